@@ -1,0 +1,73 @@
+#pragma once
+#include <bit>
+#include <cstdint>
+
+#include "core/types.h"
+
+// Scalar element types of the CPU kernels and their conversion to and from float. Everything rounds to nearest even.
+namespace attnops::cpu {
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+struct Float16 {
+  _Float16 value;
+};
+
+struct Float8E4M3 {
+  uint8_t bits;
+};
+
+inline float to_float(float x) { return x; }
+inline float to_float(Float16 x) { return static_cast<float>(x.value); }
+inline float to_float(BFloat16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
+
+// e4m3fn: 4 exponent bits with bias 7, no infinities, one NaN per sign. Placing the seven magnitude bits at the top of
+// a float's exponent and mantissa and scaling by 2^(127 - 7) is exact, for subnormals too.
+inline float to_float(Float8E4M3 x) {
+  const uint32_t magnitude = x.bits & 0x7F;
+  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x80) << 24;
+  if (magnitude == 0x7F) return std::bit_cast<float>(sign | 0x7FC00000u);
+  const float scaled = std::bit_cast<float>(magnitude << 20) * 0x1p120f;
+  return std::bit_cast<float>(std::bit_cast<uint32_t>(scaled) | sign);
+}
+
+template <typename T>
+T from_float(float x);
+
+template <>
+inline float from_float<float>(float x) {
+  return x;
+}
+
+template <>
+inline Float16 from_float<Float16>(float x) {
+  return {static_cast<_Float16>(x)};
+}
+
+template <>
+inline BFloat16 from_float<BFloat16>(float x) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
+  if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return {static_cast<uint16_t>((bits >> 16) | 0x40)};  // keep NaN a NaN
+  return {static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1)) >> 16)};
+}
+
+// Values beyond 448 saturate, as in the "satfinite" conversion of GPUs; NaN stays NaN.
+template <>
+inline Float8E4M3 from_float<Float8E4M3>(float x) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
+  const uint8_t sign = static_cast<uint8_t>((bits >> 24) & 0x80);
+  const uint32_t magnitude = bits & 0x7FFFFFFFu;
+  if (magnitude > 0x7F800000u) return {static_cast<uint8_t>(sign | 0x7F)};
+  if (magnitude >= std::bit_cast<uint32_t>(464.f)) return {static_cast<uint8_t>(sign | 0x7E)};
+  if (magnitude < std::bit_cast<uint32_t>(0x1p-6f)) {
+    // Subnormal: adding 2^14 aligns the lowest kept bit (2^-9) with the float's last one, and the FPU rounds to even.
+    const float aligned = std::bit_cast<float>(magnitude) + 0x1p14f;
+    return {static_cast<uint8_t>(sign | (std::bit_cast<uint32_t>(aligned) & 0xF))};
+  }
+  const uint32_t rounded = magnitude + 0x7FFFFu + ((magnitude >> 20) & 1);
+  return {static_cast<uint8_t>(sign | ((rounded >> 20) - ((127 - 7) << 3)))};
+}
+
+}  // namespace attnops::cpu

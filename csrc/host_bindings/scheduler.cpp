@@ -1,0 +1,84 @@
+// The planners of csrc/scheduler as Python objects with named fields, for property tests and for explaining a plan.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <vector>
+
+#include "scheduler/split_kv.h"
+#include "scheduler/varlen_tiles.h"
+
+namespace py = pybind11;
+
+namespace attnops {
+namespace {
+
+// The batch of `lengths` as the planner wants it, with its storage.
+struct OwnedBatch {
+  std::vector<int64_t> prefix{0};
+  std::vector<int32_t> tiles;
+
+  OwnedBatch(const SplitKvGeometry& geometry, const std::vector<int>& lengths) {
+    for (const int length : lengths) {
+      tiles.push_back(num_tiles(geometry, length));
+      prefix.push_back(prefix.back() + geometry.works_per_request * work_cost(geometry, tiles.back()));
+    }
+  }
+
+  SplitKvBatch view() const { return {prefix.data(), tiles.data()}; }
+};
+
+SplitKvGeometry with_requests(SplitKvGeometry geometry, const std::vector<int>& lengths) {
+  geometry.num_requests = static_cast<int>(lengths.size());
+  return geometry;
+}
+
+std::vector<SplitKvEntry> plan_split_kv(const SplitKvGeometry& shape, const std::vector<int>& lengths) {
+  const SplitKvGeometry geometry = with_requests(shape, lengths);
+  const OwnedBatch batch(geometry, lengths);
+  std::vector<SplitKvEntry> entries;
+  for (int part = 0; part < geometry.num_sm_parts; ++part) {
+    entries.push_back(split_kv_entry(geometry, batch.view(), part));
+  }
+  return entries;
+}
+
+}  // namespace
+}  // namespace attnops
+
+PYBIND11_MODULE(_scheduler, m) {
+  using attnops::SplitKvEntry;
+  using attnops::SplitKvGeometry;
+  m.doc() = "The tile schedulers of attnops, exactly as the kernels run them.";
+
+  py::class_<SplitKvGeometry>(m, "SplitKvGeometry")
+      .def(py::init([](int works_per_request, int seqlen_q, int tile_tokens, int window_left, int num_sm_parts,
+                       int work_overhead, int fixed_split_tiles) {
+             return SplitKvGeometry{0,           works_per_request, seqlen_q,      tile_tokens,
+                                    window_left, num_sm_parts,      work_overhead, fixed_split_tiles};
+           }),
+           py::kw_only(), py::arg("works_per_request"), py::arg("seqlen_q"), py::arg("tile_tokens"),
+           py::arg("window_left") = -1, py::arg("num_sm_parts"), py::arg("work_overhead"),
+           py::arg("fixed_split_tiles") = 0)
+      .def_readonly("works_per_request", &SplitKvGeometry::works_per_request)
+      .def_readonly("tile_tokens", &SplitKvGeometry::tile_tokens)
+      .def_readonly("num_sm_parts", &SplitKvGeometry::num_sm_parts)
+      .def_readonly("fixed_split_tiles", &SplitKvGeometry::fixed_split_tiles);
+
+  py::class_<SplitKvEntry>(m, "SplitKvEntry")
+      .def_readonly("begin_work", &SplitKvEntry::begin_work)
+      .def_readonly("begin_tile", &SplitKvEntry::begin_tile)
+      .def_readonly("end_work", &SplitKvEntry::end_work)
+      .def_readonly("end_tile", &SplitKvEntry::end_tile)
+      .def_readonly("begin_split", &SplitKvEntry::begin_split)
+      .def_readonly("begin_num_splits", &SplitKvEntry::begin_num_splits)
+      .def_readonly("last_num_splits", &SplitKvEntry::last_num_splits)
+      .def_readonly("first_part", &SplitKvEntry::first_part);
+
+  m.def("plan_split_kv", &attnops::plan_split_kv, py::arg("geometry"), py::arg("cache_seqlens"),
+        "Rows of the split-KV plan of a batch.");
+  m.def(
+      "num_tiles",
+      [](const SplitKvGeometry& geometry, int cache_seqlen) { return attnops::num_tiles(geometry, cache_seqlen); },
+      py::arg("geometry"), py::arg("cache_seqlen"), "KV tiles of one work of a request of this length.");
+  m.def("cost_bin", &attnops::cost_bin, py::arg("cost"), "Bin of a prefill tile's cost; larger is longer.");
+}

@@ -1,0 +1,57 @@
+#pragma once
+#include <cstdint>
+
+#include "core/page_table.h"
+#include "core/types.h"
+
+namespace attnops::mla_decode {
+
+inline constexpr int kHeadDimQk = 576;    // latent and rope
+inline constexpr int kHeadDimV = 512;     // latent: V is the first 512 of K
+inline constexpr int kHeadDimRope = 64;   // the rest
+inline constexpr int kFp8RowBytes = 656;  // 512 e4m3, 4 float32 scales (one per 128), 64 bf16 rope
+
+// All that an MLA decode kernel, on any device, may know. Strides are in elements; dim -1 is dense.
+// Query row i of a request is token i of its seqlen_q newest tokens, the last of which is token cache_seqlen - 1.
+struct Params {
+  int batch_size, seqlen_q, num_q_heads;
+
+  const void* q;  // [B, S_q, H_q, 576], or the latent 512 of it when q_pe is given; of `dtype`
+  int64_t q_stride_request, q_stride_token, q_stride_head;
+  const void* q_pe;  // [B, S_q, H_q, 64], or null
+  int64_t q_pe_stride_request, q_pe_stride_token, q_pe_stride_head;
+
+  // [P, page_size, 576] of `dtype` or e4m3 with one scale, or uint8 [P, page_size, 656]: `kv_dtype` tells which.
+  const void* kv_pages;
+  int64_t kv_stride_page, kv_stride_token;
+  PageTable page_table;
+  const int32_t* cache_seqlens;  // [B], the new tokens included
+
+  void* out;  // [B, S_q, H_q, 512], of `dtype`
+  int64_t out_stride_request, out_stride_token, out_stride_head;
+  float* lse;  // [B, S_q, H_q] contiguous, or null
+
+  // The plan (scheduler/split_kv.h): a work is a block of kPlanRows rows (token, head), rows numbered token-major.
+  const int32_t* tile_scheduler_metadata;  // [num_sm_parts, 8]
+  const int32_t* num_splits;               // [B + 1], cuts before request b (batch-invariant mode)
+  int num_sm_parts;
+  int fixed_split_tokens;  // 0: balanced
+  float* out_partial;      // [num_partials, kPlanRows, 512]
+  float* lse_partial;      // [num_partials, kPlanRows]; natural log
+  int64_t num_partials;
+  int32_t* semaphores;  // [B * works_per_request], zero before and after every call
+
+  float softmax_scale;
+  bool causal;
+  int window_left;           // -1: off
+  float logit_cap;           // 0: off
+  const float* sinks;        // [H_q], or null
+  const uint8_t* tree_mask;  // [B, S_q, ceil(S_q / 8)] bits, little-endian, or null
+  int64_t tree_mask_stride_request, tree_mask_stride_token;
+  const float* kv_scale;  // [1] on the device, or null
+
+  DType dtype, kv_dtype;
+  int32_t* report;  // core/report.h, or null
+};
+
+}  // namespace attnops::mla_decode

@@ -1,0 +1,171 @@
+#pragma once
+#include <cstdint>
+
+#include "core/math.h"
+#include "scheduler/split_kv_entry.h"
+
+namespace attnops {
+
+// Even division of a decode batch's KV tiles over a fixed number of SM parts, from the lengths alone.
+//
+// Every work w gets an interval [S(w), S(w + 1)) of a cost axis, of length overhead + kTileCost * num_tiles(w); part p
+// gets the slice [p * C, (p + 1) * C) of that axis, C = budget. A coordinate is turned into a tile by `point_at`:
+//
+//     cost   S(w)        S(w)+o      +U        +2U               S(w+1)
+//            |-- overhead --|---------|---------|------ ... -------|
+//     point  (w,0)          (w,0)   (w,1)     (w,2)              (w+1,0)
+//            coordinates in (S(w)+o+(t-1)U, S(w)+o+tU] map to (w,t);  U = kTileCost * tiles per step
+//
+// Invariants, tested on random, adversarial and skewed batches:
+//  1. Each step of each work belongs to exactly one part. Proof: point_at is monotone in the coordinate, point_at(0) is
+//     the first point and point_at(total) the end; so the parts [point_at(pC), point_at((p+1)C)) tile the order.
+//  2. Step (w, t) is in part floor((S(w) + o + tU) / C). Proof: point_at(x) <= (w, t) iff x <= S(w) + o + tU.
+//  3. Balanced mode: the parts between the first and the last of a work hold at least one tile each, so its splits
+//     are numbered without gaps. Proof: C >= U, and a slice of length >= U inside the work covers a multiple of U.
+//  4. No part holds more than ceil(C / kTileCost) tiles in balanced mode, and a work without overhead at most
+//     C / kTileCost.
+//
+// Batch-invariant mode (fixed_split_tiles > 0): a work is cut every fixed_split_tiles tiles whatever else is in the
+// batch; parts take whole cuts, and every cut writes its own partial result, merged in order.
+
+inline constexpr int64_t kTileCost = 8;  // cost units per tile: the overhead may be a fraction of a tile
+
+struct SplitKvGeometry {
+  int num_requests;
+  int works_per_request;
+  int seqlen_q;           // query tokens per request
+  int tile_tokens;        // KV tokens per tile
+  int window_left;        // -1: no window
+  int num_sm_parts;       // rows of the plan
+  int work_overhead;      // cost units that every work pays besides its tiles, when works outnumber parts
+  int fixed_split_tiles;  // 0: balanced
+};
+
+// Tokens of the cache that at least one query of the request may see: [begin, end).
+struct KvRange {
+  int begin, end;
+};
+
+ATTNOPS_HOST_DEVICE inline KvRange visible_keys(int cache_seqlen, int seqlen_q, int window_left) {
+  const int length = max_of(cache_seqlen, 0);
+  if (window_left < 0) return {0, length};
+  return {max_of(length - seqlen_q - window_left, 0), length};
+}
+
+// First tile that is visited, and how many. A request without keys still has one tile: somebody must write its
+// zeros.
+struct TileRange {
+  int first, count;
+};
+
+ATTNOPS_HOST_DEVICE inline TileRange visible_tiles(int cache_seqlen, int seqlen_q, int window_left, int tile_tokens) {
+  const KvRange keys = visible_keys(cache_seqlen, seqlen_q, window_left);
+  const int first = keys.begin / tile_tokens;
+  return {first, max_of(ceil_div(keys.end, tile_tokens) - first, 1)};
+}
+
+ATTNOPS_HOST_DEVICE inline int num_tiles(const SplitKvGeometry& g, int cache_seqlen) {
+  return visible_tiles(cache_seqlen, g.seqlen_q, g.window_left, g.tile_tokens).count;
+}
+
+// Cuts of one work in batch-invariant mode.
+ATTNOPS_HOST_DEVICE inline int num_fixed_splits(const SplitKvGeometry& g, int tiles) {
+  return g.fixed_split_tiles > 0 ? ceil_div(tiles, g.fixed_split_tiles) : 0;
+}
+
+// Works that fit the parts one to one need no overhead term, and leaving it out keeps whole tiles per part.
+ATTNOPS_HOST_DEVICE inline int64_t overhead_cost(const SplitKvGeometry& g) {
+  return static_cast<int64_t>(g.num_requests) * g.works_per_request > g.num_sm_parts ? g.work_overhead : 0;
+}
+
+ATTNOPS_HOST_DEVICE inline int64_t step_cost(const SplitKvGeometry& g) {
+  return kTileCost * max_of(g.fixed_split_tiles, 1);
+}
+
+ATTNOPS_HOST_DEVICE inline int64_t work_cost(const SplitKvGeometry& g, int tiles) {
+  return overhead_cost(g) + kTileCost * tiles;
+}
+
+// The budget C of every part, from the cost of the whole batch: whole steps when there is no overhead.
+ATTNOPS_HOST_DEVICE inline int64_t part_budget(const SplitKvGeometry& g, int64_t total_cost) {
+  const int64_t step = step_cost(g);
+  const int64_t even = max_of(ceil_div(total_cost, static_cast<int64_t>(g.num_sm_parts)), step);
+  return overhead_cost(g) == 0 ? round_up(even, kTileCost) : even;
+}
+
+struct SplitKvPoint {
+  int work, tile;
+};
+
+// `prefix` is int64 [num_requests + 1]: cost of all works of the requests before b. `tiles` is int32 [num_requests].
+struct SplitKvBatch {
+  const int64_t* prefix;
+  const int32_t* tiles;
+};
+
+// Largest request b with prefix[b] <= cost; cost must be below prefix[num_requests].
+ATTNOPS_HOST_DEVICE inline int request_at(const SplitKvGeometry& g, const SplitKvBatch& batch, int64_t cost) {
+  int low = 0, high = g.num_requests;  // prefix[low] <= cost < prefix[high]
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (batch.prefix[middle] <= cost ? low : high) = middle;
+  }
+  return low;
+}
+
+ATTNOPS_HOST_DEVICE inline SplitKvPoint point_at(const SplitKvGeometry& g, const SplitKvBatch& batch, int64_t cost) {
+  const int64_t total = batch.prefix[g.num_requests];
+  if (cost >= total) return {g.num_requests * g.works_per_request, 0};
+  const int request = request_at(g, batch, cost);
+  const int64_t each = work_cost(g, batch.tiles[request]);
+  const int64_t inside = cost - batch.prefix[request];
+  const int work = request * g.works_per_request + static_cast<int>(inside / each);
+  const int64_t past_overhead = max_of(inside % each - overhead_cost(g), static_cast<int64_t>(0));
+  const int64_t step = ceil_div(past_overhead, step_cost(g));
+  const int64_t tile = step * max_of(g.fixed_split_tiles, 1);
+  if (tile >= batch.tiles[request]) return {work + 1, 0};
+  return {work, static_cast<int>(tile)};
+}
+
+// Coordinate of a tile that starts a step.
+ATTNOPS_HOST_DEVICE inline int64_t cost_at(const SplitKvGeometry& g, const SplitKvBatch& batch, SplitKvPoint point) {
+  const int request = point.work / g.works_per_request;
+  const int64_t each = work_cost(g, batch.tiles[request]);
+  return batch.prefix[request] + (point.work % g.works_per_request) * each + overhead_cost(g) + kTileCost * point.tile;
+}
+
+struct SplitKvSpan {
+  int first_part, num_splits;
+};
+
+// Which parts share a work (balanced), or into how many it is cut (batch-invariant).
+ATTNOPS_HOST_DEVICE inline SplitKvSpan work_span(const SplitKvGeometry& g, const SplitKvBatch& batch, int64_t budget,
+                                                 int work) {
+  const int tiles = batch.tiles[work / g.works_per_request];
+  const int first = static_cast<int>(cost_at(g, batch, {work, 0}) / budget);
+  if (g.fixed_split_tiles > 0) return {first, num_fixed_splits(g, tiles)};
+  const int last = static_cast<int>(cost_at(g, batch, {work, tiles - 1}) / budget);
+  return {first, last - first + 1};
+}
+
+// Row `part` of the plan. Rows are independent of one another, so a GPU thread makes one each.
+ATTNOPS_HOST_DEVICE inline SplitKvEntry split_kv_entry(const SplitKvGeometry& g, const SplitKvBatch& batch, int part) {
+  const int64_t budget = part_budget(g, batch.prefix[g.num_requests]);
+  const SplitKvPoint begin = point_at(g, batch, part * budget);
+  const SplitKvPoint end = point_at(g, batch, (part + 1) * budget);
+  SplitKvEntry entry{begin.work, begin.tile, end.work, end.tile, 0, 0, 0, part};
+  if (begin.work == end.work && begin.tile == end.tile) return entry;
+  const int last_work = end.tile > 0 ? end.work : end.work - 1;
+  const SplitKvSpan span = work_span(g, batch, budget, begin.work);
+  entry.begin_split = g.fixed_split_tiles > 0 ? begin.tile / g.fixed_split_tiles : part - span.first_part;
+  entry.begin_num_splits = span.num_splits;
+  entry.last_num_splits = last_work == begin.work ? span.num_splits : work_span(g, batch, budget, last_work).num_splits;
+  entry.first_part = span.first_part;
+  return entry;
+}
+
+// Where part `part` puts its piece of `work`, in balanced mode: at most the first and the last work of a part are
+// shared with other parts, so two rows per part are enough and their numbers need no prefix sum.
+ATTNOPS_HOST_DEVICE inline int partial_slot(int part, bool is_begin_work) { return 2 * part + (is_begin_work ? 0 : 1); }
+
+}  // namespace attnops

@@ -1,0 +1,169 @@
+#include "torch_bindings/check.h"
+
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <cmath>
+#include <stdexcept>
+
+namespace attnops {
+namespace {
+
+using torch::headeronly::ScalarType;
+
+std::optional<DType> known_dtype(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float: return DType::kFloat32;
+    case ScalarType::Half: return DType::kFloat16;
+    case ScalarType::BFloat16: return DType::kBFloat16;
+    case ScalarType::Float8_e4m3fn: return DType::kFloat8E4M3;
+    case ScalarType::Float8_e5m2: return DType::kFloat8E5M2;
+    case ScalarType::Int: return DType::kInt32;
+    case ScalarType::Long: return DType::kInt64;
+    case ScalarType::Byte: return DType::kUInt8;
+    default: return std::nullopt;
+  }
+}
+
+std::string dtype_text(const Tensor& tensor) {
+  const std::optional<DType> known = known_dtype(tensor);
+  if (known) return name_of(*known);
+  switch (tensor.scalar_type()) {  // by the names that Python shows
+    case ScalarType::Double: return "float64";
+    case ScalarType::Short: return "int16";
+    case ScalarType::Char: return "int8";
+    case ScalarType::Bool: return "bool";
+    default: return torch::headeronly::toString(tensor.scalar_type());
+  }
+}
+
+std::string device_text(const Tensor& tensor) {
+  return tensor.is_cpu()    ? "cpu"
+         : tensor.is_cuda() ? "cuda:" + std::to_string(tensor.get_device_index())
+                            : "another device type";
+}
+
+template <class Values, class ToText>
+std::string one_of(const Values& values, const ToText& to_text) {
+  std::string text;
+  for (const auto& value : values) text += (text.empty() ? "" : " or ") + std::string(to_text(value));
+  return text;
+}
+
+}  // namespace
+
+void fail(const char* op, const std::string& text) {
+  throw std::runtime_error(std::string("attnops::") + op + ": " + text);
+}
+
+DType dtype_of(const Tensor& tensor) {
+  const std::optional<DType> known = known_dtype(tensor);
+  if (!known) throw std::runtime_error("attnops: no op takes dtype " + dtype_text(tensor));
+  return *known;
+}
+
+bool has_dtype(const Tensor& tensor, DType dtype) { return known_dtype(tensor) == dtype; }
+
+std::string shape_text(const Tensor& tensor) {
+  std::string text;
+  for (int64_t axis = 0; axis < tensor.dim(); ++axis) {
+    text += (axis ? ", " : "") + std::to_string(tensor.size(axis));
+  }
+  return "[" + text + "]";
+}
+
+std::string TensorCheck::label() const { return name_; }
+
+const TensorCheck& TensorCheck::dtype(std::initializer_list<DType> allowed) const {
+  for (const DType candidate : allowed) {
+    if (has_dtype(tensor_, candidate)) return *this;
+  }
+  fail(op_, label() + " must have dtype " + one_of(allowed, [](DType d) { return name_of(d); }) + ", got " +
+                dtype_text(tensor_));
+}
+
+const TensorCheck& TensorCheck::dtype_as(const char* other_name, const Tensor& other) const {
+  if (tensor_.scalar_type() != other.scalar_type()) {
+    fail(op_, label() + " must have dtype " + dtype_text(other) + " as " + other_name + ", got " + dtype_text(tensor_));
+  }
+  return *this;
+}
+
+const TensorCheck& TensorCheck::device_as(const char* other_name, const Tensor& other) const {
+  if (tensor_.is_cpu() != other.is_cpu() || tensor_.get_device_index() != other.get_device_index()) {
+    fail(op_, label() + " must be on " + device_text(other) + " as " + other_name + ", got " + device_text(tensor_));
+  }
+  return *this;
+}
+
+const TensorCheck& TensorCheck::rank(int64_t rank) const {
+  if (tensor_.dim() != rank) {
+    fail(op_, label() + " must have " + std::to_string(rank) + " dimensions, got " + std::to_string(tensor_.dim()) +
+                  ", shape " + shape_text(tensor_));
+  }
+  return *this;
+}
+
+const TensorCheck& TensorCheck::shape(std::initializer_list<std::reference_wrapper<Dim>> dims) const {
+  rank(static_cast<int64_t>(dims.size()));
+  int64_t axis = 0;
+  for (Dim& dim : dims) match(dim, axis++);
+  return *this;
+}
+
+const TensorCheck& TensorCheck::size_at_least(int64_t axis, const char* dim, int64_t least,
+                                              const std::string& reason) const {
+  if (tensor_.size(axis) < least) {
+    fail(op_, label() + ".shape[" + std::to_string(axis) + "] (" + dim + ") must be at least " + std::to_string(least) +
+                  " (" + reason + "), got " + std::to_string(tensor_.size(axis)));
+  }
+  return *this;
+}
+
+const TensorCheck& TensorCheck::dense_last() const {
+  const int64_t last = tensor_.dim() - 1;
+  if (last >= 0 && tensor_.size(last) > 1 && tensor_.stride(last) != 1) {
+    fail(op_, label() + ".stride(" + std::to_string(last) + ") must be 1 (the last dimension is dense), got " +
+                  std::to_string(tensor_.stride(last)));
+  }
+  return *this;
+}
+
+const TensorCheck& TensorCheck::contiguous() const {
+  if (!tensor_.is_contiguous()) {
+    fail(op_, label() + " must be contiguous, got strides of a view, shape " + shape_text(tensor_));
+  }
+  return *this;
+}
+
+const TensorCheck& TensorCheck::aligned(int bytes) const {
+  if (reinterpret_cast<uintptr_t>(tensor_.const_data_ptr()) % bytes != 0) {
+    fail(op_, label() + " must start on a " + std::to_string(bytes) + "-byte boundary, got an offset of " +
+                  std::to_string(reinterpret_cast<uintptr_t>(tensor_.const_data_ptr()) % bytes));
+  }
+  return *this;
+}
+
+void TensorCheck::match(Dim& dim, int64_t axis) const {
+  const int64_t actual = tensor_.size(axis);
+  if (!dim.extent_) {
+    dim.extent_ = actual;
+    dim.bound_by_ = name_;
+  }
+  if (*dim.extent_ != actual) {
+    fail(op_, label() + ".shape[" + std::to_string(axis) + "] (" + dim.name_ + ") must be " +
+                  std::to_string(*dim.extent_) + " as in " + dim.bound_by_ + ", got " + std::to_string(actual));
+  }
+}
+
+void check_range(const char* op, const char* name, int64_t value, int64_t low, int64_t high) {
+  if (value < low || value > high) {
+    fail(op, std::string(name) + " must be in [" + std::to_string(low) + ", " + std::to_string(high) + "], got " +
+                 std::to_string(value));
+  }
+}
+
+void check_finite(const char* op, const char* name, double value) {
+  if (!std::isfinite(value)) fail(op, std::string(name) + " must be finite, got " + std::to_string(value));
+}
+
+}  // namespace attnops

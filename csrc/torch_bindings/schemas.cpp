@@ -1,0 +1,65 @@
+#include <torch/csrc/stable/library.h>
+
+// Every op of attnops, on one page. (x!) marks what an op writes; nothing else is touched, allocated or synchronized.
+// `report` is the checked mode's buffer (core/report.h), absent in production.
+STABLE_TORCH_LIBRARY(attnops, m) {
+  // merge_state/
+  m.def("merge_state(Tensor(a!) out, Tensor(b!) lse, Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> ()");
+  m.def("merge_states(Tensor(a!) out, Tensor(b!) lse, Tensor outs, Tensor lses) -> ()");
+
+  // paged_kv/
+  m.def(
+      "build_page_table(Tensor(a!) page_table, Tensor req_to_token, Tensor req_pool_indices, Tensor cache_seqlens, "
+      "int page_size, Tensor? slot_map=None, Tensor(b!)? report=None) -> ()");
+  m.def(
+      "build_kv_indices(Tensor(a!) kv_indptr, Tensor(b!) kv_indices, Tensor(c!)? kv_last_page_len, Tensor "
+      "req_to_token, "
+      "Tensor req_pool_indices, Tensor cache_seqlens, int page_size, Tensor? slot_map=None, Tensor(d!)? report=None) "
+      "-> ()");
+  m.def("build_cu_seqlens(Tensor(a!) cu_seqlens, Tensor seqlens) -> ()");
+  m.def("translate_slots(Tensor(a!) out, Tensor slots, Tensor slot_map, Tensor(b!)? report=None) -> ()");
+  m.def(
+      "store_kv(Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor k, Tensor v, Tensor out_cache_loc, "
+      "Tensor? k_scale=None, Tensor? v_scale=None, Tensor(c!)? report=None) -> ()");
+  m.def(
+      "store_mla_kv(Tensor(a!) kv_pages, Tensor latent, Tensor? k_pe, Tensor out_cache_loc, Tensor? kv_scale=None, "
+      "Tensor(b!)? report=None) -> ()");
+
+  // xqa_decode/
+  m.def(
+      "xqa_decode_plan(Tensor(a!) tile_scheduler_metadata, Tensor(b!) num_splits, Tensor cache_seqlens, int seqlen_q, "
+      "int num_kv_heads, int window_left=-1, int fixed_split_tokens=0) -> ()");
+  m.def(
+      "xqa_decode(Tensor(a!) out, Tensor(b!)? lse, Tensor q, Tensor k_pages, Tensor v_pages, Tensor page_table, "
+      "Tensor? kv_indptr, Tensor cache_seqlens, Tensor tile_scheduler_metadata, Tensor num_splits, "
+      "Tensor(c!) out_partial, Tensor(d!) lse_partial, Tensor(e!) semaphores, float softmax_scale, bool causal=True, "
+      "int window_left=-1, float logit_cap=0.0, Tensor? sinks=None, Tensor? tree_mask=None, Tensor? k_scale=None, "
+      "Tensor? v_scale=None, int fixed_split_tokens=0, Tensor(f!)? report=None) -> ()");
+
+  // mla_decode/
+  m.def(
+      "mla_decode_plan(Tensor(a!) tile_scheduler_metadata, Tensor(b!) num_splits, Tensor cache_seqlens, int seqlen_q, "
+      "int num_q_heads, int window_left=-1, int fixed_split_tokens=0) -> ()");
+  m.def(
+      "mla_decode(Tensor(a!) out, Tensor(b!)? lse, Tensor q, Tensor? q_pe, Tensor kv_pages, Tensor page_table, "
+      "Tensor? kv_indptr, Tensor cache_seqlens, Tensor tile_scheduler_metadata, Tensor num_splits, "
+      "Tensor(c!) out_partial, Tensor(d!) lse_partial, Tensor(e!) semaphores, float softmax_scale, bool causal=True, "
+      "int window_left=-1, float logit_cap=0.0, Tensor? sinks=None, Tensor? tree_mask=None, Tensor? kv_scale=None, "
+      "int fixed_split_tokens=0, Tensor(f!)? report=None) -> ()");
+
+  // fmha/
+  m.def(
+      "fmha_plan(Tensor(a!) tile_order, Tensor cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? cache_seqlens, int tile_q, "
+      "bool causal=True, int window_left=-1) -> ()");
+  m.def(
+      "fmha_varlen(Tensor(a!) out, Tensor(b!)? lse, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, "
+      "Tensor cu_seqlens_k, Tensor tile_order, int tile_q, float softmax_scale, bool causal=True, int window_left=-1, "
+      "int window_right=-1, float logit_cap=0.0, Tensor? sinks=None, Tensor? tree_mask=None, Tensor? k_scale=None, "
+      "Tensor? v_scale=None, Tensor(c!)? report=None) -> ()");
+  m.def(
+      "fmha_paged(Tensor(a!) out, Tensor(b!)? lse, Tensor q, Tensor k_pages, Tensor v_pages, Tensor page_table, "
+      "Tensor? kv_indptr, Tensor cache_seqlens, Tensor cu_seqlens_q, Tensor tile_order, int tile_q, float "
+      "softmax_scale, "
+      "bool causal=True, int window_left=-1, int window_right=-1, float logit_cap=0.0, Tensor? sinks=None, "
+      "Tensor? tree_mask=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor(c!)? report=None) -> ()");
+}

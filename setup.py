@@ -1,0 +1,76 @@
+"""Builds the compiled modules with CMake and ninja and places them in the package.
+
+Environment:
+    ATTNOPS_BUILD_CUDA: 1 to build the CUDA module, 0 not to; by default, when nvcc is found.
+    ATTNOPS_ARCHS: GPU architectures, "80;90a" by default.
+    ATTNOPS_FAMILIES: glob of op families whose CUDA kernels are built, for a developer's inner loop.
+    CUTLASS_DIR: a CUTLASS source tree, instead of the nvidia-cutlass package.
+    MAX_JOBS: parallel compilations, the number of cores by default.
+    ATTNOPS_BUILD_DIR: where CMake works, build/<platform> by default.
+"""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent.resolve()
+
+
+def package_dir(name: str) -> Path:
+    """Folder of an installed package, without importing it: importing torch here would cost seconds."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        raise SystemExit(f"attnops: building needs the package {name}: `pip install {name}`")
+    return Path(spec.origin).parent
+
+
+def find_nvcc() -> str | None:
+    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+
+
+def wants_cuda() -> bool:
+    asked = os.environ.get("ATTNOPS_BUILD_CUDA", "")
+    if asked == "1" and not find_nvcc():
+        raise SystemExit("attnops: ATTNOPS_BUILD_CUDA=1, but no nvcc: install the CUDA toolkit, or put nvcc on PATH")
+    return asked == "1" or (asked != "0" and find_nvcc() is not None)
+
+
+class CMakeBuild(build_ext):
+    def run(self):
+        build = Path(os.environ.get("ATTNOPS_BUILD_DIR", ROOT / "build" / sysconfig.get_platform()))
+        cuda = wants_cuda()
+        options = {
+            "ATTNOPS_TORCH": package_dir("torch"),
+            "ATTNOPS_PYBIND11": package_dir("pybind11") / "share" / "cmake" / "pybind11",
+            "ATTNOPS_CUDA": "ON" if cuda else "OFF",
+            "ATTNOPS_ARCHS": os.environ.get("ATTNOPS_ARCHS", "80;90a"),
+            "ATTNOPS_FAMILIES": os.environ.get("ATTNOPS_FAMILIES", "*"),
+            "Python_EXECUTABLE": sys.executable,
+        }
+        if cuda:
+            options["CMAKE_CUDA_COMPILER"] = find_nvcc()
+        defines = [f"-D{name}={value}" for name, value in options.items()]
+        subprocess.run(["cmake", "-S", ROOT, "-B", build, "-G", "Ninja", *defines], check=True)
+        jobs = os.environ.get("MAX_JOBS", str(os.cpu_count()))
+        subprocess.run(["cmake", "--build", build, "-j", jobs], check=True)
+        self._place(build, ROOT / "python/attnops" if self.inplace else Path(self.build_lib) / "attnops")
+
+    def _place(self, build: Path, target: Path) -> None:
+        target.mkdir(parents=True, exist_ok=True)
+        scheduler = "_scheduler" + sysconfig.get_config_var("EXT_SUFFIX")
+        for name in ("_C.so", "_C_cuda.so", scheduler):
+            if (build / name).exists():
+                shutil.copy2(build / name, target / name)
+
+    def get_outputs(self):
+        return [str(path) for path in (Path(self.build_lib) / "attnops").glob("*.so")]
+
+
+setup(ext_modules=[Extension("attnops._C", sources=[])], cmdclass={"build_ext": CMakeBuild})

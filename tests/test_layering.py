@@ -1,0 +1,88 @@
+"""Includes and imports go downwards only: the table of docs/architecture.md, "Layers", read off the sources."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CSRC, PACKAGE = ROOT / "csrc", ROOT / "python" / "attnops"
+SHARED = {"core", "scheduler", "device", "cpu", "torch_bindings", "host_bindings"}
+FAMILIES = {path.name for path in CSRC.iterdir() if path.is_dir()} - SHARED
+
+# What a Python layer may import of the package, besides its own folder. Longer prefixes win.
+PYTHON_LAYERS = {
+    "_load": set(),
+    "types": set(),
+    "reference": {"types"},
+    "metadata": {"types", "_load"},
+    "ops": {"_load", "types", "metadata"},
+    "pools": {"types", "ops", "metadata", "_load"},
+    "graph_buffers": {"types", "ops", "metadata", "_load", "pools"},
+    "layers": {"types", "pools"},
+}
+
+
+def includes(path):
+    return re.findall(r'^#include\s+[<"]([^>"]+)[>"]', path.read_text(), re.MULTILINE)
+
+
+def sources(*suffixes):
+    return [path for path in CSRC.rglob("*") if path.suffix in suffixes]
+
+
+def top(path):
+    return path.relative_to(CSRC).parts[0]
+
+
+def is_binding(path):
+    """L3 and L4: the only files that may see torch."""
+    return top(path) == "torch_bindings" or path.name in {"checks.h", "op_cpu.cpp", "op_cuda.cpp"}
+
+
+def test_only_bindings_include_torch():
+    for path in sources(".h", ".cuh", ".cu", ".cpp"):
+        seen = [name for name in includes(path) if name.startswith(("torch/", "ATen/", "c10/", "torch_bindings/"))]
+        assert is_binding(path) or not seen, f"{path.relative_to(ROOT)} includes {seen}"
+        assert not [n for n in seen if n.startswith(("ATen/", "c10/")) or n == "torch/extension.h"], path
+
+
+def test_no_family_includes_another():
+    for path in sources(".h", ".cuh", ".cu", ".cpp"):
+        if top(path) not in FAMILIES:
+            foreign = [name for name in includes(path) if name.split("/")[0] in FAMILIES]
+        else:
+            foreign = [name for name in includes(path) if name.split("/")[0] in FAMILIES - {top(path)}]
+        assert not foreign, f"{path.relative_to(ROOT)} includes {foreign}"
+
+
+def test_core_and_scheduler_are_plain_cpp():
+    for path in [*(CSRC / "core").rglob("*.h"), *(CSRC / "scheduler").rglob("*.h")]:
+        foreign = [
+            n for n in includes(path) if n.split("/")[0] not in {"core", "scheduler"} and ("/" in n or ".h" in n)
+        ]
+        assert not foreign, f"{path.relative_to(ROOT)} includes {foreign}"
+
+
+def test_bindings_do_not_include_kernels():
+    for path in sources(".h", ".cpp"):
+        if is_binding(path):
+            kernels = [name for name in includes(path) if name.endswith(".cuh")]
+            assert not kernels, f"{path.relative_to(ROOT)} includes {kernels}"
+
+
+def test_device_code_has_no_host_only_layers():
+    for path in sources(".cu", ".cuh"):
+        foreign = [name for name in includes(path) if name.split("/")[0] == "cpu"]
+        assert not foreign, f"{path.relative_to(ROOT)} includes {foreign}"
+
+
+def test_python_imports_go_downwards():
+    for path in PACKAGE.rglob("*.py"):
+        layer = path.relative_to(PACKAGE).with_suffix("").parts[0]
+        if layer not in PYTHON_LAYERS:
+            continue
+        found = re.findall(
+            r"^\s*(?:from attnops\.?([\w.]*) import (\w+)|import attnops\.(\w+))", path.read_text(), re.M
+        )
+        names = {(module.split(".")[0] if module else name) or direct for module, name, direct in found}
+        foreign = names - PYTHON_LAYERS[layer] - {layer}
+        assert not foreign, f"{path.relative_to(ROOT)} imports {sorted(foreign)}"
