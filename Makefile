@@ -1,17 +1,40 @@
-# `make demo` and `make test` set up everything they need on a fresh machine, then run. Running them again is quick.
+# `make demo` and `make test` set up all that they need on a fresh machine, then run. Running them again is quick.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-export MAX_JOBS ?= $(shell nproc)
-export PATH := $(CURDIR)/$(BIN):$(PATH)
+export MAX_JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+# The GPU architecture that `make test` compiles for; wheels take the default of setup.py.
+export ATTNOPS_ARCHS ?= 90a
 
-.PHONY: demo test build lint wheel clean
+.PHONY: demo test build check wheel clean
 
-demo: $(VENV)/.built
-	$(BIN)/python -m pip install -q $(QUIET) ".[demo]" --no-build-isolation --no-deps >/dev/null 2>&1 || true
-	$(BIN)/python examples/serve.py
+demo: build
+	$(BIN)/python examples/demo.py
 
-test: lint $(VENV)/.built
-	$(BIN)/python -m pytest
+test: check
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-build: $(VENV)/.built
+# Compiles (CUDA too, where there is nvcc) and installs in place.
+build: $(VENV)/.packages
+	@$(PYTHON) tools/check_machine.py
+	. $(BIN)/activate && python setup.py -q build_ext --inplace
+	@test -e $(VENV)/.installed || $(BIN)/python -m pip install -q --no-build-isolation --no-deps -e .
+	@touch $(VENV)/.installed
+
+# What can be said without running a kernel: lint, format, types.
+check: build
+	. $(BIN)/activate && ruff check . && ruff format --check . && mypy
+	. $(BIN)/activate && clang-format --dry-run -Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh')
+
+wheel: $(VENV)/.packages
+	. $(BIN)/activate && env -u ATTNOPS_ARCHS python -m pip wheel -w dist --no-deps --no-build-isolation .
+
+$(VENV)/.packages: requirements/dev.txt requirements/no_deps.txt
+	@$(PYTHON) tools/check_machine.py
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -r requirements/dev.txt
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r requirements/no_deps.txt
+	@touch $@
+
+clean:
+	rm -rf build dist python/attnops/*.so python/attnops.egg-info
