@@ -18,7 +18,7 @@ test: check
 build: $(VENV)/.packages
 	@$(PYTHON) tools/check_machine.py
 	. $(BIN)/activate && python setup.py -q build_ext --inplace
-	@test -e $(VENV)/.installed || $(BIN)/python -m pip install -q --no-build-isolation --no-deps -e .
+	@test -e $(VENV)/.installed || { . $(BIN)/activate && python -m pip install -q --no-build-isolation --no-deps -e .; }
 	@touch $(VENV)/.installed
 
 # What can be said without running a kernel: lint, format, types.

@@ -30,7 +30,7 @@ def missing_parts() -> list[str]:
         import venv  # noqa: F401
     except ImportError:
         missing.append(f"Python's venv module: {how_to_install('python3-venv', 'python3', 'python3')}")
-    if sys.version_info < (3, 10):
+    if sys.version_info < (3, 10):  # noqa: UP036  (this runs before anything that requires it)
         missing.append(f"Python 3.10 or newer (this is {sys.version.split()[0]}): set PYTHON=python3.x for make")
     return missing
 
