@@ -3,6 +3,9 @@
 // Every op of attnops, on one page. (x!) marks what an op writes; nothing else is touched, allocated or synchronized.
 // `report` is the checked mode's buffer (core/report.h), absent in production.
 STABLE_TORCH_LIBRARY(attnops, m) {
+  // Name of the instruction set that CPU kernels run with now: cpu/isa.h.
+  m.def("cpu_isa() -> str");
+
   // merge_state/
   m.def("merge_state(Tensor(a!) out, Tensor(b!) lse, Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> ()");
   m.def("merge_states(Tensor(a!) out, Tensor(b!) lse, Tensor outs, Tensor lses) -> ()");
