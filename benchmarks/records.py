@@ -1,0 +1,62 @@
+"""Results of measurements as JSON lines, one object a measurement; see benchmarks/README.md for the fields."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass
+class Record:
+    """One measured cell of one implementation. Rates count useful work only: bytes and operations that the cell needs."""
+
+    case: str  # group of cells, replaced as a whole by a newer run
+    peer: str  # "attnops", or whom it is measured beside
+    params: dict  # everything that defines the cell: the same object for every peer
+    ms: float
+    version: str = ""
+    gbs: float | None = None
+    tflops: float | None = None
+    rel_err: float | None = None
+    state: str = "burst"  # or "sustained"
+    note: str = ""
+    commit: str = field(default_factory=lambda: current_commit())
+    device: str = field(default_factory=lambda: device_name())
+
+
+def current_commit() -> str:
+    """Short hash of HEAD, with "+" when the tree differs from it; "unknown" outside a checkout."""
+    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    result = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    return result.stdout.strip() or "unknown"
+
+
+def device_name() -> str:
+    if torch.cuda.is_available():
+        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        model = names[0] if names else model
+    isa = torch.backends.cpu.get_cpu_capability()
+    return f"{model} ({isa}), {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def write(records: list[Record], name: str, folder: Path = RESULTS) -> Path:
+    """Write records to `<name>.jsonl`, replacing the rows of the same cases and keeping the others."""
+    path = folder / f"{name}.jsonl"
+    new_cases = {record.case for record in records}
+    kept = []
+    if path.exists():
+        kept = [line for line in path.read_text().splitlines() if json.loads(line)["case"] not in new_cases]
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join([*kept, *(json.dumps(asdict(record)) for record in records)]) + "\n")
+    return path
