@@ -15,7 +15,7 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass
 class Record:
-    """One measured cell of one implementation. Rates count useful work only: bytes and operations that the cell needs."""
+    """One measured cell of one implementation. Rates count useful work only: what the cell needs, not what was done."""
 
     case: str  # group of cells, replaced as a whole by a newer run
     peer: str  # "attnops", or whom it is measured beside
