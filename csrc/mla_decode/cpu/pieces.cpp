@@ -1,0 +1,279 @@
+#include "mla_decode/cpu/pieces.h"
+
+#include <cmath>
+#include <cstring>
+
+#include "core/report.h"
+#include "core/softmax_state.h"
+#include "cpu/convert.h"
+
+namespace attnops::mla_decode::cpu {
+namespace {
+
+int num_rows_of_request(const Params& p) { return p.seqlen_q * p.num_q_heads; }
+
+TileRange tiles_of(const Params& p, int request) {
+  return visible_tiles(p.cache_seqlens[request], p.seqlen_q, p.window_left, kPlanTileTokens);
+}
+
+int fixed_cuts(const Params& p, int request) {
+  return ceil_div(tiles_of(p, request).count, p.fixed_split_tokens / kPlanTileTokens);
+}
+
+// First partial row of a request's cuts of its block `block` of rows, in batch-invariant mode.
+int64_t first_cut(const Params& p, int request, int block, int cuts) {
+  const int works = works_per_request(p.seqlen_q, p.num_q_heads);
+  return static_cast<int64_t>(p.num_splits[request]) * works + static_cast<int64_t>(block) * cuts;
+}
+
+SplitKvEntry entry_of(const Params& p, int part) {
+  SplitKvEntry entry;
+  std::memcpy(&entry, p.tile_scheduler_metadata + static_cast<int64_t>(part) * kSplitKvEntrySize, sizeof(entry));
+  return entry;
+}
+
+// The keys [begin, end) that query token `token` may see, the tree mask aside.
+KvRange keys_of_token(const Params& p, int length, int token) {
+  const int position = length - p.seqlen_q + token;
+  const bool causal = p.causal && p.tree_mask == nullptr;
+  return {p.window_left < 0 ? 0 : max_of(position - p.window_left, 0), causal ? max_of(position + 1, 0) : length};
+}
+
+bool tree_visible(const Params& p, int request, int token, int draft) {
+  const uint8_t* row = p.tree_mask + request * p.tree_mask_stride_request + token * p.tree_mask_stride_token;
+  return (row[draft / 8] >> (draft % 8)) & 1;
+}
+
+uint64_t bits_below(int count) { return count >= 64 ? ~uint64_t{0} : (uint64_t{1} << count) - 1; }
+
+// Fills `visible` for keys [first_key, first_key + kPlanTileTokens).
+void mask_tile(const Params& p, const Piece& piece, int length, int first_key, KeyTile& tile) {
+  std::memset(tile.visible, 0, sizeof(tile.visible));
+  const int end_key = min_of(first_key + kPlanTileTokens, length);
+  const int last_row = piece.first_row + piece.num_rows - 1;
+  bool full = first_key + kPlanTileTokens <= length;
+  uint64_t any = 0;
+  for (int token = piece.first_row / p.num_q_heads; token <= last_row / p.num_q_heads; ++token) {
+    const int begin_bit = max_of(token * p.num_q_heads - piece.first_row, 0);
+    const int end_bit = min_of((token + 1) * p.num_q_heads - piece.first_row, piece.num_rows);
+    const uint64_t rows = bits_below(end_bit) & ~bits_below(begin_bit);
+    const KvRange keys = keys_of_token(p, length, token);
+    const int begin = max_of(keys.begin, first_key), end = min_of(keys.end, end_key);
+    full &= begin == first_key && end == first_key + kPlanTileTokens;
+    const int first_draft = p.tree_mask ? length - p.seqlen_q : length;
+    for (int key = begin; key < end; ++key) {
+      if (key >= first_draft && !tree_visible(p, piece.request, token, key - first_draft)) {
+        full = false;
+        continue;
+      }
+      tile.visible[key - first_key] |= rows;
+      any |= rows;
+    }
+  }
+  tile.all_visible = full;
+  tile.any_visible = any != 0;
+}
+
+// Checked mode: keys beyond the table are faults, and nobody sees them.
+int length_within_table(const Params& p, int request, int length) {
+  const int64_t capacity = p.page_table.num_cells(request) * p.page_table.page_size;
+  if (length <= capacity) return length;
+  record_fault(p.report, {.op = ReportOp::kMlaDecode,
+                          .kind = ReportKind::kLength,
+                          .request = request,
+                          .position = 0,
+                          .value = length,
+                          .limit = capacity + 1});
+  return static_cast<int>(max_of(capacity, int64_t{0}));
+}
+
+bool page_is_good(const Params& p, int request, int cell, int64_t page) {
+  if (page >= 0 && page < p.page_table.num_pages) return true;
+  record_fault(p.report, {.op = ReportOp::kMlaDecode,
+                          .kind = ReportKind::kPageIndex,
+                          .request = request,
+                          .position = cell,
+                          .value = page,
+                          .limit = p.page_table.num_pages});
+  return false;
+}
+
+template <typename T>
+void write_row(const float* values, float factor, uint8_t* out) {
+  T* typed = reinterpret_cast<T*>(out);
+  for (int d = 0; d < kHeadDimV; ++d) typed[d] = attnops::cpu::from_float<T>(values[d] * factor);
+}
+
+void write_output(const Params& p, const RowPlace& place, const float* values, float lse) {
+  const float factor = sink_factor(p, place.head, lse);
+  switch (p.dtype) {
+    case DType::kFloat16: write_row<attnops::cpu::Float16>(values, factor, place.out); break;
+    case DType::kBFloat16: write_row<attnops::cpu::BFloat16>(values, factor, place.out); break;
+    default: write_row<float>(values, factor, place.out); break;
+  }
+  if (p.lse) p.lse[place.lse] = lse;
+}
+
+// Merges `count` partial results of one plan row; the first lies at partial row `first`, the others one after another
+// at distance `step` from `second` on.
+void merge_row(const Params& p, const RowPlace& place, int row, int64_t first, int64_t second, int64_t step,
+               int count) {
+  const auto partial_row = [&](int i) { return (i == 0 ? first : second + (i - 1) * step) * kPlanRows + row; };
+  float lse_max = -INFINITY;
+  for (int i = 0; i < count; ++i) lse_max = fmaxf(lse_max, p.lse_partial[partial_row(i)]);
+  float sum = 0.f;
+  for (int i = 0; i < count && lse_max > -INFINITY; ++i) sum += expf(p.lse_partial[partial_row(i)] - lse_max);
+
+  float merged[kHeadDimV] = {};
+  for (int i = 0; i < count && sum != 0.f; ++i) {  // a NaN sum goes on: it must show
+    const float weight = expf(p.lse_partial[partial_row(i)] - lse_max) / sum;
+    if (weight == 0.f) continue;  // an empty split's row may hold anything
+    const float* values = p.out_partial + partial_row(i) * kHeadDimV;
+    for (int d = 0; d < kHeadDimV; ++d) merged[d] += weight * values[d];
+  }
+  write_output(p, place, merged, sum != 0.f ? lse_max + logf(sum) : -INFINITY);
+}
+
+Piece rows_of_work(const Params& p, int work) {
+  const int works = works_per_request(p.seqlen_q, p.num_q_heads);
+  const int first_row = work % works * kPlanRows;
+  return {.request = work / works,
+          .first_row = first_row,
+          .num_rows = min_of(num_rows_of_request(p) - first_row, kPlanRows),
+          .first_tile = 0,
+          .num_tiles = 0,
+          .partial = -1};
+}
+
+// Runs the tiles [begin, end) of a work, counted from its first visible tile, cut where the mode asks for it.
+void run_tiles(const Params& p, Piece piece, int begin, int end, int64_t balanced_slot, RunPiece run) {
+  const TileRange range = tiles_of(p, piece.request);
+  if (p.fixed_split_tokens == 0) {
+    piece.first_tile = range.first + begin;
+    piece.num_tiles = end - begin;
+    piece.partial = balanced_slot;
+    return run(p, piece);
+  }
+  const int cut_tiles = p.fixed_split_tokens / kPlanTileTokens;
+  const int cuts = fixed_cuts(p, piece.request);
+  const int64_t first = first_cut(p, piece.request, piece.first_row / kPlanRows, cuts);
+  if (cuts > 1 && first + cuts > p.num_partials) return;  // merge_fixed makes it seen
+  for (int tile = begin; tile < end; tile += cut_tiles) {
+    piece.first_tile = range.first + tile;
+    piece.num_tiles = min_of(cut_tiles, end - tile);
+    piece.partial = cuts > 1 ? first + tile / cut_tiles : -1;
+    run(p, piece);
+  }
+}
+
+}  // namespace
+
+void run_part(const Params& p, int part, RunPiece run) {
+  const SplitKvEntry entry = entry_of(p, part);
+  const int last_work = entry.end_tile > 0 ? entry.end_work : entry.end_work - 1;
+  for (int work = entry.begin_work; work <= last_work; ++work) {
+    const Piece piece = rows_of_work(p, work);
+    const int begin = work == entry.begin_work ? entry.begin_tile : 0;
+    const int end = work == entry.end_work ? entry.end_tile : tiles_of(p, piece.request).count;
+    const bool first = work == entry.begin_work;
+    const int num_splits = first ? entry.begin_num_splits : work == last_work ? entry.last_num_splits : 1;
+    run_tiles(p, piece, begin, end, num_splits > 1 ? partial_slot(part, first) : -1, run);
+  }
+}
+
+KeyTile key_tile(const Params& p, const Piece& piece, int tile_index) {
+  KeyTile tile;
+  const int first_key = tile_index * kPlanTileTokens;
+  const int length = max_of(p.cache_seqlens[piece.request], 0);
+  mask_tile(p, piece, length, first_key, tile);
+  const int readable = p.report ? length_within_table(p, piece.request, length) : length;
+
+  const int row_bytes = size_of(p.kv_dtype);
+  const int32_t* cells = p.page_table.row(piece.request);
+  int cell = first_key / p.page_table.page_size;
+  int offset = first_key % p.page_table.page_size;
+  int known_cell = -1;  // the cell that `page` was read from: cells of unseen keys are not read
+  int64_t page = 0;
+  for (int k = 0; k < kPlanTileTokens; ++k) {
+    bool seen = tile.visible[k] != 0 && first_key + k < readable;
+    if (seen && known_cell != cell) {
+      page = cells[cell];
+      known_cell = cell;
+    }
+    if (seen && p.report) seen = page_is_good(p, piece.request, cell, page);
+    tile.key[k] = seen ? static_cast<const uint8_t*>(p.kv_pages) +
+                             (page * p.kv_stride_page + offset * p.kv_stride_token) * row_bytes
+                       : nullptr;
+    if (!seen) {
+      tile.visible[k] = 0;
+      tile.all_visible = false;
+    }
+    if (++offset == p.page_table.page_size) {
+      offset = 0;
+      ++cell;
+    }
+  }
+  return tile;
+}
+
+RowPlace row_place(const Params& p, const Piece& piece, int i) {
+  const int64_t request = piece.request;
+  const int token = (piece.first_row + i) / p.num_q_heads, head = (piece.first_row + i) % p.num_q_heads;
+  const int bytes = size_of(p.dtype);
+  const auto* q = static_cast<const uint8_t*>(p.q) + bytes * (request * p.q_stride_request + token * p.q_stride_token +
+                                                              head * p.q_stride_head);
+  const auto* q_pe = static_cast<const uint8_t*>(p.q_pe) +
+                     bytes * (request * p.q_pe_stride_request + token * p.q_pe_stride_token +
+                              head * p.q_pe_stride_head);
+  return {.q = q,
+          .q_pe = p.q_pe ? q_pe : q + kHeadDimV * bytes,
+          .out = static_cast<uint8_t*>(p.out) +
+                 bytes * (request * p.out_stride_request + token * p.out_stride_token + head * p.out_stride_head),
+          .lse = (request * p.seqlen_q + token) * p.num_q_heads + head,
+          .head = head};
+}
+
+float sink_factor(const Params& p, int head, float lse) {
+  if (p.sinks == nullptr || lse == -INFINITY) return 1.f;
+  return 1.f / (1.f + expf(p.sinks[head] - lse));
+}
+
+void merge_balanced(const Params& p, int part, int row) {
+  const SplitKvEntry entry = entry_of(p, part);
+  const int last_work = entry.end_tile > 0 ? entry.end_work : entry.end_work - 1;
+  if (last_work < entry.begin_work) return;
+  // Only the last work of a part can begin here and end elsewhere.
+  const bool only_one = last_work == entry.begin_work;
+  if (entry.last_num_splits <= 1 || (only_one && entry.begin_split != 0)) return;
+  const Piece piece = rows_of_work(p, last_work);
+  if (row >= piece.num_rows) return;
+  merge_row(p, row_place(p, piece, row), row, partial_slot(part, only_one), partial_slot(part + 1, true), 2,
+            entry.last_num_splits);
+}
+
+void merge_fixed(const Params& p, int request, int row) {
+  const int cuts = fixed_cuts(p, request);
+  if (cuts <= 1) return;
+  const int block = row / kPlanRows;
+  const Piece piece = rows_of_work(p, request * works_per_request(p.seqlen_q, p.num_q_heads) + block);
+  const RowPlace place = row_place(p, piece, row % kPlanRows);
+  const int64_t first = first_cut(p, request, block, cuts);
+  if (first + cuts <= p.num_partials) {
+    merge_row(p, place, row % kPlanRows, first, first + 1, 1, cuts);
+    return;
+  }
+  // More cuts than the caller has room for: nothing was computed, and that must not pass for an answer.
+  if (p.report) {
+    record_fault(p.report, {.op = ReportOp::kMlaDecode,
+                            .kind = ReportKind::kLength,
+                            .request = request,
+                            .position = 0,
+                            .value = first + cuts,
+                            .limit = p.num_partials + 1});
+  }
+  float nan[kHeadDimV];
+  for (float& value : nan) value = NAN;
+  write_output(p, place, nan, NAN);
+}
+
+}  // namespace attnops::mla_decode::cpu

@@ -1,0 +1,58 @@
+#pragma once
+#include <cstdint>
+
+#include "mla_decode/params.h"
+#include "mla_decode/plan.h"
+
+// What a thread does for its part of the plan, without any arithmetic: which rows meet which keys, where the keys lie,
+// and where the result goes. Shared by the plain reference and every instruction set, and compiled once, for all
+// processors (pieces.cpp).
+namespace attnops::mla_decode::cpu {
+
+// A run of KV tiles of one work. Tile t holds the keys [t * kPlanTileTokens, (t + 1) * kPlanTileTokens) of the request.
+struct Piece {
+  int request;
+  int first_row, num_rows;  // query rows (token, head) of the request, token-major; at most kPlanRows
+  int first_tile, num_tiles;
+  int64_t partial;  // the row of out_partial that takes the result, or -1: the only piece of its work
+};
+
+using RunPiece = void (*)(const Params&, const Piece&);
+
+// Runs everything that part `part` of the plan owns.
+void run_part(const Params& p, int part, RunPiece run);
+
+// The keys of one tile, as the rows of a piece see them.
+struct KeyTile {
+  // Key k's bytes in the pool; null when no row sees it, and then it must not be read.
+  const uint8_t* key[kPlanTileTokens];
+  // Bit i: row i of the piece sees key k.
+  uint64_t visible[kPlanTileTokens];
+  bool any_visible;
+  bool all_visible;  // every row sees every key: no mask needed
+};
+
+KeyTile key_tile(const Params& p, const Piece& piece, int tile);
+
+// Where row i of a piece lies.
+struct RowPlace {
+  const uint8_t* q;     // 512 or 576 values
+  const uint8_t* q_pe;  // the last 64
+  uint8_t* out;
+  int64_t lse;  // index into lse
+  int head;
+};
+
+RowPlace row_place(const Params& p, const Piece& piece, int i);
+
+// What the row's output must be multiplied by for its sink; `lse` is the natural log and stays what it is.
+float sink_factor(const Params& p, int head, float lse);
+
+// Merges the partial results of plan row `row` (0 .. kPlanRows - 1) of the works that part `part` has the first piece
+// of (balanced mode), in the order of the splits, and writes the output.
+void merge_balanced(const Params& p, int part, int row);
+
+// The same for the works of request `request` in batch-invariant mode. `row` counts the request's query rows.
+void merge_fixed(const Params& p, int request, int row);
+
+}  // namespace attnops::mla_decode::cpu
