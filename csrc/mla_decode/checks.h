@@ -197,11 +197,7 @@ inline void check_options(const Arguments& a, Extents& e) {
   if (a.logit_cap < 0) fail(kOp, "logit_cap must be at least 0 (0: off), got " + std::to_string(a.logit_cap));
   check_range(kOp, "window_left", a.window_left, -1, kMaxInt32);
   if (a.sinks) {
-    TensorCheck(kOp, "sinks", *a.sinks)
-        .device_as("q", a.q)
-        .dtype({DType::kFloat32})
-        .shape({e.heads})
-        .contiguous();
+    TensorCheck(kOp, "sinks", *a.sinks).device_as("q", a.q).dtype({DType::kFloat32}).shape({e.heads}).contiguous();
   }
   if (a.tree_mask) {
     Dim mask_bytes("mask bytes", ceil_div(*e.seqlen_q, static_cast<int64_t>(8)), "q (a bit per query token)");

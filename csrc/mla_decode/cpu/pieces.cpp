@@ -46,32 +46,33 @@ bool tree_visible(const Params& p, int request, int token, int draft) {
 
 uint64_t bits_below(int count) { return count >= 64 ? ~uint64_t{0} : (uint64_t{1} << count) - 1; }
 
-// Fills `visible` for keys [first_key, first_key + kPlanTileTokens).
-void mask_tile(const Params& p, const Piece& piece, int length, int first_key, KeyTile& tile) {
-  std::memset(tile.visible, 0, sizeof(tile.visible));
-  const int end_key = min_of(first_key + kPlanTileTokens, length);
-  const int last_row = piece.first_row + piece.num_rows - 1;
-  bool full = first_key + kPlanTileTokens <= length;
-  uint64_t any = 0;
-  for (int token = piece.first_row / p.num_q_heads; token <= last_row / p.num_q_heads; ++token) {
-    const int begin_bit = max_of(token * p.num_q_heads - piece.first_row, 0);
-    const int end_bit = min_of((token + 1) * p.num_q_heads - piece.first_row, piece.num_rows);
-    const uint64_t rows = bits_below(end_bit) & ~bits_below(begin_bit);
-    const KvRange keys = keys_of_token(p, length, token);
-    const int begin = max_of(keys.begin, first_key), end = min_of(keys.end, end_key);
-    full &= begin == first_key && end == first_key + kPlanTileTokens;
-    const int first_draft = p.tree_mask ? length - p.seqlen_q : length;
-    for (int key = begin; key < end; ++key) {
-      if (key >= first_draft && !tree_visible(p, piece.request, token, key - first_draft)) {
-        full = false;
-        continue;
-      }
-      tile.visible[key - first_key] |= rows;
-      any |= rows;
-    }
+// Which of the keys [first_key, first_key + kPlanTileTokens) query token `token` sees.
+uint64_t visible_bits(const Params& p, int request, int length, int token, int first_key) {
+  const KvRange keys = keys_of_token(p, length, token);
+  const int begin = max_of(keys.begin - first_key, 0), end = min_of(keys.end - first_key, kPlanTileTokens);
+  if (begin >= end) return 0;
+  uint64_t bits = bits_below(end) & ~bits_below(begin);
+  if (p.tree_mask == nullptr) return bits;
+  const int first_draft = length - p.seqlen_q - first_key;
+  for (int k = max_of(first_draft, begin); k < end; ++k) {
+    if (!tree_visible(p, request, token, k - first_draft)) bits &= ~(uint64_t{1} << k);
   }
-  tile.all_visible = full;
-  tile.any_visible = any != 0;
+  return bits;
+}
+
+// Fills `visible`; returns the keys that some row sees.
+uint64_t mask_tile(const Params& p, const Piece& piece, int length, int first_key, KeyTile& tile) {
+  uint64_t any = 0, all = ~uint64_t{0};
+  for (int row = 0; row < piece.num_rows;) {
+    const int token = (piece.first_row + row) / p.num_q_heads;
+    const int end_row = min_of((token + 1) * p.num_q_heads - piece.first_row, piece.num_rows);
+    const uint64_t bits = visible_bits(p, piece.request, length, token, first_key);
+    any |= bits;
+    all &= bits;
+    for (; row < end_row; ++row) tile.visible[row] = bits;
+  }
+  tile.all_visible = all == ~uint64_t{0};
+  return any;
 }
 
 // Checked mode: keys beyond the table are faults, and nobody sees them.
@@ -182,37 +183,44 @@ void run_part(const Params& p, int part, RunPiece run) {
 }
 
 KeyTile key_tile(const Params& p, const Piece& piece, int tile_index) {
+  static_assert(kPlanTileTokens == 64, "a row's mask is one word");
   KeyTile tile;
   const int first_key = tile_index * kPlanTileTokens;
   const int length = max_of(p.cache_seqlens[piece.request], 0);
-  mask_tile(p, piece, length, first_key, tile);
-  const int readable = p.report ? length_within_table(p, piece.request, length) : length;
+  uint64_t seen = mask_tile(p, piece, length, first_key, tile);
+  if (p.report) seen &= bits_below(max_of(length_within_table(p, piece.request, length) - first_key, 0));
 
-  const int row_bytes = size_of(p.kv_dtype);
+  const int64_t row_bytes = size_of(p.kv_dtype);
+  const int page_size = p.page_table.page_size;
   const int32_t* cells = p.page_table.row(piece.request);
-  int cell = first_key / p.page_table.page_size;
-  int offset = first_key % p.page_table.page_size;
+  int cell = first_key / page_size, offset = first_key % page_size;
   int known_cell = -1;  // the cell that `page` was read from: cells of unseen keys are not read
   int64_t page = 0;
   for (int k = 0; k < kPlanTileTokens; ++k) {
-    bool seen = tile.visible[k] != 0 && first_key + k < readable;
-    if (seen && known_cell != cell) {
-      page = cells[cell];
-      known_cell = cell;
+    tile.key[k] = nullptr;
+    if (seen >> k & 1) {
+      if (known_cell != cell) {
+        page = cells[cell];
+        known_cell = cell;
+        if (p.report && !page_is_good(p, piece.request, cell, page)) page = -1;
+      }
+      if (p.report && page < 0) {
+        seen &= ~(uint64_t{1} << k);
+      } else {
+        const int64_t element = page * p.kv_stride_page + offset * p.kv_stride_token;
+        tile.key[k] = static_cast<const uint8_t*>(p.kv_pages) + element * row_bytes;
+      }
     }
-    if (seen && p.report) seen = page_is_good(p, piece.request, cell, page);
-    tile.key[k] = seen ? static_cast<const uint8_t*>(p.kv_pages) +
-                             (page * p.kv_stride_page + offset * p.kv_stride_token) * row_bytes
-                       : nullptr;
-    if (!seen) {
-      tile.visible[k] = 0;
-      tile.all_visible = false;
-    }
-    if (++offset == p.page_table.page_size) {
+    if (++offset == page_size) {
       offset = 0;
       ++cell;
     }
   }
+  if (p.report) {
+    for (int row = 0; row < piece.num_rows; ++row) tile.visible[row] &= seen;
+    tile.all_visible &= seen == ~uint64_t{0};
+  }
+  tile.any_visible = seen != 0;
   return tile;
 }
 
@@ -220,11 +228,11 @@ RowPlace row_place(const Params& p, const Piece& piece, int i) {
   const int64_t request = piece.request;
   const int token = (piece.first_row + i) / p.num_q_heads, head = (piece.first_row + i) % p.num_q_heads;
   const int bytes = size_of(p.dtype);
-  const auto* q = static_cast<const uint8_t*>(p.q) + bytes * (request * p.q_stride_request + token * p.q_stride_token +
-                                                              head * p.q_stride_head);
-  const auto* q_pe = static_cast<const uint8_t*>(p.q_pe) +
-                     bytes * (request * p.q_pe_stride_request + token * p.q_pe_stride_token +
-                              head * p.q_pe_stride_head);
+  const auto* q = static_cast<const uint8_t*>(p.q) +
+                  bytes * (request * p.q_stride_request + token * p.q_stride_token + head * p.q_stride_head);
+  const auto* q_pe =
+      static_cast<const uint8_t*>(p.q_pe) +
+      bytes * (request * p.q_pe_stride_request + token * p.q_pe_stride_token + head * p.q_pe_stride_head);
   return {.q = q,
           .q_pe = p.q_pe ? q_pe : q + kHeadDimV * bytes,
           .out = static_cast<uint8_t*>(p.out) +
@@ -236,6 +244,13 @@ RowPlace row_place(const Params& p, const Piece& piece, int i) {
 float sink_factor(const Params& p, int head, float lse) {
   if (p.sinks == nullptr || lse == -INFINITY) return 1.f;
   return 1.f / (1.f + expf(p.sinks[head] - lse));
+}
+
+void store_row(const Params& p, const Piece& piece, int i, const float* values, float lse) {
+  if (piece.partial < 0) return write_output(p, row_place(p, piece, i), values, lse);
+  const int64_t row = piece.partial * kPlanRows + i;
+  std::memcpy(p.out_partial + row * kHeadDimV, values, kHeadDimV * sizeof(float));
+  p.lse_partial[row] = lse;
 }
 
 void merge_balanced(const Params& p, int part, int row) {

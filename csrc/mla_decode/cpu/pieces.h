@@ -26,8 +26,8 @@ void run_part(const Params& p, int part, RunPiece run);
 struct KeyTile {
   // Key k's bytes in the pool; null when no row sees it, and then it must not be read.
   const uint8_t* key[kPlanTileTokens];
-  // Bit i: row i of the piece sees key k.
-  uint64_t visible[kPlanTileTokens];
+  // Per row of the piece: bit k says that it sees key k.
+  uint64_t visible[kPlanRows];
   bool any_visible;
   bool all_visible;  // every row sees every key: no mask needed
 };
@@ -47,6 +47,9 @@ RowPlace row_place(const Params& p, const Piece& piece, int i);
 
 // What the row's output must be multiplied by for its sink; `lse` is the natural log and stays what it is.
 float sink_factor(const Params& p, int head, float lse);
+
+// Writes row i of a piece, already divided by its sum: to the output, sink applied, or to the piece's partial result.
+void store_row(const Params& p, const Piece& piece, int i, const float* values, float lse);
 
 // Merges the partial results of plan row `row` (0 .. kPlanRows - 1) of the works that part `part` has the first piece
 // of (balanced mode), in the order of the splits, and writes the output.
