@@ -1,0 +1,142 @@
+"""What every backend is: a capability that it declares, and the three-method contract of a step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from attnops.backends.capability import Capability
+from attnops.types import AttentionBatch, AttentionSpec, AttentionType, ForwardMode, Limits
+
+if TYPE_CHECKING:
+    from attnops.layers.radix_attention import RadixAttention
+
+
+class AttentionBackend(ABC):
+    """Serves the attention of a model, step by step.
+
+    A step calls, in order: `init_forward_metadata_out_graph` (host work), `init_forward_metadata_in_graph` (device work
+    that a graph records), then `forward` once per layer (recorded, too). Eager, `init_forward_metadata` does the first
+    two. A replay calls `init_forward_metadata_out_graph` and replays the rest.
+
+    No backend inherits from another one.
+
+    Args:
+        spec: The model.
+        limits: The largest step to come. Every buffer is allocated for it here, so its address holds for every graph.
+        device: Where the batches' tensors are.
+
+    Raises:
+        NotImplementedError: listing what of `spec` the backend does not serve.
+    """
+
+    name: ClassVar[str] = ""
+    capability: ClassVar[Capability]
+    needs_cpu_seq_lens: ClassVar[bool] = False
+
+    def __init__(self, spec: AttentionSpec, limits: Limits, device: torch.device | str = "cpu") -> None:
+        self.spec = spec
+        self.limits = limits
+        self.device = torch.device(device)
+        reasons = self.capability.reasons_against(spec)
+        if reasons:
+            raise NotImplementedError(f"attnops: backend {self.name} does not serve this model: {'; '.join(reasons)}")
+
+    def init_forward_metadata(self, batch: AttentionBatch) -> None:
+        """Everything that an eager step needs before its layers."""
+        self.init_forward_metadata_out_graph(batch)
+        self.init_forward_metadata_in_graph(batch)
+
+    @abstractmethod
+    def init_forward_metadata_out_graph(self, batch: AttentionBatch, in_capture: bool = False) -> None:
+        """Host work before a step, eager, captured or replayed. At capture the lengths are placeholders."""
+
+    @abstractmethod
+    def init_forward_metadata_in_graph(self, batch: AttentionBatch) -> None:
+        """Device work before a step's layers: static shapes, fixed addresses, no value read on the host."""
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Called once before the first capture: all buffers exist, so this only compares with the limits.
+
+        Raises:
+            ValueError: naming the limit.
+        """
+        for name, got in (("max_batch_size", max_bs), ("max_num_tokens", max_num_tokens)):
+            limit = getattr(self.limits, name)
+            if got > limit:
+                raise ValueError(f"attnops: graphs of {got} exceed {name} = {limit} that {self.name} was built for")
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """What `cache_seqlens` of a padding row holds: enough for its own query tokens, so never 0."""
+        return self.limits.max_tokens_per_request
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: RadixAttention,
+        batch: AttentionBatch,
+        save_kv_cache: bool = True,
+        *,
+        q_rope: Tensor | None = None,
+        k_rope: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """One layer of the step; arguments as of `RadixAttention.forward`.
+
+        Args:
+            out: Destination ``[num_tokens, num_heads * v_head_dim]``, contiguous; allocated when None.
+        """
+        if out is None:
+            out = q.new_empty(q.shape[0], layer.num_heads * layer.v_head_dim)
+        mode = batch.forward_mode
+        if mode is ForwardMode.IDLE or q.shape[0] == 0:
+            return out
+        serve = self.forward_decode if mode is ForwardMode.DECODE else self.forward_extend
+        serve(q, k, v, layer, batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope, out=out)
+        return out
+
+    @abstractmethod
+    def forward_decode(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: RadixAttention,
+        batch: AttentionBatch,
+        save_kv_cache: bool = True,
+        *,
+        q_rope: Tensor | None = None,
+        k_rope: Tensor | None = None,
+        out: Tensor,
+    ) -> None:
+        """`forward` of a DECODE batch: one new token per request."""
+
+    @abstractmethod
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: RadixAttention,
+        batch: AttentionBatch,
+        save_kv_cache: bool = True,
+        *,
+        q_rope: Tensor | None = None,
+        k_rope: Tensor | None = None,
+        out: Tensor,
+    ) -> None:
+        """`forward` of every other batch that has tokens: EXTEND, MIXED, TARGET_VERIFY, DRAFT_EXTEND."""
+
+
+def is_causal(layer: RadixAttention) -> bool:
+    return layer.attn_type is AttentionType.DECODER
+
+
+def heads(tensor: Tensor, num_heads: int, head_dim: int) -> Tensor:
+    """``[num_tokens, num_heads, head_dim]`` of a tensor that may have its heads side by side."""
+    return tensor if tensor.dim() == 3 else tensor.view(tensor.shape[0], num_heads, head_dim)

@@ -1,0 +1,172 @@
+"""What a backend can do, declared once: selection, error text, support matrix and tests all read it here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from attnops.types import AttentionSpec, AttentionType, ForwardMode
+
+SIXTEEN_BIT = frozenset({torch.bfloat16, torch.float16})
+FLOATS = SIXTEEN_BIT | {torch.float32}
+DECODER_MODES = frozenset(ForwardMode)
+
+DTYPE_NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+    torch.uint8: "656-byte rows",
+}
+
+
+@dataclass(frozen=True)
+class HeadDims:
+    """Head dims that a backend takes: a range of multiples, or named pairs.
+
+    Args:
+        least, most, multiple: Of head_dim and v_head_dim alike.
+        pairs: ``(head_dim, v_head_dim)``, besides the range.
+        equal: In the range, both are the same.
+    """
+
+    least: int = 1
+    most: int = 0
+    multiple: int = 1
+    pairs: frozenset[tuple[int, int]] = frozenset()
+    equal: bool = True
+
+    def reason_against(self, head_dim: int, v_head_dim: int) -> str:
+        """Empty where the pair is served."""
+        both = (head_dim, v_head_dim)
+        ranged = all(self.least <= d <= self.most and d % self.multiple == 0 for d in both)
+        if both in self.pairs or (ranged and (head_dim == v_head_dim or not self.equal)):
+            return ""
+        return f"takes head_dim/v_head_dim {self}, got {head_dim}/{v_head_dim}"
+
+    def __str__(self) -> str:
+        parts = [f"{qk}/{v}" for qk, v in sorted(self.pairs)]
+        if self.most:
+            step = "" if self.multiple == 1 else f" in steps of {self.multiple}"
+            parts.insert(0, f"{self.least}-{self.most}{step}" + (" (equal)" if self.equal else ""))
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What a model would run on.
+
+    Args:
+        device: "cpu" or "cuda".
+        arch: CUDA compute capability, 90 for Hopper; 0 on a CPU.
+        name: For people.
+        has_cuda_kernels: `_C_cuda` is loaded.
+    """
+
+    device: str
+    arch: int = 0
+    name: str = ""
+    has_cuda_kernels: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capability:
+    """What a backend serves.
+
+    Args:
+        devices: Of "cpu" and "cuda".
+        archs: CUDA compute capabilities; None: all.
+        needs_cuda_kernels: On "cuda" it needs the compiled module.
+        modes: Forward modes.
+        attn_types: Of layers.
+        dtypes: Of q and out.
+        kv_dtypes: Of the cache where it is not q's dtype. `torch.uint8`: the 656-byte MLA rows.
+        head_dims: Of MHA, GQA and MQA; None: not served.
+        mla: MLA with absorbed queries is served.
+        page_sizes: None: all.
+        sliding_window, swa_pool, logit_cap, sinks, tree_mask: Options.
+        max_tokens_per_request: Of verify and uniform draft extend; None: any.
+        deterministic: `AttentionSpec.deterministic` is honoured.
+        cuda_graph: Steps can be captured.
+    """
+
+    devices: frozenset[str]
+    modes: frozenset[ForwardMode]
+    dtypes: frozenset[torch.dtype]
+    archs: frozenset[int] | None = None
+    needs_cuda_kernels: bool = True
+    attn_types: frozenset[AttentionType] = frozenset({AttentionType.DECODER})
+    kv_dtypes: frozenset[torch.dtype] = frozenset()
+    head_dims: HeadDims | None = None
+    mla: bool = False
+    page_sizes: frozenset[int] | None = None
+    sliding_window: bool = False
+    swa_pool: bool = False
+    logit_cap: bool = False
+    sinks: bool = False
+    tree_mask: bool = False
+    max_tokens_per_request: int | None = None
+    deterministic: bool = False
+    cuda_graph: bool = False
+
+    def reasons_against(self, spec: AttentionSpec, modes: Iterable[ForwardMode] = ()) -> list[str]:
+        """Why a model is not served, each reason naming what is taken and what was asked for. Empty: it is."""
+        reasons: list[str] = []
+
+        def require(holds: bool, reason: str) -> None:
+            if not holds:
+                reasons.append(reason)
+
+        missing = sorted(mode.name for mode in set(modes) - self.modes)
+        require(not missing, f"does not serve {', '.join(missing)}")
+        require(spec.attn_type in self.attn_types, f"does not serve layers of type {spec.attn_type.name}")
+        require(spec.dtype in self.dtypes, f"takes {names(self.dtypes)}, got {DTYPE_NAMES.get(spec.dtype, spec.dtype)}")
+        if spec.attn_type is not AttentionType.ENCODER_ONLY:
+            self._require_cache(require, spec)
+        if spec.is_mla:
+            require(self.mla, "does not serve MLA")
+        elif self.head_dims is None:
+            require(False, "serves MLA only")
+        else:
+            reason = self.head_dims.reason_against(spec.head_dim, spec.v_head_dim)
+            require(not reason, reason)
+        require(self.sliding_window or spec.sliding_window_size < 0, "has no sliding window")
+        require(self.logit_cap or not spec.logit_cap, "has no soft cap on logits")
+        require(self.sinks or not spec.has_sinks, "has no attention sinks")
+        require(self.deterministic or not spec.deterministic, "is not batch-invariant (deterministic=True)")
+        return reasons
+
+    def _require_cache(self, require, spec: AttentionSpec) -> None:  # type: ignore[no-untyped-def]
+        own = spec.cache_dtype == spec.dtype
+        kv_name = DTYPE_NAMES.get(spec.cache_dtype, str(spec.cache_dtype))
+        require(
+            own or spec.cache_dtype in self.kv_dtypes,
+            f"takes a cache of the model's dtype{', ' if self.kv_dtypes else ''}{names(self.kv_dtypes)}, got {kv_name}",
+        )
+        rows = spec.cache_dtype == torch.uint8
+        require(not rows or spec.is_mla, "a uint8 cache (656-byte rows) belongs to MLA")
+        sizes = self.page_sizes
+        require(
+            sizes is None or spec.page_size in sizes,
+            f"takes page_size {', '.join(map(str, sorted(sizes or ())))}, got {spec.page_size}",
+        )
+
+    def machine_reasons(self, machine: Machine) -> list[str]:
+        """Why it does not run on a machine; empty: it does."""
+        if machine.device not in self.devices:
+            return [f"runs on {' and '.join(sorted(self.devices))}, this is {machine.device}"]
+        if machine.device != "cuda":
+            return []
+        if self.archs is not None and machine.arch not in self.archs:
+            return [f"needs sm_{' or sm_'.join(map(str, sorted(self.archs)))}, this is sm_{machine.arch}"]
+        if self.needs_cuda_kernels and not machine.has_cuda_kernels:
+            return ["needs the compiled CUDA kernels, which are not loaded (attnops.cuda_unavailable_reason)"]
+        return []
+
+
+def names(dtypes: Iterable[torch.dtype]) -> str:
+    """Short names in a fixed order."""
+    return ", ".join(sorted(DTYPE_NAMES.get(dtype, str(dtype)) for dtype in dtypes))

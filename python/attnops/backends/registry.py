@@ -1,0 +1,76 @@
+"""Backends by name. Names as in SGLang; a backend's module is imported when it is first asked for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+from attnops.backends.base import AttentionBackend
+
+# Where each backend of this package is; its module registers it.
+_MODULES = {
+    "torch_native": "attnops.backends.torch_native",
+    "intel_amx": "attnops.backends.intel_amx",
+}
+
+# Names that users of SGLang know and this package does not (yet) answer, each with the reason.
+NOT_BUILT = {
+    "trtllm_mha": "the CUDA kernels of xqa_decode have not landed",
+    "trtllm_mla": "the CUDA kernels of mla_decode have not landed",
+    "flashmla": "the CUDA kernels of mla_decode have not landed",
+    "cutlass_mla": "the CUDA kernels of mla_decode have not landed",
+    "fa3": "the CUDA kernels of fmha have not landed",
+    "fa4": "its kernels are for Blackwell (sm100), which nobody could run here",
+    "triton": "attnops compiles nothing at run time; there is no Triton fallback yet",
+    "flashinfer": "attnops does not wrap flashinfer-python yet",
+    "flex_attention": "attnops compiles nothing at run time; use torch_native",
+    "nsa": "sparse MLA has no kernels here yet",
+    "dsa": "sparse MLA has no kernels here yet",
+    "dual_chunk_flash_attn": "dual-chunk attention has no kernels here yet",
+    "hybrid_linear": "linear attention has no kernels here yet",
+    "tbo": "two-batch overlap is not built yet",
+    "hybrid": "it joins two backends: build it with HybridAttnBackend(prefill, decode)",
+}
+
+_classes: dict[str, type[AttentionBackend]] = {}
+
+
+def register_attention_backend(name: str) -> Callable[[type[AttentionBackend]], type[AttentionBackend]]:
+    """Class decorator: makes a backend known as `name`.
+
+    Raises:
+        ValueError: the name is taken by another class, or the class declares no `capability`.
+    """
+
+    def register(cls: type[AttentionBackend]) -> type[AttentionBackend]:
+        known = _classes.get(name)
+        if known is not None and known.__qualname__ != cls.__qualname__:
+            raise ValueError(f"attnops: backend name {name} is taken by {known.__qualname__}")
+        if not hasattr(cls, "capability"):
+            raise ValueError(f"attnops: backend {cls.__qualname__} declares no capability")
+        cls.name = name
+        _classes[name] = cls
+        return cls
+
+    return register
+
+
+def registered_names() -> list[str]:
+    """Every name that `get_backend_class` answers: this package's backends, then those that users registered."""
+    return list(dict.fromkeys([*_MODULES, *_classes]))
+
+
+def get_backend_class(name: str) -> type[AttentionBackend]:
+    """The class of a backend; imports its module.
+
+    Raises:
+        NotImplementedError: the name is known, but not built: says why.
+        ValueError: nobody knows the name: lists those that are known.
+    """
+    if name not in _classes and name in _MODULES:
+        importlib.import_module(_MODULES[name])
+    if name in _classes:
+        return _classes[name]
+    if name in NOT_BUILT:
+        raise NotImplementedError(f"attnops: backend {name} is not built: {NOT_BUILT[name]}")
+    raise ValueError(f"attnops: no backend is called {name}; there are {', '.join(registered_names())}")

@@ -1,0 +1,6 @@
+"""What model code calls: `RadixAttention`, and the context of the step that it runs in."""
+
+from attnops.layers.forward_context import ForwardContext, collect_layers, forward_context, get_forward_context
+from attnops.layers.radix_attention import RadixAttention
+
+__all__ = ["ForwardContext", "RadixAttention", "collect_layers", "forward_context", "get_forward_context"]

@@ -1,0 +1,172 @@
+"""The attention layer of a model. It knows no kernel: the step's backend answers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnops.layers.forward_context import get_forward_context
+from attnops.types import AttentionBatch, AttentionType
+
+
+class RadixAttention(torch.nn.Module):
+    """Attention over the paged cache, through whichever backend the batch carries.
+
+    Args:
+        num_heads: Query heads on this rank.
+        head_dim: Of q and k (MLA, absorbed: 576).
+        scaling: Multiplies q k^T before the softmax.
+        num_kv_heads: On this rank.
+        layer_id: The layer's place in the cache; unique among the layers of a model that share a cache.
+        logit_cap: ``cap * tanh(s / cap)`` on scaled scores; 0.0: off.
+        v_head_dim: Of v and the output; -1: as `head_dim` (MLA, absorbed: 512).
+        sliding_window_size: A query sees this many keys before itself, and itself; -1: all.
+        sinks: float32 ``[num_heads]``, a logit per head with no value.
+        k_scale, v_scale: float32 ``[1]`` or ``[num_kv_heads]``, of an FP8 cache: value = stored x scale.
+        attn_type: Causal through the cache, bidirectional through the cache, or an encoder without a cache.
+
+    Raises:
+        NotImplementedError: for `is_cross_attention`, which no backend serves.
+    """
+
+    sinks: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        scaling: float,
+        num_kv_heads: int,
+        layer_id: int,
+        logit_cap: float = 0.0,
+        v_head_dim: int = -1,
+        sliding_window_size: int = -1,
+        is_cross_attention: bool = False,
+        *,
+        sinks: Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        attn_type: AttentionType = AttentionType.DECODER,
+    ) -> None:
+        super().__init__()
+        if is_cross_attention:
+            raise NotImplementedError("attnops: no backend serves is_cross_attention=True")
+        if num_heads % num_kv_heads:
+            raise ValueError(f"num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads})")
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.v_head_dim = head_dim if v_head_dim < 0 else v_head_dim
+        self.scaling = float(scaling)
+        self.layer_id = layer_id
+        self.logit_cap = float(logit_cap)
+        self.sliding_window_size = -1 if sliding_window_size is None else sliding_window_size
+        self.attn_type = attn_type
+        for name, tensor in (("sinks", sinks), ("k_scale", k_scale), ("v_scale", v_scale)):
+            if isinstance(tensor, torch.nn.Parameter):
+                self.register_parameter(name, tensor)  # the model's own, loaded with its weights
+            else:
+                self.register_buffer(name, tensor, persistent=False)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        forward_batch: AttentionBatch | None = None,
+        save_kv_cache: bool = True,
+        *,
+        q_rope: Tensor | None = None,
+        k_rope: Tensor | None = None,
+    ) -> Tensor:
+        """Attend from the step's new tokens to all tokens of their requests, themselves included.
+
+        Args:
+            q: ``[num_tokens, num_heads * head_dim]`` or ``[num_tokens, num_heads, head_dim]``. MLA: may be the latent
+                512 dimensions alone, with the rotary 64 in `q_rope`.
+            k: ``[num_tokens, num_kv_heads * head_dim]`` or with heads apart. MLA: the new cache rows, or their latent
+                part with the rotary part in `k_rope`. None: nothing new to store.
+            v: As k, with `v_head_dim`. Not used by MLA.
+            forward_batch: The step. May be omitted inside `forward_context`, and is not read by a compiled model.
+            save_kv_cache: Store k and v at `out_cache_loc` first. False: they are there already.
+
+        Returns:
+            ``[num_tokens, num_heads * v_head_dim]`` in q's dtype.
+        """
+        if forward_batch is None or torch.compiler.is_compiling():
+            out = q.new_empty(q.shape[0], self.num_heads * self.v_head_dim)
+            order = get_forward_context().order
+            torch.ops.attnops.unified_attention_with_output(
+                q, k, v, out, order, self.layer_id, save_kv_cache, q_rope, k_rope
+            )
+            return out
+        backend = forward_batch.attn_backend
+        if backend is None:
+            raise ValueError("attnops: the batch has no attn_backend")
+        return backend.forward(q, k, v, self, forward_batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope)
+
+    def extra_repr(self) -> str:
+        return (
+            f"layer_id={self.layer_id}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
+            f"head_dim={self.head_dim}, v_head_dim={self.v_head_dim}, sliding_window_size={self.sliding_window_size}"
+        )
+
+
+_library = torch.library.Library("attnops", "FRAGMENT")
+_library.define(
+    "unified_attention_with_output(Tensor query, Tensor? key, Tensor? value, Tensor(a!) output, Tensor(b!) kv_order, "
+    "int layer_id, bool save_kv_cache=True, Tensor? q_rope=None, Tensor? k_rope=None) -> ()"
+)
+
+
+def _first(tensor: Tensor | None, num_tokens: int) -> Tensor | None:
+    return None if tensor is None else tensor[:num_tokens]
+
+
+def _unified_attention_with_output(
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    output: Tensor,
+    kv_order: Tensor,
+    layer_id: int,
+    save_kv_cache: bool = True,
+    q_rope: Tensor | None = None,
+    k_rope: Tensor | None = None,
+) -> None:
+    """The attention of layer `layer_id` in the running step: the point where a piecewise compiler splits.
+
+    `query` may have more rows than the step has tokens (a bucket's padding): they are not read and give zeros.
+    """
+    context = get_forward_context()
+    batch, num_tokens = context.batch, context.batch.num_tokens
+    if batch.attn_backend is None:
+        raise ValueError("attnops: the batch has no attn_backend")
+    if query.shape[0] > num_tokens:
+        output[num_tokens:].zero_()
+        query, output = query[:num_tokens], output[:num_tokens]
+        key, value = _first(key, num_tokens), _first(value, num_tokens)
+        q_rope, k_rope = _first(q_rope, num_tokens), _first(k_rope, num_tokens)
+    layer = context.layers[layer_id]
+    batch.attn_backend.forward(query, key, value, layer, batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope, out=output)
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("unified_attention_with_output", _unified_attention_with_output, _key)
+
+
+@torch.library.register_fake("attnops::unified_attention_with_output")
+def _(
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    output: Tensor,
+    kv_order: Tensor,
+    layer_id: int,
+    save_kv_cache: bool = True,
+    q_rope: Tensor | None = None,
+    k_rope: Tensor | None = None,
+) -> None:
+    return None

@@ -1,0 +1,20 @@
+"""Where tokens live: slots of requests, pages and who holds them, and the memory of K, V and MLA latents.
+
+A token slot is ``page * page_size + offset``. Bookkeeping is done in host memory and read nowhere else, so a step never
+waits for the device; only what kernels read (`req_to_token`, `slot_map`, the pages) is on it.
+"""
+
+from attnops.pools.allocator import PagedTokenToKVPoolAllocator
+from attnops.pools.kv_cache import KVCache, MHATokenToKVPool, MLATokenToKVPool
+from attnops.pools.req_to_token import ReqToTokenPool
+from attnops.pools.sliding_window import SWAKVPool, SWATokenToKVPoolAllocator
+
+__all__ = [
+    "KVCache",
+    "MHATokenToKVPool",
+    "MLATokenToKVPool",
+    "PagedTokenToKVPoolAllocator",
+    "ReqToTokenPool",
+    "SWAKVPool",
+    "SWATokenToKVPoolAllocator",
+]

@@ -1,0 +1,175 @@
+"""The memory of cached tokens: pages of K and V, or of MLA latents, for every layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from attnops import _load  # noqa: F401  (the store ops exist once the modules are loaded)
+from attnops.types import MLA_KV_LORA_RANK, MLA_ROPE_DIM
+
+if TYPE_CHECKING:
+    from attnops.layers.radix_attention import RadixAttention
+
+MLA_FP8_ROW_BYTES = 656  # 512 e4m3, 4 float32 scales (one per 128), 64 bf16 rotary
+
+
+class KVCache:
+    """What every pool has. Its memory starts uninitialized: a backend never uses what no token was stored to.
+
+    Attributes:
+        slot_map: int32 ``[slots]``: slot of this pool to slot of its sliding-window part (-1: not there); None where
+            windowed layers use the same slots as all others.
+    """
+
+    slot_map: Tensor | None = None
+
+    def __init__(self, size: int, page_size: int, dtype: torch.dtype, layer_num: int, device: torch.device | str):
+        if page_size < 1 or size < page_size:
+            raise ValueError(f"attnops: a pool of {size} tokens holds no page of {page_size}")
+        self.page_size = page_size
+        self.num_pages = size // page_size
+        self.size = self.num_pages * page_size
+        self.dtype = dtype
+        self.layer_num = layer_num
+        self.device = torch.device(device)
+
+    def get_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]:
+        """The pages of K and V of a layer."""
+        raise NotImplementedError
+
+    def get_key_buffer(self, layer_id: int) -> Tensor:
+        return self.get_kv_buffer(layer_id)[0]
+
+    def get_value_buffer(self, layer_id: int) -> Tensor:
+        return self.get_kv_buffer(layer_id)[1]
+
+    def nbytes(self) -> int:
+        raise NotImplementedError
+
+
+class MHATokenToKVPool(KVCache):
+    """K and V of MHA, GQA and MQA: per layer ``[num_pages, page_size, head_num, head_dim]`` each.
+
+    Args:
+        size: Token slots, rounded down to whole pages.
+        dtype: bf16, fp16, fp32; or `torch.float8_e4m3fn`: rows are quantized as they are stored.
+        head_num, head_dim, v_head_dim: KV heads on this rank; the last -1: as `head_dim`.
+        start_layer: `layer_id` of the first layer held.
+        layout: "NHD": a token's heads side by side; "HND": a head's tokens of a page side by side. The shape of the
+            pages is the same, the strides are not.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        head_num: int,
+        head_dim: int,
+        layer_num: int,
+        device: torch.device | str = "cpu",
+        v_head_dim: int = -1,
+        start_layer: int = 0,
+        layout: str = "NHD",
+    ) -> None:
+        super().__init__(size, page_size, dtype, layer_num, device)
+        if layout not in ("NHD", "HND"):
+            raise ValueError(f"attnops: layout must be NHD or HND, got {layout}")
+        self.head_num, self.head_dim = head_num, head_dim
+        self.v_head_dim = head_dim if v_head_dim < 0 else v_head_dim
+        self.start_layer = start_layer
+        self._layout = layout
+        self.k_buffer = [self._pages(self.head_dim) for _ in range(layer_num)]
+        self.v_buffer = [self._pages(self.v_head_dim) for _ in range(layer_num)]
+
+    def _pages(self, head_dim: int) -> Tensor:
+        options = {"dtype": self.dtype, "device": self.device}
+        if self._layout == "HND":
+            pages = torch.empty(self.num_pages, self.head_num, self.page_size, head_dim, **options)  # type: ignore[call-overload]
+            return pages.transpose(1, 2)
+        return torch.empty(self.num_pages, self.page_size, self.head_num, head_dim, **options)  # type: ignore[call-overload]
+
+    def get_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]:
+        layer = layer_id - self.start_layer
+        return self.k_buffer[layer], self.v_buffer[layer]
+
+    def set_kv_buffer(
+        self,
+        layer: RadixAttention,
+        loc: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+    ) -> None:
+        """Stores new rows.
+
+        Args:
+            loc: int32 or int64 ``[num_tokens]``, slots; negative: not stored.
+            k, v: ``[num_tokens, head_num, head_dim]``, dtype of the pool or, for an FP8 pool, wider.
+            k_scale, v_scale: float32 ``[1]`` or ``[head_num]``, device; stored = value / scale. FP8 pools only.
+        """
+        k_pages, v_pages = self.get_kv_buffer(layer.layer_id)
+        torch.ops.attnops.store_kv(k_pages, v_pages, k, v, loc, k_scale, v_scale)
+
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (*self.k_buffer, *self.v_buffer))
+
+
+class MLATokenToKVPool(KVCache):
+    """MLA latents: per layer ``[num_pages, page_size, 576]``, or 656-byte rows.
+
+    Args:
+        dtype: bf16, fp16, fp32; `torch.float8_e4m3fn`: one scale per layer; `torch.uint8`: rows of 656 bytes, e4m3
+            latents with a scale per 128 and bf16 rotary part.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        layer_num: int,
+        device: torch.device | str = "cpu",
+        start_layer: int = 0,
+    ) -> None:
+        super().__init__(size, page_size, dtype, layer_num, device)
+        self.kv_lora_rank, self.qk_rope_head_dim = MLA_KV_LORA_RANK, MLA_ROPE_DIM
+        self.kv_cache_dim = MLA_FP8_ROW_BYTES if dtype == torch.uint8 else MLA_KV_LORA_RANK + MLA_ROPE_DIM
+        self.start_layer = start_layer
+        shape = (self.num_pages, page_size, self.kv_cache_dim)
+        self.kv_buffer = [torch.empty(shape, dtype=dtype, device=self.device) for _ in range(layer_num)]
+
+    def get_latent_buffer(self, layer_id: int) -> Tensor:
+        """``[num_pages, page_size, 576]``, or uint8 ``[num_pages, page_size, 656]``."""
+        return self.kv_buffer[layer_id - self.start_layer]
+
+    def get_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]:
+        """K ``[num_pages, page_size, 1, 576]`` and V, its first 512 dimensions; not for 656-byte rows."""
+        if self.dtype == torch.uint8:
+            raise ValueError("attnops: 656-byte MLA rows hold no K and V to view; use get_latent_buffer")
+        pages = self.get_latent_buffer(layer_id).unsqueeze(2)
+        return pages, pages[..., : self.kv_lora_rank]
+
+    def set_mla_kv_buffer(
+        self,
+        layer: RadixAttention,
+        loc: Tensor,
+        latent: Tensor,
+        k_rope: Tensor | None = None,
+        kv_scale: Tensor | None = None,
+    ) -> None:
+        """Stores new rows.
+
+        Args:
+            loc: int32 or int64 ``[num_tokens]``, slots; negative: not stored.
+            latent: ``[num_tokens, 576]``, or ``[num_tokens, 512]`` with `k_rope` ``[num_tokens, 64]``.
+            kv_scale: float32 ``[1]``, device; of an e4m3 pool.
+        """
+        torch.ops.attnops.store_mla_kv(self.get_latent_buffer(layer.layer_id), latent, k_rope, loc, kv_scale)
+
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.kv_buffer)

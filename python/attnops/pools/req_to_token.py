@@ -1,0 +1,80 @@
+"""Which slots a request's tokens have."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class ReqToTokenPool:
+    """A row of token slots per running request.
+
+    Args:
+        size: Requests at once.
+        max_context_len: Tokens per request.
+        device: Where kernels read `req_to_token`.
+
+    Attributes:
+        req_to_token: int32 ``[size, max_context_len]`` on `device`.
+        host: The same on the host, for the scheduler: reading it waits for nothing.
+    """
+
+    def __init__(self, size: int, max_context_len: int, device: torch.device | str = "cpu") -> None:
+        self.size = size
+        self.max_context_len = max_context_len
+        self.device = torch.device(device)
+        self.req_to_token = torch.zeros(size, max_context_len, dtype=torch.int32, device=self.device)
+        on_host = self.device.type == "cpu"
+        self.host = self.req_to_token if on_host else torch.zeros(size, max_context_len, dtype=torch.int32)
+        self._free = list(range(size - 1, -1, -1))
+
+    def available_size(self) -> int:
+        return len(self._free)
+
+    def alloc(self, need_size: int = 1) -> list[int] | None:
+        """Rows for `need_size` new requests, or None when there are not as many."""
+        if need_size > len(self._free):
+            return None
+        return [self._free.pop() for _ in range(need_size)]
+
+    def free(self, rows: int | list[int]) -> None:
+        """Gives rows back. The slots in them are the allocator's business.
+
+        Raises:
+            ValueError: a row is free already.
+        """
+        for row in [rows] if isinstance(rows, int) else rows:
+            if not 0 <= row < self.size or row in self._free:
+                raise ValueError(f"attnops: row {row} of ReqToTokenPool is not in use")
+            self._free.append(row)
+
+    def clear(self) -> None:
+        self._free = list(range(self.size - 1, -1, -1))
+
+    def write(self, row: int, start: int, slots: Tensor) -> None:
+        """Tokens ``start, start + 1, ...`` of one request are in `slots` (host tensor)."""
+        end = start + slots.shape[0]
+        if end > self.max_context_len:
+            raise ValueError(f"attnops: token {end} is beyond max_context_len {self.max_context_len} of ReqToTokenPool")
+        slots = slots.to(torch.int32)
+        self.host[row, start:end] = slots
+        if self.host is not self.req_to_token:
+            # From fresh pageable memory: the next step could overwrite a pinned staging buffer before it is read.
+            self.req_to_token[row, start:end] = slots.to(self.device, non_blocking=True)
+
+    def write_each(self, rows: list[int], positions: list[int], slots: Tensor) -> None:
+        """Token ``positions[i]`` of request ``rows[i]`` is in ``slots[i]``: a decode step, all requests at once."""
+        if positions and max(positions) >= self.max_context_len:
+            raise ValueError(
+                f"attnops: token {max(positions)} is beyond max_context_len {self.max_context_len} of ReqToTokenPool"
+            )
+        index = torch.tensor([rows, positions], dtype=torch.int64)
+        slots = slots.to(torch.int32)
+        self.host[index[0], index[1]] = slots
+        if self.host is not self.req_to_token:
+            index = index.to(self.device, non_blocking=True)
+            self.req_to_token[index[0], index[1]] = slots.to(self.device, non_blocking=True)
+
+    def slots(self, row: int, start: int, end: int) -> Tensor:
+        """Slots of tokens ``[start, end)`` of a request: int32, host."""
+        return self.host[row, start:end]

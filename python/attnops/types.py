@@ -1,0 +1,266 @@
+"""What a model, a step and their limits look like to attention: plain data, no kernels and no devices' work."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:  # held by a batch, never called from here
+    from attnops.backends.base import AttentionBackend
+    from attnops.pools import KVCache
+
+MLA_KV_LORA_RANK = 512
+MLA_ROPE_DIM = 64
+
+
+class ForwardMode(enum.IntEnum):
+    """What the tokens of a step are. Names and predicates as in SGLang."""
+
+    EXTEND = 1  # new tokens of each request after a cached prefix, which may be empty; ragged
+    DECODE = 2  # one new token per request
+    MIXED = 3  # EXTEND in which some requests bring one token: chunked prefill beside decode
+    IDLE = 4  # no token: a rank that only takes part in collectives
+    TARGET_VERIFY = 5  # speculative decoding, target: `tokens_per_request` draft tokens, causal or a tree
+    DRAFT_EXTEND = 6  # speculative decoding, draft: the accepted tokens, ragged or `tokens_per_request` each
+
+    def is_extend(self) -> bool:
+        return self in (
+            ForwardMode.EXTEND,
+            ForwardMode.MIXED,
+            ForwardMode.DRAFT_EXTEND,
+            ForwardMode.TARGET_VERIFY,
+        )
+
+    is_prefill = is_extend
+
+    def is_decode(self) -> bool:
+        return self is ForwardMode.DECODE
+
+    def is_idle(self) -> bool:
+        return self is ForwardMode.IDLE
+
+    def is_decode_or_idle(self) -> bool:
+        return self in (ForwardMode.DECODE, ForwardMode.IDLE)
+
+    def is_mixed(self) -> bool:
+        return self is ForwardMode.MIXED
+
+    def is_target_verify(self) -> bool:
+        return self is ForwardMode.TARGET_VERIFY
+
+    def is_draft_extend(self) -> bool:
+        return self is ForwardMode.DRAFT_EXTEND
+
+    def is_speculative(self) -> bool:
+        return self in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
+
+
+class AttentionType(enum.Enum):
+    """Which keys a layer's queries see. Names as in SGLang."""
+
+    DECODER = "decoder"  # causal, through the paged cache
+    DECODER_BIDIRECTIONAL = "decoder_bidirectional"  # every key of the request, through the paged cache
+    ENCODER_ONLY = "encoder_only"  # every key of the request, straight from k and v: no cache
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """A model's attention, as far as the choice of a backend depends on it.
+
+    Args:
+        num_q_heads, num_kv_heads: Heads on this rank; the first is a multiple of the second.
+        head_dim: Of q and k. For MLA 576, the latent and the rotary part.
+        v_head_dim: Of v and the output; -1: as `head_dim`. For MLA 512.
+        dtype: Of q and the output.
+        kv_dtype: Of the cache; None: as `dtype`. `torch.uint8` with MLA: rows of 656 bytes, e4m3 with scales.
+        page_size: Tokens per page.
+        sliding_window_size: Of those layers that have one: a query sees this many keys before itself (and itself).
+            -1: no layer has one. Layers without a window may stand beside layers with this one.
+        logit_cap: ``cap * tanh(s / cap)`` on the scaled scores; 0.0: off.
+        has_sinks: Layers carry a logit per head that takes probability and gives no value.
+        is_mla: Queries are absorbed into the latent space and the cache holds latents.
+        attn_type: Of the layers.
+        deterministic: A request's output has the same bits whatever else is in its batch.
+    """
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int = -1
+    dtype: torch.dtype = torch.bfloat16
+    kv_dtype: torch.dtype | None = None
+    page_size: int = 64
+    sliding_window_size: int = -1
+    logit_cap: float = 0.0
+    has_sinks: bool = False
+    is_mla: bool = False
+    attn_type: AttentionType = AttentionType.DECODER
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        _require(self.num_q_heads > 0 and self.num_kv_heads > 0, "num_q_heads and num_kv_heads must be positive")
+        _require(
+            self.num_q_heads % self.num_kv_heads == 0,
+            f"num_q_heads ({self.num_q_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})",
+        )
+        _require(self.page_size > 0, f"page_size must be positive, got {self.page_size}")
+        _require(self.sliding_window_size >= -1, f"sliding_window_size must be -1 or more: {self.sliding_window_size}")
+        if self.v_head_dim < 0:
+            object.__setattr__(self, "v_head_dim", self.head_dim)
+        if self.kv_dtype is None:
+            object.__setattr__(self, "kv_dtype", self.dtype)
+        if self.is_mla:
+            dims = (MLA_KV_LORA_RANK + MLA_ROPE_DIM, MLA_KV_LORA_RANK)
+            _require(self.num_kv_heads == 1, f"MLA has one latent head, got num_kv_heads {self.num_kv_heads}")
+            _require(
+                (self.head_dim, self.v_head_dim) == dims,
+                f"MLA has head_dim {dims[0]} and v_head_dim {dims[1]}, got {self.head_dim} and {self.v_head_dim}",
+            )
+
+    @classmethod
+    def mla(cls, num_q_heads: int, **options: object) -> AttentionSpec:
+        """An MLA model with absorbed queries: 512 latent and 64 rotary dimensions. Options as of `AttentionSpec`."""
+        dims = {"head_dim": MLA_KV_LORA_RANK + MLA_ROPE_DIM, "v_head_dim": MLA_KV_LORA_RANK}
+        return cls(num_q_heads=num_q_heads, num_kv_heads=1, is_mla=True, **dims, **options)  # type: ignore[arg-type]
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        return self.kv_dtype or self.dtype
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Every `window_left` that a layer may have: off, and the model's window where there is one."""
+        return (-1,) if self.sliding_window_size < 0 else (-1, self.sliding_window_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The largest step that a backend will ever see. It allocates for these, once, when it is built.
+
+    Args:
+        max_batch_size: Requests per step.
+        max_seqlen: Tokens per request, cached and new.
+        max_num_tokens: New tokens per step, all requests together.
+        max_tokens_per_request: Query tokens per request of a verify (or uniform draft extend) step.
+    """
+
+    max_batch_size: int
+    max_seqlen: int
+    max_num_tokens: int = 0
+    max_tokens_per_request: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_size", "max_seqlen", "max_tokens_per_request"):
+            _require(getattr(self, name) > 0, f"{name} must be positive, got {getattr(self, name)}")
+        least = self.max_batch_size * self.max_tokens_per_request
+        object.__setattr__(self, "max_num_tokens", max(self.max_num_tokens, least))
+
+    def max_pages(self, page_size: int) -> int:
+        return -(-self.max_seqlen // page_size)
+
+    def check(self, batch: AttentionBatch) -> None:
+        """Raises ValueError, naming the limit, when what the host knows of `batch` exceeds it."""
+        for name, got, limit in (
+            ("max_batch_size", batch.batch_size, self.max_batch_size),
+            ("max_num_tokens", batch.num_tokens, self.max_num_tokens),
+            ("max_seqlen", batch.max_cache_seqlen or 0, self.max_seqlen),
+        ):
+            _require(got <= limit, f"attnops: the batch has {got}, above {name} = {limit} of the backend")
+        if batch.is_uniform:
+            got, limit = batch.tokens_per_request, self.max_tokens_per_request
+            _require(got <= limit, f"attnops: {got} tokens per request, above max_tokens_per_request = {limit}")
+
+
+@dataclass(kw_only=True)
+class AttentionBatch:
+    """One step of the model, as attention sees it (SGLang: `ForwardBatch`). Lengths live on the device only.
+
+    A graph runner makes one with static tensors and overwrites their contents between replays.
+
+    Args:
+        forward_mode: What the tokens are.
+        req_pool_indices: int32 or int64 ``[B]``, rows of `req_to_token`.
+        cache_seqlens: int32 ``[B]``, tokens in the cache, the new ones included. Padding rows of a graph hold
+            `get_cuda_graph_seq_len_fill_value()`, never 0.
+        req_to_token: int32 ``[max_requests, max_context]``, slot of each token. None for an encoder.
+        out_cache_loc: int64 ``[num_tokens]``, slots of the new tokens; negative: padding, not stored.
+        num_tokens: New tokens, all requests together (host).
+        tokens_per_request: Of DECODE (1), TARGET_VERIFY and a uniform DRAFT_EXTEND; 0: ragged.
+        extend_seq_lens: int32 ``[B]``, new tokens per request; needed when ragged.
+        max_seqlen_q: Upper bound of the new tokens per request (host); by default `num_tokens`.
+        max_cache_seqlen: Upper bound of `cache_seqlens` (host), or None: unknown; only saves work.
+        positions: int64 ``[num_tokens]``, for the model's rotary embedding; attention does not read it.
+        tree_mask: uint8 ``[B, tokens_per_request, ceil(tokens_per_request / 8)]``, bit j of row i: draft token i
+            sees draft token j. TARGET_VERIFY only.
+        token_to_kv_pool: The cache. None for an encoder.
+        attn_backend: The backend that serves this step.
+    """
+
+    forward_mode: ForwardMode
+    req_pool_indices: Tensor
+    cache_seqlens: Tensor
+    num_tokens: int
+    req_to_token: Tensor | None = None
+    out_cache_loc: Tensor | None = None
+    tokens_per_request: int = 0
+    extend_seq_lens: Tensor | None = None
+    max_seqlen_q: int = 0
+    max_cache_seqlen: int | None = None
+    positions: Tensor | None = None
+    tree_mask: Tensor | None = None
+    token_to_kv_pool: KVCache | None = None
+    attn_backend: AttentionBackend | None = None
+
+    def __post_init__(self) -> None:
+        mode = self.forward_mode
+        if mode is ForwardMode.DECODE:
+            self.tokens_per_request = 1
+        if not self.max_seqlen_q:
+            self.max_seqlen_q = self.tokens_per_request or self.num_tokens
+        size = self.batch_size
+        _require_tensor("cache_seqlens", self.cache_seqlens, (size,), (torch.int32,))
+        _require_tensor("req_pool_indices", self.req_pool_indices, (size,), (torch.int32, torch.int64))
+        if self.out_cache_loc is not None:
+            dtypes = (torch.int32, torch.int64)
+            _require_tensor("out_cache_loc", self.out_cache_loc, (self.num_tokens,), dtypes)
+        if self.extend_seq_lens is not None:
+            _require_tensor("extend_seq_lens", self.extend_seq_lens, (size,), (torch.int32,))
+        if self.is_uniform:
+            _require(
+                self.num_tokens == size * self.tokens_per_request,
+                f"num_tokens must be batch_size * tokens_per_request = {size} * {self.tokens_per_request}, "
+                f"got {self.num_tokens}",
+            )
+        else:
+            _require(
+                self.extend_seq_lens is not None or mode.is_idle(),
+                f"a ragged {mode.name} batch needs extend_seq_lens",
+            )
+        if self.tree_mask is not None:
+            _require(mode.is_target_verify(), f"tree_mask belongs to TARGET_VERIFY, the batch is {mode.name}")
+            shape = (size, self.tokens_per_request, -(-self.tokens_per_request // 8))
+            _require_tensor("tree_mask", self.tree_mask, shape, (torch.uint8,))
+
+    @property
+    def batch_size(self) -> int:
+        return self.req_pool_indices.shape[0]
+
+    @property
+    def is_uniform(self) -> bool:
+        """Every request brings the same number of tokens, known on the host."""
+        return self.tokens_per_request > 0
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ValueError(message)
+
+
+def _require_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+    _require(tuple(tensor.shape) == shape, f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+    names = " or ".join(str(dtype) for dtype in dtypes)
+    _require(tensor.dtype in dtypes, f"{name} must be {names}, got {tensor.dtype}")
