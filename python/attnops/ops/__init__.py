@@ -2,5 +2,22 @@
 
 from attnops import _load  # noqa: F401  (the ops exist once the modules are loaded)
 from attnops.ops.merge_state import merge_state, merge_states
+from attnops.ops.paged_kv import (
+    build_cu_seqlens,
+    build_kv_indices,
+    build_page_table,
+    store_kv,
+    store_mla_kv,
+    translate_slots,
+)
 
-__all__ = ["merge_state", "merge_states"]
+__all__ = [
+    "build_cu_seqlens",
+    "build_kv_indices",
+    "build_page_table",
+    "merge_state",
+    "merge_states",
+    "store_kv",
+    "store_mla_kv",
+    "translate_slots",
+]

@@ -1,0 +1,104 @@
+#pragma once
+#include "core/math.h"
+#include "core/report.h"
+#include "paged_kv/params.h"
+
+// What every kernel of this family asks about a request, a page or a slot, on the CPU and on the GPU. Nothing here can
+// read or write outside an array whatever the indices are, except that a request slot outside req_to_token is seen only
+// in checked mode.
+namespace attnops::paged_kv {
+
+ATTNOPS_HOST_DEVICE inline int64_t page_of(int64_t slot, int page_size, int page_shift) {
+  if (page_shift >= 0) return slot >> page_shift;
+  if (slot <= UINT32_MAX) return static_cast<uint32_t>(slot) / static_cast<uint32_t>(page_size);  // 64 bits are slow
+  return slot / page_size;
+}
+
+ATTNOPS_HOST_DEVICE inline bool has_fault(const Requests& r, int request) {
+  const int64_t row = r.req_pool_indices[request];
+  return row < 0 || row >= r.max_requests || r.cache_seqlens[request] > r.max_tokens || r.cache_seqlens[request] < 0;
+}
+
+// Tokens of a request that get pages. Checked mode leaves out a request with a fault; production clamps its length.
+ATTNOPS_HOST_DEVICE inline int num_tokens(const Requests& r, int request) {
+  if (r.report != nullptr && has_fault(r, request)) return 0;
+  return min_of(max_of(r.cache_seqlens[request], 0), r.max_tokens);
+}
+
+ATTNOPS_HOST_DEVICE inline int num_pages(const Requests& r, int tokens) {
+  return r.page_shift >= 0 ? (tokens >> r.page_shift) + ((tokens & (r.page_size - 1)) != 0)
+                           : tokens / r.page_size + (tokens % r.page_size != 0);
+}
+
+// To be called once per request in checked mode.
+ATTNOPS_HOST_DEVICE inline void report_request(const Requests& r, ReportOp op, int request) {
+  const int64_t row = r.req_pool_indices[request];
+  if (row < 0 || row >= r.max_requests) {
+    record_fault(r.report, {op, ReportKind::kRequestSlot, request, 0, row, r.max_requests});
+  } else if (has_fault(r, request)) {
+    record_fault(r.report, {op, ReportKind::kLength, request, 0, r.cache_seqlens[request], r.max_tokens + 1});
+  }
+}
+
+// Page of cell `cell` of a request of `tokens` tokens, whose row of req_to_token is `row`. Without a map the page's
+// first token tells. With one its last token does: a window holds the newest tokens, so a page's last token is the last
+// to leave. A page wholly outside the window, and a slot that is no slot, give page 0: legal to load, never looked at.
+ATTNOPS_HOST_DEVICE inline int32_t page_at(const Requests& r, ReportOp op, int request, const int32_t* row, int tokens,
+                                           int cell) {
+  const bool mapped = r.slot_map.data != nullptr;
+  const int first = cell * r.page_size;  // below tokens, so it fits
+  const int position = mapped ? first + min_of(r.page_size, tokens - first) - 1 : first;
+  int64_t slot = row[position];
+  const int64_t limit = mapped ? r.slot_map.size : INT32_MAX;
+  if (slot < 0 || slot >= limit) {
+    if (r.report != nullptr) record_fault(r.report, {op, ReportKind::kSlotIndex, request, position, slot, limit});
+    return 0;
+  }
+  if (mapped) slot = r.slot_map[slot];
+  return slot < 0 ? 0 : static_cast<int32_t>(page_of(slot, r.page_size, r.page_shift));
+}
+
+ATTNOPS_HOST_DEVICE inline const int32_t* tokens_of(const Requests& r, int request) {
+  return r.req_to_token + r.req_pool_indices[request] * r.req_to_token_stride;
+}
+
+ATTNOPS_HOST_DEVICE inline int32_t last_page_len(const Requests& r, int tokens) {
+  return tokens == 0 ? 0 : tokens - (num_pages(r, tokens) - 1) * r.page_size;
+}
+
+// A negative slot is padding and stays what it is; one outside the map becomes padding, too.
+ATTNOPS_HOST_DEVICE inline int64_t translated(const TranslateParams& p, int64_t i) {
+  const int64_t slot = p.slots[i];
+  if (slot < 0) return slot;
+  if (slot < p.slot_map.size) return p.slot_map[slot];
+  if (p.report != nullptr) {
+    record_fault(p.report, {ReportOp::kTranslateSlots, ReportKind::kSlotIndex, i, i, slot, p.slot_map.size});
+  }
+  return -1;
+}
+
+// Where token `token` is stored: page and offset in it. Negative slots are padding; a slot outside the pool is not
+// stored either, and reported in checked mode.
+struct Place {
+  int64_t page;
+  int offset;
+  bool store;
+};
+
+ATTNOPS_HOST_DEVICE inline Place place_of(const StoreTarget& t, int64_t token) {
+  const int64_t slot = t.out_cache_loc[token];
+  if (slot < 0 || slot >= t.num_slots) return {0, 0, false};
+  const int64_t page = page_of(slot, t.page_size, t.page_shift);
+  return {page, static_cast<int>(slot - page * t.page_size), true};
+}
+
+// To be called once per token in checked mode.
+ATTNOPS_HOST_DEVICE inline void report_slot(const StoreTarget& t, ReportOp op, int64_t token) {
+  const int64_t slot = t.out_cache_loc[token];
+  if (slot >= t.num_slots) record_fault(t.report, {op, ReportKind::kSlotIndex, token, token, slot, t.num_slots});
+}
+
+// Scale of 128 latents of the 656-byte row. Never below the smallest normal float: zeros stay zeros, not 0 / 0.
+ATTNOPS_HOST_DEVICE inline float group_scale(float amax) { return max_of(amax / 448.f, 0x1p-126f); }
+
+}  // namespace attnops::paged_kv
