@@ -6,6 +6,8 @@
 
 namespace attnops::xqa_decode {
 
+inline constexpr int kMaxHeadDim = 256;
+
 // All that a paged GQA decode kernel, on any device, may know. Strides are in elements; dim -1 is dense.
 // Query row i of a request is token i of its seqlen_q newest tokens, the last of which is token cache_seqlen - 1.
 struct Params {
@@ -18,6 +20,7 @@ struct Params {
   const void* v_pages;  // as k_pages
   int64_t v_stride_page, v_stride_token, v_stride_head;
   PageTable page_table;
+  int64_t max_pages;             // columns of a matrix page table; 0 for CSR
   const int32_t* cache_seqlens;  // [B], the new tokens included
 
   void* out;  // [B, S_q, H_q, D], of `dtype`

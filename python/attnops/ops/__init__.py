@@ -10,6 +10,7 @@ from attnops.ops.paged_kv import (
     store_mla_kv,
     translate_slots,
 )
+from attnops.ops.xqa_decode import xqa_decode, xqa_decode_plan
 
 __all__ = [
     "build_cu_seqlens",
@@ -20,4 +21,6 @@ __all__ = [
     "store_kv",
     "store_mla_kv",
     "translate_slots",
+    "xqa_decode",
+    "xqa_decode_plan",
 ]

@@ -1,0 +1,49 @@
+#pragma once
+#include "scheduler/split_kv.h"
+#include "torch_bindings/check.h"
+
+namespace attnops {
+
+// The checked tensors of a split-KV planning op, the same for every decode family.
+struct SplitKvPlanTensors {
+  int32_t* tile_scheduler_metadata;  // [num_sm_parts, 8]
+  int32_t* num_splits;               // [B + 1]
+  const int32_t* cache_seqlens;      // [B]
+  int num_sm_parts, batch_size;
+};
+
+inline constexpr int64_t kMaxSeqlenQ = 1 << 16;  // keeps row numbers of a work far inside int32
+inline constexpr int64_t kMaxWindow = (int64_t{1} << 31) - 1 - kMaxSeqlenQ;
+
+inline void check_split_tokens(const char* op, int64_t fixed_split_tokens, int tile_tokens) {
+  if (fixed_split_tokens < 0 || fixed_split_tokens % tile_tokens != 0 || fixed_split_tokens > INT32_MAX) {
+    fail(op, "fixed_split_tokens must be 0 (balanced) or a positive multiple of " + std::to_string(tile_tokens) +
+                 ", got " + std::to_string(fixed_split_tokens));
+  }
+}
+
+inline SplitKvPlanTensors checked_split_kv_plan(const char* op, const Tensor& tile_scheduler_metadata,
+                                                const Tensor& num_splits, const Tensor& cache_seqlens) {
+  Dim batch_size("batch_size"), num_sm_parts("num_sm_parts");
+  Dim entry_size("entry_size", kSplitKvEntrySize, "a plan row");
+  TensorCheck(op, "cache_seqlens", cache_seqlens).dtype({DType::kInt32}).shape({batch_size}).contiguous();
+  Dim splits("batch_size + 1", *batch_size + 1, "cache_seqlens");
+  TensorCheck(op, "num_splits", num_splits)
+      .device_as("cache_seqlens", cache_seqlens)
+      .dtype({DType::kInt32})
+      .shape({splits})
+      .contiguous();
+  TensorCheck(op, "tile_scheduler_metadata", tile_scheduler_metadata)
+      .device_as("cache_seqlens", cache_seqlens)
+      .dtype({DType::kInt32})
+      .shape({num_sm_parts, entry_size})
+      .size_at_least(0, "num_sm_parts", 1, "a plan has a part")
+      .contiguous();
+  return {.tile_scheduler_metadata = static_cast<int32_t*>(tile_scheduler_metadata.mutable_data_ptr()),
+          .num_splits = static_cast<int32_t*>(num_splits.mutable_data_ptr()),
+          .cache_seqlens = static_cast<const int32_t*>(cache_seqlens.const_data_ptr()),
+          .num_sm_parts = num_sm_parts.as_int(),
+          .batch_size = batch_size.as_int()};
+}
+
+}  // namespace attnops

@@ -1,0 +1,200 @@
+"""Split-KV plans of the decode ops: where the shares of a batch are written, and the scratch of the splits.
+
+A plan is allocated once for a geometry, filled on the device at every step by `ops.xqa_decode_plan` or
+`ops.mla_decode_plan` from the lengths alone, and used by every layer of that step. Its tensors never move, so a CUDA
+graph may hold both calls.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+TILE_TOKENS = 64  # KV tokens per tile of every plan: csrc/*/plan.h
+MLA_ROWS_PER_WORK = 64  # query rows (token, head) per work: csrc/mla_decode/plan.h
+MLA_HEAD_DIM_V = 512
+
+# Parts per SM of the default plans. Decode is bound by memory: two CTAs on an SM hide each other's waits in xqa_decode;
+# an MLA work fills an SM's registers alone.
+XQA_PARTS_PER_SM = 2
+MLA_PARTS_PER_SM = 1
+
+_ENTRY_SIZE = 8  # int32 per row: csrc/scheduler/split_kv_entry.h
+
+
+def default_num_sm_parts(device: torch.device, parts_per_sm: int) -> int:
+    """SMs of a CUDA device times `parts_per_sm`; elsewhere the threads of torch's pool."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count * parts_per_sm
+    return torch.get_num_threads()
+
+
+def _num_partials(num_works: int, num_sm_parts: int, fixed_split_tokens: int, max_seqlen_k: int | None) -> int:
+    """Rows of `out_partial`: docs/architecture.md, "Split-KV plans"."""
+    if fixed_split_tokens % TILE_TOKENS or fixed_split_tokens < 0:
+        raise ValueError(
+            f"fixed_split_tokens must be 0 (balanced) or a positive multiple of {TILE_TOKENS}, got {fixed_split_tokens}"
+        )
+    if not fixed_split_tokens:
+        return 2 * num_sm_parts
+    if max_seqlen_k is None:
+        raise ValueError(f"fixed_split_tokens={fixed_split_tokens} needs max_seqlen_k, which bounds the splits")
+    tiles = -(-max_seqlen_k // TILE_TOKENS)
+    cuts = max(-(-tiles // (fixed_split_tokens // TILE_TOKENS)), 1)
+    return num_works * cuts
+
+
+@dataclasses.dataclass(frozen=True)
+class _SplitKvPlan:
+    batch_size: int
+    seqlen_q: int
+    num_q_heads: int
+    window_left: int
+    fixed_split_tokens: int
+    tile_scheduler_metadata: Tensor  # int32 [num_sm_parts, 8]; a row is a SplitKvEntry
+    num_splits: Tensor  # int32 [B + 1]
+    out_partial: Tensor  # float32 [num_partials, rows per work, D_v]
+    lse_partial: Tensor  # float32 [num_partials, rows per work]
+    semaphores: Tensor  # int32 [works], zero between calls
+
+    @property
+    def num_sm_parts(self) -> int:
+        return self.tile_scheduler_metadata.shape[0]
+
+
+def _allocate(
+    batch_size: int, works: int, rows: int, head_dim_v: int, num_sm_parts: int, num_partials: int, device: torch.device
+) -> dict[str, Tensor]:
+    return {
+        "tile_scheduler_metadata": torch.zeros(num_sm_parts, _ENTRY_SIZE, dtype=torch.int32, device=device),
+        "num_splits": torch.zeros(batch_size + 1, dtype=torch.int32, device=device),
+        "out_partial": torch.empty(num_partials, rows, head_dim_v, dtype=torch.float32, device=device),
+        "lse_partial": torch.empty(num_partials, rows, dtype=torch.float32, device=device),
+        "semaphores": torch.zeros(batch_size * works, dtype=torch.int32, device=device),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class XqaDecodePlan(_SplitKvPlan):
+    """Plan of `ops.xqa_decode` for one geometry; works are (request, KV head)."""
+
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def key(self) -> dict[str, int]:
+        """What a call must agree with."""
+        return {
+            "batch_size": self.batch_size,
+            "seqlen_q": self.seqlen_q,
+            "num_q_heads": self.num_q_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "window_left": self.window_left,
+        }
+
+    @classmethod
+    def allocate(
+        cls,
+        batch_size: int,
+        *,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        seqlen_q: int = 1,
+        window_left: int = -1,
+        fixed_split_tokens: int = 0,
+        max_seqlen_k: int | None = None,
+        num_sm_parts: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> XqaDecodePlan:
+        """Allocate a plan and its scratch.
+
+        Args:
+            batch_size, seqlen_q: Requests, and query tokens of each.
+            num_q_heads, num_kv_heads, head_dim: Of the attention; `num_q_heads` is a multiple of `num_kv_heads`.
+            window_left: Of the calls that use the plan: tiles outside every window are not planned.
+            fixed_split_tokens: 0: KV tiles are divided evenly. A positive multiple of 64: batch-invariant, every
+                request is cut at each so many tokens, whatever else is in the batch.
+            max_seqlen_k: Bound of every `cache_seqlens`; needed with `fixed_split_tokens`, unused without.
+            num_sm_parts: Shares; on CUDA SM count times `XQA_PARTS_PER_SM`, else the number of threads, when None.
+
+        Raises:
+            ValueError: `fixed_split_tokens` or the head counts do not fit.
+        """
+        device = torch.device(device)
+        if num_kv_heads < 1 or num_q_heads < 1 or num_q_heads % num_kv_heads:
+            raise ValueError(
+                f"num_q_heads must be a positive multiple of num_kv_heads, got {num_q_heads} and {num_kv_heads}"
+            )
+        num_sm_parts = num_sm_parts or default_num_sm_parts(device, XQA_PARTS_PER_SM)
+        num_partials = _num_partials(batch_size * num_kv_heads, num_sm_parts, fixed_split_tokens, max_seqlen_k)
+        rows = seqlen_q * (num_q_heads // num_kv_heads)
+        return cls(
+            batch_size=batch_size,
+            seqlen_q=seqlen_q,
+            num_q_heads=num_q_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            window_left=window_left,
+            fixed_split_tokens=fixed_split_tokens,
+            **_allocate(batch_size, num_kv_heads, rows, head_dim, num_sm_parts, num_partials, device),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class MlaDecodePlan(_SplitKvPlan):
+    """Plan of `ops.mla_decode` for one geometry; works are (request, block of 64 query rows)."""
+
+    @property
+    def key(self) -> dict[str, int]:
+        """What a call must agree with."""
+        return {
+            "batch_size": self.batch_size,
+            "seqlen_q": self.seqlen_q,
+            "num_q_heads": self.num_q_heads,
+            "window_left": self.window_left,
+        }
+
+    @classmethod
+    def allocate(
+        cls,
+        batch_size: int,
+        *,
+        num_q_heads: int,
+        seqlen_q: int = 1,
+        window_left: int = -1,
+        fixed_split_tokens: int = 0,
+        max_seqlen_k: int | None = None,
+        num_sm_parts: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> MlaDecodePlan:
+        """Allocate a plan and its scratch; the arguments are those of `XqaDecodePlan.allocate`.
+
+        Raises:
+            ValueError: `fixed_split_tokens` or the head count does not fit.
+        """
+        device = torch.device(device)
+        if num_q_heads < 1:
+            raise ValueError(f"num_q_heads must be positive, got {num_q_heads}")
+        works = -(-seqlen_q * num_q_heads // MLA_ROWS_PER_WORK)
+        num_sm_parts = num_sm_parts or default_num_sm_parts(device, MLA_PARTS_PER_SM)
+        num_partials = _num_partials(batch_size * works, num_sm_parts, fixed_split_tokens, max_seqlen_k)
+        return cls(
+            batch_size=batch_size,
+            seqlen_q=seqlen_q,
+            num_q_heads=num_q_heads,
+            window_left=window_left,
+            fixed_split_tokens=fixed_split_tokens,
+            **_allocate(batch_size, works, MLA_ROWS_PER_WORK, MLA_HEAD_DIM_V, num_sm_parts, num_partials, device),
+        )
+
+
+def check_plan_key(plan: XqaDecodePlan | MlaDecodePlan, key: dict[str, int]) -> None:
+    """Raise a ValueError naming both sides of every difference between a plan's key and a call's."""
+    if plan.key == key:
+        return
+    differences = [f"{name} {plan.key[name]}, the call has {key[name]}" for name in key if plan.key[name] != key[name]]
+    raise ValueError(f"{type(plan).__name__} was allocated for another geometry: " + "; ".join(differences))

@@ -1,0 +1,181 @@
+"""Paged GQA decode: one or several query tokens per request against its cached keys and values."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from attnops.metadata.plan import XqaDecodePlan, check_plan_key
+
+
+def xqa_decode_plan(plan: XqaDecodePlan, cache_seqlens: Tensor) -> None:
+    """Divide a batch's KV tiles over the parts of a plan, from the lengths alone, on the device.
+
+    Args:
+        plan: Allocated by `XqaDecodePlan.allocate`; `tile_scheduler_metadata` and `num_splits` are rewritten.
+        cache_seqlens: int32 ``[B]``, the new tokens included; below zero counts as zero.
+
+    Raises:
+        RuntimeError: naming the argument that does not fit.
+    """
+    torch.ops.attnops.xqa_decode_plan(
+        plan.tile_scheduler_metadata,
+        plan.num_splits,
+        cache_seqlens,
+        plan.seqlen_q,
+        plan.num_kv_heads,
+        plan.window_left,
+        plan.fixed_split_tokens,
+    )
+
+
+def xqa_decode(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    plan: XqaDecodePlan,
+    *,
+    kv_indptr: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window_left: int = -1,
+    logit_cap: float = 0.0,
+    sinks: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    return_lse: bool = False,
+    sinks_in_lse: bool = False,
+    report: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend from each request's newest tokens to its whole paged cache, themselves included.
+
+    Args:
+        q: ``[B, S_q, H_q, D]`` or ``[B * S_q, H_q, D]`` (float32, float16, bfloat16), last dim dense. Row i of a
+            request is its token ``cache_seqlens - S_q + i``.
+        k_pages, v_pages: ``[P, page_size, H_kv, D]`` in q's dtype or float8_e4m3fn, last dim dense, any other strides,
+            any page size. The new tokens are stored already (`ops.store_kv`).
+        page_table: int32 ``[B, max_pages]``; or, with `kv_indptr`, the flat ``[num_indices]``. Cells beyond a request's
+            length are not read.
+        cache_seqlens: int32 ``[B]``, the new tokens included. A request of length 0 gets zeros and ``-inf``.
+        plan: Made by `xqa_decode_plan` for these `cache_seqlens` and this geometry; its scratch is overwritten.
+        kv_indptr: int32 ``[B + 1]``: request b owns the cells ``[kv_indptr[b], kv_indptr[b + 1])`` of `page_table`.
+        softmax_scale: Multiplies ``<q, k>``; ``1 / sqrt(D)`` when None.
+        causal: Row i sees keys up to its own position; False: all keys of the request.
+        window_left: Keys at positions ``[p - window_left, p]``; -1: off. Must be the plan's.
+        logit_cap: ``cap * tanh(score / cap)`` on scaled scores; 0: off.
+        sinks: float32 ``[H_q]``, a logit per head with no value, or None.
+        tree_mask: uint8 ``[B, S_q, ceil(S_q / 8)]`` (or ``[B * S_q, ...]``), little-endian bits: row i sees new token j
+            when bit j is set, in place of the causal rule; tokens before the new ones stay visible. Windows apply too.
+        k_scale, v_scale: float32 ``[1]`` or ``[H_kv]``: real value = stored x scale.
+        out: Destination in q's shape and dtype, last dim dense; allocated when None.
+        lse: float32 destination in q's shape without D, contiguous, written when given; allocated when None and
+            `return_lse`.
+        sinks_in_lse: Add the sinks to the returned lse.
+        report: int32 ``[8]`` of the checked mode: bad page indices and lengths are recorded there and skipped.
+
+    Returns:
+        ``(out, lse)``, lse natural log, None unless asked for. A row that sees no key has ``out = 0``, ``lse = -inf``.
+
+    Raises:
+        ValueError: the plan was allocated for another geometry.
+        RuntimeError: naming the argument whose shape, dtype, stride, device or range does not fit; on the CPU also when
+            the plan is not the one of these `cache_seqlens`.
+
+    Source: the online softmax of FlashAttention-2 (arXiv:2307.08691) over a split-KV plan as in FlashDecoding.
+    """
+    flat = q.dim() == 3
+    check_plan_key(
+        plan,
+        {
+            "batch_size": q.shape[0] // plan.seqlen_q if flat else q.shape[0],
+            "seqlen_q": plan.seqlen_q if flat else q.shape[1],
+            "num_q_heads": q.shape[-2],
+            "num_kv_heads": k_pages.shape[2],
+            "head_dim": q.shape[-1],
+            "window_left": window_left,
+        },
+    )
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    if lse is None and (return_lse or sinks_in_lse):
+        lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+    def by_request(x: Tensor | None, rank: int) -> Tensor | None:
+        return x.unflatten(0, (plan.batch_size, plan.seqlen_q)) if x is not None and x.dim() == rank - 1 else x
+
+    torch.ops.attnops.xqa_decode(
+        by_request(out, 4),
+        by_request(lse, 3),
+        by_request(q, 4),
+        k_pages,
+        v_pages,
+        page_table,
+        kv_indptr,
+        cache_seqlens,
+        plan.tile_scheduler_metadata,
+        plan.num_splits,
+        plan.out_partial,
+        plan.lse_partial,
+        plan.semaphores,
+        1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale,
+        causal,
+        window_left,
+        logit_cap,
+        sinks,
+        by_request(tree_mask, 3),
+        k_scale,
+        v_scale,
+        plan.fixed_split_tokens,
+        report,
+    )
+    if sinks_in_lse and sinks is not None and lse is not None:
+        lse.copy_(torch.where(lse == -math.inf, lse, torch.logaddexp(lse, sinks)))
+    return out, lse
+
+
+@torch.library.register_fake("attnops::xqa_decode_plan")
+def _(
+    tile_scheduler_metadata: Tensor,
+    num_splits: Tensor,
+    cache_seqlens: Tensor,
+    seqlen_q: int,
+    num_kv_heads: int,
+    window_left: int = -1,
+    fixed_split_tokens: int = 0,
+) -> None:
+    return None
+
+
+@torch.library.register_fake("attnops::xqa_decode")
+def _(
+    out: Tensor,
+    lse: Tensor | None,
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    kv_indptr: Tensor | None,
+    cache_seqlens: Tensor,
+    tile_scheduler_metadata: Tensor,
+    num_splits: Tensor,
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    semaphores: Tensor,
+    softmax_scale: float,
+    causal: bool = True,
+    window_left: int = -1,
+    logit_cap: float = 0.0,
+    sinks: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    fixed_split_tokens: int = 0,
+    report: Tensor | None = None,
+) -> None:
+    return None
