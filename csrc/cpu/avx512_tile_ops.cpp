@@ -1,0 +1,23 @@
+#include "cpu/tile/vec_avx512.h"
+// Vec comes first.
+#include "cpu/tile/micro_gemm.h"
+#include "cpu/tile/softmax.h"
+
+namespace attnops::cpu {
+
+const TileOps& avx512_tile_ops() {
+  static constexpr TileOps kOps = {.name = "avx512_float",
+                                   .element_size = 4,
+                                   .k_multiple = 1,
+                                   .begin = &nothing,
+                                   .end = &nothing,
+                                   .load_rows = &load_rows<DType::kFloat32>,
+                                   .pack_keys = &pack_keys_as_floats,
+                                   .pack_values = &pack_values_as_floats,
+                                   .gemm = &gemm_floats<6, 4>,
+                                   .softmax = &softmax<StoreFloat>,
+                                   .store_rows = &store_rows};
+  return kOps;
+}
+
+}  // namespace attnops::cpu

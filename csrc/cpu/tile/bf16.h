@@ -1,0 +1,107 @@
+#pragma once
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "cpu/tile/rows.h"
+#include "cpu/tile/softmax.h"
+
+// Packing and probabilities with bf16 as the compute type and float accumulation, for AVX512-BF16; AMX shares all but
+// the product, because its tiles want the same panels. Internal linkage: see vec_avx512.h.
+namespace attnops::cpu {
+namespace {
+
+// Two adjacent elements of k: one 32-bit cell of a panel.
+constexpr int kPair = 2;
+
+// Elements [at, at + 32) of a row in bf16; those from `count` on, a multiple of 8, are zeros. e4m3 is exact in bf16.
+template <DType kType>
+inline __m512i load_32_bf16(const void* row, int64_t at, int64_t count) {
+  const __mmask32 m = count >= 32 ? 0xFFFFFFFFu : (1u << count) - 1;
+  if constexpr (kType == DType::kBFloat16) {
+    return _mm512_maskz_loadu_epi16(m, static_cast<const uint16_t*>(row) + at);
+  } else {
+    static_assert(kType == DType::kFloat8E4M3);
+    const __m256i bytes = _mm256_maskz_loadu_epi8(m, static_cast<const uint8_t*>(row) + at);
+    const __m512i x = _mm512_cvtepu8_epi16(bytes);
+    const __m512i magnitude = _mm512_and_si512(x, _mm512_set1_epi16(0x7F));
+    // Normal numbers: the four exponent bits are biased by 7, bf16's by 127. Subnormals j * 2^-9 come from a table.
+    const __m512i normal = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16((127 - 7) << 7));
+    const __m512i subnormals =
+        _mm512_castsi128_si512(_mm_setr_epi16(0, 0x3B00, 0x3B80, 0x3BC0, 0x3C00, 0x3C20, 0x3C40, 0x3C60));
+    const __mmask32 is_small = _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(8));
+    const __mmask32 is_nan = _mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(0x7F));
+    __m512i value = _mm512_mask_permutexvar_epi16(normal, is_small, magnitude, subnormals);
+    value = _mm512_mask_mov_epi16(value, is_nan, _mm512_set1_epi16(0x7FC0));
+    const __m512i sign = _mm512_slli_epi16(_mm512_andnot_si512(_mm512_set1_epi16(0x7F), x), 8);
+    return _mm512_or_si512(value, sign);
+  }
+}
+
+// Sixteen keys by 32 elements are a 16 x 16 matrix of pairs: transposed, they are 16 rows of a panel.
+template <DType kType>
+void pack_keys_from(uint16_t* dst, const void* const* rows, int n, int k, int k_padded) {
+  for (int first = 0; first < n; first += kPanel) {
+    uint16_t* panel = dst + static_cast<int64_t>(first) * k_padded;
+    for (int d = 0; d < k_padded; d += 32) {
+      Vec::F cells[16];
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; ++i) {
+        const void* row = rows[first + i];
+        const __m512i x = row && d < k ? load_32_bf16<kType>(row, d, k - d) : _mm512_setzero_si512();
+        cells[i] = _mm512_castsi512_ps(x);
+      }
+      Vec::transpose(cells);
+      const int count = k_padded - d < 32 ? (k_padded - d) / kPair : 16;
+      for (int i = 0; i < count; ++i) _mm512_storeu_ps(panel + (d + kPair * i) * kPanel, cells[i]);
+    }
+  }
+}
+
+void pack_keys_as_bf16(void* dst, const void* const* rows, int n, int k, int k_padded, DType dtype) {
+  uint16_t* panels = static_cast<uint16_t*>(dst);
+  if (dtype == DType::kBFloat16) pack_keys_from<DType::kBFloat16>(panels, rows, n, k, k_padded);
+  if (dtype == DType::kFloat8E4M3) pack_keys_from<DType::kFloat8E4M3>(panels, rows, n, k, k_padded);
+}
+
+// Two value rows are interleaved element by element.
+template <DType kType>
+void pack_values_from(uint16_t* dst, const void* const* rows, int n, int d_values, int d_padded) {
+  alignas(64) uint16_t interleave[2][32];
+  for (int i = 0; i < 32; ++i) {
+    interleave[0][i] = static_cast<uint16_t>(i / 2 + (i % 2) * 32);
+    interleave[1][i] = static_cast<uint16_t>(16 + i / 2 + (i % 2) * 32);
+  }
+  const __m512i low = _mm512_load_si512(interleave[0]), high = _mm512_load_si512(interleave[1]);
+  const int64_t panel_size = static_cast<int64_t>(n) * kPanel;
+  for (int j = 0; j < n; j += kPair) {
+    for (int d = 0; d < d_padded; d += 32) {
+      __m512i x[kPair];
+      for (int i = 0; i < kPair; ++i) {
+        const bool exists = rows[j + i] != nullptr && d < d_values;
+        x[i] = exists ? load_32_bf16<kType>(rows[j + i], d, d_values - d) : _mm512_setzero_si512();
+      }
+      uint16_t* cell = dst + d / kPanel * panel_size + j * kPanel;
+      _mm512_storeu_si512(cell, _mm512_permutex2var_epi16(x[0], low, x[1]));
+      if (d + kPanel < d_padded) {
+        _mm512_storeu_si512(cell + panel_size, _mm512_permutex2var_epi16(x[0], high, x[1]));
+      }
+    }
+  }
+}
+
+void pack_values_as_bf16(void* dst, const void* const* rows, int n, int d, int d_padded, DType dtype) {
+  uint16_t* panels = static_cast<uint16_t*>(dst);
+  if (dtype == DType::kBFloat16) pack_values_from<DType::kBFloat16>(panels, rows, n, d, d_padded);
+  if (dtype == DType::kFloat8E4M3) pack_values_from<DType::kFloat8E4M3>(panels, rows, n, d, d_padded);
+}
+
+struct StoreBf16 {
+  static constexpr bool kPrecise = false;
+  static void pair(void* probs, int64_t at, Vec::F a, Vec::F b) {
+    _mm512_storeu_si512(static_cast<uint16_t*>(probs) + at, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+  }
+};
+
+}  // namespace
+}  // namespace attnops::cpu
