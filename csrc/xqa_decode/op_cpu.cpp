@@ -1,7 +1,10 @@
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
 
+#include "cpu/isa.h"
 #include "cpu/split_kv_plan.h"
 #include "xqa_decode/checks.h"
+#include "xqa_decode/cpu/driver.h"
 
 namespace attnops::xqa_decode {
 namespace {
@@ -14,8 +17,78 @@ void xqa_decode_plan_cpu(const Tensor& tile_scheduler_metadata, const Tensor& nu
       .write(plan.tensors.tile_scheduler_metadata, plan.tensors.num_splits);
 }
 
+// Planning again costs microseconds here, and a stale plan would be a wrong answer.
+void check_plan_is_of(const Params& params) {
+  const SplitKvGeometry geometry = plan_geometry(params.batch_size, params.seqlen_q, params.num_kv_heads,
+                                                 params.window_left, params.num_sm_parts, params.fixed_split_tokens);
+  const attnops::cpu::SplitKvPlanner planner(geometry, params.cache_seqlens);
+  if (!planner.matches(params.tile_scheduler_metadata, params.num_splits)) {
+    fail("xqa_decode",
+         "tile_scheduler_metadata and num_splits are not the plan of these cache_seqlens, seqlen_q, num_kv_heads, "
+         "window_left and fixed_split_tokens: run xqa_decode_plan before");
+  }
+  const int64_t rows = int64_t{params.num_splits[params.batch_size]} * params.num_kv_heads;
+  if (params.num_partials < rows) {
+    fail("xqa_decode", "out_partial.shape[0] (num_partials) must be at least " + std::to_string(rows) +
+                           " for these cache_seqlens cut every " + std::to_string(params.fixed_split_tokens) +
+                           " tokens, got " + std::to_string(params.num_partials));
+  }
+}
+
+void xqa_decode_cpu(const Tensor& out, const std::optional<Tensor>& lse, const Tensor& q, const Tensor& k_pages,
+                    const Tensor& v_pages, const Tensor& page_table, const std::optional<Tensor>& kv_indptr,
+                    const Tensor& cache_seqlens, const Tensor& tile_scheduler_metadata, const Tensor& num_splits,
+                    const Tensor& out_partial, const Tensor& lse_partial, const Tensor& semaphores,
+                    double softmax_scale, bool causal, int64_t window_left, double logit_cap,
+                    const std::optional<Tensor>& sinks, const std::optional<Tensor>& tree_mask,
+                    const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
+                    int64_t fixed_split_tokens, const std::optional<Tensor>& report) {
+  const Params params = checked_params({out,
+                                        lse,
+                                        q,
+                                        k_pages,
+                                        v_pages,
+                                        page_table,
+                                        kv_indptr,
+                                        cache_seqlens,
+                                        tile_scheduler_metadata,
+                                        num_splits,
+                                        out_partial,
+                                        lse_partial,
+                                        semaphores,
+                                        softmax_scale,
+                                        causal,
+                                        window_left,
+                                        logit_cap,
+                                        sinks,
+                                        tree_mask,
+                                        k_scale,
+                                        v_scale,
+                                        fixed_split_tokens,
+                                        report});
+  const cpu::TileKernel& kernel =
+      cpu::select_tile_kernel({attnops::cpu::current_isa(), params.dtype, params.kv_dtype, params.head_dim});
+  check_plan_is_of(params);
+
+  const auto for_each = [](int64_t count, const auto& run) {
+    torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) run(static_cast<int>(i));
+    });
+  };
+  for_each(params.num_sm_parts, [&](int part) { cpu::run_part(params, kernel, part); });
+  if (params.fixed_split_tokens > 0) {
+    const int64_t works = int64_t{params.batch_size} * params.num_kv_heads;
+    for_each(works, [&](int work) { cpu::merge_fixed(params, kernel, work); });
+  } else {
+    for_each(params.num_sm_parts, [&](int part) { cpu::merge_balanced(params, kernel, part); });
+  }
+}
+
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(attnops, CPU, m) { m.impl("xqa_decode_plan", TORCH_BOX(&xqa_decode_plan_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(attnops, CPU, m) {
+  m.impl("xqa_decode_plan", TORCH_BOX(&xqa_decode_plan_cpu));
+  m.impl("xqa_decode", TORCH_BOX(&xqa_decode_cpu));
+}
 
 }  // namespace attnops::xqa_decode

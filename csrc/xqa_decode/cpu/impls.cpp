@@ -1,0 +1,38 @@
+#include "core/impl_table.h"
+#include "xqa_decode/cpu/reference.h"
+
+namespace attnops::xqa_decode::cpu {
+namespace {
+
+using attnops::cpu::BFloat16;
+using attnops::cpu::Float16;
+using attnops::cpu::Float8E4M3;
+
+// Best first. Decode waits for memory, so avx512_bf16 is the top row: AMX tiles would idle.
+const Impl kImpls[] = {
+    {"scalar_float32", Isa::kScalar, DType::kFloat32, 1, &reference::kKernel<float, float>,
+     &reference::kKernel<float, Float8E4M3>},
+    {"scalar_float16", Isa::kScalar, DType::kFloat16, 1, &reference::kKernel<Float16, Float16>,
+     &reference::kKernel<Float16, Float8E4M3>},
+    {"scalar_bfloat16", Isa::kScalar, DType::kBFloat16, 1, &reference::kKernel<BFloat16, BFloat16>,
+     &reference::kKernel<BFloat16, Float8E4M3>},
+};
+
+}  // namespace
+
+std::string Impl::reject(const ImplKey& key) const {
+  if (key.dtype != dtype) return std::string("q must be ") + name_of(dtype) + ", got " + name_of(key.dtype);
+  if (key.isa < isa) return std::string("needs ") + name_of(isa) + ", this processor runs " + name_of(key.isa);
+  if (key.head_dim % head_dim_multiple != 0) {
+    return "head_dim must be a multiple of " + std::to_string(head_dim_multiple) + ", got " +
+           std::to_string(key.head_dim);
+  }
+  return "";
+}
+
+const TileKernel& select_tile_kernel(const ImplKey& key) {
+  const Impl& impl = select_impl("xqa_decode", kImpls, key);
+  return key.kv_dtype == key.dtype ? *impl.plain : *impl.fp8;
+}
+
+}  // namespace attnops::xqa_decode::cpu

@@ -1,0 +1,91 @@
+"""Runs attnops::xqa_decode on a problem of `problems.py`, the way a backend does: plan, then attend."""
+
+from __future__ import annotations
+
+import torch
+from attnops import ops
+from attnops.metadata import XqaDecodePlan
+from checks import assert_attention_close, assert_lse_close
+from problems import FP8, PagedProblem
+from torch import Tensor
+
+CPU_ISAS = ["scalar", "avx2", "avx512", "avx512_bf16", "amx"]
+
+
+def isas_here() -> list[str]:
+    """The instruction sets that this machine has, weakest first."""
+    return CPU_ISAS[: CPU_ISAS.index(torch.ops.attnops.cpu_isa()) + 1]
+
+
+def make_plan(problem: PagedProblem, *, seqlen_q: int = 1, num_sm_parts: int | None = 3, **options) -> XqaDecodePlan:
+    """A plan of the problem's geometry, already filled in. Three parts: an odd number, so that works are split."""
+    plan = XqaDecodePlan.allocate(
+        problem.batch_size,
+        seqlen_q=seqlen_q,
+        num_q_heads=problem.q.shape[1],
+        num_kv_heads=problem.k_pages.shape[2],
+        head_dim=problem.q.shape[2],
+        num_sm_parts=num_sm_parts,
+        device=problem.q.device,
+        **options,
+    )
+    ops.xqa_decode_plan(plan, problem.cache_seqlens)
+    return plan
+
+
+def decode(
+    problem: PagedProblem,
+    *,
+    seqlen_q: int = 1,
+    csr: bool = False,
+    num_sm_parts: int | None = 3,
+    fixed_split_tokens: int = 0,
+    max_seqlen_k: int = 4096,
+    window_left: int = -1,
+    plan: XqaDecodePlan | None = None,
+    **options,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse), both on the CPU, by token."""
+    if plan is None:
+        plan = make_plan(
+            problem,
+            seqlen_q=seqlen_q,
+            num_sm_parts=num_sm_parts,
+            window_left=window_left,
+            fixed_split_tokens=fixed_split_tokens,
+            max_seqlen_k=max_seqlen_k,
+        )
+    plan.out_partial.fill_(torch.nan)  # what unwritten rows may hold
+    plan.lse_partial.fill_(torch.nan)
+    out, lse = ops.xqa_decode(
+        problem.q,
+        problem.k_pages,
+        problem.v_pages,
+        problem.kv_indices if csr else problem.page_table,
+        problem.cache_seqlens,
+        plan,
+        kv_indptr=problem.kv_indptr if csr else None,
+        window_left=window_left,
+        k_scale=problem.k_scale,
+        v_scale=problem.v_scale,
+        out=torch.full_like(problem.q, torch.nan),
+        return_lse=True,
+        **options,
+    )
+    assert not plan.semaphores.any(), "semaphores must be zero after a call"
+    return out.cpu(), lse.cpu()
+
+
+def assert_decodes(problem: PagedProblem, *, bound: float | None = None, tree_mask: Tensor | None = None, **options):
+    """Decode and compare with the float64 answer."""
+    of_the_call = ("seqlen_q", "csr", "num_sm_parts", "fixed_split_tokens", "max_seqlen_k", "plan")
+    rules = {name: value for name, value in options.items() if name not in of_the_call}
+    rules = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in rules.items()}
+    mask = {} if tree_mask is None else {"tree_mask": tree_mask.cpu()}
+    expected_out, expected_lse = problem.expected(**rules, **mask)
+    out, lse = decode(problem, **options, **({} if tree_mask is None else {"tree_mask": tree_mask}))
+    assert_attention_close(out, expected_out, problem.q.dtype, bound)
+    # P rounded to bf16 does not touch lse; its error is that of float32 sums of exact products.
+    assert_lse_close(lse, expected_lse, atol=2e-4 if problem.k_pages.dtype == FP8 else 1e-4)
+    empty = expected_lse == -torch.inf
+    assert not out[empty].any(), "a row without keys must be zero"
