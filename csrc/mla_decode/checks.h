@@ -6,6 +6,7 @@
 #include "mla_decode/params.h"
 #include "mla_decode/plan.h"
 #include "torch_bindings/check.h"
+#include "torch_bindings/split_kv_checks.h"
 
 namespace attnops::mla_decode {
 
@@ -36,50 +37,26 @@ struct Arguments {
 };
 
 inline constexpr const char* kOp = "mla_decode";
-inline constexpr const char* kPlanOp = "mla_decode_plan";
-inline constexpr int64_t kMaxInt32 = INT32_MAX;
-
-inline void check_fixed_split(const char* op, int64_t fixed_split_tokens) {
-  check_range(op, "fixed_split_tokens", fixed_split_tokens, 0, kMaxInt32);
-  if (fixed_split_tokens % kPlanTileTokens != 0) {
-    fail(op, "fixed_split_tokens must be a multiple of " + std::to_string(kPlanTileTokens) + " (0: balanced), got " +
-                 std::to_string(fixed_split_tokens));
-  }
-}
-
-// Row numbers (token, head) and works stay int32 in every kernel.
-inline void check_geometry(const char* op, int64_t batch_size, int64_t seqlen_q, int64_t num_q_heads) {
-  if (batch_size * seqlen_q * num_q_heads > kMaxInt32) {
-    fail(op, "batch_size * seqlen_q * num_q_heads must be below 2^31, got " + std::to_string(batch_size) + " * " +
-                 std::to_string(seqlen_q) + " * " + std::to_string(num_q_heads));
-  }
-}
+inline constexpr int64_t kMaxHeads = 1 << 15;  // with kMaxSeqlenQ, row numbers of a request stay below 2^31
 
 // The planner's arguments; they describe the same plan that checked_params accepts.
-inline SplitKvGeometry checked_plan_geometry(const Tensor& tile_scheduler_metadata, const Tensor& num_splits,
-                                             const Tensor& cache_seqlens, int64_t seqlen_q, int64_t num_q_heads,
-                                             int64_t window_left, int64_t fixed_split_tokens) {
-  Dim batch("batch_size"), parts("num_sm_parts"), entry("entry", kSplitKvEntrySize, "SplitKvEntry");
-  TensorCheck(kPlanOp, "cache_seqlens", cache_seqlens).dtype({DType::kInt32}).shape({batch}).contiguous();
-  TensorCheck(kPlanOp, "tile_scheduler_metadata", tile_scheduler_metadata)
-      .device_as("cache_seqlens", cache_seqlens)
-      .dtype({DType::kInt32})
-      .shape({parts, entry})
-      .size_at_least(0, "num_sm_parts", 1, "somebody must work")
-      .contiguous();
-  Dim batch_and_end("batch_size + 1", *batch + 1, "cache_seqlens");
-  TensorCheck(kPlanOp, "num_splits", num_splits)
-      .device_as("cache_seqlens", cache_seqlens)
-      .dtype({DType::kInt32})
-      .shape({batch_and_end})
-      .contiguous();
-  check_range(kPlanOp, "seqlen_q", seqlen_q, 1, kMaxInt32);
-  check_range(kPlanOp, "num_q_heads", num_q_heads, 1, kMaxInt32);
-  check_range(kPlanOp, "window_left", window_left, -1, kMaxInt32);
-  check_geometry(kPlanOp, *batch, seqlen_q, num_q_heads);
-  check_fixed_split(kPlanOp, fixed_split_tokens);
-  return plan_geometry(batch.as_int(), static_cast<int>(seqlen_q), static_cast<int>(num_q_heads),
-                       static_cast<int>(window_left), parts.as_int(), static_cast<int>(fixed_split_tokens));
+struct PlanParams {
+  SplitKvGeometry geometry;
+  SplitKvPlanTensors tensors;
+};
+
+inline PlanParams checked_plan_params(const Tensor& tile_scheduler_metadata, const Tensor& num_splits,
+                                      const Tensor& cache_seqlens, int64_t seqlen_q, int64_t num_q_heads,
+                                      int64_t window_left, int64_t fixed_split_tokens) {
+  constexpr const char* kPlanOp = "mla_decode_plan";
+  check_range(kPlanOp, "seqlen_q", seqlen_q, 1, kMaxSeqlenQ);
+  check_range(kPlanOp, "num_q_heads", num_q_heads, 1, kMaxHeads);
+  check_range(kPlanOp, "window_left", window_left, -1, kMaxWindow);
+  check_split_tokens(kPlanOp, fixed_split_tokens, kPlanTileTokens);
+  const SplitKvPlanTensors tensors = checked_split_kv_plan(kPlanOp, tile_scheduler_metadata, num_splits, cache_seqlens);
+  return {plan_geometry(tensors.batch_size, static_cast<int>(seqlen_q), static_cast<int>(num_q_heads),
+                        static_cast<int>(window_left), tensors.num_sm_parts, static_cast<int>(fixed_split_tokens)),
+          tensors};
 }
 
 // The extents that several arguments share.
@@ -89,14 +66,14 @@ struct Extents {
 
 inline void check_queries(const Arguments& a, Extents& e) {
   const bool apart = a.q_pe.has_value();
-  Dim dim_q(apart ? "latent" : "head_dim_qk", apart ? kHeadDimV : kHeadDimQk, apart ? "MLA with q_pe apart" : "MLA");
+  Dim dim_q(apart ? "latent" : "head_dim_qk", apart ? kHeadDimV : kHeadDimQk, apart ? "q beside q_pe" : "MLA");
   Dim dim_pe("head_dim_rope", kHeadDimRope, "MLA"), dim_out("head_dim_v", kHeadDimV, "MLA");
   TensorCheck(kOp, "q", a.q)
       .dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16})
       .shape({e.batch, e.seqlen_q, e.heads, dim_q})
-      .size_at_least(1, "seqlen_q", 1, "a decode step has queries")
-      .size_at_least(2, "num_q_heads", 1, "attention has heads")
       .dense_last();
+  check_range(kOp, "q.shape[1] (seqlen_q)", *e.seqlen_q, 1, kMaxSeqlenQ);
+  check_range(kOp, "q.shape[2] (num_q_heads)", *e.heads, 1, kMaxHeads);
   if (apart) {
     TensorCheck(kOp, "q_pe", *a.q_pe)
         .device_as("q", a.q)
@@ -116,18 +93,18 @@ inline void check_queries(const Arguments& a, Extents& e) {
         .shape({e.batch, e.seqlen_q, e.heads})
         .contiguous();
   }
-  check_geometry(kOp, *e.batch, *e.seqlen_q, *e.heads);
 }
 
 inline void check_cache(const Arguments& a, Extents& e) {
   const bool rows = has_dtype(a.kv_pages, DType::kUInt8);
   const bool fp8 = has_dtype(a.kv_pages, DType::kFloat8E4M3);
   Dim pages("num_pages"), page_size("page_size");
-  Dim row(rows ? "row bytes" : "head_dim_qk", rows ? kFp8RowBytes : kHeadDimQk, rows ? "the 656-byte FP8 row" : "MLA");
+  Dim row(rows ? "row bytes" : "head_dim_qk", rows ? kFp8RowBytes : kHeadDimQk, rows ? "an FP8 row" : "MLA");
   const TensorCheck kv(kOp, "kv_pages", a.kv_pages);
   kv.device_as("q", a.q);
   if (!rows && !fp8) kv.dtype({dtype_of(a.q), DType::kFloat8E4M3, DType::kUInt8});
-  kv.shape({pages, page_size, row}).size_at_least(1, "page_size", 1, "a page holds tokens").dense_last();
+  kv.shape({pages, page_size, row}).dense_last();
+  check_range(kOp, "kv_pages.shape[1] (page_size)", *page_size, 1, INT32_MAX);
   if (a.kv_scale) {
     Dim one("1", 1, "a scale per tensor");
     if (!fp8) {
@@ -159,61 +136,54 @@ inline void check_cache(const Arguments& a, Extents& e) {
 
 inline void check_plan(const Arguments& a, Extents& e) {
   Dim entry("entry", kSplitKvEntrySize, "SplitKvEntry"), batch_and_end("batch_size + 1", *e.batch + 1, "q");
-  Dim rows("plan rows", kPlanRows, "the plan"), dim_out("head_dim_v", kHeadDimV, "MLA"), cells("num_semaphores");
+  Dim rows("plan rows", kPlanRows, "the plan"), dim_out("head_dim_v", kHeadDimV, "MLA"), cells("num_works");
   TensorCheck(kOp, "tile_scheduler_metadata", a.tile_scheduler_metadata)
       .device_as("q", a.q)
       .dtype({DType::kInt32})
       .shape({e.parts, entry})
-      .size_at_least(0, "num_sm_parts", 1, "somebody must work")
+      .size_at_least(0, "num_sm_parts", 1, "a plan has a part")
       .contiguous();
   TensorCheck(kOp, "num_splits", a.num_splits)
       .device_as("q", a.q)
       .dtype({DType::kInt32})
       .shape({batch_and_end})
       .contiguous();
-  check_fixed_split(kOp, a.fixed_split_tokens);
+  check_split_tokens(kOp, a.fixed_split_tokens, kPlanTileTokens);
   const TensorCheck out_partial(kOp, "out_partial", a.out_partial);
   out_partial.device_as("q", a.q).dtype({DType::kFloat32}).shape({e.partials, rows, dim_out}).contiguous();
-  if (a.fixed_split_tokens == 0) {
-    out_partial.size_at_least(0, "num_partials", 2 * *e.parts, "two per part of the plan");
+  if (a.fixed_split_tokens == 0 && *e.partials < 2 * *e.parts) {
+    out_partial.size_at_least(0, "num_partials", 2 * *e.parts, "two per row of tile_scheduler_metadata");
   }
   TensorCheck(kOp, "lse_partial", a.lse_partial)
       .device_as("q", a.q)
       .dtype({DType::kFloat32})
       .shape({e.partials, rows})
       .contiguous();
-  const int works = works_per_request(e.seqlen_q.as_int(), e.heads.as_int());
-  TensorCheck(kOp, "semaphores", a.semaphores)
-      .device_as("q", a.q)
-      .dtype({DType::kInt32})
-      .shape({cells})
-      .size_at_least(0, "num_semaphores", *e.batch * works, "one per work")
-      .contiguous();
+  const int64_t num_works = *e.batch * works_per_request(e.seqlen_q.as_int(), e.heads.as_int());
+  const TensorCheck semaphores(kOp, "semaphores", a.semaphores);
+  semaphores.device_as("q", a.q).dtype({DType::kInt32}).shape({cells}).contiguous();
+  if (*cells < num_works) semaphores.size_at_least(0, "num_works", num_works, "one per 64 query rows of a request");
 }
 
 inline void check_options(const Arguments& a, Extents& e) {
   check_finite(kOp, "softmax_scale", a.softmax_scale);
   check_finite(kOp, "logit_cap", a.logit_cap);
-  if (a.logit_cap < 0) fail(kOp, "logit_cap must be at least 0 (0: off), got " + std::to_string(a.logit_cap));
-  check_range(kOp, "window_left", a.window_left, -1, kMaxInt32);
+  if (a.logit_cap < 0) fail(kOp, "logit_cap must be 0 (off) or positive, got " + std::to_string(a.logit_cap));
+  check_range(kOp, "window_left", a.window_left, -1, kMaxWindow);
   if (a.sinks) {
     TensorCheck(kOp, "sinks", *a.sinks).device_as("q", a.q).dtype({DType::kFloat32}).shape({e.heads}).contiguous();
   }
   if (a.tree_mask) {
-    Dim mask_bytes("mask bytes", ceil_div(*e.seqlen_q, static_cast<int64_t>(8)), "q (a bit per query token)");
-    TensorCheck(kOp, "tree_mask", *a.tree_mask)
-        .device_as("q", a.q)
-        .dtype({DType::kUInt8})
-        .shape({e.batch, e.seqlen_q, mask_bytes})
-        .dense_last();
+    if (!a.causal) fail(kOp, "causal must be True with tree_mask, which says what causal means among the new tokens");
+    Dim mask_bytes("mask_bytes");
+    const TensorCheck mask(kOp, "tree_mask", *a.tree_mask);
+    mask.device_as("q", a.q).dtype({DType::kUInt8}).shape({e.batch, e.seqlen_q, mask_bytes}).dense_last();
+    const int64_t least = (*e.seqlen_q + 7) / 8;
+    if (*mask_bytes < least) mask.size_at_least(2, "mask_bytes", least, "one bit per new token");
   }
   if (a.report) {
-    TensorCheck(kOp, "report", *a.report)
-        .device_as("q", a.q)
-        .dtype({DType::kInt32})
-        .rank(1)
-        .size_at_least(0, "report slots", kReportSize, "core/report.h")
-        .contiguous();
+    Dim report_size("report_size", kReportSize, "core/report.h");
+    TensorCheck(kOp, "report", *a.report).device_as("q", a.q).dtype({DType::kInt32}).shape({report_size}).contiguous();
   }
 }
 

@@ -1,15 +1,34 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include "cpu/split_kv_plan.h"
 #include "mla_decode/checks.h"
-#include "mla_decode/cpu/impls.h"
-#include "mla_decode/cpu/pieces.h"
+#include "mla_decode/cpu/kernel.h"
 
 namespace attnops::mla_decode {
 namespace {
 
 // Plan rows per task of the merge: enough that a task outweighs its dispatch.
 constexpr int64_t kMergeGrain = 16;
+
+void mla_decode_plan_cpu(const Tensor& tile_scheduler_metadata, const Tensor& num_splits, const Tensor& cache_seqlens,
+                         int64_t seqlen_q, int64_t num_q_heads, int64_t window_left, int64_t fixed_split_tokens) {
+  const PlanParams p = checked_plan_params(tile_scheduler_metadata, num_splits, cache_seqlens, seqlen_q, num_q_heads,
+                                           window_left, fixed_split_tokens);
+  const attnops::cpu::SplitKvPlanner planner(p.geometry, p.tensors.cache_seqlens);
+  planner.write(p.tensors.tile_scheduler_metadata, p.tensors.num_splits);
+}
+
+// Lengths can be read here for nothing, so a plan of another step is an error and not a wrong answer.
+void check_plan_matches(const Params& p) {
+  const SplitKvGeometry geometry =
+      plan_geometry(p.batch_size, p.seqlen_q, p.num_q_heads, p.window_left, p.num_sm_parts, p.fixed_split_tokens);
+  const attnops::cpu::SplitKvPlanner planner(geometry, p.cache_seqlens);
+  if (planner.matches(p.tile_scheduler_metadata, p.num_splits)) return;
+  fail(kOp,
+       "tile_scheduler_metadata is not the plan of these cache_seqlens, seqlen_q, num_q_heads, window_left and "
+       "fixed_split_tokens: run mla_decode_plan");
+}
 
 void mla_decode_cpu(const Tensor& out, const std::optional<Tensor>& lse, const Tensor& q,
                     const std::optional<Tensor>& q_pe, const Tensor& kv_pages, const Tensor& page_table,
@@ -28,9 +47,10 @@ void mla_decode_cpu(const Tensor& out, const std::optional<Tensor>& lse, const T
                                    tree_mask,   kv_scale,      fixed_split_tokens,
                                    report});
   if (p.batch_size == 0) return;
-  const cpu::RunPiece run = cpu::select_kernel(p);
+  check_plan_matches(p);
+  const cpu::Kernel kernel = cpu::select_kernel(p);
   torch::stable::parallel_for(0, p.num_sm_parts, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t part = begin; part < end; ++part) cpu::run_part(p, static_cast<int>(part), run);
+    for (int64_t part = begin; part < end; ++part) cpu::run_part(p, static_cast<int>(part), kernel);
   });
 
   if (p.fixed_split_tokens == 0) {
@@ -52,6 +72,9 @@ void mla_decode_cpu(const Tensor& out, const std::optional<Tensor>& lse, const T
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(attnops, CPU, m) { m.impl("mla_decode", TORCH_BOX(&mla_decode_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(attnops, CPU, m) {
+  m.impl("mla_decode_plan", TORCH_BOX(&mla_decode_plan_cpu));
+  m.impl("mla_decode", TORCH_BOX(&mla_decode_cpu));
+}
 
 }  // namespace attnops::mla_decode

@@ -147,13 +147,13 @@ Piece rows_of_work(const Params& p, int work) {
 }
 
 // Runs the tiles [begin, end) of a work, counted from its first visible tile, cut where the mode asks for it.
-void run_tiles(const Params& p, Piece piece, int begin, int end, int64_t balanced_slot, RunPiece run) {
+void run_tiles(const Params& p, Piece piece, int begin, int end, int64_t balanced_slot, const Kernel& kernel) {
   const TileRange range = tiles_of(p, piece.request);
   if (p.fixed_split_tokens == 0) {
     piece.first_tile = range.first + begin;
     piece.num_tiles = end - begin;
     piece.partial = balanced_slot;
-    return run(p, piece);
+    return kernel.run(p, piece, kernel.ops);
   }
   const int cut_tiles = p.fixed_split_tokens / kPlanTileTokens;
   const int cuts = fixed_cuts(p, piece.request);
@@ -163,13 +163,13 @@ void run_tiles(const Params& p, Piece piece, int begin, int end, int64_t balance
     piece.first_tile = range.first + tile;
     piece.num_tiles = min_of(cut_tiles, end - tile);
     piece.partial = cuts > 1 ? first + tile / cut_tiles : -1;
-    run(p, piece);
+    kernel.run(p, piece, kernel.ops);
   }
 }
 
 }  // namespace
 
-void run_part(const Params& p, int part, RunPiece run) {
+void run_part(const Params& p, int part, const Kernel& kernel) {
   const SplitKvEntry entry = entry_of(p, part);
   const int last_work = entry.end_tile > 0 ? entry.end_work : entry.end_work - 1;
   for (int work = entry.begin_work; work <= last_work; ++work) {
@@ -178,7 +178,7 @@ void run_part(const Params& p, int part, RunPiece run) {
     const int end = work == entry.end_work ? entry.end_tile : tiles_of(p, piece.request).count;
     const bool first = work == entry.begin_work;
     const int num_splits = first ? entry.begin_num_splits : work == last_work ? entry.last_num_splits : 1;
-    run_tiles(p, piece, begin, end, num_splits > 1 ? partial_slot(part, first) : -1, run);
+    run_tiles(p, piece, begin, end, num_splits > 1 ? partial_slot(part, first) : -1, kernel);
   }
 }
 

@@ -4,6 +4,10 @@
 #include "mla_decode/params.h"
 #include "mla_decode/plan.h"
 
+namespace attnops::cpu {
+struct TileOps;
+}
+
 // What a thread does for its part of the plan, without any arithmetic: which rows meet which keys, where the keys lie,
 // and where the result goes. Shared by the plain reference and every instruction set, and compiled once, for all
 // processors (pieces.cpp).
@@ -17,10 +21,14 @@ struct Piece {
   int64_t partial;  // the row of out_partial that takes the result, or -1: the only piece of its work
 };
 
-using RunPiece = void (*)(const Params&, const Piece&);
+// A way to compute a piece; `ops` is what it computes with, null for the reference.
+struct Kernel {
+  void (*run)(const Params& p, const Piece& piece, const attnops::cpu::TileOps* ops);
+  const attnops::cpu::TileOps* ops;
+};
 
 // Runs everything that part `part` of the plan owns.
-void run_part(const Params& p, int part, RunPiece run);
+void run_part(const Params& p, int part, const Kernel& kernel);
 
 // The keys of one tile, as the rows of a piece see them.
 struct KeyTile {

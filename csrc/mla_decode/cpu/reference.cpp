@@ -30,6 +30,17 @@ void load_values_of(DType dtype, const uint8_t* source, int count, float* values
   }
 }
 
+// One key's 576 values as float32: the pool's row times its scales, except kv_scale, which belongs to the scores and
+// to the output.
+void load_key(const Params& p, const uint8_t* key, float* values) {
+  if (p.kv_dtype != DType::kUInt8) return load_values_of(p.kv_dtype, key, kHeadDimQk, values);
+  float scales[4];
+  std::memcpy(scales, key + kHeadDimV, sizeof(scales));
+  load_values<Float8E4M3>(key, kHeadDimV, values);
+  for (int d = 0; d < kHeadDimV; ++d) values[d] *= scales[d / 128];
+  load_values<BFloat16>(key + kHeadDimV + sizeof(scales), kHeadDimRope, values + kHeadDimV);
+}
+
 // Score of one row with one key, scaled and capped.
 float score_of(const Params& p, const float* q, const float* key) {
   float dot = 0.f;
@@ -55,16 +66,7 @@ struct RowState {
 
 }  // namespace
 
-void load_key(const Params& p, const uint8_t* key, float* values) {
-  if (p.kv_dtype != DType::kUInt8) return load_values_of(p.kv_dtype, key, kHeadDimQk, values);
-  float scales[4];
-  std::memcpy(scales, key + kHeadDimV, sizeof(scales));
-  load_values<Float8E4M3>(key, kHeadDimV, values);
-  for (int d = 0; d < kHeadDimV; ++d) values[d] *= scales[d / 128];
-  load_values<BFloat16>(key + kHeadDimV + sizeof(scales), kHeadDimRope, values + kHeadDimV);
-}
-
-void run_reference(const Params& p, const Piece& piece) {
+void run_reference(const Params& p, const Piece& piece, const attnops::cpu::TileOps*) {
   for (int row = 0; row < piece.num_rows; ++row) {
     const RowPlace place = row_place(p, piece, row);
     float q[kHeadDimQk], key[kHeadDimQk];

@@ -5,10 +5,6 @@
 // instruction set is.
 namespace attnops::mla_decode::cpu {
 
-void run_reference(const Params& p, const Piece& piece);
-
-// One key's 576 values as float32: the pool's row times its scales, except kv_scale, which belongs to the scores and
-// to the output. `key` is a row of the pool.
-void load_key(const Params& p, const uint8_t* key, float* values);
+void run_reference(const Params& p, const Piece& piece, const attnops::cpu::TileOps* = nullptr);
 
 }  // namespace attnops::mla_decode::cpu

@@ -2,6 +2,7 @@
 
 from attnops import _load  # noqa: F401  (the ops exist once the modules are loaded)
 from attnops.ops.merge_state import merge_state, merge_states
+from attnops.ops.mla_decode import mla_decode, mla_decode_plan
 from attnops.ops.paged_kv import (
     build_cu_seqlens,
     build_kv_indices,
@@ -18,6 +19,8 @@ __all__ = [
     "build_page_table",
     "merge_state",
     "merge_states",
+    "mla_decode",
+    "mla_decode_plan",
     "store_kv",
     "store_mla_kv",
     "translate_slots",

@@ -1,0 +1,180 @@
+"""MLA decode with absorbed queries: one or several query tokens per request against its paged latents."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from attnops.metadata.plan import MLA_HEAD_DIM_V, MlaDecodePlan, check_plan_key
+
+
+def mla_decode_plan(plan: MlaDecodePlan, cache_seqlens: Tensor) -> None:
+    """Divide a batch's KV tiles over the parts of a plan, from the lengths alone, on the device.
+
+    Args:
+        plan: Allocated by `MlaDecodePlan.allocate`; `tile_scheduler_metadata` and `num_splits` are rewritten.
+        cache_seqlens: int32 ``[B]``, the new tokens included; below zero counts as zero.
+
+    Raises:
+        RuntimeError: naming the argument that does not fit.
+    """
+    torch.ops.attnops.mla_decode_plan(
+        plan.tile_scheduler_metadata,
+        plan.num_splits,
+        cache_seqlens,
+        plan.seqlen_q,
+        plan.num_q_heads,
+        plan.window_left,
+        plan.fixed_split_tokens,
+    )
+
+
+def mla_decode(
+    q: Tensor,
+    kv_pages: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    plan: MlaDecodePlan,
+    *,
+    softmax_scale: float,
+    q_pe: Tensor | None = None,
+    kv_indptr: Tensor | None = None,
+    causal: bool = True,
+    window_left: int = -1,
+    logit_cap: float = 0.0,
+    sinks: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    return_lse: bool = False,
+    sinks_in_lse: bool = False,
+    report: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend from each request's newest tokens to its whole cache of latents, themselves included.
+
+    Args:
+        q: ``[B, S_q, H_q, 576]`` or ``[B * S_q, H_q, 576]`` (float32, float16, bfloat16), last dim dense: 512 absorbed
+            into the latent space, then 64 of rope. With `q_pe`, only the 512. Row i of a request is its token
+            ``cache_seqlens - S_q + i``.
+        kv_pages: ``[P, page_size, 576]`` in q's dtype; or float8_e4m3fn with `kv_scale`; or uint8
+            ``[P, page_size, 656]``, rows of 512 e4m3, 4 float32 scales (one per 128) and 64 bfloat16. Last dim dense,
+            any other strides, any page size. The first 512 of a row are also its value. The new tokens are stored
+            already (`ops.store_mla_kv`).
+        page_table: int32 ``[B, max_pages]``; or, with `kv_indptr`, the flat ``[num_indices]``. Cells beyond a request's
+            length are not read.
+        cache_seqlens: int32 ``[B]``, the new tokens included. A request of length 0 gets zeros and ``-inf``.
+        plan: Made by `mla_decode_plan` for these `cache_seqlens` and this geometry; its scratch is overwritten.
+        softmax_scale: Multiplies ``<q, k>``. A model's is rarely ``1 / sqrt(576)``, so there is no default.
+        q_pe: ``[B, S_q, H_q, 64]`` or ``[B * S_q, H_q, 64]`` in q's dtype, last dim dense: the rope part, not copied.
+        kv_indptr: int32 ``[B + 1]``: request b owns the cells ``[kv_indptr[b], kv_indptr[b + 1])`` of `page_table`.
+        causal: Row i sees keys up to its own position; False: all keys of the request.
+        window_left: Keys at positions ``[p - window_left, p]``; -1: off. Must be the plan's.
+        logit_cap: ``cap * tanh(score / cap)`` on scaled scores; 0: off.
+        sinks: float32 ``[H_q]``, a logit per head with no value, or None.
+        tree_mask: uint8 ``[B, S_q, ceil(S_q / 8)]`` (or ``[B * S_q, ...]``), little-endian bits: row i sees new token j
+            when bit j is set, in place of the causal rule; tokens before the new ones stay visible. Windows apply too.
+        kv_scale: float32 ``[1]``, for float8_e4m3fn only: real value = stored x scale; 1 when None.
+        out: Destination in q's leading shape and dtype with 512, last dim dense; allocated when None.
+        lse: float32 destination in q's shape without its last dim, contiguous, written when given; allocated when None
+            and `return_lse`.
+        sinks_in_lse: Add the sinks to the returned lse.
+        report: int32 ``[8]`` of the checked mode: bad page indices and lengths are recorded there and skipped.
+
+    Returns:
+        ``(out, lse)``, lse natural log, None unless asked for. A row that sees no key has ``out = 0``, ``lse = -inf``.
+
+    Raises:
+        ValueError: the plan was allocated for another geometry.
+        RuntimeError: naming the argument whose shape, dtype, stride, device or range does not fit; on the CPU also when
+            the plan is not the one of these `cache_seqlens`.
+
+    Source: absorbed MLA of DeepSeek-V2 (arXiv:2405.04434), section 2.1; split-KV as in FlashDecoding.
+    """
+    flat = q.dim() == 3
+    check_plan_key(
+        plan,
+        {
+            "batch_size": q.shape[0] // plan.seqlen_q if flat else q.shape[0],
+            "seqlen_q": plan.seqlen_q if flat else q.shape[1],
+            "num_q_heads": q.shape[-2],
+            "window_left": window_left,
+        },
+    )
+    out = q.new_empty(*q.shape[:-1], MLA_HEAD_DIM_V) if out is None else out
+    if lse is None and (return_lse or sinks_in_lse):
+        lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+    def by_request(x: Tensor | None, rank: int) -> Tensor | None:
+        return x.unflatten(0, (plan.batch_size, plan.seqlen_q)) if x is not None and x.dim() == rank - 1 else x
+
+    torch.ops.attnops.mla_decode(
+        by_request(out, 4),
+        by_request(lse, 3),
+        by_request(q, 4),
+        by_request(q_pe, 4),
+        kv_pages,
+        page_table,
+        kv_indptr,
+        cache_seqlens,
+        plan.tile_scheduler_metadata,
+        plan.num_splits,
+        plan.out_partial,
+        plan.lse_partial,
+        plan.semaphores,
+        softmax_scale,
+        causal,
+        window_left,
+        logit_cap,
+        sinks,
+        by_request(tree_mask, 3),
+        kv_scale,
+        plan.fixed_split_tokens,
+        report,
+    )
+    if sinks_in_lse and sinks is not None and lse is not None:
+        lse.copy_(torch.where(lse == -math.inf, lse, torch.logaddexp(lse, sinks)))
+    return out, lse
+
+
+@torch.library.register_fake("attnops::mla_decode_plan")
+def _(
+    tile_scheduler_metadata: Tensor,
+    num_splits: Tensor,
+    cache_seqlens: Tensor,
+    seqlen_q: int,
+    num_q_heads: int,
+    window_left: int = -1,
+    fixed_split_tokens: int = 0,
+) -> None:
+    return None
+
+
+@torch.library.register_fake("attnops::mla_decode")
+def _(
+    out: Tensor,
+    lse: Tensor | None,
+    q: Tensor,
+    q_pe: Tensor | None,
+    kv_pages: Tensor,
+    page_table: Tensor,
+    kv_indptr: Tensor | None,
+    cache_seqlens: Tensor,
+    tile_scheduler_metadata: Tensor,
+    num_splits: Tensor,
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    semaphores: Tensor,
+    softmax_scale: float,
+    causal: bool = True,
+    window_left: int = -1,
+    logit_cap: float = 0.0,
+    sinks: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    fixed_split_tokens: int = 0,
+    report: Tensor | None = None,
+) -> None:
+    return None
