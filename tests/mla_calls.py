@@ -1,0 +1,74 @@
+"""Calls of mla_decode on the problems of `problems.py`, with every buffer poisoned before the call."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from attnops import ops
+from attnops.metadata.plan import MlaDecodePlan
+from torch import Tensor
+
+SCALE = 0.07  # softmax_scale: scores of random latents then have a standard deviation near 1.7
+
+
+def queries(problem) -> Tensor:
+    """[B, S_q, H_q, 576], one query token per request when there is no request."""
+    return problem.q_by_request if problem.batch_size else problem.q.unsqueeze(1)
+
+
+def plan_for(
+    problem, *, window_left: int = -1, fixed: int = 0, num_sm_parts: int = 5, max_seqlen_k: int = 1 << 12
+) -> MlaDecodePlan:
+    """A plan, run, whose scratch is full of NaN."""
+    batch, seqlen_q, heads, _ = queries(problem).shape
+    plan = MlaDecodePlan.allocate(
+        batch,
+        num_q_heads=heads,
+        seqlen_q=seqlen_q,
+        window_left=window_left,
+        fixed_split_tokens=fixed,
+        max_seqlen_k=max_seqlen_k,
+        num_sm_parts=num_sm_parts,
+        device=problem.q.device,
+    )
+    plan.out_partial.fill_(math.nan)
+    plan.lse_partial.fill_(math.nan)
+    ops.mla_decode_plan(plan, problem.cache_seqlens)
+    return plan
+
+
+def decode(
+    problem,
+    *,
+    fixed: int = 0,
+    num_sm_parts: int = 5,
+    csr: bool = False,
+    apart: bool = False,
+    plan: MlaDecodePlan | None = None,
+    softmax_scale: float = SCALE,
+    **options,
+) -> tuple[Tensor, Tensor]:
+    """(out [T, H_q, 512], lse [T, H_q]) of a problem, on its device. `options` are those of `ops.mla_decode`."""
+    q = queries(problem)
+    if plan is None:
+        window_left = options.get("window_left", -1)
+        plan = plan_for(problem, window_left=window_left, fixed=fixed, num_sm_parts=num_sm_parts)
+    out = q.new_full((*q.shape[:-1], 512), math.nan)
+    lse = torch.full(q.shape[:-1], math.nan, device=q.device)
+    ops.mla_decode(
+        q[..., :512] if apart else q,
+        problem.kv_pages,
+        problem.kv_indices if csr else problem.page_table,
+        problem.cache_seqlens,
+        plan,
+        q_pe=q[..., 512:] if apart else None,
+        kv_indptr=problem.kv_indptr if csr else None,
+        kv_scale=problem.kv_scale,
+        softmax_scale=softmax_scale,
+        out=out,
+        lse=lse,
+        **options,
+    )
+    assert not plan.semaphores.any(), "the semaphores must be zero after a call"
+    return out.flatten(0, 1), lse.flatten(0, 1)
