@@ -1,0 +1,195 @@
+#include "core/impl_table.h"
+#include "device/common/launch.h"
+#include "paged_kv/cuda/launch.h"
+#include "paged_kv/cuda/store.cuh"
+
+namespace attnops::paged_kv {
+namespace {
+
+constexpr int kThreads = 256;
+
+unsigned num_blocks(int64_t tokens, int per_block) {
+  return static_cast<unsigned>(ceil_div<int64_t>(tokens, per_block));
+}
+
+// Lanes per token: a power of two, as many as there are vectors, fewer where more than a quarter would idle.
+int lanes_for(int vecs) {
+  const auto steps = [vecs](int lanes) { return ceil_div(vecs, lanes) * lanes; };
+  int lanes = 1;
+  while (lanes < kThreads && lanes < vecs) lanes *= 2;
+  while (lanes > 32 && (steps(lanes) - vecs) * 4 > steps(lanes)) lanes /= 2;
+  return lanes;
+}
+
+// Heads that follow one another without a gap, on both sides and under one scale, are one long head.
+struct Heads {
+  int count, dim;
+};
+
+Heads heads_of(const KvStore& s, int num_heads) {
+  const bool joined = s.stride_page_head == s.head_dim && s.stride_head == s.head_dim && s.scale_stride == 0;
+  return joined || num_heads == 1 ? Heads{1, num_heads * s.head_dim} : Heads{num_heads, s.head_dim};
+}
+
+// `elements` per vector; the caller has seen to it that they divide everything.
+SideInVectors in_vectors(const KvStore& s, int num_heads, int elements) {
+  const Heads heads = heads_of(s, num_heads);
+  return {.pages = s.pages,
+          .stride_page = s.stride_page / elements,
+          .stride_page_token = s.stride_page_token / elements,
+          .stride_page_head = s.stride_page_head / elements,
+          .rows = s.rows,
+          .stride_token = s.stride_token / elements,
+          .stride_head = s.stride_head / elements,
+          .heads = heads.count,
+          .per_head = heads.dim / elements,
+          .scale = s.scale,
+          .scale_stride = s.scale_stride};
+}
+
+// Whether vectors of `elements` start on their boundaries on both sides.
+bool vectors_fit(const KvStore& s, int num_heads, int elements, int row_size, int page_size) {
+  const Heads heads = heads_of(s, num_heads);
+  const int64_t row_head = heads.count > 1 ? s.stride_head : 0, page_head = heads.count > 1 ? s.stride_page_head : 0;
+  return heads.dim % elements == 0 && rows_aligned(s.rows, row_size, elements * row_size, s.stride_token, row_head) &&
+         rows_aligned(s.pages, page_size, elements * page_size, s.stride_page, s.stride_page_token, page_head);
+}
+
+template <class Codec>
+void launch_store_kv(const StoreKvParams& p, int elements, CUstream_st* stream) {
+  const SideInVectors k = in_vectors(p.k, p.num_heads, elements), v = in_vectors(p.v, p.num_heads, elements);
+  const int lanes = lanes_for(max_of(k.heads * k.per_head, v.heads * v.per_head));
+  store_kv_kernel<Codec, kThreads>
+      <<<num_blocks(p.target.num_tokens, kThreads / lanes), kThreads, 0, stream>>>(p.target, k, v, lanes);
+  check_cuda(cudaGetLastError(), "store_kv_kernel");
+}
+
+// The first that accepts is taken, so the widest stand first.
+struct KvImpl {
+  const char* name;
+  bool copies;      // sees bytes, and no row_dtype
+  DType row_dtype;  // what it quantizes
+  int vector;       // bytes per vector of a copy, elements per vector of a quantization
+  void (*launch_kv)(const StoreKvParams&, int elements, CUstream_st*);
+
+  int elements(const StoreKvParams& p) const { return copies ? vector / size_of(p.dtype) : vector; }
+
+  std::string reject(const StoreKvParams& p) const {
+    if (copies != (p.dtype == p.page_dtype)) return copies ? "copies only" : "quantizes only";
+    if (!copies && p.dtype != row_dtype) return std::string("takes ") + name_of(row_dtype);
+    if (copies && vector < size_of(p.dtype)) return "splits elements";
+    for (const KvStore* s : {&p.k, &p.v}) {
+      if (!vectors_fit(*s, p.num_heads, elements(p), size_of(p.dtype), size_of(p.page_dtype))) {
+        return "rows must start on the boundaries of its vectors";
+      }
+    }
+    return "";
+  }
+};
+
+template <typename T, int kElements>
+constexpr auto kQuantizeKv = &launch_store_kv<QuantizeE4M3<T, kElements>>;
+
+constexpr KvImpl kKvImpls[] = {
+    {"copy_16_bytes", true, DType::kUInt8, 16, &launch_store_kv<Copy<uint4>>},
+    {"copy_8_bytes", true, DType::kUInt8, 8, &launch_store_kv<Copy<uint2>>},
+    {"copy_4_bytes", true, DType::kUInt8, 4, &launch_store_kv<Copy<uint32_t>>},
+    {"copy_2_bytes", true, DType::kUInt8, 2, &launch_store_kv<Copy<uint16_t>>},
+    {"copy_1_byte", true, DType::kUInt8, 1, &launch_store_kv<Copy<uint8_t>>},
+    {"e4m3_from_bf16_vec", false, DType::kBFloat16, 8, kQuantizeKv<__nv_bfloat16, 8>},
+    {"e4m3_from_fp16_vec", false, DType::kFloat16, 8, kQuantizeKv<__half, 8>},
+    {"e4m3_from_fp32_vec", false, DType::kFloat32, 8, kQuantizeKv<float, 8>},
+    {"e4m3_from_bf16_any", false, DType::kBFloat16, 1, kQuantizeKv<__nv_bfloat16, 1>},
+    {"e4m3_from_fp16_any", false, DType::kFloat16, 1, kQuantizeKv<__half, 1>},
+    {"e4m3_from_fp32_any", false, DType::kFloat32, 1, kQuantizeKv<float, 1>},
+};
+
+// ---- store_mla_kv
+
+MlaInBytes byte_strides(const StoreMlaParams& p) {
+  const int row = size_of(p.dtype), page = size_of(p.page_dtype);
+  return {.pages = static_cast<char*>(p.kv_pages),
+          .stride_page = p.stride_page * page,
+          .stride_page_token = p.stride_page_token * page,
+          .latent = static_cast<const char*>(p.latent),
+          .latent_stride = p.latent_stride * row,
+          .k_pe = static_cast<const char*>(p.k_pe),
+          .k_pe_stride = p.k_pe_stride * row,
+          .scale = p.kv_scale};
+}
+
+// Whether latents, rope and pages start on boundaries of so many bytes.
+bool vectors_fit(const StoreMlaParams& p, int latent, int rope, int page) {
+  return rows_aligned(p.latent, size_of(p.dtype), latent, p.latent_stride) &&
+         rows_aligned(p.k_pe, size_of(p.dtype), rope, p.k_pe_stride) &&
+         rows_aligned(p.kv_pages, size_of(p.page_dtype), page, p.stride_page, p.stride_page_token);
+}
+
+template <class Codec, int kElements>
+void launch_store_mla(const StoreMlaParams& p, CUstream_st* stream) {
+  const unsigned blocks = num_blocks(p.target.num_tokens, MlaShape<kElements>::kRows);
+  store_mla_kernel<Codec, kElements><<<blocks, kMlaThreads, 0, stream>>>(p.target, byte_strides(p));
+  check_cuda(cudaGetLastError(), "store_mla_kernel");
+}
+
+// Elements of `kSize` bytes as they are, 16 bytes at a time where rows allow.
+template <int kSize, typename Element>
+void launch_copy_mla(const StoreMlaParams& p, CUstream_st* stream) {
+  vectors_fit(p, 16, 16, 16) ? launch_store_mla<Copy<uint4>, 16 / kSize>(p, stream)
+                             : launch_store_mla<Copy<Element>, 1>(p, stream);
+}
+
+template <typename T>
+void launch_quantize_mla(const StoreMlaParams& p, CUstream_st* stream) {
+  vectors_fit(p, 8 * sizeof(T), 8 * sizeof(T), 8) ? launch_store_mla<QuantizeE4M3<T, 8>, 8>(p, stream)
+                                                  : launch_store_mla<QuantizeE4M3<T, 1>, 1>(p, stream);
+}
+
+template <typename T>
+void launch_fp8_rows(const StoreMlaParams& p, CUstream_st* stream) {
+  const unsigned blocks = num_blocks(p.target.num_tokens, kThreads / 32);
+  const bool vectors = vectors_fit(p, 16 * sizeof(T), 2 * sizeof(T), 16);
+  auto* kernel = vectors ? &store_fp8_row_kernel<T, true, kThreads> : &store_fp8_row_kernel<T, false, kThreads>;
+  kernel<<<blocks, kThreads, 0, stream>>>(p.target, byte_strides(p));
+  check_cuda(cudaGetLastError(), "store_fp8_row_kernel");
+}
+
+struct MlaImpl {
+  const char* name;
+  DType row_dtype, page_dtype;
+  void (*launch)(const StoreMlaParams&, CUstream_st*);
+
+  std::string reject(const StoreMlaParams& p) const {
+    if (p.dtype != row_dtype) return std::string("takes rows in ") + name_of(row_dtype);
+    if (p.page_dtype != page_dtype) return std::string("takes pages in ") + name_of(page_dtype);
+    return "";
+  }
+};
+
+constexpr MlaImpl kMlaImpls[] = {
+    {"copy_fp32", DType::kFloat32, DType::kFloat32, &launch_copy_mla<4, uint32_t>},
+    {"copy_fp16", DType::kFloat16, DType::kFloat16, &launch_copy_mla<2, uint16_t>},
+    {"copy_bf16", DType::kBFloat16, DType::kBFloat16, &launch_copy_mla<2, uint16_t>},
+    {"copy_e4m3", DType::kFloat8E4M3, DType::kFloat8E4M3, &launch_copy_mla<1, uint8_t>},
+    {"e4m3_from_fp32", DType::kFloat32, DType::kFloat8E4M3, &launch_quantize_mla<float>},
+    {"e4m3_from_fp16", DType::kFloat16, DType::kFloat8E4M3, &launch_quantize_mla<__half>},
+    {"e4m3_from_bf16", DType::kBFloat16, DType::kFloat8E4M3, &launch_quantize_mla<__nv_bfloat16>},
+    {"fp8_row_from_fp32", DType::kFloat32, DType::kUInt8, &launch_fp8_rows<float>},
+    {"fp8_row_from_fp16", DType::kFloat16, DType::kUInt8, &launch_fp8_rows<__half>},
+    {"fp8_row_from_bf16", DType::kBFloat16, DType::kUInt8, &launch_fp8_rows<__nv_bfloat16>},
+};
+
+}  // namespace
+
+void launch(const StoreKvParams& p, CUstream_st* stream) {
+  if (p.target.num_tokens == 0 || p.num_heads == 0) return;  // a grid of zero CTAs is a launch error
+  const KvImpl& impl = select_impl("store_kv", kKvImpls, p);
+  impl.launch_kv(p, impl.elements(p), stream);
+}
+
+void launch(const StoreMlaParams& p, CUstream_st* stream) {
+  if (p.target.num_tokens == 0) return;
+  select_impl("store_mla_kv", kMlaImpls, p).launch(p, stream);
+}
+
+}  // namespace attnops::paged_kv

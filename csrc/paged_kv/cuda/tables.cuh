@@ -1,0 +1,94 @@
+#pragma once
+#include "device/common/block_scan.cuh"
+#include "paged_kv/requests.h"
+
+namespace attnops::paged_kv {
+
+// Several CTAs share a request, `chunks` of them, each taking every chunks-th run of kThreads cells up to the request's
+// own number of pages: a row stops where its length ends, whatever the table could hold.
+struct Share {
+  int request, chunk;
+};
+
+__device__ inline Share share_of(int chunks) {
+  return {static_cast<int>(blockIdx.x / chunks), static_cast<int>(blockIdx.x % chunks)};
+}
+
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads) page_table_kernel(const __grid_constant__ PageTableParams p, int chunks) {
+  const Requests& r = p.requests;
+  const auto [request, chunk] = share_of(chunks);
+  if (r.report != nullptr && chunk == 0 && threadIdx.x == 0) report_request(r, ReportOp::kBuildPageTable, request);
+  const int tokens = num_tokens(r, request);
+  const int pages = num_pages(r, tokens);
+  const int first = chunk * kThreads + threadIdx.x;
+  if (first >= pages) return;
+  const int32_t* row = tokens_of(r, request);
+  int32_t* cells = p.page_table + request * p.page_table_stride;
+  for (int cell = first; cell < pages; cell += chunks * kThreads) {
+    cells[cell] = page_at(r, ReportOp::kBuildPageTable, request, row, tokens, cell);
+  }
+}
+
+// Every CTA adds up the pages of the requests before its own: lengths are small and stay in L2, and no CTA has to wait
+// for another one, so one launch does.
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads) kv_indices_kernel(const __grid_constant__ KvIndicesParams p, int chunks) {
+  const Requests& r = p.requests;
+  if (r.batch_size == 0) {
+    if (threadIdx.x == 0) p.kv_indptr[0] = 0;
+    return;
+  }
+  const auto [request, chunk] = share_of(chunks);
+  const int tokens = num_tokens(r, request);
+  const int pages = num_pages(r, tokens);
+  if (chunk > 0 && chunk * kThreads >= pages) return;  // the whole CTA
+
+  int64_t mine = 0;
+  for (int b = threadIdx.x; b < request; b += kThreads) mine += num_pages(r, num_tokens(r, b));
+  const int64_t start = block_exclusive_sum<kThreads>(mine).total;
+
+  if (chunk == 0 && threadIdx.x == 0) {
+    if (r.report != nullptr) report_request(r, ReportOp::kBuildKvIndices, request);
+    p.kv_indptr[request] = clamp_to_int32(start);
+    if (request == r.batch_size - 1) p.kv_indptr[r.batch_size] = clamp_to_int32(start + pages);
+    if (p.kv_last_page_len != nullptr) p.kv_last_page_len[request] = last_page_len(r, tokens);
+  }
+  if (tokens == 0) return;
+  const int32_t* row = tokens_of(r, request);
+  for (int cell = chunk * kThreads + threadIdx.x; cell < pages && start + cell < p.num_indices;
+       cell += chunks * kThreads) {
+    p.kv_indices[start + cell] = page_at(r, ReportOp::kBuildKvIndices, request, row, tokens, cell);
+  }
+}
+
+// One CTA. Each thread adds up a run of neighbouring lengths, and writes their prefix once it knows its own.
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads) cu_seqlens_kernel(const __grid_constant__ CuSeqlensParams p) {
+  const int each = ceil_div(p.batch_size, kThreads);
+  const int begin = min_of(static_cast<int>(threadIdx.x) * each, p.batch_size);
+  const int end = min_of(begin + each, p.batch_size);
+  int sum = 0;
+  for (int b = begin; b < end; ++b) sum += max_of(p.seqlens[b], 0);
+  const BlockSum<int> sums = block_exclusive_sum<kThreads>(sum);
+  int before = sums.before;
+  for (int b = begin; b < end; ++b) {
+    p.cu_seqlens[b] = before;
+    before += max_of(p.seqlens[b], 0);
+  }
+  if (threadIdx.x == 0) p.cu_seqlens[p.batch_size] = sums.total;
+}
+
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads) translate_kernel(const __grid_constant__ TranslateParams p) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= p.num_slots) return;
+  const int64_t slot = translated(p, i);
+  if (p.out_wide) {
+    static_cast<int64_t*>(p.out)[i * p.out_stride] = slot;
+  } else {
+    static_cast<int32_t*>(p.out)[i * p.out_stride] = static_cast<int32_t>(slot);
+  }
+}
+
+}  // namespace attnops::paged_kv

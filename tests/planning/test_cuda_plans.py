@@ -1,0 +1,112 @@
+"""The planners of the three families on the GPU: bit for bit what the CPU plans, whatever the batch."""
+
+import pytest
+import torch
+from attnops import ops  # noqa: F401  (loads the ops)
+
+pytestmark = pytest.mark.gpu
+OPS = torch.ops.attnops
+POISON = -77
+BATCHES = {
+    "empty": [],
+    "one empty request": [0],
+    "one token": [1],
+    "one long": [131_072],
+    "negative counts as empty": [5, -3, 64],
+    "one long among short": [65_536] + [4096] * 31,
+    "zeros between": [0, 100, 0, 0, 3000, 0],
+    "64 ragged": torch.randint(256, 16_385, (64,), generator=torch.Generator().manual_seed(1)).tolist(),
+    "257 skewed": (torch.rand(257, generator=torch.Generator().manual_seed(2)) ** 8 * 50_000).int().tolist(),
+    "4096 random": torch.randint(0, 3000, (4096,), generator=torch.Generator().manual_seed(3)).tolist(),
+    "7777 random": torch.randint(0, 900, (7777,), generator=torch.Generator().manual_seed(4)).tolist(),
+}
+DECODE_PLANS = ["xqa_decode_plan", "mla_decode_plan"]
+
+
+def on_both(run):
+    """run(device) -> the tensors it wrote, from the CPU and from the GPU."""
+    cpu, gpu = run("cpu"), run("cuda")
+    for expected, actual in zip(cpu, gpu, strict=True):
+        assert torch.equal(actual.cpu(), expected)
+    return cpu
+
+
+def int32(values, device):
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+@pytest.mark.parametrize("op", DECODE_PLANS)
+@pytest.mark.parametrize("fixed_split_tokens", [0, 64, 2048])
+@pytest.mark.parametrize(
+    ("num_sm_parts", "seqlen_q", "num_heads"), [(132, 1, 8), (1, 4, 1), (264, 2, 128), (2000, 1, 7)]
+)
+@pytest.mark.parametrize("window_left", [-1, 511])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_split_kv_plan(batch, window_left, num_sm_parts, seqlen_q, num_heads, fixed_split_tokens, op):
+    lengths = BATCHES[batch]
+
+    def run(device):
+        metadata = torch.full((num_sm_parts, 8), POISON, dtype=torch.int32, device=device)
+        num_splits = torch.full((len(lengths) + 1,), POISON, dtype=torch.int32, device=device)
+        args = (metadata, num_splits, int32(lengths, device), seqlen_q, num_heads, window_left, fixed_split_tokens)
+        getattr(OPS, op)(*args)
+        return metadata, num_splits
+
+    metadata, num_splits = on_both(run)
+    assert (metadata != POISON).all() and (num_splits != POISON).all()
+
+
+@pytest.mark.parametrize("keys", ["cu_seqlens_k", "cache_seqlens", "as queries"])
+@pytest.mark.parametrize("tile_q", [1, 16, 64, 128])
+@pytest.mark.parametrize(("causal", "window_left"), [(True, -1), (True, 100), (False, -1)])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_fmha_plan(batch, causal, window_left, tile_q, keys):
+    lengths_k = [max(length, 0) for length in BATCHES[batch]]
+    lengths_q = [length // (1 + i % 3) for i, length in enumerate(lengths_k)]
+    if tile_q == 1:
+        lengths_q = [min(length, 40) for length in lengths_q]
+    num_tiles = sum(-(-length // tile_q) for length in lengths_q)
+
+    def run(device):
+        tile_order = torch.full((num_tiles + 5, 2), POISON, dtype=torch.int32, device=device)
+        bounds_q = torch.nn.functional.pad(int32(lengths_q, device).cumsum(0), (1, 0)).int()
+        bounds_k = torch.nn.functional.pad(int32(lengths_k, device).cumsum(0), (1, 0)).int()
+        args = (
+            bounds_k if keys == "cu_seqlens_k" else None,
+            int32(lengths_k, device) if keys == "cache_seqlens" else None,
+        )
+        OPS.fmha_plan(tile_order, bounds_q, *args, tile_q, causal, window_left)
+        return (tile_order,)
+
+    (tile_order,) = on_both(run)
+    assert (tile_order[num_tiles:] == -1).all()
+    assert len({tuple(row) for row in tile_order[:num_tiles].tolist()}) == num_tiles
+
+
+def test_a_table_too_short_is_not_overrun():
+    whole = torch.full((40, 2), POISON, dtype=torch.int32, device="cuda")
+    OPS.fmha_plan(whole[:20], int32([0, 64 * 30], "cuda"), None, None, 64)
+    assert (whole[20:] == POISON).all() and (whole[:20] != POISON).all()
+
+
+@pytest.mark.parametrize("op", DECODE_PLANS)
+def test_batch_beyond_the_planner_is_an_error(op):
+    metadata, lengths = int32([[0] * 8] * 132, "cuda"), int32([1] * 8001, "cuda")
+    with pytest.raises(RuntimeError, match=rf"{op}: cache_seqlens\.shape\[0\] .* must be at most 8000, got 8001"):
+        getattr(OPS, op)(metadata, int32([0] * 8002, "cuda"), lengths, 1, 8)
+
+
+def test_one_captured_graph_plans_every_length():
+    lengths = torch.zeros(64, dtype=torch.int32, device="cuda")
+    metadata = torch.zeros(132, 8, dtype=torch.int32, device="cuda")
+    num_splits = torch.zeros(65, dtype=torch.int32, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        OPS.xqa_decode_plan(metadata, num_splits, lengths, 1, 8)
+    for step in range(5):
+        fresh = torch.randint(0, 20_000 * step + 1, (64,), dtype=torch.int32)
+        lengths.copy_(fresh)
+        graph.replay()
+        expected = torch.zeros(132, 8, dtype=torch.int32), torch.zeros(65, dtype=torch.int32)
+        OPS.xqa_decode_plan(*expected, fresh, 1, 8)
+        assert torch.equal(metadata.cpu(), expected[0]) and torch.equal(num_splits.cpu(), expected[1])
