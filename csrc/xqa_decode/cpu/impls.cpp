@@ -1,4 +1,5 @@
 #include "core/impl_table.h"
+#include "xqa_decode/cpu/instantiations.h"
 #include "xqa_decode/cpu/reference.h"
 
 namespace attnops::xqa_decode::cpu {
@@ -10,6 +11,13 @@ using attnops::cpu::Float8E4M3;
 
 // Best first. Decode waits for memory, so avx512_bf16 is the top row: AMX tiles would idle.
 const Impl kImpls[] = {
+    {"avx512bf16_bfloat16", Isa::kAvx512Bf16, DType::kBFloat16, 8, &avx512bf16_bfloat16, &avx512bf16_bfloat16_fp8},
+    {"avx512_float32", Isa::kAvx512, DType::kFloat32, 8, &avx512_float32, &avx512_float32_fp8},
+    {"avx512_float16", Isa::kAvx512, DType::kFloat16, 8, &avx512_float16, &avx512_float16_fp8},
+    {"avx512_bfloat16", Isa::kAvx512, DType::kBFloat16, 8, &avx512_bfloat16, &avx512_bfloat16_fp8},
+    {"avx2_float32", Isa::kAvx2, DType::kFloat32, 8, &avx2_float32, &avx2_float32_fp8},
+    {"avx2_float16", Isa::kAvx2, DType::kFloat16, 8, &avx2_float16, &avx2_float16_fp8},
+    {"avx2_bfloat16", Isa::kAvx2, DType::kBFloat16, 8, &avx2_bfloat16, &avx2_bfloat16_fp8},
     {"scalar_float32", Isa::kScalar, DType::kFloat32, 1, &reference::kKernel<float, float>,
      &reference::kKernel<float, Float8E4M3>},
     {"scalar_float16", Isa::kScalar, DType::kFloat16, 1, &reference::kKernel<Float16, Float16>,

@@ -1,0 +1,17 @@
+#pragma once
+#include <cstdint>
+
+// Stored elements, by their bits. Local to the including file: see vec256.h.
+namespace attnops::xqa_decode::cpu {
+namespace {
+
+struct Half {
+  uint16_t bits;
+};
+
+struct BHalf {
+  uint16_t bits;
+};
+
+}  // namespace
+}  // namespace attnops::xqa_decode::cpu

@@ -1,0 +1,11 @@
+#include "xqa_decode/cpu/vec512.h"
+// the registers come first
+#include "xqa_decode/cpu/instantiations.h"
+#include "xqa_decode/cpu/kernel.h"
+
+namespace attnops::xqa_decode::cpu {
+
+constexpr TileKernel avx512_bfloat16 = float_kernel<BHalf>();
+constexpr TileKernel avx512_bfloat16_fp8 = float_fp8_kernel<BHalf>();
+
+}  // namespace attnops::xqa_decode::cpu

@@ -1,0 +1,148 @@
+#pragma once
+// Products of bf16 pairs (AVX-512-BF16) for kernel.h, which the including file has included on top of vec512.h.
+//
+// A register of <q, k> holds sums over pairs of neighbouring elements. For p * v two tokens' rows are interleaved, so
+// that a pair is (token t, token t + 1) of one column, against the pair of their probabilities. Interleaving works
+// within 128-bit lanes: a chunk's 32 columns leave it as columns 0-3, 8-11, .. and 4-7, 12-15, .., and the accumulators
+// keep that order until `in_order` undoes it.
+#include "xqa_decode/cpu/kernel.h"
+
+namespace attnops::xqa_decode::cpu {
+namespace {
+
+struct PairMath {
+  using Element = BHalf;
+  using Product = BHalf;
+  using Reg = Vec::Reg;
+  static constexpr int kChunk = 32;
+  static constexpr int kTokenStep = 2;
+
+  static __m512i load(const char* row, int chunk, int count = kChunk) {
+    const void* from = reinterpret_cast<const uint16_t*>(row) + chunk * kChunk;
+    return count >= kChunk ? _mm512_loadu_si512(from) : _mm512_maskz_loadu_epi16((__mmask32{1} << count) - 1, from);
+  }
+  static __m512i load_query(const char* row, int chunk) { return load(row, chunk); }
+  static Reg dot(Reg sum, __m512i q, __m512i k) { return _mm512_dpbf16_ps(sum, (__m512bh)q, (__m512bh)k); }
+  static void store_probabilities(BHalf* to, Reg p) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(p));
+  }
+
+  // kCount chunks of columns; two registers each.
+  template <int kRows, int kCount, bool kPart>
+  static void add_values(const char* const* v_rows, int num_tokens, const BHalf* p, const float* rescale, float* acc,
+                         int acc_stride, int column, int part) {
+    Reg sum[kRows][2 * kCount];
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int c = 0; c < 2 * kCount; ++c) {
+        sum[r][c] = Vec::mul(Vec::load(acc + r * acc_stride + column + c * Vec::kLanes), Vec::broadcast(rescale + r));
+      }
+    }
+    for (int t = 0; t < num_tokens; t += 2) {
+      __m512i v[2 * kCount];
+#pragma GCC unroll 2
+      for (int c = 0; c < kCount; ++c) {
+        const __m512i even = load(v_rows[t], column / kChunk + c, kPart ? part : kChunk);
+        const __m512i odd = load(v_rows[t + 1], column / kChunk + c, kPart ? part : kChunk);
+        v[2 * c] = _mm512_unpacklo_epi16(even, odd);
+        v[2 * c + 1] = _mm512_unpackhi_epi16(even, odd);
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        int pair;
+        __builtin_memcpy(&pair, p + r * kTileTokens + t, sizeof(pair));
+        const __m512i weights = _mm512_set1_epi32(pair);
+#pragma GCC unroll 4
+        for (int c = 0; c < 2 * kCount; ++c) {
+          sum[r][c] = _mm512_dpbf16_ps(sum[r][c], (__m512bh)weights, (__m512bh)v[c]);
+        }
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int c = 0; c < 2 * kCount; ++c) Vec::store(acc + r * acc_stride + column + c * Vec::kLanes, sum[r][c]);
+    }
+  }
+  static constexpr int kColumnRegisters = Vec::kColumns;
+  static constexpr int kColumns = Vec::kLanes;
+
+  // e4m3 is a subset of bf16: a table of the 128 magnitudes, and the sign.
+  static void widen(const char* row, int head_dim, char* to) {
+    for (int d = 0; d < head_dim; d += kChunk) {
+      const __mmask32 used = head_dim - d >= kChunk ? ~__mmask32{0} : (__mmask32{1} << (head_dim - d)) - 1;
+      const __m512i x = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(used, row + d));
+      const __m512i low = _mm512_permutex2var_epi16(table(0), x, table(1));  // takes bits 0 .. 5 of x
+      const __m512i high = _mm512_permutex2var_epi16(table(2), x, table(3));
+      const __m512i magnitude = _mm512_mask_mov_epi16(low, _mm512_test_epi16_mask(x, _mm512_set1_epi16(0x40)), high);
+      const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(x, _mm512_set1_epi16(0x80)), 8);
+      _mm512_storeu_si512(to + 2 * d, _mm512_or_si512(magnitude, sign));
+    }
+  }
+
+  // Registers 2 c and 2 c + 1 of a row of accumulators as columns 32 c .. 32 c + 31 in their order.
+  static void in_order(const float* acc, Reg& first, Reg& second) {
+    const Reg low = Vec::load(acc), high = Vec::load(acc + Vec::kLanes);
+    const __m512i to_first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i to_second = _mm512_add_epi32(to_first, _mm512_set1_epi32(8));
+    first = _mm512_permutex2var_ps(low, to_first, high);
+    second = _mm512_permutex2var_ps(low, to_second, high);
+  }
+
+ private:
+  struct Table {
+    uint16_t values[128];
+    constexpr Table() : values() {
+      for (int i = 8; i < 127; ++i) values[i] = static_cast<uint16_t>((i << 4) + (120 << 7));
+      // Subnormals: i / 8 * 2^-6, by the place of the leading bit.
+      for (int i = 1; i < 8; ++i) {
+        const int top = i >= 4 ? 2 : i >= 2 ? 1 : 0;
+        values[i] = static_cast<uint16_t>(((127 - 9 + top) << 7) | ((i << (7 - top)) & 0x7F));
+      }
+      values[127] = 0x7FC0;
+    }
+  };
+  static __m512i table(int quarter) {
+    static constexpr Table kTable;
+    return _mm512_loadu_si512(kTable.values + 32 * quarter);
+  }
+};
+
+inline void pack_pair_query(const void* q_row, int head_dim, char* packed) {
+  const char* row = static_cast<const char*>(q_row);
+  for (int d = 0; d < head_dim; d += PairMath::kChunk) {
+    _mm512_storeu_si512(packed + 2 * d, PairMath::load(row, d / PairMath::kChunk, head_dim - d));
+  }
+}
+
+template <class T>
+void store_pair_row(const float* acc, int head_dim, float factor, T* out) {
+  for (int d = 0; d < head_dim; d += PairMath::kChunk) {
+    Vec::Reg first, second;
+    PairMath::in_order(acc + d, first, second);
+    Vec::store_elements(out + d, Vec::mul(first, Vec::all(factor)), head_dim - d);
+    if (head_dim - d > Vec::kLanes) {
+      Vec::store_elements(out + d + Vec::kLanes, Vec::mul(second, Vec::all(factor)), head_dim - d - Vec::kLanes);
+    }
+  }
+}
+
+inline void store_pair_out(const float* acc, int head_dim, float factor, void* out) {
+  store_pair_row(acc, head_dim, factor, static_cast<BHalf*>(out));
+}
+
+template <bool kFp8>
+constexpr TileKernel pair_kernel() {
+  return {packed_row_bytes<PairMath>,
+          accumulator_stride<PairMath>,
+          scratch_bytes<PairMath, kFp8>,
+          pack_pair_query,
+          kFp8 ? attend_fp8<PairMath> : attend<PairMath>,
+          store_pair_out,
+          store_pair_row<float>,
+          round_row<BHalf>};
+}
+
+}  // namespace
+}  // namespace attnops::xqa_decode::cpu
