@@ -135,8 +135,3 @@ class AttentionBackend(ABC):
 
 def is_causal(layer: RadixAttention) -> bool:
     return layer.attn_type is AttentionType.DECODER
-
-
-def heads(tensor: Tensor, num_heads: int, head_dim: int) -> Tensor:
-    """``[num_tokens, num_heads, head_dim]`` of a tensor that may have its heads side by side."""
-    return tensor if tensor.dim() == 3 else tensor.view(tensor.shape[0], num_heads, head_dim)

@@ -1,0 +1,78 @@
+"""One backend for prefill, one for decode, joined by composition; and which of them serves speculative steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attnops.backends.base import AttentionBackend
+from attnops.types import AttentionBatch, ForwardMode
+
+SPECULATIVE_MODES = ("prefill", "decode")
+
+
+class HybridAttnBackend(AttentionBackend):
+    """DECODE and IDLE go to one backend, EXTEND and MIXED to the other.
+
+    Args:
+        prefill: Serves EXTEND and MIXED.
+        decode: Serves DECODE.
+        speculative_attention_mode: Which of the two serves TARGET_VERIFY and DRAFT_EXTEND: "prefill" or "decode"
+            (SGLang's option of that name, and its default).
+
+    Raises:
+        ValueError: the two were built for different models or devices, or the mode is neither.
+    """
+
+    name = "hybrid"
+
+    def __init__(
+        self, prefill: AttentionBackend, decode: AttentionBackend, speculative_attention_mode: str = "prefill"
+    ) -> None:
+        if speculative_attention_mode not in SPECULATIVE_MODES:
+            raise ValueError(
+                f"attnops: speculative_attention_mode must be prefill or decode, got {speculative_attention_mode}"
+            )
+        if prefill.spec != decode.spec or prefill.device != decode.device:
+            raise ValueError("attnops: the two backends of a hybrid must be built for one model and one device")
+        self.spec, self.limits, self.device = decode.spec, decode.limits, decode.device
+        self.prefill_backend, self.decode_backend = prefill, decode
+        self.speculative_attention_mode = speculative_attention_mode
+
+    @property
+    def needs_cpu_seq_lens(self) -> bool:  # type: ignore[override]
+        return self.prefill_backend.needs_cpu_seq_lens or self.decode_backend.needs_cpu_seq_lens
+
+    def select(self, mode: ForwardMode) -> AttentionBackend:
+        """The backend that serves a mode."""
+        if mode.is_decode_or_idle():
+            return self.decode_backend
+        if mode.is_speculative() and self.speculative_attention_mode == "decode":
+            return self.decode_backend
+        return self.prefill_backend
+
+    def init_forward_metadata_out_graph(self, batch: AttentionBatch, in_capture: bool = False) -> None:
+        self.select(batch.forward_mode).init_forward_metadata_out_graph(batch, in_capture)
+
+    def init_forward_metadata_in_graph(self, batch: AttentionBatch) -> None:
+        self.select(batch.forward_mode).init_forward_metadata_in_graph(batch)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        self.decode_backend.init_cuda_graph_state(max_bs, max_num_tokens)
+        self.prefill_backend.init_cuda_graph_state(max_bs, max_num_tokens)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return max(
+            self.decode_backend.get_cuda_graph_seq_len_fill_value(),
+            self.prefill_backend.get_cuda_graph_seq_len_fill_value(),
+        )
+
+    def forward(self, q, k, v, layer, batch, save_kv_cache=True, **options: Any) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        return self.select(batch.forward_mode).forward(q, k, v, layer, batch, save_kv_cache, **options)
+
+    def forward_decode(self, *args: Any, **options: Any) -> None:
+        self.decode_backend.forward_decode(*args, **options)
+
+    def forward_extend(self, q, k, v, layer, batch, save_kv_cache=True, **options: Any) -> None:  # type: ignore[no-untyped-def]
+        self.select(batch.forward_mode).forward_extend(q, k, v, layer, batch, save_kv_cache, **options)

@@ -1,0 +1,118 @@
+"""What a step derives from its batch, at addresses that never change: page tables, cumulative lengths, slots.
+
+Allocated once per backend. The views for one shape of a step are made once and are the same for ever, so a graph that
+recorded them can be replayed with any lengths, tables and requests.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnops import ops
+from attnops.types import AttentionBatch, AttentionSpec, AttentionType, Limits
+
+REPORT_SIZE = 8  # int32 words of the checked mode's buffer (csrc/core/report.h)
+
+
+@dataclass(frozen=True)
+class PagedStep:
+    """Views for one shape of a step; what they hold is written by `PagedBuffers.build`, inside the graph.
+
+    Attributes:
+        page_table: int32 ``[B, max_pages]``.
+        window_page_table: Of the sliding-window pool; `page_table` itself where there is no such pool.
+        window_out_cache_loc: int64 ``[num_tokens]``: `out_cache_loc` in the sliding-window pool; None: as it is.
+        cu_seqlens_q: int32 ``[B + 1]``: of ragged steps, else None.
+    """
+
+    page_table: Tensor | None
+    window_page_table: Tensor | None
+    window_out_cache_loc: Tensor | None
+    cu_seqlens_q: Tensor | None
+
+
+class PagedBuffers:
+    """The memory of `PagedStep`, for every shape up to the limits.
+
+    Attributes:
+        report: The checked mode's buffer, int32 ``[8]``; None unless ATTNOPS_CHECK=1 was set when it was made.
+    """
+
+    def __init__(self, spec: AttentionSpec, limits: Limits, device: torch.device) -> None:
+        self._page_size = spec.page_size
+        size = limits.max_batch_size
+        has_cache = spec.attn_type is not AttentionType.ENCODER_ONLY
+        shape = (size, limits.max_pages(spec.page_size) if has_cache else 0)
+        windowed = has_cache and spec.sliding_window_size >= 0
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self._has_cache = has_cache
+        self._page_table = zeros(*shape)
+        self._window_page_table = zeros(*shape) if windowed else self._page_table
+        self._window_out_cache_loc = zeros(limits.max_num_tokens if windowed else 0, dtype=torch.int64)
+        self._cu_seqlens = zeros(size + 1)
+        self.report = zeros(REPORT_SIZE) if os.environ.get("ATTNOPS_CHECK") == "1" else None
+        self._steps: dict[tuple[int, int, bool, bool], PagedStep] = {}
+
+    def step(self, batch: AttentionBatch) -> PagedStep:
+        """The views for the batch's shape; the same objects whenever the shape is the same."""
+        key = (batch.batch_size, batch.num_tokens, batch.is_uniform, self._translates(batch))
+        if key not in self._steps:
+            self._steps[key] = self._make(*key)
+        return self._steps[key]
+
+    def _make(self, batch_size: int, num_tokens: int, uniform: bool, translates: bool) -> PagedStep:
+        table = self._page_table[:batch_size]
+        return PagedStep(
+            page_table=table if self._has_cache else None,
+            window_page_table=self._window_page_table[:batch_size] if translates else table,
+            window_out_cache_loc=self._window_out_cache_loc[:num_tokens] if translates else None,
+            cu_seqlens_q=None if uniform else self._cu_seqlens[: batch_size + 1],
+        )
+
+    def build(self, step: PagedStep, batch: AttentionBatch) -> None:
+        """Device work, recorded in a graph: fills `step` from what the batch's tensors hold then."""
+        if step.cu_seqlens_q is not None:
+            assert batch.extend_seq_lens is not None, "AttentionBatch has checked"
+            ops.build_cu_seqlens(batch.extend_seq_lens, cu_seqlens=step.cu_seqlens_q)
+        if step.page_table is None:
+            return
+        if batch.req_to_token is None or batch.token_to_kv_pool is None:
+            raise ValueError("attnops: a batch with a cache needs req_to_token and token_to_kv_pool")
+        self._build_table(step.page_table, batch, None)
+        if step.window_out_cache_loc is not None:
+            assert step.window_page_table is not None and batch.token_to_kv_pool.slot_map is not None
+            self._build_table(step.window_page_table, batch, batch.token_to_kv_pool.slot_map)
+            if batch.out_cache_loc is not None:
+                ops.translate_slots(
+                    batch.out_cache_loc,
+                    batch.token_to_kv_pool.slot_map,
+                    out=step.window_out_cache_loc,
+                    report=self.report,
+                )
+
+    def _build_table(self, table: Tensor, batch: AttentionBatch, slot_map: Tensor | None) -> None:
+        assert batch.req_to_token is not None
+        ops.build_page_table(
+            batch.req_to_token,
+            batch.req_pool_indices,
+            batch.cache_seqlens,
+            self._page_size,
+            page_table=table,
+            slot_map=slot_map,
+            report=self.report,
+        )
+
+    def _translates(self, batch: AttentionBatch) -> bool:
+        pool = batch.token_to_kv_pool
+        if pool is None or pool.slot_map is None:
+            return False
+        if self._window_page_table is self._page_table:
+            raise ValueError("attnops: a sliding-window pool needs AttentionSpec.sliding_window_size")
+        return True
