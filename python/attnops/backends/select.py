@@ -65,9 +65,7 @@ class Selection:
         return self.prefill != self.decode
 
 
-def reasons_against(
-    name: str, spec: AttentionSpec, machine: Machine, modes: Iterable[ForwardMode] = ()
-) -> list[str]:
+def reasons_against(name: str, spec: AttentionSpec, machine: Machine, modes: Iterable[ForwardMode] = ()) -> list[str]:
     """Why backend `name` does not serve this model on this machine; empty: it does."""
     if name in NOT_BUILT and name not in registered_names():
         return [f"not built: {NOT_BUILT[name]}"]

@@ -1,8 +1,8 @@
 """Attention in plain torch, all requests at once: what every other backend is compared with.
 
 Keys are taken from their pages a chunk at a time and merged by online softmax in float32, so memory is bounded by the
-chunk, and a chunk that no query sees changes no bit of the result. Lengths stay on the device: the loop runs to the bound
-that the host knows (`AttentionBatch.max_cache_seqlen`, else the limit), and a step can be captured.
+chunk, and a chunk that no query sees changes no bit of the result. Lengths stay on the device: the loop runs to the
+bound that the host knows (`AttentionBatch.max_cache_seqlen`, else the limit), and a step can be captured.
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ class TorchNativeAttnBackend(AttentionBackend):
     ) -> None:
         step = self._current()
         if q_rope is not None:
-            q = torch.cat([q.reshape(q.shape[0], layer.num_heads, -1), q_rope.view(q.shape[0], layer.num_heads, -1)], -1)
+            q = torch.cat(
+                [q.reshape(q.shape[0], layer.num_heads, -1), q_rope.view(q.shape[0], layer.num_heads, -1)], -1
+            )
         q = heads(q, layer.num_heads, layer.head_dim)
         out = out.view(q.shape[0], layer.num_heads, layer.v_head_dim)
         rows = _rows_of_requests(batch, step)
@@ -144,9 +146,7 @@ class TorchNativeAttnBackend(AttentionBackend):
             assert v is not None
             store_kv(layer, batch, step, k, v)
 
-    def _paged_chunks(
-        self, layer: RadixAttention, batch: AttentionBatch, step: PagedStep, queries: Queries
-    ) -> Chunks:
+    def _paged_chunks(self, layer: RadixAttention, batch: AttentionBatch, step: PagedStep, queries: Queries) -> Chunks:
         """Keys and values from their pages, up to the longest length that the host cannot rule out."""
         pool = batch.token_to_kv_pool
         assert pool is not None
@@ -160,8 +160,10 @@ class TorchNativeAttnBackend(AttentionBackend):
             # Cells past a request's length hold anything, and so do the tokens they lead to: both are selected away.
             cells = table[:, first : min(first + pages_per_chunk, max_pages)].long().clamp(0, pool.num_pages - 1)
             begin = first * pool.page_size
-            valid = torch.arange(begin, begin + cells.shape[1] * pool.page_size, device=cells.device)
-            valid = valid < queries.seqlens_k.unsqueeze(1)
+            key = torch.arange(begin, begin + cells.shape[1] * pool.page_size, device=cells.device)
+            valid = key < queries.seqlens_k.unsqueeze(1)
+            if layer.sliding_window_size >= 0:  # tokens that have left every window may have no page any more
+                valid &= key >= queries.positions[:, :1] - layer.sliding_window_size
             k, v = take(cells, valid.view(*valid.shape, 1, 1))
             yield k, v, begin
 
@@ -259,7 +261,7 @@ def _ragged_chunks(k: Tensor, v: Tensor, rows: Rows | None, queries: Queries) ->
 
 def _attend(queries: Queries, chunks: Chunks, layer: RadixAttention) -> Tensor:
     """Online softmax over the chunks (Milakov and Gimelshein, arXiv:1805.02867): float32 ``[B, S_q, H_q, D_v]``."""
-    batch_size, seqlen_q, num_heads, _ = queries.q.shape
+    batch_size, seqlen_q = queries.q.shape[:2]
     num_kv_heads = layer.num_kv_heads
     # Query heads of one KV head and the rows of a request are rows of one matrix.
     q = queries.q.unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4)  # [B, H_kv, group, S_q, D]

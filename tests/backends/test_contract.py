@@ -1,0 +1,226 @@
+"""Every backend that a CPU can run, in every mode that it declares, on every model that it does not reject.
+
+Eager equals the float64 reference; a captured step, replayed with other lengths, tables and requests, equals a fresh
+eager step bit for bit. Shapes come from the capabilities, so a new backend or mode is tested without being asked for.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attnops.backends import Machine, get_backend_class, registered_names
+from attnops.types import AttentionSpec, AttentionType, ForwardMode
+from checks import MAX_RELATIVE_ERROR, relative_error
+from graph_tape import GraphTape
+from steps import LIMITS, Model, make_step
+
+BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+
+
+def gqa(**options) -> AttentionSpec:
+    shape = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 64, "page_size": 16}
+    return AttentionSpec(**{**shape, **options})
+
+
+MODELS = [
+    Model("gqa_bf16", gqa()),
+    Model("mha_odd_heads_page1_fp32", gqa(num_q_heads=3, num_kv_heads=3, head_dim=32, page_size=1, dtype=FP32)),
+    Model("mqa_page3_fp16_hnd", gqa(num_q_heads=5, num_kv_heads=1, page_size=3, dtype=FP16), layout="HND"),
+    Model("window_cap", gqa(sliding_window_size=20, logit_cap=3.0)),
+    Model("window_zero", gqa(sliding_window_size=0, head_dim=32)),
+    Model("window_pool", gqa(sliding_window_size=20), swa_pool=True, options={"drop_window": True}),
+    Model("sinks_window", gqa(has_sinks=True, sliding_window_size=33, page_size=64, head_dim=128)),
+    Model("fp8_cache", gqa(kv_dtype=E4M3, head_dim=128)),
+    Model("mla", AttentionSpec.mla(16, page_size=64), scale=0.1),
+    Model("mla_odd_page7_fp32", AttentionSpec.mla(3, page_size=7, dtype=FP32), scale=0.1),
+    Model("mla_fp8", AttentionSpec.mla(8, page_size=16, kv_dtype=E4M3), scale=0.1),
+    Model("mla_656", AttentionSpec.mla(8, page_size=64, kv_dtype=torch.uint8), scale=0.1),
+    Model("bidirectional", gqa(attn_type=AttentionType.DECODER_BIDIRECTIONAL)),
+    Model(
+        "encoder", gqa(num_q_heads=12, num_kv_heads=12, head_dim=32, dtype=FP32, attn_type=AttentionType.ENCODER_ONLY)
+    ),
+]
+
+# Two steps of one shape per mode: (prefix lengths, new lengths) of the captured one, then of the replayed one.
+SHAPES = {
+    "decode": (ForwardMode.DECODE, ([0, 1, 0, 2], [1] * 4), ([63, 64, 150, 17], [1] * 4), {"uniform": True}),
+    "extend": (ForwardMode.EXTEND, ([0, 0, 0], [4, 30, 20]), ([0, 65, 100], [33, 1, 20]), {}),
+    "mixed": (ForwardMode.MIXED, ([3, 1, 0], [1, 1, 12]), ([90, 33, 16], [1, 12, 1]), {}),
+    "verify": (ForwardMode.TARGET_VERIFY, ([0, 1, 2], [5] * 3), ([59, 100, 0], [5] * 3), {"uniform": True}),
+    "verify_tree": (
+        ForwardMode.TARGET_VERIFY,
+        ([0, 1, 2], [5] * 3),
+        ([59, 100, 0], [5] * 3),
+        {"uniform": True, "tree": True},
+    ),
+    "draft_extend": (ForwardMode.DRAFT_EXTEND, ([2, 3, 0], [3] * 3), ([62, 7, 130], [3] * 3), {"uniform": True}),
+    "draft_extend_ragged": (ForwardMode.DRAFT_EXTEND, ([2, 3, 0], [1, 3, 2]), ([62, 7, 130], [3, 2, 1]), {}),
+}
+
+
+def backends() -> list[str]:
+    here = Machine(device="cpu")
+    return [name for name in registered_names() if not get_backend_class(name).capability.machine_reasons(here)]
+
+
+def cases() -> list:
+    """(backend, model, shape) wherever the capability says that it works."""
+    found = []
+    for name in backends():
+        capability = get_backend_class(name).capability
+        for model in MODELS:
+            for shape, (mode, *_) in SHAPES.items():
+                encoder = model.spec.attn_type is AttentionType.ENCODER_ONLY
+                if shape == "verify_tree" and (not capability.tree_mask or encoder or shape == "bidirectional"):
+                    continue
+                if encoder and shape != "extend":
+                    continue
+                if not capability.reasons_against(model.spec, [mode]):
+                    found.append(pytest.param(name, model, shape, id=f"{name}-{model.name}-{shape}"))
+    return found
+
+
+def step_of(model: Model, shape: str, which: int, **more):
+    mode, *lengths, options = SHAPES[shape]
+    prefix, new = lengths[which]
+    if model.spec.attn_type is AttentionType.ENCODER_ONLY:
+        prefix = [0] * len(new)
+    return make_step(model, mode, prefix, new, seed=which, **options, **more)
+
+
+def build(name: str, model: Model):
+    return get_backend_class(name)(model.spec, LIMITS)
+
+
+def eager(name: str, step) -> torch.Tensor:
+    backend = build(name, step.model)
+    backend.init_forward_metadata(step.batch)
+    return step.run(backend)
+
+
+@pytest.mark.parametrize(("name", "model", "shape"), cases())
+def test_eager_equals_the_reference(name, model, shape):
+    step = step_of(model, shape, 1)
+    out = eager(name, step)
+    assert out.dtype == model.spec.dtype
+    # An FP8 cache is compared with its own dequantized values, so the bound is that of q's dtype.
+    error = relative_error(out, step.expected)
+    assert error <= MAX_RELATIVE_ERROR[model.spec.dtype], f"relative error {error:.3g}"
+
+
+@pytest.mark.parametrize(("name", "model", "shape"), cases())
+def test_replay_with_other_requests_equals_fresh_eager_bit_for_bit(name, model, shape):
+    static, other = step_of(model, shape, 0), step_of(model, shape, 1)
+    expected = eager(name, step_of(model, shape, 1))
+    backend = build(name, model)
+    backend.init_cuda_graph_state(LIMITS.max_batch_size, LIMITS.max_num_tokens)
+    backend.init_forward_metadata_out_graph(static.batch, in_capture=True)
+    tape = GraphTape()
+    with tape.capture():
+        backend.init_forward_metadata_in_graph(static.batch)
+        out = static.run(backend)
+    # Steps of other shapes between capture and replay must not disturb what the graph reads.
+    between = step_of(model, shape, 1)
+    backend.init_forward_metadata(between.batch)
+    between.run(backend)
+    for _ in range(2):
+        static.overwrite(other)
+        backend.init_forward_metadata_out_graph(static.batch)
+        tape.replay()
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("name", backends())
+@pytest.mark.parametrize("model", MODELS[:1] + MODELS[8:9], ids=lambda m: m.name)
+def test_padding_tokens_of_a_bucket_change_nothing(name, model):
+    if get_backend_class(name).capability.reasons_against(model.spec, [ForwardMode.EXTEND]):
+        pytest.skip("not served")
+    lengths = ([0, 65, 100], [33, 1, 20])
+    plain = make_step(model, ForwardMode.EXTEND, *lengths, seed=1)
+    bucket = make_step(model, ForwardMode.EXTEND, *lengths, seed=1, num_tokens=64)
+    out = eager(name, bucket)
+    assert relative_error(out[:54], plain.expected) <= MAX_RELATIVE_ERROR[model.spec.dtype]
+
+
+@pytest.mark.parametrize("name", backends())
+def test_padding_rows_of_a_graph_change_no_other_row(name):
+    """A graph of 4 serves 2 requests: the rest hold the fill value, slot -1 and request row 0."""
+    model = MODELS[0]
+    backend = build(name, model)
+    step = make_step(model, ForwardMode.DECODE, [63, 150, 10, 20], [1] * 4, uniform=True, seed=3)
+    fill = backend.get_cuda_graph_seq_len_fill_value()
+    assert fill > 0
+    step.batch.cache_seqlens[2:] = fill
+    step.batch.out_cache_loc[2:] = -1
+    backend.init_forward_metadata(step.batch)
+    out = step.run(backend)
+    assert relative_error(out[:2], step.expected[:2]) <= MAX_RELATIVE_ERROR[model.spec.dtype]
+
+
+@pytest.mark.parametrize("name", backends())
+def test_new_rows_are_stored_unless_they_are_there(name):
+    model = MODELS[0]
+    step = make_step(model, ForwardMode.EXTEND, [5, 20], [7, 2])
+    backend = build(name, model)
+    backend.init_forward_metadata(step.batch)
+    first = step.run(backend)
+    step.k.fill_(float("nan"))
+    step.v.fill_(float("nan"))
+    assert torch.equal(step.run(backend, save_kv_cache=False), first)
+
+
+@pytest.mark.parametrize("name", backends())
+def test_idle_and_empty_steps(name):
+    model = MODELS[0]
+    backend = build(name, model)
+    step = make_step(model, ForwardMode.EXTEND, [], [])
+    for mode in (ForwardMode.IDLE, ForwardMode.EXTEND):
+        step.batch.forward_mode = mode
+        backend.init_forward_metadata(step.batch)
+        assert step.run(backend).shape == (0, 8, 64)
+
+
+@pytest.mark.parametrize("name", backends())
+def test_an_out_of_the_callers_is_written(name):
+    model = MODELS[0]
+    step = make_step(model, ForwardMode.DECODE, [9, 30], [1, 1], uniform=True)
+    backend = build(name, model)
+    backend.init_forward_metadata(step.batch)
+    out = torch.full((2, 8 * 64), float("nan"), dtype=BF16)
+    result = backend.forward(step.q, step.k, step.v, step.layer, step.batch, out=out)
+    assert result is out
+    assert relative_error(out.view(2, 8, 64), step.expected) <= MAX_RELATIVE_ERROR[BF16]
+
+
+@pytest.mark.parametrize("name", backends())
+def test_a_batch_above_the_limits_names_the_limit(name):
+    model = MODELS[0]
+    backend = build(name, model)
+    step = make_step(model, ForwardMode.DECODE, [1] * 9, [1] * 9, uniform=True)
+    with pytest.raises(ValueError, match=r"the batch has 9, above max_batch_size = 8"):
+        backend.init_forward_metadata(step.batch)
+    step = make_step(model, ForwardMode.TARGET_VERIFY, [1], [6], uniform=True)
+    with pytest.raises(ValueError, match=r"6 tokens per request, above max_tokens_per_request = 5"):
+        backend.init_forward_metadata(step.batch)
+    with pytest.raises(ValueError, match="max_batch_size = 8"):
+        backend.init_cuda_graph_state(9, 9)
+
+
+@pytest.mark.parametrize("name", backends())
+def test_a_layer_before_its_metadata_says_so(name):
+    model = MODELS[0]
+    step = make_step(model, ForwardMode.DECODE, [1], [1], uniform=True)
+    with pytest.raises(RuntimeError, match="init_forward_metadata"):
+        step.run(build(name, model))
+
+
+@pytest.mark.parametrize("name", backends())
+def test_the_views_of_one_shape_are_the_same_for_ever(name):
+    model = MODELS[0]
+    backend = build(name, model)
+    first = step_of(model, "decode", 0)
+    backend.init_forward_metadata(first.batch)
+    views = backend._step
+    backend.init_forward_metadata(step_of(model, "extend", 0).batch)
+    backend.init_forward_metadata(step_of(model, "decode", 1).batch)
+    assert backend._step is views
