@@ -17,8 +17,9 @@ PYTHON_LAYERS = {
     "ops": {"_load", "types", "metadata"},
     "pools": {"types", "ops", "metadata", "_load"},
     "graph_buffers": {"types", "ops", "metadata", "_load", "pools"},
+    "plan_buffers": {"types", "ops", "metadata", "graph_buffers"},
     "layers": {"types", "pools"},
-    "backends": {"types", "reference", "metadata", "ops", "pools", "graph_buffers", "layers", "_load"},
+    "backends": {"types", "reference", "metadata", "ops", "pools", "graph_buffers", "plan_buffers", "layers", "_load"},
 }
 
 

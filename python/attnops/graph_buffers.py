@@ -16,6 +16,7 @@ from attnops import ops
 from attnops.types import AttentionBatch, AttentionSpec, AttentionType, Limits
 
 REPORT_SIZE = 8  # int32 words of the checked mode's buffer (csrc/core/report.h)
+MAX_CACHED_STEPS = 1024  # shapes whose views are kept; making them again gives the same addresses
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ class PagedBuffers:
         """The views for the batch's shape; the same objects whenever the shape is the same."""
         key = (batch.batch_size, batch.num_tokens, batch.is_uniform, self._translates(batch))
         if key not in self._steps:
+            if len(self._steps) >= MAX_CACHED_STEPS:
+                self._steps.clear()
             self._steps[key] = self._make(*key)
         return self._steps[key]
 

@@ -10,7 +10,7 @@ from attnops.backends.base import AttentionBackend
 # Where each backend of this package is; its module registers it.
 _MODULES = {
     "torch_native": "attnops.backends.torch_native",
-    # "intel_amx": "attnops.backends.intel_amx",
+    "intel_amx": "attnops.backends.intel_amx",
 }
 
 # Names that users of SGLang know and this package does not (yet) answer, each with the reason.

@@ -1,0 +1,294 @@
+"""The CPU kernels as a backend, under the name that SGLang's users know; any instruction set from AVX2 on serves it.
+
+Decode, and verify or draft extend with as many tokens for every request: `xqa_decode`, or `mla_decode`. Ragged steps:
+`fmha_paged`; with MLA, blocks of tokens that `mla_decode` takes for requests. An encoder: `fmha_varlen`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from attnops import ops
+from attnops.backends.base import AttentionBackend, is_causal
+from attnops.backends.capability import DECODER_MODES, FLOATS, Capability, HeadDims
+from attnops.backends.registry import register_attention_backend
+from attnops.backends.store import FP8, heads, store_kv, store_mla, uses_window_slots
+from attnops.graph_buffers import MAX_CACHED_STEPS, PagedBuffers, PagedStep
+from attnops.metadata.fmha_plan import FmhaPlan
+from attnops.metadata.plan import MlaDecodePlan, XqaDecodePlan
+from attnops.plan_buffers import BlockBuffers, DecodePlan, DecodePlans, TokenBlocks
+from attnops.pools import MLATokenToKVPool
+from attnops.types import AttentionBatch, AttentionSpec, AttentionType, Limits
+
+if TYPE_CHECKING:
+    from attnops.layers.radix_attention import RadixAttention
+
+StepKey = tuple[int, int, int, bool]
+Plan = TypeVar("Plan")
+
+
+@dataclass(frozen=True)
+class CpuStep:
+    """What one shape of a step needs: a plan per window of the model, of the op that serves the shape."""
+
+    paged: PagedStep
+    decode: dict[int, DecodePlan]
+    fmha: dict[int, FmhaPlan]
+    blocks: TokenBlocks | None
+
+
+@register_attention_backend("intel_amx")
+class IntelAMXAttnBackend(AttentionBackend):
+    """Every mode on the CPU."""
+
+    capability = Capability(
+        devices=frozenset({"cpu"}),
+        modes=DECODER_MODES,
+        attn_types=frozenset(AttentionType),
+        dtypes=FLOATS,
+        kv_dtypes=frozenset({torch.float8_e4m3fn, torch.uint8}),
+        head_dims=HeadDims(32, 256, 8),
+        mla=True,
+        sliding_window=True,
+        swa_pool=True,
+        logit_cap=True,
+        sinks=True,
+        tree_mask=True,
+        cuda_graph=True,
+    )
+
+    def __init__(self, spec: AttentionSpec, limits: Limits, device: torch.device | str = "cpu") -> None:
+        super().__init__(spec, limits, device)
+        self._buffers = PagedBuffers(spec, limits, self.device)
+        self._decode_plans: dict[int, DecodePlans] = {}
+        self._fmha_plans: dict[int, FmhaPlan] = {}
+        self._blocks: BlockBuffers | None = None
+        self._causal = spec.attn_type is AttentionType.DECODER
+        if spec.attn_type is not AttentionType.ENCODER_ONLY:
+            for seqlen_q in {1, limits.max_tokens_per_request}:
+                self._plans_for(seqlen_q)
+        if spec.is_mla:
+            self._blocks = BlockBuffers(spec, limits, self.device)
+        else:
+            size = (limits.max_num_tokens, limits.max_batch_size)
+            for window in spec.windows:
+                options: dict[str, Any] = {"causal": self._causal, "window_left": window, "device": self.device}
+                self._fmha_plans[window] = FmhaPlan.allocate(*size, **options)
+        self._steps: dict[StepKey, CpuStep] = {}
+        self._step: CpuStep | None = None
+
+    def init_forward_metadata_out_graph(self, batch: AttentionBatch, in_capture: bool = False) -> None:
+        self.limits.check(batch)
+        paged = self._buffers.step(batch)
+        key = (batch.batch_size, batch.num_tokens, batch.tokens_per_request, paged.window_out_cache_loc is not None)
+        if key not in self._steps:
+            if len(self._steps) >= MAX_CACHED_STEPS:
+                self._steps.clear()
+            self._steps[key] = self._make(batch, paged)
+        self._step = self._steps[key]
+
+    def init_forward_metadata_in_graph(self, batch: AttentionBatch) -> None:
+        step = self._current()
+        if batch.num_tokens == 0:
+            return
+        self._buffers.build(step.paged, batch)
+        cache_seqlens = batch.cache_seqlens
+        if step.blocks is not None:
+            step.blocks.build(batch, step.paged)
+            cache_seqlens = step.blocks.cache_seqlens
+        for decode_plan in step.decode.values():
+            if isinstance(decode_plan, MlaDecodePlan):
+                ops.mla_decode_plan(decode_plan, cache_seqlens)
+            else:
+                ops.xqa_decode_plan(decode_plan, cache_seqlens)
+        for fmha_plan in step.fmha.values():
+            assert step.paged.cu_seqlens_q is not None
+            keys = cache_seqlens if step.paged.page_table is not None else None
+            ops.fmha_plan(fmha_plan, step.paged.cu_seqlens_q, cache_seqlens=keys)
+
+    def forward_decode(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: RadixAttention,
+        batch: AttentionBatch,
+        save_kv_cache: bool = True,
+        *,
+        q_rope: Tensor | None = None,
+        k_rope: Tensor | None = None,
+        out: Tensor,
+    ) -> None:
+        self.forward_extend(q, k, v, layer, batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope, out=out)
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: RadixAttention,
+        batch: AttentionBatch,
+        save_kv_cache: bool = True,
+        *,
+        q_rope: Tensor | None = None,
+        k_rope: Tensor | None = None,
+        out: Tensor,
+    ) -> None:
+        step = self._current()
+        out = out.view(q.shape[0], layer.num_heads, layer.v_head_dim)
+        if self.spec.is_mla:
+            if save_kv_cache and k is not None:
+                store_mla(layer, batch, k, k_rope)
+            self._mla(q, q_rope, layer, batch, step, out)
+            return
+        if q_rope is not None or k_rope is not None:
+            raise ValueError("attnops: q_rope and k_rope belong to MLA layers")
+        q = heads(q, layer.num_heads, layer.head_dim)
+        if layer.attn_type is AttentionType.ENCODER_ONLY:
+            if k is None or v is None:
+                raise ValueError("attnops: an encoder's layer needs k and v")
+            self._encoder(q, k, v, layer, step, out)
+            return
+        if save_kv_cache and k is not None:
+            if v is None:
+                raise ValueError("attnops: a layer that stores k needs v")
+            store_kv(layer, batch, step.paged, k, v)
+        self._paged(q, layer, batch, step, out)
+
+    def _current(self) -> CpuStep:
+        if self._step is None:
+            raise RuntimeError("attnops: init_forward_metadata must run before a step's layers")
+        return self._step
+
+    def _make(self, batch: AttentionBatch, paged: PagedStep) -> CpuStep:
+        """The views of one shape. Uniform steps are decode, ragged ones fmha, or blocks where there is MLA."""
+        if batch.is_uniform:
+            return CpuStep(paged, self._plans_for(batch.tokens_per_request).views(batch.batch_size), {}, None)
+        if self._blocks is not None:
+            blocks = self._blocks.blocks(batch.batch_size, batch.num_tokens)
+            return CpuStep(paged, self._blocks.plans.views(blocks.num_blocks), {}, blocks)
+        plans = {window: _fmha_view(plan, batch) for window, plan in self._fmha_plans.items()}
+        return CpuStep(paged, {}, plans, None)
+
+    def _plans_for(self, seqlen_q: int) -> DecodePlans:
+        """Plans exist for one token and for the limit; any other number gets its own at its first step."""
+        if seqlen_q not in self._decode_plans:
+            size = self.limits.max_batch_size
+            self._decode_plans[seqlen_q] = DecodePlans(self.spec, self.limits, size, seqlen_q, self.device)
+        return self._decode_plans[seqlen_q]
+
+    def _paged(self, q: Tensor, layer: RadixAttention, batch: AttentionBatch, step: CpuStep, out: Tensor) -> None:
+        pool = batch.token_to_kv_pool
+        assert pool is not None and step.paged.page_table is not None
+        table = step.paged.window_page_table if uses_window_slots(layer, pool) else step.paged.page_table
+        assert table is not None
+        k_pages, v_pages = pool.get_kv_buffer(layer.layer_id)
+        scaled = pool.dtype in FP8
+        options: dict[str, Any] = {
+            "softmax_scale": layer.scaling,
+            "causal": is_causal(layer),
+            "window_left": layer.sliding_window_size,
+            "logit_cap": layer.logit_cap,
+            "sinks": layer.sinks,
+            "k_scale": layer.k_scale if scaled else None,
+            "v_scale": layer.v_scale if scaled else None,
+            "out": out,
+            "report": self._buffers.report,
+        }
+        if step.decode:
+            decode_plan = _plan_of(layer, step.decode)
+            assert isinstance(decode_plan, XqaDecodePlan)
+            ops.xqa_decode(
+                q, k_pages, v_pages, table, batch.cache_seqlens, decode_plan, tree_mask=batch.tree_mask, **options
+            )
+            return
+        if not is_causal(layer):
+            options["window_right"] = layer.sliding_window_size
+        fmha_plan, cu_seqlens_q = _plan_of(layer, step.fmha), step.paged.cu_seqlens_q
+        ops.fmha_paged(q, k_pages, v_pages, table, batch.cache_seqlens, cu_seqlens_q, fmha_plan, **options)
+
+    def _encoder(self, q: Tensor, k: Tensor, v: Tensor, layer: RadixAttention, step: CpuStep, out: Tensor) -> None:
+        bounds = step.paged.cu_seqlens_q
+        ops.fmha_varlen(
+            q,
+            heads(k, layer.num_kv_heads, layer.head_dim),
+            heads(v, layer.num_kv_heads, layer.v_head_dim),
+            bounds,
+            bounds,
+            _plan_of(layer, step.fmha),
+            softmax_scale=layer.scaling,
+            causal=False,
+            window_left=layer.sliding_window_size,
+            window_right=layer.sliding_window_size,
+            logit_cap=layer.logit_cap,
+            sinks=layer.sinks,
+            out=out,
+            report=self._buffers.report,
+        )
+
+    def _mla(
+        self,
+        q: Tensor,
+        q_rope: Tensor | None,
+        layer: RadixAttention,
+        batch: AttentionBatch,
+        step: CpuStep,
+        out: Tensor,
+    ) -> None:
+        pool, blocks = batch.token_to_kv_pool, step.blocks
+        if not isinstance(pool, MLATokenToKVPool):
+            raise ValueError(f"attnops: an MLA layer reads an MLATokenToKVPool, the batch has a {type(pool).__name__}")
+        rope_dim = 0 if q_rope is None else pool.qk_rope_head_dim
+        q = heads(q, layer.num_heads, layer.head_dim - rope_dim)
+        if q_rope is not None:
+            q_rope = heads(q_rope, layer.num_heads, rope_dim)
+        plan = _plan_of(layer, step.decode)
+        assert isinstance(plan, MlaDecodePlan)
+        table, cache_seqlens, rows = step.paged.page_table, batch.cache_seqlens, out
+        if blocks is not None:
+            table, cache_seqlens = blocks.page_table, blocks.cache_seqlens
+            q = blocks.gather(q)
+            q_rope = None if q_rope is None else blocks.gather(q_rope)
+            rows = blocks.results_for(out)
+        assert table is not None
+        ops.mla_decode(
+            q,
+            pool.get_latent_buffer(layer.layer_id),
+            table,
+            cache_seqlens,
+            plan,
+            softmax_scale=layer.scaling,
+            q_pe=q_rope,
+            causal=is_causal(layer),
+            window_left=layer.sliding_window_size,
+            logit_cap=layer.logit_cap,
+            sinks=layer.sinks,
+            tree_mask=batch.tree_mask,
+            kv_scale=layer.k_scale if pool.dtype in FP8 else None,
+            out=rows,
+            report=self._buffers.report,
+        )
+        if blocks is not None:
+            blocks.scatter(rows, out)
+
+
+def _plan_of(layer: RadixAttention, plans: dict[int, Plan]) -> Plan:
+    """The plan for a layer's window."""
+    plan = plans.get(layer.sliding_window_size)
+    if plan is None:
+        raise ValueError(
+            f"attnops: layer {layer.layer_id} has sliding_window_size {layer.sliding_window_size}, the backend was "
+            f"built for {' and '.join(map(str, plans))} (AttentionSpec.sliding_window_size)"
+        )
+    return plan
+
+
+def _fmha_view(plan: FmhaPlan, batch: AttentionBatch) -> FmhaPlan:
+    """As many tiles as a step of this shape can have, whatever its lengths."""
+    tiles = -(-batch.num_tokens // plan.tile_q) + batch.batch_size
+    return dataclasses.replace(plan, tile_order=plan.tile_order[:tiles])

@@ -1,0 +1,162 @@
+"""Plans of the decode ops for every shape of a step, and how ragged steps become what those ops take."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnops.graph_buffers import PagedStep
+from attnops.metadata.plan import MLA_ROWS_PER_WORK, MlaDecodePlan, XqaDecodePlan
+from attnops.types import AttentionBatch, AttentionSpec, Limits
+
+BATCH_INVARIANT_SPLIT_TOKENS = 1024  # where a deterministic model's requests are cut, whatever else is in the batch
+
+DecodePlan = XqaDecodePlan | MlaDecodePlan
+
+
+class DecodePlans:
+    """Split-KV plans of one number of query tokens per request, for every batch size, over one scratch.
+
+    A model's layers run one after another, so plans for different windows share what the splits of a call write; each
+    window has a plan of its own, which all layers with that window use.
+
+    Args:
+        max_batch_size: Of any plan.
+        seqlen_q: Query tokens per request.
+    """
+
+    def __init__(
+        self, spec: AttentionSpec, limits: Limits, max_batch_size: int, seqlen_q: int, device: torch.device
+    ) -> None:
+        options: dict[str, Any] = {
+            "num_q_heads": spec.num_q_heads,
+            "seqlen_q": seqlen_q,
+            "fixed_split_tokens": BATCH_INVARIANT_SPLIT_TOKENS if spec.deterministic else 0,
+            "max_seqlen_k": limits.max_seqlen,
+            "device": device,
+        }
+        self._whole: dict[int, DecodePlan] = {}
+        for window in spec.windows:
+            plan: DecodePlan
+            if spec.is_mla:
+                plan = MlaDecodePlan.allocate(max_batch_size, window_left=window, **options)
+            else:
+                plan = XqaDecodePlan.allocate(
+                    max_batch_size,
+                    num_kv_heads=spec.num_kv_heads,
+                    head_dim=spec.head_dim,
+                    window_left=window,
+                    **options,
+                )
+            first = next(iter(self._whole.values()), plan)
+            scratch = {name: getattr(first, name) for name in ("out_partial", "lse_partial", "semaphores")}
+            self._whole[window] = dataclasses.replace(plan, **scratch)
+        self._works = first.semaphores.shape[0] // max_batch_size
+        self._max_batch_size = max_batch_size
+
+    def views(self, batch_size: int) -> dict[int, DecodePlan]:
+        """A plan per window, for `batch_size` requests: views of the same memory whatever the size."""
+        if batch_size > self._max_batch_size:
+            raise ValueError(f"attnops: {batch_size} requests, the plans were allocated for {self._max_batch_size}")
+        return {
+            window: dataclasses.replace(
+                plan,
+                batch_size=batch_size,
+                num_splits=plan.num_splits[: batch_size + 1],
+                semaphores=plan.semaphores[: batch_size * self._works],
+            )
+            for window, plan in self._whole.items()
+        }
+
+
+class BlockBuffers:
+    """The memory and the plans of `TokenBlocks`, for every shape up to the limits.
+
+    A block of tokens fills the rows of one work of `mla_decode`; with more heads than rows, a token is a block.
+    """
+
+    def __init__(self, spec: AttentionSpec, limits: Limits, device: torch.device) -> None:
+        self.width = max(1, MLA_ROWS_PER_WORK // spec.num_q_heads)
+        tokens, width = limits.max_num_tokens, self.width
+        most = tokens // width + limits.max_batch_size
+        self.plans = DecodePlans(spec, limits, most, width, device)
+        self.cache_seqlens = torch.zeros(most, dtype=torch.int32, device=device)
+        self.page_table = torch.zeros(most, limits.max_pages(spec.page_size), dtype=torch.int32, device=device)
+        self.token_of_row = torch.zeros(most * width, dtype=torch.int64, device=device)
+        self.row_of_token = torch.zeros(tokens, dtype=torch.int64, device=device)
+        self.index = torch.arange(max(most, tokens), device=device)
+
+    def blocks(self, batch_size: int, num_tokens: int) -> TokenBlocks:
+        count = num_tokens // self.width + batch_size if self.width > 1 else num_tokens
+        return TokenBlocks(
+            width=self.width,
+            num_blocks=count,
+            cache_seqlens=self.cache_seqlens[:count],
+            page_table=self.page_table[:count],
+            token_of_row=self.token_of_row[: count * self.width],
+            row_of_token=self.row_of_token[:num_tokens],
+            index=self.index,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenBlocks:
+    """A ragged step's tokens in blocks of `width`, so that a decode op takes each block for a request.
+
+    A request's new tokens are cut from the end, where decode ops align queries and keys: its last block holds the last
+    `width` of them, and the first one what remains, behind rows that no token owns. A block sees the keys up to its
+    own last token and has its request's pages.
+
+    Attributes:
+        cache_seqlens: int32 ``[num_blocks]``; 0 for blocks that the step does not need.
+        page_table: int32 ``[num_blocks, max_pages]``.
+        token_of_row: int64 ``[num_blocks * width]``: where a block's row takes its query from.
+        row_of_token: int64 ``[num_tokens]``: where a token finds its result.
+        index: int64, 0, 1, 2, ...
+    """
+
+    width: int
+    num_blocks: int
+    cache_seqlens: Tensor
+    page_table: Tensor
+    token_of_row: Tensor
+    row_of_token: Tensor
+    index: Tensor
+
+    def build(self, batch: AttentionBatch, step: PagedStep) -> None:
+        """Device work, recorded in a graph."""
+        assert step.cu_seqlens_q is not None and step.page_table is not None and batch.extend_seq_lens is not None
+        width, first_token, last = self.width, step.cu_seqlens_q.long(), batch.batch_size - 1
+        lens = batch.extend_seq_lens.long()
+        end = torch.div(lens + (width - 1), width, rounding_mode="floor").cumsum(0)  # of each request's blocks
+        block, token = self.index[: self.num_blocks], self.index[: batch.num_tokens]
+
+        request = torch.searchsorted(end, block, right=True).clamp(max=last)
+        end_row = lens[request] - (end[request] - 1 - block) * width  # the block ends before this new token
+        prefix = batch.cache_seqlens.long() - lens
+        self.cache_seqlens.copy_(torch.where(block < end[-1], prefix[request] + end_row, 0))
+        torch.index_select(step.page_table, 0, request, out=self.page_table)
+        if width == 1:  # a token is a block: both are in the same order
+            return
+        rows = (first_token[request] + end_row - width).unsqueeze(1) + self.index[:width]
+        self.token_of_row.copy_(rows.clamp(0, batch.num_tokens - 1).flatten())
+        owner = (torch.searchsorted(first_token, token, right=True) - 1).clamp(0, last)
+        from_end = (first_token[owner] + lens[owner] - 1 - token).clamp(min=0)  # padding tokens find any row
+        block_of_token = end[owner] - 1 - torch.div(from_end, width, rounding_mode="floor")
+        self.row_of_token.copy_(block_of_token * width + (width - 1 - from_end % width))
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """``[num_blocks * width, ...]`` of the step's ``[num_tokens, ...]``."""
+        return rows if self.width == 1 else rows.index_select(0, self.token_of_row)
+
+    def results_for(self, out: Tensor) -> Tensor:
+        """Where the blocks write: `out` itself where blocks are its tokens."""
+        return out if self.width == 1 else out.new_empty(self.num_blocks * self.width, *out.shape[1:])
+
+    def scatter(self, rows: Tensor, out: Tensor) -> None:
+        """From the blocks' results to the tokens'."""
+        if rows is not out:
+            torch.index_select(rows, 0, self.row_of_token, out=out)
