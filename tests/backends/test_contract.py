@@ -71,7 +71,8 @@ def cases() -> list:
         for model in MODELS:
             for shape, (mode, *_) in SHAPES.items():
                 encoder = model.spec.attn_type is AttentionType.ENCODER_ONLY
-                if shape == "verify_tree" and (not capability.tree_mask or encoder or shape == "bidirectional"):
+                causal = model.spec.attn_type is AttentionType.DECODER
+                if shape == "verify_tree" and not (capability.tree_mask and causal):
                     continue
                 if encoder and shape != "extend":
                     continue

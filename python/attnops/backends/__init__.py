@@ -2,14 +2,21 @@
 
 from attnops.backends.base import AttentionBackend
 from attnops.backends.capability import Capability, HeadDims, Machine
+from attnops.backends.hybrid import HybridAttnBackend
 from attnops.backends.registry import get_backend_class, register_attention_backend, registered_names
+from attnops.backends.select import Selection, detect_machine, select, select_backend
 
 __all__ = [
     "AttentionBackend",
     "Capability",
     "HeadDims",
+    "HybridAttnBackend",
     "Machine",
+    "Selection",
+    "detect_machine",
     "get_backend_class",
     "register_attention_backend",
     "registered_names",
+    "select",
+    "select_backend",
 ]

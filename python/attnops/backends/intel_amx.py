@@ -210,10 +210,13 @@ class IntelAMXAttnBackend(AttentionBackend):
         if not is_causal(layer):
             options["window_right"] = layer.sliding_window_size
         fmha_plan, cu_seqlens_q = _plan_of(layer, step.fmha), step.paged.cu_seqlens_q
+        assert cu_seqlens_q is not None
         ops.fmha_paged(q, k_pages, v_pages, table, batch.cache_seqlens, cu_seqlens_q, fmha_plan, **options)
 
     def _encoder(self, q: Tensor, k: Tensor, v: Tensor, layer: RadixAttention, step: CpuStep, out: Tensor) -> None:
         bounds = step.paged.cu_seqlens_q
+        if bounds is None:
+            raise ValueError("attnops: an encoder's step is ragged: give extend_seq_lens")
         ops.fmha_varlen(
             q,
             heads(k, layer.num_kv_heads, layer.head_dim),

@@ -35,9 +35,7 @@ def kv_order(device: torch.device) -> torch.Tensor:
     neither drops an attention whose output is unused nor swaps two, and copies one byte where it functionalizes.
     """
     if device not in _orders:
-        tensor = torch.zeros(1, dtype=torch.uint8, device=device)
-        torch._dynamo.mark_static_address(tensor)
-        _orders[device] = tensor
+        _orders[device] = torch.zeros(1, dtype=torch.uint8, device=device)
     return _orders[device]
 
 
