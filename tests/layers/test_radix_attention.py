@@ -1,0 +1,178 @@
+"""A model of attention layers: eager, and compiled without a graph break, gives the same bits through any backend."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attnops.backends import get_backend_class, registered_names
+from attnops.layers import RadixAttention, collect_layers, forward_context, get_forward_context
+from attnops.types import AttentionBatch, AttentionSpec, ForwardMode
+from steps import LIMITS, Model, make_step
+
+HEADS, KV_HEADS, DIM = 4, 2, 32
+WIDTH = HEADS * DIM
+SPEC = AttentionSpec(num_q_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, dtype=torch.float32, page_size=16)
+MODEL = Model("tiny", SPEC)
+BACKENDS = [name for name in registered_names() if "cpu" in get_backend_class(name).capability.devices]
+
+
+class TinyModel(torch.nn.Module):
+    """Two layers of attention and a projection: enough for a compiler to fuse around the attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.qkv = torch.nn.ParameterList(
+            torch.randn(WIDTH + 2 * KV_HEADS * DIM, WIDTH, generator=generator) / WIDTH**0.5 for _ in range(2)
+        )
+        self.attention = torch.nn.ModuleList(
+            RadixAttention(HEADS, DIM, DIM**-0.5, KV_HEADS, layer_id) for layer_id in range(2)
+        )
+
+    def forward(self, x: torch.Tensor, batch: AttentionBatch | None = None) -> torch.Tensor:
+        for weight, attention in zip(self.qkv, self.attention):
+            q, k, v = (x @ weight.t()).split([WIDTH, KV_HEADS * DIM, KV_HEADS * DIM], dim=-1)
+            x = x + torch.tanh(attention(q, k, v, batch))
+        return x
+
+
+def prepared(name: str, mode: ForwardMode, prefix: list[int], new: list[int], seed: int = 0, **options):
+    """A batch whose backend is ready, over a pool of zeros with two layers."""
+    batch = make_step(MODEL, mode, prefix, new, seed=seed, **options).batch
+    assert batch.token_to_kv_pool is not None
+    for layer in range(2):
+        for pages in batch.token_to_kv_pool.get_kv_buffer(layer):
+            pages.normal_(generator=torch.Generator().manual_seed(layer))
+    batch.attn_backend = get_backend_class(name)(SPEC, LIMITS)
+    batch.attn_backend.init_forward_metadata(batch)
+    return batch
+
+
+def inputs(tokens: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(tokens, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_fullgraph_compile_equals_eager_bit_for_bit(name, compiler):
+    model = TinyModel()
+    x = inputs(20)
+    lengths = ([0, 30], [13, 7])
+    with torch.no_grad():
+        expected = model(x, prepared(name, ForwardMode.EXTEND, *lengths))
+        compiled = torch.compile(model, backend=compiler, fullgraph=True)
+        batch = prepared(name, ForwardMode.EXTEND, *lengths)
+        with forward_context(batch, collect_layers(model)):
+            out = compiled(x)
+    assert torch.equal(out, expected)
+
+
+def test_no_graph_break_and_one_graph():
+    model = TinyModel()
+    batch = prepared("torch_native", ForwardMode.DECODE, [3, 40], [1, 1], uniform=True)
+    with forward_context(batch, collect_layers(model)):
+        report = torch._dynamo.explain(model)(inputs(2))
+    assert report.graph_break_count == 0, report.break_reasons
+    assert report.graph_count == 1
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_no_recompile_across_batches_of_one_bucket(name):
+    """Fifty decode steps of one size, then as many with a batch handed in: one compilation each."""
+    counter = torch._dynamo.testing.CompileCounter()
+    model = TinyModel()
+    layers = collect_layers(model)
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    with torch.no_grad():
+        for seed in range(50):
+            lengths = torch.randint(0, 150, (4,), generator=torch.Generator().manual_seed(seed)).tolist()
+            batch = prepared(name, ForwardMode.DECODE, lengths, [1] * 4, seed=seed, uniform=True)
+            x = inputs(4, seed)
+            with forward_context(batch, layers):
+                out = compiled(x)
+            if seed % 10 == 0:
+                again = prepared(name, ForwardMode.DECODE, lengths, [1] * 4, seed=seed, uniform=True)
+                assert torch.equal(out, model(x, again))
+    assert counter.frame_count == 1
+
+
+def test_rows_beyond_the_steps_tokens_are_zeros():
+    """A bucket of 8 rows carries 5 tokens: the layer's op serves those and clears the rest, NaN or not."""
+    batch = prepared("torch_native", ForwardMode.EXTEND, [0, 3], [4, 1])
+    layer = RadixAttention(HEADS, DIM, 0.2, KV_HEADS, 0)
+    q, k, v = inputs(8), inputs(8, 1)[:, : KV_HEADS * DIM], inputs(8, 2)[:, : KV_HEADS * DIM]
+    with forward_context(batch, {0: layer}):
+        plain = layer(q[:5], k[:5], v[:5])
+        for tensor in (q, k, v):
+            tensor[5:] = float("nan")
+        out = layer(q, k, v)
+    assert torch.equal(out[:5], plain)
+    assert torch.equal(out[5:], torch.zeros(3, WIDTH))
+
+
+def test_an_attention_whose_output_nobody_uses_still_stores():
+    """The op says that it writes the cache's byte, so functionalization does not drop it."""
+    layer = RadixAttention(HEADS, DIM, 0.2, KV_HEADS, 0)
+    batch = prepared("torch_native", ForwardMode.DECODE, [3], [1], uniform=True)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def only_store(q, k, v):
+        layer(q, k, v)
+        return q + 1
+
+    k = inputs(1, 1)[:, : KV_HEADS * DIM]
+    with torch.no_grad(), forward_context(batch, {0: layer}):
+        only_store(inputs(1), k, k)
+    pages = batch.token_to_kv_pool.get_key_buffer(0)
+    slot = batch.out_cache_loc.item()
+    assert torch.equal(pages[slot // 16, slot % 16].flatten(), k[0])
+
+
+def test_opcheck_of_the_layers_op():
+    batch = prepared("torch_native", ForwardMode.DECODE, [3, 9], [1, 1], uniform=True)
+    layer = RadixAttention(HEADS, DIM, 0.2, KV_HEADS, 0)
+    k = inputs(2, 1)[:, : KV_HEADS * DIM].contiguous()
+    with forward_context(batch, {0: layer}) as context:
+        arguments = (inputs(2), k, k.clone(), torch.empty(2, WIDTH), context.order, 0)
+        torch.library.opcheck(torch.ops.attnops.unified_attention_with_output.default, arguments)
+
+
+def test_contexts_nest_and_end():
+    with pytest.raises(RuntimeError, match="no step is running"):
+        get_forward_context()
+    outer = prepared("torch_native", ForwardMode.DECODE, [3], [1], uniform=True)
+    inner = prepared("torch_native", ForwardMode.DECODE, [4], [1], uniform=True)
+    with forward_context(outer, {}):
+        with pytest.raises(KeyError), forward_context(inner, {}):
+            raise KeyError
+        assert get_forward_context().batch is outer
+
+
+def test_two_layers_with_one_id_are_refused():
+    model = torch.nn.ModuleList(RadixAttention(HEADS, DIM, 0.2, KV_HEADS, 3) for _ in range(2))
+    with pytest.raises(ValueError, match="layer_id 3 is used twice, again at 1"):
+        collect_layers(model)
+
+
+def test_arguments_that_nobody_honours_are_refused():
+    with pytest.raises(NotImplementedError, match="is_cross_attention"):
+        RadixAttention(HEADS, DIM, 0.2, KV_HEADS, 0, is_cross_attention=True)
+    with pytest.raises(ValueError, match="multiple of num_kv_heads"):
+        RadixAttention(5, DIM, 0.2, 2, 0)
+    batch = prepared("torch_native", ForwardMode.DECODE, [3], [1], uniform=True)
+    batch.attn_backend = None
+    layer = RadixAttention(HEADS, DIM, 0.2, KV_HEADS, 0)
+    with pytest.raises(ValueError, match="no attn_backend"):
+        layer(inputs(1), None, None, batch)
+
+
+def test_sinks_of_a_model_stay_its_parameter():
+    sinks = torch.nn.Parameter(torch.zeros(HEADS))
+    layer = RadixAttention(HEADS, DIM, 0.2, KV_HEADS, 0, sinks=sinks)
+    assert dict(layer.named_parameters())["sinks"] is sinks
+    assert "sinks" not in RadixAttention(HEADS, DIM, 0.2, KV_HEADS, 0, sinks=torch.zeros(HEADS)).state_dict()

@@ -1,0 +1,63 @@
+"""A batch refuses what cannot be a step, and says which tensor is wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attnops.types import AttentionBatch, ForwardMode, Limits
+
+
+def batch(**change) -> AttentionBatch:
+    fields = {
+        "forward_mode": ForwardMode.DECODE,
+        "req_pool_indices": torch.tensor([0, 1]),
+        "cache_seqlens": torch.tensor([3, 4], dtype=torch.int32),
+        "num_tokens": 2,
+        "req_to_token": torch.zeros(2, 8, dtype=torch.int32),
+        "out_cache_loc": torch.tensor([0, 1]),
+    }
+    return AttentionBatch(**{**fields, **change})
+
+
+def test_a_decode_batch_is_uniform():
+    decode = batch()
+    assert decode.is_uniform and decode.tokens_per_request == decode.max_seqlen_q == 1 and decode.batch_size == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cache_seqlens": torch.tensor([3, 4])}, "cache_seqlens must be torch.int32, got torch.int64"),
+        ({"cache_seqlens": torch.tensor([3], dtype=torch.int32)}, r"cache_seqlens must have shape \(2,\), got \(1,\)"),
+        ({"out_cache_loc": torch.tensor([0])}, r"out_cache_loc must have shape \(2,\), got \(1,\)"),
+        ({"num_tokens": 3, "out_cache_loc": None}, r"batch_size \* tokens_per_request = 2 \* 1, got 3"),
+        ({"forward_mode": ForwardMode.EXTEND}, "a ragged EXTEND batch needs extend_seq_lens"),
+        ({"tree_mask": torch.zeros(2, 1, 1, dtype=torch.uint8)}, "tree_mask belongs to TARGET_VERIFY"),
+    ],
+)
+def test_a_wrong_tensor_is_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        batch(**change)
+
+
+def test_a_tree_mask_has_a_row_of_bits_per_draft_token():
+    verify = {
+        "forward_mode": ForwardMode.TARGET_VERIFY,
+        "num_tokens": 18,
+        "tokens_per_request": 9,
+        "out_cache_loc": None,
+    }
+    assert batch(**verify, tree_mask=torch.zeros(2, 9, 2, dtype=torch.uint8)).is_uniform
+    with pytest.raises(ValueError, match=r"tree_mask must have shape \(2, 9, 2\)"):
+        batch(**verify, tree_mask=torch.zeros(2, 9, 1, dtype=torch.uint8))
+
+
+def test_predicates_are_sglangs():
+    extend = {ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND}
+    assert {mode for mode in ForwardMode if mode.is_extend()} == extend
+    assert {mode for mode in ForwardMode if mode.is_decode_or_idle()} == {ForwardMode.DECODE, ForwardMode.IDLE}
+
+
+def test_limits_grow_to_hold_their_own_batch():
+    assert Limits(max_batch_size=4, max_seqlen=8, max_tokens_per_request=3).max_num_tokens == 12
+    assert Limits(max_batch_size=4, max_seqlen=65).max_pages(16) == 5
