@@ -10,7 +10,8 @@ namespace attnops::fmha {
 // Request b owns query tokens [cu_seqlens_q[b], cu_seqlens_q[b + 1]). Its last query is aligned with its last key.
 struct Params {
   int batch_size, num_q_heads, num_kv_heads, head_dim_qk, head_dim_v;
-  int64_t num_q_tokens;
+  int64_t num_q_tokens;  // rows of q and out; those behind the last request get zeros and -inf
+  int64_t num_k_tokens;  // rows of k and v, ragged only
 
   const void* q;  // [T, H_q, D_qk], of `dtype`
   int64_t q_stride_token, q_stride_head;
@@ -41,6 +42,7 @@ struct Params {
   const float* sinks;             // [H_q], or null
   const uint8_t* tree_mask;       // [T, mask_bytes] bits over the queries of the request, or null
   int64_t tree_mask_stride_token;
+  int64_t tree_mask_bytes;
   const float* k_scale;  // [1] or [H_kv], or null; on the device
   const float* v_scale;
   int k_scale_stride, v_scale_stride;  // 0: one for all heads

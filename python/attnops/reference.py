@@ -56,7 +56,7 @@ def visibility(
     key = torch.arange(seqlen_k, device=device)
     position = torch.arange(seqlen_q, device=device).unsqueeze(1) + (seqlen_k - seqlen_q)
     visible = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
-    if tree_mask is not None:
+    if tree_mask is not None and seqlen_q:
         draft = key - (seqlen_k - seqlen_q)  # which new token a key belongs to; negative: prefix
         bits = unpack_tree_mask(tree_mask, seqlen_q)
         visible &= (draft < 0) | bits[:, draft.clamp(min=0)]

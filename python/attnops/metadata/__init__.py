@@ -1,5 +1,6 @@
 """Tensors that describe a step to the ops: plans, frozen and keyed by the geometry that they were made for."""
 
+from attnops.metadata.fmha_plan import FmhaPlan
 from attnops.metadata.plan import MlaDecodePlan, XqaDecodePlan
 
-__all__ = ["MlaDecodePlan", "XqaDecodePlan"]
+__all__ = ["FmhaPlan", "MlaDecodePlan", "XqaDecodePlan"]

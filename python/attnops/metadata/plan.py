@@ -8,6 +8,7 @@ graph may hold both calls.
 from __future__ import annotations
 
 import dataclasses
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -192,7 +193,12 @@ class MlaDecodePlan(_SplitKvPlan):
         )
 
 
-def check_plan_key(plan: XqaDecodePlan | MlaDecodePlan, key: dict[str, int]) -> None:
+class KeyedPlan(Protocol):
+    @property
+    def key(self) -> dict[str, int]: ...
+
+
+def check_plan_key(plan: KeyedPlan, key: dict[str, int]) -> None:
     """Raise a ValueError naming both sides of every difference between a plan's key and a call's."""
     if plan.key == key:
         return

@@ -1,0 +1,182 @@
+#include "fmha/cpu/kernel.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace attnops::fmha::cpu {
+
+using attnops::cpu::kKeyMultiple;
+using attnops::cpu::kPanel;
+using attnops::cpu::kSumLanes;
+using attnops::cpu::round_up_to;
+
+namespace {
+
+// Keys per packed tile: large enough that rescaling and loop overheads vanish, small enough for the first-level cache
+// to hold a block of scores and for the second to hold the panels. Tiles start at multiples of it, so that what a row
+// computes depends on its own keys only.
+constexpr int kTileKeys = 128;
+constexpr int kTileWords = kTileKeys / 64;
+constexpr int kRowBlock = 64;  // rows whose scores are alive at a time
+
+// Hands out pieces of one allocation on cache-line boundaries; with a null base it only counts.
+class Carver {
+ public:
+  explicit Carver(char* base) : base_(base) {}
+  template <typename T>
+  T* take(int64_t count, int element_size = sizeof(T)) {
+    T* piece = reinterpret_cast<T*>(base_ + used_);
+    used_ += round_up_to(count * element_size, kLine);
+    return piece;
+  }
+  static constexpr int64_t kLine = 64;
+  int64_t used_ = 0;
+
+ private:
+  char* base_;
+};
+
+// Bits [begin, end) of a row of `words` words.
+void set_bits(uint64_t* row, int words, int begin, int end) {
+  for (int i = 0; i < words; ++i) {
+    const int low = std::clamp(begin - 64 * i, 0, 64), high = std::clamp(end - 64 * i, 0, 64);
+    const auto below = [](int n) { return n == 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1; };
+    row[i] = below(std::max(high, low)) & ~below(low);
+  }
+}
+
+}  // namespace
+
+Kernel::Kernel(const Params& params, const attnops::cpu::TileOps& ops)
+    : p_(params),
+      ops_(ops),
+      dim_qk_(static_cast<int>(round_up_to(params.head_dim_qk, ops.k_multiple))),
+      dim_v_(static_cast<int>(round_up_to(params.head_dim_v, kPanel))) {
+  const int element = ops.element_size;
+  const auto carve = [&](char* base) {
+    Carver carver(base);
+    queries_ = carver.take<char>(int64_t{kMaxRows} * dim_qk_, element);
+    keys_ = carver.take<char>(int64_t{kTileKeys} * dim_qk_, element);
+    values_ = carver.take<char>(int64_t{kTileKeys} * dim_v_, element);
+    scores_ = carver.take<float>(kRowBlock * kTileKeys);
+    probs_ = element == sizeof(float) ? static_cast<void*>(scores_) : carver.take<char>(kRowBlock * kTileKeys, element);
+    acc_ = carver.take<float>(int64_t{kMaxRows} * dim_v_);
+    row_max_ = carver.take<float>(kMaxRows);
+    row_sum_ = carver.take<float>(kMaxRows * kSumLanes);
+    visible_ = carver.take<uint64_t>(kRowBlock * kTileWords);
+    k_rows_ = carver.take<const void*>(std::max(kTileKeys, kMaxRows));
+    v_rows_ = carver.take<const void*>(kTileKeys);
+    return carver.used_;
+  };
+  storage_.reset(new char[carve(nullptr) + Carver::kLine]);
+  const uintptr_t address = reinterpret_cast<uintptr_t>(storage_.get());
+  carve(storage_.get() + (Carver::kLine - address % Carver::kLine) % Carver::kLine);
+}
+
+void Kernel::run(const Work& w) {
+  load_queries(w);
+  std::fill_n(acc_, static_cast<int64_t>(w.num_rows) * dim_v_, 0.f);
+  std::fill_n(row_max_, w.num_rows, -INFINITY);
+  std::fill_n(row_sum_, w.num_rows * kSumLanes, 0.f);
+
+  const int begin = keys_of(p_, w.request, w.token(0)).begin;
+  const int end = keys_of(p_, w.request, w.token(w.num_rows - 1)).end;
+  for (int tile = begin / kTileKeys; tile * kTileKeys < end; ++tile) {
+    // What lies before the first visible key is not even packed: the tile then starts later, on a multiple of
+    // kKeyMultiple, which changes no sum.
+    const int tile_begin = std::max(begin, tile * kTileKeys), tile_end = std::min(end, (tile + 1) * kTileKeys);
+    const int first_key = tile_begin / kKeyMultiple * kKeyMultiple;
+    const int num_columns = static_cast<int>(round_up_to(tile_end - first_key, kKeyMultiple));
+    std::fill_n(k_rows_, num_columns, nullptr);
+    std::fill_n(v_rows_, num_columns, nullptr);
+    const int skipped = tile_begin - first_key;
+    faulty_ = gather_rows(p_, w.request, w.kv_head, tile_begin, tile_end, k_rows_ + skipped, v_rows_ + skipped);
+    ops_.pack_keys(keys_, k_rows_, num_columns, p_.head_dim_qk, dim_qk_, p_.kv_dtype);
+    ops_.pack_values(values_, v_rows_, num_columns, p_.head_dim_v, dim_v_, p_.kv_dtype);
+    for (int row = 0; row < w.num_rows; row += kRowBlock) {
+      attend(w, row, std::min(kRowBlock, w.num_rows - row), first_key, num_columns);
+    }
+  }
+  store(w);
+}
+
+// Rows in the compute type. A negative scale of the scores moves its sign here: the softmax wants it positive.
+void Kernel::load_queries(const Work& w) {
+  const float scale = p_.softmax_scale * scale_of(p_.k_scale, p_.k_scale_stride, w.kv_head);
+  for (int row = 0; row < w.num_rows; ++row) k_rows_[row] = query_row(p_, w, row);
+  ops_.load_rows(queries_, dim_qk_, k_rows_, w.num_rows, p_.head_dim_qk, dim_qk_, p_.dtype, scale < 0.f ? -1.f : 1.f);
+  scale_ = std::fabs(scale);
+}
+
+// One online softmax step of a block of rows over the columns of the packed tile that some of them see.
+void Kernel::attend(const Work& w, int first_row, int num_rows, int first_key, int num_columns) {
+  const KeyRange low = keys_of(p_, w.request, w.token(first_row));
+  const KeyRange high = keys_of(p_, w.request, w.token(first_row + num_rows - 1));
+  const int begin = std::max(low.begin - first_key, 0) / kKeyMultiple * kKeyMultiple;
+  const int end = std::min(static_cast<int>(round_up_to(std::max(high.end - first_key, 0), kKeyMultiple)), num_columns);
+  if (begin >= end) return;
+
+  // Every row sees every column when even the last row's first key and the first row's last key are outside.
+  const bool all_in_range = high.begin <= first_key + begin && low.end >= first_key + end;
+  const bool tree = p_.tree_mask && first_key + end > w.request.seqlen_k - w.request.seqlen_q;
+  const bool masked = !all_in_range || tree || faulty_;
+  if (masked) set_visible(w, first_row, num_rows, first_key + begin, end - begin, first_key);
+
+  const int element = ops_.element_size;
+  const char* queries = static_cast<const char*>(queries_) + static_cast<int64_t>(first_row) * dim_qk_ * element;
+  const char* keys = static_cast<const char*>(keys_) + static_cast<int64_t>(begin) * dim_qk_ * element;
+  const char* values = static_cast<const char*>(values_) + static_cast<int64_t>(begin) * kPanel * element;
+  float* acc = acc_ + static_cast<int64_t>(first_row) * dim_v_;
+  ops_.gemm(scores_, kTileKeys, queries, dim_qk_, keys, dim_qk_, num_rows, end - begin, dim_qk_, false);
+  ops_.softmax({.scores = scores_,
+                .ld_scores = kTileKeys,
+                .probs = probs_,
+                .ld_probs = kTileKeys,
+                .m = num_rows,
+                .n = end - begin,
+                .visible = masked ? visible_ : nullptr,
+                .ld_visible = kTileWords,
+                .scale = scale_,
+                .logit_cap = p_.logit_cap,
+                .row_max = row_max_ + first_row,
+                .row_sum = row_sum_ + first_row * kSumLanes,
+                .out = acc,
+                .ld_out = dim_v_,
+                .n_out = dim_v_});
+  ops_.gemm(acc, dim_v_, probs_, kTileKeys, values, num_columns, num_rows, dim_v_, end - begin, true);
+}
+
+// visible_[row]: bit j says that the row sees key `begin_key` + j.
+void Kernel::set_visible(const Work& w, int first_row, int num_rows, int begin_key, int num_columns, int first_key) {
+  for (int row = 0; row < num_rows; ++row) {
+    uint64_t* bits = visible_ + row * kTileWords;
+    const int token = w.token(first_row + row);
+    if (row > 0 && token == w.token(first_row + row - 1)) {  // another head of the same token
+      std::copy_n(bits - kTileWords, kTileWords, bits);
+      continue;
+    }
+    const KeyRange range = keys_of(p_, w.request, token);
+    set_bits(bits, kTileWords, range.begin - begin_key, std::min(range.end - begin_key, num_columns));
+    if (!p_.tree_mask && !faulty_) continue;
+    for (int key = std::max(range.begin, begin_key); key < std::min(range.end, begin_key + num_columns); ++key) {
+      const bool hidden = p_.tree_mask && !tree_allows(p_, w.request, token, key);
+      const int column = key - begin_key;
+      if (hidden || k_rows_[key - first_key] == nullptr) bits[column / 64] &= ~(uint64_t{1} << (column % 64));
+    }
+  }
+}
+
+void Kernel::store(const Work& w) {
+  constexpr float kLn2 = 0.6931471805599453f;
+  float* factors = row_max_;  // each is read before it is overwritten
+  void* rows[kMaxRows];
+  for (int row = 0; row < w.num_rows; ++row) {
+    float sum = 0.f;
+    for (int lane = 0; lane < kSumLanes; ++lane) sum += row_sum_[row * kSumLanes + lane];
+    factors[row] = finish_row(p_, w, row, row_max_[row] * kLn2, sum);
+    rows[row] = out_row(p_, w, row);
+  }
+  ops_.store_rows(rows, acc_, dim_v_, factors, w.num_rows, p_.head_dim_v, p_.dtype);
+}
+
+}  // namespace attnops::fmha::cpu

@@ -1,0 +1,184 @@
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <vector>
+
+#include "cpu/isa.h"
+#include "cpu/tile_ops.h"
+#include "fmha/checks.h"
+#include "fmha/cpu/kernel.h"
+#include "fmha/cpu/reference.h"
+
+namespace attnops::fmha {
+namespace {
+
+int num_tiles_of(int seqlen_q, int tile_q) { return seqlen_q > 0 ? ceil_div(seqlen_q, tile_q) : 0; }
+
+// The stable counting sort of scheduler/varlen_tiles.h.
+void fmha_plan_cpu(const Tensor& tile_order, const Tensor& cu_seqlens_q, const std::optional<Tensor>& cu_seqlens_k,
+                   const std::optional<Tensor>& cache_seqlens, int64_t tile_q, bool causal, int64_t window_left) {
+  const PlanParams p =
+      checked_plan_params(tile_order, cu_seqlens_q, cu_seqlens_k, cache_seqlens, tile_q, causal, window_left);
+  const auto for_each_tile = [&p](const auto& visit) {
+    for (int b = 0; b < p.geometry.num_requests; ++b) {
+      const int seqlen_q = p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b];
+      const int seqlen_k = p.cu_seqlens_k    ? p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b]
+                           : p.cache_seqlens ? p.cache_seqlens[b]
+                                             : seqlen_q;
+      for (int tile = 0; tile < num_tiles_of(seqlen_q, p.geometry.tile_q); ++tile) {
+        visit(b, tile, cost_bin(varlen_tile_cost(p.geometry, seqlen_q, seqlen_k, tile)));
+      }
+    }
+  };
+
+  int64_t first_of_bin[kCostBins + 1] = {};  // longest first: bin kCostBins - 1 comes at 0
+  for_each_tile([&](int, int, int bin) { ++first_of_bin[kCostBins - bin]; });
+  for (int i = 1; i <= kCostBins; ++i) first_of_bin[i] += first_of_bin[i - 1];
+  const int64_t num_tiles = first_of_bin[kCostBins];
+  if (num_tiles > p.max_tiles) {
+    fail("fmha_plan", "tile_order.shape[0] (max_tiles) must hold the " + std::to_string(num_tiles) +
+                          " tiles of cu_seqlens_q, got " + std::to_string(p.max_tiles));
+  }
+  for_each_tile([&](int request, int tile, int bin) {
+    int32_t* row = p.tile_order + 2 * first_of_bin[kCostBins - 1 - bin]++;
+    row[0] = request;
+    row[1] = tile;
+  });
+  std::fill(p.tile_order + 2 * num_tiles, p.tile_order + 2 * p.max_tiles, -1);
+}
+
+void check_bounds(const char* op, const char* name, const int32_t* bounds, int batch_size, int64_t limit) {
+  for (int b = 0; b <= batch_size; ++b) {
+    const int64_t low = b ? bounds[b - 1] : 0;
+    if (bounds[b] < low || bounds[b] > limit) {
+      fail(op, std::string(name) + "[" + std::to_string(b) + "] must be in [" + std::to_string(low) + ", " +
+                   std::to_string(limit) + "], got " + std::to_string(bounds[b]));
+    }
+  }
+}
+
+// What a GPU kernel cannot afford to ask: the CPU sees the lengths and the plan, so a wrong one is an error at once.
+void check_lengths_and_plan(const char* op, const Params& p) {
+  check_bounds(op, "cu_seqlens_q", p.cu_seqlens_q, p.batch_size, p.num_q_tokens);
+  if (!p.paged) check_bounds(op, "cu_seqlens_k", p.cu_seqlens_k, p.batch_size, p.num_k_tokens);
+  int64_t expected = 0, found = 0;
+  for (int b = 0; b < p.batch_size; ++b) {
+    const int seqlen_q = p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b];
+    expected += num_tiles_of(seqlen_q, p.tile_q);
+    if (p.tree_mask && seqlen_q > 8 * p.tree_mask_bytes) {
+      fail(op, "tree_mask.shape[1] (mask_bytes) must be at least " + std::to_string(ceil_div(seqlen_q, 8)) +
+                   " (one bit per query token of request " + std::to_string(b) + "), got " +
+                   std::to_string(p.tree_mask_bytes));
+    }
+    if (!p.paged || !p.report) continue;
+    const int64_t limit = p.page_table.num_cells(b) * p.page_table.page_size;
+    if (p.cache_seqlens[b] > limit) {
+      record_fault(p.report, {ReportOp::kFmhaPaged, ReportKind::kLength, b, 0, p.cache_seqlens[b], limit + 1});
+    }
+  }
+  for (int64_t i = 0; i < p.num_tiles; ++i) {
+    const int request = p.tile_order[2 * i], tile = p.tile_order[2 * i + 1];
+    if (request == -1) continue;
+    const bool exists = request >= 0 && request < p.batch_size && tile >= 0 &&
+                        tile < num_tiles_of(p.cu_seqlens_q[request + 1] - p.cu_seqlens_q[request], p.tile_q);
+    if (!exists) found = -1;
+    if (!exists) break;
+    ++found;
+  }
+  if (found != expected) {
+    fail(op, "tile_order is not the plan of these cu_seqlens_q with tile_q " + std::to_string(p.tile_q) + ": " +
+                 (found < 0 ? std::string("a tile outside the batch") : std::to_string(found) + " tiles") +
+                 ", expected " + std::to_string(expected));
+  }
+}
+
+// Rows behind the last request belong to nobody: padding of a captured batch. They must not stay garbage.
+void clear_padding(const Params& p) {
+  const int64_t row_bytes = static_cast<int64_t>(p.head_dim_v) * size_of(p.dtype);
+  for (int64_t token = p.cu_seqlens_q[p.batch_size]; token < p.num_q_tokens; ++token) {
+    for (int head = 0; head < p.num_q_heads; ++head) {
+      const int64_t offset = token * p.out_stride_token + head * p.out_stride_head;
+      std::fill_n(static_cast<char*>(p.out) + offset * size_of(p.dtype), row_bytes, 0);
+      if (p.lse) p.lse[token * p.num_q_heads + head] = -INFINITY;
+    }
+  }
+}
+
+void run(const char* op, const Params& p) {
+  check_lengths_and_plan(op, p);
+  clear_padding(p);
+  const attnops::cpu::TileOps* ops = attnops::cpu::tile_ops(attnops::cpu::current_isa(), p.dtype);
+  const int64_t items = cpu::num_items(p);
+  std::atomic<int64_t> next{0};  // the plan puts long tiles first: whoever is free takes the next
+  const int64_t threads = std::min<int64_t>(torch::stable::get_num_threads(), items);
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+    cpu::Work work;
+    if (ops == nullptr) {
+      for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < items;) {
+        if (cpu::work_of(p, item, work)) cpu::run_reference(p, work);
+      }
+      return;
+    }
+    const attnops::cpu::TileScope scope(*ops);
+    cpu::Kernel kernel(p, *ops);
+    for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < items;) {
+      if (cpu::work_of(p, item, work)) kernel.run(work);
+    }
+  });
+}
+
+void fmha_varlen_cpu(const Tensor& out, const std::optional<Tensor>& lse, const Tensor& q, const Tensor& k,
+                     const Tensor& v, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, const Tensor& tile_order,
+                     int64_t tile_q, double softmax_scale, bool causal, int64_t window_left, int64_t window_right,
+                     double logit_cap, const std::optional<Tensor>& sinks, const std::optional<Tensor>& tree_mask,
+                     const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
+                     const std::optional<Tensor>& report) {
+  const Arguments arguments{"fmha_varlen",
+                            "k",
+                            "v",
+                            out,
+                            lse,
+                            q,
+                            k,
+                            v,
+                            cu_seqlens_q,
+                            tile_order,
+                            tile_q,
+                            softmax_scale,
+                            causal,
+                            window_left,
+                            window_right,
+                            logit_cap,
+                            sinks,
+                            tree_mask,
+                            k_scale,
+                            v_scale,
+                            report};
+  run("fmha_varlen", Checker(arguments).ragged(cu_seqlens_k));
+}
+
+void fmha_paged_cpu(const Tensor& out, const std::optional<Tensor>& lse, const Tensor& q, const Tensor& k_pages,
+                    const Tensor& v_pages, const Tensor& page_table, const std::optional<Tensor>& kv_indptr,
+                    const Tensor& cache_seqlens, const Tensor& cu_seqlens_q, const Tensor& tile_order, int64_t tile_q,
+                    double softmax_scale, bool causal, int64_t window_left, int64_t window_right, double logit_cap,
+                    const std::optional<Tensor>& sinks, const std::optional<Tensor>& tree_mask,
+                    const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
+                    const std::optional<Tensor>& report) {
+  const Arguments arguments{"fmha_paged", "k_pages",    "v_pages",  out,       lse,           q,       k_pages,
+                            v_pages,      cu_seqlens_q, tile_order, tile_q,    softmax_scale, causal,  window_left,
+                            window_right, logit_cap,    sinks,      tree_mask, k_scale,       v_scale, report};
+  run("fmha_paged", Checker(arguments).paged(page_table, kv_indptr, cache_seqlens));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(attnops, CPU, m) {
+  m.impl("fmha_plan", TORCH_BOX(&fmha_plan_cpu));
+  m.impl("fmha_varlen", TORCH_BOX(&fmha_varlen_cpu));
+  m.impl("fmha_paged", TORCH_BOX(&fmha_paged_cpu));
+}
+
+}  // namespace attnops::fmha

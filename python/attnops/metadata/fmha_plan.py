@@ -1,0 +1,56 @@
+"""Plan of the ragged attention ops: the order in which the query tiles of a batch are started."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+DEFAULT_TILE_Q = 64  # with a group of 4, as many rows as the kernels carry over one packed tile of keys
+
+
+@dataclasses.dataclass(frozen=True)
+class FmhaPlan:
+    """Plan of `ops.fmha_varlen` and `ops.fmha_paged`: allocated once for a limit, filled on the device at every step by
+    `ops.fmha_plan`, used by every layer of that step. Its tensor never moves, so a CUDA graph may hold all calls."""
+
+    tile_q: int
+    causal: bool
+    window_left: int
+    tile_order: Tensor  # int32 [max_tiles, 2]: (request, query tile of it), longest first; the rest is (-1, -1)
+
+    @property
+    def key(self) -> dict[str, int]:
+        """What a call must agree with."""
+        return {"causal": self.causal, "window_left": self.window_left}
+
+    @classmethod
+    def allocate(
+        cls,
+        max_num_tokens: int,
+        max_batch_size: int,
+        *,
+        causal: bool = True,
+        window_left: int = -1,
+        tile_q: int = DEFAULT_TILE_Q,
+        device: torch.device | str = "cpu",
+    ) -> FmhaPlan:
+        """Allocate a plan.
+
+        Args:
+            max_num_tokens, max_batch_size: Rows of q, and requests, of the largest batch that the plan will describe.
+            causal, window_left: Of the calls that use the plan: they decide which tiles are long. A window on one side
+                and none on the other layer take two plans.
+            tile_q: Query tokens per tile.
+
+        Raises:
+            ValueError: `tile_q` or a limit is out of range.
+        """
+        if not 1 <= tile_q <= 1024:
+            raise ValueError(f"tile_q must be in [1, 1024], got {tile_q}")
+        if max_num_tokens < 0 or max_batch_size < 0:
+            raise ValueError(f"limits must not be negative, got {max_num_tokens} tokens, {max_batch_size} requests")
+        max_tiles = -(-max_num_tokens // tile_q) + max_batch_size
+        tile_order = torch.full((max_tiles, 2), -1, dtype=torch.int32, device=device)
+        return cls(tile_q=tile_q, causal=causal, window_left=window_left, tile_order=tile_order)

@@ -1,0 +1,259 @@
+"""Attention of ragged batches: prefill over ragged keys, and prefill or extend over paged keys with a prefix."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from attnops.metadata.fmha_plan import FmhaPlan
+from attnops.metadata.plan import check_plan_key
+
+
+def fmha_plan(
+    plan: FmhaPlan, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, cache_seqlens: Tensor | None = None
+) -> None:
+    """Order a batch's query tiles, longest first, from the lengths alone, on the device.
+
+    Args:
+        plan: Allocated by `FmhaPlan.allocate`; `tile_order` is rewritten.
+        cu_seqlens_q: int32 ``[B + 1]``: request b owns query tokens ``[cu_seqlens_q[b], cu_seqlens_q[b + 1])``.
+        cu_seqlens_k: int32 ``[B + 1]``, of `fmha_varlen`'s keys; or
+        cache_seqlens: int32 ``[B]``, of `fmha_paged`'s. Neither: as many keys as queries.
+
+    Raises:
+        RuntimeError: naming the argument that does not fit; on the CPU also when the plan is too small for the batch.
+
+    Source: longest processing time first (Graham 1969) over binned costs, a stable counting sort.
+    """
+    torch.ops.attnops.fmha_plan(
+        plan.tile_order, cu_seqlens_q, cu_seqlens_k, cache_seqlens, plan.tile_q, plan.causal, plan.window_left
+    )
+
+
+def _destinations(
+    q: Tensor, head_dim_v: int, out: Tensor | None, lse: Tensor | None, return_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    if out is None:
+        out = q.new_empty(q.shape[0], q.shape[1], head_dim_v)
+    if lse is None and return_lse:
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    return out, lse
+
+
+def fmha_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    plan: FmhaPlan,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window_left: int = -1,
+    window_right: int = -1,
+    logit_cap: float = 0.0,
+    sinks: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    return_lse: bool = False,
+    report: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of every request of a ragged batch over its own ragged keys.
+
+    Args:
+        q: ``[T, H_q, D_qk]`` (float32, float16, bfloat16). Its last dim is dense, other strides are free, as in k, v,
+            out: slices of a fused projection pass as they are. Both head dims are multiples of 8 in [32, 256].
+        k, v: ``[T_k, H_kv, D_qk]``, ``[T_k, H_kv, D_v]`` in q's dtype or both float8_e4m3fn; ``H_q`` is a multiple of
+            ``H_kv``, query head h uses KV head ``h // (H_q / H_kv)``.
+        cu_seqlens_q, cu_seqlens_k: int32 ``[B + 1]``: where each request's queries and keys begin. Empty requests are
+            legal. Rows of q behind the last request are padding: not read, zeros and ``-inf`` in the results.
+        plan: Made by `fmha_plan` for these lengths.
+        softmax_scale: Multiplies ``<q, k>``; ``1 / sqrt(D_qk)`` when None.
+        causal: Bottom-right aligned: query i of S_q sees keys up to ``S_k - S_q + i``, its position p.
+        window_left, window_right: Keys at positions ``[p - window_left, p + window_right]``; -1: off.
+        logit_cap: ``cap * tanh(score / cap)`` on scaled scores; 0: off.
+        sinks: float32 ``[H_q]``, one more logit per head, with no value; `lse` leaves it out.
+        tree_mask: uint8 ``[T, >= ceil(max S_q / 8)]``, little-endian bits: query i sees new token j of its request when
+            bit j is set, in place of the causal rule; keys before the new tokens stay visible. Windows apply too.
+        k_scale, v_scale: float32 ``[1]`` or ``[H_kv]``: real value = stored x scale.
+        out: Destination ``[T, H_q, D_v]`` in q's dtype; allocated when None.
+        lse: float32 destination ``[T, H_q]``, contiguous, written when given; allocated when None and `return_lse`.
+        report: int32 ``[8]`` of the checked mode (core/report.h).
+
+    Returns:
+        ``(out, lse)``, lse natural log, None unless asked for. A row that sees no key has ``out = 0``, ``lse = -inf``.
+        A request's bits do not depend on the rest of the batch.
+
+    Raises:
+        ValueError: the plan was allocated for another geometry.
+        RuntimeError: naming the argument whose shape, dtype, stride, device or range does not fit; on the CPU also when
+            the plan is not the one of these `cu_seqlens_q`.
+
+    Source: the online softmax of FlashAttention-2 (arXiv:2307.08691), with the rarely moving reference of
+    FlashAttention-4.
+    """
+    check_plan_key(plan, {"causal": causal, "window_left": window_left})
+    out, lse = _destinations(q, v.shape[-1], out, lse, return_lse)
+    torch.ops.attnops.fmha_varlen(
+        out,
+        lse,
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        plan.tile_order,
+        plan.tile_q,
+        1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale,
+        causal,
+        window_left,
+        window_right,
+        logit_cap,
+        sinks,
+        tree_mask,
+        k_scale,
+        v_scale,
+        report,
+    )
+    return out, lse
+
+
+def fmha_paged(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    cu_seqlens_q: Tensor,
+    plan: FmhaPlan,
+    *,
+    kv_indptr: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window_left: int = -1,
+    window_right: int = -1,
+    logit_cap: float = 0.0,
+    sinks: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    return_lse: bool = False,
+    report: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of every request's new tokens over its whole paged cache: prefill and extend with a prefix.
+
+    Args:
+        q: ``[T, H_q, D_qk]``; the new tokens of a request are its last ones. As in `fmha_varlen`.
+        k_pages, v_pages: ``[P, page_size, H_kv, D_qk]``, ``[P, page_size, H_kv, D_v]`` in q's dtype or both
+            float8_e4m3fn, last dim dense, any other strides, any page size. The new tokens are stored already
+            (`ops.store_kv`).
+        page_table: int32 ``[B, max_pages]``; or, with `kv_indptr`, the flat ``[num_indices]``. Cells beyond a request's
+            length, or before every window, are not read.
+        cache_seqlens: int32 ``[B]``, the new tokens included; below zero counts as zero.
+        cu_seqlens_q: int32 ``[B + 1]``: where each request's queries begin.
+        plan: Made by `fmha_plan` for these lengths.
+        kv_indptr: int32 ``[B + 1]``: request b owns the cells ``[kv_indptr[b], kv_indptr[b + 1])`` of `page_table`.
+        report: int32 ``[8]`` of the checked mode: page indices outside the pool and lengths beyond the table are
+            recorded there, and skipped.
+
+        The other arguments, results and errors are those of `fmha_varlen`.
+    """
+    check_plan_key(plan, {"causal": causal, "window_left": window_left})
+    out, lse = _destinations(q, v_pages.shape[-1], out, lse, return_lse)
+    torch.ops.attnops.fmha_paged(
+        out,
+        lse,
+        q,
+        k_pages,
+        v_pages,
+        page_table,
+        kv_indptr,
+        cache_seqlens,
+        cu_seqlens_q,
+        plan.tile_order,
+        plan.tile_q,
+        1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale,
+        causal,
+        window_left,
+        window_right,
+        logit_cap,
+        sinks,
+        tree_mask,
+        k_scale,
+        v_scale,
+        report,
+    )
+    return out, lse
+
+
+@torch.library.register_fake("attnops::fmha_plan")
+def _(
+    tile_order: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    cache_seqlens: Tensor | None,
+    tile_q: int,
+    causal: bool = True,
+    window_left: int = -1,
+) -> None:
+    return None
+
+
+@torch.library.register_fake("attnops::fmha_varlen")
+def _(
+    out: Tensor,
+    lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    tile_order: Tensor,
+    tile_q: int,
+    softmax_scale: float,
+    causal: bool = True,
+    window_left: int = -1,
+    window_right: int = -1,
+    logit_cap: float = 0.0,
+    sinks: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    report: Tensor | None = None,
+) -> None:
+    return None
+
+
+@torch.library.register_fake("attnops::fmha_paged")
+def _(
+    out: Tensor,
+    lse: Tensor | None,
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    kv_indptr: Tensor | None,
+    cache_seqlens: Tensor,
+    cu_seqlens_q: Tensor,
+    tile_order: Tensor,
+    tile_q: int,
+    softmax_scale: float,
+    causal: bool = True,
+    window_left: int = -1,
+    window_right: int = -1,
+    logit_cap: float = 0.0,
+    sinks: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    report: Tensor | None = None,
+) -> None:
+    return None

@@ -1,0 +1,101 @@
+"""attnops::fmha_plan: every tile once, longest first, stable within a bin, as csrc/scheduler/varlen_tiles.h says."""
+
+import pytest
+import torch
+from attnops import _scheduler, ops
+from attnops.metadata import FmhaPlan
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def bounds(lengths, device="cpu"):
+    return torch.tensor([0, *lengths], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+
+
+def expected_order(seqlens_q, seqlens_k, tile_q, causal, window_left):
+    """Sorted in Python: (request, tile) by falling cost bin, ties as they come."""
+    tiles = []
+    for request, (seqlen_q, seqlen_k) in enumerate(zip(seqlens_q, seqlens_k, strict=True)):
+        for tile in range(-(-seqlen_q // tile_q)):
+            first, last = tile * tile_q, min((tile + 1) * tile_q, seqlen_q) - 1
+            offset = seqlen_k - seqlen_q
+            end = min(offset + last + 1, seqlen_k) if causal else seqlen_k
+            begin = 0 if window_left < 0 else max(offset + first - window_left, 0)
+            tiles.append((_scheduler.cost_bin(max(end - begin, 1)), request, tile))
+    return [(request, tile) for _, request, tile in sorted(tiles, key=lambda t: -t[0])]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window_left", [-1, 0, 100])
+@pytest.mark.parametrize("tile_q", [1, 16, 64])
+def test_order(causal, window_left, tile_q, device):
+    seqlens_q, seqlens_k = [5, 0, 300, 64, 65, 1], [900, 3, 300, 64, 10, 0]
+    plan = FmhaPlan.allocate(
+        500, len(seqlens_q) + 2, causal=causal, window_left=window_left, tile_q=tile_q, device=device
+    )
+    ops.fmha_plan(plan, bounds(seqlens_q, device), bounds(seqlens_k, device))
+    order = [tuple(row) for row in plan.tile_order.tolist()]
+    expected = expected_order(seqlens_q, seqlens_k, tile_q, causal, window_left)
+    assert order[: len(expected)] == expected
+    assert set(order[len(expected) :]) == {(-1, -1)}
+
+    again = FmhaPlan.allocate(
+        500, len(seqlens_q) + 2, causal=causal, window_left=window_left, tile_q=tile_q, device=device
+    )
+    lengths = torch.tensor(seqlens_k, dtype=torch.int32, device=device)
+    ops.fmha_plan(again, bounds(seqlens_q, device), cache_seqlens=lengths)
+    assert torch.equal(plan.tile_order, again.tile_order)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_keys_default_to_queries_and_a_plan_is_used_again(device):
+    plan = FmhaPlan.allocate(1000, 3, device=device)
+    for lengths in ([700, 100, 200], [64], [], [0, 0], [1, 999]):
+        ops.fmha_plan(plan, bounds(lengths, device))
+        expected = expected_order(lengths, lengths, plan.tile_q, True, -1)
+        order = [tuple(row) for row in plan.tile_order.tolist()]
+        assert order == expected + [(-1, -1)] * (len(order) - len(expected))
+
+
+def test_limits():
+    with pytest.raises(ValueError, match=r"tile_q must be in \[1, 1024\], got 0"):
+        FmhaPlan.allocate(10, 1, tile_q=0)
+    with pytest.raises(ValueError, match="limits must not be negative, got -1 tokens, 1 requests"):
+        FmhaPlan.allocate(-1, 1)
+    plan = FmhaPlan.allocate(64, 1)
+    with pytest.raises(RuntimeError, match=r"fmha_plan: tile_order\.shape\[0\] \(max_tiles\) must hold the 3 tiles"):
+        ops.fmha_plan(plan, bounds([129]))
+
+
+def test_errors():
+    plan = FmhaPlan.allocate(64, 2)
+    queries, keys, lengths = bounds([3, 4]), bounds([5, 6]), torch.tensor([5, 6], dtype=torch.int32)
+
+    def fails(pattern, *args, order=plan.tile_order, tile_q=64, window_left=-1):
+        with pytest.raises(RuntimeError, match="fmha_plan: " + pattern):
+            torch.ops.attnops.fmha_plan(order, *args, tile_q, True, window_left)
+
+    fails("cu_seqlens_q must have dtype int32, got int64", queries.long(), None, None)
+    fails("cu_seqlens_q must have 1 dimensions, got 2", queries.view(1, -1), None, None)
+    fails(r"cu_seqlens_q\.shape\[0\] \(batch_size \+ 1\) must be at least 1", queries[:0], None, None)
+    fails("cu_seqlens_q must be contiguous", bounds([1, 2, 3, 4])[::2], None, None)
+    fails(r"cu_seqlens_k\.shape\[0\] \(batch_size \+ 1\) must be 3 as in cu_seqlens_q, got 2", queries, keys[:2], None)
+    fails("cu_seqlens_k must have dtype int32, got float32", queries, keys.float(), None)
+    fails(r"cache_seqlens\.shape\[0\] \(batch_size\) must be 2 as in cu_seqlens_q, got 1", queries, None, lengths[:1])
+    fails("cache_seqlens must have dtype int32, got int64", queries, None, lengths.long())
+    fails("cu_seqlens_k and cache_seqlens exclude each other, got both", queries, keys, lengths)
+    fails(r"tile_q must be in \[1, 1024\], got 0", queries, None, None, tile_q=0)
+    fails(r"window_left must be in \[-1, 2147483647\], got -2", queries, None, None, window_left=-2)
+    fails("tile_order must have dtype int32, got int64", queries, None, None, order=plan.tile_order.long())
+    fails(r"tile_order\.shape\[1\] .* must be 2", queries, None, None, order=plan.tile_order[:, :1].contiguous())
+    fails("tile_order must be contiguous", queries, None, None, order=torch.zeros(2, 9, dtype=torch.int32).t())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_schema(device):
+    plan = FmhaPlan.allocate(64, 2, device=device)
+    lengths = torch.tensor([3, 40], dtype=torch.int32, device=device)
+    op = torch.ops.attnops.fmha_plan.default
+    torch.library.opcheck(op, (plan.tile_order, bounds([3, 4], device), None, lengths, 16, True, 5))
+    torch.library.opcheck(op, (plan.tile_order, bounds([3, 4], device), bounds([3, 9], device), None, 16, False, -1))

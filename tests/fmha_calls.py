@@ -1,0 +1,67 @@
+"""Plan and run the fmha ops on a problem of `problems.py`, and compare with float64."""
+
+from __future__ import annotations
+
+import torch
+from attnops import ops
+from attnops.metadata import FmhaPlan
+from checks import MAX_RELATIVE_ERROR, assert_attention_close, assert_lse_close
+from problems import PagedProblem, RaggedProblem
+from torch import Tensor
+
+
+def plan_of(problem: RaggedProblem | PagedProblem, *, causal=True, window_left=-1, tile_q=64, spare=0) -> FmhaPlan:
+    """A filled plan; `spare`: more tokens than needed, so that the order ends with (-1, -1)."""
+    batch = problem.cu_seqlens_q.numel() - 1
+    plan = FmhaPlan.allocate(
+        problem.q.shape[0] + spare,
+        batch,
+        causal=causal,
+        window_left=window_left,
+        tile_q=tile_q,
+        device=problem.q.device,
+    )
+    if isinstance(problem, PagedProblem):
+        ops.fmha_plan(plan, problem.cu_seqlens_q, cache_seqlens=problem.cache_seqlens)
+    else:
+        ops.fmha_plan(plan, problem.cu_seqlens_q, problem.cu_seqlens_k)
+    return plan
+
+
+def run(problem: RaggedProblem | PagedProblem, *, csr=False, tile_q=64, spare=0, **options) -> tuple[Tensor, Tensor]:
+    """(out, lse) of `fmha_varlen` or `fmha_paged`."""
+    options = {"k_scale": problem.k_scale, "v_scale": problem.v_scale, "return_lse": True, **options}
+    causal, window_left = options.get("causal", True), options.get("window_left", -1)
+    plan = plan_of(problem, causal=causal, window_left=window_left, tile_q=tile_q, spare=spare)
+    if isinstance(problem, PagedProblem):
+        return ops.fmha_paged(
+            problem.q,
+            problem.k_pages,
+            problem.v_pages,
+            problem.kv_indices if csr else problem.page_table,
+            problem.cache_seqlens,
+            problem.cu_seqlens_q,
+            plan,
+            kv_indptr=problem.kv_indptr if csr else None,
+            **options,
+        )
+    return ops.fmha_varlen(problem.q, problem.k, problem.v, problem.cu_seqlens_q, problem.cu_seqlens_k, plan, **options)
+
+
+def assert_right(problem: RaggedProblem | PagedProblem, bound: float | None = None, **options) -> None:
+    """out and lse of `run` against the reference on the stored values."""
+    out, lse = run(problem, **options)
+    reference_options = {k: v for k, v in options.items() if k not in {"csr", "tile_q", "spare"}}
+    expected_out, expected_lse = problem.expected(
+        **{k: v.cpu() if isinstance(v, Tensor) else v for k, v in reference_options.items()}
+    )
+    assert_attention_close(out.cpu(), expected_out, problem.q.dtype, bound)
+    assert_lse_close(lse.cpu(), expected_lse)
+
+
+def assert_same_bits(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> None:
+    for left, right in zip(a, b, strict=True):
+        assert torch.equal(left, right), f"{(left != right).sum().item()} of {left.numel()} elements differ"
+
+
+__all__ = ["MAX_RELATIVE_ERROR", "assert_right", "assert_same_bits", "plan_of", "run"]
