@@ -15,6 +15,7 @@ const TileOps& avx2_tile_ops() {
                                    .pack_keys = &pack_keys_as_floats,
                                    .pack_values = &pack_values_as_floats,
                                    .gemm = &gemm_floats<6, 1>,
+                                   .transpose = &transpose_floats,
                                    .softmax = &softmax<StoreFloat>,
                                    .store_rows = &store_rows};
   return kOps;

@@ -92,6 +92,7 @@ const TileOps& avx512bf16_tile_ops() {
                                    .pack_keys = &pack_keys_as_bf16,
                                    .pack_values = &pack_values_as_bf16,
                                    .gemm = &gemm_bf16,
+                                   .transpose = &transpose_floats,
                                    .softmax = &softmax<StoreBf16>,
                                    .store_rows = &store_rows};
   return kOps;

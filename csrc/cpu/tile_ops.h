@@ -70,6 +70,9 @@ struct TileOps {
   void (*gemm)(float* c, int64_t ldc, const void* a, int64_t lda, const void* b, int64_t panel_rows, int m, int n,
                int k, bool accumulate);
 
+  // dst[n, m] = transposed src[m, n]; m and n are multiples of kPanel.
+  void (*transpose)(float* dst, int64_t ld_dst, const float* src, int64_t ld_src, int m, int n);
+
   void (*softmax)(const SoftmaxTile& tile);
 
   // rows[i][0..n) = factors[i] * acc[i][0..n), rounded once to dtype float32, float16 or bfloat16. A factor of zero

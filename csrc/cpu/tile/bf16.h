@@ -74,8 +74,9 @@ void pack_values_from(uint16_t* dst, const void* const* rows, int n, int d_value
   }
   const __m512i low = _mm512_load_si512(interleave[0]), high = _mm512_load_si512(interleave[1]);
   const int64_t panel_size = static_cast<int64_t>(n) * kPanel;
-  for (int j = 0; j < n; j += kPair) {
-    for (int d = 0; d < d_padded; d += 32) {
+  // Panel by panel: panels lie a power of two apart, and a row's cells in all of them would share a cache set.
+  for (int d = 0; d < d_padded; d += 32) {
+    for (int j = 0; j < n; j += kPair) {
       __m512i x[kPair];
       for (int i = 0; i < kPair; ++i) {
         const bool exists = rows[j + i] != nullptr && d < d_values;

@@ -35,8 +35,8 @@ void pack_keys_as_floats(void* dst, const void* const* rows, int n, int k, int k
 
 template <DType kType>
 void pack_values_as(float* dst, const void* const* rows, int n, int d_values, int d_padded) {
-  for (int j = 0; j < n; ++j) {
-    for (int d = 0; d < d_padded; d += Vec::kWidth) {
+  for (int d = 0; d < d_padded; d += Vec::kWidth) {  // panel by panel: see pack_values_from in bf16.h
+    for (int j = 0; j < n; ++j) {
       float* cell = dst + (static_cast<int64_t>(d / kPanel) * n + j) * kPanel + d % kPanel;
       const bool exists = rows[j] != nullptr && d < d_values;
       Vec::store(cell, exists ? Vec::load_as<kType>(rows[j], d, d_values - d) : Vec::zero());

@@ -56,5 +56,18 @@ void store_rows(void* const* rows, const float* acc, int64_t ld, const float* fa
   }
 }
 
+void transpose_floats(float* dst, int64_t ld_dst, const float* src, int64_t ld_src, int m, int n) {
+  for (int i = 0; i < m; i += Vec::kWidth) {
+    for (int j = 0; j < n; j += Vec::kWidth) {
+      Vec::F cells[Vec::kWidth];
+#pragma GCC unroll 16
+      for (int r = 0; r < Vec::kWidth; ++r) cells[r] = Vec::load(src + (i + r) * ld_src + j);
+      Vec::transpose(cells);
+#pragma GCC unroll 16
+      for (int r = 0; r < Vec::kWidth; ++r) Vec::store(dst + (j + r) * ld_dst + i, cells[r]);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace attnops::cpu
