@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
-from attnops import ops
+from attnops import ops, reference
 from attnops.metadata.plan import MlaDecodePlan
+from problems import HUGE_INDEX, poisoned, write_tokens
 from torch import Tensor
 
 SCALE = 0.07  # softmax_scale: scores of random latents then have a standard deviation near 1.7
@@ -15,6 +17,22 @@ SCALE = 0.07  # softmax_scale: scores of random latents then have a standard dev
 def queries(problem) -> Tensor:
     """[B, S_q, H_q, 576], one query token per request when there is no request."""
     return problem.q_by_request if problem.batch_size else problem.q.unsqueeze(1)
+
+
+def repaged(problem, page_size: int):
+    """The same tokens in pages of another size, in backward order. The CSR form is left as it was."""
+    lengths = problem.cache_seqlens.tolist()
+    counts = [-(-length // page_size) for length in lengths]
+    pages = poisoned((sum(counts), page_size, problem.kv_pages.shape[-1]), problem.kv_pages.dtype)
+    table = torch.full((len(lengths), max(counts) + 1), HUGE_INDEX, dtype=torch.int32)
+    last = sum(counts)
+    for request, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        stored = reference.gather_tokens(problem.kv_pages, problem.page_table, request, length)
+        table[request, :count] = torch.arange(last - 1, last - 1 - count, -1, dtype=torch.int32)
+        token = torch.arange(length)
+        write_tokens(pages, table[request].long()[token // page_size], token % page_size, stored)
+        last -= count
+    return dataclasses.replace(problem, kv_pages=pages, page_table=table)
 
 
 def plan_for(

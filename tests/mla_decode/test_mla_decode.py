@@ -6,7 +6,7 @@ import pytest
 import torch
 from attnops import ops
 from checks import MAX_RELATIVE_ERROR_FP8, assert_attention_close, assert_lse_close
-from mla_calls import SCALE, decode, plan_for
+from mla_calls import SCALE, decode, plan_for, repaged
 from problems import FP8, mla_problem, random_tree_mask
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -205,6 +205,17 @@ def test_csr_is_the_matrix_bit_for_bit(device):
     problem = mla_problem(RAGGED, 2, num_q_heads=7, page_size=3).to(device)
     for matrix, csr in zip(decode(problem), decode(problem, csr=True), strict=True):
         assert torch.equal(matrix, csr)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_do_not_depend_on_the_pages(isa, dtype, kv_dtype):
+    """Pages of 64 rows are multiplied where they lie, pages of 3 are gathered first."""
+    problem = mla_problem([300, 64], 2, num_q_heads=21, dtype=dtype, kv_dtype=kv_dtype)
+    out, lse = decode(problem)
+    for page_size in (3, 32, 96):
+        moved_out, moved_lse = decode(repaged(problem, page_size))
+        assert torch.equal(moved_out, out) and torch.equal(moved_lse, lse)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -14,6 +14,7 @@
 namespace attnops::mla_decode::cpu {
 namespace {
 
+using attnops::cpu::kPanel;
 using attnops::cpu::kRowMultiple;
 using attnops::cpu::kSumLanes;
 using attnops::cpu::SoftmaxTile;
@@ -27,15 +28,21 @@ constexpr int kStepKeys = kStepTiles * kPlanTileTokens;
 constexpr int kScalesPerRow = 4;  // of a 656-byte row
 constexpr int kValuesPerScale = kHeadDimV / kScalesPerRow;
 
-static_assert(kPlanRows % kRowMultiple == 0);
+// Keys that one product takes straight from the pool, when their rows follow one another there.
+constexpr int kRunKeys = kRowMultiple;
+constexpr int kStepRuns = kStepKeys / kRunKeys;
+
+static_assert(kPlanRows % kRowMultiple == 0 && kPlanTileTokens % kRunKeys == 0);
 
 // Everything that a thread needs for a piece. `float` is the largest element, the arrays fit every compute type.
 struct alignas(64) Scratch {
   float q[kPlanRows * kHeadDimQk];
+  float q_panels[kPlanRows * kHeadDimQk];
   float keys[kStepKeys * kHeadDimQk];
   float values[kStepKeys * kHeadDimV];
   float rows[kStepKeys * kHeadDimQk];  // dequantized 656-byte rows
   float scores[kPlanRows * kStepKeys];
+  float scores_by_key[kStepKeys * kPlanRows];
   float probs[kPlanRows * kStepKeys];
   float out[kPlanRows * kHeadDimV];
   float row_max[kPlanRows];
@@ -55,8 +62,11 @@ struct Step {
   const void* rows[kStepKeys];
   DType dtype;
   int num_keys;
+  int64_t row_stride;  // elements between the rows of a run
   bool any_visible, all_visible;
 };
+
+constexpr DType compute_dtype(const TileOps& ops) { return ops.element_size == 2 ? DType::kBFloat16 : DType::kFloat32; }
 
 // One 656-byte row into 576 elements of the compute type.
 void dequantize_row(const TileOps& ops, const uint8_t* row, void* dst) {
@@ -77,6 +87,7 @@ Step step_of(const Params& p, const Piece& piece, const TileOps& ops, int first_
   Step step;
   step.dtype = p.kv_dtype;
   step.num_keys = num_tiles * kPlanTileTokens;
+  step.row_stride = p.kv_stride_token;
   step.any_visible = false;
   step.all_visible = true;
   for (int t = 0; t < num_tiles; ++t) {
@@ -87,7 +98,8 @@ Step step_of(const Params& p, const Piece& piece, const TileOps& ops, int first_
     for (int i = 0; i < piece.num_rows; ++i) s.visible[i * kStepTiles + t] = tile.visible[i];
   }
   if (p.kv_dtype != DType::kUInt8) return step;
-  step.dtype = ops.element_size == 2 ? DType::kBFloat16 : DType::kFloat32;
+  step.dtype = compute_dtype(ops);
+  step.row_stride = kHeadDimQk;
   for (int k = 0; k < step.num_keys; ++k) {
     if (step.rows[k] == nullptr) continue;
     auto* row = reinterpret_cast<std::byte*>(s.rows) + static_cast<int64_t>(k) * kHeadDimQk * ops.element_size;
@@ -109,12 +121,54 @@ void load_queries(const Params& p, const Piece& piece, const TileOps& ops, float
   auto* rope_columns = reinterpret_cast<std::byte*>(s.q) + kHeadDimV * ops.element_size;
   ops.load_rows(s.q, kHeadDimQk, latent, rows, kHeadDimV, kHeadDimV, p.dtype, sign);
   ops.load_rows(rope_columns, kHeadDimQk, rope, rows, kHeadDimRope, kHeadDimRope, p.dtype, sign);
+
+  const void* loaded[kPlanRows];
+  for (int i = 0; i < rows; ++i) {
+    loaded[i] = reinterpret_cast<const std::byte*>(s.q) + static_cast<int64_t>(i) * kHeadDimQk * ops.element_size;
+  }
+  ops.pack_keys(s.q_panels, loaded, rows, kHeadDimQk, kHeadDimQk, compute_dtype(ops));
+}
+
+// Number of keys from `first` on whose rows follow one another at row_stride, in the compute type; a multiple of
+// kRunKeys.
+int run_length(const TileOps& ops, const Step& step, int first) {
+  if (step.dtype != compute_dtype(ops) || step.rows[first] == nullptr) return 0;
+  const auto* row = static_cast<const std::byte*>(step.rows[first]);
+  int length = 1;
+  while (first + length < step.num_keys &&
+         step.rows[first + length] == row + length * step.row_stride * ops.element_size) {
+    ++length;
+  }
+  return length / kRunKeys * kRunKeys;
+}
+
+// scores = Q K^T. Rows that lie in the pool as a matrix are one operand as they are: K Q^T with packed queries, then
+// a transposition, is cheaper than packing keys that are used once. Every score adds its products in the same order
+// either way, so the result does not depend on how a request's pages lie.
+void score(const Piece& piece, const TileOps& ops, const Step& step, Scratch& s) {
+  int runs[kStepRuns];
+  int covered = 0;
+  for (int i = 0; covered < step.num_keys; covered += runs[i++]) {
+    runs[i] = run_length(ops, step, covered);
+    if (runs[i] == 0) break;
+  }
+  if (covered < step.num_keys) {
+    ops.pack_keys(s.keys, step.rows, step.num_keys, kHeadDimQk, kHeadDimQk, step.dtype);
+    ops.gemm(s.scores, kStepKeys, s.q, kHeadDimQk, s.keys, kHeadDimQk, piece.num_rows, step.num_keys, kHeadDimQk,
+             false);
+    return;
+  }
+  const int columns = round_up(piece.num_rows, kPanel);
+  for (int i = 0, key = 0; key < step.num_keys; key += runs[i++]) {
+    ops.gemm(s.scores_by_key + key * columns, columns, step.rows[key], step.row_stride, s.q_panels, kHeadDimQk, runs[i],
+             columns, kHeadDimQk, false);
+  }
+  ops.transpose(s.scores, kStepKeys, s.scores_by_key, columns, step.num_keys, columns);
 }
 
 void attend(const Piece& piece, const TileOps& ops, const Step& step, float scale, float logit_cap, Scratch& s) {
   const int m = piece.num_rows, n = step.num_keys;
-  ops.pack_keys(s.keys, step.rows, n, kHeadDimQk, kHeadDimQk, step.dtype);
-  ops.gemm(s.scores, kStepKeys, s.q, kHeadDimQk, s.keys, kHeadDimQk, m, n, kHeadDimQk, false);
+  score(piece, ops, step, s);
   ops.softmax({.scores = s.scores,
                .ld_scores = kStepKeys,
                .probs = s.probs,
