@@ -59,6 +59,7 @@ class IntelAMXAttnBackend(AttentionBackend):
         logit_cap=True,
         sinks=True,
         tree_mask=True,
+        deterministic=True,
         cuda_graph=True,
     )
 
