@@ -53,8 +53,8 @@ inline BFloat16 from_float<BFloat16>(float x) {
   return {static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1)) >> 16)};
 }
 
-// Values beyond 448 saturate, as in the "satfinite" conversion of GPUs; NaN stays NaN. Selects, not branches, and
-// signed comparisons: loops over this vectorize.
+// Values beyond 448 saturate, as in the "satfinite" conversion of GPUs; NaN stays NaN. Selects instead of
+// branches that random data would mispredict.
 template <>
 inline Float8E4M3 from_float<Float8E4M3>(float x) {
   const int32_t bits = std::bit_cast<int32_t>(x);
