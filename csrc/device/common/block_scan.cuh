@@ -2,10 +2,15 @@
 
 namespace attnops {
 
-// The sum of `value` over all threads; `before` gets the sum over the threads before this one. Every thread of the
-// block must call it; the shared memory it uses is free again when it returns.
+// Sum of `value` over the threads before this one, and over all of them. Every thread of the block must call it; the
+// shared memory it uses is free again when it returns.
+template <typename T>
+struct BlockSum {
+  T before, total;
+};
+
 template <int kThreads, typename T>
-__device__ T block_exclusive_sum(T value, T* before) {
+__device__ BlockSum<T> block_exclusive_sum(T value) {
   static_assert(kThreads % 32 == 0 && kThreads <= 1024);
   constexpr int kWarps = kThreads / 32;
   __shared__ T warp_totals[kWarps];
@@ -29,8 +34,7 @@ __device__ T block_exclusive_sum(T value, T* before) {
   const T warps_before = __shfl_sync(~0u, warp_total, warp == 0 ? 0 : warp - 1);
   const T total = __shfl_sync(~0u, warp_total, kWarps - 1);
   __syncthreads();
-  *before = (warp == 0 ? T{0} : warps_before) + inclusive - value;
-  return total;
+  return {(warp == 0 ? T{0} : warps_before) + inclusive - value, total};
 }
 
 }  // namespace attnops

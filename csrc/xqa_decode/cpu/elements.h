@@ -13,9 +13,5 @@ struct BHalf {
   uint16_t bits;
 };
 
-struct E4M3 {
-  uint8_t bits;
-};
-
 }  // namespace
 }  // namespace attnops::xqa_decode::cpu

@@ -1,0 +1,33 @@
+#pragma once
+#include <cuda.h>
+
+#include <cstdint>
+
+// Copies from global to shared memory that do not pass through registers.
+namespace attnops::sm90 {
+
+// 16 bytes; zeros when `valid` is false, and then nothing is read.
+__device__ inline void copy16(uint32_t shared, const void* global, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+// Arrives at the barrier once all earlier copies of this thread have landed; counts as one of its arrivals.
+__device__ inline void arrive_after_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// One box of a 3-dimensional tensor map, by the copy engine; adds its bytes to the barrier's transaction.
+__device__ inline void copy_box(uint32_t shared, const CUtensorMap* map, uint32_t barrier, int x, int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
+      "[%2];" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+
+__device__ inline void prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+}  // namespace attnops::sm90

@@ -1,0 +1,67 @@
+#include "mla_decode/impls.h"
+
+#include <cuda_runtime_api.h>
+
+#include <initializer_list>
+#include <string>
+
+#include "core/impl_table.h"
+#include "device/common/launch.h"
+#include "device/common/vec.h"
+#include "mla_decode/sm90/launch.h"
+
+namespace attnops::mla_decode {
+namespace {
+
+// Compute capability times ten of the current device.
+int device_sm() {
+  int device = 0, major = 0, minor = 0;
+  check_cuda(cudaGetDevice(&device), "mla_decode");
+  check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "mla_decode");
+  check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "mla_decode");
+  return 10 * major + minor;
+}
+
+struct Impl {
+  const char* name;
+  Arch arch;
+  DType dtype;  // of q and of the pages
+  void (*launch)(const Params&, CUstream_st*);
+
+  std::string reject(const Params& p) const {
+    if (p.dtype != dtype) return std::string("takes q of ") + name_of(dtype) + ", got " + name_of(p.dtype);
+    if (p.kv_dtype != dtype) {
+      return std::string("takes kv_pages of ") + name_of(dtype) + ", got " + name_of(p.kv_dtype);
+    }
+    const int size = size_of(dtype);
+    if (!rows_aligned(p.q, size, 16, p.q_stride_request, p.q_stride_token, p.q_stride_head)) {
+      return "rows of q must start on 16-byte boundaries";
+    }
+    if (p.q_pe && !rows_aligned(p.q_pe, size, 16, p.q_pe_stride_request, p.q_pe_stride_token, p.q_pe_stride_head)) {
+      return "rows of q_pe must start on 16-byte boundaries";
+    }
+    if (!rows_aligned(p.kv_pages, size, 16, p.kv_stride_page, p.kv_stride_token)) {
+      return "rows of kv_pages must start on 16-byte boundaries";
+    }
+    const int sm = device_sm();
+    if (sm != static_cast<int>(arch)) {
+      return "runs on sm_" + std::to_string(static_cast<int>(arch)) + ", this device is sm_" + std::to_string(sm);
+    }
+    return "";
+  }
+};
+
+constexpr std::initializer_list<Impl> kImpls = {
+#if defined(ATTNOPS_HAS_SM90)
+    {"sm90_bf16", Arch::kSm90, DType::kBFloat16, &sm90::launch_bf16},
+    {"sm90_fp16", Arch::kSm90, DType::kFloat16, &sm90::launch_fp16},
+#endif
+};
+
+}  // namespace
+
+void launch(const Params& params, CUstream_st* stream) {
+  select_impl("mla_decode", kImpls, params).launch(params, stream);
+}
+
+}  // namespace attnops::mla_decode

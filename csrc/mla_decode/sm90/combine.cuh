@@ -1,0 +1,157 @@
+#pragma once
+#include <cmath>
+
+#include "core/report.h"
+#include "device/sm90/barrier.cuh"
+#include "device/sm90/wgmma.cuh"
+#include "mla_decode/sm90/pieces.cuh"
+
+// Merges the partial results of works that several parts share. A kernel of its own, as wide as there are rows and
+// columns: at batch 1 a single merging CTA would take longer than the attention. It is launched as a programmatic
+// dependent of the attention kernel, so that it finds its splits while that one still runs.
+namespace attnops::mla_decode::sm90 {
+
+inline constexpr int kCombineWarps = 8;
+
+// Splits of one work: the first at partial row `first`, the others at `second` + (i - 1) * step.
+struct Splits {
+  int count;
+  int64_t first, second;
+  int step;
+  bool overflow;  // batch-invariant mode, more cuts than the caller has room for
+
+  __device__ int64_t slot(int i) const { return i == 0 ? first : second + static_cast<int64_t>(i - 1) * step; }
+};
+
+// Every thread of the CTA gets the same answer.
+__device__ inline Splits find_splits(const Params& p, int work) {
+  const int works = works_of(p);
+  if (p.fixed_split_tokens > 0) {
+    const int request = work / works;
+    const int tiles = tiles_of(p, max_of(p.cache_seqlens[request], 0)).count;
+    const int cuts = ceil_div(tiles, p.fixed_split_tokens / kPlanTileTokens);
+    const int64_t first = first_cut(p, request, work % works, cuts);
+    return {cuts, first, first + 1, 1, first + cuts > p.num_partials};
+  }
+  __shared__ int count, first_slot, second_slot;
+  if (threadIdx.x == 0) count = 0;
+  __syncthreads();
+  for (int part = threadIdx.x; part < p.num_sm_parts; part += kCombineWarps * 32) {
+    const SplitKvEntry entry = entry_of(p, part);
+    const int last_work = last_work_of(entry);
+    if (last_work != work || last_work < entry.begin_work || entry.last_num_splits <= 1) continue;
+    const bool only_one = last_work == entry.begin_work;
+    if (only_one && entry.begin_split != 0) continue;  // the work began in an earlier part
+    count = entry.last_num_splits;
+    first_slot = partial_slot(part, only_one);
+    second_slot = partial_slot(part + 1, true);
+  }
+  __syncthreads();
+  return {count, first_slot, second_slot, 2, false};
+}
+
+__device__ inline float warp_max(float x) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, offset));
+  return x;
+}
+
+__device__ inline float warp_sum(float x) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+  return x;
+}
+
+// Warps that share a row: a function of the number of splits alone, so that a request's bits depend on nothing else.
+__device__ inline int warps_per_row(int splits) { return splits <= 4 ? 1 : splits <= 8 ? 2 : splits <= 16 ? 4 : 8; }
+
+// Grid: (works, blocks of rows, kColumnBlocks). A warp takes every so many splits of a row, 16 bytes a lane.
+template <typename T, int kColumnBlocks>
+__global__ void __launch_bounds__(kCombineWarps * 32)
+    mla_combine_kernel(const __grid_constant__ Params p, int rows_per_block, bool aligned) {
+  constexpr int kVecs = 4 / kColumnBlocks;
+  __shared__ float4 shared_sums[kCombineWarps][kVecs][32];
+  const int work = blockIdx.x, works = works_of(p), request = work / works;
+  const int first_row = work % works * kPlanRows;
+  const int num_rows = min_of(p.seqlen_q * p.num_q_heads - first_row, kPlanRows);
+  const Splits splits = find_splits(p, work);
+  attnops::sm90::wait_for_prerequisites();
+  if (splits.count <= 1) return;
+  if (splits.overflow && p.report && threadIdx.x == 0 && blockIdx.y == 0 && blockIdx.z == 0) {
+    record_fault(p.report, {ReportOp::kMlaDecode, ReportKind::kLength, request, 0, splits.first + splits.count,
+                            p.num_partials + 1});
+  }
+
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int warps = warps_per_row(splits.count), slice = warp % warps;
+  const int end_row = min_of((static_cast<int>(blockIdx.y) + 1) * rows_per_block, num_rows);
+  for (int base = blockIdx.y * rows_per_block; base < end_row; base += kCombineWarps / warps) {
+    const int row = base + warp / warps;
+    const bool valid = row < end_row;
+    float lse_max = -INFINITY, sum = 0.f;
+    float4 total[kVecs] = {};
+    if (valid && !splits.overflow) {
+      const float* lses = p.lse_partial + row;
+      for (int i = lane; i < splits.count; i += 32) lse_max = fmaxf(lse_max, __ldcg(lses + splits.slot(i) * kPlanRows));
+      lse_max = warp_max(lse_max);
+      const float reference = lse_max == -INFINITY ? 0.f : lse_max;
+      for (int i = lane; i < splits.count; i += 32) sum += expf(__ldcg(lses + splits.slot(i) * kPlanRows) - reference);
+      sum = warp_sum(sum);
+      const float* outs = p.out_partial + static_cast<int64_t>(row) * kHeadDimV + blockIdx.z * (kVecs * 128) + lane * 4;
+#pragma unroll 4
+      for (int i = slice; i < splits.count; i += warps) {
+        const int64_t slot = splits.slot(i);
+        const float weight = expf(__ldcg(lses + slot * kPlanRows) - reference);
+        const float4* out = reinterpret_cast<const float4*>(outs + slot * (kPlanRows * kHeadDimV));
+#pragma unroll
+        for (int v = 0; v < kVecs; ++v) {
+          const float4 x = __ldcg(out + v * 32);
+          total[v].x += weight * x.x;
+          total[v].y += weight * x.y;
+          total[v].z += weight * x.z;
+          total[v].w += weight * x.w;
+        }
+      }
+    }
+    if (warps > 1) {
+#pragma unroll
+      for (int v = 0; v < kVecs; ++v) shared_sums[warp][v][lane] = total[v];
+      __syncthreads();
+      if (slice == 0) {
+        for (int other = 1; other < warps; ++other) {
+#pragma unroll
+          for (int v = 0; v < kVecs; ++v) {
+            const float4 x = shared_sums[warp + other][v][lane];
+            total[v].x += x.x;
+            total[v].y += x.y;
+            total[v].z += x.z;
+            total[v].w += x.w;
+          }
+        }
+      }
+      __syncthreads();
+    }
+    if (!valid || slice != 0) continue;
+    const RowPlace at = row_place(p, first_row + row);
+    const float lse = splits.overflow ? NAN : sum == 0.f ? -INFINITY : lse_max + logf(sum);
+    const float factor = splits.overflow ? NAN : sum == 0.f ? 0.f : sink_factor(p, at.head, lse) / sum;
+    T* out = static_cast<T*>(p.out) + request * p.out_stride_request + at.token * p.out_stride_token +
+             at.head * p.out_stride_head + blockIdx.z * (kVecs * 128) + lane * 4;
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) {
+      const uint2 pairs = {attnops::sm90::pack_pair<T>(total[v].x * factor, total[v].y * factor),
+                           attnops::sm90::pack_pair<T>(total[v].z * factor, total[v].w * factor)};
+      if (aligned) {
+        *reinterpret_cast<uint2*>(out + v * 128) = pairs;
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) out[v * 128 + i] = reinterpret_cast<const T*>(&pairs)[i];
+      }
+    }
+    if (p.lse && lane == 0 && blockIdx.z == 0) {
+      p.lse[(static_cast<int64_t>(request) * p.seqlen_q + at.token) * p.num_q_heads + at.head] = lse;
+    }
+  }
+}
+
+}  // namespace attnops::mla_decode::sm90

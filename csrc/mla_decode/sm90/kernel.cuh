@@ -1,0 +1,309 @@
+#pragma once
+#include "mla_decode/sm90/epilogue.cuh"
+#include "mla_decode/sm90/layout.h"
+#include "mla_decode/sm90/load.cuh"
+#include "mla_decode/sm90/softmax.cuh"
+
+// MLA decode on Hopper; docs/kernels/mla_decode_sm90.md explains the schedule.
+//
+// A CTA takes one part of the plan: pieces of 64 query rows against runs of KV tiles of 64 keys. Two warpgroups share
+// the 64 x 512 accumulator, group 0 has columns 0 .. 255, group 1 the others. Group 0 computes the scores and
+// probabilities of even tiles, group 1 those of odd tiles, each hands them to the other through shared memory, and both
+// apply them to their own columns in the order of the tiles. While one group is in its softmax, the matrix units have
+// the other's products: group 0's softmax lies under the scores of the odd tile, group 1's under the even tile's
+// products with V.
+namespace attnops::mla_decode::sm90 {
+
+using attnops::sm90::fence_async_proxy;
+using attnops::sm90::operand_descriptor;
+using attnops::sm90::wgmma_commit;
+using attnops::sm90::wgmma_fence;
+using attnops::sm90::wgmma_wait;
+
+// What the host has found out about the arguments.
+struct Modes {
+  bool use_boxes;    // whole tiles come by the copy engine
+  bool out_aligned;  // rows of the output start on 16-byte boundaries
+};
+
+template <typename T, int kGroup>
+class Consumer {
+ public:
+  __device__ Consumer(const Params& p, const Modes& modes, uint8_t* base, uint32_t shared)
+      : p_(p), modes_(modes), base_(base), shared_(shared), lane_(threadIdx.x % 32) {}
+
+  __device__ void run() {
+    PieceWalk walk(p_);
+    Piece piece;
+    float s[32], o[128];
+    for (int count = 0; walk.next(p_, piece); ++count) {
+      mbarrier_wait(shared_ + kQueriesFull, count & 1);
+      fence_async_proxy();
+      load_rope_queries();
+      rows_.begin(p_, piece);
+#pragma unroll
+      for (int i = 0; i < 128; ++i) o[i] = 0.f;
+      for (int t = 0; t < piece.num_tiles; t += 2) {
+        if constexpr (kGroup == 0) {
+          step_even(piece, t, s, o);
+        } else {
+          step_odd(piece, t, s, o);
+        }
+      }
+      release_queries();
+      const RowSums sums = exchange_sums(rows_, reinterpret_cast<float*>(base_ + kSums), count & 1, kGroup);
+      store_rows<T>(p_, piece, rows_, sums, kGroup, modes_.out_aligned, o);
+    }
+  }
+
+ private:
+  static constexpr int kOwnPart = kGroup == 0 ? kPartLeft : kPartRight;
+
+  // The steps take a pair of tiles, t and t + 1. The rope part of this group's scores is in flight when a step begins,
+  // issued by the step before right behind its last product, and all else is complete.
+
+  // Group 0: scores and softmax of tile t, its product, then that of tile t + 1 with the other group's probabilities.
+  __device__ void step_even(const Piece& piece, int t, float (&s)[32], float (&o)[128]) {
+    const int tile = piece.first_tile + t;
+    const bool boxed = is_boxed(piece, tile, modes_.use_boxes);
+    multiply_rope(piece, t, s);
+    multiply_queries(0, boxed, s);
+    release(0, kPartRope);
+
+    float factor[kRowsPerThread];
+    softmax_tile(p_, piece, rows_, tile * kPlanTileTokens, s, factor);
+    uint32_t a[4][4];
+    give_probabilities(kP0, s, a);
+    attnops::sm90::named_barrier_arrive(kProbabilities0, kConsumerThreads);
+    rescale(o, factor);
+    multiply_values(a, 0, o);
+    flip_parity(0, boxed);
+    wgmma_wait<0>(o);
+    release(0, kPartLeft);
+    if (t + 1 >= piece.num_tiles) return;
+
+    const bool odd_boxed = is_boxed(piece, tile + 1, modes_.use_boxes);
+    attnops::sm90::named_barrier_sync(kProbabilities1, kConsumerThreads);
+    follow_maximum(rows_, maxima(1), factor);
+    rescale(o, factor);
+    wait_part(1, kPartLeft, odd_boxed);
+    multiply_values(kP1, 1, o);
+    flip_parity(1, odd_boxed);
+    finish_step(piece, t, s, o);
+  }
+
+  // Group 1: scores of tile t + 1; the product of tile t with the other group's probabilities, and under it the
+  // softmax of tile t + 1; then its product.
+  __device__ void step_odd(const Piece& piece, int t, float (&s)[32], float (&o)[128]) {
+    const int tile = piece.first_tile + t;
+    const bool has_odd = t + 1 < piece.num_tiles;
+    const bool boxed = is_boxed(piece, tile, modes_.use_boxes);
+    const bool odd_boxed = has_odd && is_boxed(piece, tile + 1, modes_.use_boxes);
+    if (has_odd) {
+      multiply_rope(piece, t + 1, s);
+      multiply_queries(1, odd_boxed, s);
+      release(1, kPartRope);
+    }
+
+    float factor[kRowsPerThread];
+    attnops::sm90::named_barrier_sync(kProbabilities0, kConsumerThreads);
+    follow_maximum(rows_, maxima(0), factor);
+    rescale(o, factor);
+    wait_part(0, kPartRight, boxed);
+    multiply_values(kP0, 0, o);
+    flip_parity(0, boxed);
+    if (!has_odd) {
+      wgmma_wait<0>(o);
+      release(0, kPartRight);
+      return;
+    }
+
+    softmax_tile(p_, piece, rows_, (tile + 1) * kPlanTileTokens, s, factor);
+    uint32_t a[4][4];
+    give_probabilities(kP1, s, a);
+    attnops::sm90::named_barrier_arrive(kProbabilities1, kConsumerThreads);
+    wgmma_wait<0>(o);
+    release(0, kPartRight);
+    rescale(o, factor);
+    multiply_values(a, 1, o);
+    flip_parity(1, odd_boxed);
+    finish_step(piece, t, s, o);
+  }
+
+  // Waits for the product in flight, with the next scores' first part already behind it.
+  __device__ void finish_step(const Piece& piece, int t, float (&s)[32], float (&o)[128]) {
+    wgmma_wait<0>(o);
+    release(1, kOwnPart);
+  }
+
+  __device__ uint32_t kv_tile(int buffer, int tile) const {
+    return shared_ + kKv + buffer * kOperandBytes + tile * kTileBytes;
+  }
+
+  // Fragment address of this warp's sixteen rows in a K-major tile, step kk.
+  __device__ uint32_t fragment(int tile_offset, int kk) const {
+    const int row = threadIdx.x % kGroupThreads / 32 * 16 + lane_ % 16;
+    return shared_ + tile_offset + attnops::sm90::swizzled(row, kk * 2 + lane_ / 16);
+  }
+
+  __device__ void load_rope_queries() {
+#pragma unroll
+    for (int kk = 0; kk < 4; ++kk) attnops::sm90::load_fragment(q_rope_[kk], fragment(kQ + kRopeTile * kTileBytes, kk));
+  }
+
+  // s = the rope part of the scores, in flight.
+  __device__ void multiply_rope(const Piece& piece, int t, float (&s)[32]) {
+    wait_unit(kGroup, kRope, is_boxed(piece, piece.first_tile + t, modes_.use_boxes));
+    const uint64_t key = operand_descriptor(kv_tile(kGroup, kRopeTile));
+    wgmma_fence();
+#pragma unroll
+    for (int kk = 0; kk < 4; ++kk) {
+      attnops::sm90::wgmma_n64<T>(s, q_rope_[kk], key + kk * attnops::sm90::kStepKMajor, kk > 0);
+    }
+    wgmma_commit();
+  }
+
+  // s += the rest of the scores, the half first that comes first; complete on return.
+  __device__ void multiply_queries(int buffer, bool boxed, float (&s)[32]) {
+#pragma unroll
+    for (int u = 0; u < 4; ++u) {
+      const int unit = (kGroup == 0 ? u : (u + 2) % 4) + 1;
+      wait_unit(buffer, unit, boxed);
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const int tile = 2 * (unit - 1) + k;
+        const uint64_t query = operand_descriptor(shared_ + kQ + tile * kTileBytes);
+        const uint64_t key = operand_descriptor(kv_tile(buffer, tile));
+#pragma unroll
+        for (int kk = 0; kk < 4; ++kk) {
+          constexpr int kStep = attnops::sm90::kStepKMajor;
+          attnops::sm90::wgmma_n64<T>(s, query + kk * kStep, key + kk * kStep, 1);
+        }
+      }
+    }
+    wgmma_commit();
+    wgmma_wait<0>(s);
+  }
+
+  // Rounds the probabilities, keeps them as fragments, and writes them for the other group, with the maximum.
+  __device__ void give_probabilities(int offset, const float (&s)[32], uint32_t (&a)[4][4]) {
+#pragma unroll
+    for (int kk = 0; kk < 4; ++kk) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int at = 4 * (2 * kk + i / 2) + 2 * (i % 2);
+        a[kk][i] = attnops::sm90::pack_pair<T>(s[at], s[at + 1]);
+      }
+      attnops::sm90::store_fragment(a[kk], fragment(offset, kk));
+    }
+    publish_maximum(rows_, maxima(kGroup));
+    fence_async_proxy();
+  }
+
+  // o += probabilities (fragments) times this group's columns of V, in flight.
+  __device__ void multiply_values(const uint32_t (&a)[4][4], int buffer, float (&o)[128]) {
+    const uint64_t value = operand_descriptor(kv_tile(buffer, kGroup * 4));
+    wgmma_fence();
+#pragma unroll
+    for (int kk = 0; kk < 4; ++kk) attnops::sm90::wgmma_n256<T>(o, a[kk], value + kk * attnops::sm90::kStepMnMajor);
+    wgmma_commit();
+  }
+
+  // The same with probabilities in shared memory.
+  __device__ void multiply_values(int offset, int buffer, float (&o)[128]) {
+    const uint64_t probabilities = operand_descriptor(shared_ + offset);
+    const uint64_t value = operand_descriptor(kv_tile(buffer, kGroup * 4));
+    wgmma_fence();
+#pragma unroll
+    for (int kk = 0; kk < 4; ++kk) {
+      attnops::sm90::wgmma_n256<T>(o, probabilities + kk * attnops::sm90::kStepKMajor,
+                                   value + kk * attnops::sm90::kStepMnMajor);
+    }
+    wgmma_commit();
+  }
+
+  __device__ void rescale(float (&o)[128], const float (&factor)[kRowsPerThread]) const {
+    if (!__any_sync(0xffffffffu, factor[0] != 1.f || factor[1] != 1.f)) return;
+#pragma unroll
+    for (int i = 0; i < 128; ++i) o[i] *= factor[i / 2 % 2];
+  }
+
+  __device__ float* maxima(int parity) const { return reinterpret_cast<float*>(base_ + kMaxima) + parity * 64; }
+
+  __device__ void wait_unit(int buffer, int unit, bool boxed) const {
+    if (boxed) {
+      mbarrier_wait(shared_ + barrier_box(buffer, unit), full_parity_ >> buffer & 1);
+    } else {
+      mbarrier_wait(shared_ + barrier_gather(buffer, part_of(unit)), full_parity_ >> (2 + buffer) & 1);
+      fence_async_proxy();  // rows arrive by ordinary writes
+    }
+  }
+
+  // For a tile whose scores the other group computed: it has arrived, but this group has not seen it yet.
+  __device__ void wait_part(int buffer, int part, bool boxed) const {
+    wait_unit(buffer, 2 * part - 1, boxed);
+    if (boxed) wait_unit(buffer, 2 * part, boxed);
+  }
+
+  __device__ void flip_parity(int buffer, bool boxed) { full_parity_ ^= 1u << (boxed ? buffer : 2 + buffer); }
+
+  __device__ void release(int buffer, int part) const {
+    __syncwarp();
+    if (lane_ == 0) attnops::sm90::mbarrier_arrive(shared_ + barrier_empty(buffer, part));
+  }
+
+  __device__ void release_queries() const {
+    __syncwarp();
+    if (lane_ == 0) attnops::sm90::mbarrier_arrive(shared_ + kQueriesEmpty);
+  }
+
+  const Params& p_;
+  const Modes& modes_;
+  uint8_t* const base_;
+  const uint32_t shared_;
+  const int lane_;
+  RowState rows_;
+  uint32_t q_rope_[4][4];
+  uint32_t full_parity_ = 0;  // bit 2 * gathered + buffer: of the phase to wait for
+};
+
+__device__ inline void init_barriers(uint32_t shared) {
+  constexpr int kWarps = kGroupThreads / 32;
+  for (int buffer = 0; buffer < 2; ++buffer) {
+    for (int unit = 0; unit < kUnits; ++unit) attnops::sm90::mbarrier_init(shared + barrier_box(buffer, unit), 1);
+    for (int part = 0; part < kParts; ++part) {
+      attnops::sm90::mbarrier_init(shared + barrier_gather(buffer, part), kGroupThreads);
+      attnops::sm90::mbarrier_init(shared + barrier_empty(buffer, part), kWarps);
+    }
+  }
+  attnops::sm90::mbarrier_init(shared + kQueriesFull, kGroupThreads);
+  attnops::sm90::mbarrier_init(shared + kQueriesEmpty, 2 * kWarps);
+  attnops::sm90::mbarrier_init_fence();
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads, 1)
+    mla_decode_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap map,
+                      const __grid_constant__ Modes modes) {
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  const uint32_t shared = attnops::sm90::smem_address(shared_bytes);
+  if (threadIdx.x == 0) {
+    init_barriers(shared);
+    if (modes.use_boxes) attnops::sm90::prefetch_map(&map);
+  }
+  __syncthreads();
+  attnops::sm90::launch_dependents();
+  const int group = threadIdx.x / kGroupThreads;
+  if (group == 0) {
+    attnops::sm90::registers_increase<232>();
+    Consumer<T, 0>(p, modes, shared_bytes, shared).run();
+  } else if (group == 1) {
+    attnops::sm90::registers_increase<232>();
+    Consumer<T, 1>(p, modes, shared_bytes, shared).run();
+  } else {
+    attnops::sm90::registers_decrease<40>();
+    Loader(p, &map, modes.use_boxes, shared).run();
+  }
+}
+
+}  // namespace attnops::mla_decode::sm90

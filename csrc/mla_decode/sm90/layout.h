@@ -1,0 +1,59 @@
+#pragma once
+#include <cstdint>
+
+#include "mla_decode/plan.h"
+
+namespace attnops::mla_decode::sm90 {
+
+inline constexpr int kGroupThreads = 128;
+inline constexpr int kConsumerThreads = 2 * kGroupThreads;
+inline constexpr int kThreads = 3 * kGroupThreads;  // two warpgroups that multiply, one that loads
+
+// Rows of q, K and V lie in shared memory as tiles of 64 x 64 elements, 8 KB each (device/sm90/wgmma.cuh).
+inline constexpr int kTileBytes = 64 * 128;
+inline constexpr int kTilesQk = 9;  // 576 / 64; the last is the rope part
+inline constexpr int kTilesV = 8;
+inline constexpr int kRopeTile = 8;
+inline constexpr int kOperandBytes = kTilesQk * kTileBytes;
+
+// Shared memory, in bytes from a 1 KB boundary. The probabilities of odd tiles take the place of q's rope part, which
+// both groups hold in registers by then.
+inline constexpr int kQ = 0;
+inline constexpr int kKv = kOperandBytes;  // two buffers: even and odd KV tiles of a piece
+inline constexpr int kP0 = 3 * kOperandBytes;
+inline constexpr int kP1 = kQ + kRopeTile * kTileBytes;
+inline constexpr int kMaxima = kP0 + kTileBytes;           // float [2][64], by parity of the tile
+inline constexpr int kSums = kMaxima + 2 * 64 * 4;         // float [2][2][64], by parity of the piece, group
+inline constexpr int kBarriers = kSums + 2 * 2 * 64 * 4;   // 8 bytes each, see below
+inline constexpr int kBarrierCount = 2 * (5 + 3 + 3) + 2;  // per buffer: boxes, gathers, empty; q full, q empty
+inline constexpr int kSharedBytes = kBarriers + 8 * kBarrierCount;
+static_assert(kSharedBytes <= 227 * 1024);
+
+// A KV tile arrives in five units and is given back in three.
+enum Unit : int {
+  kRope = 0,
+  kLeft0 = 1,
+  kLeft1 = 2,
+  kRight0 = 3,
+  kRight1 = 4,
+  kUnits = 5
+};  // rope, 2 x 2 tiles, 2 x 2
+enum Part : int { kPartRope = 0, kPartLeft = 1, kPartRight = 2, kParts = 3 };
+
+inline constexpr int part_of(int unit) { return (unit + 1) / 2; }
+inline constexpr int first_tile_of_unit(int unit) { return unit == kRope ? kRopeTile : 2 * (unit - 1); }
+inline constexpr int first_tile_of_part(int part) { return part == kPartRope ? kRopeTile : 4 * (part - 1); }
+inline constexpr int tiles_of_unit(int unit) { return unit == kRope ? 1 : 2; }
+inline constexpr int tiles_of_part(int part) { return part == kPartRope ? 1 : 4; }
+
+// Byte offsets of the barriers.
+inline constexpr int barrier_box(int buffer, int unit) { return kBarriers + 8 * (buffer * kUnits + unit); }
+inline constexpr int barrier_gather(int buffer, int part) { return kBarriers + 8 * (10 + buffer * kParts + part); }
+inline constexpr int barrier_empty(int buffer, int part) { return kBarriers + 8 * (16 + buffer * kParts + part); }
+inline constexpr int kQueriesFull = kBarriers + 8 * 22;
+inline constexpr int kQueriesEmpty = kBarriers + 8 * 23;
+
+// Hardware barriers between the two consumer groups: probabilities of an even or odd tile ready; row sums ready.
+enum NamedBarrier : int { kProbabilities0 = 1, kProbabilities1 = 2, kRowSums = 3 };
+
+}  // namespace attnops::mla_decode::sm90

@@ -1,0 +1,113 @@
+#pragma once
+#include "mla_decode/params.h"
+#include "mla_decode/plan.h"
+
+namespace attnops::mla_decode::sm90 {
+
+// A run of KV tiles of one work: what is computed into one accumulator. Tile t holds the request's keys
+// [64 t, 64 t + 64).
+struct Piece {
+  int request, first_row, num_rows;  // query rows (token, head) of the request, token-major
+  int length;                        // tokens of the request
+  KvRange keys;                      // what may be read: visible to some query and within the page table
+  int first_tile, num_tiles;
+  int partial;  // row of out_partial, or -1: the only piece of its work
+};
+
+__device__ inline int works_of(const Params& p) { return ceil_div(p.seqlen_q * p.num_q_heads, kPlanRows); }
+
+__device__ inline TileRange tiles_of(const Params& p, int length) {
+  return visible_tiles(length, p.seqlen_q, p.window_left, kPlanTileTokens);
+}
+
+// First partial row of a work's cuts in batch-invariant mode.
+__device__ inline int64_t first_cut(const Params& p, int request, int block, int cuts) {
+  return static_cast<int64_t>(p.num_splits[request]) * works_of(p) + static_cast<int64_t>(block) * cuts;
+}
+
+__device__ inline const SplitKvEntry& entry_of(const Params& p, int part) {
+  return reinterpret_cast<const SplitKvEntry*>(p.tile_scheduler_metadata)[part];
+}
+
+__device__ inline int last_work_of(const SplitKvEntry& entry) {
+  return entry.end_tile > 0 ? entry.end_work : entry.end_work - 1;
+}
+
+// Walks what part blockIdx.x owns. Every warpgroup walks by itself and sees the same.
+class PieceWalk {
+ public:
+  __device__ explicit PieceWalk(const Params& p) {
+    const SplitKvEntry& entry = entry_of(p, blockIdx.x);
+    work_ = entry.begin_work;
+    tile_ = entry.begin_tile;
+  }
+
+  __device__ bool next(const Params& p, Piece& piece) {
+    const SplitKvEntry& entry = entry_of(p, blockIdx.x);
+    const int last_work = last_work_of(entry);
+    while (work_ <= last_work) {
+      const int works = works_of(p);
+      piece.request = work_ / works;
+      piece.first_row = work_ % works * kPlanRows;
+      piece.num_rows = min_of(p.seqlen_q * p.num_q_heads - piece.first_row, kPlanRows);
+      piece.length = max_of(p.cache_seqlens[piece.request], 0);
+      piece.keys = visible_keys(piece.length, p.seqlen_q, p.window_left);
+      if (p.report) {
+        const int64_t capacity = p.page_table.num_cells(piece.request) * p.page_table.page_size;
+        piece.keys.end = static_cast<int>(min_of(static_cast<int64_t>(piece.keys.end), capacity));
+      }
+      const TileRange range = tiles_of(p, piece.length);
+      const int end = work_ == entry.end_work ? entry.end_tile : range.count;
+      const int begin = tile_;
+      const bool is_first = work_ == entry.begin_work;
+      const int work = work_;
+      piece.first_tile = range.first + begin;
+      if (p.fixed_split_tokens == 0) {
+        const int splits = is_first ? entry.begin_num_splits : work == last_work ? entry.last_num_splits : 1;
+        piece.num_tiles = end - begin;
+        piece.partial = splits > 1 ? partial_slot(blockIdx.x, is_first) : -1;
+        advance();
+        return true;
+      }
+      const int cut_tiles = p.fixed_split_tokens / kPlanTileTokens;
+      const int cuts = ceil_div(range.count, cut_tiles);
+      const int64_t first = first_cut(p, piece.request, work % works, cuts);
+      piece.num_tiles = min_of(cut_tiles, end - begin);
+      piece.partial = cuts > 1 ? static_cast<int>(first + begin / cut_tiles) : -1;
+      tile_ += cut_tiles;
+      if (tile_ >= end) advance();
+      if (cuts == 1 || first + cuts <= p.num_partials) return true;
+      // More cuts than the caller has room for: the merge makes it seen.
+    }
+    return false;
+  }
+
+ private:
+  __device__ void advance() {
+    ++work_;
+    tile_ = 0;
+  }
+
+  int work_, tile_;
+};
+
+// Whether a tile comes as boxes by the copy engine, or row by row: it does when nothing in it is unreadable.
+__device__ inline bool is_boxed(const Piece& piece, int tile, bool use_boxes) {
+  const int first_key = tile * kPlanTileTokens;
+  return use_boxes && first_key >= piece.keys.begin && first_key + kPlanTileTokens <= piece.keys.end;
+}
+
+// A query row of a request.
+struct RowPlace {
+  int token, head;
+};
+
+__device__ inline RowPlace row_place(const Params& p, int row) { return {row / p.num_q_heads, row % p.num_q_heads}; }
+
+// What the output must be multiplied by for a sink; `lse` is the natural log and stays what it is.
+__device__ inline float sink_factor(const Params& p, int head, float lse) {
+  if (p.sinks == nullptr || lse == -INFINITY) return 1.f;
+  return 1.f / (1.f + expf(p.sinks[head] - lse));
+}
+
+}  // namespace attnops::mla_decode::sm90

@@ -1,0 +1,185 @@
+#pragma once
+#include <cmath>
+
+#include "core/math.h"
+#include "mla_decode/sm90/layout.h"
+#include "mla_decode/sm90/pieces.cuh"
+
+// The softmax of one 64 x 64 tile of scores. In a wgmma accumulator a thread holds two rows, lane / 4 and lane / 4 + 8
+// of its warp's sixteen, and of each the columns 8 j + 2 (lane % 4) + {0, 1}.
+namespace attnops::mla_decode::sm90 {
+
+inline constexpr int kRowsPerThread = 2;
+
+// The reference maximum follows the true one only when that is more than 2^kSlack above it: exact all the same, since
+// numerator and denominator share the reference, and the accumulators are then hardly ever rescaled.
+inline constexpr float kSlack = 8.f;
+
+__device__ inline float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// What multiplies everything accumulated under the maximum `before` when the maximum becomes `after`.
+__device__ inline float rescale_factor(float before, float after) {
+  return before == after ? 1.f : exp2_fast(before - after);
+}
+
+__device__ inline float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+__device__ inline float quad_sum(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+// cap * tanh(x): the quotient loses no precision where the cap is felt.
+__device__ inline float soft_capped(float x, float cap) {
+  return cap * (1.f - __fdividef(2.f, 1.f + exp2_fast(2.f * kLog2e * x)));
+}
+
+// The two query rows of a thread: which keys they see, and their running state, in the base-2 logarithm.
+struct RowState {
+  int token[kRowsPerThread];
+  KvRange keys[kRowsPerThread];
+  float maximum[kRowsPerThread];
+  float sum[kRowsPerThread];  // of this thread's columns, of this group's tiles
+
+  __device__ void begin(const Params& p, const Piece& piece) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % kGroupThreads / 32;
+#pragma unroll
+    for (int h = 0; h < kRowsPerThread; ++h) {
+      const int row =
+          min_of(warp * 16 + lane / 4 + 8 * h, piece.num_rows - 1);  // spare rows see what the last one sees
+      token[h] = row_place(p, piece.first_row + row).token;
+      const int position = piece.length - p.seqlen_q + token[h];
+      const bool causal = p.causal && p.tree_mask == nullptr;
+      const int end = causal ? max_of(position + 1, 0) : piece.length;
+      keys[h].begin = p.window_left < 0 ? 0 : max_of(position - p.window_left, 0);
+      keys[h].end = min_of(end, piece.keys.end);
+      maximum[h] = -INFINITY;
+      sum[h] = 0.f;
+    }
+  }
+};
+
+__device__ inline uint64_t bits_below(int count) {
+  return count >= 64 ? ~uint64_t{0} : count <= 0 ? 0 : (uint64_t{1} << count) - 1;
+}
+
+// The drafts among the keys [first_key, first_key + 64) that the tree hides from query token `token`.
+__device__ inline uint64_t hidden_by_tree(const Params& p, const Piece& piece, int token, int first_key) {
+  const uint8_t* row = p.tree_mask + piece.request * p.tree_mask_stride_request + token * p.tree_mask_stride_token;
+  const int first_draft = piece.length - p.seqlen_q;
+  uint64_t hidden = 0;
+#pragma unroll 1
+  for (int key = max_of(first_key, first_draft); key < min_of(first_key + kPlanTileTokens, piece.length); ++key) {
+    const int draft = key - first_draft;
+    if (!(row[draft / 8] >> (draft % 8) & 1)) hidden |= uint64_t{1} << (key - first_key);
+  }
+  return hidden;
+}
+
+// Checked mode: the keys whose pages do not exist. The loading group reports them.
+__device__ inline uint64_t hidden_by_pages(const Params& p, const Piece& piece, int first_key) {
+  const int32_t* cells = p.page_table.row(piece.request);
+  uint64_t hidden = 0;
+#pragma unroll 1
+  for (int k = 0; k < kPlanTileTokens; ++k) {
+    const int key = first_key + k;
+    if (key < piece.keys.begin || key >= piece.keys.end) continue;
+    const int page = cells[key / p.page_table.page_size];
+    if (page < 0 || page >= p.page_table.num_pages) hidden |= uint64_t{1} << k;
+  }
+  return hidden;
+}
+
+// Removes what the rows do not see from the scores of keys [first_key, first_key + 64).
+__device__ inline void mask_tile(const Params& p, const Piece& piece, const RowState& rows, int first_key,
+                                 float (&s)[32]) {
+  const bool has_drafts = p.tree_mask && first_key + kPlanTileTokens > piece.length - p.seqlen_q;
+  bool inside = true;
+#pragma unroll
+  for (int h = 0; h < kRowsPerThread; ++h) {
+    inside &= rows.keys[h].begin <= first_key && rows.keys[h].end >= first_key + kPlanTileTokens;
+  }
+  if (__all_sync(0xffffffffu, inside) && !has_drafts && !p.report) return;
+
+  const uint64_t lost = p.report ? hidden_by_pages(p, piece, first_key) : 0;
+#pragma unroll
+  for (int h = 0; h < kRowsPerThread; ++h) {
+    uint64_t seen = bits_below(rows.keys[h].end - first_key) & ~bits_below(rows.keys[h].begin - first_key) & ~lost;
+    if (has_drafts) seen &= ~hidden_by_tree(p, piece, rows.token[h], first_key);
+    seen >>= 2 * (threadIdx.x % 4);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        if (!(seen >> (8 * j + e) & 1)) s[4 * j + 2 * h + e] = -INFINITY;
+      }
+    }
+  }
+}
+
+// Turns raw scores into probabilities under the rows' reference maximum, which it may move; `factor` is then what the
+// accumulator must be multiplied by.
+__device__ inline void softmax_tile(const Params& p, const Piece& piece, RowState& rows, int first_key, float (&s)[32],
+                                    float (&factor)[kRowsPerThread]) {
+  if (p.logit_cap > 0.f) {
+    const float scale = p.softmax_scale / p.logit_cap, cap = p.logit_cap * kLog2e;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) s[i] = soft_capped(s[i] * scale, cap);
+  } else {
+    const float scale = p.softmax_scale * kLog2e;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) s[i] *= scale;
+  }
+  mask_tile(p, piece, rows, first_key, s);
+#pragma unroll
+  for (int h = 0; h < kRowsPerThread; ++h) {
+    float top = fmaxf(s[2 * h], s[2 * h + 1]);
+#pragma unroll
+    for (int j = 1; j < 8; ++j) top = fmaxf(top, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
+    top = quad_max(top);
+    const float before = rows.maximum[h];
+    const float after = top > before + kSlack ? top : before;
+    factor[h] = rescale_factor(before, after);
+    rows.maximum[h] = after;
+    const float reference = after == -INFINITY ? 0.f : after;
+    float sum = 0.f;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float& x = s[4 * j + 2 * h + e];
+        x = exp2_fast(x - reference);
+        sum += x;
+      }
+    }
+    rows.sum[h] = rows.sum[h] * factor[h] + sum;
+  }
+}
+
+// Takes over the reference maximum that the other group has moved to; `factor` as above.
+__device__ inline void follow_maximum(RowState& rows, const float* maxima, float (&factor)[kRowsPerThread]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % kGroupThreads / 32;
+#pragma unroll
+  for (int h = 0; h < kRowsPerThread; ++h) {
+    const float after = maxima[warp * 16 + lane / 4 + 8 * h];
+    factor[h] = rescale_factor(rows.maximum[h], after);
+    rows.maximum[h] = after;
+    rows.sum[h] *= factor[h];
+  }
+}
+
+__device__ inline void publish_maximum(const RowState& rows, float* maxima) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % kGroupThreads / 32;
+  if (lane % 4 != 0) return;
+#pragma unroll
+  for (int h = 0; h < kRowsPerThread; ++h) maxima[warp * 16 + lane / 4 + 8 * h] = rows.maximum[h];
+}
+
+}  // namespace attnops::mla_decode::sm90
