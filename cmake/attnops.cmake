@@ -31,8 +31,8 @@ set(ATTNOPS_ISA_avx2 -mavx2 -mfma -mf16c)
 # GCC 12 and 13 take the undefined operands inside their own AVX-512 intrinsics for uninitialized variables.
 set(ATTNOPS_ISA_avx512 ${ATTNOPS_ISA_avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512
     -Wno-maybe-uninitialized -Wno-uninitialized)
-set(ATTNOPS_ISA_avx512bf16 ${ATTNOPS_ISA_avx512} -mavx512bf16)
-set(ATTNOPS_ISA_amx ${ATTNOPS_ISA_avx512bf16} -mamx-tile -mamx-bf16 -mavx512vbmi)
+set(ATTNOPS_ISA_avx512bf16 ${ATTNOPS_ISA_avx512} -mavx512bf16 -mavx512vbmi)
+set(ATTNOPS_ISA_amx ${ATTNOPS_ISA_avx512bf16} -mamx-tile -mamx-bf16)
 function(attnops_isa_flags)
   foreach(source ${ARGN})
     get_filename_component(file ${source} NAME)

@@ -137,6 +137,7 @@ def make_step(
     num_tokens: int | None = None,
     uniform: bool = False,
     tree: bool = False,
+    max_context: int = LIMITS.max_seqlen,
 ) -> Step:
     """A step over requests with `prefix_lens` cached and `new_lens` new tokens.
 
@@ -144,9 +145,12 @@ def make_step(
         num_tokens: Rows of q, k and v; those beyond the new tokens are a graph's padding, filled with NaN.
         uniform: Every request brings the same number, so `tokens_per_request` is given instead of `extend_seq_lens`.
         tree: A random tree mask.
+        max_context: Columns of `req_to_token`.
     """
     generator = torch.Generator().manual_seed(seed)
-    spec, layer, pool = model.spec, model.layer(), model.pool(512 // model.spec.page_size + 8)
+    spec, layer = model.spec, model.layer()
+    # Steps of the contract's shapes get pools of one size: a graph's memory takes the place of another's.
+    pool = model.pool(max(512, sum(prefix_lens) + sum(new_lens)) // spec.page_size + 8)
     batch_size, total = len(new_lens), sum(new_lens)
     rows = num_tokens or total
 
@@ -158,7 +162,7 @@ def make_step(
         return torch.cat([*parts, padding])
 
     seqlens = [prefix + new for prefix, new in zip(prefix_lens, new_lens)]
-    req_to_token = torch.full((2 * LIMITS.max_batch_size, LIMITS.max_seqlen), 2**30, dtype=torch.int32)
+    req_to_token = torch.full((2 * LIMITS.max_batch_size, max_context), 2**30, dtype=torch.int32)
     req_rows = torch.randperm(req_to_token.shape[0], generator=generator)[:batch_size]
     slots = _random_slots(spec, pool, seqlens, generator)
     tree_mask = _random_tree(new_lens, generator) if tree else None

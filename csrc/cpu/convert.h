@@ -53,21 +53,19 @@ inline BFloat16 from_float<BFloat16>(float x) {
   return {static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1)) >> 16)};
 }
 
-// Values beyond 448 saturate, as in the "satfinite" conversion of GPUs; NaN stays NaN.
+// Values beyond 448 saturate, as in the "satfinite" conversion of GPUs; NaN stays NaN. Selects instead of
+// branches that random data would mispredict.
 template <>
 inline Float8E4M3 from_float<Float8E4M3>(float x) {
-  const uint32_t bits = std::bit_cast<uint32_t>(x);
-  const uint8_t sign = static_cast<uint8_t>((bits >> 24) & 0x80);
-  const uint32_t magnitude = bits & 0x7FFFFFFFu;
-  if (magnitude > 0x7F800000u) return {static_cast<uint8_t>(sign | 0x7F)};
-  if (magnitude >= std::bit_cast<uint32_t>(464.f)) return {static_cast<uint8_t>(sign | 0x7E)};
-  if (magnitude < std::bit_cast<uint32_t>(0x1p-6f)) {
-    // Subnormal: adding 2^14 aligns the lowest kept bit (2^-9) with the float's last one, and the FPU rounds to even.
-    const float aligned = std::bit_cast<float>(magnitude) + 0x1p14f;
-    return {static_cast<uint8_t>(sign | (std::bit_cast<uint32_t>(aligned) & 0xF))};
-  }
-  const uint32_t rounded = magnitude + 0x7FFFFu + ((magnitude >> 20) & 1);
-  return {static_cast<uint8_t>(sign | ((rounded >> 20) - ((127 - 7) << 3)))};
+  const int32_t bits = std::bit_cast<int32_t>(x);
+  const int32_t magnitude = bits & 0x7FFFFFFF;
+  const int32_t normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - ((127 - 7) << 3);
+  // Subnormal: adding 2^14 aligns the lowest kept bit (2^-9) with the float's last one, and the FPU rounds to even.
+  const int32_t subnormal = std::bit_cast<int32_t>(std::bit_cast<float>(magnitude) + 0x1p14f) & 0xF;
+  int32_t code = magnitude < std::bit_cast<int32_t>(0x1p-6f) ? subnormal : normal;
+  code = magnitude >= std::bit_cast<int32_t>(464.f) ? 0x7E : code;
+  code = magnitude > 0x7F800000 ? 0x7F : code;
+  return {static_cast<uint8_t>(((bits >> 24) & 0x80) | code)};
 }
 
 }  // namespace attnops::cpu

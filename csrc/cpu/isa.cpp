@@ -35,7 +35,7 @@ bool may_use_amx_tiles() {
 bool has_amx_bf16() {
   unsigned a, b, c, d;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-  return (d & kAmxBf16Bit) && (d & kAmxTileBit) && __builtin_cpu_supports("avx512vbmi") && may_use_amx_tiles();
+  return (d & kAmxBf16Bit) && (d & kAmxTileBit) && may_use_amx_tiles();
 }
 
 Isa detect() {
@@ -45,7 +45,8 @@ Isa detect() {
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   if (!avx512) return Isa::kAvx2;
-  if (!__builtin_cpu_supports("avx512bf16")) return Isa::kAvx512;
+  // One processor has the first without the second (Cooper Lake); it runs the AVX-512 kernels.
+  if (!__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vbmi")) return Isa::kAvx512;
   return has_amx_bf16() ? Isa::kAmx : Isa::kAvx512Bf16;
 }
 

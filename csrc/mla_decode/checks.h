@@ -37,7 +37,7 @@ struct Arguments {
 };
 
 inline constexpr const char* kOp = "mla_decode";
-inline constexpr int64_t kMaxHeads = 1 << 15;  // with kMaxSeqlenQ, row numbers of a request stay below 2^31
+inline constexpr int64_t kMaxHeads = 1 << 14;  // with kMaxSeqlenQ, row numbers of a request stay far inside int32
 
 // The planner's arguments; they describe the same plan that checked_params accepts.
 struct PlanParams {

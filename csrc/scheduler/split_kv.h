@@ -148,11 +148,9 @@ ATTNOPS_HOST_DEVICE inline SplitKvSpan work_span(const SplitKvGeometry& g, const
   return {first, last - first + 1};
 }
 
-// Row `part` of the plan. Rows are independent of one another, so a GPU thread makes one each.
-ATTNOPS_HOST_DEVICE inline SplitKvEntry split_kv_entry(const SplitKvGeometry& g, const SplitKvBatch& batch, int part) {
-  const int64_t budget = part_budget(g, batch.prefix[g.num_requests]);
-  const SplitKvPoint begin = point_at(g, batch, part * budget);
-  const SplitKvPoint end = point_at(g, batch, (part + 1) * budget);
+// Row `part` of the plan, from where its slice begins and ends.
+ATTNOPS_HOST_DEVICE inline SplitKvEntry split_kv_entry(const SplitKvGeometry& g, const SplitKvBatch& batch,
+                                                       int64_t budget, int part, SplitKvPoint begin, SplitKvPoint end) {
   SplitKvEntry entry{begin.work, begin.tile, end.work, end.tile, 0, 0, 0, part};
   if (begin.work == end.work && begin.tile == end.tile) return entry;
   const int last_work = end.tile > 0 ? end.work : end.work - 1;
@@ -162,6 +160,13 @@ ATTNOPS_HOST_DEVICE inline SplitKvEntry split_kv_entry(const SplitKvGeometry& g,
   entry.last_num_splits = last_work == begin.work ? span.num_splits : work_span(g, batch, budget, last_work).num_splits;
   entry.first_part = span.first_part;
   return entry;
+}
+
+// Rows are independent of one another, so a GPU thread makes one each.
+ATTNOPS_HOST_DEVICE inline SplitKvEntry split_kv_entry(const SplitKvGeometry& g, const SplitKvBatch& batch, int part) {
+  const int64_t budget = part_budget(g, batch.prefix[g.num_requests]);
+  return split_kv_entry(g, batch, budget, part, point_at(g, batch, part * budget),
+                        point_at(g, batch, (part + 1) * budget));
 }
 
 // Where part `part` puts its piece of `work`, in balanced mode: at most the first and the last work of a part are

@@ -99,8 +99,9 @@ class Checker {
 
   void check_pages() {
     const TensorCheck k_check = check("k_pages", a_.k_pages);
-    if (!has_dtype(a_.k_pages, DType::kFloat8E4M3)) k_check.dtype_as("q", a_.q);  // or float8_e4m3fn
-    k_check.shape({num_pages_, page_size_, num_kv_heads_, head_dim_}).dense_last();
+    k_check.dtype({dtype_of(a_.q), DType::kFloat8E4M3})
+        .shape({num_pages_, page_size_, num_kv_heads_, head_dim_})
+        .dense_last();
     k_check.size_at_least(1, "page_size", 1, "a page holds a token");
     k_check.size_at_least(2, "num_kv_heads", 1, "attention has a head");
     check("v_pages", a_.v_pages)

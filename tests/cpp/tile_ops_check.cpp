@@ -200,6 +200,17 @@ void check_store(const TileOps& ops, DType dtype, int n) {
   if (storage[n * size] != 0xAB) fail(ops, "store beyond the row", storage[n * size], 0xAB);
 }
 
+void check_transpose(const TileOps& ops) {
+  constexpr int kRows = 48, kColumns = 32, kGap = 16;
+  Buffer src(kRows * (kColumns + kGap) * sizeof(float)), dst(kColumns * (kRows + kGap) * sizeof(float));
+  for (int i = 0; i < kRows * kColumns; ++i) src.floats()[i / kColumns * (kColumns + kGap) + i % kColumns] = i;
+  ops.transpose(dst.floats(), kRows + kGap, src.floats(), kColumns + kGap, kRows, kColumns);
+  for (int i = 0; i < kRows * kColumns; ++i) {
+    expect_close(ops, "transpose", dst.floats()[i % kColumns * (kRows + kGap) + i / kColumns], i, 0);
+  }
+  if (!std::isnan(dst.floats()[kRows])) fail(ops, "transpose beyond the row", dst.floats()[kRows], NAN);
+}
+
 void check(const TileOps& ops, DType dtype) {
   const std::vector<DType> kv_dtypes = {dtype, DType::kFloat8E4M3};
   for (const DType kv_dtype : kv_dtypes) {
@@ -214,6 +225,7 @@ void check(const TileOps& ops, DType dtype) {
     for (const float spread : {1.f, 20.f}) check_softmax(ops, cap, spread);
   }
   for (const int n : {8, 32, 40, 128}) check_store(ops, dtype, n);
+  check_transpose(ops);
   std::printf("%s %s ok\n", ops.name, name_of(dtype));
 }
 

@@ -6,6 +6,7 @@ from attnops import _scheduler, ops
 from attnops.metadata import FmhaPlan
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+HEADS = [(32, 8), (8, 8), (28, 4), (128, 1)]
 
 
 def bounds(lengths, device="cpu"):
@@ -56,6 +57,12 @@ def test_keys_default_to_queries_and_a_plan_is_used_again(device):
         expected = expected_order(lengths, lengths, plan.tile_q, True, -1)
         order = [tuple(row) for row in plan.tile_order.tolist()]
         assert order == expected + [(-1, -1)] * (len(order) - len(expected))
+
+
+def test_default_tile_follows_the_group():
+    tile_q = {heads: FmhaPlan.allocate(9, 1, num_q_heads=heads[0], num_kv_heads=heads[1]).tile_q for heads in HEADS}
+    assert tile_q == {(32, 8): 64, (8, 8): 256, (28, 4): 36, (128, 1): 16}
+    assert FmhaPlan.allocate(9, 1).tile_q == 64
 
 
 def test_limits():

@@ -1,15 +1,35 @@
 """attnops::xqa_decode on every device: against float64 attention over poisoned pages."""
 
+import math
+
 import pytest
 import torch
-from problems import FP8, paged_problem
-from xqa_decoding import assert_decodes, isas_here
+from attnops import ops
+from checks import MAX_RELATIVE_ERROR_FP8, assert_attention_close, assert_lse_close
+from problems import FP8, LAYOUTS, paged_problem, random_tree_mask
+from xqa_decoding import assert_decodes, decode, isas_here, make_plan
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 HEAD_DIMS = [32, 64, 80, 96, 128, 192, 256]
-HEADS = [(1, 1), (3, 3), (5, 1), (7, 7), (8, 2), (14, 2), (16, 1), (128, 8), (128, 1)]  # (query, KV)
+HEADS = [(1, 1), (3, 3), (3, 1), (5, 1), (7, 7), (8, 2), (14, 2), (16, 1), (128, 8), (128, 1)]  # (query, KV)
 PAGE_SIZES = [1, 3, 16, 64, 128]
+LENGTHS = [130, 1, 0, 77]
+MIXED_LENGTHS = [700, 64, 0, 1500, 3, 129, 256, 1]
+RULES = {
+    "causal": {},
+    "not causal": {"causal": False},
+    "window": {"window_left": 70},
+    "window of one key": {"window_left": 0},
+    "window, not causal": {"window_left": 5, "causal": False},
+    "cap": {"logit_cap": 5.0},
+    "scale": {"softmax_scale": 0.3},
+    "cap and window": {"logit_cap": 30.0, "window_left": 64},
+}
+
+
+def sinks_of(num_q_heads: int) -> torch.Tensor:
+    return torch.linspace(-4, 6, num_q_heads)
 
 
 @pytest.fixture(params=isas_here())
@@ -19,18 +39,273 @@ def isa(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kv", ["same", "fp8"])
-@pytest.mark.parametrize("head_dim", [*HEAD_DIMS, 8, 40, 248])
-def test_every_instruction_set(isa, dtype, kv, head_dim):
-    kv_dtype = FP8 if kv == "fp8" else dtype
-    problem = paged_problem(
-        [130, 1, 0, 77], 2, num_q_heads=14, num_kv_heads=2, head_dim=head_dim, dtype=dtype, kv_dtype=kv_dtype
-    )
-    assert_decodes(problem, seqlen_q=2)
+class TestEveryInstructionSet:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("kv", ["same", "fp8"])
+    @pytest.mark.parametrize("head_dim", [32, 80, 128, 256, 8, 40, 248, 20])
+    def test_dtypes_and_head_dims(self, isa, dtype, kv, head_dim):
+        kv_dtype = FP8 if kv == "fp8" else dtype
+        problem = paged_problem(
+            LENGTHS, 2, num_q_heads=14, num_kv_heads=2, head_dim=head_dim, dtype=dtype, kv_dtype=kv_dtype
+        )
+        assert_decodes(problem, seqlen_q=2)
+
+    @pytest.mark.parametrize("heads", HEADS)
+    def test_head_counts(self, isa, heads):
+        problem = paged_problem([100, 64, 3], num_q_heads=heads[0], num_kv_heads=heads[1])
+        assert_decodes(problem)
+
+    @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+    def test_rules(self, isa, rules):
+        problem = paged_problem([300, 2, 65], 3, num_q_heads=6, num_kv_heads=2, head_dim=40, dtype=torch.float32)
+        assert_decodes(problem, seqlen_q=3, sinks=sinks_of(6), **rules)
+
+    def test_all_fp8_codes(self, isa):
+        """Every e4m3 value, subnormals too, is converted exactly: V holds them, and one key has all the weight."""
+        problem = paged_problem(
+            [1], num_q_heads=1, num_kv_heads=1, head_dim=256, kv_dtype=FP8, scales="none", page_size=1
+        )
+        codes = torch.arange(256, dtype=torch.uint8)
+        codes[(codes & 0x7F) == 0x7F] = 0  # NaN is tested beside this
+        problem.k_pages[problem.page_table[0, 0]].view(torch.uint8).zero_()
+        problem.v_pages[problem.page_table[0, 0]].view(torch.uint8).copy_(codes)
+        out, _ = decode(problem)
+        assert torch.equal(out.view(-1).float(), codes.view(FP8).float())
+        problem.v_pages[problem.page_table[0, 0]].view(torch.uint8).fill_(0x7F)
+        assert decode(problem)[0].isnan().all(), "a NaN that a query sees must not become a number"
 
 
-@pytest.mark.parametrize("heads", HEADS)
-def test_every_instruction_set_with_head_counts(isa, heads):
-    problem = paged_problem([100, 64, 3], num_q_heads=heads[0], num_kv_heads=heads[1])
-    assert_decodes(problem)
+@pytest.mark.parametrize("device", DEVICES)
+class TestEqualsFloat64:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("head_dim", HEAD_DIMS)
+    def test_dtypes_and_head_dims(self, device, dtype, head_dim):
+        problem = paged_problem(LENGTHS, head_dim=head_dim, dtype=dtype).to(device)
+        assert_decodes(problem)
+
+    @pytest.mark.parametrize("heads", HEADS)
+    @pytest.mark.parametrize("seqlen_q", [1, 4])
+    def test_head_counts(self, device, heads, seqlen_q):
+        problem = paged_problem(LENGTHS, seqlen_q, num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=128).to(device)
+        assert_decodes(problem, seqlen_q=seqlen_q)
+
+    @pytest.mark.parametrize("page_size", PAGE_SIZES)
+    @pytest.mark.parametrize("csr", [False, True], ids=["matrix", "csr"])
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_page_sizes_table_forms_and_strides(self, device, page_size, csr, layout):
+        problem = paged_problem([200, 63, 0, 65], 2, page_size=page_size, layout=layout, head_dim=128).to(device)
+        assert_decodes(problem, seqlen_q=2, csr=csr)
+
+    @pytest.mark.parametrize("page_size", PAGE_SIZES)
+    def test_lengths_at_page_boundaries(self, device, page_size):
+        lengths = sorted({max(pages * page_size + off, 0) for pages in (0, 1, 2, 3) for off in (-1, 0, 1)})
+        problem = paged_problem(lengths, page_size=page_size, head_dim=128).to(device)
+        assert_decodes(problem)
+
+    @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+    @pytest.mark.parametrize("seqlen_q", [1, 2, 5, 16])
+    def test_rules(self, device, rules, seqlen_q):
+        problem = paged_problem([300, 2, 65, 0], seqlen_q, num_q_heads=6, num_kv_heads=2, head_dim=128).to(device)
+        assert_decodes(problem, seqlen_q=seqlen_q, sinks=sinks_of(6).to(device), **rules)
+
+    @pytest.mark.parametrize("window_left", [-1, 3, 70])
+    @pytest.mark.parametrize("seqlen_q", [1, 2, 8, 17])
+    def test_tree_mask(self, device, window_left, seqlen_q):
+        lengths = [300, seqlen_q, 64 + seqlen_q, 1]  # the last one is shorter than its draft when S_q > 1
+        problem = paged_problem(lengths, seqlen_q, head_dim=128).to(device)
+        mask = random_tree_mask([seqlen_q] * 4).to(device)
+        assert_decodes(problem, seqlen_q=seqlen_q, tree_mask=mask, window_left=window_left)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("scales", ["none", "tensor", "head"])
+    def test_fp8(self, device, dtype, scales):
+        problem = paged_problem(LENGTHS, 2, head_dim=128, dtype=dtype, kv_dtype=FP8, scales=scales).to(device)
+        assert_decodes(problem, seqlen_q=2)
+        out, _ = decode(problem, seqlen_q=2)
+        expected, _ = problem.expected_unquantized()
+        assert_attention_close(out, expected, dtype, bound=MAX_RELATIVE_ERROR_FP8)
+
+    def test_scales_apply_to_wide_kv_too(self, device):
+        problem = paged_problem([70], dtype=torch.float32).to(device)
+        plain_out, _ = decode(problem)
+        v_scale = torch.tensor([2.0], device=device)
+        plan = make_plan(problem)
+        out, _ = ops.xqa_decode(
+            problem.q,
+            problem.k_pages,
+            problem.v_pages,
+            problem.page_table,
+            problem.cache_seqlens,
+            plan,
+            v_scale=v_scale,
+        )
+        torch.testing.assert_close(out.cpu(), 2 * plain_out)
+
+    @pytest.mark.parametrize("num_sm_parts", [1, 2, 7, 64])
+    @pytest.mark.parametrize("fixed_split_tokens", [0, 64, 256])
+    def test_any_number_of_parts_and_splits(self, device, num_sm_parts, fixed_split_tokens):
+        problem = paged_problem([1000, 64, 0, 1, 513], num_q_heads=6, num_kv_heads=2).to(device)
+        assert_decodes(
+            problem, num_sm_parts=num_sm_parts, fixed_split_tokens=fixed_split_tokens, sinks=sinks_of(6).to(device)
+        )
+
+    def test_sinks_in_lse(self, device):
+        problem = paged_problem(LENGTHS, num_q_heads=4, num_kv_heads=2).to(device)
+        assert_decodes(problem, sinks=sinks_of(4).to(device), sinks_in_lse=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+class TestShapes:
+    def test_batch_of_none(self, device):
+        problem = paged_problem([]).to(device)
+        out, lse = decode(problem)
+        assert out.shape == (0, 8, 64) and lse.shape == (0, 8)
+
+    def test_only_empty_requests(self, device):
+        out, lse = decode(paged_problem([0, 0, 0], spare_pages=0).to(device), sinks=torch.zeros(8, device=device))
+        assert torch.equal(out, torch.zeros_like(out)) and (lse == -math.inf).all()
+
+    def test_strided_queries_and_outputs(self, device):
+        problem = paged_problem(LENGTHS, 2, num_q_heads=6, num_kv_heads=2, head_dim=32).to(device)
+        expected, _ = problem.expected()
+        fused = torch.full((4, 2, 10, 48), torch.nan, dtype=problem.q.dtype, device=device)
+        q = fused[:, :, 1:7, :32].copy_(problem.q_by_request)
+        wide = torch.full((4, 2, 7, 64), torch.nan, dtype=problem.q.dtype, device=device)
+        plan = make_plan(problem, seqlen_q=2)
+        tensors = problem.k_pages, problem.v_pages, problem.page_table, problem.cache_seqlens
+        out, lse = ops.xqa_decode(q, *tensors, plan, out=wide[:, :, :6, :32])
+        assert lse is None and out.data_ptr() == wide.data_ptr()
+        assert_attention_close(out.flatten(0, 1).cpu(), expected, problem.q.dtype)
+        assert wide[..., 32:].isnan().all() and wide[:, :, 6].isnan().all(), "wrote outside its slice"
+
+    def test_pool_above_2_to_the_31_elements(self, device):
+        """Offsets are int64: the only pages ever touched lie beyond 2^31 elements."""
+        num_pages, page_size, heads, dim = 2**14 + 8, 64, 16, 128  # 2^31 + 2^20 elements
+        if torch.device(device).type == "cpu" and not overcommits(2 * 2 * num_pages * page_size * heads * dim):
+            pytest.skip("this machine does not hand out 8.6 GB of untouched memory")
+        small = paged_problem([100], num_q_heads=16, num_kv_heads=16, head_dim=dim, page_size=page_size, spare_pages=0)
+        k_pages, v_pages = (
+            torch.empty(num_pages, page_size, heads, dim, dtype=torch.bfloat16, device=device) for _ in range(2)
+        )
+        for page in range(2):
+            k_pages[num_pages - 2 + page] = small.k_pages[page].to(device)
+            v_pages[num_pages - 2 + page] = small.v_pages[page].to(device)
+        plan = make_plan(small.to(device))
+        page_table = small.page_table.clone()
+        page_table[0, :2] += num_pages - 2
+        out, _ = ops.xqa_decode(
+            small.q.to(device), k_pages, v_pages, page_table.to(device), small.cache_seqlens.to(device), plan
+        )
+        assert_attention_close(out.cpu(), small.expected()[0], torch.bfloat16)
+
+
+def overcommits(num_bytes: int) -> bool:
+    try:
+        torch.empty(num_bytes, dtype=torch.uint8)
+    except RuntimeError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FP8])
+class TestDeterminism:
+    def run(self, problem, requests, fixed_split_tokens, num_sm_parts=5):
+        """The rows of some requests, alone in a batch of their own."""
+        index = torch.tensor(requests, device=problem.q.device)
+        lengths = problem.cache_seqlens[index]
+        sub = type(problem)(
+            **{
+                **{name: getattr(problem, name) for name in problem.__dataclass_fields__},
+                "q": problem.q[index],
+                "cache_seqlens": lengths,
+                "page_table": problem.page_table[index],
+            }
+        )
+        return decode(sub, fixed_split_tokens=fixed_split_tokens, num_sm_parts=num_sm_parts)
+
+    @pytest.mark.parametrize("fixed_split_tokens", [0, 256])
+    def test_repeats_bit_for_bit(self, device, kv_dtype, fixed_split_tokens):
+        problem = paged_problem(MIXED_LENGTHS, kv_dtype=kv_dtype).to(device)
+        first = self.run(problem, range(8), fixed_split_tokens)
+        for _ in range(3):
+            again = self.run(problem, range(8), fixed_split_tokens)
+            assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+    def test_batch_invariant_mode_does_not_depend_on_the_batch(self, device, kv_dtype):
+        problem = paged_problem(MIXED_LENGTHS, kv_dtype=kv_dtype).to(device)
+        out, lse = self.run(problem, range(8), 256)
+        for requests in ([3], [0, 3], [7, 6, 5, 4, 3, 2, 1, 0], [3, 3, 3, 0]):
+            for num_sm_parts in (1, 3, 16):
+                part_out, part_lse = self.run(problem, requests, 256, num_sm_parts)
+                assert torch.equal(part_out, out[requests]) and torch.equal(part_lse, lse[requests])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+class TestCheckedMode:
+    def report_of(self, problem, **changes):
+        report = torch.zeros(8, dtype=torch.int32, device=problem.q.device)
+        problem = type(problem)(
+            **{**{name: getattr(problem, name) for name in problem.__dataclass_fields__}, **changes}
+        )
+        out, lse = decode(problem, report=report)
+        return out, lse, report.tolist()
+
+    def test_good_input_reports_nothing(self, device):
+        _, _, report = self.report_of(paged_problem(LENGTHS).to(device))
+        assert report == [0] * 8
+
+    def test_bad_page_is_reported_and_skipped(self, device):
+        problem = paged_problem([40, 40], page_size=16).to(device)
+        bad = problem.page_table.clone()
+        bad[1, 1] = 1000
+        out, _, report = self.report_of(problem, page_table=bad)
+        assert report[0] > 0 and report[1:7] == [6, 1, 1, 1, 1000, problem.k_pages.shape[0]]
+        assert out.isfinite().all()
+        assert_attention_close(out[:1], problem.expected()[0][:1], torch.bfloat16)
+
+    def test_length_beyond_the_table_is_reported(self, device):
+        problem = paged_problem([40, 40], page_size=16).to(device)
+        lengths = torch.tensor([40, 80], dtype=torch.int32, device=problem.q.device)
+        good = problem.page_table.clone()
+        good[1, 3] = 0  # the last column; its page may hold NaN, which a query then rightly sees
+        _, _, report = self.report_of(problem, page_table=good, cache_seqlens=lengths)
+        assert report[0] > 0 and report[1:4] == [6, 4, 1] and report[5:7] == [80, 65]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+class TestTracing:
+    def test_opcheck(self, device):
+        problem = paged_problem(LENGTHS, 2).to(device)  # opcheck cannot compare float8 tensors
+        plan = make_plan(problem, seqlen_q=2)
+        q = problem.q_by_request
+        args = (torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32), q)
+        args += (problem.k_pages, problem.v_pages, problem.kv_indices, problem.kv_indptr, problem.cache_seqlens)
+        args += (plan.tile_scheduler_metadata, plan.num_splits, plan.out_partial.fill_(0), plan.lse_partial.fill_(0))
+        options = {
+            "sinks": sinks_of(8).to(device),
+            "tree_mask": random_tree_mask([2] * 4).view(4, 2, 1).to(device),
+            "k_scale": torch.ones(1, device=device),
+            "v_scale": torch.ones(2, device=device),
+            "report": torch.zeros(8, dtype=torch.int32, device=device),
+        }
+        torch.library.opcheck(torch.ops.attnops.xqa_decode.default, (*args, plan.semaphores, 0.1), options)
+        torch.library.opcheck(
+            torch.ops.attnops.xqa_decode_plan.default,
+            (plan.tile_scheduler_metadata, plan.num_splits, problem.cache_seqlens, 2, 2),
+        )
+
+    def test_compiles_without_a_graph_break(self, device):
+        problem = paged_problem(LENGTHS, dtype=torch.float32).to(device)
+        plan = make_plan(problem)
+
+        def step(q, k_pages, v_pages, page_table, cache_seqlens):
+            ops.xqa_decode_plan(plan, cache_seqlens)
+            out, lse = ops.xqa_decode(q, k_pages, v_pages, page_table, cache_seqlens, plan, return_lse=True)
+            return out * 2, lse
+
+        args = problem.q, problem.k_pages, problem.v_pages, problem.page_table, problem.cache_seqlens
+        out, lse = torch.compile(step, fullgraph=True, backend="aot_eager")(*args)
+        expected_out, expected_lse = problem.expected()
+        assert_attention_close(out.cpu() / 2, expected_out, torch.float32)
+        assert_lse_close(lse.cpu(), expected_lse)

@@ -2,15 +2,10 @@
 
 namespace attnops {
 
-// Sum of `value` over the threads before this one, and over all of them. Every thread of the block must call it; the
-// shared memory it uses is free again when it returns.
-template <typename T>
-struct BlockSum {
-  T before, total;
-};
-
+// The sum of `value` over all threads; `before` gets the sum over the threads before this one. Every thread of the
+// block must call it; the shared memory it uses is free again when it returns.
 template <int kThreads, typename T>
-__device__ BlockSum<T> block_exclusive_sum(T value) {
+__device__ T block_exclusive_sum(T value, T* before) {
   static_assert(kThreads % 32 == 0 && kThreads <= 1024);
   constexpr int kWarps = kThreads / 32;
   __shared__ T warp_totals[kWarps];
@@ -34,7 +29,8 @@ __device__ BlockSum<T> block_exclusive_sum(T value) {
   const T warps_before = __shfl_sync(~0u, warp_total, warp == 0 ? 0 : warp - 1);
   const T total = __shfl_sync(~0u, warp_total, kWarps - 1);
   __syncthreads();
-  return {(warp == 0 ? T{0} : warps_before) + inclusive - value, total};
+  *before = (warp == 0 ? T{0} : warps_before) + inclusive - value;
+  return total;
 }
 
 }  // namespace attnops

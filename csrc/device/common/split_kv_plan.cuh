@@ -15,72 +15,102 @@ namespace attnops {
 // The split-KV plan in one small launch: the rows and num_splits of scheduler/split_kv.h, bit for bit.
 //
 // One CTA. Every thread adds up the costs of a run of neighbouring requests, a block scan turns the sums into the cost
-// prefix in shared memory, and then every thread makes rows, each from the prefix alone.
-template <int kThreads>
+// prefix in shared memory, and then every thread finds where one part begins and makes that part's row.
+//
+// What takes time in so small a kernel is its instructions: each is fetched and executed once. So the tile size and
+// "balanced" are compile-time constants (divisions become shifts), and neighbours share the points between them.
+template <int kThreads, int kTileTokens, bool kFixed>
 __global__ void __launch_bounds__(kThreads)
-    split_kv_plan_kernel(const __grid_constant__ SplitKvGeometry g, const int32_t* __restrict__ cache_seqlens,
+    split_kv_plan_kernel(const __grid_constant__ SplitKvGeometry shape, const int32_t* __restrict__ cache_seqlens,
                          SplitKvEntry* __restrict__ entries, int32_t* __restrict__ num_splits) {
   extern __shared__ int64_t shared[];
+  __shared__ SplitKvPoint points[kThreads];
+  SplitKvGeometry g = shape;
+  g.tile_tokens = kTileTokens;
+  if constexpr (!kFixed) g.fixed_split_tiles = 0;
   int64_t* const prefix = shared;                                                  // [B + 1]
   int32_t* const tiles = reinterpret_cast<int32_t*>(prefix + g.num_requests + 1);  // [B]
+  const int thread = static_cast<int>(threadIdx.x);
 
-  const int each = ceil_div(g.num_requests, kThreads);
-  const int begin = min_of(static_cast<int>(threadIdx.x) * each, g.num_requests);
+  const int each = (g.num_requests + kThreads - 1) / kThreads;
+  const int begin = min_of(thread * each, g.num_requests);
   const int end = min_of(begin + each, g.num_requests);
   int64_t cost = 0;
   int cuts = 0;
   for (int b = begin; b < end; ++b) {
-    tiles[b] = num_tiles(g, cache_seqlens[b]);
-    cost += g.works_per_request * work_cost(g, tiles[b]);
-    cuts += num_fixed_splits(g, tiles[b]);
+    const int count = num_tiles(g, cache_seqlens[b]);
+    tiles[b] = count;
+    cost += g.works_per_request * work_cost(g, count);
+    if constexpr (kFixed) cuts += num_fixed_splits(g, count);
   }
-  const BlockSum<int64_t> costs = block_exclusive_sum<kThreads>(cost);
-  const BlockSum<int> all_cuts = g.fixed_split_tiles > 0 ? block_exclusive_sum<kThreads>(cuts) : BlockSum<int>{0, 0};
-
-  int64_t cost_before = costs.before;
-  int cuts_before = all_cuts.before;
+  int64_t cost_before = 0;
+  int cuts_before = 0;
+  const int64_t total = block_exclusive_sum<kThreads>(cost, &cost_before);
+  const int all_cuts = kFixed ? block_exclusive_sum<kThreads>(cuts, &cuts_before) : 0;
   for (int b = begin; b < end; ++b) {
     prefix[b] = cost_before;
     num_splits[b] = cuts_before;
     cost_before += g.works_per_request * work_cost(g, tiles[b]);
-    cuts_before += num_fixed_splits(g, tiles[b]);
+    if constexpr (kFixed) cuts_before += num_fixed_splits(g, tiles[b]);
   }
-  if (threadIdx.x == 0) {
-    prefix[g.num_requests] = costs.total;
-    num_splits[g.num_requests] = all_cuts.total;
+  if (thread == 0) {
+    prefix[g.num_requests] = total;
+    num_splits[g.num_requests] = all_cuts;
   }
-  __syncthreads();
+  const int64_t budget = part_budget(g, total);
   const SplitKvBatch batch{prefix, tiles};
-  for (int part = threadIdx.x; part < g.num_sm_parts; part += kThreads) entries[part] = split_kv_entry(g, batch, part);
+  // A round makes one row less than it finds points: a row needs the next part's beginning, too.
+  for (int first = 0; first < g.num_sm_parts; first += kThreads - 1) {
+    const int part = first + thread;
+    __syncthreads();  // the prefix is whole; the last round's points are read
+    points[thread] = point_at(g, batch, min_of(part, g.num_sm_parts) * budget);
+    __syncthreads();
+    if (part < g.num_sm_parts && thread < kThreads - 1) {
+      entries[part] = split_kv_entry(g, batch, budget, part, points[thread], points[thread + 1]);
+    }
+  }
 }
 
-template <int kThreads>
+template <int kThreads, int kTileTokens, bool kFixed>
 void launch_split_kv_plan_as(const SplitKvGeometry& g, const int32_t* cache_seqlens, SplitKvEntry* entries,
                              int32_t* num_splits, cudaStream_t stream) {
+  auto* const kernel = &split_kv_plan_kernel<kThreads, kTileTokens, kFixed>;
   const size_t bytes = (g.num_requests + 1) * sizeof(int64_t) + g.num_requests * sizeof(int32_t);
-  constexpr size_t kAlwaysThere = 48 * 1024 - 1024;  // less what the scan takes
+  constexpr size_t kAlwaysThere = 38 * 1024;  // 48 KB less what the points and the scan take
   if (bytes > kAlwaysThere) {
-    check_cuda(cudaFuncSetAttribute(&split_kv_plan_kernel<kThreads>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    static_cast<int>(bytes)),
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
                "shared memory for the plan of so large a batch");
   }
-  split_kv_plan_kernel<kThreads><<<1, kThreads, bytes, stream>>>(g, cache_seqlens, entries, num_splits);
+  kernel<<<1, kThreads, bytes, stream>>>(g, cache_seqlens, entries, num_splits);
   check_cuda(cudaGetLastError(), "split_kv_plan_kernel");
 }
 
+template <int kTileTokens, bool kFixed>
+void launch_split_kv_plan_by_size(const SplitKvGeometry& g, const int32_t* cache_seqlens, SplitKvEntry* entries,
+                                  int32_t* num_splits, cudaStream_t stream) {
+  const int busy = max_of(g.num_requests, g.num_sm_parts + 1);
+  if (busy <= 192)
+    return launch_split_kv_plan_as<192, kTileTokens, kFixed>(g, cache_seqlens, entries, num_splits, stream);
+  if (busy <= 512)
+    return launch_split_kv_plan_as<512, kTileTokens, kFixed>(g, cache_seqlens, entries, num_splits, stream);
+  launch_split_kv_plan_as<1024, kTileTokens, kFixed>(g, cache_seqlens, entries, num_splits, stream);
+}
+
 // `op` names the caller in errors. tile_scheduler_metadata is int32 [num_sm_parts, 8], num_splits int32 [B + 1].
-inline void launch_split_kv_plan(const char* op, const SplitKvGeometry& g, const int32_t* cache_seqlens,
-                                 int32_t* tile_scheduler_metadata, int32_t* num_splits, cudaStream_t stream) {
-  constexpr int kMaxRequests = 8000;  // 96 KB of shared memory, which every architecture since sm_80 has
+template <int kTileTokens>
+void launch_split_kv_plan(const char* op, const SplitKvGeometry& g, const int32_t* cache_seqlens,
+                          int32_t* tile_scheduler_metadata, int32_t* num_splits, cudaStream_t stream) {
+  constexpr int kMaxRequests = 8000;  // 94 KB of shared memory, which every architecture since sm_80 has
   if (g.num_requests > kMaxRequests) {
     throw std::runtime_error(std::string("attnops::") + op + ": cache_seqlens.shape[0] (batch_size) must be at most " +
                              std::to_string(kMaxRequests) + ", got " + std::to_string(g.num_requests));
   }
   SplitKvEntry* const entries = reinterpret_cast<SplitKvEntry*>(tile_scheduler_metadata);
-  const int busy = max_of(g.num_requests, g.num_sm_parts);
-  if (busy <= 192) return launch_split_kv_plan_as<192>(g, cache_seqlens, entries, num_splits, stream);
-  if (busy <= 512) return launch_split_kv_plan_as<512>(g, cache_seqlens, entries, num_splits, stream);
-  launch_split_kv_plan_as<1024>(g, cache_seqlens, entries, num_splits, stream);
+  if (g.fixed_split_tiles > 0) {
+    launch_split_kv_plan_by_size<kTileTokens, true>(g, cache_seqlens, entries, num_splits, stream);
+  } else {
+    launch_split_kv_plan_by_size<kTileTokens, false>(g, cache_seqlens, entries, num_splits, stream);
+  }
 }
 
 }  // namespace attnops

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 namespace attnops::fmha::cpu {
 
@@ -64,8 +65,11 @@ Kernel::Kernel(const Params& params, const attnops::cpu::TileOps& ops)
     row_max_ = carver.take<float>(kMaxRows);
     row_sum_ = carver.take<float>(kMaxRows * kSumLanes);
     visible_ = carver.take<uint64_t>(kRowBlock * kTileWords);
-    k_rows_ = carver.take<const void*>(std::max(kTileKeys, kMaxRows));
-    v_rows_ = carver.take<const void*>(kTileKeys);
+    q_rows_ = carver.take<const void*>(kMaxRows);
+    for (KeyTile& tile : tiles_) {
+      tile.k_rows = carver.take<const void*>(kTileKeys);
+      tile.v_rows = carver.take<const void*>(kTileKeys);
+    }
     return carver.used_;
   };
   storage_.reset(new char[carve(nullptr) + Carver::kLine]);
@@ -81,35 +85,60 @@ void Kernel::run(const Work& w) {
 
   const int begin = keys_of(p_, w.request, w.token(0)).begin;
   const int end = keys_of(p_, w.request, w.token(w.num_rows - 1)).end;
-  for (int tile = begin / kTileKeys; tile * kTileKeys < end; ++tile) {
-    // What lies before the first visible key is not even packed: the tile then starts later, on a multiple of
-    // kKeyMultiple, which changes no sum.
-    const int tile_begin = std::max(begin, tile * kTileKeys), tile_end = std::min(end, (tile + 1) * kTileKeys);
-    const int first_key = tile_begin / kKeyMultiple * kKeyMultiple;
-    const int num_columns = static_cast<int>(round_up_to(tile_end - first_key, kKeyMultiple));
-    std::fill_n(k_rows_, num_columns, nullptr);
-    std::fill_n(v_rows_, num_columns, nullptr);
-    const int skipped = tile_begin - first_key;
-    faulty_ = gather_rows(p_, w.request, w.kv_head, tile_begin, tile_end, k_rows_ + skipped, v_rows_ + skipped);
-    ops_.pack_keys(keys_, k_rows_, num_columns, p_.head_dim_qk, dim_qk_, p_.kv_dtype);
-    ops_.pack_values(values_, v_rows_, num_columns, p_.head_dim_v, dim_v_, p_.kv_dtype);
-    for (int row = 0; row < w.num_rows; row += kRowBlock) {
-      attend(w, row, std::min(kRowBlock, w.num_rows - row), first_key, num_columns);
+  if (begin < end) gather(w, begin, end, tiles_[0]);
+  for (int i = begin / kTileKeys; i * kTileKeys < end; ++i) {
+    const KeyTile& tile = tiles_[0];
+    ops_.pack_keys(keys_, tile.k_rows, tile.num_columns, p_.head_dim_qk, dim_qk_, p_.kv_dtype);
+    ops_.pack_values(values_, tile.v_rows, tile.num_columns, p_.head_dim_v, dim_v_, p_.kv_dtype);
+    const int next = (i + 1) * kTileKeys;
+    if (next < end) {
+      gather(w, next, end, tiles_[1]);
+      prefetch(tiles_[1]);
     }
+    for (int row = 0; row < w.num_rows; row += kRowBlock) attend(w, row, std::min(kRowBlock, w.num_rows - row), tile);
+    std::swap(tiles_[0], tiles_[1]);
   }
   store(w);
+}
+
+// The rows of the tile that holds key `begin`, as far as keys [begin, end) go. What lies before is not even packed: the
+// tile then starts later, on a multiple of kKeyMultiple, which changes no sum.
+void Kernel::gather(const Work& w, int begin, int end, KeyTile& tile) {
+  const int tile_end = std::min(end, (begin / kTileKeys + 1) * kTileKeys);
+  tile.first_key = begin / kKeyMultiple * kKeyMultiple;
+  tile.num_columns = static_cast<int>(round_up_to(tile_end - tile.first_key, kKeyMultiple));
+  std::fill_n(tile.k_rows, tile.num_columns, nullptr);
+  std::fill_n(tile.v_rows, tile.num_columns, nullptr);
+  const int skipped = begin - tile.first_key;
+  tile.faulty = gather_rows(p_, w.request, w.kv_head, begin, tile_end, tile.k_rows + skipped, tile.v_rows + skipped);
+}
+
+// Rows of a tile are far apart in memory, where no hardware prefetcher finds them: they are asked for while the tile
+// before is in work.
+void Kernel::prefetch(const KeyTile& tile) const {
+  const int64_t k_bytes = static_cast<int64_t>(p_.head_dim_qk) * size_of(p_.kv_dtype);
+  const int64_t v_bytes = static_cast<int64_t>(p_.head_dim_v) * size_of(p_.kv_dtype);
+  const auto fetch = [](const void* row, int64_t bytes) {
+    if (row == nullptr) return;
+    for (int64_t at = 0; at < bytes; at += Carver::kLine) __builtin_prefetch(static_cast<const char*>(row) + at, 0, 2);
+  };
+  for (int j = 0; j < tile.num_columns; ++j) {
+    fetch(tile.k_rows[j], k_bytes);
+    fetch(tile.v_rows[j], v_bytes);
+  }
 }
 
 // Rows in the compute type. A negative scale of the scores moves its sign here: the softmax wants it positive.
 void Kernel::load_queries(const Work& w) {
   const float scale = p_.softmax_scale * scale_of(p_.k_scale, p_.k_scale_stride, w.kv_head);
-  for (int row = 0; row < w.num_rows; ++row) k_rows_[row] = query_row(p_, w, row);
-  ops_.load_rows(queries_, dim_qk_, k_rows_, w.num_rows, p_.head_dim_qk, dim_qk_, p_.dtype, scale < 0.f ? -1.f : 1.f);
+  for (int row = 0; row < w.num_rows; ++row) q_rows_[row] = query_row(p_, w, row);
+  ops_.load_rows(queries_, dim_qk_, q_rows_, w.num_rows, p_.head_dim_qk, dim_qk_, p_.dtype, scale < 0.f ? -1.f : 1.f);
   scale_ = std::fabs(scale);
 }
 
 // One online softmax step of a block of rows over the columns of the packed tile that some of them see.
-void Kernel::attend(const Work& w, int first_row, int num_rows, int first_key, int num_columns) {
+void Kernel::attend(const Work& w, int first_row, int num_rows, const KeyTile& tile) {
+  const int first_key = tile.first_key, num_columns = tile.num_columns;
   const KeyRange low = keys_of(p_, w.request, w.token(first_row));
   const KeyRange high = keys_of(p_, w.request, w.token(first_row + num_rows - 1));
   const int begin = std::max(low.begin - first_key, 0) / kKeyMultiple * kKeyMultiple;
@@ -119,8 +148,8 @@ void Kernel::attend(const Work& w, int first_row, int num_rows, int first_key, i
   // Every row sees every column when even the last row's first key and the first row's last key are outside.
   const bool all_in_range = high.begin <= first_key + begin && low.end >= first_key + end;
   const bool tree = p_.tree_mask && first_key + end > w.request.seqlen_k - w.request.seqlen_q;
-  const bool masked = !all_in_range || tree || faulty_;
-  if (masked) set_visible(w, first_row, num_rows, first_key + begin, end - begin, first_key);
+  const bool masked = !all_in_range || tree || tile.faulty;
+  if (masked) set_visible(w, first_row, num_rows, first_key + begin, end - begin, tile);
 
   const int element = ops_.element_size;
   const char* queries = static_cast<const char*>(queries_) + static_cast<int64_t>(first_row) * dim_qk_ * element;
@@ -147,7 +176,8 @@ void Kernel::attend(const Work& w, int first_row, int num_rows, int first_key, i
 }
 
 // visible_[row]: bit j says that the row sees key `begin_key` + j.
-void Kernel::set_visible(const Work& w, int first_row, int num_rows, int begin_key, int num_columns, int first_key) {
+void Kernel::set_visible(const Work& w, int first_row, int num_rows, int begin_key, int num_columns,
+                         const KeyTile& tile) {
   for (int row = 0; row < num_rows; ++row) {
     uint64_t* bits = visible_ + row * kTileWords;
     const int token = w.token(first_row + row);
@@ -157,11 +187,11 @@ void Kernel::set_visible(const Work& w, int first_row, int num_rows, int begin_k
     }
     const KeyRange range = keys_of(p_, w.request, token);
     set_bits(bits, kTileWords, range.begin - begin_key, std::min(range.end - begin_key, num_columns));
-    if (!p_.tree_mask && !faulty_) continue;
+    if (!p_.tree_mask && !tile.faulty) continue;
     for (int key = std::max(range.begin, begin_key); key < std::min(range.end, begin_key + num_columns); ++key) {
       const bool hidden = p_.tree_mask && !tree_allows(p_, w.request, token, key);
       const int column = key - begin_key;
-      if (hidden || k_rows_[key - first_key] == nullptr) bits[column / 64] &= ~(uint64_t{1} << (column % 64));
+      if (hidden || tile.k_rows[key - tile.first_key] == nullptr) bits[column / 64] &= ~(uint64_t{1} << (column % 64));
     }
   }
 }

@@ -15,16 +15,27 @@ class Kernel {
   void run(const Work& work);
 
  private:
+  // A tile of keys: column j is key first_key + j. Rows are null where no query row looks, and where the checked mode
+  // met a page outside the pool.
+  struct KeyTile {
+    int first_key = 0, num_columns = 0;
+    bool faulty = false;
+    const void** k_rows = nullptr;
+    const void** v_rows = nullptr;
+  };
+
   void load_queries(const Work& work);
-  void attend(const Work& work, int first_row, int num_rows, int first_key, int num_columns);
-  void set_visible(const Work& work, int first_row, int num_rows, int begin_key, int num_columns, int first_key);
+  void gather(const Work& work, int begin, int end, KeyTile& tile);
+  void prefetch(const KeyTile& tile) const;
+  void attend(const Work& work, int first_row, int num_rows, const KeyTile& tile);
+  void set_visible(const Work& work, int first_row, int num_rows, int begin_key, int num_columns, const KeyTile& tile);
   void store(const Work& work);
 
   const Params& p_;
   const attnops::cpu::TileOps& ops_;
-  int dim_qk_, dim_v_;   // padded
-  float scale_ = 0.f;    // of the current item's scores, not negative
-  bool faulty_ = false;  // the current tile has null rows
+  int dim_qk_, dim_v_;  // padded
+  float scale_ = 0.f;   // of the current item's scores, not negative
+  KeyTile tiles_[2];    // the one in work, and the next
 
   std::unique_ptr<char[]> storage_;
   void* queries_;  // [kMaxRows, dim_qk_]
@@ -36,8 +47,7 @@ class Kernel {
   float* row_max_;
   float* row_sum_;
   uint64_t* visible_;  // [kRowBlock, kTileWords]
-  const void** k_rows_;
-  const void** v_rows_;
+  const void** q_rows_;
 };
 
 }  // namespace attnops::fmha::cpu

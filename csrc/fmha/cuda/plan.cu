@@ -57,9 +57,8 @@ __global__ void __launch_bounds__(kThreads) fmha_plan_kernel(const __grid_consta
   const int end = min_of(begin + each, num_requests);
   int tiles = 0;
   for (int b = begin; b < end; ++b) tiles += num_query_tiles(p, b);
-  const BlockSum<int> sums = block_exclusive_sum<kThreads>(tiles);
-  const int total = sums.total;
-  int before = sums.before;
+  int before;
+  const int total = block_exclusive_sum<kThreads>(tiles, &before);
   for (int b = begin; b < end; ++b) {
     tile_start[b] = before;
     before += num_query_tiles(p, b);
@@ -73,7 +72,8 @@ __global__ void __launch_bounds__(kThreads) fmha_plan_kernel(const __grid_consta
   }
   __syncthreads();
   const int own_bin = kCostBins - 1 - static_cast<int>(threadIdx.x);  // the longest come first
-  const int first = block_exclusive_sum<kThreads>(own_bin >= 0 ? bin_next[own_bin] : 0).before;
+  int first;
+  block_exclusive_sum<kThreads>(own_bin >= 0 ? bin_next[own_bin] : 0, &first);
   if (own_bin >= 0) bin_next[own_bin] = first;
 
   for (int base = 0; base < total; base += kThreads) {

@@ -46,7 +46,8 @@ __global__ void __launch_bounds__(kThreads) kv_indices_kernel(const __grid_const
 
   int64_t mine = 0;
   for (int b = threadIdx.x; b < request; b += kThreads) mine += num_pages(r, num_tokens(r, b));
-  const int64_t start = block_exclusive_sum<kThreads>(mine).total;
+  int64_t unused;
+  const int64_t start = block_exclusive_sum<kThreads>(mine, &unused);
 
   if (chunk == 0 && threadIdx.x == 0) {
     if (r.report != nullptr) report_request(r, ReportOp::kBuildKvIndices, request);
@@ -70,13 +71,13 @@ __global__ void __launch_bounds__(kThreads) cu_seqlens_kernel(const __grid_const
   const int end = min_of(begin + each, p.batch_size);
   int sum = 0;
   for (int b = begin; b < end; ++b) sum += max_of(p.seqlens[b], 0);
-  const BlockSum<int> sums = block_exclusive_sum<kThreads>(sum);
-  int before = sums.before;
+  int before;
+  const int total = block_exclusive_sum<kThreads>(sum, &before);
   for (int b = begin; b < end; ++b) {
     p.cu_seqlens[b] = before;
     before += max_of(p.seqlens[b], 0);
   }
-  if (threadIdx.x == 0) p.cu_seqlens[p.batch_size] = sums.total;
+  if (threadIdx.x == 0) p.cu_seqlens[p.batch_size] = total;
 }
 
 template <int kThreads>

@@ -12,7 +12,17 @@
 namespace attnops::xqa_decode::cpu {
 namespace {
 
-constexpr int64_t kStateBytesAtOnce = 256 * 1024;  // of the heads that are computed side by side: a share of L2
+// Heads of one request are computed side by side, tile by tile, because their rows are neighbours in memory. Two tiles
+// of all of them (this one, and the one that is fetched meanwhile) and their state stay within a core's L2 cache.
+constexpr int64_t kTileBytesAtOnce = 256 * 1024;
+constexpr int64_t kStateBytesAtOnce = 256 * 1024;
+constexpr int kMaxHeadsAtOnce = 64;
+
+int heads_at_once(const Params& p, int64_t state_bytes) {
+  const int64_t tile_bytes = int64_t{2} * kTileTokens * p.head_dim * size_of(p.kv_dtype);
+  const int64_t fit = min_of(kTileBytesAtOnce / tile_bytes, kStateBytesAtOnce / state_bytes);
+  return static_cast<int>(max_of<int64_t>(1, min_of<int64_t>(min_of(p.num_kv_heads, kMaxHeadsAtOnce), fit)));
+}
 
 // Memory that a part works in, one allocation, cut into aligned pieces.
 class Scratch {
@@ -60,8 +70,7 @@ class Part {
         q_bytes_(Scratch::size(static_cast<int64_t>(num_rows_) * kernel.q_row_bytes(params.head_dim))),
         acc_stride_(kernel.acc_stride(params.head_dim)),
         acc_bytes_(Scratch::size(static_cast<int64_t>(num_rows_) * acc_stride_ * sizeof(float))),
-        max_heads_(static_cast<int>(
-            max_of<int64_t>(1, min_of<int64_t>(params.num_kv_heads, kStateBytesAtOnce / (q_bytes_ + acc_bytes_))))),
+        max_heads_(heads_at_once(params, q_bytes_ + acc_bytes_)),
         zero_bytes_(params.head_dim * static_cast<int64_t>(sizeof(float))),
         scratch_(max_heads_ * (q_bytes_ + acc_bytes_ + 2 * Scratch::size(num_rows_ * sizeof(float))) +
                  Scratch::size(num_rows_ * sizeof(uint64_t)) + Scratch::size(params.seqlen_q * sizeof(uint64_t)) +
@@ -159,9 +168,6 @@ class Part {
         k_rows_[t] = used ? now.k[t] + k_offset : zeros_;
         v_rows_[t] = used ? now.v[t] + v_offset : zeros_;
       }
-      const bool last = h + 1 == piece.num_heads;
-      const TileAddresses& ahead = last ? next : now;
-      const int ahead_head = piece.head + (last ? 0 : h + 1);
       const float k_scale = p_.k_scale ? p_.k_scale[(piece.head + h) * p_.k_scale_stride] : 1.f;
       const float scale = p_.softmax_scale * k_scale;
       const bool capped = p_.logit_cap != 0.f;
@@ -171,11 +177,9 @@ class Part {
                       .k_rows = k_rows_,
                       .v_rows = v_rows_,
                       .visible = visible,
-                      .next_k = ahead.k,
-                      .next_v = ahead.v,
-                      .next_k_offset = ahead_head * p_.k_stride_head * element,
-                      .next_v_offset = ahead_head * p_.v_stride_head * element,
-                      .num_next = ahead.count,
+                      .fetch_rows = fetch_rows_,
+                      .num_fetch = rows_to_fetch(piece, h, now, next),
+                      .fetch_bytes = static_cast<int>(p_.head_dim * element),
                       .q = q_ + h * q_bytes_,
                       .acc = acc(h),
                       .row_max = row_max(h),
@@ -184,6 +188,29 @@ class Part {
                       .score_scale = capped ? scale / p_.logit_cap : scale * kLog2e,
                       .score_cap = p_.logit_cap * kLog2e});
     }
+  }
+
+  // Fills fetch_rows_ with what head h's turn fetches ahead, in the order of memory: where a token's heads are
+  // neighbours, its share of the next tile's tokens with all heads; else the next head's rows of this tile, or the
+  // first of the next.
+  int rows_to_fetch(const Piece& piece, int h, const TileAddresses& now, const TileAddresses& next) {
+    const int64_t element = size_of(p_.kv_dtype);
+    const int64_t k_step = p_.k_stride_head * element, v_step = p_.v_stride_head * element;
+    const bool by_token = k_step < p_.k_stride_token * element && p_.k_stride_head > 0;
+    const bool last = h + 1 == piece.num_heads;
+    const TileAddresses& from = by_token || last ? next : now;
+    const int begin = by_token ? from.count * h / piece.num_heads : 0;
+    const int end = by_token ? from.count * (h + 1) / piece.num_heads : from.count;
+    const int head = piece.head + (by_token || last ? 0 : h + 1);
+    const int heads = by_token ? piece.num_heads : 1;
+    const char** to = fetch_rows_;
+    for (int t = begin; t < end; ++t) {
+      for (int i = 0; i < heads; ++i) *to++ = from.k[t] + (head + i) * k_step;
+    }
+    for (int t = begin; t < end; ++t) {
+      for (int i = 0; i < heads; ++i) *to++ = from.v[t] + (head + i) * v_step;
+    }
+    return static_cast<int>(to - fetch_rows_);
   }
 
   // Per row, or null when every row sees every token of the tile. Sets seen_by_any_.
@@ -250,6 +277,7 @@ class Part {
   TileAddresses addresses_[2];
   const char* k_rows_[kTileTokens];
   const char* v_rows_[kTileTokens];
+  const char* fetch_rows_[2 * (kTileTokens + kMaxHeadsAtOnce)];
 };
 
 // Merges the rows of one work. Split s is row slot(s) of the partial results.

@@ -13,5 +13,9 @@ struct BHalf {
   uint16_t bits;
 };
 
+struct E4M3 {
+  uint8_t bits;
+};
+
 }  // namespace
 }  // namespace attnops::xqa_decode::cpu

@@ -46,9 +46,32 @@ inline Vec::Reg tanh_of(Vec::Reg x) {
   return Vec::mul(t, one);
 }
 
-inline void prefetch(const char* address, int bytes) {
-  for (int i = 0; i < bytes; i += kCacheLine) _mm_prefetch(address + i, _MM_HINT_T1);
-}
+// Rows that will be read after this tile. They are fetched a few lines at a time between the arithmetic: a core has two
+// dozen misses in flight, and a burst of prefetches would stall the loads behind it.
+class Ahead {
+ public:
+  explicit Ahead(const Tile& tile)
+      : next_(tile.fetch_rows),
+        end_(next_ + tile.num_fetch),
+        bytes_(tile.fetch_bytes),
+        half_((tile.num_fetch + 1) / 2) {}
+
+  // From now on each `fetch` takes so many rows that half of all take `steps` of them.
+  void spread_half(int steps) { each_ = (half_ + steps - 1) / steps; }
+
+  void fetch() {
+    const char* const* const stop = end_ - next_ < each_ ? end_ : next_ + each_;
+    for (; next_ < stop; ++next_) {
+      for (int i = 0; i < bytes_; i += kCacheLine) _mm_prefetch(*next_ + i, _MM_HINT_T1);
+    }
+  }
+
+ private:
+  const char* const* next_;
+  const char* const* const end_;
+  const int bytes_, half_;
+  int each_ = 0;
+};
 
 // float32 arithmetic on elements of type T: the math of every kernel but the one with bf16 products.
 template <class T>
@@ -66,12 +89,13 @@ struct FloatMath {
     return Vec::load(reinterpret_cast<const float*>(row) + chunk * kChunk);
   }
   static Reg dot(Reg sum, Reg q, Reg k) { return Vec::fma(q, k, sum); }
+  static void store_wide(char* row, int chunk, Reg x) { Vec::store(reinterpret_cast<float*>(row) + chunk * kChunk, x); }
   static void store_probabilities(float* to, Reg p) { Vec::store(to, p); }
 
   // acc rows [kRows] x kCount registers of columns from `column`.
   template <int kRows, int kCount, bool kPart>
   static void add_values(const char* const* v_rows, int num_tokens, const float* p, const float* rescale, float* acc,
-                         int acc_stride, int column, int part) {
+                         int acc_stride, int column, int part, Ahead& ahead) {
     Reg sum[kRows][kCount];
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
@@ -81,6 +105,7 @@ struct FloatMath {
       }
     }
     for (int t = 0; t < num_tokens; ++t) {
+      ahead.fetch();
       Reg v[kCount];
 #pragma GCC unroll 4
       for (int c = 0; c < kCount; ++c) v[c] = load(v_rows[t], column / kChunk + c, kPart ? part : kChunk);
@@ -99,27 +124,18 @@ struct FloatMath {
   }
   static constexpr int kColumnRegisters = Vec::kColumns;  // per row, in add_values
   static constexpr int kColumns = Vec::kLanes;            // that one of them covers
-
-  // FP8 rows become rows of T, which is float then.
-  static void widen(const char* row, int head_dim, char* to) {
-    for (int d = 0; d < head_dim; d += kChunk) {
-      const Reg x = Vec::load_e4m3(reinterpret_cast<const uint8_t*>(row) + d, head_dim - d);
-      Vec::store(reinterpret_cast<float*>(to) + d, x);
-    }
-  }
 };
 
 // Step 1: scores[row * kTileTokens + token] of kRows rows.
 template <class Math, int kRows>
 void dot_products(const Tile& tile, const char* const* k_rows, const char* q, int q_row_bytes, float* scores,
-                  int fetch_bytes) {
+                  Ahead& ahead) {
   constexpr int kPlaces = kRows == 3 ? 4 : kRows;        // of the accumulators
   constexpr int kTokens = Vec::kAccumulators / kPlaces;  // at a time
   const int full = tile.head_dim / Math::kChunk, rest = tile.head_dim % Math::kChunk;
+  ahead.spread_half(up_to_multiple(tile.num_tokens, kTokens) / kTokens);
   for (int t0 = 0; t0 < tile.num_tokens; t0 += kTokens) {
-    for (int t = t0; t < t0 + kTokens && t < tile.num_next && fetch_bytes > 0; ++t) {
-      prefetch(tile.next_k[t] + tile.next_k_offset, fetch_bytes);
-    }
+    ahead.fetch();
     Vec::Reg sum[Vec::kAccumulators];
 #pragma GCC unroll 16
     for (int i = 0; i < Vec::kAccumulators; ++i) sum[i] = Vec::zero();
@@ -172,19 +188,20 @@ float softmax_row(const Tile& tile, int row, float* scores, typename Math::Produ
 // Step 3.
 template <class Math, int kRows>
 void add_all_values(const Tile& tile, const char* const* v_rows, const typename Math::Product* p, const float* rescale,
-                    float* acc, int acc_stride) {
+                    float* acc, int acc_stride, Ahead& ahead) {
   const int tokens = up_to_multiple(tile.num_tokens, Math::kTokenStep);
   constexpr int kWide = Math::kColumnRegisters * Math::kColumns / Math::kChunk;  // chunks of the widest block
+  ahead.spread_half(tokens / Math::kTokenStep * ((tile.head_dim - 1) / (kWide * Math::kChunk) + 1));
   int column = 0;
   for (; column + kWide * Math::kChunk <= tile.head_dim; column += kWide * Math::kChunk) {
-    Math::template add_values<kRows, kWide, false>(v_rows, tokens, p, rescale, acc, acc_stride, column, 0);
+    Math::template add_values<kRows, kWide, false>(v_rows, tokens, p, rescale, acc, acc_stride, column, 0, ahead);
   }
   for (; column + Math::kChunk <= tile.head_dim; column += Math::kChunk) {
-    Math::template add_values<kRows, 1, false>(v_rows, tokens, p, rescale, acc, acc_stride, column, 0);
+    Math::template add_values<kRows, 1, false>(v_rows, tokens, p, rescale, acc, acc_stride, column, 0, ahead);
   }
   if (column < tile.head_dim) {
     const int part = tile.head_dim - column;
-    Math::template add_values<kRows, 1, true>(v_rows, tokens, p, rescale, acc, acc_stride, column, part);
+    Math::template add_values<kRows, 1, true>(v_rows, tokens, p, rescale, acc, acc_stride, column, part, ahead);
   }
 }
 
@@ -199,56 +216,57 @@ int accumulator_stride(int head_dim) {
 }
 
 template <class Math, int kRows>
-void attend_rows(const Tile& tile, int row, const char* const* k_rows, const char* const* v_rows, int fetch_bytes) {
+void attend_rows(const Tile& tile, int row, const char* const* k_rows, const char* const* v_rows, Ahead& ahead) {
   float* scores = reinterpret_cast<float*>(tile.scratch);
   auto* p = reinterpret_cast<typename Math::Product*>(tile.scratch + kScoreBytes);
   const int q_row_bytes = packed_row_bytes<Math>(tile.head_dim), stride = accumulator_stride<Math>(tile.head_dim);
-  dot_products<Math, kRows>(tile, k_rows, tile.q + static_cast<int64_t>(row) * q_row_bytes, q_row_bytes, scores,
-                            fetch_bytes);
+  dot_products<Math, kRows>(tile, k_rows, tile.q + static_cast<int64_t>(row) * q_row_bytes, q_row_bytes, scores, ahead);
   float rescale[kRows];
   for (int r = 0; r < kRows; ++r) {
     rescale[r] = softmax_row<Math>(tile, row + r, scores + r * kTileTokens, p + r * kTileTokens);
   }
-  for (int t = 0; t < tile.num_next && fetch_bytes > 0; ++t) prefetch(tile.next_v[t] + tile.next_v_offset, fetch_bytes);
-  add_all_values<Math, kRows>(tile, v_rows, p, rescale, tile.acc + static_cast<int64_t>(row) * stride, stride);
+  add_all_values<Math, kRows>(tile, v_rows, p, rescale, tile.acc + static_cast<int64_t>(row) * stride, stride, ahead);
 }
 
 template <class Math>
-void attend_all(const Tile& tile, const char* const* k_rows, const char* const* v_rows, int fetch_bytes) {
+void attend_all(const Tile& tile, const char* const* k_rows, const char* const* v_rows) {
+  Ahead ahead(tile);
   int row = 0;
   for (; row + kBlockRows <= tile.num_rows; row += kBlockRows) {
-    attend_rows<Math, kBlockRows>(tile, row, k_rows, v_rows, row == 0 ? fetch_bytes : 0);
+    attend_rows<Math, kBlockRows>(tile, row, k_rows, v_rows, ahead);
   }
   const int left = tile.num_rows - row;
-  const int fetch = row == 0 ? fetch_bytes : 0;
-  if (left == 3) attend_rows<Math, 3>(tile, row, k_rows, v_rows, fetch);
-  if (left == 2) attend_rows<Math, 2>(tile, row, k_rows, v_rows, fetch);
-  if (left == 1) attend_rows<Math, 1>(tile, row, k_rows, v_rows, fetch);
+  if (left == 3) attend_rows<Math, 3>(tile, row, k_rows, v_rows, ahead);
+  if (left == 2) attend_rows<Math, 2>(tile, row, k_rows, v_rows, ahead);
+  if (left == 1) attend_rows<Math, 1>(tile, row, k_rows, v_rows, ahead);
 }
 
 template <class Math>
 void attend(const Tile& tile) {
-  const int row_bytes = tile.head_dim * static_cast<int>(sizeof(typename Math::Element));
-  attend_all<Math>(tile, tile.k_rows, tile.v_rows, row_bytes);
+  attend_all<Math>(tile, tile.k_rows, tile.v_rows);
 }
 
-// FP8: the tile's rows are widened once, then used by all query rows.
-template <class Math>
+// FP8: few query rows convert as they load. With more, the tile is first widened to what Wide loads, once for all of
+// them.
+template <class Narrow, class Wide>
 void attend_fp8(const Tile& tile) {
-  const int wide_bytes = up_to_multiple(tile.head_dim, Math::kChunk) * static_cast<int>(sizeof(typename Math::Element));
+  if (tile.num_rows <= kBlockRows) return attend_all<Narrow>(tile, tile.k_rows, tile.v_rows);
+  const int chunks = (tile.head_dim + Wide::kChunk - 1) / Wide::kChunk;
+  const int wide_bytes = chunks * Wide::kChunk * static_cast<int>(sizeof(typename Wide::Element));
   const int tokens = up_to_multiple(tile.num_tokens, Vec::kAccumulators);
   const char* k_rows[kTileTokens];
   const char* v_rows[kTileTokens];
   char* wide = tile.scratch + kWideOffset;
-  for (int t = 0; t < tokens; ++t, wide += wide_bytes) {
-    Math::widen(tile.k_rows[t], tile.head_dim, wide);
-    k_rows[t] = wide;
-  }
-  for (int t = 0; t < tokens; ++t, wide += wide_bytes) {
-    Math::widen(tile.v_rows[t], tile.head_dim, wide);
-    v_rows[t] = wide;
-  }
-  attend_all<Math>(tile, k_rows, v_rows, tile.head_dim);
+  const auto widen = [&](const char* row, const char*& wide_row) {
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+      Wide::store_wide(wide, chunk, Narrow::load(row, chunk, tile.head_dim - chunk * Wide::kChunk));
+    }
+    wide_row = wide;
+    wide += wide_bytes;
+  };
+  for (int t = 0; t < tokens; ++t) widen(tile.k_rows[t], k_rows[t]);
+  for (int t = 0; t < tokens; ++t) widen(tile.v_rows[t], v_rows[t]);
+  attend_all<Wide>(tile, k_rows, v_rows);
 }
 
 template <class Math, bool kFp8>
@@ -303,7 +321,7 @@ constexpr TileKernel float_fp8_kernel() {
           accumulator_stride<FloatMath<float>>,
           scratch_bytes<FloatMath<float>, true>,
           pack_query<T>,
-          attend_fp8<FloatMath<float>>,
+          attend_fp8<FloatMath<E4M3>, FloatMath<float>>,
           store_row<T>,
           store_partial_row,
           round_row<T>};

@@ -10,18 +10,67 @@
 namespace attnops::xqa_decode::cpu {
 namespace {
 
+constexpr int kPairChunk = 32;  // elements per register
+
+// bf16 of the 128 magnitudes of e4m3, the last of which is NaN: low bytes, then high bytes.
+struct E4M3Table {
+  uint8_t low[128], high[128];
+  constexpr E4M3Table() : low(), high() {
+    for (int i = 0; i < 128; ++i) {
+      const int top = i >= 4 ? 2 : i >= 2 ? 1 : 0;  // leading bit of a subnormal i / 8 * 2^-6
+      const int value = i == 0    ? 0
+                        : i < 8   ? ((127 - 9 + top) << 7) | ((i << (7 - top)) & 0x7F)
+                        : i < 127 ? (i << 4) + (120 << 7)
+                                  : 0x7FC0;
+      low[i] = static_cast<uint8_t>(value & 0xFF);
+      high[i] = static_cast<uint8_t>(value >> 8);
+    }
+  }
+};
+constexpr E4M3Table kE4M3Table;
+
+// Byte i of a register of 32 bytes, twice.
+struct TwiceTable {
+  uint8_t index[64];
+  constexpr TwiceTable() : index() {
+    for (int i = 0; i < 64; ++i) index[i] = static_cast<uint8_t>(i / 2);
+  }
+};
+constexpr TwiceTable kTwiceTable;
+
+// Up to 32 elements as bf16, zeros after the first `count`.
+inline __m512i load_pairs(const BHalf* from, int count) {
+  return count >= 32 ? _mm512_loadu_si512(from) : _mm512_maskz_loadu_epi16((__mmask32{1} << count) - 1, from);
+}
+
+inline __m512i load_pairs(const E4M3* from, int count) {
+  const __mmask32 used = count >= 32 ? ~__mmask32{0} : (__mmask32{1} << count) - 1;
+  const __m512i x = _mm512_castsi256_si512(_mm256_maskz_loadu_epi8(used, from));
+  const __m512i twice = _mm512_permutexvar_epi8(_mm512_loadu_si512(kTwiceTable.index), x);
+  const __m512i low =
+      _mm512_permutex2var_epi8(_mm512_loadu_si512(kE4M3Table.low), twice, _mm512_loadu_si512(kE4M3Table.low + 64));
+  const __m512i high =
+      _mm512_permutex2var_epi8(_mm512_loadu_si512(kE4M3Table.high), twice, _mm512_loadu_si512(kE4M3Table.high + 64));
+  const __m512i magnitude = _mm512_mask_mov_epi8(low, 0xAAAAAAAAAAAAAAAAull, high);
+  return _mm512_ternarylogic_epi32(magnitude, twice, _mm512_set1_epi16(static_cast<int16_t>(0x8000)),
+                                   0xF8);  // a | (b & c)
+}
+
+template <class T>
 struct PairMath {
-  using Element = BHalf;
+  using Element = T;
   using Product = BHalf;
   using Reg = Vec::Reg;
-  static constexpr int kChunk = 32;
+  static constexpr int kChunk = kPairChunk;
   static constexpr int kTokenStep = 2;
 
   static __m512i load(const char* row, int chunk, int count = kChunk) {
-    const void* from = reinterpret_cast<const uint16_t*>(row) + chunk * kChunk;
-    return count >= kChunk ? _mm512_loadu_si512(from) : _mm512_maskz_loadu_epi16((__mmask32{1} << count) - 1, from);
+    return load_pairs(reinterpret_cast<const T*>(row) + chunk * kChunk, count);
   }
-  static __m512i load_query(const char* row, int chunk) { return load(row, chunk); }
+  static __m512i load_query(const char* row, int chunk) {
+    return load_pairs(reinterpret_cast<const BHalf*>(row) + chunk * kChunk, kChunk);
+  }
+  static void store_wide(char* row, int chunk, __m512i x) { _mm512_storeu_si512(row + 2 * kChunk * chunk, x); }
   static Reg dot(Reg sum, __m512i q, __m512i k) { return _mm512_dpbf16_ps(sum, (__m512bh)q, (__m512bh)k); }
   static void store_probabilities(BHalf* to, Reg p) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(p));
@@ -30,7 +79,7 @@ struct PairMath {
   // kCount chunks of columns; two registers each.
   template <int kRows, int kCount, bool kPart>
   static void add_values(const char* const* v_rows, int num_tokens, const BHalf* p, const float* rescale, float* acc,
-                         int acc_stride, int column, int part) {
+                         int acc_stride, int column, int part, Ahead& ahead) {
     Reg sum[kRows][2 * kCount];
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
@@ -40,6 +89,7 @@ struct PairMath {
       }
     }
     for (int t = 0; t < num_tokens; t += 2) {
+      ahead.fetch();
       __m512i v[2 * kCount];
 #pragma GCC unroll 2
       for (int c = 0; c < kCount; ++c) {
@@ -67,60 +117,29 @@ struct PairMath {
   }
   static constexpr int kColumnRegisters = Vec::kColumns;
   static constexpr int kColumns = Vec::kLanes;
-
-  // e4m3 is a subset of bf16: a table of the 128 magnitudes, and the sign.
-  static void widen(const char* row, int head_dim, char* to) {
-    for (int d = 0; d < head_dim; d += kChunk) {
-      const __mmask32 used = head_dim - d >= kChunk ? ~__mmask32{0} : (__mmask32{1} << (head_dim - d)) - 1;
-      const __m512i x = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(used, row + d));
-      const __m512i low = _mm512_permutex2var_epi16(table(0), x, table(1));  // takes bits 0 .. 5 of x
-      const __m512i high = _mm512_permutex2var_epi16(table(2), x, table(3));
-      const __m512i magnitude = _mm512_mask_mov_epi16(low, _mm512_test_epi16_mask(x, _mm512_set1_epi16(0x40)), high);
-      const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(x, _mm512_set1_epi16(0x80)), 8);
-      _mm512_storeu_si512(to + 2 * d, _mm512_or_si512(magnitude, sign));
-    }
-  }
-
-  // Registers 2 c and 2 c + 1 of a row of accumulators as columns 32 c .. 32 c + 31 in their order.
-  static void in_order(const float* acc, Reg& first, Reg& second) {
-    const Reg low = Vec::load(acc), high = Vec::load(acc + Vec::kLanes);
-    const __m512i to_first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-    const __m512i to_second = _mm512_add_epi32(to_first, _mm512_set1_epi32(8));
-    first = _mm512_permutex2var_ps(low, to_first, high);
-    second = _mm512_permutex2var_ps(low, to_second, high);
-  }
-
- private:
-  struct Table {
-    uint16_t values[128];
-    constexpr Table() : values() {
-      for (int i = 8; i < 127; ++i) values[i] = static_cast<uint16_t>((i << 4) + (120 << 7));
-      // Subnormals: i / 8 * 2^-6, by the place of the leading bit.
-      for (int i = 1; i < 8; ++i) {
-        const int top = i >= 4 ? 2 : i >= 2 ? 1 : 0;
-        values[i] = static_cast<uint16_t>(((127 - 9 + top) << 7) | ((i << (7 - top)) & 0x7F));
-      }
-      values[127] = 0x7FC0;
-    }
-  };
-  static __m512i table(int quarter) {
-    static constexpr Table kTable;
-    return _mm512_loadu_si512(kTable.values + 32 * quarter);
-  }
 };
+
+// Registers 2 c and 2 c + 1 of a row of accumulators as columns 32 c .. 32 c + 31 in their order.
+inline void in_order(const float* acc, Vec::Reg& first, Vec::Reg& second) {
+  const Vec::Reg low = Vec::load(acc), high = Vec::load(acc + Vec::kLanes);
+  const __m512i to_first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i to_second = _mm512_add_epi32(to_first, _mm512_set1_epi32(8));
+  first = _mm512_permutex2var_ps(low, to_first, high);
+  second = _mm512_permutex2var_ps(low, to_second, high);
+}
 
 inline void pack_pair_query(const void* q_row, int head_dim, char* packed) {
   const char* row = static_cast<const char*>(q_row);
-  for (int d = 0; d < head_dim; d += PairMath::kChunk) {
-    _mm512_storeu_si512(packed + 2 * d, PairMath::load(row, d / PairMath::kChunk, head_dim - d));
+  for (int d = 0; d < head_dim; d += kPairChunk) {
+    _mm512_storeu_si512(packed + 2 * d, PairMath<BHalf>::load(row, d / kPairChunk, head_dim - d));
   }
 }
 
 template <class T>
 void store_pair_row(const float* acc, int head_dim, float factor, T* out) {
-  for (int d = 0; d < head_dim; d += PairMath::kChunk) {
+  for (int d = 0; d < head_dim; d += kPairChunk) {
     Vec::Reg first, second;
-    PairMath::in_order(acc + d, first, second);
+    in_order(acc + d, first, second);
     Vec::store_elements(out + d, Vec::mul(first, Vec::all(factor)), head_dim - d);
     if (head_dim - d > Vec::kLanes) {
       Vec::store_elements(out + d + Vec::kLanes, Vec::mul(second, Vec::all(factor)), head_dim - d - Vec::kLanes);
@@ -134,11 +153,11 @@ inline void store_pair_out(const float* acc, int head_dim, float factor, void* o
 
 template <bool kFp8>
 constexpr TileKernel pair_kernel() {
-  return {packed_row_bytes<PairMath>,
-          accumulator_stride<PairMath>,
-          scratch_bytes<PairMath, kFp8>,
+  return {packed_row_bytes<PairMath<BHalf>>,
+          accumulator_stride<PairMath<BHalf>>,
+          scratch_bytes<PairMath<BHalf>, kFp8>,
           pack_pair_query,
-          kFp8 ? attend_fp8<PairMath> : attend<PairMath>,
+          kFp8 ? attend_fp8<PairMath<E4M3>, PairMath<BHalf>> : attend<PairMath<BHalf>>,
           store_pair_out,
           store_pair_row<float>,
           round_row<BHalf>};

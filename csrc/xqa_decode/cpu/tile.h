@@ -22,11 +22,9 @@ struct Tile {
   const char* const* v_rows;
   const uint64_t* visible;  // [num_rows], bit t: the row sees token t; null: every row sees all num_tokens
 
-  // What will be read next, to be fetched ahead: num_next rows at next_*[t] + next_*_offset.
-  const char* const* next_k;
-  const char* const* next_v;
-  int64_t next_k_offset, next_v_offset;
-  int num_next;
+  // What will be read after this tile and should be fetched meanwhile: fetch_bytes from each address.
+  const char* const* fetch_rows;
+  int num_fetch, fetch_bytes;
 
   const char* q;      // packed rows, q_row_bytes each
   float* acc;         // [num_rows, acc_stride]: sum of p * v, in the kernel's own column order

@@ -99,7 +99,7 @@ struct Vec {
 
   // Eight e4m3 bytes. Subnormals are whole multiples of 2^-9; no step makes a denormal float, which a flush-to-zero
   // mode would lose.
-  static Reg load_e4m3(const uint8_t* p, int) {
+  static Reg load_elements(const E4M3* p) {
     const __m256i x = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
     const __m256i magnitude = _mm256_and_si256(x, _mm256_set1_epi32(0x7F));
     const __m256i sign = _mm256_slli_epi32(_mm256_and_si256(x, _mm256_set1_epi32(0x80)), 24);

@@ -96,7 +96,7 @@ struct Vec {
   }
 
   // Sixteen e4m3 bytes; see vec256.h.
-  static Reg load_e4m3(const uint8_t* p, int count) {
+  static Reg load_elements(const E4M3* p, int count = 16) {
     const __m512i x = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask(count), p));
     const __m512i magnitude = _mm512_and_si512(x, _mm512_set1_epi32(0x7F));
     const __m512i sign = _mm512_slli_epi32(_mm512_and_si512(x, _mm512_set1_epi32(0x80)), 24);

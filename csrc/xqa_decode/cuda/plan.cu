@@ -5,7 +5,8 @@ namespace attnops::xqa_decode {
 
 void launch_plan(const SplitKvGeometry& geometry, const int32_t* cache_seqlens, int32_t* tile_scheduler_metadata,
                  int32_t* num_splits, CUstream_st* stream) {
-  launch_split_kv_plan("xqa_decode_plan", geometry, cache_seqlens, tile_scheduler_metadata, num_splits, stream);
+  launch_split_kv_plan<kPlanTileTokens>("xqa_decode_plan", geometry, cache_seqlens, tile_scheduler_metadata, num_splits,
+                                        stream);
 }
 
 }  // namespace attnops::xqa_decode

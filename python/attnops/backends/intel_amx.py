@@ -59,6 +59,7 @@ class IntelAMXAttnBackend(AttentionBackend):
         logit_cap=True,
         sinks=True,
         tree_mask=True,
+        deterministic=True,
         cuda_graph=True,
     )
 
@@ -77,7 +78,13 @@ class IntelAMXAttnBackend(AttentionBackend):
         else:
             size = (limits.max_num_tokens, limits.max_batch_size)
             for window in spec.windows:
-                options: dict[str, Any] = {"causal": self._causal, "window_left": window, "device": self.device}
+                options: dict[str, Any] = {
+                    "causal": self._causal,
+                    "window_left": window,
+                    "num_q_heads": spec.num_q_heads,
+                    "num_kv_heads": spec.num_kv_heads,
+                    "device": self.device,
+                }
                 self._fmha_plans[window] = FmhaPlan.allocate(*size, **options)
         self._steps: dict[StepKey, CpuStep] = {}
         self._step: CpuStep | None = None

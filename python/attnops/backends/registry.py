@@ -9,12 +9,12 @@ from attnops.backends.base import AttentionBackend
 
 # Where each backend of this package is; its module registers it.
 _MODULES = {
+    "intel_amx": "attnops.backends.intel_amx",
     "torch_native": "attnops.backends.torch_native",
 }
 
 # Names that users of SGLang know and this package does not (yet) answer, each with the reason.
 NOT_BUILT = {
-    "intel_amx": "the CPU kernels of fmha have not landed",
     "trtllm_mha": "the CUDA kernels of xqa_decode have not landed",
     "trtllm_mla": "the CUDA kernels of mla_decode have not landed",
     "flashmla": "the CUDA kernels of mla_decode have not landed",

@@ -7,7 +7,17 @@ import dataclasses
 import torch
 from torch import Tensor
 
-DEFAULT_TILE_Q = 64  # with a group of 4, as many rows as the kernels carry over one packed tile of keys
+DEFAULT_TILE_Q = 64
+CPU_TILE_ROWS = 256  # rows (token, head of a group) that the CPU kernels carry over one packed tile of keys
+MIN_CPU_TILE_Q, MAX_CPU_TILE_Q = 16, 256
+
+
+def default_tile_q(device: torch.device, num_q_heads: int | None, num_kv_heads: int | None) -> int:
+    """On the CPU, a tile of `CPU_TILE_ROWS` rows when the heads are known: packing keys then costs the least."""
+    if device.type != "cpu" or not num_q_heads or not num_kv_heads:
+        return DEFAULT_TILE_Q
+    group = max(num_q_heads // num_kv_heads, 1)
+    return min(max(CPU_TILE_ROWS // group, MIN_CPU_TILE_Q), MAX_CPU_TILE_Q)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +43,9 @@ class FmhaPlan:
         *,
         causal: bool = True,
         window_left: int = -1,
-        tile_q: int = DEFAULT_TILE_Q,
+        num_q_heads: int | None = None,
+        num_kv_heads: int | None = None,
+        tile_q: int | None = None,
         device: torch.device | str = "cpu",
     ) -> FmhaPlan:
         """Allocate a plan.
@@ -42,11 +54,14 @@ class FmhaPlan:
             max_num_tokens, max_batch_size: Rows of q, and requests, of the largest batch that the plan will describe.
             causal, window_left: Of the calls that use the plan: they decide which tiles are long. A window on one side
                 and none on the other layer take two plans.
-            tile_q: Query tokens per tile.
+            num_q_heads, num_kv_heads: Of the attention; they choose a good `tile_q` and bind nothing else.
+            tile_q: Query tokens per tile; chosen when None. It changes no result.
 
         Raises:
             ValueError: `tile_q` or a limit is out of range.
         """
+        device = torch.device(device)
+        tile_q = default_tile_q(device, num_q_heads, num_kv_heads) if tile_q is None else tile_q
         if not 1 <= tile_q <= 1024:
             raise ValueError(f"tile_q must be in [1, 1024], got {tile_q}")
         if max_num_tokens < 0 or max_batch_size < 0:

@@ -66,7 +66,9 @@ def mla_decode(
         page_table: int32 ``[B, max_pages]``; or, with `kv_indptr`, the flat ``[num_indices]``. Cells beyond a request's
             length are not read.
         cache_seqlens: int32 ``[B]``, the new tokens included. A request of length 0 gets zeros and ``-inf``.
-        plan: Made by `mla_decode_plan` for these `cache_seqlens` and this geometry; its scratch is overwritten.
+        plan: Made by `mla_decode_plan` for these `cache_seqlens` and this geometry; its scratch is overwritten. In
+            batch-invariant mode, a request longer than the plan's `max_seqlen_k` may find no room in it: its rows are
+            then NaN, and a fault in `report`.
         softmax_scale: Multiplies ``<q, k>``. A model's is rarely ``1 / sqrt(576)``, so there is no default.
         q_pe: ``[B, S_q, H_q, 64]`` or ``[B * S_q, H_q, 64]`` in q's dtype, last dim dense: the rope part, not copied.
         kv_indptr: int32 ``[B + 1]``: request b owns the cells ``[kv_indptr[b], kv_indptr[b + 1])`` of `page_table`.

@@ -178,4 +178,7 @@ def _(
     fixed_split_tokens: int = 0,
     report: Tensor | None = None,
 ) -> None:
-    return None
+    # A meta tensor among real ones brings a call here; the other devices have their own checks.
+    for name, tensor in locals().items():
+        if isinstance(tensor, Tensor) and tensor.device.type != q.device.type:
+            raise RuntimeError(f"attnops::xqa_decode: {name} must be on {q.device} as q, got {tensor.device}")

@@ -1,0 +1,269 @@
+"""The main job: two decoders serve a batch of requests over paged attention, an encoder ranks sentences by meaning.
+
+Every token is checked against plain PyTorch with contiguous keys and values; a difference ends the demo with an error.
+
+    python examples/demo.py                     # the best backend of this machine
+    python examples/demo.py --backend torch_native --requests 4
+    python examples/demo.py --corrupt-page      # spoils one cached page while serving: the check must fail
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from pathlib import Path
+
+import attnops
+import torch
+from attnops.backends import Selection, detect_machine
+from attnops.backends.select import candidates, reasons_against
+from attnops.types import AttentionSpec
+from models import GqaModel, encode, load_model
+from prompts import PROMPTS
+from serving import CheckFailed, Engine, ModelRunner, Request, Step, check_requests
+from serving.display import Display
+
+WEIGHTS = Path(__file__).parent / "weights"
+NAMES = {"gqa": "grouped-query attention (GQA)", "mla": "latent attention (MLA), absorbed"}
+
+
+def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--models", nargs="*", choices=NAMES, default=list(NAMES), help="decoders to run")
+    parser.add_argument("--no-encoder", action="store_true", help="leave the encoder out")
+    parser.add_argument("--backend", default="auto", help="auto, intel_amx, torch_native, ...")
+    parser.add_argument("--device", default="auto", help="auto: cuda where there is one, else cpu")
+    auto = "auto: float32 on a CPU, where tokens must be the same; bfloat16 on a GPU"
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help=auto)
+    parser.add_argument("--requests", type=int, default=len(PROMPTS), help="how many; prompts repeat beyond 10")
+    parser.add_argument("--max-new-tokens", type=int, default=200, help="of the longest request")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: greedy")
+    parser.add_argument("--top-p", type=float, default=0.8)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--page-size", type=int, default=16, help="tokens per page")
+    parser.add_argument("--pool-tokens", type=int, default=8192, help="tokens that the paged cache holds")
+    parser.add_argument("--chunk", type=int, default=256, help="most tokens per step")
+    parser.add_argument("--max-batch", type=int, default=16, help="most requests that run at the same time")
+    parser.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt anew")
+    parser.add_argument("--corrupt-page", action="store_true", help="spoil one cached page, to see the check fail")
+    parser.add_argument("--quiet", action="store_true", help="results only")
+    options = parser.parse_args(arguments)
+    if options.device == "auto":
+        options.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if options.dtype == "auto":
+        options.dtype = "bfloat16" if torch.device(options.device).type == "cuda" else "float32"
+    options.dtype = getattr(torch, options.dtype)
+    return options
+
+
+def make_requests(options: argparse.Namespace) -> list[Request]:
+    requests = []
+    for index in range(options.requests):
+        prompt = PROMPTS[index % len(PROMPTS)]
+        again = index // len(PROMPTS)
+        request = Request(
+            id=index + 1,
+            prompt=encode(prompt.text),
+            max_new_tokens=math.ceil(options.max_new_tokens * prompt.share),
+            arrival=prompt.arrival + 40 * again,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            seed=options.seed + index,
+        )
+        requests.append(request)
+    return requests
+
+
+def serve(kind: str, options: argparse.Namespace) -> None:
+    """Serves all requests with one decoder, prints texts and figures, and checks every token."""
+    model = load_model(WEIGHTS / f"{kind}.safetensors", options.dtype, options.device)
+    runner = ModelRunner(
+        model,
+        page_size=options.page_size,
+        pool_tokens=options.pool_tokens,
+        max_requests=options.max_batch,
+        chunk=options.chunk,
+        backend=options.backend,
+    )
+    config = model.config
+    heads = f"{config.num_heads} query heads" + (
+        f", {config.num_kv_heads} K/V heads of {config.head_dim}"
+        if isinstance(model, GqaModel)
+        else ", latents of 512 + 64"
+    )
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    title(f"A byte-level decoder with {NAMES[kind]}")
+    line(
+        "model",
+        f"{parameters / 1e6:.1f} M parameters, {config.num_layers} layers, {heads}, {dtype_name(options.dtype)}",
+    )
+    say_backend(runner.selection, runner.spec, options)
+    size = runner.pool.nbytes() / 2**20
+    line("cache", f"{runner.pool.num_pages} pages of {options.page_size} tokens for all layers, {size:.0f} MiB")
+    requests = make_requests(options)
+    line("requests", f"{len(requests)}, arriving while others run; at most {options.chunk} tokens per step\n")
+
+    prompts = {request.id: PROMPTS[(request.id - 1) % len(PROMPTS)] for request in requests}
+    display = Display(
+        requests,
+        {request: prompt.title for request, prompt in prompts.items()},
+        {request: prompt.shown for request, prompt in prompts.items()},
+        quiet=options.quiet,
+    )
+    spoiler = PageSpoiler() if options.corrupt_page else None
+
+    def after_step(engine: Engine, step: Step) -> None:
+        display(engine, step)
+        if spoiler is not None:
+            spoiler(engine, step)
+
+    engine = Engine(runner, options.chunk, use_cache=not options.no_prefix_cache)
+    begin = time.perf_counter()
+    try:
+        engine.serve(requests, after_step)
+    finally:
+        display.close()
+    say_figures(engine, requests, time.perf_counter() - begin)
+
+    begin = time.perf_counter()
+    result = check_requests(model, requests)
+    seconds = time.perf_counter() - begin
+    for tie in result.ties:
+        line("tie", f"{tie}: rounding decided")
+    same = f"all {result.tokens}" if not result.ties else f"{result.tokens - len(result.ties)} of {result.tokens}"
+    line("check", f"{same} tokens are those of plain PyTorch with contiguous K and V")
+    line("", f"(largest difference of a logit {result.largest_difference:.1e}; {seconds:.1f} s)")
+
+
+class PageSpoiler:
+    """Once a request decodes, changes the sign of the keys in its first page, in one layer. The check has to notice."""
+
+    def __init__(self) -> None:
+        self.page = -1
+
+    def __call__(self, engine: Engine, step: Step) -> None:
+        decoding = [request for request in engine.scheduler.running if request.pending == 1]
+        if self.page < 0 and decoding:
+            self.page = engine.scheduler.pages_of(decoding[0], 1)[0]
+            engine.runner.pool.get_key_buffer(0)[self.page].neg_()
+
+
+def say_backend(selection: Selection, spec: AttentionSpec, options: argparse.Namespace) -> None:
+    """Which backend serves, and why not each of the others."""
+    machine = detect_machine(options.device)
+    chosen = dict.fromkeys([selection.prefill, selection.decode])
+    served = (
+        " and ".join(chosen)
+        if not selection.is_hybrid
+        else f"{selection.prefill} for prefill, {selection.decode} for decode"
+    )
+    why = "asked for" if options.backend != "auto" else "the first in order of preference that serves this model here"
+    line("backend", f"{served}: {why}")
+    for name in candidates(spec, machine):
+        if name not in chosen:
+            reasons = selection.rejected.get(name) or reasons_against(name, spec, machine)
+            line(
+                "", f"not {name}: {'; '.join(reasons) if reasons else 'would serve it, too; comes later in the order'}"
+            )
+
+
+def say_figures(engine: Engine, requests: list[Request], seconds: float) -> None:
+    stats, scheduler = engine.stats, engine.scheduler
+    written = sum(len(request.output) for request in requests)
+    asked = sum(len(request.prompt) for request in requests)
+    reused = sum(request.reused for request in requests)
+    line(
+        "served", f"{len(requests)} requests, up to {stats.most_running} at a time, {written} bytes in {seconds:.1f} s"
+    )
+    for name, tokens, steps, spent in (
+        ("prefill", stats.prefill_tokens + stats.prefill_rode_along, stats.prefill_steps, stats.prefill_seconds),
+        ("decode", stats.decode_tokens, stats.decode_steps, stats.decode_seconds),
+    ):
+        beside = f"; {stats.prefill_rode_along} of them decoded beside prompts" if name == "prefill" else ""
+        rate = tokens / spent if spent else 0
+        line(name, f"{rate:.0f} tokens/s ({tokens} tokens in {steps} steps and {spent:.1f} s{beside})")
+    line(
+        "pages",
+        f"{stats.peak_request_pages} held by running requests at most, {stats.peak_pages} with those kept for reuse, "
+        f"of {engine.allocator.num_pages}",
+    )
+    line(
+        "prefixes",
+        f"{reused} of {asked} prompt tokens came from the cache ({reused / asked:.0%}); "
+        f"{scheduler.cache.evicted_pages} pages evicted, {scheduler.preemptions} requests preempted",
+    )
+
+
+def rank_sentences(options: argparse.Namespace) -> None:
+    """Ranks sentences by meaning with the encoder, and compares it with the original implementation."""
+    import encoder as enc
+
+    title("A public sentence encoder (all-MiniLM-L6-v2)")
+    encoder = enc.Encoder(options.backend, options.device, torch.float32)
+    say_backend(encoder.selection, encoder.spec, options)
+    texts = [*enc.QUERIES, *enc.SENTENCES]
+    lengths = [len(ids) for ids in encoder.tokenize(texts)]
+    begin = time.perf_counter()
+    embeddings = encoder.embed(texts)
+    seconds = time.perf_counter() - begin
+    ragged = f"{sum(lengths)} tokens instead of {len(texts) * max(lengths)} padded"
+    spread = f"{min(lengths)} to {max(lengths)} tokens"
+    line("batch", f"{len(texts)} sentences of {spread}, ragged: {ragged}; {seconds * 1e3:.0f} ms\n")
+    queries, sentences = embeddings.split([len(enc.QUERIES), len(enc.SENTENCES)])
+    print("      cosine  sentence closest in meaning")
+    for query, scores in zip(enc.QUERIES, queries @ sentences.T):
+        print(f'      "{query}"')
+        for score, index in zip(*(found.tolist() for found in scores.topk(2))):
+            print(f"       {score:.3f}  {shorten(enc.SENTENCES[index], 84)}")
+    difference = float((embeddings - enc.original_embeddings(encoder.tokenize(texts))).abs().max())
+    if not difference <= enc.EMBEDDING_BOUND:
+        raise CheckFailed(
+            f"encoder: an embedding differs from transformers' BertModel by {difference:.2g}, "
+            f"allowed are {enc.EMBEDDING_BOUND:g}"
+        )
+    print()
+    line("check", f"equal to transformers' BertModel on padded sentences (largest difference {difference:.1e})")
+
+
+def title(text: str) -> None:
+    print(f"\n--- {text}", flush=True)
+
+
+def line(key: str, text: str) -> None:
+    print(f"  {key:<9} {text}", flush=True)
+
+
+def shorten(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 3].rstrip() + "..."
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_options(arguments)
+    begin = time.perf_counter()
+    machine = detect_machine(options.device)
+    kernels = f"kernels for {torch.ops.attnops.cpu_isa()}, {torch.get_num_threads()} threads"
+    where = machine.name if machine.device == "cuda" else f"CPU, {kernels}"
+    print(f"attnops {attnops.__version__} on {where}; torch {torch.__version__}")
+    try:
+        for kind in options.models:
+            serve(kind, options)
+        if not options.no_encoder:
+            rank_sentences(options)
+    except CheckFailed as failure:
+        print(f"\nCHECK FAILED: {failure}", file=sys.stderr, flush=True)
+        return 1
+    print(f"\nEverything that was served has been checked. {time.perf_counter() - begin:.0f} s in all.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,22 @@
+"""A small serving engine over attnops: continuous batching, chunked prefill, and a prefix cache that shares pages."""
+
+from .check import CheckFailed, CheckResult, check_request, check_requests
+from .engine import Engine, Stats
+from .prefix_cache import PrefixCache
+from .request import Request
+from .runner import ModelRunner
+from .scheduler import Scheduler, Step
+
+__all__ = [
+    "CheckFailed",
+    "CheckResult",
+    "Engine",
+    "ModelRunner",
+    "PrefixCache",
+    "Request",
+    "Scheduler",
+    "Stats",
+    "Step",
+    "check_request",
+    "check_requests",
+]

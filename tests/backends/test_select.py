@@ -1,0 +1,194 @@
+"""Which backend a model gets, why not another, and what a user reads when none fits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attnops.backends import (
+    AttentionBackend,
+    Capability,
+    HeadDims,
+    HybridAttnBackend,
+    Machine,
+    get_backend_class,
+    register_attention_backend,
+    registered_names,
+    registry,
+    select,
+    select_backend,
+)
+from attnops.backends.registry import NOT_BUILT
+from attnops.types import AttentionSpec, AttentionType, ForwardMode, Limits
+
+CPU = Machine(device="cpu")
+H200 = Machine(device="cuda", arch=90, has_cuda_kernels=True)
+GQA = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
+LIMITS = Limits(max_batch_size=2, max_seqlen=64)
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """Backends that a test registers are gone after it."""
+    monkeypatch.setattr(registry, "_classes", dict(registry._classes))
+
+
+def a_backend(name: str, **capability):
+    declared = {
+        "devices": frozenset({"cpu", "cuda"}),
+        "modes": frozenset({ForwardMode.DECODE}),
+        "dtypes": frozenset({torch.bfloat16}),
+        "head_dims": HeadDims(64, 128, 64),
+        **capability,
+    }
+
+    @register_attention_backend(name)
+    class Backend(AttentionBackend):
+        capability = Capability(**declared)
+
+        def init_forward_metadata_out_graph(self, batch, in_capture=False):
+            self.prepared = batch
+
+        def init_forward_metadata_in_graph(self, batch): ...
+
+        def forward_decode(self, q, k, v, layer, batch, save_kv_cache=True, **rest):
+            rest["out"].fill_(1)
+
+        def forward_extend(self, q, k, v, layer, batch, save_kv_cache=True, **rest):
+            rest["out"].fill_(2)
+
+    return Backend
+
+
+def test_every_backend_of_the_package_says_what_it_is():
+    for name in registered_names():
+        cls = get_backend_class(name)
+        assert cls.name == name and cls.capability.modes and cls.capability.dtypes
+        assert cls.mro()[1] is AttentionBackend, "no backend inherits from another"
+
+
+def test_the_first_that_fits_is_taken_and_the_others_say_why_not():
+    selection = select(GQA, CPU)
+    assert selection.prefill == selection.decode == "intel_amx" and not selection.is_hybrid
+    on_gpu = select(GQA, H200)
+    assert on_gpu.decode in registered_names()
+    for name, reasons in on_gpu.rejected.items():
+        assert reasons, name
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": torch.float32}, "takes bf16, got fp32"),
+        ({"head_dim": 96}, r"takes head_dim/v_head_dim 64-128 in steps of 64 \(equal\), got 96/96"),
+        ({"sliding_window_size": 5}, "has no sliding window"),
+        ({"logit_cap": 30.0}, "has no soft cap"),
+        ({"has_sinks": True}, "has no attention sinks"),
+        ({"deterministic": True}, "is not batch-invariant"),
+        ({"kv_dtype": torch.float8_e4m3fn}, "takes a cache of the model's dtype, got e4m3"),
+        ({"page_size": 16}, "takes page_size 64, got 16"),
+        ({"attn_type": AttentionType.ENCODER_ONLY}, "does not serve layers of type ENCODER_ONLY"),
+    ],
+)
+def test_each_thing_that_is_not_served_is_a_reason(registered, change, reason):
+    cls = a_backend("picky", page_sizes=frozenset({64}))
+    plain = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128}
+    assert not cls.capability.reasons_against(AttentionSpec(**plain), [ForwardMode.DECODE])
+    spec = AttentionSpec(**{**plain, **change})
+    with pytest.raises(NotImplementedError, match=reason):
+        cls(spec, LIMITS)
+    with pytest.raises(NotImplementedError, match=reason):
+        select(spec, CPU, decode_attention_backend="picky")
+
+
+def test_modes_and_machines_are_reasons(registered):
+    cls = a_backend("hopper_decode", devices=frozenset({"cuda"}), archs=frozenset({90}))
+    assert cls.capability.reasons_against(GQA, [ForwardMode.EXTEND]) == ["does not serve EXTEND"]
+    assert cls.capability.machine_reasons(CPU) == ["runs on cuda, this is cpu"]
+    assert cls.capability.machine_reasons(Machine(device="cuda", arch=80)) == ["needs sm_90, this is sm_80"]
+    assert "not loaded" in cls.capability.machine_reasons(Machine(device="cuda", arch=90))[0]
+    assert cls.capability.machine_reasons(H200) == []
+    assert cls.capability.reasons_against(AttentionSpec.mla(16)) == ["does not serve MLA"]
+
+
+def test_two_backends_become_a_hybrid(registered):
+    a_backend("decode_only")
+    backend = select_backend(GQA, LIMITS, "cpu", decode_attention_backend="decode_only")
+    assert isinstance(backend, HybridAttnBackend)
+    assert backend.decode_backend.name == "decode_only" and backend.prefill_backend.name == "intel_amx"
+    with pytest.raises(NotImplementedError, match=r"decode_only does not serve this model here: does not serve EXTEND"):
+        select(GQA, CPU, attention_backend="decode_only")
+
+
+@pytest.mark.parametrize(("mode", "kind"), [("prefill", "prefill_backend"), ("decode", "decode_backend")])
+def test_speculative_steps_follow_the_option(registered, mode, kind):
+    every = frozenset(ForwardMode)
+    decode = a_backend("decoder", modes=every)(GQA, LIMITS)
+    prefill = a_backend("prefiller", modes=every)(GQA, LIMITS)
+    hybrid = HybridAttnBackend(prefill, decode, speculative_attention_mode=mode)
+    for speculative in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND):
+        assert hybrid.select(speculative) is getattr(hybrid, kind)
+    assert hybrid.select(ForwardMode.DECODE) is decode and hybrid.select(ForwardMode.IDLE) is decode
+    assert hybrid.select(ForwardMode.EXTEND) is prefill and hybrid.select(ForwardMode.MIXED) is prefill
+    assert hybrid.get_cuda_graph_seq_len_fill_value() == 1
+    hybrid.init_cuda_graph_state(2, 2)
+    with pytest.raises(ValueError, match="max_batch_size = 2"):
+        hybrid.init_cuda_graph_state(3, 3)
+
+
+def test_a_hybrid_of_different_models_is_refused(registered):
+    cls = a_backend("one")
+    other = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64)
+    with pytest.raises(ValueError, match="one model and one device"):
+        HybridAttnBackend(cls(GQA, LIMITS), cls(other, LIMITS))
+    with pytest.raises(ValueError, match="prefill or decode"):
+        HybridAttnBackend(cls(GQA, LIMITS), cls(GQA, LIMITS), "both")
+
+
+@pytest.mark.parametrize("name", sorted(NOT_BUILT))
+def test_a_known_name_that_is_not_built_says_why(name):
+    with pytest.raises(NotImplementedError, match=f"backend {name} is not built: "):
+        get_backend_class(name)
+    with pytest.raises(NotImplementedError, match=rf"backend {name} .* not built: .*These would: .*torch_native"):
+        select(GQA, CPU, attention_backend=name)
+
+
+def test_an_unknown_name_lists_those_that_are_known():
+    with pytest.raises(ValueError, match=r"no backend is called fa9; there are .*torch_native"):
+        select(GQA, CPU, attention_backend="fa9")
+
+
+def test_when_nothing_fits_every_reason_is_listed():
+    spec = AttentionSpec(num_q_heads=8, num_kv_heads=8, head_dim=1024)
+    with pytest.raises(NotImplementedError) as error:
+        select(spec, CPU)
+    for name in registered_names():
+        assert f"\n  {name}: takes head_dim/v_head_dim" in str(error.value)
+
+
+def test_names_are_taken_once_and_need_a_capability(registered):
+    a_backend("mine")
+    with pytest.raises(ValueError, match="mine is taken"):
+
+        @register_attention_backend("mine")
+        class Other(AttentionBackend):
+            capability = get_backend_class("mine").capability
+
+    with pytest.raises(ValueError, match="declares no capability"):
+
+        @register_attention_backend("empty")
+        class Empty(AttentionBackend): ...
+
+
+def test_a_users_backend_is_a_candidate_after_our_own(registered):
+    a_backend("mine", head_dims=HeadDims(1024, 1024), modes=frozenset(ForwardMode))
+    spec = AttentionSpec(num_q_heads=8, num_kv_heads=8, head_dim=1024)
+    assert select(spec, CPU).decode == "mine"
+
+
+def test_a_specs_mistakes_are_named():
+    with pytest.raises(ValueError, match=r"num_q_heads \(7\) must be a multiple of num_kv_heads \(2\)"):
+        AttentionSpec(num_q_heads=7, num_kv_heads=2, head_dim=64)
+    with pytest.raises(ValueError, match="MLA has head_dim 576 and v_head_dim 512, got 192 and 128"):
+        AttentionSpec(num_q_heads=8, num_kv_heads=1, head_dim=192, v_head_dim=128, is_mla=True)
+    with pytest.raises(ValueError, match="max_seqlen must be positive"):
+        Limits(max_batch_size=1, max_seqlen=0)

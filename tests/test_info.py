@@ -1,0 +1,98 @@
+"""What `python -m attnops.info` and `attnops.explain` say, and what an import costs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from attnops import _scheduler, explain, info
+from attnops.backends import Machine, get_backend_class, registered_names
+from attnops.types import AttentionSpec
+
+ROOT = Path(__file__).parents[1]
+
+
+def printed(capsys, main, *arguments: str) -> str:
+    main(list(arguments))
+    return capsys.readouterr().out
+
+
+def test_everything_that_is_loaded_is_named(capsys):
+    text = printed(capsys, info.main, "--device", "cpu")
+    assert f"kernels for {torch.ops.attnops.cpu_isa()}" in text
+    for name in [*registered_names(), "flashinfer", "unified_attention_with_output", "store_kv"]:
+        assert re.search(rf"^  {name} ", text, re.MULTILINE), name
+    assert re.search(r"^  store_kv +CPU", text, re.MULTILINE)
+
+
+def test_a_model_that_nothing_serves_gets_the_reasons(capsys):
+    text = printed(capsys, info.main, "--device", "cpu", "--head-dim", "1024")
+    assert "no backend serves this model" in text and "takes head_dim/v_head_dim" in text
+
+
+def test_a_model_on_another_machine_gets_its_reasons():
+    spec = AttentionSpec.mla(128)
+    lines = info.describe_selection(spec, Machine(device="cuda", arch=100), speculative=True)
+    assert any("not loaded" in line or "not built" in line for line in lines)
+
+
+def test_mistakes_of_the_command_line_are_named(capsys):
+    with pytest.raises(SystemExit):
+        info.main(["--num-q-heads", "7", "--num-kv-heads", "2"])
+    assert "must be a multiple" in capsys.readouterr().err
+
+
+def test_the_matrix_has_a_column_per_backend_and_is_the_readmes():
+    matrix = info.support_matrix()
+    lines = matrix.splitlines()
+    assert all(line.count("|") == len(registered_names()) + 2 for line in lines)
+    for name in registered_names():
+        assert f"`{name}`" in lines[0]
+    mla = next(line for line in lines if line.startswith("| MLA"))
+    expected = ["yes" if get_backend_class(name).capability.mla else "-" for name in registered_names()]
+    assert [cell.strip() for cell in mla.split("|")[2:-1]] == expected
+    assert matrix in (ROOT / "README.md").read_text(), "README: paste what `python -m attnops.info --matrix` prints"
+
+
+@pytest.mark.parametrize("fixed", [0, 256])
+@pytest.mark.parametrize("parts", [1, 3, 16])
+def test_a_schedules_pieces_cover_every_tile_once_and_count_their_splits(parts, fixed):
+    lengths = [4096, 300, 0, 17, 65]
+    pieces = explain.split_kv_schedule(lengths, works_per_request=2, num_sm_parts=parts, fixed_split_tokens=fixed)
+    for request, length in enumerate(lengths):
+        for work in range(2):
+            mine = [p for p in pieces if (p.request, p.work) == (request, work)]
+            tiles = [tile for piece in mine for tile in range(piece.begin, piece.end)]
+            assert tiles == list(range(max(-(-length // 64), 1)))
+            assert {p.num_splits for p in mine} == {len(mine)}
+    geometry = _scheduler.SplitKvGeometry(
+        works_per_request=2,
+        seqlen_q=1,
+        tile_tokens=64,
+        num_sm_parts=parts,
+        work_overhead=explain.XQA_WORK_OVERHEAD,
+        fixed_split_tiles=fixed // 64,
+    )
+    for part, entry in enumerate(_scheduler.plan_split_kv(geometry, lengths)):
+        first = next((p for p in pieces if p.part == part), None)
+        if first is not None:
+            assert entry.begin_num_splits == first.num_splits, "the planner counts the same splits"
+
+
+def test_the_picture_has_a_line_per_part(capsys):
+    text = printed(capsys, explain.main, "4096", "300", "--num-kv-heads", "2", "--num-sm-parts", "4")
+    assert len(re.findall(r"^part ", text, re.MULTILINE)) == 4
+    assert "r1.1[" in text
+    assert "works split" in printed(capsys, explain.main, "100", "--mla-heads", "128", "--seqlen-q", "2")
+
+
+def test_an_import_costs_little_beyond_torch():
+    program = "import time, torch; t = time.process_time(); import attnops; print(time.process_time() - t)"
+    runs = [
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True) for _ in range(3)
+    ]
+    assert min(float(run.stdout) for run in runs) < 0.3

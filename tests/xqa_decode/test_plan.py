@@ -1,0 +1,157 @@
+"""Split-KV plans: the invariants of csrc/scheduler/split_kv.h, and the planning ops against the scheduler itself."""
+
+import pytest
+import torch
+from attnops import _scheduler, ops
+from attnops.metadata import XqaDecodePlan
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+TILE_COST, TILE_TOKENS = 8, 64
+FIELDS = [
+    "begin_work",
+    "begin_tile",
+    "end_work",
+    "end_tile",
+    "begin_split",
+    "begin_num_splits",
+    "last_num_splits",
+    "first_part",
+]
+
+LENGTHS = st.one_of(
+    st.lists(st.integers(0, 5000), max_size=40),
+    st.lists(st.sampled_from([-1, 0, 1, 63, 64, 65, 127, 128, 129, 8192]), max_size=40),
+    st.tuples(st.integers(0, 60), st.integers(1, 200_000)).map(lambda x: [7] * x[0] + [x[1]]),  # one long request
+    st.tuples(st.integers(1, 200_000), st.integers(0, 60)).map(lambda x: [x[0]] + [0] * x[1]),
+)
+GEOMETRIES = st.fixed_dictionaries(
+    {
+        "works_per_request": st.sampled_from([1, 2, 3, 8, 32]),
+        "seqlen_q": st.sampled_from([1, 2, 7, 16]),
+        "window_left": st.sampled_from([-1, 0, 63, 64, 1000]),
+        "num_sm_parts": st.sampled_from([1, 2, 3, 16, 132, 264]),
+        "work_overhead": st.sampled_from([0, 1, 4, 16]),
+    }
+)
+
+
+def works_of(geometry, lengths) -> list[int]:
+    """Tiles of every work, in the order of the works."""
+    tiles = [_scheduler.num_tiles(geometry, length) for length in lengths]
+    return [count for count in tiles for _ in range(geometry.works_per_request)]
+
+
+def pieces_of(entry, tiles: list[int]) -> list[tuple[int, int, int]]:
+    """(work, first tile, end tile) of a part."""
+    last = entry.end_work if entry.end_tile > 0 else entry.end_work - 1
+    pieces = []
+    for work in range(entry.begin_work, last + 1):
+        begin = entry.begin_tile if work == entry.begin_work else 0
+        end = entry.end_tile if work == entry.end_work else tiles[work]
+        if begin < end:
+            pieces.append((work, begin, end))
+    return pieces
+
+
+@settings(max_examples=300, deadline=None)
+@given(LENGTHS, GEOMETRIES)
+@example([], {"works_per_request": 1, "seqlen_q": 1, "window_left": -1, "num_sm_parts": 4, "work_overhead": 4})
+@example(
+    [64] * 132, {"works_per_request": 1, "seqlen_q": 1, "window_left": -1, "num_sm_parts": 132, "work_overhead": 4}
+)
+def test_balanced_plan(lengths, shape):
+    geometry = _scheduler.SplitKvGeometry(**shape, tile_tokens=TILE_TOKENS)
+    tiles = works_of(geometry, lengths)
+    entries = _scheduler.plan_split_kv(geometry, lengths)
+    assert len(entries) == geometry.num_sm_parts
+    pieces = [pieces_of(entry, tiles) for entry in entries]
+
+    # 1. A partition: the pieces, in order, walk through every tile of every work exactly once.
+    walk = [(work, begin, end) for part in pieces for work, begin, end in part]
+    position = (0, 0)
+    for work, begin, end in walk:
+        assert (work, begin) == position and end <= tiles[work]
+        position = (work, end) if end < tiles[work] else (work + 1, 0)
+    assert position == (len(tiles), 0)
+
+    # 2. Budget: no part holds more than its even share of the cost, rounded to tiles.
+    overhead = shape["work_overhead"] if len(tiles) > geometry.num_sm_parts else 0
+    total = sum(overhead + TILE_COST * count for count in tiles)
+    budget = max(-(-total // geometry.num_sm_parts), TILE_COST)
+    budget = -(-budget // TILE_COST) * TILE_COST if overhead == 0 else budget
+    for part in pieces:
+        assert sum(end - begin for _, begin, end in part) <= -(-budget // TILE_COST)
+
+    # 3. Splits are numbered without gaps, and their rows of out_partial are unique.
+    holders: dict[int, list[int]] = {}
+    for index, part in enumerate(pieces):
+        for work, _, _ in part:
+            holders.setdefault(work, []).append(index)
+    slots = set()
+    for work, parts in holders.items():
+        assert parts == list(range(parts[0], parts[0] + len(parts)))
+        for split, index in enumerate(parts):
+            entry = entries[index]
+            is_begin = work == entry.begin_work
+            if is_begin:
+                assert (entry.begin_split, entry.begin_num_splits) == (split, len(parts))
+                assert entry.first_part == parts[0]
+            else:
+                assert split == 0
+            if work == pieces[index][-1][0]:
+                assert entry.last_num_splits == len(parts)
+            if len(parts) > 1:
+                slot = 2 * index + (0 if is_begin else 1)
+                assert slot not in slots
+                slots.add(slot)
+
+
+@settings(max_examples=200, deadline=None)
+@given(LENGTHS, GEOMETRIES, st.sampled_from([1, 2, 4, 16]))
+def test_batch_invariant_plan(lengths, shape, fixed_split_tiles):
+    geometry = _scheduler.SplitKvGeometry(**shape, tile_tokens=TILE_TOKENS, fixed_split_tiles=fixed_split_tiles)
+    tiles = works_of(geometry, lengths)
+    position = (0, 0)
+    for entry in _scheduler.plan_split_kv(geometry, lengths):
+        for work, begin, end in pieces_of(entry, tiles):
+            assert (work, begin) == position
+            assert begin % fixed_split_tiles == 0, "a part starts at a cut of the work, whatever else is in the batch"
+            assert end % fixed_split_tiles == 0 or end == tiles[work]
+            position = (work, end) if end < tiles[work] else (work + 1, 0)
+    assert position == (len(tiles), 0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("fixed_split_tokens", [0, 128])
+@pytest.mark.parametrize("window_left", [-1, 100])
+@pytest.mark.parametrize("lengths", [[], [0], [64] * 16, [5000, 1, 0, 700], [3] * 300 + [40_000]])
+def test_op_writes_the_rows_of_the_scheduler(device, fixed_split_tokens, window_left, lengths):
+    plan = XqaDecodePlan.allocate(
+        len(lengths),
+        seqlen_q=2,
+        num_q_heads=16,
+        num_kv_heads=4,
+        head_dim=64,
+        window_left=window_left,
+        fixed_split_tokens=fixed_split_tokens,
+        max_seqlen_k=40_000,
+        num_sm_parts=13,
+        device=device,
+    )
+    ops.xqa_decode_plan(plan, torch.tensor(lengths, dtype=torch.int32, device=device))
+    geometry = _scheduler.SplitKvGeometry(
+        works_per_request=4,
+        seqlen_q=2,
+        tile_tokens=TILE_TOKENS,
+        window_left=window_left,
+        num_sm_parts=13,
+        work_overhead=4,  # csrc/xqa_decode/plan.h
+        fixed_split_tiles=fixed_split_tokens // TILE_TOKENS,
+    )
+    rows = [[getattr(entry, name) for name in FIELDS] for entry in _scheduler.plan_split_kv(geometry, lengths)]
+    assert plan.tile_scheduler_metadata.tolist() == rows
+    cuts = [-(-_scheduler.num_tiles(geometry, length) // 2) if fixed_split_tokens else 0 for length in lengths]
+    assert plan.num_splits.tolist() == [sum(cuts[:i]) for i in range(len(lengths) + 1)]
+    assert plan.out_partial.shape[0] >= max(plan.num_splits[-1].item() * 4, 2 * 13 if not fixed_split_tokens else 0)
