@@ -107,7 +107,7 @@ def test_sinks(window_left, dtype, device):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", [{}, {"window_left": 12}, {"window_right": 1}], ids=str)
 def test_tree_mask(options, dtype, device):
-    lengths = [1, 13, 0, 80, 8]
+    lengths = [1, 13, 0, 200, 8]
     problem = ragged_problem(lengths, [1, 40, 9, 333, 8], dtype=dtype, padding=0).to(device)
     assert_right(problem, tree_mask=random_tree_mask(lengths).to(device), **options)
 

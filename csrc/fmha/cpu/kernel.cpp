@@ -37,6 +37,21 @@ class Carver {
   char* base_;
 };
 
+// What a tree mask leaves of keys [first_key, first_key + 64) to a query token: tree_allows, 64 at a time.
+uint64_t tree_bits(const Params& p, const Request& r, int token, int first_key) {
+  const int64_t draft = static_cast<int64_t>(first_key) - (static_cast<int64_t>(r.seqlen_k) - r.seqlen_q);
+  if (draft <= -64) return ~uint64_t{0};
+  const int prefix = static_cast<int>(std::max<int64_t>(-draft, 0));  // keys before the new tokens
+  const int64_t first_bit = std::max<int64_t>(draft, 0);
+  const uint8_t* row = p.tree_mask + (r.first_q_token + token) * p.tree_mask_stride_token;
+  unsigned __int128 bytes = 0;
+  for (int i = 0; i < 9 && first_bit / 8 + i < p.tree_mask_bytes; ++i) {
+    bytes |= static_cast<unsigned __int128>(row[first_bit / 8 + i]) << (8 * i);
+  }
+  const uint64_t bits = static_cast<uint64_t>(bytes >> (first_bit % 8));
+  return bits << prefix | ((uint64_t{1} << prefix) - 1);
+}
+
 // Bits [begin, end) of a row of `words` words.
 void set_bits(uint64_t* row, int words, int begin, int end) {
   for (int i = 0; i < words; ++i) {
@@ -187,11 +202,11 @@ void Kernel::set_visible(const Work& w, int first_row, int num_rows, int begin_k
     }
     const KeyRange range = keys_of(p_, w.request, token);
     set_bits(bits, kTileWords, range.begin - begin_key, std::min(range.end - begin_key, num_columns));
-    if (!p_.tree_mask && !tile.faulty) continue;
-    for (int key = std::max(range.begin, begin_key); key < std::min(range.end, begin_key + num_columns); ++key) {
-      const bool hidden = p_.tree_mask && !tree_allows(p_, w.request, token, key);
-      const int column = key - begin_key;
-      if (hidden || tile.k_rows[key - tile.first_key] == nullptr) bits[column / 64] &= ~(uint64_t{1} << (column % 64));
+    for (int i = 0; p_.tree_mask && i < kTileWords; ++i) {
+      bits[i] &= tree_bits(p_, w.request, token, begin_key + 64 * i);
+    }
+    for (int j = 0; tile.faulty && j < num_columns; ++j) {
+      if (tile.k_rows[begin_key + j - tile.first_key] == nullptr) bits[j / 64] &= ~(uint64_t{1} << (j % 64));
     }
   }
 }
