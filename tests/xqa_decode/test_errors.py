@@ -214,6 +214,14 @@ class TestPlanObject:
         with pytest.raises(ValueError, match="num_kv_heads 4, the call has 2; head_dim 128, the call has 64"):
             ops.xqa_decode(problem.q, *tensors, plan)
 
+    def test_queries_that_are_no_batch(self):
+        problem = paged_problem([5, 6], [2, 1])
+        tensors = problem.k_pages, problem.v_pages, problem.page_table, problem.cache_seqlens
+        plan = XqaDecodePlan.allocate(2, **self.GEOMETRY, seqlen_q=2)
+        for q in (problem.q, problem.q[0]):
+            with pytest.raises(ValueError, match=r"q must be \[B, 2, H_q, D\] or \[B \* 2, H_q, D\] as its plan, got"):
+                ops.xqa_decode(q, *tensors, plan)
+
     def test_allocation_errors(self):
         with pytest.raises(ValueError, match="num_q_heads must be a positive multiple of num_kv_heads, got 8 and 3"):
             XqaDecodePlan.allocate(1, num_q_heads=8, num_kv_heads=3, head_dim=64)

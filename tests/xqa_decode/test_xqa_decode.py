@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from attnops import ops
+from attnops import ops, reference
 from checks import MAX_RELATIVE_ERROR_FP8, assert_attention_close, assert_lse_close
 from problems import FP8, LAYOUTS, paged_problem, random_tree_mask
 from xqa_decoding import assert_decodes, decode, isas_here, make_plan
@@ -149,9 +149,31 @@ class TestEqualsFloat64:
             problem, num_sm_parts=num_sm_parts, fixed_split_tokens=fixed_split_tokens, sinks=sinks_of(6).to(device)
         )
 
+    def test_matrix_and_csr_give_the_same_bits(self, device):
+        problem = paged_problem(LENGTHS, 2).to(device)
+        by_matrix, by_csr = (decode(problem, seqlen_q=2, csr=csr) for csr in (False, True))
+        assert all(torch.equal(a, b) for a, b in zip(by_matrix, by_csr, strict=True))
+
     def test_sinks_in_lse(self, device):
         problem = paged_problem(LENGTHS, num_q_heads=4, num_kv_heads=2).to(device)
         assert_decodes(problem, sinks=sinks_of(4).to(device), sinks_in_lse=True)
+
+
+class TestHiddenTokens:
+    def test_a_new_token_that_nobody_sees_may_hold_nan(self, isa):
+        """A draft that is padded to a fixed size: the mask hides the rest, whose keys and values were never stored."""
+        problem = paged_problem([70, 9], 4, dtype=torch.float32)
+        visible = torch.ones(4, 4, dtype=torch.bool).tril()
+        visible[:, 2:] = False
+        mask = reference.pack_tree_mask(visible).expand(2, 4, 1)
+        expected, _ = problem.expected(tree_mask=mask.flatten(0, 1))
+        for request, length in enumerate([70, 9]):
+            for position in (length - 2, length - 1):
+                page = problem.page_table[request, position // 16]
+                problem.k_pages[page, position % 16] = torch.nan
+                problem.v_pages[page, position % 16] = torch.nan
+        out, _ = decode(problem, seqlen_q=4, tree_mask=mask)
+        assert_attention_close(out, expected, torch.float32)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ def xqa_decode_plan(plan: XqaDecodePlan, cache_seqlens: Tensor) -> None:
     Raises:
         RuntimeError: naming the argument that does not fit.
     """
-    torch.ops.attnops.xqa_decode_plan(
+    torch.ops.attnops.xqa_decode_plan.default(
         plan.tile_scheduler_metadata,
         plan.num_splits,
         cache_seqlens,
@@ -84,35 +85,43 @@ def xqa_decode(
         ``(out, lse)``, lse natural log, None unless asked for. A row that sees no key has ``out = 0``, ``lse = -inf``.
 
     Raises:
-        ValueError: the plan was allocated for another geometry.
+        ValueError: q's rank is neither, or the plan was allocated for another geometry.
         RuntimeError: naming the argument whose shape, dtype, stride, device or range does not fit; on the CPU also when
             the plan is not the one of these `cache_seqlens`.
 
     Source: the online softmax of FlashAttention-2 (arXiv:2307.08691) over a split-KV plan as in FlashDecoding.
     """
-    flat = q.dim() == 3
-    check_plan_key(
-        plan,
-        {
-            "batch_size": q.shape[0] // plan.seqlen_q if flat else q.shape[0],
-            "seqlen_q": plan.seqlen_q if flat else q.shape[1],
-            "num_q_heads": q.shape[-2],
-            "num_kv_heads": k_pages.shape[2],
-            "head_dim": q.shape[-1],
-            "window_left": window_left,
-        },
-    )
-    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    if q.dim() == 4:
+        shape: Sequence[int] = q.shape
+    elif q.dim() == 3 and q.shape[0] % plan.seqlen_q == 0:
+        shape = (q.shape[0] // plan.seqlen_q, plan.seqlen_q, *q.shape[1:])
+    else:
+        raise ValueError(
+            f"attnops::xqa_decode: q must be [B, {plan.seqlen_q}, H_q, D] or [B * {plan.seqlen_q}, H_q, D] "
+            f"as its plan, got {list(q.shape)}"
+        )
+    requests, seqlen_q, num_q_heads, head_dim = shape
+    if (
+        requests != plan.batch_size
+        or seqlen_q != plan.seqlen_q
+        or num_q_heads != plan.num_q_heads
+        or head_dim != plan.head_dim
+        or k_pages.shape[2] != plan.num_kv_heads
+        or window_left != plan.window_left
+    ):
+        key = (requests, seqlen_q, num_q_heads, k_pages.shape[2], head_dim, window_left)
+        check_plan_key(plan, dict(zip(plan.key, key, strict=True)))
+    if out is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if lse is None and (return_lse or sinks_in_lse):
         lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+    if tree_mask is not None and tree_mask.dim() == 2:
+        tree_mask = tree_mask.unflatten(0, shape[:2])
 
-    def by_request(x: Tensor | None, rank: int) -> Tensor | None:
-        return x.unflatten(0, (plan.batch_size, plan.seqlen_q)) if x is not None and x.dim() == rank - 1 else x
-
-    torch.ops.attnops.xqa_decode(
-        by_request(out, 4),
-        by_request(lse, 3),
-        by_request(q, 4),
+    torch.ops.attnops.xqa_decode.default(
+        out if out.dim() == 4 else out.view(shape),
+        lse if lse is None or lse.dim() == 3 else lse.view(shape[:3]),
+        q if q.dim() == 4 else q.view(shape),
         k_pages,
         v_pages,
         page_table,
@@ -123,12 +132,12 @@ def xqa_decode(
         plan.out_partial,
         plan.lse_partial,
         plan.semaphores,
-        1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale,
+        head_dim**-0.5 if softmax_scale is None else softmax_scale,
         causal,
         window_left,
         logit_cap,
         sinks,
-        by_request(tree_mask, 3),
+        tree_mask,
         k_scale,
         v_scale,
         plan.fixed_split_tokens,
