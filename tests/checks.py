@@ -29,3 +29,12 @@ def assert_lse_close(actual: Tensor, expected: Tensor, atol: float = 1e-4) -> No
     """lse is compared absolutely (it is a logarithm), infinities by place."""
     expected = expected.to(torch.float32)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=atol)
+
+
+def free_bytes(device: str) -> int:
+    """Memory that a test may still take, for those that need a very large pool."""
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    with open("/proc/meminfo") as lines:
+        fields = dict(line.split(":") for line in lines)
+    return int(fields["MemAvailable"].split()[0]) * 1024

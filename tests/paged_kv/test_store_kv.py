@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from attnops import ops
+from checks import free_bytes
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -190,8 +191,7 @@ def test_a_pool_above_two_to_the_31_elements(page_dtype, device):
     page_size, num_heads, head_dim = 64, 8, 128
     num_pages = 2**31 // (page_size * num_heads * head_dim) + 2
     needed = num_pages * page_size * num_heads * head_dim * page_dtype.itemsize + 2**30
-    free = torch.cuda.mem_get_info()[0] if device == "cuda" else free_host_bytes()
-    if free < needed:
+    if (free := free_bytes(device)) < needed:
         pytest.skip(f"needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free")
     pages = torch.empty(num_pages, page_size, num_heads, head_dim, dtype=page_dtype, device=device)
     small = pool(1, 1, num_heads, head_dim, page_dtype, device)  # V: one row, not stored
@@ -202,12 +202,6 @@ def test_a_pool_above_two_to_the_31_elements(page_dtype, device):
     stored = pages.view(-1, num_heads, head_dim)[slots.tolist()]
     expected = k if page_dtype == torch.bfloat16 else quantized(k, torch.ones(1, device=device))
     assert torch.equal(bits(stored), bits(expected))
-
-
-def free_host_bytes():
-    with open("/proc/meminfo") as lines:
-        fields = dict(line.split(":") for line in lines)
-    return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from attnops import ops
+from checks import free_bytes
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WIDE = [torch.float32, torch.float16, torch.bfloat16]
@@ -166,6 +167,22 @@ def test_slots_outside_the_pool_are_not_stored_and_are_reported(page_dtype, devi
     assert (bits(whole)[2:] == GUARD).all() and not (bits(whole)[0, 1] == GUARD).all()
     ops.store_mla_kv(whole[:2], rows, torch.tensor([1, 8, -1], device=device))
     assert (bits(whole)[2:] == GUARD).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("page_dtype", [torch.float8_e4m3fn, torch.uint8])
+def test_a_pool_above_two_to_the_31_elements(page_dtype, device):
+    dim, page_size = (656, 64) if page_dtype == torch.uint8 else (576, 64)
+    num_pages = 2**31 // (page_size * dim) + 2
+    if (free := free_bytes(device)) < (needed := num_pages * page_size * dim + 2**30):
+        pytest.skip(f"needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free")
+    pages = torch.empty(num_pages, page_size, dim, dtype=page_dtype, device=device)
+    rows = torch.randn(3, 576).to(device, torch.bfloat16)
+    slots = torch.tensor([num_pages * page_size - 1, 0, (num_pages - 1) * page_size - 1], device=device)
+    ops.store_mla_kv(pages, rows, slots)
+    expected = fp8_rows(rows) if page_dtype == torch.uint8 else saturate(rows.float())
+    stored = torch.stack([pages[slot // page_size, slot % page_size] for slot in slots.tolist()])
+    assert torch.equal(bits(stored), bits(expected))
 
 
 @pytest.mark.parametrize("device", DEVICES)
