@@ -103,7 +103,7 @@ const TileOps& amx_tile_ops() {
                                    .k_multiple = kTileK,
                                    .begin = &configure_tiles,
                                    .end = &release_tiles,
-                                   .load_rows = &load_rows<DType::kBFloat16>,
+                                   .load_rows = &load_rows_as_bf16,
                                    .pack_keys = &pack_keys_as_bf16,
                                    .pack_values = &pack_values_as_bf16,
                                    .gemm = &gemm_amx,

@@ -88,7 +88,7 @@ const TileOps& avx512bf16_tile_ops() {
                                    .k_multiple = 2,
                                    .begin = &nothing,
                                    .end = &nothing,
-                                   .load_rows = &load_rows<DType::kBFloat16>,
+                                   .load_rows = &load_rows_as_bf16,
                                    .pack_keys = &pack_keys_as_bf16,
                                    .pack_values = &pack_values_as_bf16,
                                    .gemm = &gemm_bf16,

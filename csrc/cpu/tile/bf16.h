@@ -38,6 +38,40 @@ inline __m512i load_32_bf16(const void* row, int64_t at, int64_t count) {
   }
 }
 
+inline __m512i scaled_bf16(__m512i x, Vec::F scale) {
+  const Vec::F low = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(x)), 16));
+  const Vec::F high =
+      _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(x, 1)), 16));
+  return (__m512i)_mm512_cvtne2ps_pbh(Vec::mul(high, scale), Vec::mul(low, scale));
+}
+
+template <DType kFrom>
+inline __m512i load_32_scaled(const void* row, int64_t at, int64_t count, float scale) {
+  if constexpr (kFrom == DType::kBFloat16 || kFrom == DType::kFloat8E4M3) {
+    const __m512i x = load_32_bf16<kFrom>(row, at, count);
+    return scale == 1.f ? x : scaled_bf16(x, Vec::set(scale));
+  } else {
+    const Vec::F low = Vec::load_as<kFrom>(row, at, count);
+    const Vec::F high =
+        count > Vec::kWidth ? Vec::load_as<kFrom>(row, at + Vec::kWidth, count - Vec::kWidth) : Vec::zero();
+    return (__m512i)_mm512_cvtne2ps_pbh(Vec::mul(high, Vec::set(scale)), Vec::mul(low, Vec::set(scale)));
+  }
+}
+
+void load_rows_as_bf16(void* dst, int64_t ld, const void* const* rows, int m, int k, int k_padded, DType dtype,
+                       float scale) {
+  for_input_dtype(dtype, [=]<DType kFrom>() {
+    for (int r = 0; r < m; ++r) {
+      uint16_t* to = static_cast<uint16_t*>(dst) + r * ld;
+      for (int d = 0; d < k_padded; d += 32) {
+        const bool exists = rows[r] != nullptr && d < k;
+        const __m512i x = exists ? load_32_scaled<kFrom>(rows[r], d, k - d, scale) : _mm512_setzero_si512();
+        _mm512_mask_storeu_epi16(to + d, k_padded - d >= 32 ? 0xFFFFFFFFu : (1u << (k_padded - d)) - 1, x);
+      }
+    }
+  });
+}
+
 // Sixteen keys by 32 elements are a 16 x 16 matrix of pairs: transposed, they are 16 rows of a panel.
 template <DType kType>
 void pack_keys_from(uint16_t* dst, const void* const* rows, int n, int k, int k_padded) {

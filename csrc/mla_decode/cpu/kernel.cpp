@@ -28,19 +28,18 @@ constexpr int kStepKeys = kStepTiles * kPlanTileTokens;
 constexpr int kScalesPerRow = 4;  // of a 656-byte row
 constexpr int kValuesPerScale = kHeadDimV / kScalesPerRow;
 
-// Keys that one product takes straight from the pool, when their rows follow one another there.
-constexpr int kRunKeys = kRowMultiple;
-constexpr int kStepRuns = kStepKeys / kRunKeys;
+// Keys that are multiplied where they lie in the pool when their rows follow one another, and else are copied first.
+constexpr int kChunkKeys = kRowMultiple;
+constexpr int kStepChunks = kStepKeys / kChunkKeys;
 
-static_assert(kPlanRows % kRowMultiple == 0 && kPlanTileTokens % kRunKeys == 0);
+static_assert(kPlanRows % kRowMultiple == 0 && kPlanTileTokens % kChunkKeys == 0);
 
 // Everything that a thread needs for a piece. `float` is the largest element, the arrays fit every compute type.
 struct alignas(64) Scratch {
   float q[kPlanRows * kHeadDimQk];
   float q_panels[kPlanRows * kHeadDimQk];
-  float keys[kStepKeys * kHeadDimQk];
+  float rows[kStepKeys * kHeadDimQk];  // keys that are copied or converted
   float values[kStepKeys * kHeadDimV];
-  float rows[kStepKeys * kHeadDimQk];  // dequantized 656-byte rows
   float scores[kPlanRows * kStepKeys];
   float scores_by_key[kStepKeys * kPlanRows];
   float probs[kPlanRows * kStepKeys];
@@ -57,12 +56,14 @@ Scratch& scratch_of_thread() {
   return *scratch;
 }
 
-// The keys of a step, as pack_keys and pack_values take them.
+// The keys of a step: matrices of the compute type, in the pool or in Scratch::rows.
 struct Step {
-  const void* rows[kStepKeys];
-  DType dtype;
+  struct Chunk {
+    const std::byte* rows;
+    int64_t row_stride;  // elements
+  };
+  Chunk chunks[kStepChunks];
   int num_keys;
-  int64_t row_stride;  // elements between the rows of a run
   bool any_visible, all_visible;
 };
 
@@ -83,28 +84,49 @@ void dequantize_row(const TileOps& ops, const uint8_t* row, void* dst) {
   ops.load_rows(part, kHeadDimRope, &rope, 1, kHeadDimRope, kHeadDimRope, DType::kBFloat16, 1.f);
 }
 
+// The rows of kChunkKeys keys as a matrix, in the pool when all of them are seen and follow one another there, else in
+// `copies`, with zeros for unseen keys.
+Step::Chunk chunk_of(const Params& p, const TileOps& ops, const uint8_t* const* keys, std::byte* copies) {
+  const DType dtype = compute_dtype(ops);
+  const int64_t row_bytes = p.kv_stride_token * ops.element_size;
+  bool as_it_lies = p.kv_dtype == dtype && keys[0] != nullptr;
+  for (int k = 1; k < kChunkKeys && as_it_lies; ++k) as_it_lies = keys[k] == keys[0] + k * row_bytes;
+  if (as_it_lies) return {reinterpret_cast<const std::byte*>(keys[0]), p.kv_stride_token};
+
+  if (p.kv_dtype != DType::kUInt8) {
+    const void* rows[kChunkKeys];
+    std::copy_n(keys, kChunkKeys, rows);
+    ops.load_rows(copies, kHeadDimQk, rows, kChunkKeys, kHeadDimQk, kHeadDimQk, p.kv_dtype, 1.f);
+    return {copies, kHeadDimQk};
+  }
+  const int64_t copy_bytes = int64_t{kHeadDimQk} * ops.element_size;
+  for (int k = 0; k < kChunkKeys; ++k) {
+    if (keys[k]) {
+      dequantize_row(ops, keys[k], copies + k * copy_bytes);
+    } else {
+      std::memset(copies + k * copy_bytes, 0, copy_bytes);
+    }
+  }
+  return {copies, kHeadDimQk};
+}
+
 Step step_of(const Params& p, const Piece& piece, const TileOps& ops, int first_tile, int num_tiles, Scratch& s) {
   Step step;
-  step.dtype = p.kv_dtype;
   step.num_keys = num_tiles * kPlanTileTokens;
-  step.row_stride = p.kv_stride_token;
   step.any_visible = false;
   step.all_visible = true;
+  const uint8_t* keys[kStepKeys];
   for (int t = 0; t < num_tiles; ++t) {
     const KeyTile tile = key_tile(p, piece, first_tile + t);
     step.any_visible |= tile.any_visible;
     step.all_visible &= tile.all_visible;
-    for (int k = 0; k < kPlanTileTokens; ++k) step.rows[t * kPlanTileTokens + k] = tile.key[k];
+    std::copy_n(tile.key, kPlanTileTokens, keys + t * kPlanTileTokens);
     for (int i = 0; i < piece.num_rows; ++i) s.visible[i * kStepTiles + t] = tile.visible[i];
   }
-  if (p.kv_dtype != DType::kUInt8) return step;
-  step.dtype = compute_dtype(ops);
-  step.row_stride = kHeadDimQk;
-  for (int k = 0; k < step.num_keys; ++k) {
-    if (step.rows[k] == nullptr) continue;
-    auto* row = reinterpret_cast<std::byte*>(s.rows) + static_cast<int64_t>(k) * kHeadDimQk * ops.element_size;
-    dequantize_row(ops, static_cast<const uint8_t*>(step.rows[k]), row);
-    step.rows[k] = row;
+  if (!step.any_visible) return step;
+  for (int key = 0; key < step.num_keys; key += kChunkKeys) {
+    auto* copies = reinterpret_cast<std::byte*>(s.rows) + static_cast<int64_t>(key) * kHeadDimQk * ops.element_size;
+    step.chunks[key / kChunkKeys] = chunk_of(p, ops, keys + key, copies);
   }
   return step;
 }
@@ -129,41 +151,38 @@ void load_queries(const Params& p, const Piece& piece, const TileOps& ops, float
   ops.pack_keys(s.q_panels, loaded, rows, kHeadDimQk, kHeadDimQk, compute_dtype(ops));
 }
 
-// Number of keys from `first` on whose rows follow one another at row_stride, in the compute type; a multiple of
-// kRunKeys.
+// Number of chunks from `first` on that are one matrix.
 int run_length(const TileOps& ops, const Step& step, int first) {
-  if (step.dtype != compute_dtype(ops) || step.rows[first] == nullptr) return 0;
-  const auto* row = static_cast<const std::byte*>(step.rows[first]);
+  const Step::Chunk& start = step.chunks[first];
+  const int64_t chunk_bytes = kChunkKeys * start.row_stride * ops.element_size;
   int length = 1;
-  while (first + length < step.num_keys &&
-         step.rows[first + length] == row + length * step.row_stride * ops.element_size) {
+  while ((first + length) * kChunkKeys < step.num_keys && step.chunks[first + length].row_stride == start.row_stride &&
+         step.chunks[first + length].rows == start.rows + length * chunk_bytes) {
     ++length;
   }
-  return length / kRunKeys * kRunKeys;
+  return length;
 }
 
-// scores = Q K^T. Rows that lie in the pool as a matrix are one operand as they are: K Q^T with packed queries, then
-// a transposition, is cheaper than packing keys that are used once. Every score adds its products in the same order
-// either way, so the result does not depend on how a request's pages lie.
+// scores = Q K^T, as (K Q^T)^T: packing the queries once is cheaper than packing keys that are used once, and the pool
+// itself can be an operand.
 void score(const Piece& piece, const TileOps& ops, const Step& step, Scratch& s) {
-  int runs[kStepRuns];
-  int covered = 0;
-  for (int i = 0; covered < step.num_keys; covered += runs[i++]) {
-    runs[i] = run_length(ops, step, covered);
-    if (runs[i] == 0) break;
-  }
-  if (covered < step.num_keys) {
-    ops.pack_keys(s.keys, step.rows, step.num_keys, kHeadDimQk, kHeadDimQk, step.dtype);
-    ops.gemm(s.scores, kStepKeys, s.q, kHeadDimQk, s.keys, kHeadDimQk, piece.num_rows, step.num_keys, kHeadDimQk,
-             false);
-    return;
-  }
   const int columns = round_up(piece.num_rows, kPanel);
-  for (int i = 0, key = 0; key < step.num_keys; key += runs[i++]) {
-    ops.gemm(s.scores_by_key + key * columns, columns, step.rows[key], step.row_stride, s.q_panels, kHeadDimQk, runs[i],
-             columns, kHeadDimQk, false);
+  for (int i = 0; i * kChunkKeys < step.num_keys;) {
+    const int length = run_length(ops, step, i);
+    ops.gemm(s.scores_by_key + i * kChunkKeys * columns, columns, step.chunks[i].rows, step.chunks[i].row_stride,
+             s.q_panels, kHeadDimQk, length * kChunkKeys, columns, kHeadDimQk, false);
+    i += length;
   }
   ops.transpose(s.scores, kStepKeys, s.scores_by_key, columns, step.num_keys, columns);
+}
+
+void pack_values(const TileOps& ops, const Step& step, Scratch& s) {
+  const void* rows[kStepKeys];
+  for (int k = 0; k < step.num_keys; ++k) {
+    const Step::Chunk& chunk = step.chunks[k / kChunkKeys];
+    rows[k] = chunk.rows + (k % kChunkKeys) * chunk.row_stride * ops.element_size;
+  }
+  ops.pack_values(s.values, rows, step.num_keys, kHeadDimV, kHeadDimV, compute_dtype(ops));
 }
 
 void attend(const Piece& piece, const TileOps& ops, const Step& step, float scale, float logit_cap, Scratch& s) {
@@ -184,7 +203,7 @@ void attend(const Piece& piece, const TileOps& ops, const Step& step, float scal
                .out = s.out,
                .ld_out = kHeadDimV,
                .n_out = kHeadDimV});
-  ops.pack_values(s.values, step.rows, n, kHeadDimV, kHeadDimV, step.dtype);
+  pack_values(ops, step, s);
   ops.gemm(s.out, kHeadDimV, s.probs, kStepKeys, s.values, n, m, kHeadDimV, n, true);
 }
 
