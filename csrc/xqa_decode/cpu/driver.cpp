@@ -14,7 +14,7 @@ namespace {
 
 // Heads of one request are computed side by side, tile by tile, because their rows are neighbours in memory. Two tiles
 // of all of them (this one, and the one that is fetched meanwhile) and their state stay within a core's L2 cache.
-constexpr int64_t kTileBytesAtOnce = 256 * 1024;
+constexpr int64_t kTileBytesAtOnce = 512 * 1024;
 constexpr int64_t kStateBytesAtOnce = 256 * 1024;
 constexpr int kMaxHeadsAtOnce = 64;
 
@@ -47,17 +47,19 @@ class Scratch {
   char* next_;
 };
 
-// Where a piece of a work goes.
+// Where the pieces of neighbouring heads go.
 struct Destination {
-  bool direct;   // to out and lse
-  int64_t slot;  // else: row of out_partial
+  bool direct;        // to out and lse
+  int64_t slot;       // else: row of out_partial of the first head
+  int64_t head_step;  // from one head's row to the next one's
 };
 
 // Works [head, head + num_heads) of one request over the tiles [tile_begin, tile_end).
 struct Piece {
   int request, head, num_heads;
   int tile_begin, tile_end;
-  Destination first;  // of `head`; the following heads are direct when it is, else they are alone
+  int fetch_end;  // tiles up to here are read soon, by this piece or the next
+  Destination to;
 };
 
 class Part {
@@ -93,18 +95,19 @@ class Part {
       const int tiles = tiles_of(request);
       const int begin = work == entry.begin_work ? entry.begin_tile : 0;
       const int end = work == entry.end_work ? entry.end_tile : tiles;
-      if (p_.fixed_split_tokens > 0) {
-        run_cuts(request, head, begin, end, tiles);
-        ++work;
-      } else if (begin == 0 && end == tiles) {  // whole works of one request go side by side
+      int heads = 1;
+      if (begin == 0 && end == tiles) {  // whole works of one request go side by side
         const int whole_end = entry.end_tile > 0 ? entry.end_work : last_work + 1;
-        const int heads = min_of(min_of(whole_end - work, p_.num_kv_heads - head), max_heads_);
-        run_piece({request, head, heads, 0, tiles, {true, 0}});
-        work += heads;
-      } else {
-        run_piece({request, head, 1, begin, end, {false, partial_slot(part, work == entry.begin_work)}});
-        ++work;
+        heads = min_of(min_of(whole_end - work, p_.num_kv_heads - head), max_heads_);
       }
+      if (p_.fixed_split_tokens > 0) {
+        run_cuts({request, head, heads, begin, end, end, {}}, tiles);
+      } else if (begin == 0 && end == tiles) {
+        run_piece({request, head, heads, begin, end, end, {true, 0, 0}});
+      } else {
+        run_piece({request, head, heads, begin, end, end, {false, partial_slot(part, work == entry.begin_work), 0}});
+      }
+      work += heads;
     }
   }
 
@@ -114,14 +117,16 @@ class Part {
   }
 
   // Batch-invariant mode: every cut by itself, from fresh state.
-  void run_cuts(int request, int head, int begin, int end, int tiles) {
+  void run_cuts(const Piece& piece, int tiles) {
     const int cut_tiles = p_.fixed_split_tokens / kTileTokens;
-    const int cuts = ceil_div(tiles, cut_tiles);
-    const int64_t base =
-        static_cast<int64_t>(p_.num_splits[request]) * p_.num_kv_heads + static_cast<int64_t>(head) * cuts;
-    for (int tile = begin; tile < end; tile += cut_tiles) {
-      const Destination to{cuts == 1, base + tile / cut_tiles};
-      run_piece({request, head, 1, tile, min_of(tile + cut_tiles, end), to});
+    const int64_t cuts = ceil_div(tiles, cut_tiles);
+    const int64_t first_slot = int64_t{p_.num_splits[piece.request]} * p_.num_kv_heads + piece.head * cuts;
+    for (int tile = piece.tile_begin; tile < piece.tile_end; tile += cut_tiles) {
+      Piece cut = piece;
+      cut.tile_begin = tile;
+      cut.tile_end = min_of(tile + cut_tiles, piece.tile_end);
+      cut.to = {cuts == 1, first_slot + tile / cut_tiles, cuts};
+      run_piece(cut);
     }
   }
 
@@ -133,7 +138,7 @@ class Part {
     keys.locate(piece.tile_begin, *now);
     for (int tile = piece.tile_begin; tile < piece.tile_end; ++tile) {
       next->count = 0;
-      if (tile + 1 < piece.tile_end) keys.locate(tile + 1, *next);
+      if (tile + 1 < piece.fetch_end) keys.locate(tile + 1, *next);
       if (now->count > 0) attend_tile(piece, keys, *now, *next);
       TileAddresses* const done = now;
       now = next;
@@ -236,12 +241,12 @@ class Part {
       const float lse = empty ? -INFINITY : (row_max(h)[row] + log2f(sum)) * kLn2;
       const float factor = empty ? 0.f : v_scale / sum;
       const float* values = acc(h) + static_cast<int64_t>(row) * acc_stride_;
-      if (piece.first.direct) {
+      if (piece.to.direct) {
         const OutputRow to(p_, piece.request, piece.head + h, row);
         kernel_.store(values, p_.head_dim, factor * to.sink_factor(lse), to.out);
         if (to.lse) *to.lse = lse;
       } else {
-        const int64_t to = piece.first.slot * num_rows_ + row;
+        const int64_t to = (piece.to.slot + h * piece.to.head_step) * num_rows_ + row;
         kernel_.store_partial(values, p_.head_dim, factor, p_.out_partial + to * p_.head_dim);
         p_.lse_partial[to] = lse;
       }
