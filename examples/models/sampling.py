@@ -26,7 +26,9 @@ def sample(logits: Tensor, temperature: float, generator: torch.Generator | None
         return int(logits.argmax())
     probs, order = (logits.float() / temperature).softmax(-1).cpu().sort(descending=True, stable=True)
     probs[probs.cumsum(-1) - probs >= top_p] = 0  # keeps the fewest bytes that reach top_p, at least one
-    return int(order[torch.multinomial(probs, 1, generator=generator)])
+    # Drawn by byte, not by rank: rounding that swaps two ranks must not swap their random numbers, too.
+    by_byte = torch.zeros_like(probs).scatter_(0, order, probs)
+    return int(torch.multinomial(by_byte, 1, generator=generator))
 
 
 @torch.inference_mode()
