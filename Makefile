@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 export MAX_JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 # The GPU architecture that `make test` compiles for; wheels take the default of setup.py.
 export ATTNOPS_ARCHS ?= 90a
+# Threads that spin while they wait take the cores that others compute on.
+export OMP_WAIT_POLICY ?= passive
 
 .PHONY: demo test build check wheel clean
 

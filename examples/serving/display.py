@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import textwrap
 import time
@@ -91,7 +92,8 @@ class Display:
         if request.computed < len(request.prompt):
             text = f"prefill {request.computed}/{len(request.prompt)}"
         else:
-            text = decode(request.output)[-60:].replace("\n", " ")
+            room = min(60, shutil.get_terminal_size().columns - 28)
+            text = decode(request.output)[-max(room, 1) :].replace("\n", " ")
         self._lines[request.id].set_description_str(f"  {request.id:2d} {self._titles[request.id]:<20} {text}")
 
     def _finish(self, request: Request) -> None:
