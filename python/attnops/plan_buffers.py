@@ -87,7 +87,7 @@ class BlockBuffers:
         self.page_table = torch.zeros(most, limits.max_pages(spec.page_size), dtype=torch.int32, device=device)
         self.token_of_row = torch.zeros(most * width, dtype=torch.int64, device=device)
         self.row_of_token = torch.zeros(tokens, dtype=torch.int64, device=device)
-        self.index = torch.arange(max(most, tokens), device=device)
+        self.index = torch.arange(max(most, tokens, width), device=device)
 
     def blocks(self, batch_size: int, num_tokens: int) -> TokenBlocks:
         count = num_tokens // self.width + batch_size if self.width > 1 else num_tokens
