@@ -1,0 +1,45 @@
+#pragma once
+#include <atomic>
+
+#include "device/common/launch.h"
+
+namespace attnops {
+
+struct LaunchShape {
+  int blocks, threads;
+  int shared_bytes;      // dynamic shared memory of this launch
+  int max_shared_bytes;  // and the most that any launch of the kernel asks for
+};
+
+// Launches a kernel that waits by itself for the kernels ahead of it (device/common/pdl.cuh), on devices that know how.
+// What a device must be told of a kernel is told once, so that a launch stays cheap.
+template <auto kKernel, typename... Arguments>
+void launch_dependent(const char* what, const LaunchShape& shape, cudaStream_t stream, const Arguments&... arguments) {
+  enum : int { kNew, kPlain, kDependent };
+  constexpr int kMaxDevices = 64;
+  static std::atomic<int> states[kMaxDevices];
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), what);
+  std::atomic<int>& state = states[device % kMaxDevices];
+  if (state == kNew) {
+    int major = 0;
+    check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), what);
+    check_cuda(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.max_shared_bytes), what);
+    check_cuda(cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100), what);
+    state = major >= 9 ? kDependent : kPlain;
+  }
+
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(shape.blocks));
+  config.blockDim = dim3(static_cast<unsigned>(shape.threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shape.shared_bytes);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = state == kDependent ? 1 : 0;
+  check_cuda(cudaLaunchKernelEx(&config, kKernel, arguments...), what);
+}
+
+}  // namespace attnops

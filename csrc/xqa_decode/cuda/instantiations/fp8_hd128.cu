@@ -1,0 +1,5 @@
+#include "xqa_decode/cuda/launch.cuh"
+
+namespace attnops::xqa_decode {
+void launch_fp8_hd128(const Params& params, cudaStream_t stream) { launch<__half, true, 128>(params, stream); }
+}  // namespace attnops::xqa_decode

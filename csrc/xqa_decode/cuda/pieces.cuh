@@ -1,0 +1,138 @@
+#pragma once
+#include "core/report.h"
+#include "xqa_decode/cuda/traits.cuh"
+#include "xqa_decode/plan.h"
+
+namespace attnops::xqa_decode {
+
+// How the partial results of one work are numbered: split i lies in row `first` for i = 0, else `second + (i - 1) step`.
+struct Splits {
+  int index, count;  // of the piece at hand; count 1: no partial results
+  int64_t first, second;
+  int step;
+
+  __device__ int64_t slot(int i) const { return i == 0 ? first : second + static_cast<int64_t>(i - 1) * step; }
+};
+
+// The pieces of one part of the plan, in order: a run of keys of one work for one block of its rows. The keys' stream
+// and the arithmetic walk them independently, the stream ahead.
+class PieceWalk {
+ public:
+  __device__ PieceWalk(const Params& p, const Shape& shape, const SplitKvEntry& entry)
+      : p_(p), row_blocks_(shape.row_blocks), entry_(entry), work_(entry.begin_work), tile_(entry.begin_tile) {
+    if (!done()) open();
+  }
+
+  __device__ bool done() const { return work_ > entry_.end_work || (work_ == entry_.end_work && tile_ >= entry_.end_tile); }
+
+  __device__ void next() {
+    if (++row_block_ < row_blocks_) return;
+    row_block_ = 0;
+    tile_ = end_tile_;
+    if (tile_ >= num_tiles_) {
+      ++work_;
+      tile_ = 0;
+    }
+    if (!done()) open();
+  }
+
+  __device__ int work() const { return work_; }
+  __device__ int request() const { return request_; }
+  __device__ int kv_head() const { return work_ - request_ * p_.num_kv_heads; }
+  __device__ int row_block() const { return row_block_; }
+  __device__ bool last_row_block() const { return row_block_ + 1 == row_blocks_; }
+  __device__ int length() const { return length_; }
+  __device__ const KvRange& keys() const { return keys_; }  // that some row of the request may see
+  __device__ int first_token() const { return (first_tile_ + tile_) * kPlanTileTokens; }
+  __device__ int end_token() const { return min_of((first_tile_ + end_tile_) * kPlanTileTokens, keys_.end); }
+  // More cuts than the caller has room for: nothing is computed, and that must not pass for an answer.
+  __device__ bool overflows() const { return overflows_; }
+  __device__ bool starts_work() const { return tile_ == 0; }
+  // Whether this is the part's last piece, all row blocks counted as one.
+  __device__ bool is_last() const {
+    const bool ends_work = end_tile_ >= num_tiles_;
+    const int next_work = ends_work ? work_ + 1 : work_;
+    const int next_tile = ends_work ? 0 : end_tile_;
+    return next_work > entry_.end_work || (next_work == entry_.end_work && next_tile >= entry_.end_tile);
+  }
+
+  __device__ Splits splits() const {
+    if (p_.fixed_split_tokens > 0) {
+      const int cut = p_.fixed_split_tokens / kPlanTileTokens;
+      const int cuts = ceil_div(num_tiles_, cut);
+      const int64_t first = fixed_first(cuts);
+      return {tile_ / cut, cuts, first, first + 1, 1};
+    }
+    const int part = blockIdx.x;
+    const int last_work = entry_.end_tile > 0 ? entry_.end_work : entry_.end_work - 1;
+    if (work_ == entry_.begin_work) {
+      if (entry_.begin_num_splits <= 1) return {0, 1, 0, 0, 0};
+      const int first = entry_.first_part;
+      // The part that holds a work's first tile may have begun with an earlier work.
+      const bool begins = p_.tile_scheduler_metadata[static_cast<int64_t>(first) * kSplitKvEntrySize] == work_;
+      return {entry_.begin_split, entry_.begin_num_splits, partial_slot(first, begins), partial_slot(first + 1, true),
+              2};
+    }
+    if (work_ != last_work || entry_.last_num_splits <= 1) return {0, 1, 0, 0, 0};
+    return {0, entry_.last_num_splits, partial_slot(part, false), partial_slot(part + 1, true), 2};
+  }
+
+ private:
+  __device__ int64_t fixed_first(int cuts) const {
+    return static_cast<int64_t>(p_.num_splits[request_]) * p_.num_kv_heads + static_cast<int64_t>(kv_head()) * cuts;
+  }
+
+  __device__ void open() {
+    const int request = work_ / p_.num_kv_heads;
+    if (request != request_) {
+      request_ = request;
+      length_ = max_of(__ldg(p_.cache_seqlens + request), 0);
+      keys_ = visible_keys(length_, p_.seqlen_q, p_.window_left);
+      const TileRange tiles = visible_tiles(length_, p_.seqlen_q, p_.window_left, kPlanTileTokens);
+      first_tile_ = tiles.first;
+      num_tiles_ = tiles.count;
+      if (p_.report) check_length();
+    }
+    end_tile_ = work_ == entry_.end_work ? entry_.end_tile : num_tiles_;
+    overflows_ = false;
+    if (p_.fixed_split_tokens > 0) {
+      const int cut = p_.fixed_split_tokens / kPlanTileTokens;
+      const int cuts = ceil_div(num_tiles_, cut);
+      end_tile_ = min_of(end_tile_, tile_ + cut);
+      overflows_ = cuts > 1 && fixed_first(cuts) + cuts > p_.num_partials;
+    }
+  }
+
+  // Keys beyond the table are faults, and nobody sees them.
+  __device__ void check_length() {
+    const int64_t capacity = p_.page_table.num_cells(request_) * p_.page_table.page_size;
+    if (length_ <= capacity) return;
+    if (threadIdx.x == 0) {
+      record_fault(p_.report, {ReportOp::kXqaDecode, ReportKind::kLength, request_, 0, length_, capacity + 1});
+    }
+    keys_.end = static_cast<int>(max_of(capacity, int64_t{0}));
+  }
+
+  const Params& p_;
+  int row_blocks_;
+  SplitKvEntry entry_;
+  int work_, tile_, end_tile_ = 0, row_block_ = 0;
+  int request_ = -1, length_ = 0, first_tile_ = 0, num_tiles_ = 0;
+  KvRange keys_{0, 0};
+  bool overflows_ = false;
+};
+
+// How many chunks a piece has.
+template <class Tr>
+__device__ int num_chunks(const PieceWalk& piece) {
+  return piece.overflows() ? 0 : ceil_div(max_of(piece.end_token() - piece.first_token(), 0), Tr::kChunk);
+}
+
+// Warps in groups of `row_groups` share their keys. In each round a warp copies one chunk, and computes with those of
+// its whole group: round r of warp w brings chunk r * kWarps + w.
+template <class Tr>
+__device__ int num_rounds(int chunks, int group_first_warp) {
+  return ceil_div(max_of(chunks - group_first_warp, 0), Tr::kWarps);
+}
+
+}  // namespace attnops::xqa_decode

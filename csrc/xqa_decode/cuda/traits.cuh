@@ -1,0 +1,70 @@
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <type_traits>
+
+#include "core/math.h"
+#include "xqa_decode/params.h"
+
+namespace attnops::xqa_decode {
+
+// What the compiler must know of a kernel. Every warp streams its own chunks of keys through its own ring of stages in
+// shared memory; a row tile is 8 query rows, the N of the matrix instruction.
+template <typename T_, bool kFp8_, int kHeadDim_, int kRowTiles_>
+struct Traits {
+  using T = T_;                             // of both products: fp16 for FP8 pages, whatever the type of q
+  static constexpr bool kFp8 = kFp8_;       // pages of e4m3
+  static constexpr int kHeadDim = kHeadDim_;  // head_dim, rounded up
+  static constexpr int kRowTiles = kRowTiles_;
+  static constexpr int kRows = 8 * kRowTiles;  // query rows of a warp
+
+  static constexpr int kWarps = 4;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kKeyBytes = kHeadDim * (kFp8 ? 1 : 2);
+  static constexpr int kChunk = kKeyBytes <= 128 || kFp8 ? 32 : 16;  // keys
+  static constexpr int kKeyTiles = kChunk / 16;
+  static constexpr int kStageBytes = 2 * kChunk * kKeyBytes;  // K and V
+  static constexpr int kStages = kStageBytes <= 4096 ? 6 : 3;
+  static constexpr int kRingBytes = kStages * kStageBytes;  // of one warp
+  static constexpr int kCtasPerSm = kStageBytes <= 8192 ? 2 : 1;
+  static_assert(kStageBytes >= kRows * kHeadDim * 4, "a free stage holds a warp's output");
+
+  static constexpr int kVec = 16 / (kFp8 ? 1 : 2);  // elements of 16 bytes
+  static constexpr int kVecsPerKey = kKeyBytes / 16;
+  static constexpr int kKeysPerCopy = 32 / kVecsPerKey;  // keys that one instruction of a warp copies
+
+  static constexpr int kSteps = kHeadDim / 16;     // of the first product, along the head dim
+  static constexpr int kDimTiles = kHeadDim / 16;  // of the second product
+  // fp16 probabilities are scaled up by this power of two, so that small ones keep their digits.
+  static constexpr float kProbShift = std::is_same_v<T, __half> ? 14.f : 0.f;
+
+  // Which 16-byte column a key's column `c` lies in: eight keys' equal columns then fall in different banks.
+  __device__ static constexpr int swizzle(int key) { return kKeyBytes >= 128 ? key & 7 : (key >> 1) & 3; }
+};
+
+// What a launch knows besides the arguments.
+struct Shape {
+  int group;       // query heads per KV head
+  int rows;        // of a work: seqlen_q * group
+  int row_groups;  // warps that share their keys, and have kRows rows each: 1, 2 or 4
+  int row_blocks;  // passes over the keys: each serves row_groups * kRows rows
+  int page_shift;  // log2(page_size), or -1
+  bool vector_keys;   // rows of K and V start on 16-byte boundaries
+  bool pair_queries;  // rows of q start on 4-byte boundaries, and head_dim is even
+  bool vector_out;    // rows of out start on 8-byte boundaries, and head_dim is a multiple of 4
+  bool wide_partials;  // head_dim is a multiple of 4
+};
+
+// Where things lie in shared memory.
+template <class Tr>
+struct SharedLayout {
+  static constexpr int kStats = Tr::kWarps * Tr::kRingBytes;               // float2 [kWarps][kRows]: maximum and sum
+  static constexpr int kFree = kStats + Tr::kWarps * Tr::kRows * 8;        // int [kWarps]: offset of the free stage
+  static constexpr int kFlag = kFree + Tr::kWarps * 4;                     // int: what the first thread found out
+  static constexpr int kRowScale = kFlag + 16 - Tr::kWarps * 4 % 16;       // float [64]: of FP8 kernels' queries
+  static constexpr int kQueries = round_up(kRowScale + (Tr::kFp8 ? 64 * 4 : 0), 128);  // T [rows][kHeadDim]
+  static constexpr int bytes(int row_groups) { return kQueries + row_groups * Tr::kRows * Tr::kHeadDim * 2; }
+};
+
+}  // namespace attnops::xqa_decode
