@@ -24,7 +24,8 @@ void launch_dependent(const char* what, const LaunchShape& shape, cudaStream_t s
   if (state == kNew) {
     int major = 0;
     check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), what);
-    check_cuda(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.max_shared_bytes), what);
+    check_cuda(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.max_shared_bytes),
+               what);
     check_cuda(cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100), what);
     state = major >= 9 ? kDependent : kPlain;
   }

@@ -15,71 +15,69 @@ __device__ inline void sync_group(int group, int threads) {
   }
 }
 
-// A row of q, padded, to shared memory as the first product reads it. FP8 pages are multiplied in fp16, whose range is
-// smaller than that of bf16: the row is scaled by a power of two, exact for all but values 2^-28 below its largest, and
-// the scale goes into that of the scores.
-template <class Tr, typename Q>
-__device__ void load_query(const Params& p, const Shape& shape, const Q* row, typename Tr::T* to, int swizzle,
-                           float* row_scale, int lane) {
-  constexpr int kPairs = Tr::kHeadDim / 64;  // of a lane
-  float values[kPairs][2];
-  float top = 0.f;
-#pragma unroll
-  for (int i = 0; i < kPairs; ++i) {
-    const int d = (i * 32 + lane) * 2;
-    Vec<Q, 2> pair{};
-    if (row && d < p.head_dim) {
-      if (shape.pair_queries) {
-        pair = load_vec<Vec<Q, 2>>(row + d);
-      } else {
-        pair.data[0] = row[d];
-        if (d + 1 < p.head_dim) pair.data[1] = row[d + 1];
-      }
-    }
-    values[i][0] = static_cast<float>(pair.data[0]);
-    values[i][1] = static_cast<float>(pair.data[1]);
-    top = fmaxf(top, fmaxf(fabsf(values[i][0]), fabsf(values[i][1])));
-  }
-  float scale = 1.f;
-  if constexpr (Tr::kFp8) {
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
-    if (top > 0.f && top < INFINITY) {
-      const int exponent = min_of(max_of(14 - ilogbf(top), -100), 100);
-      scale = exp2f(static_cast<float>(exponent));
-    }
-    if (lane == 0) *row_scale = 1.f / scale;
-  }
-#pragma unroll
-  for (int i = 0; i < kPairs; ++i) {
-    const int pair = i * 32 + lane;
-    // FP8 lanes of the product hold four neighbouring dims, as two k-pairs 8 apart.
-    const int in_step = pair & 7;
-    const int place = Tr::kFp8 ? (pair & ~7) + (in_step >> 1) + (in_step & 1) * 4 : pair;
-    uint32_t packed = pack2<typename Tr::T>(values[i][0] * scale, values[i][1] * scale);
-    reinterpret_cast<uint32_t*>(to)[((place / 4) ^ swizzle) * 4 + place % 4] = packed;
-  }
-}
-
-// The CTA's query rows of one piece, a warp a row.
+// A row of q in a warp's registers, padded with zeros: a lane has the pairs lane, lane + 32, ...
 template <class Tr>
-__device__ void load_queries(const Params& p, const Shape& shape, const WorkPlace& place, int first_row,
-                             typename Tr::T* queries, float* row_scale, int warp, int lane) {
-  for (int i = warp; i < shape.row_groups * Tr::kRows; i += Tr::kWarps) {
-    const int row = first_row + i;
-    const int token = row / shape.group;
+struct QueryRow {
+  static constexpr int kPairs = Tr::kHeadDim / 64;  // of a lane
+  float values[kPairs][2];
+
+  template <typename Q>
+  __device__ void read(const Params& p, const Shape& shape, const Q* row, int lane) {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const int d = (i * 32 + lane) * 2;
+      Vec<Q, 2> pair{};
+      if (row && d < p.head_dim) {
+        if (shape.pair_queries) {
+          pair = load_vec<Vec<Q, 2>>(row + d);
+        } else {
+          pair.data[0] = row[d];
+          if (d + 1 < p.head_dim) pair.data[1] = row[d + 1];
+        }
+      }
+      values[i][0] = static_cast<float>(pair.data[0]);
+      values[i][1] = static_cast<float>(pair.data[1]);
+    }
+  }
+
+  __device__ void fetch(const Params& p, const Shape& shape, const WorkPlace& place, int row, int lane) {
+    const int token = shape.by_group.divide(row);
     const int head = place.kv_head * shape.group + row - token * shape.group;
     const int64_t at = place.request * p.q_stride_request + token * p.q_stride_token + head * p.q_stride_head;
     const bool exists = row < shape.rows;
     if (p.dtype == DType::kBFloat16) {
-      const auto* q = static_cast<const __nv_bfloat16*>(p.q);
-      load_query<Tr>(p, shape, exists ? q + at : nullptr, queries + i * Tr::kHeadDim, i & 7, row_scale + i, lane);
+      read(p, shape, exists ? static_cast<const __nv_bfloat16*>(p.q) + at : nullptr, lane);
     } else {
-      const auto* q = static_cast<const __half*>(p.q);
-      load_query<Tr>(p, shape, exists ? q + at : nullptr, queries + i * Tr::kHeadDim, i & 7, row_scale + i, lane);
+      read(p, shape, exists ? static_cast<const __half*>(p.q) + at : nullptr, lane);
     }
   }
-}
+
+  // To shared memory as the first product reads it. FP8 pages are multiplied in fp16, whose range is smaller than that
+  // of bf16: the row is scaled by a power of two, exact for all but values 2^-28 below its largest, and the scale goes
+  // into that of the scores.
+  __device__ void place(typename Tr::T* queries, float* row_scale, int i, int lane) const {
+    float scale = 1.f;
+    if constexpr (Tr::kFp8) {
+      float top = 0.f;
+#pragma unroll
+      for (int k = 0; k < kPairs; ++k) top = fmaxf(top, fmaxf(fabsf(values[k][0]), fabsf(values[k][1])));
+#pragma unroll
+      for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+      if (top > 0.f && top < INFINITY) {
+        scale = exp2f(static_cast<float>(min_of(max_of(14 - ilogbf(top), -100), 100)));
+      }
+      if (lane == 0) row_scale[i] = 1.f / scale;
+    }
+    auto* row = reinterpret_cast<uint32_t*>(queries + i * Tr::kHeadDim);
+#pragma unroll
+    for (int k = 0; k < kPairs; ++k) {
+      const int pair = k * 32 + lane, in_step = pair & 7;
+      // FP8 lanes of the product hold four neighbouring dims, as two k-pairs 8 apart.
+      const int at = Tr::kFp8 ? (pair & ~7) + (in_step >> 1) + (in_step & 1) * 4 : pair;
+      row[((at / 4) ^ (i & 7)) * 4 + at % 4] = pack2<typename Tr::T>(values[k][0] * scale, values[k][1] * scale);
+    }
+  }
+};
 
 // What the warps found of a piece, put together and stored: the output, or a partial result.
 template <class Tr>
@@ -94,22 +92,27 @@ __device__ void store_piece(const Params& p, const Shape& shape, const WorkPlace
     const int d = item % kVecs * 4;
     if (d >= p.head_dim) continue;
     const int row_group = item / kVecs / Tr::kRows, row = item / kVecs % Tr::kRows;
+    float2 stat[Tr::kWarps];  // of the warps that had these rows; nothing, for the others
     float top = -INFINITY;
-    for (int w = row_group; w < Tr::kWarps; w += shape.row_groups) top = fmaxf(top, stats[w * Tr::kRows + row].x);
+#pragma unroll
+    for (int w = 0; w < Tr::kWarps; ++w) {
+      stat[w] = stats[w * Tr::kRows + row];
+      if ((w & (shape.row_groups - 1)) != row_group) stat[w] = make_float2(-INFINITY, 0.f);
+      top = fmaxf(top, stat[w].x);
+    }
     float sum = 0.f;
     float4 total = {0.f, 0.f, 0.f, 0.f};
-    for (int w = row_group; w < Tr::kWarps; w += shape.row_groups) {
-      const float2 stat = stats[w * Tr::kRows + row];
-      if (stat.x == -INFINITY && stat.y == 0.f) continue;
-      const float factor = exp2_approx(stat.x - top);
-      const float4 v =
-          *reinterpret_cast<const float4*>(smem + free_stage[w] + 4 * RowTile<Tr>::scratch_at(row, d));
-      sum += factor * stat.y;
+#pragma unroll
+    for (int w = 0; w < Tr::kWarps; ++w) {
+      const auto v = *reinterpret_cast<const float4*>(smem + free_stage[w] + 4 * RowTile<Tr>::scratch_at(row, d));
+      if (stat[w].x == -INFINITY && stat[w].y == 0.f) continue;
+      const float factor = exp2_approx(stat[w].x - top);
+      sum += factor * stat[w].y;
       total.x += factor * v.x, total.y += factor * v.y, total.z += factor * v.z, total.w += factor * v.w;
     }
     const bool empty = sum == 0.f;
     const float inverse = empty ? 0.f : 1.f / sum;
-    const float lse = empty ? -INFINITY : (top - Tr::kProbShift + log2f(sum)) * kLn2;
+    const float lse = empty ? -INFINITY : (top - Tr::kProbShift + __log2f(sum)) * kLn2;
     total.x *= inverse, total.y *= inverse, total.z *= inverse, total.w *= inverse;
     if (splits.count > 1) {
       store_partial(p, shape, splits.slot(splits.index), first_row + item / kVecs, d, total, lse);
@@ -120,7 +123,8 @@ __device__ void store_piece(const Params& p, const Shape& shape, const WorkPlace
 }
 
 // A result that nobody can take for an answer.
-__device__ inline void store_nan(const Params& p, const Shape& shape, const WorkPlace& place, const Splits& splits) {
+__device__ __noinline__ inline void store_nan(const Params& p, const Shape& shape, const WorkPlace& place,
+                                              const Splits& splits) {
   if (p.report && threadIdx.x == 0) {
     record_fault(p.report, {ReportOp::kXqaDecode, ReportKind::kLength, place.request, 0, splits.first + splits.count,
                             p.num_partials + 1});
@@ -143,9 +147,9 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kCtasPerSm)
   int* flag = reinterpret_cast<int*>(smem + Shared::kFlag);
   auto* row_scale = reinterpret_cast<float*>(smem + Shared::kRowScale);
   auto* queries = reinterpret_cast<typename Tr::T*>(smem + Shared::kQueries);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int row_group = warp % shape.row_groups;  // which rows this warp computes
-  const int group = warp / shape.row_groups;      // whose keys it computes with
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  const int row_group = warp & (shape.row_groups - 1);      // which rows this warp computes
+  const int group = (warp - row_group) / shape.row_groups;  // whose keys it computes with
   const int group_first_warp = warp - row_group;
   const int group_threads = 32 * shape.row_groups;
 
@@ -160,20 +164,42 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kCtasPerSm)
   }
   if (entry.begin_work == entry.end_work && entry.begin_tile >= entry.end_tile) return;
 
-  const uint32_t ring = smem_address(smem);
-  KeyStream<Tr> stream(p, shape, entry, warp, lane);
-  int head = 0;  // the stage to compute with next; the one before it is free
+  const uint32_t ring = smem_address(smem) + Shared::kRing;
+  const auto* good_keys = reinterpret_cast<const uint32_t*>(smem + Shared::kGoodKeys);
+  // The first queries are on their way before the keys, whose lengths and pages must be looked up first.
+  constexpr int kEarly = Tr::kRows / Tr::kWarps;
+  QueryRow<Tr> early[kEarly];
+  {
+    const int request = shape.by_kv_heads.divide(entry.begin_work);
+    const WorkPlace place{entry.begin_work, request, entry.begin_work - request * p.num_kv_heads};
 #pragma unroll
-  for (int s = 0; s < Tr::kStages - 1; ++s) stream.issue(ring + warp * Tr::kRingBytes + s * Tr::kStageBytes);
+    for (int i = 0; i < kEarly; ++i) early[i].fetch(p, shape, place, warp + i * Tr::kWarps, lane);
+  }
+  bool early_left = true;
+  KeyStream<Tr> stream(p, shape, entry, warp, lane, smem);
+  int head = 0;  // the stage to compute with next; the one before it is free
+#pragma unroll 1
+  for (int s = -1; s < Tr::kStages - 1; ++s) stream.issue(s);
 
-  for (PieceWalk piece(p, shape, entry); !piece.done(); piece.next()) {
+  for (PieceWalk piece(p, shape, entry); piece.next();) {
     const WorkPlace place{piece.work(), piece.request(), piece.kv_head()};
     if (piece.overflows()) {
       if (piece.starts_work() && piece.last_row_block()) store_nan(p, shape, place, piece.splits());
+      early_left = false;
       continue;
     }
     const int first_row = piece.row_block() * shape.row_groups * Tr::kRows;
-    load_queries<Tr>(p, shape, place, first_row, queries, row_scale, warp, lane);
+    const Splits splits = piece.splits();
+    if (early_left) {
+#pragma unroll
+      for (int i = 0; i < kEarly; ++i) early[i].place(queries, row_scale, warp + i * Tr::kWarps, lane);
+    }
+    for (int i = warp + (early_left ? Tr::kRows : 0); i < shape.row_groups * Tr::kRows; i += Tr::kWarps) {
+      QueryRow<Tr> row;
+      row.fetch(p, shape, place, first_row + i, lane);
+      row.place(queries, row_scale, i, lane);
+    }
+    early_left = false;
     __syncthreads();
     RowTile<Tr> tile;
     {
@@ -184,14 +210,13 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kCtasPerSm)
     const int chunks = num_chunks<Tr>(piece);
     const int rounds = num_rounds<Tr>(chunks, group_first_warp);
     // Keys [all_begin, all_end) are seen by every row.
-    const int all_end = p.causal || p.tree_mask ? min_of(piece.length() - p.seqlen_q + 1, piece.keys().end)
-                                                : piece.keys().end;
+    const int all_end =
+        p.causal || p.tree_mask ? min_of(piece.length() - p.seqlen_q + 1, piece.keys().end) : piece.keys().end;
     const int all_begin = p.window_left < 0 ? 0 : piece.length() - 1 - p.window_left;
 
     for (int round = 0; round < rounds; ++round) {
       sync_group(group, group_threads);  // everybody is done with the free stage
-      const int free = head == 0 ? Tr::kStages - 1 : head - 1;
-      stream.issue(ring + warp * Tr::kRingBytes + free * Tr::kStageBytes);
+      stream.issue(head == 0 ? Tr::kStages - 1 : head - 1);
       cp_async_wait<Tr::kStages - 1>();
       sync_group(group, group_threads);  // everybody's keys have come
       for (int i = 0; i < shape.row_groups; ++i) {
@@ -203,8 +228,9 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kCtasPerSm)
         uint32_t probs[Tr::kKeyTiles][Tr::kRowTiles][2];
         tile.multiply_keys(stage, lane, scores);
         tile.scale_scores(p.logit_cap, scores);
-        if (first_key + Tr::kChunk > all_end || first_key < all_begin) {
-          RowTile<Tr>::mask_scores(p, shape, piece, first_row + row_group * Tr::kRows, first_key, lane, scores);
+        if (first_key + Tr::kChunk > all_end || first_key < all_begin || p.report) {
+          const unsigned good = p.report ? good_keys[(group_first_warp + i) * Tr::kStages + head] : ~0u;
+          RowTile<Tr>::mask_scores(p, shape, piece, first_row + row_group * Tr::kRows, first_key, good, lane, scores);
         }
         tile.soften(scores, probs);
         tile.multiply_values(stage + Tr::kChunk * Tr::kKeyBytes, lane, probs);
@@ -213,11 +239,11 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kCtasPerSm)
     }
 
     sync_group(group, group_threads);
-    const int free_offset = warp * Tr::kRingBytes + (head == 0 ? Tr::kStages - 1 : head - 1) * Tr::kStageBytes;
+    const int free_offset =
+        Shared::kRing + warp * Tr::kRingBytes + (head == 0 ? Tr::kStages - 1 : head - 1) * Tr::kStageBytes;
     tile.leave(reinterpret_cast<float*>(smem + free_offset), stats + warp * Tr::kRows, lane);
     if (lane == 0) free_stage[warp] = free_offset;
     __syncthreads();
-    const Splits splits = piece.splits();
     store_piece<Tr>(p, shape, place, splits, first_row, smem);
     if (splits.count > 1 && piece.last_row_block()) {
       arrive_and_merge<Tr::kThreads>(p, shape, place, splits, piece.is_last(), flag,

@@ -5,88 +5,169 @@
 namespace attnops::xqa_decode {
 
 // One warp's chunks of keys and values, gathered through the page table into its ring, piece after piece without a
-// break. Lane l looks up the page of the chunk's key l, one chunk ahead of the copies that need it.
+// break. Page indices are read well ahead of the copies that need them. Where a chunk never leaves its page, lane l
+// holds the page of the l-th chunk from here, and the 32 chunks after those are on their way; else lane l holds the
+// page of key l of the next chunk.
 template <class Tr>
 class KeyStream {
  public:
-  __device__ KeyStream(const Params& p, const Shape& shape, const SplitKvEntry& entry, int warp, int lane)
-      : p_(p), shape_(shape), walk_(p, shape, entry), warp_(warp), lane_(lane) {
-    group_first_warp_ = warp / shape.row_groups * shape.row_groups;
-    if (!walk_.done()) enter_piece();
-    look_up();
+  __device__ KeyStream(const Params& p, const Shape& shape, const SplitKvEntry& entry, int warp, int lane,
+                       uint8_t* smem)
+      : p_(p),
+        shape_(shape),
+        walk_(p, shape, entry),
+        warp_(warp),
+        lane_(lane),
+        group_first_warp_(warp & ~(shape.row_groups - 1)),
+        ring_(smem_address(smem) + SharedLayout<Tr>::kRing + warp * Tr::kRingBytes),
+        good_keys_(reinterpret_cast<uint32_t*>(smem + SharedLayout<Tr>::kGoodKeys) + warp * Tr::kStages),
+        runs_(shape.page_shift >= Tr::kChunkShift && shape.vector_keys && shape.same_strides) {
+    const int column = lane % Tr::kVecsPerKey, key = lane / Tr::kVecsPerKey;
+    destination_ = key * Tr::kKeyBytes + ((column ^ Tr::swizzle(key)) << 4);
+    inside_ = column * Tr::kVec < p.head_dim;
   }
 
-  // Starts the copies of the next chunk, if there is one, to `stage`. One group of copies in any case.
-  __device__ void issue(uint32_t stage) {
-    if (!walk_.done()) {
-      copy(stage);
-      ++round_;
-      look_up();
+  // Starts the copies of the next chunk, if there is one, to stage `index`: one group of copies in any case. The first
+  // call only finds the first chunk.
+  __device__ void issue(int index) {
+    if (rounds_left_ > 0) {
+      if (runs_) {
+        copy_run(index);
+      } else {
+        copy_gathered(index);
+      }
+      --rounds_left_;
+      token_ += kStep;
     }
     cp_async_commit();
+    if (rounds_left_ == 0) {
+      while (more_ && rounds_left_ == 0) {
+        more_ = walk_.next();
+        if (more_) enter_piece();
+      }
+      if (!more_) return;
+      if (runs_) {
+        pages_ = look_up_run(token_);
+        pages_ahead_ = look_up_run(token_ + 32 * kStep);
+        held_ = 0;
+      }
+    } else if (runs_ && ++held_ == 32) {
+      pages_ = pages_ahead_;
+      pages_ahead_ = look_up_run(token_ + 32 * kStep);
+      held_ = 0;
+    }
+    if (!runs_) look_up_keys();
   }
 
  private:
+  static constexpr int kStep = Tr::kWarps * Tr::kChunk;  // tokens from a warp's chunk to its next
+  static constexpr int kSize = Tr::kFp8 ? 1 : 2;         // bytes of an element
+
   __device__ void enter_piece() {
-    round_ = 0;
-    const int chunks = num_chunks<Tr>(walk_);
-    rounds_ = num_rounds<Tr>(chunks, group_first_warp_);
-    first_token_ = walk_.first_token();
+    rounds_left_ = num_rounds<Tr>(num_chunks<Tr>(walk_), group_first_warp_);
+    token_ = walk_.first_token() + warp_ * Tr::kChunk;
+    begin_token_ = walk_.keys().begin;
     end_token_ = walk_.end_token();
     row_ = p_.page_table.row(walk_.request());
-  }
-
-  __device__ void look_up() {
-    while (!walk_.done() && round_ >= rounds_) {
-      walk_.next();
-      if (!walk_.done()) enter_piece();
-    }
-    if (walk_.done()) return;
-    const int token = first_token_ + (round_ * Tr::kWarps + warp_) * Tr::kChunk + lane_;
-    // Cells and pages of keys that no row sees are not read: they may hold anything.
-    wanted_ = token >= walk_.keys().begin && token < end_token_ && lane_ < Tr::kChunk;
-    const int page_size = p_.page_table.page_size;
-    cell_ = shape_.page_shift >= 0 ? token >> shape_.page_shift : token / page_size;
-    offset_ = token - cell_ * page_size;
-    if (wanted_) page_ = __ldg(row_ + cell_);
-  }
-
-  __device__ void copy(uint32_t stage) {
-    if (p_.report && wanted_ && !page_is_good()) wanted_ = false;
-    const int64_t page = wanted_ ? page_ : 0;
-    const int64_t offset = wanted_ ? offset_ : 0;
-    constexpr int kSize = Tr::kFp8 ? 1 : 2;
     const int64_t head = walk_.kv_head();
-    const int64_t k = (page * p_.k_stride_page + offset * p_.k_stride_token + head * p_.k_stride_head) * kSize;
-    const int64_t v = (page * p_.v_stride_page + offset * p_.v_stride_token + head * p_.v_stride_head) * kSize;
-    const unsigned wanted = __ballot_sync(~0u, wanted_);
-    if (!shape_.vector_keys) return copy_elements(p_, stage, k, v, wanted, lane_);
+    k_head_ = static_cast<const char*>(p_.k_pages) + head * p_.k_stride_head * kSize;
+    v_head_ = static_cast<const char*>(p_.v_pages) + head * p_.v_stride_head * kSize;
+    if (runs_) {
+      const int column = lane_ % Tr::kVecsPerKey, key = lane_ / Tr::kVecsPerKey;
+      const int64_t in_chunk = key * p_.k_stride_token * kSize + column * 16;
+      k_head_ += in_chunk;
+      v_head_ += in_chunk;
+    }
+  }
 
-    const int column = lane_ % Tr::kVecsPerKey;
-    const bool inside = column * Tr::kVec < p_.head_dim;
-    const char* k_column = static_cast<const char*>(p_.k_pages) + (inside ? column * 16 : 0);
-    const char* v_column = static_cast<const char*>(p_.v_pages) + (inside ? column * 16 : 0);
+  // The page of the chunk that this lane keeps, of those from `token` on. Cells of keys that no row sees are not read:
+  // they may hold anything.
+  __device__ int look_up_run(int token) const {
+    token += lane_ * kStep;
+    const bool wanted = token < end_token_ && token + Tr::kChunk > begin_token_;
+    return wanted ? __ldg(row_ + (token >> shape_.page_shift)) : 0;
+  }
+
+  __device__ void look_up_keys() {
+    const int token = token_ + lane_;
+    cell_ = shape_.page_shift >= 0 ? token >> shape_.page_shift : token / p_.page_table.page_size;
+    wanted_ = token >= begin_token_ && token < end_token_ && lane_ < Tr::kChunk;
+    pages_ = wanted_ ? __ldg(row_ + cell_) : 0;
+  }
+
+  // A chunk within one page.
+  __device__ void copy_run(int index) {
+    const int page_index = __shfl_sync(~0u, pages_, held_);
+    unsigned wanted = bits_between(begin_token_ - token_, end_token_ - token_);
+    if (p_.report) {
+      if (wanted != 0 && !page_is_good(page_index, token_ >> shape_.page_shift)) wanted = 0;
+      if (lane_ == 0) good_keys_[index] = wanted;
+    }
+    const int64_t page = wanted != 0 ? page_index : 0;
+    const int offset = token_ & (p_.page_table.page_size - 1);
+    const int64_t at = (page * p_.k_stride_page + offset * p_.k_stride_token) * kSize;
+    const char* k = k_head_ + at;
+    const char* v = v_head_ + at;
+    const int64_t step = Tr::kKeysPerCopy * p_.k_stride_token * kSize;
+    wanted = inside_ ? wanted >> (lane_ / Tr::kVecsPerKey) : 0;
+    const uint32_t to = ring_ + index * Tr::kStageBytes + destination_;
 #pragma unroll
     for (int i = 0; i < Tr::kChunk / Tr::kKeysPerCopy; ++i) {
-      const int key = i * Tr::kKeysPerCopy + lane_ / Tr::kVecsPerKey;
-      const bool take = inside && (wanted >> key & 1);
-      const uint32_t destination = stage + key * Tr::kKeyBytes + ((column ^ Tr::swizzle(key)) << 4);
-      cp_async_16(destination, k_column + __shfl_sync(~0u, k, key), take);
-      cp_async_16(destination + Tr::kChunk * Tr::kKeyBytes, v_column + __shfl_sync(~0u, v, key), take);
+      copy_key(to, i, k, v, wanted);
+      k += step;
+      v += step;
     }
+  }
+
+  // A chunk of any keys.
+  __device__ void copy_gathered(int index) {
+    if (p_.report && wanted_) wanted_ = page_is_good(pages_, cell_);
+    unsigned wanted = __ballot_sync(~0u, wanted_);
+    if (p_.report && lane_ == 0) good_keys_[index] = wanted;
+    const int64_t page = wanted_ ? pages_ : 0;
+    const int offset = wanted_ ? token_ + lane_ - cell_ * p_.page_table.page_size : 0;
+    const int64_t k = (page * p_.k_stride_page + offset * p_.k_stride_token) * kSize;
+    const int64_t v = (page * p_.v_stride_page + offset * p_.v_stride_token) * kSize;
+    const uint32_t stage = ring_ + index * Tr::kStageBytes;
+    if (!shape_.vector_keys) return copy_elements(p_.head_dim, stage, k_head_ + k, v_head_ + v, wanted, lane_);
+
+    const int column = lane_ % Tr::kVecsPerKey, lane_key = lane_ / Tr::kVecsPerKey;
+    const char* k_column = k_head_ + column * 16;
+    const char* v_column = v_head_ + column * 16;
+    wanted = inside_ ? wanted >> lane_key : 0;
+#pragma unroll
+    for (int i = 0; i < Tr::kChunk / Tr::kKeysPerCopy; ++i) {
+      const int64_t k_key = __shfl_sync(~0u, k, i * Tr::kKeysPerCopy + lane_key);
+      const int64_t v_key = shape_.same_strides ? k_key : __shfl_sync(~0u, v, i * Tr::kKeysPerCopy + lane_key);
+      copy_key(stage + destination_, i, k_column + k_key, v_column + v_key, wanted);
+    }
+  }
+
+  // Copy i of a chunk; bit i * kKeysPerCopy of `wanted`: this lane's key of it is seen by some row.
+  __device__ static void copy_key(uint32_t to, int i, const char* k, const char* v, unsigned wanted) {
+    const bool take = wanted >> (i * Tr::kKeysPerCopy) & 1;
+    const uint32_t row = (to ^ (Tr::swizzle(i * Tr::kKeysPerCopy) << 4)) + i * Tr::kKeysPerCopy * Tr::kKeyBytes;
+    cp_async_16(row, k, take);
+    cp_async_16(row + Tr::kChunk * Tr::kKeyBytes, v, take);
+  }
+
+  // Bits [begin, end) of a word.
+  __device__ static unsigned bits_between(int begin, int end) {
+    const unsigned below_end = end >= 32 ? ~0u : (1u << max_of(end, 0)) - 1;
+    return begin <= 0 ? below_end : begin >= 32 ? 0u : below_end & (~0u << begin);
   }
 
   // Rows of any alignment, element by element: right, not fast.
-  __device__ __noinline__ static void copy_elements(const Params& p, uint32_t stage, int64_t k, int64_t v,
+  __device__ __noinline__ static void copy_elements(int head_dim, uint32_t stage, const char* k, const char* v,
                                                     unsigned wanted, int lane) {
     using Element = std::conditional_t<Tr::kFp8, uint8_t, uint16_t>;
     for (int key = 0; key < Tr::kChunk; ++key) {
-      const auto* k_row = reinterpret_cast<const Element*>(static_cast<const char*>(p.k_pages) + __shfl_sync(~0u, k, key));
-      const auto* v_row = reinterpret_cast<const Element*>(static_cast<const char*>(p.v_pages) + __shfl_sync(~0u, v, key));
+      const auto* k_row = reinterpret_cast<const Element*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(k), key));
+      const auto* v_row = reinterpret_cast<const Element*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(v), key));
       for (int d = lane; d < Tr::kHeadDim; d += 32) {
-        const bool take = d < p.head_dim && (wanted >> key & 1);
-        const uint32_t place = stage + key * Tr::kKeyBytes + (((d / Tr::kVec) ^ Tr::swizzle(key)) << 4) +
-                               d % Tr::kVec * sizeof(Element);
+        const bool take = d < head_dim && (wanted >> key & 1);
+        const uint32_t place =
+            stage + key * Tr::kKeyBytes + (((d / Tr::kVec) ^ Tr::swizzle(key)) << 4) + d % Tr::kVec * sizeof(Element);
         auto* to = static_cast<Element*>(__cvta_shared_to_generic(place));
         to[0] = take ? k_row[d] : Element{0};
         to[Tr::kChunk * Tr::kHeadDim] = take ? v_row[d] : Element{0};
@@ -94,21 +175,34 @@ class KeyStream {
     }
   }
 
-  __device__ bool page_is_good() const {
-    if (page_ >= 0 && page_ < p_.page_table.num_pages) return true;
-    record_fault(p_.report, {ReportOp::kXqaDecode, ReportKind::kPageIndex, walk_.request(), cell_, page_,
-                             p_.page_table.num_pages});
+  __device__ bool page_is_good(int page, int cell) const {
+    if (page >= 0 && page < p_.page_table.num_pages) return true;
+    record_bad_page(p_, walk_.request(), cell, page);
     return false;
+  }
+
+  __device__ __noinline__ static void record_bad_page(const Params& p, int request, int cell, int page) {
+    record_fault(p.report, {ReportOp::kXqaDecode, ReportKind::kPageIndex, request, cell, page, p.page_table.num_pages});
   }
 
   const Params& p_;
   const Shape& shape_;
   PieceWalk walk_;
   int warp_, lane_, group_first_warp_;
-  int round_ = 0, rounds_ = 0, first_token_ = 0, end_token_ = 0;
+  uint32_t ring_;
+  uint32_t* good_keys_;
+  bool runs_, inside_;
+  uint32_t destination_;  // of this lane's first copy, in a stage
+  bool more_ = true;
+  int rounds_left_ = 0;  // chunks of the current piece still to be copied
+  int token_ = 0;        // the first of the next chunk
+  int begin_token_ = 0, end_token_ = 0;
+  const char* k_head_ = nullptr;
+  const char* v_head_ = nullptr;
   const int32_t* row_ = nullptr;
-  bool wanted_ = false;
-  int cell_ = 0, offset_ = 0, page_ = 0;
+  int pages_ = 0, pages_ahead_ = 0, held_ = 0;  // the next chunk's page is that of lane `held_`
+  bool wanted_ = false;                         // lane by lane, where chunks may leave their pages
+  int cell_ = 0;
 };
 
 }  // namespace attnops::xqa_decode

@@ -16,20 +16,22 @@ inline Shape make_shape(const Params& p, int rows_per_warp, int warps) {
   Shape shape{};
   shape.group = p.num_q_heads / p.num_kv_heads;
   shape.rows = p.seqlen_q * shape.group;
+  shape.by_group = Divisor(shape.group);
+  shape.by_kv_heads = Divisor(p.num_kv_heads);
   shape.row_groups = 1;
   while (shape.row_groups < warps && shape.row_groups * rows_per_warp < shape.rows) shape.row_groups *= 2;
   shape.row_blocks = ceil_div(shape.rows, shape.row_groups * rows_per_warp);
   shape.page_shift = log2_or_minus_one(p.page_table.page_size);
   const int kv_size = size_of(p.kv_dtype), size = size_of(p.dtype);
-  shape.vector_keys =
-      p.head_dim * kv_size % 16 == 0 &&
-      rows_aligned(p.k_pages, kv_size, 16, p.k_stride_page, p.k_stride_token, p.k_stride_head) &&
-      rows_aligned(p.v_pages, kv_size, 16, p.v_stride_page, p.v_stride_token, p.v_stride_head);
-  shape.pair_queries = p.head_dim % 2 == 0 &&
-                       rows_aligned(p.q, size, 4, p.q_stride_request, p.q_stride_token, p.q_stride_head);
+  shape.vector_keys = p.head_dim * kv_size % 16 == 0 &&
+                      rows_aligned(p.k_pages, kv_size, 16, p.k_stride_page, p.k_stride_token, p.k_stride_head) &&
+                      rows_aligned(p.v_pages, kv_size, 16, p.v_stride_page, p.v_stride_token, p.v_stride_head);
+  shape.same_strides = p.k_stride_page == p.v_stride_page && p.k_stride_token == p.v_stride_token;
+  shape.pair_queries =
+      p.head_dim % 2 == 0 && rows_aligned(p.q, size, 4, p.q_stride_request, p.q_stride_token, p.q_stride_head);
   shape.wide_partials = p.head_dim % 4 == 0;
-  shape.vector_out = shape.wide_partials &&
-                     rows_aligned(p.out, size, 8, p.out_stride_request, p.out_stride_token, p.out_stride_head);
+  shape.vector_out =
+      shape.wide_partials && rows_aligned(p.out, size, 8, p.out_stride_request, p.out_stride_token, p.out_stride_head);
   return shape;
 }
 

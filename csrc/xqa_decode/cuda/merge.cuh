@@ -15,7 +15,7 @@ struct WorkPlace {
 // `lse` is the natural log.
 __device__ inline void store_output(const Params& p, const Shape& shape, const WorkPlace& place, int row, int d,
                                     float4 values, float lse) {
-  const int token = row / shape.group;
+  const int token = shape.by_group.divide(row);
   const int head = place.kv_head * shape.group + row - token * shape.group;
   if (d == 0 && p.lse) {
     p.lse[(static_cast<int64_t>(place.request) * p.seqlen_q + token) * p.num_q_heads + head] = lse;
@@ -105,8 +105,8 @@ struct MergeShape {
 };
 
 template <int kThreads>
-__device__ void merge_unit(const Params& p, const Shape& shape, const WorkPlace& place, const Splits& splits,
-                           const MergeShape& merge, int unit, float* scratch) {
+__device__ inline void merge_unit(const Params& p, const Shape& shape, const WorkPlace& place, const Splits& splits,
+                                  const MergeShape& merge, int unit, float* scratch) {
   constexpr int kBatch = 8;  // splits that a thread loads at a time
   const int item_lane = threadIdx.x % merge.width, split_lane = threadIdx.x / merge.width;
   const int split_lanes = kThreads / merge.width;
@@ -114,21 +114,23 @@ __device__ void merge_unit(const Params& p, const Shape& shape, const WorkPlace&
   for (int step = 0; step < merge.steps; ++step) {
     const int item = (unit * merge.steps + step) * merge.width + item_lane;
     const bool live = item < merge.items;
-    const int row = item / vecs, d = item % vecs * 4;
+    const int row = item / vecs, d = (item - row * vecs) * 4;
+    const int safe_row = live ? row : 0;
     PartialSum state;
     for (int first = split_lane; first < splits.count; first += split_lanes * kBatch) {
+      // All loads of a batch before the first use: a split beyond the last is the last once more, and counts nothing.
       float lse[kBatch];
       float4 values[kBatch];
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        const int64_t slot = splits.slot(min_of(first + b * split_lanes, splits.count - 1));
+        lse[b] = __ldcg(p.lse_partial + slot * shape.rows + safe_row);
+        values[b] = load_partial(p, shape, slot, safe_row, d);
+      }
       float top = state.lse_max;
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
-        const int split = first + b * split_lanes;
-        lse[b] = -INFINITY;
-        if (live && split < splits.count) {
-          const int64_t slot = splits.slot(split);
-          lse[b] = __ldcg(p.lse_partial + slot * shape.rows + row);
-          values[b] = load_partial(p, shape, slot, row, d);
-        }
+        if (first + b * split_lanes >= splits.count) lse[b] = -INFINITY;
         top = fmaxf(top, lse[b]);
       }
       if (top != state.lse_max) state.rescale(top);
@@ -189,6 +191,17 @@ __device__ inline int load_semaphore(const int32_t* semaphore) {
   return value;
 }
 
+// Whether all splits arrive while there are units to take.
+__device__ inline bool wait_for_splits(const int32_t* semaphore, int splits) {
+  const long long give_up = now_nanoseconds() + kPatienceNanoseconds;
+  do {
+    const int seen = load_semaphore(semaphore);
+    if (seen == 0) return false;
+    if ((seen & kArrived) == splits) return true;
+  } while (now_nanoseconds() < give_up);
+  return false;
+}
+
 // Takes a unit of the merge: its number, or -1 when none is left.
 __device__ inline int take_unit(int32_t* semaphore, int units) {
   int seen = load_semaphore(semaphore);
@@ -201,49 +214,33 @@ __device__ inline int take_unit(int32_t* semaphore, int units) {
   return -1;
 }
 
-// Called by all threads once the CTA's partial result of a work is written.
+// Called by all threads once the CTA's partial result of a work is written. `flag` and `scratch` lie in shared memory.
 template <int kThreads>
-__device__ void arrive_and_merge(const Params& p, const Shape& shape, const WorkPlace& place, const Splits& splits,
-                                 bool may_wait, int* flag, float* scratch) {
+__device__ __noinline__ void arrive_and_merge(const Params& p, const Shape& shape, const WorkPlace& place,
+                                              const Splits& splits, bool may_wait, int* flag, float* scratch) {
   int32_t* semaphore = p.semaphores + place.work;
   const MergeShape merge(p, shape, splits.count, kThreads);
   __syncthreads();  // the partial result is written
+  bool last = false;
   if (threadIdx.x == 0) {
     __threadfence();
-    const bool last = (atomicAdd(semaphore, 1) & kArrived) + 1 == splits.count;
-    bool complete = last;
-    if (!last && may_wait && merge.units > 1) {
-      const long long give_up = now_nanoseconds() + kPatienceNanoseconds;
-      int seen;
-      do {
-        seen = load_semaphore(semaphore);
-        complete = (seen & kArrived) == splits.count;
-      } while (!complete && seen != 0 && now_nanoseconds() < give_up);
+    last = (atomicAdd(semaphore, 1) & kArrived) + 1 == splits.count;
+    int unit = -1;
+    if (last && merge.units == 1) {
+      *semaphore = 0;
+      unit = 0;
+    } else if (merge.units > 1 && (last || (may_wait && wait_for_splits(semaphore, splits.count)))) {
+      unit = take_unit(semaphore, merge.units);
     }
-    *flag = last ? 2 : complete ? 1 : 0;
+    __threadfence();
+    *flag = unit;
   }
   __syncthreads();
-  const int role = *flag;
-  if (role == 0) return;
-  if (merge.units == 1) {
-    if (threadIdx.x == 0) {
-      *semaphore = 0;
-      __threadfence();
-    }
-    __syncthreads();
-    merge_unit<kThreads>(p, shape, place, splits, merge, 0, scratch);
-    return;
-  }
-  for (bool again = true; again; again = role == 2) {
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      *flag = take_unit(semaphore, merge.units);
-      __threadfence();
-    }
-    __syncthreads();
-    const int unit = *flag;
-    if (unit < 0) return;
+  for (int unit = *flag; unit >= 0; unit = *flag) {
     merge_unit<kThreads>(p, shape, place, splits, merge, unit, scratch);
+    __syncthreads();
+    if (threadIdx.x == 0) *flag = last && merge.units > 1 ? take_unit(semaphore, merge.units) : -1;
+    __syncthreads();
   }
 }
 

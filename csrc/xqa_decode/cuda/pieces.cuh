@@ -5,7 +5,8 @@
 
 namespace attnops::xqa_decode {
 
-// How the partial results of one work are numbered: split i lies in row `first` for i = 0, else `second + (i - 1) step`.
+// How the partial results of one work are numbered: split i lies in row `first` for i = 0, else `second + (i - 1)
+// step`.
 struct Splits {
   int index, count;  // of the piece at hand; count 1: no partial results
   int64_t first, second;
@@ -15,30 +16,39 @@ struct Splits {
 };
 
 // The pieces of one part of the plan, in order: a run of keys of one work for one block of its rows. The keys' stream
-// and the arithmetic walk them independently, the stream ahead.
+// and the arithmetic walk them independently, the stream ahead. All lanes of a warp hold the same state.
 class PieceWalk {
  public:
   __device__ PieceWalk(const Params& p, const Shape& shape, const SplitKvEntry& entry)
-      : p_(p), row_blocks_(shape.row_blocks), entry_(entry), work_(entry.begin_work), tile_(entry.begin_tile) {
-    if (!done()) open();
+      : p_(p), row_blocks_(shape.row_blocks), entry_(entry), work_(entry.begin_work), end_tile_(entry.begin_tile) {
+    row_block_ = row_blocks_ - 1;
+    num_tiles_ = end_tile_ + 1;  // as if the piece before ended here, inside the work
+    request_ = shape.by_kv_heads.divide(work_);
+    kv_head_ = work_ - request_ * p.num_kv_heads;
   }
 
-  __device__ bool done() const { return work_ > entry_.end_work || (work_ == entry_.end_work && tile_ >= entry_.end_tile); }
-
-  __device__ void next() {
-    if (++row_block_ < row_blocks_) return;
+  // Goes to the next piece; false when there is none.
+  __device__ bool next() {
+    if (++row_block_ < row_blocks_) return true;
     row_block_ = 0;
     tile_ = end_tile_;
     if (tile_ >= num_tiles_) {
       ++work_;
       tile_ = 0;
+      if (++kv_head_ == p_.num_kv_heads) {
+        kv_head_ = 0;
+        ++request_;
+        length_ = -1;
+      }
     }
-    if (!done()) open();
+    if (work_ > entry_.end_work || (work_ == entry_.end_work && tile_ >= entry_.end_tile)) return false;
+    open();
+    return true;
   }
 
   __device__ int work() const { return work_; }
   __device__ int request() const { return request_; }
-  __device__ int kv_head() const { return work_ - request_ * p_.num_kv_heads; }
+  __device__ int kv_head() const { return kv_head_; }
   __device__ int row_block() const { return row_block_; }
   __device__ bool last_row_block() const { return row_block_ + 1 == row_blocks_; }
   __device__ int length() const { return length_; }
@@ -63,30 +73,26 @@ class PieceWalk {
       const int64_t first = fixed_first(cuts);
       return {tile_ / cut, cuts, first, first + 1, 1};
     }
-    const int part = blockIdx.x;
     const int last_work = entry_.end_tile > 0 ? entry_.end_work : entry_.end_work - 1;
-    if (work_ == entry_.begin_work) {
-      if (entry_.begin_num_splits <= 1) return {0, 1, 0, 0, 0};
-      const int first = entry_.first_part;
-      // The part that holds a work's first tile may have begun with an earlier work.
-      const bool begins = p_.tile_scheduler_metadata[static_cast<int64_t>(first) * kSplitKvEntrySize] == work_;
-      return {entry_.begin_split, entry_.begin_num_splits, partial_slot(first, begins), partial_slot(first + 1, true),
-              2};
-    }
-    if (work_ != last_work || entry_.last_num_splits <= 1) return {0, 1, 0, 0, 0};
-    return {0, entry_.last_num_splits, partial_slot(part, false), partial_slot(part + 1, true), 2};
+    const bool begins = work_ == entry_.begin_work;
+    const int count = begins ? entry_.begin_num_splits : work_ == last_work ? entry_.last_num_splits : 1;
+    if (count <= 1) return {0, 1, 0, 0, 0};
+    if (!begins) return {0, count, partial_slot(blockIdx.x, false), partial_slot(blockIdx.x + 1, true), 2};
+    const int first = entry_.first_part;
+    // The part that holds a work's first tile may have begun with an earlier work.
+    const bool alone = entry_.begin_split == 0 ||
+                       __ldg(p_.tile_scheduler_metadata + static_cast<int64_t>(first) * kSplitKvEntrySize) == work_;
+    return {entry_.begin_split, count, partial_slot(first, alone), partial_slot(first + 1, true), 2};
   }
 
  private:
   __device__ int64_t fixed_first(int cuts) const {
-    return static_cast<int64_t>(p_.num_splits[request_]) * p_.num_kv_heads + static_cast<int64_t>(kv_head()) * cuts;
+    return static_cast<int64_t>(p_.num_splits[request_]) * p_.num_kv_heads + static_cast<int64_t>(kv_head_) * cuts;
   }
 
   __device__ void open() {
-    const int request = work_ / p_.num_kv_heads;
-    if (request != request_) {
-      request_ = request;
-      length_ = max_of(__ldg(p_.cache_seqlens + request), 0);
+    if (length_ < 0) {
+      length_ = max_of(__ldg(p_.cache_seqlens + request_), 0);
       keys_ = visible_keys(length_, p_.seqlen_q, p_.window_left);
       const TileRange tiles = visible_tiles(length_, p_.seqlen_q, p_.window_left, kPlanTileTokens);
       first_tile_ = tiles.first;
@@ -105,7 +111,8 @@ class PieceWalk {
 
   // Keys beyond the table are faults, and nobody sees them.
   __device__ void check_length() {
-    const int64_t capacity = p_.page_table.num_cells(request_) * p_.page_table.page_size;
+    const int64_t cells = p_.page_table.kv_indptr ? p_.page_table.num_cells(request_) : p_.max_pages;
+    const int64_t capacity = cells * p_.page_table.page_size;
     if (length_ <= capacity) return;
     if (threadIdx.x == 0) {
       record_fault(p_.report, {ReportOp::kXqaDecode, ReportKind::kLength, request_, 0, length_, capacity + 1});
@@ -116,8 +123,9 @@ class PieceWalk {
   const Params& p_;
   int row_blocks_;
   SplitKvEntry entry_;
-  int work_, tile_, end_tile_ = 0, row_block_ = 0;
-  int request_ = -1, length_ = 0, first_tile_ = 0, num_tiles_ = 0;
+  int work_, end_tile_;
+  int tile_ = 0, row_block_;
+  int request_, kv_head_, length_ = -1, first_tile_ = 0, num_tiles_;
   KvRange keys_{0, 0};
   bool overflows_ = false;
 };

@@ -124,10 +124,11 @@ struct RowTile {
     }
   }
 
-  // Hides the keys that a row may not see; the rules are those of the reference. `first_row` is this warp's.
-  __device__ static void mask_scores(const Params& p, const Shape& shape, const PieceWalk& piece,
-                                                  int first_row, int first_key, int lane,
-                                                  float (&scores)[Tr::kKeyTiles][Tr::kRowTiles][4]) {
+  // Hides the keys that a row may not see; the rules are those of the reference. `first_row` is this warp's; bit k of
+  // `good`: the chunk's key k has a page.
+  __device__ static void mask_scores(const Params& p, const Shape& shape, const PieceWalk& piece, int first_row,
+                                     int first_key, unsigned good, int lane,
+                                     float (&scores)[Tr::kKeyTiles][Tr::kRowTiles][4]) {
     const int new_tokens_begin = piece.length() - p.seqlen_q;
 #pragma unroll
     for (int n = 0; n < Tr::kRowTiles; ++n) {
@@ -138,15 +139,16 @@ struct RowTile {
         const int position = new_tokens_begin + token;
         const int begin = p.window_left < 0 ? 0 : position - p.window_left;
         const int end = p.causal && !p.tree_mask ? min_of(position + 1, piece.keys().end) : piece.keys().end;
-        const uint8_t* tree = p.tree_mask ? p.tree_mask + piece.request() * p.tree_mask_stride_request +
-                                                token * p.tree_mask_stride_token
-                                          : nullptr;
+        const uint8_t* tree =
+            p.tree_mask ? p.tree_mask + piece.request() * p.tree_mask_stride_request + token * p.tree_mask_stride_token
+                        : nullptr;
 #pragma unroll
         for (int m = 0; m < Tr::kKeyTiles; ++m) {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            const int key = first_key + 16 * m + 8 * h + lane / 4;
-            bool seen = key >= max_of(begin, piece.keys().begin) && key < end;
+            const int in_chunk = 16 * m + 8 * h + lane / 4;
+            const int key = first_key + in_chunk;
+            bool seen = key >= max_of(begin, piece.keys().begin) && key < end && (good >> in_chunk & 1);
             const int draft = key - new_tokens_begin;
             if (tree && seen && draft >= 0) seen = tree[draft / 8] >> (draft % 8) & 1;
             if (!seen) scores[m][n][2 * h + i] = -INFINITY;
@@ -198,7 +200,7 @@ struct RowTile {
       for (int i = 0; i < 2; ++i) base[i] = (row_max[n][i] == -INFINITY ? 0.f : row_max[n][i]) - Tr::kProbShift;
 #pragma unroll
       for (int m = 0; m < Tr::kKeyTiles; ++m) {
-        float (&s)[4] = scores[m][n];
+        float(&s)[4] = scores[m][n];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           s[i] = exp2_approx(s[i] - base[i & 1]);

@@ -13,8 +13,8 @@ namespace attnops::xqa_decode {
 // shared memory; a row tile is 8 query rows, the N of the matrix instruction.
 template <typename T_, bool kFp8_, int kHeadDim_, int kRowTiles_>
 struct Traits {
-  using T = T_;                             // of both products: fp16 for FP8 pages, whatever the type of q
-  static constexpr bool kFp8 = kFp8_;       // pages of e4m3
+  using T = T_;                               // of both products: fp16 for FP8 pages, whatever the type of q
+  static constexpr bool kFp8 = kFp8_;         // pages of e4m3
   static constexpr int kHeadDim = kHeadDim_;  // head_dim, rounded up
   static constexpr int kRowTiles = kRowTiles_;
   static constexpr int kRows = 8 * kRowTiles;  // query rows of a warp
@@ -23,6 +23,7 @@ struct Traits {
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kKeyBytes = kHeadDim * (kFp8 ? 1 : 2);
   static constexpr int kChunk = kKeyBytes <= 128 || kFp8 ? 32 : 16;  // keys
+  static constexpr int kChunkShift = kChunk == 32 ? 5 : 4;
   static constexpr int kKeyTiles = kChunk / 16;
   static constexpr int kStageBytes = 2 * kChunk * kKeyBytes;  // K and V
   static constexpr int kStages = kStageBytes <= 4096 ? 6 : 3;
@@ -43,6 +44,22 @@ struct Traits {
   __device__ static constexpr int swizzle(int key) { return kKeyBytes >= 128 ? key & 7 : (key >> 1) & 3; }
 };
 
+// Division of a non-negative int by a number that is known before the launch: one wide product and a shift.
+struct Divisor {
+  uint32_t factor = 1;
+  int shift = 0;
+
+  Divisor() = default;
+  explicit Divisor(int divisor) {
+    while ((int64_t{1} << shift) < divisor) ++shift;
+    shift += 31;  // factor = ceil(2^shift / divisor) is then below 2^32, and exact for dividends below 2^31
+    factor = static_cast<uint32_t>(((uint64_t{1} << shift) + divisor - 1) / divisor);
+  }
+  __device__ int divide(int dividend) const {
+    return static_cast<int>(static_cast<uint64_t>(static_cast<uint32_t>(dividend)) * factor >> shift);
+  }
+};
+
 // What a launch knows besides the arguments.
 struct Shape {
   int group;       // query heads per KV head
@@ -50,20 +67,26 @@ struct Shape {
   int row_groups;  // warps that share their keys, and have kRows rows each: 1, 2 or 4
   int row_blocks;  // passes over the keys: each serves row_groups * kRows rows
   int page_shift;  // log2(page_size), or -1
-  bool vector_keys;   // rows of K and V start on 16-byte boundaries
-  bool pair_queries;  // rows of q start on 4-byte boundaries, and head_dim is even
-  bool vector_out;    // rows of out start on 8-byte boundaries, and head_dim is a multiple of 4
+  Divisor by_group, by_kv_heads;
+  bool vector_keys;    // rows of K and V start on 16-byte boundaries
+  bool same_strides;   // of K and V
+  bool pair_queries;   // rows of q start on 4-byte boundaries, and head_dim is even
+  bool vector_out;     // rows of out start on 8-byte boundaries, and head_dim is a multiple of 4
   bool wide_partials;  // head_dim is a multiple of 4
 };
 
-// Where things lie in shared memory.
+// Where things lie in shared memory. Queries and stages begin on multiples of their row size: columns are swizzled by
+// exclusive or on the address.
 template <class Tr>
 struct SharedLayout {
-  static constexpr int kStats = Tr::kWarps * Tr::kRingBytes;               // float2 [kWarps][kRows]: maximum and sum
-  static constexpr int kFree = kStats + Tr::kWarps * Tr::kRows * 8;        // int [kWarps]: offset of the free stage
-  static constexpr int kFlag = kFree + Tr::kWarps * 4;                     // int: what the first thread found out
-  static constexpr int kRowScale = kFlag + 16 - Tr::kWarps * 4 % 16;       // float [64]: of FP8 kernels' queries
-  static constexpr int kQueries = round_up(kRowScale + (Tr::kFp8 ? 64 * 4 : 0), 128);  // T [rows][kHeadDim]
+  static constexpr int kStats = 0;                                   // float2 [kWarps][kRows]: maximum and sum
+  static constexpr int kFree = kStats + Tr::kWarps * Tr::kRows * 8;  // int [kWarps]: offset of the free stage
+  static constexpr int kFlag = kFree + Tr::kWarps * 4;               // int: what the first thread found out
+  static constexpr int kGoodKeys = kFlag + 16;  // checked mode, uint32 [kWarps][kStages]: which keys have a page
+  static constexpr int kRowScale = kGoodKeys + Tr::kWarps * Tr::kStages * 4;  // float [rows]: of FP8 kernels' queries
+  static constexpr int kRing = 1024 * Tr::kWarps / 4;
+  static constexpr int kQueries = kRing + Tr::kWarps * Tr::kRingBytes;  // T [rows][kHeadDim]
+  static_assert(kRowScale + Tr::kWarps * Tr::kRows * 4 <= kRing);
   static constexpr int bytes(int row_groups) { return kQueries + row_groups * Tr::kRows * Tr::kHeadDim * 2; }
 };
 

@@ -1,0 +1,55 @@
+#include "xqa_decode/impls.h"
+
+#include <string>
+
+#include "core/impl_table.h"
+#include "xqa_decode/cuda/launch.h"
+
+namespace attnops::xqa_decode {
+namespace {
+
+// Kernels multiply in the type of q; FP8 pages are multiplied in fp16, which holds every e4m3 value, for either type.
+struct Impl {
+  const char* name;
+  DType dtype;  // of q, when the pages have it too
+  DType kv_dtype;
+  int max_head_dim;
+  void (*launch)(const Params&, CUstream_st*);
+
+  std::string reject(const Params& p) const {
+    if (p.kv_dtype != kv_dtype)
+      return std::string("takes pages of ") + name_of(kv_dtype) + ", got " + name_of(p.kv_dtype);
+    if (kv_dtype == DType::kFloat8E4M3) {
+      if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) {
+        return std::string("takes q of bfloat16 or float16, got ") + name_of(p.dtype);
+      }
+    } else if (p.dtype != dtype) {
+      return std::string("takes q of ") + name_of(dtype) + ", got " + name_of(p.dtype);
+    }
+    if (p.head_dim > max_head_dim) {
+      return "takes head_dim up to " + std::to_string(max_head_dim) + ", got " + std::to_string(p.head_dim);
+    }
+    return "";
+  }
+};
+
+// A head dim is served by the smallest kernel that holds it.
+constexpr Impl kImpls[] = {
+    {"bf16_hd64", DType::kBFloat16, DType::kBFloat16, 64, &launch_bf16_hd64},
+    {"bf16_hd128", DType::kBFloat16, DType::kBFloat16, 128, &launch_bf16_hd128},
+    {"bf16_hd256", DType::kBFloat16, DType::kBFloat16, 256, &launch_bf16_hd256},
+    {"fp16_hd64", DType::kFloat16, DType::kFloat16, 64, &launch_fp16_hd64},
+    {"fp16_hd128", DType::kFloat16, DType::kFloat16, 128, &launch_fp16_hd128},
+    {"fp16_hd256", DType::kFloat16, DType::kFloat16, 256, &launch_fp16_hd256},
+    {"fp8_hd64", DType::kFloat16, DType::kFloat8E4M3, 64, &launch_fp8_hd64},
+    {"fp8_hd128", DType::kFloat16, DType::kFloat8E4M3, 128, &launch_fp8_hd128},
+    {"fp8_hd256", DType::kFloat16, DType::kFloat8E4M3, 256, &launch_fp8_hd256},
+};
+
+}  // namespace
+
+void launch(const Params& params, CUstream_st* stream) {
+  select_impl("xqa_decode", kImpls, params).launch(params, stream);
+}
+
+}  // namespace attnops::xqa_decode

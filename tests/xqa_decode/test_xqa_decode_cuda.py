@@ -1,0 +1,223 @@
+"""attnops::xqa_decode on a GPU: what its kernels do differently from the CPU's, over poisoned pages."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from attnops import ops, reference
+from attnops.metadata import XqaDecodePlan
+from problems import FP8, paged_problem
+from xqa_decoding import assert_decodes, decode, make_plan
+
+pytestmark = pytest.mark.gpu
+BF16, FP16 = torch.bfloat16, torch.float16
+LENGTHS = [1, 0, 63, 64, 65, 517, 130, 1000]
+
+
+def on_gpu(*arguments, **options):
+    return paged_problem(*arguments, **options).to("cuda")
+
+
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("seqlen_q", [1, 4])
+def test_every_kernel(dtype, kv_dtype, head_dim, seqlen_q):
+    problem = on_gpu(LENGTHS, seqlen_q, head_dim=head_dim, dtype=dtype, kv_dtype=kv_dtype)
+    assert_decodes(problem, seqlen_q=seqlen_q)
+    assert_decodes(problem, seqlen_q=seqlen_q, num_sm_parts=None)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+@pytest.mark.parametrize("head_dim", [1, 7, 8, 40, 80, 96, 136, 192, 250])
+def test_head_dims_between(head_dim, kv_dtype):
+    problem = on_gpu([65, 1, 200], 2, head_dim=head_dim, kv_dtype=kv_dtype)
+    assert_decodes(problem, seqlen_q=2)
+
+
+@pytest.mark.parametrize(
+    "heads", [(1, 1), (3, 3), (5, 1), (7, 7), (8, 1), (14, 2), (32, 8), (64, 4), (128, 8), (128, 1)]
+)
+@pytest.mark.parametrize("seqlen_q", [1, 3])
+def test_head_counts(heads, seqlen_q):
+    problem = on_gpu([300, 5, 77], seqlen_q, num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=128)
+    assert_decodes(problem, seqlen_q=seqlen_q, num_sm_parts=7)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+@pytest.mark.parametrize("page_size", [1, 2, 3, 16, 17, 32, 64, 128])
+@pytest.mark.parametrize("csr", [False, True])
+def test_page_sizes(page_size, csr, kv_dtype):
+    problem = on_gpu(LENGTHS, page_size=page_size, head_dim=128, kv_dtype=kv_dtype)
+    assert_decodes(problem, csr=csr, num_sm_parts=5)
+
+
+@pytest.mark.parametrize("layout", ["nhd", "hnd", "joint", "slice"])
+@pytest.mark.parametrize("head_dim", [128, 36])
+def test_strides(layout, head_dim):
+    assert_decodes(on_gpu([100, 257], layout=layout, head_dim=head_dim))
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 2, 5, 16])
+@pytest.mark.parametrize("window_left", [-1, 0, 3, 100])
+@pytest.mark.parametrize("causal", [True, False])
+def test_masks(seqlen_q, window_left, causal):
+    problem = on_gpu([16, 17, 64, 300, 700, 3], seqlen_q, head_dim=128)
+    assert_decodes(problem, seqlen_q=seqlen_q, window_left=window_left, causal=causal, num_sm_parts=11)
+
+
+@pytest.mark.parametrize("window_left", [-1, 2, 80])
+@pytest.mark.parametrize("seqlen_q", [3, 8, 16])
+def test_tree_masks(seqlen_q, window_left):
+    problem = on_gpu([20, 64, 65, 400], seqlen_q, head_dim=128)
+    visible = torch.rand(4, seqlen_q, seqlen_q) < 0.5
+    mask = reference.pack_tree_mask(visible | torch.eye(seqlen_q, dtype=torch.bool)).flatten(0, 1).cuda()
+    assert_decodes(problem, seqlen_q=seqlen_q, tree_mask=mask, window_left=window_left)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+@pytest.mark.parametrize("num_sm_parts", [1, 9, 264])
+def test_sinks_and_soft_cap(kv_dtype, num_sm_parts):
+    problem = on_gpu(LENGTHS, 2, num_q_heads=16, head_dim=128, kv_dtype=kv_dtype, scales="head")
+    assert_decodes(problem, seqlen_q=2, sinks=torch.randn(16, device="cuda"), num_sm_parts=num_sm_parts)
+    assert_decodes(problem, seqlen_q=2, logit_cap=1.5, num_sm_parts=num_sm_parts)
+
+
+def test_large_and_small_queries_over_fp8_pages():
+    problem = on_gpu([300, 40], kv_dtype=FP8, head_dim=128, dtype=BF16)
+    scale = torch.tensor([1e-30, 1e-6, 1.0, 1e5, 3e30, 1e-3, 7.0, 1e10], device="cuda").view(8, 1)
+    problem = dataclasses.replace(problem, q=(problem.q * scale).to(BF16))
+    for row in range(8):
+        factor = 1 / scale[row].item()
+        out, lse = decode(problem, softmax_scale=0.1 * factor)
+        expected, expected_lse = problem.expected(softmax_scale=0.1 * factor)
+        torch.testing.assert_close(out[:, row].double(), expected[:, row], rtol=2e-2, atol=2e-3)
+        torch.testing.assert_close(lse[:, row].double(), expected_lse[:, row], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("rows", [(4, 1, 1), (32, 8, 1), (8, 1, 8), (64, 4, 4), (128, 1, 1)])
+@pytest.mark.parametrize("length", [5000, 20000])
+def test_long_requests_with_many_splits(rows, length):
+    num_q_heads, num_kv_heads, seqlen_q = rows
+    problem = on_gpu([length], seqlen_q, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=128, page_size=64)
+    for parts in (264, 132, 40):
+        assert_decodes(problem, seqlen_q=seqlen_q, num_sm_parts=parts)
+
+
+def test_skewed_batch():
+    problem = on_gpu([9000, 1, 70, 0, 400, 64, 2], num_q_heads=8, num_kv_heads=2, head_dim=64, page_size=16)
+    for parts in (264, 132, 17, 2):
+        assert_decodes(problem, num_sm_parts=parts)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+@pytest.mark.parametrize("fixed_split_tokens", [64, 256, 4096])
+def test_batch_invariant_bits(fixed_split_tokens, kv_dtype):
+    lengths = [700, 64, 1, 0, 2000, 333]
+    problem = on_gpu(lengths, 2, head_dim=128, kv_dtype=kv_dtype)
+    options = dict(seqlen_q=2, fixed_split_tokens=fixed_split_tokens, max_seqlen_k=2048)
+    assert_decodes(problem, **options, num_sm_parts=7)
+    together, lse_together = decode(problem, **options, num_sm_parts=None)
+    for parts in (1, 13):
+        again, lse_again = decode(problem, **options, num_sm_parts=parts)
+        assert torch.equal(again, together) and torch.equal(lse_again, lse_together)
+    for request in range(len(lengths)):
+        rows = slice(2 * request, 2 * request + 2)
+        alone = dataclasses.replace(
+            problem,
+            q=problem.q[rows],
+            page_table=problem.page_table[request : request + 1],
+            cache_seqlens=problem.cache_seqlens[request : request + 1],
+        )
+        out, lse = decode(alone, **options, num_sm_parts=5)
+        assert torch.equal(out, together[rows]) and torch.equal(lse, lse_together[rows])
+
+
+def test_same_bits_on_every_run():
+    problem = on_gpu([3000, 20, 700], num_q_heads=32, num_kv_heads=8, head_dim=128)
+    first = decode(problem, num_sm_parts=264)
+    for _ in range(20):
+        again = decode(problem, num_sm_parts=264)
+        assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+
+
+@pytest.mark.parametrize("fixed_split_tokens", [0, 256])
+def test_one_graph_serves_every_length(fixed_split_tokens):
+    lengths = [1504, 1504, 1504]  # whole pages: the test shuffles them
+    problem = on_gpu(lengths, num_q_heads=8, num_kv_heads=2, head_dim=128, page_size=16)
+    seqlens = torch.zeros(3, dtype=torch.int32, device="cuda")
+    table = torch.full_like(problem.page_table, 2**30)
+    q, out = problem.q.clone(), torch.empty_like(problem.q)
+    lse = torch.empty(q.shape[:-1], device="cuda")
+    plan = make_plan(problem, num_sm_parts=264, fixed_split_tokens=fixed_split_tokens, max_seqlen_k=1504)
+
+    def step():
+        ops.xqa_decode_plan(plan, seqlens)
+        ops.xqa_decode(q, problem.k_pages, problem.v_pages, table, seqlens, plan, out=out, lse=lse)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for now in ([0, 0, 0], [1, 1504, 0], [64, 63, 65], [1499, 7, 800], [16, 17, 1], [1504, 1503, 1504]):
+        seqlens.copy_(torch.tensor(now, dtype=torch.int32))
+        table.fill_(2**30)
+        for request, length in enumerate(now):
+            pages = -(-length // 16)
+            table[request, :pages] = problem.page_table[request, :pages].flip(0)
+        q.copy_(torch.randn_like(q))
+        out.fill_(math.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        expected, expected_lse = reference.paged_attention(
+            q.unsqueeze(1).cpu(), problem.k_pages.cpu(), problem.v_pages.cpu(), table.cpu(), seqlens.cpu()
+        )
+        expected, expected_lse = expected.squeeze(1), expected_lse.squeeze(1)
+        torch.testing.assert_close(out.cpu().double(), expected, rtol=2e-2, atol=4e-3)
+        torch.testing.assert_close(lse.cpu().double(), expected_lse, rtol=1e-4, atol=1e-4)
+
+
+def test_checked_mode_reports_a_bad_page_and_a_long_request():
+    problem = on_gpu([200, 300], head_dim=128, page_size=16)
+    report = torch.zeros(8, dtype=torch.int32, device="cuda")
+    decode(problem, report=report)
+    assert report[0] == 0
+    table = problem.page_table.clone()
+    table[1, 3] = 2**30
+    decode(dataclasses.replace(problem, page_table=table), report=report)
+    count, op, kind, request, cell, value = report[:6].tolist()
+    assert count > 0 and (op, kind, request, cell, value) == (6, 1, 1, 3, 2**30)
+    report.zero_()
+    longer = problem.cache_seqlens + torch.tensor([0, 400], dtype=torch.int32, device="cuda")
+    long = dataclasses.replace(problem, cache_seqlens=longer)
+    out, _ = decode(long, report=report)
+    count, op, kind, request = report[:4].tolist()
+    assert count > 0 and (op, kind, request) == (6, 4, 1)
+    assert out[0].isfinite().all()
+
+
+def test_pool_beyond_two_to_the_31_elements():
+    page_size, heads, dim = 64, 8, 128
+    pages = 2**31 // (page_size * heads * dim) + 40
+    pool = torch.full((pages, page_size, heads, dim), math.nan, dtype=BF16, device="cuda")
+    table = torch.tensor([[pages - 1, 0, pages - 30]], dtype=torch.int32, device="cuda")
+    for page in table[0].tolist():
+        pool[page] = torch.randn(page_size, heads, dim, device="cuda")
+    q = torch.randn(1, heads, dim, device="cuda", dtype=BF16)
+    lengths = torch.tensor([180], dtype=torch.int32, device="cuda")
+    plan = XqaDecodePlan.allocate(1, num_q_heads=heads, num_kv_heads=heads, head_dim=dim, device="cuda")
+    ops.xqa_decode_plan(plan, lengths)
+    out, _ = ops.xqa_decode(q, pool, pool, table, lengths, plan)
+    keys = pool[table[0].long()].flatten(0, 1)[:180]
+    expected, _ = reference.attention(q.cpu(), keys.cpu(), keys.cpu())
+    torch.testing.assert_close(out.cpu().double(), expected, rtol=2e-2, atol=4e-3)
+
+
+def test_float32_is_refused_with_the_reasons():
+    problem = on_gpu([10], dtype=torch.float32)
+    with pytest.raises(RuntimeError, match="bf16_hd64: takes pages of bfloat16, got float32"):
+        decode(problem)
