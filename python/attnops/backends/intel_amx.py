@@ -8,28 +8,27 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from attnops import ops
-from attnops.backends.base import AttentionBackend, is_causal
+from attnops.backends import attend
+from attnops.backends.base import AttentionBackend
 from attnops.backends.capability import DECODER_MODES, FLOATS, Capability, HeadDims
 from attnops.backends.registry import register_attention_backend
-from attnops.backends.store import FP8, heads, store_kv, store_mla, uses_window_slots
+from attnops.backends.store import store_kv, store_mla
 from attnops.graph_buffers import MAX_CACHED_STEPS, PagedBuffers, PagedStep
 from attnops.metadata.fmha_plan import FmhaPlan
-from attnops.metadata.plan import MlaDecodePlan, XqaDecodePlan
+from attnops.metadata.plan import MlaDecodePlan
 from attnops.plan_buffers import BlockBuffers, DecodePlan, DecodePlans, TokenBlocks
-from attnops.pools import MLATokenToKVPool
 from attnops.types import AttentionBatch, AttentionSpec, AttentionType, Limits
 
 if TYPE_CHECKING:
     from attnops.layers.radix_attention import RadixAttention
 
 StepKey = tuple[int, int, int, bool]
-Plan = TypeVar("Plan")
 
 
 @dataclass(frozen=True)
@@ -146,26 +145,27 @@ class IntelAMXAttnBackend(AttentionBackend):
         k_rope: Tensor | None = None,
         out: Tensor,
     ) -> None:
-        step = self._current()
-        out = out.view(q.shape[0], layer.num_heads, layer.v_head_dim)
+        step, report = self._current(), self._buffers.report
         if self.spec.is_mla:
             if save_kv_cache and k is not None:
                 store_mla(layer, batch, k, k_rope)
-            self._mla(q, q_rope, layer, batch, step, out)
+            attend.mla_decode(q, q_rope, layer, batch, step.paged, step.decode, step.blocks, out, report)
             return
         if q_rope is not None or k_rope is not None:
             raise ValueError("attnops: q_rope and k_rope belong to MLA layers")
-        q = heads(q, layer.num_heads, layer.head_dim)
         if layer.attn_type is AttentionType.ENCODER_ONLY:
             if k is None or v is None:
                 raise ValueError("attnops: an encoder's layer needs k and v")
-            self._encoder(q, k, v, layer, step, out)
+            attend.fmha_varlen(q, k, v, layer, step.paged, step.fmha, out, report)
             return
         if save_kv_cache and k is not None:
             if v is None:
                 raise ValueError("attnops: a layer that stores k needs v")
             store_kv(layer, batch, step.paged, k, v)
-        self._paged(q, layer, batch, step, out)
+        if step.decode:
+            attend.xqa_decode(q, layer, batch, step.paged, step.decode, out, report)
+        else:
+            attend.fmha_paged(q, layer, batch, step.paged, step.fmha, out, report)
 
     def _current(self) -> CpuStep:
         if self._step is None:
@@ -188,114 +188,6 @@ class IntelAMXAttnBackend(AttentionBackend):
             size = self.limits.max_batch_size
             self._decode_plans[seqlen_q] = DecodePlans(self.spec, self.limits, size, seqlen_q, self.device)
         return self._decode_plans[seqlen_q]
-
-    def _paged(self, q: Tensor, layer: RadixAttention, batch: AttentionBatch, step: CpuStep, out: Tensor) -> None:
-        pool = batch.token_to_kv_pool
-        assert pool is not None and step.paged.page_table is not None
-        table = step.paged.window_page_table if uses_window_slots(layer, pool) else step.paged.page_table
-        assert table is not None
-        k_pages, v_pages = pool.get_kv_buffer(layer.layer_id)
-        scaled = pool.dtype in FP8
-        options: dict[str, Any] = {
-            "softmax_scale": layer.scaling,
-            "causal": is_causal(layer),
-            "window_left": layer.sliding_window_size,
-            "logit_cap": layer.logit_cap,
-            "sinks": layer.sinks,
-            "k_scale": layer.k_scale if scaled else None,
-            "v_scale": layer.v_scale if scaled else None,
-            "out": out,
-            "report": self._buffers.report,
-        }
-        if step.decode:
-            decode_plan = _plan_of(layer, step.decode)
-            assert isinstance(decode_plan, XqaDecodePlan)
-            ops.xqa_decode(
-                q, k_pages, v_pages, table, batch.cache_seqlens, decode_plan, tree_mask=batch.tree_mask, **options
-            )
-            return
-        if not is_causal(layer):
-            options["window_right"] = layer.sliding_window_size
-        fmha_plan, cu_seqlens_q = _plan_of(layer, step.fmha), step.paged.cu_seqlens_q
-        assert cu_seqlens_q is not None
-        ops.fmha_paged(q, k_pages, v_pages, table, batch.cache_seqlens, cu_seqlens_q, fmha_plan, **options)
-
-    def _encoder(self, q: Tensor, k: Tensor, v: Tensor, layer: RadixAttention, step: CpuStep, out: Tensor) -> None:
-        bounds = step.paged.cu_seqlens_q
-        if bounds is None:
-            raise ValueError("attnops: an encoder's step is ragged: give extend_seq_lens")
-        ops.fmha_varlen(
-            q,
-            heads(k, layer.num_kv_heads, layer.head_dim),
-            heads(v, layer.num_kv_heads, layer.v_head_dim),
-            bounds,
-            bounds,
-            _plan_of(layer, step.fmha),
-            softmax_scale=layer.scaling,
-            causal=False,
-            window_left=layer.sliding_window_size,
-            window_right=layer.sliding_window_size,
-            logit_cap=layer.logit_cap,
-            sinks=layer.sinks,
-            out=out,
-            report=self._buffers.report,
-        )
-
-    def _mla(
-        self,
-        q: Tensor,
-        q_rope: Tensor | None,
-        layer: RadixAttention,
-        batch: AttentionBatch,
-        step: CpuStep,
-        out: Tensor,
-    ) -> None:
-        pool, blocks = batch.token_to_kv_pool, step.blocks
-        if not isinstance(pool, MLATokenToKVPool):
-            raise ValueError(f"attnops: an MLA layer reads an MLATokenToKVPool, the batch has a {type(pool).__name__}")
-        rope_dim = 0 if q_rope is None else pool.qk_rope_head_dim
-        q = heads(q, layer.num_heads, layer.head_dim - rope_dim)
-        if q_rope is not None:
-            q_rope = heads(q_rope, layer.num_heads, rope_dim)
-        plan = _plan_of(layer, step.decode)
-        assert isinstance(plan, MlaDecodePlan)
-        table, cache_seqlens, rows = step.paged.page_table, batch.cache_seqlens, out
-        if blocks is not None:
-            table, cache_seqlens = blocks.page_table, blocks.cache_seqlens
-            q = blocks.gather(q)
-            q_rope = None if q_rope is None else blocks.gather(q_rope)
-            rows = blocks.results_for(out)
-        assert table is not None
-        ops.mla_decode(
-            q,
-            pool.get_latent_buffer(layer.layer_id),
-            table,
-            cache_seqlens,
-            plan,
-            softmax_scale=layer.scaling,
-            q_pe=q_rope,
-            causal=is_causal(layer),
-            window_left=layer.sliding_window_size,
-            logit_cap=layer.logit_cap,
-            sinks=layer.sinks,
-            tree_mask=batch.tree_mask,
-            kv_scale=layer.k_scale if pool.dtype in FP8 else None,
-            out=rows,
-            report=self._buffers.report,
-        )
-        if blocks is not None:
-            blocks.scatter(rows, out)
-
-
-def _plan_of(layer: RadixAttention, plans: dict[int, Plan]) -> Plan:
-    """The plan for a layer's window."""
-    plan = plans.get(layer.sliding_window_size)
-    if plan is None:
-        raise ValueError(
-            f"attnops: layer {layer.layer_id} has sliding_window_size {layer.sliding_window_size}, the backend was "
-            f"built for {' and '.join(map(str, plans))} (AttentionSpec.sliding_window_size)"
-        )
-    return plan
 
 
 def _fmha_view(plan: FmhaPlan, batch: AttentionBatch) -> FmhaPlan:

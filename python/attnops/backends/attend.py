@@ -1,0 +1,199 @@
+"""One layer's call of each attention op, from what a step prepared: shared by the backends that use the op."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, TypeVar
+
+from torch import Tensor
+
+from attnops import ops
+from attnops.backends.base import is_causal
+from attnops.backends.store import FP8, heads, uses_window_slots
+from attnops.graph_buffers import PagedStep
+from attnops.metadata.fmha_plan import FmhaPlan
+from attnops.metadata.plan import MlaDecodePlan, XqaDecodePlan
+from attnops.plan_buffers import DecodePlan, TokenBlocks
+from attnops.pools import KVCache, MLATokenToKVPool
+from attnops.types import AttentionBatch
+
+if TYPE_CHECKING:
+    from attnops.layers.radix_attention import RadixAttention
+
+Plan = TypeVar("Plan")
+
+
+def plan_of(layer: RadixAttention, plans: Mapping[int, Plan]) -> Plan:
+    """The plan for a layer's window.
+
+    Raises:
+        ValueError: the backend was not built for that window.
+    """
+    plan = plans.get(layer.sliding_window_size)
+    if plan is None:
+        raise ValueError(
+            f"attnops: layer {layer.layer_id} has sliding_window_size {layer.sliding_window_size}, the backend was "
+            f"built for {' and '.join(map(str, plans))} (AttentionSpec.sliding_window_size)"
+        )
+    return plan
+
+
+def _cache_of(layer: RadixAttention, batch: AttentionBatch, step: PagedStep) -> tuple[KVCache, Tensor]:
+    """The batch's pool, and the page table that leads to the layer's pages in it."""
+    pool = batch.token_to_kv_pool
+    assert pool is not None, "PagedBuffers.build has checked"
+    table = step.window_page_table if uses_window_slots(layer, pool) else step.page_table
+    assert table is not None
+    return pool, table
+
+
+def _scales(layer: RadixAttention, pool: KVCache) -> dict[str, Tensor | None]:
+    scaled = pool.dtype in FP8
+    return {"k_scale": layer.k_scale if scaled else None, "v_scale": layer.v_scale if scaled else None}
+
+
+def xqa_decode(
+    q: Tensor,
+    layer: RadixAttention,
+    batch: AttentionBatch,
+    step: PagedStep,
+    plans: Mapping[int, DecodePlan],
+    out: Tensor,
+    report: Tensor | None,
+) -> None:
+    """A uniform step with K and V in pages."""
+    pool, table = _cache_of(layer, batch, step)
+    plan = plan_of(layer, plans)
+    assert isinstance(plan, XqaDecodePlan)
+    shape = (plan.batch_size, plan.seqlen_q, layer.num_heads)
+    k_pages, v_pages = pool.get_kv_buffer(layer.layer_id)
+    ops.xqa_decode(
+        q.view(*shape, layer.head_dim),
+        k_pages,
+        v_pages,
+        table,
+        batch.cache_seqlens,
+        plan,
+        softmax_scale=layer.scaling,
+        causal=is_causal(layer),
+        window_left=layer.sliding_window_size,
+        logit_cap=layer.logit_cap,
+        sinks=layer.sinks,
+        tree_mask=batch.tree_mask,
+        out=out.view(*shape, layer.v_head_dim),
+        report=report,
+        **_scales(layer, pool),
+    )
+
+
+def fmha_paged(
+    q: Tensor,
+    layer: RadixAttention,
+    batch: AttentionBatch,
+    step: PagedStep,
+    plans: Mapping[int, FmhaPlan],
+    out: Tensor,
+    report: Tensor | None,
+) -> None:
+    """A ragged step with K and V in pages. A layer that is not causal has its window on both sides."""
+    pool, table = _cache_of(layer, batch, step)
+    k_pages, v_pages = pool.get_kv_buffer(layer.layer_id)
+    assert step.cu_seqlens_q is not None
+    ops.fmha_paged(
+        heads(q, layer.num_heads, layer.head_dim),
+        k_pages,
+        v_pages,
+        table,
+        batch.cache_seqlens,
+        step.cu_seqlens_q,
+        plan_of(layer, plans),
+        softmax_scale=layer.scaling,
+        causal=is_causal(layer),
+        window_left=layer.sliding_window_size,
+        window_right=-1 if is_causal(layer) else layer.sliding_window_size,
+        logit_cap=layer.logit_cap,
+        sinks=layer.sinks,
+        out=heads(out, layer.num_heads, layer.v_head_dim),
+        report=report,
+        **_scales(layer, pool),
+    )
+
+
+def fmha_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer: RadixAttention,
+    step: PagedStep,
+    plans: Mapping[int, FmhaPlan],
+    out: Tensor,
+    report: Tensor | None,
+) -> None:
+    """An encoder's step: every token sees its whole request, straight from k and v."""
+    bounds = step.cu_seqlens_q
+    if bounds is None:
+        raise ValueError("attnops: an encoder's step is ragged: give extend_seq_lens")
+    ops.fmha_varlen(
+        heads(q, layer.num_heads, layer.head_dim),
+        heads(k, layer.num_kv_heads, layer.head_dim),
+        heads(v, layer.num_kv_heads, layer.v_head_dim),
+        bounds,
+        bounds,
+        plan_of(layer, plans),
+        softmax_scale=layer.scaling,
+        causal=False,
+        window_left=layer.sliding_window_size,
+        window_right=layer.sliding_window_size,
+        logit_cap=layer.logit_cap,
+        sinks=layer.sinks,
+        out=heads(out, layer.num_heads, layer.v_head_dim),
+        report=report,
+    )
+
+
+def mla_decode(
+    q: Tensor,
+    q_rope: Tensor | None,
+    layer: RadixAttention,
+    batch: AttentionBatch,
+    step: PagedStep,
+    plans: Mapping[int, DecodePlan],
+    blocks: TokenBlocks | None,
+    out: Tensor,
+    report: Tensor | None,
+) -> None:
+    """A step with latents in pages; a ragged one in blocks of tokens."""
+    pool, table = _cache_of(layer, batch, step)
+    if not isinstance(pool, MLATokenToKVPool):
+        raise ValueError(f"attnops: an MLA layer reads an MLATokenToKVPool, the batch has a {type(pool).__name__}")
+    plan = plan_of(layer, plans)
+    assert isinstance(plan, MlaDecodePlan)
+    rope_dim = 0 if q_rope is None else pool.qk_rope_head_dim
+    q = heads(q, layer.num_heads, layer.head_dim - rope_dim)
+    q_pe = None if q_rope is None else heads(q_rope, layer.num_heads, rope_dim)
+    out = rows = heads(out, layer.num_heads, layer.v_head_dim)
+    cache_seqlens = batch.cache_seqlens
+    if blocks is not None:
+        table, cache_seqlens = blocks.page_table, blocks.cache_seqlens
+        q, q_pe = blocks.gather(q), None if q_pe is None else blocks.gather(q_pe)
+        rows = blocks.results_for(out)
+    shape = (plan.batch_size, plan.seqlen_q, layer.num_heads)
+    ops.mla_decode(
+        q.view(*shape, -1),
+        pool.get_latent_buffer(layer.layer_id),
+        table,
+        cache_seqlens,
+        plan,
+        softmax_scale=layer.scaling,
+        q_pe=None if q_pe is None else q_pe.view(*shape, -1),
+        causal=is_causal(layer),
+        window_left=layer.sliding_window_size,
+        logit_cap=layer.logit_cap,
+        sinks=layer.sinks,
+        tree_mask=batch.tree_mask,
+        kv_scale=layer.k_scale if pool.dtype in FP8 else None,
+        out=rows.view(*shape, -1),
+        report=report,
+    )
+    if blocks is not None:
+        blocks.scatter(rows, out)
