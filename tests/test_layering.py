@@ -12,14 +12,26 @@ FAMILIES = {path.name for path in CSRC.iterdir() if path.is_dir()} - SHARED
 PYTHON_LAYERS = {
     "_load": set(),
     "types": set(),
+    "report": set(),
     "reference": {"types"},
     "metadata": {"types", "_load"},
     "ops": {"_load", "types", "metadata"},
     "pools": {"types", "ops", "metadata", "_load"},
-    "graph_buffers": {"types", "ops", "metadata", "_load", "pools"},
+    "graph_buffers": {"types", "report", "ops", "metadata", "_load", "pools"},
     "plan_buffers": {"types", "ops", "metadata", "graph_buffers"},
     "layers": {"types", "pools"},
-    "backends": {"types", "reference", "metadata", "ops", "pools", "graph_buffers", "plan_buffers", "layers", "_load"},
+    "backends": {
+        "types",
+        "report",
+        "reference",
+        "metadata",
+        "ops",
+        "pools",
+        "graph_buffers",
+        "plan_buffers",
+        "layers",
+        "_load",
+    },
 }
 
 

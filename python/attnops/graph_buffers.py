@@ -6,16 +6,15 @@ recorded them can be replayed with any lengths, tables and requests.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from attnops import ops
+from attnops.report import is_checked, new_report
 from attnops.types import AttentionBatch, AttentionSpec, AttentionType, Limits
 
-REPORT_SIZE = 8  # int32 words of the checked mode's buffer (csrc/core/report.h)
 MAX_CACHED_STEPS = 1024  # shapes whose views are kept; making them again gives the same addresses
 
 
@@ -40,7 +39,7 @@ class PagedBuffers:
     """The memory of `PagedStep`, for every shape up to the limits.
 
     Attributes:
-        report: The checked mode's buffer, int32 ``[8]``; None unless ATTNOPS_CHECK=1 was set when it was made.
+        report: The checked mode's buffer, int32 ``[8]``; None unless ATTNOPS_CHECK=1 was set at the start.
     """
 
     def __init__(self, spec: AttentionSpec, limits: Limits, device: torch.device) -> None:
@@ -58,7 +57,7 @@ class PagedBuffers:
         self._window_page_table = zeros(*shape) if windowed else self._page_table
         self._window_out_cache_loc = zeros(limits.max_num_tokens if windowed else 0, dtype=torch.int64)
         self._cu_seqlens = zeros(size + 1)
-        self.report = zeros(REPORT_SIZE) if os.environ.get("ATTNOPS_CHECK") == "1" else None
+        self.report = new_report(device) if is_checked() else None
         self._steps: dict[tuple[int, int, bool, bool], PagedStep] = {}
 
     def step(self, batch: AttentionBatch) -> PagedStep:

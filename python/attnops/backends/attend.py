@@ -47,9 +47,9 @@ def _cache_of(layer: RadixAttention, batch: AttentionBatch, step: PagedStep) -> 
     return pool, table
 
 
-def _scales(layer: RadixAttention, pool: KVCache) -> dict[str, Tensor | None]:
-    scaled = pool.dtype in FP8
-    return {"k_scale": layer.k_scale if scaled else None, "v_scale": layer.v_scale if scaled else None}
+def _scales(layer: RadixAttention, pool: KVCache) -> tuple[Tensor | None, Tensor | None]:
+    """Of K and V: a layer's scales belong to an FP8 cache."""
+    return (layer.k_scale, layer.v_scale) if pool.dtype in FP8 else (None, None)
 
 
 def xqa_decode(
@@ -67,6 +67,7 @@ def xqa_decode(
     assert isinstance(plan, XqaDecodePlan)
     shape = (plan.batch_size, plan.seqlen_q, layer.num_heads)
     k_pages, v_pages = pool.get_kv_buffer(layer.layer_id)
+    k_scale, v_scale = _scales(layer, pool)
     ops.xqa_decode(
         q.view(*shape, layer.head_dim),
         k_pages,
@@ -82,7 +83,8 @@ def xqa_decode(
         tree_mask=batch.tree_mask,
         out=out.view(*shape, layer.v_head_dim),
         report=report,
-        **_scales(layer, pool),
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
 
 
@@ -98,6 +100,7 @@ def fmha_paged(
     """A ragged step with K and V in pages. A layer that is not causal has its window on both sides."""
     pool, table = _cache_of(layer, batch, step)
     k_pages, v_pages = pool.get_kv_buffer(layer.layer_id)
+    k_scale, v_scale = _scales(layer, pool)
     assert step.cu_seqlens_q is not None
     ops.fmha_paged(
         heads(q, layer.num_heads, layer.head_dim),
@@ -115,7 +118,8 @@ def fmha_paged(
         sinks=layer.sinks,
         out=heads(out, layer.num_heads, layer.v_head_dim),
         report=report,
-        **_scales(layer, pool),
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
 
 

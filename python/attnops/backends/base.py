@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attnops.backends.capability import Capability
+from attnops.report import first_fault
 from attnops.types import AttentionBatch, AttentionSpec, AttentionType, ForwardMode, Limits
 
 if TYPE_CHECKING:
@@ -72,6 +73,24 @@ class AttentionBackend(ABC):
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """What `cache_seqlens` of a padding row holds: enough for its own query tokens, so never 0."""
         return self.limits.max_tokens_per_request
+
+    def raise_on_fault(self) -> None:
+        """In the checked mode (ATTNOPS_CHECK=1 when the backend was built): what the kernels met, if anything.
+
+        Waits for the device, so a server asks when it suspects something, and a test after each step.
+
+        Raises:
+            RuntimeError: op, request, position and value of the first index or length out of range since the last call.
+        """
+        report = self.fault_report
+        if report is not None and (fault := first_fault(report)):
+            report.zero_()
+            raise RuntimeError(fault)
+
+    @property
+    def fault_report(self) -> Tensor | None:
+        """The buffer of the checked mode; None outside it."""
+        return None
 
     def forward(
         self,

@@ -68,6 +68,10 @@ class HybridAttnBackend(AttentionBackend):
             self.prefill_backend.get_cuda_graph_seq_len_fill_value(),
         )
 
+    def raise_on_fault(self) -> None:
+        self.decode_backend.raise_on_fault()
+        self.prefill_backend.raise_on_fault()
+
     def forward(self, q, k, v, layer, batch, save_kv_cache=True, **options: Any) -> torch.Tensor:  # type: ignore[no-untyped-def]
         return self.select(batch.forward_mode).forward(q, k, v, layer, batch, save_kv_cache, **options)
 

@@ -88,6 +88,10 @@ class IntelAMXAttnBackend(AttentionBackend):
         self._steps: dict[StepKey, CpuStep] = {}
         self._step: CpuStep | None = None
 
+    @property
+    def fault_report(self) -> Tensor | None:
+        return self._buffers.report
+
     def init_forward_metadata_out_graph(self, batch: AttentionBatch, in_capture: bool = False) -> None:
         self.limits.check(batch)
         paged = self._buffers.step(batch)
@@ -148,7 +152,7 @@ class IntelAMXAttnBackend(AttentionBackend):
         step, report = self._current(), self._buffers.report
         if self.spec.is_mla:
             if save_kv_cache and k is not None:
-                store_mla(layer, batch, k, k_rope)
+                store_mla(layer, batch, k, k_rope, report)
             attend.mla_decode(q, q_rope, layer, batch, step.paged, step.decode, step.blocks, out, report)
             return
         if q_rope is not None or k_rope is not None:
@@ -161,7 +165,7 @@ class IntelAMXAttnBackend(AttentionBackend):
         if save_kv_cache and k is not None:
             if v is None:
                 raise ValueError("attnops: a layer that stores k needs v")
-            store_kv(layer, batch, step.paged, k, v)
+            store_kv(layer, batch, step.paged, k, v, report)
         if step.decode:
             attend.xqa_decode(q, layer, batch, step.paged, step.decode, out, report)
         else:

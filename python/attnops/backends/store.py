@@ -27,7 +27,14 @@ def uses_window_slots(layer: RadixAttention, pool: KVCache) -> bool:
     return isinstance(pool, SWAKVPool) and pool.is_windowed(layer.layer_id)
 
 
-def store_kv(layer: RadixAttention, batch: AttentionBatch, step: PagedStep, k: Tensor, v: Tensor) -> None:
+def store_kv(
+    layer: RadixAttention,
+    batch: AttentionBatch,
+    step: PagedStep,
+    k: Tensor,
+    v: Tensor,
+    report: Tensor | None = None,
+) -> None:
     """K and V of the step's tokens into the layer's pages."""
     pool, loc = batch.token_to_kv_pool, batch.out_cache_loc
     if not isinstance(pool, MHATokenToKVPool | SWAKVPool):
@@ -38,11 +45,17 @@ def store_kv(layer: RadixAttention, batch: AttentionBatch, step: PagedStep, k: T
         raise ValueError("attnops: save_kv_cache=True needs out_cache_loc in the batch")
     k = heads(k, layer.num_kv_heads, layer.head_dim)
     v = heads(v, layer.num_kv_heads, layer.v_head_dim)
-    scaled = pool.dtype in FP8
-    pool.set_kv_buffer(layer, loc, k, v, layer.k_scale if scaled else None, layer.v_scale if scaled else None)
+    k_scale, v_scale = (layer.k_scale, layer.v_scale) if pool.dtype in FP8 else (None, None)
+    pool.set_kv_buffer(layer, loc, k, v, k_scale, v_scale, report)
 
 
-def store_mla(layer: RadixAttention, batch: AttentionBatch, latent: Tensor, k_rope: Tensor | None) -> None:
+def store_mla(
+    layer: RadixAttention,
+    batch: AttentionBatch,
+    latent: Tensor,
+    k_rope: Tensor | None,
+    report: Tensor | None = None,
+) -> None:
     """Latents of the step's tokens into the layer's pages."""
     pool = batch.token_to_kv_pool
     if not isinstance(pool, MLATokenToKVPool):
@@ -52,4 +65,4 @@ def store_mla(layer: RadixAttention, batch: AttentionBatch, latent: Tensor, k_ro
     if k_rope is not None:
         k_rope = k_rope.reshape(k_rope.shape[0], -1)
     kv_scale = layer.k_scale if pool.dtype in FP8 else None
-    pool.set_mla_kv_buffer(layer, batch.out_cache_loc, latent.reshape(latent.shape[0], -1), k_rope, kv_scale)
+    pool.set_mla_kv_buffer(layer, batch.out_cache_loc, latent.reshape(latent.shape[0], -1), k_rope, kv_scale, report)

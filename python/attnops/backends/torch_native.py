@@ -76,6 +76,10 @@ class TorchNativeAttnBackend(AttentionBackend):
         self._buffers = PagedBuffers(spec, limits, self.device)
         self._step: PagedStep | None = None
 
+    @property
+    def fault_report(self) -> Tensor | None:
+        return self._buffers.report
+
     def init_forward_metadata_out_graph(self, batch: AttentionBatch, in_capture: bool = False) -> None:
         self.limits.check(batch)
         self._step = self._buffers.step(batch)
@@ -141,10 +145,10 @@ class TorchNativeAttnBackend(AttentionBackend):
         if not save_kv_cache or k is None:
             return
         if self.spec.is_mla:
-            store_mla(layer, batch, k, k_rope)
+            store_mla(layer, batch, k, k_rope, self._buffers.report)
         else:
             assert v is not None
-            store_kv(layer, batch, step, k, v)
+            store_kv(layer, batch, step, k, v, self._buffers.report)
 
     def _paged_chunks(self, layer: RadixAttention, batch: AttentionBatch, step: PagedStep, queries: Queries) -> Chunks:
         """Keys and values from their pages, up to the longest length that the host cannot rule out."""

@@ -104,6 +104,7 @@ class MHATokenToKVPool(KVCache):
         v: Tensor,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
+        report: Tensor | None = None,
     ) -> None:
         """Stores new rows.
 
@@ -111,9 +112,10 @@ class MHATokenToKVPool(KVCache):
             loc: int32 or int64 ``[num_tokens]``, slots; negative: not stored.
             k, v: ``[num_tokens, head_num, head_dim]``, dtype of the pool or, for an FP8 pool, wider.
             k_scale, v_scale: float32 ``[1]`` or ``[head_num]``, device; stored = value / scale. FP8 pools only.
+            report: The checked mode's buffer (`attnops.report`).
         """
         k_pages, v_pages = self.get_kv_buffer(layer.layer_id)
-        torch.ops.attnops.store_kv(k_pages, v_pages, k, v, loc, k_scale, v_scale)
+        torch.ops.attnops.store_kv(k_pages, v_pages, k, v, loc, k_scale, v_scale, report)
 
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (*self.k_buffer, *self.v_buffer))
@@ -161,6 +163,7 @@ class MLATokenToKVPool(KVCache):
         latent: Tensor,
         k_rope: Tensor | None = None,
         kv_scale: Tensor | None = None,
+        report: Tensor | None = None,
     ) -> None:
         """Stores new rows.
 
@@ -168,8 +171,10 @@ class MLATokenToKVPool(KVCache):
             loc: int32 or int64 ``[num_tokens]``, slots; negative: not stored.
             latent: ``[num_tokens, 576]``, or ``[num_tokens, 512]`` with `k_rope` ``[num_tokens, 64]``.
             kv_scale: float32 ``[1]``, device; of an e4m3 pool.
+            report: The checked mode's buffer (`attnops.report`).
         """
-        torch.ops.attnops.store_mla_kv(self.get_latent_buffer(layer.layer_id), latent, k_rope, loc, kv_scale)
+        pages = self.get_latent_buffer(layer.layer_id)
+        torch.ops.attnops.store_mla_kv(pages, latent, k_rope, loc, kv_scale, report)
 
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in self.kv_buffer)

@@ -73,10 +73,11 @@ class SWAKVPool(KVCache):
         v: Tensor,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
+        report: Tensor | None = None,
     ) -> None:
         """As of `MHATokenToKVPool`; `loc` are slots of the pool that the layer is in: translated for a windowed one."""
         k_pages, v_pages = self.get_kv_buffer(layer.layer_id)
-        torch.ops.attnops.store_kv(k_pages, v_pages, k, v, loc, k_scale, v_scale)
+        torch.ops.attnops.store_kv(k_pages, v_pages, k, v, loc, k_scale, v_scale, report)
 
     def nbytes(self) -> int:
         return self.full_kv_pool.nbytes() + self.swa_kv_pool.nbytes()

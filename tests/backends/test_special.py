@@ -1,0 +1,178 @@
+"""What the contract's table does not reach: a hybrid's steps, MLA in parts, encoders in buckets, the checked mode, and
+that the tape would catch a backend that plans outside its graph."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from attnops import report
+from attnops.backends import HybridAttnBackend, get_backend_class, registered_names
+from attnops.layers import RadixAttention
+from attnops.pools import MHATokenToKVPool
+from attnops.types import AttentionSpec, AttentionType, ForwardMode, Limits
+from checks import MAX_RELATIVE_ERROR, relative_error
+from graph_tape import GraphTape
+from steps import LIMITS, Model, make_step
+
+SPEC = AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=64, page_size=16)
+MODEL = Model("gqa", SPEC)
+BACKENDS = [name for name in registered_names() if "cpu" in get_backend_class(name).capability.devices]
+
+
+def hybrid(mode: str = "prefill") -> HybridAttnBackend:
+    prefill, decode = (get_backend_class(name)(SPEC, LIMITS) for name in ("torch_native", "intel_amx"))
+    return HybridAttnBackend(prefill, decode, mode)
+
+
+@pytest.mark.parametrize("speculative", ["prefill", "decode"])
+@pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.TARGET_VERIFY])
+def test_a_hybrid_gives_the_bits_of_the_backend_that_it_chose(mode, speculative):
+    uniform = mode is not ForwardMode.EXTEND
+    new = [1, 1] if mode is ForwardMode.DECODE else [4, 4]
+    both, single = (make_step(MODEL, mode, [30, 7], new, uniform=uniform) for _ in range(2))
+    backend = hybrid(speculative)
+    backend.init_forward_metadata(both.batch)
+    chosen = get_backend_class(backend.select(mode).name)(SPEC, LIMITS)
+    chosen.init_forward_metadata(single.batch)
+    assert torch.equal(both.run(backend), single.run(chosen))
+
+
+class PlansOutside(get_backend_class("intel_amx")):
+    """What a backend must not do: its device work runs before the graph, with the lengths of that moment."""
+
+    def init_forward_metadata_out_graph(self, batch, in_capture=False):
+        super().init_forward_metadata_out_graph(batch, in_capture)
+        super().init_forward_metadata_in_graph(batch)
+
+    def init_forward_metadata_in_graph(self, batch): ...
+
+
+def test_the_tape_catches_a_backend_that_plans_outside_its_graph():
+    static = make_step(MODEL, ForwardMode.DECODE, [3, 2], [1, 1], seed=1, uniform=True)
+    other = make_step(MODEL, ForwardMode.DECODE, [150, 64], [1, 1], seed=2, uniform=True)
+    backend = PlansOutside(SPEC, LIMITS)
+    backend.init_forward_metadata_out_graph(static.batch, in_capture=True)
+    tape = GraphTape()
+    with tape.capture():
+        backend.init_forward_metadata_in_graph(static.batch)
+        out = static.run(backend)
+    static.overwrite(other)
+    try:
+        tape.replay()
+    except RuntimeError:  # the CPU's op may notice that its plan is stale
+        return
+    assert relative_error(out, other.expected) > 0.1
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("heads", [8, 100])
+@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND])
+def test_mla_takes_latent_and_rotary_parts_apart(name, heads, mode):
+    model = Model("mla", AttentionSpec.mla(heads, page_size=64), scale=0.1)
+    uniform = mode is ForwardMode.DECODE
+    step = make_step(model, mode, [70, 0, 5], [1, 1, 1] if uniform else [3, 17, 1], uniform=uniform)
+    backend = get_backend_class(name)(model.spec, LIMITS)
+    backend.init_forward_metadata(step.batch)
+    together = step.run(backend)
+    q, k = step.q, step.k.squeeze(1)
+    apart = backend.forward(
+        q[..., :512], k[:, :512], None, step.layer, step.batch, q_rope=q[..., 512:], k_rope=k[:, 512:]
+    )
+    assert torch.equal(apart.view_as(together), together)
+    assert relative_error(together, step.expected) <= MAX_RELATIVE_ERROR[torch.bfloat16]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_an_encoders_bucket_may_hold_nan_behind_its_tokens(name):
+    spec = AttentionSpec(
+        num_q_heads=4, num_kv_heads=4, head_dim=32, dtype=torch.float32, attn_type=AttentionType.ENCODER_ONLY
+    )
+    step = make_step(Model("encoder", spec), ForwardMode.EXTEND, [0, 0], [7, 12], num_tokens=32)
+    backend = get_backend_class(name)(spec, LIMITS)
+    backend.init_forward_metadata(step.batch)
+    assert relative_error(step.run(backend)[:19], step.expected[:19]) <= MAX_RELATIVE_ERROR[torch.float32]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_layers_with_and_without_a_window_share_a_step(name):
+    """Gemma's pattern: one step's metadata serves both kinds of layer."""
+    spec = AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=64, page_size=16, sliding_window_size=20)
+    windowed, full = Model("windowed", spec), Model("full", SPEC)
+    backend = get_backend_class(name)(spec, LIMITS)
+    for mode, new, uniform in ((ForwardMode.DECODE, [1, 1], True), (ForwardMode.EXTEND, [9, 40], False)):
+        steps = [make_step(model, mode, [100, 3], new, uniform=uniform) for model in (windowed, full)]
+        backend.init_forward_metadata(steps[0].batch)
+        for step in steps:
+            step.batch = steps[0].batch  # same lengths and tables
+        assert relative_error(steps[0].run(backend), steps[0].expected) <= MAX_RELATIVE_ERROR[torch.bfloat16]
+        assert relative_error(steps[1].run(backend), steps[1].expected) <= MAX_RELATIVE_ERROR[torch.bfloat16]
+
+
+def test_a_window_that_the_backend_was_not_built_for_is_named():
+    step = make_step(MODEL, ForwardMode.DECODE, [3], [1], uniform=True)
+    backend = get_backend_class("intel_amx")(SPEC, LIMITS)
+    backend.init_forward_metadata(step.batch)
+    layer = RadixAttention(8, 64, 0.2, 2, 1, sliding_window_size=7)
+    with pytest.raises(ValueError, match="layer 1 has sliding_window_size 7, the backend was built for -1"):
+        backend.forward(step.q, step.k, step.v, layer, step.batch)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_the_checked_mode_names_what_only_the_device_can_see(name, monkeypatch):
+    step = make_step(MODEL, ForwardMode.DECODE, [9, 30], [1, 1], uniform=True)
+    plain = get_backend_class(name)(SPEC, LIMITS)
+    plain.raise_on_fault()
+    monkeypatch.setenv("ATTNOPS_CHECK", "1")
+    backend = get_backend_class(name)(SPEC, LIMITS)
+    backend.init_forward_metadata(step.batch)
+    step.run(backend)
+    backend.raise_on_fault()
+    step.batch.req_pool_indices[1] = 1000
+    backend.init_forward_metadata(step.batch)
+    with pytest.raises(RuntimeError, match=r"attnops::build_page_table: request row 1000 at request 1.*\[0, 16\)"):
+        backend.raise_on_fault()
+    backend.raise_on_fault()  # said once
+
+
+def test_the_words_of_the_checked_mode_are_those_of_the_header():
+    header = (Path(__file__).parents[2] / "csrc/core/report.h").read_text()
+    ops = re.findall(r"k(\w+) = \d+,", header.split("enum class ReportOp")[1].split("};")[0])
+    assert [re.sub(r"(?<!^)(?=[A-Z])", "_", op).lower() for op in ops] == list(report.OPS)
+    kinds = re.findall(r"k(\w+) = \d+,", header.split("enum class ReportKind")[1].split("};")[0])
+    assert len(kinds) == len(report.KINDS)
+    assert f"kReportSize = {report.SIZE}," in header
+
+
+def test_more_steps_than_are_kept_make_no_difference(monkeypatch):
+    """Views of shapes that were dropped are made again at the same addresses."""
+    monkeypatch.setattr("attnops.graph_buffers.MAX_CACHED_STEPS", 2)
+    monkeypatch.setattr("attnops.backends.intel_amx.MAX_CACHED_STEPS", 2)
+    backend = get_backend_class("intel_amx")(SPEC, LIMITS)
+    addresses = []
+    for count in (1, 2, 3, 4, 1):
+        step = make_step(MODEL, ForwardMode.DECODE, [5] * count, [1] * count, uniform=True)
+        backend.init_forward_metadata(step.batch)
+        addresses.append(backend._step.paged.page_table.data_ptr())
+        assert relative_error(step.run(backend), step.expected) <= MAX_RELATIVE_ERROR[torch.bfloat16]
+    assert len(set(addresses)) == 1
+
+
+def test_a_pool_above_two_to_the_31_elements_is_addressed_in_full():
+    """The last page of a pool of 2^31 elements and more: only what is touched takes memory."""
+    spec = AttentionSpec(num_q_heads=8, num_kv_heads=8, head_dim=256, page_size=64)
+    tokens = 2**31 // (8 * 256) + 4096
+    pool = MHATokenToKVPool(tokens, 64, torch.bfloat16, 8, 256, 1)
+    assert pool.k_buffer[0].numel() > 2**31
+    limits = Limits(max_batch_size=1, max_seqlen=64, max_num_tokens=64)
+    backend = get_backend_class("intel_amx")(spec, limits)
+    step = make_step(Model("huge", spec), ForwardMode.EXTEND, [0], [60])
+    step.batch.token_to_kv_pool = pool
+    step.batch.out_cache_loc = torch.arange(pool.size - 64, pool.size - 4)
+    step.batch.req_to_token = torch.arange(pool.size - 64, pool.size, dtype=torch.int32).view(1, 64)
+    step.batch.req_pool_indices = torch.tensor([0])
+    step.layer.layer_id = 0
+    backend.init_forward_metadata(step.batch)
+    assert relative_error(step.run(backend), step.expected) <= MAX_RELATIVE_ERROR[torch.bfloat16]
