@@ -22,15 +22,17 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import attnops
 import torch
 from attnops.backends import Selection, detect_machine
+from attnops.backends.registry import NOT_BUILT, registered_names
 from attnops.backends.select import candidates, reasons_against
 from attnops.types import AttentionSpec
-from models import GqaModel, encode, load_model
+from models import GqaModel, ModelConfig, encode, load_model
 from prompts import PROMPTS
 from serving import CheckFailed, Engine, ModelRunner, Request, Step, check_requests
 from serving.display import Display
 from tqdm import tqdm
 
 WEIGHTS = Path(__file__).parent / "weights"
+CONTEXT = ModelConfig.max_context  # of both models
 NAMES = {"gqa": "grouped-query attention (GQA)", "mla": "latent attention (MLA), absorbed"}
 
 
@@ -58,12 +60,29 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--corrupt-page", action="store_true", help="spoil one cached page, to see the check fail")
     parser.add_argument("--quiet", action="store_true", help="results only")
     options = parser.parse_args(arguments)
+    check_options(parser, options)
     if options.device == "auto":
         options.device = "cuda" if torch.cuda.is_available() else "cpu"
     if options.dtype == "auto":
         options.dtype = "bfloat16" if torch.device(options.device).type == "cuda" else "float32"
     options.dtype = getattr(torch, options.dtype)
     return options
+
+
+def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Ends the program with a message when the options fit no run."""
+    names = ["auto", *registered_names(), *NOT_BUILT]
+    room = CONTEXT - max(len(encode(prompt.text)) for prompt in PROMPTS)
+    for holds, message in (
+        (options.backend in names, f"--backend must be one of {', '.join(names)}"),
+        (options.requests > 0, "--requests must be at least 1"),
+        (0 < options.max_new_tokens <= room, f"--max-new-tokens must be from 1 to {room}"),
+        (options.page_size > 0, "--page-size must be at least 1"),
+        (options.pool_tokens >= CONTEXT, f"--pool-tokens must be at least {CONTEXT}, what one request may need"),
+        (0 < options.max_batch <= options.chunk, "--chunk must be at least --max-batch, and that at least 1"),
+    ):
+        if not holds:
+            parser.error(message)
 
 
 def make_requests(options: argparse.Namespace) -> list[Request]:
@@ -267,6 +286,9 @@ def main(arguments: list[str] | None = None) -> int:
     except CheckFailed as failure:
         print(f"\nCHECK FAILED: {failure}", file=sys.stderr, flush=True)
         return 1
+    except NotImplementedError as refusal:  # no backend serves what the options ask for; the message says why
+        print(f"\n{refusal}", file=sys.stderr, flush=True)
+        return 2
     print(f"\nEverything that was served has been checked. {time.perf_counter() - begin:.0f} s in all.")
     return 0
 

@@ -32,6 +32,23 @@ def test_a_spoiled_page_is_an_error(kind, capfd):
     assert "has been checked" not in out
 
 
-def test_a_backend_that_cannot_serve_says_why():
-    with pytest.raises(NotImplementedError, match=r"fa4 does not serve this model here: .*These would: .*torch_native"):
-        demo.main([*FEW, "--backend", "fa4"])
+def test_a_backend_that_cannot_serve_says_why(capfd):
+    assert demo.main([*FEW, "--backend", "fa4"]) == 2
+    _, err = capfd.readouterr()
+    assert re.search(r"fa4 does not serve this model here: .*These would: .*torch_native", err)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--backend", "nonsense"], "--backend must be one of auto, .*torch_native"),
+        (["--requests", "0"], "--requests must be at least 1"),
+        (["--max-new-tokens", "2000"], "--max-new-tokens must be from 1 to 8"),
+        (["--pool-tokens", "100"], "--pool-tokens must be at least 2048"),
+        (["--chunk", "8"], "--chunk must be at least --max-batch"),
+    ],
+)
+def test_options_that_fit_no_run(option, message, capfd):
+    with pytest.raises(SystemExit):
+        demo.main(option)
+    assert re.search(message, capfd.readouterr().err)
