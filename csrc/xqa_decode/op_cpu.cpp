@@ -1,6 +1,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include "core/report.h"
 #include "cpu/isa.h"
 #include "cpu/split_kv_plan.h"
 #include "xqa_decode/checks.h"
@@ -35,6 +36,20 @@ void check_plan_is_of(const Params& params) {
   }
 }
 
+// The kernels skip what a bad index or length would make them read. With a report that is the caller's affair; without
+// one it is an error, after the fact.
+void check_no_fault(const int32_t* report) {
+  if (report[kReportCount] == 0) return;
+  const auto text = [&](ReportSlot slot) { return std::to_string(report[slot]); };
+  if (report[kReportKind] == static_cast<int32_t>(ReportKind::kLength)) {
+    fail("xqa_decode", "cache_seqlens[" + text(kReportRequest) + "] must be below " + text(kReportLimit) +
+                           " (the tokens that its page_table row holds), got " + text(kReportValue));
+  }
+  fail("xqa_decode", "page_table, request " + text(kReportRequest) + ", page " + text(kReportPosition) +
+                         " must be in [0, " + text(kReportLimit) + ") (num_pages of k_pages), got " +
+                         text(kReportValue));
+}
+
 void xqa_decode_cpu(const Tensor& out, const std::optional<Tensor>& lse, const Tensor& q, const Tensor& k_pages,
                     const Tensor& v_pages, const Tensor& page_table, const std::optional<Tensor>& kv_indptr,
                     const Tensor& cache_seqlens, const Tensor& tile_scheduler_metadata, const Tensor& num_splits,
@@ -43,32 +58,35 @@ void xqa_decode_cpu(const Tensor& out, const std::optional<Tensor>& lse, const T
                     const std::optional<Tensor>& sinks, const std::optional<Tensor>& tree_mask,
                     const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
                     int64_t fixed_split_tokens, const std::optional<Tensor>& report) {
-  const Params params = checked_params({out,
-                                        lse,
-                                        q,
-                                        k_pages,
-                                        v_pages,
-                                        page_table,
-                                        kv_indptr,
-                                        cache_seqlens,
-                                        tile_scheduler_metadata,
-                                        num_splits,
-                                        out_partial,
-                                        lse_partial,
-                                        semaphores,
-                                        softmax_scale,
-                                        causal,
-                                        window_left,
-                                        logit_cap,
-                                        sinks,
-                                        tree_mask,
-                                        k_scale,
-                                        v_scale,
-                                        fixed_split_tokens,
-                                        report});
+  Params params = checked_params({out,
+                                  lse,
+                                  q,
+                                  k_pages,
+                                  v_pages,
+                                  page_table,
+                                  kv_indptr,
+                                  cache_seqlens,
+                                  tile_scheduler_metadata,
+                                  num_splits,
+                                  out_partial,
+                                  lse_partial,
+                                  semaphores,
+                                  softmax_scale,
+                                  causal,
+                                  window_left,
+                                  logit_cap,
+                                  sinks,
+                                  tree_mask,
+                                  k_scale,
+                                  v_scale,
+                                  fixed_split_tokens,
+                                  report});
   const cpu::TileKernel& kernel =
       cpu::select_tile_kernel({attnops::cpu::current_isa(), params.dtype, params.kv_dtype, params.head_dim});
   check_plan_is_of(params);
+
+  int32_t faults[kReportSize] = {};
+  if (!report) params.report = faults;
 
   const auto for_each = [](int64_t count, const auto& run) {
     torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
@@ -82,6 +100,7 @@ void xqa_decode_cpu(const Tensor& out, const std::optional<Tensor>& lse, const T
   } else {
     for_each(params.num_sm_parts, [&](int part) { cpu::merge_balanced(params, kernel, part); });
   }
+  check_no_fault(faults);
 }
 
 }  // namespace

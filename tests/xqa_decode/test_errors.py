@@ -165,6 +165,34 @@ def test_lengths_beyond_the_plan_of_the_batch_invariant_mode():
         ops.xqa_decode(problem.q, problem.k_pages, problem.v_pages, problem.page_table, problem.cache_seqlens, plan)
 
 
+def test_page_index_out_of_the_pool():
+    args = arguments()
+    args["page_table"][0, 2] = 99
+    args["report"] = None
+    expected = "page_table, request 0, page 2 must be in [0, 7) (num_pages of k_pages), got 99"
+    with pytest.raises(RuntimeError, match=re.escape(expected)):
+        torch.ops.attnops.xqa_decode(**args)
+
+
+@pytest.mark.parametrize("csr", [False, True])
+def test_length_beyond_the_page_table(csr):
+    problem = paged_problem([40, 20], page_size=16)
+    problem.cache_seqlens[1] = 100
+    tables = (problem.page_table[:, :4], None) if not csr else (problem.kv_indices[:6], problem.kv_indptr)
+    plan = make_plan(problem)
+    expected = r"cache_seqlens\[1\] must be below \d+ \(the tokens that its page_table row holds\), got 100"
+    with pytest.raises(RuntimeError, match=expected):
+        ops.xqa_decode(
+            problem.q,
+            problem.k_pages,
+            problem.v_pages,
+            torch.where(tables[0] < 99, tables[0], 0),
+            problem.cache_seqlens,
+            plan,
+            kv_indptr=tables[1],
+        )
+
+
 PLAN_CASES = [
     ({"cache_seqlens": torch.zeros(3, dtype=torch.int64)}, "cache_seqlens must have dtype int32, got int64"),
     ({"cache_seqlens": torch.zeros(1, 3, dtype=torch.int32)}, "cache_seqlens must have 1 dimensions, got 2"),

@@ -12,8 +12,8 @@
 namespace attnops::xqa_decode::cpu {
 namespace {
 
-// Heads of one request are computed side by side, tile by tile, because their rows are neighbours in memory. Two tiles
-// of all of them (this one, and the one that is fetched meanwhile) and their state stay within a core's L2 cache.
+// Heads of one request are computed side by side, tile by tile, because their rows are neighbours in memory. A tile of
+// all of them (what is done with makes room for what is fetched) and their state stay within a core's L2 cache.
 constexpr int64_t kTileBytesAtOnce = 512 * 1024;
 constexpr int64_t kStateBytesAtOnce = 256 * 1024;
 constexpr int kMaxHeadsAtOnce = 64;

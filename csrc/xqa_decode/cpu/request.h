@@ -19,10 +19,11 @@ struct TileAddresses {
   const char* v[kTileTokens];
   int first;          // position of token 0
   int count;          // tokens in the tile
-  uint64_t readable;  // bit t: k[t] and v[t] are addresses; all of them but for faults met in the checked mode
+  uint64_t readable;  // bit t: k[t] and v[t] are addresses; all of them but for bad page indices
 };
 
-// Which tokens of a request's cache are visited, where they are, and which of them each new token sees.
+// Which tokens of a request's cache are visited, where they are, and which of them each new token sees. Lengths and
+// page indices are always checked: on a CPU that costs one comparison per page.
 class RequestKeys {
  public:
   RequestKeys(const Params& params, int request, bool report_faults)
@@ -32,14 +33,8 @@ class RequestKeys {
         keys_(visible_keys(length_, params.seqlen_q, params.window_left)),
         cells_(params.page_table.row(request)),
         report_(report_faults ? params.report : nullptr) {
-    if (!p_.report) return;
-    const int64_t pages = p_.page_table.kv_indptr
-                              ? int64_t{p_.page_table.kv_indptr[request + 1]} - p_.page_table.kv_indptr[request]
-                              : p_.max_pages;
-    const int64_t capacity = max_of<int64_t>(pages, 0) * p_.page_table.page_size;
-    if (length_ > capacity || params.cache_seqlens[request] < 0) {
-      fault(ReportKind::kLength, 0, params.cache_seqlens[request], capacity + 1);
-    }
+    const int64_t capacity = cells_of_request() * p_.page_table.page_size;
+    if (length_ > capacity) fault(ReportKind::kLength, 0, length_, capacity + 1);
     keys_.end = static_cast<int>(min_of<int64_t>(keys_.end, capacity));
   }
 
@@ -61,7 +56,7 @@ class RequestKeys {
     for (int t = 0; t < to.count;) {
       const int64_t page = cells_[cell];
       const int run = static_cast<int>(min_of<int64_t>(page_size - offset, to.count - t));
-      if (p_.report && (page < 0 || page >= p_.page_table.num_pages)) {
+      if (page < 0 || page >= p_.page_table.num_pages) {
         fault(ReportKind::kPageIndex, cell, page, p_.page_table.num_pages);
         to.readable &= ~(low_bits(run) << t);
         for (int i = 0; i < run; ++i) to.k[t + i] = to.v[t + i] = nullptr;
@@ -97,6 +92,13 @@ class RequestKeys {
   }
 
  private:
+  int64_t cells_of_request() const {
+    const int32_t* kv_indptr = p_.page_table.kv_indptr;
+    if (!kv_indptr) return p_.max_pages;
+    const int64_t begin = kv_indptr[request_], end = min_of<int64_t>(kv_indptr[request_ + 1], p_.num_indices);
+    return begin < 0 ? 0 : max_of<int64_t>(end - begin, 0);
+  }
+
   void fault(ReportKind kind, int64_t position, int64_t value, int64_t limit) const {
     if (report_) record_fault(report_, {ReportOp::kXqaDecode, kind, request_, position, value, limit});
   }
