@@ -1,5 +1,8 @@
 """attnops: attention ops for LLM inference, compiled ahead of time."""
 
+import importlib
+from types import ModuleType
+
 from attnops import _load, ops
 
 __version__ = "0.1.0"
@@ -7,3 +10,12 @@ __version__ = "0.1.0"
 __all__ = ["__version__", "cuda_unavailable_reason", "ops"]
 
 cuda_unavailable_reason = _load.cuda_unavailable_reason
+
+# Imported when first used, so that `import attnops` costs the ops only.
+_SUBMODULES = frozenset({"backends", "explain", "info", "layers", "metadata", "pools", "reference", "report", "types"})
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"attnops.{name}")
+    raise AttributeError(f"module 'attnops' has no attribute {name!r}")

@@ -114,45 +114,40 @@ class Capability:
 
     def reasons_against(self, spec: AttentionSpec, modes: Iterable[ForwardMode] = ()) -> list[str]:
         """Why a model is not served, each reason naming what is taken and what was asked for. Empty: it is."""
-        reasons: list[str] = []
-
-        def require(holds: bool, reason: str) -> None:
-            if not holds:
-                reasons.append(reason)
-
         missing = sorted(mode.name for mode in set(modes) - self.modes)
-        require(not missing, f"does not serve {', '.join(missing)}")
-        require(spec.attn_type in self.attn_types, f"does not serve layers of type {spec.attn_type.name}")
-        require(spec.dtype in self.dtypes, f"takes {names(self.dtypes)}, got {DTYPE_NAMES.get(spec.dtype, spec.dtype)}")
-        if spec.attn_type is not AttentionType.ENCODER_ONLY:
-            self._require_cache(require, spec)
-        if spec.is_mla:
-            require(self.mla, "does not serve MLA")
-        elif self.head_dims is None:
-            require(False, "serves MLA only")
-        else:
-            reason = self.head_dims.reason_against(spec.head_dim, spec.v_head_dim)
-            require(not reason, reason)
-        require(self.sliding_window or spec.sliding_window_size < 0, "has no sliding window")
-        require(self.logit_cap or not spec.logit_cap, "has no soft cap on logits")
-        require(self.sinks or not spec.has_sinks, "has no attention sinks")
-        require(self.deterministic or not spec.deterministic, "is not batch-invariant (deterministic=True)")
-        return reasons
+        checks = [
+            (not missing, f"does not serve {', '.join(missing)}"),
+            (spec.attn_type in self.attn_types, f"does not serve layers of type {spec.attn_type.name}"),
+            (spec.dtype in self.dtypes, f"takes {names(self.dtypes)}, got {names([spec.dtype])}"),
+            *(self._cache_checks(spec) if spec.attn_type is not AttentionType.ENCODER_ONLY else []),
+            self._head_dims_check(spec),
+            (self.sliding_window or spec.sliding_window_size < 0, "has no sliding window"),
+            (self.logit_cap or not spec.logit_cap, "has no soft cap on logits"),
+            (self.sinks or not spec.has_sinks, "has no attention sinks"),
+            (self.deterministic or not spec.deterministic, "is not batch-invariant (deterministic=True)"),
+        ]
+        return [reason for holds, reason in checks if not holds]
 
-    def _require_cache(self, require, spec: AttentionSpec) -> None:  # type: ignore[no-untyped-def]
-        own = spec.cache_dtype == spec.dtype
-        kv_name = DTYPE_NAMES.get(spec.cache_dtype, str(spec.cache_dtype))
-        require(
-            own or spec.cache_dtype in self.kv_dtypes,
-            f"takes a cache of the model's dtype{', ' if self.kv_dtypes else ''}{names(self.kv_dtypes)}, got {kv_name}",
-        )
-        rows = spec.cache_dtype == torch.uint8
-        require(not rows or spec.is_mla, "a uint8 cache (656-byte rows) belongs to MLA")
-        sizes = self.page_sizes
-        require(
-            sizes is None or spec.page_size in sizes,
-            f"takes page_size {', '.join(map(str, sorted(sizes or ())))}, got {spec.page_size}",
-        )
+    def _cache_checks(self, spec: AttentionSpec) -> list[tuple[bool, str]]:
+        taken = ", ".join(["a cache of the model's dtype", *sorted(DTYPE_NAMES[d] for d in self.kv_dtypes)])
+        served = spec.cache_dtype == spec.dtype or spec.cache_dtype in self.kv_dtypes
+        sizes = sorted(self.page_sizes or ())
+        return [
+            (served, f"takes {taken}, got {names([spec.cache_dtype])}"),
+            (spec.is_mla or spec.cache_dtype != torch.uint8, "a uint8 cache (656-byte rows) belongs to MLA"),
+            (
+                not sizes or spec.page_size in sizes,
+                f"takes page_size {', '.join(map(str, sizes))}, got {spec.page_size}",
+            ),
+        ]
+
+    def _head_dims_check(self, spec: AttentionSpec) -> tuple[bool, str]:
+        if spec.is_mla:
+            return self.mla, "does not serve MLA"
+        if self.head_dims is None:
+            return False, "serves MLA only"
+        reason = self.head_dims.reason_against(spec.head_dim, spec.v_head_dim)
+        return not reason, reason
 
     def machine_reasons(self, machine: Machine) -> list[str]:
         """Why it does not run on a machine; empty: it does."""

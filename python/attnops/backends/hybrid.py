@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from torch import Tensor
 
 from attnops.backends.base import AttentionBackend
 from attnops.types import AttentionBatch, ForwardMode
+
+if TYPE_CHECKING:
+    from attnops.layers.radix_attention import RadixAttention
 
 SPECULATIVE_MODES = ("prefill", "decode")
 
@@ -72,11 +75,19 @@ class HybridAttnBackend(AttentionBackend):
         self.decode_backend.raise_on_fault()
         self.prefill_backend.raise_on_fault()
 
-    def forward(self, q, k, v, layer, batch, save_kv_cache=True, **options: Any) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: RadixAttention,
+        batch: AttentionBatch,
+        save_kv_cache: bool = True,
+        **options: Any,
+    ) -> Tensor:
         return self.select(batch.forward_mode).forward(q, k, v, layer, batch, save_kv_cache, **options)
 
     def forward_decode(self, *args: Any, **options: Any) -> None:
-        self.decode_backend.forward_decode(*args, **options)
+        raise NotImplementedError("attnops: a hybrid's forward calls the backend that serves the batch's mode")
 
-    def forward_extend(self, q, k, v, layer, batch, save_kv_cache=True, **options: Any) -> None:  # type: ignore[no-untyped-def]
-        self.select(batch.forward_mode).forward_extend(q, k, v, layer, batch, save_kv_cache, **options)
+    forward_extend = forward_decode

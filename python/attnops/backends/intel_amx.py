@@ -121,20 +121,8 @@ class IntelAMXAttnBackend(AttentionBackend):
             keys = cache_seqlens if step.paged.page_table is not None else None
             ops.fmha_plan(fmha_plan, step.paged.cu_seqlens_q, cache_seqlens=keys)
 
-    def forward_decode(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: RadixAttention,
-        batch: AttentionBatch,
-        save_kv_cache: bool = True,
-        *,
-        q_rope: Tensor | None = None,
-        k_rope: Tensor | None = None,
-        out: Tensor,
-    ) -> None:
-        self.forward_extend(q, k, v, layer, batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope, out=out)
+    def forward_decode(self, *args: Any, **options: Any) -> None:
+        self.forward_extend(*args, **options)
 
     def forward_extend(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -88,8 +88,8 @@ class TorchNativeAttnBackend(AttentionBackend):
         if not batch.forward_mode.is_idle():
             self._buffers.build(self._current(), batch)
 
-    def forward_decode(self, q, k, v, layer, batch, save_kv_cache=True, *, q_rope=None, k_rope=None, out):  # type: ignore[no-untyped-def]
-        self.forward_extend(q, k, v, layer, batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope, out=out)
+    def forward_decode(self, *args: Any, **options: Any) -> None:
+        self.forward_extend(*args, **options)
 
     def forward_extend(
         self,
