@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from attnops import ops, reference
-from checks import MAX_RELATIVE_ERROR_FP8, assert_attention_close, assert_lse_close
+from checks import MAX_RELATIVE_ERROR_FP8, assert_attention_close, assert_lse_close, relative_error
 from problems import FP8, LAYOUTS, paged_problem, random_tree_mask
 from xqa_decoding import assert_decodes, decode, isas_here, make_plan
 
@@ -82,6 +82,22 @@ class TestEqualsFloat64:
     def test_dtypes_and_head_dims(self, device, dtype, head_dim):
         problem = paged_problem(LENGTHS, head_dim=head_dim, dtype=dtype).to(device)
         assert_decodes(problem)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("length", [20, 1000])
+    def test_no_less_accurate_than_sdpa(self, device, dtype, length):
+        problem = paged_problem([length] * 4, dtype=dtype, head_dim=128).to(device)
+        expected, _ = problem.expected()
+        keys, values = (
+            torch.stack([reference.gather_tokens(pages, problem.page_table, b, length) for b in range(4)])
+            .transpose(1, 2)
+            .repeat_interleave(4, dim=1)
+            for pages in (problem.k_pages, problem.v_pages)
+        )
+        q = problem.q_by_request.transpose(1, 2)
+        sdpa = torch.nn.functional.scaled_dot_product_attention(q, keys, values).transpose(1, 2).flatten(0, 1)
+        bound = 1.5 * relative_error(sdpa.cpu(), expected)
+        assert_attention_close(decode(problem)[0], expected, dtype, bound=bound)
 
     @pytest.mark.parametrize("heads", HEADS)
     @pytest.mark.parametrize("seqlen_q", [1, 4])
