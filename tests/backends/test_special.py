@@ -64,7 +64,7 @@ def test_the_tape_catches_a_backend_that_plans_outside_its_graph():
         tape.replay()
     except RuntimeError:  # the CPU's op may notice that its plan is stale
         return
-    assert relative_error(out, other.expected) > 0.1
+    assert not relative_error(out, other.expected) <= 0.1, "stale tables lead to wrong pages, or to NaN"
 
 
 @pytest.mark.parametrize("name", BACKENDS)

@@ -15,10 +15,10 @@ _MODULES = {
 
 # Names that users of SGLang know and this package does not (yet) answer, each with the reason.
 NOT_BUILT = {
-    "trtllm_mha": "the CUDA kernels of xqa_decode have not landed",
-    "trtllm_mla": "the CUDA kernels of mla_decode have not landed",
-    "flashmla": "the CUDA kernels of mla_decode have not landed",
-    "cutlass_mla": "the CUDA kernels of mla_decode have not landed",
+    "trtllm_mha": "attnops.ops.xqa_decode runs on CUDA, the backend over it is not built yet",
+    "trtllm_mla": "attnops.ops.mla_decode runs on CUDA, the backend over it is not built yet",
+    "flashmla": "attnops.ops.mla_decode runs on CUDA, the backend over it is not built yet",
+    "cutlass_mla": "attnops.ops.mla_decode runs on CUDA, the backend over it is not built yet",
     "fa3": "the CUDA kernels of fmha have not landed",
     "fa4": "its kernels are for Blackwell (sm100), which nobody could run here",
     "triton": "attnops compiles nothing at run time; there is no Triton fallback yet",
