@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import threading
+
 import pytest
 import torch
 from attnops.backends import get_backend_class, registered_names
 from attnops.layers import RadixAttention, collect_layers, forward_context, get_forward_context
+from attnops.layers.forward_context import kv_order
 from attnops.types import AttentionBatch, AttentionSpec, ForwardMode
 from steps import LIMITS, Model, make_step
 
@@ -100,6 +104,46 @@ def test_no_recompile_across_batches_of_one_bucket():
     assert counter.frame_count == 1
 
 
+def test_one_more_compilation_serves_every_number_of_tokens():
+    counter = torch._dynamo.testing.CompileCounter()
+    model = TinyModel()
+    compiled, layers = torch.compile(model, backend=counter, fullgraph=True), collect_layers(model)
+    with torch.no_grad():
+        for count in (4, 7, 9, 30, 12):
+            x = inputs(count)
+            with forward_context(prepared("intel_amx", ForwardMode.EXTEND, [3, 0], [count - 1, 1]), layers):
+                out = compiled(x)
+            assert torch.equal(out, model(x, prepared("intel_amx", ForwardMode.EXTEND, [3, 0], [count - 1, 1])))
+    assert counter.frame_count == 2, "one for the first number, one for all"
+
+
+def test_threads_have_steps_of_their_own():
+    """Two models side by side, each in its own thread and context, do not see each other's step."""
+    layer = RadixAttention(HEADS, DIM, 0.2, KV_HEADS, 0)
+    k = inputs(1, 1)[:, : KV_HEADS * DIM]
+    barrier = threading.Barrier(2)
+
+    def serve(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        batch, alone = (prepared("intel_amx", ForwardMode.DECODE, [9 + seed], [1], seed, uniform=True) for _ in "ab")
+        with forward_context(batch, {0: layer}):
+            barrier.wait()
+            out = layer(inputs(1, seed), k, k)
+            barrier.wait()
+        return out, layer(inputs(1, seed), k, k, alone)
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for out, expected in pool.map(serve, (0, 1)):
+            assert torch.equal(out, expected)
+
+
+def test_a_compiled_model_outside_a_step_says_so():
+    model = TinyModel()
+    with forward_context(prepared("intel_amx", ForwardMode.DECODE, [3], [1], uniform=True), {}):
+        pass
+    with pytest.raises(RuntimeError, match="no step is running"):
+        torch.compile(model, backend="eager", fullgraph=True)(inputs(1))
+
+
 def test_rows_beyond_the_steps_tokens_are_zeros():
     """A bucket of 8 rows carries 5 tokens: the layer's op serves those and clears the rest, NaN or not."""
     batch = prepared("torch_native", ForwardMode.EXTEND, [0, 3], [4, 1])
@@ -136,8 +180,8 @@ def test_opcheck_of_the_layers_op():
     batch = prepared("torch_native", ForwardMode.DECODE, [3, 9], [1, 1], uniform=True)
     layer = RadixAttention(HEADS, DIM, 0.2, KV_HEADS, 0)
     k = inputs(2, 1)[:, : KV_HEADS * DIM].contiguous()
-    with forward_context(batch, {0: layer}) as context:
-        arguments = (inputs(2), k, k.clone(), torch.empty(2, WIDTH), context.order, 0)
+    with forward_context(batch, {0: layer}):
+        arguments = (inputs(2), k, k.clone(), torch.empty(2, WIDTH), kv_order(k.device), 0)
         torch.library.opcheck(torch.ops.attnops.unified_attention_with_output.default, arguments)
 
 

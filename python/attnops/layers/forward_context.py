@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,28 +16,35 @@ if TYPE_CHECKING:
     from attnops.layers.radix_attention import RadixAttention
 
 
-@dataclass
+@dataclass(frozen=True)
 class ForwardContext:
     """The step now running: its batch (which holds backend and cache) and the layers by `layer_id`."""
 
     batch: AttentionBatch
     layers: Mapping[int, RadixAttention]
-    order: torch.Tensor  # see `kv_order`
 
 
-_current: ForwardContext | None = None
-_orders: dict[torch.device, torch.Tensor] = {}
+# Of this thread (and of this task): two models may run side by side. Read by the op only, never by traced code.
+_current: contextvars.ContextVar[ForwardContext | None] = contextvars.ContextVar("attnops_step", default=None)
+
+# One byte per device that stands for "the caches" in a compiled graph. The attention op writes pages that are no
+# argument of it. It says instead that it writes this byte: a compiler then neither drops an attention whose output is
+# unused nor swaps two, and copies one byte where it functionalizes. Nobody reads or writes it.
+_kv_order: dict[torch.device, torch.Tensor] = {}
 
 
 def kv_order(device: torch.device) -> torch.Tensor:
-    """One byte per device that stands for "the caches" in a compiled graph.
+    """The byte of a device on which a step has run.
 
-    The attention op writes pages that are no argument of it. It says instead that it writes this byte: a compiler then
-    neither drops an attention whose output is unused nor swaps two, and copies one byte where it functionalizes.
+    Raises:
+        RuntimeError: none has.
     """
-    if device not in _orders:
-        _orders[device] = torch.zeros(1, dtype=torch.uint8, device=device)
-    return _orders[device]
+    if device not in _kv_order:
+        raise RuntimeError(_NO_STEP)
+    return _kv_order[device]
+
+
+_NO_STEP = "attnops: no step is running; call the model inside `with forward_context(batch, layers):`"
 
 
 def collect_layers(model: torch.nn.Module) -> dict[int, RadixAttention]:
@@ -59,13 +67,15 @@ def collect_layers(model: torch.nn.Module) -> dict[int, RadixAttention]:
 @contextlib.contextmanager
 def forward_context(batch: AttentionBatch, layers: Mapping[int, RadixAttention]) -> Iterator[ForwardContext]:
     """Makes `batch` the running step. Needed around a compiled model; an eager one may pass the batch to its layers."""
-    global _current
-    previous = _current
-    _current = ForwardContext(batch, layers, kv_order(batch.cache_seqlens.device))
+    device = batch.cache_seqlens.device
+    if device not in _kv_order:
+        _kv_order[device] = torch.zeros(1, dtype=torch.uint8, device=device)
+    context = ForwardContext(batch, layers)
+    token = _current.set(context)
     try:
-        yield _current
+        yield context
     finally:
-        _current = previous
+        _current.reset(token)
 
 
 def get_forward_context() -> ForwardContext:
@@ -74,6 +84,7 @@ def get_forward_context() -> ForwardContext:
     Raises:
         RuntimeError: none is running.
     """
-    if _current is None:
-        raise RuntimeError("attnops: no step is running; call the model inside `with forward_context(batch, layers):`")
-    return _current
+    context = _current.get()
+    if context is None:
+        raise RuntimeError(_NO_STEP)
+    return context

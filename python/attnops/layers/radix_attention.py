@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnops.layers.forward_context import get_forward_context
+from attnops.layers.forward_context import get_forward_context, kv_order
 from attnops.types import AttentionBatch, AttentionType
 
 
@@ -97,9 +97,8 @@ class RadixAttention(torch.nn.Module):
         """
         if forward_batch is None or torch.compiler.is_compiling():
             out = q.new_empty(q.shape[0], self.num_heads * self.v_head_dim)
-            order = get_forward_context().order
             torch.ops.attnops.unified_attention_with_output(
-                q, k, v, out, order, self.layer_id, save_kv_cache, q_rope, k_rope
+                q, k, v, out, kv_order(q.device), self.layer_id, save_kv_cache, q_rope, k_rope
             )
             return out
         backend = forward_batch.attn_backend
