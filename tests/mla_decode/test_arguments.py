@@ -195,6 +195,13 @@ def test_plan_of_another_geometry_is_refused(device):
         decode(problem, plan=plan_for(problem), window_left=7)
 
 
+def test_flat_queries_that_are_no_whole_requests_are_refused():
+    problem = mla_problem([70, 9], 2, num_q_heads=5)
+    call = (problem.kv_pages, problem.page_table, problem.cache_seqlens, plan_for(problem))
+    with pytest.raises(ValueError, match=r"mla_decode: q must be .* as its plan, got \[3, 5, 576\]"):
+        ops.mla_decode(problem.q[:3], *call, softmax_scale=SCALE)
+
+
 def test_plan_of_other_lengths_is_refused():
     problem = mla_problem([70, 900], num_q_heads=5)
     plan = plan_for(problem)

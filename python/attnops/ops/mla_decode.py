@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ def mla_decode_plan(plan: MlaDecodePlan, cache_seqlens: Tensor) -> None:
     Raises:
         RuntimeError: naming the argument that does not fit.
     """
-    torch.ops.attnops.mla_decode_plan(
+    torch.ops.attnops.mla_decode_plan.default(
         plan.tile_scheduler_metadata,
         plan.num_splits,
         cache_seqlens,
@@ -89,34 +90,44 @@ def mla_decode(
         ``(out, lse)``, lse natural log, None unless asked for. A row that sees no key has ``out = 0``, ``lse = -inf``.
 
     Raises:
-        ValueError: the plan was allocated for another geometry.
+        ValueError: the plan was allocated for another geometry, which q's rank or batch does not fit.
         RuntimeError: naming the argument whose shape, dtype, stride, device or range does not fit; on the CPU also when
             the plan is not the one of these `cache_seqlens`.
 
     Source: absorbed MLA of DeepSeek-V2 (arXiv:2405.04434), section 2.1; split-KV as in FlashDecoding.
     """
-    flat = q.dim() == 3
-    check_plan_key(
-        plan,
-        {
-            "batch_size": q.shape[0] // plan.seqlen_q if flat else q.shape[0],
-            "seqlen_q": plan.seqlen_q if flat else q.shape[1],
-            "num_q_heads": q.shape[-2],
-            "window_left": window_left,
-        },
-    )
-    out = q.new_empty(*q.shape[:-1], MLA_HEAD_DIM_V) if out is None else out
+    if q.dim() == 4:
+        shape: Sequence[int] = q.shape
+    elif q.dim() == 3 and q.shape[0] % plan.seqlen_q == 0:
+        shape = (q.shape[0] // plan.seqlen_q, plan.seqlen_q, *q.shape[1:])
+    else:
+        raise ValueError(
+            f"attnops::mla_decode: q must be [B, {plan.seqlen_q}, H_q, D] or [B * {plan.seqlen_q}, H_q, D] "
+            f"as its plan, got {list(q.shape)}"
+        )
+    requests, seqlen_q, num_q_heads, _ = shape
+    if (
+        requests != plan.batch_size
+        or seqlen_q != plan.seqlen_q
+        or num_q_heads != plan.num_q_heads
+        or window_left != plan.window_left
+    ):
+        key = (requests, seqlen_q, num_q_heads, window_left)
+        check_plan_key(plan, dict(zip(plan.key, key, strict=True)))
+    if out is None:
+        out = q.new_empty(*q.shape[:-1], MLA_HEAD_DIM_V)
     if lse is None and (return_lse or sinks_in_lse):
         lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+    if q_pe is not None and q_pe.dim() == 3:
+        q_pe = q_pe.unflatten(0, shape[:2])
+    if tree_mask is not None and tree_mask.dim() == 2:
+        tree_mask = tree_mask.unflatten(0, shape[:2])
 
-    def by_request(x: Tensor | None, rank: int) -> Tensor | None:
-        return x.unflatten(0, (plan.batch_size, plan.seqlen_q)) if x is not None and x.dim() == rank - 1 else x
-
-    torch.ops.attnops.mla_decode(
-        by_request(out, 4),
-        by_request(lse, 3),
-        by_request(q, 4),
-        by_request(q_pe, 4),
+    torch.ops.attnops.mla_decode.default(
+        out if out.dim() == 4 else out.unflatten(0, shape[:2]),
+        lse if lse is None or lse.dim() == 3 else lse.unflatten(0, shape[:2]),
+        q if q.dim() == 4 else q.view(shape),
+        q_pe,
         kv_pages,
         page_table,
         kv_indptr,
@@ -131,7 +142,7 @@ def mla_decode(
         window_left,
         logit_cap,
         sinks,
-        by_request(tree_mask, 3),
+        tree_mask,
         kv_scale,
         plan.fixed_split_tokens,
         report,
