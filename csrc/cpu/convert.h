@@ -23,14 +23,15 @@ inline float to_float(float x) { return x; }
 inline float to_float(Float16 x) { return static_cast<float>(x.value); }
 inline float to_float(BFloat16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
 
-// e4m3fn: 4 exponent bits with bias 7, no infinities, one NaN per sign. Placing the seven magnitude bits at the top of
-// a float's exponent and mantissa and scaling by 2^(127 - 7) is exact, for subnormals too.
+// e4m3fn: 4 exponent bits with bias 7, no infinities, one NaN per sign. Subnormals are whole multiples of 2^-9; no step
+// passes through a denormal float, which a thread that flushes them (torch.set_flush_denormal) would lose.
 inline float to_float(Float8E4M3 x) {
   const uint32_t magnitude = x.bits & 0x7F;
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x80) << 24;
   if (magnitude == 0x7F) return std::bit_cast<float>(sign | 0x7FC00000u);
-  const float scaled = std::bit_cast<float>(magnitude << 20) * 0x1p120f;
-  return std::bit_cast<float>(std::bit_cast<uint32_t>(scaled) | sign);
+  const float value = magnitude < 8 ? static_cast<float>(magnitude) * 0x1p-9f
+                                    : std::bit_cast<float>((magnitude << 20) + ((127u - 7u) << 23));
+  return std::bit_cast<float>(std::bit_cast<uint32_t>(value) | sign);
 }
 
 template <typename T>

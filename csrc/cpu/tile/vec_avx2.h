@@ -63,7 +63,10 @@ struct Vec {
       const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(static_cast<const uint8_t*>(row) + at));
       const __m256i x = _mm256_cvtepu8_epi32(bytes), magnitude_bits = _mm256_set1_epi32(0x7F);
       const __m256i magnitude = _mm256_and_si256(x, magnitude_bits);
-      const __m256 value = mul(_mm256_castsi256_ps(_mm256_slli_epi32(magnitude, 20)), set(0x1p120f));
+      const __m256i bits = _mm256_add_epi32(_mm256_slli_epi32(magnitude, 20), _mm256_set1_epi32(120 << 23));
+      const __m256 is_subnormal = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(8), magnitude));
+      const __m256 subnormal = mul(_mm256_cvtepi32_ps(magnitude), set(0x1p-9f));
+      const __m256 value = select(is_subnormal, subnormal, _mm256_castsi256_ps(bits));
       const __m256 is_nan = _mm256_castsi256_ps(_mm256_cmpeq_epi32(magnitude, magnitude_bits));
       const __m256 sign = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_andnot_si256(magnitude_bits, x), 24));
       return _mm256_or_ps(select(is_nan, set(__builtin_nanf("")), value), sign);

@@ -56,7 +56,10 @@ struct Vec {
     if constexpr (kType == DType::kFloat8E4M3) {  // see cpu/convert.h
       const __m512i x = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(m, static_cast<const uint8_t*>(row) + at));
       const __m512i magnitude_bits = _mm512_set1_epi32(0x7F), magnitude = _mm512_and_si512(x, magnitude_bits);
-      const F value = mul(_mm512_castsi512_ps(_mm512_slli_epi32(magnitude, 20)), set(0x1p120f));
+      const __m512i bits = _mm512_add_epi32(_mm512_slli_epi32(magnitude, 20), _mm512_set1_epi32(120 << 23));
+      const Mask is_subnormal = _mm512_cmplt_epi32_mask(magnitude, _mm512_set1_epi32(8));
+      const F subnormal = mul(_mm512_cvtepi32_ps(magnitude), set(0x1p-9f));
+      const F value = select(is_subnormal, subnormal, _mm512_castsi512_ps(bits));
       const Mask is_nan = _mm512_cmpeq_epi32_mask(magnitude, magnitude_bits);
       const F sign = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_andnot_si512(magnitude_bits, x), 24));
       return _mm512_or_ps(select(is_nan, set(__builtin_nanf("")), value), sign);
