@@ -131,6 +131,18 @@ def test_replay_with_other_requests_equals_fresh_eager_bit_for_bit(name, model, 
         assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize(("name", "model", "shape"), cases())
+def test_the_checked_mode_finds_nothing_in_a_right_step_and_changes_no_bit(name, model, shape, monkeypatch):
+    expected = eager(name, step_of(model, shape, 1))
+    monkeypatch.setenv("ATTNOPS_CHECK", "1")
+    backend = build(name, model)
+    assert backend.fault_report is not None
+    step = step_of(model, shape, 1)
+    backend.init_forward_metadata(step.batch)
+    assert torch.equal(step.run(backend), expected)
+    backend.raise_on_fault()
+
+
 @pytest.mark.parametrize("name", backends())
 @pytest.mark.parametrize("model", MODELS[:1] + MODELS[8:9], ids=lambda m: m.name)
 def test_padding_tokens_of_a_bucket_change_nothing(name, model):
@@ -179,6 +191,9 @@ def test_idle_and_empty_steps(name):
         step.batch.forward_mode = mode
         backend.init_forward_metadata(step.batch)
         assert step.run(backend).shape == (0, 8, 64)
+    step.batch.forward_mode = ForwardMode.IDLE
+    rows = torch.full((3, 8 * 64), float("nan"), dtype=BF16)  # padding of a rank that only joins collectives
+    assert torch.equal(backend.forward(rows, rows, rows, step.layer, step.batch), torch.zeros_like(rows))
 
 
 @pytest.mark.parametrize("name", backends())

@@ -114,7 +114,7 @@ class AttentionBackend(ABC):
             out = q.new_empty(q.shape[0], layer.num_heads * layer.v_head_dim)
         mode = batch.forward_mode
         if mode is ForwardMode.IDLE or q.shape[0] == 0:
-            return out
+            return out.zero_()  # an idle rank's rows are padding
         serve = self.forward_decode if mode is ForwardMode.DECODE else self.forward_extend
         serve(q, k, v, layer, batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope, out=out)
         return out
