@@ -43,8 +43,8 @@ class Model:
             v_head_dim=spec.v_head_dim,
             sliding_window_size=spec.sliding_window_size,
             sinks=torch.randn(spec.num_q_heads, generator=generator) if spec.has_sinks else None,
-            k_scale=torch.tensor([0.02]) if fp8 else None,
-            v_scale=torch.tensor([0.03]) if fp8 and not spec.is_mla else None,
+            k_scale=torch.tensor(self.options.get("k_scale", [0.02])) if fp8 else None,
+            v_scale=torch.tensor(self.options.get("v_scale", [0.03])) if fp8 and not spec.is_mla else None,
             attn_type=spec.attn_type,
         )
 
@@ -121,6 +121,7 @@ def rounded(values: Tensor, spec: AttentionSpec, scale: Tensor | None) -> tuple[
         return rows, reference.unpack_mla_fp8_rows(rows)
     if spec.cache_dtype == torch.float8_e4m3fn:
         assert scale is not None
+        scale = scale.view(-1, 1)  # one, or one per KV head
         stored = (values.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
         return stored, stored.double() * scale.double()
     stored = values.to(spec.cache_dtype)
@@ -259,7 +260,7 @@ def _fill_cache(
     page, offset = prefix_slots[keep] // spec.page_size, prefix_slots[keep] % spec.page_size
     if spec.is_mla:
         assert isinstance(pool, MLATokenToKVPool)
-        stored, real = rounded(k.squeeze(1), spec, layer.k_scale)
+        stored, real = rounded(k.squeeze(1), spec, layer.k_scale)  # [tokens, 576]
         _put(pool.get_latent_buffer(layer.layer_id), page, offset, stored[:prefix][keep])
         return real.unsqueeze(1), real.unsqueeze(1)[..., : spec.v_head_dim]
     k_pages, v_pages = pool.get_kv_buffer(layer.layer_id)

@@ -97,6 +97,19 @@ def test_an_encoders_bucket_may_hold_nan_behind_its_tokens(name):
 
 
 @pytest.mark.parametrize("name", BACKENDS)
+def test_indices_may_be_of_either_width(name):
+    wide, narrow = (make_step(MODEL, ForwardMode.EXTEND, [30, 0], [3, 9]) for _ in range(2))
+    narrow.batch.req_pool_indices = narrow.batch.req_pool_indices.to(torch.int32)
+    narrow.batch.out_cache_loc = narrow.batch.out_cache_loc.to(torch.int32)
+    results = []
+    for step in (wide, narrow):
+        backend = get_backend_class(name)(SPEC, LIMITS)
+        backend.init_forward_metadata(step.batch)
+        results.append(step.run(backend))
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
 def test_layers_with_and_without_a_window_share_a_step(name):
     """Gemma's pattern: one step's metadata serves both kinds of layer."""
     spec = AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=64, page_size=16, sliding_window_size=20)
