@@ -66,8 +66,13 @@ def describe_backends(machine: Machine) -> list[str]:
     lines = []
     for name in registered_names():
         reasons = get_backend_class(name).capability.machine_reasons(machine)
-        lines.append(f"  {name:<22} {'; '.join(reasons) or 'runs here'}")
+        lines.append(f"  {name:<22} {'; '.join(reasons) or _runs_here(name, machine)}")
     return [*lines, *(f"  {name:<22} not built: {reason}" for name, reason in NOT_BUILT.items())]
+
+
+def _runs_here(name: str, machine: Machine) -> str:
+    chosen_on = get_backend_class(name).capability.chosen_on
+    return "runs here" if chosen_on is None or machine.device in chosen_on else "runs here, when asked for by name"
 
 
 def describe_selection(spec: AttentionSpec, machine: Machine, speculative: bool = False) -> list[str]:
@@ -92,13 +97,19 @@ def _modes(capability: Capability) -> str:
     return ", ".join(mode.name.lower() for mode in sorted(capability.modes))
 
 
+def _devices(capability: Capability) -> str:
+    chosen = capability.devices if capability.chosen_on is None else capability.chosen_on
+    by_name = [f"{device} by name" for device in sorted(capability.devices - chosen)]
+    return ", ".join(sorted(chosen)) + _archs(capability) + "".join(f", {text}" for text in by_name)
+
+
 def _archs(capability: Capability) -> str:
     return "" if capability.archs is None else " sm_" + ", sm_".join(map(str, sorted(capability.archs)))
 
 
 # Row of the matrix -> its cell for a capability.
 _ROWS: dict[str, Callable[[Capability], str]] = {
-    "device": lambda c: ", ".join(sorted(c.devices)) + _archs(c),
+    "device": _devices,
     "modes": _modes,
     "q": lambda c: names(c.dtypes),
     "cache": lambda c: ", ".join(["as q", *sorted(DTYPE_NAMES[d] for d in c.kv_dtypes)]),

@@ -75,16 +75,20 @@ class DecodePlans:
 class BlockBuffers:
     """The memory and the plans of `TokenBlocks`, for every shape up to the limits.
 
-    A block of tokens fills the rows of one work of `mla_decode`; with more heads than rows, a token is a block.
+    Args:
+        width: Tokens of a block. By default as many as fill the rows of one work of `mla_decode`; with more heads than
+            rows, a token is a block.
     """
 
-    def __init__(self, spec: AttentionSpec, limits: Limits, device: torch.device) -> None:
-        self.width = max(1, MLA_ROWS_PER_WORK // spec.num_q_heads)
+    def __init__(self, spec: AttentionSpec, limits: Limits, device: torch.device, width: int | None = None) -> None:
+        self.width = width or max(1, MLA_ROWS_PER_WORK // spec.num_q_heads)
         tokens, width = limits.max_num_tokens, self.width
         most = tokens // width + limits.max_batch_size
         self.plans = DecodePlans(spec, limits, most, width, device)
         self.cache_seqlens = torch.zeros(most, dtype=torch.int32, device=device)
         self.page_table = torch.zeros(most, limits.max_pages(spec.page_size), dtype=torch.int32, device=device)
+        windowed = spec.sliding_window_size >= 0 and not spec.is_mla  # MLA has no window pool
+        self.window_page_table = torch.zeros_like(self.page_table) if windowed else self.page_table
         self.token_of_row = torch.zeros(most * width, dtype=torch.int64, device=device)
         self.row_of_token = torch.zeros(tokens, dtype=torch.int64, device=device)
         self.index = torch.arange(max(most, tokens, width), device=device)
@@ -96,6 +100,7 @@ class BlockBuffers:
             num_blocks=count,
             cache_seqlens=self.cache_seqlens[:count],
             page_table=self.page_table[:count],
+            window_page_table=self.window_page_table[:count],
             token_of_row=self.token_of_row[: count * self.width],
             row_of_token=self.row_of_token[:num_tokens],
             index=self.index,
@@ -113,6 +118,7 @@ class TokenBlocks:
     Attributes:
         cache_seqlens: int32 ``[num_blocks]``; 0 for blocks that the step does not need.
         page_table: int32 ``[num_blocks, max_pages]``.
+        window_page_table: Of the sliding-window pool, where the step has one; unused otherwise.
         token_of_row: int64 ``[num_blocks * width]``: where a block's row takes its query from.
         row_of_token: int64 ``[num_tokens]``: where a token finds its result.
         index: int64, 0, 1, 2, ...
@@ -122,6 +128,7 @@ class TokenBlocks:
     num_blocks: int
     cache_seqlens: Tensor
     page_table: Tensor
+    window_page_table: Tensor
     token_of_row: Tensor
     row_of_token: Tensor
     index: Tensor
@@ -139,6 +146,9 @@ class TokenBlocks:
         prefix = batch.cache_seqlens.long() - lens
         self.cache_seqlens.copy_(torch.where(block < end[-1], prefix[request] + end_row, 0))
         torch.index_select(step.page_table, 0, request, out=self.page_table)
+        if step.window_out_cache_loc is not None:
+            assert step.window_page_table is not None
+            torch.index_select(step.window_page_table, 0, request, out=self.window_page_table)
         if width == 1:  # a token is a block: both are in the same order
             return
         rows = (first_token[request] + end_row - width).unsqueeze(1) + self.index[:width]

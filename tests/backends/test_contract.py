@@ -40,6 +40,8 @@ MODELS = [
     Model("mla", AttentionSpec.mla(16, page_size=64), scale=0.1),
     Model("mla_odd_page7_fp32", AttentionSpec.mla(3, page_size=7, dtype=FP32), scale=0.1),
     Model("mla_fp8", AttentionSpec.mla(8, page_size=16, kv_dtype=E4M3), scale=0.1),
+    Model("mla_page32", AttentionSpec.mla(5, page_size=32, dtype=FP16), scale=0.1),
+    Model("mla_page128", AttentionSpec.mla(16, page_size=128), scale=0.1),
     Model("mla_656", AttentionSpec.mla(8, page_size=64, kv_dtype=torch.uint8), scale=0.1),
     Model("bidirectional", gqa(attn_type=AttentionType.DECODER_BIDIRECTIONAL)),
     Model(
@@ -67,6 +69,21 @@ SHAPES = {
 def backends() -> list[str]:
     here = Machine(device="cpu")
     return [name for name in registered_names() if not get_backend_class(name).capability.machine_reasons(here)]
+
+
+def serves(name: str, model: Model, *modes: ForwardMode) -> bool:
+    return not get_backend_class(name).capability.reasons_against(model.spec, modes)
+
+
+def model_of(name: str) -> Model:
+    """The first model that a backend serves, for tests that need any."""
+    return next(model for model in MODELS if serves(name, model))
+
+
+def ragged_mode(name: str) -> ForwardMode:
+    """EXTEND; of a backend that only decodes, the ragged mode that it has."""
+    extends = ForwardMode.EXTEND in get_backend_class(name).capability.modes
+    return ForwardMode.EXTEND if extends else ForwardMode.DRAFT_EXTEND
 
 
 def cases() -> list:
@@ -150,13 +167,15 @@ def test_the_checked_mode_finds_nothing_in_a_right_step_and_changes_no_bit(name,
 
 
 @pytest.mark.parametrize("name", backends())
-@pytest.mark.parametrize("model", [MODELS[0], next(m for m in MODELS if m.spec.is_mla)], ids=lambda m: m.name)
-def test_padding_tokens_of_a_bucket_change_nothing(name, model):
-    if get_backend_class(name).capability.reasons_against(model.spec, [ForwardMode.EXTEND]):
+@pytest.mark.parametrize("mla", [False, True])
+def test_padding_tokens_of_a_bucket_change_nothing(name, mla):
+    mode = ragged_mode(name)
+    model = next((m for m in MODELS if m.spec.is_mla == mla and serves(name, m, mode)), None)
+    if model is None:
         pytest.skip("not served")
     lengths = ([0, 65, 100], [33, 1, 20])
-    plain = make_step(model, ForwardMode.EXTEND, *lengths, seed=1)
-    bucket = make_step(model, ForwardMode.EXTEND, *lengths, seed=1, num_tokens=64)
+    plain = make_step(model, mode, *lengths, seed=1)
+    bucket = make_step(model, mode, *lengths, seed=1, num_tokens=64)
     out = eager(name, bucket)
     assert relative_error(out[:54], plain.expected) <= MAX_RELATIVE_ERROR[model.spec.dtype]
 
@@ -164,7 +183,7 @@ def test_padding_tokens_of_a_bucket_change_nothing(name, model):
 @pytest.mark.parametrize("name", backends())
 def test_padding_rows_of_a_graph_change_no_other_row(name):
     """A graph of 4 serves 2 requests: the rest hold the fill value, slot -1 and request row 0."""
-    model = MODELS[0]
+    model = model_of(name)
     backend = build(name, model)
     step = make_step(model, ForwardMode.DECODE, [63, 150, 10, 20], [1] * 4, uniform=True, seed=3)
     fill = backend.get_cuda_graph_seq_len_fill_value()
@@ -178,8 +197,8 @@ def test_padding_rows_of_a_graph_change_no_other_row(name):
 
 @pytest.mark.parametrize("name", backends())
 def test_new_rows_are_stored_unless_they_are_there(name):
-    model = MODELS[0]
-    step = make_step(model, ForwardMode.EXTEND, [5, 20], [7, 2])
+    model = model_of(name)
+    step = make_step(model, ragged_mode(name), [5, 20], [7, 2])
     backend = build(name, model)
     backend.init_forward_metadata(step.batch)
     first = step.run(backend)
@@ -190,33 +209,36 @@ def test_new_rows_are_stored_unless_they_are_there(name):
 
 @pytest.mark.parametrize("name", backends())
 def test_idle_and_empty_steps(name):
-    model = MODELS[0]
+    model = model_of(name)
     backend = build(name, model)
-    step = make_step(model, ForwardMode.EXTEND, [], [])
-    for mode in (ForwardMode.IDLE, ForwardMode.EXTEND):
+    step = make_step(model, ragged_mode(name), [], [])
+    for mode in (ForwardMode.IDLE, ragged_mode(name)):
         step.batch.forward_mode = mode
         backend.init_forward_metadata(step.batch)
-        assert step.run(backend).shape == (0, 8, 64)
+        assert step.run(backend).shape == (0, model.spec.num_q_heads, model.spec.v_head_dim)
     step.batch.forward_mode = ForwardMode.IDLE
-    rows = torch.full((3, 8 * 64), float("nan"), dtype=BF16)  # padding of a rank that only joins collectives
-    assert torch.equal(backend.forward(rows, rows, rows, step.layer, step.batch), torch.zeros_like(rows))
+    # Padding of a rank that only joins collectives.
+    rows = torch.full((3, model.spec.num_q_heads * model.spec.head_dim), float("nan"), dtype=model.spec.dtype)
+    out = backend.forward(rows, rows, rows, step.layer, step.batch)
+    assert torch.equal(out, torch.zeros(3, model.spec.num_q_heads * model.spec.v_head_dim, dtype=model.spec.dtype))
 
 
 @pytest.mark.parametrize("name", backends())
 def test_an_out_of_the_callers_is_written(name):
-    model = MODELS[0]
+    model = model_of(name)
     step = make_step(model, ForwardMode.DECODE, [9, 30], [1, 1], uniform=True)
     backend = build(name, model)
     backend.init_forward_metadata(step.batch)
-    out = torch.full((2, 8 * 64), float("nan"), dtype=BF16)
-    result = backend.forward(step.q, step.k, step.v, step.layer, step.batch, out=out)
+    out = torch.full((2, model.spec.num_q_heads * model.spec.v_head_dim), float("nan"), dtype=model.spec.dtype)
+    v = None if model.spec.is_mla else step.v
+    result = backend.forward(step.q, step.k, v, step.layer, step.batch, out=out)
     assert result is out
-    assert relative_error(out.view(2, 8, 64), step.expected) <= MAX_RELATIVE_ERROR[BF16]
+    assert relative_error(out.view_as(step.expected), step.expected) <= MAX_RELATIVE_ERROR[model.spec.dtype]
 
 
 @pytest.mark.parametrize("name", backends())
 def test_a_batch_above_the_limits_names_the_limit(name):
-    model = MODELS[0]
+    model = model_of(name)
     backend = build(name, model)
     step = make_step(model, ForwardMode.DECODE, [1] * 9, [1] * 9, uniform=True)
     with pytest.raises(ValueError, match=r"the batch has 9, above max_batch_size = 8"):
@@ -230,19 +252,26 @@ def test_a_batch_above_the_limits_names_the_limit(name):
 
 @pytest.mark.parametrize("name", backends())
 def test_a_layer_before_its_metadata_says_so(name):
-    model = MODELS[0]
+    model = model_of(name)
     step = make_step(model, ForwardMode.DECODE, [1], [1], uniform=True)
     with pytest.raises(RuntimeError, match="init_forward_metadata"):
         step.run(build(name, model))
 
 
+def views_of(backend):
+    """The step's views: a backend holds them itself, or in what it composes."""
+    return backend._step if hasattr(backend, "_step") else backend._steps.current
+
+
 @pytest.mark.parametrize("name", backends())
 def test_the_views_of_one_shape_are_the_same_for_ever(name):
-    model = MODELS[0]
+    model = model_of(name)
     backend = build(name, model)
     first = step_of(model, "decode", 0)
     backend.init_forward_metadata(first.batch)
-    views = backend._step
-    backend.init_forward_metadata(step_of(model, "extend", 0).batch)
+    views = views_of(backend)
+    assert views is not None
+    backend.init_forward_metadata(step_of(model, "draft_extend_ragged", 0).batch)
+    assert views_of(backend) is not views
     backend.init_forward_metadata(step_of(model, "decode", 1).batch)
-    assert backend._step is views
+    assert views_of(backend) is views

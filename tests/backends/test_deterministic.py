@@ -16,6 +16,7 @@ MODELS = [
     Model("window_sinks_fp32", AttentionSpec(**GQA, sliding_window_size=70, has_sinks=True, dtype=torch.float32)),
     Model("fp8_cap", AttentionSpec(**GQA, kv_dtype=torch.float8_e4m3fn, logit_cap=5.0)),
     Model("mla", AttentionSpec.mla(16, page_size=64, deterministic=True)),
+    Model("mla_page128", AttentionSpec.mla(16, page_size=128, deterministic=True)),
     Model("mla_many_heads", AttentionSpec.mla(80, page_size=64, deterministic=True)),
 ]
 BACKENDS = [name for name in registered_names() if get_backend_class(name).capability.deterministic]
@@ -26,6 +27,22 @@ STEPS = {
     "verify": (ForwardMode.TARGET_VERIFY, [1023, 64, 130, 0], [4] * 4, True),
     "extend": (ForwardMode.EXTEND, [130, 0, 1000, 64], [70, 33, 1, 64], False),
 }
+
+
+def cases(*shapes: str) -> list:
+    """(backend, model, shape) wherever the capability says that it works."""
+    return [
+        pytest.param(name, model, shape, id=f"{name}-{model.name}-{shape}")
+        for name in BACKENDS
+        for model in MODELS
+        for shape in shapes
+        if not get_backend_class(name).capability.reasons_against(model.spec)
+    ]
+
+
+def mode_of(name: str, mode: ForwardMode) -> ForwardMode:
+    """A backend that only decodes has another ragged mode than EXTEND."""
+    return mode if mode in get_backend_class(name).capability.modes else ForwardMode.DRAFT_EXTEND
 
 
 def run(name: str, step: Step) -> torch.Tensor:
@@ -53,12 +70,10 @@ def alone(step: Step, request: int, new_lens: list[int]) -> Step:
     return dataclasses.replace(step, batch=single, num_real=new_lens[request], **parts)
 
 
-@pytest.mark.parametrize("shape", STEPS)
-@pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(("name", "model", "shape"), cases(*STEPS))
 def test_a_request_alone_gives_the_bits_that_it_gives_in_a_batch(name, model, shape):
     mode, prefix, new, uniform = STEPS[shape]
-    step = make_step(model, mode, prefix, new, uniform=uniform, max_context=LIMITS.max_seqlen)
+    step = make_step(model, mode_of(name, mode), prefix, new, uniform=uniform, max_context=LIMITS.max_seqlen)
     together = run(name, step)
     assert torch.equal(run(name, step), together), "and on every run"
     begin = 0
@@ -67,11 +82,10 @@ def test_a_request_alone_gives_the_bits_that_it_gives_in_a_batch(name, model, sh
         begin += count
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
-@pytest.mark.parametrize("name", BACKENDS)
-def test_a_prefix_from_the_cache_gives_the_bits_of_one_just_computed(name, model):
+@pytest.mark.parametrize(("name", "model", "shape"), cases("extend"))
+def test_a_prefix_from_the_cache_gives_the_bits_of_one_just_computed(name, model, shape):
     """200 tokens at once, or 137 of them found in the cache: the last 63 rows are the same."""
-    whole = make_step(model, ForwardMode.EXTEND, [0], [200], max_context=LIMITS.max_seqlen)
+    whole = make_step(model, mode_of(name, STEPS[shape][0]), [0], [200], max_context=LIMITS.max_seqlen)
     expected = run(name, whole)[137:]
     batch = dataclasses.replace(
         whole.batch,

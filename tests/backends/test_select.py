@@ -18,11 +18,13 @@ from attnops.backends import (
     select_backend,
 )
 from attnops.backends.registry import NOT_BUILT
-from attnops.types import AttentionSpec, AttentionType, ForwardMode, Limits
+from attnops.backends.select import candidates
+from attnops.types import AttentionBatch, AttentionSpec, AttentionType, ForwardMode, Limits
 
 CPU = Machine(device="cpu")
 H200 = Machine(device="cuda", arch=90, has_cuda_kernels=True)
 GQA = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
+MLA_PAGES = {"flashmla": 64, "cutlass_mla": 128, "trtllm_mla": 32}
 LIMITS = Limits(max_batch_size=2, max_seqlen=64)
 
 
@@ -161,7 +163,7 @@ def test_when_nothing_fits_every_reason_is_listed():
     spec = AttentionSpec(num_q_heads=8, num_kv_heads=8, head_dim=1024)
     with pytest.raises(NotImplementedError) as error:
         select(spec, CPU)
-    for name in registered_names():
+    for name in candidates(spec, CPU):
         assert f"\n  {name}: takes head_dim/v_head_dim" in str(error.value)
 
 
@@ -177,6 +179,59 @@ def test_names_are_taken_once_and_need_a_capability(registered):
 
         @register_attention_backend("empty")
         class Empty(AttentionBackend): ...
+
+
+DECODERS = {"trtllm_mha": GQA, **{name: AttentionSpec.mla(16, page_size=size) for name, size in MLA_PAGES.items()}}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_decoder_for_gpus_runs_on_the_cpu_by_name_only(name):
+    spec = DECODERS[name]
+    assert name not in candidates(spec, CPU)
+    assert select(spec, CPU, decode_attention_backend=name).decode == name
+    on_gpu = select(spec, H200)
+    assert on_gpu.decode == name and on_gpu.prefill == "torch_native"
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_asked_for_everything_a_decoder_leaves_prefill_to_the_first_that_serves_it(name):
+    spec = DECODERS[name]
+    backend = select_backend(spec, LIMITS, "cpu", attention_backend=name)
+    assert isinstance(backend, HybridAttnBackend)
+    assert (backend.prefill_backend.name, backend.decode_backend.name) == ("intel_amx", name)
+    with pytest.raises(NotImplementedError, match=f"{name} does not serve this model here: does not serve EXTEND"):
+        select(spec, CPU, prefill_attention_backend=name)
+    alone = get_backend_class(name)(spec, LIMITS)
+    step = torch.zeros(1, dtype=torch.int32)
+    batch = AttentionBatch(
+        forward_mode=ForwardMode.EXTEND, req_pool_indices=step, cache_seqlens=step, extend_seq_lens=step, num_tokens=1
+    )
+    with pytest.raises(NotImplementedError, match=f"backend {name} decodes, the batch is EXTEND"):
+        alone.init_forward_metadata(batch)
+
+
+@pytest.mark.parametrize(("name", "page_size"), MLA_PAGES.items())
+def test_mla_decoders_say_what_they_do_not_serve(name, page_size):
+    capability = get_backend_class(name).capability
+    for options, reason in (
+        ({"page_size": page_size + 1}, "takes page_size"),
+        ({"page_size": page_size, "kv_dtype": torch.uint8}, "takes a cache of the model's dtype, got 656-byte rows"),
+        ({"page_size": page_size, "dtype": torch.float32}, "takes bf16, fp16, got fp32"),
+    ):
+        reasons = capability.reasons_against(AttentionSpec.mla(16, **options))
+        assert len(reasons) == 1 and reasons[0].startswith(reason)
+    assert capability.machine_reasons(Machine(device="cuda", arch=100)) == ["needs sm_90, this is sm_100"]
+
+
+def test_the_page_table_of_trtllm_mla_is_whole_blocks_of_128_tokens():
+    backend = get_backend_class("trtllm_mla")(AttentionSpec.mla(16, page_size=32), LIMITS)  # 64 tokens: 2 pages
+    one = torch.ones(1, dtype=torch.int32)
+    batch = AttentionBatch(forward_mode=ForwardMode.DECODE, req_pool_indices=one, cache_seqlens=one, num_tokens=1)
+    backend.init_forward_metadata_out_graph(batch)
+    assert backend._steps.current.paged.page_table.shape == (1, 128 // 32)
+    batch.max_cache_seqlen = 65
+    with pytest.raises(ValueError, match="above max_seqlen = 64"):
+        backend.init_forward_metadata_out_graph(batch)
 
 
 def test_a_users_backend_is_a_candidate_after_our_own(registered):

@@ -19,7 +19,13 @@ from steps import LIMITS, Model, make_step
 
 SPEC = AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=64, page_size=16)
 MODEL = Model("gqa", SPEC)
+EXTEND, DECODE = ForwardMode.EXTEND, ForwardMode.DECODE
 BACKENDS = [name for name in registered_names() if "cpu" in get_backend_class(name).capability.devices]
+
+
+def serving(spec: AttentionSpec, *modes: ForwardMode) -> list[str]:
+    """Backends that serve a model on the CPU."""
+    return [name for name in BACKENDS if not get_backend_class(name).capability.reasons_against(spec, modes)]
 
 
 def hybrid(mode: str = "prefill") -> HybridAttnBackend:
@@ -69,10 +75,13 @@ def test_the_tape_catches_a_backend_that_plans_outside_its_graph():
 
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("heads", [8, 100])
-@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND])
+@pytest.mark.parametrize("mode", [DECODE, EXTEND, ForwardMode.DRAFT_EXTEND])
 def test_mla_takes_latent_and_rotary_parts_apart(name, heads, mode):
-    model = Model("mla", AttentionSpec.mla(heads, page_size=64), scale=0.1)
-    uniform = mode is ForwardMode.DECODE
+    page_size = 128 if name == "cutlass_mla" else 64
+    model = Model("mla", AttentionSpec.mla(heads, page_size=page_size), scale=0.1)
+    if name not in serving(model.spec, mode):
+        pytest.skip("not served")
+    uniform = mode is DECODE
     step = make_step(model, mode, [70, 0, 5], [1, 1, 1] if uniform else [3, 17, 1], uniform=uniform)
     backend = get_backend_class(name)(model.spec, LIMITS)
     backend.init_forward_metadata(step.batch)
@@ -85,20 +94,24 @@ def test_mla_takes_latent_and_rotary_parts_apart(name, heads, mode):
     assert relative_error(together, step.expected) <= MAX_RELATIVE_ERROR[torch.bfloat16]
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+ENCODER = AttentionSpec(
+    num_q_heads=4, num_kv_heads=4, head_dim=32, dtype=torch.float32, attn_type=AttentionType.ENCODER_ONLY
+)
+
+
+@pytest.mark.parametrize("name", serving(ENCODER))
 def test_an_encoders_bucket_may_hold_nan_behind_its_tokens(name):
-    spec = AttentionSpec(
-        num_q_heads=4, num_kv_heads=4, head_dim=32, dtype=torch.float32, attn_type=AttentionType.ENCODER_ONLY
-    )
+    spec = ENCODER
     step = make_step(Model("encoder", spec), ForwardMode.EXTEND, [0, 0], [7, 12], num_tokens=32)
     backend = get_backend_class(name)(spec, LIMITS)
     backend.init_forward_metadata(step.batch)
     assert relative_error(step.run(backend)[:19], step.expected[:19]) <= MAX_RELATIVE_ERROR[torch.float32]
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", serving(SPEC))
 def test_indices_may_be_of_either_width(name):
-    wide, narrow = (make_step(MODEL, ForwardMode.EXTEND, [30, 0], [3, 9]) for _ in range(2))
+    mode = EXTEND if name in serving(SPEC, EXTEND) else ForwardMode.DRAFT_EXTEND
+    wide, narrow = (make_step(MODEL, mode, [30, 0], [3, 9]) for _ in range(2))
     narrow.batch.req_pool_indices = narrow.batch.req_pool_indices.to(torch.int32)
     narrow.batch.out_cache_loc = narrow.batch.out_cache_loc.to(torch.int32)
     results = []
@@ -109,13 +122,14 @@ def test_indices_may_be_of_either_width(name):
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", serving(SPEC))
 def test_layers_with_and_without_a_window_share_a_step(name):
     """Gemma's pattern: one step's metadata serves both kinds of layer."""
     spec = AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=64, page_size=16, sliding_window_size=20)
     windowed, full = Model("windowed", spec), Model("full", SPEC)
     backend = get_backend_class(name)(spec, LIMITS)
-    for mode, new, uniform in ((ForwardMode.DECODE, [1, 1], True), (ForwardMode.EXTEND, [9, 40], False)):
+    ragged = EXTEND if name in serving(SPEC, EXTEND) else ForwardMode.DRAFT_EXTEND
+    for mode, new, uniform in ((DECODE, [1, 1], True), (ragged, [9, 40], False)):
         steps = [make_step(model, mode, [100, 3], new, uniform=uniform) for model in (windowed, full)]
         backend.init_forward_metadata(steps[0].batch)
         for step in steps:
@@ -133,7 +147,7 @@ def test_a_window_that_the_backend_was_not_built_for_is_named():
         backend.forward(step.q, step.k, step.v, layer, step.batch)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", serving(SPEC))
 def test_the_checked_mode_names_what_only_the_device_can_see(name, monkeypatch):
     step = make_step(MODEL, ForwardMode.DECODE, [9, 30], [1, 1], uniform=True)
     plain = get_backend_class(name)(SPEC, LIMITS)

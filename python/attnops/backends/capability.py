@@ -78,9 +78,13 @@ class Capability:
 
     Args:
         devices: Of "cpu" and "cuda".
+        chosen_on: Devices on which automatic selection may take it; None: `devices`. Elsewhere it runs when asked for
+            by name: a decode backend for GPUs runs on the CPU's kernels, but never in place of the CPU's own backend.
         archs: CUDA compute capabilities; None: all.
         needs_cuda_kernels: On "cuda" it needs the compiled module.
         modes: Forward modes.
+        delegates_prefill: Asked for by name for everything, it takes the modes that it serves, and selection adds the
+            first backend that serves the rest.
         attn_types: Of layers.
         dtypes: Of q and out.
         kv_dtypes: Of the cache where it is not q's dtype. `torch.uint8`: the 656-byte MLA rows.
@@ -96,6 +100,8 @@ class Capability:
     devices: frozenset[str]
     modes: frozenset[ForwardMode]
     dtypes: frozenset[torch.dtype]
+    chosen_on: frozenset[str] | None = None
+    delegates_prefill: bool = False
     archs: frozenset[int] | None = None
     needs_cuda_kernels: bool = True
     attn_types: frozenset[AttentionType] = frozenset({AttentionType.DECODER})

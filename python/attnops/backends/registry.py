@@ -11,14 +11,14 @@ from attnops.backends.base import AttentionBackend
 _MODULES = {
     "intel_amx": "attnops.backends.intel_amx",
     "torch_native": "attnops.backends.torch_native",
+    "trtllm_mha": "attnops.backends.trtllm_mha",
+    "flashmla": "attnops.backends.flashmla",
+    "cutlass_mla": "attnops.backends.cutlass_mla",
+    "trtllm_mla": "attnops.backends.trtllm_mla",
 }
 
 # Names that users of SGLang know and this package does not (yet) answer, each with the reason.
 NOT_BUILT = {
-    "trtllm_mha": "attnops.ops.xqa_decode runs on CUDA, the backend over it is not built yet",
-    "trtllm_mla": "attnops.ops.mla_decode runs on CUDA, the backend over it is not built yet",
-    "flashmla": "attnops.ops.mla_decode runs on CUDA, the backend over it is not built yet",
-    "cutlass_mla": "attnops.ops.mla_decode runs on CUDA, the backend over it is not built yet",
     "fa3": "the CUDA kernels of fmha have not landed",
     "fa4": "its kernels are for Blackwell (sm100), which nobody could run here",
     "triton": "attnops compiles nothing at run time; there is no Triton fallback yet",

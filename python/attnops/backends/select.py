@@ -74,9 +74,27 @@ def reasons_against(name: str, spec: AttentionSpec, machine: Machine, modes: Ite
 
 
 def candidates(spec: AttentionSpec, machine: Machine) -> list[str]:
-    """Names in the order in which they are asked: this package's, then those that users registered."""
+    """Names in the order in which they are asked: this package's, then those that users registered.
+
+    A backend that is not meant for the machine's device (`Capability.chosen_on`) is left out: it runs by name only.
+    """
     own = _PRIORITY.get((machine.device, spec.is_mla), ("torch_native",))
-    return list(dict.fromkeys([*own, *registered_names()]))
+    return [name for name in dict.fromkeys([*own, *registered_names()]) if _is_chosen_on(name, machine.device)]
+
+
+def _is_chosen_on(name: str, device: str) -> bool:
+    if name in NOT_BUILT and name not in registered_names():
+        return True  # its reason is part of the answer
+    devices = get_backend_class(name).capability.chosen_on
+    return devices is None or device in devices
+
+
+def _delegates(name: str, modes: Iterable[ForwardMode]) -> bool:
+    """Backend `name`, asked for by name for everything, leaves `modes` to whichever backend serves them."""
+    if name in NOT_BUILT and name not in registered_names():
+        return False
+    capability = get_backend_class(name).capability
+    return capability.delegates_prefill and not capability.modes.issuperset(modes)
 
 
 def select(
@@ -94,7 +112,8 @@ def select(
     Args:
         machine: By default the one that this runs on.
         speculative: The model will run verify and draft extend steps, too.
-        attention_backend: Name wanted for everything; the next two win over it.
+        attention_backend: Name wanted for everything; the next two win over it. Of a backend that only decodes
+            (`Capability.delegates_prefill`), prefill is left to the first that serves it.
 
     Raises:
         NotImplementedError: nothing serves the model, or a wanted backend does not: lists the reasons.
@@ -111,6 +130,8 @@ def select(
     chosen = {}
     for group, modes in groups.items():
         name = wanted[group] or attention_backend
+        if wanted[group] is None and name is not None and group == "prefill" and _delegates(name, modes):
+            name = None
         if name is not None:
             chosen[group] = _wanted(name, spec, machine, modes)
         else:

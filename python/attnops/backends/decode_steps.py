@@ -1,0 +1,144 @@
+"""The steps of a backend that only decodes: buffers, plans and calls, which such backends share by composition."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from attnops import ops
+from attnops.backends import attend
+from attnops.backends.store import store_kv, store_mla
+from attnops.graph_buffers import MAX_CACHED_STEPS, PagedBuffers, PagedStep
+from attnops.metadata.plan import MlaDecodePlan
+from attnops.plan_buffers import BlockBuffers, DecodePlan, DecodePlans, TokenBlocks
+from attnops.types import AttentionBatch, AttentionSpec, ForwardMode, Limits
+
+if TYPE_CHECKING:
+    from attnops.layers.radix_attention import RadixAttention
+
+MODES = frozenset({ForwardMode.DECODE, ForwardMode.IDLE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND})
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """Views for one shape of a step.
+
+    Attributes:
+        plans: Of each window of the model.
+        blocks: Of a ragged step: its tokens in blocks, each of which a decode op takes for a request.
+    """
+
+    paged: PagedStep
+    plans: dict[int, DecodePlan]
+    blocks: TokenBlocks | None
+
+
+class DecodeSteps:
+    """Decode, verify and draft extend through `xqa_decode` or `mla_decode`.
+
+    Uniform steps go to the op as they are. A ragged draft extend is padded: a request's tokens become the last rows of
+    blocks of `draft_width` tokens, so that the op, which aligns queries and keys at the end, puts each in its place.
+    Rows before them belong to no token and are dropped afterwards. This holds for any lengths, also unexpected ones.
+
+    Args:
+        owner: The backend's name, for messages.
+        draft_width: Tokens of a block; None: what fills a work of `mla_decode`.
+    """
+
+    def __init__(
+        self, owner: str, spec: AttentionSpec, limits: Limits, device: torch.device, draft_width: int | None = None
+    ) -> None:
+        self._owner, self._spec, self._limits, self._device = owner, spec, limits, device
+        self.buffers = PagedBuffers(spec, limits, device)
+        self._blocks = BlockBuffers(spec, limits, device, draft_width)
+        self._plans: dict[int, DecodePlans] = {}
+        for seqlen_q in {1, limits.max_tokens_per_request}:
+            self._plans_for(seqlen_q)
+        self._steps: dict[tuple[int, int, int, bool], DecodeStep] = {}
+        self.current: DecodeStep | None = None
+
+    def out_graph(self, batch: AttentionBatch) -> None:
+        """Host work of a step: limits and views.
+
+        Raises:
+            NotImplementedError: the batch is prefill.
+            ValueError: it exceeds the limits.
+        """
+        if batch.forward_mode not in MODES:
+            raise NotImplementedError(
+                f"attnops: backend {self._owner} decodes, the batch is {batch.forward_mode.name}; select_backend or "
+                "HybridAttnBackend joins it with a backend for prefill"
+            )
+        self._limits.check(batch)
+        paged = self.buffers.step(batch)
+        key = (batch.batch_size, batch.num_tokens, batch.tokens_per_request, paged.window_out_cache_loc is not None)
+        if key not in self._steps:
+            if len(self._steps) >= MAX_CACHED_STEPS:
+                self._steps.clear()
+            self._steps[key] = self._make(batch, paged)
+        self.current = self._steps[key]
+
+    def in_graph(self, batch: AttentionBatch) -> None:
+        """Device work of a step: page tables, blocks, plans."""
+        step = self._current()
+        if batch.num_tokens == 0:
+            return
+        self.buffers.build(step.paged, batch)
+        cache_seqlens = batch.cache_seqlens
+        if step.blocks is not None:
+            step.blocks.build(batch, step.paged)
+            cache_seqlens = step.blocks.cache_seqlens
+        for plan in step.plans.values():
+            if isinstance(plan, MlaDecodePlan):
+                ops.mla_decode_plan(plan, cache_seqlens)
+            else:
+                ops.xqa_decode_plan(plan, cache_seqlens)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: RadixAttention,
+        batch: AttentionBatch,
+        save_kv_cache: bool = True,
+        *,
+        q_rope: Tensor | None = None,
+        k_rope: Tensor | None = None,
+        out: Tensor,
+    ) -> None:
+        """One layer; arguments as of `AttentionBackend.forward`."""
+        step, report = self._current(), self.buffers.report
+        if self._spec.is_mla:
+            if save_kv_cache and k is not None:
+                store_mla(layer, batch, k, k_rope, report)
+            attend.mla_decode(q, q_rope, layer, batch, step.paged, step.plans, step.blocks, out, report)
+            return
+        if q_rope is not None or k_rope is not None:
+            raise ValueError("attnops: q_rope and k_rope belong to MLA layers")
+        if save_kv_cache and k is not None:
+            if v is None:
+                raise ValueError("attnops: a layer that stores k needs v")
+            store_kv(layer, batch, step.paged, k, v, report)
+        attend.xqa_decode(q, layer, batch, step.paged, step.plans, out, report, step.blocks)
+
+    def _current(self) -> DecodeStep:
+        if self.current is None:
+            raise RuntimeError("attnops: init_forward_metadata must run before a step's layers")
+        return self.current
+
+    def _make(self, batch: AttentionBatch, paged: PagedStep) -> DecodeStep:
+        if batch.is_uniform:
+            return DecodeStep(paged, self._plans_for(batch.tokens_per_request).views(batch.batch_size), None)
+        blocks = self._blocks.blocks(batch.batch_size, batch.num_tokens)
+        return DecodeStep(paged, self._blocks.plans.views(blocks.num_blocks), blocks)
+
+    def _plans_for(self, seqlen_q: int) -> DecodePlans:
+        """Plans exist for one token and for the limit; any other number gets its own at its first step."""
+        if seqlen_q not in self._plans:
+            size = self._limits.max_batch_size
+            self._plans[seqlen_q] = DecodePlans(self._spec, self._limits, size, seqlen_q, self._device)
+        return self._plans[seqlen_q]

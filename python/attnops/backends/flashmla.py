@@ -1,0 +1,41 @@
+"""MLA decode, verify and draft extend on `mla_decode`, pages of 64; prefill belongs to another backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnops.backends.base import AttentionBackend
+from attnops.backends.decode_steps import DecodeSteps
+from attnops.backends.mla_capability import mla_capability
+from attnops.backends.registry import register_attention_backend
+from attnops.types import AttentionBatch, AttentionSpec, Limits
+
+
+@register_attention_backend("flashmla")
+class FlashMLABackend(AttentionBackend):
+    """Pages of 64, the size of FlashMLA."""
+
+    capability = mla_capability(64)
+
+    def __init__(self, spec: AttentionSpec, limits: Limits, device: torch.device | str = "cpu") -> None:
+        super().__init__(spec, limits, device)
+        self._steps = DecodeSteps(self.name, spec, limits, self.device)
+
+    @property
+    def fault_report(self) -> Tensor | None:
+        return self._steps.buffers.report
+
+    def init_forward_metadata_out_graph(self, batch: AttentionBatch, in_capture: bool = False) -> None:
+        self._steps.out_graph(batch)
+
+    def init_forward_metadata_in_graph(self, batch: AttentionBatch) -> None:
+        self._steps.in_graph(batch)
+
+    def forward_decode(self, *args: Any, **options: Any) -> None:
+        self._steps.forward(*args, **options)
+
+    def forward_extend(self, *args: Any, **options: Any) -> None:
+        self._steps.forward(*args, **options)

@@ -1,0 +1,58 @@
+"""GQA decode, verify and draft extend on `xqa_decode`; prefill belongs to another backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnops.backends.base import AttentionBackend
+from attnops.backends.capability import SIXTEEN_BIT, Capability, HeadDims
+from attnops.backends.decode_steps import MODES, DecodeSteps
+from attnops.backends.registry import register_attention_backend
+from attnops.types import AttentionBatch, AttentionSpec, AttentionType, Limits
+
+
+@register_attention_backend("trtllm_mha")
+class TRTLLMHAAttnBackend(AttentionBackend):
+    """Any page size; windows with or without a pool of their own, sinks, soft cap, tree masks, FP8 cache."""
+
+    capability = Capability(
+        devices=frozenset({"cpu", "cuda"}),
+        chosen_on=frozenset({"cuda"}),
+        archs=frozenset({80, 86, 87, 89, 90}),
+        modes=MODES,
+        delegates_prefill=True,
+        attn_types=frozenset({AttentionType.DECODER, AttentionType.DECODER_BIDIRECTIONAL}),
+        dtypes=SIXTEEN_BIT,
+        kv_dtypes=frozenset({torch.float8_e4m3fn}),
+        head_dims=HeadDims(32, 256, 8),
+        sliding_window=True,
+        swa_pool=True,
+        logit_cap=True,
+        sinks=True,
+        tree_mask=True,
+        deterministic=True,
+        cuda_graph=True,
+    )
+
+    def __init__(self, spec: AttentionSpec, limits: Limits, device: torch.device | str = "cpu") -> None:
+        super().__init__(spec, limits, device)
+        self._steps = DecodeSteps(self.name, spec, limits, self.device, draft_width=limits.max_tokens_per_request)
+
+    @property
+    def fault_report(self) -> Tensor | None:
+        return self._steps.buffers.report
+
+    def init_forward_metadata_out_graph(self, batch: AttentionBatch, in_capture: bool = False) -> None:
+        self._steps.out_graph(batch)
+
+    def init_forward_metadata_in_graph(self, batch: AttentionBatch) -> None:
+        self._steps.in_graph(batch)
+
+    def forward_decode(self, *args: Any, **options: Any) -> None:
+        self._steps.forward(*args, **options)
+
+    def forward_extend(self, *args: Any, **options: Any) -> None:
+        self._steps.forward(*args, **options)
