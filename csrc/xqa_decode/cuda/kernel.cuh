@@ -1,5 +1,6 @@
 #pragma once
 #include "device/common/pdl.cuh"
+#include "device/common/vec.h"
 #include "xqa_decode/cuda/key_stream.cuh"
 #include "xqa_decode/cuda/merge.cuh"
 #include "xqa_decode/cuda/row_tile.cuh"
@@ -88,6 +89,8 @@ __device__ void store_piece(const Params& p, const Shape& shape, const WorkPlace
   const int* free_stage = reinterpret_cast<const int*>(smem + Shared::kFree);
   const int rows = min_of(shape.rows - first_row, shape.row_groups * Tr::kRows);
   constexpr int kVecs = Tr::kHeadDim / 4;
+  const int64_t slot = splits.slot(splits.index);
+#pragma unroll 1
   for (int item = threadIdx.x; item < rows * kVecs; item += Tr::kThreads) {
     const int d = item % kVecs * 4;
     if (d >= p.head_dim) continue;
@@ -111,11 +114,11 @@ __device__ void store_piece(const Params& p, const Shape& shape, const WorkPlace
       total.x += factor * v.x, total.y += factor * v.y, total.z += factor * v.z, total.w += factor * v.w;
     }
     const bool empty = sum == 0.f;
-    const float inverse = empty ? 0.f : 1.f / sum;
+    const float inverse = empty ? 0.f : __fdividef(1.f, sum);
     const float lse = empty ? -INFINITY : (top - Tr::kProbShift + __log2f(sum)) * kLn2;
     total.x *= inverse, total.y *= inverse, total.z *= inverse, total.w *= inverse;
     if (splits.count > 1) {
-      store_partial(p, shape, splits.slot(splits.index), first_row + item / kVecs, d, total, lse);
+      store_partial(p, shape, slot * shape.rows + first_row + item / kVecs, d, total, lse);
     } else {
       store_output(p, shape, place, first_row + item / kVecs, d, total, lse);
     }
@@ -123,8 +126,7 @@ __device__ void store_piece(const Params& p, const Shape& shape, const WorkPlace
 }
 
 // A result that nobody can take for an answer.
-__device__ __noinline__ inline void store_nan(const Params& p, const Shape& shape, const WorkPlace& place,
-                                              const Splits& splits) {
+__device__ inline void store_nan(const Params& p, const Shape& shape, const WorkPlace& place, const Splits& splits) {
   if (p.report && threadIdx.x == 0) {
     record_fault(p.report, {ReportOp::kXqaDecode, ReportKind::kLength, place.request, 0, splits.first + splits.count,
                             p.num_partials + 1});
@@ -166,22 +168,22 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kCtasPerSm)
 
   const uint32_t ring = smem_address(smem) + Shared::kRing;
   const auto* good_keys = reinterpret_cast<const uint32_t*>(smem + Shared::kGoodKeys);
+  PieceWalk piece(p, shape, entry);
   // The first queries are on their way before the keys, whose lengths and pages must be looked up first.
   constexpr int kEarly = Tr::kRows / Tr::kWarps;
   QueryRow<Tr> early[kEarly];
-  {
-    const int request = shape.by_kv_heads.divide(entry.begin_work);
-    const WorkPlace place{entry.begin_work, request, entry.begin_work - request * p.num_kv_heads};
 #pragma unroll
-    for (int i = 0; i < kEarly; ++i) early[i].fetch(p, shape, place, warp + i * Tr::kWarps, lane);
+  for (int i = 0; i < kEarly; ++i) {
+    early[i].fetch(p, shape, {piece.work(), piece.request(), piece.kv_head()}, warp + i * Tr::kWarps, lane);
   }
   bool early_left = true;
-  KeyStream<Tr> stream(p, shape, entry, warp, lane, smem);
+  if (!piece.next()) return;
+  KeyStream<Tr> stream(p, shape, piece, warp, lane, smem);
   int head = 0;  // the stage to compute with next; the one before it is free
 #pragma unroll 1
   for (int s = -1; s < Tr::kStages - 1; ++s) stream.issue(s);
 
-  for (PieceWalk piece(p, shape, entry); piece.next();) {
+  do {
     const WorkPlace place{piece.work(), piece.request(), piece.kv_head()};
     if (piece.overflows()) {
       if (piece.starts_work() && piece.last_row_block()) store_nan(p, shape, place, piece.splits());
@@ -189,7 +191,6 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kCtasPerSm)
       continue;
     }
     const int first_row = piece.row_block() * shape.row_groups * Tr::kRows;
-    const Splits splits = piece.splits();
     if (early_left) {
 #pragma unroll
       for (int i = 0; i < kEarly; ++i) early[i].place(queries, row_scale, warp + i * Tr::kWarps, lane);
@@ -244,12 +245,13 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kCtasPerSm)
     tile.leave(reinterpret_cast<float*>(smem + free_offset), stats + warp * Tr::kRows, lane);
     if (lane == 0) free_stage[warp] = free_offset;
     __syncthreads();
+    const Splits splits = piece.splits();
     store_piece<Tr>(p, shape, place, splits, first_row, smem);
     if (splits.count > 1 && piece.last_row_block()) {
       arrive_and_merge<Tr::kThreads>(p, shape, place, splits, piece.is_last(), flag,
                                      reinterpret_cast<float*>(smem + free_stage[0]));
     }
-  }
+  } while (piece.next());
 }
 
 }  // namespace attnops::xqa_decode

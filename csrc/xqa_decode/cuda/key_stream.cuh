@@ -11,11 +11,11 @@ namespace attnops::xqa_decode {
 template <class Tr>
 class KeyStream {
  public:
-  __device__ KeyStream(const Params& p, const Shape& shape, const SplitKvEntry& entry, int warp, int lane,
-                       uint8_t* smem)
+  // `piece` is the part's first.
+  __device__ KeyStream(const Params& p, const Shape& shape, const PieceWalk& piece, int warp, int lane, uint8_t* smem)
       : p_(p),
         shape_(shape),
-        walk_(p, shape, entry),
+        walk_(piece),
         warp_(warp),
         lane_(lane),
         group_first_warp_(warp & ~(shape.row_groups - 1)),
@@ -38,25 +38,14 @@ class KeyStream {
       }
       --rounds_left_;
       token_ += kStep;
+      look_up();
     }
     cp_async_commit();
-    if (rounds_left_ == 0) {
-      while (more_ && rounds_left_ == 0) {
-        more_ = walk_.next();
-        if (more_) enter_piece();
-      }
-      if (!more_) return;
-      if (runs_) {
-        pages_ = look_up_run(token_);
-        pages_ahead_ = look_up_run(token_ + 32 * kStep);
-        held_ = 0;
-      }
-    } else if (runs_ && ++held_ == 32) {
-      pages_ = pages_ahead_;
-      pages_ahead_ = look_up_run(token_ + 32 * kStep);
-      held_ = 0;
+    while (rounds_left_ == 0 && more_) {
+      if (entered_) more_ = walk_.next();
+      entered_ = true;
+      if (more_) enter_piece();
     }
-    if (!runs_) look_up_keys();
   }
 
  private:
@@ -74,9 +63,24 @@ class KeyStream {
     v_head_ = static_cast<const char*>(p_.v_pages) + head * p_.v_stride_head * kSize;
     if (runs_) {
       const int column = lane_ % Tr::kVecsPerKey, key = lane_ / Tr::kVecsPerKey;
-      const int64_t in_chunk = key * p_.k_stride_token * kSize + column * 16;
+      const int64_t in_chunk = key * shape_.k_token + column * 16;
       k_head_ += in_chunk;
       v_head_ += in_chunk;
+      pages_ = look_up_run(token_);
+      pages_ahead_ = look_up_run(token_ + 32 * kStep);
+      held_ = 0;
+    } else {
+      look_up_keys();
+    }
+  }
+
+  __device__ void look_up() {
+    if (!runs_) {
+      look_up_keys();
+    } else if (++held_ == 32) {
+      pages_ = pages_ahead_;
+      pages_ahead_ = look_up_run(token_ + 32 * kStep);
+      held_ = 0;
     }
   }
 
@@ -103,20 +107,21 @@ class KeyStream {
       if (wanted != 0 && !page_is_good(page_index, token_ >> shape_.page_shift)) wanted = 0;
       if (lane_ == 0) good_keys_[index] = wanted;
     }
-    const int64_t page = wanted != 0 ? page_index : 0;
-    const int offset = token_ & (p_.page_table.page_size - 1);
-    const int64_t at = (page * p_.k_stride_page + offset * p_.k_stride_token) * kSize;
+    const uint32_t page = wanted != 0 ? page_index : 0;
+    const uint32_t offset = token_ & (p_.page_table.page_size - 1);
+    const int64_t at = page * shape_.k_page + offset * shape_.k_token;
     const char* k = k_head_ + at;
     const char* v = v_head_ + at;
-    const int64_t step = Tr::kKeysPerCopy * p_.k_stride_token * kSize;
-    wanted = inside_ ? wanted >> (lane_ / Tr::kVecsPerKey) : 0;
+    const int64_t step = Tr::kKeysPerCopy * shape_.k_token;
     const uint32_t to = ring_ + index * Tr::kStageBytes + destination_;
+    if (wanted == kAllKeys && p_.head_dim == Tr::kHeadDim) {
 #pragma unroll
-    for (int i = 0; i < Tr::kChunk / Tr::kKeysPerCopy; ++i) {
-      copy_key(to, i, k, v, wanted);
-      k += step;
-      v += step;
+      for (int i = 0; i < Tr::kChunk / Tr::kKeysPerCopy; ++i, k += step, v += step) copy_key(to, i, k, v, ~0u);
+      return;
     }
+    wanted = inside_ ? wanted >> (lane_ / Tr::kVecsPerKey) : 0;
+#pragma unroll
+    for (int i = 0; i < Tr::kChunk / Tr::kKeysPerCopy; ++i, k += step, v += step) copy_key(to, i, k, v, wanted);
   }
 
   // A chunk of any keys.
@@ -124,10 +129,10 @@ class KeyStream {
     if (p_.report && wanted_) wanted_ = page_is_good(pages_, cell_);
     unsigned wanted = __ballot_sync(~0u, wanted_);
     if (p_.report && lane_ == 0) good_keys_[index] = wanted;
-    const int64_t page = wanted_ ? pages_ : 0;
-    const int offset = wanted_ ? token_ + lane_ - cell_ * p_.page_table.page_size : 0;
-    const int64_t k = (page * p_.k_stride_page + offset * p_.k_stride_token) * kSize;
-    const int64_t v = (page * p_.v_stride_page + offset * p_.v_stride_token) * kSize;
+    const uint32_t page = wanted_ ? pages_ : 0;
+    const uint32_t offset = wanted_ ? token_ + lane_ - cell_ * p_.page_table.page_size : 0;
+    const int64_t k = page * shape_.k_page + offset * shape_.k_token;
+    const int64_t v = page * shape_.v_page + offset * shape_.v_token;
     const uint32_t stage = ring_ + index * Tr::kStageBytes;
     if (!shape_.vector_keys) return copy_elements(p_.head_dim, stage, k_head_ + k, v_head_ + v, wanted, lane_);
 
@@ -151,9 +156,10 @@ class KeyStream {
     cp_async_16(row + Tr::kChunk * Tr::kKeyBytes, v, take);
   }
 
-  // Bits [begin, end) of a word.
+  // Which keys of a chunk lie in [begin, end).
+  static constexpr unsigned kAllKeys = Tr::kChunk == 32 ? ~0u : (1u << Tr::kChunk) - 1;
   __device__ static unsigned bits_between(int begin, int end) {
-    const unsigned below_end = end >= 32 ? ~0u : (1u << max_of(end, 0)) - 1;
+    const unsigned below_end = end >= Tr::kChunk ? kAllKeys : (1u << max_of(end, 0)) - 1;
     return begin <= 0 ? below_end : begin >= 32 ? 0u : below_end & (~0u << begin);
   }
 
@@ -193,7 +199,7 @@ class KeyStream {
   uint32_t* good_keys_;
   bool runs_, inside_;
   uint32_t destination_;  // of this lane's first copy, in a stage
-  bool more_ = true;
+  bool more_ = true, entered_ = false;
   int rounds_left_ = 0;  // chunks of the current piece still to be copied
   int token_ = 0;        // the first of the next chunk
   int begin_token_ = 0, end_token_ = 0;

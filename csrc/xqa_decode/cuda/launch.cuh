@@ -1,5 +1,6 @@
 #pragma once
 #include "device/common/launch_dependent.cuh"
+#include "device/common/vec.h"
 #include "xqa_decode/cuda/kernel.cuh"
 #include "xqa_decode/cuda/launch.h"
 
@@ -26,7 +27,9 @@ inline Shape make_shape(const Params& p, int rows_per_warp, int warps) {
   shape.vector_keys = p.head_dim * kv_size % 16 == 0 &&
                       rows_aligned(p.k_pages, kv_size, 16, p.k_stride_page, p.k_stride_token, p.k_stride_head) &&
                       rows_aligned(p.v_pages, kv_size, 16, p.v_stride_page, p.v_stride_token, p.v_stride_head);
-  shape.same_strides = p.k_stride_page == p.v_stride_page && p.k_stride_token == p.v_stride_token;
+  shape.k_page = p.k_stride_page * kv_size, shape.k_token = p.k_stride_token * kv_size;
+  shape.v_page = p.v_stride_page * kv_size, shape.v_token = p.v_stride_token * kv_size;
+  shape.same_strides = shape.k_page == shape.v_page && shape.k_token == shape.v_token;
   shape.pair_queries =
       p.head_dim % 2 == 0 && rows_aligned(p.q, size, 4, p.q_stride_request, p.q_stride_token, p.q_stride_head);
   shape.wide_partials = p.head_dim % 4 == 0;

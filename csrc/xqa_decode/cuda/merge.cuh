@@ -1,7 +1,7 @@
 #pragma once
 #include <cmath>
 
-#include "device/common/vec.h"
+#include "device/sm80/mma.cuh"
 #include "xqa_decode/cuda/pieces.cuh"
 
 namespace attnops::xqa_decode {
@@ -13,61 +13,53 @@ struct WorkPlace {
 
 // Four neighbouring values of a finished row, divided by its sum: v_scale and sink applied, rounded, stored.
 // `lse` is the natural log.
-__device__ inline void store_output(const Params& p, const Shape& shape, const WorkPlace& place, int row, int d,
-                                    float4 values, float lse) {
+__device__ __forceinline__ void store_output(const Params& p, const Shape& shape, const WorkPlace& place, int row,
+                                             int d, float4 values, float lse) {
   const int token = shape.by_group.divide(row);
   const int head = place.kv_head * shape.group + row - token * shape.group;
   if (d == 0 && p.lse) {
     p.lse[(static_cast<int64_t>(place.request) * p.seqlen_q + token) * p.num_q_heads + head] = lse;
   }
   float factor = p.v_scale ? __ldg(p.v_scale + place.kv_head * p.v_scale_stride) : 1.f;
-  if (p.sinks && lse != -INFINITY) factor /= 1.f + expf(__ldg(p.sinks + head) - lse);
-  const float scaled[4] = {values.x * factor, values.y * factor, values.z * factor, values.w * factor};
+  if (p.sinks && lse != -INFINITY) factor = __fdividef(factor, 1.f + __expf(__ldg(p.sinks + head) - lse));
+  const float x = values.x * factor, y = values.y * factor, z = values.z * factor, w = values.w * factor;
+  const bool bf16 = p.dtype == DType::kBFloat16;
+  const uint2 rounded = bf16 ? make_uint2(pack2<__nv_bfloat16>(x, y), pack2<__nv_bfloat16>(z, w))
+                             : make_uint2(pack2<__half>(x, y), pack2<__half>(z, w));
   const int64_t at = place.request * p.out_stride_request + token * p.out_stride_token + head * p.out_stride_head + d;
-  const auto store = [&](auto* out) {
-    using Out = std::remove_pointer_t<decltype(out)>;
-    Vec<Out, 4> rounded;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) rounded.data[i] = static_cast<Out>(scaled[i]);
-    if (shape.vector_out) return store_vec(out + at, rounded);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (d + i < p.head_dim) out[at + i] = rounded.data[i];
-    }
-  };
-  if (p.dtype == DType::kBFloat16) {
-    store(static_cast<__nv_bfloat16*>(p.out));
-  } else {
-    store(static_cast<__half*>(p.out));
+  uint16_t* out = static_cast<uint16_t*>(p.out) + at;
+  if (shape.vector_out) {
+    *reinterpret_cast<uint2*>(out) = rounded;
+    return;
+  }
+#pragma unroll 1
+  for (int i = 0; i < 4 && d + i < p.head_dim; ++i) {
+    const uint32_t pair = i < 2 ? rounded.x : rounded.y;
+    out[i] = static_cast<uint16_t>(i & 1 ? pair >> 16 : pair);
   }
 }
 
-__device__ inline void store_partial(const Params& p, const Shape& shape, int64_t slot, int row, int d, float4 values,
-                                     float lse) {
-  const int64_t at = slot * shape.rows + row;
+// Row `slot * rows + row` of the partial results.
+__device__ inline void store_partial(const Params& p, const Shape& shape, int64_t at, int d, float4 values, float lse) {
   if (d == 0) p.lse_partial[at] = lse;
   float* out = p.out_partial + at * p.head_dim + d;
   if (shape.wide_partials) {
     *reinterpret_cast<float4*>(out) = values;
     return;
   }
-  const float all[4] = {values.x, values.y, values.z, values.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (d + i < p.head_dim) out[i] = all[i];
+#pragma unroll 1
+  for (int i = 0; i < 4 && d + i < p.head_dim; ++i) {
+    out[i] = i == 0 ? values.x : i == 1 ? values.y : i == 2 ? values.z : values.w;
   }
 }
 
 // Past L1: another SM wrote it, and a line of L1 may be older.
-__device__ inline float4 load_partial(const Params& p, const Shape& shape, int64_t slot, int row, int d) {
-  const float* in = p.out_partial + (slot * shape.rows + row) * p.head_dim + d;
+__device__ inline float4 load_partial(const Params& p, const Shape& shape, int64_t at, int d) {
+  const float* in = p.out_partial + at * p.head_dim + d;
   if (shape.wide_partials) return __ldcg(reinterpret_cast<const float4*>(in));
-  float all[4] = {};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (d + i < p.head_dim) all[i] = __ldcg(in + i);
-  }
-  return make_float4(all[0], all[1], all[2], all[3]);
+  const int left = p.head_dim - d;
+  return make_float4(__ldcg(in), left > 1 ? __ldcg(in + 1) : 0.f, left > 2 ? __ldcg(in + 2) : 0.f,
+                     left > 3 ? __ldcg(in + 3) : 0.f);
 }
 
 // A partial softmax result of a thread: four values, weighted but not divided by `sum`.
@@ -82,6 +74,24 @@ struct PartialSum {
     values.x *= factor, values.y *= factor, values.z *= factor, values.w *= factor;
   }
 
+  __device__ PartialSum shuffled(int lanes) const {
+    PartialSum other;
+    other.lse_max = __shfl_xor_sync(~0u, lse_max, lanes);
+    other.sum = __shfl_xor_sync(~0u, sum, lanes);
+    other.values.x = __shfl_xor_sync(~0u, values.x, lanes);
+    other.values.y = __shfl_xor_sync(~0u, values.y, lanes);
+    other.values.z = __shfl_xor_sync(~0u, values.z, lanes);
+    other.values.w = __shfl_xor_sync(~0u, values.w, lanes);
+    return other;
+  }
+
+  __device__ void add(const PartialSum& other) {
+    rescale(fmaxf(lse_max, other.lse_max));
+    const float weight = other.lse_max == -INFINITY ? 0.f : __expf(other.lse_max - lse_max);
+    sum += weight == 0.f ? 0.f : weight * other.sum;
+    add(weight, other.values);
+  }
+
   __device__ void add(float weight, float4 v) {
     if (weight == 0.f) return;  // an empty split's row may hold anything; a NaN weight goes on: it must show
     values.x += weight * v.x, values.y += weight * v.y, values.z += weight * v.z, values.w += weight * v.w;
@@ -90,49 +100,56 @@ struct PartialSum {
 
 // The merge of a work with many splits is cut into units that several CTAs take. An item is four values of a row.
 struct MergeShape {
-  int items;  // of the work
-  int width;  // items that a CTA merges at a time; its threads / width split the splits among themselves
-  int steps;  // of `width` items in a unit
+  int items;               // of the work
+  int width, width_shift;  // items that a CTA merges at a time; its threads / width split the splits among themselves
+  int steps;               // of `width` items in a unit
   int units;
 
-  __device__ MergeShape(const Params& p, const Shape& shape, int splits, int threads) {
-    items = shape.rows * ceil_div(p.head_dim, 4);
-    width = splits <= 16 ? threads : splits <= 64 ? threads / 4 : threads / 16;
-    const int all_steps = ceil_div(items, width);
-    steps = ceil_div(all_steps, splits);  // as many units as there are CTAs that come to take one
-    units = ceil_div(all_steps, steps);
+  __device__ MergeShape(const Params& p, const Shape& shape, int splits, int threads_shift) {
+    items = shape.rows * ((p.head_dim + 3) >> 2);
+    width_shift = threads_shift - (splits <= 16 ? 0 : splits <= 64 ? 2 : 4);
+    width = 1 << width_shift;
+    const int all_steps = (items + width - 1) >> width_shift;
+    // As many units as there are CTAs that come to take one.
+    steps = all_steps <= splits ? 1 : ceil_div(all_steps, splits);
+    units = all_steps <= splits ? all_steps : ceil_div(all_steps, steps);
   }
 };
 
+// Merges one unit. Threads are item-major: neighbours have neighbouring items of one split.
 template <int kThreads>
-__device__ inline void merge_unit(const Params& p, const Shape& shape, const WorkPlace& place, const Splits& splits,
-                                  const MergeShape& merge, int unit, float* scratch) {
-  constexpr int kBatch = 8;  // splits that a thread loads at a time
-  const int item_lane = threadIdx.x % merge.width, split_lane = threadIdx.x / merge.width;
-  const int split_lanes = kThreads / merge.width;
+__device__ __forceinline__ void merge_unit(const Params& p, const Shape& shape, const WorkPlace& place,
+                                           const Splits& splits, const MergeShape& merge, int unit, float* scratch) {
+  constexpr int kBatch = 16;  // splits that a thread loads at a time, all before the first use
+  const int item_lane = threadIdx.x & (merge.width - 1), split_lane = threadIdx.x >> merge.width_shift;
+  const int split_lanes = kThreads >> merge.width_shift;
   const int vecs = ceil_div(p.head_dim, 4);
+  const int first_row = static_cast<int>(splits.first) * shape.rows, row_step = splits.step * shape.rows;
+  const int before_second = static_cast<int>(splits.second) * shape.rows - row_step;
+#pragma unroll 1
   for (int step = 0; step < merge.steps; ++step) {
     const int item = (unit * merge.steps + step) * merge.width + item_lane;
     const bool live = item < merge.items;
-    const int row = item / vecs, d = (item - row * vecs) * 4;
-    const int safe_row = live ? row : 0;
+    const int row = live ? item / vecs : 0, d = live ? (item - row * vecs) * 4 : 0;
     PartialSum state;
+#pragma unroll 1
     for (int first = split_lane; first < splits.count; first += split_lanes * kBatch) {
-      // All loads of a batch before the first use: a split beyond the last is the last once more, and counts nothing.
       float lse[kBatch];
       float4 values[kBatch];
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
-        const int64_t slot = splits.slot(min_of(first + b * split_lanes, splits.count - 1));
-        lse[b] = __ldcg(p.lse_partial + slot * shape.rows + safe_row);
-        values[b] = load_partial(p, shape, slot, safe_row, d);
+        const int split = first + b * split_lanes;
+        lse[b] = -INFINITY;
+        values[b] = make_float4(0.f, 0.f, 0.f, 0.f);
+        if (split < splits.count) {
+          const int64_t at = (split == 0 ? first_row : before_second + split * row_step) + row;
+          lse[b] = __ldcg(p.lse_partial + at);
+          values[b] = load_partial(p, shape, at, d);
+        }
       }
       float top = state.lse_max;
 #pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        if (first + b * split_lanes >= splits.count) lse[b] = -INFINITY;
-        top = fmaxf(top, lse[b]);
-      }
+      for (int b = 0; b < kBatch; ++b) top = fmaxf(top, lse[b]);
       if (top != state.lse_max) state.rescale(top);
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
@@ -141,42 +158,36 @@ __device__ inline void merge_unit(const Params& p, const Shape& shape, const Wor
         state.add(weight, values[b]);
       }
     }
+    // Over the split lanes: within the warp, then over the warps.
+    for (int lanes = merge.width; lanes < 32; lanes *= 2) state.add(state.shuffled(lanes));
     if (split_lanes > 1) {
-      // [split_lane][item_lane]: (lse_max, sum) and values, in two arrays.
-      auto* heads = reinterpret_cast<float2*>(scratch);
-      auto* bodies = reinterpret_cast<float4*>(scratch + 2 * kThreads);
+      auto* states = reinterpret_cast<PartialSum*>(scratch);
+      const int warp = threadIdx.x / 32;
       __syncthreads();
-      heads[threadIdx.x] = make_float2(state.lse_max, state.sum);
-      bodies[threadIdx.x] = state.values;
+      if (threadIdx.x % 32 < merge.width) states[warp * 32 + threadIdx.x % 32] = state;
       __syncthreads();
-      if (split_lane > 0) continue;
-      float top = state.lse_max;
-      for (int i = 1; i < split_lanes; ++i) top = fmaxf(top, heads[i * merge.width + item_lane].x);
-      state.rescale(top);
-      for (int i = 1; i < split_lanes; ++i) {
-        const float2 head = heads[i * merge.width + item_lane];
-        const float weight = head.x == -INFINITY ? 0.f : __expf(head.x - top);
-        state.sum += weight * head.y;
-        state.add(weight, bodies[i * merge.width + item_lane]);
+      if (threadIdx.x >= merge.width) continue;
+#pragma unroll 1
+      for (int w = max_of(merge.width / 32, 1); w < kThreads / 32; w += max_of(merge.width / 32, 1)) {
+        state.add(states[w * 32 + threadIdx.x]);
       }
     }
     if (!live) continue;
     const bool empty = state.sum == 0.f;
-    const float inverse = empty ? 0.f : 1.f / state.sum;
+    const float inverse = empty ? 0.f : __fdividef(1.f, state.sum);
     const float4 v = state.values;
     store_output(p, shape, place, row, d, make_float4(v.x * inverse, v.y * inverse, v.z * inverse, v.w * inverse),
                  empty ? -INFINITY : state.lse_max + __logf(state.sum));
   }
 }
 
-// How the splits of a work find each other: the work's semaphore counts the splits that have arrived in its low half
-// and the units of the merge that have been taken in its high half, and is zero before and after.
-//
-// The last to arrive sees to it that all units are merged. Splits that have nothing else to do wait a while for it, to
-// take units off it; they never wait for long, so nothing hangs when a part runs late or has not even started, and
-// whoever merges a unit, its sums are formed in the order of the splits: the bits do not depend on it.
-inline constexpr int kArrived = 0xffff;
-inline constexpr int kTaken = 0x10000;
+// How the splits of a work find each other. The low half of the work's semaphore counts the splits that have arrived,
+// the high half those that have also come for a unit of the merge; it is zero before and after. A split that has
+// nothing else to do waits a while for the others before it comes, but never for long: nothing hangs when a part runs
+// late, or has not even started. Who comes c-th takes unit c; who came before all had arrived leaves his unit to the
+// last to arrive. Whoever merges a unit, its sums are formed in the order of the splits.
+inline constexpr unsigned kArrived = 0xffff;
+inline constexpr unsigned kCame = 0x10000;
 inline constexpr long long kPatienceNanoseconds = 10000;
 
 __device__ inline long long now_nanoseconds() {
@@ -185,62 +196,78 @@ __device__ inline long long now_nanoseconds() {
   return time;
 }
 
-__device__ inline int load_semaphore(const int32_t* semaphore) {
-  int value;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];\n" : "=r"(value) : "l"(semaphore) : "memory");
+__device__ inline unsigned load_acquire(const int32_t* semaphore) {
+  unsigned value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];\n" : "=r"(value) : "l"(semaphore) : "memory");
   return value;
 }
 
-// Whether all splits arrive while there are units to take.
-__device__ inline bool wait_for_splits(const int32_t* semaphore, int splits) {
-  const long long give_up = now_nanoseconds() + kPatienceNanoseconds;
-  do {
-    const int seen = load_semaphore(semaphore);
-    if (seen == 0) return false;
-    if ((seen & kArrived) == splits) return true;
-  } while (now_nanoseconds() < give_up);
-  return false;
+// What was there before. Releases what the CTA wrote before its last barrier, acquires what others released.
+__device__ inline unsigned add_acq_rel(int32_t* semaphore, unsigned value) {
+  unsigned before;
+  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;\n"
+               : "=r"(before)
+               : "l"(semaphore), "r"(value)
+               : "memory");
+  return before;
 }
 
-// Takes a unit of the merge: its number, or -1 when none is left.
-__device__ inline int take_unit(int32_t* semaphore, int units) {
-  int seen = load_semaphore(semaphore);
-  while (seen != 0) {
-    const int unit = seen / kTaken;
-    const int before = seen;
-    seen = atomicCAS(semaphore, before, unit + 1 == units ? 0 : before + kTaken);
-    if (seen == before) return unit;
+// The units [begin, end) that the caller must merge.
+struct Units {
+  int begin, end;
+};
+
+// One thread of a CTA whose partial result is written.
+__device__ inline Units arrive(int32_t* semaphore, int splits, int units, bool may_wait) {
+  const unsigned all = splits;
+  if (units == 1) {
+    if ((add_acq_rel(semaphore, 1) & kArrived) + 1 != all) return {0, 0};
+    *semaphore = 0;
+    return {0, 1};
   }
-  return -1;
+  const unsigned step = may_wait ? 1 : 1 + kCame;
+  const unsigned before = add_acq_rel(semaphore, step);
+  const bool last = (before & kArrived) + 1 == all;
+  unsigned came = before / kCame;  // when this split comes
+  bool complete = last;
+  if (may_wait) {
+    const long long give_up = now_nanoseconds() + kPatienceNanoseconds;
+    while (!complete && now_nanoseconds() < give_up) complete = (load_acquire(semaphore) & kArrived) == all;
+    const unsigned seen = add_acq_rel(semaphore, kCame);
+    complete = (seen & kArrived) == all;
+    came = seen / kCame;
+  }
+  if (came + 1 == all) *semaphore = 0;  // nobody comes any more
+  if (!complete) return {0, 0};
+  // All that came before the last arrived came too early: units [0, before / kCame).
+  const int own = static_cast<int>(came), end = min_of(own + 1, units);
+  if (!last) return {own, end};
+  const int early = static_cast<int>(before / kCame);
+  if (early == 0) return {own, end};
+  return own == early ? Units{0, end} : Units{-min_of(early, units), own < units ? own : -1};
 }
 
-// Called by all threads once the CTA's partial result of a work is written. `flag` and `scratch` lie in shared memory.
+// Called by all threads once the CTA's partial result of a work is written. `flag` (two ints) and `scratch` lie in
+// shared memory.
 template <int kThreads>
-__device__ __noinline__ void arrive_and_merge(const Params& p, const Shape& shape, const WorkPlace& place,
-                                              const Splits& splits, bool may_wait, int* flag, float* scratch) {
-  int32_t* semaphore = p.semaphores + place.work;
-  const MergeShape merge(p, shape, splits.count, kThreads);
+__device__ __forceinline__ void arrive_and_merge(const Params& p, const Shape& shape, const WorkPlace& place,
+                                                 const Splits& splits, bool may_wait, int* flag, float* scratch) {
+  const MergeShape merge(p, shape, splits.count, kThreads == 256 ? 8 : 7);
+  static_assert(kThreads == 128 || kThreads == 256);
   __syncthreads();  // the partial result is written
-  bool last = false;
   if (threadIdx.x == 0) {
-    __threadfence();
-    last = (atomicAdd(semaphore, 1) & kArrived) + 1 == splits.count;
-    int unit = -1;
-    if (last && merge.units == 1) {
-      *semaphore = 0;
-      unit = 0;
-    } else if (merge.units > 1 && (last || (may_wait && wait_for_splits(semaphore, splits.count)))) {
-      unit = take_unit(semaphore, merge.units);
-    }
-    __threadfence();
-    *flag = unit;
+    const Units units = arrive(p.semaphores + place.work, splits.count, merge.units, may_wait);
+    flag[0] = units.begin;
+    flag[1] = units.end;
   }
   __syncthreads();
-  for (int unit = *flag; unit >= 0; unit = *flag) {
+  // Units [begin, end); or, with a negative begin, the units [0, -begin) and then unit `end`, if there is one.
+  const int begin = flag[0], end = flag[1];
+  const int count = begin >= 0 ? end - begin : -begin + (end >= 0 ? 1 : 0);
+#pragma unroll 1
+  for (int i = 0; i < count; ++i) {
+    const int unit = begin >= 0 ? begin + i : i < -begin ? i : end;
     merge_unit<kThreads>(p, shape, place, splits, merge, unit, scratch);
-    __syncthreads();
-    if (threadIdx.x == 0) *flag = last && merge.units > 1 ? take_unit(semaphore, merge.units) : -1;
-    __syncthreads();
   }
 }
 

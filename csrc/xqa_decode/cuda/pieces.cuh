@@ -25,6 +25,9 @@ class PieceWalk {
     num_tiles_ = end_tile_ + 1;  // as if the piece before ended here, inside the work
     request_ = shape.by_kv_heads.divide(work_);
     kv_head_ = work_ - request_ * p.num_kv_heads;
+    next_length_ = __ldg(p.cache_seqlens + request_);
+    // The part that holds the first tile of the first work may have begun with an earlier work.
+    first_part_begins_ = __ldg(p.tile_scheduler_metadata + static_cast<int64_t>(entry.first_part) * kSplitKvEntrySize);
   }
 
   // Goes to the next piece; false when there is none.
@@ -79,9 +82,7 @@ class PieceWalk {
     if (count <= 1) return {0, 1, 0, 0, 0};
     if (!begins) return {0, count, partial_slot(blockIdx.x, false), partial_slot(blockIdx.x + 1, true), 2};
     const int first = entry_.first_part;
-    // The part that holds a work's first tile may have begun with an earlier work.
-    const bool alone = entry_.begin_split == 0 ||
-                       __ldg(p_.tile_scheduler_metadata + static_cast<int64_t>(first) * kSplitKvEntrySize) == work_;
+    const bool alone = entry_.begin_split == 0 || first_part_begins_ == work_;
     return {entry_.begin_split, count, partial_slot(first, alone), partial_slot(first + 1, true), 2};
   }
 
@@ -92,7 +93,8 @@ class PieceWalk {
 
   __device__ void open() {
     if (length_ < 0) {
-      length_ = max_of(__ldg(p_.cache_seqlens + request_), 0);
+      length_ = max_of(next_length_, 0);
+      if (request_ + 1 < p_.batch_size) next_length_ = __ldg(p_.cache_seqlens + request_ + 1);
       keys_ = visible_keys(length_, p_.seqlen_q, p_.window_left);
       const TileRange tiles = visible_tiles(length_, p_.seqlen_q, p_.window_left, kPlanTileTokens);
       first_tile_ = tiles.first;
@@ -114,10 +116,12 @@ class PieceWalk {
     const int64_t cells = p_.page_table.kv_indptr ? p_.page_table.num_cells(request_) : p_.max_pages;
     const int64_t capacity = cells * p_.page_table.page_size;
     if (length_ <= capacity) return;
-    if (threadIdx.x == 0) {
-      record_fault(p_.report, {ReportOp::kXqaDecode, ReportKind::kLength, request_, 0, length_, capacity + 1});
-    }
+    if (threadIdx.x == 0) record_length(p_, request_, length_, capacity + 1);
     keys_.end = static_cast<int>(max_of(capacity, int64_t{0}));
+  }
+
+  __device__ __noinline__ static void record_length(const Params& p, int request, int64_t length, int64_t limit) {
+    record_fault(p.report, {ReportOp::kXqaDecode, ReportKind::kLength, request, 0, length, limit});
   }
 
   const Params& p_;
@@ -125,6 +129,7 @@ class PieceWalk {
   SplitKvEntry entry_;
   int work_, end_tile_;
   int tile_ = 0, row_block_;
+  int next_length_, first_part_begins_;  // loads that nobody has to wait for yet
   int request_, kv_head_, length_ = -1, first_tile_ = 0, num_tiles_;
   KvRange keys_{0, 0};
   bool overflows_ = false;

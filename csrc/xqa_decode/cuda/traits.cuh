@@ -68,11 +68,12 @@ struct Shape {
   int row_blocks;  // passes over the keys: each serves row_groups * kRows rows
   int page_shift;  // log2(page_size), or -1
   Divisor by_group, by_kv_heads;
-  bool vector_keys;    // rows of K and V start on 16-byte boundaries
-  bool same_strides;   // of K and V
-  bool pair_queries;   // rows of q start on 4-byte boundaries, and head_dim is even
-  bool vector_out;     // rows of out start on 8-byte boundaries, and head_dim is a multiple of 4
-  bool wide_partials;  // head_dim is a multiple of 4
+  int64_t k_page, k_token, v_page, v_token;  // strides in bytes
+  bool vector_keys;                          // rows of K and V start on 16-byte boundaries
+  bool same_strides;                         // of K and V
+  bool pair_queries;                         // rows of q start on 4-byte boundaries, and head_dim is even
+  bool vector_out;                           // rows of out start on 8-byte boundaries, and head_dim is a multiple of 4
+  bool wide_partials;                        // head_dim is a multiple of 4
 };
 
 // Where things lie in shared memory. Queries and stages begin on multiples of their row size: columns are swizzled by
@@ -81,7 +82,7 @@ template <class Tr>
 struct SharedLayout {
   static constexpr int kStats = 0;                                   // float2 [kWarps][kRows]: maximum and sum
   static constexpr int kFree = kStats + Tr::kWarps * Tr::kRows * 8;  // int [kWarps]: offset of the free stage
-  static constexpr int kFlag = kFree + Tr::kWarps * 4;               // int: what the first thread found out
+  static constexpr int kFlag = kFree + Tr::kWarps * 4;               // int [2]: what the first thread found out
   static constexpr int kGoodKeys = kFlag + 16;  // checked mode, uint32 [kWarps][kStages]: which keys have a page
   static constexpr int kRowScale = kGoodKeys + Tr::kWarps * Tr::kStages * 4;  // float [rows]: of FP8 kernels' queries
   static constexpr int kRing = 1024 * Tr::kWarps / 4;
