@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import math
 import statistics
 import time
@@ -151,7 +152,7 @@ def flashinfer(cell: Cell, tensor_cores: bool = True, backend: str = "fa2") -> S
     import flashinfer.decode as decode
 
     wrapper = decode.BatchDecodeWithPagedKVCacheWrapper(
-        _workspace(), "NHD", use_tensor_cores=tensor_cores, backend=backend
+        _workspace("wrapper"), "NHD", use_tensor_cores=tensor_cores, backend=backend
     )
     tables = dict(block_tables=cell.page_table) if backend == "cudnn" else {}
     wrapper.plan(
@@ -179,7 +180,7 @@ def xqa(cell: Cell, layout: str = "NHD") -> Step:
         decode.xqa_batch_decode_with_kv_cache(
             q,
             cell.kv(r, layout == "HND"),
-            _workspace(),
+            _workspace("xqa"),
             cell.page_table,
             cell.seqlens,
             max(cell.lengths),
@@ -193,13 +194,10 @@ def xqa(cell: Cell, layout: str = "NHD") -> Step:
     return step
 
 
-_workspaces: list[torch.Tensor] = []
-
-
-def _workspace() -> torch.Tensor:
-    if not _workspaces:
-        _workspaces.append(torch.zeros(768 << 20, dtype=torch.uint8, device=DEVICE))
-    return _workspaces[0]
+@functools.cache
+def _workspace(owner: str) -> torch.Tensor:
+    """XQA keeps semaphores in its own, which must be zero: nobody else may write there."""
+    return torch.zeros(768 << 20, dtype=torch.uint8, device=DEVICE)
 
 
 def contenders(cell: Cell) -> list[tuple[str, Callable[[], Step], bool]]:
@@ -257,13 +255,13 @@ def measure(cell: Cell, case: str, named: list, budget_ms: float, tolerance: flo
             error = max(cell.relative_error(out, r, hnd) for r in requests if cell.lengths[r] <= 40000)
             if not error < tolerance:
                 raise RuntimeError(f"WRONG: relative error {error:.3g}")
-            ready.append((name, record_graph(step, cell.rotation), error, []))
+            ready.append((name, record_graph(step, cell.rotation), error, [], step))  # a graph keeps no tensors alive
         except Exception as problem:  # a peer may be absent, or refuse the cell: say so and go on
             print(f"    {name}: {type(problem).__name__}: {str(problem).splitlines()[0][:120]}", flush=True)
     for _ in range(2):
-        for _, graph, _, times in ready:
+        for _, graph, _, times, _ in ready:
             times += replay_ms(graph, budget_ms)
-    for name, _, error, times in ready:
+    for name, _, error, times, _ in ready:
         ms = statistics.median(times) / cell.rotation
         spread = (max(times) - min(times)) / statistics.median(times)
         records.append(
