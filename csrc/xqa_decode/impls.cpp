@@ -17,14 +17,13 @@ struct Impl {
   void (*launch)(const Params&, CUstream_st*);
 
   std::string reject(const Params& p) const {
-    if (p.kv_dtype != kv_dtype)
+    const bool fp8 = p.kv_dtype == DType::kFloat8E4M3, q_is_wide = p.dtype == DType::kFloat32;
+    if (dtype == DType::kFloat32) {
+      if (!q_is_wide) return std::string("takes q of float32, got ") + name_of(p.dtype);
+    } else if (p.kv_dtype != kv_dtype) {
       return std::string("takes pages of ") + name_of(kv_dtype) + ", got " + name_of(p.kv_dtype);
-    if (kv_dtype == DType::kFloat8E4M3) {
-      if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) {
-        return std::string("takes q of bfloat16 or float16, got ") + name_of(p.dtype);
-      }
-    } else if (p.dtype != dtype) {
-      return std::string("takes q of ") + name_of(dtype) + ", got " + name_of(p.dtype);
+    } else if (fp8 ? q_is_wide : p.dtype != dtype) {
+      return std::string("takes q of ") + (fp8 ? "bfloat16 or float16" : name_of(dtype)) + ", got " + name_of(p.dtype);
     }
     if (p.head_dim > max_head_dim) {
       return "takes head_dim up to " + std::to_string(max_head_dim) + ", got " + std::to_string(p.head_dim);
@@ -44,6 +43,7 @@ constexpr Impl kImpls[] = {
     {"fp8_hd64", DType::kFloat16, DType::kFloat8E4M3, 64, &launch_fp8_hd64},
     {"fp8_hd128", DType::kFloat16, DType::kFloat8E4M3, 128, &launch_fp8_hd128},
     {"fp8_hd256", DType::kFloat16, DType::kFloat8E4M3, 256, &launch_fp8_hd256},
+    {"fp32", DType::kFloat32, DType::kFloat32, 256, &launch_fp32},  // FP8 pages, too
 };
 
 }  // namespace

@@ -217,7 +217,16 @@ def test_pool_beyond_two_to_the_31_elements():
     torch.testing.assert_close(out.cpu().double(), expected, rtol=2e-2, atol=4e-3)
 
 
-def test_float32_is_refused_with_the_reasons():
-    problem = on_gpu([10], dtype=torch.float32)
-    with pytest.raises(RuntimeError, match="bf16_hd64: takes pages of bfloat16, got float32"):
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+@pytest.mark.parametrize("options", [{}, {"window_left": 70}, {"logit_cap": 2.0}, {"fixed_split_tokens": 64}])
+def test_float32(kv_dtype, options):
+    problem = on_gpu(LENGTHS, 3, head_dim=72, dtype=torch.float32, kv_dtype=kv_dtype, page_size=3)
+    for parts in (1, 40):
+        assert_decodes(problem, seqlen_q=3, num_sm_parts=parts, **options)
+
+
+def test_what_no_kernel_takes_is_refused_with_every_reason():
+    problem = on_gpu([10], dtype=FP16)
+    problem = dataclasses.replace(problem, q=problem.q.to(BF16))
+    with pytest.raises(RuntimeError, match="k_pages must have dtype"):
         decode(problem)

@@ -125,18 +125,6 @@ __device__ void store_piece(const Params& p, const Shape& shape, const WorkPlace
   }
 }
 
-// A result that nobody can take for an answer.
-__device__ inline void store_nan(const Params& p, const Shape& shape, const WorkPlace& place, const Splits& splits) {
-  if (p.report && threadIdx.x == 0) {
-    record_fault(p.report, {ReportOp::kXqaDecode, ReportKind::kLength, place.request, 0, splits.first + splits.count,
-                            p.num_partials + 1});
-  }
-  const int vecs = ceil_div(p.head_dim, 4);
-  for (int item = threadIdx.x; item < shape.rows * vecs; item += blockDim.x) {
-    store_output(p, shape, place, item / vecs, item % vecs * 4, make_float4(NAN, NAN, NAN, NAN), NAN);
-  }
-}
-
 // One CTA per part of the plan. Each warp streams its share of the keys; at the end of a piece the warps put their
 // results together, while the copies of the next piece are already on their way.
 template <class Tr>
@@ -169,14 +157,6 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kCtasPerSm)
   const uint32_t ring = smem_address(smem) + Shared::kRing;
   const auto* good_keys = reinterpret_cast<const uint32_t*>(smem + Shared::kGoodKeys);
   PieceWalk piece(p, shape, entry);
-  // The first queries are on their way before the keys, whose lengths and pages must be looked up first.
-  constexpr int kEarly = Tr::kRows / Tr::kWarps;
-  QueryRow<Tr> early[kEarly];
-#pragma unroll
-  for (int i = 0; i < kEarly; ++i) {
-    early[i].fetch(p, shape, {piece.work(), piece.request(), piece.kv_head()}, warp + i * Tr::kWarps, lane);
-  }
-  bool early_left = true;
   if (!piece.next()) return;
   KeyStream<Tr> stream(p, shape, piece, warp, lane, smem);
   int head = 0;  // the stage to compute with next; the one before it is free
@@ -187,20 +167,18 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kCtasPerSm)
     const WorkPlace place{piece.work(), piece.request(), piece.kv_head()};
     if (piece.overflows()) {
       if (piece.starts_work() && piece.last_row_block()) store_nan(p, shape, place, piece.splits());
-      early_left = false;
       continue;
     }
     const int first_row = piece.row_block() * shape.row_groups * Tr::kRows;
-    if (early_left) {
+    constexpr int kRowsPerWarp = Tr::kRows / Tr::kWarps;
+#pragma unroll 1
+    for (int i = warp; i < shape.row_groups * Tr::kRows; i += Tr::kRows) {
+      QueryRow<Tr> rows[kRowsPerWarp];
 #pragma unroll
-      for (int i = 0; i < kEarly; ++i) early[i].place(queries, row_scale, warp + i * Tr::kWarps, lane);
+      for (int k = 0; k < kRowsPerWarp; ++k) rows[k].fetch(p, shape, place, first_row + i + k * Tr::kWarps, lane);
+#pragma unroll
+      for (int k = 0; k < kRowsPerWarp; ++k) rows[k].place(queries, row_scale, i + k * Tr::kWarps, lane);
     }
-    for (int i = warp + (early_left ? Tr::kRows : 0); i < shape.row_groups * Tr::kRows; i += Tr::kWarps) {
-      QueryRow<Tr> row;
-      row.fetch(p, shape, place, first_row + i, lane);
-      row.place(queries, row_scale, i, lane);
-    }
-    early_left = false;
     __syncthreads();
     RowTile<Tr> tile;
     {

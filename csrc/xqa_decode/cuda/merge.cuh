@@ -12,7 +12,8 @@ struct WorkPlace {
 };
 
 // Four neighbouring values of a finished row, divided by its sum: v_scale and sink applied, rounded, stored.
-// `lse` is the natural log.
+// `lse` is the natural log. kFloat32: out is float32, else of either 16-bit type.
+template <bool kFloat32 = false>
 __device__ __forceinline__ void store_output(const Params& p, const Shape& shape, const WorkPlace& place, int row,
                                              int d, float4 values, float lse) {
   const int token = shape.by_group.divide(row);
@@ -23,10 +24,19 @@ __device__ __forceinline__ void store_output(const Params& p, const Shape& shape
   float factor = p.v_scale ? __ldg(p.v_scale + place.kv_head * p.v_scale_stride) : 1.f;
   if (p.sinks && lse != -INFINITY) factor = __fdividef(factor, 1.f + __expf(__ldg(p.sinks + head) - lse));
   const float x = values.x * factor, y = values.y * factor, z = values.z * factor, w = values.w * factor;
+  const int64_t at = place.request * p.out_stride_request + token * p.out_stride_token + head * p.out_stride_head + d;
+  if constexpr (kFloat32) {
+    float* out = static_cast<float*>(p.out) + at;
+    const float all[4] = {x, y, z, w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (d + i < p.head_dim) out[i] = all[i];
+    }
+    return;
+  }
   const bool bf16 = p.dtype == DType::kBFloat16;
   const uint2 rounded = bf16 ? make_uint2(pack2<__nv_bfloat16>(x, y), pack2<__nv_bfloat16>(z, w))
                              : make_uint2(pack2<__half>(x, y), pack2<__half>(z, w));
-  const int64_t at = place.request * p.out_stride_request + token * p.out_stride_token + head * p.out_stride_head + d;
   uint16_t* out = static_cast<uint16_t*>(p.out) + at;
   if (shape.vector_out) {
     *reinterpret_cast<uint2*>(out) = rounded;
@@ -36,6 +46,19 @@ __device__ __forceinline__ void store_output(const Params& p, const Shape& shape
   for (int i = 0; i < 4 && d + i < p.head_dim; ++i) {
     const uint32_t pair = i < 2 ? rounded.x : rounded.y;
     out[i] = static_cast<uint16_t>(i & 1 ? pair >> 16 : pair);
+  }
+}
+
+// A result that nobody can take for an answer.
+template <bool kFloat32 = false>
+__device__ inline void store_nan(const Params& p, const Shape& shape, const WorkPlace& place, const Splits& splits) {
+  if (p.report && threadIdx.x == 0) {
+    record_fault(p.report, {ReportOp::kXqaDecode, ReportKind::kLength, place.request, 0, splits.first + splits.count,
+                            p.num_partials + 1});
+  }
+  const int vecs = ceil_div(p.head_dim, 4);
+  for (int item = threadIdx.x; item < shape.rows * vecs; item += blockDim.x) {
+    store_output<kFloat32>(p, shape, place, item / vecs, item % vecs * 4, make_float4(NAN, NAN, NAN, NAN), NAN);
   }
 }
 
@@ -117,7 +140,7 @@ struct MergeShape {
 };
 
 // Merges one unit. Threads are item-major: neighbours have neighbouring items of one split.
-template <int kThreads>
+template <int kThreads, bool kFloat32>
 __device__ __forceinline__ void merge_unit(const Params& p, const Shape& shape, const WorkPlace& place,
                                            const Splits& splits, const MergeShape& merge, int unit, float* scratch) {
   constexpr int kBatch = 16;  // splits that a thread loads at a time, all before the first use
@@ -176,8 +199,9 @@ __device__ __forceinline__ void merge_unit(const Params& p, const Shape& shape, 
     const bool empty = state.sum == 0.f;
     const float inverse = empty ? 0.f : __fdividef(1.f, state.sum);
     const float4 v = state.values;
-    store_output(p, shape, place, row, d, make_float4(v.x * inverse, v.y * inverse, v.z * inverse, v.w * inverse),
-                 empty ? -INFINITY : state.lse_max + __logf(state.sum));
+    store_output<kFloat32>(p, shape, place, row, d,
+                           make_float4(v.x * inverse, v.y * inverse, v.z * inverse, v.w * inverse),
+                           empty ? -INFINITY : state.lse_max + __logf(state.sum));
   }
 }
 
@@ -249,7 +273,7 @@ __device__ inline Units arrive(int32_t* semaphore, int splits, int units, bool m
 
 // Called by all threads once the CTA's partial result of a work is written. `flag` (two ints) and `scratch` lie in
 // shared memory.
-template <int kThreads>
+template <int kThreads, bool kFloat32 = false>
 __device__ __forceinline__ void arrive_and_merge(const Params& p, const Shape& shape, const WorkPlace& place,
                                                  const Splits& splits, bool may_wait, int* flag, float* scratch) {
   const MergeShape merge(p, shape, splits.count, kThreads == 256 ? 8 : 7);
@@ -267,7 +291,7 @@ __device__ __forceinline__ void arrive_and_merge(const Params& p, const Shape& s
 #pragma unroll 1
   for (int i = 0; i < count; ++i) {
     const int unit = begin >= 0 ? begin + i : i < -begin ? i : end;
-    merge_unit<kThreads>(p, shape, place, splits, merge, unit, scratch);
+    merge_unit<kThreads, kFloat32>(p, shape, place, splits, merge, unit, scratch);
   }
 }
 
