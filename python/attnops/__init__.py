@@ -12,7 +12,9 @@ __all__ = ["__version__", "cuda_unavailable_reason", "ops"]
 cuda_unavailable_reason = _load.cuda_unavailable_reason
 
 # Imported when first used, so that `import attnops` costs the ops only.
-_SUBMODULES = frozenset({"backends", "explain", "info", "layers", "metadata", "pools", "reference", "report", "types"})
+_SUBMODULES = frozenset(
+    {"backends", "compat", "explain", "info", "layers", "metadata", "pools", "reference", "report", "types"}
+)
 
 
 def __getattr__(name: str) -> ModuleType:

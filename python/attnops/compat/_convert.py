@@ -1,0 +1,152 @@
+"""What the modules of this package share: refusals, and conversions of lse, windows, scales, masks and caches."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+LEAVE_PDL = "attnops launches as it measured best; leave it None"
+ONE_KERNEL = 'attnops chooses its kernel itself; leave it "auto"'
+
+
+def refuse(function: str, argument: str, instead: str) -> NotImplementedError:
+    """The error for an argument that is not honoured."""
+    return NotImplementedError(f"attnops.compat: {function} does not honour {argument}: {instead}")
+
+
+def require_default(function: str, instead: dict[str, str], defaults: dict[str, Any], given: dict[str, Any]) -> None:
+    """Raises for the first argument that is not at its default.
+
+    Args:
+        instead: What would work, by argument.
+        defaults: By argument; None where it is missing.
+    """
+    for name, advice in instead.items():
+        value, default = given[name], defaults.get(name)
+        if value is not default and (isinstance(value, Tensor) or value != default):
+            shown = "a tensor" if isinstance(value, Tensor) else repr(value)
+            raise refuse(function, f"{name}={shown}", advice)
+
+
+def to_log2(lse: Tensor) -> Tensor:
+    """Natural log to base 2."""
+    return lse * (1 / math.log(2))
+
+
+def from_log2(lse: Tensor) -> Tensor:
+    """Base 2 to natural log."""
+    return lse * math.log(2)
+
+
+def empty_is_plus_inf(lse: Tensor) -> Tensor:
+    """-inf, attnops' lse of a row without a key, to FlashMLA's +inf."""
+    return torch.where(lse == -math.inf, math.inf, lse)
+
+
+def empty_is_minus_inf(lse: Tensor) -> Tensor:
+    """The other way, for what comes in."""
+    return torch.where(lse == math.inf, -math.inf, lse)
+
+
+def heads_first(lse: Tensor) -> Tensor:
+    """``[B, S, H]`` to ``[B, H, S]``, ``[T, H]`` to ``[H, T]``, contiguous."""
+    return lse.transpose(-1, -2).contiguous()
+
+
+def as_int32(lengths: Tensor, device: torch.device) -> Tensor:
+    """Lengths or indices as the ops take them: contiguous int32 on the device, uint32 reinterpreted."""
+    if lengths.dtype == torch.uint32:
+        lengths = lengths.view(torch.int32)
+    return lengths.to(device=device, dtype=torch.int32, non_blocking=True).contiguous()
+
+
+def as_sinks(
+    sinks: Tensor | list[Tensor] | tuple[Tensor, ...] | None, num_q_heads: int, function: str
+) -> Tensor | None:
+    """float32 ``[H_q]`` of any of the forms in use: any float dtype, ``[H_kv, group]``, a list of one."""
+    if sinks is None:
+        return None
+    if isinstance(sinks, list | tuple):
+        if len(sinks) != 1:
+            raise refuse(function, f"sinks of {len(sinks)} tensors", "give one tensor with a logit per query head")
+        sinks = sinks[0]
+    if sinks.numel() != num_q_heads:
+        raise ValueError(f"attnops.compat: {function}: sinks must hold {num_q_heads} logits, got {list(sinks.shape)}")
+    return sinks.reshape(-1).float()
+
+
+def as_scale(function: str, name: str, scale: float | Tensor | None, pages: Tensor) -> Tensor | None:
+    """A scale of a cache as float32 ``[1]`` on its device; None: 1. A 16-bit cache has none."""
+    if scale is None or (not isinstance(scale, Tensor) and scale == 1):
+        return None
+    if pages.dtype != FP8:
+        raise refuse(function, f"{name} with a cache of {pages.dtype}", "only float8_e4m3fn caches have scales")
+    if isinstance(scale, Tensor):
+        if scale.numel() != 1:
+            raise refuse(function, f"{name} of shape {list(scale.shape)}", "give one number or a tensor of one")
+        return scale.reshape(1).float()
+    return torch.full((1,), scale, dtype=torch.float32, device=pages.device)
+
+
+def as_tree_mask(mask: Tensor | None) -> Tensor | None:
+    """XQA's ``[B, S_q, ceil(S_q / 32) * 2]`` uint16 words to bytes: the same bits, little-endian."""
+    if mask is None:
+        return None
+    seqlen_q = mask.shape[-2]
+    return mask.contiguous().view(torch.uint8)[..., : -(-seqlen_q // 8)].contiguous()
+
+
+def split_kv(function: str, cache: Tensor | tuple[Tensor, Tensor], kv_layout: str) -> tuple[Tensor, Tensor]:
+    """Pools ``[num_pages, page_size, H_kv, D]`` of one joint tensor or a pair, NHD or HND, without a copy."""
+    if kv_layout not in ("NHD", "HND"):
+        raise ValueError(f"attnops.compat: {function}: kv_layout must be NHD or HND, got {kv_layout}")
+    if isinstance(cache, Tensor):
+        if cache.dim() != 5 or cache.shape[1] != 2:
+            raise ValueError(
+                f"attnops.compat: {function}: a joint cache has shape [P, 2, ...], got {list(cache.shape)}"
+            )
+        cache = (cache[:, 0], cache[:, 1])
+    k, v = cache
+    return (k, v) if kv_layout == "NHD" else (k.transpose(1, 2), v.transpose(1, 2))
+
+
+def joined_latents(function: str, latent: Tensor, rope: Tensor) -> Tensor:
+    """``[P, page_size, 576]`` of its two parts, which must lie side by side in one pool.
+
+    Raises:
+        NotImplementedError: they do not.
+    """
+    offset = latent.shape[-1] * latent.element_size()
+    if latent.stride() != rope.stride() or latent.dtype != rope.dtype or latent.data_ptr() + offset != rope.data_ptr():
+        raise refuse(
+            function,
+            "ckv_cache and kpe_cache in two pools",
+            "give cache[..., :512] and cache[..., 512:] of one pool of 576",
+        )
+    shape = (*latent.shape[:-1], latent.shape[-1] + rope.shape[-1])
+    return latent.as_strided(shape, latent.stride())
+
+
+def keep_in(buffer: Tensor | None, values: Tensor, name: str, exact: bool) -> Tensor:
+    """`values` as they are, or copied to the start of a graph's buffer, which then is what a call reads."""
+    if buffer is None:
+        return values
+    if values.shape[0] > buffer.shape[0] or (exact and values.shape[0] != buffer.shape[0]):
+        raise ValueError(
+            f"attnops.compat: plan: {name} has {values.shape[0]} elements, the wrapper's buffer {buffer.shape[0]}; "
+            "use_cuda_graph fixes the batch size and the largest number of pages"
+        )
+    buffer[: values.shape[0]].copy_(values)
+    return buffer
+
+
+def with_log2_lse(out: Tensor, natural: Tensor | None, lse: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+    """`out`, and the lse in base 2 where it was asked for, in its destination if there is one."""
+    if natural is None:
+        return out
+    result = to_log2(natural)
+    return out, result if lse is None else lse.copy_(result)

@@ -1,0 +1,176 @@
+"""FlashMLA's `get_mla_metadata` and `flash_mla_with_kvcache`, in the forms of all three generations.
+
+Generation 1: ``get_mla_metadata(cache_seqlens, num_heads_per_head_k, num_heads_k)`` returns two tensors. Generation 2:
+``(cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q, is_fp8_kvcache, topk)`` returns the same.
+Generation 3: ``get_mla_metadata()`` returns ``(FlashMLASchedMeta, None)``. `flash_mla_with_kvcache` takes all three.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from attnops import ops
+from attnops.compat._convert import as_sinks, empty_is_plus_inf, heads_first, refuse, require_default
+from attnops.metadata.plan import MLA_HEAD_DIM_V, MLA_PARTS_PER_SM, MlaDecodePlan, default_num_sm_parts
+
+_NO_SPARSE = "attnops has no sparse MLA; leave it None"
+_INSTEAD = {
+    "indices": _NO_SPARSE,
+    "extra_k_cache": _NO_SPARSE,
+    "extra_indices_in_kvcache": _NO_SPARSE,
+    "topk_length": _NO_SPARSE,
+    "extra_topk_length": _NO_SPARSE,
+    "descale_q": "queries are 16-bit; fold their scale into softmax_scale",
+}
+_ROW_BYTES = 656
+
+
+class FlashMLASchedMeta:
+    """Generation 3's schedule. Every call plans again, on the device, from the lengths of that moment.
+
+    So one object serves every step, batch and geometry, and a captured graph that holds the call follows lengths that
+    change between replays. Its memory is kept for the last geometry: share one object among calls of one stream only.
+    """
+
+    def __init__(self) -> None:
+        self._plan: MlaDecodePlan | None = None
+
+    def plan(self, batch_size: int, seqlen_q: int, num_q_heads: int, device: torch.device) -> MlaDecodePlan:
+        """The memory for a geometry; the same while it does not change."""
+        key = (batch_size, seqlen_q, num_q_heads, device)
+        plan = self._plan
+        if plan is None or key != (plan.batch_size, plan.seqlen_q, plan.num_q_heads, plan.out_partial.device):
+            plan = MlaDecodePlan.allocate(batch_size, seqlen_q=seqlen_q, num_q_heads=num_q_heads, device=device)
+            self._plan = plan
+        return plan
+
+
+def get_mla_metadata(
+    cache_seqlens: Tensor | None = None,
+    num_q_tokens_per_head_k: int | None = None,
+    num_heads_k: int = 1,
+    num_heads_q: int | None = None,
+    is_fp8_kvcache: bool = False,
+    topk: int | None = None,
+    *,
+    num_heads_per_head_k: int | None = None,
+) -> tuple[Tensor | FlashMLASchedMeta, Tensor | None]:
+    """A schedule for `flash_mla_with_kvcache`.
+
+    Args:
+        cache_seqlens: int32 ``[B]``; None: generation 3.
+        num_q_tokens_per_head_k (generation 1: num_heads_per_head_k): ``S_q * H_q // H_k``.
+        num_heads_k: 1.
+        num_heads_q, is_fp8_kvcache: Taken; the schedule does not depend on them.
+        topk: None.
+
+    Returns:
+        ``(int32 [num_sm_parts, 8], int32 [B + 1])``, planned on the device; or ``(FlashMLASchedMeta, None)``.
+    """
+    if topk is not None:
+        raise refuse("get_mla_metadata", f"topk={topk}", _NO_SPARSE)
+    if num_heads_k != 1:
+        raise refuse("get_mla_metadata", f"num_heads_k={num_heads_k}", "MLA has one latent head")
+    if cache_seqlens is None:
+        return FlashMLASchedMeta(), None
+    rows = num_q_tokens_per_head_k if num_heads_per_head_k is None else num_heads_per_head_k
+    if rows is None:
+        raise ValueError("attnops.compat: get_mla_metadata: num_q_tokens_per_head_k is needed with cache_seqlens")
+    parts = default_num_sm_parts(cache_seqlens.device, MLA_PARTS_PER_SM)
+    metadata = cache_seqlens.new_zeros(parts, 8)
+    num_splits = cache_seqlens.new_zeros(cache_seqlens.shape[0] + 1)
+    torch.ops.attnops.mla_decode_plan(metadata, num_splits, cache_seqlens, 1, rows, -1, 0)
+    return metadata, num_splits
+
+
+def flash_mla_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor | None,
+    cache_seqlens: Tensor | None,
+    head_dim_v: int,
+    tile_scheduler_metadata: Tensor | FlashMLASchedMeta,
+    num_splits: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool = False,
+    indices: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    extra_k_cache: Tensor | None = None,
+    extra_indices_in_kvcache: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    extra_topk_length: Tensor | None = None,
+    *,
+    descale_q: Tensor | None = None,
+    descale_k: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`attnops.ops.mla_decode`, without a host synchronization.
+
+    Args:
+        q: ``[B, S_q, H_q, 576]`` (bf16, fp16).
+        k_cache: ``[P, page_size, 1, 576]``, any page size; with `is_fp8_kvcache` rows ``[P, page_size, 1, 656]``
+            of a one-byte dtype, or float8_e4m3fn ``[..., 576]`` with `descale_k`.
+        block_table: int32 ``[B, max_blocks]``. cache_seqlens: int32 ``[B]``.
+        head_dim_v: 512.
+        tile_scheduler_metadata, num_splits: What `get_mla_metadata` returned. Tensors hold for the lengths that they
+            were made for; a `FlashMLASchedMeta` follows the lengths.
+        softmax_scale: ``576 ** -0.5`` when None.
+        attn_sink: ``[H_q]``, a logit per head with no value.
+        descale_k: float32 ``[1]``: real value = stored x scale. By keyword only: forks differ in where it stands.
+
+    Returns:
+        ``(out [B, S_q, H_q, 512], lse [B, H_q, S_q])``, lse natural log, ``+inf`` for a row without a key.
+
+    Raises:
+        NotImplementedError: naming the argument that is not honoured.
+    """
+    name = "flash_mla_with_kvcache"
+    require_default(name, _INSTEAD, {}, locals())
+    if head_dim_v != MLA_HEAD_DIM_V:
+        raise refuse(name, f"head_dim_v={head_dim_v}", "values are the first 512 of a latent")
+    if block_table is None or cache_seqlens is None:
+        raise refuse(name, "block_table=None or cache_seqlens=None", "dense attention needs both")
+    if k_cache.dim() != 4 or k_cache.shape[2] != 1:
+        raise ValueError(f"attnops.compat: {name}: k_cache must be [P, page_size, 1, D], got {list(k_cache.shape)}")
+    pages = k_cache.squeeze(2)
+    one_byte = pages.element_size() == 1
+    if one_byte != is_fp8_kvcache:
+        raise ValueError(f"attnops.compat: {name}: is_fp8_kvcache={is_fp8_kvcache} with k_cache of {k_cache.dtype}")
+    if one_byte and pages.shape[-1] == _ROW_BYTES:
+        if descale_k is not None:
+            raise refuse(name, "descale_k with rows of 656 bytes", "they carry their scales; leave it None")
+        pages = pages.view(torch.uint8)
+    elif descale_k is not None and not one_byte:
+        raise refuse(name, f"descale_k with a cache of {pages.dtype}", "only float8_e4m3fn caches have a scale")
+    batch_size, seqlen_q, num_q_heads, head_dim = q.shape
+    if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
+        plan = tile_scheduler_metadata.plan(batch_size, seqlen_q, num_q_heads, q.device)
+        ops.mla_decode_plan(plan, cache_seqlens)
+    else:
+        if num_splits is None:
+            raise ValueError(f"attnops.compat: {name}: num_splits is needed beside a tile_scheduler_metadata tensor")
+        parts = tile_scheduler_metadata.shape[0]
+        plan = dataclasses.replace(
+            MlaDecodePlan.allocate(
+                batch_size, seqlen_q=seqlen_q, num_q_heads=num_q_heads, num_sm_parts=parts, device=q.device
+            ),
+            tile_scheduler_metadata=tile_scheduler_metadata,
+            num_splits=num_splits,
+        )
+    out, lse = ops.mla_decode(
+        q,
+        pages,
+        block_table,
+        cache_seqlens,
+        plan,
+        softmax_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
+        causal=causal,
+        sinks=as_sinks(attn_sink, num_q_heads, name),
+        kv_scale=None if descale_k is None else descale_k.reshape(1).float(),
+        return_lse=True,
+    )
+    assert lse is not None
+    return out, heads_first(empty_is_plus_inf(lse))

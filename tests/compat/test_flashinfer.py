@@ -1,0 +1,295 @@
+"""FlashInfer's functions against the reference: base-2 lse, CSR lengths, layouts, folded scales, windows, masks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from attnops import reference
+from attnops.compat import flashinfer
+from checks import MAX_RELATIVE_ERROR, assert_lse_close, relative_error
+from problems import FP8, mla_problem, paged_problem, random_tree_mask
+
+BOUND = MAX_RELATIVE_ERROR[torch.bfloat16]
+LENGTHS = [130, 5, 64, 0]
+WORKSPACE = torch.zeros(1, dtype=torch.uint8)
+
+
+def csr(problem, page_size: int):
+    """FlashInfer's three arrays: dense CSR and the tokens in each last page."""
+    counts = -(-problem.cache_seqlens // page_size)
+    indptr = torch.cat([torch.zeros(1), counts.cumsum(0)]).int()
+    rows = [problem.page_table[b, :count] for b, count in enumerate(counts.tolist())]
+    last = problem.cache_seqlens - (counts - 1).clamp(min=0) * page_size
+    return indptr, torch.cat(rows), last.int()
+
+
+def check(out, lse, expected, bound=BOUND):
+    assert relative_error(out.flatten(0, -3), expected[0]) <= bound
+    if lse is not None:
+        assert_lse_close(lse * math.log(2), expected[1])
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_decode_wrapper(q_len, page_size, layout):
+    problem = paged_problem(LENGTHS, q_len, page_size=page_size, layout="joint" if layout == "NHD" else "hnd")
+    if layout == "NHD":
+        cache = torch.stack([problem.k_pages, problem.v_pages], dim=1)
+    else:
+        cache = (problem.k_pages.transpose(1, 2), problem.v_pages.transpose(1, 2))
+    sinks = torch.randn(8)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, layout)
+    options = {"window_left": 20, "logits_soft_cap": 3.0, "sm_scale": 0.2, "q_data_type": "bfloat16"}
+    wrapper.plan(*csr(problem, page_size), 8, 2, 64, page_size, q_len_per_req=q_len, **options)
+    lse = torch.empty(4 * q_len, 8)
+    out, result = wrapper.run(problem.q, cache, q_scale=0.5, sinks=sinks, return_lse=True, lse=lse)
+    assert result is lse
+    expected = problem.expected(softmax_scale=0.1, window_left=20, logit_cap=3.0, sinks=sinks)
+    check(out, lse, expected)
+    assert (lse == -math.inf).any(), "an empty row is -inf"
+
+
+def test_decode_wrapper_with_graph_buffers_keeps_its_addresses():
+    buffers = [torch.zeros(n, dtype=torch.int32) for n in (4, 40, 3)]
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, "NHD", True, True, *buffers)
+    seen = set()
+    for lengths in ([130, 5, 64], [3, 200, 0]):
+        problem = paged_problem(lengths, dtype=torch.float16)
+        wrapper.plan(*csr(problem, 16), 8, 2, 64, 16)
+        out = wrapper.run(problem.q, (problem.k_pages, problem.v_pages))
+        check(out, None, problem.expected(), MAX_RELATIVE_ERROR[torch.float16])
+        seen.add((wrapper._lens.data_ptr(), wrapper._indices.data_ptr(), wrapper._plan.num_splits.data_ptr()))
+    assert len(seen) == 1 and wrapper._indices.data_ptr() == buffers[1].data_ptr()
+    with pytest.raises(ValueError, match="indptr has 3 elements, the wrapper's buffer 4"):
+        wrapper.plan(*csr(paged_problem([5, 5]), 16), 8, 2, 64, 16)
+
+
+@pytest.mark.parametrize("tensor", [False, True])
+def test_decode_wrapper_with_scales_of_an_fp8_cache(tensor):
+    problem = paged_problem(LENGTHS, kv_dtype=FP8)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+    wrapper.plan(*csr(problem, 16), 8, 2, 64, 16, q_data_type=torch.bfloat16, kv_data_type=FP8)
+    k_scale, v_scale = problem.k_scale, problem.v_scale
+    if not tensor:
+        k_scale, v_scale = k_scale.item(), v_scale.item()
+    out = wrapper.run(problem.q, (problem.k_pages, problem.v_pages), k_scale=k_scale, v_scale=v_scale)
+    check(out, None, problem.expected())
+
+
+def test_decode_wrapper_names_what_it_does_not_honour():
+    problem = paged_problem([9])
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+    with pytest.raises(NotImplementedError, match="backend='fa3'"):
+        flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, backend="fa3")
+    geometry = (*csr(problem, 16), 8, 2, 64, 16)
+    for options in (
+        {"pos_encoding_mode": "ROPE_LLAMA"},
+        {"rope_scale": 1.0},
+        {"rope_theta": 1e4},
+        {"fixed_split_size": 4},
+        {"disable_split_kv": True},
+        {"seq_lens": torch.ones(1)},
+        {"o_data_type": torch.float32},
+    ):
+        with pytest.raises(NotImplementedError, match=rf"plan does not honour {next(iter(options))}="):
+            wrapper.plan(*geometry, **options)
+    cache = (problem.k_pages, problem.v_pages)
+    with pytest.raises(RuntimeError, match="plan must run first"):
+        wrapper.run(problem.q, cache)
+    wrapper.plan(*geometry)
+    with pytest.raises(ValueError, match=r"q's dtype is torch.bfloat16, planned was torch.float16"):
+        wrapper.run(problem.q, cache)
+    wrapper.plan(*geometry, q_data_type="bfloat16")
+    with pytest.raises(NotImplementedError, match="enable_pdl=True"):
+        wrapper.run(problem.q, cache, enable_pdl=True)
+    with pytest.raises(NotImplementedError, match="v_scale with a cache of"):
+        wrapper.run(problem.q, cache, v_scale=2.0)
+    with pytest.raises(ValueError, match="window_left is 5, planned was -1"):
+        wrapper.run(problem.q, cache, window_left=5)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+@pytest.mark.parametrize("q_len", [1, 5])
+def test_trtllm_batch_decode(q_len, kv_dtype):
+    problem = paged_problem([130, 5, 64], q_len, kv_dtype=kv_dtype, layout="hnd")
+    k_scale, v_scale = (1.0, 1.0) if kv_dtype is None else (problem.k_scale.item(), problem.v_scale.item())
+    sinks = torch.randn(8)
+    tree = random_tree_mask([q_len] * 3)
+    words = torch.zeros(3, q_len, -(-q_len // 32) * 4, dtype=torch.uint8)
+    words[..., : tree.shape[-1]] = tree.view(3, q_len, -1)
+    out = flashinfer.trtllm_batch_decode_with_kv_cache(
+        problem.q,
+        (problem.k_pages.transpose(1, 2), problem.v_pages.transpose(1, 2)),
+        WORKSPACE,
+        problem.page_table,
+        problem.cache_seqlens.view(torch.uint32),
+        192,
+        0.2 * k_scale,
+        v_scale,
+        20,
+        sinks=[sinks],
+        q_len_per_req=q_len,
+        mask=words.view(torch.uint16),
+    )
+    check(out, None, problem.expected(softmax_scale=0.2, window_left=20, sinks=sinks, tree_mask=tree))
+
+
+@pytest.mark.parametrize("tensor", [False, True])
+@pytest.mark.parametrize(("q_len", "window"), [(1, 0), (1, 7), (3, 0)])
+def test_xqa(q_len, window, tensor):
+    problem = paged_problem([130, 5, 64], q_len, kv_dtype=FP8, layout="nhd", scales="none")
+    kv_scale = torch.tensor([0.03])
+    tree = random_tree_mask([q_len] * 3) if q_len > 1 else None
+    mask = None
+    if tree is not None:
+        mask = torch.nn.functional.pad(tree.view(3, q_len, 1), (0, 3)).view(torch.uint16)
+    q = problem.q.view(3, 1, 8, 64) if q_len == 1 else problem.q.view(3, 1, q_len, 8, 64)
+    output = torch.full_like(q, math.nan)
+    sinks = torch.randn(2, 4)
+    result = flashinfer.xqa(
+        q,
+        problem.k_pages,
+        problem.v_pages,
+        problem.page_table,
+        problem.cache_seqlens.view(torch.uint32).unsqueeze(1),
+        output,
+        WORKSPACE,
+        WORKSPACE,
+        2,
+        16,
+        sinks,
+        1.5,
+        kv_scale if tensor else kv_scale.item(),
+        window,
+        q_seq_len=q_len,
+        mask=mask,
+    )
+    assert result is None
+    expected = reference.paged_attention(
+        problem.q,
+        problem.k_pages,
+        problem.v_pages,
+        problem.page_table,
+        problem.cache_seqlens,
+        cu_seqlens_q=problem.cu_seqlens_q,
+        k_scale=kv_scale,
+        v_scale=kv_scale,
+        softmax_scale=1.5 / 8,
+        window_left=window - 1,
+        sinks=sinks.flatten(),
+        tree_mask=tree,
+    )
+    check(output.view(-1, 8, 64), None, expected)
+
+
+def test_functions_name_what_they_do_not_honour():
+    problem = paged_problem([9])
+    cache = (problem.k_pages.transpose(1, 2), problem.v_pages.transpose(1, 2))
+    arguments = (problem.q, cache, WORKSPACE, problem.page_table, problem.cache_seqlens, 16)
+    for options in (
+        {"out_dtype": torch.float32},
+        {"o_sf_scale": 1.0},
+        {"o_sf_vec_size": 16},
+        {"o_scale": 2.0},
+        {"enable_pdl": False},
+        {"backend": "xqa"},
+        {"max_q_len": 4},
+        {"cum_seq_lens_q": torch.ones(2)},
+        {"bmm1_scale": torch.ones(1)},
+        {"bmm2_scale": 2.0},
+    ):
+        with pytest.raises(NotImplementedError, match=next(iter(options))):
+            flashinfer.trtllm_batch_decode_with_kv_cache(*arguments, **options)
+    q = problem.q.view(1, 1, 8, 64)
+    lens = problem.cache_seqlens.unsqueeze(1)
+    rest = (problem.k_pages, problem.v_pages, problem.page_table, lens, q.clone(), WORKSPACE, WORKSPACE)
+    for options in (
+        {"sm_count": 8},
+        {"enable_pdl": True},
+        {"rcp_out_scale": 2.0},
+        {"q_cu_seq_lens": torch.ones(2)},
+        {"q_scale": torch.ones(1)},
+        {"kv_scale": 2.0},
+    ):
+        with pytest.raises(NotImplementedError, match=rf"xqa does not honour {next(iter(options))}"):
+            flashinfer.xqa(q, *rest, 2, 16, **options)
+    with pytest.raises(NotImplementedError, match="a beam of 2"):
+        flashinfer.xqa(q.expand(1, 2, 8, 64), *rest, 2, 16)
+    with pytest.raises(ValueError, match="page_size=64, the tensors have 16"):
+        flashinfer.xqa(q, *rest, 2, 64)
+
+
+def test_merge_state_is_in_base_2():
+    v_a, v_b = torch.randn(2, 3, 4, 64)
+    s_a, s_b = torch.randn(2, 3, 4) * 5
+    weight = 1 / (1 + torch.exp2(s_b.double() - s_a.double())).unsqueeze(-1)
+    out, s = flashinfer.merge_state(v_a, s_a, v_b, s_b)
+    assert relative_error(out, weight * v_a + (1 - weight) * v_b) <= 1e-5
+    assert_lse_close(s, torch.log2(torch.exp2(s_a.double()) + torch.exp2(s_b.double())))
+
+
+def plan_mla(wrapper, problem, q_len, page_size, causal=True, dtype=torch.bfloat16):
+    indptr, indices, _ = csr(problem, page_size)
+    heads, kv_dtype = problem.q.shape[1], problem.kv_pages.dtype
+    lens, qo = problem.cache_seqlens, problem.cu_seqlens_q
+    wrapper.plan(qo, indptr, indices, lens, heads, 512, 64, page_size, causal, 0.1, dtype, kv_dtype)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("q_len", "page_size", "graph"), [(1, 1, False), (3, 64, False), (1, 32, True)])
+def test_mla_wrapper(q_len, page_size, graph, causal):
+    buffers = [torch.zeros(n, dtype=torch.int32) for n in (5, 5, 200, 4)] if graph else []
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(WORKSPACE, graph, *buffers)
+    for seed in (0, 1):
+        problem = mla_problem(LENGTHS, q_len, page_size=page_size, seed=seed)
+        plan_mla(wrapper, problem, q_len, page_size, causal)
+        q, pages = problem.q, problem.kv_pages
+        parts = (q[..., :512], q[..., 512:], pages[..., :512], pages[..., 512:])
+        out, lse = wrapper.run(*parts, return_lse=True)
+        expected = problem.expected(softmax_scale=0.1, causal=causal)
+        check(out, lse, expected)
+        _, natural = wrapper.run(*parts, return_lse=True, return_lse_base_on_e=True)
+        assert_lse_close(natural, expected[1])
+
+
+def test_mla_wrapper_names_what_it_does_not_honour():
+    problem = mla_problem([5, 9], [2, 1])
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(WORKSPACE)
+    with pytest.raises(NotImplementedError, match=r"qo_indptr with \[1, 2\] tokens per request"):
+        plan_mla(wrapper, problem, 1, 64)
+    problem = mla_problem([5, 9])
+    plan_mla(wrapper, problem, 1, 64)
+    q, pages = problem.q, problem.kv_pages
+    parts = (q[..., :512], q[..., 512:], pages[..., :512])
+    with pytest.raises(NotImplementedError, match="ckv_cache and kpe_cache in two pools"):
+        wrapper.run(*parts, pages[..., 512:].clone())
+    for argument in ("profiler_buffer", "kv_len", "page_table"):
+        with pytest.raises(NotImplementedError, match=f"does not honour {argument}=a tensor"):
+            wrapper.run(*parts, pages[..., 512:], **{argument: torch.zeros(1)})
+
+
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_trtllm_mla(q_len, kv_dtype):
+    problem = mla_problem(LENGTHS, q_len, kv_dtype=kv_dtype, page_size=32)
+    scale = 1.0 if kv_dtype is None else problem.kv_scale.item()
+    sinks = torch.randn(16)
+    pages = problem.kv_pages.unsqueeze(1)
+    arguments = (problem.q_by_request, pages, WORKSPACE, 128, 512, 64, problem.page_table, problem.cache_seqlens, 192)
+    out = flashinfer.trtllm_batch_decode_with_kv_cache_mla(
+        *arguments, bmm1_scale=0.1 * scale, bmm2_scale=scale, sinks=sinks
+    )
+    assert out.shape == (4, q_len, 16, 512)
+    check(out.flatten(0, 1), None, problem.expected(softmax_scale=0.1, sinks=sinks))
+    for options in (
+        {"sparse_mla_top_k": 64},
+        {"skip_softmax_threshold_scale_factor": 0.1},
+        {"enable_pdl": True},
+        {"backend": "xqa"},
+        {"bmm1_scale": torch.ones(1)},
+    ):
+        with pytest.raises(NotImplementedError, match=next(iter(options))):
+            flashinfer.trtllm_batch_decode_with_kv_cache_mla(*arguments, **options)
