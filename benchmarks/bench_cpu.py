@@ -23,7 +23,7 @@ from attnops.metadata import FmhaPlan, MlaDecodePlan, XqaDecodePlan
 from attnops.pools import MHATokenToKVPool
 from attnops.reference import mla_attention, paged_attention, ragged_attention
 from attnops.types import AttentionBatch, AttentionSpec, ForwardMode, Limits
-from records import Record, write
+from records import Record, cpu_name, write
 from torch import Tensor
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -201,6 +201,7 @@ def measure(cell: Cell, rounds: int, sweep: Callable[[], object]) -> list[Record
         note = f"spread {spread} ms; read sweep {ceiling:.2f} GB/s"
         record = Record(cell.case, name, cell.params, seconds * 1e3, gbs=gbs, tflops=tflops, note=note)
         record.rel_err = errors[name]
+        record.device = f"{cpu_name()}, kernels for {torch.ops.attnops.cpu_isa()}"
         record.version = torch.__version__ if name.startswith("torch") else ""
         records.append(record)
     return records

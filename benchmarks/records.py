@@ -39,8 +39,13 @@ def current_commit() -> str:
 
 
 def device_name() -> str:
+    """The GPU where there is one, else the processor. CPU benchmarks name `cpu_name()` themselves."""
     if torch.cuda.is_available():
         return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    return cpu_name()
+
+
+def cpu_name() -> str:
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
