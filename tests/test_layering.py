@@ -33,6 +33,7 @@ PYTHON_LAYERS = {
         "layers",
         "_load",
     },
+    "graphs": {"types", "pools", "layers"},
 }
 
 

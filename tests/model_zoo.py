@@ -1,0 +1,293 @@
+"""Whole models small enough for tests, one per kind of attention, and an engine that serves them step by step.
+
+Random weights, two layers, float32. Each calls `RadixAttention` as a served model does: with the batch, or without one
+inside `forward_context`, as a compiled model does anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from attnops.backends import get_backend_class
+from attnops.layers import RadixAttention, collect_layers, forward_context
+from attnops.pools import KVCache, MHATokenToKVPool, MLATokenToKVPool, PagedTokenToKVPoolAllocator, ReqToTokenPool
+from attnops.types import MLA_KV_LORA_RANK, MLA_ROPE_DIM, AttentionBatch, AttentionSpec, ForwardMode, Limits
+from torch import Tensor, nn
+
+VOCAB, WIDTH, LAYERS, PAGE_SIZE, NOPE = 61, 48, 2, 16, 16
+LIMITS = Limits(max_batch_size=8, max_seqlen=128, max_num_tokens=160, max_tokens_per_request=3)
+
+
+@dataclass(frozen=True)
+class Config:
+    """A kind of model.
+
+    Args:
+        qk_norm: RMS norm of each head's q and k before the rotation.
+        window: Of every second layer; -1: none.
+        logit_cap, final_cap: Soft caps, of scores and of logits; 0.0: off.
+        sinks: A learned sink per head.
+        mla: Latent attention with absorbed queries; the dims are then those of the latent cache.
+    """
+
+    name: str
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    qk_norm: bool = False
+    window: int = -1
+    logit_cap: float = 0.0
+    final_cap: float = 0.0
+    sinks: bool = False
+    mla: bool = False
+
+    def spec(self) -> AttentionSpec:
+        options = {"dtype": torch.float32, "page_size": PAGE_SIZE}
+        if self.mla:
+            return AttentionSpec.mla(self.num_heads, **options)
+        return AttentionSpec(
+            num_q_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            sliding_window_size=self.window,
+            logit_cap=self.logit_cap,
+            has_sinks=self.sinks,
+            **options,
+        )
+
+
+ZOO = [
+    Config("llama"),
+    Config("qwen3", num_heads=8, num_kv_heads=2, qk_norm=True),
+    Config("gemma", num_heads=3, num_kv_heads=1, head_dim=64, window=11, logit_cap=3.0, final_cap=5.0),
+    Config("gpt_oss", num_heads=8, num_kv_heads=4, window=7, sinks=True),
+    Config("deepseek", mla=True),
+]
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+def rotate(x: Tensor, positions: Tensor) -> Tensor:
+    """Rotary embedding of ``[num_tokens, heads, dim]``."""
+    half = x.shape[-1] // 2
+    frequency = 1000.0 ** (-torch.arange(half, device=x.device) / half)
+    angle = (positions.unsqueeze(-1) * frequency).unsqueeze(1)
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def linear(inputs: int, outputs: int) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias=False)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: Config, layer_id: int) -> None:
+        super().__init__()
+        self.config = config
+        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.qkv = linear(WIDTH, (heads + 2 * kv_heads) * dim)
+        self.out = linear(heads * dim, WIDTH)
+        self.attention = RadixAttention(
+            heads,
+            dim,
+            dim**-0.5,
+            kv_heads,
+            layer_id,
+            logit_cap=config.logit_cap,
+            sliding_window_size=config.window if layer_id % 2 else -1,
+            sinks=nn.Parameter(torch.randn(heads)) if config.sinks else None,
+        )
+
+    def forward(self, x: Tensor, positions: Tensor, batch: AttentionBatch | None) -> Tensor:
+        heads, kv_heads, dim = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
+        q, k, v = self.qkv(x).unflatten(-1, (-1, dim)).split([heads, kv_heads, kv_heads], dim=1)
+        if self.config.qk_norm:
+            q, k = rms_norm(q), rms_norm(k)
+        q, k = rotate(q, positions), rotate(k, positions)
+        return self.out(self.attention(q, k, v.contiguous(), batch))
+
+
+class LatentAttention(nn.Module):
+    def __init__(self, config: Config, layer_id: int) -> None:
+        super().__init__()
+        heads = config.num_heads
+        self.heads = heads
+        self.q = linear(WIDTH, heads * (NOPE + MLA_ROPE_DIM))
+        self.down = linear(WIDTH, MLA_KV_LORA_RANK + MLA_ROPE_DIM)
+        self.k_up = nn.Parameter(torch.randn(heads, NOPE, MLA_KV_LORA_RANK) * MLA_KV_LORA_RANK**-0.5)
+        self.v_up = nn.Parameter(torch.randn(heads, MLA_KV_LORA_RANK, NOPE) * MLA_KV_LORA_RANK**-0.5)
+        self.out = linear(heads * NOPE, WIDTH)
+        dim, scale = MLA_KV_LORA_RANK + MLA_ROPE_DIM, (NOPE + MLA_ROPE_DIM) ** -0.5
+        self.attention = RadixAttention(heads, dim, scale, 1, layer_id, v_head_dim=MLA_KV_LORA_RANK)
+
+    def forward(self, x: Tensor, positions: Tensor, batch: AttentionBatch | None) -> Tensor:
+        q, q_rope = self.q(x).unflatten(-1, (self.heads, -1)).split([NOPE, MLA_ROPE_DIM], dim=-1)
+        latent, k_rope = self.down(x).split([MLA_KV_LORA_RANK, MLA_ROPE_DIM], dim=-1)
+        q_rope, k_rope = rotate(q_rope, positions), rotate(k_rope.unsqueeze(1), positions).squeeze(1)
+        absorbed = torch.einsum("thn,hnc->thc", q, self.k_up).contiguous()
+        out = self.attention(absorbed, rms_norm(latent), None, batch, q_rope=q_rope, k_rope=k_rope)
+        heads = torch.einsum("thc,hcn->thn", out.unflatten(-1, (self.heads, -1)), self.v_up)
+        return self.out(heads.flatten(1))
+
+
+class TinyModel(nn.Module):
+    """``model(input_ids, positions, batch) -> logits [num_tokens, VOCAB]``."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        torch.manual_seed(len(config.name))
+        self.config = config
+        attention = LatentAttention if config.mla else Attention
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.attentions = nn.ModuleList(attention(config, layer) for layer in range(LAYERS))
+        self.gate_up = nn.ModuleList(linear(WIDTH, 4 * WIDTH) for _ in range(LAYERS))
+        self.down = nn.ModuleList(linear(2 * WIDTH, WIDTH) for _ in range(LAYERS))
+        self.head = linear(WIDTH, VOCAB)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch | None = None) -> Tensor:
+        x = self.embedding(input_ids)
+        for attention, gate_up, down in zip(self.attentions, self.gate_up, self.down):
+            x = x + attention(rms_norm(x), positions, batch)
+            gate, up = gate_up(rms_norm(x)).chunk(2, dim=-1)
+            x = x + down(F.silu(gate) * up)
+        logits = self.head(rms_norm(x))
+        cap = self.config.final_cap
+        return cap * torch.tanh(logits / cap) if cap else logits
+
+
+def make_pool(config: Config, tokens: int) -> KVCache:
+    """A pool full of NaN: what no token was stored to must not show."""
+    if config.mla:
+        pool: KVCache = MLATokenToKVPool(tokens, PAGE_SIZE, torch.float32, LAYERS)
+        buffers = pool.kv_buffer
+    else:
+        shape = (config.num_kv_heads, config.head_dim)
+        pool = MHATokenToKVPool(tokens, PAGE_SIZE, torch.float32, *shape, LAYERS)
+        buffers = [*pool.k_buffer, *pool.v_buffer]
+    for pages in buffers:
+        pages.fill_(float("nan"))
+    return pool
+
+
+@dataclass
+class Request:
+    row: int
+    tokens: list[int]
+    cached: int = 0
+
+
+# run(engine, input_ids, batch) -> logits [num_tokens, VOCAB]
+Host = Callable[["Engine", Tensor, AttentionBatch], Tensor]
+
+
+def run_eager(engine: Engine, input_ids: Tensor, batch: AttentionBatch) -> Tensor:
+    engine.backend.init_forward_metadata(batch)
+    with torch.no_grad(), forward_context(batch, engine.layers):
+        return engine.model(input_ids, batch.positions, batch)
+
+
+class Engine:
+    """Serves requests greedily over a paged cache. Hosts differ in how a step's model runs, and in nothing else."""
+
+    def __init__(self, config: Config, backend: str, host: Host = run_eager) -> None:
+        self.config, self.host = config, host
+        self.model = TinyModel(config)
+        self.layers = collect_layers(self.model)
+        self.backend = get_backend_class(backend)(config.spec(), LIMITS)
+        tokens = 8 * LIMITS.max_seqlen
+        self.pool = make_pool(config, tokens)
+        self.allocator = PagedTokenToKVPoolAllocator(tokens, PAGE_SIZE)
+        self.rows = ReqToTokenPool(12, LIMITS.max_seqlen)
+        self.running: list[Request] = []
+
+    def add(self, *prompts: list[int]) -> None:
+        """Admits requests and computes their prompts, eagerly or as the host does it, and their next tokens."""
+        fresh = [Request(self.rows.alloc()[0], list(prompt)) for prompt in prompts]
+        logits = self.step(ForwardMode.EXTEND, fresh, [len(request.tokens) for request in fresh])
+        last = torch.tensor([len(request.tokens) for request in fresh]).cumsum(0) - 1
+        self._sample(fresh, logits[last])
+        self.running += fresh
+
+    def decode(self) -> Tensor:
+        """One token for each running request; the logits."""
+        logits = self.step(ForwardMode.DECODE, self.running, [1] * len(self.running))
+        self._sample(self.running, logits)
+        return logits
+
+    def verify(self, drafts: list[list[int]], mode: ForwardMode = ForwardMode.TARGET_VERIFY) -> Tensor:
+        """Logits of each request's next token and its drafts; accepts the drafts, right or not, and one more."""
+        for request, draft in zip(self.running, drafts):
+            request.tokens += draft
+        count = 1 + len(drafts[0])
+        logits = self.step(mode, self.running, [count] * len(drafts))
+        self._sample(self.running, logits[count - 1 :: count])
+        return logits
+
+    def finish(self, index: int) -> list[int]:
+        """A request leaves; its pages and its row are free for others. Its tokens."""
+        request = self.running.pop(index)
+        self.allocator.free(self.rows.slots(request.row, 0, request.cached))
+        self.rows.free(request.row)
+        return request.tokens
+
+    def step(self, mode: ForwardMode, requests: list[Request], counts: list[int]) -> Tensor:
+        """Computes `counts[i]` tokens of each request that are not cached yet."""
+        begins = [request.cached for request in requests]
+        ends = [begin + count for begin, count in zip(begins, counts)]
+        last = [int(self.rows.host[r.row, r.cached - 1]) if r.cached else -1 for r in requests]
+        slots = self.allocator.alloc_extend(begins, ends, last)
+        assert slots is not None, "the test needs a larger pool"
+        for request, begin, own in zip(requests, begins, slots.split(counts)):
+            self.rows.write(request.row, begin, own)
+        ragged = mode is ForwardMode.EXTEND
+        batch = AttentionBatch(
+            forward_mode=mode,
+            req_pool_indices=torch.tensor([request.row for request in requests]),
+            cache_seqlens=torch.tensor(ends, dtype=torch.int32),
+            num_tokens=sum(counts),
+            req_to_token=self.rows.req_to_token,
+            out_cache_loc=slots,
+            tokens_per_request=0 if ragged else counts[0],
+            extend_seq_lens=torch.tensor(counts, dtype=torch.int32) if ragged else None,
+            positions=torch.cat([torch.arange(begin, end) for begin, end in zip(begins, ends)]),
+            token_to_kv_pool=self.pool,
+            attn_backend=self.backend,
+        )
+        ids = [token for request, begin, end in zip(requests, begins, ends) for token in request.tokens[begin:end]]
+        logits = self.host(self, torch.tensor(ids), batch).clone()
+        for request, end in zip(requests, ends):
+            request.cached = end
+        return logits
+
+    @staticmethod
+    def _sample(requests: list[Request], logits: Tensor) -> None:
+        for request, token in zip(requests, logits.argmax(-1).tolist()):
+            request.tokens.append(token)
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def serve(engine: Engine) -> tuple[list[list[int]], list[Tensor]]:
+    """Requests of all lengths come and go; the tokens of each, in the order in which they leave, and all logits."""
+    logits, done = [], []
+    engine.add(prompt(5, 0), prompt(31, 1))
+    logits += [engine.decode() for _ in range(3)]
+    engine.add(prompt(16, 2))
+    logits += [engine.decode() for _ in range(2)]
+    done.append(engine.finish(0))
+    logits += [engine.decode() for _ in range(2)]
+    engine.add(prompt(1, 3), prompt(70, 4), prompt(15, 5))
+    logits += [engine.decode() for _ in range(4)]
+    while engine.running:
+        done.append(engine.finish(len(engine.running) // 2))
+        if engine.running:
+            logits.append(engine.decode())
+    return done, logits
