@@ -17,7 +17,10 @@ HEADS, KV_HEADS, DIM = 4, 2, 32
 WIDTH = HEADS * DIM
 SPEC = AttentionSpec(num_q_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, dtype=torch.float32, page_size=16)
 MODEL = Model("tiny", SPEC)
-BACKENDS = [name for name in registered_names() if "cpu" in get_backend_class(name).capability.devices]
+CAPABILITIES = {name: get_backend_class(name).capability for name in registered_names()}
+BACKENDS = [  # those that run this model, prompts included, on the CPU
+    name for name, c in CAPABILITIES.items() if "cpu" in c.devices and not c.reasons_against(SPEC, [ForwardMode.EXTEND])
+]
 
 
 class TinyModel(torch.nn.Module):
