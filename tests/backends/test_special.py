@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from attnops import report
-from attnops.backends import HybridAttnBackend, get_backend_class, registered_names
+from attnops import reference, report
+from attnops.backends import HybridAttnBackend, get_backend_class, registered_names, select_backend
 from attnops.layers import RadixAttention
 from attnops.pools import MHATokenToKVPool
 from attnops.types import AttentionSpec, AttentionType, ForwardMode, Limits
@@ -203,3 +203,26 @@ def test_a_pool_above_two_to_the_31_elements_is_addressed_in_full():
     step.layer.layer_id = 0
     backend.init_forward_metadata(step.batch)
     assert relative_error(step.run(backend), step.expected) <= MAX_RELATIVE_ERROR[torch.bfloat16]
+
+
+@pytest.mark.parametrize("pool", [False, True])
+def test_a_decoder_asked_for_everything_serves_a_prompt_and_its_next_token(pool):
+    """Prefill by the backend that selection adds, decode by the one asked for, over what prefill has stored."""
+    spec = AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=64, page_size=16, sliding_window_size=20)
+    model, lengths = Model("windowed", spec, swa_pool=pool), [70, 9]
+    backend = select_backend(spec, LIMITS, "cpu", attention_backend="trtllm_mha")
+    step = make_step(model, DECODE, lengths, [1, 1], uniform=True, seed=1)
+    prompt = make_step(model, EXTEND, [0, 0], lengths, seed=2)
+    for name in ("token_to_kv_pool", "req_to_token", "req_pool_indices"):
+        setattr(prompt.batch, name, getattr(step.batch, name))
+    rows = step.batch.req_to_token[step.batch.req_pool_indices].long()
+    prompt.batch.out_cache_loc = torch.cat([row[:length] for row, length in zip(rows, lengths)])
+    backend.init_forward_metadata(prompt.batch)
+    assert relative_error(prompt.run(backend), prompt.expected) <= MAX_RELATIVE_ERROR[torch.bfloat16]
+    backend.init_forward_metadata(step.batch)
+    out = step.run(backend)
+    for request, (k, v) in enumerate(zip(prompt.k.split(lengths), prompt.v.split(lengths))):
+        new = slice(request, request + 1)
+        keys, values = torch.cat([k, step.k[new]]), torch.cat([v, step.v[new]])
+        expected, _ = reference.attention(step.q[new], keys, values, softmax_scale=model.scale, window_left=20)
+        assert relative_error(out[new], expected) <= MAX_RELATIVE_ERROR[torch.bfloat16]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnops.backends.base import AttentionBackend
-from attnops.backends.capability import SIXTEEN_BIT, Capability, HeadDims
+from attnops.backends.capability import FLOATS, Capability, HeadDims
 from attnops.backends.decode_steps import MODES, DecodeSteps
 from attnops.backends.registry import register_attention_backend
 from attnops.types import AttentionBatch, AttentionSpec, AttentionType, Limits
@@ -25,7 +25,7 @@ class TRTLLMHAAttnBackend(AttentionBackend):
         modes=MODES,
         delegates_prefill=True,
         attn_types=frozenset({AttentionType.DECODER, AttentionType.DECODER_BIDIRECTIONAL}),
-        dtypes=SIXTEEN_BIT,
+        dtypes=FLOATS,
         kv_dtypes=frozenset({torch.float8_e4m3fn}),
         head_dims=HeadDims(32, 256, 8),
         sliding_window=True,
