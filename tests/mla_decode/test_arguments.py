@@ -6,7 +6,7 @@ import pytest
 import torch
 from attnops import ops
 from attnops.metadata.plan import MlaDecodePlan
-from mla_calls import SCALE, decode, plan_for
+from mla_calls import SCALE, decode, plan_for, skip_without_kernel
 from problems import FP8, mla_problem
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -271,6 +271,7 @@ def test_more_cuts_than_the_scratch_holds_never_pass_for_an_answer(device):
 @pytest.mark.parametrize("kv_dtype", [None, FP8, torch.uint8])
 def test_schema_fake_and_aliasing(kv_dtype, fixed, device):
     call = arguments(device, kv_dtype, fixed)
+    skip_without_kernel(call["q"], call["kv_pages"])
     checks = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     if kv_dtype == FP8:
         checks.remove("test_schema")  # which computes with its arguments, and torch has no arithmetic on this dtype
@@ -281,6 +282,17 @@ def test_schema_fake_and_aliasing(kv_dtype, fixed, device):
         "fixed_split_tokens": fixed,
     }
     torch.library.opcheck(torch.ops.attnops.mla_decode_plan.default, (), plan)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "dtype, kv_dtype", [(torch.float32, None), (torch.bfloat16, FP8), (torch.float16, torch.uint8)]
+)
+def test_cuda_refuses_what_no_kernel_takes_and_says_why(dtype, kv_dtype):
+    problem = mla_problem([40], num_q_heads=5, dtype=dtype, kv_dtype=kv_dtype).to("cuda")
+    call = (problem.q_by_request, problem.kv_pages, problem.page_table, problem.cache_seqlens, plan_for(problem))
+    with pytest.raises(RuntimeError, match=r"no kernel fits(.|\n)*sm90_bf16: takes (q|kv_pages) of bfloat16, got"):
+        ops.mla_decode(*call, softmax_scale=0.05, kv_scale=problem.kv_scale)
 
 
 @pytest.mark.parametrize("device", DEVICES)

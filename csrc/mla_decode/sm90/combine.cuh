@@ -65,11 +65,77 @@ __device__ inline float warp_sum(float x) {
 // Warps that share a row: a function of the number of splits alone, so that a request's bits depend on nothing else.
 __device__ inline int warps_per_row(int splits) { return splits <= 4 ? 1 : splits <= 8 ? 2 : splits <= 16 ? 4 : 8; }
 
+// The row of one work that a warp merges.
+struct SplitRow {
+  const float* lses;  // of split 0's slot 0
+  const float* outs;  // at this lane's first column
+  Splits splits;
+
+  __device__ float lse(int i) const { return i < splits.count ? __ldcg(lses + splits.slot(i) * kPlanRows) : -INFINITY; }
+};
+
+// Some splits of a row, all their loads in flight at once: every dependent load costs most of a microsecond.
+template <int kVecs, int kCount>
+struct SplitBatch {
+  float lse[kCount];
+  float4 x[kCount][kVecs];
+
+  // Splits first, first + step, ...; those beyond the last weigh nothing.
+  __device__ void load(const SplitRow& row, int first, int step) {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      const int i = first + k * step;
+      lse[k] = row.lse(i);
+      if (i >= row.splits.count) continue;
+      const float4* out = reinterpret_cast<const float4*>(row.outs + row.splits.slot(i) * (kPlanRows * kHeadDimV));
+#pragma unroll
+      for (int v = 0; v < kVecs; ++v) x[k][v] = __ldcg(out + v * 32);
+    }
+  }
+
+  __device__ void add_to(float4 (&total)[kVecs], float reference) const {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      if (lse[k] == -INFINITY) continue;  // nothing was loaded, or an empty split's row
+      const float weight = expf(lse[k] - reference);
+#pragma unroll
+      for (int v = 0; v < kVecs; ++v) {
+        total[v].x += weight * x[k][v].x;
+        total[v].y += weight * x[k][v].y;
+        total[v].z += weight * x[k][v].z;
+        total[v].w += weight * x[k][v].w;
+      }
+    }
+  }
+};
+
+// The maximum of a row's lse, or zero when it has none, and the sum of exponentials under it.
+struct RowTotal {
+  float reference, sum;
+};
+
+__device__ inline RowTotal total_of(const SplitRow& row) {
+  constexpr int kHeld = 5;  // per lane: enough for a part per SM
+  const int lane = threadIdx.x % 32;
+  float held[kHeld], lse_max = -INFINITY, sum = 0.f;
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) held[k] = row.lse(lane + 32 * k);
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) lse_max = fmaxf(lse_max, held[k]);
+  for (int i = lane + 32 * kHeld; i < row.splits.count; i += 32) lse_max = fmaxf(lse_max, row.lse(i));
+  lse_max = warp_max(lse_max);
+  const float reference = lse_max == -INFINITY ? 0.f : lse_max;
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) sum += expf(held[k] - reference);
+  for (int i = lane + 32 * kHeld; i < row.splits.count; i += 32) sum += expf(row.lse(i) - reference);
+  return {reference, warp_sum(sum)};
+}
+
 // Grid: (works, blocks of rows, kColumnBlocks). A warp takes every so many splits of a row, 16 bytes a lane.
 template <typename T, int kColumnBlocks>
-__global__ void __launch_bounds__(kCombineWarps * 32)
+__global__ void __launch_bounds__(kCombineWarps * 32, kColumnBlocks == 1 ? 3 : 2)
     mla_combine_kernel(const __grid_constant__ Params p, int rows_per_block, bool aligned) {
-  constexpr int kVecs = 4 / kColumnBlocks;
+  constexpr int kVecs = 4 / kColumnBlocks, kBatch = 8 / kVecs;
   __shared__ float4 shared_sums[kCombineWarps][kVecs][32];
   const int work = blockIdx.x, works = works_of(p), request = work / works;
   const int first_row = work % works * kPlanRows;
@@ -82,61 +148,48 @@ __global__ void __launch_bounds__(kCombineWarps * 32)
                             p.num_partials + 1});
   }
 
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.z * (kVecs * 128) + lane * 4;
   const int warps = warps_per_row(splits.count), slice = warp % warps;
   const int end_row = min_of((static_cast<int>(blockIdx.y) + 1) * rows_per_block, num_rows);
   for (int base = blockIdx.y * rows_per_block; base < end_row; base += kCombineWarps / warps) {
     const int row = base + warp / warps;
     const bool valid = row < end_row;
-    float lse_max = -INFINITY, sum = 0.f;
+    RowTotal all{0.f, 0.f};
     float4 total[kVecs] = {};
     if (valid && !splits.overflow) {
-      const float* lses = p.lse_partial + row;
-      for (int i = lane; i < splits.count; i += 32) lse_max = fmaxf(lse_max, __ldcg(lses + splits.slot(i) * kPlanRows));
-      lse_max = warp_max(lse_max);
-      const float reference = lse_max == -INFINITY ? 0.f : lse_max;
-      for (int i = lane; i < splits.count; i += 32) sum += expf(__ldcg(lses + splits.slot(i) * kPlanRows) - reference);
-      sum = warp_sum(sum);
-      const float* outs = p.out_partial + static_cast<int64_t>(row) * kHeadDimV + blockIdx.z * (kVecs * 128) + lane * 4;
-#pragma unroll 4
-      for (int i = slice; i < splits.count; i += warps) {
-        const int64_t slot = splits.slot(i);
-        const float weight = expf(__ldcg(lses + slot * kPlanRows) - reference);
-        const float4* out = reinterpret_cast<const float4*>(outs + slot * (kPlanRows * kHeadDimV));
-#pragma unroll
-        for (int v = 0; v < kVecs; ++v) {
-          const float4 x = __ldcg(out + v * 32);
-          total[v].x += weight * x.x;
-          total[v].y += weight * x.y;
-          total[v].z += weight * x.z;
-          total[v].w += weight * x.w;
-        }
+      const SplitRow source{p.lse_partial + row, p.out_partial + static_cast<int64_t>(row) * kHeadDimV + column,
+                            splits};
+      SplitBatch<kVecs, kBatch> batch;
+      batch.load(source, slice, warps);
+      all = total_of(source);
+      batch.add_to(total, all.reference);
+      for (int i = slice + kBatch * warps; i < splits.count; i += kBatch * warps) {
+        batch.load(source, i, warps);
+        batch.add_to(total, all.reference);
       }
     }
     if (warps > 1) {
 #pragma unroll
       for (int v = 0; v < kVecs; ++v) shared_sums[warp][v][lane] = total[v];
       __syncthreads();
-      if (slice == 0) {
-        for (int other = 1; other < warps; ++other) {
+      for (int other = 1; slice == 0 && other < warps; ++other) {
 #pragma unroll
-          for (int v = 0; v < kVecs; ++v) {
-            const float4 x = shared_sums[warp + other][v][lane];
-            total[v].x += x.x;
-            total[v].y += x.y;
-            total[v].z += x.z;
-            total[v].w += x.w;
-          }
+        for (int v = 0; v < kVecs; ++v) {
+          const float4 x = shared_sums[warp + other][v][lane];
+          total[v].x += x.x;
+          total[v].y += x.y;
+          total[v].z += x.z;
+          total[v].w += x.w;
         }
       }
       __syncthreads();
     }
     if (!valid || slice != 0) continue;
     const RowPlace at = row_place(p, first_row + row);
-    const float lse = splits.overflow ? NAN : sum == 0.f ? -INFINITY : lse_max + logf(sum);
-    const float factor = splits.overflow ? NAN : sum == 0.f ? 0.f : sink_factor(p, at.head, lse) / sum;
+    const float lse = splits.overflow ? NAN : all.sum == 0.f ? -INFINITY : all.reference + logf(all.sum);
+    const float factor = splits.overflow ? NAN : all.sum == 0.f ? 0.f : sink_factor(p, at.head, lse) / all.sum;
     T* out = static_cast<T*>(p.out) + request * p.out_stride_request + at.token * p.out_stride_token +
-             at.head * p.out_stride_head + blockIdx.z * (kVecs * 128) + lane * 4;
+             at.head * p.out_stride_head + column;
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
       const uint2 pairs = {attnops::sm90::pack_pair<T>(total[v].x * factor, total[v].y * factor),

@@ -37,10 +37,10 @@ class Consumer {
     Piece piece;
     float s[32], o[128];
     for (int count = 0; walk.next(p_, piece); ++count) {
+      rows_.begin(p_, piece);
       mbarrier_wait(shared_ + kQueriesFull, count & 1);
       fence_async_proxy();
       load_rope_queries();
-      rows_.begin(p_, piece);
 #pragma unroll
       for (int i = 0; i < 128; ++i) o[i] = 0.f;
       for (int t = 0; t < piece.num_tiles; t += 2) {
@@ -57,21 +57,20 @@ class Consumer {
   }
 
  private:
-  static constexpr int kOwnPart = kGroup == 0 ? kPartLeft : kPartRight;
-
-  // The steps take a pair of tiles, t and t + 1. The rope part of this group's scores is in flight when a step begins,
-  // issued by the step before right behind its last product, and all else is complete.
+  // The steps take a pair of tiles, t and t + 1.
 
   // Group 0: scores and softmax of tile t, its product, then that of tile t + 1 with the other group's probabilities.
   __device__ void step_even(const Piece& piece, int t, float (&s)[32], float (&o)[128]) {
     const int tile = piece.first_tile + t;
     const bool boxed = is_boxed(piece, tile, modes_.use_boxes);
-    multiply_rope(piece, t, s);
+    multiply_rope(0, boxed, s);
     multiply_queries(0, boxed, s);
+    if (t + 1 < piece.num_tiles) attnops::sm90::named_barrier_arrive(kScores0, kConsumerThreads);
+    wgmma_wait<0>(s);
     release(0, kPartRope);
 
     float factor[kRowsPerThread];
-    softmax_tile(p_, piece, rows_, tile * kPlanTileTokens, s, factor);
+    softmax_tile(p_, piece, rows_, tile * kPlanTileTokens, s, factor, [] {});
     uint32_t a[4][4];
     give_probabilities(kP0, s, a);
     attnops::sm90::named_barrier_arrive(kProbabilities0, kConsumerThreads);
@@ -80,16 +79,23 @@ class Consumer {
     flip_parity(0, boxed);
     wgmma_wait<0>(o);
     release(0, kPartLeft);
-    if (t + 1 >= piece.num_tiles) return;
+    if (t + 1 < piece.num_tiles) {
+      multiply_odd(piece, t + 1, o);
+      wgmma_wait<0>(o);
+      release(1, kPartLeft);
+    }
+  }
 
-    const bool odd_boxed = is_boxed(piece, tile + 1, modes_.use_boxes);
+  // Group 0: the product of an odd tile with the other group's probabilities, in flight.
+  __device__ void multiply_odd(const Piece& piece, int t, float (&o)[128]) {
+    const bool boxed = is_boxed(piece, piece.first_tile + t, modes_.use_boxes);
+    float factor[kRowsPerThread];
     attnops::sm90::named_barrier_sync(kProbabilities1, kConsumerThreads);
     follow_maximum(rows_, maxima(1), factor);
     rescale(o, factor);
-    wait_part(1, kPartLeft, odd_boxed);
+    wait_part(1, kPartLeft, boxed);
     multiply_values(kP1, 1, o);
-    flip_parity(1, odd_boxed);
-    finish_step(piece, t, s, o);
+    flip_parity(1, boxed);
   }
 
   // Group 1: scores of tile t + 1; the product of tile t with the other group's probabilities, and under it the
@@ -100,8 +106,11 @@ class Consumer {
     const bool boxed = is_boxed(piece, tile, modes_.use_boxes);
     const bool odd_boxed = has_odd && is_boxed(piece, tile + 1, modes_.use_boxes);
     if (has_odd) {
-      multiply_rope(piece, t + 1, s);
+      // Scores of both tiles at once would finish together, and leave the matrix units idle under both softmaxes.
+      attnops::sm90::named_barrier_sync(kScores0, kConsumerThreads);
+      multiply_rope(1, odd_boxed, s);
       multiply_queries(1, odd_boxed, s);
+      wgmma_wait<0>(s);
       release(1, kPartRope);
     }
 
@@ -118,22 +127,18 @@ class Consumer {
       return;
     }
 
-    softmax_tile(p_, piece, rows_, (tile + 1) * kPlanTileTokens, s, factor);
+    softmax_tile(p_, piece, rows_, (tile + 1) * kPlanTileTokens, s, factor, [&] {
+      wgmma_wait<0>(o);
+      release(0, kPartRight);
+    });
     uint32_t a[4][4];
     give_probabilities(kP1, s, a);
     attnops::sm90::named_barrier_arrive(kProbabilities1, kConsumerThreads);
-    wgmma_wait<0>(o);
-    release(0, kPartRight);
     rescale(o, factor);
     multiply_values(a, 1, o);
     flip_parity(1, odd_boxed);
-    finish_step(piece, t, s, o);
-  }
-
-  // Waits for the product in flight, with the next scores' first part already behind it.
-  __device__ void finish_step(const Piece& piece, int t, float (&s)[32], float (&o)[128]) {
     wgmma_wait<0>(o);
-    release(1, kOwnPart);
+    release(1, kPartRight);
   }
 
   __device__ uint32_t kv_tile(int buffer, int tile) const {
@@ -152,18 +157,17 @@ class Consumer {
   }
 
   // s = the rope part of the scores, in flight.
-  __device__ void multiply_rope(const Piece& piece, int t, float (&s)[32]) {
-    wait_unit(kGroup, kRope, is_boxed(piece, piece.first_tile + t, modes_.use_boxes));
-    const uint64_t key = operand_descriptor(kv_tile(kGroup, kRopeTile));
+  __device__ void multiply_rope(int buffer, bool boxed, float (&s)[32]) {
+    wait_unit(buffer, kRope, boxed);
+    const uint64_t key = operand_descriptor(kv_tile(buffer, kRopeTile));
     wgmma_fence();
 #pragma unroll
     for (int kk = 0; kk < 4; ++kk) {
       attnops::sm90::wgmma_n64<T>(s, q_rope_[kk], key + kk * attnops::sm90::kStepKMajor, kk > 0);
     }
-    wgmma_commit();
   }
 
-  // s += the rest of the scores, the half first that comes first; complete on return.
+  // s += the rest of the scores, the half first that comes first, in flight.
   __device__ void multiply_queries(int buffer, bool boxed, float (&s)[32]) {
 #pragma unroll
     for (int u = 0; u < 4; ++u) {
@@ -182,7 +186,6 @@ class Consumer {
       }
     }
     wgmma_commit();
-    wgmma_wait<0>(s);
   }
 
   // Rounds the probabilities, keeps them as fragments, and writes them for the other group, with the maximum.
@@ -272,7 +275,7 @@ __device__ inline void init_barriers(uint32_t shared) {
   for (int buffer = 0; buffer < 2; ++buffer) {
     for (int unit = 0; unit < kUnits; ++unit) attnops::sm90::mbarrier_init(shared + barrier_box(buffer, unit), 1);
     for (int part = 0; part < kParts; ++part) {
-      attnops::sm90::mbarrier_init(shared + barrier_gather(buffer, part), kGroupThreads);
+      attnops::sm90::mbarrier_init(shared + barrier_gather(buffer, part), 32);
       attnops::sm90::mbarrier_init(shared + barrier_empty(buffer, part), kWarps);
     }
   }
@@ -295,13 +298,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   attnops::sm90::launch_dependents();
   const int group = threadIdx.x / kGroupThreads;
   if (group == 0) {
-    attnops::sm90::registers_increase<232>();
+    attnops::sm90::registers_increase<224>();
     Consumer<T, 0>(p, modes, shared_bytes, shared).run();
   } else if (group == 1) {
-    attnops::sm90::registers_increase<232>();
+    attnops::sm90::registers_increase<224>();
     Consumer<T, 1>(p, modes, shared_bytes, shared).run();
   } else {
-    attnops::sm90::registers_decrease<40>();
+    attnops::sm90::registers_decrease<56>();
     Loader(p, &map, modes.use_boxes, shared).run();
   }
 }

@@ -28,9 +28,10 @@ template <typename T>
 void launch_combine(const Params& p, cudaStream_t stream) {
   const int works = p.batch_size * works_per_request(p.seqlen_q, p.num_q_heads);
   const int rows = min_of(p.seqlen_q * p.num_q_heads, kPlanRows);
-  // Few works: a row and a quarter of its columns per CTA, so that the merge is as wide as it can be.
-  const bool wide = works * ceil_div(rows, kCombineWarps) < 256;
-  const int rows_per_block = wide ? 1 : kCombineWarps;
+  // As wide as the GPU: by rows when there are few, and then by columns.
+  constexpr int kManyCtas = 528;
+  const int rows_per_block = works * rows <= kManyCtas ? 1 : kCombineWarps;
+  const bool wide = works * rows * 4 <= kManyCtas;
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;

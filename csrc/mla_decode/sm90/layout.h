@@ -41,7 +41,6 @@ enum Unit : int {
 enum Part : int { kPartRope = 0, kPartLeft = 1, kPartRight = 2, kParts = 3 };
 
 inline constexpr int part_of(int unit) { return (unit + 1) / 2; }
-inline constexpr int first_tile_of_unit(int unit) { return unit == kRope ? kRopeTile : 2 * (unit - 1); }
 inline constexpr int first_tile_of_part(int part) { return part == kPartRope ? kRopeTile : 4 * (part - 1); }
 inline constexpr int tiles_of_unit(int unit) { return unit == kRope ? 1 : 2; }
 inline constexpr int tiles_of_part(int part) { return part == kPartRope ? 1 : 4; }
@@ -53,7 +52,8 @@ inline constexpr int barrier_empty(int buffer, int part) { return kBarriers + 8 
 inline constexpr int kQueriesFull = kBarriers + 8 * 22;
 inline constexpr int kQueriesEmpty = kBarriers + 8 * 23;
 
-// Hardware barriers between the two consumer groups: probabilities of an even or odd tile ready; row sums ready.
-enum NamedBarrier : int { kProbabilities0 = 1, kProbabilities1 = 2, kRowSums = 3 };
+// Hardware barriers between the two consumer groups: probabilities of an even or odd tile ready; row sums ready; scores
+// of an even tile issued.
+enum NamedBarrier : int { kProbabilities0 = 1, kProbabilities1 = 2, kRowSums = 3, kScores0 = 4 };
 
 }  // namespace attnops::mla_decode::sm90

@@ -6,145 +6,172 @@
 #include "mla_decode/sm90/layout.h"
 #include "mla_decode/sm90/pieces.cuh"
 
-// What the loading warpgroup does: queries and KV tiles of every piece into shared memory, each unit as soon as the
+// What the loading warpgroup does: queries and KV tiles of every piece into shared memory, each part as soon as the
 // consumers have given its place back. A tile whose 64 keys are one run of a page comes as boxes of the copy engine,
 // any other row by row, so that keys nobody may read become zeros and 0 x NaN never happens.
 namespace attnops::mla_decode::sm90 {
 
 using attnops::sm90::mbarrier_wait;
 
+// One of the four loading warps. Each serves one half of the columns of one of the two KV buffers, by itself: a warp
+// that served more would sit in one wait while another place falls free.
 class Loader {
  public:
   __device__ Loader(const Params& p, const CUtensorMap* map, bool use_boxes, uint32_t shared)
-      : p_(p), map_(map), use_boxes_(use_boxes), shared_(shared), thread_(threadIdx.x % kGroupThreads) {}
+      : p_(p),
+        map_(map),
+        use_boxes_(use_boxes),
+        shared_(shared),
+        warp_(threadIdx.x % kGroupThreads / 32),
+        lane_(threadIdx.x % 32),
+        buffer_(warp_ / 2),
+        part_(warp_ == 0 || warp_ == 3 ? kPartLeft : kPartRight) {}
 
   __device__ void run() {
     PieceWalk walk(p_);
     Piece piece;
-    while (walk.next(p_, piece)) {
+    for (int count = 0; walk.next(p_, piece); ++count) {
       check_length(piece);
-      const int32_t* cells = p_.page_table.row(piece.request);
-      // Pages are known one tile ahead.
-      int page[kRows], next_page[kRows];
-      pages_of(piece, cells, piece.first_tile, page);
-      if (piece.num_tiles > 1) pages_of(piece, cells, piece.first_tile + 1, next_page);
-      for (int t = 0; t < piece.num_tiles; ++t) {
-        const int tile = piece.first_tile + t, buffer = t & 1;
-        if (is_boxed(piece, tile, use_boxes_)) {
-          load_boxes(tile, buffer, page[0]);
-        } else {
-          gather(piece, tile, buffer, page);
-        }
-        empty_parity_ ^= 1u << buffer;
-        if (t == 0) load_queries(piece);
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) page[i] = next_page[i];
-        if (t + 2 < piece.num_tiles) pages_of(piece, cells, tile + 2, next_page);
-      }
+      if (count == 0) load_queries(piece, count);
+      load_tiles(piece, count);
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
   }
 
  private:
-  // Eight threads copy the 128 bytes of a row of a 64 x 64 tile; a thread serves rows thread / 8 + 16 i.
-  static constexpr int kRows = 4;
-  static constexpr int kRowStep = 16;
   static constexpr int kElement = 2;
+  static constexpr int kRowsPerLane = 2;  // of a gathered tile: lane and lane + 32
 
-  __device__ int row_of(int i) const { return thread_ / 8 + kRowStep * i; }
-  __device__ int chunk() const { return thread_ % 8; }
-  __device__ uint32_t place(int i) const { return row_of(i) * 128 + ((chunk() ^ (row_of(i) & 7)) << 4); }
+  // Every second tile of the piece. Later pieces load their queries behind the first tile, whose place is free before
+  // that of the queries.
+  __device__ void load_tiles(const Piece& piece, int count) {
+    const int32_t* cells = p_.page_table.row(piece.request);
+    // Indices are read ahead: the rows of the next gathered tile, and the pages of 32 boxed tiles, one a lane.
+    int pages[kRowsPerLane], next_pages[kRowsPerLane];
+    row_pages(piece, cells, buffer_, next_pages);
+    int boxes = 0, next_boxes = box_pages(piece, cells, 0);
+    for (int t = buffer_; t < piece.num_tiles; t += 2) {
+      const int tile = piece.first_tile + t, step = t / 2;
+#pragma unroll
+      for (int i = 0; i < kRowsPerLane; ++i) pages[i] = next_pages[i];
+      row_pages(piece, cells, t + 2, next_pages);
+      if (step % 32 == 0) {
+        boxes = next_boxes;
+        next_boxes = box_pages(piece, cells, step + 32);
+      }
+      if (is_boxed(piece, tile, use_boxes_)) {
+        load_boxes(tile, __shfl_sync(0xffffffffu, boxes, step % 32));
+      } else {
+        gather(piece, tile, pages);
+      }
+      empty_parity_ ^= 1;
+      if (t == buffer_ && count > 0) load_queries(piece, count);
+    }
+    if (piece.num_tiles <= buffer_ && count > 0) load_queries(piece, count);
+  }
+
+  __device__ bool has_rope() const { return warp_ % 2 == 0; }  // with the half that is given back first
 
   __device__ static bool readable(const Piece& piece, int key) {
     return key >= piece.keys.begin && key < piece.keys.end;
   }
 
-  // Pages of this thread's rows of a tile; -1 where there is nothing to read. A boxed tile has one page.
-  __device__ void pages_of(const Piece& piece, const int32_t* cells, int tile, int (&page)[kRows]) const {
-    const int first_key = tile * kPlanTileTokens;
-    if (is_boxed(piece, tile, use_boxes_)) {
-      page[0] = cells[first_key / p_.page_table.page_size];
-      return;
-    }
+  // Pages of this lane's rows of a gathered tile; -1 where there is nothing to read.
+  __device__ void row_pages(const Piece& piece, const int32_t* cells, int t, int (&page)[kRowsPerLane]) const {
+    const int tile = piece.first_tile + t;
+    const bool needed = t < piece.num_tiles && !is_boxed(piece, tile, use_boxes_);
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const int key = first_key + row_of(i);
+    for (int i = 0; i < kRowsPerLane; ++i) {
+      const int key = tile * kPlanTileTokens + lane_ + 32 * i;
       page[i] = -1;
-      if (!readable(piece, key)) continue;
-      const int cell = key / p_.page_table.page_size;
-      page[i] = cells[cell];
-      if (p_.report && (page[i] < 0 || page[i] >= p_.page_table.num_pages)) {
-        if (chunk() == 0) report(ReportKind::kPageIndex, piece.request, cell, page[i], p_.page_table.num_pages);
-        page[i] = -1;
-      }
+      if (needed && readable(piece, key)) page[i] = cells[key / p_.page_table.page_size];
     }
   }
 
-  __device__ const uint8_t* row_address(int key, int page) const {
-    const int64_t element =
-        page * p_.kv_stride_page + static_cast<int64_t>(key % p_.page_table.page_size) * p_.kv_stride_token;
-    return static_cast<const uint8_t*>(p_.kv_pages) + element * kElement;
+  // The page of this buffer's tile `step` + lane.
+  __device__ int box_pages(const Piece& piece, const int32_t* cells, int step) const {
+    const int t = buffer_ + 2 * (step + lane_), tile = piece.first_tile + t;
+    const bool needed = t < piece.num_tiles && is_boxed(piece, tile, use_boxes_);
+    return needed ? cells[tile * kPlanTileTokens / p_.page_table.page_size] : 0;
   }
 
-  __device__ void wait_empty(int buffer, int part) const {
-    mbarrier_wait(shared_ + barrier_empty(buffer, part), (empty_parity_ >> buffer & 1) ^ 1);
+  // Where a row begins, in bytes from the pool, or -1.
+  __device__ int64_t row_offset(int key, int page) const {
+    if (page < 0) return -1;
+    return kElement *
+           (page * p_.kv_stride_page + static_cast<int64_t>(key % p_.page_table.page_size) * p_.kv_stride_token);
   }
 
-  // Parts in the order in which the consumers give them back.
-  __device__ static int part_in_order(int buffer, int i) { return i == 0 ? kPartRope : buffer == 0 ? i : kParts - i; }
+  __device__ void wait_empty(int part) const {
+    mbarrier_wait(shared_ + barrier_empty(buffer_, part), empty_parity_ ^ 1);
+  }
 
-  __device__ void load_boxes(int tile, int buffer, int page) const {
-    const int token = tile * kPlanTileTokens % p_.page_table.page_size;
-    const uint32_t base = shared_ + kKv + buffer * kOperandBytes;
-#pragma unroll
-    for (int i = 0; i < kParts; ++i) {
-      const int part = part_in_order(buffer, i);
-      wait_empty(buffer, part);
-      if (thread_ == 0) {
-        const int units = part == kPartRope ? 1 : 2;
-        for (int u = 0; u < units; ++u) {
-          const int unit = part == kPartRope ? kRope : 2 * part - 1 + u;
-          const uint32_t barrier = shared_ + barrier_box(buffer, unit);
-          attnops::sm90::mbarrier_arrive_expect(barrier, tiles_of_unit(unit) * kTileBytes);
-          for (int k = 0; k < tiles_of_unit(unit); ++k) {
-            const int column = first_tile_of_unit(unit) + k;
-            attnops::sm90::copy_box(base + column * kTileBytes, map_, barrier, column * 64, token, page);
-          }
-        }
+  __device__ void load_boxes(int tile, int page) const {
+    if (lane_ == 0) {
+      const int token = tile * kPlanTileTokens % p_.page_table.page_size;
+      if (has_rope()) {
+        wait_empty(kPartRope);
+        load_unit(kRope, kRopeTile, 1, token, page);
       }
+      wait_empty(part_);
+      const int column = first_tile_of_part(part_);
+      load_unit(2 * part_ - 1, column, 2, token, page);
+      load_unit(2 * part_, column + 2, 2, token, page);
     }
     __syncwarp();
   }
 
-  __device__ void gather(const Piece& piece, int tile, int buffer, const int (&page)[kRows]) const {
-    const uint8_t* source[kRows];
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      source[i] = page[i] < 0 ? static_cast<const uint8_t*>(p_.kv_pages)
-                              : row_address(tile * kPlanTileTokens + row_of(i), page[i]) + chunk() * 16;
-    }
-    const uint32_t base = shared_ + kKv + buffer * kOperandBytes;
-#pragma unroll 1
-    for (int n = 0; n < kParts; ++n) {
-      const int part = part_in_order(buffer, n);
-      wait_empty(buffer, part);
-      for (int k = 0; k < tiles_of_part(part); ++k) {
-        const int column = first_tile_of_part(part) + k;
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-          attnops::sm90::copy16(base + column * kTileBytes + place(i), source[i] + column * 128, page[i] >= 0);
-        }
-      }
-      attnops::sm90::arrive_after_copies(shared_ + barrier_gather(buffer, part));
+  __device__ void load_unit(int unit, int column, int tiles, int token, int page) const {
+    const uint32_t barrier = shared_ + barrier_box(buffer_, unit);
+    attnops::sm90::mbarrier_arrive_expect(barrier, tiles * kTileBytes);
+    for (int k = column; k < column + tiles; ++k) {
+      attnops::sm90::copy_box(kv_tile(k), map_, barrier, k * 64, token, page);
     }
   }
 
-  __device__ void load_queries(const Piece& piece) {
-    mbarrier_wait(shared_ + kQueriesEmpty, queries_parity_ ^ 1);
-    queries_parity_ ^= 1;
+  __device__ uint32_t kv_tile(int column) const {
+    return shared_ + kKv + buffer_ * kOperandBytes + column * kTileBytes;
+  }
+
+  __device__ void gather(const Piece& piece, int tile, int (&page)[kRowsPerLane]) const {
+    if (p_.report) check_pages(piece, tile, page);
+    int64_t offset[kRowsPerLane];
+#pragma unroll
+    for (int i = 0; i < kRowsPerLane; ++i) offset[i] = row_offset(tile * kPlanTileTokens + lane_ + 32 * i, page[i]);
+    if (has_rope()) {
+      wait_empty(kPartRope);
+      copy_rows(offset, kRopeTile, 1);
+      attnops::sm90::arrive_after_copies(shared_ + barrier_gather(buffer_, kPartRope));
+    }
+    wait_empty(part_);
+    copy_rows(offset, first_tile_of_part(part_), 4);
+    attnops::sm90::arrive_after_copies(shared_ + barrier_gather(buffer_, part_));
+  }
+
+  // Eight lanes copy the 128 bytes of a row of a 64 x 64 tile.
+  __device__ void copy_rows(const int64_t (&offset)[kRowsPerLane], int column, int tiles) const {
+    const uint8_t* pool = static_cast<const uint8_t*>(p_.kv_pages) + lane_ % 8 * 16;
+#pragma unroll
+    for (int half = 0; half < kRowsPerLane; ++half) {
 #pragma unroll 1
-    for (int i = 0; i < kRows; ++i) {
-      const int row = row_of(i);
+      for (int i = 0; i < 8; ++i) {
+        const int row = 4 * i + lane_ / 8;
+        const int64_t begin = __shfl_sync(0xffffffffu, offset[half], row);
+        const uint8_t* source = pool + max_of(begin, int64_t{0}) + column * 128;
+        const uint32_t place = kv_tile(column) + attnops::sm90::swizzled(32 * half + row, lane_ % 8);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          if (k < tiles) attnops::sm90::copy16(place + k * kTileBytes, source + k * 128, begin >= 0);
+        }
+      }
+    }
+  }
+
+  __device__ void load_queries(const Piece& piece, int count) const {
+    mbarrier_wait(shared_ + kQueriesEmpty, (count & 1) ^ 1);
+#pragma unroll 1
+    for (int i = 0; i < 4; ++i) {
+      const int row = 16 * warp_ + 4 * i + lane_ / 8, chunk = lane_ % 8;
       const bool valid = row < piece.num_rows;
       const RowPlace at = row_place(p_, piece.first_row + (valid ? row : 0));
       const auto* q =
@@ -156,17 +183,30 @@ class Loader {
                kElement * (piece.request * p_.q_pe_stride_request + at.token * p_.q_pe_stride_token +
                            at.head * p_.q_pe_stride_head);
       }
+      const uint32_t place = shared_ + kQ + attnops::sm90::swizzled(row, chunk);
 #pragma unroll
       for (int k = 0; k < kTilesV; ++k) {
-        attnops::sm90::copy16(shared_ + kQ + k * kTileBytes + place(i), q + k * 128 + chunk() * 16, valid);
+        attnops::sm90::copy16(place + k * kTileBytes, q + k * 128 + chunk * 16, valid);
       }
-      attnops::sm90::copy16(shared_ + kQ + kRopeTile * kTileBytes + place(i), rope + chunk() * 16, valid);
+      attnops::sm90::copy16(place + kRopeTile * kTileBytes, rope + chunk * 16, valid);
     }
     attnops::sm90::arrive_after_copies(shared_ + kQueriesFull);
   }
 
+  // Checked mode: a row of a page that does not exist is reported, once, and left out.
+  __device__ void check_pages(const Piece& piece, int tile, int (&page)[kRowsPerLane]) const {
+#pragma unroll
+    for (int i = 0; i < kRowsPerLane; ++i) {
+      const int key = tile * kPlanTileTokens + lane_ + 32 * i;
+      if (!readable(piece, key) || (page[i] >= 0 && page[i] < p_.page_table.num_pages)) continue;
+      const int cell = key / p_.page_table.page_size;
+      if (has_rope()) report(ReportKind::kPageIndex, piece.request, cell, page[i], p_.page_table.num_pages);
+      page[i] = -1;
+    }
+  }
+
   __device__ void check_length(const Piece& piece) const {
-    if (p_.report == nullptr || thread_ != 0) return;
+    if (p_.report == nullptr || warp_ + lane_ != 0) return;
     const int64_t capacity = p_.page_table.num_cells(piece.request) * p_.page_table.page_size;
     if (piece.length > capacity) report(ReportKind::kLength, piece.request, 0, piece.length, capacity + 1);
   }
@@ -179,9 +219,10 @@ class Loader {
   const CUtensorMap* map_;
   const bool use_boxes_;
   const uint32_t shared_;
-  const int thread_;
-  uint32_t empty_parity_ = 0;  // of the next phase, a bit per buffer
-  uint32_t queries_parity_ = 0;
+  const int warp_, lane_;
+  const int buffer_;           // 0: even tiles of a piece, 1: odd ones
+  const int part_;             // of the columns
+  uint32_t empty_parity_ = 0;  // of the next phase
 };
 
 }  // namespace attnops::mla_decode::sm90

@@ -125,41 +125,51 @@ __device__ inline void mask_tile(const Params& p, const Piece& piece, const RowS
 }
 
 // Turns raw scores into probabilities under the rows' reference maximum, which it may move; `factor` is then what the
-// accumulator must be multiplied by.
+// accumulator must be multiplied by. `halfway` runs between the rows' exponentials: what is in flight under the softmax
+// is done by then, and what it read can be given back before the softmax ends.
+template <class Halfway>
 __device__ inline void softmax_tile(const Params& p, const Piece& piece, RowState& rows, int first_key, float (&s)[32],
-                                    float (&factor)[kRowsPerThread]) {
-  if (p.logit_cap > 0.f) {
-    const float scale = p.softmax_scale / p.logit_cap, cap = p.logit_cap * kLog2e;
+                                    float (&factor)[kRowsPerThread], const Halfway& halfway) {
+  // What is left to multiply a score by: a positive scale commutes with the maximum and joins the exponent's
+  // subtraction.
+  float scale = p.softmax_scale * kLog2e;
+  if (p.logit_cap > 0.f || scale <= 0.f) {
+    const float cap = p.logit_cap * kLog2e, inner = p.logit_cap > 0.f ? p.softmax_scale / p.logit_cap : 0.f;
 #pragma unroll
-    for (int i = 0; i < 32; ++i) s[i] = soft_capped(s[i] * scale, cap);
-  } else {
-    const float scale = p.softmax_scale * kLog2e;
-#pragma unroll
-    for (int i = 0; i < 32; ++i) s[i] *= scale;
+    for (int i = 0; i < 32; ++i) s[i] = p.logit_cap > 0.f ? soft_capped(s[i] * inner, cap) : s[i] * scale;
+    scale = 1.f;
   }
   mask_tile(p, piece, rows, first_key, s);
+  float reference[kRowsPerThread];
 #pragma unroll
   for (int h = 0; h < kRowsPerThread; ++h) {
-    float top = fmaxf(s[2 * h], s[2 * h + 1]);
+    float tops[4];
 #pragma unroll
-    for (int j = 1; j < 8; ++j) top = fmaxf(top, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
-    top = quad_max(top);
+    for (int j = 0; j < 4; ++j) {
+      tops[j] =
+          fmaxf(fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]), fmaxf(s[4 * j + 16 + 2 * h], s[4 * j + 17 + 2 * h]));
+    }
+    const float top = scale * quad_max(fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3])));
     const float before = rows.maximum[h];
     const float after = top > before + kSlack ? top : before;
     factor[h] = rescale_factor(before, after);
     rows.maximum[h] = after;
-    const float reference = after == -INFINITY ? 0.f : after;
-    float sum = 0.f;
+    reference[h] = after == -INFINITY ? 0.f : after;
+  }
+#pragma unroll
+  for (int h = 0; h < kRowsPerThread; ++h) {
+    if (h == 1) halfway();
+    float sums[4] = {};
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         float& x = s[4 * j + 2 * h + e];
-        x = exp2_fast(x - reference);
-        sum += x;
+        x = exp2_fast(fmaf(x, scale, -reference[h]));
+        sums[(2 * j + e) % 4] += x;
       }
     }
-    rows.sum[h] = rows.sum[h] * factor[h] + sum;
+    rows.sum[h] = rows.sum[h] * factor[h] + ((sums[0] + sums[1]) + (sums[2] + sums[3]));
   }
 }
 

@@ -32,6 +32,22 @@ def default_num_sm_parts(device: torch.device, parts_per_sm: int) -> int:
     return torch.get_num_threads()
 
 
+def _mla_parts(num_sms: int, works: int, works_per_request: int) -> int:
+    """Parts for works that are likely of equal length, measured on an H200.
+
+    A few parts fewer than SMs where that leaves works whole: a cut costs two partial results and their merge. And one
+    part per work where the works of a request read the same tiles and fill several rounds of SMs nearly: they then
+    run side by side and share the tiles in L2, which a part that takes them one after the other does not.
+    """
+    if works > num_sms and works_per_request > 1:
+        rounds = -(-works // num_sms)
+        return works if works * 10 >= rounds * num_sms * 9 else num_sms
+    for parts in range(num_sms, num_sms - num_sms // 10, -1):
+        if works and (works % parts == 0 or parts % works == 0):
+            return parts
+    return num_sms
+
+
 def _num_partials(num_works: int, num_sm_parts: int, fixed_split_tokens: int, max_seqlen_k: int | None) -> int:
     """Rows of `out_partial`: docs/architecture.md, "Split-KV plans"."""
     if fixed_split_tokens % TILE_TOKENS or fixed_split_tokens < 0:
@@ -181,7 +197,10 @@ class MlaDecodePlan(_SplitKvPlan):
         if num_q_heads < 1:
             raise ValueError(f"num_q_heads must be positive, got {num_q_heads}")
         works = -(-seqlen_q * num_q_heads // MLA_ROWS_PER_WORK)
-        num_sm_parts = num_sm_parts or default_num_sm_parts(device, MLA_PARTS_PER_SM)
+        if not num_sm_parts:
+            num_sm_parts = default_num_sm_parts(device, MLA_PARTS_PER_SM)
+            if device.type == "cuda":
+                num_sm_parts = _mla_parts(num_sm_parts, batch_size * works, works)
         num_partials = _num_partials(batch_size * works, num_sm_parts, fixed_split_tokens, max_seqlen_k)
         return cls(
             batch_size=batch_size,
