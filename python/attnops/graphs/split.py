@@ -1,0 +1,151 @@
+"""A `torch.compile` backend that splits a model at its attention: pieces are compiled, attention runs eagerly."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.passes.split_module import split_module
+
+from attnops.graphs.recorder import Recorder, RecorderFactory
+
+SPLIT_OP = "attnops::unified_attention_with_output"
+
+# A compiler backend: (graph, example inputs) -> callable.
+Compiler = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]
+
+
+class PiecewiseBackend:
+    """``torch.compile(model, backend=PiecewiseBackend("inductor"), fullgraph=True)``.
+
+    The model is traced once, with a symbolic number of tokens where its inputs are marked dynamic. Each piece between
+    two attentions is then compiled for each number of tokens that it meets, with static shapes.
+
+    Args:
+        inner: The compiler of the pieces: "eager", "aot_eager", "inductor", any name that torch knows, or a callable.
+        recorder: Makes a recorder per piece and number of tokens; None: pieces are not recorded. Recorded pieces need
+            their inputs where they were at the first call, as `PiecewiseRunner` has them.
+
+    Attributes:
+        num_graphs: Graphs that torch.compile has handed over: 1 for a model without breaks and recompilations.
+        num_pieces: Pieces of those, attention not counted.
+        num_compiled: Compilations of pieces.
+    """
+
+    def __init__(self, inner: str | Compiler = "eager", recorder: RecorderFactory | None = None) -> None:
+        self.inner: Compiler = torch._dynamo.lookup_backend(inner) if isinstance(inner, str) else inner
+        self.recorder = recorder
+        self.num_graphs = self.num_pieces = self.num_compiled = 0
+
+    def __call__(self, graph: fx.GraphModule, example_inputs: list[Tensor]) -> Callable[..., Any]:
+        self.num_graphs += 1
+        parts, split_at = _parts(graph)
+        whole = split_module(graph, graph, lambda node: parts[node], keep_original_order=True)
+        for name, piece in list(whole.named_children()):
+            if name.removeprefix("submod_") in split_at or not isinstance(piece, fx.GraphModule):
+                continue
+            setattr(whole, name, _Piece(self, piece))
+            self.num_pieces += 1
+        return whole.forward
+
+
+def _parts(graph: fx.GraphModule) -> tuple[dict[fx.Node, int], set[str]]:
+    """The part of each node, ascending in the graph's order, and the names of those that are one attention each."""
+    parts: dict[fx.Node, int] = {}
+    split_at: set[str] = set()
+    part = 0
+    for node in graph.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if _is_attention(node):
+            parts[node] = part + 1
+            split_at.add(str(part + 1))
+            part += 2
+        else:
+            parts[node] = part
+    return parts, split_at
+
+
+def _is_attention(node: fx.Node) -> bool:
+    packet = getattr(node.target, "overloadpacket", node.target)
+    return node.op == "call_function" and getattr(packet, "_qualified_op_name", "") == SPLIT_OP
+
+
+class _Piece(torch.nn.Module):
+    """The ops between two attentions, compiled (and recorded) for each number of tokens."""
+
+    def __init__(self, owner: PiecewiseBackend, graph: fx.GraphModule) -> None:
+        super().__init__()
+        self._owner, self._graph = owner, graph
+        self._runs: dict[tuple, Callable[..., Any]] = {}
+
+    def forward(self, *args: Any) -> Any:
+        key = tuple(arg if isinstance(arg, int) else tuple(arg.shape) for arg in args)
+        if key not in self._runs:
+            self._runs[key] = self._compile(args)
+        return self._runs[key](*args)
+
+    def _compile(self, args: tuple) -> Callable[..., Any]:
+        self._owner.num_compiled += 1
+        graph, is_single = _with_numbers(self._graph, args)
+        compiled = self._owner.inner(graph, [arg for arg in args if isinstance(arg, Tensor)])
+
+        def run(*args: Any) -> Any:
+            outs = compiled(*(arg for arg in args if isinstance(arg, Tensor)))
+            return outs[0] if is_single else outs
+
+        return run if self._owner.recorder is None else _RecordedPiece(self._owner.recorder, run)
+
+
+class _RecordedPiece:
+    """Warmed up and recorded at its first call, replayed from then on; its outputs stay where they are."""
+
+    def __init__(self, recorder: RecorderFactory, run: Callable[..., Any]) -> None:
+        self._recorder, self._run = recorder, run
+        self._graph: Recorder | None = None
+        self._addresses: list[int] = []
+        self._out: Any = None
+
+    def __call__(self, *args: Any) -> Any:
+        addresses = [arg.data_ptr() for arg in args if isinstance(arg, Tensor)]
+        if self._graph is None:
+            self._run(*args)
+            graph = self._recorder()
+            with graph.capture():
+                self._out = self._run(*args)
+            self._graph, self._addresses = graph, addresses
+        if addresses != self._addresses:
+            raise ValueError("attnops: a recorded piece has inputs at other addresses than it was recorded with")
+        self._graph.replay()
+        return self._out
+
+
+def _with_numbers(graph: fx.GraphModule, args: tuple) -> tuple[fx.GraphModule, bool]:
+    """A copy in which the numbers among the inputs are constants: a graph of static shapes, with tensors only.
+
+    It gives a tuple, as compilers ask for; the second result says that it is one of a single output.
+    """
+    graph = copy.deepcopy(graph)
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    numbers: dict[fx.Node, Any] = {
+        node: value for node, value in zip(placeholders, args, strict=True) if not isinstance(value, Tensor)
+    }
+
+    def known(node: fx.Node) -> Any:
+        return numbers.get(node, node)
+
+    for node in graph.graph.nodes:
+        node.args, node.kwargs = fx.map_arg(node.args, known), fx.map_arg(node.kwargs, known)
+    for node in numbers:
+        graph.graph.erase_node(node)
+    for node in graph.graph.nodes:
+        node.meta.pop("example_value", None)  # of the symbolic trace
+    (output,) = graph.graph.find_nodes(op="output")
+    is_single = not isinstance(output.args[0], (tuple, list))
+    if is_single:
+        output.args = ((output.args[0],),)
+    graph.recompile()
+    return graph, is_single
