@@ -11,10 +11,10 @@ struct LaunchShape {
   int max_shared_bytes;  // and the most that any launch of the kernel asks for
 };
 
-// Launches a kernel that waits by itself for the kernels ahead of it (device/common/pdl.cuh), on devices that know how.
-// What a device must be told of a kernel is told once, so that a launch stays cheap.
-template <auto kKernel, typename... Arguments>
-void launch_dependent(const char* what, const LaunchShape& shape, cudaStream_t stream, const Arguments&... arguments) {
+// Whether the current device knows dependent launches. Tells the device, once, what it must be told of the kernel; all
+// kernels ask for the same division of an SM's memory, since changing it between two kernels keeps them apart.
+template <auto kKernel>
+bool launch_dependent_prepare(const char* what, int max_shared_bytes) {
   enum : int { kNew, kPlain, kDependent };
   constexpr int kMaxDevices = 64;
   static std::atomic<int> states[kMaxDevices];
@@ -24,12 +24,17 @@ void launch_dependent(const char* what, const LaunchShape& shape, cudaStream_t s
   if (state == kNew) {
     int major = 0;
     check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), what);
-    check_cuda(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.max_shared_bytes),
-               what);
+    check_cuda(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, max_shared_bytes), what);
     check_cuda(cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100), what);
     state = major >= 9 ? kDependent : kPlain;
   }
+  return state == kDependent;
+}
 
+// Launches a kernel that waits by itself for the kernels ahead of it (device/common/pdl.cuh), on devices that know how.
+template <auto kKernel, typename... Arguments>
+void launch_dependent(const char* what, const LaunchShape& shape, cudaStream_t stream, const Arguments&... arguments) {
+  const bool dependent = launch_dependent_prepare<kKernel>(what, shape.max_shared_bytes);
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -39,7 +44,7 @@ void launch_dependent(const char* what, const LaunchShape& shape, cudaStream_t s
   config.dynamicSmemBytes = static_cast<size_t>(shape.shared_bytes);
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = state == kDependent ? 1 : 0;
+  config.numAttrs = dependent ? 1 : 0;
   check_cuda(cudaLaunchKernelEx(&config, kKernel, arguments...), what);
 }
 

@@ -7,7 +7,8 @@
 
 #include "core/math.h"
 #include "device/common/block_scan.cuh"
-#include "device/common/launch.h"
+#include "device/common/launch_dependent.cuh"
+#include "device/common/pdl.cuh"
 #include "scheduler/split_kv.h"
 
 namespace attnops {
@@ -31,6 +32,8 @@ __global__ void __launch_bounds__(kThreads)
   int64_t* const prefix = shared;                                                  // [B + 1]
   int32_t* const tiles = reinterpret_cast<int32_t*>(prefix + g.num_requests + 1);  // [B]
   const int thread = static_cast<int>(threadIdx.x);
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
 
   const int each = (g.num_requests + kThreads - 1) / kThreads;
   const int begin = min_of(thread * each, g.num_requests);
@@ -78,11 +81,14 @@ void launch_split_kv_plan_as(const SplitKvGeometry& g, const int32_t* cache_seql
   const size_t bytes = (g.num_requests + 1) * sizeof(int64_t) + g.num_requests * sizeof(int32_t);
   constexpr size_t kAlwaysThere = 38 * 1024;  // 48 KB less what the points and the scan take
   if (bytes > kAlwaysThere) {
+    launch_dependent_prepare<&split_kv_plan_kernel<kThreads, kTileTokens, kFixed>>("split_kv_plan_kernel",
+                                                                                   static_cast<int>(kAlwaysThere));
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
                "shared memory for the plan of so large a batch");
   }
-  kernel<<<1, kThreads, bytes, stream>>>(g, cache_seqlens, entries, num_splits);
-  check_cuda(cudaGetLastError(), "split_kv_plan_kernel");
+  launch_dependent<&split_kv_plan_kernel<kThreads, kTileTokens, kFixed>>(
+      "split_kv_plan_kernel", {1, kThreads, static_cast<int>(bytes), static_cast<int>(kAlwaysThere)}, stream, g,
+      cache_seqlens, entries, num_splits);
 }
 
 template <int kTileTokens, bool kFixed>
