@@ -6,6 +6,8 @@ import dataclasses
 
 import pytest
 import torch
+from attnops.backends.hybrid import HybridAttnBackend
+from attnops.backends.intel_amx import IntelAMXAttnBackend
 from attnops.graphs import GraphRunner, default_capture_sizes, pad_to_size
 from attnops.types import ForwardMode
 from graph_tape import GraphTape
@@ -14,6 +16,10 @@ from model_zoo import LIMITS, VOCAB, ZOO, Engine, prompt, run_eager, serve
 BACKENDS = ["intel_amx", "torch_native"]
 ALL_SIZES = range(1, 6)  # no batch of `serve` needs padding
 SPECULATIVE = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
+
+
+class Uncapturable(IntelAMXAttnBackend):
+    capability = dataclasses.replace(IntelAMXAttnBackend.capability, cuda_graph=False)
 
 
 class Captured:
@@ -173,6 +179,12 @@ def test_a_runner_that_cannot_be_built_says_why():
         runner_of(engine, recorder=None)
     with pytest.raises(ValueError, match="must be positive"):
         runner_of(engine, sizes=[])
+    backend = engine.backend
+    engine.backend = HybridAttnBackend(backend, Uncapturable(backend.spec, LIMITS))
+    with pytest.raises(ValueError, match="steps of backend intel_amx cannot be captured"):
+        runner_of(engine)
+    runner_of(engine, forward_mode=ForwardMode.TARGET_VERIFY, tokens_per_request=3)
+    engine.backend = backend
     model, engine.model = engine.model, lambda ids, positions, batch: torch.zeros(1, VOCAB)
     with pytest.raises(ValueError, match="a row per token"):
         runner_of(engine, sizes=[2], layers={}).capture()

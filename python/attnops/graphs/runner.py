@@ -68,7 +68,7 @@ class GraphRunner:
         used_bytes: Device memory in use, for the report; by default of the backend's device (a CPU: 0).
 
     Raises:
-        ValueError: a mode that is not captured, sizes above the backend's limits, a device without graphs.
+        ValueError: a mode or a backend that is not captured, sizes above the backend's limits, a device without graphs.
     """
 
     def __init__(
@@ -90,6 +90,10 @@ class GraphRunner:
         if forward_mode not in CAPTURED_MODES:
             names = ", ".join(mode.name for mode in CAPTURED_MODES)
             raise ValueError(f"attnops: whole steps are captured for {names}, not for {forward_mode.name}")
+        select = getattr(backend, "select", None)  # a hybrid's
+        serving = backend if select is None else select(forward_mode)
+        if not serving.capability.cuda_graph:
+            raise ValueError(f"attnops: steps of backend {serving.name} cannot be captured; use PiecewiseRunner")
         if layers is None:
             layers = collect_layers(model) if isinstance(model, torch.nn.Module) else {}
         if recorder is None:
