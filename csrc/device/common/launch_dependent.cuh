@@ -22,8 +22,10 @@ bool launch_dependent_prepare(const char* what, int max_shared_bytes) {
   check_cuda(cudaGetDevice(&device), what);
   std::atomic<int>& state = states[device % kMaxDevices];
   if (state == kNew) {
-    int major = 0;
+    int major = 0, most = 0;
     check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), what);
+    check_cuda(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), what);
+    if (max_shared_bytes > most) max_shared_bytes = most;  // a launch that needs more fails by itself
     check_cuda(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, max_shared_bytes), what);
     check_cuda(cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100), what);
     state = major >= 9 ? kDependent : kPlain;

@@ -25,9 +25,9 @@ struct Traits {
   static constexpr int kChunk = kKeyBytes <= 128 || kFp8 ? 32 : 16;  // keys
   static constexpr int kChunkShift = kChunk == 32 ? 5 : 4;
   static constexpr int kKeyTiles = kChunk / 16;
-  static constexpr int kStageBytes = 2 * kChunk * kKeyBytes;  // K and V
-  static constexpr int kStages = kStageBytes <= 4096 ? 6 : 3;
-  static constexpr int kRingBytes = kStages * kStageBytes;  // of one warp
+  static constexpr int kStageBytes = 2 * kChunk * kKeyBytes;                             // K and V
+  static constexpr int kStages = kStageBytes <= 4096 ? 6 : kStageBytes <= 8192 ? 3 : 2;  // a CTA fits sm_80, too
+  static constexpr int kRingBytes = kStages * kStageBytes;                               // of one warp
   static constexpr int kCtasPerSm = kStageBytes <= 8192 ? 2 : 1;
   static_assert(kStageBytes >= kRows * kHeadDim * 4, "a free stage holds a warp's output");
 
