@@ -41,8 +41,17 @@ def current_commit() -> str:
 def device_name() -> str:
     """The GPU where there is one, else the processor. CPU benchmarks name `cpu_name()` themselves."""
     if torch.cuda.is_available():
-        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+        return f"{torch.cuda.get_device_name()}, driver {driver_version()}, torch {torch.__version__}"
     return cpu_name()
+
+
+def driver_version() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True)
+    except OSError:
+        return "unknown"
+    return result.stdout.split("\n")[0].strip() or "unknown"
 
 
 def cpu_name() -> str:
