@@ -15,6 +15,9 @@ struct SplitKvPlanTensors {
 inline constexpr int64_t kMaxSeqlenQ = 1 << 16;  // keeps row numbers of a work far inside int32
 inline constexpr int64_t kMaxWindow = (int64_t{1} << 31) - 1 - kMaxSeqlenQ;
 
+// A kernel may count the splits of a work, at most one per part, in 16 bits of its semaphore.
+inline constexpr int64_t kMaxSmParts = (1 << 16) - 1;
+
 inline void check_split_tokens(const char* op, int64_t fixed_split_tokens, int tile_tokens) {
   if (fixed_split_tokens < 0 || fixed_split_tokens % tile_tokens != 0 || fixed_split_tokens > INT32_MAX) {
     fail(op, "fixed_split_tokens must be 0 (balanced) or a positive multiple of " + std::to_string(tile_tokens) +
@@ -39,6 +42,7 @@ inline SplitKvPlanTensors checked_split_kv_plan(const char* op, const Tensor& ti
       .shape({num_sm_parts, entry_size})
       .size_at_least(0, "num_sm_parts", 1, "a plan has a part")
       .contiguous();
+  check_range(op, "num_sm_parts", *num_sm_parts, 1, kMaxSmParts);
   return {.tile_scheduler_metadata = static_cast<int32_t*>(tile_scheduler_metadata.mutable_data_ptr()),
           .num_splits = static_cast<int32_t*>(num_splits.mutable_data_ptr()),
           .cache_seqlens = static_cast<const int32_t*>(cache_seqlens.const_data_ptr()),

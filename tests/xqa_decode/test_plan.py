@@ -158,3 +158,10 @@ def test_op_writes_the_rows_of_the_scheduler(device, fixed_split_tokens, window_
     cuts = [-(-_scheduler.num_tiles(geometry, length) // 2) if fixed_split_tokens else 0 for length in lengths]
     assert plan.num_splits.tolist() == [sum(cuts[:i]) for i in range(len(lengths) + 1)]
     assert plan.out_partial.shape[0] >= max(plan.num_splits[-1].item() * 4, 2 * 13 if not fixed_split_tokens else 0)
+
+
+@pytest.mark.parametrize("plan_op", [torch.ops.attnops.xqa_decode_plan, torch.ops.attnops.mla_decode_plan])
+def test_more_parts_than_a_semaphore_counts_are_refused(plan_op):
+    rows, num_splits = torch.zeros(1 << 16, 8, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match=r"num_sm_parts must be in \[1, 65535\], got 65536"):
+        plan_op(rows, num_splits, torch.ones(1, dtype=torch.int32), 1, 8)
