@@ -1,7 +1,8 @@
 """Whole models small enough for tests, one per kind of attention, and an engine that serves them step by step.
 
-Random weights, two layers, float32. Each calls `RadixAttention` as a served model does: with the batch, or without one
-inside `forward_context`, as a compiled model does anyway.
+Random weights, two layers, float32 but for the attention, which has the dtype that is asked for. Each calls
+`RadixAttention` as a served model does: with the batch, or without one inside `forward_context`, as a compiled model
+does anyway.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from attnops.backends import get_backend_class
+from attnops.backends import AttentionBackend, HybridAttnBackend, get_backend_class
 from attnops.layers import RadixAttention, collect_layers, forward_context
 from attnops.pools import KVCache, MHATokenToKVPool, MLATokenToKVPool, PagedTokenToKVPoolAllocator, ReqToTokenPool
 from attnops.types import MLA_KV_LORA_RANK, MLA_ROPE_DIM, AttentionBatch, AttentionSpec, ForwardMode, Limits
@@ -44,8 +45,8 @@ class Config:
     sinks: bool = False
     mla: bool = False
 
-    def spec(self) -> AttentionSpec:
-        options = {"dtype": torch.float32, "page_size": PAGE_SIZE}
+    def spec(self, dtype: torch.dtype = torch.float32, page_size: int = PAGE_SIZE) -> AttentionSpec:
+        options = {"dtype": dtype, "page_size": page_size}
         if self.mla:
             return AttentionSpec.mla(self.num_heads, **options)
         return AttentionSpec(
@@ -87,9 +88,9 @@ def linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 class Attention(nn.Module):
-    def __init__(self, config: Config, layer_id: int) -> None:
+    def __init__(self, config: Config, layer_id: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.dtype = config, dtype
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.qkv = linear(WIDTH, (heads + 2 * kv_heads) * dim)
         self.out = linear(heads * dim, WIDTH)
@@ -109,15 +110,15 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x).unflatten(-1, (-1, dim)).split([heads, kv_heads, kv_heads], dim=1)
         if self.config.qk_norm:
             q, k = rms_norm(q), rms_norm(k)
-        q, k = rotate(q, positions), rotate(k, positions)
-        return self.out(self.attention(q, k, v.contiguous(), batch))
+        q, k = rotate(q, positions).to(self.dtype), rotate(k, positions).to(self.dtype)
+        return self.out(self.attention(q, k, v.contiguous().to(self.dtype), batch).float())
 
 
 class LatentAttention(nn.Module):
-    def __init__(self, config: Config, layer_id: int) -> None:
+    def __init__(self, config: Config, layer_id: int, dtype: torch.dtype) -> None:
         super().__init__()
         heads = config.num_heads
-        self.heads = heads
+        self.heads, self.dtype = heads, dtype
         self.q = linear(WIDTH, heads * (NOPE + MLA_ROPE_DIM))
         self.down = linear(WIDTH, MLA_KV_LORA_RANK + MLA_ROPE_DIM)
         self.k_up = nn.Parameter(torch.randn(heads, NOPE, MLA_KV_LORA_RANK) * MLA_KV_LORA_RANK**-0.5)
@@ -130,8 +131,9 @@ class LatentAttention(nn.Module):
         q, q_rope = self.q(x).unflatten(-1, (self.heads, -1)).split([NOPE, MLA_ROPE_DIM], dim=-1)
         latent, k_rope = self.down(x).split([MLA_KV_LORA_RANK, MLA_ROPE_DIM], dim=-1)
         q_rope, k_rope = rotate(q_rope, positions), rotate(k_rope.unsqueeze(1), positions).squeeze(1)
-        absorbed = torch.einsum("thn,hnc->thc", q, self.k_up).contiguous()
-        out = self.attention(absorbed, rms_norm(latent), None, batch, q_rope=q_rope, k_rope=k_rope)
+        absorbed = torch.einsum("thn,hnc->thc", q, self.k_up).contiguous().to(self.dtype)
+        latent, q_rope, k_rope = rms_norm(latent).to(self.dtype), q_rope.to(self.dtype), k_rope.to(self.dtype)
+        out = self.attention(absorbed, latent, None, batch, q_rope=q_rope, k_rope=k_rope).float()
         heads = torch.einsum("thc,hcn->thn", out.unflatten(-1, (self.heads, -1)), self.v_up)
         return self.out(heads.flatten(1))
 
@@ -139,13 +141,13 @@ class LatentAttention(nn.Module):
 class TinyModel(nn.Module):
     """``model(input_ids, positions, batch) -> logits [num_tokens, VOCAB]``."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         torch.manual_seed(len(config.name))
         self.config = config
         attention = LatentAttention if config.mla else Attention
         self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.attentions = nn.ModuleList(attention(config, layer) for layer in range(LAYERS))
+        self.attentions = nn.ModuleList(attention(config, layer, dtype) for layer in range(LAYERS))
         self.gate_up = nn.ModuleList(linear(WIDTH, 4 * WIDTH) for _ in range(LAYERS))
         self.down = nn.ModuleList(linear(2 * WIDTH, WIDTH) for _ in range(LAYERS))
         self.head = linear(WIDTH, VOCAB)
@@ -161,14 +163,14 @@ class TinyModel(nn.Module):
         return cap * torch.tanh(logits / cap) if cap else logits
 
 
-def make_pool(config: Config, tokens: int) -> KVCache:
+def make_pool(spec: AttentionSpec, tokens: int, device: torch.device | str = "cpu") -> KVCache:
     """A pool full of NaN: what no token was stored to must not show."""
-    if config.mla:
-        pool: KVCache = MLATokenToKVPool(tokens, PAGE_SIZE, torch.float32, LAYERS)
+    if spec.is_mla:
+        pool: KVCache = MLATokenToKVPool(tokens, spec.page_size, spec.dtype, LAYERS, device)
         buffers = pool.kv_buffer
     else:
-        shape = (config.num_kv_heads, config.head_dim)
-        pool = MHATokenToKVPool(tokens, PAGE_SIZE, torch.float32, *shape, LAYERS)
+        shape = (spec.num_kv_heads, spec.head_dim)
+        pool = MHATokenToKVPool(tokens, spec.page_size, spec.dtype, *shape, LAYERS, device)
         buffers = [*pool.k_buffer, *pool.v_buffer]
     for pages in buffers:
         pages.fill_(float("nan"))
@@ -192,18 +194,41 @@ def run_eager(engine: Engine, input_ids: Tensor, batch: AttentionBatch) -> Tenso
         return engine.model(input_ids, batch.positions, batch)
 
 
-class Engine:
-    """Serves requests greedily over a paged cache. Hosts differ in how a step's model runs, and in nothing else."""
+def make_backend(name: str, spec: AttentionSpec, device: torch.device | str = "cpu") -> AttentionBackend:
+    """A backend by name. One that only decodes leaves prompts to torch_native."""
+    backend = get_backend_class(name)(spec, LIMITS, device)
+    if not backend.capability.delegates_prefill:
+        return backend
+    return HybridAttnBackend(get_backend_class("torch_native")(spec, LIMITS, device), backend, "decode")
 
-    def __init__(self, config: Config, backend: str, host: Host = run_eager) -> None:
-        self.config, self.host = config, host
-        self.model = TinyModel(config)
+
+class Engine:
+    """Serves requests greedily over a paged cache. Hosts differ in how a step's model runs, and in nothing else.
+
+    Args:
+        backend: Its name.
+        device, dtype, page_size: Of the cache; the model's own products are float32.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        backend: str,
+        host: Host = run_eager,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        page_size: int = PAGE_SIZE,
+    ) -> None:
+        self.config, self.host, self.device = config, host, torch.device(device)
+        self.model = TinyModel(config, dtype).to(device)
         self.layers = collect_layers(self.model)
-        self.backend = get_backend_class(backend)(config.spec(), LIMITS)
+        spec = config.spec(dtype, page_size)
+        self.backend = make_backend(backend, spec, device)
         tokens = 8 * LIMITS.max_seqlen
-        self.pool = make_pool(config, tokens)
-        self.allocator = PagedTokenToKVPoolAllocator(tokens, PAGE_SIZE)
-        self.rows = ReqToTokenPool(12, LIMITS.max_seqlen)
+        self.pool = make_pool(spec, tokens, device)
+        self.allocator = PagedTokenToKVPoolAllocator(tokens, page_size)
+        self.rows = ReqToTokenPool(12, LIMITS.max_seqlen, device)
         self.running: list[Request] = []
 
     def add(self, *prompts: list[int]) -> None:
@@ -211,7 +236,7 @@ class Engine:
         fresh = [Request(self.rows.alloc()[0], list(prompt)) for prompt in prompts]
         logits = self.step(ForwardMode.EXTEND, fresh, [len(request.tokens) for request in fresh])
         last = torch.tensor([len(request.tokens) for request in fresh]).cumsum(0) - 1
-        self._sample(fresh, logits[last])
+        self._sample(fresh, logits[self._put(last)])
         self.running += fresh
 
     def decode(self) -> Tensor:
@@ -248,22 +273,25 @@ class Engine:
         ragged = mode is ForwardMode.EXTEND
         batch = AttentionBatch(
             forward_mode=mode,
-            req_pool_indices=torch.tensor([request.row for request in requests]),
-            cache_seqlens=torch.tensor(ends, dtype=torch.int32),
+            req_pool_indices=self._put(torch.tensor([request.row for request in requests])),
+            cache_seqlens=self._put(torch.tensor(ends, dtype=torch.int32)),
             num_tokens=sum(counts),
             req_to_token=self.rows.req_to_token,
-            out_cache_loc=slots,
+            out_cache_loc=self._put(slots),
             tokens_per_request=0 if ragged else counts[0],
-            extend_seq_lens=torch.tensor(counts, dtype=torch.int32) if ragged else None,
-            positions=torch.cat([torch.arange(begin, end) for begin, end in zip(begins, ends)]),
+            extend_seq_lens=self._put(torch.tensor(counts, dtype=torch.int32)) if ragged else None,
+            positions=self._put(torch.cat([torch.arange(begin, end) for begin, end in zip(begins, ends)])),
             token_to_kv_pool=self.pool,
             attn_backend=self.backend,
         )
         ids = [token for request, begin, end in zip(requests, begins, ends) for token in request.tokens[begin:end]]
-        logits = self.host(self, torch.tensor(ids), batch).clone()
+        logits = self.host(self, self._put(torch.tensor(ids)), batch).clone()
         for request, end in zip(requests, ends):
             request.cached = end
         return logits
+
+    def _put(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, non_blocking=True)
 
     @staticmethod
     def _sample(requests: list[Request], logits: Tensor) -> None:
