@@ -33,6 +33,8 @@ def test_a_decode_batch_is_uniform():
         ({"num_tokens": 3, "out_cache_loc": None}, r"batch_size \* tokens_per_request = 2 \* 1, got 3"),
         ({"forward_mode": ForwardMode.EXTEND}, "a ragged EXTEND batch needs extend_seq_lens"),
         ({"tree_mask": torch.zeros(2, 1, 1, dtype=torch.uint8)}, "tree_mask belongs to TARGET_VERIFY"),
+        ({"positions": torch.tensor([3])}, r"positions must have 2 columns, got shape \(1,\)"),
+        ({"max_cache_seqlen": 0}, "max_cache_seqlen is 0, below the 1 new tokens .*count the new tokens, too"),
     ],
 )
 def test_a_wrong_tensor_is_named(change, message):

@@ -227,6 +227,16 @@ class AttentionBatch:
         if self.out_cache_loc is not None:
             dtypes = (torch.int32, torch.int64)
             _require_tensor("out_cache_loc", self.out_cache_loc, (self.num_tokens,), dtypes)
+        if self.positions is not None:
+            got = tuple(self.positions.shape)
+            _require(got[-1:] == (self.num_tokens,), f"positions must have {self.num_tokens} columns, got shape {got}")
+        if self.max_cache_seqlen is not None and size:
+            least = max(self.tokens_per_request, 1 if self.num_tokens else 0)
+            _require(
+                self.max_cache_seqlen >= least,
+                f"max_cache_seqlen is {self.max_cache_seqlen}, below the {least} new tokens of a request: "
+                "cache_seqlens and its bound count the new tokens, too",
+            )
         if self.extend_seq_lens is not None:
             _require_tensor("extend_seq_lens", self.extend_seq_lens, (size,), (torch.int32,))
         if self.is_uniform:
@@ -248,6 +258,10 @@ class AttentionBatch:
     @property
     def batch_size(self) -> int:
         return self.req_pool_indices.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.cache_seqlens.device
 
     @property
     def is_uniform(self) -> bool:

@@ -258,9 +258,27 @@ def test_a_layer_before_its_metadata_says_so(name):
         step.run(build(name, model))
 
 
+@pytest.mark.parametrize("name", backends())
+def test_a_layer_with_a_stale_plan_says_what_to_do(name):
+    model = model_of(name)
+    backend = build(name, model)
+    first, second = step_of(model, "decode", 0), step_of(model, "decode", 1)
+    backend.init_forward_metadata(first.batch)
+    first.run(backend)
+    with pytest.raises(RuntimeError, match=r"plan is stale: it was made for DECODE of 4 .*Call init_forward_metadata"):
+        second.run(backend)
+    with pytest.raises(RuntimeError, match=r"init_forward_metadata_out_graph.* must run before"):
+        backend.init_forward_metadata_in_graph(second.batch)
+    backend.init_forward_metadata_out_graph(second.batch)
+    with pytest.raises(RuntimeError, match="plan is stale: only init_forward_metadata_out_graph has run"):
+        second.run(backend)
+    backend.init_forward_metadata_in_graph(second.batch)
+    assert relative_error(second.run(backend), second.expected) <= MAX_RELATIVE_ERROR[model.spec.dtype]
+
+
 def views_of(backend):
     """The step's views: a backend holds them itself, or in what it composes."""
-    return backend._step if hasattr(backend, "_step") else backend._steps.current
+    return backend._prepared.views if hasattr(backend, "_prepared") else backend._steps.prepared.views
 
 
 @pytest.mark.parametrize("name", backends())

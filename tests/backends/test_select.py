@@ -228,7 +228,7 @@ def test_the_page_table_of_trtllm_mla_is_whole_blocks_of_128_tokens():
     one = torch.ones(1, dtype=torch.int32)
     batch = AttentionBatch(forward_mode=ForwardMode.DECODE, req_pool_indices=one, cache_seqlens=one, num_tokens=1)
     backend.init_forward_metadata_out_graph(batch)
-    assert backend._steps.current.paged.page_table.shape == (1, 128 // 32)
+    assert backend._steps.prepared.views.paged.page_table.shape == (1, 128 // 32)
     batch.max_cache_seqlen = 65
     with pytest.raises(ValueError, match="above max_seqlen = 64"):
         backend.init_forward_metadata_out_graph(batch)

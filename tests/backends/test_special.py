@@ -182,7 +182,7 @@ def test_more_steps_than_are_kept_make_no_difference(monkeypatch):
     for count in (1, 2, 3, 4, 1):
         step = make_step(MODEL, ForwardMode.DECODE, [5] * count, [1] * count, uniform=True)
         backend.init_forward_metadata(step.batch)
-        addresses.append(backend._step.paged.page_table.data_ptr())
+        addresses.append(backend._prepared.views.paged.page_table.data_ptr())
         assert relative_error(step.run(backend), step.expected) <= MAX_RELATIVE_ERROR[torch.bfloat16]
     assert len(set(addresses)) == 1
 

@@ -188,6 +188,35 @@ def test_opcheck_of_the_layers_op():
         torch.library.opcheck(torch.ops.attnops.unified_attention_with_output.default, arguments)
 
 
+def test_the_layers_op_is_a_split_point_that_inductor_knows():
+    op = torch.ops.attnops.unified_attention_with_output.default
+    assert torch.Tag.cudagraph_unsafe in op.tags
+    assert [a.name for a in op._schema.arguments if a.alias_info and a.alias_info.is_write] == ["output", "kv_order"]
+
+
+def test_a_context_may_bring_its_own_backend():
+    batch = prepared("torch_native", ForwardMode.DECODE, [3], [1], uniform=True)
+    backend, batch.attn_backend = batch.attn_backend, None
+    layer = RadixAttention(HEADS, DIM, 0.2, KV_HEADS, 0)
+    k = inputs(1, 1)[:, : KV_HEADS * DIM]
+    with forward_context(batch, {0: layer}, backend) as context:
+        assert context.backend is backend
+        out = layer(inputs(1), k, k)
+    batch.attn_backend = backend
+    assert torch.equal(out, layer(inputs(1), k, k, batch))
+
+
+def test_a_step_without_the_layer_or_without_a_backend_says_so():
+    batch = prepared("torch_native", ForwardMode.DECODE, [3], [1], uniform=True)
+    layer, k = RadixAttention(HEADS, DIM, 0.2, KV_HEADS, 5), inputs(1, 1)[:, : KV_HEADS * DIM]
+    op = torch.ops.attnops.unified_attention_with_output
+    with forward_context(batch, {0: layer}), pytest.raises(ValueError, match="no layer 5; give forward_context"):
+        op(inputs(1), k, k, torch.empty(1, WIDTH), kv_order(k.device), 5)
+    batch.attn_backend = None
+    with forward_context(batch, {5: layer}), pytest.raises(ValueError, match="no attn_backend; set it"):
+        layer(inputs(1), k, k)
+
+
 def test_contexts_nest_and_end():
     with pytest.raises(RuntimeError, match="no step is running"):
         get_forward_context()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attnops import ops
 from attnops.backends import attend
+from attnops.backends.prepared import PreparedStep
 from attnops.backends.store import store_kv, store_mla
 from attnops.graph_buffers import MAX_CACHED_STEPS, PagedBuffers, PagedStep
 from attnops.metadata.plan import MlaDecodePlan
@@ -58,7 +59,7 @@ class DecodeSteps:
         for seqlen_q in {1, limits.max_tokens_per_request}:
             self._plans_for(seqlen_q)
         self._steps: dict[tuple[int, int, int, bool], DecodeStep] = {}
-        self.current: DecodeStep | None = None
+        self.prepared: PreparedStep[DecodeStep] = PreparedStep()
 
     def out_graph(self, batch: AttentionBatch) -> None:
         """Host work of a step: limits and views.
@@ -79,11 +80,11 @@ class DecodeSteps:
             if len(self._steps) >= MAX_CACHED_STEPS:
                 self._steps.clear()
             self._steps[key] = self._make(batch, paged)
-        self.current = self._steps[key]
+        self.prepared.begin(batch, self._steps[key])
 
     def in_graph(self, batch: AttentionBatch) -> None:
         """Device work of a step: page tables, blocks, plans."""
-        step = self._current()
+        step = self.prepared.plan(batch)
         if batch.num_tokens == 0:
             return
         self.buffers.build(step.paged, batch)
@@ -111,7 +112,7 @@ class DecodeSteps:
         out: Tensor,
     ) -> None:
         """One layer; arguments as of `AttentionBackend.forward`."""
-        step, report = self._current(), self.buffers.report
+        step, report = self.prepared.of(batch), self.buffers.report
         if self._spec.is_mla:
             if save_kv_cache and k is not None:
                 store_mla(layer, batch, k, k_rope, report)
@@ -124,11 +125,6 @@ class DecodeSteps:
                 raise ValueError("attnops: a layer that stores k needs v")
             store_kv(layer, batch, step.paged, k, v, report)
         attend.xqa_decode(q, layer, batch, step.paged, step.plans, out, report, step.blocks)
-
-    def _current(self) -> DecodeStep:
-        if self.current is None:
-            raise RuntimeError("attnops: init_forward_metadata must run before a step's layers")
-        return self.current
 
     def _make(self, batch: AttentionBatch, paged: PagedStep) -> DecodeStep:
         if batch.is_uniform:

@@ -17,6 +17,7 @@ from attnops import ops
 from attnops.backends import attend
 from attnops.backends.base import AttentionBackend
 from attnops.backends.capability import DECODER_MODES, FLOATS, Capability, HeadDims
+from attnops.backends.prepared import PreparedStep
 from attnops.backends.registry import register_attention_backend
 from attnops.backends.store import store_kv, store_mla
 from attnops.graph_buffers import MAX_CACHED_STEPS, PagedBuffers, PagedStep
@@ -86,7 +87,7 @@ class IntelAMXAttnBackend(AttentionBackend):
                 }
                 self._fmha_plans[window] = FmhaPlan.allocate(*size, **options)
         self._steps: dict[StepKey, CpuStep] = {}
-        self._step: CpuStep | None = None
+        self._prepared: PreparedStep[CpuStep] = PreparedStep()
 
     @property
     def fault_report(self) -> Tensor | None:
@@ -100,10 +101,10 @@ class IntelAMXAttnBackend(AttentionBackend):
             if len(self._steps) >= MAX_CACHED_STEPS:
                 self._steps.clear()
             self._steps[key] = self._make(batch, paged)
-        self._step = self._steps[key]
+        self._prepared.begin(batch, self._steps[key])
 
     def init_forward_metadata_in_graph(self, batch: AttentionBatch) -> None:
-        step = self._current()
+        step = self._prepared.plan(batch)
         if batch.num_tokens == 0:
             return
         self._buffers.build(step.paged, batch)
@@ -137,7 +138,7 @@ class IntelAMXAttnBackend(AttentionBackend):
         k_rope: Tensor | None = None,
         out: Tensor,
     ) -> None:
-        step, report = self._current(), self._buffers.report
+        step, report = self._prepared.of(batch), self._buffers.report
         if self.spec.is_mla:
             if save_kv_cache and k is not None:
                 store_mla(layer, batch, k, k_rope, report)
@@ -158,11 +159,6 @@ class IntelAMXAttnBackend(AttentionBackend):
             attend.xqa_decode(q, layer, batch, step.paged, step.decode, out, report)
         else:
             attend.fmha_paged(q, layer, batch, step.paged, step.fmha, out, report)
-
-    def _current(self) -> CpuStep:
-        if self._step is None:
-            raise RuntimeError("attnops: init_forward_metadata must run before a step's layers")
-        return self._step
 
     def _make(self, batch: AttentionBatch, paged: PagedStep) -> CpuStep:
         """The views of one shape. Uniform steps are decode, ragged ones fmha, or blocks where there is MLA."""

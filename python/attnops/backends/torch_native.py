@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attnops.backends.base import AttentionBackend, is_causal
 from attnops.backends.capability import DECODER_MODES, FLOATS, Capability, HeadDims
+from attnops.backends.prepared import PreparedStep
 from attnops.backends.registry import register_attention_backend
 from attnops.backends.store import FP8, heads, store_kv, store_mla, uses_window_slots
 from attnops.graph_buffers import PagedBuffers, PagedStep
@@ -74,7 +75,7 @@ class TorchNativeAttnBackend(AttentionBackend):
     def __init__(self, spec: AttentionSpec, limits: Limits, device: torch.device | str = "cpu") -> None:
         super().__init__(spec, limits, device)
         self._buffers = PagedBuffers(spec, limits, self.device)
-        self._step: PagedStep | None = None
+        self._prepared: PreparedStep[PagedStep] = PreparedStep()
 
     @property
     def fault_report(self) -> Tensor | None:
@@ -82,11 +83,12 @@ class TorchNativeAttnBackend(AttentionBackend):
 
     def init_forward_metadata_out_graph(self, batch: AttentionBatch, in_capture: bool = False) -> None:
         self.limits.check(batch)
-        self._step = self._buffers.step(batch)
+        self._prepared.begin(batch, self._buffers.step(batch))
 
     def init_forward_metadata_in_graph(self, batch: AttentionBatch) -> None:
+        step = self._prepared.plan(batch)
         if not batch.forward_mode.is_idle():
-            self._buffers.build(self._current(), batch)
+            self._buffers.build(step, batch)
 
     def forward_decode(self, *args: Any, **options: Any) -> None:
         self.forward_extend(*args, **options)
@@ -104,7 +106,7 @@ class TorchNativeAttnBackend(AttentionBackend):
         k_rope: Tensor | None = None,
         out: Tensor,
     ) -> None:
-        step = self._current()
+        step = self._prepared.of(batch)
         if q_rope is not None:
             q = torch.cat(
                 [q.reshape(q.shape[0], layer.num_heads, -1), q_rope.view(q.shape[0], layer.num_heads, -1)], -1
@@ -126,11 +128,6 @@ class TorchNativeAttnBackend(AttentionBackend):
             out.copy_(result.flatten(0, 1))
         else:
             out.copy_(result[rows.request, rows.row])
-
-    def _current(self) -> PagedStep:
-        if self._step is None:
-            raise RuntimeError("attnops: init_forward_metadata must run before a step's layers")
-        return self._step
 
     def _store(
         self,

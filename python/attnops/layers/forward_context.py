@@ -13,15 +13,17 @@ import torch
 from attnops.types import AttentionBatch
 
 if TYPE_CHECKING:
+    from attnops.backends.base import AttentionBackend
     from attnops.layers.radix_attention import RadixAttention
 
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """The step now running: its batch (which holds backend and cache) and the layers by `layer_id`."""
+    """The step now running: its batch, which holds the cache, the layers by `layer_id`, and the backend."""
 
     batch: AttentionBatch
     layers: Mapping[int, RadixAttention]
+    backend: AttentionBackend | None = None
 
 
 # Of this thread (and of this task): two models may run side by side. Read by the op only, never by traced code.
@@ -65,12 +67,19 @@ def collect_layers(model: torch.nn.Module) -> dict[int, RadixAttention]:
 
 
 @contextlib.contextmanager
-def forward_context(batch: AttentionBatch, layers: Mapping[int, RadixAttention]) -> Iterator[ForwardContext]:
-    """Makes `batch` the running step. Needed around a compiled model; an eager one may pass the batch to its layers."""
-    device = batch.cache_seqlens.device
+def forward_context(
+    batch: AttentionBatch, layers: Mapping[int, RadixAttention], backend: AttentionBackend | None = None
+) -> Iterator[ForwardContext]:
+    """Makes `batch` the running step. Needed around a compiled model; an eager one may pass the batch to its layers.
+
+    Args:
+        layers: By `layer_id`, as `collect_layers` gives them.
+        backend: Serves the step; None: the batch's own.
+    """
+    device = batch.device
     if device not in _kv_order:
         _kv_order[device] = torch.zeros(1, dtype=torch.uint8, device=device)
-    context = ForwardContext(batch, layers)
+    context = ForwardContext(batch, layers, batch.attn_backend if backend is None else backend)
     token = _current.set(context)
     try:
         yield context

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnops.layers.forward_context import get_forward_context, kv_order
+from attnops.layers.forward_context import ForwardContext, get_forward_context, kv_order
 from attnops.types import AttentionBatch, AttentionType
 
 
@@ -95,15 +95,20 @@ class RadixAttention(torch.nn.Module):
         Returns:
             ``[num_tokens, num_heads * v_head_dim]`` in q's dtype.
         """
-        if forward_batch is None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             out = q.new_empty(q.shape[0], self.num_heads * self.v_head_dim)
             torch.ops.attnops.unified_attention_with_output(
                 q, k, v, out, kv_order(q.device), self.layer_id, save_kv_cache, q_rope, k_rope
             )
             return out
+        if forward_batch is None:
+            # Without a compiler nobody needs to see one op here, and its dispatch would cost more than the rest.
+            out = q.new_empty(q.shape[0], self.num_heads * self.v_head_dim)
+            _attend(get_forward_context(), self, q, k, v, out, save_kv_cache, q_rope, k_rope)
+            return out
         backend = forward_batch.attn_backend
         if backend is None:
-            raise ValueError("attnops: the batch has no attn_backend")
+            raise ValueError(_NO_BACKEND)
         return backend.forward(q, k, v, self, forward_batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope)
 
     def extra_repr(self) -> str:
@@ -113,10 +118,15 @@ class RadixAttention(torch.nn.Module):
         )
 
 
+_NO_BACKEND = "attnops: the batch has no attn_backend; set it, or give forward_context a backend"
+
 _library = torch.library.Library("attnops", "FRAGMENT")
 _library.define(
     "unified_attention_with_output(Tensor query, Tensor? key, Tensor? value, Tensor(a!) output, Tensor(b!) kv_order, "
-    "int layer_id, bool save_kv_cache=True, Tensor? q_rope=None, Tensor? k_rope=None) -> ()"
+    "int layer_id, bool save_kv_cache=True, Tensor? q_rope=None, Tensor? k_rope=None) -> ()",
+    # Which step runs is known to the host alone. Inductor, where it makes CUDA graphs by itself (mode
+    # "reduce-overhead"), splits its graphs at ops with this tag.
+    tags=(torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else (),
 )
 
 
@@ -140,16 +150,35 @@ def _unified_attention_with_output(
     `query` may have more rows than the step has tokens (a bucket's padding): they are not read and give zeros.
     """
     context = get_forward_context()
-    batch, num_tokens = context.batch, context.batch.num_tokens
-    if batch.attn_backend is None:
-        raise ValueError("attnops: the batch has no attn_backend")
+    layer = context.layers.get(layer_id)
+    if layer is None:
+        raise ValueError(
+            f"attnops: the running step has no layer {layer_id}; give forward_context collect_layers(model)"
+        )
+    _attend(context, layer, query, key, value, output, save_kv_cache, q_rope, k_rope)
+
+
+def _attend(
+    context: ForwardContext,
+    layer: RadixAttention,
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    output: Tensor,
+    save_kv_cache: bool,
+    q_rope: Tensor | None,
+    k_rope: Tensor | None,
+) -> None:
+    """A layer of the running step, into `output`."""
+    batch, backend, num_tokens = context.batch, context.backend, context.batch.num_tokens
+    if backend is None:
+        raise ValueError(_NO_BACKEND)
     if query.shape[0] > num_tokens:
         output[num_tokens:].zero_()
         query, output = query[:num_tokens], output[:num_tokens]
         key, value = _first(key, num_tokens), _first(value, num_tokens)
         q_rope, k_rope = _first(q_rope, num_tokens), _first(k_rope, num_tokens)
-    layer = context.layers[layer_id]
-    batch.attn_backend.forward(query, key, value, layer, batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope, out=output)
+    backend.forward(query, key, value, layer, batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope, out=output)
 
 
 for _key in ("CPU", "CUDA"):
