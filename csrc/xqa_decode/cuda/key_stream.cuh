@@ -7,12 +7,12 @@ namespace attnops::xqa_decode {
 // One warp's chunks of keys and values, gathered through the page table into its ring, piece after piece without a
 // break. Page indices are read well ahead of the copies that need them. Where a chunk never leaves its page, lane l
 // holds the page of the l-th chunk from here, and the 32 chunks after those are on their way; else lane l holds the
-// page of key l of the next chunk.
-template <class Tr>
+// page of key l of the next chunk. `Walk` is PieceWalk, or another class that gives pieces.
+template <class Tr, class Walk = PieceWalk>
 class KeyStream {
  public:
   // `piece` is the part's first.
-  __device__ KeyStream(const Params& p, const Shape& shape, const PieceWalk& piece, int warp, int lane, uint8_t* smem)
+  __device__ KeyStream(const Params& p, const Shape& shape, const Walk& piece, int warp, int lane, uint8_t* smem)
       : p_(p),
         shape_(shape),
         walk_(piece),
@@ -193,7 +193,7 @@ class KeyStream {
 
   const Params& p_;
   const Shape& shape_;
-  PieceWalk walk_;
+  Walk walk_;
   int warp_, lane_, group_first_warp_;
   uint32_t ring_;
   uint32_t* good_keys_;

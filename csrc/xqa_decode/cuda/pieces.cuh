@@ -136,8 +136,8 @@ class PieceWalk {
 };
 
 // How many chunks a piece has.
-template <class Tr>
-__device__ int num_chunks(const PieceWalk& piece) {
+template <class Tr, class Piece>
+__device__ int num_chunks(const Piece& piece) {
   return piece.overflows() ? 0 : ceil_div(max_of(piece.end_token() - piece.first_token(), 0), Tr::kChunk);
 }
 

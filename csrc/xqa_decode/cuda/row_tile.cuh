@@ -126,7 +126,8 @@ struct RowTile {
 
   // Hides the keys that a row may not see; the rules are those of the reference. `first_row` is this warp's; bit k of
   // `good`: the chunk's key k has a page.
-  __device__ static void mask_scores(const Params& p, const Shape& shape, const PieceWalk& piece, int first_row,
+  template <class Piece>
+  __device__ static void mask_scores(const Params& p, const Shape& shape, const Piece& piece, int first_row,
                                      int first_key, unsigned good, int lane,
                                      float (&scores)[Tr::kKeyTiles][Tr::kRowTiles][4]) {
     const int new_tokens_begin = piece.length() - p.seqlen_q;
