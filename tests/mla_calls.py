@@ -37,7 +37,7 @@ def repaged(problem, page_size: int):
 
 
 def plan_for(
-    problem, *, window_left: int = -1, fixed: int = 0, num_sm_parts: int = 5, max_seqlen_k: int = 1 << 12
+    problem, *, window_left: int = -1, fixed: int = 0, num_sm_parts: int = 6, max_seqlen_k: int = 1 << 12
 ) -> MlaDecodePlan:
     """A plan, run, whose scratch is full of NaN."""
     batch, seqlen_q, heads, _ = queries(problem).shape
@@ -67,7 +67,7 @@ def decode(
     problem,
     *,
     fixed: int = 0,
-    num_sm_parts: int = 5,
+    num_sm_parts: int = 6,
     csr: bool = False,
     apart: bool = False,
     plan: MlaDecodePlan | None = None,

@@ -18,7 +18,9 @@ class SplitKvPlanner {
     }
   }
 
-  SplitKvEntry entry(int part) const { return split_kv_entry(geometry_, {prefix_.data(), tiles_.data()}, part); }
+  SplitKvEntry entry(int part) const {
+    return split_kv_entry(geometry_, {prefix_.data(), tiles_.data()}, part / geometry_.parts_per_group);
+  }
 
   // Rows `tile_scheduler_metadata` [num_sm_parts, 8] and `num_splits` [B + 1].
   void write(int32_t* tile_scheduler_metadata, int32_t* num_splits) const {

@@ -37,7 +37,7 @@ std::vector<SplitKvEntry> plan_split_kv(const SplitKvGeometry& shape, const std:
   const OwnedBatch batch(geometry, lengths);
   std::vector<SplitKvEntry> entries;
   for (int part = 0; part < geometry.num_sm_parts; ++part) {
-    entries.push_back(split_kv_entry(geometry, batch.view(), part));
+    entries.push_back(split_kv_entry(geometry, batch.view(), part / geometry.parts_per_group));
   }
   return entries;
 }
@@ -52,13 +52,20 @@ PYBIND11_MODULE(_scheduler, m) {
 
   py::class_<SplitKvGeometry>(m, "SplitKvGeometry")
       .def(py::init([](int works_per_request, int seqlen_q, int tile_tokens, int window_left, int num_sm_parts,
-                       int work_overhead, int fixed_split_tiles) {
-             return SplitKvGeometry{0,           works_per_request, seqlen_q,      tile_tokens,
-                                    window_left, num_sm_parts,      work_overhead, fixed_split_tiles};
+                       int work_overhead, int fixed_split_tiles, int parts_per_group) {
+             return SplitKvGeometry{0,
+                                    works_per_request,
+                                    seqlen_q,
+                                    tile_tokens,
+                                    window_left,
+                                    num_sm_parts,
+                                    work_overhead,
+                                    fixed_split_tiles,
+                                    parts_per_group};
            }),
            py::kw_only(), py::arg("works_per_request"), py::arg("seqlen_q"), py::arg("tile_tokens"),
            py::arg("window_left") = -1, py::arg("num_sm_parts"), py::arg("work_overhead"),
-           py::arg("fixed_split_tiles") = 0)
+           py::arg("fixed_split_tiles") = 0, py::arg("parts_per_group") = 1)
       .def_readonly("works_per_request", &SplitKvGeometry::works_per_request)
       .def_readonly("tile_tokens", &SplitKvGeometry::tile_tokens)
       .def_readonly("num_sm_parts", &SplitKvGeometry::num_sm_parts)

@@ -159,7 +159,7 @@ inline void check_plan(const Arguments& a, Extents& e) {
       .dtype({DType::kFloat32})
       .shape({e.partials, rows})
       .contiguous();
-  const int64_t num_works = *e.batch * works_per_request(e.seqlen_q.as_int(), e.heads.as_int());
+  const int64_t num_works = *e.batch * blocks_per_request(e.seqlen_q.as_int(), e.heads.as_int());
   const TensorCheck semaphores(kOp, "semaphores", a.semaphores);
   semaphores.device_as("q", a.q).dtype({DType::kInt32}).shape({cells}).contiguous();
   if (*cells < num_works) semaphores.size_at_least(0, "num_works", num_works, "one per 64 query rows of a request");

@@ -31,7 +31,7 @@ struct Params {
   int64_t out_stride_request, out_stride_token, out_stride_head;
   float* lse;  // [B, S_q, H_q] contiguous, or null
 
-  // The plan (scheduler/split_kv.h): a work is a block of kPlanRows rows (token, head), rows numbered token-major.
+  // The plan (plan.h): a work is one or two blocks of kPlanRows rows (token, head), rows numbered token-major.
   const int32_t* tile_scheduler_metadata;  // [num_sm_parts, 8]
   const int32_t* num_splits;               // [B + 1], cuts before request b (batch-invariant mode)
   int num_sm_parts;
@@ -39,7 +39,7 @@ struct Params {
   float* out_partial;      // [num_partials, kPlanRows, 512]
   float* lse_partial;      // [num_partials, kPlanRows]; natural log
   int64_t num_partials;
-  int32_t* semaphores;  // [B * works_per_request], zero before and after every call
+  int32_t* semaphores;  // [B * blocks_per_request], zero before and after every call
 
   float softmax_scale;
   bool causal;

@@ -28,17 +28,23 @@ namespace attnops {
 // Batch-invariant mode (fixed_split_tiles > 0): a work is cut every fixed_split_tiles tiles whatever else is in the
 // batch; parts take whole cuts, and every cut writes its own partial result, merged in order.
 
+// Parts may come in groups (parts_per_group > 1): the tiles are then divided over the groups, and part p of the plan
+// repeats the share of group p / parts_per_group. The parts of a group walk the same tiles of the same works side by
+// side, each for its own rows of every work, so that what one of them reads the others find near. Everything below
+// counts in groups where it says part.
+
 inline constexpr int64_t kTileCost = 8;  // cost units per tile: the overhead may be a fraction of a tile
 
 struct SplitKvGeometry {
   int num_requests;
   int works_per_request;
-  int seqlen_q;           // query tokens per request
-  int tile_tokens;        // KV tokens per tile
-  int window_left;        // -1: no window
-  int num_sm_parts;       // rows of the plan
-  int work_overhead;      // cost units that every work pays besides its tiles, when works outnumber parts
-  int fixed_split_tiles;  // 0: balanced
+  int seqlen_q;             // query tokens per request
+  int tile_tokens;          // KV tokens per tile
+  int window_left;          // -1: no window
+  int num_sm_parts;         // rows of the plan
+  int work_overhead;        // cost units that every work pays besides its tiles, when works outnumber parts
+  int fixed_split_tiles;    // 0: balanced
+  int parts_per_group = 1;  // rows of the plan that one share takes, a divisor of num_sm_parts; see below
 };
 
 // Tokens of the cache that at least one query of the request may see: [begin, end).
@@ -68,6 +74,9 @@ ATTNOPS_HOST_DEVICE inline int num_tiles(const SplitKvGeometry& g, int cache_seq
   return visible_tiles(cache_seqlen, g.seqlen_q, g.window_left, g.tile_tokens).count;
 }
 
+// How many shares there are.
+ATTNOPS_HOST_DEVICE inline int num_groups(const SplitKvGeometry& g) { return g.num_sm_parts / g.parts_per_group; }
+
 // Cuts of one work in batch-invariant mode.
 ATTNOPS_HOST_DEVICE inline int num_fixed_splits(const SplitKvGeometry& g, int tiles) {
   return g.fixed_split_tiles > 0 ? ceil_div(tiles, g.fixed_split_tiles) : 0;
@@ -75,7 +84,7 @@ ATTNOPS_HOST_DEVICE inline int num_fixed_splits(const SplitKvGeometry& g, int ti
 
 // Works that fit the parts one to one need no overhead term, and leaving it out keeps whole tiles per part.
 ATTNOPS_HOST_DEVICE inline int64_t overhead_cost(const SplitKvGeometry& g) {
-  return static_cast<int64_t>(g.num_requests) * g.works_per_request > g.num_sm_parts ? g.work_overhead : 0;
+  return static_cast<int64_t>(g.num_requests) * g.works_per_request > num_groups(g) ? g.work_overhead : 0;
 }
 
 ATTNOPS_HOST_DEVICE inline int64_t step_cost(const SplitKvGeometry& g) {
@@ -89,7 +98,7 @@ ATTNOPS_HOST_DEVICE inline int64_t work_cost(const SplitKvGeometry& g, int tiles
 // The budget C of every part, from the cost of the whole batch: whole steps when there is no overhead.
 ATTNOPS_HOST_DEVICE inline int64_t part_budget(const SplitKvGeometry& g, int64_t total_cost) {
   const int64_t step = step_cost(g);
-  const int64_t even = max_of(ceil_div(total_cost, static_cast<int64_t>(g.num_sm_parts)), step);
+  const int64_t even = max_of(ceil_div(total_cost, static_cast<int64_t>(num_groups(g))), step);
   return overhead_cost(g) == 0 ? round_up(even, kTileCost) : even;
 }
 
@@ -148,7 +157,7 @@ ATTNOPS_HOST_DEVICE inline SplitKvSpan work_span(const SplitKvGeometry& g, const
   return {first, last - first + 1};
 }
 
-// Row `part` of the plan, from where its slice begins and ends.
+// The share `part`, from where its slice begins and ends.
 ATTNOPS_HOST_DEVICE inline SplitKvEntry split_kv_entry(const SplitKvGeometry& g, const SplitKvBatch& batch,
                                                        int64_t budget, int part, SplitKvPoint begin, SplitKvPoint end) {
   SplitKvEntry entry{begin.work, begin.tile, end.work, end.tile, 0, 0, 0, part};
@@ -162,7 +171,7 @@ ATTNOPS_HOST_DEVICE inline SplitKvEntry split_kv_entry(const SplitKvGeometry& g,
   return entry;
 }
 
-// Rows are independent of one another, so a GPU thread makes one each.
+// Shares are independent of one another, so a GPU thread makes one each.
 ATTNOPS_HOST_DEVICE inline SplitKvEntry split_kv_entry(const SplitKvGeometry& g, const SplitKvBatch& batch, int part) {
   const int64_t budget = part_budget(g, batch.prefix[g.num_requests]);
   return split_kv_entry(g, batch, budget, part, point_at(g, batch, part * budget),

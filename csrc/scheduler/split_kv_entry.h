@@ -10,6 +10,7 @@ namespace attnops {
 // tiles, numbered from the first tile that any of its queries may see. The part owns the tiles from
 // (begin_work, begin_tile) up to, not including, (end_work, end_tile), in lexicographic order; end_tile == 0 means
 // that end_work belongs wholly to later parts. begin == end: the part is idle.
+// Where parts come in groups (split_kv.h), a part's row is its group's share, and first_part counts groups.
 struct SplitKvEntry {
   int32_t begin_work, begin_tile;
   int32_t end_work, end_tile;

@@ -49,7 +49,7 @@ def split_kv_schedule(
 
     Args:
         cache_seqlens: Tokens of each request, the new ones included.
-        works_per_request: KV heads of `xqa_decode`; blocks of 64 query rows of `mla_decode`.
+        works_per_request: KV heads of `xqa_decode`; blocks of 64 query rows of `mla_decode`, or pairs of them.
         num_sm_parts: Shares of the plan: CTAs, or CPU threads.
         work_overhead: `XQA_WORK_OVERHEAD` or `MLA_WORK_OVERHEAD`.
     """
@@ -113,23 +113,31 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m attnops.explain", description=__doc__)
     parser.add_argument("cache_seqlens", type=int, nargs="+", help="tokens of each request")
     parser.add_argument("--num-kv-heads", type=int, default=8, help="of xqa_decode: works per request")
-    parser.add_argument("--mla-heads", type=int, help="query heads of an MLA model: works are blocks of 64 query rows")
+    parser.add_argument(
+        "--mla-heads", type=int, help="query heads of an MLA model: works are one or two blocks of 64 query rows"
+    )
     parser.add_argument("--seqlen-q", type=int, default=1, help="query tokens per request")
     parser.add_argument("--num-sm-parts", type=int, default=16, help="CTAs, or CPU threads")
     parser.add_argument("--window-left", type=int, default=-1)
     parser.add_argument("--fixed-split-tokens", type=int, default=0, help="batch-invariant: cut every so many keys")
     options = parser.parse_args(arguments)
     mla = options.mla_heads is not None
+    works, parts = options.num_kv_heads, options.num_sm_parts
+    if mla:  # blocks of 64 rows pair up where parts do, and a pair of parts shares its tiles: csrc/mla_decode/plan.h
+        works = -(-options.seqlen_q * options.mla_heads // 64)
+        if works % 2 == 0 and parts % 2 == 0:
+            works, parts = works // 2, parts // 2
+            print("blocks of query rows go in pairs; each line is a pair of parts")
     pieces = split_kv_schedule(
         options.cache_seqlens,
-        works_per_request=-(-options.seqlen_q * options.mla_heads // 64) if mla else options.num_kv_heads,
-        num_sm_parts=options.num_sm_parts,
+        works_per_request=works,
+        num_sm_parts=parts,
         seqlen_q=options.seqlen_q,
         window_left=options.window_left,
         fixed_split_tokens=options.fixed_split_tokens,
         work_overhead=MLA_WORK_OVERHEAD if mla else XQA_WORK_OVERHEAD,
     )
-    print(picture(pieces, options.num_sm_parts))
+    print(picture(pieces, parts))
 
 
 if __name__ == "__main__":

@@ -160,6 +160,17 @@ def test_op_writes_the_rows_of_the_scheduler(device, fixed_split_tokens, window_
     assert plan.out_partial.shape[0] >= max(plan.num_splits[-1].item() * 4, 2 * 13 if not fixed_split_tokens else 0)
 
 
+@settings(max_examples=50, deadline=None)
+@given(LENGTHS, GEOMETRIES, st.sampled_from([0, 4]))
+def test_parts_of_a_group_have_the_share_of_the_group(lengths, shape, fixed_split_tiles):
+    options = {"tile_tokens": TILE_TOKENS, "fixed_split_tiles": fixed_split_tiles}
+    grouped = shape | {"num_sm_parts": 2 * shape["num_sm_parts"]}
+    shares = _scheduler.plan_split_kv(_scheduler.SplitKvGeometry(**shape, **options), lengths)
+    parts = _scheduler.plan_split_kv(_scheduler.SplitKvGeometry(**grouped, parts_per_group=2, **options), lengths)
+    rows, expected = ([[getattr(entry, name) for name in FIELDS] for entry in plan] for plan in (parts, shares))
+    assert rows == [row for row in expected for _ in range(2)]
+
+
 @pytest.mark.parametrize("plan_op", [torch.ops.attnops.xqa_decode_plan, torch.ops.attnops.mla_decode_plan])
 def test_more_parts_than_a_semaphore_counts_are_refused(plan_op):
     rows, num_splits = torch.zeros(1 << 16, 8, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)

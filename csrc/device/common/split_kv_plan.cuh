@@ -63,13 +63,15 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t budget = part_budget(g, total);
   const SplitKvBatch batch{prefix, tiles};
   // A round makes one row less than it finds points: a row needs the next part's beginning, too.
-  for (int first = 0; first < g.num_sm_parts; first += kThreads - 1) {
+  const int groups = num_groups(g);
+  for (int first = 0; first < groups; first += kThreads - 1) {
     const int part = first + thread;
     __syncthreads();  // the prefix is whole; the last round's points are read
-    points[thread] = point_at(g, batch, min_of(part, g.num_sm_parts) * budget);
+    points[thread] = point_at(g, batch, min_of(part, groups) * budget);
     __syncthreads();
-    if (part < g.num_sm_parts && thread < kThreads - 1) {
-      entries[part] = split_kv_entry(g, batch, budget, part, points[thread], points[thread + 1]);
+    if (part < groups && thread < kThreads - 1) {
+      const SplitKvEntry entry = split_kv_entry(g, batch, budget, part, points[thread], points[thread + 1]);
+      for (int i = 0; i < g.parts_per_group; ++i) entries[part * g.parts_per_group + i] = entry;
     }
   }
 }

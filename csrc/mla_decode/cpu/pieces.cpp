@@ -22,8 +22,8 @@ int fixed_cuts(const Params& p, int request) {
 
 // First partial row of a request's cuts of its block `block` of rows, in batch-invariant mode.
 int64_t first_cut(const Params& p, int request, int block, int cuts) {
-  const int works = works_per_request(p.seqlen_q, p.num_q_heads);
-  return static_cast<int64_t>(p.num_splits[request]) * works + static_cast<int64_t>(block) * cuts;
+  const int blocks = blocks_per_request(p.seqlen_q, p.num_q_heads);
+  return static_cast<int64_t>(p.num_splits[request]) * blocks + static_cast<int64_t>(block) * cuts;
 }
 
 SplitKvEntry entry_of(const Params& p, int part) {
@@ -135,15 +135,23 @@ void merge_row(const Params& p, const RowPlace& place, int row, int64_t first, i
   write_output(p, place, merged, sum != 0.f ? lse_max + logf(sum) : -INFINITY);
 }
 
-Piece rows_of_work(const Params& p, int work) {
-  const int works = works_per_request(p.seqlen_q, p.num_q_heads);
-  const int first_row = work % works * kPlanRows;
-  return {.request = work / works,
+int blocks_of_work(const Params& p) { return blocks_per_work(p.seqlen_q, p.num_q_heads, p.num_sm_parts); }
+
+// A block of a request's rows.
+Piece rows_of_block(const Params& p, int request, int block) {
+  const int first_row = block * kPlanRows;
+  return {.request = request,
           .first_row = first_row,
           .num_rows = min_of(num_rows_of_request(p) - first_row, kPlanRows),
           .first_tile = 0,
           .num_tiles = 0,
           .partial = -1};
+}
+
+// The block of a work that part `part` does.
+Piece rows_of_part(const Params& p, int work, int part) {
+  const int blocks = blocks_of_work(p), works = blocks_per_request(p.seqlen_q, p.num_q_heads) / blocks;
+  return rows_of_block(p, work / works, work % works * blocks + part % blocks);
 }
 
 // Runs the tiles [begin, end) of a work, counted from its first visible tile, cut where the mode asks for it.
@@ -173,7 +181,7 @@ void run_part(const Params& p, int part, const Kernel& kernel) {
   const SplitKvEntry entry = entry_of(p, part);
   const int last_work = entry.end_tile > 0 ? entry.end_work : entry.end_work - 1;
   for (int work = entry.begin_work; work <= last_work; ++work) {
-    const Piece piece = rows_of_work(p, work);
+    const Piece piece = rows_of_part(p, work, part);
     const int begin = work == entry.begin_work ? entry.begin_tile : 0;
     const int end = work == entry.end_work ? entry.end_tile : tiles_of(p, piece.request).count;
     const bool first = work == entry.begin_work;
@@ -260,9 +268,10 @@ void merge_balanced(const Params& p, int part, int row) {
   // Only the last work of a part can begin here and end elsewhere.
   const bool only_one = last_work == entry.begin_work;
   if (entry.last_num_splits <= 1 || (only_one && entry.begin_split != 0)) return;
-  const Piece piece = rows_of_work(p, last_work);
+  const Piece piece = rows_of_part(p, last_work, part);
   if (row >= piece.num_rows) return;
-  merge_row(p, row_place(p, piece, row), row, partial_slot(part, only_one), partial_slot(part + 1, true), 2,
+  const int next = blocks_of_work(p);  // parts to the one that has the next split of this block
+  merge_row(p, row_place(p, piece, row), row, partial_slot(part, only_one), partial_slot(part + next, true), 2 * next,
             entry.last_num_splits);
 }
 
@@ -270,7 +279,7 @@ void merge_fixed(const Params& p, int request, int row) {
   const int cuts = fixed_cuts(p, request);
   if (cuts <= 1) return;
   const int block = row / kPlanRows;
-  const Piece piece = rows_of_work(p, request * works_per_request(p.seqlen_q, p.num_q_heads) + block);
+  const Piece piece = rows_of_block(p, request, block);
   const RowPlace place = row_place(p, piece, row % kPlanRows);
   const int64_t first = first_cut(p, request, block, cuts);
   if (first + cuts <= p.num_partials) {

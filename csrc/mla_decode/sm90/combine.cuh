@@ -23,20 +23,19 @@ struct Splits {
   __device__ int64_t slot(int i) const { return i == 0 ? first : second + static_cast<int64_t>(i - 1) * step; }
 };
 
-// Every thread of the CTA gets the same answer.
-__device__ inline Splits find_splits(const Params& p, int work) {
-  const int works = works_of(p);
+// Of the rows of one block. Every thread of the CTA gets the same answer.
+__device__ inline Splits find_splits(const Params& p, int request, int block) {
   if (p.fixed_split_tokens > 0) {
-    const int request = work / works;
     const int tiles = tiles_of(p, max_of(p.cache_seqlens[request], 0)).count;
     const int cuts = ceil_div(tiles, p.fixed_split_tokens / kPlanTileTokens);
-    const int64_t first = first_cut(p, request, work % works, cuts);
+    const int64_t first = first_cut(p, request, block, cuts);
     return {cuts, first, first + 1, 1, first + cuts > p.num_partials};
   }
+  const int blocks = blocks_of_work(p), work = (request * blocks_of_request(p) + block) / blocks;
   __shared__ int count, first_slot, second_slot;
   if (threadIdx.x == 0) count = 0;
   __syncthreads();
-  for (int part = threadIdx.x; part < p.num_sm_parts; part += kCombineWarps * 32) {
+  for (int part = block % blocks + threadIdx.x * blocks; part < p.num_sm_parts; part += kCombineWarps * 32 * blocks) {
     const SplitKvEntry entry = entry_of(p, part);
     const int last_work = last_work_of(entry);
     if (last_work != work || last_work < entry.begin_work || entry.last_num_splits <= 1) continue;
@@ -44,10 +43,10 @@ __device__ inline Splits find_splits(const Params& p, int work) {
     if (only_one && entry.begin_split != 0) continue;  // the work began in an earlier part
     count = entry.last_num_splits;
     first_slot = partial_slot(part, only_one);
-    second_slot = partial_slot(part + 1, true);
+    second_slot = partial_slot(part + blocks, true);
   }
   __syncthreads();
-  return {count, first_slot, second_slot, 2, false};
+  return {count, first_slot, second_slot, 2 * blocks, false};
 }
 
 __device__ inline float warp_max(float x) {
@@ -131,16 +130,17 @@ __device__ inline RowTotal total_of(const SplitRow& row) {
   return {reference, warp_sum(sum)};
 }
 
-// Grid: (works, blocks of rows, kColumnBlocks). A warp takes every so many splits of a row, 16 bytes a lane.
+// Grid: (blocks of all requests, groups of their rows, kColumnBlocks). A warp takes every so many splits of a row, 16
+// bytes a lane.
 template <typename T, int kColumnBlocks>
 __global__ void __launch_bounds__(kCombineWarps * 32, kColumnBlocks == 1 ? 3 : 2)
     mla_combine_kernel(const __grid_constant__ Params p, int rows_per_block, bool aligned) {
   constexpr int kVecs = 4 / kColumnBlocks, kBatch = 8 / kVecs;
   __shared__ float4 shared_sums[kCombineWarps][kVecs][32];
-  const int work = blockIdx.x, works = works_of(p), request = work / works;
-  const int first_row = work % works * kPlanRows;
+  const int blocks = blocks_of_request(p), request = blockIdx.x / blocks, block = blockIdx.x % blocks;
+  const int first_row = block * kPlanRows;
   const int num_rows = min_of(p.seqlen_q * p.num_q_heads - first_row, kPlanRows);
-  const Splits splits = find_splits(p, work);
+  const Splits splits = find_splits(p, request, block);
   attnops::sm90::wait_for_prerequisites();
   if (splits.count <= 1) return;
   if (splits.overflow && p.report && threadIdx.x == 0 && blockIdx.y == 0 && blockIdx.z == 0) {

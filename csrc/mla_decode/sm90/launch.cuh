@@ -26,17 +26,17 @@ inline CUtensorMap make_map(const Params& p) {
 
 template <typename T>
 void launch_combine(const Params& p, cudaStream_t stream) {
-  const int works = p.batch_size * works_per_request(p.seqlen_q, p.num_q_heads);
+  const int blocks = p.batch_size * blocks_per_request(p.seqlen_q, p.num_q_heads);
   const int rows = min_of(p.seqlen_q * p.num_q_heads, kPlanRows);
   // As wide as the GPU: by rows when there are few, and then by columns.
   constexpr int kManyCtas = 528;
-  const int rows_per_block = works * rows <= kManyCtas ? 1 : kCombineWarps;
-  const bool wide = works * rows * 4 <= kManyCtas;
+  const int rows_per_block = blocks * rows <= kManyCtas ? 1 : kCombineWarps;
+  const bool wide = blocks * rows * 4 <= kManyCtas;
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = {static_cast<unsigned>(works), static_cast<unsigned>(ceil_div(rows, rows_per_block)),
+  config.gridDim = {static_cast<unsigned>(blocks), static_cast<unsigned>(ceil_div(rows, rows_per_block)),
                     wide ? 4u : 1u};
   config.blockDim = {kCombineWarps * 32, 1, 1};
   config.stream = stream;

@@ -14,15 +14,18 @@ struct Piece {
   int partial;  // row of out_partial, or -1: the only piece of its work
 };
 
-__device__ inline int works_of(const Params& p) { return ceil_div(p.seqlen_q * p.num_q_heads, kPlanRows); }
+__device__ inline int blocks_of_request(const Params& p) { return blocks_per_request(p.seqlen_q, p.num_q_heads); }
+__device__ inline int blocks_of_work(const Params& p) {
+  return blocks_per_work(p.seqlen_q, p.num_q_heads, p.num_sm_parts);
+}
 
 __device__ inline TileRange tiles_of(const Params& p, int length) {
   return visible_tiles(length, p.seqlen_q, p.window_left, kPlanTileTokens);
 }
 
-// First partial row of a work's cuts in batch-invariant mode.
+// First partial row of a block's cuts in batch-invariant mode.
 __device__ inline int64_t first_cut(const Params& p, int request, int block, int cuts) {
-  return static_cast<int64_t>(p.num_splits[request]) * works_of(p) + static_cast<int64_t>(block) * cuts;
+  return static_cast<int64_t>(p.num_splits[request]) * blocks_of_request(p) + static_cast<int64_t>(block) * cuts;
 }
 
 __device__ inline const SplitKvEntry& entry_of(const Params& p, int part) {
@@ -46,9 +49,10 @@ class PieceWalk {
     const SplitKvEntry& entry = entry_of(p, blockIdx.x);
     const int last_work = last_work_of(entry);
     while (work_ <= last_work) {
-      const int works = works_of(p);
+      const int blocks = blocks_of_work(p), works = blocks_of_request(p) / blocks;
+      const int block = work_ % works * blocks + static_cast<int>(blockIdx.x) % blocks;
       piece.request = work_ / works;
-      piece.first_row = work_ % works * kPlanRows;
+      piece.first_row = block * kPlanRows;
       piece.num_rows = min_of(p.seqlen_q * p.num_q_heads - piece.first_row, kPlanRows);
       piece.length = max_of(p.cache_seqlens[piece.request], 0);
       piece.keys = visible_keys(piece.length, p.seqlen_q, p.window_left);
@@ -71,7 +75,7 @@ class PieceWalk {
       }
       const int cut_tiles = p.fixed_split_tokens / kPlanTileTokens;
       const int cuts = ceil_div(range.count, cut_tiles);
-      const int64_t first = first_cut(p, piece.request, work % works, cuts);
+      const int64_t first = first_cut(p, piece.request, block, cuts);
       piece.num_tiles = min_of(cut_tiles, end - begin);
       piece.partial = cuts > 1 ? static_cast<int>(first + begin / cut_tiles) : -1;
       tile_ += cut_tiles;

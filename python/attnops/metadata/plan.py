@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 TILE_TOKENS = 64  # KV tokens per tile of every plan: csrc/*/plan.h
-MLA_ROWS_PER_WORK = 64  # query rows (token, head) per work: csrc/mla_decode/plan.h
+MLA_ROWS_PER_WORK = 64  # query rows (token, head) per block of a work: csrc/mla_decode/plan.h
 MLA_HEAD_DIM_V = 512
 
 # Parts per SM of the default plans. Decode is bound by memory: two CTAs on an SM hide each other's waits in xqa_decode;
@@ -32,23 +32,26 @@ def default_num_sm_parts(device: torch.device, parts_per_sm: int) -> int:
     return torch.get_num_threads()
 
 
-def _mla_parts(num_sms: int, works: int, works_per_request: int) -> int:
-    """Parts for works that are likely of equal length, measured on an H200.
+def _mla_parts(num_sms: int, batch_size: int, blocks: int) -> int:
+    """Parts for `batch_size` requests of `blocks` row blocks, likely of equal length; measured on an H200.
 
-    A few parts fewer than SMs where that leaves works whole: a cut costs two partial results and their merge. And one
-    part per work where the works of a request read the same tiles and fill several rounds of SMs nearly: they then
-    run side by side and share the tiles in L2, which a part that takes them one after the other does not.
+    Parts come in pairs where blocks do (csrc/mla_decode/plan.h). A few of them fewer than SMs where that leaves works
+    whole: a cut costs two partial results and their merge. And one part per work where the works of a request read the
+    same tiles and fill several rounds of SMs nearly: they then run side by side and share the tiles in L2, which a part
+    that takes them one after the other does not.
     """
-    if works > num_sms and works_per_request > 1:
-        rounds = -(-works // num_sms)
-        return works if works * 10 >= rounds * num_sms * 9 else num_sms
-    for parts in range(num_sms, num_sms - num_sms // 10, -1):
+    group = 2 if blocks % 2 == 0 else 1
+    works, groups = batch_size * blocks // group, num_sms // group
+    if works > groups and group == 1 and blocks > 1:
+        rounds = -(-works // groups)
+        return works if works * 10 >= rounds * groups * 9 else groups
+    for parts in range(groups, groups - groups // 10, -1):
         if works and (works % parts == 0 or parts % works == 0):
-            return parts
-    return num_sms
+            return parts * group
+    return groups * group
 
 
-def _num_partials(num_works: int, num_sm_parts: int, fixed_split_tokens: int, max_seqlen_k: int | None) -> int:
+def _num_partials(num_blocks: int, num_sm_parts: int, fixed_split_tokens: int, max_seqlen_k: int | None) -> int:
     """Rows of `out_partial`: docs/architecture.md, "Split-KV plans"."""
     if fixed_split_tokens % TILE_TOKENS or fixed_split_tokens < 0:
         raise ValueError(
@@ -60,7 +63,7 @@ def _num_partials(num_works: int, num_sm_parts: int, fixed_split_tokens: int, ma
         raise ValueError(f"fixed_split_tokens={fixed_split_tokens} needs max_seqlen_k, which bounds the splits")
     tiles = -(-max_seqlen_k // TILE_TOKENS)
     cuts = max(-(-tiles // (fixed_split_tokens // TILE_TOKENS)), 1)
-    return num_works * cuts
+    return num_blocks * cuts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +166,7 @@ class XqaDecodePlan(_SplitKvPlan):
 
 @dataclasses.dataclass(frozen=True)
 class MlaDecodePlan(_SplitKvPlan):
-    """Plan of `ops.mla_decode` for one geometry; works are (request, block of 64 query rows)."""
+    """Plan of `ops.mla_decode` for one geometry; works are (request, one or two blocks of 64 query rows)."""
 
     @property
     def key(self) -> dict[str, int]:
@@ -196,19 +199,19 @@ class MlaDecodePlan(_SplitKvPlan):
         device = torch.device(device)
         if num_q_heads < 1:
             raise ValueError(f"num_q_heads must be positive, got {num_q_heads}")
-        works = -(-seqlen_q * num_q_heads // MLA_ROWS_PER_WORK)
+        blocks = -(-seqlen_q * num_q_heads // MLA_ROWS_PER_WORK)
         if not num_sm_parts:
             num_sm_parts = default_num_sm_parts(device, MLA_PARTS_PER_SM)
             if device.type == "cuda":
-                num_sm_parts = _mla_parts(num_sm_parts, batch_size * works, works)
-        num_partials = _num_partials(batch_size * works, num_sm_parts, fixed_split_tokens, max_seqlen_k)
+                num_sm_parts = _mla_parts(num_sm_parts, batch_size, blocks)
+        num_partials = _num_partials(batch_size * blocks, num_sm_parts, fixed_split_tokens, max_seqlen_k)
         return cls(
             batch_size=batch_size,
             seqlen_q=seqlen_q,
             num_q_heads=num_q_heads,
             window_left=window_left,
             fixed_split_tokens=fixed_split_tokens,
-            **_allocate(batch_size, works, MLA_ROWS_PER_WORK, MLA_HEAD_DIM_V, num_sm_parts, num_partials, device),
+            **_allocate(batch_size, blocks, MLA_ROWS_PER_WORK, MLA_HEAD_DIM_V, num_sm_parts, num_partials, device),
         )
 
 
