@@ -6,6 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 CSRC, PACKAGE = ROOT / "csrc", ROOT / "python" / "attnops"
 SHARED = {"core", "scheduler", "device", "cpu", "torch_bindings", "host_bindings"}
+JOINED = {"layer_call"}  # families that join others: their checks, params and launches, no kernels of their own
 FAMILIES = {path.name for path in CSRC.iterdir() if path.is_dir()} - SHARED
 
 # What a Python layer may import of the package, besides its own folder. Longer prefixes win.
@@ -51,7 +52,13 @@ def top(path):
 
 def is_binding(path):
     """L3 and L4: the only files that may see torch."""
-    return top(path) == "torch_bindings" or path.name in {"checks.h", "op_cpu.cpp", "op_cuda.cpp"}
+    return top(path) in {"torch_bindings", *JOINED} or path.name in {"checks.h", "op_cpu.cpp", "op_cuda.cpp"}
+
+
+def is_joint(name):
+    """What a joining family may include of the others, and of itself."""
+    family, rest = name.split("/", 1)
+    return family in JOINED or rest in {"params.h", "checks.h", "impls.h", "cuda/launch.h"}
 
 
 def test_only_bindings_include_torch():
@@ -65,6 +72,8 @@ def test_no_family_includes_another():
     for path in sources(".h", ".cuh", ".cu", ".cpp"):
         if top(path) not in FAMILIES:
             foreign = [name for name in includes(path) if name.split("/")[0] in FAMILIES]
+        elif top(path) in JOINED:
+            foreign = [name for name in includes(path) if name.split("/")[0] in FAMILIES and not is_joint(name)]
         else:
             foreign = [name for name in includes(path) if name.split("/")[0] in FAMILIES - {top(path)}]
         assert not foreign, f"{path.relative_to(ROOT)} includes {foreign}"

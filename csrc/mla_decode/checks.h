@@ -247,4 +247,6 @@ inline Params checked_params(const Arguments& a) {
           .report = data_or_null<int32_t>(a.report)};
 }
 
+void run_cpu(const Params& p);  // op_cpu.cpp; throws when the plan is another step's
+
 }  // namespace attnops::mla_decode

@@ -30,22 +30,9 @@ void check_plan_matches(const Params& p) {
        "fixed_split_tokens: run mla_decode_plan");
 }
 
-void mla_decode_cpu(const Tensor& out, const std::optional<Tensor>& lse, const Tensor& q,
-                    const std::optional<Tensor>& q_pe, const Tensor& kv_pages, const Tensor& page_table,
-                    const std::optional<Tensor>& kv_indptr, const Tensor& cache_seqlens,
-                    const Tensor& tile_scheduler_metadata, const Tensor& num_splits, const Tensor& out_partial,
-                    const Tensor& lse_partial, const Tensor& semaphores, double softmax_scale, bool causal,
-                    int64_t window_left, double logit_cap, const std::optional<Tensor>& sinks,
-                    const std::optional<Tensor>& tree_mask, const std::optional<Tensor>& kv_scale,
-                    int64_t fixed_split_tokens, const std::optional<Tensor>& report) {
-  const Params p = checked_params({out,         lse,           q,
-                                   q_pe,        kv_pages,      page_table,
-                                   kv_indptr,   cache_seqlens, tile_scheduler_metadata,
-                                   num_splits,  out_partial,   lse_partial,
-                                   semaphores,  softmax_scale, causal,
-                                   window_left, logit_cap,     sinks,
-                                   tree_mask,   kv_scale,      fixed_split_tokens,
-                                   report});
+}  // namespace
+
+void run_cpu(const Params& p) {
   if (p.batch_size == 0) return;
   check_plan_matches(p);
   const cpu::Kernel kernel = cpu::select_kernel(p);
@@ -68,6 +55,26 @@ void mla_decode_cpu(const Tensor& out, const std::optional<Tensor>& lse, const T
       }
     });
   }
+}
+
+namespace {
+
+void mla_decode_cpu(const Tensor& out, const std::optional<Tensor>& lse, const Tensor& q,
+                    const std::optional<Tensor>& q_pe, const Tensor& kv_pages, const Tensor& page_table,
+                    const std::optional<Tensor>& kv_indptr, const Tensor& cache_seqlens,
+                    const Tensor& tile_scheduler_metadata, const Tensor& num_splits, const Tensor& out_partial,
+                    const Tensor& lse_partial, const Tensor& semaphores, double softmax_scale, bool causal,
+                    int64_t window_left, double logit_cap, const std::optional<Tensor>& sinks,
+                    const std::optional<Tensor>& tree_mask, const std::optional<Tensor>& kv_scale,
+                    int64_t fixed_split_tokens, const std::optional<Tensor>& report) {
+  run_cpu(checked_params({out,         lse,           q,
+                          q_pe,        kv_pages,      page_table,
+                          kv_indptr,   cache_seqlens, tile_scheduler_metadata,
+                          num_splits,  out_partial,   lse_partial,
+                          semaphores,  softmax_scale, causal,
+                          window_left, logit_cap,     sinks,
+                          tree_mask,   kv_scale,      fixed_split_tokens,
+                          report}));
 }
 
 }  // namespace

@@ -278,4 +278,7 @@ inline StoreMlaParams checked_store_mla(const Tensor& kv_pages, const Tensor& la
           .page_dtype = dtype_of(kv_pages)};
 }
 
+void run_cpu(const StoreKvParams& params);  // op_cpu.cpp
+void run_cpu(const StoreMlaParams& params);
+
 }  // namespace attnops::paged_kv

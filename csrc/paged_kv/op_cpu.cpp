@@ -56,10 +56,9 @@ void translate_slots_cpu(const Tensor& out, const Tensor& slots, const Tensor& s
            [&](int64_t begin, int64_t end) { cpu::translate_slots(params, begin, end); });
 }
 
-void store_kv_cpu(const Tensor& k_pages, const Tensor& v_pages, const Tensor& k, const Tensor& v,
-                  const Tensor& out_cache_loc, const OptionalTensor& k_scale, const OptionalTensor& v_scale,
-                  const OptionalTensor& report) {
-  const StoreKvParams params = checked_store_kv(k_pages, v_pages, k, v, out_cache_loc, k_scale, v_scale, report);
+}  // namespace
+
+void run_cpu(const StoreKvParams& params) {
   const int64_t row_bytes = int64_t{params.num_heads} * (params.k.head_dim + params.v.head_dim) * size_of(params.dtype);
   const int64_t grain = kBytesPerTask / max_of<int64_t>(row_bytes, 1);
   if (params.dtype == params.page_dtype) {
@@ -72,9 +71,7 @@ void store_kv_cpu(const Tensor& k_pages, const Tensor& v_pages, const Tensor& k,
   });
 }
 
-void store_mla_kv_cpu(const Tensor& kv_pages, const Tensor& latent, const OptionalTensor& k_pe,
-                      const Tensor& out_cache_loc, const OptionalTensor& kv_scale, const OptionalTensor& report) {
-  const StoreMlaParams params = checked_store_mla(kv_pages, latent, k_pe, out_cache_loc, kv_scale, report);
+void run_cpu(const StoreMlaParams& params) {
   const int64_t grain = kBytesPerTask / (kMlaDim * size_of(params.dtype));
   if (params.dtype == params.page_dtype) {
     parallel(params.target.num_tokens, grain, [&](int64_t begin, int64_t end) { cpu::copy_mla(params, begin, end); });
@@ -87,6 +84,19 @@ void store_mla_kv_cpu(const Tensor& kv_pages, const Tensor& latent, const Option
                                          : cpu::quantize_mla<T>(params, begin, end);
     });
   });
+}
+
+namespace {
+
+void store_kv_cpu(const Tensor& k_pages, const Tensor& v_pages, const Tensor& k, const Tensor& v,
+                  const Tensor& out_cache_loc, const OptionalTensor& k_scale, const OptionalTensor& v_scale,
+                  const OptionalTensor& report) {
+  run_cpu(checked_store_kv(k_pages, v_pages, k, v, out_cache_loc, k_scale, v_scale, report));
+}
+
+void store_mla_kv_cpu(const Tensor& kv_pages, const Tensor& latent, const OptionalTensor& k_pe,
+                      const Tensor& out_cache_loc, const OptionalTensor& kv_scale, const OptionalTensor& report) {
+  run_cpu(checked_store_mla(kv_pages, latent, k_pe, out_cache_loc, kv_scale, report));
 }
 
 }  // namespace

@@ -110,8 +110,7 @@ const TensorCheck& TensorCheck::shape(std::initializer_list<std::reference_wrapp
   return *this;
 }
 
-const TensorCheck& TensorCheck::size_at_least(int64_t axis, const char* dim, int64_t least,
-                                              const std::string& reason) const {
+const TensorCheck& TensorCheck::size_at_least(int64_t axis, const char* dim, int64_t least, const char* reason) const {
   if (tensor_.size(axis) < least) {
     fail(op_, label() + ".shape[" + std::to_string(axis) + "] (" + dim + ") must be at least " + std::to_string(least) +
                   " (" + reason + "), got " + std::to_string(tensor_.size(axis)));

@@ -31,7 +31,7 @@ class Dim {
   friend class TensorCheck;
   const char* name_;
   std::optional<int64_t> extent_;  // optional, not a sentinel: 0 tokens is a legal extent
-  std::string bound_by_;
+  const char* bound_by_ = "";
 };
 
 // Checks of one tensor argument. Each method throws, naming op, argument, dimension, expected and actual value.
@@ -44,7 +44,7 @@ class TensorCheck {
   const TensorCheck& device_as(const char* other_name, const Tensor& other) const;
   const TensorCheck& rank(int64_t rank) const;
   const TensorCheck& shape(std::initializer_list<std::reference_wrapper<Dim>> dims) const;
-  const TensorCheck& size_at_least(int64_t axis, const char* dim, int64_t least, const std::string& reason) const;
+  const TensorCheck& size_at_least(int64_t axis, const char* dim, int64_t least, const char* reason) const;
   const TensorCheck& dense_last() const;  // the last dimension has stride 1; every other stride is free
   const TensorCheck& contiguous() const;
   const TensorCheck& aligned(int bytes) const;  // of the data pointer

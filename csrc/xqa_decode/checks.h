@@ -245,4 +245,6 @@ class Checker {
 
 inline Params checked_params(const Arguments& arguments) { return Checker(arguments).run(); }
 
+void run_cpu(Params params);  // op_cpu.cpp; throws when the plan is another step's, and on faults without a report
+
 }  // namespace attnops::xqa_decode

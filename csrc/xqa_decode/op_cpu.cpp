@@ -50,43 +50,15 @@ void check_no_fault(const int32_t* report) {
                          text(kReportValue));
 }
 
-void xqa_decode_cpu(const Tensor& out, const std::optional<Tensor>& lse, const Tensor& q, const Tensor& k_pages,
-                    const Tensor& v_pages, const Tensor& page_table, const std::optional<Tensor>& kv_indptr,
-                    const Tensor& cache_seqlens, const Tensor& tile_scheduler_metadata, const Tensor& num_splits,
-                    const Tensor& out_partial, const Tensor& lse_partial, const Tensor& semaphores,
-                    double softmax_scale, bool causal, int64_t window_left, double logit_cap,
-                    const std::optional<Tensor>& sinks, const std::optional<Tensor>& tree_mask,
-                    const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
-                    int64_t fixed_split_tokens, const std::optional<Tensor>& report) {
-  Params params = checked_params({out,
-                                  lse,
-                                  q,
-                                  k_pages,
-                                  v_pages,
-                                  page_table,
-                                  kv_indptr,
-                                  cache_seqlens,
-                                  tile_scheduler_metadata,
-                                  num_splits,
-                                  out_partial,
-                                  lse_partial,
-                                  semaphores,
-                                  softmax_scale,
-                                  causal,
-                                  window_left,
-                                  logit_cap,
-                                  sinks,
-                                  tree_mask,
-                                  k_scale,
-                                  v_scale,
-                                  fixed_split_tokens,
-                                  report});
+}  // namespace
+
+void run_cpu(Params params) {
   const cpu::TileKernel& kernel =
       cpu::select_tile_kernel({attnops::cpu::current_isa(), params.dtype, params.kv_dtype, params.head_dim});
   check_plan_is_of(params);
 
   int32_t faults[kReportSize] = {};
-  if (!report) params.report = faults;
+  if (!params.report) params.report = faults;
 
   const auto for_each = [](int64_t count, const auto& run) {
     torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
@@ -101,6 +73,41 @@ void xqa_decode_cpu(const Tensor& out, const std::optional<Tensor>& lse, const T
     for_each(params.num_sm_parts, [&](int part) { cpu::merge_balanced(params, kernel, part); });
   }
   check_no_fault(faults);
+}
+
+namespace {
+
+void xqa_decode_cpu(const Tensor& out, const std::optional<Tensor>& lse, const Tensor& q, const Tensor& k_pages,
+                    const Tensor& v_pages, const Tensor& page_table, const std::optional<Tensor>& kv_indptr,
+                    const Tensor& cache_seqlens, const Tensor& tile_scheduler_metadata, const Tensor& num_splits,
+                    const Tensor& out_partial, const Tensor& lse_partial, const Tensor& semaphores,
+                    double softmax_scale, bool causal, int64_t window_left, double logit_cap,
+                    const std::optional<Tensor>& sinks, const std::optional<Tensor>& tree_mask,
+                    const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
+                    int64_t fixed_split_tokens, const std::optional<Tensor>& report) {
+  run_cpu(checked_params({out,
+                          lse,
+                          q,
+                          k_pages,
+                          v_pages,
+                          page_table,
+                          kv_indptr,
+                          cache_seqlens,
+                          tile_scheduler_metadata,
+                          num_splits,
+                          out_partial,
+                          lse_partial,
+                          semaphores,
+                          softmax_scale,
+                          causal,
+                          window_left,
+                          logit_cap,
+                          sinks,
+                          tree_mask,
+                          k_scale,
+                          v_scale,
+                          fixed_split_tokens,
+                          report}));
 }
 
 }  // namespace

@@ -60,16 +60,9 @@ def xqa_decode(
     plans: Mapping[int, DecodePlan],
     out: Tensor,
     report: Tensor | None,
-    blocks: TokenBlocks | None = None,
 ) -> None:
-    """A step with K and V in pages: a uniform one, or a ragged one in blocks of tokens."""
+    """A uniform step with K and V in pages."""
     pool, table = _cache_of(layer, batch, step)
-    cache_seqlens = batch.cache_seqlens
-    rows = out = heads(out, layer.num_heads, layer.v_head_dim)
-    if blocks is not None:
-        table = blocks.window_page_table if table is not step.page_table else blocks.page_table
-        cache_seqlens = blocks.cache_seqlens
-        q, rows = blocks.gather(heads(q, layer.num_heads, layer.head_dim)), blocks.results_for(out)
     plan = plan_of(layer, plans)
     assert isinstance(plan, XqaDecodePlan)
     shape = (plan.batch_size, plan.seqlen_q, layer.num_heads)
@@ -80,7 +73,7 @@ def xqa_decode(
         k_pages,
         v_pages,
         table,
-        cache_seqlens,
+        batch.cache_seqlens,
         plan,
         softmax_scale=layer.scaling,
         causal=is_causal(layer),
@@ -88,13 +81,11 @@ def xqa_decode(
         logit_cap=layer.logit_cap,
         sinks=layer.sinks,
         tree_mask=batch.tree_mask,
-        out=rows.view(*shape, layer.v_head_dim),
+        out=out.view(*shape, layer.v_head_dim),
         report=report,
         k_scale=k_scale,
         v_scale=v_scale,
     )
-    if blocks is not None:
-        blocks.scatter(rows, out)
 
 
 def fmha_paged(

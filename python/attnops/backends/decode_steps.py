@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from attnops import ops
-from attnops.backends import attend
+from attnops.backends.bound_layer import BoundLayer, bind_layer
 from attnops.backends.prepared import PreparedStep
-from attnops.backends.store import store_kv, store_mla
+from attnops.backends.store import heads
 from attnops.graph_buffers import MAX_CACHED_STEPS, PagedBuffers, PagedStep
 from attnops.metadata.plan import MlaDecodePlan
+from attnops.ops.layer_call import mla_layer, xqa_layer
 from attnops.plan_buffers import BlockBuffers, DecodePlan, DecodePlans, TokenBlocks
 from attnops.types import AttentionBatch, AttentionSpec, ForwardMode, Limits
 
@@ -30,11 +31,13 @@ class DecodeStep:
     Attributes:
         plans: Of each window of the model.
         blocks: Of a ragged step: its tokens in blocks, each of which a decode op takes for a request.
+        layers: By `layer_id`, bound at their first call.
     """
 
     paged: PagedStep
     plans: dict[int, DecodePlan]
     blocks: TokenBlocks | None
+    layers: dict[int, BoundLayer] = field(default_factory=dict)
 
 
 class DecodeSteps:
@@ -53,6 +56,7 @@ class DecodeSteps:
         self, owner: str, spec: AttentionSpec, limits: Limits, device: torch.device, draft_width: int | None = None
     ) -> None:
         self._owner, self._spec, self._limits, self._device = owner, spec, limits, device
+        self._is_mla = spec.is_mla
         self.buffers = PagedBuffers(spec, limits, device)
         self._blocks = BlockBuffers(spec, limits, device, draft_width)
         self._plans: dict[int, DecodePlans] = {}
@@ -112,19 +116,67 @@ class DecodeSteps:
         out: Tensor,
     ) -> None:
         """One layer; arguments as of `AttentionBackend.forward`."""
-        step, report = self.prepared.of(batch), self.buffers.report
-        if self._spec.is_mla:
-            if save_kv_cache and k is not None:
-                store_mla(layer, batch, k, k_rope, report)
-            attend.mla_decode(q, q_rope, layer, batch, step.paged, step.plans, step.blocks, out, report)
+        step = self.prepared.of(batch)
+        if not save_kv_cache:
+            k = None
+        if step.blocks is not None:
+            self._forward_blocks(step, step.blocks, q, k, v, layer, batch, q_rope, k_rope, out)
+            return
+        self._call(step, q, k, v, layer, batch, q_rope, k_rope, out, batch.cache_seqlens)
+
+    def _forward_blocks(
+        self,
+        step: DecodeStep,
+        blocks: TokenBlocks,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: RadixAttention,
+        batch: AttentionBatch,
+        q_rope: Tensor | None,
+        k_rope: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """A ragged step: queries are gathered into the blocks' rows, and results taken from there."""
+        q = blocks.gather(q.view(q.shape[0], layer.num_heads, -1))
+        if q_rope is not None:
+            q_rope = blocks.gather(q_rope.view(q_rope.shape[0], layer.num_heads, -1))
+        out = heads(out, layer.num_heads, layer.v_head_dim)
+        rows = blocks.results_for(out)
+        self._call(step, q, k, v, layer, batch, q_rope, k_rope, rows, blocks.cache_seqlens)
+        blocks.scatter(rows, out)
+
+    def _call(
+        self,
+        step: DecodeStep,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: RadixAttention,
+        batch: AttentionBatch,
+        q_rope: Tensor | None,
+        k_rope: Tensor | None,
+        out: Tensor,
+        cache_seqlens: Tensor,
+    ) -> None:
+        """Store and attend: one op."""
+        pool = batch.token_to_kv_pool
+        call = step.layers.get(layer.layer_id)
+        if call is None or not call.serves(layer, pool):
+            report = self.buffers.report
+            call = bind_layer(layer, pool, step.paged, step.plans, step.blocks, q, q_rope, out, cache_seqlens, report)
+            step.layers[layer.layer_id] = call
+        sinks = layer.sinks if call.has_sinks else None
+        k_scale = layer.k_scale if call.has_scales else None
+        slots = step.paged.window_out_cache_loc if call.windowed else batch.out_cache_loc
+        tree_mask = batch.tree_mask
+        if self._is_mla:
+            mla_layer(out, q, q_rope, k, k_rope, slots, cache_seqlens, tree_mask, sinks, k_scale, call.bound)
             return
         if q_rope is not None or k_rope is not None:
             raise ValueError("attnops: q_rope and k_rope belong to MLA layers")
-        if save_kv_cache and k is not None:
-            if v is None:
-                raise ValueError("attnops: a layer that stores k needs v")
-            store_kv(layer, batch, step.paged, k, v, report)
-        attend.xqa_decode(q, layer, batch, step.paged, step.plans, out, report, step.blocks)
+        v_scale = layer.v_scale if call.has_scales else None
+        xqa_layer(out, q, k, v, slots, cache_seqlens, tree_mask, sinks, k_scale, v_scale, call.bound)
 
     def _make(self, batch: AttentionBatch, paged: PagedStep) -> DecodeStep:
         if batch.is_uniform:

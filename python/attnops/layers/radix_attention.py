@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -25,10 +27,14 @@ class RadixAttention(torch.nn.Module):
         k_scale, v_scale: float32 ``[1]`` or ``[num_kv_heads]``, of an FP8 cache: value = stored x scale.
         attn_type: Causal through the cache, bidirectional through the cache, or an encoder without a cache.
 
+    Attributes:
+        version: Grows with every change of an attribute: what a backend derived from an older version is out of date.
+
     Raises:
         NotImplementedError: for `is_cross_attention`, which no backend serves.
     """
 
+    version = 0
     sinks: Tensor | None
     k_scale: Tensor | None
     v_scale: Tensor | None
@@ -69,6 +75,18 @@ class RadixAttention(torch.nn.Module):
                 self.register_parameter(name, tensor)  # the model's own, loaded with its weights
             else:
                 self.register_buffer(name, tensor, persistent=False)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        self.__dict__["version"] = self.version + 1
+
+    def register_buffer(self, *args: Any, **options: Any) -> None:
+        super().register_buffer(*args, **options)
+        self.__dict__["version"] = self.version + 1
+
+    def register_parameter(self, *args: Any, **options: Any) -> None:
+        super().register_parameter(*args, **options)
+        self.__dict__["version"] = self.version + 1
 
     def forward(
         self,

@@ -1,0 +1,79 @@
+#pragma once
+#include "layer_call/mla.h"
+#include "layer_call/xqa.h"
+
+// The ops of this folder, the same for every device but for how a checked call runs: `Run` has run(const XqaCall&, q)
+// and run(const MlaCall&, q).
+namespace attnops::layer_call {
+
+inline void xqa_layer_bind(const Tensor& bound, const Tensor& out, const Tensor& q, const Tensor& k_pages,
+                           const Tensor& v_pages, const Tensor& page_table, const Tensor& cache_seqlens,
+                           const Tensor& tile_scheduler_metadata, const Tensor& num_splits, const Tensor& out_partial,
+                           const Tensor& lse_partial, const Tensor& semaphores, double softmax_scale, bool causal,
+                           int64_t window_left, double logit_cap, int64_t fixed_split_tokens,
+                           const OptionalTensor& report) {
+  const OptionalTensor none;
+  write_bound(kXqaLayer, bound,
+              xqa_bound({out,
+                         none,
+                         q,
+                         k_pages,
+                         v_pages,
+                         page_table,
+                         none,
+                         cache_seqlens,
+                         tile_scheduler_metadata,
+                         num_splits,
+                         out_partial,
+                         lse_partial,
+                         semaphores,
+                         softmax_scale,
+                         causal,
+                         window_left,
+                         logit_cap,
+                         none,
+                         none,
+                         none,
+                         none,
+                         fixed_split_tokens,
+                         report}));
+}
+
+inline void mla_layer_bind(const Tensor& bound, const Tensor& out, const Tensor& q, const OptionalTensor& q_pe,
+                           const Tensor& kv_pages, const Tensor& page_table, const Tensor& cache_seqlens,
+                           const Tensor& tile_scheduler_metadata, const Tensor& num_splits, const Tensor& out_partial,
+                           const Tensor& lse_partial, const Tensor& semaphores, double softmax_scale, bool causal,
+                           int64_t window_left, double logit_cap, int64_t fixed_split_tokens,
+                           const OptionalTensor& report) {
+  const OptionalTensor none;
+  write_bound(kMlaLayer, bound, mla_bound({out,         none,          q,
+                                           q_pe,        kv_pages,      page_table,
+                                           none,        cache_seqlens, tile_scheduler_metadata,
+                                           num_splits,  out_partial,   lse_partial,
+                                           semaphores,  softmax_scale, causal,
+                                           window_left, logit_cap,     none,
+                                           none,        none,          fixed_split_tokens,
+                                           report}));
+}
+
+template <auto kRun>
+void xqa_layer(const Tensor& out, const Tensor& q, const OptionalTensor& k, const OptionalTensor& v,
+               const OptionalTensor& out_cache_loc, const Tensor& cache_seqlens, const OptionalTensor& tree_mask,
+               const OptionalTensor& sinks, const OptionalTensor& k_scale, const OptionalTensor& v_scale,
+               const Tensor& bound) {
+  kRun(
+      checked_call(XqaArguments{out, q, k, v, out_cache_loc, cache_seqlens, tree_mask, sinks, k_scale, v_scale, bound}),
+      q);
+}
+
+template <auto kRun>
+void mla_layer(const Tensor& out, const Tensor& q, const OptionalTensor& q_pe, const OptionalTensor& latent,
+               const OptionalTensor& k_pe, const OptionalTensor& out_cache_loc, const Tensor& cache_seqlens,
+               const OptionalTensor& tree_mask, const OptionalTensor& sinks, const OptionalTensor& kv_scale,
+               const Tensor& bound) {
+  kRun(checked_call(
+           MlaArguments{out, q, q_pe, latent, k_pe, out_cache_loc, cache_seqlens, tree_mask, sinks, kv_scale, bound}),
+       q);
+}
+
+}  // namespace attnops::layer_call

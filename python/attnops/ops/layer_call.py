@@ -1,0 +1,124 @@
+"""One layer of a decode step in one call: store the new rows, then attend.
+
+What a layer's calls share while the shape of the step stays (pages, page table, plan, options) is checked once and
+bound; a call brings q, the new rows and the lengths. A decode op takes over twenty arguments, and their passing is most
+of a call's time on the host: docs/graphs.md has what this saves.
+
+`bound` holds addresses. Whoever binds keeps the tensors alive that it bound, and binds again when one is replaced. The
+layer ops write pages and scratch that are none of their arguments, so they are for callers that a compiler does not
+trace, such as `unified_attention_with_output`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnops.metadata.plan import MlaDecodePlan, XqaDecodePlan
+
+BOUND_BYTES = 1024  # csrc/layer_call/bound.h
+
+# Called by position: keyword arguments cost a lookup each.
+#   xqa_layer(out, q, k, v, out_cache_loc, cache_seqlens, tree_mask, sinks, k_scale, v_scale, bound)
+#   mla_layer(out, q, q_pe, latent, k_pe, out_cache_loc, cache_seqlens, tree_mask, sinks, kv_scale, bound)
+# Rows of tokens are [num_tokens, heads * dim] or [num_tokens, heads, dim], the last dimension dense. k None: nothing to
+# store. out_cache_loc as of `ops.store_kv`, all else as of `ops.xqa_decode` and `ops.mla_decode`.
+xqa_layer = torch.ops.attnops.xqa_layer.default
+mla_layer = torch.ops.attnops.mla_layer.default
+
+
+def bind_xqa_layer(
+    out: Tensor,
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    plan: XqaDecodePlan,
+    *,
+    softmax_scale: float,
+    causal: bool,
+    window_left: int,
+    logit_cap: float,
+    report: Tensor | None,
+) -> Tensor:
+    """What calls of `xqa_layer` share; arguments as of `ops.xqa_decode`.
+
+    Args:
+        out, q, cache_seqlens: Of any such call, ``q`` as ``[B, S_q, H_q, D]``: the others must fit them.
+
+    Returns:
+        `bound`, uint8 in host memory.
+    """
+    bound = torch.zeros(BOUND_BYTES, dtype=torch.uint8)
+    torch.ops.attnops.xqa_layer_bind.default(
+        bound,
+        out,
+        q,
+        k_pages,
+        v_pages,
+        page_table,
+        cache_seqlens,
+        *_plan_tensors(plan),
+        softmax_scale,
+        causal,
+        window_left,
+        logit_cap,
+        plan.fixed_split_tokens,
+        report,
+    )
+    return bound
+
+
+def bind_mla_layer(
+    out: Tensor,
+    q: Tensor,
+    q_pe: Tensor | None,
+    kv_pages: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    plan: MlaDecodePlan,
+    *,
+    softmax_scale: float,
+    causal: bool,
+    window_left: int,
+    logit_cap: float,
+    report: Tensor | None,
+) -> Tensor:
+    """What calls of `mla_layer` share; arguments as of `ops.mla_decode`, otherwise as `bind_xqa_layer`."""
+    bound = torch.zeros(BOUND_BYTES, dtype=torch.uint8)
+    torch.ops.attnops.mla_layer_bind.default(
+        bound,
+        out,
+        q,
+        q_pe,
+        kv_pages,
+        page_table,
+        cache_seqlens,
+        *_plan_tensors(plan),
+        softmax_scale,
+        causal,
+        window_left,
+        logit_cap,
+        plan.fixed_split_tokens,
+        report,
+    )
+    return bound
+
+
+def _plan_tensors(plan: XqaDecodePlan | MlaDecodePlan) -> tuple[Tensor, ...]:
+    return (
+        plan.tile_scheduler_metadata,
+        plan.num_splits,
+        plan.out_partial,
+        plan.lse_partial,
+        plan.semaphores,
+    )
+
+
+def _writes_only(*args: object) -> None:
+    """The fake of every op here: each writes into tensors that it is given and returns nothing."""
+
+
+for _name in ("xqa_layer_bind", "xqa_layer", "mla_layer_bind", "mla_layer"):
+    torch.library.register_fake(f"attnops::{_name}", _writes_only)
