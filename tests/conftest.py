@@ -7,7 +7,12 @@ import pytest
 import torch
 
 # The op whose CUDA kernel the `gpu` tests of a folder need. Planners have theirs whatever the family's kernel.
-FAMILY_OPS = {"xqa_decode": "xqa_decode", "mla_decode": "mla_decode", "fmha": "fmha_varlen"}
+FAMILY_OPS = {
+    "xqa_decode": "xqa_decode",
+    "mla_decode": "mla_decode",
+    "fmha": "fmha_varlen",
+    "layer_call": "xqa_layer",
+}
 
 
 @pytest.fixture(autouse=True)

@@ -80,12 +80,12 @@ class RadixAttention(torch.nn.Module):
         super().__setattr__(name, value)
         self.__dict__["version"] = self.version + 1
 
-    def register_buffer(self, *args: Any, **options: Any) -> None:
-        super().register_buffer(*args, **options)
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        super().register_buffer(name, tensor, persistent)
         self.__dict__["version"] = self.version + 1
 
-    def register_parameter(self, *args: Any, **options: Any) -> None:
-        super().register_parameter(*args, **options)
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
         self.__dict__["version"] = self.version + 1
 
     def forward(

@@ -1,0 +1,260 @@
+"""Store and attend in one call: the bits of the two ops, the errors of both, and layers that change after binding."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from attnops import ops
+from attnops.backends import get_backend_class
+from attnops.layers import RadixAttention
+from attnops.metadata import MlaDecodePlan, XqaDecodePlan
+from attnops.ops.layer_call import BOUND_BYTES, bind_mla_layer, bind_xqa_layer, mla_layer, xqa_layer
+from attnops.pools import MHATokenToKVPool
+from attnops.types import AttentionBatch, AttentionSpec, ForwardMode, Limits
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+LENGTHS = [5, 64, 130]
+B, HEADS, KV_HEADS, DIM, PAGES, PAGE_SIZE = 3, 8, 2, 64, 16, 32
+OPTIONS = {"softmax_scale": 0.2, "causal": True, "window_left": -1, "logit_cap": 0.0}
+
+
+class Xqa:
+    """Arguments of a call, with pages that its new rows do not reach before it."""
+
+    def __init__(self, device: str, seqlen_q: int = 2, fp8: bool = False, dtype: torch.dtype = torch.bfloat16) -> None:
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape).to(dtype).to(device)
+
+        self.device, self.seqlen_q, self.fp8 = device, seqlen_q, fp8
+        tokens = B * seqlen_q
+        self.q, self.k, self.v = random(tokens, HEADS * DIM), random(tokens, KV_HEADS, DIM), random(tokens, 128)
+        self.k_scale = torch.tensor([0.03], device=device) if fp8 else None
+        self.v_scale = torch.tensor([0.02, 0.05], device=device) if fp8 else None
+        pages = [random(PAGES, PAGE_SIZE, KV_HEADS, DIM) for _ in range(2)]
+        self.pages = [page.to(torch.float8_e4m3fn) for page in pages] if fp8 else pages
+        self.table = torch.randperm(PAGES)[: B * 5].view(B, 5).int().to(device)
+        self.seqlens = torch.tensor(LENGTHS, dtype=torch.int32, device=device)
+        position = self.seqlens.long().unsqueeze(1) - seqlen_q + torch.arange(seqlen_q, device=device)
+        page = self.table.long().gather(1, position // PAGE_SIZE)
+        self.slots = (page * PAGE_SIZE + position % PAGE_SIZE).flatten()
+        self.sinks = torch.randn(HEADS, device=device)
+        heads = {"num_q_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM}
+        self.plan = XqaDecodePlan.allocate(B, seqlen_q=seqlen_q, device=device, **heads)
+        ops.xqa_decode_plan(self.plan, self.seqlens)
+        self.out = torch.empty_like(self.q)
+
+    def rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view(B, self.seqlen_q, HEADS, DIM)
+
+    def bind(self) -> torch.Tensor:
+        rows = self.rows(self.out), self.rows(self.q)
+        return bind_xqa_layer(*rows, *self.pages, self.table, self.seqlens, self.plan, report=None, **OPTIONS)
+
+    def call(self, bound: torch.Tensor, **changes: object) -> torch.Tensor:
+        arguments = {
+            "out": self.out,
+            "q": self.q,
+            "k": self.k,
+            "v": self.v,
+            "slots": self.slots,
+            "seqlens": self.seqlens,
+            "tree_mask": None,
+            "sinks": self.sinks,
+            "k_scale": self.k_scale,
+            "v_scale": self.v_scale,
+            "bound": bound,
+        }
+        assert changes.keys() <= arguments.keys()
+        xqa_layer(*{**arguments, **changes}.values())
+        return self.out
+
+    def expected(self, **options: object) -> torch.Tensor:
+        scales = {"k_scale": self.k_scale, "v_scale": self.v_scale}
+        ops.store_kv(*self.pages, self.k, self.v.view(-1, KV_HEADS, DIM), self.slots, **scales)
+        options = {**OPTIONS, "sinks": self.sinks, **scales, **options}
+        out, _ = ops.xqa_decode(self.rows(self.q), *self.pages, self.table, self.seqlens, self.plan, **options)
+        return out.view_as(self.out)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_xqa_layer_is_store_and_decode(device, fp8):
+    case = Xqa(device, fp8=fp8)
+    pages = [page.clone() for page in case.pages]
+    got = case.call(case.bind()).clone()
+    written = [page.clone() for page in case.pages]
+    for page, old in zip(case.pages, pages):
+        bits(page).copy_(bits(old))
+    expected = case.expected()
+    assert torch.equal(got, expected)
+    for page, stored, old in zip(case.pages, written, pages):
+        assert torch.equal(bits(page), bits(stored)) and not torch.equal(bits(page), bits(old))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_may_be_strided_and_nothing_need_be_stored(device):
+    case = Xqa(device)
+    bound, expected = case.bind(), case.expected()
+    wide = torch.randn(B * 2, HEADS + 1, DIM + 8, device=device).to(torch.bfloat16)
+    wide[:, :HEADS, :DIM] = case.q.view(-1, HEADS, DIM)
+    out = torch.zeros_like(wide)
+    case.call(bound, k=None, v=None, slots=None, q=wide[:, :HEADS, :DIM], out=out[:, :HEADS, :DIM])
+    assert torch.equal(out[:, :HEADS, :DIM].flatten(1), expected)
+    assert not out[:, HEADS:].any() and not out[..., DIM:].any(), "wrote outside its rows"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_lengths_and_masks_are_those_of_the_call(device):
+    case = Xqa(device)
+    bound = case.bind()
+    case.seqlens = case.seqlens - 1
+    ops.xqa_decode_plan(case.plan, case.seqlens)
+    mask = torch.tensor([[[1], [2]]] * B, dtype=torch.uint8, device=device)
+    got = case.call(bound, tree_mask=mask).clone()
+    assert torch.equal(got, case.expected(tree_mask=mask))
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["whole", "apart"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_mla_layer_is_store_and_decode(device, apart):
+    heads, tokens = 16, B
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape).to(torch.bfloat16).to(device)
+
+    q, latent, pages = random(tokens, heads, 576), random(tokens, 576), random(PAGES, PAGE_SIZE, 576)
+    table = torch.randperm(PAGES)[: B * 5].view(B, 5).int().to(device)
+    seqlens = torch.tensor(LENGTHS, dtype=torch.int32, device=device)
+    last = seqlens.long() - 1
+    slots = table.long().gather(1, (last // PAGE_SIZE).unsqueeze(1)).squeeze(1) * PAGE_SIZE + last % PAGE_SIZE
+    plan = MlaDecodePlan.allocate(B, num_q_heads=heads, device=device)
+    ops.mla_decode_plan(plan, seqlens)
+    queries, q_pe = (q[..., :512].contiguous(), q[..., 512:].contiguous()) if apart else (q, None)
+    rows, k_pe = (latent[:, :512], latent[:, 512:]) if apart else (latent, None)
+    out = torch.empty(tokens, heads * 512, dtype=q.dtype, device=device)
+    by_request = q_pe if q_pe is None else q_pe.unsqueeze(1)
+    arguments = (out.view(B, 1, heads, 512), queries.unsqueeze(1), by_request, pages, table, seqlens, plan)
+    bound = bind_mla_layer(*arguments, report=None, **OPTIONS)
+    mla_layer(out, queries, q_pe, rows, k_pe, slots, seqlens, None, None, None, bound)
+    stored = pages.clone()
+    ops.store_mla_kv(pages, latent, slots)
+    assert torch.equal(stored, pages)
+    expected, _ = ops.mla_decode(q.unsqueeze(1), pages, table, seqlens, plan, **OPTIONS)
+    assert torch.equal(out.view_as(expected), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"q": lambda c: c.q[:, :-1]},
+            r"q must have shape \[num_tokens, 512\] or \[num_tokens, 8, 64\], got \[6, 511\]",
+        ),
+        ({"q": lambda c: c.q[:5]}, r"q\.shape\[0\] \(num_tokens\) must be 6 \(batch_size \* seqlen_q.*got 5"),
+        ({"q": lambda c: c.q.half()}, "q must have dtype bfloat16, got float16"),
+        ({"out": lambda c: c.out.float()}, "out must have dtype bfloat16, got float32"),
+        ({"k": lambda c: c.k[:, :1]}, r"k must have shape \[num_tokens, 128\] or \[num_tokens, 2, 64\]"),
+        ({"k": lambda c: c.k.half()}, "k must have dtype bfloat16 as the bound pages, got float16"),
+        ({"v": lambda c: None}, "v must be given with k"),
+        ({"v": lambda c: c.v[:5]}, r"v\.shape\[0\] \(num_tokens\) must be 6 as in k, got 5"),
+        ({"slots": lambda c: None}, "out_cache_loc must be given"),
+        ({"slots": lambda c: c.slots[:4]}, r"out_cache_loc\.shape\[0\] \(num_tokens\) must be 6 .*got 4"),
+        ({"seqlens": lambda c: c.seqlens[:2]}, r"cache_seqlens\.shape\[0\] \(batch_size\) must be 3 .*got 2"),
+        ({"seqlens": lambda c: c.seqlens.long()}, "cache_seqlens must have dtype int32, got int64"),
+        ({"sinks": lambda c: c.sinks[:7]}, r"sinks\.shape\[0\] \(num_q_heads\) must be 8 .*got 7"),
+        ({"k_scale": lambda c: torch.ones(1)}, "k_scale must be absent: the bound pages are not float8_e4m3fn"),
+        (
+            {"bound": lambda c: torch.zeros(BOUND_BYTES, dtype=torch.uint8)},
+            "bound must have been written by xqa_layer_bind",
+        ),
+        ({"bound": lambda c: torch.zeros(8, dtype=torch.uint8)}, r"bound\.shape\[0\] \(bytes\) must be 1024"),
+        (
+            {"tree_mask": lambda c: torch.zeros(B, 3, 1, dtype=torch.uint8)},
+            r"tree_mask\.shape\[1\] \(seqlen_q\) must be 2",
+        ),
+    ],
+)
+def test_errors_name_the_argument(change, message):
+    case = Xqa("cpu")
+    bound = case.bind()
+    with pytest.raises(RuntimeError, match=f"attnops::xqa_layer: {message}"):
+        case.call(**{"bound": bound, **{name: make(case) for name, make in change.items()}})
+
+
+def test_binding_checks_what_the_op_checks():
+    case = Xqa("cpu")
+    case.table = case.table.long()
+    with pytest.raises(RuntimeError, match="attnops::xqa_decode: page_table must have dtype int32, got int64"):
+        case.bind()
+
+
+# ---- layers of a backend
+
+
+def decode(layer: RadixAttention, backend, pool: MHATokenToKVPool) -> torch.Tensor:
+    batch = AttentionBatch(
+        forward_mode=ForwardMode.DECODE,
+        req_pool_indices=torch.arange(2),
+        cache_seqlens=torch.tensor([9, 20], dtype=torch.int32),
+        num_tokens=2,
+        req_to_token=torch.arange(64, dtype=torch.int32).view(2, 32),
+        out_cache_loc=torch.tensor([8, 51]),
+        token_to_kv_pool=pool,
+        attn_backend=backend,
+    )
+    backend.init_forward_metadata(batch)
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(2, heads * 32, generator=generator) for heads in (4, 2, 2))
+    return layer(q, k, v, batch)
+
+
+def random_pool(seed: int) -> MHATokenToKVPool:
+    pool = MHATokenToKVPool(64, 16, torch.float32, 2, 32, 1)
+    for pages in (*pool.k_buffer, *pool.v_buffer):
+        pages.copy_(torch.randn(pages.shape, generator=torch.Generator().manual_seed(seed)))
+    return pool
+
+
+@pytest.mark.parametrize(
+    "change", ["nothing", "scaling", "logit_cap", "sinks", "sinks in place", "buffer", "pool", "layer"]
+)
+def test_a_layer_that_changes_is_bound_again(change):
+    spec = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=32, page_size=16, dtype=torch.float32, has_sinks=True)
+    spec = dataclasses.replace(spec, logit_cap=2.0)
+    limits = Limits(max_batch_size=2, max_seqlen=32)
+
+    def fresh() -> tuple:
+        layer = RadixAttention(4, 32, 0.2, 2, 0, sinks=torch.zeros(4))
+        return layer, get_backend_class("trtllm_mha")(spec, limits), random_pool(0)
+
+    def changed(layer, pool):
+        if change == "scaling":
+            layer.scaling = 0.7
+        if change == "logit_cap":
+            layer.logit_cap = 1.0
+        if change == "sinks":
+            layer.sinks = torch.full((4,), 3.0)
+        if change == "sinks in place":
+            layer.sinks.data = torch.full((4,), 3.0)
+        if change == "buffer":
+            layer.register_buffer("sinks", None)
+        if change == "pool":
+            pool = random_pool(1)
+        if change == "layer":
+            layer = RadixAttention(4, 32, 0.9, 2, 0, sinks=torch.zeros(4))
+        return layer, pool
+
+    layer, backend, pool = fresh()
+    before = decode(layer, backend, pool)
+    layer, pool = changed(layer, pool)
+    after = decode(layer, backend, pool)
+    layer, other_backend, pool = fresh()
+    layer, pool = changed(layer, pool)
+    assert torch.equal(after, decode(layer, other_backend, pool)), "as if it had never been bound before"
+    assert torch.equal(before, after) == (change == "nothing")
