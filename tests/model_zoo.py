@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from attnops.backends import AttentionBackend, HybridAttnBackend, get_backend_class
 from attnops.layers import RadixAttention, collect_layers, forward_context
 from attnops.pools import KVCache, MHATokenToKVPool, MLATokenToKVPool, PagedTokenToKVPoolAllocator, ReqToTokenPool
+from attnops.reference import pack_tree_mask
 from attnops.types import MLA_KV_LORA_RANK, MLA_ROPE_DIM, AttentionBatch, AttentionSpec, ForwardMode, Limits
 from torch import Tensor, nn
 
@@ -208,6 +209,7 @@ class Engine:
     Args:
         backend: Its name.
         device, dtype, page_size: Of the cache; the model's own products are float32.
+        model: Of `config` and `dtype`, of another engine; None: a new one.
     """
 
     def __init__(
@@ -219,9 +221,10 @@ class Engine:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         page_size: int = PAGE_SIZE,
+        model: TinyModel | None = None,
     ) -> None:
         self.config, self.host, self.device = config, host, torch.device(device)
-        self.model = TinyModel(config, dtype).to(device)
+        self.model = TinyModel(config, dtype).to(device) if model is None else model
         self.layers = collect_layers(self.model)
         spec = config.spec(dtype, page_size)
         self.backend = make_backend(backend, spec, device)
@@ -245,13 +248,25 @@ class Engine:
         self._sample(self.running, logits)
         return logits
 
-    def verify(self, drafts: list[list[int]], mode: ForwardMode = ForwardMode.TARGET_VERIFY) -> Tensor:
-        """Logits of each request's next token and its drafts; accepts the drafts, right or not, and one more."""
+    def verify(
+        self,
+        drafts: list[list[int]],
+        mode: ForwardMode = ForwardMode.TARGET_VERIFY,
+        *,
+        ragged: bool = False,
+        tree: Tensor | None = None,
+    ) -> Tensor:
+        """Logits of each request's next token and its drafts; accepts the drafts, right or not, and one more.
+
+        Args:
+            ragged: DRAFT_EXTEND with as many drafts as each request has.
+            tree: bool ``[count, count]``, which draft sees which, the next token being the first; of all requests.
+        """
         for request, draft in zip(self.running, drafts):
             request.tokens += draft
-        count = 1 + len(drafts[0])
-        logits = self.step(mode, self.running, [count] * len(drafts))
-        self._sample(self.running, logits[count - 1 :: count])
+        counts = [1 + len(draft) for draft in drafts]
+        logits = self.step(mode, self.running, counts, ragged=ragged, tree=tree)
+        self._sample(self.running, logits[self._put(torch.tensor(counts).cumsum(0) - 1)])
         return logits
 
     def finish(self, index: int) -> list[int]:
@@ -261,7 +276,15 @@ class Engine:
         self.rows.free(request.row)
         return request.tokens
 
-    def step(self, mode: ForwardMode, requests: list[Request], counts: list[int]) -> Tensor:
+    def step(
+        self,
+        mode: ForwardMode,
+        requests: list[Request],
+        counts: list[int],
+        *,
+        ragged: bool = False,
+        tree: Tensor | None = None,
+    ) -> Tensor:
         """Computes `counts[i]` tokens of each request that are not cached yet."""
         begins = [request.cached for request in requests]
         ends = [begin + count for begin, count in zip(begins, counts)]
@@ -270,7 +293,9 @@ class Engine:
         assert slots is not None, "the test needs a larger pool"
         for request, begin, own in zip(requests, begins, slots.split(counts)):
             self.rows.write(request.row, begin, own)
-        ragged = mode is ForwardMode.EXTEND
+        ragged = ragged or mode is ForwardMode.EXTEND
+        depths = [torch.arange(count) if tree is None else tree.sum(1) - 1 for count in counts]
+        mask = None if tree is None else pack_tree_mask(tree.expand(len(counts), -1, -1))
         batch = AttentionBatch(
             forward_mode=mode,
             req_pool_indices=self._put(torch.tensor([request.row for request in requests])),
@@ -280,7 +305,9 @@ class Engine:
             out_cache_loc=self._put(slots),
             tokens_per_request=0 if ragged else counts[0],
             extend_seq_lens=self._put(torch.tensor(counts, dtype=torch.int32)) if ragged else None,
-            positions=self._put(torch.cat([torch.arange(begin, end) for begin, end in zip(begins, ends)])),
+            max_seqlen_q=max(counts, default=0),
+            positions=self._put(torch.cat([begin + depth for begin, depth in zip(begins, depths)])),
+            tree_mask=None if mask is None else self._put(mask),
             token_to_kv_pool=self.pool,
             attn_backend=self.backend,
         )
@@ -303,6 +330,32 @@ def prompt(length: int, seed: int) -> list[int]:
     return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+# Of three drafts: the next token, and two that follow it but not one another.
+FORK = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)
+
+
+def speculate(engine: Engine, ragged: bool = True) -> tuple[list[list[int]], list[Tensor]]:
+    """Steps of speculative decoding while requests come and go; the tokens of each, and all logits.
+
+    Args:
+        ragged: In some steps requests bring different numbers of tokens.
+    """
+    draft = ForwardMode.DRAFT_EXTEND
+    engine.add(prompt(9, 0), prompt(40, 1))
+    logits = [engine.verify([prompt(2, 10), prompt(2, 20)])]
+    logits.append(engine.verify([prompt(2, 11), prompt(2, 21)], draft))
+    logits.append(engine.verify([prompt(2, 12), prompt(0 if ragged else 2, 22)], draft, ragged=ragged))
+    engine.add(prompt(17, 2))
+    logits.append(engine.verify([prompt(2, 13 + i) for i in range(3)], tree=FORK))
+    logits.append(engine.verify([prompt(i if ragged else 2, 23 + i) for i in (1, 0, 2)], draft, ragged=ragged))
+    done = [engine.finish(0)]
+    logits.append(engine.verify([prompt(2, 33 + i) for i in range(2)]))
+    logits.append(engine.verify([prompt(1 if ragged else 2, 43 + i) for i in range(2)], draft, ragged=ragged))
+    logits.append(engine.verify([prompt(2, 53 + i) for i in range(2)], tree=FORK))
+    logits.append(engine.decode())
+    return done + [request.tokens for request in engine.running], logits
+
+
 def serve(engine: Engine) -> tuple[list[list[int]], list[Tensor]]:
     """Requests of all lengths come and go; the tokens of each, in the order in which they leave, and all logits."""
     logits, done = [], []
@@ -319,3 +372,23 @@ def serve(engine: Engine) -> tuple[list[list[int]], list[Tensor]]:
         if engine.running:
             logits.append(engine.decode())
     return done, logits
+
+
+def churn(engine: Engine, steps: int, seed: int = 0) -> tuple[list[list[int]], list[Tensor]]:
+    """As `serve`: decode steps of 1 to 6 requests, of which some leave and others come at random before each."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(most: int) -> int:
+        return int(torch.randint(most, (), generator=generator))
+
+    logits, done = [], []
+    for step in range(steps):
+        full = max((len(request.tokens) for request in engine.running), default=0) >= LIMITS.max_seqlen - 1
+        while engine.running and (full or len(engine.running) > 5 or draw(4) == 0):
+            longest = max(range(len(engine.running)), key=lambda i: len(engine.running[i].tokens))
+            done.append(engine.finish(longest if full else draw(len(engine.running))))
+            full = False
+        while not engine.running or (len(engine.running) < 6 and draw(3) == 0):
+            engine.add(prompt(1 + draw(60), step))
+        logits.append(engine.decode())
+    return done + [request.tokens for request in engine.running], logits

@@ -156,7 +156,8 @@ class TokenBlocks:
         owner = (torch.searchsorted(first_token, token, right=True) - 1).clamp(0, last)
         from_end = (first_token[owner] + lens[owner] - 1 - token).clamp(min=0)  # padding tokens find any row
         block_of_token = end[owner] - 1 - torch.div(from_end, width, rounding_mode="floor")
-        self.row_of_token.copy_(block_of_token * width + (width - 1 - from_end % width))
+        row = block_of_token * width + (width - 1 - from_end % width)
+        self.row_of_token.copy_(row.clamp(min=0))  # a step of padding alone has no block at all
 
     def gather(self, rows: Tensor) -> Tensor:
         """``[num_blocks * width, ...]`` of the step's ``[num_tokens, ...]``."""

@@ -1,35 +1,24 @@
-"""Models compiled whole and in pieces around eager attention give the tokens of the eager model."""
+"""Models compiled in pieces around eager attention: cut where a compiler can see it, traced once, recorded if asked."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from attnops.graphs import PiecewiseBackend, PiecewiseRunner
-from attnops.layers import forward_context
+from attnops.graphs import SPLIT_OP, PiecewiseBackend, PiecewiseRunner, StaticInput
+from attnops.layers import collect_layers, forward_context
 from attnops.types import ForwardMode
+from graph_hosts import BUCKETS, Piecewise, engine_and_batch
 from graph_tape import GraphTape
-from model_zoo import LAYERS, VOCAB, ZOO, Engine, prompt, run_eager, serve
+from model_zoo import LAYERS, VOCAB, ZOO, Engine, churn, prompt, run_eager, serve, speculate
+from torch._dynamo.utils import counters
 
-BACKENDS = ["intel_amx", "torch_native"]
-BUCKETS = [2, 5, 16, 90]
+LLAMA, DEEPSEEK = ZOO[0], ZOO[4]
 
 
 @pytest.fixture(autouse=True)
 def fresh_compiler():
     torch._dynamo.reset()
-
-
-class Piecewise:
-    """A host: every step, prompts too, runs in pieces."""
-
-    def __init__(self, **options) -> None:
-        self.options, self.runner = options, None
-
-    def __call__(self, engine, input_ids, batch):
-        if self.runner is None:
-            self.runner = PiecewiseRunner(engine.model, BUCKETS, **self.options)
-            self.runner.warm_up()
-        return self.runner.run(input_ids, batch)
+    counters.clear()
 
 
 def assert_same(served, expected):
@@ -40,71 +29,117 @@ def assert_same(served, expected):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"inner": "aot_eager"}, {"recorder": GraphTape}],
-    ids=["eager", "aot_eager", "recorded"],
+    ("config", "options"),
+    [
+        (LLAMA, {"inner": "aot_eager", "sizes": [5, 90]}),
+        (DEEPSEEK, {"inner": "aot_eager", "sizes": [90]}),
+        (LLAMA, {"recorder": GraphTape}),
+        (DEEPSEEK, {"recorder": GraphTape}),
+    ],
+    ids=["llama-aot_eager", "deepseek-aot_eager", "llama-recorded", "deepseek-recorded"],
 )
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("config", ZOO, ids=lambda config: config.name)
-def test_pieces_give_the_same_tokens_and_are_traced_once(config, backend, options):
+def test_pieces_give_the_same_tokens(config, options):
     host = Piecewise(**options)
-    assert_same(serve(Engine(config, backend, host)), serve(Engine(config, backend)))
-    splitter = host.runner.splitter
-    assert splitter.num_graphs == 1, "no break, no recompilation"
-    assert splitter.num_pieces == LAYERS + 1
-    assert splitter.num_compiled == (LAYERS + 1) * len(BUCKETS), "all of them while warming up"
+    engine, eager = Engine(config, "intel_amx", host), Engine(config, "intel_amx")
+    assert_same(serve(engine), serve(eager))
+    assert_same(speculate(engine), speculate(eager))
+    assert host.runner.splitter.num_compiled == (LAYERS + 1) * len(options.get("sizes", BUCKETS))
 
 
-@pytest.mark.parametrize("config", ZOO, ids=lambda config: config.name)
-def test_a_whole_compiled_model_gives_the_same_tokens(config):
-    def host(engine, input_ids, batch):
-        if not compiled:
-            compiled.append(torch.compile(engine.model, backend="aot_eager", fullgraph=True, dynamic=True))
-        engine.backend.init_forward_metadata(batch)
-        with torch.no_grad(), forward_context(batch, engine.layers):
-            return compiled[0](input_ids, batch.positions)
+def test_fifty_batches_in_the_same_buckets_break_no_graph_and_compile_nothing_anew():
+    """Asked of the compiler itself, while lengths, requests and the number of tokens change at every step."""
+    engine, eager = Engine(LLAMA, "intel_amx", Piecewise()), Engine(LLAMA, "intel_amx")
+    engine.add(prompt(3, 0))
+    engine.finish(0)
+    compiled = engine.host.runner.splitter.num_compiled
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        result = churn(engine, 50)
+    assert_same(result, churn(eager, 50))
+    assert len(result[1]) == 50
+    assert not counters["graph_break"] and not counters["recompiles"]
+    assert counters["stats"]["unique_graphs"] == engine.host.runner.splitter.num_graphs == 1
+    assert engine.host.runner.splitter.num_compiled == compiled == (LAYERS + 1) * len(BUCKETS)
 
-    compiled: list = []
-    assert_same(serve(Engine(config, "intel_amx", host)), serve(Engine(config, "intel_amx")))
 
-
-def test_pieces_hold_no_attention():
+def test_pieces_hold_no_attention_and_the_split_point_has_a_name():
     seen = []
 
     def inner(graph, example_inputs):
         seen.append([str(node.target) for node in graph.graph.nodes])
         return graph
 
-    engine = Engine(ZOO[0], "intel_amx", Piecewise(inner=inner))
+    engine = Engine(LLAMA, "intel_amx", Piecewise(inner=inner))
     engine.add(prompt(5, 0))
     assert seen
     assert not any("unified_attention" in target for targets in seen for target in targets)
+    namespace, _, name = SPLIT_OP.partition("::")
+    assert getattr(getattr(torch.ops, namespace), name)._qualified_op_name == SPLIT_OP
 
 
-def test_verify_steps_run_in_pieces():
-    def run(host):
-        engine = Engine(ZOO[0], "intel_amx", host)
-        engine.add(prompt(9, 0), prompt(40, 1))
-        logits = [engine.verify([prompt(2, 10 + i), prompt(2, 20 + i)]) for i in range(3)]
-        return [request.tokens for request in engine.running], logits
+def test_a_compilers_graph_holds_one_split_point_per_layer_with_what_it_writes():
+    """What vLLM's or any other backend looks for: the op, by name, with `output` and the caches' byte as arguments."""
+    found = []
 
-    assert_same(run(Piecewise()), run(run_eager))
+    def backend(graph, example_inputs):
+        found.extend(node for node in graph.graph.nodes if getattr(node.target, "_qualified_op_name", "") == SPLIT_OP)
+        return graph
+
+    engine, input_ids, batch = engine_and_batch()
+    compiled = torch.compile(engine.model, backend=backend, fullgraph=True)
+    engine.backend.init_forward_metadata(batch)
+    with torch.no_grad(), forward_context(batch, collect_layers(engine.model)):
+        compiled(input_ids, batch.positions)
+    assert [node.args[5] for node in found] == list(range(LAYERS))
+    assert all(node.args[3].target == "new_empty" for node in found)
 
 
-def test_a_batch_above_the_buckets_says_so():
-    engine = Engine(ZOO[0], "intel_amx", Piecewise())
-    with pytest.raises(ValueError, match="91 tokens, the largest bucket 90"):
-        engine.add(prompt(91, 0))
-    with pytest.raises(ValueError, match="2 tokens or more"):
-        PiecewiseRunner(engine.model, [1])
+def test_named_inputs_and_several_results():
+    class Draft(torch.nn.Module):
+        def __init__(self, whole):
+            super().__init__()
+            self.whole = whole
+
+        def forward(self, input_ids, positions, hidden, scale):
+            logits = self.whole(input_ids, positions)
+            return logits * scale + hidden, hidden.sum(1)
+
+    engine, input_ids, batch = engine_and_batch()
+    inputs = {"hidden": StaticInput((VOCAB,)), "scale": StaticInput((1,), per="step")}
+    runner = PiecewiseRunner(Draft(engine.model), engine.backend, sizes=[2, 4], inputs=inputs)
+    runner.capture()
+    hidden, scale = torch.randn(2, VOCAB), torch.tensor([2.0])
+    logits, sums = runner.replay(input_ids, batch, hidden=hidden, scale=scale)
+    torch.testing.assert_close(logits, run_eager(engine, input_ids, batch) * scale + hidden)
+    torch.testing.assert_close(sums, hidden.sum(1))
+    with pytest.raises(ValueError, match="the step misses hidden, scale"):
+        runner.replay(input_ids, batch)
+    assert runner.splitter.num_graphs == 1
 
 
-def test_warming_up_stores_nothing_and_reports_progress():
-    engine = Engine(ZOO[0], "intel_amx")
-    seen = []
-    runner = PiecewiseRunner(engine.model, [2, 4])
-    runner.warm_up(lambda *args: seen.append(args))
+def test_a_step_that_no_bucket_serves_says_why_and_what_to_do():
+    engine, input_ids, batch = engine_and_batch()
+    runner = PiecewiseRunner(engine.model, engine.backend, sizes=[2])
+    with pytest.raises(ValueError, match=r"nothing has been compiled yet; call capture\(\)"):
+        runner.replay(input_ids, batch)
+    runner.capture()
+    with pytest.raises(ValueError, match=r"input_ids must have shape \(2,\), got \(1,\)"):
+        runner.replay(input_ids[:1], batch)
+    engine.host = lambda engine, input_ids, batch: runner.replay(input_ids, batch)
+    with pytest.raises(ValueError, match="the batch has 3 tokens, the largest bucket 2; run it eagerly"):
+        engine.add(prompt(3, 0))
+    with pytest.raises(ValueError, match="2 tokens or more, got 1"):
+        PiecewiseRunner(engine.model, engine.backend, sizes=[1])
+    assert PiecewiseRunner(engine.model, engine.backend).sizes[0] == 2
+
+
+def test_compiling_stores_nothing_and_reports_progress_and_memory():
+    engine, seen, used = Engine(LLAMA, "intel_amx"), [], iter(range(1000))
+    options = {"recorder": GraphTape, "used_bytes": lambda: next(used) ** 2}
+    runner = PiecewiseRunner(engine.model, engine.backend, sizes=[2, 4], **options)
+    report = runner.capture(lambda *args: seen.append(args))
     assert seen == [(1, 2, 4), (2, 2, 2)]
+    assert report.pieces == {4: (1, 5, 9), 2: (13, 17, 21)} and report.unit == "tokens"
+    assert "in 3 pieces, at most 0.0 MiB (piece 2)" in str(report)
     assert all(pages.isnan().all() for pages in engine.pool.k_buffer + engine.pool.v_buffer)
 
 
@@ -112,14 +147,14 @@ def test_a_recorded_piece_refuses_inputs_that_moved():
     backend = PiecewiseBackend(recorder=GraphTape)
     compiled = torch.compile(lambda x: x * 2 + 1, backend=backend, fullgraph=True)
     x = torch.ones(3)
-    compiled(x)
+    assert compiled(x).tolist() == [3, 3, 3]
     x.fill_(4)
     assert compiled(x).tolist() == [9, 9, 9]
-    with pytest.raises(ValueError, match="other addresses"):
+    with pytest.raises(ValueError, match=r"other addresses .* copy a step's inputs into tensors that stay"):
         compiled(torch.ones(3))
 
 
 def test_the_logits_of_a_bucket_are_cut_to_the_tokens():
-    engine = Engine(ZOO[0], "intel_amx", Piecewise())
+    engine = Engine(LLAMA, "intel_amx", Piecewise())
     engine.add(prompt(3, 0))
     assert engine.step(ForwardMode.DECODE, engine.running, [1]).shape == (1, VOCAB)

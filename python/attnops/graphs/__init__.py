@@ -1,13 +1,17 @@
 """Steps recorded once and replayed, whole or in pieces, over memory whose addresses never change."""
 
+from attnops.graphs.memory import MemoryReport
 from attnops.graphs.piecewise import PiecewiseRunner
 from attnops.graphs.recorder import CudaGraphs, Recorder, RecorderFactory
-from attnops.graphs.runner import GraphRunner, MemoryReport
-from attnops.graphs.sizes import default_capture_sizes, pad_to_size
-from attnops.graphs.split import PiecewiseBackend
+from attnops.graphs.runner import GraphRunner
+from attnops.graphs.segments import SegmentRunner
+from attnops.graphs.sizes import capture_sizes, pad_to_size, token_buckets
+from attnops.graphs.split import SPLIT_OP, PiecewiseBackend
+from attnops.graphs.static_inputs import StaticInput
 from attnops.graphs.static_step import StaticStep
 
 __all__ = [
+    "SPLIT_OP",
     "CudaGraphs",
     "GraphRunner",
     "MemoryReport",
@@ -15,7 +19,10 @@ __all__ = [
     "PiecewiseRunner",
     "Recorder",
     "RecorderFactory",
+    "SegmentRunner",
+    "StaticInput",
     "StaticStep",
-    "default_capture_sizes",
+    "capture_sizes",
     "pad_to_size",
+    "token_buckets",
 ]

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 
 class Recorder(Protocol):
@@ -21,6 +22,7 @@ class Recorder(Protocol):
 
 
 # Called once per graph. Graphs of one factory may share memory: they are captured largest first and run one at a time.
+# A factory with a pool has `pool_bytes()`, and `borrow(tensor)` for what outlives the region only until the next one.
 RecorderFactory = Callable[[], Recorder]
 
 
@@ -40,6 +42,25 @@ class CudaGraphs:
     def __call__(self) -> Recorder:
         return _CudaGraph(self)
 
+    def pool_bytes(self) -> int:
+        """Device memory that the pool holds, in use or ready for the next graph."""
+        segments = torch.cuda.memory_snapshot()
+        return sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) == tuple(self.pool))
+
+    @staticmethod
+    def borrow(tensor: Tensor) -> Tensor:
+        """The same memory without holding it, so that the pool may give it to what is captured later.
+
+        For memory that a graph writes and something between it and the next graph reads: when all of them run in the
+        order of their capture, nobody else has written it by then.
+        """
+        storage = tensor.untyped_storage()
+        nbytes = storage.nbytes() // tensor.element_size() * tensor.element_size()
+        if not nbytes:
+            return tensor
+        memory = torch.as_tensor(_Address(storage.data_ptr(), nbytes), device=tensor.device)
+        return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
 
 class _CudaGraph:
     def __init__(self, graphs: CudaGraphs) -> None:
@@ -53,3 +74,36 @@ class _CudaGraph:
 
     def replay(self) -> None:
         self._graph.replay()
+
+
+class _Address:
+    """Bytes on a GPU, as torch takes them from other libraries."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def recorder_for(device: torch.device, recorder: RecorderFactory | None) -> RecorderFactory:
+    """The caller's, or CUDA graphs with a pool of their own.
+
+    Raises:
+        ValueError: the device has no graphs.
+    """
+    if recorder is not None:
+        return recorder
+    if device.type != "cuda":
+        raise ValueError(
+            f"attnops: there are no graphs on {device}; run steps eagerly or with PiecewiseRunner, or pass a recorder"
+        )
+    return CudaGraphs(device)
+
+
+def borrower(recorder: RecorderFactory) -> Callable[[Tensor], Tensor]:
+    """The recorder's `borrow`; without a pool, tensors are kept as they are."""
+    return getattr(recorder, "borrow", lambda tensor: tensor)

@@ -1,16 +1,19 @@
-"""Whole steps captured, one graph per batch size: decode, target verify, draft extend of one size."""
+"""Whole steps captured, one graph per batch size: decode, target verify, draft extend."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from attnops.graphs.recorder import CudaGraphs, Recorder, RecorderFactory
-from attnops.graphs.sizes import checked_sizes, default_capture_sizes, pad_to_size
+from attnops.graphs.memory import MemoryMeter, MemoryReport
+from attnops.graphs.progress import Progress, reporting
+from attnops.graphs.recorder import Recorder, RecorderFactory, recorder_for
+from attnops.graphs.sizes import capture_sizes, checked_sizes, pad_to_size
+from attnops.graphs.static_inputs import StaticInput
+from attnops.graphs.static_output import StaticOutput
 from attnops.graphs.static_step import StaticStep
 from attnops.layers import RadixAttention, collect_layers, forward_context
 from attnops.types import AttentionBatch, ForwardMode
@@ -19,49 +22,27 @@ if TYPE_CHECKING:
     from attnops.backends.base import AttentionBackend
     from attnops.pools import KVCache
 
-# model(input_ids [num_tokens], positions [num_tokens], batch) -> [num_tokens, ...]
-StepModel = Callable[[Tensor, Tensor, AttentionBatch], Tensor]
-# progress(graphs captured, graphs in all, size of the last)
-Progress = Callable[[int, int, int], None]
+# model(input_ids [num_tokens], positions [num_tokens], batch, **inputs) -> [num_tokens, ...], or tuples, dicts of such
+StepModel = Callable[..., Any]
 
 CAPTURED_MODES = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
 
 
-@dataclass(frozen=True)
-class MemoryReport:
-    """Bytes of device memory.
-
-    Attributes:
-        static: Inputs and outputs, shared by all graphs.
-        graphs: What each capture added, by size, in the order of capture. The first and largest takes what the
-            smaller ones reuse.
-    """
-
-    static: int
-    graphs: dict[int, int]
-
-    @property
-    def total(self) -> int:
-        return self.static + sum(self.graphs.values())
-
-    def __str__(self) -> str:
-        lines = [f"{size:>6} requests: {taken / 2**20:8.1f} MiB" for size, taken in self.graphs.items()]
-        return "\n".join([*lines, f"static inputs and outputs: {self.static / 2**20:.1f} MiB"])
-
-
 class GraphRunner:
-    """Captures a model's uniform steps, one graph per batch size, and replays them for any lengths and requests.
+    """Captures a model's steps of one mode, one graph per batch size, and replays them for any lengths and requests.
 
     Page tables and plans are recorded with the layers, so a replay launches one graph after copying the step's inputs.
 
     Args:
-        model: Called as ``model(input_ids, positions, batch)``; gives one row per token.
+        model: Called as ``model(input_ids, positions, batch, **inputs)``; gives one row per token.
         backend: Serves the steps; its limits hold the largest graph.
         req_to_token, token_to_kv_pool: Those of every batch to come.
-        sizes: Batch sizes to capture; by default `default_capture_sizes` up to the backend's limit.
+        sizes: Batch sizes to capture; by default `capture_sizes` up to the backend's limit.
         forward_mode: DECODE, TARGET_VERIFY or DRAFT_EXTEND.
-        tokens_per_request: 1 for DECODE.
+        tokens_per_request: 1 for DECODE; of ragged steps the most that a request brings.
         tree: TARGET_VERIFY with a tree mask.
+        ragged: DRAFT_EXTEND in which requests bring different numbers of tokens (those that were accepted).
+        inputs: More inputs of the model, by name: hidden states of a draft model, position offsets, ...
         layers: The model's attention layers by id; collected from a `torch.nn.Module` when None.
         recorder: Makes a recorder per graph; by default CUDA graphs that share one pool.
         padding_row: As of `StaticStep`.
@@ -82,27 +63,17 @@ class GraphRunner:
         forward_mode: ForwardMode = ForwardMode.DECODE,
         tokens_per_request: int = 1,
         tree: bool = False,
+        ragged: bool = False,
+        inputs: Mapping[str, StaticInput] | None = None,
         layers: Mapping[int, RadixAttention] | None = None,
         recorder: RecorderFactory | None = None,
         padding_row: int = 0,
         used_bytes: Callable[[], int] | None = None,
     ) -> None:
-        if forward_mode not in CAPTURED_MODES:
-            names = ", ".join(mode.name for mode in CAPTURED_MODES)
-            raise ValueError(f"attnops: whole steps are captured for {names}, not for {forward_mode.name}")
-        select = getattr(backend, "select", None)  # a hybrid's
-        serving = backend if select is None else select(forward_mode)
-        if not serving.capability.cuda_graph:
-            raise ValueError(f"attnops: steps of backend {serving.name} cannot be captured; use PiecewiseRunner")
-        if layers is None:
-            layers = collect_layers(model) if isinstance(model, torch.nn.Module) else {}
-        if recorder is None:
-            if backend.device.type != "cuda":
-                raise ValueError(f"attnops: there are no graphs on {backend.device}; pass a recorder")
-            recorder = CudaGraphs(backend.device)
-        self._model, self._backend, self._layers, self._recorder = model, backend, layers, recorder
-        most = backend.limits.max_batch_size
-        self.sizes = checked_sizes(default_capture_sizes(most) if sizes is None else sizes)
+        _check_options(backend, forward_mode, tokens_per_request, tree, ragged)
+        self._model, self._backend, self._layers = model, backend, layers_of(model, layers)
+        self._recorder = recorder_for(backend.device, recorder)
+        self.sizes = checked_sizes(capture_sizes(backend.limits.max_batch_size) if sizes is None else sizes)
         backend.init_cuda_graph_state(self.sizes[-1], self.sizes[-1] * tokens_per_request)
         self.static = StaticStep(
             backend,
@@ -114,61 +85,63 @@ class GraphRunner:
             fill_value=backend.get_cuda_graph_seq_len_fill_value(),
             padding_row=padding_row,
             tree=tree,
+            ragged=ragged,
+            inputs=inputs,
         )
-        self._used_bytes = used_bytes or (lambda: _used_bytes(backend.device))
+        self._meter = MemoryMeter(backend.device, used_bytes)
         self._batches = {size: self.static.batch(size) for size in self.sizes}
         self._graphs: dict[int, Recorder] = {}
-        self._taken: dict[int, int] = {}
-        self._out: Tensor | None = None
+        self._out: StaticOutput | None = None
 
     @torch.no_grad()
-    def capture(self, progress: Progress | None = None, warmups: int = 1) -> MemoryReport:
+    def capture(self, progress: Progress | bool = True, warmups: int = 1) -> MemoryReport:
         """Captures every size, largest first, so that smaller graphs find their memory in the pool.
 
         Nothing is stored in the cache meanwhile: all rows are padding.
 
         Args:
-            progress: Called after each graph.
+            progress: True: a tqdm bar, where there are tqdm and a terminal; False: silent; or called after each graph.
             warmups: Steps run before each capture, at least 1: they do what happens once, such as compilation.
         """
         self._graphs.clear()
-        self._taken.clear()
+        self._meter.clear()
         self.static.clear()
-        for done, size in enumerate(reversed(self.sizes), 1):
-            for _ in range(max(1, warmups)):
-                out = self._prepare(size)
-            if self._out is None:
-                self._out = torch.zeros_like(out)
-            before = self._used_bytes()
-            self._graphs[size] = self._capture_one(size)
-            self._taken[size] = self._used_bytes() - before
-            if progress is not None:
-                progress(done, len(self.sizes), size)
+        with reporting(progress, len(self.sizes), f"{self.static.forward_mode.name} graphs") as report:
+            for done, size in enumerate(reversed(self.sizes), 1):
+                for _ in range(max(1, warmups)):
+                    out = self._prepare(size)
+                if self._out is None:
+                    self._out = StaticOutput(out, self._batches[size].num_tokens)
+                del out
+                with self._meter.piece(size):
+                    self._graphs[size] = self._capture_one(size)
+                report(done, len(self.sizes), size)
         return self.memory
 
     @property
     def memory(self) -> MemoryReport:
-        out = 0 if self._out is None else self._out.numel() * self._out.element_size()
-        return MemoryReport(self.static.nbytes() + out, dict(self._taken))
+        out = 0 if self._out is None else self._out.nbytes()
+        return self._meter.report(self.static.nbytes() + out, self._recorder, "requests")
 
     def reason_against(self, batch: AttentionBatch) -> str:
         """Why no graph serves a batch; empty: one does."""
         if not self._graphs:
-            return "nothing has been captured yet"
+            return "nothing has been captured yet; call capture()"
         if pad_to_size(self.sizes, batch.batch_size) is None:
-            return f"the batch has {batch.batch_size} requests, the largest graph {self.sizes[-1]}"
-        return self.static.reason_against(batch)
+            return f"the batch has {batch.batch_size} requests, the largest graph {self.sizes[-1]}; run it eagerly"
+        return self.static.reason_against_batch(batch)
 
     def can_replay(self, batch: AttentionBatch) -> bool:
         return not self.reason_against(batch)
 
     @torch.no_grad()
-    def replay(self, input_ids: Tensor, batch: AttentionBatch) -> Tensor:
+    def replay(self, input_ids: Tensor, batch: AttentionBatch, **inputs: Tensor) -> Any:
         """Runs a step.
 
         Args:
             input_ids: int64 ``[num_tokens]``.
             batch: Its tensors are copied; its `attn_backend` is not used.
+            inputs: Of every `StaticInput`.
 
         Returns:
             ``[num_tokens, ...]``: what the model gives, in memory that the next replay overwrites.
@@ -176,50 +149,62 @@ class GraphRunner:
         Raises:
             ValueError: no graph serves the batch, or it is above the backend's limits; says why.
         """
-        if reason := self.reason_against(batch):
-            raise ValueError(f"attnops: no captured graph serves this batch: {reason}")
-        if tuple(input_ids.shape) != (batch.num_tokens,):
-            raise ValueError(f"attnops: input_ids must have shape {(batch.num_tokens,)}, got {tuple(input_ids.shape)}")
+        reason = self.reason_against(batch) or self.static.reason_against(input_ids, batch, inputs)
+        if reason:
+            raise ValueError(f"attnops: no captured graph serves this step: {reason}")
         self._backend.limits.check(batch)
         size = pad_to_size(self.sizes, batch.batch_size)
         assert size is not None and self._out is not None
-        self.static.fill(input_ids, batch)
+        self.static.fill(input_ids, batch, inputs)
         self._backend.init_forward_metadata_out_graph(self._batches[size])
         self._graphs[size].replay()
-        return self._out[: batch.num_tokens]
+        return self._out.rows(batch.num_tokens)
 
-    def _prepare(self, size: int) -> Tensor:
+    def _prepare(self, size: int) -> Any:
         """One eager step of a size, with the host work that a capture needs."""
         self._backend.init_forward_metadata_out_graph(self._batches[size], in_capture=True)
         return self._step(size)
 
-    def _step(self, size: int) -> Tensor:
+    def _step(self, size: int) -> Any:
         """What a graph holds."""
         batch = self._batches[size]
-        with forward_context(batch, self._layers):
+        input_ids, inputs = self.static.model_inputs(size)
+        with forward_context(batch, self._layers, self._backend):
             self._backend.init_forward_metadata_in_graph(batch)
-            assert batch.positions is not None
-            out = self._model(self.static.input_ids[: batch.num_tokens], batch.positions, batch)
-        if out.shape[0] != batch.num_tokens:
-            raise ValueError(
-                f"attnops: the model gave {out.shape[0]} rows for {batch.num_tokens} tokens; a graph serves batches "
-                "of fewer requests, so it needs a row per token"
-            )
-        return out
+            return self._model(input_ids, batch.positions, batch, **inputs)
 
     def _capture_one(self, size: int) -> Recorder:
         assert self._out is not None
         graph = self._recorder()
         with graph.capture():
-            # Into memory of all graphs' own, so that the pool holds no output per graph.
-            out = self._step(size)
-            self._out[: out.shape[0]].copy_(out)
-            del out
+            self._out.copy_in(self._step(size), self._batches[size].num_tokens)
         return graph
 
 
-def _used_bytes(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free
+def layers_of(model: StepModel, layers: Mapping[int, RadixAttention] | None) -> Mapping[int, RadixAttention]:
+    """The given layers, or those found in the model; a function that is no module passes its batch to its layers."""
+    if layers is not None:
+        return layers
+    return collect_layers(model) if isinstance(model, torch.nn.Module) else {}
+
+
+def _check_options(
+    backend: AttentionBackend, forward_mode: ForwardMode, tokens_per_request: int, tree: bool, ragged: bool
+) -> None:
+    if forward_mode not in CAPTURED_MODES:
+        names = ", ".join(mode.name for mode in CAPTURED_MODES)
+        raise ValueError(
+            f"attnops: whole steps are captured for {names}, not for {forward_mode.name}; SegmentRunner and "
+            "PiecewiseRunner serve it"
+        )
+    serving = getattr(backend, "select", lambda mode: backend)(forward_mode)  # a hybrid's
+    if not serving.capability.cuda_graph:
+        raise ValueError(
+            f"attnops: steps of backend {serving.name} cannot be captured; use SegmentRunner or PiecewiseRunner"
+        )
+    if forward_mode is ForwardMode.DECODE and tokens_per_request != 1:
+        raise ValueError(f"attnops: DECODE brings 1 token per request, got tokens_per_request={tokens_per_request}")
+    if tree and forward_mode is not ForwardMode.TARGET_VERIFY:
+        raise ValueError(f"attnops: tree=True belongs to TARGET_VERIFY, got {forward_mode.name}")
+    if ragged and forward_mode is not ForwardMode.DRAFT_EXTEND:
+        raise ValueError(f"attnops: ragged=True belongs to DRAFT_EXTEND, got {forward_mode.name}")

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx.passes.split_module import split_module
+from torch.utils._pytree import tree_map_only
 
-from attnops.graphs.recorder import Recorder, RecorderFactory
+from attnops.graphs.recorder import Recorder, RecorderFactory, borrower
 
+# Where a model is cut: for the options of other compiler backends, too (vLLM's `splitting_ops`, Inductor's
+# `custom_should_partition_ops`).
 SPLIT_OP = "attnops::unified_attention_with_output"
 
 # A compiler backend: (graph, example inputs) -> callable.
@@ -27,7 +32,9 @@ class PiecewiseBackend:
     Args:
         inner: The compiler of the pieces: "eager", "aot_eager", "inductor", any name that torch knows, or a callable.
         recorder: Makes a recorder per piece and number of tokens; None: pieces are not recorded. Recorded pieces need
-            their inputs where they were at the first call, as `PiecewiseRunner` has them.
+            their inputs where they were at the first call, as `PiecewiseRunner` has them, and run in the order in
+            which they were recorded.
+        measure: Entered around each recording.
 
     Attributes:
         num_graphs: Graphs that torch.compile has handed over: 1 for a model without breaks and recompilations.
@@ -35,9 +42,14 @@ class PiecewiseBackend:
         num_compiled: Compilations of pieces.
     """
 
-    def __init__(self, inner: str | Compiler = "eager", recorder: RecorderFactory | None = None) -> None:
+    def __init__(
+        self,
+        inner: str | Compiler = "eager",
+        recorder: RecorderFactory | None = None,
+        measure: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+    ) -> None:
         self.inner: Compiler = torch._dynamo.lookup_backend(inner) if isinstance(inner, str) else inner
-        self.recorder = recorder
+        self.recorder, self.measure = recorder, measure
         self.num_graphs = self.num_pieces = self.num_compiled = 0
 
     def __call__(self, graph: fx.GraphModule, example_inputs: list[Tensor]) -> Callable[..., Any]:
@@ -97,14 +109,24 @@ class _Piece(torch.nn.Module):
             outs = compiled(*(arg for arg in args if isinstance(arg, Tensor)))
             return outs[0] if is_single else outs
 
-        return run if self._owner.recorder is None else _RecordedPiece(self._owner.recorder, run)
+        recorder = self._owner.recorder
+        return run if recorder is None else _RecordedPiece(recorder, run, self._owner.measure)
 
 
 class _RecordedPiece:
-    """Warmed up and recorded at its first call, replayed from then on; its outputs stay where they are."""
+    """Warmed up and recorded at its first call, replayed from then on; its outputs stay where they are.
 
-    def __init__(self, recorder: RecorderFactory, run: Callable[..., Any]) -> None:
-        self._recorder, self._run = recorder, run
+    The first call hands them out as their owner: later pieces of that step are recorded while they are alive, so the
+    pool gives their memory to none of those. From then on they are borrowed, and other buckets may have the memory.
+    """
+
+    def __init__(
+        self,
+        recorder: RecorderFactory,
+        run: Callable[..., Any],
+        measure: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        self._recorder, self._run, self._measure = recorder, run, measure
         self._graph: Recorder | None = None
         self._addresses: list[int] = []
         self._out: Any = None
@@ -112,15 +134,24 @@ class _RecordedPiece:
     def __call__(self, *args: Any) -> Any:
         addresses = [arg.data_ptr() for arg in args if isinstance(arg, Tensor)]
         if self._graph is None:
-            self._run(*args)
-            graph = self._recorder()
-            with graph.capture():
-                self._out = self._run(*args)
-            self._graph, self._addresses = graph, addresses
+            return self._record(args, addresses)
         if addresses != self._addresses:
-            raise ValueError("attnops: a recorded piece has inputs at other addresses than it was recorded with")
+            raise ValueError(
+                "attnops: a recorded piece has inputs at other addresses than it was recorded with; copy a step's "
+                "inputs into tensors that stay where they are, as PiecewiseRunner does"
+            )
         self._graph.replay()
         return self._out
+
+    def _record(self, args: tuple, addresses: list[int]) -> Any:
+        self._run(*args)
+        graph = self._recorder()
+        with self._measure(), graph.capture():
+            out = self._run(*args)
+        graph.replay()
+        self._graph, self._addresses = graph, addresses
+        self._out = tree_map_only(Tensor, borrower(self._recorder), out)
+        return out
 
 
 def _with_numbers(graph: fx.GraphModule, args: tuple) -> tuple[fx.GraphModule, bool]:

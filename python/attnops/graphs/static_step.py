@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from attnops.graphs.static_inputs import StaticInput, StaticInputs
 from attnops.types import AttentionBatch, ForwardMode
 
 if TYPE_CHECKING:
@@ -17,10 +19,11 @@ NOT_STORED = -1  # the slot of a padding token
 
 
 class StaticStep:
-    """Inputs of uniform steps (decode, verify, draft extend), at addresses that never change.
+    """Inputs of steps of one mode (decode, verify, draft extend), at addresses that never change.
 
     A batch of fewer requests than its graph leaves padding: rows behind it hold `fill_value` as their length, slot -1,
-    so that nothing is stored, and `padding_row` of `req_to_token`.
+    so that nothing is stored, and `padding_row` of `req_to_token`. In ragged steps padding requests bring no token, and
+    tokens behind the batch's own belong to no request.
 
     Args:
         max_batch_size: Requests of the largest graph.
@@ -29,6 +32,8 @@ class StaticStep:
         padding_row: A row of `req_to_token` whose first `fill_value` cells are slots of the pool, anyone's: they are
             only read. Any row of a `ReqToTokenPool` is one.
         tree: The steps have a tree mask.
+        ragged: Requests bring different numbers of tokens, `tokens_per_request` at most.
+        inputs: More inputs of the model, by name.
     """
 
     def __init__(
@@ -43,97 +48,113 @@ class StaticStep:
         fill_value: int,
         padding_row: int = 0,
         tree: bool = False,
+        ragged: bool = False,
+        inputs: Mapping[str, StaticInput] | None = None,
     ) -> None:
         if fill_value < tokens_per_request:
             raise ValueError(f"attnops: fill value {fill_value} is below the {tokens_per_request} tokens per request")
-        device, tokens = backend.device, max_batch_size * tokens_per_request
-
-        def full(size: int, value: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.full((size,), value, dtype=dtype, device=device)
-
         self.backend, self.req_to_token, self.pool = backend, req_to_token, token_to_kv_pool
         self.forward_mode, self.tokens_per_request = forward_mode, tokens_per_request
-        self.input_ids = full(tokens, 0)
-        self.positions = full(tokens, 0)
-        self.out_cache_loc = full(tokens, NOT_STORED)
-        self.req_pool_indices = full(max_batch_size, padding_row)
-        self.cache_seqlens = full(max_batch_size, fill_value, torch.int32)
-        shape = (max_batch_size, tokens_per_request, -(-tokens_per_request // 8))
-        self.tree_mask = torch.zeros(shape, dtype=torch.uint8, device=device) if tree else None
-        self._padding = {"cache_seqlens": fill_value, "req_pool_indices": padding_row, "out_cache_loc": NOT_STORED}
-        self._filled = 0  # requests: rows from here on hold padding, in every graph
+        self.is_ragged = ragged
+        own = {
+            "input_ids": StaticInput(dtype=torch.int64),
+            # A model looks ids and positions up in tables of its own, so those of padding must be in range, too.
+            "positions": StaticInput(dtype=torch.int64),
+            "out_cache_loc": StaticInput(dtype=torch.int64, padding=NOT_STORED),
+            "req_pool_indices": StaticInput(dtype=torch.int64, per="request", padding=padding_row),
+            "cache_seqlens": StaticInput(dtype=torch.int32, per="request", padding=fill_value),
+        }
+        if tree:
+            shape = (tokens_per_request, -(-tokens_per_request // 8))
+            own["tree_mask"] = StaticInput(shape, torch.uint8, per="request")
+        if ragged:
+            own["extend_seq_lens"] = StaticInput(dtype=torch.int32, per="request")
+        inputs = inputs or {}
+        if taken := sorted(own.keys() & inputs.keys()):
+            raise ValueError(f"attnops: {', '.join(taken)} comes with the batch; name the static input otherwise")
+        self._own = tuple(own)
+        self.inputs = StaticInputs(
+            {**own, **inputs}, backend.device, max_batch_size * tokens_per_request, max_batch_size
+        )
+
+    def __getattr__(self, name: str) -> Tensor:
+        """The whole memory of an input."""
+        tensors = self.__dict__["inputs"].tensors if "inputs" in self.__dict__ else {}
+        if name not in tensors:
+            raise AttributeError(name)
+        return tensors[name]
 
     def batch(self, size: int) -> AttentionBatch:
         """The batch of a graph of `size` requests: views of the memory that all share."""
         tokens = size * self.tokens_per_request
+        views = self.inputs.views(tokens, size)
         return AttentionBatch(
             forward_mode=self.forward_mode,
-            req_pool_indices=self.req_pool_indices[:size],
-            cache_seqlens=self.cache_seqlens[:size],
+            req_pool_indices=views["req_pool_indices"],
+            cache_seqlens=views["cache_seqlens"],
             num_tokens=tokens,
             req_to_token=self.req_to_token,
-            out_cache_loc=self.out_cache_loc[:tokens],
-            tokens_per_request=self.tokens_per_request,
-            positions=self.positions[:tokens],
-            tree_mask=None if self.tree_mask is None else self.tree_mask[:size],
+            out_cache_loc=views["out_cache_loc"],
+            tokens_per_request=0 if self.is_ragged else self.tokens_per_request,
+            extend_seq_lens=views.get("extend_seq_lens"),
+            max_seqlen_q=self.tokens_per_request,
+            positions=views["positions"],
+            tree_mask=views.get("tree_mask"),
             token_to_kv_pool=self.pool,
             attn_backend=self.backend,
         )
 
-    def fill(self, input_ids: Tensor, batch: AttentionBatch) -> None:
-        """Copies a step in. Device work only, on the current stream; nothing waits.
+    def model_inputs(self, size: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """Of a graph of `size` requests: ids, and the inputs beside those of the batch."""
+        views = self.inputs.views(size * self.tokens_per_request, size)
+        return views["input_ids"], {name: view for name, view in views.items() if name not in self._own}
 
-        Args:
-            input_ids: int64 ``[num_tokens]``.
-            batch: With `positions` and `out_cache_loc`, of a `reason_against` that is empty.
-        """
-        size, tokens = batch.batch_size, batch.num_tokens
-        assert batch.positions is not None and batch.out_cache_loc is not None, "reason_against has checked"
-        self.input_ids[:tokens].copy_(input_ids, non_blocking=True)
-        self.positions[:tokens].copy_(batch.positions, non_blocking=True)
-        self.out_cache_loc[:tokens].copy_(batch.out_cache_loc, non_blocking=True)
-        self.req_pool_indices[:size].copy_(batch.req_pool_indices, non_blocking=True)
-        self.cache_seqlens[:size].copy_(batch.cache_seqlens, non_blocking=True)
-        if self.tree_mask is not None and batch.tree_mask is not None:
-            self.tree_mask[:size].copy_(batch.tree_mask, non_blocking=True)
-        if size < self._filled:  # only rows that the last step used and this one does not
-            self._pad(size, self._filled)
-        self._filled = size
+    def fill(self, input_ids: Tensor, batch: AttentionBatch, inputs: Mapping[str, Tensor]) -> None:
+        """Copies a step in, of a `reason_against` that is empty. Device work on the current stream; nothing waits."""
+        self.inputs.fill(self._values(input_ids, batch, inputs), batch.num_tokens, batch.batch_size)
 
     def clear(self) -> None:
         """Padding everywhere, as before the first step."""
-        self._pad(0, self.cache_seqlens.shape[0])
-        self._filled = 0
+        self.inputs.clear()
 
-    def reason_against(self, batch: AttentionBatch) -> str:
-        """Why a batch cannot be copied in; empty: it can."""
-        got = (batch.forward_mode.name, batch.tokens_per_request)
-        here = (self.forward_mode.name, self.tokens_per_request)
-        if got != here:
-            return f"the graphs are of {here[0]} with {here[1]} tokens per request, the batch is {got[0]} with {got[1]}"
+    def reason_against(self, input_ids: Tensor, batch: AttentionBatch, inputs: Mapping[str, Tensor]) -> str:
+        """Why a step cannot be copied in; empty: it can."""
+        if reason := self.reason_against_batch(batch):
+            return reason
+        values = self._values(input_ids, batch, inputs)
+        return self.inputs.reason_against(values, batch.num_tokens, batch.batch_size)
+
+    def reason_against_batch(self, batch: AttentionBatch) -> str:
+        """Why no step of a batch can be; empty: its ids and inputs decide."""
+        here = f"the graphs are of {self.forward_mode.name}"
+        if batch.forward_mode is not self.forward_mode:
+            return f"{here}, the batch is {batch.forward_mode.name}; a runner serves one mode"
+        if self.is_ragged and batch.is_uniform:
+            return f"{here} with ragged=True, the batch is uniform; give it extend_seq_lens, not tokens_per_request"
+        if not self.is_ragged and batch.tokens_per_request != self.tokens_per_request:
+            got = f"{batch.tokens_per_request} tokens per request" if batch.is_uniform else "a ragged batch"
+            return f"{here} with {self.tokens_per_request} tokens per request, got {got}"
+        if self.is_ragged and batch.max_seqlen_q > self.tokens_per_request:
+            return (
+                f"a request of the batch may bring {batch.max_seqlen_q} tokens, the graphs hold "
+                f"{self.tokens_per_request} of each; set max_seqlen_q to the largest of extend_seq_lens"
+            )
         for name in ("positions", "out_cache_loc"):
             if getattr(batch, name) is None:
                 return f"the batch has no {name}"
-        if (batch.tree_mask is None) != (self.tree_mask is None):
-            which = "without" if self.tree_mask is None else "with"
-            return f"the graphs were captured {which} a tree mask"
+        has_tree = "tree_mask" in self.inputs.declared
+        if (batch.tree_mask is None) == has_tree:
+            return f"the graphs were captured {'with' if has_tree else 'without'} a tree mask (GraphRunner's tree=...)"
         table = batch.req_to_token
         if table is None or table.data_ptr() != self.req_to_token.data_ptr() or table.shape != self.req_to_token.shape:
-            return "the batch has another req_to_token than the graphs read"
+            return "the batch has another req_to_token than the graphs read; keep one table and change its cells"
         if batch.token_to_kv_pool is not self.pool:
-            return "the batch has another token_to_kv_pool than the graphs read"
+            return "the batch has another token_to_kv_pool than the graphs read; capture again for another pool"
         return ""
 
     def nbytes(self) -> int:
-        tensors = (self.input_ids, self.positions, self.out_cache_loc, self.req_pool_indices, self.cache_seqlens)
-        trees = () if self.tree_mask is None else (self.tree_mask,)
-        return sum(t.numel() * t.element_size() for t in (*tensors, *trees))
+        return self.inputs.nbytes()
 
-    def _pad(self, begin: int, end: int) -> None:
-        per_request = self.tokens_per_request
-        for name, value in self._padding.items():
-            rows = per_request if name == "out_cache_loc" else 1
-            getattr(self, name)[begin * rows : end * rows].fill_(value)
-        # A model looks these up in tables of its own, so they must be in range.
-        self.input_ids[begin * per_request : end * per_request].zero_()
-        self.positions[begin * per_request : end * per_request].zero_()
+    def _values(self, input_ids: Tensor, batch: AttentionBatch, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        own = {name: input_ids if name == "input_ids" else getattr(batch, name) for name in self._own}
+        return {**own, **inputs}

@@ -1,0 +1,102 @@
+"""Inputs at addresses that never change: a graph sees as many rows of each as it has, a step fills those it brings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+KINDS = ("token", "request", "step")
+
+
+@dataclass(frozen=True)
+class StaticInput:
+    """An input of captured steps beside ids and positions: hidden states of a draft model, position offsets, ...
+
+    Args:
+        shape: Of a row; of the whole input when it is per step.
+        dtype: Exactly that of the tensors to come.
+        per: "token" or "request": as many rows as the step has; "step": one tensor of `shape`.
+        padding: What rows behind the step's own hold. The model computes them, too, and nobody reads the result.
+    """
+
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+    per: str = "token"
+    padding: float = 0
+
+    def __post_init__(self) -> None:
+        if self.per not in KINDS:
+            raise ValueError(f"attnops: per must be one of {', '.join(KINDS)}, got {self.per!r}")
+
+
+class StaticInputs:
+    """The memory of some `StaticInput`, shared by graphs of all sizes.
+
+    Args:
+        declared: By name.
+        max_tokens, max_requests: Of the largest graph.
+    """
+
+    def __init__(
+        self, declared: Mapping[str, StaticInput], device: torch.device, max_tokens: int, max_requests: int
+    ) -> None:
+        self.declared = dict(declared)
+        self._rows = {"token": max_tokens, "request": max_requests}
+        self._filled = {"token": 0, "request": 0}  # rows from here on hold padding, in every graph
+        self.tensors: dict[str, Tensor] = {}
+        for name, one in self.declared.items():
+            shape = one.shape if one.per == "step" else (self._rows[one.per], *one.shape)
+            self.tensors[name] = torch.full(shape, one.padding, dtype=one.dtype, device=device)
+
+    def views(self, tokens: int, requests: int) -> dict[str, Tensor]:
+        """Of a graph of so many tokens and requests."""
+        counts = {"token": tokens, "request": requests}
+        return {
+            name: tensor if self.declared[name].per == "step" else tensor[: counts[self.declared[name].per]]
+            for name, tensor in self.tensors.items()
+        }
+
+    def reason_against(self, values: Mapping[str, Tensor], tokens: int, requests: int) -> str:
+        """Why values cannot be copied in; empty: they can."""
+        if values.keys() != self.declared.keys():
+            missing, unknown = self.declared.keys() - values.keys(), values.keys() - self.declared.keys()
+            what = f"misses {', '.join(sorted(missing))}" if missing else f"has unknown {', '.join(sorted(unknown))}"
+            return f"the step {what}; the static inputs are {', '.join(self.declared) or 'none'} (inputs=...)"
+        counts = {"token": (tokens,), "request": (requests,), "step": ()}
+        for name, one in self.declared.items():
+            value, shape = values[name], (*counts[one.per], *one.shape)
+            if tuple(value.shape) != shape:
+                return f"{name} must have shape {shape}, got {tuple(value.shape)}"
+            # Integers may be of either width: engines differ, and no value that fits changes.
+            if value.dtype != one.dtype and not {value.dtype, one.dtype} <= {torch.int32, torch.int64}:
+                return f"{name} must be {one.dtype}, got {value.dtype}"
+        return ""
+
+    def fill(self, values: Mapping[str, Tensor], tokens: int, requests: int) -> None:
+        """Copies a step in, of a `reason_against` that is empty. Device work on the current stream; nothing waits.
+
+        Rows that an earlier step used and this one does not become padding again.
+        """
+        counts = {"token": tokens, "request": requests}
+        for name, value in values.items():
+            one, tensor = self.declared[name], self.tensors[name]
+            if one.per == "step":
+                tensor.copy_(value, non_blocking=True)
+                continue
+            count, filled = counts[one.per], self._filled[one.per]
+            tensor[:count].copy_(value, non_blocking=True)
+            if count < filled:
+                tensor[count:filled].fill_(one.padding)
+        self._filled = counts
+
+    def clear(self) -> None:
+        """Padding everywhere, as before the first step."""
+        for name, tensor in self.tensors.items():
+            tensor.fill_(self.declared[name].padding)
+        self._filled = {"token": 0, "request": 0}
+
+    def nbytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())

@@ -1,0 +1,138 @@
+"""Whole models, every backend that serves them, every host: eager, compiled, in pieces, in segments, captured.
+
+All give the tokens of the eager model, while lengths, tables and requests change at every step: prompts, decode, verify
+with chains and trees, draft extend with equal and unequal counts.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from attnops.backends import get_backend_class, registered_names
+from attnops.types import ForwardMode
+from graph_hosts import BUCKETS, Captured, Compiled, Piecewise, Segments
+from model_zoo import LAYERS, PAGE_SIZE, ZOO, Engine, TinyModel, run_eager, serve, speculate
+
+CONFIGS = {config.name: config for config in ZOO}
+# Of backends that do not take what the zoo has by default, float32 in pages of 16.
+FORMS = {
+    "flashmla": (torch.bfloat16, 64),
+    "cutlass_mla": (torch.bfloat16, 128),
+    "trtllm_mla": (torch.float16, 32),
+}
+
+
+def form(backend: str) -> dict:
+    dtype, page_size = FORMS.get(backend, (torch.float32, PAGE_SIZE))
+    return {"dtype": dtype, "page_size": page_size}
+
+
+def served() -> list[tuple[str, str]]:
+    """(model, backend) wherever the capability says that decode works, and the CPU runs the backend's ops."""
+    found = []
+    for backend in registered_names():
+        capability = get_backend_class(backend).capability
+        for config in ZOO:
+            reasons = capability.reasons_against(config.spec(**form(backend)), [ForwardMode.DECODE])
+            if "cpu" in capability.devices and not reasons:
+                found.append((config.name, backend))
+    return found
+
+
+def run(config: str, backend: str, host=run_eager, *, ragged: bool = True, **options):
+    """Tokens and logits of both scenarios, one after the other on one engine."""
+    engine = Engine(CONFIGS[config], backend, host, **form(backend), **options)
+    served, speculated = serve(engine), speculate(engine, ragged)
+    return served[0] + speculated[0], served[1] + speculated[1]
+
+
+@functools.cache
+def eager(config: str, backend: str, ragged: bool = True):
+    return run(config, backend, ragged=ragged)
+
+
+def assert_close(config: str, backend: str, result) -> None:
+    """The same tokens. Products of other heights round otherwise, so logits of padded steps are only close."""
+    (tokens, logits), (expected_tokens, expected) = result, eager(config, backend)
+    assert tokens == expected_tokens
+    bound = 1e-4 if form(backend)["dtype"] == torch.float32 else 3e-2
+    for a, b in zip(logits, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=bound, atol=bound)
+
+
+def assert_equal(result, expected) -> None:
+    assert result[0] == expected[0]
+    assert all(torch.equal(a, b) for a, b in zip(result[1], expected[1], strict=True))
+
+
+@pytest.mark.parametrize(("config", "backend"), served())
+def test_whole_steps_of_every_size_equal_eager_bit_for_bit(config, backend):
+    """Ragged steps are always padded, so they have no part in this."""
+    host = Captured()
+    assert_equal(run(config, backend, host, ragged=False), eager(config, backend, ragged=False))
+    assert host.replays == 15 + 9, "all but the prompts"
+    kinds = {(mode.name, tree) for mode, _, tree in host.runners}
+    assert kinds == {("DECODE", False), ("TARGET_VERIFY", False), ("TARGET_VERIFY", True), ("DRAFT_EXTEND", False)}
+
+
+@pytest.mark.parametrize(("config", "backend"), served())
+def test_whole_steps_padded_to_a_few_sizes_give_the_same_tokens(config, backend):
+    host = Captured(sizes=[3, 8])
+    assert_close(config, backend, run(config, backend, host))
+    assert any(runner.static.is_ragged for runner in host.runners.values())
+
+
+@pytest.mark.parametrize(("config", "backend"), served())
+def test_segments_of_every_size_equal_eager_bit_for_bit(config, backend):
+    sizes = set()
+
+    def count(engine, input_ids, batch):
+        sizes.add(batch.num_tokens)
+        return run_eager(engine, input_ids, batch)
+
+    expected = run(config, backend, count)
+    host = Segments(sizes)
+    assert_equal(run(config, backend, host), expected)
+    assert host.replays > 15 + 9, "prompts, too"
+
+
+@pytest.mark.parametrize(("config", "backend"), served())
+def test_segments_padded_to_buckets_give_the_same_tokens(config, backend):
+    assert_close(config, backend, run(config, backend, Segments()))
+
+
+def compiled_once() -> list:
+    """Models, and all backends that serve a form of one: pieces of a model know no backend."""
+    groups: dict[tuple, list[str]] = {}
+    for config, backend in served():
+        groups.setdefault((config, form(backend)["dtype"]), []).append(backend)
+    return [
+        pytest.param(config, backends, id=f"{config}-{str(dtype).removeprefix('torch.')}")
+        for (config, dtype), backends in groups.items()
+    ]
+
+
+@pytest.fixture
+def fresh_compiler():
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(("config", "backends"), compiled_once())
+def test_compiled_pieces_give_the_same_tokens(config, backends, fresh_compiler):
+    host = Piecewise()
+    model = TinyModel(CONFIGS[config], form(backends[0])["dtype"])
+    for backend in backends:
+        assert_close(config, backend, run(config, backend, host, model=model))
+    splitter = host.runner.splitter
+    assert splitter.num_graphs == 1, "no break, no recompilation"
+    assert splitter.num_pieces == LAYERS + 1
+    assert splitter.num_compiled == (LAYERS + 1) * len(BUCKETS), "all of them before the first step"
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_whole_compiled_model_gives_the_same_tokens(config, fresh_compiler):
+    host, model = Compiled(), TinyModel(CONFIGS[config])
+    for backend in ("intel_amx", "torch_native"):
+        assert_close(config, backend, run(config, backend, host, model=model))
