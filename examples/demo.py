@@ -4,6 +4,7 @@ Every token is checked against plain PyTorch with contiguous keys and values; a 
 
     python examples/demo.py                     # the best backend of this machine
     python examples/demo.py --backend torch_native --requests 4
+    python examples/demo.py --graphs full       # decode steps in CUDA graphs; also segments, piecewise
     python examples/demo.py --corrupt-page      # spoils one cached page while serving: the check must fail
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -27,7 +29,7 @@ from attnops.backends.select import candidates, reasons_against
 from attnops.types import AttentionSpec
 from models import GqaModel, ModelConfig, encode, load_model
 from prompts import PROMPTS
-from serving import CheckFailed, Engine, ModelRunner, Request, Step, check_requests
+from serving import MODES, CheckFailed, Engine, ModelRunner, Request, Step, check_requests
 from serving.display import Display
 from tqdm import tqdm
 
@@ -47,6 +49,10 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="auto", help="auto: cuda where there is one, else cpu")
     auto = "auto: float32 on a CPU, where tokens must be the same; bfloat16 on a GPU"
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help=auto)
+    graphs = "how steps run: full, segments (CUDA only), piecewise (torch.compile), off (eagerly)"
+    parser.add_argument("--graphs", default="off", choices=MODES, help=graphs)
+    compilers = ["eager", "aot_eager", "inductor"]
+    parser.add_argument("--compiler", default="eager", choices=compilers, help="of the pieces of --graphs piecewise")
     parser.add_argument("--requests", type=int, default=len(PROMPTS), help="how many; prompts repeat beyond 10")
     parser.add_argument("--max-new-tokens", type=int, default=200, help="of the longest request")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: greedy")
@@ -60,9 +66,9 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--corrupt-page", action="store_true", help="spoil one cached page, to see the check fail")
     parser.add_argument("--quiet", action="store_true", help="results only")
     options = parser.parse_args(arguments)
-    check_options(parser, options)
     if options.device == "auto":
         options.device = "cuda" if torch.cuda.is_available() else "cpu"
+    check_options(parser, options)
     if options.dtype == "auto":
         options.dtype = "bfloat16" if torch.device(options.device).type == "cuda" else "float32"
     options.dtype = getattr(torch, options.dtype)
@@ -72,9 +78,18 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
 def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Ends the program with a message when the options fit no run."""
     names = ["auto", *registered_names(), *NOT_BUILT]
+    on_cuda = torch.device(options.device).type == "cuda"
     room = CONTEXT - max(len(encode(prompt.text)) for prompt in PROMPTS)
     for holds, message in (
         (options.backend in names, f"--backend must be one of {', '.join(names)}"),
+        (
+            on_cuda or options.graphs in ("piecewise", "off"),
+            f"--graphs {options.graphs} records CUDA graphs, but --device is {options.device}; use piecewise or off",
+        ),
+        (
+            options.compiler == "eager" or options.graphs == "piecewise",
+            f"--compiler {options.compiler} compiles pieces: it needs --graphs piecewise",
+        ),
         (options.requests > 0, "--requests must be at least 1"),
         (0 < options.max_new_tokens <= room, f"--max-new-tokens must be from 1 to {room}"),
         (options.page_size > 0, "--page-size must be at least 1"),
@@ -113,6 +128,8 @@ def serve(kind: str, options: argparse.Namespace) -> None:
         max_requests=options.max_batch,
         chunk=options.chunk,
         backend=options.backend,
+        graphs=options.graphs,
+        compiler=options.compiler,
     )
     config = model.config
     heads = f"{config.num_heads} query heads" + (
@@ -129,6 +146,7 @@ def serve(kind: str, options: argparse.Namespace) -> None:
     say_backend(runner.selection, runner.spec, options)
     size = runner.pool.nbytes() / 2**20
     line("cache", f"{runner.pool.num_pages} pages of {options.page_size} tokens for all layers, {size:.0f} MiB")
+    say_graphs(runner, options)
     requests = make_requests(options)
     line("requests", f"{len(requests)}, arriving while others run; at most {options.chunk} tokens per step\n")
 
@@ -197,6 +215,22 @@ def say_backend(selection: Selection, spec: AttentionSpec, options: argparse.Nam
             )
 
 
+def say_graphs(runner: ModelRunner, options: argparse.Namespace) -> None:
+    """Captures, and says what that took."""
+    begin = time.perf_counter()
+    report = runner.capture(progress=not options.quiet)
+    if report is None:
+        return
+    seconds = time.perf_counter() - begin
+    what = {
+        "full": "decode steps are replayed whole, steps with prompts run eagerly",
+        "segments": "every step is replayed in segments around eager attention",
+        "piecewise": f"every step runs in pieces compiled by {options.compiler!r} around eager attention",
+    }[options.graphs]
+    recorded = f", {report.total / 2**20:.0f} MiB" if report.pieces else ""
+    line("graphs", f"{what}; {len(runner.graphs.sizes)} sizes in {seconds:.1f} s{recorded}")
+
+
 def say_figures(engine: Engine, requests: list[Request], seconds: float) -> None:
     stats, scheduler = engine.stats, engine.scheduler
     written = sum(len(request.output) for request in requests)
@@ -205,13 +239,21 @@ def say_figures(engine: Engine, requests: list[Request], seconds: float) -> None
     line(
         "served", f"{len(requests)} requests, up to {stats.most_running} at a time, {written} bytes in {seconds:.1f} s"
     )
-    for name, tokens, steps, spent in (
-        ("prefill", stats.prefill_tokens + stats.prefill_rode_along, stats.prefill_steps, stats.prefill_seconds),
-        ("decode", stats.decode_tokens, stats.decode_steps, stats.decode_seconds),
+    for name, tokens, steps, spent, of_model in (
+        (
+            "prefill",
+            stats.prefill_tokens + stats.prefill_rode_along,
+            stats.prefill_steps,
+            stats.prefill_seconds,
+            stats.prefill_model_seconds,
+        ),
+        ("decode", stats.decode_tokens, stats.decode_steps, stats.decode_seconds, stats.decode_model_seconds),
     ):
         beside = f"; {stats.prefill_rode_along} of them decoded beside prompts" if name == "prefill" else ""
         rate = tokens / spent if spent else 0
         line(name, f"{rate:.0f} tokens/s ({tokens} tokens in {steps} steps and {spent:.1f} s{beside})")
+        if of_model:
+            line("", f"a step of the model takes {statistics.median(of_model) * 1e3:.2f} ms (median)")
     line(
         "pages",
         f"{stats.peak_request_pages} held by running requests at most, {stats.peak_pages} with those kept for reuse, "

@@ -2,12 +2,14 @@
 
 from .check import CheckFailed, CheckResult, check_request, check_requests
 from .engine import Engine, Stats
+from .graphs import MODES
 from .prefix_cache import PrefixCache
 from .request import Request
 from .runner import ModelRunner
 from .scheduler import Scheduler, Step
 
 __all__ = [
+    "MODES",
     "CheckFailed",
     "CheckResult",
     "Engine",

@@ -22,6 +22,8 @@ class Stats:
     Attributes:
         prefill_tokens, prefill_rode_along, prefill_seconds: Prompt tokens computed, decode tokens in the same steps.
         decode_tokens, decode_seconds: Of steps in which every request brings one token.
+        prefill_model_seconds, decode_model_seconds: Of each step, what the model took, up to logits on the host;
+            sampling and scheduling are not in it.
         peak_pages, peak_request_pages: In use at most; of these, held by running requests at most.
     """
 
@@ -37,14 +39,17 @@ class Stats:
     peak_pages: int = 0
     peak_request_pages: int = 0
     most_running: int = 0
+    prefill_model_seconds: list[float] = dataclasses.field(default_factory=list)
+    decode_model_seconds: list[float] = dataclasses.field(default_factory=list)
 
-    def add(self, step: Step, seconds: float) -> None:
+    def add(self, step: Step, seconds: float, model_seconds: float) -> None:
         self.steps += 1
         self.most_running = max(self.most_running, len(step.shares))
         if step.forward_mode is ForwardMode.DECODE:
             self.decode_steps += 1
             self.decode_tokens += step.num_tokens
             self.decode_seconds += seconds
+            self.decode_model_seconds.append(model_seconds)
             return
         riding = sum(share.begin >= len(share.request.prompt) for share in step.shares)
         self.prefill_steps += 1
@@ -52,6 +57,7 @@ class Stats:
         self.prefill_tokens += step.num_tokens - riding
         self.prefill_rode_along += riding
         self.prefill_seconds += seconds
+        self.prefill_model_seconds.append(model_seconds)
 
 
 class Engine:
@@ -94,7 +100,9 @@ class Engine:
         stats, scheduler = self.stats, self.scheduler
         stats.peak_pages = max(stats.peak_pages, scheduler.pages_in_use)
         stats.peak_request_pages = max(stats.peak_request_pages, scheduler.pages_of_requests)
+        before = time.perf_counter()
         logits = self.runner.run(step)
+        model_seconds = time.perf_counter() - before
         scheduler.commit(step)
         for share, row in zip(step.shares, logits):
             request = share.request
@@ -105,4 +113,4 @@ class Engine:
             request.append(sample(row, request.temperature, request.generator, request.top_p), END_OF_TEXT)
             if request.finish_reason:
                 scheduler.finish(request)
-        stats.add(step, time.perf_counter() - begin)
+        stats.add(step, time.perf_counter() - begin, model_seconds)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 from attnops.backends import Selection, detect_machine, select, select_backend
-from attnops.layers import RadixAttention
+from attnops.graphs import MemoryReport
 from attnops.pools import KVCache, MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
 from attnops.types import AttentionBatch, AttentionSpec, Limits
-from models import GqaModel, MlaAttention, MlaModel
+from models import GqaModel, MlaModel
 from torch import Tensor
 
+from .graphs import make_graphs
+from .model import PagedModel
 from .scheduler import Step
 
 
@@ -21,6 +23,7 @@ class ModelRunner:
         pool_tokens: Token slots of the cache.
         max_requests, chunk: Most requests and tokens per step.
         backend: Name of an attention backend; "auto": the best that this machine has.
+        graphs, compiler: As of `make_graphs`.
     """
 
     def __init__(
@@ -32,6 +35,8 @@ class ModelRunner:
         max_requests: int,
         chunk: int,
         backend: str = "auto",
+        graphs: str = "off",
+        compiler: str = "eager",
     ) -> None:
         self.model = model
         weight = model.embedding.weight
@@ -44,19 +49,16 @@ class ModelRunner:
         self.backend = select_backend(self.spec, limits, self.device, attention_backend=wanted)
         self.rows = ReqToTokenPool(max_requests, context, self.device)
         self.pool = make_pool(model, pool_tokens, page_size, weight.dtype, self.device)
-        self.layers = [
-            RadixAttention(
-                self.spec.num_q_heads,
-                self.spec.head_dim,
-                model.config.softmax_scale,
-                self.spec.num_kv_heads,
-                layer_id,
-                v_head_dim=self.spec.v_head_dim,
-            )
-            for layer_id in range(model.config.num_layers)
-        ]
+        self.paged_model = PagedModel(model, self.spec)
+        self.graphs = make_graphs(
+            graphs, self.paged_model, self.backend, self.rows, self.pool, chunk=chunk, compiler=compiler
+        )
 
-    @torch.inference_mode()
+    def capture(self, progress: bool = True) -> MemoryReport | None:
+        """Once, before the first step: what the graphs take; None: there are none."""
+        return None if self.graphs is None else self.graphs.capture(progress)
+
+    @torch.no_grad()
     def run(self, step: Step) -> Tensor:
         """Logits after the last token of each share: float32 ``[len(step.shares), vocab_size]``, host."""
         shares = step.shares
@@ -77,23 +79,13 @@ class ModelRunner:
             token_to_kv_pool=self.pool,
             attn_backend=self.backend,
         )
-        self.backend.init_forward_metadata(batch)
-        hidden = self.model.hidden(self._put(torch.tensor(token_ids)), batch.positions, self._attend(batch))
-        last = self._put(lengths.cumsum(0) - 1)
-        return self.model.output(hidden[last]).float().cpu()
-
-    def _attend(self, batch: AttentionBatch):
-        """The `attend` that the model calls, for one step."""
-
-        def attend_gqa(layer_id: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self.layers[layer_id](q, k, v, batch).unflatten(-1, (self.spec.num_q_heads, -1))
-
-        def attend_mla(layer: MlaAttention, q_nope: Tensor, q_pe: Tensor, latent: Tensor, k_pe: Tensor) -> Tensor:
-            q = layer.absorb_query(q_nope)
-            out = self.layers[layer.layer_id](q, latent, None, batch, q_rope=q_pe, k_rope=k_pe)
-            return layer.expand_output(out.unflatten(-1, (self.spec.num_q_heads, -1)))
-
-        return attend_mla if self.spec.is_mla else attend_gqa
+        ids = self._put(torch.tensor(token_ids))
+        if self.graphs is not None and self.graphs.can_replay(batch):
+            logits = self.graphs.replay(ids, batch)
+        else:
+            self.backend.init_forward_metadata(batch)
+            logits = self.paged_model(ids, batch.positions, batch)
+        return logits[self._put(lengths.cumsum(0) - 1)].cpu()
 
     def _put(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, non_blocking=True)

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
@@ -22,6 +23,15 @@ def test_serves_and_checks(kind, capfd):
     assert re.search(r"prefixes +1024 of 2841 prompt tokens came from the cache", out)
     assert re.search(r"backend +\w+: the first in order of preference", out)
     assert "\r" not in out, "a log gets whole lines"
+
+
+def test_serves_in_compiled_pieces(capfd):
+    torch._dynamo.reset()
+    assert demo.main([*FEW, "--models", "gqa", "--no-encoder", "--chunk", "32", "--graphs", "piecewise"]) == 0
+    out, _ = capfd.readouterr()
+    assert re.search(r"graphs +every step runs in pieces compiled by 'eager' around eager attention; \d+ sizes in", out)
+    assert re.search(r"check +all 16 tokens are those of plain PyTorch", out)
+    assert len(re.findall(r"a step of the model takes \d+\.\d+ ms", out)) == 2
 
 
 @pytest.mark.parametrize("kind", ["gqa", "mla"])
@@ -42,6 +52,9 @@ def test_a_backend_that_cannot_serve_says_why(capfd):
     ("option", "message"),
     [
         (["--backend", "nonsense"], "--backend must be one of auto, .*torch_native"),
+        (["--device", "cpu", "--graphs", "full"], "--graphs full records CUDA graphs, .* use piecewise or off"),
+        (["--device", "cpu", "--graphs", "segments"], "--graphs segments records CUDA graphs, .* use piecewise or off"),
+        (["--compiler", "inductor"], "--compiler inductor compiles pieces: it needs --graphs piecewise"),
         (["--requests", "0"], "--requests must be at least 1"),
         (["--max-new-tokens", "2000"], "--max-new-tokens must be from 1 to 8"),
         (["--pool-tokens", "100"], "--pool-tokens must be at least 2048"),

@@ -1,16 +1,18 @@
 """The demo's engine with models: however requests are batched, cut or cached, each gets plain PyTorch's tokens."""
 
+import functools
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from graph_tape import GraphTape
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import models  # noqa: E402
-from serving import CheckFailed, Engine, ModelRunner, Request, check_requests  # noqa: E402
+from serving import CheckFailed, Engine, ModelRunner, Request, check_requests, graphs  # noqa: E402
 
 COMMON = list(range(1, 60))
 
@@ -92,6 +94,29 @@ def test_preempted_requests_start_over_with_the_same_result(model, alone):
     assert engine.scheduler.cache.evicted_pages > 0
     assert outputs(requests) == alone
     check_requests(model, requests)
+
+
+@pytest.mark.parametrize("mode", ["full", "segments", "piecewise"])
+def test_a_server_in_graphs_writes_what_it_writes_without(model, alone, mode, monkeypatch):
+    """On the tape; prompts in chunks beside decoding requests, in every size of step."""
+    torch._dynamo.reset()
+    for name in ("GraphRunner", "SegmentRunner"):
+        monkeypatch.setattr(graphs, name, functools.partial(getattr(graphs, name), recorder=GraphTape))
+    requests = make_requests()
+    runner = ModelRunner(model, page_size=16, pool_tokens=2048, max_requests=8, chunk=33, graphs=mode)
+    report = runner.capture(progress=False)
+    assert len(report.pieces) == (0 if mode == "piecewise" else len(runner.graphs.sizes))
+    served = []
+    replay = runner.graphs.replay
+    monkeypatch.setattr(
+        runner.graphs, "replay", lambda ids, batch: served.append(batch.forward_mode) or replay(ids, batch)
+    )
+    engine = Engine(runner, 33)
+    engine.serve(requests)
+    assert outputs(requests) == alone
+    stats = engine.stats
+    assert len(served) == (stats.decode_steps if mode == "full" else stats.steps)
+    assert len(stats.decode_model_seconds) == stats.decode_steps and stats.mixed_steps > 0
 
 
 def test_greedy(model):
