@@ -1,5 +1,5 @@
 #include "core/impl_table.h"
-#include "device/common/launch.h"
+#include "device/common/launch_dependent.cuh"
 #include "paged_kv/cuda/launch.h"
 #include "paged_kv/cuda/store.cuh"
 
@@ -55,13 +55,18 @@ bool vectors_fit(const KvStore& s, int num_heads, int elements, int row_size, in
          rows_aligned(s.pages, page_size, elements * page_size, s.stride_page, s.stride_page_token, page_head);
 }
 
+// No kernel here asks for shared memory.
+template <auto kKernel, typename... Arguments>
+void launch_store(const char* what, unsigned blocks, int threads, CUstream_st* stream, const Arguments&... arguments) {
+  launch_dependent<kKernel>(what, {static_cast<int>(blocks), threads, 0, 0}, stream, arguments...);
+}
+
 template <class Codec>
 void launch_store_kv(const StoreKvParams& p, int elements, CUstream_st* stream) {
   const SideInVectors k = in_vectors(p.k, p.num_heads, elements), v = in_vectors(p.v, p.num_heads, elements);
   const int lanes = lanes_for(max_of(k.heads * k.per_head, v.heads * v.per_head));
-  store_kv_kernel<Codec, kThreads>
-      <<<num_blocks(p.target.num_tokens, kThreads / lanes), kThreads, 0, stream>>>(p.target, k, v, lanes);
-  check_cuda(cudaGetLastError(), "store_kv_kernel");
+  const unsigned blocks = num_blocks(p.target.num_tokens, kThreads / lanes);
+  launch_store<&store_kv_kernel<Codec, kThreads>>("store_kv_kernel", blocks, kThreads, stream, p.target, k, v, lanes);
 }
 
 // The first that accepts is taken, so the widest stand first.
@@ -128,8 +133,8 @@ bool vectors_fit(const StoreMlaParams& p, int latent, int rope, int page) {
 template <class Codec, int kElements>
 void launch_store_mla(const StoreMlaParams& p, CUstream_st* stream) {
   const unsigned blocks = num_blocks(p.target.num_tokens, MlaShape<kElements>::kRows);
-  store_mla_kernel<Codec, kElements><<<blocks, kMlaThreads, 0, stream>>>(p.target, byte_strides(p));
-  check_cuda(cudaGetLastError(), "store_mla_kernel");
+  launch_store<&store_mla_kernel<Codec, kElements>>("store_mla_kernel", blocks, kMlaThreads, stream, p.target,
+                                                    byte_strides(p));
 }
 
 // Elements of `kSize` bytes as they are, 16 bytes at a time where rows allow.
@@ -149,9 +154,10 @@ template <typename T>
 void launch_fp8_rows(const StoreMlaParams& p, CUstream_st* stream) {
   const unsigned blocks = num_blocks(p.target.num_tokens, kThreads / 32);
   const bool vectors = vectors_fit(p, 16 * sizeof(T), 2 * sizeof(T), 16);
-  auto* kernel = vectors ? &store_fp8_row_kernel<T, true, kThreads> : &store_fp8_row_kernel<T, false, kThreads>;
-  kernel<<<blocks, kThreads, 0, stream>>>(p.target, byte_strides(p));
-  check_cuda(cudaGetLastError(), "store_fp8_row_kernel");
+  const MlaInBytes in = byte_strides(p);
+  const char* what = "store_fp8_row_kernel";
+  vectors ? launch_store<&store_fp8_row_kernel<T, true, kThreads>>(what, blocks, kThreads, stream, p.target, in)
+          : launch_store<&store_fp8_row_kernel<T, false, kThreads>>(what, blocks, kThreads, stream, p.target, in);
 }
 
 struct MlaImpl {

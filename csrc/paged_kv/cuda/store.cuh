@@ -3,6 +3,7 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
+#include "device/common/pdl.cuh"
 #include "device/common/vec.h"
 #include "paged_kv/requests.h"
 
@@ -77,6 +78,8 @@ template <class Codec, int kThreads>
 __global__ void __launch_bounds__(kThreads)
     store_kv_kernel(const __grid_constant__ StoreTarget target, const __grid_constant__ SideInVectors k,
                     const __grid_constant__ SideInVectors v, int lanes) {
+  wait_for_earlier_kernels();  // the rows, and whoever still reads the pages
+  let_next_kernel_start();
   const int64_t token = static_cast<int64_t>(blockIdx.x) * (kThreads / lanes) + threadIdx.x / lanes;
   if (token >= target.num_tokens) return;
   int i = threadIdx.x % lanes;
@@ -130,6 +133,8 @@ __global__ void __launch_bounds__(kMlaThreads)
     store_mla_kernel(const __grid_constant__ StoreTarget target, const __grid_constant__ MlaInBytes p) {
   using In = typename Codec::In;
   using Shape = MlaShape<kElements>;
+  wait_for_earlier_kernels();  // the rows, and whoever still reads the pages
+  let_next_kernel_start();
   const int64_t token = static_cast<int64_t>(blockIdx.x) * Shape::kRows + threadIdx.x / Shape::kLanes;
   if (token >= target.num_tokens) return;
   const int lane = threadIdx.x % Shape::kLanes;
@@ -176,6 +181,8 @@ template <typename T, bool kVectors, int kThreads>
 __global__ void __launch_bounds__(kThreads)
     store_fp8_row_kernel(const __grid_constant__ StoreTarget target, const __grid_constant__ MlaInBytes p) {
   constexpr int kOwn = kLatentDim / 32, kLanesPerGroup = kGroupDim / kOwn, kOwnRope = kRopeDim / 32;
+  wait_for_earlier_kernels();  // the rows, and whoever still reads the pages
+  let_next_kernel_start();
   const int64_t token = static_cast<int64_t>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
   if (token >= target.num_tokens) return;
   const int lane = threadIdx.x % 32;

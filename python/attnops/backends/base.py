@@ -15,6 +15,8 @@ from attnops.types import AttentionBatch, AttentionSpec, AttentionType, ForwardM
 if TYPE_CHECKING:
     from attnops.layers.radix_attention import RadixAttention
 
+DECODE, IDLE = ForwardMode.DECODE, ForwardMode.IDLE  # looked up once, not in every layer
+
 
 class AttentionBackend(ABC):
     """Serves the attention of a model, step by step.
@@ -113,9 +115,9 @@ class AttentionBackend(ABC):
         if out is None:
             out = q.new_empty(q.shape[0], layer.num_heads * layer.v_head_dim)
         mode = batch.forward_mode
-        if mode is ForwardMode.IDLE or q.shape[0] == 0:
+        if mode is IDLE or batch.num_tokens == 0:
             return out.zero_()  # an idle rank's rows are padding
-        serve = self.forward_decode if mode is ForwardMode.DECODE else self.forward_extend
+        serve = self.forward_decode if mode is DECODE else self.forward_extend
         serve(q, k, v, layer, batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope, out=out)
         return out
 

@@ -115,68 +115,40 @@ class DecodeSteps:
         k_rope: Tensor | None = None,
         out: Tensor,
     ) -> None:
-        """One layer; arguments as of `AttentionBackend.forward`."""
-        step = self.prepared.of(batch)
+        """One layer, stored and attended in one op; arguments as of `AttentionBackend.forward`.
+
+        Written in one piece: a server runs it once per layer, and each Python call costs as much as the kernel's launch
+        takes from the host.
+        """
+        step, rows, cache_seqlens = self.prepared.of(batch), out, batch.cache_seqlens
+        blocks, pool = step.blocks, batch.token_to_kv_pool
         if not save_kv_cache:
             k = None
-        if step.blocks is not None:
-            self._forward_blocks(step, step.blocks, q, k, v, layer, batch, q_rope, k_rope, out)
-            return
-        self._call(step, q, k, v, layer, batch, q_rope, k_rope, out, batch.cache_seqlens)
-
-    def _forward_blocks(
-        self,
-        step: DecodeStep,
-        blocks: TokenBlocks,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: RadixAttention,
-        batch: AttentionBatch,
-        q_rope: Tensor | None,
-        k_rope: Tensor | None,
-        out: Tensor,
-    ) -> None:
-        """A ragged step: queries are gathered into the blocks' rows, and results taken from there."""
-        q = blocks.gather(q.view(q.shape[0], layer.num_heads, -1))
-        if q_rope is not None:
-            q_rope = blocks.gather(q_rope.view(q_rope.shape[0], layer.num_heads, -1))
-        out = heads(out, layer.num_heads, layer.v_head_dim)
-        rows = blocks.results_for(out)
-        self._call(step, q, k, v, layer, batch, q_rope, k_rope, rows, blocks.cache_seqlens)
-        blocks.scatter(rows, out)
-
-    def _call(
-        self,
-        step: DecodeStep,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: RadixAttention,
-        batch: AttentionBatch,
-        q_rope: Tensor | None,
-        k_rope: Tensor | None,
-        out: Tensor,
-        cache_seqlens: Tensor,
-    ) -> None:
-        """Store and attend: one op."""
-        pool = batch.token_to_kv_pool
+        if blocks is not None:
+            # A ragged step: queries are gathered into the blocks' rows, and results taken from there.
+            q = blocks.gather(q.view(q.shape[0], layer.num_heads, -1))
+            if q_rope is not None:
+                q_rope = blocks.gather(q_rope.view(q_rope.shape[0], layer.num_heads, -1))
+            out = heads(out, layer.num_heads, layer.v_head_dim)
+            rows, cache_seqlens = blocks.results_for(out), blocks.cache_seqlens
         call = step.layers.get(layer.layer_id)
         if call is None or not call.serves(layer, pool):
             report = self.buffers.report
-            call = bind_layer(layer, pool, step.paged, step.plans, step.blocks, q, q_rope, out, cache_seqlens, report)
+            call = bind_layer(layer, pool, step.paged, step.plans, blocks, q, q_rope, rows, cache_seqlens, report)
             step.layers[layer.layer_id] = call
         sinks = layer.sinks if call.has_sinks else None
         k_scale = layer.k_scale if call.has_scales else None
         slots = step.paged.window_out_cache_loc if call.windowed else batch.out_cache_loc
         tree_mask = batch.tree_mask
         if self._is_mla:
-            mla_layer(out, q, q_rope, k, k_rope, slots, cache_seqlens, tree_mask, sinks, k_scale, call.bound)
-            return
-        if q_rope is not None or k_rope is not None:
-            raise ValueError("attnops: q_rope and k_rope belong to MLA layers")
-        v_scale = layer.v_scale if call.has_scales else None
-        xqa_layer(out, q, k, v, slots, cache_seqlens, tree_mask, sinks, k_scale, v_scale, call.bound)
+            mla_layer(rows, q, q_rope, k, k_rope, slots, cache_seqlens, tree_mask, sinks, k_scale, call.bound)
+        else:
+            if q_rope is not None or k_rope is not None:
+                raise ValueError("attnops: q_rope and k_rope belong to MLA layers")
+            v_scale = layer.v_scale if call.has_scales else None
+            xqa_layer(rows, q, k, v, slots, cache_seqlens, tree_mask, sinks, k_scale, v_scale, call.bound)
+        if blocks is not None:
+            blocks.scatter(rows, out)
 
     def _make(self, batch: AttentionBatch, paged: PagedStep) -> DecodeStep:
         if batch.is_uniform:

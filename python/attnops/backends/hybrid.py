@@ -42,6 +42,7 @@ class HybridAttnBackend(AttentionBackend):
         self.spec, self.limits, self.device = decode.spec, decode.limits, decode.device
         self.prefill_backend, self.decode_backend = prefill, decode
         self.speculative_attention_mode = speculative_attention_mode
+        self._serving = {int(mode): self.select(mode) for mode in ForwardMode}
 
     @property
     def needs_cpu_seq_lens(self) -> bool:  # type: ignore[override]
@@ -85,7 +86,7 @@ class HybridAttnBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **options: Any,
     ) -> Tensor:
-        return self.select(batch.forward_mode).forward(q, k, v, layer, batch, save_kv_cache, **options)
+        return self._serving[batch.forward_mode].forward(q, k, v, layer, batch, save_kv_cache, **options)
 
     def forward_decode(self, *args: Any, **options: Any) -> None:
         raise NotImplementedError("attnops: a hybrid's forward calls the backend that serves the batch's mode")
