@@ -1,0 +1,435 @@
+"""What a decode step costs besides its kernels: host microseconds per call, per layer and per step, and in graphs.
+
+One Llama-like model runs its decode step eagerly, compiled and replayed, with attention by attnops, by PyTorch's SDPA
+over a contiguous cache, and by FlashInfer where it is installed. Three figures each:
+
+  host      from the call to its return, the device idle before: what the host spends to submit a step
+  step      the same until the device has finished
+  kernels   the sum of the step's kernel times, as CUPTI reports them: what a step would take without any gap
+
+    python benchmarks/bench_step_overhead.py --write     # all of it, to benchmarks/results/<device>-step_overhead.jsonl
+    python benchmarks/bench_step_overhead.py --groups call,step
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from attnops import __version__, ops
+from attnops.backends import select_backend
+from attnops.graphs import GraphRunner
+from attnops.layers import RadixAttention, collect_layers, forward_context
+from attnops.metadata import XqaDecodePlan
+from attnops.pools import MHATokenToKVPool
+from attnops.types import AttentionBatch, AttentionSpec, ForwardMode, Limits
+from records import Record, write
+from torch import Tensor, nn
+
+DEVICE = torch.device("cuda")
+BF16 = torch.bfloat16
+HEADS, KV_HEADS, DIM, WIDTH, HIDDEN, VOCAB = 32, 8, 128, 4096, 14336, 8192
+PAGE_SIZE = 64
+
+
+# ---- the model
+
+
+class Block(nn.Module):
+    def __init__(self, layer_id: int) -> None:
+        super().__init__()
+        options = {"bias": False, "dtype": BF16, "device": DEVICE}
+        self.norm = nn.Parameter(torch.ones(WIDTH, dtype=BF16, device=DEVICE))
+        self.mlp_norm = nn.Parameter(torch.ones(WIDTH, dtype=BF16, device=DEVICE))
+        self.qkv = nn.Linear(WIDTH, (HEADS + 2 * KV_HEADS) * DIM, **options)
+        self.out = nn.Linear(HEADS * DIM, WIDTH, **options)
+        self.gate_up = nn.Linear(WIDTH, 2 * HIDDEN, **options)
+        self.down = nn.Linear(HIDDEN, WIDTH, **options)
+        self.attention: nn.Module = RadixAttention(HEADS, DIM, DIM**-0.5, KV_HEADS, layer_id)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: AttentionBatch | None) -> Tensor:
+        rows = self.qkv(F.rms_norm(x, (WIDTH,), self.norm)).view(-1, HEADS + 2 * KV_HEADS, DIM)
+        turned = rotate(rows[:, : HEADS + KV_HEADS], cos, sin)
+        q, k, v = turned[:, :HEADS], turned[:, HEADS:], rows[:, HEADS + KV_HEADS :]
+        x = x + self.out(self.attention(q, k, v, batch))
+        gate, up = self.gate_up(F.rms_norm(x, (WIDTH,), self.mlp_norm)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class Model(nn.Module):
+    """``model(input_ids, positions, batch) -> logits``. Random weights: only the time matters here."""
+
+    def __init__(self, layers: int, max_context: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, WIDTH, dtype=BF16, device=DEVICE)
+        self.blocks = nn.ModuleList(Block(i) for i in range(layers))
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False, dtype=BF16, device=DEVICE)
+        angle = torch.outer(torch.arange(max_context), 1e4 ** (-torch.arange(DIM // 2) / (DIM // 2))).to(DEVICE)
+        self.register_buffer("cos", angle.cos().to(BF16).unsqueeze(1))
+        self.register_buffer("sin", angle.sin().to(BF16).unsqueeze(1))
+
+    def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch | None = None) -> Tensor:
+        x, cos, sin = self.embedding(input_ids), self.cos[positions], self.sin[positions]
+        for block in self.blocks:
+            x = block(x, cos, sin, batch)
+        return self.head(x)
+
+
+class Setup:
+    """A model, a paged cache of random rows, and one decode step of equal lengths."""
+
+    def __init__(self, layers: int, batch_size: int, length: int) -> None:
+        self.layers, self.batch_size, self.length = layers, batch_size, length
+        context = -(-length // PAGE_SIZE) * PAGE_SIZE
+        self.context = context
+        self.model = Model(layers, context)
+        spec = AttentionSpec(num_q_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, page_size=PAGE_SIZE, dtype=BF16)
+        self.backend = select_backend(spec, Limits(max_batch_size=batch_size, max_seqlen=context), DEVICE)
+        self.pool = MHATokenToKVPool(batch_size * context, PAGE_SIZE, BF16, KV_HEADS, DIM, layers, DEVICE)
+        for pages in (*self.pool.k_buffer, *self.pool.v_buffer):
+            pages.normal_()
+        pages = torch.randperm(batch_size * context // PAGE_SIZE, device=DEVICE).view(batch_size, -1, 1)
+        slots = (pages * PAGE_SIZE + torch.arange(PAGE_SIZE, device=DEVICE)).flatten(1)
+        self.req_to_token = slots.int()
+        self.input_ids = torch.randint(0, VOCAB, (batch_size,), device=DEVICE)
+        self.batch = AttentionBatch(
+            forward_mode=ForwardMode.DECODE,
+            req_pool_indices=torch.arange(batch_size, device=DEVICE),
+            cache_seqlens=torch.full((batch_size,), length, dtype=torch.int32, device=DEVICE),
+            num_tokens=batch_size,
+            req_to_token=self.req_to_token,
+            out_cache_loc=slots[:, length - 1].contiguous(),
+            positions=torch.full((batch_size,), length - 1, device=DEVICE),
+            token_to_kv_pool=self.pool,
+            attn_backend=self.backend,
+        )
+
+    @property
+    def params(self) -> dict:
+        return {"layers": self.layers, "batch": self.batch_size, "s_k": self.length, "width": WIDTH}
+
+    @contextmanager
+    def attention(self, make: Callable[[int], nn.Module]) -> Iterator[None]:
+        """The model with other attention for a while."""
+        own = [block.attention for block in self.model.blocks]
+        for i, block in enumerate(self.model.blocks):
+            block.attention = make(i)
+        try:
+            yield
+        finally:
+            for block, attention in zip(self.model.blocks, own, strict=True):
+                block.attention = attention
+
+
+# ---- the peers
+
+
+class SdpaAttention(nn.Module):
+    """Over a contiguous cache ``[B, context, heads, dim]``, with a mask for the lengths."""
+
+    def __init__(self, setup: Setup, mask: Tensor) -> None:
+        super().__init__()
+        shape = (setup.batch_size, setup.context, KV_HEADS, DIM)
+        self.k, self.v = (torch.randn(shape, dtype=BF16, device=DEVICE) for _ in range(2))
+        self.row, self.position, self.mask = setup.batch.req_pool_indices, setup.batch.positions, mask
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: AttentionBatch | None) -> Tensor:
+        self.k[self.row, self.position] = k
+        self.v[self.row, self.position] = v
+        keys, values = self.k.transpose(1, 2), self.v.transpose(1, 2)
+        out = F.scaled_dot_product_attention(q.unsqueeze(2), keys, values, attn_mask=self.mask, enable_gqa=True)
+        return out.flatten(1)
+
+
+def sdpa(setup: Setup) -> Callable[[int], nn.Module]:
+    key = torch.arange(setup.context, device=DEVICE)
+    mask = (key < setup.batch.cache_seqlens.unsqueeze(1)).view(setup.batch_size, 1, 1, -1)
+    return lambda i: SdpaAttention(setup, mask)
+
+
+class FlashInferAttention(nn.Module):
+    def __init__(self, owner: FlashInfer, layer: int) -> None:
+        super().__init__()
+        self.owner, self.pages = owner, owner.setup.pool.get_kv_buffer(layer)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: AttentionBatch | None) -> Tensor:
+        o = self.owner
+        o.append(k, v, o.request, o.position, self.pages, o.indices, o.indptr, o.last_page_len)
+        return o.wrapper.run(q, self.pages).flatten(1)
+
+
+class FlashInfer:
+    """Its decode wrapper, planned before each step as its users do, and its op that appends to pages."""
+
+    def __init__(self, setup: Setup) -> None:
+        import flashinfer
+
+        self.setup, self.append = setup, flashinfer.append_paged_kv_cache
+        size, pages = setup.batch_size, setup.context // PAGE_SIZE
+        self.request = torch.arange(size, dtype=torch.int32, device=DEVICE)
+        self.position = setup.batch.positions.int()
+        self.indptr = torch.arange(size + 1, dtype=torch.int32, device=DEVICE) * pages
+        self.indices = (setup.req_to_token[:, ::PAGE_SIZE] // PAGE_SIZE).flatten().contiguous()
+        self.last_page_len = torch.full((size,), (setup.length - 1) % PAGE_SIZE + 1, dtype=torch.int32, device=DEVICE)
+        self.wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE),
+            "NHD",
+            use_cuda_graph=True,
+            use_tensor_cores=True,
+            paged_kv_indptr_buffer=torch.empty_like(self.indptr),
+            paged_kv_indices_buffer=torch.empty_like(self.indices),
+            paged_kv_last_page_len_buffer=torch.empty_like(self.last_page_len),
+        )
+        self.plan()
+
+    def plan(self) -> None:
+        self.wrapper.plan(
+            self.indptr,
+            self.indices,
+            self.last_page_len,
+            HEADS,
+            KV_HEADS,
+            DIM,
+            PAGE_SIZE,
+            q_data_type=BF16,
+            kv_data_type=BF16,
+        )
+
+    def make(self, layer: int) -> nn.Module:
+        return FlashInferAttention(self, layer)
+
+
+def flashinfer_or_none(setup: Setup) -> FlashInfer | None:
+    try:
+        return FlashInfer(setup)
+    except Exception as problem:  # absent, or built for other shapes: say so and go on
+        print(f"FlashInfer: {type(problem).__name__}: {str(problem).splitlines()[0][:150]}", flush=True)
+        return None
+
+
+# ---- measuring
+
+
+def submit_us(run: Callable[[], object], repeats: int = 40, calls: int = 1) -> float:
+    """Host microseconds of a call, the device idle before; median."""
+    for _ in range(5):
+        run()
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            run()
+        times.append((time.perf_counter() - begin) / calls * 1e6)
+    torch.cuda.synchronize()
+    return statistics.median(times)
+
+
+def step_us(run: Callable[[], object], repeats: int = 20) -> float:
+    """Microseconds of a step among others like it, by events; median."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    for event in events:
+        event.record()
+        run()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(events))
+
+
+def kernels_us(run: Callable[[], object], repeats: int = 5) -> tuple[float, int]:
+    """Sum of a step's kernel times and their number, by CUPTI: medians over steps are the kernels' own means."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(repeats):
+            run()
+        torch.cuda.synchronize()
+    kernels = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return sum(event.device_time for event in kernels) / repeats, len(kernels) // repeats
+
+
+def record_graph(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        run()
+    return graph
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def add(self, case: str, peer: str, params: dict, us: float, note: str = "") -> None:
+        version = __version__ if peer.startswith("attnops") else ""
+        self.records.append(
+            Record(case=case, peer=peer, params=params, ms=round(us / 1e3, 6), version=version, note=note)
+        )
+        print(f"{case:18s} {peer:34s} {us:10.2f} us  {note}", flush=True)
+
+    # -- one call
+
+    def calls(self) -> None:
+        """Host time of one layer's attention, outside any model."""
+        setup = Setup(1, 4, 256)
+        batch, pool = setup.batch, setup.pool
+        q = torch.randn(4, HEADS * DIM, dtype=BF16, device=DEVICE)
+        k, v = (torch.randn(4, KV_HEADS * DIM, dtype=BF16, device=DEVICE) for _ in range(2))
+        layer = setup.model.blocks[0].attention
+        params = {"batch": 4, "s_k": 256, "h_q": HEADS, "h_kv": KV_HEADS, "d": DIM}
+        setup.backend.init_forward_metadata(batch)
+        plan = XqaDecodePlan.allocate(4, num_q_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, device=DEVICE)
+        ops.xqa_decode_plan(plan, batch.cache_seqlens)
+        table = (setup.req_to_token[:, ::PAGE_SIZE] // PAGE_SIZE).contiguous()
+        rows, out = q.view(4, 1, HEADS, DIM), torch.empty(4, 1, HEADS, DIM, dtype=BF16, device=DEVICE)
+        pages = pool.get_kv_buffer(0)
+
+        def decode() -> object:
+            return ops.xqa_decode(rows, *pages, table, batch.cache_seqlens, plan, out=out)
+
+        def measure(name: str, run: Callable[[], object], note: str = "") -> None:
+            self.add("call", name, params, submit_us(run, calls=50), note)
+
+        empty = torch.zeros(8, device=DEVICE)
+        measure("torch add_", lambda: empty.add_(1), "one kernel: the floor of this host")
+        measure("torch new_empty", lambda: q.new_empty(4, HEADS * DIM))
+        measure("attnops layer, store and attend", lambda: layer(q, k, v, batch), "RadixAttention to kernels")
+        measure("attnops layer, attend", lambda: layer(q, None, None, batch))
+        measure("attnops xqa_decode", decode, "the op with its Python wrapper")
+        measure(
+            "attnops metadata", lambda: setup.backend.init_forward_metadata(batch), "page table and plan, once a step"
+        )
+        heads = rows.transpose(1, 2)
+        keys, values = (torch.randn(4, KV_HEADS, 256, DIM, dtype=BF16, device=DEVICE) for _ in range(2))
+        measure("SDPA", lambda: F.scaled_dot_product_attention(heads, keys, values, enable_gqa=True))
+        peer = flashinfer_or_none(setup)
+        if peer is None:
+            return
+        attention, q3 = peer.make(0), q.view(4, HEADS, DIM)
+        k3, v3 = k.view(4, KV_HEADS, DIM), v.view(4, KV_HEADS, DIM)
+        measure("FlashInfer run", lambda: peer.wrapper.run(q3, pages))
+        measure("FlashInfer append and run", lambda: attention(q3, k3, v3, None))
+        measure("FlashInfer plan", peer.plan)
+
+    # -- a step
+
+    def steps(self, setup: Setup, compiled: bool) -> None:
+        model, batch, ids = setup.model, setup.batch, setup.input_ids
+        layers = collect_layers(model)
+
+        def eager() -> Tensor:
+            setup.backend.init_forward_metadata(batch)
+            return model(ids, batch.positions, batch)
+
+        self._host_and_step("eager", "attnops", setup, eager)
+        runner = GraphRunner(model, setup.backend, setup.req_to_token, setup.pool, sizes=[setup.batch_size])
+        runner.capture(progress=False)
+        self._host_and_step("replayed", "attnops", setup, lambda: runner.replay(ids, batch), kernels=True)
+        if compiled:
+            fast = torch.compile(model, fullgraph=True, dynamic=False)
+
+            def step() -> Tensor:
+                setup.backend.init_forward_metadata(batch)
+                with forward_context(batch, layers):
+                    return fast(ids, batch.positions)
+
+            self._host_and_step("compiled", "attnops", setup, step)
+        with setup.attention(sdpa(setup)):
+
+            def plain() -> Tensor:
+                return model(ids, batch.positions, batch)
+
+            self._host_and_step("eager", "SDPA", setup, plain)
+            graph = record_graph(plain)
+            self._host_and_step("replayed", "SDPA", setup, graph.replay, kernels=True)
+            del graph
+        peer = flashinfer_or_none(setup)
+        if peer is None:
+            return
+        with setup.attention(peer.make):
+
+            def planned() -> Tensor:
+                peer.plan()
+                return model(ids, batch.positions, batch)
+
+            self._host_and_step("eager", "FlashInfer", setup, planned)
+            graph = record_graph(lambda: model(ids, batch.positions, batch))
+
+            def replay() -> None:
+                peer.plan()
+                graph.replay()
+
+            self._host_and_step("replayed", "FlashInfer", setup, replay, kernels=True)
+
+    def _host_and_step(
+        self, how: str, peer: str, setup: Setup, run: Callable[[], object], kernels: bool = False
+    ) -> None:
+        host = submit_us(run, 15)
+        self.add(f"{how} host", peer, setup.params, host, f"{host / setup.layers:.2f} us a layer")
+        step = step_us(run)
+        note = ""
+        if kernels:
+            total, count = kernels_us(run)
+            note = f"{count} kernels of {total:.1f} us together: {step / total:.3f}x" if total else "no CUPTI"
+        self.add(f"{how} step", peer, setup.params, step, note)
+
+    # -- capture
+
+    def capture(self, setup: Setup) -> None:
+        sizes = sorted({max(1, setup.batch_size * i // 20) for i in range(1, 21)})
+        runner = GraphRunner(setup.model, setup.backend, setup.req_to_token, setup.pool, sizes=sizes)
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        report = runner.capture(progress=False)
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - begin
+        note = f"{len(sizes)} sizes, {report.total / 2**20:.0f} MiB"
+        self.add("capture", "attnops", {**setup.params, "sizes": len(sizes)}, seconds * 1e6, note)
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", default="call,step,compiled,capture")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--compiled-layers", type=int, default=4, help="of the model that inductor compiles")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--name", default="h200-step_overhead")
+    parser.add_argument("--write", action="store_true")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    groups, bench = arguments.groups.split(","), Bench()
+    if "call" in groups:
+        bench.calls()
+    if "step" in groups or "capture" in groups:
+        setup = Setup(arguments.layers, arguments.batch, arguments.length)
+        if "capture" in groups:
+            bench.capture(setup)
+        if "step" in groups:
+            bench.steps(setup, compiled=False)
+        del setup
+    if "compiled" in groups:
+        bench.steps(Setup(arguments.compiled_layers, arguments.batch, arguments.length), compiled=True)
+    if arguments.write:
+        print(write(bench.records, arguments.name))
+
+
+if __name__ == "__main__":
+    main()
