@@ -15,8 +15,9 @@ class MemoryReport:
 
     Attributes:
         static: Inputs and outputs, shared by all sizes.
-        pieces: What each capture added, by size in the order of capture, and by piece in the model's order; a whole
-            step is one piece. The first and largest size takes what the smaller ones reuse.
+        pieces: What each capture added to the device's memory in use (other programs there count, too), by size in the
+            order of capture, and by piece in the model's order; a whole step is one piece. The first and largest size
+            takes what the smaller ones reuse.
         pool: All that the graphs' memory pool holds (of every runner that shares it); None: nothing was recorded, or
             the recorder has no pool.
         unit: What sizes count: "requests" or "tokens".
@@ -84,6 +85,7 @@ class MemoryMeter:
 def _used_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
+    torch.cuda.empty_cache()  # what eager steps left is free, but the driver does not know it
     free, total = torch.cuda.mem_get_info(device)
     return total - free
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -135,28 +135,37 @@ class SegmentRunner:
         return cut.step
 
 
-@dataclass
 class AttentionCall:
     """One attention of a captured step: its layer, and where the graphs before and behind it left q, k, v and out.
 
-    Attributes:
-        tensors: q, k, v, q_rope, k_rope, out; each ``[bucket, ...]`` or None.
+    Args:
+        inputs: q, k, v, q_rope, k_rope; each ``[bucket, ...]`` or None.
+        out: ``[bucket, num_heads * v_head_dim]``.
     """
 
-    layer: RadixAttention
-    save_kv_cache: bool
-    tensors: tuple[Tensor | None, ...]
+    def __init__(
+        self, layer: RadixAttention, save_kv_cache: bool, inputs: Sequence[Tensor | None], out: Tensor
+    ) -> None:
+        self.layer, self.out = layer, out
+        self._save_kv_cache, self._inputs = save_kv_cache, tuple(inputs)
+        self._see(out.shape[0])
 
     def run(self, backend: AttentionBackend, batch: AttentionBatch) -> None:
         """Of the batch's own tokens. The rest of `out` is zeros: what a graph left there before could be NaN."""
-        tokens = batch.num_tokens
-        q, k, v, q_rope, k_rope, out = (None if one is None else one[:tokens] for one in self.tensors)
-        assert q is not None and out is not None
-        whole = self.tensors[-1]
-        assert whole is not None
-        if tokens < whole.shape[0]:
-            whole[tokens:].zero_()
-        backend.forward(q, k, v, self.layer, batch, self.save_kv_cache, q_rope=q_rope, k_rope=k_rope, out=out)
+        if batch.num_tokens != self._tokens:
+            self._see(batch.num_tokens)
+        if self._padding is not None:
+            self._padding.zero_()
+        q, k, v, options = self._views
+        assert q is not None
+        backend.forward(q, k, v, self.layer, batch, self._save_kv_cache, **options)
+
+    def _see(self, tokens: int) -> None:
+        """The rows of so many tokens; kept, because steps of one number of tokens follow one another."""
+        q, k, v, q_rope, k_rope = (None if one is None else one[:tokens] for one in self._inputs)
+        options = {"q_rope": q_rope, "k_rope": k_rope, "out": self.out[:tokens]}
+        self._tokens, self._views = tokens, (q, k, v, options)
+        self._padding = self.out[tokens:] if tokens < self.out.shape[0] else None
 
 
 @dataclass
@@ -209,9 +218,8 @@ class _Cut:
             # The graph's own memory: the model may keep it as long as any other value that it computes.
             out = q.new_empty(q.shape[0], layer.num_heads * layer.v_head_dim)
         self._open.close()
-        tensors = (q, k, v, q_rope, k_rope, out)
-        kept = tuple(None if one is None else self._borrow(one) for one in tensors)
-        self.step.calls.append(AttentionCall(layer, save_kv_cache, kept))
+        kept = [None if one is None else self._borrow(one) for one in (q, k, v, q_rope, k_rope)]
+        self.step.calls.append(AttentionCall(layer, save_kv_cache, kept, self._borrow(out)))
         self._begin()
         return out
 
