@@ -125,11 +125,14 @@ class GraphRunner:
 
     def reason_against(self, batch: AttentionBatch) -> str:
         """Why no graph serves a batch; empty: one does."""
+        return self._reason_against_size(batch) or self.static.reason_against_batch(batch)
+
+    def _reason_against_size(self, batch: AttentionBatch) -> str:
         if not self._graphs:
             return "nothing has been captured yet; call capture()"
         if pad_to_size(self.sizes, batch.batch_size) is None:
             return f"the batch has {batch.batch_size} requests, the largest graph {self.sizes[-1]}; run it eagerly"
-        return self.static.reason_against_batch(batch)
+        return ""
 
     def can_replay(self, batch: AttentionBatch) -> bool:
         return not self.reason_against(batch)
@@ -149,7 +152,7 @@ class GraphRunner:
         Raises:
             ValueError: no graph serves the batch, or it is above the backend's limits; says why.
         """
-        reason = self.reason_against(batch) or self.static.reason_against(input_ids, batch, inputs)
+        reason = self._reason_against_size(batch) or self.static.reason_against(input_ids, batch, inputs)
         if reason:
             raise ValueError(f"attnops: no captured graph serves this step: {reason}")
         self._backend.limits.check(batch)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 KINDS = ("token", "request", "step")
+MAX_CACHED_TARGETS = 1024  # shapes of steps whose views are kept
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class StaticInputs:
         self.declared = dict(declared)
         self._rows = {"token": max_tokens, "request": max_requests}
         self._filled = {"token": 0, "request": 0}  # rows from here on hold padding, in every graph
+        self._targets: dict[tuple[int, int], list[tuple[list[str], list[Tensor]]]] = {}
         self.tensors: dict[str, Tensor] = {}
         for name, one in self.declared.items():
             shape = one.shape if one.per == "step" else (self._rows[one.per], *one.shape)
@@ -80,17 +82,29 @@ class StaticInputs:
 
         Rows that an earlier step used and this one does not become padding again.
         """
+        for names, targets in self._targets_of(tokens, requests):
+            # One launch for all of a dtype; torch copies one by one where they are elsewhere, or of another width.
+            torch._foreach_copy_(targets, [values[name] for name in names], non_blocking=True)
         counts = {"token": tokens, "request": requests}
-        for name, value in values.items():
-            one, tensor = self.declared[name], self.tensors[name]
-            if one.per == "step":
-                tensor.copy_(value, non_blocking=True)
-                continue
-            count, filled = counts[one.per], self._filled[one.per]
-            tensor[:count].copy_(value, non_blocking=True)
-            if count < filled:
-                tensor[count:filled].fill_(one.padding)
-        self._filled = counts
+        if counts != self._filled:
+            for name, one in self.declared.items():
+                if one.per != "step" and counts[one.per] < self._filled[one.per]:
+                    self.tensors[name][counts[one.per] : self._filled[one.per]].fill_(one.padding)
+            self._filled = counts
+
+    def _targets_of(self, tokens: int, requests: int) -> list[tuple[list[str], list[Tensor]]]:
+        """By dtype: names, and the rows that a step of so many tokens and requests fills."""
+        key = (tokens, requests)
+        if key not in self._targets:
+            if len(self._targets) >= MAX_CACHED_TARGETS:
+                self._targets.clear()
+            groups: dict[torch.dtype, tuple[list[str], list[Tensor]]] = {}
+            for name, view in self.views(tokens, requests).items():
+                names, targets = groups.setdefault(view.dtype, ([], []))
+                names.append(name)
+                targets.append(view)
+            self._targets[key] = list(groups.values())
+        return self._targets[key]
 
     def clear(self) -> None:
         """Padding everywhere, as before the first step."""
