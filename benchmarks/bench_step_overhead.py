@@ -1,7 +1,7 @@
 """What a decode step costs besides its kernels: host microseconds per call, per layer and per step, and in graphs.
 
 One Llama-like model runs its decode step eagerly, compiled and replayed, with attention by attnops, by PyTorch's SDPA
-over a contiguous cache, and by FlashInfer where it is installed. Three figures each:
+over a contiguous cache, and by FlashAttention-3 and FlashInfer where they are installed. Three figures each:
 
   host      from the call to its return, the device idle before: what the host spends to submit a step
   step      the same until the device has finished
@@ -102,6 +102,7 @@ class Setup:
         pages = torch.randperm(batch_size * context // PAGE_SIZE, device=DEVICE).view(batch_size, -1, 1)
         slots = (pages * PAGE_SIZE + torch.arange(PAGE_SIZE, device=DEVICE)).flatten(1)
         self.req_to_token = slots.int()
+        self.page_table = pages.squeeze(-1).int()
         self.input_ids = torch.randint(0, VOCAB, (batch_size,), device=DEVICE)
         self.batch = AttentionBatch(
             forward_mode=ForwardMode.DECODE,
@@ -158,15 +159,15 @@ def sdpa(setup: Setup) -> Callable[[int], nn.Module]:
     return lambda i: SdpaAttention(setup, mask)
 
 
-class FlashInferAttention(nn.Module):
-    def __init__(self, owner: FlashInfer, layer: int) -> None:
+class PeerAttention(nn.Module):
+    """A peer's call in the place of a layer: stores the new rows and attends."""
+
+    def __init__(self, call: Callable[[Tensor, Tensor, Tensor, tuple], Tensor], pages: tuple[Tensor, Tensor]) -> None:
         super().__init__()
-        self.owner, self.pages = owner, owner.setup.pool.get_kv_buffer(layer)
+        self.call, self.pages = call, pages
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: AttentionBatch | None) -> Tensor:
-        o = self.owner
-        o.append(k, v, o.request, o.position, self.pages, o.indices, o.indptr, o.last_page_len)
-        return o.wrapper.run(q, self.pages).flatten(1)
+        return self.call(q, k, v, self.pages).flatten(1)
 
 
 class FlashInfer:
@@ -180,7 +181,7 @@ class FlashInfer:
         self.request = torch.arange(size, dtype=torch.int32, device=DEVICE)
         self.position = setup.batch.positions.int()
         self.indptr = torch.arange(size + 1, dtype=torch.int32, device=DEVICE) * pages
-        self.indices = (setup.req_to_token[:, ::PAGE_SIZE] // PAGE_SIZE).flatten().contiguous()
+        self.indices = setup.page_table.flatten()
         self.last_page_len = torch.full((size,), (setup.length - 1) % PAGE_SIZE + 1, dtype=torch.int32, device=DEVICE)
         self.wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE),
@@ -191,31 +192,66 @@ class FlashInfer:
             paged_kv_indices_buffer=torch.empty_like(self.indices),
             paged_kv_last_page_len_buffer=torch.empty_like(self.last_page_len),
         )
-        self.plan()
 
     def plan(self) -> None:
-        self.wrapper.plan(
-            self.indptr,
-            self.indices,
-            self.last_page_len,
-            HEADS,
-            KV_HEADS,
-            DIM,
-            PAGE_SIZE,
-            q_data_type=BF16,
-            kv_data_type=BF16,
+        bounds = (self.indptr, self.indices, self.last_page_len)
+        self.wrapper.plan(*bounds, HEADS, KV_HEADS, DIM, PAGE_SIZE, q_data_type=BF16, kv_data_type=BF16)
+
+    def attend(self, q: Tensor, pages: tuple[Tensor, Tensor]) -> Tensor:
+        return self.wrapper.run(q, pages)
+
+    def store_and_attend(self, q: Tensor, k: Tensor, v: Tensor, pages: tuple[Tensor, Tensor]) -> Tensor:
+        where = (self.request, self.position, pages, self.indices, self.indptr, self.last_page_len)
+        self.append(k, v, *where)
+        return self.wrapper.run(q, pages)
+
+
+class FlashAttention3:
+    """Its decode call, which appends the new rows itself; its metadata is made once a step, on the device."""
+
+    def __init__(self, setup: Setup) -> None:
+        from sgl_kernel.flash_attn import flash_attn_with_kvcache, get_scheduler_metadata
+
+        self.setup, self.run, self.get_metadata = setup, flash_attn_with_kvcache, get_scheduler_metadata
+        self.before = setup.batch.cache_seqlens - 1
+
+    def plan(self) -> None:
+        setup = self.setup
+        self.metadata = self.get_metadata(
+            batch_size=setup.batch_size,
+            max_seqlen_q=1,
+            max_seqlen_k=setup.context,
+            num_heads=HEADS,
+            num_heads_k=KV_HEADS,
+            headdim=DIM,
+            cache_seqlens=setup.batch.cache_seqlens,
+            qkv_dtype=BF16,
+            page_size=PAGE_SIZE,
+            causal=True,
+            num_splits=0,
         )
 
-    def make(self, layer: int) -> nn.Module:
-        return FlashInferAttention(self, layer)
+    def _call(self, q: Tensor, pages: tuple[Tensor, Tensor], seqlens: Tensor, **new: Tensor) -> Tensor:
+        table, options = self.setup.page_table, {"causal": True, "scheduler_metadata": self.metadata}
+        out = self.run(q.unsqueeze(1), *pages, cache_seqlens=seqlens, page_table=table, **options, **new)
+        return out.squeeze(1)
+
+    def attend(self, q: Tensor, pages: tuple[Tensor, Tensor]) -> Tensor:
+        return self._call(q, pages, self.setup.batch.cache_seqlens)
+
+    def store_and_attend(self, q: Tensor, k: Tensor, v: Tensor, pages: tuple[Tensor, Tensor]) -> Tensor:
+        return self._call(q, pages, self.before, k=k.unsqueeze(1), v=v.unsqueeze(1))
 
 
-def flashinfer_or_none(setup: Setup) -> FlashInfer | None:
-    try:
-        return FlashInfer(setup)
-    except Exception as problem:  # absent, or built for other shapes: say so and go on
-        print(f"FlashInfer: {type(problem).__name__}: {str(problem).splitlines()[0][:150]}", flush=True)
-        return None
+PEERS = {"FA3": FlashAttention3, "FlashInfer": FlashInfer}
+
+
+def each_peer(measure: Callable[[str], None]) -> None:
+    for name in PEERS:
+        try:
+            measure(name)
+        except Exception as problem:  # absent, or built for other shapes: say so and go on
+            print(f"{name}: {type(problem).__name__}: {str(problem).splitlines()[0][:150]}", flush=True)
 
 
 # ---- measuring
@@ -296,7 +332,7 @@ class Bench:
         setup.backend.init_forward_metadata(batch)
         plan = XqaDecodePlan.allocate(4, num_q_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, device=DEVICE)
         ops.xqa_decode_plan(plan, batch.cache_seqlens)
-        table = (setup.req_to_token[:, ::PAGE_SIZE] // PAGE_SIZE).contiguous()
+        table = setup.page_table
         rows, out = q.view(4, 1, HEADS, DIM), torch.empty(4, 1, HEADS, DIM, dtype=BF16, device=DEVICE)
         pages = pool.get_kv_buffer(0)
 
@@ -318,14 +354,16 @@ class Bench:
         heads = rows.transpose(1, 2)
         keys, values = (torch.randn(4, KV_HEADS, 256, DIM, dtype=BF16, device=DEVICE) for _ in range(2))
         measure("SDPA", lambda: F.scaled_dot_product_attention(heads, keys, values, enable_gqa=True))
-        peer = flashinfer_or_none(setup)
-        if peer is None:
-            return
-        attention, q3 = peer.make(0), q.view(4, HEADS, DIM)
-        k3, v3 = k.view(4, KV_HEADS, DIM), v.view(4, KV_HEADS, DIM)
-        measure("FlashInfer run", lambda: peer.wrapper.run(q3, pages))
-        measure("FlashInfer append and run", lambda: attention(q3, k3, v3, None))
-        measure("FlashInfer plan", peer.plan)
+        q3, k3, v3 = q.view(4, HEADS, DIM), k.view(4, KV_HEADS, DIM), v.view(4, KV_HEADS, DIM)
+
+        def measure_peer(name: str) -> None:
+            peer = PEERS[name](setup)
+            peer.plan()
+            measure(f"{name}, store and attend", lambda: peer.store_and_attend(q3, k3, v3, pages))
+            measure(f"{name}, attend", lambda: peer.attend(q3, pages))
+            measure(f"{name} plan", peer.plan)
+
+        each_peer(measure_peer)
 
     # -- a step
 
@@ -359,23 +397,29 @@ class Bench:
             graph = record_graph(plain)
             self._host_and_step("replayed", "SDPA", setup, graph.replay, kernels=True)
             del graph
-        peer = flashinfer_or_none(setup)
-        if peer is None:
-            return
-        with setup.attention(peer.make):
 
-            def planned() -> Tensor:
-                peer.plan()
-                return model(ids, batch.positions, batch)
+        def measure_peer(name: str) -> None:
+            peer = PEERS[name](setup)
+            peer.plan()
+            with setup.attention(lambda i: PeerAttention(peer.store_and_attend, setup.pool.get_kv_buffer(i))):
 
-            self._host_and_step("eager", "FlashInfer", setup, planned)
-            graph = record_graph(lambda: model(ids, batch.positions, batch))
+                def planned() -> Tensor:
+                    peer.plan()
+                    return model(ids, batch.positions, batch)
 
-            def replay() -> None:
-                peer.plan()
-                graph.replay()
+                self._host_and_step("eager", name, setup, planned)
+                # FlashInfer plans outside the graph, into the buffers that it was given; FA3's metadata is device work.
+                inside = name != "FlashInfer"
+                graph = record_graph(planned if inside else lambda: model(ids, batch.positions, batch))
 
-            self._host_and_step("replayed", "FlashInfer", setup, replay, kernels=True)
+                def replay() -> None:
+                    if not inside:
+                        peer.plan()
+                    graph.replay()
+
+                self._host_and_step("replayed", name, setup, replay, kernels=True)
+
+        each_peer(measure_peer)
 
     def _host_and_step(
         self, how: str, peer: str, setup: Setup, run: Callable[[], object], kernels: bool = False
