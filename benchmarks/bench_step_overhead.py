@@ -460,19 +460,26 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     groups, bench = arguments.groups.split(","), Bench()
+
+    def save() -> None:
+        """After each group: what is measured is kept, whatever happens next."""
+        if arguments.write:
+            print(write(bench.records, arguments.name))
+
     if "call" in groups:
         bench.calls()
+        save()
     if "step" in groups or "capture" in groups:
         setup = Setup(arguments.layers, arguments.batch, arguments.length)
         if "capture" in groups:
             bench.capture(setup)
         if "step" in groups:
             bench.steps(setup, compiled=False)
+        save()
         del setup
     if "compiled" in groups:
         bench.steps(Setup(arguments.compiled_layers, arguments.batch, arguments.length), compiled=True)
-    if arguments.write:
-        print(write(bench.records, arguments.name))
+        save()
 
 
 if __name__ == "__main__":

@@ -120,15 +120,23 @@ def test_lengths_and_masks_are_those_of_the_call(device):
     assert torch.equal(got, case.expected(tree_mask=mask))
 
 
+MLA_CACHES = {"bf16": (torch.bfloat16, 576), "e4m3": (torch.float8_e4m3fn, 576), "rows of 656": (torch.uint8, 656)}
+
+
 @pytest.mark.parametrize("apart", [False, True], ids=["whole", "apart"])
+@pytest.mark.parametrize("cache", MLA_CACHES)
 @pytest.mark.parametrize("device", DEVICES)
-def test_mla_layer_is_store_and_decode(device, apart):
+def test_mla_layer_is_store_and_decode(device, cache, apart):
     heads, tokens = 16, B
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape).to(torch.bfloat16).to(device)
 
-    q, latent, pages = random(tokens, heads, 576), random(tokens, 576), random(PAGES, PAGE_SIZE, 576)
+    dtype, row = MLA_CACHES[cache]
+    q, latent, rows = random(tokens, heads, 576), random(tokens, 576), random(PAGES * PAGE_SIZE, 576)
+    scale = torch.tensor([0.02], device=device) if dtype is torch.float8_e4m3fn else None
+    pages = torch.empty(PAGES, PAGE_SIZE, row, dtype=dtype, device=device)
+    ops.store_mla_kv(pages, rows, torch.arange(PAGES * PAGE_SIZE, device=device), kv_scale=scale)
     table = torch.randperm(PAGES)[: B * 5].view(B, 5).int().to(device)
     seqlens = torch.tensor(LENGTHS, dtype=torch.int32, device=device)
     last = seqlens.long() - 1
@@ -136,16 +144,18 @@ def test_mla_layer_is_store_and_decode(device, apart):
     plan = MlaDecodePlan.allocate(B, num_q_heads=heads, device=device)
     ops.mla_decode_plan(plan, seqlens)
     queries, q_pe = (q[..., :512].contiguous(), q[..., 512:].contiguous()) if apart else (q, None)
-    rows, k_pe = (latent[:, :512], latent[:, 512:]) if apart else (latent, None)
+    new, k_pe = (latent[:, :512], latent[:, 512:]) if apart else (latent, None)
     out = torch.empty(tokens, heads * 512, dtype=q.dtype, device=device)
     by_request = q_pe if q_pe is None else q_pe.unsqueeze(1)
     arguments = (out.view(B, 1, heads, 512), queries.unsqueeze(1), by_request, pages, table, seqlens, plan)
     bound = bind_mla_layer(*arguments, report=None, **OPTIONS)
-    mla_layer(out, queries, q_pe, rows, k_pe, slots, seqlens, None, None, None, bound)
+    before = pages.clone()
+    mla_layer(out, queries, q_pe, new, k_pe, slots, seqlens, None, None, scale, bound)
     stored = pages.clone()
-    ops.store_mla_kv(pages, latent, slots)
-    assert torch.equal(stored, pages)
-    expected, _ = ops.mla_decode(q.unsqueeze(1), pages, table, seqlens, plan, **OPTIONS)
+    bits(pages).copy_(bits(before))
+    ops.store_mla_kv(pages, latent, slots, kv_scale=scale)
+    assert torch.equal(bits(stored), bits(pages)) and not torch.equal(bits(before), bits(pages))
+    expected, _ = ops.mla_decode(q.unsqueeze(1), pages, table, seqlens, plan, kv_scale=scale, **OPTIONS)
     assert torch.equal(out.view_as(expected), expected)
 
 
