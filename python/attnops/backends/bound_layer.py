@@ -25,14 +25,13 @@ class BoundLayer:
     """A layer bound for one shape of a step.
 
     Attributes:
-        layer, version, pool: For which it was bound; with others it must be bound again.
+        version, pool: The layer's version and its pool then; with others it must be bound again.
         bound: Of `ops.layer_call`.
         keeps: What `bound` holds addresses of.
         windowed: The layer's pages are those of a sliding-window pool.
         has_sinks, has_scales: Whether a call reads the layer's; tensors that models replace are passed, not bound.
     """
 
-    layer: RadixAttention
     version: int
     pool: KVCache
     bound: Tensor
@@ -41,8 +40,8 @@ class BoundLayer:
     has_sinks: bool
     has_scales: bool
 
-    def serves(self, layer: RadixAttention, pool: KVCache | None) -> bool:
-        return self.layer is layer and self.pool is pool and self.version == layer.version
+    def serves(self, version: int, pool: KVCache | None) -> bool:
+        return self.version == version and self.pool is pool
 
 
 def bind_layer(
@@ -96,7 +95,6 @@ def bind_layer(
         queries = by_request(q, layer.head_dim)
         bound = bind_xqa_layer(rows, queries, *pages, table, cache_seqlens, plan, **options)
     return BoundLayer(
-        layer=layer,
         version=layer.version,
         pool=pool,
         bound=bound,

@@ -31,13 +31,13 @@ class DecodeStep:
     Attributes:
         plans: Of each window of the model.
         blocks: Of a ragged step: its tokens in blocks, each of which a decode op takes for a request.
-        layers: By `layer_id`, bound at their first call.
+        layers: Bound at their first call. By layer, not by id: two models may take turns.
     """
 
     paged: PagedStep
     plans: dict[int, DecodePlan]
     blocks: TokenBlocks | None
-    layers: dict[int, BoundLayer] = field(default_factory=dict)
+    layers: dict[RadixAttention, BoundLayer] = field(default_factory=dict)
 
 
 class DecodeSteps:
@@ -131,11 +131,11 @@ class DecodeSteps:
                 q_rope = blocks.gather(q_rope.view(q_rope.shape[0], layer.num_heads, -1))
             out = heads(out, layer.num_heads, layer.v_head_dim)
             rows, cache_seqlens = blocks.results_for(out), blocks.cache_seqlens
-        call = step.layers.get(layer.layer_id)
-        if call is None or not call.serves(layer, pool):
+        call = step.layers.get(layer)
+        if call is None or not call.serves(layer.version, pool):
             report = self.buffers.report
             call = bind_layer(layer, pool, step.paged, step.plans, blocks, q, q_rope, rows, cache_seqlens, report)
-            step.layers[layer.layer_id] = call
+            step.layers[layer] = call
         sinks = layer.sinks if call.has_sinks else None
         k_scale = layer.k_scale if call.has_scales else None
         slots = step.paged.window_out_cache_loc if call.windowed else batch.out_cache_loc
