@@ -27,10 +27,11 @@ def test_serves_and_checks(kind, capfd):
 
 def test_serves_in_compiled_pieces(capfd):
     torch._dynamo.reset()
-    assert demo.main([*FEW, "--models", "gqa", "--no-encoder", "--chunk", "32", "--graphs", "piecewise"]) == 0
+    few = ["--device", "cpu", "--requests", "1", "--max-new-tokens", "4", "--chunk", "128", "--models", "gqa"]
+    assert demo.main([*few, "--no-encoder", "--graphs", "piecewise"]) == 0
     out, _ = capfd.readouterr()
     assert re.search(r"graphs +every step runs in pieces compiled by 'eager' around eager attention; \d+ sizes in", out)
-    assert re.search(r"check +all 16 tokens are those of plain PyTorch", out)
+    assert re.search(r"check +all 4 tokens are those of plain PyTorch", out)
     assert len(re.findall(r"a step of the model takes \d+\.\d+ ms", out)) == 2
 
 

@@ -131,7 +131,7 @@ def test_compiled_pieces_give_the_same_tokens(config, backends, fresh_compiler):
     assert splitter.num_compiled == (LAYERS + 1) * len(BUCKETS), "all of them before the first step"
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", ["qwen3", "gpt_oss"])  # the others: test_recompiles.py
 def test_a_whole_compiled_model_gives_the_same_tokens(config, fresh_compiler):
     host, model = Compiled(), TinyModel(CONFIGS[config])
     for backend in ("intel_amx", "torch_native"):
