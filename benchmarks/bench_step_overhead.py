@@ -207,13 +207,12 @@ class FlashInfer:
 
 
 class FlashAttention3:
-    """Its decode call, which appends the new rows itself; its metadata is made once a step, on the device."""
+    """Its decode call after two copies by index, as SGLang stores new rows; metadata once a step, on the device."""
 
     def __init__(self, setup: Setup) -> None:
         from sgl_kernel.flash_attn import flash_attn_with_kvcache, get_scheduler_metadata
 
         self.setup, self.run, self.get_metadata = setup, flash_attn_with_kvcache, get_scheduler_metadata
-        self.before = setup.batch.cache_seqlens - 1
 
     def plan(self) -> None:
         setup = self.setup
@@ -231,16 +230,16 @@ class FlashAttention3:
             num_splits=0,
         )
 
-    def _call(self, q: Tensor, pages: tuple[Tensor, Tensor], seqlens: Tensor, **new: Tensor) -> Tensor:
-        table, options = self.setup.page_table, {"causal": True, "scheduler_metadata": self.metadata}
-        out = self.run(q.unsqueeze(1), *pages, cache_seqlens=seqlens, page_table=table, **options, **new)
+    def attend(self, q: Tensor, pages: tuple[Tensor, Tensor]) -> Tensor:
+        step, options = self.setup, {"causal": True, "scheduler_metadata": self.metadata}
+        seqlens = step.batch.cache_seqlens
+        out = self.run(q.unsqueeze(1), *pages, cache_seqlens=seqlens, page_table=step.page_table, **options)
         return out.squeeze(1)
 
-    def attend(self, q: Tensor, pages: tuple[Tensor, Tensor]) -> Tensor:
-        return self._call(q, pages, self.setup.batch.cache_seqlens)
-
     def store_and_attend(self, q: Tensor, k: Tensor, v: Tensor, pages: tuple[Tensor, Tensor]) -> Tensor:
-        return self._call(q, pages, self.before, k=k.unsqueeze(1), v=v.unsqueeze(1))
+        for page, rows in zip(pages, (k, v), strict=True):
+            page.view(-1, KV_HEADS, DIM)[self.setup.batch.out_cache_loc] = rows
+        return self.attend(q, pages)
 
 
 PEERS = {"FA3": FlashAttention3, "FlashInfer": FlashInfer}
