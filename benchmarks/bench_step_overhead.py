@@ -347,6 +347,10 @@ class Bench:
         measure("attnops layer, store and attend", lambda: layer(q, k, v, batch), "RadixAttention to kernels")
         measure("attnops layer, attend", lambda: layer(q, None, None, batch))
         measure("attnops xqa_decode", decode, "the op with its Python wrapper")
+        op, tensors = torch.ops.attnops.xqa_decode.default, (table, None, batch.cache_seqlens)
+        scratch = (plan.tile_scheduler_metadata, plan.num_splits, plan.out_partial, plan.lse_partial, plan.semaphores)
+        arguments = (out, None, rows, *pages, *tensors, *scratch, DIM**-0.5)
+        measure("attnops xqa_decode, the op", lambda: op(*arguments), "torch.ops.attnops.xqa_decode")
         measure(
             "attnops metadata", lambda: setup.backend.init_forward_metadata(batch), "page table and plan, once a step"
         )

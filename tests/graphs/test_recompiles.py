@@ -28,7 +28,8 @@ def test_fifty_batches_compile_once(device, backend, config, inner):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     recorder = CudaGraphs() if device == "cuda" else GraphTape
-    runner = PiecewiseRunner(engine.model, engine.backend, sizes=[4, 8], inner=inner, recorder=recorder)
+    sizes = [8] if inner == "inductor" else [4, 8]  # a piece takes inductor seconds
+    runner = PiecewiseRunner(engine.model, engine.backend, sizes=sizes, inner=inner, recorder=recorder)
     runner.capture(progress=False)
     whole = torch.compile(engine.model, backend=inner, fullgraph=True, dynamic=True)
 
@@ -46,4 +47,4 @@ def test_fifty_batches_compile_once(device, backend, config, inner):
             torch.testing.assert_close(run_whole(*step), eager, rtol=tolerance, atol=tolerance)
     assert not torch._dynamo.utils.counters["graph_break"]
     assert runner.splitter.num_graphs == 1
-    assert runner.splitter.num_compiled == (LAYERS + 1) * 2, "once per piece and bucket"
+    assert runner.splitter.num_compiled == (LAYERS + 1) * len(sizes), "once per piece and bucket"
