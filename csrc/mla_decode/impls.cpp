@@ -8,6 +8,7 @@
 #include "core/impl_table.h"
 #include "device/common/launch.h"
 #include "device/common/vec.h"
+#include "mla_decode/sm90/few_rows/launch.h"
 #include "mla_decode/sm90/launch.h"
 
 namespace attnops::mla_decode {
@@ -25,7 +26,8 @@ int device_sm() {
 struct Impl {
   const char* name;
   Arch arch;
-  DType dtype;  // of q and of the pages
+  DType dtype;   // of q and of the pages
+  int max_rows;  // query rows (token, head) of a request; 0: any number
   void (*launch)(const Params&, CUstream_st*);
 
   std::string reject(const Params& p) const {
@@ -33,9 +35,17 @@ struct Impl {
     if (p.kv_dtype != dtype) {
       return std::string("takes kv_pages of ") + name_of(dtype) + ", got " + name_of(p.kv_dtype);
     }
+    const int rows = p.seqlen_q * p.num_q_heads;
+    if (max_rows > 0 && rows > max_rows) {
+      return "takes at most " + std::to_string(max_rows) + " query rows (token, head) of a request, got " +
+             std::to_string(rows);
+    }
     const int size = size_of(dtype);
     if (!rows_aligned(p.q, size, 16, p.q_stride_request, p.q_stride_token, p.q_stride_head)) {
       return "rows of q must start on 16-byte boundaries";
+    }
+    if (max_rows > 0 && !rows_aligned(p.out, size, 4, p.out_stride_request, p.out_stride_token, p.out_stride_head)) {
+      return "rows of out must start on 4-byte boundaries";
     }
     if (p.q_pe && !rows_aligned(p.q_pe, size, 16, p.q_pe_stride_request, p.q_pe_stride_token, p.q_pe_stride_head)) {
       return "rows of q_pe must start on 16-byte boundaries";
@@ -53,8 +63,10 @@ struct Impl {
 
 constexpr std::initializer_list<Impl> kImpls = {
 #if defined(ATTNOPS_HAS_SM90)
-    {"sm90_bf16", Arch::kSm90, DType::kBFloat16, &sm90::launch_bf16},
-    {"sm90_fp16", Arch::kSm90, DType::kFloat16, &sm90::launch_fp16},
+    {"sm90_few_rows_bf16", Arch::kSm90, DType::kBFloat16, sm90::few_rows::kMaxRows, &sm90::few_rows::launch_bf16},
+    {"sm90_few_rows_fp16", Arch::kSm90, DType::kFloat16, sm90::few_rows::kMaxRows, &sm90::few_rows::launch_fp16},
+    {"sm90_bf16", Arch::kSm90, DType::kBFloat16, 0, &sm90::launch_bf16},
+    {"sm90_fp16", Arch::kSm90, DType::kFloat16, 0, &sm90::launch_fp16},
 #endif
 };
 

@@ -9,6 +9,7 @@ struct LaunchShape {
   int blocks, threads;
   int shared_bytes;      // dynamic shared memory of this launch
   int max_shared_bytes;  // and the most that any launch of the kernel asks for
+  int blocks_y = 1, blocks_z = 1;
 };
 
 // Whether the current device knows dependent launches. Tells the device, once, what it must be told of the kernel; all
@@ -41,7 +42,8 @@ void launch_dependent(const char* what, const LaunchShape& shape, cudaStream_t s
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(shape.blocks));
+  config.gridDim = dim3(static_cast<unsigned>(shape.blocks), static_cast<unsigned>(shape.blocks_y),
+                        static_cast<unsigned>(shape.blocks_z));
   config.blockDim = dim3(static_cast<unsigned>(shape.threads));
   config.dynamicSmemBytes = static_cast<size_t>(shape.shared_bytes);
   config.stream = stream;

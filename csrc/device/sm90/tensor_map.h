@@ -21,7 +21,8 @@ struct MapGeometry {
 };
 
 // The driver's encoder, found at run time: linking libcuda would make the module unloadable without a driver.
-inline CUtensorMap make_tensor_map(const MapGeometry& g) {
+inline CUtensorMap encode_tensor_map(DType dtype, const void* base, int rank, const cuuint64_t* extents,
+                                     const cuuint64_t* strides, const cuuint32_t* box) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const Encode encode = [] {
     void* function = nullptr;
@@ -31,19 +32,34 @@ inline CUtensorMap make_tensor_map(const MapGeometry& g) {
     if (found != cudaDriverEntryPointSuccess) throw std::runtime_error("attnops: the driver has no tensor maps");
     return reinterpret_cast<Encode>(function);
   }();
-  const cuuint32_t box[3] = {64, g.box_rows, 1}, steps[3] = {1, 1, 1};
+  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
   const CUtensorMapDataType type =
-      g.dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  const cuuint64_t extents[3] = {g.extents[0], g.extents[1], g.extents[2]}, strides[2] = {g.strides[0], g.strides[1]};
+      dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   CUtensorMap map;
   const CUresult status =
-      encode(&map, type, 3, const_cast<void*>(g.base), extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      encode(&map, type, rank, const_cast<void*>(base), extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
              CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
     throw std::runtime_error("attnops: cuTensorMapEncodeTiled refused the cache: CUresult " +
                              std::to_string(static_cast<int>(status)));
   }
   return map;
+}
+
+inline CUtensorMap make_tensor_map(const MapGeometry& g) {
+  const cuuint32_t box[3] = {64, g.box_rows, 1};
+  const cuuint64_t extents[3] = {g.extents[0], g.extents[1], g.extents[2]}, strides[2] = {g.strides[0], g.strides[1]};
+  return encode_tensor_map(g.dtype, g.base, 3, extents, strides, box);
+}
+
+// The same rows read whole: boxes of `box_rows` rows of `pieces` pieces of 64 elements, which land piece by piece, each
+// piece as rows of 128 bytes under the 128-byte swizzle. Extent 0 of the geometry must be 64 * pieces.
+inline CUtensorMap make_row_map(const MapGeometry& g) {
+  const cuuint64_t pieces = g.extents[0] / 64;
+  const cuuint32_t box[4] = {64, g.box_rows, static_cast<cuuint32_t>(pieces), 1};
+  const cuuint64_t extents[4] = {64, g.extents[1], pieces, g.extents[2]},
+                   strides[3] = {g.strides[0], 128, g.strides[1]};
+  return encode_tensor_map(g.dtype, g.base, 4, extents, strides, box);
 }
 
 }  // namespace attnops::sm90

@@ -1,0 +1,67 @@
+#pragma once
+
+#include "device/common/launch.h"
+#include "device/common/launch_dependent.cuh"
+#include "device/sm90/tensor_map.h"
+#include "mla_decode/sm90/few_rows/kernel.cuh"
+#include "mla_decode/sm90/few_rows/launch.h"
+#include "mla_decode/sm90/few_rows/merge.cuh"
+#include "mla_decode/sm90/launch.cuh"
+
+namespace attnops::mla_decode::sm90::few_rows {
+
+// The copy engine reads groups of eight tokens; pages that do not hold whole groups are gathered row by row, and so is
+// everything in the checked mode, which must look at each index.
+inline bool groups_fit(const Params& p) {
+  return p.report == nullptr && p.page_table.page_size % kGroupTokens == 0 && p.page_table.num_pages > 0;
+}
+
+inline CUtensorMap make_map(const Params& p) {
+  const int64_t element = size_of(p.kv_dtype);
+  return attnops::sm90::make_row_map({.dtype = p.kv_dtype,
+                                      .base = p.kv_pages,
+                                      .extents = {kHeadDimQk, static_cast<uint64_t>(p.page_table.page_size),
+                                                  static_cast<uint64_t>(p.page_table.num_pages)},
+                                      .strides = {static_cast<uint64_t>(p.kv_stride_token * element),
+                                                  static_cast<uint64_t>(p.kv_stride_page * element)},
+                                      .box_rows = kGroupTokens});
+}
+
+template <typename T>
+void launch_merge(const Params& p, cudaStream_t stream) {
+  // As wide as the GPU: by rows and columns when there are few, else by rows alone.
+  constexpr int kFewRows = 128, kManyRows = 528;
+  const int rows = p.seqlen_q * p.num_q_heads, all_rows = p.batch_size * rows;
+  const bool aligned =
+      rows_aligned(p.out, size_of(p.dtype), 8, p.out_stride_request, p.out_stride_token, p.out_stride_head);
+  const int rows_per_block = all_rows <= kManyRows ? 1 : kMergeWarps;
+  LaunchShape shape{p.batch_size, kMergeThreads, 0, 0, ceil_div(rows, rows_per_block)};
+  if (all_rows <= kFewRows) {
+    shape.blocks_z = 8;
+    launch_dependent<&mla_merge_kernel<T, true>>("mla_merge_kernel", shape, stream, p, rows_per_block, aligned);
+  } else {
+    launch_dependent<&mla_merge_kernel<T, false>>("mla_merge_kernel", shape, stream, p, rows_per_block, aligned);
+  }
+}
+
+template <typename T, class At>
+void launch_shape(const Params& p, cudaStream_t stream) {
+  const int page_size = p.page_table.page_size;
+  const bool is_power = (page_size & (page_size - 1)) == 0;
+  const Modes modes{.use_boxes = groups_fit(p), .page_shift = is_power ? __builtin_ctz(page_size) : -1};
+  const CUtensorMap map = modes.use_boxes ? make_map(p) : CUtensorMap{};
+  constexpr int kBytes = At::kBytes;
+  launch_dependent<&mla_decode_few_kernel<T, At>>("mla_decode_few_kernel", {p.num_sm_parts, kThreads, kBytes, kBytes},
+                                                  stream, p, map, modes);
+  launch_merge<T>(p, stream);
+}
+
+template <typename T>
+void launch(const Params& p, cudaStream_t stream) {
+  if (p.batch_size == 0) return;
+  const int rows = p.seqlen_q * p.num_q_heads;
+  if (rows <= 8) return launch_shape<T, Shape<8, Share::kDepth, 8>>(p, stream);
+  launch_shape<T, Shape<16, Share::kDepth, 8>>(p, stream);
+}
+
+}  // namespace attnops::mla_decode::sm90::few_rows

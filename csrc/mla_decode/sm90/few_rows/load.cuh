@@ -1,0 +1,249 @@
+#pragma once
+#include "core/report.h"
+#include "device/sm90/barrier.cuh"
+#include "device/sm90/copy.cuh"
+#include "device/sm90/wgmma.cuh"
+#include "mla_decode/sm90/few_rows/layout.h"
+#include "mla_decode/sm90/few_rows/walk.cuh"
+
+// What the loading warps do: KV tiles of every piece into the ring, each as soon as its slot is given back. Groups of
+// eight tokens come as boxes of the copy engine where a page holds whole groups and the tile no key that may not be
+// read; everything else row by row, so that keys nobody may read become zeros and 0 x NaN never happens.
+namespace attnops::mla_decode::sm90::few_rows {
+
+// A place in the ring of quarters, and the parity of its round. The first quarter of a tile may lie anywhere, and the
+// tile's other end at the ring's beginning.
+template <class At>
+struct RingPlace {
+  int position;
+  uint32_t parity;
+
+  __device__ RingPlace after(int quarters) const {
+    const bool wraps = position + quarters >= At::kQuarters;
+    return {position + quarters - (wraps ? At::kQuarters : 0), parity ^ static_cast<uint32_t>(wraps)};
+  }
+};
+
+// Barriers: a quarter is full when all lanes of its loading warp have arrived, and empty when all consumer warps have.
+template <class At>
+__device__ inline uint32_t full_barrier(uint32_t shared, int position) {
+  return shared + At::kBarriers + 16 * position;
+}
+
+template <class At>
+__device__ inline uint32_t empty_barrier(uint32_t shared, int position) {
+  return full_barrier<At>(shared, position) + 8;
+}
+
+template <class At>
+__device__ inline uint32_t queries_full(uint32_t shared) {
+  return full_barrier<At>(shared, At::kQuarters);
+}
+
+template <class At>
+__device__ inline uint32_t queries_empty(uint32_t shared) {
+  return queries_full<At>(shared) + 8;
+}
+
+// What the host has found out about the arguments.
+struct Modes {
+  bool use_boxes;  // whole tiles come by the copy engine
+  int page_shift;  // of a page size that is a power of two, else -1
+};
+
+// Where a token is. Page sizes are mostly powers of two, and a division is the better part of what is to be computed
+// before the first load.
+class Paging {
+ public:
+  __device__ Paging(int page_size, int shift) : size_(page_size), shift_(shift) {}
+
+  __device__ int cell(int key) const { return shift_ >= 0 ? key >> shift_ : key / size_; }
+  __device__ int offset(int key) const { return shift_ >= 0 ? key & (size_ - 1) : key % size_; }
+
+ private:
+  const int size_, shift_;
+};
+
+// One of the four loading warps; it brings 16 of a tile's 64 tokens.
+template <class At>
+class Loader {
+ public:
+  __device__ Loader(const Params& p, const CUtensorMap* map, const Modes& modes, uint32_t shared)
+      : p_(p),
+        map_(map),
+        use_boxes_(modes.use_boxes),
+        shared_(shared),
+        paging_(p.page_table.page_size, modes.page_shift),
+        warp_(threadIdx.x / 32 - kConsumerThreads / 32),
+        lane_(threadIdx.x % 32),
+        place_{warp_, 0} {}
+
+  __device__ void run() {
+    RequestWalk walk(p_);
+    int first_page = speculate(walk.entry());
+    Piece piece;
+    for (int pieces = 0; walk.next(p_, piece); ++pieces) {
+      check_length(piece);
+      load_piece(piece, first_page, pieces);
+      first_page = kUnknown;
+    }
+    asm volatile("cp.async.wait_all;" ::: "memory");
+  }
+
+ private:
+  static constexpr int kElement = 2;
+  static constexpr int kTokens = kQuarterTokens;           // of a tile, per warp
+  static constexpr int kTilesAhead = 32 / kGroupsPerWarp;  // whose page indices are read at once
+
+  static constexpr int kUnknown = INT32_MIN;
+
+  // Page indices of the part's first tiles, as row_page and group_page find them, asked for together with the length
+  // of the request instead of after it. They are used only where the length allows.
+  __device__ int speculate(const SplitKvEntry& entry) const {
+    if (p_.window_left >= 0 || p_.page_table.kv_indptr || entry.begin_work >= p_.batch_size) return kUnknown;
+    const int tile = entry.begin_tile + (use_boxes_ ? lane_ / kGroupsPerWarp : 0);
+    const int token = use_boxes_ ? lane_ % kGroupsPerWarp * kGroupTokens : lane_ % kTokens;
+    const int cell = paging_.cell(first_token(tile) + token);
+    return cell < p_.page_table.max_pages ? p_.page_table.row(entry.begin_work)[cell] : 0;
+  }
+
+  // The queries travel behind the first tile: its slot is free before their place is.
+  __device__ void load_piece(const Piece& piece, int first_page, int pieces) {
+    const int32_t* cells = p_.page_table.row(piece.request);
+    // Indices are read ahead: of the next gathered tile, one row a lane, and of 16 boxed tiles, one group a lane.
+    int next_row = -1, groups = 0, next_groups = 0;
+    if (first_page == kUnknown || use_boxes_) {
+      next_row = row_page(piece, cells, 0);
+    } else if (readable(piece, first_token(piece.first_tile) + lane_ % kTokens)) {
+      next_row = first_page;
+    }
+    if (use_boxes_) next_groups = first_page == kUnknown ? group_page(piece, cells, 0) : first_page;
+    for (int t = 0; t < piece.num_tiles; ++t, place_ = place_.after(kLoadingWarps)) {
+      const int tile = piece.first_tile + t, row = next_row;
+      const bool boxed = is_boxed(piece, tile, use_boxes_);
+      if (t % kTilesAhead == 0) {
+        groups = next_groups;
+        if (use_boxes_) next_groups = group_page(piece, cells, t + kTilesAhead);
+      }
+      if (boxed) load_boxes(tile, groups, t % kTilesAhead * kGroupsPerWarp);
+      next_row = row_page(piece, cells, t + 1);
+      if (!boxed) gather(piece, tile, row);
+      if (t == 0) load_queries(piece, pieces);
+    }
+  }
+
+  __device__ int first_token(int tile) const { return tile * kPlanTileTokens + warp_ * kTokens; }
+
+  __device__ static bool readable(const Piece& piece, int key) {
+    return key >= piece.keys.begin && key < piece.keys.end;
+  }
+
+  // The page of row lane % 16 of this warp's part of a gathered tile; -1 where there is nothing to read.
+  __device__ int row_page(const Piece& piece, const int32_t* cells, int t) const {
+    const int tile = piece.first_tile + t, key = first_token(tile) + lane_ % kTokens;
+    const bool needed = t < piece.num_tiles && !is_boxed(piece, tile, use_boxes_) && readable(piece, key);
+    return needed ? cells[paging_.cell(key)] : -1;
+  }
+
+  // The page of group lane % kGroupsPerWarp of tile t + lane / kGroupsPerWarp.
+  __device__ int group_page(const Piece& piece, const int32_t* cells, int t) const {
+    t += lane_ / kGroupsPerWarp;
+    const int tile = piece.first_tile + t, key = first_token(tile) + lane_ % kGroupsPerWarp * kGroupTokens;
+    const bool needed = t < piece.num_tiles && is_boxed(piece, tile, use_boxes_);
+    return needed ? cells[paging_.cell(key)] : 0;
+  }
+
+  __device__ void load_boxes(int tile, int pages, int first_lane) const {
+    const uint32_t full = full_barrier<At>(shared_, place_.position);
+    int page[kGroupsPerWarp];
+#pragma unroll
+    for (int g = 0; g < kGroupsPerWarp; ++g) page[g] = __shfl_sync(0xffffffffu, pages, first_lane + g);
+    // By every lane: an arrival before the slot is empty would count for the tile that is still in it.
+    attnops::sm90::mbarrier_wait(empty_barrier<At>(shared_, place_.position), place_.parity ^ 1);
+    if (lane_ == 0) {
+      attnops::sm90::mbarrier_arrive_expect(full, kGroupsPerWarp * kGroupStride);
+#pragma unroll
+      for (int g = 0; g < kGroupsPerWarp; ++g) {
+        const int token = paging_.offset(first_token(tile) + g * kGroupTokens);
+        attnops::sm90::copy_box(group_place(g), map_, full, 0, token, 0, page[g]);
+      }
+    } else {
+      attnops::sm90::mbarrier_arrive(full);
+    }
+    __syncwarp();
+  }
+
+  __device__ uint32_t group_place(int group) const {
+    return shared_ + At::kKv + place_.position * kQuarterBytes + group * kGroupStride;
+  }
+
+  // Eight lanes copy the 128 bytes of a row's piece.
+  __device__ void gather(const Piece& piece, int tile, int page) const {
+    const int key = first_token(tile) + lane_ % kTokens;
+    if (p_.report) check_page(piece, key, page);
+    const int64_t offset =
+        page < 0
+            ? -1
+            : kElement * (page * p_.kv_stride_page + static_cast<int64_t>(paging_.offset(key)) * p_.kv_stride_token);
+    const uint8_t* pool = static_cast<const uint8_t*>(p_.kv_pages) + lane_ % 8 * 16;
+    attnops::sm90::mbarrier_wait(empty_barrier<At>(shared_, place_.position), place_.parity ^ 1);
+#pragma unroll 1
+    for (int i = 0; i < kTokens / 4; ++i) {
+      const int row = 4 * i + lane_ / 8;
+      const int64_t begin = __shfl_sync(0xffffffffu, offset, row);
+      const uint8_t* source = pool + max_of(begin, int64_t{0});
+      const uint32_t place = group_place(row / kGroupTokens) + attnops::sm90::swizzled(row % kGroupTokens, lane_ % 8);
+#pragma unroll
+      for (int k = 0; k < kPieces; ++k) attnops::sm90::copy16(place + k * kPieceStride, source + k * 128, begin >= 0);
+    }
+    attnops::sm90::arrive_after_copies(full_barrier<At>(shared_, place_.position));
+  }
+
+  // Rows beyond the last become zeros.
+  __device__ void load_queries(const Piece& piece, int pieces) const {
+    constexpr int kChunks = 8 * kPieces;  // of 16 bytes, of a row
+    attnops::sm90::mbarrier_wait(queries_empty<At>(shared_), (pieces & 1) ^ 1);
+#pragma unroll 2
+    for (int i = warp_ * 32 + lane_; i < At::kRows * kChunks; i += 32 * kLoadingWarps) {
+      const int row = i / kChunks, chunk = i % kChunks;
+      const bool valid = row < piece.num_rows, apart = p_.q_pe && chunk >= 8 * kPiecesV;
+      const RowPlace at = row_place(p_, valid ? row : 0);
+      const int64_t offset =
+          apart
+              ? piece.request * p_.q_pe_stride_request + at.token * p_.q_pe_stride_token + at.head * p_.q_pe_stride_head
+              : piece.request * p_.q_stride_request + at.token * p_.q_stride_token + at.head * p_.q_stride_head;
+      const uint8_t* source = static_cast<const uint8_t*>(apart ? p_.q_pe : p_.q) + kElement * offset;
+      attnops::sm90::copy16(shared_ + At::kQ + chunk / 8 * At::kQueryPiece + attnops::sm90::swizzled(row, chunk % 8),
+                            source + (apart ? chunk - 8 * kPiecesV : chunk) * 16, valid);
+    }
+    attnops::sm90::arrive_after_copies(queries_full<At>(shared_));
+  }
+
+  // Checked mode: a row of a page that does not exist is reported, once, and left out.
+  __device__ void check_page(const Piece& piece, int key, int& page) const {
+    if (!readable(piece, key) || (page >= 0 && page < p_.page_table.num_pages)) return;
+    const int cell = paging_.cell(key);
+    if (lane_ < kTokens) report(ReportKind::kPageIndex, piece.request, cell, page, p_.page_table.num_pages);
+    page = -1;
+  }
+
+  __device__ void check_length(const Piece& piece) const {
+    if (p_.report == nullptr || warp_ + lane_ != 0) return;
+    const int64_t capacity = p_.page_table.num_cells(piece.request) * p_.page_table.page_size;
+    if (piece.length > capacity) report(ReportKind::kLength, piece.request, 0, piece.length, capacity + 1);
+  }
+
+  __device__ void report(ReportKind kind, int request, int position, int64_t value, int64_t limit) const {
+    record_fault(p_.report, {ReportOp::kMlaDecode, kind, request, position, value, limit});
+  }
+
+  const Params& p_;
+  const CUtensorMap* map_;
+  const bool use_boxes_;
+  const uint32_t shared_;
+  const Paging paging_;
+  const int warp_, lane_;
+  RingPlace<At> place_;  // of this warp's next quarter
+};
+
+}  // namespace attnops::mla_decode::sm90::few_rows

@@ -1,0 +1,158 @@
+#pragma once
+#include <cmath>
+
+#include "device/sm90/barrier.cuh"
+#include "device/sm90/wgmma_few.cuh"
+#include "mla_decode/sm90/few_rows/layout.h"
+#include "mla_decode/sm90/softmax.cuh"
+
+// The softmax of a transposed tile of scores, [64 keys, kGroupRows queries], by one warpgroup. A warp holds a quarter
+// of the keys, a thread lane / 4 and lane / 4 + 8 of its sixteen, and of each the queries 8 j + 2 (lane % 4) + {0, 1}:
+// element 4 j + 2 h + e of its fragment.
+namespace attnops::mla_decode::sm90::few_rows {
+
+// Query number 2 j + e of a thread.
+__device__ inline int query_of(int i) { return i / 2 * 8 + 2 * (threadIdx.x % 4) + i % 2; }
+__device__ constexpr int element_of(int i, int h) { return i / 2 * 4 + 2 * h + i % 2; }
+__device__ inline int key_of(int quarter, int h) { return quarter * 16 + threadIdx.x % 32 / 4 + 8 * h; }
+
+// The largest of the eight lanes that hold the same queries.
+__device__ inline float column_max(float x) {
+#pragma unroll
+  for (int lanes = 4; lanes < 32; lanes *= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, lanes));
+  return x;
+}
+
+__device__ inline float column_sum(float x) {
+#pragma unroll
+  for (int lanes = 4; lanes < 32; lanes *= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
+  return x;
+}
+
+// Keys that all query rows of a piece see, before a tree mask and the checked mode have their say.
+__device__ inline KvRange keys_of_all_rows(const Params& p, const Piece& piece) {
+  const int first = piece.length - p.seqlen_q;  // position of the first query token
+  const int last_begin = p.window_left < 0 ? 0 : max_of(piece.length - 1 - p.window_left, 0);
+  const int end = !p.causal ? piece.length : p.tree_mask ? first : first + 1;
+  return {last_begin, min_of(end, piece.keys.end)};
+}
+
+// Whether query token `token` sees the key.
+__device__ inline bool sees(const Params& p, const Piece& piece, int token, int key) {
+  const int first = piece.length - p.seqlen_q, position = first + token;
+  if (key >= piece.keys.end || (p.window_left >= 0 && key < position - p.window_left)) return false;
+  if (p.tree_mask == nullptr) return !p.causal || key <= position;
+  if (key < first) return true;
+  const uint8_t* row = p.tree_mask + piece.request * p.tree_mask_stride_request + token * p.tree_mask_stride_token;
+  return row[(key - first) / 8] >> ((key - first) % 8) & 1;
+}
+
+// Checked mode: whether the key's page exists. The loading warps report it when not.
+__device__ inline bool has_page(const Params& p, const Piece& piece, int key) {
+  if (key < piece.keys.begin || key >= piece.keys.end) return false;
+  const int page = p.page_table.row(piece.request)[key / p.page_table.page_size];
+  return page >= 0 && page < p.page_table.num_pages;
+}
+
+// Running state of a thread's queries, in the base-2 logarithm. All threads with the same queries hold the same
+// reference maximum; the sums are of this thread's keys.
+template <class At, int kGroup>
+struct Softmax {
+  static constexpr int kCount = At::kQueries;
+  float reference[kCount], sum[kCount];
+  KvRange clear;  // keys that need no mask
+
+  __device__ void begin(const Params& p, const Piece& piece) {
+    clear = keys_of_all_rows(p, piece);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      reference[i] = -INFINITY;
+      sum[i] = 0.f;
+    }
+  }
+
+  // Raw scores to probabilities of keys [first_key, first_key + 64) under the reference, which may move: then the
+  // factors of what was accumulated before are left in shared memory, and the answer is true.
+  __device__ bool tile(const Params& p, const Piece& piece, int first_key, int quarter, float (&s)[At::kGroupRows / 2],
+                       uint8_t* base) {
+    float scale = p.softmax_scale * kLog2e;
+    if (p.logit_cap > 0.f || scale <= 0.f) {
+      const float cap = p.logit_cap * kLog2e, inner = p.logit_cap > 0.f ? p.softmax_scale / p.logit_cap : 0.f;
+#pragma unroll
+      for (float& x : s) x = p.logit_cap > 0.f ? soft_capped(x * inner, cap) : x * scale;
+      scale = 1.f;
+    }
+    if (first_key < clear.begin || first_key + kPlanTileTokens > clear.end || p.report) {
+      mask(p, piece, first_key, quarter, s);
+    }
+    bool above = false;
+    float top[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      top[i] = scale * fmaxf(s[element_of(i, 0)], s[element_of(i, 1)]);
+      above |= top[i] > reference[i] + kSlack;
+    }
+    const bool moved = attnops::sm90::named_barrier_or(kOwnBarrier, kGroupThreads, above);
+    if (moved) move_reference(top, base);
+    if (!At::kByRows && threadIdx.x == 0) *reinterpret_cast<int*>(base + At::kMoved) = moved;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const float below = reference[i] == -INFINITY ? 0.f : reference[i];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float& x = s[element_of(i, h)];
+        x = exp2_fast(fmaf(x, scale, -below));
+        sum[i] += x;
+      }
+    }
+    return moved;
+  }
+
+ private:
+  static constexpr int kOwnBarrier = kGroup == 0 ? kGroup0 : kGroup1;
+
+  __device__ void mask(const Params& p, const Piece& piece, int first_key, int quarter,
+                       float (&s)[At::kGroupRows / 2]) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int key = first_key + key_of(quarter, h);
+      const bool there = p.report == nullptr || has_page(p, piece, key);
+      uint32_t seen = 0;  // a bit per query, by a loop that is small: most tiles need none
+#pragma unroll 1
+      for (int i = 0; i < kCount; ++i) {
+        const int row = min_of(At::first_row(kGroup) + query_of(i),
+                               piece.num_rows - 1);  // spare rows see what the last one sees
+        seen |= static_cast<uint32_t>(there && sees(p, piece, row_place(p, row).token, key)) << i;
+      }
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        if (!(seen >> i & 1)) s[element_of(i, h)] = -INFINITY;
+      }
+    }
+  }
+
+  // Takes the maxima of all warps; the reference follows where they are too far above it.
+  __device__ void move_reference(const float (&top)[kCount], uint8_t* base) {
+    float* maxima = reinterpret_cast<float*>(base + At::kMaxima) + At::first_row(kGroup);
+    float* factors = reinterpret_cast<float*>(base + At::kFactor) + At::first_row(kGroup);
+    const int thread = threadIdx.x % kGroupThreads, lane = thread % 32, warp = thread / 32;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const float most = column_max(top[i]);
+      if (lane < 4) maxima[warp * At::kRows + query_of(i)] = most;
+    }
+    attnops::sm90::named_barrier_sync(kOwnBarrier, kGroupThreads);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const float* all = maxima + query_of(i);
+      const float most = fmaxf(fmaxf(all[0], all[At::kRows]), fmaxf(all[2 * At::kRows], all[3 * At::kRows]));
+      const float before = reference[i], after = most > before + kSlack ? most : before;
+      const float factor = rescale_factor(before, after);
+      reference[i] = after;
+      sum[i] *= factor;
+      if (thread < 4) factors[query_of(i)] = factor;
+    }
+  }
+};
+
+}  // namespace attnops::mla_decode::sm90::few_rows

@@ -1,0 +1,119 @@
+"""attnops::mla_decode for few query rows of a request: rings that go round many times, graphs, and what bits depend on.
+
+The few-row kernels have a shape for up to 8, 16, 32, 48 and 64 query rows; other devices run the same cases.
+"""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from attnops import ops
+from checks import assert_attention_close, assert_lse_close
+from mla_calls import SCALE, decode, plan_for
+from problems import mla_problem
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+ROWS = [1, 8, 9, 16, 17, 32, 33, 48, 49, 64]
+
+
+def assert_equals_reference(problem, out, lse, **options):
+    expected_out, expected_lse = problem.expected(softmax_scale=SCALE, **options)
+    assert_attention_close(out.cpu(), expected_out, problem.q.dtype)
+    assert_lse_close(lse.cpu(), expected_lse, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_sm_parts", [1, 6])
+@pytest.mark.parametrize("rows", ROWS)
+def test_requests_of_many_tiles(rows, num_sm_parts, device):
+    """A part works through several requests and many more tiles than it can hold at once."""
+    problem = mla_problem([1500, 20, 0, 700], num_q_heads=rows).to(device)
+    assert_equals_reference(problem, *decode(problem, num_sm_parts=num_sm_parts))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("page_size", [1, 7, 8, 24, 64, 192])
+def test_pages_that_hold_whole_groups_of_tokens_and_others(page_size, dtype, device):
+    problem = mla_problem([900, 130, 64], num_q_heads=16, page_size=page_size, dtype=dtype).to(device)
+    for csr in (False, True):
+        assert_equals_reference(problem, *decode(problem, csr=csr))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("heads, seqlen_q", [(5, 3), (16, 2), (16, 4)])
+def test_windows_that_begin_inside_a_tile(heads, seqlen_q, page_size, device):
+    problem = mla_problem([900, 3, 500], seqlen_q, num_q_heads=heads, page_size=page_size).to(device)
+    for window_left in (0, 63, 333):
+        out, lse = decode(problem, window_left=window_left, num_sm_parts=3)
+        assert_equals_reference(problem, out, lse, window_left=window_left)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("heads", [4, 16, 33, 64])
+def test_maxima_that_rise_and_fall(heads, device):
+    """Scores grow by far more than the slack of the reference maximum, tile after tile, and shrink again."""
+    problem = mla_problem([1024], num_q_heads=heads, dtype=torch.bfloat16)
+    tokens = torch.arange(1024)
+    gain = 1 + 6 * torch.sin(tokens / 160).abs()
+    pages = problem.page_table[0, : 1024 // 64].long()
+    problem.kv_pages[pages] *= gain.view(-1, 64, 1).to(problem.kv_pages.dtype)
+    problem = dataclasses.replace(problem, latent_exact=problem.kv_pages[pages].flatten(0, 1).float()).to(device)
+    out, lse = decode(problem, num_sm_parts=2)
+    expected_out, expected_lse = problem.expected(softmax_scale=SCALE)
+    assert_attention_close(out.cpu(), expected_out, torch.bfloat16)
+    assert_lse_close(lse.cpu(), expected_lse, atol=1e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows", [8, 16, 32, 48, 64])
+def test_bits_of_a_request_do_not_depend_on_the_width_of_the_merge(rows, device):
+    """One request is merged by columns, many by rows: the order of summation must be the same."""
+    lengths = [2000] + [65] * 40
+    problem = mla_problem(lengths, num_q_heads=rows).to(device)
+    out, lse = decode(problem, fixed=64, num_sm_parts=33)
+    alone = type(problem)(
+        **{
+            **vars(problem),
+            "q": problem.q[:1],
+            "page_table": problem.page_table[:1],
+            "cache_seqlens": problem.cache_seqlens[:1],
+        }
+    )
+    out_alone, lse_alone = decode(alone, fixed=64, num_sm_parts=7)
+    assert torch.equal(out_alone, out[:1]) and torch.equal(lse_alone, lse[:1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads, seqlen_q", [(16, 1), (16, 2), (16, 4)])
+def test_one_graph_serves_changing_lengths_and_tables(heads, seqlen_q):
+    problem = mla_problem([700, 64, 1300, 5], seqlen_q, num_q_heads=heads).to("cuda")
+    plan = plan_for(problem, num_sm_parts=11)
+    q = problem.q_by_request
+    out = q.new_full((*q.shape[:-1], 512), math.nan)
+    lse = torch.full(q.shape[:-1], math.nan, device="cuda")
+
+    def step():
+        ops.mla_decode_plan(plan, problem.cache_seqlens)
+        call = (problem.kv_pages, problem.page_table, problem.cache_seqlens, plan)
+        ops.mla_decode(q, *call, softmax_scale=SCALE, out=out, lse=lse)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(3):  # steps that follow one another without a gap
+                step()
+    full = problem.cache_seqlens.clone()
+    for lengths in ([700, 64, 1300, 5], [1, 64, 3, 0], [0, 0, 1299, 0], [650, 1, 0, 5], [700, 63, 1300, 5]):
+        problem.cache_seqlens.copy_(torch.tensor(lengths, dtype=torch.int32))
+        out.fill_(math.nan)
+        lse.fill_(math.nan)
+        graph.replay()
+        expected_out, expected_lse = decode(problem, num_sm_parts=11)
+        assert torch.equal(out.flatten(0, 1), expected_out) and torch.equal(lse.flatten(0, 1), expected_lse), lengths
+    problem.cache_seqlens.copy_(full)
