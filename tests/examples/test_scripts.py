@@ -17,6 +17,15 @@ def test_decode_step(capsys):
     assert names["out"].abs().max() > 1e-2, "zeros would be close, too"
 
 
+def test_graph_replay(capsys):
+    torch._dynamo.reset()
+    names = runpy.run_path(str(EXAMPLES / "graph_replay.py"))
+    assert re.search(
+        r"pieces on \w+: 20 steps of other requests; relative difference to eager", capsys.readouterr().out
+    )
+    assert names["eager"].abs().max() > 1e-2, "zeros would be close, too"
+
+
 def test_chunked_prefill(capsys):
     names = runpy.run_path(str(EXAMPLES / "chunked_prefill.py"))
     assert "256 tokens in chunks of 100, 100 and 56" in capsys.readouterr().out
