@@ -18,6 +18,7 @@ from torch import Tensor
 HUGE_INDEX = 2**30
 FP8 = torch.float8_e4m3fn
 FP8_NAN = 0x7F
+FP8_MAX = 448.0
 LAYOUTS = ("nhd", "hnd", "joint", "slice")
 
 
@@ -170,7 +171,8 @@ def write_tokens(pages: Tensor, page: Tensor, offset: Tensor, tokens: Tensor) ->
 
 def quantize(values: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
     """[..., H, D] float32 to the stored dtype."""
-    return (values if scale is None else values / scale.view(-1, 1)).to(dtype)
+    quotient = values if scale is None else values / scale.view(-1, 1)
+    return (quotient.clamp(-FP8_MAX, FP8_MAX) if dtype == FP8 else quotient).to(dtype)  # torch makes NaN of more
 
 
 def empty_pools(num_pages: int, page_size: int, heads: int, dim: int, dtype: torch.dtype, layout: str):

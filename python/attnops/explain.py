@@ -49,7 +49,8 @@ def split_kv_schedule(
 
     Args:
         cache_seqlens: Tokens of each request, the new ones included.
-        works_per_request: KV heads of `xqa_decode`; blocks of 64 query rows of `mla_decode`, or pairs of them.
+        works_per_request: KV heads of `xqa_decode` on a CPU; on a GPU whose parts are a multiple of them 1, for a group
+            of parts has one head each; blocks of 64 query rows of `mla_decode`, or pairs of them.
         num_sm_parts: Shares of the plan: CTAs, or CPU threads.
         work_overhead: `XQA_WORK_OVERHEAD` or `MLA_WORK_OVERHEAD`.
     """

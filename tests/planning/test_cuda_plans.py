@@ -56,6 +56,22 @@ def test_split_kv_plan(batch, window_left, num_sm_parts, seqlen_q, num_heads, fi
     assert (metadata != POISON).all() and (num_splits != POISON).all()
 
 
+@pytest.mark.parametrize(("num_sm_parts", "num_heads"), [(264, 8), (256, 2), (33, 33), (264, 1)])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_xqa_parts_of_a_gpu_come_in_groups_of_a_head_each(batch, num_sm_parts, num_heads):
+    """As many parts as a multiple of the KV heads: each group of them has the share of a plan over whole requests."""
+    lengths = BATCHES[batch]
+
+    def plan(device, parts, heads):
+        metadata = torch.full((parts, 8), POISON, dtype=torch.int32, device=device)
+        num_splits = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=device)
+        OPS.xqa_decode_plan(metadata, num_splits, int32(lengths, device), 2, heads, 511)
+        return metadata.cpu()
+
+    shares = plan("cpu", num_sm_parts // num_heads, 1)
+    assert torch.equal(plan("cuda", num_sm_parts, num_heads), shares.repeat_interleave(num_heads, 0))
+
+
 @pytest.mark.parametrize("keys", ["cu_seqlens_k", "cache_seqlens", "as queries"])
 @pytest.mark.parametrize("tile_q", [1, 16, 64, 128])
 @pytest.mark.parametrize(("causal", "window_left"), [(True, -1), (True, 100), (False, -1)])

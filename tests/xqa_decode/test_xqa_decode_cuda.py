@@ -7,6 +7,7 @@ import pytest
 import torch
 from attnops import ops, reference
 from attnops.metadata import XqaDecodePlan
+from checks import assert_attention_close
 from problems import FP8, paged_problem
 from xqa_decoding import assert_decodes, decode, make_plan
 
@@ -17,6 +18,19 @@ LENGTHS = [1, 0, 63, 64, 65, 517, 130, 1000]
 
 def on_gpu(*arguments, **options):
     return paged_problem(*arguments, **options).to("cuda")
+
+
+def captured(step):
+    """A graph of `step`, which ran once before."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
 
 
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
@@ -112,6 +126,16 @@ def test_skewed_batch():
 
 
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
+@pytest.mark.parametrize("heads", [(8, 2), (32, 8), (6, 6), (64, 4)])
+@pytest.mark.parametrize("groups", [1, 3, 11, 40])
+def test_heads_side_by_side(groups, heads, kv_dtype):
+    problem = on_gpu(
+        [700, 1, 0, 64, 65, 3000, 130], num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=128, kv_dtype=kv_dtype
+    )
+    assert_decodes(problem, num_sm_parts=groups * heads[1])
+
+
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
 @pytest.mark.parametrize("fixed_split_tokens", [64, 256, 4096])
 def test_batch_invariant_bits(fixed_split_tokens, kv_dtype):
     lengths = [700, 64, 1, 0, 2000, 333]
@@ -132,6 +156,53 @@ def test_batch_invariant_bits(fixed_split_tokens, kv_dtype):
         )
         out, lse = decode(alone, **options, num_sm_parts=5)
         assert torch.equal(out, together[rows]) and torch.equal(lse, lse_together[rows])
+
+
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+def test_batch_invariant_bits_in_any_company_and_under_replay(kv_dtype):
+    """A request keeps its bits whatever the others' lengths, and wherever it stands, in one captured graph."""
+    limit, cut, batch = 2048, 256, 5
+    problem = on_gpu([limit] * batch, num_q_heads=8, num_kv_heads=2, head_dim=128, page_size=16, kv_dtype=kv_dtype)
+    q, table, lengths = problem.q.clone(), problem.page_table.clone(), problem.cache_seqlens.clone()
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:-1], device="cuda")
+    plan = make_plan(problem, num_sm_parts=None, fixed_split_tokens=cut, max_seqlen_k=limit)
+    scales = dict(k_scale=problem.k_scale, v_scale=problem.v_scale)
+
+    def step():
+        ops.xqa_decode_plan(plan, lengths)
+        ops.xqa_decode(q, problem.k_pages, problem.v_pages, table, lengths, plan, out=out, lse=lse, **scales)
+
+    graph = captured(step)
+    own_length = 777
+    own = dataclasses.replace(
+        problem,
+        q=problem.q[:1],
+        page_table=problem.page_table[:1],
+        cache_seqlens=torch.tensor([own_length], dtype=torch.int32, device="cuda"),
+    )
+    alone, lse_alone = decode(own, fixed_split_tokens=cut, max_seqlen_k=limit, num_sm_parts=None)
+    for place, others in enumerate(([0] * 4, [limit] * 4, [1, 64, 65, 2000], [255, 256, 257, 0], [16, 1, 1999, 640])):
+        lengths.copy_(torch.tensor([*others[:place], own_length, *others[place:]], dtype=torch.int32))
+        table.copy_(problem.page_table.roll(place, 0))
+        q.copy_(problem.q.roll(place, 0))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out[place].cpu(), alone[0]) and torch.equal(lse[place].cpu(), lse_alone[0])
+
+
+def test_scales_are_read_on_the_device_at_every_replay():
+    problem = on_gpu([500, 3, 64], num_q_heads=8, num_kv_heads=4, head_dim=128, kv_dtype=FP8, scales="head")
+    plan = make_plan(problem, num_sm_parts=None)
+    out = torch.empty_like(problem.q)
+    pages = problem.k_pages, problem.v_pages, problem.page_table, problem.cache_seqlens
+    scales = dict(k_scale=problem.k_scale, v_scale=problem.v_scale)
+    graph = captured(lambda: ops.xqa_decode(problem.q, *pages, plan, out=out, **scales))
+    for factor in (1.0, 0.25, 3.0):
+        problem.k_scale.mul_(factor)
+        problem.v_scale.mul_(1.5 * factor)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_attention_close(out.cpu(), problem.expected()[0], problem.q.dtype)
 
 
 def test_same_bits_on_every_run():
@@ -156,13 +227,7 @@ def test_one_graph_serves_every_length(fixed_split_tokens):
         ops.xqa_decode_plan(plan, seqlens)
         ops.xqa_decode(q, problem.k_pages, problem.v_pages, table, seqlens, plan, out=out, lse=lse)
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph = captured(step)
     for now in ([0, 0, 0], [1, 1504, 0], [64, 63, 65], [1499, 7, 800], [16, 17, 1], [1504, 1503, 1504]):
         seqlens.copy_(torch.tensor(now, dtype=torch.int32))
         table.fill_(2**30)
@@ -200,20 +265,24 @@ def test_checked_mode_reports_a_bad_page_and_a_long_request():
     assert out[0].isfinite().all()
 
 
-def test_pool_beyond_two_to_the_31_elements():
+@pytest.mark.parametrize("dtype", [BF16, FP8])
+def test_pool_beyond_two_to_the_31_elements(dtype):
+    """More than 2^32 bytes in either type."""
     page_size, heads, dim = 64, 8, 128
-    pages = 2**31 // (page_size * heads * dim) + 40
-    pool = torch.full((pages, page_size, heads, dim), math.nan, dtype=BF16, device="cuda")
+    pages = 2**32 // (page_size * heads * dim * dtype.itemsize) + 40
+    pages = max(pages, 2**31 // (page_size * heads * dim) + 40)
+    pool = torch.empty((pages, page_size, heads, dim), dtype=dtype, device="cuda")
+    pool.view(torch.uint8).fill_(0xFF)  # NaN in both types
     table = torch.tensor([[pages - 1, 0, pages - 30]], dtype=torch.int32, device="cuda")
     for page in table[0].tolist():
-        pool[page] = torch.randn(page_size, heads, dim, device="cuda")
+        pool[page] = torch.randn(page_size, heads, dim, device="cuda").to(dtype)
     q = torch.randn(1, heads, dim, device="cuda", dtype=BF16)
     lengths = torch.tensor([180], dtype=torch.int32, device="cuda")
     plan = XqaDecodePlan.allocate(1, num_q_heads=heads, num_kv_heads=heads, head_dim=dim, device="cuda")
     ops.xqa_decode_plan(plan, lengths)
     out, _ = ops.xqa_decode(q, pool, pool, table, lengths, plan)
-    keys = pool[table[0].long()].flatten(0, 1)[:180]
-    expected, _ = reference.attention(q.cpu(), keys.cpu(), keys.cpu())
+    keys = torch.cat([pool[page] for page in table[0].tolist()])[:180].float().cpu()
+    expected, _ = reference.attention(q.cpu(), keys, keys)
     torch.testing.assert_close(out.cpu().double(), expected, rtol=2e-2, atol=4e-3)
 
 

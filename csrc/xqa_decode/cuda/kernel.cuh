@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kCtasPerSm)
 
   const uint32_t ring = smem_address(smem) + Shared::kRing;
   const auto* good_keys = reinterpret_cast<const uint32_t*>(smem + Shared::kGoodKeys);
-  PieceWalk piece(p, shape, entry);
+  PieceWalk piece(p, shape, entry, static_cast<int>(blockIdx.x));
   if (!piece.next()) return;
   KeyStream<Tr> stream(p, shape, piece, warp, lane, smem);
   int head = 0;  // the stage to compute with next; the one before it is free

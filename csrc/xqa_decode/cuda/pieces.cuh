@@ -19,15 +19,26 @@ struct Splits {
 // and the arithmetic walk them independently, the stream ahead. All lanes of a warp hold the same state.
 class PieceWalk {
  public:
-  __device__ PieceWalk(const Params& p, const Shape& shape, const SplitKvEntry& entry)
-      : p_(p), row_blocks_(shape.row_blocks), entry_(entry), work_(entry.begin_work), end_tile_(entry.begin_tile) {
+  __device__ PieceWalk(const Params& p, const Shape& shape, const SplitKvEntry& entry, int part)
+      : p_(p),
+        row_blocks_(shape.row_blocks),
+        group_(shape.heads_side_by_side ? p.num_kv_heads : 1),
+        entry_(entry),
+        work_(entry.begin_work),
+        end_tile_(entry.begin_tile) {
     row_block_ = row_blocks_ - 1;
     num_tiles_ = end_tile_ + 1;  // as if the piece before ended here, inside the work
-    request_ = shape.by_kv_heads.divide(work_);
-    kv_head_ = work_ - request_ * p.num_kv_heads;
+    if (group_ > 1) {
+      request_ = work_;
+      kv_head_ = part - shape.by_kv_heads.divide(part) * group_;
+    } else {
+      request_ = shape.by_kv_heads.divide(work_);
+      kv_head_ = work_ - request_ * p.num_kv_heads;
+    }
     next_length_ = __ldg(p.cache_seqlens + request_);
     // The part that holds the first tile of the first work may have begun with an earlier work.
-    first_part_begins_ = __ldg(p.tile_scheduler_metadata + static_cast<int64_t>(entry.first_part) * kSplitKvEntrySize);
+    first_part_begins_ =
+        __ldg(p.tile_scheduler_metadata + static_cast<int64_t>(entry.first_part) * group_ * kSplitKvEntrySize);
   }
 
   // Goes to the next piece; false when there is none.
@@ -38,8 +49,8 @@ class PieceWalk {
     if (tile_ >= num_tiles_) {
       ++work_;
       tile_ = 0;
-      if (++kv_head_ == p_.num_kv_heads) {
-        kv_head_ = 0;
+      if (group_ > 1 || ++kv_head_ == p_.num_kv_heads) {
+        if (group_ == 1) kv_head_ = 0;
         ++request_;
         length_ = -1;
       }
@@ -49,7 +60,7 @@ class PieceWalk {
     return true;
   }
 
-  __device__ int work() const { return work_; }
+  __device__ int work() const { return group_ > 1 ? work_ * group_ + kv_head_ : work_; }
   __device__ int request() const { return request_; }
   __device__ int kv_head() const { return kv_head_; }
   __device__ int row_block() const { return row_block_; }
@@ -80,10 +91,11 @@ class PieceWalk {
     const bool begins = work_ == entry_.begin_work;
     const int count = begins ? entry_.begin_num_splits : work_ == last_work ? entry_.last_num_splits : 1;
     if (count <= 1) return {0, 1, 0, 0, 0};
-    if (!begins) return {0, count, partial_slot(blockIdx.x, false), partial_slot(blockIdx.x + 1, true), 2};
-    const int first = entry_.first_part;
-    const bool alone = entry_.begin_split == 0 || first_part_begins_ == work_;
-    return {entry_.begin_split, count, partial_slot(first, alone), partial_slot(first + 1, true), 2};
+    const int first = begins ? entry_.first_part : entry_.first_part + entry_.begin_split;
+    const bool alone = begins && (entry_.begin_split == 0 || first_part_begins_ == work_);
+    const int head = group_ > 1 ? kv_head_ : 0;
+    return {begins ? entry_.begin_split : 0, count, partial_slot(first, alone) * group_ + head,
+            partial_slot(first + 1, true) * group_ + head, 2 * group_};
   }
 
  private:
@@ -126,6 +138,7 @@ class PieceWalk {
 
   const Params& p_;
   int row_blocks_;
+  int group_;  // parts side by side, each with a KV head of its own: a work of the plan is then a whole request
   SplitKvEntry entry_;
   int work_, end_tile_;
   int tile_ = 0, row_block_;

@@ -69,6 +69,7 @@ struct Shape {
   int page_shift;  // log2(page_size), or -1
   Divisor by_group, by_kv_heads;
   int64_t k_page, k_token, v_page, v_token;  // strides in bytes
+  bool heads_side_by_side;                   // of the plan: see plan.h
   bool vector_keys;                          // rows of K and V start on 16-byte boundaries
   bool same_strides;                         // of K and V
   bool pair_queries;                         // rows of q start on 4-byte boundaries, and head_dim is even

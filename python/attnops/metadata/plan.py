@@ -32,6 +32,22 @@ def default_num_sm_parts(device: torch.device, parts_per_sm: int) -> int:
     return torch.get_num_threads()
 
 
+def xqa_num_sm_parts(device: torch.device, batch_size: int, num_kv_heads: int) -> int:
+    """Parts for `batch_size` requests, likely of equal length; measured on an H200.
+
+    On CUDA parts come in groups, one part for each KV head (csrc/xqa_decode/plan.h), and a few groups fewer than fit
+    where that leaves requests whole: a cut costs two partial results and their merge.
+    """
+    most = default_num_sm_parts(device, XQA_PARTS_PER_SM)
+    groups = most // num_kv_heads
+    if device.type != "cuda" or groups * num_kv_heads * 10 < most * 9:
+        return most
+    for fewer in range(groups, groups - groups // 10, -1):
+        if batch_size and (batch_size % fewer == 0 or fewer % batch_size == 0):
+            return fewer * num_kv_heads
+    return groups * num_kv_heads
+
+
 def _mla_parts(num_sms: int, batch_size: int, blocks: int) -> int:
     """Parts for `batch_size` requests of `blocks` row blocks, likely of equal length; measured on an H200.
 
@@ -139,7 +155,8 @@ class XqaDecodePlan(_SplitKvPlan):
             fixed_split_tokens: 0: KV tiles are divided evenly. A positive multiple of 64: batch-invariant, every
                 request is cut at each so many tokens, whatever else is in the batch.
             max_seqlen_k: Bound of every `cache_seqlens`; needed with `fixed_split_tokens`, unused without.
-            num_sm_parts: Shares; on CUDA SM count times `XQA_PARTS_PER_SM`, else the number of threads, when None.
+            num_sm_parts: Shares; when None `xqa_num_sm_parts`: on CUDA at most SM count times `XQA_PARTS_PER_SM`, else
+                the number of threads.
 
         Raises:
             ValueError: `fixed_split_tokens` or the head counts do not fit.
@@ -149,7 +166,7 @@ class XqaDecodePlan(_SplitKvPlan):
             raise ValueError(
                 f"num_q_heads must be a positive multiple of num_kv_heads, got {num_q_heads} and {num_kv_heads}"
             )
-        num_sm_parts = num_sm_parts or default_num_sm_parts(device, XQA_PARTS_PER_SM)
+        num_sm_parts = num_sm_parts or xqa_num_sm_parts(device, batch_size, num_kv_heads)
         num_partials = _num_partials(batch_size * num_kv_heads, num_sm_parts, fixed_split_tokens, max_seqlen_k)
         rows = seqlen_q * (num_q_heads // num_kv_heads)
         return cls(

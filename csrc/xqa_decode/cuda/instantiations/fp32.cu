@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kThreads)
   const int4 a = words[0], b = words[1];
   entry = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
   if (entry.begin_work == entry.end_work && entry.begin_tile >= entry.end_tile) return;
-  for (PieceWalk piece(p, shape, entry); piece.next();) {
+  for (PieceWalk piece(p, shape, entry, static_cast<int>(blockIdx.x)); piece.next();) {
     const WorkPlace place{piece.work(), piece.request(), piece.kv_head()};
     const Splits splits = piece.splits();
     if (piece.overflows()) {
