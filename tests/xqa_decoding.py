@@ -78,7 +78,7 @@ def decode(
 
 def assert_decodes(problem: PagedProblem, *, bound: float | None = None, tree_mask: Tensor | None = None, **options):
     """Decode and compare with the float64 answer."""
-    of_the_call = ("seqlen_q", "csr", "num_sm_parts", "fixed_split_tokens", "max_seqlen_k", "plan")
+    of_the_call = ("seqlen_q", "csr", "num_sm_parts", "fixed_split_tokens", "max_seqlen_k", "plan", "report")
     rules = {name: value for name, value in options.items() if name not in of_the_call}
     rules = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in rules.items()}
     mask = {} if tree_mask is None else {"tree_mask": tree_mask.cpu()}

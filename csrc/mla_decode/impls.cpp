@@ -1,27 +1,16 @@
 #include "mla_decode/impls.h"
 
-#include <cuda_runtime_api.h>
-
 #include <initializer_list>
 #include <string>
 
 #include "core/impl_table.h"
-#include "device/common/launch.h"
+#include "device/common/arch.h"
 #include "device/common/vec.h"
 #include "mla_decode/sm90/few_rows/launch.h"
 #include "mla_decode/sm90/launch.h"
 
 namespace attnops::mla_decode {
 namespace {
-
-// Compute capability times ten of the current device.
-int device_sm() {
-  int device = 0, major = 0, minor = 0;
-  check_cuda(cudaGetDevice(&device), "mla_decode");
-  check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "mla_decode");
-  check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "mla_decode");
-  return 10 * major + minor;
-}
 
 struct Impl {
   const char* name;
@@ -53,7 +42,7 @@ struct Impl {
     if (!rows_aligned(p.kv_pages, size, 16, p.kv_stride_page, p.kv_stride_token)) {
       return "rows of kv_pages must start on 16-byte boundaries";
     }
-    const int sm = device_sm();
+    const int sm = device_sm("mla_decode");
     if (sm != static_cast<int>(arch)) {
       return "runs on sm_" + std::to_string(static_cast<int>(arch)) + ", this device is sm_" + std::to_string(sm);
     }

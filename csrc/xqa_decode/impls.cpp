@@ -4,6 +4,8 @@
 
 #include "core/impl_table.h"
 #include "xqa_decode/cuda/launch.h"
+#include "xqa_decode/sm90/launch.h"
+#include "xqa_decode/sm90/limits.h"
 
 namespace attnops::xqa_decode {
 namespace {
@@ -15,6 +17,7 @@ struct Impl {
   DType kv_dtype;
   int max_head_dim;
   void (*launch)(const Params&, CUstream_st*);
+  std::string (*reject_more)(const Params&) = nullptr;  // limits of one architecture's kernels
 
   std::string reject(const Params& p) const {
     const bool fp8 = p.kv_dtype == DType::kFloat8E4M3, q_is_wide = p.dtype == DType::kFloat32;
@@ -28,12 +31,20 @@ struct Impl {
     if (p.head_dim > max_head_dim) {
       return "takes head_dim up to " + std::to_string(max_head_dim) + ", got " + std::to_string(p.head_dim);
     }
-    return "";
+    return reject_more ? reject_more(p) : "";
   }
 };
 
 // A head dim is served by the smallest kernel that holds it.
 constexpr Impl kImpls[] = {
+#if defined(ATTNOPS_HAS_SM90)
+    {"sm90_bf16_hd64", DType::kBFloat16, DType::kBFloat16, 64, &sm90::launch_bf16_hd64, &sm90::reject},
+    {"sm90_bf16_hd128", DType::kBFloat16, DType::kBFloat16, 128, &sm90::launch_bf16_hd128, &sm90::reject},
+    {"sm90_bf16_hd256", DType::kBFloat16, DType::kBFloat16, 256, &sm90::launch_bf16_hd256, &sm90::reject},
+    {"sm90_fp16_hd64", DType::kFloat16, DType::kFloat16, 64, &sm90::launch_fp16_hd64, &sm90::reject},
+    {"sm90_fp16_hd128", DType::kFloat16, DType::kFloat16, 128, &sm90::launch_fp16_hd128, &sm90::reject},
+    {"sm90_fp16_hd256", DType::kFloat16, DType::kFloat16, 256, &sm90::launch_fp16_hd256, &sm90::reject},
+#endif
     {"bf16_hd64", DType::kBFloat16, DType::kBFloat16, 64, &launch_bf16_hd64},
     {"bf16_hd128", DType::kBFloat16, DType::kBFloat16, 128, &launch_bf16_hd128},
     {"bf16_hd256", DType::kBFloat16, DType::kBFloat16, 256, &launch_bf16_hd256},

@@ -33,14 +33,23 @@ def captured(step):
     return graph
 
 
+def in_mode(mode):
+    """The checked mode is the portable kernels' alone; without it Hopper runs its own."""
+    return {"report": torch.zeros(8, dtype=torch.int32, device="cuda")} if mode == "checked" else {}
+
+
+either_mode = pytest.mark.parametrize("mode", ["plain", "checked"])
+
+
+@either_mode
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("seqlen_q", [1, 4])
-def test_every_kernel(dtype, kv_dtype, head_dim, seqlen_q):
+def test_every_kernel(dtype, kv_dtype, head_dim, seqlen_q, mode):
     problem = on_gpu(LENGTHS, seqlen_q, head_dim=head_dim, dtype=dtype, kv_dtype=kv_dtype)
-    assert_decodes(problem, seqlen_q=seqlen_q)
-    assert_decodes(problem, seqlen_q=seqlen_q, num_sm_parts=None)
+    assert_decodes(problem, seqlen_q=seqlen_q, **in_mode(mode))
+    assert_decodes(problem, seqlen_q=seqlen_q, num_sm_parts=None, **in_mode(mode))
 
 
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
@@ -50,17 +59,18 @@ def test_head_dims_between(head_dim, kv_dtype):
     assert_decodes(problem, seqlen_q=2)
 
 
+@either_mode
 @pytest.mark.parametrize(
     "heads", [(1, 1), (3, 3), (5, 1), (7, 7), (8, 1), (14, 2), (32, 8), (64, 4), (128, 8), (128, 1)]
 )
 @pytest.mark.parametrize("seqlen_q", [1, 3])
-def test_head_counts(heads, seqlen_q):
+def test_head_counts(heads, seqlen_q, mode):
     problem = on_gpu([300, 5, 77], seqlen_q, num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=128)
-    assert_decodes(problem, seqlen_q=seqlen_q, num_sm_parts=7)
+    assert_decodes(problem, seqlen_q=seqlen_q, num_sm_parts=7, **in_mode(mode))
 
 
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
-@pytest.mark.parametrize("page_size", [1, 2, 3, 16, 17, 32, 64, 128])
+@pytest.mark.parametrize("page_size", [1, 2, 3, 8, 16, 17, 32, 64, 128, 256])
 @pytest.mark.parametrize("csr", [False, True])
 def test_page_sizes(page_size, csr, kv_dtype):
     problem = on_gpu(LENGTHS, page_size=page_size, head_dim=128, kv_dtype=kv_dtype)
@@ -73,21 +83,34 @@ def test_strides(layout, head_dim):
     assert_decodes(on_gpu([100, 257], layout=layout, head_dim=head_dim))
 
 
+@either_mode
 @pytest.mark.parametrize("seqlen_q", [1, 2, 5, 16])
 @pytest.mark.parametrize("window_left", [-1, 0, 3, 100])
 @pytest.mark.parametrize("causal", [True, False])
-def test_masks(seqlen_q, window_left, causal):
+def test_masks(seqlen_q, window_left, causal, mode):
     problem = on_gpu([16, 17, 64, 300, 700, 3], seqlen_q, head_dim=128)
-    assert_decodes(problem, seqlen_q=seqlen_q, window_left=window_left, causal=causal, num_sm_parts=11)
+    options = dict(window_left=window_left, causal=causal, num_sm_parts=11)
+    assert_decodes(problem, seqlen_q=seqlen_q, **options, **in_mode(mode))
 
 
+@either_mode
 @pytest.mark.parametrize("window_left", [-1, 2, 80])
 @pytest.mark.parametrize("seqlen_q", [3, 8, 16])
-def test_tree_masks(seqlen_q, window_left):
+def test_tree_masks(seqlen_q, window_left, mode):
     problem = on_gpu([20, 64, 65, 400], seqlen_q, head_dim=128)
     visible = torch.rand(4, seqlen_q, seqlen_q) < 0.5
     mask = reference.pack_tree_mask(visible | torch.eye(seqlen_q, dtype=torch.bool)).flatten(0, 1).cuda()
-    assert_decodes(problem, seqlen_q=seqlen_q, tree_mask=mask, window_left=window_left)
+    assert_decodes(problem, seqlen_q=seqlen_q, tree_mask=mask, window_left=window_left, **in_mode(mode))
+
+
+@either_mode
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+def test_trees_that_hide_the_first_new_token(kv_dtype, mode):
+    """It is the last key of a chunk or tile here, which holds no other new token."""
+    problem = on_gpu([31, 63, 79, 143], 16, head_dim=128, kv_dtype=kv_dtype)
+    visible = torch.eye(16, dtype=torch.bool).expand(4, 16, 16)
+    mask = reference.pack_tree_mask(visible).flatten(0, 1).cuda()
+    assert_decodes(problem, seqlen_q=16, tree_mask=mask, **in_mode(mode))
 
 
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
@@ -119,8 +142,9 @@ def test_long_requests_with_many_splits(rows, length):
         assert_decodes(problem, seqlen_q=seqlen_q, num_sm_parts=parts)
 
 
-def test_skewed_batch():
-    problem = on_gpu([9000, 1, 70, 0, 400, 64, 2], num_q_heads=8, num_kv_heads=2, head_dim=64, page_size=16)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_skewed_batch(head_dim):
+    problem = on_gpu([9000, 1, 70, 0, 400, 64, 2], num_q_heads=8, num_kv_heads=2, head_dim=head_dim, page_size=16)
     for parts in (264, 132, 17, 2):
         assert_decodes(problem, num_sm_parts=parts)
 

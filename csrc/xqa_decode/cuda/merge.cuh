@@ -51,13 +51,14 @@ __device__ __forceinline__ void store_output(const Params& p, const Shape& shape
 
 // A result that nobody can take for an answer.
 template <bool kFloat32 = false>
-__device__ inline void store_nan(const Params& p, const Shape& shape, const WorkPlace& place, const Splits& splits) {
+__device__ inline void store_nan(const Params& p, const Shape& shape, const WorkPlace& place, const Splits& splits,
+                                 int threads = blockDim.x) {
   if (p.report && threadIdx.x == 0) {
     record_fault(p.report, {ReportOp::kXqaDecode, ReportKind::kLength, place.request, 0, splits.first + splits.count,
                             p.num_partials + 1});
   }
   const int vecs = ceil_div(p.head_dim, 4);
-  for (int item = threadIdx.x; item < shape.rows * vecs; item += blockDim.x) {
+  for (int item = threadIdx.x; item < shape.rows * vecs; item += threads) {
     store_output<kFloat32>(p, shape, place, item / vecs, item % vecs * 4, make_float4(NAN, NAN, NAN, NAN), NAN);
   }
 }
@@ -120,6 +121,12 @@ struct PartialSum {
     values.x += weight * v.x, values.y += weight * v.y, values.z += weight * v.z, values.w += weight * v.w;
   }
 };
+
+// A barrier of the CTA's first kThreads threads; it may have others that have no part in merges.
+template <int kThreads>
+__device__ __forceinline__ void sync_threads() {
+  asm volatile("bar.sync 0, %0;\n" ::"n"(kThreads) : "memory");
+}
 
 // The merge of a work with many splits is cut into units that several CTAs take. An item is four values of a row.
 struct MergeShape {
@@ -186,9 +193,9 @@ __device__ __forceinline__ void merge_unit(const Params& p, const Shape& shape, 
     if (split_lanes > 1) {
       auto* states = reinterpret_cast<PartialSum*>(scratch);
       const int warp = threadIdx.x / 32;
-      __syncthreads();
+      sync_threads<kThreads>();
       if (threadIdx.x % 32 < merge.width) states[warp * 32 + threadIdx.x % 32] = state;
-      __syncthreads();
+      sync_threads<kThreads>();
       if (threadIdx.x >= merge.width) continue;
 #pragma unroll 1
       for (int w = max_of(merge.width / 32, 1); w < kThreads / 32; w += max_of(merge.width / 32, 1)) {
@@ -278,13 +285,13 @@ __device__ __forceinline__ void arrive_and_merge(const Params& p, const Shape& s
                                                  const Splits& splits, bool may_wait, int* flag, float* scratch) {
   const MergeShape merge(p, shape, splits.count, kThreads == 256 ? 8 : 7);
   static_assert(kThreads == 128 || kThreads == 256);
-  __syncthreads();  // the partial result is written
+  sync_threads<kThreads>();  // the partial result is written
   if (threadIdx.x == 0) {
     const Units units = arrive(p.semaphores + place.work, splits.count, merge.units, may_wait);
     flag[0] = units.begin;
     flag[1] = units.end;
   }
-  __syncthreads();
+  sync_threads<kThreads>();
   // Units [begin, end); or, with a negative begin, the units [0, -begin) and then unit `end`, if there is one.
   const int begin = flag[0], end = flag[1];
   const int count = begin >= 0 ? end - begin : -begin + (end >= 0 ? 1 : 0);

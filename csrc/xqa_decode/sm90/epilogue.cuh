@@ -1,0 +1,100 @@
+#pragma once
+#include "xqa_decode/cuda/merge.cuh"
+#include "xqa_decode/sm90/row_block.cuh"
+
+namespace attnops::xqa_decode::sm90 {
+
+// What a row's sums say: what its accumulators must be multiplied by, and its natural log of the sum.
+struct RowEnd {
+  float factor, lse;
+};
+
+template <class Tr>
+__device__ __forceinline__ RowEnd end_of(const RowBlock<Tr>& block, int n, int i) {
+  const float sum = block.sum[n][i];
+  if (sum == 0.f) return {0.f, -INFINITY};
+  return {__fdividef(1.f, sum), (block.reference[n][i] - Tr::kProbShift + __log2f(sum)) * kLn2};
+}
+
+// Stores the pass's rows as the partial result in row `slot`. Eight lanes write 32 neighbouring bytes.
+template <class Tr>
+__device__ __forceinline__ void store_partials(const Params& p, const Shape& shape, const RowBlock<Tr>& block,
+                                               int first_row, int64_t slot) {
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+  for (int n = 0; n < Tr::kRowTiles; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = first_row + 8 * n + 2 * t + i;
+      if (row >= shape.rows) continue;
+      const RowEnd end = end_of(block, n, i);
+      const int64_t at = slot * shape.rows + row;
+      if (warp == 0 && g == 0) p.lse_partial[at] = end.lse;
+      float* out = p.out_partial + at * p.head_dim;
+#pragma unroll
+      for (int b = 0; b < Tr::kBlocks; ++b) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int d = 64 * b + 16 * warp + g + 8 * h;
+          if (d < p.head_dim) out[d] = end.factor * block.out[b][4 * n + 2 * h + i];
+        }
+      }
+    }
+  }
+}
+
+// Stores the pass's rows as output. Neighbouring dims lie in lanes 4 apart: of two rows and two dims each of the two
+// lanes ends up with one row.
+template <class Tr>
+__device__ __forceinline__ void store_rows(const Params& p, const Shape& shape, const WorkPlace& place,
+                                           const RowBlock<Tr>& block, int first_row) {
+  using T = typename Tr::T;
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const int odd = g & 1;
+  const float v_scale = p.v_scale ? __ldg(p.v_scale + place.kv_head * p.v_scale_stride) : 1.f;
+#pragma unroll
+  for (int n = 0; n < Tr::kRowTiles; ++n) {
+    if (first_row + 8 * n >= shape.rows) break;
+    float factor[2];
+    int64_t own = 0;
+    const int own_row = first_row + 8 * n + 2 * t + odd;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = min_of(first_row + 8 * n + 2 * t + i, shape.rows - 1);
+      const int token = shape.by_group.divide(row);
+      const int head = place.kv_head * shape.group + row - token * shape.group;
+      const RowEnd end = end_of(block, n, i);
+      factor[i] = end.factor * v_scale;
+      if (p.sinks && end.lse != -INFINITY) {
+        factor[i] = __fdividef(factor[i], 1.f + __expf(__ldg(p.sinks + head) - end.lse));
+      }
+      if (i != odd) continue;
+      own = place.request * p.out_stride_request + token * p.out_stride_token + head * p.out_stride_head;
+      if (p.lse && warp == 0 && g < 2 && own_row < shape.rows) {
+        p.lse[(static_cast<int64_t>(place.request) * p.seqlen_q + token) * p.num_q_heads + head] = end.lse;
+      }
+    }
+    auto* out = static_cast<T*>(p.out) + own;
+#pragma unroll
+    for (int b = 0; b < Tr::kBlocks; ++b) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float even_row = factor[0] * block.out[b][4 * n + 2 * h];
+        const float odd_row = factor[1] * block.out[b][4 * n + 2 * h + 1];
+        const float other = __shfl_xor_sync(~0u, odd ? even_row : odd_row, 4);
+        const uint32_t pair = odd ? hopper::pack_pair<T>(other, odd_row) : hopper::pack_pair<T>(even_row, other);
+        const int d = 64 * b + 16 * warp + 8 * h + g - odd;
+        if (own_row >= shape.rows || d >= p.head_dim) continue;
+        if (shape.vector_out) {
+          *reinterpret_cast<uint32_t*>(out + d) = pair;
+        } else {
+          const T* halves = reinterpret_cast<const T*>(&pair);
+          out[d] = halves[0];
+          if (d + 1 < p.head_dim) out[d + 1] = halves[1];
+        }
+      }
+    }
+  }
+}
+
+}  // namespace attnops::xqa_decode::sm90

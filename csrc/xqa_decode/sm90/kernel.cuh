@@ -1,0 +1,229 @@
+#pragma once
+#include "device/common/pdl.cuh"
+#include "device/common/vec.h"
+#include "xqa_decode/sm90/epilogue.cuh"
+#include "xqa_decode/sm90/tile_stream.cuh"
+
+namespace attnops::xqa_decode::sm90 {
+
+// The pass's rows of q into shared memory, zeros where there are none, as the first product reads them.
+template <class Tr>
+__device__ __forceinline__ void load_queries(const Params& p, const Shape& shape, const Boxes& boxes,
+                                             const WorkPlace& place, int first_row, uint32_t queries) {
+  constexpr int kVecsPerRow = Tr::kHeadDim / 8;
+  constexpr int kSteps = ceil_div(Tr::kRows * kVecsPerRow, Tr::kThreads);
+  using T = typename Tr::T;
+  const T* q = static_cast<const T*>(p.q) + place.request * p.q_stride_request;
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    const int item = step * Tr::kThreads + threadIdx.x;
+    const int i = item / kVecsPerRow, d = item % kVecsPerRow * 8, row = first_row + i;
+    if (Tr::kRows * kVecsPerRow % Tr::kThreads != 0 && i >= Tr::kRows) break;
+    uint4 vec = {0, 0, 0, 0};
+    if (row < shape.rows && d < p.head_dim) {
+      const int token = shape.by_group.divide(row);
+      const int head = place.kv_head * shape.group + row - token * shape.group;
+      const T* from = q + token * p.q_stride_token + head * p.q_stride_head + d;
+      if (boxes.vector_queries) {
+        vec = __ldg(reinterpret_cast<const uint4*>(from));
+      } else {
+        T* to = reinterpret_cast<T*>(&vec);
+        for (int k = 0; k < 8 && d + k < p.head_dim; ++k) to[k] = from[k];
+      }
+    }
+    const uint32_t at = queries + d / 64 * (Tr::kRows * 128) + hopper::swizzled(i, d / 8 % 8);
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(vec.x), "r"(vec.y), "r"(vec.z), "r"(vec.w)
+                 : "memory");
+  }
+}
+
+__device__ __forceinline__ SplitKvEntry load_entry(const Params& p) {
+  const auto* words = reinterpret_cast<const int4*>(p.tile_scheduler_metadata) + 2 * static_cast<int64_t>(blockIdx.x);
+  const int4 a = __ldg(words), b = __ldg(words + 1);
+  return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+}
+
+// What the warpgroup that multiplies does with the part's pieces.
+template <class Tr>
+class Consumer {
+ public:
+  __device__ __forceinline__ Consumer(const Params& p, const Shape& shape, const Boxes& boxes, uint8_t* smem)
+      : p_(p),
+        shape_(shape),
+        boxes_(boxes),
+        smem_(smem),
+        shared_(hopper::smem_address(smem)),
+        exchange_(reinterpret_cast<float*>(smem + Shared::kExchange)) {}
+
+  __device__ __forceinline__ void run(PieceWalk& piece) {
+    do {
+      const WorkPlace place{piece.work(), piece.request(), piece.kv_head()};
+      if (piece.overflows()) {
+        if (piece.starts_work() && piece.last_row_block()) {
+          store_nan(p_, shape_, place, piece.splits(), Tr::kThreads);
+        }
+        continue;
+      }
+      const int first_row = piece.row_block() * Tr::kRows;
+      RowBlock<Tr> block;
+      attend(piece, place, first_row, block);
+      const Splits splits = piece.splits();
+      if (splits.count == 1) {
+        store_rows(p_, shape_, place, block, first_row);
+        continue;
+      }
+      store_partials(p_, shape_, block, first_row, splits.slot(splits.index));
+      if (!piece.last_row_block()) continue;
+      arrive_and_merge<Tr::kThreads>(p_, shape_, place, splits, piece.is_last(),
+                                     reinterpret_cast<int*>(smem_ + Shared::kFlag),
+                                     reinterpret_cast<float*>(smem_ + Shared::kMergeScratch));
+      // The next queries lie where the merge has its scratch.
+      hopper::named_barrier_sync(kMultiply, Tr::kThreads);
+    } while (piece.next());
+  }
+
+ private:
+  using Shared = SharedLayout<Tr>;
+  using Scores = float[RowBlock<Tr>::kScores];
+
+  __device__ __forceinline__ void attend(const PieceWalk& piece, const WorkPlace& place, int first_row,
+                                         RowBlock<Tr>& block) {
+    load_queries<Tr>(p_, shape_, boxes_, place, first_row, shared_ + Shared::kQueries);
+    const float k_scale = p_.k_scale ? __ldg(p_.k_scale + place.kv_head * p_.k_scale_stride) : 1.f;
+    block.begin(p_.softmax_scale * k_scale * kLog2e);
+    hopper::fence_async_proxy();
+    hopper::named_barrier_sync(kMultiply, Tr::kThreads);
+    const int tiles = num_tiles(piece);
+    if (tiles > 0) {
+      multiply_keys(scores_);
+      hopper::wgmma_wait<0>(scores_);
+      soften<true>(piece, first_row, 0, block);
+    }
+#pragma unroll 1
+    for (int tile = 1; tile < tiles; ++tile) {
+      // The next scores follow at once, so that the matrix units need not wait for a round trip.
+      const RingPlace<Tr> values = multiply_values(block);
+      multiply_keys(scores_);
+      block.template wait_for_values<1>();
+      release(values);
+      hopper::wgmma_wait<0>(scores_);
+      soften<false>(piece, first_row, tile, block);
+    }
+    if (tiles > 0) {
+      const RingPlace<Tr> values = multiply_values(block);
+      block.template wait_for_values<0>();
+      release(values);
+    }
+    block.add_up(exchange_);
+  }
+
+  // The scores of the tile whose keys come next, in flight.
+  __device__ __forceinline__ void multiply_keys(Scores& scores) {
+    place_.wait(shared_ + Shared::kFull);
+    RowBlock<Tr>::multiply_keys(shared_ + Shared::kRing + place_.slot * Tr::kUnitBytes, shared_ + Shared::kQueries,
+                                scores);
+  }
+
+  // From the scores of a tile, which are complete, to its probabilities.
+  template <bool kFirst>
+  __device__ __forceinline__ void soften(const PieceWalk& piece, int first_row, int tile, RowBlock<Tr>& block) {
+    release(place_);
+    place_.advance();
+    // The last values' product must be over in all warps before probabilities take the place of theirs.
+    if (!kFirst && Tr::kProbBuffers == 1) hopper::named_barrier_sync(kMultiply, Tr::kThreads);
+    const int first_key = piece.first_token() + tile * Tr::kTileTokens;
+    block.scale_scores(p_.logit_cap, scores_);
+    // Keys [all_begin, all_end) are seen by every row. A tree may hide even the first new token.
+    const int all_end = p_.causal || p_.tree_mask
+                            ? min_of(piece.length() - p_.seqlen_q + (p_.tree_mask ? 0 : 1), piece.keys().end)
+                            : piece.keys().end;
+    const int all_begin = p_.window_left < 0 ? 0 : piece.length() - 1 - p_.window_left;
+    if (first_key + Tr::kTileTokens > all_end || first_key < all_begin) {
+      RowBlock<Tr>::mask_scores(p_, shape_, piece, first_row, first_key, scores_);
+      if (first_key + Tr::kTileTokens > piece.keys().end || first_key < piece.keys().begin) {
+        place_.wait(shared_ + Shared::kFull);
+        RowBlock<Tr>::clear_values(shared_ + Shared::kRing + place_.slot * Tr::kUnitBytes, first_key, piece.keys());
+      }
+    }
+    block.template soften<kFirst>(scores_, probs(), exchange_);
+  }
+
+  // The product with the values that come next, in flight. Returns their place.
+  __device__ __forceinline__ RingPlace<Tr> multiply_values(RowBlock<Tr>& block) {
+    const RingPlace<Tr> place = place_;
+    place_.wait(shared_ + Shared::kFull);
+    block.multiply_values(shared_ + Shared::kRing + place.slot * Tr::kUnitBytes, probs());
+    place_.advance();
+    if constexpr (Tr::kProbBuffers == 2) prob_buffer_ ^= 1;
+    return place;
+  }
+
+  __device__ __forceinline__ uint32_t probs() const { return shared_ + Shared::kProbs + prob_buffer_ * Tr::kProbBytes; }
+
+  // A warp is done with a unit.
+  __device__ __forceinline__ void release(const RingPlace<Tr>& place) const {
+    if (threadIdx.x % 32 == 0) hopper::mbarrier_arrive(shared_ + Shared::kEmpty + place.slot * 8);
+  }
+
+  const Params& p_;
+  const Shape& shape_;
+  const Boxes& boxes_;
+  uint8_t* const smem_;
+  const uint32_t shared_;
+  float* const exchange_;
+  RingPlace<Tr> place_;
+  int prob_buffer_ = 0;
+  Scores scores_;
+};
+
+template <class Tr>
+__device__ __forceinline__ void init_barriers(uint32_t shared) {
+  using Shared = SharedLayout<Tr>;
+  for (int i = 0; i < Tr::kUnits; ++i) {
+    hopper::mbarrier_init(shared + Shared::kFull + 8 * i, 1);
+    hopper::mbarrier_init(shared + Shared::kEmpty + 8 * i, Tr::kWarps);
+  }
+  hopper::mbarrier_init_fence();
+}
+
+// The length and the first pages of the request that this part will probably begin with, into L1 while the plan is on
+// its way: each would cost a round trip to L2 of its own. `nowhere` takes the copies.
+__device__ __forceinline__ void guess_request(const Params& p, uint32_t nowhere) {
+  const int request = static_cast<int>(static_cast<int64_t>(blockIdx.x) * p.batch_size / p.num_sm_parts);
+  hopper::copy4(nowhere, p.cache_seqlens + request);
+  if (!p.page_table.kv_indptr && p.max_pages > 0) hopper::copy4(nowhere, p.page_table.row(request));
+}
+
+// One CTA per part of the plan. Units of keys and values stream through the ring.
+template <class Tr>
+__global__ void __launch_bounds__(Tr::kAllThreads, Tr::kCtasPerSm)
+    xqa_decode_sm90_kernel(const __grid_constant__ Params p, const __grid_constant__ Shape shape,
+                           const __grid_constant__ Boxes boxes, const __grid_constant__ CUtensorMap key_map,
+                           const __grid_constant__ CUtensorMap value_map) {
+  extern __shared__ __align__(1024) uint8_t smem[];
+  const uint32_t shared = hopper::smem_address(smem);
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    init_barriers<Tr>(shared);
+    hopper::prefetch_map(&key_map);
+    hopper::prefetch_map(&value_map);
+  }
+  __syncthreads();
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
+
+  if (threadIdx.x == Tr::kThreads) guess_request(p, shared + SharedLayout<Tr>::kNowhere);
+  const SplitKvEntry entry = load_entry(p);
+  if (entry.begin_work == entry.end_work && entry.begin_tile >= entry.end_tile) return;
+  PieceWalk piece(p, shape, entry, static_cast<int>(blockIdx.x));
+  if (!piece.next()) return;
+  if (warp == Tr::kWarps) {
+    TileStream<Tr> stream(p, boxes, &key_map, &value_map, shape.page_shift, shared, lane);
+    do stream.bring(piece);
+    while (piece.next());
+  } else {
+    Consumer<Tr>(p, shape, boxes, smem).run(piece);
+  }
+}
+
+}  // namespace attnops::xqa_decode::sm90

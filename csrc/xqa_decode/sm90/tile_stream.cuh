@@ -1,0 +1,106 @@
+#pragma once
+#include "device/sm90/barrier.cuh"
+#include "device/sm90/copy.cuh"
+#include "xqa_decode/cuda/pieces.cuh"
+#include "xqa_decode/sm90/traits.cuh"
+
+namespace attnops::xqa_decode::sm90 {
+
+// How many tiles of keys a piece has.
+__device__ inline int num_tiles(const PieceWalk& piece) {
+  return piece.overflows() ? 0 : ceil_div(max_of(piece.end_token() - piece.first_token(), 0), 64);
+}
+
+// A place in the ring, and the parity of its barriers' phase.
+template <class Tr>
+struct RingPlace {
+  int slot = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void wait(uint32_t barriers) const { hopper::mbarrier_wait(barriers + slot * 8, parity); }
+  __device__ __forceinline__ void advance() {
+    if (++slot == Tr::kUnits) slot = 0, parity ^= 1;
+  }
+};
+
+// The fifth warp: asks the copy engine for tile after tile of keys and values, piece after piece without a break, each
+// as soon as a place in the ring is free. A tile comes in boxes of one page each (or of 64 tokens of a larger page) and
+// 64 columns, a box per lane. Lane l holds the page of the l-th run of box tokens from here on, and the 32 after those
+// are on their way.
+template <class Tr>
+class TileStream {
+ public:
+  __device__ TileStream(const Params& p, const Boxes& boxes, const CUtensorMap* keys, const CUtensorMap* values,
+                        int page_shift, uint32_t shared, int lane)
+      : p_(p),
+        boxes_(boxes),
+        keys_(keys),
+        values_(values),
+        page_shift_(page_shift),
+        ring_(shared + SharedLayout<Tr>::kRing),
+        full_(shared + SharedLayout<Tr>::kFull),
+        empty_(shared + SharedLayout<Tr>::kEmpty),
+        lane_(lane),
+        sub_(lane / Tr::kBlocks),
+        column_(lane % Tr::kBlocks * 64),
+        offset_(lane % Tr::kBlocks * hopper::kTileBytes + sub_ * boxes.tokens * 128) {}
+
+  // All tiles of a piece.
+  __device__ __forceinline__ void bring(const PieceWalk& piece) {
+    const int tiles = num_tiles(piece);
+    if (tiles == 0) return;
+    begin_token_ = piece.keys().begin;
+    end_token_ = piece.end_token();
+    row_ = p_.page_table.row(piece.request());
+    int token = piece.first_token(), held = 0;
+    int pages = look_up(token), pages_ahead = look_up(token + 32 * boxes_.tokens);
+#pragma unroll 1
+    for (int tile = 0; tile < tiles; ++tile) {
+      const int own_token = token + sub_ * boxes_.tokens;
+      const int page = __shfl_sync(~0u, pages, held + sub_);
+      // Boxes of keys that no row sees are not read: their cells of the table may hold anything.
+      const bool take = lane_ < boxes_.count && own_token < end_token_ && own_token + boxes_.tokens > begin_token_;
+      const int bytes = __popc(__ballot_sync(~0u, take)) * boxes_.bytes;
+      const int in_page = own_token & (p_.page_table.page_size - 1);
+#pragma unroll
+      for (int unit = 0; unit < 2; ++unit) {
+        const uint32_t barrier = full_ + place_.slot * 8;
+        hopper::mbarrier_wait(empty_ + place_.slot * 8, place_.parity ^ 1);
+        if (lane_ == 0) hopper::mbarrier_arrive_expect(barrier, bytes);
+        __syncwarp();
+        if (take) {
+          hopper::copy_box(ring_ + place_.slot * Tr::kUnitBytes + offset_, unit ? values_ : keys_, barrier, column_,
+                           in_page, piece.kv_head(), page);
+        }
+        place_.advance();
+      }
+      token += Tr::kTileTokens;
+      held += boxes_.runs;
+      if (held == 32) {
+        pages = pages_ahead;
+        pages_ahead = look_up(token + 32 * boxes_.tokens);
+        held = 0;
+      }
+    }
+  }
+
+ private:
+  __device__ int look_up(int token) const {
+    token += lane_ * boxes_.tokens;
+    const bool wanted = token < end_token_ && token + boxes_.tokens > begin_token_;
+    return wanted ? __ldg(row_ + (token >> page_shift_)) : 0;
+  }
+
+  const Params& p_;
+  const Boxes& boxes_;
+  const CUtensorMap* keys_;
+  const CUtensorMap* values_;
+  const int page_shift_;
+  const uint32_t ring_, full_, empty_;
+  const int lane_, sub_, column_, offset_;
+  RingPlace<Tr> place_;
+  int begin_token_ = 0, end_token_ = 0;
+  const int32_t* row_ = nullptr;
+};
+
+}  // namespace attnops::xqa_decode::sm90

@@ -1,0 +1,76 @@
+#pragma once
+#include "device/sm90/wgmma_rows.cuh"
+#include "xqa_decode/cuda/merge.cuh"
+
+namespace attnops::xqa_decode::sm90 {
+
+namespace hopper = attnops::sm90;
+
+// What the compiler must know of a kernel. A CTA is one warpgroup, which multiplies tiles of 64 keys with up to kRows
+// query rows, and one more warp, which asks the copy engine for the tiles to come.
+template <typename T_, int kHeadDim_, int kRows_>
+struct Traits {
+  using T = T_;
+  static constexpr int kHeadDim = kHeadDim_;  // head_dim, rounded up
+  static constexpr int kRows = kRows_;        // query rows of a pass over the keys: 8, 16, 32 or 64
+  static constexpr int kRowTiles = kRows / 8;
+
+  static constexpr int kWarps = 4;
+  static constexpr int kThreads = 32 * kWarps;  // that multiply
+  static constexpr int kAllThreads = kThreads + 32;
+  static constexpr int kTileTokens = 64;
+  static constexpr int kBlocks = kHeadDim / 64;  // 64 x 64 blocks of a tile of keys or of values
+
+  // A unit is a tile of keys or of values; units come and go by turns. Probabilities lie in two buffers where there is
+  // room, so that a warp may write those of the next tile while another still multiplies.
+  static constexpr int kUnitBytes = kBlocks * hopper::kTileBytes;
+  static constexpr int kQueryBytes = kRows * kHeadDim * 2;
+  static constexpr int kProbBytes = kRows * kTileTokens * 2;
+  static constexpr int kProbBuffers = kRows <= 32 ? 2 : 1;
+  static constexpr int kSmallBytes = 256 + kWarps * kRows * 4;
+  // The merge has its scratch where queries and probabilities lie.
+  static constexpr int kWorkBytes =
+      max_of(kQueryBytes + kProbBuffers * kProbBytes, static_cast<int>(sizeof(PartialSum)) * kThreads);
+  static constexpr int kRestBytes = kWorkBytes + kSmallBytes;
+  static constexpr int kHalfAnSm = (228 * 1024 - 2 * 1024) / 2, kWholeSm = 227 * 1024;
+  static constexpr int kCtasPerSm = kHalfAnSm - kRestBytes >= 3 * kUnitBytes ? 2 : 1;
+  static constexpr int kUnits = min_of(((kCtasPerSm == 2 ? kHalfAnSm : kWholeSm) - kRestBytes) / kUnitBytes, 12);
+  static_assert(kUnits >= 3);
+
+  // fp16 probabilities are scaled up by this power of two, so that small ones keep their digits; with kSlack more they
+  // stay in range.
+  static constexpr float kProbShift = std::is_same_v<T, __half> ? 6.f : 0.f;
+};
+
+// The reference maximum of a row follows the true one only when that is more than 2^kSlack above it: exact all the
+// same, since numerator and denominator share the reference, and the accumulators are hardly ever rescaled.
+inline constexpr float kSlack = 8.f;
+
+// Where things lie in shared memory, from a 1 KB boundary.
+template <class Tr>
+struct SharedLayout {
+  static constexpr int kRing = 0;
+  static constexpr int kQueries = Tr::kUnits * Tr::kUnitBytes;  // [kBlocks][kRows][64], swizzled
+  static constexpr int kProbs = kQueries + Tr::kQueryBytes;     // [kProbBuffers][kRowTiles][64 keys][8]
+  static constexpr int kMergeScratch = kQueries;                // when neither queries nor probabilities are needed
+  static constexpr int kFull = kQueries + Tr::kWorkBytes;       // barriers [kUnits]
+  static constexpr int kEmpty = kFull + 96;                     // barriers [kUnits]
+  static constexpr int kFlag = kFull + 192;                     // int [2], of the merge
+  static constexpr int kNowhere = kFlag + 16;                   // 16 bytes that nobody reads
+  static constexpr int kExchange = kFull + 256;                 // float [kWarps][kRows]
+  static constexpr int kBytes = kExchange + Tr::kWarps * Tr::kRows * 4;
+};
+
+// Barriers of the hardware; 0 is that of the merge. All are for the threads that multiply.
+enum NamedBarrier : int { kMultiply = 1 };
+
+// What a launch knows besides the arguments and the shape.
+struct Boxes {
+  int tokens;           // of a box of the copy engine: min(page_size, 64)
+  int bytes;            // of a box
+  int runs;             // of box tokens in a tile
+  int count;            // of boxes in a unit
+  bool vector_queries;  // rows of q start on 16-byte boundaries, and head_dim is a multiple of 8
+};
+
+}  // namespace attnops::xqa_decode::sm90
