@@ -24,10 +24,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 import records
 from attnops import ops
 from attnops.metadata.plan import MlaDecodePlan
+from attnops.reference import pack_mla_fp8_rows, unpack_mla_fp8_rows
 
 SCALE = 1 / math.sqrt(192)
 POOL_TOKENS = 2_800_000
 BYTES_PER_REPLAY = 1.5e9
+ROW_BYTES = {"bf16": 1152, "e4m3": 576, "rows": 656}
 RAGGED = torch.randint(256, 16385, (64,), generator=torch.Generator().manual_seed(11)).tolist()
 
 
@@ -38,6 +40,7 @@ class Cell:
     page: int = 64
     seqlen_q: int = 1
     fixed: int = 0
+    kv: str = "bf16"  # the cache: bf16, e4m3 (one scale), rows (656 bytes, four scales a row)
 
     @property
     def params(self) -> dict:
@@ -49,13 +52,19 @@ class Cell:
             "s_k": self.lengths[0] if same else f"ragged {min(self.lengths)}..{max(self.lengths)}",
             "page": self.page,
             "fixed_split_tokens": self.fixed,
+            **({"kv": self.kv} if self.kv != "bf16" else {}),
         }
+
+    @property
+    def row_bytes(self) -> int:
+        return ROW_BYTES[self.kv]
 
     @property
     def name(self) -> str:
         p = self.params
         fixed = f" fixed {self.fixed}" if self.fixed else ""
-        return f"{p['h_q']}h x {p['s_q']}q, {p['batch']} x {p['s_k']}, page {p['page']}{fixed}"
+        kv = f" {self.kv}" if self.kv != "bf16" else ""
+        return f"{p['h_q']}h x {p['s_q']}q, {p['batch']} x {p['s_k']}, page {p['page']}{fixed}{kv}"
 
 
 def cells(quick: bool) -> list[Cell]:
@@ -65,6 +74,7 @@ def cells(quick: bool) -> list[Cell]:
     first = [even(128, b, s) for b, s in ((64, 4096), (128, 4096), (1, 16384), (16, 1024), (64, 1024))]
     first += [even(16, b, s) for b, s in ((1, 16384), (64, 1024), (64, 4096))]
     first += [even(64, 64, 4096), even(128, 64, 4096, page=1), Cell(128, RAGGED), Cell(16, RAGGED)]
+    first += [even(heads, 64, 4096, kv=kv) for kv in ("e4m3", "rows") for heads in (16, 128)]
     if quick:
         return first
     more = [even(128, b, s) for b, s in ((1, 1024), (1, 4096), (16, 4096), (16, 16384), (128, 1024), (64, 16384))]
@@ -74,40 +84,69 @@ def cells(quick: bool) -> list[Cell]:
     more += [Cell(128, RAGGED, page=1), Cell(16, RAGGED, page=1), even(128, 64, 4096, seqlen_q=2)]
     more += [even(16, 64, 4096, seqlen_q=n) for n in range(2, 9)]
     more += [even(128, 64, 4096, fixed=2048), even(128, 1, 16384, fixed=512)]
+    for kv in ("e4m3", "rows"):
+        more += [even(heads, b, s, kv=kv) for heads in (16, 128) for b, s in ((1, 16384), (64, 1024), (64, 16384))]
+        more += [even(64, 64, 4096, kv=kv), Cell(16, RAGGED, kv=kv), Cell(128, RAGGED, kv=kv)]
+        more += [even(heads, 64, 4096, page=1, kv=kv) for heads in (16, 128)]
     return first + more
+
+
+class Pools:
+    """Random latents in each cache format, made when first asked for."""
+
+    def __init__(self) -> None:
+        self.made: dict[str, torch.Tensor] = {}
+
+    def __getitem__(self, kv: str) -> torch.Tensor:
+        if kv not in self.made:
+            self.made[kv] = self.make(kv)
+        return self.made[kv]
+
+    def make(self, kv: str) -> torch.Tensor:
+        latent = torch.empty(POOL_TOKENS, 576, dtype=torch.bfloat16, device="cuda").normal_()
+        if kv == "bf16":
+            return latent
+        if kv == "e4m3":
+            return latent.to(torch.float8_e4m3fn)
+        return torch.cat([pack_mla_fp8_rows(part.float()) for part in latent.split(100_000)])
 
 
 class Problem:
     """A cell's tensors: slices of one pool, read by shuffled pages."""
 
-    def __init__(self, cell: Cell, pool: torch.Tensor):
+    def __init__(self, cell: Cell, pools: Pools):
+        pool = pools[cell.kv]
         self.cell, device = cell, pool.device
         counts = [-(-length // cell.page) for length in cell.lengths]
         pages = sum(counts)
         self.tokens = sum(cell.lengths)
         slice_tokens = pages * cell.page
-        self.kv_bytes = self.tokens * 1152
+        self.kv_bytes = self.tokens * cell.row_bytes
         self.rotations = max(1, min(256, pool.shape[0] // slice_tokens, math.ceil(BYTES_PER_REPLAY / self.kv_bytes)))
-        self.pools = [
-            pool[r * slice_tokens :][:slice_tokens].view(pages, cell.page, 576) for r in range(self.rotations)
-        ]
+        self.pools = [pool[r * slice_tokens :][:slice_tokens].view(pages, cell.page, -1) for r in range(self.rotations)]
         order = torch.randperm(pages, device=device, dtype=torch.int32)
         self.page_table = torch.zeros(len(counts), max(counts), dtype=torch.int32, device=device)
         used = torch.arange(max(counts), device=device) < torch.tensor(counts, device=device)[:, None]
         self.page_table[used] = order
         self.cache_seqlens = torch.tensor(cell.lengths, dtype=torch.int32, device=device)
-        self.q = torch.randn(len(counts), cell.seqlen_q, cell.heads, 576, dtype=pool.dtype, device=device)
+        self.q = torch.randn(len(counts), cell.seqlen_q, cell.heads, 576, dtype=torch.bfloat16, device=device)
         self.flops = 2 * self.tokens * cell.seqlen_q * cell.heads * (576 + 512)
         self.bytes = self.kv_bytes + self.q.numel() * 2 + self.q.numel() // 576 * 1024
 
     def reference(self, request: int) -> torch.Tensor:
         length, seqlen_q = self.cell.lengths[request], self.cell.seqlen_q
         pages = self.page_table[request][: -(-length // self.cell.page)].long()
-        latent = self.pools[0][pages].flatten(0, 1)[:length].double()
+        latent = self.latents(self.pools[0].view(torch.uint8)[pages].flatten(0, 1)[:length])
         scores = torch.einsum("qhd,kd->qhk", self.q[request].double(), latent) * SCALE
         position = torch.arange(length - seqlen_q, length, device=latent.device)
         hidden = torch.arange(length, device=latent.device) > position[:, None]
         return scores.masked_fill_(hidden[:, None], -math.inf).softmax(-1) @ latent[:, :512]
+
+    def latents(self, stored: torch.Tensor) -> torch.Tensor:
+        """Rows of bytes as float64 latents."""
+        if self.cell.kv == "rows":
+            return unpack_mla_fp8_rows(stored).double()
+        return stored.view(self.pools[0].dtype).double()
 
     def error(self, out: torch.Tensor) -> float:
         worst = 0.0
@@ -167,13 +206,42 @@ def flashmla_call(problem: Problem):
     return call
 
 
+def flashmla_fp8_call(problem: Problem):
+    """Its dense FP8 op takes q in e4m3, too, and rounds the probabilities to e4m3: compare the errors."""
+    from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+
+    lengths, rows = problem.cache_seqlens, problem.cell.seqlen_q * problem.cell.heads
+    metadata, num_splits = get_mla_metadata(lengths, rows, 1, is_fp8_kvcache=True)
+    q = problem.q.to(torch.float8_e4m3fn)
+    one = torch.ones(1, dtype=torch.float32, device=q.device)
+
+    def call(r: int) -> torch.Tensor:
+        out, _ = flash_mla_with_kvcache(
+            q,
+            problem.pools[r].unsqueeze(2),
+            problem.page_table,
+            lengths,
+            512,
+            metadata,
+            num_splits,
+            softmax_scale=SCALE,
+            causal=problem.cell.seqlen_q > 1,
+            descale_q=one,
+            descale_k=one,
+            is_fp8_kvcache=True,
+        )
+        return out
+
+    return call
+
+
 def peers_of(cell: Cell) -> dict:
     peers = {"attnops": attnops_call}
-    if cell.page == 64 and not cell.fixed:
+    if cell.page == 64 and not cell.fixed and cell.kv != "rows":
         try:
             import sgl_kernel.flash_mla  # noqa: F401
 
-            peers["FlashMLA"] = flashmla_call
+            peers["FlashMLA"] = flashmla_call if cell.kv == "bf16" else flashmla_fp8_call
         except (ImportError, OSError) as error:
             print(f"FlashMLA not found: {error}")
     return peers
@@ -226,8 +294,8 @@ def ceilings() -> tuple[float, float]:
     return gbs, tflops
 
 
-def run(cell: Cell, pool: torch.Tensor, state: str) -> list[records.Record]:
-    problem = Problem(cell, pool)
+def run(cell: Cell, pools: Pools, state: str) -> list[records.Record]:
+    problem = Problem(cell, pools)
     graphs, errors = {}, {}
     calls = {peer: make(problem) for peer, make in peers_of(cell).items()}  # they own what the graphs read
     for peer, call in calls.items():
@@ -285,13 +353,13 @@ def main() -> None:
         case="ceilings", peer="torch", params={}, ms=0.0, gbs=round(gbs, 1), tflops=round(tflops, 1)
     )
     rows = [ceiling, run_plan(64, 128), run_plan(1, 128)]
-    pool = torch.empty(POOL_TOKENS, 576, dtype=torch.bfloat16, device="cuda").normal_()
+    pools = Pools()
     for cell in cells(args.quick):
         if args.only in cell.name:
-            rows += run(cell, pool, "burst")
+            rows += run(cell, pools, "burst")
     if args.sustained:
         for cell in (Cell(128, [4096] * 64), Cell(128, [16384] * 128)):
-            rows += run(cell, pool, "sustained")
+            rows += run(cell, pools, "sustained")
     if args.write:
         records.write(rows, "h200-mla_decode", args.results)
 

@@ -34,6 +34,7 @@ struct Arguments {
   const std::optional<Tensor>& kv_scale;
   int64_t fixed_split_tokens;
   const std::optional<Tensor>& report;
+  bool fp8_products = false;
 };
 
 inline constexpr const char* kOp = "mla_decode";
@@ -112,6 +113,10 @@ inline void check_cache(const Arguments& a, Extents& e) {
                     (rows ? "uint8 rows carry their own scales" : "unquantized kv_pages have none"));
     }
     TensorCheck(kOp, "kv_scale", *a.kv_scale).device_as("q", a.q).dtype({DType::kFloat32}).shape({one});
+  }
+
+  if (a.fp8_products && !fp8) {
+    fail(kOp, std::string("fp8_products belongs to float8_e4m3fn kv_pages, got ") + name_of(dtype_of(a.kv_pages)));
   }
 
   Dim batch_and_end("batch_size + 1", *e.batch + 1, "q"), cells("num_cells");
@@ -244,6 +249,7 @@ inline Params checked_params(const Arguments& a) {
           .kv_scale = data_or_null<const float>(a.kv_scale),
           .dtype = dtype_of(a.q),
           .kv_dtype = dtype_of(a.kv_pages),
+          .fp8_products = a.fp8_products,
           .report = data_or_null<int32_t>(a.report)};
 }
 

@@ -7,6 +7,8 @@
 #include "device/common/arch.h"
 #include "device/common/vec.h"
 #include "mla_decode/sm90/few_rows/launch.h"
+#include "mla_decode/sm90/fp8/launch.h"
+#include "mla_decode/sm90/fp8_products/launch.h"
 #include "mla_decode/sm90/launch.h"
 
 namespace attnops::mla_decode {
@@ -15,15 +17,18 @@ namespace {
 struct Impl {
   const char* name;
   Arch arch;
-  DType dtype;   // of q and of the pages
-  int max_rows;  // query rows (token, head) of a request; 0: any number
+  DType dtype;     // of q
+  DType kv_dtype;  // of the pages
+  int max_rows;    // query rows (token, head) of a request; 0: any number
   void (*launch)(const Params&, CUstream_st*);
+  bool fp8_products = false;  // rounds q and probabilities to e4m3
 
   std::string reject(const Params& p) const {
     if (p.dtype != dtype) return std::string("takes q of ") + name_of(dtype) + ", got " + name_of(p.dtype);
-    if (p.kv_dtype != dtype) {
-      return std::string("takes kv_pages of ") + name_of(dtype) + ", got " + name_of(p.kv_dtype);
+    if (p.kv_dtype != kv_dtype) {
+      return std::string("takes kv_pages of ") + name_of(kv_dtype) + ", got " + name_of(p.kv_dtype);
     }
+    if (fp8_products && !p.fp8_products) return "rounds q and probabilities to e4m3, which needs fp8_products=True";
     const int rows = p.seqlen_q * p.num_q_heads;
     if (max_rows > 0 && rows > max_rows) {
       return "takes at most " + std::to_string(max_rows) + " query rows (token, head) of a request, got " +
@@ -39,7 +44,7 @@ struct Impl {
     if (p.q_pe && !rows_aligned(p.q_pe, size, 16, p.q_pe_stride_request, p.q_pe_stride_token, p.q_pe_stride_head)) {
       return "rows of q_pe must start on 16-byte boundaries";
     }
-    if (!rows_aligned(p.kv_pages, size, 16, p.kv_stride_page, p.kv_stride_token)) {
+    if (!rows_aligned(p.kv_pages, size_of(kv_dtype), 16, p.kv_stride_page, p.kv_stride_token)) {
       return "rows of kv_pages must start on 16-byte boundaries";
     }
     const int sm = device_sm("mla_decode");
@@ -50,12 +55,19 @@ struct Impl {
   }
 };
 
+constexpr DType kBf16 = DType::kBFloat16, kFp16 = DType::kFloat16, kE4m3 = DType::kFloat8E4M3, kRows = DType::kUInt8;
+
 constexpr std::initializer_list<Impl> kImpls = {
 #if defined(ATTNOPS_HAS_SM90)
-    {"sm90_few_rows_bf16", Arch::kSm90, DType::kBFloat16, sm90::few_rows::kMaxRows, &sm90::few_rows::launch_bf16},
-    {"sm90_few_rows_fp16", Arch::kSm90, DType::kFloat16, sm90::few_rows::kMaxRows, &sm90::few_rows::launch_fp16},
-    {"sm90_bf16", Arch::kSm90, DType::kBFloat16, 0, &sm90::launch_bf16},
-    {"sm90_fp16", Arch::kSm90, DType::kFloat16, 0, &sm90::launch_fp16},
+    {"sm90_few_rows_bf16", Arch::kSm90, kBf16, kBf16, sm90::few_rows::kMaxRows, &sm90::few_rows::launch_bf16},
+    {"sm90_few_rows_fp16", Arch::kSm90, kFp16, kFp16, sm90::few_rows::kMaxRows, &sm90::few_rows::launch_fp16},
+    {"sm90_bf16", Arch::kSm90, kBf16, kBf16, 0, &sm90::launch_bf16},
+    {"sm90_fp16", Arch::kSm90, kFp16, kFp16, 0, &sm90::launch_fp16},
+    {"sm90_e4m3_rounded", Arch::kSm90, kBf16, kE4m3, 0, &sm90::fp8_products::launch_bf16_rounded, true},
+    {"sm90_e4m3_bf16", Arch::kSm90, kBf16, kE4m3, 0, &sm90::fp8_products::launch_bf16},
+    {"sm90_e4m3_fp16", Arch::kSm90, kFp16, kE4m3, 0, &sm90::fp8::launch_dense_fp16},
+    {"sm90_rows_bf16", Arch::kSm90, kBf16, kRows, 0, &sm90::fp8::launch_rows_bf16},
+    {"sm90_rows_fp16", Arch::kSm90, kFp16, kRows, 0, &sm90::fp8::launch_rows_fp16},
 #endif
 };
 

@@ -66,7 +66,7 @@ void mla_decode_cpu(const Tensor& out, const std::optional<Tensor>& lse, const T
                     const Tensor& lse_partial, const Tensor& semaphores, double softmax_scale, bool causal,
                     int64_t window_left, double logit_cap, const std::optional<Tensor>& sinks,
                     const std::optional<Tensor>& tree_mask, const std::optional<Tensor>& kv_scale,
-                    int64_t fixed_split_tokens, const std::optional<Tensor>& report) {
+                    int64_t fixed_split_tokens, const std::optional<Tensor>& report, bool fp8_products) {
   run_cpu(checked_params({out,         lse,           q,
                           q_pe,        kv_pages,      page_table,
                           kv_indptr,   cache_seqlens, tile_scheduler_metadata,
@@ -74,7 +74,7 @@ void mla_decode_cpu(const Tensor& out, const std::optional<Tensor>& lse, const T
                           semaphores,  softmax_scale, causal,
                           window_left, logit_cap,     sinks,
                           tree_mask,   kv_scale,      fixed_split_tokens,
-                          report}));
+                          report,      fp8_products}));
 }
 
 }  // namespace

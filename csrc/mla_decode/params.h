@@ -51,6 +51,7 @@ struct Params {
   const float* kv_scale;  // [1] on the device, or null
 
   DType dtype, kv_dtype;
+  bool fp8_products;  // kernels may round q and probabilities to e4m3; kv_pages are e4m3 then
   int32_t* report;  // core/report.h, or null
 };
 

@@ -48,7 +48,7 @@ STABLE_TORCH_LIBRARY(attnops, m) {
       "Tensor? kv_indptr, Tensor cache_seqlens, Tensor tile_scheduler_metadata, Tensor num_splits, "
       "Tensor(c!) out_partial, Tensor(d!) lse_partial, Tensor(e!) semaphores, float softmax_scale, bool causal=True, "
       "int window_left=-1, float logit_cap=0.0, Tensor? sinks=None, Tensor? tree_mask=None, Tensor? kv_scale=None, "
-      "int fixed_split_tokens=0, Tensor(f!)? report=None) -> ()");
+      "int fixed_split_tokens=0, Tensor(f!)? report=None, bool fp8_products=False) -> ()");
 
   // layer_call/: store and attend in one call, of what a layer's calls share and bound before. `bound` holds addresses,
   // so these write pages and scratch that are none of their arguments: for opaque callers only, not for traced code.

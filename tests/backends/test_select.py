@@ -215,7 +215,10 @@ def test_mla_decoders_say_what_they_do_not_serve(name, page_size):
     capability = get_backend_class(name).capability
     for options, reason in (
         ({"page_size": page_size + 1}, "takes page_size"),
-        ({"page_size": page_size, "kv_dtype": torch.uint8}, "takes a cache of the model's dtype, got 656-byte rows"),
+        (
+            {"page_size": page_size, "kv_dtype": torch.float8_e5m2},
+            "takes a cache of the model's dtype, 656-byte rows, e4",
+        ),
         ({"page_size": page_size, "dtype": torch.float32}, "takes bf16, fp16, got fp32"),
     ):
         reasons = capability.reasons_against(AttentionSpec.mla(16, **options))

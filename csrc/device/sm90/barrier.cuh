@@ -20,6 +20,18 @@ __device__ inline void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// Without a branch, which would end what the compiler lets fly asynchronously.
+__device__ inline void mbarrier_arrive_if(uint32_t barrier, bool condition) {
+  asm volatile(
+      "{\n"
+      ".reg .pred chosen;\n"
+      "setp.ne.b32 chosen, %1, 0;\n"
+      "@chosen mbarrier.arrive.shared::cta.b64 _, [%0];\n"
+      "}\n" ::"r"(barrier),
+      "r"(static_cast<int>(condition))
+      : "memory");
+}
+
 __device__ inline void mbarrier_arrive_expect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }

@@ -10,8 +10,9 @@
 
 namespace attnops::sm90 {
 
-// A 3-dimensional tensor of 16-bit elements, innermost dimension dense, read in boxes of 64 x box_rows x 1 that land
-// as rows of 128 bytes under the 128-byte swizzle. What lies outside is filled with zeros. Strides are in bytes.
+// A 3-dimensional tensor of elements of one or two bytes, innermost dimension dense, read in boxes of 128 bytes x
+// box_rows x 1 that land as rows of 128 bytes under the 128-byte swizzle. What lies outside is filled with zeros.
+// Strides are in bytes.
 struct MapGeometry {
   DType dtype;
   const void* base;
@@ -35,8 +36,9 @@ inline CUtensorMap encode_tensor_map(DType dtype, const void* base, int rank, co
     return reinterpret_cast<Encode>(function);
   }();
   const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
-  const CUtensorMapDataType type =
-      dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const CUtensorMapDataType type = size_of(dtype) == 1        ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                                   : dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                              : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   CUtensorMap map;
   const CUresult status =
       encode(&map, type, rank, const_cast<void*>(base), extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
@@ -49,7 +51,7 @@ inline CUtensorMap encode_tensor_map(DType dtype, const void* base, int rank, co
 }
 
 inline CUtensorMap make_tensor_map(const MapGeometry& g) {
-  const cuuint32_t box[3] = {64, g.box_rows, 1};
+  const cuuint32_t box[3] = {static_cast<cuuint32_t>(128 / size_of(g.dtype)), g.box_rows, 1};
   const cuuint64_t extents[3] = {g.extents[0], g.extents[1], g.extents[2]}, strides[2] = {g.strides[0], g.strides[1]};
   return encode_tensor_map(g.dtype, g.base, 3, extents, strides, box);
 }

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import torch
+
 from attnops.backends.capability import SIXTEEN_BIT, Capability
 from attnops.backends.decode_steps import MODES
 
 
 def mla_capability(*page_sizes: int) -> Capability:
-    """Caches of q's dtype only: the CUDA kernels do not read FP8 latents (csrc/mla_decode/impls.cpp)."""
     return Capability(
         devices=frozenset({"cpu", "cuda"}),
         chosen_on=frozenset({"cuda"}),
@@ -15,6 +16,7 @@ def mla_capability(*page_sizes: int) -> Capability:
         modes=MODES,
         delegates_prefill=True,
         dtypes=SIXTEEN_BIT,
+        kv_dtypes=frozenset({torch.float8_e4m3fn, torch.uint8}),
         mla=True,
         page_sizes=frozenset(page_sizes),
         sliding_window=True,

@@ -53,6 +53,7 @@ def mla_decode(
     return_lse: bool = False,
     sinks_in_lse: bool = False,
     report: Tensor | None = None,
+    fp8_products: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend from each request's newest tokens to its whole cache of latents, themselves included.
 
@@ -85,6 +86,8 @@ def mla_decode(
             and `return_lse`.
         sinks_in_lse: Add the sinks to the returned lse.
         report: int32 ``[8]`` of the checked mode: bad page indices and lengths are recorded there and skipped.
+        fp8_products: Over float8_e4m3fn pages, allows kernels to round q and the probabilities to e4m3 and multiply
+            on the e4m3 units: faster, and off by some 4 % instead of 0.3 %. Kernels that have no need of it do not.
 
     Returns:
         ``(out, lse)``, lse natural log, None unless asked for. A row that sees no key has ``out = 0``, ``lse = -inf``.
@@ -146,6 +149,7 @@ def mla_decode(
         kv_scale,
         plan.fixed_split_tokens,
         report,
+        fp8_products,
     )
     if sinks_in_lse and sinks is not None and lse is not None:
         lse.copy_(torch.where(lse == -math.inf, lse, torch.logaddexp(lse, sinks)))
@@ -189,5 +193,6 @@ def _(
     kv_scale: Tensor | None = None,
     fixed_split_tokens: int = 0,
     report: Tensor | None = None,
+    fp8_products: bool = False,
 ) -> None:
     return None

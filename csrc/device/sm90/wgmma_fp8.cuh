@@ -1,0 +1,51 @@
+#pragma once
+#include <cstdint>
+
+#include "device/sm90/wgmma.cuh"
+
+// Warpgroup products of e4m3 operands, m = 64, n = 64, k = 32, with float32 accumulators. Operands are K-major: rows of
+// 128 bytes under the 128-byte swizzle as device/sm90/wgmma.cuh describes, so a step of k = 32 is kStepKMajor, too.
+//
+// The units keep some 13 bits below the largest addend when they accumulate: long sums must be added up elsewhere.
+namespace attnops::sm90 {
+
+// d [64, 64] (+)= a b^T, both in shared memory. `accumulate` 0 overwrites d.
+__device__ inline void wgmma_e4m3(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 " ATTNOPS_D32 ", %32, %33, p, 1, 1;\n}\n"
+      : ATTNOPS_F32(d)
+      : "l"(a), "l"(b), "r"(accumulate));
+}
+
+// The same with a in registers: rows lane / 4 and + 8 of the warp's sixteen, bytes 4 (lane % 4) .. + 3 and + 16.
+__device__ inline void wgmma_e4m3(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 " ATTNOPS_D32 ", {%32, %33, %34, %35}, %36, p, 1, 1;\n}\n"
+      : ATTNOPS_F32(d)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
+// Two floats as two e4m3, rounded to nearest, the first in the low byte; beyond 448 they saturate.
+__device__ inline uint32_t pack_e4m3(float low, float high) {
+  uint16_t pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+__device__ inline float2 unpack_e4m3(uint32_t pair) {
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(pair)));
+  return __half22float2(reinterpret_cast<const __half2&>(halves));
+}
+
+// Four 8 x 8 matrices of 16-bit elements, transposed.
+__device__ inline void load_transposed(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+
+}  // namespace attnops::sm90

@@ -1,0 +1,130 @@
+#pragma once
+#include "device/sm90/wgmma_fp8.cuh"
+#include "mla_decode/sm90/fp8_products/layout.h"
+#include "mla_decode/sm90/pieces.cuh"
+
+// Queries to e4m3: every row is scaled by a power of two, so that its largest value lies in [128, 256). Two terms then
+// hold eight significant bits, that is bf16 exactly, of everything above 2^-10 of the largest.
+namespace attnops::mla_decode::sm90::fp8_products {
+
+__device__ inline float2 unpack_pair(uint32_t pair, __nv_bfloat16) {
+  return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
+}
+__device__ inline float2 unpack_pair(uint32_t pair, __half) {
+  return __half22float2(reinterpret_cast<const __half2&>(pair));
+}
+
+// A row, spread over a warp: 16 bytes at dims 8 lane and 256 + 8 lane, and 4 at the rope's 2 lane.
+struct QueryRow {
+  uint4 latent[2];
+  uint32_t rope;
+
+  template <typename T>
+  __device__ void load(const Params& p, const Piece& piece, int row) {
+    const int lane = threadIdx.x % 32;
+    const bool valid = row < piece.num_rows;
+    const RowPlace at = row_place(p, piece.first_row + (valid ? row : 0));
+    const T* q = static_cast<const T*>(p.q) + piece.request * p.q_stride_request + at.token * p.q_stride_token +
+                 at.head * p.q_stride_head;
+    const T* pe = p.q_pe ? static_cast<const T*>(p.q_pe) + piece.request * p.q_pe_stride_request +
+                               at.token * p.q_pe_stride_token + at.head * p.q_pe_stride_head
+                         : q + kHeadDimV;
+    latent[0] = latent[1] = {0, 0, 0, 0};
+    rope = 0;
+    if (!valid) return;
+    latent[0] = __ldg(reinterpret_cast<const uint4*>(q) + lane);
+    latent[1] = __ldg(reinterpret_cast<const uint4*>(q) + 32 + lane);
+    rope = __ldg(reinterpret_cast<const uint32_t*>(pe) + lane);
+  }
+
+  template <typename T>
+  __device__ float largest() const {
+    float top = 0.f;
+    const auto see = [&](uint32_t pair) {
+      const float2 x = unpack_pair(pair, T{});
+      top = fmaxf(top, fmaxf(fabsf(x.x), fabsf(x.y)));
+    };
+#pragma unroll
+    for (int k = 0; k < 2; ++k) see(latent[k].x), see(latent[k].y), see(latent[k].z), see(latent[k].w);
+    see(rope);
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, offset));
+    return top;
+  }
+};
+
+// Two values as e4m3 pairs: `terms[0]` and, of what is left, `terms[1]`.
+template <int kTerms>
+__device__ inline void split_e4m3(float x, float y, uint32_t (&terms)[kTerms]) {
+  terms[0] = attnops::sm90::pack_e4m3(x, y);
+  if constexpr (kTerms == 2) {
+    const float2 first = attnops::sm90::unpack_e4m3(terms[0]);
+    terms[1] = attnops::sm90::pack_e4m3(x - first.x, y - first.y);
+  }
+}
+
+__device__ inline void store_shared(uint32_t address, uint32_t a, uint32_t b) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b) : "memory");
+}
+__device__ inline void store_shared(uint32_t address, uint16_t a) {
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(a) : "memory");
+}
+
+// Writes row `row` and returns what its scores must be multiplied by.
+template <typename T, int kTerms>
+__device__ inline float store_query(const QueryRow& q, uint32_t queries, int row) {
+  const int lane = threadIdx.x % 32;
+  const float top = q.largest<T>();
+  const int exponent = top > 0.f ? (__float_as_int(top) >> 23) - 127 : 0;
+  // 2^(7 - exponent), kept a normal number; and its inverse.
+  const int shift = min_of(max_of(7 - exponent, -126), 126);
+  const float factor = __int_as_float((shift + 127) << 23), inverse = __int_as_float((127 - shift) << 23);
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    const uint32_t words[4] = {q.latent[k].x, q.latent[k].y, q.latent[k].z, q.latent[k].w};
+    uint32_t pairs[4][kTerms];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 x = unpack_pair(words[i], T{});
+      split_e4m3<kTerms>(x.x * factor, x.y * factor, pairs[i]);
+    }
+    const int byte = 256 * k + 8 * lane;
+#pragma unroll
+    for (int term = 0; term < kTerms; ++term) {
+      const uint32_t tile = queries + (term * kLatentTiles + byte / 128) * kTileBytes;
+      store_shared(tile + attnops::sm90::swizzled(row, byte % 128 / 16) + byte % 16,
+                   pairs[0][term] | pairs[1][term] << 16, pairs[2][term] | pairs[3][term] << 16);
+    }
+  }
+  uint32_t pairs[kTerms];
+  const float2 x = unpack_pair(q.rope, T{});
+  split_e4m3<kTerms>(x.x * factor, x.y * factor, pairs);
+#pragma unroll
+  for (int term = 0; term < kTerms; ++term) {
+    const int byte = 64 * term + 2 * lane;
+    const uint32_t tile = queries + kTerms * kLatentTiles * kTileBytes;
+    store_shared(tile + attnops::sm90::swizzled(row, byte / 16) + byte % 16, static_cast<uint16_t>(pairs[term]));
+  }
+  return top < INFINITY ? inverse : NAN;  // e4m3 has no infinity: it must show all the same
+}
+
+// All rows of a piece, by all consumers.
+template <typename T, class L, int kTerms>
+__device__ inline void load_queries(const Params& p, const Piece& piece, uint8_t* base, uint32_t shared) {
+  constexpr int kRows = 64 / (kConsumerThreads / 32), kTogether = 4;
+  const int warp = threadIdx.x / 32;
+#pragma unroll 1
+  for (int first = 0; first < kRows; first += kTogether) {
+    QueryRow rows[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) rows[i].load<T>(p, piece, warp * kRows + first + i);
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int row = warp * kRows + first + i;
+      const float scale = store_query<T, kTerms>(rows[i], shared + L::kQ, row);
+      if (threadIdx.x % 32 == 0) reinterpret_cast<float*>(base + L::kQueryScale)[row] = scale;
+    }
+  }
+}
+
+}  // namespace attnops::mla_decode::sm90::fp8_products
