@@ -52,7 +52,7 @@ struct Params {
 
   DType dtype, kv_dtype;
   bool fp8_products;  // kernels may round q and probabilities to e4m3; kv_pages are e4m3 then
-  int32_t* report;  // core/report.h, or null
+  int32_t* report;    // core/report.h, or null
 };
 
 }  // namespace attnops::mla_decode
