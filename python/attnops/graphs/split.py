@@ -33,7 +33,7 @@ class PiecewiseBackend:
         inner: The compiler of the pieces: "eager", "aot_eager", "inductor", any name that torch knows, or a callable.
         recorder: Makes a recorder per piece and number of tokens; None: pieces are not recorded. Recorded pieces need
             their inputs where they were at the first call, as `PiecewiseRunner` has them, and run in the order in
-            which they were recorded.
+            which they were recorded. Weights are taken to stay where they are, as with any graph.
         measure: Entered around each recording.
 
     Attributes:
@@ -93,9 +93,14 @@ class _Piece(torch.nn.Module):
         super().__init__()
         self._owner, self._graph = owner, graph
         self._runs: dict[tuple, Callable[..., Any]] = {}
+        inputs = [node.meta.get("example_value") for node in graph.graph.find_nodes(op="placeholder")]
+        # Of a model's many inputs only few are not weights, which have one shape and stay where they are.
+        self._sized = [place for place, value in enumerate(inputs) if _is_sized_by_step(value)]
+        self._moving = [place for place, value in enumerate(inputs) if not isinstance(value, torch.nn.Parameter)]
 
     def forward(self, *args: Any) -> Any:
-        key = tuple(arg if isinstance(arg, int) else tuple(arg.shape) for arg in args)
+        sized = (args[place] for place in self._sized)
+        key = tuple(arg if isinstance(arg, int) else arg.shape for arg in sized)
         if key not in self._runs:
             self._runs[key] = self._compile(args)
         return self._runs[key](*args)
@@ -110,7 +115,14 @@ class _Piece(torch.nn.Module):
             return outs[0] if is_single else outs
 
         recorder = self._owner.recorder
-        return run if recorder is None else _RecordedPiece(recorder, run, self._owner.measure)
+        return run if recorder is None else _RecordedPiece(recorder, run, self._moving, self._owner.measure)
+
+
+def _is_sized_by_step(value: Any) -> bool:
+    """Whether an input, as it was when traced, is a number or has an extent that differs between steps."""
+    if not isinstance(value, Tensor):
+        return True
+    return any(not isinstance(extent, int) for extent in value.shape)
 
 
 class _RecordedPiece:
@@ -124,15 +136,17 @@ class _RecordedPiece:
         self,
         recorder: RecorderFactory,
         run: Callable[..., Any],
+        moving: list[int],
         measure: Callable[[], AbstractContextManager[object]],
     ) -> None:
-        self._recorder, self._run, self._measure = recorder, run, measure
+        self._recorder, self._run, self._moving, self._measure = recorder, run, moving, measure
         self._graph: Recorder | None = None
         self._addresses: list[int] = []
         self._out: Any = None
 
     def __call__(self, *args: Any) -> Any:
-        addresses = [arg.data_ptr() for arg in args if isinstance(arg, Tensor)]
+        moving = (args[place] for place in self._moving)
+        addresses = [arg.data_ptr() for arg in moving if isinstance(arg, Tensor)]
         if self._graph is None:
             return self._record(args, addresses)
         if addresses != self._addresses:
