@@ -90,7 +90,7 @@ class Consumer {
                                          RowBlock<Tr>& block) {
     load_queries<Tr>(p_, shape_, boxes_, place, first_row, shared_ + Shared::kQueries);
     const float k_scale = p_.k_scale ? __ldg(p_.k_scale + place.kv_head * p_.k_scale_stride) : 1.f;
-    block.begin(p_.softmax_scale * k_scale * kLog2e);
+    block.begin(p_.softmax_scale * k_scale * kLog2e, p_.logit_cap);
     hopper::fence_async_proxy();
     hopper::named_barrier_sync(kMultiply, Tr::kThreads);
     const int tiles = num_tiles(piece);
@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(Tr::kAllThreads, Tr::kCtasPerSm)
   PieceWalk piece(p, shape, entry, static_cast<int>(blockIdx.x));
   if (!piece.next()) return;
   if (warp == Tr::kWarps) {
-    TileStream<Tr> stream(p, boxes, &key_map, &value_map, shape.page_shift, shared, lane);
+    TileStream<Tr> stream(p, boxes, &key_map, &value_map, shape, shared, lane);
     do stream.bring(piece);
     while (piece.next());
   } else {

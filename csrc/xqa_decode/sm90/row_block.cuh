@@ -21,12 +21,16 @@ struct RowBlock {
   static constexpr int kScores = Tr::kRows / 2;
 
   float out[Tr::kBlocks][kScores];
-  float reference[Tr::kRowTiles][2];  // in units of log2
+  float reference[Tr::kRowTiles][2];  // in units of log2; kNothingSeen before the first visible key
   float sum[Tr::kRowTiles][2];
-  float score_scale;
+  float score_scale;  // of raw scores, to units of log2
+  float scale;        // what is left of it when scores become probabilities
 
-  __device__ __forceinline__ void begin(float scale) {
-    score_scale = scale;
+  static constexpr float kNothingSeen = -1e30f;  // finite, so that it can be subtracted from a hidden key's -inf
+
+  __device__ __forceinline__ void begin(float to_log2, float logit_cap) {
+    score_scale = to_log2;
+    scale = logit_cap == 0.f && to_log2 > 0.f ? to_log2 : 1.f;
 #pragma unroll
     for (int b = 0; b < Tr::kBlocks; ++b) {
 #pragma unroll
@@ -35,7 +39,7 @@ struct RowBlock {
 #pragma unroll
     for (int n = 0; n < Tr::kRowTiles; ++n) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) reference[n][i] = -INFINITY, sum[n][i] = 0.f;
+      for (int i = 0; i < 2; ++i) reference[n][i] = kNothingSeen, sum[n][i] = 0.f;
     }
   }
 
@@ -92,8 +96,9 @@ struct RowBlock {
     for (int b = 0; b < Tr::kBlocks; ++b) hopper::pin(out[b]);
   }
 
-  // To units of log2, soft cap applied.
+  // Soft cap. A positive scale alone waits for the exponent's subtraction: both are one instruction there.
   __device__ __forceinline__ void scale_scores(float logit_cap, float (&scores)[kScores]) const {
+    if (logit_cap == 0.f && scale == score_scale) return;
 #pragma unroll
     for (int i = 0; i < kScores; ++i) scores[i] *= score_scale;
     if (logit_cap == 0.f) return;
@@ -148,59 +153,65 @@ struct RowBlock {
   // row must move it.
   template <bool kFirst>
   __device__ __forceinline__ void soften(const float (&scores)[kScores], uint32_t probs, float* exchange) {
+    float added[Tr::kRowTiles][2];
     if constexpr (!kFirst) {
-      bool outgrown = false;
-      float added[Tr::kRowTiles][2];
-      write_probs(scores, probs, added);
-#pragma unroll
-      for (int n = 0; n < Tr::kRowTiles; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) outgrown |= scores[4 * n + i] > reference[n][i & 1] + kSlack;
-      }
+      const float highest = write_probs(scores, probs, added);
       hopper::fence_async_proxy();
-      if (!hopper::named_barrier_any(kMultiply, Tr::kThreads, outgrown)) {
-#pragma unroll
-        for (int n = 0; n < Tr::kRowTiles; ++n) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) sum[n][i] += added[n][i];
-        }
+      if (!hopper::named_barrier_any(kMultiply, Tr::kThreads, highest > kSlack + Tr::kProbShift)) {
+        add(added);
         return;
       }
     }
     move_reference(scores, exchange);
-    float added[Tr::kRowTiles][2];
     write_probs(scores, probs, added);
+    add(added);
+    hopper::fence_async_proxy();
+    hopper::named_barrier_sync(kMultiply, Tr::kThreads);
+  }
+
+  __device__ __forceinline__ void add(const float (&added)[Tr::kRowTiles][2]) {
 #pragma unroll
     for (int n = 0; n < Tr::kRowTiles; ++n) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) sum[n][i] += added[n][i];
     }
-    hopper::fence_async_proxy();
-    hopper::named_barrier_sync(kMultiply, Tr::kThreads);
   }
 
-  __device__ __forceinline__ void write_probs(const float (&scores)[kScores], uint32_t probs,
-                                              float (&added)[Tr::kRowTiles][2]) const {
-    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const uint32_t place = probs + (16 * warp + g) * 16 + t * 4;
+  // Returns the highest exponent.
+  __device__ __forceinline__ float write_probs(const float (&scores)[kScores], uint32_t probs,
+                                               float (&added)[Tr::kRowTiles][2]) const {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    float highest = -INFINITY;
+    uint32_t packed[Tr::kRowTiles][2];
 #pragma unroll
     for (int n = 0; n < Tr::kRowTiles; ++n) {
-      float x[4], base[2];
+      float x[4];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        base[i] = (reference[n][i] == -INFINITY ? 0.f : reference[n][i]) - Tr::kProbShift;
+      for (int i = 0; i < 4; ++i) {
+        x[i] = fmaf(scores[4 * n + i], scale, Tr::kProbShift - reference[n][i & 1]);
+        highest = fmaxf(highest, x[i]);
+        x[i] = exp2_approx(x[i]);
       }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) x[i] = exp2_approx(scores[4 * n + i] - base[i & 1]);
 #pragma unroll
       for (int i = 0; i < 2; ++i) added[n][i] = x[i] + x[i + 2];
 #pragma unroll
+      for (int h = 0; h < 2; ++h) packed[n][h] = hopper::pack_pair<T>(x[2 * h], x[2 * h + 1]);
+    }
+    if constexpr (Tr::kRowTiles == 1) {
+      const uint32_t place = probs + (16 * warp) * 16 + lane * 4;
+#pragma unroll
       for (int h = 0; h < 2; ++h) {
-        asm volatile("st.shared.b32 [%0], %1;" ::"r"(place + n * (Tr::kTileTokens * 16) + h * 128),
-                     "r"(hopper::pack_pair<T>(x[2 * h], x[2 * h + 1]))
-                     : "memory");
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(place + h * 128), "r"(packed[0][h]) : "memory");
+      }
+    } else {
+      const uint32_t place = probs + lane / 16 * (Tr::kTileTokens * 16) + (16 * warp + lane % 16) * 16;
+#pragma unroll
+      for (int n = 0; n < Tr::kRowTiles; n += 2) {
+        const uint32_t four[4] = {packed[n][0], packed[n][1], packed[n + 1][0], packed[n + 1][1]};
+        hopper::store_fragment(four, place + n * (Tr::kTileTokens * 16));
       }
     }
+    return highest;
   }
 
   // Moves the reference to the true maximum of what has been seen.
@@ -210,7 +221,7 @@ struct RowBlock {
     for (int n = 0; n < Tr::kRowTiles; ++n) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        float top = fmaxf(scores[4 * n + i], scores[4 * n + 2 + i]);
+        float top = scale * fmaxf(scores[4 * n + i], scores[4 * n + 2 + i]);
         top = fmaxf(top, __shfl_xor_sync(~0u, top, 4));
         top = fmaxf(top, __shfl_xor_sync(~0u, top, 8));
         top = fmaxf(top, __shfl_xor_sync(~0u, top, 16));
@@ -228,7 +239,7 @@ struct RowBlock {
         for (int w = 0; w < Tr::kWarps; ++w) {
           after = fmaxf(after, exchange[w * Tr::kRows + 8 * n + lane % 4 * 2 + i]);
         }
-        const float factor = before == -INFINITY ? 0.f : exp2_approx(before - after);
+        const float factor = exp2_approx(before - after);
         reference[n][i] = after;
         sum[n][i] *= factor;
 #pragma unroll

@@ -31,12 +31,13 @@ template <class Tr>
 class TileStream {
  public:
   __device__ TileStream(const Params& p, const Boxes& boxes, const CUtensorMap* keys, const CUtensorMap* values,
-                        int page_shift, uint32_t shared, int lane)
+                        const Shape& shape, uint32_t shared, int lane)
       : p_(p),
         boxes_(boxes),
         keys_(keys),
         values_(values),
-        page_shift_(page_shift),
+        page_shift_(shape.page_shift),
+        policy_(hopper::l2_policy(shape.row_blocks == 1)),
         ring_(shared + SharedLayout<Tr>::kRing),
         full_(shared + SharedLayout<Tr>::kFull),
         empty_(shared + SharedLayout<Tr>::kEmpty),
@@ -70,7 +71,7 @@ class TileStream {
         __syncwarp();
         if (take) {
           hopper::copy_box(ring_ + place_.slot * Tr::kUnitBytes + offset_, unit ? values_ : keys_, barrier, column_,
-                           in_page, piece.kv_head(), page);
+                           in_page, piece.kv_head(), page, policy_);
         }
         place_.advance();
       }
@@ -96,6 +97,7 @@ class TileStream {
   const CUtensorMap* keys_;
   const CUtensorMap* values_;
   const int page_shift_;
+  const uint64_t policy_;
   const uint32_t ring_, full_, empty_;
   const int lane_, sub_, column_, offset_;
   RingPlace<Tr> place_;
