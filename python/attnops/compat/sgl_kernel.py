@@ -13,6 +13,7 @@ from attnops.metadata.plan import (
     MLA_ROWS_PER_WORK,
     MlaDecodePlan,
     default_num_sm_parts,
+    mla_num_sm_parts,
 )
 
 _ALIGN = 256  # bytes
@@ -104,10 +105,10 @@ def _workspace_bytes(batch_size: int, num_heads: int, parts: int) -> int:
 
 
 def _carve(workspace: Tensor, batch_size: int, num_heads: int) -> MlaDecodePlan:
-    """A plan in the workspace, of as many parts as the device has, or as fit."""
+    """A plan in the workspace, of as many parts as suit the device and the batch, or as fit."""
     if workspace.dtype != torch.uint8 or not workspace.is_contiguous():
         raise ValueError("attnops.compat: cutlass_mla_decode: workspace must be contiguous uint8")
-    parts = default_num_sm_parts(workspace.device, MLA_PARTS_PER_SM)
+    parts = mla_num_sm_parts(workspace.device, batch_size, -(-num_heads // MLA_ROWS_PER_WORK))
     wanted = parts
     while parts and _workspace_bytes(batch_size, num_heads, parts) > workspace.numel():
         parts -= 1

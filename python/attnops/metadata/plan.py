@@ -67,6 +67,12 @@ def _mla_parts(num_sms: int, batch_size: int, blocks: int) -> int:
     return groups * group
 
 
+def mla_num_sm_parts(device: torch.device, batch_size: int, blocks: int) -> int:
+    """Parts of a plan for `batch_size` requests of `blocks` row blocks."""
+    parts = default_num_sm_parts(device, MLA_PARTS_PER_SM)
+    return _mla_parts(parts, batch_size, blocks) if device.type == "cuda" else parts
+
+
 def _num_partials(num_blocks: int, num_sm_parts: int, fixed_split_tokens: int, max_seqlen_k: int | None) -> int:
     """Rows of `out_partial`: docs/architecture.md, "Split-KV plans"."""
     if fixed_split_tokens % TILE_TOKENS or fixed_split_tokens < 0:
@@ -217,10 +223,7 @@ class MlaDecodePlan(_SplitKvPlan):
         if num_q_heads < 1:
             raise ValueError(f"num_q_heads must be positive, got {num_q_heads}")
         blocks = -(-seqlen_q * num_q_heads // MLA_ROWS_PER_WORK)
-        if not num_sm_parts:
-            num_sm_parts = default_num_sm_parts(device, MLA_PARTS_PER_SM)
-            if device.type == "cuda":
-                num_sm_parts = _mla_parts(num_sm_parts, batch_size, blocks)
+        num_sm_parts = num_sm_parts or mla_num_sm_parts(device, batch_size, blocks)
         num_partials = _num_partials(batch_size * blocks, num_sm_parts, fixed_split_tokens, max_seqlen_k)
         return cls(
             batch_size=batch_size,
