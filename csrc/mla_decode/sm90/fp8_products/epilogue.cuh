@@ -33,10 +33,11 @@ __device__ inline RowEnd end_of_row(const Params& p, const Piece& piece, int row
           factor * sink_factor(p, at.head, lse)};
 }
 
-// In `o`, the thread has dims d and d + 1 of the rows 8 j + 2 (lane % 4) + {0, 1}, in each of four blocks of 64 dims.
-template <typename T>
-__device__ inline void store_columns(const Params& p, const Piece& piece, const RowEnd* ends, int group, bool aligned,
-                                     const float (&o)[4][32]) {
+// In `o`, the thread has dims d and d + 1 of the rows 8 j + 2 (lane % 4) + {0, 1}, in each of four blocks of 64 dims;
+// `store` gets a row's place at d, the block's distance from there, and the two values.
+template <typename Store>
+__device__ inline void for_columns(const Piece& piece, const RowEnd* ends, int group, const float (&o)[4][32],
+                                   const Store& store) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x % kGroupThreads / 32;
   const int dim = group * 256 + warp * 16 + lane / 4 * 2;
 #pragma unroll
@@ -48,23 +49,33 @@ __device__ inline void store_columns(const Params& p, const Piece& piece, const 
       const RowEnd end = ends[row];
 #pragma unroll
       for (int block = 0; block < 4; ++block) {
-        float x = o[block][4 * j + e] * end.factor, y = o[block][4 * j + 2 + e] * end.factor;
-        if (end.factor == 0.f) x = y = 0.f;  // what sees nothing may hold 0 x NaN
-        const int64_t at = end.offset + dim + 64 * block;
-        if (piece.partial >= 0) {
-          *reinterpret_cast<float2*>(p.out_partial + at) = {x, y};
-        } else {
-          const uint32_t pair = attnops::sm90::pack_pair<T>(x, y);
-          T* out = static_cast<T*>(p.out) + at;
-          if (aligned) {
-            *reinterpret_cast<uint32_t*>(out) = pair;
-          } else {
-            out[0] = reinterpret_cast<const T*>(&pair)[0];
-            out[1] = reinterpret_cast<const T*>(&pair)[1];
-          }
-        }
+        const float x = o[block][4 * j + e] * end.factor, y = o[block][4 * j + 2 + e] * end.factor;
+        const bool empty = end.factor == 0.f;  // what sees nothing may hold 0 x NaN
+        store(end.offset + dim, 64 * block, empty ? 0.f : x, empty ? 0.f : y);
       }
     }
+  }
+}
+
+// One case of the three runs, once a piece, on a cold instruction cache: no case is to be decided inside the loop.
+template <typename T>
+__device__ inline void store_columns(const Params& p, const Piece& piece, const RowEnd* ends, int group, bool aligned,
+                                     const float (&o)[4][32]) {
+  T* const out = static_cast<T*>(p.out);
+  if (piece.partial >= 0) {
+    for_columns(piece, ends, group, o, [&](int64_t row, int at, float x, float y) {
+      *reinterpret_cast<float2*>(p.out_partial + row + at) = {x, y};
+    });
+  } else if (aligned) {
+    for_columns(piece, ends, group, o, [&](int64_t row, int at, float x, float y) {
+      *reinterpret_cast<uint32_t*>(out + row + at) = attnops::sm90::pack_pair<T>(x, y);
+    });
+  } else {
+    for_columns(piece, ends, group, o, [&](int64_t row, int at, float x, float y) {
+      const uint32_t pair = attnops::sm90::pack_pair<T>(x, y);
+      (out + row)[at] = reinterpret_cast<const T*>(&pair)[0];
+      (out + row)[at + 1] = reinterpret_cast<const T*>(&pair)[1];
+    });
   }
 }
 

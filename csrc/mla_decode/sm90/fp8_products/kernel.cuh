@@ -67,6 +67,7 @@ class Consumer {
   __device__ void step_even(const Piece& piece, int t, float (&o)[4][32]) {
     const bool has_odd = t + 1 < piece.num_tiles;
     const int stage = stage_;
+    Values values;
     {
       float s[32], factor[kRowsPerThread];
       wait_tile(piece, t, stage);
@@ -80,23 +81,26 @@ class Consumer {
       exponentiate(rows_, scale, s);
       store_probabilities<kTerms>(s, p_tile(pair_));
       fence_async_proxy();
+      load_early(stage, values);
       named_barrier_sync(kOwn0, kGroupThreads);  // this group's factors and probabilities, all four warps'
       named_barrier_arrive(kReady0, kConsumerThreads);
     }
-    multiply_values(stage, pair_, o);
+    multiply_values(values, stage, pair_, o);
     advance(piece, t);
     if (!has_odd) return;
     const int odd_stage = stage_;
     wait_tile(piece, t + 1, odd_stage);
+    load_early(odd_stage, values);
     named_barrier_sync(kReady1, kConsumerThreads);
     follow(1);
-    multiply_values(odd_stage, 2, o);
+    multiply_values(values, odd_stage, 2, o);
     advance(piece, t + 1);
   }
 
   __device__ void step_odd(const Piece& piece, int t, float (&o)[4][32]) {
     const bool has_odd = t + 1 < piece.num_tiles;
     const int even_stage = stage_, stage = next_stage(stage_);
+    Values values;
     wait_tile(piece, t, even_stage);
     if (has_odd) {
       float s[32], factor[kRowsPerThread];
@@ -112,18 +116,21 @@ class Consumer {
       publish(2, factor);
       store_probabilities<kTerms>(s, p_tile(2));
       fence_async_proxy();
+      load_early(even_stage, values);
       named_barrier_sync(kReady0, kConsumerThreads);
       named_barrier_sync(kOwn1, kGroupThreads);
       named_barrier_arrive(kReady1, kConsumerThreads);
     } else {
+      load_early(even_stage, values);
       named_barrier_sync(kMaximum0, kConsumerThreads);
       follow(0);
       named_barrier_sync(kReady0, kConsumerThreads);
     }
-    multiply_values(even_stage, pair_, o);
+    multiply_values(values, even_stage, pair_, o);
     advance(piece, t);
     if (!has_odd) return;
-    multiply_values(stage, 2, o);
+    load_early(stage, values);
+    multiply_values(values, stage, 2, o);
     advance(piece, t + 1);
   }
 
@@ -148,23 +155,32 @@ class Consumer {
     wgmma_commit();
   }
 
-  // o += V^T P^T for this group's 256 dims, four blocks of 64, two in flight.
-  __device__ void multiply_values(int stage, int which, float (&o)[4][32]) {
-    rescale(which, o);
-    uint32_t a[2][2][4];
-    load_values(stage, 0, a[0]);
-    if constexpr (kTerms == 1) {
+  // Fragments of V^T for all four blocks. They need no probabilities, so where there are registers for them, a group
+  // loads them before it waits for those: with one term, which needs no temporary product.
+  static constexpr bool kEarly = kTerms == 1;
+  struct Values {
+    uint32_t a[4][2][4];
+  };
+
+  __device__ void load_early(int stage, Values& values) const {
+    if constexpr (kEarly) {
 #pragma unroll
-      for (int block = 0; block < 4; ++block) {
-        multiply_block(a[block % 2], which, 1, o[block]);
-        if (block == 3) break;
-        if (block > 0) wgmma_wait<1>(o[block - 1]);  // which has read the fragments that are loaded now
-        load_values(stage, block + 1, a[1 - block % 2]);
-      }
+      for (int block = 0; block < 4; ++block) load_values(stage, block, values.a[block]);
       release(stage);
-      wgmma_wait<0>(o[2], o[3]);
+    }
+  }
+
+  // o += V^T P^T for this group's 256 dims, in four blocks of 64.
+  __device__ void multiply_values(const Values& values, int stage, int which, float (&o)[4][32]) const {
+    rescale(which, o);
+    if constexpr (kEarly) {
+#pragma unroll
+      for (int block = 0; block < 4; ++block) multiply_block(values.a[block], which, 1, o[block]);
+      wgmma_wait<0>(o[0], o[1], o[2], o[3]);
     } else {
       float d[32];
+      uint32_t a[2][2][4];
+      load_values(stage, 0, a[0]);
 #pragma unroll
       for (int block = 0; block < 4; ++block) {
         multiply_block(a[block % 2], which, 0, d);

@@ -20,18 +20,13 @@ struct QueryRow {
   uint32_t rope;
 
   template <typename T>
-  __device__ void load(const Params& p, const Piece& piece, int row) {
+  __device__ void load(const Params& p, int request, const RowPlace& at) {
     const int lane = threadIdx.x % 32;
-    const bool valid = row < piece.num_rows;
-    const RowPlace at = row_place(p, piece.first_row + (valid ? row : 0));
-    const T* q = static_cast<const T*>(p.q) + piece.request * p.q_stride_request + at.token * p.q_stride_token +
+    const T* q = static_cast<const T*>(p.q) + request * p.q_stride_request + at.token * p.q_stride_token +
                  at.head * p.q_stride_head;
-    const T* pe = p.q_pe ? static_cast<const T*>(p.q_pe) + piece.request * p.q_pe_stride_request +
+    const T* pe = p.q_pe ? static_cast<const T*>(p.q_pe) + request * p.q_pe_stride_request +
                                at.token * p.q_pe_stride_token + at.head * p.q_pe_stride_head
                          : q + kHeadDimV;
-    latent[0] = latent[1] = {0, 0, 0, 0};
-    rope = 0;
-    if (!valid) return;
     latent[0] = __ldg(reinterpret_cast<const uint4*>(q) + lane);
     latent[1] = __ldg(reinterpret_cast<const uint4*>(q) + 32 + lane);
     rope = __ldg(reinterpret_cast<const uint32_t*>(pe) + lane);
@@ -108,21 +103,45 @@ __device__ inline float store_query(const QueryRow& q, uint32_t queries, int row
   return top < INFINITY ? inverse : NAN;  // e4m3 has no infinity: it must show all the same
 }
 
-// All rows of a piece, by all consumers.
+// A row that the piece does not have.
+template <int kTerms>
+__device__ inline void clear_query(uint32_t queries, int row) {
+  constexpr int kBytes = (kTerms * kLatentTiles + 1) * 128;
+#pragma unroll
+  for (int byte = 8 * (threadIdx.x % 32); byte < kBytes; byte += 256) {
+    store_shared(queries + byte / 128 * kTileBytes + attnops::sm90::swizzled(row, byte % 128 / 16) + byte % 16, 0, 0);
+  }
+}
+
+// All rows of a piece, by all consumers. This code runs once a piece, and finds the instruction cache cold: it is kept
+// short. So rows take turns in the registers of the first, and are not converted each by code of its own.
 template <typename T, class L, int kTerms>
 __device__ inline void load_queries(const Params& p, const Piece& piece, uint8_t* base, uint32_t shared) {
   constexpr int kRows = 64 / (kConsumerThreads / 32), kTogether = 4;
-  const int warp = threadIdx.x / 32;
+  const int first_row = threadIdx.x / 32 * kRows;
+  RowPlace at = row_place(p, piece.first_row + first_row);
 #pragma unroll 1
-  for (int first = 0; first < kRows; first += kTogether) {
-    QueryRow rows[kTogether];
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) rows[i].load<T>(p, piece, warp * kRows + first + i);
+  for (int row = first_row; row < first_row + kRows; row += kTogether) {
+    QueryRow rows[kTogether] = {};
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
-      const int row = warp * kRows + first + i;
-      const float scale = store_query<T, kTerms>(rows[i], shared + L::kQ, row);
-      if (threadIdx.x % 32 == 0) reinterpret_cast<float*>(base + L::kQueryScale)[row] = scale;
+      if (row + i < piece.num_rows) rows[i].load<T>(p, piece.request, at);
+      if (++at.head == p.num_q_heads) {
+        at.head = 0;
+        ++at.token;
+      }
+    }
+#pragma unroll 1
+    for (int i = 0; i < kTogether; ++i) {
+      float scale = 1.f;
+      if (row + i < piece.num_rows) {
+        scale = store_query<T, kTerms>(rows[0], shared + L::kQ, row + i);
+      } else {
+        clear_query<kTerms>(shared + L::kQ, row + i);
+      }
+      if (threadIdx.x % 32 == 0) reinterpret_cast<float*>(base + L::kQueryScale)[row + i] = scale;
+#pragma unroll
+      for (int next = 1; next < kTogether; ++next) rows[next - 1] = rows[next];
     }
   }
 }
