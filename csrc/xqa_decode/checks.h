@@ -234,7 +234,8 @@ class Checker {
             .v_scale_stride = scale_stride(a_.v_scale),
             .dtype = dtype_of(a_.q),
             .kv_dtype = dtype_of(a_.k_pages),
-            .report = data_or_null<int32_t>(a_.report)};
+            .report = data_or_null<int32_t>(a_.report),
+            .num_semaphores = a_.semaphores.size(0)};
   }
 
   const Arguments& a_;

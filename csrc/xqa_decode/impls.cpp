@@ -4,6 +4,8 @@
 
 #include "core/impl_table.h"
 #include "xqa_decode/cuda/launch.h"
+#include "xqa_decode/sm90/cluster/launch.h"
+#include "xqa_decode/sm90/cluster/limits.h"
 #include "xqa_decode/sm90/launch.h"
 #include "xqa_decode/sm90/limits.h"
 
@@ -35,23 +37,33 @@ struct Impl {
   }
 };
 
-// A head dim is served by the smallest kernel that holds it.
+// A head dim is served by the smallest kernels that hold it, short calls by clusters.
 constexpr Impl kImpls[] = {
 #if defined(ATTNOPS_HAS_SM90)
+    {"sm90_cluster_bf16_hd64", DType::kBFloat16, DType::kBFloat16, 64, &sm90::launch_cluster_bf16_hd64,
+     &sm90::reject_cluster},
     {"sm90_bf16_hd64", DType::kBFloat16, DType::kBFloat16, 64, &sm90::launch_bf16_hd64, &sm90::reject},
+    {"sm90_fp16_hd64", DType::kFloat16, DType::kFloat16, 64, &sm90::launch_fp16_hd64, &sm90::reject},
+#endif
+    {"bf16_hd64", DType::kBFloat16, DType::kBFloat16, 64, &launch_bf16_hd64},
+    {"fp16_hd64", DType::kFloat16, DType::kFloat16, 64, &launch_fp16_hd64},
+    {"fp8_hd64", DType::kFloat16, DType::kFloat8E4M3, 64, &launch_fp8_hd64},
+#if defined(ATTNOPS_HAS_SM90)
+    {"sm90_cluster_bf16_hd128", DType::kBFloat16, DType::kBFloat16, 128, &sm90::launch_cluster_bf16_hd128,
+     &sm90::reject_cluster},
+    {"sm90_cluster_fp16_hd128", DType::kFloat16, DType::kFloat16, 128, &sm90::launch_cluster_fp16_hd128,
+     &sm90::reject_cluster},
+    {"sm90_cluster_fp8_hd128", DType::kFloat16, DType::kFloat8E4M3, 128, &sm90::launch_cluster_fp8_hd128,
+     &sm90::reject_cluster},
     {"sm90_bf16_hd128", DType::kBFloat16, DType::kBFloat16, 128, &sm90::launch_bf16_hd128, &sm90::reject},
     {"sm90_bf16_hd256", DType::kBFloat16, DType::kBFloat16, 256, &sm90::launch_bf16_hd256, &sm90::reject},
-    {"sm90_fp16_hd64", DType::kFloat16, DType::kFloat16, 64, &sm90::launch_fp16_hd64, &sm90::reject},
     {"sm90_fp16_hd128", DType::kFloat16, DType::kFloat16, 128, &sm90::launch_fp16_hd128, &sm90::reject},
     {"sm90_fp16_hd256", DType::kFloat16, DType::kFloat16, 256, &sm90::launch_fp16_hd256, &sm90::reject},
 #endif
-    {"bf16_hd64", DType::kBFloat16, DType::kBFloat16, 64, &launch_bf16_hd64},
     {"bf16_hd128", DType::kBFloat16, DType::kBFloat16, 128, &launch_bf16_hd128},
     {"bf16_hd256", DType::kBFloat16, DType::kBFloat16, 256, &launch_bf16_hd256},
-    {"fp16_hd64", DType::kFloat16, DType::kFloat16, 64, &launch_fp16_hd64},
     {"fp16_hd128", DType::kFloat16, DType::kFloat16, 128, &launch_fp16_hd128},
     {"fp16_hd256", DType::kFloat16, DType::kFloat16, 256, &launch_fp16_hd256},
-    {"fp8_hd64", DType::kFloat16, DType::kFloat8E4M3, 64, &launch_fp8_hd64},
     {"fp8_hd128", DType::kFloat16, DType::kFloat8E4M3, 128, &launch_fp8_hd128},
     {"fp8_hd256", DType::kFloat16, DType::kFloat8E4M3, 256, &launch_fp8_hd256},
     {"fp32", DType::kFloat32, DType::kFloat32, 256, &launch_fp32},  // FP8 pages, too

@@ -51,6 +51,8 @@ struct Params {
 
   DType dtype, kv_dtype;
   int32_t* report;  // core/report.h, or null
+
+  int64_t num_semaphores;  // at least B * H_kv
 };
 
 }  // namespace attnops::xqa_decode

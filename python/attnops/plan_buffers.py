@@ -54,7 +54,6 @@ class DecodePlans:
             first = next(iter(self._whole.values()), plan)
             scratch = {name: getattr(first, name) for name in ("out_partial", "lse_partial", "semaphores")}
             self._whole[window] = dataclasses.replace(plan, **scratch)
-        self._works = first.semaphores.shape[0] // max_batch_size
         self._max_batch_size = max_batch_size
 
     def views(self, batch_size: int) -> dict[int, DecodePlan]:
@@ -66,7 +65,6 @@ class DecodePlans:
                 plan,
                 batch_size=batch_size,
                 num_splits=plan.num_splits[: batch_size + 1],
-                semaphores=plan.semaphores[: batch_size * self._works],
             )
             for window, plan in self._whole.items()
         }

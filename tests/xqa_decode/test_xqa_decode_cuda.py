@@ -237,26 +237,24 @@ def test_same_bits_on_every_run():
         assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
 
 
-@pytest.mark.parametrize("fixed_split_tokens", [0, 256])
-def test_one_graph_serves_every_length(fixed_split_tokens):
-    lengths = [1504, 1504, 1504]  # whole pages: the test shuffles them
-    problem = on_gpu(lengths, num_q_heads=8, num_kv_heads=2, head_dim=128, page_size=16)
-    seqlens = torch.zeros(3, dtype=torch.int32, device="cuda")
+def check_replays(problem, plan, batches):
+    """One captured graph, plan and decode, replayed with other lengths, tables and queries each time."""
+    page_size = problem.k_pages.shape[1]
+    seqlens = torch.zeros_like(problem.cache_seqlens)
     table = torch.full_like(problem.page_table, 2**30)
     q, out = problem.q.clone(), torch.empty_like(problem.q)
     lse = torch.empty(q.shape[:-1], device="cuda")
-    plan = make_plan(problem, num_sm_parts=264, fixed_split_tokens=fixed_split_tokens, max_seqlen_k=1504)
 
     def step():
         ops.xqa_decode_plan(plan, seqlens)
         ops.xqa_decode(q, problem.k_pages, problem.v_pages, table, seqlens, plan, out=out, lse=lse)
 
     graph = captured(step)
-    for now in ([0, 0, 0], [1, 1504, 0], [64, 63, 65], [1499, 7, 800], [16, 17, 1], [1504, 1503, 1504]):
+    for now in batches:
         seqlens.copy_(torch.tensor(now, dtype=torch.int32))
         table.fill_(2**30)
         for request, length in enumerate(now):
-            pages = -(-length // 16)
+            pages = -(-length // page_size)
             table[request, :pages] = problem.page_table[request, :pages].flip(0)
         q.copy_(torch.randn_like(q))
         out.fill_(math.nan)
@@ -268,6 +266,42 @@ def test_one_graph_serves_every_length(fixed_split_tokens):
         expected, expected_lse = expected.squeeze(1), expected_lse.squeeze(1)
         torch.testing.assert_close(out.cpu().double(), expected, rtol=2e-2, atol=4e-3)
         torch.testing.assert_close(lse.cpu().double(), expected_lse, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("fixed_split_tokens", [0, 256])
+def test_one_graph_serves_every_length(fixed_split_tokens):
+    problem = on_gpu([1504] * 3, num_q_heads=8, num_kv_heads=2, head_dim=128, page_size=16)  # whole pages
+    plan = make_plan(problem, num_sm_parts=264, fixed_split_tokens=fixed_split_tokens, max_seqlen_k=1504)
+    batches = [[0, 0, 0], [1, 1504, 0], [64, 63, 65], [1499, 7, 800], [16, 17, 1], [1504, 1503, 1504]]
+    check_replays(problem, plan, batches)
+
+
+@pytest.mark.parametrize("heads", [(8, 4), (32, 4)])
+@pytest.mark.parametrize("tokens", [960, 1600])  # a request's: clusters divide the first, the plan the second
+def test_one_graph_serves_even_and_skewed_batches(tokens, heads):
+    problem = on_gpu([tokens] * 16, num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=128, page_size=64)
+    plan = make_plan(problem, num_sm_parts=None)
+    skewed = [tokens, *[3] * 14, tokens - 1]
+    check_replays(problem, plan, [[tokens] * 16, skewed, [0] * 16, skewed[::-1], list(range(850, 946, 6))])
+
+
+def test_lengths_written_by_the_kernel_before():
+    """What a kernel reads ahead of its turn, while the one before may still write it, must not reach the result."""
+    lengths = [1000, 3, 640, 1, 999, 64, 1000, 1024]
+    problem = on_gpu([1024], num_q_heads=32, num_kv_heads=8, head_dim=128, page_size=64)
+    now = [dataclasses.replace(problem, cache_seqlens=torch.tensor([n], dtype=torch.int32).cuda()) for n in lengths]
+    plans = [make_plan(one, num_sm_parts=None) for one in now]
+    outs = [torch.full_like(problem.q, math.nan) for _ in lengths]
+    # A plan that cuts every 64 tokens counts the cuts, and lets the kernel after it start at once.
+    bounds, row = torch.zeros(2, dtype=torch.int32, device="cuda"), torch.zeros(1, 8, dtype=torch.int32, device="cuda")
+    longer = [one.cache_seqlens * 64 for one in now]
+    torch.cuda.synchronize()
+    for tokens, plan, out in zip(longer, plans, outs, strict=True):
+        torch.ops.attnops.xqa_decode_plan(row, bounds, tokens, 1, 1, -1, 64)
+        ops.xqa_decode(problem.q, problem.k_pages, problem.v_pages, problem.page_table, bounds[1:], plan, out=out)
+    for one, out in zip(now, outs, strict=True):
+        expected, _ = one.expected()
+        torch.testing.assert_close(out.cpu().double(), expected, rtol=2e-2, atol=4e-3)
 
 
 def test_checked_mode_reports_a_bad_page_and_a_long_request():

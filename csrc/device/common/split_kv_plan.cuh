@@ -9,6 +9,7 @@
 #include "device/common/block_scan.cuh"
 #include "device/common/launch_dependent.cuh"
 #include "device/common/pdl.cuh"
+#include "device/common/split_kv_plan_few.cuh"
 #include "scheduler/split_kv.h"
 
 namespace attnops {
@@ -32,8 +33,8 @@ __global__ void __launch_bounds__(kThreads)
   int64_t* const prefix = shared;                                                  // [B + 1]
   int32_t* const tiles = reinterpret_cast<int32_t*>(prefix + g.num_requests + 1);  // [B]
   const int thread = static_cast<int>(threadIdx.x);
+  let_next_kernel_start();  // it waits for this one in any case, and this one for those ahead
   wait_for_earlier_kernels();
-  let_next_kernel_start();
 
   const int each = (g.num_requests + kThreads - 1) / kThreads;
   const int begin = min_of(thread * each, g.num_requests);
@@ -93,9 +94,21 @@ void launch_split_kv_plan_as(const SplitKvGeometry& g, const int32_t* cache_seql
       cache_seqlens, entries, num_splits);
 }
 
+template <int kThreads, int kTileTokens, bool kFixed>
+void launch_split_kv_plan_few_as(const SplitKvGeometry& g, const int32_t* cache_seqlens, SplitKvEntry* entries,
+                                 int32_t* num_splits, cudaStream_t stream) {
+  launch_dependent<&split_kv_plan_few_kernel<kThreads, kTileTokens, kFixed>>(
+      "split_kv_plan_few_kernel", {1, kThreads, 0, 0}, stream, g, cache_seqlens, entries, num_splits);
+}
+
 template <int kTileTokens, bool kFixed>
 void launch_split_kv_plan_by_size(const SplitKvGeometry& g, const int32_t* cache_seqlens, SplitKvEntry* entries,
                                   int32_t* num_splits, cudaStream_t stream) {
+  if (g.num_requests <= kFewRequests) {
+    if (num_groups(g) <= 5 * 31)
+      return launch_split_kv_plan_few_as<160, kTileTokens, kFixed>(g, cache_seqlens, entries, num_splits, stream);
+    return launch_split_kv_plan_few_as<288, kTileTokens, kFixed>(g, cache_seqlens, entries, num_splits, stream);
+  }
   const int busy = max_of(g.num_requests, g.num_sm_parts + 1);
   if (busy <= 192)
     return launch_split_kv_plan_as<192, kTileTokens, kFixed>(g, cache_seqlens, entries, num_splits, stream);

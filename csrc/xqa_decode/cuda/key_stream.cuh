@@ -27,6 +27,19 @@ class KeyStream {
     inside_ = column * Tr::kVec < p.head_dim;
   }
 
+  // Enters the first piece before the first call of `issue`, for a caller who has read its first pages already: lane l
+  // brings the page of the warp's l-th chunk, where chunks stay within a page.
+  __device__ void start(int pages) {
+    entered_ = true;
+    enter_piece(&pages);
+  }
+  __device__ void start() {
+    entered_ = true;
+    enter_piece();
+  }
+
+  __device__ bool chunks_stay_in_pages() const { return runs_; }
+
   // Starts the copies of the next chunk, if there is one, to stage `index`: one group of copies in any case. The first
   // call only finds the first chunk.
   __device__ void issue(int index) {
@@ -52,7 +65,7 @@ class KeyStream {
   static constexpr int kStep = Tr::kWarps * Tr::kChunk;  // tokens from a warp's chunk to its next
   static constexpr int kSize = Tr::kFp8 ? 1 : 2;         // bytes of an element
 
-  __device__ void enter_piece() {
+  __device__ void enter_piece(const int* first_pages = nullptr) {
     rounds_left_ = num_rounds<Tr>(num_chunks<Tr>(walk_), group_first_warp_);
     token_ = walk_.first_token() + warp_ * Tr::kChunk;
     begin_token_ = walk_.keys().begin;
@@ -66,7 +79,7 @@ class KeyStream {
       const int64_t in_chunk = key * shape_.k_token + column * 16;
       k_head_ += in_chunk;
       v_head_ += in_chunk;
-      pages_ = look_up_run(token_);
+      pages_ = first_pages ? *first_pages : look_up_run(token_);
       pages_ahead_ = look_up_run(token_ + 32 * kStep);
       held_ = 0;
     } else {

@@ -22,6 +22,10 @@ MLA_HEAD_DIM_V = 512
 XQA_PARTS_PER_SM = 2
 MLA_PARTS_PER_SM = 1
 
+# Hopper takes short calls in clusters of CTAs (csrc/xqa_decode/sm90/cluster); where a work has several, their results
+# meet over more semaphores than works: at most so many.
+XQA_CLUSTER_SEMAPHORES = 256
+
 _ENTRY_SIZE = 8  # int32 per row: csrc/scheduler/split_kv_entry.h
 
 
@@ -99,7 +103,7 @@ class _SplitKvPlan:
     num_splits: Tensor  # int32 [B + 1]
     out_partial: Tensor  # float32 [num_partials, rows per work, D_v]
     lse_partial: Tensor  # float32 [num_partials, rows per work]
-    semaphores: Tensor  # int32 [works], zero between calls
+    semaphores: Tensor  # int32 [works] or more, zero between calls
 
     @property
     def num_sm_parts(self) -> int:
@@ -107,14 +111,20 @@ class _SplitKvPlan:
 
 
 def _allocate(
-    batch_size: int, works: int, rows: int, head_dim_v: int, num_sm_parts: int, num_partials: int, device: torch.device
+    batch_size: int,
+    rows: int,
+    head_dim_v: int,
+    num_sm_parts: int,
+    num_partials: int,
+    num_semaphores: int,
+    device: torch.device,
 ) -> dict[str, Tensor]:
     return {
         "tile_scheduler_metadata": torch.zeros(num_sm_parts, _ENTRY_SIZE, dtype=torch.int32, device=device),
         "num_splits": torch.zeros(batch_size + 1, dtype=torch.int32, device=device),
         "out_partial": torch.empty(num_partials, rows, head_dim_v, dtype=torch.float32, device=device),
         "lse_partial": torch.empty(num_partials, rows, dtype=torch.float32, device=device),
-        "semaphores": torch.zeros(batch_size * works, dtype=torch.int32, device=device),
+        "semaphores": torch.zeros(num_semaphores, dtype=torch.int32, device=device),
     }
 
 
@@ -175,6 +185,9 @@ class XqaDecodePlan(_SplitKvPlan):
         num_sm_parts = num_sm_parts or xqa_num_sm_parts(device, batch_size, num_kv_heads)
         num_partials = _num_partials(batch_size * num_kv_heads, num_sm_parts, fixed_split_tokens, max_seqlen_k)
         rows = seqlen_q * (num_q_heads // num_kv_heads)
+        num_semaphores = batch_size * num_kv_heads
+        if device.type == "cuda":
+            num_semaphores = max(num_semaphores, XQA_CLUSTER_SEMAPHORES)
         return cls(
             batch_size=batch_size,
             seqlen_q=seqlen_q,
@@ -183,7 +196,7 @@ class XqaDecodePlan(_SplitKvPlan):
             head_dim=head_dim,
             window_left=window_left,
             fixed_split_tokens=fixed_split_tokens,
-            **_allocate(batch_size, num_kv_heads, rows, head_dim, num_sm_parts, num_partials, device),
+            **_allocate(batch_size, rows, head_dim, num_sm_parts, num_partials, num_semaphores, device),
         )
 
 
@@ -231,7 +244,9 @@ class MlaDecodePlan(_SplitKvPlan):
             num_q_heads=num_q_heads,
             window_left=window_left,
             fixed_split_tokens=fixed_split_tokens,
-            **_allocate(batch_size, blocks, MLA_ROWS_PER_WORK, MLA_HEAD_DIM_V, num_sm_parts, num_partials, device),
+            **_allocate(
+                batch_size, MLA_ROWS_PER_WORK, MLA_HEAD_DIM_V, num_sm_parts, num_partials, batch_size * blocks, device
+            ),
         )
 
 

@@ -1,0 +1,64 @@
+#pragma once
+#include <cstdint>
+
+// Thread-block clusters: CTAs that run at the same time and reach each other's shared memory.
+namespace attnops::sm90 {
+
+__device__ inline int cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return static_cast<int>(rank);
+}
+
+// A barrier of all threads of the cluster, in two halves. What a thread wrote before it arrived is there for all after
+// they have waited.
+__device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// Where an address of this CTA's shared memory lies in that of CTA `rank`.
+__device__ inline uint32_t address_in(uint32_t address, int rank) {
+  uint32_t remote;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  return remote;
+}
+
+// Stores to another CTA that its barrier counts, in bytes, when they have come.
+__device__ inline void store_async(uint32_t remote, float4 v, uint32_t remote_barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(remote),
+      "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(remote_barrier)
+      : "memory");
+}
+
+__device__ inline void store_async(uint32_t remote, float2 v, uint32_t remote_barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(remote),
+               "f"(v.x), "f"(v.y), "r"(remote_barrier)
+               : "memory");
+}
+
+// Waits for a phase of a barrier that other CTAs of the cluster complete.
+__device__ inline void mbarrier_wait_cluster(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// Asks for memory to be in L2 soon. `bytes` and the address are multiples of 16.
+__device__ inline void prefetch_to_l2(const void* address, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
+}
+
+// What lies in L2 now, though another kernel may be writing it: only good for guesses.
+__device__ inline int load_guess(const int32_t* address) {
+  int value;
+  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+}  // namespace attnops::sm90
