@@ -99,6 +99,14 @@ def test_padded_graphs_give_the_same_tokens(case):
     assert_same_tokens(serve(engine_of(case, host)), serve(engine_of(case)), tolerance_of(case))
 
 
+@cases(SHORT)
+def test_padded_speculation_with_ragged_steps_gives_the_same_tokens(case):
+    """Graphs of 3 and 8; in some steps requests had different numbers of drafts accepted, at capture none at all."""
+    host = Captured(sizes=[3, 8], recorder=CudaGraphs())
+    assert_same_tokens(speculate(engine_of(case, NoSync(host))), speculate(engine_of(case)), tolerance_of(case))
+    assert any(runner.static.is_ragged for runner in host.runners.values())
+
+
 @cases(CASES)
 def test_segments_give_the_same_tokens(case):
     host = NoSync(Segments(recorder=CudaGraphs()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 
 import pytest
 import torch
@@ -169,6 +170,7 @@ def test_a_capture_that_fails_ends_its_recording():
     with pytest.raises(KeyError):
         runner.capture()
     assert bool(torch.ones(1)), "outside of a recording a value may be read"
+    assert gc.isenabled()
     assert torch.equal(runner_of(engine).replay(input_ids, batch)[:1].isnan().any(), torch.tensor(False))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -64,13 +65,23 @@ class MemoryMeter:
         self._pieces: dict[int, list[int]] = {}
 
     def clear(self) -> None:
+        """Before the first capture. Memory that dead Python cycles hold is not to be freed between two of them."""
+        gc.collect()
         self._pieces.clear()
 
     @contextlib.contextmanager
     def piece(self, size: int) -> Iterator[None]:
-        """Around the capture of a size's next piece."""
-        before = self._used_bytes()
-        yield
+        """Around the capture of a size's next piece.
+
+        Python collects no garbage meanwhile: what that frees on the device would count, and a capture may fail by it.
+        """
+        before, collects = self._used_bytes(), gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
         self._pieces.setdefault(size, []).append(self._used_bytes() - before)
 
     def report(self, static: int, recorder: object, unit: str) -> MemoryReport:

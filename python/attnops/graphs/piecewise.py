@@ -82,6 +82,7 @@ class PiecewiseRunner:
         idle = AttentionBatch(
             forward_mode=ForwardMode.IDLE, req_pool_indices=empty, cache_seqlens=empty.int(), num_tokens=0
         )
+        self._meter.clear()
         self.static.clear()
         with reporting(progress, len(self.sizes), "compiled pieces") as report:
             for done, size in enumerate(reversed(self.sizes), 1):
