@@ -1,7 +1,7 @@
 #pragma once
 #include "device/sm90/wgmma.cuh"
 
-// Warpgroup products with few columns: m = 64, n = 8 .. 64, k = 16, both operands in shared memory, b K-major. For
+// Warpgroup products with few columns: m = 64, n = 16 or 32, k = 16, both operands in shared memory, b K-major. For
 // kernels that put the long side, keys or columns of V, on m.
 namespace attnops::sm90 {
 
@@ -22,36 +22,22 @@ __device__ inline uint64_t group_descriptor(uint32_t operand) {
   return descriptor;
 }
 
-#define ATTNOPS_R4 "%0, %1, %2, %3"
-#define ATTNOPS_R8 ATTNOPS_R4 ", %4, %5, %6, %7"
-#define ATTNOPS_R12 ATTNOPS_R8 ", %8, %9, %10, %11"
+#define ATTNOPS_R8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define ATTNOPS_R16 ATTNOPS_R8 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define ATTNOPS_R24 ATTNOPS_R16 ", %16, %17, %18, %19, %20, %21, %22, %23"
-#define ATTNOPS_R32 ATTNOPS_R24 ", %24, %25, %26, %27, %28, %29, %30, %31"
 
-// `a`, `b`, `flag`, `trans`: operand numbers after the accumulator's.
+// a_at .. trans_at: the numbers of the operands, which follow the accumulator's.
 #define ATTNOPS_WGMMA_FEW(n, types, registers, a_at, b_at, flag_at, trans_at, ...)                        \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" flag_at ", 0;\nwgmma.mma_async.sync.aligned.m64n" n   \
                "k16.f32." types " {" registers "}, %" a_at ", %" b_at ", p, 1, 1, %" trans_at ", 0;\n}\n" \
                : __VA_ARGS__                                                                              \
                : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposeA))
 
-#define ATTNOPS_WGMMA_FEW_N(types)                                                                            \
-  if constexpr (kColumns == 8) {                                                                              \
-    ATTNOPS_WGMMA_FEW("8", types, ATTNOPS_R4, "4", "5", "6", "7", ATTNOPS_F4(d, 0));                          \
-  } else if constexpr (kColumns == 16) {                                                                      \
-    ATTNOPS_WGMMA_FEW("16", types, ATTNOPS_R8, "8", "9", "10", "11", ATTNOPS_F4(d, 0), ATTNOPS_F4(d, 4));     \
-  } else if constexpr (kColumns == 24) {                                                                      \
-    ATTNOPS_WGMMA_FEW("24", types, ATTNOPS_R12, "12", "13", "14", "15", ATTNOPS_F4(d, 0), ATTNOPS_F4(d, 4),   \
-                      ATTNOPS_F4(d, 8));                                                                      \
-  } else if constexpr (kColumns == 32) {                                                                      \
-    ATTNOPS_WGMMA_FEW("32", types, ATTNOPS_R16, "16", "17", "18", "19", ATTNOPS_F16(d, 0));                   \
-  } else if constexpr (kColumns == 48) {                                                                      \
-    ATTNOPS_WGMMA_FEW("48", types, ATTNOPS_R24, "24", "25", "26", "27", ATTNOPS_F16(d, 0), ATTNOPS_F4(d, 16), \
-                      ATTNOPS_F4(d, 20));                                                                     \
-  } else {                                                                                                    \
-    static_assert(kColumns == 64);                                                                            \
-    ATTNOPS_WGMMA_FEW("64", types, ATTNOPS_R32, "32", "33", "34", "35", ATTNOPS_F32(d));                      \
+#define ATTNOPS_WGMMA_FEW_N(types)                                                                        \
+  if constexpr (kColumns == 16) {                                                                         \
+    ATTNOPS_WGMMA_FEW("16", types, ATTNOPS_R8, "8", "9", "10", "11", ATTNOPS_F4(d, 0), ATTNOPS_F4(d, 4)); \
+  } else {                                                                                                \
+    static_assert(kColumns == 32);                                                                        \
+    ATTNOPS_WGMMA_FEW("32", types, ATTNOPS_R16, "16", "17", "18", "19", ATTNOPS_F16(d, 0));               \
   }
 
 // d [64, kColumns] (+)= a b. kTransposeA: a is MN-major. `accumulate` 0 overwrites d.

@@ -11,11 +11,11 @@ namespace attnops::mla_decode::sm90::few_rows {
 // Leaves what all warps must know of the rows in shared memory.
 template <class At, int kGroup>
 __device__ inline void publish_rows(const Softmax<At, kGroup>& rows, uint8_t* base) {
-  float* sums = reinterpret_cast<float*>(base + At::kSums) + At::first_row(kGroup);
-  float* references = reinterpret_cast<float*>(base + At::kReference) + At::first_row(kGroup);
+  float* sums = reinterpret_cast<float*>(base + At::kSums) + At::first_softmax_row(kGroup);
+  float* references = reinterpret_cast<float*>(base + At::kReference) + At::first_softmax_row(kGroup);
   const int thread = threadIdx.x % kGroupThreads, lane = thread % 32, warp = thread / 32;
 #pragma unroll
-  for (int i = 0; i < At::kQueries; ++i) {
+  for (int i = 0; i < At::kSoftmaxRows / 4; ++i) {
     const float sum = column_sum(rows.sum[i]);
     if (lane < 4) sums[warp * At::kRows + query_of(i)] = sum;
     if (thread < 4) references[query_of(i)] = rows.reference[i];
@@ -34,34 +34,28 @@ __device__ inline RowResult row_result(const uint8_t* base, int row) {
   return {sum, sum == 0.f ? -INFINITY : (reference + log2f(sum)) * kLn2};  // a NaN sum goes on: it must show
 }
 
-// Whether a thread writes the lse of its rows.
-template <class At>
-__device__ inline bool is_writer(int group) {
-  return threadIdx.x % kGroupThreads < 4 && (At::kByRows || group == 0);
-}
-
 // Float32 rows, divided by their sums; eight lanes write 32 bytes of a row.
 template <class At>
 __device__ inline void store_partial(const Params& p, const Piece& piece, const uint8_t* base, int group,
-                                     const float (&o)[At::kColumnTiles][At::kGroupRows / 2]) {
+                                     const float (&o)[4][At::kRows / 2]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x % kGroupThreads / 32;
 #pragma unroll
   for (int i = 0; i < At::kQueries; ++i) {
-    const int row = At::first_row(group) + query_of(i);
+    const int row = query_of(i);
     if (row >= piece.num_rows) continue;
     const RowResult result = row_result<At>(base, row);
     const float factor = 1.f / result.sum;
     const int64_t partial_row = static_cast<int64_t>(piece.partial) * kPlanRows + row;
-    float* out = p.out_partial + partial_row * kHeadDimV + (At::kByRows ? 0 : group * 256) + 16 * warp + lane / 4;
+    float* out = p.out_partial + partial_row * kHeadDimV + group * 256 + 16 * warp + lane / 4;
 #pragma unroll
-    for (int m = 0; m < At::kColumnTiles; ++m) {
+    for (int m = 0; m < 4; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         // What sees nothing may hold 0 x NaN.
         out[64 * m + 8 * h] = result.sum == 0.f ? 0.f : o[m][element_of(i, h)] * factor;
       }
     }
-    if (is_writer<At>(group)) p.lse_partial[partial_row] = result.lse;
+    if (threadIdx.x < 4) p.lse_partial[partial_row] = result.lse;
   }
 }
 
@@ -69,30 +63,30 @@ __device__ inline void store_partial(const Params& p, const Piece& piece, const 
 // columns of one query.
 template <typename T, class At>
 __device__ inline void store_output(const Params& p, const Piece& piece, const uint8_t* base, int group,
-                                    const float (&o)[At::kColumnTiles][At::kGroupRows / 2]) {
+                                    const float (&o)[4][At::kRows / 2]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x % kGroupThreads / 32;
   float factor[At::kQueries];
   bool empty[At::kQueries];
 #pragma unroll
   for (int i = 0; i < At::kQueries; ++i) {
-    const int row = min_of(At::first_row(group) + query_of(i), piece.num_rows - 1);
+    const int row = min_of(query_of(i), piece.num_rows - 1);
     const RowResult result = row_result<At>(base, row);
     const RowPlace at = row_place(p, piece.first_row + row);
     empty[i] = result.sum == 0.f;
     factor[i] = sink_factor(p, at.head, result.lse) / result.sum;
-    if (p.lse && is_writer<At>(group) && At::first_row(group) + query_of(i) < piece.num_rows) {
+    if (p.lse && threadIdx.x < 4 && query_of(i) < piece.num_rows) {
       p.lse[(static_cast<int64_t>(piece.request) * p.seqlen_q + at.token) * p.num_q_heads + at.head] = result.lse;
     }
   }
 #pragma unroll
-  for (int j = 0; j < At::kGroupRows / 8; ++j) {
-    const int row = At::first_row(group) + 8 * j + lane / 4;
+  for (int j = 0; j < At::kRows / 8; ++j) {
+    const int row = 8 * j + lane / 4;
     const bool valid = row < piece.num_rows;
     const RowPlace at = row_place(p, piece.first_row + (valid ? row : 0));
     T* out = static_cast<T*>(p.out) + piece.request * p.out_stride_request + at.token * p.out_stride_token +
-             at.head * p.out_stride_head + (At::kByRows ? 0 : group * 256) + 16 * warp + 2 * (lane % 4);
+             at.head * p.out_stride_head + group * 256 + 16 * warp + 2 * (lane % 4);
 #pragma unroll
-    for (int m = 0; m < At::kColumnTiles; ++m) {
+    for (int m = 0; m < 4; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         float value[2];

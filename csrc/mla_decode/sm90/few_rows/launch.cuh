@@ -60,8 +60,8 @@ template <typename T>
 void launch(const Params& p, cudaStream_t stream) {
   if (p.batch_size == 0) return;
   const int rows = p.seqlen_q * p.num_q_heads;
-  if (rows <= 8) return launch_shape<T, Shape<8, Share::kDepth, 8>>(p, stream);
-  launch_shape<T, Shape<16, Share::kDepth, 8>>(p, stream);
+  if (rows <= 16) return launch_shape<T, Shape<16>>(p, stream);
+  launch_shape<T, Shape<32>>(p, stream);
 }
 
 }  // namespace attnops::mla_decode::sm90::few_rows

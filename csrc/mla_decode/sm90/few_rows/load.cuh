@@ -11,18 +11,14 @@
 // read; everything else row by row, so that keys nobody may read become zeros and 0 x NaN never happens.
 namespace attnops::mla_decode::sm90::few_rows {
 
-// A place in the ring of quarters, and the parity of its round. The first quarter of a tile may lie anywhere, and the
-// tile's other end at the ring's beginning.
-template <class At>
+// Where a quarter of the ring's tile number `count` lies, and the parity of its round.
 struct RingPlace {
   int position;
   uint32_t parity;
-
-  __device__ RingPlace after(int quarters) const {
-    const bool wraps = position + quarters >= At::kQuarters;
-    return {position + quarters - (wraps ? At::kQuarters : 0), parity ^ static_cast<uint32_t>(wraps)};
-  }
 };
+__device__ inline RingPlace ring_place(int count, int quarter) {
+  return {count % kRingTiles * kLoadingWarps + quarter, static_cast<uint32_t>(count / kRingTiles & 1)};
+}
 
 // Barriers: a quarter is full when all lanes of its loading warp have arrived, and empty when all consumer warps have.
 template <class At>
@@ -37,7 +33,7 @@ __device__ inline uint32_t empty_barrier(uint32_t shared, int position) {
 
 template <class At>
 __device__ inline uint32_t queries_full(uint32_t shared) {
-  return full_barrier<At>(shared, At::kQuarters);
+  return full_barrier<At>(shared, kQuarters);
 }
 
 template <class At>
@@ -75,8 +71,7 @@ class Loader {
         shared_(shared),
         paging_(p.page_table.page_size, modes.page_shift),
         warp_(threadIdx.x / 32 - kConsumerThreads / 32),
-        lane_(threadIdx.x % 32),
-        place_{warp_, 0} {}
+        lane_(threadIdx.x % 32) {}
 
   __device__ void run() {
     RequestWalk walk(p_);
@@ -118,7 +113,7 @@ class Loader {
       next_row = first_page;
     }
     if (use_boxes_) next_groups = first_page == kUnknown ? group_page(piece, cells, 0) : first_page;
-    for (int t = 0; t < piece.num_tiles; ++t, place_ = place_.after(kLoadingWarps)) {
+    for (int t = 0; t < piece.num_tiles; ++t, ++count_) {
       const int tile = piece.first_tile + t, row = next_row;
       const bool boxed = is_boxed(piece, tile, use_boxes_);
       if (t % kTilesAhead == 0) {
@@ -154,18 +149,19 @@ class Loader {
   }
 
   __device__ void load_boxes(int tile, int pages, int first_lane) const {
-    const uint32_t full = full_barrier<At>(shared_, place_.position);
+    const RingPlace place = ring_place(count_, warp_);
+    const uint32_t full = full_barrier<At>(shared_, place.position);
     int page[kGroupsPerWarp];
 #pragma unroll
     for (int g = 0; g < kGroupsPerWarp; ++g) page[g] = __shfl_sync(0xffffffffu, pages, first_lane + g);
     // By every lane: an arrival before the slot is empty would count for the tile that is still in it.
-    attnops::sm90::mbarrier_wait(empty_barrier<At>(shared_, place_.position), place_.parity ^ 1);
+    attnops::sm90::mbarrier_wait(empty_barrier<At>(shared_, place.position), place.parity ^ 1);
     if (lane_ == 0) {
       attnops::sm90::mbarrier_arrive_expect(full, kGroupsPerWarp * kGroupStride);
 #pragma unroll
       for (int g = 0; g < kGroupsPerWarp; ++g) {
         const int token = paging_.offset(first_token(tile) + g * kGroupTokens);
-        attnops::sm90::copy_box(group_place(g), map_, full, 0, token, 0, page[g]);
+        attnops::sm90::copy_box(group_place(place, g), map_, full, 0, token, 0, page[g]);
       }
     } else {
       attnops::sm90::mbarrier_arrive(full);
@@ -173,8 +169,8 @@ class Loader {
     __syncwarp();
   }
 
-  __device__ uint32_t group_place(int group) const {
-    return shared_ + At::kKv + place_.position * kQuarterBytes + group * kGroupStride;
+  __device__ uint32_t group_place(const RingPlace& place, int group) const {
+    return shared_ + At::kKv + place.position * kQuarterBytes + group * kGroupStride;
   }
 
   // Eight lanes copy the 128 bytes of a row's piece.
@@ -186,17 +182,19 @@ class Loader {
             ? -1
             : kElement * (page * p_.kv_stride_page + static_cast<int64_t>(paging_.offset(key)) * p_.kv_stride_token);
     const uint8_t* pool = static_cast<const uint8_t*>(p_.kv_pages) + lane_ % 8 * 16;
-    attnops::sm90::mbarrier_wait(empty_barrier<At>(shared_, place_.position), place_.parity ^ 1);
+    const RingPlace place = ring_place(count_, warp_);
+    attnops::sm90::mbarrier_wait(empty_barrier<At>(shared_, place.position), place.parity ^ 1);
 #pragma unroll 1
     for (int i = 0; i < kTokens / 4; ++i) {
       const int row = 4 * i + lane_ / 8;
       const int64_t begin = __shfl_sync(0xffffffffu, offset, row);
       const uint8_t* source = pool + max_of(begin, int64_t{0});
-      const uint32_t place = group_place(row / kGroupTokens) + attnops::sm90::swizzled(row % kGroupTokens, lane_ % 8);
+      const uint32_t target =
+          group_place(place, row / kGroupTokens) + attnops::sm90::swizzled(row % kGroupTokens, lane_ % 8);
 #pragma unroll
-      for (int k = 0; k < kPieces; ++k) attnops::sm90::copy16(place + k * kPieceStride, source + k * 128, begin >= 0);
+      for (int k = 0; k < kPieces; ++k) attnops::sm90::copy16(target + k * kPieceStride, source + k * 128, begin >= 0);
     }
-    attnops::sm90::arrive_after_copies(full_barrier<At>(shared_, place_.position));
+    attnops::sm90::arrive_after_copies(full_barrier<At>(shared_, place.position));
   }
 
   // Rows beyond the last become zeros.
@@ -243,7 +241,7 @@ class Loader {
   const uint32_t shared_;
   const Paging paging_;
   const int warp_, lane_;
-  RingPlace<At> place_;  // of this warp's next quarter
+  int count_ = 0;  // tiles of the ring so far
 };
 
 }  // namespace attnops::mla_decode::sm90::few_rows

@@ -6,7 +6,7 @@
 #include "mla_decode/sm90/few_rows/layout.h"
 #include "mla_decode/sm90/softmax.cuh"
 
-// The softmax of a transposed tile of scores, [64 keys, kGroupRows queries], by one warpgroup. A warp holds a quarter
+// The softmax of a transposed tile of scores, [64 keys, kSoftmaxRows queries], by one warpgroup. A warp holds a quarter
 // of the keys, a thread lane / 4 and lane / 4 + 8 of its sixteen, and of each the queries 8 j + 2 (lane % 4) + {0, 1}:
 // element 4 j + 2 h + e of its fragment.
 namespace attnops::mla_decode::sm90::few_rows {
@@ -14,7 +14,7 @@ namespace attnops::mla_decode::sm90::few_rows {
 // Query number 2 j + e of a thread.
 __device__ inline int query_of(int i) { return i / 2 * 8 + 2 * (threadIdx.x % 4) + i % 2; }
 __device__ constexpr int element_of(int i, int h) { return i / 2 * 4 + 2 * h + i % 2; }
-__device__ inline int key_of(int quarter, int h) { return quarter * 16 + threadIdx.x % 32 / 4 + 8 * h; }
+__device__ inline int key_of(int h) { return threadIdx.x % kGroupThreads / 32 * 16 + threadIdx.x % 32 / 4 + 8 * h; }
 
 // The largest of the eight lanes that hold the same queries.
 __device__ inline float column_max(float x) {
@@ -58,7 +58,8 @@ __device__ inline bool has_page(const Params& p, const Piece& piece, int key) {
 // reference maximum; the sums are of this thread's keys.
 template <class At, int kGroup>
 struct Softmax {
-  static constexpr int kCount = At::kQueries;
+  static constexpr int kCount = At::kSoftmaxRows / 4;
+  using Scores = float[At::kSoftmaxRows / 2];
   float reference[kCount], sum[kCount];
   KvRange clear;  // keys that need no mask
 
@@ -73,8 +74,7 @@ struct Softmax {
 
   // Raw scores to probabilities of keys [first_key, first_key + 64) under the reference, which may move: then the
   // factors of what was accumulated before are left in shared memory, and the answer is true.
-  __device__ bool tile(const Params& p, const Piece& piece, int first_key, int quarter, float (&s)[At::kGroupRows / 2],
-                       uint8_t* base) {
+  __device__ bool tile(const Params& p, const Piece& piece, int first_key, Scores& s, uint8_t* base) {
     float scale = p.softmax_scale * kLog2e;
     if (p.logit_cap > 0.f || scale <= 0.f) {
       const float cap = p.logit_cap * kLog2e, inner = p.logit_cap > 0.f ? p.softmax_scale / p.logit_cap : 0.f;
@@ -83,7 +83,7 @@ struct Softmax {
       scale = 1.f;
     }
     if (first_key < clear.begin || first_key + kPlanTileTokens > clear.end || p.report) {
-      mask(p, piece, first_key, quarter, s);
+      mask(p, piece, first_key, s);
     }
     bool above = false;
     float top[kCount];
@@ -94,7 +94,7 @@ struct Softmax {
     }
     const bool moved = attnops::sm90::named_barrier_or(kOwnBarrier, kGroupThreads, above);
     if (moved) move_reference(top, base);
-    if (!At::kByRows && threadIdx.x == 0) *reinterpret_cast<int*>(base + At::kMoved) = moved;
+    if (threadIdx.x % kGroupThreads == 0) reinterpret_cast<int*>(base + At::kMoved)[kGroup] = moved;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const float below = reference[i] == -INFINITY ? 0.f : reference[i];
@@ -111,16 +111,15 @@ struct Softmax {
  private:
   static constexpr int kOwnBarrier = kGroup == 0 ? kGroup0 : kGroup1;
 
-  __device__ void mask(const Params& p, const Piece& piece, int first_key, int quarter,
-                       float (&s)[At::kGroupRows / 2]) const {
+  __device__ void mask(const Params& p, const Piece& piece, int first_key, Scores& s) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int key = first_key + key_of(quarter, h);
+      const int key = first_key + key_of(h);
       const bool there = p.report == nullptr || has_page(p, piece, key);
       uint32_t seen = 0;  // a bit per query, by a loop that is small: most tiles need none
 #pragma unroll 1
       for (int i = 0; i < kCount; ++i) {
-        const int row = min_of(At::first_row(kGroup) + query_of(i),
+        const int row = min_of(At::first_softmax_row(kGroup) + query_of(i),
                                piece.num_rows - 1);  // spare rows see what the last one sees
         seen |= static_cast<uint32_t>(there && sees(p, piece, row_place(p, row).token, key)) << i;
       }
@@ -133,8 +132,8 @@ struct Softmax {
 
   // Takes the maxima of all warps; the reference follows where they are too far above it.
   __device__ void move_reference(const float (&top)[kCount], uint8_t* base) {
-    float* maxima = reinterpret_cast<float*>(base + At::kMaxima) + At::first_row(kGroup);
-    float* factors = reinterpret_cast<float*>(base + At::kFactor) + At::first_row(kGroup);
+    float* maxima = reinterpret_cast<float*>(base + At::kMaxima) + At::first_softmax_row(kGroup);
+    float* factors = reinterpret_cast<float*>(base + At::kFactor) + At::first_softmax_row(kGroup);
     const int thread = threadIdx.x % kGroupThreads, lane = thread % 32, warp = thread / 32;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
