@@ -57,13 +57,14 @@ inline CUtensorMap make_tensor_map(const MapGeometry& g) {
 }
 
 // The same rows read whole: boxes of `box_rows` rows of `pieces` pieces of 64 elements, which land piece by piece, each
-// piece as rows of 128 bytes under the 128-byte swizzle. Extent 0 of the geometry must be 64 * pieces.
+// piece as rows of 128 bytes under the 128-byte swizzle. Extent 0 of the geometry must be 64 * pieces. A miss fetches
+// 128 bytes: rows of an odd number of pieces begin at odd multiples of them, and pairs would reach into other rows.
 inline CUtensorMap make_row_map(const MapGeometry& g) {
   const cuuint64_t pieces = g.extents[0] / 64;
   const cuuint32_t box[4] = {64, g.box_rows, static_cast<cuuint32_t>(pieces), 1};
   const cuuint64_t extents[4] = {64, g.extents[1], pieces, g.extents[2]},
                    strides[3] = {g.strides[0], 128, g.strides[1]};
-  return encode_tensor_map(g.dtype, g.base, 4, extents, strides, box);
+  return encode_tensor_map(g.dtype, g.base, 4, extents, strides, box, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
 }
 
 }  // namespace attnops::sm90

@@ -230,9 +230,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (modes.use_boxes) attnops::sm90::prefetch_map(&map);
   }
   __syncthreads();
-  // In this order: what depends on this kernel may read the plan, which is whole once this kernel may.
   attnops::sm90::wait_for_prerequisites();
-  attnops::sm90::launch_dependents();
   const int group = threadIdx.x / kGroupThreads;
   if (group == 0) {
     Consumer<T, At, 0>(p, modes.use_boxes, shared_bytes, shared).run();

@@ -82,6 +82,9 @@ class Loader {
       load_piece(piece, first_page, pieces);
       first_page = kUnknown;
     }
+    // The merge may come when what is left is to compute; it may read the plan, which was whole before this kernel
+    // began.
+    attnops::sm90::launch_dependents();
     asm volatile("cp.async.wait_all;" ::: "memory");
   }
 
@@ -161,7 +164,7 @@ class Loader {
 #pragma unroll
       for (int g = 0; g < kGroupsPerWarp; ++g) {
         const int token = paging_.offset(first_token(tile) + g * kGroupTokens);
-        attnops::sm90::copy_box(group_place(place, g), map_, full, 0, token, 0, page[g]);
+        attnops::sm90::copy_box(group_place(place, g), map_, full, 0, token, 0, page[g], read_once_);
       }
     } else {
       attnops::sm90::mbarrier_arrive(full);
@@ -240,6 +243,7 @@ class Loader {
   const bool use_boxes_;
   const uint32_t shared_;
   const Paging paging_;
+  const uint64_t read_once_ = attnops::sm90::l2_policy(true);
   const int warp_, lane_;
   int count_ = 0;  // tiles of the ring so far
 };
