@@ -20,37 +20,31 @@ __device__ inline void sync_group(int group, int threads) {
 template <class Tr>
 struct QueryRow {
   static constexpr int kPairs = Tr::kHeadDim / 64;  // of a lane
-  float values[kPairs][2];
-
-  template <typename Q>
-  __device__ void read(const Params& p, const Shape& shape, const Q* row, int lane) {
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      const int d = (i * 32 + lane) * 2;
-      Vec<Q, 2> pair{};
-      if (row && d < p.head_dim) {
-        if (shape.pair_queries) {
-          pair = load_vec<Vec<Q, 2>>(row + d);
-        } else {
-          pair.data[0] = row[d];
-          if (d + 1 < p.head_dim) pair.data[1] = row[d + 1];
-        }
-      }
-      values[i][0] = static_cast<float>(pair.data[0]);
-      values[i][1] = static_cast<float>(pair.data[1]);
-    }
-  }
+  uint32_t pairs[kPairs];                           // as they lie in q: nobody waits for them before `place`
+  bool bf16;
 
   __device__ void fetch(const Params& p, const Shape& shape, const WorkPlace& place, int row, int lane) {
     const int token = shape.by_group.divide(row);
     const int head = place.kv_head * shape.group + row - token * shape.group;
     const int64_t at = place.request * p.q_stride_request + token * p.q_stride_token + head * p.q_stride_head;
-    const bool exists = row < shape.rows;
-    if (p.dtype == DType::kBFloat16) {
-      read(p, shape, exists ? static_cast<const __nv_bfloat16*>(p.q) + at : nullptr, lane);
-    } else {
-      read(p, shape, exists ? static_cast<const __half*>(p.q) + at : nullptr, lane);
+    const uint16_t* q = static_cast<const uint16_t*>(p.q) + at;
+    bf16 = p.dtype == DType::kBFloat16;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const int d = (i * 32 + lane) * 2;
+      pairs[i] = 0;
+      if (row >= shape.rows || d >= p.head_dim) continue;
+      if (shape.pair_queries) {
+        pairs[i] = *reinterpret_cast<const uint32_t*>(q + d);
+      } else {
+        pairs[i] = q[d] | (d + 1 < p.head_dim ? static_cast<uint32_t>(q[d + 1]) << 16 : 0u);
+      }
     }
+  }
+
+  __device__ float2 unpack(uint32_t pair) const {
+    if (bf16) return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
   }
 
   // To shared memory as the first product reads it. FP8 pages are multiplied in fp16, whose range is smaller than that
@@ -58,10 +52,13 @@ struct QueryRow {
   // into that of the scores.
   __device__ void place(typename Tr::T* queries, float* row_scale, int i, int lane) const {
     float scale = 1.f;
+    float2 values[kPairs];
+#pragma unroll
+    for (int k = 0; k < kPairs; ++k) values[k] = unpack(pairs[k]);
     if constexpr (Tr::kFp8) {
       float top = 0.f;
 #pragma unroll
-      for (int k = 0; k < kPairs; ++k) top = fmaxf(top, fmaxf(fabsf(values[k][0]), fabsf(values[k][1])));
+      for (int k = 0; k < kPairs; ++k) top = fmaxf(top, fmaxf(fabsf(values[k].x), fabsf(values[k].y)));
 #pragma unroll
       for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
       if (top > 0.f && top < INFINITY) {
@@ -75,7 +72,7 @@ struct QueryRow {
       const int pair = k * 32 + lane, in_step = pair & 7;
       // FP8 lanes of the product hold four neighbouring dims, as two k-pairs 8 apart.
       const int at = Tr::kFp8 ? (pair & ~7) + (in_step >> 1) + (in_step & 1) * 4 : pair;
-      row[((at / 4) ^ (i & 7)) * 4 + at % 4] = pack2<typename Tr::T>(values[k][0] * scale, values[k][1] * scale);
+      row[((at / 4) ^ (i & 7)) * 4 + at % 4] = pack2<typename Tr::T>(values[k].x * scale, values[k].y * scale);
     }
   }
 };
@@ -163,21 +160,33 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kCtasPerSm)
 #pragma unroll 1
   for (int s = -1; s < Tr::kStages - 1; ++s) stream.issue(s);
 
-  do {
+  constexpr int kRowsPerWarp = Tr::kRows / Tr::kWarps;
+  QueryRow<Tr> rows[kRowsPerWarp];  // of the next piece: asked for before the results of this one are stored
+  const auto fetch_rows = [&](int i) {
+    const WorkPlace place{piece.work(), piece.request(), piece.kv_head()};
+    const int first_row = piece.row_block() * shape.row_groups * Tr::kRows;
+#pragma unroll
+    for (int k = 0; k < kRowsPerWarp; ++k) rows[k].fetch(p, shape, place, first_row + i + k * Tr::kWarps, lane);
+  };
+  fetch_rows(warp);
+  bool more = true;
+#pragma unroll 1
+  while (more) {
     const WorkPlace place{piece.work(), piece.request(), piece.kv_head()};
     if (piece.overflows()) {
       if (piece.starts_work() && piece.last_row_block()) store_nan(p, shape, place, piece.splits());
+      more = piece.next();
+      if (more) fetch_rows(warp);
       continue;
     }
     const int first_row = piece.row_block() * shape.row_groups * Tr::kRows;
-    constexpr int kRowsPerWarp = Tr::kRows / Tr::kWarps;
 #pragma unroll 1
-    for (int i = warp; i < shape.row_groups * Tr::kRows; i += Tr::kRows) {
-      QueryRow<Tr> rows[kRowsPerWarp];
-#pragma unroll
-      for (int k = 0; k < kRowsPerWarp; ++k) rows[k].fetch(p, shape, place, first_row + i + k * Tr::kWarps, lane);
+    for (int i = warp;;) {
 #pragma unroll
       for (int k = 0; k < kRowsPerWarp; ++k) rows[k].place(queries, row_scale, i + k * Tr::kWarps, lane);
+      i += Tr::kRows;
+      if (i >= shape.row_groups * Tr::kRows) break;
+      fetch_rows(i);
     }
     __syncthreads();
     RowTile<Tr> tile;
@@ -225,12 +234,15 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kCtasPerSm)
     if (lane == 0) free_stage[warp] = free_offset;
     __syncthreads();
     const Splits splits = piece.splits();
+    const bool merge = splits.count > 1 && piece.last_row_block(), last = piece.is_last();
+    more = piece.next();
+    if (more) fetch_rows(warp);
     store_piece<Tr>(p, shape, place, splits, first_row, smem);
-    if (splits.count > 1 && piece.last_row_block()) {
-      arrive_and_merge<Tr::kThreads>(p, shape, place, splits, piece.is_last(), flag,
+    if (merge) {
+      arrive_and_merge<Tr::kThreads>(p, shape, place, splits, last, flag,
                                      reinterpret_cast<float*>(smem + free_stage[0]));
     }
-  } while (piece.next());
+  }
 }
 
 }  // namespace attnops::xqa_decode

@@ -44,7 +44,7 @@ def xqa_num_sm_parts(device: torch.device, batch_size: int, num_kv_heads: int) -
     """
     most = default_num_sm_parts(device, XQA_PARTS_PER_SM)
     groups = most // num_kv_heads
-    if device.type != "cuda" or groups * num_kv_heads * 10 < most * 9:
+    if device.type != "cuda" or num_kv_heads == 1 or groups * num_kv_heads * 10 < most * 9:
         return most
     for fewer in range(groups, groups - groups // 10, -1):
         if batch_size and (batch_size % fewer == 0 or fewer % batch_size == 0):
