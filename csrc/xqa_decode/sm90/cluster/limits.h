@@ -43,8 +43,10 @@ inline int64_t most_visible_tokens(const Params& p) {
 }
 
 // Up to so many tokens per CTA these kernels are faster, measured; beyond, the plan's even division over all SMs is.
-// Clusters of 16 are crowded into fewer SMs than there are.
-inline constexpr int most_share_tokens(int log_ctas) { return log_ctas == kMaxLogCtas ? 256 : 512; }
+// Clusters of 16 are crowded into fewer SMs than there are, and over 16-bit pages more than 8 rows suit wgmma better.
+inline int most_share_tokens(const Params& p, int rows, int log_ctas) {
+  return log_ctas == kMaxLogCtas || (rows > 8 && p.kv_dtype == p.dtype) ? 256 : 512;
+}
 
 // Why the cluster kernels do not serve these arguments; "" when they do. Only what the host knows: shapes, not lengths.
 inline std::string reject_cluster(const Params& p) {
@@ -55,7 +57,8 @@ inline std::string reject_cluster(const Params& p) {
   }
   if (rows > 16) return "takes seqlen_q * group up to 16, got " + std::to_string(rows);
   const int log_ctas = log_most_ctas(works);
-  const int64_t most = int64_t{most_share_tokens(log_ctas)} << (log_ctas + log_clusters_per_work(p, works, log_ctas));
+  const int64_t most = int64_t{most_share_tokens(p, rows, log_ctas)}
+                       << (log_ctas + log_clusters_per_work(p, works, log_ctas));
   if (most_visible_tokens(p) > most) {
     return "takes up to " + std::to_string(most) + " tokens of each of " + std::to_string(works) +
            " (request, KV head), the page table or the window has " + std::to_string(most_visible_tokens(p));
