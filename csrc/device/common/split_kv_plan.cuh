@@ -17,7 +17,7 @@ namespace attnops {
 // The split-KV plan in one small launch: the rows and num_splits of scheduler/split_kv.h, bit for bit.
 //
 // One CTA. Every thread adds up the costs of a run of neighbouring requests, a block scan turns the sums into the cost
-// prefix in shared memory, and then every thread finds where one part begins and makes that part's row.
+// prefix in shared memory, every thread finds where one group of parts begins, and every thread makes one part's row.
 //
 // What takes time in so small a kernel is its instructions: each is fetched and executed once. So the tile size and
 // "balanced" are compile-time constants (divisions become shifts), and neighbours share the points between them.
@@ -63,16 +63,16 @@ __global__ void __launch_bounds__(kThreads)
   }
   const int64_t budget = part_budget(g, total);
   const SplitKvBatch batch{prefix, tiles};
-  // A round makes one row less than it finds points: a row needs the next part's beginning, too.
+  // A round serves one group less than it finds points: a row needs the next group's beginning, too.
   const int groups = num_groups(g);
   for (int first = 0; first < groups; first += kThreads - 1) {
-    const int part = first + thread;
     __syncthreads();  // the prefix is whole; the last round's points are read
-    points[thread] = point_at(g, batch, min_of(part, groups) * budget);
+    points[thread] = point_at(g, batch, min_of(first + thread, groups) * budget);
     __syncthreads();
-    if (part < groups && thread < kThreads - 1) {
-      const SplitKvEntry entry = split_kv_entry(g, batch, budget, part, points[thread], points[thread + 1]);
-      for (int i = 0; i < g.parts_per_group; ++i) entries[part * g.parts_per_group + i] = entry;
+    const int rows = min_of(kThreads - 1, groups - first) * g.parts_per_group;
+    for (int row = thread; row < rows; row += kThreads) {
+      const int i = row / g.parts_per_group;
+      entries[first * g.parts_per_group + row] = split_kv_entry(g, batch, budget, first + i, points[i], points[i + 1]);
     }
   }
 }
@@ -105,7 +105,7 @@ template <int kTileTokens, bool kFixed>
 void launch_split_kv_plan_by_size(const SplitKvGeometry& g, const int32_t* cache_seqlens, SplitKvEntry* entries,
                                   int32_t* num_splits, cudaStream_t stream) {
   if (g.num_requests <= kFewRequests) {
-    if (num_groups(g) <= 5 * 31)
+    if (g.num_sm_parts <= 5 * 31)
       return launch_split_kv_plan_few_as<160, kTileTokens, kFixed>(g, cache_seqlens, entries, num_splits, stream);
     return launch_split_kv_plan_few_as<288, kTileTokens, kFixed>(g, cache_seqlens, entries, num_splits, stream);
   }

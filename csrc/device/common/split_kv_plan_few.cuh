@@ -18,7 +18,8 @@ __device__ T warp_inclusive_sum(T value, int count, int lane) {
 }
 
 // split_kv_plan_kernel for batches that a warp holds, a request per lane. Every warp adds the costs up for itself, so
-// that no warp waits for another, and makes the rows of 31 parts: a row needs the next part's beginning, too.
+// that no warp waits for another, and makes the rows of up to 31 groups of parts: a row needs the next group's
+// beginning, too.
 template <int kThreads, int kTileTokens, bool kFixed>
 __global__ void __launch_bounds__(kThreads)
     split_kv_plan_few_kernel(const __grid_constant__ SplitKvGeometry shape, const int32_t* __restrict__ cache_seqlens,
@@ -26,6 +27,7 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kWarps = kThreads / 32;
   __shared__ int64_t prefixes[kWarps][kFewRequests + 1];
   __shared__ int32_t tile_counts[kWarps][kFewRequests];
+  __shared__ SplitKvPoint points[kWarps][32];
   SplitKvGeometry g = shape;
   g.tile_tokens = kTileTokens;
   if constexpr (!kFixed) g.fixed_split_tiles = 0;
@@ -56,13 +58,18 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t budget = part_budget(g, total);
   const SplitKvBatch batch{prefix, tile_counts[warp]};
   const int groups = num_groups(g);
-  for (int first = warp * 31; first < groups; first += kWarps * 31) {
-    const int part = first + lane;
-    const SplitKvPoint begin = point_at(g, batch, min_of(part, groups) * budget);
-    const SplitKvPoint end = {__shfl_down_sync(~0u, begin.work, 1), __shfl_down_sync(~0u, begin.tile, 1)};
-    if (part >= groups || lane == 31) continue;
-    const SplitKvEntry entry = split_kv_entry(g, batch, budget, part, begin, end);
-    for (int i = 0; i < g.parts_per_group; ++i) entries[part * g.parts_per_group + i] = entry;
+  // Few groups are spread over all warps: what takes time is how many rows a lane makes one after another.
+  const int groups_per_warp = min_of(31, (groups + kWarps - 1) / kWarps);
+  for (int first = warp * groups_per_warp; first < groups; first += kWarps * groups_per_warp) {
+    points[warp][lane] = point_at(g, batch, min_of(first + lane, groups) * budget);
+    __syncwarp();
+    const int rows = min_of(groups_per_warp, groups - first) * g.parts_per_group;
+    for (int row = lane; row < rows; row += 32) {
+      const int i = row / g.parts_per_group;
+      entries[first * g.parts_per_group + row] =
+          split_kv_entry(g, batch, budget, first + i, points[warp][i], points[warp][i + 1]);
+    }
+    __syncwarp();  // the points are read
   }
 }
 
