@@ -144,19 +144,13 @@ class Consumer {
     for (int kk = 0; kk < 4; ++kk) attnops::sm90::load_fragment(q_rope_[kk], fragment(kQ + kRopeTile * kTileBytes, kk));
   }
 
-  // s = scores, the rope part first and then the halves in the order of their arrival; in flight.
+  // s = scores, in the order of the parts' arrival, in flight.
   __device__ void multiply_queries(int buffer, float (&s)[32]) {
-    wait_part(buffer, kPartRope);
-    const uint64_t rope = operand_descriptor(kv_tile(buffer, kRopeTile));
-    wgmma_fence();
-#pragma unroll
-    for (int kk = 0; kk < 4; ++kk) {
-      attnops::sm90::wgmma_n64<T>(s, q_rope_[kk], rope + kk * attnops::sm90::kStepKMajor, kk > 0);
-    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int part = half == kGroup ? kPartLeft : kPartRight;
       wait_part(buffer, part);
+      if (half == 0) wgmma_fence();
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         const int tile = first_tile_of_part(part) + k;
@@ -165,9 +159,15 @@ class Consumer {
 #pragma unroll
         for (int kk = 0; kk < 4; ++kk) {
           constexpr int kStep = attnops::sm90::kStepKMajor;
-          attnops::sm90::wgmma_n64<T>(s, query + kk * kStep, key + kk * kStep, 1);
+          attnops::sm90::wgmma_n64<T>(s, query + kk * kStep, key + kk * kStep, half + k + kk > 0);
         }
       }
+    }
+    wait_part(buffer, kPartRope);
+    const uint64_t rope = operand_descriptor(kv_tile(buffer, kRopeTile));
+#pragma unroll
+    for (int kk = 0; kk < 4; ++kk) {
+      attnops::sm90::wgmma_n64<T>(s, q_rope_[kk], rope + kk * attnops::sm90::kStepKMajor, 1);
     }
     wgmma_commit();
   }

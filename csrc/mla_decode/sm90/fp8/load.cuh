@@ -67,6 +67,9 @@ class Loader {
   static constexpr int kElement = 2;      // of q
   static constexpr int kRowsPerLane = 2;  // of a tile, whose places a lane knows: lane and lane + 32
   static constexpr int kHalfVecs = 8;     // per thread, of half a tile: 64 rows of 256 bytes
+  // Of those, what is on its way at a time. What does not fit the registers goes to local memory, and its cache is the
+  // rest that shared memory leaves: hardly more than that.
+  static constexpr int kAhead = 4;
 
   // Where the 64 rows of a tile begin, in bytes from the pool; -1: not to be read.
   struct Rows {
@@ -75,11 +78,12 @@ class Loader {
 
   // Part of a tile on its way through registers.
   struct Half {
-    uint4 bytes[kHalfVecs];
-    float scale[Traits::kScaled ? kHalfVecs : 1];
+    uint4 bytes[kAhead];
+    float scale[Traits::kScaled ? kAhead : 1];
   };
+  static constexpr int kRopeStep = Traits::kRopePerThread / 2;  // the rope part comes in two, beside the halves
   struct Rope {
-    uint4 bytes[Traits::kRopePerThread];
+    uint4 bytes[kRopeStep];
   };
 
   __device__ void load_tiles(const Piece& piece, int count) {
@@ -90,33 +94,36 @@ class Loader {
     row_pages(piece, cells, 1, pages);
     Rope rope;
     Half half;
-    read_rope(rows, rope);
+    read_rope(rows, 0, rope);
 #pragma unroll
-    for (int i = 0; i < kHalfVecs; ++i) read_half(rows, first_part(0), i, half);
+    for (int i = 0; i < kAhead; ++i) read_half(rows, first_part(0), i, half);
     for (int t = 0; t < piece.num_tiles; ++t) {
       const int buffer = t % 2, first = first_part(t), second = kPartLeft + kPartRight - first;
       const Rows next = rows_of(piece, t + 1, pages);
       row_pages(piece, cells, t + 2, pages);
-      wait_empty(buffer, kPartRope);
-      write_rope(buffer, rope);
-      read_rope(next, rope);
-      give(buffer, kPartRope);
-
       wait_empty(buffer, first);
 #pragma unroll
       for (int i = 0; i < kHalfVecs; ++i) {
         write_half(buffer, first, i, half);
-        read_half(rows, second, i, half);
+        read_after(rows, first, rows, second, i, half);
       }
       give(buffer, first);
+
+      wait_empty(buffer, kPartRope);
+      write_rope(buffer, 0, rope);
+      read_rope(rows, 1, rope);
 
       wait_empty(buffer, second);
 #pragma unroll
       for (int i = 0; i < kHalfVecs; ++i) {
         write_half(buffer, second, i, half);
-        read_half(next, first_part(t + 1), i, half);
+        read_after(rows, second, next, first_part(t + 1), i, half);
       }
       give(buffer, second);
+
+      write_rope(buffer, 1, rope);
+      read_rope(next, 0, rope);
+      give(buffer, kPartRope);
       empty_parity_ ^= 1u << buffer;
       rows = next;
       // Later pieces load their queries behind the first tile, whose place is free before that of the queries.
@@ -160,18 +167,28 @@ class Loader {
   __device__ int half_row(int i) const { return 8 * i + 2 * warp_ + lane_ / 4 % 2; }
   __device__ int half_tile() const { return lane_ / 8; }
 
+  // What comes kAhead behind vector i of `part`: of the same part, or of the one that follows.
+  __device__ void read_after(const Rows& rows, int part, const Rows& next, int next_part, int i, Half& half) const {
+    const int j = i + kAhead;
+    if (j < kHalfVecs) {
+      read_half(rows, part, j, half);
+    } else {
+      read_half(next, next_part, j - kHalfVecs, half);
+    }
+  }
+
   __device__ void read_half(const Rows& rows, int part, int i, Half& half) const {
     const int row = half_row(i), tile = 4 * (part - 1) + half_tile();
     const int64_t begin = __shfl_sync(0xffffffffu, rows.offset[i / 4], row % 32);
-    load16(half.bytes[i], pool() + begin + tile * 64 + lane_ % 4 * 16, begin >= 0);
+    load16(half.bytes[i % kAhead], pool() + begin + tile * 64 + lane_ % 4 * 16, begin >= 0);
     if constexpr (Traits::kScaled) {
-      load4(half.scale[i], pool() + begin + kHeadDimV + tile / 2 * sizeof(float), begin >= 0);
+      load4(half.scale[i % kAhead], pool() + begin + kHeadDimV + tile / 2 * sizeof(float), begin >= 0);
     }
   }
 
   __device__ void write_half(int buffer, int part, int i, const Half& half) const {
     const int tile = 4 * (part - 1) + half_tile();
-    write16(kv_tile(buffer, tile), half_row(i), half.bytes[i], half.scale[Traits::kScaled ? i : 0]);
+    write16(kv_tile(buffer, tile), half_row(i), half.bytes[i % kAhead], half.scale[Traits::kScaled ? i % kAhead : 0]);
   }
 
   __device__ void write16(uint32_t tile, int row, const uint4& bytes, float scale) const {
@@ -186,23 +203,25 @@ class Loader {
     return 128 / Traits::kRopeVecs * i + threadIdx.x % kGroupThreads / Traits::kRopeVecs;
   }
 
-  __device__ void read_rope(const Rows& rows, Rope& rope) const {
+  __device__ void read_rope(const Rows& rows, int half, Rope& rope) const {
     constexpr int kRowsPerStep = 128 / Traits::kRopeVecs;  // 32, or 16
 #pragma unroll
-    for (int i = 0; i < Traits::kRopePerThread; ++i) {
+    for (int k = 0; k < kRopeStep; ++k) {
+      const int i = half * kRopeStep + k;
       const int64_t begin = __shfl_sync(0xffffffffu, rows.offset[i * kRowsPerStep / 32], rope_row(i) % 32);
-      load16(rope.bytes[i], pool() + begin + Traits::kRopeOffset + lane_ % Traits::kRopeVecs * 16, begin >= 0);
+      load16(rope.bytes[k], pool() + begin + Traits::kRopeOffset + lane_ % Traits::kRopeVecs * 16, begin >= 0);
     }
   }
 
-  __device__ void write_rope(int buffer, const Rope& rope) const {
+  __device__ void write_rope(int buffer, int half, const Rope& rope) const {
     const uint32_t tile = kv_tile(buffer, kRopeTile);
 #pragma unroll
-    for (int i = 0; i < Traits::kRopePerThread; ++i) {
+    for (int k = 0; k < kRopeStep; ++k) {
+      const int i = half * kRopeStep + k;
       if constexpr (Traits::kScaled) {
-        store16(tile + attnops::sm90::swizzled(rope_row(i), lane_ % 8), convert_rope<T>(rope.bytes[i]));
+        store16(tile + attnops::sm90::swizzled(rope_row(i), lane_ % 8), convert_rope<T>(rope.bytes[k]));
       } else {
-        write16(tile, rope_row(i), rope.bytes[i], 1.f);
+        write16(tile, rope_row(i), rope.bytes[k], 1.f);
       }
     }
   }
