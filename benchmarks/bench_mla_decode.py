@@ -354,14 +354,13 @@ def main() -> None:
     )
     rows = [ceiling, run_plan(64, 128), run_plan(1, 128)]
     pools = Pools()
-    for cell in cells(args.quick):
-        if args.only in cell.name:
-            rows += run(cell, pools, "burst")
+    plan = [(cell, "burst") for cell in cells(args.quick) if args.only in cell.name]
     if args.sustained:
-        for cell in (Cell(128, [4096] * 64), Cell(128, [16384] * 128)):
-            rows += run(cell, pools, "sustained")
-    if args.write:
-        records.write(rows, "h200-mla_decode", args.results)
+        plan += [(cell, "sustained") for cell in (Cell(128, [4096] * 64), Cell(128, [16384] * 128))]
+    for cell, state in plan:
+        rows += run(cell, pools, state)
+        if args.write:  # at once: what was measured stays when the run is stopped
+            records.write(rows, "h200-mla_decode", args.results)
 
 
 if __name__ == "__main__":
