@@ -174,16 +174,17 @@ class FlashInfer:
     """Its decode wrapper, planned before each step as its users do, and its op that appends to pages."""
 
     def __init__(self, setup: Setup) -> None:
-        import flashinfer
+        from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
+        from flashinfer.page import append_paged_kv_cache
 
-        self.setup, self.append = setup, flashinfer.append_paged_kv_cache
+        self.setup, self.append = setup, append_paged_kv_cache
         size, pages = setup.batch_size, setup.context // PAGE_SIZE
         self.request = torch.arange(size, dtype=torch.int32, device=DEVICE)
         self.position = setup.batch.positions.int()
         self.indptr = torch.arange(size + 1, dtype=torch.int32, device=DEVICE) * pages
         self.indices = setup.page_table.flatten()
         self.last_page_len = torch.full((size,), (setup.length - 1) % PAGE_SIZE + 1, dtype=torch.int32, device=DEVICE)
-        self.wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        self.wrapper = BatchDecodeWithPagedKVCacheWrapper(
             torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE),
             "NHD",
             use_cuda_graph=True,

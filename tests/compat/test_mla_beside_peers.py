@@ -56,7 +56,7 @@ def test_flash_mla(heads, seqlen_q, causal):
 
 @pytest.mark.parametrize("heads", [16, 128])
 def test_flashinfer_mla_wrapper(heads):
-    theirs = peer("flashinfer")
+    theirs = peer("flashinfer.mla")
     problem = mla_problem(LENGTHS, num_q_heads=heads).to("cuda")
     pages = -(-problem.cache_seqlens // 64)
     indptr = torch.cat([pages.new_zeros(1), pages.cumsum(0)]).int()
@@ -64,7 +64,7 @@ def test_flashinfer_mla_wrapper(heads):
     latents = torch.nan_to_num(problem.kv_pages)
     parts = (problem.q[..., :512], problem.q[..., 512:], latents[..., :512], latents[..., 512:])
     results = []
-    for library in (flashinfer, getattr(theirs, "mla", theirs)):
+    for library in (flashinfer, theirs):
         wrapper = library.BatchMLAPagedAttentionWrapper(torch.zeros(128 << 20, dtype=torch.uint8, device="cuda"))
         qo_indptr = torch.arange(len(LENGTHS) + 1, dtype=torch.int32, device="cuda")
         bf16 = torch.bfloat16
