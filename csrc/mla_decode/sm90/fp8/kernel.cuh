@@ -3,6 +3,7 @@
 #include "mla_decode/sm90/fp8/layout.h"
 #include "mla_decode/sm90/fp8/load.cuh"
 #include "mla_decode/sm90/softmax.cuh"
+#include "mla_decode/sm90/tile_products.cuh"
 
 // MLA decode over FP8 caches in 16-bit arithmetic; docs/kernels/mla_decode_fp8.md.
 //
@@ -178,47 +179,20 @@ class Consumer {
     for (int i = 0; i < 32; ++i) s[i] *= kv_scale_;
   }
 
-  // Rounds the probabilities, keeps them as fragments, and writes them for the other group, with the maximum.
+  // Gives the other group this tile's probabilities, with the maximum that they are relative to.
   __device__ void give_probabilities(int offset, const float (&s)[32], uint32_t (&a)[4][4]) {
-#pragma unroll
-    for (int kk = 0; kk < 4; ++kk) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int at = 4 * (2 * kk + i / 2) + 2 * (i % 2);
-        a[kk][i] = attnops::sm90::pack_pair<T>(s[at], s[at + 1]);
-      }
-      attnops::sm90::store_fragment(a[kk], fragment(offset, kk));
-    }
+    write_probabilities<T>(s, a, [&](int kk) { return fragment(offset, kk); });
     publish_maximum(rows_, maxima(kGroup));
     fence_async_proxy();
   }
 
-  // o += probabilities (fragments) times this group's columns of V, in flight.
+  // o += probabilities times this group's columns of V, in flight; as fragments, or in shared memory at `offset`.
   __device__ void multiply_values(const uint32_t (&a)[4][4], int buffer, float (&o)[128]) {
-    const uint64_t value = operand_descriptor(kv_tile(buffer, kGroup * 4));
-    wgmma_fence();
-#pragma unroll
-    for (int kk = 0; kk < 4; ++kk) attnops::sm90::wgmma_n256<T>(o, a[kk], value + kk * attnops::sm90::kStepMnMajor);
-    wgmma_commit();
+    multiply_columns<T>(a, operand_descriptor(kv_tile(buffer, kGroup * 4)), o);
   }
 
-  // The same with probabilities in shared memory.
   __device__ void multiply_values(int offset, int buffer, float (&o)[128]) {
-    const uint64_t probabilities = operand_descriptor(shared_ + offset);
-    const uint64_t value = operand_descriptor(kv_tile(buffer, kGroup * 4));
-    wgmma_fence();
-#pragma unroll
-    for (int kk = 0; kk < 4; ++kk) {
-      attnops::sm90::wgmma_n256<T>(o, probabilities + kk * attnops::sm90::kStepKMajor,
-                                   value + kk * attnops::sm90::kStepMnMajor);
-    }
-    wgmma_commit();
-  }
-
-  __device__ void rescale(float (&o)[128], const float (&factor)[kRowsPerThread]) const {
-    if (!__any_sync(0xffffffffu, factor[0] != 1.f || factor[1] != 1.f)) return;
-#pragma unroll
-    for (int i = 0; i < 128; ++i) o[i] *= factor[i / 2 % 2];
+    multiply_columns<T>(operand_descriptor(shared_ + offset), operand_descriptor(kv_tile(buffer, kGroup * 4)), o);
   }
 
   __device__ float* maxima(int parity) const { return reinterpret_cast<float*>(base_ + kMaxima) + parity * 64; }
