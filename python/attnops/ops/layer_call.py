@@ -11,6 +11,8 @@ trace, such as `unified_attention_with_output`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -48,26 +50,14 @@ def bind_xqa_layer(
         out, q, cache_seqlens: Of any such call, ``q`` as ``[B, S_q, H_q, D]``: the others must fit them.
 
     Returns:
-        `bound`, uint8 in host memory.
+        `bound`, uint8 ``[1024]`` in host memory.
+
+    Raises:
+        RuntimeError: what `ops.xqa_decode` refuses; the message names op, argument, dimension, expected and got.
     """
-    bound = torch.zeros(BOUND_BYTES, dtype=torch.uint8)
-    torch.ops.attnops.xqa_layer_bind.default(
-        bound,
-        out,
-        q,
-        k_pages,
-        v_pages,
-        page_table,
-        cache_seqlens,
-        *_plan_tensors(plan),
-        softmax_scale,
-        causal,
-        window_left,
-        logit_cap,
-        plan.fixed_split_tokens,
-        report,
-    )
-    return bound
+    tensors = (out, q, k_pages, v_pages, page_table, cache_seqlens)
+    options = (softmax_scale, causal, window_left, logit_cap)
+    return _bind(torch.ops.attnops.xqa_layer_bind.default, tensors, plan, options, report)
 
 
 def bind_mla_layer(
@@ -86,34 +76,23 @@ def bind_mla_layer(
     report: Tensor | None,
 ) -> Tensor:
     """What calls of `mla_layer` share; arguments as of `ops.mla_decode`, otherwise as `bind_xqa_layer`."""
+    tensors = (out, q, q_pe, kv_pages, page_table, cache_seqlens)
+    options = (softmax_scale, causal, window_left, logit_cap)
+    return _bind(torch.ops.attnops.mla_layer_bind.default, tensors, plan, options, report)
+
+
+def _bind(
+    op: Callable[..., None],
+    tensors: tuple[Tensor | None, ...],
+    plan: XqaDecodePlan | MlaDecodePlan,
+    options: tuple[float | int, ...],
+    report: Tensor | None,
+) -> Tensor:
+    """Calls a bind op: its tensors, the plan's, its options, in the schema's order."""
     bound = torch.zeros(BOUND_BYTES, dtype=torch.uint8)
-    torch.ops.attnops.mla_layer_bind.default(
-        bound,
-        out,
-        q,
-        q_pe,
-        kv_pages,
-        page_table,
-        cache_seqlens,
-        *_plan_tensors(plan),
-        softmax_scale,
-        causal,
-        window_left,
-        logit_cap,
-        plan.fixed_split_tokens,
-        report,
-    )
+    of_plan = (plan.tile_scheduler_metadata, plan.num_splits, plan.out_partial, plan.lse_partial, plan.semaphores)
+    op(bound, *tensors, *of_plan, *options, plan.fixed_split_tokens, report)
     return bound
-
-
-def _plan_tensors(plan: XqaDecodePlan | MlaDecodePlan) -> tuple[Tensor, ...]:
-    return (
-        plan.tile_scheduler_metadata,
-        plan.num_splits,
-        plan.out_partial,
-        plan.lse_partial,
-        plan.semaphores,
-    )
 
 
 def _writes_only(*args: object) -> None:
