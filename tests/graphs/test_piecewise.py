@@ -14,9 +14,7 @@ from model_zoo import LAYERS, VOCAB, ZOO, Engine, prompt, run_eager, serve, spec
 LLAMA, DEEPSEEK = ZOO[0], ZOO[4]
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def assert_same(served, expected):

@@ -114,11 +114,6 @@ def compiled_once() -> list:
     ]
 
 
-@pytest.fixture
-def fresh_compiler():
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize(("config", "backends"), compiled_once())
 def test_compiled_pieces_give_the_same_tokens(config, backends, fresh_compiler):
     host = Piecewise()
