@@ -14,6 +14,7 @@ over a contiguous cache, and by FlashAttention-3 and FlashInfer where they are i
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import statistics
 import time
@@ -170,14 +171,19 @@ class PeerAttention(nn.Module):
         return self.call(q, k, v, self.pages).flatten(1)
 
 
+def store_by_index(setup: Setup, k: Tensor, v: Tensor, pages: tuple[Tensor, Tensor]) -> None:
+    """New rows into pages by two copies by index, as SGLang stores them."""
+    for page, rows in zip(pages, (k, v), strict=True):
+        page.view(-1, KV_HEADS, DIM)[setup.batch.out_cache_loc] = rows
+
+
 class FlashInfer:
-    """Its decode wrapper, planned before each step as its users do, and its op that appends to pages."""
+    """Its decode wrapper, planned before each step as its users do. New rows by its own op, or else by index."""
 
     def __init__(self, setup: Setup) -> None:
         from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
-        from flashinfer.page import append_paged_kv_cache
 
-        self.setup, self.append = setup, append_paged_kv_cache
+        self.setup = setup
         size, pages = setup.batch_size, setup.context // PAGE_SIZE
         self.request = torch.arange(size, dtype=torch.int32, device=DEVICE)
         self.position = setup.batch.positions.int()
@@ -189,10 +195,17 @@ class FlashInfer:
             "NHD",
             use_cuda_graph=True,
             use_tensor_cores=True,
+            backend="fa2",  # "auto" would compile another one where only these are installed
             paged_kv_indptr_buffer=torch.empty_like(self.indptr),
             paged_kv_indices_buffer=torch.empty_like(self.indices),
             paged_kv_last_page_len_buffer=torch.empty_like(self.last_page_len),
         )
+        try:
+            row = torch.zeros(size, KV_HEADS, DIM, dtype=BF16, device=DEVICE)
+            self._append(row, row, setup.pool.get_kv_buffer(0))
+            self.store, self.note = self._append, "new rows by its append_paged_kv_cache"
+        except Exception:  # it compiles that op at first use, which an installation may forbid
+            self.store, self.note = functools.partial(store_by_index, setup), "new rows by copies by index"
 
     def plan(self) -> None:
         bounds = (self.indptr, self.indices, self.last_page_len)
@@ -202,13 +215,20 @@ class FlashInfer:
         return self.wrapper.run(q, pages)
 
     def store_and_attend(self, q: Tensor, k: Tensor, v: Tensor, pages: tuple[Tensor, Tensor]) -> Tensor:
-        where = (self.request, self.position, pages, self.indices, self.indptr, self.last_page_len)
-        self.append(k, v, *where)
+        self.store(k, v, pages)
         return self.wrapper.run(q, pages)
+
+    def _append(self, k: Tensor, v: Tensor, pages: tuple[Tensor, Tensor]) -> None:
+        from flashinfer.page import append_paged_kv_cache
+
+        where = (self.request, self.position, pages, self.indices, self.indptr, self.last_page_len)
+        append_paged_kv_cache(k, v, *where)
 
 
 class FlashAttention3:
-    """Its decode call after two copies by index, as SGLang stores new rows; metadata once a step, on the device."""
+    """Its decode call after copies by index; metadata once a step, on the device."""
+
+    note = "new rows by copies by index"
 
     def __init__(self, setup: Setup) -> None:
         from sgl_kernel.flash_attn import flash_attn_with_kvcache, get_scheduler_metadata
@@ -238,8 +258,7 @@ class FlashAttention3:
         return out.squeeze(1)
 
     def store_and_attend(self, q: Tensor, k: Tensor, v: Tensor, pages: tuple[Tensor, Tensor]) -> Tensor:
-        for page, rows in zip(pages, (k, v), strict=True):
-            page.view(-1, KV_HEADS, DIM)[self.setup.batch.out_cache_loc] = rows
+        store_by_index(self.setup, k, v, pages)
         return self.attend(q, pages)
 
 
@@ -308,6 +327,10 @@ def record_graph(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
     return graph
 
 
+def joined(*notes: str) -> str:
+    return "; ".join(note for note in notes if note)
+
+
 class Bench:
     def __init__(self) -> None:
         self.records: list[Record] = []
@@ -366,7 +389,7 @@ class Bench:
         def measure_peer(name: str) -> None:
             peer = PEERS[name](setup)
             peer.plan()
-            measure(f"{name}, store and attend", lambda: peer.store_and_attend(q3, k3, v3, pages))
+            measure(f"{name}, store and attend", lambda: peer.store_and_attend(q3, k3, v3, pages), peer.note)
             measure(f"{name}, attend", lambda: peer.attend(q3, pages))
             measure(f"{name} plan", peer.plan)
 
@@ -375,9 +398,7 @@ class Bench:
         times = [[submit_us(run, repeats=12, calls=50) for _, run, _ in runs] for _ in range(5)]
         for (name, _, note), column in zip(runs, zip(*times, strict=True), strict=True):
             spread = f"turns {min(column):.1f} to {max(column):.1f}"
-            self.add(
-                "call", name, params, statistics.median(column), "; ".join(part for part in (note, spread) if part)
-            )
+            self.add("call", name, params, statistics.median(column), joined(note, spread))
 
     # -- a step
 
@@ -421,7 +442,7 @@ class Bench:
                     peer.plan()
                     return model(ids, batch.positions, batch)
 
-                self._host_and_step("eager", name, setup, planned)
+                self._host_and_step("eager", name, setup, planned, peer.note)
                 # FlashInfer plans outside the graph, into the buffers that it was given; FA3's metadata is device work.
                 inside = name != "FlashInfer"
                 graph = record_graph(planned if inside else lambda: model(ids, batch.positions, batch))
@@ -431,21 +452,20 @@ class Bench:
                         peer.plan()
                     graph.replay()
 
-                self._host_and_step("replayed", name, setup, replay, kernels=True)
+                self._host_and_step("replayed", name, setup, replay, peer.note, kernels=True)
 
         each_peer(measure_peer)
 
     def _host_and_step(
-        self, how: str, peer: str, setup: Setup, run: Callable[[], object], kernels: bool = False
+        self, how: str, peer: str, setup: Setup, run: Callable[[], object], note: str = "", kernels: bool = False
     ) -> None:
         host = submit_us(run, 15)
-        self.add(f"{how} host", peer, setup.params, host, f"{host / setup.layers:.2f} us a layer")
-        step = step_us(run)
-        note = ""
+        self.add(f"{how} host", peer, setup.params, host, joined(f"{host / setup.layers:.2f} us a layer", note))
+        step, sums = step_us(run), ""
         if kernels:
             total, count = kernels_us(run)
-            note = f"{count} kernels of {total:.1f} us together: {step / total:.3f}x" if total else "no CUPTI"
-        self.add(f"{how} step", peer, setup.params, step, note)
+            sums = f"{count} kernels of {total:.1f} us together: {step / total:.3f}x" if total else "no CUPTI"
+        self.add(f"{how} step", peer, setup.params, step, joined(sums, note))
 
     # -- capture
 
