@@ -65,7 +65,7 @@ class CMakeBuild(build_ext):
     def _place(self, build: Path, target: Path) -> None:
         target.mkdir(parents=True, exist_ok=True)
         scheduler = "_scheduler" + sysconfig.get_config_var("EXT_SUFFIX")
-        for name in ("_C.so", "_C_cuda.so", scheduler):
+        for name in ("_C.so", "_C_cuda.so", "_layer_call.abi3.so", scheduler):
             if (build / name).exists():
                 shutil.copy2(build / name, target / name)
 

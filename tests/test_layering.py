@@ -16,7 +16,7 @@ PYTHON_LAYERS = {
     "report": set(),
     "reference": {"types"},
     "metadata": {"types", "_load"},
-    "ops": {"_load", "types", "metadata"},
+    "ops": {"_load", "_layer_call", "types", "metadata"},
     "pools": {"types", "ops", "metadata", "_load"},
     "graph_buffers": {"types", "report", "ops", "metadata", "_load", "pools"},
     "plan_buffers": {"types", "ops", "metadata", "graph_buffers"},

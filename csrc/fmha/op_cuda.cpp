@@ -1,4 +1,3 @@
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 
 #include "fmha/checks.h"
@@ -12,7 +11,7 @@ void fmha_plan_cuda(const Tensor& tile_order, const Tensor& cu_seqlens_q, const 
                     const std::optional<Tensor>& cache_seqlens, int64_t tile_q, bool causal, int64_t window_left) {
   const PlanParams p =
       checked_plan_params(tile_order, cu_seqlens_q, cu_seqlens_k, cache_seqlens, tile_q, causal, window_left);
-  const torch::stable::accelerator::DeviceGuard guard(cu_seqlens_q.get_device_index());
+  const OnDevice guard(cu_seqlens_q);
   launch_plan({.geometry = p.geometry,
                .cu_seqlens_q = p.cu_seqlens_q,
                .cu_seqlens_k = p.cu_seqlens_k,

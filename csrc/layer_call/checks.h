@@ -1,4 +1,6 @@
 #pragma once
+#include <algorithm>
+#include <array>
 #include <cstring>
 #include <optional>
 #include <string>
@@ -22,25 +24,34 @@ inline void check_bound_tensor(const char* op, const Tensor& bound) {
   if (!bound.is_cpu()) fail(op, "bound must be in host memory");
 }
 
-template <class Bound>
-void write_bound(const char* op, const Tensor& tensor, const Bound& bound) {
+template <class Bound, class Params>
+void write_bound(const char* op, const Tensor& tensor, int32_t device, const Params& decode) {
   check_bound_tensor(op, tensor);
+  const Bound bound{.header = {.magic = Bound::kMagic, .device = device, .calls = 0, .repeat = nullptr},
+                    .decode = decode,
+                    .last = {}};
   std::memcpy(tensor.mutable_data_ptr(), &bound, sizeof(Bound));
 }
 
 inline int32_t device_of(const Tensor& tensor) { return tensor.is_cpu() ? -1 : tensor.get_device_index(); }
 
 template <class Bound>
-Bound read_bound(const char* op, const Tensor& tensor, const Tensor& q) {
+Bound& checked_bound(const char* op, const Tensor& tensor, const Tensor& q) {
   check_bound_tensor(op, tensor);
-  Bound bound;
-  std::memcpy(&bound, tensor.const_data_ptr(), sizeof(Bound));
-  if (bound.magic != Bound::kMagic) fail(op, std::string("bound must have been written by ") + op + "_bind");
-  if (bound.device != device_of(q)) {
+  Bound& bound = *static_cast<Bound*>(tensor.mutable_data_ptr());
+  if (bound.header.magic != Bound::kMagic) fail(op, std::string("bound must have been written by ") + op + "_bind");
+  if (bound.header.device != device_of(q)) {
     const auto name = [](int32_t device) { return device < 0 ? "cpu" : "cuda:" + std::to_string(device); };
-    fail(op, "q must be on " + name(bound.device) + " as the bound pages, got " + name(device_of(q)));
+    fail(op, "q must be on " + name(bound.header.device) + " as the bound pages, got " + name(device_of(q)));
   }
   return bound;
+}
+
+// For structured bindings.
+inline std::array<void*, kCallTensors> addresses_of(void* const* addresses) {
+  std::array<void*, kCallTensors> all;
+  std::copy_n(addresses, kCallTensors, all.begin());
+  return all;
 }
 
 // Rows of tokens: [T, heads * dim], or [T, heads, dim] with heads anywhere.

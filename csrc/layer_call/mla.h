@@ -15,18 +15,13 @@ struct MlaArguments {
   const OptionalTensor& tree_mask;
   const OptionalTensor& sinks;
   const OptionalTensor& kv_scale;
-  const Tensor& bound;
-};
-
-struct MlaCall {
-  mla_decode::Params decode;
-  std::optional<paged_kv::StoreMlaParams> store;
 };
 
 inline constexpr const char* kMlaLayer = "mla_layer";
 
-inline MlaBound mla_bound(const mla_decode::Arguments& arguments) {
-  return {MlaBound::kMagic, device_of(arguments.q), mla_decode::checked_params(arguments)};
+// Where the rotary part is in rows that hold both.
+inline const void* behind_latent(const void* latent, DType dtype) {
+  return static_cast<const char*>(latent) + paged_kv::kLatentDim * size_of(dtype);
 }
 
 inline paged_kv::StoreMlaParams checked_store(const MlaArguments& a, const mla_decode::Params& p) {
@@ -35,7 +30,7 @@ inline paged_kv::StoreMlaParams checked_store(const MlaArguments& a, const mla_d
   const DType dtype = checked_new_rows(kMlaLayer, "latent", *a.latent, a.q, p.kv_dtype, scaled);
   const int64_t row_dim = a.k_pe ? kLatentDim : paged_kv::kMlaDim;
   const Rows latent = checked_rows(kMlaLayer, "latent", *a.latent, 1, row_dim);
-  const void* pe = static_cast<const char*>(latent.data) + kLatentDim * size_of(dtype);
+  const void* pe = behind_latent(latent.data, dtype);
   int64_t pe_stride = latent.stride_token;
   if (a.k_pe) {
     TensorCheck(kMlaLayer, "k_pe", *a.k_pe).device_as("q", a.q).dtype_as("latent", *a.latent);
@@ -59,9 +54,9 @@ inline paged_kv::StoreMlaParams checked_store(const MlaArguments& a, const mla_d
           .page_dtype = p.kv_dtype};
 }
 
-inline MlaCall checked_call(const MlaArguments& a) {
+inline MlaCall checked_call(const MlaArguments& a, const MlaBound& bound) {
   using namespace mla_decode;
-  MlaCall call{read_bound<MlaBound>(kMlaLayer, a.bound, a.q).decode, std::nullopt};
+  MlaCall call{bound.decode, std::nullopt, nullptr};
   Params& p = call.decode;
   const auto queries = [&](const char* name, const Tensor& rows, int64_t dim) {
     return checked_queries(kMlaLayer, name, rows, a.q, p.dtype, p.batch_size, p.seqlen_q, p.num_q_heads, dim);
@@ -82,6 +77,24 @@ inline MlaCall checked_call(const MlaArguments& a) {
   take_options(kMlaLayer, p, a.tree_mask, a.sinks, a.q);
   p.kv_scale = checked_scale(kMlaLayer, "kv_scale", a.kv_scale, a.q, p.kv_dtype == DType::kFloat8E4M3, 1).data;
   if (a.latent) call.store = checked_store(a, p);
+  return call;
+}
+
+// The call with other addresses, in the schema's order.
+inline MlaCall moved(MlaCall call, void* const* addresses) {
+  const auto [out, q, q_pe, latent, k_pe, slots, seqlens, tree_mask, sinks, kv_scale] = addresses_of(addresses);
+  mla_decode::Params& p = call.decode;
+  p.out = out, p.q = q, p.q_pe = q_pe;
+  p.cache_seqlens = static_cast<const int32_t*>(seqlens);
+  p.tree_mask = static_cast<const uint8_t*>(tree_mask);
+  p.sinks = static_cast<const float*>(sinks);
+  p.kv_scale = static_cast<const float*>(kv_scale);
+  if (call.store) {
+    call.store->target.out_cache_loc.data = slots;
+    call.store->latent = latent;
+    call.store->k_pe = k_pe ? k_pe : behind_latent(latent, call.store->dtype);
+    call.store->kv_scale = p.kv_scale;
+  }
   return call;
 }
 

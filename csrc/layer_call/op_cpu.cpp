@@ -5,19 +5,24 @@
 namespace attnops::layer_call {
 namespace {
 
-template <class Call>
-void run_on_cpu(const Call& call, const Tensor&) {
-  if (call.store) run_cpu(*call.store);
-  run_cpu(call.decode);
-}
+struct Cpu {
+  template <class Call>
+  static void prepare(Call&) {}
+
+  template <class Call>
+  static void run(const Call& call, int32_t) {
+    if (call.store) run_cpu(*call.store);
+    run_cpu(call.decode);
+  }
+};
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(attnops, CPU, m) {
   m.impl("xqa_layer_bind", TORCH_BOX(&xqa_layer_bind));
-  m.impl("xqa_layer", TORCH_BOX(&xqa_layer<&run_on_cpu<XqaCall>>));
+  m.impl("xqa_layer", TORCH_BOX(&xqa_layer<Cpu>));
   m.impl("mla_layer_bind", TORCH_BOX(&mla_layer_bind));
-  m.impl("mla_layer", TORCH_BOX(&mla_layer<&run_on_cpu<MlaCall>>));
+  m.impl("mla_layer", TORCH_BOX(&mla_layer<Cpu>));
 }
 
 }  // namespace attnops::layer_call

@@ -1,4 +1,3 @@
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 
 #include "layer_call/ops.h"
@@ -10,22 +9,29 @@
 namespace attnops::layer_call {
 namespace {
 
-// Stores, then attends: two launches of one op call.
-template <class Call>
-void run_cuda(const Call& call, const Tensor& q) {
-  const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
-  CUstream_st* stream = current_stream(q);
-  if (call.store) paged_kv::launch(*call.store, stream);
-  launch(call.decode, stream);
-}
+struct Cuda {
+  template <class Call>
+  static void prepare(Call& call) {
+    call.launch_decode = select_launch(call.decode);
+  }
+
+  // Stores, then attends: two launches of one call.
+  template <class Call>
+  static void run(const Call& call, int32_t device) {
+    const OnDevice guard(device);
+    CUstream_st* stream = current_stream(device);
+    if (call.store) paged_kv::launch(*call.store, stream);
+    call.launch_decode(call.decode, stream);
+  }
+};
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(attnops, CUDA, m) {
   m.impl("xqa_layer_bind", TORCH_BOX(&xqa_layer_bind));
-  m.impl("xqa_layer", TORCH_BOX(&xqa_layer<&run_cuda<XqaCall>>));
+  m.impl("xqa_layer", TORCH_BOX(&xqa_layer<Cuda>));
   m.impl("mla_layer_bind", TORCH_BOX(&mla_layer_bind));
-  m.impl("mla_layer", TORCH_BOX(&mla_layer<&run_cuda<MlaCall>>));
+  m.impl("mla_layer", TORCH_BOX(&mla_layer<Cuda>));
 }
 
 }  // namespace attnops::layer_call

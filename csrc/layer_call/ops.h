@@ -2,9 +2,32 @@
 #include "layer_call/mla.h"
 #include "layer_call/xqa.h"
 
-// The ops of this folder, the same for every device but for how a checked call runs: `Run` has run(const XqaCall&, q)
-// and run(const MlaCall&, q).
+// The ops of this folder, the same for every device but for how a checked call runs: `Device` has prepare(Call&), once
+// after the checks, and run(const Call&, int32_t device), for calls of either kind.
 namespace attnops::layer_call {
+
+template <class Device, class Bound>
+const char* repeat(const BoundHeader* header, void* const* addresses) {
+  thread_local std::string problem;
+  try {
+    // The header is the first member of a standard-layout struct.
+    Device::run(moved(reinterpret_cast<const Bound*>(header)->last, addresses), header->device);
+    return nullptr;
+  } catch (const std::exception& error) {
+    problem = error.what();
+    return problem.c_str();
+  }
+}
+
+// Runs a checked call and keeps it, to be repeated.
+template <class Device, class Bound, class Call>
+void run_and_keep(Bound& bound, Call call) {
+  Device::prepare(call);
+  Device::run(call, bound.header.device);
+  bound.last = call;
+  bound.header.repeat = &repeat<Device, Bound>;
+  ++bound.header.calls;
+}
 
 inline void xqa_layer_bind(const Tensor& bound, const Tensor& out, const Tensor& q, const Tensor& k_pages,
                            const Tensor& v_pages, const Tensor& page_table, const Tensor& cache_seqlens,
@@ -13,30 +36,30 @@ inline void xqa_layer_bind(const Tensor& bound, const Tensor& out, const Tensor&
                            int64_t window_left, double logit_cap, int64_t fixed_split_tokens,
                            const OptionalTensor& report) {
   const OptionalTensor none;
-  write_bound(kXqaLayer, bound,
-              xqa_bound({out,
-                         none,
-                         q,
-                         k_pages,
-                         v_pages,
-                         page_table,
-                         none,
-                         cache_seqlens,
-                         tile_scheduler_metadata,
-                         num_splits,
-                         out_partial,
-                         lse_partial,
-                         semaphores,
-                         softmax_scale,
-                         causal,
-                         window_left,
-                         logit_cap,
-                         none,
-                         none,
-                         none,
-                         none,
-                         fixed_split_tokens,
-                         report}));
+  write_bound<XqaBound>(kXqaLayer, bound, device_of(q),
+                        xqa_decode::checked_params({out,
+                                                    none,
+                                                    q,
+                                                    k_pages,
+                                                    v_pages,
+                                                    page_table,
+                                                    none,
+                                                    cache_seqlens,
+                                                    tile_scheduler_metadata,
+                                                    num_splits,
+                                                    out_partial,
+                                                    lse_partial,
+                                                    semaphores,
+                                                    softmax_scale,
+                                                    causal,
+                                                    window_left,
+                                                    logit_cap,
+                                                    none,
+                                                    none,
+                                                    none,
+                                                    none,
+                                                    fixed_split_tokens,
+                                                    report}));
 }
 
 inline void mla_layer_bind(const Tensor& bound, const Tensor& out, const Tensor& q, const OptionalTensor& q_pe,
@@ -46,34 +69,37 @@ inline void mla_layer_bind(const Tensor& bound, const Tensor& out, const Tensor&
                            int64_t window_left, double logit_cap, int64_t fixed_split_tokens,
                            const OptionalTensor& report) {
   const OptionalTensor none;
-  write_bound(kMlaLayer, bound, mla_bound({out,         none,          q,
-                                           q_pe,        kv_pages,      page_table,
-                                           none,        cache_seqlens, tile_scheduler_metadata,
-                                           num_splits,  out_partial,   lse_partial,
-                                           semaphores,  softmax_scale, causal,
-                                           window_left, logit_cap,     none,
-                                           none,        none,          fixed_split_tokens,
-                                           report}));
+  write_bound<MlaBound>(kMlaLayer, bound, device_of(q),
+                        mla_decode::checked_params({out,         none,          q,
+                                                    q_pe,        kv_pages,      page_table,
+                                                    none,        cache_seqlens, tile_scheduler_metadata,
+                                                    num_splits,  out_partial,   lse_partial,
+                                                    semaphores,  softmax_scale, causal,
+                                                    window_left, logit_cap,     none,
+                                                    none,        none,          fixed_split_tokens,
+                                                    report}));
 }
 
-template <auto kRun>
+template <class Device>
 void xqa_layer(const Tensor& out, const Tensor& q, const OptionalTensor& k, const OptionalTensor& v,
                const OptionalTensor& out_cache_loc, const Tensor& cache_seqlens, const OptionalTensor& tree_mask,
                const OptionalTensor& sinks, const OptionalTensor& k_scale, const OptionalTensor& v_scale,
-               const Tensor& bound) {
-  kRun(
-      checked_call(XqaArguments{out, q, k, v, out_cache_loc, cache_seqlens, tree_mask, sinks, k_scale, v_scale, bound}),
-      q);
+               const Tensor& bound_bytes) {
+  XqaBound& bound = checked_bound<XqaBound>(kXqaLayer, bound_bytes, q);
+  run_and_keep<Device>(
+      bound, checked_call(XqaArguments{out, q, k, v, out_cache_loc, cache_seqlens, tree_mask, sinks, k_scale, v_scale},
+                          bound));
 }
 
-template <auto kRun>
+template <class Device>
 void mla_layer(const Tensor& out, const Tensor& q, const OptionalTensor& q_pe, const OptionalTensor& latent,
                const OptionalTensor& k_pe, const OptionalTensor& out_cache_loc, const Tensor& cache_seqlens,
                const OptionalTensor& tree_mask, const OptionalTensor& sinks, const OptionalTensor& kv_scale,
-               const Tensor& bound) {
-  kRun(checked_call(
-           MlaArguments{out, q, q_pe, latent, k_pe, out_cache_loc, cache_seqlens, tree_mask, sinks, kv_scale, bound}),
-       q);
+               const Tensor& bound_bytes) {
+  MlaBound& bound = checked_bound<MlaBound>(kMlaLayer, bound_bytes, q);
+  run_and_keep<Device>(bound, checked_call(MlaArguments{out, q, q_pe, latent, k_pe, out_cache_loc, cache_seqlens,
+                                                        tree_mask, sinks, kv_scale},
+                                           bound));
 }
 
 }  // namespace attnops::layer_call

@@ -15,19 +15,9 @@ struct XqaArguments {
   const OptionalTensor& sinks;
   const OptionalTensor& k_scale;
   const OptionalTensor& v_scale;
-  const Tensor& bound;
-};
-
-struct XqaCall {
-  xqa_decode::Params decode;
-  std::optional<paged_kv::StoreKvParams> store;
 };
 
 inline constexpr const char* kXqaLayer = "xqa_layer";
-
-inline XqaBound xqa_bound(const xqa_decode::Arguments& arguments) {
-  return {XqaBound::kMagic, device_of(arguments.q), xqa_decode::checked_params(arguments)};
-}
 
 inline paged_kv::KvStore kv_store(const Rows& rows, const void* pages, int64_t stride_page, int64_t stride_token,
                                   int64_t stride_head, int head_dim, const Scale& scale) {
@@ -63,8 +53,8 @@ inline paged_kv::StoreKvParams checked_store(const XqaArguments& a, const xqa_de
           .page_dtype = p.kv_dtype};
 }
 
-inline XqaCall checked_call(const XqaArguments& a) {
-  XqaCall call{read_bound<XqaBound>(kXqaLayer, a.bound, a.q).decode, std::nullopt};
+inline XqaCall checked_call(const XqaArguments& a, const XqaBound& bound) {
+  XqaCall call{bound.decode, std::nullopt, nullptr};
   xqa_decode::Params& p = call.decode;
   const Rows q =
       checked_queries(kXqaLayer, "q", a.q, a.q, p.dtype, p.batch_size, p.seqlen_q, p.num_q_heads, p.head_dim);
@@ -82,6 +72,23 @@ inline XqaCall checked_call(const XqaArguments& a) {
   p.k_scale = k_scale.data, p.k_scale_stride = k_scale.stride;
   p.v_scale = v_scale.data, p.v_scale_stride = v_scale.stride;
   if (a.k) call.store = checked_store(a, p);
+  return call;
+}
+
+// The call with other addresses, in the schema's order.
+inline XqaCall moved(XqaCall call, void* const* addresses) {
+  const auto [out, q, k, v, slots, seqlens, tree_mask, sinks, k_scale, v_scale] = addresses_of(addresses);
+  xqa_decode::Params& p = call.decode;
+  p.out = out, p.q = q;
+  p.cache_seqlens = static_cast<const int32_t*>(seqlens);
+  p.tree_mask = static_cast<const uint8_t*>(tree_mask);
+  p.sinks = static_cast<const float*>(sinks);
+  p.k_scale = static_cast<const float*>(k_scale), p.v_scale = static_cast<const float*>(v_scale);
+  if (call.store) {
+    call.store->target.out_cache_loc.data = slots;
+    call.store->k.rows = k, call.store->k.scale = p.k_scale;
+    call.store->v.rows = v, call.store->v.scale = p.v_scale;
+  }
   return call;
 }
 

@@ -1,4 +1,3 @@
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 
 #include "merge_state/checks.h"
@@ -11,13 +10,13 @@ namespace {
 void merge_state_cuda(const Tensor& out, const Tensor& lse, const Tensor& out_a, const Tensor& lse_a,
                       const Tensor& out_b, const Tensor& lse_b) {
   const Params params = checked_params(out, lse, out_a, lse_a, out_b, lse_b);
-  const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
+  const OnDevice guard(out);
   launch(params, current_stream(out));
 }
 
 void merge_states_cuda(const Tensor& out, const Tensor& lse, const Tensor& outs, const Tensor& lses) {
   const ManyParams params = checked_many_params(out, lse, outs, lses);
-  const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
+  const OnDevice guard(out);
   launch(params, current_stream(out));
 }
 

@@ -20,8 +20,10 @@ struct Impl {
   DType dtype;     // of q
   DType kv_dtype;  // of the pages
   int max_rows;    // query rows (token, head) of a request; 0: any number
-  void (*launch)(const Params&, CUstream_st*);
+  Launch launch;
   bool fp8_products = false;  // rounds q and probabilities to e4m3
+
+  bool takes(const Params& p) const { return p.dtype == dtype && p.kv_dtype == kv_dtype; }
 
   std::string reject(const Params& p) const {
     if (p.dtype != dtype) return std::string("takes q of ") + name_of(dtype) + ", got " + name_of(p.dtype);
@@ -73,8 +75,6 @@ constexpr std::initializer_list<Impl> kImpls = {
 
 }  // namespace
 
-void launch(const Params& params, CUstream_st* stream) {
-  select_impl("mla_decode", kImpls, params).launch(params, stream);
-}
+Launch select_launch(const Params& params) { return select_impl("mla_decode", kImpls, params).launch; }
 
 }  // namespace attnops::mla_decode

@@ -1,4 +1,3 @@
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 
 #include "mla_decode/checks.h"
@@ -13,7 +12,7 @@ void mla_decode_plan_cuda(const Tensor& tile_scheduler_metadata, const Tensor& n
                           int64_t seqlen_q, int64_t num_q_heads, int64_t window_left, int64_t fixed_split_tokens) {
   const PlanParams plan = checked_plan_params(tile_scheduler_metadata, num_splits, cache_seqlens, seqlen_q, num_q_heads,
                                               window_left, fixed_split_tokens);
-  const torch::stable::accelerator::DeviceGuard guard(cache_seqlens.get_device_index());
+  const OnDevice guard(cache_seqlens);
   launch_plan(plan.geometry, plan.tensors.cache_seqlens, plan.tensors.tile_scheduler_metadata, plan.tensors.num_splits,
               current_stream(cache_seqlens));
 }
@@ -34,8 +33,8 @@ void mla_decode_cuda(const Tensor& out, const std::optional<Tensor>& lse, const 
                                    window_left, logit_cap,     sinks,
                                    tree_mask,   kv_scale,      fixed_split_tokens,
                                    report,      fp8_products});
-  const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
-  launch(p, current_stream(q));
+  const OnDevice guard(q);
+  select_launch(p)(p, current_stream(q));
 }
 
 }  // namespace

@@ -1,4 +1,3 @@
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 
 #include "paged_kv/checks.h"
@@ -10,7 +9,7 @@ namespace {
 
 template <class Params>
 void launch_on(const Tensor& tensor, const Params& params) {
-  const torch::stable::accelerator::DeviceGuard guard(tensor.get_device_index());
+  const OnDevice guard(tensor);
   launch(params, current_stream(tensor));
 }
 

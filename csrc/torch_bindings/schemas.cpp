@@ -59,7 +59,7 @@ STABLE_TORCH_LIBRARY(attnops, m) {
       "float logit_cap=0.0, int fixed_split_tokens=0, Tensor? report=None) -> ()");
   m.def(
       "xqa_layer(Tensor(a!) out, Tensor q, Tensor? k, Tensor? v, Tensor? out_cache_loc, Tensor cache_seqlens, "
-      "Tensor? tree_mask, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, Tensor bound) -> ()");
+      "Tensor? tree_mask, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, Tensor(b!) bound) -> ()");
   m.def(
       "mla_layer_bind(Tensor(a!) bound, Tensor out, Tensor q, Tensor? q_pe, Tensor kv_pages, Tensor page_table, "
       "Tensor cache_seqlens, Tensor tile_scheduler_metadata, Tensor num_splits, Tensor out_partial, "
@@ -67,7 +67,7 @@ STABLE_TORCH_LIBRARY(attnops, m) {
       "float logit_cap=0.0, int fixed_split_tokens=0, Tensor? report=None) -> ()");
   m.def(
       "mla_layer(Tensor(a!) out, Tensor q, Tensor? q_pe, Tensor? latent, Tensor? k_pe, Tensor? out_cache_loc, "
-      "Tensor cache_seqlens, Tensor? tree_mask, Tensor? sinks, Tensor? kv_scale, Tensor bound) -> ()");
+      "Tensor cache_seqlens, Tensor? tree_mask, Tensor? sinks, Tensor? kv_scale, Tensor(b!) bound) -> ()");
 
   // fmha/
   m.def(

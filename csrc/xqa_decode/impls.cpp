@@ -18,8 +18,14 @@ struct Impl {
   DType dtype;  // of q, when the pages have it too
   DType kv_dtype;
   int max_head_dim;
-  void (*launch)(const Params&, CUstream_st*);
+  Launch launch;
   std::string (*reject_more)(const Params&) = nullptr;  // limits of one architecture's kernels
+
+  bool takes(const Params& p) const {
+    if (p.head_dim > max_head_dim) return false;
+    if (dtype == DType::kFloat32) return p.dtype == dtype;
+    return p.kv_dtype == kv_dtype && (kv_dtype == dtype ? p.dtype == dtype : p.dtype != DType::kFloat32);
+  }
 
   std::string reject(const Params& p) const {
     const bool fp8 = p.kv_dtype == DType::kFloat8E4M3, q_is_wide = p.dtype == DType::kFloat32;
@@ -71,8 +77,6 @@ constexpr Impl kImpls[] = {
 
 }  // namespace
 
-void launch(const Params& params, CUstream_st* stream) {
-  select_impl("xqa_decode", kImpls, params).launch(params, stream);
-}
+Launch select_launch(const Params& params) { return select_impl("xqa_decode", kImpls, params).launch; }
 
 }  // namespace attnops::xqa_decode

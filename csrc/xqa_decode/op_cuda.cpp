@@ -1,4 +1,3 @@
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 
 #include "torch_bindings/stream.h"
@@ -18,7 +17,7 @@ void xqa_decode_plan_cuda(const Tensor& tile_scheduler_metadata, const Tensor& n
     geometry.parts_per_group = geometry.works_per_request;
     geometry.works_per_request = 1;
   }
-  const torch::stable::accelerator::DeviceGuard guard(cache_seqlens.get_device_index());
+  const OnDevice guard(cache_seqlens);
   launch_plan(plan.geometry, plan.tensors.cache_seqlens, plan.tensors.tile_scheduler_metadata, plan.tensors.num_splits,
               current_stream(cache_seqlens));
 }
@@ -54,8 +53,8 @@ void xqa_decode_cuda(const Tensor& out, const std::optional<Tensor>& lse, const 
                                         v_scale,
                                         fixed_split_tokens,
                                         report});
-  const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
-  launch(params, current_stream(q));
+  const OnDevice guard(q);
+  select_launch(params)(params, current_stream(q));
 }
 
 }  // namespace

@@ -9,73 +9,13 @@ import torch
 from attnops import ops
 from attnops.backends import get_backend_class
 from attnops.layers import RadixAttention
-from attnops.metadata import MlaDecodePlan, XqaDecodePlan
-from attnops.ops.layer_call import BOUND_BYTES, bind_mla_layer, bind_xqa_layer, mla_layer, xqa_layer
+from attnops.metadata import MlaDecodePlan
+from attnops.ops.layer_call import BOUND_BYTES, bind_mla_layer, mla_layer, repeatable, xqa_layer
 from attnops.pools import MHATokenToKVPool
 from attnops.types import AttentionBatch, AttentionSpec, ForwardMode, Limits
+from layer_calls import DIM, HEADS, LENGTHS, OPTIONS, PAGE_SIZE, PAGES, B, Xqa
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-LENGTHS = [5, 64, 130]
-B, HEADS, KV_HEADS, DIM, PAGES, PAGE_SIZE = 3, 8, 2, 64, 16, 32
-OPTIONS = {"softmax_scale": 0.2, "causal": True, "window_left": -1, "logit_cap": 0.0}
-
-
-class Xqa:
-    """Arguments of a call, with pages that its new rows do not reach before it."""
-
-    def __init__(self, device: str, seqlen_q: int = 2, fp8: bool = False, dtype: torch.dtype = torch.bfloat16) -> None:
-        def random(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape).to(dtype).to(device)
-
-        self.device, self.seqlen_q, self.fp8 = device, seqlen_q, fp8
-        tokens = B * seqlen_q
-        self.q, self.k, self.v = random(tokens, HEADS * DIM), random(tokens, KV_HEADS, DIM), random(tokens, 128)
-        self.k_scale = torch.tensor([0.03], device=device) if fp8 else None
-        self.v_scale = torch.tensor([0.02, 0.05], device=device) if fp8 else None
-        pages = [random(PAGES, PAGE_SIZE, KV_HEADS, DIM) for _ in range(2)]
-        self.pages = [page.to(torch.float8_e4m3fn) for page in pages] if fp8 else pages
-        self.table = torch.randperm(PAGES)[: B * 5].view(B, 5).int().to(device)
-        self.seqlens = torch.tensor(LENGTHS, dtype=torch.int32, device=device)
-        position = self.seqlens.long().unsqueeze(1) - seqlen_q + torch.arange(seqlen_q, device=device)
-        page = self.table.long().gather(1, position // PAGE_SIZE)
-        self.slots = (page * PAGE_SIZE + position % PAGE_SIZE).flatten()
-        self.sinks = torch.randn(HEADS, device=device)
-        heads = {"num_q_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM}
-        self.plan = XqaDecodePlan.allocate(B, seqlen_q=seqlen_q, device=device, **heads)
-        ops.xqa_decode_plan(self.plan, self.seqlens)
-        self.out = torch.empty_like(self.q)
-
-    def rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.view(B, self.seqlen_q, HEADS, DIM)
-
-    def bind(self) -> torch.Tensor:
-        rows = self.rows(self.out), self.rows(self.q)
-        return bind_xqa_layer(*rows, *self.pages, self.table, self.seqlens, self.plan, report=None, **OPTIONS)
-
-    def call(self, bound: torch.Tensor, **changes: object) -> torch.Tensor:
-        arguments = {
-            "out": self.out,
-            "q": self.q,
-            "k": self.k,
-            "v": self.v,
-            "slots": self.slots,
-            "seqlens": self.seqlens,
-            "tree_mask": None,
-            "sinks": self.sinks,
-            "k_scale": self.k_scale,
-            "v_scale": self.v_scale,
-            "bound": bound,
-        }
-        assert changes.keys() <= arguments.keys()
-        xqa_layer(*{**arguments, **changes}.values())
-        return self.out
-
-    def expected(self, **options: object) -> torch.Tensor:
-        scales = {"k_scale": self.k_scale, "v_scale": self.v_scale}
-        ops.store_kv(*self.pages, self.k, self.v.view(-1, KV_HEADS, DIM), self.slots, **scales)
-        options = {**OPTIONS, "sinks": self.sinks, **scales, **options}
-        out, _ = ops.xqa_decode(self.rows(self.q), *self.pages, self.table, self.seqlens, self.plan, **options)
-        return out.view_as(self.out)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -159,42 +99,50 @@ def test_mla_layer_is_store_and_decode(device, cache, apart):
     assert torch.equal(out.view_as(expected), expected)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"q": lambda c: c.q[:, :-1]},
-            r"q must have shape \[num_tokens, 512\] or \[num_tokens, 8, 64\], got \[6, 511\]",
-        ),
-        ({"q": lambda c: c.q[:5]}, r"q\.shape\[0\] \(num_tokens\) must be 6 \(batch_size \* seqlen_q.*got 5"),
-        ({"q": lambda c: c.q.half()}, "q must have dtype bfloat16, got float16"),
-        ({"out": lambda c: c.out.float()}, "out must have dtype bfloat16, got float32"),
-        ({"k": lambda c: c.k[:, :1]}, r"k must have shape \[num_tokens, 128\] or \[num_tokens, 2, 64\]"),
-        ({"k": lambda c: c.k.half()}, "k must have dtype bfloat16 as the bound pages, got float16"),
-        ({"v": lambda c: None}, "v must be given with k"),
-        ({"v": lambda c: c.v[:5]}, r"v\.shape\[0\] \(num_tokens\) must be 6 as in k, got 5"),
-        ({"slots": lambda c: None}, "out_cache_loc must be given"),
-        ({"slots": lambda c: c.slots[:4]}, r"out_cache_loc\.shape\[0\] \(num_tokens\) must be 6 .*got 4"),
-        ({"seqlens": lambda c: c.seqlens[:2]}, r"cache_seqlens\.shape\[0\] \(batch_size\) must be 3 .*got 2"),
-        ({"seqlens": lambda c: c.seqlens.long()}, "cache_seqlens must have dtype int32, got int64"),
-        ({"sinks": lambda c: c.sinks[:7]}, r"sinks\.shape\[0\] \(num_q_heads\) must be 8 .*got 7"),
-        ({"k_scale": lambda c: torch.ones(1)}, "k_scale must be absent: the bound pages are not float8_e4m3fn"),
-        (
-            {"bound": lambda c: torch.zeros(BOUND_BYTES, dtype=torch.uint8)},
-            "bound must have been written by xqa_layer_bind",
-        ),
-        ({"bound": lambda c: torch.zeros(8, dtype=torch.uint8)}, r"bound\.shape\[0\] \(bytes\) must be 1024"),
-        (
-            {"tree_mask": lambda c: torch.zeros(B, 3, 1, dtype=torch.uint8)},
-            r"tree_mask\.shape\[1\] \(seqlen_q\) must be 2",
-        ),
-    ],
-)
-def test_errors_name_the_argument(change, message):
+ERRORS = [
+    (
+        {"q": lambda c: c.q[:, :-1]},
+        r"q must have shape \[num_tokens, 512\] or \[num_tokens, 8, 64\], got \[6, 511\]",
+    ),
+    ({"q": lambda c: c.q[:5]}, r"q\.shape\[0\] \(num_tokens\) must be 6 \(batch_size \* seqlen_q.*got 5"),
+    ({"q": lambda c: c.q.half()}, "q must have dtype bfloat16, got float16"),
+    ({"out": lambda c: c.out.float()}, "out must have dtype bfloat16, got float32"),
+    ({"k": lambda c: c.k[:, :1]}, r"k must have shape \[num_tokens, 128\] or \[num_tokens, 2, 64\]"),
+    ({"k": lambda c: c.k.half()}, "k must have dtype bfloat16 as the bound pages, got float16"),
+    ({"v": lambda c: None}, "v must be given with k"),
+    ({"v": lambda c: c.v[:5]}, r"v\.shape\[0\] \(num_tokens\) must be 6 as in k, got 5"),
+    ({"slots": lambda c: None}, "out_cache_loc must be given"),
+    ({"slots": lambda c: c.slots[:4]}, r"out_cache_loc\.shape\[0\] \(num_tokens\) must be 6 .*got 4"),
+    ({"seqlens": lambda c: c.seqlens[:2]}, r"cache_seqlens\.shape\[0\] \(batch_size\) must be 3 .*got 2"),
+    ({"seqlens": lambda c: c.seqlens.long()}, "cache_seqlens must have dtype int32, got int64"),
+    ({"sinks": lambda c: c.sinks[:7]}, r"sinks\.shape\[0\] \(num_q_heads\) must be 8 .*got 7"),
+    ({"k_scale": lambda c: torch.ones(1)}, "k_scale must be absent: the bound pages are not float8_e4m3fn"),
+    (
+        {"tree_mask": lambda c: torch.zeros(B, 3, 1, dtype=torch.uint8)},
+        r"tree_mask\.shape\[1\] \(seqlen_q\) must be 2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), ERRORS)
+@pytest.mark.parametrize("repeats", [False, True], ids=["op", "repeatable"])
+def test_errors_name_the_argument(change, message, repeats):
     case = Xqa("cpu")
     bound = case.bind()
-    with pytest.raises(RuntimeError, match=f"attnops::xqa_layer: {message}"):
-        case.call(**{"bound": bound, **{name: make(case) for name, make in change.items()}})
+    call = repeatable(xqa_layer, bound) if repeats else lambda *tensors: xqa_layer(*tensors, bound)
+    changes = {name: make(case) for name, make in change.items()}
+    with torch.no_grad():
+        call(*case.arguments().values())
+        with pytest.raises(RuntimeError, match=f"attnops::xqa_layer: {message}"):
+            call(*case.arguments(**changes).values())
+
+
+def test_bound_bytes_are_those_of_a_bind_op():
+    case = Xqa("cpu")
+    with pytest.raises(RuntimeError, match="attnops::xqa_layer: bound must have been written by xqa_layer_bind"):
+        case.call(torch.zeros(BOUND_BYTES, dtype=torch.uint8))
+    with pytest.raises(RuntimeError, match=r"attnops::xqa_layer: bound\.shape\[0\] \(bytes\) must be 2048"):
+        case.call(torch.zeros(8, dtype=torch.uint8))
 
 
 def test_binding_checks_what_the_op_checks():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from attnops.backends.base import is_causal
 from attnops.backends.store import FP8, uses_window_slots
 from attnops.graph_buffers import PagedStep
 from attnops.metadata.plan import MlaDecodePlan
-from attnops.ops.layer_call import bind_mla_layer, bind_xqa_layer
+from attnops.ops.layer_call import bind_mla_layer, bind_xqa_layer, mla_layer, repeatable, xqa_layer
 from attnops.plan_buffers import DecodePlan, TokenBlocks
 from attnops.pools import KVCache, MHATokenToKVPool, MLATokenToKVPool, SWAKVPool
 
@@ -26,22 +27,27 @@ class BoundLayer:
 
     Attributes:
         version, pool: The layer's version and its pool then; with others it must be bound again.
-        bound: Of `ops.layer_call`.
-        keeps: What `bound` holds addresses of.
+        call: The layer's op with what was bound, of `ops.layer_call.repeatable`.
+        keeps: What was bound by its address.
         windowed: The layer's pages are those of a sliding-window pool.
-        has_sinks, has_scales: Whether a call reads the layer's; tensors that models replace are passed, not bound.
+        sinks, k_scale, v_scale: The layer's dictionary in which a call finds the tensor of that name, sooner than by an
+            attribute: models replace such tensors, so they are passed, not bound. None: a call has none.
     """
 
     version: int
     pool: KVCache
-    bound: Tensor
+    call: Callable[..., None]
     keeps: tuple[object, ...]
     windowed: bool
-    has_sinks: bool
-    has_scales: bool
+    sinks: Mapping[str, Tensor | None] | None
+    k_scale: Mapping[str, Tensor | None] | None
+    v_scale: Mapping[str, Tensor | None] | None
 
-    def serves(self, version: int, pool: KVCache | None) -> bool:
-        return self.version == version and self.pool is pool
+
+def _holder(layer: RadixAttention, name: str) -> Mapping[str, Tensor | None] | None:
+    """The dictionary of a layer that has its tensor `name`, if it has one now."""
+    tensors = layer._parameters if name in layer._parameters else layer._buffers
+    return None if tensors[name] is None else tensors
 
 
 def bind_layer(
@@ -88,18 +94,21 @@ def bind_layer(
         q_pe = None if q_rope is None else by_request(q_rope, rope_dim)
         queries = by_request(q, layer.head_dim - rope_dim)
         bound = bind_mla_layer(rows, queries, q_pe, *pages, table, cache_seqlens, plan, **options)
+        call = repeatable(mla_layer, bound)
     else:
         if not isinstance(pool, MHATokenToKVPool | SWAKVPool):
             raise ValueError(f"attnops: a layer with K and V cannot use a {type(pool).__name__}")
         pages = pool.get_kv_buffer(layer.layer_id)
         queries = by_request(q, layer.head_dim)
         bound = bind_xqa_layer(rows, queries, *pages, table, cache_seqlens, plan, **options)
+        call = repeatable(xqa_layer, bound)
     return BoundLayer(
         version=layer.version,
         pool=pool,
-        bound=bound,
+        call=call,
         keeps=(pages, table, plan, report),
         windowed=windowed,
-        has_sinks=layer.sinks is not None,
-        has_scales=pool.dtype in FP8 and (layer.k_scale is not None or layer.v_scale is not None),
+        sinks=_holder(layer, "sinks"),
+        k_scale=_holder(layer, "k_scale") if pool.dtype in FP8 else None,
+        v_scale=_holder(layer, "v_scale") if pool.dtype in FP8 else None,
     )

@@ -23,6 +23,7 @@ class CutlassMLABackend(AttentionBackend):
     def __init__(self, spec: AttentionSpec, limits: Limits, device: torch.device | str = "cpu") -> None:
         super().__init__(spec, limits, device)
         self._steps = DecodeSteps(self.name, spec, limits, self.device)
+        self.forward = self._steps.forward  # type: ignore[method-assign]
 
     @property
     def fault_report(self) -> Tensor | None:

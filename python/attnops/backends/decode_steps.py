@@ -14,13 +14,13 @@ from attnops.backends.prepared import PreparedStep
 from attnops.backends.store import heads
 from attnops.graph_buffers import MAX_CACHED_STEPS, PagedBuffers, PagedStep
 from attnops.metadata.plan import MlaDecodePlan
-from attnops.ops.layer_call import mla_layer, xqa_layer
 from attnops.plan_buffers import BlockBuffers, DecodePlan, DecodePlans, TokenBlocks
 from attnops.types import AttentionBatch, AttentionSpec, ForwardMode, Limits
 
 if TYPE_CHECKING:
     from attnops.layers.radix_attention import RadixAttention
 
+IDLE = ForwardMode.IDLE  # looked up once, not in every layer
 MODES = frozenset({ForwardMode.DECODE, ForwardMode.IDLE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND})
 
 
@@ -42,6 +42,8 @@ class DecodeStep:
 
 class DecodeSteps:
     """Decode, verify and draft extend through `xqa_decode` or `mla_decode`.
+
+    A backend's `forward` is the one here, without a call between: ``self.forward = steps.forward``.
 
     Uniform steps go to the op as they are. A ragged draft extend is padded: a request's tokens become the last rows of
     blocks of `draft_width` tokens, so that the op, which aligns queries and keys at the end, puts each in its place.
@@ -113,14 +115,19 @@ class DecodeSteps:
         *,
         q_rope: Tensor | None = None,
         k_rope: Tensor | None = None,
-        out: Tensor,
-    ) -> None:
-        """One layer, stored and attended in one op; arguments as of `AttentionBackend.forward`.
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """`AttentionBackend.forward` of a backend that only decodes: one layer, stored and attended in one call.
 
-        Written in one piece: a server runs it once per layer, and each Python call costs as much as the kernel's launch
-        takes from the host.
+        Written in one piece: a server runs it once per layer, and each Python call costs a tenth of a kernel's launch.
         """
-        step, rows, cache_seqlens = self.prepared.of(batch), out, batch.cache_seqlens
+        if out is None:
+            like_q = q.dim() == 2 and layer.v_head_dim == layer.head_dim  # made sooner than by a shape
+            out = torch.empty_like(q) if like_q else q.new_empty(q.shape[0], layer.num_heads * layer.v_head_dim)
+        if batch.num_tokens == 0 or batch.forward_mode is IDLE:
+            return out.zero_()  # an idle rank's rows are padding
+        step, cache_seqlens = self.prepared.of(batch), batch.cache_seqlens
+        rows = tokens = out
         blocks, pool = step.blocks, batch.token_to_kv_pool
         if not save_kv_cache:
             k = None
@@ -129,26 +136,26 @@ class DecodeSteps:
             q = blocks.gather(q.view(q.shape[0], layer.num_heads, -1))
             if q_rope is not None:
                 q_rope = blocks.gather(q_rope.view(q_rope.shape[0], layer.num_heads, -1))
-            out = heads(out, layer.num_heads, layer.v_head_dim)
-            rows, cache_seqlens = blocks.results_for(out), blocks.cache_seqlens
-        call = step.layers.get(layer)
-        if call is None or not call.serves(layer.version, pool):
+            tokens = heads(out, layer.num_heads, layer.v_head_dim)
+            rows, cache_seqlens = blocks.results_for(tokens), blocks.cache_seqlens
+        bound = step.layers.get(layer)
+        if bound is None or bound.version != layer.version or bound.pool is not pool:
             report = self.buffers.report
-            call = bind_layer(layer, pool, step.paged, step.plans, blocks, q, q_rope, rows, cache_seqlens, report)
-            step.layers[layer] = call
-        sinks = layer.sinks if call.has_sinks else None
-        k_scale = layer.k_scale if call.has_scales else None
-        slots = step.paged.window_out_cache_loc if call.windowed else batch.out_cache_loc
-        tree_mask = batch.tree_mask
+            bound = bind_layer(layer, pool, step.paged, step.plans, blocks, q, q_rope, rows, cache_seqlens, report)
+            step.layers[layer] = bound
+        slots = step.paged.window_out_cache_loc if bound.windowed else batch.out_cache_loc
+        sinks = None if bound.sinks is None else bound.sinks["sinks"]
+        k_scale = None if bound.k_scale is None else bound.k_scale["k_scale"]
         if self._is_mla:
-            mla_layer(rows, q, q_rope, k, k_rope, slots, cache_seqlens, tree_mask, sinks, k_scale, call.bound)
+            bound.call(rows, q, q_rope, k, k_rope, slots, cache_seqlens, batch.tree_mask, sinks, k_scale)
         else:
             if q_rope is not None or k_rope is not None:
                 raise ValueError("attnops: q_rope and k_rope belong to MLA layers")
-            v_scale = layer.v_scale if call.has_scales else None
-            xqa_layer(rows, q, k, v, slots, cache_seqlens, tree_mask, sinks, k_scale, v_scale, call.bound)
+            v_scale = None if bound.v_scale is None else bound.v_scale["v_scale"]
+            bound.call(rows, q, k, v, slots, cache_seqlens, batch.tree_mask, sinks, k_scale, v_scale)
         if blocks is not None:
-            blocks.scatter(rows, out)
+            blocks.scatter(rows, tokens)
+        return out
 
     def _make(self, batch: AttentionBatch, paged: PagedStep) -> DecodeStep:
         if batch.is_uniform:

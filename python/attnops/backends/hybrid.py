@@ -42,7 +42,7 @@ class HybridAttnBackend(AttentionBackend):
         self.spec, self.limits, self.device = decode.spec, decode.limits, decode.device
         self.prefill_backend, self.decode_backend = prefill, decode
         self.speculative_attention_mode = speculative_attention_mode
-        self._serving = {int(mode): self.select(mode) for mode in ForwardMode}
+        self._forward = {mode: self.select(mode).forward for mode in ForwardMode}
 
     @property
     def needs_cpu_seq_lens(self) -> bool:  # type: ignore[override]
@@ -84,9 +84,13 @@ class HybridAttnBackend(AttentionBackend):
         layer: RadixAttention,
         batch: AttentionBatch,
         save_kv_cache: bool = True,
-        **options: Any,
+        *,
+        q_rope: Tensor | None = None,
+        k_rope: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        return self._serving[batch.forward_mode].forward(q, k, v, layer, batch, save_kv_cache, **options)
+        forward = self._forward[batch.forward_mode]
+        return forward(q, k, v, layer, batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope, out=out)
 
     def forward_decode(self, *args: Any, **options: Any) -> None:
         raise NotImplementedError("attnops: a hybrid's forward calls the backend that serves the batch's mode")

@@ -14,16 +14,19 @@ class PreparedStep(Generic[Views]):
 
     Plans and page tables are device memory that each step writes anew. A layer that runs with another batch than the
     one they were made for would read pages and lengths of the wrong requests, so it is told which half is missing.
+
+    Attributes:
+        planned: The batch for which both halves have run, if any. A layer whose batch this is need not ask `of`.
     """
 
     def __init__(self) -> None:
         self.views: Views | None = None
+        self.planned: AttentionBatch | None = None
         self._batch: AttentionBatch | None = None
-        self._is_planned = False
 
     def begin(self, batch: AttentionBatch, views: Views) -> None:
         """The out-graph half has run."""
-        self.views, self._batch, self._is_planned = views, batch, False
+        self.views, self._batch, self.planned = views, batch, None
 
     def plan(self, batch: AttentionBatch) -> Views:
         """The in-graph half runs.
@@ -36,7 +39,7 @@ class PreparedStep(Generic[Views]):
                 "attnops: init_forward_metadata_out_graph(batch) must run before init_forward_metadata_in_graph, with "
                 "the same batch; init_forward_metadata(batch) does both"
             )
-        self._is_planned = True
+        self.planned = batch
         return self.views
 
     def of(self, batch: AttentionBatch) -> Views:
@@ -45,7 +48,7 @@ class PreparedStep(Generic[Views]):
         Raises:
             RuntimeError: the metadata is missing, half made, or another batch's.
         """
-        if self._batch is batch and self._is_planned:
+        if self.planned is batch:
             assert self.views is not None
             return self.views
         if self._batch is None:

@@ -40,6 +40,7 @@ class TRTLLMHAAttnBackend(AttentionBackend):
     def __init__(self, spec: AttentionSpec, limits: Limits, device: torch.device | str = "cpu") -> None:
         super().__init__(spec, limits, device)
         self._steps = DecodeSteps(self.name, spec, limits, self.device, draft_width=limits.max_tokens_per_request)
+        self.forward = self._steps.forward  # type: ignore[method-assign]
 
     @property
     def fault_report(self) -> Tensor | None:

@@ -30,6 +30,7 @@ class TRTLLMMLABackend(AttentionBackend):
         super().__init__(spec, limits, device)
         padded = -(-limits.max_seqlen // TABLE_TOKENS) * TABLE_TOKENS
         self._steps = DecodeSteps(self.name, spec, dataclasses.replace(limits, max_seqlen=padded), self.device)
+        self.forward = self._steps.forward  # type: ignore[method-assign]
 
     @property
     def fault_report(self) -> Tensor | None:

@@ -7,6 +7,10 @@ of a call's time on the host: docs/graphs.md has what this saves.
 `bound` holds addresses. Whoever binds keeps the tensors alive that it bound, and binds again when one is replaced. The
 layer ops write pages and scratch that are none of their arguments, so they are for callers that a compiler does not
 trace, such as `unified_attention_with_output`.
+
+Passing a layer's tensors through torch's dispatcher takes longer than a launch. `repeatable` gives a function that
+passes the first call to the op and repeats it from then on, with other addresses, while the tensors look the same and
+nobody watches torch's ops.
 """
 
 from __future__ import annotations
@@ -16,9 +20,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from attnops import _layer_call
 from attnops.metadata.plan import MlaDecodePlan, XqaDecodePlan
 
-BOUND_BYTES = 1024  # csrc/layer_call/bound.h
+BOUND_BYTES = 2048  # csrc/layer_call/header.h
 
 # Called by position: keyword arguments cost a lookup each.
 #   xqa_layer(out, q, k, v, out_cache_loc, cache_seqlens, tree_mask, sinks, k_scale, v_scale, bound)
@@ -27,6 +32,31 @@ BOUND_BYTES = 1024  # csrc/layer_call/bound.h
 # store. out_cache_loc as of `ops.store_kv`, all else as of `ops.xqa_decode` and `ops.mla_decode`.
 xqa_layer = torch.ops.attnops.xqa_layer.default
 mla_layer = torch.ops.attnops.mla_layer.default
+
+
+# Who may watch torch's ops: modes (fake tensors, tracers, tapes, users' own), profilers, TorchScript's tracer. The
+# gradient mode is asked, too; wrapped tensors show by themselves.
+_WATCHERS = (
+    torch._C._len_torch_dispatch_stack,
+    torch._C._len_torch_function_stack,
+    torch.autograd._profiler_enabled,
+    torch._C._is_tracing,
+)
+_REPEATS = _layer_call.setup(torch.Tensor, torch.nn.Parameter, _WATCHERS)  # False: this torch has no DLPack C exchange
+
+
+def repeatable(op: Callable[..., None], bound: Tensor) -> Callable[..., None]:
+    """``call(*tensors)``: ``op(*tensors, bound)``, at a fraction of its host time where it only repeats the last call.
+
+    Args:
+        op: `xqa_layer` or `mla_layer`.
+        bound: Of the matching bind function. The returned call keeps it alive, not the tensors that it was made from.
+
+    The call takes the op's tensors by position, all but `bound`. It raises what the op raises.
+    """
+    if _REPEATS:
+        return _layer_call.LayerCall(op, bound, bound.data_ptr()).run
+    return lambda *tensors: op(*tensors, bound)
 
 
 def bind_xqa_layer(
@@ -50,7 +80,7 @@ def bind_xqa_layer(
         out, q, cache_seqlens: Of any such call, ``q`` as ``[B, S_q, H_q, D]``: the others must fit them.
 
     Returns:
-        `bound`, uint8 ``[1024]`` in host memory.
+        `bound`, uint8 ``[2048]`` in host memory.
 
     Raises:
         RuntimeError: what `ops.xqa_decode` refuses; the message names op, argument, dimension, expected and got.
