@@ -28,6 +28,7 @@ from attnops.backends import select_backend
 from attnops.graphs import GraphRunner
 from attnops.layers import RadixAttention, collect_layers, forward_context
 from attnops.metadata import XqaDecodePlan
+from attnops.ops.layer_call import bind_xqa_layer, repeatable, xqa_layer
 from attnops.pools import MHATokenToKVPool
 from attnops.types import AttentionBatch, AttentionSpec, ForwardMode, Limits
 from records import Record, write
@@ -378,6 +379,11 @@ class Bench:
         scratch = (plan.tile_scheduler_metadata, plan.num_splits, plan.out_partial, plan.lse_partial, plan.semaphores)
         arguments = (out, None, rows, *pages, *tensors, *scratch, DIM**-0.5)
         measure("attnops xqa_decode, the op", lambda: op(*arguments), "torch.ops.attnops.xqa_decode")
+        options = {"softmax_scale": DIM**-0.5, "causal": True, "window_left": -1, "logit_cap": 0.0, "report": None}
+        bound = bind_xqa_layer(out, rows, *pages, table, batch.cache_seqlens, plan, **options)
+        call, rest = repeatable(xqa_layer, bound), (q, None, None, None, batch.cache_seqlens, *[None] * 4)
+        own = torch.empty_like(q)
+        measure("attnops xqa_layer, repeated", lambda: call(own, *rest), "ops.layer_call.repeatable")
         measure(
             "attnops metadata", lambda: setup.backend.init_forward_metadata(batch), "page table and plan, once a step"
         )

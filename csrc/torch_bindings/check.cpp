@@ -105,8 +105,12 @@ const TensorCheck& TensorCheck::rank(int64_t rank) const {
 
 const TensorCheck& TensorCheck::shape(std::initializer_list<std::reference_wrapper<Dim>> dims) const {
   rank(static_cast<int64_t>(dims.size()));
-  int64_t axis = 0;
-  for (Dim& dim : dims) match(dim, axis++);
+  const auto sizes = tensor_.sizes();  // at once: each question to a tensor is a call into torch
+  size_t axis = 0;
+  for (Dim& dim : dims) {
+    match(dim, axis, sizes[axis]);
+    ++axis;
+  }
   return *this;
 }
 
@@ -142,8 +146,7 @@ const TensorCheck& TensorCheck::aligned(int bytes) const {
   return *this;
 }
 
-void TensorCheck::match(Dim& dim, int64_t axis) const {
-  const int64_t actual = tensor_.size(axis);
+void TensorCheck::match(Dim& dim, size_t axis, int64_t actual) const {
   if (!dim.extent_) {
     dim.extent_ = actual;
     dim.bound_by_ = name_;

@@ -51,7 +51,7 @@ class TensorCheck {
 
  private:
   std::string label() const;
-  void match(Dim& dim, int64_t axis) const;
+  void match(Dim& dim, size_t axis, int64_t actual) const;
 
   const char* op_;
   const char* name_;
