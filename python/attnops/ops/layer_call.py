@@ -20,7 +20,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from attnops import _layer_call
 from attnops.metadata.plan import MlaDecodePlan, XqaDecodePlan
 
 BOUND_BYTES = 2048  # csrc/layer_call/header.h
@@ -42,7 +41,13 @@ _WATCHERS = (
     torch.autograd._profiler_enabled,
     torch._C._is_tracing,
 )
-_REPEATS = _layer_call.setup(torch.Tensor, torch.nn.Parameter, _WATCHERS)  # False: this torch has no DLPack C exchange
+try:
+    from attnops import _layer_call
+
+    # False: this torch has no DLPack C exchange.
+    _REPEATS = _layer_call.setup(torch.Tensor, torch.nn.Parameter, _WATCHERS)
+except ImportError:  # a build of the op modules alone
+    _REPEATS = False
 
 
 def repeatable(op: Callable[..., None], bound: Tensor) -> Callable[..., None]:
