@@ -49,6 +49,16 @@ __device__ inline void copy_box(uint32_t shared, const CUtensorMap* map, uint32_
       : "memory");
 }
 
+// A run of bytes, by the copy engine, under a cache policy; adds them to the barrier's transaction. Both addresses and
+// the count are multiples of 16.
+__device__ inline void copy_bytes(uint32_t shared, const void* global, int bytes, uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(shared),
+      "l"(global), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
 // For what is read once, and for what is read again soon.
 __device__ inline uint64_t l2_policy(bool read_once) {
   uint64_t once, again;

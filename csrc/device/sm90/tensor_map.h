@@ -25,7 +25,8 @@ struct MapGeometry {
 // `promotion` is what a miss in L2 fetches.
 inline CUtensorMap encode_tensor_map(DType dtype, const void* base, int rank, const cuuint64_t* extents,
                                      const cuuint64_t* strides, const cuuint32_t* box,
-                                     CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
+                                     CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                     CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const Encode encode = [] {
     void* function = nullptr;
@@ -40,9 +41,8 @@ inline CUtensorMap encode_tensor_map(DType dtype, const void* base, int rank, co
                                    : dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                                               : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   CUtensorMap map;
-  const CUresult status =
-      encode(&map, type, rank, const_cast<void*>(base), extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult status = encode(&map, type, rank, const_cast<void*>(base), extents, strides, box, steps,
+                                 CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
     throw std::runtime_error("attnops: cuTensorMapEncodeTiled refused the cache: CUresult " +
                              std::to_string(static_cast<int>(status)));

@@ -1,7 +1,7 @@
 #pragma once
 #include "device/sm90/wgmma.cuh"
 
-// Warpgroup products with few columns: m = 64, n = 16 or 32, k = 16, both operands in shared memory, b K-major. For
+// Warpgroup products with few columns: m = 64, n = 16 or 32, k = 16, a in shared memory or registers, b K-major. For
 // kernels that put the long side, keys or columns of V, on m.
 namespace attnops::sm90 {
 
@@ -47,6 +47,34 @@ __device__ inline void wgmma_few(float (&d)[kColumns / 2], uint64_t a, uint64_t 
     ATTNOPS_WGMMA_FEW_N("f16.f16")
   } else {
     ATTNOPS_WGMMA_FEW_N("bf16.bf16")
+  }
+}
+
+#define ATTNOPS_WGMMA_FEW_RS(n, types, registers, a0, a1, a2, a3, b_at, flag_at, ...)                                 \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" flag_at ", 0;\nwgmma.mma_async.sync.aligned.m64n" n               \
+               "k16.f32." types " {" registers "}, {%" a0 ", %" a1 ", %" a2 ", %" a3 "}, %" b_at ", p, 1, 1, 0;\n}\n" \
+               : __VA_ARGS__                                                                                          \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate))
+
+#define ATTNOPS_WGMMA_FEW_RS_N(types)                                                                      \
+  if constexpr (kColumns == 16) {                                                                          \
+    ATTNOPS_WGMMA_FEW_RS("16", types, ATTNOPS_R8, "8", "9", "10", "11", "12", "13", ATTNOPS_F4(d, 0),      \
+                         ATTNOPS_F4(d, 4));                                                                \
+  } else {                                                                                                 \
+    static_assert(kColumns == 32);                                                                         \
+    ATTNOPS_WGMMA_FEW_RS("32", types, ATTNOPS_R16, "16", "17", "18", "19", "20", "21", ATTNOPS_F16(d, 0)); \
+  }
+
+// The same with a in registers, also for 64 columns: rows lane / 4 and + 8 of the warp's sixteen, columns 2 (lane % 4)
+// + {0, 1} and + 8.
+template <typename T, int kColumns>
+__device__ inline void wgmma_few(float (&d)[kColumns / 2], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+  if constexpr (kColumns == 64) {
+    wgmma_n64<T>(d, a, b, accumulate);
+  } else if constexpr (std::is_same_v<T, __half>) {
+    ATTNOPS_WGMMA_FEW_RS_N("f16.f16")
+  } else {
+    ATTNOPS_WGMMA_FEW_RS_N("bf16.bf16")
   }
 }
 

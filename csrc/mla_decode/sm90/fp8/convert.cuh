@@ -7,14 +7,10 @@
 
 #include "device/sm90/wgmma.cuh"
 #include "mla_decode/params.h"
+#include "mla_decode/sm90/fp8/format.h"
 
-// The two FP8 formats of a cached token, and their way to 16 bit.
+// The way of the two FP8 formats to 16 bit.
 namespace attnops::mla_decode::sm90::fp8 {
-
-enum class Format {
-  kDense,  // 576 e4m3; one scale for all, applied to scores and outputs, so that conversion is exact
-  kRow,    // 512 e4m3, 4 float32 scales (one per 128), 64 bf16 rope
-};
 
 template <Format kFormat>
 struct FormatTraits {

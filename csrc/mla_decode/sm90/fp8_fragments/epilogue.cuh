@@ -1,0 +1,174 @@
+#pragma once
+#include <cmath>
+
+#include "mla_decode/sm90/fp8_fragments/softmax.cuh"
+
+// The end of a piece: both teams' sums become one, and then the output or a partial result. Of its group's 256 columns
+// of V a team writes two of the four blocks of 64: team 0 the first.
+namespace attnops::mla_decode::sm90::fp8_fragments {
+
+using attnops::sm90::named_barrier_sync;
+
+inline constexpr int kColumnTiles = 4;  // of 64 columns of V, of a group
+
+// Leaves what all warps must know of the rows in shared memory.
+template <class At>
+__device__ inline void publish_rows(const Softmax<At>& rows, uint8_t* base) {
+  float* sums = reinterpret_cast<float*>(rows.state(base) + At::kSums) + rows.first_row();
+  float* references = reinterpret_cast<float*>(rows.state(base) + At::kReference) + rows.first_row();
+  const int thread = threadIdx.x % kGroupThreads, lane = thread % 32, warp = thread / 32;
+#pragma unroll
+  for (int i = 0; i < At::kSoftmaxRows / 4; ++i) {
+    const float sum = column_sum(rows.sum[i]);
+    if (lane < 4) sums[warp * At::kRows + query_of(i)] = sum;
+    if (thread < 4) references[query_of(i)] = rows.reference[i];
+  }
+}
+
+// Where a row of the piece goes, in elements, and what each team's values are multiplied by; 0: it saw no key.
+struct RowEnd {
+  int64_t offset;
+  float factor[2];
+};
+static_assert(sizeof(RowEnd) == 16);
+
+// By one thread per row: its sum over all warps and teams, its lse, its place.
+template <class At>
+__device__ inline RowEnd end_of_row(const Params& p, const Piece& piece, const uint8_t* base, int row, float kv_scale) {
+  const bool valid = row < piece.num_rows;
+  float most = -INFINITY, sum = 0.f, factor[2];
+  const auto state = [&](int team) { return base + At::kStates + team * At::kStateBytes; };
+  const auto reference = [&](int team) { return reinterpret_cast<const float*>(state(team) + At::kReference)[row]; };
+#pragma unroll
+  for (int team = 0; team < At::kTeams; ++team) most = fmaxf(most, reference(team));
+#pragma unroll
+  for (int team = 0; team < At::kTeams; ++team) {
+    const float* sums = reinterpret_cast<const float*>(state(team) + At::kSums) + row;
+    factor[team] = rescale_factor(reference(team), most);
+    sum += factor[team] * ((sums[0] + sums[At::kRows]) + (sums[2 * At::kRows] + sums[3 * At::kRows]));
+  }
+  const float lse = sum == 0.f ? -INFINITY : (most - kLift + log2f(sum)) * kLn2;  // a NaN sum goes on: it must show
+  float common = sum == 0.f ? 0.f : kv_scale / sum;
+  RowEnd end;
+  if (piece.partial >= 0) {
+    const int64_t partial_row = static_cast<int64_t>(piece.partial) * kPlanRows + row;
+    end.offset = partial_row * kHeadDimV;
+    if (valid) p.lse_partial[partial_row] = lse;
+  } else {
+    const RowPlace at = row_place(p, piece.first_row + (valid ? row : 0));
+    end.offset = piece.request * p.out_stride_request + at.token * p.out_stride_token + at.head * p.out_stride_head;
+    common *= sink_factor(p, at.head, lse);
+    if (p.lse && valid) {
+      p.lse[(static_cast<int64_t>(piece.request) * p.seqlen_q + at.token) * p.num_q_heads + at.head] = lse;
+    }
+  }
+  end.factor[0] = factor[0] * common;
+  end.factor[1] = factor[At::kTeams - 1] * common;
+  return end;
+}
+
+template <class At>
+inline constexpr int kOwnColumnTiles = kColumnTiles / At::kTeams;  // that a team writes
+
+// A team keeps its own blocks of columns, gives the others away and adds what it gets.
+template <class At>
+__device__ inline void exchange_outputs(uint8_t* base, int team, const float (&o)[kColumnTiles][At::kRows / 2],
+                                        float (&total)[kOwnColumnTiles<At>][At::kRows / 2]) {
+  constexpr int kCount = At::kRows / 2, kOwnTiles = kOwnColumnTiles<At>;
+  if constexpr (At::kTeams == 1) {
+#pragma unroll
+    for (int m = 0; m < kOwnTiles; ++m) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) total[m][i] = o[m][i];
+    }
+  } else {
+    constexpr int kVecs = kCount / 4;
+    float4* const outputs = reinterpret_cast<float4*>(base + At::kOutputs);
+#pragma unroll
+    for (int m = 0; m < kOwnTiles; ++m) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) total[m][i] = team == 0 ? o[m][i] : o[kOwnTiles + m][i];
+#pragma unroll
+      for (int v = 0; v < kVecs; ++v) {
+        const auto given = [&](int i) { return team == 0 ? o[kOwnTiles + m][4 * v + i] : o[m][4 * v + i]; };
+        outputs[(m * kVecs + v) * At::kConsumerThreads + threadIdx.x] = {given(0), given(1), given(2), given(3)};
+      }
+    }
+    named_barrier_sync(kAll, At::kConsumerThreads);
+#pragma unroll
+    for (int m = 0; m < kOwnTiles; ++m) {
+#pragma unroll
+      for (int v = 0; v < kVecs; ++v) {
+        const float4 x = outputs[(m * kVecs + v) * At::kConsumerThreads + (threadIdx.x ^ kTeamThreads)];
+        total[m][4 * v] += x.x;
+        total[m][4 * v + 1] += x.y;
+        total[m][4 * v + 2] += x.z;
+        total[m][4 * v + 3] += x.w;
+      }
+    }
+  }
+}
+
+// In a block of 64 columns, a thread has columns 16 warp + 2 (lane / 4) + h: element 4 j + 2 h + e. `store` gets a
+// row's place at the first block, the block's distance from there, and two neighbouring values.
+template <class At, typename Store>
+__device__ inline void for_columns(const Piece& piece, const Place& place, const RowEnd* ends,
+                                   const float (&total)[kOwnColumnTiles<At>][At::kRows / 2], const Store& store) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % kGroupThreads / 32;
+  const int column = place.group * 256 + place.team * 64 * kOwnColumnTiles<At> + 16 * warp + lane / 4 * 2;
+#pragma unroll
+  for (int i = 0; i < At::kQueries; ++i) {
+    if (query_of(i) >= piece.num_rows) continue;
+    const int64_t at = ends[query_of(i)].offset + column;
+#pragma unroll
+    for (int m = 0; m < kOwnColumnTiles<At>; ++m) {
+      store(at + 64 * m, total[m][element_of(i, 0)], total[m][element_of(i, 1)]);
+    }
+  }
+}
+
+// This code runs once a piece, on a cold instruction cache: it is kept short.
+template <typename T, class At>
+__device__ inline void finish_piece(const Params& p, const Piece& piece, const Softmax<At>& rows, uint8_t* base,
+                                    float kv_scale, bool out_aligned, float (&o)[kColumnTiles][At::kRows / 2]) {
+  RowEnd* ends = reinterpret_cast<RowEnd*>(base + At::kRowEnds);
+  const Place place = rows.place;
+  publish_rows(rows, base);
+  named_barrier_sync(kAll, At::kConsumerThreads);
+  if (threadIdx.x < At::kRows) ends[threadIdx.x] = end_of_row<At>(p, piece, base, threadIdx.x, kv_scale);
+  named_barrier_sync(kAll, At::kConsumerThreads);
+#pragma unroll
+  for (int i = 0; i < At::kQueries; ++i) {
+    const float factor = ends[query_of(i)].factor[place.team];
+    const bool empty = factor == 0.f;  // what sees nothing may hold 0 x NaN
+#pragma unroll
+    for (int m = 0; m < kColumnTiles; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float& x = o[m][element_of(i, h)];
+        x = empty ? 0.f : x * factor;
+      }
+    }
+  }
+  float total[kOwnColumnTiles<At>][At::kRows / 2];
+  exchange_outputs<At>(base, place.team, o, total);
+  if (piece.partial >= 0) {
+    for_columns<At>(piece, place, ends, total,
+                    [&](int64_t at, float x, float y) { *reinterpret_cast<float2*>(p.out_partial + at) = {x, y}; });
+    return;
+  }
+  T* const out = static_cast<T*>(p.out);
+  if (out_aligned) {
+    for_columns<At>(piece, place, ends, total, [&](int64_t at, float x, float y) {
+      *reinterpret_cast<uint32_t*>(out + at) = attnops::sm90::pack_pair<T>(x, y);
+    });
+  } else {
+    for_columns<At>(piece, place, ends, total, [&](int64_t at, float x, float y) {
+      const uint32_t pair = attnops::sm90::pack_pair<T>(x, y);
+      out[at] = reinterpret_cast<const T*>(&pair)[0];
+      out[at + 1] = reinterpret_cast<const T*>(&pair)[1];
+    });
+  }
+}
+
+}  // namespace attnops::mla_decode::sm90::fp8_fragments

@@ -1,0 +1,51 @@
+#pragma once
+#include "mla_decode/sm90/few_rows/launch.cuh"
+#include "mla_decode/sm90/fp8_fragments/kernel.cuh"
+#include "mla_decode/sm90/fp8_fragments/launch.h"
+
+namespace attnops::mla_decode::sm90::fp8_fragments {
+
+// Boxes of eight tokens, whole rows, which land piece by piece.
+inline CUtensorMap make_map(const Params& p) {
+  const auto page_size = static_cast<cuuint64_t>(p.page_table.page_size);
+  const cuuint32_t box[4] = {kPieceBytes, kGroupTokens, kPieces, 1};
+  const cuuint64_t extents[4] = {kPieceBytes, page_size, kPieces, static_cast<cuuint64_t>(p.page_table.num_pages)};
+  const cuuint64_t strides[3] = {static_cast<cuuint64_t>(p.kv_stride_token), kPieceBytes,
+                                 static_cast<cuuint64_t>(p.kv_stride_page)};
+  return attnops::sm90::encode_tensor_map(p.kv_dtype, p.kv_pages, 4, extents, strides, box,
+                                          CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_SWIZZLE_64B);
+}
+
+// Groups of eight tokens come by the copy engine; of rows of 656 bytes, where they lie one after the other.
+template <class At>
+bool groups_fit(const Params& p) {
+  return few_rows::groups_fit(p) && (!At::kScaled || p.kv_stride_token == At::Rows::kRowBytes);
+}
+
+template <typename T, class At>
+void launch_shape(const Params& p, cudaStream_t stream) {
+  const int page_size = p.page_table.page_size;
+  const bool is_power = (page_size & (page_size - 1)) == 0;
+  const Modes modes{.use_boxes = groups_fit<At>(p), .page_shift = is_power ? __builtin_ctz(page_size) : -1};
+  const CUtensorMap map = modes.use_boxes && !At::kScaled ? make_map(p) : CUtensorMap{};
+  constexpr int kBytes = At::kBytes;
+  launch_dependent<&mla_decode_fp8_fragments_kernel<T, At>>(
+      "mla_decode_fp8_fragments_kernel", {p.num_sm_parts, At::kThreads, kBytes, kBytes}, stream, p, map, modes,
+      rows_aligned(p.out, size_of(p.dtype), 4, p.out_stride_request, p.out_stride_token, p.out_stride_head));
+  if constexpr (At::kRows <= few_rows::kMaxRows) {
+    few_rows::launch_merge<T>(p, stream);
+  } else {
+    launch_combine<T>(p, stream);
+  }
+}
+
+template <typename T, Format kFormat>
+void launch(const Params& p, cudaStream_t stream) {
+  if (p.batch_size == 0) return;
+  const int rows = p.seqlen_q * p.num_q_heads;
+  if (rows <= 16) return launch_shape<T, Shape<kFormat, 16>>(p, stream);
+  if (rows <= kFewRows) return launch_shape<T, Shape<kFormat, 32>>(p, stream);
+  if constexpr (kFormat == Format::kRow) launch_shape<T, Shape<kFormat, 64>>(p, stream);
+}
+
+}  // namespace attnops::mla_decode::sm90::fp8_fragments

@@ -1,0 +1,124 @@
+#pragma once
+#include <cstdint>
+
+#include "core/math.h"
+#include "mla_decode/params.h"
+#include "mla_decode/plan.h"
+#include "mla_decode/sm90/few_rows/layout.h"
+#include "mla_decode/sm90/fp8/format.h"
+
+// Sizes and shared memory of the kernel for few query rows over e4m3 caches.
+namespace attnops::mla_decode::sm90::fp8_fragments {
+
+using few_rows::kGroupThreads;
+using fp8::Format;
+
+// Teams of two warpgroups multiply: of two teams, team 0 the even tiles of a piece, team 1 the odd ones. Within a team,
+// group 0 has the first half of a tile's columns, group 1 the second.
+inline constexpr int kGroups = 2;
+inline constexpr int kTeamThreads = kGroups * kGroupThreads;
+inline constexpr int kLoadingWarps = 4;
+
+// K and V have 64 columns a piece: eight pieces of the latent and one of rope.
+inline constexpr int kPieces = 9;
+inline constexpr int kPieceBytes = 64;  // of e4m3
+inline constexpr int kGroupTokens = 8;
+inline constexpr int kQuarterTokens = kPlanTileTokens / kLoadingWarps;  // of a tile, per loading warp
+inline constexpr int kGroupsPerWarp = kQuarterTokens / kGroupTokens;
+
+// How a KV tile lies in shared memory: in groups of eight tokens, whole rows together, each one contiguous run of
+// memory where the tokens share a page. Matrices of eight tokens x 16 bytes must spread over all banks.
+template <Format kFormat>
+struct Storage;
+
+// Rows of 576 bytes: nine pieces of 64 under the 64-byte swizzle.
+template <>
+struct Storage<Format::kDense> {
+  static constexpr int kRowBytes = 576;
+  static constexpr int kGroupBytes = kGroupTokens * kRowBytes;
+
+  // Where 16 bytes of a token's piece lie: chunk 0 .. 3.
+  __device__ static uint32_t place(int token, int piece, int chunk) {
+    const int row = token % kGroupTokens;
+    return token / kGroupTokens * kGroupBytes + piece * kGroupTokens * kPieceBytes + row * kPieceBytes +
+           ((chunk ^ (row / 2)) << 4);
+  }
+  // From chunk 0 or 1 of a piece to chunk 2 or 3.
+  __device__ static uint32_t second_half(uint32_t place) { return place ^ 32; }
+};
+
+// Rows of 656 bytes as they are: 41 x 16 bytes, an odd number.
+template <>
+struct Storage<Format::kRow> {
+  static constexpr int kRowBytes = kFp8RowBytes;
+  static constexpr int kGroupBytes = kGroupTokens * kRowBytes;
+  static constexpr int kScales = 512, kRope = kScales + 4 * 4;  // offsets: float [4], bf16 [64]
+
+  __device__ static uint32_t place(int token, int piece, int chunk) {
+    return token * kRowBytes + piece * kPieceBytes + chunk * 16;
+  }
+  __device__ static uint32_t second_half(uint32_t place) { return place + 32; }
+};
+
+// A kernel for up to kRows query rows, 16, 32 or blocks of 64, and its shared memory in bytes from a 1 KB boundary.
+template <Format kFormat_, int kRows_>
+struct Shape {
+  static constexpr Format kFormat = kFormat_;
+  static constexpr bool kScaled = kFormat == Format::kRow;  // 128 columns of a row have a scale
+  using Rows = Storage<kFormat>;
+  static constexpr int kTileBytes = kPlanTileTokens * Rows::kRowBytes;
+  static constexpr int kQuarterBytes = kGroupsPerWarp * Rows::kGroupBytes;
+
+  static constexpr int kRows = kRows_;
+  static constexpr int kQueries = kRows / 4;      // rows that a thread's fragment of a product holds a part of
+  static constexpr int kSoftmaxRows = kRows / 2;  // the softmax of a row is one group's: group 0 has the first half
+  // An accumulator of more than 16 rows fills the registers of two teams.
+  static constexpr int kTeams = kRows == 16 ? 2 : 1;
+  // A team must have seen a slot's tile before it waits for the next one there, or the wait's parity says nothing:
+  // slots belong to teams, so they are as many for each.
+  static constexpr int kRingTiles = kRows == 64 ? (kScaled ? 2 : 3) : 4;
+  static_assert(kRingTiles % kTeams == 0);
+
+  static constexpr int kConsumerThreads = kTeams * kTeamThreads;
+  static constexpr int kThreads = kConsumerThreads + 32 * kLoadingWarps;
+  // A CTA never has more registers than its launch took: 96 per thread, or 168.
+  static constexpr int kConsumerRegisters = kTeams == 2 ? 104 : kRows == 32 ? 216 : 232;
+  static constexpr int kLoaderRegisters = kTeams == 2 ? 64 : kRows == 32 ? 72 : 40;
+  static_assert(kTeams * kGroups * kConsumerRegisters + kLoaderRegisters <= (kTeams == 2 ? 5 * 96 : 3 * 168));
+
+  static constexpr int kQueryPiece = kRows * 128;  // 64 columns of all rows, 16 bit
+  static constexpr int kQ = 0;
+  static constexpr int kKv = kPieces * kQueryPiece;
+  // Probabilities by team, rows are queries; of rows with scales, a copy for each.
+  static constexpr int kP = kKv + kRingTiles * kTileBytes;
+  static constexpr int kProbabilityBytes = (kScaled ? 4 : 1) * kQueryPiece;
+  static constexpr int kScores = kP + kTeams * kProbabilityBytes;  // by team: scores on their way between its groups
+  static constexpr int kScoresBytes = kRows / 2 * 128 * 4;
+  // At the end of a piece, in their place: outputs on their way between the teams, 16 of a thread.
+  static constexpr int kOutputs = kP;
+  static constexpr int kOutputBytes = kTeams == 2 ? kConsumerThreads * 16 * 4 : 0;
+  static_assert(kTeams == 1 || kRows == 16);
+  static constexpr int kStates = max_of(kScores + kTeams * kScoresBytes, kOutputs + kOutputBytes);  // by team
+  // Of a team:
+  static constexpr int kMaxima = 0;                         // float [4][kRows], by warp
+  static constexpr int kSums = kMaxima + 4 * kRows * 4;     // float [4][kRows], by warp
+  static constexpr int kReference = kSums + 4 * kRows * 4;  // float [kRows]
+  static constexpr int kFactor = kReference + kRows * 4;    // float [kRows]
+  static constexpr int kMoved = kFactor + kRows * 4;        // int [2], by group
+  static constexpr int kStateBytes = kMoved + 16;
+
+  static constexpr int kQueryScale = kStates + kTeams * kStateBytes;  // float [kRows]
+  static constexpr int kRowEnds = kQueryScale + kRows * 4;            // RowEnd [kRows], 16 bytes each
+  static constexpr int kBarriers = kRowEnds + kRows * 16;             // of a slot: full, empty
+  static constexpr int kBytes = kBarriers + 16 * kRingTiles;
+  static_assert(kBytes <= 227 * 1024);
+
+  // Full when all lanes of the loading warps have arrived, empty when all warps of a team have.
+  __device__ static uint32_t full_barrier(uint32_t shared, int slot) { return shared + kBarriers + 16 * slot; }
+  __device__ static uint32_t empty_barrier(uint32_t shared, int slot) { return full_barrier(shared, slot) + 8; }
+};
+
+// Hardware barriers: all that multiply; by team: halves of the scores are there, probabilities are there; by group.
+enum NamedBarrier : int { kAll = 1, kTeamScores = 2, kTeamProbabilities = 4, kOwn = 6 };
+
+}  // namespace attnops::mla_decode::sm90::fp8_fragments

@@ -1,0 +1,228 @@
+#pragma once
+#include <type_traits>
+
+#include "core/report.h"
+#include "device/sm90/barrier.cuh"
+#include "device/sm90/copy.cuh"
+#include "mla_decode/sm90/few_rows/launch.h"
+#include "mla_decode/sm90/few_rows/load.cuh"
+#include "mla_decode/sm90/fp8_fragments/layout.h"
+
+// What the loading warps do, as in few_rows/load.cuh: KV tiles of every piece into the ring, groups of eight tokens as
+// boxes of the copy engine where a page holds whole groups and the tile no key that may not be read, everything else
+// row by row, with zeros for what may not be read.
+namespace attnops::mla_decode::sm90::fp8_fragments {
+
+using few_rows::Modes;
+using few_rows::Paging;
+
+// Up to 32 query rows, a request is one work, and its pieces are found with less.
+template <class At>
+using Walk = std::conditional_t<(At::kRows <= few_rows::kMaxRows), few_rows::RequestWalk, PieceWalk>;
+
+// Slot of the ring's tile number `count`, and the parity of its round.
+template <class At>
+struct RingSlot {
+  int slot;
+  uint32_t parity;
+  __device__ explicit RingSlot(int count)
+      : slot(count % At::kRingTiles), parity(static_cast<uint32_t>(count / At::kRingTiles & 1)) {}
+};
+
+// One of the four loading warps; it brings 16 of a tile's 64 tokens.
+template <class At>
+class Loader {
+ public:
+  __device__ Loader(const Params& p, const CUtensorMap* map, const Modes& modes, uint32_t shared)
+      : p_(p),
+        map_(map),
+        use_boxes_(modes.use_boxes),
+        shared_(shared),
+        paging_(p.page_table.page_size, modes.page_shift),
+        warp_(threadIdx.x / 32 - At::kConsumerThreads / 32),
+        lane_(threadIdx.x % 32) {}
+
+  __device__ void run() {
+    Walk<At> walk(p_);
+    int first_page = speculate(entry_of(p_, blockIdx.x));
+    Piece piece;
+    while (walk.next(p_, piece)) {
+      check_length(piece);
+      load_piece(piece, first_page);
+      first_page = kUnknown;
+    }
+    // The merge may come when what is left is to compute; it may read the plan, which was whole before this kernel
+    // began.
+    attnops::sm90::launch_dependents();
+    asm volatile("cp.async.wait_all;" ::: "memory");
+  }
+
+ private:
+  static constexpr int kTokens = kQuarterTokens;           // of a tile, per warp
+  static constexpr int kTilesAhead = 32 / kGroupsPerWarp;  // whose page indices are read at once
+  static constexpr int kUnknown = INT32_MIN;
+
+  // Page indices of the part's first tiles, as row_page and group_page find them, asked for together with the length
+  // of the request instead of after it. They are used only where the length allows.
+  __device__ int speculate(const SplitKvEntry& entry) const {
+    const int request = entry.begin_work / (blocks_of_request(p_) / blocks_of_work(p_));
+    if (p_.window_left >= 0 || p_.page_table.kv_indptr || request >= p_.batch_size) return kUnknown;
+    const int tile = entry.begin_tile + (use_boxes_ ? lane_ / kGroupsPerWarp : 0);
+    const int token = use_boxes_ ? lane_ % kGroupsPerWarp * kGroupTokens : lane_ % kTokens;
+    const int cell = paging_.cell(first_token(tile) + token);
+    return cell < p_.page_table.max_pages ? p_.page_table.row(request)[cell] : 0;
+  }
+
+  __device__ void load_piece(const Piece& piece, int first_page) {
+    const int32_t* cells = p_.page_table.row(piece.request);
+    // Indices are read ahead: of the next gathered tile, one row a lane, and of 16 boxed tiles, one group a lane.
+    int next_row = -1, groups = 0, next_groups = 0;
+    if (first_page == kUnknown || use_boxes_) {
+      next_row = row_page(piece, cells, 0);
+    } else if (readable(piece, first_token(piece.first_tile) + lane_ % kTokens)) {
+      next_row = first_page;
+    }
+    if (use_boxes_) next_groups = first_page == kUnknown ? group_page(piece, cells, 0) : first_page;
+    for (int t = 0; t < piece.num_tiles; ++t, ++count_) {
+      const int tile = piece.first_tile + t, row = next_row;
+      const bool boxed = is_boxed(piece, tile, use_boxes_);
+      if (t % kTilesAhead == 0) {
+        groups = next_groups;
+        if (use_boxes_) next_groups = group_page(piece, cells, t + kTilesAhead);
+      }
+      if (boxed) load_boxes(tile, groups, t % kTilesAhead * kGroupsPerWarp);
+      next_row = row_page(piece, cells, t + 1);
+      if (!boxed) gather(piece, tile, row);
+    }
+  }
+
+  __device__ int first_token(int tile) const { return tile * kPlanTileTokens + warp_ * kTokens; }
+
+  __device__ static bool readable(const Piece& piece, int key) {
+    return key >= piece.keys.begin && key < piece.keys.end;
+  }
+
+  // The page of row lane % 16 of this warp's part of a gathered tile; -1 where there is nothing to read.
+  __device__ int row_page(const Piece& piece, const int32_t* cells, int t) const {
+    const int tile = piece.first_tile + t, key = first_token(tile) + lane_ % kTokens;
+    const bool needed = t < piece.num_tiles && !is_boxed(piece, tile, use_boxes_) && readable(piece, key);
+    return needed ? cells[paging_.cell(key)] : -1;
+  }
+
+  // The page of group lane % kGroupsPerWarp of tile t + lane / kGroupsPerWarp.
+  __device__ int group_page(const Piece& piece, const int32_t* cells, int t) const {
+    t += lane_ / kGroupsPerWarp;
+    const int tile = piece.first_tile + t, key = first_token(tile) + lane_ % kGroupsPerWarp * kGroupTokens;
+    const bool needed = t < piece.num_tiles && is_boxed(piece, tile, use_boxes_);
+    return needed ? cells[paging_.cell(key)] : 0;
+  }
+
+  __device__ void load_boxes(int tile, int pages, int first_lane) const {
+    const RingSlot<At> at(count_);
+    const uint32_t full = At::full_barrier(shared_, at.slot);
+    int page[kGroupsPerWarp];
+#pragma unroll
+    for (int g = 0; g < kGroupsPerWarp; ++g) page[g] = __shfl_sync(0xffffffffu, pages, first_lane + g);
+    // By every lane: an arrival before the slot is empty would count for the tile that is still in it.
+    attnops::sm90::mbarrier_wait(At::empty_barrier(shared_, at.slot), at.parity ^ 1);
+    if (lane_ == 0) {
+      attnops::sm90::mbarrier_arrive_expect(full, At::kQuarterBytes);
+#pragma unroll
+      for (int g = 0; g < kGroupsPerWarp; ++g) {
+        const int token = paging_.offset(first_token(tile) + g * kGroupTokens);
+        const uint32_t target = place(at.slot) + g * At::Rows::kGroupBytes;
+        if constexpr (At::kScaled) {
+          const uint8_t* source = pool() + page[g] * p_.kv_stride_page + token * At::Rows::kRowBytes;
+          attnops::sm90::copy_bytes(target, source, At::Rows::kGroupBytes, full, read_once_);
+        } else {
+          attnops::sm90::copy_box(target, map_, full, 0, token, 0, page[g], read_once_);
+        }
+      }
+    } else {
+      attnops::sm90::mbarrier_arrive(full);
+    }
+    __syncwarp();
+  }
+
+  // Of this warp's part of a tile.
+  __device__ uint32_t place(int slot) const {
+    return shared_ + At::kKv + slot * At::kTileBytes + warp_ * At::kQuarterBytes;
+  }
+  __device__ const uint8_t* pool() const { return static_cast<const uint8_t*>(p_.kv_pages); }
+
+  __device__ void gather(const Piece& piece, int tile, int page) const {
+    const int key = first_token(tile) + lane_ % kTokens;
+    if (p_.report) check_page(piece, key, page);
+    const int64_t offset =
+        page < 0 ? -1 : page * p_.kv_stride_page + static_cast<int64_t>(paging_.offset(key)) * p_.kv_stride_token;
+    const RingSlot<At> at(count_);
+    attnops::sm90::mbarrier_wait(At::empty_barrier(shared_, at.slot), at.parity ^ 1);
+    if constexpr (At::kScaled) {
+      gather_rows(place(at.slot), offset);
+    } else {
+      gather_pieces(place(at.slot), offset);
+    }
+    attnops::sm90::arrive_after_copies(At::full_barrier(shared_, at.slot));
+  }
+
+  // Four lanes copy the 64 bytes of a row's piece.
+  __device__ void gather_pieces(uint32_t target, int64_t offset) const {
+#pragma unroll 1
+    for (int g = 0; g < kGroupsPerWarp; ++g) {
+      const int row = kGroupTokens * g + lane_ / 4;
+      const int64_t begin = __shfl_sync(0xffffffffu, offset, row);
+      const uint8_t* source = pool() + max_of(begin, int64_t{0}) + lane_ % 4 * 16;
+#pragma unroll
+      for (int k = 0; k < kPieces; ++k) {
+        attnops::sm90::copy16(target + At::Rows::place(row, k, lane_ % 4), source + k * kPieceBytes, begin >= 0);
+      }
+    }
+  }
+
+  // A row is 41 x 16 bytes: 32 by all lanes, and the last nine of three rows at a time.
+  __device__ void gather_rows(uint32_t target, int64_t offset) const {
+    constexpr int kChunks = At::Rows::kRowBytes / 16, kRest = kChunks - 32, kTogether = 32 / kRest;
+    const auto copy = [&](int row, int chunk, bool inside) {
+      const int64_t begin = __shfl_sync(0xffffffffu, offset, row % kTokens);
+      if (!inside) return;
+      attnops::sm90::copy16(target + row * At::Rows::kRowBytes + chunk * 16,
+                            pool() + max_of(begin, int64_t{0}) + chunk * 16, begin >= 0);
+    };
+#pragma unroll 4
+    for (int row = 0; row < kTokens; ++row) copy(row, lane_, true);
+#pragma unroll 2
+    for (int first = 0; first < kTokens; first += kTogether) {
+      const int row = first + lane_ / kRest;
+      copy(row, 32 + lane_ % kRest, lane_ < kTogether * kRest && row < kTokens);
+    }
+  }
+
+  // Checked mode: a row of a page that does not exist is reported, once, and left out.
+  __device__ void check_page(const Piece& piece, int key, int& page) const {
+    if (!readable(piece, key) || (page >= 0 && page < p_.page_table.num_pages)) return;
+    const int cell = paging_.cell(key);
+    if (lane_ < kTokens) report(ReportKind::kPageIndex, piece.request, cell, page, p_.page_table.num_pages);
+    page = -1;
+  }
+
+  __device__ void check_length(const Piece& piece) const {
+    if (p_.report == nullptr || warp_ + lane_ != 0) return;
+    const int64_t capacity = p_.page_table.num_cells(piece.request) * p_.page_table.page_size;
+    if (piece.length > capacity) report(ReportKind::kLength, piece.request, 0, piece.length, capacity + 1);
+  }
+
+  __device__ void report(ReportKind kind, int request, int position, int64_t value, int64_t limit) const {
+    record_fault(p_.report, {ReportOp::kMlaDecode, kind, request, position, value, limit});
+  }
+
+  const Params& p_;
+  const CUtensorMap* map_;
+  const bool use_boxes_;
+  const uint32_t shared_;
+  const Paging paging_;
+  const uint64_t read_once_ = attnops::sm90::l2_policy(true);
+  const int warp_, lane_;
+  int count_ = 0;  // tiles of the ring so far
+};
+
+}  // namespace attnops::mla_decode::sm90::fp8_fragments

@@ -1,0 +1,72 @@
+#pragma once
+#include "device/sm90/wgmma.cuh"
+#include "mla_decode/sm90/fp8_fragments/layout.h"
+#include "mla_decode/sm90/fp8_products/queries.cuh"
+
+// Queries to fp16. bf16 rows are scaled by a power of two, so that their largest value lies in [2^14, 2^15): exact of
+// everything above 2^-28 of it, and 2^-39 of it off below. fp16 rows stay what they are.
+namespace attnops::mla_decode::sm90::fp8_fragments {
+
+using fp8_products::QueryRow;
+using fp8_products::store_shared;
+using fp8_products::unpack_pair;
+
+__device__ inline void store_shared32(uint32_t address, uint32_t a) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(a) : "memory");
+}
+
+template <typename T>
+__device__ inline uint32_t query_pair(uint32_t pair, float factor) {
+  if constexpr (std::is_same_v<T, __half>) return pair;
+  const float2 x = unpack_pair(pair, T{});
+  return attnops::sm90::pack_pair<__half>(x.x * factor, x.y * factor);
+}
+
+// Writes a row in the order of K's fragments (convert.cuh): of 16 columns, the pairs 0, 2, 4, 6 and then 1, 3, 5, 7.
+// Returns what the row's scores must be multiplied by.
+template <typename T, class At>
+__device__ inline float store_query(const QueryRow& q, uint32_t queries, int row) {
+  const int lane = threadIdx.x % 32;
+  float factor = 1.f, inverse = 1.f;
+  if constexpr (!std::is_same_v<T, __half>) {
+    const float top = q.largest<T>();
+    const int exponent = top > 0.f ? (__float_as_int(top) >> 23) - 127 : 0;
+    const int shift = min_of(max_of(14 - exponent, -126), 126);
+    factor = __int_as_float((shift + 127) << 23), inverse = __int_as_float((127 - shift) << 23);
+  }
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    const uint32_t words[4] = {q.latent[k].x, q.latent[k].y, q.latent[k].z, q.latent[k].w};
+    uint32_t pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) pairs[i] = query_pair<T>(words[i], factor);
+    const int piece = 4 * k + lane / 8, chunk = lane % 8 / 2 * 2;
+    const uint32_t place = queries + piece * At::kQueryPiece + lane % 2 * 8;
+    store_shared(place + attnops::sm90::swizzled(row, chunk), pairs[0], pairs[2]);
+    store_shared(place + attnops::sm90::swizzled(row, chunk + 1), pairs[1], pairs[3]);
+  }
+  const uint32_t rope = queries + 8 * At::kQueryPiece;
+  if constexpr (At::kScaled) {  // K's rope part is 16 bit, and in order
+    const float2 x = unpack_pair(q.rope, T{});
+    store_shared32(rope + attnops::sm90::swizzled(row, lane / 4) + lane % 4 * 4,
+                   attnops::sm90::pack_pair<T>(x.x * factor, x.y * factor));
+  } else {
+    const int chunk = lane / 8 * 2 + lane % 2;
+    store_shared32(rope + attnops::sm90::swizzled(row, chunk) + lane % 8 / 2 * 4, query_pair<T>(q.rope, factor));
+  }
+  return inverse;
+}
+
+// All rows of a piece, by all warps that multiply, a row at a time each. Rows that the piece does not have are zeros.
+template <typename T, class At>
+__device__ inline void load_queries(const Params& p, const Piece& piece, uint8_t* base, uint32_t shared) {
+#pragma unroll 1
+  for (int row = threadIdx.x / 32; row < At::kRows; row += At::kConsumerThreads / 32) {
+    QueryRow q = {};
+    if (row < piece.num_rows) q.load<T>(p, piece.request, row_place(p, piece.first_row + row));
+    const float scale = store_query<T, At>(q, shared + At::kQ, row);
+    if (threadIdx.x % 32 == 0) reinterpret_cast<float*>(base + At::kQueryScale)[row] = scale;
+  }
+}
+
+}  // namespace attnops::mla_decode::sm90::fp8_fragments
