@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -95,9 +96,37 @@ def test_fp8_caches_and_a_sink(kv_dtype):
     check(problem, out, lse, 4e-3, causal=False, softmax_scale=576**-0.5, sinks=sinks)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_fp8_queries_over_a_dense_fp8_cache(heads, device):
+    problem = mla_problem(LENGTHS, num_q_heads=heads, kv_dtype=FP8)
+    descale_q = torch.tensor([0.03125])
+    stored = (problem.q / descale_q).to(FP8)
+    problem = dataclasses.replace(problem, q=(stored.float() * descale_q).to(torch.bfloat16)).to(device)
+    stored = stored.view(4, 1, heads, 576).to(device)
+    metadata = flash_mla.get_mla_metadata()
+    pages = problem.kv_pages.unsqueeze(2)
+    out, lse = flash_mla.flash_mla_with_kvcache(
+        stored,
+        pages,
+        problem.page_table,
+        problem.cache_seqlens,
+        512,
+        *metadata,
+        is_fp8_kvcache=True,
+        descale_q=descale_q.to(device),
+        descale_k=problem.kv_scale,
+    )
+    assert out.dtype == torch.bfloat16
+    expected, expected_lse = problem.expected(causal=False, softmax_scale=576**-0.5)
+    assert relative_error(out.flatten(0, 1).cpu(), expected) <= 6e-2  # kernels may round as the peer's do
+    seen = expected_lse != -math.inf
+    assert_lse_close(lse.transpose(1, 2).flatten(0, 1).cpu()[seen], expected_lse[seen], 0.3)
+
+
 @pytest.mark.parametrize(
     "argument",
-    ["indices", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length", "descale_q"],
+    ["indices", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length"],
 )
 def test_what_is_not_honoured_is_named(argument):
     problem = mla_problem([5])
@@ -116,6 +145,10 @@ def test_other_mistakes_are_named():
         call(problem, metadata, is_fp8_kvcache=True)
     with pytest.raises(NotImplementedError, match="descale_k with a cache of"):
         call(problem, metadata, descale_k=torch.ones(1))
+    with pytest.raises(NotImplementedError, match="descale_q with q of"):
+        call(problem, metadata, descale_q=torch.ones(1))
+    with pytest.raises(NotImplementedError, match="q of float8_e4m3fn with a cache of"):
+        call(dataclasses.replace(problem, q=problem.q.to(FP8)), metadata)
     with pytest.raises(ValueError, match="num_splits is needed"):
         call(problem, (torch.zeros(1, 8, dtype=torch.int32), None))
     with pytest.raises(NotImplementedError, match="head_dim_v=256"):

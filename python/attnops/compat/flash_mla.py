@@ -23,8 +23,8 @@ _INSTEAD = {
     "extra_indices_in_kvcache": _NO_SPARSE,
     "topk_length": _NO_SPARSE,
     "extra_topk_length": _NO_SPARSE,
-    "descale_q": "queries are 16-bit; fold their scale into softmax_scale",
 }
+_FP8 = torch.float8_e4m3fn
 _ROW_BYTES = 656
 
 
@@ -110,7 +110,8 @@ def flash_mla_with_kvcache(
     """`attnops.ops.mla_decode`, without a host synchronization.
 
     Args:
-        q: ``[B, S_q, H_q, 576]`` (bf16, fp16).
+        q: ``[B, S_q, H_q, 576]`` (bf16, fp16; over a float8_e4m3fn cache also float8_e4m3fn, with `descale_q`: products
+            of both may then round to e4m3, as the peer's do, and the output is bf16).
         k_cache: ``[P, page_size, 1, 576]``, any page size; with `is_fp8_kvcache` rows ``[P, page_size, 1, 656]``
             of a one-byte dtype, or float8_e4m3fn ``[..., 576]`` with `descale_k`.
         block_table: int32 ``[B, max_blocks]``. cache_seqlens: int32 ``[B]``.
@@ -119,7 +120,8 @@ def flash_mla_with_kvcache(
             were made for; a `FlashMLASchedMeta` follows the lengths.
         softmax_scale: ``576 ** -0.5`` when None.
         attn_sink: ``[H_q]``, a logit per head with no value.
-        descale_k: float32 ``[1]``: real value = stored x scale. By keyword only: forks differ in where it stands.
+        descale_q, descale_k: float32 ``[1]``: real value = stored x scale. By keyword only: forks differ in where they
+            stand.
 
     Returns:
         ``(out [B, S_q, H_q, 512], lse [B, H_q, S_q])``, lse natural log, ``+inf`` for a row without a key.
@@ -145,6 +147,13 @@ def flash_mla_with_kvcache(
         pages = pages.view(torch.uint8)
     elif descale_k is not None and not one_byte:
         raise refuse(name, f"descale_k with a cache of {pages.dtype}", "only float8_e4m3fn caches have a scale")
+    rounded = q.dtype == _FP8
+    if rounded and pages.dtype != _FP8:
+        raise refuse(name, f"q of float8_e4m3fn with a cache of {pages.dtype}", "give q in bf16")
+    if rounded:
+        q = (q.float() if descale_q is None else q.float() * descale_q).to(torch.bfloat16)
+    elif descale_q is not None:
+        raise refuse(name, f"descale_q with q of {q.dtype}", "only float8_e4m3fn queries have a scale")
     batch_size, seqlen_q, num_q_heads, head_dim = q.shape
     if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
         plan = tile_scheduler_metadata.plan(batch_size, seqlen_q, num_q_heads, q.device)
@@ -171,6 +180,7 @@ def flash_mla_with_kvcache(
         sinks=as_sinks(attn_sink, num_q_heads, name),
         kv_scale=None if descale_k is None else descale_k.reshape(1).float(),
         return_lse=True,
+        fp8_products=rounded,
     )
     assert lse is not None
     return out, heads_first(empty_is_plus_inf(lse))
