@@ -6,6 +6,8 @@
 #include "xqa_decode/cuda/launch.h"
 #include "xqa_decode/sm90/cluster/launch.h"
 #include "xqa_decode/sm90/cluster/limits.h"
+#include "xqa_decode/sm90/cluster_wgmma/launch.h"
+#include "xqa_decode/sm90/cluster_wgmma/limits.h"
 #include "xqa_decode/sm90/launch.h"
 #include "xqa_decode/sm90/limits.h"
 
@@ -55,6 +57,10 @@ constexpr Impl kImpls[] = {
     {"fp16_hd64", DType::kFloat16, DType::kFloat16, 64, &launch_fp16_hd64},
     {"fp8_hd64", DType::kFloat16, DType::kFloat8E4M3, 64, &launch_fp8_hd64},
 #if defined(ATTNOPS_HAS_SM90)
+    {"sm90_cluster_wgmma_bf16_hd128", DType::kBFloat16, DType::kBFloat16, 128, &sm90::launch_cluster_wgmma_bf16_hd128,
+     &sm90::reject_cluster_wgmma},
+    {"sm90_cluster_wgmma_fp16_hd128", DType::kFloat16, DType::kFloat16, 128, &sm90::launch_cluster_wgmma_fp16_hd128,
+     &sm90::reject_cluster_wgmma},
     {"sm90_cluster_bf16_hd128", DType::kBFloat16, DType::kBFloat16, 128, &sm90::launch_cluster_bf16_hd128,
      &sm90::reject_cluster},
     {"sm90_cluster_fp16_hd128", DType::kFloat16, DType::kFloat16, 128, &sm90::launch_cluster_fp16_hd128,

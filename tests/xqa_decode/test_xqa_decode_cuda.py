@@ -149,6 +149,27 @@ def test_skewed_batch(head_dim):
         assert_decodes(problem, num_sm_parts=parts)
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("heads", [(8, 1), (32, 8), (64, 4)])
+@pytest.mark.parametrize("batch", [1, 2, 5, 9, 17, 40, 66])
+def test_clusters_of_every_size(batch, heads, dtype):
+    """Few works have many CTAs each, in one cluster or several; most requests do not fill the page table."""
+    lengths = [700, 1, 64, 65, 0, 950, 127] * 10
+    problem = on_gpu(lengths[:batch], num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=128, dtype=dtype)
+    assert_decodes(problem, num_sm_parts=None)
+
+
+@pytest.mark.parametrize("heads", [(8, 1), (32, 8), (16, 1)])
+@pytest.mark.parametrize("page_size", [8, 32, 128])
+def test_one_request_in_clusters(page_size, heads):
+    for length in (5000, 12345):
+        problem = on_gpu([length], num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=112, page_size=page_size)
+        assert_decodes(problem, num_sm_parts=None, sinks=torch.randn(heads[0], device="cuda"))
+        assert_decodes(problem, num_sm_parts=None, window_left=3000)
+        assert_decodes(problem, num_sm_parts=None, csr=True)
+        assert_decodes(problem, num_sm_parts=1)  # room for no meeting of clusters
+
+
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
 @pytest.mark.parametrize("heads", [(8, 2), (32, 8), (6, 6), (64, 4)])
 @pytest.mark.parametrize("groups", [1, 3, 11, 40])
@@ -299,6 +320,27 @@ def test_lengths_written_by_the_kernel_before():
     for tokens, plan, out in zip(longer, plans, outs, strict=True):
         torch.ops.attnops.xqa_decode_plan(row, bounds, tokens, 1, 1, -1, 64)
         ops.xqa_decode(problem.q, problem.k_pages, problem.v_pages, problem.page_table, bounds[1:], plan, out=out)
+    for one, out in zip(now, outs, strict=True):
+        expected, _ = one.expected()
+        torch.testing.assert_close(out.cpu().double(), expected, rtol=2e-2, atol=4e-3)
+
+
+def test_pages_written_by_the_kernel_before():
+    """As above, of a page table: tiles copied from guessed pages must not reach the result."""
+    pages = [3, 1, 2, 2, 5, 1, 4]
+    problem = on_gpu([384], num_q_heads=32, num_kv_heads=8, head_dim=128, page_size=64)  # six pages
+    problem.k_pages.nan_to_num_(0.5), problem.v_pages.nan_to_num_(0.5)
+    one_page = torch.tensor([64], dtype=torch.int32, device="cuda")
+    bounds, row = torch.zeros(2, dtype=torch.int32, device="cuda"), torch.zeros(1, 8, dtype=torch.int32, device="cuda")
+    tables = [torch.tensor([[page]], dtype=torch.int32, device="cuda") for page in pages]
+    now = [dataclasses.replace(problem, cache_seqlens=one_page, page_table=table) for table in tables]
+    plans = [make_plan(one, num_sm_parts=None) for one in now]
+    outs = [torch.full_like(problem.q, math.nan) for _ in pages]
+    tokens = [table.view(1) * 64 for table in tables]  # a plan that cuts every 64 tokens counts to the page's number
+    torch.cuda.synchronize()
+    for written, plan, out in zip(tokens, plans, outs, strict=True):
+        torch.ops.attnops.xqa_decode_plan(row, bounds, written, 1, 1, -1, 64)
+        ops.xqa_decode(problem.q, problem.k_pages, problem.v_pages, bounds[1:].view(1, 1), one_page, plan, out=out)
     for one, out in zip(now, outs, strict=True):
         expected, _ = one.expected()
         torch.testing.assert_close(out.cpu().double(), expected, rtol=2e-2, atol=4e-3)

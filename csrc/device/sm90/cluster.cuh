@@ -15,6 +15,11 @@ __device__ inline int cluster_rank() {
 __device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
+// The same for threads that have written nothing but barriers, made visible by mbarrier_init_fence.
+__device__ inline void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
 // Where an address of this CTA's shared memory lies in that of CTA `rank`.
 __device__ inline uint32_t address_in(uint32_t address, int rank) {
   uint32_t remote;

@@ -66,7 +66,8 @@ class Consumer {
       }
       const int first_row = piece.row_block() * Tr::kRows;
       RowBlock<Tr> block;
-      attend(piece, place, first_row, block);
+      begin(place, first_row, block);
+      attend(piece, first_row, block);
       const Splits splits = piece.splits();
       if (splits.count == 1) {
         store_rows(p_, shape_, place, block, first_row);
@@ -82,17 +83,18 @@ class Consumer {
     } while (piece.next());
   }
 
- private:
-  using Shared = SharedLayout<Tr>;
-  using Scores = float[RowBlock<Tr>::kScores];
-
-  __device__ __forceinline__ void attend(const PieceWalk& piece, const WorkPlace& place, int first_row,
-                                         RowBlock<Tr>& block) {
+  // The rows, before any key.
+  __device__ __forceinline__ void begin(const WorkPlace& place, int first_row, RowBlock<Tr>& block) const {
     load_queries<Tr>(p_, shape_, boxes_, place, first_row, shared_ + Shared::kQueries);
     const float k_scale = p_.k_scale ? __ldg(p_.k_scale + place.kv_head * p_.k_scale_stride) : 1.f;
     block.begin(p_.softmax_scale * k_scale * kLog2e, p_.logit_cap);
     hopper::fence_async_proxy();
     hopper::named_barrier_sync(kMultiply, Tr::kThreads);
+  }
+
+  // All keys of a piece.
+  template <class Piece>
+  __device__ __forceinline__ void attend(const Piece& piece, int first_row, RowBlock<Tr>& block) {
     const int tiles = num_tiles(piece);
     if (tiles > 0) {
       multiply_keys(scores_);
@@ -117,6 +119,10 @@ class Consumer {
     block.add_up(exchange_);
   }
 
+ private:
+  using Shared = SharedLayout<Tr>;
+  using Scores = float[RowBlock<Tr>::kScores];
+
   // The scores of the tile whose keys come next, in flight.
   __device__ __forceinline__ void multiply_keys(Scores& scores) {
     place_.wait(shared_ + Shared::kFull);
@@ -125,8 +131,8 @@ class Consumer {
   }
 
   // From the scores of a tile, which are complete, to its probabilities.
-  template <bool kFirst>
-  __device__ __forceinline__ void soften(const PieceWalk& piece, int first_row, int tile, RowBlock<Tr>& block) {
+  template <bool kFirst, class Piece>
+  __device__ __forceinline__ void soften(const Piece& piece, int first_row, int tile, RowBlock<Tr>& block) {
     release(place_);
     place_.advance();
     // The last values' product must be over in all warps before probabilities take the place of theirs.

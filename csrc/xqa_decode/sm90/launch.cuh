@@ -24,8 +24,7 @@ inline CUtensorMap make_map(const Params& p, const void* base, int64_t stride_to
 }
 
 template <class Tr>
-void launch_traits(const Params& p, cudaStream_t stream) {
-  const Shape shape = make_shape(p, Tr::kRows, 1);
+Boxes make_boxes(const Params& p) {
   Boxes boxes{};
   boxes.tokens = min_of(p.page_table.page_size, Tr::kTileTokens);
   boxes.bytes = boxes.tokens * 128;
@@ -33,6 +32,13 @@ void launch_traits(const Params& p, cudaStream_t stream) {
   boxes.count = Tr::kBlocks * boxes.runs;
   boxes.vector_queries = p.head_dim % 8 == 0 &&
                          rows_aligned(p.q, size_of(p.dtype), 16, p.q_stride_request, p.q_stride_token, p.q_stride_head);
+  return boxes;
+}
+
+template <class Tr>
+void launch_traits(const Params& p, cudaStream_t stream) {
+  const Shape shape = make_shape(p, Tr::kRows, 1);
+  const Boxes boxes = make_boxes<Tr>(p);
   const CUtensorMap keys = make_map(p, p.k_pages, p.k_stride_token, p.k_stride_head, p.k_stride_page);
   const CUtensorMap values = make_map(p, p.v_pages, p.v_stride_token, p.v_stride_head, p.v_stride_page);
   constexpr int kBytes = SharedLayout<Tr>::kBytes;

@@ -111,7 +111,8 @@ struct RowBlock {
   }
 
   // Hides the keys that a row may not see; the rules are those of the reference.
-  __device__ __forceinline__ static void mask_scores(const Params& p, const Shape& shape, const PieceWalk& piece,
+  template <class Piece>
+  __device__ __forceinline__ static void mask_scores(const Params& p, const Shape& shape, const Piece& piece,
                                                      int first_row, int first_key, float (&scores)[kScores]) {
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const int new_tokens_begin = piece.length() - p.seqlen_q;

@@ -7,7 +7,8 @@
 namespace attnops::xqa_decode::sm90 {
 
 // How many tiles of keys a piece has.
-__device__ inline int num_tiles(const PieceWalk& piece) {
+template <class Piece>
+__device__ int num_tiles(const Piece& piece) {
   return piece.overflows() ? 0 : ceil_div(max_of(piece.end_token() - piece.first_token(), 0), 64);
 }
 
@@ -47,20 +48,43 @@ class TileStream {
         offset_(lane % Tr::kBlocks * hopper::kTileBytes + sub_ * boxes.tokens * 128) {}
 
   // All tiles of a piece.
-  __device__ __forceinline__ void bring(const PieceWalk& piece) {
-    const int tiles = num_tiles(piece);
-    if (tiles == 0) return;
+  template <class Piece>
+  __device__ __forceinline__ void bring(const Piece& piece) {
+    if (num_tiles(piece) == 0) return;
+    open(piece);
+    bring(piece, look_up(piece.first_token()));
+  }
+
+  template <class Piece>
+  __device__ __forceinline__ void open(const Piece& piece) {
+    row_ = p_.page_table.row(piece.request());
     begin_token_ = piece.keys().begin;
     end_token_ = piece.end_token();
-    row_ = p_.page_table.row(piece.request());
+  }
+
+  // Asks for the first tile of the piece that is open to be in L2: only a guess, the pages may be no pages, and then
+  // nothing is read.
+  template <class Piece>
+  __device__ __forceinline__ void prefetch(const Piece& piece, int pages) const {
+    const int own_token = piece.first_token() + sub_ * boxes_.tokens;
+    const int page = __shfl_sync(~0u, pages, sub_);
+    if (!takes(own_token)) return;
+    const int in_page = own_token & (p_.page_table.page_size - 1);
+    hopper::prefetch_box(keys_, column_, in_page, piece.kv_head(), page);
+    hopper::prefetch_box(values_, column_, in_page, piece.kv_head(), page);
+  }
+
+  // All tiles of the piece that is open, lane l holding the page of its l-th run of box tokens.
+  template <class Piece>
+  __device__ __forceinline__ void bring(const Piece& piece, int pages) {
+    const int tiles = num_tiles(piece);
     int token = piece.first_token(), held = 0;
-    int pages = look_up(token), pages_ahead = look_up(token + 32 * boxes_.tokens);
+    int pages_ahead = look_up(token + 32 * boxes_.tokens);
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
       const int own_token = token + sub_ * boxes_.tokens;
       const int page = __shfl_sync(~0u, pages, held + sub_);
-      // Boxes of keys that no row sees are not read: their cells of the table may hold anything.
-      const bool take = lane_ < boxes_.count && own_token < end_token_ && own_token + boxes_.tokens > begin_token_;
+      const bool take = takes(own_token);
       const int bytes = __popc(__ballot_sync(~0u, take)) * boxes_.bytes;
       const int in_page = own_token & (p_.page_table.page_size - 1);
 #pragma unroll
@@ -86,6 +110,11 @@ class TileStream {
   }
 
  private:
+  // Boxes of keys that no row sees are not read: their cells of the table may hold anything.
+  __device__ bool takes(int own_token) const {
+    return lane_ < boxes_.count && own_token < end_token_ && own_token + boxes_.tokens > begin_token_;
+  }
+
   __device__ int look_up(int token) const {
     token += lane_ * boxes_.tokens;
     const bool wanted = token < end_token_ && token + boxes_.tokens > begin_token_;

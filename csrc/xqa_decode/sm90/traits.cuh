@@ -7,8 +7,8 @@ namespace attnops::xqa_decode::sm90 {
 namespace hopper = attnops::sm90;
 
 // What the compiler must know of a kernel. A CTA is one warpgroup, which multiplies tiles of 64 keys with up to kRows
-// query rows, and one more warp, which asks the copy engine for the tiles to come.
-template <typename T_, int kHeadDim_, int kRows_>
+// query rows, and one more warp, which asks the copy engine for the tiles to come. An SM takes up to kMostCtas of them.
+template <typename T_, int kHeadDim_, int kRows_, int kInboxBytes_ = 0, int kMostCtas = 2>
 struct Traits {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_;  // head_dim, rounded up
@@ -31,10 +31,11 @@ struct Traits {
   // The merge has its scratch where queries and probabilities lie.
   static constexpr int kWorkBytes =
       max_of(kQueryBytes + kProbBuffers * kProbBytes, static_cast<int>(sizeof(PartialSum)) * kThreads);
-  static constexpr int kRestBytes = kWorkBytes + kSmallBytes;
-  static constexpr int kHalfAnSm = (228 * 1024 - 2 * 1024) / 2, kWholeSm = 227 * 1024;
-  static constexpr int kCtasPerSm = kHalfAnSm - kRestBytes >= 3 * kUnitBytes ? 2 : 1;
-  static constexpr int kUnits = min_of(((kCtasPerSm == 2 ? kHalfAnSm : kWholeSm) - kRestBytes) / kUnitBytes, 12);
+  static constexpr int kInboxBytes = kInboxBytes_;  // of what other CTAs of a cluster send
+  static constexpr int kRestBytes = kWorkBytes + kSmallBytes + kInboxBytes;
+  static constexpr int kPartOfSm = (228 - kMostCtas) * 1024 / kMostCtas, kWholeSm = 227 * 1024;
+  static constexpr int kCtasPerSm = kPartOfSm - kRestBytes >= 3 * kUnitBytes ? kMostCtas : 1;
+  static constexpr int kUnits = min_of(((kCtasPerSm > 1 ? kPartOfSm : kWholeSm) - kRestBytes) / kUnitBytes, 12);
   static_assert(kUnits >= 3);
 
   // fp16 probabilities are scaled up by this power of two, so that small ones keep their digits; with kSlack more they
@@ -57,8 +58,10 @@ struct SharedLayout {
   static constexpr int kEmpty = kFull + 96;                     // barriers [kUnits]
   static constexpr int kFlag = kFull + 192;                     // int [2], of the merge
   static constexpr int kNowhere = kFlag + 16;                   // 16 bytes that nobody reads
+  static constexpr int kInboxFull = kNowhere + 16;              // barrier
   static constexpr int kExchange = kFull + 256;                 // float [kWarps][kRows]
-  static constexpr int kBytes = kExchange + Tr::kWarps * Tr::kRows * 4;
+  static constexpr int kInbox = kExchange + Tr::kWarps * Tr::kRows * 4;
+  static constexpr int kBytes = kInbox + Tr::kInboxBytes;
 };
 
 // Barriers of the hardware; 0 is that of the merge. All are for the threads that multiply.

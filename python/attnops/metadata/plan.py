@@ -22,7 +22,7 @@ MLA_HEAD_DIM_V = 512
 XQA_PARTS_PER_SM = 2
 MLA_PARTS_PER_SM = 1
 
-# Hopper takes short calls in clusters of CTAs (csrc/xqa_decode/sm90/cluster); where a work has several, their results
+# Hopper takes short calls in clusters of CTAs (csrc/xqa_decode/sm90/cluster*); where a work has several, their results
 # meet over more semaphores than works: at most so many.
 XQA_CLUSTER_SEMAPHORES = 256
 

@@ -22,17 +22,21 @@ inline constexpr int log_most_ctas(int works) {
 // Where a work has several clusters, their results meet in memory, so many items (four values of a row) at a time.
 inline constexpr int kUnitItems = 8;
 
-// Few works take several clusters each, at most a CTA per SM then: meeting in memory costs more than it brings else. It
-// takes a semaphore per unit, and room among the partial results.
+// Whether the plan has what a meeting takes: a semaphore per unit, and room among the partial results.
+inline bool clusters_can_meet(const Params& p, int works, int clusters, int units_per_row) {
+  const int64_t rows = p.seqlen_q * (p.num_q_heads / p.num_kv_heads);
+  const int64_t units = rows * units_per_row, records = units * works * clusters;
+  return p.num_semaphores >= units * works && p.num_partials * rows >= records &&
+         p.num_partials * rows * p.head_dim >= records * kUnitItems * 4;
+}
+
+// Few works take several clusters each, at most a CTA per SM then: meeting in memory costs more than it brings else.
 inline int log_clusters_per_work(const Params& p, int works, int log_ctas) {
   if (log_ctas < kMaxLogCtas) return 0;
   int log_clusters = 0;
   while (log_clusters < 3 && works << (log_ctas + log_clusters + 1) <= 128) ++log_clusters;
-  const int64_t rows = p.seqlen_q * (p.num_q_heads / p.num_kv_heads);
-  const int64_t units = rows * (p.head_dim <= 64 ? 64 : 128) / 4 / kUnitItems, records = units * works << log_clusters;
-  const bool room = p.num_semaphores >= units * works && p.num_partials * rows >= records &&
-                    p.num_partials * rows * p.head_dim >= records * kUnitItems * 4;
-  return room ? log_clusters : 0;
+  const int units_per_row = (p.head_dim <= 64 ? 64 : 128) / 4 / kUnitItems;
+  return clusters_can_meet(p, works, 1 << log_clusters, units_per_row) ? log_clusters : 0;
 }
 
 // Tokens of a request that its queries may see, at most: by its cells of the page table, or by the window.

@@ -19,14 +19,16 @@ struct ClusterShape {
 class SharePiece {
  public:
   __device__ SharePiece(const Params& p, int request, int kv_head, int length, int share, int log_shares)
-      : request_(request), kv_head_(kv_head), length_(max_of(length, 0)) {
-    keys_ = visible_keys(length_, p.seqlen_q, p.window_left);
-    const TileRange tiles = visible_tiles(length_, p.seqlen_q, p.window_left, kPlanTileTokens);
-    const int least = tiles.count >> log_shares, longer = tiles.count & ((1 << log_shares) - 1);
-    used_shares_ = min_of(tiles.count, 1 << log_shares);
-    const int tile = tiles.first + share * least + min_of(share, longer);
-    first_token_ = tile * kPlanTileTokens;
-    end_token_ = min_of((tile + least + (share < longer ? 1 : 0)) * kPlanTileTokens, keys_.end);
+      : SharePiece(p, request, kv_head, length) {
+    const int tiles = tiles_.count, least = tiles >> log_shares;
+    divide(share, 1 << log_shares, least);
+  }
+
+  // Of any number of shares.
+  __device__ SharePiece(const Params& p, int request, int kv_head, int length, int share, int shares,
+                        const Divisor& by_shares)
+      : SharePiece(p, request, kv_head, length) {
+    divide(share, shares, by_shares.divide(tiles_.count));
   }
 
   __device__ bool next() { return false; }
@@ -40,8 +42,25 @@ class SharePiece {
   __device__ int used_shares() const { return used_shares_; }  // the first ones; the others hold no tile
 
  private:
+  __device__ SharePiece(const Params& p, int request, int kv_head, int length)
+      : request_(request),
+        kv_head_(kv_head),
+        length_(max_of(length, 0)),
+        keys_(visible_keys(length_, p.seqlen_q, p.window_left)),
+        tiles_(visible_tiles(length_, p.seqlen_q, p.window_left, kPlanTileTokens)) {}
+
+  // The first shares have one tile more than the others, which have `least`.
+  __device__ void divide(int share, int shares, int least) {
+    const int longer = tiles_.count - least * shares;
+    used_shares_ = min_of(tiles_.count, shares);
+    const int tile = tiles_.first + share * least + min_of(share, longer);
+    first_token_ = tile * kPlanTileTokens;
+    end_token_ = min_of((tile + least + (share < longer ? 1 : 0)) * kPlanTileTokens, keys_.end);
+  }
+
   int request_, kv_head_, length_, first_token_, end_token_, used_shares_;
   KvRange keys_;
+  TileRange tiles_;
 };
 
 // What is known of a share's beginning before the kernels ahead have ended. Its length and page numbers may not be

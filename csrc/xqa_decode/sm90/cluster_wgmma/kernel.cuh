@@ -1,0 +1,104 @@
+#pragma once
+#include "xqa_decode/sm90/cluster_wgmma/merge.cuh"
+#include "xqa_decode/sm90/kernel.cuh"
+
+namespace attnops::xqa_decode::sm90 {
+
+// The warp that asks for tiles. What can be done before the kernels ahead have ended is done then, on a guess of the
+// length and of the page numbers; afterwards both are read again, together, and only these count.
+template <class Tr>
+__device__ __forceinline__ void bring_share(const Params& p, const Shape& shape, const Boxes& boxes, const Team& team,
+                                            const CUtensorMap* keys, const CUtensorMap* values, const WorkPlace& place,
+                                            int share, uint32_t shared, int lane) {
+  if (lane == 0) {
+    hopper::prefetch_map(keys);
+    hopper::prefetch_map(values);
+  }
+  const int32_t* length_at = p.cache_seqlens + place.request;
+  const int guess = hopper::load_guess(length_at);
+  SharePiece piece(p, place.request, place.kv_head, guess, share, team.shares, team.by_shares);
+  TileStream<Tr> stream(p, boxes, keys, values, shape, shared, lane);
+  const int32_t* page_at = nullptr;              // of the l-th run of box tokens, in lane l, where there is one
+  const bool guessed = !p.page_table.kv_indptr;  // else where a request's pages begin would be one more guess
+  if (guessed) {
+    const int token = piece.first_token() + lane * boxes.tokens, cell = token >> shape.page_shift;
+    const bool wanted = token >= 0 && token < piece.end_token() && token + boxes.tokens > piece.keys().begin;
+    if (wanted && cell < p.max_pages) page_at = p.page_table.row(place.request) + cell;
+    stream.open(piece);
+    stream.prefetch(piece, page_at ? hopper::load_guess(page_at) : -1);
+  }
+  let_next_kernel_start();  // it waits for this one in any case, and this one for those ahead
+  wait_for_earlier_kernels();
+  const int length = __ldcg(length_at);
+  const int pages = page_at ? __ldcg(page_at) : 0;
+  if (guessed && length == guess) {
+    stream.bring(piece, pages);
+  } else {
+    piece = SharePiece(p, place.request, place.kv_head, length, share, team.shares, team.by_shares);
+    stream.bring(piece);
+  }
+}
+
+// The warpgroup that multiplies.
+template <class Tr>
+__device__ __forceinline__ void multiply_share(const Params& p, const Shape& shape, const Boxes& boxes,
+                                               const Team& team, const WorkPlace& place, int share, int rank,
+                                               int cluster_index, uint8_t* smem) {
+  const uint32_t shared = hopper::smem_address(smem);
+  wait_for_earlier_kernels();
+  const int length = __ldcg(p.cache_seqlens + place.request);
+  Consumer<Tr> consumer(p, shape, boxes, smem);
+  RowBlock<Tr> block;
+  consumer.begin(place, 0, block);
+  const SharePiece piece(p, place.request, place.kv_head, length, share, team.shares, team.by_shares);
+  const int senders = min_of(piece.used_shares() - cluster_index * team.ctas, team.ctas);
+  if (rank < senders) consumer.attend(piece, 0, block);
+  cluster_wait();  // everybody's barrier is there
+  if (senders <= 0) return;
+  if (rank < senders) send_units<Tr>(shape, team, block, rank, shared);
+  const int first = rank * team.slice;
+  const int own = min_of(shape.rows * TeamInbox<Tr>::kUnitsPerRow - first, team.slice);
+  if (own <= 0) return;
+  if (threadIdx.x == 0) {
+    hopper::mbarrier_arrive_expect(shared + SharedLayout<Tr>::kInboxFull, senders * own * kUnitItems * 24);
+  }
+  const int clusters = team.by_ctas.divide(piece.used_shares() + team.ctas - 1);
+  if (team.ctas <= kFew && team.clusters == 1) {
+    merge_few<Tr>(p, shape, team, place, rank, senders, own, shared, smem);
+    return;
+  }
+  merge_units<Tr>(p, shape, team, place, rank, senders, cluster_index, clusters, shared, smem);
+}
+
+// Short calls over 16-bit pages: as in cluster/ the CTAs of a cluster divide a work evenly from its length alone,
+// without the plan, and merge through each other's shared memory; but keys stream and are multiplied as in the kernel
+// of the plan.
+template <class Tr>
+__global__ void __launch_bounds__(Tr::kAllThreads, Tr::kCtasPerSm)
+    xqa_cluster_wgmma_kernel(const __grid_constant__ Params p, const __grid_constant__ Shape shape,
+                             const __grid_constant__ Boxes boxes, const __grid_constant__ Team team,
+                             const __grid_constant__ CUtensorMap key_map,
+                             const __grid_constant__ CUtensorMap value_map) {
+  extern __shared__ __align__(1024) uint8_t smem[];
+  const uint32_t shared = hopper::smem_address(smem);
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  const int rank = cluster_rank(), index = team.by_ctas.divide(static_cast<int>(blockIdx.x));
+  const int work = team.by_clusters.divide(index), cluster_index = index - work * team.clusters;
+  const int share = cluster_index * team.ctas + rank;
+  const int request = shape.by_kv_heads.divide(work);
+  const WorkPlace place{work, request, work - request * p.num_kv_heads};
+  if (threadIdx.x == 0) {
+    hopper::mbarrier_init(shared + SharedLayout<Tr>::kInboxFull, 1);
+    init_barriers<Tr>(shared);
+  }
+  __syncthreads();
+  cluster_arrive_relaxed();
+  if (warp == Tr::kWarps) {
+    bring_share<Tr>(p, shape, boxes, team, &key_map, &value_map, place, share, shared, lane);
+    cluster_wait();
+  } else {
+    multiply_share<Tr>(p, shape, boxes, team, place, share, rank, cluster_index, smem);
+  }
+}
+
+}  // namespace attnops::xqa_decode::sm90

@@ -1,0 +1,123 @@
+#pragma once
+#include "device/sm90/cluster.cuh"
+#include "xqa_decode/sm90/cluster/item_sum.cuh"
+#include "xqa_decode/sm90/cluster_wgmma/limits.h"
+#include "xqa_decode/sm90/cluster_wgmma/team.h"
+#include "xqa_decode/sm90/row_block.cuh"
+
+namespace attnops::xqa_decode::sm90 {
+
+// The merge of a work's shares, as that of cluster/merge.cuh, but an item is what a lane holds of a row: dims d, d + 8,
+// d + 64 and d + 72. The eight items of a unit lie side by side in the eight lanes that hold one warp's dims of a row.
+template <class Tr>
+struct TeamInbox {
+  static_assert(Tr::kHeadDim == 128 && kTeamUnitsPerRow == Tr::kWarps);
+  static constexpr int kUnitsPerRow = kTeamUnitsPerRow;
+  static constexpr int kUnits = Tr::kInboxBytes / (kUnitItems * 24);
+  static constexpr int kValues = SharedLayout<Tr>::kInbox;           // float4 [CTAs][slice][8]
+  static constexpr int kStats = kValues + kUnits * kUnitItems * 16;  // float2, the same: reference and sum
+  static constexpr int kBytes = kUnits * kUnitItems * 24;
+  static_assert(kBytes == Tr::kInboxBytes && kUnits >= Tr::kRows * kUnitsPerRow);
+};
+
+inline constexpr int kFew = 4;  // CTAs whose results one thread merges
+
+// Sends the CTA's results of each unit to the CTA that merges it.
+template <class Tr>
+__device__ __forceinline__ void send_units(const Shape& shape, const Team& team, const RowBlock<Tr>& block, int rank,
+                                           uint32_t shared) {
+  using In = TeamInbox<Tr>;
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+  for (int n = 0; n < Tr::kRowTiles; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = 8 * n + 2 * t + i;
+      if (row >= shape.rows) continue;
+      const int unit = row * In::kUnitsPerRow + warp;
+      const int owner = team.by_slice.divide(unit);
+      const int at = (rank * team.slice + unit - owner * team.slice) * kUnitItems + g;
+      const uint32_t there = address_in(shared, owner), barrier = there + SharedLayout<Tr>::kInboxFull;
+      float4 values = make_float4(block.out[0][4 * n + i], block.out[0][4 * n + 2 + i], block.out[1][4 * n + i],
+                                  block.out[1][4 * n + 2 + i]);
+      // A row that saw no key here may hold NaN, from keys of other rows.
+      if (block.sum[n][i] == 0.f) values = make_float4(0.f, 0.f, 0.f, 0.f);
+      store_async(there + In::kValues + at * 16, values, barrier);
+      store_async(there + In::kStats + at * 8, make_float2(block.reference[n][i], block.sum[n][i]), barrier);
+    }
+  }
+}
+
+// Merges the CTA's slice of the units, which the `senders` CTAs of the cluster send to it; `own` units. For up to four
+// CTAs, which are all of the work's: a thread to an item.
+template <class Tr>
+__device__ __forceinline__ void merge_few(const Params& p, const Shape& shape, const Team& team, const WorkPlace& place,
+                                          int rank, int senders, int own, uint32_t shared, const uint8_t* smem) {
+  using In = TeamInbox<Tr>;
+  using T = typename Tr::T;
+#pragma unroll 1
+  for (int item = threadIdx.x; item < own * kUnitItems; item += Tr::kThreads) {
+    const int unit = rank * team.slice + item / kUnitItems;
+    const int d = 16 * (unit % In::kUnitsPerRow) + item % kUnitItems;
+    const OutputPlace to(p, shape, place, unit / In::kUnitsPerRow, d);
+    mbarrier_wait_cluster(shared + SharedLayout<Tr>::kInboxFull, 0);
+    float2 stat[kFew];
+    float4 values[kFew];
+    ItemSum total;
+#pragma unroll
+    for (int i = 0; i < kFew; ++i) {
+      const int at = min_of(i, senders - 1) * team.slice * kUnitItems + item;
+      values[i] = *reinterpret_cast<const float4*>(smem + In::kValues + at * 16);
+      stat[i] = *reinterpret_cast<const float2*>(smem + In::kStats + at * 8);
+      if (i >= senders) stat[i].x = -INFINITY;
+      total.top = fmaxf(total.top, stat[i].x);
+    }
+#pragma unroll
+    for (int i = 0; i < kFew; ++i) total.add(exp2_approx(stat[i].x - total.top), stat[i].y, values[i]);
+    const float lse = total.lse(Tr::kProbShift);
+    const float4 mean = total.mean();
+    const float factor = to.factor(lse);
+    if (to.lse) *to.lse = lse;
+    T* out = static_cast<T*>(p.out) + to.at;
+    if (d < p.head_dim) out[0] = static_cast<T>(mean.x * factor);
+    if (d + 8 < p.head_dim) out[8] = static_cast<T>(mean.y * factor);
+    if (d + 64 < p.head_dim) out[64] = static_cast<T>(mean.z * factor);
+    if (d + 72 < p.head_dim) out[72] = static_cast<T>(mean.w * factor);
+  }
+}
+
+// The same for any number of CTAs, four lanes to an item. `clusters` clusters share the work.
+template <class Tr>
+__device__ __forceinline__ void merge_units(const Params& p, const Shape& shape, const Team& team,
+                                            const WorkPlace& place, int rank, int senders, int cluster_index,
+                                            int clusters, uint32_t shared, const uint8_t* smem) {
+  using In = TeamInbox<Tr>;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int first = rank * team.slice, end = min_of(first + team.slice, shape.rows * In::kUnitsPerRow);
+  const int which = lane / kUnitItems;  // of an item's four dims, for this lane to store
+#pragma unroll 1
+  for (int unit = first + warp; unit < end; unit += Tr::kWarps) {
+    const int d = 64 * (which / 2) + 16 * (unit % In::kUnitsPerRow) + 8 * (which % 2) + lane % kUnitItems;
+    const OutputPlace to(p, shape, place, unit / In::kUnitsPerRow, d);
+    mbarrier_wait_cluster(shared + SharedLayout<Tr>::kInboxFull, 0);
+    ItemSum total = sum_terms<kMaxClusterCtas / 4>(senders, lane, [&](int i, float* sum, float4* v) {
+      const int at = (i * team.slice + unit - first) * kUnitItems + lane % kUnitItems;
+      *v = *reinterpret_cast<const float4*>(smem + In::kValues + at * 16);
+      const float2 stat = *reinterpret_cast<const float2*>(smem + In::kStats + at * 8);
+      *sum = stat.y;
+      return stat.x;
+    });
+    if (clusters > 1 && !meet_clusters<Tr, kMaxTeamClusters>(p, shape, team.clusters, place.work, cluster_index,
+                                                             clusters, unit, lane, total)) {
+      continue;
+    }
+    const float lse = total.lse(Tr::kProbShift);
+    const float4 mean = total.mean();
+    if (to.lse) *to.lse = lse;
+    const float value = which == 0 ? mean.x : which == 1 ? mean.y : which == 2 ? mean.z : mean.w;
+    if (d >= p.head_dim) continue;
+    static_cast<typename Tr::T*>(p.out)[to.at] = static_cast<typename Tr::T>(value * to.factor(lse));
+  }
+}
+
+}  // namespace attnops::xqa_decode::sm90
