@@ -492,7 +492,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", default="call,step,compiled,capture")
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--compiled-layers", type=int, default=4, help="of the model that inductor compiles")
+    parser.add_argument("--compiled-layers", type=int, default=8, help="of the model that inductor compiles")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--name", default="h200-step_overhead")

@@ -9,11 +9,10 @@ import torch
 from attnops import ops
 from attnops.backends import get_backend_class
 from attnops.layers import RadixAttention
-from attnops.metadata import MlaDecodePlan
-from attnops.ops.layer_call import BOUND_BYTES, bind_mla_layer, mla_layer, repeatable, xqa_layer
+from attnops.ops.layer_call import BOUND_BYTES, mla_layer, repeatable, xqa_layer
 from attnops.pools import MHATokenToKVPool
 from attnops.types import AttentionBatch, AttentionSpec, ForwardMode, Limits
-from layer_calls import DIM, HEADS, LENGTHS, OPTIONS, PAGE_SIZE, PAGES, B, Xqa
+from layer_calls import DIM, HEADS, MLA_CACHES, B, Mla, Xqa
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -60,43 +59,42 @@ def test_lengths_and_masks_are_those_of_the_call(device):
     assert torch.equal(got, case.expected(tree_mask=mask))
 
 
-MLA_CACHES = {"bf16": (torch.bfloat16, 576), "e4m3": (torch.float8_e4m3fn, 576), "rows of 656": (torch.uint8, 656)}
+@pytest.mark.parametrize("apart", [False, True], ids=["whole", "apart"])
+@pytest.mark.parametrize("cache", MLA_CACHES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_mla_layer_is_store_and_decode(device, cache, apart):
+    case = Mla(device, cache, apart)
+    before = case.pages.clone()
+    out = case.call(case.bind())
+    stored = case.pages.clone()
+    bits(case.pages).copy_(bits(before))
+    expected = case.expected()
+    assert torch.equal(bits(stored), bits(case.pages)) and not torch.equal(bits(before), bits(case.pages))
+    assert torch.equal(out.view_as(expected), expected)
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["whole", "apart"])
 @pytest.mark.parametrize("cache", MLA_CACHES)
 @pytest.mark.parametrize("device", DEVICES)
-def test_mla_layer_is_store_and_decode(device, cache, apart):
-    heads, tokens = 16, B
+def test_a_repeated_mla_layer_gives_the_bits_of_the_op(device, cache, apart):
+    case, asked = Mla(device, cache, apart), []
 
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape).to(torch.bfloat16).to(device)
+    def op(*arguments: object) -> None:
+        asked.append(arguments)
+        mla_layer(*arguments)
 
-    dtype, row = MLA_CACHES[cache]
-    q, latent, rows = random(tokens, heads, 576), random(tokens, 576), random(PAGES * PAGE_SIZE, 576)
-    scale = torch.tensor([0.02], device=device) if dtype is torch.float8_e4m3fn else None
-    pages = torch.empty(PAGES, PAGE_SIZE, row, dtype=dtype, device=device)
-    ops.store_mla_kv(pages, rows, torch.arange(PAGES * PAGE_SIZE, device=device), kv_scale=scale)
-    table = torch.randperm(PAGES)[: B * 5].view(B, 5).int().to(device)
-    seqlens = torch.tensor(LENGTHS, dtype=torch.int32, device=device)
-    last = seqlens.long() - 1
-    slots = table.long().gather(1, (last // PAGE_SIZE).unsqueeze(1)).squeeze(1) * PAGE_SIZE + last % PAGE_SIZE
-    plan = MlaDecodePlan.allocate(B, num_q_heads=heads, device=device)
-    ops.mla_decode_plan(plan, seqlens)
-    queries, q_pe = (q[..., :512].contiguous(), q[..., 512:].contiguous()) if apart else (q, None)
-    new, k_pe = (latent[:, :512], latent[:, 512:]) if apart else (latent, None)
-    out = torch.empty(tokens, heads * 512, dtype=q.dtype, device=device)
-    by_request = q_pe if q_pe is None else q_pe.unsqueeze(1)
-    arguments = (out.view(B, 1, heads, 512), queries.unsqueeze(1), by_request, pages, table, seqlens, plan)
-    bound = bind_mla_layer(*arguments, report=None, **OPTIONS)
-    before = pages.clone()
-    mla_layer(out, queries, q_pe, new, k_pe, slots, seqlens, None, None, scale, bound)
-    stored = pages.clone()
-    bits(pages).copy_(bits(before))
-    ops.store_mla_kv(pages, latent, slots, kv_scale=scale)
-    assert torch.equal(bits(stored), bits(pages)) and not torch.equal(bits(before), bits(pages))
-    expected, _ = ops.mla_decode(q.unsqueeze(1), pages, table, seqlens, plan, kv_scale=scale, **OPTIONS)
-    assert torch.equal(out.view_as(expected), expected)
+    call = repeatable(op, case.bind())
+    with torch.no_grad():
+        call(*case.arguments().values())
+        before = case.pages.clone()
+        case.renew()
+        out = torch.zeros_like(case.out)
+        call(*case.arguments(out=out).values())
+    stored = case.pages.clone()
+    bits(case.pages).copy_(bits(before))
+    assert torch.equal(out, case.call(case.bind(), out=torch.zeros_like(out)))
+    assert torch.equal(bits(stored), bits(case.pages)) and not torch.equal(bits(before), bits(case.pages))
+    assert len(asked) == 1
 
 
 ERRORS = [

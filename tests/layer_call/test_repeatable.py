@@ -111,6 +111,18 @@ def test_a_call_after_another_with_the_same_bytes_is_checked():
     assert torch.equal(counted(), expected) and counted.asked == 2
 
 
+def test_what_a_repeated_call_finds_wrong_is_what_the_op_finds_wrong():
+    case = Xqa("cpu")
+    counted = Counted(case)
+    counted()
+    case.plan.tile_scheduler_metadata.zero_()
+    with pytest.raises(RuntimeError, match=r"attnops::xqa_decode: .* are not the plan of these cache_seqlens"):
+        counted()
+    assert counted.asked == 1
+    with pytest.raises(RuntimeError, match=r"attnops::xqa_decode: .* are not the plan of these cache_seqlens"):
+        case.call(counted.bound)
+
+
 class SeesOps(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
