@@ -6,19 +6,17 @@
 namespace attnops::paged_kv {
 namespace {
 
-constexpr int kThreads = 256;
-
 unsigned num_blocks(int64_t tokens, int per_block) {
   return static_cast<unsigned>(ceil_div<int64_t>(tokens, per_block));
 }
 
 // Lanes per token: a power of two, as many as there are vectors, fewer where more than a quarter would idle.
-int lanes_for(int vecs) {
-  const auto steps = [vecs](int lanes) { return ceil_div(vecs, lanes) * lanes; };
-  int lanes = 1;
-  while (lanes < kThreads && lanes < vecs) lanes *= 2;
-  while (lanes > 32 && (steps(lanes) - vecs) * 4 > steps(lanes)) lanes /= 2;
-  return lanes;
+int log_lanes_for(int vecs, int threads) {
+  const auto steps = [vecs](int log_lanes) { return round_up(vecs, 1 << log_lanes); };
+  int log_lanes = 0;
+  while (1 << log_lanes < threads && 1 << log_lanes < vecs) ++log_lanes;
+  while (log_lanes > 5 && (steps(log_lanes) - vecs) * 4 > steps(log_lanes)) --log_lanes;
+  return log_lanes;
 }
 
 // Heads that follow one another without a gap, on both sides and under one scale, are one long head.
@@ -61,12 +59,20 @@ void launch_store(const char* what, unsigned blocks, int threads, CUstream_st* s
   launch_dependent<kKernel>(what, {static_cast<int>(blocks), threads, 0, 0}, stream, arguments...);
 }
 
+template <class Codec, bool kOneHead>
+void launch_store_kv_of(const StoreKvParams& p, const SideInVectors& k, const SideInVectors& v, CUstream_st* stream) {
+  constexpr int kThreads = Codec::kThreads;
+  const int log_lanes = log_lanes_for(max_of(k.heads * k.per_head, v.heads * v.per_head), kThreads);
+  const unsigned blocks = num_blocks(p.target.num_tokens, kThreads >> log_lanes);
+  launch_store<&store_kv_kernel<Codec, kOneHead>>("store_kv_kernel", blocks, kThreads, stream, p.target, k, v,
+                                                  log_lanes);
+}
+
 template <class Codec>
 void launch_store_kv(const StoreKvParams& p, int elements, CUstream_st* stream) {
   const SideInVectors k = in_vectors(p.k, p.num_heads, elements), v = in_vectors(p.v, p.num_heads, elements);
-  const int lanes = lanes_for(max_of(k.heads * k.per_head, v.heads * v.per_head));
-  const unsigned blocks = num_blocks(p.target.num_tokens, kThreads / lanes);
-  launch_store<&store_kv_kernel<Codec, kThreads>>("store_kv_kernel", blocks, kThreads, stream, p.target, k, v, lanes);
+  k.heads == 1 && v.heads == 1 ? launch_store_kv_of<Codec, true>(p, k, v, stream)
+                               : launch_store_kv_of<Codec, false>(p, k, v, stream);
 }
 
 // The first that accepts is taken, so the widest stand first.
@@ -75,6 +81,7 @@ struct KvImpl {
   bool copies;      // sees bytes, and no row_dtype
   DType row_dtype;  // what it quantizes
   int vector;       // bytes per vector of a copy, elements per vector of a quantization
+  int least_row;    // elements of a token's heads together, below which narrower vectors are faster
   void (*launch_kv)(const StoreKvParams&, int elements, CUstream_st*);
 
   int elements(const StoreKvParams& p) const { return copies ? vector / size_of(p.dtype) : vector; }
@@ -83,6 +90,8 @@ struct KvImpl {
     if (copies != (p.dtype == p.page_dtype)) return copies ? "copies only" : "quantizes only";
     if (!copies && p.dtype != row_dtype) return std::string("takes ") + name_of(row_dtype);
     if (copies && vector < size_of(p.dtype)) return "splits elements";
+    if (p.num_heads * p.k.head_dim < least_row)
+      return "takes at least " + std::to_string(least_row) + " elements a token";
     for (const KvStore* s : {&p.k, &p.v}) {
       if (!vectors_fit(*s, p.num_heads, elements(p), size_of(p.dtype), size_of(p.page_dtype))) {
         return "rows must start on the boundaries of its vectors";
@@ -96,17 +105,19 @@ template <typename T, int kElements>
 constexpr auto kQuantizeKv = &launch_store_kv<QuantizeE4M3<T, kElements>>;
 
 constexpr KvImpl kKvImpls[] = {
-    {"copy_16_bytes", true, DType::kUInt8, 16, &launch_store_kv<Copy<uint4>>},
-    {"copy_8_bytes", true, DType::kUInt8, 8, &launch_store_kv<Copy<uint2>>},
-    {"copy_4_bytes", true, DType::kUInt8, 4, &launch_store_kv<Copy<uint32_t>>},
-    {"copy_2_bytes", true, DType::kUInt8, 2, &launch_store_kv<Copy<uint16_t>>},
-    {"copy_1_byte", true, DType::kUInt8, 1, &launch_store_kv<Copy<uint8_t>>},
-    {"e4m3_from_bf16_vec", false, DType::kBFloat16, 8, kQuantizeKv<__nv_bfloat16, 8>},
-    {"e4m3_from_fp16_vec", false, DType::kFloat16, 8, kQuantizeKv<__half, 8>},
-    {"e4m3_from_fp32_vec", false, DType::kFloat32, 8, kQuantizeKv<float, 8>},
-    {"e4m3_from_bf16_any", false, DType::kBFloat16, 1, kQuantizeKv<__nv_bfloat16, 1>},
-    {"e4m3_from_fp16_any", false, DType::kFloat16, 1, kQuantizeKv<__half, 1>},
-    {"e4m3_from_fp32_any", false, DType::kFloat32, 1, kQuantizeKv<float, 1>},
+    {"copy_16_bytes", true, DType::kUInt8, 16, 0, &launch_store_kv<Copy<uint4>>},
+    {"copy_8_bytes", true, DType::kUInt8, 8, 0, &launch_store_kv<Copy<uint2>>},
+    {"copy_4_bytes", true, DType::kUInt8, 4, 0, &launch_store_kv<Copy<uint32_t>>},
+    {"copy_2_bytes", true, DType::kUInt8, 2, 0, &launch_store_kv<Copy<uint16_t>>},
+    {"copy_1_byte", true, DType::kUInt8, 1, 0, &launch_store_kv<Copy<uint8_t>>},
+    {"e4m3_from_bf16_wide", false, DType::kBFloat16, 16, 512, kQuantizeKv<__nv_bfloat16, 16>},
+    {"e4m3_from_fp16_wide", false, DType::kFloat16, 16, 512, kQuantizeKv<__half, 16>},
+    {"e4m3_from_bf16_vec", false, DType::kBFloat16, 8, 0, kQuantizeKv<__nv_bfloat16, 8>},
+    {"e4m3_from_fp16_vec", false, DType::kFloat16, 8, 0, kQuantizeKv<__half, 8>},
+    {"e4m3_from_fp32_vec", false, DType::kFloat32, 8, 0, kQuantizeKv<float, 8>},
+    {"e4m3_from_bf16_any", false, DType::kBFloat16, 1, 0, kQuantizeKv<__nv_bfloat16, 1>},
+    {"e4m3_from_fp16_any", false, DType::kFloat16, 1, 0, kQuantizeKv<__half, 1>},
+    {"e4m3_from_fp32_any", false, DType::kFloat32, 1, 0, kQuantizeKv<float, 1>},
 };
 
 // ---- store_mla_kv
@@ -146,12 +157,14 @@ void launch_copy_mla(const StoreMlaParams& p, CUstream_st* stream) {
 
 template <typename T>
 void launch_quantize_mla(const StoreMlaParams& p, CUstream_st* stream) {
+  if (vectors_fit(p, 16 * sizeof(T), 16 * sizeof(T), 16)) return launch_store_mla<QuantizeE4M3<T, 16>, 16>(p, stream);
   vectors_fit(p, 8 * sizeof(T), 8 * sizeof(T), 8) ? launch_store_mla<QuantizeE4M3<T, 8>, 8>(p, stream)
                                                   : launch_store_mla<QuantizeE4M3<T, 1>, 1>(p, stream);
 }
 
 template <typename T>
 void launch_fp8_rows(const StoreMlaParams& p, CUstream_st* stream) {
+  constexpr int kThreads = 128;
   const unsigned blocks = num_blocks(p.target.num_tokens, kThreads / 32);
   const bool vectors = vectors_fit(p, 16 * sizeof(T), 2 * sizeof(T), 16);
   const MlaInBytes in = byte_strides(p);

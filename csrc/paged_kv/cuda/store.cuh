@@ -9,6 +9,26 @@
 
 namespace attnops::paged_kv {
 
+// Quotients by one scale, as division rounds them, in three instructions instead of ten: a product with the reciprocal
+// and one step of Newton's with what remains. Beyond the range of e4m3 the product alone will do.
+class Quotient {
+ public:
+  __device__ explicit Quotient(float scale) : scale_(scale), inverse_(1.f / scale) {}
+  __device__ explicit Quotient(const float* scale) : Quotient(scale == nullptr ? 1.f : __ldg(scale)) {}
+
+  // Whether reciprocals and remainders of everything that matters are normal floats.
+  __device__ bool is_easy() const { return scale_ > 0x1p-90f && scale_ < 0x1p90f; }
+  __device__ float easy(float x) const {
+    const float near = x * inverse_;
+    const float exact = fmaf(fmaf(-near, scale_, x), inverse_, near);
+    return fabsf(near) < 1024.f ? exact : near;
+  }
+  __device__ float any(float x) const { return x / scale_; }
+
+ private:
+  float scale_, inverse_;
+};
+
 // Codecs: how one vector of a row becomes one vector of a page.
 
 // The bytes as they are.
@@ -16,7 +36,8 @@ template <typename Bytes>
 struct Copy {
   using In = Bytes;
   using Out = Bytes;
-  __device__ static Out encode(const In& x, float) { return x; }
+  static constexpr int kThreads = 256;  // of a CTA
+  __device__ static Out encode(const In& x, const Quotient&) { return x; }
 };
 
 // x / scale in e4m3: two at a time, as the hardware converts.
@@ -24,18 +45,31 @@ template <typename T, int kElements>
 struct QuantizeE4M3 {
   using In = Vec<T, kElements>;
   using Out = Vec<uint8_t, kElements>;
-  __device__ static Out encode(const In& x, float scale) {
-    const auto quotient = [&](int i) { return static_cast<float>(x.data[i]) / scale; };
+  static constexpr int kThreads = 128;  // of a CTA: more registers than a copy's, so smaller CTAs fill an SM better
+
+  __device__ static Out encode(const In& x, const Quotient& quotient) {
+    return quotient.is_easy() ? encode_by(x, [&](float value) { return quotient.easy(value); })
+                              : encode_any(x, quotient);
+  }
+
+ private:
+  // Out of line: divisions are long, and hardly ever needed.
+  __device__ __noinline__ static Out encode_any(In x, Quotient quotient) {
+    return encode_by(x, [&](float value) { return quotient.any(value); });
+  }
+
+  template <class Divide>
+  __device__ static Out encode_by(const In& x, const Divide& divide) {
+    const auto at = [&](int i) { return divide(static_cast<float>(x.data[i])); };
     Out out;
 #pragma unroll
     for (int i = 0; i + 1 < kElements; i += 2) {
-      const unsigned pair =
-          __nv_cvt_float2_to_fp8x2(make_float2(quotient(i), quotient(i + 1)), __NV_SATFINITE, __NV_E4M3);
+      const unsigned pair = __nv_cvt_float2_to_fp8x2(make_float2(at(i), at(i + 1)), __NV_SATFINITE, __NV_E4M3);
       out.data[i] = static_cast<uint8_t>(pair);
       out.data[i + 1] = static_cast<uint8_t>(pair >> 8);
     }
     if constexpr (kElements % 2 != 0) {
-      out.data[kElements - 1] = __nv_cvt_float_to_fp8(quotient(kElements - 1), __NV_SATFINITE, __NV_E4M3);
+      out.data[kElements - 1] = __nv_cvt_float_to_fp8(at(kElements - 1), __NV_SATFINITE, __NV_E4M3);
     }
     return out;
   }
@@ -53,50 +87,60 @@ struct SideInVectors {
   int heads, per_head;
   const float* scale;
   int scale_stride;
-};
 
-// Vector i of a token: where it comes from and where it goes.
-template <class Codec>
-struct Cursor {
-  const typename Codec::In* from;
-  typename Codec::Out* to;
-  float scale;
-
-  __device__ Cursor(const SideInVectors& s, const Place& place, int64_t token, int i) {
-    const int head = s.heads == 1 ? 0 : i / s.per_head;
-    const int d = i - head * s.per_head;
-    from = static_cast<const typename Codec::In*>(s.rows) + token * s.stride_token + head * s.stride_head + d;
-    to = static_cast<typename Codec::Out*>(s.pages) + place.page * s.stride_page + place.offset * s.stride_page_token +
-         head * s.stride_page_head + d;
-    scale = s.scale == nullptr ? 1.f : s.scale[head * s.scale_stride];
+  // Vector i of a token.
+  template <class Codec, bool kOneHead>
+  __device__ typename Codec::In load(int64_t token, int i) const {
+    const auto* row = static_cast<const typename Codec::In*>(rows) + token * stride_token;
+    if constexpr (kOneHead) return row[i];
+    const int head = i / per_head;
+    return row[head * stride_head + i - head * per_head];
+  }
+  // `first` is the quotient of head 0.
+  template <class Codec, bool kOneHead>
+  __device__ void store(const Place& place, int i, const typename Codec::In& x, const Quotient& first) const {
+    auto* row = static_cast<typename Codec::Out*>(pages) + place.page * stride_page + place.offset * stride_page_token;
+    if constexpr (kOneHead) {
+      row[i] = Codec::encode(x, first);
+    } else {
+      const int head = i / per_head;
+      const Quotient own = head * scale_stride == 0 ? first : Quotient(scale + head * scale_stride);
+      row[head * stride_page_head + i - head * per_head] = Codec::encode(x, own);
+    }
   }
 };
 
-// `lanes` neighbouring threads (a power of two) store a token, each every lanes-th vector of K and of V: both loads are
-// in flight before either store.
-template <class Codec, int kThreads>
-__global__ void __launch_bounds__(kThreads)
+// 2^log_lanes neighbouring threads store a token, a thread every so many vectors of its K and V. Rows are asked for
+// before it is known where they go: all loads are in flight at once.
+template <class Codec, bool kOneHead>
+__global__ void __launch_bounds__(Codec::kThreads)
     store_kv_kernel(const __grid_constant__ StoreTarget target, const __grid_constant__ SideInVectors k,
-                    const __grid_constant__ SideInVectors v, int lanes) {
+                    const __grid_constant__ SideInVectors v, int log_lanes) {
+  using In = typename Codec::In;
+  const int lanes = 1 << log_lanes, lane = static_cast<int>(threadIdx.x) & (lanes - 1);
+  const int64_t token = static_cast<int64_t>(blockIdx.x) * (Codec::kThreads >> log_lanes) + (threadIdx.x >> log_lanes);
+  const int vecs_k = k.heads * k.per_head, vecs_v = v.heads * v.per_head;
   wait_for_earlier_kernels();  // the rows, and whoever still reads the pages
   let_next_kernel_start();
-  const int64_t token = static_cast<int64_t>(blockIdx.x) * (kThreads / lanes) + threadIdx.x / lanes;
   if (token >= target.num_tokens) return;
-  int i = threadIdx.x % lanes;
-  if (target.report != nullptr && i == 0) report_slot(target, ReportOp::kStoreKv, token);
+
+  In k_in, v_in;
+  const auto load = [&](int i) {
+    if (i < vecs_k) k_in = k.load<Codec, kOneHead>(token, i);
+    if (i < vecs_v) v_in = v.load<Codec, kOneHead>(token, i);
+  };
+  load(lane);
+  const Quotient first_k(k.scale), first_v(v.scale);
+  if (target.report != nullptr && lane == 0) report_slot(target, ReportOp::kStoreKv, token);
   const Place place = place_of(target, token);
   if (!place.store) return;
-
-  const int vecs_k = k.heads * k.per_head, vecs_v = v.heads * v.per_head;
-  for (; i < min_of(vecs_k, vecs_v); i += lanes) {
-    const Cursor<Codec> k_at(k, place, token, i), v_at(v, place, token, i);
-    const typename Codec::In k_in = *k_at.from, v_in = *v_at.from;
-    *k_at.to = Codec::encode(k_in, k_at.scale);
-    *v_at.to = Codec::encode(v_in, v_at.scale);
-  }
-  for (; i < max_of(vecs_k, vecs_v); i += lanes) {
-    const Cursor<Codec> at(vecs_k > vecs_v ? k : v, place, token, i);
-    *at.to = Codec::encode(*at.from, at.scale);
+#pragma unroll 1
+  for (int i = lane;;) {
+    if (i < vecs_k) k.store<Codec, kOneHead>(place, i, k_in, first_k);
+    if (i < vecs_v) v.store<Codec, kOneHead>(place, i, v_in, first_v);
+    i += lanes;
+    if (i >= max_of(vecs_k, vecs_v)) return;
+    load(i);
   }
 }
 
@@ -117,7 +161,7 @@ struct MlaInBytes {
   }
 };
 
-inline constexpr int kMlaThreads = 288;  // 4 rows of 72 vectors of 8 elements
+inline constexpr int kMlaThreads = 288;  // 4 rows of 72 vectors of 8 elements, or 8 of 36 of 16
 
 // How a CTA is divided when a vector holds kElements.
 template <int kElements>
@@ -133,22 +177,31 @@ __global__ void __launch_bounds__(kMlaThreads)
     store_mla_kernel(const __grid_constant__ StoreTarget target, const __grid_constant__ MlaInBytes p) {
   using In = typename Codec::In;
   using Shape = MlaShape<kElements>;
+  constexpr int kSteps = ceil_div(Shape::kVecs, Shape::kLanes);
+  const int lane = static_cast<int>(threadIdx.x) % Shape::kLanes;
+  const int64_t token = static_cast<int64_t>(blockIdx.x) * Shape::kRows + static_cast<int>(threadIdx.x) / Shape::kLanes;
   wait_for_earlier_kernels();  // the rows, and whoever still reads the pages
   let_next_kernel_start();
-  const int64_t token = static_cast<int64_t>(blockIdx.x) * Shape::kRows + threadIdx.x / Shape::kLanes;
   if (token >= target.num_tokens) return;
-  const int lane = threadIdx.x % Shape::kLanes;
+
+  // Asked for before it is known where they go: all loads are in flight at once.
+  const In* latent = reinterpret_cast<const In*>(p.latent + token * p.latent_stride);
+  const In* k_pe = reinterpret_cast<const In*>(p.k_pe + token * p.k_pe_stride);
+  In in[kSteps];
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    const int i = lane + step * Shape::kLanes;
+    if (i < Shape::kVecs) in[step] = i < Shape::kLatentVecs ? latent[i] : k_pe[i - Shape::kLatentVecs];
+  }
+  const Quotient quotient(p.scale);
   if (target.report != nullptr && lane == 0) report_slot(target, ReportOp::kStoreMlaKv, token);
   const Place place = place_of(target, token);
   if (!place.store) return;
-
-  const In* latent = reinterpret_cast<const In*>(p.latent + token * p.latent_stride);
-  const In* k_pe = reinterpret_cast<const In*>(p.k_pe + token * p.k_pe_stride);
   auto* out = reinterpret_cast<typename Codec::Out*>(p.row(place));
-  const float scale = p.scale == nullptr ? 1.f : *p.scale;
 #pragma unroll
-  for (int i = lane; i < Shape::kVecs; i += Shape::kLanes) {
-    out[i] = Codec::encode(i < Shape::kLatentVecs ? latent[i] : k_pe[i - Shape::kLatentVecs], scale);
+  for (int step = 0; step < kSteps; ++step) {
+    const int i = lane + step * Shape::kLanes;
+    if (i < Shape::kVecs) out[i] = Codec::encode(in[step], quotient);
   }
 }
 
@@ -186,14 +239,13 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t token = static_cast<int64_t>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
   if (token >= target.num_tokens) return;
   const int lane = threadIdx.x % 32;
-  if (target.report != nullptr && lane == 0) report_slot(target, ReportOp::kStoreMlaKv, token);
-  const Place place = place_of(target, token);
-  if (!place.store) return;  // all lanes of the warp or none
-
   const T* latent = reinterpret_cast<const T*>(p.latent + token * p.latent_stride) + lane * kOwn;
   const T* k_pe = reinterpret_cast<const T*>(p.k_pe + token * p.k_pe_stride) + lane * kOwnRope;
   const auto in = load_some<kVectors, kOwn>(latent);
   const auto rope = load_some<kVectors, kOwnRope>(k_pe);
+  if (target.report != nullptr && lane == 0) report_slot(target, ReportOp::kStoreMlaKv, token);
+  const Place place = place_of(target, token);
+  if (!place.store) return;  // all lanes of the warp or none
 
   float amax = 0.f;
 #pragma unroll
@@ -202,7 +254,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int step = 1; step < kLanesPerGroup; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, step));
   const float scale = group_scale(amax);
 
-  const Vec<uint8_t, kOwn> stored = QuantizeE4M3<T, kOwn>::encode(in, scale);
+  const Vec<uint8_t, kOwn> stored = QuantizeE4M3<T, kOwn>::encode(in, Quotient(scale));
   Vec<__nv_bfloat16, kOwnRope> stored_rope;
 #pragma unroll
   for (int i = 0; i < kOwnRope; ++i) stored_rope.data[i] = __float2bfloat16(static_cast<float>(rope.data[i]));
