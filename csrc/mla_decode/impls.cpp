@@ -7,7 +7,6 @@
 #include "device/common/arch.h"
 #include "device/common/vec.h"
 #include "mla_decode/sm90/few_rows/launch.h"
-#include "mla_decode/sm90/fp8/launch.h"
 #include "mla_decode/sm90/fp8_fragments/launch.h"
 #include "mla_decode/sm90/fp8_products/launch.h"
 #include "mla_decode/sm90/launch.h"
@@ -68,11 +67,9 @@ constexpr std::initializer_list<Impl> kImpls = {
     {"sm90_fp16", Arch::kSm90, kFp16, kFp16, 0, &sm90::launch_fp16},
     {"sm90_few_rows_e4m3_bf16", Arch::kSm90, kBf16, kE4m3, sm90::fp8_fragments::kFewRows,
      &sm90::fp8_fragments::launch_dense_bf16},
-    {"sm90_few_rows_e4m3_fp16", Arch::kSm90, kFp16, kE4m3, sm90::fp8_fragments::kFewRows,
-     &sm90::fp8_fragments::launch_dense_fp16},
     {"sm90_e4m3_rounded", Arch::kSm90, kBf16, kE4m3, 0, &sm90::fp8_products::launch_bf16_rounded, true},
-    {"sm90_e4m3_bf16", Arch::kSm90, kBf16, kE4m3, 0, &sm90::fp8_products::launch_bf16},
-    {"sm90_e4m3_fp16", Arch::kSm90, kFp16, kE4m3, 0, &sm90::fp8::launch_dense_fp16},
+    {"sm90_e4m3_bf16", Arch::kSm90, kBf16, kE4m3, 0, &sm90::fp8_fragments::launch_dense_bf16},
+    {"sm90_e4m3_fp16", Arch::kSm90, kFp16, kE4m3, 0, &sm90::fp8_fragments::launch_dense_fp16},
     {"sm90_rows_bf16", Arch::kSm90, kBf16, kRows, 0, &sm90::fp8_fragments::launch_rows_bf16},
     {"sm90_rows_fp16", Arch::kSm90, kFp16, kRows, 0, &sm90::fp8_fragments::launch_rows_fp16},
 #endif

@@ -45,7 +45,10 @@ __device__ inline RowEnd end_of_row(const Params& p, const Piece& piece, const u
   for (int team = 0; team < At::kTeams; ++team) {
     const float* sums = reinterpret_cast<const float*>(state(team) + At::kSums) + row;
     factor[team] = rescale_factor(reference(team), most);
-    sum += factor[team] * ((sums[0] + sums[At::kRows]) + (sums[2 * At::kRows] + sums[3 * At::kRows]));
+    float of_team = 0.f;
+#pragma unroll
+    for (int warp = 0; warp < At::kSumWarps; ++warp) of_team += sums[warp * At::kRows];
+    sum += factor[team] * of_team;
   }
   const float lse = sum == 0.f ? -INFINITY : (most - kLift + log2f(sum)) * kLn2;  // a NaN sum goes on: it must show
   float common = sum == 0.f ? 0.f : kv_scale / sum;
@@ -129,11 +132,9 @@ __device__ inline void for_columns(const Piece& piece, const Place& place, const
 
 // This code runs once a piece, on a cold instruction cache: it is kept short.
 template <typename T, class At>
-__device__ inline void finish_piece(const Params& p, const Piece& piece, const Softmax<At>& rows, uint8_t* base,
+__device__ inline void finish_piece(const Params& p, const Piece& piece, const Place& place, uint8_t* base,
                                     float kv_scale, bool out_aligned, float (&o)[kColumnTiles][At::kRows / 2]) {
   RowEnd* ends = reinterpret_cast<RowEnd*>(base + At::kRowEnds);
-  const Place place = rows.place;
-  publish_rows(rows, base);
   named_barrier_sync(kAll, At::kConsumerThreads);
   if (threadIdx.x < At::kRows) ends[threadIdx.x] = end_of_row<At>(p, piece, base, threadIdx.x, kv_scale);
   named_barrier_sync(kAll, At::kConsumerThreads);

@@ -45,7 +45,7 @@ void launch(const Params& p, cudaStream_t stream) {
   const int rows = p.seqlen_q * p.num_q_heads;
   if (rows <= 16) return launch_shape<T, Shape<kFormat, 16>>(p, stream);
   if (rows <= kFewRows) return launch_shape<T, Shape<kFormat, 32>>(p, stream);
-  if constexpr (kFormat == Format::kRow) launch_shape<T, Shape<kFormat, 64>>(p, stream);
+  launch_shape<T, Shape<kFormat, 64>>(p, stream);
 }
 
 }  // namespace attnops::mla_decode::sm90::fp8_fragments

@@ -5,10 +5,10 @@ struct CUstream_st;
 
 namespace attnops::mla_decode::sm90::fp8_fragments {
 
-inline constexpr int kFewRows = 32;  // query rows (token, head) of a request
+inline constexpr int kFewRows = 32;  // query rows (token, head) of a request: faster than products of e4m3
 
-// Attention over the parts of the plan, then the merge of what parts share. Dense: 576 e4m3 a token and one scale, up
-// to kFewRows; rows: 656 bytes a token with scales of their own, any number.
+// Attention over the parts of the plan, then the merge of what parts share. Dense: 576 e4m3 a token and one scale;
+// rows: 656 bytes a token with scales of their own.
 void launch_dense_bf16(const Params& p, CUstream_st* stream);
 void launch_dense_fp16(const Params& p, CUstream_st* stream);
 void launch_rows_bf16(const Params& p, CUstream_st* stream);

@@ -5,13 +5,17 @@
 #include "mla_decode/params.h"
 #include "mla_decode/plan.h"
 #include "mla_decode/sm90/few_rows/layout.h"
-#include "mla_decode/sm90/fp8/format.h"
 
 // Sizes and shared memory of the kernel for few query rows over e4m3 caches.
 namespace attnops::mla_decode::sm90::fp8_fragments {
 
 using few_rows::kGroupThreads;
-using fp8::Format;
+
+// The two FP8 formats of a cached token.
+enum class Format {
+  kDense,  // 576 e4m3; one scale for all, applied to scores and outputs, so that conversion is exact
+  kRow,    // 512 e4m3, 4 float32 scales (one per 128), 64 bf16 rope
+};
 
 // Teams of two warpgroups multiply: of two teams, team 0 the even tiles of a piece, team 1 the odd ones. Within a team,
 // group 0 has the first half of a tile's columns, group 1 the second.
@@ -70,7 +74,8 @@ struct Shape {
   static constexpr int kQuarterBytes = kGroupsPerWarp * Rows::kGroupBytes;
 
   static constexpr int kRows = kRows_;
-  static constexpr int kQueries = kRows / 4;      // rows that a thread's fragment of a product holds a part of
+  static constexpr bool kWide = kRows == 64 && !kScaled;  // each group has a tile of its own: wide.cuh
+  static constexpr int kQueries = kRows / 4;              // rows that a thread's fragment of a product holds a part of
   static constexpr int kSoftmaxRows = kRows / 2;  // the softmax of a row is one group's: group 0 has the first half
   // An accumulator of more than 16 rows fills the registers of two teams.
   static constexpr int kTeams = kRows == 16 ? 2 : 1;
@@ -91,21 +96,23 @@ struct Shape {
   static constexpr int kKv = kPieces * kQueryPiece;
   // Probabilities by team, rows are queries; of rows with scales, a copy for each.
   static constexpr int kP = kKv + kRingTiles * kTileBytes;
-  static constexpr int kProbabilityBytes = (kScaled ? 4 : 1) * kQueryPiece;
+  static constexpr int kProbabilityBytes = (kScaled ? 4 : kWide ? 2 : 1) * kQueryPiece;
   static constexpr int kScores = kP + kTeams * kProbabilityBytes;  // by team: scores on their way between its groups
-  static constexpr int kScoresBytes = kRows / 2 * 128 * 4;
+  static constexpr int kScoresBytes = kWide ? 0 : kRows / 2 * 128 * 4;
   // At the end of a piece, in their place: outputs on their way between the teams, 16 of a thread.
   static constexpr int kOutputs = kP;
   static constexpr int kOutputBytes = kTeams == 2 ? kConsumerThreads * 16 * 4 : 0;
   static_assert(kTeams == 1 || kRows == 16);
   static constexpr int kStates = max_of(kScores + kTeams * kScoresBytes, kOutputs + kOutputBytes);  // by team
   // Of a team:
-  static constexpr int kMaxima = 0;                         // float [4][kRows], by warp
-  static constexpr int kSums = kMaxima + 4 * kRows * 4;     // float [4][kRows], by warp
-  static constexpr int kReference = kSums + 4 * kRows * 4;  // float [kRows]
-  static constexpr int kFactor = kReference + kRows * 4;    // float [kRows]
-  static constexpr int kMoved = kFactor + kRows * 4;        // int [2], by group
-  static constexpr int kStateBytes = kMoved + 16;
+  static constexpr int kSumWarps = kWide ? 8 : 4;                   // that know a part of a row's sum
+  static constexpr int kMaxima = 0;                                 // float [kSumWarps][kRows]
+  static constexpr int kSums = kMaxima + kSumWarps * kRows * 4;     // float [kSumWarps][kRows]
+  static constexpr int kReference = kSums + kSumWarps * kRows * 4;  // float [kRows]
+  static constexpr int kFactor = kReference + kRows * 4;            // float [kRows]
+  static constexpr int kMoved = kFactor + kRows * 4;                // int [2], by group
+  static constexpr int kRowPairs = kMoved + 16;                     // float4 [kRows / 2]: wide.cuh
+  static constexpr int kStateBytes = kRowPairs + (kWide ? kRows / 2 * 16 : 0);
 
   static constexpr int kQueryScale = kStates + kTeams * kStateBytes;  // float [kRows]
   static constexpr int kRowEnds = kQueryScale + kRows * 4;            // RowEnd [kRows], 16 bytes each

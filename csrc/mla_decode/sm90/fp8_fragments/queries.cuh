@@ -57,15 +57,27 @@ __device__ inline float store_query(const QueryRow& q, uint32_t queries, int row
   return inverse;
 }
 
-// All rows of a piece, by all warps that multiply, a row at a time each. Rows that the piece does not have are zeros.
+// All rows of a piece, by all warps that multiply. Rows that the piece does not have are zeros. Several rows of a warp
+// are asked for together; they take turns in the registers of the first, so that this code, which runs once a piece, is
+// short.
 template <typename T, class At>
 __device__ inline void load_queries(const Params& p, const Piece& piece, uint8_t* base, uint32_t shared) {
+  constexpr int kRowsPerWarp = At::kRows * 32 / At::kConsumerThreads, kTogether = min_of(kRowsPerWarp, 4);
+  const int first_row = threadIdx.x / 32 * kRowsPerWarp;
 #pragma unroll 1
-  for (int row = threadIdx.x / 32; row < At::kRows; row += At::kConsumerThreads / 32) {
-    QueryRow q = {};
-    if (row < piece.num_rows) q.load<T>(p, piece.request, row_place(p, piece.first_row + row));
-    const float scale = store_query<T, At>(q, shared + At::kQ, row);
-    if (threadIdx.x % 32 == 0) reinterpret_cast<float*>(base + At::kQueryScale)[row] = scale;
+  for (int row = first_row; row < first_row + kRowsPerWarp; row += kTogether) {
+    QueryRow q[kTogether] = {};
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      if (row + i < piece.num_rows) q[i].template load<T>(p, piece.request, row_place(p, piece.first_row + row + i));
+    }
+#pragma unroll 1
+    for (int i = 0; i < kTogether; ++i) {
+      const float scale = store_query<T, At>(q[0], shared + At::kQ, row + i);
+      if (threadIdx.x % 32 == 0) reinterpret_cast<float*>(base + At::kQueryScale)[row + i] = scale;
+#pragma unroll
+      for (int next = 1; next < kTogether; ++next) q[next - 1] = q[next];
+    }
   }
 }
 

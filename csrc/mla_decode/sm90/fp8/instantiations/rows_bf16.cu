@@ -1,7 +1,0 @@
-#include <cuda_bf16.h>
-
-#include "mla_decode/sm90/fp8/launch.cuh"
-
-namespace attnops::mla_decode::sm90::fp8 {
-void launch_rows_bf16(const Params& p, cudaStream_t stream) { launch<__nv_bfloat16, Format::kRow>(p, stream); }
-}  // namespace attnops::mla_decode::sm90::fp8

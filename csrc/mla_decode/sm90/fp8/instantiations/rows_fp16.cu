@@ -1,7 +1,0 @@
-#include <cuda_fp16.h>
-
-#include "mla_decode/sm90/fp8/launch.cuh"
-
-namespace attnops::mla_decode::sm90::fp8 {
-void launch_rows_fp16(const Params& p, cudaStream_t stream) { launch<__half, Format::kRow>(p, stream); }
-}  // namespace attnops::mla_decode::sm90::fp8

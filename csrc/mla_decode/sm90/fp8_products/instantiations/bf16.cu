@@ -1,7 +1,0 @@
-#include <cuda_bf16.h>
-
-#include "mla_decode/sm90/fp8_products/launch.cuh"
-
-namespace attnops::mla_decode::sm90::fp8_products {
-void launch_bf16(const Params& p, cudaStream_t stream) { launch<__nv_bfloat16, 2>(p, stream); }
-}  // namespace attnops::mla_decode::sm90::fp8_products
