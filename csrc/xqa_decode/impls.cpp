@@ -8,6 +8,7 @@
 #include "xqa_decode/sm90/cluster/limits.h"
 #include "xqa_decode/sm90/cluster_wgmma/launch.h"
 #include "xqa_decode/sm90/cluster_wgmma/limits.h"
+#include "xqa_decode/sm90/fp8/launch.h"
 #include "xqa_decode/sm90/launch.h"
 #include "xqa_decode/sm90/limits.h"
 
@@ -67,9 +68,16 @@ constexpr Impl kImpls[] = {
      &sm90::reject_cluster},
     {"sm90_cluster_fp8_hd128", DType::kFloat16, DType::kFloat8E4M3, 128, &sm90::launch_cluster_fp8_hd128,
      &sm90::reject_cluster},
+    {"sm90_fp8_hd128", DType::kFloat16, DType::kFloat8E4M3, 128, &sm90::fp8::launch_hd128, &sm90::reject_fp8},
+    {"sm90_gather_fp8_hd128", DType::kFloat16, DType::kFloat8E4M3, 128, &sm90::fp8::launch_gather_hd128,
+     &sm90::reject_fp8_gather},
     {"sm90_bf16_hd128", DType::kBFloat16, DType::kBFloat16, 128, &sm90::launch_bf16_hd128, &sm90::reject},
+    {"sm90_gather_bf16_hd128", DType::kBFloat16, DType::kBFloat16, 128, &sm90::launch_gather_bf16_hd128,
+     &sm90::reject_gather},
     {"sm90_bf16_hd256", DType::kBFloat16, DType::kBFloat16, 256, &sm90::launch_bf16_hd256, &sm90::reject},
     {"sm90_fp16_hd128", DType::kFloat16, DType::kFloat16, 128, &sm90::launch_fp16_hd128, &sm90::reject},
+    {"sm90_gather_fp16_hd128", DType::kFloat16, DType::kFloat16, 128, &sm90::launch_gather_fp16_hd128,
+     &sm90::reject_gather},
     {"sm90_fp16_hd256", DType::kFloat16, DType::kFloat16, 256, &sm90::launch_fp16_hd256, &sm90::reject},
 #endif
     {"bf16_hd128", DType::kBFloat16, DType::kBFloat16, 128, &launch_bf16_hd128},

@@ -103,6 +103,28 @@ def test_tree_masks(seqlen_q, window_left, mode):
     assert_decodes(problem, seqlen_q=seqlen_q, tree_mask=mask, window_left=window_left, **in_mode(mode))
 
 
+@pytest.mark.parametrize("page_size", [1, 3, 64])
+@pytest.mark.parametrize("heads,seqlen_q", [((1, 1), 1), ((8, 1), 1), ((6, 2), 2), ((16, 1), 1), ((12, 4), 5)])
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+def test_masks_by_page_size(kv_dtype, heads, seqlen_q, page_size):
+    """Up to 16 rows: over FP8 pages two groups of warps share the tiles, whole ones and those at the edges."""
+    problem = on_gpu(
+        [64, 1, 0, 517, 1500, 193],
+        seqlen_q,
+        num_q_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=128,
+        page_size=page_size,
+        kv_dtype=kv_dtype,
+    )
+    for options in ({}, {"window_left": 130}, {"causal": False, "logit_cap": 2.0}):
+        assert_decodes(problem, seqlen_q=seqlen_q, num_sm_parts=7, **options)
+    if seqlen_q > 1:
+        visible = torch.rand(6, seqlen_q, seqlen_q) < 0.5
+        mask = reference.pack_tree_mask(visible | torch.eye(seqlen_q, dtype=torch.bool)).flatten(0, 1).cuda()
+        assert_decodes(problem, seqlen_q=seqlen_q, tree_mask=mask, num_sm_parts=7)
+
+
 @either_mode
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
 def test_trees_that_hide_the_first_new_token(kv_dtype, mode):

@@ -146,11 +146,11 @@ struct MergeShape {
   }
 };
 
-// Merges one unit. Threads are item-major: neighbours have neighbouring items of one split.
-template <int kThreads, bool kFloat32>
+// Merges one unit. Threads are item-major: neighbours have neighbouring items of one split. kBatch: splits that a
+// thread loads at a time, all before the first use.
+template <int kThreads, bool kFloat32, int kBatch>
 __device__ __forceinline__ void merge_unit(const Params& p, const Shape& shape, const WorkPlace& place,
                                            const Splits& splits, const MergeShape& merge, int unit, float* scratch) {
-  constexpr int kBatch = 16;  // splits that a thread loads at a time, all before the first use
   const int item_lane = threadIdx.x & (merge.width - 1), split_lane = threadIdx.x >> merge.width_shift;
   const int split_lanes = kThreads >> merge.width_shift;
   const int vecs = ceil_div(p.head_dim, 4);
@@ -280,7 +280,7 @@ __device__ inline Units arrive(int32_t* semaphore, int splits, int units, bool m
 
 // Called by all threads once the CTA's partial result of a work is written. `flag` (two ints) and `scratch` lie in
 // shared memory.
-template <int kThreads, bool kFloat32 = false>
+template <int kThreads, bool kFloat32 = false, int kBatch = 16>
 __device__ __forceinline__ void arrive_and_merge(const Params& p, const Shape& shape, const WorkPlace& place,
                                                  const Splits& splits, bool may_wait, int* flag, float* scratch) {
   const MergeShape merge(p, shape, splits.count, kThreads == 256 ? 8 : 7);
@@ -298,7 +298,7 @@ __device__ __forceinline__ void arrive_and_merge(const Params& p, const Shape& s
 #pragma unroll 1
   for (int i = 0; i < count; ++i) {
     const int unit = begin >= 0 ? begin + i : i < -begin ? i : end;
-    merge_unit<kThreads, kFloat32>(p, shape, place, splits, merge, unit, scratch);
+    merge_unit<kThreads, kFloat32, kBatch>(p, shape, place, splits, merge, unit, scratch);
   }
 }
 

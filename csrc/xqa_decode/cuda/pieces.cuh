@@ -80,6 +80,16 @@ class PieceWalk {
     return next_work > entry_.end_work || (next_work == entry_.end_work && next_tile >= entry_.end_tile);
   }
 
+  // Calls `visit` with all that differs between parts or pieces: for those who keep it elsewhere meanwhile.
+  template <class Visit>
+  __device__ __forceinline__ void visit_state(const Visit& visit) {
+    visit(entry_.begin_work), visit(entry_.begin_tile), visit(entry_.end_work), visit(entry_.end_tile);
+    visit(entry_.begin_split), visit(entry_.begin_num_splits), visit(entry_.last_num_splits), visit(entry_.first_part);
+    visit(work_), visit(tile_), visit(end_tile_), visit(num_tiles_), visit(first_tile_), visit(row_block_);
+    visit(next_length_), visit(first_part_begins_), visit(request_), visit(kv_head_), visit(length_);
+    visit(keys_.begin), visit(keys_.end);
+  }
+
   __device__ Splits splits() const {
     if (p_.fixed_split_tokens > 0) {
       const int cut = p_.fixed_split_tokens / kPlanTileTokens;

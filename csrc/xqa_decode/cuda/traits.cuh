@@ -40,6 +40,11 @@ struct Traits {
   // fp16 probabilities are scaled up by this power of two, so that small ones keep their digits.
   static constexpr float kProbShift = std::is_same_v<T, __half> ? 14.f : 0.f;
 
+  // Where a row's 32-bit pair `at` lies among the queries.
+  __device__ static constexpr int query_word(int row, int at) {
+    return row * (kHeadDim / 2) + ((at / 4) ^ (row & 7)) * 4 + at % 4;
+  }
+
   // Which 16-byte column a key's column `c` lies in: eight keys' equal columns then fall in different banks.
   __device__ static constexpr int swizzle(int key) { return kKeyBytes >= 128 ? key & 7 : (key >> 1) & 3; }
 };

@@ -2,6 +2,7 @@
 #include "device/common/pdl.cuh"
 #include "device/common/vec.h"
 #include "xqa_decode/sm90/epilogue.cuh"
+#include "xqa_decode/sm90/gather_stream.cuh"
 #include "xqa_decode/sm90/tile_stream.cuh"
 
 namespace attnops::xqa_decode::sm90 {
@@ -125,7 +126,7 @@ class Consumer {
 
   // The scores of the tile whose keys come next, in flight.
   __device__ __forceinline__ void multiply_keys(Scores& scores) {
-    place_.wait(shared_ + Shared::kFull);
+    wait_for_unit();
     RowBlock<Tr>::multiply_keys(shared_ + Shared::kRing + place_.slot * Tr::kUnitBytes, shared_ + Shared::kQueries,
                                 scores);
   }
@@ -146,7 +147,7 @@ class Consumer {
     const int all_begin = p_.window_left < 0 ? 0 : piece.length() - 1 - p_.window_left;
     if (first_key + Tr::kTileTokens > all_end || first_key < all_begin) {
       RowBlock<Tr>::mask_scores(p_, shape_, piece, first_row, first_key, scores_);
-      if (first_key + Tr::kTileTokens > piece.keys().end || first_key < piece.keys().begin) {
+      if (!Tr::kGathers && (first_key + Tr::kTileTokens > piece.keys().end || first_key < piece.keys().begin)) {
         place_.wait(shared_ + Shared::kFull);
         RowBlock<Tr>::clear_values(shared_ + Shared::kRing + place_.slot * Tr::kUnitBytes, first_key, piece.keys());
       }
@@ -157,11 +158,16 @@ class Consumer {
   // The product with the values that come next, in flight. Returns their place.
   __device__ __forceinline__ RingPlace<Tr> multiply_values(RowBlock<Tr>& block) {
     const RingPlace<Tr> place = place_;
-    place_.wait(shared_ + Shared::kFull);
+    wait_for_unit();
     block.multiply_values(shared_ + Shared::kRing + place.slot * Tr::kUnitBytes, probs());
     place_.advance();
     if constexpr (Tr::kProbBuffers == 2) prob_buffer_ ^= 1;
     return place;
+  }
+
+  __device__ __forceinline__ void wait_for_unit() const {
+    place_.wait(shared_ + Shared::kFull);
+    if constexpr (Tr::kGathers) hopper::fence_async_proxy();  // rows arrive by ordinary writes
   }
 
   __device__ __forceinline__ uint32_t probs() const { return shared_ + Shared::kProbs + prob_buffer_ * Tr::kProbBytes; }
@@ -186,7 +192,7 @@ template <class Tr>
 __device__ __forceinline__ void init_barriers(uint32_t shared) {
   using Shared = SharedLayout<Tr>;
   for (int i = 0; i < Tr::kUnits; ++i) {
-    hopper::mbarrier_init(shared + Shared::kFull + 8 * i, 1);
+    hopper::mbarrier_init(shared + Shared::kFull + 8 * i, Tr::kGathers ? 32 : 1);
     hopper::mbarrier_init(shared + Shared::kEmpty + 8 * i, Tr::kWarps);
   }
   hopper::mbarrier_init_fence();
@@ -198,6 +204,22 @@ __device__ __forceinline__ void guess_request(const Params& p, uint32_t nowhere)
   const int request = static_cast<int>(static_cast<int64_t>(blockIdx.x) * p.batch_size / p.num_sm_parts);
   hopper::copy4(nowhere, p.cache_seqlens + request);
   if (!p.page_table.kv_indptr && p.max_pages > 0) hopper::copy4(nowhere, p.page_table.row(request));
+}
+
+// What the warps beyond those that multiply do; `warp` is the number among them.
+template <class Tr>
+__device__ __forceinline__ void bring_pieces(const Params& p, const Shape& shape, const Boxes& boxes,
+                                             const CUtensorMap& key_map, const CUtensorMap& value_map, PieceWalk& piece,
+                                             uint32_t shared, int warp, int lane) {
+  if constexpr (Tr::kGathers) {
+    GatherStream<Tr> stream(p, shape, shared, warp == 1, lane);
+    do stream.bring(piece);
+    while (piece.next());
+  } else {
+    TileStream<Tr> stream(p, boxes, &key_map, &value_map, shape, shared, lane);
+    do stream.bring(piece);
+    while (piece.next());
+  }
 }
 
 // One CTA per part of the plan. Units of keys and values stream through the ring.
@@ -223,10 +245,8 @@ __global__ void __launch_bounds__(Tr::kAllThreads, Tr::kCtasPerSm)
   if (entry.begin_work == entry.end_work && entry.begin_tile >= entry.end_tile) return;
   PieceWalk piece(p, shape, entry, static_cast<int>(blockIdx.x));
   if (!piece.next()) return;
-  if (warp == Tr::kWarps) {
-    TileStream<Tr> stream(p, boxes, &key_map, &value_map, shape, shared, lane);
-    do stream.bring(piece);
-    while (piece.next());
+  if (warp >= Tr::kWarps) {
+    bring_pieces<Tr>(p, shape, boxes, key_map, value_map, piece, shared, warp - Tr::kWarps, lane);
   } else {
     Consumer<Tr>(p, shape, boxes, smem).run(piece);
   }

@@ -8,10 +8,12 @@
 
 namespace attnops::xqa_decode::sm90 {
 
-// K or V as the copy engine sees it: dims, tokens of a page, KV heads, pages. A miss in L2 fetches no more than it
-// must: neighbouring bytes belong to other heads, and fetching them costs 6 %.
-inline CUtensorMap make_map(const Params& p, const void* base, int64_t stride_token, int64_t stride_head,
-                            int64_t stride_page) {
+// K or V as the copy engine sees it: dims, tokens of a page, KV heads, pages. A miss in L2 fetches 128 bytes, a row of
+// a box: what lies beyond belongs to other heads, and fetching it costs 6 %.
+template <class Tr>
+CUtensorMap make_map(const Params& p, const void* base, int64_t stride_token, int64_t stride_head,
+                     int64_t stride_page) {
+  if constexpr (Tr::kGathers) return {};
   const auto extent = [](int64_t n) { return static_cast<cuuint64_t>(n); };
   // The stride of a dimension of one element is free, but the encoder looks at it.
   const auto stride = [&](int64_t elements, int64_t n) { return n > 1 ? extent(elements * size_of(p.kv_dtype)) : 16; };
@@ -19,14 +21,15 @@ inline CUtensorMap make_map(const Params& p, const void* base, int64_t stride_to
   const cuuint64_t extents[4] = {extent(p.head_dim), extent(page_size), extent(heads), extent(pages)};
   const cuuint64_t strides[3] = {stride(stride_token, page_size), stride(stride_head, heads),
                                  stride(stride_page, pages)};
-  const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(min_of(page_size, int64_t{64})), 1, 1};
-  return hopper::encode_tensor_map(p.kv_dtype, base, 4, extents, strides, box, CU_TENSOR_MAP_L2_PROMOTION_NONE);
+  const cuuint32_t box[4] = {static_cast<cuuint32_t>(128 / size_of(p.kv_dtype)),
+                             static_cast<cuuint32_t>(min_of(page_size, int64_t{64})), 1, 1};
+  return hopper::encode_tensor_map(p.kv_dtype, base, 4, extents, strides, box, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
 }
 
 template <class Tr>
 Boxes make_boxes(const Params& p) {
   Boxes boxes{};
-  boxes.tokens = min_of(p.page_table.page_size, Tr::kTileTokens);
+  boxes.tokens = Tr::kGathers ? 1 : min_of(p.page_table.page_size, Tr::kTileTokens);
   boxes.bytes = boxes.tokens * 128;
   boxes.runs = Tr::kTileTokens / boxes.tokens;
   boxes.count = Tr::kBlocks * boxes.runs;
@@ -39,21 +42,24 @@ template <class Tr>
 void launch_traits(const Params& p, cudaStream_t stream) {
   const Shape shape = make_shape(p, Tr::kRows, 1);
   const Boxes boxes = make_boxes<Tr>(p);
-  const CUtensorMap keys = make_map(p, p.k_pages, p.k_stride_token, p.k_stride_head, p.k_stride_page);
-  const CUtensorMap values = make_map(p, p.v_pages, p.v_stride_token, p.v_stride_head, p.v_stride_page);
+  const CUtensorMap keys = make_map<Tr>(p, p.k_pages, p.k_stride_token, p.k_stride_head, p.k_stride_page);
+  const CUtensorMap values = make_map<Tr>(p, p.v_pages, p.v_stride_token, p.v_stride_head, p.v_stride_page);
   constexpr int kBytes = SharedLayout<Tr>::kBytes;
   launch_dependent<&xqa_decode_sm90_kernel<Tr>>("xqa_decode", {p.num_sm_parts, Tr::kAllThreads, kBytes, kBytes}, stream,
                                                 p, shape, boxes, keys, values);
 }
 
-template <typename T, int kHeadDim>
+template <typename T, int kHeadDim, int kRows, bool kGathers>
+using PlanTraits = Traits<T, kHeadDim, kRows, 0, 2, kGathers>;
+
+template <typename T, int kHeadDim, bool kGathers = false>
 void launch(const Params& p, cudaStream_t stream) {
   if (p.batch_size == 0) return;
   const int rows = p.seqlen_q * (p.num_q_heads / p.num_kv_heads);
-  if (rows <= 8) return launch_traits<Traits<T, kHeadDim, 8>>(p, stream);
-  if (rows <= 16) return launch_traits<Traits<T, kHeadDim, 16>>(p, stream);
-  if (rows <= 32) return launch_traits<Traits<T, kHeadDim, 32>>(p, stream);
-  launch_traits<Traits<T, kHeadDim, 64>>(p, stream);
+  if (rows <= 8) return launch_traits<PlanTraits<T, kHeadDim, 8, kGathers>>(p, stream);
+  if (rows <= 16) return launch_traits<PlanTraits<T, kHeadDim, 16, kGathers>>(p, stream);
+  if (rows <= 32) return launch_traits<PlanTraits<T, kHeadDim, 32, kGathers>>(p, stream);
+  launch_traits<PlanTraits<T, kHeadDim, 64, kGathers>>(p, stream);
 }
 
 }  // namespace attnops::xqa_decode::sm90

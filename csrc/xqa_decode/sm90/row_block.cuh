@@ -114,7 +114,7 @@ struct RowBlock {
   template <class Piece>
   __device__ __forceinline__ static void mask_scores(const Params& p, const Shape& shape, const Piece& piece,
                                                      int first_row, int first_key, float (&scores)[kScores]) {
-    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const int warp = threadIdx.x / 32 % Tr::kWarps, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const int new_tokens_begin = piece.length() - p.seqlen_q;
 #pragma unroll
     for (int n = 0; n < Tr::kRowTiles; ++n) {

@@ -8,16 +8,19 @@ namespace hopper = attnops::sm90;
 
 // What the compiler must know of a kernel. A CTA is one warpgroup, which multiplies tiles of 64 keys with up to kRows
 // query rows, and one more warp, which asks the copy engine for the tiles to come. An SM takes up to kMostCtas of them.
-template <typename T_, int kHeadDim_, int kRows_, int kInboxBytes_ = 0, int kMostCtas = 2>
+// kGathers: two warps copy the tiles instead.
+template <typename T_, int kHeadDim_, int kRows_, int kInboxBytes_ = 0, int kMostCtas = 2, bool kGathers_ = false>
 struct Traits {
   using T = T_;
+  using Element = T;                          // of pages
   static constexpr int kHeadDim = kHeadDim_;  // head_dim, rounded up
   static constexpr int kRows = kRows_;        // query rows of a pass over the keys: 8, 16, 32 or 64
   static constexpr int kRowTiles = kRows / 8;
 
   static constexpr int kWarps = 4;
   static constexpr int kThreads = 32 * kWarps;  // that multiply
-  static constexpr int kAllThreads = kThreads + 32;
+  static constexpr bool kGathers = kGathers_;
+  static constexpr int kAllThreads = kThreads + (kGathers ? 64 : 32);
   static constexpr int kTileTokens = 64;
   static constexpr int kBlocks = kHeadDim / 64;  // 64 x 64 blocks of a tile of keys or of values
 

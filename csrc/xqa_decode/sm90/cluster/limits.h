@@ -5,6 +5,7 @@
 #include "device/common/arch.h"
 #include "device/common/vec.h"
 #include "xqa_decode/params.h"
+#include "xqa_decode/sm90/limits.h"
 
 namespace attnops::xqa_decode::sm90 {
 
@@ -37,13 +38,6 @@ inline int log_clusters_per_work(const Params& p, int works, int log_ctas) {
   while (log_clusters < 3 && works << (log_ctas + log_clusters + 1) <= 128) ++log_clusters;
   const int units_per_row = (p.head_dim <= 64 ? 64 : 128) / 4 / kUnitItems;
   return clusters_can_meet(p, works, 1 << log_clusters, units_per_row) ? log_clusters : 0;
-}
-
-// Tokens of a request that its queries may see, at most: by its cells of the page table, or by the window.
-inline int64_t most_visible_tokens(const Params& p) {
-  const int64_t cells = p.page_table.kv_indptr ? p.num_indices : p.max_pages;
-  const int64_t held = cells * p.page_table.page_size;
-  return p.window_left < 0 ? held : min_of(held, int64_t{p.window_left} + p.seqlen_q + 64);
 }
 
 // Up to so many tokens per CTA these kernels are faster, measured; beyond, the plan's even division over all SMs is.

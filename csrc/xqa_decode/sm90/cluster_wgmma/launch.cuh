@@ -33,8 +33,8 @@ void launch_team_rows(const Params& p, TeamSize size, cudaStream_t stream) {
   const Shape shape = make_shape(p, Tr::kRows, 1);
   const Boxes boxes = make_boxes<Tr>(p);
   const Team team = make_team(size, shape.rows);
-  const CUtensorMap keys = make_map(p, p.k_pages, p.k_stride_token, p.k_stride_head, p.k_stride_page);
-  const CUtensorMap values = make_map(p, p.v_pages, p.v_stride_token, p.v_stride_head, p.v_stride_page);
+  const CUtensorMap keys = make_map<Tr>(p, p.k_pages, p.k_stride_token, p.k_stride_head, p.k_stride_page);
+  const CUtensorMap values = make_map<Tr>(p, p.v_pages, p.v_stride_token, p.v_stride_head, p.v_stride_page);
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeClusterDimension;
   attributes[0].val.clusterDim = {static_cast<unsigned>(team.ctas), 1, 1};

@@ -1,0 +1,170 @@
+#pragma once
+#include "xqa_decode/cuda/query_row.cuh"
+#include "xqa_decode/sm90/fp8/epilogue.cuh"
+#include "xqa_decode/sm90/fp8/tile_loop.cuh"
+#include "xqa_decode/sm90/kernel.cuh"
+
+namespace attnops::xqa_decode::sm90::fp8 {
+
+// What the two groups that multiply do with the part's pieces.
+template <class Tr>
+class Consumer {
+ public:
+  __device__ __forceinline__ Consumer(const Params& p, const Shape& shape, uint8_t* smem)
+      : p_(p), shape_(shape), smem_(smem) {
+    if (threadIdx.x == 0) *at<TilePlace>(Shared::kPlace) = {0, 0, 0};
+  }
+
+  __device__ __forceinline__ void run(PieceWalk& piece) {
+    fetch_queries(piece);
+    bool more = true;
+#pragma unroll 1
+    while (more) {
+      WorkPlace place{piece.work(), piece.request(), piece.kv_head()};
+      if (piece.overflows()) {
+        if (piece.starts_work() && piece.last_row_block()) {
+          store_nan(p_, shape_, place, piece.splits(), Tr::kThreads);
+        }
+        more = piece.next();
+        if (more) fetch_queries(piece);
+        continue;
+      }
+      RowBlock<Tr> block;
+      open(piece, place, block);
+      {
+        const int tiles = num_tiles(piece);
+        const TileRange plain = plain_tiles(piece);
+        put_away(piece);
+        const TilePlace next = TileLoop<Tr>(p_, shape_, smem_).run(tiles, plain, block);
+        block.combine(at<float>(Shared::kSwap), at<float>(Shared::kExchange), at<float>(Shared::kReferences));
+        if (threadIdx.x == 0) *at<TilePlace>(Shared::kPlace) = next;
+      }
+      take_back(piece);
+      place = {piece.work(), piece.request(), piece.kv_head()};
+      const int first_row = piece.row_block() * Tr::kRows;
+      const Splits splits = piece.splits();
+      const bool merge = splits.count > 1 && piece.last_row_block(), last = piece.is_last();
+      more = piece.next();
+      if (more) fetch_queries(piece);  // nobody has to wait for them before these results are stored
+      if (splits.count == 1) {
+        store_rows(p_, shape_, place, block, first_row);
+      } else {
+        store_partials(p_, shape_, block, first_row, splits.slot(splits.index));
+      }
+      if (merge) {
+        // Few splits at a time: more would spill what lives on.
+        arrive_and_merge<Tr::kThreads, false, 8>(p_, shape_, place, splits, last, at<int>(Shared::kFlag),
+                                                 at<float>(Shared::kSwap));
+      }
+    }
+  }
+
+ private:
+  using Shared = SharedLayout<Tr>;
+  static constexpr int kRowsPerWarp = Tr::kRows * 32 / Tr::kThreads;
+
+  __device__ __forceinline__ void fetch_queries(const PieceWalk& piece) {
+    const WorkPlace place{piece.work(), piece.request(), piece.kv_head()};
+    const int first_row = piece.row_block() * Tr::kRows + threadIdx.x / 32;
+#pragma unroll
+    for (int k = 0; k < kRowsPerWarp; ++k) {
+      queries_[k].fetch(p_, shape_, place, first_row + k * (Tr::kThreads / 32), threadIdx.x % 32);
+    }
+  }
+
+  // Queries, scales and edges into shared memory.
+  __device__ __forceinline__ void open(const PieceWalk& piece, const WorkPlace& place, RowBlock<Tr>& block) {
+    const float k_scale = p_.k_scale ? __ldg(p_.k_scale + place.kv_head * p_.k_scale_stride) : 1.f;
+    const float to_log2 = p_.softmax_scale * k_scale * kLog2e;
+    // A positive scale alone waits for the exponent's subtraction: both are one instruction there.
+    const bool joined = p_.logit_cap == 0.f && to_log2 > 0.f;
+#pragma unroll
+    for (int k = 0; k < kRowsPerWarp; ++k) {
+      const int row = threadIdx.x / 32 + k * (Tr::kThreads / 32);
+      float* scales = at<float>(Shared::kRowScale);
+      queries_[k].place(at<__half>(Shared::kQueries), scales, row, threadIdx.x % 32);
+      if (threadIdx.x % 32 != 0) continue;
+      scales[row] *= to_log2;
+      at<float>(Shared::kScale)[row] = joined ? scales[row] : 1.f;
+    }
+    if (threadIdx.x == 0) {
+      *at<Edges>(Shared::kEdges) = {piece.request(), piece.length(), piece.first_token(), piece.row_block() * Tr::kRows,
+                                    piece.keys(),    joined};
+    }
+    hopper::fence_async_proxy();
+    hopper::named_barrier_sync(kAll, Tr::kThreads);
+    block.begin();
+  }
+
+  // Tiles of the piece that need neither a mask nor a soft cap, nor scales that do not join the exponent.
+  __device__ __forceinline__ TileRange plain_tiles(const PieceWalk& piece) const {
+    if (!at<Edges>(Shared::kEdges)->joined_) return {0, 0};
+    const KvRange keys = piece.keys();
+    // Keys [begin, end) are seen by every row. A tree may hide even the first new token.
+    const int new_tokens = piece.length() - p_.seqlen_q + (p_.tree_mask ? 0 : 1);
+    const int end = p_.causal || p_.tree_mask ? min_of(new_tokens, keys.end) : keys.end;
+    const int begin = p_.window_left < 0 ? keys.begin : max_of(piece.length() - 1 - p_.window_left, keys.begin);
+    const int first = ceil_div(max_of(begin - piece.first_token(), 0), Tr::kTileTokens);
+    return {first, max_of(max_of(end - piece.first_token(), 0) / Tr::kTileTokens - first, 0)};
+  }
+
+  // The walk's state lies in shared memory while tiles are multiplied: that needs the registers. One thread writes it,
+  // when all have read the last, and all read it after a barrier.
+  __device__ __forceinline__ void put_away(PieceWalk& piece) const {
+    if (threadIdx.x != 0) return;
+    uint32_t place = hopper::smem_address(smem_) + Shared::kPiece;
+    piece.visit_state([&](int word) {
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(place), "r"(word) : "memory");
+      place += 4;
+    });
+  }
+  __device__ __forceinline__ void take_back(PieceWalk& piece) const {
+    uint32_t place = hopper::smem_address(smem_) + Shared::kPiece;
+    piece.visit_state([&](int& word) {
+      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(place) : "memory");
+      place += 4;
+    });
+  }
+
+  template <typename T>
+  __device__ __forceinline__ T* at(int offset) const {
+    return reinterpret_cast<T*>(smem_ + offset);
+  }
+
+  const Params& p_;
+  const Shape& shape_;
+  uint8_t* const smem_;
+  QueryRow<Tr> queries_[kRowsPerWarp];  // of the piece that comes next
+};
+
+// One CTA per part of the plan. Units of keys and values stream through the ring.
+template <class Tr>
+__global__ void __launch_bounds__(Tr::kAllThreads, Tr::kCtasPerSm)
+    xqa_decode_sm90_fp8_kernel(const __grid_constant__ Params p, const __grid_constant__ Shape shape,
+                               const __grid_constant__ Boxes boxes, const __grid_constant__ CUtensorMap key_map,
+                               const __grid_constant__ CUtensorMap value_map) {
+  extern __shared__ __align__(1024) uint8_t smem[];
+  const uint32_t shared = hopper::smem_address(smem);
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    init_barriers<Tr>(shared);
+    hopper::prefetch_map(&key_map);
+    hopper::prefetch_map(&value_map);
+  }
+  __syncthreads();
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
+
+  if (threadIdx.x == Tr::kThreads) guess_request(p, shared + SharedLayout<Tr>::kNowhere);
+  const SplitKvEntry entry = load_entry(p);
+  if (entry.begin_work == entry.end_work && entry.begin_tile >= entry.end_tile) return;
+  PieceWalk piece(p, shape, entry, static_cast<int>(blockIdx.x));
+  if (!piece.next()) return;
+  if (warp >= Tr::kThreads / 32) {
+    bring_pieces<Tr>(p, shape, boxes, key_map, value_map, piece, shared, warp - Tr::kThreads / 32, lane);
+  } else {
+    Consumer<Tr>(p, shape, smem).run(piece);
+  }
+}
+
+}  // namespace attnops::xqa_decode::sm90::fp8

@@ -1,0 +1,25 @@
+#pragma once
+#include "xqa_decode/sm90/fp8/kernel.cuh"
+#include "xqa_decode/sm90/fp8/launch.h"
+#include "xqa_decode/sm90/launch.cuh"
+
+namespace attnops::xqa_decode::sm90::fp8 {
+
+template <class Tr>
+void launch_traits(const Params& p, cudaStream_t stream) {
+  const Shape shape = make_shape(p, Tr::kRows, 1);
+  const CUtensorMap keys = make_map<Tr>(p, p.k_pages, p.k_stride_token, p.k_stride_head, p.k_stride_page);
+  const CUtensorMap values = make_map<Tr>(p, p.v_pages, p.v_stride_token, p.v_stride_head, p.v_stride_page);
+  constexpr int kBytes = SharedLayout<Tr>::kBytes;
+  launch_dependent<&xqa_decode_sm90_fp8_kernel<Tr>>("xqa_decode", {p.num_sm_parts, Tr::kAllThreads, kBytes, kBytes},
+                                                    stream, p, shape, make_boxes<Tr>(p), keys, values);
+}
+
+template <bool kGathers>
+void launch(const Params& p, cudaStream_t stream) {
+  if (p.batch_size == 0) return;
+  if (p.seqlen_q * (p.num_q_heads / p.num_kv_heads) <= 8) return launch_traits<Traits<8, kGathers>>(p, stream);
+  launch_traits<Traits<16, kGathers>>(p, stream);
+}
+
+}  // namespace attnops::xqa_decode::sm90::fp8

@@ -1,0 +1,81 @@
+#pragma once
+#include "xqa_decode/sm90/traits.cuh"
+
+namespace attnops::xqa_decode::sm90 {
+namespace fp8 {
+
+// What the compiler must know of a kernel over e4m3 pages. A CTA is two warpgroups, which multiply tiles of 64 keys by
+// turns, each with all query rows, and one more warp, which asks the copy engine for the tiles to come. kGathers: two
+// warps copy them instead.
+template <int kRows_, bool kGathers_>
+struct Traits {
+  using T = __half;         // of both products: it holds every e4m3 value
+  using Element = uint8_t;  // of pages
+  static constexpr bool kFp8 = true;
+  static constexpr int kHeadDim = 128;
+  static constexpr int kRows = kRows_;  // query rows: 8 or 16
+  static constexpr int kRowTiles = kRows / 8;
+
+  static constexpr bool kHalves = kRows > 8;  // a product takes its operand from registers in two halves: fewer of them
+  static constexpr int kGroups = 2;
+  static constexpr int kWarps = 4;  // of a group
+  static constexpr int kGroupThreads = 32 * kWarps;
+  static constexpr int kThreads = kGroups * kGroupThreads;  // that multiply
+  static constexpr bool kGathers = kGathers_;
+  static constexpr int kAllThreads = kThreads + (kGathers ? 64 : 32);
+  static constexpr int kTileTokens = 64;
+  static constexpr int kBlocks = 1;  // columns of boxes in a tile: a row is one line of 128 bytes
+
+  static constexpr int kUnitBytes = hopper::kTileBytes;  // a tile of keys or of values
+  static constexpr int kQueryBytes = kRows * kHeadDim * 2;
+  static constexpr int kProbBytes = kRows * kTileTokens * 2;
+  static constexpr int kProbBuffers = 2;  // a warp may write the next tile's while another still multiplies
+  static constexpr int kSwapBytes = kThreads * max_of(kRows * 2, static_cast<int>(sizeof(PartialSum)));
+  static constexpr int kSmallBytes = 256 + 2 * kRows * 4 + kThreads / 32 * kRows * 4 + kGroups * kRows * 4 + 144;
+  static constexpr int kRestBytes = kQueryBytes + kGroups * kProbBuffers * kProbBytes + kSwapBytes + kSmallBytes;
+  static constexpr int kCtasPerSm = 2;
+  // A place in the ring always serves the same group, which then sees all phases of its barriers: else it could take
+  // the phase before last for the one that it waits for. Two tiles are enough: with more on their way, CTAs that read
+  // neighbouring heads drift apart, and DRAM gives 1 to 4 % less. Gathered rows take more time to ask for.
+  static constexpr int kUnits = kGathers ? 8 : 4;
+  static_assert(kUnits * kUnitBytes + kRestBytes <= (228 * 1024 - 2 * 1024) / 2);
+
+  // fp16 probabilities are scaled up by this power of two, so that small ones keep their digits; with kSlack more they
+  // stay in range.
+  static constexpr float kProbShift = 6.f;
+
+  // Where a row's 32-bit pair `at` lies among the queries: [2][kRows][64], swizzled.
+  __device__ static constexpr int query_word(int row, int at) {
+    return at / 32 * (kRows * 32) + row * 32 + ((at % 32 / 4) ^ (row & 7)) * 4 + at % 4;
+  }
+};
+
+enum NamedBarrier : int { kAll = 1, kOwn = 2 };  // of all threads that multiply; of a group: kOwn + its number
+
+}  // namespace fp8
+
+// Where things lie in shared memory, from a 1 KB boundary.
+template <int kRows, bool kGathers>
+struct SharedLayout<fp8::Traits<kRows, kGathers>> {
+  using Tr = fp8::Traits<kRows, kGathers>;
+  static constexpr int kRing = 0;
+  static constexpr int kQueries = Tr::kUnits * Tr::kUnitBytes;
+  static constexpr int kProbs = kQueries + Tr::kQueryBytes;  // [kGroups][kProbBuffers][kRowTiles][64 keys][8]
+  // What a group found of the columns that the other one stores: float [kGroups][kRows / 2][kGroupThreads]. Also the
+  // merge's scratch.
+  static constexpr int kSwap = kProbs + Tr::kGroups * Tr::kProbBuffers * Tr::kProbBytes;
+  static constexpr int kFull = kSwap + Tr::kSwapBytes;                           // barriers [kUnits]
+  static constexpr int kEmpty = kFull + 96;                                      // barriers [kUnits]
+  static constexpr int kFlag = kFull + 192;                                      // int [2], of the merge
+  static constexpr int kNowhere = kFlag + 16;                                    // 16 bytes that nobody reads
+  static constexpr int kRowScale = kFull + 256;                                  // float [kRows]
+  static constexpr int kScale = kRowScale + kRows * 4;                           // float [kRows]: see Consumer::open
+  static constexpr int kExchange = kScale + kRows * 4;                           // float [kGroups][kWarps][kRows]
+  static constexpr int kReferences = kExchange + Tr::kThreads / 32 * kRows * 4;  // float [kGroups][kRows]
+  static constexpr int kEdges = kReferences + Tr::kGroups * kRows * 4;           // fp8::Edges
+  static constexpr int kPiece = kEdges + 32;                                     // the state of the walk over pieces
+  static constexpr int kPlace = kPiece + 96;                                     // fp8::TilePlace
+  static constexpr int kBytes = kPlace + 16;
+};
+
+}  // namespace attnops::xqa_decode::sm90

@@ -1,0 +1,108 @@
+#pragma once
+#include "device/sm80/cp_async.cuh"
+#include "xqa_decode/sm90/tile_stream.cuh"
+
+namespace attnops::xqa_decode::sm90 {
+
+// What stands in for TileStream where a page holds too few tokens for a box: two warps copy row by row, one the keys
+// and one the values, each into every second unit of the ring. Sixteen bytes a lane, so that some lanes have a row's
+// columns and a few rows go with one instruction; the rows' places, in units of 16 bytes from the pool's head, lie two
+// to a lane and go round by shuffles. Rows that no row of q sees become zeros.
+template <class Tr>
+class GatherStream {
+ public:
+  // `values`: which of the two warps this is.
+  __device__ GatherStream(const Params& p, const Shape& shape, uint32_t shared, bool values, int lane)
+      : p_(p),
+        shape_(shape),
+        values_(values),
+        ring_(shared + SharedLayout<Tr>::kRing),
+        full_(shared + SharedLayout<Tr>::kFull),
+        empty_(shared + SharedLayout<Tr>::kEmpty),
+        lane_(lane),
+        column_(lane % kLanesPerRow),
+        page_step_(static_cast<uint32_t>((values ? shape.v_page : shape.k_page) / 16)),
+        token_step_(static_cast<uint32_t>((values ? shape.v_token : shape.k_token) / 16)) {
+    const int row = lane / kLanesPerRow;
+    inside_ = column_ * 16 < p.head_dim * kSize;
+    destination_ = ring_ + column_ / 8 * hopper::kTileBytes + hopper::swizzled(row, column_ % 8);
+    if (values) place_.advance();
+  }
+
+  // All tiles of a piece.
+  __device__ __forceinline__ void bring(const PieceWalk& piece) {
+    const int tiles = num_tiles(piece);
+    if (tiles == 0) return;
+    begin_token_ = piece.keys().begin;
+    end_token_ = piece.end_token();
+    row_ = p_.page_table.row(piece.request());
+    const int64_t head = piece.kv_head() * (values_ ? p_.v_stride_head : p_.k_stride_head) * kSize;
+    base_ = static_cast<const char*>(values_ ? p_.v_pages : p_.k_pages) + head + column_ * 16;
+    int token = piece.first_token() + lane_;
+    int pages[2] = {page_of(token), page_of(token + 32)};
+#pragma unroll 1
+    for (int tile = 0; tile < tiles; ++tile, token += Tr::kTileTokens) {
+      const uint32_t rows[2] = {row_place(token, pages[0]), row_place(token + 32, pages[1])};
+#pragma unroll
+      for (int i = 0; i < 2; ++i) pages[i] = page_of(token + Tr::kTileTokens + 32 * i);
+      hopper::mbarrier_wait(empty_ + place_.slot * 8, place_.parity ^ 1);
+      const uint32_t to = destination_ + place_.slot * Tr::kUnitBytes;
+      if (p_.head_dim == Tr::kHeadDim && __all_sync(~0u, rows[0] != kNowhere && rows[1] != kNowhere)) {
+        copy_rows<true>(rows, to);
+      } else {
+        copy_rows<false>(rows, to);
+      }
+      hopper::arrive_after_copies(full_ + place_.slot * 8);
+      place_.advance();
+      place_.advance();
+    }
+  }
+
+ private:
+  static constexpr int kSize = sizeof(typename Tr::Element);
+  static constexpr int kLanesPerRow = Tr::kHeadDim * kSize / 16;
+  static constexpr int kRowsPerCopy = 32 / kLanesPerRow;
+  static constexpr uint32_t kNowhere = ~0u;
+
+  __device__ bool is_seen(int token) const { return token >= begin_token_ && token < end_token_; }
+
+  // The page of a token, or its cell's: read well before it is needed. Cells of keys that no row sees may hold
+  // anything.
+  __device__ int page_of(int token) const { return is_seen(token) ? __ldg(row_ + cell_of(token)) : 0; }
+
+  __device__ int cell_of(int token) const {
+    return shape_.page_shift >= 0 ? token >> shape_.page_shift : token / p_.page_table.page_size;
+  }
+
+  __device__ uint32_t row_place(int token, int page) const {
+    if (!is_seen(token)) return kNowhere;
+    const uint32_t in_page = token - cell_of(token) * p_.page_table.page_size;
+    return static_cast<uint32_t>(page) * page_step_ + in_page * token_step_;
+  }
+
+  // kWhole: all rows are seen, and hold kHeadDim elements.
+  template <bool kWhole>
+  __device__ __forceinline__ void copy_rows(const uint32_t (&rows)[2], uint32_t to) const {
+#pragma unroll kWhole ? 8 : 1
+    for (int first = 0; first < Tr::kTileTokens; first += kRowsPerCopy) {
+      const uint32_t at = __shfl_sync(~0u, first < 32 ? rows[0] : rows[1], first % 32 + lane_ / kLanesPerRow);
+      const bool take = kWhole || (inside_ && at != kNowhere);
+      cp_async_16((to ^ (first % 8 << 4)) + first * 128, base_ + uint64_t{take ? at : 0} * 16, take);
+    }
+  }
+
+  const Params& p_;
+  const Shape& shape_;
+  const bool values_;
+  const uint32_t ring_, full_, empty_;
+  const int lane_, column_;
+  const uint32_t page_step_, token_step_;
+  bool inside_;           // this lane's column is one of the rows'
+  uint32_t destination_;  // of this lane's first copy, in the ring's first unit
+  RingPlace<Tr> place_;
+  int begin_token_ = 0, end_token_ = 0;
+  const int32_t* row_ = nullptr;
+  const char* base_ = nullptr;
+};
+
+}  // namespace attnops::xqa_decode::sm90
