@@ -38,7 +38,10 @@ struct Traits {
   static constexpr int kRestBytes = kWorkBytes + kSmallBytes + kInboxBytes;
   static constexpr int kPartOfSm = (228 - kMostCtas) * 1024 / kMostCtas, kWholeSm = 227 * 1024;
   static constexpr int kCtasPerSm = kPartOfSm - kRestBytes >= 3 * kUnitBytes ? kMostCtas : 1;
-  static constexpr int kUnits = min_of(((kCtasPerSm > 1 ? kPartOfSm : kWholeSm) - kRestBytes) / kUnitBytes, 12);
+  // Parts of the plan ask for no more than four units at a time, measured at head dim 128: with six some CTAs get their
+  // tiles sooner at the cost of others, which then end later.
+  static constexpr int kMostUnits = kInboxBytes == 0 && kUnitBytes == 16 * 1024 ? 4 : 12;
+  static constexpr int kUnits = min_of(((kCtasPerSm > 1 ? kPartOfSm : kWholeSm) - kRestBytes) / kUnitBytes, kMostUnits);
   static_assert(kUnits >= 3);
 
   // fp16 probabilities are scaled up by this power of two, so that small ones keep their digits; with kSlack more they
