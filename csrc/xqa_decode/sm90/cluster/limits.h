@@ -41,9 +41,12 @@ inline int log_clusters_per_work(const Params& p, int works, int log_ctas) {
 }
 
 // Up to so many tokens per CTA these kernels are faster, measured; beyond, the plan's even division over all SMs is.
-// Clusters of 16 are crowded into fewer SMs than there are, and over 16-bit pages more than 8 rows suit wgmma better.
-inline int most_share_tokens(const Params& p, int rows, int log_ctas) {
-  return log_ctas == kMaxLogCtas || (rows > 8 && p.kv_dtype == p.dtype) ? 256 : 512;
+// Clusters of 16 are crowded into fewer SMs than there are; over 16-bit pages more than 8 rows suit wgmma better; and
+// over FP8 pages one CTA per SM in clusters of two is slower than the plan's two.
+inline int most_share_tokens(const Params& p, int works, int rows, int log_ctas) {
+  const bool fp8 = p.kv_dtype != p.dtype;
+  const bool few = log_ctas == kMaxLogCtas || (fp8 && log_ctas <= 1 && works <= 66) || (!fp8 && rows > 8);
+  return few ? 256 : 512;
 }
 
 // Why the cluster kernels do not serve these arguments; "" when they do. Only what the host knows: shapes, not lengths.
@@ -55,7 +58,7 @@ inline std::string reject_cluster(const Params& p) {
   }
   if (rows > 16) return "takes seqlen_q * group up to 16, got " + std::to_string(rows);
   const int log_ctas = log_most_ctas(works);
-  const int64_t most = int64_t{most_share_tokens(p, rows, log_ctas)}
+  const int64_t most = int64_t{most_share_tokens(p, works, rows, log_ctas)}
                        << (log_ctas + log_clusters_per_work(p, works, log_ctas));
   if (most_visible_tokens(p) > most) {
     return "takes up to " + std::to_string(most) + " tokens of each of " + std::to_string(works) +

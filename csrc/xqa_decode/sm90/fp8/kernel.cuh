@@ -1,4 +1,5 @@
 #pragma once
+#include "device/sm80/cp_async.cuh"
 #include "xqa_decode/cuda/query_row.cuh"
 #include "xqa_decode/sm90/fp8/epilogue.cuh"
 #include "xqa_decode/sm90/fp8/tile_loop.cuh"
@@ -10,8 +11,8 @@ namespace attnops::xqa_decode::sm90::fp8 {
 template <class Tr>
 class Consumer {
  public:
-  __device__ __forceinline__ Consumer(const Params& p, const Shape& shape, uint8_t* smem)
-      : p_(p), shape_(shape), smem_(smem) {
+  __device__ __forceinline__ Consumer(const Params& p, const Shape& shape, const Boxes& boxes, uint8_t* smem)
+      : p_(p), shape_(shape), boxes_(boxes), smem_(smem) {
     if (threadIdx.x == 0) *at<TilePlace>(Shared::kPlace) = {0, 0, 0};
   }
 
@@ -63,13 +64,33 @@ class Consumer {
   using Shared = SharedLayout<Tr>;
   static constexpr int kRowsPerWarp = Tr::kRows * 32 / Tr::kThreads;
 
+  // Starts the copies of the next piece's queries, as they are, to where `open` finds them: every warp those of its own
+  // rows. Registers would be spilled, and then wait for them.
   __device__ __forceinline__ void fetch_queries(const PieceWalk& piece) {
     const WorkPlace place{piece.work(), piece.request(), piece.kv_head()};
-    const int first_row = piece.row_block() * Tr::kRows + threadIdx.x / 32;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int first_row = piece.row_block() * Tr::kRows + warp * kRowsPerWarp;
+    uint8_t* rows = at<uint8_t>(Shared::kNextQueries) + warp * kRowsPerWarp * (Tr::kHeadDim * 2);
+    if (!boxes_.vector_queries) {
+#pragma unroll 1
+      for (int k = 0; k < kRowsPerWarp; ++k) {
+        QueryRow<Tr> row;
+        row.fetch(p_, shape_, place, first_row + k, lane);
 #pragma unroll
-    for (int k = 0; k < kRowsPerWarp; ++k) {
-      queries_[k].fetch(p_, shape_, place, first_row + k * (Tr::kThreads / 32), threadIdx.x % 32);
+        for (int i = 0; i < QueryRow<Tr>::kPairs; ++i) {
+          reinterpret_cast<uint32_t*>(rows)[k * (Tr::kHeadDim / 2) + i * 32 + lane] = row.pairs[i];
+        }
+      }
+      return;
     }
+    constexpr int kLanes = Tr::kHeadDim / 8;  // of a row, sixteen bytes each
+    if (lane >= kRowsPerWarp * kLanes) return;
+    const int row = first_row + lane / kLanes, d = lane % kLanes * 8;
+    const int token = shape_.by_group.divide(row), head = place.kv_head * shape_.group + row - token * shape_.group;
+    const uint16_t* from = static_cast<const uint16_t*>(p_.q) + place.request * p_.q_stride_request +
+                           token * p_.q_stride_token + head * p_.q_stride_head + d;
+    const bool take = row < shape_.rows && d < p_.head_dim;
+    cp_async_16(hopper::smem_address(rows) + lane * 16, take ? from : p_.q, take);
   }
 
   // Queries, scales and edges into shared memory.
@@ -78,11 +99,20 @@ class Consumer {
     const float to_log2 = p_.softmax_scale * k_scale * kLog2e;
     // A positive scale alone waits for the exponent's subtraction: both are one instruction there.
     const bool joined = p_.logit_cap == 0.f && to_log2 > 0.f;
+    cp_async_commit();
+    cp_async_wait<0>();
+    __syncwarp();
 #pragma unroll
     for (int k = 0; k < kRowsPerWarp; ++k) {
-      const int row = threadIdx.x / 32 + k * (Tr::kThreads / 32);
+      const int row = threadIdx.x / 32 * kRowsPerWarp + k;
+      QueryRow<Tr> query;
+      query.bf16 = p_.dtype == DType::kBFloat16;
+#pragma unroll
+      for (int i = 0; i < QueryRow<Tr>::kPairs; ++i) {
+        query.pairs[i] = at<uint32_t>(Shared::kNextQueries)[row * (Tr::kHeadDim / 2) + i * 32 + threadIdx.x % 32];
+      }
       float* scales = at<float>(Shared::kRowScale);
-      queries_[k].place(at<__half>(Shared::kQueries), scales, row, threadIdx.x % 32);
+      query.place(at<__half>(Shared::kQueries), scales, row, threadIdx.x % 32);
       if (threadIdx.x % 32 != 0) continue;
       scales[row] *= to_log2;
       at<float>(Shared::kScale)[row] = joined ? scales[row] : 1.f;
@@ -133,8 +163,8 @@ class Consumer {
 
   const Params& p_;
   const Shape& shape_;
+  const Boxes& boxes_;
   uint8_t* const smem_;
-  QueryRow<Tr> queries_[kRowsPerWarp];  // of the piece that comes next
 };
 
 // One CTA per part of the plan. Units of keys and values stream through the ring.
@@ -163,7 +193,7 @@ __global__ void __launch_bounds__(Tr::kAllThreads, Tr::kCtasPerSm)
   if (warp >= Tr::kThreads / 32) {
     bring_pieces<Tr>(p, shape, boxes, key_map, value_map, piece, shared, warp - Tr::kThreads / 32, lane);
   } else {
-    Consumer<Tr>(p, shape, smem).run(piece);
+    Consumer<Tr>(p, shape, boxes, smem).run(piece);
   }
 }
 

@@ -32,7 +32,7 @@ struct Traits {
   static constexpr int kProbBuffers = 2;  // a warp may write the next tile's while another still multiplies
   static constexpr int kSwapBytes = kThreads * max_of(kRows * 2, static_cast<int>(sizeof(PartialSum)));
   static constexpr int kSmallBytes = 256 + 2 * kRows * 4 + kThreads / 32 * kRows * 4 + kGroups * kRows * 4 + 144;
-  static constexpr int kRestBytes = kQueryBytes + kGroups * kProbBuffers * kProbBytes + kSwapBytes + kSmallBytes;
+  static constexpr int kRestBytes = 2 * kQueryBytes + kGroups * kProbBuffers * kProbBytes + kSwapBytes + kSmallBytes;
   static constexpr int kCtasPerSm = 2;
   // A place in the ring always serves the same group, which then sees all phases of its barriers: else it could take
   // the phase before last for the one that it waits for. Two tiles are enough: with more on their way, CTAs that read
@@ -64,13 +64,14 @@ struct SharedLayout<fp8::Traits<kRows, kGathers>> {
   // What a group found of the columns that the other one stores: float [kGroups][kRows / 2][kGroupThreads]. Also the
   // merge's scratch.
   static constexpr int kSwap = kProbs + Tr::kGroups * Tr::kProbBuffers * Tr::kProbBytes;
-  static constexpr int kFull = kSwap + Tr::kSwapBytes;                           // barriers [kUnits]
-  static constexpr int kEmpty = kFull + 96;                                      // barriers [kUnits]
-  static constexpr int kFlag = kFull + 192;                                      // int [2], of the merge
-  static constexpr int kNowhere = kFlag + 16;                                    // 16 bytes that nobody reads
-  static constexpr int kRowScale = kFull + 256;                                  // float [kRows]
-  static constexpr int kScale = kRowScale + kRows * 4;                           // float [kRows]: see Consumer::open
-  static constexpr int kExchange = kScale + kRows * 4;                           // float [kGroups][kWarps][kRows]
+  static constexpr int kNextQueries = kSwap + Tr::kSwapBytes;   // 16-bit [kRows][kHeadDim], as they lie in q
+  static constexpr int kFull = kNextQueries + Tr::kQueryBytes;  // barriers [kUnits]
+  static constexpr int kEmpty = kFull + 96;                     // barriers [kUnits]
+  static constexpr int kFlag = kFull + 192;                     // int [2], of the merge
+  static constexpr int kNowhere = kFlag + 16;                   // 16 bytes that nobody reads
+  static constexpr int kRowScale = kFull + 256;                 // float [kRows]
+  static constexpr int kScale = kRowScale + kRows * 4;          // float [kRows]: see Consumer::open
+  static constexpr int kExchange = kScale + kRows * 4;          // float [kGroups][kWarps][kRows]
   static constexpr int kReferences = kExchange + Tr::kThreads / 32 * kRows * 4;  // float [kGroups][kRows]
   static constexpr int kEdges = kReferences + Tr::kGroups * kRows * 4;           // fp8::Edges
   static constexpr int kPiece = kEdges + 32;                                     // the state of the walk over pieces
