@@ -35,6 +35,7 @@ __device__ inline Splits find_splits(const Params& p, int request, int block) {
   __shared__ int count, first_slot, second_slot;
   if (threadIdx.x == 0) count = 0;
   __syncthreads();
+#pragma unroll 1
   for (int part = block % blocks + threadIdx.x * blocks; part < p.num_sm_parts; part += kCombineWarps * 32 * blocks) {
     const SplitKvEntry entry = entry_of(p, part);
     const int last_work = last_work_of(entry);

@@ -1,7 +1,7 @@
 #pragma once
-#include "mla_decode/sm90/epilogue.cuh"
 #include "mla_decode/sm90/layout.h"
 #include "mla_decode/sm90/load.cuh"
+#include "mla_decode/sm90/results.cuh"
 #include "mla_decode/sm90/softmax.cuh"
 #include "mla_decode/sm90/tile_products.cuh"
 
@@ -21,24 +21,26 @@ using attnops::sm90::wgmma_commit;
 using attnops::sm90::wgmma_fence;
 using attnops::sm90::wgmma_wait;
 
-// What the host has found out about the arguments.
-struct Modes {
-  bool use_boxes;    // whole tiles come by the copy engine
-  bool out_aligned;  // rows of the output start on 16-byte boundaries
-};
-
-template <typename T, int kGroup>
+template <typename T, int kGroup, Options kOptions>
 class Consumer {
  public:
   __device__ Consumer(const Params& p, const Modes& modes, uint8_t* base, uint32_t shared)
       : p_(p), modes_(modes), base_(base), shared_(shared), lane_(threadIdx.x % 32) {}
 
   __device__ void run() {
-    PieceWalk walk(p_);
+    PieceWalkFor<kOptions> walk(*reinterpret_cast<const SplitKvEntry*>(base_ + kEntry));
     Piece piece;
     float s[32], o[128];
     for (int count = 0; walk.next(p_, piece); ++count) {
-      rows_.begin(p_, piece);
+      // Both groups stage their rows in the place of P0.
+      if (count > 0) {
+        if (kGroup == 0) {
+          attnops::sm90::named_barrier_sync(kRowSums, kConsumerThreads);
+        } else {
+          attnops::sm90::named_barrier_arrive(kRowSums, kConsumerThreads);
+        }
+      }
+      rows_.begin<kOptions>(p_, piece);
       mbarrier_wait(shared_ + kQueriesFull, count & 1);
       fence_async_proxy();
       load_rope_queries();
@@ -51,9 +53,9 @@ class Consumer {
           step_odd(piece, t, s, o);
         }
       }
-      release_queries();
+      release(kQueriesEmpty);
       const RowSums sums = exchange_sums(rows_, reinterpret_cast<float*>(base_ + kSums), count & 1, kGroup);
-      store_rows<T>(p_, piece, rows_, sums, kGroup, modes_.out_aligned, o);
+      store_rows<T, kOptions>(p_, piece, rows_, sums, kGroup, modes_.out_aligned, base_ + kP0, shared_ + kP0, o);
     }
   }
 
@@ -71,7 +73,7 @@ class Consumer {
     release(0, kPartRope);
 
     float factor[kRowsPerThread];
-    softmax_tile(p_, piece, rows_, tile * kPlanTileTokens, s, factor, [] {});
+    softmax_tile<kOptions>(p_, piece, rows_, tile * kPlanTileTokens, s, factor, [] {});
     uint32_t a[4][4];
     give_probabilities(kP0, s, a);
     attnops::sm90::named_barrier_arrive(kProbabilities0, kConsumerThreads);
@@ -128,7 +130,7 @@ class Consumer {
       return;
     }
 
-    softmax_tile(p_, piece, rows_, (tile + 1) * kPlanTileTokens, s, factor, [&] {
+    softmax_tile<kOptions>(p_, piece, rows_, (tile + 1) * kPlanTileTokens, s, factor, [&] {
       wgmma_wait<0>(o);
       release(0, kPartRight);
     });
@@ -224,14 +226,11 @@ class Consumer {
 
   __device__ void flip_parity(int buffer, bool boxed) { full_parity_ ^= 1u << (boxed ? buffer : 2 + buffer); }
 
-  __device__ void release(int buffer, int part) const {
-    __syncwarp();
-    if (lane_ == 0) attnops::sm90::mbarrier_arrive(shared_ + barrier_empty(buffer, part));
-  }
+  __device__ void release(int buffer, int part) const { release(barrier_empty(buffer, part)); }
 
-  __device__ void release_queries() const {
+  __device__ void release(int barrier) const {
     __syncwarp();
-    if (lane_ == 0) attnops::sm90::mbarrier_arrive(shared_ + kQueriesEmpty);
+    if (lane_ == 0) attnops::sm90::mbarrier_arrive(shared_ + barrier);
   }
 
   const Params& p_;
@@ -244,42 +243,50 @@ class Consumer {
   uint32_t full_parity_ = 0;  // bit 2 * gathered + buffer: of the phase to wait for
 };
 
-__device__ inline void init_barriers(uint32_t shared) {
+// By the lanes of a warp, one barrier each.
+__device__ inline void init_barriers(uint32_t shared, bool queries_by_map) {
   constexpr int kWarps = kGroupThreads / 32;
-  for (int buffer = 0; buffer < 2; ++buffer) {
-    for (int unit = 0; unit < kUnits; ++unit) attnops::sm90::mbarrier_init(shared + barrier_box(buffer, unit), 1);
-    for (int part = 0; part < kParts; ++part) {
-      attnops::sm90::mbarrier_init(shared + barrier_gather(buffer, part), 32);
-      attnops::sm90::mbarrier_init(shared + barrier_empty(buffer, part), kWarps);
-    }
-  }
-  attnops::sm90::mbarrier_init(shared + kQueriesFull, kGroupThreads);
-  attnops::sm90::mbarrier_init(shared + kQueriesEmpty, 2 * kWarps);
+  const int i = threadIdx.x % 32;
+  const int arrivals = i < 10   ? 1
+                       : i < 16 ? 32
+                       : i < 22 ? kWarps
+                       : i < 23 ? (queries_by_map ? 1 : kGroupThreads)
+                                : 2 * kWarps;
+  if (i < kBarrierCount) attnops::sm90::mbarrier_init(shared + kBarriers + 8 * i, arrivals);
   attnops::sm90::mbarrier_init_fence();
 }
 
-template <typename T>
+// What one warp does before all others begin: the part's row of the plan, the barriers.
+__device__ inline void start(const Params& p, const Maps& maps, const Modes& modes, uint8_t* base, uint32_t shared) {
+  const int lane = threadIdx.x % 32;
+  auto* entry = reinterpret_cast<SplitKvEntry*>(base + kEntry);
+  int word = 0;
+  if (lane < 8) word = reinterpret_cast<const int*>(&entry_of(p, blockIdx.x))[lane];
+  if (lane == 8 && modes.queries_by_map) attnops::sm90::prefetch_map(&maps.q);
+  if (lane == 9 && modes.use_boxes) attnops::sm90::prefetch_map(&maps.kv);
+  init_barriers(shared, modes.queries_by_map);
+  if (lane < 8) reinterpret_cast<int*>(entry)[lane] = word;
+}
+
+template <typename T, Options kOptions>
 __global__ void __launch_bounds__(kThreads, 1)
-    mla_decode_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap map,
+    mla_decode_kernel(const __grid_constant__ Params p, const __grid_constant__ Maps maps,
                       const __grid_constant__ Modes modes) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   const uint32_t shared = attnops::sm90::smem_address(shared_bytes);
-  if (threadIdx.x == 0) {
-    init_barriers(shared);
-    if (modes.use_boxes) attnops::sm90::prefetch_map(&map);
-  }
+  if (threadIdx.x / 32 == kConsumerThreads / 32) start(p, maps, modes, shared_bytes, shared);
   __syncthreads();
   attnops::sm90::launch_dependents();
   const int group = threadIdx.x / kGroupThreads;
   if (group == 0) {
     attnops::sm90::registers_increase<224>();
-    Consumer<T, 0>(p, modes, shared_bytes, shared).run();
+    Consumer<T, 0, kOptions>(p, modes, shared_bytes, shared).run();
   } else if (group == 1) {
     attnops::sm90::registers_increase<224>();
-    Consumer<T, 1>(p, modes, shared_bytes, shared).run();
+    Consumer<T, 1, kOptions>(p, modes, shared_bytes, shared).run();
   } else {
     attnops::sm90::registers_decrease<56>();
-    Loader(p, &map, modes.use_boxes, shared).run();
+    Loader<kOptions>(p, maps, modes, *reinterpret_cast<const SplitKvEntry*>(shared_bytes + kEntry), shared).run();
   }
 }
 

@@ -1,9 +1,11 @@
 #pragma once
 #include "device/common/launch.h"
+#include "device/common/launch_dependent.cuh"
 #include "device/sm90/tensor_map.h"
 #include "mla_decode/sm90/combine.cuh"
 #include "mla_decode/sm90/kernel.cuh"
 #include "mla_decode/sm90/launch.h"
+#include "mla_decode/sm90/merge_units.cuh"
 
 namespace attnops::mla_decode::sm90 {
 
@@ -22,6 +24,39 @@ inline CUtensorMap make_map(const Params& p) {
                                          .strides = {static_cast<uint64_t>(p.kv_stride_token * element),
                                                      static_cast<uint64_t>(p.kv_stride_page * element)},
                                          .box_rows = kPlanTileTokens});
+}
+
+// Queries come by the copy engine where a request's rows (token, head) lie at equal distances.
+inline bool queries_fit(const Params& p) {
+  const auto fits = [&](const void* base, int64_t width, int64_t head, int64_t token, int64_t request) {
+    return reinterpret_cast<uintptr_t>(base) % 16 == 0 && head % 8 == 0 && head >= width &&
+           (p.seqlen_q == 1 || token == head * p.num_q_heads) &&
+           (p.batch_size == 1 || (request % 8 == 0 && request > 0));
+  };
+  return fits(p.q, p.q_pe ? kHeadDimV : kHeadDimQk, p.q_stride_head, p.q_stride_token, p.q_stride_request) &&
+         (!p.q_pe || fits(p.q_pe, kHeadDimRope, p.q_pe_stride_head, p.q_pe_stride_token, p.q_pe_stride_request));
+}
+
+inline CUtensorMap make_query_map(const Params& p, const void* base, int width, int64_t head, int64_t request) {
+  const int rows = p.seqlen_q * p.num_q_heads;
+  const int64_t element = size_of(p.dtype);
+  return attnops::sm90::make_tensor_map(
+      {.dtype = p.dtype,
+       .base = base,
+       .extents = {static_cast<uint64_t>(width), static_cast<uint64_t>(rows), static_cast<uint64_t>(p.batch_size)},
+       .strides = {static_cast<uint64_t>(head * element),
+                   static_cast<uint64_t>((p.batch_size == 1 ? head * rows : request) * element)},
+       .box_rows = kPlanRows});
+}
+
+inline Maps make_maps(const Params& p, const Modes& modes) {
+  Maps maps{};
+  if (modes.use_boxes) maps.kv = make_map(p);
+  if (modes.queries_by_map) {
+    maps.q = make_query_map(p, p.q, p.q_pe ? kHeadDimV : kHeadDimQk, p.q_stride_head, p.q_stride_request);
+    if (p.q_pe) maps.q_pe = make_query_map(p, p.q_pe, kHeadDimRope, p.q_pe_stride_head, p.q_pe_stride_request);
+  }
+  return maps;
 }
 
 template <typename T>
@@ -46,16 +81,55 @@ void launch_combine(const Params& p, cudaStream_t stream) {
   check_cuda(cudaLaunchKernelEx(&config, kernel, p, rows_per_block, output_aligned(p)), "mla_combine_kernel");
 }
 
+template <typename T, int kUnitVecs>
+void launch_merge_units(const Params& p, int blocks, int parts, cudaStream_t stream) {
+  launch_dependent<&mla_merge_units_kernel<T, kUnitVecs>>(
+      "mla_merge_units_kernel", {p.batch_size, kCombineWarps * 32, 0, 0, blocks, parts}, stream, p, output_aligned(p));
+}
+
+template <typename T>
+void launch_merge(const Params& p, cudaStream_t stream) {
+  const int blocks = blocks_per_request(p.seqlen_q, p.num_q_heads);
+  // As many CTAs as run at once, if there is work for them: few blocks are cut into smaller units.
+  constexpr int kManyCtas = 264, kFewBlocks = 2, kMostParts = kPlanRows / 16 * kVecsPerRows;
+  int parts = 1;
+  while (parts < kMostParts && p.batch_size * blocks * parts * 2 <= kManyCtas) parts *= 2;
+  if (p.batch_size * blocks <= kFewBlocks) {
+    launch_merge_units<T, 1>(p, blocks, parts, stream);
+  } else {
+    launch_merge_units<T, 2>(p, blocks, min_of(parts, kMostParts / 2), stream);
+  }
+}
+
+// Whether a call asks for nothing that Options::kCommon leaves out.
+inline bool is_common(const Params& p, const Modes& modes) {
+  return modes.queries_by_map && modes.out_aligned && p.report == nullptr && p.logit_cap == 0.f &&
+         p.softmax_scale > 0.f && p.window_left < 0 && p.tree_mask == nullptr && p.sinks == nullptr;
+}
+
+template <typename T, Options kOptions>
+void launch_attention(const Params& p, const Modes& modes, cudaStream_t stream) {
+  const Maps maps = make_maps(p, modes);
+  const auto kernel = &mla_decode_kernel<T, kOptions>;
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
+             "shared memory of mla_decode_kernel");
+  kernel<<<p.num_sm_parts, kThreads, kSharedBytes, stream>>>(p, maps, modes);
+  check_cuda(cudaGetLastError(), "mla_decode_kernel");
+}
+
 template <typename T>
 void launch(const Params& p, cudaStream_t stream) {
   if (p.batch_size == 0) return;
-  const Modes modes{.use_boxes = boxes_fit(p), .out_aligned = output_aligned(p)};
-  const CUtensorMap map = modes.use_boxes ? make_map(p) : CUtensorMap{};
-  check_cuda(cudaFuncSetAttribute(&mla_decode_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
-             "shared memory of mla_decode_kernel");
-  mla_decode_kernel<T><<<p.num_sm_parts, kThreads, kSharedBytes, stream>>>(p, map, modes);
-  check_cuda(cudaGetLastError(), "mla_decode_kernel");
-  launch_combine<T>(p, stream);
+  const Modes modes{.use_boxes = boxes_fit(p),
+                    .queries_by_map = queries_fit(p),
+                    .out_aligned = output_aligned(p),
+                    .tiles_per_page = max_of(p.page_table.page_size / kPlanTileTokens, 1)};
+  if (is_common(p, modes)) {
+    launch_attention<T, Options::kCommon>(p, modes, stream);
+  } else {
+    launch_attention<T, Options::kAll>(p, modes, stream);
+  }
+  launch_merge<T>(p, stream);
 }
 
 }  // namespace attnops::mla_decode::sm90

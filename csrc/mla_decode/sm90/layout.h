@@ -22,11 +22,12 @@ inline constexpr int kQ = 0;
 inline constexpr int kKv = kOperandBytes;  // two buffers: even and odd KV tiles of a piece
 inline constexpr int kP0 = 3 * kOperandBytes;
 inline constexpr int kP1 = kQ + kRopeTile * kTileBytes;
-inline constexpr int kMaxima = kP0 + kTileBytes;           // float [2][64], by parity of the tile
-inline constexpr int kSums = kMaxima + 2 * 64 * 4;         // float [2][2][64], by parity of the piece, group
-inline constexpr int kBarriers = kSums + 2 * 2 * 64 * 4;   // 8 bytes each, see below
-inline constexpr int kBarrierCount = 2 * (5 + 3 + 3) + 2;  // per buffer: boxes, gathers, empty; q full, q empty
-inline constexpr int kSharedBytes = kBarriers + 8 * kBarrierCount;
+inline constexpr int kMaxima = kP0 + kTileBytes;              // float [2][64], by parity of the tile
+inline constexpr int kSums = kMaxima + 2 * 64 * 4;            // float [2][2][64], by parity of the piece, group
+inline constexpr int kBarriers = kSums + 2 * 2 * 64 * 4;      // 8 bytes each, see below
+inline constexpr int kBarrierCount = 2 * (5 + 3 + 3) + 2;     // per buffer: boxes, gathers, empty; q full, q empty
+inline constexpr int kEntry = kBarriers + 8 * kBarrierCount;  // the part's row of the plan
+inline constexpr int kSharedBytes = kEntry + 32;
 static_assert(kSharedBytes <= 227 * 1024);
 
 // A KV tile arrives in five units and is given back in three.
@@ -54,6 +55,6 @@ inline constexpr int kQueriesEmpty = kBarriers + 8 * 23;
 
 // Hardware barriers between the two consumer groups: probabilities of an even or odd tile ready; row sums ready; scores
 // of an even tile issued.
-enum NamedBarrier : int { kProbabilities0 = 1, kProbabilities1 = 2, kRowSums = 3, kScores0 = 4 };
+enum NamedBarrier : int { kProbabilities0 = 1, kProbabilities1 = 2, kRowSums = 3, kScores0 = 4, kFirstTile = 5 };
 
 }  // namespace attnops::mla_decode::sm90

@@ -13,14 +13,40 @@ namespace attnops::mla_decode::sm90 {
 
 using attnops::sm90::mbarrier_wait;
 
+// What the host has found out about the arguments.
+struct Modes {
+  bool use_boxes;       // whole tiles come by the copy engine
+  bool queries_by_map;  // and so do queries
+  bool out_aligned;     // rows of the output start on 16-byte boundaries
+  int tiles_per_page;   // of boxes
+};
+
+struct Maps {
+  CUtensorMap kv, q, q_pe;
+};
+
+// The 64 rows of a block, by one thread. Rows beyond the last become zeros.
+__device__ inline void copy_queries(const Params& p, const Maps& maps, uint32_t shared, int request, int first_row) {
+  const uint32_t full = shared + kQueriesFull;
+  attnops::sm90::mbarrier_arrive_expect(full, kOperandBytes);
+  attnops::sm90::copy_box(shared + kQ + kRopeTile * kTileBytes, p.q_pe ? &maps.q_pe : &maps.q, full,
+                          p.q_pe ? 0 : kHeadDimV, first_row, request);
+#pragma unroll 1
+  for (int k = 0; k < kTilesV; ++k) {
+    attnops::sm90::copy_box(shared + kQ + k * kTileBytes, &maps.q, full, k * 64, first_row, request);
+  }
+}
+
 // One of the four loading warps. Each serves one half of the columns of one of the two KV buffers, by itself: a warp
 // that served more would sit in one wait while another place falls free.
+template <Options kOptions>
 class Loader {
  public:
-  __device__ Loader(const Params& p, const CUtensorMap* map, bool use_boxes, uint32_t shared)
+  __device__ Loader(const Params& p, const Maps& maps, const Modes& modes, const SplitKvEntry& entry, uint32_t shared)
       : p_(p),
-        map_(map),
-        use_boxes_(use_boxes),
+        maps_(maps),
+        modes_(modes),
+        entry_(entry),
         shared_(shared),
         warp_(threadIdx.x % kGroupThreads / 32),
         lane_(threadIdx.x % 32),
@@ -28,12 +54,14 @@ class Loader {
         part_(warp_ == 0 || warp_ == 3 ? kPartLeft : kPartRight) {}
 
   __device__ void run() {
-    PieceWalk walk(p_);
+    PieceWalkFor<kOptions> walk(entry_);
+    int first_pages = speculate();
     Piece piece;
     for (int count = 0; walk.next(p_, piece); ++count) {
       check_length(piece);
-      if (count == 0) load_queries(piece, count);
-      load_tiles(piece, count);
+      load_queries(piece, count);
+      load_tiles(piece, count, first_pages);
+      first_pages = kUnknown;
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
   }
@@ -41,33 +69,52 @@ class Loader {
  private:
   static constexpr int kElement = 2;
   static constexpr int kRowsPerLane = 2;  // of a gathered tile: lane and lane + 32
+  static constexpr int kUnknown = INT32_MIN;
+  static constexpr int kStepsAhead = 32;  // whose pages are read at once, one a lane
 
-  // Every second tile of the piece. Later pieces load their queries behind the first tile, whose place is free before
-  // that of the queries.
-  __device__ void load_tiles(const Piece& piece, int count) {
+  // Every second tile of the piece: runs of boxes and runs of gathered tiles, in loops of their own.
+  __device__ void load_tiles(const Piece& piece, int count, int first_pages) {
     const int32_t* cells = p_.page_table.row(piece.request);
-    // Indices are read ahead: the rows of the next gathered tile, and the pages of 32 boxed tiles, one a lane.
-    int pages[kRowsPerLane], next_pages[kRowsPerLane];
-    row_pages(piece, cells, buffer_, next_pages);
-    int boxes = 0, next_boxes = box_pages(piece, cells, 0);
-    for (int t = buffer_; t < piece.num_tiles; t += 2) {
-      const int tile = piece.first_tile + t, step = t / 2;
+    int boxes = first_pages == kUnknown ? box_pages(piece, cells, 0) : first_pages;
+    int next_boxes = box_pages(piece, cells, kStepsAhead);
+    // Rows of gathered tiles are looked up a tile ahead. Behind boxes comes one such tile at most, the last.
+    int pages[kRowsPerLane];
+    int pages_of = boxed(piece, buffer_) ? buffer_ + (piece.num_tiles - 1 - buffer_) / 2 * 2 : buffer_;
+    row_pages(piece, cells, pages_of, pages);
+    // At the very start odd tiles stand back for the even one: all queue at one copy engine, and scores begin with it.
+    if (count == 0 && buffer_ == 1) attnops::sm90::named_barrier_sync(kFirstTile, kGroupThreads);
+    int t = buffer_;
+    while (t < piece.num_tiles) {
+      for (; t < piece.num_tiles && boxed(piece, t); t += 2) {
+        const int step = t / 2;
+        if (step % kStepsAhead == 0 && step > 0) {
+          boxes = next_boxes;
+          next_boxes = box_pages(piece, cells, step + kStepsAhead);
+        }
+        load_boxes(piece.first_tile + t, __shfl_sync(0xffffffffu, boxes, step % kStepsAhead));
+        empty_parity_ ^= 1;
+        if (t == 0) let_odd_tiles_begin(count);
+      }
+      for (; t < piece.num_tiles && !boxed(piece, t); t += 2) {
+        if (pages_of != t) row_pages(piece, cells, t, pages);
+        int next_pages[kRowsPerLane];
+        row_pages(piece, cells, t + 2, next_pages);
+        gather(piece, piece.first_tile + t, pages);
+        empty_parity_ ^= 1;
+        if (t == 0) let_odd_tiles_begin(count);
+        pages_of = t + 2;
 #pragma unroll
-      for (int i = 0; i < kRowsPerLane; ++i) pages[i] = next_pages[i];
-      row_pages(piece, cells, t + 2, next_pages);
-      if (step % 32 == 0) {
-        boxes = next_boxes;
-        next_boxes = box_pages(piece, cells, step + 32);
+        for (int i = 0; i < kRowsPerLane; ++i) pages[i] = next_pages[i];
       }
-      if (is_boxed(piece, tile, use_boxes_)) {
-        load_boxes(tile, __shfl_sync(0xffffffffu, boxes, step % 32));
-      } else {
-        gather(piece, tile, pages);
-      }
-      empty_parity_ ^= 1;
-      if (t == buffer_ && count > 0) load_queries(piece, count);
     }
-    if (piece.num_tiles <= buffer_ && count > 0) load_queries(piece, count);
+  }
+
+  __device__ void let_odd_tiles_begin(int count) const {
+    if (count == 0) attnops::sm90::named_barrier_arrive(kFirstTile, kGroupThreads);
+  }
+
+  __device__ bool boxed(const Piece& piece, int t) const {
+    return is_boxed(piece, piece.first_tile + t, modes_.use_boxes);
   }
 
   __device__ bool has_rope() const { return warp_ % 2 == 0; }  // with the half that is given back first
@@ -79,7 +126,7 @@ class Loader {
   // Pages of this lane's rows of a gathered tile; -1 where there is nothing to read.
   __device__ void row_pages(const Piece& piece, const int32_t* cells, int t, int (&page)[kRowsPerLane]) const {
     const int tile = piece.first_tile + t;
-    const bool needed = t < piece.num_tiles && !is_boxed(piece, tile, use_boxes_);
+    const bool needed = t < piece.num_tiles && !boxed(piece, t);
 #pragma unroll
     for (int i = 0; i < kRowsPerLane; ++i) {
       const int key = tile * kPlanTileTokens + lane_ + 32 * i;
@@ -91,8 +138,20 @@ class Loader {
   // The page of this buffer's tile `step` + lane.
   __device__ int box_pages(const Piece& piece, const int32_t* cells, int step) const {
     const int t = buffer_ + 2 * (step + lane_), tile = piece.first_tile + t;
-    const bool needed = t < piece.num_tiles && is_boxed(piece, tile, use_boxes_);
-    return needed ? cells[tile * kPlanTileTokens / p_.page_table.page_size] : 0;
+    const bool needed = t < piece.num_tiles && boxed(piece, t);
+    return needed ? cells[cell_of(tile)] : 0;
+  }
+
+  __device__ int cell_of(int tile) const { return modes_.tiles_per_page == 1 ? tile : tile / modes_.tiles_per_page; }
+
+  // The pages of the part's first boxes, asked for together with the request's length instead of after it. They are
+  // used only where the length allows.
+  __device__ int speculate() const {
+    if (!modes_.use_boxes || window_of<kOptions>(p_) >= 0 || p_.page_table.kv_indptr) return kUnknown;
+    const int request = block_place(p_, entry_.begin_work).request;
+    if (request >= p_.batch_size) return kUnknown;
+    const int cell = cell_of(entry_.begin_tile + buffer_ + 2 * lane_);
+    return cell < p_.page_table.max_pages ? p_.page_table.row(request)[cell] : 0;
   }
 
   // Where a row begins, in bytes from the pool, or -1.
@@ -108,7 +167,7 @@ class Loader {
 
   __device__ void load_boxes(int tile, int page) const {
     if (lane_ == 0) {
-      const int token = tile * kPlanTileTokens % p_.page_table.page_size;
+      const int token = modes_.tiles_per_page == 1 ? 0 : tile % modes_.tiles_per_page * kPlanTileTokens;
       if (has_rope()) {
         wait_empty(kPartRope);
         load_unit(kRope, kRopeTile, 1, token, page);
@@ -125,7 +184,7 @@ class Loader {
     const uint32_t barrier = shared_ + barrier_box(buffer_, unit);
     attnops::sm90::mbarrier_arrive_expect(barrier, tiles * kTileBytes);
     for (int k = column; k < column + tiles; ++k) {
-      attnops::sm90::copy_box(kv_tile(k), map_, barrier, k * 64, token, page);
+      attnops::sm90::copy_box(kv_tile(k), &maps_.kv, barrier, k * 64, token, page);
     }
   }
 
@@ -134,7 +193,7 @@ class Loader {
   }
 
   __device__ void gather(const Piece& piece, int tile, int (&page)[kRowsPerLane]) const {
-    if (p_.report) check_pages(piece, tile, page);
+    if (kOptions == Options::kAll && p_.report) check_pages(piece, tile, page);
     int64_t offset[kRowsPerLane];
 #pragma unroll
     for (int i = 0; i < kRowsPerLane; ++i) offset[i] = row_offset(tile * kPlanTileTokens + lane_ + 32 * i, page[i]);
@@ -168,6 +227,15 @@ class Loader {
   }
 
   __device__ void load_queries(const Piece& piece, int count) const {
+    if (kOptions == Options::kCommon || modes_.queries_by_map) {
+      // By a warp whose own first place, of an odd tile, is not free earlier than that of the queries.
+      if (warp_ == 3 && lane_ == 0) {
+        mbarrier_wait(shared_ + kQueriesEmpty, (count & 1) ^ 1);
+        copy_queries(p_, maps_, shared_, piece.request, piece.first_row);
+      }
+      __syncwarp();
+      return;
+    }
     mbarrier_wait(shared_ + kQueriesEmpty, (count & 1) ^ 1);
 #pragma unroll 1
     for (int i = 0; i < 4; ++i) {
@@ -206,7 +274,7 @@ class Loader {
   }
 
   __device__ void check_length(const Piece& piece) const {
-    if (p_.report == nullptr || warp_ + lane_ != 0) return;
+    if (kOptions == Options::kCommon || p_.report == nullptr || warp_ + lane_ != 0) return;
     const int64_t capacity = p_.page_table.num_cells(piece.request) * p_.page_table.page_size;
     if (piece.length > capacity) report(ReportKind::kLength, piece.request, 0, piece.length, capacity + 1);
   }
@@ -216,8 +284,9 @@ class Loader {
   }
 
   const Params& p_;
-  const CUtensorMap* map_;
-  const bool use_boxes_;
+  const Maps& maps_;
+  const Modes& modes_;
+  const SplitKvEntry& entry_;
   const uint32_t shared_;
   const int warp_, lane_;
   const int buffer_;           // 0: even tiles of a piece, 1: odd ones

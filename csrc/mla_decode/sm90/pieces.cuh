@@ -4,6 +4,16 @@
 
 namespace attnops::mla_decode::sm90 {
 
+// What a kernel is compiled for: all that the op offers, or only what most calls ask: no soft cap, window, tree mask,
+// sinks or checked mode, a positive scale, queries that the copy engine can fetch and an aligned output. Code that is
+// only jumped over is not free: a short call runs everything once, at the speed of instruction fetches.
+enum class Options { kAll, kCommon };
+
+template <Options kOptions>
+__device__ inline int window_of(const Params& p) {
+  return kOptions == Options::kAll ? p.window_left : -1;
+}
+
 // A run of KV tiles of one work: what is computed into one accumulator. Tile t holds the request's keys
 // [64 t, 64 t + 64).
 struct Piece {
@@ -17,6 +27,18 @@ struct Piece {
 __device__ inline int blocks_of_request(const Params& p) { return blocks_per_request(p.seqlen_q, p.num_q_heads); }
 __device__ inline int blocks_of_work(const Params& p) {
   return blocks_per_work(p.seqlen_q, p.num_q_heads, p.num_sm_parts);
+}
+
+// A block of a request, by its work and the part that does it. Divisions are most of what there is to compute before
+// the first load, and mostly by one.
+struct BlockPlace {
+  int request, block;
+};
+
+__device__ inline BlockPlace block_place(const Params& p, int work) {
+  const int blocks = blocks_of_work(p), works = blocks_of_request(p) >> (blocks - 1);
+  const int request = works == 1 ? work : work / works;
+  return {request, (work - request * works) * blocks + static_cast<int>(blockIdx.x & (blocks - 1))};
 }
 
 __device__ inline TileRange tiles_of(const Params& p, int length) {
@@ -37,30 +59,28 @@ __device__ inline int last_work_of(const SplitKvEntry& entry) {
 }
 
 // Walks what part blockIdx.x owns. Every warpgroup walks by itself and sees the same.
-class PieceWalk {
+template <Options kOptions>
+class PieceWalkFor {
  public:
-  __device__ explicit PieceWalk(const Params& p) {
-    const SplitKvEntry& entry = entry_of(p, blockIdx.x);
-    work_ = entry.begin_work;
-    tile_ = entry.begin_tile;
-  }
+  __device__ explicit PieceWalkFor(const Params& p) : PieceWalkFor(entry_of(p, blockIdx.x)) {}
+  __device__ explicit PieceWalkFor(const SplitKvEntry& entry)
+      : entry_(entry), work_(entry.begin_work), tile_(entry.begin_tile) {}
 
   __device__ bool next(const Params& p, Piece& piece) {
-    const SplitKvEntry& entry = entry_of(p, blockIdx.x);
+    const SplitKvEntry& entry = entry_;
     const int last_work = last_work_of(entry);
     while (work_ <= last_work) {
-      const int blocks = blocks_of_work(p), works = blocks_of_request(p) / blocks;
-      const int block = work_ % works * blocks + static_cast<int>(blockIdx.x) % blocks;
-      piece.request = work_ / works;
+      const auto [request, block] = block_place(p, work_);
+      piece.request = request;
       piece.first_row = block * kPlanRows;
       piece.num_rows = min_of(p.seqlen_q * p.num_q_heads - piece.first_row, kPlanRows);
       piece.length = max_of(p.cache_seqlens[piece.request], 0);
-      piece.keys = visible_keys(piece.length, p.seqlen_q, p.window_left);
-      if (p.report) {
+      piece.keys = visible_keys(piece.length, p.seqlen_q, window_of<kOptions>(p));
+      if (kOptions == Options::kAll && p.report) {
         const int64_t capacity = p.page_table.num_cells(piece.request) * p.page_table.page_size;
         piece.keys.end = static_cast<int>(min_of(static_cast<int64_t>(piece.keys.end), capacity));
       }
-      const TileRange range = tiles_of(p, piece.length);
+      const TileRange range = visible_tiles(piece.length, p.seqlen_q, window_of<kOptions>(p), kPlanTileTokens);
       const int end = work_ == entry.end_work ? entry.end_tile : range.count;
       const int begin = tile_;
       const bool is_first = work_ == entry.begin_work;
@@ -92,8 +112,11 @@ class PieceWalk {
     tile_ = 0;
   }
 
+  const SplitKvEntry& entry_;
   int work_, tile_;
 };
+
+using PieceWalk = PieceWalkFor<Options::kAll>;
 
 // Whether a tile comes as boxes by the copy engine, or row by row: it does when nothing in it is unreadable.
 __device__ inline bool is_boxed(const Piece& piece, int tile, bool use_boxes) {
@@ -106,12 +129,15 @@ struct RowPlace {
   int token, head;
 };
 
-__device__ inline RowPlace row_place(const Params& p, int row) { return {row / p.num_q_heads, row % p.num_q_heads}; }
+__device__ inline RowPlace row_place(const Params& p, int row) {
+  if (p.seqlen_q == 1) return {0, row};
+  return {row / p.num_q_heads, row % p.num_q_heads};
+}
 
 // What the output must be multiplied by for a sink; `lse` is the natural log and stays what it is.
 __device__ inline float sink_factor(const Params& p, int head, float lse) {
   if (p.sinks == nullptr || lse == -INFINITY) return 1.f;
-  return 1.f / (1.f + expf(p.sinks[head] - lse));
+  return __fdividef(1.f, 1.f + __expf(p.sinks[head] - lse));
 }
 
 }  // namespace attnops::mla_decode::sm90

@@ -21,9 +21,10 @@ __device__ inline float exp2_fast(float x) {
   return y;
 }
 
-// What multiplies everything accumulated under the maximum `before` when the maximum becomes `after`.
+// What multiplies everything accumulated under the maximum `before` when the maximum becomes `after`. Nothing has been
+// accumulated before the first maximum: one does as well as zero, and spares the first tile the multiplications.
 __device__ inline float rescale_factor(float before, float after) {
-  return before == after ? 1.f : exp2_fast(before - after);
+  return before == after || before == -INFINITY ? 1.f : exp2_fast(before - after);
 }
 
 __device__ inline float quad_max(float x) {
@@ -48,6 +49,7 @@ struct RowState {
   float maximum[kRowsPerThread];
   float sum[kRowsPerThread];  // of this thread's columns, of this group's tiles
 
+  template <Options kOptions = Options::kAll>
   __device__ void begin(const Params& p, const Piece& piece) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % kGroupThreads / 32;
 #pragma unroll
@@ -56,9 +58,10 @@ struct RowState {
           min_of(warp * 16 + lane / 4 + 8 * h, piece.num_rows - 1);  // spare rows see what the last one sees
       token[h] = row_place(p, piece.first_row + row).token;
       const int position = piece.length - p.seqlen_q + token[h];
-      const bool causal = p.causal && p.tree_mask == nullptr;
+      const bool causal = p.causal && (kOptions == Options::kCommon || p.tree_mask == nullptr);
       const int end = causal ? max_of(position + 1, 0) : piece.length;
-      keys[h].begin = p.window_left < 0 ? 0 : max_of(position - p.window_left, 0);
+      const int window = window_of<kOptions>(p);
+      keys[h].begin = window < 0 ? 0 : max_of(position - window, 0);
       keys[h].end = min_of(end, piece.keys.end);
       maximum[h] = -INFINITY;
       sum[h] = 0.f;
@@ -97,6 +100,23 @@ __device__ inline uint64_t hidden_by_pages(const Params& p, const Piece& piece, 
   return hidden;
 }
 
+// The same where a row sees all keys up to an end: a comparison a score.
+__device__ inline void mask_end(const RowState& rows, int first_key, float (&s)[32]) {
+  const int first = first_key + 2 * (threadIdx.x % 4);
+  const bool inside =
+      rows.keys[0].end >= first_key + kPlanTileTokens && rows.keys[1].end >= first_key + kPlanTileTokens;
+  if (__all_sync(0xffffffffu, inside)) return;
+#pragma unroll
+  for (int h = 0; h < kRowsPerThread; ++h) {
+    const int seen = rows.keys[h].end - first;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      float& x = s[4 * (i / 2) + 2 * h + i % 2];
+      if (8 * (i / 2) + i % 2 >= seen) x = -INFINITY;
+    }
+  }
+}
+
 // Removes what the rows do not see from the scores of keys [first_key, first_key + 64).
 __device__ inline void mask_tile(const Params& p, const Piece& piece, const RowState& rows, int first_key,
                                  float (&s)[32]) {
@@ -127,19 +147,23 @@ __device__ inline void mask_tile(const Params& p, const Piece& piece, const RowS
 // Turns raw scores into probabilities under the rows' reference maximum, which it may move; `factor` is then what the
 // accumulator must be multiplied by. `halfway` runs between the rows' exponentials: what is in flight under the softmax
 // is done by then, and what it read can be given back before the softmax ends.
-template <class Halfway>
+template <Options kOptions = Options::kAll, class Halfway>
 __device__ inline void softmax_tile(const Params& p, const Piece& piece, RowState& rows, int first_key, float (&s)[32],
                                     float (&factor)[kRowsPerThread], const Halfway& halfway) {
   // What is left to multiply a score by: a positive scale commutes with the maximum and joins the exponent's
   // subtraction.
   float scale = p.softmax_scale * kLog2e;
-  if (p.logit_cap > 0.f || scale <= 0.f) {
+  if (kOptions == Options::kAll && (p.logit_cap > 0.f || scale <= 0.f)) {
     const float cap = p.logit_cap * kLog2e, inner = p.logit_cap > 0.f ? p.softmax_scale / p.logit_cap : 0.f;
 #pragma unroll
     for (int i = 0; i < 32; ++i) s[i] = p.logit_cap > 0.f ? soft_capped(s[i] * inner, cap) : s[i] * scale;
     scale = 1.f;
   }
-  mask_tile(p, piece, rows, first_key, s);
+  if constexpr (kOptions == Options::kAll) {
+    mask_tile(p, piece, rows, first_key, s);
+  } else {
+    mask_end(rows, first_key, s);
+  }
   float reference[kRowsPerThread];
 #pragma unroll
   for (int h = 0; h < kRowsPerThread; ++h) {
