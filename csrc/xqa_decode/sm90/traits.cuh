@@ -40,7 +40,7 @@ struct Traits {
   static constexpr int kCtasPerSm = kPartOfSm - kRestBytes >= 3 * kUnitBytes ? kMostCtas : 1;
   // Parts of the plan ask for no more than four units at a time, measured at head dim 128: with six some CTAs get their
   // tiles sooner at the cost of others, which then end later.
-  static constexpr int kMostUnits = kInboxBytes == 0 && kUnitBytes == 16 * 1024 ? 4 : 12;
+  static constexpr int kMostUnits = kInboxBytes == 0 && !kGathers && kUnitBytes == 16 * 1024 ? 4 : 12;
   static constexpr int kUnits = min_of(((kCtasPerSm > 1 ? kPartOfSm : kWholeSm) - kRestBytes) / kUnitBytes, kMostUnits);
   static_assert(kUnits >= 3);
 
