@@ -103,6 +103,34 @@ def test_bits_of_a_request_do_not_depend_on_the_width_of_the_merge(rows, kv_dtyp
     assert torch.equal(out_alone, out[:1]) and torch.equal(lse_alone, lse[:1])
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("parts", [2, 3, 4, 5, 9, 17, 33, 65, 132])
+@pytest.mark.parametrize("rows", [5, 16, 32, 48])
+def test_merges_of_any_number_of_splits(rows, parts, device):
+    """Two splits may meet in a cluster, a few are merged by the last, many by all; some parts begin with other work."""
+    tiles = parts if device == "cuda" else 5
+    whole = mla_problem([64 * tiles - 3], num_q_heads=rows).to(device)
+    assert_equals_reference(whole, *decode(whole, num_sm_parts=parts))
+    lengths = [64 * tiles, 1, 64 * (tiles // 2), 200, 64 * tiles - 1, 0, 65]
+    problem = mla_problem(lengths, num_q_heads=rows).to(device)
+    first = decode(problem, num_sm_parts=parts)
+    assert_equals_reference(problem, *first)
+    for _ in range(3):  # whoever comes last
+        assert all(torch.equal(a, b) for a, b in zip(decode(problem, num_sm_parts=parts), first, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seqlen_q", [1, 2, 3])
+@pytest.mark.parametrize("batch", [4, 64, 66])
+def test_halves_of_requests_side_by_side(batch, seqlen_q):
+    """An even batch, cut in the middle of every request, as often as the device has SMs, with sinks and empty rows."""
+    lengths = [512] * (batch - 2) + [1, 512]
+    problem = mla_problem(lengths, seqlen_q, num_q_heads=16).to("cuda")
+    sinks = torch.randn(16, generator=torch.Generator().manual_seed(3)).to("cuda")
+    out, lse = decode(problem, num_sm_parts=2 * batch, sinks=sinks)
+    assert_equals_reference(problem, out, lse, sinks=sinks.cpu())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("heads, seqlen_q", [(16, 1), (16, 2), (16, 4)])

@@ -10,6 +10,7 @@ struct LaunchShape {
   int shared_bytes;      // dynamic shared memory of this launch
   int max_shared_bytes;  // and the most that any launch of the kernel asks for
   int blocks_y = 1, blocks_z = 1;
+  int cluster = 1;  // blocks that run at the same time and share memory; Hopper
 };
 
 // Whether the current device knows dependent launches. Tells the device, once, what it must be told of the kernel; all
@@ -38,17 +39,24 @@ bool launch_dependent_prepare(const char* what, int max_shared_bytes) {
 template <auto kKernel, typename... Arguments>
 void launch_dependent(const char* what, const LaunchShape& shape, cudaStream_t stream, const Arguments&... arguments) {
   const bool dependent = launch_dependent_prepare<kKernel>(what, shape.max_shared_bytes);
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2]{};
+  int count = 0;
+  if (dependent) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (shape.cluster > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count++].val.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(shape.blocks), static_cast<unsigned>(shape.blocks_y),
                         static_cast<unsigned>(shape.blocks_z));
   config.blockDim = dim3(static_cast<unsigned>(shape.threads));
   config.dynamicSmemBytes = static_cast<size_t>(shape.shared_bytes);
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = dependent ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = count;
   check_cuda(cudaLaunchKernelEx(&config, kKernel, arguments...), what);
 }
 

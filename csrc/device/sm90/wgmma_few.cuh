@@ -1,8 +1,8 @@
 #pragma once
 #include "device/sm90/wgmma.cuh"
 
-// Warpgroup products with few columns: m = 64, n = 16 or 32, k = 16, a in shared memory or registers, b K-major. For
-// kernels that put the long side, keys or columns of V, on m.
+// Warpgroup products with few columns: m = 64, n = 16, 32 or 48, k = 16, a in shared memory or registers, b K-major.
+// For kernels that put the long side, keys or columns of V, on m.
 namespace attnops::sm90 {
 
 // The low word of an operand's descriptor: its address, the same in all lanes by way of a shuffle. The compiler then
@@ -24,6 +24,7 @@ __device__ inline uint64_t group_descriptor(uint32_t operand) {
 
 #define ATTNOPS_R8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define ATTNOPS_R16 ATTNOPS_R8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define ATTNOPS_R24 ATTNOPS_R16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 
 // a_at .. trans_at: the numbers of the operands, which follow the accumulator's.
 #define ATTNOPS_WGMMA_FEW(n, types, registers, a_at, b_at, flag_at, trans_at, ...)                        \
@@ -32,12 +33,15 @@ __device__ inline uint64_t group_descriptor(uint32_t operand) {
                : __VA_ARGS__                                                                              \
                : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposeA))
 
-#define ATTNOPS_WGMMA_FEW_N(types)                                                                        \
-  if constexpr (kColumns == 16) {                                                                         \
-    ATTNOPS_WGMMA_FEW("16", types, ATTNOPS_R8, "8", "9", "10", "11", ATTNOPS_F4(d, 0), ATTNOPS_F4(d, 4)); \
-  } else {                                                                                                \
-    static_assert(kColumns == 32);                                                                        \
-    ATTNOPS_WGMMA_FEW("32", types, ATTNOPS_R16, "16", "17", "18", "19", ATTNOPS_F16(d, 0));               \
+#define ATTNOPS_WGMMA_FEW_N(types)                                                                            \
+  if constexpr (kColumns == 16) {                                                                             \
+    ATTNOPS_WGMMA_FEW("16", types, ATTNOPS_R8, "8", "9", "10", "11", ATTNOPS_F4(d, 0), ATTNOPS_F4(d, 4));     \
+  } else if constexpr (kColumns == 32) {                                                                      \
+    ATTNOPS_WGMMA_FEW("32", types, ATTNOPS_R16, "16", "17", "18", "19", ATTNOPS_F16(d, 0));                   \
+  } else {                                                                                                    \
+    static_assert(kColumns == 48);                                                                            \
+    ATTNOPS_WGMMA_FEW("48", types, ATTNOPS_R24, "24", "25", "26", "27", ATTNOPS_F16(d, 0), ATTNOPS_F4(d, 16), \
+                      ATTNOPS_F4(d, 20));                                                                     \
   }
 
 // d [64, kColumns] (+)= a b. kTransposeA: a is MN-major. `accumulate` 0 overwrites d.

@@ -1,6 +1,7 @@
 #pragma once
 #include <cmath>
 
+#include "device/common/semaphore.cuh"
 #include "device/sm80/mma.cuh"
 #include "xqa_decode/cuda/pieces.cuh"
 
@@ -220,28 +221,6 @@ __device__ __forceinline__ void merge_unit(const Params& p, const Shape& shape, 
 inline constexpr unsigned kArrived = 0xffff;
 inline constexpr unsigned kCame = 0x10000;
 inline constexpr long long kPatienceNanoseconds = 10000;
-
-__device__ inline long long now_nanoseconds() {
-  long long time;
-  asm volatile("mov.u64 %0, %globaltimer;\n" : "=l"(time));
-  return time;
-}
-
-__device__ inline unsigned load_acquire(const int32_t* semaphore) {
-  unsigned value;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];\n" : "=r"(value) : "l"(semaphore) : "memory");
-  return value;
-}
-
-// What was there before. Releases what the CTA wrote before its last barrier, acquires what others released.
-__device__ inline unsigned add_acq_rel(int32_t* semaphore, unsigned value) {
-  unsigned before;
-  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;\n"
-               : "=r"(before)
-               : "l"(semaphore), "r"(value)
-               : "memory");
-  return before;
-}
 
 // The units [begin, end) that the caller must merge.
 struct Units {

@@ -4,6 +4,7 @@
 
 #include <type_traits>
 
+#include "core/divisor.h"
 #include "core/math.h"
 #include "xqa_decode/params.h"
 
@@ -47,22 +48,6 @@ struct Traits {
 
   // Which 16-byte column a key's column `c` lies in: eight keys' equal columns then fall in different banks.
   __device__ static constexpr int swizzle(int key) { return kKeyBytes >= 128 ? key & 7 : (key >> 1) & 3; }
-};
-
-// Division of a non-negative int by a number that is known before the launch: one wide product and a shift.
-struct Divisor {
-  uint32_t factor = 1;
-  int shift = 0;
-
-  Divisor() = default;
-  explicit Divisor(int divisor) {
-    while ((int64_t{1} << shift) < divisor) ++shift;
-    shift += 31;  // factor = ceil(2^shift / divisor) is then below 2^32, and exact for dividends below 2^31
-    factor = static_cast<uint32_t>(((uint64_t{1} << shift) + divisor - 1) / divisor);
-  }
-  __device__ int divide(int dividend) const {
-    return static_cast<int>(static_cast<uint64_t>(static_cast<uint32_t>(dividend)) * factor >> shift);
-  }
 };
 
 // What a launch knows besides the arguments.

@@ -1,5 +1,8 @@
 #pragma once
+#include "device/sm90/cluster.cuh"
 #include "mla_decode/sm90/few_rows/epilogue.cuh"
+#include "mla_decode/sm90/few_rows/exchange.cuh"
+#include "mla_decode/sm90/few_rows/finish.cuh"
 #include "mla_decode/sm90/few_rows/layout.h"
 #include "mla_decode/sm90/few_rows/load.cuh"
 #include "mla_decode/sm90/few_rows/softmax.cuh"
@@ -20,47 +23,94 @@ using attnops::sm90::fence_async_proxy;
 using attnops::sm90::group_descriptor;
 using attnops::sm90::wgmma_few;
 
-template <typename T, class At, int kGroup>
+template <typename T, class At>
 class Consumer {
   static constexpr int kColumnTiles = 4;  // of 64 columns of V
   using Scores = float[At::kRows / 2];
-  using SoftmaxScores = typename Softmax<At, kGroup>::Scores;
+  using SoftmaxScores = typename Softmax<At>::Scores;
   using Output = float[kColumnTiles][At::kRows / 2];
 
  public:
-  __device__ Consumer(const Params& p, bool use_boxes, uint8_t* base, uint32_t shared)
-      : p_(p), use_boxes_(use_boxes), base_(base), shared_(shared) {}
+  __device__ Consumer(const Params& p, const CallModes& modes, uint8_t* base, uint32_t shared, int group)
+      : p_(p), modes_(modes), base_(base), shared_(shared), group_(group), rows_(group) {}
 
   __device__ void run() {
-    RequestWalk walk(p_);
-    Piece piece;
+    RequestWalk walk;
+    RequestPiece piece;
     Scores s;
     Output o;
-    for (int pieces = 0; walk.next(p_, piece); ++pieces) {
+    int asked = guess_request();  // whose queries are there or on their way
+    attnops::sm90::wait_for_prerequisites();
+    walk.begin(p_);
+    const bool pairs = modes_.paired && shares_with_peer(entry_of(p_, blockIdx.x | 1));
+    if (asked >= 0) load_queries(asked);  // before the first tiles come, behind which they would have to wait
+    while (walk.next(p_, piece)) {
+      if (asked != piece.request) {
+        attnops::sm90::wait_for_copies();
+        load_queries(piece.request);
+      }
       rows_.begin(p_, piece);
 #pragma unroll
       for (int m = 0; m < kColumnTiles; ++m) {
 #pragma unroll
         for (float& x : o[m]) x = 0.f;
       }
-      attnops::sm90::mbarrier_wait(queries_full<At>(shared_), pieces & 1);
+      await_queries();
+      const bool exchanges = pairs && piece.is_last;
       for (int t = 0; t < piece.num_tiles; ++t, ++count_) {
-        multiply_queries(s, t == 0 || !is_boxed(piece, piece.first_tile + t, use_boxes_));
-        if (t == piece.num_tiles - 1) release(queries_empty<At>(shared_));
+        multiply_queries(s, !is_boxed(piece, piece.first_tile + t, modes_.use_boxes));
         rescale(o, exchange_probabilities(piece, t, s));
+        if (exchanges && t == piece.num_tiles - 1 && threadIdx.x == 0) Exchange<At>(shared_).let_peer_send();
         multiply_values(o);
       }
-      publish_rows(rows_, base_);
-      attnops::sm90::named_barrier_sync(kRowSums, kConsumerThreads);
-      if (piece.partial >= 0) {
-        store_partial<At>(p_, piece, base_, kGroup, o);
-      } else {
-        store_output<T, At>(p_, piece, base_, kGroup, o);
-      }
+      asked = walk.upcoming(p_);
+      if (asked >= 0) load_queries(asked);  // they travel while this piece is finished
+      const RowOutput<T> output{p_, modes_.rows, piece.request, piece.num_rows};
+      Finish<T, At>(output, piece, group_, base_, shared_, exchanges).run(o);
     }
   }
 
  private:
+  static constexpr int kElement = 2;
+
+  // The request that the part will probably begin with, before the kernels ahead have ended.
+  __device__ int guess_request() const {
+    const int request = attnops::sm90::load_guess(p_.tile_scheduler_metadata + blockIdx.x * kSplitKvEntrySize);
+    return request >= 0 && request < p_.batch_size ? request : -1;
+  }
+
+  // Rows beyond the last become zeros. Every thread has a row, of which it copies every so many 16 bytes.
+  __device__ void load_queries(int request) const {
+    constexpr int kLanes = kConsumerThreads / (At::kRows <= 16 ? 16 : At::kRows <= 32 ? 32 : 64);  // for a row
+    const int row = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+    if (row >= At::kRows) return;
+    const bool valid = row < p_.seqlen_q * p_.num_q_heads;
+    const RowPlace at = modes_.rows.place(p_, valid ? row : 0);
+    const uint8_t* q =
+        static_cast<const uint8_t*>(p_.q) +
+        kElement * (request * p_.q_stride_request + at.token * p_.q_stride_token + at.head * p_.q_stride_head);
+    const uint8_t* rope = q + kPiecesV * 128;
+    if (p_.q_pe) {
+      rope = static_cast<const uint8_t*>(p_.q_pe) +
+             kElement *
+                 (request * p_.q_pe_stride_request + at.token * p_.q_pe_stride_token + at.head * p_.q_pe_stride_head);
+    }
+    const uint32_t target = shared_ + At::kQ;
+#pragma unroll
+    for (int first = 0; first < 8 * kPieces; first += kLanes) {
+      const int chunk = first + lane;  // of 16 bytes
+      if (chunk >= 8 * kPieces) break;
+      attnops::sm90::copy16(target + chunk / 8 * At::kQueryPiece + attnops::sm90::swizzled(row, chunk % 8),
+                            first < 8 * kPiecesV ? q + chunk * 16 : rope + (chunk - 8 * kPiecesV) * 16, valid);
+    }
+  }
+
+  __device__ void await_queries() const {
+    attnops::sm90::wait_for_copies();
+    fence_async_proxy();
+    attnops::sm90::named_barrier_sync(kQueries, kConsumerThreads);
+  }
+
   __device__ uint32_t quarter(int number) const {
     return shared_ + At::kKv + ring_place(count_, number).position * kQuarterBytes;
   }
@@ -73,15 +123,26 @@ class Consumer {
       attnops::sm90::mbarrier_wait(full_barrier<At>(shared_, place.position), place.parity);
     }
     if (written) fence_async_proxy();
-    const uint32_t keys = attnops::sm90::uniform_operand(quarter(0));
-    const uint32_t queries = attnops::sm90::uniform_operand(shared_ + At::kQ);
-    constexpr int kSteps = kHeadDimQk / 16 / 2;  // of 16 columns
+    // 256 columns of the latent and 32 of the rope's 64.
+    constexpr int kLatentSteps = 16, kRopeSteps = 2;
+    const uint32_t keys = attnops::sm90::uniform_operand(quarter(0) + group_ * 4 * kPieceStride);
+    const uint32_t queries = attnops::sm90::uniform_operand(shared_ + At::kQ + group_ * 4 * At::kQueryPiece);
+    const uint32_t rope_keys =
+        attnops::sm90::uniform_operand(quarter(0) + kPiecesV * kPieceStride + group_ * kRopeSteps * 32);
+    const uint32_t rope_queries =
+        attnops::sm90::uniform_operand(shared_ + At::kQ + kPiecesV * At::kQueryPiece + group_ * kRopeSteps * 32);
     attnops::sm90::wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      const int k = kGroup * kSteps + i, step = k % 4 * attnops::sm90::kStepKMajor;
-      wgmma_few<T, At::kRows, 0>(s, group_descriptor<kGroupStride>(keys + (k / 4 * kPieceStride >> 4) + step),
-                                 group_descriptor<1024>(queries + (k / 4 * At::kQueryPiece >> 4) + step), i > 0);
+    for (int i = 0; i < kLatentSteps; ++i) {
+      const int step = i % 4 * attnops::sm90::kStepKMajor;
+      wgmma_few<T, At::kRows, 0>(s, group_descriptor<kGroupStride>(keys + (i / 4 * kPieceStride >> 4) + step),
+                                 group_descriptor<1024>(queries + (i / 4 * At::kQueryPiece >> 4) + step), i > 0);
+    }
+#pragma unroll
+    for (int i = 0; i < kRopeSteps; ++i) {
+      const int step = i * attnops::sm90::kStepKMajor;
+      wgmma_few<T, At::kRows, 0>(s, group_descriptor<kGroupStride>(rope_keys + step),
+                                 group_descriptor<1024>(rope_queries + step), 1);
     }
     attnops::sm90::wgmma_commit();
     attnops::sm90::wgmma_wait<0>(s);
@@ -97,6 +158,7 @@ class Consumer {
     SoftmaxScores own;
     exchange_scores(s, own);
     rows_.tile(p_, piece, (piece.first_tile + t) * kPlanTileTokens, own, base_);
+    if (t == piece.num_tiles - 1) publish_rows(rows_, base_);
     store_probabilities(own);
     attnops::sm90::named_barrier_sync(kProbabilities, kConsumerThreads);
     const volatile int* moved = reinterpret_cast<const volatile int*>(base_ + At::kMoved);
@@ -105,23 +167,29 @@ class Consumer {
 
   // Gives the other group its half of the rows, and completes the own half.
   __device__ void exchange_scores(const Scores& s, SoftmaxScores& own) const {
-    constexpr int kHalf = At::kSoftmaxRows / 2, kVecs = kHalf / 4, kOwn = kGroup * kHalf, kOther = kHalf - kOwn;
+    constexpr int kHalf = At::kSoftmaxRows / 2, kVecs = kHalf / 4;
     float4* const halves = reinterpret_cast<float4*>(base_ + At::kPartial) + threadIdx.x % kGroupThreads;
+    float given[kHalf];
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+      given[i] = group_ == 0 ? s[kHalf + i] : s[i];
+      own[i] = group_ == 0 ? s[i] : s[kHalf + i];
+    }
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
-      halves[((1 - kGroup) * kVecs + i) * kGroupThreads] = {s[kOther + 4 * i], s[kOther + 4 * i + 1],
-                                                            s[kOther + 4 * i + 2], s[kOther + 4 * i + 3]};
+      halves[((1 - group_) * kVecs + i) * kGroupThreads] = {given[4 * i], given[4 * i + 1], given[4 * i + 2],
+                                                            given[4 * i + 3]};
     }
     attnops::sm90::named_barrier_sync(kScores, kConsumerThreads);
     float4 other[kVecs];
 #pragma unroll
-    for (int i = 0; i < kVecs; ++i) other[i] = halves[(kGroup * kVecs + i) * kGroupThreads];
+    for (int i = 0; i < kVecs; ++i) other[i] = halves[(group_ * kVecs + i) * kGroupThreads];
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
-      own[4 * i] = s[kOwn + 4 * i] + other[i].x;
-      own[4 * i + 1] = s[kOwn + 4 * i + 1] + other[i].y;
-      own[4 * i + 2] = s[kOwn + 4 * i + 2] + other[i].z;
-      own[4 * i + 3] = s[kOwn + 4 * i + 3] + other[i].w;
+      own[4 * i] += other[i].x;
+      own[4 * i + 1] += other[i].y;
+      own[4 * i + 2] += other[i].z;
+      own[4 * i + 3] += other[i].w;
     }
   }
 
@@ -129,7 +197,7 @@ class Consumer {
   __device__ void store_probabilities(const SoftmaxScores& s) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % kGroupThreads / 32;
     const int chunk = 2 * warp + lane / 8 % 2;
-    const uint32_t place = shared_ + At::kP + At::first_softmax_row(kGroup) * 128;
+    const uint32_t place = shared_ + At::kP + At::first_softmax_row(group_) * 128;
     constexpr int kBlocks = At::kSoftmaxRows / 8;
 #pragma unroll
     for (int j = 0; j + 1 < kBlocks; j += 2) {
@@ -170,7 +238,7 @@ class Consumer {
   // o += columns of V times the probabilities. Each quarter of the tile is given back as soon as it is done with.
   __device__ void multiply_values(Output& o) const {
     const uint32_t probabilities = attnops::sm90::uniform_operand(shared_ + At::kP);
-    const uint32_t values = attnops::sm90::uniform_operand(quarter(0) + kColumnTiles * kGroup * kPieceStride);
+    const uint32_t values = attnops::sm90::uniform_operand(quarter(0) + kColumnTiles * group_ * kPieceStride);
     attnops::sm90::wgmma_fence();
 #pragma unroll
     for (int kk = 0; kk < kLoadingWarps; ++kk) {
@@ -201,10 +269,11 @@ class Consumer {
   }
 
   const Params& p_;
-  const bool use_boxes_;
+  const CallModes& modes_;
   uint8_t* const base_;
   const uint32_t shared_;
-  Softmax<At, kGroup> rows_;
+  const int group_;
+  Softmax<At> rows_;
   int count_ = 0;  // tiles of the ring so far
 };
 
@@ -214,30 +283,36 @@ __device__ inline void init_barriers(uint32_t shared) {
     attnops::sm90::mbarrier_init(full_barrier<At>(shared, position), 32);
     attnops::sm90::mbarrier_init(empty_barrier<At>(shared, position), kConsumerThreads / 32);
   }
-  attnops::sm90::mbarrier_init(queries_full<At>(shared), 32 * kLoadingWarps);
-  attnops::sm90::mbarrier_init(queries_empty<At>(shared), kConsumerThreads / 32);
+  Exchange<At>(shared).init();
   attnops::sm90::mbarrier_init_fence();
 }
 
 template <typename T, class At>
 __global__ void __launch_bounds__(kThreads, 1)
     mla_decode_few_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap map,
-                          const __grid_constant__ Modes modes) {
+                          const __grid_constant__ CallModes modes) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   const uint32_t shared = attnops::sm90::smem_address(shared_bytes);
   if (threadIdx.x == 0) {
     init_barriers<At>(shared);
     if (modes.use_boxes) attnops::sm90::prefetch_map(&map);
   }
-  __syncthreads();
-  attnops::sm90::wait_for_prerequisites();
-  const int group = threadIdx.x / kGroupThreads;
-  if (group == 0) {
-    Consumer<T, At, 0>(p, modes.use_boxes, shared_bytes, shared).run();
-  } else if (group == 1) {
-    Consumer<T, At, 1>(p, modes.use_boxes, shared_bytes, shared).run();
+  __syncwarp();
+  attnops::sm90::cluster_arrive();
+  attnops::sm90::cluster_wait();
+  attnops::sm90::launch_dependents();
+  const int group = __shfl_sync(0xffffffffu, threadIdx.x / kGroupThreads, 0);
+  constexpr bool kMoveRegisters = At::kRows > 16;
+  if (group < 2) {
+    if constexpr (kMoveRegisters) attnops::sm90::registers_increase<208>();
+    Consumer<T, At>(p, modes, shared_bytes, shared, group).run();
   } else {
-    Loader<At>(p, &map, modes, shared).run();
+    if constexpr (kMoveRegisters) attnops::sm90::registers_decrease<88>();
+    Loader<At> loader(p, &map, modes, shared);
+    loader.guess();
+    attnops::sm90::wait_for_prerequisites();
+    loader.confirm();
+    loader.run();
   }
 }
 

@@ -3,6 +3,7 @@
 #include "device/common/launch.h"
 #include "device/common/launch_dependent.cuh"
 #include "device/sm90/tensor_map.h"
+#include "mla_decode/sm90/few_rows/finish.cuh"
 #include "mla_decode/sm90/few_rows/kernel.cuh"
 #include "mla_decode/sm90/few_rows/launch.h"
 #include "mla_decode/sm90/few_rows/merge.cuh"
@@ -27,6 +28,7 @@ inline CUtensorMap make_map(const Params& p) {
                                       .box_rows = kGroupTokens});
 }
 
+// Partial results as rows.
 template <typename T>
 void launch_merge(const Params& p, cudaStream_t stream) {
   // As wide as the GPU: by rows and columns when there are few, else by rows alone.
@@ -44,16 +46,28 @@ void launch_merge(const Params& p, cudaStream_t stream) {
   }
 }
 
+// Batch-invariant mode: balanced plans are merged by the parts themselves.
+template <typename T, class At>
+void launch_merge_cuts(const Params& p, cudaStream_t stream) {
+  constexpr int kCtas = 264;  // in all, or more where there are more requests
+  const int per_request = min_of(ceil_div(kCtas, p.batch_size), MergeShape<At>::kBlocks);
+  launch_dependent<&mla_merge_cuts_kernel<T, At>>("mla_merge_cuts_kernel",
+                                                  {p.batch_size, kConsumerThreads, 0, 0, per_request}, stream, p,
+                                                  RowModes{Divisor(p.num_q_heads)});
+}
+
 template <typename T, class At>
 void launch_shape(const Params& p, cudaStream_t stream) {
-  const int page_size = p.page_table.page_size;
-  const bool is_power = (page_size & (page_size - 1)) == 0;
-  const Modes modes{.use_boxes = groups_fit(p), .page_shift = is_power ? __builtin_ctz(page_size) : -1};
+  const CallModes modes{.use_boxes = groups_fit(p),
+                        .by_page_size = Divisor(p.page_table.page_size),
+                        .rows = {Divisor(p.num_q_heads)},
+                        .paired = p.num_sm_parts % 2 == 0 && p.fixed_split_tokens == 0};
   const CUtensorMap map = modes.use_boxes ? make_map(p) : CUtensorMap{};
   constexpr int kBytes = At::kBytes;
-  launch_dependent<&mla_decode_few_kernel<T, At>>("mla_decode_few_kernel", {p.num_sm_parts, kThreads, kBytes, kBytes},
-                                                  stream, p, map, modes);
-  launch_merge<T>(p, stream);
+  LaunchShape shape{p.num_sm_parts, kThreads, kBytes, kBytes};
+  shape.cluster = modes.paired ? 2 : 1;
+  launch_dependent<&mla_decode_few_kernel<T, At>>("mla_decode_few_kernel", shape, stream, p, map, modes);
+  if (p.fixed_split_tokens > 0) launch_merge_cuts<T, At>(p, stream);
 }
 
 template <typename T>
@@ -61,7 +75,8 @@ void launch(const Params& p, cudaStream_t stream) {
   if (p.batch_size == 0) return;
   const int rows = p.seqlen_q * p.num_q_heads;
   if (rows <= 16) return launch_shape<T, Shape<16>>(p, stream);
-  launch_shape<T, Shape<32>>(p, stream);
+  if (rows <= 32) return launch_shape<T, Shape<32>>(p, stream);
+  launch_shape<T, Shape<48>>(p, stream);
 }
 
 }  // namespace attnops::mla_decode::sm90::few_rows

@@ -28,6 +28,9 @@ inline constexpr int kQuarterBytes = kGroupsPerWarp * kGroupStride;
 inline constexpr int kRingTiles = 2;
 inline constexpr int kQuarters = kRingTiles * kLoadingWarps;
 
+// Sums of the warps of a CTA that share blocks of a merge: eight floats of every lane (finish.cuh).
+inline constexpr int kMergeBytes = kConsumerThreads * 8 * 4;
+
 // A kernel for up to kRows query rows, a multiple of 16, and its shared memory in bytes from a 1 KB boundary.
 template <int kRows_>
 struct Shape {
@@ -36,6 +39,8 @@ struct Shape {
 
   // The softmax of a row is one group's: group 0 has the first half of the rows.
   static constexpr int kSoftmaxRows = kRows / 2;
+  static constexpr int kRowBlocks = kRows / 8;
+
   __device__ static int first_softmax_row(int group) { return group * kSoftmaxRows; }
 
   static constexpr int kQueryPiece = kRows * 128;
@@ -43,17 +48,20 @@ struct Shape {
   static constexpr int kKv = kPieces * kQueryPiece;
   static constexpr int kP = kKv + kQuarters * kQuarterBytes;  // probabilities, rows are queries
   static constexpr int kPartial = kP + kQueryPiece;  // float4 [2][kRows / 16][128]: scores on their way to either group
-  static constexpr int kMaxima = kPartial + kRows / 2 * 128 * 4;  // float [4][kRows], by warp
-  static constexpr int kSums = kMaxima + 4 * kRows * 4;           // float [4][kRows], by warp
-  static constexpr int kReference = kSums + 4 * kRows * 4;        // float [kRows]
-  static constexpr int kFactor = kReference + kRows * 4;          // float [kRows]
-  static constexpr int kMoved = kFactor + kRows * 4;              // int [2], by group
-  static constexpr int kBarriers = kMoved + 8;                    // see load.cuh
-  static constexpr int kBytes = kBarriers + (2 * kQuarters + 2) * 8;
+  static constexpr int kSplitSums = kPartial + kRows / 2 * 128 * 4;  // float4 [256][2]: a merge's sums, by thread
+  static constexpr int kMaxima = kSplitSums + kMergeBytes;           // float [4][kRows], by warp
+  static constexpr int kSums = kMaxima + 4 * kRows * 4;              // float [4][kRows], by warp
+  static constexpr int kReference = kSums + 4 * kRows * 4;           // float [kRows]
+  static constexpr int kFactor = kReference + kRows * 4;             // float [kRows]
+  static constexpr int kMoved = kFactor + kRows * 4;                 // int [2], by group
+  static constexpr int kShares = kMoved + 16;                        // int [4]: what this CTA merges
+  static constexpr int kBarriers = kShares + 16;                     // see load.cuh
+  static constexpr int kBytes = kBarriers + (2 * kQuarters + 2) * 8 + 16;
   static_assert(kBytes <= 227 * 1024);
 };
 
-// Hardware barriers: halves of the scores are there; probabilities are there; row sums are there; among a group.
-enum NamedBarrier : int { kScores = 1, kProbabilities = 2, kRowSums = 3, kGroup0 = 4, kGroup1 = 5 };
+// Hardware barriers: halves of the scores are there; probabilities are there; queries are there; among a group; steps
+// of a merge.
+enum NamedBarrier : int { kScores = 1, kProbabilities = 2, kQueries = 3, kGroup0 = 4, kGroup1 = 5, kMerge = 6 };
 
 }  // namespace attnops::mla_decode::sm90::few_rows

@@ -1,8 +1,13 @@
 #pragma once
+#include <climits>
+
+#include "core/divisor.h"
 #include "core/report.h"
 #include "device/sm90/barrier.cuh"
+#include "device/sm90/cluster.cuh"
 #include "device/sm90/copy.cuh"
 #include "device/sm90/wgmma.cuh"
+#include "mla_decode/sm90/few_rows/epilogue.cuh"
 #include "mla_decode/sm90/few_rows/layout.h"
 #include "mla_decode/sm90/few_rows/walk.cuh"
 
@@ -31,61 +36,74 @@ __device__ inline uint32_t empty_barrier(uint32_t shared, int position) {
   return full_barrier<At>(shared, position) + 8;
 }
 
-template <class At>
-__device__ inline uint32_t queries_full(uint32_t shared) {
-  return full_barrier<At>(shared, kQuarters);
-}
-
-template <class At>
-__device__ inline uint32_t queries_empty(uint32_t shared) {
-  return queries_full<At>(shared) + 8;
-}
-
 // What the host has found out about the arguments.
-struct Modes {
+struct CallModes {
   bool use_boxes;  // whole tiles come by the copy engine
-  int page_shift;  // of a page size that is a power of two, else -1
-};
-
-// Where a token is. Page sizes are mostly powers of two, and a division is the better part of what is to be computed
-// before the first load.
-class Paging {
- public:
-  __device__ Paging(int page_size, int shift) : size_(page_size), shift_(shift) {}
-
-  __device__ int cell(int key) const { return shift_ >= 0 ? key >> shift_ : key / size_; }
-  __device__ int offset(int key) const { return shift_ >= 0 ? key & (size_ - 1) : key % size_; }
-
- private:
-  const int size_, shift_;
+  Divisor by_page_size;
+  RowModes rows;
+  bool paired;  // CTAs come in clusters of two
 };
 
 // One of the four loading warps; it brings 16 of a tile's 64 tokens.
 template <class At>
 class Loader {
  public:
-  __device__ Loader(const Params& p, const CUtensorMap* map, const Modes& modes, uint32_t shared)
+  __device__ Loader(const Params& p, const CUtensorMap* map, const CallModes& modes, uint32_t shared)
       : p_(p),
         map_(map),
+        modes_(modes),
         use_boxes_(modes.use_boxes),
         shared_(shared),
-        paging_(p.page_table.page_size, modes.page_shift),
         warp_(threadIdx.x / 32 - kConsumerThreads / 32),
         lane_(threadIdx.x % 32) {}
 
-  __device__ void run() {
-    RequestWalk walk(p_);
-    int first_page = speculate(walk.entry());
-    Piece piece;
-    for (int pieces = 0; walk.next(p_, piece); ++pieces) {
-      check_length(piece);
-      load_piece(piece, first_page, pieces);
-      first_page = kUnknown;
+  // Before the kernels ahead have ended: looks up what the part will probably begin with, by a plan and a page table
+  // that have mostly been there for long, and asks for its first tile into L2. Nothing but time depends on it.
+  __device__ void guess() {
+    if (!use_boxes_ || p_.window_left >= 0 || p_.page_table.kv_indptr || p_.fixed_split_tokens > 0) return;
+    const int4 row = attnops::sm90::load_guess(part_row());  // the same for all lanes, though it may be changing
+    const int4 entry{from_first(row.x), from_first(row.y), from_first(row.z), from_first(row.w)};
+    if (entry.x < 0 || entry.x >= p_.batch_size || entry.y < 0) return;
+    const int end = entry.z == entry.x ? entry.w : entry.z > entry.x ? INT_MAX : 0;
+    const int length = from_first(attnops::sm90::load_guess(p_.cache_seqlens + entry.x));
+    const int tiles = min_of(min_of(end, length / kPlanTileTokens) - entry.y, kRingTiles);
+    // Lane l has group l % 2 of tile l / 2.
+    const int token = first_token(entry.y + lane_ / kGroupsPerWarp) + lane_ % kGroupsPerWarp * kGroupTokens;
+    const int cell = cell_of(token);
+    const bool needed = lane_ < kGroupsPerWarp * tiles;
+    if (__any_sync(0xffffffffu, needed && cell >= p_.page_table.max_pages)) return;
+    guess_ = {entry, length, p_.page_table.row(entry.x) + cell, tiles};
+    if (needed && lane_ < kGroupsPerWarp) {
+      attnops::sm90::prefetch_box(map_, 0, offset_of(token), 0, attnops::sm90::load_guess(guess_.cell));
     }
-    // The merge may come when what is left is to compute; it may read the plan, which was whole before this kernel
-    // began.
-    attnops::sm90::launch_dependents();
-    asm volatile("cp.async.wait_all;" ::: "memory");
+  }
+
+  // After them: if the guess was right the first tiles can be asked for at once, all that it was made of in one round
+  // trip.
+  __device__ void confirm() {
+    if (guess_.tiles <= 0) return;
+    const int4 entry = *part_row();
+    const int length = p_.cache_seqlens[guess_.entry.x];
+    const int page = lane_ < kGroupsPerWarp * guess_.tiles ? *guess_.cell : 0;
+    const bool right = entry.x == guess_.entry.x && entry.y == guess_.entry.y && entry.z == guess_.entry.z &&
+                       entry.w == guess_.entry.w && length == guess_.length;
+    if (!__all_sync(0xffffffffu, right)) return;
+    for (int t = 0; t < guess_.tiles; ++t) load_boxes(entry.y + t, t, page, t * kGroupsPerWarp);
+    loaded_ = guess_.tiles;
+  }
+
+  __device__ void run() {
+    RequestWalk walk;
+    walk.begin(p_);
+    int first_page = speculate(walk.entry());
+    RequestPiece piece;
+    while (walk.next(p_, piece)) {
+      check_length(piece);
+      load_piece(piece, first_page);
+      first_page = kUnknown;
+      loaded_ = 0;
+    }
+    attnops::sm90::wait_for_copies();
   }
 
  private:
@@ -95,18 +113,33 @@ class Loader {
 
   static constexpr int kUnknown = INT32_MIN;
 
+  struct Guess {
+    int4 entry;
+    int length;
+    const int32_t* cell;  // of this lane's group
+    int tiles;            // that can be loaded by it
+  };
+
+  __device__ static int from_first(int value) { return __shfl_sync(0xffffffffu, value, 0); }
+
+  __device__ const int4* part_row() const {
+    return reinterpret_cast<const int4*>(p_.tile_scheduler_metadata) + 2 * static_cast<int64_t>(blockIdx.x);
+  }
+
+  __device__ int cell_of(int key) const { return modes_.by_page_size.divide(key); }
+  __device__ int offset_of(int key) const { return key - cell_of(key) * p_.page_table.page_size; }
+
   // Page indices of the part's first tiles, as row_page and group_page find them, asked for together with the length
   // of the request instead of after it. They are used only where the length allows.
   __device__ int speculate(const SplitKvEntry& entry) const {
     if (p_.window_left >= 0 || p_.page_table.kv_indptr || entry.begin_work >= p_.batch_size) return kUnknown;
     const int tile = entry.begin_tile + (use_boxes_ ? lane_ / kGroupsPerWarp : 0);
     const int token = use_boxes_ ? lane_ % kGroupsPerWarp * kGroupTokens : lane_ % kTokens;
-    const int cell = paging_.cell(first_token(tile) + token);
+    const int cell = cell_of(first_token(tile) + token);
     return cell < p_.page_table.max_pages ? p_.page_table.row(entry.begin_work)[cell] : 0;
   }
 
-  // The queries travel behind the first tile: its slot is free before their place is.
-  __device__ void load_piece(const Piece& piece, int first_page, int pieces) {
+  __device__ void load_piece(const Piece& piece, int first_page) {
     const int32_t* cells = p_.page_table.row(piece.request);
     // Indices are read ahead: of the next gathered tile, one row a lane, and of 16 boxed tiles, one group a lane.
     int next_row = -1, groups = 0, next_groups = 0;
@@ -123,10 +156,9 @@ class Loader {
         groups = next_groups;
         if (use_boxes_) next_groups = group_page(piece, cells, t + kTilesAhead);
       }
-      if (boxed) load_boxes(tile, groups, t % kTilesAhead * kGroupsPerWarp);
+      if (boxed && t >= loaded_) load_boxes(tile, count_, groups, t % kTilesAhead * kGroupsPerWarp);
       next_row = row_page(piece, cells, t + 1);
       if (!boxed) gather(piece, tile, row);
-      if (t == 0) load_queries(piece, pieces);
     }
   }
 
@@ -140,7 +172,7 @@ class Loader {
   __device__ int row_page(const Piece& piece, const int32_t* cells, int t) const {
     const int tile = piece.first_tile + t, key = first_token(tile) + lane_ % kTokens;
     const bool needed = t < piece.num_tiles && !is_boxed(piece, tile, use_boxes_) && readable(piece, key);
-    return needed ? cells[paging_.cell(key)] : -1;
+    return needed ? cells[cell_of(key)] : -1;
   }
 
   // The page of group lane % kGroupsPerWarp of tile t + lane / kGroupsPerWarp.
@@ -148,11 +180,11 @@ class Loader {
     t += lane_ / kGroupsPerWarp;
     const int tile = piece.first_tile + t, key = first_token(tile) + lane_ % kGroupsPerWarp * kGroupTokens;
     const bool needed = t < piece.num_tiles && is_boxed(piece, tile, use_boxes_);
-    return needed ? cells[paging_.cell(key)] : 0;
+    return needed ? cells[cell_of(key)] : 0;
   }
 
-  __device__ void load_boxes(int tile, int pages, int first_lane) const {
-    const RingPlace place = ring_place(count_, warp_);
+  __device__ void load_boxes(int tile, int count, int pages, int first_lane) const {
+    const RingPlace place = ring_place(count, warp_);
     const uint32_t full = full_barrier<At>(shared_, place.position);
     int page[kGroupsPerWarp];
 #pragma unroll
@@ -163,7 +195,7 @@ class Loader {
       attnops::sm90::mbarrier_arrive_expect(full, kGroupsPerWarp * kGroupStride);
 #pragma unroll
       for (int g = 0; g < kGroupsPerWarp; ++g) {
-        const int token = paging_.offset(first_token(tile) + g * kGroupTokens);
+        const int token = offset_of(first_token(tile) + g * kGroupTokens);
         attnops::sm90::copy_box(group_place(place, g), map_, full, 0, token, 0, page[g], read_once_);
       }
     } else {
@@ -181,9 +213,8 @@ class Loader {
     const int key = first_token(tile) + lane_ % kTokens;
     if (p_.report) check_page(piece, key, page);
     const int64_t offset =
-        page < 0
-            ? -1
-            : kElement * (page * p_.kv_stride_page + static_cast<int64_t>(paging_.offset(key)) * p_.kv_stride_token);
+        page < 0 ? -1
+                 : kElement * (page * p_.kv_stride_page + static_cast<int64_t>(offset_of(key)) * p_.kv_stride_token);
     const uint8_t* pool = static_cast<const uint8_t*>(p_.kv_pages) + lane_ % 8 * 16;
     const RingPlace place = ring_place(count_, warp_);
     attnops::sm90::mbarrier_wait(empty_barrier<At>(shared_, place.position), place.parity ^ 1);
@@ -200,30 +231,10 @@ class Loader {
     attnops::sm90::arrive_after_copies(full_barrier<At>(shared_, place.position));
   }
 
-  // Rows beyond the last become zeros.
-  __device__ void load_queries(const Piece& piece, int pieces) const {
-    constexpr int kChunks = 8 * kPieces;  // of 16 bytes, of a row
-    attnops::sm90::mbarrier_wait(queries_empty<At>(shared_), (pieces & 1) ^ 1);
-#pragma unroll 2
-    for (int i = warp_ * 32 + lane_; i < At::kRows * kChunks; i += 32 * kLoadingWarps) {
-      const int row = i / kChunks, chunk = i % kChunks;
-      const bool valid = row < piece.num_rows, apart = p_.q_pe && chunk >= 8 * kPiecesV;
-      const RowPlace at = row_place(p_, valid ? row : 0);
-      const int64_t offset =
-          apart
-              ? piece.request * p_.q_pe_stride_request + at.token * p_.q_pe_stride_token + at.head * p_.q_pe_stride_head
-              : piece.request * p_.q_stride_request + at.token * p_.q_stride_token + at.head * p_.q_stride_head;
-      const uint8_t* source = static_cast<const uint8_t*>(apart ? p_.q_pe : p_.q) + kElement * offset;
-      attnops::sm90::copy16(shared_ + At::kQ + chunk / 8 * At::kQueryPiece + attnops::sm90::swizzled(row, chunk % 8),
-                            source + (apart ? chunk - 8 * kPiecesV : chunk) * 16, valid);
-    }
-    attnops::sm90::arrive_after_copies(queries_full<At>(shared_));
-  }
-
   // Checked mode: a row of a page that does not exist is reported, once, and left out.
   __device__ void check_page(const Piece& piece, int key, int& page) const {
     if (!readable(piece, key) || (page >= 0 && page < p_.page_table.num_pages)) return;
-    const int cell = paging_.cell(key);
+    const int cell = cell_of(key);
     if (lane_ < kTokens) report(ReportKind::kPageIndex, piece.request, cell, page, p_.page_table.num_pages);
     page = -1;
   }
@@ -240,12 +251,14 @@ class Loader {
 
   const Params& p_;
   const CUtensorMap* map_;
+  const CallModes& modes_;
   const bool use_boxes_;
   const uint32_t shared_;
-  const Paging paging_;
   const uint64_t read_once_ = attnops::sm90::l2_policy(true);
   const int warp_, lane_;
-  int count_ = 0;  // tiles of the ring so far
+  Guess guess_{{0, 0, 0, 0}, 0, nullptr, 0};
+  int loaded_ = 0;  // tiles of the first piece, by a guess
+  int count_ = 0;   // tiles of the ring so far
 };
 
 }  // namespace attnops::mla_decode::sm90::few_rows

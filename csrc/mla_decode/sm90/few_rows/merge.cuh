@@ -4,8 +4,9 @@
 #include "mla_decode/sm90/combine.cuh"
 #include "mla_decode/sm90/few_rows/layout.h"
 
-// Merges the partial results of requests that several parts share. It fits beside the attention kernel's CTAs, so that
-// it is resident and knows its splits by the time those end; what is left then is two rounds of loads.
+// Merges the partial results of requests that several parts share, of kernels that write them as rows
+// (sm90/fp8_fragments). It fits beside the attention kernel's CTAs, so that it is resident and knows its splits by the
+// time those end; what is left then is two rounds of loads.
 //
 // The order of summation is a function of the number of splits alone, so that a request's bits depend on nothing else:
 // `merging_warps` share a row, warp w of them adds splits w, w + 2 warps, .. and w + warps, w + 3 warps, .. apart.

@@ -56,12 +56,15 @@ __device__ inline bool has_page(const Params& p, const Piece& piece, int key) {
 
 // Running state of a thread's queries, in the base-2 logarithm. All threads with the same queries hold the same
 // reference maximum; the sums are of this thread's keys.
-template <class At, int kGroup>
+template <class At>
 struct Softmax {
   static constexpr int kCount = At::kSoftmaxRows / 4;
   using Scores = float[At::kSoftmaxRows / 2];
   float reference[kCount], sum[kCount];
   KvRange clear;  // keys that need no mask
+  const int group;
+
+  __device__ explicit Softmax(int group) : group(group) {}
 
   __device__ void begin(const Params& p, const Piece& piece) {
     clear = keys_of_all_rows(p, piece);
@@ -92,9 +95,9 @@ struct Softmax {
       top[i] = scale * fmaxf(s[element_of(i, 0)], s[element_of(i, 1)]);
       above |= top[i] > reference[i] + kSlack;
     }
-    const bool moved = attnops::sm90::named_barrier_or(kOwnBarrier, kGroupThreads, above);
+    const bool moved = attnops::sm90::named_barrier_or(kGroup0 + group, kGroupThreads, above);
     if (moved) move_reference(top, base);
-    if (threadIdx.x % kGroupThreads == 0) reinterpret_cast<int*>(base + At::kMoved)[kGroup] = moved;
+    if (threadIdx.x % kGroupThreads == 0) reinterpret_cast<int*>(base + At::kMoved)[group] = moved;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const float below = reference[i] == -INFINITY ? 0.f : reference[i];
@@ -109,8 +112,6 @@ struct Softmax {
   }
 
  private:
-  static constexpr int kOwnBarrier = kGroup == 0 ? kGroup0 : kGroup1;
-
   __device__ void mask(const Params& p, const Piece& piece, int first_key, Scores& s) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -119,7 +120,7 @@ struct Softmax {
       uint32_t seen = 0;  // a bit per query, by a loop that is small: most tiles need none
 #pragma unroll 1
       for (int i = 0; i < kCount; ++i) {
-        const int row = min_of(At::first_softmax_row(kGroup) + query_of(i),
+        const int row = min_of(At::first_softmax_row(group) + query_of(i),
                                piece.num_rows - 1);  // spare rows see what the last one sees
         seen |= static_cast<uint32_t>(there && sees(p, piece, row_place(p, row).token, key)) << i;
       }
@@ -132,15 +133,15 @@ struct Softmax {
 
   // Takes the maxima of all warps; the reference follows where they are too far above it.
   __device__ void move_reference(const float (&top)[kCount], uint8_t* base) {
-    float* maxima = reinterpret_cast<float*>(base + At::kMaxima) + At::first_softmax_row(kGroup);
-    float* factors = reinterpret_cast<float*>(base + At::kFactor) + At::first_softmax_row(kGroup);
+    float* maxima = reinterpret_cast<float*>(base + At::kMaxima) + At::first_softmax_row(group);
+    float* factors = reinterpret_cast<float*>(base + At::kFactor) + At::first_softmax_row(group);
     const int thread = threadIdx.x % kGroupThreads, lane = thread % 32, warp = thread / 32;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const float most = column_max(top[i]);
       if (lane < 4) maxima[warp * At::kRows + query_of(i)] = most;
     }
-    attnops::sm90::named_barrier_sync(kOwnBarrier, kGroupThreads);
+    attnops::sm90::named_barrier_sync(kGroup0 + group, kGroupThreads);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const float* all = maxima + query_of(i);

@@ -3,15 +3,60 @@
 
 namespace attnops::mla_decode::sm90::few_rows {
 
+// The splits of a request, in the order of their tiles, and where their partial results lie.
+struct RequestSplits {
+  int count, index;         // how many, and which this one is
+  int first, second, step;  // rows of out_partial: of split 0, of split 1, and from there on
+
+  __device__ int slot(int i) const { return i == 0 ? first : second + (i - 1) * step; }
+};
+
+// Balanced plans: a part writes at most two partial results, one of a request that began in an earlier part and one of
+// a request that goes on in the next.
+__device__ inline RequestSplits balanced_splits(int first_part, int count, int index) {
+  return {count, index, 2 * first_part + 1, 2 * first_part + 2, 2};
+}
+
+struct RequestPiece : Piece {
+  RequestSplits splits;
+  bool is_last;  // of its part
+};
+
 // Walks what part blockIdx.x owns, where a request is one work. Every warp walks by itself and sees the same.
 class RequestWalk {
  public:
-  __device__ explicit RequestWalk(const Params& p)
-      : entry_(entry_of(p, blockIdx.x)), request_(entry_.begin_work), tile_(entry_.begin_tile) {}
+  RequestWalk() = default;
+  __device__ explicit RequestWalk(const Params& p) { begin(p); }
+
+  __device__ void begin(const Params& p) {
+    entry_ = entry_of(p, blockIdx.x);
+    request_ = entry_.begin_work;
+    tile_ = entry_.begin_tile;
+  }
 
   __device__ const SplitKvEntry& entry() const { return entry_; }
 
+  // The request of the next piece where that is known for sure, else -1.
+  __device__ int upcoming(const Params& p) const {
+    return request_ <= last_work_of(entry_) && (p.fixed_split_tokens == 0 || tile_ > 0) ? request_ : -1;
+  }
+
+  __device__ bool next(const Params& p, RequestPiece& piece) {
+    if (!find_next(p, piece)) return false;
+    piece.partial = piece.splits.count > 1 ? piece.splits.slot(piece.splits.index) : -1;
+    return true;
+  }
+
+  // Of kernels that write partial results where the plan says.
   __device__ bool next(const Params& p, Piece& piece) {
+    RequestPiece found;
+    if (!find_next(p, found)) return false;
+    piece = found;
+    return true;
+  }
+
+ private:
+  __device__ bool find_next(const Params& p, RequestPiece& piece) {
     const int last = last_work_of(entry_);
     while (request_ <= last) {
       piece.request = request_;
@@ -28,17 +73,20 @@ class RequestWalk {
       piece.first_tile = range.first + tile_;
       if (p.fixed_split_tokens == 0) {
         const bool is_first = request_ == entry_.begin_work;
-        const int splits = is_first ? entry_.begin_num_splits : request_ == last ? entry_.last_num_splits : 1;
+        piece.is_last = request_ == last;
+        piece.splits = is_first ? balanced_splits(entry_.first_part, entry_.begin_num_splits, entry_.begin_split)
+                                : balanced_splits(blockIdx.x, piece.is_last ? entry_.last_num_splits : 1, 0);
         piece.num_tiles = end - tile_;
-        piece.partial = splits > 1 ? partial_slot(blockIdx.x, is_first) : -1;
+        piece.partial = piece.splits.count > 1 ? partial_slot(blockIdx.x, is_first) : -1;
         advance();
         return true;
       }
       const int cut_tiles = p.fixed_split_tokens / kPlanTileTokens;
       const int cuts = ceil_div(range.count, cut_tiles);
       const int64_t first = p.num_splits[request_];
+      piece.splits = {cuts, tile_ / cut_tiles, static_cast<int>(first), static_cast<int>(first) + 1, 1};
       piece.num_tiles = min_of(cut_tiles, end - tile_);
-      piece.partial = cuts > 1 ? static_cast<int>(first + tile_ / cut_tiles) : -1;
+      piece.partial = cuts > 1 ? piece.splits.slot(piece.splits.index) : -1;
       tile_ += cut_tiles;
       if (tile_ >= end) advance();
       if (cuts == 1 || first + cuts <= p.num_partials) return true;
@@ -47,13 +95,12 @@ class RequestWalk {
     return false;
   }
 
- private:
   __device__ void advance() {
     ++request_;
     tile_ = 0;
   }
 
-  const SplitKvEntry entry_;
+  SplitKvEntry entry_;
   int request_, tile_;
 };
 

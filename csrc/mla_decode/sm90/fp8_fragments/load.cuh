@@ -5,7 +5,8 @@
 #include "device/sm90/barrier.cuh"
 #include "device/sm90/copy.cuh"
 #include "mla_decode/sm90/few_rows/launch.h"
-#include "mla_decode/sm90/few_rows/load.cuh"
+#include "mla_decode/sm90/few_rows/paging.cuh"
+#include "mla_decode/sm90/few_rows/walk.cuh"
 #include "mla_decode/sm90/fp8_fragments/layout.h"
 
 // What the loading warps do, as in few_rows/load.cuh: KV tiles of every piece into the ring, groups of eight tokens as
