@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attnops.types import AttentionBatch, ForwardMode, Limits
+from attnops.types import AttentionBatch, AttentionSpec, ForwardMode, Limits
 
 
 def batch(**change) -> AttentionBatch:
@@ -63,3 +63,10 @@ def test_predicates_are_sglangs():
 def test_limits_grow_to_hold_their_own_batch():
     assert Limits(max_batch_size=4, max_seqlen=8, max_tokens_per_request=3).max_num_tokens == 12
     assert Limits(max_batch_size=4, max_seqlen=65).max_pages(16) == 5
+
+
+def test_rounded_products_belong_to_mla_over_a_dense_fp8_cache():
+    assert AttentionSpec.mla(16, kv_dtype=torch.float8_e4m3fn, fp8_products=True).fp8_products
+    for other in (None, torch.uint8):
+        with pytest.raises(ValueError, match="fp8_products belongs to MLA over a float8_e4m3fn cache"):
+            AttentionSpec.mla(16, kv_dtype=other, fp8_products=True)

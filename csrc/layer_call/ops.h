@@ -67,7 +67,7 @@ inline void mla_layer_bind(const Tensor& bound, const Tensor& out, const Tensor&
                            const Tensor& tile_scheduler_metadata, const Tensor& num_splits, const Tensor& out_partial,
                            const Tensor& lse_partial, const Tensor& semaphores, double softmax_scale, bool causal,
                            int64_t window_left, double logit_cap, int64_t fixed_split_tokens,
-                           const OptionalTensor& report) {
+                           const OptionalTensor& report, bool fp8_products) {
   const OptionalTensor none;
   write_bound<MlaBound>(kMlaLayer, bound, device_of(q),
                         mla_decode::checked_params({out,         none,          q,
@@ -77,7 +77,7 @@ inline void mla_layer_bind(const Tensor& bound, const Tensor& out, const Tensor&
                                                     semaphores,  softmax_scale, causal,
                                                     window_left, logit_cap,     none,
                                                     none,        none,          fixed_split_tokens,
-                                                    report}));
+                                                    report,      fp8_products}));
 }
 
 template <class Device>

@@ -64,7 +64,8 @@ STABLE_TORCH_LIBRARY(attnops, m) {
       "mla_layer_bind(Tensor(a!) bound, Tensor out, Tensor q, Tensor? q_pe, Tensor kv_pages, Tensor page_table, "
       "Tensor cache_seqlens, Tensor tile_scheduler_metadata, Tensor num_splits, Tensor out_partial, "
       "Tensor lse_partial, Tensor semaphores, float softmax_scale, bool causal=True, int window_left=-1, "
-      "float logit_cap=0.0, int fixed_split_tokens=0, Tensor? report=None) -> ()");
+      "float logit_cap=0.0, int fixed_split_tokens=0, Tensor? report=None, "
+      "bool fp8_products=False) -> ()");
   m.def(
       "mla_layer(Tensor(a!) out, Tensor q, Tensor? q_pe, Tensor? latent, Tensor? k_pe, Tensor? out_cache_loc, "
       "Tensor cache_seqlens, Tensor? tree_mask, Tensor? sinks, Tensor? kv_scale, Tensor(b!) bound) -> ()");

@@ -40,6 +40,9 @@ MODELS = [
     Model("mla", AttentionSpec.mla(16, page_size=64), scale=0.1),
     Model("mla_odd_page7_fp32", AttentionSpec.mla(3, page_size=7, dtype=FP32), scale=0.1),
     Model("mla_fp8", AttentionSpec.mla(8, page_size=16, kv_dtype=E4M3), scale=0.1),
+    Model(
+        "mla_fp8_products", AttentionSpec.mla(8, page_size=64, kv_dtype=E4M3, fp8_products=True), scale=0.1
+    ),  # no CPU kernel has need of it
     Model("mla_page32", AttentionSpec.mla(5, page_size=32, dtype=FP16), scale=0.1),
     Model("mla_page128", AttentionSpec.mla(16, page_size=128), scale=0.1),
     Model("mla_656", AttentionSpec.mla(8, page_size=64, kv_dtype=torch.uint8), scale=0.1),

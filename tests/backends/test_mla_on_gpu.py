@@ -84,3 +84,12 @@ def test_replay_with_other_requests_equals_eager_bit_for_bit(name, page_size, sh
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("name, page_size", BACKENDS)
+def test_products_are_rounded_to_e4m3_only_when_the_model_allows_it(name, page_size):
+    step = step_of(page_size, 128, "e4m3", "decode", 1)
+    spec = dataclasses.replace(step.model.spec, fp8_products=True)
+    step = dataclasses.replace(step, model=dataclasses.replace(step.model, spec=spec))
+    error = relative_error(eager(name, step).cpu(), step.expected)
+    assert MAX_RELATIVE_ERROR[torch.bfloat16] < error <= 6e-2

@@ -61,8 +61,10 @@ def bind_layer(
     out: Tensor,
     cache_seqlens: Tensor,
     report: Tensor | None,
+    fp8_products: bool = False,
 ) -> BoundLayer:
-    """Binds a layer. `q`, `q_rope`, `out` and `cache_seqlens` are those of the call that needs it.
+    """Binds a layer. `q`, `q_rope`, `out` and `cache_seqlens` are those of the call that needs it; `fp8_products` as of
+    `ops.mla_decode`.
 
     Raises:
         ValueError: the pool is not one of the layer's kind, or the backend was not built for the layer's window.
@@ -93,6 +95,7 @@ def bind_layer(
         rope_dim = 0 if q_rope is None else pool.qk_rope_head_dim
         q_pe = None if q_rope is None else by_request(q_rope, rope_dim)
         queries = by_request(q, layer.head_dim - rope_dim)
+        options["fp8_products"] = fp8_products
         bound = bind_mla_layer(rows, queries, q_pe, *pages, table, cache_seqlens, plan, **options)
         call = repeatable(mla_layer, bound)
     else:

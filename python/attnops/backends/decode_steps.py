@@ -141,7 +141,8 @@ class DecodeSteps:
         bound = step.layers.get(layer)
         if bound is None or bound.version != layer.version or bound.pool is not pool:
             report = self.buffers.report
-            bound = bind_layer(layer, pool, step.paged, step.plans, blocks, q, q_rope, rows, cache_seqlens, report)
+            shared = (step.paged, step.plans, blocks, q, q_rope, rows, cache_seqlens, report)
+            bound = bind_layer(layer, pool, *shared, fp8_products=self._spec.fp8_products)
             step.layers[layer] = bound
         slots = step.paged.window_out_cache_loc if bound.windowed else batch.out_cache_loc
         sinks = None if bound.sinks is None else bound.sinks["sinks"]

@@ -109,11 +109,12 @@ def bind_mla_layer(
     window_left: int,
     logit_cap: float,
     report: Tensor | None,
+    fp8_products: bool = False,
 ) -> Tensor:
     """What calls of `mla_layer` share; arguments as of `ops.mla_decode`, otherwise as `bind_xqa_layer`."""
     tensors = (out, q, q_pe, kv_pages, page_table, cache_seqlens)
     options = (softmax_scale, causal, window_left, logit_cap)
-    return _bind(torch.ops.attnops.mla_layer_bind.default, tensors, plan, options, report)
+    return _bind(torch.ops.attnops.mla_layer_bind.default, tensors, plan, options, report, fp8_products)
 
 
 def _bind(
@@ -122,11 +123,12 @@ def _bind(
     plan: XqaDecodePlan | MlaDecodePlan,
     options: tuple[float | int, ...],
     report: Tensor | None,
+    *more: bool,
 ) -> Tensor:
     """Calls a bind op: its tensors, the plan's, its options, in the schema's order."""
     bound = torch.zeros(BOUND_BYTES, dtype=torch.uint8)
     of_plan = (plan.tile_scheduler_metadata, plan.num_splits, plan.out_partial, plan.lse_partial, plan.semaphores)
-    op(bound, *tensors, *of_plan, *options, plan.fixed_split_tokens, report)
+    op(bound, *tensors, *of_plan, *options, plan.fixed_split_tokens, report, *more)
     return bound
 
 
