@@ -6,7 +6,7 @@
 // Warpgroup products of e4m3 operands, m = 64, n = 64, k = 32, with float32 accumulators. Operands are K-major: rows of
 // 128 bytes under the 128-byte swizzle as device/sm90/wgmma.cuh describes, so a step of k = 32 is kStepKMajor, too.
 //
-// The units keep some 13 bits below the largest addend when they accumulate: long sums must be added up elsewhere.
+// The units keep some 13 bits below the largest addend when they accumulate.
 namespace attnops::sm90 {
 
 // d [64, 64] (+)= a b^T, both in shared memory. `accumulate` 0 overwrites d.
@@ -32,12 +32,6 @@ __device__ inline uint32_t pack_e4m3(float low, float high) {
   uint16_t pair;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
   return pair;
-}
-
-__device__ inline float2 unpack_e4m3(uint32_t pair) {
-  uint32_t halves;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(pair)));
-  return __half22float2(reinterpret_cast<const __half2&>(halves));
 }
 
 // Four 8 x 8 matrices of 16-bit elements, transposed.

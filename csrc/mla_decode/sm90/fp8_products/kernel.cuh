@@ -10,8 +10,7 @@
 // Two warpgroups share the 64 x 512 output by columns. Group 0 computes scores and probabilities of even tiles, group 1
 // those of odd ones, and both multiply both with their own columns of V. The output is computed transposed, as
 // V^T P^T: V^T comes from shared memory by transposing loads and two byte permutations a register, which no other
-// layout of a one-byte operand allows. Each tile's product is added to the output in float32: the e4m3 units keep too
-// few bits to add up a long row themselves. With one term per value they do it all the same, which its error hides.
+// layout of a one-byte operand allows. The units keep 13 bits of a sum, which the rounding of q and P hides.
 namespace attnops::mla_decode::sm90::fp8_products {
 
 using attnops::sm90::fence_async_proxy;
@@ -29,9 +28,9 @@ struct Modes {
   bool out_aligned;  // rows of the output start on 16-byte boundaries
 };
 
-template <typename T, int kTerms, int kGroup>
+template <typename T, int kGroup>
 class Consumer {
-  using L = Layout<kTerms>;
+  using L = Layout;
 
  public:
   __device__ Consumer(const Params& p, const Modes& modes, uint8_t* base, uint32_t shared)
@@ -43,7 +42,7 @@ class Consumer {
     float o[4][32];
     while (walk.next(p_, piece)) {
       // The barrier at the end of the piece before stands between its scores and these queries.
-      load_queries<T, L, kTerms>(p_, piece, base_, shared_);
+      load_queries<T>(p_, piece, base_, shared_);
       fence_async_proxy();
       named_barrier_sync(kConsumers, kConsumerThreads);
       rows_.begin(p_, piece);
@@ -79,13 +78,13 @@ class Consumer {
       publish(pair_, factor);
       named_barrier_arrive(kMaximum0, kConsumerThreads);
       exponentiate(rows_, scale, s);
-      store_probabilities<kTerms>(s, p_tile(pair_));
+      store_probabilities(s, p_tile(pair_));
       fence_async_proxy();
       load_early(stage, values);
       named_barrier_sync(kOwn0, kGroupThreads);  // this group's factors and probabilities, all four warps'
       named_barrier_arrive(kReady0, kConsumerThreads);
     }
-    multiply_values(values, stage, pair_, o);
+    multiply_values(values, pair_, o);
     advance(piece, t);
     if (!has_odd) return;
     const int odd_stage = stage_;
@@ -93,7 +92,7 @@ class Consumer {
     load_early(odd_stage, values);
     named_barrier_sync(kReady1, kConsumerThreads);
     follow(1);
-    multiply_values(values, odd_stage, 2, o);
+    multiply_values(values, 2, o);
     advance(piece, t + 1);
   }
 
@@ -114,7 +113,7 @@ class Consumer {
       move_maximum(rows_, scale, s, factor);
       exponentiate(rows_, scale, s);
       publish(2, factor);
-      store_probabilities<kTerms>(s, p_tile(2));
+      store_probabilities(s, p_tile(2));
       fence_async_proxy();
       load_early(even_stage, values);
       named_barrier_sync(kReady0, kConsumerThreads);
@@ -126,15 +125,15 @@ class Consumer {
       follow(0);
       named_barrier_sync(kReady0, kConsumerThreads);
     }
-    multiply_values(values, even_stage, pair_, o);
+    multiply_values(values, pair_, o);
     advance(piece, t);
     if (!has_odd) return;
     load_early(stage, values);
-    multiply_values(values, stage, 2, o);
+    multiply_values(values, 2, o);
     advance(piece, t + 1);
   }
 
-  // s = q k^T of the tile in `stage`, both terms of q; in flight.
+  // s = q k^T of the tile in `stage`, in flight.
   __device__ void multiply_queries(int stage, float (&s)[32]) const {
     constexpr int kStep = attnops::sm90::kStepKMajor;
     const uint64_t q = operand_descriptor(uniform(shared_ + L::kQ)), k = operand_descriptor(uniform(kv_tile(stage, 0)));
@@ -144,52 +143,29 @@ class Consumer {
     for (int tile = 0; tile < kKeyTiles; ++tile) {
 #pragma unroll
       for (int step = 0; step < (tile < kLatentTiles ? 4 : 2); ++step) {
-#pragma unroll
-        for (int term = 0; term < kTerms; ++term) {
-          const int q_tile = tile < kLatentTiles ? term * kLatentTiles + tile : kTerms * kLatentTiles;
-          const int q_step = tile < kLatentTiles ? step : 2 * term + step;
-          wgmma_e4m3(s, q + q_tile * kTile + q_step * kStep, k + tile * kTile + step * kStep, tile + step + term > 0);
-        }
+        wgmma_e4m3(s, q + tile * kTile + step * kStep, k + tile * kTile + step * kStep, tile + step > 0);
       }
     }
     wgmma_commit();
   }
 
-  // Fragments of V^T for all four blocks. They need no probabilities, so where there are registers for them, a group
-  // loads them before it waits for those: with one term, which needs no temporary product.
-  static constexpr bool kEarly = kTerms == 1;
+  // Fragments of V^T for all four blocks. They need no probabilities, so a group loads them before it waits for those.
   struct Values {
     uint32_t a[4][2][4];
   };
 
   __device__ void load_early(int stage, Values& values) const {
-    if constexpr (kEarly) {
 #pragma unroll
-      for (int block = 0; block < 4; ++block) load_values(stage, block, values.a[block]);
-      release(stage);
-    }
+    for (int block = 0; block < 4; ++block) load_values(stage, block, values.a[block]);
+    release(stage);
   }
 
   // o += V^T P^T for this group's 256 dims, in four blocks of 64.
-  __device__ void multiply_values(const Values& values, int stage, int which, float (&o)[4][32]) const {
+  __device__ void multiply_values(const Values& values, int which, float (&o)[4][32]) const {
     rescale(which, o);
-    if constexpr (kEarly) {
 #pragma unroll
-      for (int block = 0; block < 4; ++block) multiply_block(values.a[block], which, 1, o[block]);
-      wgmma_wait<0>(o[0], o[1], o[2], o[3]);
-    } else {
-      float d[32];
-      uint32_t a[2][2][4];
-      load_values(stage, 0, a[0]);
-#pragma unroll
-      for (int block = 0; block < 4; ++block) {
-        multiply_block(a[block % 2], which, 0, d);
-        if (block < 3) load_values(stage, block + 1, a[1 - block % 2]);
-        if (block == 3) release(stage);
-        wgmma_wait<0>(d);
-        add_block(d, block, o);
-      }
-    }
+    for (int block = 0; block < 4; ++block) multiply_block(values.a[block], which, o[block]);
+    wgmma_wait<0>(o[0], o[1], o[2], o[3]);
   }
 
   // Fragments of V^T, 64 dims by two steps of 32 keys. A transposing load gives pairs of dims of two keys; of the
@@ -209,24 +185,15 @@ class Consumer {
     }
   }
 
-  // d (+)= 64 dims of V^T times P^T, in flight.
-  __device__ void multiply_block(const uint32_t (&a)[2][4], int which, int accumulate, float (&d)[32]) const {
+  // d += 64 dims of V^T times P^T, in flight.
+  __device__ void multiply_block(const uint32_t (&a)[2][4], int which, float (&d)[32]) const {
     const uint64_t probabilities = operand_descriptor(uniform(p_tile(which)));
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
-#pragma unroll
-      for (int term = 0; term < kTerms; ++term) {
-        wgmma_e4m3(d, a[step], probabilities + (2 * term + step) * attnops::sm90::kStepKMajor,
-                   accumulate | (step + term > 0));
-      }
+      wgmma_e4m3(d, a[step], probabilities + step * attnops::sm90::kStepKMajor, 1);
     }
     wgmma_commit();
-  }
-
-  __device__ static void add_block(const float (&d)[32], int block, float (&o)[4][32]) {
-#pragma unroll
-    for (int i = 0; i < 32; ++i) o[block][i] += d[i];
   }
 
   // The columns of the transposed output are rows of q, so their factors come from shared memory.
@@ -316,8 +283,8 @@ class Consumer {
   uint32_t parity_ = 0;  // of the phase to wait for: bit `stage` for boxes, 8 + stage for rows
 };
 
-template <class L>
 __device__ inline void init_barriers(uint32_t shared) {
+  using L = Layout;
   for (int stage = 0; stage < L::kStages; ++stage) {
     attnops::sm90::mbarrier_init(shared + L::barrier_box(stage), 1);
     attnops::sm90::mbarrier_init(shared + L::barrier_gather(stage), kGroupThreads);
@@ -326,14 +293,14 @@ __device__ inline void init_barriers(uint32_t shared) {
   attnops::sm90::mbarrier_init_fence();
 }
 
-template <typename T, int kTerms>
+template <typename T>
 __global__ void __launch_bounds__(kThreads, 1)
     mla_decode_fp8_products_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap map,
                                    const __grid_constant__ Modes modes) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   const uint32_t shared = attnops::sm90::smem_address(shared_bytes);
   if (threadIdx.x == 0) {
-    init_barriers<Layout<kTerms>>(shared);
+    init_barriers(shared);
     if (modes.use_boxes) attnops::sm90::prefetch_map(&map);
   }
   __syncthreads();
@@ -341,13 +308,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int group = threadIdx.x / kGroupThreads;
   if (group == 0) {
     attnops::sm90::registers_increase<kConsumerRegisters>();
-    Consumer<T, kTerms, 0>(p, modes, shared_bytes, shared).run();
+    Consumer<T, 0>(p, modes, shared_bytes, shared).run();
   } else if (group == 1) {
     attnops::sm90::registers_increase<kConsumerRegisters>();
-    Consumer<T, kTerms, 1>(p, modes, shared_bytes, shared).run();
+    Consumer<T, 1>(p, modes, shared_bytes, shared).run();
   } else {
     attnops::sm90::registers_decrease<kLoaderRegisters>();
-    Loader<Layout<kTerms>>(p, &map, modes.use_boxes, shared).run();
+    Loader<Layout>(p, &map, modes.use_boxes, shared).run();
   }
 }
 

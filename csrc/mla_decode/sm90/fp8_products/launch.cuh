@@ -6,13 +6,13 @@
 
 namespace attnops::mla_decode::sm90::fp8_products {
 
-template <typename T, int kTerms>
+template <typename T>
 void launch(const Params& p, cudaStream_t stream) {
   if (p.batch_size == 0) return;
-  constexpr int kBytes = Layout<kTerms>::kBytes;
+  constexpr int kBytes = Layout::kBytes;
   const Modes modes{.use_boxes = boxes_fit(p), .out_aligned = output_aligned(p)};
   const CUtensorMap map = modes.use_boxes ? make_map(p) : CUtensorMap{};
-  const auto kernel = &mla_decode_fp8_products_kernel<T, kTerms>;
+  const auto kernel = &mla_decode_fp8_products_kernel<T>;
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
              "shared memory of mla_decode_fp8_products_kernel");
   kernel<<<p.num_sm_parts, kThreads, kBytes, stream>>>(p, map, modes);

@@ -9,13 +9,10 @@ inline constexpr int kLatentTiles = kHeadDimV / 128;
 inline constexpr int kKeyTiles = kLatentTiles + 1;
 inline constexpr int kStageBytes = kKeyTiles * kTileBytes;
 
-// How many e4m3 terms stand for a value: with two, the second is what the rounding of the first left over.
-template <int kTerms>
 struct Layout {
-  static constexpr int kStages = kTerms == 1 ? 4 : 3;
-  // The second terms of the queries' rope part lie beside the first, in the same rows.
+  static constexpr int kStages = 4;
   static constexpr int kQ = 0;
-  static constexpr int kKv = (kTerms * kLatentTiles + 1) * kTileBytes;
+  static constexpr int kKv = kKeyTiles * kTileBytes;
   static constexpr int kP = kKv + kStages * kStageBytes;  // even tiles, by parity of the pair; odd tiles
   static constexpr int kFactors = kP + 3 * kTileBytes;    // float [3][64], as P: what the tile rescales outputs by
   static constexpr int kMaxima = kFactors + 3 * 64 * 4;   // float [2][64], by parity of the tile

@@ -3,8 +3,7 @@
 #include "mla_decode/sm90/fp8_products/layout.h"
 #include "mla_decode/sm90/pieces.cuh"
 
-// Queries to e4m3: every row is scaled by a power of two, so that its largest value lies in [128, 256). Two terms then
-// hold eight significant bits, that is bf16 exactly, of everything above 2^-10 of the largest.
+// Queries to e4m3: every row is scaled by a power of two, so that its largest value lies in [128, 256).
 namespace attnops::mla_decode::sm90::fp8_products {
 
 __device__ inline float2 unpack_pair(uint32_t pair, __nv_bfloat16) {
@@ -48,16 +47,6 @@ struct QueryRow {
   }
 };
 
-// Two values as e4m3 pairs: `terms[0]` and, of what is left, `terms[1]`.
-template <int kTerms>
-__device__ inline void split_e4m3(float x, float y, uint32_t (&terms)[kTerms]) {
-  terms[0] = attnops::sm90::pack_e4m3(x, y);
-  if constexpr (kTerms == 2) {
-    const float2 first = attnops::sm90::unpack_e4m3(terms[0]);
-    terms[1] = attnops::sm90::pack_e4m3(x - first.x, y - first.y);
-  }
-}
-
 __device__ inline void store_shared(uint32_t address, uint32_t a, uint32_t b) {
   asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b) : "memory");
 }
@@ -66,7 +55,7 @@ __device__ inline void store_shared(uint32_t address, uint16_t a) {
 }
 
 // Writes row `row` and returns what its scores must be multiplied by.
-template <typename T, int kTerms>
+template <typename T>
 __device__ inline float store_query(const QueryRow& q, uint32_t queries, int row) {
   const int lane = threadIdx.x % 32;
   const float top = q.largest<T>();
@@ -77,36 +66,25 @@ __device__ inline float store_query(const QueryRow& q, uint32_t queries, int row
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
     const uint32_t words[4] = {q.latent[k].x, q.latent[k].y, q.latent[k].z, q.latent[k].w};
-    uint32_t pairs[4][kTerms];
+    uint32_t pairs[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float2 x = unpack_pair(words[i], T{});
-      split_e4m3<kTerms>(x.x * factor, x.y * factor, pairs[i]);
+      pairs[i] = attnops::sm90::pack_e4m3(x.x * factor, x.y * factor);
     }
     const int byte = 256 * k + 8 * lane;
-#pragma unroll
-    for (int term = 0; term < kTerms; ++term) {
-      const uint32_t tile = queries + (term * kLatentTiles + byte / 128) * kTileBytes;
-      store_shared(tile + attnops::sm90::swizzled(row, byte % 128 / 16) + byte % 16,
-                   pairs[0][term] | pairs[1][term] << 16, pairs[2][term] | pairs[3][term] << 16);
-    }
+    store_shared(queries + byte / 128 * kTileBytes + attnops::sm90::swizzled(row, byte % 128 / 16) + byte % 16,
+                 pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
   }
-  uint32_t pairs[kTerms];
   const float2 x = unpack_pair(q.rope, T{});
-  split_e4m3<kTerms>(x.x * factor, x.y * factor, pairs);
-#pragma unroll
-  for (int term = 0; term < kTerms; ++term) {
-    const int byte = 64 * term + 2 * lane;
-    const uint32_t tile = queries + kTerms * kLatentTiles * kTileBytes;
-    store_shared(tile + attnops::sm90::swizzled(row, byte / 16) + byte % 16, static_cast<uint16_t>(pairs[term]));
-  }
+  store_shared(queries + kLatentTiles * kTileBytes + attnops::sm90::swizzled(row, 2 * lane / 16) + 2 * lane % 16,
+               static_cast<uint16_t>(attnops::sm90::pack_e4m3(x.x * factor, x.y * factor)));
   return top < INFINITY ? inverse : NAN;  // e4m3 has no infinity: it must show all the same
 }
 
 // A row that the piece does not have.
-template <int kTerms>
 __device__ inline void clear_query(uint32_t queries, int row) {
-  constexpr int kBytes = (kTerms * kLatentTiles + 1) * 128;
+  constexpr int kBytes = kKeyTiles * 128;
 #pragma unroll
   for (int byte = 8 * (threadIdx.x % 32); byte < kBytes; byte += 256) {
     store_shared(queries + byte / 128 * kTileBytes + attnops::sm90::swizzled(row, byte % 128 / 16) + byte % 16, 0, 0);
@@ -115,7 +93,7 @@ __device__ inline void clear_query(uint32_t queries, int row) {
 
 // All rows of a piece, by all consumers. This code runs once a piece, and finds the instruction cache cold: it is kept
 // short. So rows take turns in the registers of the first, and are not converted each by code of its own.
-template <typename T, class L, int kTerms>
+template <typename T>
 __device__ inline void load_queries(const Params& p, const Piece& piece, uint8_t* base, uint32_t shared) {
   constexpr int kRows = 64 / (kConsumerThreads / 32), kTogether = 4;
   const int first_row = threadIdx.x / 32 * kRows;
@@ -135,11 +113,11 @@ __device__ inline void load_queries(const Params& p, const Piece& piece, uint8_t
     for (int i = 0; i < kTogether; ++i) {
       float scale = 1.f;
       if (row + i < piece.num_rows) {
-        scale = store_query<T, kTerms>(rows[0], shared + L::kQ, row + i);
+        scale = store_query<T>(rows[0], shared + Layout::kQ, row + i);
       } else {
-        clear_query<kTerms>(shared + L::kQ, row + i);
+        clear_query(shared + Layout::kQ, row + i);
       }
-      if (threadIdx.x % 32 == 0) reinterpret_cast<float*>(base + L::kQueryScale)[row + i] = scale;
+      if (threadIdx.x % 32 == 0) reinterpret_cast<float*>(base + Layout::kQueryScale)[row + i] = scale;
 #pragma unroll
       for (int next = 1; next < kTogether; ++next) rows[next - 1] = rows[next];
     }

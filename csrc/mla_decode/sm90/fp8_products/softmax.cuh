@@ -73,32 +73,25 @@ __device__ inline void exponentiate(RowState& rows, const ScoreScale& scale, flo
   }
 }
 
-// Writes probabilities as e4m3, rows of 64 keys, the second term beside the first. Of 16 keys, the thread has 2t,
+// Writes probabilities as e4m3, rows of 64 keys. Of 16 keys, the thread has 2t,
 // 2t + 1, 8 + 2t, 8 + 2t + 1 and writes them as bytes 4t .. 4t + 3: V's transposed fragments have the same order.
-template <int kTerms>
 __device__ inline void store_probabilities(const float (&s)[32], uint32_t tile) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x % kGroupThreads / 32;
-  uint32_t words[kTerms][2][4];  // by row, and 16 keys
+  uint32_t words[2][4];  // by row, and 16 keys
 #pragma unroll
   for (int m = 0; m < 4; ++m) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      uint32_t low[kTerms], high[kTerms];
-      split_e4m3<kTerms>(s[8 * m + 2 * h], s[8 * m + 2 * h + 1], low);
-      split_e4m3<kTerms>(s[8 * m + 4 + 2 * h], s[8 * m + 5 + 2 * h], high);
-#pragma unroll
-      for (int term = 0; term < kTerms; ++term) words[term][h][m] = low[term] | high[term] << 16;
+      words[h][m] = attnops::sm90::pack_e4m3(s[8 * m + 2 * h], s[8 * m + 2 * h + 1]) |
+                    attnops::sm90::pack_e4m3(s[8 * m + 4 + 2 * h], s[8 * m + 5 + 2 * h]) << 16;
     }
   }
   // Matrices of a store: rows 0 .. 7 and 8 .. 15 of two chunks.
   const int row = warp * 16 + lane % 16;
 #pragma unroll
-  for (int term = 0; term < kTerms; ++term) {
-#pragma unroll
-    for (int m = 0; m < 4; m += 2) {
-      const uint32_t a[4] = {words[term][0][m], words[term][1][m], words[term][0][m + 1], words[term][1][m + 1]};
-      attnops::sm90::store_fragment(a, tile + attnops::sm90::swizzled(row, 4 * term + m + lane / 16));
-    }
+  for (int m = 0; m < 4; m += 2) {
+    const uint32_t a[4] = {words[0][m], words[1][m], words[0][m + 1], words[1][m + 1]};
+    attnops::sm90::store_fragment(a, tile + attnops::sm90::swizzled(row, m + lane / 16));
   }
 }
 
