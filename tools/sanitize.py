@@ -29,12 +29,15 @@ SETS = {
         ["tests/xqa_decode/test_xqa_decode_cuda.py"],
         "(test_every_kernel and 128 and dtype0) or (test_head_counts and (heads6 or heads8))",
     ),
+    "memcheck xqa_clusters": (["tests/xqa_decode/test_xqa_decode_cuda.py"], "test_short_calls"),
+    "racecheck xqa_clusters": (["tests/xqa_decode/test_xqa_decode_cuda.py"], "test_short_calls"),
     "memcheck mla_decode": (["tests/mla_decode"], "test_checked_mode"),
     "memcheck paged_kv": (["tests/paged_kv"], "not above_two_to_the_31 and not large_batches"),
     "racecheck paged_kv": (["tests/paged_kv"], "fp8_rows_of_656_bytes or e4m3_pages or cu_seqlens"),
     "memcheck merge_state": (["tests/merge_state"], ""),
     "racecheck merge_state": (["tests/merge_state"], "union_of_both or many_states"),
-    "memcheck planning": (["tests/xqa_decode/test_plan.py"], ""),
+    "memcheck planning": (["tests/planning"], "not fmha and (empty or ragged or skewed or 7777 or captured)"),
+    "racecheck planning": (["tests/planning"], "not fmha and 264 and (empty or ragged or skewed or 7777)"),
 }
 
 

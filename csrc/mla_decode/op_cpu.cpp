@@ -24,10 +24,13 @@ void check_plan_matches(const Params& p) {
   const SplitKvGeometry geometry =
       plan_geometry(p.batch_size, p.seqlen_q, p.num_q_heads, p.window_left, p.num_sm_parts, p.fixed_split_tokens);
   const attnops::cpu::SplitKvPlanner planner(geometry, p.cache_seqlens);
-  if (planner.matches(p.tile_scheduler_metadata, p.num_splits)) return;
-  fail(kOp,
-       "tile_scheduler_metadata is not the plan of these cache_seqlens, seqlen_q, num_q_heads, window_left and "
-       "fixed_split_tokens: run mla_decode_plan");
+  if (!planner.matches(p.tile_scheduler_metadata, p.num_splits)) {
+    fail(kOp,
+         "tile_scheduler_metadata is not the plan of these cache_seqlens, seqlen_q, num_q_heads, window_left and "
+         "fixed_split_tokens: run mla_decode_plan");
+  }
+  // Checked mode records it, as on a GPU.
+  if (!p.report) check_room_for_cuts(kOp, geometry, p.cache_seqlens, p.num_splits, p.num_partials);
 }
 
 }  // namespace

@@ -1,4 +1,6 @@
 #pragma once
+#include <algorithm>
+
 #include "scheduler/split_kv.h"
 #include "torch_bindings/check.h"
 
@@ -23,6 +25,19 @@ inline void check_split_tokens(const char* op, int64_t fixed_split_tokens, int t
     fail(op, "fixed_split_tokens must be 0 (balanced) or a positive multiple of " + std::to_string(tile_tokens) +
                  ", got " + std::to_string(fixed_split_tokens));
   }
+}
+
+// Batch-invariant mode, lengths that the host can read: whether out_partial holds the cuts of all of them.
+inline void check_room_for_cuts(const char* op, const SplitKvGeometry& g, const int32_t* cache_seqlens,
+                                const int32_t* num_splits, int64_t num_partials) {
+  const int64_t rows = int64_t{num_splits[g.num_requests]} * g.works_per_request * g.parts_per_group;
+  if (rows <= num_partials) return;
+  const int longest = static_cast<int>(std::max_element(cache_seqlens, cache_seqlens + g.num_requests) - cache_seqlens);
+  fail(op, "out_partial.shape[0] (num_partials) must be at least " + std::to_string(rows) +
+               " for these cache_seqlens (" + std::to_string(cache_seqlens[longest]) + " for request " +
+               std::to_string(longest) + ", the longest), cut every " +
+               std::to_string(g.fixed_split_tiles * g.tile_tokens) + " tokens, got " + std::to_string(num_partials) +
+               ": allocate the plan with a larger max_seqlen_k");
 }
 
 inline SplitKvPlanTensors checked_split_kv_plan(const char* op, const Tensor& tile_scheduler_metadata,

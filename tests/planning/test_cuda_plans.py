@@ -107,9 +107,25 @@ def test_a_table_too_short_is_not_overrun():
 
 @pytest.mark.parametrize("op", DECODE_PLANS)
 def test_batch_beyond_the_planner_is_an_error(op):
-    metadata, lengths = int32([[0] * 8] * 132, "cuda"), int32([1] * 8001, "cuda")
-    with pytest.raises(RuntimeError, match=rf"{op}: cache_seqlens\.shape\[0\] .* must be at most 8000, got 8001"):
-        getattr(OPS, op)(metadata, int32([0] * 8002, "cuda"), lengths, 1, 8)
+    metadata, lengths = int32([[0] * 8] * 132, "cuda"), int32([1] * 20_001, "cuda")
+    expected = rf"{op}: cache_seqlens\.shape\[0\] .* at most 1?\d{{4}} .*, got 20001: plan"
+    with pytest.raises(RuntimeError, match=expected):
+        getattr(OPS, op)(metadata, int32([0] * 20_002, "cuda"), lengths, 1, 8)
+
+
+@pytest.mark.parametrize("op", DECODE_PLANS)
+def test_the_largest_batch_is_planned(op):
+    """As many requests as the shared memory of this device holds."""
+    most = (torch.cuda.get_device_properties(0).shared_memory_per_block_optin - 10 * 1024 - 8) // 12
+    lengths = torch.randint(0, 900, (most,), generator=torch.Generator().manual_seed(5)).tolist()
+
+    def run(device):
+        metadata = torch.full((264, 8), POISON, dtype=torch.int32, device=device)
+        num_splits = torch.full((most + 1,), POISON, dtype=torch.int32, device=device)
+        getattr(OPS, op)(metadata, num_splits, int32(lengths, device), 1, 5, -1, 256)
+        return metadata, num_splits
+
+    on_both(run)
 
 
 def test_one_captured_graph_plans_every_length():

@@ -307,6 +307,26 @@ class TestCheckedMode:
         assert out.isfinite().all()
         assert_attention_close(out[:1], problem.expected()[0][:1], torch.bfloat16)
 
+    @pytest.mark.parametrize("checked", [True, False])
+    def test_more_cuts_than_the_plan_has_room_for(self, device, checked):
+        """NaN, and recorded in checked mode. What the host can see without one is an error: test_errors.py."""
+        if device == "cpu" and not checked:
+            pytest.skip("raises")
+        problem = paged_problem([70, 3000, 30, 200], 2).to(device)
+        report = torch.zeros(8, dtype=torch.int32, device=device) if checked else None
+        plan = make_plan(problem, seqlen_q=2, fixed_split_tokens=64, max_seqlen_k=200)
+        out, lse = decode(problem, plan=plan, report=report)
+        assert out[2:4].isnan().all() and lse[2:4].isnan().all()
+        fresh = None if report is None else torch.zeros_like(report)
+        good = decode(problem, seqlen_q=2, fixed_split_tokens=64, report=fresh)
+        for kept in (slice(2), slice(4, 6)):  # the last one's cuts have no room behind those of the long one
+            assert torch.equal(out[kept], good[0][kept]) and torch.equal(lse[kept], good[1][kept])
+        assert out[6:].isnan().all()
+        if report is not None:
+            count, op, kind, request, _, value, limit = report.tolist()[:7]
+            assert count > 0 and (op, kind) == (6, 4) and request in (1, 3)
+            assert value > plan.out_partial.shape[0] and limit == plan.out_partial.shape[0] + 1
+
     def test_length_beyond_the_table_is_reported(self, device):
         problem = paged_problem([40, 40], page_size=16).to(device)
         lengths = torch.tensor([40, 80], dtype=torch.int32, device=problem.q.device)

@@ -328,6 +328,32 @@ def test_one_graph_serves_even_and_skewed_batches(tokens, heads):
     check_replays(problem, plan, [[tokens] * 16, skewed, [0] * 16, skewed[::-1], list(range(850, 946, 6))])
 
 
+@pytest.mark.parametrize(
+    ("lengths", "heads"),
+    [
+        ([700, 1, 0, 64, 65, 1000], (8, 2)),  # a work, a cluster
+        ([1000], (8, 1)),  # one work, many clusters, whose results meet in memory
+        ([999, 40], (32, 2)),  # 16 rows
+    ],
+)
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "kv_dtype"),
+    [(64, BF16, None), (128, BF16, None), (128, FP16, None), (128, BF16, FP8)],
+)
+def test_short_calls(head_dim, dtype, kv_dtype, lengths, heads):
+    """What clusters serve on Hopper (csrc/xqa_decode/sm90/cluster/limits.h), for a sanitizer to look at alone."""
+    problem = on_gpu(
+        lengths,
+        num_q_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=head_dim,
+        page_size=64,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+    )
+    assert_decodes(problem, num_sm_parts=None)
+
+
 def test_lengths_written_by_the_kernel_before():
     """What a kernel reads ahead of its turn, while the one before may still write it, must not reach the result."""
     lengths = [1000, 3, 640, 1, 999, 64, 1000, 1024]

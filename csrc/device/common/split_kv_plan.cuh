@@ -77,12 +77,31 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+inline constexpr int kPlanOwnBytes = 10 * 1024;  // of shared memory, at most: the points and the scan
+
+inline size_t plan_bytes(int64_t requests) { return (requests + 1) * sizeof(int64_t) + requests * sizeof(int32_t); }
+
+// The planner holds a batch in shared memory.
+inline void check_batch_fits(const char* op, int num_requests) {
+  constexpr int kAlwaysFits = 3000;
+  if (num_requests <= kAlwaysFits) return;  // and nobody has to ask the device
+  int device = 0, most_bytes = 0;
+  check_cuda(cudaGetDevice(&device), op);
+  check_cuda(cudaDeviceGetAttribute(&most_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), op);
+  most_bytes -= kPlanOwnBytes;
+  if (plan_bytes(num_requests) <= static_cast<size_t>(most_bytes)) return;
+  const int most = (most_bytes - static_cast<int>(plan_bytes(0))) / static_cast<int>(plan_bytes(1) - plan_bytes(0));
+  throw std::runtime_error(std::string("attnops::") + op + ": cache_seqlens.shape[0] (batch_size) must be at most " +
+                           std::to_string(most) + " (what the shared memory of this device holds), got " +
+                           std::to_string(num_requests) + ": plan and decode the batch in parts");
+}
+
 template <int kThreads, int kTileTokens, bool kFixed>
 void launch_split_kv_plan_as(const SplitKvGeometry& g, const int32_t* cache_seqlens, SplitKvEntry* entries,
                              int32_t* num_splits, cudaStream_t stream) {
   auto* const kernel = &split_kv_plan_kernel<kThreads, kTileTokens, kFixed>;
-  const size_t bytes = (g.num_requests + 1) * sizeof(int64_t) + g.num_requests * sizeof(int32_t);
-  constexpr size_t kAlwaysThere = 38 * 1024;  // 48 KB less what the points and the scan take
+  const size_t bytes = plan_bytes(g.num_requests);
+  constexpr size_t kAlwaysThere = 48 * 1024 - kPlanOwnBytes;
   if (bytes > kAlwaysThere) {
     launch_dependent_prepare<&split_kv_plan_kernel<kThreads, kTileTokens, kFixed>>("split_kv_plan_kernel",
                                                                                    static_cast<int>(kAlwaysThere));
@@ -121,11 +140,7 @@ void launch_split_kv_plan_by_size(const SplitKvGeometry& g, const int32_t* cache
 template <int kTileTokens>
 void launch_split_kv_plan(const char* op, const SplitKvGeometry& g, const int32_t* cache_seqlens,
                           int32_t* tile_scheduler_metadata, int32_t* num_splits, cudaStream_t stream) {
-  constexpr int kMaxRequests = 8000;  // 94 KB of shared memory, which every architecture since sm_80 has
-  if (g.num_requests > kMaxRequests) {
-    throw std::runtime_error(std::string("attnops::") + op + ": cache_seqlens.shape[0] (batch_size) must be at most " +
-                             std::to_string(kMaxRequests) + ", got " + std::to_string(g.num_requests));
-  }
+  check_batch_fits(op, g.num_requests);
   SplitKvEntry* const entries = reinterpret_cast<SplitKvEntry*>(tile_scheduler_metadata);
   if (g.fixed_split_tiles > 0) {
     launch_split_kv_plan_by_size<kTileTokens, true>(g, cache_seqlens, entries, num_splits, stream);

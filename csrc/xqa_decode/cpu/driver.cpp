@@ -1,5 +1,6 @@
 #include "xqa_decode/cpu/driver.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <memory>
@@ -121,8 +122,11 @@ class Part {
     const int cut_tiles = p_.fixed_split_tokens / kTileTokens;
     const int64_t cuts = ceil_div(tiles, cut_tiles);
     const int64_t first_slot = int64_t{p_.num_splits[piece.request]} * p_.num_kv_heads + piece.head * cuts;
+    const int64_t heads_that_fit = max_of<int64_t>(p_.num_partials - first_slot, 0) / cuts;  // merge_fixed shows others
+    if (cuts > 1 && heads_that_fit == 0) return;
     for (int tile = piece.tile_begin; tile < piece.tile_end; tile += cut_tiles) {
       Piece cut = piece;
+      if (cuts > 1) cut.num_heads = static_cast<int>(min_of<int64_t>(piece.num_heads, heads_that_fit));
       cut.tile_begin = tile;
       cut.tile_end = min_of(tile + cut_tiles, piece.tile_end);
       cut.to = {cuts == 1, first_slot + tile / cut_tiles, cuts};
@@ -312,6 +316,21 @@ void merge_work(const Params& p, const TileKernel& kernel, int work, int num_spl
   }
 }
 
+// A result that nobody can take for an answer, where the caller has no room for the cuts.
+void store_nan(const Params& p, const TileKernel& kernel, int work, int64_t partials) {
+  const int request = work / p.num_kv_heads, rows = p.seqlen_q * (p.num_q_heads / p.num_kv_heads);
+  if (p.report) {
+    record_fault(p.report, {ReportOp::kXqaDecode, ReportKind::kLength, request, 0, partials, p.num_partials + 1});
+  }
+  float nan[kMaxHeadDim];
+  std::fill(nan, nan + p.head_dim, NAN);
+  for (int row = 0; row < rows; ++row) {
+    const OutputRow to(p, request, work % p.num_kv_heads, row);
+    kernel.round(nan, p.head_dim, to.out);
+    if (to.lse) *to.lse = NAN;
+  }
+}
+
 SplitKvEntry entry_of(const Params& p, int part) {
   SplitKvEntry entry;
   std::memcpy(&entry, p.tile_scheduler_metadata + part * kSplitKvEntrySize, sizeof(entry));
@@ -342,6 +361,7 @@ void merge_fixed(const Params& params, const TileKernel& kernel, int index) {
   if (cuts <= 1) return;
   const int64_t base =
       static_cast<int64_t>(params.num_splits[request]) * params.num_kv_heads + static_cast<int64_t>(head) * cuts;
+  if (base + cuts > params.num_partials) return store_nan(params, kernel, index, base + cuts);
   merge_work(params, kernel, index, cuts, [&](int split) { return base + split; });
 }
 
