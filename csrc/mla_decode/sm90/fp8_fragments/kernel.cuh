@@ -36,8 +36,7 @@ class Consumer {
   using Raw = uint32_t[4];           // e4m3 of two steps of 16, asked for a while before they are converted
   using Fragments = uint32_t[2][4];  // and as fp16
   static constexpr int kInFlight = At::kScaled ? 2 : 3;  // Fragments
-  // Sums of scores, as many as registers allow: their scales apply when they are complete.
-  static constexpr int kSumsInFlight = At::kScaled && At::kRows < 64 ? 3 : 1;
+  static constexpr int kSums = At::kScaled ? 3 : 1;      // of scores: their scales apply when they are complete
 
  public:
   __device__ Consumer(const Params& p, bool out_aligned, uint8_t* base, uint32_t shared)
@@ -158,7 +157,7 @@ class Consumer {
     const uint32_t queries = attnops::sm90::uniform_operand(shared_ + At::kQ + kColumnTiles * group * At::kQueryPiece);
     const uint32_t rope = attnops::sm90::uniform_operand(shared_ + At::kQ + (kPieces - 1) * At::kQueryPiece) +
                           2 * group * attnops::sm90::kStepKMajor;
-    Scores sums[kSumsInFlight];
+    Scores sums[kSums];
     Fragments a[kInFlight];
     Raw r[2];
     load_keys(tile, 0, r[0]);
@@ -166,18 +165,13 @@ class Consumer {
     for (int i = 0; i <= kLatentLoads; ++i) {
       constexpr int kLoadsPerSum = At::kScaled ? kLatentLoads / 2 : kLatentLoads + 1;
       Fragments& now = a[i % kInFlight];
-      Scores& sum = sums[i / kLoadsPerSum % kSumsInFlight];
+      Scores& sum = sums[i / kLoadsPerSum];
       const bool begins = i % kLoadsPerSum == 0;
       if (i + 1 < kLatentLoads) load_keys(tile, i + 1, r[(i + 1) % 2]);
       if constexpr (!At::kScaled) {
         if (i + 1 == kLatentLoads) load_rope(tile, r[(i + 1) % 2]);
       }
-      if (begins && i > 0 && kSumsInFlight == 1) {
-        attnops::sm90::wgmma_wait<0>(sum);
-        add_scaled(slot, i / kLoadsPerSum - 1, sum, s);
-      } else if (i >= kInFlight) {
-        attnops::sm90::wgmma_wait<kInFlight - 1>();
-      }
+      if (i >= kInFlight) attnops::sm90::wgmma_wait<kInFlight - 1>();
       if constexpr (At::kScaled) {
         if (i == kLatentLoads) load_rope(tile, now);
       }
@@ -196,14 +190,14 @@ class Consumer {
       }
       attnops::sm90::wgmma_commit();
     }
-    if constexpr (kSumsInFlight == 3) {
+    if constexpr (At::kScaled) {
       attnops::sm90::wgmma_wait<0>(sums[0], sums[1], sums[2]);
       add_scaled(slot, 0, sums[0], s);
       add_scaled(slot, 1, sums[1], s);
       add_scaled(slot, 2, sums[2], s);
     } else {
       attnops::sm90::wgmma_wait<0>(sums[0]);
-      add_scaled(slot, At::kScaled ? 2 : 0, sums[0], s);
+      add_scaled(slot, 0, sums[0], s);
     }
   }
 

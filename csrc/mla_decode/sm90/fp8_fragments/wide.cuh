@@ -34,8 +34,9 @@ class WideSoftmax {
   }
 
   // Raw scores of keys [first_key, first_key + 64) to probabilities, where the group has a tile. The reference maxima
-  // may move: says so, and the factors of what was accumulated before are in shared memory.
-  __device__ bool tile(const Piece& piece, int first_key, bool has_tile, Scores& s) {
+  // may move: says so, and the factors of what was accumulated before are in shared memory. Where keys have scales,
+  // `weight` is the base-2 logarithm of the largest of a key: softmax.cuh.
+  __device__ bool tile(const Piece& piece, int first_key, bool has_tile, Scores& s, const float (&weight)[2]) {
     bool above = false;
     if (has_tile) {
       if (scales_first()) scale(s);
@@ -43,11 +44,12 @@ class WideSoftmax {
 #pragma unroll
       for (int j = 0; j < At::kRows / 8; ++j) {
         const float4 pair = pair_of(j);
-        above |= top(s, j, 0) * pair.x > pair.y + (kLift + kSlack) || top(s, j, 1) * pair.z > pair.w + (kLift + kSlack);
+        above |= top(s, j, 0, pair.x, weight) > pair.y + (kLift + kSlack) ||
+                 top(s, j, 1, pair.z, weight) > pair.w + (kLift + kSlack);
       }
     }
     const bool moved = attnops::sm90::named_barrier_or(kAll, At::kConsumerThreads, above);
-    if (moved) move_references(has_tile, s);
+    if (moved) move_references(has_tile, s, weight);
     if (!has_tile) return moved;
 #pragma unroll
     for (int j = 0; j < At::kRows / 8; ++j) {
@@ -79,7 +81,7 @@ class WideSoftmax {
     }
   }
 
-  __device__ const float* factors() const { return state<float>(At::kFactor); }
+  __device__ float* factors() const { return state<float>(At::kFactor); }
 
  private:
   static constexpr float kUnset = -1e30f;  // of a row that saw no key yet: below every score
@@ -96,7 +98,11 @@ class WideSoftmax {
   // Only a positive scale commutes with the maximum, and a soft cap needs scaled scores.
   __device__ bool scales_first() const { return p_.logit_cap > 0.f || raw_scale_ <= 0.f; }
 
-  __device__ static float top(const Scores& s, int j, int e) { return fmaxf(s[4 * j + e], s[4 * j + 2 + e]); }
+  // The larger of a query's two scores; where keys have scales, of its probabilities times the largest of those.
+  __device__ static float top(const Scores& s, int j, int e, float scale, const float (&weight)[2]) {
+    if constexpr (!At::kScaled) return fmaxf(s[4 * j + e], s[4 * j + 2 + e]) * scale;
+    return fmaxf(fmaf(s[4 * j + e], scale, weight[0]), fmaf(s[4 * j + 2 + e], scale, weight[1]));
+  }
 
   __device__ void scale(Scores& s) const {
     const float cap = p_.logit_cap * kLog2e, inner = p_.logit_cap > 0.f ? kLn2 / p_.logit_cap : 0.f;
@@ -131,7 +137,7 @@ class WideSoftmax {
   }
 
   // Takes the maxima of all warps; a reference follows where they are too far above it.
-  __device__ void move_references(bool has_tile, const Scores& s) {
+  __device__ void move_references(bool has_tile, const Scores& s, const float (&weight)[2]) {
     float* maxima = state<float>(At::kMaxima);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
@@ -139,7 +145,7 @@ class WideSoftmax {
       const float4 pair = pair_of(j);
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const float most = has_tile ? column_max(top(s, j, e) * (e == 0 ? pair.x : pair.z)) : kUnset;
+        const float most = has_tile ? column_max(top(s, j, e, e == 0 ? pair.x : pair.z, weight)) : kUnset;
         if (lane < 4) maxima[warp * At::kRows + query_of(2 * j + e)] = most;
       }
     }
@@ -152,7 +158,7 @@ class WideSoftmax {
       float* pair = reinterpret_cast<float*>(pairs() + row / 2) + row % 2 * 2;
       const float before = pair[1], after = most - kLift > before + kSlack ? most - kLift : before;
       pair[1] = after;
-      state<float>(At::kFactor)[row] = rescale_factor(before, after);
+      factors()[row] = rescale_factor(before, after);
     }
     named_barrier_sync(kAll, At::kConsumerThreads);
 #pragma unroll
@@ -214,14 +220,19 @@ class WideConsumer {
     const int own = t + place_.group;
     const bool has_own = own < piece.num_tiles;
     Scores s;
+    float weight[2] = {};
     if (has_own) {
       wait_full(own);
-      multiply_queries(tile_place(own), s);
+      multiply_queries(own, s);
+      if constexpr (At::kScaled) {
+        for (int h = 0; h < 2; ++h) weight[h] = log2f(largest_scale(own, h));
+      }
     }
-    const bool moved = softmax_.tile(piece, (piece.first_tile + own) * kPlanTileTokens, has_own, s);
-    if (has_own) store_probabilities(s);
+    const int first_key = (piece.first_tile + own) * kPlanTileTokens;
+    const bool moved = softmax_.tile(piece, first_key, has_own, s, weight);
+    if (has_own) store_probabilities(own, s);
     wait_full(t);
-    named_barrier_sync(kTeamProbabilities, At::kConsumerThreads);
+    named_barrier_sync(kReady, At::kConsumerThreads);
     if (moved) rescale(o);
     multiply_values(t, 0, o);
     if (t + 1 < piece.num_tiles) {
@@ -244,34 +255,118 @@ class WideConsumer {
     attnops::sm90::load_fragment(r, i % 2 ? At::Rows::second_half(place) : place);
   }
 
-  // s = scores of the group's tile.
-  __device__ void multiply_queries(uint32_t tile, Scores& s) const {
-    constexpr int kLoads = 2 * kPieces;
-    const uint32_t queries = attnops::sm90::uniform_operand(shared_ + At::kQ);
+  // Two steps of the rope part where that is 16 bit.
+  __device__ void load_rope(uint32_t tile, int i, Fragments& a) const {
+    const uint32_t row = tile + (16 * warp_ + lane_ % 16) * At::Rows::kRowBytes + At::Rows::kRope;
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      attnops::sm90::load_fragment(a[k], row + (4 * i + 2 * k + lane_ / 16) * 16);
+      if constexpr (std::is_same_v<T, __half>) {
+#pragma unroll
+        for (uint32_t& pair : a[k]) {
+          const float2 x = unpack_pair(pair, __nv_bfloat16{});
+          pair = attnops::sm90::pack_pair<__half>(x.x, x.y);
+        }
+      }
+    }
+  }
+
+  // s = scores of the group's tile. Where keys have scales, what there is of the sum is multiplied between two blocks
+  // of 128 columns by the quotient of their scales, and at last by the last: one accumulator is enough.
+  __device__ void multiply_queries(int t, Scores& s) const {
+    constexpr int kLoads = 2 * kPieces, kLatentLoads = kLoads - 2;
+    const uint32_t tile = tile_place(t), queries = attnops::sm90::uniform_operand(shared_ + At::kQ);
     Fragments a[kInFlight];
     Raw r[2];
     load_keys(tile, 0, r[0]);
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       Fragments& now = a[i % kInFlight];
-      if (i + 1 < kLoads) load_keys(tile, i + 1, r[(i + 1) % 2]);
-      if (i >= kInFlight) attnops::sm90::wgmma_wait<kInFlight - 1>();
-      convert_keys(r[i % 2], now);
+      const bool is_rope = At::kScaled && i >= kLatentLoads;
+      if (i + 1 < (At::kScaled ? kLatentLoads : kLoads)) load_keys(tile, i + 1, r[(i + 1) % 2]);
+      if (At::kScaled && i > 0 && i <= kLatentLoads && i % 4 == 0) {
+        attnops::sm90::wgmma_wait<0>(s);
+        apply_scales(t, i / 4 - 1, s);
+      } else if (i >= kInFlight) {
+        attnops::sm90::wgmma_wait<kInFlight - 1>();
+      }
+      if constexpr (At::kScaled) {
+        if (is_rope) load_rope(tile, i - kLatentLoads, now);
+      }
+      if (!is_rope) convert_keys(r[i % 2], now);
       attnops::sm90::wgmma_fence();
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
-        const uint32_t operand =
-            queries + (i / 2 * At::kQueryPiece >> 4) + (i % 2 * 2 + k) * attnops::sm90::kStepKMajor;
-        attnops::sm90::wgmma_few<__half, At::kRows>(s, now[k], attnops::sm90::group_descriptor<1024>(operand),
-                                                    i + k > 0);
+        const uint64_t operand = attnops::sm90::group_descriptor<1024>(queries + (i / 2 * At::kQueryPiece >> 4) +
+                                                                       (i % 2 * 2 + k) * attnops::sm90::kStepKMajor);
+        if (is_rope) {
+          attnops::sm90::wgmma_few<T, At::kRows>(s, now[k], operand, 1);
+        } else {
+          attnops::sm90::wgmma_few<__half, At::kRows>(s, now[k], operand, i + k > 0);
+        }
       }
       attnops::sm90::wgmma_commit();
     }
     attnops::sm90::wgmma_wait<0>(s);
   }
 
+  __device__ float4 scales_of(int t, int h) const {
+    const int slot = RingSlot<At>(count_ + t).slot;
+    const uint8_t* row = base_ + At::kKv + slot * At::kTileBytes + key_of(h) * At::Rows::kRowBytes;
+    return *reinterpret_cast<const float4*>(row + At::Rows::kScales);
+  }
+
+  // From sums under the scale of block `block` of 128 columns to sums under the next one's, or to true ones.
+  __device__ void apply_scales(int t, int block, Scores& s) const {
+    if constexpr (At::kScaled) {
+      float by[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float4 x = scales_of(t, h);
+        // A quotient needs a divisor: one that makes no difference. A NaN goes on.
+        const float least = fmaxf(0x1p-60f * fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)), 0x1p-100f);
+        const auto clamped = [&](float scale) { return scale < least ? least : scale; };
+        by[h] = block == 0   ? __fdividef(clamped(x.x), clamped(x.y))
+                : block == 1 ? __fdividef(clamped(x.y), clamped(x.z))
+                : block == 2 ? __fdividef(clamped(x.z), clamped(x.w))
+                             : clamped(x.w);
+      }
+#pragma unroll
+      for (int i = 0; i < At::kRows / 2; ++i) s[i] *= by[i / 2 % 2];
+    }
+  }
+
+  // Of the scales of one of the thread's keys, in the range that the kernel minds.
+  __device__ float largest_scale(int t, int h) const {
+    const float4 x = scales_of(t, h);
+    return fminf(fmaxf(fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)), 0x1p-60f), 0x1p100f);
+  }
+
+  // Where keys have scales: probabilities are multiplied by the power of two in the key's largest, and V, in fp16, by
+  // what then is left of each, at most 2. One of four lanes stores that of a key's block of 128 columns.
+  __device__ void apply_powers(int t, Scores& s) const {
+    const int block = lane_ % 4;
+    float power[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const uint32_t exponent = __float_as_uint(largest_scale(t, h)) & 0x7f800000u;
+      power[h] = __uint_as_float(exponent);
+      const float4 x = scales_of(t, h);
+      const float own = block == 0 ? x.x : block == 1 ? x.y : block == 2 ? x.z : x.w;
+      ratios(place_.group, block)[key_of(h)] = __float2half_rn(own * __uint_as_float((254u << 23) - exponent));
+    }
+#pragma unroll
+    for (int i = 0; i < At::kRows / 2; ++i) s[i] *= power[i / 2 % 2];
+  }
+
+  // Of 64 keys.
+  __device__ __half* ratios(int which, int block) const {
+    return reinterpret_cast<__half*>(base_ + At::kStates + At::kRatios) + (which * 4 + block) * kPlanTileTokens;
+  }
+
   // Rounded, with keys along the rows: row is a query, its 64 keys are dense.
-  __device__ void store_probabilities(const Scores& s) const {
+  __device__ void store_probabilities(int t, Scores& s) const {
+    if constexpr (At::kScaled) apply_powers(t, s);
     const int chunk = 2 * warp_ + lane_ / 8 % 2;
     const uint32_t place = shared_ + At::kP + place_.group * At::kQueryPiece;
 #pragma unroll
@@ -293,6 +388,26 @@ class WideConsumer {
     attnops::sm90::load_transposed(r, tile + At::Rows::place(token, piece, warp_));
   }
 
+  __device__ void load_ratios(int which, int block, uint32_t (&ratio)[At::kScaled ? 8 : 1]) const {
+    const auto* pairs = reinterpret_cast<const uint32_t*>(ratios(which, block)) + lane_ % 4;
+#pragma unroll
+    for (int i = 0; i < (At::kScaled ? 8 : 1); ++i) ratio[i] = pairs[4 * i];
+  }
+
+  __device__ static void scale_values(const uint32_t (&ratio)[At::kScaled ? 8 : 1], int half, Fragments& a) {
+    if constexpr (At::kScaled) {
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const __half2 x = __hmul2(reinterpret_cast<const __half2&>(a[k][i]),
+                                    reinterpret_cast<const __half2&>(ratio[4 * half + 2 * k + i / 2]));
+          a[k][i] = reinterpret_cast<const uint32_t&>(x);
+        }
+      }
+    }
+  }
+
   // o += columns of V of tile t times its probabilities. The tile is given back when all of V has been read.
   __device__ void multiply_values(int t, int which, Output& o) const {
     constexpr int kLoads = 2 * kColumnTiles;
@@ -300,6 +415,7 @@ class WideConsumer {
     const uint32_t probabilities = attnops::sm90::uniform_operand(shared_ + At::kP + which * At::kQueryPiece);
     Fragments a[kInFlight];
     Raw r[2];
+    uint32_t ratio[At::kScaled ? 8 : 1];  // of tokens 8 i + 2 (lane % 4) + {0, 1}
     load_values(tile, 0, r[0]);
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
@@ -307,6 +423,10 @@ class WideConsumer {
       if (i + 1 < kLoads) load_values(tile, i + 1, r[(i + 1) % 2]);
       if (i >= kInFlight) attnops::sm90::wgmma_wait<kInFlight - 1>();
       convert_values(r[i % 2], now);
+      if constexpr (At::kScaled) {
+        if (i % 4 == 0) load_ratios(which, 2 * place_.group + i / 4, ratio);
+        scale_values(ratio, i % 2, now);
+      }
       attnops::sm90::wgmma_fence();
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
@@ -340,8 +460,8 @@ class WideConsumer {
   const uint32_t shared_;
   const int lane_, warp_;
   const float kv_scale_;
-  WideSoftmax<At> softmax_;
   const Place place_;
+  WideSoftmax<At> softmax_;
   int count_ = 0;  // tiles of the ring before this piece
 };
 
