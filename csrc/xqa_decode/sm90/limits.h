@@ -73,28 +73,32 @@ inline std::string reject_gather(const Params& p) {
   return reject_any(p);
 }
 
-// Over e4m3 pages these kernels hold few rows. With many KV heads, few rows and much to read the portable kernel is
-// faster, by 1 to 4 % measured with 32 heads; with 8 it is slower.
-inline std::string reject_fp8_shape(const Params& p) {
-  constexpr int64_t kMuch = int64_t{1} << 20;
+// Over e4m3 pages these kernels hold few rows.
+inline std::string reject_fp8_rows(const Params& p) {
   const int rows = p.seqlen_q * (p.num_q_heads / p.num_kv_heads);
-  if (rows > 16) return "takes seqlen_q * group up to 16, got " + std::to_string(rows);
+  return rows <= 16 ? "" : "takes seqlen_q * group up to 16, got " + std::to_string(rows);
+}
+
+// With many KV heads, few rows and much to read in boxes the portable kernel is faster, by 1 % measured with 32 heads;
+// with 8 it is slower.
+inline std::string reject_fp8(const Params& p) {
+  constexpr int64_t kMuch = int64_t{1} << 20;
   const int64_t tokens = most_visible_tokens(p) * p.batch_size * p.num_kv_heads;
-  if (rows <= 8 && p.num_kv_heads > 8 && tokens > kMuch) {
+  if (p.seqlen_q * (p.num_q_heads / p.num_kv_heads) <= 8 && p.num_kv_heads > 8 && tokens > kMuch) {
     return "takes up to " + std::to_string(kMuch) +
            " tokens of all KV heads and requests where there are more than 8 " + "heads, got room for " +
            std::to_string(tokens);
   }
-  return "";
-}
-
-inline std::string reject_fp8(const Params& p) {
-  const std::string reason = reject_fp8_shape(p);
+  const std::string reason = reject_fp8_rows(p);
   return reason.empty() ? reject(p) : reason;
 }
 
 inline std::string reject_fp8_gather(const Params& p) {
-  const std::string reason = reject_fp8_shape(p);
+  const int page_size = p.page_table.page_size;
+  if (page_size >= 8 && (page_size & (page_size - 1)) == 0) {
+    return "takes pages that boxes do not suit, got page_size " + std::to_string(page_size);
+  }
+  const std::string reason = reject_fp8_rows(p);
   return reason.empty() ? reject_gather(p) : reason;
 }
 

@@ -2,6 +2,7 @@
 #include "xqa_decode/sm90/fp8/kernel.cuh"
 #include "xqa_decode/sm90/fp8/launch.h"
 #include "xqa_decode/sm90/launch.cuh"
+#include "xqa_decode/sm90/limits.h"
 
 namespace attnops::xqa_decode::sm90::fp8 {
 
@@ -19,6 +20,10 @@ template <bool kGathers>
 void launch(const Params& p, cudaStream_t stream) {
   if (p.batch_size == 0) return;
   if (p.seqlen_q * (p.num_q_heads / p.num_kv_heads) <= 8) return launch_traits<Traits<8, kGathers>>(p, stream);
+  // Several short pieces a part, by the room in the page table.
+  constexpr int kShort = 2048;
+  const bool many = p.batch_size * p.num_kv_heads > 2 * p.num_sm_parts && most_visible_tokens(p) <= kShort;
+  if (many) return launch_traits<Traits<16, kGathers, 8>>(p, stream);
   launch_traits<Traits<16, kGathers>>(p, stream);
 }
 

@@ -7,7 +7,7 @@ namespace fp8 {
 // What the compiler must know of a kernel over e4m3 pages. A CTA is two warpgroups, which multiply tiles of 64 keys by
 // turns, each with all query rows, and one more warp, which asks the copy engine for the tiles to come. kGathers: two
 // warps copy them instead.
-template <int kRows_, bool kGathers_>
+template <int kRows_, bool kGathers_, int kUnits_ = kGathers_ ? 8 : 4>
 struct Traits {
   using T = __half;         // of both products: it holds every e4m3 value
   using Element = uint8_t;  // of pages
@@ -36,8 +36,10 @@ struct Traits {
   static constexpr int kCtasPerSm = 2;
   // A place in the ring always serves the same group, which then sees all phases of its barriers: else it could take
   // the phase before last for the one that it waits for. Two tiles are enough: with more on their way, CTAs that read
-  // neighbouring heads drift apart, and DRAM gives 1 to 4 % less. Gathered rows take more time to ask for.
-  static constexpr int kUnits = kGathers ? 8 : 4;
+  // neighbouring heads drift apart, and DRAM gives 1 to 4 % less. Gathered rows take more time to ask for, and
+  // the next of many short pieces should be there when it begins.
+  static constexpr int kUnits = kUnits_;
+  static_assert(kUnits % 4 == 0);
   static_assert(kUnits * kUnitBytes + kRestBytes <= (228 * 1024 - 2 * 1024) / 2);
 
   // fp16 probabilities are scaled up by this power of two, so that small ones keep their digits; with kSlack more they
@@ -55,9 +57,9 @@ enum NamedBarrier : int { kAll = 1, kOwn = 2 };  // of all threads that multiply
 }  // namespace fp8
 
 // Where things lie in shared memory, from a 1 KB boundary.
-template <int kRows, bool kGathers>
-struct SharedLayout<fp8::Traits<kRows, kGathers>> {
-  using Tr = fp8::Traits<kRows, kGathers>;
+template <int kRows, bool kGathers, int kUnits>
+struct SharedLayout<fp8::Traits<kRows, kGathers, kUnits>> {
+  using Tr = fp8::Traits<kRows, kGathers, kUnits>;
   static constexpr int kRing = 0;
   static constexpr int kQueries = Tr::kUnits * Tr::kUnitBytes;
   static constexpr int kProbs = kQueries + Tr::kQueryBytes;  // [kGroups][kProbBuffers][kRowTiles][64 keys][8]
