@@ -22,6 +22,7 @@ from collections.abc import Callable
 import torch
 from attnops import __version__, ops
 from attnops.metadata import XqaDecodePlan
+from attnops.metadata.plan import xqa_invariant_cuts
 from records import Record, write
 
 BF16, FP8, INT32 = torch.bfloat16, torch.float8_e4m3fn, torch.int32
@@ -316,7 +317,7 @@ def groups() -> dict[str, list[Cell]]:
         "page": [Cell((32, 8), n, page, dtype) for dtype in (BF16, FP8) for page in (16, 1) for n in few],
         "speculative": [Cell(h, [8192] * 64, seqlen_q=s) for h in HEADS[:2] for s in (1, 2, 4, 8)],
         "skew": [Cell((32, 8), [65536] + [4096] * 31), Cell((32, 8), [6016] * 32)],
-        "invariant": [Cell((32, 8), n) for n in few],
+        "invariant": [Cell((32, 8), n, kv_dtype=dtype) for dtype in (BF16, FP8) for n in few],
         "latency": [Cell((32, 8), [1024]), Cell((8, 1), [1024])],
     }
 
@@ -359,7 +360,8 @@ def main() -> None:
             cell.build(pools)
             named = contenders(cell)[: 1 if arguments.no_peers else None]
             if group == "invariant":
-                named = [named[0], ("attnops invariant", lambda c=cell: attnops_decode(c, 512), False)]
+                cuts = xqa_invariant_cuts(cell.heads[1])
+                named = [named[0], ("attnops invariant", lambda c=cell, n=cuts: attnops_decode(c, n), False)]
             if group == "latency":
                 named += [("attnops plan and decode", lambda c=cell: attnops_decode(c, plan_inside=True), False)]
             new = measure(cell, group, named, arguments.budget_ms, 0.1 if cell.kv_dtype == FP8 else 0.02)

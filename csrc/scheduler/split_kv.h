@@ -25,8 +25,10 @@ namespace attnops {
 //  4. No part holds more than ceil(C / kTileCost) tiles in balanced mode, and a work without overhead at most
 //     C / kTileCost.
 //
-// Batch-invariant mode (fixed_split_tiles > 0): a work is cut every fixed_split_tiles tiles whatever else is in the
-// batch; parts take whole cuts, and every cut writes its own partial result, merged in order.
+// Batch-invariant mode (fixed_split_tiles != 0): where a work is cut depends on nothing but its own tiles. It is cut
+// every fixed_split_tiles of them, or, below zero, into at most -fixed_split_tiles cuts of even length, so that a long
+// request alone still spreads over a GPU. Parts take whole cuts, and every cut writes its own partial result, merged in
+// order.
 
 // Parts may come in groups (parts_per_group > 1): the tiles are then divided over the groups, and part p of the plan
 // repeats the share of group p / parts_per_group. The parts of a group walk the same tiles of the same works side by
@@ -43,7 +45,7 @@ struct SplitKvGeometry {
   int window_left;          // -1: no window
   int num_sm_parts;         // rows of the plan
   int work_overhead;        // cost units that every work pays besides its tiles, when works outnumber parts
-  int fixed_split_tiles;    // 0: balanced
+  int fixed_split_tiles;    // 0: balanced; -n: at most n cuts of a work
   int parts_per_group = 1;  // rows of the plan that one share takes, a divisor of num_sm_parts; see below
 };
 
@@ -77,18 +79,30 @@ ATTNOPS_HOST_DEVICE inline int num_tiles(const SplitKvGeometry& g, int cache_seq
 // How many shares there are.
 ATTNOPS_HOST_DEVICE inline int num_groups(const SplitKvGeometry& g) { return g.num_sm_parts / g.parts_per_group; }
 
+// The ops' argument, in tiles: a number of cuts stays what it is.
+ATTNOPS_HOST_DEVICE inline int fixed_split_tiles(int fixed_split_tokens, int tile_tokens) {
+  return fixed_split_tokens > 0 ? fixed_split_tokens / tile_tokens : fixed_split_tokens;
+}
+
+// Tiles from one cut of a work to the next in batch-invariant mode: an even number where the work's tiles decide, since
+// a single tile is hardly worth its partial result.
+ATTNOPS_HOST_DEVICE inline int tiles_per_cut(int fixed_split_tiles, int tiles) {
+  return fixed_split_tiles > 0 ? fixed_split_tiles : round_up(ceil_div(tiles, -fixed_split_tiles), 2);
+}
+
+// Tiles of a step, which parts take whole.
+ATTNOPS_HOST_DEVICE inline int tiles_per_step(const SplitKvGeometry& g, int tiles) {
+  return g.fixed_split_tiles == 0 ? 1 : tiles_per_cut(g.fixed_split_tiles, tiles);
+}
+
 // Cuts of one work in batch-invariant mode.
 ATTNOPS_HOST_DEVICE inline int num_fixed_splits(const SplitKvGeometry& g, int tiles) {
-  return g.fixed_split_tiles > 0 ? ceil_div(tiles, g.fixed_split_tiles) : 0;
+  return g.fixed_split_tiles == 0 ? 0 : ceil_div(tiles, tiles_per_cut(g.fixed_split_tiles, tiles));
 }
 
 // Works that fit the parts one to one need no overhead term, and leaving it out keeps whole tiles per part.
 ATTNOPS_HOST_DEVICE inline int64_t overhead_cost(const SplitKvGeometry& g) {
   return static_cast<int64_t>(g.num_requests) * g.works_per_request > num_groups(g) ? g.work_overhead : 0;
-}
-
-ATTNOPS_HOST_DEVICE inline int64_t step_cost(const SplitKvGeometry& g) {
-  return kTileCost * max_of(g.fixed_split_tiles, 1);
 }
 
 ATTNOPS_HOST_DEVICE inline int64_t work_cost(const SplitKvGeometry& g, int tiles) {
@@ -97,8 +111,8 @@ ATTNOPS_HOST_DEVICE inline int64_t work_cost(const SplitKvGeometry& g, int tiles
 
 // The budget C of every part, from the cost of the whole batch: whole steps when there is no overhead.
 ATTNOPS_HOST_DEVICE inline int64_t part_budget(const SplitKvGeometry& g, int64_t total_cost) {
-  const int64_t step = step_cost(g);
-  const int64_t even = max_of(ceil_div(total_cost, static_cast<int64_t>(num_groups(g))), step);
+  const int64_t least = kTileCost * max_of(g.fixed_split_tiles, 1);
+  const int64_t even = max_of(ceil_div(total_cost, static_cast<int64_t>(num_groups(g))), least);
   return overhead_cost(g) == 0 ? round_up(even, kTileCost) : even;
 }
 
@@ -130,8 +144,8 @@ ATTNOPS_HOST_DEVICE inline SplitKvPoint point_at(const SplitKvGeometry& g, const
   const int64_t inside = cost - batch.prefix[request];
   const int work = request * g.works_per_request + static_cast<int>(inside / each);
   const int64_t past_overhead = max_of(inside % each - overhead_cost(g), static_cast<int64_t>(0));
-  const int64_t step = ceil_div(past_overhead, step_cost(g));
-  const int64_t tile = step * max_of(g.fixed_split_tiles, 1);
+  const int step_tiles = tiles_per_step(g, batch.tiles[request]);
+  const int64_t tile = ceil_div(past_overhead, kTileCost * step_tiles) * step_tiles;
   if (tile >= batch.tiles[request]) return {work + 1, 0};
   return {work, static_cast<int>(tile)};
 }
@@ -152,7 +166,7 @@ ATTNOPS_HOST_DEVICE inline SplitKvSpan work_span(const SplitKvGeometry& g, const
                                                  int work) {
   const int tiles = batch.tiles[work / g.works_per_request];
   const int first = static_cast<int>(cost_at(g, batch, {work, 0}) / budget);
-  if (g.fixed_split_tiles > 0) return {first, num_fixed_splits(g, tiles)};
+  if (g.fixed_split_tiles != 0) return {first, num_fixed_splits(g, tiles)};
   const int last = static_cast<int>(cost_at(g, batch, {work, tiles - 1}) / budget);
   return {first, last - first + 1};
 }
@@ -164,7 +178,9 @@ ATTNOPS_HOST_DEVICE inline SplitKvEntry split_kv_entry(const SplitKvGeometry& g,
   if (begin.work == end.work && begin.tile == end.tile) return entry;
   const int last_work = end.tile > 0 ? end.work : end.work - 1;
   const SplitKvSpan span = work_span(g, batch, budget, begin.work);
-  entry.begin_split = g.fixed_split_tiles > 0 ? begin.tile / g.fixed_split_tiles : part - span.first_part;
+  const int begin_tiles = g.fixed_split_tiles == 0 ? 0 : batch.tiles[begin.work / g.works_per_request];
+  entry.begin_split =
+      g.fixed_split_tiles == 0 ? part - span.first_part : begin.tile / tiles_per_cut(g.fixed_split_tiles, begin_tiles);
   entry.begin_num_splits = span.num_splits;
   entry.last_num_splits = last_work == begin.work ? span.num_splits : work_span(g, batch, budget, last_work).num_splits;
   entry.first_part = span.first_part;

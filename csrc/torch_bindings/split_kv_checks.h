@@ -20,11 +20,36 @@ inline constexpr int64_t kMaxWindow = (int64_t{1} << 31) - 1 - kMaxSeqlenQ;
 // A kernel may count the splits of a work, at most one per part, in 16 bits of its semaphore.
 inline constexpr int64_t kMaxSmParts = (1 << 16) - 1;
 
+// More cuts of a work than this are worth nothing, and their partial results would fill a GPU.
+inline constexpr int64_t kMaxCuts = 1024;
+
 inline void check_split_tokens(const char* op, int64_t fixed_split_tokens, int tile_tokens) {
   if (fixed_split_tokens < 0 || fixed_split_tokens % tile_tokens != 0 || fixed_split_tokens > INT32_MAX) {
     fail(op, "fixed_split_tokens must be 0 (balanced) or a positive multiple of " + std::to_string(tile_tokens) +
                  ", got " + std::to_string(fixed_split_tokens));
   }
+}
+
+// The same for an op that also takes a number of cuts.
+inline void check_splits(const char* op, int64_t fixed_split_tokens, int tile_tokens) {
+  if (fixed_split_tokens < -kMaxCuts || (fixed_split_tokens > 0 && fixed_split_tokens % tile_tokens != 0) ||
+      fixed_split_tokens > INT32_MAX) {
+    fail(op, "fixed_split_tokens must be 0 (balanced), a positive multiple of " + std::to_string(tile_tokens) +
+                 " (tokens of a cut) or -1 to -" + std::to_string(kMaxCuts) + " (at most so many cuts), got " +
+                 std::to_string(fixed_split_tokens));
+  }
+}
+
+// Rows of out_partial that a plan may need, as far as shapes say; `what` says why.
+struct LeastPartials {
+  int64_t rows;
+  const char* what;
+};
+
+inline LeastPartials least_partials(int64_t fixed_split_tokens, int64_t num_sm_parts, int64_t num_works) {
+  if (fixed_split_tokens == 0) return {2 * num_sm_parts, "two per row of tile_scheduler_metadata"};
+  if (fixed_split_tokens < 0) return {-fixed_split_tokens * num_works, "-fixed_split_tokens for each work"};
+  return {0, ""};  // the lengths decide
 }
 
 // Batch-invariant mode, lengths that the host can read: whether out_partial holds the cuts of all of them.

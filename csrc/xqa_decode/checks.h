@@ -17,7 +17,7 @@ inline PlanParams checked_plan_params(const Tensor& tile_scheduler_metadata, con
   check_range(kOp, "seqlen_q", seqlen_q, 1, kMaxSeqlenQ);
   check_range(kOp, "num_kv_heads", num_kv_heads, 1, 1 << 16);
   check_range(kOp, "window_left", window_left, -1, kMaxWindow);
-  check_split_tokens(kOp, fixed_split_tokens, kPlanTileTokens);
+  check_splits(kOp, fixed_split_tokens, kPlanTileTokens);
   const SplitKvPlanTensors tensors = checked_split_kv_plan(kOp, tile_scheduler_metadata, num_splits, cache_seqlens);
   return {plan_geometry(tensors.batch_size, static_cast<int>(seqlen_q), static_cast<int>(num_kv_heads),
                         static_cast<int>(window_left), tensors.num_sm_parts, static_cast<int>(fixed_split_tokens)),
@@ -80,7 +80,7 @@ class Checker {
     check_finite(kOp, "logit_cap", a_.logit_cap);
     if (a_.logit_cap < 0) fail(kOp, "logit_cap must be 0 (off) or positive, got " + std::to_string(a_.logit_cap));
     check_range(kOp, "window_left", a_.window_left, -1, kMaxWindow);
-    check_split_tokens(kOp, a_.fixed_split_tokens, kPlanTileTokens);
+    check_splits(kOp, a_.fixed_split_tokens, kPlanTileTokens);
   }
 
   void check_queries() {
@@ -136,9 +136,10 @@ class Checker {
     check("num_splits", a_.num_splits).dtype({DType::kInt32}).shape({splits}).contiguous();
     check("out_partial", a_.out_partial).dtype({DType::kFloat32}).shape({num_partials_, rows, head_dim_}).contiguous();
     check("lse_partial", a_.lse_partial).dtype({DType::kFloat32}).shape({num_partials_, rows}).contiguous();
-    if (a_.fixed_split_tokens == 0 && *num_partials_ < 2 * *num_sm_parts_) {
-      fail(kOp, "out_partial.shape[0] (num_partials) must be at least " + std::to_string(2 * *num_sm_parts_) +
-                    " (two per row of tile_scheduler_metadata), got " + std::to_string(*num_partials_));
+    const LeastPartials least = least_partials(a_.fixed_split_tokens, *num_sm_parts_, *batch_size_ * *num_kv_heads_);
+    if (*num_partials_ < least.rows) {
+      fail(kOp, "out_partial.shape[0] (num_partials) must be at least " + std::to_string(least.rows) + " (" +
+                    least.what + "), got " + std::to_string(*num_partials_));
     }
     const TensorCheck semaphores = check("semaphores", a_.semaphores);
     semaphores.dtype({DType::kInt32}).shape({num_works}).contiguous();

@@ -64,7 +64,7 @@ void run_cpu(Params params) {
     });
   };
   for_each(params.num_sm_parts, [&](int part) { cpu::run_part(params, kernel, part); });
-  if (params.fixed_split_tokens > 0) {
+  if (params.fixed_split_tokens != 0) {
     const int64_t works = int64_t{params.batch_size} * params.num_kv_heads;
     for_each(works, [&](int work) { cpu::merge_fixed(params, kernel, work); });
   } else {

@@ -13,7 +13,7 @@ void xqa_decode_plan_cuda(const Tensor& tile_scheduler_metadata, const Tensor& n
   PlanParams plan = checked_plan_params(tile_scheduler_metadata, num_splits, cache_seqlens, seqlen_q, num_kv_heads,
                                         window_left, fixed_split_tokens);
   SplitKvGeometry& geometry = plan.geometry;
-  if (heads_side_by_side(geometry.num_sm_parts, geometry.works_per_request, static_cast<int>(fixed_split_tokens))) {
+  if (heads_side_by_side(geometry.num_sm_parts, geometry.works_per_request)) {
     geometry.parts_per_group = geometry.works_per_request;
     geometry.works_per_request = 1;
   }

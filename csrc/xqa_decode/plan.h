@@ -13,8 +13,13 @@ inline constexpr int kWorkOverhead = 4;
 // Whether a GPU's parts come in groups of one part for each KV head (SplitKvGeometry::parts_per_group). The heads of a
 // request then walk its tiles side by side, and rows that are neighbours in a page are read at about the same time:
 // DRAM gives 5 % less for rows of 128 bytes, one head's in FP8, that are read each by itself. Part p is head p % H_kv.
-inline bool heads_side_by_side(int num_sm_parts, int num_kv_heads, int fixed_split_tokens) {
-  return fixed_split_tokens == 0 && num_kv_heads > 1 && num_sm_parts % num_kv_heads == 0;
+inline bool heads_side_by_side(int num_sm_parts, int num_kv_heads) {
+  return num_kv_heads > 1 && num_sm_parts % num_kv_heads == 0;
+}
+
+// Tiles from one cut of a work to the next in batch-invariant mode.
+ATTNOPS_HOST_DEVICE inline int tiles_of_cut(int fixed_split_tokens, int tiles) {
+  return tiles_per_cut(fixed_split_tiles(fixed_split_tokens, kPlanTileTokens), tiles);
 }
 
 inline SplitKvGeometry plan_geometry(int batch_size, int seqlen_q, int num_kv_heads, int window_left, int num_sm_parts,
@@ -26,7 +31,7 @@ inline SplitKvGeometry plan_geometry(int batch_size, int seqlen_q, int num_kv_he
           .window_left = window_left,
           .num_sm_parts = num_sm_parts,
           .work_overhead = kWorkOverhead,
-          .fixed_split_tiles = fixed_split_tokens / kPlanTileTokens};
+          .fixed_split_tiles = fixed_split_tiles(fixed_split_tokens, kPlanTileTokens)};
 }
 
 }  // namespace attnops::xqa_decode

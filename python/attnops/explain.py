@@ -61,15 +61,18 @@ def split_kv_schedule(
         window_left=window_left,
         num_sm_parts=num_sm_parts,
         work_overhead=work_overhead,
-        fixed_split_tiles=fixed_split_tokens // TILE_TOKENS,
+        fixed_split_tiles=fixed_split_tokens // TILE_TOKENS if fixed_split_tokens > 0 else fixed_split_tokens,
     )
     tiles = [_scheduler.num_tiles(geometry, length) for length in cache_seqlens]
     shares: list[tuple[int, int, int, int]] = []  # part, work, begin, end
     for part, entry in enumerate(_scheduler.plan_split_kv(geometry, list(cache_seqlens))):
         work, begin = entry.begin_work, entry.begin_tile
         while (work, begin) < (entry.end_work, entry.end_tile):
-            last = entry.end_tile if work == entry.end_work else tiles[work // works_per_request]
-            shares += [(part, work, *cut) for cut in _cuts(begin, last, geometry.fixed_split_tiles)]
+            count = tiles[work // works_per_request]
+            last = entry.end_tile if work == entry.end_work else count
+            fixed = geometry.fixed_split_tiles
+            every = fixed if fixed >= 0 else 2 * -(-count // (-2 * fixed))
+            shares += [(part, work, *cut) for cut in _cuts(begin, last, every)]
             work, begin = work + 1, 0
     splits: dict[int, int] = {}
     for _, work, _, _ in shares:
@@ -120,7 +123,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seqlen-q", type=int, default=1, help="query tokens per request")
     parser.add_argument("--num-sm-parts", type=int, default=16, help="CTAs, or CPU threads")
     parser.add_argument("--window-left", type=int, default=-1)
-    parser.add_argument("--fixed-split-tokens", type=int, default=0, help="batch-invariant: cut every so many keys")
+    parser.add_argument(
+        "--fixed-split-tokens", type=int, default=0, help="batch-invariant: keys of a cut, or -n: at most n cuts"
+    )
     options = parser.parse_args(arguments)
     mla = options.mla_heads is not None
     works, parts = options.num_kv_heads, options.num_sm_parts

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from attnops.graph_buffers import PagedStep
-from attnops.metadata.plan import MLA_ROWS_PER_WORK, MlaDecodePlan, XqaDecodePlan
+from attnops.metadata.plan import MLA_ROWS_PER_WORK, MlaDecodePlan, XqaDecodePlan, xqa_invariant_cuts
 from attnops.types import AttentionBatch, AttentionSpec, Limits
 
-BATCH_INVARIANT_SPLIT_TOKENS = 1024  # where a deterministic model's requests are cut, whatever else is in the batch
+MLA_INVARIANT_SPLIT_TOKENS = 1024  # where a deterministic MLA model's requests are cut, whatever else is in the batch
 
 DecodePlan = XqaDecodePlan | MlaDecodePlan
 
@@ -31,10 +31,11 @@ class DecodePlans:
     def __init__(
         self, spec: AttentionSpec, limits: Limits, max_batch_size: int, seqlen_q: int, device: torch.device
     ) -> None:
+        cuts = MLA_INVARIANT_SPLIT_TOKENS if spec.is_mla else xqa_invariant_cuts(spec.num_kv_heads)
         options: dict[str, Any] = {
             "num_q_heads": spec.num_q_heads,
             "seqlen_q": seqlen_q,
-            "fixed_split_tokens": BATCH_INVARIANT_SPLIT_TOKENS if spec.deterministic else 0,
+            "fixed_split_tokens": cuts if spec.deterministic else 0,
             "max_seqlen_k": limits.max_seqlen,
             "device": device,
         }

@@ -36,13 +36,15 @@ def int32(values, device):
 
 
 @pytest.mark.parametrize("op", DECODE_PLANS)
-@pytest.mark.parametrize("fixed_split_tokens", [0, 64, 2048])
+@pytest.mark.parametrize("fixed_split_tokens", [0, 64, 2048, -1, -32])
 @pytest.mark.parametrize(
     ("num_sm_parts", "seqlen_q", "num_heads"), [(132, 1, 8), (1, 4, 1), (264, 2, 128), (2000, 1, 7)]
 )
 @pytest.mark.parametrize("window_left", [-1, 511])
 @pytest.mark.parametrize("batch", BATCHES)
 def test_split_kv_plan(batch, window_left, num_sm_parts, seqlen_q, num_heads, fixed_split_tokens, op):
+    if fixed_split_tokens < 0 and op == "mla_decode_plan":
+        pytest.skip("takes tokens of a cut only")
     lengths = BATCHES[batch]
 
     def run(device):
@@ -56,16 +58,17 @@ def test_split_kv_plan(batch, window_left, num_sm_parts, seqlen_q, num_heads, fi
     assert (metadata != POISON).all() and (num_splits != POISON).all()
 
 
+@pytest.mark.parametrize("fixed_split_tokens", [0, 256, -5])
 @pytest.mark.parametrize(("num_sm_parts", "num_heads"), [(264, 8), (256, 2), (33, 33), (264, 1)])
 @pytest.mark.parametrize("batch", BATCHES)
-def test_xqa_parts_of_a_gpu_come_in_groups_of_a_head_each(batch, num_sm_parts, num_heads):
+def test_xqa_parts_of_a_gpu_come_in_groups_of_a_head_each(batch, num_sm_parts, num_heads, fixed_split_tokens):
     """As many parts as a multiple of the KV heads: each group of them has the share of a plan over whole requests."""
     lengths = BATCHES[batch]
 
     def plan(device, parts, heads):
         metadata = torch.full((parts, 8), POISON, dtype=torch.int32, device=device)
         num_splits = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=device)
-        OPS.xqa_decode_plan(metadata, num_splits, int32(lengths, device), 2, heads, 511)
+        OPS.xqa_decode_plan(metadata, num_splits, int32(lengths, device), 2, heads, 511, fixed_split_tokens)
         return metadata.cpu()
 
     shares = plan("cpu", num_sm_parts // num_heads, 1)

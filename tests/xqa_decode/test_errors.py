@@ -11,6 +11,10 @@ from xqa_decoding import make_plan
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 B, S, H, H_KV, D = 3, 2, 6, 2, 64
+SPLITS_MUST_BE = (
+    "fixed_split_tokens must be 0 (balanced), a positive multiple of 64 (tokens of a cut) or -1 to -1024 "
+    "(at most so many cuts)"
+)
 
 
 def arguments(device: str = "cpu") -> dict:
@@ -97,7 +101,7 @@ CASES = [
     (
         "fixed_split_tokens",
         lambda _: 100,
-        "fixed_split_tokens must be 0 (balanced) or a positive multiple of 64",
+        f"{SPLITS_MUST_BE}, got 100",
     ),
     ("kv_indptr", lambda _: torch.zeros(4, dtype=torch.int32), "page_table must have 1 dimensions, got 2"),
 ]
@@ -205,7 +209,8 @@ PLAN_CASES = [
     ({"seqlen_q": 0}, "seqlen_q must be in [1, 65536], got 0"),
     ({"num_kv_heads": 0}, "num_kv_heads must be in [1, 65536], got 0"),
     ({"window_left": -5}, "window_left must be in [-1, "),
-    ({"fixed_split_tokens": -64}, "fixed_split_tokens must be 0 (balanced) or a positive multiple of 64, got -64"),
+    ({"fixed_split_tokens": -1025}, f"{SPLITS_MUST_BE}, got -1025"),
+    ({"fixed_split_tokens": 63}, f"{SPLITS_MUST_BE}, got 63"),
 ]
 
 
@@ -253,7 +258,7 @@ class TestPlanObject:
     def test_allocation_errors(self):
         with pytest.raises(ValueError, match="num_q_heads must be a positive multiple of num_kv_heads, got 8 and 3"):
             XqaDecodePlan.allocate(1, num_q_heads=8, num_kv_heads=3, head_dim=64)
-        with pytest.raises(ValueError, match="positive multiple of 64, got 65"):
+        with pytest.raises(ValueError, match=r"positive multiple of 64 .*, got 65"):
             XqaDecodePlan.allocate(1, **self.GEOMETRY, fixed_split_tokens=65)
         with pytest.raises(ValueError, match="fixed_split_tokens=64 needs max_seqlen_k"):
             XqaDecodePlan.allocate(1, **self.GEOMETRY, fixed_split_tokens=64)

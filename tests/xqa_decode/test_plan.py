@@ -46,6 +46,14 @@ def works_of(geometry, lengths) -> list[int]:
     return [count for count in tiles for _ in range(geometry.works_per_request)]
 
 
+def tiles_per_cut(fixed_split_tiles: int, tiles: int) -> int:
+    """Below zero: at most so many cuts, of an even number of tiles."""
+    if fixed_split_tiles > 0:
+        return fixed_split_tiles
+    even = -(-tiles // -fixed_split_tiles)
+    return even + even % 2
+
+
 def pieces_of(entry, tiles: list[int]) -> list[tuple[int, int, int]]:
     """(work, first tile, end tile) of a part."""
     last = entry.end_work if entry.end_tile > 0 else entry.end_work - 1
@@ -112,7 +120,7 @@ def test_balanced_plan(lengths, shape):
 
 
 @settings(max_examples=200, deadline=None)
-@given(LENGTHS, GEOMETRIES, st.sampled_from([1, 2, 4, 16]))
+@given(LENGTHS, GEOMETRIES, st.sampled_from([1, 2, 4, 16, -1, -3, -32, -1024]))
 def test_batch_invariant_plan(lengths, shape, fixed_split_tiles):
     geometry = _scheduler.SplitKvGeometry(**shape, tile_tokens=TILE_TOKENS, fixed_split_tiles=fixed_split_tiles)
     tiles = works_of(geometry, lengths)
@@ -120,14 +128,17 @@ def test_batch_invariant_plan(lengths, shape, fixed_split_tiles):
     for entry in _scheduler.plan_split_kv(geometry, lengths):
         for work, begin, end in pieces_of(entry, tiles):
             assert (work, begin) == position
-            assert begin % fixed_split_tiles == 0, "a part starts at a cut of the work, whatever else is in the batch"
-            assert end % fixed_split_tiles == 0 or end == tiles[work]
+            every = tiles_per_cut(fixed_split_tiles, tiles[work])
+            assert begin % every == 0, "a part starts at a cut of the work, whatever else is in the batch"
+            assert end % every == 0 or end == tiles[work]
+            if begin > 0 and work == entry.begin_work:
+                assert entry.begin_split == begin // every
             position = (work, end) if end < tiles[work] else (work + 1, 0)
     assert position == (len(tiles), 0)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("fixed_split_tokens", [0, 128])
+@pytest.mark.parametrize("fixed_split_tokens", [0, 128, -6])
 @pytest.mark.parametrize("window_left", [-1, 100])
 @pytest.mark.parametrize("lengths", [[], [0], [64] * 16, [5000, 1, 0, 700], [3] * 300 + [40_000]])
 def test_op_writes_the_rows_of_the_scheduler(device, fixed_split_tokens, window_left, lengths):
@@ -151,17 +162,20 @@ def test_op_writes_the_rows_of_the_scheduler(device, fixed_split_tokens, window_
         window_left=window_left,
         num_sm_parts=13,
         work_overhead=4,  # csrc/xqa_decode/plan.h
-        fixed_split_tiles=fixed_split_tokens // TILE_TOKENS,
+        fixed_split_tiles={0: 0, 128: 2, -6: -6}[fixed_split_tokens],
     )
     rows = [[getattr(entry, name) for name in FIELDS] for entry in _scheduler.plan_split_kv(geometry, lengths)]
     assert plan.tile_scheduler_metadata.tolist() == rows
-    cuts = [-(-_scheduler.num_tiles(geometry, length) // 2) if fixed_split_tokens else 0 for length in lengths]
+    tiles = [_scheduler.num_tiles(geometry, length) for length in lengths]
+    fixed = geometry.fixed_split_tiles
+    cuts = [-(-n // tiles_per_cut(fixed, n)) if fixed else 0 for n in tiles]
+    assert all(n <= 6 for n in cuts) or fixed_split_tokens != -6
     assert plan.num_splits.tolist() == [sum(cuts[:i]) for i in range(len(lengths) + 1)]
     assert plan.out_partial.shape[0] >= max(plan.num_splits[-1].item() * 4, 2 * 13 if not fixed_split_tokens else 0)
 
 
 @settings(max_examples=50, deadline=None)
-@given(LENGTHS, GEOMETRIES, st.sampled_from([0, 4]))
+@given(LENGTHS, GEOMETRIES, st.sampled_from([0, 4, -7]))
 def test_parts_of_a_group_have_the_share_of_the_group(lengths, shape, fixed_split_tiles):
     options = {"tile_tokens": TILE_TOKENS, "fixed_split_tiles": fixed_split_tiles}
     grouped = shape | {"num_sm_parts": 2 * shape["num_sm_parts"]}

@@ -163,7 +163,7 @@ class TestEqualsFloat64:
         torch.testing.assert_close(out.cpu(), 2 * plain_out)
 
     @pytest.mark.parametrize("num_sm_parts", [1, 2, 7, 64])
-    @pytest.mark.parametrize("fixed_split_tokens", [0, 64, 256])
+    @pytest.mark.parametrize("fixed_split_tokens", [0, 64, 256, -1, -5])
     def test_any_number_of_parts_and_splits(self, device, num_sm_parts, fixed_split_tokens):
         problem = paged_problem([1000, 64, 0, 1, 513], num_q_heads=6, num_kv_heads=2).to(device)
         assert_decodes(
@@ -267,7 +267,7 @@ class TestDeterminism:
         )
         return decode(sub, fixed_split_tokens=fixed_split_tokens, num_sm_parts=num_sm_parts)
 
-    @pytest.mark.parametrize("fixed_split_tokens", [0, 256])
+    @pytest.mark.parametrize("fixed_split_tokens", [0, 256, -4])
     def test_repeats_bit_for_bit(self, device, kv_dtype, fixed_split_tokens):
         problem = paged_problem(MIXED_LENGTHS, kv_dtype=kv_dtype).to(device)
         first = self.run(problem, range(8), fixed_split_tokens)
@@ -275,12 +275,13 @@ class TestDeterminism:
             again = self.run(problem, range(8), fixed_split_tokens)
             assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
-    def test_batch_invariant_mode_does_not_depend_on_the_batch(self, device, kv_dtype):
+    @pytest.mark.parametrize("fixed_split_tokens", [256, -3])
+    def test_batch_invariant_mode_does_not_depend_on_the_batch(self, device, kv_dtype, fixed_split_tokens):
         problem = paged_problem(MIXED_LENGTHS, kv_dtype=kv_dtype).to(device)
-        out, lse = self.run(problem, range(8), 256)
+        out, lse = self.run(problem, range(8), fixed_split_tokens)
         for requests in ([3], [0, 3], [7, 6, 5, 4, 3, 2, 1, 0], [3, 3, 3, 0]):
             for num_sm_parts in (1, 3, 16):
-                part_out, part_lse = self.run(problem, requests, 256, num_sm_parts)
+                part_out, part_lse = self.run(problem, requests, fixed_split_tokens, num_sm_parts)
                 assert torch.equal(part_out, out[requests]) and torch.equal(part_lse, lse[requests])
 
 

@@ -203,7 +203,7 @@ def test_heads_side_by_side(groups, heads, kv_dtype):
 
 
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
-@pytest.mark.parametrize("fixed_split_tokens", [64, 256, 4096])
+@pytest.mark.parametrize("fixed_split_tokens", [64, 256, 4096, -1, -4, -40])
 def test_batch_invariant_bits(fixed_split_tokens, kv_dtype):
     lengths = [700, 64, 1, 0, 2000, 333]
     problem = on_gpu(lengths, 2, head_dim=128, kv_dtype=kv_dtype)
@@ -225,10 +225,11 @@ def test_batch_invariant_bits(fixed_split_tokens, kv_dtype):
         assert torch.equal(out, together[rows]) and torch.equal(lse, lse_together[rows])
 
 
+@pytest.mark.parametrize("cut", [256, -7])
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
-def test_batch_invariant_bits_in_any_company_and_under_replay(kv_dtype):
+def test_batch_invariant_bits_in_any_company_and_under_replay(kv_dtype, cut):
     """A request keeps its bits whatever the others' lengths, and wherever it stands, in one captured graph."""
-    limit, cut, batch = 2048, 256, 5
+    limit, batch = 2048, 5
     problem = on_gpu([limit] * batch, num_q_heads=8, num_kv_heads=2, head_dim=128, page_size=16, kv_dtype=kv_dtype)
     q, table, lengths = problem.q.clone(), problem.page_table.clone(), problem.cache_seqlens.clone()
     out, lse = torch.empty_like(q), torch.empty(q.shape[:-1], device="cuda")
@@ -311,7 +312,7 @@ def check_replays(problem, plan, batches):
         torch.testing.assert_close(lse.cpu().double(), expected_lse, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("fixed_split_tokens", [0, 256])
+@pytest.mark.parametrize("fixed_split_tokens", [0, 256, -9])
 def test_one_graph_serves_every_length(fixed_split_tokens):
     problem = on_gpu([1504] * 3, num_q_heads=8, num_kv_heads=2, head_dim=128, page_size=16)  # whole pages
     plan = make_plan(problem, num_sm_parts=264, fixed_split_tokens=fixed_split_tokens, max_seqlen_k=1504)

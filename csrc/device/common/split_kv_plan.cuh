@@ -142,7 +142,7 @@ void launch_split_kv_plan(const char* op, const SplitKvGeometry& g, const int32_
                           int32_t* tile_scheduler_metadata, int32_t* num_splits, cudaStream_t stream) {
   check_batch_fits(op, g.num_requests);
   SplitKvEntry* const entries = reinterpret_cast<SplitKvEntry*>(tile_scheduler_metadata);
-  if (g.fixed_split_tiles > 0) {
+  if (g.fixed_split_tiles != 0) {
     launch_split_kv_plan_by_size<kTileTokens, true>(g, cache_seqlens, entries, num_splits, stream);
   } else {
     launch_split_kv_plan_by_size<kTileTokens, false>(g, cache_seqlens, entries, num_splits, stream);

@@ -101,7 +101,7 @@ class Part {
         const int whole_end = entry.end_tile > 0 ? entry.end_work : last_work + 1;
         heads = min_of(min_of(whole_end - work, p_.num_kv_heads - head), max_heads_);
       }
-      if (p_.fixed_split_tokens > 0) {
+      if (p_.fixed_split_tokens != 0) {
         run_cuts({request, head, heads, begin, end, end, {}}, tiles);
       } else if (begin == 0 && end == tiles) {
         run_piece({request, head, heads, begin, end, end, {true, 0, 0}});
@@ -119,7 +119,7 @@ class Part {
 
   // Batch-invariant mode: every cut by itself, from fresh state.
   void run_cuts(const Piece& piece, int tiles) {
-    const int cut_tiles = p_.fixed_split_tokens / kTileTokens;
+    const int cut_tiles = tiles_of_cut(p_.fixed_split_tokens, tiles);
     const int64_t cuts = ceil_div(tiles, cut_tiles);
     const int64_t first_slot = int64_t{p_.num_splits[piece.request]} * p_.num_kv_heads + piece.head * cuts;
     const int64_t heads_that_fit = max_of<int64_t>(p_.num_partials - first_slot, 0) / cuts;  // merge_fixed shows others

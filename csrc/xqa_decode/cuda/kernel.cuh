@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kCtasPerSm)
     }
     const int first_row = piece.row_block() * shape.row_groups * Tr::kRows;
 #pragma unroll 1
-    for (int i = warp;;) {
+    for (int i = warp; !piece.continues_run();) {
 #pragma unroll
       for (int k = 0; k < kRowsPerWarp; ++k) rows[k].place(queries, row_scale, i + k * Tr::kWarps, lane);
       i += Tr::kRows;
@@ -174,9 +174,9 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kCtasPerSm)
     if (lane == 0) free_stage[warp] = free_offset;
     __syncthreads();
     const Splits splits = piece.splits();
-    const bool merge = splits.count > 1 && piece.last_row_block(), last = piece.is_last();
+    const bool merge = splits.count > 1 && splits.arrivals > 0 && piece.last_row_block(), last = piece.is_last();
     more = piece.next();
-    if (more) fetch_rows(warp);
+    if (more && !piece.continues_run()) fetch_rows(warp);
     store_piece<Tr>(p, shape, place, splits, first_row, smem);
     if (merge) {
       arrive_and_merge<Tr::kThreads>(p, shape, place, splits, last, flag,

@@ -22,6 +22,7 @@ class KeyStream {
         ring_(smem_address(smem) + SharedLayout<Tr>::kRing + warp * Tr::kRingBytes),
         good_keys_(reinterpret_cast<uint32_t*>(smem + SharedLayout<Tr>::kGoodKeys) + warp * Tr::kStages),
         runs_(shape.page_shift >= Tr::kChunkShift && shape.vector_keys && shape.same_strides) {
+    walk_.walk_runs(kStep);
     const int column = lane % Tr::kVecsPerKey, key = lane / Tr::kVecsPerKey;
     destination_ = key * Tr::kKeyBytes + ((column ^ Tr::swizzle(key)) << 4);
     inside_ = column * Tr::kVec < p.head_dim;

@@ -17,7 +17,7 @@ inline Shape make_shape(const Params& p, int rows_per_warp, int warps) {
   Shape shape{};
   shape.group = p.num_q_heads / p.num_kv_heads;
   shape.rows = p.seqlen_q * shape.group;
-  shape.heads_side_by_side = heads_side_by_side(p.num_sm_parts, p.num_kv_heads, p.fixed_split_tokens);
+  shape.heads_side_by_side = heads_side_by_side(p.num_sm_parts, p.num_kv_heads);
   shape.by_group = Divisor(shape.group);
   shape.by_kv_heads = Divisor(p.num_kv_heads);
   shape.row_groups = 1;

@@ -217,66 +217,63 @@ __device__ __forceinline__ void merge_unit(const Params& p, const Shape& shape, 
 // the high half those that have also come for a unit of the merge; it is zero before and after. A split that has
 // nothing else to do waits a while for the others before it comes, but never for long: nothing hangs when a part runs
 // late, or has not even started. Who comes c-th takes unit c; who came before all had arrived leaves his unit to the
-// last to arrive. Whoever merges a unit, its sums are formed in the order of the splits.
+// last to arrive. A part that made several splits arrives and comes for all of them at once. Whoever merges a unit, its
+// sums are formed in the order of the splits.
 inline constexpr unsigned kArrived = 0xffff;
 inline constexpr unsigned kCame = 0x10000;
 inline constexpr long long kPatienceNanoseconds = 10000;
 
-// The units [begin, end) that the caller must merge.
+// The units that the caller must merge: [0, early) and [begin, end).
 struct Units {
-  int begin, end;
+  int early, begin, end;
 };
 
-// One thread of a CTA whose partial result is written.
-__device__ inline Units arrive(int32_t* semaphore, int splits, int units, bool may_wait) {
+// One thread of a CTA that has written the partial results of `own` splits.
+__device__ inline Units arrive(int32_t* semaphore, int splits, int own, int units, bool may_wait) {
   const unsigned all = splits;
   if (units == 1) {
-    if ((add_acq_rel(semaphore, 1) & kArrived) + 1 != all) return {0, 0};
+    if ((add_acq_rel(semaphore, own) & kArrived) + own != all) return {0, 0, 0};
     *semaphore = 0;
-    return {0, 1};
+    return {0, 0, 1};
   }
-  const unsigned step = may_wait ? 1 : 1 + kCame;
+  const unsigned step = may_wait ? own : own * (1 + kCame);
   const unsigned before = add_acq_rel(semaphore, step);
-  const bool last = (before & kArrived) + 1 == all;
-  unsigned came = before / kCame;  // when this split comes
+  const bool last = (before & kArrived) + own == all;
+  unsigned came = before / kCame;  // when the first of these splits comes
   bool complete = last;
   if (may_wait) {
     const long long give_up = now_nanoseconds() + kPatienceNanoseconds;
     while (!complete && now_nanoseconds() < give_up) complete = (load_acquire(semaphore) & kArrived) == all;
-    const unsigned seen = add_acq_rel(semaphore, kCame);
+    const unsigned seen = add_acq_rel(semaphore, own * kCame);
     complete = (seen & kArrived) == all;
     came = seen / kCame;
   }
-  if (came + 1 == all) *semaphore = 0;  // nobody comes any more
-  if (!complete) return {0, 0};
-  // All that came before the last arrived came too early: units [0, before / kCame).
-  const int own = static_cast<int>(came), end = min_of(own + 1, units);
-  if (!last) return {own, end};
-  const int early = static_cast<int>(before / kCame);
-  if (early == 0) return {own, end};
-  return own == early ? Units{0, end} : Units{-min_of(early, units), own < units ? own : -1};
+  if (came + own == all) *semaphore = 0;  // nobody comes any more
+  if (!complete) return {0, 0, 0};
+  const int begin = min_of(static_cast<int>(came), units), end = min_of(begin + own, units);
+  // All that came before the last arrived came too early.
+  return {last ? min_of(static_cast<int>(before / kCame), units) : 0, begin, end};
 }
 
-// Called by all threads once the CTA's partial result of a work is written. `flag` (two ints) and `scratch` lie in
+// Called by all threads once the CTA's partial results of a work are written. `flag` (three ints) and `scratch` lie in
 // shared memory.
 template <int kThreads, bool kFloat32 = false, int kBatch = 16>
 __device__ __forceinline__ void arrive_and_merge(const Params& p, const Shape& shape, const WorkPlace& place,
                                                  const Splits& splits, bool may_wait, int* flag, float* scratch) {
   const MergeShape merge(p, shape, splits.count, kThreads == 256 ? 8 : 7);
   static_assert(kThreads == 128 || kThreads == 256);
-  sync_threads<kThreads>();  // the partial result is written
+  sync_threads<kThreads>();  // the partial results are written
   if (threadIdx.x == 0) {
-    const Units units = arrive(p.semaphores + place.work, splits.count, merge.units, may_wait);
-    flag[0] = units.begin;
-    flag[1] = units.end;
+    const Units units = arrive(p.semaphores + place.work, splits.count, splits.arrivals, merge.units, may_wait);
+    flag[0] = units.early;
+    flag[1] = units.begin;
+    flag[2] = units.end;
   }
   sync_threads<kThreads>();
-  // Units [begin, end); or, with a negative begin, the units [0, -begin) and then unit `end`, if there is one.
-  const int begin = flag[0], end = flag[1];
-  const int count = begin >= 0 ? end - begin : -begin + (end >= 0 ? 1 : 0);
+  const int early = flag[0], begin = flag[1], end = flag[2];
 #pragma unroll 1
-  for (int i = 0; i < count; ++i) {
-    const int unit = begin >= 0 ? begin + i : i < -begin ? i : end;
+  for (int i = 0; i < early + end - begin; ++i) {
+    const int unit = i < early ? i : begin + i - early;
     merge_unit<kThreads, kFloat32, kBatch>(p, shape, place, splits, merge, unit, scratch);
   }
 }

@@ -11,12 +11,16 @@ struct Splits {
   int index, count;  // of the piece at hand; count 1: no partial results
   int64_t first, second;
   int step;
+  int arrivals;  // splits of the work that this part has made once the piece is done; 0: it makes the next one, too
 
   __device__ int64_t slot(int i) const { return i == 0 ? first : second + static_cast<int64_t>(i - 1) * step; }
 };
 
 // The pieces of one part of the plan, in order: a run of keys of one work for one block of its rows. The keys' stream
 // and the arithmetic walk them independently, the stream ahead. All lanes of a warp hold the same state.
+//
+// In batch-invariant mode a piece is one cut of a work. A part often makes several cuts of a work in a row, a *run*; a
+// stream that only brings keys may walk whole runs.
 class PieceWalk {
  public:
   __device__ PieceWalk(const Params& p, const Shape& shape, const SplitKvEntry& entry, int part)
@@ -36,9 +40,17 @@ class PieceWalk {
       kv_head_ = work_ - request_ * p.num_kv_heads;
     }
     next_length_ = __ldg(p.cache_seqlens + request_);
+    next_cuts_before_ = p.fixed_split_tokens != 0 ? __ldg(p.num_splits + request_) : 0;
     // The part that holds the first tile of the first work may have begun with an earlier work.
     first_part_begins_ =
         __ldg(p.tile_scheduler_metadata + static_cast<int64_t>(entry.first_part) * group_ * kSplitKvEntrySize);
+  }
+
+  // From here on whole runs, where cuts end with a round of `round_tokens` (a power of two).
+  __device__ void walk_runs(int round_tokens) {
+    if (row_blocks_ > 1 || p_.fixed_split_tokens == 0) return;
+    run_round_ = round_tokens;
+    if (length_ >= 0 && cut_ends_round()) end_tile_ = run_end();
   }
 
   // Goes to the next piece; false when there is none.
@@ -72,6 +84,8 @@ class PieceWalk {
   // More cuts than the caller has room for: nothing is computed, and that must not pass for an answer.
   __device__ bool overflows() const { return overflows_; }
   __device__ bool starts_work() const { return tile_ == 0; }
+  // Whether the piece before had the same work and the same rows.
+  __device__ bool continues_run() const { return row_blocks_ == 1 && tile_ > run_begin(); }
   // Whether this is the part's last piece, all row blocks counted as one.
   __device__ bool is_last() const {
     const bool ends_work = end_tile_ >= num_tiles_;
@@ -88,29 +102,40 @@ class PieceWalk {
     visit(work_), visit(tile_), visit(end_tile_), visit(num_tiles_), visit(first_tile_), visit(row_block_);
     visit(next_length_), visit(first_part_begins_), visit(request_), visit(kv_head_), visit(length_);
     visit(keys_.begin), visit(keys_.end);
+    visit(cut_), visit(cuts_), visit(cut_index_), visit(cuts_before_), visit(next_cuts_before_);
   }
 
   __device__ Splits splits() const {
-    if (p_.fixed_split_tokens > 0) {
-      const int cut = p_.fixed_split_tokens / kPlanTileTokens;
-      const int cuts = ceil_div(num_tiles_, cut);
-      const int64_t first = fixed_first(cuts);
-      return {tile_ / cut, cuts, first, first + 1, 1};
+    if (p_.fixed_split_tokens != 0) {
+      const int64_t first = first_cut();
+      return {cut_index_, cuts_, first, first + 1, 1, end_tile_ == run_end() ? cut_index_ - run_begin_cut() + 1 : 0};
     }
     const int last_work = entry_.end_tile > 0 ? entry_.end_work : entry_.end_work - 1;
     const bool begins = work_ == entry_.begin_work;
     const int count = begins ? entry_.begin_num_splits : work_ == last_work ? entry_.last_num_splits : 1;
-    if (count <= 1) return {0, 1, 0, 0, 0};
+    if (count <= 1) return {0, 1, 0, 0, 0, 1};
     const int first = begins ? entry_.first_part : entry_.first_part + entry_.begin_split;
     const bool alone = begins && (entry_.begin_split == 0 || first_part_begins_ == work_);
     const int head = group_ > 1 ? kv_head_ : 0;
-    return {begins ? entry_.begin_split : 0, count, partial_slot(first, alone) * group_ + head,
-            partial_slot(first + 1, true) * group_ + head, 2 * group_};
+    return {begins ? entry_.begin_split : 0,
+            count,
+            partial_slot(first, alone) * group_ + head,
+            partial_slot(first + 1, true) * group_ + head,
+            2 * group_,
+            1};
   }
 
  private:
-  __device__ int64_t fixed_first(int cuts) const {
-    return static_cast<int64_t>(p_.num_splits[request_]) * p_.num_kv_heads + static_cast<int64_t>(kv_head_) * cuts;
+  // The part's tiles of the work.
+  __device__ int run_begin() const { return work_ == entry_.begin_work ? entry_.begin_tile : 0; }
+  __device__ int run_end() const { return work_ == entry_.end_work ? entry_.end_tile : num_tiles_; }
+
+  __device__ int run_begin_cut() const { return work_ == entry_.begin_work ? entry_.begin_split : 0; }
+  __device__ bool cut_ends_round() const { return run_round_ > 0 && (cut_ * kPlanTileTokens & (run_round_ - 1)) == 0; }
+
+  // Row of the partial results.
+  __device__ int64_t first_cut() const {
+    return static_cast<int64_t>(cuts_before_) * p_.num_kv_heads + static_cast<int64_t>(kv_head_) * cuts_;
   }
 
   __device__ void open() {
@@ -121,15 +146,20 @@ class PieceWalk {
       const TileRange tiles = visible_tiles(length_, p_.seqlen_q, p_.window_left, kPlanTileTokens);
       first_tile_ = tiles.first;
       num_tiles_ = tiles.count;
+      if (p_.fixed_split_tokens != 0) {
+        cut_ = tiles_of_cut(p_.fixed_split_tokens, num_tiles_);
+        cuts_ = ceil_div(num_tiles_, cut_);
+        cuts_before_ = next_cuts_before_;
+        if (request_ + 1 < p_.batch_size) next_cuts_before_ = __ldg(p_.num_splits + request_ + 1);
+      }
       if (p_.report) check_length();
     }
-    end_tile_ = work_ == entry_.end_work ? entry_.end_tile : num_tiles_;
+    end_tile_ = run_end();
     overflows_ = false;
-    if (p_.fixed_split_tokens > 0) {
-      const int cut = p_.fixed_split_tokens / kPlanTileTokens;
-      const int cuts = ceil_div(num_tiles_, cut);
-      end_tile_ = min_of(end_tile_, tile_ + cut);
-      overflows_ = cuts > 1 && fixed_first(cuts) + cuts > p_.num_partials;
+    if (p_.fixed_split_tokens != 0) {
+      cut_index_ = tile_ == run_begin() ? run_begin_cut() : cut_index_ + 1;
+      if (!cut_ends_round()) end_tile_ = min_of(end_tile_, tile_ + cut_);
+      overflows_ = cuts_ > 1 && first_cut() + cuts_ > p_.num_partials;
     }
   }
 
@@ -152,6 +182,10 @@ class PieceWalk {
   SplitKvEntry entry_;
   int work_, end_tile_;
   int tile_ = 0, row_block_;
+  // Batch-invariant mode: tiles from one cut of the work to the next, its cuts, the one at hand, and the cuts of a work
+  // of each request before this one and before the next.
+  int cut_ = 0, cuts_ = 0, cut_index_ = 0, cuts_before_ = 0, next_cuts_before_;
+  int run_round_ = 0;                    // of walk_runs
   int next_length_, first_part_begins_;  // loads that nobody has to wait for yet
   int request_, kv_head_, length_ = -1, first_tile_ = 0, num_tiles_;
   KvRange keys_{0, 0};

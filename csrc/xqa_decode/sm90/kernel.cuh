@@ -67,7 +67,7 @@ class Consumer {
       }
       const int first_row = piece.row_block() * Tr::kRows;
       RowBlock<Tr> block;
-      begin(place, first_row, block);
+      begin(place, first_row, block, piece.continues_run());
       attend(piece, first_row, block);
       const Splits splits = piece.splits();
       if (splits.count == 1) {
@@ -75,7 +75,7 @@ class Consumer {
         continue;
       }
       store_partials(p_, shape_, block, first_row, splits.slot(splits.index));
-      if (!piece.last_row_block()) continue;
+      if (!piece.last_row_block() || splits.arrivals == 0) continue;
       arrive_and_merge<Tr::kThreads>(p_, shape_, place, splits, piece.is_last(),
                                      reinterpret_cast<int*>(smem_ + Shared::kFlag),
                                      reinterpret_cast<float*>(smem_ + Shared::kMergeScratch));
@@ -84,9 +84,12 @@ class Consumer {
     } while (piece.next());
   }
 
-  // The rows, before any key.
-  __device__ __forceinline__ void begin(const WorkPlace& place, int first_row, RowBlock<Tr>& block) const {
-    load_queries<Tr>(p_, shape_, boxes_, place, first_row, shared_ + Shared::kQueries);
+  // The rows, before any key. Their queries may lie there still.
+  __device__ __forceinline__ void begin(const WorkPlace& place, int first_row, RowBlock<Tr>& block,
+                                        bool queries_are_there = false) const {
+    if (!queries_are_there) {
+      load_queries<Tr>(p_, shape_, boxes_, place, first_row, shared_ + Shared::kQueries);
+    }
     const float k_scale = p_.k_scale ? __ldg(p_.k_scale + place.kv_head * p_.k_scale_stride) : 1.f;
     block.begin(p_.softmax_scale * k_scale * kLog2e, p_.logit_cap);
     hopper::fence_async_proxy();
@@ -246,6 +249,7 @@ __global__ void __launch_bounds__(Tr::kAllThreads, Tr::kCtasPerSm)
   PieceWalk piece(p, shape, entry, static_cast<int>(blockIdx.x));
   if (!piece.next()) return;
   if (warp >= Tr::kWarps) {
+    piece.walk_runs(Tr::kTileTokens);
     bring_pieces<Tr>(p, shape, boxes, key_map, value_map, piece, shared, warp - Tr::kWarps, lane);
   } else {
     Consumer<Tr>(p, shape, boxes, smem).run(piece);

@@ -16,6 +16,7 @@ from torch import Tensor
 TILE_TOKENS = 64  # KV tokens per tile of every plan: csrc/*/plan.h
 MLA_ROWS_PER_WORK = 64  # query rows (token, head) per block of a work: csrc/mla_decode/plan.h
 MLA_HEAD_DIM_V = 512
+MAX_CUTS = 1024  # of a request in batch-invariant mode: csrc/torch_bindings/split_kv_checks.h
 
 # Parts per SM of the default plans. Decode is bound by memory: two CTAs on an SM hide each other's waits in xqa_decode;
 # an MLA work fills an SM's registers alone.
@@ -25,6 +26,8 @@ MLA_PARTS_PER_SM = 1
 # Hopper takes short calls in clusters of CTAs (csrc/xqa_decode/sm90/cluster*); where a work has several, their results
 # meet over more semaphores than works: at most so many.
 XQA_CLUSTER_SEMAPHORES = 256
+
+XQA_INVARIANT_CUTS = 96  # of a long request over all KV heads: docs/kernels/xqa_decode.md
 
 _ENTRY_SIZE = 8  # int32 per row: csrc/scheduler/split_kv_entry.h
 
@@ -50,6 +53,15 @@ def xqa_num_sm_parts(device: torch.device, batch_size: int, num_kv_heads: int) -
         if batch_size and (batch_size % fewer == 0 or fewer % batch_size == 0):
             return fewer * num_kv_heads
     return groups * num_kv_heads
+
+
+def xqa_invariant_cuts(num_kv_heads: int) -> int:
+    """`fixed_split_tokens` of a batch-invariant `XqaDecodePlan`, measured on an H200.
+
+    A request must be cut alike alone and among others. Alone it wants a cut for every CTA, 256 over all KV heads; among
+    others every cut costs a CTA up to a microsecond. Less than half as many are the compromise.
+    """
+    return -min(max(XQA_INVARIANT_CUTS // num_kv_heads, 4), 64)
 
 
 def _mla_parts(num_sms: int, batch_size: int, blocks: int) -> int:
@@ -79,12 +91,15 @@ def mla_num_sm_parts(device: torch.device, batch_size: int, blocks: int) -> int:
 
 def _num_partials(num_blocks: int, num_sm_parts: int, fixed_split_tokens: int, max_seqlen_k: int | None) -> int:
     """Rows of `out_partial`: docs/architecture.md, "Split-KV plans"."""
-    if fixed_split_tokens % TILE_TOKENS or fixed_split_tokens < 0:
+    if fixed_split_tokens < -MAX_CUTS or (fixed_split_tokens > 0 and fixed_split_tokens % TILE_TOKENS):
         raise ValueError(
-            f"fixed_split_tokens must be 0 (balanced) or a positive multiple of {TILE_TOKENS}, got {fixed_split_tokens}"
+            f"fixed_split_tokens must be 0 (balanced), a positive multiple of {TILE_TOKENS} (tokens of a cut) or -1 to "
+            f"-{MAX_CUTS} (at most so many cuts), got {fixed_split_tokens}"
         )
     if not fixed_split_tokens:
         return 2 * num_sm_parts
+    if fixed_split_tokens < 0:
+        return num_blocks * -fixed_split_tokens
     if max_seqlen_k is None:
         raise ValueError(f"fixed_split_tokens={fixed_split_tokens} needs max_seqlen_k, which bounds the splits")
     tiles = -(-max_seqlen_k // TILE_TOKENS)
@@ -168,9 +183,10 @@ class XqaDecodePlan(_SplitKvPlan):
             batch_size, seqlen_q: Requests, and query tokens of each.
             num_q_heads, num_kv_heads, head_dim: Of the attention; `num_q_heads` is a multiple of `num_kv_heads`.
             window_left: Of the calls that use the plan: tiles outside every window are not planned.
-            fixed_split_tokens: 0: KV tiles are divided evenly. A positive multiple of 64: batch-invariant, every
-                request is cut at each so many tokens, whatever else is in the batch.
-            max_seqlen_k: Bound of every `cache_seqlens`; needed with `fixed_split_tokens`, unused without.
+            fixed_split_tokens: 0: KV tiles are divided evenly. Anything else is batch-invariant, a request is cut
+                without regard to what else is in the batch: a positive multiple of 64 cuts it at each so many tokens,
+                -n into at most n cuts of even length (`xqa_invariant_cuts` is a good choice).
+            max_seqlen_k: Bound of every `cache_seqlens`; needed with a positive `fixed_split_tokens`, else unused.
             num_sm_parts: Shares; when None `xqa_num_sm_parts`: on CUDA at most SM count times `XQA_PARTS_PER_SM`, else
                 the number of threads.
 
@@ -227,7 +243,7 @@ class MlaDecodePlan(_SplitKvPlan):
         num_sm_parts: int | None = None,
         device: torch.device | str = "cpu",
     ) -> MlaDecodePlan:
-        """Allocate a plan and its scratch; the arguments are those of `XqaDecodePlan.allocate`.
+        """Allocate a plan and its scratch; the arguments are those of `XqaDecodePlan.allocate`, but for -n cuts.
 
         Raises:
             ValueError: `fixed_split_tokens` or the head count does not fit.
@@ -236,6 +252,8 @@ class MlaDecodePlan(_SplitKvPlan):
         if num_q_heads < 1:
             raise ValueError(f"num_q_heads must be positive, got {num_q_heads}")
         blocks = -(-seqlen_q * num_q_heads // MLA_ROWS_PER_WORK)
+        if fixed_split_tokens < 0:
+            raise ValueError(f"fixed_split_tokens of mla_decode is 0 or a multiple of 64, got {fixed_split_tokens}")
         num_sm_parts = num_sm_parts or mla_num_sm_parts(device, batch_size, blocks)
         num_partials = _num_partials(batch_size * blocks, num_sm_parts, fixed_split_tokens, max_seqlen_k)
         return cls(

@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kThreads)
       continue;
     }
     for (int row = 0; row < shape.rows; ++row) run_row(p, shape, piece, place, splits, row, shared, values);
-    if (splits.count > 1) {
+    if (splits.count > 1 && splits.arrivals > 0) {
       arrive_and_merge<kThreads, true>(p, shape, place, splits, piece.is_last(), flag, scratch);
     }
   }

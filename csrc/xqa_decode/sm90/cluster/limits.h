@@ -64,7 +64,7 @@ inline std::string reject_cluster(const Params& p) {
     return "takes up to " + std::to_string(most) + " tokens of each of " + std::to_string(works) +
            " (request, KV head), the page table or the window has " + std::to_string(most_visible_tokens(p));
   }
-  if (p.fixed_split_tokens > 0) return "takes balanced plans, got fixed_split_tokens";
+  if (p.fixed_split_tokens != 0) return "takes balanced plans, got fixed_split_tokens";
   if (p.report) return "has no checked mode, got report";
   const int size = size_of(p.dtype);
   if (p.head_dim * size % 16 != 0 ||

@@ -32,6 +32,7 @@ class SharePiece {
   }
 
   __device__ bool next() { return false; }
+  __device__ void walk_runs(int) {}
   __device__ int request() const { return request_; }
   __device__ int kv_head() const { return kv_head_; }
   __device__ int length() const { return length_; }

@@ -59,7 +59,7 @@ inline std::string reject_cluster_wgmma(const Params& p) {
     return "takes up to " + std::to_string(most) + " tokens of each of " + std::to_string(works) +
            " (request, KV head), the page table or the window has " + std::to_string(most_visible_tokens(p));
   }
-  if (p.fixed_split_tokens > 0) return "takes balanced plans, got fixed_split_tokens";
+  if (p.fixed_split_tokens != 0) return "takes balanced plans, got fixed_split_tokens";
   return reject(p);
 }
 

@@ -44,7 +44,7 @@ class Consumer {
       place = {piece.work(), piece.request(), piece.kv_head()};
       const int first_row = piece.row_block() * Tr::kRows;
       const Splits splits = piece.splits();
-      const bool merge = splits.count > 1 && piece.last_row_block(), last = piece.is_last();
+      const bool merge = splits.count > 1 && splits.arrivals > 0 && piece.last_row_block(), last = piece.is_last();
       more = piece.next();
       if (more) fetch_queries(piece);  // nobody has to wait for them before these results are stored
       if (splits.count == 1) {
@@ -191,6 +191,7 @@ __global__ void __launch_bounds__(Tr::kAllThreads, Tr::kCtasPerSm)
   PieceWalk piece(p, shape, entry, static_cast<int>(blockIdx.x));
   if (!piece.next()) return;
   if (warp >= Tr::kThreads / 32) {
+    piece.walk_runs(Tr::kTileTokens);
     bring_pieces<Tr>(p, shape, boxes, key_map, value_map, piece, shared, warp - Tr::kThreads / 32, lane);
   } else {
     Consumer<Tr>(p, shape, boxes, smem).run(piece);

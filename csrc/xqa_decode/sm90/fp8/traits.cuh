@@ -31,7 +31,7 @@ struct Traits {
   static constexpr int kProbBytes = kRows * kTileTokens * 2;
   static constexpr int kProbBuffers = 2;  // a warp may write the next tile's while another still multiplies
   static constexpr int kSwapBytes = kThreads * max_of(kRows * 2, static_cast<int>(sizeof(PartialSum)));
-  static constexpr int kSmallBytes = 256 + 2 * kRows * 4 + kThreads / 32 * kRows * 4 + kGroups * kRows * 4 + 144;
+  static constexpr int kSmallBytes = 256 + 2 * kRows * 4 + kThreads / 32 * kRows * 4 + kGroups * kRows * 4 + 160;
   static constexpr int kRestBytes = 2 * kQueryBytes + kGroups * kProbBuffers * kProbBytes + kSwapBytes + kSmallBytes;
   static constexpr int kCtasPerSm = 2;
   // A place in the ring always serves the same group, which then sees all phases of its barriers: else it could take
@@ -69,7 +69,7 @@ struct SharedLayout<fp8::Traits<kRows, kGathers, kUnits>> {
   static constexpr int kNextQueries = kSwap + Tr::kSwapBytes;   // 16-bit [kRows][kHeadDim], as they lie in q
   static constexpr int kFull = kNextQueries + Tr::kQueryBytes;  // barriers [kUnits]
   static constexpr int kEmpty = kFull + 96;                     // barriers [kUnits]
-  static constexpr int kFlag = kFull + 192;                     // int [2], of the merge
+  static constexpr int kFlag = kFull + 192;                     // int [3], of the merge
   static constexpr int kNowhere = kFlag + 16;                   // 16 bytes that nobody reads
   static constexpr int kRowScale = kFull + 256;                 // float [kRows]
   static constexpr int kScale = kRowScale + kRows * 4;          // float [kRows]: see Consumer::open
@@ -77,7 +77,7 @@ struct SharedLayout<fp8::Traits<kRows, kGathers, kUnits>> {
   static constexpr int kReferences = kExchange + Tr::kThreads / 32 * kRows * 4;  // float [kGroups][kRows]
   static constexpr int kEdges = kReferences + Tr::kGroups * kRows * 4;           // fp8::Edges
   static constexpr int kPiece = kEdges + 32;                                     // the state of the walk over pieces
-  static constexpr int kPlace = kPiece + 96;                                     // fp8::TilePlace
+  static constexpr int kPlace = kPiece + 112;                                    // fp8::TilePlace
   static constexpr int kBytes = kPlace + 16;
 };
 
