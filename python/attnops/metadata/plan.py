@@ -61,7 +61,7 @@ def xqa_invariant_cuts(num_kv_heads: int) -> int:
     A request must be cut alike alone and among others. Alone it wants a cut for every CTA, 256 over all KV heads; among
     others every cut costs a CTA up to a microsecond. Less than half as many are the compromise.
     """
-    return -min(max(XQA_INVARIANT_CUTS // num_kv_heads, 4), 64)
+    return -64 if num_kv_heads == 1 else -min(max(XQA_INVARIANT_CUTS // num_kv_heads, 4), 16)
 
 
 def _mla_parts(num_sms: int, batch_size: int, blocks: int) -> int:
