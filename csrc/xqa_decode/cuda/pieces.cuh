@@ -40,7 +40,6 @@ class PieceWalk {
       kv_head_ = work_ - request_ * p.num_kv_heads;
     }
     next_length_ = __ldg(p.cache_seqlens + request_);
-    next_cuts_before_ = p.fixed_split_tokens != 0 ? __ldg(p.num_splits + request_) : 0;
     // The part that holds the first tile of the first work may have begun with an earlier work.
     first_part_begins_ =
         __ldg(p.tile_scheduler_metadata + static_cast<int64_t>(entry.first_part) * group_ * kSplitKvEntrySize);
@@ -102,13 +101,13 @@ class PieceWalk {
     visit(work_), visit(tile_), visit(end_tile_), visit(num_tiles_), visit(first_tile_), visit(row_block_);
     visit(next_length_), visit(first_part_begins_), visit(request_), visit(kv_head_), visit(length_);
     visit(keys_.begin), visit(keys_.end);
-    visit(cut_), visit(cuts_), visit(cut_index_), visit(cuts_before_), visit(next_cuts_before_);
   }
 
   __device__ Splits splits() const {
     if (p_.fixed_split_tokens != 0) {
-      const int64_t first = first_cut();
-      return {cut_index_, cuts_, first, first + 1, 1, end_tile_ == run_end() ? cut_index_ - run_begin_cut() + 1 : 0};
+      const int index = tile_ / cut_tiles(), cuts = num_cuts();
+      const int64_t first = first_cut(cuts);
+      return {index, cuts, first, first + 1, 1, end_tile_ == run_end() ? index - run_begin_cut() + 1 : 0};
     }
     const int last_work = entry_.end_tile > 0 ? entry_.end_work : entry_.end_work - 1;
     const bool begins = work_ == entry_.begin_work;
@@ -131,11 +130,19 @@ class PieceWalk {
   __device__ int run_end() const { return work_ == entry_.end_work ? entry_.end_tile : num_tiles_; }
 
   __device__ int run_begin_cut() const { return work_ == entry_.begin_work ? entry_.begin_split : 0; }
-  __device__ bool cut_ends_round() const { return run_round_ > 0 && (cut_ * kPlanTileTokens & (run_round_ - 1)) == 0; }
+  __device__ bool cut_ends_round() const {
+    return run_round_ > 0 && (cut_tiles() * kPlanTileTokens & (run_round_ - 1)) == 0;
+  }
+
+  // Of the work at hand, in batch-invariant mode. Computed where they are asked for: registers that hold them from
+  // piece to piece are taken from the arithmetic between, in every mode.
+  __device__ int cut_tiles() const { return tiles_of_cut(p_.fixed_split_tokens, num_tiles_); }
+  __device__ int num_cuts() const { return ceil_div(num_tiles_, cut_tiles()); }
 
   // Row of the partial results.
-  __device__ int64_t first_cut() const {
-    return static_cast<int64_t>(cuts_before_) * p_.num_kv_heads + static_cast<int64_t>(kv_head_) * cuts_;
+  __device__ int64_t first_cut(int cuts) const {
+    return static_cast<int64_t>(__ldg(p_.num_splits + request_)) * p_.num_kv_heads +
+           static_cast<int64_t>(kv_head_) * cuts;
   }
 
   __device__ void open() {
@@ -146,20 +153,14 @@ class PieceWalk {
       const TileRange tiles = visible_tiles(length_, p_.seqlen_q, p_.window_left, kPlanTileTokens);
       first_tile_ = tiles.first;
       num_tiles_ = tiles.count;
-      if (p_.fixed_split_tokens != 0) {
-        cut_ = tiles_of_cut(p_.fixed_split_tokens, num_tiles_);
-        cuts_ = ceil_div(num_tiles_, cut_);
-        cuts_before_ = next_cuts_before_;
-        if (request_ + 1 < p_.batch_size) next_cuts_before_ = __ldg(p_.num_splits + request_ + 1);
-      }
       if (p_.report) check_length();
     }
     end_tile_ = run_end();
     overflows_ = false;
     if (p_.fixed_split_tokens != 0) {
-      cut_index_ = tile_ == run_begin() ? run_begin_cut() : cut_index_ + 1;
-      if (!cut_ends_round()) end_tile_ = min_of(end_tile_, tile_ + cut_);
-      overflows_ = cuts_ > 1 && first_cut() + cuts_ > p_.num_partials;
+      const int cuts = num_cuts();
+      if (!cut_ends_round()) end_tile_ = min_of(end_tile_, tile_ + cut_tiles());
+      overflows_ = cuts > 1 && first_cut(cuts) + cuts > p_.num_partials;
     }
   }
 
@@ -182,9 +183,6 @@ class PieceWalk {
   SplitKvEntry entry_;
   int work_, end_tile_;
   int tile_ = 0, row_block_;
-  // Batch-invariant mode: tiles from one cut of the work to the next, its cuts, the one at hand, and the cuts of a work
-  // of each request before this one and before the next.
-  int cut_ = 0, cuts_ = 0, cut_index_ = 0, cuts_before_ = 0, next_cuts_before_;
   int run_round_ = 0;                    // of walk_runs
   int next_length_, first_part_begins_;  // loads that nobody has to wait for yet
   int request_, kv_head_, length_ = -1, first_tile_ = 0, num_tiles_;

@@ -1,4 +1,6 @@
 #pragma once
+#include <type_traits>
+
 #include "mla_decode/sm90/pieces.cuh"
 
 namespace attnops::mla_decode::sm90::few_rows {
@@ -41,22 +43,11 @@ class RequestWalk {
     return request_ <= last_work_of(entry_) && (p.fixed_split_tokens == 0 || tile_ > 0) ? request_ : -1;
   }
 
-  __device__ bool next(const Params& p, RequestPiece& piece) {
-    if (!find_next(p, piece)) return false;
-    piece.partial = piece.splits.count > 1 ? piece.splits.slot(piece.splits.index) : -1;
-    return true;
-  }
-
-  // Of kernels that write partial results where the plan says.
-  __device__ bool next(const Params& p, Piece& piece) {
-    RequestPiece found;
-    if (!find_next(p, found)) return false;
-    piece = found;
-    return true;
-  }
-
- private:
-  __device__ bool find_next(const Params& p, RequestPiece& piece) {
+  // Goes to the next piece; false when there is none. A RequestPiece brings its splits, a Piece only where the plan
+  // puts its partial result: registers are short in the kernels that ask for no more.
+  template <class AnyPiece>
+  __device__ bool next(const Params& p, AnyPiece& piece) {
+    constexpr bool kSplits = std::is_same_v<AnyPiece, RequestPiece>;
     const int last = last_work_of(entry_);
     while (request_ <= last) {
       piece.request = request_;
@@ -72,21 +63,27 @@ class RequestWalk {
       const int end = request_ == entry_.end_work ? entry_.end_tile : range.count;
       piece.first_tile = range.first + tile_;
       if (p.fixed_split_tokens == 0) {
-        const bool is_first = request_ == entry_.begin_work;
-        piece.is_last = request_ == last;
-        piece.splits = is_first ? balanced_splits(entry_.first_part, entry_.begin_num_splits, entry_.begin_split)
-                                : balanced_splits(blockIdx.x, piece.is_last ? entry_.last_num_splits : 1, 0);
+        const bool is_first = request_ == entry_.begin_work, is_last = request_ == last;
         piece.num_tiles = end - tile_;
-        piece.partial = piece.splits.count > 1 ? partial_slot(blockIdx.x, is_first) : -1;
+        if constexpr (kSplits) {
+          piece.is_last = is_last;
+          piece.splits = is_first ? balanced_splits(entry_.first_part, entry_.begin_num_splits, entry_.begin_split)
+                                  : balanced_splits(blockIdx.x, is_last ? entry_.last_num_splits : 1, 0);
+          piece.partial = piece.splits.count > 1 ? piece.splits.slot(piece.splits.index) : -1;
+        } else {
+          const int splits = is_first ? entry_.begin_num_splits : is_last ? entry_.last_num_splits : 1;
+          piece.partial = splits > 1 ? partial_slot(blockIdx.x, is_first) : -1;
+        }
         advance();
         return true;
       }
       const int cut_tiles = p.fixed_split_tokens / kPlanTileTokens;
       const int cuts = ceil_div(range.count, cut_tiles);
       const int64_t first = p.num_splits[request_];
-      piece.splits = {cuts, tile_ / cut_tiles, static_cast<int>(first), static_cast<int>(first) + 1, 1};
+      const int index = tile_ / cut_tiles;
+      if constexpr (kSplits) piece.splits = {cuts, index, static_cast<int>(first), static_cast<int>(first) + 1, 1};
       piece.num_tiles = min_of(cut_tiles, end - tile_);
-      piece.partial = cuts > 1 ? piece.splits.slot(piece.splits.index) : -1;
+      piece.partial = cuts > 1 ? static_cast<int>(first) + index : -1;
       tile_ += cut_tiles;
       if (tile_ >= end) advance();
       if (cuts == 1 || first + cuts <= p.num_partials) return true;
@@ -95,6 +92,7 @@ class RequestWalk {
     return false;
   }
 
+ private:
   __device__ void advance() {
     ++request_;
     tile_ = 0;
