@@ -317,7 +317,8 @@ def run(cell: Cell, pools: Pools, state: str) -> list[records.Record]:
     for peer, ms in times.items():
         gbs, tflops = problem.bytes / ms / 1e6, problem.flops / ms / 1e9
         text = f"{cell.name:44s} {state:9s} {peer:15s} {1e3 * ms:8.1f} us {gbs:6.0f} GB/s {tflops:5.0f} TFLOP/s"
-        ratio = f" {times['FlashMLA'] / ms:5.2f}x FlashMLA" if peer.startswith("attnops") and "FlashMLA" in times else ""
+        beside = peer.startswith("attnops") and "FlashMLA" in times
+        ratio = f" {times['FlashMLA'] / ms:5.2f}x FlashMLA" if beside else ""
         print(f"{text} err {errors[peer]:.1e}{ratio}", flush=True)
         rows.append(
             records.Record(
