@@ -130,9 +130,11 @@ class Loader {
   __device__ int offset_of(int key) const { return key - cell_of(key) * p_.page_table.page_size; }
 
   // Page indices of the part's first tiles, as row_page and group_page find them, asked for together with the length
-  // of the request instead of after it. They are used only where the length allows.
+  // of the request instead of after it. They are used only where the length allows. Batch-invariant plans may pass over
+  // a request that has more cuts than there is room for, so there the first piece is not known yet.
   __device__ int speculate(const SplitKvEntry& entry) const {
-    if (p_.window_left >= 0 || p_.page_table.kv_indptr || entry.begin_work >= p_.batch_size) return kUnknown;
+    if (p_.window_left >= 0 || p_.page_table.kv_indptr || p_.fixed_split_tokens > 0) return kUnknown;
+    if (entry.begin_work >= p_.batch_size) return kUnknown;
     const int tile = entry.begin_tile + (use_boxes_ ? lane_ / kGroupsPerWarp : 0);
     const int token = use_boxes_ ? lane_ % kGroupsPerWarp * kGroupTokens : lane_ % kTokens;
     const int cell = cell_of(first_token(tile) + token);
