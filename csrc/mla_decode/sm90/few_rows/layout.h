@@ -2,26 +2,23 @@
 #include <cstdint>
 
 #include "mla_decode/plan.h"
+#include "mla_decode/sm90/quarters.h"
 
 // Sizes and shared memory of the kernel for few query rows.
 namespace attnops::mla_decode::sm90::few_rows {
 
 inline constexpr int kGroupThreads = 128;
 inline constexpr int kConsumerThreads = 2 * kGroupThreads;
-inline constexpr int kLoadingWarps = 4;
 inline constexpr int kThreads = kConsumerThreads + 32 * kLoadingWarps;
 
 // A row of 576 elements is nine pieces of 64, 128 bytes each, under the 128-byte swizzle. A KV tile is stored in groups
 // of eight tokens, whole rows together: one contiguous run of memory where the tokens share a page.
 inline constexpr int kPieces = 9;
 inline constexpr int kPiecesV = 8;
-inline constexpr int kGroupTokens = 8;
 inline constexpr int kPieceStride = kGroupTokens * 128;
 inline constexpr int kGroupStride = kPieces * kPieceStride;
 inline constexpr int kGroupsPerTile = kPlanTileTokens / kGroupTokens;
 inline constexpr int kTileBytes = kGroupsPerTile * kGroupStride;
-inline constexpr int kGroupsPerWarp = kGroupsPerTile / kLoadingWarps;
-inline constexpr int kQuarterTokens = kPlanTileTokens / kLoadingWarps;  // of a tile, per loading warp
 inline constexpr int kQuarterBytes = kGroupsPerWarp * kGroupStride;
 
 // The ring of KV tiles: two, loaded and given back in quarters.

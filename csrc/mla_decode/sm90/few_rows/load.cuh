@@ -2,7 +2,6 @@
 #include <climits>
 
 #include "core/divisor.h"
-#include "core/report.h"
 #include "device/sm90/barrier.cuh"
 #include "device/sm90/cluster.cuh"
 #include "device/sm90/copy.cuh"
@@ -10,6 +9,7 @@
 #include "mla_decode/sm90/few_rows/epilogue.cuh"
 #include "mla_decode/sm90/few_rows/layout.h"
 #include "mla_decode/sm90/few_rows/walk.cuh"
+#include "mla_decode/sm90/quarter_pages.cuh"
 
 // What the loading warps do: KV tiles of every piece into the ring, each as soon as its slot is given back. Groups of
 // eight tokens come as boxes of the copy engine where a page holds whole groups and the tile no key that may not be
@@ -44,23 +44,28 @@ struct CallModes {
   bool paired;  // CTAs come in clusters of two
 };
 
+struct Paging {
+  const Divisor& by_page_size;
+  const int& page_size;
+
+  __device__ int cell(int key) const { return by_page_size.divide(key); }
+  __device__ int offset(int key) const { return key - cell(key) * page_size; }
+};
+
 // One of the four loading warps; it brings 16 of a tile's 64 tokens.
 template <class At>
-class Loader {
+class Loader : QuarterPages<Paging> {
  public:
   __device__ Loader(const Params& p, const CUtensorMap* map, const CallModes& modes, uint32_t shared)
-      : p_(p),
+      : QuarterPages(p, {modes.by_page_size, p.page_table.page_size}, modes.use_boxes,
+                     threadIdx.x / 32 - kConsumerThreads / 32),
         map_(map),
-        modes_(modes),
-        use_boxes_(modes.use_boxes),
-        shared_(shared),
-        warp_(threadIdx.x / 32 - kConsumerThreads / 32),
-        lane_(threadIdx.x % 32) {}
+        shared_(shared) {}
 
   // Before the kernels ahead have ended: looks up what the part will probably begin with, by a plan and a page table
   // that have mostly been there for long, and asks for its first tile into L2. Nothing but time depends on it.
   __device__ void guess() {
-    if (!use_boxes_ || p_.window_left >= 0 || p_.page_table.kv_indptr || p_.fixed_split_tokens > 0) return;
+    if (!use_boxes_ || !may_speculate()) return;
     const int4 row = attnops::sm90::load_guess(part_row());  // the same for all lanes, though it may be changing
     const int4 entry{from_first(row.x), from_first(row.y), from_first(row.z), from_first(row.w)};
     if (entry.x < 0 || entry.x >= p_.batch_size || entry.y < 0) return;
@@ -69,12 +74,12 @@ class Loader {
     const int tiles = min_of(min_of(end, length / kPlanTileTokens) - entry.y, kRingTiles);
     // Lane l has group l % 2 of tile l / 2.
     const int token = first_token(entry.y + lane_ / kGroupsPerWarp) + lane_ % kGroupsPerWarp * kGroupTokens;
-    const int cell = cell_of(token);
+    const int cell = paging_.cell(token);
     const bool needed = lane_ < kGroupsPerWarp * tiles;
     if (__any_sync(0xffffffffu, needed && cell >= p_.page_table.max_pages)) return;
     guess_ = {entry, length, p_.page_table.row(entry.x) + cell, tiles};
     if (needed && lane_ < kGroupsPerWarp) {
-      attnops::sm90::prefetch_box(map_, 0, offset_of(token), 0, attnops::sm90::load_guess(guess_.cell));
+      attnops::sm90::prefetch_box(map_, 0, paging_.offset(token), 0, attnops::sm90::load_guess(guess_.cell));
     }
   }
 
@@ -95,7 +100,7 @@ class Loader {
   __device__ void run() {
     RequestWalk walk;
     walk.begin(p_);
-    int first_page = speculate(walk.entry());
+    int first_page = speculate(walk.entry().begin_work, walk.entry().begin_tile);
     RequestPiece piece;
     while (walk.next(p_, piece)) {
       check_length(piece);
@@ -108,10 +113,6 @@ class Loader {
 
  private:
   static constexpr int kElement = 2;
-  static constexpr int kTokens = kQuarterTokens;           // of a tile, per warp
-  static constexpr int kTilesAhead = 32 / kGroupsPerWarp;  // whose page indices are read at once
-
-  static constexpr int kUnknown = INT32_MIN;
 
   struct Guess {
     int4 entry;
@@ -126,63 +127,13 @@ class Loader {
     return reinterpret_cast<const int4*>(p_.tile_scheduler_metadata) + 2 * static_cast<int64_t>(blockIdx.x);
   }
 
-  __device__ int cell_of(int key) const { return modes_.by_page_size.divide(key); }
-  __device__ int offset_of(int key) const { return key - cell_of(key) * p_.page_table.page_size; }
-
-  // Page indices of the part's first tiles, as row_page and group_page find them, asked for together with the length
-  // of the request instead of after it. They are used only where the length allows. Batch-invariant plans may pass over
-  // a request that has more cuts than there is room for, so there the first piece is not known yet.
-  __device__ int speculate(const SplitKvEntry& entry) const {
-    if (p_.window_left >= 0 || p_.page_table.kv_indptr || p_.fixed_split_tokens > 0) return kUnknown;
-    if (entry.begin_work >= p_.batch_size) return kUnknown;
-    const int tile = entry.begin_tile + (use_boxes_ ? lane_ / kGroupsPerWarp : 0);
-    const int token = use_boxes_ ? lane_ % kGroupsPerWarp * kGroupTokens : lane_ % kTokens;
-    const int cell = cell_of(first_token(tile) + token);
-    return cell < p_.page_table.max_pages ? p_.page_table.row(entry.begin_work)[cell] : 0;
-  }
-
   __device__ void load_piece(const Piece& piece, int first_page) {
-    const int32_t* cells = p_.page_table.row(piece.request);
-    // Indices are read ahead: of the next gathered tile, one row a lane, and of 16 boxed tiles, one group a lane.
-    int next_row = -1, groups = 0, next_groups = 0;
-    if (first_page == kUnknown || use_boxes_) {
-      next_row = row_page(piece, cells, 0);
-    } else if (readable(piece, first_token(piece.first_tile) + lane_ % kTokens)) {
-      next_row = first_page;
-    }
-    if (use_boxes_) next_groups = first_page == kUnknown ? group_page(piece, cells, 0) : first_page;
-    for (int t = 0; t < piece.num_tiles; ++t, ++count_) {
-      const int tile = piece.first_tile + t, row = next_row;
-      const bool boxed = is_boxed(piece, tile, use_boxes_);
-      if (t % kTilesAhead == 0) {
-        groups = next_groups;
-        if (use_boxes_) next_groups = group_page(piece, cells, t + kTilesAhead);
-      }
-      if (boxed && t >= loaded_) load_boxes(tile, count_, groups, t % kTilesAhead * kGroupsPerWarp);
-      next_row = row_page(piece, cells, t + 1);
-      if (!boxed) gather(piece, tile, row);
-    }
-  }
-
-  __device__ int first_token(int tile) const { return tile * kPlanTileTokens + warp_ * kTokens; }
-
-  __device__ static bool readable(const Piece& piece, int key) {
-    return key >= piece.keys.begin && key < piece.keys.end;
-  }
-
-  // The page of row lane % 16 of this warp's part of a gathered tile; -1 where there is nothing to read.
-  __device__ int row_page(const Piece& piece, const int32_t* cells, int t) const {
-    const int tile = piece.first_tile + t, key = first_token(tile) + lane_ % kTokens;
-    const bool needed = t < piece.num_tiles && !is_boxed(piece, tile, use_boxes_) && readable(piece, key);
-    return needed ? cells[cell_of(key)] : -1;
-  }
-
-  // The page of group lane % kGroupsPerWarp of tile t + lane / kGroupsPerWarp.
-  __device__ int group_page(const Piece& piece, const int32_t* cells, int t) const {
-    t += lane_ / kGroupsPerWarp;
-    const int tile = piece.first_tile + t, key = first_token(tile) + lane_ % kGroupsPerWarp * kGroupTokens;
-    const bool needed = t < piece.num_tiles && is_boxed(piece, tile, use_boxes_);
-    return needed ? cells[cell_of(key)] : 0;
+    each_tile(
+        piece, first_page,
+        [&](int t, int tile, int pages, int first_lane) {
+          if (t >= loaded_) load_boxes(tile, count_, pages, first_lane);
+        },
+        [&](int tile, int page) { gather(piece, tile, page); });
   }
 
   __device__ void load_boxes(int tile, int count, int pages, int first_lane) const {
@@ -197,7 +148,7 @@ class Loader {
       attnops::sm90::mbarrier_arrive_expect(full, kGroupsPerWarp * kGroupStride);
 #pragma unroll
       for (int g = 0; g < kGroupsPerWarp; ++g) {
-        const int token = offset_of(first_token(tile) + g * kGroupTokens);
+        const int token = paging_.offset(first_token(tile) + g * kGroupTokens);
         attnops::sm90::copy_box(group_place(place, g), map_, full, 0, token, 0, page[g], read_once_);
       }
     } else {
@@ -215,8 +166,9 @@ class Loader {
     const int key = first_token(tile) + lane_ % kTokens;
     if (p_.report) check_page(piece, key, page);
     const int64_t offset =
-        page < 0 ? -1
-                 : kElement * (page * p_.kv_stride_page + static_cast<int64_t>(offset_of(key)) * p_.kv_stride_token);
+        page < 0
+            ? -1
+            : kElement * (page * p_.kv_stride_page + static_cast<int64_t>(paging_.offset(key)) * p_.kv_stride_token);
     const uint8_t* pool = static_cast<const uint8_t*>(p_.kv_pages) + lane_ % 8 * 16;
     const RingPlace place = ring_place(count_, warp_);
     attnops::sm90::mbarrier_wait(empty_barrier<At>(shared_, place.position), place.parity ^ 1);
@@ -233,34 +185,11 @@ class Loader {
     attnops::sm90::arrive_after_copies(full_barrier<At>(shared_, place.position));
   }
 
-  // Checked mode: a row of a page that does not exist is reported, once, and left out.
-  __device__ void check_page(const Piece& piece, int key, int& page) const {
-    if (!readable(piece, key) || (page >= 0 && page < p_.page_table.num_pages)) return;
-    const int cell = cell_of(key);
-    if (lane_ < kTokens) report(ReportKind::kPageIndex, piece.request, cell, page, p_.page_table.num_pages);
-    page = -1;
-  }
-
-  __device__ void check_length(const Piece& piece) const {
-    if (p_.report == nullptr || warp_ + lane_ != 0) return;
-    const int64_t capacity = p_.page_table.num_cells(piece.request) * p_.page_table.page_size;
-    if (piece.length > capacity) report(ReportKind::kLength, piece.request, 0, piece.length, capacity + 1);
-  }
-
-  __device__ void report(ReportKind kind, int request, int position, int64_t value, int64_t limit) const {
-    record_fault(p_.report, {ReportOp::kMlaDecode, kind, request, position, value, limit});
-  }
-
-  const Params& p_;
   const CUtensorMap* map_;
-  const CallModes& modes_;
-  const bool use_boxes_;
   const uint32_t shared_;
   const uint64_t read_once_ = attnops::sm90::l2_policy(true);
-  const int warp_, lane_;
   Guess guess_{{0, 0, 0, 0}, 0, nullptr, 0};
   int loaded_ = 0;  // tiles of the first piece, by a guess
-  int count_ = 0;   // tiles of the ring so far
 };
 
 }  // namespace attnops::mla_decode::sm90::few_rows

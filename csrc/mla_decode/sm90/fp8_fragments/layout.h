@@ -5,6 +5,7 @@
 #include "mla_decode/params.h"
 #include "mla_decode/plan.h"
 #include "mla_decode/sm90/few_rows/layout.h"
+#include "mla_decode/sm90/quarters.h"
 
 // Sizes and shared memory of the kernel for few query rows over e4m3 caches.
 namespace attnops::mla_decode::sm90::fp8_fragments {
@@ -21,14 +22,10 @@ enum class Format {
 // group 0 has the first half of a tile's columns, group 1 the second.
 inline constexpr int kGroups = 2;
 inline constexpr int kTeamThreads = kGroups * kGroupThreads;
-inline constexpr int kLoadingWarps = 4;
 
 // K and V have 64 columns a piece: eight pieces of the latent and one of rope.
 inline constexpr int kPieces = 9;
 inline constexpr int kPieceBytes = 64;  // of e4m3
-inline constexpr int kGroupTokens = 8;
-inline constexpr int kQuarterTokens = kPlanTileTokens / kLoadingWarps;  // of a tile, per loading warp
-inline constexpr int kGroupsPerWarp = kQuarterTokens / kGroupTokens;
 
 // How a KV tile lies in shared memory: in groups of eight tokens, whole rows together, each one contiguous run of
 // memory where the tokens share a page. Matrices of eight tokens x 16 bytes must spread over all banks.

@@ -1,21 +1,18 @@
 #pragma once
 #include <type_traits>
 
-#include "core/report.h"
 #include "device/sm90/barrier.cuh"
 #include "device/sm90/copy.cuh"
 #include "mla_decode/sm90/few_rows/launch.h"
-#include "mla_decode/sm90/few_rows/paging.cuh"
 #include "mla_decode/sm90/few_rows/walk.cuh"
 #include "mla_decode/sm90/fp8_fragments/layout.h"
+#include "mla_decode/sm90/fp8_fragments/paging.cuh"
+#include "mla_decode/sm90/quarter_pages.cuh"
 
 // What the loading warps do, as in few_rows/load.cuh: KV tiles of every piece into the ring, groups of eight tokens as
 // boxes of the copy engine where a page holds whole groups and the tile no key that may not be read, everything else
 // row by row, with zeros for what may not be read.
 namespace attnops::mla_decode::sm90::fp8_fragments {
-
-using few_rows::Modes;
-using few_rows::Paging;
 
 // Up to 32 query rows, a request is one work, and its pieces are found with less.
 template <class At>
@@ -32,20 +29,18 @@ struct RingSlot {
 
 // One of the four loading warps; it brings 16 of a tile's 64 tokens.
 template <class At>
-class Loader {
+class Loader : QuarterPages<Paging> {
  public:
   __device__ Loader(const Params& p, const CUtensorMap* map, const Modes& modes, uint32_t shared)
-      : p_(p),
+      : QuarterPages(p, {p.page_table.page_size, modes.page_shift}, modes.use_boxes,
+                     threadIdx.x / 32 - At::kConsumerThreads / 32),
         map_(map),
-        use_boxes_(modes.use_boxes),
-        shared_(shared),
-        paging_(p.page_table.page_size, modes.page_shift),
-        warp_(threadIdx.x / 32 - At::kConsumerThreads / 32),
-        lane_(threadIdx.x % 32) {}
+        shared_(shared) {}
 
   __device__ void run() {
     Walk<At> walk(p_);
-    int first_page = speculate(entry_of(p_, blockIdx.x));
+    const SplitKvEntry& entry = entry_of(p_, blockIdx.x);
+    int first_page = speculate(entry.begin_work / (blocks_of_request(p_) / blocks_of_work(p_)), entry.begin_tile);
     Piece piece;
     while (walk.next(p_, piece)) {
       check_length(piece);
@@ -59,65 +54,10 @@ class Loader {
   }
 
  private:
-  static constexpr int kTokens = kQuarterTokens;           // of a tile, per warp
-  static constexpr int kTilesAhead = 32 / kGroupsPerWarp;  // whose page indices are read at once
-  static constexpr int kUnknown = INT32_MIN;
-
-  // Page indices of the part's first tiles, as row_page and group_page find them, asked for together with the length
-  // of the request instead of after it. They are used only where the length allows. Batch-invariant plans may pass over
-  // a request that has more cuts than there is room for, so there the first piece is not known yet.
-  __device__ int speculate(const SplitKvEntry& entry) const {
-    const int request = entry.begin_work / (blocks_of_request(p_) / blocks_of_work(p_));
-    if (p_.window_left >= 0 || p_.page_table.kv_indptr || p_.fixed_split_tokens > 0) return kUnknown;
-    if (request >= p_.batch_size) return kUnknown;
-    const int tile = entry.begin_tile + (use_boxes_ ? lane_ / kGroupsPerWarp : 0);
-    const int token = use_boxes_ ? lane_ % kGroupsPerWarp * kGroupTokens : lane_ % kTokens;
-    const int cell = paging_.cell(first_token(tile) + token);
-    return cell < p_.page_table.max_pages ? p_.page_table.row(request)[cell] : 0;
-  }
-
   __device__ void load_piece(const Piece& piece, int first_page) {
-    const int32_t* cells = p_.page_table.row(piece.request);
-    // Indices are read ahead: of the next gathered tile, one row a lane, and of 16 boxed tiles, one group a lane.
-    int next_row = -1, groups = 0, next_groups = 0;
-    if (first_page == kUnknown || use_boxes_) {
-      next_row = row_page(piece, cells, 0);
-    } else if (readable(piece, first_token(piece.first_tile) + lane_ % kTokens)) {
-      next_row = first_page;
-    }
-    if (use_boxes_) next_groups = first_page == kUnknown ? group_page(piece, cells, 0) : first_page;
-    for (int t = 0; t < piece.num_tiles; ++t, ++count_) {
-      const int tile = piece.first_tile + t, row = next_row;
-      const bool boxed = is_boxed(piece, tile, use_boxes_);
-      if (t % kTilesAhead == 0) {
-        groups = next_groups;
-        if (use_boxes_) next_groups = group_page(piece, cells, t + kTilesAhead);
-      }
-      if (boxed) load_boxes(tile, groups, t % kTilesAhead * kGroupsPerWarp);
-      next_row = row_page(piece, cells, t + 1);
-      if (!boxed) gather(piece, tile, row);
-    }
-  }
-
-  __device__ int first_token(int tile) const { return tile * kPlanTileTokens + warp_ * kTokens; }
-
-  __device__ static bool readable(const Piece& piece, int key) {
-    return key >= piece.keys.begin && key < piece.keys.end;
-  }
-
-  // The page of row lane % 16 of this warp's part of a gathered tile; -1 where there is nothing to read.
-  __device__ int row_page(const Piece& piece, const int32_t* cells, int t) const {
-    const int tile = piece.first_tile + t, key = first_token(tile) + lane_ % kTokens;
-    const bool needed = t < piece.num_tiles && !is_boxed(piece, tile, use_boxes_) && readable(piece, key);
-    return needed ? cells[paging_.cell(key)] : -1;
-  }
-
-  // The page of group lane % kGroupsPerWarp of tile t + lane / kGroupsPerWarp.
-  __device__ int group_page(const Piece& piece, const int32_t* cells, int t) const {
-    t += lane_ / kGroupsPerWarp;
-    const int tile = piece.first_tile + t, key = first_token(tile) + lane_ % kGroupsPerWarp * kGroupTokens;
-    const bool needed = t < piece.num_tiles && is_boxed(piece, tile, use_boxes_);
-    return needed ? cells[paging_.cell(key)] : 0;
+    each_tile(
+        piece, first_page, [&](int, int tile, int pages, int first_lane) { load_boxes(tile, pages, first_lane); },
+        [&](int tile, int page) { gather(piece, tile, page); });
   }
 
   __device__ void load_boxes(int tile, int pages, int first_lane) const {
@@ -200,32 +140,9 @@ class Loader {
     }
   }
 
-  // Checked mode: a row of a page that does not exist is reported, once, and left out.
-  __device__ void check_page(const Piece& piece, int key, int& page) const {
-    if (!readable(piece, key) || (page >= 0 && page < p_.page_table.num_pages)) return;
-    const int cell = paging_.cell(key);
-    if (lane_ < kTokens) report(ReportKind::kPageIndex, piece.request, cell, page, p_.page_table.num_pages);
-    page = -1;
-  }
-
-  __device__ void check_length(const Piece& piece) const {
-    if (p_.report == nullptr || warp_ + lane_ != 0) return;
-    const int64_t capacity = p_.page_table.num_cells(piece.request) * p_.page_table.page_size;
-    if (piece.length > capacity) report(ReportKind::kLength, piece.request, 0, piece.length, capacity + 1);
-  }
-
-  __device__ void report(ReportKind kind, int request, int position, int64_t value, int64_t limit) const {
-    record_fault(p_.report, {ReportOp::kMlaDecode, kind, request, position, value, limit});
-  }
-
-  const Params& p_;
   const CUtensorMap* map_;
-  const bool use_boxes_;
   const uint32_t shared_;
-  const Paging paging_;
   const uint64_t read_once_ = attnops::sm90::l2_policy(true);
-  const int warp_, lane_;
-  int count_ = 0;  // tiles of the ring so far
 };
 
 }  // namespace attnops::mla_decode::sm90::fp8_fragments

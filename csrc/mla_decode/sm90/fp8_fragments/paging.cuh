@@ -1,6 +1,6 @@
 #pragma once
 
-namespace attnops::mla_decode::sm90::few_rows {
+namespace attnops::mla_decode::sm90::fp8_fragments {
 
 // What the host has found out about the arguments.
 struct Modes {
@@ -21,4 +21,4 @@ class Paging {
   const int size_, shift_;
 };
 
-}  // namespace attnops::mla_decode::sm90::few_rows
+}  // namespace attnops::mla_decode::sm90::fp8_fragments

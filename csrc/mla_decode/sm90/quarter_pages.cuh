@@ -1,0 +1,113 @@
+#pragma once
+#include <cstdint>
+
+#include "core/report.h"
+#include "mla_decode/sm90/pieces.cuh"
+#include "mla_decode/sm90/quarters.h"
+
+namespace attnops::mla_decode::sm90 {
+
+// Where a loading warp's tokens are, for loaders whose four warps bring a quarter of each tile: in groups of eight by
+// the copy engine ("boxed") where a page holds whole groups and the tile no key that may not be read, else row by row.
+// Page indices are read ahead of their use. `Paging` has cell(key) and offset(key): a token's place in the page table
+// and in its page.
+template <class Paging>
+class QuarterPages {
+ protected:
+  static constexpr int kTokens = kQuarterTokens;           // of a tile, per warp
+  static constexpr int kTilesAhead = 32 / kGroupsPerWarp;  // whose page indices are read at once
+  static constexpr int kUnknown = INT32_MIN;
+
+  __device__ QuarterPages(const Params& p, const Paging& paging, bool use_boxes, int warp)
+      : p_(p), paging_(paging), use_boxes_(use_boxes), warp_(warp), lane_(threadIdx.x % 32) {}
+
+  // Whether a part's first pages can be told from the plan alone. Batch-invariant plans may pass over a request that
+  // has more cuts than there is room for, so there the first piece is not known yet.
+  __device__ bool may_speculate() const {
+    return p_.window_left < 0 && !p_.page_table.kv_indptr && p_.fixed_split_tokens <= 0;
+  }
+
+  // Page indices of a part's first tiles, as row_page and group_page find them, asked for together with the length of
+  // the request instead of after it. They are used only where the length allows.
+  __device__ int speculate(int request, int first_tile) const {
+    if (!may_speculate() || request >= p_.batch_size) return kUnknown;
+    const int tile = first_tile + (use_boxes_ ? lane_ / kGroupsPerWarp : 0);
+    const int token = use_boxes_ ? lane_ % kGroupsPerWarp * kGroupTokens : lane_ % kTokens;
+    const int cell = paging_.cell(first_token(tile) + token);
+    return cell < p_.page_table.max_pages ? p_.page_table.row(request)[cell] : 0;
+  }
+
+  // Calls, for each tile of a piece in turn, boxed(t, tile, pages, first_lane) with the pages of its groups in lanes
+  // from first_lane, or gathered(tile, page) with that of row lane % 16. `first_page` is what `speculate` found.
+  template <class Boxed, class Gathered>
+  __device__ void each_tile(const Piece& piece, int first_page, const Boxed& boxed, const Gathered& gathered) {
+    const int32_t* cells = p_.page_table.row(piece.request);
+    // Indices are read ahead: of the next gathered tile, one row a lane, and of 16 boxed tiles, one group a lane.
+    int next_row = -1, groups = 0, next_groups = 0;
+    if (first_page == kUnknown || use_boxes_) {
+      next_row = row_page(piece, cells, 0);
+    } else if (readable(piece, first_token(piece.first_tile) + lane_ % kTokens)) {
+      next_row = first_page;
+    }
+    if (use_boxes_) next_groups = first_page == kUnknown ? group_page(piece, cells, 0) : first_page;
+    for (int t = 0; t < piece.num_tiles; ++t, ++count_) {
+      const int tile = piece.first_tile + t, row = next_row;
+      const bool is_boxed = sm90::is_boxed(piece, tile, use_boxes_);
+      if (t % kTilesAhead == 0) {
+        groups = next_groups;
+        if (use_boxes_) next_groups = group_page(piece, cells, t + kTilesAhead);
+      }
+      if (is_boxed) boxed(t, tile, groups, t % kTilesAhead * kGroupsPerWarp);
+      next_row = row_page(piece, cells, t + 1);
+      if (!is_boxed) gathered(tile, row);
+    }
+  }
+
+  __device__ int first_token(int tile) const { return tile * kPlanTileTokens + warp_ * kTokens; }
+
+  // Checked mode: a row of a page that does not exist is reported, once, and left out.
+  __device__ void check_page(const Piece& piece, int key, int& page) const {
+    if (!readable(piece, key) || (page >= 0 && page < p_.page_table.num_pages)) return;
+    const int cell = paging_.cell(key);
+    if (lane_ < kTokens) report(ReportKind::kPageIndex, piece.request, cell, page, p_.page_table.num_pages);
+    page = -1;
+  }
+
+  __device__ void check_length(const Piece& piece) const {
+    if (p_.report == nullptr || warp_ + lane_ != 0) return;
+    const int64_t capacity = p_.page_table.num_cells(piece.request) * p_.page_table.page_size;
+    if (piece.length > capacity) report(ReportKind::kLength, piece.request, 0, piece.length, capacity + 1);
+  }
+
+  const Params& p_;
+  const Paging paging_;
+  const bool use_boxes_;
+  const int warp_, lane_;
+  int count_ = 0;  // tiles of the ring so far
+
+ private:
+  __device__ static bool readable(const Piece& piece, int key) {
+    return key >= piece.keys.begin && key < piece.keys.end;
+  }
+
+  // The page of row lane % 16 of this warp's part of a gathered tile; -1 where there is nothing to read.
+  __device__ int row_page(const Piece& piece, const int32_t* cells, int t) const {
+    const int tile = piece.first_tile + t, key = first_token(tile) + lane_ % kTokens;
+    const bool needed = t < piece.num_tiles && !is_boxed(piece, tile, use_boxes_) && readable(piece, key);
+    return needed ? cells[paging_.cell(key)] : -1;
+  }
+
+  // The page of group lane % kGroupsPerWarp of tile t + lane / kGroupsPerWarp.
+  __device__ int group_page(const Piece& piece, const int32_t* cells, int t) const {
+    t += lane_ / kGroupsPerWarp;
+    const int tile = piece.first_tile + t, key = first_token(tile) + lane_ % kGroupsPerWarp * kGroupTokens;
+    const bool needed = t < piece.num_tiles && is_boxed(piece, tile, use_boxes_);
+    return needed ? cells[paging_.cell(key)] : 0;
+  }
+
+  __device__ void report(ReportKind kind, int request, int position, int64_t value, int64_t limit) const {
+    record_fault(p_.report, {ReportOp::kMlaDecode, kind, request, position, value, limit});
+  }
+};
+
+}  // namespace attnops::mla_decode::sm90
