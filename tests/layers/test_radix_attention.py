@@ -251,3 +251,54 @@ def test_sinks_of_a_model_stay_its_parameter():
     layer = RadixAttention(HEADS, DIM, 0.2, KV_HEADS, 0, sinks=sinks)
     assert dict(layer.named_parameters())["sinks"] is sinks
     assert "sinks" not in RadixAttention(HEADS, DIM, 0.2, KV_HEADS, 0, sinks=torch.zeros(HEADS)).state_dict()
+
+
+def register_on_layer(kind, layer, hook):
+    return getattr(layer, f"register_{kind}_hook")(hook)
+
+
+def register_on_all_modules(kind, layer, hook):
+    return getattr(torch.nn.modules.module, f"register_module_{kind}_hook")(hook)
+
+
+@pytest.mark.parametrize("register", [register_on_layer, register_on_all_modules])
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_hooks_are_called_as_those_of_any_module(kind, register):
+    """RadixAttention has a call of its own, which is shorter while there are no hooks."""
+    batch = prepared("torch_native", ForwardMode.DECODE, [5], [1])
+    layer = RadixAttention(HEADS, DIM, DIM**-0.5, KV_HEADS, 0)
+    q = torch.randn(1, WIDTH, requires_grad=True)
+    k, v = torch.randn(2, 1, KV_HEADS * DIM).unbind()
+    calls = []
+
+    def called(module, *rest):
+        if module is layer:
+            calls.append(kind)
+
+    handle = register(kind, layer, called)
+    try:
+        out = layer(q, k, v, batch)
+        if "backward" in kind:
+            out.sum().backward()
+    finally:
+        handle.remove()
+    assert calls == [kind]
+    layer(q, k, v, batch)
+    assert calls == [kind]
+
+
+def test_a_layer_compiled_in_place_runs_compiled():
+    batch = prepared("torch_native", ForwardMode.DECODE, [5], [1])
+    layer = RadixAttention(HEADS, DIM, DIM**-0.5, KV_HEADS, 0)
+    q, k, v = torch.randn(1, WIDTH), *torch.randn(2, 1, KV_HEADS * DIM).unbind()
+    graphs = []
+
+    def compiler(graph, example_inputs):
+        graphs.append(graph)
+        return graph
+
+    expected = layer(q, k, v, batch)
+    layer.compile(backend=compiler)
+    with torch.no_grad(), forward_context(batch, {0: layer}):
+        assert torch.equal(layer(q, k, v), expected)
+    assert len(graphs) == 1
