@@ -29,20 +29,10 @@ void launch_cluster_rows(const Params& p, cudaStream_t stream) {
   launch_dependent_prepare<&xqa_cluster_kernel<Tr>>(kWhat, Inbox<Tr>::kBytes);
   const Shape shape = make_shape(p, Tr::kRows, Tr::kWarps);
   const ClusterShape cluster = cluster_shape<Tr>(kWhat, p, shape);
-  const int ctas = p.batch_size * p.num_kv_heads << (cluster.log_ctas + cluster.log_clusters);
-  cudaLaunchAttribute attributes[2]{};
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim = {1u << cluster.log_ctas, 1, 1};
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(ctas));
-  config.blockDim = dim3(Tr::kThreads);
-  config.dynamicSmemBytes = Inbox<Tr>::kBytes;
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = 2;
-  check_cuda(cudaLaunchKernelEx(&config, &xqa_cluster_kernel<Tr>, p, shape, cluster), kWhat);
+  LaunchShape launch{p.batch_size * p.num_kv_heads << (cluster.log_ctas + cluster.log_clusters), Tr::kThreads,
+                     Inbox<Tr>::kBytes, Inbox<Tr>::kBytes};
+  launch.cluster = 1 << cluster.log_ctas;
+  launch_dependent<&xqa_cluster_kernel<Tr>>(kWhat, launch, stream, p, shape, cluster);
 }
 
 template <typename T, bool kFp8, int kHeadDim>

@@ -35,19 +35,9 @@ void launch_team_rows(const Params& p, TeamSize size, cudaStream_t stream) {
   const Team team = make_team(size, shape.rows);
   const CUtensorMap keys = make_map<Tr>(p, p.k_pages, p.k_stride_token, p.k_stride_head, p.k_stride_page);
   const CUtensorMap values = make_map<Tr>(p, p.v_pages, p.v_stride_token, p.v_stride_head, p.v_stride_page);
-  cudaLaunchAttribute attributes[2]{};
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim = {static_cast<unsigned>(team.ctas), 1, 1};
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(p.batch_size * p.num_kv_heads * team.shares));
-  config.blockDim = dim3(Tr::kAllThreads);
-  config.dynamicSmemBytes = kBytes;
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = 2;
-  check_cuda(cudaLaunchKernelEx(&config, kKernel, p, shape, boxes, team, keys, values), kWhat);
+  LaunchShape launch{p.batch_size * p.num_kv_heads * team.shares, Tr::kAllThreads, kBytes, kBytes};
+  launch.cluster = team.ctas;
+  launch_dependent<kKernel>(kWhat, launch, stream, p, shape, boxes, team, keys, values);
 }
 
 // Slices are whole units, so that those of all CTAs may be some units more than the rows have.
