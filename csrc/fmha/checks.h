@@ -45,9 +45,8 @@ inline Dim checked_batch(const char* op, const char* name, const Tensor& bounds)
 }
 
 inline PlanParams checked_plan_params(const Tensor& tile_order, const Tensor& cu_seqlens_q,
-                                      const std::optional<Tensor>& cu_seqlens_k,
-                                      const std::optional<Tensor>& cache_seqlens, int64_t tile_q, bool causal,
-                                      int64_t window_left) {
+                                      const OptionalTensor& cu_seqlens_k, const OptionalTensor& cache_seqlens,
+                                      int64_t tile_q, bool causal, int64_t window_left) {
   constexpr const char* kOp = "fmha_plan";
   Dim batch = checked_batch(kOp, "cu_seqlens_q", cu_seqlens_q);
   check_tile_order(kOp, tile_order, cu_seqlens_q, "cu_seqlens_q");
@@ -86,7 +85,7 @@ struct Arguments {
   const char* k_name;
   const char* v_name;
   const Tensor& out;
-  const std::optional<Tensor>& lse;
+  const OptionalTensor& lse;
   const Tensor& q;
   const Tensor& k;
   const Tensor& v;
@@ -97,11 +96,11 @@ struct Arguments {
   bool causal;
   int64_t window_left, window_right;
   double logit_cap;
-  const std::optional<Tensor>& sinks;
-  const std::optional<Tensor>& tree_mask;
-  const std::optional<Tensor>& k_scale;
-  const std::optional<Tensor>& v_scale;
-  const std::optional<Tensor>& report;
+  const OptionalTensor& sinks;
+  const OptionalTensor& tree_mask;
+  const OptionalTensor& k_scale;
+  const OptionalTensor& v_scale;
+  const OptionalTensor& report;
 };
 
 // The contract of both ops, checked once for all devices. Params exist only when the arguments are right.
@@ -124,7 +123,7 @@ class Checker {
   }
 
   // k, v: [P, page_size, H_kv, D]
-  Params paged(const Tensor& page_table, const std::optional<Tensor>& kv_indptr, const Tensor& cache_seqlens) {
+  Params paged(const Tensor& page_table, const OptionalTensor& kv_indptr, const Tensor& cache_seqlens) {
     check_queries();
     Dim pages("num_pages"), page_size("page_size");
     check_keys({pages, page_size, kv_heads_, dim_qk_}, {pages, page_size, kv_heads_, dim_v_});
@@ -196,7 +195,7 @@ class Checker {
     }
   }
 
-  void check_scale(const char* name, const std::optional<Tensor>& scale) const {
+  void check_scale(const char* name, const OptionalTensor& scale) const {
     if (!scale) return;
     check(name, *scale).dtype({DType::kFloat32}).rank(1).contiguous();
     const int64_t size = scale->size(0);
@@ -235,7 +234,7 @@ class Checker {
 
   // `axis`: of the tokens in k and v.
   Params params(int axis) const {
-    const auto scale_stride = [](const std::optional<Tensor>& scale) { return scale && scale->size(0) > 1 ? 1 : 0; };
+    const auto scale_stride = [](const OptionalTensor& scale) { return scale && scale->size(0) > 1 ? 1 : 0; };
     return {.batch_size = batch_.as_int(),
             .num_q_heads = q_heads_.as_int(),
             .num_kv_heads = kv_heads_.as_int(),

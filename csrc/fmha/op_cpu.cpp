@@ -18,8 +18,8 @@ namespace {
 int num_tiles_of(int seqlen_q, int tile_q) { return seqlen_q > 0 ? ceil_div(seqlen_q, tile_q) : 0; }
 
 // The stable counting sort of scheduler/varlen_tiles.h.
-void fmha_plan_cpu(const Tensor& tile_order, const Tensor& cu_seqlens_q, const std::optional<Tensor>& cu_seqlens_k,
-                   const std::optional<Tensor>& cache_seqlens, int64_t tile_q, bool causal, int64_t window_left) {
+void fmha_plan_cpu(const Tensor& tile_order, const Tensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+                   const OptionalTensor& cache_seqlens, int64_t tile_q, bool causal, int64_t window_left) {
   const PlanParams p =
       checked_plan_params(tile_order, cu_seqlens_q, cu_seqlens_k, cache_seqlens, tile_q, causal, window_left);
   const auto for_each_tile = [&p](const auto& visit) {
@@ -130,12 +130,11 @@ void run(const char* op, const Params& p) {
   });
 }
 
-void fmha_varlen_cpu(const Tensor& out, const std::optional<Tensor>& lse, const Tensor& q, const Tensor& k,
-                     const Tensor& v, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, const Tensor& tile_order,
-                     int64_t tile_q, double softmax_scale, bool causal, int64_t window_left, int64_t window_right,
-                     double logit_cap, const std::optional<Tensor>& sinks, const std::optional<Tensor>& tree_mask,
-                     const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
-                     const std::optional<Tensor>& report) {
+void fmha_varlen_cpu(const Tensor& out, const OptionalTensor& lse, const Tensor& q, const Tensor& k, const Tensor& v,
+                     const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, const Tensor& tile_order, int64_t tile_q,
+                     double softmax_scale, bool causal, int64_t window_left, int64_t window_right, double logit_cap,
+                     const OptionalTensor& sinks, const OptionalTensor& tree_mask, const OptionalTensor& k_scale,
+                     const OptionalTensor& v_scale, const OptionalTensor& report) {
   const Arguments arguments{"fmha_varlen",
                             "k",
                             "v",
@@ -160,13 +159,12 @@ void fmha_varlen_cpu(const Tensor& out, const std::optional<Tensor>& lse, const 
   run("fmha_varlen", Checker(arguments).ragged(cu_seqlens_k));
 }
 
-void fmha_paged_cpu(const Tensor& out, const std::optional<Tensor>& lse, const Tensor& q, const Tensor& k_pages,
-                    const Tensor& v_pages, const Tensor& page_table, const std::optional<Tensor>& kv_indptr,
+void fmha_paged_cpu(const Tensor& out, const OptionalTensor& lse, const Tensor& q, const Tensor& k_pages,
+                    const Tensor& v_pages, const Tensor& page_table, const OptionalTensor& kv_indptr,
                     const Tensor& cache_seqlens, const Tensor& cu_seqlens_q, const Tensor& tile_order, int64_t tile_q,
                     double softmax_scale, bool causal, int64_t window_left, int64_t window_right, double logit_cap,
-                    const std::optional<Tensor>& sinks, const std::optional<Tensor>& tree_mask,
-                    const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
-                    const std::optional<Tensor>& report) {
+                    const OptionalTensor& sinks, const OptionalTensor& tree_mask, const OptionalTensor& k_scale,
+                    const OptionalTensor& v_scale, const OptionalTensor& report) {
   const Arguments arguments{"fmha_paged", "k_pages",    "v_pages",  out,       lse,           q,       k_pages,
                             v_pages,      cu_seqlens_q, tile_order, tile_q,    softmax_scale, causal,  window_left,
                             window_right, logit_cap,    sinks,      tree_mask, k_scale,       v_scale, report};

@@ -7,8 +7,8 @@
 namespace attnops::fmha {
 namespace {
 
-void fmha_plan_cuda(const Tensor& tile_order, const Tensor& cu_seqlens_q, const std::optional<Tensor>& cu_seqlens_k,
-                    const std::optional<Tensor>& cache_seqlens, int64_t tile_q, bool causal, int64_t window_left) {
+void fmha_plan_cuda(const Tensor& tile_order, const Tensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+                    const OptionalTensor& cache_seqlens, int64_t tile_q, bool causal, int64_t window_left) {
   const PlanParams p =
       checked_plan_params(tile_order, cu_seqlens_q, cu_seqlens_k, cache_seqlens, tile_q, causal, window_left);
   const OnDevice guard(cu_seqlens_q);

@@ -15,8 +15,6 @@
 // property is read once and no message is built unless it is wrong.
 namespace attnops::layer_call {
 
-using OptionalTensor = std::optional<Tensor>;
-
 inline void check_bound_tensor(const char* op, const Tensor& bound) {
   Dim bytes("bytes", kBoundBytes, "every bound call");
   TensorCheck check(op, "bound", bound);

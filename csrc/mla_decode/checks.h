@@ -13,12 +13,12 @@ namespace attnops::mla_decode {
 // The arguments of mla_decode as the schema names them.
 struct Arguments {
   const Tensor& out;
-  const std::optional<Tensor>& lse;
+  const OptionalTensor& lse = kAbsent;
   const Tensor& q;
-  const std::optional<Tensor>& q_pe;
+  const OptionalTensor& q_pe = kAbsent;
   const Tensor& kv_pages;
   const Tensor& page_table;
-  const std::optional<Tensor>& kv_indptr;
+  const OptionalTensor& kv_indptr = kAbsent;
   const Tensor& cache_seqlens;
   const Tensor& tile_scheduler_metadata;
   const Tensor& num_splits;
@@ -29,11 +29,11 @@ struct Arguments {
   bool causal;
   int64_t window_left;
   double logit_cap;
-  const std::optional<Tensor>& sinks;
-  const std::optional<Tensor>& tree_mask;
-  const std::optional<Tensor>& kv_scale;
+  const OptionalTensor& sinks = kAbsent;
+  const OptionalTensor& tree_mask = kAbsent;
+  const OptionalTensor& kv_scale = kAbsent;
   int64_t fixed_split_tokens;
-  const std::optional<Tensor>& report;
+  const OptionalTensor& report = kAbsent;
   bool fp8_products = false;
 };
 
@@ -201,9 +201,7 @@ inline Params checked_params(const Arguments& a) {
   check_options(a, e);
 
   const auto int32_data = [](const Tensor& tensor) { return static_cast<const int32_t*>(tensor.const_data_ptr()); };
-  const auto stride = [](const std::optional<Tensor>& tensor, int64_t axis) {
-    return tensor ? tensor->stride(axis) : 0;
-  };
+  const auto stride = [](const OptionalTensor& tensor, int64_t axis) { return tensor ? tensor->stride(axis) : 0; };
   return {.batch_size = e.batch.as_int(),
           .seqlen_q = e.seqlen_q.as_int(),
           .num_q_heads = e.heads.as_int(),

@@ -2,8 +2,8 @@
 #include <torch/csrc/stable/ops.h>
 
 #include "cpu/split_kv_plan.h"
-#include "mla_decode/checks.h"
 #include "mla_decode/cpu/kernel.h"
+#include "mla_decode/op.h"
 
 namespace attnops::mla_decode {
 namespace {
@@ -62,29 +62,13 @@ void run_cpu(const Params& p) {
 
 namespace {
 
-void mla_decode_cpu(const Tensor& out, const std::optional<Tensor>& lse, const Tensor& q,
-                    const std::optional<Tensor>& q_pe, const Tensor& kv_pages, const Tensor& page_table,
-                    const std::optional<Tensor>& kv_indptr, const Tensor& cache_seqlens,
-                    const Tensor& tile_scheduler_metadata, const Tensor& num_splits, const Tensor& out_partial,
-                    const Tensor& lse_partial, const Tensor& semaphores, double softmax_scale, bool causal,
-                    int64_t window_left, double logit_cap, const std::optional<Tensor>& sinks,
-                    const std::optional<Tensor>& tree_mask, const std::optional<Tensor>& kv_scale,
-                    int64_t fixed_split_tokens, const std::optional<Tensor>& report, bool fp8_products) {
-  run_cpu(checked_params({out,         lse,           q,
-                          q_pe,        kv_pages,      page_table,
-                          kv_indptr,   cache_seqlens, tile_scheduler_metadata,
-                          num_splits,  out_partial,   lse_partial,
-                          semaphores,  softmax_scale, causal,
-                          window_left, logit_cap,     sinks,
-                          tree_mask,   kv_scale,      fixed_split_tokens,
-                          report,      fp8_products}));
-}
+void run_on_cpu(const Params& params, const Tensor&) { run_cpu(params); }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(attnops, CPU, m) {
   m.impl("mla_decode_plan", TORCH_BOX(&mla_decode_plan_cpu));
-  m.impl("mla_decode", TORCH_BOX(&mla_decode_cpu));
+  m.impl("mla_decode", TORCH_BOX(&mla_decode<&run_on_cpu>));
 }
 
 }  // namespace attnops::mla_decode

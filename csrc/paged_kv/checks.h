@@ -8,8 +8,6 @@
 // The ops' whole contract, checked once for all devices. Params exist only when the arguments are right.
 namespace attnops::paged_kv {
 
-using OptionalTensor = std::optional<Tensor>;
-
 inline int32_t* checked_report(const char* op, const OptionalTensor& report, const char* other_name,
                                const Tensor& other) {
   if (!report) return nullptr;

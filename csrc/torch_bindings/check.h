@@ -12,6 +12,9 @@
 namespace attnops {
 
 using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+inline const OptionalTensor kAbsent;
 
 DType dtype_of(const Tensor& tensor);                             // throws on a dtype that no op knows
 bool has_dtype(const Tensor& tensor, DType dtype);                // false also for dtypes unknown here
@@ -63,7 +66,7 @@ void check_range(const char* op, const char* name, int64_t value, int64_t low, i
 void check_finite(const char* op, const char* name, double value);
 
 template <typename T>
-T* data_or_null(const std::optional<Tensor>& tensor) {
+T* data_or_null(const OptionalTensor& tensor) {
   return tensor ? static_cast<T*>(tensor->mutable_data_ptr()) : nullptr;
 }
 

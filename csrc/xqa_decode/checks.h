@@ -27,12 +27,12 @@ inline PlanParams checked_plan_params(const Tensor& tile_scheduler_metadata, con
 // The arguments of xqa_decode, by name.
 struct Arguments {
   const Tensor& out;
-  const std::optional<Tensor>& lse;
+  const OptionalTensor& lse = kAbsent;
   const Tensor& q;
   const Tensor& k_pages;
   const Tensor& v_pages;
   const Tensor& page_table;
-  const std::optional<Tensor>& kv_indptr;
+  const OptionalTensor& kv_indptr = kAbsent;
   const Tensor& cache_seqlens;
   const Tensor& tile_scheduler_metadata;
   const Tensor& num_splits;
@@ -43,12 +43,12 @@ struct Arguments {
   bool causal;
   int64_t window_left;
   double logit_cap;
-  const std::optional<Tensor>& sinks;
-  const std::optional<Tensor>& tree_mask;
-  const std::optional<Tensor>& k_scale;
-  const std::optional<Tensor>& v_scale;
+  const OptionalTensor& sinks = kAbsent;
+  const OptionalTensor& tree_mask = kAbsent;
+  const OptionalTensor& k_scale = kAbsent;
+  const OptionalTensor& v_scale = kAbsent;
   int64_t fixed_split_tokens;
-  const std::optional<Tensor>& report;
+  const OptionalTensor& report = kAbsent;
 };
 
 // The op's whole contract, checked once for all devices. Params exist only when the arguments are right. The good path
@@ -148,7 +148,7 @@ class Checker {
     }
   }
 
-  void check_scale(const char* name, const std::optional<Tensor>& scale) const {
+  void check_scale(const char* name, const OptionalTensor& scale) const {
     if (!scale) return;
     check(name, *scale).dtype({DType::kFloat32}).rank(1).contiguous();
     const int64_t size = scale->size(0);
@@ -179,10 +179,8 @@ class Checker {
 
   Params params() const {
     const bool csr = a_.kv_indptr.has_value();
-    const auto stride_of = [](const std::optional<Tensor>& tensor, int64_t axis) {
-      return tensor ? tensor->stride(axis) : 0;
-    };
-    const auto scale_stride = [](const std::optional<Tensor>& scale) { return scale && scale->size(0) > 1 ? 1 : 0; };
+    const auto stride_of = [](const OptionalTensor& tensor, int64_t axis) { return tensor ? tensor->stride(axis) : 0; };
+    const auto scale_stride = [](const OptionalTensor& scale) { return scale && scale->size(0) > 1 ? 1 : 0; };
     return {.batch_size = batch_size_.as_int(),
             .seqlen_q = seqlen_q_.as_int(),
             .num_q_heads = num_q_heads_.as_int(),

@@ -4,8 +4,8 @@
 #include "core/report.h"
 #include "cpu/isa.h"
 #include "cpu/split_kv_plan.h"
-#include "xqa_decode/checks.h"
 #include "xqa_decode/cpu/driver.h"
+#include "xqa_decode/op.h"
 
 namespace attnops::xqa_decode {
 namespace {
@@ -75,44 +75,13 @@ void run_cpu(Params params) {
 
 namespace {
 
-void xqa_decode_cpu(const Tensor& out, const std::optional<Tensor>& lse, const Tensor& q, const Tensor& k_pages,
-                    const Tensor& v_pages, const Tensor& page_table, const std::optional<Tensor>& kv_indptr,
-                    const Tensor& cache_seqlens, const Tensor& tile_scheduler_metadata, const Tensor& num_splits,
-                    const Tensor& out_partial, const Tensor& lse_partial, const Tensor& semaphores,
-                    double softmax_scale, bool causal, int64_t window_left, double logit_cap,
-                    const std::optional<Tensor>& sinks, const std::optional<Tensor>& tree_mask,
-                    const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
-                    int64_t fixed_split_tokens, const std::optional<Tensor>& report) {
-  run_cpu(checked_params({out,
-                          lse,
-                          q,
-                          k_pages,
-                          v_pages,
-                          page_table,
-                          kv_indptr,
-                          cache_seqlens,
-                          tile_scheduler_metadata,
-                          num_splits,
-                          out_partial,
-                          lse_partial,
-                          semaphores,
-                          softmax_scale,
-                          causal,
-                          window_left,
-                          logit_cap,
-                          sinks,
-                          tree_mask,
-                          k_scale,
-                          v_scale,
-                          fixed_split_tokens,
-                          report}));
-}
+void run_on_cpu(const Params& params, const Tensor&) { run_cpu(params); }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(attnops, CPU, m) {
   m.impl("xqa_decode_plan", TORCH_BOX(&xqa_decode_plan_cpu));
-  m.impl("xqa_decode", TORCH_BOX(&xqa_decode_cpu));
+  m.impl("xqa_decode", TORCH_BOX(&xqa_decode<&run_on_cpu>));
 }
 
 }  // namespace attnops::xqa_decode
