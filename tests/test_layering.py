@@ -52,7 +52,7 @@ def top(path):
 
 def is_binding(path):
     """L3 and L4: the only files that may see torch."""
-    return top(path) in {"torch_bindings", *JOINED} or path.name in {"checks.h", "op_cpu.cpp", "op_cuda.cpp"}
+    return top(path) in {"torch_bindings", *JOINED} or path.name in {"checks.h", "op.h", "op_cpu.cpp", "op_cuda.cpp"}
 
 
 def is_joint(name):
