@@ -124,6 +124,17 @@ def test_every_page_size(page_size, kv_dtype, csr, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("page_size", [1, 5, 8, 16, 32, 64, 192])
+def test_every_page_size_with_many_rows(page_size, dtype, strided, device):
+    """Whole tiles and tails of them, in an even and an odd number, of requests with more rows than one block."""
+    lengths = [700, 64, 1, 0, 389]
+    problem = mla_problem(lengths, 2, num_q_heads=35, page_size=page_size, dtype=dtype, strided=strided).to(device)
+    assert_equals_reference(problem, *decode(problem, num_sm_parts=3))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_pool_is_a_slice_of_a_larger_one(kv_dtype, device):
     problem = mla_problem(RAGGED, page_size=16, kv_dtype=kv_dtype, strided=True).to(device)

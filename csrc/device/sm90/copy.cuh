@@ -12,6 +12,11 @@ __device__ inline void copy16(uint32_t shared, const void* global, bool valid) {
                : "memory");
 }
 
+// 16 bytes, always.
+__device__ inline void copy16(uint32_t shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
+
 // 4 bytes, whose line then lies in L1.
 __device__ inline void copy4(uint32_t shared, const void* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");

@@ -65,9 +65,8 @@ class Consumer {
   // Group 0: scores and softmax of tile t, its product, then that of tile t + 1 with the other group's probabilities.
   __device__ void step_even(const Piece& piece, int t, float (&s)[32], float (&o)[128]) {
     const int tile = piece.first_tile + t;
-    const bool boxed = is_boxed(piece, tile, modes_.use_boxes);
-    multiply_rope(0, boxed, s);
-    multiply_queries(0, boxed, s);
+    multiply_rope(0, s);
+    multiply_queries(0, s);
     if (t + 1 < piece.num_tiles) attnops::sm90::named_barrier_arrive(kScores0, kConsumerThreads);
     wgmma_wait<0>(s);
     release(0, kPartRope);
@@ -79,26 +78,25 @@ class Consumer {
     attnops::sm90::named_barrier_arrive(kProbabilities0, kConsumerThreads);
     rescale(o, factor);
     multiply_values(a, 0, o);
-    flip_parity(0, boxed);
+    flip_parity(0);
     wgmma_wait<0>(o);
     release(0, kPartLeft);
     if (t + 1 < piece.num_tiles) {
-      multiply_odd(piece, t + 1, o);
+      multiply_odd(o);
       wgmma_wait<0>(o);
       release(1, kPartLeft);
     }
   }
 
   // Group 0: the product of an odd tile with the other group's probabilities, in flight.
-  __device__ void multiply_odd(const Piece& piece, int t, float (&o)[128]) {
-    const bool boxed = is_boxed(piece, piece.first_tile + t, modes_.use_boxes);
+  __device__ void multiply_odd(float (&o)[128]) {
     float factor[kRowsPerThread];
     attnops::sm90::named_barrier_sync(kProbabilities1, kConsumerThreads);
     follow_maximum(rows_, maxima(1), factor);
     rescale(o, factor);
-    wait_part(1, kPartLeft, boxed);
+    wait_part(1, kPartLeft);
     multiply_values(kP1, 1, o);
-    flip_parity(1, boxed);
+    flip_parity(1);
   }
 
   // Group 1: scores of tile t + 1; the product of tile t with the other group's probabilities, and under it the
@@ -106,13 +104,11 @@ class Consumer {
   __device__ void step_odd(const Piece& piece, int t, float (&s)[32], float (&o)[128]) {
     const int tile = piece.first_tile + t;
     const bool has_odd = t + 1 < piece.num_tiles;
-    const bool boxed = is_boxed(piece, tile, modes_.use_boxes);
-    const bool odd_boxed = has_odd && is_boxed(piece, tile + 1, modes_.use_boxes);
     if (has_odd) {
       // Scores of both tiles at once would finish together, and leave the matrix units idle under both softmaxes.
       attnops::sm90::named_barrier_sync(kScores0, kConsumerThreads);
-      multiply_rope(1, odd_boxed, s);
-      multiply_queries(1, odd_boxed, s);
+      multiply_rope(1, s);
+      multiply_queries(1, s);
       wgmma_wait<0>(s);
       release(1, kPartRope);
     }
@@ -121,9 +117,9 @@ class Consumer {
     attnops::sm90::named_barrier_sync(kProbabilities0, kConsumerThreads);
     follow_maximum(rows_, maxima(0), factor);
     rescale(o, factor);
-    wait_part(0, kPartRight, boxed);
+    wait_part(0, kPartRight);
     multiply_values(kP0, 0, o);
-    flip_parity(0, boxed);
+    flip_parity(0);
     if (!has_odd) {
       wgmma_wait<0>(o);
       release(0, kPartRight);
@@ -139,7 +135,7 @@ class Consumer {
     attnops::sm90::named_barrier_arrive(kProbabilities1, kConsumerThreads);
     rescale(o, factor);
     multiply_values(a, 1, o);
-    flip_parity(1, odd_boxed);
+    flip_parity(1);
     wgmma_wait<0>(o);
     release(1, kPartRight);
   }
@@ -160,8 +156,8 @@ class Consumer {
   }
 
   // s = the rope part of the scores, in flight.
-  __device__ void multiply_rope(int buffer, bool boxed, float (&s)[32]) {
-    wait_unit(buffer, kRope, boxed);
+  __device__ void multiply_rope(int buffer, float (&s)[32]) {
+    wait_unit(buffer, kRope);
     const uint64_t key = operand_descriptor(kv_tile(buffer, kRopeTile));
     wgmma_fence();
 #pragma unroll
@@ -171,11 +167,11 @@ class Consumer {
   }
 
   // s += the rest of the scores, the half first that comes first, in flight.
-  __device__ void multiply_queries(int buffer, bool boxed, float (&s)[32]) {
+  __device__ void multiply_queries(int buffer, float (&s)[32]) {
 #pragma unroll
     for (int u = 0; u < 4; ++u) {
       const int unit = (kGroup == 0 ? u : (u + 2) % 4) + 1;
-      wait_unit(buffer, unit, boxed);
+      wait_unit(buffer, unit);
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
         const int tile = 2 * (unit - 1) + k;
@@ -209,22 +205,17 @@ class Consumer {
 
   __device__ float* maxima(int parity) const { return reinterpret_cast<float*>(base_ + kMaxima) + parity * 64; }
 
-  __device__ void wait_unit(int buffer, int unit, bool boxed) const {
-    if (boxed) {
-      mbarrier_wait(shared_ + barrier_box(buffer, unit), full_parity_ >> buffer & 1);
-    } else {
-      mbarrier_wait(shared_ + barrier_gather(buffer, part_of(unit)), full_parity_ >> (2 + buffer) & 1);
-      fence_async_proxy();  // rows arrive by ordinary writes
-    }
+  __device__ void wait_unit(int buffer, int unit) const {
+    mbarrier_wait(shared_ + barrier_full(buffer, unit), full_parity_ >> buffer & 1);
   }
 
   // For a tile whose scores the other group computed: it has arrived, but this group has not seen it yet.
-  __device__ void wait_part(int buffer, int part, bool boxed) const {
-    wait_unit(buffer, 2 * part - 1, boxed);
-    if (boxed) wait_unit(buffer, 2 * part, boxed);
+  __device__ void wait_part(int buffer, int part) const {
+    wait_unit(buffer, 2 * part - 1);
+    wait_unit(buffer, 2 * part);
   }
 
-  __device__ void flip_parity(int buffer, bool boxed) { full_parity_ ^= 1u << (boxed ? buffer : 2 + buffer); }
+  __device__ void flip_parity(int buffer) { full_parity_ ^= 1u << buffer; }
 
   __device__ void release(int buffer, int part) const { release(barrier_empty(buffer, part)); }
 
@@ -240,18 +231,14 @@ class Consumer {
   const int lane_;
   RowState rows_;
   uint32_t q_rope_[4][4];
-  uint32_t full_parity_ = 0;  // bit 2 * gathered + buffer: of the phase to wait for
+  uint32_t full_parity_ = 0;  // bit of the buffer: the phase to wait for
 };
 
 // By the lanes of a warp, one barrier each.
 __device__ inline void init_barriers(uint32_t shared, bool queries_by_map) {
   constexpr int kWarps = kGroupThreads / 32;
   const int i = threadIdx.x % 32;
-  const int arrivals = i < 10   ? 1
-                       : i < 16 ? 32
-                       : i < 22 ? kWarps
-                       : i < 23 ? (queries_by_map ? 1 : kGroupThreads)
-                                : 2 * kWarps;
+  const int arrivals = i < 10 ? 1 : i < 16 ? kWarps : i < 17 ? (queries_by_map ? 1 : kGroupThreads) : 2 * kWarps;
   if (i < kBarrierCount) attnops::sm90::mbarrier_init(shared + kBarriers + 8 * i, arrivals);
   attnops::sm90::mbarrier_init_fence();
 }
@@ -286,7 +273,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     Consumer<T, 1, kOptions>(p, modes, shared_bytes, shared).run();
   } else {
     attnops::sm90::registers_decrease<56>();
-    Loader<kOptions>(p, maps, modes, *reinterpret_cast<const SplitKvEntry*>(shared_bytes + kEntry), shared).run();
+    Loader<kOptions>(p, maps, modes, *reinterpret_cast<const SplitKvEntry*>(shared_bytes + kEntry), shared_bytes,
+                     shared)
+        .run();
   }
 }
 

@@ -15,7 +15,16 @@ inline bool boxes_fit(const Params& p) {
   return p.report == nullptr && p.page_table.page_size % kPlanTileTokens == 0 && p.page_table.num_pages > 0;
 }
 
-inline CUtensorMap make_map(const Params& p) {
+// Rows that the copy engine reads at once: those of a tile, or of a page that is half or a quarter of one. Smaller
+// boxes take it longer than gathering. 0: everything is gathered.
+inline int rows_of_box(const Params& p) {
+  if (boxes_fit(p)) return kPlanTileTokens;
+  const int page_size = p.page_table.page_size;
+  const bool fits = page_size == kPlanTileTokens / 2 || page_size == kPlanTileTokens / 4;
+  return fits && p.report == nullptr && p.page_table.num_pages > 0 ? page_size : 0;
+}
+
+inline CUtensorMap make_map(const Params& p, int box_rows = kPlanTileTokens) {
   const int64_t element = size_of(p.kv_dtype);
   return attnops::sm90::make_tensor_map({.dtype = p.kv_dtype,
                                          .base = p.kv_pages,
@@ -23,7 +32,7 @@ inline CUtensorMap make_map(const Params& p) {
                                                      static_cast<uint64_t>(p.page_table.num_pages)},
                                          .strides = {static_cast<uint64_t>(p.kv_stride_token * element),
                                                      static_cast<uint64_t>(p.kv_stride_page * element)},
-                                         .box_rows = kPlanTileTokens});
+                                         .box_rows = static_cast<uint32_t>(box_rows)});
 }
 
 // Queries come by the copy engine where a request's rows (token, head) lie at equal distances.
@@ -49,9 +58,19 @@ inline CUtensorMap make_query_map(const Params& p, const void* base, int width, 
        .box_rows = kPlanRows});
 }
 
+// The largest power of two that divides every stride between rows of the pool, if 32 bits of it reach the last one.
+inline RowUnits row_units(const Params& p) {
+  const int64_t element = size_of(p.kv_dtype), tokens = p.page_table.page_size, pages = p.page_table.num_pages;
+  const int64_t page = pages > 1 ? p.kv_stride_page * element : 0, token = tokens > 1 ? p.kv_stride_token * element : 0;
+  const int64_t unit = int64_t{1} << min_of(__builtin_ctzll(page | token | 1 << 20), 20);
+  const int64_t last = (max_of(pages - 1, int64_t{0}) * page + (tokens - 1) * token) / unit;
+  if (page < 0 || token < 0 || last > UINT32_MAX) return {};
+  return {static_cast<uint32_t>(unit), static_cast<uint32_t>(page / unit), static_cast<uint32_t>(token / unit)};
+}
+
 inline Maps make_maps(const Params& p, const Modes& modes) {
   Maps maps{};
-  if (modes.use_boxes) maps.kv = make_map(p);
+  if (modes.use_boxes) maps.kv = make_map(p, kPlanTileTokens >> modes.box_shift);
   if (modes.queries_by_map) {
     maps.q = make_query_map(p, p.q, p.q_pe ? kHeadDimV : kHeadDimQk, p.q_stride_head, p.q_stride_request);
     if (p.q_pe) maps.q_pe = make_query_map(p, p.q_pe, kHeadDimRope, p.q_pe_stride_head, p.q_pe_stride_request);
@@ -120,10 +139,14 @@ void launch_attention(const Params& p, const Modes& modes, cudaStream_t stream) 
 template <typename T>
 void launch(const Params& p, cudaStream_t stream) {
   if (p.batch_size == 0) return;
-  const Modes modes{.use_boxes = boxes_fit(p),
+  const int box_rows = rows_of_box(p);
+  const Modes modes{.use_boxes = box_rows > 0,
                     .queries_by_map = queries_fit(p),
                     .out_aligned = output_aligned(p),
-                    .tiles_per_page = max_of(p.page_table.page_size / kPlanTileTokens, 1)};
+                    .tiles_per_page = max_of(p.page_table.page_size / kPlanTileTokens, 1),
+                    .box_shift = box_rows > 0 ? __builtin_ctz(kPlanTileTokens / box_rows) : 0,
+                    .by_page_size = Divisor(p.page_table.page_size),
+                    .units = row_units(p)};
   if (is_common(p, modes)) {
     launch_attention<T, Options::kCommon>(p, modes, stream);
   } else {

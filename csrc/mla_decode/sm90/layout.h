@@ -25,9 +25,10 @@ inline constexpr int kP1 = kQ + kRopeTile * kTileBytes;
 inline constexpr int kMaxima = kP0 + kTileBytes;              // float [2][64], by parity of the tile
 inline constexpr int kSums = kMaxima + 2 * 64 * 4;            // float [2][2][64], by parity of the piece, group
 inline constexpr int kBarriers = kSums + 2 * 2 * 64 * 4;      // 8 bytes each, see below
-inline constexpr int kBarrierCount = 2 * (5 + 3 + 3) + 2;     // per buffer: boxes, gathers, empty; q full, q empty
+inline constexpr int kBarrierCount = 2 * (5 + 3) + 2;         // per buffer: full, empty; q full, q empty
 inline constexpr int kEntry = kBarriers + 8 * kBarrierCount;  // the part's row of the plan
-inline constexpr int kSharedBytes = kEntry + 32;
+inline constexpr int kRowLists = kEntry + 32;  // where the rows of gathered tiles lie: uint32 [4][64], by loading warp
+inline constexpr int kSharedBytes = kRowLists + 4 * 64 * 4;
 static_assert(kSharedBytes <= 227 * 1024);
 
 // A KV tile arrives in five units and is given back in three.
@@ -47,11 +48,10 @@ inline constexpr int tiles_of_unit(int unit) { return unit == kRope ? 1 : 2; }
 inline constexpr int tiles_of_part(int part) { return part == kPartRope ? 1 : 4; }
 
 // Byte offsets of the barriers.
-inline constexpr int barrier_box(int buffer, int unit) { return kBarriers + 8 * (buffer * kUnits + unit); }
-inline constexpr int barrier_gather(int buffer, int part) { return kBarriers + 8 * (10 + buffer * kParts + part); }
-inline constexpr int barrier_empty(int buffer, int part) { return kBarriers + 8 * (16 + buffer * kParts + part); }
-inline constexpr int kQueriesFull = kBarriers + 8 * 22;
-inline constexpr int kQueriesEmpty = kBarriers + 8 * 23;
+inline constexpr int barrier_full(int buffer, int unit) { return kBarriers + 8 * (buffer * kUnits + unit); }
+inline constexpr int barrier_empty(int buffer, int part) { return kBarriers + 8 * (10 + buffer * kParts + part); }
+inline constexpr int kQueriesFull = kBarriers + 8 * 16;
+inline constexpr int kQueriesEmpty = kBarriers + 8 * 17;
 
 // Hardware barriers between the two consumer groups: probabilities of an even or odd tile ready; row sums ready; scores
 // of an even tile issued.

@@ -1,4 +1,5 @@
 #pragma once
+#include "core/divisor.h"
 #include "core/report.h"
 #include "device/sm90/barrier.cuh"
 #include "device/sm90/copy.cuh"
@@ -13,12 +14,21 @@ namespace attnops::mla_decode::sm90 {
 
 using attnops::sm90::mbarrier_wait;
 
+// Where rows of the pool begin, in units that divide both strides: 32 bits then reach as far as pools do.
+struct RowUnits {
+  uint32_t bytes = 0;  // of a unit; 0: they do not reach
+  uint32_t per_page = 0, per_token = 0;
+};
+
 // What the host has found out about the arguments.
 struct Modes {
   bool use_boxes;       // whole tiles come by the copy engine
   bool queries_by_map;  // and so do queries
   bool out_aligned;     // rows of the output start on 16-byte boundaries
-  int tiles_per_page;   // of boxes
+  int tiles_per_page;   // of boxes, at least one
+  int box_shift;        // a tile comes as 2^box_shift boxes, one of each page
+  Divisor by_page_size;
+  RowUnits units;
 };
 
 struct Maps {
@@ -42,11 +52,13 @@ __device__ inline void copy_queries(const Params& p, const Maps& maps, uint32_t 
 template <Options kOptions>
 class Loader {
  public:
-  __device__ Loader(const Params& p, const Maps& maps, const Modes& modes, const SplitKvEntry& entry, uint32_t shared)
+  __device__ Loader(const Params& p, const Maps& maps, const Modes& modes, const SplitKvEntry& entry, uint8_t* base,
+                    uint32_t shared)
       : p_(p),
         maps_(maps),
         modes_(modes),
         entry_(entry),
+        base_(base),
         shared_(shared),
         warp_(threadIdx.x % kGroupThreads / 32),
         lane_(threadIdx.x % 32),
@@ -69,14 +81,14 @@ class Loader {
  private:
   static constexpr int kElement = 2;
   static constexpr int kRowsPerLane = 2;  // of a gathered tile: lane and lane + 32
+  static constexpr int kRowSteps = 16;    // of four rows, which a warp copies at once
   static constexpr int kUnknown = INT32_MIN;
-  static constexpr int kStepsAhead = 32;  // whose pages are read at once, one a lane
 
   // Every second tile of the piece: runs of boxes and runs of gathered tiles, in loops of their own.
   __device__ void load_tiles(const Piece& piece, int count, int first_pages) {
     const int32_t* cells = p_.page_table.row(piece.request);
     int boxes = first_pages == kUnknown ? box_pages(piece, cells, 0) : first_pages;
-    int next_boxes = box_pages(piece, cells, kStepsAhead);
+    int next_boxes = box_pages(piece, cells, steps_ahead());
     // Rows of gathered tiles are looked up a tile ahead. Behind boxes comes one such tile at most, the last.
     int pages[kRowsPerLane];
     int pages_of = boxed(piece, buffer_) ? buffer_ + (piece.num_tiles - 1 - buffer_) / 2 * 2 : buffer_;
@@ -86,12 +98,16 @@ class Loader {
     int t = buffer_;
     while (t < piece.num_tiles) {
       for (; t < piece.num_tiles && boxed(piece, t); t += 2) {
-        const int step = t / 2;
-        if (step % kStepsAhead == 0 && step > 0) {
+        const int step = t / 2, lane = (step << modes_.box_shift) % 32;
+        if (lane == 0 && step > 0) {
           boxes = next_boxes;
-          next_boxes = box_pages(piece, cells, step + kStepsAhead);
+          next_boxes = box_pages(piece, cells, step + steps_ahead());
         }
-        load_boxes(piece.first_tile + t, __shfl_sync(0xffffffffu, boxes, step % kStepsAhead));
+        if (modes_.box_shift == 0) {
+          load_boxes(piece.first_tile + t, __shfl_sync(0xffffffffu, boxes, lane));
+        } else {
+          load_small_boxes(boxes, lane);
+        }
         empty_parity_ ^= 1;
         if (t == 0) let_odd_tiles_begin(count);
       }
@@ -131,18 +147,28 @@ class Loader {
     for (int i = 0; i < kRowsPerLane; ++i) {
       const int key = tile * kPlanTileTokens + lane_ + 32 * i;
       page[i] = -1;
-      if (needed && readable(piece, key)) page[i] = cells[key / p_.page_table.page_size];
+      if (needed && readable(piece, key)) page[i] = cells[page_cell(key)];
     }
   }
 
-  // The page of this buffer's tile `step` + lane.
+  // Steps whose pages are read at once, one a lane.
+  __device__ int steps_ahead() const { return 32 >> modes_.box_shift; }
+
+  // The pages of this buffer's tiles from `step` on, one a lane.
   __device__ int box_pages(const Piece& piece, const int32_t* cells, int step) const {
-    const int t = buffer_ + 2 * (step + lane_), tile = piece.first_tile + t;
+    const int t = buffer_ + 2 * (step + (lane_ >> modes_.box_shift)), tile = piece.first_tile + t;
     const bool needed = t < piece.num_tiles && boxed(piece, t);
     return needed ? cells[cell_of(tile)] : 0;
   }
 
-  __device__ int cell_of(int tile) const { return modes_.tiles_per_page == 1 ? tile : tile / modes_.tiles_per_page; }
+  __device__ int page_cell(int key) const { return modes_.by_page_size.divide(key); }
+  __device__ int token_of(int key) const { return key - page_cell(key) * p_.page_table.page_size; }
+
+  // Of this lane's box of a tile.
+  __device__ int cell_of(int tile) const {
+    if (modes_.tiles_per_page > 1) return tile / modes_.tiles_per_page;
+    return (tile << modes_.box_shift) + (lane_ & ((1 << modes_.box_shift) - 1));
+  }
 
   // The pages of the part's first boxes, asked for together with the request's length instead of after it. They are
   // used only where the length allows.
@@ -150,15 +176,14 @@ class Loader {
     if (!modes_.use_boxes || window_of<kOptions>(p_) >= 0 || p_.page_table.kv_indptr) return kUnknown;
     const int request = block_place(p_, entry_.begin_work).request;
     if (request >= p_.batch_size) return kUnknown;
-    const int cell = cell_of(entry_.begin_tile + buffer_ + 2 * lane_);
+    const int cell = cell_of(entry_.begin_tile + buffer_ + 2 * (lane_ >> modes_.box_shift));
     return cell < p_.page_table.max_pages ? p_.page_table.row(request)[cell] : 0;
   }
 
   // Where a row begins, in bytes from the pool, or -1.
   __device__ int64_t row_offset(int key, int page) const {
     if (page < 0) return -1;
-    return kElement *
-           (page * p_.kv_stride_page + static_cast<int64_t>(key % p_.page_table.page_size) * p_.kv_stride_token);
+    return kElement * (page * p_.kv_stride_page + static_cast<int64_t>(token_of(key)) * p_.kv_stride_token);
   }
 
   __device__ void wait_empty(int part) const {
@@ -181,10 +206,38 @@ class Loader {
   }
 
   __device__ void load_unit(int unit, int column, int tiles, int token, int page) const {
-    const uint32_t barrier = shared_ + barrier_box(buffer_, unit);
+    const uint32_t barrier = shared_ + barrier_full(buffer_, unit);
     attnops::sm90::mbarrier_arrive_expect(barrier, tiles * kTileBytes);
     for (int k = column; k < column + tiles; ++k) {
       attnops::sm90::copy_box(kv_tile(k), &maps_.kv, barrier, k * 64, token, page);
+    }
+  }
+
+  // The same from pages of less than a tile, whose numbers lanes hold, the first of them `lane`.
+  __device__ void load_small_boxes(int pages, int lane) const {
+    if (has_rope()) {
+      wait_empty(kPartRope);
+      load_small_unit(kRope, kRopeTile, 1, pages, lane);
+    }
+    wait_empty(part_);
+    const int column = first_tile_of_part(part_);
+    load_small_unit(2 * part_ - 1, column, 2, pages, lane);
+    load_small_unit(2 * part_, column + 2, 2, pages, lane);
+  }
+
+  __device__ void load_small_unit(int unit, int column, int tiles, int pages, int lane) const {
+    const uint32_t barrier = shared_ + barrier_full(buffer_, unit);
+    if (lane_ == 0) attnops::sm90::mbarrier_arrive_expect(barrier, tiles * kTileBytes);
+#pragma unroll 1
+    for (int i = 0; i < 1 << modes_.box_shift; ++i) {
+      const int page = __shfl_sync(0xffffffffu, pages, lane + i);
+      if (lane_ == 0) {
+        for (int k = column; k < column + tiles; ++k) {
+          const uint32_t place = kv_tile(k) + i * (kTileBytes >> modes_.box_shift);
+          attnops::sm90::copy_box(place, &maps_.kv, barrier, k * 64, 0, page);
+        }
+      }
+      __syncwarp();
     }
   }
 
@@ -194,20 +247,89 @@ class Loader {
 
   __device__ void gather(const Piece& piece, int tile, int (&page)[kRowsPerLane]) const {
     if (kOptions == Options::kAll && p_.report) check_pages(piece, tile, page);
+    const bool complete = __all_sync(0xffffffffu, min_of(page[0], page[1]) >= 0);
+    if (complete && modes_.units.bytes != 0) {
+      gather_complete(tile, page);
+    } else {
+      gather_some(tile, page);
+    }
+  }
+
+  // A tile all of whose keys may be read. What can be known of the rows is known before their place is free.
+  __device__ void gather_complete(int tile, const int (&page)[kRowsPerLane]) const {
+    uint32_t* rows = row_list();
+#pragma unroll
+    for (int i = 0; i < kRowsPerLane; ++i) {
+      const int token = token_of(tile * kPlanTileTokens + lane_ + 32 * i);
+      rows[lane_ % 4 * kRowSteps + lane_ / 4 + 8 * i] =
+          page[i] * modes_.units.per_page + token * modes_.units.per_token;
+    }
+    __syncwarp();
+    if (has_rope()) {
+      wait_empty(kPartRope);
+      copy_complete<0, 1>(kRopeTile);
+      commit_copies();
+    }
+    wait_empty(part_);
+    const int column = first_tile_of_part(part_);
+    copy_complete<0, 2>(column);
+    commit_copies();
+    copy_complete<2, 2>(column);
+    commit_copies();
+    if (has_rope()) hand_over<2>(kRope);
+    hand_over<1>(2 * part_ - 1);
+    hand_over<0>(2 * part_);
+  }
+
+  // Where the rows of the warp's tile lie, in units from the pool: those of the four rows that eight lanes each copy at
+  // once, one behind the other.
+  __device__ uint32_t* row_list() const {
+    return reinterpret_cast<uint32_t*>(base_ + kRowLists) + warp_ * kPlanTileTokens;
+  }
+
+  // Eight lanes copy the 128 bytes of a row of a 64 x 64 tile, of kTiles such tiles, kFirst behind that of `column`.
+  template <int kFirst, int kTiles>
+  __device__ void copy_complete(int column) const {
+    const uint8_t* pool = static_cast<const uint8_t*>(p_.kv_pages) + column * 128 + lane_ % 8 * 16;
+    // The swizzle repeats after eight rows, which are two steps.
+    const uint32_t even = kv_tile(column) + attnops::sm90::swizzled(lane_ / 8, lane_ % 8);
+    const uint32_t odd = kv_tile(column) + attnops::sm90::swizzled(4 + lane_ / 8, lane_ % 8);
+    const auto copy_row = [&](uint32_t row, uint32_t place) {
+      const uint8_t* source;
+      asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(source) : "r"(row), "r"(modes_.units.bytes), "l"(pool));
+#pragma unroll
+      for (int k = kFirst; k < kFirst + kTiles; ++k) attnops::sm90::copy16(place + k * kTileBytes, source + k * 128);
+    };
+    const auto* list = reinterpret_cast<const uint4*>(row_list() + lane_ / 8 * kRowSteps);
+    uint4 rows = list[0];
+#pragma unroll
+    for (int i = 0; i < kRowSteps / 4; ++i) {
+      const uint4 next = list[(i + 1) % (kRowSteps / 4)];
+      copy_row(rows.x, even + 2048 * i);
+      copy_row(rows.y, odd + 2048 * i);
+      copy_row(rows.z, even + 2048 * i + 1024);
+      copy_row(rows.w, odd + 2048 * i + 1024);
+      rows = next;
+    }
+  }
+
+  // A tile with keys that may not be read: zeros.
+  __device__ void gather_some(int tile, const int (&page)[kRowsPerLane]) const {
     int64_t offset[kRowsPerLane];
 #pragma unroll
     for (int i = 0; i < kRowsPerLane; ++i) offset[i] = row_offset(tile * kPlanTileTokens + lane_ + 32 * i, page[i]);
     if (has_rope()) {
       wait_empty(kPartRope);
       copy_rows(offset, kRopeTile, 1);
-      attnops::sm90::arrive_after_copies(shared_ + barrier_gather(buffer_, kPartRope));
     }
     wait_empty(part_);
     copy_rows(offset, first_tile_of_part(part_), 4);
-    attnops::sm90::arrive_after_copies(shared_ + barrier_gather(buffer_, part_));
+    commit_copies();
+    if (has_rope()) hand_over<0>(kRope);
+    hand_over<0>(2 * part_ - 1);
+    hand_over<0>(2 * part_);
   }
 
-  // Eight lanes copy the 128 bytes of a row of a 64 x 64 tile.
   __device__ void copy_rows(const int64_t (&offset)[kRowsPerLane], int column, int tiles) const {
     const uint8_t* pool = static_cast<const uint8_t*>(p_.kv_pages) + lane_ % 8 * 16;
 #pragma unroll
@@ -224,6 +346,17 @@ class Loader {
         }
       }
     }
+  }
+
+  __device__ static void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+  // Tells the consumers that a unit is there, once all but the last kPending groups of copies have landed.
+  template <int kPending>
+  __device__ void hand_over(int unit) const {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+    attnops::sm90::fence_async_proxy();  // rows arrive by ordinary writes
+    __syncwarp();
+    if (lane_ == 0) attnops::sm90::mbarrier_arrive(shared_ + barrier_full(buffer_, unit));
   }
 
   __device__ void load_queries(const Piece& piece, int count) const {
@@ -287,6 +420,7 @@ class Loader {
   const Maps& maps_;
   const Modes& modes_;
   const SplitKvEntry& entry_;
+  uint8_t* const base_;
   const uint32_t shared_;
   const int warp_, lane_;
   const int buffer_;           // 0: even tiles of a piece, 1: odd ones
