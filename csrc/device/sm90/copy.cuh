@@ -57,6 +57,15 @@ __device__ inline void copy_box(uint32_t shared, const CUtensorMap* map, uint32_
       : "memory");
 }
 
+__device__ inline void copy_box(uint32_t shared, const CUtensorMap* map, uint32_t barrier, int x, int y, int z,
+                                uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, "
+      "%4, %5}], [%2], %6;" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "l"(policy)
+      : "memory");
+}
+
 // A run of bytes, by the copy engine, under a cache policy; adds them to the barrier's transaction. Both addresses and
 // the count are multiples of 16.
 __device__ inline void copy_bytes(uint32_t shared, const void* global, int bytes, uint32_t barrier, uint64_t policy) {

@@ -19,6 +19,7 @@ struct MapGeometry {
   uint64_t extents[3];  // innermost first
   uint64_t strides[2];  // of dimensions 1 and 2; multiples of 16
   uint32_t box_rows;
+  CUtensorMapL2promotion fetch = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;  // at a miss in L2
 };
 
 // The driver's encoder, found at run time: linking libcuda would make the module unloadable without a driver.
@@ -53,7 +54,7 @@ inline CUtensorMap encode_tensor_map(DType dtype, const void* base, int rank, co
 inline CUtensorMap make_tensor_map(const MapGeometry& g) {
   const cuuint32_t box[3] = {static_cast<cuuint32_t>(128 / size_of(g.dtype)), g.box_rows, 1};
   const cuuint64_t extents[3] = {g.extents[0], g.extents[1], g.extents[2]}, strides[2] = {g.strides[0], g.strides[1]};
-  return encode_tensor_map(g.dtype, g.base, 3, extents, strides, box);
+  return encode_tensor_map(g.dtype, g.base, 3, extents, strides, box, g.fetch);
 }
 
 // The same rows read whole: boxes of `box_rows` rows of `pieces` pieces of 64 elements, which land piece by piece, each

@@ -209,7 +209,7 @@ class Loader {
     const uint32_t barrier = shared_ + barrier_full(buffer_, unit);
     attnops::sm90::mbarrier_arrive_expect(barrier, tiles * kTileBytes);
     for (int k = column; k < column + tiles; ++k) {
-      attnops::sm90::copy_box(kv_tile(k), &maps_.kv, barrier, k * 64, token, page);
+      attnops::sm90::copy_box(kv_tile(k), &maps_.kv, barrier, k * 64, token, page, read_once_);
     }
   }
 
@@ -422,6 +422,7 @@ class Loader {
   const SplitKvEntry& entry_;
   uint8_t* const base_;
   const uint32_t shared_;
+  const uint64_t read_once_ = attnops::sm90::l2_policy(true);
   const int warp_, lane_;
   const int buffer_;           // 0: even tiles of a piece, 1: odd ones
   const int part_;             // of the columns
