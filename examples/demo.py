@@ -58,7 +58,8 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.8, help="0: greedy")
     parser.add_argument("--top-p", type=float, default=0.8)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--page-size", type=int, default=16, help="tokens per page")
+    page_size = "tokens per page; 0: 64 on a GPU, as its MLA kernels want it, 16 on a CPU"
+    parser.add_argument("--page-size", type=int, default=0, help=page_size)
     parser.add_argument("--pool-tokens", type=int, default=8192, help="tokens that the paged cache holds")
     parser.add_argument("--chunk", type=int, default=256, help="most tokens per step")
     parser.add_argument("--max-batch", type=int, default=16, help="most requests that run at the same time")
@@ -69,8 +70,11 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     if options.device == "auto":
         options.device = "cuda" if torch.cuda.is_available() else "cpu"
     check_options(parser, options)
+    on_cuda = torch.device(options.device).type == "cuda"
+    if options.page_size == 0:
+        options.page_size = 64 if on_cuda else 16
     if options.dtype == "auto":
-        options.dtype = "bfloat16" if torch.device(options.device).type == "cuda" else "float32"
+        options.dtype = "bfloat16" if on_cuda else "float32"
     options.dtype = getattr(torch, options.dtype)
     return options
 
@@ -92,7 +96,7 @@ def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) 
         ),
         (options.requests > 0, "--requests must be at least 1"),
         (0 < options.max_new_tokens <= room, f"--max-new-tokens must be from 1 to {room}"),
-        (options.page_size > 0, "--page-size must be at least 1"),
+        (options.page_size >= 0, "--page-size must be at least 1, or 0 for what fits the device"),
         (options.pool_tokens >= CONTEXT, f"--pool-tokens must be at least {CONTEXT}, what one request may need"),
         (0 < options.max_batch <= options.chunk, "--chunk must be at least --max-batch, and that at least 1"),
     ):
