@@ -14,7 +14,10 @@ class SplitKvPlanner {
       : geometry_(geometry), prefix_(geometry.num_requests + 1, 0), tiles_(geometry.num_requests) {
     for (int b = 0; b < geometry.num_requests; ++b) {
       tiles_[b] = num_tiles(geometry, cache_seqlens[b]);
-      prefix_[b + 1] = prefix_[b] + geometry.works_per_request * work_cost(geometry, tiles_[b]);
+      if (geometry.even_shares > 0 && tiles_[b] != tiles_[0]) geometry_.uneven = true;
+    }
+    for (int b = 0; b < geometry.num_requests; ++b) {
+      prefix_[b + 1] = prefix_[b] + geometry.works_per_request * work_cost(geometry_, tiles_[b]);
     }
   }
 

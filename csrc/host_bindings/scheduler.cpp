@@ -18,22 +18,26 @@ struct OwnedBatch {
   std::vector<int32_t> tiles;
 
   OwnedBatch(const SplitKvGeometry& geometry, const std::vector<int>& lengths) {
-    for (const int length : lengths) {
-      tiles.push_back(num_tiles(geometry, length));
-      prefix.push_back(prefix.back() + geometry.works_per_request * work_cost(geometry, tiles.back()));
+    for (const int length : lengths) tiles.push_back(num_tiles(geometry, length));
+    for (const int count : tiles) {
+      prefix.push_back(prefix.back() + geometry.works_per_request * work_cost(geometry, count));
     }
   }
 
   SplitKvBatch view() const { return {prefix.data(), tiles.data()}; }
 };
 
-SplitKvGeometry with_requests(SplitKvGeometry geometry, const std::vector<int>& lengths) {
+SplitKvGeometry of_batch(SplitKvGeometry geometry, const std::vector<int>& lengths) {
   geometry.num_requests = static_cast<int>(lengths.size());
+  for (const int length : lengths) {
+    const bool differs = num_tiles(geometry, length) != num_tiles(geometry, lengths[0]);
+    if (geometry.even_shares > 0 && differs) geometry.uneven = true;
+  }
   return geometry;
 }
 
 std::vector<SplitKvEntry> plan_split_kv(const SplitKvGeometry& shape, const std::vector<int>& lengths) {
-  const SplitKvGeometry geometry = with_requests(shape, lengths);
+  const SplitKvGeometry geometry = of_batch(shape, lengths);
   const OwnedBatch batch(geometry, lengths);
   std::vector<SplitKvEntry> entries;
   for (int part = 0; part < geometry.num_sm_parts; ++part) {
@@ -52,7 +56,7 @@ PYBIND11_MODULE(_scheduler, m) {
 
   py::class_<SplitKvGeometry>(m, "SplitKvGeometry")
       .def(py::init([](int works_per_request, int seqlen_q, int tile_tokens, int window_left, int num_sm_parts,
-                       int work_overhead, int fixed_split_tiles, int parts_per_group) {
+                       int work_overhead, int fixed_split_tiles, int parts_per_group, int even_shares) {
              return SplitKvGeometry{0,
                                     works_per_request,
                                     seqlen_q,
@@ -61,11 +65,12 @@ PYBIND11_MODULE(_scheduler, m) {
                                     num_sm_parts,
                                     work_overhead,
                                     fixed_split_tiles,
-                                    parts_per_group};
+                                    parts_per_group,
+                                    even_shares};
            }),
            py::kw_only(), py::arg("works_per_request"), py::arg("seqlen_q"), py::arg("tile_tokens"),
            py::arg("window_left") = -1, py::arg("num_sm_parts"), py::arg("work_overhead"),
-           py::arg("fixed_split_tiles") = 0, py::arg("parts_per_group") = 1)
+           py::arg("fixed_split_tiles") = 0, py::arg("parts_per_group") = 1, py::arg("even_shares") = 0)
       .def_readonly("works_per_request", &SplitKvGeometry::works_per_request)
       .def_readonly("tile_tokens", &SplitKvGeometry::tile_tokens)
       .def_readonly("num_sm_parts", &SplitKvGeometry::num_sm_parts)
@@ -87,5 +92,7 @@ PYBIND11_MODULE(_scheduler, m) {
       "num_tiles",
       [](const SplitKvGeometry& geometry, int cache_seqlen) { return attnops::num_tiles(geometry, cache_seqlen); },
       py::arg("geometry"), py::arg("cache_seqlen"), "KV tiles of one work of a request of this length.");
+  m.def("shares_of_even_works", &attnops::shares_of_even_works, py::arg("works"), py::arg("groups"),
+        "Shares of a batch of works of one length.");
   m.def("cost_bin", &attnops::cost_bin, py::arg("cost"), "Bin of a prefill tile's cost; larger is longer.");
 }

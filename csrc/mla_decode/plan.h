@@ -20,15 +20,17 @@ ATTNOPS_HOST_DEVICE inline int blocks_per_work(int seqlen_q, int num_q_heads, in
 inline SplitKvGeometry plan_geometry(int batch_size, int seqlen_q, int num_q_heads, int window_left, int num_sm_parts,
                                      int fixed_split_tokens) {
   const int blocks = blocks_per_work(seqlen_q, num_q_heads, num_sm_parts);
+  const int works = blocks_per_request(seqlen_q, num_q_heads) / blocks;
   return {.num_requests = batch_size,
-          .works_per_request = blocks_per_request(seqlen_q, num_q_heads) / blocks,
+          .works_per_request = works,
           .seqlen_q = seqlen_q,
           .tile_tokens = kPlanTileTokens,
           .window_left = window_left,
           .num_sm_parts = num_sm_parts,
           .work_overhead = kWorkOverhead,
           .fixed_split_tiles = fixed_split_tokens / kPlanTileTokens,
-          .parts_per_group = blocks};
+          .parts_per_group = blocks,
+          .even_shares = shares_of_even_works(int64_t{batch_size} * works, num_sm_parts / blocks)};
 }
 
 }  // namespace attnops::mla_decode

@@ -47,6 +47,8 @@ struct SplitKvGeometry {
   int work_overhead;        // cost units that every work pays besides its tiles, when works outnumber parts
   int fixed_split_tiles;    // 0: balanced; -n: at most n cuts of a work
   int parts_per_group = 1;  // rows of the plan that one share takes, a divisor of num_sm_parts; see below
+  int even_shares = 0;      // shares of a batch of works of one length, see below; 0: as many as there are
+  bool uneven = false;      // found by the planner, where even_shares asks it to look: works differ in length
 };
 
 // Tokens of the cache that at least one query of the request may see: [begin, end).
@@ -100,9 +102,24 @@ ATTNOPS_HOST_DEVICE inline int num_fixed_splits(const SplitKvGeometry& g, int ti
   return g.fixed_split_tiles == 0 ? 0 : ceil_div(tiles, tiles_per_cut(g.fixed_split_tiles, tiles));
 }
 
-// Works that fit the parts one to one need no overhead term, and leaving it out keeps whole tiles per part.
+// Shares that leave the works of an even batch whole, or cut each into as many: a few fewer than there are, if so.
+inline int shares_of_even_works(int64_t works, int groups) {
+  for (int shares = groups; shares > groups - groups / 10; --shares) {
+    if (works > 0 && (works % shares == 0 || shares % works == 0)) return shares;
+  }
+  return groups;
+}
+
+// Shares of this batch; rows of the plan beyond them are empty.
+ATTNOPS_HOST_DEVICE inline int num_shares(const SplitKvGeometry& g) {
+  return g.even_shares > 0 && !g.uneven ? min_of(g.even_shares, num_groups(g)) : num_groups(g);
+}
+
+// Works that fit the parts one to one need no overhead term, and leaving it out keeps whole tiles per part. Where their
+// lengths are known to differ they do not fit.
 ATTNOPS_HOST_DEVICE inline int64_t overhead_cost(const SplitKvGeometry& g) {
-  return static_cast<int64_t>(g.num_requests) * g.works_per_request > num_groups(g) ? g.work_overhead : 0;
+  const bool fits = static_cast<int64_t>(g.num_requests) * g.works_per_request <= num_groups(g);
+  return fits && !g.uneven ? 0 : g.work_overhead;
 }
 
 ATTNOPS_HOST_DEVICE inline int64_t work_cost(const SplitKvGeometry& g, int tiles) {
@@ -112,7 +129,7 @@ ATTNOPS_HOST_DEVICE inline int64_t work_cost(const SplitKvGeometry& g, int tiles
 // The budget C of every part, from the cost of the whole batch: whole steps when there is no overhead.
 ATTNOPS_HOST_DEVICE inline int64_t part_budget(const SplitKvGeometry& g, int64_t total_cost) {
   const int64_t least = kTileCost * max_of(g.fixed_split_tiles, 1);
-  const int64_t even = max_of(ceil_div(total_cost, static_cast<int64_t>(num_groups(g))), least);
+  const int64_t even = max_of(ceil_div(total_cost, static_cast<int64_t>(num_shares(g))), least);
   return overhead_cost(g) == 0 ? round_up(even, kTileCost) : even;
 }
 

@@ -44,6 +44,7 @@ def split_kv_schedule(
     window_left: int = -1,
     fixed_split_tokens: int = 0,
     work_overhead: int = XQA_WORK_OVERHEAD,
+    even_shares: int = 0,
 ) -> list[Piece]:
     """The pieces of a batch, part after part.
 
@@ -53,6 +54,7 @@ def split_kv_schedule(
             of parts has one head each; blocks of 64 query rows of `mla_decode`, or pairs of them.
         num_sm_parts: Shares of the plan: CTAs, or CPU threads.
         work_overhead: `XQA_WORK_OVERHEAD` or `MLA_WORK_OVERHEAD`.
+        even_shares: Shares that `mla_decode_plan` divides a batch of one length over; 0: `num_sm_parts`.
     """
     geometry = _scheduler.SplitKvGeometry(
         works_per_request=works_per_request,
@@ -61,6 +63,7 @@ def split_kv_schedule(
         window_left=window_left,
         num_sm_parts=num_sm_parts,
         work_overhead=work_overhead,
+        even_shares=even_shares,
         fixed_split_tiles=fixed_split_tokens // TILE_TOKENS if fixed_split_tokens > 0 else fixed_split_tokens,
     )
     tiles = [_scheduler.num_tiles(geometry, length) for length in cache_seqlens]
@@ -142,6 +145,7 @@ def main(arguments: list[str] | None = None) -> None:
         window_left=options.window_left,
         fixed_split_tokens=options.fixed_split_tokens,
         work_overhead=MLA_WORK_OVERHEAD if mla else XQA_WORK_OVERHEAD,
+        even_shares=_scheduler.shares_of_even_works(len(options.cache_seqlens) * works, parts) if mla else 0,
     )
     print(picture(pieces, parts))
 

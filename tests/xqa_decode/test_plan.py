@@ -3,7 +3,7 @@
 import pytest
 import torch
 from attnops import ops
-from attnops.metadata import XqaDecodePlan
+from attnops.metadata import MlaDecodePlan, XqaDecodePlan
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -36,6 +36,7 @@ GEOMETRIES = st.fixed_dictionaries(
         "window_left": st.sampled_from([-1, 0, 63, 64, 1000]),
         "num_sm_parts": st.sampled_from([1, 2, 3, 16, 132, 264]),
         "work_overhead": st.sampled_from([0, 1, 4, 16]),
+        "even_shares": st.sampled_from([0, 0, 1, 3, 120]),
     }
 )
 
@@ -72,6 +73,10 @@ def pieces_of(entry, tiles: list[int]) -> list[tuple[int, int, int]]:
 @example(
     [64] * 132, {"works_per_request": 1, "seqlen_q": 1, "window_left": -1, "num_sm_parts": 132, "work_overhead": 4}
 )
+@example(
+    [4096] * 64,
+    {"works_per_request": 1, "seqlen_q": 1, "num_sm_parts": 66, "work_overhead": 16, "even_shares": 64},
+)
 def test_balanced_plan(lengths, shape):
     geometry = _scheduler.SplitKvGeometry(**shape, tile_tokens=TILE_TOKENS)
     tiles = works_of(geometry, lengths)
@@ -87,10 +92,14 @@ def test_balanced_plan(lengths, shape):
         position = (work, end) if end < tiles[work] else (work + 1, 0)
     assert position == (len(tiles), 0)
 
-    # 2. Budget: no part holds more than its even share of the cost, rounded to tiles.
-    overhead = shape["work_overhead"] if len(tiles) > geometry.num_sm_parts else 0
+    # 2. Budget: no part holds more than its even share of the cost, rounded to tiles. Where the planner looks for even
+    # batches, those have fewer shares, and all others pay the overhead.
+    even_shares = min(shape.get("even_shares", 0), geometry.num_sm_parts)
+    uneven = even_shares > 0 and len(set(tiles)) > 1
+    overhead = shape["work_overhead"] if uneven or len(tiles) > geometry.num_sm_parts else 0
     total = sum(overhead + TILE_COST * count for count in tiles)
-    budget = max(-(-total // geometry.num_sm_parts), TILE_COST)
+    shares = even_shares if even_shares and not uneven else geometry.num_sm_parts
+    budget = max(-(-total // shares), TILE_COST)
     budget = -(-budget // TILE_COST) * TILE_COST if overhead == 0 else budget
     for part in pieces:
         assert sum(end - begin for _, begin, end in part) <= -(-budget // TILE_COST)
@@ -190,3 +199,33 @@ def test_more_parts_than_a_semaphore_counts_are_refused(plan_op):
     rows, num_splits = torch.zeros(1 << 16, 8, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     with pytest.raises(RuntimeError, match=r"num_sm_parts must be in \[1, 65535\], got 65536"):
         plan_op(rows, num_splits, torch.ones(1, dtype=torch.int32), 1, 8)
+
+
+def test_shares_of_even_works_leave_them_whole_where_a_few_parts_less_do():
+    shares = _scheduler.shares_of_even_works
+    assert [shares(works, 66) for works in (0, 1, 16, 50, 64, 66, 100, 128)] == [66, 66, 64, 66, 64, 66, 66, 64]
+    lengths, parts = [4096] * 64, 66
+    shape = {"works_per_request": 1, "seqlen_q": 1, "num_sm_parts": parts, "work_overhead": 16, "tile_tokens": 64}
+    geometry = _scheduler.SplitKvGeometry(**shape, even_shares=shares(64, parts))
+    even = [(entry.begin_work, entry.begin_tile) for entry in _scheduler.plan_split_kv(geometry, lengths)]
+    assert even == [(part, 0) for part in range(64)] + [(64, 0)] * 2
+    uneven = _scheduler.plan_split_kv(geometry, [*lengths[1:], 8192])
+    assert uneven[-1].end_work == 64 and uneven[-1].begin_work < 64, "every part has work"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("lengths", [[640] * 20, [640] * 19 + [704], [700] * 40, [5] * 39 + [900], []], ids=str)
+def test_mla_plans_look_for_even_batches(lengths, device):
+    plan = MlaDecodePlan.allocate(len(lengths), num_q_heads=128, num_sm_parts=42, device=device)
+    ops.mla_decode_plan(plan, torch.tensor(lengths, dtype=torch.int32, device=device))
+    geometry = _scheduler.SplitKvGeometry(
+        works_per_request=1,
+        seqlen_q=1,
+        tile_tokens=TILE_TOKENS,
+        num_sm_parts=42,
+        work_overhead=16,  # csrc/mla_decode/plan.h
+        parts_per_group=2,
+        even_shares=_scheduler.shares_of_even_works(len(lengths), 21),
+    )
+    rows = [[getattr(entry, name) for name in FIELDS] for entry in _scheduler.plan_split_kv(geometry, lengths)]
+    assert plan.tile_scheduler_metadata.tolist() == rows

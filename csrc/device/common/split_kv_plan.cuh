@@ -39,13 +39,18 @@ __global__ void __launch_bounds__(kThreads)
   const int each = (g.num_requests + kThreads - 1) / kThreads;
   const int begin = min_of(thread * each, g.num_requests);
   const int end = min_of(begin + each, g.num_requests);
+  const int first_count = begin < end ? num_tiles(g, cache_seqlens[0]) : 0;
+  bool differs = false;
+  for (int b = begin; b < end; ++b) {
+    tiles[b] = num_tiles(g, cache_seqlens[b]);
+    differs |= tiles[b] != first_count;
+  }
+  if (g.even_shares > 0) g.uneven = __syncthreads_or(differs);
   int64_t cost = 0;
   int cuts = 0;
   for (int b = begin; b < end; ++b) {
-    const int count = num_tiles(g, cache_seqlens[b]);
-    tiles[b] = count;
-    cost += g.works_per_request * work_cost(g, count);
-    if constexpr (kFixed) cuts += num_fixed_splits(g, count);
+    cost += g.works_per_request * work_cost(g, tiles[b]);
+    if constexpr (kFixed) cuts += num_fixed_splits(g, tiles[b]);
   }
   int64_t cost_before = 0;
   int cuts_before = 0;

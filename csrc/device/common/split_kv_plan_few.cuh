@@ -38,6 +38,10 @@ __global__ void __launch_bounds__(kThreads)
 
   const bool has_request = lane < g.num_requests;
   const int count = has_request ? num_tiles(g, cache_seqlens[lane]) : 0;
+  if (g.even_shares > 0) {
+    const int first_count = __shfl_sync(~0u, count, 0);
+    g.uneven = __any_sync(~0u, has_request && count != first_count);
+  }
   const int64_t cost = has_request ? g.works_per_request * work_cost(g, count) : 0;
   const int64_t through = warp_inclusive_sum(cost, g.num_requests, lane);
   const int64_t total = __shfl_sync(~0u, through, max_of(g.num_requests - 1, 0));

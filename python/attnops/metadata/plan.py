@@ -65,21 +65,18 @@ def xqa_invariant_cuts(num_kv_heads: int) -> int:
 
 
 def _mla_parts(num_sms: int, batch_size: int, blocks: int) -> int:
-    """Parts for `batch_size` requests of `blocks` row blocks, likely of equal length; measured on an H200.
+    """Parts for `batch_size` requests of `blocks` row blocks; measured on an H200.
 
-    Parts come in pairs where blocks do (csrc/mla_decode/plan.h). A few of them fewer than SMs where that leaves works
-    whole: a cut costs two partial results and their merge. And one part per work where the works of a request read the
-    same tiles and fill several rounds of SMs nearly: they then run side by side and share the tiles in L2, which a part
-    that takes them one after the other does not.
+    Parts come in pairs where blocks do (csrc/mla_decode/plan.h). As many as SMs; where the lengths are even, the
+    planner leaves a few of them empty if that leaves works whole. But one part per work where the works of a request
+    read the same tiles and fill several rounds of SMs nearly: they then run side by side and share the tiles in L2,
+    which a part that takes them one after the other does not.
     """
     group = 2 if blocks % 2 == 0 else 1
     works, groups = batch_size * blocks // group, num_sms // group
     if works > groups and group == 1 and blocks > 1:
         rounds = -(-works // groups)
         return works if works * 10 >= rounds * groups * 9 else groups
-    for parts in range(groups, groups - groups // 10, -1):
-        if works and (works % parts == 0 or parts % works == 0):
-            return parts * group
     return groups * group
 
 
