@@ -302,3 +302,15 @@ def test_a_layer_compiled_in_place_runs_compiled():
     with torch.no_grad(), forward_context(batch, {0: layer}):
         assert torch.equal(layer(q, k, v), expected)
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_rows_of_another_width_are_refused_by_name(name, mode):
+    batch = prepared(name, mode, [5], [1])
+    layer = RadixAttention(HEADS, DIM, DIM**-0.5, KV_HEADS, 0)
+    rows = {"q": torch.randn(1, WIDTH), "k": torch.randn(1, KV_HEADS * DIM), "v": torch.randn(1, KV_HEADS * DIM)}
+    for wrong, tensor in rows.items():
+        expected = rf"{wrong}.*must have shape \[num_tokens, {tensor.shape[1]}\].*got \[1, {tensor.shape[1] - 1}\]"
+        with pytest.raises((ValueError, RuntimeError), match=expected):
+            layer(*{**rows, wrong: tensor[:, :-1]}.values(), batch)

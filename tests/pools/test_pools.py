@@ -136,3 +136,16 @@ def test_a_shared_page_keeps_its_window():
     assert allocator.is_window_resident(slots[:4])
     allocator.free(slots[:4])
     assert allocator.available_window_pages == 8
+
+
+def test_a_layer_that_the_pool_does_not_hold_is_refused():
+    """A list would take -1 for its last layer."""
+    swa = SWAKVPool(64, 32, 16, torch.float32, 2, 32, [0, 2], [1])
+    for pool, held, others in [
+        (MHATokenToKVPool(64, 16, torch.float32, 2, 32, 3, start_layer=4), "4 to 6", (3, 7)),
+        (MLATokenToKVPool(64, 16, torch.float32, 2, start_layer=1), "1 to 2", (0, 3)),
+        (swa, r"\[0, 1, 2\]", (-1, 3)),
+    ]:
+        for layer_id in others:
+            with pytest.raises(ValueError, match=f"layer_id must be .*{held}, the pool's, got {layer_id}"):
+                pool.get_kv_buffer(layer_id)

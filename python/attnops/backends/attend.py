@@ -69,7 +69,7 @@ def xqa_decode(
     k_pages, v_pages = pool.get_kv_buffer(layer.layer_id)
     k_scale, v_scale = _scales(layer, pool)
     ops.xqa_decode(
-        q.view(*shape, layer.head_dim),
+        heads("q", q, layer.num_heads, layer.head_dim).view(*shape, layer.head_dim),
         k_pages,
         v_pages,
         table,
@@ -103,7 +103,7 @@ def fmha_paged(
     k_scale, v_scale = _scales(layer, pool)
     assert step.cu_seqlens_q is not None
     ops.fmha_paged(
-        heads(q, layer.num_heads, layer.head_dim),
+        heads("q", q, layer.num_heads, layer.head_dim),
         k_pages,
         v_pages,
         table,
@@ -116,7 +116,7 @@ def fmha_paged(
         window_right=-1 if is_causal(layer) else layer.sliding_window_size,
         logit_cap=layer.logit_cap,
         sinks=layer.sinks,
-        out=heads(out, layer.num_heads, layer.v_head_dim),
+        out=heads("out", out, layer.num_heads, layer.v_head_dim),
         report=report,
         k_scale=k_scale,
         v_scale=v_scale,
@@ -138,9 +138,9 @@ def fmha_varlen(
     if bounds is None:
         raise ValueError("attnops: an encoder's step is ragged: give extend_seq_lens")
     ops.fmha_varlen(
-        heads(q, layer.num_heads, layer.head_dim),
-        heads(k, layer.num_kv_heads, layer.head_dim),
-        heads(v, layer.num_kv_heads, layer.v_head_dim),
+        heads("q", q, layer.num_heads, layer.head_dim),
+        heads("k", k, layer.num_kv_heads, layer.head_dim),
+        heads("v", v, layer.num_kv_heads, layer.v_head_dim),
         bounds,
         bounds,
         plan_of(layer, plans),
@@ -150,7 +150,7 @@ def fmha_varlen(
         window_right=layer.sliding_window_size,
         logit_cap=layer.logit_cap,
         sinks=layer.sinks,
-        out=heads(out, layer.num_heads, layer.v_head_dim),
+        out=heads("out", out, layer.num_heads, layer.v_head_dim),
         report=report,
     )
 
@@ -173,9 +173,9 @@ def mla_decode(
     plan = plan_of(layer, plans)
     assert isinstance(plan, MlaDecodePlan)
     rope_dim = 0 if q_rope is None else pool.qk_rope_head_dim
-    q = heads(q, layer.num_heads, layer.head_dim - rope_dim)
-    q_pe = None if q_rope is None else heads(q_rope, layer.num_heads, rope_dim)
-    out = rows = heads(out, layer.num_heads, layer.v_head_dim)
+    q = heads("q", q, layer.num_heads, layer.head_dim - rope_dim)
+    q_pe = None if q_rope is None else heads("q_rope", q_rope, layer.num_heads, rope_dim)
+    out = rows = heads("out", out, layer.num_heads, layer.v_head_dim)
     cache_seqlens = batch.cache_seqlens
     if blocks is not None:
         table, cache_seqlens = blocks.page_table, blocks.cache_seqlens

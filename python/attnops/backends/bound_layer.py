@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnops.backends.attend import plan_of
 from attnops.backends.base import is_causal
-from attnops.backends.store import FP8, uses_window_slots
+from attnops.backends.store import FP8, heads, uses_window_slots
 from attnops.graph_buffers import PagedStep
 from attnops.metadata.plan import MlaDecodePlan
 from attnops.ops.layer_call import bind_mla_layer, bind_xqa_layer, mla_layer, repeatable, xqa_layer
@@ -76,8 +76,8 @@ def bind_layer(
     table = tables.window_page_table if windowed else tables.page_table
     assert table is not None
 
-    def by_request(rows: Tensor, dim: int) -> Tensor:
-        return rows.view(plan.batch_size, plan.seqlen_q, layer.num_heads, dim)
+    def by_request(name: str, rows: Tensor, dim: int) -> Tensor:
+        return heads(name, rows, layer.num_heads, dim).view(plan.batch_size, plan.seqlen_q, layer.num_heads, dim)
 
     options: dict[str, Any] = {
         "softmax_scale": layer.scaling,
@@ -87,14 +87,14 @@ def bind_layer(
         "report": report,
     }
     pages: tuple[Tensor, ...]
-    rows = by_request(out, layer.v_head_dim)
+    rows = by_request("out", out, layer.v_head_dim)
     if isinstance(plan, MlaDecodePlan):
         if not isinstance(pool, MLATokenToKVPool):
             raise ValueError(f"attnops: an MLA layer reads an MLATokenToKVPool, the batch has a {type(pool).__name__}")
         pages = (pool.get_latent_buffer(layer.layer_id),)
         rope_dim = 0 if q_rope is None else pool.qk_rope_head_dim
-        q_pe = None if q_rope is None else by_request(q_rope, rope_dim)
-        queries = by_request(q, layer.head_dim - rope_dim)
+        q_pe = None if q_rope is None else by_request("q_rope", q_rope, rope_dim)
+        queries = by_request("q", q, layer.head_dim - rope_dim)
         options["fp8_products"] = fp8_products
         bound = bind_mla_layer(rows, queries, q_pe, *pages, table, cache_seqlens, plan, **options)
         call = repeatable(mla_layer, bound)
@@ -102,7 +102,7 @@ def bind_layer(
         if not isinstance(pool, MHATokenToKVPool | SWAKVPool):
             raise ValueError(f"attnops: a layer with K and V cannot use a {type(pool).__name__}")
         pages = pool.get_kv_buffer(layer.layer_id)
-        queries = by_request(q, layer.head_dim)
+        queries = by_request("q", q, layer.head_dim)
         bound = bind_xqa_layer(rows, queries, *pages, table, cache_seqlens, plan, **options)
         call = repeatable(xqa_layer, bound)
     return BoundLayer(

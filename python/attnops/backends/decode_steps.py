@@ -136,7 +136,7 @@ class DecodeSteps:
             q = blocks.gather(q.view(q.shape[0], layer.num_heads, -1))
             if q_rope is not None:
                 q_rope = blocks.gather(q_rope.view(q_rope.shape[0], layer.num_heads, -1))
-            tokens = heads(out, layer.num_heads, layer.v_head_dim)
+            tokens = heads("out", out, layer.num_heads, layer.v_head_dim)
             rows, cache_seqlens = blocks.results_for(tokens), blocks.cache_seqlens
         bound = step.layers.get(layer)
         if bound is None or bound.version != layer.version or bound.pool is not pool:

@@ -17,9 +17,20 @@ if TYPE_CHECKING:
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def heads(tensor: Tensor, num_heads: int, head_dim: int) -> Tensor:
-    """``[num_tokens, num_heads, head_dim]`` of a tensor that may have its heads side by side."""
-    return tensor if tensor.dim() == 3 else tensor.view(tensor.shape[0], num_heads, head_dim)
+def heads(name: str, tensor: Tensor, num_heads: int, head_dim: int) -> Tensor:
+    """``[num_tokens, num_heads, head_dim]`` of a tensor that may have its heads side by side.
+
+    Raises:
+        ValueError: it has another shape.
+    """
+    if tensor.dim() == 3:
+        return tensor
+    if tensor.dim() != 2 or tensor.shape[1] != num_heads * head_dim:
+        raise ValueError(
+            f"attnops: {name} must have shape [num_tokens, {num_heads * head_dim}] or [num_tokens, {num_heads}, "
+            f"{head_dim}], as its layer has {num_heads} heads of {head_dim}, got {list(tensor.shape)}"
+        )
+    return tensor.view(tensor.shape[0], num_heads, head_dim)
 
 
 def uses_window_slots(layer: RadixAttention, pool: KVCache) -> bool:
@@ -43,8 +54,8 @@ def store_kv(
         loc = step.window_out_cache_loc
     if loc is None:
         raise ValueError("attnops: save_kv_cache=True needs out_cache_loc in the batch")
-    k = heads(k, layer.num_kv_heads, layer.head_dim)
-    v = heads(v, layer.num_kv_heads, layer.v_head_dim)
+    k = heads("k", k, layer.num_kv_heads, layer.head_dim)
+    v = heads("v", v, layer.num_kv_heads, layer.v_head_dim)
     k_scale, v_scale = (layer.k_scale, layer.v_scale) if pool.dtype in FP8 else (None, None)
     pool.set_kv_buffer(layer, loc, k, v, k_scale, v_scale, report)
 

@@ -111,13 +111,15 @@ class TorchNativeAttnBackend(AttentionBackend):
             q = torch.cat(
                 [q.reshape(q.shape[0], layer.num_heads, -1), q_rope.view(q.shape[0], layer.num_heads, -1)], -1
             )
-        q = heads(q, layer.num_heads, layer.head_dim)
+        q = heads("q", q, layer.num_heads, layer.head_dim)
         out = out.view(q.shape[0], layer.num_heads, layer.v_head_dim)
         rows = _rows_of_requests(batch, step)
         if layer.attn_type is AttentionType.ENCODER_ONLY:
             assert k is not None and v is not None
             queries = _queries(q, batch, rows, batch.extend_seq_lens)
-            k, v = heads(k, layer.num_kv_heads, layer.head_dim), heads(v, layer.num_kv_heads, layer.v_head_dim)
+            k = heads("k", k, layer.num_kv_heads, layer.head_dim)
+            v = heads("v", v, layer.num_kv_heads, layer.v_head_dim)
+
             chunks = _ragged_chunks(k, v, rows, queries)
         else:
             self._store(layer, batch, step, k, v, k_rope, save_kv_cache)

@@ -26,19 +26,39 @@ class KVCache:
 
     slot_map: Tensor | None = None
 
-    def __init__(self, size: int, page_size: int, dtype: torch.dtype, layer_num: int, device: torch.device | str):
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        layer_num: int,
+        device: torch.device | str,
+        start_layer: int = 0,
+    ) -> None:
         if page_size < 1 or size < page_size:
             raise ValueError(f"attnops: a pool of {size} tokens holds no page of {page_size}")
         self.page_size = page_size
         self.num_pages = size // page_size
         self.size = self.num_pages * page_size
         self.dtype = dtype
-        self.layer_num = layer_num
+        self.layer_num, self.start_layer = layer_num, start_layer
         self.device = torch.device(device)
 
     def get_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]:
         """The pages of K and V of a layer."""
         raise NotImplementedError
+
+    def _place_of(self, layer_id: int) -> int:
+        """Where among the pool's layers one is.
+
+        Raises:
+            ValueError: it is not one of them.
+        """
+        place = layer_id - self.start_layer
+        if not 0 <= place < self.layer_num:
+            last = self.start_layer + self.layer_num - 1
+            raise ValueError(f"attnops: layer_id must be in {self.start_layer} to {last}, the pool's, got {layer_id}")
+        return place
 
     def get_key_buffer(self, layer_id: int) -> Tensor:
         return self.get_kv_buffer(layer_id)[0]
@@ -75,12 +95,11 @@ class MHATokenToKVPool(KVCache):
         start_layer: int = 0,
         layout: str = "NHD",
     ) -> None:
-        super().__init__(size, page_size, dtype, layer_num, device)
+        super().__init__(size, page_size, dtype, layer_num, device, start_layer)
         if layout not in ("NHD", "HND"):
             raise ValueError(f"attnops: layout must be NHD or HND, got {layout}")
         self.head_num, self.head_dim = head_num, head_dim
         self.v_head_dim = head_dim if v_head_dim < 0 else v_head_dim
-        self.start_layer = start_layer
         self._layout = layout
         self.k_buffer = [self._pages(self.head_dim) for _ in range(layer_num)]
         self.v_buffer = [self._pages(self.v_head_dim) for _ in range(layer_num)]
@@ -93,8 +112,8 @@ class MHATokenToKVPool(KVCache):
         return torch.empty(self.num_pages, self.page_size, self.head_num, head_dim, **options)  # type: ignore[call-overload]
 
     def get_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]:
-        layer = layer_id - self.start_layer
-        return self.k_buffer[layer], self.v_buffer[layer]
+        place = self._place_of(layer_id)
+        return self.k_buffer[place], self.v_buffer[place]
 
     def set_kv_buffer(
         self,
@@ -138,16 +157,15 @@ class MLATokenToKVPool(KVCache):
         device: torch.device | str = "cpu",
         start_layer: int = 0,
     ) -> None:
-        super().__init__(size, page_size, dtype, layer_num, device)
+        super().__init__(size, page_size, dtype, layer_num, device, start_layer)
         self.kv_lora_rank, self.qk_rope_head_dim = MLA_KV_LORA_RANK, MLA_ROPE_DIM
         self.kv_cache_dim = MLA_FP8_ROW_BYTES if dtype == torch.uint8 else MLA_KV_LORA_RANK + MLA_ROPE_DIM
-        self.start_layer = start_layer
         shape = (self.num_pages, page_size, self.kv_cache_dim)
         self.kv_buffer = [torch.empty(shape, dtype=dtype, device=self.device) for _ in range(layer_num)]
 
     def get_latent_buffer(self, layer_id: int) -> Tensor:
         """``[num_pages, page_size, 576]``, or uint8 ``[num_pages, page_size, 656]``."""
-        return self.kv_buffer[layer_id - self.start_layer]
+        return self.kv_buffer[self._place_of(layer_id)]
 
     def get_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]:
         """K ``[num_pages, page_size, 1, 576]`` and V, its first 512 dimensions; not for 656-byte rows."""

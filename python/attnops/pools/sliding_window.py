@@ -58,12 +58,15 @@ class SWAKVPool(KVCache):
         self.slot_map = torch.full((self.size,), -1, dtype=torch.int32, device=self.device)
 
     def get_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]:
+        if layer_id not in self._place:
+            raise ValueError(f"attnops: layer_id must be one of {sorted(self._place)}, the pool's, got {layer_id}")
         pool, index = self._place[layer_id]
         return pool.get_kv_buffer(index)
 
     def is_windowed(self, layer_id: int) -> bool:
         """The layer's pages are of the window pool: its slots are translated through `slot_map`."""
-        return self._place[layer_id][0] is self.swa_kv_pool
+        place = self._place.get(layer_id)  # of no layer here: get_kv_buffer says so
+        return place is not None and place[0] is self.swa_kv_pool
 
     def set_kv_buffer(
         self,
