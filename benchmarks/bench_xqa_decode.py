@@ -317,7 +317,13 @@ def groups() -> dict[str, list[Cell]]:
         "page": [Cell((32, 8), n, page, dtype) for dtype in (BF16, FP8) for page in (16, 1) for n in few],
         "speculative": [Cell(h, [8192] * 64, seqlen_q=s) for h in HEADS[:2] for s in (1, 2, 4, 8)],
         "skew": [Cell((32, 8), [65536] + [4096] * 31), Cell((32, 8), [6016] * 32)],
-        "invariant": [Cell((32, 8), n, kv_dtype=dtype) for dtype in (BF16, FP8) for n in few],
+        "invariant": [
+            *(Cell((32, 8), n, kv_dtype=dtype) for dtype in (BF16, FP8) for n in few),
+            *(Cell((32, 8), n) for n in ([8192] * 16, [1024] * 64, [1024] * 256)),
+            *(Cell(h, n) for h in HEADS[1:] for n in (*few, [8192] * 16, [1024] * 64) if h[1] < 32 or sum(n) < 400_000),
+            *(Cell((32, 8), n, page) for page in (16, 1) for n in few),
+            *(Cell(h, [8192] * 64, seqlen_q=4) for h in HEADS[:2]),
+        ],
         "latency": [Cell((32, 8), [1024]), Cell((8, 1), [1024])],
     }
 
@@ -360,7 +366,9 @@ def main() -> None:
             cell.build(pools)
             named = contenders(cell)[: 1 if arguments.no_peers else None]
             if group == "invariant":
-                cuts = xqa_invariant_cuts(cell.heads[1])
+                cuts = xqa_invariant_cuts(
+                    cell.heads[1], num_q_heads=cell.heads[0], seqlen_q=cell.seqlen_q, kv_dtype=cell.kv_dtype
+                )
                 named = [named[0], ("attnops invariant", lambda c=cell, n=cuts: attnops_decode(c, n), False)]
             if group == "latency":
                 named += [("attnops plan and decode", lambda c=cell: attnops_decode(c, plan_inside=True), False)]

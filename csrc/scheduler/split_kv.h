@@ -86,10 +86,15 @@ ATTNOPS_HOST_DEVICE inline int fixed_split_tiles(int fixed_split_tokens, int til
   return fixed_split_tokens > 0 ? fixed_split_tokens / tile_tokens : fixed_split_tokens;
 }
 
-// Tiles from one cut of a work to the next in batch-invariant mode: an even number where the work's tiles decide, since
-// a single tile is hardly worth its partial result.
+// Few cuts of a work have an even number of tiles, where the work's tiles decide: a single tile is hardly worth its
+// partial result. Many are for kernels that add neighbours up where they are (xqa_decode/sm90/fold.cuh).
+inline constexpr int kFewCuts = 16;
+
+// Tiles from one cut of a work to the next in batch-invariant mode.
 ATTNOPS_HOST_DEVICE inline int tiles_per_cut(int fixed_split_tiles, int tiles) {
-  return fixed_split_tiles > 0 ? fixed_split_tiles : round_up(ceil_div(tiles, -fixed_split_tiles), 2);
+  if (fixed_split_tiles > 0) return fixed_split_tiles;
+  const int even = ceil_div(tiles, -fixed_split_tiles);
+  return -fixed_split_tiles <= kFewCuts ? round_up(even, 2) : even;
 }
 
 // Tiles of a step, which parts take whole.

@@ -31,7 +31,15 @@ class DecodePlans:
     def __init__(
         self, spec: AttentionSpec, limits: Limits, max_batch_size: int, seqlen_q: int, device: torch.device
     ) -> None:
-        cuts = MLA_INVARIANT_SPLIT_TOKENS if spec.is_mla else xqa_invariant_cuts(spec.num_kv_heads)
+        cuts = MLA_INVARIANT_SPLIT_TOKENS
+        if not spec.is_mla:
+            cuts = xqa_invariant_cuts(
+                spec.num_kv_heads,
+                num_q_heads=spec.num_q_heads,
+                seqlen_q=seqlen_q,
+                head_dim=spec.head_dim,
+                kv_dtype=spec.kv_dtype or spec.dtype,
+            )
         options: dict[str, Any] = {
             "num_q_heads": spec.num_q_heads,
             "seqlen_q": seqlen_q,

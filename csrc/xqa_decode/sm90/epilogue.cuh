@@ -9,15 +9,17 @@ struct RowEnd {
   float factor, lse;
 };
 
-template <class Tr>
+// kIsNode: the rows are those of a node of the batch-invariant tree, divided by their sums already (fold.cuh).
+template <bool kIsNode = false, class Tr>
 __device__ __forceinline__ RowEnd end_of(const RowBlock<Tr>& block, int n, int i) {
+  if constexpr (kIsNode) return {1.f, block.reference[n][i]};
   const float sum = block.sum[n][i];
   if (sum == 0.f) return {0.f, -INFINITY};
   return {__fdividef(1.f, sum), (block.reference[n][i] - Tr::kProbShift + __log2f(sum)) * kLn2};
 }
 
 // Stores the pass's rows as the partial result in row `slot`. Eight lanes write 32 neighbouring bytes.
-template <class Tr>
+template <bool kIsNode = false, class Tr>
 __device__ __forceinline__ void store_partials(const Params& p, const Shape& shape, const RowBlock<Tr>& block,
                                                int first_row, int64_t slot) {
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -27,7 +29,7 @@ __device__ __forceinline__ void store_partials(const Params& p, const Shape& sha
     for (int i = 0; i < 2; ++i) {
       const int row = first_row + 8 * n + 2 * t + i;
       if (row >= shape.rows) continue;
-      const RowEnd end = end_of(block, n, i);
+      const RowEnd end = end_of<kIsNode>(block, n, i);
       const int64_t at = slot * shape.rows + row;
       if (warp == 0 && g == 0) p.lse_partial[at] = end.lse;
       float* out = p.out_partial + at * p.head_dim;
@@ -45,7 +47,7 @@ __device__ __forceinline__ void store_partials(const Params& p, const Shape& sha
 
 // Stores the pass's rows as output. Neighbouring dims lie in lanes 4 apart: of two rows and two dims each of the two
 // lanes ends up with one row.
-template <class Tr>
+template <bool kIsNode = false, class Tr>
 __device__ __forceinline__ void store_rows(const Params& p, const Shape& shape, const WorkPlace& place,
                                            const RowBlock<Tr>& block, int first_row) {
   using T = typename Tr::T;
@@ -63,7 +65,7 @@ __device__ __forceinline__ void store_rows(const Params& p, const Shape& shape, 
       const int row = min_of(first_row + 8 * n + 2 * t + i, shape.rows - 1);
       const int token = shape.by_group.divide(row);
       const int head = place.kv_head * shape.group + row - token * shape.group;
-      const RowEnd end = end_of(block, n, i);
+      const RowEnd end = end_of<kIsNode>(block, n, i);
       factor[i] = end.factor * v_scale;
       if (p.sinks && end.lse != -INFINITY) {
         factor[i] = __fdividef(factor[i], 1.f + __expf(__ldg(p.sinks + head) - end.lse));

@@ -102,11 +102,57 @@ class Consumer {
     const int tiles = num_tiles(piece);
     if (tiles > 0) {
       multiply_keys(scores_);
-      hopper::wgmma_wait<0>(scores_);
-      soften<true>(piece, first_row, 0, block);
+      attend_tiles(piece, first_row, 0, tiles, block);
+      const RingPlace<Tr> values = multiply_values(block);
+      block.template wait_for_values<0>();
+      release(values);
     }
+    block.add_up(exchange_);
+  }
+
+  // The same of a piece with keys that is divided every `leaf_tiles` tiles: `end_leaf` is called with each leaf's rows,
+  // whose sums are added up.
+  template <class Piece, class EndLeaf>
+  __device__ __forceinline__ void attend_leaves(const Piece& piece, int leaf_tiles, RowBlock<Tr>& block,
+                                                const EndLeaf& end_leaf) {
+    const int tiles = num_tiles(piece);
+    float* const sums = reinterpret_cast<float*>(smem_ + Shared::kFoldSums);
+    if (tiles == 0) return;
+    multiply_keys(scores_);
+    int tile = 0;
 #pragma unroll 1
-    for (int tile = 1; tile < tiles; ++tile) {
+    for (; tile + leaf_tiles < tiles; tile += leaf_tiles) {
+      attend_tiles(piece, 0, tile, tile + leaf_tiles, block);
+      // The first scores of the next leaf meanwhile. A place of its own for the sums: maxima of the next leaf may be
+      // exchanged before all have read them.
+      const RingPlace<Tr> values = multiply_values(block);
+      multiply_keys(scores_);
+      block.template wait_for_values<1>();
+      release(values);
+      block.add_up(sums);
+      end_leaf();
+      block.clear();
+    }
+    attend_tiles(piece, 0, tile, tiles, block);
+    const RingPlace<Tr> values = multiply_values(block);
+    block.template wait_for_values<0>();
+    release(values);
+    block.add_up(sums);
+    end_leaf();
+  }
+
+ private:
+  using Shared = SharedLayout<Tr>;
+  using Scores = float[RowBlock<Tr>::kScores];
+
+  // Tiles [begin, end) of a piece, whose first scores are in flight, up to the last one's probabilities.
+  template <class Piece>
+  __device__ __forceinline__ void attend_tiles(const Piece& piece, int first_row, int begin, int end,
+                                               RowBlock<Tr>& block) {
+    hopper::wgmma_wait<0>(scores_);
+    soften<true>(piece, first_row, begin, block);
+#pragma unroll 1
+    for (int tile = begin + 1; tile < end; ++tile) {
       // The next scores follow at once, so that the matrix units need not wait for a round trip.
       const RingPlace<Tr> values = multiply_values(block);
       multiply_keys(scores_);
@@ -115,17 +161,7 @@ class Consumer {
       hopper::wgmma_wait<0>(scores_);
       soften<false>(piece, first_row, tile, block);
     }
-    if (tiles > 0) {
-      const RingPlace<Tr> values = multiply_values(block);
-      block.template wait_for_values<0>();
-      release(values);
-    }
-    block.add_up(exchange_);
   }
-
- private:
-  using Shared = SharedLayout<Tr>;
-  using Scores = float[RowBlock<Tr>::kScores];
 
   // The scores of the tile whose keys come next, in flight.
   __device__ __forceinline__ void multiply_keys(Scores& scores) {
@@ -225,6 +261,11 @@ __device__ __forceinline__ void bring_pieces(const Params& p, const Shape& shape
   }
 }
 
+// In fold_run.cuh, for batch-invariant plans.
+template <class Tr>
+__device__ __forceinline__ void run_folded(const Params& p, const Shape& shape, const Boxes& boxes, uint8_t* smem,
+                                           PieceWalk& piece);
+
 // One CTA per part of the plan. Units of keys and values stream through the ring.
 template <class Tr>
 __global__ void __launch_bounds__(Tr::kAllThreads, Tr::kCtasPerSm)
@@ -248,9 +289,11 @@ __global__ void __launch_bounds__(Tr::kAllThreads, Tr::kCtasPerSm)
   if (entry.begin_work == entry.end_work && entry.begin_tile >= entry.end_tile) return;
   PieceWalk piece(p, shape, entry, static_cast<int>(blockIdx.x));
   if (!piece.next()) return;
+  if (Tr::kFolds || warp >= Tr::kWarps) piece.walk_runs(Tr::kTileTokens);
   if (warp >= Tr::kWarps) {
-    piece.walk_runs(Tr::kTileTokens);
     bring_pieces<Tr>(p, shape, boxes, key_map, value_map, piece, shared, warp - Tr::kWarps, lane);
+  } else if constexpr (Tr::kFolds) {
+    run_folded<Tr>(p, shape, boxes, smem, piece);
   } else {
     Consumer<Tr>(p, shape, boxes, smem).run(piece);
   }

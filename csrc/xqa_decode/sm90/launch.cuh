@@ -3,6 +3,7 @@
 #include "device/common/vec.h"
 #include "device/sm90/tensor_map.h"
 #include "xqa_decode/cuda/launch.cuh"
+#include "xqa_decode/sm90/fold_run.cuh"
 #include "xqa_decode/sm90/kernel.cuh"
 #include "xqa_decode/sm90/launch.h"
 
@@ -52,10 +53,21 @@ void launch_traits(const Params& p, cudaStream_t stream) {
 template <typename T, int kHeadDim, int kRows, bool kGathers>
 using PlanTraits = Traits<T, kHeadDim, kRows, 0, 2, kGathers>;
 
+// Whether these kernels have clusters beside them, and so compute batch-invariant plans by folding.
+template <int kHeadDim, bool kGathers>
+inline constexpr bool kHasFolds = kHeadDim == 128 && !kGathers;
+
+template <typename T, int kHeadDim, int kRows>
+using FoldTraits = Traits<T, kHeadDim, kRows, 0, 2, false, kRows == 8 ? 7 : 4>;  // as many levels as find room
+
 template <typename T, int kHeadDim, bool kGathers = false>
 void launch(const Params& p, cudaStream_t stream) {
   if (p.batch_size == 0) return;
   const int rows = p.seqlen_q * (p.num_q_heads / p.num_kv_heads);
+  if constexpr (kHasFolds<kHeadDim, kGathers>) {
+    if (p.fixed_split_tokens != 0 && rows <= 8) return launch_traits<FoldTraits<T, kHeadDim, 8>>(p, stream);
+    if (p.fixed_split_tokens != 0 && rows <= 16) return launch_traits<FoldTraits<T, kHeadDim, 16>>(p, stream);
+  }
   if (rows <= 8) return launch_traits<PlanTraits<T, kHeadDim, 8, kGathers>>(p, stream);
   if (rows <= 16) return launch_traits<PlanTraits<T, kHeadDim, 16, kGathers>>(p, stream);
   if (rows <= 32) return launch_traits<PlanTraits<T, kHeadDim, 32, kGathers>>(p, stream);

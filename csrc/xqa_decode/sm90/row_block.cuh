@@ -31,6 +31,10 @@ struct RowBlock {
   __device__ __forceinline__ void begin(float to_log2, float logit_cap) {
     score_scale = to_log2;
     scale = logit_cap == 0.f && to_log2 > 0.f ? to_log2 : 1.f;
+    clear();
+  }
+
+  __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int b = 0; b < Tr::kBlocks; ++b) {
 #pragma unroll

@@ -8,8 +8,12 @@ namespace hopper = attnops::sm90;
 
 // What the compiler must know of a kernel. A CTA is one warpgroup, which multiplies tiles of 64 keys with up to kRows
 // query rows, and one more warp, which asks the copy engine for the tiles to come. An SM takes up to kMostCtas of them.
-// kGathers: two warps copy the tiles instead.
-template <typename T_, int kHeadDim_, int kRows_, int kInboxBytes_ = 0, int kMostCtas = 2, bool kGathers_ = false>
+// kGathers: two warps copy the tiles instead. kFoldLevels: of the tree in which batch-invariant kernels add up what
+// they computed (fold.cuh), so many wait for a sibling, the first in registers; kNoFold in all other kernels.
+inline constexpr int kNoFold = -1;
+
+template <typename T_, int kHeadDim_, int kRows_, int kInboxBytes_ = 0, int kMostCtas = 2, bool kGathers_ = false,
+          int kFoldLevels_ = kNoFold>
 struct Traits {
   using T = T_;
   using Element = T;                          // of pages
@@ -35,7 +39,11 @@ struct Traits {
   static constexpr int kWorkBytes =
       max_of(kQueryBytes + kProbBuffers * kProbBytes, static_cast<int>(sizeof(PartialSum)) * kThreads);
   static constexpr int kInboxBytes = kInboxBytes_;  // of what other CTAs of a cluster send
-  static constexpr int kRestBytes = kWorkBytes + kSmallBytes + kInboxBytes;
+  static constexpr bool kFolds = kFoldLevels_ != kNoFold;
+  static constexpr int kFoldLevels = max_of(kFoldLevels_, 0);
+  static constexpr int kFoldLevelBytes = (kBlocks * kRows / 2 + 2 * kRowTiles) * 4 * kThreads;
+  static constexpr int kFoldBytes = kFolds ? kWarps * kRows * 4 + max_of(kFoldLevels - 1, 0) * kFoldLevelBytes : 0;
+  static constexpr int kRestBytes = kWorkBytes + kSmallBytes + kInboxBytes + kFoldBytes;
   static constexpr int kPartOfSm = (228 - kMostCtas) * 1024 / kMostCtas, kWholeSm = 227 * 1024;
   static constexpr int kCtasPerSm = kPartOfSm - kRestBytes >= 3 * kUnitBytes ? kMostCtas : 1;
   // Parts of the plan ask for no more than four units at a time, measured at head dim 128: with six some CTAs get their
@@ -67,7 +75,9 @@ struct SharedLayout {
   static constexpr int kInboxFull = kNowhere + 16;              // barrier
   static constexpr int kExchange = kFull + 256;                 // float [kWarps][kRows]
   static constexpr int kInbox = kExchange + Tr::kWarps * Tr::kRows * 4;
-  static constexpr int kBytes = kInbox + Tr::kInboxBytes;
+  static constexpr int kFoldSums = kInbox + Tr::kInboxBytes;            // float [kWarps][kRows]
+  static constexpr int kFold = kFoldSums + Tr::kWarps * Tr::kRows * 4;  // [kFoldLevels - 1], where kernels fold
+  static constexpr int kBytes = kInbox + Tr::kInboxBytes + Tr::kFoldBytes;
 };
 
 // Barriers of the hardware; 0 is that of the merge. All are for the threads that multiply.

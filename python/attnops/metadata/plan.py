@@ -28,6 +28,7 @@ MLA_PARTS_PER_SM = 1
 XQA_CLUSTER_SEMAPHORES = 256
 
 XQA_INVARIANT_CUTS = 96  # of a long request over all KV heads: docs/kernels/xqa_decode.md
+XQA_FOLDED_CUTS = {4: 32, 8: 28}  # the same of one KV head, where 256 over all heads do not suit the clusters
 
 _ENTRY_SIZE = 8  # int32 per row: csrc/scheduler/split_kv_entry.h
 
@@ -55,12 +56,31 @@ def xqa_num_sm_parts(device: torch.device, batch_size: int, num_kv_heads: int) -
     return groups * num_kv_heads
 
 
-def xqa_invariant_cuts(num_kv_heads: int) -> int:
+def xqa_invariant_cuts(
+    num_kv_heads: int,
+    *,
+    num_q_heads: int | None = None,
+    seqlen_q: int = 1,
+    head_dim: int = 128,
+    kv_dtype: torch.dtype = torch.bfloat16,
+) -> int:
     """`fixed_split_tokens` of a batch-invariant `XqaDecodePlan`, measured on an H200.
 
-    A request must be cut alike alone and among others. Alone it wants a cut for every CTA, 256 over all KV heads; among
-    others every cut costs a CTA up to a microsecond. Less than half as many are the compromise.
+    A request must be cut alike alone and among others. Alone it wants a cut for every CTA, 256 over all KV heads. On
+    Hopper the kernels for 16-bit pages of head dim 65 to 128 and up to 16 query rows per KV head add neighbouring cuts
+    up without a trip to memory, and get as many; for others every cut costs a CTA up to a microsecond, and less than
+    half as many are the compromise.
+
+    Args:
+        num_kv_heads: KV heads.
+        num_q_heads: Query heads; None: up to 16 rows per KV head.
+        seqlen_q: Query tokens of a request.
+        head_dim: Of K and V.
+        kv_dtype: Of the pages.
     """
+    rows = seqlen_q * ((num_q_heads or num_kv_heads) // num_kv_heads)
+    if kv_dtype in (torch.bfloat16, torch.float16) and 64 < head_dim <= 128 and rows <= 16:
+        return -XQA_FOLDED_CUTS.get(num_kv_heads, min(max(256 // num_kv_heads, 8), 64))
     return -64 if num_kv_heads == 1 else -min(max(XQA_INVARIANT_CUTS // num_kv_heads, 4), 16)
 
 

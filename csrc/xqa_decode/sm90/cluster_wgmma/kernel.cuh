@@ -1,8 +1,21 @@
 #pragma once
+#include "xqa_decode/sm90/cluster_wgmma/fold_merge.cuh"
+#include "xqa_decode/sm90/cluster_wgmma/leaf_piece.cuh"
 #include "xqa_decode/sm90/cluster_wgmma/merge.cuh"
 #include "xqa_decode/sm90/kernel.cuh"
 
 namespace attnops::xqa_decode::sm90 {
+
+// A share of a work: an even one, or one of whole leaves in batch-invariant mode.
+template <class Tr>
+__device__ __forceinline__ auto share_piece(const Params& p, const Team& team, const WorkPlace& place, int length,
+                                            int share) {
+  if constexpr (Tr::kFolds) {
+    return LeafPiece(p, team, place.request, place.kv_head, length, share);
+  } else {
+    return SharePiece(p, place.request, place.kv_head, length, share, team.shares, team.by_shares);
+  }
+}
 
 // The warp that asks for tiles. What can be done before the kernels ahead have ended is done then, on a guess of the
 // length and of the page numbers; afterwards both are read again, together, and only these count.
@@ -16,7 +29,7 @@ __device__ __forceinline__ void bring_share(const Params& p, const Shape& shape,
   }
   const int32_t* length_at = p.cache_seqlens + place.request;
   const int guess = hopper::load_guess(length_at);
-  SharePiece piece(p, place.request, place.kv_head, guess, share, team.shares, team.by_shares);
+  auto piece = share_piece<Tr>(p, team, place, guess, share);
   TileStream<Tr> stream(p, boxes, keys, values, shape, shared, lane);
   const int32_t* page_at = nullptr;              // of the l-th run of box tokens, in lane l, where there is one
   const bool guessed = !p.page_table.kv_indptr;  // else where a request's pages begin would be one more guess
@@ -34,9 +47,18 @@ __device__ __forceinline__ void bring_share(const Params& p, const Shape& shape,
   if (guessed && length == guess) {
     stream.bring(piece, pages);
   } else {
-    piece = SharePiece(p, place.request, place.kv_head, length, share, team.shares, team.by_shares);
+    piece = share_piece<Tr>(p, team, place, length, share);
     stream.bring(piece);
   }
+}
+
+// All leaves of a share, up to one node of the tree.
+template <class Tr>
+__device__ __forceinline__ void attend_node(uint8_t* smem, Consumer<Tr>& consumer, const LeafPiece& piece,
+                                            RowBlock<Tr>& block) {
+  if (num_tiles(piece) == 0) return Fold<Tr>::finish(block);
+  Fold<Tr> fold(smem, piece.first_leaf(), piece.end_leaf(), piece.known_leaves(), Tr::kFoldLevels);
+  consumer.attend_leaves(piece, piece.leaf_tiles(), block, [&] { fold.take(block); });
 }
 
 // The warpgroup that multiplies.
@@ -50,12 +72,20 @@ __device__ __forceinline__ void multiply_share(const Params& p, const Shape& sha
   Consumer<Tr> consumer(p, shape, boxes, smem);
   RowBlock<Tr> block;
   consumer.begin(place, 0, block);
-  const SharePiece piece(p, place.request, place.kv_head, length, share, team.shares, team.by_shares);
+  const auto piece = share_piece<Tr>(p, team, place, length, share);
   const int senders = min_of(piece.used_shares() - cluster_index * team.ctas, team.ctas);
-  if (rank < senders) consumer.attend(piece, 0, block);
+  if constexpr (Tr::kFolds) {
+    if (rank < senders) attend_node<Tr>(smem, consumer, piece, block);
+  } else {
+    if (rank < senders) consumer.attend(piece, 0, block);
+  }
   cluster_wait();  // everybody's barrier is there
   if (senders <= 0) return;
-  if (rank < senders) send_units<Tr>(shape, team, block, rank, shared);
+  if constexpr (Tr::kFolds) {
+    if (rank < senders) send_node<Tr>(shape, team, block, rank, shared);
+  } else {
+    if (rank < senders) send_units<Tr>(shape, team, block, rank, shared);
+  }
   const int first = rank * team.slice;
   const int own = min_of(shape.rows * TeamInbox<Tr>::kUnitsPerRow - first, team.slice);
   if (own <= 0) return;
@@ -63,11 +93,14 @@ __device__ __forceinline__ void multiply_share(const Params& p, const Shape& sha
     hopper::mbarrier_arrive_expect(shared + SharedLayout<Tr>::kInboxFull, senders * own * kUnitItems * 24);
   }
   const int clusters = team.by_ctas.divide(piece.used_shares() + team.ctas - 1);
-  if (team.ctas <= kFew && team.clusters == 1) {
-    merge_few<Tr>(p, shape, team, place, rank, senders, own, shared, smem);
-    return;
+  const bool few = team.ctas <= kFew && team.clusters == 1;
+  if constexpr (Tr::kFolds) {
+    if (few) return merge_few_nodes<Tr>(p, shape, team, place, rank, senders, own, shared, smem);
+    merge_nodes<Tr>(p, shape, team, place, rank, senders, cluster_index, clusters, shared, smem);
+  } else {
+    if (few) return merge_few<Tr>(p, shape, team, place, rank, senders, own, shared, smem);
+    merge_units<Tr>(p, shape, team, place, rank, senders, cluster_index, clusters, shared, smem);
   }
-  merge_units<Tr>(p, shape, team, place, rank, senders, cluster_index, clusters, shared, smem);
 }
 
 // Short calls over 16-bit pages: as in cluster/ the CTAs of a cluster divide a work evenly from its length alone,

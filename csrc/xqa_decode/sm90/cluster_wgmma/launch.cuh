@@ -1,4 +1,6 @@
 #pragma once
+#include <stdexcept>
+
 #include "xqa_decode/sm90/cluster/clusters_held.h"
 #include "xqa_decode/sm90/cluster_wgmma/kernel.cuh"
 #include "xqa_decode/sm90/cluster_wgmma/launch.h"
@@ -7,7 +9,7 @@
 
 namespace attnops::xqa_decode::sm90 {
 
-inline Team make_team(const TeamSize& size, int rows) {
+inline Team make_team(const Params& p, const TeamSize& size, int rows) {
   Team team{};
   team.ctas = size.ctas, team.clusters = size.clusters, team.shares = size.shares();
   team.slice = ceil_div(rows * kTeamUnitsPerRow, team.ctas);
@@ -15,6 +17,11 @@ inline Team make_team(const TeamSize& size, int rows) {
   team.by_clusters = Divisor(team.clusters);
   team.by_shares = Divisor(team.shares);
   team.by_slice = Divisor(team.slice);
+  if (p.fixed_split_tokens != 0) {
+    const int fixed = fixed_split_tiles(p.fixed_split_tokens, kPlanTileTokens);
+    team.cuts = max_of(-fixed, 0), team.cut_tiles = max_of(fixed, 0);
+    team.by_cuts = Divisor(max_of(-fixed, 1));
+  }
   return team;
 }
 
@@ -30,9 +37,14 @@ void launch_team_rows(const Params& p, TeamSize size, cudaStream_t stream) {
         1 << log_ctas != size.ctas || most_clusters<kKernel>(kWhat, log_ctas, Tr::kAllThreads, kBytes) > 0;
     if (!held) size.ctas /= 2;
   }
+  if (Tr::kFolds && most_leaves(p) > int64_t{size.shares()} << Tr::kFoldLevels) {
+    throw std::runtime_error(
+        "attnops::xqa_decode: this device holds no clusters that take the cuts of fixed_split_tokens " +
+        std::to_string(p.fixed_split_tokens) + ": allocate the plan with fewer");
+  }
   const Shape shape = make_shape(p, Tr::kRows, 1);
   const Boxes boxes = make_boxes<Tr>(p);
-  const Team team = make_team(size, shape.rows);
+  const Team team = make_team(p, size, shape.rows);
   const CUtensorMap keys = make_map<Tr>(p, p.k_pages, p.k_stride_token, p.k_stride_head, p.k_stride_page);
   const CUtensorMap values = make_map<Tr>(p, p.v_pages, p.v_stride_token, p.v_stride_head, p.v_stride_page);
   LaunchShape launch{p.batch_size * p.num_kv_heads * team.shares, Tr::kAllThreads, kBytes, kBytes};
@@ -45,9 +57,27 @@ constexpr int team_inbox_bytes(int rows, int more_units) {
   return (rows * kTeamUnitsPerRow + more_units) * kUnitItems * 24;
 }
 
+// Rings are larger where shares are one leaf or two.
+template <typename T, int kRows, int kMoreUnits, int kMostCtas>
+void launch_folding_team(const Params& p, TeamSize size, cudaStream_t stream) {
+  constexpr int kInbox = team_inbox_bytes(kRows, kMoreUnits);
+  if (most_leaves(p) <= 2 * int64_t{size.shares()}) {
+    return launch_team_rows<Traits<T, 128, kRows, kInbox, kMostCtas, false, 1>>(p, size, stream);
+  }
+  launch_team_rows<Traits<T, 128, kRows, kInbox, kMostCtas, false, kLogMostRun>>(p, size, stream);
+}
+
+template <typename T>
+void launch_folding_team(const Params& p, TeamSize size, cudaStream_t stream) {
+  if (p.seqlen_q * (p.num_q_heads / p.num_kv_heads) > 8) return launch_folding_team<T, 16, 16, 2>(p, size, stream);
+  if (size.small) return launch_folding_team<T, 8, 0, 3>(p, size, stream);
+  launch_folding_team<T, 8, 16, 2>(p, size, stream);
+}
+
 template <typename T>
 void launch_cluster_wgmma(const Params& p, cudaStream_t stream) {
   if (p.batch_size == 0) return;
+  if (p.fixed_split_tokens != 0) return launch_folding_team<T>(p, invariant_team_size(p), stream);
   const TeamSize size = team_size(p);
   if (p.seqlen_q * (p.num_q_heads / p.num_kv_heads) > 8) {
     return launch_team_rows<Traits<T, 128, 16, team_inbox_bytes(16, 16)>>(p, size, stream);

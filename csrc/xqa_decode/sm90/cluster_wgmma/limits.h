@@ -1,6 +1,7 @@
 #pragma once
 #include <string>
 
+#include "xqa_decode/plan.h"
 #include "xqa_decode/sm90/cluster/limits.h"
 #include "xqa_decode/sm90/limits.h"
 
@@ -41,6 +42,37 @@ inline TeamSize team_size(const Params& p) {
   return clusters_can_meet(p, works, size.clusters, kTeamUnitsPerRow) ? size : TeamSize{16, 1, small};
 }
 
+// Batch-invariant calls (fold.cuh): how many leaves a work may have, and a CTA of a cluster may take.
+inline constexpr int kLogMostRun = 3;
+inline constexpr int kMostLeaves = 256;  // more are not added up as a tree in memory
+
+inline int64_t most_leaves(const Params& p) {
+  const int fixed = fixed_split_tiles(p.fixed_split_tokens, kPlanTileTokens);
+  const int64_t tiles = max_of<int64_t>((most_visible_tokens(p) + 63) / 64, 1);
+  return fixed > 0 ? ceil_div(tiles, int64_t{fixed}) : min_of(tiles, int64_t{-fixed});
+}
+
+// As team_size, but shares are runs of 2^n leaves.
+inline TeamSize invariant_team_size(const Params& p) {
+  const int works = p.batch_size * p.num_kv_heads, rows = p.seqlen_q * (p.num_q_heads / p.num_kv_heads);
+  const int64_t leaves = most_leaves(p), tiles = (most_visible_tokens(p) + 63) / 64;
+  const bool small = rows <= 8;
+  if (works > 62) return {2, 1, false};
+  if (works > (small ? 32 : 30)) return {4, 1, false};
+  if (works > (small ? 16 : 14)) return {8, 1, small && leaves <= 16};
+  TeamSize size{16, 1, small};
+  if (works > 8) return size;
+  if (!small) {
+    if (tiles > 128 && works <= 4) size = {4, 8, false};
+  } else if (works > 4) {
+    if (tiles > 32) size = {4, 7, false};
+  } else {
+    size.clusters = static_cast<int>(min_of<int64_t>((leaves + 15) / 16, 16 / works));
+  }
+  return size.clusters == 1 || clusters_can_meet(p, works, size.clusters, kTeamUnitsPerRow) ? size
+                                                                                            : TeamSize{16, 1, small};
+}
+
 // Why the kernels of clusters that multiply by warpgroups do not serve these arguments; "" when they do. Only what the
 // host knows: shapes, not lengths.
 inline std::string reject_cluster_wgmma(const Params& p) {
@@ -52,14 +84,18 @@ inline std::string reject_cluster_wgmma(const Params& p) {
     return "takes seqlen_q * group up to " + std::to_string(kMaxTeamRows) + ", got " + std::to_string(rows);
   }
   // One request is divided evenly whatever its length. Others may differ, and then most CTAs wait for the longest's.
-  const TeamSize size = team_size(p);
+  const TeamSize size = p.fixed_split_tokens != 0 ? invariant_team_size(p) : team_size(p);
   const bool any_length = p.batch_size == 1 && size.clusters > 1;
   const int64_t most = int64_t{kMaxShareTokens} * size.shares();
   if (!any_length && most_visible_tokens(p) > most) {
     return "takes up to " + std::to_string(most) + " tokens of each of " + std::to_string(works) +
            " (request, KV head), the page table or the window has " + std::to_string(most_visible_tokens(p));
   }
-  if (p.fixed_split_tokens != 0) return "takes balanced plans, got fixed_split_tokens";
+  const int leaves = min_of(size.shares() << kLogMostRun, kMostLeaves);
+  if (p.fixed_split_tokens != 0 && most_leaves(p) > leaves) {
+    return "takes up to " + std::to_string(leaves) + " cuts of a work, fixed_split_tokens " +
+           std::to_string(p.fixed_split_tokens) + " may make " + std::to_string(most_leaves(p));
+  }
   return reject(p);
 }
 

@@ -1,0 +1,145 @@
+#pragma once
+#include "xqa_decode/sm90/cluster_wgmma/merge.cuh"
+#include "xqa_decode/sm90/fold.cuh"
+
+namespace attnops::xqa_decode::sm90 {
+
+// The merge of merge.cuh for batch-invariant calls: every CTA sends a node of the tree (fold.cuh) instead of sums, and
+// nodes meet in the tree's order.
+
+// Sends the CTA's node, unit by unit, to the CTA that merges it.
+template <class Tr>
+__device__ __forceinline__ void send_node(const Shape& shape, const Team& team, const RowBlock<Tr>& block, int rank,
+                                          uint32_t shared) {
+  using In = TeamInbox<Tr>;
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+  for (int n = 0; n < Tr::kRowTiles; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = 8 * n + 2 * t + i;
+      if (row >= shape.rows) continue;
+      const int unit = row * In::kUnitsPerRow + warp;
+      const int owner = team.by_slice.divide(unit);
+      const int at = (rank * team.slice + unit - owner * team.slice) * kUnitItems + g;
+      const uint32_t there = address_in(shared, owner), barrier = there + SharedLayout<Tr>::kInboxFull;
+      const float4 values = make_float4(block.out[0][4 * n + i], block.out[0][4 * n + 2 + i], block.out[1][4 * n + i],
+                                        block.out[1][4 * n + 2 + i]);
+      store_async(there + In::kValues + at * 16, values, barrier);
+      store_async(there + In::kStats + at * 8, make_float2(block.reference[n][i], 0.f), barrier);
+    }
+  }
+}
+
+template <class Tr>
+__device__ __forceinline__ void load_sent(NodeItem& node, int at, const uint8_t* smem) {
+  using In = TeamInbox<Tr>;
+  const float lse = *reinterpret_cast<const float*>(smem + In::kStats + at * 8);
+  node.set(lse, *reinterpret_cast<const float4*>(smem + In::kValues + at * 16));
+}
+
+// Up to four CTAs, which are all of the work's: a thread to an item.
+template <class Tr>
+__device__ __forceinline__ void merge_few_nodes(const Params& p, const Shape& shape, const Team& team,
+                                                const WorkPlace& place, int rank, int senders, int own, uint32_t shared,
+                                                const uint8_t* smem) {
+  using In = TeamInbox<Tr>;
+  using T = typename Tr::T;
+#pragma unroll 1
+  for (int item = threadIdx.x; item < own * kUnitItems; item += Tr::kThreads) {
+    const int unit = rank * team.slice + item / kUnitItems;
+    const int d = 16 * (unit % In::kUnitsPerRow) + item % kUnitItems;
+    const OutputPlace to(p, shape, place, unit / In::kUnitsPerRow, d);
+    mbarrier_wait_cluster(shared + SharedLayout<Tr>::kInboxFull, 0);
+    NodeItem nodes[kFew];
+#pragma unroll
+    for (int i = 0; i < kFew; ++i) {
+      load_sent<Tr>(nodes[i], min_of(i, senders - 1) * team.slice * kUnitItems + item, smem);
+      if (i >= senders) nodes[i].lse = -INFINITY;
+    }
+    combine_all(nodes);
+    const float factor = to.factor(nodes[0].lse);
+    if (to.lse) *to.lse = nodes[0].lse;
+    T* out = static_cast<T*>(p.out) + to.at;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int step = 64 * (i / 2) + 8 * (i % 2);
+      if (d + step < p.head_dim) out[step] = static_cast<T>(__fmul_rn(factor, root_value(nodes[0].values[i])));
+    }
+  }
+}
+
+// The tree above `count` nodes, four lanes to an item, each with neighbours; `load(i, node)` gives the i-th.
+template <class Load>
+__device__ __forceinline__ NodeItem combine_lanes(int count, int lane, const Load& load) {
+  NodeItem nodes[kMaxClusterCtas / 4];
+#pragma unroll
+  for (int i = 0; i < kMaxClusterCtas / 4; ++i) {
+    const int which = lane / kUnitItems * (kMaxClusterCtas / 4) + i;
+    if (which < count) load(which, nodes[i]);
+  }
+  combine_all(nodes);
+  nodes[0].combine(nodes[0].shuffled(kUnitItems));
+  nodes[0].combine(nodes[0].shuffled(2 * kUnitItems));
+  return nodes[0];
+}
+
+// A unit of one cluster among those of the work's others, in memory, as meet_clusters.
+static_assert(kMaxTeamClusters <= kMaxClusterCtas);
+__device__ __forceinline__ bool meet_nodes(const Params& p, const Shape& shape, int most, int work, int cluster_index,
+                                           int clusters, int unit, int lane, NodeItem& node) {
+  const int units = shape.rows * kTeamUnitsPerRow;
+  const int first = work * most * units + unit;  // of the records of this unit
+  auto* values = reinterpret_cast<float4*>(p.out_partial);
+  if (lane < kUnitItems) {
+    values[static_cast<int64_t>(first + cluster_index * units) * kUnitItems + lane] = node.vec();
+    if (lane == 0) p.lse_partial[first + cluster_index * units] = node.lse;
+  }
+  __syncwarp();
+  unsigned before = 0;
+  int32_t* semaphore = p.semaphores + work * units + unit;
+  if (lane == 0) {
+    before = add_acq_rel(semaphore, 1);
+    if (before + 1 == clusters) *semaphore = 0;
+  }
+  if (__shfl_sync(~0u, before, 0) + 1 != clusters) return false;
+  node = combine_lanes(clusters, lane, [&](int i, NodeItem& other) {
+    const int record = first + i * units;
+    other.set(__ldcg(p.lse_partial + record),
+              __ldcg(values + static_cast<int64_t>(record) * kUnitItems + lane % kUnitItems));
+  });
+  return true;
+}
+
+// The same for any number of CTAs, four lanes to an item. `clusters` clusters share the work.
+template <class Tr>
+__device__ __forceinline__ void merge_nodes(const Params& p, const Shape& shape, const Team& team,
+                                            const WorkPlace& place, int rank, int senders, int cluster_index,
+                                            int clusters, uint32_t shared, const uint8_t* smem) {
+  using In = TeamInbox<Tr>;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int first = rank * team.slice, end = min_of(first + team.slice, shape.rows * In::kUnitsPerRow);
+  const int which = lane / kUnitItems;  // of an item's four dims, for this lane to store
+#pragma unroll 1
+  for (int unit = first + warp; unit < end; unit += Tr::kWarps) {
+    const int d = 64 * (which / 2) + 16 * (unit % In::kUnitsPerRow) + 8 * (which % 2) + lane % kUnitItems;
+    const OutputPlace to(p, shape, place, unit / In::kUnitsPerRow, d);
+    mbarrier_wait_cluster(shared + SharedLayout<Tr>::kInboxFull, 0);
+    NodeItem node = combine_lanes(senders, lane, [&](int i, NodeItem& other) {
+      load_sent<Tr>(other, (i * team.slice + unit - first) * kUnitItems + lane % kUnitItems, smem);
+    });
+    if (clusters > 1 && !meet_nodes(p, shape, team.clusters, place.work, cluster_index, clusters, unit, lane, node)) {
+      continue;
+    }
+    if (to.lse) *to.lse = node.lse;
+    const float value = which == 0   ? node.values[0]
+                        : which == 1 ? node.values[1]
+                        : which == 2 ? node.values[2]
+                                     : node.values[3];
+    if (d >= p.head_dim) continue;
+    static_cast<typename Tr::T*>(p.out)[to.at] =
+        static_cast<typename Tr::T>(__fmul_rn(to.factor(node.lse), root_value(value)));
+  }
+}
+
+}  // namespace attnops::xqa_decode::sm90

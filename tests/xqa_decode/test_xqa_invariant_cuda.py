@@ -1,0 +1,68 @@
+"""Batch-invariant xqa_decode on Hopper: the same bits by clusters of any size, by the plan, and in any company."""
+
+import dataclasses
+
+import pytest
+import torch
+from attnops.metadata.plan import xqa_invariant_cuts
+from problems import paged_problem
+from xqa_decoding import assert_decodes, decode
+
+pytestmark = pytest.mark.gpu
+SHORT = [700, 64, 1, 0, 1024, 333, 65, 63, 1000, 129, 512, 31, 897, 2, 640, 1024, 960, 5, 1023, 256] * 4
+LONG = [8192, 100, 7777, 2000, 4097, 64, 8192, 0, 6400]
+
+
+def of_requests(problem, rows):
+    """The same requests in a smaller batch, whose page table is no wider than they need."""
+    page_size, longest = problem.k_pages.shape[1], int(problem.cache_seqlens[rows].max())
+    return dataclasses.replace(
+        problem,
+        q=problem.q[rows],
+        page_table=problem.page_table[rows, : max(-(-longest // page_size), 1)].contiguous(),
+        cache_seqlens=problem.cache_seqlens[rows],
+    )
+
+
+@pytest.mark.parametrize("lengths", [SHORT, LONG], ids=["short", "long"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads", [(32, 8), (8, 1), (64, 4), (4, 4), (32, 32), (14, 2)])
+@pytest.mark.parametrize("cuts", [None, 256])
+def test_the_same_bits_in_batches_of_every_size(heads, lengths, dtype, cuts):
+    problem = paged_problem(lengths, num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=128, dtype=dtype).to("cuda")
+    cuts = cuts or xqa_invariant_cuts(heads[1], num_q_heads=heads[0])
+    options = {"fixed_split_tokens": cuts, "max_seqlen_k": 8192}
+    together, lse = decode(problem, **options, num_sm_parts=None)
+    for parts in (1, 37, 256):
+        out, lse_now = decode(problem, **options, num_sm_parts=parts)
+        assert torch.equal(out, together) and torch.equal(lse_now, lse), parts
+    for size in (1, 2, 4, 9, 33):
+        for first in range(0, len(lengths), max(size, len(lengths) // 3)):
+            rows = slice(first, min(first + size, len(lengths)))
+            out, lse_now = decode(of_requests(problem, rows), **options, num_sm_parts=None)
+            assert torch.equal(out, together[rows]) and torch.equal(lse_now, lse[rows]), (size, first)
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 2, 3])
+@pytest.mark.parametrize("window_left", [-1, 0, 700])
+def test_windows_sinks_and_several_query_tokens(seqlen_q, window_left):
+    problem = paged_problem(SHORT[:20], seqlen_q, num_q_heads=16, num_kv_heads=4, head_dim=96, page_size=16).to("cuda")
+    options = {
+        "fixed_split_tokens": -32,
+        "max_seqlen_k": 1024,
+        "seqlen_q": seqlen_q,
+        "window_left": window_left,
+        "sinks": torch.linspace(-2, 3, 16, device="cuda"),
+    }
+    assert_decodes(problem, **options)
+    together, lse = decode(problem, **options, num_sm_parts=None)
+    for request in range(20):
+        rows = slice(request * seqlen_q, (request + 1) * seqlen_q)
+        alone = dataclasses.replace(
+            problem,
+            q=problem.q[rows],
+            page_table=problem.page_table[request : request + 1],
+            cache_seqlens=problem.cache_seqlens[request : request + 1],
+        )
+        out, lse_now = decode(alone, **options, num_sm_parts=None)
+        assert torch.equal(out, together[rows]) and torch.equal(lse_now, lse[rows]), request
