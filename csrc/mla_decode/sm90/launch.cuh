@@ -26,15 +26,14 @@ inline int rows_of_box(const Params& p) {
 
 inline CUtensorMap make_map(const Params& p, int box_rows = kPlanTileTokens) {
   const int64_t element = size_of(p.kv_dtype);
-  return attnops::sm90::make_tensor_map(
-      {.dtype = p.kv_dtype,
-       .base = p.kv_pages,
-       .extents = {kHeadDimQk, static_cast<uint64_t>(p.page_table.page_size),
-                   static_cast<uint64_t>(p.page_table.num_pages)},
-       .strides = {static_cast<uint64_t>(p.kv_stride_token * element),
-                   static_cast<uint64_t>(p.kv_stride_page * element)},
-       .box_rows = static_cast<uint32_t>(box_rows),
-       .fetch = p.kv_dtype == p.dtype ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B});
+  return attnops::sm90::make_tensor_map({.dtype = p.kv_dtype,
+                                         .base = p.kv_pages,
+                                         .extents = {kHeadDimQk, static_cast<uint64_t>(p.page_table.page_size),
+                                                     static_cast<uint64_t>(p.page_table.num_pages)},
+                                         .strides = {static_cast<uint64_t>(p.kv_stride_token * element),
+                                                     static_cast<uint64_t>(p.kv_stride_page * element)},
+                                         .box_rows = static_cast<uint32_t>(box_rows),
+                                         .fetch = CU_TENSOR_MAP_L2_PROMOTION_L2_128B});
 }
 
 // Queries come by the copy engine where a request's rows (token, head) lie at equal distances.

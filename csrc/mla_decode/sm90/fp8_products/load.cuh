@@ -69,7 +69,7 @@ class Loader {
     const uint32_t barrier = shared_ + L::barrier_box(stage_);
     attnops::sm90::mbarrier_arrive_expect(barrier, kStageBytes);
     for (int k = 0; k < kKeyTiles; ++k) {
-      attnops::sm90::copy_box(place() + k * kTileBytes, map_, barrier, k * 128, token, page);
+      attnops::sm90::copy_box(place() + k * kTileBytes, map_, barrier, k * 128, token, page, read_once_);
     }
   }
 
@@ -102,6 +102,7 @@ class Loader {
   const CUtensorMap* map_;
   const bool use_boxes_;
   const uint32_t shared_;
+  const uint64_t read_once_ = attnops::sm90::l2_policy(true);
   int stage_ = 0;
   uint32_t parity_ = 0;
 };
