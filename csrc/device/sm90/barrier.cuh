@@ -20,6 +20,10 @@ __device__ inline void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+__device__ inline void mbarrier_arrive(uint32_t barrier, int count) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
 // Without a branch, which would end what the compiler lets fly asynchronously.
 __device__ inline void mbarrier_arrive_if(uint32_t barrier, bool condition) {
   asm volatile(

@@ -238,7 +238,10 @@ class Consumer {
 __device__ inline void init_barriers(uint32_t shared, bool queries_by_map) {
   constexpr int kWarps = kGroupThreads / 32;
   const int i = threadIdx.x % 32;
-  const int arrivals = i < 10 ? 1 : i < 16 ? kWarps : i < 17 ? (queries_by_map ? 1 : kGroupThreads) : 2 * kWarps;
+  const int arrivals = i < 10   ? kFullArrivals
+                       : i < 16 ? kWarps
+                       : i < 17 ? (queries_by_map ? 1 : kGroupThreads)
+                                : 2 * kWarps;
   if (i < kBarrierCount) attnops::sm90::mbarrier_init(shared + kBarriers + 8 * i, arrivals);
   attnops::sm90::mbarrier_init_fence();
 }
@@ -255,7 +258,7 @@ __device__ inline void start(const Params& p, const Maps& maps, const Modes& mod
   if (lane < 8) reinterpret_cast<int*>(entry)[lane] = word;
 }
 
-template <typename T, Options kOptions>
+template <typename T, Options kOptions, bool kBoxes>
 __global__ void __launch_bounds__(kThreads, 1)
     mla_decode_kernel(const __grid_constant__ Params p, const __grid_constant__ Maps maps,
                       const __grid_constant__ Modes modes) {
@@ -273,8 +276,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     Consumer<T, 1, kOptions>(p, modes, shared_bytes, shared).run();
   } else {
     attnops::sm90::registers_decrease<56>();
-    Loader<kOptions>(p, maps, modes, *reinterpret_cast<const SplitKvEntry*>(shared_bytes + kEntry), shared_bytes,
-                     shared)
+    Loader<kOptions, kBoxes>(p, maps, modes, *reinterpret_cast<const SplitKvEntry*>(shared_bytes + kEntry),
+                             shared_bytes, shared)
         .run();
   }
 }

@@ -15,13 +15,12 @@ inline bool boxes_fit(const Params& p) {
   return p.report == nullptr && p.page_table.page_size % kPlanTileTokens == 0 && p.page_table.num_pages > 0;
 }
 
-// Rows that the copy engine reads at once: those of a tile, or of a page that is half or a quarter of one. Smaller
-// boxes take it longer than gathering. 0: everything is gathered.
+// Rows that the copy engine reads at once: those of a tile, or of a page that is half of one. Smaller boxes take it
+// longer than gathering. 0: everything is gathered.
 inline int rows_of_box(const Params& p) {
   if (boxes_fit(p)) return kPlanTileTokens;
-  const int page_size = p.page_table.page_size;
-  const bool fits = page_size == kPlanTileTokens / 2 || page_size == kPlanTileTokens / 4;
-  return fits && p.report == nullptr && p.page_table.num_pages > 0 ? page_size : 0;
+  const bool fits = p.page_table.page_size == kPlanTileTokens / 2;
+  return fits && p.report == nullptr && p.page_table.num_pages > 0 ? kPlanTileTokens / 2 : 0;
 }
 
 inline CUtensorMap make_map(const Params& p, int box_rows = kPlanTileTokens) {
@@ -127,10 +126,10 @@ inline bool is_common(const Params& p, const Modes& modes) {
          p.softmax_scale > 0.f && p.window_left < 0 && p.tree_mask == nullptr && p.sinks == nullptr;
 }
 
-template <typename T, Options kOptions>
+template <typename T, Options kOptions, bool kBoxes>
 void launch_attention(const Params& p, const Modes& modes, cudaStream_t stream) {
   const Maps maps = make_maps(p, modes);
-  const auto kernel = &mla_decode_kernel<T, kOptions>;
+  const auto kernel = &mla_decode_kernel<T, kOptions, kBoxes>;
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
              "shared memory of mla_decode_kernel");
   kernel<<<p.num_sm_parts, kThreads, kSharedBytes, stream>>>(p, maps, modes);
@@ -148,10 +147,12 @@ void launch(const Params& p, cudaStream_t stream) {
                     .box_shift = box_rows > 0 ? __builtin_ctz(kPlanTileTokens / box_rows) : 0,
                     .by_page_size = Divisor(p.page_table.page_size),
                     .units = row_units(p)};
-  if (is_common(p, modes)) {
-    launch_attention<T, Options::kCommon>(p, modes, stream);
+  if (!is_common(p, modes)) {
+    launch_attention<T, Options::kAll, true>(p, modes, stream);
+  } else if (modes.use_boxes) {
+    launch_attention<T, Options::kCommon, true>(p, modes, stream);
   } else {
-    launch_attention<T, Options::kAll>(p, modes, stream);
+    launch_attention<T, Options::kCommon, false>(p, modes, stream);
   }
   launch_merge<T>(p, stream);
 }

@@ -27,8 +27,8 @@ inline constexpr int kSums = kMaxima + 2 * 64 * 4;            // float [2][2][64
 inline constexpr int kBarriers = kSums + 2 * 2 * 64 * 4;      // 8 bytes each, see below
 inline constexpr int kBarrierCount = 2 * (5 + 3) + 2;         // per buffer: full, empty; q full, q empty
 inline constexpr int kEntry = kBarriers + 8 * kBarrierCount;  // the part's row of the plan
-inline constexpr int kRowLists = kEntry + 32;  // where the rows of gathered tiles lie: uint32 [4][64], by loading warp
-inline constexpr int kSharedBytes = kRowLists + 4 * 64 * 4;
+inline constexpr int kRowLists = kEntry + 32;  // where the rows of gathered tiles lie: uint32 [4][32], by loading warp
+inline constexpr int kSharedBytes = kRowLists + 4 * 32 * 4;
 static_assert(kSharedBytes <= 227 * 1024);
 
 // A KV tile arrives in five units and is given back in three.
@@ -46,6 +46,8 @@ inline constexpr int part_of(int unit) { return (unit + 1) / 2; }
 inline constexpr int first_tile_of_part(int part) { return part == kPartRope ? kRopeTile : 4 * (part - 1); }
 inline constexpr int tiles_of_unit(int unit) { return unit == kRope ? 1 : 2; }
 inline constexpr int tiles_of_part(int part) { return part == kPartRope ? 1 : 4; }
+
+inline constexpr int kFullArrivals = 2;  // both warps of a buffer may bring rows of a unit
 
 // Byte offsets of the barriers.
 inline constexpr int barrier_full(int buffer, int unit) { return kBarriers + 8 * (buffer * kUnits + unit); }

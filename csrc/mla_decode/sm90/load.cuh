@@ -49,7 +49,8 @@ __device__ inline void copy_queries(const Params& p, const Maps& maps, uint32_t 
 
 // One of the four loading warps. Each serves one half of the columns of one of the two KV buffers, by itself: a warp
 // that served more would sit in one wait while another place falls free.
-template <Options kOptions>
+// kBoxes: the call may use boxes; common calls then do, and others ask.
+template <Options kOptions, bool kBoxes>
 class Loader {
  public:
   __device__ Loader(const Params& p, const Maps& maps, const Modes& modes, const SplitKvEntry& entry, uint8_t* base,
@@ -80,49 +81,73 @@ class Loader {
 
  private:
   static constexpr int kElement = 2;
-  static constexpr int kRowsPerLane = 2;  // of a gathered tile: lane and lane + 32
-  static constexpr int kRowSteps = 16;    // of four rows, which a warp copies at once
+  static constexpr int kRowsPerLane = 2;           // of a gathered tile: lane and lane + 32
+  static constexpr int kHalfRows = 32;             // of a whole tile, by each of a buffer's two warps
+  static constexpr int kRowSteps = kHalfRows / 4;  // of four rows, which a warp copies at once
   static constexpr int kUnknown = INT32_MIN;
 
-  // Every second tile of the piece: runs of boxes and runs of gathered tiles, in loops of their own.
+  // Every second tile of the piece. Pages are looked up before they are needed.
   __device__ void load_tiles(const Piece& piece, int count, int first_pages) {
     const int32_t* cells = p_.page_table.row(piece.request);
+    if (kBoxes && (kOptions == Options::kCommon || modes_.use_boxes)) {
+      load_boxed_tiles(piece, cells, count, first_pages);
+    } else {
+      load_gathered_tiles(piece, cells, count);
+    }
+  }
+
+  __device__ void load_boxed_tiles(const Piece& piece, const int32_t* cells, int count, int first_pages) {
     int boxes = first_pages == kUnknown ? box_pages(piece, cells, 0) : first_pages;
     int next_boxes = box_pages(piece, cells, steps_ahead());
-    // Rows of gathered tiles are looked up a tile ahead. Behind boxes comes one such tile at most, the last.
+    // Behind boxes comes one tile at most that is not read whole, the last, and under a window one before them.
     int pages[kRowsPerLane];
     int pages_of = boxed(piece, buffer_) ? buffer_ + (piece.num_tiles - 1 - buffer_) / 2 * 2 : buffer_;
     row_pages(piece, cells, pages_of, pages);
-    // At the very start odd tiles stand back for the even one: all queue at one copy engine, and scores begin with it.
-    if (count == 0 && buffer_ == 1) attnops::sm90::named_barrier_sync(kFirstTile, kGroupThreads);
-    int t = buffer_;
-    while (t < piece.num_tiles) {
-      for (; t < piece.num_tiles && boxed(piece, t); t += 2) {
-        const int step = t / 2, lane = (step << modes_.box_shift) % 32;
-        if (lane == 0 && step > 0) {
-          boxes = next_boxes;
-          next_boxes = box_pages(piece, cells, step + steps_ahead());
-        }
-        if (modes_.box_shift == 0) {
-          load_boxes(piece.first_tile + t, __shfl_sync(0xffffffffu, boxes, lane));
-        } else {
-          load_small_boxes(boxes, lane);
-        }
-        empty_parity_ ^= 1;
-        if (t == 0) let_odd_tiles_begin(count);
+    let_even_tile_go_first(count);
+    for (int t = buffer_; t < piece.num_tiles; t += 2) {
+      const int step = t / 2, lane = (step << modes_.box_shift) % 32;
+      if (lane == 0 && step > 0) {
+        boxes = next_boxes;
+        next_boxes = box_pages(piece, cells, step + steps_ahead());
       }
-      for (; t < piece.num_tiles && !boxed(piece, t); t += 2) {
+      if (!boxed(piece, t)) {
         if (pages_of != t) row_pages(piece, cells, t, pages);
-        int next_pages[kRowsPerLane];
-        row_pages(piece, cells, t + 2, next_pages);
-        gather(piece, piece.first_tile + t, pages);
-        empty_parity_ ^= 1;
-        if (t == 0) let_odd_tiles_begin(count);
-        pages_of = t + 2;
-#pragma unroll
-        for (int i = 0; i < kRowsPerLane; ++i) pages[i] = next_pages[i];
+        gather_some(piece, t, pages);
+      } else if (modes_.box_shift == 0) {
+        load_boxes(piece.first_tile + t, __shfl_sync(0xffffffffu, boxes, lane));
+      } else {
+        load_small_boxes(boxes, lane);
       }
+      empty_parity_ ^= 1;
+      if (t == 0) let_odd_tiles_begin(count);
     }
+  }
+
+  // Both warps of a buffer copy half of the rows of a whole tile: what limits a warp is its own rate of copies.
+  __device__ void load_gathered_tiles(const Piece& piece, const int32_t* cells, int count) {
+    list_row(piece, buffer_, half_page(piece, cells, buffer_));
+    let_even_tile_go_first(count);
+    for (int t = buffer_; t < piece.num_tiles; t += 2) {
+      int page;
+      if (is_complete(piece, t)) {
+        copy_half();
+        page = half_page(piece, cells, t + 2);
+        hand_over_half();
+      } else {
+        int pages[kRowsPerLane];
+        row_pages(piece, cells, t, pages);
+        gather_some(piece, t, pages);
+        page = half_page(piece, cells, t + 2);
+      }
+      list_row(piece, t + 2, page);
+      empty_parity_ ^= 1;
+      if (t == 0) let_odd_tiles_begin(count);
+    }
+  }
+
+  // At the very start odd tiles stand back for the even one: all queue at one copy engine, and scores begin with it.
+  __device__ void let_even_tile_go_first(int count) const {
+    if (count == 0 && buffer_ == 1) attnops::sm90::named_barrier_sync(kFirstTile, kGroupThreads);
   }
 
   __device__ void let_odd_tiles_begin(int count) const {
@@ -173,7 +198,7 @@ class Loader {
   // The pages of the part's first boxes, asked for together with the request's length instead of after it. They are
   // used only where the length allows.
   __device__ int speculate() const {
-    if (!modes_.use_boxes || window_of<kOptions>(p_) >= 0 || p_.page_table.kv_indptr) return kUnknown;
+    if (!kBoxes || !modes_.use_boxes || window_of<kOptions>(p_) >= 0 || p_.page_table.kv_indptr) return kUnknown;
     const int request = block_place(p_, entry_.begin_work).request;
     if (request >= p_.batch_size) return kUnknown;
     const int cell = cell_of(entry_.begin_tile + buffer_ + 2 * (lane_ >> modes_.box_shift));
@@ -207,7 +232,7 @@ class Loader {
 
   __device__ void load_unit(int unit, int column, int tiles, int token, int page) const {
     const uint32_t barrier = shared_ + barrier_full(buffer_, unit);
-    attnops::sm90::mbarrier_arrive_expect(barrier, tiles * kTileBytes);
+    expect(barrier, tiles);
     for (int k = column; k < column + tiles; ++k) {
       attnops::sm90::copy_box(kv_tile(k), &maps_.kv, barrier, k * 64, token, page, read_once_);
     }
@@ -227,94 +252,119 @@ class Loader {
 
   __device__ void load_small_unit(int unit, int column, int tiles, int pages, int lane) const {
     const uint32_t barrier = shared_ + barrier_full(buffer_, unit);
-    if (lane_ == 0) attnops::sm90::mbarrier_arrive_expect(barrier, tiles * kTileBytes);
+    if (lane_ == 0) expect(barrier, tiles);
 #pragma unroll 1
     for (int i = 0; i < 1 << modes_.box_shift; ++i) {
       const int page = __shfl_sync(0xffffffffu, pages, lane + i);
       if (lane_ == 0) {
         for (int k = column; k < column + tiles; ++k) {
           const uint32_t place = kv_tile(k) + i * (kTileBytes >> modes_.box_shift);
-          attnops::sm90::copy_box(place, &maps_.kv, barrier, k * 64, 0, page);
+          attnops::sm90::copy_box(place, &maps_.kv, barrier, k * 64, 0, page, read_once_);
         }
       }
       __syncwarp();
     }
   }
 
+  __device__ static void expect(uint32_t barrier, int tiles) {
+    attnops::sm90::mbarrier_arrive(barrier, kFullArrivals - 1);
+    attnops::sm90::mbarrier_arrive_expect(barrier, tiles * kTileBytes);
+  }
+
   __device__ uint32_t kv_tile(int column) const {
     return shared_ + kKv + buffer_ * kOperandBytes + column * kTileBytes;
   }
 
-  __device__ void gather(const Piece& piece, int tile, int (&page)[kRowsPerLane]) const {
-    if (kOptions == Options::kAll && p_.report) check_pages(piece, tile, page);
-    const bool complete = __all_sync(0xffffffffu, min_of(page[0], page[1]) >= 0);
-    if (complete && modes_.units.bytes != 0) {
-      gather_complete(tile, page);
-    } else {
-      gather_some(tile, page);
-    }
+  // Whether all keys of a tile may be read, and their rows' places fit 32 bits.
+  __device__ bool is_complete(const Piece& piece, int t) const {
+    if (kOptions == Options::kAll && p_.report) return false;
+    return modes_.units.bytes != 0 && is_boxed(piece, piece.first_tile + t, true);
   }
 
-  // A tile all of whose keys may be read. What can be known of the rows is known before their place is free.
-  __device__ void gather_complete(int tile, const int (&page)[kRowsPerLane]) const {
-    uint32_t* rows = row_list();
-#pragma unroll
-    for (int i = 0; i < kRowsPerLane; ++i) {
-      const int token = token_of(tile * kPlanTileTokens + lane_ + 32 * i);
-      rows[lane_ % 4 * kRowSteps + lane_ / 4 + 8 * i] =
-          page[i] * modes_.units.per_page + token * modes_.units.per_token;
-    }
+  // This lane's row of the warp's half of a tile.
+  __device__ int half_key(const Piece& piece, int t) const {
+    return (piece.first_tile + t) * kPlanTileTokens + warp_ % 2 * kHalfRows + lane_;
+  }
+
+  __device__ int half_page(const Piece& piece, const int32_t* cells, int t) const {
+    const int key = half_key(piece, t);
+    return t < piece.num_tiles && readable(piece, key) ? cells[page_cell(key)] : 0;
+  }
+
+  // Where the rows of the warp's half of a tile lie, in units from the pool: those that eight lanes each copy, one
+  // behind the other. Written down by the time that the tile's place falls free.
+  __device__ uint32_t* row_list() const { return reinterpret_cast<uint32_t*>(base_ + kRowLists) + warp_ * kHalfRows; }
+
+  __device__ void list_row(const Piece& piece, int t, int page) const {
     __syncwarp();
-    if (has_rope()) {
-      wait_empty(kPartRope);
-      copy_complete<0, 1>(kRopeTile);
-      commit_copies();
+    row_list()[lane_ % 4 * kRowSteps + lane_ / 4] =
+        page * modes_.units.per_page + token_of(half_key(piece, t)) * modes_.units.per_token;
+    __syncwarp();
+  }
+
+  // The warp's half of a tile, in flight, each unit a group of copies; the part first that is given back first.
+  __device__ void copy_half() const {
+    wait_empty(kPartRope);
+    copy_columns<1>(kRopeTile);
+#pragma unroll 1
+    for (int i = 0; i < kParts - 1; ++i) {
+      const int part = i == 0 ? first_part() : second_part();
+      wait_empty(part);
+      copy_columns<2>(first_tile_of_part(part));
+      copy_columns<2>(first_tile_of_part(part) + 2);
     }
-    wait_empty(part_);
-    const int column = first_tile_of_part(part_);
-    copy_complete<0, 2>(column);
-    commit_copies();
-    copy_complete<2, 2>(column);
-    commit_copies();
-    if (has_rope()) hand_over<2>(kRope);
-    hand_over<1>(2 * part_ - 1);
-    hand_over<0>(2 * part_);
   }
 
-  // Where the rows of the warp's tile lie, in units from the pool: those of the four rows that eight lanes each copy at
-  // once, one behind the other.
-  __device__ uint32_t* row_list() const {
-    return reinterpret_cast<uint32_t*>(base_ + kRowLists) + warp_ * kPlanTileTokens;
+  __device__ void hand_over_half() const {
+    hand_over<4>(kRope, 1);
+    hand_over<3>(2 * first_part() - 1, 1);
+    hand_over<2>(2 * first_part(), 1);
+    hand_over<1>(2 * second_part() - 1, 1);
+    hand_over<0>(2 * second_part(), 1);
   }
 
-  // Eight lanes copy the 128 bytes of a row of a 64 x 64 tile, of kTiles such tiles, kFirst behind that of `column`.
-  template <int kFirst, int kTiles>
-  __device__ void copy_complete(int column) const {
+  __device__ int first_part() const { return buffer_ == 0 ? kPartLeft : kPartRight; }
+  __device__ int second_part() const { return buffer_ == 0 ? kPartRight : kPartLeft; }
+
+  __device__ static uint64_t wide_product(uint32_t a, uint32_t b) {
+    uint64_t product;
+    asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
+    return product;
+  }
+
+  // Of kTiles tiles of 64 columns; eight lanes copy the 128 bytes of a row of one of them.
+  template <int kTiles>
+  __device__ void copy_columns(int column) const {
     const uint8_t* pool = static_cast<const uint8_t*>(p_.kv_pages) + column * 128 + lane_ % 8 * 16;
+    asm volatile("" : "+l"(pool));  // in a pair of registers, where a row's place is added in one instruction
     // The swizzle repeats after eight rows, which are two steps.
-    const uint32_t even = kv_tile(column) + attnops::sm90::swizzled(lane_ / 8, lane_ % 8);
-    const uint32_t odd = kv_tile(column) + attnops::sm90::swizzled(4 + lane_ / 8, lane_ % 8);
-    const auto copy_row = [&](uint32_t row, uint32_t place) {
-      const uint8_t* source;
-      asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(source) : "r"(row), "r"(modes_.units.bytes), "l"(pool));
-#pragma unroll
-      for (int k = kFirst; k < kFirst + kTiles; ++k) attnops::sm90::copy16(place + k * kTileBytes, source + k * 128);
-    };
+    const uint32_t even = kv_tile(column) + attnops::sm90::swizzled(warp_ % 2 * kHalfRows + lane_ / 8, lane_ % 8);
+    const uint32_t odd = (even ^ 64) + 512;
     const auto* list = reinterpret_cast<const uint4*>(row_list() + lane_ / 8 * kRowSteps);
-    uint4 rows = list[0];
+    const uint8_t* source[kRowSteps];
 #pragma unroll
-    for (int i = 0; i < kRowSteps / 4; ++i) {
-      const uint4 next = list[(i + 1) % (kRowSteps / 4)];
-      copy_row(rows.x, even + 2048 * i);
-      copy_row(rows.y, odd + 2048 * i);
-      copy_row(rows.z, even + 2048 * i + 1024);
-      copy_row(rows.w, odd + 2048 * i + 1024);
-      rows = next;
+    for (int i = 0; i < kRowSteps; i += 4) {
+      const uint4 rows = list[i / 4];
+      source[i] = pool + wide_product(rows.x, modes_.units.bytes);
+      source[i + 1] = pool + wide_product(rows.y, modes_.units.bytes);
+      source[i + 2] = pool + wide_product(rows.z, modes_.units.bytes);
+      source[i + 3] = pool + wide_product(rows.w, modes_.units.bytes);
     }
+    // A register that a copy reads is free for the next address some 20 cycles later: all addresses before all copies.
+#pragma unroll
+    for (int k = 0; k < kTiles; ++k) {
+#pragma unroll
+      for (int i = 0; i < kRowSteps; ++i) {
+        attnops::sm90::copy16((i % 2 ? odd : even) + i / 2 * 1024 + k * kTileBytes, source[i] + k * 128, read_once_);
+      }
+    }
+    commit_copies();
   }
 
   // A tile with keys that may not be read: zeros.
-  __device__ void gather_some(int tile, const int (&page)[kRowsPerLane]) const {
+  __device__ void gather_some(const Piece& piece, int t, int (&page)[kRowsPerLane]) const {
+    const int tile = piece.first_tile + t;
+    if (kOptions == Options::kAll && p_.report) check_pages(piece, tile, page);
     int64_t offset[kRowsPerLane];
 #pragma unroll
     for (int i = 0; i < kRowsPerLane; ++i) offset[i] = row_offset(tile * kPlanTileTokens + lane_ + 32 * i, page[i]);
@@ -325,9 +375,9 @@ class Loader {
     wait_empty(part_);
     copy_rows(offset, first_tile_of_part(part_), 4);
     commit_copies();
-    if (has_rope()) hand_over<0>(kRope);
-    hand_over<0>(2 * part_ - 1);
-    hand_over<0>(2 * part_);
+    if (has_rope()) hand_over<0>(kRope, kFullArrivals);
+    hand_over<0>(2 * part_ - 1, kFullArrivals);
+    hand_over<0>(2 * part_, kFullArrivals);
   }
 
   __device__ void copy_rows(const int64_t (&offset)[kRowsPerLane], int column, int tiles) const {
@@ -350,13 +400,13 @@ class Loader {
 
   __device__ static void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-  // Tells the consumers that a unit is there, once all but the last kPending groups of copies have landed.
+  // Tells the consumers that the warp's copies of a unit are there, once all but the last kPending groups have landed.
   template <int kPending>
-  __device__ void hand_over(int unit) const {
+  __device__ void hand_over(int unit, int arrivals) const {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
     attnops::sm90::fence_async_proxy();  // rows arrive by ordinary writes
     __syncwarp();
-    if (lane_ == 0) attnops::sm90::mbarrier_arrive(shared_ + barrier_full(buffer_, unit));
+    if (lane_ == 0) attnops::sm90::mbarrier_arrive(shared_ + barrier_full(buffer_, unit), arrivals);
   }
 
   __device__ void load_queries(const Piece& piece, int count) const {
