@@ -42,29 +42,31 @@ __device__ __forceinline__ void combine_row(float& lse, float (&values)[N], floa
 // A root's value before it goes to the output: zeros lose their sign, which a weight of 1 may keep or not.
 __device__ __forceinline__ float root_value(float value) { return __fadd_rn(value, 0.f); }
 
-// Four values of a row, for those who combine what others send.
+// Some values of a row, for those who combine what others made.
+template <int kQuads>
 struct NodeItem {
   float lse = -INFINITY;
-  float values[4] = {0.f, 0.f, 0.f, 0.f};
+  float values[4 * kQuads] = {};
 
   __device__ __forceinline__ void combine(const NodeItem& other) { combine_row(lse, values, other.lse, other.values); }
-  __device__ __forceinline__ void set(float new_lse, float4 v) {
-    lse = new_lse;
-    values[0] = v.x, values[1] = v.y, values[2] = v.z, values[3] = v.w;
+  __device__ __forceinline__ void set(int quad, float4 v) {
+    values[4 * quad] = v.x, values[4 * quad + 1] = v.y, values[4 * quad + 2] = v.z, values[4 * quad + 3] = v.w;
   }
-  __device__ __forceinline__ float4 vec() const { return make_float4(values[0], values[1], values[2], values[3]); }
+  __device__ __forceinline__ float4 quad(int i) const {
+    return make_float4(values[4 * i], values[4 * i + 1], values[4 * i + 2], values[4 * i + 3]);
+  }
   __device__ __forceinline__ NodeItem shuffled(int lanes) const {
     NodeItem other;
     other.lse = __shfl_xor_sync(~0u, lse, lanes);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) other.values[i] = __shfl_xor_sync(~0u, values[i], lanes);
+    for (int i = 0; i < 4 * kQuads; ++i) other.values[i] = __shfl_xor_sync(~0u, values[i], lanes);
     return other;
   }
 };
 
 // The tree above N neighbouring nodes, N a power of two; the result is in the first.
-template <int N>
-__device__ __forceinline__ void combine_all(NodeItem (&nodes)[N]) {
+template <int N, int kQuads>
+__device__ __forceinline__ void combine_all(NodeItem<kQuads> (&nodes)[N]) {
 #pragma unroll
   for (int step = 1; step < N; step *= 2) {
 #pragma unroll

@@ -24,17 +24,34 @@ __device__ __forceinline__ void store_node(const Params& p, const Shape& shape, 
   }
 }
 
+// What a thread merges at a time: neighbouring values of a row.
+inline constexpr int kMergeQuads = 2;
+using MergeItem = NodeItem<kMergeQuads>;
+
 // Where a CTA that merges has its lists and what waits for a sibling, in the place of Fold's.
 template <class Tr>
 struct NodeScratch {
   static constexpr int kListed = Tr::kThreads;  // cuts that are looked at together
-  static constexpr int kTopLevel = 10;          // nodes above are added up in order
+  static constexpr int kTopLevel = 7;           // of a list; nodes above are added up in order
   uint32_t bits[kListed];                       // of each cut's lse
   int live[Tr::kWarps];                         // nodes that each warp found
   int nodes[kListed];                           // cut, and how many cuts << 16
   int before[kListed];                          // nodes before each cut
   float lse[kTopLevel][Tr::kThreads];           // of what waits
-  float4 values[kTopLevel][Tr::kThreads];
+  float4 values[kTopLevel][kMergeQuads][Tr::kThreads];
+
+  __device__ __forceinline__ void put(int level, const MergeItem& item) {
+    lse[level][threadIdx.x] = item.lse;
+#pragma unroll
+    for (int i = 0; i < kMergeQuads; ++i) values[level][i][threadIdx.x] = item.quad(i);
+  }
+  __device__ __forceinline__ MergeItem get(int level, int thread) const {
+    MergeItem item;
+    item.lse = lse[level][thread];
+#pragma unroll
+    for (int i = 0; i < kMergeQuads; ++i) item.set(i, values[level][i][thread]);
+    return item;
+  }
 };
 
 // Lists the nodes among the cuts from `first` on. Returns how many.
@@ -67,13 +84,12 @@ __device__ __forceinline__ int list_nodes(const Params& p, const Shape& shape, c
   return total;
 }
 
-// How the nodes of a list are dealt to threads: `lanes` blocks of 2^log_block cuts, each up to its own node; an item is
-// four values of a row.
+// How the nodes of a list are dealt to threads: `lanes` blocks of 2^log_block cuts, each up to its own node.
 struct MergeLanes {
   int lanes, log_width, log_block, units;
 
   __device__ __forceinline__ MergeLanes(int nodes, int items, int cuts, int log_threads) {
-    const int log_lanes = nodes <= 6 ? 0 : nodes <= 32 ? 2 : 4;
+    const int log_lanes = nodes <= (items <= 32 ? 4 : 24) ? 0 : nodes <= 48 ? 2 : 4;
     lanes = 1 << log_lanes, log_width = log_threads - log_lanes;
     log_block = max_of(32 - __clz(max_of(cuts - 1, 0)) - log_lanes, 0);
     units = (items + (1 << log_width) - 1) >> log_width;
@@ -83,19 +99,23 @@ struct MergeLanes {
 // Merges the nodes [begin, end) of the list, which are those of the cuts [first_cut, end_cut), to one of the level
 // `cap`, or to the root. One of them at least is there.
 template <class Tr>
-__device__ __forceinline__ NodeItem merge_listed(const Params& p, const Shape& shape, const Splits& splits, int begin,
-                                                 int end, int first_cut, int end_cut, int cap, int row, int d,
-                                                 NodeScratch<Tr>& scratch) {
-  constexpr int kBatch = 8;  // nodes that are loaded before the first is used
-  NodeItem node;
+__device__ __forceinline__ MergeItem merge_listed(const Params& p, const Shape& shape, const Splits& splits, int begin,
+                                                  int end, int first_cut, int end_cut, int cap, int row, int d,
+                                                  NodeScratch<Tr>& scratch) {
+  constexpr int kBatch = 6;  // nodes that are loaded before the first is used
+  MergeItem node;
   TreeWalk walk{first_cut, end_cut, splits.count, cap};
 #pragma unroll 1
   for (int next = begin; next < end; next += kBatch) {
-    NodeItem loaded[kBatch];
+    MergeItem loaded[kBatch];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const int64_t at = (splits.first + (scratch.nodes[min_of(next + i, end - 1)] & 0xffff)) * shape.rows + row;
-      loaded[i].set(__ldcg(p.lse_partial + at), load_partial(p, shape, at, d));
+      loaded[i].lse = __ldcg(p.lse_partial + at);
+#pragma unroll
+      for (int k = 0; k < kMergeQuads; ++k) {
+        if (d + 4 * k < p.head_dim) loaded[i].set(k, load_partial(p, shape, at, d + 4 * k));
+      }
     }
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
@@ -103,16 +123,8 @@ __device__ __forceinline__ NodeItem merge_listed(const Params& p, const Shape& s
       const int listed = scratch.nodes[next + i], cuts = listed >> 16;
       node = loaded[i];
       walk.climb(
-          listed & 0xffff, cuts == 1 ? 0 : 32 - __clz(cuts - 1),
-          [&](int level) {
-            scratch.lse[level][threadIdx.x] = node.lse;
-            scratch.values[level][threadIdx.x] = node.vec();
-          },
-          [&](int level) {
-            NodeItem other;
-            other.set(scratch.lse[level][threadIdx.x], scratch.values[level][threadIdx.x]);
-            node.combine(other);
-          });
+          listed & 0xffff, cuts == 1 ? 0 : 32 - __clz(cuts - 1), [&](int level) { scratch.put(level, node); },
+          [&](int level) { node.combine(scratch.get(level, threadIdx.x)); });
     }
   }
   return node;
@@ -135,7 +147,7 @@ __device__ __forceinline__ void arrive_and_merge_nodes(const Params& p, const Sh
   sync_threads<Tr::kThreads>();
   const int early = flag[0], begin = max_of(flag[1], early), end = flag[2];
   if (early + end - begin <= 0) return;
-  const int vecs = ceil_div(p.head_dim, 4), items = shape.rows * vecs;
+  const int row_items = ceil_div(p.head_dim, 4 * kMergeQuads), items = shape.rows * row_items;
   const int listed = list_nodes<Tr>(p, shape, splits, 0, scratch);
   const bool one_list = splits.count <= Scratch::kListed;
   const MergeLanes deal(one_list ? listed : 0, items, splits.count, 7);
@@ -148,8 +160,8 @@ __device__ __forceinline__ void arrive_and_merge_nodes(const Params& p, const Sh
     const int item = (unit << deal.log_width) + (threadIdx.x & ((1 << deal.log_width) - 1));
     const int lane = threadIdx.x >> deal.log_width;
     const bool live = item < items;
-    const int row = live ? item / vecs : 0, d = live ? (item - row * vecs) * 4 : 0;
-    NodeItem node;
+    const int row = live ? item / row_items : 0, d = live ? (item - row * row_items) * 4 * kMergeQuads : 0;
+    MergeItem node;
     if (one_list) {
       const int first = lane << deal.log_block, next = (lane + 1) << deal.log_block;
       const int first_node = first < splits.count ? scratch.before[first] : listed;
@@ -160,16 +172,13 @@ __device__ __forceinline__ void arrive_and_merge_nodes(const Params& p, const Sh
       }
       if (deal.lanes > 1) {
         sync_threads<Tr::kThreads>();
-        scratch.lse[0][threadIdx.x] = node.lse, scratch.values[0][threadIdx.x] = node.vec();
+        scratch.put(0, node);
 #pragma unroll 1
         for (int step = 1; step < deal.lanes; step *= 2) {
           sync_threads<Tr::kThreads>();
           if ((lane & (2 * step - 1)) != 0) continue;
-          const int other_thread = threadIdx.x + (step << deal.log_width);
-          NodeItem other;
-          other.set(scratch.lse[0][other_thread], scratch.values[0][other_thread]);
-          node.combine(other);
-          scratch.lse[0][threadIdx.x] = node.lse, scratch.values[0][threadIdx.x] = node.vec();
+          node.combine(scratch.get(0, threadIdx.x + (step << deal.log_width)));
+          scratch.put(0, node);
         }
         sync_threads<Tr::kThreads>();
       }
@@ -183,10 +192,12 @@ __device__ __forceinline__ void arrive_and_merge_nodes(const Params& p, const Sh
       }
     }
     if (!live || lane > 0) continue;
-    store_output(p, shape, place, row, d,
-                 make_float4(root_value(node.values[0]), root_value(node.values[1]), root_value(node.values[2]),
-                             root_value(node.values[3])),
-                 node.lse);
+#pragma unroll
+    for (int k = 0; k < kMergeQuads; ++k) {
+      float4 v = node.quad(k);
+      v = make_float4(root_value(v.x), root_value(v.y), root_value(v.z), root_value(v.w));
+      if (d + 4 * k < p.head_dim) store_output(p, shape, place, row, d + 4 * k, v, node.lse);
+    }
   }
 }
 

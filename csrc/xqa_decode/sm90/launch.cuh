@@ -58,7 +58,7 @@ template <int kHeadDim, bool kGathers>
 inline constexpr bool kHasFolds = kHeadDim == 128 && !kGathers;
 
 template <typename T, int kHeadDim, int kRows>
-using FoldTraits = Traits<T, kHeadDim, kRows, 0, 2, false, kRows == 8 ? 7 : 4>;  // as many levels as find room
+using FoldTraits = Traits<T, kHeadDim, kRows, 0, 2, false, kRows == 8 ? 8 : 5>;  // as many levels as find room
 
 template <typename T, int kHeadDim, bool kGathers = false>
 void launch(const Params& p, cudaStream_t stream) {

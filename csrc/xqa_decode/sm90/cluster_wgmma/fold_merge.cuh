@@ -7,6 +7,8 @@ namespace attnops::xqa_decode::sm90 {
 // The merge of merge.cuh for batch-invariant calls: every CTA sends a node of the tree (fold.cuh) instead of sums, and
 // nodes meet in the tree's order.
 
+using TeamItem = NodeItem<1>;
+
 // Sends the CTA's node, unit by unit, to the CTA that merges it.
 template <class Tr>
 __device__ __forceinline__ void send_node(const Shape& shape, const Team& team, const RowBlock<Tr>& block, int rank,
@@ -32,10 +34,11 @@ __device__ __forceinline__ void send_node(const Shape& shape, const Team& team, 
 }
 
 template <class Tr>
-__device__ __forceinline__ void load_sent(NodeItem& node, int at, const uint8_t* smem) {
+__device__ __forceinline__ void load_sent(TeamItem& node, int at, const uint8_t* smem) {
   using In = TeamInbox<Tr>;
   const float lse = *reinterpret_cast<const float*>(smem + In::kStats + at * 8);
-  node.set(lse, *reinterpret_cast<const float4*>(smem + In::kValues + at * 16));
+  node.lse = lse;
+  node.set(0, *reinterpret_cast<const float4*>(smem + In::kValues + at * 16));
 }
 
 // Up to four CTAs, which are all of the work's: a thread to an item.
@@ -51,7 +54,7 @@ __device__ __forceinline__ void merge_few_nodes(const Params& p, const Shape& sh
     const int d = 16 * (unit % In::kUnitsPerRow) + item % kUnitItems;
     const OutputPlace to(p, shape, place, unit / In::kUnitsPerRow, d);
     mbarrier_wait_cluster(shared + SharedLayout<Tr>::kInboxFull, 0);
-    NodeItem nodes[kFew];
+    TeamItem nodes[kFew];
 #pragma unroll
     for (int i = 0; i < kFew; ++i) {
       load_sent<Tr>(nodes[i], min_of(i, senders - 1) * team.slice * kUnitItems + item, smem);
@@ -71,8 +74,8 @@ __device__ __forceinline__ void merge_few_nodes(const Params& p, const Shape& sh
 
 // The tree above `count` nodes, four lanes to an item, each with neighbours; `load(i, node)` gives the i-th.
 template <class Load>
-__device__ __forceinline__ NodeItem combine_lanes(int count, int lane, const Load& load) {
-  NodeItem nodes[kMaxClusterCtas / 4];
+__device__ __forceinline__ TeamItem combine_lanes(int count, int lane, const Load& load) {
+  TeamItem nodes[kMaxClusterCtas / 4];
 #pragma unroll
   for (int i = 0; i < kMaxClusterCtas / 4; ++i) {
     const int which = lane / kUnitItems * (kMaxClusterCtas / 4) + i;
@@ -87,12 +90,12 @@ __device__ __forceinline__ NodeItem combine_lanes(int count, int lane, const Loa
 // A unit of one cluster among those of the work's others, in memory, as meet_clusters.
 static_assert(kMaxTeamClusters <= kMaxClusterCtas);
 __device__ __forceinline__ bool meet_nodes(const Params& p, const Shape& shape, int most, int work, int cluster_index,
-                                           int clusters, int unit, int lane, NodeItem& node) {
+                                           int clusters, int unit, int lane, TeamItem& node) {
   const int units = shape.rows * kTeamUnitsPerRow;
   const int first = work * most * units + unit;  // of the records of this unit
   auto* values = reinterpret_cast<float4*>(p.out_partial);
   if (lane < kUnitItems) {
-    values[static_cast<int64_t>(first + cluster_index * units) * kUnitItems + lane] = node.vec();
+    values[static_cast<int64_t>(first + cluster_index * units) * kUnitItems + lane] = node.quad(0);
     if (lane == 0) p.lse_partial[first + cluster_index * units] = node.lse;
   }
   __syncwarp();
@@ -103,10 +106,10 @@ __device__ __forceinline__ bool meet_nodes(const Params& p, const Shape& shape, 
     if (before + 1 == clusters) *semaphore = 0;
   }
   if (__shfl_sync(~0u, before, 0) + 1 != clusters) return false;
-  node = combine_lanes(clusters, lane, [&](int i, NodeItem& other) {
+  node = combine_lanes(clusters, lane, [&](int i, TeamItem& other) {
     const int record = first + i * units;
-    other.set(__ldcg(p.lse_partial + record),
-              __ldcg(values + static_cast<int64_t>(record) * kUnitItems + lane % kUnitItems));
+    other.lse = __ldcg(p.lse_partial + record);
+    other.set(0, __ldcg(values + static_cast<int64_t>(record) * kUnitItems + lane % kUnitItems));
   });
   return true;
 }
@@ -125,7 +128,7 @@ __device__ __forceinline__ void merge_nodes(const Params& p, const Shape& shape,
     const int d = 64 * (which / 2) + 16 * (unit % In::kUnitsPerRow) + 8 * (which % 2) + lane % kUnitItems;
     const OutputPlace to(p, shape, place, unit / In::kUnitsPerRow, d);
     mbarrier_wait_cluster(shared + SharedLayout<Tr>::kInboxFull, 0);
-    NodeItem node = combine_lanes(senders, lane, [&](int i, NodeItem& other) {
+    TeamItem node = combine_lanes(senders, lane, [&](int i, TeamItem& other) {
       load_sent<Tr>(other, (i * team.slice + unit - first) * kUnitItems + lane % kUnitItems, smem);
     });
     if (clusters > 1 && !meet_nodes(p, shape, team.clusters, place.work, cluster_index, clusters, unit, lane, node)) {

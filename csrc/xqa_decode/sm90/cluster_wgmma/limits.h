@@ -61,10 +61,8 @@ inline TeamSize invariant_team_size(const Params& p) {
   if (works > (small ? 32 : 30)) return {4, 1, false};
   if (works > (small ? 16 : 14)) return {8, 1, small && leaves <= 16};
   TeamSize size{16, 1, small};
-  if (works > 8) return size;
-  if (!small) {
-    if (tiles > 128 && works <= 4) size = {4, 8, false};
-  } else if (works > 4) {
+  if (!small || works > 8) return size;
+  if (works > 4) {
     if (tiles > 32) size = {4, 7, false};
   } else {
     size.clusters = static_cast<int>(min_of<int64_t>((leaves + 15) / 16, 16 / works));
