@@ -196,9 +196,11 @@ class Loader {
   }
 
   // The pages of the part's first boxes, asked for together with the request's length instead of after it. They are
-  // used only where the length allows.
+  // used only where the length allows. Batch-invariant plans may pass over a request that has more cuts than there is
+  // room for, so there the first piece is not known yet.
   __device__ int speculate() const {
-    if (!kBoxes || !modes_.use_boxes || window_of<kOptions>(p_) >= 0 || p_.page_table.kv_indptr) return kUnknown;
+    if (!kBoxes || !modes_.use_boxes || p_.fixed_split_tokens > 0) return kUnknown;
+    if (window_of<kOptions>(p_) >= 0 || p_.page_table.kv_indptr) return kUnknown;
     const int request = block_place(p_, entry_.begin_work).request;
     if (request >= p_.batch_size) return kUnknown;
     const int cell = cell_of(entry_.begin_tile + buffer_ + 2 * (lane_ >> modes_.box_shift));
