@@ -84,6 +84,19 @@ def test_fp8_products_stay_near_the_stored_values(dtype, page_size, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("fixed", [0, 128])
+@pytest.mark.parametrize("num_sm_parts", [2, 7, 34])
+def test_fp8_products_over_odd_and_even_tiles(num_sm_parts, fixed, device):
+    """Tiles go in pairs, and several pieces through one ring."""
+    lengths = [1, 64, 65, 128, 129, 700, 0, 320, 30, 200]
+    problem = mla_problem(lengths, num_q_heads=128, dtype=torch.bfloat16, kv_dtype=FP8).to(device)
+    out, lse = decode(problem, fp8_products=True, fixed=fixed, num_sm_parts=num_sm_parts)
+    expected_out, expected_lse = problem.expected(softmax_scale=SCALE)
+    assert_attention_close(out.cpu(), expected_out, torch.bfloat16, 6e-2)
+    assert_lse_close(lse.cpu(), expected_lse, atol=0.3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_error_is_at_most_one_and_a_half_times_that_of_sdpa(device):
     problem = mla_problem([700], 4, num_q_heads=16, dtype=torch.bfloat16).to(device)
     out, _ = decode(problem, causal=False)

@@ -9,6 +9,15 @@
 // The units keep some 13 bits below the largest addend when they accumulate.
 namespace attnops::sm90 {
 
+// Descriptor of a K-major operand in rows of 64 bytes under the 64-byte swizzle, from the low word as uniform_operand
+// makes it; chunk c of row r lies at r * 64 + ((c ^ (r / 2 & 3)) << 4) of a place that starts on 512 bytes.
+__device__ inline uint64_t half_row_descriptor(uint32_t operand) {
+  constexpr uint32_t kHigh = 2u << 30 | 512 >> 4;
+  uint64_t descriptor;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(operand), "n"(kHigh));
+  return descriptor;
+}
+
 // d [64, 64] (+)= a b^T, both in shared memory. `accumulate` 0 overwrites d.
 __device__ inline void wgmma_e4m3(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
   asm volatile(

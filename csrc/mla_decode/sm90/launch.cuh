@@ -2,7 +2,6 @@
 #include "device/common/launch.h"
 #include "device/common/launch_dependent.cuh"
 #include "device/sm90/tensor_map.h"
-#include "mla_decode/sm90/combine.cuh"
 #include "mla_decode/sm90/kernel.cuh"
 #include "mla_decode/sm90/launch.h"
 #include "mla_decode/sm90/merge_units.cuh"
@@ -76,28 +75,6 @@ inline Maps make_maps(const Params& p, const Modes& modes) {
     if (p.q_pe) maps.q_pe = make_query_map(p, p.q_pe, kHeadDimRope, p.q_pe_stride_head, p.q_pe_stride_request);
   }
   return maps;
-}
-
-template <typename T>
-void launch_combine(const Params& p, cudaStream_t stream) {
-  const int blocks = p.batch_size * blocks_per_request(p.seqlen_q, p.num_q_heads);
-  const int rows = min_of(p.seqlen_q * p.num_q_heads, kPlanRows);
-  // As wide as the GPU: by rows when there are few, and then by columns.
-  constexpr int kManyCtas = 528;
-  const int rows_per_block = blocks * rows <= kManyCtas ? 1 : kCombineWarps;
-  const bool wide = blocks * rows * 4 <= kManyCtas;
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = {static_cast<unsigned>(blocks), static_cast<unsigned>(ceil_div(rows, rows_per_block)),
-                    wide ? 4u : 1u};
-  config.blockDim = {kCombineWarps * 32, 1, 1};
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  const auto kernel = wide ? &mla_combine_kernel<T, 4> : &mla_combine_kernel<T, 1>;
-  check_cuda(cudaLaunchKernelEx(&config, kernel, p, rows_per_block, output_aligned(p)), "mla_combine_kernel");
 }
 
 template <typename T, int kUnitVecs>

@@ -7,7 +7,6 @@
 #include "mla_decode/sm90/fp8_fragments/load.cuh"
 #include "mla_decode/sm90/fp8_fragments/queries.cuh"
 #include "mla_decode/sm90/fp8_fragments/softmax.cuh"
-#include "mla_decode/sm90/fp8_fragments/wide.cuh"
 
 // MLA decode on Hopper for few query rows over FP8 caches, in fp16 arithmetic; docs/kernels/mla_decode_fp8.md.
 //
@@ -377,11 +376,7 @@ __global__ void __launch_bounds__(At::kThreads, 1)
   attnops::sm90::wait_for_prerequisites();
   if (threadIdx.x < At::kConsumerThreads) {
     attnops::sm90::registers_increase<At::kConsumerRegisters>();
-    if constexpr (At::kWide) {
-      WideConsumer<T, At>(p, out_aligned, shared_bytes, shared).run();
-    } else {
-      Consumer<T, At>(p, out_aligned, shared_bytes, shared).run();
-    }
+    Consumer<T, At>(p, out_aligned, shared_bytes, shared).run();
   } else {
     attnops::sm90::registers_decrease<At::kLoaderRegisters>();
     Loader<At>(p, &map, modes, shared).run();

@@ -2,6 +2,8 @@
 #include "mla_decode/sm90/few_rows/launch.cuh"
 #include "mla_decode/sm90/fp8_fragments/kernel.cuh"
 #include "mla_decode/sm90/fp8_fragments/launch.h"
+#include "mla_decode/sm90/fp8_fragments/wide.cuh"
+#include "mla_decode/sm90/raw_query_maps.h"
 
 namespace attnops::mla_decode::sm90::fp8_fragments {
 
@@ -32,10 +34,33 @@ void launch_shape(const Params& p, cudaStream_t stream) {
   launch_dependent<&mla_decode_fp8_fragments_kernel<T, At>>(
       "mla_decode_fp8_fragments_kernel", {p.num_sm_parts, At::kThreads, kBytes, kBytes}, stream, p, map, modes,
       rows_aligned(p.out, size_of(p.dtype), 4, p.out_stride_request, p.out_stride_token, p.out_stride_head));
-  if constexpr (At::kRows <= few_rows::kMaxRows) {
-    few_rows::launch_merge<T>(p, stream);
+  few_rows::launch_merge<T>(p, stream);
+}
+
+template <typename T, class At>
+void launch_wide_shape(const Params& p, const WideModes& wide, cudaStream_t stream) {
+  const int page_size = p.page_table.page_size;
+  const bool is_power = (page_size & (page_size - 1)) == 0;
+  const Modes modes{.use_boxes = groups_fit<At>(p), .page_shift = is_power ? __builtin_ctz(page_size) : -1};
+  WideMaps maps{};
+  if (modes.use_boxes && !At::kScaled) maps.kv = make_map(p);
+  if (wide.queries_by_map) maps.queries = make_raw_query_maps(p);
+  constexpr int kBytes = At::kBytes;
+  launch_dependent<&mla_decode_fp8_wide_kernel<T, At>>(
+      "mla_decode_fp8_wide_kernel", {p.num_sm_parts, At::kThreads, kBytes, kBytes}, stream, p, maps, modes, wide);
+  sm90::launch_merge<T>(p, stream);
+}
+
+// Blocks of 64 rows.
+template <typename T, Format kFormat>
+void launch_wide(const Params& p, cudaStream_t stream) {
+  const WideModes wide{.queries_by_map = queries_fit(p),
+                       .out_aligned = rows_aligned(p.out, size_of(p.dtype), 4, p.out_stride_request, p.out_stride_token,
+                                                   p.out_stride_head)};
+  if (is_common(p, {.queries_by_map = wide.queries_by_map, .out_aligned = wide.out_aligned})) {
+    launch_wide_shape<T, WideShape<kFormat, Options::kCommon>>(p, wide, stream);
   } else {
-    launch_combine<T>(p, stream);
+    launch_wide_shape<T, WideShape<kFormat, Options::kAll>>(p, wide, stream);
   }
 }
 
@@ -45,7 +70,7 @@ void launch(const Params& p, cudaStream_t stream) {
   const int rows = p.seqlen_q * p.num_q_heads;
   if (rows <= 16) return launch_shape<T, Shape<kFormat, 16>>(p, stream);
   if (rows <= kFewRows) return launch_shape<T, Shape<kFormat, 32>>(p, stream);
-  launch_shape<T, Shape<kFormat, 64>>(p, stream);
+  launch_wide<T, kFormat>(p, stream);
 }
 
 }  // namespace attnops::mla_decode::sm90::fp8_fragments

@@ -61,7 +61,7 @@ struct Storage<Format::kRow> {
   __device__ static uint32_t second_half(uint32_t place) { return place + 32; }
 };
 
-// A kernel for up to kRows query rows, 16, 32 or blocks of 64, and its shared memory in bytes from a 1 KB boundary.
+// A kernel for up to kRows query rows, 16 or 32, and its shared memory in bytes from a 1 KB boundary.
 template <Format kFormat_, int kRows_>
 struct Shape {
   static constexpr Format kFormat = kFormat_;
@@ -71,21 +71,21 @@ struct Shape {
   static constexpr int kQuarterBytes = kGroupsPerWarp * Rows::kGroupBytes;
 
   static constexpr int kRows = kRows_;
-  static constexpr bool kWide = kRows == 64;      // each group has a tile of its own: wide.cuh
   static constexpr int kQueries = kRows / 4;      // rows that a thread's fragment of a product holds a part of
   static constexpr int kSoftmaxRows = kRows / 2;  // the softmax of a row is one group's: group 0 has the first half
   // An accumulator of more than 16 rows fills the registers of two teams.
   static constexpr int kTeams = kRows == 16 ? 2 : 1;
   // A team must have seen a slot's tile before it waits for the next one there, or the wait's parity says nothing:
   // slots belong to teams, so they are as many for each.
-  static constexpr int kRingTiles = kWide ? 3 : 4;
+  static constexpr int kRingTiles = 4;
   static_assert(kRingTiles % kTeams == 0);
 
   static constexpr int kConsumerThreads = kTeams * kTeamThreads;
+  static constexpr int kQueryThreads = kConsumerThreads;  // that bring the queries
   static constexpr int kThreads = kConsumerThreads + 32 * kLoadingWarps;
   // A CTA never has more registers than its launch took: 96 per thread, or 168.
-  static constexpr int kConsumerRegisters = kTeams == 2 ? 104 : kRows == 32 ? 216 : 232;
-  static constexpr int kLoaderRegisters = kTeams == 2 ? 64 : kRows == 32 ? 72 : 40;
+  static constexpr int kConsumerRegisters = kTeams == 2 ? 104 : 216;
+  static constexpr int kLoaderRegisters = kTeams == 2 ? 64 : 72;
   static_assert(kTeams * kGroups * kConsumerRegisters + kLoaderRegisters <= (kTeams == 2 ? 5 * 96 : 3 * 168));
 
   static constexpr int kQueryPiece = kRows * 128;  // 64 columns of all rows, 16 bit
@@ -93,24 +93,22 @@ struct Shape {
   static constexpr int kKv = kPieces * kQueryPiece;
   // Probabilities by team, rows are queries; of rows with scales, a copy for each.
   static constexpr int kP = kKv + kRingTiles * kTileBytes;
-  static constexpr int kProbabilityBytes = (kWide ? 2 : kScaled ? 4 : 1) * kQueryPiece;
+  static constexpr int kProbabilityBytes = (kScaled ? 4 : 1) * kQueryPiece;
   static constexpr int kScores = kP + kTeams * kProbabilityBytes;  // by team: scores on their way between its groups
-  static constexpr int kScoresBytes = kWide ? 0 : kRows / 2 * 128 * 4;
+  static constexpr int kScoresBytes = kRows / 2 * 128 * 4;
   // At the end of a piece, in their place: outputs on their way between the teams, 16 of a thread.
   static constexpr int kOutputs = kP;
   static constexpr int kOutputBytes = kTeams == 2 ? kConsumerThreads * 16 * 4 : 0;
   static_assert(kTeams == 1 || kRows == 16);
   static constexpr int kStates = max_of(kScores + kTeams * kScoresBytes, kOutputs + kOutputBytes);  // by team
   // Of a team:
-  static constexpr int kSumWarps = kWide ? 8 : 4;                           // that know a part of a row's sum
-  static constexpr int kMaxima = 0;                                         // float [kSumWarps][kRows]
-  static constexpr int kSums = kMaxima + kSumWarps * kRows * 4;             // float [kSumWarps][kRows]
-  static constexpr int kReference = kSums + kSumWarps * kRows * 4;          // float [kRows]
-  static constexpr int kFactor = kReference + kRows * 4;                    // float [kRows]
-  static constexpr int kMoved = kFactor + kRows * 4;                        // int [2], by group
-  static constexpr int kRowPairs = kMoved + 16;                             // float4 [kRows / 2]: wide.cuh
-  static constexpr int kRatios = kRowPairs + (kWide ? kRows / 2 * 16 : 0);  // fp16 [2][4][64]: wide.cuh
-  static constexpr int kStateBytes = kRatios + (kWide && kScaled ? 2 * 4 * 64 * 2 : 0);
+  static constexpr int kSumWarps = 4;                               // that know a part of a row's sum
+  static constexpr int kMaxima = 0;                                 // float [kSumWarps][kRows]
+  static constexpr int kSums = kMaxima + kSumWarps * kRows * 4;     // float [kSumWarps][kRows]
+  static constexpr int kReference = kSums + kSumWarps * kRows * 4;  // float [kRows]
+  static constexpr int kFactor = kReference + kRows * 4;            // float [kRows]
+  static constexpr int kMoved = kFactor + kRows * 4;                // int [2], by group
+  static constexpr int kStateBytes = kMoved + 16;
 
   static constexpr int kQueryScale = kStates + kTeams * kStateBytes;  // float [kRows]
   static constexpr int kRowEnds = kQueryScale + kRows * 4;            // RowEnd [kRows], 16 bytes each
@@ -125,8 +123,5 @@ struct Shape {
 
 // Hardware barriers: all that multiply; by team: halves of the scores are there, probabilities are there; by group.
 enum NamedBarrier : int { kAll = 1, kTeamScores = 2, kTeamProbabilities = 4, kOwn = 6 };
-
-// Of wide.cuh: probabilities are there.
-enum WideBarrier : int { kReady = 2 };
 
 }  // namespace attnops::mla_decode::sm90::fp8_fragments

@@ -8,6 +8,7 @@
 #include "mla_decode/sm90/fp8_fragments/layout.h"
 #include "mla_decode/sm90/fp8_fragments/paging.cuh"
 #include "mla_decode/sm90/quarter_pages.cuh"
+#include "mla_decode/sm90/raw_queries.cuh"
 
 // What the loading warps do, as in few_rows/load.cuh: KV tiles of every piece into the ring, groups of eight tokens as
 // boxes of the copy engine where a page holds whole groups and the tile no key that may not be read, everything else
@@ -16,7 +17,16 @@ namespace attnops::mla_decode::sm90::fp8_fragments {
 
 // Up to 32 query rows, a request is one work, and its pieces are found with less.
 template <class At>
-using Walk = std::conditional_t<(At::kRows <= few_rows::kMaxRows), few_rows::RequestWalk, PieceWalk>;
+struct WalkOf {
+  using Type = few_rows::RequestWalk;
+};
+template <class At>
+  requires(At::kRows > few_rows::kMaxRows)
+struct WalkOf<At> {
+  using Type = PieceWalkFor<At::kOptions>;
+};
+template <class At>
+using Walk = typename WalkOf<At>::Type;
 
 // Slot of the ring's tile number `count`, and the parity of its round.
 template <class At>
@@ -31,9 +41,12 @@ struct RingSlot {
 template <class At>
 class Loader : QuarterPages<Paging> {
  public:
-  __device__ Loader(const Params& p, const CUtensorMap* map, const Modes& modes, uint32_t shared)
+  __device__ Loader(const Params& p, const CUtensorMap* map, const Modes& modes, uint32_t shared,
+                    const QueryMaps* query_maps = nullptr, bool queries_by_map = false)
       : QuarterPages(p, {p.page_table.page_size, modes.page_shift}, modes.use_boxes,
                      threadIdx.x / 32 - At::kConsumerThreads / 32),
+        query_maps_(query_maps),
+        queries_by_map_(queries_by_map),
         map_(map),
         shared_(shared) {}
 
@@ -44,6 +57,7 @@ class Loader : QuarterPages<Paging> {
     Piece piece;
     while (walk.next(p_, piece)) {
       check_length(piece);
+      if constexpr (kBringsQueries) load_queries(piece);
       load_piece(piece, first_page);
       first_page = kUnknown;
     }
@@ -54,6 +68,28 @@ class Loader : QuarterPages<Paging> {
   }
 
  private:
+  static constexpr bool kBringsQueries = At::kRows > few_rows::kMaxRows;  // through the ring: wide.cuh
+
+  __device__ void load_queries(const Piece& piece) {
+#pragma unroll 1
+    for (int half = 0; half < kQueryStages; ++half, ++count_) {
+      const RingSlot<At> at(count_);
+      const uint32_t full = At::full_barrier(shared_, at.slot), stage = shared_ + At::kKv + at.slot * At::kTileBytes;
+      attnops::sm90::mbarrier_wait(At::empty_barrier(shared_, at.slot), at.parity ^ 1);
+      if (!queries_by_map_) {
+        gather_query_boxes(p_, piece, half, stage);
+        attnops::sm90::arrive_after_copies(full);
+      } else if (lane_ == 0) {
+        const int boxes = ceil_div(kQueryBoxes - warp_, kLoadingWarps);
+        attnops::sm90::mbarrier_arrive_expect(full, boxes * kQueryBoxBytes);
+        copy_query_boxes(p_, *query_maps_, piece.request, piece.first_row, half, warp_, kLoadingWarps, stage, full);
+      } else {
+        attnops::sm90::mbarrier_arrive(full);
+      }
+      __syncwarp();
+    }
+  }
+
   __device__ void load_piece(const Piece& piece, int first_page) {
     each_tile(
         piece, first_page, [&](int, int tile, int pages, int first_lane) { load_boxes(tile, pages, first_lane); },
@@ -140,6 +176,8 @@ class Loader : QuarterPages<Paging> {
     }
   }
 
+  const QueryMaps* query_maps_;
+  const bool queries_by_map_;
   const CUtensorMap* map_;
   const uint32_t shared_;
   const uint64_t read_once_ = attnops::sm90::l2_policy(true);

@@ -1,15 +1,49 @@
 #pragma once
 #include "device/sm90/wgmma.cuh"
 #include "mla_decode/sm90/fp8_fragments/layout.h"
-#include "mla_decode/sm90/fp8_products/queries.cuh"
+#include "mla_decode/sm90/raw_queries.cuh"
 
 // Queries to fp16. bf16 rows are scaled by a power of two, so that their largest value lies in [2^14, 2^15): exact of
 // everything above 2^-28 of it, and 2^-39 of it off below. fp16 rows stay what they are.
 namespace attnops::mla_decode::sm90::fp8_fragments {
 
-using fp8_products::QueryRow;
-using fp8_products::store_shared;
-using fp8_products::unpack_pair;
+// A row, spread over a warp: 16 bytes at dims 8 lane and 256 + 8 lane, and 4 at the rope's 2 lane.
+struct QueryRow {
+  uint4 latent[2];
+  uint32_t rope;
+
+  template <typename T>
+  __device__ void load(const Params& p, int request, const RowPlace& at) {
+    const int lane = threadIdx.x % 32;
+    const T* q = static_cast<const T*>(p.q) + request * p.q_stride_request + at.token * p.q_stride_token +
+                 at.head * p.q_stride_head;
+    const T* pe = p.q_pe ? static_cast<const T*>(p.q_pe) + request * p.q_pe_stride_request +
+                               at.token * p.q_pe_stride_token + at.head * p.q_pe_stride_head
+                         : q + kHeadDimV;
+    latent[0] = __ldg(reinterpret_cast<const uint4*>(q) + lane);
+    latent[1] = __ldg(reinterpret_cast<const uint4*>(q) + 32 + lane);
+    rope = __ldg(reinterpret_cast<const uint32_t*>(pe) + lane);
+  }
+
+  template <typename T>
+  __device__ float largest() const {
+    float top = 0.f;
+    const auto see = [&](uint32_t pair) {
+      const float2 x = unpack_pair(pair, T{});
+      top = fmaxf(top, fmaxf(fabsf(x.x), fabsf(x.y)));
+    };
+#pragma unroll
+    for (int k = 0; k < 2; ++k) see(latent[k].x), see(latent[k].y), see(latent[k].z), see(latent[k].w);
+    see(rope);
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, offset));
+    return top;
+  }
+};
+
+__device__ inline void store_shared(uint32_t address, uint32_t a, uint32_t b) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b) : "memory");
+}
 
 __device__ inline void store_shared32(uint32_t address, uint32_t a) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(a) : "memory");
@@ -57,12 +91,12 @@ __device__ inline float store_query(const QueryRow& q, uint32_t queries, int row
   return inverse;
 }
 
-// All rows of a piece, by all warps that multiply. Rows that the piece does not have are zeros. Several rows of a warp
+// All rows of a piece, by kQueryThreads. Rows that the piece does not have are zeros. Several rows of a warp
 // are asked for together; they take turns in the registers of the first, so that this code, which runs once a piece, is
 // short.
 template <typename T, class At>
 __device__ inline void load_queries(const Params& p, const Piece& piece, uint8_t* base, uint32_t shared) {
-  constexpr int kRowsPerWarp = At::kRows * 32 / At::kConsumerThreads, kTogether = min_of(kRowsPerWarp, 4);
+  constexpr int kRowsPerWarp = At::kRows * 32 / At::kQueryThreads, kTogether = min_of(kRowsPerWarp, 4);
   const int first_row = threadIdx.x / 32 * kRowsPerWarp;
 #pragma unroll 1
   for (int row = first_row; row < first_row + kRowsPerWarp; row += kTogether) {

@@ -13,24 +13,27 @@ namespace attnops::mla_decode::sm90::fp8_products {
 inline constexpr float kLift = 4.f;
 inline constexpr float kLag = 4.75f;
 
-// What is left to multiply the scores of a thread's rows by; the soft cap is applied here, and masks.
+// What is left to multiply the scores of a thread's rows by, a positive number; the soft cap is applied here, and
+// masks.
 struct ScoreScale {
   float row[kRowsPerThread];  // of raw scores, to the base-2 logarithm
 };
 
+template <Options kOptions>
 __device__ inline ScoreScale prepare_scores(const Params& p, const Piece& piece, const RowState& rows,
                                             const ScoreScale& raw, int first_key, float (&s)[32]) {
   ScoreScale left = raw;
-  if (p.logit_cap > 0.f || !(raw.row[0] > 0.f)) {  // only a positive scale commutes with the maximum
-    const float cap = p.logit_cap * kLog2e, inner = p.logit_cap > 0.f ? kLn2 / p.logit_cap : 0.f;
+  if (kOptions == Options::kAll && p.logit_cap > 0.f) {
+    const float cap = p.logit_cap * kLog2e, inner = kLn2 / p.logit_cap;
 #pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      s[i] *= raw.row[i / 2 % 2];
-      if (p.logit_cap > 0.f) s[i] = soft_capped(s[i] * inner, cap);
-    }
+    for (int i = 0; i < 32; ++i) s[i] = soft_capped(s[i] * raw.row[i / 2 % 2] * inner, cap);
     left.row[0] = left.row[1] = 1.f;
   }
-  mask_tile(p, piece, rows, first_key, s);
+  if constexpr (kOptions == Options::kAll) {
+    mask_tile(p, piece, rows, first_key, s);
+  } else {
+    mask_end(rows, first_key, s);
+  }
   return left;
 }
 
@@ -91,7 +94,7 @@ __device__ inline void store_probabilities(const float (&s)[32], uint32_t tile) 
 #pragma unroll
   for (int m = 0; m < 4; m += 2) {
     const uint32_t a[4] = {words[0][m], words[1][m], words[0][m + 1], words[1][m + 1]};
-    attnops::sm90::store_fragment(a, tile + attnops::sm90::swizzled(row, m + lane / 16));
+    attnops::sm90::store_fragment(a, tile + swizzled_half(row, m + lane / 16));
   }
 }
 

@@ -1,0 +1,74 @@
+#pragma once
+#include "mla_decode/sm90/fp8_fragments/layout.h"
+#include "mla_decode/sm90/pieces.cuh"
+#include "mla_decode/sm90/raw_queries.cuh"
+
+// Sizes and shared memory of the kernel for blocks of 64 query rows over e4m3 caches.
+namespace attnops::mla_decode::sm90::fp8_fragments {
+
+// Three warpgroups multiply: two have 256 columns of V each, the third has the scores.
+inline constexpr int kValueThreads = 2 * kGroupThreads;
+inline constexpr int kWideBuffers = 2;  // of probabilities
+
+struct WideMaps {
+  CUtensorMap kv;
+  QueryMaps queries;
+};
+
+// What the host has found out about the arguments, besides few_rows::Modes.
+struct WideModes {
+  bool queries_by_map;  // queries come by the copy engine
+  bool out_aligned;     // rows of the output start on 4-byte boundaries
+};
+
+template <Format kFormat_, Options kOptions_>
+struct WideShape {
+  static constexpr Format kFormat = kFormat_;
+  static constexpr Options kOptions = kOptions_;
+  static constexpr bool kScaled = kFormat == Format::kRow;
+  using Rows = Storage<kFormat>;
+  static constexpr int kTileBytes = kPlanTileTokens * Rows::kRowBytes;
+  static constexpr int kQuarterBytes = kGroupsPerWarp * Rows::kGroupBytes;
+  static constexpr int kRows = kPlanRows;
+  static constexpr int kRingTiles = 3;
+
+  static constexpr int kConsumerThreads = kValueThreads + kGroupThreads;
+  static constexpr int kThreads = kConsumerThreads + 32 * kLoadingWarps;
+  // A CTA never has more registers than its launch took: 128 per thread.
+  static constexpr int kValueRegisters = 176, kScoreRegisters = 120, kLoaderRegisters = 40;
+  static_assert(2 * kValueRegisters + kScoreRegisters + kLoaderRegisters <= 4 * 128);
+
+  static constexpr int kQueryPiece = kRows * 128;  // 64 columns of all rows, 16 bit
+  static constexpr int kQ = 0;
+  static constexpr int kKv = kPieces * kQueryPiece;
+  static constexpr int kP = kKv + kRingTiles * kTileBytes;            // by buffer; rows are queries
+  static constexpr int kFactor = kP + kWideBuffers * kQueryPiece;     // float [kWideBuffers][kRows]
+  static constexpr int kMaxima = kFactor + kWideBuffers * kRows * 4;  // float [4][kRows], by warp
+  static constexpr int kSums = kMaxima + 4 * kRows * 4;               // float [4][kRows], by warp
+  static constexpr int kRowPairs = kSums + 4 * kRows * 4;             // float4 [kRows / 2]
+  static constexpr int kQueryScale = kRowPairs + kRows / 2 * 16;      // float [kRows]
+  static constexpr int kEnds = kQueryScale + kRows * 4;               // TransposedEnds, 16 bytes a row
+  static constexpr int kRatios = kEnds + kRows * 16;                  // fp16 [kWideBuffers][4][64]
+  static constexpr int kRatioBytes = kScaled ? 4 * kPlanTileTokens * 2 : 0;
+  static constexpr int kMoved = kRatios + kWideBuffers * kRatioBytes;  // int [kWideBuffers]
+  static constexpr int kMost = kMoved + 16;                            // float [4]: the largest scale, by warp
+  static constexpr int kEntry = kMost + 16;                            // the part's row of the plan
+  static constexpr int kBarriers = kEntry + 32;                        // of a slot: full, empty; of a buffer, too
+  static constexpr int kBytes = kBarriers + 16 * (kRingTiles + kWideBuffers);
+  static_assert(kBytes <= 227 * 1024 && kBarriers % 16 == 0 && kEnds % 16 == 0);
+
+  // Full when all lanes of the loading warps have arrived, empty when all warps that multiply by V have.
+  __device__ static uint32_t full_barrier(uint32_t shared, int slot) { return shared + kBarriers + 16 * slot; }
+  __device__ static uint32_t empty_barrier(uint32_t shared, int slot) { return full_barrier(shared, slot) + 8; }
+  // Of probabilities.
+  __device__ static uint32_t given_barrier(uint32_t shared, int buffer) {
+    return shared + kBarriers + 16 * (kRingTiles + buffer);
+  }
+  __device__ static uint32_t taken_barrier(uint32_t shared, int buffer) { return given_barrier(shared, buffer) + 8; }
+};
+
+// Hardware barriers: queries are there; the sums of a piece are there; within the warpgroup with the scores; of those
+// with values.
+enum WideBarrier : int { kQueriesThere = 1, kSumsThere = 2, kScoreWarps = 3, kValueWarps = 4 };
+
+}  // namespace attnops::mla_decode::sm90::fp8_fragments

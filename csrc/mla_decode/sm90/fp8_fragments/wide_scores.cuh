@@ -1,0 +1,234 @@
+#pragma once
+#include "device/sm90/wgmma_few.cuh"
+#include "mla_decode/sm90/fp8_fragments/convert.cuh"
+#include "mla_decode/sm90/fp8_fragments/load.cuh"
+#include "mla_decode/sm90/fp8_fragments/queries.cuh"
+#include "mla_decode/sm90/fp8_fragments/wide_softmax.cuh"
+
+namespace attnops::mla_decode::sm90::fp8_fragments {
+
+using Raw = uint32_t[4];           // e4m3 of two steps of 16, asked for a while before they are converted
+using Fragments = uint32_t[2][4];  // and as fp16
+
+// The warpgroup with the scores: S^T = K Q^T of every tile, and its probabilities, which it gives to the others.
+template <typename T, class At>
+class ScoreConsumer {
+  using Scores = float[At::kRows / 2];
+  using RowPairs = typename WideSoftmax<At>::RowPairs;
+  static constexpr int kInFlight = 2, kAhead = 3;  // products; loads
+  static constexpr int kGiveAt = 14;               // of the loads of 32 columns
+
+ public:
+  __device__ ScoreConsumer(const Params& p, uint8_t* base, uint32_t shared)
+      : p_(p),
+        base_(base),
+        shared_(shared),
+        lane_(threadIdx.x % 32),
+        warp_(threadIdx.x % kGroupThreads / 32),
+        softmax_(p, base, p.kv_scale ? *p.kv_scale : 1.f) {}
+
+  __device__ void run() {
+    PieceWalkFor<At::kOptions> walk(*reinterpret_cast<const SplitKvEntry*>(base_ + At::kEntry));
+    Piece piece;
+    while (walk.next(p_, piece)) {
+      named_barrier_sync(kQueriesThere, At::kConsumerThreads);
+      count_ += kQueryStages;
+      softmax_.begin(piece);
+      named_barrier_sync(kScoreWarps, kGroupThreads);
+      most_ = 0.f;
+#pragma unroll 1
+      for (int t = 0; t < piece.num_tiles; ++t, ++count_, ++given_) {
+        Scores s;
+        RowPairs pairs;
+        multiply_queries(t > 0, s, pairs);
+        store_tile(piece, (piece.first_tile + t) * kPlanTileTokens, pairs, s);
+      }
+      give(given_ - 1, piece.num_tiles > 0);
+      softmax_.publish();
+      if constexpr (At::kScaled) publish_most();
+      attnops::sm90::named_barrier_arrive(kSumsThere, At::kConsumerThreads);
+    }
+  }
+
+ private:
+  // 16 keys of this warp, 32 columns of all 576.
+  __device__ void load_keys(uint32_t tile, int i, Raw& r) const {
+    const uint32_t place = tile + At::Rows::place(16 * warp_ + lane_ % 16, i / 2, lane_ / 16);
+    attnops::sm90::load_fragment(r, i % 2 ? At::Rows::second_half(place) : place);
+  }
+
+  // Two steps of the rope part where that is 16 bit.
+  __device__ void load_rope(uint32_t tile, int i, Fragments& a) const {
+    const uint32_t row = tile + (16 * warp_ + lane_ % 16) * At::Rows::kRowBytes + At::Rows::kRope;
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      attnops::sm90::load_fragment(a[k], row + (4 * i + 2 * k + lane_ / 16) * 16);
+      if constexpr (std::is_same_v<T, __half>) {
+#pragma unroll
+        for (uint32_t& pair : a[k]) {
+          const float2 x = unpack_pair(pair, __nv_bfloat16{});
+          pair = attnops::sm90::pack_pair<__half>(x.x, x.y);
+        }
+      }
+    }
+  }
+
+  // s = scores of the tile. Where keys have scales, what there is of the sum is multiplied between two blocks of 128
+  // columns by the quotient of their scales, and at last by the last: one accumulator is enough.
+  // On the way, late, it gives the probabilities of the tile before: their products then lie under this tile's softmax,
+  // in which the matrix units would be idle, and not beside its scores.
+  __device__ void multiply_queries(bool has_before, Scores& s, RowPairs& pairs) const {
+    constexpr int kLoads = 2 * kPieces, kLatentLoads = kLoads - 2;
+    const RingSlot<At> at(count_);
+    const uint32_t tile = shared_ + At::kKv + at.slot * At::kTileBytes;
+    const uint32_t queries = attnops::sm90::uniform_operand(shared_ + At::kQ);
+    attnops::sm90::mbarrier_wait(At::full_barrier(shared_, at.slot), at.parity);
+    Fragments a[kInFlight];
+    Raw r[kAhead + 1];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) load_keys(tile, i, r[i]);
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      Fragments& now = a[i % kInFlight];
+      const bool is_rope = At::kScaled && i >= kLatentLoads;
+      if (i + kAhead < (At::kScaled ? kLatentLoads : kLoads))
+        load_keys(tile, i + kAhead, r[(i + kAhead) % (kAhead + 1)]);
+      if (At::kScaled && i > 0 && i <= kLatentLoads && i % 4 == 0) {
+        attnops::sm90::wgmma_wait<0>(s);
+        apply_scales(at.slot, i / 4 - 1, s);
+      } else if (i >= kInFlight) {
+        attnops::sm90::wgmma_wait<kInFlight - 1>();
+      }
+      if constexpr (At::kScaled) {
+        if (is_rope) load_rope(tile, i - kLatentLoads, now);
+      }
+      if (!is_rope) convert_keys(r[i % (kAhead + 1)], now);
+      attnops::sm90::wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const uint64_t operand = attnops::sm90::group_descriptor<1024>(queries + (i / 2 * At::kQueryPiece >> 4) +
+                                                                       (i % 2 * 2 + k) * attnops::sm90::kStepKMajor);
+        if (is_rope) {
+          attnops::sm90::wgmma_few<T, At::kRows>(s, now[k], operand, 1);
+        } else {
+          attnops::sm90::wgmma_few<__half, At::kRows>(s, now[k], operand, i + k > 0);
+        }
+      }
+      attnops::sm90::wgmma_commit();
+      if (i == kGiveAt) give(given_ - 1, has_before);
+    }
+    softmax_.load(pairs);
+    attnops::sm90::wgmma_wait<0>(s);
+  }
+
+  // To the groups with values: the probabilities of tile number `count`.
+  __device__ void give(int count, bool condition) const {
+    attnops::sm90::mbarrier_arrive_if(At::given_barrier(shared_, count % kWideBuffers), condition && lane_ == 0);
+  }
+
+  __device__ float4 scales_of(int slot, int h) const {
+    const uint8_t* row = base_ + At::kKv + slot * At::kTileBytes + key_of(h) * At::Rows::kRowBytes;
+    return *reinterpret_cast<const float4*>(row + At::Rows::kScales);
+  }
+
+  // From sums under the scale of block `block` of 128 columns to sums under the next one's, or to true ones.
+  __device__ void apply_scales(int slot, int block, Scores& s) const {
+    if constexpr (At::kScaled) {
+      float by[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float4 x = scales_of(slot, h);
+        // A quotient needs a divisor: one that makes no difference. A NaN goes on.
+        const float least = fmaxf(0x1p-60f * fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)), 0x1p-100f);
+        const auto clamped = [&](float scale) { return scale < least ? least : scale; };
+        by[h] = block == 0   ? __fdividef(clamped(x.x), clamped(x.y))
+                : block == 1 ? __fdividef(clamped(x.y), clamped(x.z))
+                : block == 2 ? __fdividef(clamped(x.z), clamped(x.w))
+                             : clamped(x.w);
+      }
+#pragma unroll
+      for (int i = 0; i < At::kRows / 2; ++i) s[i] *= by[i / 2 % 2];
+    }
+  }
+
+  // Of the scales of one of the thread's keys, in the range that the kernel minds.
+  __device__ float largest_scale(int slot, int h) const {
+    const float4 x = scales_of(slot, h);
+    return fminf(fmaxf(fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)), 0x1p-60f), 0x1p100f);
+  }
+
+  __device__ void store_tile(const Piece& piece, int first_key, RowPairs& pairs, Scores& s) {
+    const int slot = RingSlot<At>(count_).slot, buffer = given_ % kWideBuffers;
+    float weight[2] = {};
+    if constexpr (At::kScaled) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float largest = largest_scale(slot, h);
+        weight[h] = log2f(largest);
+        most_ = fmaxf(most_, largest);
+      }
+    }
+    attnops::sm90::mbarrier_wait(At::taken_barrier(shared_, buffer), (given_ / kWideBuffers & 1) ^ 1);
+    const bool moved = softmax_.tile(piece, first_key, s, weight, pairs, factors(buffer));
+    if (threadIdx.x % kGroupThreads == 0) reinterpret_cast<int*>(base_ + At::kMoved)[buffer] = moved;
+    if constexpr (At::kScaled) apply_powers(slot, buffer, s);
+    store_probabilities(buffer, s);
+    attnops::sm90::fence_async_proxy();
+    __syncwarp();
+  }
+
+  __device__ float* factors(int buffer) const {
+    return reinterpret_cast<float*>(base_ + At::kFactor) + buffer * At::kRows;
+  }
+
+  // Where keys have scales: probabilities are multiplied by the power of two in the key's largest, and V, in fp16, by
+  // what then is left of each, at most 2. One of four lanes stores that of a key's block of 128 columns.
+  __device__ void apply_powers(int slot, int buffer, Scores& s) const {
+    const int block = lane_ % 4;
+    auto* ratios = reinterpret_cast<__half*>(base_ + At::kRatios + buffer * At::kRatioBytes) + block * kPlanTileTokens;
+    float power[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const uint32_t exponent = __float_as_uint(largest_scale(slot, h)) & 0x7f800000u;
+      power[h] = __uint_as_float(exponent);
+      const float4 x = scales_of(slot, h);
+      const float own = block == 0 ? x.x : block == 1 ? x.y : block == 2 ? x.z : x.w;
+      ratios[key_of(h)] = __float2half_rn(own * __uint_as_float((254u << 23) - exponent));
+    }
+#pragma unroll
+    for (int i = 0; i < At::kRows / 2; ++i) s[i] *= power[i / 2 % 2];
+  }
+
+  // Rounded, with keys along the rows: row is a query, its 64 keys are dense.
+  __device__ void store_probabilities(int buffer, const Scores& s) const {
+    const int chunk = 2 * warp_ + lane_ / 8 % 2;
+    const uint32_t place = shared_ + At::kP + buffer * At::kQueryPiece;
+#pragma unroll
+    for (int row = 0; row < At::kRows; row += 16) {
+      uint32_t pairs[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        pairs[i] = attnops::sm90::pack_pair<__half>(s[row / 2 + 2 * i], s[row / 2 + 2 * i + 1]);
+      }
+      const int own_row = row + 8 * (lane_ / 16) + lane_ % 8;
+      attnops::sm90::store_transposed(pairs, place + attnops::sm90::swizzled(own_row, chunk));
+    }
+  }
+
+  // The largest scale that the piece has seen.
+  __device__ void publish_most() const {
+    const float most = column_max(most_);
+    if (lane_ == 0) reinterpret_cast<float*>(base_ + At::kMost)[warp_] = most;
+  }
+
+  const Params& p_;
+  uint8_t* const base_;
+  const uint32_t shared_;
+  const int lane_, warp_;
+  WideSoftmax<At> softmax_;
+  float most_ = 0.f;
+  int count_ = 0;  // slots of the ring so far
+  int given_ = 0;  // tiles
+};
+
+}  // namespace attnops::mla_decode::sm90::fp8_fragments

@@ -1,0 +1,178 @@
+#pragma once
+#include "mla_decode/sm90/fp8_fragments/softmax.cuh"
+#include "mla_decode/sm90/fp8_fragments/wide_layout.h"
+
+namespace attnops::mla_decode::sm90::fp8_fragments {
+
+using attnops::sm90::named_barrier_sync;
+
+// The softmax of a transposed tile of scores by one warpgroup, [64 keys, 64 queries]: element 4 j + 2 h + e is key
+// key_of(h) and query 8 j + 2 (lane % 4) + e. The reference maxima lie in shared memory.
+template <class At>
+class WideSoftmax {
+ public:
+  static constexpr int kCount = At::kRows / 4;
+  using Scores = float[At::kRows / 2];
+  // Of two neighbouring rows each: what their raw scores are multiplied by, and then subtracted: reference - kLift.
+  using RowPairs = float4[At::kRows / 8];
+
+  __device__ WideSoftmax(const Params& p, uint8_t* base, float kv_scale)
+      : p_(p), base_(base), raw_scale_(p.softmax_scale * kv_scale * kLog2e) {}
+
+  // Between two barriers of the warpgroup.
+  __device__ void begin(const Piece& piece) {
+    clear_ = few_rows::keys_of_all_rows(p_, piece);
+    const int row = threadIdx.x % kGroupThreads;
+    if (row < At::kRows) {
+      float* pair = pair_entry(row);
+      pair[0] = scales_first() ? 1.f : query_scale(row) * raw_scale_;
+      pair[1] = kUnset;
+    }
+#pragma unroll
+    for (float& x : sum_) x = 0.f;
+  }
+
+  // Of the thread's rows, for the next tile.
+  __device__ void load(RowPairs& pairs) const {
+#pragma unroll
+    for (int j = 0; j < At::kRows / 8; ++j) pairs[j] = pair_of(j);
+  }
+
+  // Raw scores of keys [first_key, first_key + 64) to probabilities. The reference maxima may move: says so, and leaves
+  // the factors of what was accumulated before in `factors`. Where keys have scales, `weight` is the base-2 logarithm
+  // of the largest of a key: softmax.cuh.
+  __device__ bool tile(const Piece& piece, int first_key, Scores& s, const float (&weight)[2], RowPairs& pairs,
+                       float* factors) {
+    bool above = false;
+    if (scales_first()) scale(s);
+    if (first_key < clear_.begin || first_key + kPlanTileTokens > clear_.end ||
+        (At::kOptions == Options::kAll && p_.report)) {
+      mask(piece, first_key, s);
+    }
+#pragma unroll
+    for (int j = 0; j < At::kRows / 8; ++j) {
+      const float4& pair = pairs[j];
+      above |= top(s, j, 0, pair.x, weight) > pair.y + (kLift + kSlack) ||
+               top(s, j, 1, pair.z, weight) > pair.w + (kLift + kSlack);
+    }
+    const bool moved = attnops::sm90::named_barrier_or(kScoreWarps, kGroupThreads, above);
+    if (moved) {
+      move_references(s, weight, factors);
+      load(pairs);
+    }
+#pragma unroll
+    for (int j = 0; j < At::kRows / 8; ++j) {
+      const float4& pair = pairs[j];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float &x = s[4 * j + 2 * h], &y = s[4 * j + 2 * h + 1];
+        x = exp2_fast(fmaf(x, pair.x, -pair.y));
+        y = exp2_fast(fmaf(y, pair.z, -pair.w));
+        sum_[2 * j] += x;
+        sum_[2 * j + 1] += y;
+      }
+    }
+    return moved;
+  }
+
+  // Leaves the sums of each warp in shared memory.
+  __device__ void publish() const {
+    float* sums = reinterpret_cast<float*>(base_ + At::kSums) + warp() * At::kRows;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const float sum = column_sum(sum_[i]);
+      if (threadIdx.x % 32 < 4) sums[query_of(i)] = sum;
+    }
+  }
+
+ private:
+  static constexpr float kUnset = -1e30f;  // of a row that saw no key yet: below every score
+
+  __device__ static int warp() { return threadIdx.x % kGroupThreads / 32; }
+
+  __device__ float4 pair_of(int j) const {
+    return reinterpret_cast<const float4*>(base_ + At::kRowPairs)[4 * j + threadIdx.x % 4];
+  }
+  __device__ float* pair_entry(int row) const {
+    return reinterpret_cast<float*>(base_ + At::kRowPairs) + row / 2 * 4 + row % 2 * 2;
+  }
+  __device__ float query_scale(int row) const { return reinterpret_cast<const float*>(base_ + At::kQueryScale)[row]; }
+
+  // Only a positive scale commutes with the maximum, and a soft cap needs scaled scores.
+  __device__ bool capped() const { return At::kOptions == Options::kAll && p_.logit_cap > 0.f; }
+  __device__ bool scales_first() const { return capped() || raw_scale_ <= 0.f; }
+
+  // The larger of a query's two scores; where keys have scales, of its probabilities times the largest of those.
+  __device__ static float top(const Scores& s, int j, int e, float scale, const float (&weight)[2]) {
+    if constexpr (!At::kScaled) return fmaxf(s[4 * j + e], s[4 * j + 2 + e]) * scale;
+    return fmaxf(fmaf(s[4 * j + e], scale, weight[0]), fmaf(s[4 * j + 2 + e], scale, weight[1]));
+  }
+
+  __device__ void scale(Scores& s) const {
+    const float cap = p_.logit_cap * kLog2e, inner = capped() ? kLn2 / p_.logit_cap : 0.f;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const float by = query_scale(query_of(i)) * raw_scale_;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float& x = s[element_of(i, h)];
+        x = capped() ? soft_capped(x * by * inner, cap) : x * by;
+      }
+    }
+  }
+
+  __device__ void mask(const Piece& piece, int first_key, Scores& s) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int key = first_key + key_of(h);
+      const bool there = At::kOptions == Options::kCommon || p_.report == nullptr || few_rows::has_page(p_, piece, key);
+      uint32_t seen = 0;  // a bit per query, by a loop that is small: most tiles need none
+#pragma unroll 1
+      for (int i = 0; i < kCount; ++i) {
+        const int row = min_of(query_of(i), piece.num_rows - 1);  // spare rows see what the last one sees
+        const int token = row_place(p_, piece.first_row + row).token;
+        seen |= static_cast<uint32_t>(there && few_rows::sees(p_, piece, token, key)) << i;
+      }
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        if (!(seen >> i & 1)) s[element_of(i, h)] = -INFINITY;
+      }
+    }
+  }
+
+  // Takes the maxima of all warps; a reference follows where they are too far above it.
+  __device__ void move_references(const Scores& s, const float (&weight)[2], float* factors) {
+    float* maxima = reinterpret_cast<float*>(base_ + At::kMaxima);
+#pragma unroll
+    for (int j = 0; j < At::kRows / 8; ++j) {
+      const float4 pair = pair_of(j);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float most = column_max(top(s, j, e, e == 0 ? pair.x : pair.z, weight));
+        if (threadIdx.x % 32 < 4) maxima[warp() * At::kRows + query_of(2 * j + e)] = most;
+      }
+    }
+    named_barrier_sync(kScoreWarps, kGroupThreads);
+    const int row = threadIdx.x % kGroupThreads;
+    if (row < At::kRows) {
+      float most = kUnset;
+#pragma unroll
+      for (int w = 0; w < 4; ++w) most = fmaxf(most, maxima[w * At::kRows + row]);
+      float* pair = pair_entry(row);
+      const float before = pair[1], after = most - kLift > before + kSlack ? most - kLift : before;
+      pair[1] = after;
+      factors[row] = rescale_factor(before, after);
+    }
+    named_barrier_sync(kScoreWarps, kGroupThreads);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) sum_[i] *= factors[query_of(i)];
+  }
+
+  const Params& p_;
+  uint8_t* const base_;
+  const float raw_scale_;
+  KvRange clear_;  // keys that need no mask
+  float sum_[kCount];
+};
+
+}  // namespace attnops::mla_decode::sm90::fp8_fragments

@@ -1,0 +1,175 @@
+#pragma once
+#include "device/sm90/wgmma_few.cuh"
+#include "device/sm90/wgmma_fp8.cuh"
+#include "mla_decode/sm90/fp8_fragments/convert.cuh"
+#include "mla_decode/sm90/fp8_fragments/wide_queries.cuh"
+#include "mla_decode/sm90/fp8_fragments/wide_scores.cuh"
+#include "mla_decode/sm90/transposed_results.cuh"
+
+namespace attnops::mla_decode::sm90::fp8_fragments {
+
+// One of the two warpgroups with the output: O^T += V^T P of every tile, 256 columns of V each. They bring the queries,
+// too: at the start of a piece they have nothing to multiply yet.
+template <typename T, class At>
+class ValueConsumer {
+  static constexpr int kInFlight = 2, kAhead = 2;  // products; loads
+  static constexpr int kBlocks = 4;                // of 64 columns
+
+ public:
+  __device__ ValueConsumer(const Params& p, bool out_aligned, uint8_t* base, uint32_t shared)
+      : p_(p),
+        out_aligned_(out_aligned),
+        base_(base),
+        shared_(shared),
+        lane_(threadIdx.x % 32),
+        warp_(threadIdx.x % kGroupThreads / 32),
+        group_(__shfl_sync(0xffffffffu, threadIdx.x / kGroupThreads, 0)) {}
+
+  __device__ void run() {
+    PieceWalkFor<At::kOptions> walk(*reinterpret_cast<const SplitKvEntry*>(base_ + At::kEntry));
+    Piece piece;
+    TransposedOutput o;
+    while (walk.next(p_, piece)) {
+      // The probabilities of the last tile of the piece before came behind its scores: the queries are free.
+      take_queries();
+      attnops::sm90::named_barrier_arrive(kQueriesThere, At::kConsumerThreads);
+#pragma unroll
+      for (int i = 0; i < 128; ++i) o[i / 32][i % 32] = 0.f;
+#pragma unroll 1
+      for (int t = 0; t < piece.num_tiles; ++t, ++count_, ++taken_) multiply_values(o);
+      finish_piece(piece, o);
+    }
+  }
+
+ private:
+  // They come through the ring, in two slots of it.
+  __device__ void take_queries() {
+    const RingSlot<At> first(count_), second(count_ + 1);
+    attnops::sm90::mbarrier_wait(At::full_barrier(shared_, first.slot), first.parity);
+    attnops::sm90::mbarrier_wait(At::full_barrier(shared_, second.slot), second.parity);
+    const auto place = [&](int slot) { return base_ + At::kKv + slot * At::kTileBytes; };
+    convert_queries<T, At>(place(first.slot), place(second.slot), shared_ + At::kQ,
+                           reinterpret_cast<float*>(base_ + At::kQueryScale));
+    attnops::sm90::fence_async_proxy();
+    __syncwarp();
+    attnops::sm90::mbarrier_arrive_if(At::empty_barrier(shared_, first.slot), lane_ == 0);
+    attnops::sm90::mbarrier_arrive_if(At::empty_barrier(shared_, second.slot), lane_ == 0);
+    count_ += kQueryStages;
+  }
+
+  // 16 columns of this warp in the group's blocks of 64, for half of the tile's tokens.
+  __device__ void load_values(uint32_t tile, int i, Raw& r) const {
+    const int token = lane_ + i % 2 * 32, piece = kBlocks * group_ + i / 2;
+    attnops::sm90::load_transposed(r, tile + At::Rows::place(token, piece, warp_));
+  }
+
+  // Of tokens 8 i + 2 (lane % 4) + {0, 1}, for a block of 128 columns.
+  using Ratios = uint32_t[At::kScaled ? 8 : 1];
+  __device__ void load_ratios(int buffer, int block, Ratios& ratio) const {
+    const auto* pairs = reinterpret_cast<const uint32_t*>(base_ + At::kRatios + buffer * At::kRatioBytes) +
+                        block * (kPlanTileTokens / 2) + lane_ % 4;
+#pragma unroll
+    for (int i = 0; i < (At::kScaled ? 8 : 1); ++i) ratio[i] = pairs[4 * i];
+  }
+
+  __device__ static void scale_values(const Ratios& ratio, int half, Fragments& a) {
+    if constexpr (At::kScaled) {
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const __half2 x = __hmul2(reinterpret_cast<const __half2&>(a[k][i]),
+                                    reinterpret_cast<const __half2&>(ratio[4 * half + 2 * k + i / 2]));
+          a[k][i] = reinterpret_cast<const uint32_t&>(x);
+        }
+      }
+    }
+  }
+
+  // o += columns of V of the next tile times its probabilities; both are given back.
+  __device__ void multiply_values(TransposedOutput& o) const {
+    constexpr int kLoads = 2 * kBlocks;
+    const RingSlot<At> at(count_);
+    const int buffer = taken_ % kWideBuffers;
+    const uint32_t tile = shared_ + At::kKv + at.slot * At::kTileBytes;
+    const uint32_t probabilities = attnops::sm90::uniform_operand(shared_ + At::kP + buffer * At::kQueryPiece);
+    Fragments a[kInFlight];
+    Raw r[kAhead + 1];
+    Ratios ratio;
+    attnops::sm90::mbarrier_wait(At::full_barrier(shared_, at.slot), at.parity);
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) load_values(tile, i, r[i]);
+    attnops::sm90::mbarrier_wait(At::given_barrier(shared_, buffer), taken_ / kWideBuffers & 1);
+    if (reinterpret_cast<const volatile int*>(base_ + At::kMoved)[buffer]) rescale(buffer, o);
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      Fragments& now = a[i % kInFlight];
+      if (i + kAhead < kLoads) load_values(tile, i + kAhead, r[(i + kAhead) % (kAhead + 1)]);
+      if (i >= kInFlight) attnops::sm90::wgmma_wait<kInFlight - 1>();
+      convert_values(r[i % (kAhead + 1)], now);
+      if constexpr (At::kScaled) {
+        if (i % 4 == 0) load_ratios(buffer, 2 * group_ + i / 4, ratio);
+        scale_values(ratio, i % 2, now);
+      }
+      attnops::sm90::wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const uint32_t operand = probabilities + (i % 2 * 2 + k) * attnops::sm90::kStepKMajor;
+        attnops::sm90::wgmma_few<__half, At::kRows>(o[i / 2], now[k], attnops::sm90::group_descriptor<1024>(operand),
+                                                    1);
+      }
+      attnops::sm90::wgmma_commit();
+    }
+    __syncwarp();
+    attnops::sm90::mbarrier_arrive_if(At::empty_barrier(shared_, at.slot), lane_ == 0);
+    attnops::sm90::wgmma_wait<0>(o[0], o[1], o[2], o[3]);
+    __syncwarp();
+    attnops::sm90::mbarrier_arrive_if(At::taken_barrier(shared_, buffer), lane_ == 0);
+  }
+
+  __device__ void rescale(int buffer, TransposedOutput& o) const {
+    const float2* factors = reinterpret_cast<const float2*>(base_ + At::kFactor + buffer * At::kRows * 4) + lane_ % 4;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float2 factor = factors[4 * j];
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+        o[b][4 * j + 0] *= factor.x;
+        o[b][4 * j + 1] *= factor.y;
+        o[b][4 * j + 2] *= factor.x;
+        o[b][4 * j + 3] *= factor.y;
+      }
+    }
+  }
+
+  __device__ void finish_piece(const Piece& piece, TransposedOutput& o) const {
+    constexpr float kMostValue = 448.f;
+    TransposedEnds& ends = *reinterpret_cast<TransposedEnds*>(base_ + At::kEnds);
+    named_barrier_sync(kSumsThere, At::kConsumerThreads);
+    if (threadIdx.x < At::kRows) {
+      const int row = threadIdx.x;
+      const float* sums = reinterpret_cast<const float*>(base_ + At::kSums) + row;
+      float sum = 0.f, bound = kMostValue;
+#pragma unroll
+      for (int warp = 0; warp < 4; ++warp) sum += sums[warp * At::kRows];
+      if constexpr (At::kScaled) {
+        const float4 most = *reinterpret_cast<const float4*>(base_ + At::kMost);
+        bound *= fmaxf(fmaxf(most.x, most.y), fmaxf(most.z, most.w));
+      }
+      const float reference = reinterpret_cast<const float*>(base_ + At::kRowPairs)[row / 2 * 4 + row % 2 * 2 + 1];
+      end_row<At::kOptions>(p_, piece, row, sum, reference, p_.kv_scale ? *p_.kv_scale : 1.f, bound, ends);
+    }
+    named_barrier_sync(kValueWarps, kValueThreads);
+    store_transposed<T, At::kOptions>(p_, piece, ends, group_, out_aligned_, o);
+  }
+
+  const Params& p_;
+  const bool out_aligned_;  // rows of the output start on 4-byte boundaries
+  uint8_t* const base_;
+  const uint32_t shared_;
+  const int lane_, warp_, group_;
+  int count_ = 0;  // slots of the ring so far
+  int taken_ = 0;  // tiles
+};
+
+}  // namespace attnops::mla_decode::sm90::fp8_fragments
