@@ -180,9 +180,16 @@ class Loader : QuarterPages<Paging> {
       const uint32_t target =
           group_place(place, row / kGroupTokens) + attnops::sm90::swizzled(row % kGroupTokens, lane_ % 8);
 #pragma unroll
-      for (int k = 0; k < kPieces; ++k) attnops::sm90::copy16(target + k * kPieceStride, source + k * 128, begin >= 0);
+      for (int k = 0; k < kPieces; ++k) copy_once(target + k * kPieceStride, source + k * 128, begin >= 0);
     }
     attnops::sm90::arrive_after_copies(full_barrier<At>(shared_, place.position));
+  }
+
+  // As copy16, of what is the first to be evicted from L2.
+  __device__ void copy_once(uint32_t shared, const void* global, bool valid) const {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(shared), "l"(global),
+                 "r"(valid ? 16 : 0), "l"(read_once_)
+                 : "memory");
   }
 
   const CUtensorMap* map_;
