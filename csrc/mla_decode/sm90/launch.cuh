@@ -5,6 +5,7 @@
 #include "mla_decode/sm90/kernel.cuh"
 #include "mla_decode/sm90/launch.h"
 #include "mla_decode/sm90/merge_units.cuh"
+#include "mla_decode/sm90/ring/launch.h"
 
 namespace attnops::mla_decode::sm90 {
 
@@ -126,6 +127,8 @@ void launch(const Params& p, cudaStream_t stream) {
                     .units = row_units(p)};
   if (!is_common(p, modes)) {
     launch_attention<T, Options::kAll, true>(p, modes, stream);
+  } else if (boxes_fit(p) && ring::suits(p)) {
+    ring::launch_attention<T>(p, make_maps(p, modes), stream);
   } else if (modes.use_boxes) {
     launch_attention<T, Options::kCommon, true>(p, modes, stream);
   } else {

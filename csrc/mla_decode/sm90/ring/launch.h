@@ -1,0 +1,20 @@
+#pragma once
+#include "mla_decode/params.h"
+
+struct CUstream_st;
+
+namespace attnops::mla_decode::sm90 {
+struct Maps;
+}
+
+namespace attnops::mla_decode::sm90::ring {
+
+// Whether calls of this size run faster in the ring.
+bool suits(const Params& p);
+
+// Attention over the parts of the plan, of calls that ask for nothing that Options::kCommon leaves out and whose pages
+// hold whole tiles. What parts share is not merged yet.
+template <typename T>
+void launch_attention(const Params& p, const Maps& maps, CUstream_st* stream);
+
+}  // namespace attnops::mla_decode::sm90::ring

@@ -1,0 +1,164 @@
+#pragma once
+#include "device/sm90/barrier.cuh"
+#include "device/sm90/copy.cuh"
+#include "device/sm90/wgmma.cuh"
+#include "mla_decode/sm90/load.cuh"
+#include "mla_decode/sm90/pieces.cuh"
+#include "mla_decode/sm90/ring/layout.h"
+
+namespace attnops::mla_decode::sm90::ring {
+
+// Keeps an object in local memory between uses: these groups' registers are full.
+template <class X>
+__device__ inline void park(X& x) {
+  asm volatile("" ::"l"(&x) : "memory");
+}
+
+using Walk = PieceWalkFor<Options::kCommon>;
+
+// Pieces of a part: one of every work.
+__device__ inline int count_pieces(const SplitKvEntry& entry) {
+  if (entry.begin_work == entry.end_work && entry.begin_tile == entry.end_tile) return 0;
+  return last_work_of(entry) - entry.begin_work + 1;
+}
+
+// Decides what comes next into the ring. One warp does, for both values groups; its state is parked in local memory,
+// because registers are full of the accumulator. Nothing here divides or waits for memory between two tiles.
+class Planner {
+ public:
+  struct State {
+    Walk walk;
+    Piece piece;
+    int tiles_left;       // of the piece, those that hold keys
+    int token;            // of the next tile in its page
+    const int32_t* cell;  // of the page table, for the next tile
+    int page;             // of the next tile
+    int left;             // of the part's pieces, one of every work
+    bool queries_next;
+  };
+
+  __device__ Planner(const Params& p, const SplitKvEntry& entry, State& state) : p_(p), entry_(entry), state_(state) {}
+
+  // Describes the part's first item: queries, which need not wait for the request's length.
+  __device__ void begin(Item* item) {
+    State& state = state_;
+    state.left = count_pieces(entry_);
+    *item = {Item::kNothing, 0, 0};
+    if (state.left == 0) return;
+    const BlockPlace place = block_place(p_, entry_.begin_work);
+    *item = {Item::kQueries, place.block * kPlanRows, place.request};
+  }
+
+  // The page of the part's first tile is asked for together with the request's length.
+  __device__ void begin_part() {
+    const int cell = cell_of(entry_.begin_tile);
+    const bool known = p_.page_table.kv_indptr == nullptr && cell < p_.page_table.max_pages;
+    const int page = known ? p_.page_table.row(block_place(p_, entry_.begin_work).request)[cell] : 0;
+    begin_piece(known, page);
+    state_.queries_next = false;
+  }
+
+  // Describes the next item.
+  __device__ void write(Item* item) {
+    State& state = state_;
+    if (state.left == 0) {
+      item->kind = Item::kNothing;
+      return;
+    }
+    if (state.queries_next) {
+      *item = {Item::kQueries, state.piece.first_row, state.piece.request};
+      state.queries_next = false;
+      return;
+    }
+    *item = {Item::kKeys, state.token, state.page};
+    if (--state.tiles_left == 0) return end_piece();
+    state.token += kPlanTileTokens;
+    if (state.token != p_.page_table.page_size) return;
+    state.token = 0;
+    state.page = *++state.cell;
+  }
+
+ private:
+  __device__ int cell_of(int tile) const {
+    const int page_size = p_.page_table.page_size;
+    return page_size == kPlanTileTokens ? tile : tile * kPlanTileTokens / page_size;
+  }
+
+  __device__ void begin_piece(bool known, int page) {
+    State& state = state_;
+    state.walk.next(p_, state.piece);
+    const Piece& piece = state.piece;
+    const int cell = cell_of(piece.first_tile), key = piece.first_tile * kPlanTileTokens;
+    state.queries_next = true;
+    state.tiles_left = piece.num_tiles;
+    state.cell = p_.page_table.row(piece.request) + cell;
+    state.token = key - cell * p_.page_table.page_size;
+    // A request without keys has a tile all the same: of a page that does not exist, which reads as zeros.
+    state.page = key >= piece.keys.end ? -1 : known ? page : *state.cell;
+  }
+
+  __device__ void end_piece() {
+    if (--state_.left > 0) begin_piece(false, 0);
+  }
+
+  const Params& p_;
+  const SplitKvEntry& entry_;
+  State& state_;
+};
+
+// One values group fills the half of every slot that it gives back: group 0 the left half, group 1 the right half and
+// the rope part. Each warp asks for one of the four columns of tiles.
+template <int kGroup>
+class Loader {
+ public:
+  __device__ Loader(const Params& p, const Maps& maps, uint32_t shared) : p_(p), maps_(maps), shared_(shared) {}
+
+  // Loads an item but for its rope part, as soon as its slot has been given back in phase `parity`.
+  __device__ void load_half(const Item& item, int slot, uint32_t parity) const {
+    if (threadIdx.x % 32 == 0 && item.kind != Item::kNothing) {
+      const int column = kGroup * 4 + warp();
+      const uint32_t barrier = shared_ + full_slot(slot);
+      wait_empty(slot, kGroup, parity);
+      attnops::sm90::mbarrier_arrive_expect(barrier, has_rope() ? 2 * kTileBytes : kTileBytes);
+      copy(item, map_of(item), slot, column, column * 64);
+    }
+    __syncwarp();
+  }
+
+  // The rope part, whose place both groups read probabilities from.
+  __device__ void load_rope(const Item& item, int slot, uint32_t parity) const {
+    if (kGroup == 0 || !has_rope()) return;
+    if (threadIdx.x % 32 == 0 && item.kind != Item::kNothing) {
+      wait_empty(slot, 0, parity);
+      const bool apart = item.kind == Item::kQueries && p_.q_pe;
+      copy(item, apart ? &maps_.q_pe : map_of(item), slot, kRopeTile, apart ? 0 : kHeadDimV);
+    }
+    __syncwarp();
+  }
+
+ private:
+  __device__ static int warp() { return threadIdx.x % kGroupThreads / 32; }
+  __device__ static bool has_rope() { return kGroup == 1 && warp() == 0; }
+
+  __device__ const CUtensorMap* map_of(const Item& item) const {
+    return item.kind == Item::kQueries ? &maps_.q : &maps_.kv;
+  }
+
+  __device__ void wait_empty(int slot, int half, uint32_t parity) const {
+    attnops::sm90::mbarrier_wait(shared_ + empty_half(slot, half), parity);
+  }
+
+  __device__ void copy(const Item& item, const CUtensorMap* map, int slot, int column, int x) const {
+    attnops::sm90::copy_box(shared_ + slot * kOperandBytes + column * kTileBytes, map, shared_ + full_slot(slot), x,
+                            item.row, item.plane, kReadOnce);
+  }
+
+  // What createpolicy makes of L2::evict_first, in no register.
+  static constexpr uint64_t kReadOnce = 0x12F0000000000000;
+
+  const Params& p_;
+  const Maps& maps_;
+  const uint32_t shared_;
+};
+
+}  // namespace attnops::mla_decode::sm90::ring

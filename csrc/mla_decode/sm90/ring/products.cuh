@@ -1,0 +1,88 @@
+#pragma once
+#include <cstdint>
+#include <type_traits>
+
+#include "device/sm90/wgmma.cuh"
+
+// What only this kernel does with words, barriers and operands.
+namespace attnops::mla_decode::sm90::ring {
+
+// Whether the phase of a barrier is over, without waiting for it.
+__device__ inline bool mbarrier_test(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.b32 %0, 1, 0, done;\n}\n"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+// 2^-shift, 0 from 127 on.
+__device__ inline float power_of_half(int shift) { return __int_as_float((127 - shift) << 23); }
+
+// As a word from the start: the compiler takes what the headers' conversions return apart and together again.
+template <typename T>
+__device__ inline uint32_t round_pair(float low, float high) {
+  uint32_t pair;
+  if constexpr (std::is_same_v<T, __half>) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  }
+  return pair;
+}
+
+template <typename T>
+__device__ inline uint32_t max_pair(uint32_t x, uint32_t y) {
+  uint32_t pair;
+  if constexpr (std::is_same_v<T, __half>) {
+    asm("max.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(x), "r"(y));
+  } else {
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(x), "r"(y));
+  }
+  return pair;
+}
+
+template <typename T>
+__device__ inline float2 unpack_pair(uint32_t x) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return __half22float2(reinterpret_cast<const __half2&>(x));
+  } else {
+    return {__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)};
+  }
+}
+
+template <typename T>
+__device__ inline float larger_of_pair(uint32_t x) {
+  const float2 pair = unpack_pair<T>(x);
+  return fmaxf(pair.x, pair.y);
+}
+
+template <typename T>
+__device__ inline uint32_t scaled_pair(uint32_t x, float factor) {
+  const float2 pair = unpack_pair<T>(x);
+  return round_pair<T>(pair.x * factor, pair.y * factor);
+}
+
+// A value that is the same in all lanes, where the compiler would not see it: descriptors then stay in uniform
+// registers.
+__device__ inline uint32_t uniform(uint32_t x) {
+  asm volatile("redux.sync.max.u32 %0, %0, 0xffffffff;" : "+r"(x));
+  return x;
+}
+
+// The same descriptor, for all lanes to see.
+__device__ inline uint64_t uniform(uint64_t descriptor) {
+  return descriptor >> 32 << 32 | uniform(static_cast<uint32_t>(descriptor));
+}
+
+// 64 x 16 elements in 8 x 8 blocks of 128 bytes, a row's two blocks side by side, no swizzle.
+__device__ inline uint64_t block_descriptor(uint32_t address) {
+  constexpr uint64_t kLeading = uint64_t{128 >> 4} << 16, kStride = uint64_t{256 >> 4} << 32;
+  return kStride | kLeading | ((address & 0x3FFFF) >> 4);
+}
+
+}  // namespace attnops::mla_decode::sm90::ring

@@ -1,0 +1,142 @@
+#pragma once
+#include "mla_decode/sm90/results.cuh"
+#include "mla_decode/sm90/ring/load.cuh"
+#include "mla_decode/sm90/ring/products.cuh"
+#include "mla_decode/sm90/tile_products.cuh"
+
+namespace attnops::mla_decode::sm90::ring {
+
+// Group 0 accumulates columns 0 .. 255 of the output, group 1 the others: probabilities, from shared memory, times V.
+template <typename T, int kGroup>
+class Values {
+ public:
+  __device__ Values(const Params& p, const Maps& maps, uint8_t* base, uint32_t shared)
+      : p_(p), maps_(maps), base_(base), shared_(shared) {}
+
+  __device__ void run() {
+    const SplitKvEntry& entry = *reinterpret_cast<const SplitKvEntry*>(base_ + kEntry);
+    Planner::State state{.walk = Walk(entry)};
+    park(state);
+    Planner planner(p_, entry, state);
+    const Loader<kGroup> loader(p_, maps_, shared_);
+    const bool plans = kGroup == 1 && threadIdx.x % kGroupThreads / 32 == 3;
+    if (plans) planner.begin(item(0));
+    int slot = 0, which = 0, flags = 0;
+    uint32_t parity = 1;  // of the phase in which the slot was given back
+    const auto advance = [&] {
+      slot = next_slot(slot);
+      parity ^= slot == 0;
+    };
+    Item late{Item::kNothing, 0, 0};  // whose rope part is not yet loaded, into the slot before
+    park(late);
+    // What comes next into the ring has been written before the barrier that a thread has just passed. Once round the
+    // ring to fill it; then every item is used and what comes next is loaded in its place.
+    int loads = kSlots + 1;
+    float o[128];
+#pragma unroll 1
+    while (true) {
+#pragma unroll
+      for (int i = 0; i < 128; ++i) o[i] = 0.f;
+#pragma unroll 1
+      for (; loads > 0; --loads) {
+        attnops::sm90::named_barrier_sync(kItemReady, 2 * kGroupThreads);
+        if (loads == kSlots + 1 && item(0)->kind == Item::kNothing) return;
+        loader.load_rope(late, before_slot(slot), parity ^ (slot == 0));
+        late.kind = Item::kNothing;
+        const Item next = *item(which);  // the last in place of the piece's queries
+        which ^= 1;
+        loader.load_half(next, slot, parity);
+        loader.load_rope(next, slot, parity);
+        advance();
+        if (plans && loads == kSlots + 1) planner.begin_part();
+        if (plans) planner.write(item(which));
+      }
+#pragma unroll 1
+      do {
+        const uint32_t at = shared_ + slot * kOperandBytes;
+        attnops::sm90::named_barrier_sync(kGo + slot, kThreads);
+        flags = base_[kFlags + slot * 4 + threadIdx.x % kGroupThreads / 32];
+        if (flags & kRescales) rescale(slot, o);
+        multiply(at, o);
+        const Item next = *item(which);
+        which ^= 1;
+        if (plans) planner.write(item(which));
+        attnops::sm90::wgmma_wait<0>(o);
+        release(slot);
+        loader.load_half(next, slot, parity);
+        if (flags & kLastOfPiece) {
+          late = next;
+          store(slot, o);
+        } else {
+          loader.load_rope(next, slot, parity);
+        }
+        advance();
+      } while (!(flags & kLastOfPiece));
+      if (flags & kLastOfAll) return;
+      loads = 1;
+    }
+  }
+
+ private:
+  __device__ Item* item(int which) const { return reinterpret_cast<Item*>(base_ + kItems) + which; }
+
+  __device__ static int row(int h) { return threadIdx.x % kGroupThreads / 32 * 16 + threadIdx.x % 32 / 4 + 8 * h; }
+
+  __device__ void rescale(int slot, float (&o)[128]) const {
+    const uint8_t* shifts = base_ + kShifts + slot * 64;
+    const float factor[2] = {power_of_half(shifts[row(0)]), power_of_half(shifts[row(1)])};
+#pragma unroll
+    for (int i = 0; i < 128; ++i) o[i] *= factor[i / 2 % 2];
+  }
+
+  // o += the probabilities of the slot at `place` times its half of V, in flight.
+  __device__ void multiply(uint32_t place, float (&o)[128]) const {
+    __syncwarp();
+    const uint32_t at = uniform(place);
+    const uint64_t probabilities = attnops::sm90::operand_descriptor(at + kRopeTile * kTileBytes);
+    const uint64_t values = attnops::sm90::operand_descriptor(at + kGroup * 4 * kTileBytes);
+    attnops::sm90::wgmma_fence();
+#pragma unroll
+    for (int kk = 0; kk < 4; ++kk) {
+      attnops::sm90::wgmma_n256<T>(o, probabilities + kk * attnops::sm90::kStepKMajor,
+                                   values + kk * attnops::sm90::kStepMnMajor);
+    }
+    attnops::sm90::wgmma_commit();
+  }
+
+  __device__ void release(int slot) const {
+    __syncwarp();
+    const uint32_t barrier = shared_ + empty_half(slot, kGroup);
+    if (threadIdx.x % 32 == 0) attnops::sm90::mbarrier_arrive(barrier);
+  }
+
+  // The finished piece. Rows are staged in the place of the last tile's probabilities.
+  __device__ void store(int slot, float (&o)[128]) const {
+    attnops::sm90::named_barrier_sync(kTotalsWritten, kThreads);
+    const float* totals = reinterpret_cast<const float*>(base_ + kTotals);
+    RowState rows;
+    RowSums sums;
+    Piece piece;
+#pragma unroll
+    for (int h = 0; h < kRowsPerThread; ++h) {
+      sums.total[h] = totals[row(h)];
+      rows.maximum[h] = totals[64 + row(h)];
+    }
+    const StoredPiece stored = *reinterpret_cast<const StoredPiece*>(base_ + kFinished);
+    piece.request = stored.request;
+    piece.first_row = stored.first_row;
+    piece.num_rows = stored.num_rows;
+    piece.partial = stored.partial;
+    attnops::sm90::named_barrier_arrive(kTotalsRead, kThreads);
+    const int stage = slot * kOperandBytes + kRopeTile * kTileBytes;
+    store_rows<T, Options::kCommon>(p_, piece, rows, sums, kGroup, true, base_ + stage, shared_ + stage, o);
+    attnops::sm90::fence_async_proxy();
+  }
+
+  const Params& p_;
+  const Maps& maps_;
+  uint8_t* const base_;
+  const uint32_t shared_;
+};
+
+}  // namespace attnops::mla_decode::sm90::ring
