@@ -14,6 +14,7 @@ over a contiguous cache, and by FlashAttention-3 and FlashInfer where they are i
 from __future__ import annotations
 
 import argparse
+import collections
 import functools
 import itertools
 import statistics
@@ -244,11 +245,11 @@ class Bench:
 
     def calls(self) -> None:
         """Host time of one layer's attention, outside any model."""
-        setup = Setup(1, 4, 256)
+        setup = Setup(2, 4, 256)
         batch, pool = setup.batch, setup.pool
         q = torch.randn(4, HEADS * DIM, dtype=BF16, device=DEVICE)
         k, v = (torch.randn(4, KV_HEADS * DIM, dtype=BF16, device=DEVICE) for _ in range(2))
-        layer = setup.model.blocks[0].attention
+        layer, layer_without_store = (block.attention for block in setup.model.blocks)  # a layer does one or the other
         params = {"batch": 4, "s_k": 256, "h_q": HEADS, "h_kv": KV_HEADS, "d": DIM}
         setup.backend.init_forward_metadata(batch)
         plan = XqaDecodePlan.allocate(4, num_q_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, device=DEVICE)
@@ -263,14 +264,24 @@ class Bench:
         runs: list[tuple[str, Callable[[], object], str]] = []
 
         def measure(name: str, run: Callable[[], object], note: str = "") -> None:
-            run()
+            for _ in range(10):  # calls that are repeated become graphs of their own
+                run()
             runs.append((name, run, note))
 
         empty = torch.zeros(8, device=DEVICE)
         measure("torch add_", lambda: empty.add_(1), "one kernel: the floor of this host")
         measure("torch new_empty", lambda: q.new_empty(4, HEADS * DIM))
         measure("attnops layer, store and attend", lambda: layer(q, k, v, batch), "RadixAttention to kernels")
-        measure("attnops layer, attend", lambda: layer(q, None, None, batch))
+        others = itertools.cycle([[t.clone() for t in (q, k, v)] for _ in range(2)])
+        kept = collections.deque(maxlen=2)  # outputs, so that the next ones lie elsewhere
+
+        def at_other_addresses() -> None:
+            kept.append(layer(*next(others), batch))
+
+        measure(
+            "attnops layer, other addresses", at_other_addresses, "store and attend; q, k, v and out move every time"
+        )
+        measure("attnops layer, attend", lambda: layer_without_store(q, None, None, batch))
         measure("attnops xqa_decode", decode, "the op with its Python wrapper")
         op, tensors = torch.ops.attnops.xqa_decode.default, (table, None, batch.cache_seqlens)
         scratch = (plan.tile_scheduler_metadata, plan.num_splits, plan.out_partial, plan.lse_partial, plan.semaphores)

@@ -13,8 +13,10 @@ struct BoundHeader {
   uint64_t calls;  // that the op has checked and run so far
   // Runs the last of them again with other addresses, one per tensor in the schema's order, null where one is absent.
   // Shapes, strides, dtypes, devices and alignments to kAlignment bytes must be as they were then. Returns what went
-  // wrong, or null. Null itself before the first call.
-  const char* (*repeat)(const BoundHeader* bound, void* const* addresses);
+  // wrong, or null. Null itself before the first call. A caller that repeats may give it a place for what makes the
+  // next time quicker, null at first, for one thread at a time; `forget` frees that.
+  const char* (*repeat)(const BoundHeader* bound, void* const* addresses, void** kept);
+  void (*forget)(void* kept);
 };
 
 inline constexpr uintptr_t kAlignment = 64;  // no kernel asks for more; what torch allocates has it

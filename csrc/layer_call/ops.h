@@ -3,15 +3,16 @@
 #include "layer_call/xqa.h"
 
 // The ops of this folder, the same for every device but for how a checked call runs: `Device` has prepare(Call&), once
-// after the checks, and run(const Call&, int32_t device), for calls of either kind.
+// after the checks, run(const Call&, int32_t device), and repeat(const Call&, int32_t device, void** kept) and
+// forget(void*) as in BoundHeader, for calls of either kind.
 namespace attnops::layer_call {
 
 template <class Device, class Bound>
-const char* repeat(const BoundHeader* header, void* const* addresses) {
+const char* repeat(const BoundHeader* header, void* const* addresses, void** kept) {
   thread_local std::string problem;
   try {
     // The header is the first member of a standard-layout struct.
-    Device::run(moved(reinterpret_cast<const Bound*>(header)->last, addresses), header->device);
+    Device::repeat(moved(reinterpret_cast<const Bound*>(header)->last, addresses), header->device, kept);
     return nullptr;
   } catch (const std::exception& error) {
     problem = error.what();
@@ -26,6 +27,7 @@ void run_and_keep(Bound& bound, Call call) {
   Device::run(call, bound.header.device);
   bound.last = call;
   bound.header.repeat = &repeat<Device, Bound>;
+  bound.header.forget = &Device::forget;
   ++bound.header.calls;
 }
 

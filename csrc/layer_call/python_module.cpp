@@ -51,6 +51,9 @@ struct LayerCall {
   PyObject* bound;
   const BoundHeader* header;  // in the bytes of `bound`
   uint64_t calls;             // header->calls after the call that `looks` are of; 0: none
+  void* kept;                 // what makes repeating quicker,
+  void (*forget)(void*);      // which this frees
+  bool repeats;               // a thread is repeating the call, without Python's lock
   Look looks[kCallTensors];
 };
 
@@ -136,9 +139,12 @@ PyObject* run(PyObject* self, PyObject* const* tensors, Py_ssize_t count) {
   const bool watched = is_watched();
   void* addresses[kCallTensors];
   if (watched || !looks_as_before(call, tensors, addresses)) return through_the_op(call, tensors, watched);
+  const bool alone = !call.repeats;
+  call.repeats = true;
   PyThreadState* state = PyEval_SaveThread();  // a launch may wait for room in the stream
-  const char* problem = call.header->repeat(call.header, addresses);
+  const char* problem = call.header->repeat(call.header, addresses, alone ? &call.kept : nullptr);
   PyEval_RestoreThread(state);
+  if (alone) call.repeats = false, call.forget = call.header->forget;
   if (problem != nullptr) {
     PyErr_SetString(PyExc_RuntimeError, problem);
     return nullptr;
@@ -167,6 +173,7 @@ PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject*) {
 void destroy(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
   const LayerCall& call = *reinterpret_cast<LayerCall*>(self);
+  if (call.kept != nullptr) call.forget(call.kept);
   Py_XDECREF(call.op), Py_XDECREF(call.bound);
   reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
   Py_DECREF(type);

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+
 import pytest
 import torch
 from attnops.ops import layer_call
@@ -12,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TOKENS = 2 * B
+CALLS = 20  # on a GPU, some calls are launched, and the others are graphs (csrc/layer_call/cuda/call_graph.h)
 
 
 class Counted:
@@ -51,8 +54,12 @@ def test_a_repeated_call_gives_the_bits_of_the_op_without_asking_it(device, fp8)
     case = Xqa(device, fp8=fp8)
     counted, pages = Counted(case), [page.clone() for page in case.pages]
     counted()
-    for _ in range(3):
+    used = []  # so that addresses are new; from the sixth call on they are those of three calls before
+    for i in range(CALLS):
         tensors = {**fresh_tensors(case), "out": torch.zeros_like(case.out)}
+        if i >= 6:
+            tensors = {name: used[i - 3][name].copy_(tensor) for name, tensor in tensors.items()}
+        used.append(tensors)
         if fp8:
             tensors |= {"k_scale": case.k_scale * 2, "v_scale": case.v_scale * 3}
         got, stored = counted(**tensors), [page.clone() for page in case.pages]
@@ -216,10 +223,89 @@ def test_a_repeated_call_runs_on_the_current_stream_and_waits_for_nothing():
     torch.cuda.set_sync_debug_mode("error")
     try:
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(50_000_000)
-            out = counted(out=torch.zeros_like(case.out))
+            torch.cuda._sleep(200_000_000)
+            for _ in range(CALLS):  # the making of a graph waits for nothing, either
+                out = counted(out=torch.zeros_like(case.out))
             assert not stream.query(), "behind the sleep"
     finally:
         torch.cuda.set_sync_debug_mode("default")
     stream.synchronize()
     assert torch.equal(out, expected) and counted.asked == 1
+
+
+@pytest.fixture
+def in_a_graph():
+    """A call that has been repeated often enough to be a graph of its own, and what it must give."""
+    case = Xqa("cuda")
+    counted = Counted(case)
+    for _ in range(CALLS):
+        counted()
+    return case, counted, case.call(case.bind(), out=torch.zeros_like(case.out))
+
+
+@pytest.mark.gpu
+def test_a_call_in_a_graph_of_its_own_may_be_recorded_and_goes_on(in_a_graph):
+    case, counted, expected = in_a_graph
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.graph(graph, stream=stream):
+        counted()
+    for run in (graph.replay, counted, graph.replay):
+        case.out.zero_()
+        run()
+        assert torch.equal(case.out, expected)
+    assert counted.asked == 1
+
+
+@pytest.mark.gpu
+def test_a_call_in_a_graph_of_its_own_runs_on_any_stream(in_a_graph):
+    case, counted, expected = in_a_graph
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    for stream in streams * 3:
+        with torch.cuda.stream(stream):
+            out = counted(out=torch.zeros_like(case.out))
+        stream.synchronize()
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.gpu
+def test_streams_of_one_call_do_not_wait_for_one_another(in_a_graph):
+    case, counted, expected = in_a_graph
+    blocked, free = torch.cuda.current_stream(), torch.cuda.Stream()
+    outs = torch.zeros(2, *case.out.shape, dtype=case.out.dtype, device="cuda").unbind()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)
+    counted(out=outs[0])
+    with torch.cuda.stream(free):
+        counted(out=outs[1])
+    free.synchronize()
+    assert not blocked.query(), "behind the sleep"
+    torch.cuda.synchronize()
+    assert torch.equal(outs[0], expected) and torch.equal(outs[1], expected)
+
+
+@pytest.mark.gpu
+def test_threads_may_share_a_call(in_a_graph):
+    case, counted, expected = in_a_graph
+
+    def repeat(_):
+        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+            outs = [counted(out=torch.zeros_like(case.out)) for _ in range(50)]
+            torch.cuda.current_stream().synchronize()
+        return all(torch.equal(out, expected) for out in outs)
+
+    torch.cuda.synchronize()
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(repeat, range(4)))
+
+
+@pytest.mark.gpu
+def test_a_call_may_go_while_its_graph_waits(in_a_graph):
+    case, counted, expected = in_a_graph
+    torch.cuda.synchronize()
+    torch.cuda._sleep(100_000_000)
+    out = counted(out=torch.zeros_like(case.out))
+    counted.call = counted.bound = None
+    assert not torch.cuda.current_stream().query(), "behind the sleep"
+    assert torch.equal(out, expected)
