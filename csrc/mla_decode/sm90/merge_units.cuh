@@ -44,7 +44,7 @@ __device__ inline float read_total(const UnitTotals& totals, int row) {
 }
 
 // Warps that share a unit: a function of the number of splits alone, so that a request's bits depend on nothing else.
-__device__ inline int warps_per_unit(int splits) { return splits <= 8 ? 1 : splits <= 16 ? 2 : splits <= 32 ? 4 : 8; }
+__device__ inline int warps_per_unit(int splits) { return splits <= 8 ? 1 : splits <= 16 ? 2 : splits <= 48 ? 4 : 8; }
 
 // Two values of 16 bits.
 __device__ inline float2 unpack_partial(uint32_t word) {
