@@ -202,6 +202,28 @@ def test_heads_side_by_side(groups, heads, kv_dtype):
     assert_decodes(problem, num_sm_parts=groups * heads[1])
 
 
+@pytest.mark.parametrize("heads", [(4, 2), (32, 8), (6, 6), (8, 4)])
+@pytest.mark.parametrize("page_size", [8, 64, 256])
+def test_pairs_of_heads_over_fp8_pages(page_size, heads):
+    """Where every part has many short pieces: a CTA then takes those of two KV heads."""
+    num_q_heads, num_kv_heads = heads
+    problem = on_gpu(
+        [700, 1, 0, 64, 65, 1300, 130] * 5,
+        2,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=128,
+        page_size=page_size,
+        kv_dtype=FP8,
+        scales="head",
+    )
+    for groups in (1, 3, 16):
+        assert_decodes(problem, seqlen_q=2, num_sm_parts=groups * num_kv_heads)
+    sinks = torch.randn(num_q_heads, device="cuda")
+    assert_decodes(problem, seqlen_q=2, num_sm_parts=5 * num_kv_heads, window_left=100, sinks=sinks)
+    assert_decodes(problem, seqlen_q=2, num_sm_parts=5 * num_kv_heads, csr=True, logit_cap=2.0)
+
+
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
 @pytest.mark.parametrize("fixed_split_tokens", [64, 256, 4096, -1, -4, -40])
 def test_batch_invariant_bits(fixed_split_tokens, kv_dtype):

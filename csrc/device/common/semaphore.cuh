@@ -26,4 +26,24 @@ __device__ inline unsigned add_acq_rel(int32_t* semaphore, unsigned value) {
   return before;
 }
 
+// The same without any order among other accesses.
+__device__ inline unsigned add_relaxed(int32_t* semaphore, unsigned value) {
+  unsigned before;
+  asm volatile("atom.add.relaxed.gpu.global.u32 %0, [%1], %2;\n"
+               : "=r"(before)
+               : "l"(semaphore), "r"(value)
+               : "memory");
+  return before;
+}
+
+// What was there before: `value` is there now if that was `expected`. Acquires and releases as add_acq_rel.
+__device__ inline unsigned compare_and_swap(int32_t* semaphore, unsigned expected, unsigned value) {
+  unsigned before;
+  asm volatile("atom.cas.acq_rel.gpu.global.b32 %0, [%1], %2, %3;\n"
+               : "=r"(before)
+               : "l"(semaphore), "r"(expected), "r"(value)
+               : "memory");
+  return before;
+}
+
 }  // namespace attnops

@@ -5,22 +5,34 @@
 // + 8, two neighbouring k each. They stay untouched until a wait says that the product is over.
 namespace attnops::sm90 {
 
-#define ATTNOPS_WGMMA_ROWS_RS(n, outputs, registers, a0, a1, a2, a3, b_at, p_at, tb_at)                            \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " p_at                                                            \
-               ", 0;\n"                                                                                            \
-               "wgmma.mma_async.sync.aligned.m64n" n "k16.f32.f16.f16 " registers ", {" a0 ", " a1 ", " a2 ", " a3 \
-               "}, " b_at ", p, 1, 1, " tb_at ";\n}\n"                                                             \
-               : outputs                                                                                           \
+#define ATTNOPS_WGMMA_ROWS_RS(n, types, outputs, registers, a0, a1, a2, a3, b_at, p_at, tb_at)                       \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " p_at                                                              \
+               ", 0;\n"                                                                                              \
+               "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." types " " registers ", {" a0 ", " a1 ", " a2 ", " a3 \
+               "}, " b_at ", p, 1, 1, " tb_at ";\n}\n"                                                               \
+               : outputs                                                                                             \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kBMnMajor))
 
 // d [64, 2 * kCount] (+)= a b, fp16. `accumulate` 0 overwrites d.
 template <int kBMnMajor, int kCount>
 __device__ __forceinline__ void wgmma_rows(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, int accumulate) {
   if constexpr (kCount == 4) {
-    ATTNOPS_WGMMA_ROWS_RS("8", ATTNOPS_F4(d, 0), ATTNOPS_D4, "%4", "%5", "%6", "%7", "%8", "%9", "%10");
+    ATTNOPS_WGMMA_ROWS_RS("8", "f16.f16", ATTNOPS_F4(d, 0), ATTNOPS_D4, "%4", "%5", "%6", "%7", "%8", "%9", "%10");
   } else {
     static_assert(kCount == 8);
-    ATTNOPS_WGMMA_ROWS_RS("16", ATTNOPS_F8(d), ATTNOPS_D8, "%8", "%9", "%10", "%11", "%12", "%13", "%14");
+    ATTNOPS_WGMMA_ROWS_RS("16", "f16.f16", ATTNOPS_F8(d), ATTNOPS_D8, "%8", "%9", "%10", "%11", "%12", "%13", "%14");
+  }
+}
+
+// d [64, 64] (+)= a b in 16-bit elements.
+template <typename T, int kBMnMajor>
+__device__ __forceinline__ void wgmma_rows(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+  if constexpr (std::is_same_v<T, __half>) {
+    ATTNOPS_WGMMA_ROWS_RS("64", "f16.f16", ATTNOPS_F32(d), ATTNOPS_D32, "%32", "%33", "%34", "%35", "%36", "%37",
+                          "%38");
+  } else {
+    ATTNOPS_WGMMA_ROWS_RS("64", "bf16.bf16", ATTNOPS_F32(d), ATTNOPS_D32, "%32", "%33", "%34", "%35", "%36", "%37",
+                          "%38");
   }
 }
 

@@ -53,13 +53,13 @@ __device__ __forceinline__ void store_output(const Params& p, const Shape& shape
 // A result that nobody can take for an answer.
 template <bool kFloat32 = false>
 __device__ inline void store_nan(const Params& p, const Shape& shape, const WorkPlace& place, const Splits& splits,
-                                 int threads = blockDim.x) {
-  if (p.report && threadIdx.x == 0) {
+                                 int threads = blockDim.x, unsigned thread = threadIdx.x) {
+  if (p.report && thread == 0) {
     record_fault(p.report, {ReportOp::kXqaDecode, ReportKind::kLength, place.request, 0, splits.first + splits.count,
                             p.num_partials + 1});
   }
   const int vecs = ceil_div(p.head_dim, 4);
-  for (int item = threadIdx.x; item < shape.rows * vecs; item += threads) {
+  for (int item = thread; item < shape.rows * vecs; item += threads) {
     store_output<kFloat32>(p, shape, place, item / vecs, item % vecs * 4, make_float4(NAN, NAN, NAN, NAN), NAN);
   }
 }
@@ -123,10 +123,27 @@ struct PartialSum {
   }
 };
 
-// A barrier of the CTA's first kThreads threads; it may have others that have no part in merges.
+// A CTA may have several teams of kThreads threads, one after the other, each with works of its own; kTeams 1: it may
+// have other threads that have no part in merges.
+template <int kThreads, int kTeams>
+__device__ __forceinline__ unsigned team_thread() {
+  return kTeams == 1 ? threadIdx.x : threadIdx.x % kThreads;
+}
+
+// A barrier of a team: the hardware's 0, 4, 8, ...
+template <int kThreads, int kTeams>
+__device__ __forceinline__ void sync_team() {
+  if constexpr (kTeams == 1) {
+    asm volatile("bar.sync 0, %0;\n" ::"n"(kThreads) : "memory");
+  } else {
+    asm volatile("bar.sync %0, %1;\n" ::"r"(threadIdx.x / kThreads * 4), "n"(kThreads) : "memory");
+  }
+}
+
+// Of a CTA that is one team.
 template <int kThreads>
 __device__ __forceinline__ void sync_threads() {
-  asm volatile("bar.sync 0, %0;\n" ::"n"(kThreads) : "memory");
+  sync_team<kThreads, 1>();
 }
 
 // The merge of a work with many splits is cut into units that several CTAs take. An item is four values of a row.
@@ -149,10 +166,11 @@ struct MergeShape {
 
 // Merges one unit. Threads are item-major: neighbours have neighbouring items of one split. kBatch: splits that a
 // thread loads at a time, all before the first use.
-template <int kThreads, bool kFloat32, int kBatch>
+template <int kThreads, bool kFloat32, int kBatch, int kTeams>
 __device__ __forceinline__ void merge_unit(const Params& p, const Shape& shape, const WorkPlace& place,
                                            const Splits& splits, const MergeShape& merge, int unit, float* scratch) {
-  const int item_lane = threadIdx.x & (merge.width - 1), split_lane = threadIdx.x >> merge.width_shift;
+  const unsigned thread = team_thread<kThreads, kTeams>();
+  const int item_lane = thread & (merge.width - 1), split_lane = thread >> merge.width_shift;
   const int split_lanes = kThreads >> merge.width_shift;
   const int vecs = ceil_div(p.head_dim, 4);
   const int first_row = static_cast<int>(splits.first) * shape.rows, row_step = splits.step * shape.rows;
@@ -193,14 +211,14 @@ __device__ __forceinline__ void merge_unit(const Params& p, const Shape& shape, 
     for (int lanes = merge.width; lanes < 32; lanes *= 2) state.add(state.shuffled(lanes));
     if (split_lanes > 1) {
       auto* states = reinterpret_cast<PartialSum*>(scratch);
-      const int warp = threadIdx.x / 32;
-      sync_threads<kThreads>();
-      if (threadIdx.x % 32 < merge.width) states[warp * 32 + threadIdx.x % 32] = state;
-      sync_threads<kThreads>();
-      if (threadIdx.x >= merge.width) continue;
+      const int warp = thread / 32;
+      sync_team<kThreads, kTeams>();
+      if (thread % 32 < merge.width) states[warp * 32 + thread % 32] = state;
+      sync_team<kThreads, kTeams>();
+      if (thread >= merge.width) continue;
 #pragma unroll 1
       for (int w = max_of(merge.width / 32, 1); w < kThreads / 32; w += max_of(merge.width / 32, 1)) {
-        state.add(states[w * 32 + threadIdx.x]);
+        state.add(states[w * 32 + thread]);
       }
     }
     if (!live) continue;
@@ -213,69 +231,109 @@ __device__ __forceinline__ void merge_unit(const Params& p, const Shape& shape, 
   }
 }
 
-// How the splits of a work find each other. The low half of the work's semaphore counts the splits that have arrived,
-// the high half those that have also come for a unit of the merge; it is zero before and after. A split that has
-// nothing else to do waits a while for the others before it comes, but never for long: nothing hangs when a part runs
-// late, or has not even started. Who comes c-th takes unit c; who came before all had arrived leaves his unit to the
-// last to arrive. A part that made several splits arrives and comes for all of them at once. Whoever merges a unit, its
-// sums are formed in the order of the splits.
+// How the splits of a work find each other. The semaphore counts the splits that have arrived and, above them, those
+// that have left; it is zero before and after. A part that has nothing else to do waits a while for the others when it
+// arrives, but never for long: nothing hangs when a part runs late, or has not even started. Every split has a unit of
+// the merge: those that wait take the last one first, in the order in which they arrive. Who does not wait leaves at
+// once, and the last to arrive merges for him: the first units. Who gives up says so before the last arrives, who then
+// merges all. A part that made several splits arrives and leaves for all of them at once. Whoever merges a unit, its
+// sums are formed in the order of the splits, of which there are less than 2^15.
 inline constexpr unsigned kArrived = 0xffff;
-inline constexpr unsigned kCame = 0x10000;
+inline constexpr unsigned kLeft = 0x10000;
+inline constexpr unsigned kGaveUp = 0x80000000;
 inline constexpr long long kPatienceNanoseconds = 10000;
+inline constexpr int kFewSplits = 4;
 
-// The units that the caller must merge: [0, early) and [begin, end).
+__device__ inline unsigned num_left(unsigned semaphore) { return (semaphore & ~kGaveUp) / kLeft; }
+
+// The units that the caller must merge: [0, early) and [begin, end), no part of the former.
 struct Units {
   int early, begin, end;
+  bool must_leave;  // see Leave
 };
+
+// Waits for the others; false: they take too long, and the last to arrive knows.
+__device__ inline bool wait_for_splits(int32_t* semaphore, unsigned all) {
+  const long long give_up = now_nanoseconds() + kPatienceNanoseconds;
+  unsigned seen = load_acquire(semaphore);
+  while ((seen & kArrived) != all && now_nanoseconds() < give_up) seen = load_acquire(semaphore);
+  while ((seen & kArrived) != all) {
+    const unsigned before = compare_and_swap(semaphore, seen, seen | kGaveUp);
+    if (before == seen) return false;
+    seen = before;
+  }
+  return true;
+}
 
 // One thread of a CTA that has written the partial results of `own` splits.
 __device__ inline Units arrive(int32_t* semaphore, int splits, int own, int units, bool may_wait) {
   const unsigned all = splits;
   if (units == 1) {
-    if ((add_acq_rel(semaphore, own) & kArrived) + own != all) return {0, 0, 0};
+    if ((add_acq_rel(semaphore, own) & kArrived) + own != all) return {0, 0, 0, false};
     *semaphore = 0;
-    return {0, 0, 1};
+    return {0, 0, 1, false};
   }
-  const unsigned step = may_wait ? own : own * (1 + kCame);
-  const unsigned before = add_acq_rel(semaphore, step);
-  const bool last = (before & kArrived) + own == all;
-  unsigned came = before / kCame;  // when the first of these splits comes
-  bool complete = last;
-  if (may_wait) {
-    const long long give_up = now_nanoseconds() + kPatienceNanoseconds;
-    while (!complete && now_nanoseconds() < give_up) complete = (load_acquire(semaphore) & kArrived) == all;
-    const unsigned seen = add_acq_rel(semaphore, own * kCame);
-    complete = (seen & kArrived) == all;
-    came = seen / kCame;
-  }
-  if (came + own == all) *semaphore = 0;  // nobody comes any more
-  if (!complete) return {0, 0, 0};
-  const int begin = min_of(static_cast<int>(came), units), end = min_of(begin + own, units);
-  // All that came before the last arrived came too early.
-  return {last ? min_of(static_cast<int>(before / kCame), units) : 0, begin, end};
+  const unsigned before = add_acq_rel(semaphore, may_wait ? own : own * (1 + kLeft));
+  const unsigned left = num_left(before), waiting = (before & kArrived) - left;
+  const bool last = (before & kArrived) + own == all, gave_up = before & kGaveUp;
+  int early = 0;
+  if (last) early = gave_up ? units : min_of(static_cast<int>(may_wait ? left : left + own), units);
+  if (!may_wait && left + own == all) *semaphore = 0;
+  if (!may_wait || gave_up || (!last && !wait_for_splits(semaphore, all))) return {early, early, early, may_wait};
+  const int end = splits - static_cast<int>(waiting);
+  return {early, min_of(end - own, units), min_of(end, units), true};
 }
 
-// Called by all threads once the CTA's partial results of a work are written. `flag` (three ints) and `scratch` lie in
-// shared memory.
-template <int kThreads, bool kFloat32 = false, int kBatch = 16>
-__device__ __forceinline__ void arrive_and_merge(const Params& p, const Shape& shape, const WorkPlace& place,
+// A part that waited leaves, once it knows its units. `finish` may come much later, so that nobody waits for memory:
+// the semaphore is zero again once all have left.
+class Leave {
+ public:
+  __device__ __forceinline__ void begin(int32_t* semaphore, int own) { before_ = add_relaxed(semaphore, own * kLeft); }
+  __device__ __forceinline__ void finish(int32_t* semaphore, int splits, int own) const {
+    if (num_left(before_) + own == static_cast<unsigned>(splits)) *semaphore = 0;
+  }
+
+ private:
+  unsigned before_ = ~0u;  // more than there can be splits, where nobody has begun
+};
+
+// Called by all threads of a team after a barrier that follows its partial results of a work. `flag` (three ints) and
+// `scratch` lie in shared memory.
+template <int kThreads, bool kFloat32 = false, int kBatch = 16, int kTeams = 1>
+__device__ __forceinline__ void merge_after_sync(const Params& p, const Shape& shape, const WorkPlace& place,
                                                  const Splits& splits, bool may_wait, int* flag, float* scratch) {
   const MergeShape merge(p, shape, splits.count, kThreads == 256 ? 8 : 7);
   static_assert(kThreads == 128 || kThreads == 256);
-  sync_threads<kThreads>();  // the partial results are written
-  if (threadIdx.x == 0) {
-    const Units units = arrive(p.semaphores + place.work, splits.count, splits.arrivals, merge.units, may_wait);
+  int32_t* semaphore = p.semaphores + place.work;
+  Leave leave;
+  if (team_thread<kThreads, kTeams>() == 0) {
+    const Units units = arrive(semaphore, splits.count, splits.arrivals, merge.units, may_wait);
     flag[0] = units.early;
     flag[1] = units.begin;
     flag[2] = units.end;
+    if (units.must_leave) leave.begin(semaphore, splits.arrivals);
   }
-  sync_threads<kThreads>();
+  sync_team<kThreads, kTeams>();
   const int early = flag[0], begin = flag[1], end = flag[2];
+  const bool few = splits.count <= kFewSplits;  // a batch of more would be instructions for nothing
 #pragma unroll 1
   for (int i = 0; i < early + end - begin; ++i) {
     const int unit = i < early ? i : begin + i - early;
-    merge_unit<kThreads, kFloat32, kBatch>(p, shape, place, splits, merge, unit, scratch);
+    if (few) {
+      merge_unit<kThreads, kFloat32, kFewSplits, kTeams>(p, shape, place, splits, merge, unit, scratch);
+    } else {
+      merge_unit<kThreads, kFloat32, kBatch, kTeams>(p, shape, place, splits, merge, unit, scratch);
+    }
   }
+  leave.finish(semaphore, splits.count, splits.arrivals);
+}
+
+// The same once the CTA's partial results are written.
+template <int kThreads, bool kFloat32 = false>
+__device__ __forceinline__ void arrive_and_merge(const Params& p, const Shape& shape, const WorkPlace& place,
+                                                 const Splits& splits, bool may_wait, int* flag, float* scratch) {
+  sync_team<kThreads, 1>();
+  merge_after_sync<kThreads, kFloat32>(p, shape, place, splits, may_wait, flag, scratch);
 }
 
 }  // namespace attnops::xqa_decode

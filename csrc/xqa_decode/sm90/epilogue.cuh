@@ -1,6 +1,7 @@
 #pragma once
 #include "xqa_decode/cuda/merge.cuh"
 #include "xqa_decode/sm90/row_block.cuh"
+#include "xqa_decode/sm90/wide_block.cuh"
 
 namespace attnops::xqa_decode::sm90 {
 
@@ -9,13 +10,17 @@ struct RowEnd {
   float factor, lse;
 };
 
+template <class Tr>
+__device__ __forceinline__ RowEnd row_end(float sum, float reference) {
+  if (sum == 0.f) return {0.f, -INFINITY};
+  return {__fdividef(1.f, sum), (reference - Tr::kProbShift + __log2f(sum)) * kLn2};
+}
+
 // kIsNode: the rows are those of a node of the batch-invariant tree, divided by their sums already (fold.cuh).
 template <bool kIsNode = false, class Tr>
 __device__ __forceinline__ RowEnd end_of(const RowBlock<Tr>& block, int n, int i) {
   if constexpr (kIsNode) return {1.f, block.reference[n][i]};
-  const float sum = block.sum[n][i];
-  if (sum == 0.f) return {0.f, -INFINITY};
-  return {__fdividef(1.f, sum), (block.reference[n][i] - Tr::kProbShift + __log2f(sum)) * kLn2};
+  return row_end<Tr>(block.sum[n][i], block.reference[n][i]);
 }
 
 // Stores the pass's rows as the partial result in row `slot`. Eight lanes write 32 neighbouring bytes.
@@ -92,6 +97,75 @@ __device__ __forceinline__ void store_rows(const Params& p, const Shape& shape, 
         } else {
           const T* halves = reinterpret_cast<const T*>(&pair);
           out[d] = halves[0];
+          if (d + 1 < p.head_dim) out[d + 1] = halves[1];
+        }
+      }
+    }
+  }
+}
+
+// The same of 64 rows: a row's dims lie in four lanes, which write 32 neighbouring bytes.
+template <class Tr>
+__device__ __forceinline__ void store_partials(const Params& p, const Shape& shape, const WideBlock<Tr>& block,
+                                               int first_row, int64_t slot) {
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int row = first_row + 16 * warp + g + 8 * h;
+    if (row >= shape.rows) continue;
+    const RowEnd end = row_end<Tr>(block.sum[h], block.reference[h]);
+    const int64_t at = slot * shape.rows + row;
+    if (t == 0) p.lse_partial[at] = end.lse;
+    float* out = p.out_partial + at * p.head_dim;
+#pragma unroll
+    for (int b = 0; b < Tr::kBlocks; ++b) {
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        const int d = 64 * b + 8 * n + 2 * t;
+        const float x = end.factor * block.out[b][4 * n + 2 * h], y = end.factor * block.out[b][4 * n + 2 * h + 1];
+        if (shape.wide_partials) {
+          if (d < p.head_dim) *reinterpret_cast<float2*>(out + d) = make_float2(x, y);
+        } else {
+          if (d < p.head_dim) out[d] = x;
+          if (d + 1 < p.head_dim) out[d + 1] = y;
+        }
+      }
+    }
+  }
+}
+
+template <class Tr>
+__device__ __forceinline__ void store_rows(const Params& p, const Shape& shape, const WorkPlace& place,
+                                           const WideBlock<Tr>& block, int first_row) {
+  using T = typename Tr::T;
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const float v_scale = p.v_scale ? __ldg(p.v_scale + place.kv_head * p.v_scale_stride) : 1.f;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int row = first_row + 16 * warp + g + 8 * h;
+    if (row >= shape.rows) continue;
+    const int token = shape.by_group.divide(row);
+    const int head = place.kv_head * shape.group + row - token * shape.group;
+    const RowEnd end = row_end<Tr>(block.sum[h], block.reference[h]);
+    if (p.lse && t == 0) {
+      p.lse[(static_cast<int64_t>(place.request) * p.seqlen_q + token) * p.num_q_heads + head] = end.lse;
+    }
+    float factor = end.factor * v_scale;
+    if (p.sinks && end.lse != -INFINITY) factor = __fdividef(factor, 1.f + __expf(__ldg(p.sinks + head) - end.lse));
+    auto* out = static_cast<T*>(p.out) + place.request * p.out_stride_request + token * p.out_stride_token +
+                head * p.out_stride_head;
+#pragma unroll
+    for (int b = 0; b < Tr::kBlocks; ++b) {
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        const int d = 64 * b + 8 * n + 2 * t;
+        const uint32_t pair =
+            hopper::pack_pair<T>(factor * block.out[b][4 * n + 2 * h], factor * block.out[b][4 * n + 2 * h + 1]);
+        if (shape.vector_out) {
+          if (d < p.head_dim) *reinterpret_cast<uint32_t*>(out + d) = pair;
+        } else {
+          const T* halves = reinterpret_cast<const T*>(&pair);
+          if (d < p.head_dim) out[d] = halves[0];
           if (d + 1 < p.head_dim) out[d + 1] = halves[1];
         }
       }

@@ -140,9 +140,15 @@ __device__ __forceinline__ void arrive_and_merge_nodes(const Params& p, const Sh
   Scratch& scratch = *reinterpret_cast<Scratch*>(smem + SharedLayout<Tr>::kFold);
   int* flag = reinterpret_cast<int*>(smem + SharedLayout<Tr>::kFlag);
   sync_threads<Tr::kThreads>();  // the nodes are written
+  int32_t* semaphore = p.semaphores + place.work;
   if (threadIdx.x == 0) {
-    const Units cuts = arrive(p.semaphores + place.work, splits.count, splits.arrivals, splits.count, may_wait);
+    const Units cuts = arrive(semaphore, splits.count, splits.arrivals, splits.count, may_wait);
     flag[0] = cuts.early, flag[1] = cuts.begin, flag[2] = cuts.end;
+    if (cuts.must_leave) {
+      Leave leave;
+      leave.begin(semaphore, splits.arrivals);
+      leave.finish(semaphore, splits.count, splits.arrivals);
+    }
   }
   sync_threads<Tr::kThreads>();
   const int early = flag[0], begin = max_of(flag[1], early), end = flag[2];

@@ -1,48 +1,56 @@
 #pragma once
 #include "device/common/pdl.cuh"
 #include "device/common/vec.h"
+#include "device/sm80/cp_async.cuh"
 #include "xqa_decode/sm90/epilogue.cuh"
 #include "xqa_decode/sm90/gather_stream.cuh"
 #include "xqa_decode/sm90/tile_stream.cuh"
+#include "xqa_decode/sm90/wide_block.cuh"
 
 namespace attnops::xqa_decode::sm90 {
 
-// The pass's rows of q into shared memory, zeros where there are none, as the first product reads them.
-template <class Tr>
-__device__ __forceinline__ void load_queries(const Params& p, const Shape& shape, const Boxes& boxes,
-                                             const WorkPlace& place, int first_row, uint32_t queries) {
-  constexpr int kVecsPerRow = Tr::kHeadDim / 8;
-  constexpr int kSteps = ceil_div(Tr::kRows * kVecsPerRow, Tr::kThreads);
-  using T = typename Tr::T;
-  const T* q = static_cast<const T*>(p.q) + place.request * p.q_stride_request;
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    const int item = step * Tr::kThreads + threadIdx.x;
-    const int i = item / kVecsPerRow, d = item % kVecsPerRow * 8, row = first_row + i;
-    if (Tr::kRows * kVecsPerRow % Tr::kThreads != 0 && i >= Tr::kRows) break;
-    uint4 vec = {0, 0, 0, 0};
-    if (row < shape.rows && d < p.head_dim) {
-      const int token = shape.by_group.divide(row);
-      const int head = place.kv_head * shape.group + row - token * shape.group;
-      const T* from = q + token * p.q_stride_token + head * p.q_stride_head + d;
-      if (boxes.vector_queries) {
-        vec = __ldg(reinterpret_cast<const uint4*>(from));
-      } else {
-        T* to = reinterpret_cast<T*>(&vec);
-        for (int k = 0; k < 8 && d + k < p.head_dim; ++k) to[k] = from[k];
-      }
-    }
-    const uint32_t at = queries + d / 64 * (Tr::kRows * 128) + hopper::swizzled(i, d / 8 % 8);
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(vec.x), "r"(vec.y), "r"(vec.z), "r"(vec.w)
-                 : "memory");
+// Up to eight elements that may lie anywhere.
+template <typename T>
+__device__ __noinline__ void copy_odd_queries(uint32_t at, const T* from, int count) {
+  static_assert(sizeof(T) == 2);
+#pragma unroll 1
+  for (int k = 0; k < 8; ++k) {
+    const uint16_t bits = k < count ? *reinterpret_cast<const uint16_t*>(from + k) : uint16_t{0};
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(at + 2 * k), "h"(bits) : "memory");
   }
 }
 
-__device__ __forceinline__ SplitKvEntry load_entry(const Params& p) {
-  const auto* words = reinterpret_cast<const int4*>(p.tile_scheduler_metadata) + 2 * static_cast<int64_t>(blockIdx.x);
+// Starts the copies of the pass's rows of q into shared memory, zeros where there are none, as the first product reads
+// them. They go past registers, so that none waits for another.
+template <class Tr>
+__device__ __forceinline__ void copy_queries(const Params& p, const Shape& shape, const Boxes& boxes,
+                                             const WorkPlace& place, int first_row, uint32_t queries) {
+  constexpr int kVecsPerRow = Tr::kHeadDim / 8;
+  using T = typename Tr::T;
+  const T* q = static_cast<const T*>(p.q) + place.request * p.q_stride_request;
+#pragma unroll
+  for (int item = threadIdx.x; item < Tr::kRows * kVecsPerRow; item += Tr::kThreads) {
+    const int i = item / kVecsPerRow, d = item % kVecsPerRow * 8, row = first_row + i;
+    const bool take = row < shape.rows && d < p.head_dim;
+    const int token = shape.by_group.divide(row), head = place.kv_head * shape.group + row - token * shape.group;
+    const T* from = take ? q + token * p.q_stride_token + head * p.q_stride_head + d : q;
+    const uint32_t at = queries + d / 64 * (Tr::kRows * 128) + hopper::swizzled(i, d / 8 % 8);
+    if (boxes.vector_queries) {
+      cp_async_16(at, from, take);
+    } else {
+      copy_odd_queries(at, from, take ? p.head_dim - d : 0);
+    }
+  }
+}
+
+__device__ __forceinline__ SplitKvEntry load_entry(const Params& p, int part) {
+  const auto* words = reinterpret_cast<const int4*>(p.tile_scheduler_metadata) + 2 * static_cast<int64_t>(part);
   const int4 a = __ldg(words), b = __ldg(words + 1);
   return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 }
+
+template <class Tr>
+using Block = std::conditional_t<Tr::kRows == 64, WideBlock<Tr>, RowBlock<Tr>>;
 
 // What the warpgroup that multiplies does with the part's pieces.
 template <class Tr>
@@ -66,7 +74,7 @@ class Consumer {
         continue;
       }
       const int first_row = piece.row_block() * Tr::kRows;
-      RowBlock<Tr> block;
+      Block<Tr> block;
       begin(place, first_row, block, piece.continues_run());
       attend(piece, first_row, block);
       const Splits splits = piece.splits();
@@ -85,20 +93,22 @@ class Consumer {
   }
 
   // The rows, before any key. Their queries may lie there still.
-  __device__ __forceinline__ void begin(const WorkPlace& place, int first_row, RowBlock<Tr>& block,
+  __device__ __forceinline__ void begin(const WorkPlace& place, int first_row, Block<Tr>& block,
                                         bool queries_are_there = false) const {
     if (!queries_are_there) {
-      load_queries<Tr>(p_, shape_, boxes_, place, first_row, shared_ + Shared::kQueries);
+      copy_queries<Tr>(p_, shape_, boxes_, place, first_row, shared_ + Shared::kQueries);
     }
+    cp_async_commit();
     const float k_scale = p_.k_scale ? __ldg(p_.k_scale + place.kv_head * p_.k_scale_stride) : 1.f;
     block.begin(p_.softmax_scale * k_scale * kLog2e, p_.logit_cap);
+    cp_async_wait<0>();
     hopper::fence_async_proxy();
     hopper::named_barrier_sync(kMultiply, Tr::kThreads);
   }
 
   // All keys of a piece.
   template <class Piece>
-  __device__ __forceinline__ void attend(const Piece& piece, int first_row, RowBlock<Tr>& block) {
+  __device__ __forceinline__ void attend(const Piece& piece, int first_row, Block<Tr>& block) {
     const int tiles = num_tiles(piece);
     if (tiles > 0) {
       multiply_keys(scores_);
@@ -113,7 +123,7 @@ class Consumer {
   // The same of a piece with keys that is divided every `leaf_tiles` tiles: `end_leaf` is called with each leaf's rows,
   // whose sums are added up.
   template <class Piece, class EndLeaf>
-  __device__ __forceinline__ void attend_leaves(const Piece& piece, int leaf_tiles, RowBlock<Tr>& block,
+  __device__ __forceinline__ void attend_leaves(const Piece& piece, int leaf_tiles, Block<Tr>& block,
                                                 const EndLeaf& end_leaf) {
     const int tiles = num_tiles(piece);
     float* const sums = reinterpret_cast<float*>(smem_ + Shared::kFoldSums);
@@ -143,12 +153,12 @@ class Consumer {
 
  private:
   using Shared = SharedLayout<Tr>;
-  using Scores = float[RowBlock<Tr>::kScores];
+  using Scores = float[Block<Tr>::kScores];
 
   // Tiles [begin, end) of a piece, whose first scores are in flight, up to the last one's probabilities.
   template <class Piece>
   __device__ __forceinline__ void attend_tiles(const Piece& piece, int first_row, int begin, int end,
-                                               RowBlock<Tr>& block) {
+                                               Block<Tr>& block) {
     hopper::wgmma_wait<0>(scores_);
     soften<true>(piece, first_row, begin, block);
 #pragma unroll 1
@@ -166,36 +176,59 @@ class Consumer {
   // The scores of the tile whose keys come next, in flight.
   __device__ __forceinline__ void multiply_keys(Scores& scores) {
     wait_for_unit();
-    RowBlock<Tr>::multiply_keys(shared_ + Shared::kRing + place_.slot * Tr::kUnitBytes, shared_ + Shared::kQueries,
-                                scores);
+    Block<Tr>::multiply_keys(shared_ + Shared::kRing + place_.slot * Tr::kUnitBytes, shared_ + Shared::kQueries,
+                             scores);
   }
 
   // From the scores of a tile, which are complete, to its probabilities.
   template <bool kFirst, class Piece>
-  __device__ __forceinline__ void soften(const Piece& piece, int first_row, int tile, RowBlock<Tr>& block) {
+  __device__ __forceinline__ void soften(const Piece& piece, int first_row, int tile, Block<Tr>& block) {
     release(place_);
     place_.advance();
-    // The last values' product must be over in all warps before probabilities take the place of theirs.
-    if (!kFirst && Tr::kProbBuffers == 1) hopper::named_barrier_sync(kMultiply, Tr::kThreads);
     const int first_key = piece.first_token() + tile * Tr::kTileTokens;
-    block.scale_scores(p_.logit_cap, scores_);
     // Keys [all_begin, all_end) are seen by every row. A tree may hide even the first new token.
     const int all_end = p_.causal || p_.tree_mask
                             ? min_of(piece.length() - p_.seqlen_q + (p_.tree_mask ? 0 : 1), piece.keys().end)
                             : piece.keys().end;
     const int all_begin = p_.window_left < 0 ? 0 : piece.length() - 1 - p_.window_left;
-    if (first_key + Tr::kTileTokens > all_end || first_key < all_begin) {
-      RowBlock<Tr>::mask_scores(p_, shape_, piece, first_row, first_key, scores_);
-      if (!Tr::kGathers && (first_key + Tr::kTileTokens > piece.keys().end || first_key < piece.keys().begin)) {
-        place_.wait(shared_ + Shared::kFull);
-        RowBlock<Tr>::clear_values(shared_ + Shared::kRing + place_.slot * Tr::kUnitBytes, first_key, piece.keys());
-      }
+    const bool is_edge = first_key + Tr::kTileTokens > all_end || first_key < all_begin;
+    if constexpr (Block<Tr>::kEdgesOutOfLine) {
+      if (is_edge || block.scales_apart() || p_.logit_cap != 0.f)
+        treat_edge(piece, first_row, first_key, is_edge, block);
+    } else {
+      block.scale_scores(p_.logit_cap, scores_);
+      if (is_edge) Block<Tr>::mask_scores(p_, shape_, piece, first_row, first_key, scores_);
+    }
+    if (!Tr::kGathers && is_edge &&
+        (first_key + Tr::kTileTokens > piece.keys().end || first_key < piece.keys().begin)) {
+      place_.wait(shared_ + Shared::kFull);
+      Block<Tr>::clear_values(shared_ + Shared::kRing + place_.slot * Tr::kUnitBytes, first_key, piece.keys());
     }
     block.template soften<kFirst>(scores_, probs(), exchange_);
   }
 
+  // Soft cap and masks of many scores, out of line: they need more registers and instructions than there is room for
+  // between the products. The scores go through memory.
+  template <class Piece>
+  __device__ __forceinline__ void treat_edge(const Piece& piece, int first_row, int first_key, bool masked,
+                                             const Block<Tr>& block) {
+    Scores copy;
+#pragma unroll
+    for (int i = 0; i < Block<Tr>::kScores; ++i) copy[i] = scores_[i];
+    treat_scores(p_, shape_, {piece.request(), piece.length(), piece.keys()}, first_row, first_key, masked,
+                 block.scales_apart() ? block.score_scale : 1.f, copy);
+#pragma unroll
+    for (int i = 0; i < Block<Tr>::kScores; ++i) scores_[i] = copy[i];
+  }
+  __device__ __noinline__ static void treat_scores(const Params& p, const Shape& shape, const SeenKeys& seen,
+                                                   int first_row, int first_key, bool masked, float scale,
+                                                   Scores& scores) {
+    if (scale != 1.f || p.logit_cap != 0.f) RowBlock<Tr>::cap_scores(scale, p.logit_cap, scores);
+    if (masked) Block<Tr>::mask_scores(p, shape, seen, first_row, first_key, scores);
+  }
+
   // The product with the values that come next, in flight. Returns their place.
-  __device__ __forceinline__ RingPlace<Tr> multiply_values(RowBlock<Tr>& block) {
+  __device__ __forceinline__ RingPlace<Tr> multiply_values(Block<Tr>& block) {
     const RingPlace<Tr> place = place_;
     wait_for_unit();
     block.multiply_values(shared_ + Shared::kRing + place.slot * Tr::kUnitBytes, probs());
@@ -237,12 +270,16 @@ __device__ __forceinline__ void init_barriers(uint32_t shared) {
   hopper::mbarrier_init_fence();
 }
 
-// The length and the first pages of the request that this part will probably begin with, into L1 while the plan is on
-// its way: each would cost a round trip to L2 of its own. `nowhere` takes the copies.
-__device__ __forceinline__ void guess_request(const Params& p, uint32_t nowhere) {
-  const int request = static_cast<int>(static_cast<int64_t>(blockIdx.x) * p.batch_size / p.num_sm_parts);
+// The request that a part will probably begin with.
+__device__ __forceinline__ int likely_request(const Params& p, int part) {
+  return static_cast<int>(static_cast<int64_t>(part) * p.batch_size / p.num_sm_parts);
+}
+
+// Its length and first pages, into L1 while the plan is on its way: each would cost a round trip to L2 of its own.
+// Sixteen bytes at `nowhere` take the copies.
+__device__ __forceinline__ void look_up_ahead(const Params& p, int request, uint32_t nowhere) {
   hopper::copy4(nowhere, p.cache_seqlens + request);
-  if (!p.page_table.kv_indptr && p.max_pages > 0) hopper::copy4(nowhere, p.page_table.row(request));
+  if (!p.page_table.kv_indptr && p.max_pages > 0) hopper::copy4(nowhere + 4, p.page_table.row(request));
 }
 
 // What the warps beyond those that multiply do; `warp` is the number among them.
@@ -266,17 +303,22 @@ template <class Tr>
 __device__ __forceinline__ void run_folded(const Params& p, const Shape& shape, const Boxes& boxes, uint8_t* smem,
                                            PieceWalk& piece);
 
-// One CTA per part of the plan. Units of keys and values stream through the ring.
-template <class Tr>
-__global__ void __launch_bounds__(Tr::kAllThreads, Tr::kCtasPerSm)
-    xqa_decode_sm90_kernel(const __grid_constant__ Params p, const __grid_constant__ Shape shape,
-                           const __grid_constant__ Boxes boxes, const __grid_constant__ CUtensorMap key_map,
-                           const __grid_constant__ CUtensorMap value_map) {
-  extern __shared__ __align__(1024) uint8_t smem[];
+// What a CTA does: a part of the plan, or one for each of its KV heads, which are neighbours and walk the same tiles.
+// Units of keys and values stream through the ring, and a `Multiplier` for each head takes them out.
+template <class Tr, class Multiplier>
+__device__ __forceinline__ void run_parts(const Params& p, const Shape& shape, const Boxes& boxes,
+                                          const CUtensorMap& key_map, const CUtensorMap& value_map, uint8_t* smem) {
+  using Shared = SharedLayout<Tr>;
+  constexpr int kHeads = heads_of_cta<Tr>(), kWarpsOfHead = Tr::kThreads / 32;
   const uint32_t shared = hopper::smem_address(smem);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  const bool brings = warp >= kHeads * kWarpsOfHead;
+  const int head = kHeads == 1 || brings ? 0 : warp / kWarpsOfHead;
+  const int part = blockIdx.x * kHeads + head;
+  int likely = likely_request(p, part);
+  asm volatile("" : "+r"(likely));  // a division: before the wait
   if (threadIdx.x == 0) {
-    init_barriers<Tr>(shared);
+    for (int i = 0; i < kHeads; ++i) init_barriers<Tr>(shared + i * head_stride<Tr>());
     hopper::prefetch_map(&key_map);
     hopper::prefetch_map(&value_map);
   }
@@ -284,19 +326,28 @@ __global__ void __launch_bounds__(Tr::kAllThreads, Tr::kCtasPerSm)
   wait_for_earlier_kernels();
   let_next_kernel_start();
 
-  if (threadIdx.x == Tr::kThreads) guess_request(p, shared + SharedLayout<Tr>::kNowhere);
-  const SplitKvEntry entry = load_entry(p);
+  if (threadIdx.x == kHeads * Tr::kThreads) look_up_ahead(p, likely, shared + Shared::kNowhere);
+  const SplitKvEntry entry = load_entry(p, part);
   if (entry.begin_work == entry.end_work && entry.begin_tile >= entry.end_tile) return;
-  PieceWalk piece(p, shape, entry, static_cast<int>(blockIdx.x));
+  PieceWalk piece(p, shape, entry, part);
   if (!piece.next()) return;
-  if (Tr::kFolds || warp >= Tr::kWarps) piece.walk_runs(Tr::kTileTokens);
-  if (warp >= Tr::kWarps) {
-    bring_pieces<Tr>(p, shape, boxes, key_map, value_map, piece, shared, warp - Tr::kWarps, lane);
+  if (Tr::kFolds || brings) piece.walk_runs(Tr::kTileTokens);
+  if (brings) {
+    bring_pieces<Tr>(p, shape, boxes, key_map, value_map, piece, shared, warp - kHeads * kWarpsOfHead, lane);
   } else if constexpr (Tr::kFolds) {
     run_folded<Tr>(p, shape, boxes, smem, piece);
   } else {
-    Consumer<Tr>(p, shape, boxes, smem).run(piece);
+    Multiplier(p, shape, boxes, smem + head * head_stride<Tr>()).run(piece);
   }
+}
+
+template <class Tr>
+__global__ void __launch_bounds__(Tr::kAllThreads, Tr::kCtasPerSm)
+    xqa_decode_sm90_kernel(const __grid_constant__ Params p, const __grid_constant__ Shape shape,
+                           const __grid_constant__ Boxes boxes, const __grid_constant__ CUtensorMap key_map,
+                           const __grid_constant__ CUtensorMap value_map) {
+  extern __shared__ __align__(1024) uint8_t smem[];
+  run_parts<Tr, Consumer<Tr>>(p, shape, boxes, key_map, value_map, smem);
 }
 
 }  // namespace attnops::xqa_decode::sm90

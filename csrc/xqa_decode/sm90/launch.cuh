@@ -12,8 +12,8 @@ namespace attnops::xqa_decode::sm90 {
 // K or V as the copy engine sees it: dims, tokens of a page, KV heads, pages. A miss in L2 fetches 128 bytes, a row of
 // a box: what lies beyond belongs to other heads, and fetching it costs 6 %.
 template <class Tr>
-CUtensorMap make_map(const Params& p, const void* base, int64_t stride_token, int64_t stride_head,
-                     int64_t stride_page) {
+CUtensorMap make_map(const Params& p, const void* base, int64_t stride_token, int64_t stride_head, int64_t stride_page,
+                     bool wide = false) {
   if constexpr (Tr::kGathers) return {};
   const auto extent = [](int64_t n) { return static_cast<cuuint64_t>(n); };
   // The stride of a dimension of one element is free, but the encoder looks at it.
@@ -33,7 +33,7 @@ Boxes make_boxes(const Params& p) {
   boxes.tokens = Tr::kGathers ? 1 : min_of(p.page_table.page_size, Tr::kTileTokens);
   boxes.bytes = boxes.tokens * 128;
   boxes.runs = Tr::kTileTokens / boxes.tokens;
-  boxes.count = Tr::kBlocks * boxes.runs;
+  boxes.count = Tr::kBlocks * boxes.runs * heads_of_cta<Tr>();
   boxes.vector_queries = p.head_dim % 8 == 0 &&
                          rows_aligned(p.q, size_of(p.dtype), 16, p.q_stride_request, p.q_stride_token, p.q_stride_head);
   return boxes;

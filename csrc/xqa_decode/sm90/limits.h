@@ -79,16 +79,7 @@ inline std::string reject_fp8_rows(const Params& p) {
   return rows <= 16 ? "" : "takes seqlen_q * group up to 16, got " + std::to_string(rows);
 }
 
-// With many KV heads, few rows and much to read in boxes the portable kernel is faster, by 1 % measured with 32 heads;
-// with 8 it is slower.
 inline std::string reject_fp8(const Params& p) {
-  constexpr int64_t kMuch = int64_t{1} << 20;
-  const int64_t tokens = most_visible_tokens(p) * p.batch_size * p.num_kv_heads;
-  if (p.seqlen_q * (p.num_q_heads / p.num_kv_heads) <= 8 && p.num_kv_heads > 8 && tokens > kMuch) {
-    return "takes up to " + std::to_string(kMuch) +
-           " tokens of all KV heads and requests where there are more than 8 " + "heads, got room for " +
-           std::to_string(tokens);
-  }
   const std::string reason = reject_fp8_rows(p);
   return reason.empty() ? reject(p) : reason;
 }

@@ -1,50 +1,30 @@
 #pragma once
 #include <cmath>
 
-#include "device/sm80/mma.cuh"
-#include "device/sm90/barrier.cuh"
-#include "xqa_decode/cuda/pieces.cuh"
-#include "xqa_decode/sm90/traits.cuh"
+#include "xqa_decode/sm90/row_state.cuh"
 
 namespace attnops::xqa_decode::sm90 {
 
-// The state of a pass's query rows over one piece, and what a tile of keys does to it. Both products are transposed:
-// keys, then output dims, are the M = 64 of the matrix instruction, query rows its N, so that few rows waste little.
-// In a lane with g = lane / 4, t = lane % 4 of warp w:
-//   scores[4 n + 2 h + i]: key 16 w + g + 8 h of the tile, row 8 n + 2 t + i;
-//   out[b][4 n + 2 h + i]: dim 64 b + 16 w + g + 8 h, the same row.
-// All warps hold the same reference maxima; sums are those of a lane's own keys.
+// The state of a pass's query rows over one piece, and what a tile of keys does to it: all operands of the products
+// come from shared memory. In a lane with g = lane / 4, t = lane % 4 of warp w, out[b][4 n + 2 h + i] is of dim 64 b +
+// 16 w + g + 8 h and row 8 n + 2 t + i.
 template <class Tr>
-struct RowBlock {
+struct RowBlock : RowState<Tr> {
   using T = typename Tr::T;
-  using Shared = SharedLayout<Tr>;
-  static constexpr int kScores = Tr::kRows / 2;
+  using State = RowState<Tr>;
+  using State::kScores;
+  using State::out;
+  using State::sum;
 
-  float out[Tr::kBlocks][kScores];
-  float reference[Tr::kRowTiles][2];  // in units of log2; kNothingSeen before the first visible key
-  float sum[Tr::kRowTiles][2];
+  static constexpr bool kEdgesOutOfLine = false;
+
   float score_scale;  // of raw scores, to units of log2
   float scale;        // what is left of it when scores become probabilities
-
-  static constexpr float kNothingSeen = -1e30f;  // finite, so that it can be subtracted from a hidden key's -inf
 
   __device__ __forceinline__ void begin(float to_log2, float logit_cap) {
     score_scale = to_log2;
     scale = logit_cap == 0.f && to_log2 > 0.f ? to_log2 : 1.f;
-    clear();
-  }
-
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int b = 0; b < Tr::kBlocks; ++b) {
-#pragma unroll
-      for (int i = 0; i < kScores; ++i) out[b][i] = 0.f;
-    }
-#pragma unroll
-    for (int n = 0; n < Tr::kRowTiles; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) reference[n][i] = kNothingSeen, sum[n][i] = 0.f;
-    }
+    State::clear();
   }
 
   // A descriptor whose address is `steps` 16-byte units further on. All warps hold the same: the halves are told apart
@@ -103,6 +83,10 @@ struct RowBlock {
   // Soft cap. A positive scale alone waits for the exponent's subtraction: both are one instruction there.
   __device__ __forceinline__ void scale_scores(float logit_cap, float (&scores)[kScores]) const {
     if (logit_cap == 0.f && scale == score_scale) return;
+    cap_scores(score_scale, logit_cap, scores);
+  }
+
+  __device__ __forceinline__ static void cap_scores(float score_scale, float logit_cap, float (&scores)[kScores]) {
 #pragma unroll
     for (int i = 0; i < kScores; ++i) scores[i] *= score_scale;
     if (logit_cap == 0.f) return;
@@ -111,35 +95,6 @@ struct RowBlock {
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
       scores[i] = from_cap * (1.f - __fdividef(2.f, 1.f + exp2_approx(scores[i] * to_cap)));
-    }
-  }
-
-  // Hides the keys that a row may not see; the rules are those of the reference.
-  template <class Piece>
-  __device__ __forceinline__ static void mask_scores(const Params& p, const Shape& shape, const Piece& piece,
-                                                     int first_row, int first_key, float (&scores)[kScores]) {
-    const int warp = threadIdx.x / 32 % Tr::kWarps, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const int new_tokens_begin = piece.length() - p.seqlen_q;
-#pragma unroll
-    for (int n = 0; n < Tr::kRowTiles; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int token = min_of(shape.by_group.divide(first_row + 8 * n + 2 * t + i), p.seqlen_q - 1);
-        const int position = new_tokens_begin + token;
-        const int begin = p.window_left < 0 ? 0 : position - p.window_left;
-        const int end = p.causal && !p.tree_mask ? min_of(position + 1, piece.keys().end) : piece.keys().end;
-        const uint8_t* tree =
-            p.tree_mask ? p.tree_mask + piece.request() * p.tree_mask_stride_request + token * p.tree_mask_stride_token
-                        : nullptr;
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int key = first_key + 16 * warp + g + 8 * h;
-          bool seen = key >= max_of(begin, piece.keys().begin) && key < end;
-          const int draft = key - new_tokens_begin;
-          if (tree && seen && draft >= 0) seen = tree[draft / 8] >> (draft % 8) & 1;
-          if (!seen) scores[4 * n + 2 * h + i] = -INFINITY;
-        }
-      }
     }
   }
 
@@ -153,132 +108,33 @@ struct RowBlock {
     }
   }
 
-  // Turns scores into probabilities in shared memory, visible to the matrix units of all warps, and brings the state up
-  // to date. The old reference is tried first, and one barrier then both shows the probabilities and tells whether some
-  // row must move it.
+  // See RowState::soften.
   template <bool kFirst>
   __device__ __forceinline__ void soften(const float (&scores)[kScores], uint32_t probs, float* exchange) {
-    float added[Tr::kRowTiles][2];
-    if constexpr (!kFirst) {
-      const float highest = write_probs(scores, probs, added);
-      hopper::fence_async_proxy();
-      if (!hopper::named_barrier_any(kMultiply, Tr::kThreads, highest > kSlack + Tr::kProbShift)) {
-        add(added);
-        return;
-      }
-    }
-    move_reference(scores, exchange);
-    write_probs(scores, probs, added);
-    add(added);
-    hopper::fence_async_proxy();
-    hopper::named_barrier_sync(kMultiply, Tr::kThreads);
-  }
-
-  __device__ __forceinline__ void add(const float (&added)[Tr::kRowTiles][2]) {
-#pragma unroll
-    for (int n = 0; n < Tr::kRowTiles; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) sum[n][i] += added[n][i];
-    }
-  }
-
-  // Returns the highest exponent.
-  __device__ __forceinline__ float write_probs(const float (&scores)[kScores], uint32_t probs,
-                                               float (&added)[Tr::kRowTiles][2]) const {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    float highest = -INFINITY;
-    uint32_t packed[Tr::kRowTiles][2];
-#pragma unroll
-    for (int n = 0; n < Tr::kRowTiles; ++n) {
-      float x[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        x[i] = fmaf(scores[4 * n + i], scale, Tr::kProbShift - reference[n][i & 1]);
-        highest = fmaxf(highest, x[i]);
-        x[i] = exp2_approx(x[i]);
-      }
-#pragma unroll
-      for (int i = 0; i < 2; ++i) added[n][i] = x[i] + x[i + 2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) packed[n][h] = hopper::pack_pair<T>(x[2 * h], x[2 * h + 1]);
-    }
-    if constexpr (Tr::kRowTiles == 1) {
-      const uint32_t place = probs + (16 * warp) * 16 + lane * 4;
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        asm volatile("st.shared.b32 [%0], %1;" ::"r"(place + h * 128), "r"(packed[0][h]) : "memory");
-      }
-    } else {
-      const uint32_t place = probs + lane / 16 * (Tr::kTileTokens * 16) + (16 * warp + lane % 16) * 16;
-#pragma unroll
-      for (int n = 0; n < Tr::kRowTiles; n += 2) {
-        const uint32_t four[4] = {packed[n][0], packed[n][1], packed[n + 1][0], packed[n + 1][1]};
-        hopper::store_fragment(four, place + n * (Tr::kTileTokens * 16));
-      }
-    }
-    return highest;
-  }
-
-  // Moves the reference to the true maximum of what has been seen.
-  __device__ __forceinline__ void move_reference(const float (&scores)[kScores], float* exchange) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll
-    for (int n = 0; n < Tr::kRowTiles; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float top = scale * fmaxf(scores[4 * n + i], scores[4 * n + 2 + i]);
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, 4));
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, 8));
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, 16));
-        if (lane < 4) exchange[warp * Tr::kRows + 8 * n + 2 * lane + i] = top;
-      }
-    }
-    hopper::named_barrier_sync(kMultiply, Tr::kThreads);
-#pragma unroll
-    for (int n = 0; n < Tr::kRowTiles; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float before = reference[n][i];
-        float after = before;
-#pragma unroll
-        for (int w = 0; w < Tr::kWarps; ++w) {
-          after = fmaxf(after, exchange[w * Tr::kRows + 8 * n + lane % 4 * 2 + i]);
-        }
-        const float factor = exp2_approx(before - after);
-        reference[n][i] = after;
-        sum[n][i] *= factor;
-#pragma unroll
-        for (int b = 0; b < Tr::kBlocks; ++b) {
-          out[b][4 * n + i] *= factor;
-          out[b][4 * n + 2 + i] *= factor;
-        }
-      }
-    }
+    struct OneScale {
+      float all;
+      __device__ __forceinline__ float at(int, int) const { return all; }
+    };
+    const GroupPlace me = place(exchange);
+    State::soften(kFirst, scores, OneScale{scale}, probs + State::prob_offset(me.warp, me.lane), kMultiply,
+                  [&] { return me; });
   }
 
   // The whole sums of the rows, in `sum`.
   __device__ __forceinline__ void add_up(float* exchange) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll
-    for (int n = 0; n < Tr::kRowTiles; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float x = sum[n][i];
-        x += __shfl_xor_sync(~0u, x, 4);
-        x += __shfl_xor_sync(~0u, x, 8);
-        x += __shfl_xor_sync(~0u, x, 16);
-        if (lane < 4) exchange[warp * Tr::kRows + 8 * n + 2 * lane + i] = x;
-      }
-    }
+    const GroupPlace me = place(exchange);
+    State::share_sums(me);
     hopper::named_barrier_sync(kMultiply, Tr::kThreads);
 #pragma unroll
     for (int n = 0; n < Tr::kRowTiles; ++n) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float* part = exchange + 8 * n + lane % 4 * 2 + i;
-        sum[n][i] = (part[0] + part[Tr::kRows]) + (part[2 * Tr::kRows] + part[3 * Tr::kRows]);
-      }
+      for (int i = 0; i < 2; ++i) sum[n][i] = State::whole_sum(exchange, 8 * n + me.lane % 4 * 2 + i);
     }
+  }
+
+ private:
+  __device__ __forceinline__ static GroupPlace place(float* exchange) {
+    return {static_cast<int>(threadIdx.x / 32), static_cast<int>(threadIdx.x % 32), exchange};
   }
 };
 

@@ -24,6 +24,26 @@ struct RingPlace {
   }
 };
 
+// KV heads of a CTA, neighbours, each with all of SharedLayout for itself.
+template <class Tr>
+constexpr int heads_of_cta() {
+  if constexpr (requires { Tr::kHeads; }) {
+    return Tr::kHeads;
+  } else {
+    return 1;
+  }
+}
+
+// From one head's shared memory to the next one's.
+template <class Tr>
+constexpr uint32_t head_stride() {
+  if constexpr (heads_of_cta<Tr>() == 1) {
+    return 0;
+  } else {
+    return SharedLayout<Tr>::kOfHead;
+  }
+}
+
 // The fifth warp: asks the copy engine for tile after tile of keys and values, piece after piece without a break, each
 // as soon as a place in the ring is free. A tile comes in boxes of one page each (or of 64 tokens of a larger page) and
 // 64 columns, a box per lane. Lane l holds the page of the l-th run of box tokens from here on, and the 32 after those
@@ -43,9 +63,12 @@ class TileStream {
         full_(shared + SharedLayout<Tr>::kFull),
         empty_(shared + SharedLayout<Tr>::kEmpty),
         lane_(lane),
-        sub_(lane / Tr::kBlocks),
+        sub_(lane / (Tr::kBlocks * kHeads)),
         column_(lane % Tr::kBlocks * 64),
-        offset_(lane % Tr::kBlocks * hopper::kTileBytes + sub_ * boxes.tokens * 128) {}
+        head_(kHeads == 1 ? 0 : lane % kHeads),
+        offset_(lane % Tr::kBlocks * hopper::kTileBytes + sub_ * boxes.tokens * 128) {
+    static_assert(kHeads == 1 || Tr::kBlocks == 1);
+  }
 
   // All tiles of a piece.
   template <class Piece>
@@ -85,17 +108,18 @@ class TileStream {
       const int own_token = token + sub_ * boxes_.tokens;
       const int page = __shfl_sync(~0u, pages, held + sub_);
       const bool take = takes(own_token);
-      const int bytes = __popc(__ballot_sync(~0u, take)) * boxes_.bytes;
+      const int bytes = __popc(__ballot_sync(~0u, take)) * boxes_.bytes / kHeads;
       const int in_page = own_token & (p_.page_table.page_size - 1);
 #pragma unroll
       for (int unit = 0; unit < 2; ++unit) {
-        const uint32_t barrier = full_ + place_.slot * 8;
-        hopper::mbarrier_wait(empty_ + place_.slot * 8, place_.parity ^ 1);
-        if (lane_ == 0) hopper::mbarrier_arrive_expect(barrier, bytes);
+        const uint32_t of_head = head_ * head_stride<Tr>();
+        const uint32_t barrier = full_ + place_.slot * 8 + of_head;
+        hopper::mbarrier_wait(empty_ + place_.slot * 8 + of_head, place_.parity ^ 1);
+        if (lane_ < kHeads) hopper::mbarrier_arrive_expect(barrier, bytes);
         __syncwarp();
         if (take) {
-          hopper::copy_box(ring_ + place_.slot * Tr::kUnitBytes + offset_, unit ? values_ : keys_, barrier, column_,
-                           in_page, piece.kv_head(), page, policy_);
+          hopper::copy_box(ring_ + place_.slot * Tr::kUnitBytes + offset_ + of_head, unit ? values_ : keys_, barrier,
+                           column_, in_page, piece.kv_head() + head_, page, policy_);
         }
         place_.advance();
       }
@@ -110,6 +134,8 @@ class TileStream {
   }
 
  private:
+  static constexpr int kHeads = heads_of_cta<Tr>();
+
   // Boxes of keys that no row sees are not read: their cells of the table may hold anything.
   __device__ bool takes(int own_token) const {
     return lane_ < boxes_.count && own_token < end_token_ && own_token + boxes_.tokens > begin_token_;
@@ -128,7 +154,7 @@ class TileStream {
   const int page_shift_;
   const uint64_t policy_;
   const uint32_t ring_, full_, empty_;
-  const int lane_, sub_, column_, offset_;
+  const int lane_, sub_, column_, head_, offset_;
   RingPlace<Tr> place_;
   int begin_token_ = 0, end_token_ = 0;
   const int32_t* row_ = nullptr;

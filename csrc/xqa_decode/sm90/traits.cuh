@@ -23,6 +23,7 @@ struct Traits {
 
   static constexpr int kWarps = 4;
   static constexpr int kThreads = 32 * kWarps;  // that multiply
+  static constexpr int kGroupThreads = kThreads;
   static constexpr bool kGathers = kGathers_;
   static constexpr int kAllThreads = kThreads + (kGathers ? 64 : 32);
   static constexpr int kTileTokens = 64;
@@ -33,7 +34,7 @@ struct Traits {
   static constexpr int kUnitBytes = kBlocks * hopper::kTileBytes;
   static constexpr int kQueryBytes = kRows * kHeadDim * 2;
   static constexpr int kProbBytes = kRows * kTileTokens * 2;
-  static constexpr int kProbBuffers = kRows <= 32 ? 2 : 1;
+  static constexpr int kProbBuffers = kRows <= 32 ? 2 : 0;  // see WideBlock
   static constexpr int kSmallBytes = 256 + kWarps * kRows * 4;
   // The merge has its scratch where queries and probabilities lie.
   static constexpr int kWorkBytes =

@@ -21,7 +21,7 @@ struct RowEnd {
 template <class Tr>
 __device__ __forceinline__ void store_partials(const Params& p, const Shape& shape, const RowBlock<Tr>& block,
                                                int first_row, int64_t slot) {
-  const Thread me;
+  const Thread<Tr> me;
   const int g = me.lane / 4, t = me.lane % 4, d = 64 * me.group + 16 * me.warp + 2 * g;
 #pragma unroll
   for (int n = 0; n < Tr::kRowTiles; ++n) {
@@ -48,7 +48,7 @@ __device__ __forceinline__ void store_partials(const Params& p, const Shape& sha
 template <class Tr>
 __device__ __forceinline__ void store_rows(const Params& p, const Shape& shape, const WorkPlace& place,
                                            const RowBlock<Tr>& block, int first_row) {
-  const Thread me;
+  const Thread<Tr> me;
   const int g = me.lane / 4, t = me.lane % 4, d = 64 * me.group + 16 * me.warp + 2 * g;
   const float v_scale = p.v_scale ? __ldg(p.v_scale + place.kv_head * p.v_scale_stride) : 1.f;
   const bool bf16 = p.dtype == DType::kBFloat16;

@@ -13,7 +13,7 @@ class Consumer {
  public:
   __device__ __forceinline__ Consumer(const Params& p, const Shape& shape, const Boxes& boxes, uint8_t* smem)
       : p_(p), shape_(shape), boxes_(boxes), smem_(smem) {
-    if (threadIdx.x == 0) *at<TilePlace>(Shared::kPlace) = {0, 0, 0};
+    if (own_thread<Tr>() == 0) *at<TilePlace>(Shared::kPlace) = {0, 0, 0};
   }
 
   __device__ __forceinline__ void run(PieceWalk& piece) {
@@ -24,7 +24,7 @@ class Consumer {
       WorkPlace place{piece.work(), piece.request(), piece.kv_head()};
       if (piece.overflows()) {
         if (piece.starts_work() && piece.last_row_block()) {
-          store_nan(p_, shape_, place, piece.splits(), Tr::kThreads);
+          store_nan(p_, shape_, place, piece.splits(), Tr::kThreads, own_thread<Tr>());
         }
         more = piece.next();
         if (more) fetch_queries(piece);
@@ -38,7 +38,7 @@ class Consumer {
         put_away(piece);
         const TilePlace next = TileLoop<Tr>(p_, shape_, smem_).run(tiles, plain, block);
         block.combine(at<float>(Shared::kSwap), at<float>(Shared::kExchange), at<float>(Shared::kReferences));
-        if (threadIdx.x == 0) *at<TilePlace>(Shared::kPlace) = next;
+        if (own_thread<Tr>() == 0) *at<TilePlace>(Shared::kPlace) = next;
       }
       take_back(piece);
       place = {piece.work(), piece.request(), piece.kv_head()};
@@ -52,11 +52,13 @@ class Consumer {
       } else {
         store_partials(p_, shape_, block, first_row, splits.slot(splits.index));
       }
-      if (merge) {
-        // Few splits at a time: more would spill what lives on.
-        arrive_and_merge<Tr::kThreads, false, 8>(p_, shape_, place, splits, last, at<int>(Shared::kFlag),
-                                                 at<float>(Shared::kSwap));
-      }
+      if (!merge) continue;
+      sync_team<Tr::kThreads, Tr::kHeads>();  // the partial results are written, and the walk's state is read
+      put_away(piece);
+      // Few splits at a time: more would spill what lives on.
+      merge_after_sync<Tr::kThreads, false, 8, Tr::kHeads>(p_, shape_, place, splits, last, at<int>(Shared::kFlag),
+                                                           at<float>(Shared::kSwap));
+      take_back(piece);
     }
   }
 
@@ -68,7 +70,7 @@ class Consumer {
   // rows. Registers would be spilled, and then wait for them.
   __device__ __forceinline__ void fetch_queries(const PieceWalk& piece) {
     const WorkPlace place{piece.work(), piece.request(), piece.kv_head()};
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int warp = own_thread<Tr>() / 32, lane = threadIdx.x % 32;
     const int first_row = piece.row_block() * Tr::kRows + warp * kRowsPerWarp;
     uint8_t* rows = at<uint8_t>(Shared::kNextQueries) + warp * kRowsPerWarp * (Tr::kHeadDim * 2);
     if (!boxes_.vector_queries) {
@@ -104,7 +106,7 @@ class Consumer {
     __syncwarp();
 #pragma unroll
     for (int k = 0; k < kRowsPerWarp; ++k) {
-      const int row = threadIdx.x / 32 * kRowsPerWarp + k;
+      const int row = own_thread<Tr>() / 32 * kRowsPerWarp + k;
       QueryRow<Tr> query;
       query.bf16 = p_.dtype == DType::kBFloat16;
 #pragma unroll
@@ -117,13 +119,13 @@ class Consumer {
       scales[row] *= to_log2;
       at<float>(Shared::kScale)[row] = joined ? scales[row] : 1.f;
     }
-    if (threadIdx.x == 0) {
+    if (own_thread<Tr>() == 0) {
       *at<Edges>(Shared::kEdges) = {piece.request(), piece.length(), piece.first_token(), piece.row_block() * Tr::kRows,
                                     piece.keys(),    joined};
     }
     hopper::fence_async_proxy();
-    hopper::named_barrier_sync(kAll, Tr::kThreads);
-    block.begin();
+    sync_head<Tr>();
+    block.clear();
   }
 
   // Tiles of the piece that need neither a mask nor a soft cap, nor scales that do not join the exponent.
@@ -141,7 +143,7 @@ class Consumer {
   // The walk's state lies in shared memory while tiles are multiplied: that needs the registers. One thread writes it,
   // when all have read the last, and all read it after a barrier.
   __device__ __forceinline__ void put_away(PieceWalk& piece) const {
-    if (threadIdx.x != 0) return;
+    if (own_thread<Tr>() != 0) return;
     uint32_t place = hopper::smem_address(smem_) + Shared::kPiece;
     piece.visit_state([&](int word) {
       asm volatile("st.shared.b32 [%0], %1;" ::"r"(place), "r"(word) : "memory");
@@ -167,35 +169,13 @@ class Consumer {
   uint8_t* const smem_;
 };
 
-// One CTA per part of the plan. Units of keys and values stream through the ring.
 template <class Tr>
 __global__ void __launch_bounds__(Tr::kAllThreads, Tr::kCtasPerSm)
     xqa_decode_sm90_fp8_kernel(const __grid_constant__ Params p, const __grid_constant__ Shape shape,
                                const __grid_constant__ Boxes boxes, const __grid_constant__ CUtensorMap key_map,
                                const __grid_constant__ CUtensorMap value_map) {
   extern __shared__ __align__(1024) uint8_t smem[];
-  const uint32_t shared = hopper::smem_address(smem);
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  if (threadIdx.x == 0) {
-    init_barriers<Tr>(shared);
-    hopper::prefetch_map(&key_map);
-    hopper::prefetch_map(&value_map);
-  }
-  __syncthreads();
-  wait_for_earlier_kernels();
-  let_next_kernel_start();
-
-  if (threadIdx.x == Tr::kThreads) guess_request(p, shared + SharedLayout<Tr>::kNowhere);
-  const SplitKvEntry entry = load_entry(p);
-  if (entry.begin_work == entry.end_work && entry.begin_tile >= entry.end_tile) return;
-  PieceWalk piece(p, shape, entry, static_cast<int>(blockIdx.x));
-  if (!piece.next()) return;
-  if (warp >= Tr::kThreads / 32) {
-    piece.walk_runs(Tr::kTileTokens);
-    bring_pieces<Tr>(p, shape, boxes, key_map, value_map, piece, shared, warp - Tr::kThreads / 32, lane);
-  } else {
-    Consumer<Tr>(p, shape, boxes, smem).run(piece);
-  }
+  run_parts<Tr, Consumer<Tr>>(p, shape, boxes, key_map, value_map, smem);
 }
 
 }  // namespace attnops::xqa_decode::sm90::fp8

@@ -12,17 +12,27 @@ void launch_traits(const Params& p, cudaStream_t stream) {
   const CUtensorMap keys = make_map<Tr>(p, p.k_pages, p.k_stride_token, p.k_stride_head, p.k_stride_page);
   const CUtensorMap values = make_map<Tr>(p, p.v_pages, p.v_stride_token, p.v_stride_head, p.v_stride_page);
   constexpr int kBytes = SharedLayout<Tr>::kBytes;
-  launch_dependent<&xqa_decode_sm90_fp8_kernel<Tr>>("xqa_decode", {p.num_sm_parts, Tr::kAllThreads, kBytes, kBytes},
-                                                    stream, p, shape, make_boxes<Tr>(p), keys, values);
+  const LaunchShape grid{p.num_sm_parts / Tr::kHeads, Tr::kAllThreads, kBytes, kBytes};
+  launch_dependent<&xqa_decode_sm90_fp8_kernel<Tr>>("xqa_decode", grid, stream, p, shape, make_boxes<Tr>(p), keys,
+                                                    values);
+}
+
+// Whether the parts of two neighbouring heads walk the same tiles, and compute all of them.
+inline bool heads_pair_up(const Params& p) {
+  return heads_side_by_side(p.num_sm_parts, p.num_kv_heads) && p.num_kv_heads % 2 == 0 && p.fixed_split_tokens == 0;
 }
 
 template <bool kGathers>
 void launch(const Params& p, cudaStream_t stream) {
   if (p.batch_size == 0) return;
-  if (p.seqlen_q * (p.num_q_heads / p.num_kv_heads) <= 8) return launch_traits<Traits<8, kGathers>>(p, stream);
-  // Several short pieces a part, by the room in the page table.
+  const bool few = p.seqlen_q * (p.num_q_heads / p.num_kv_heads) <= 8;
+  // Several short pieces a part, by the room in the page table: the next ones should be there when they begin.
   constexpr int kShort = 2048;
   const bool many = p.batch_size * p.num_kv_heads > 2 * p.num_sm_parts && most_visible_tokens(p) <= kShort;
+  if constexpr (!kGathers) {
+    if (few && many && heads_pair_up(p)) return launch_traits<Traits<8, kGathers, 12, 2>>(p, stream);
+  }
+  if (few) return launch_traits<Traits<8, kGathers>>(p, stream);
   if (many) return launch_traits<Traits<16, kGathers, 8>>(p, stream);
   launch_traits<Traits<16, kGathers>>(p, stream);
 }

@@ -13,44 +13,47 @@ __device__ __forceinline__ T opaque(T value) {
   return value;
 }
 
-// Who a thread is among those that multiply.
+// Who a thread is among those that multiply for a head.
+template <class Tr>
 struct Thread {
   int group, warp, lane;  // warp: of the group
 
   __device__ __forceinline__ Thread() {
     int thread;
     asm volatile("mov.b32 %0, %%tid.x;" : "=r"(thread));
-    group = thread / 128, warp = thread / 32 % 4, lane = thread % 32;
+    group = Tr::kHeads == 1 ? thread / 128 : thread / 128 % Tr::kGroups, warp = thread / 32 % 4, lane = thread % 32;
   }
 };
 
-// The state that a group has of the query rows over its tiles of one piece. Both products are transposed, as in
-// sm90/row_block.cuh, but the long sides, keys and output dims, come from registers, where e4m3 becomes fp16. In a lane
-// with g = lane / 4, t = lane % 4 of warp w:
-//   scores[4 n + 2 h + i]: key 16 w + g + 8 h of the tile, row 8 n + 2 t + i;
-//   out[b][4 n + 2 h + i]: dim 64 b + 16 w + 2 g + h, the same row.
-// All warps of a group hold the same reference maxima; sums are those of a lane's own keys.
+// A thread's number among those of its KV head.
 template <class Tr>
-struct RowBlock {
-  static constexpr int kScores = Tr::kRows / 2;
-  using Scores = float[kScores];
+__device__ __forceinline__ unsigned own_thread() {
+  return Tr::kHeads == 1 ? threadIdx.x : threadIdx.x % Tr::kThreads;
+}
+
+// The first of the hardware's barriers that are a head's.
+template <class Tr>
+__device__ __forceinline__ int first_barrier() {
+  return Tr::kHeads == 1 ? 0 : threadIdx.x / Tr::kThreads * 4;
+}
+
+template <class Tr>
+__device__ __forceinline__ void sync_head() {
+  hopper::named_barrier_sync(kAll + first_barrier<Tr>(), Tr::kThreads);
+}
+
+// The state that a group has of the query rows over its tiles of one piece, as in sm90/row_block.cuh, but the long
+// sides of both products, keys and output dims, come from registers, where e4m3 becomes fp16. In a lane with
+// g = lane / 4, t = lane % 4 of warp w, out[b][4 n + 2 h + i] is of dim 64 b + 16 w + 2 g + h and row 8 n + 2 t + i.
+template <class Tr>
+struct RowBlock : RowState<Tr> {
+  using State = RowState<Tr>;
+  using State::kScores;
+  using State::out;
+  using State::reference;
+  using State::sum;
+  using typename State::Scores;
   using Descriptor = typename sm90::RowBlock<Tr>::Descriptor;
-
-  float out[2][kScores];
-  float reference[Tr::kRowTiles][2];  // in units of log2
-  float sum[Tr::kRowTiles][2];
-
-  static constexpr float kNothingSeen = -1e30f;  // finite, so that it can be subtracted from a hidden key's -inf
-
-  __device__ __forceinline__ void begin() {
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) out[0][i] = out[1][i] = 0.f;
-#pragma unroll
-    for (int n = 0; n < Tr::kRowTiles; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) reference[n][i] = kNothingSeen, sum[n][i] = 0.f;
-    }
-  }
 
   // What scores must be multiplied by, of a lane's rows. It lies in shared memory: registers are short.
   struct Scale {
@@ -62,6 +65,7 @@ struct RowBlock {
         asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(row[n][0]), "=f"(row[n][1]) : "r"(scales + n * 32));
       }
     }
+    __device__ __forceinline__ float at(int n, int i) const { return row[n][i]; }
   };
 
   // Operands in registers.
@@ -147,68 +151,30 @@ struct RowBlock {
     }
   }
 
-  // Turns scores into probabilities in shared memory, visible to the matrix units of the group's warps, and brings the
-  // state up to date. The old reference is tried first, and one barrier then both shows the probabilities and tells
-  // whether some row must move it.
-  // `place` is the lane's in the probabilities.
+  // See RowState::soften.
   __device__ __forceinline__ void soften(bool first, const Scores& scores, const Scale& scale, uint32_t place,
                                          int barrier, float* exchange) {
-    float added[Tr::kRowTiles][2];
-    if (!first) {
-      const float highest = write_probs(scores, scale, place, added);
-      hopper::fence_async_proxy();
-      if (!hopper::named_barrier_any(barrier, Tr::kGroupThreads, highest > kSlack + Tr::kProbShift)) {
-        add(added);
-        return;
-      }
-    }
-    move_reference(scores, scale, barrier, exchange);
-    write_probs(scores, scale, place, added);
-    add(added);
-    hopper::fence_async_proxy();
-    hopper::named_barrier_sync(barrier, Tr::kGroupThreads);
-  }
-
-  // Where a lane's probabilities begin in a buffer of them.
-  __device__ __forceinline__ static uint32_t prob_offset(const Thread& me) {
-    const int keys = 16 * me.warp * 16;
-    return Tr::kRowTiles == 1 ? keys + me.lane * 4 : keys + me.lane / 16 * (Tr::kTileTokens * 16) + me.lane % 16 * 16;
+    State::soften(first, scores, scale, place, barrier, [&] { return find(exchange); });
   }
 
   // Puts both groups' results together: `out[0]` is then this group's block of the output, dims 64 * group .., and
   // `sum` whole. Called by both. `swap`, `exchange` and `references` as in SharedLayout.
   __device__ __forceinline__ void combine(float* swap, float* exchange, float* references) {
-    const Thread me;
+    const Thread<Tr> me;
     const int thread = threadIdx.x % Tr::kGroupThreads, rows_of_group = Tr::kWarps * Tr::kRows;
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
       swap[(me.group * kScores + i) * Tr::kGroupThreads + thread] = me.group == 0 ? out[1][i] : out[0][i];
     }
-#pragma unroll
-    for (int n = 0; n < Tr::kRowTiles; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float x = sum[n][i];
-        x += __shfl_xor_sync(~0u, x, 4);
-        x += __shfl_xor_sync(~0u, x, 8);
-        x += __shfl_xor_sync(~0u, x, 16);
-        if (me.lane >= 4) continue;
-        const int row = 8 * n + 2 * me.lane + i;
-        exchange[me.group * rows_of_group + me.warp * Tr::kRows + row] = x;
-        if (me.warp == 0) references[me.group * Tr::kRows + row] = reference[n][i];
-      }
-    }
-    hopper::named_barrier_sync(kAll, Tr::kThreads);
+    State::share_sums({me.warp, me.lane, exchange + me.group * rows_of_group}, references + me.group * Tr::kRows);
+    sync_head<Tr>();
 #pragma unroll
     for (int n = 0; n < Tr::kRowTiles; ++n) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int row = 8 * n + me.lane % 4 * 2 + i, other = 1 - me.group;
-        const auto whole_sum = [&](int group) {
-          const float* part = exchange + group * rows_of_group + row;
-          return (part[0] + part[Tr::kRows]) + (part[2 * Tr::kRows] + part[3 * Tr::kRows]);
-        };
-        const float own_sum = whole_sum(me.group), other_sum = whole_sum(other);
+        const float own_sum = State::whole_sum(exchange + me.group * rows_of_group, row);
+        const float other_sum = State::whole_sum(exchange + other * rows_of_group, row);
         const float other_reference = references[other * Tr::kRows + row];
         const float top = fmaxf(reference[n][i], other_reference);
         const float own_factor = exp2_approx(reference[n][i] - top), factor = exp2_approx(other_reference - top);
@@ -238,80 +204,9 @@ struct RowBlock {
     for (int i = 0; i < kCount; ++i) hopper::pin(a[i]);
   }
 
-  __device__ __forceinline__ void add(const float (&added)[Tr::kRowTiles][2]) {
-#pragma unroll
-    for (int n = 0; n < Tr::kRowTiles; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) sum[n][i] += added[n][i];
-    }
-  }
-
-  // Returns the highest exponent.
-  __device__ __forceinline__ float write_probs(const Scores& scores, const Scale& scale, uint32_t place,
-                                               float (&added)[Tr::kRowTiles][2]) const {
-    float highest = -INFINITY;
-    uint32_t packed[Tr::kRowTiles][2];
-#pragma unroll
-    for (int n = 0; n < Tr::kRowTiles; ++n) {
-      float x[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        x[i] = fmaf(scores[4 * n + i], scale.row[n][i & 1], Tr::kProbShift - reference[n][i & 1]);
-        highest = fmaxf(highest, x[i]);
-        x[i] = exp2_approx(x[i]);
-      }
-#pragma unroll
-      for (int i = 0; i < 2; ++i) added[n][i] = x[i] + x[i + 2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) packed[n][h] = hopper::pack_pair<__half>(x[2 * h], x[2 * h + 1]);
-    }
-    if constexpr (Tr::kRowTiles == 1) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        asm volatile("st.shared.b32 [%0], %1;" ::"r"(place + h * 128), "r"(packed[0][h]) : "memory");
-      }
-    } else {
-      const uint32_t four[4] = {packed[0][0], packed[0][1], packed[1][0], packed[1][1]};
-      hopper::store_fragment(four, place);
-    }
-    return highest;
-  }
-
-  // Moves the reference to the true maximum of what the group has seen.
-  __device__ __forceinline__ void move_reference(const Scores& scores, const Scale& scale, int barrier,
-                                                 float* exchange) {
-    const Thread me;
-    float* own = exchange + me.group * (Tr::kWarps * Tr::kRows);
-#pragma unroll
-    for (int n = 0; n < Tr::kRowTiles; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float top = scale.row[n][i] * fmaxf(scores[4 * n + i], scores[4 * n + 2 + i]);
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, 4));
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, 8));
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, 16));
-        if (me.lane < 4) own[me.warp * Tr::kRows + 8 * n + 2 * me.lane + i] = top;
-      }
-    }
-    hopper::named_barrier_sync(barrier, Tr::kGroupThreads);
-#pragma unroll
-    for (int n = 0; n < Tr::kRowTiles; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float before = reference[n][i];
-        float after = before;
-#pragma unroll
-        for (int w = 0; w < Tr::kWarps; ++w) after = fmaxf(after, own[w * Tr::kRows + 8 * n + me.lane % 4 * 2 + i]);
-        const float factor = exp2_approx(before - after);
-        reference[n][i] = after;
-        sum[n][i] *= factor;
-#pragma unroll
-        for (int b = 0; b < 2; ++b) {
-          out[b][4 * n + i] *= factor;
-          out[b][4 * n + 2 + i] *= factor;
-        }
-      }
-    }
+  __device__ __forceinline__ static GroupPlace find(float* exchange) {
+    const Thread<Tr> me;
+    return {me.warp, me.lane, exchange + me.group * (Tr::kWarps * Tr::kRows)};
   }
 };
 

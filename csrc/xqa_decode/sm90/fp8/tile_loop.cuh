@@ -29,12 +29,12 @@ class TileLoop {
  public:
   __device__ __forceinline__ TileLoop(const Params& p, const Shape& shape, uint8_t* smem)
       : p_(p), shape_(shape), smem_(smem), shared_(opaque(hopper::smem_address(smem))) {
-    const Thread me;
+    const Thread<Tr> me;
     key_place_ = shared_ + Shared::kRing + key_offset(me.warp, me.lane);
     value_place_ = shared_ + Shared::kRing + value_offset(me.warp, me.lane);
     probs_ = shared_ + Shared::kProbs + me.group * (Tr::kProbBuffers * Tr::kProbBytes);
     both_probs_ = 2 * probs_ + Tr::kProbBytes;
-    prob_offset_ = RowBlock<Tr>::prob_offset(me);
+    prob_offset_ = RowBlock<Tr>::prob_offset(me.warp, me.lane);
     scales_ = shared_ + Shared::kScale + me.lane % 4 * 8;
     group_ = __shfl_sync(~0u, me.group, 0);
     first_lane_ = me.lane == 0;
@@ -77,7 +77,7 @@ class TileLoop {
       hopper::wgmma_wait<0>(scores, block.out[0], block.out[1]);
       if (!is_plain) treat_edge(tile, scores);
       probs_ = both_probs_ - probs_;
-      block.soften(tile == own, scores, scale, probs_ + prob_offset_, kOwn + group_,
+      block.soften(tile == own, scores, scale, probs_ + prob_offset_, kOwn + first_barrier<Tr>() + group_,
                    reinterpret_cast<float*>(smem_ + Shared::kExchange));
       take_values(raw);  // no sooner: registers are short
       block.multiply_values(raw, probs_, values);
@@ -114,7 +114,7 @@ class TileLoop {
     place_.wait(shared_ + Shared::kFull);
     RowBlock<Tr>::clear_values(shared_ + Shared::kRing + place_.slot * Tr::kUnitBytes, first_key, edges.keys_);
     hopper::fence_async_proxy();
-    hopper::named_barrier_sync(kOwn + group_, Tr::kGroupThreads);
+    hopper::named_barrier_sync(kOwn + first_barrier<Tr>() + group_, Tr::kGroupThreads);
   }
 
   __device__ __forceinline__ void treat_edge(int tile, Scores& scores) const {
@@ -134,8 +134,7 @@ class TileLoop {
       const uint32_t scales = hopper::smem_address(smem) + Shared::kRowScale;
       RowBlock<Tr>::scale_scores(p.logit_cap, Scale(scales + threadIdx.x % 4 * 8), scores);
     }
-    sm90::RowBlock<Tr>::mask_scores(p, shape, edges, edges.first_row_, edges.first_token_ + tile * Tr::kTileTokens,
-                                    scores);
+    RowBlock<Tr>::mask_scores(p, shape, edges, edges.first_row_, edges.first_token_ + tile * Tr::kTileTokens, scores);
   }
 
   // Read by every tile that needs them, so that they take no registers from the others.

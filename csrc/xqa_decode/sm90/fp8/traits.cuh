@@ -6,12 +6,14 @@ namespace fp8 {
 
 // What the compiler must know of a kernel over e4m3 pages. A CTA is two warpgroups, which multiply tiles of 64 keys by
 // turns, each with all query rows, and one more warp, which asks the copy engine for the tiles to come. kGathers: two
-// warps copy them instead.
-template <int kRows_, bool kGathers_, int kUnits_ = kGathers_ ? 8 : 4>
+// warps copy them instead. kHeads 2: the same twice, but for the one more warp, for two neighbouring KV heads. Their
+// rows of 128 bytes are then read together, and a ring that is twice as deep does not let them drift apart.
+template <int kRows_, bool kGathers_, int kUnits_ = kGathers_ ? 8 : 4, int kHeads_ = 1>
 struct Traits {
   using T = __half;         // of both products: it holds every e4m3 value
   using Element = uint8_t;  // of pages
   static constexpr bool kFp8 = true;
+  static constexpr bool kFolds = false;
   static constexpr int kHeadDim = 128;
   static constexpr int kRows = kRows_;  // query rows: 8 or 16
   static constexpr int kRowTiles = kRows / 8;
@@ -20,9 +22,10 @@ struct Traits {
   static constexpr int kGroups = 2;
   static constexpr int kWarps = 4;  // of a group
   static constexpr int kGroupThreads = 32 * kWarps;
-  static constexpr int kThreads = kGroups * kGroupThreads;  // that multiply
+  static constexpr int kThreads = kGroups * kGroupThreads;  // that multiply, for one KV head
+  static constexpr int kHeads = kHeads_;
   static constexpr bool kGathers = kGathers_;
-  static constexpr int kAllThreads = kThreads + (kGathers ? 64 : 32);
+  static constexpr int kAllThreads = kHeads * kThreads + (kGathers ? 64 : 32);
   static constexpr int kTileTokens = 64;
   static constexpr int kBlocks = 1;  // columns of boxes in a tile: a row is one line of 128 bytes
 
@@ -33,7 +36,7 @@ struct Traits {
   static constexpr int kSwapBytes = kThreads * max_of(kRows * 2, static_cast<int>(sizeof(PartialSum)));
   static constexpr int kSmallBytes = 256 + 2 * kRows * 4 + kThreads / 32 * kRows * 4 + kGroups * kRows * 4 + 160;
   static constexpr int kRestBytes = 2 * kQueryBytes + kGroups * kProbBuffers * kProbBytes + kSwapBytes + kSmallBytes;
-  static constexpr int kCtasPerSm = 2;
+  static constexpr int kCtasPerSm = 2 / kHeads;
   // A place in the ring always serves the same group, which then sees all phases of its barriers: else it could take
   // the phase before last for the one that it waits for. Two tiles are enough: with more on their way, CTAs that read
   // neighbouring heads drift apart, and DRAM gives 1 to 4 % less. Gathered rows take more time to ask for, and
@@ -52,14 +55,15 @@ struct Traits {
   }
 };
 
-enum NamedBarrier : int { kAll = 1, kOwn = 2 };  // of all threads that multiply; of a group: kOwn + its number
+// Of all threads that multiply for a head; of a group: kOwn + its number. Four more for every further head.
+enum NamedBarrier : int { kAll = 1, kOwn = 2 };
 
 }  // namespace fp8
 
 // Where things lie in shared memory, from a 1 KB boundary.
-template <int kRows, bool kGathers, int kUnits>
-struct SharedLayout<fp8::Traits<kRows, kGathers, kUnits>> {
-  using Tr = fp8::Traits<kRows, kGathers, kUnits>;
+template <int kRows, bool kGathers, int kUnits, int kHeads>
+struct SharedLayout<fp8::Traits<kRows, kGathers, kUnits, kHeads>> {
+  using Tr = fp8::Traits<kRows, kGathers, kUnits, kHeads>;
   static constexpr int kRing = 0;
   static constexpr int kQueries = Tr::kUnits * Tr::kUnitBytes;
   static constexpr int kProbs = kQueries + Tr::kQueryBytes;  // [kGroups][kProbBuffers][kRowTiles][64 keys][8]
@@ -78,7 +82,8 @@ struct SharedLayout<fp8::Traits<kRows, kGathers, kUnits>> {
   static constexpr int kEdges = kReferences + Tr::kGroups * kRows * 4;           // fp8::Edges
   static constexpr int kPiece = kEdges + 32;                                     // the state of the walk over pieces
   static constexpr int kPlace = kPiece + 112;                                    // fp8::TilePlace
-  static constexpr int kBytes = kPlace + 16;
+  static constexpr int kOfHead = (kPlace + 16 + 1023) / 1024 * 1024;             // all of the above, once per head
+  static constexpr int kBytes = Tr::kHeads == 1 ? kPlace + 16 : Tr::kHeads * kOfHead;
 };
 
 }  // namespace attnops::xqa_decode::sm90

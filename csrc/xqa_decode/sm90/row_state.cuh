@@ -1,0 +1,233 @@
+#pragma once
+#include "device/sm80/mma.cuh"
+#include "device/sm90/barrier.cuh"
+#include "xqa_decode/cuda/pieces.cuh"
+#include "xqa_decode/sm90/traits.cuh"
+
+namespace attnops::xqa_decode::sm90 {
+
+// What masks must know of a piece.
+struct SeenKeys {
+  int request_, length_;
+  KvRange keys_;
+
+  __device__ __forceinline__ int request() const { return request_; }
+  __device__ __forceinline__ int length() const { return length_; }
+  __device__ __forceinline__ const KvRange& keys() const { return keys_; }
+};
+
+// Which keys a query row may see; the rules are those of the reference.
+struct RowMask {
+  int begin, end, new_tokens_begin;
+  const uint8_t* tree;
+
+  template <class Piece>
+  __device__ __forceinline__ RowMask(const Params& p, const Shape& shape, const Piece& piece, int row) {
+    const int token = min_of(shape.by_group.divide(row), p.seqlen_q - 1);
+    new_tokens_begin = piece.length() - p.seqlen_q;
+    const int position = new_tokens_begin + token;
+    begin = max_of(p.window_left < 0 ? 0 : position - p.window_left, piece.keys().begin);
+    end = p.causal && !p.tree_mask ? min_of(position + 1, piece.keys().end) : piece.keys().end;
+    tree = p.tree_mask ? p.tree_mask + piece.request() * p.tree_mask_stride_request + token * p.tree_mask_stride_token
+                       : nullptr;
+  }
+
+  __device__ __forceinline__ bool shows(int key) const {
+    if (key < begin || key >= end) return false;
+    const int draft = key - new_tokens_begin;
+    return !tree || draft < 0 || (tree[draft / 8] >> (draft % 8) & 1);
+  }
+};
+
+// A thread of a warpgroup that multiplies, and where its warps tell each other of their rows.
+struct GroupPlace {
+  int warp, lane;
+  float* exchange;  // float [kWarps][kRows]
+};
+
+// What a warpgroup knows of a pass's few query rows over one piece, and how a tile's scores change it. Both products
+// are transposed: keys, then output dims, are the M = 64 of the matrix instruction, query rows its N, so that few rows
+// waste little. In a lane with g = lane / 4, t = lane % 4 of warp w:
+//   scores[4 n + 2 h + i]: key 16 w + g + 8 h of the tile, row 8 n + 2 t + i;
+//   out[b][4 n + 2 h + i]: dims of block b that the kernel chooses, the same row.
+// All warps of a group hold the same reference maxima; sums are those of a lane's own keys. A `Scale` has at(n, i),
+// what a row's scores must be multiplied by.
+template <class Tr>
+struct RowState {
+  static constexpr int kScores = Tr::kRows / 2;
+  static constexpr int kOutBlocks = Tr::kHeadDim / 64;
+  using Scores = float[kScores];
+
+  float out[kOutBlocks][kScores];
+  float reference[Tr::kRowTiles][2];  // in units of log2; kNothingSeen before the first visible key
+  float sum[Tr::kRowTiles][2];
+
+  static constexpr float kNothingSeen = -1e30f;  // finite, so that it can be subtracted from a hidden key's -inf
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int b = 0; b < kOutBlocks; ++b) {
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) out[b][i] = 0.f;
+    }
+#pragma unroll
+    for (int n = 0; n < Tr::kRowTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) reference[n][i] = kNothingSeen, sum[n][i] = 0.f;
+    }
+  }
+
+  // Hides the keys that a row may not see.
+  template <class Piece>
+  __device__ __forceinline__ static void mask_scores(const Params& p, const Shape& shape, const Piece& piece,
+                                                     int first_row, int first_key, Scores& scores) {
+    const int warp = threadIdx.x / 32 % Tr::kWarps, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int n = 0; n < Tr::kRowTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const RowMask mask(p, shape, piece, first_row + 8 * n + 2 * t + i);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          if (!mask.shows(first_key + 16 * warp + g + 8 * h)) scores[4 * n + 2 * h + i] = -INFINITY;
+        }
+      }
+    }
+  }
+
+  // Where a lane's probabilities begin in a buffer of them.
+  __device__ __forceinline__ static uint32_t prob_offset(int warp, int lane) {
+    const int keys = 16 * warp * 16;
+    return Tr::kRowTiles == 1 ? keys + lane * 4 : keys + lane / 16 * (Tr::kTileTokens * 16) + lane % 16 * 16;
+  }
+
+  // Turns scores into probabilities in shared memory, at `place` for this lane, visible to the matrix units of the
+  // group's warps, and brings the state up to date. The old reference is tried first, and one barrier then both shows
+  // the probabilities and tells whether some row must move it: only then `find` is asked for the GroupPlace.
+  template <class Scale, class Find>
+  __device__ __forceinline__ void soften(bool first, const Scores& scores, const Scale& scale, uint32_t place,
+                                         int barrier, const Find& find) {
+    float added[Tr::kRowTiles][2];
+    if (!first) {
+      const float highest = write_probs(scores, scale, place, added);
+      hopper::fence_async_proxy();
+      if (!hopper::named_barrier_any(barrier, Tr::kGroupThreads, highest > kSlack + Tr::kProbShift)) {
+        add(added);
+        return;
+      }
+    }
+    move_reference(scores, scale, barrier, find());
+    write_probs(scores, scale, place, added);
+    add(added);
+    hopper::fence_async_proxy();
+    hopper::named_barrier_sync(barrier, Tr::kGroupThreads);
+  }
+
+  // The warp's part of the rows' sums, to where the group's others find it; and the references, where somebody asks for
+  // them.
+  __device__ __forceinline__ void share_sums(const GroupPlace& me, float* references = nullptr) const {
+#pragma unroll
+    for (int n = 0; n < Tr::kRowTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float x = sum[n][i];
+        x += __shfl_xor_sync(~0u, x, 4);
+        x += __shfl_xor_sync(~0u, x, 8);
+        x += __shfl_xor_sync(~0u, x, 16);
+        if (me.lane >= 4) continue;
+        me.exchange[me.warp * Tr::kRows + 8 * n + 2 * me.lane + i] = x;
+        if (references && me.warp == 0) references[8 * n + 2 * me.lane + i] = reference[n][i];
+      }
+    }
+  }
+
+  // The whole sum of a row, of those that a group has shared.
+  __device__ __forceinline__ static float whole_sum(const float* exchange, int row) {
+    const float* part = exchange + row;
+    return (part[0] + part[Tr::kRows]) + (part[2 * Tr::kRows] + part[3 * Tr::kRows]);
+  }
+
+ private:
+  __device__ __forceinline__ void add(const float (&added)[Tr::kRowTiles][2]) {
+#pragma unroll
+    for (int n = 0; n < Tr::kRowTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) sum[n][i] += added[n][i];
+    }
+  }
+
+  // Returns the highest exponent.
+  template <class Scale>
+  __device__ __forceinline__ float write_probs(const Scores& scores, const Scale& scale, uint32_t place,
+                                               float (&added)[Tr::kRowTiles][2]) const {
+    float highest = -INFINITY;
+    uint32_t packed[Tr::kRowTiles][2];
+#pragma unroll
+    for (int n = 0; n < Tr::kRowTiles; ++n) {
+      float x[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        x[i] = fmaf(scores[4 * n + i], scale.at(n, i & 1), Tr::kProbShift - reference[n][i & 1]);
+        highest = fmaxf(highest, x[i]);
+        x[i] = exp2_approx(x[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) added[n][i] = x[i] + x[i + 2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) packed[n][h] = hopper::pack_pair<typename Tr::T>(x[2 * h], x[2 * h + 1]);
+    }
+    if constexpr (Tr::kRowTiles == 1) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(place + h * 128), "r"(packed[0][h]) : "memory");
+      }
+    } else {
+#pragma unroll
+      for (int n = 0; n < Tr::kRowTiles; n += 2) {
+        const uint32_t four[4] = {packed[n][0], packed[n][1], packed[n + 1][0], packed[n + 1][1]};
+        hopper::store_fragment(four, place + n * (Tr::kTileTokens * 16));
+      }
+    }
+    return highest;
+  }
+
+  // Moves the reference to the true maximum of what the group has seen.
+  template <class Scale>
+  __device__ __forceinline__ void move_reference(const Scores& scores, const Scale& scale, int barrier,
+                                                 const GroupPlace& me) {
+#pragma unroll
+    for (int n = 0; n < Tr::kRowTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float top = scale.at(n, i) * fmaxf(scores[4 * n + i], scores[4 * n + 2 + i]);
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, 4));
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, 8));
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, 16));
+        if (me.lane < 4) me.exchange[me.warp * Tr::kRows + 8 * n + 2 * me.lane + i] = top;
+      }
+    }
+    hopper::named_barrier_sync(barrier, Tr::kGroupThreads);
+#pragma unroll
+    for (int n = 0; n < Tr::kRowTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float before = reference[n][i];
+        float after = before;
+#pragma unroll
+        for (int w = 0; w < Tr::kWarps; ++w) {
+          after = fmaxf(after, me.exchange[w * Tr::kRows + 8 * n + me.lane % 4 * 2 + i]);
+        }
+        const float factor = exp2_approx(before - after);
+        reference[n][i] = after;
+        sum[n][i] *= factor;
+#pragma unroll
+        for (int b = 0; b < kOutBlocks; ++b) {
+          out[b][4 * n + i] *= factor;
+          out[b][4 * n + 2 + i] *= factor;
+        }
+      }
+    }
+  }
+};
+
+}  // namespace attnops::xqa_decode::sm90

@@ -1,0 +1,176 @@
+#pragma once
+#include "device/sm90/wgmma_rows_registers.cuh"
+#include "xqa_decode/sm90/row_block.cuh"
+
+namespace attnops::xqa_decode::sm90 {
+
+// What RowBlock is for few rows, for 64: query rows are the M of both products, keys and output dims their N. A row
+// then lies in four lanes of one warp, and its probabilities go from the registers of the first product to those of the
+// second: warps need neither shared memory nor barriers for them.
+// In a lane with g = lane / 4, t = lane % 4 of warp w:
+//   scores[4 n + 2 h + i]: row 16 w + g + 8 h, key 8 n + 2 t + i of the tile;
+//   out[b][4 n + 2 h + i]: the same row, dim 64 b + 8 n + 2 t + i.
+// Sums are those of a lane's own keys until `add_up`.
+template <class Tr>
+struct WideBlock {
+  using T = typename Tr::T;
+  using Narrow = RowBlock<Tr>;
+  using Descriptor = typename Narrow::Descriptor;
+  static_assert(Tr::kRows == 64 && Tr::kTileTokens == 64);
+  static constexpr int kScores = 32;
+  static constexpr bool kEdgesOutOfLine = true;
+  static constexpr int kSteps = Tr::kTileTokens / 16;  // of the second product
+
+  float out[Tr::kBlocks][kScores];
+  float reference[2];  // in units of log2; kNothingSeen before the first visible key
+  float sum[2];
+  uint32_t probs[kSteps][4];  // of the tile at hand, the second product's operand
+  float score_scale;          // of raw scores, to units of log2
+  float scale;                // what is left of it when scores become probabilities
+
+  __device__ __forceinline__ void begin(float to_log2, float logit_cap) {
+    score_scale = to_log2;
+    scale = logit_cap == 0.f && to_log2 > 0.f ? to_log2 : 1.f;
+#pragma unroll
+    for (int b = 0; b < Tr::kBlocks; ++b) {
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) out[b][i] = 0.f;
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) reference[h] = Narrow::kNothingSeen, sum[h] = 0.f;
+  }
+
+  // scores = queries x keys^T, in flight.
+  __device__ __forceinline__ static void multiply_keys(uint32_t keys, uint32_t queries, float (&scores)[kScores]) {
+    Narrow::multiply_keys(queries, keys, scores);  // both have 64 rows
+  }
+
+  // out += probabilities x values, in flight.
+  __device__ __forceinline__ void multiply_values(uint32_t values, uint32_t) {
+    const Descriptor value(hopper::operand_descriptor(values));
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) hopper::pin(probs[k]);
+    hopper::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+      for (int b = 0; b < Tr::kBlocks; ++b) {
+        hopper::wgmma_rows<T, 1>(out[b], probs[k], value.at(b * (hopper::kTileBytes >> 4) + k * hopper::kStepMnMajor),
+                                 1);
+      }
+    }
+    hopper::wgmma_commit();
+  }
+
+  // Until at most kPending newer products are in flight.
+  template <int kPending>
+  __device__ __forceinline__ void wait_for_values() {
+    hopper::wgmma_wait<kPending>();
+#pragma unroll
+    for (int b = 0; b < Tr::kBlocks; ++b) hopper::pin(out[b]);
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) hopper::pin(probs[k]);
+  }
+
+  // Whether scores are scaled and capped before they become probabilities. A positive scale alone waits for the
+  // exponent's subtraction: both are one instruction there.
+  __device__ __forceinline__ bool scales_apart() const { return scale != score_scale; }
+
+  // Hides the keys that a row may not see; the rules are those of the reference.
+  template <class Piece>
+  __device__ __forceinline__ static void mask_scores(const Params& p, const Shape& shape, const Piece& piece,
+                                                     int first_row, int first_key, float (&scores)[kScores]) {
+    const int warp = threadIdx.x / 32 % Tr::kWarps, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const RowMask mask(p, shape, piece, first_row + 16 * warp + g + 8 * h);
+#pragma unroll
+      for (int n = 0; n < kScores / 4; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (!mask.shows(first_key + 8 * n + 2 * t + i)) scores[4 * n + 2 * h + i] = -INFINITY;
+        }
+      }
+    }
+  }
+
+  // Zeros for the values of keys that no row sees, in all warps' view.
+  __device__ static void clear_values(uint32_t values, int first_key, const KvRange& keys) {
+    Narrow::clear_values(values, first_key, keys);
+    hopper::fence_async_proxy();
+    hopper::named_barrier_sync(kMultiply, Tr::kThreads);
+  }
+
+  // Turns scores into probabilities and brings the state up to date. The old reference is tried first: only when some
+  // row of the warp grew far beyond it the warp moves it.
+  template <bool kFirst>
+  __device__ __forceinline__ void soften(const float (&scores)[kScores], uint32_t, float*) {
+    float added[2];
+    if constexpr (!kFirst) {
+      const float highest = take_probs(scores, added);
+      if (!__any_sync(~0u, highest > kSlack + Tr::kProbShift)) {
+        sum[0] += added[0], sum[1] += added[1];
+        return;
+      }
+    }
+    move_reference(scores);
+    take_probs(scores, added);
+    sum[0] += added[0], sum[1] += added[1];
+  }
+
+  // The whole sums of the rows, in `sum`. All warps are then done with the queries.
+  __device__ __forceinline__ void add_up(float*) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      sum[h] += __shfl_xor_sync(~0u, sum[h], 1);
+      sum[h] += __shfl_xor_sync(~0u, sum[h], 2);
+    }
+    hopper::named_barrier_sync(kMultiply, Tr::kThreads);
+  }
+
+ private:
+  // Returns the highest exponent.
+  __device__ __forceinline__ float take_probs(const float (&scores)[kScores], float (&added)[2]) {
+    float highest = -INFINITY;
+    const float shift[2] = {Tr::kProbShift - reference[0], Tr::kProbShift - reference[1]};
+    added[0] = added[1] = 0.f;
+#pragma unroll
+    for (int pair = 0; pair < kScores / 2; ++pair) {
+      float x[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        x[i] = fmaf(scores[2 * pair + i], scale, shift[pair & 1]);
+        highest = fmaxf(highest, x[i]);
+        x[i] = exp2_approx(x[i]);
+      }
+      added[pair & 1] += x[0] + x[1];
+      probs[pair / 4][pair % 4] = hopper::pack_pair<T>(x[0], x[1]);
+    }
+    return highest;
+  }
+
+  // Moves the reference to the true maximum of what has been seen.
+  __device__ __forceinline__ void move_reference(const float (&scores)[kScores]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float top = -INFINITY;
+#pragma unroll
+      for (int n = 0; n < kScores / 4; ++n) top = fmaxf(top, fmaxf(scores[4 * n + 2 * h], scores[4 * n + 2 * h + 1]));
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+      const float after = fmaxf(reference[h], scale * top), factor = exp2_approx(reference[h] - after);
+      reference[h] = after;
+      sum[h] *= factor;
+#pragma unroll
+      for (int b = 0; b < Tr::kBlocks; ++b) {
+#pragma unroll
+        for (int n = 0; n < kScores / 4; ++n) {
+          out[b][4 * n + 2 * h] *= factor;
+          out[b][4 * n + 2 * h + 1] *= factor;
+        }
+      }
+    }
+  }
+};
+
+}  // namespace attnops::xqa_decode::sm90
