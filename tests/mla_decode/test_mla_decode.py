@@ -202,6 +202,24 @@ def test_every_split_gives_the_same_answer(num_sm_parts, kv_dtype, fixed, device
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("options", [{}, {"window_left": 70}, {"logit_cap": 2.5, "sinks": True}], ids=str)
+@pytest.mark.parametrize("lengths", [[256, 256, 256], [512, 480, 449], [300, 256, 640], [512, 0, 256]], ids=str)
+@pytest.mark.parametrize("num_q_heads, seqlen_q", [(64, 1), (50, 1), (60, 3)])
+def test_twice_as_many_parts_as_works(num_q_heads, seqlen_q, lengths, options, device):
+    """Works cut in two, all, some or none of them, also into uneven parts."""
+    problem = mla_problem(lengths, seqlen_q, num_q_heads=num_q_heads).to(device)
+    works = len(lengths) * -(-num_q_heads * seqlen_q // 64)
+    if "sinks" in options:
+        options = {**options, "sinks": torch.linspace(-2, 4, num_q_heads)}
+    call = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    first_out, first_lse = decode(problem, num_sm_parts=2 * works, **call)
+    assert_equals_reference(problem, first_out, first_lse, **options)
+    for _ in range(3):
+        out, lse = decode(problem, num_sm_parts=2 * works, **call)
+        assert torch.equal(out, first_out) and torch.equal(lse, first_lse)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_empty_rows_give_zero_and_minus_inf(kv_dtype, device):
     problem = mla_problem([0, 2, 0, 9], 5, num_q_heads=7, kv_dtype=kv_dtype).to(device)
