@@ -264,6 +264,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                       const __grid_constant__ Modes modes) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   const uint32_t shared = attnops::sm90::smem_address(shared_bytes);
+  attnops::sm90::wait_for_prerequisites();
   if (threadIdx.x / 32 == kConsumerThreads / 32) start(p, maps, modes, shared_bytes, shared);
   __syncthreads();
   attnops::sm90::launch_dependents();

@@ -107,11 +107,8 @@ inline bool is_common(const Params& p, const Modes& modes) {
 template <typename T, Options kOptions, bool kBoxes>
 void launch_attention(const Params& p, const Modes& modes, cudaStream_t stream) {
   const Maps maps = make_maps(p, modes);
-  const auto kernel = &mla_decode_kernel<T, kOptions, kBoxes>;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
-             "shared memory of mla_decode_kernel");
-  kernel<<<p.num_sm_parts, kThreads, kSharedBytes, stream>>>(p, maps, modes);
-  check_cuda(cudaGetLastError(), "mla_decode_kernel");
+  launch_dependent<&mla_decode_kernel<T, kOptions, kBoxes>>(
+      "mla_decode_kernel", {p.num_sm_parts, kThreads, kSharedBytes, kSharedBytes}, stream, p, maps, modes);
 }
 
 template <typename T>
