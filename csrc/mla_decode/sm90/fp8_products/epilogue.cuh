@@ -16,7 +16,7 @@ template <typename T, Options kOptions>
 __device__ inline void finish_piece(const Params& p, const Piece& piece, const RowState& rows, uint8_t* base, int group,
                                     float kv_scale, bool aligned, TransposedOutput& o) {
   float* sums = reinterpret_cast<float*>(base + Layout::kSums);
-  float* maxima = reinterpret_cast<float*>(base + Layout::kMaxima);
+  float* maxima = reinterpret_cast<float*>(base + Layout::kReference);
   TransposedEnds& ends = *reinterpret_cast<TransposedEnds*>(base + Layout::kEnds);
   const int lane = threadIdx.x % 32, warp = threadIdx.x % kGroupThreads / 32;
 #pragma unroll

@@ -21,7 +21,8 @@ struct Layout {
   static constexpr int kFactors = kKv + kStages * kStageBytes;  // float [3][64]: what a tile rescales outputs by
   static constexpr int kMaxima = kFactors + 3 * 64 * 4;         // float [2][64], by parity of the tile
   static constexpr int kSums = kMaxima + 2 * 64 * 4;            // float [2][64], by group
-  static constexpr int kQueryScale = kSums + 2 * 64 * 4;        // float [64]
+  static constexpr int kReference = kSums + 2 * 64 * 4;         // float [64], at the end of a piece
+  static constexpr int kQueryScale = kReference + 64 * 4;       // float [64]
   static constexpr int kEnds = kQueryScale + 64 * 4;            // TransposedEnds
   static constexpr int kRescales = kEnds + 64 * 16;             // int [3], as factors: whether one differs from 1
   static constexpr int kBarriers = kRescales + 16;              // 8 bytes each, see below
