@@ -15,8 +15,9 @@ template <typename T, class At>
 class ScoreConsumer {
   using Scores = float[At::kRows / 2];
   using RowPairs = typename WideSoftmax<At>::RowPairs;
-  static constexpr int kInFlight = 2, kAhead = 3;  // products; loads
-  static constexpr int kGiveAt = 14;               // of the loads of 32 columns
+  static constexpr int kInFlight = 2, kAhead = 3;                        // products; loads
+  static constexpr int kLoads = 2 * kPieces, kLatentLoads = kLoads - 2;  // of 32 columns each
+  static constexpr int kGiveAt = At::kScaled ? kLoads : 14;              // of these; later where more follows them
 
  public:
   __device__ ScoreConsumer(const Params& p, uint8_t* base, uint32_t shared)
@@ -78,7 +79,6 @@ class ScoreConsumer {
   // On the way, late, it gives the probabilities of the tile before: their products then lie under this tile's softmax,
   // in which the matrix units would be idle, and not beside its scores.
   __device__ void multiply_queries(bool has_before, Scores& s, RowPairs& pairs) const {
-    constexpr int kLoads = 2 * kPieces, kLatentLoads = kLoads - 2;
     const RingSlot<At> at(count_);
     const uint32_t tile = shared_ + At::kKv + at.slot * At::kTileBytes;
     const uint32_t queries = attnops::sm90::uniform_operand(shared_ + At::kQ);
@@ -119,6 +119,7 @@ class ScoreConsumer {
     }
     softmax_.load(pairs);
     attnops::sm90::wgmma_wait<0>(s);
+    if (kGiveAt == kLoads) give(given_ - 1, has_before);
   }
 
   // To the groups with values: the probabilities of tile number `count`.

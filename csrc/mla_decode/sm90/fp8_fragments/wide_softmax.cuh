@@ -32,10 +32,12 @@ class WideSoftmax {
     for (float& x : sum_) x = 0.f;
   }
 
-  // Of the thread's rows, for the next tile.
+  // Of the thread's rows, for the next tile, where there are registers to hold them: keys' scales take those.
   __device__ void load(RowPairs& pairs) const {
+    if constexpr (!At::kScaled) {
 #pragma unroll
-    for (int j = 0; j < At::kRows / 8; ++j) pairs[j] = pair_of(j);
+      for (int j = 0; j < At::kRows / 8; ++j) pairs[j] = pair_of(j);
+    }
   }
 
   // Raw scores of keys [first_key, first_key + 64) to probabilities. The reference maxima may move: says so, and leaves
@@ -51,7 +53,7 @@ class WideSoftmax {
     }
 #pragma unroll
     for (int j = 0; j < At::kRows / 8; ++j) {
-      const float4& pair = pairs[j];
+      const float4 pair = At::kScaled ? pair_of(j) : pairs[j];
       above |= top(s, j, 0, pair.x, weight) > pair.y + (kLift + kSlack) ||
                top(s, j, 1, pair.z, weight) > pair.w + (kLift + kSlack);
     }
@@ -62,7 +64,7 @@ class WideSoftmax {
     }
 #pragma unroll
     for (int j = 0; j < At::kRows / 8; ++j) {
-      const float4& pair = pairs[j];
+      const float4 pair = At::kScaled ? pair_of(j) : pairs[j];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         float &x = s[4 * j + 2 * h], &y = s[4 * j + 2 * h + 1];
