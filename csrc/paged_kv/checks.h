@@ -160,6 +160,8 @@ inline StoreTarget store_target(const IndexArray& out_cache_loc, const Tensor& p
 // Rows may be copied as they are, or quantized to e4m3 pages.
 inline void check_page_dtype(const char* op, const char* name, const Tensor& pages, const char* rows_name,
                              const Tensor& rows) {
+  TensorCheck(op, name, pages)
+      .dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kFloat8E4M3, DType::kFloat8E5M2});
   if (dtype_of(pages) == dtype_of(rows)) return;
   const bool quantizes = has_dtype(pages, DType::kFloat8E4M3) && size_of(dtype_of(rows)) > 1;
   if (!quantizes) {

@@ -11,6 +11,7 @@ namespace {
 using torch::headeronly::ScalarType;
 
 std::optional<DType> known_dtype(const Tensor& tensor) {
+  if (!tensor.defined()) return std::nullopt;  // None, which the schema's parser lets pass for a tensor
   switch (tensor.scalar_type()) {
     case ScalarType::Float: return DType::kFloat32;
     case ScalarType::Half: return DType::kFloat16;
@@ -27,6 +28,7 @@ std::optional<DType> known_dtype(const Tensor& tensor) {
 std::string dtype_text(const Tensor& tensor) {
   const std::optional<DType> known = known_dtype(tensor);
   if (known) return name_of(*known);
+  if (!tensor.defined()) return "None";
   switch (tensor.scalar_type()) {  // by the names that Python shows
     case ScalarType::Double: return "float64";
     case ScalarType::Short: return "int16";
@@ -89,6 +91,8 @@ const TensorCheck& TensorCheck::dtype_as(const char* other_name, const Tensor& o
 }
 
 const TensorCheck& TensorCheck::device_as(const char* other_name, const Tensor& other) const {
+  if (!tensor_.defined()) fail(op_, label() + " must be a tensor, got None");
+  if (!other.defined()) fail(op_, std::string(other_name) + " must be a tensor, got None");
   if (tensor_.is_cpu() != other.is_cpu() || tensor_.get_device_index() != other.get_device_index()) {
     fail(op_, label() + " must be on " + device_text(other) + " as " + other_name + ", got " + device_text(tensor_));
   }

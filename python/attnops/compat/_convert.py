@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
+Cache = Tensor | tuple[Tensor, Tensor]
 LEAVE_PDL = "attnops launches as it measured best; leave it None"
 ONE_KERNEL = 'attnops chooses its kernel itself; leave it "auto"'
+OUT_16BIT = "the output has q's dtype; quantize it afterwards"
 
 
 def refuse(function: str, argument: str, instead: str) -> NotImplementedError:
@@ -57,25 +59,36 @@ def heads_first(lse: Tensor) -> Tensor:
     return lse.transpose(-1, -2).contiguous()
 
 
-def as_int32(lengths: Tensor, device: torch.device) -> Tensor:
+def as_int32(function: str, name: str, lengths: Tensor, device: torch.device) -> Tensor:
     """Lengths or indices as the ops take them: contiguous int32 on the device, uint32 reinterpreted."""
     if lengths.dtype == torch.uint32:
         lengths = lengths.view(torch.int32)
+    if lengths.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"attnops.compat: {function}: {name} must have dtype int32 or int64, got {lengths.dtype}")
     return lengths.to(device=device, dtype=torch.int32, non_blocking=True).contiguous()
 
 
+def as_dtype(function: str, argument: str, name: torch.dtype | str | None) -> torch.dtype | None:
+    dtype = getattr(torch, name, name) if isinstance(name, str) else name
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ValueError(f"attnops.compat: {function}: {argument} must be a torch.dtype or its name, got {name!r}")
+    return dtype
+
+
 def as_sinks(
-    sinks: Tensor | list[Tensor] | tuple[Tensor, ...] | None, num_q_heads: int, function: str
+    sinks: Tensor | list[Tensor] | tuple[Tensor, ...] | None, num_q_heads: int, function: str, name: str = "sinks"
 ) -> Tensor | None:
     """float32 ``[H_q]`` of any of the forms in use: any float dtype, ``[H_kv, group]``, a list of one."""
     if sinks is None:
         return None
     if isinstance(sinks, list | tuple):
         if len(sinks) != 1:
-            raise refuse(function, f"sinks of {len(sinks)} tensors", "give one tensor with a logit per query head")
+            raise refuse(function, f"{name} of {len(sinks)} tensors", "give one tensor with a logit per query head")
         sinks = sinks[0]
+    if not sinks.is_floating_point():
+        raise TypeError(f"attnops.compat: {function}: {name} must have a float dtype, got {sinks.dtype}")
     if sinks.numel() != num_q_heads:
-        raise ValueError(f"attnops.compat: {function}: sinks must hold {num_q_heads} logits, got {list(sinks.shape)}")
+        raise ValueError(f"attnops.compat: {function}: {name} must hold {num_q_heads} logits, got {list(sinks.shape)}")
     return sinks.reshape(-1).float()
 
 
@@ -92,18 +105,27 @@ def as_scale(function: str, name: str, scale: float | Tensor | None, pages: Tens
     return torch.full((1,), scale, dtype=torch.float32, device=pages.device)
 
 
-def as_tree_mask(mask: Tensor | None) -> Tensor | None:
+def as_tree_mask(function: str, mask: Tensor | None) -> Tensor | None:
     """XQA's ``[B, S_q, ceil(S_q / 32) * 2]`` uint16 words to bytes: the same bits, little-endian."""
     if mask is None:
         return None
-    seqlen_q = mask.shape[-2]
-    return mask.contiguous().view(torch.uint8)[..., : -(-seqlen_q // 8)].contiguous()
+    words = -(-mask.shape[1] // 32) * 2 if mask.dim() == 3 else 0
+    if mask.dtype != torch.uint16 or mask.dim() != 3 or mask.shape[2] != words:
+        raise ValueError(
+            f"attnops.compat: {function}: mask must be uint16 [B, S_q, ceil(S_q / 32) * 2], "
+            f"got {mask.dtype} {list(mask.shape)}"
+        )
+    return mask.contiguous().view(torch.uint8)[..., : -(-mask.shape[1] // 8)].contiguous()
+
+
+def check_kv_layout(function: str, kv_layout: str) -> None:
+    if kv_layout not in ("NHD", "HND"):
+        raise ValueError(f"attnops.compat: {function}: kv_layout must be NHD or HND, got {kv_layout!r}")
 
 
 def split_kv(function: str, cache: Tensor | tuple[Tensor, Tensor], kv_layout: str) -> tuple[Tensor, Tensor]:
     """Pools ``[num_pages, page_size, H_kv, D]`` of one joint tensor or a pair, NHD or HND, without a copy."""
-    if kv_layout not in ("NHD", "HND"):
-        raise ValueError(f"attnops.compat: {function}: kv_layout must be NHD or HND, got {kv_layout}")
+    check_kv_layout(function, kv_layout)
     if isinstance(cache, Tensor):
         if cache.dim() != 5 or cache.shape[1] != 2:
             raise ValueError(
@@ -144,9 +166,20 @@ def keep_in(buffer: Tensor | None, values: Tensor, name: str, exact: bool) -> Te
     return buffer
 
 
-def with_log2_lse(out: Tensor, natural: Tensor | None, lse: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-    """`out`, and the lse in base 2 where it was asked for, in its destination if there is one."""
+def with_lse(
+    out: Tensor, natural: Tensor | None, lse: Tensor | None, return_lse: bool, base_on_e: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`out`, and the lse where it was asked for, in base 2 unless `base_on_e`, in its destination if there is one."""
     if natural is None:
         return out
-    result = to_log2(natural)
-    return out, result if lse is None else lse.copy_(result)
+    result = natural if base_on_e else to_log2(natural)
+    result = result if lse is None else lse.copy_(result)
+    return (out, result) if return_lse else out
+
+
+def check_lse(function: str, lse: Tensor | None, rows: Tensor) -> None:
+    """Raises for an lse that is not float32 in the shape of the query rows."""
+    if lse is not None and (lse.dtype != torch.float32 or lse.shape != rows.shape[:2]):
+        raise ValueError(
+            f"attnops.compat: {function}: lse must be float32 {list(rows.shape[:2])}, got {lse.dtype} {list(lse.shape)}"
+        )

@@ -12,12 +12,14 @@ from attnops.compat._convert import (
     as_int32,
     as_scale,
     as_sinks,
+    check_lse,
     joined_latents,
     keep_in,
     refuse,
     require_default,
-    with_log2_lse,
+    with_lse,
 )
+from attnops.compat._errors import names_the_peers
 from attnops.metadata.plan import MlaDecodePlan
 
 
@@ -33,6 +35,7 @@ class BatchMLAPagedAttentionWrapper:
         backend: "auto".
     """
 
+    @names_the_peers("BatchMLAPagedAttentionWrapper")
     def __init__(
         self,
         float_workspace_buffer: Tensor,
@@ -44,14 +47,15 @@ class BatchMLAPagedAttentionWrapper:
         backend: str = "auto",
     ) -> None:
         require_default(type(self).__name__, {"backend": ONE_KERNEL}, {"backend": "auto"}, locals())
-        buffers = (kv_indptr, kv_indices, kv_len_arr)
-        if use_cuda_graph and any(buffer is None for buffer in buffers):
+        buffers = (qo_indptr, kv_indptr, kv_indices, kv_len_arr)
+        if use_cuda_graph and any(buffer is None for buffer in buffers[1:]):
             raise ValueError("attnops.compat: use_cuda_graph=True needs kv_indptr, kv_indices and kv_len_arr")
         self._device = float_workspace_buffer.device
         self._use_cuda_graph = use_cuda_graph
-        self._buffers = buffers if use_cuda_graph else (None, None, None)
+        self._buffers = buffers if use_cuda_graph else (None,) * 4
         self._plan: MlaDecodePlan | None = None
 
+    @names_the_peers("BatchMLAPagedAttentionWrapper.plan", cache_seqlens="kv_len_arr", num_q_heads="num_heads")
     def plan(
         self,
         qo_indptr: Tensor,
@@ -81,6 +85,12 @@ class BatchMLAPagedAttentionWrapper:
         require_default(name, {"use_profiler": "use a profiler of CUDA"}, {"use_profiler": False}, locals())
         if (head_dim_ckv, head_dim_kpe) != (512, 64):
             raise refuse(name, f"head_dim_ckv={head_dim_ckv}, head_dim_kpe={head_dim_kpe}", "MLA is 512 and 64 here")
+        bounds = (kv_len_arr.shape[0] + 1,) if kv_len_arr.dim() == 1 else None
+        if qo_indptr.shape != bounds or kv_indptr.shape != bounds or kv_indices.dim() != 1:
+            raise ValueError(
+                f"attnops.compat: {name}: qo_indptr and kv_indptr must be [B + 1], kv_indices [n] and kv_len_arr [B], "
+                f"got {', '.join(str(list(t.shape)) for t in (qo_indptr, kv_indptr, kv_indices, kv_len_arr))}"
+            )
         counts = set(qo_indptr.diff().tolist())
         if len(counts) > 1 or counts == {0}:
             raise refuse(
@@ -88,9 +98,13 @@ class BatchMLAPagedAttentionWrapper:
                 f"qo_indptr with {sorted(counts)} tokens per request",
                 "plan requests of one number of tokens together, or use a backend of attnops.backends",
             )
-        tensors = [as_int32(tensor, self._device) for tensor in (kv_indptr, kv_indices, kv_len_arr)]
-        names, exact = ("kv_indptr", "kv_indices", "kv_len_arr"), (True, False, True)
-        self._indptr, self._indices, self._lens = map(keep_in, self._buffers, tensors, names, exact)
+        names, given = (
+            ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr"),
+            (qo_indptr, kv_indptr, kv_indices, kv_len_arr),
+        )
+        tensors = [as_int32(name, what, tensor, self._device) for what, tensor in zip(names, given)]
+        exact = (True, True, False, True)
+        _, self._indptr, self._indices, self._lens = map(keep_in, self._buffers, tensors, names, exact)
         self._page_size, self._causal, self._scale = page_size, causal, sm_scale
         self._dtypes = (q_data_type, kv_data_type)
         key = {
@@ -105,6 +119,13 @@ class BatchMLAPagedAttentionWrapper:
             self._plan = MlaDecodePlan.allocate(device=self._device, **key)
         ops.mla_decode_plan(self._plan, self._lens)
 
+    @names_the_peers(
+        "BatchMLAPagedAttentionWrapper.run",
+        q="q_nope",
+        kv_pages="ckv_cache and kpe_cache",
+        page_table="kv_indices of plan",
+        cache_seqlens="kv_len_arr of plan",
+    )
     def run(
         self,
         q_nope: Tensor,
@@ -140,7 +161,11 @@ class BatchMLAPagedAttentionWrapper:
         got = (q_nope.dtype, pages.dtype, pages.shape[1])
         expected = (*self._dtypes, self._page_size)
         if got != expected:
-            raise ValueError(f"attnops.compat: {name}: q, cache and page_size are {got}, planned were {expected}")
+            raise ValueError(
+                f"attnops.compat: {name}: dtype of q_nope, dtype of ckv_cache and page_size are {got}, "
+                f"planned were {expected}"
+            )
+        check_lse(name, lse, q_nope)
         out, natural = ops.mla_decode(
             q_nope,
             pages,
@@ -152,13 +177,19 @@ class BatchMLAPagedAttentionWrapper:
             q_pe=q_pe,
             causal=self._causal,
             out=out,
-            return_lse=return_lse,
+            return_lse=return_lse or lse is not None,
         )
-        if natural is not None and return_lse_base_on_e:
-            return out, natural if lse is None else lse.copy_(natural)
-        return with_log2_lse(out, natural, lse)
+        return with_lse(out, natural, lse, return_lse, return_lse_base_on_e)
 
 
+@names_the_peers(
+    "trtllm_batch_decode_with_kv_cache_mla",
+    q="query",
+    kv_pages="kv_cache",
+    page_table="block_tables",
+    cache_seqlens="seq_lens",
+    kv_scale="bmm2_scale",
+)
 def trtllm_batch_decode_with_kv_cache_mla(
     query: Tensor,
     kv_cache: Tensor,
@@ -207,10 +238,12 @@ def trtllm_batch_decode_with_kv_cache_mla(
         raise refuse(name, f"kv_lora_rank={kv_lora_rank}, qk_rope_head_dim={qk_rope_head_dim}", "512 and 64 are served")
     if isinstance(bmm1_scale, Tensor) or isinstance(bmm2_scale, Tensor):
         raise refuse(name, "bmm1_scale or bmm2_scale=a tensor", "give numbers, with the softmax scale in bmm1_scale")
+    if bmm2_scale == 0:
+        raise ValueError(f"attnops.compat: {name}: bmm2_scale must not be 0")
     pages = kv_cache.squeeze(1) if kv_cache.dim() == 4 else kv_cache
     kv_scale = as_scale(name, "bmm2_scale", bmm2_scale, pages)  # the op scales keys by it, too, so bmm1 leaves it out
     batch_size, seqlen_q, num_q_heads, _ = query.shape
-    lens = as_int32(seq_lens, query.device)
+    lens = as_int32(name, "seq_lens", seq_lens, query.device)
     plan = MlaDecodePlan.allocate(batch_size, seqlen_q=seqlen_q, num_q_heads=num_q_heads, device=query.device)
     ops.mla_decode_plan(plan, lens)
     return ops.mla_decode(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attnops import ops
 from attnops.compat._convert import as_int32, as_sinks, heads_first, refuse, require_default
+from attnops.compat._errors import names_the_peers
 from attnops.metadata.fmha_plan import FmhaPlan
 from attnops.metadata.plan import TILE_TOKENS, XqaDecodePlan
 
@@ -30,6 +31,16 @@ _INSTEAD = {
 }
 
 
+@names_the_peers(
+    "flash_attn_with_kvcache",
+    k_pages="k_cache",
+    v_pages="v_cache",
+    k_scale="k_descale",
+    v_scale="v_descale",
+    window_left="of window_size",
+    window_right="of window_size",
+    logit_cap="softcap",
+)
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -86,6 +97,11 @@ def flash_attn_with_kvcache(
     require_default(name, _INSTEAD, {"attention_chunk": 0, "sm_margin": 0}, locals())
     if num_splits not in (0, 1):
         raise refuse(name, f"num_splits={num_splits}", _SPLITS)
+    if cu_seqlens_q is None and max_seqlen_q not in (None, q.shape[1]):
+        raise ValueError(
+            f"attnops.compat: {name}: max_seqlen_q must be {q.shape[1]} (q.shape[1]) without cu_seqlens_q, "
+            f"got {max_seqlen_q}"
+        )
     batch_size = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     table = _table(page_table, cache_batch_idx, batch_size, q.device)
     lens = _lens(cache_seqlens, batch_size, table, k_cache, q.device)
@@ -142,6 +158,14 @@ def flash_attn_with_kvcache(
     return result, heads_first(lse if cu_seqlens_q is not None else lse.unflatten(0, (batch_size, -1)))
 
 
+@names_the_peers(
+    "flash_attn_varlen_func",
+    k_scale="k_descale",
+    v_scale="v_descale",
+    window_left="of window_size",
+    window_right="of window_size",
+    logit_cap="softcap",
+)
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -227,12 +251,12 @@ def _table(table: Tensor | None, rows: Tensor | None, batch_size: int, device: t
         return table
     if rows is None:
         rows = torch.arange(batch_size, dtype=torch.int32, device=device)
-    return as_int32(rows, device).unsqueeze(1)
+    return as_int32("flash_attn_with_kvcache", "cache_batch_idx", rows, device).unsqueeze(1)
 
 
 def _lens(given: int | Tensor | None, batch_size: int, table: Tensor, k_cache: Tensor, device: torch.device) -> Tensor:
     if isinstance(given, Tensor):
-        return as_int32(given, device)
+        return as_int32("flash_attn_with_kvcache", "cache_seqlens", given, device)
     length = table.shape[1] * k_cache.shape[1] if given is None else given
     return torch.full((batch_size,), length, dtype=torch.int32, device=device)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attnops import ops
 from attnops.compat._convert import as_sinks, empty_is_plus_inf, heads_first, refuse, require_default
+from attnops.compat._errors import names_the_peers
 from attnops.metadata.plan import MLA_HEAD_DIM_V, MLA_PARTS_PER_SM, MlaDecodePlan, default_num_sm_parts
 
 _NO_SPARSE = "attnops has no sparse MLA; leave it None"
@@ -48,6 +49,7 @@ class FlashMLASchedMeta:
         return plan
 
 
+@names_the_peers("get_mla_metadata", num_q_heads="num_q_tokens_per_head_k")
 def get_mla_metadata(
     cache_seqlens: Tensor | None = None,
     num_q_tokens_per_head_k: int | None = None,
@@ -86,6 +88,13 @@ def get_mla_metadata(
     return metadata, num_splits
 
 
+@names_the_peers(
+    "flash_mla_with_kvcache",
+    kv_pages="k_cache",
+    page_table="block_table",
+    kv_scale="descale_k",
+    sinks="attn_sink",
+)
 def flash_mla_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -156,6 +165,8 @@ def flash_mla_with_kvcache(
         raise refuse(name, f"descale_q with q of {q.dtype}", "only float8_e4m3fn queries have a scale")
     batch_size, seqlen_q, num_q_heads, head_dim = q.shape
     if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
+        if num_splits is not None:
+            raise refuse(name, "num_splits beside a FlashMLASchedMeta", "it plans by itself; leave None")
         plan = tile_scheduler_metadata.plan(batch_size, seqlen_q, num_q_heads, q.device)
         ops.mla_decode_plan(plan, cache_seqlens)
     else:
@@ -177,7 +188,7 @@ def flash_mla_with_kvcache(
         plan,
         softmax_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
         causal=causal,
-        sinks=as_sinks(attn_sink, num_q_heads, name),
+        sinks=as_sinks(attn_sink, num_q_heads, name, "attn_sink"),
         kv_scale=None if descale_k is None else descale_k.reshape(1).float(),
         return_lse=True,
         fp8_products=rounded,

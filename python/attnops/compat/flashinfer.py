@@ -11,19 +11,22 @@ from attnops import ops
 from attnops.compat._convert import (
     LEAVE_PDL,
     ONE_KERNEL,
+    OUT_16BIT,
+    Cache,
+    as_dtype,
     as_int32,
     as_scale,
     as_sinks,
     as_tree_mask,
     from_log2,
-    keep_in,
     refuse,
     require_default,
     split_kv,
     to_log2,
-    with_log2_lse,
 )
+from attnops.compat._errors import names_the_peers
 from attnops.compat._flashinfer_mla import BatchMLAPagedAttentionWrapper, trtllm_batch_decode_with_kv_cache_mla
+from attnops.compat._flashinfer_wrapper import BatchDecodeWithPagedKVCacheWrapper
 from attnops.metadata.plan import XqaDecodePlan
 
 __all__ = [
@@ -35,217 +38,25 @@ __all__ = [
     "xqa",
 ]
 
-_NO_ROPE = "rotate q and k before they are stored"
-_OUT_16BIT = "the output has q's dtype; quantize it afterwards"
 
-Cache = Tensor | tuple[Tensor, Tensor]
-
-
+@names_the_peers("merge_state", out_a="v_a", lse_a="s_a", out_b="v_b", lse_b="s_b")
 def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
     """`attnops.ops.merge_state` of ``[T, H, D]`` and base-2 lse float32 ``[T, H]``."""
     out, lse = ops.merge_state(v_a, from_log2(s_a), v_b, from_log2(s_b))
     return out, to_log2(lse)
 
 
-def _lengths(indptr: Tensor, last_page_len: Tensor, page_size: int) -> Tensor:
-    """Tokens per request of FlashInfer's paging: the pages before the last one are full."""
-    pages = indptr[1:] - indptr[:-1]
-    return torch.where(pages > 0, (pages - 1) * page_size + last_page_len, 0).to(torch.int32)
-
-
-class BatchDecodeWithPagedKVCacheWrapper:
-    """Decode over a CSR page table, on `attnops.ops.xqa_decode`.
-
-    With `use_cuda_graph`, `plan` writes into the three given buffers and into memory of its own that never moves,
-    outside the graph, and a captured `run` reads them.
-
-    Args:
-        float_workspace_buffer: Names the device; its memory is not needed.
-        kv_layout: "NHD" or "HND".
-        use_tensor_cores: Taken: attnops chooses.
-        backend: "auto". jit_args: None.
-    """
-
-    def __init__(
-        self,
-        float_workspace_buffer: Tensor,
-        kv_layout: str = "NHD",
-        use_cuda_graph: bool = False,
-        use_tensor_cores: bool = False,
-        paged_kv_indptr_buffer: Tensor | None = None,
-        paged_kv_indices_buffer: Tensor | None = None,
-        paged_kv_last_page_len_buffer: Tensor | None = None,
-        backend: str = "auto",
-        jit_args: Any = None,
-    ) -> None:
-        require_default(
-            type(self).__name__,
-            {"backend": ONE_KERNEL, "jit_args": "attnops compiles nothing at run time; leave it None"},
-            {"backend": "auto"},
-            locals(),
-        )
-        buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
-        if use_cuda_graph and any(buffer is None for buffer in buffers):
-            raise ValueError("attnops.compat: use_cuda_graph=True needs the three paged_kv buffers")
-        self._device = float_workspace_buffer.device
-        self._kv_layout = kv_layout
-        self._buffers = buffers if use_cuda_graph else (None, None, None)
-        self._use_cuda_graph = use_cuda_graph
-        self._plan: XqaDecodePlan | None = None
-
-    def plan(
-        self,
-        indptr: Tensor,
-        indices: Tensor,
-        last_page_len: Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        *,
-        pos_encoding_mode: str = "NONE",
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        q_data_type: torch.dtype | str | None = "float16",
-        kv_data_type: torch.dtype | str | None = None,
-        o_data_type: torch.dtype | str | None = None,
-        data_type: torch.dtype | str | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        non_blocking: bool = True,
-        block_tables: Tensor | None = None,
-        seq_lens: Tensor | None = None,
-        fixed_split_size: int | None = None,
-        disable_split_kv: bool = False,
-        q_len_per_req: int = 1,
-    ) -> None:
-        """Prepares `run`, from tensors on any device; nothing is read on the host.
-
-        Args:
-            indptr: int32 ``[B + 1]``. indices: int32 ``[num_indices]``. last_page_len: int32 ``[B]``, 1 to `page_size`.
-            window_left: Keys at ``[p - window_left, p]``; -1: off. logits_soft_cap: None or 0: off.
-            non_blocking: Taken.
-            q_len_per_req: Query tokens of each request, causal among themselves.
-        """
-        require_default(
-            "BatchDecodeWithPagedKVCacheWrapper.plan",
-            {
-                "pos_encoding_mode": _NO_ROPE,
-                "rope_scale": _NO_ROPE,
-                "rope_theta": _NO_ROPE,
-                "block_tables": "the CSR table says the same; leave it None",
-                "seq_lens": "indptr and last_page_len say the same; leave it None",
-                "fixed_split_size": "use attnops.ops with XqaDecodePlan(fixed_split_tokens=...)",
-                "disable_split_kv": "use attnops.ops with XqaDecodePlan(fixed_split_tokens=...)",
-            },
-            {"pos_encoding_mode": "NONE", "disable_split_kv": False},
-            locals(),
-        )
-        self._q_dtype = _dtype(q_data_type if data_type is None else data_type)
-        self._kv_dtype = _dtype(kv_data_type if data_type is None else data_type) or self._q_dtype
-        if o_data_type is not None and _dtype(o_data_type) != self._q_dtype:
-            raise refuse("BatchDecodeWithPagedKVCacheWrapper.plan", f"o_data_type={o_data_type}", _OUT_16BIT)
-        tensors = [as_int32(tensor, self._device) for tensor in (indptr, indices, last_page_len)]
-        names = ("indptr", "indices", "last_page_len")
-        exact = (True, False, True)
-        self._indptr, self._indices, last = map(keep_in, self._buffers, tensors, names, exact)
-        self._page_size, self._window = page_size, window_left
-        self._cap = logits_soft_cap or 0.0
-        self._scale = head_dim**-0.5 if sm_scale is None else sm_scale
-        lengths = _lengths(self._indptr, last, page_size)
-        key = {
-            "batch_size": lengths.shape[0],
-            "seqlen_q": q_len_per_req,
-            "num_q_heads": num_qo_heads,
-            "num_kv_heads": num_kv_heads,
-            "head_dim": head_dim,
-            "window_left": window_left,
-        }
-        if self._plan is None or self._plan.key != key:
-            if self._plan is not None and self._use_cuda_graph:
-                raise ValueError("attnops.compat: use_cuda_graph fixes the geometry: make a wrapper for each")
-            self._plan = XqaDecodePlan.allocate(device=self._device, **key)
-            self._lens = lengths
-        else:
-            self._lens.copy_(lengths)
-        ops.xqa_decode_plan(self._plan, self._lens)
-
-    begin_forward = plan
-
-    def run(
-        self,
-        q: Tensor,
-        paged_kv_cache: Cache,
-        *,
-        q_scale: float | None = None,
-        k_scale: float | Tensor | None = None,
-        v_scale: float | Tensor | None = None,
-        out: Tensor | None = None,
-        lse: Tensor | None = None,
-        return_lse: bool = False,
-        enable_pdl: bool | None = None,
-        window_left: int | None = None,
-        sinks: Tensor | None = None,
-        q_len_per_req: int | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attends.
-
-        Args:
-            q: ``[B * q_len_per_req, H_q, D]``.
-            paged_kv_cache: ``[P, 2, page_size, H_kv, D]`` (NHD), ``[P, 2, H_kv, page_size, D]`` (HND), or a pair.
-            q_scale: Multiplies the scores. k_scale, v_scale: numbers or float32 ``[1]``, of an FP8 cache.
-            window_left, q_len_per_req: None, or as planned.
-
-        Returns:
-            ``out``, or ``(out, lse)``: float32 ``[B * q_len_per_req, H_q]``, base 2, -inf for an empty row.
-        """
-        name = "BatchDecodeWithPagedKVCacheWrapper.run"
-        require_default(name, {"enable_pdl": LEAVE_PDL}, {}, locals())
-        plan = self._plan
-        if plan is None:
-            raise RuntimeError(f"attnops.compat: {name}: plan must run first")
-        k_pages, v_pages = split_kv(name, paged_kv_cache, self._kv_layout)
-        for what, got, planned in (
-            ("window_left", window_left, self._window),
-            ("q_len_per_req", q_len_per_req, plan.seqlen_q),
-            ("q's dtype", q.dtype, self._q_dtype),
-            ("the cache's dtype", k_pages.dtype, self._kv_dtype),
-            ("page_size", k_pages.shape[1], self._page_size),
-        ):
-            if got is not None and got != planned:
-                raise ValueError(f"attnops.compat: {name}: {what} is {got}, planned was {planned}")
-        if isinstance(q_scale, Tensor):
-            raise refuse(name, "q_scale=a tensor", "give a number")
-        out, natural = ops.xqa_decode(
-            q,
-            k_pages,
-            v_pages,
-            self._indices,
-            self._lens,
-            plan,
-            kv_indptr=self._indptr,
-            softmax_scale=self._scale * (1.0 if q_scale is None else q_scale),
-            window_left=self._window,
-            logit_cap=self._cap,
-            sinks=as_sinks(sinks, q.shape[1], name),
-            k_scale=as_scale(name, "k_scale", k_scale, k_pages),
-            v_scale=as_scale(name, "v_scale", v_scale, v_pages),
-            out=out,
-            return_lse=return_lse,
-        )
-        return with_log2_lse(out, natural, lse)
-
-    forward = run
-
-    def run_return_lse(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        return self.run(*args, return_lse=True, **options)  # type: ignore[return-value]
-
-
-def _dtype(name: torch.dtype | str | None) -> torch.dtype | None:
-    return getattr(torch, name) if isinstance(name, str) else name
-
-
+@names_the_peers(
+    "trtllm_batch_decode_with_kv_cache",
+    q="query",
+    k_pages="of kv_cache",
+    v_pages="of kv_cache",
+    page_table="block_tables",
+    cache_seqlens="seq_lens",
+    seqlen_q="q_len_per_req",
+    tree_mask="mask",
+    v_scale="bmm2_scale",
+)
 def trtllm_batch_decode_with_kv_cache(
     query: Tensor,
     kv_cache: Cache,
@@ -288,9 +99,9 @@ def trtllm_batch_decode_with_kv_cache(
     require_default(
         name,
         {
-            "o_sf_scale": _OUT_16BIT,
-            "o_sf_vec_size": _OUT_16BIT,
-            "o_scale": _OUT_16BIT,
+            "o_sf_scale": OUT_16BIT,
+            "o_sf_vec_size": OUT_16BIT,
+            "o_scale": OUT_16BIT,
             "enable_pdl": LEAVE_PDL,
             "backend": ONE_KERNEL,
             "max_q_len": ragged,
@@ -299,8 +110,8 @@ def trtllm_batch_decode_with_kv_cache(
         {"backend": "auto", "o_scale": 1.0},
         locals(),
     )
-    if out_dtype is not None and _dtype(out_dtype) != query.dtype:
-        raise refuse(name, f"out_dtype={out_dtype}", _OUT_16BIT)
+    if out_dtype is not None and as_dtype(name, "out_dtype", out_dtype) != query.dtype:
+        raise refuse(name, f"out_dtype={out_dtype}", OUT_16BIT)
     if isinstance(bmm1_scale, Tensor):
         raise refuse(name, "bmm1_scale=a tensor", "give a number, with the softmax scale in it")
     k_pages, v_pages = split_kv(name, kv_cache, kv_layout)
@@ -311,16 +122,26 @@ def trtllm_batch_decode_with_kv_cache(
         v_pages,
         block_tables,
         seq_lens,
-        seqlen_q=q_len_per_req or 1,
+        seqlen_q=1 if q_len_per_req is None else q_len_per_req,
         softmax_scale=bmm1_scale,
         window_left=window_left,
         sinks=as_sinks(sinks, query.shape[1], name),
         v_scale=as_scale(name, "bmm2_scale", bmm2_scale, v_pages),
-        tree_mask=as_tree_mask(mask),
+        tree_mask=as_tree_mask(name, mask),
         out=out,
     )
 
 
+@names_the_peers(
+    "xqa",
+    k_pages="k_cache",
+    v_pages="v_cache",
+    cache_seqlens="seq_lens",
+    seqlen_q="q_seq_len",
+    window_left="sliding_win_size - 1",
+    tree_mask="mask",
+    out="output",
+)
 def xqa(
     q: Tensor,
     k_cache: Tensor,
@@ -362,7 +183,7 @@ def xqa(
         {
             "sm_count": "the plan uses the whole device; leave it None",
             "enable_pdl": LEAVE_PDL,
-            "rcp_out_scale": _OUT_16BIT,
+            "rcp_out_scale": OUT_16BIT,
             "q_cu_seq_lens": "every request brings q_seq_len tokens; use attnops.ops.fmha_paged for ragged queries",
         },
         {"rcp_out_scale": 1.0},
@@ -380,6 +201,8 @@ def xqa(
     ):
         if given != actual:
             raise ValueError(f"attnops.compat: xqa: {what}={given}, the tensors have {actual}")
+    if output.shape != q.shape:
+        raise ValueError(f"attnops.compat: xqa: output must be {list(q.shape)} as q, got {list(output.shape)}")
     num_q_heads, head_dim = q.shape[-2:]
     folded = 1.0 if isinstance(kv_scale, Tensor) else kv_scale  # a number needs no tensor for K
     scale = as_scale("xqa", "kv_scale", kv_scale, v_pages)
@@ -396,7 +219,7 @@ def xqa(
         sinks=as_sinks(sinks, num_q_heads, "xqa"),
         k_scale=scale if isinstance(kv_scale, Tensor) else None,
         v_scale=scale,
-        tree_mask=as_tree_mask(mask),
+        tree_mask=as_tree_mask("xqa", mask),
         out=output.view(-1, num_q_heads, head_dim),
     )
 
@@ -414,9 +237,14 @@ def _paged_decode(
 ) -> Tensor:
     """One call with a plan of its own."""
     batch_size = table.shape[0]
+    if seqlen_q < 1:
+        raise ValueError(f"attnops.compat: {name}: a request must bring at least 1 query token, got {seqlen_q}")
     if q.shape[0] != batch_size * seqlen_q:
-        raise ValueError(f"attnops.compat: {name}: {q.shape[0]} query rows are not {batch_size} requests of {seqlen_q}")
-    lens = as_int32(lens, q.device)
+        raise ValueError(
+            f"attnops.compat: {name}: there must be {batch_size * seqlen_q} rows of queries ({seqlen_q} for each "
+            f"of the {batch_size} rows of the page table), got {q.shape[0]}"
+        )
+    lens = as_int32(name, "seq_lens", lens, q.device)
     plan = XqaDecodePlan.allocate(
         batch_size,
         num_q_heads=q.shape[1],

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from attnops import ops
 from attnops.compat._convert import as_int32, empty_is_minus_inf, refuse
+from attnops.compat._errors import names_the_peers
 from attnops.metadata.plan import (
     MLA_HEAD_DIM_V,
     MLA_PARTS_PER_SM,
@@ -20,6 +21,7 @@ _ALIGN = 256  # bytes
 _MAX_HEADS = 128  # that a workspace is sized for, as in the peer
 
 
+@names_the_peers("merge_state_v2", out_a="v_a", lse_a="s_a", out_b="v_b", lse_b="s_b", out="v_merged", lse="s_merged")
 def merge_state_v2(
     v_a: Tensor,
     s_a: Tensor,
@@ -37,6 +39,7 @@ def merge_state_v2(
     return ops.merge_state(v_a, empty_is_minus_inf(s_a), v_b, empty_is_minus_inf(s_b), out=v_merged, lse=s_merged)
 
 
+@names_the_peers("cutlass_mla_get_workspace_size")
 def cutlass_mla_get_workspace_size(
     max_seq_len: int, num_batches: int, sm_count: int = 0, num_kv_splits: int = 1, *, device: str | None = None
 ) -> int:
@@ -48,11 +51,23 @@ def cutlass_mla_get_workspace_size(
         device: By default the GPU where there is one.
     """
     _check_splits("cutlass_mla_get_workspace_size", num_kv_splits)
+    for argument, value in (("max_seq_len", max_seq_len), ("num_batches", num_batches), ("sm_count", sm_count)):
+        if value < 0:
+            raise ValueError(
+                f"attnops.compat: cutlass_mla_get_workspace_size: {argument} must be at least 0, got {value}"
+            )
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     parts = sm_count or default_num_sm_parts(where, MLA_PARTS_PER_SM)
     return _workspace_bytes(num_batches, _MAX_HEADS, parts)
 
 
+@names_the_peers(
+    "cutlass_mla_decode",
+    q="q_nope",
+    kv_pages="kv_c_and_k_pe_cache",
+    cache_seqlens="seq_lens",
+    softmax_scale="sm_scale",
+)
 def cutlass_mla_decode(
     q_nope: Tensor,
     q_pe: Tensor,
@@ -82,7 +97,7 @@ def cutlass_mla_decode(
     """
     _check_splits("cutlass_mla_decode", num_kv_splits)
     plan = _carve(workspace, *q_nope.shape[:2])
-    lengths = as_int32(seq_lens, q_nope.device)
+    lengths = as_int32("cutlass_mla_decode", "seq_lens", seq_lens, q_nope.device)
     ops.mla_decode_plan(plan, lengths)
     out, _ = ops.mla_decode(q_nope, kv_c_and_k_pe_cache, page_table, lengths, plan, softmax_scale=sm_scale, q_pe=q_pe)
     return out

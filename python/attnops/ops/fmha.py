@@ -9,8 +9,10 @@ from torch import Tensor
 
 from attnops.metadata.fmha_plan import FmhaPlan
 from attnops.metadata.plan import check_plan_key
+from attnops.ops._arguments import names_its_arguments, register_fake
 
 
+@names_its_arguments
 def fmha_plan(
     plan: FmhaPlan, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, cache_seqlens: Tensor | None = None
 ) -> None:
@@ -42,6 +44,7 @@ def _destinations(
     return out, lse
 
 
+@names_its_arguments
 def fmha_varlen(
     q: Tensor,
     k: Tensor,
@@ -98,7 +101,7 @@ def fmha_varlen(
     Source: the online softmax of FlashAttention-2 (arXiv:2307.08691), with the rarely moving reference of
     FlashAttention-4.
     """
-    check_plan_key(plan, {"causal": causal, "window_left": window_left})
+    check_plan_key("fmha_varlen", plan, {"causal": causal, "window_left": window_left}, "causal and window_left")
     out, lse = _destinations(q, v.shape[-1], out, lse, return_lse)
     torch.ops.attnops.fmha_varlen(
         out,
@@ -124,6 +127,7 @@ def fmha_varlen(
     return out, lse
 
 
+@names_its_arguments
 def fmha_paged(
     q: Tensor,
     k_pages: Tensor,
@@ -166,7 +170,7 @@ def fmha_paged(
 
         The other arguments, results and errors are those of `fmha_varlen`.
     """
-    check_plan_key(plan, {"causal": causal, "window_left": window_left})
+    check_plan_key("fmha_paged", plan, {"causal": causal, "window_left": window_left}, "causal and window_left")
     out, lse = _destinations(q, v_pages.shape[-1], out, lse, return_lse)
     torch.ops.attnops.fmha_paged(
         out,
@@ -194,66 +198,5 @@ def fmha_paged(
     return out, lse
 
 
-@torch.library.register_fake("attnops::fmha_plan")
-def _(
-    tile_order: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None,
-    cache_seqlens: Tensor | None,
-    tile_q: int,
-    causal: bool = True,
-    window_left: int = -1,
-) -> None:
-    return None
-
-
-@torch.library.register_fake("attnops::fmha_varlen")
-def _(
-    out: Tensor,
-    lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    tile_order: Tensor,
-    tile_q: int,
-    softmax_scale: float,
-    causal: bool = True,
-    window_left: int = -1,
-    window_right: int = -1,
-    logit_cap: float = 0.0,
-    sinks: Tensor | None = None,
-    tree_mask: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    report: Tensor | None = None,
-) -> None:
-    return None
-
-
-@torch.library.register_fake("attnops::fmha_paged")
-def _(
-    out: Tensor,
-    lse: Tensor | None,
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_table: Tensor,
-    kv_indptr: Tensor | None,
-    cache_seqlens: Tensor,
-    cu_seqlens_q: Tensor,
-    tile_order: Tensor,
-    tile_q: int,
-    softmax_scale: float,
-    causal: bool = True,
-    window_left: int = -1,
-    window_right: int = -1,
-    logit_cap: float = 0.0,
-    sinks: Tensor | None = None,
-    tree_mask: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    report: Tensor | None = None,
-) -> None:
-    return None
+for _op in ("fmha_plan", "fmha_varlen", "fmha_paged"):
+    register_fake(_op)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnops.ops._arguments import names_its_arguments, register_fake
 
+
+@names_its_arguments
 def merge_state(
     out_a: Tensor,
     lse_a: Tensor,
@@ -37,6 +40,7 @@ def merge_state(
     return out, lse
 
 
+@names_its_arguments
 def merge_states(
     outs: Tensor, lses: Tensor, *, out: Tensor | None = None, lse: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -63,11 +67,5 @@ def merge_states(
     return out, lse
 
 
-@torch.library.register_fake("attnops::merge_state")
-def _(out: Tensor, lse: Tensor, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
-    return None
-
-
-@torch.library.register_fake("attnops::merge_states")
-def _(out: Tensor, lse: Tensor, outs: Tensor, lses: Tensor) -> None:
-    return None
+register_fake("merge_state")
+register_fake("merge_states")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from attnops.metadata.plan import MLA_HEAD_DIM_V, MlaDecodePlan, check_plan_key
+from attnops.ops._arguments import by_request, explain, names_its_arguments, register_fake, shape_by_request
 
 
+@names_its_arguments
 def mla_decode_plan(plan: MlaDecodePlan, cache_seqlens: Tensor) -> None:
     """Divide a batch's KV tiles over the parts of a plan, from the lengths alone, on the device.
 
@@ -19,8 +20,13 @@ def mla_decode_plan(plan: MlaDecodePlan, cache_seqlens: Tensor) -> None:
         cache_seqlens: int32 ``[B]``, the new tokens included; below zero counts as zero.
 
     Raises:
-        RuntimeError: naming the argument that does not fit.
+        RuntimeError, ValueError: naming the argument that does not fit.
     """
+    if cache_seqlens.shape[0] != plan.batch_size:
+        raise ValueError(
+            f"attnops::mla_decode_plan: cache_seqlens.shape[0] must be {plan.batch_size} as in its plan, "
+            f"got {cache_seqlens.shape[0]}"
+        )
     torch.ops.attnops.mla_decode_plan.default(
         plan.tile_scheduler_metadata,
         plan.num_splits,
@@ -93,106 +99,65 @@ def mla_decode(
         ``(out, lse)``, lse natural log, None unless asked for. A row that sees no key has ``out = 0``, ``lse = -inf``.
 
     Raises:
+        TypeError: naming the argument that is no tensor, plan or number.
         ValueError: the plan was allocated for another geometry, which q's rank or batch does not fit.
         RuntimeError: naming the argument whose shape, dtype, stride, device or range does not fit; on the CPU also when
             the plan is not the one of these `cache_seqlens`.
 
     Source: absorbed MLA of DeepSeek-V2 (arXiv:2405.04434), section 2.1; split-KV as in FlashDecoding.
     """
-    if q.dim() == 4:
-        shape: Sequence[int] = q.shape
-    elif q.dim() == 3 and q.shape[0] % plan.seqlen_q == 0:
-        shape = (q.shape[0] // plan.seqlen_q, plan.seqlen_q, *q.shape[1:])
-    else:
-        raise ValueError(
-            f"attnops::mla_decode: q must be [B, {plan.seqlen_q}, H_q, D] or [B * {plan.seqlen_q}, H_q, D] "
-            f"as its plan, got {list(q.shape)}"
+    try:
+        shape = shape_by_request("mla_decode", q, plan.seqlen_q)
+        requests, seqlen_q, num_q_heads, _ = shape
+        if (
+            requests != plan.batch_size
+            or seqlen_q != plan.seqlen_q
+            or num_q_heads != plan.num_q_heads
+            or window_left != plan.window_left
+        ):
+            key = (requests, seqlen_q, num_q_heads, window_left)
+            check_plan_key("mla_decode", plan, dict(zip(plan.key, key, strict=True)), "q and window_left")
+        if out is None:
+            out = q.new_empty(*q.shape[:-1], MLA_HEAD_DIM_V)
+        if lse is None and (return_lse or sinks_in_lse):
+            lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        if q_pe is not None:
+            q_pe = by_request("mla_decode", "q_pe", q_pe, shape, 3)
+        if tree_mask is not None:
+            tree_mask = by_request("mla_decode", "tree_mask", tree_mask, shape, 2)
+
+        torch.ops.attnops.mla_decode.default(
+            out if out.dim() == 4 else by_request("mla_decode", "out", out, shape, 3),
+            lse if lse is None or lse.dim() == 3 else by_request("mla_decode", "lse", lse, shape, 2),
+            q if q.dim() == 4 else q.view(shape),
+            q_pe,
+            kv_pages,
+            page_table,
+            kv_indptr,
+            cache_seqlens,
+            plan.tile_scheduler_metadata,
+            plan.num_splits,
+            plan.out_partial,
+            plan.lse_partial,
+            plan.semaphores,
+            softmax_scale,
+            causal,
+            window_left,
+            logit_cap,
+            sinks,
+            tree_mask,
+            kv_scale,
+            plan.fixed_split_tokens,
+            report,
+            fp8_products,
         )
-    requests, seqlen_q, num_q_heads, _ = shape
-    if (
-        requests != plan.batch_size
-        or seqlen_q != plan.seqlen_q
-        or num_q_heads != plan.num_q_heads
-        or window_left != plan.window_left
-    ):
-        key = (requests, seqlen_q, num_q_heads, window_left)
-        check_plan_key(plan, dict(zip(plan.key, key, strict=True)))
-    if out is None:
-        out = q.new_empty(*q.shape[:-1], MLA_HEAD_DIM_V)
-    if lse is None and (return_lse or sinks_in_lse):
-        lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
-    if q_pe is not None and q_pe.dim() == 3:
-        q_pe = q_pe.unflatten(0, shape[:2])
-    if tree_mask is not None and tree_mask.dim() == 2:
-        tree_mask = tree_mask.unflatten(0, shape[:2])
-
-    torch.ops.attnops.mla_decode.default(
-        out if out.dim() == 4 else out.unflatten(0, shape[:2]),
-        lse if lse is None or lse.dim() == 3 else lse.unflatten(0, shape[:2]),
-        q if q.dim() == 4 else q.view(shape),
-        q_pe,
-        kv_pages,
-        page_table,
-        kv_indptr,
-        cache_seqlens,
-        plan.tile_scheduler_metadata,
-        plan.num_splits,
-        plan.out_partial,
-        plan.lse_partial,
-        plan.semaphores,
-        softmax_scale,
-        causal,
-        window_left,
-        logit_cap,
-        sinks,
-        tree_mask,
-        kv_scale,
-        plan.fixed_split_tokens,
-        report,
-        fp8_products,
-    )
-    if sinks_in_lse and sinks is not None and lse is not None:
-        lse.copy_(torch.where(lse == -math.inf, lse, torch.logaddexp(lse, sinks)))
-    return out, lse
+        if sinks_in_lse and sinks is not None and lse is not None:
+            lse.copy_(torch.where(lse == -math.inf, lse, torch.logaddexp(lse, sinks)))
+        return out, lse
+    except Exception as error:
+        explain(error, "attnops::mla_decode", mla_decode, locals())
+        raise
 
 
-@torch.library.register_fake("attnops::mla_decode_plan")
-def _(
-    tile_scheduler_metadata: Tensor,
-    num_splits: Tensor,
-    cache_seqlens: Tensor,
-    seqlen_q: int,
-    num_q_heads: int,
-    window_left: int = -1,
-    fixed_split_tokens: int = 0,
-) -> None:
-    return None
-
-
-@torch.library.register_fake("attnops::mla_decode")
-def _(
-    out: Tensor,
-    lse: Tensor | None,
-    q: Tensor,
-    q_pe: Tensor | None,
-    kv_pages: Tensor,
-    page_table: Tensor,
-    kv_indptr: Tensor | None,
-    cache_seqlens: Tensor,
-    tile_scheduler_metadata: Tensor,
-    num_splits: Tensor,
-    out_partial: Tensor,
-    lse_partial: Tensor,
-    semaphores: Tensor,
-    softmax_scale: float,
-    causal: bool = True,
-    window_left: int = -1,
-    logit_cap: float = 0.0,
-    sinks: Tensor | None = None,
-    tree_mask: Tensor | None = None,
-    kv_scale: Tensor | None = None,
-    fixed_split_tokens: int = 0,
-    report: Tensor | None = None,
-    fp8_products: bool = False,
-) -> None:
-    return None
+register_fake("mla_decode_plan")
+register_fake("mla_decode")

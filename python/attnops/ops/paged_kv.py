@@ -15,7 +15,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnops.ops._arguments import names_its_arguments, register_fake
 
+
+@names_its_arguments
 def build_page_table(
     req_to_token: Tensor,
     req_pool_indices: Tensor,
@@ -56,6 +59,7 @@ def build_page_table(
     return page_table
 
 
+@names_its_arguments
 def build_kv_indices(
     req_to_token: Tensor,
     req_pool_indices: Tensor,
@@ -106,6 +110,7 @@ def build_kv_indices(
     return kv_indptr, kv_indices, kv_last_page_len
 
 
+@names_its_arguments
 def build_cu_seqlens(seqlens: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
     """Exclusive prefix sum of lengths, with the total at the end.
 
@@ -125,6 +130,7 @@ def build_cu_seqlens(seqlens: Tensor, *, cu_seqlens: Tensor | None = None) -> Te
     return cu_seqlens
 
 
+@names_its_arguments
 def translate_slots(
     slots: Tensor, slot_map: Tensor, *, out: Tensor | None = None, report: Tensor | None = None
 ) -> Tensor:
@@ -147,6 +153,7 @@ def translate_slots(
     return out
 
 
+@names_its_arguments
 def store_kv(
     k_pages: Tensor,
     v_pages: Tensor,
@@ -176,6 +183,7 @@ def store_kv(
     torch.ops.attnops.store_kv(k_pages, v_pages, k, v, out_cache_loc, k_scale, v_scale, report)
 
 
+@names_its_arguments
 def store_mla_kv(
     kv_pages: Tensor,
     latent: Tensor,
@@ -208,11 +216,7 @@ def store_mla_kv(
     torch.ops.attnops.store_mla_kv(kv_pages, latent, k_pe, out_cache_loc, kv_scale, report)
 
 
-def _writes_only(*args: object) -> None:
-    """The fake of every op here: each writes into tensors that it is given and returns nothing."""
-
-
-for _name in (
+for _op in (
     "build_page_table",
     "build_kv_indices",
     "build_cu_seqlens",
@@ -220,4 +224,4 @@ for _name in (
     "store_kv",
     "store_mla_kv",
 ):
-    torch.library.register_fake(f"attnops::{_name}", _writes_only)
+    register_fake(_op)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from attnops.metadata.plan import XqaDecodePlan, check_plan_key
+from attnops.ops._arguments import by_request, explain, names_its_arguments, register_fake, shape_by_request
 
 
+@names_its_arguments
 def xqa_decode_plan(plan: XqaDecodePlan, cache_seqlens: Tensor) -> None:
     """Divide a batch's KV tiles over the parts of a plan, from the lengths alone, on the device.
 
@@ -19,8 +20,13 @@ def xqa_decode_plan(plan: XqaDecodePlan, cache_seqlens: Tensor) -> None:
         cache_seqlens: int32 ``[B]``, the new tokens included; below zero counts as zero.
 
     Raises:
-        RuntimeError: naming the argument that does not fit.
+        RuntimeError, ValueError: naming the argument that does not fit.
     """
+    if cache_seqlens.shape[0] != plan.batch_size:
+        raise ValueError(
+            f"attnops::xqa_decode_plan: cache_seqlens.shape[0] must be {plan.batch_size} as in its plan, "
+            f"got {cache_seqlens.shape[0]}"
+        )
     torch.ops.attnops.xqa_decode_plan.default(
         plan.tile_scheduler_metadata,
         plan.num_splits,
@@ -85,109 +91,65 @@ def xqa_decode(
         ``(out, lse)``, lse natural log, None unless asked for. A row that sees no key has ``out = 0``, ``lse = -inf``.
 
     Raises:
+        TypeError: naming the argument that is no tensor, plan or number.
         ValueError: q's rank is neither, or the plan was allocated for another geometry.
         RuntimeError: naming the argument whose shape, dtype, stride, device or range does not fit; on the CPU also when
             the plan is not the one of these `cache_seqlens`.
 
     Source: the online softmax of FlashAttention-2 (arXiv:2307.08691) over a split-KV plan as in FlashDecoding.
     """
-    if q.dim() == 4:
-        shape: Sequence[int] = q.shape
-    elif q.dim() == 3 and q.shape[0] % plan.seqlen_q == 0:
-        shape = (q.shape[0] // plan.seqlen_q, plan.seqlen_q, *q.shape[1:])
-    else:
-        raise ValueError(
-            f"attnops::xqa_decode: q must be [B, {plan.seqlen_q}, H_q, D] or [B * {plan.seqlen_q}, H_q, D] "
-            f"as its plan, got {list(q.shape)}"
+    try:
+        shape = shape_by_request("xqa_decode", q, plan.seqlen_q)
+        requests, seqlen_q, num_q_heads, head_dim = shape
+        if (
+            requests != plan.batch_size
+            or seqlen_q != plan.seqlen_q
+            or num_q_heads != plan.num_q_heads
+            or head_dim != plan.head_dim
+            or k_pages.shape[2] != plan.num_kv_heads
+            or window_left != plan.window_left
+        ):
+            key = (requests, seqlen_q, num_q_heads, k_pages.shape[2], head_dim, window_left)
+            check_plan_key("xqa_decode", plan, dict(zip(plan.key, key, strict=True)), "q, k_pages and window_left")
+        if out is None:
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        if lse is None and (return_lse or sinks_in_lse):
+            lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        if tree_mask is not None:
+            tree_mask = by_request("xqa_decode", "tree_mask", tree_mask, shape, 2)
+
+        torch.ops.attnops.xqa_decode.default(
+            out if out.dim() == 4 else by_request("xqa_decode", "out", out, shape, 3),
+            lse if lse is None or lse.dim() == 3 else by_request("xqa_decode", "lse", lse, shape, 2),
+            q if q.dim() == 4 else q.view(shape),
+            k_pages,
+            v_pages,
+            page_table,
+            kv_indptr,
+            cache_seqlens,
+            plan.tile_scheduler_metadata,
+            plan.num_splits,
+            plan.out_partial,
+            plan.lse_partial,
+            plan.semaphores,
+            head_dim**-0.5 if softmax_scale is None else softmax_scale,
+            causal,
+            window_left,
+            logit_cap,
+            sinks,
+            tree_mask,
+            k_scale,
+            v_scale,
+            plan.fixed_split_tokens,
+            report,
         )
-    requests, seqlen_q, num_q_heads, head_dim = shape
-    if (
-        requests != plan.batch_size
-        or seqlen_q != plan.seqlen_q
-        or num_q_heads != plan.num_q_heads
-        or head_dim != plan.head_dim
-        or k_pages.shape[2] != plan.num_kv_heads
-        or window_left != plan.window_left
-    ):
-        key = (requests, seqlen_q, num_q_heads, k_pages.shape[2], head_dim, window_left)
-        check_plan_key(plan, dict(zip(plan.key, key, strict=True)))
-    if out is None:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    if lse is None and (return_lse or sinks_in_lse):
-        lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
-    if tree_mask is not None and tree_mask.dim() == 2:
-        tree_mask = tree_mask.unflatten(0, shape[:2])
-
-    torch.ops.attnops.xqa_decode.default(
-        out if out.dim() == 4 else out.view(shape),
-        lse if lse is None or lse.dim() == 3 else lse.view(shape[:3]),
-        q if q.dim() == 4 else q.view(shape),
-        k_pages,
-        v_pages,
-        page_table,
-        kv_indptr,
-        cache_seqlens,
-        plan.tile_scheduler_metadata,
-        plan.num_splits,
-        plan.out_partial,
-        plan.lse_partial,
-        plan.semaphores,
-        head_dim**-0.5 if softmax_scale is None else softmax_scale,
-        causal,
-        window_left,
-        logit_cap,
-        sinks,
-        tree_mask,
-        k_scale,
-        v_scale,
-        plan.fixed_split_tokens,
-        report,
-    )
-    if sinks_in_lse and sinks is not None and lse is not None:
-        lse.copy_(torch.where(lse == -math.inf, lse, torch.logaddexp(lse, sinks)))
-    return out, lse
+        if sinks_in_lse and sinks is not None and lse is not None:
+            lse.copy_(torch.where(lse == -math.inf, lse, torch.logaddexp(lse, sinks)))
+        return out, lse
+    except Exception as error:
+        explain(error, "attnops::xqa_decode", xqa_decode, locals())
+        raise
 
 
-@torch.library.register_fake("attnops::xqa_decode_plan")
-def _(
-    tile_scheduler_metadata: Tensor,
-    num_splits: Tensor,
-    cache_seqlens: Tensor,
-    seqlen_q: int,
-    num_kv_heads: int,
-    window_left: int = -1,
-    fixed_split_tokens: int = 0,
-) -> None:
-    return None
-
-
-@torch.library.register_fake("attnops::xqa_decode")
-def _(
-    out: Tensor,
-    lse: Tensor | None,
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_table: Tensor,
-    kv_indptr: Tensor | None,
-    cache_seqlens: Tensor,
-    tile_scheduler_metadata: Tensor,
-    num_splits: Tensor,
-    out_partial: Tensor,
-    lse_partial: Tensor,
-    semaphores: Tensor,
-    softmax_scale: float,
-    causal: bool = True,
-    window_left: int = -1,
-    logit_cap: float = 0.0,
-    sinks: Tensor | None = None,
-    tree_mask: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    fixed_split_tokens: int = 0,
-    report: Tensor | None = None,
-) -> None:
-    # A meta tensor among real ones brings a call here; the other devices have their own checks.
-    for name, tensor in locals().items():
-        if isinstance(tensor, Tensor) and tensor.device.type != q.device.type:
-            raise RuntimeError(f"attnops::xqa_decode: {name} must be on {q.device} as q, got {tensor.device}")
+register_fake("xqa_decode_plan")
+register_fake("xqa_decode")

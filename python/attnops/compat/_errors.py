@@ -1,0 +1,42 @@
+"""Errors of this package: they name the peer's function and its argument, also where an op below found the fault."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from attnops.ops._arguments import explain, given_arguments
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_OURS = ("attnops::", "XqaDecodePlan.", "MlaDecodePlan.", "FmhaPlan.")
+
+
+def names_the_peers(name: str, **peers: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A decorator: what an op or plan below says gets the function's name in front, and the peer's words behind.
+
+    Args:
+        name: Of the peer's function.
+        peers: The peer's argument, by ours: ``page_table="block_tables"``.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: P.args, **options: P.kwargs) -> R:
+            try:
+                return function(*args, **options)
+            except Exception as error:
+                explain(error, f"attnops.compat: {name}", function, given_arguments(function, args, options))
+                text = str(error)
+                if not text.startswith(_OURS):
+                    raise
+                words = [f"{ours} is {peer}" for ours, peer in peers.items() if re.search(rf"\b{ours}\b", text)]
+                note = f" (of {name}: {', '.join(words)})" if words else ""
+                raise type(error)(f"attnops.compat: {name}: {text}{note}") from error
+
+        return call
+
+    return decorate

@@ -1,0 +1,183 @@
+"""A right call of every function of `attnops.ops` and `attnops.compat`, on the CPU, to be spoiled by tests."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from attnops import ops
+from attnops.compat import flash_attn_interface, flash_mla, flashinfer, sgl_kernel
+from attnops.metadata import FmhaPlan
+from mla_calls import plan_for
+from problems import mla_problem, paged_problem, ragged_problem
+from torch import Tensor
+from xqa_decoding import make_plan
+
+LENGTHS = [40, 20, 7]
+WORKSPACE = torch.zeros(1 << 10, dtype=torch.uint8)
+
+Call = tuple[Callable[..., Any], dict[str, Any]]
+
+
+def states() -> tuple[Tensor, Tensor]:
+    return torch.randn(4, 3, 64), torch.randn(4, 3)
+
+
+def ops_calls() -> dict[str, Call]:
+    """By name: the function and its arguments, new tensors at every call."""
+    gqa, mla, ragged = paged_problem(LENGTHS), mla_problem(LENGTHS, num_q_heads=5), ragged_problem([5, 7])
+    extend, prefill = FmhaPlan.allocate(3, 3), FmhaPlan.allocate(15, 2)
+    ops.fmha_plan(extend, gqa.cu_seqlens_q, cache_seqlens=gqa.cache_seqlens)
+    ops.fmha_plan(prefill, ragged.cu_seqlens_q, ragged.cu_seqlens_k)
+    (out, lse), (out_b, lse_b) = states(), states()
+    rows = {"req_to_token": torch.zeros(5, 64, dtype=torch.int32), "req_pool_indices": torch.tensor([0, 1, 2])}
+    pages = {"cache_seqlens": gqa.cache_seqlens, "page_size": 16}
+    paged = {
+        "q": gqa.q,
+        "k_pages": gqa.k_pages,
+        "v_pages": gqa.v_pages,
+        "page_table": gqa.page_table,
+        "cache_seqlens": gqa.cache_seqlens,
+    }
+    latents = {"q": mla.q, "kv_pages": mla.kv_pages, "page_table": mla.page_table, "cache_seqlens": mla.cache_seqlens}
+    sinks = {"sinks": torch.zeros(8)}
+    keys = {"k": ragged.k, "v": ragged.v, "cu_seqlens_q": ragged.cu_seqlens_q, "cu_seqlens_k": ragged.cu_seqlens_k}
+    slots = torch.arange(4)
+    new = torch.randn(4, 2, 64).bfloat16()
+    arguments: dict[str, dict[str, Any]] = {
+        "xqa_decode_plan": {"plan": make_plan(gqa), "cache_seqlens": gqa.cache_seqlens},
+        "xqa_decode": paged | sinks | {"plan": make_plan(gqa), "out": torch.empty_like(gqa.q), "lse": torch.ones(3, 8)},
+        "mla_decode_plan": {"plan": plan_for(mla), "cache_seqlens": mla.cache_seqlens},
+        "mla_decode": latents | {"plan": plan_for(mla), "softmax_scale": 0.1, "sinks": torch.zeros(5)},
+        "fmha_plan": {"plan": prefill, "cu_seqlens_q": ragged.cu_seqlens_q, "cu_seqlens_k": ragged.cu_seqlens_k},
+        "fmha_varlen": {"q": ragged.q, **keys, "plan": prefill, **sinks},
+        "fmha_paged": paged | sinks | {"cu_seqlens_q": gqa.cu_seqlens_q, "plan": extend},
+        "merge_state": {"out_a": out, "lse_a": lse, "out_b": out_b, "lse_b": lse_b},
+        "merge_states": {"outs": torch.stack([out, out_b]), "lses": torch.stack([lse, lse_b])},
+        "build_page_table": rows | pages,
+        "build_kv_indices": rows | pages,
+        "build_cu_seqlens": {"seqlens": gqa.cache_seqlens},
+        "translate_slots": {"slots": slots, "slot_map": torch.arange(9)},
+        "store_kv": {"k_pages": gqa.k_pages, "v_pages": gqa.v_pages, "k": new, "v": new, "out_cache_loc": slots},
+        "store_mla_kv": {"kv_pages": mla.kv_pages, "latent": mla.q[0, :4], "out_cache_loc": slots},
+    }
+    return {name: (getattr(ops, name), given) for name, given in arguments.items()}
+
+
+def decode_wrapper_plan(problem) -> dict[str, Any]:
+    indptr = torch.tensor([0, 3, 5, 6], dtype=torch.int32)
+    return {
+        "indptr": indptr,
+        "indices": torch.arange(6, dtype=torch.int32),
+        "last_page_len": torch.tensor([8, 4, 7], dtype=torch.int32),
+        "num_qo_heads": 8,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "page_size": 16,
+        "q_data_type": "bfloat16",
+    }
+
+
+def mla_wrapper_plan(problem) -> dict[str, Any]:
+    return {
+        "qo_indptr": torch.arange(4, dtype=torch.int32),
+        "kv_indptr": problem.kv_indptr,
+        "kv_indices": problem.kv_indices,
+        "kv_len_arr": problem.cache_seqlens,
+        "num_heads": 5,
+        "head_dim_ckv": 512,
+        "head_dim_kpe": 64,
+        "page_size": 64,
+        "causal": False,
+        "sm_scale": 0.1,
+        "q_data_type": torch.bfloat16,
+        "kv_data_type": torch.bfloat16,
+    }
+
+
+def compat_calls() -> dict[str, Call]:
+    """By the name that messages have."""
+    gqa, mla, ragged = paged_problem(LENGTHS), mla_problem(LENGTHS, num_q_heads=5), ragged_problem([5, 7])
+    (out, lse), (out_b, lse_b) = states(), states()
+    gqa_wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+    gqa_wrapper.plan(**decode_wrapper_plan(gqa))
+    mla_wrapper = flashinfer.BatchMLAPagedAttentionWrapper(WORKSPACE)
+    mla_wrapper.plan(**mla_wrapper_plan(mla))
+    new_gqa_wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+    new_mla_wrapper = flashinfer.BatchMLAPagedAttentionWrapper(WORKSPACE)
+    tables = {"block_tables": gqa.page_table, "seq_lens": gqa.cache_seqlens, "max_seq_len": 64}
+    mla_tables = tables | {"block_tables": mla.page_table}
+    latent, rope = mla.kv_pages[..., :512], mla.kv_pages[..., 512:]
+    q_nope, q_pe = mla.q[..., :512], mla.q[..., 512:]
+    size = sgl_kernel.cutlass_mla_get_workspace_size(64, 3, device="cpu")
+    return {
+        "merge_state": (flashinfer.merge_state, {"v_a": out, "s_a": lse, "v_b": out_b, "s_b": lse_b}),
+        "BatchDecodeWithPagedKVCacheWrapper": (
+            flashinfer.BatchDecodeWithPagedKVCacheWrapper,
+            {"float_workspace_buffer": WORKSPACE},
+        ),
+        "BatchDecodeWithPagedKVCacheWrapper.plan": (new_gqa_wrapper.plan, decode_wrapper_plan(gqa)),
+        "BatchDecodeWithPagedKVCacheWrapper.run": (
+            gqa_wrapper.run,
+            {"q": gqa.q, "paged_kv_cache": (gqa.k_pages, gqa.v_pages), "sinks": torch.zeros(8)},
+        ),
+        "BatchMLAPagedAttentionWrapper": (
+            flashinfer.BatchMLAPagedAttentionWrapper,
+            {"float_workspace_buffer": WORKSPACE},
+        ),
+        "BatchMLAPagedAttentionWrapper.plan": (new_mla_wrapper.plan, mla_wrapper_plan(mla)),
+        "BatchMLAPagedAttentionWrapper.run": (
+            mla_wrapper.run,
+            {"q_nope": q_nope, "q_pe": q_pe, "ckv_cache": latent, "kpe_cache": rope},
+        ),
+        "trtllm_batch_decode_with_kv_cache": (
+            flashinfer.trtllm_batch_decode_with_kv_cache,
+            tables
+            | {"query": gqa.q, "kv_cache": (gqa.k_pages, gqa.v_pages), "kv_layout": "NHD", "bmm1_scale": 0.1}
+            | {"workspace_buffer": WORKSPACE},
+        ),
+        "trtllm_batch_decode_with_kv_cache_mla": (
+            flashinfer.trtllm_batch_decode_with_kv_cache_mla,
+            mla_tables
+            | {"query": mla.q_by_request, "kv_cache": mla.kv_pages, "workspace_buffer": WORKSPACE, "bmm1_scale": 0.1}
+            | {"qk_nope_head_dim": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64},
+        ),
+        "xqa": (
+            flashinfer.xqa,
+            {"q": gqa.q.unsqueeze(1), "k_cache": gqa.k_pages, "v_cache": gqa.v_pages, "page_table": gqa.page_table}
+            | {"seq_lens": gqa.cache_seqlens.unsqueeze(1), "output": torch.empty_like(gqa.q).unsqueeze(1)}
+            | {"workspace_buffer": WORKSPACE, "semaphores": WORKSPACE, "num_kv_heads": 2, "page_size": 16},
+        ),
+        "flash_attn_with_kvcache": (
+            flash_attn_interface.flash_attn_with_kvcache,
+            {"q": gqa.q_by_request, "k_cache": gqa.k_pages, "v_cache": gqa.v_pages, "causal": True}
+            | {"cache_seqlens": gqa.cache_seqlens, "page_table": gqa.page_table, "sinks": torch.zeros(8)},
+        ),
+        "flash_attn_varlen_func": (
+            flash_attn_interface.flash_attn_varlen_func,
+            {"q": ragged.q, "k": ragged.k, "v": ragged.v, "max_seqlen_q": 7, "max_seqlen_k": 7}
+            | {"cu_seqlens_q": ragged.cu_seqlens_q, "cu_seqlens_k": ragged.cu_seqlens_k},
+        ),
+        "get_mla_metadata": (
+            flash_mla.get_mla_metadata,
+            {"cache_seqlens": mla.cache_seqlens, "num_q_tokens_per_head_k": 5},
+        ),
+        "flash_mla_with_kvcache": (
+            flash_mla.flash_mla_with_kvcache,
+            {"q": mla.q_by_request, "k_cache": mla.kv_pages.unsqueeze(2), "block_table": mla.page_table}
+            | {"cache_seqlens": mla.cache_seqlens, "head_dim_v": 512, "attn_sink": torch.zeros(5)}
+            | {"tile_scheduler_metadata": flash_mla.get_mla_metadata()[0]},
+        ),
+        "merge_state_v2": (sgl_kernel.merge_state_v2, {"v_a": out, "s_a": lse, "v_b": out_b, "s_b": lse_b}),
+        "cutlass_mla_get_workspace_size": (
+            functools.partial(sgl_kernel.cutlass_mla_get_workspace_size, device="cpu"),
+            {"max_seq_len": 64, "num_batches": 3},
+        ),
+        "cutlass_mla_decode": (
+            sgl_kernel.cutlass_mla_decode,
+            {"q_nope": q_nope, "q_pe": q_pe, "kv_c_and_k_pe_cache": mla.kv_pages, "seq_lens": mla.cache_seqlens}
+            | {"page_table": mla.page_table, "workspace": torch.zeros(size, dtype=torch.uint8), "sm_scale": 0.1},
+        ),
+    }
