@@ -124,6 +124,19 @@ def test_fp8_queries_over_a_dense_fp8_cache(heads, device):
     assert_lse_close(lse.transpose(1, 2).flatten(0, 1).cpu()[seen], expected_lse[seen], 0.3)
 
 
+@pytest.mark.parametrize("rounded", [True, False])
+def test_products_may_be_rounded_to_e4m3_where_the_peer_rounds_them(rounded, monkeypatch):
+    """With e4m3 queries, and not with 16-bit ones over the same cache."""
+    seen = []
+    op = flash_mla.ops.mla_decode
+    monkeypatch.setattr(flash_mla.ops, "mla_decode", lambda *a, **o: seen.append(o["fp8_products"]) or op(*a, **o))
+    problem = mla_problem(LENGTHS, kv_dtype=FP8)
+    if rounded:
+        problem = dataclasses.replace(problem, q=problem.q.to(FP8))
+    call(problem, flash_mla.get_mla_metadata(), is_fp8_kvcache=True, descale_k=problem.kv_scale)
+    assert seen == [rounded]
+
+
 @pytest.mark.parametrize(
     "argument",
     ["indices", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length"],

@@ -9,20 +9,12 @@ import torch
 from attnops import reference
 from attnops.compat import flashinfer
 from checks import MAX_RELATIVE_ERROR, assert_lse_close, relative_error
-from problems import FP8, mla_problem, paged_problem, random_tree_mask
+from flashinfer_paging import csr
+from problems import FP8, paged_problem, random_tree_mask
 
 BOUND = MAX_RELATIVE_ERROR[torch.bfloat16]
 LENGTHS = [130, 5, 64, 0]
 WORKSPACE = torch.zeros(1, dtype=torch.uint8)
-
-
-def csr(problem, page_size: int):
-    """FlashInfer's three arrays: dense CSR and the tokens in each last page."""
-    counts = -(-problem.cache_seqlens // page_size)
-    indptr = torch.cat([torch.zeros(1), counts.cumsum(0)]).int()
-    rows = [problem.page_table[b, :count] for b, count in enumerate(counts.tolist())]
-    last = problem.cache_seqlens - (counts - 1).clamp(min=0) * page_size
-    return indptr, torch.cat(rows), last.int()
 
 
 def check(out, lse, expected, bound=BOUND):
@@ -50,6 +42,9 @@ def test_decode_wrapper(q_len, page_size, layout):
     expected = problem.expected(softmax_scale=0.1, window_left=20, logit_cap=3.0, sinks=sinks)
     check(out, lse, expected)
     assert (lse == -math.inf).any(), "an empty row is -inf"
+    given = torch.full_like(lse, math.nan)
+    assert torch.equal(wrapper.run(problem.q, cache, q_scale=0.5, sinks=sinks, lse=given), out)
+    assert torch.equal(given, lse), "an lse is written also where it is not returned"
 
 
 def test_decode_wrapper_with_graph_buffers_keeps_its_addresses():
@@ -120,7 +115,8 @@ def test_trtllm_batch_decode(q_len, kv_dtype):
     tree = random_tree_mask([q_len] * 3)
     words = torch.zeros(3, q_len, -(-q_len // 32) * 4, dtype=torch.uint8)
     words[..., : tree.shape[-1]] = tree.view(3, q_len, -1)
-    out = flashinfer.trtllm_batch_decode_with_kv_cache(
+    lse = torch.full((3 * q_len, 8), math.nan)
+    out, returned = flashinfer.trtllm_batch_decode_with_kv_cache(
         problem.q,
         (problem.k_pages.transpose(1, 2), problem.v_pages.transpose(1, 2)),
         WORKSPACE,
@@ -133,8 +129,11 @@ def test_trtllm_batch_decode(q_len, kv_dtype):
         sinks=[sinks],
         q_len_per_req=q_len,
         mask=words.view(torch.uint16),
+        lse=lse,
+        return_lse=True,
     )
-    check(out, None, problem.expected(softmax_scale=0.2, window_left=20, sinks=sinks, tree_mask=tree))
+    assert returned is lse
+    check(out, lse, problem.expected(softmax_scale=0.2, window_left=20, sinks=sinks, tree_mask=tree))
 
 
 @pytest.mark.parametrize("tensor", [False, True])
@@ -198,6 +197,9 @@ def test_functions_name_what_they_do_not_honour():
         {"backend": "xqa"},
         {"max_q_len": 4},
         {"cum_seq_lens_q": torch.ones(2)},
+        {"skip_softmax_threshold_scale_factor": 0.1},
+        {"kv_cache_sf": (torch.ones(1), torch.ones(1))},
+        {"uses_shared_paged_kv_idx": False},
         {"bmm1_scale": torch.ones(1)},
         {"bmm2_scale": 2.0},
     ):
@@ -229,67 +231,3 @@ def test_merge_state_is_in_base_2():
     out, s = flashinfer.merge_state(v_a, s_a, v_b, s_b)
     assert relative_error(out, weight * v_a + (1 - weight) * v_b) <= 1e-5
     assert_lse_close(s, torch.log2(torch.exp2(s_a.double()) + torch.exp2(s_b.double())))
-
-
-def plan_mla(wrapper, problem, q_len, page_size, causal=True, dtype=torch.bfloat16):
-    indptr, indices, _ = csr(problem, page_size)
-    heads, kv_dtype = problem.q.shape[1], problem.kv_pages.dtype
-    lens, qo = problem.cache_seqlens, problem.cu_seqlens_q
-    wrapper.plan(qo, indptr, indices, lens, heads, 512, 64, page_size, causal, 0.1, dtype, kv_dtype)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("q_len", "page_size", "graph"), [(1, 1, False), (3, 64, False), (1, 32, True)])
-def test_mla_wrapper(q_len, page_size, graph, causal):
-    buffers = [torch.zeros(n, dtype=torch.int32) for n in (5, 5, 200, 4)] if graph else []
-    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(WORKSPACE, graph, *buffers)
-    for seed in (0, 1):
-        problem = mla_problem(LENGTHS, q_len, page_size=page_size, seed=seed)
-        plan_mla(wrapper, problem, q_len, page_size, causal)
-        q, pages = problem.q, problem.kv_pages
-        parts = (q[..., :512], q[..., 512:], pages[..., :512], pages[..., 512:])
-        out, lse = wrapper.run(*parts, return_lse=True)
-        expected = problem.expected(softmax_scale=0.1, causal=causal)
-        check(out, lse, expected)
-        _, natural = wrapper.run(*parts, return_lse=True, return_lse_base_on_e=True)
-        assert_lse_close(natural, expected[1])
-
-
-def test_mla_wrapper_names_what_it_does_not_honour():
-    problem = mla_problem([5, 9], [2, 1])
-    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(WORKSPACE)
-    with pytest.raises(NotImplementedError, match=r"qo_indptr with \[1, 2\] tokens per request"):
-        plan_mla(wrapper, problem, 1, 64)
-    problem = mla_problem([5, 9])
-    plan_mla(wrapper, problem, 1, 64)
-    q, pages = problem.q, problem.kv_pages
-    parts = (q[..., :512], q[..., 512:], pages[..., :512])
-    with pytest.raises(NotImplementedError, match="ckv_cache and kpe_cache in two pools"):
-        wrapper.run(*parts, pages[..., 512:].clone())
-    for argument in ("profiler_buffer", "kv_len", "page_table"):
-        with pytest.raises(NotImplementedError, match=f"does not honour {argument}=a tensor"):
-            wrapper.run(*parts, pages[..., 512:], **{argument: torch.zeros(1)})
-
-
-@pytest.mark.parametrize("kv_dtype", [None, FP8])
-@pytest.mark.parametrize("q_len", [1, 3])
-def test_trtllm_mla(q_len, kv_dtype):
-    problem = mla_problem(LENGTHS, q_len, kv_dtype=kv_dtype, page_size=32)
-    scale = 1.0 if kv_dtype is None else problem.kv_scale.item()
-    sinks = torch.randn(16)
-    pages = problem.kv_pages.unsqueeze(1)
-    arguments = (problem.q_by_request, pages, WORKSPACE, 128, 512, 64, problem.page_table, problem.cache_seqlens, 192)
-    out = flashinfer.trtllm_batch_decode_with_kv_cache_mla(
-        *arguments, bmm1_scale=0.1 * scale, bmm2_scale=scale, sinks=sinks
-    )
-    assert out.shape == (4, q_len, 16, 512)
-    check(out.flatten(0, 1), None, problem.expected(softmax_scale=0.1, sinks=sinks))
-    for options in (
-        {"sparse_mla_top_k": 64},
-        {"skip_softmax_threshold_scale_factor": 0.1},
-        {"enable_pdl": True},
-        {"backend": "xqa"},
-        {"bmm1_scale": torch.ones(1)},
-    ):
-        with pytest.raises(NotImplementedError, match=next(iter(options))):
-            flashinfer.trtllm_batch_decode_with_kv_cache_mla(*arguments, **options)

@@ -208,7 +208,13 @@ def trtllm_batch_decode_with_kv_cache_mla(
     skip_softmax_threshold_scale_factor: float | None = None,
     enable_pdl: bool | None = None,
     backend: str = "auto",
-) -> Tensor:
+    is_var_seq: bool = True,
+    uses_shared_paged_kv_idx: bool = True,
+    lse: Tensor | None = None,
+    return_lse: bool = False,
+    *,
+    return_lse_base: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
     """`attnops.ops.mla_decode` with FlashInfer's folded scales; several query tokens are causal among themselves.
 
     Args:
@@ -218,9 +224,13 @@ def trtllm_batch_decode_with_kv_cache_mla(
         block_tables: int32 ``[B, max_pages]``. seq_lens: int32 ``[B]``.
         bmm1_scale: q scale x k scale x softmax scale, a number. bmm2_scale: of the values; with an FP8 cache the scale
             of the latents, which bmm1_scale must hold, too.
+        is_var_seq: Taken: lengths may always differ.
+        lse: float32 ``[B, q_len, H]`` or ``[B * q_len, H]``, written when given.
+        return_lse_base: "base2" or "basee"; None is base 2.
 
     Returns:
-        ``[B, q_len, H, 512]``.
+        ``[B, q_len, H, 512]``, or with `return_lse` ``(out, lse)``, lse in the shape of the given one or
+        ``[B * q_len, H]``, -inf for an empty row.
     """
     name = "trtllm_batch_decode_with_kv_cache_mla"
     require_default(
@@ -230,23 +240,31 @@ def trtllm_batch_decode_with_kv_cache_mla(
             "skip_softmax_threshold_scale_factor": "no probability is dropped here; leave it None",
             "enable_pdl": LEAVE_PDL,
             "backend": ONE_KERNEL,
+            "uses_shared_paged_kv_idx": "a latent is key and value at once; leave it True",
         },
-        {"sparse_mla_top_k": 0, "backend": "auto"},
+        {"sparse_mla_top_k": 0, "backend": "auto", "uses_shared_paged_kv_idx": True},
         locals(),
     )
     if (kv_lora_rank, qk_rope_head_dim) != (512, 64):
         raise refuse(name, f"kv_lora_rank={kv_lora_rank}, qk_rope_head_dim={qk_rope_head_dim}", "512 and 64 are served")
     if isinstance(bmm1_scale, Tensor) or isinstance(bmm2_scale, Tensor):
         raise refuse(name, "bmm1_scale or bmm2_scale=a tensor", "give numbers, with the softmax scale in bmm1_scale")
+    if return_lse_base not in (None, "base2", "basee"):
+        raise ValueError(
+            f"attnops.compat: {name}: return_lse_base must be base2, basee or None, got {return_lse_base!r}"
+        )
     if bmm2_scale == 0:
         raise ValueError(f"attnops.compat: {name}: bmm2_scale must not be 0")
     pages = kv_cache.squeeze(1) if kv_cache.dim() == 4 else kv_cache
     kv_scale = as_scale(name, "bmm2_scale", bmm2_scale, pages)  # the op scales keys by it, too, so bmm1 leaves it out
     batch_size, seqlen_q, num_q_heads, _ = query.shape
+    rows = query.flatten(0, 1)
+    flat_lse = lse.view(rows.shape[:2]) if lse is not None and lse.shape == query.shape[:3] else lse
+    check_lse(name, flat_lse, rows)
     lens = as_int32(name, "seq_lens", seq_lens, query.device)
     plan = MlaDecodePlan.allocate(batch_size, seqlen_q=seqlen_q, num_q_heads=num_q_heads, device=query.device)
     ops.mla_decode_plan(plan, lens)
-    return ops.mla_decode(
+    result, natural = ops.mla_decode(
         query,
         pages,
         block_tables,
@@ -256,4 +274,9 @@ def trtllm_batch_decode_with_kv_cache_mla(
         sinks=as_sinks(sinks, num_q_heads, name),
         kv_scale=kv_scale,
         out=out,
-    )[0]
+        return_lse=return_lse or lse is not None,
+    )
+    if natural is None:
+        return result
+    given = with_lse(result, natural.flatten(0, 1), flat_lse, True, return_lse_base == "basee")
+    return (result, given[1] if lse is None else lse) if return_lse else result

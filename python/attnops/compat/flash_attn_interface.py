@@ -64,7 +64,7 @@ def flash_attn_with_kvcache(
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
-    attention_chunk: int = 0,
+    attention_chunk: int | None = 0,
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     scheduler_metadata: Tensor | None = None,
@@ -94,6 +94,7 @@ def flash_attn_with_kvcache(
         ``out`` as q, or ``(out, lse)``: natural log ``[B, H_q, S_q]`` or ``[H_q, T]``, -inf for an empty row.
     """
     name = "flash_attn_with_kvcache"
+    attention_chunk = attention_chunk or 0  # sgl_kernel's default is None
     require_default(name, _INSTEAD, {"attention_chunk": 0, "sm_margin": 0}, locals())
     if num_splits not in (0, 1):
         raise refuse(name, f"num_splits={num_splits}", _SPLITS)
@@ -183,7 +184,7 @@ def flash_attn_varlen_func(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     window_size: tuple[int, int] = (-1, -1),
-    attention_chunk: int = 0,
+    attention_chunk: int | None = 0,
     softcap: float = 0.0,
     num_splits: int = 1,
     pack_gqa: bool | None = None,
@@ -208,6 +209,7 @@ def flash_attn_varlen_func(
     used = "cut the tensors to the tokens in use"
     instead = {key: _INSTEAD[key] for key in ("qv", "q_descale", "attention_chunk", "sm_margin")}
     instead |= {"seqused_q": used, "seqused_k": used}
+    attention_chunk = attention_chunk or 0
     require_default(name, instead, {"attention_chunk": 0, "sm_margin": 0}, locals())
     if num_splits not in (0, 1):
         raise refuse(name, f"num_splits={num_splits}", "keys are not split here; leave 1")

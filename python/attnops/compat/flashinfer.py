@@ -18,11 +18,13 @@ from attnops.compat._convert import (
     as_scale,
     as_sinks,
     as_tree_mask,
+    check_lse,
     from_log2,
     refuse,
     require_default,
     split_kv,
     to_log2,
+    with_lse,
 )
 from attnops.compat._errors import names_the_peers
 from attnops.compat._flashinfer_mla import BatchMLAPagedAttentionWrapper, trtllm_batch_decode_with_kv_cache_mla
@@ -80,7 +82,12 @@ def trtllm_batch_decode_with_kv_cache(
     mask: Tensor | None = None,
     max_q_len: int | None = None,
     cum_seq_lens_q: Tensor | None = None,
-) -> Tensor:
+    skip_softmax_threshold_scale_factor: float | None = None,
+    kv_cache_sf: tuple[Tensor, Tensor] | None = None,
+    uses_shared_paged_kv_idx: bool = True,
+    lse: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """`attnops.ops.xqa_decode` with FlashInfer's folded scales.
 
     Args:
@@ -90,9 +97,10 @@ def trtllm_batch_decode_with_kv_cache(
         bmm1_scale: q scale x k scale x softmax scale, a number. bmm2_scale: v scale; of an FP8 cache.
         sinks: ``[H_q]``, or a list of one.
         mask: XQA's tree mask, uint16 ``[B, q_len, ceil(q_len / 32) * 2]``.
+        lse: float32 ``[B * q_len_per_req, H_q]``, written when given.
 
     Returns:
-        As `query`.
+        As `query`, or with `return_lse` ``(out, lse)``: base 2, -inf for an empty row.
     """
     name = "trtllm_batch_decode_with_kv_cache"
     ragged = "every request brings q_len_per_req tokens; use attnops.ops.fmha_paged for ragged queries"
@@ -106,8 +114,11 @@ def trtllm_batch_decode_with_kv_cache(
             "backend": ONE_KERNEL,
             "max_q_len": ragged,
             "cum_seq_lens_q": ragged,
+            "skip_softmax_threshold_scale_factor": "no probability is dropped here; leave it None",
+            "kv_cache_sf": "caches are 16-bit or float8_e4m3fn; leave it None",
+            "uses_shared_paged_kv_idx": "K and V share their page indices here; leave it True",
         },
-        {"backend": "auto", "o_scale": 1.0},
+        {"backend": "auto", "o_scale": 1.0, "uses_shared_paged_kv_idx": True},
         locals(),
     )
     if out_dtype is not None and as_dtype(name, "out_dtype", out_dtype) != query.dtype:
@@ -115,7 +126,8 @@ def trtllm_batch_decode_with_kv_cache(
     if isinstance(bmm1_scale, Tensor):
         raise refuse(name, "bmm1_scale=a tensor", "give a number, with the softmax scale in it")
     k_pages, v_pages = split_kv(name, kv_cache, kv_layout)
-    return _paged_decode(
+    check_lse(name, lse, query)
+    result, natural = _paged_decode(
         name,
         query,
         k_pages,
@@ -129,7 +141,9 @@ def trtllm_batch_decode_with_kv_cache(
         v_scale=as_scale(name, "bmm2_scale", bmm2_scale, v_pages),
         tree_mask=as_tree_mask(name, mask),
         out=out,
+        return_lse=return_lse or lse is not None,
     )
+    return with_lse(result, natural, lse, return_lse)
 
 
 @names_the_peers(
@@ -234,8 +248,8 @@ def _paged_decode(
     *,
     seqlen_q: int,
     **options: Any,
-) -> Tensor:
-    """One call with a plan of its own."""
+) -> tuple[Tensor, Tensor | None]:
+    """One call with a plan of its own: out and natural lse."""
     batch_size = table.shape[0]
     if seqlen_q < 1:
         raise ValueError(f"attnops.compat: {name}: a request must bring at least 1 query token, got {seqlen_q}")
@@ -255,4 +269,4 @@ def _paged_decode(
         device=q.device,
     )
     ops.xqa_decode_plan(plan, lens)
-    return ops.xqa_decode(q, k_pages, v_pages, table, lens, plan, **options)[0]
+    return ops.xqa_decode(q, k_pages, v_pages, table, lens, plan, **options)

@@ -1,0 +1,105 @@
+"""FlashInfer's MLA functions against the reference: CSR tables, one pool of two views, folded scales, lse bases."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from attnops.compat import flashinfer
+from checks import MAX_RELATIVE_ERROR, assert_lse_close, relative_error
+from flashinfer_paging import csr
+from problems import FP8, mla_problem
+
+BOUND = MAX_RELATIVE_ERROR[torch.bfloat16]
+LENGTHS = [130, 5, 64, 0]
+WORKSPACE = torch.zeros(1, dtype=torch.uint8)
+
+
+def check(out, lse, expected):
+    """`lse` in base 2."""
+    assert relative_error(out.flatten(0, -3), expected[0]) <= BOUND
+    if lse is not None:
+        assert_lse_close(lse * math.log(2), expected[1])
+
+
+def plan_mla(wrapper, problem, q_len, page_size, causal=True, dtype=torch.bfloat16):
+    indptr, indices, _ = csr(problem, page_size)
+    heads, kv_dtype = problem.q.shape[1], problem.kv_pages.dtype
+    lens, qo = problem.cache_seqlens, problem.cu_seqlens_q
+    wrapper.plan(qo, indptr, indices, lens, heads, 512, 64, page_size, causal, 0.1, dtype, kv_dtype)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("q_len", "page_size", "graph"), [(1, 1, False), (3, 64, False), (1, 32, True)])
+def test_mla_wrapper(q_len, page_size, graph, causal):
+    buffers = [torch.zeros(n, dtype=torch.int32) for n in (5, 5, 200, 4)] if graph else []
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(WORKSPACE, graph, *buffers)
+    for seed in (0, 1):
+        problem = mla_problem(LENGTHS, q_len, page_size=page_size, seed=seed)
+        plan_mla(wrapper, problem, q_len, page_size, causal)
+        q, pages = problem.q, problem.kv_pages
+        parts = (q[..., :512], q[..., 512:], pages[..., :512], pages[..., 512:])
+        out, lse = wrapper.run(*parts, return_lse=True)
+        expected = problem.expected(softmax_scale=0.1, causal=causal)
+        check(out, lse, expected)
+        _, natural = wrapper.run(*parts, return_lse=True, return_lse_base_on_e=True)
+        assert_lse_close(natural, expected[1])
+        given = torch.full_like(lse, math.nan)
+        assert torch.equal(wrapper.run(*parts, lse=given), out)
+        assert torch.equal(given, lse), "an lse is written also where it is not returned"
+        for buffer, length in zip(buffers, (5, 5, None, 4)):  # what plan was given, in the wrapper's buffers
+            assert length is None or buffer.any(), "a graph's buffer was not written"
+
+
+def test_mla_wrapper_names_what_it_does_not_honour():
+    problem = mla_problem([5, 9], [2, 1])
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(WORKSPACE)
+    with pytest.raises(NotImplementedError, match=r"qo_indptr with \[1, 2\] tokens per request"):
+        plan_mla(wrapper, problem, 1, 64)
+    problem = mla_problem([5, 9])
+    plan_mla(wrapper, problem, 1, 64)
+    q, pages = problem.q, problem.kv_pages
+    parts = (q[..., :512], q[..., 512:], pages[..., :512])
+    with pytest.raises(NotImplementedError, match="ckv_cache and kpe_cache in two pools"):
+        wrapper.run(*parts, pages[..., 512:].clone())
+    for argument in ("profiler_buffer", "kv_len", "page_table"):
+        with pytest.raises(NotImplementedError, match=f"does not honour {argument}=a tensor"):
+            wrapper.run(*parts, pages[..., 512:], **{argument: torch.zeros(1)})
+
+
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_trtllm_mla(q_len, kv_dtype):
+    problem = mla_problem(LENGTHS, q_len, kv_dtype=kv_dtype, page_size=32)
+    scale = 1.0 if kv_dtype is None else problem.kv_scale.item()
+    sinks = torch.randn(16)
+    pages = problem.kv_pages.unsqueeze(1)
+    arguments = (problem.q_by_request, pages, WORKSPACE, 128, 512, 64, problem.page_table, problem.cache_seqlens, 192)
+    out = flashinfer.trtllm_batch_decode_with_kv_cache_mla(
+        *arguments, bmm1_scale=0.1 * scale, bmm2_scale=scale, sinks=sinks
+    )
+    assert out.shape == (4, q_len, 16, 512)
+    expected = problem.expected(softmax_scale=0.1, sinks=sinks)
+    check(out.flatten(0, 1), None, expected)
+    scales = {"bmm1_scale": 0.1 * scale, "bmm2_scale": scale, "sinks": sinks}
+    for base, factor in ((None, 1.0), ("base2", 1.0), ("basee", math.log2(math.e))):
+        lse = torch.full((4, q_len, 16), math.nan)
+        options = {"lse": lse, "return_lse_base": base}
+        again = flashinfer.trtllm_batch_decode_with_kv_cache_mla(*arguments, **scales, **options)
+        assert torch.equal(again, out), "an lse is written also where it is not returned"
+        check(out.flatten(0, 1), lse.flatten(0, 1) * factor, expected)
+        _, returned = flashinfer.trtllm_batch_decode_with_kv_cache_mla(
+            *arguments, **scales, return_lse=True, return_lse_base=base
+        )
+        assert torch.equal(returned, lse.flatten(0, 1))
+    for options in (
+        {"sparse_mla_top_k": 64},
+        {"skip_softmax_threshold_scale_factor": 0.1},
+        {"enable_pdl": True},
+        {"backend": "xqa"},
+        {"bmm1_scale": torch.ones(1)},
+        {"uses_shared_paged_kv_idx": False},
+    ):
+        with pytest.raises(NotImplementedError, match=next(iter(options))):
+            flashinfer.trtllm_batch_decode_with_kv_cache_mla(*arguments, **options)

@@ -1,0 +1,78 @@
+"""Names and positions of arguments are the peers', read off their sources: a call by position means what it meant."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from attnops.compat import flash_attn_interface, flash_mla, flashinfer, sgl_kernel
+
+# Positional arguments, in order. FlashInfer 0.7.2, the upstream FA3 and FlashMLA, sgl_kernel 0.3.21.
+POSITIONAL = {
+    flashinfer.merge_state: "v_a s_a v_b s_b",
+    flashinfer.BatchDecodeWithPagedKVCacheWrapper.__init__: """float_workspace_buffer kv_layout use_cuda_graph
+        use_tensor_cores paged_kv_indptr_buffer paged_kv_indices_buffer paged_kv_last_page_len_buffer
+        backend jit_args""",
+    flashinfer.BatchDecodeWithPagedKVCacheWrapper.plan: """indptr indices last_page_len num_qo_heads num_kv_heads
+        head_dim page_size""",
+    flashinfer.BatchDecodeWithPagedKVCacheWrapper.run: "q paged_kv_cache",
+    flashinfer.trtllm_batch_decode_with_kv_cache: """query kv_cache workspace_buffer block_tables seq_lens
+        max_seq_len bmm1_scale bmm2_scale window_left out out_dtype o_sf_scale o_sf_vec_size sinks kv_layout
+        enable_pdl backend q_len_per_req o_scale mask max_q_len cum_seq_lens_q skip_softmax_threshold_scale_factor
+        kv_cache_sf uses_shared_paged_kv_idx lse return_lse""",
+    flashinfer.xqa: """q k_cache v_cache page_table seq_lens output
+        workspace_buffer semaphores num_kv_heads page_size sinks q_scale kv_scale sliding_win_size kv_layout sm_count
+        enable_pdl rcp_out_scale q_seq_len mask""",
+    flashinfer.BatchMLAPagedAttentionWrapper.__init__: """float_workspace_buffer use_cuda_graph qo_indptr kv_indptr
+        kv_indices kv_len_arr backend""",
+    flashinfer.BatchMLAPagedAttentionWrapper.plan: """qo_indptr kv_indptr kv_indices kv_len_arr num_heads
+        head_dim_ckv head_dim_kpe page_size causal sm_scale q_data_type kv_data_type use_profiler""",
+    flashinfer.BatchMLAPagedAttentionWrapper.run: """q_nope q_pe ckv_cache kpe_cache out lse return_lse
+        profiler_buffer kv_len page_table return_lse_base_on_e""",
+    flashinfer.trtllm_batch_decode_with_kv_cache_mla: """query kv_cache workspace_buffer qk_nope_head_dim
+        kv_lora_rank qk_rope_head_dim block_tables seq_lens max_seq_len sparse_mla_top_k out bmm1_scale bmm2_scale
+        sinks skip_softmax_threshold_scale_factor enable_pdl backend is_var_seq uses_shared_paged_kv_idx lse
+        return_lse""",
+    flash_attn_interface.flash_attn_with_kvcache: """q k_cache v_cache k v qv rotary_cos rotary_sin cache_seqlens
+        cache_batch_idx cache_leftpad page_table cu_seqlens_q cu_seqlens_k_new max_seqlen_q rotary_seqlens q_descale
+        k_descale v_descale softmax_scale causal window_size attention_chunk softcap rotary_interleaved
+        scheduler_metadata num_splits pack_gqa sm_margin return_softmax_lse""",
+    flash_attn_interface.flash_attn_varlen_func: """q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k
+        seqused_q seqused_k softmax_scale causal qv q_descale k_descale v_descale window_size attention_chunk softcap
+        num_splits pack_gqa deterministic sm_margin return_attn_probs""",
+    flash_mla.get_mla_metadata: "cache_seqlens num_q_tokens_per_head_k num_heads_k num_heads_q is_fp8_kvcache topk",
+    flash_mla.flash_mla_with_kvcache: """q k_cache block_table cache_seqlens head_dim_v
+        tile_scheduler_metadata num_splits softmax_scale causal is_fp8_kvcache indices attn_sink extra_k_cache
+        extra_indices_in_kvcache topk_length extra_topk_length""",
+    sgl_kernel.merge_state_v2: "v_a s_a v_b s_b v_merged s_merged",
+    sgl_kernel.cutlass_mla_get_workspace_size: "max_seq_len num_batches sm_count num_kv_splits",
+    sgl_kernel.cutlass_mla_decode: """q_nope q_pe kv_c_and_k_pe_cache seq_lens page_table
+        workspace sm_scale num_kv_splits""",
+}
+
+KEYWORDS = {
+    flashinfer.BatchDecodeWithPagedKVCacheWrapper.plan: """pos_encoding_mode window_left logits_soft_cap q_data_type
+        kv_data_type o_data_type sm_scale rope_scale rope_theta block_tables seq_lens fixed_split_size
+        disable_split_kv q_len_per_req""",
+    flashinfer.BatchDecodeWithPagedKVCacheWrapper.run: """q_scale k_scale v_scale out lse return_lse enable_pdl
+        window_left sinks q_len_per_req""",
+    flashinfer.xqa: "q_cu_seq_lens",
+    flash_attn_interface.flash_attn_with_kvcache: "sinks out",
+    flash_mla.get_mla_metadata: "num_heads_per_head_k",
+    flash_mla.flash_mla_with_kvcache: "descale_q descale_k",
+}
+
+
+def names(function, kind) -> list[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind is kind and parameter.name != "self"]
+
+
+@pytest.mark.parametrize("function", POSITIONAL, ids=lambda function: function.__qualname__)
+def test_positional_arguments(function):
+    assert names(function, inspect.Parameter.POSITIONAL_OR_KEYWORD) == POSITIONAL[function].split()
+
+
+@pytest.mark.parametrize("function", KEYWORDS, ids=lambda function: function.__qualname__)
+def test_arguments_by_keyword(function):
+    assert set(KEYWORDS[function].split()) <= set(names(function, inspect.Parameter.KEYWORD_ONLY))
