@@ -40,15 +40,18 @@ ATTNOPS_HOST_DEVICE inline void report_request(const Requests& r, ReportOp op, i
   }
 }
 
-// Page of cell `cell` of a request of `tokens` tokens, whose row of req_to_token is `row`. Without a map the page's
-// first token tells. With one its last token does: a window holds the newest tokens, so a page's last token is the last
-// to leave. A page wholly outside the window, and a slot that is no slot, give page 0: legal to load, never looked at.
-ATTNOPS_HOST_DEVICE inline int32_t page_at(const Requests& r, ReportOp op, int request, const int32_t* row, int tokens,
-                                           int cell) {
-  const bool mapped = r.slot_map.data != nullptr;
+// The position whose token tells the page of a cell. Without a map that is the page's first token. With one it is the
+// last: a window holds the newest tokens, so a page's last token is the last to leave.
+ATTNOPS_HOST_DEVICE inline int position_of(const Requests& r, int tokens, int cell) {
   const int first = cell * r.page_size;  // below tokens, so it fits
-  const int position = mapped ? first + min_of(r.page_size, tokens - first) - 1 : first;
-  int64_t slot = row[position];
+  return r.slot_map.data != nullptr ? first + min_of(r.page_size, tokens - first) - 1 : first;
+}
+
+// Page of the token at `position` of a request. A page wholly outside the window, and a slot that is no slot, give
+// page 0: legal to load, never looked at.
+ATTNOPS_HOST_DEVICE inline int32_t page_of_slot(const Requests& r, ReportOp op, int request, int position,
+                                                int64_t slot) {
+  const bool mapped = r.slot_map.data != nullptr;
   const int64_t limit = mapped ? r.slot_map.size : INT32_MAX;
   if (slot < 0 || slot >= limit) {
     if (r.report != nullptr) record_fault(r.report, {op, ReportKind::kSlotIndex, request, position, slot, limit});
@@ -56,6 +59,13 @@ ATTNOPS_HOST_DEVICE inline int32_t page_at(const Requests& r, ReportOp op, int r
   }
   if (mapped) slot = r.slot_map[slot];
   return slot < 0 ? 0 : static_cast<int32_t>(page_of(slot, r.page_size, r.page_shift));
+}
+
+// Page of cell `cell` of a request of `tokens` tokens, whose row of req_to_token is `row`.
+ATTNOPS_HOST_DEVICE inline int32_t page_at(const Requests& r, ReportOp op, int request, const int32_t* row, int tokens,
+                                           int cell) {
+  const int position = position_of(r, tokens, cell);
+  return page_of_slot(r, op, request, position, row[position]);
 }
 
 ATTNOPS_HOST_DEVICE inline const int32_t* tokens_of(const Requests& r, int request) {

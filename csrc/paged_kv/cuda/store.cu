@@ -62,10 +62,11 @@ void launch_store(const char* what, unsigned blocks, int threads, CUstream_st* s
 template <class Codec, bool kOneHead>
 void launch_store_kv_of(const StoreKvParams& p, const SideInVectors& k, const SideInVectors& v, CUstream_st* stream) {
   constexpr int kThreads = Codec::kThreads;
-  const int log_lanes = log_lanes_for(max_of(k.heads * k.per_head, v.heads * v.per_head), kThreads);
-  const unsigned blocks = num_blocks(p.target.num_tokens, kThreads >> log_lanes);
-  launch_store<&store_kv_kernel<Codec, kOneHead>>("store_kv_kernel", blocks, kThreads, stream, p.target, k, v,
-                                                  log_lanes);
+  const int vecs = max_of(k.heads * k.per_head, v.heads * v.per_head), log_lanes = log_lanes_for(vecs, kThreads);
+  LaunchShape shape{static_cast<int>(num_blocks(p.target.num_tokens, kThreads >> log_lanes)), kThreads, 0, 0};
+  shape.blocks_y = ceil_div(vecs, 1 << log_lanes);
+  shape.blocks_z = Codec::kSidesApart ? 2 : 1;
+  launch_dependent<&store_kv_kernel<Codec, kOneHead>>("store_kv_kernel", shape, stream, p.target, k, v, log_lanes);
 }
 
 template <class Codec>

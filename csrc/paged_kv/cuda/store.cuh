@@ -3,31 +3,65 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
+#include <type_traits>
+
 #include "device/common/pdl.cuh"
 #include "device/common/vec.h"
 #include "paged_kv/requests.h"
 
 namespace attnops::paged_kv {
 
-// Quotients by one scale, as division rounds them, in three instructions instead of ten: a product with the reciprocal
-// and one step of Newton's with what remains. Beyond the range of e4m3 the product alone will do.
+// kElements of a row as one access brings them. Elements of 16 bits stay in words of two.
+template <typename T, int kElements>
+class alignas(sizeof(T) * kElements) RowVec {
+ public:
+  __device__ float at(int i) const {
+    if constexpr (!kPairs) {
+      return static_cast<float>(words_[i]);
+    } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      return __uint_as_float(i % 2 == 0 ? words_[i / 2] << 16 : words_[i / 2] & 0xffff0000u);
+    } else {
+      return __half2float(__ushort_as_half(static_cast<uint16_t>(words_[i / 2] >> (i % 2 * 16))));
+    }
+  }
+
+ private:
+  static constexpr bool kPairs = sizeof(T) == 2 && kElements % 2 == 0;
+  std::conditional_t<kPairs, uint32_t, T> words_[kPairs ? kElements / 2 : kElements];
+};
+
+// The value with the smaller magnitude and the sign of x; NaN where x is. `limit` is positive.
+__device__ __forceinline__ float limited(float x, float limit) {
+#if __CUDA_ARCH__ >= 860
+  float y;
+  asm("min.NaN.xorsign.abs.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(limit));
+  return y;
+#else
+  return fabsf(x) > limit ? copysignf(limit, x) : x;
+#endif
+}
+
+// Quotients by one scale, as division rounds them, in four instructions instead of ten: a product with the reciprocal
+// and one step of Newton's with what remains. What would leave the range of e4m3 far behind is cut off first, so that
+// nothing is infinite.
 class Quotient {
  public:
-  __device__ explicit Quotient(float scale) : scale_(scale), inverse_(1.f / scale) {}
-  __device__ explicit Quotient(const float* scale) : Quotient(scale == nullptr ? 1.f : __ldg(scale)) {}
+  __device__ explicit Quotient(float scale) : scale_(scale), inverse_(1.f / scale), limit_(scale * 1024.f) {}
 
   // Whether reciprocals and remainders of everything that matters are normal floats.
   __device__ bool is_easy() const { return scale_ > 0x1p-90f && scale_ < 0x1p90f; }
   __device__ float easy(float x) const {
-    const float near = x * inverse_;
-    const float exact = fmaf(fmaf(-near, scale_, x), inverse_, near);
-    return fabsf(near) < 1024.f ? exact : near;
+    const float in_range = limited(x, limit_), near = in_range * inverse_;
+    return fmaf(fmaf(-near, scale_, in_range), inverse_, near);
   }
   __device__ float any(float x) const { return x / scale_; }
 
  private:
-  float scale_, inverse_;
+  float scale_, inverse_, limit_;
 };
+
+// A scale on the device, 1 where there is none.
+__device__ __forceinline__ float read_scale(const float* scale) { return scale == nullptr ? 1.f : __ldg(scale); }
 
 // Codecs: how one vector of a row becomes one vector of a page.
 
@@ -36,16 +70,19 @@ template <typename Bytes>
 struct Copy {
   using In = Bytes;
   using Out = Bytes;
-  static constexpr int kThreads = 256;  // of a CTA
+  static constexpr int kThreads = 256;        // of a CTA
+  static constexpr bool kSidesApart = false;  // whether K and V of a token are for different CTAs
   __device__ static Out encode(const In& x, const Quotient&) { return x; }
 };
 
 // x / scale in e4m3: two at a time, as the hardware converts.
 template <typename T, int kElements>
 struct QuantizeE4M3 {
-  using In = Vec<T, kElements>;
-  using Out = Vec<uint8_t, kElements>;
+  using In = RowVec<T, kElements>;
+  using Word = std::conditional_t<kElements % 4 == 0, uint32_t, uint8_t>;
+  using Out = Vec<Word, kElements / static_cast<int>(sizeof(Word))>;
   static constexpr int kThreads = 128;  // of a CTA: more registers than a copy's, so smaller CTAs fill an SM better
+  static constexpr bool kSidesApart = true;
 
   __device__ static Out encode(const In& x, const Quotient& quotient) {
     return quotient.is_easy() ? encode_by(x, [&](float value) { return quotient.easy(value); })
@@ -60,16 +97,21 @@ struct QuantizeE4M3 {
 
   template <class Divide>
   __device__ static Out encode_by(const In& x, const Divide& divide) {
-    const auto at = [&](int i) { return divide(static_cast<float>(x.data[i])); };
     Out out;
+    if constexpr (kElements % 4 == 0) {
 #pragma unroll
-    for (int i = 0; i + 1 < kElements; i += 2) {
-      const unsigned pair = __nv_cvt_float2_to_fp8x2(make_float2(at(i), at(i + 1)), __NV_SATFINITE, __NV_E4M3);
-      out.data[i] = static_cast<uint8_t>(pair);
-      out.data[i + 1] = static_cast<uint8_t>(pair >> 8);
-    }
-    if constexpr (kElements % 2 != 0) {
-      out.data[kElements - 1] = __nv_cvt_float_to_fp8(at(kElements - 1), __NV_SATFINITE, __NV_E4M3);
+      for (int i = 0; i < kElements; i += 4) {
+        const auto pair = [&](int at) -> uint32_t {
+          return __nv_cvt_float2_to_fp8x2(make_float2(divide(x.at(at)), divide(x.at(at + 1))), __NV_SATFINITE,
+                                          __NV_E4M3);
+        };
+        out.data[i / 4] = pair(i) | pair(i + 2) << 16;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) {
+        out.data[i] = __nv_cvt_float_to_fp8(divide(x.at(i)), __NV_SATFINITE, __NV_E4M3);
+      }
     }
     return out;
   }
@@ -104,44 +146,39 @@ struct SideInVectors {
       row[i] = Codec::encode(x, first);
     } else {
       const int head = i / per_head;
-      const Quotient own = head * scale_stride == 0 ? first : Quotient(scale + head * scale_stride);
+      const Quotient own = head * scale_stride == 0 ? first : Quotient(read_scale(scale + head * scale_stride));
       row[head * stride_page_head + i - head * per_head] = Codec::encode(x, own);
     }
   }
 };
 
-// 2^log_lanes neighbouring threads store a token, a thread every so many vectors of its K and V. Rows are asked for
-// before it is known where they go: all loads are in flight at once.
+// 2^log_lanes neighbouring threads store a token, or so much of it as one vector each is, blockIdx.y says which; in
+// CTAs for K and for V (blockIdx.z) where the codec wants sides apart. Rows are asked for before it is known where they
+// go: all loads are in flight at once.
 template <class Codec, bool kOneHead>
 __global__ void __launch_bounds__(Codec::kThreads)
     store_kv_kernel(const __grid_constant__ StoreTarget target, const __grid_constant__ SideInVectors k,
                     const __grid_constant__ SideInVectors v, int log_lanes) {
   using In = typename Codec::In;
   const int lanes = 1 << log_lanes, lane = static_cast<int>(threadIdx.x) & (lanes - 1);
+  const int i = static_cast<int>(blockIdx.y) * lanes + lane;
   const int64_t token = static_cast<int64_t>(blockIdx.x) * (Codec::kThreads >> log_lanes) + (threadIdx.x >> log_lanes);
-  const int vecs_k = k.heads * k.per_head, vecs_v = v.heads * v.per_head;
+  const SideInVectors& first = Codec::kSidesApart && blockIdx.z != 0 ? v : k;
+  const bool has_first = i < first.heads * first.per_head, has_v = !Codec::kSidesApart && i < v.heads * v.per_head;
   wait_for_earlier_kernels();  // the rows, and whoever still reads the pages
   let_next_kernel_start();
   if (token >= target.num_tokens) return;
 
-  In k_in, v_in;
-  const auto load = [&](int i) {
-    if (i < vecs_k) k_in = k.load<Codec, kOneHead>(token, i);
-    if (i < vecs_v) v_in = v.load<Codec, kOneHead>(token, i);
-  };
-  load(lane);
-  const Quotient first_k(k.scale), first_v(v.scale);
-  if (target.report != nullptr && lane == 0) report_slot(target, ReportOp::kStoreKv, token);
+  In in, v_in;
+  if (has_first) in = first.load<Codec, kOneHead>(token, i);
+  if (has_v) v_in = v.load<Codec, kOneHead>(token, i);
+  const float scale = read_scale(first.scale);
   const Place place = place_of(target, token);
+  if (target.report != nullptr && i == 0 && blockIdx.z == 0) report_slot(target, ReportOp::kStoreKv, token);
   if (!place.store) return;
-#pragma unroll 1
-  for (int i = lane;;) {
-    if (i < vecs_k) k.store<Codec, kOneHead>(place, i, k_in, first_k);
-    if (i < vecs_v) v.store<Codec, kOneHead>(place, i, v_in, first_v);
-    i += lanes;
-    if (i >= max_of(vecs_k, vecs_v)) return;
-    load(i);
-  }
+  const Quotient quotient(scale);
+  if (has_first) first.store<Codec, kOneHead>(place, i, in, quotient);
+  if (has_v) v.store<Codec, kOneHead>(place, i, v_in, quotient);
 }
 
 // ---- store_mla_kv
@@ -193,10 +230,11 @@ __global__ void __launch_bounds__(kMlaThreads)
     const int i = lane + step * Shape::kLanes;
     if (i < Shape::kVecs) in[step] = i < Shape::kLatentVecs ? latent[i] : k_pe[i - Shape::kLatentVecs];
   }
-  const Quotient quotient(p.scale);
-  if (target.report != nullptr && lane == 0) report_slot(target, ReportOp::kStoreMlaKv, token);
+  const float scale = read_scale(p.scale);
   const Place place = place_of(target, token);
+  if (target.report != nullptr && lane == 0) report_slot(target, ReportOp::kStoreMlaKv, token);
   if (!place.store) return;
+  const Quotient quotient(scale);
   auto* out = reinterpret_cast<typename Codec::Out*>(p.row(place));
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
@@ -207,14 +245,18 @@ __global__ void __launch_bounds__(kMlaThreads)
 
 // kElements at once, or one by one where rows may start anywhere.
 template <bool kVectors, int kElements, typename T>
-__device__ Vec<T, kElements> load_some(const T* from) {
+__device__ RowVec<T, kElements> load_some(const T* from) {
+  using Values = RowVec<T, kElements>;
   if constexpr (kVectors) {
-    return load_vec<Vec<T, kElements>>(from);
+    return *reinterpret_cast<const Values*>(from);
   } else {
-    Vec<T, kElements> values;
+    union {
+      Values whole;
+      T elements[kElements];
+    } values;
 #pragma unroll
-    for (int i = 0; i < kElements; ++i) values.data[i] = from[i];
-    return values;
+    for (int i = 0; i < kElements; ++i) values.elements[i] = from[i];
+    return values.whole;
   }
 }
 
@@ -249,15 +291,15 @@ __global__ void __launch_bounds__(kThreads)
 
   float amax = 0.f;
 #pragma unroll
-  for (int i = 0; i < kOwn; ++i) amax = fmaxf(amax, fabsf(static_cast<float>(in.data[i])));
+  for (int i = 0; i < kOwn; ++i) amax = fmaxf(amax, fabsf(in.at(i)));
 #pragma unroll
   for (int step = 1; step < kLanesPerGroup; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, step));
   const float scale = group_scale(amax);
 
-  const Vec<uint8_t, kOwn> stored = QuantizeE4M3<T, kOwn>::encode(in, Quotient(scale));
+  const auto stored = QuantizeE4M3<T, kOwn>::encode(in, Quotient(scale));
   Vec<__nv_bfloat16, kOwnRope> stored_rope;
 #pragma unroll
-  for (int i = 0; i < kOwnRope; ++i) stored_rope.data[i] = __float2bfloat16(static_cast<float>(rope.data[i]));
+  for (int i = 0; i < kOwnRope; ++i) stored_rope.data[i] = __float2bfloat16(rope.at(i));
 
   uint8_t* out = reinterpret_cast<uint8_t*>(p.row(place));
   store_bytes<kVectors>(out + lane * kOwn, stored);

@@ -1,4 +1,4 @@
-#include "device/common/launch.h"
+#include "device/common/launch_dependent.cuh"
 #include "paged_kv/cuda/launch.h"
 #include "paged_kv/cuda/tables.cuh"
 
@@ -14,35 +14,38 @@ int chunks_of(const Requests& r) {
   return min_of(ceil_div(most_pages, kThreads), max_of(kBusyBlocks / max_of(r.batch_size, 1), 1));
 }
 
+// CTAs of kThreads without shared memory of their own.
+template <auto kKernel, typename... Arguments>
+void launch_plain(const char* what, int blocks, CUstream_st* stream, const Arguments&... arguments) {
+  launch_dependent<kKernel>(what, {blocks, kThreads, 0, 0}, stream, arguments...);
+}
+
 }  // namespace
 
 void launch(const PageTableParams& p, CUstream_st* stream) {
   const int chunks = chunks_of(p.requests);
   if (p.requests.batch_size == 0) return;  // a grid of zero CTAs is a launch error
-  page_table_kernel<kThreads><<<p.requests.batch_size * chunks, kThreads, 0, stream>>>(p, chunks);
-  check_cuda(cudaGetLastError(), "page_table_kernel");
+  launch_plain<&page_table_kernel<kThreads>>("page_table_kernel", p.requests.batch_size * chunks, stream, p, chunks);
 }
 
 void launch(const KvIndicesParams& p, CUstream_st* stream) {
   const int chunks = chunks_of(p.requests);
-  kv_indices_kernel<kThreads><<<max_of(p.requests.batch_size, 1) * chunks, kThreads, 0, stream>>>(p, chunks);
-  check_cuda(cudaGetLastError(), "kv_indices_kernel");
+  const int blocks = max_of(p.requests.batch_size, 1) * chunks;
+  launch_plain<&kv_indices_kernel<kThreads>>("kv_indices_kernel", blocks, stream, p, chunks);
 }
 
 void launch(const CuSeqlensParams& p, CUstream_st* stream) {
   if (p.batch_size <= 1024) {
-    cu_seqlens_kernel<256><<<1, 256, 0, stream>>>(p);
+    launch_dependent<&cu_seqlens_kernel<256>>("cu_seqlens_kernel", {1, 256, 0, 0}, stream, p);
   } else {
-    cu_seqlens_kernel<1024><<<1, 1024, 0, stream>>>(p);
+    launch_dependent<&cu_seqlens_kernel<1024>>("cu_seqlens_kernel", {1, 1024, 0, 0}, stream, p);
   }
-  check_cuda(cudaGetLastError(), "cu_seqlens_kernel");
 }
 
 void launch(const TranslateParams& p, CUstream_st* stream) {
   if (p.num_slots == 0) return;
-  const auto blocks = static_cast<unsigned>(ceil_div<int64_t>(p.num_slots, kThreads));
-  translate_kernel<kThreads><<<blocks, kThreads, 0, stream>>>(p);
-  check_cuda(cudaGetLastError(), "translate_kernel");
+  const int blocks = static_cast<int>(ceil_div<int64_t>(p.num_slots, kThreads));
+  launch_plain<&translate_kernel<kThreads>>("translate_kernel", blocks, stream, p);
 }
 
 }  // namespace attnops::paged_kv

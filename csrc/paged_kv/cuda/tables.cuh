@@ -1,5 +1,6 @@
 #pragma once
 #include "device/common/block_scan.cuh"
+#include "device/common/pdl.cuh"
 #include "paged_kv/requests.h"
 
 namespace attnops::paged_kv {
@@ -14,19 +15,57 @@ __device__ inline Share share_of(int chunks) {
   return {static_cast<int>(blockIdx.x / chunks), static_cast<int>(blockIdx.x % chunks)};
 }
 
+// Some cells of a request, `step` apart: the tokens that tell their pages are all asked for before the first is needed.
+class Cells {
+ public:
+  __device__ Cells(const Requests& r, ReportOp op, int request, int tokens, int pages, int step)
+      : r_(r), op_(op), request_(request), tokens_(tokens), pages_(pages), step_(step) {
+    if (pages > 0) row_ = tokens_of(r, request);
+  }
+
+  __device__ void load(int first) {
+#pragma unroll
+    for (int i = 0; i < kCells; ++i) {
+      const int cell = first + i * step_;
+      if (cell < pages_) slots_[i] = row_[position_of(r_, tokens_, cell)];
+    }
+  }
+
+  __device__ void store(int first, int64_t end, int32_t* cells) const {
+#pragma unroll
+    for (int i = 0; i < kCells; ++i) {
+      const int cell = first + i * step_;
+      if (cell >= pages_ || cell >= end) return;
+      cells[cell] = page_of_slot(r_, op_, request_, position_of(r_, tokens_, cell), slots_[i]);
+    }
+  }
+
+  __device__ bool any(int first) const { return first < pages_; }
+  __device__ int after(int first) const { return first + kCells * step_; }
+
+ private:
+  static constexpr int kCells = 4;
+
+  const Requests& r_;
+  const ReportOp op_;
+  const int request_, tokens_, pages_, step_;
+  const int32_t* row_ = nullptr;
+  int32_t slots_[kCells];
+};
+
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads) page_table_kernel(const __grid_constant__ PageTableParams p, int chunks) {
   const Requests& r = p.requests;
   const auto [request, chunk] = share_of(chunks);
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
   if (r.report != nullptr && chunk == 0 && threadIdx.x == 0) report_request(r, ReportOp::kBuildPageTable, request);
   const int tokens = num_tokens(r, request);
   const int pages = num_pages(r, tokens);
-  const int first = chunk * kThreads + threadIdx.x;
-  if (first >= pages) return;
-  const int32_t* row = tokens_of(r, request);
-  int32_t* cells = p.page_table + request * p.page_table_stride;
-  for (int cell = first; cell < pages; cell += chunks * kThreads) {
-    cells[cell] = page_at(r, ReportOp::kBuildPageTable, request, row, tokens, cell);
+  Cells cells(r, ReportOp::kBuildPageTable, request, tokens, pages, chunks * kThreads);
+  for (int first = chunk * kThreads + threadIdx.x; cells.any(first); first = cells.after(first)) {
+    cells.load(first);
+    cells.store(first, pages, p.page_table + request * p.page_table_stride);
   }
 }
 
@@ -35,6 +74,8 @@ __global__ void __launch_bounds__(kThreads) page_table_kernel(const __grid_const
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads) kv_indices_kernel(const __grid_constant__ KvIndicesParams p, int chunks) {
   const Requests& r = p.requests;
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
   if (r.batch_size == 0) {
     if (threadIdx.x == 0) p.kv_indptr[0] = 0;
     return;
@@ -43,6 +84,9 @@ __global__ void __launch_bounds__(kThreads) kv_indices_kernel(const __grid_const
   const int tokens = num_tokens(r, request);
   const int pages = num_pages(r, tokens);
   if (chunk > 0 && chunk * kThreads >= pages) return;  // the whole CTA
+  Cells cells(r, ReportOp::kBuildKvIndices, request, tokens, pages, chunks * kThreads);
+  int first = chunk * kThreads + threadIdx.x;
+  cells.load(first);  // before it is known where they go
 
   int64_t mine = 0;
   for (int b = threadIdx.x; b < request; b += kThreads) mine += num_pages(r, num_tokens(r, b));
@@ -55,17 +99,18 @@ __global__ void __launch_bounds__(kThreads) kv_indices_kernel(const __grid_const
     if (request == r.batch_size - 1) p.kv_indptr[r.batch_size] = clamp_to_int32(start + pages);
     if (p.kv_last_page_len != nullptr) p.kv_last_page_len[request] = last_page_len(r, tokens);
   }
-  if (tokens == 0) return;
-  const int32_t* row = tokens_of(r, request);
-  for (int cell = chunk * kThreads + threadIdx.x; cell < pages && start + cell < p.num_indices;
-       cell += chunks * kThreads) {
-    p.kv_indices[start + cell] = page_at(r, ReportOp::kBuildKvIndices, request, row, tokens, cell);
+  while (cells.any(first)) {
+    cells.store(first, p.num_indices - start, p.kv_indices + start);
+    first = cells.after(first);
+    cells.load(first);
   }
 }
 
 // One CTA. Each thread adds up a run of neighbouring lengths, and writes their prefix once it knows its own.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads) cu_seqlens_kernel(const __grid_constant__ CuSeqlensParams p) {
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
   const int each = ceil_div(p.batch_size, kThreads);
   const int begin = min_of(static_cast<int>(threadIdx.x) * each, p.batch_size);
   const int end = min_of(begin + each, p.batch_size);
@@ -82,6 +127,8 @@ __global__ void __launch_bounds__(kThreads) cu_seqlens_kernel(const __grid_const
 
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads) translate_kernel(const __grid_constant__ TranslateParams p) {
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= p.num_slots) return;
   const int64_t slot = translated(p, i);
