@@ -58,6 +58,23 @@ __device__ inline int last_work_of(const SplitKvEntry& entry) {
   return entry.end_tile > 0 ? entry.end_work : entry.end_work - 1;
 }
 
+// Describes the rows of a work that this part computes, and their keys. Returns the tiles of the whole work.
+template <Options kOptions>
+__device__ inline TileRange describe_work(const Params& p, int work, Piece& piece, int& block) {
+  const BlockPlace place = block_place(p, work);
+  block = place.block;
+  piece.request = place.request;
+  piece.first_row = block * kPlanRows;
+  piece.num_rows = min_of(p.seqlen_q * p.num_q_heads - piece.first_row, kPlanRows);
+  piece.length = max_of(p.cache_seqlens[piece.request], 0);
+  piece.keys = visible_keys(piece.length, p.seqlen_q, window_of<kOptions>(p));
+  if (kOptions == Options::kAll && p.report) {
+    const int64_t capacity = p.page_table.num_cells(piece.request) * p.page_table.page_size;
+    piece.keys.end = static_cast<int>(min_of(static_cast<int64_t>(piece.keys.end), capacity));
+  }
+  return visible_tiles(piece.length, p.seqlen_q, window_of<kOptions>(p), kPlanTileTokens);
+}
+
 // Walks what part blockIdx.x owns. Every warpgroup walks by itself and sees the same.
 template <Options kOptions>
 class PieceWalkFor {
@@ -70,17 +87,8 @@ class PieceWalkFor {
     const SplitKvEntry& entry = entry_;
     const int last_work = last_work_of(entry);
     while (work_ <= last_work) {
-      const auto [request, block] = block_place(p, work_);
-      piece.request = request;
-      piece.first_row = block * kPlanRows;
-      piece.num_rows = min_of(p.seqlen_q * p.num_q_heads - piece.first_row, kPlanRows);
-      piece.length = max_of(p.cache_seqlens[piece.request], 0);
-      piece.keys = visible_keys(piece.length, p.seqlen_q, window_of<kOptions>(p));
-      if (kOptions == Options::kAll && p.report) {
-        const int64_t capacity = p.page_table.num_cells(piece.request) * p.page_table.page_size;
-        piece.keys.end = static_cast<int>(min_of(static_cast<int64_t>(piece.keys.end), capacity));
-      }
-      const TileRange range = visible_tiles(piece.length, p.seqlen_q, window_of<kOptions>(p), kPlanTileTokens);
+      int block;
+      const TileRange range = describe_work<kOptions>(p, work_, piece, block);
       const int end = work_ == entry.end_work ? entry.end_tile : range.count;
       const int begin = tile_;
       const bool is_first = work_ == entry.begin_work;

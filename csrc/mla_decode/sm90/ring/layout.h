@@ -21,7 +21,8 @@ inline constexpr int kItems = kFlags + 16;                       // Item [2]
 inline constexpr int kEntry = kItems + 2 * 16;                   // the part's row of the plan
 inline constexpr int kBarriers = kEntry + 32;                    // 8 bytes each, see below
 inline constexpr int kBarriersPerSlot = 3;                       // full; given back, by half
-inline constexpr int kBarrierCount = kSlots * kBarriersPerSlot;
+inline constexpr int kBarrierCount = kSlots * kBarriersPerSlot + 1;
+inline constexpr int kScoresRead = kBarriers + 8 * (kBarrierCount - 1);  // by the warps of the scoring group
 inline constexpr int kSharedBytes = kBarriers + 8 * kBarrierCount;
 static_assert(kSharedBytes <= 227 * 1024);
 
@@ -36,7 +37,7 @@ inline constexpr int before_slot(int slot) { return slot == 0 ? kSlots - 1 : slo
 struct StoredPiece {
   int request, first_row, num_rows, partial;
 };
-enum TileFlags : int { kLastOfPiece = 1, kLastOfAll = 2, kRescales = 4, kFirst = 8, kAgain = 16 };
+enum TileFlags : int { kLastOfPiece = 1, kLastOfAll = 2, kRescales = 4, kSameQueries = 8 };
 
 // What comes into the ring: a piece's queries or a tile. All by boxes of the copy engine.
 struct alignas(16) Item {
@@ -53,7 +54,6 @@ enum NamedBarrier : int {
   kTotalsWritten = kGo + kSlots,  // of a piece
   kTotalsRead,
   kItemReady,    // of the values groups
-  kScoresRead,   // of the scoring group
   kQueriesKept,  // of the scoring group: where all of it finds them
 };
 

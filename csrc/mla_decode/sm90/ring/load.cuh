@@ -14,7 +14,45 @@ __device__ inline void park(X& x) {
   asm volatile("" ::"l"(&x) : "memory");
 }
 
-using Walk = PieceWalkFor<Options::kCommon>;
+// Walks what part blockIdx.x owns, work by work: all of its tiles of one. Where works are cut, whoever computes them
+// cuts: tiles come all the same.
+class Walk {
+ public:
+  __device__ explicit Walk(const SplitKvEntry& entry) : entry_(entry), work_(entry.begin_work) {}
+
+  // Describes the next piece, but for its place among partial results.
+  __device__ TileRange next(const Params& p, Piece& piece) {
+    const bool is_first = work_ == entry_.begin_work;
+    const TileRange range = describe_work<Options::kCommon>(p, work_, piece, block_);
+    const int begin = is_first ? entry_.begin_tile : 0, end = work_ == entry_.end_work ? entry_.end_tile : range.count;
+    piece.first_tile = range.first + begin;
+    piece.num_tiles = end - begin;
+    ++work_;
+    return range;
+  }
+
+  // Where the results of the piece that `next` has described go; of its first cut, if it is cut.
+  __device__ void place(const Params& p, const TileRange& range, Piece& piece) const {
+    const int work = work_ - 1;
+    const bool is_first = work == entry_.begin_work;
+    if (p.fixed_split_tokens == 0) {
+      const int splits = is_first ? entry_.begin_num_splits : work == last_work_of(entry_) ? entry_.last_num_splits : 1;
+      piece.partial = splits > 1 ? partial_slot(blockIdx.x, is_first) : -1;
+      return;
+    }
+    const int cut_tiles = p.fixed_split_tokens / kPlanTileTokens, cuts = ceil_div(range.count, cut_tiles);
+    const int64_t first = first_cut(p, piece.request, block_, cuts);
+    piece.partial = cuts > 1 ? static_cast<int>(first + (piece.first_tile - range.first) / cut_tiles) : -1;
+    if (cuts == 1 || first + cuts <= p.num_partials) return;
+    // More cuts than the caller has room for: the merge makes it seen.
+    piece.partial = -1;
+    piece.num_rows = 0;
+  }
+
+ private:
+  const SplitKvEntry& entry_;
+  int work_, block_ = 0;
+};
 
 // Pieces of a part: one of every work.
 __device__ inline int count_pieces(const SplitKvEntry& entry) {

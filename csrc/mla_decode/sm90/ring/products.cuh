@@ -35,38 +35,6 @@ __device__ inline uint32_t round_pair(float low, float high) {
   return pair;
 }
 
-template <typename T>
-__device__ inline uint32_t max_pair(uint32_t x, uint32_t y) {
-  uint32_t pair;
-  if constexpr (std::is_same_v<T, __half>) {
-    asm("max.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(x), "r"(y));
-  } else {
-    asm("max.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(x), "r"(y));
-  }
-  return pair;
-}
-
-template <typename T>
-__device__ inline float2 unpack_pair(uint32_t x) {
-  if constexpr (std::is_same_v<T, __half>) {
-    return __half22float2(reinterpret_cast<const __half2&>(x));
-  } else {
-    return {__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)};
-  }
-}
-
-template <typename T>
-__device__ inline float larger_of_pair(uint32_t x) {
-  const float2 pair = unpack_pair<T>(x);
-  return fmaxf(pair.x, pair.y);
-}
-
-template <typename T>
-__device__ inline uint32_t scaled_pair(uint32_t x, float factor) {
-  const float2 pair = unpack_pair<T>(x);
-  return round_pair<T>(pair.x * factor, pair.y * factor);
-}
-
 // A value that is the same in all lanes, where the compiler would not see it: descriptors then stay in uniform
 // registers.
 __device__ inline uint32_t uniform(uint32_t x) {

@@ -23,30 +23,35 @@ class Scores {
     const SplitKvEntry& entry = *reinterpret_cast<const SplitKvEntry*>(base_ + kEntry);
     Walk walk(entry);
     Piece piece;
-    int left = count_pieces(entry);
+    int left = count_pieces(entry), rest;  // pieces; tiles of this one
     bool first = true;
     park(walk);
     park(piece);
     park(left);
+    park(rest);
     park(first);
     uint32_t q[kKeptSteps][4];
 #pragma unroll 1
     for (; left > 0; --left) {
-      walk.next(p_, piece);
+      walk.place(p_, walk.next(p_, piece), piece);
+      rest = piece.num_tiles;
       take_queries(q);
-      score_piece(q, piece, left > 1 ? kLastOfPiece : kLastOfPiece | kLastOfAll);
-      if (!first) attnops::sm90::named_barrier_sync(kTotalsRead, kThreads);
-      first = false;
-      give_totals(piece);
+#pragma unroll 1
+      while (rest > 0) {
+        piece.num_tiles = p_.fixed_split_tokens == 0 ? rest : min_of(p_.fixed_split_tokens / kPlanTileTokens, rest);
+        rest -= piece.num_tiles;
+        score_piece(q, piece, kLastOfPiece | (rest > 0 ? kSameQueries : left > 1 ? 0 : kLastOfAll));
+        if (!first) attnops::sm90::named_barrier_sync(kTotalsRead, kThreads);
+        first = false;
+        give_totals(piece);
+        piece.first_tile += piece.num_tiles;
+        piece.partial += piece.partial >= 0;
+      }
     }
   }
 
  private:
-  // References follow the maxima only when these are more than a factor of 2^8 above: exact all the same, and
-  // accumulators are hardly ever rescaled.
-  static constexpr float kMostProbability = 256.f;
-  static constexpr float kLostProbability = 0x1p100f;  // from here on sums and factors might overflow
-  static constexpr int kKeptSteps = kTilesV * 4 - 1;   // of 16 columns of q, in registers
+  static constexpr int kKeptSteps = kTilesV * 4 - 1;  // of 16 columns of q, in registers
 
   // The values of a tile are multiplied while this group is in the softmax of the next: they may start when the scores
   // of that tile are done.
@@ -56,7 +61,7 @@ class Scores {
       maximum_[h] = -INFINITY;
       sum_[h] = 0.f;
     }
-    int flags = kFirst, key = piece.first_tile * kPlanTileTokens;
+    int flags = 0, key = piece.first_tile * kPlanTileTokens;
     const int end = key + piece.num_tiles * kPlanTileTokens;
     bool follows = false;  // a tile whose values are not yet let go
     float s[32];
@@ -64,28 +69,26 @@ class Scores {
     while (key < end) {
       wait_full();
       if (key + kPlanTileTokens > piece.keys.end) clear_tail(piece.keys.end - key);
-      compute_scores(q, s);
-      if (follows) let_values_go();
+      compute_scores(q, s, keys_of(slot()), uniform(shared_), follows, flags);
       if (key + kPlanTileTokens > piece.keys.end || p_.causal) mask(piece, key, s);
-      if (flags & (kFirst | kAgain)) set_references(s, flags);
+      if (!follows) set_references(s);
       // On to tiles that all rows see, without the code for others: instruction fetches are not free.
       const int plain_end = min_of(seen_by_all(piece), end);
       // Counted down: one register less than comparing keys.
       int left = max_of(plain_end / kPlanTileTokens - key / kPlanTileTokens, 1);
-      const int stop = key + left * kPlanTileTokens;
+      key += left * kPlanTileTokens;
+      follows = true;
       park(key);
 #pragma unroll 1
       while (true) {
-        bool ready;
-        follows = finish_tile(s, flags, ready);
-        if (!follows || --left == 0) break;
+        const Ahead ahead = look_ahead();
+        const bool ready = finish_tile(s, flags, ahead);
+        if (--left == 0) break;
         if (!ready) wait_full();
-        compute_scores(q, s);
-        let_values_go();
+        compute_scores(q, s, ahead.keys, ahead.base, true, flags);
       }
-      key = stop - left * kPlanTileTokens;
     }
-    base_[kFlags + before_slot(slot()) * 4 + thread() / 32] |= last_flags;
+    tell_values(flags | last_flags);
     attnops::sm90::fence_async_proxy();
     let_values_go();
   }
@@ -95,39 +98,59 @@ class Scores {
   // The values of the tile before, whose probabilities are there, may be multiplied.
   __device__ void let_values_go() const { attnops::sm90::named_barrier_arrive(kGo + before_slot(slot()), kThreads); }
 
-  // s = the slot's scores.
-  __device__ void compute_scores(const uint32_t (&q)[kKeptSteps][4], float (&s)[32]) const {
-    multiply(q, s);
-    attnops::sm90::fence_async_proxy();  // of the probabilities of the tile before
-    attnops::sm90::wgmma_wait<0>(s);
+  // Of the tile before, by all lanes.
+  __device__ void tell_values(int flags) const { base_[kFlags + before_slot(slot()) * 4 + thread() / 32] = flags; }
+
+  // What the end of a tile's softmax and the next tile's products need, found out before.
+  struct Ahead {
+    uint32_t place;  // of this lane's probabilities
+    uint64_t keys;   // descriptor of the next tile
+    uint32_t base;   // shared memory
+  };
+
+  __device__ uint64_t keys_of(int slot) const {
+    return uniform(attnops::sm90::operand_descriptor(shared_ + slot * kOperandBytes));
   }
 
-  // From scores to probabilities in the place of the tile's rope part. Returns false where references are so much too
-  // low that the tile must be computed once more. `ready`: the next tile has come.
-  __device__ bool finish_tile(float (&s)[32], int& flags, bool& ready) {
+  __device__ Ahead look_ahead() const {
+    Ahead ahead;
+    ahead.place = own_ + slot() * kOperandBytes;
+    asm volatile("" : "+r"(ahead.place));
+    ahead.keys = keys_of(next_slot(slot()));
+    ahead.base = uniform(shared_);
+    return ahead;
+  }
+
+  // s = the slot's scores. Lets the values of the tile before go, if there is one.
+  __device__ void compute_scores(const uint32_t (&q)[kKeptSteps][4], float (&s)[32], uint64_t keys, uint32_t base,
+                                 bool follows, int& flags) const {
+    multiply(q, s, keys, base);
+    if (follows) tell_values(flags);
+    flags = 0;
+    attnops::sm90::fence_async_proxy();  // of the probabilities of the tile before
+    // While the last of the products run: the values groups need a while to begin.
+    if (follows) let_values_go();
+    attnops::sm90::wgmma_wait<0>(s);
+    __syncwarp();
+    attnops::sm90::mbarrier_arrive_if(shared_ + kScoresRead, thread() % 32 == 0);
+  }
+
+  // From scores to probabilities in the place of the tile's rope part. Returns whether the next tile has come.
+  __device__ bool finish_tile(float (&s)[32], int& flags, const Ahead& ahead) {
     uint32_t a[4][4];
     float sums[kRowsPerThread];
-    const bool moves = exponentiate(s, a, sums);
+    if (__any_sync(0xffffffffu, is_high(s))) raise_references(s, flags);
+    exponentiate(s, a, sums);
+    const bool free = mbarrier_test(shared_ + kScoresRead, turn_ & 1);
     const int next = turn_ == 2 * kSlots - 1 ? 0 : turn_ + 1;
-    ready = mbarrier_test(shared_ + full_slot(next >= kSlots ? next - kSlots : next), next >= kSlots);
-    // All of the group must be done with the rope part.
-    if (attnops::sm90::named_barrier_any(kScoresRead, kGroupThreads, moves)) {
-      if (attnops::sm90::named_barrier_any(kScoresRead, kGroupThreads, exceeds(a, kLostProbability))) {
-        flags |= kAgain;
-        return false;
-      }
-      raise(a, sums, flags);
-    } else {
-      const uint32_t place = own_ + slot() * kOperandBytes;
+    const bool ready = mbarrier_test(shared_ + full_slot(next >= kSlots ? next - kSlots : next), next >= kSlots);
+    if (!free) attnops::sm90::mbarrier_wait(shared_ + kScoresRead, turn_ & 1);
 #pragma unroll
-      for (int kk = 0; kk < 4; ++kk) attnops::sm90::store_fragment(a[kk], place ^ kk * 32);
-    }
+    for (int kk = 0; kk < 4; ++kk) attnops::sm90::store_fragment(a[kk], ahead.place ^ kk * 32);
 #pragma unroll
     for (int h = 0; h < kRowsPerThread; ++h) sum_[h] += sums[h];
-    base_[kFlags + slot() * 4 + thread() / 32] = flags;  // by all lanes
-    flags = 0;
-    advance();
-    return true;
+    turn_ = next;
+    return ready;
   }
 
   // Keys before this one are seen by all rows.
@@ -174,6 +197,7 @@ class Scores {
     attnops::sm90::named_barrier_sync(kQueriesKept, kGroupThreads);
     if (threadIdx.x % 32 == 0) {
       for (int half = 0; half < 2; ++half) attnops::sm90::mbarrier_arrive(shared_ + empty_half(slot(), half));
+      attnops::sm90::mbarrier_arrive(shared_ + kScoresRead);
     }
     advance();
   }
@@ -192,9 +216,8 @@ class Scores {
   }
 
   // s = the scores of the slot's tile, in flight.
-  __device__ void multiply(const uint32_t (&q)[kKeptSteps][4], float (&s)[32]) const {
+  __device__ void multiply(const uint32_t (&q)[kKeptSteps][4], float (&s)[32], uint64_t keys, uint32_t base) const {
     __syncwarp();
-    const uint64_t keys = uniform(attnops::sm90::operand_descriptor(shared_ + slot() * kOperandBytes));
     const auto key = [&](int step) {
       return keys + step / 4 * (kTileBytes >> 4) + step % 4 * attnops::sm90::kStepKMajor;
     };
@@ -203,7 +226,6 @@ class Scores {
     for (int step = 1; step <= kKeptSteps; ++step) {
       attnops::sm90::wgmma_n64<T>(s, q[step - 1], key(step), step > 1);
     }
-    const uint32_t base = uniform(shared_);
     attnops::sm90::wgmma_n64<T>(s, block_descriptor(base + kFirstQueries), key(0), 1);
     const uint64_t rope = attnops::sm90::operand_descriptor(base + kRopeQueries);
 #pragma unroll
@@ -223,34 +245,41 @@ class Scores {
     return fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
   }
 
-  // A piece's first tile sets the references, and one whose probabilities have overflowed raises them. They are whole
-  // numbers, so that accumulators are rescaled by powers of two.
-  __device__ void set_references(const float (&s)[32], int& flags) {
+  // A piece's first tile sets the references. They are whole numbers, so that accumulators are rescaled by powers of
+  // two.
+  __device__ void set_references(const float (&s)[32]) {
 #pragma unroll
     for (int h = 0; h < kRowsPerThread; ++h) {
       const float top = ceilf(quad_max(scale_ * row_top(s, h)));
-      if (flags & kFirst) {
-        maximum_[h] = top == -INFINITY ? 0.f : top;  // of a row that sees nothing
-      } else {
-        raise_row(h, static_cast<int>(fminf(fmaxf(top - maximum_[h], 0.f), 127.f)));
-        maximum_[h] = fmaxf(maximum_[h], top);
-      }
+      maximum_[h] = top == -INFINITY ? 0.f : top;  // of a row that sees nothing
     }
-    flags = flags & kFirst ? 0 : kRescales;
   }
 
-  // Rescales what a row has, and tells the values groups to do so.
-  __device__ float raise_row(int h, int shift) {
-    const uint32_t lane = thread() % 32, row = thread() / 32 * 16 + lane / 4 + 8 * h;
-    if (lane % 4 == 0) base_[kShifts + slot() * 64 + row] = shift;
-    const float factor = power_of_half(shift);
-    sum_[h] *= factor;
-    return factor;
+  // Whether this thread has a score that is too high for its reference.
+  __device__ bool is_high(const float (&s)[32]) const {
+    bool high = false;
+#pragma unroll
+    for (int h = 0; h < kRowsPerThread; ++h) high |= fmaf(row_top(s, h), scale_, -maximum_[h]) >= kSlack;
+    return high;
   }
 
-  // Turns scores into probabilities under the rows' references, as fragments, and adds them up. Returns whether any is
-  // so large that its reference must be raised.
-  __device__ bool exponentiate(float (&s)[32], uint32_t (&a)[4][4], float (&sums)[kRowsPerThread]) const {
+  // Raises the references of the warp's rows that need it: rescales their sums, and has the values groups rescale what
+  // they have.
+  __device__ void raise_references(const float (&s)[32], int& flags) {
+    const uint32_t lane = thread() % 32, row = thread() / 32 * 16 + lane / 4;
+#pragma unroll
+    for (int h = 0; h < kRowsPerThread; ++h) {
+      const float top = ceilf(quad_max(scale_ * row_top(s, h))), rise = top - maximum_[h];
+      const int shift = rise >= kSlack ? static_cast<int>(fminf(rise, 127.f)) : 0;
+      if (lane % 4 == 0) base_[kShifts + slot() * 64 + row + 8 * h] = shift;
+      sum_[h] *= power_of_half(shift);
+      if (shift != 0) maximum_[h] = top;
+    }
+    flags |= kRescales;
+  }
+
+  // Turns scores into probabilities under the rows' references, as fragments, and adds them up.
+  __device__ void exponentiate(float (&s)[32], uint32_t (&a)[4][4], float (&sums)[kRowsPerThread]) const {
     float parts[kRowsPerThread][2] = {};
 #pragma unroll
     for (int kk = 0; kk < 4; ++kk) {
@@ -266,38 +295,6 @@ class Scores {
     }
 #pragma unroll
     for (int h = 0; h < kRowsPerThread; ++h) sums[h] = parts[h][0] + parts[h][1];
-    return exceeds(a, kMostProbability);
-  }
-
-  __device__ static bool exceeds(const uint32_t (&a)[4][4], float limit) {
-    uint32_t tops[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) tops[i] = max_pair<T>(max_pair<T>(a[0][i], a[1][i]), max_pair<T>(a[2][i], a[3][i]));
-    return larger_of_pair<T>(max_pair<T>(max_pair<T>(tops[0], tops[1]), max_pair<T>(tops[2], tops[3]))) >= limit;
-  }
-
-  // Raises the references of the warp's rows that need it, and writes the tile's probabilities accordingly.
-  __device__ void raise(const uint32_t (&a)[4][4], float (&sums)[kRowsPerThread], int& flags) {
-#pragma unroll
-    for (int h = 0; h < kRowsPerThread; ++h) {
-      uint32_t top = 0;
-#pragma unroll
-      for (int k = 0; k < 8; ++k) top = max_pair<T>(top, a[k / 2][k % 2 * 2 + h]);
-      const float most = quad_max(larger_of_pair<T>(top));
-      const int exponent = (__float_as_int(most) >> 23 & 255) - 127;
-      const int shift = most >= kMostProbability ? exponent + 1 : 0;
-      maximum_[h] += static_cast<float>(shift);
-      const float factor = raise_row(h, shift);
-      sums[h] *= factor;
-      const uint32_t x = thread(), row = x / 32 * 16 + x % 32 / 4 + 8 * h;
-#pragma unroll
-      for (int k = 0; k < 8; ++k) {
-        const int at = attnops::sm90::swizzled(row, k) + x % 4 * 4;
-        uint8_t* place = base_ + slot() * kOperandBytes + kRopeTile * kTileBytes + at;
-        *reinterpret_cast<uint32_t*>(place) = scaled_pair<T>(a[k / 2][k % 2 * 2 + h], factor);
-      }
-    }
-    flags |= kRescales;
   }
 
   // Removes keys behind each row's end.
@@ -305,12 +302,6 @@ class Scores {
     RowState rows;
     rows.template begin<Options::kCommon>(p_, piece);
     mask_end(rows, first_key, s);
-  }
-
-  __device__ static void arrive_if(int barrier, bool condition) {
-    asm volatile("{\n.reg .pred chosen;\nsetp.ne.b32 chosen, %2, 0;\n@chosen bar.arrive %0, %1;\n}\n" ::"r"(barrier),
-                 "r"(kThreads), "r"(static_cast<int>(condition))
-                 : "memory");
   }
 
   __device__ void give_totals(const Piece& piece) {

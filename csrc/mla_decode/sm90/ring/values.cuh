@@ -43,6 +43,7 @@ class Values {
         if (loads == kSlots + 1 && item(0)->kind == Item::kNothing) return;
         loader.load_rope(late, before_slot(slot), parity ^ (slot == 0));
         late.kind = Item::kNothing;
+        if (flags & kSameQueries) continue;
         const Item next = *item(which);  // the last in place of the piece's queries
         which ^= 1;
         loader.load_half(next, slot, parity);
@@ -53,7 +54,7 @@ class Values {
       }
 #pragma unroll 1
       do {
-        const uint32_t at = shared_ + slot * kOperandBytes;
+        const uint32_t at = uniform(shared_ + slot * kOperandBytes);
         attnops::sm90::named_barrier_sync(kGo + slot, kThreads);
         flags = base_[kFlags + slot * 4 + threadIdx.x % kGroupThreads / 32];
         if (flags & kRescales) rescale(slot, o);
@@ -89,10 +90,9 @@ class Values {
     for (int i = 0; i < 128; ++i) o[i] *= factor[i / 2 % 2];
   }
 
-  // o += the probabilities of the slot at `place` times its half of V, in flight.
-  __device__ void multiply(uint32_t place, float (&o)[128]) const {
+  // o += the probabilities of the slot at `at` times its half of V, in flight.
+  __device__ void multiply(uint32_t at, float (&o)[128]) const {
     __syncwarp();
-    const uint32_t at = uniform(place);
     const uint64_t probabilities = attnops::sm90::operand_descriptor(at + kRopeTile * kTileBytes);
     const uint64_t values = attnops::sm90::operand_descriptor(at + kGroup * 4 * kTileBytes);
     attnops::sm90::wgmma_fence();
