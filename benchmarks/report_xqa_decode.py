@@ -9,12 +9,10 @@ same run (same commit). FP8 cells count peers of any arithmetic; the error in th
 from __future__ import annotations
 
 import argparse
-import json
-import math
-from collections import defaultdict
 from dataclasses import dataclass
 
 import records
+import report
 
 
 @dataclass(frozen=True)
@@ -40,11 +38,8 @@ class Cell:
 
 def read_cells(name: str) -> list[Cell]:
     """The cells of attnops that some peer measured, too, in the file's order."""
-    rows = [json.loads(line) for line in (records.RESULTS / f"{name}.jsonl").read_text().splitlines()]
-    ceilings = {row["commit"]: row["gbs"] for row in rows if row["case"] == "ceiling"}
-    groups = defaultdict(list)
-    for row in rows:
-        groups[row["case"], json.dumps(row["params"], sort_keys=True)].append(row)
+    groups = report.read_groups(name)
+    ceilings = {row["commit"]: row["gbs"] for (case, _), rows in groups.items() if case == "ceiling" for row in rows}
     cells = []
     for (case, _), group in groups.items():
         ours = next((row for row in group if row["peer"] == "attnops"), None)
@@ -58,11 +53,7 @@ def read_cells(name: str) -> list[Cell]:
     return cells
 
 
-def geometric_mean(values: list[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
-
-
-def write_table(cells: list[Cell], name: str) -> None:
+def table_text(cells: list[Cell], name: str) -> str:
     lines = [
         f"# {name}",
         "",
@@ -76,7 +67,7 @@ def write_table(cells: list[Cell], name: str) -> None:
         lines += [
             f"## {case}",
             "",
-            f"Commit {commits}; {len(group)} cells: {geometric_mean(ratios):.3f}x the best peer ",
+            f"Commit {commits}; {len(group)} cells: {report.geometric_mean(ratios):.3f}x the best peer ",
         ]
         lines[-1] += f"in the geometric mean, worst {min(ratios):.2f}x."
         lines += ["", "| heads | batch x tokens | page | query tokens | attnops | best peer | ratio | share |"]
@@ -86,38 +77,23 @@ def write_table(cells: list[Cell], name: str) -> None:
             what = f"| {c.heads} | {p['batch']} x {p['s_k']} | {p['page']} | {p['s_q']} "
             lines.append(what + f"| {c.ours:.1f} | {c.peer} {c.best:.1f} | {c.ratio:.2f} | {c.share:.2f} |")
         lines.append("")
-    (records.RESULTS / f"{name}.md").write_text("\n".join(lines))
+    return "\n".join(lines)
 
 
-def write_plot(cells: list[Cell], name: str) -> None:
-    """Share of the read ceiling over batch (rows) and length (columns), a panel per cache type and head counts."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = name  # the same file from the same rows
-    from matplotlib import pyplot
-
+def panels_of(cells: list[Cell]) -> list[list[tuple[str, list[report.Point]]]]:
+    """A row for each cache type, a panel for each head count; even batches."""
     cells = [c for c in cells if c.case in ("bf16", "fp8") and isinstance(c.params["s_k"], int)]
     heads = sorted({c.heads for c in cells}, key=lambda h: [int(n) for n in h.split("/")][::-1])
-    batches, lengths = (sorted({c.params[key] for c in cells}) for key in ("batch", "s_k"))
-    cases = ("bf16", "fp8")
-    figure, axes = pyplot.subplots(len(cases), len(heads), figsize=(3.2 * len(heads), 5.6), layout="constrained")
-    image = None
-    for row, case in enumerate(cases):
-        for axis, head in zip(axes[row], heads):
-            grid = [[math.nan] * len(lengths) for _ in batches]
-            for c in (c for c in cells if (c.case, c.heads) == (case, head)):
-                y, x = batches.index(c.params["batch"]), lengths.index(c.params["s_k"])
-                grid[y][x] = c.share
-                color = "white" if c.share < 0.6 else "black"
-                axis.text(x, y, f"{c.share:.2f}\n({c.ratio:.2f}x)", ha="center", va="center", fontsize=8, color=color)
-            image = axis.imshow(grid, vmin=0, vmax=1, aspect="auto")
-            axis.set_title(f"{case}, {head} heads", fontsize=9)
-            axis.set_xticks(range(len(lengths)), lengths, fontsize=8)
-            axis.set_yticks(range(len(batches)), batches, fontsize=8)
-            axis.set(xlabel="KV tokens", ylabel="batch")
-    figure.colorbar(image, ax=axes, label="share of the read ceiling (ratio to the best peer)")
-    figure.savefig(records.RESULTS / f"{name}.svg", metadata={"Date": None})
+    points = {
+        (case, head): [
+            report.Point(c.params["batch"], c.params["s_k"], c.share, c.ratio)
+            for c in cells
+            if (c.case, c.heads) == (case, head)
+        ]
+        for case in ("bf16", "fp8")
+        for head in heads
+    }
+    return [[(f"{case}, {head} heads", points[case, head]) for head in heads] for case in ("bf16", "fp8")]
 
 
 def main() -> None:
@@ -125,8 +101,8 @@ def main() -> None:
     parser.add_argument("--name", default="h200-xqa_decode")
     name = parser.parse_args().name
     cells = read_cells(name)
-    write_table(cells, name)
-    write_plot(cells, name)
+    (records.RESULTS / f"{name}.md").write_text(table_text(cells, name))
+    report.write_plot(panels_of(cells), "share of the read ceiling (ratio to the best peer)", name)
 
 
 if __name__ == "__main__":
