@@ -62,10 +62,10 @@ def test_the_matrix_has_a_column_per_backend_and_is_the_readmes():
     assert matrix in (ROOT / "README.md").read_text(), "README: paste what `python -m attnops.info --matrix` prints"
 
 
-@pytest.mark.parametrize("fixed", [0, 256])
+@pytest.mark.parametrize("fixed", [0, 256, -5, -16, -20, -64])
 @pytest.mark.parametrize("parts", [1, 3, 16])
 def test_a_schedules_pieces_cover_every_tile_once_and_count_their_splits(parts, fixed):
-    lengths = [4096, 300, 0, 17, 65]
+    lengths = [4096, 300, 0, 17, 65, 1500, 6000]
     pieces = explain.split_kv_schedule(lengths, works_per_request=2, num_sm_parts=parts, fixed_split_tokens=fixed)
     for request, length in enumerate(lengths):
         for work in range(2):
@@ -79,7 +79,7 @@ def test_a_schedules_pieces_cover_every_tile_once_and_count_their_splits(parts, 
         tile_tokens=64,
         num_sm_parts=parts,
         work_overhead=explain.XQA_WORK_OVERHEAD,
-        fixed_split_tiles=fixed // 64,
+        fixed_split_tiles=fixed // 64 if fixed > 0 else fixed,
     )
     for part, entry in enumerate(_scheduler.plan_split_kv(geometry, lengths)):
         first = next((p for p in pieces if p.part == part), None)
@@ -92,6 +92,8 @@ def test_the_picture_has_a_line_per_part(capsys):
     assert len(re.findall(r"^part ", text, re.MULTILINE)) == 4
     assert "r1.1[" in text
     assert "works split" in printed(capsys, explain.main, "100", "--mla-heads", "128", "--seqlen-q", "2")
+    grouped = printed(capsys, explain.main, "4096", "300", "--num-kv-heads", "2", "--num-sm-parts", "8", "--gpu")
+    assert "each line is a group of 2 parts" in grouped and len(re.findall(r"^part ", grouped, re.MULTILINE)) == 4
 
 
 def test_an_import_costs_little_beyond_torch():

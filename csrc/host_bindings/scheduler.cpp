@@ -92,6 +92,8 @@ PYBIND11_MODULE(_scheduler, m) {
       "num_tiles",
       [](const SplitKvGeometry& geometry, int cache_seqlen) { return attnops::num_tiles(geometry, cache_seqlen); },
       py::arg("geometry"), py::arg("cache_seqlen"), "KV tiles of one work of a request of this length.");
+  m.def("tiles_per_cut", &attnops::tiles_per_cut, py::arg("fixed_split_tiles"), py::arg("tiles"),
+        "Tiles of a cut of a work in batch-invariant mode.");
   m.def("shares_of_even_works", &attnops::shares_of_even_works, py::arg("works"), py::arg("groups"),
         "Shares of a batch of works of one length.");
   m.def("cost_bin", &attnops::cost_bin, py::arg("cost"), "Bin of a prefill tile's cost; larger is longer.");

@@ -1,6 +1,9 @@
 """Which part computes which keys: a picture of a split-KV schedule, made by the planner that the kernels run.
 
 ``python -m attnops.explain 4096 300 17 --num-kv-heads 8 --num-sm-parts 16``
+
+It is the plan's division. Short calls of `xqa_decode` on Hopper do not look at the plan: clusters of CTAs divide each
+work evenly (docs/kernels/xqa_decode.md).
 """
 
 from __future__ import annotations
@@ -74,7 +77,7 @@ def split_kv_schedule(
             count = tiles[work // works_per_request]
             last = entry.end_tile if work == entry.end_work else count
             fixed = geometry.fixed_split_tiles
-            every = fixed if fixed >= 0 else 2 * -(-count // (-2 * fixed))
+            every = _scheduler.tiles_per_cut(fixed, count) if fixed else 0
             shares += [(part, work, *cut) for cut in _cuts(begin, last, every)]
             work, begin = work + 1, 0
     splits: dict[int, int] = {}
@@ -125,6 +128,9 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--seqlen-q", type=int, default=1, help="query tokens per request")
     parser.add_argument("--num-sm-parts", type=int, default=16, help="CTAs, or CPU threads")
+    parser.add_argument(
+        "--gpu", action="store_true", help="parts of xqa_decode as on a GPU: in groups of one part for each KV head"
+    )
     parser.add_argument("--window-left", type=int, default=-1)
     parser.add_argument(
         "--fixed-split-tokens", type=int, default=0, help="batch-invariant: keys of a cut, or -n: at most n cuts"
@@ -137,6 +143,9 @@ def main(arguments: list[str] | None = None) -> None:
         if works % 2 == 0 and parts % 2 == 0:
             works, parts = works // 2, parts // 2
             print("blocks of query rows go in pairs; each line is a pair of parts")
+    elif options.gpu and works > 1 and parts % works == 0:  # csrc/xqa_decode/plan.h
+        print(f"KV heads go side by side; each line is a group of {works} parts, one for each head")
+        works, parts = 1, parts // works
     pieces = split_kv_schedule(
         options.cache_seqlens,
         works_per_request=works,
