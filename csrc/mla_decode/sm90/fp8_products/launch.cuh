@@ -26,7 +26,7 @@ void launch_attention(const Params& p, const Modes& modes, cudaStream_t stream) 
   const auto kernel = &mla_decode_fp8_products_kernel<T, kOptions>;
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
              "shared memory of mla_decode_fp8_products_kernel");
-  kernel<<<p.num_sm_parts, kThreads, kBytes, stream>>>(p, maps, modes);
+  kernel<<<p.num_sm_parts, kAllThreads, kBytes, stream>>>(p, maps, modes);
   check_cuda(cudaGetLastError(), "mla_decode_fp8_products_kernel");
 }
 

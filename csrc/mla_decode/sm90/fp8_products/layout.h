@@ -10,41 +10,57 @@ inline constexpr int kLatentTiles = kHeadDimV / 128;
 inline constexpr int kRope = kLatentTiles * kTileBytes;  // offset of the rope part
 inline constexpr int kStageBytes = kRope + 64 * 64;
 
-// Of the rope part: 16-byte chunk 0 .. 3 of a row.
+// Of the rope part, and of probabilities: 16-byte chunk 0 .. 3 of a row.
 __device__ inline int swizzled_half(int row, int chunk) { return row * 64 + ((chunk ^ (row / 2 & 3)) << 4); }
 
-// The probabilities of a tile take the place of its own rope part, which is 64 x 64 bytes, too.
+// Two warpgroups have 256 columns of V each, the third the scores; the fourth loads.
+inline constexpr int kValueThreads = 2 * kGroupThreads;
+inline constexpr int kMultiplyThreads = kValueThreads + kGroupThreads;
+inline constexpr int kAllThreads = kMultiplyThreads + kGroupThreads;
+// A CTA never has more registers than its launch took: 128 per thread.
+inline constexpr int kValueRegisters = 184, kScoreRegisters = 104, kLoaderRegisters = 40;
+static_assert(2 * kValueRegisters + kScoreRegisters + kLoaderRegisters <= 4 * 128);
+
 struct Layout {
-  static constexpr int kStages = 5;
+  static constexpr int kStages = 5, kBuffers = 2;  // of tiles; of probabilities
+  static constexpr int kProbabilityBytes = 64 * 64;
   static constexpr int kQ = 0;
   static constexpr int kKv = kStageBytes;
-  static constexpr int kFactors = kKv + kStages * kStageBytes;  // float [3][64]: what a tile rescales outputs by
-  static constexpr int kMaxima = kFactors + 3 * 64 * 4;         // float [2][64], by parity of the tile
-  static constexpr int kSums = kMaxima + 2 * 64 * 4;            // float [2][64], by group
-  static constexpr int kReference = kSums + 2 * 64 * 4;         // float [64], at the end of a piece
-  static constexpr int kQueryScale = kReference + 64 * 4;       // float [64]
-  static constexpr int kEnds = kQueryScale + 64 * 4;            // TransposedEnds
-  static constexpr int kRescales = kEnds + 64 * 16;             // int [3], as factors: whether one differs from 1
-  static constexpr int kBarriers = kRescales + 16;              // 8 bytes each, see below
-  static constexpr int kBarrierCount = 2 * kStages + 3;
-  static constexpr int kEntry = kBarriers + 8 * (kBarrierCount + 1);  // the part's row of the plan
+  static constexpr int kP = kKv + kStages * kStageBytes;
+  static constexpr int kFactors = kP + kBuffers * kProbabilityBytes;  // float [kBuffers][64]: what a tile rescales by
+  static constexpr int kTotals = kFactors + kBuffers * 64 * 4;        // float [2][2][64], by parity of the piece:
+                                                                      // sums, references
+  static constexpr int kQueryScale = kTotals + 2 * 2 * 64 * 4;        // float [64]
+  static constexpr int kEnds = kQueryScale + 64 * 4;                  // TransposedEnds
+  static constexpr int kRescales = kEnds + 64 * 16;                   // int [kBuffers]: whether a factor differs from 1
+  static constexpr int kParity = kRescales + 8;                       // int: of the piece whose scores are computed
+  static constexpr int kBarriers = kParity + 8;                       // 8 bytes each, see below
+  static constexpr int kBarrierCount = 2 * kStages + 2 * kBuffers;
+  static constexpr int kEntry = kBarriers + 8 * kBarrierCount;  // the part's row of the plan
   static constexpr int kBytes = kEntry + 32;
-  static_assert(kBytes <= 227 * 1024 && kEntry % 8 == 0);
+  static_assert(kBytes <= 227 * 1024 && kEntry % 8 == 0 && kP % 512 == 0);
 
-  // Of a stage: a tile is there; both groups are done with it.
+  // Of a stage: a tile is there; both groups with values are done with it.
   static constexpr int barrier_full(int stage) { return kBarriers + 8 * stage; }
   static constexpr int barrier_empty(int stage) { return kBarriers + 8 * (kStages + stage); }
-  // Probabilities of the even or odd tile of a pair; maxima of the even one.
-  static constexpr int barrier_ready(int parity) { return kBarriers + 8 * (2 * kStages + parity); }
-  static constexpr int kMaximaReady = kBarriers + 8 * (2 * kStages + 2);
+  // Of a buffer: probabilities are there; both groups with values are done with them.
+  static constexpr int barrier_given(int buffer) { return kBarriers + 8 * (2 * kStages + buffer); }
+  static constexpr int barrier_taken(int buffer) { return kBarriers + 8 * (2 * kStages + kBuffers + buffer); }
+  static constexpr int totals(int parity) { return kTotals + parity * 2 * 64 * 4; }
 };
 
-// A CTA never has more registers than its launch took: 168 per thread.
-inline constexpr int kConsumerRegisters = 232;
-inline constexpr int kLoaderRegisters = 40;
-static_assert(2 * kConsumerRegisters + kLoaderRegisters <= 3 * 168);
+// Where the ring of stages stands.
+struct Ring {
+  int stage = 0;
+  uint32_t phase = 0;
+  __device__ void advance() {
+    if (++stage < Layout::kStages) return;
+    stage = 0;
+    phase ^= 1;
+  }
+};
 
-// Hardware barriers: all consumers, and within a group (kOwn + group).
-enum Barrier : int { kConsumers = 1, kOwn = 2 };
+// Hardware barriers: queries are there; the totals of a piece are there; within the groups with values.
+enum Barrier : int { kQueriesThere = 1, kTotalsThere = 2, kValueWarps = 3 };
 
 }  // namespace attnops::mla_decode::sm90::fp8_products
