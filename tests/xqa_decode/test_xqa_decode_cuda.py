@@ -295,11 +295,22 @@ def test_scales_are_read_on_the_device_at_every_replay():
         assert_attention_close(out.cpu(), problem.expected()[0], problem.q.dtype)
 
 
-def test_same_bits_on_every_run():
-    problem = on_gpu([3000, 20, 700], num_q_heads=32, num_kv_heads=8, head_dim=128)
-    first = decode(problem, num_sm_parts=264)
+@pytest.mark.parametrize(
+    "lengths,heads,kv_dtype,num_sm_parts",
+    [
+        ([3000, 20, 700], (32, 8), None, 264),
+        ([3000, 20, 700], (32, 8), FP8, 264),
+        ([3000, 20, 700], (64, 4), FP8, 264),
+        # Many short pieces a part: a CTA takes those of two KV heads.
+        ([700, 1, 0, 64, 65, 1300, 130] * 5, (4, 2), FP8, 6),
+        ([700, 1, 0, 64, 65, 1300, 130] * 40, (32, 8), FP8, 264),
+    ],
+)
+def test_same_bits_on_every_run(lengths, heads, kv_dtype, num_sm_parts):
+    problem = on_gpu(lengths, num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=128, kv_dtype=kv_dtype)
+    first = decode(problem, num_sm_parts=num_sm_parts)
     for _ in range(20):
-        again = decode(problem, num_sm_parts=264)
+        again = decode(problem, num_sm_parts=num_sm_parts)
         assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
 
 
