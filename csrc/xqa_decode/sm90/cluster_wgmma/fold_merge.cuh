@@ -9,30 +9,6 @@ namespace attnops::xqa_decode::sm90 {
 
 using TeamItem = NodeItem<1>;
 
-// Sends the CTA's node, unit by unit, to the CTA that merges it.
-template <class Tr>
-__device__ __forceinline__ void send_node(const Shape& shape, const Team& team, const RowBlock<Tr>& block, int rank,
-                                          uint32_t shared) {
-  using In = TeamInbox<Tr>;
-  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-#pragma unroll
-  for (int n = 0; n < Tr::kRowTiles; ++n) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = 8 * n + 2 * t + i;
-      if (row >= shape.rows) continue;
-      const int unit = row * In::kUnitsPerRow + warp;
-      const int owner = team.by_slice.divide(unit);
-      const int at = (rank * team.slice + unit - owner * team.slice) * kUnitItems + g;
-      const uint32_t there = address_in(shared, owner), barrier = there + SharedLayout<Tr>::kInboxFull;
-      const float4 values = make_float4(block.out[0][4 * n + i], block.out[0][4 * n + 2 + i], block.out[1][4 * n + i],
-                                        block.out[1][4 * n + 2 + i]);
-      store_async(there + In::kValues + at * 16, values, barrier);
-      store_async(there + In::kStats + at * 8, make_float2(block.reference[n][i], 0.f), barrier);
-    }
-  }
-}
-
 template <class Tr>
 __device__ __forceinline__ void load_sent(TeamItem& node, int at, const uint8_t* smem) {
   using In = TeamInbox<Tr>;

@@ -81,11 +81,7 @@ __device__ __forceinline__ void multiply_share(const Params& p, const Shape& sha
   }
   cluster_wait();  // everybody's barrier is there
   if (senders <= 0) return;
-  if constexpr (Tr::kFolds) {
-    if (rank < senders) send_node<Tr>(shape, team, block, rank, shared);
-  } else {
-    if (rank < senders) send_units<Tr>(shape, team, block, rank, shared);
-  }
+  if (rank < senders) send_units<Tr>(shape, team, block, rank, shared);
   const int first = rank * team.slice;
   const int own = min_of(shape.rows * TeamInbox<Tr>::kUnitsPerRow - first, team.slice);
   if (own <= 0) return;

@@ -22,7 +22,8 @@ struct TeamInbox {
 
 inline constexpr int kFew = 4;  // CTAs whose results one thread merges
 
-// Sends the CTA's results of each unit to the CTA that merges it.
+// Sends the CTA's results of each unit to the CTA that merges it: sums with their references, or, where kernels fold
+// (fold_merge.cuh), mean values with their lse.
 template <class Tr>
 __device__ __forceinline__ void send_units(const Shape& shape, const Team& team, const RowBlock<Tr>& block, int rank,
                                            uint32_t shared) {
@@ -41,9 +42,10 @@ __device__ __forceinline__ void send_units(const Shape& shape, const Team& team,
       float4 values = make_float4(block.out[0][4 * n + i], block.out[0][4 * n + 2 + i], block.out[1][4 * n + i],
                                   block.out[1][4 * n + 2 + i]);
       // A row that saw no key here may hold NaN, from keys of other rows.
-      if (block.sum[n][i] == 0.f) values = make_float4(0.f, 0.f, 0.f, 0.f);
+      if (!Tr::kFolds && block.sum[n][i] == 0.f) values = make_float4(0.f, 0.f, 0.f, 0.f);
       store_async(there + In::kValues + at * 16, values, barrier);
-      store_async(there + In::kStats + at * 8, make_float2(block.reference[n][i], block.sum[n][i]), barrier);
+      const float sum = Tr::kFolds ? 0.f : block.sum[n][i];
+      store_async(there + In::kStats + at * 8, make_float2(block.reference[n][i], sum), barrier);
     }
   }
 }
