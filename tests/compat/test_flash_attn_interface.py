@@ -41,6 +41,23 @@ def test_paged_decode_and_extend(theirs, ours, seqlen_q):
     assert (lse[3] == -math.inf).all(), "an empty row is -inf"
 
 
+@pytest.mark.parametrize("seqlen_q", [1, 20])
+def test_an_output_of_the_callers_is_written_or_refused(seqlen_q):
+    problem = paged_problem([130, 50], seqlen_q)
+    q = problem.q_by_request
+    out = torch.full_like(q, math.nan)
+    returned = decode(problem, causal=True, out=out)
+    assert returned.data_ptr() == out.data_ptr()
+    assert relative_error(out.flatten(0, 1), problem.expected()[0]) <= BOUND
+    strided = q.new_full((2, seqlen_q + 1, 8, 64), math.nan)[:, 1:]
+    if seqlen_q == 1:
+        decode(problem, causal=True, out=strided)
+        assert torch.equal(strided, out)
+    else:  # rows of requests that are not evenly spaced have no flat view, and a copy would not be written
+        with pytest.raises(RuntimeError, match=r"flash_attn_with_kvcache.*view size.*out bfloat16 \[2, 20, 8, 64\]"):
+            decode(problem, causal=True, out=strided)
+
+
 @pytest.mark.parametrize(("theirs", "ours"), MASKS)
 def test_ragged_queries(theirs, ours):
     problem = paged_problem([130, 40, 64], [3, 40, 1], page_size=1)

@@ -124,39 +124,64 @@ def flash_attn_with_kvcache(
         "return_lse": return_softmax_lse,
     }
     if cu_seqlens_q is None and window_right < 0 and q.shape[1] <= MAX_DECODE_QUERIES:
-        bound = table.shape[1] * k_cache.shape[1]
-        plan = XqaDecodePlan.allocate(
-            batch_size,
-            num_q_heads=q.shape[2],
-            num_kv_heads=k_cache.shape[2],
-            head_dim=q.shape[3],
-            seqlen_q=q.shape[1],
-            window_left=window_left,
-            fixed_split_tokens=-(-bound // TILE_TOKENS) * TILE_TOKENS if num_splits == 1 else 0,
-            max_seqlen_k=bound,
-            device=q.device,
-        )
-        ops.xqa_decode_plan(plan, lens)
-        result, lse = ops.xqa_decode(q, k_cache, v_cache, table, lens, plan, out=out, **options)
-        return result if lse is None else (result, heads_first(lse))
-
+        return _decode(q, k_cache, v_cache, table, lens, num_splits == 1, out, options)
     if cu_seqlens_q is None:
         bounds = torch.arange(batch_size + 1, dtype=torch.int32, device=q.device) * q.shape[1]
     elif max_seqlen_q is None:
         raise ValueError(f"attnops.compat: {name}: cu_seqlens_q needs max_seqlen_q")
     else:
         bounds = cu_seqlens_q
-    rows = q if q.dim() == 3 else q.flatten(0, 1)
-    flat_out = out if out is None or out.dim() == 3 else out.flatten(0, 1)
-    extend = _fmha_plan(rows, k_cache, batch_size, causal, window_left)
-    ops.fmha_plan(extend, bounds, cache_seqlens=lens)
-    result, lse = ops.fmha_paged(
-        rows, k_cache, v_cache, table, lens, bounds, extend, window_right=window_right, out=flat_out, **options
+    return _extend(q, k_cache, v_cache, table, lens, bounds, out, options | {"window_right": window_right})
+
+
+def _decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor,
+    lens: Tensor,
+    one_split: bool,
+    out: Tensor | None,
+    options: dict[str, Any],
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Few query tokens of each request, as many of all: ``[B, S_q, H_q, D]``."""
+    bound = table.shape[1] * k_cache.shape[1]
+    plan = XqaDecodePlan.allocate(
+        q.shape[0],
+        num_q_heads=q.shape[2],
+        num_kv_heads=k_cache.shape[2],
+        head_dim=q.shape[3],
+        seqlen_q=q.shape[1],
+        window_left=options["window_left"],
+        fixed_split_tokens=-(-bound // TILE_TOKENS) * TILE_TOKENS if one_split else 0,
+        max_seqlen_k=bound,
+        device=q.device,
     )
+    ops.xqa_decode_plan(plan, lens)
+    result, lse = ops.xqa_decode(q, k_cache, v_cache, table, lens, plan, out=out, **options)
+    return result if lse is None else (result, heads_first(lse))
+
+
+def _extend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor,
+    lens: Tensor,
+    bounds: Tensor,
+    out: Tensor | None,
+    options: dict[str, Any],
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Any query tokens, ``[T, H_q, D]`` or ``[B, S_q, H_q, D]``; `bounds` is where each request's begin."""
+    rows = q if q.dim() == 3 else q.flatten(0, 1)
+    flat_out = out if out is None or out.dim() == 3 else out.view(rows.shape)  # never a copy: it is written
+    plan = _fmha_plan(rows, k_cache, bounds.shape[0] - 1, options["causal"], options["window_left"])
+    ops.fmha_plan(plan, bounds, cache_seqlens=lens)
+    result, lse = ops.fmha_paged(rows, k_cache, v_cache, table, lens, bounds, plan, out=flat_out, **options)
     result = result.view(q.shape)
     if lse is None:
         return result
-    return result, heads_first(lse if cu_seqlens_q is not None else lse.unflatten(0, (batch_size, -1)))
+    return result, heads_first(lse if q.dim() == 3 else lse.unflatten(0, q.shape[:2]))
 
 
 @names_the_peers(

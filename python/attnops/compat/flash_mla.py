@@ -147,15 +147,7 @@ def flash_mla_with_kvcache(
     if k_cache.dim() != 4 or k_cache.shape[2] != 1:
         raise ValueError(f"attnops.compat: {name}: k_cache must be [P, page_size, 1, D], got {list(k_cache.shape)}")
     pages = k_cache.squeeze(2)
-    one_byte = pages.element_size() == 1
-    if one_byte != is_fp8_kvcache:
-        raise ValueError(f"attnops.compat: {name}: is_fp8_kvcache={is_fp8_kvcache} with k_cache of {k_cache.dtype}")
-    if one_byte and pages.shape[-1] == _ROW_BYTES:
-        if descale_k is not None:
-            raise refuse(name, "descale_k with rows of 656 bytes", "they carry their scales; leave it None")
-        pages = pages.view(torch.uint8)
-    elif descale_k is not None and not one_byte:
-        raise refuse(name, f"descale_k with a cache of {pages.dtype}", "only float8_e4m3fn caches have a scale")
+    pages = _checked_pages(name, pages, is_fp8_kvcache, descale_k)
     rounded = q.dtype == _FP8
     if rounded and pages.dtype != _FP8:
         raise refuse(name, f"q of float8_e4m3fn with a cache of {pages.dtype}", "give q in bf16")
@@ -163,23 +155,8 @@ def flash_mla_with_kvcache(
         q = (q.float() if descale_q is None else q.float() * descale_q).to(torch.bfloat16)
     elif descale_q is not None:
         raise refuse(name, f"descale_q with q of {q.dtype}", "only float8_e4m3fn queries have a scale")
-    batch_size, seqlen_q, num_q_heads, head_dim = q.shape
-    if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
-        if num_splits is not None:
-            raise refuse(name, "num_splits beside a FlashMLASchedMeta", "it plans by itself; leave None")
-        plan = tile_scheduler_metadata.plan(batch_size, seqlen_q, num_q_heads, q.device)
-        ops.mla_decode_plan(plan, cache_seqlens)
-    else:
-        if num_splits is None:
-            raise ValueError(f"attnops.compat: {name}: num_splits is needed beside a tile_scheduler_metadata tensor")
-        parts = tile_scheduler_metadata.shape[0]
-        plan = dataclasses.replace(
-            MlaDecodePlan.allocate(
-                batch_size, seqlen_q=seqlen_q, num_q_heads=num_q_heads, num_sm_parts=parts, device=q.device
-            ),
-            tile_scheduler_metadata=tile_scheduler_metadata,
-            num_splits=num_splits,
-        )
+    num_q_heads, head_dim = q.shape[2:]
+    plan = _plan_of(name, q, cache_seqlens, tile_scheduler_metadata, num_splits)
     out, lse = ops.mla_decode(
         q,
         pages,
@@ -195,3 +172,37 @@ def flash_mla_with_kvcache(
     )
     assert lse is not None
     return out, heads_first(empty_is_plus_inf(lse))
+
+
+def _checked_pages(name: str, pages: Tensor, is_fp8_kvcache: bool, descale_k: Tensor | None) -> Tensor:
+    """The cache as the op takes it: rows of 656 bytes are uint8."""
+    one_byte = pages.element_size() == 1
+    if one_byte != is_fp8_kvcache:
+        raise ValueError(f"attnops.compat: {name}: is_fp8_kvcache={is_fp8_kvcache} with k_cache of {pages.dtype}")
+    if one_byte and pages.shape[-1] == _ROW_BYTES:
+        if descale_k is not None:
+            raise refuse(name, "descale_k with rows of 656 bytes", "they carry their scales; leave it None")
+        return pages.view(torch.uint8)
+    if descale_k is not None and not one_byte:
+        raise refuse(name, f"descale_k with a cache of {pages.dtype}", "only float8_e4m3fn caches have a scale")
+    return pages
+
+
+def _plan_of(
+    name: str, q: Tensor, cache_seqlens: Tensor, metadata: Tensor | FlashMLASchedMeta, num_splits: Tensor | None
+) -> MlaDecodePlan:
+    """The schedule that the caller has, or one made now for a `FlashMLASchedMeta`."""
+    batch_size, seqlen_q, num_q_heads, _ = q.shape
+    if isinstance(metadata, FlashMLASchedMeta):
+        if num_splits is not None:
+            raise refuse(name, "num_splits beside a FlashMLASchedMeta", "it plans by itself; leave None")
+        plan = metadata.plan(batch_size, seqlen_q, num_q_heads, q.device)
+        ops.mla_decode_plan(plan, cache_seqlens)
+        return plan
+    if num_splits is None:
+        raise ValueError(f"attnops.compat: {name}: num_splits is needed beside a tile_scheduler_metadata tensor")
+    parts = metadata.shape[0]
+    scratch = MlaDecodePlan.allocate(
+        batch_size, seqlen_q=seqlen_q, num_q_heads=num_q_heads, num_sm_parts=parts, device=q.device
+    )
+    return dataclasses.replace(scratch, tile_scheduler_metadata=metadata, num_splits=num_splits)

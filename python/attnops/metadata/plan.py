@@ -8,21 +8,17 @@ graph may hold both calls.
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from attnops.metadata.plan_checks import MAX_CUTS, check_range, check_shared
 
 TILE_TOKENS = 64  # KV tokens per tile of every plan: csrc/*/plan.h
 MLA_ROWS_PER_WORK = 64  # query rows (token, head) per block of a work: csrc/mla_decode/plan.h
 MLA_HEAD_DIM_V = 512
 MLA_MAX_HEADS = 1 << 14  # csrc/mla_decode/checks.h
 MAX_HEAD_DIM = 256  # of xqa_decode: csrc/xqa_decode/params.h
-# Limits of the planners: csrc/torch_bindings/split_kv_checks.h
-MAX_CUTS = 1024  # of a request in batch-invariant mode
-MAX_SEQLEN_Q = 1 << 16
-MAX_WINDOW = (1 << 31) - 1 - MAX_SEQLEN_Q
-MAX_SM_PARTS = (1 << 16) - 1
 
 # Parts per SM of the default plans. Decode is bound by memory: two CTAs on an SM hide each other's waits in xqa_decode;
 # an MLA work fills an SM's registers alone.
@@ -112,32 +108,12 @@ def mla_num_sm_parts(device: torch.device, batch_size: int, blocks: int) -> int:
     return _mla_parts(parts, batch_size, blocks) if device.type == "cuda" else parts
 
 
-def _check_range(kind: str, name: str, value: int, low: int, high: int = (1 << 31) - 1) -> None:
-    if not isinstance(value, int | torch.SymInt):
-        raise TypeError(f"{kind}.allocate: {name} must be an int, got {type(value).__name__} {value!r}")
-    if not low <= value <= high:
-        raise ValueError(f"{kind}.allocate: {name} must be in [{low}, {high}], got {value}")
-
-
-def _check_shared(
-    kind: str, batch_size: int, seqlen_q: int, window_left: int, num_sm_parts: int | None, max_seqlen_k: int | None
-) -> None:
-    """Raises for an argument of `allocate` that is out of its range, whatever the op."""
-    _check_range(kind, "batch_size", batch_size, 0)
-    _check_range(kind, "seqlen_q", seqlen_q, 1, MAX_SEQLEN_Q)
-    _check_range(kind, "window_left", window_left, -1, MAX_WINDOW)
-    if num_sm_parts is not None:
-        _check_range(kind, "num_sm_parts", num_sm_parts, 1, MAX_SM_PARTS)
-    if max_seqlen_k is not None:
-        _check_range(kind, "max_seqlen_k", max_seqlen_k, 0)
-
-
 def _num_partials(
     kind: str, num_blocks: int, num_sm_parts: int, fixed_split_tokens: int, max_seqlen_k: int | None
 ) -> int:
     """Rows of `out_partial`: docs/architecture.md, "Split-KV plans"."""
     most_cuts = MAX_CUTS if kind == "XqaDecodePlan" else 0
-    _check_range(kind, "fixed_split_tokens", fixed_split_tokens, -most_cuts)
+    check_range(kind, "fixed_split_tokens", fixed_split_tokens, -most_cuts)
     if fixed_split_tokens > 0 and fixed_split_tokens % TILE_TOKENS:
         or_cuts = f", -1 to -{most_cuts} (at most so many cuts)" if most_cuts else ""
         raise ValueError(
@@ -245,10 +221,10 @@ class XqaDecodePlan(_SplitKvPlan):
         """
         device = torch.device(device)
         kind = cls.__name__
-        _check_shared(kind, batch_size, seqlen_q, window_left, num_sm_parts, max_seqlen_k)
-        _check_range(kind, "num_q_heads", num_q_heads, 1)
-        _check_range(kind, "num_kv_heads", num_kv_heads, 1)
-        _check_range(kind, "head_dim", head_dim, 1, MAX_HEAD_DIM)
+        check_shared(kind, batch_size, seqlen_q, window_left, num_sm_parts, max_seqlen_k)
+        check_range(kind, "num_q_heads", num_q_heads, 1)
+        check_range(kind, "num_kv_heads", num_kv_heads, 1)
+        check_range(kind, "head_dim", head_dim, 1, MAX_HEAD_DIM)
         if num_q_heads % num_kv_heads:
             raise ValueError(
                 f"{kind}.allocate: num_q_heads must be a positive multiple of num_kv_heads, "
@@ -306,8 +282,8 @@ class MlaDecodePlan(_SplitKvPlan):
         """
         device = torch.device(device)
         kind = cls.__name__
-        _check_shared(kind, batch_size, seqlen_q, window_left, num_sm_parts, max_seqlen_k)
-        _check_range(kind, "num_q_heads", num_q_heads, 1, MLA_MAX_HEADS)
+        check_shared(kind, batch_size, seqlen_q, window_left, num_sm_parts, max_seqlen_k)
+        check_range(kind, "num_q_heads", num_q_heads, 1, MLA_MAX_HEADS)
         blocks = -(-seqlen_q * num_q_heads // MLA_ROWS_PER_WORK)
         num_sm_parts = num_sm_parts or mla_num_sm_parts(device, batch_size, blocks)
         num_partials = _num_partials(kind, batch_size * blocks, num_sm_parts, fixed_split_tokens, max_seqlen_k)
@@ -321,20 +297,3 @@ class MlaDecodePlan(_SplitKvPlan):
                 batch_size, MLA_ROWS_PER_WORK, MLA_HEAD_DIM_V, num_sm_parts, num_partials, batch_size * blocks, device
             ),
         )
-
-
-class KeyedPlan(Protocol):
-    @property
-    def key(self) -> dict[str, int]: ...
-
-
-def check_plan_key(op: str, plan: KeyedPlan, key: dict[str, int], of: str) -> None:
-    """Raise a ValueError naming both sides of every difference between the keys of a plan and of a call with `of`."""
-    if plan.key == key:
-        return
-    differences = [f"{name} {plan.key[name]}, the call has {key[name]}" for name in key if plan.key[name] != key[name]]
-    kind = type(plan).__name__
-    raise ValueError(
-        f"attnops::{op}: plan: make one with {kind}.allocate for this {of}; "
-        f"this {kind} was allocated for another geometry: " + "; ".join(differences)
-    )

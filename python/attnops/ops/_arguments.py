@@ -55,6 +55,14 @@ def by_request(op: str, name: str, tensor: Tensor, shape: Sequence[int], flat_di
     return tensor.view(*shape[:2], *tensor.shape[1:])
 
 
+def check_requests(op: str, batch_size: int, cache_seqlens: Tensor) -> None:
+    """Raises for lengths of more or fewer requests than a plan is for."""
+    if cache_seqlens.shape[0] != batch_size:
+        raise ValueError(
+            f"attnops::{op}: cache_seqlens.shape[0] must be {batch_size} as in its plan, got {cache_seqlens.shape[0]}"
+        )
+
+
 def register_fake(op: str) -> None:
     """Registers the fake of an op that writes into tensors that it is given and returns nothing.
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnops.metadata.fmha_plan import FmhaPlan
-from attnops.metadata.plan import check_plan_key
+from attnops.metadata.plan_checks import check_plan_key
 from attnops.ops._arguments import names_its_arguments, register_fake
 
 

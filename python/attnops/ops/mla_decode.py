@@ -7,8 +7,16 @@ import math
 import torch
 from torch import Tensor
 
-from attnops.metadata.plan import MLA_HEAD_DIM_V, MlaDecodePlan, check_plan_key
-from attnops.ops._arguments import by_request, explain, names_its_arguments, register_fake, shape_by_request
+from attnops.metadata.plan import MLA_HEAD_DIM_V, MlaDecodePlan
+from attnops.metadata.plan_checks import check_plan_key
+from attnops.ops._arguments import (
+    by_request,
+    check_requests,
+    explain,
+    names_its_arguments,
+    register_fake,
+    shape_by_request,
+)
 
 
 @names_its_arguments
@@ -22,11 +30,7 @@ def mla_decode_plan(plan: MlaDecodePlan, cache_seqlens: Tensor) -> None:
     Raises:
         RuntimeError, ValueError: naming the argument that does not fit.
     """
-    if cache_seqlens.shape[0] != plan.batch_size:
-        raise ValueError(
-            f"attnops::mla_decode_plan: cache_seqlens.shape[0] must be {plan.batch_size} as in its plan, "
-            f"got {cache_seqlens.shape[0]}"
-        )
+    check_requests("mla_decode_plan", plan.batch_size, cache_seqlens)
     torch.ops.attnops.mla_decode_plan.default(
         plan.tile_scheduler_metadata,
         plan.num_splits,

@@ -7,8 +7,16 @@ import math
 import torch
 from torch import Tensor
 
-from attnops.metadata.plan import XqaDecodePlan, check_plan_key
-from attnops.ops._arguments import by_request, explain, names_its_arguments, register_fake, shape_by_request
+from attnops.metadata.plan import XqaDecodePlan
+from attnops.metadata.plan_checks import check_plan_key
+from attnops.ops._arguments import (
+    by_request,
+    check_requests,
+    explain,
+    names_its_arguments,
+    register_fake,
+    shape_by_request,
+)
 
 
 @names_its_arguments
@@ -22,11 +30,7 @@ def xqa_decode_plan(plan: XqaDecodePlan, cache_seqlens: Tensor) -> None:
     Raises:
         RuntimeError, ValueError: naming the argument that does not fit.
     """
-    if cache_seqlens.shape[0] != plan.batch_size:
-        raise ValueError(
-            f"attnops::xqa_decode_plan: cache_seqlens.shape[0] must be {plan.batch_size} as in its plan, "
-            f"got {cache_seqlens.shape[0]}"
-        )
+    check_requests("xqa_decode_plan", plan.batch_size, cache_seqlens)
     torch.ops.attnops.xqa_decode_plan.default(
         plan.tile_scheduler_metadata,
         plan.num_splits,

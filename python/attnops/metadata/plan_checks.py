@@ -1,0 +1,50 @@
+"""Limits of plans, and the errors for what exceeds them or is used with another call's plan."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+# Limits of the planners: csrc/torch_bindings/split_kv_checks.h
+MAX_CUTS = 1024  # of a request in batch-invariant mode
+MAX_SEQLEN_Q = 1 << 16
+MAX_WINDOW = (1 << 31) - 1 - MAX_SEQLEN_Q
+MAX_SM_PARTS = (1 << 16) - 1
+
+
+def check_range(kind: str, name: str, value: int, low: int, high: int = (1 << 31) - 1) -> None:
+    if not isinstance(value, int | torch.SymInt):
+        raise TypeError(f"{kind}.allocate: {name} must be an int, got {type(value).__name__} {value!r}")
+    if not low <= value <= high:
+        raise ValueError(f"{kind}.allocate: {name} must be in [{low}, {high}], got {value}")
+
+
+def check_shared(
+    kind: str, batch_size: int, seqlen_q: int, window_left: int, num_sm_parts: int | None, max_seqlen_k: int | None
+) -> None:
+    """Raises for an argument of `allocate` that is out of its range, whatever the op."""
+    check_range(kind, "batch_size", batch_size, 0)
+    check_range(kind, "seqlen_q", seqlen_q, 1, MAX_SEQLEN_Q)
+    check_range(kind, "window_left", window_left, -1, MAX_WINDOW)
+    if num_sm_parts is not None:
+        check_range(kind, "num_sm_parts", num_sm_parts, 1, MAX_SM_PARTS)
+    if max_seqlen_k is not None:
+        check_range(kind, "max_seqlen_k", max_seqlen_k, 0)
+
+
+class KeyedPlan(Protocol):
+    @property
+    def key(self) -> dict[str, int]: ...
+
+
+def check_plan_key(op: str, plan: KeyedPlan, key: dict[str, int], of: str) -> None:
+    """Raise a ValueError naming both sides of every difference between the keys of a plan and of a call with `of`."""
+    if plan.key == key:
+        return
+    differences = [f"{name} {plan.key[name]}, the call has {key[name]}" for name in key if plan.key[name] != key[name]]
+    kind = type(plan).__name__
+    raise ValueError(
+        f"attnops::{op}: plan: make one with {kind}.allocate for this {of}; "
+        f"this {kind} was allocated for another geometry: " + "; ".join(differences)
+    )
