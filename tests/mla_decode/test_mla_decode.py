@@ -382,11 +382,12 @@ def test_batch_invariant_mode_gives_a_request_the_same_bits_in_any_batch(window_
 @pytest.mark.parametrize(
     "dtype, kv_dtype", [(torch.bfloat16, None), (torch.bfloat16, FP8), (torch.bfloat16, torch.uint8)]
 )
-def test_pool_of_more_than_two_to_the_31_elements(dtype, kv_dtype, device):
+@pytest.mark.parametrize("heads, page_size", [(5, 64), (128, 64), (128, 3)])
+def test_pool_of_more_than_two_to_the_31_elements(heads, page_size, dtype, kv_dtype, device):
     """The memory between the tokens is never touched, so it costs address space only."""
-    problem = mla_problem([200, 70], num_q_heads=5, kv_dtype=kv_dtype).to(device)
+    problem = mla_problem([200, 70], num_q_heads=heads, page_size=page_size, kv_dtype=kv_dtype).to(device)
     pages = problem.kv_pages
-    far = 2**31 // (64 * pages.shape[-1]) + 1
+    far = 2**31 // (page_size * pages.shape[-1]) + 1
     pool = torch.empty(far + pages.shape[0], *pages.shape[1:], dtype=pages.dtype, device=device)
     assert pool[far].storage_offset() > 2**31
     pool[far:].view(torch.uint8).copy_(pages.view(torch.uint8))
