@@ -70,3 +70,36 @@ def test_rounded_products_belong_to_mla_over_a_dense_fp8_cache():
     for other in (None, torch.uint8):
         with pytest.raises(ValueError, match="fp8_products belongs to MLA over a float8_e4m3fn cache"):
             AttentionSpec.mla(16, kv_dtype=other, fp8_products=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_q_heads": 8.0}, "num_q_heads must be an int, got float 8.0"),
+        ({"head_dim": "64"}, "head_dim must be an int, got str '64'"),
+        ({"head_dim": 0}, "head_dim must be positive, got 0"),
+        ({"dtype": "bfloat16"}, "dtype must be a torch.dtype, got 'bfloat16'"),
+        ({"kv_dtype": 8}, "kv_dtype must be a torch.dtype, got 8"),
+        ({"logit_cap": -1.0}, r"logit_cap must be 0 \(off\) or positive, got -1.0"),
+    ],
+)
+def test_mistakes_of_a_spec_are_named(change, message):
+    shape = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 64}
+    with pytest.raises((TypeError, ValueError), match=message):
+        AttentionSpec(**{**shape, **change})
+
+
+def test_a_limit_that_is_no_number_is_named():
+    with pytest.raises(TypeError, match="max_num_tokens must be an int, got str 'many'"):
+        Limits(max_batch_size=4, max_seqlen=8, max_num_tokens="many")
+
+
+def test_several_tokens_of_a_request_are_no_decode_step():
+    with pytest.raises(ValueError, match="tokens_per_request of a DECODE batch is 1, got 3: several are TARGET_VERIFY"):
+        AttentionBatch(
+            forward_mode=ForwardMode.DECODE,
+            req_pool_indices=torch.tensor([0, 1]),
+            cache_seqlens=torch.tensor([4, 5], dtype=torch.int32),
+            num_tokens=6,
+            tokens_per_request=3,
+        )

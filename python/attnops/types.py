@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -105,7 +106,15 @@ class AttentionSpec:
     fp8_products: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "page_size", "sliding_window_size"):
+            _require_int(name, getattr(self, name))
+        for name in ("dtype", "kv_dtype"):
+            value = getattr(self, name)
+            if not isinstance(value, torch.dtype) and (value is not None or name == "dtype"):
+                raise TypeError(f"{name} must be a torch.dtype, got {value!r}")
         _require(self.num_q_heads > 0 and self.num_kv_heads > 0, "num_q_heads and num_kv_heads must be positive")
+        _require(self.head_dim > 0, f"head_dim must be positive, got {self.head_dim}")
+        _require(0 <= self.logit_cap < math.inf, f"logit_cap must be 0 (off) or positive, got {self.logit_cap}")
         _require(
             self.num_q_heads % self.num_kv_heads == 0,
             f"num_q_heads ({self.num_q_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})",
@@ -161,6 +170,8 @@ class Limits:
     max_tokens_per_request: int = 1
 
     def __post_init__(self) -> None:
+        for name in ("max_batch_size", "max_seqlen", "max_num_tokens", "max_tokens_per_request"):
+            _require_int(name, getattr(self, name))
         for name in ("max_batch_size", "max_seqlen", "max_tokens_per_request"):
             _require(getattr(self, name) > 0, f"{name} must be positive, got {getattr(self, name)}")
         least = self.max_batch_size * self.max_tokens_per_request
@@ -225,6 +236,10 @@ class AttentionBatch:
     def __post_init__(self) -> None:
         mode = self.forward_mode
         if mode is ForwardMode.DECODE:
+            _require(
+                self.tokens_per_request in (0, 1),
+                f"tokens_per_request of a DECODE batch is 1, got {self.tokens_per_request}: several are TARGET_VERIFY",
+            )
             self.tokens_per_request = 1
         if not self.max_seqlen_q:
             self.max_seqlen_q = self.tokens_per_request or self.num_tokens
@@ -279,6 +294,11 @@ class AttentionBatch:
 def _require(holds: bool, message: str) -> None:
     if not holds:
         raise ValueError(message)
+
+
+def _require_int(name: str, value: int) -> None:
+    if not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__} {value!r}")
 
 
 def _require_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:

@@ -164,6 +164,24 @@ def test_the_checked_mode_names_what_only_the_device_can_see(name, monkeypatch):
     backend.raise_on_fault()  # said once
 
 
+@pytest.mark.parametrize("name", serving(SPEC))
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda q: q[:, :3], r"q must have shape \[num_tokens, 512\] or \[num_tokens, 8, 64\].*got \[2, 3, 64\]"),
+        (lambda q: q[..., :5], r"q must have shape .*got \[2, 8, 5\]"),
+        (lambda q: q[:1], r"q\.shape\[0\] .*must be 2 .*got 1"),
+    ],
+)
+def test_queries_of_another_shape_are_named(name, change, message):
+    step = make_step(MODEL, ForwardMode.DECODE, [9, 30], [1, 1], uniform=True)
+    backend = get_backend_class(name)(SPEC, LIMITS)
+    backend.init_forward_metadata(step.batch)
+    out = torch.empty(2, SPEC.num_q_heads * SPEC.v_head_dim, dtype=SPEC.dtype)
+    with pytest.raises((RuntimeError, ValueError), match=message):
+        backend.forward(change(step.q), step.k, step.v, step.layer, step.batch, out=out)
+
+
 def test_the_words_of_the_checked_mode_are_those_of_the_header():
     header = (Path(__file__).parents[2] / "csrc/core/report.h").read_text()
     ops = re.findall(r"k(\w+) = \d+,", header.split("enum class ReportOp")[1].split("};")[0])

@@ -117,6 +117,10 @@ class AttentionBackend(ABC):
         mode = batch.forward_mode
         if mode is IDLE or batch.num_tokens == 0:
             return out.zero_()  # an idle rank's rows are padding
+        if q.shape[0] != batch.num_tokens:
+            raise ValueError(
+                f"attnops: q.shape[0] must be {batch.num_tokens} (num_tokens of the step), got {q.shape[0]}"
+            )
         serve = self.forward_decode if mode is DECODE else self.forward_extend
         serve(q, k, v, layer, batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope, out=out)
         return out

@@ -77,6 +77,11 @@ def bind_layer(
     assert table is not None
 
     def by_request(name: str, rows: Tensor, dim: int) -> Tensor:
+        tokens = plan.batch_size * plan.seqlen_q
+        if rows.shape[0] != tokens:
+            raise ValueError(
+                f"attnops: {name}.shape[0] must be {tokens} (num_tokens of the batch), got {rows.shape[0]}"
+            )
         return heads(name, rows, layer.num_heads, dim).view(plan.batch_size, plan.seqlen_q, layer.num_heads, dim)
 
     options: dict[str, Any] = {

@@ -23,7 +23,7 @@ def heads(name: str, tensor: Tensor, num_heads: int, head_dim: int) -> Tensor:
     Raises:
         ValueError: it has another shape.
     """
-    if tensor.dim() == 3:
+    if tensor.shape[1:] == (num_heads, head_dim):
         return tensor
     if tensor.dim() != 2 or tensor.shape[1] != num_heads * head_dim:
         raise ValueError(

@@ -65,6 +65,10 @@ class RadixAttention(torch.nn.Module):
         super().__init__()
         if is_cross_attention:
             raise NotImplementedError("attnops: no backend serves is_cross_attention=True")
+        if num_heads < 1 or num_kv_heads < 1 or head_dim < 1:
+            raise ValueError(
+                f"num_heads, num_kv_heads and head_dim must be positive, got {num_heads}, {num_kv_heads} and {head_dim}"
+            )
         if num_heads % num_kv_heads:
             raise ValueError(f"num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads})")
         self.num_heads = num_heads
