@@ -51,24 +51,39 @@ class Loader : QuarterPages<Paging> {
         shared_(shared) {}
 
   __device__ void run() {
-    Walk<At> walk(p_);
     const SplitKvEntry& entry = entry_of(p_, blockIdx.x);
-    int first_page = speculate(entry.begin_work / (blocks_of_request(p_) / blocks_of_work(p_)), entry.begin_tile);
+    run(Walk<At>(p_), entry, entry.begin_work / (blocks_of_request(p_) / blocks_of_work(p_)), false);
+  }
+
+  // Where the part's row of the plan is in shared memory. Its first queries need nothing else.
+  __device__ void run(const SplitKvEntry& entry) {
+    const BlockPlace at = block_place(p_, entry.begin_work);
+    const bool certain = queries_by_map_ && p_.fixed_split_tokens <= 0 && entry.begin_work <= last_work_of(entry) &&
+                         at.request < p_.batch_size;
+    if (certain) load_queries({.request = at.request, .first_row = at.block * kPlanRows});
+    run(Walk<At>(entry), entry, at.request, certain);
+  }
+
+ private:
+  static constexpr bool kBringsQueries = At::kRows > few_rows::kMaxRows;  // through the ring: wide.cuh
+
+  __device__ void run(Walk<At> walk, const SplitKvEntry& entry, int first_request, bool has_queries) {
+    int first_page = speculate(first_request, entry.begin_tile);
     Piece piece;
     while (walk.next(p_, piece)) {
       check_length(piece);
-      if constexpr (kBringsQueries) load_queries(piece);
+      if constexpr (kBringsQueries) {
+        if (!has_queries) load_queries(piece);
+      }
       load_piece(piece, first_page);
       first_page = kUnknown;
+      has_queries = false;
     }
     // The merge may come when what is left is to compute; it may read the plan, which was whole before this kernel
     // began.
     attnops::sm90::launch_dependents();
     asm volatile("cp.async.wait_all;" ::: "memory");
   }
-
- private:
-  static constexpr bool kBringsQueries = At::kRows > few_rows::kMaxRows;  // through the ring: wide.cuh
 
   __device__ void load_queries(const Piece& piece) {
 #pragma unroll 1

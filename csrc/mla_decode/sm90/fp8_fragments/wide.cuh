@@ -7,14 +7,15 @@
 // before. docs/kernels/mla_decode_fp8.md.
 namespace attnops::mla_decode::sm90::fp8_fragments {
 
-// By the lanes of a warp, one barrier each.
+// By one thread: with a barrier a lane the compiler makes a loop over the lanes.
 template <class At>
 __device__ inline void init_wide_barriers(uint32_t shared) {
-  constexpr int kValueWarps = kValueThreads / 32, kRingBarriers = 2 * At::kRingTiles;
-  const int i = threadIdx.x % 32;
-  const int first = i < kRingBarriers ? 32 * kLoadingWarps : kGroupThreads / 32;
-  if (i < kRingBarriers + 2 * kWideBuffers) {
-    attnops::sm90::mbarrier_init(shared + At::kBarriers + 8 * i, i % 2 == 0 ? first : kValueWarps);
+  if (threadIdx.x % 32 == 0) {
+#pragma unroll
+    for (int i = 0; i < 2 * (At::kRingTiles + kWideBuffers); ++i) {
+      const int first = i < 2 * At::kRingTiles ? 32 * kLoadingWarps : kGroupThreads / 32;
+      attnops::sm90::mbarrier_init(shared + At::kBarriers + 8 * i, i % 2 == 0 ? first : kValueThreads / 32);
+    }
   }
   attnops::sm90::mbarrier_init_fence();
 }
@@ -47,7 +48,8 @@ __global__ void __launch_bounds__(At::kThreads, 1)
     ScoreConsumer<T, At>(p, shared_bytes, shared).run();
   } else {
     attnops::sm90::registers_decrease<At::kLoaderRegisters>();
-    Loader<At>(p, &maps.kv, modes, shared, &maps.queries, wide.queries_by_map).run();
+    Loader<At>(p, &maps.kv, modes, shared, &maps.queries, wide.queries_by_map)
+        .run(*reinterpret_cast<const SplitKvEntry*>(shared_bytes + At::kEntry));
   }
 }
 

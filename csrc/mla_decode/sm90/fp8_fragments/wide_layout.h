@@ -10,6 +10,10 @@ namespace attnops::mla_decode::sm90::fp8_fragments {
 inline constexpr int kValueThreads = 2 * kGroupThreads;
 inline constexpr int kWideBuffers = 2;  // of probabilities
 
+struct alignas(16) StoredPiece {
+  int request, first_row, num_rows, partial;
+};
+
 struct WideMaps {
   CUtensorMap kv;
   QueryMaps queries;
@@ -35,7 +39,8 @@ struct WideShape {
   static constexpr int kConsumerThreads = kValueThreads + kGroupThreads;
   static constexpr int kThreads = kConsumerThreads + 32 * kLoadingWarps;
   // A CTA never has more registers than its launch took: 128 per thread.
-  static constexpr int kValueRegisters = 176, kScoreRegisters = 120, kLoaderRegisters = 40;
+  static constexpr int kValueRegisters = kScaled ? 184 : 176, kScoreRegisters = kScaled ? 112 : 120;
+  static constexpr int kLoaderRegisters = kScaled ? 32 : 40;
   static_assert(2 * kValueRegisters + kScoreRegisters + kLoaderRegisters <= 4 * 128);
 
   static constexpr int kQueryPiece = kRows * 128;  // 64 columns of all rows, 16 bit
@@ -44,18 +49,23 @@ struct WideShape {
   static constexpr int kP = kKv + kRingTiles * kTileBytes;            // by buffer; rows are queries
   static constexpr int kFactor = kP + kWideBuffers * kQueryPiece;     // float [kWideBuffers][kRows]
   static constexpr int kMaxima = kFactor + kWideBuffers * kRows * 4;  // float [4][kRows], by warp
-  static constexpr int kSums = kMaxima + 4 * kRows * 4;               // float [4][kRows], by warp
-  static constexpr int kRowPairs = kSums + 4 * kRows * 4;             // float4 [kRows / 2]
+  static constexpr int kTotals = kMaxima + 4 * kRows * 4;             // by parity of the piece, see below
+  static constexpr int kTotalsBytes = 5 * kRows * 4;                  // float [4][kRows], sums by warp; references
+  static constexpr int kRowPairs = kTotals + 2 * kTotalsBytes;        // float4 [kRows / 2]
   static constexpr int kQueryScale = kRowPairs + kRows / 2 * 16;      // float [kRows]
   static constexpr int kEnds = kQueryScale + kRows * 4;               // TransposedEnds, 16 bytes a row
   static constexpr int kRatios = kEnds + kRows * 16;                  // fp16 [kWideBuffers][4][64]
   static constexpr int kRatioBytes = kScaled ? 4 * kPlanTileTokens * 2 : 0;
   static constexpr int kMoved = kRatios + kWideBuffers * kRatioBytes;  // int [kWideBuffers]
-  static constexpr int kMost = kMoved + 16;                            // float [4]: the largest scale, by warp
-  static constexpr int kEntry = kMost + 16;                            // the part's row of the plan
-  static constexpr int kBarriers = kEntry + 32;                        // of a slot: full, empty; of a buffer, too
+  static constexpr int kMost = kMoved + 16;   // float [2][4]: the largest scale, by parity of the piece and warp
+  static constexpr int kStored = kMost + 32;  // StoredPiece [2], by parity of the piece
+  static constexpr int kParity = kStored + 2 * sizeof(StoredPiece);  // int: of the piece whose scores are computed
+  static constexpr int kEntry = kParity + 16;                        // the part's row of the plan
+  static constexpr int kBarriers = kEntry + 32;                      // of a slot: full, empty; of a buffer, too
   static constexpr int kBytes = kBarriers + 16 * (kRingTiles + kWideBuffers);
   static_assert(kBytes <= 227 * 1024 && kBarriers % 16 == 0 && kEnds % 16 == 0);
+
+  __device__ static int totals(int parity) { return kTotals + parity * kTotalsBytes; }
 
   // Full when all lanes of the loading warps have arrived, empty when all warps that multiply by V have.
   __device__ static uint32_t full_barrier(uint32_t shared, int slot) { return shared + kBarriers + 16 * slot; }
@@ -67,8 +77,8 @@ struct WideShape {
   __device__ static uint32_t taken_barrier(uint32_t shared, int buffer) { return given_barrier(shared, buffer) + 8; }
 };
 
-// Hardware barriers: queries are there; the sums of a piece are there; within the warpgroup with the scores; of those
-// with values.
-enum WideBarrier : int { kQueriesThere = 1, kSumsThere = 2, kScoreWarps = 3, kValueWarps = 4 };
+// Hardware barriers: queries are there, by half; the sums of a piece are there; within the warpgroup with the scores;
+// of those with values.
+enum WideBarrier : int { kQueriesThere = 1, kSumsThere = 3, kScoreWarps = 4, kValueWarps = 5 };
 
 }  // namespace attnops::mla_decode::sm90::fp8_fragments

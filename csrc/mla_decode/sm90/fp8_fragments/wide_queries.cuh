@@ -6,9 +6,10 @@
 namespace attnops::mla_decode::sm90::fp8_fragments {
 
 // The rows of a piece as queries.cuh stores them, by kQueryThreads, eight rows a warp. Rows that the piece does not
-// have are zeros. What the scores of a row must be multiplied by goes to `scales`.
-template <typename T, class At>
-__device__ inline void convert_queries(const uint8_t* first, const uint8_t* second, uint32_t queries, float* scales) {
+// have are zeros. What the scores of a row must be multiplied by goes to `scales`. `done` runs after each half.
+template <typename T, class At, class Done>
+__device__ inline void convert_queries(const uint8_t* first, const uint8_t* second, uint32_t queries, float* scales,
+                                       const Done& done) {
   const int row = threadIdx.x / 4, quad = threadIdx.x % 4;
   const RawQueryRow raw(first, second, row);
   float factor = 1.f, inverse = 1.f;
@@ -39,6 +40,7 @@ __device__ inline void convert_queries(const uint8_t* first, const uint8_t* seco
       store_shared(place + attnops::sm90::swizzled(row, chunk) + quad % 2 * 8, pairs[0], pairs[2]);
       store_shared(place + attnops::sm90::swizzled(row, chunk + 1) + quad % 2 * 8, pairs[1], pairs[3]);
     }
+    done(half);
   }
 }
 

@@ -15,7 +15,7 @@ template <typename T, class At>
 class ScoreConsumer {
   using Scores = float[At::kRows / 2];
   using RowPairs = typename WideSoftmax<At>::RowPairs;
-  static constexpr int kInFlight = 2, kAhead = 3;                        // products; loads
+  static constexpr int kInFlight = At::kScaled ? 2 : 3, kAhead = 3;      // products; loads
   static constexpr int kLoads = 2 * kPieces, kLatentLoads = kLoads - 2;  // of 32 columns each
   static constexpr int kGiveAt = At::kScaled ? kLoads : 14;              // of these; later where more follows them
 
@@ -44,9 +44,11 @@ class ScoreConsumer {
         multiply_queries(t > 0, s, pairs);
         store_tile(piece, (piece.first_tile + t) * kPlanTileTokens, pairs, s);
       }
+      if (piece.num_tiles == 0) named_barrier_sync(kQueriesThere + 1, At::kConsumerThreads);
       give(given_ - 1, piece.num_tiles > 0);
-      softmax_.publish();
-      if constexpr (At::kScaled) publish_most();
+      const int parity = *reinterpret_cast<const volatile int*>(base_ + At::kParity);
+      softmax_.publish(parity);
+      if constexpr (At::kScaled) publish_most(parity);
       attnops::sm90::named_barrier_arrive(kSumsThere, At::kConsumerThreads);
     }
   }
@@ -91,6 +93,9 @@ class ScoreConsumer {
     for (int i = 0; i < kLoads; ++i) {
       Fragments& now = a[i % kInFlight];
       const bool is_rope = At::kScaled && i >= kLatentLoads;
+      if (i == kLoads / kQueryStages && !has_before) {  // the first half alone was there so far
+        named_barrier_sync(kQueriesThere + 1, At::kConsumerThreads);
+      }
       if (i + kAhead < (At::kScaled ? kLatentLoads : kLoads))
         load_keys(tile, i + kAhead, r[(i + kAhead) % (kAhead + 1)]);
       if (At::kScaled && i > 0 && i <= kLatentLoads && i % 4 == 0) {
@@ -124,6 +129,8 @@ class ScoreConsumer {
 
   // To the groups with values: the probabilities of tile number `count`.
   __device__ void give(int count, bool condition) const {
+    attnops::sm90::fence_async_proxy();
+    __syncwarp();
     attnops::sm90::mbarrier_arrive_if(At::given_barrier(shared_, count % kWideBuffers), condition && lane_ == 0);
   }
 
@@ -174,8 +181,6 @@ class ScoreConsumer {
     if (threadIdx.x % kGroupThreads == 0) reinterpret_cast<int*>(base_ + At::kMoved)[buffer] = moved;
     if constexpr (At::kScaled) apply_powers(slot, buffer, s);
     store_probabilities(buffer, s);
-    attnops::sm90::fence_async_proxy();
-    __syncwarp();
   }
 
   __device__ float* factors(int buffer) const {
@@ -217,9 +222,9 @@ class ScoreConsumer {
   }
 
   // The largest scale that the piece has seen.
-  __device__ void publish_most() const {
+  __device__ void publish_most(int parity) const {
     const float most = column_max(most_);
-    if (lane_ == 0) reinterpret_cast<float*>(base_ + At::kMost)[warp_] = most;
+    if (lane_ == 0) reinterpret_cast<float*>(base_ + At::kMost)[4 * parity + warp_] = most;
   }
 
   const Params& p_;

@@ -45,18 +45,20 @@ class WideSoftmax {
   // of the largest of a key: softmax.cuh.
   __device__ bool tile(const Piece& piece, int first_key, Scores& s, const float (&weight)[2], RowPairs& pairs,
                        float* factors) {
-    bool above = false;
     if (scales_first()) scale(s);
     if (first_key < clear_.begin || first_key + kPlanTileTokens > clear_.end ||
         (At::kOptions == Options::kAll && p_.report)) {
       mask(piece, first_key, s);
     }
+    // The largest exponent: by maxima, for a chain of predicates takes longer than all else here.
+    float tops[4];
 #pragma unroll
     for (int j = 0; j < At::kRows / 8; ++j) {
       const float4 pair = At::kScaled ? pair_of(j) : pairs[j];
-      above |= top(s, j, 0, pair.x, weight) > pair.y + (kLift + kSlack) ||
-               top(s, j, 1, pair.z, weight) > pair.w + (kLift + kSlack);
+      const float most = fmaxf(top(s, j, 0, pair.x, weight) - pair.y, top(s, j, 1, pair.z, weight) - pair.w);
+      tops[j % 4] = j < 4 ? most : fmaxf(tops[j % 4], most);
     }
+    const bool above = fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3])) > kLift + kSlack;
     const bool moved = attnops::sm90::named_barrier_or(kScoreWarps, kGroupThreads, above);
     if (moved) {
       move_references(s, weight, factors);
@@ -77,9 +79,13 @@ class WideSoftmax {
     return moved;
   }
 
-  // Leaves the sums of each warp in shared memory.
-  __device__ void publish() const {
-    float* sums = reinterpret_cast<float*>(base_ + At::kSums) + warp() * At::kRows;
+  // Leaves the sums of each warp and the references in shared memory: of the next piece elsewhere, for these are read
+  // when that one has begun.
+  __device__ void publish(int parity) const {
+    float* totals = reinterpret_cast<float*>(base_ + At::totals(parity));
+    float* sums = totals + warp() * At::kRows;
+    const int row = threadIdx.x % kGroupThreads;
+    if (row < At::kRows) totals[4 * At::kRows + row] = pair_entry(row)[1];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const float sum = column_sum(sum_[i]);
@@ -124,6 +130,15 @@ class WideSoftmax {
   }
 
   __device__ void mask(const Piece& piece, int first_key, Scores& s) const {
+    if (At::kOptions == Options::kCommon && clear_.end == piece.keys.end) {  // all rows see the same
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        if (first_key + key_of(h) < clear_.end) continue;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) s[element_of(i, h)] = -INFINITY;
+      }
+      return;
+    }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int key = first_key + key_of(h);

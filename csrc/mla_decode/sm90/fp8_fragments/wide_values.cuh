@@ -29,31 +29,51 @@ class ValueConsumer {
     PieceWalkFor<At::kOptions> walk(*reinterpret_cast<const SplitKvEntry*>(base_ + At::kEntry));
     Piece piece;
     TransposedOutput o;
-    while (walk.next(p_, piece)) {
-      // The probabilities of the last tile of the piece before came behind its scores: the queries are free.
-      take_queries();
-      attnops::sm90::named_barrier_arrive(kQueriesThere, At::kConsumerThreads);
+    bool more = walk.next(p_, piece);
+    for (bool is_first = true; more || !is_first; is_first = false) {
+      // First the next queries, whose place is free by now: the next piece's scores are computed while this is stored.
+      int tiles = piece.num_tiles;
+      if (more) take_queries(piece);
+      if (!is_first) finish_piece(o);
+      if (!more) return;
+      parity_ ^= 1;
 #pragma unroll
       for (int i = 0; i < 128; ++i) o[i / 32][i % 32] = 0.f;
 #pragma unroll 1
-      for (int t = 0; t < piece.num_tiles; ++t, ++count_, ++taken_) multiply_values(o);
-      finish_piece(piece, o);
+      for (; tiles > 0; --tiles, ++count_, ++taken_) multiply_values(o);
+      named_barrier_sync(kSumsThere, At::kConsumerThreads);
+      more = walk.next(p_, piece);
     }
   }
 
  private:
+  // What is left to know of a piece when it is stored: registers are full of the output.
+  __device__ StoredPiece* stored(int parity) const {
+    return reinterpret_cast<StoredPiece*>(base_ + At::kStored) + parity;
+  }
+
   // They come through the ring, in two slots of it.
-  __device__ void take_queries() {
+  __device__ void take_queries(const Piece& piece) {
     const RingSlot<At> first(count_), second(count_ + 1);
     attnops::sm90::mbarrier_wait(At::full_barrier(shared_, first.slot), first.parity);
     attnops::sm90::mbarrier_wait(At::full_barrier(shared_, second.slot), second.parity);
     const auto place = [&](int slot) { return base_ + At::kKv + slot * At::kTileBytes; };
+    if (threadIdx.x == 0) {
+      *reinterpret_cast<int*>(base_ + At::kParity) = parity_ ^ 1;
+      *stored(parity_ ^ 1) = {piece.request, piece.first_row, piece.num_rows, piece.partial};
+    }
     convert_queries<T, At>(place(first.slot), place(second.slot), shared_ + At::kQ,
-                           reinterpret_cast<float*>(base_ + At::kQueryScale));
-    attnops::sm90::fence_async_proxy();
-    __syncwarp();
-    attnops::sm90::mbarrier_arrive_if(At::empty_barrier(shared_, first.slot), lane_ == 0);
-    attnops::sm90::mbarrier_arrive_if(At::empty_barrier(shared_, second.slot), lane_ == 0);
+                           reinterpret_cast<float*>(base_ + At::kQueryScale), [&](int half) {
+                             attnops::sm90::fence_async_proxy();
+                             __syncwarp();
+                             const int slot = half == 0 ? first.slot : second.slot;
+                             attnops::sm90::mbarrier_arrive_if(At::empty_barrier(shared_, slot), lane_ == 0);
+                             if (half == 0) {
+                               attnops::sm90::named_barrier_arrive(kQueriesThere, At::kConsumerThreads);
+                             } else {
+                               attnops::sm90::named_barrier_arrive(kQueriesThere + 1, At::kConsumerThreads);
+                             }
+                           });
     count_ += kQueryStages;
   }
 
@@ -142,22 +162,23 @@ class ValueConsumer {
     }
   }
 
-  __device__ void finish_piece(const Piece& piece, TransposedOutput& o) const {
+  __device__ void finish_piece(TransposedOutput& o) const {
+    Piece piece;
+    piece.request = stored(parity_)->request, piece.first_row = stored(parity_)->first_row;
+    piece.num_rows = stored(parity_)->num_rows, piece.partial = stored(parity_)->partial;
     constexpr float kMostValue = 448.f;
     TransposedEnds& ends = *reinterpret_cast<TransposedEnds*>(base_ + At::kEnds);
-    named_barrier_sync(kSumsThere, At::kConsumerThreads);
     if (threadIdx.x < At::kRows) {
       const int row = threadIdx.x;
-      const float* sums = reinterpret_cast<const float*>(base_ + At::kSums) + row;
+      const float* sums = reinterpret_cast<const float*>(base_ + At::totals(parity_)) + row;
       float sum = 0.f, bound = kMostValue;
 #pragma unroll
       for (int warp = 0; warp < 4; ++warp) sum += sums[warp * At::kRows];
       if constexpr (At::kScaled) {
-        const float4 most = *reinterpret_cast<const float4*>(base_ + At::kMost);
+        const float4 most = *reinterpret_cast<const float4*>(base_ + At::kMost + 16 * parity_);
         bound *= fmaxf(fmaxf(most.x, most.y), fmaxf(most.z, most.w));
       }
-      const float reference = reinterpret_cast<const float*>(base_ + At::kRowPairs)[row / 2 * 4 + row % 2 * 2 + 1];
-      end_row<At::kOptions>(p_, piece, row, sum, reference, p_.kv_scale ? *p_.kv_scale : 1.f, bound, ends);
+      end_row<At::kOptions>(p_, piece, row, sum, sums[4 * At::kRows], p_.kv_scale ? *p_.kv_scale : 1.f, bound, ends);
     }
     named_barrier_sync(kValueWarps, kValueThreads);
     store_transposed<T, At::kOptions>(p_, piece, ends, group_, out_aligned_, o);
@@ -168,8 +189,9 @@ class ValueConsumer {
   uint8_t* const base_;
   const uint32_t shared_;
   const int lane_, warp_, group_;
-  int count_ = 0;  // slots of the ring so far
-  int taken_ = 0;  // tiles
+  int count_ = 0;   // slots of the ring so far
+  int taken_ = 0;   // tiles
+  int parity_ = 1;  // of the piece
 };
 
 }  // namespace attnops::mla_decode::sm90::fp8_fragments

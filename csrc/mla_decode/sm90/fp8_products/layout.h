@@ -21,6 +21,10 @@ inline constexpr int kAllThreads = kMultiplyThreads + kGroupThreads;
 inline constexpr int kValueRegisters = 184, kScoreRegisters = 104, kLoaderRegisters = 40;
 static_assert(2 * kValueRegisters + kScoreRegisters + kLoaderRegisters <= 4 * 128);
 
+struct alignas(16) StoredPiece {
+  int request, first_row, num_rows, partial;
+};
+
 struct Layout {
   static constexpr int kStages = 5, kBuffers = 2;  // of tiles; of probabilities
   static constexpr int kProbabilityBytes = 64 * 64;
@@ -33,7 +37,8 @@ struct Layout {
   static constexpr int kQueryScale = kTotals + 2 * 2 * 64 * 4;        // float [64]
   static constexpr int kEnds = kQueryScale + 64 * 4;                  // TransposedEnds
   static constexpr int kRescales = kEnds + 64 * 16;                   // int [kBuffers]: whether a factor differs from 1
-  static constexpr int kParity = kRescales + 8;                       // int: of the piece whose scores are computed
+  static constexpr int kStored = kRescales + 16;                      // StoredPiece [2], by parity of the piece
+  static constexpr int kParity = kStored + 2 * sizeof(StoredPiece);   // int: of the piece whose scores are computed
   static constexpr int kBarriers = kParity + 8;                       // 8 bytes each, see below
   static constexpr int kBarrierCount = 2 * kStages + 2 * kBuffers;
   static constexpr int kEntry = kBarriers + 8 * kBarrierCount;  // the part's row of the plan
@@ -60,7 +65,7 @@ struct Ring {
   }
 };
 
-// Hardware barriers: queries are there; the totals of a piece are there; within the groups with values.
-enum Barrier : int { kQueriesThere = 1, kTotalsThere = 2, kValueWarps = 3 };
+// Hardware barriers: queries are there, by half; the totals of a piece are there; within the groups with values.
+enum Barrier : int { kQueriesThere = 1, kTotalsThere = 3, kValueWarps = 4 };
 
 }  // namespace attnops::mla_decode::sm90::fp8_products

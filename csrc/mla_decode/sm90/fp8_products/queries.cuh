@@ -11,10 +11,11 @@ __device__ inline void store_shared(uint32_t address, uint32_t a, uint32_t b) {
 }
 
 // The rows of a piece, by all consumers, eight of each warp; times `sign`. Rows that the piece does not have are zeros.
-// What the scores of a row must be multiplied by goes to `scales`. This code runs once a piece, and finds the
-// instruction cache cold: it is kept short.
+// What the scores of a row must be multiplied by goes to `scales`. `done` runs after each half. This code runs once a
+// piece, and finds the instruction cache cold: it is kept short.
+template <class Done>
 __device__ inline void convert_queries(const uint8_t* first, const uint8_t* second, float sign, uint32_t queries,
-                                       float* scales) {
+                                       float* scales, const Done& done) {
   const int row = threadIdx.x / 4, quad = threadIdx.x % 4;
   const RawQueryRow raw(first, second, row);
   const QueryScale<7> scale(raw.largest());
@@ -36,6 +37,7 @@ __device__ inline void convert_queries(const uint8_t* first, const uint8_t* seco
                                          : kRope + swizzled_half(row, chunk % 4);
       store_shared(queries + place + byte % 16, pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
     }
+    done(half);
   }
 }
 

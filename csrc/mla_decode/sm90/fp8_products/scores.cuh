@@ -1,6 +1,7 @@
 #pragma once
 #include "device/sm90/wgmma_few.cuh"
 #include "device/sm90/wgmma_fp8.cuh"
+#include "mla_decode/sm90/few_rows/softmax.cuh"
 #include "mla_decode/sm90/fp8_products/load.cuh"
 #include "mla_decode/sm90/fp8_products/softmax.cuh"
 
@@ -20,7 +21,9 @@ template <Options kOptions>
 class ScoreConsumer {
   using L = Layout;
   using Scores = float[32];
-  static constexpr int kGiveAt = 4;  // of 16 steps of the latent
+  static constexpr int kLatentSteps = kHeadDimV / 32;                  // of 32 columns
+  static constexpr int kFirstHalf = kQueryBoxes * kQueryBoxDims / 32;  // of these, in the first half of q
+  static constexpr int kGiveAt = 4;
 
  public:
   __device__ ScoreConsumer(const Params& p, const Modes& modes, uint8_t* base, uint32_t shared)
@@ -48,6 +51,7 @@ class ScoreConsumer {
         ring_.advance();
         ++given_;
       }
+      if (piece.num_tiles == 0) named_barrier_sync(kQueriesThere + 1, kMultiplyThreads);
       give(piece.num_tiles > 0);
       publish();
       attnops::sm90::named_barrier_arrive(kTotalsThere, kMultiplyThreads);
@@ -58,10 +62,12 @@ class ScoreConsumer {
   __device__ void begin_piece(const Piece& piece) {
     first_box_ = ceil_div(piece.keys.begin, kPlanTileTokens) - piece.first_tile;
     last_box_ = modes_.use_boxes ? piece.keys.end / kPlanTileTokens - piece.first_tile : 0;
+    seen_by_all_ = few_rows::keys_of_all_rows(p_, piece).end;
     const float* query = reinterpret_cast<const float*>(base_ + L::kQueryScale);
 #pragma unroll
     for (int h = 0; h < kRowsPerThread; ++h) {
       const float scale = query[row(h)] * raw_scale_;
+      rows_.maximum[h] = kUnset;
       scale_.row[h] = scale == 0.f ? 1e-30f : scale;  // -infinity times it must stay what it is
     }
   }
@@ -78,15 +84,17 @@ class ScoreConsumer {
     const uint32_t k = uniform_operand(shared_ + L::kKv + ring_.stage * kStageBytes);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < 2; ++step) {
-      const int at = (kRope >> 4) + step * kStep;
-      wgmma_e4m3(s, half_row_descriptor(q + at), half_row_descriptor(k + at), step);
+    for (int i = 0; i < kLatentSteps; ++i) {
+      if (i == kGiveAt) give(has_before);
+      if (i == kFirstHalf && !has_before) named_barrier_sync(kQueriesThere + 1, kMultiplyThreads);
+      const int at = i / 4 * kTile + i % 4 * kStep;
+      wgmma_e4m3(s, attnops::sm90::group_descriptor<1024>(q + at), attnops::sm90::group_descriptor<1024>(k + at),
+                 i > 0);
     }
 #pragma unroll
-    for (int i = 0; i < 4 * kLatentTiles; ++i) {
-      if (i == kGiveAt) give(has_before);
-      const int at = i / 4 * kTile + i % 4 * kStep;
-      wgmma_e4m3(s, attnops::sm90::group_descriptor<1024>(q + at), attnops::sm90::group_descriptor<1024>(k + at), 1);
+    for (int step = 0; step < 2; ++step) {
+      const int at = (kRope >> 4) + step * kStep;
+      wgmma_e4m3(s, half_row_descriptor(q + at), half_row_descriptor(k + at), 1);
     }
     wgmma_commit();
     wgmma_wait<0>(s);
@@ -102,19 +110,25 @@ class ScoreConsumer {
   // From scores to probabilities.
   __device__ void store_tile(const Piece& piece, int first_key, Scores& s) {
     const int buffer = given_ % L::kBuffers;
-    const ScoreScale scale = prepare_scores<kOptions>(p_, piece, rows_, scale_, first_key, s);
-    float factor[kRowsPerThread];
-    move_maximum(rows_, scale, s, factor);
-    exponentiate(rows_, scale, s);
+    const ScoreScale scale = prepare_scores<kOptions>(p_, piece, rows_, scale_, seen_by_all_, first_key, s);
+    float factor[kRowsPerThread], sums[kRowsPerThread];
+    Words words;
+    exponentiate(rows_, scale, s, words, sums);
+    const bool moves = __any_sync(0xffffffffu, !(fmaxf(sums[0], sums[1]) <= kMostSum));
+    if (moves) {
+      raise_references(rows_, scale, s, factor);
+      exponentiate(rows_, scale, s, words, sums);
+    }
+#pragma unroll
+    for (int h = 0; h < kRowsPerThread; ++h) rows_.sum[h] += sums[h];
     mbarrier_wait(shared_ + L::barrier_taken(buffer), (given_ / L::kBuffers & 1) ^ 1);
-    publish_factors(buffer, factor);
-    fp8_products::store_probabilities(s, shared_ + L::kP + buffer * L::kProbabilityBytes);
+    if (moves) publish_factors(buffer, factor);
+    if (lane_ == 0) base_[L::kRescales + 4 * buffer + warp_] = moves;
+    fp8_products::store_probabilities(words, shared_ + L::kP + buffer * L::kProbabilityBytes);
   }
 
-  // Tells the groups with values what this tile makes of the references.
+  // What the warp's rows of the output must be multiplied by.
   __device__ void publish_factors(int buffer, const float (&factor)[kRowsPerThread]) const {
-    const bool moved = __any_sync(0xffffffffu, factor[0] != 1.f || factor[1] != 1.f);
-    if (lane_ == 0) base_[L::kRescales + 4 * buffer + warp_] = moved;
     if (lane_ % 4 != 0) return;
     float* factors = reinterpret_cast<float*>(base_ + L::kFactors) + buffer * 64;
 #pragma unroll
@@ -141,6 +155,7 @@ class ScoreConsumer {
   const float raw_scale_;
   RowState rows_;
   ScoreScale scale_;
+  int seen_by_all_;
   int first_box_, last_box_;  // of the piece: tiles that come by the copy engine
   Ring ring_;
   int given_ = 0;  // tiles so far

@@ -35,49 +35,56 @@ class ValueConsumer {
 
   __device__ void run() {
     PieceWalkFor<kOptions> walk(*reinterpret_cast<const SplitKvEntry*>(base_ + L::kEntry));
-    Piece piece, next;
-    park(piece);
-    park(next);
+    Piece piece;
     TransposedOutput o;
-    bool more = walk.next(p_, next);
+    bool more = walk.next(p_, piece);
     for (bool is_first = true; more || !is_first; is_first = false) {
       // First the next queries, whose place is free by now: the next piece's scores are computed while this is stored.
-      if (more) take_queries();
-      if (!is_first) finish_piece(piece, o);
+      int tiles = piece.num_tiles;
+      if (more) take_queries(piece);
+      if (!is_first) finish_piece(o);
       if (!more) return;
       parity_ ^= 1;
-      piece = next;
 #pragma unroll
       for (int i = 0; i < 128; ++i) o[i / 32][i % 32] = 0.f;
 #pragma unroll 1
-      for (int left = piece.num_tiles; left > 0; --left) {
+      for (; tiles > 0; --tiles) {
         multiply_values(o);
         ring_.advance();
         ++taken_;
       }
       attnops::sm90::named_barrier_sync(kTotalsThere, kMultiplyThreads);
-      more = walk.next(p_, next);
+      more = walk.next(p_, piece);
     }
   }
 
  private:
-  // Keeps an object in local memory between uses: registers are full of the output.
-  __device__ static void park(Piece& x) { asm volatile("" ::"l"(&x) : "memory"); }
+  // What is left to know of a piece when it is stored: registers are full of the output.
+  __device__ StoredPiece* stored(int parity) const {
+    return reinterpret_cast<StoredPiece*>(base_ + L::kStored) + parity;
+  }
 
   // They come through the ring, in two stages of it.
-  __device__ void take_queries() {
+  __device__ void take_queries(const Piece& piece) {
     const Ring first = ring_;
     ring_.advance();
     mbarrier_wait(shared_ + L::barrier_full(first.stage), first.phase);
     mbarrier_wait(shared_ + L::barrier_full(ring_.stage), ring_.phase);
     const auto place = [&](int stage) { return base_ + L::kKv + stage * kStageBytes; };
+    if (threadIdx.x == 0) {
+      *reinterpret_cast<int*>(base_ + L::kParity) = parity_ ^ 1;
+      *stored(parity_ ^ 1) = {piece.request, piece.first_row, piece.num_rows, piece.partial};
+    }
     convert_queries(place(first.stage), place(ring_.stage), p_.softmax_scale * kv_scale_ < 0.f ? -1.f : 1.f,
-                    shared_ + L::kQ, reinterpret_cast<float*>(base_ + L::kQueryScale));
-    attnops::sm90::fence_async_proxy();
-    arrive(L::barrier_empty(first.stage));
-    arrive(L::barrier_empty(ring_.stage));
-    if (threadIdx.x == 0) *reinterpret_cast<int*>(base_ + L::kParity) = parity_ ^ 1;
-    attnops::sm90::named_barrier_arrive(kQueriesThere, kMultiplyThreads);
+                    shared_ + L::kQ, reinterpret_cast<float*>(base_ + L::kQueryScale), [&](int half) {
+                      attnops::sm90::fence_async_proxy();
+                      arrive(L::barrier_empty(half == 0 ? first.stage : ring_.stage));
+                      if (half == 0) {
+                        attnops::sm90::named_barrier_arrive(kQueriesThere, kMultiplyThreads);
+                      } else {
+                        attnops::sm90::named_barrier_arrive(kQueriesThere + 1, kMultiplyThreads);
+                      }
+                    });
     ring_.advance();
   }
 
@@ -90,7 +97,8 @@ class ValueConsumer {
 #pragma unroll
     for (int block = 0; block < kAhead; ++block) load_values(block, a[block]);
     mbarrier_wait(shared_ + L::barrier_given(buffer), taken_ / L::kBuffers & 1);
-    if (reinterpret_cast<const volatile int*>(base_ + L::kRescales)[buffer]) rescale(buffer, o);
+    const uint32_t moved = reinterpret_cast<const volatile uint32_t*>(base_ + L::kRescales)[buffer];
+    if (moved) rescale(buffer, moved, o);
     const uint32_t probabilities = attnops::sm90::uniform_operand(shared_ + L::kP + buffer * L::kProbabilityBytes);
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
@@ -137,12 +145,13 @@ class ValueConsumer {
     }
   }
 
-  // The columns of the transposed output are rows of q, so their factors come from shared memory.
-  __device__ void rescale(int buffer, TransposedOutput& o) const {
+  // The columns of the transposed output are rows of q, so their factors come from shared memory, where the warp that
+  // has a row says so.
+  __device__ void rescale(int buffer, uint32_t moved, TransposedOutput& o) const {
     const float2* factors = reinterpret_cast<const float2*>(base_ + L::kFactors + buffer * 256) + lane_ % 4;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const float2 factor = factors[4 * j];
+      const float2 factor = moved >> j / 2 * 8 & 1 ? factors[4 * j] : float2{1.f, 1.f};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         o[i][4 * j + 0] *= factor.x;
@@ -153,7 +162,10 @@ class ValueConsumer {
     }
   }
 
-  __device__ void finish_piece(const Piece& piece, TransposedOutput& o) const {
+  __device__ void finish_piece(TransposedOutput& o) const {
+    Piece piece;
+    piece.request = stored(parity_)->request, piece.first_row = stored(parity_)->first_row;
+    piece.num_rows = stored(parity_)->num_rows, piece.partial = stored(parity_)->partial;
     TransposedEnds& ends = *reinterpret_cast<TransposedEnds*>(base_ + L::kEnds);
     if (threadIdx.x < 64) {
       const int row = threadIdx.x;
