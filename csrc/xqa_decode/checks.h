@@ -141,11 +141,32 @@ class Checker {
       fail(kOp, "out_partial.shape[0] (num_partials) must be at least " + std::to_string(least.rows) + " (" +
                     least.what + "), got " + std::to_string(*num_partials_));
     }
+    check_splits_of_a_work();
     const TensorCheck semaphores = check("semaphores", a_.semaphores);
     semaphores.dtype({DType::kInt32}).shape({num_works}).contiguous();
     if (*num_works < *batch_size_ * *num_kv_heads_) {
       semaphores.size_at_least(0, "num_works", *batch_size_ * *num_kv_heads_, "batch_size * num_kv_heads");
     }
+  }
+
+  // A balanced plan splits a work at most once a part. A batch-invariant one cuts it every fixed_split_tokens tokens,
+  // as long as its request fits the page table and the cuts of its heads fit out_partial: what does not fit is not
+  // computed.
+  void check_splits_of_a_work() const {
+    if (*num_sm_parts_ > kMaxSplits) {
+      fail(kOp, "tile_scheduler_metadata.shape[0] (num_sm_parts) must be at most " + std::to_string(kMaxSplits) +
+                    " (splits of a work), got " + std::to_string(*num_sm_parts_));
+    }
+    if (a_.fixed_split_tokens <= 0) return;
+    const int64_t cells = a_.page_table.size(a_.kv_indptr ? 0 : 1);
+    const int64_t tokens =
+        a_.window_left < 0 ? cells * *page_size_ : std::min(cells * *page_size_, a_.window_left + *seqlen_q_ + 64);
+    const int64_t cuts = std::min((tokens - 1) / a_.fixed_split_tokens + 1, *num_partials_ / *num_kv_heads_);
+    if (cuts <= kMaxSplits) return;
+    fail(kOp, "fixed_split_tokens must make at most " + std::to_string(kMaxSplits) + " cuts of a request, " +
+                  std::to_string(a_.fixed_split_tokens) + " may make " + std::to_string(cuts) +
+                  ": the page table has " + std::to_string(tokens) +
+                  " tokens for one; allocate the plan with longer cuts");
   }
 
   void check_scale(const char* name, const OptionalTensor& scale) const {

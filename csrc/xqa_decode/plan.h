@@ -7,6 +7,9 @@ namespace attnops::xqa_decode {
 // spreads over a whole GPU (1024 tokens x 8 heads: 128 tiles), and a multiple of every fast page size's share.
 inline constexpr int kPlanTileTokens = 64;
 
+// Splits of a work, at most: the merge counts them in 15 bits (cuda/merge.cuh).
+inline constexpr int64_t kMaxSplits = (1 << 15) - 1;
+
 // What a work costs besides its tiles, in eighths of a tile: loading q, the epilogue.
 inline constexpr int kWorkOverhead = 4;
 

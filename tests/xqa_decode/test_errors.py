@@ -231,6 +231,29 @@ def test_plan_message(changes, message):
         torch.ops.attnops.xqa_decode_plan(**{**args, **changes})
 
 
+@pytest.mark.parametrize("window_left, cuts, refused", [(-1, 32767, False), (-1, 32768, True), (4000, 32768, False)])
+def test_more_cuts_of_a_request_than_the_merge_counts(window_left, cuts, refused):
+    """By what the page table holds and out_partial has room for: no request here is as long."""
+    args = {**arguments(), "fixed_split_tokens": 64, "tree_mask": None, "window_left": window_left, "report": None}
+    rows = S * (H // H_KV)
+    args["page_table"] = torch.zeros(B, cuts * 64 // args["k_pages"].shape[1], dtype=torch.int32)
+    args["out_partial"], args["lse_partial"] = torch.empty(cuts * H_KV, rows, D), torch.empty(cuts * H_KV, rows)
+    plan = ("tile_scheduler_metadata", "num_splits", "cache_seqlens")
+    torch.ops.attnops.xqa_decode_plan(
+        *(args[name] for name in plan),
+        seqlen_q=S,
+        num_kv_heads=H_KV,
+        window_left=window_left,
+        fixed_split_tokens=64,
+    )
+    if not refused:
+        torch.ops.attnops.xqa_decode(**args)
+        return
+    message = "fixed_split_tokens must make at most 32767 cuts of a request, 64 may make 32768"
+    with pytest.raises(RuntimeError, match=re.escape(f"attnops::xqa_decode: {message}")):
+        torch.ops.attnops.xqa_decode(**args)
+
+
 class TestPlanObject:
     GEOMETRY = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 64}  # noqa: RUF012
 
@@ -262,6 +285,9 @@ class TestPlanObject:
             XqaDecodePlan.allocate(1, **self.GEOMETRY, fixed_split_tokens=65)
         with pytest.raises(ValueError, match="fixed_split_tokens=64 needs max_seqlen_k"):
             XqaDecodePlan.allocate(1, **self.GEOMETRY, fixed_split_tokens=64)
+        message = "fixed_split_tokens must make at most 32767 cuts of max_seqlen_k=2097153 tokens, got 64"
+        with pytest.raises(ValueError, match=message):
+            XqaDecodePlan.allocate(1, **self.GEOMETRY, fixed_split_tokens=64, max_seqlen_k=2097153)
 
 
 def test_isa_limit_must_be_a_name(monkeypatch):

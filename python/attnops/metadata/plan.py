@@ -20,6 +20,8 @@ MLA_HEAD_DIM_V = 512
 MLA_MAX_HEADS = 1 << 14  # csrc/mla_decode/checks.h
 MAX_HEAD_DIM = 256  # of xqa_decode: csrc/xqa_decode/params.h
 
+XQA_MAX_SPLITS = (1 << 15) - 1  # of a request and KV head: csrc/xqa_decode/plan.h
+
 # Parts per SM of the default plans. Decode is bound by memory: two CTAs on an SM hide each other's waits in xqa_decode;
 # an MLA work fills an SM's registers alone.
 XQA_PARTS_PER_SM = 2
@@ -231,6 +233,11 @@ class XqaDecodePlan(_SplitKvPlan):
                 f"got {num_q_heads} and {num_kv_heads}"
             )
         num_sm_parts = num_sm_parts or xqa_num_sm_parts(device, batch_size, num_kv_heads)
+        if fixed_split_tokens > 0 and (max_seqlen_k or 0) > fixed_split_tokens * XQA_MAX_SPLITS:
+            raise ValueError(
+                f"fixed_split_tokens must make at most {XQA_MAX_SPLITS} cuts of max_seqlen_k={max_seqlen_k} tokens, got "
+                f"{fixed_split_tokens}"
+            )
         num_partials = _num_partials(kind, batch_size * num_kv_heads, num_sm_parts, fixed_split_tokens, max_seqlen_k)
         rows = seqlen_q * (num_q_heads // num_kv_heads)
         num_semaphores = batch_size * num_kv_heads
