@@ -182,7 +182,7 @@ def test_clusters_of_every_size(batch, heads, dtype):
 
 
 @pytest.mark.parametrize("heads", [(8, 1), (32, 8), (16, 1)])
-@pytest.mark.parametrize("page_size", [8, 32, 128])
+@pytest.mark.parametrize("page_size", [1, 3, 8, 32, 128])
 def test_one_request_in_clusters(page_size, heads):
     for length in (5000, 12345):
         problem = on_gpu([length], num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=112, page_size=page_size)

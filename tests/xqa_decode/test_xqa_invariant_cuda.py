@@ -24,14 +24,10 @@ def of_requests(problem, rows):
     )
 
 
-@pytest.mark.parametrize("lengths", [SHORT, LONG], ids=["short", "long"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("heads", [(32, 8), (8, 1), (64, 4), (4, 4), (32, 32), (14, 2)])
-@pytest.mark.parametrize("cuts", [None, 256])
-def test_the_same_bits_in_batches_of_every_size(heads, lengths, dtype, cuts):
-    problem = paged_problem(lengths, num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=128, dtype=dtype).to("cuda")
-    cuts = cuts or xqa_invariant_cuts(heads[1], num_q_heads=heads[0])
+def assert_same_bits(problem, cuts):
+    """By few parts and many, and in batches of every size."""
     options = {"fixed_split_tokens": cuts, "max_seqlen_k": 8192}
+    lengths = problem.cache_seqlens.tolist()
     together, lse = decode(problem, **options, num_sm_parts=None)
     for parts in (1, 37, 256):
         out, lse_now = decode(problem, **options, num_sm_parts=parts)
@@ -41,6 +37,26 @@ def test_the_same_bits_in_batches_of_every_size(heads, lengths, dtype, cuts):
             rows = slice(first, min(first + size, len(lengths)))
             out, lse_now = decode(of_requests(problem, rows), **options, num_sm_parts=None)
             assert torch.equal(out, together[rows]) and torch.equal(lse_now, lse[rows]), (size, first)
+
+
+@pytest.mark.parametrize("lengths", [SHORT, LONG], ids=["short", "long"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads", [(32, 8), (8, 1), (64, 4), (4, 4), (32, 32), (14, 2)])
+@pytest.mark.parametrize("cuts", [None, 256])
+def test_the_same_bits_in_batches_of_every_size(heads, lengths, dtype, cuts):
+    problem = paged_problem(lengths, num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=128, dtype=dtype).to("cuda")
+    assert_same_bits(problem, cuts or xqa_invariant_cuts(heads[1], num_q_heads=heads[0]))
+
+
+@pytest.mark.parametrize("lengths", [SHORT, LONG], ids=["short", "long"])
+@pytest.mark.parametrize("heads", [(32, 8), (8, 1), (64, 4)])
+@pytest.mark.parametrize("page_size", [1, 3, 4])
+def test_the_same_bits_over_pages_that_are_gathered(page_size, heads, lengths):
+    geometry = {"num_q_heads": heads[0], "num_kv_heads": heads[1], "head_dim": 120, "page_size": page_size}
+    problem = paged_problem(lengths, dtype=torch.bfloat16 if page_size == 1 else torch.float16, **geometry).to("cuda")
+    cuts = xqa_invariant_cuts(heads[1], num_q_heads=heads[0])
+    assert_decodes(problem, fixed_split_tokens=cuts, max_seqlen_k=8192)
+    assert_same_bits(problem, cuts)
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 2, 3])

@@ -30,16 +30,38 @@ class GatherStream {
   }
 
   // All tiles of a piece.
-  __device__ __forceinline__ void bring(const PieceWalk& piece) {
-    const int tiles = num_tiles(piece);
-    if (tiles == 0) return;
+  template <class Piece>
+  __device__ __forceinline__ void bring(const Piece& piece) {
+    if (num_tiles(piece) == 0) return;
+    open(piece);
+    const int token = piece.first_token() + lane_;
+    int pages[2] = {page_of(token), page_of(token + 32)};
+    bring(piece, pages);
+  }
+
+  template <class Piece>
+  __device__ __forceinline__ void open(const Piece& piece) {
     begin_token_ = piece.keys().begin;
     end_token_ = piece.end_token();
     row_ = p_.page_table.row(piece.request());
     const int64_t head = piece.kv_head() * (values_ ? p_.v_stride_head : p_.k_stride_head) * kSize;
     base_ = static_cast<const char*>(values_ ? p_.v_pages : p_.k_pages) + head + column_ * 16;
+  }
+
+  // The cell of the table that says where this lane's `half` of the open piece's first tile lies; null where there is
+  // none.
+  template <class Piece>
+  __device__ __forceinline__ const int32_t* first_cell(const Piece& piece, int half) const {
+    const int token = piece.first_token() + lane_ + 32 * half;
+    const bool wanted = token >= 0 && is_seen(token) && cell_of(token) < p_.max_pages;
+    return wanted ? row_ + cell_of(token) : nullptr;
+  }
+
+  // All tiles of the piece that is open; `pages` are those of the lane's two rows of the first tile.
+  template <class Piece>
+  __device__ __forceinline__ void bring(const Piece& piece, int (&pages)[2]) {
+    const int tiles = num_tiles(piece);
     int token = piece.first_token() + lane_;
-    int pages[2] = {page_of(token), page_of(token + 32)};
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile, token += Tr::kTileTokens) {
       const uint32_t rows[2] = {row_place(token, pages[0]), row_place(token + 32, pages[1])};

@@ -54,19 +54,19 @@ template <typename T, int kHeadDim, int kRows, bool kGathers>
 using PlanTraits = Traits<T, kHeadDim, kRows, 0, 2, kGathers>;
 
 // Whether these kernels have clusters beside them, and so compute batch-invariant plans by folding.
-template <int kHeadDim, bool kGathers>
-inline constexpr bool kHasFolds = kHeadDim == 128 && !kGathers;
+template <int kHeadDim>
+inline constexpr bool kHasFolds = kHeadDim == 128;
 
-template <typename T, int kHeadDim, int kRows>
-using FoldTraits = Traits<T, kHeadDim, kRows, 0, 2, false, kRows == 8 ? 8 : 5>;  // as many levels as find room
+template <typename T, int kHeadDim, int kRows, bool kGathers>
+using FoldTraits = Traits<T, kHeadDim, kRows, 0, 2, kGathers, kRows == 8 ? 8 : 5>;  // as many levels as find room
 
 template <typename T, int kHeadDim, bool kGathers = false>
 void launch(const Params& p, cudaStream_t stream) {
   if (p.batch_size == 0) return;
   const int rows = p.seqlen_q * (p.num_q_heads / p.num_kv_heads);
-  if constexpr (kHasFolds<kHeadDim, kGathers>) {
-    if (p.fixed_split_tokens != 0 && rows <= 8) return launch_traits<FoldTraits<T, kHeadDim, 8>>(p, stream);
-    if (p.fixed_split_tokens != 0 && rows <= 16) return launch_traits<FoldTraits<T, kHeadDim, 16>>(p, stream);
+  if constexpr (kHasFolds<kHeadDim>) {
+    if (p.fixed_split_tokens != 0 && rows <= 8) return launch_traits<FoldTraits<T, kHeadDim, 8, kGathers>>(p, stream);
+    if (p.fixed_split_tokens != 0 && rows <= 16) return launch_traits<FoldTraits<T, kHeadDim, 16, kGathers>>(p, stream);
   }
   if (rows <= 8) return launch_traits<PlanTraits<T, kHeadDim, 8, kGathers>>(p, stream);
   if (rows <= 16) return launch_traits<PlanTraits<T, kHeadDim, 16, kGathers>>(p, stream);

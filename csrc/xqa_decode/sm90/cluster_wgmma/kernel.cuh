@@ -52,6 +52,36 @@ __device__ __forceinline__ void bring_share(const Params& p, const Shape& shape,
   }
 }
 
+// The same where rows are gathered: the two warps that copy them.
+template <class Tr>
+__device__ __forceinline__ void gather_share(const Params& p, const Shape& shape, const Team& team,
+                                             const WorkPlace& place, int share, uint32_t shared, bool values,
+                                             int lane) {
+  const int32_t* length_at = p.cache_seqlens + place.request;
+  const int guess = hopper::load_guess(length_at);
+  auto piece = share_piece<Tr>(p, team, place, guess, share);
+  GatherStream<Tr> stream(p, shape, shared, values, lane);
+  const int32_t* cells[2] = {nullptr, nullptr};
+  const bool guessed = !p.page_table.kv_indptr && num_tiles(piece) > 0;
+  if (guessed) {
+    stream.open(piece);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) cells[i] = stream.first_cell(piece, i);
+  }
+  let_next_kernel_start();
+  wait_for_earlier_kernels();
+  const int length = __ldcg(length_at);
+  int pages[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) pages[i] = cells[i] ? __ldcg(cells[i]) : 0;
+  if (guessed && length == guess) {
+    stream.bring(piece, pages);
+  } else {
+    piece = share_piece<Tr>(p, team, place, length, share);
+    stream.bring(piece);
+  }
+}
+
 // All leaves of a share, up to one node of the tree.
 template <class Tr>
 __device__ __forceinline__ void attend_node(uint8_t* smem, Consumer<Tr>& consumer, const LeafPiece& piece,
@@ -122,8 +152,12 @@ __global__ void __launch_bounds__(Tr::kAllThreads, Tr::kCtasPerSm)
   }
   __syncthreads();
   cluster_arrive_relaxed();
-  if (warp == Tr::kWarps) {
-    bring_share<Tr>(p, shape, boxes, team, &key_map, &value_map, place, share, shared, lane);
+  if (warp >= Tr::kWarps) {
+    if constexpr (Tr::kGathers) {
+      gather_share<Tr>(p, shape, team, place, share, shared, warp > Tr::kWarps, lane);
+    } else {
+      bring_share<Tr>(p, shape, boxes, team, &key_map, &value_map, place, share, shared, lane);
+    }
     cluster_wait();
   } else {
     multiply_share<Tr>(p, shape, boxes, team, place, share, rank, cluster_index, smem);

@@ -58,32 +58,34 @@ constexpr int team_inbox_bytes(int rows, int more_units) {
 }
 
 // Rings are larger where shares are one leaf or two.
-template <typename T, int kRows, int kMoreUnits, int kMostCtas>
-void launch_folding_team(const Params& p, TeamSize size, cudaStream_t stream) {
+template <typename T, bool kGathers, int kRows, int kMoreUnits, int kMostCtas>
+void launch_folding_rows(const Params& p, TeamSize size, cudaStream_t stream) {
   constexpr int kInbox = team_inbox_bytes(kRows, kMoreUnits);
   if (most_leaves(p) <= 2 * int64_t{size.shares()}) {
-    return launch_team_rows<Traits<T, 128, kRows, kInbox, kMostCtas, false, 1>>(p, size, stream);
+    return launch_team_rows<Traits<T, 128, kRows, kInbox, kMostCtas, kGathers, 1>>(p, size, stream);
   }
-  launch_team_rows<Traits<T, 128, kRows, kInbox, kMostCtas, false, kLogMostRun>>(p, size, stream);
+  launch_team_rows<Traits<T, 128, kRows, kInbox, kMostCtas, kGathers, kLogMostRun>>(p, size, stream);
 }
 
-template <typename T>
-void launch_folding_team(const Params& p, TeamSize size, cudaStream_t stream) {
-  if (p.seqlen_q * (p.num_q_heads / p.num_kv_heads) > 8) return launch_folding_team<T, 16, 16, 2>(p, size, stream);
-  if (size.small) return launch_folding_team<T, 8, 0, 3>(p, size, stream);
-  launch_folding_team<T, 8, 16, 2>(p, size, stream);
+template <typename T, bool kGathers>
+void launch_folding_team(const Params& p, cudaStream_t stream) {
+  const TeamSize size = invariant_team_size(p);
+  const bool many = p.seqlen_q * (p.num_q_heads / p.num_kv_heads) > 8;
+  if (many) return launch_folding_rows<T, kGathers, 16, 16, 2>(p, size, stream);
+  if (size.small) return launch_folding_rows<T, kGathers, 8, 0, 3>(p, size, stream);
+  launch_folding_rows<T, kGathers, 8, 16, 2>(p, size, stream);
 }
 
-template <typename T>
+template <typename T, bool kGathers = false>
 void launch_cluster_wgmma(const Params& p, cudaStream_t stream) {
   if (p.batch_size == 0) return;
-  if (p.fixed_split_tokens != 0) return launch_folding_team<T>(p, invariant_team_size(p), stream);
+  if (p.fixed_split_tokens != 0) return launch_folding_team<T, kGathers>(p, stream);
   const TeamSize size = team_size(p);
   if (p.seqlen_q * (p.num_q_heads / p.num_kv_heads) > 8) {
-    return launch_team_rows<Traits<T, 128, 16, team_inbox_bytes(16, 16)>>(p, size, stream);
+    return launch_team_rows<Traits<T, 128, 16, team_inbox_bytes(16, 16), 2, kGathers>>(p, size, stream);
   }
-  if (size.small) return launch_team_rows<Traits<T, 128, 8, team_inbox_bytes(8, 0), 3>>(p, size, stream);
-  launch_team_rows<Traits<T, 128, 8, team_inbox_bytes(8, 16)>>(p, size, stream);
+  if (size.small) return launch_team_rows<Traits<T, 128, 8, team_inbox_bytes(8, 0), 3, kGathers>>(p, size, stream);
+  launch_team_rows<Traits<T, 128, 8, team_inbox_bytes(8, 16), 2, kGathers>>(p, size, stream);
 }
 
 }  // namespace attnops::xqa_decode::sm90

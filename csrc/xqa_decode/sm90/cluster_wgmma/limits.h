@@ -71,9 +71,9 @@ inline TeamSize invariant_team_size(const Params& p) {
                                                                                             : TeamSize{16, 1, small};
 }
 
-// Why the kernels of clusters that multiply by warpgroups do not serve these arguments; "" when they do. Only what the
-// host knows: shapes, not lengths.
-inline std::string reject_cluster_wgmma(const Params& p) {
+// Why clusters that multiply by warpgroups do not suit these arguments, whatever their pages; "" when they do. Only
+// what the host knows: shapes, not lengths.
+inline std::string reject_team(const Params& p) {
   const int works = p.batch_size * p.num_kv_heads, rows = p.seqlen_q * (p.num_q_heads / p.num_kv_heads);
   if (works > kMaxTeams) {
     return "takes batch_size * num_kv_heads up to " + std::to_string(kMaxTeams) + ", got " + std::to_string(works);
@@ -94,7 +94,18 @@ inline std::string reject_cluster_wgmma(const Params& p) {
     return "takes up to " + std::to_string(leaves) + " cuts of a work, fixed_split_tokens " +
            std::to_string(p.fixed_split_tokens) + " may make " + std::to_string(most_leaves(p));
   }
-  return reject(p);
+  return "";
+}
+
+inline std::string reject_cluster_wgmma(const Params& p) {
+  const std::string reason = reject_team(p);
+  return reason.empty() ? reject(p) : reason;
+}
+
+// Those that gather rows.
+inline std::string reject_cluster_gather(const Params& p) {
+  const std::string reason = reject_team(p);
+  return reason.empty() ? reject_gather(p) : reason;
 }
 
 }  // namespace attnops::xqa_decode::sm90
