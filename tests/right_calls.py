@@ -1,4 +1,4 @@
-"""A right call of every function of `attnops.ops` and `attnops.compat`, on the CPU, to be spoiled by tests."""
+"""A right call of every function of `attnops.ops` and `attnops.compat`: tests spoil it, or move it to a GPU."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from torch import Tensor
 from xqa_decoding import make_plan
 
 LENGTHS = [40, 20, 7]
-WORKSPACE = torch.zeros(1 << 10, dtype=torch.uint8)
 
 Call = tuple[Callable[..., Any], dict[str, Any]]
 
 
-def states() -> tuple[Tensor, Tensor]:
-    return torch.randn(4, 3, 64), torch.randn(4, 3)
+def states(device: str = "cpu") -> tuple[Tensor, Tensor]:
+    return torch.randn(4, 3, 64).to(device), torch.randn(4, 3).to(device)
 
 
 def ops_calls() -> dict[str, Call]:
@@ -67,10 +66,11 @@ def ops_calls() -> dict[str, Call]:
 
 
 def decode_wrapper_plan(problem) -> dict[str, Any]:
-    indptr = torch.tensor([0, 3, 5, 6], dtype=torch.int32)
+    """Pages of 16, as many as the three requests need."""
+    indices = torch.cat([problem.page_table[0, :3], problem.page_table[1, :2], problem.page_table[2, :1]])
     return {
-        "indptr": indptr,
-        "indices": torch.arange(6, dtype=torch.int32),
+        "indptr": torch.tensor([0, 3, 5, 6], dtype=torch.int32),
+        "indices": indices,
         "last_page_len": torch.tensor([8, 4, 7], dtype=torch.int32),
         "num_qo_heads": 8,
         "num_kv_heads": 2,
@@ -97,35 +97,37 @@ def mla_wrapper_plan(problem) -> dict[str, Any]:
     }
 
 
-def compat_calls() -> dict[str, Call]:
+def compat_calls(device: str = "cpu") -> dict[str, Call]:
     """By the name that messages have."""
-    gqa, mla, ragged = paged_problem(LENGTHS), mla_problem(LENGTHS, num_q_heads=5), ragged_problem([5, 7])
-    (out, lse), (out_b, lse_b) = states(), states()
-    gqa_wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+    gqa, mla = paged_problem(LENGTHS).to(device), mla_problem(LENGTHS, num_q_heads=5).to(device)
+    ragged = ragged_problem([5, 7]).to(device)
+    (out, lse), (out_b, lse_b) = states(device), states(device)
+    workspace, sinks = torch.zeros(1 << 10, dtype=torch.uint8, device=device), torch.zeros(8, device=device)
+    gqa_wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace)
     gqa_wrapper.plan(**decode_wrapper_plan(gqa))
-    mla_wrapper = flashinfer.BatchMLAPagedAttentionWrapper(WORKSPACE)
+    mla_wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace)
     mla_wrapper.plan(**mla_wrapper_plan(mla))
-    new_gqa_wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
-    new_mla_wrapper = flashinfer.BatchMLAPagedAttentionWrapper(WORKSPACE)
+    new_gqa_wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace)
+    new_mla_wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace)
     tables = {"block_tables": gqa.page_table, "seq_lens": gqa.cache_seqlens, "max_seq_len": 64}
     mla_tables = tables | {"block_tables": mla.page_table}
     latent, rope = mla.kv_pages[..., :512], mla.kv_pages[..., 512:]
     q_nope, q_pe = mla.q[..., :512], mla.q[..., 512:]
-    size = sgl_kernel.cutlass_mla_get_workspace_size(64, 3, device="cpu")
+    size = sgl_kernel.cutlass_mla_get_workspace_size(64, 3, device=device)
     return {
         "merge_state": (flashinfer.merge_state, {"v_a": out, "s_a": lse, "v_b": out_b, "s_b": lse_b}),
         "BatchDecodeWithPagedKVCacheWrapper": (
             flashinfer.BatchDecodeWithPagedKVCacheWrapper,
-            {"float_workspace_buffer": WORKSPACE},
+            {"float_workspace_buffer": workspace},
         ),
         "BatchDecodeWithPagedKVCacheWrapper.plan": (new_gqa_wrapper.plan, decode_wrapper_plan(gqa)),
         "BatchDecodeWithPagedKVCacheWrapper.run": (
             gqa_wrapper.run,
-            {"q": gqa.q, "paged_kv_cache": (gqa.k_pages, gqa.v_pages), "sinks": torch.zeros(8)},
+            {"q": gqa.q, "paged_kv_cache": (gqa.k_pages, gqa.v_pages), "sinks": sinks},
         ),
         "BatchMLAPagedAttentionWrapper": (
             flashinfer.BatchMLAPagedAttentionWrapper,
-            {"float_workspace_buffer": WORKSPACE},
+            {"float_workspace_buffer": workspace},
         ),
         "BatchMLAPagedAttentionWrapper.plan": (new_mla_wrapper.plan, mla_wrapper_plan(mla)),
         "BatchMLAPagedAttentionWrapper.run": (
@@ -136,24 +138,24 @@ def compat_calls() -> dict[str, Call]:
             flashinfer.trtllm_batch_decode_with_kv_cache,
             tables
             | {"query": gqa.q, "kv_cache": (gqa.k_pages, gqa.v_pages), "kv_layout": "NHD", "bmm1_scale": 0.1}
-            | {"workspace_buffer": WORKSPACE},
+            | {"workspace_buffer": workspace},
         ),
         "trtllm_batch_decode_with_kv_cache_mla": (
             flashinfer.trtllm_batch_decode_with_kv_cache_mla,
             mla_tables
-            | {"query": mla.q_by_request, "kv_cache": mla.kv_pages, "workspace_buffer": WORKSPACE, "bmm1_scale": 0.1}
+            | {"query": mla.q_by_request, "kv_cache": mla.kv_pages, "workspace_buffer": workspace, "bmm1_scale": 0.1}
             | {"qk_nope_head_dim": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64},
         ),
         "xqa": (
             flashinfer.xqa,
             {"q": gqa.q.unsqueeze(1), "k_cache": gqa.k_pages, "v_cache": gqa.v_pages, "page_table": gqa.page_table}
             | {"seq_lens": gqa.cache_seqlens.unsqueeze(1), "output": torch.empty_like(gqa.q).unsqueeze(1)}
-            | {"workspace_buffer": WORKSPACE, "semaphores": WORKSPACE, "num_kv_heads": 2, "page_size": 16},
+            | {"workspace_buffer": workspace, "semaphores": workspace, "num_kv_heads": 2, "page_size": 16},
         ),
         "flash_attn_with_kvcache": (
             flash_attn_interface.flash_attn_with_kvcache,
             {"q": gqa.q_by_request, "k_cache": gqa.k_pages, "v_cache": gqa.v_pages, "causal": True}
-            | {"cache_seqlens": gqa.cache_seqlens, "page_table": gqa.page_table, "sinks": torch.zeros(8)},
+            | {"cache_seqlens": gqa.cache_seqlens, "page_table": gqa.page_table, "sinks": sinks},
         ),
         "flash_attn_varlen_func": (
             flash_attn_interface.flash_attn_varlen_func,
@@ -167,17 +169,17 @@ def compat_calls() -> dict[str, Call]:
         "flash_mla_with_kvcache": (
             flash_mla.flash_mla_with_kvcache,
             {"q": mla.q_by_request, "k_cache": mla.kv_pages.unsqueeze(2), "block_table": mla.page_table}
-            | {"cache_seqlens": mla.cache_seqlens, "head_dim_v": 512, "attn_sink": torch.zeros(5)}
+            | {"cache_seqlens": mla.cache_seqlens, "head_dim_v": 512, "attn_sink": sinks[:5]}
             | {"tile_scheduler_metadata": flash_mla.get_mla_metadata()[0]},
         ),
         "merge_state_v2": (sgl_kernel.merge_state_v2, {"v_a": out, "s_a": lse, "v_b": out_b, "s_b": lse_b}),
         "cutlass_mla_get_workspace_size": (
-            functools.partial(sgl_kernel.cutlass_mla_get_workspace_size, device="cpu"),
+            functools.partial(sgl_kernel.cutlass_mla_get_workspace_size, device=device),
             {"max_seq_len": 64, "num_batches": 3},
         ),
         "cutlass_mla_decode": (
             sgl_kernel.cutlass_mla_decode,
             {"q_nope": q_nope, "q_pe": q_pe, "kv_c_and_k_pe_cache": mla.kv_pages, "seq_lens": mla.cache_seqlens}
-            | {"page_table": mla.page_table, "workspace": torch.zeros(size, dtype=torch.uint8), "sm_scale": 0.1},
+            | {"page_table": mla.page_table, "workspace": workspace.new_zeros(size), "sm_scale": 0.1},
         ),
     }

@@ -1,0 +1,40 @@
+"""Functions of `attnops.compat` on a GPU: what they give on the CPU, where they are compared with the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from checks import relative_error
+from right_calls import compat_calls
+from torch import Tensor
+
+pytestmark = pytest.mark.gpu
+
+NO_KERNEL = {"flash_attn_varlen_func"}  # fmha has none on CUDA yet
+NO_RESULT = {name for name in compat_calls() if name.endswith(("Wrapper", ".plan", "size", "metadata"))}
+FUNCTIONS = sorted(compat_calls().keys() - NO_KERNEL - NO_RESULT)
+
+
+def results(name: str, device: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    function, given = compat_calls(device)[name]
+    returned = function(**given)
+    if returned is None:  # xqa writes into what it is given
+        returned = given["output"]
+    return [tensor.cpu() for tensor in (returned if isinstance(returned, tuple) else (returned,))]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_cpus_answer(name):
+    for ours, expected in zip(results(name, "cuda"), results(name, "cpu"), strict=True):
+        assert ours.dtype == expected.dtype and ours.shape == expected.shape
+        finite = expected.isfinite()
+        assert torch.equal(ours.isfinite(), finite)
+        assert relative_error(ours[finite], expected[finite].double()) <= 8e-3  # each rounds by itself
+
+
+@pytest.mark.parametrize("name", sorted(NO_KERNEL))
+def test_what_has_no_kernel_says_so(name):
+    function, given = compat_calls("cuda")[name]
+    with pytest.raises((RuntimeError, NotImplementedError), match="fmha_varlen"):
+        function(**given)
