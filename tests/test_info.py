@@ -96,6 +96,20 @@ def test_the_picture_has_a_line_per_part(capsys):
     assert "each line is a group of 2 parts" in grouped and len(re.findall(r"^part ", grouped, re.MULTILINE)) == 4
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["40", "--num-kv-heads", "0"], "--num-kv-heads must be at least 1, got 0"),
+        (["40", "--num-sm-parts", "0"], "--num-sm-parts must be at least 1, got 0"),
+        (["40", "--fixed-split-tokens", "65"], "--fixed-split-tokens must be a multiple of 64, got 65"),
+    ],
+)
+def test_mistakes_of_a_picture_are_named(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        explain.main(arguments)
+    assert message in capsys.readouterr().err
+
+
 def test_an_import_costs_little_beyond_torch():
     program = "import time, torch; t = time.process_time(); import attnops; print(time.process_time() - t)"
     runs = [

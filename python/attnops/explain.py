@@ -136,6 +136,12 @@ def main(arguments: list[str] | None = None) -> None:
         "--fixed-split-tokens", type=int, default=0, help="batch-invariant: keys of a cut, or -n: at most n cuts"
     )
     options = parser.parse_args(arguments)
+    for name in ("num_kv_heads", "mla_heads", "seqlen_q", "num_sm_parts"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if options.fixed_split_tokens > 0 and options.fixed_split_tokens % TILE_TOKENS:
+        parser.error(f"--fixed-split-tokens must be a multiple of {TILE_TOKENS}, got {options.fixed_split_tokens}")
     mla = options.mla_heads is not None
     works, parts = options.num_kv_heads, options.num_sm_parts
     if mla:  # blocks of 64 rows pair up where parts do, and a pair of parts shares its tiles: csrc/mla_decode/plan.h
