@@ -6,7 +6,7 @@ import pytest
 import torch
 from attnops import ops
 from checks import MAX_RELATIVE_ERROR_FP8, assert_attention_close, assert_lse_close
-from mla_calls import SCALE, decode, plan_for, repaged
+from mla_calls import SCALE, assert_equals_reference, decode, plan_for, repaged
 from problems import FP8, FP8_NAN, mla_problem, random_tree_mask
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -14,20 +14,6 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 KV_DTYPES = [None, FP8, torch.uint8]  # None: q's dtype
 RAGGED = [1, 63, 64, 65, 200, 2, 517]  # lengths around the tile of 64 keys, and one of several tiles
 ISAS = ["scalar", "avx2", "avx512", "avx512_bf16", "amx"]
-
-
-def assert_equals_reference(problem, out, lse, **options):
-    expected_out, expected_lse = problem.expected(softmax_scale=SCALE, **options)
-    assert_attention_close(out.cpu(), expected_out, problem.q.dtype)
-    assert_lse_close(lse.cpu(), expected_lse, atol=lse_tolerance(problem))
-
-
-def lse_tolerance(problem):
-    # Kernels that multiply in 16 bit round e4m3 x scale of a row: for bf16 2^-9 of each product, 2e-3 of a score near
-    # 1.7 (one standard deviation), and the largest of hundreds of rows is some four of these. fp16 has three more bits.
-    if problem.kv_pages.dtype != torch.uint8:
-        return 1e-4
-    return {torch.bfloat16: 1e-2, torch.float16: 1.5e-3}.get(problem.q.dtype, 1e-4)
 
 
 @pytest.fixture(params=ISAS)

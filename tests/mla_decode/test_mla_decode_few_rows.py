@@ -8,24 +8,12 @@ import dataclasses
 import pytest
 import torch
 from checks import assert_attention_close, assert_lse_close
-from mla_calls import SCALE, decode
+from mla_calls import SCALE, assert_equals_reference, decode
 from problems import FP8, mla_problem
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ROWS = [1, 8, 9, 16, 17, 32, 33, 48, 49, 64]
 KV_DTYPES = [None, FP8, torch.uint8]  # None: q's dtype
-
-
-def lse_tolerance(problem):
-    if problem.kv_pages.dtype == torch.uint8 and problem.q.dtype != torch.float32:
-        return 1e-2 if problem.q.dtype == torch.bfloat16 else 1.5e-3  # rows are rounded to 16 bit
-    return 1e-4
-
-
-def assert_equals_reference(problem, out, lse, **options):
-    expected_out, expected_lse = problem.expected(softmax_scale=SCALE, **options)
-    assert_attention_close(out.cpu(), expected_out, problem.q.dtype)
-    assert_lse_close(lse.cpu(), expected_lse, atol=lse_tolerance(problem))
 
 
 @pytest.mark.parametrize("device", DEVICES)
