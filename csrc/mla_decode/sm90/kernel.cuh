@@ -234,28 +234,32 @@ class Consumer {
   uint32_t full_parity_ = 0;  // bit of the buffer: the phase to wait for
 };
 
-// By the lanes of a warp, one barrier each.
+// By one thread: a barrier for each lane becomes a loop over the lanes, of a thousand cycles.
 __device__ inline void init_barriers(uint32_t shared, bool queries_by_map) {
   constexpr int kWarps = kGroupThreads / 32;
-  const int i = threadIdx.x % 32;
-  const int arrivals = i < 10   ? kFullArrivals
-                       : i < 16 ? kWarps
-                       : i < 17 ? (queries_by_map ? 1 : kGroupThreads)
-                                : 2 * kWarps;
-  if (i < kBarrierCount) attnops::sm90::mbarrier_init(shared + kBarriers + 8 * i, arrivals);
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    attnops::sm90::mbarrier_init(shared + kBarriers + 8 * i, i < 10 ? kFullArrivals : kWarps);
+  }
+  attnops::sm90::mbarrier_init(shared + kQueriesFull, queries_by_map ? 1 : kGroupThreads);
+  attnops::sm90::mbarrier_init(shared + kQueriesEmpty, 2 * kWarps);
   attnops::sm90::mbarrier_init_fence();
 }
 
-// What one warp does before all others begin: the part's row of the plan, the barriers.
+// What one warp does before all others begin: the barriers, without waiting for the kernels ahead, then the part's row
+// of the plan.
 __device__ inline void start(const Params& p, const Maps& maps, const Modes& modes, uint8_t* base, uint32_t shared) {
   const int lane = threadIdx.x % 32;
-  auto* entry = reinterpret_cast<SplitKvEntry*>(base + kEntry);
-  int word = 0;
-  if (lane < 8) word = reinterpret_cast<const int*>(&entry_of(p, blockIdx.x))[lane];
-  if (lane == 8 && modes.queries_by_map) attnops::sm90::prefetch_map(&maps.q);
-  if (lane == 9 && modes.use_boxes) attnops::sm90::prefetch_map(&maps.kv);
-  init_barriers(shared, modes.queries_by_map);
-  if (lane < 8) reinterpret_cast<int*>(entry)[lane] = word;
+  if (lane == 0) {
+    if (modes.use_boxes) attnops::sm90::prefetch_map(&maps.kv);
+    if (modes.queries_by_map) attnops::sm90::prefetch_map(&maps.q);
+    init_barriers(shared, modes.queries_by_map);
+  }
+  __syncwarp();
+  attnops::sm90::wait_for_prerequisites();
+  if (lane < 8) {
+    reinterpret_cast<int*>(base + kEntry)[lane] = reinterpret_cast<const int*>(&entry_of(p, blockIdx.x))[lane];
+  }
 }
 
 template <typename T, Options kOptions, bool kBoxes>
@@ -264,8 +268,11 @@ __global__ void __launch_bounds__(kThreads, 1)
                       const __grid_constant__ Modes modes) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   const uint32_t shared = attnops::sm90::smem_address(shared_bytes);
-  attnops::sm90::wait_for_prerequisites();
-  if (threadIdx.x / 32 == kConsumerThreads / 32) start(p, maps, modes, shared_bytes, shared);
+  if (threadIdx.x / 32 == kConsumerThreads / 32) {
+    start(p, maps, modes, shared_bytes, shared);
+  } else {
+    attnops::sm90::wait_for_prerequisites();
+  }
   __syncthreads();
   attnops::sm90::launch_dependents();
   const int group = threadIdx.x / kGroupThreads;

@@ -78,9 +78,9 @@ inline Maps make_maps(const Params& p, const Modes& modes) {
   return maps;
 }
 
-template <typename T, int kUnitVecs>
+template <typename T, int kVecs, int kBatch>
 void launch_merge_units(const Params& p, int blocks, int parts, cudaStream_t stream) {
-  launch_dependent<&mla_merge_units_kernel<T, kUnitVecs>>(
+  launch_dependent<&mla_merge_units_kernel<T, kVecs, kBatch>>(
       "mla_merge_units_kernel", {p.batch_size, kCombineWarps * 32, 0, 0, blocks, parts}, stream, p, output_aligned(p));
 }
 
@@ -88,13 +88,17 @@ template <typename T>
 void launch_merge(const Params& p, cudaStream_t stream) {
   const int blocks = blocks_per_request(p.seqlen_q, p.num_q_heads);
   // As many CTAs as run at once, if there is work for them: few blocks are cut into smaller units.
-  constexpr int kManyCtas = 264, kFewBlocks = 2, kMostParts = kPlanRows / 16 * kVecsPerRows;
+  constexpr int kManyCtas = 264;
+  const auto most_parts = [](int vecs) { return kPlanRows / 16 * 2 * kPartialVecs / vecs; };
   int parts = 1;
-  while (parts < kMostParts && p.batch_size * blocks * parts * 2 <= kManyCtas) parts *= 2;
-  if (p.batch_size * blocks <= kFewBlocks) {
-    launch_merge_units<T, 1>(p, blocks, parts, stream);
+  while (parts < most_parts(1) && p.batch_size * blocks * parts * 2 <= kManyCtas) parts *= 2;
+  const bool balanced = p.fixed_split_tokens == 0;  // if not, a request's splits are always added up in one order
+  if (parts > most_parts(2)) {
+    balanced ? launch_merge_units<T, 1, 8>(p, blocks, parts, stream)
+             : launch_merge_units<T, 1, 4>(p, blocks, parts, stream);
   } else {
-    launch_merge_units<T, 2>(p, blocks, min_of(parts, kMostParts / 2), stream);
+    balanced&& parts <= 4 ? launch_merge_units<T, 4, 2>(p, blocks, parts, stream)
+                          : launch_merge_units<T, 2, 4>(p, blocks, parts, stream);
   }
 }
 

@@ -12,7 +12,7 @@ __device__ inline int staged(int row, int chunk) { return row * 64 + ((chunk ^ (
 
 // A partial result lies in memory as the accumulators do: 16 bytes of each of 128 threads, 16 times, of each group.
 // Values are 16-bit floats relative to the largest of the thread's row, which is several bits more than the output
-// will have; behind them, for each thread and row, the natural log of what a value weighs.
+// will have; behind them, 16 bytes of each thread: the natural logs of its two rows' sums, and of what a value weighs.
 inline constexpr int kPartialVecs = 16;                                   // per thread
 inline constexpr int kPartialWeights = 2 * kPartialVecs * kGroupThreads;  // in units of 16 bytes from the block's start
 
@@ -29,11 +29,15 @@ struct PartialScale {
   }
 };
 
+// Two values of 16 bits.
+__device__ inline float2 unpack_partial(uint32_t word) {
+  return __half22float2(reinterpret_cast<const __half2&>(word));
+}
+
 __device__ inline void store_partial(const Params& p, const Piece& piece, const float (&lse)[kRowsPerThread],
                                      const float (&factor)[kRowsPerThread], int group, const float (&o)[128]) {
-  const int thread = threadIdx.x % kGroupThreads, lane = threadIdx.x % 32, warp = thread / 32;
-  const int64_t first = static_cast<int64_t>(piece.partial) * kPlanRows;
-  auto* out = reinterpret_cast<uint4*>(p.out_partial + first * kHeadDimV);
+  const int thread = threadIdx.x % kGroupThreads;
+  auto* out = reinterpret_cast<uint4*>(p.out_partial + static_cast<int64_t>(piece.partial) * kPlanRows * kHeadDimV);
   float scaled[kRowsPerThread], weight[kRowsPerThread];
 #pragma unroll
   for (int h = 0; h < kRowsPerThread; ++h) {
@@ -57,11 +61,8 @@ __device__ inline void store_partial(const Params& p, const Piece& piece, const 
     }
     out[(group * kPartialVecs + v) * kGroupThreads + thread] = {words[0], words[1], words[2], words[3]};
   }
-  reinterpret_cast<float2*>(out + kPartialWeights)[group * kGroupThreads + thread] = {weight[0], weight[1]};
-  if (group == 0 && lane % 4 == 0) {
-#pragma unroll
-    for (int h = 0; h < kRowsPerThread; ++h) p.lse_partial[first + warp * 16 + lane / 4 + 8 * h] = lse[h];
-  }
+  reinterpret_cast<float4*>(out + kPartialWeights)[group * kGroupThreads + thread] = {lse[0], lse[1], weight[0],
+                                                                                      weight[1]};
 }
 
 // Writes this group's 256 of the 512 columns of the piece's rows. Both groups are done with `stage`.

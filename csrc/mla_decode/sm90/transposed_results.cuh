@@ -11,11 +11,14 @@ namespace attnops::mla_decode::sm90 {
 
 using TransposedOutput = float[4][32];
 
-// By row: what values are multiplied by (0: the row saw no key), where the row goes, and for a partial result the
-// natural log of what a stored value weighs.
+// By row: what values are multiplied by (0: the row saw no key), and where the row goes, or for a partial result the
+// natural logs of the row's sum and of what a stored value weighs.
 struct TransposedEnds {
   float factor[kPlanRows], weight[kPlanRows];
-  int64_t offset[kPlanRows];
+  union {
+    int64_t offset[kPlanRows];
+    float lse[kPlanRows];
+  };
 };
 
 // By one thread per row. `reference` is the base-2 logarithm that probabilities were relative to, `value_scale` what is
@@ -29,7 +32,7 @@ __device__ inline void end_row(const Params& p, const Piece& piece, int row, flo
     const PartialScale scale(bound);
     ends.factor[row] = copysignf(scale.factor, value_scale) * inverse;
     ends.weight[row] = lse + __logf(fabsf(value_scale)) - scale.log;
-    p.lse_partial[static_cast<int64_t>(piece.partial) * kPlanRows + row] = lse;
+    ends.lse[row] = lse;
     return;
   }
   const bool valid = row < piece.num_rows;
@@ -67,8 +70,8 @@ __device__ inline void store_transposed_partial(const Params& p, const Piece& pi
     }
   }
   const int row = 16 * warp + lane / 4;
-  reinterpret_cast<float2*>(out + kPartialWeights)[group * kGroupThreads + thread] = {ends.weight[row],
-                                                                                      ends.weight[row + 8]};
+  reinterpret_cast<float4*>(out + kPartialWeights)[group * kGroupThreads + thread] = {
+      ends.lse[row], ends.lse[row + 8], ends.weight[row], ends.weight[row + 8]};
 }
 
 template <typename T, Options kOptions>
