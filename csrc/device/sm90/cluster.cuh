@@ -1,6 +1,8 @@
 #pragma once
 #include <cstdint>
 
+#include "device/sm90/guess.cuh"
+
 // Thread-block clusters: CTAs that run at the same time and reach each other's shared memory.
 namespace attnops::sm90 {
 
@@ -57,22 +59,6 @@ __device__ inline void mbarrier_wait_cluster(uint32_t barrier, uint32_t parity) 
 // Asks for memory to be in L2 soon. `bytes` and the address are multiples of 16.
 __device__ inline void prefetch_to_l2(const void* address, int bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
-}
-
-// What lies in L2 now, though another kernel may be writing it: only good for guesses.
-__device__ inline int load_guess(const int32_t* address) {
-  int value;
-  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-  return value;
-}
-
-__device__ inline int4 load_guess(const int4* address) {
-  int4 value;
-  asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];"
-               : "=l"(reinterpret_cast<uint64_t*>(&value)[0]), "=l"(reinterpret_cast<uint64_t*>(&value)[1])
-               : "l"(address)
-               : "memory");
-  return value;
 }
 
 }  // namespace attnops::sm90

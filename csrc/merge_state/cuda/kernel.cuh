@@ -1,40 +1,65 @@
 #pragma once
 #include "core/softmax_state.h"
+#include "device/common/pdl.cuh"
+#include "device/common/row_vec.cuh"
 #include "device/common/vec.h"
 #include "merge_state/params.h"
 
 namespace attnops::merge_state {
 
-template <typename T>
-__device__ const T* row_of(const Params::Side& side, int64_t token, int head) {
-  return static_cast<const T*>(side.out) + token * side.out_stride_token + head * side.out_stride_head;
+struct RowPlace {
+  int64_t token;
+  int head;
+};
+
+__device__ __forceinline__ RowPlace place_of(int64_t row, int num_heads) {
+  if (row <= UINT32_MAX) {  // division of 64 bits is slow
+    const auto low = static_cast<uint32_t>(row), token = low / static_cast<uint32_t>(num_heads);
+    return {token, static_cast<int>(low - token * num_heads)};
+  }
+  return {row / num_heads, static_cast<int>(row % num_heads)};
 }
 
-// A group of kLanes neighbouring lanes merges one row, each lane every kLanes-th vector. All lanes read the row's two
-// lse before the group's barrier and one of them writes the merged lse after it, so lse may be a side's own array;
-// every vector is read by the lane that writes it, so out may be a side's own, too.
-template <typename T, typename V, int kThreads>
-__global__ void __launch_bounds__(kThreads) merge_state_kernel(const __grid_constant__ Params p, int lanes) {
-  const int vecs_per_head = p.head_dim / V::kSize;
-  const int64_t row = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / lanes;
-  const int lane = threadIdx.x % lanes;
-  const bool active = row < p.num_tokens * p.num_heads;
-  const int64_t token = row / p.num_heads;
-  const int head = static_cast<int>(row % p.num_heads);
+template <typename T>
+__device__ const T* row_of(const Params::Side& side, const RowPlace& place) {
+  return static_cast<const T*>(side.out) + place.token * side.out_stride_token + place.head * side.out_stride_head;
+}
 
-  const MergeWeights w = active ? merge_weights(p.a.lse[row], p.b.lse[row]) : MergeWeights{};
-  __syncwarp();  // `lanes` divides 32: a row never leaves its warp
+// A group of 2^log_lanes neighbouring lanes merges one row, each lane every so many vectors. All lanes read the row's
+// two lse before the group's barrier and one of them writes the merged lse after it, so lse may be a side's own array;
+// every vector is read by the lane that writes it, so out may be a side's own, too. The first vectors are asked for
+// together with the lse.
+template <typename T, typename V, int kThreads>
+__global__ void __launch_bounds__(kThreads) merge_state_kernel(const __grid_constant__ Params p, int log_lanes) {
+  const int64_t row = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) >> log_lanes;
+  const int lane = threadIdx.x & ((1 << log_lanes) - 1);
+  const bool active = row < p.num_tokens * p.num_heads;
+  const RowPlace place = place_of(row, p.num_heads);
+  const T *side_a = row_of<T>(p.a, place), *side_b = row_of<T>(p.b, place);
+  T* out = static_cast<T*>(p.out) + place.token * p.out_stride_token + place.head * p.out_stride_head;
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
+
+  using In = RowVec<T, V::kSize>;
+  int d = lane * V::kSize;
+  In a, b;
+  MergeWeights w{};
+  if (active) {
+    if (d < p.head_dim) a = load_vec<In>(side_a + d), b = load_vec<In>(side_b + d);
+    w = merge_weights(p.a.lse[row], p.b.lse[row]);
+  }
+  __syncwarp();  // 2^log_lanes divides 32: a row never leaves its warp
   if (!active) return;
   if (lane == 0) p.lse[row] = w.lse;
-  for (int d = lane * V::kSize; d < vecs_per_head * V::kSize; d += lanes * V::kSize) {
-    const V a = load_vec<V>(row_of<T>(p.a, token, head) + d);
-    const V b = load_vec<V>(row_of<T>(p.b, token, head) + d);
+  while (d < p.head_dim) {
     V merged;
 #pragma unroll
     for (int i = 0; i < V::kSize; ++i) {
-      merged.data[i] = static_cast<T>(merge_value(w, static_cast<float>(a.data[i]), static_cast<float>(b.data[i])));
+      merged.data[i] = static_cast<T>(merge_value(w, a.at(i), b.at(i)));
     }
-    store_vec(static_cast<T*>(p.out) + token * p.out_stride_token + head * p.out_stride_head + d, merged);
+    store_vec(out + d, merged);
+    d += V::kSize << log_lanes;
+    if (d < p.head_dim) a = load_vec<In>(side_a + d), b = load_vec<In>(side_b + d);
   }
 }
 
@@ -44,6 +69,8 @@ __global__ void __launch_bounds__(kThreads) merge_states_kernel(const __grid_con
   const int vecs_per_head = p.head_dim / V::kSize;
   const int64_t rows = p.num_tokens * p.num_heads;
   const int64_t item = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
   if (item >= rows * vecs_per_head) return;
   const int64_t row = item / vecs_per_head;
   const int d = static_cast<int>(item % vecs_per_head) * V::kSize;

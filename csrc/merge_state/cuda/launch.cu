@@ -3,7 +3,7 @@
 
 #include "core/impl_table.h"
 #include "core/math.h"
-#include "device/common/launch.h"
+#include "device/common/launch_dependent.cuh"
 #include "merge_state/cuda/kernel.cuh"
 #include "merge_state/cuda/launch.h"
 
@@ -12,24 +12,25 @@ namespace {
 
 constexpr int kThreads = 256;
 
-unsigned num_blocks(int64_t threads) { return static_cast<unsigned>(ceil_div<int64_t>(threads, kThreads)); }
+// CTAs for so many threads, without shared memory of their own; none for none, since a grid of zero is a launch error.
+template <auto kKernel, typename... Arguments>
+void launch_threads(const char* what, int64_t threads, cudaStream_t stream, const Arguments&... arguments) {
+  const int blocks = static_cast<int>(ceil_div<int64_t>(threads, kThreads));
+  if (blocks > 0) launch_dependent<kKernel>(what, {blocks, kThreads, 0, 0}, stream, arguments...);
+}
 
 template <typename T, int kVec>
 void launch_pair(const Params& p, cudaStream_t stream) {
-  int lanes = 1;
-  while (lanes < 32 && lanes * kVec < p.head_dim) lanes *= 2;
-  const unsigned blocks = num_blocks(p.num_tokens * p.num_heads * lanes);
-  if (blocks == 0) return;  // a grid of zero CTAs is a launch error
-  merge_state_kernel<T, Vec<T, kVec>, kThreads><<<blocks, kThreads, 0, stream>>>(p, lanes);
-  check_cuda(cudaGetLastError(), "merge_state_kernel");
+  int log_lanes = 0;
+  while (log_lanes < 5 && kVec << log_lanes < p.head_dim) ++log_lanes;
+  launch_threads<&merge_state_kernel<T, Vec<T, kVec>, kThreads>>(
+      "merge_state_kernel", p.num_tokens * p.num_heads << log_lanes, stream, p, log_lanes);
 }
 
 template <typename T, int kVec>
 void launch_many(const ManyParams& p, cudaStream_t stream) {
-  const unsigned blocks = num_blocks(p.num_tokens * p.num_heads * (p.head_dim / kVec));
-  if (blocks == 0) return;
-  merge_states_kernel<T, Vec<T, kVec>, kThreads><<<blocks, kThreads, 0, stream>>>(p);
-  check_cuda(cudaGetLastError(), "merge_states_kernel");
+  launch_threads<&merge_states_kernel<T, Vec<T, kVec>, kThreads>>(
+      "merge_states_kernel", p.num_tokens * p.num_heads * (p.head_dim / kVec), stream, p);
 }
 
 bool vectors_fit(const Params& p) {

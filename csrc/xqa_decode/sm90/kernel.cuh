@@ -2,6 +2,7 @@
 #include "device/common/pdl.cuh"
 #include "device/common/vec.h"
 #include "device/sm80/cp_async.cuh"
+#include "device/sm90/guess.cuh"
 #include "xqa_decode/sm90/epilogue.cuh"
 #include "xqa_decode/sm90/gather_stream.cuh"
 #include "xqa_decode/sm90/tile_stream.cuh"
@@ -270,16 +271,71 @@ __device__ __forceinline__ void init_barriers(uint32_t shared) {
   hopper::mbarrier_init_fence();
 }
 
-// The request that a part will probably begin with.
-__device__ __forceinline__ int likely_request(const Params& p, int part) {
-  return static_cast<int>(static_cast<int64_t>(part) * p.batch_size / p.num_sm_parts);
+// Where a part will probably begin, before the kernels ahead have ended: a request and a cell of its pages.
+struct LikelyStart {
+  int request, cell;
+};
+
+// By the numbers alone.
+__device__ __forceinline__ LikelyStart likely_start(const Params& p, int part) {
+  return {static_cast<int>(static_cast<int64_t>(part) * p.batch_size / p.num_sm_parts), 0};
 }
 
-// Its length and first pages, into L1 while the plan is on its way: each would cost a round trip to L2 of its own.
-// Sixteen bytes at `nowhere` take the copies.
-__device__ __forceinline__ void look_up_ahead(const Params& p, int request, uint32_t nowhere) {
-  hopper::copy4(nowhere, p.cache_seqlens + request);
-  if (!p.page_table.kv_indptr && p.max_pages > 0) hopper::copy4(nowhere + 4, p.page_table.row(request));
+// The length and the first pages that it needs, into L1 while the plan is on its way: each would cost a round trip to
+// L2 of its own. For three lanes; sixteen bytes at `nowhere` take the copies.
+__device__ __forceinline__ void look_up_ahead(const Params& p, const LikelyStart& start, uint32_t nowhere, int lane) {
+  if (lane == 0) return hopper::copy4(nowhere, p.cache_seqlens + start.request);
+  const int cell = lane == 1 ? start.cell : start.cell + 31;  // of the 32 that a warp looks up at a time
+  if (lane > 2 || p.page_table.kv_indptr || cell >= p.max_pages) return;
+  hopper::copy4(nowhere + 4 * lane, p.page_table.row(start.request) + cell);
+}
+
+// A part's first piece, by the plan and the length as they are before the kernels ahead have ended. Most often they are
+// what they were for the layer before; else what is asked for on this guess is of no use, and nothing is wrong.
+class GuessedPiece {
+ public:
+  __device__ __forceinline__ GuessedPiece(const Params& p, const Shape& shape, int part) {
+    const auto* rows = reinterpret_cast<const int4*>(p.tile_scheduler_metadata);
+    const int4 begin = hopper::load_guess(rows + 2 * static_cast<int64_t>(part));  // of SplitKvEntry
+    request_ = shape.by_kv_heads.divide(begin.x), kv_head_ = begin.x - request_ * p.num_kv_heads;
+    if (shape.heads_side_by_side) {
+      request_ = begin.x, kv_head_ = part - shape.by_kv_heads.divide(part) * p.num_kv_heads;
+    }
+    is_one_ = request_ >= 0 && request_ < p.batch_size && !p.page_table.kv_indptr;
+    if (!is_one_) return;
+    const int length = hopper::load_guess(p.cache_seqlens + request_);
+    keys_ = visible_keys(length, p.seqlen_q, p.window_left);
+    first_token_ = (keys_.begin / kPlanTileTokens + begin.y) * kPlanTileTokens;
+    is_one_ = first_token_ >= 0 && first_token_ < keys_.end;
+  }
+
+  // Whether it may be one.
+  __device__ bool is_one() const { return is_one_; }
+  __device__ int request() const { return request_; }
+  __device__ int kv_head() const { return kv_head_; }
+  __device__ const KvRange& keys() const { return keys_; }
+  __device__ int first_token() const { return first_token_; }
+  __device__ int end_token() const { return keys_.end; }
+
+ private:
+  int request_, kv_head_, first_token_ = 0;
+  KvRange keys_{0, 0};
+  bool is_one_;
+};
+
+// Asks for the first tile that a part will probably need to be in L2.
+template <class Tr>
+__device__ __forceinline__ void prefetch_first_tile(const Params& p, const Shape& shape, const Boxes& boxes,
+                                                    const CUtensorMap& key_map, const CUtensorMap& value_map, int part,
+                                                    uint32_t shared, int lane, LikelyStart& start) {
+  const GuessedPiece piece(p, shape, part);
+  if (!piece.is_one()) return;
+  const int cell = (piece.first_token() + lane * boxes.tokens) >> shape.page_shift;
+  const int page = cell < p.max_pages ? hopper::load_guess(p.page_table.row(piece.request()) + cell) : -1;
+  TileStream<Tr> stream(p, boxes, &key_map, &value_map, shape, shared, lane);
+  stream.open(piece);
+  stream.prefetch(piece, page);
+  start = {piece.request(), piece.first_token() >> shape.page_shift};
 }
 
 // What the warps beyond those that multiply do; `warp` is the number among them.
@@ -315,18 +371,21 @@ __device__ __forceinline__ void run_parts(const Params& p, const Shape& shape, c
   const bool brings = warp >= kHeads * kWarpsOfHead;
   const int head = kHeads == 1 || brings ? 0 : warp / kWarpsOfHead;
   const int part = blockIdx.x * kHeads + head;
-  int likely = likely_request(p, part);
-  asm volatile("" : "+r"(likely));  // a division: before the wait
+  LikelyStart start = likely_start(p, part);
+  asm volatile("" : "+r"(start.request));  // a division: before the wait
   if (threadIdx.x == 0) {
     for (int i = 0; i < kHeads; ++i) init_barriers<Tr>(shared + i * head_stride<Tr>());
     hopper::prefetch_map(&key_map);
     hopper::prefetch_map(&value_map);
   }
   __syncthreads();
+  if constexpr (!Tr::kGathers) {
+    if (brings) prefetch_first_tile<Tr>(p, shape, boxes, key_map, value_map, part, shared, lane, start);
+  }
   wait_for_earlier_kernels();
   let_next_kernel_start();
 
-  if (threadIdx.x == kHeads * Tr::kThreads) look_up_ahead(p, likely, shared + Shared::kNowhere);
+  if (warp == kHeads * kWarpsOfHead) look_up_ahead(p, start, shared + Shared::kNowhere, lane);
   const SplitKvEntry entry = load_entry(p, part);
   if (entry.begin_work == entry.end_work && entry.begin_tile >= entry.end_tile) return;
   PieceWalk piece(p, shape, entry, part);

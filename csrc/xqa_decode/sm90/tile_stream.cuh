@@ -58,7 +58,7 @@ class TileStream {
         keys_(keys),
         values_(values),
         page_shift_(shape.page_shift),
-        policy_(hopper::l2_policy(shape.row_blocks == 1)),
+        row_blocks_(shape.row_blocks),
         ring_(shared + SharedLayout<Tr>::kRing),
         full_(shared + SharedLayout<Tr>::kFull),
         empty_(shared + SharedLayout<Tr>::kEmpty),
@@ -93,18 +93,25 @@ class TileStream {
     const int page = __shfl_sync(~0u, pages, sub_);
     if (!takes(own_token)) return;
     const int in_page = own_token & (p_.page_table.page_size - 1);
-    hopper::prefetch_box(keys_, column_, in_page, piece.kv_head(), page);
-    hopper::prefetch_box(values_, column_, in_page, piece.kv_head(), page);
+    hopper::prefetch_box(keys_, column_, in_page, piece.kv_head() + head_, page);
+    hopper::prefetch_box(values_, column_, in_page, piece.kv_head() + head_, page);
   }
 
-  // All tiles of the piece that is open, lane l holding the page of its l-th run of box tokens.
+  // All tiles of the piece that is open, lane l holding the page of its l-th run of box tokens. `before_tile` is called
+  // with how many are left.
   template <class Piece>
   __device__ __forceinline__ void bring(const Piece& piece, int pages) {
+    bring(piece, pages, [](int) {});
+  }
+  template <class Piece, class BeforeTile>
+  __device__ __forceinline__ void bring(const Piece& piece, int pages, const BeforeTile& before_tile) {
     const int tiles = num_tiles(piece);
+    const uint64_t policy = hopper::l2_policy(row_blocks_ == 1 || tiles > kTilesInL2);
     int token = piece.first_token(), held = 0;
     int pages_ahead = look_up(token + 32 * boxes_.tokens);
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
+      before_tile(tiles - tile);
       const int own_token = token + sub_ * boxes_.tokens;
       const int page = __shfl_sync(~0u, pages, held + sub_);
       const bool take = takes(own_token);
@@ -119,7 +126,7 @@ class TileStream {
         __syncwarp();
         if (take) {
           hopper::copy_box(ring_ + place_.slot * Tr::kUnitBytes + offset_ + of_head, unit ? values_ : keys_, barrier,
-                           column_, in_page, piece.kv_head() + head_, page, policy_);
+                           column_, in_page, piece.kv_head() + head_, page, policy);
         }
         place_.advance();
       }
@@ -135,6 +142,8 @@ class TileStream {
 
  private:
   static constexpr int kHeads = heads_of_cta<Tr>();
+  // Of a piece that row blocks walk one after the other: as many as L2 holds for all CTAs until the next one comes.
+  static constexpr int kTilesInL2 = 128 * 1024 / (2 * Tr::kUnitBytes);
 
   // Boxes of keys that no row sees are not read: their cells of the table may hold anything.
   __device__ bool takes(int own_token) const {
@@ -152,7 +161,7 @@ class TileStream {
   const CUtensorMap* keys_;
   const CUtensorMap* values_;
   const int page_shift_;
-  const uint64_t policy_;
+  const int row_blocks_;
   const uint32_t ring_, full_, empty_;
   const int lane_, sub_, column_, head_, offset_;
   RingPlace<Tr> place_;

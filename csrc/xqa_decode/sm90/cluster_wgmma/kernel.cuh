@@ -17,6 +17,8 @@ __device__ __forceinline__ auto share_piece(const Params& p, const Team& team, c
   }
 }
 
+inline constexpr int kShortShare = 8;  // tiles
+
 // The warp that asks for tiles. What can be done before the kernels ahead have ended is done then, on a guess of the
 // length and of the page numbers; afterwards both are read again, together, and only these count.
 template <class Tr>
@@ -40,13 +42,19 @@ __device__ __forceinline__ void bring_share(const Params& p, const Shape& shape,
     stream.open(piece);
     stream.prefetch(piece, page_at ? hopper::load_guess(page_at) : -1);
   }
-  let_next_kernel_start();  // it waits for this one in any case, and this one for those ahead
+  // Of a short share the next kernel's first tiles, which it asks for ahead, should not come before this one's last.
+  const int tiles = num_tiles(piece);
+  const bool is_short = tiles > 0 && tiles <= kShortShare;
+  if (!is_short) let_next_kernel_start();  // it waits for this one in any case, and this one for those ahead
   wait_for_earlier_kernels();
   const int length = __ldcg(length_at);
   const int pages = page_at ? __ldcg(page_at) : 0;
   if (guessed && length == guess) {
-    stream.bring(piece, pages);
+    stream.bring(piece, pages, [is_short](int tiles_left) {
+      if (is_short && tiles_left == 1) let_next_kernel_start();
+    });
   } else {
+    let_next_kernel_start();
     piece = share_piece<Tr>(p, team, place, length, share);
     stream.bring(piece);
   }
