@@ -74,10 +74,10 @@ class Loader : QuarterPages<Paging> {
       check_length(piece);
       if constexpr (kBringsQueries) {
         if (!has_queries) load_queries(piece);
+        has_queries = false;
       }
       load_piece(piece, first_page);
       first_page = kUnknown;
-      has_queries = false;
     }
     // The merge may come when what is left is to compute; it may read the plan, which was whole before this kernel
     // began.
