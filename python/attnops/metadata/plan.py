@@ -233,12 +233,12 @@ class XqaDecodePlan(_SplitKvPlan):
                 f"got {num_q_heads} and {num_kv_heads}"
             )
         num_sm_parts = num_sm_parts or xqa_num_sm_parts(device, batch_size, num_kv_heads)
+        num_partials = _num_partials(kind, batch_size * num_kv_heads, num_sm_parts, fixed_split_tokens, max_seqlen_k)
         if fixed_split_tokens > 0 and (max_seqlen_k or 0) > fixed_split_tokens * XQA_MAX_SPLITS:
             raise ValueError(
-                f"fixed_split_tokens must make at most {XQA_MAX_SPLITS} cuts of max_seqlen_k={max_seqlen_k} tokens, "
-                f"got {fixed_split_tokens}"
+                f"{kind}.allocate: fixed_split_tokens must make at most {XQA_MAX_SPLITS} cuts of "
+                f"max_seqlen_k={max_seqlen_k} tokens, got {fixed_split_tokens}"
             )
-        num_partials = _num_partials(kind, batch_size * num_kv_heads, num_sm_parts, fixed_split_tokens, max_seqlen_k)
         rows = seqlen_q * (num_q_heads // num_kv_heads)
         num_semaphores = batch_size * num_kv_heads
         if device.type == "cuda":
