@@ -123,27 +123,17 @@ struct PartialSum {
   }
 };
 
-// A CTA may have several teams of kThreads threads, one after the other, each with works of its own; kTeams 1: it may
-// have other threads that have no part in merges.
-template <int kThreads, int kTeams>
-__device__ __forceinline__ unsigned team_thread() {
-  return kTeams == 1 ? threadIdx.x : threadIdx.x % kThreads;
-}
+// The threads that merge a work: a CTA, less threads that have no part in merges and come after the others.
+template <int kThreads_>
+struct MergingCta {
+  static constexpr int kThreads = kThreads_;
+  static __device__ __forceinline__ unsigned thread() { return threadIdx.x; }
+  static __device__ __forceinline__ void sync() { asm volatile("bar.sync 0, %0;\n" ::"n"(kThreads) : "memory"); }
+};
 
-// A barrier of a team: the hardware's 0, 4, 8, ...
-template <int kThreads, int kTeams>
-__device__ __forceinline__ void sync_team() {
-  if constexpr (kTeams == 1) {
-    asm volatile("bar.sync 0, %0;\n" ::"n"(kThreads) : "memory");
-  } else {
-    asm volatile("bar.sync %0, %1;\n" ::"r"(threadIdx.x / kThreads * 4), "n"(kThreads) : "memory");
-  }
-}
-
-// Of a CTA that is one team.
 template <int kThreads>
 __device__ __forceinline__ void sync_threads() {
-  sync_team<kThreads, 1>();
+  MergingCta<kThreads>::sync();
 }
 
 // The merge of a work with many splits is cut into units that several CTAs take. An item is four values of a row.
@@ -166,10 +156,11 @@ struct MergeShape {
 
 // Merges one unit. Threads are item-major: neighbours have neighbouring items of one split. kBatch: splits that a
 // thread loads at a time, all before the first use.
-template <int kThreads, bool kFloat32, int kBatch, int kTeams>
+template <class Team, bool kFloat32, int kBatch>
 __device__ __forceinline__ void merge_unit(const Params& p, const Shape& shape, const WorkPlace& place,
                                            const Splits& splits, const MergeShape& merge, int unit, float* scratch) {
-  const unsigned thread = team_thread<kThreads, kTeams>();
+  constexpr int kThreads = Team::kThreads;
+  const unsigned thread = Team::thread();
   const int item_lane = thread & (merge.width - 1), split_lane = thread >> merge.width_shift;
   const int split_lanes = kThreads >> merge.width_shift;
   const int vecs = ceil_div(p.head_dim, 4);
@@ -212,9 +203,9 @@ __device__ __forceinline__ void merge_unit(const Params& p, const Shape& shape, 
     if (split_lanes > 1) {
       auto* states = reinterpret_cast<PartialSum*>(scratch);
       const int warp = thread / 32;
-      sync_team<kThreads, kTeams>();
+      Team::sync();
       if (thread % 32 < merge.width) states[warp * 32 + thread % 32] = state;
-      sync_team<kThreads, kTeams>();
+      Team::sync();
       if (thread >= merge.width) continue;
 #pragma unroll 1
       for (int w = max_of(merge.width / 32, 1); w < kThreads / 32; w += max_of(merge.width / 32, 1)) {
@@ -299,30 +290,30 @@ class Leave {
 
 // Called by all threads of a team after a barrier that follows its partial results of a work. `flag` (three ints) and
 // `scratch` lie in shared memory.
-template <int kThreads, bool kFloat32 = false, int kBatch = 16, int kTeams = 1>
+template <class Team, int kBatch = 16, bool kFloat32 = false>
 __device__ __forceinline__ void merge_after_sync(const Params& p, const Shape& shape, const WorkPlace& place,
                                                  const Splits& splits, bool may_wait, int* flag, float* scratch) {
-  const MergeShape merge(p, shape, splits.count, kThreads == 256 ? 8 : 7);
-  static_assert(kThreads == 128 || kThreads == 256);
+  static_assert(Team::kThreads == 128 || Team::kThreads == 256);
+  const MergeShape merge(p, shape, splits.count, Team::kThreads == 256 ? 8 : 7);
   int32_t* semaphore = p.semaphores + place.work;
   Leave leave;
-  if (team_thread<kThreads, kTeams>() == 0) {
+  if (Team::thread() == 0) {
     const Units units = arrive(semaphore, splits.count, splits.arrivals, merge.units, may_wait);
     flag[0] = units.early;
     flag[1] = units.begin;
     flag[2] = units.end;
     if (units.must_leave) leave.begin(semaphore, splits.arrivals);
   }
-  sync_team<kThreads, kTeams>();
+  Team::sync();
   const int early = flag[0], begin = flag[1], end = flag[2];
   const bool few = splits.count <= kFewSplits;  // a batch of more would be instructions for nothing
 #pragma unroll 1
   for (int i = 0; i < early + end - begin; ++i) {
     const int unit = i < early ? i : begin + i - early;
     if (few) {
-      merge_unit<kThreads, kFloat32, kFewSplits, kTeams>(p, shape, place, splits, merge, unit, scratch);
+      merge_unit<Team, kFloat32, kFewSplits>(p, shape, place, splits, merge, unit, scratch);
     } else {
-      merge_unit<kThreads, kFloat32, kBatch, kTeams>(p, shape, place, splits, merge, unit, scratch);
+      merge_unit<Team, kFloat32, kBatch>(p, shape, place, splits, merge, unit, scratch);
     }
   }
   leave.finish(semaphore, splits.count, splits.arrivals);
@@ -332,8 +323,8 @@ __device__ __forceinline__ void merge_after_sync(const Params& p, const Shape& s
 template <int kThreads, bool kFloat32 = false>
 __device__ __forceinline__ void arrive_and_merge(const Params& p, const Shape& shape, const WorkPlace& place,
                                                  const Splits& splits, bool may_wait, int* flag, float* scratch) {
-  sync_team<kThreads, 1>();
-  merge_after_sync<kThreads, kFloat32>(p, shape, place, splits, may_wait, flag, scratch);
+  MergingCta<kThreads>::sync();
+  merge_after_sync<MergingCta<kThreads>, 16, kFloat32>(p, shape, place, splits, may_wait, flag, scratch);
 }
 
 }  // namespace attnops::xqa_decode

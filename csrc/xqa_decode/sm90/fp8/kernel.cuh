@@ -53,11 +53,11 @@ class Consumer {
         store_partials(p_, shape_, block, first_row, splits.slot(splits.index));
       }
       if (!merge) continue;
-      sync_team<Tr::kThreads, Tr::kHeads>();  // the partial results are written, and the walk's state is read
+      sync_head<Tr>();  // the partial results are written, and the walk's state is read
       put_away(piece);
       // Few splits at a time: more would spill what lives on.
-      merge_after_sync<Tr::kThreads, false, 8, Tr::kHeads>(p_, shape_, place, splits, last, at<int>(Shared::kFlag),
-                                                           at<float>(Shared::kSwap));
+      merge_after_sync<MergingHead<Tr>, 8>(p_, shape_, place, splits, last, at<int>(Shared::kFlag),
+                                           at<float>(Shared::kSwap));
       take_back(piece);
     }
   }

@@ -37,10 +37,22 @@ __device__ __forceinline__ int first_barrier() {
   return Tr::kHeads == 1 ? 0 : threadIdx.x / Tr::kThreads * 4;
 }
 
+// Both groups of a head meet, at one barrier that they pass twice. Once would do: but groups come here after different
+// numbers of their own barriers, and racecheck, which counts barriers, then takes ordered accesses for races
+// (docs/sanitizer.md). The second time costs 20 ns.
 template <class Tr>
 __device__ __forceinline__ void sync_head() {
-  hopper::named_barrier_sync(kAll + first_barrier<Tr>(), Tr::kThreads);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) hopper::named_barrier_sync(kAll + first_barrier<Tr>(), Tr::kThreads);
 }
+
+// The threads that merge a head's works.
+template <class Tr>
+struct MergingHead {
+  static constexpr int kThreads = Tr::kThreads;
+  static __device__ __forceinline__ unsigned thread() { return own_thread<Tr>(); }
+  static __device__ __forceinline__ void sync() { sync_head<Tr>(); }
+};
 
 // The state that a group has of the query rows over its tiles of one piece, as in sm90/row_block.cuh, but the long
 // sides of both products, keys and output dims, come from registers, where e4m3 becomes fp16. In a lane with

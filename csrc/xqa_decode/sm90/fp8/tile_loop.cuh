@@ -112,6 +112,8 @@ class TileLoop {
     const int first_key = edges.first_token_ + tile * Tr::kTileTokens;
     if (first_key + Tr::kTileTokens <= edges.keys_.end && first_key >= edges.keys_.begin) return;
     place_.wait(shared_ + Shared::kFull);
+    // All lanes of the group's warps have read what was here before: `release` says so of one lane of each.
+    hopper::named_barrier_sync(kOwn + first_barrier<Tr>() + group_, Tr::kGroupThreads);
     RowBlock<Tr>::clear_values(shared_ + Shared::kRing + place_.slot * Tr::kUnitBytes, first_key, edges.keys_);
     hopper::fence_async_proxy();
     hopper::named_barrier_sync(kOwn + first_barrier<Tr>() + group_, Tr::kGroupThreads);
