@@ -2,35 +2,52 @@
 
     python tools/sanitize.py                      every set
     python tools/sanitize.py memcheck xqa_decode  only the sets whose names hold all the words
+    python tools/sanitize.py --jobs 4             at most four sets at a time
 
 `memcheck` sees reads and writes out of bounds, with torch's caching allocator off so that a tensor's end is a bound;
-`racecheck` sees hazards in shared memory, and is slow, so its problems are the smallest that reach every role.
+`racecheck` sees hazards in shared memory, and is slow, so its problems are the smallest that reach every role. Sets run
+side by side: most of their time is spent on the CPU.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+XQA = ["tests/xqa_decode/test_xqa_decode_cuda.py"]
+XQA_INVARIANT = ["tests/xqa_decode/test_xqa_invariant_cuda.py"]
 
 # name: (pytest paths, -k expression)
 SETS = {
-    "memcheck xqa_decode": (
-        ["tests/xqa_decode/test_xqa_decode_cuda.py"],
-        "(test_every_kernel and (64 or 128)) or test_tree_masks or test_batch_invariant_bits or test_checked_mode or "
-        "(test_page_sizes and (1-None or 16-None or 3-None))",
-    ),
-    "racecheck xqa_decode": (
-        ["tests/xqa_decode/test_xqa_decode_cuda.py"],
-        "(test_every_kernel and 128 and dtype0) or (test_head_counts and (heads6 or heads8))",
-    ),
-    "memcheck xqa_clusters": (["tests/xqa_decode/test_xqa_decode_cuda.py"], "test_short_calls"),
-    "racecheck xqa_clusters": (["tests/xqa_decode/test_xqa_decode_cuda.py"], "test_short_calls"),
+    "memcheck xqa_decode kernels": (XQA, "test_every_kernel and (64 or 128)"),
+    "memcheck xqa_decode masks": (XQA, "test_tree_masks or test_checked_mode or test_pairs_of_heads"),
+    "memcheck xqa_decode pages": (XQA, "test_page_sizes and (1-None or 16-None or 3-None)"),
+    "memcheck xqa_decode invariant": (XQA, "test_batch_invariant_bits"),
+    "memcheck xqa_decode clusters": (XQA, "test_short_calls"),
+    # 16-bit and FP8 pages, up to 8, 16, 32 and 64 rows.
+    "racecheck xqa_decode kernels": (XQA, "test_every_kernel and 128 and dtype0 and plain"),
+    "racecheck xqa_decode checked": (XQA, "test_every_kernel and 128 and dtype0 and checked"),
+    "racecheck xqa_decode heads": (XQA, "test_head_counts and (heads6 or heads8 or heads9)"),
+    "racecheck xqa_decode trees": (XQA, "(test_tree_masks and plain) or (test_trees_that_hide and plain)"),
+    "racecheck xqa_decode windows": (XQA, "test_masks and plain and True and (-100- or -0-)"),
+    "racecheck xqa_decode fp8": (XQA, "test_masks_by_page_size and 64 and kv_dtype1 and (heads1 or heads3)"),
+    "racecheck xqa_decode rows": (XQA, "test_masks_by_page_size and 64 and heads4"),
+    "racecheck xqa_decode gathers": (XQA, "test_masks_by_page_size and None and -3 and (heads2 or heads3)"),
+    "racecheck xqa_decode fp8_gathers": (XQA, "test_masks_by_page_size and kv_dtype1 and -3 and (heads2 or heads3)"),
+    "racecheck xqa_decode pairs": (XQA, "test_pairs_of_heads and heads0 and not 256"),
+    "racecheck xqa_decode splits": (XQA, "test_heads_side_by_side and 11 and (heads0 or heads3)"),
+    "racecheck xqa_decode clusters": (XQA, "test_short_calls and (lengths0 or lengths2)"),
+    "racecheck xqa_decode cluster_teams": (XQA, "test_clusters_of_every_size and dtype0 and 9 and not heads0"),
+    "racecheck xqa_decode cluster_gathers": (XQA, "test_one_request_in_clusters and (1-heads0 or 3-heads2)"),
+    "racecheck xqa_decode invariant": (XQA, "test_batch_invariant_bits and -4-"),
+    "racecheck xqa_decode folds": (XQA_INVARIANT, "test_windows_sinks and 700-2"),
     "memcheck mla_decode": (["tests/mla_decode"], "test_checked_mode"),
     "memcheck paged_kv": (["tests/paged_kv"], "not above_two_to_the_31 and not large_batches"),
     "racecheck paged_kv": (["tests/paged_kv"], "fp8_rows_of_656_bytes or e4m3_pages or cu_seqlens"),
@@ -54,19 +71,26 @@ def run(name: str) -> bool:
     tail = [
         line for line in lines if "passed" in line or "failed" in line or "ERROR SUMMARY" in line or "RACECHECK" in line
     ]
-    print(f"{name}: exit {result.returncode}, {time.monotonic() - begin:.0f} s; {'; '.join(tail[-3:])}", flush=True)
+    report = f"{name}: exit {result.returncode}, {time.monotonic() - begin:.0f} s; {'; '.join(tail[-3:])}"
     if result.returncode:
-        print("\n".join(lines[-60:]), result.stderr[-2000:], sep="\n", flush=True)
+        report = "\n".join([report, *lines[-60:], result.stderr[-2000:]])
+    print(report, flush=True)
     return result.returncode == 0
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description="compute-sanitizer over a representative set of the gpu tests")
+    parser.add_argument("words", nargs="*", help="run only the sets whose names hold all of these")
+    parser.add_argument("--jobs", type=int, default=max((os.cpu_count() or 2) // 2, 1), help="sets at a time")
+    arguments = parser.parse_args()
     if not shutil.which("compute-sanitizer"):
         sys.exit("compute-sanitizer is not on PATH: it comes with the CUDA toolkit")
-    chosen = [name for name in SETS if all(word in name.split() for word in sys.argv[1:])]
+    chosen = [name for name in SETS if all(word in name.split() for word in arguments.words)]
     if not chosen:
-        sys.exit(f"no set has all of {sys.argv[1:]}; the sets are {', '.join(SETS)}")
-    failed = [name for name in chosen if not run(name)]
+        sys.exit(f"no set has all of {arguments.words}; the sets are {', '.join(SETS)}")
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        clean = list(pool.map(run, chosen))
+    failed = [name for name, is_clean in zip(chosen, clean, strict=True) if not is_clean]
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 
