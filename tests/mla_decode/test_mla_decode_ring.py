@@ -1,9 +1,11 @@
 """attnops::mla_decode over many rows and pages of whole tiles, in a ring of three tiles, against float64 attention."""
 
+import dataclasses
+
 import pytest
 import torch
 from checks import assert_attention_close, assert_lse_close
-from mla_calls import SCALE, decode
+from mla_calls import SCALE, decode, plan_for
 from problems import mla_problem
 
 pytestmark = pytest.mark.gpu
@@ -48,3 +50,36 @@ def test_references_rise_on_the_way(dtype, scale):
     """Maxima that later tiles raise by powers of two, and by so much that probabilities overflow first."""
     check(dtype, scale=scale)
     check(dtype, num_q_heads=40, seqlen_q=2, scale=scale, num_sm_parts=3)
+
+
+@pytest.mark.parametrize("heads, tokens", [(128, 1), (40, 3)])
+@pytest.mark.parametrize("scale", [SCALE, 4.0])
+def test_batch_invariant_mode_gives_a_request_the_same_bits_in_any_batch(scale, heads, tokens):
+    """Cuts long enough for the ring: in one part or over several, with others or alone."""
+    problem = mla_problem([4000, 64, 0, 2048, 3000, 1], tokens, num_q_heads=heads).to("cuda")
+    out, lse = (x.unflatten(0, (6, tokens)) for x in decode(problem, fixed=1024, softmax_scale=scale))
+    expected_out, expected_lse = problem.expected(softmax_scale=scale)
+    assert_attention_close(out.flatten(0, 1).cpu(), expected_out, out.dtype)
+    assert_lse_close(lse.flatten(0, 1).cpu(), expected_lse, atol=1e-4 if scale < 1 else 2e-3 * scale)
+    for chosen in ([0], [3], [4, 0], [5, 1, 3], [3] * 7, [2, 4, 4]):
+        rows = torch.tensor(chosen, device="cuda")
+        part = dataclasses.replace(
+            problem,
+            q=problem.q.unflatten(0, (6, tokens))[rows].flatten(0, 1),
+            page_table=problem.page_table[rows],
+            cache_seqlens=problem.cache_seqlens[rows],
+        )
+        for num_sm_parts in (2, 8, 132):
+            part_out, part_lse = decode(part, fixed=1024, softmax_scale=scale, num_sm_parts=num_sm_parts)
+            assert torch.equal(part_out.unflatten(0, (-1, tokens)), out[rows])
+            assert torch.equal(part_lse.unflatten(0, (-1, tokens)), lse[rows])
+
+
+def test_more_cuts_than_the_plan_has_room_for_give_nan():
+    problem = mla_problem([70, 12000, 64, 3000], num_q_heads=128).to("cuda")
+    out, lse = decode(problem, plan=plan_for(problem, fixed=1024, max_seqlen_k=1024))
+    good_out, good_lse = decode(problem, fixed=1024)
+    for request in (0, 2):
+        assert torch.equal(out[request], good_out[request]) and torch.equal(lse[request], good_lse[request])
+    for request in (1, 3):  # the last one's cuts have no room behind those of the long one
+        assert out[request].isnan().all() and lse[request].isnan().all()

@@ -58,15 +58,13 @@ __device__ inline int last_work_of(const SplitKvEntry& entry) {
   return entry.end_tile > 0 ? entry.end_work : entry.end_work - 1;
 }
 
-// Describes the rows of a work that this part computes, and their keys. Returns the tiles of the whole work.
+// Describes the rows of a block and their keys. Returns the tiles of the whole work.
 template <Options kOptions>
-__device__ inline TileRange describe_work(const Params& p, int work, Piece& piece, int& block) {
-  const BlockPlace place = block_place(p, work);
-  block = place.block;
+__device__ inline TileRange describe_work(const Params& p, const BlockPlace& place, int cache_seqlen, Piece& piece) {
   piece.request = place.request;
-  piece.first_row = block * kPlanRows;
+  piece.first_row = place.block * kPlanRows;
   piece.num_rows = min_of(p.seqlen_q * p.num_q_heads - piece.first_row, kPlanRows);
-  piece.length = max_of(p.cache_seqlens[piece.request], 0);
+  piece.length = max_of(cache_seqlen, 0);
   piece.keys = visible_keys(piece.length, p.seqlen_q, window_of<kOptions>(p));
   if (kOptions == Options::kAll && p.report) {
     const int64_t capacity = p.page_table.num_cells(piece.request) * p.page_table.page_size;
@@ -87,8 +85,8 @@ class PieceWalkFor {
     const SplitKvEntry& entry = entry_;
     const int last_work = last_work_of(entry);
     while (work_ <= last_work) {
-      int block;
-      const TileRange range = describe_work<kOptions>(p, work_, piece, block);
+      const BlockPlace place = block_place(p, work_);
+      const TileRange range = describe_work<kOptions>(p, place, p.cache_seqlens[place.request], piece);
       const int end = work_ == entry.end_work ? entry.end_tile : range.count;
       const int begin = tile_;
       const bool is_first = work_ == entry.begin_work;
@@ -103,7 +101,7 @@ class PieceWalkFor {
       }
       const int cut_tiles = p.fixed_split_tokens / kPlanTileTokens;
       const int cuts = ceil_div(range.count, cut_tiles);
-      const int64_t first = first_cut(p, piece.request, block, cuts);
+      const int64_t first = first_cut(p, piece.request, place.block, cuts);
       piece.num_tiles = min_of(cut_tiles, end - begin);
       piece.partial = cuts > 1 ? static_cast<int>(first + begin / cut_tiles) : -1;
       tile_ += cut_tiles;

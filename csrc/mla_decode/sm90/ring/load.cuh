@@ -18,12 +18,18 @@ __device__ inline void park(X& x) {
 // cuts: tiles come all the same.
 class Walk {
  public:
-  __device__ explicit Walk(const SplitKvEntry& entry) : entry_(entry), work_(entry.begin_work) {}
+  __device__ explicit Walk(const SplitKvEntry& entry) : entry_(entry) {}
+
+  // The part's row of the plan is there.
+  __device__ void begin() { work_ = entry_.begin_work; }
+
+  // Of the next piece.
+  __device__ BlockPlace block(const Params& p) const { return block_place(p, work_); }
 
   // Describes the next piece, but for its place among partial results.
-  __device__ TileRange next(const Params& p, Piece& piece) {
+  __device__ TileRange next(const Params& p, const BlockPlace& place, int cache_seqlen, Piece& piece) {
     const bool is_first = work_ == entry_.begin_work;
-    const TileRange range = describe_work<Options::kCommon>(p, work_, piece, block_);
+    const TileRange range = describe_work<Options::kCommon>(p, place, cache_seqlen, piece);
     const int begin = is_first ? entry_.begin_tile : 0, end = work_ == entry_.end_work ? entry_.end_tile : range.count;
     piece.first_tile = range.first + begin;
     piece.num_tiles = end - begin;
@@ -41,7 +47,7 @@ class Walk {
       return;
     }
     const int cut_tiles = p.fixed_split_tokens / kPlanTileTokens, cuts = ceil_div(range.count, cut_tiles);
-    const int64_t first = first_cut(p, piece.request, block_, cuts);
+    const int64_t first = first_cut(p, piece.request, piece.first_row / kPlanRows, cuts);
     piece.partial = cuts > 1 ? static_cast<int>(first + (piece.first_tile - range.first) / cut_tiles) : -1;
     if (cuts == 1 || first + cuts <= p.num_partials) return;
     // More cuts than the caller has room for: the merge makes it seen.
@@ -51,7 +57,7 @@ class Walk {
 
  private:
   const SplitKvEntry& entry_;
-  int work_, block_ = 0;
+  int work_ = 0;
 };
 
 // Pieces of a part: one of every work.
@@ -75,25 +81,28 @@ class Planner {
     bool queries_next;
   };
 
-  __device__ Planner(const Params& p, const SplitKvEntry& entry, State& state) : p_(p), entry_(entry), state_(state) {}
+  __device__ Planner(const Params& p, const SplitKvEntry& entry, int even_shares, State& state)
+      : p_(p), entry_(entry), even_shares_(even_shares), state_(state) {}
 
-  // Describes the part's first item: queries, which need not wait for the request's length.
-  __device__ void begin(Item* item) {
+  // Reads the part's row of the plan, and at the same time what an even batch will want to know next. Everything here
+  // is read before the first box is asked for: behind boxes, which all SMs ask for at once, a word takes 2 us.
+  __device__ void begin_part(int* entry) {
     State& state = state_;
+    const int lane = threadIdx.x % 32;
+    int word = 0;
+    if (lane < 8) word = __ldcg(reinterpret_cast<const int*>(&entry_of(p_, blockIdx.x)) + lane);
+    const int likely = likely_request();
+    const int32_t* cells = p_.page_table.row(likely);
+    int length = p_.cache_seqlens[likely], page = p_.page_table.max_pages > 0 ? cells[0] : 0;
+    if (lane < 8) entry[lane] = word;
+    __syncwarp();
     state.left = count_pieces(entry_);
-    *item = {Item::kNothing, 0, 0};
     if (state.left == 0) return;
-    const BlockPlace place = block_place(p_, entry_.begin_work);
-    *item = {Item::kQueries, place.block * kPlanRows, place.request};
-  }
-
-  // The page of the part's first tile is asked for together with the request's length.
-  __device__ void begin_part() {
-    const int cell = cell_of(entry_.begin_tile);
-    const bool known = p_.page_table.kv_indptr == nullptr && cell < p_.page_table.max_pages;
-    const int page = known ? p_.page_table.row(block_place(p_, entry_.begin_work).request)[cell] : 0;
-    begin_piece(known, page);
-    state_.queries_next = false;
+    state.walk.begin();
+    const int request = block_place(p_, entry_.begin_work).request, cell = cell_of(entry_.begin_tile);
+    if (request != likely) length = p_.cache_seqlens[request];
+    if (request != likely || cell != 0) page = cell < p_.page_table.max_pages ? p_.page_table.row(request)[cell] : 0;
+    begin_piece(length, page);
   }
 
   // Describes the next item.
@@ -122,9 +131,17 @@ class Planner {
     return page_size == kPlanTileTokens ? tile : tile * kPlanTileTokens / page_size;
   }
 
-  __device__ void begin_piece(bool known, int page) {
+  // The request that this part begins with, if works are even.
+  __device__ int likely_request() const {
+    const int blocks = blocks_of_work(p_), works = blocks_of_request(p_) >> (blocks - 1);
+    const int share = static_cast<int>(blockIdx.x) >> (blocks - 1), total = p_.batch_size * works;
+    const int work = static_cast<int>(static_cast<int64_t>(share) * total / even_shares_);
+    return min_of(works == 1 ? work : work / works, p_.batch_size - 1);
+  }
+
+  __device__ void begin_piece(int length, int page) {
     State& state = state_;
-    state.walk.next(p_, state.piece);
+    state.walk.next(p_, state.walk.block(p_), length, state.piece);
     const Piece& piece = state.piece;
     const int cell = cell_of(piece.first_tile), key = piece.first_tile * kPlanTileTokens;
     state.queries_next = true;
@@ -132,15 +149,18 @@ class Planner {
     state.cell = p_.page_table.row(piece.request) + cell;
     state.token = key - cell * p_.page_table.page_size;
     // A request without keys has a tile all the same: of a page that does not exist, which reads as zeros.
-    state.page = key >= piece.keys.end ? -1 : known ? page : *state.cell;
+    state.page = key >= piece.keys.end ? -1 : page;
   }
 
   __device__ void end_piece() {
-    if (--state_.left > 0) begin_piece(false, 0);
+    if (--state_.left == 0) return;
+    const int request = state_.walk.block(p_).request;
+    begin_piece(p_.cache_seqlens[request], p_.page_table.max_pages > 0 ? p_.page_table.row(request)[0] : 0);
   }
 
   const Params& p_;
   const SplitKvEntry& entry_;
+  const int even_shares_;  // of the plan, if works are even
   State& state_;
 };
 

@@ -20,8 +20,10 @@ class Scores {
         scale_(p.softmax_scale * kLog2e) {}
 
   __device__ void run() {
+    __syncthreads();
     const SplitKvEntry& entry = *reinterpret_cast<const SplitKvEntry*>(base_ + kEntry);
     Walk walk(entry);
+    walk.begin();
     Piece piece;
     int left = count_pieces(entry), rest;  // pieces; tiles of this one
     bool first = true;
@@ -33,7 +35,8 @@ class Scores {
     uint32_t q[kKeptSteps][4];
 #pragma unroll 1
     for (; left > 0; --left) {
-      walk.place(p_, walk.next(p_, piece), piece);
+      const BlockPlace place = walk.block(p_);
+      walk.place(p_, walk.next(p_, place, p_.cache_seqlens[place.request], piece), piece);
       rest = piece.num_tiles;
       take_queries(q);
 #pragma unroll 1
@@ -70,7 +73,7 @@ class Scores {
       wait_full();
       if (key + kPlanTileTokens > piece.keys.end) clear_tail(piece.keys.end - key);
       compute_scores(q, s, keys_of(slot()), uniform(shared_), follows, flags);
-      if (key + kPlanTileTokens > piece.keys.end || p_.causal) mask(piece, key, s);
+      if (key + kPlanTileTokens > seen_by_all(piece)) mask(piece, key, s);
       if (!follows) set_references(s);
       // On to tiles that all rows see, without the code for others: instruction fetches are not free.
       const int plain_end = min_of(seen_by_all(piece), end);

@@ -10,17 +10,19 @@ namespace attnops::mla_decode::sm90::ring {
 template <typename T, int kGroup>
 class Values {
  public:
-  __device__ Values(const Params& p, const Maps& maps, uint8_t* base, uint32_t shared)
-      : p_(p), maps_(maps), base_(base), shared_(shared) {}
+  __device__ Values(const Params& p, const Maps& maps, int even_shares, uint8_t* base, uint32_t shared)
+      : p_(p), maps_(maps), even_shares_(even_shares), base_(base), shared_(shared) {}
 
   __device__ void run() {
     const SplitKvEntry& entry = *reinterpret_cast<const SplitKvEntry*>(base_ + kEntry);
     Planner::State state{.walk = Walk(entry)};
-    park(state);
-    Planner planner(p_, entry, state);
+    Planner planner(p_, entry, even_shares_, state);
     const Loader<kGroup> loader(p_, maps_, shared_);
     const bool plans = kGroup == 1 && threadIdx.x % kGroupThreads / 32 == 3;
-    if (plans) planner.begin(item(0));
+    if (plans) start(planner);
+    park(state);
+    __syncthreads();
+    if (count_pieces(entry) == 0) return;
     int slot = 0, which = 0, flags = 0;
     uint32_t parity = 1;  // of the phase in which the slot was given back
     const auto advance = [&] {
@@ -40,7 +42,6 @@ class Values {
 #pragma unroll 1
       for (; loads > 0; --loads) {
         attnops::sm90::named_barrier_sync(kItemReady, 2 * kGroupThreads);
-        if (loads == kSlots + 1 && item(0)->kind == Item::kNothing) return;
         loader.load_rope(late, before_slot(slot), parity ^ (slot == 0));
         late.kind = Item::kNothing;
         if (flags & kSameQueries) continue;
@@ -49,8 +50,7 @@ class Values {
         loader.load_half(next, slot, parity);
         loader.load_rope(next, slot, parity);
         advance();
-        if (plans && loads == kSlots + 1) planner.begin_part();
-        if (plans) planner.write(item(which));
+        if (plans && loads <= kSlots) planner.write(item(which));  // the first two have been there
       }
 #pragma unroll 1
       do {
@@ -79,6 +79,25 @@ class Values {
   }
 
  private:
+  // What one warp does before all others begin: barriers, the part's row of the plan, its first tile.
+  __device__ void start(Planner& planner) const {
+    constexpr int kWarps = kGroupThreads / 32;
+    const int lane = threadIdx.x % 32;
+    if (lane == 30) attnops::sm90::prefetch_map(&maps_.q);
+    if (lane == 31) attnops::sm90::prefetch_map(&maps_.kv);
+    if (lane == 0) {  // lanes would do it one after the other, too
+#pragma unroll
+      for (int i = 0; i < kBarrierCount; ++i) {
+        attnops::sm90::mbarrier_init(shared_ + kBarriers + 8 * i, i < kSlots ? 2 * kWarps : kWarps);
+      }
+    }
+    attnops::sm90::mbarrier_init_fence();
+    attnops::sm90::wait_for_prerequisites();
+    planner.begin_part(reinterpret_cast<int*>(base_ + kEntry));
+    planner.write(item(0));  // queries
+    planner.write(item(1));
+  }
+
   __device__ Item* item(int which) const { return reinterpret_cast<Item*>(base_ + kItems) + which; }
 
   __device__ static int row(int h) { return threadIdx.x % kGroupThreads / 32 * 16 + threadIdx.x % 32 / 4 + 8 * h; }
@@ -135,6 +154,7 @@ class Values {
 
   const Params& p_;
   const Maps& maps_;
+  const int even_shares_;
   uint8_t* const base_;
   const uint32_t shared_;
 };
