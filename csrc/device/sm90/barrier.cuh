@@ -52,6 +52,20 @@ __device__ inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
       : "memory");
 }
 
+// All threads that a barrier counts meet there, as at a hardware barrier.
+__device__ inline void mbarrier_meet(uint32_t barrier) {
+  asm volatile(
+      "{\n"
+      ".reg .b64 phase;\n"
+      ".reg .pred done;\n"
+      "mbarrier.arrive.shared::cta.b64 phase, [%0];\n"
+      "again:\n"
+      "mbarrier.try_wait.shared::cta.b64 done, [%0], phase;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(barrier)
+      : "memory");
+}
+
 // Hardware barriers 1 .. 15 (0 is __syncthreads): `arrive` does not wait.
 __device__ inline void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -14,7 +14,7 @@ struct RowSums {
 };
 
 // Row sums of both groups. `parity` alternates from piece to piece, so that a slow reader is never overtaken.
-__device__ inline RowSums exchange_sums(const RowState& rows, float* sums, int parity, int group) {
+__device__ inline RowSums exchange_sums(const RowState& rows, float* sums, uint32_t barrier, int parity, int group) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x % kGroupThreads / 32;
   float* own = sums + (parity * 2 + group) * 64;
   RowSums result;
@@ -23,7 +23,7 @@ __device__ inline RowSums exchange_sums(const RowState& rows, float* sums, int p
     result.total[h] = quad_sum(rows.sum[h]);
     if (lane % 4 == 0) own[warp * 16 + lane / 4 + 8 * h] = result.total[h];
   }
-  attnops::sm90::named_barrier_sync(kRowSums, kConsumerThreads);
+  attnops::sm90::mbarrier_meet(barrier);
   const float* pair = sums + parity * 2 * 64;
 #pragma unroll
   for (int h = 0; h < kRowsPerThread; ++h) {

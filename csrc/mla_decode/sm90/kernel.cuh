@@ -35,9 +35,9 @@ class Consumer {
       // Both groups stage their rows in the place of P0.
       if (count > 0) {
         if (kGroup == 0) {
-          attnops::sm90::named_barrier_sync(kRowSums, kConsumerThreads);
+          mbarrier_wait(shared_ + kRowsStored, (count & 1) ^ 1);
         } else {
-          attnops::sm90::named_barrier_arrive(kRowSums, kConsumerThreads);
+          attnops::sm90::mbarrier_arrive(shared_ + kRowsStored);
         }
       }
       rows_.begin<kOptions>(p_, piece);
@@ -54,7 +54,8 @@ class Consumer {
         }
       }
       release(kQueriesEmpty);
-      const RowSums sums = exchange_sums(rows_, reinterpret_cast<float*>(base_ + kSums), count & 1, kGroup);
+      const RowSums sums =
+          exchange_sums(rows_, reinterpret_cast<float*>(base_ + kSums), shared_ + kRowSums, count & 1, kGroup);
       store_rows<T, kOptions>(p_, piece, rows_, sums, kGroup, modes_.out_aligned, base_ + kP0, shared_ + kP0, o);
     }
   }
@@ -91,7 +92,7 @@ class Consumer {
   // Group 0: the product of an odd tile with the other group's probabilities, in flight.
   __device__ void multiply_odd(float (&o)[128]) {
     float factor[kRowsPerThread];
-    attnops::sm90::named_barrier_sync(kProbabilities1, kConsumerThreads);
+    mbarrier_wait(shared_ + kProbabilities1, full_parity_ >> 1);
     follow_maximum(rows_, maxima(1), factor);
     rescale(o, factor);
     wait_part(1, kPartLeft);
@@ -132,7 +133,7 @@ class Consumer {
     });
     uint32_t a[4][4];
     give_probabilities(kP1, s, a);
-    attnops::sm90::named_barrier_arrive(kProbabilities1, kConsumerThreads);
+    attnops::sm90::mbarrier_arrive(shared_ + kProbabilities1);
     rescale(o, factor);
     multiply_values(a, 1, o);
     flip_parity(1);
@@ -219,10 +220,7 @@ class Consumer {
 
   __device__ void release(int buffer, int part) const { release(barrier_empty(buffer, part)); }
 
-  __device__ void release(int barrier) const {
-    __syncwarp();
-    if (lane_ == 0) attnops::sm90::mbarrier_arrive(shared_ + barrier);
-  }
+  __device__ void release(int barrier) const { attnops::sm90::mbarrier_arrive(shared_ + barrier); }
 
   const Params& p_;
   const Modes& modes_;
@@ -236,13 +234,15 @@ class Consumer {
 
 // By one thread: a barrier for each lane becomes a loop over the lanes, of a thousand cycles.
 __device__ inline void init_barriers(uint32_t shared, bool queries_by_map) {
-  constexpr int kWarps = kGroupThreads / 32;
 #pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    attnops::sm90::mbarrier_init(shared + kBarriers + 8 * i, i < 10 ? kFullArrivals : kWarps);
+  for (int i = 0; i < kBarrierCount; ++i) {
+    const int at = kBarriers + 8 * i;
+    int arrivals = kGroupThreads;
+    if (at < barrier_empty(0, 0)) arrivals = kFullArrivals;
+    if (at == kQueriesFull && queries_by_map) arrivals = 1;
+    if (at == kQueriesEmpty || at == kRowSums) arrivals = kConsumerThreads;
+    attnops::sm90::mbarrier_init(shared + at, arrivals);
   }
-  attnops::sm90::mbarrier_init(shared + kQueriesFull, queries_by_map ? 1 : kGroupThreads);
-  attnops::sm90::mbarrier_init(shared + kQueriesEmpty, 2 * kWarps);
   attnops::sm90::mbarrier_init_fence();
 }
 

@@ -25,9 +25,10 @@ inline constexpr int kP1 = kQ + kRopeTile * kTileBytes;
 inline constexpr int kMaxima = kP0 + kTileBytes;              // float [2][64], by parity of the tile
 inline constexpr int kSums = kMaxima + 2 * 64 * 4;            // float [2][2][64], by parity of the piece, group
 inline constexpr int kBarriers = kSums + 2 * 2 * 64 * 4;      // 8 bytes each, see below
-inline constexpr int kBarrierCount = 2 * (5 + 3) + 2;         // per buffer: full, empty; q full, q empty
+inline constexpr int kBarrierCount = 2 * (5 + 3) + 2 + 3;     // per buffer: full, empty; q full, q empty; below
 inline constexpr int kEntry = kBarriers + 8 * kBarrierCount;  // the part's row of the plan
-inline constexpr int kRowLists = kEntry + 32;  // where the rows of gathered tiles lie: uint32 [4][32], by loading warp
+// Where the rows of gathered tiles lie: uint32 [4][32], by loading warp.
+inline constexpr int kRowLists = (kEntry + 32 + 15) / 16 * 16;
 inline constexpr int kSharedBytes = kRowLists + 4 * 32 * 4;
 static_assert(kSharedBytes <= 227 * 1024);
 
@@ -54,9 +55,13 @@ inline constexpr int barrier_full(int buffer, int unit) { return kBarriers + 8 *
 inline constexpr int barrier_empty(int buffer, int part) { return kBarriers + 8 * (10 + buffer * kParts + part); }
 inline constexpr int kQueriesFull = kBarriers + 8 * 16;
 inline constexpr int kQueriesEmpty = kBarriers + 8 * 17;
+inline constexpr int kProbabilities1 = kBarriers + 8 * 18;  // those of an odd tile are there
+inline constexpr int kRowsStored = kBarriers + 8 * 19;      // by group 1: of a piece
+inline constexpr int kRowSums = kBarriers + 8 * 20;         // of a piece, by both groups
 
-// Hardware barriers between the two consumer groups: probabilities of an even or odd tile ready; row sums ready; scores
-// of an even tile issued.
-enum NamedBarrier : int { kProbabilities0 = 1, kProbabilities1 = 2, kRowSums = 3, kScores0 = 4, kFirstTile = 5 };
+// Hardware barriers, where group 1 waits for group 0: probabilities of an even tile are there; its scores are issued.
+// Where group 0 waits, or both do, it is at barriers in memory: compute-sanitizer's racecheck takes a warp that has
+// passed more hardware barriers than another for behind it. And: the loading warps of even tiles have asked for the first.
+enum NamedBarrier : int { kProbabilities0 = 1, kScores0 = 2, kFirstTile = 3 };
 
 }  // namespace attnops::mla_decode::sm90

@@ -157,7 +157,7 @@ class Consumer {
   __device__ Moved exchange_probabilities(const Piece& piece, int t, const Scores& s) {
     SoftmaxScores own;
     exchange_scores(s, own);
-    rows_.tile(p_, piece, (piece.first_tile + t) * kPlanTileTokens, own, base_);
+    rows_.tile(p_, piece, (piece.first_tile + t) * kPlanTileTokens, own, base_, shared_);
     if (t == piece.num_tiles - 1) publish_rows(rows_, base_);
     store_probabilities(own);
     attnops::sm90::named_barrier_sync(kProbabilities, kConsumerThreads);
@@ -283,6 +283,8 @@ __device__ inline void init_barriers(uint32_t shared) {
     attnops::sm90::mbarrier_init(full_barrier<At>(shared, position), 32);
     attnops::sm90::mbarrier_init(empty_barrier<At>(shared, position), kConsumerThreads / 32);
   }
+  for (int group = 0; group < 2; ++group)
+    attnops::sm90::mbarrier_init(shared + At::kMoveBarriers + 8 * group, kGroupThreads);
   Exchange<At>(shared).init();
   attnops::sm90::mbarrier_init_fence();
 }

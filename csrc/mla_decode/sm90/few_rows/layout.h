@@ -53,7 +53,8 @@ struct Shape {
   static constexpr int kMoved = kFactor + kRows * 4;                 // int [2], by group
   static constexpr int kShares = kMoved + 16;                        // int [4]: what this CTA merges
   static constexpr int kBarriers = kShares + 16;                     // see load.cuh
-  static constexpr int kBytes = kBarriers + (2 * kQuarters + 2) * 8 + 16;
+  static constexpr int kMoveBarriers = kBarriers + (2 * kQuarters + 2) * 8 + 16;  // by group
+  static constexpr int kBytes = kMoveBarriers + 2 * 8;
   static_assert(kBytes <= 227 * 1024);
 };
 

@@ -71,11 +71,12 @@ class Consumer {
         SoftmaxScores own;
         exchange_scores(s, own);
         const KeyScales scales = load_scales(at.slot);
-        rows_.tile(p_, piece, (piece.first_tile + t) * kPlanTileTokens, own, scales.weight, base_);
+        rows_.tile(p_, piece, (piece.first_tile + t) * kPlanTileTokens, own, scales.weight, base_, shared_);
         store_probabilities(own, scales);
         multiply_values(place_of(at.slot), At::empty_barrier(shared_, at.slot), o);
       }
       count_ += piece.num_tiles;
+      if (At::kTeams == 2 && place().team == 1 && piece.num_tiles % 2 == 1) pass_barriers_of_tile();
       publish_rows(rows_, base_);
       finish_piece<T, At>(p_, piece, place(), base_, kv_scale_, out_aligned_, o);
     }
@@ -83,6 +84,13 @@ class Consumer {
 
  private:
   __device__ const Place& place() const { return rows_.place; }
+
+  // As many as a team passes in a tile.
+  __device__ void pass_barriers_of_tile() const {
+#pragma unroll
+    for (int i = 0; i < 3; ++i) named_barrier_sync(kTeamScores + place().team, kTeamThreads);
+  }
+
   __device__ uint32_t place_of(int slot) const { return shared_ + At::kKv + slot * At::kTileBytes; }
 
   // Of the thread's two keys, where they have scales: those, by 128 columns, and the logarithm of the largest.
@@ -318,8 +326,7 @@ class Consumer {
       if (i + 1 >= kInFlight) attnops::sm90::wgmma_wait<kInFlight - 1>();
       convert_values(r[(i + 1) % 2], a[(i + 1) % kInFlight]);
     }
-    __syncwarp();
-    attnops::sm90::mbarrier_arrive_if(empty_barrier, lane_ == 0);
+    attnops::sm90::mbarrier_arrive(empty_barrier);
     attnops::sm90::wgmma_wait<0>(o[0], o[1], o[2], o[3]);
   }
 
@@ -357,7 +364,10 @@ template <class At>
 __device__ inline void init_barriers(uint32_t shared) {
   for (int slot = 0; slot < At::kRingTiles; ++slot) {
     attnops::sm90::mbarrier_init(At::full_barrier(shared, slot), 32 * kLoadingWarps);
-    attnops::sm90::mbarrier_init(At::empty_barrier(shared, slot), kTeamThreads / 32);
+    attnops::sm90::mbarrier_init(At::empty_barrier(shared, slot), kTeamThreads);
+  }
+  for (int group = 0; group < At::kTeams * kGroups; ++group) {
+    attnops::sm90::mbarrier_init(shared + At::kMoveBarriers + 8 * group, kGroupThreads);
   }
   attnops::sm90::mbarrier_init_fence();
 }

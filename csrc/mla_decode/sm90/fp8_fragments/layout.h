@@ -113,15 +113,17 @@ struct Shape {
   static constexpr int kQueryScale = kStates + kTeams * kStateBytes;  // float [kRows]
   static constexpr int kRowEnds = kQueryScale + kRows * 4;            // RowEnd [kRows], 16 bytes each
   static constexpr int kBarriers = kRowEnds + kRows * 16;             // of a slot: full, empty
-  static constexpr int kBytes = kBarriers + 16 * kRingTiles;
+  static constexpr int kMoveBarriers = kBarriers + 16 * kRingTiles;   // by group of all teams
+  static constexpr int kBytes = kMoveBarriers + 8 * kTeams * kGroups;
   static_assert(kBytes <= 227 * 1024);
 
-  // Full when all lanes of the loading warps have arrived, empty when all warps of a team have.
+  // Full when all lanes of the loading warps have arrived, empty when all threads of a team have.
   __device__ static uint32_t full_barrier(uint32_t shared, int slot) { return shared + kBarriers + 16 * slot; }
   __device__ static uint32_t empty_barrier(uint32_t shared, int slot) { return full_barrier(shared, slot) + 8; }
 };
 
 // Hardware barriers: all that multiply; by team: halves of the scores are there, probabilities are there; by group.
+// Between two of those where all meet, every warp passes as many: compute-sanitizer's racecheck goes by their number.
 enum NamedBarrier : int { kAll = 1, kTeamScores = 2, kTeamProbabilities = 4, kOwn = 6 };
 
 }  // namespace attnops::mla_decode::sm90::fp8_fragments

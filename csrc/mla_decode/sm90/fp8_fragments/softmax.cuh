@@ -26,7 +26,8 @@ struct Place {
     const int number = __shfl_sync(0xffffffffu, threadIdx.x / kGroupThreads, 0);
     team = number / kGroups, group = number % kGroups;
   }
-  __device__ int own_barrier() const { return kOwn + team * kGroups + group; }
+  __device__ int number() const { return team * kGroups + group; }
+  __device__ int own_barrier() const { return kOwn + number(); }
 };
 
 // Running state of a thread's queries, in the base-2 logarithm. All threads with the same queries hold the same
@@ -59,7 +60,7 @@ struct Softmax {
   // have scales, `weight` is the base-2 logarithm of the largest of a key: the reference is one for probabilities times
   // scales, which must stay in the range of fp16.
   __device__ void tile(const Params& p, const Piece& piece, int first_key, Scores& s, const float (&weight)[2],
-                       uint8_t* base) {
+                       uint8_t* base, uint32_t shared) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       s[element_of(i, 0)] *= scale[i];
@@ -79,7 +80,7 @@ struct Softmax {
       above |= top[i] > reference[i] + kSlack;
     }
     const bool moved = attnops::sm90::named_barrier_or(place.own_barrier(), kGroupThreads, above);
-    if (moved) move_reference(top, base);
+    if (moved) move_reference(top, base, shared);
     if (threadIdx.x % kGroupThreads == 0) reinterpret_cast<int*>(state(base) + At::kMoved)[place.group] = moved;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
@@ -120,7 +121,7 @@ struct Softmax {
   }
 
   // Takes the maxima of all warps; the reference follows where they are too far above it.
-  __device__ void move_reference(const float (&top)[kCount], uint8_t* base) {
+  __device__ void move_reference(const float (&top)[kCount], uint8_t* base, uint32_t shared) {
     float* maxima = reinterpret_cast<float*>(state(base) + At::kMaxima) + first_row();
     float* factors = reinterpret_cast<float*>(state(base) + At::kFactor) + first_row();
     const int thread = threadIdx.x % kGroupThreads, lane = thread % 32, warp = thread / 32;
@@ -129,7 +130,7 @@ struct Softmax {
       const float most = column_max(top[i]);
       if (lane < 4) maxima[warp * At::kRows + query_of(i)] = most;
     }
-    attnops::sm90::named_barrier_sync(place.own_barrier(), kGroupThreads);
+    attnops::sm90::mbarrier_meet(shared + At::kMoveBarriers + 8 * place.number());
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const float* all = maxima + query_of(i);

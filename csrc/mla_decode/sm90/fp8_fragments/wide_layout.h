@@ -62,12 +62,13 @@ struct WideShape {
   static constexpr int kParity = kStored + 2 * sizeof(StoredPiece);  // int: of the piece whose scores are computed
   static constexpr int kEntry = kParity + 16;                        // the part's row of the plan
   static constexpr int kBarriers = kEntry + 32;                      // of a slot: full, empty; of a buffer, too
-  static constexpr int kBytes = kBarriers + 16 * (kRingTiles + kWideBuffers);
+  static constexpr int kPieceBarriers = kBarriers + 16 * (kRingTiles + kWideBuffers);
+  static constexpr int kBytes = kPieceBarriers + 3 * 8;
   static_assert(kBytes <= 227 * 1024 && kBarriers % 16 == 0 && kEnds % 16 == 0);
 
   __device__ static int totals(int parity) { return kTotals + parity * kTotalsBytes; }
 
-  // Full when all lanes of the loading warps have arrived, empty when all warps that multiply by V have.
+  // Full when all lanes of the loading warps have arrived, empty when all threads that multiply by V have.
   __device__ static uint32_t full_barrier(uint32_t shared, int slot) { return shared + kBarriers + 16 * slot; }
   __device__ static uint32_t empty_barrier(uint32_t shared, int slot) { return full_barrier(shared, slot) + 8; }
   // Of probabilities.
@@ -75,10 +76,13 @@ struct WideShape {
     return shared + kBarriers + 16 * (kRingTiles + buffer);
   }
   __device__ static uint32_t taken_barrier(uint32_t shared, int buffer) { return given_barrier(shared, buffer) + 8; }
+  // Of a piece: half of its queries is there; all that multiply meet, and its sums are there.
+  __device__ static uint32_t queries_barrier(uint32_t shared, int half) { return shared + kPieceBarriers + 8 * half; }
+  __device__ static uint32_t sums_barrier(uint32_t shared) { return queries_barrier(shared, 2); }
 };
 
-// Hardware barriers: queries are there, by half; the sums of a piece are there; within the warpgroup with the scores;
-// of those with values.
-enum WideBarrier : int { kQueriesThere = 1, kSumsThere = 3, kScoreWarps = 4, kValueWarps = 5 };
+// Hardware barriers: within the warpgroup with the scores; of those with values. They pass different numbers of them,
+// so they meet at barriers in memory: docs/sanitizer.md.
+enum WideBarrier : int { kScoreWarps = 1, kValueWarps = 2 };
 
 }  // namespace attnops::mla_decode::sm90::fp8_fragments

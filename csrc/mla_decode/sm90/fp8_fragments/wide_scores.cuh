@@ -32,7 +32,7 @@ class ScoreConsumer {
     PieceWalkFor<At::kOptions> walk(*reinterpret_cast<const SplitKvEntry*>(base_ + At::kEntry));
     Piece piece;
     while (walk.next(p_, piece)) {
-      named_barrier_sync(kQueriesThere, At::kConsumerThreads);
+      attnops::sm90::mbarrier_wait(At::queries_barrier(shared_, 0), parity_);
       count_ += kQueryStages;
       softmax_.begin(piece);
       named_barrier_sync(kScoreWarps, kGroupThreads);
@@ -44,12 +44,13 @@ class ScoreConsumer {
         multiply_queries(t > 0, s, pairs);
         store_tile(piece, (piece.first_tile + t) * kPlanTileTokens, pairs, s);
       }
-      if (piece.num_tiles == 0) named_barrier_sync(kQueriesThere + 1, At::kConsumerThreads);
+      if (piece.num_tiles == 0) wait_second_half();
+      parity_ ^= 1;
       give(given_ - 1, piece.num_tiles > 0);
       const int parity = *reinterpret_cast<const volatile int*>(base_ + At::kParity);
       softmax_.publish(parity);
       if constexpr (At::kScaled) publish_most(parity);
-      attnops::sm90::named_barrier_arrive(kSumsThere, At::kConsumerThreads);
+      attnops::sm90::mbarrier_arrive(At::sums_barrier(shared_));
     }
   }
 
@@ -93,9 +94,7 @@ class ScoreConsumer {
     for (int i = 0; i < kLoads; ++i) {
       Fragments& now = a[i % kInFlight];
       const bool is_rope = At::kScaled && i >= kLatentLoads;
-      if (i == kLoads / kQueryStages && !has_before) {  // the first half alone was there so far
-        named_barrier_sync(kQueriesThere + 1, At::kConsumerThreads);
-      }
+      if (i == kLoads / kQueryStages && !has_before) wait_second_half();
       if (i + kAhead < (At::kScaled ? kLatentLoads : kLoads))
         load_keys(tile, i + kAhead, r[(i + kAhead) % (kAhead + 1)]);
       if (At::kScaled && i > 0 && i <= kLatentLoads && i % 4 == 0) {
@@ -127,11 +126,13 @@ class ScoreConsumer {
     if (kGiveAt == kLoads) give(given_ - 1, has_before);
   }
 
+  // Of the piece's queries.
+  __device__ void wait_second_half() const { attnops::sm90::mbarrier_wait(At::queries_barrier(shared_, 1), parity_); }
+
   // To the groups with values: the probabilities of tile number `count`.
   __device__ void give(int count, bool condition) const {
     attnops::sm90::fence_async_proxy();
-    __syncwarp();
-    attnops::sm90::mbarrier_arrive_if(At::given_barrier(shared_, count % kWideBuffers), condition && lane_ == 0);
+    attnops::sm90::mbarrier_arrive_if(At::given_barrier(shared_, count % kWideBuffers), condition);
   }
 
   __device__ float4 scales_of(int slot, int h) const {
@@ -233,8 +234,9 @@ class ScoreConsumer {
   const int lane_, warp_;
   WideSoftmax<At> softmax_;
   float most_ = 0.f;
-  int count_ = 0;  // slots of the ring so far
-  int given_ = 0;  // tiles
+  int count_ = 0;        // slots of the ring so far
+  int given_ = 0;        // tiles
+  uint32_t parity_ = 0;  // of the piece
 };
 
 }  // namespace attnops::mla_decode::sm90::fp8_fragments

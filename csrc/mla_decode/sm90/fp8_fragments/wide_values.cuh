@@ -41,7 +41,7 @@ class ValueConsumer {
       for (int i = 0; i < 128; ++i) o[i / 32][i % 32] = 0.f;
 #pragma unroll 1
       for (; tiles > 0; --tiles, ++count_, ++taken_) multiply_values(o);
-      named_barrier_sync(kSumsThere, At::kConsumerThreads);
+      attnops::sm90::mbarrier_meet(At::sums_barrier(shared_));
       more = walk.next(p_, piece);
     }
   }
@@ -65,14 +65,9 @@ class ValueConsumer {
     convert_queries<T, At>(place(first.slot), place(second.slot), shared_ + At::kQ,
                            reinterpret_cast<float*>(base_ + At::kQueryScale), [&](int half) {
                              attnops::sm90::fence_async_proxy();
-                             __syncwarp();
                              const int slot = half == 0 ? first.slot : second.slot;
-                             attnops::sm90::mbarrier_arrive_if(At::empty_barrier(shared_, slot), lane_ == 0);
-                             if (half == 0) {
-                               attnops::sm90::named_barrier_arrive(kQueriesThere, At::kConsumerThreads);
-                             } else {
-                               attnops::sm90::named_barrier_arrive(kQueriesThere + 1, At::kConsumerThreads);
-                             }
+                             attnops::sm90::mbarrier_arrive(At::empty_barrier(shared_, slot));
+                             attnops::sm90::mbarrier_arrive(At::queries_barrier(shared_, half));
                            });
     count_ += kQueryStages;
   }
@@ -140,11 +135,9 @@ class ValueConsumer {
       }
       attnops::sm90::wgmma_commit();
     }
-    __syncwarp();
-    attnops::sm90::mbarrier_arrive_if(At::empty_barrier(shared_, at.slot), lane_ == 0);
+    attnops::sm90::mbarrier_arrive(At::empty_barrier(shared_, at.slot));
     attnops::sm90::wgmma_wait<0>(o[0], o[1], o[2], o[3]);
-    __syncwarp();
-    attnops::sm90::mbarrier_arrive_if(At::taken_barrier(shared_, buffer), lane_ == 0);
+    attnops::sm90::mbarrier_arrive(At::taken_barrier(shared_, buffer));
   }
 
   __device__ void rescale(int buffer, TransposedOutput& o) const {

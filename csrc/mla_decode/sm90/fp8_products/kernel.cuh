@@ -20,8 +20,9 @@ __device__ inline void init_barriers(uint32_t shared) {
 #pragma unroll
     for (int i = 0; i < L::kBarrierCount; ++i) {
       const bool by_scores = i >= kGiven && i < kTaken;
-      const int arrivals = i < L::kStages ? kGroupThreads : (by_scores ? kGroupThreads : kValueThreads) / 32;
-      attnops::sm90::mbarrier_init(shared + L::kBarriers + 8 * i, arrivals);
+      const int arrivals = i < L::kStages || by_scores ? kGroupThreads : kValueThreads;
+      const bool by_all = i == L::kBarrierCount - 1;
+      attnops::sm90::mbarrier_init(shared + L::kBarriers + 8 * i, by_all ? kMultiplyThreads : arrivals);
     }
   }
   attnops::sm90::mbarrier_init_fence();

@@ -40,7 +40,7 @@ struct Layout {
   static constexpr int kStored = kRescales + 16;                      // StoredPiece [2], by parity of the piece
   static constexpr int kParity = kStored + 2 * sizeof(StoredPiece);   // int: of the piece whose scores are computed
   static constexpr int kBarriers = kParity + 8;                       // 8 bytes each, see below
-  static constexpr int kBarrierCount = 2 * kStages + 2 * kBuffers;
+  static constexpr int kBarrierCount = 2 * kStages + 2 * kBuffers + 3;
   static constexpr int kEntry = kBarriers + 8 * kBarrierCount;  // the part's row of the plan
   static constexpr int kBytes = kEntry + 32;
   static_assert(kBytes <= 227 * 1024 && kEntry % 8 == 0 && kP % 512 == 0);
@@ -51,6 +51,9 @@ struct Layout {
   // Of a buffer: probabilities are there; both groups with values are done with them.
   static constexpr int barrier_given(int buffer) { return kBarriers + 8 * (2 * kStages + buffer); }
   static constexpr int barrier_taken(int buffer) { return kBarriers + 8 * (2 * kStages + kBuffers + buffer); }
+  // Of a piece: half of its queries is there; all that multiply meet, and its totals are there.
+  static constexpr int barrier_queries(int half) { return kBarriers + 8 * (kBarrierCount - 3 + half); }
+  static constexpr int kTotalsThere = kBarriers + 8 * (kBarrierCount - 1);
   static constexpr int totals(int parity) { return kTotals + parity * 2 * 64 * 4; }
 };
 
@@ -65,7 +68,7 @@ struct Ring {
   }
 };
 
-// Hardware barriers: queries are there, by half; the totals of a piece are there; within the groups with values.
-enum Barrier : int { kQueriesThere = 1, kTotalsThere = 3, kValueWarps = 4 };
+// A hardware barrier, within the groups with values.
+inline constexpr int kValueWarps = 1;
 
 }  // namespace attnops::mla_decode::sm90::fp8_products

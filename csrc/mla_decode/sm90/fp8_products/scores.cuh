@@ -9,7 +9,6 @@ namespace attnops::mla_decode::sm90::fp8_products {
 
 using attnops::sm90::fence_async_proxy;
 using attnops::sm90::half_row_descriptor;
-using attnops::sm90::named_barrier_sync;
 using attnops::sm90::uniform_operand;
 using attnops::sm90::wgmma_commit;
 using attnops::sm90::wgmma_e4m3;
@@ -40,7 +39,7 @@ class ScoreConsumer {
     Piece piece;
     while (walk.next(p_, piece)) {
       rows_.template begin<kOptions>(p_, piece);
-      named_barrier_sync(kQueriesThere, kMultiplyThreads);
+      mbarrier_wait(shared_ + L::barrier_queries(0), parity_);
       for (int half = 0; half < kQueryStages; ++half) ring_.advance();
       begin_piece(piece);
 #pragma unroll 1
@@ -51,10 +50,11 @@ class ScoreConsumer {
         ring_.advance();
         ++given_;
       }
-      if (piece.num_tiles == 0) named_barrier_sync(kQueriesThere + 1, kMultiplyThreads);
+      if (piece.num_tiles == 0) wait_second_half();
+      parity_ ^= 1;
       give(piece.num_tiles > 0);
       publish();
-      attnops::sm90::named_barrier_arrive(kTotalsThere, kMultiplyThreads);
+      attnops::sm90::mbarrier_arrive(shared_ + L::kTotalsThere);
     }
   }
 
@@ -86,7 +86,7 @@ class ScoreConsumer {
 #pragma unroll
     for (int i = 0; i < kLatentSteps; ++i) {
       if (i == kGiveAt) give(has_before);
-      if (i == kFirstHalf && !has_before) named_barrier_sync(kQueriesThere + 1, kMultiplyThreads);
+      if (i == kFirstHalf && !has_before) wait_second_half();
       const int at = i / 4 * kTile + i % 4 * kStep;
       wgmma_e4m3(s, attnops::sm90::group_descriptor<1024>(q + at), attnops::sm90::group_descriptor<1024>(k + at),
                  i > 0);
@@ -100,11 +100,13 @@ class ScoreConsumer {
     wgmma_wait<0>(s);
   }
 
+  // Of the piece's queries.
+  __device__ void wait_second_half() const { mbarrier_wait(shared_ + L::barrier_queries(1), parity_); }
+
   // To the groups with values: the last probabilities that were stored.
   __device__ void give(bool condition) const {
     fence_async_proxy();
-    __syncwarp();
-    attnops::sm90::mbarrier_arrive_if(shared_ + L::barrier_given((given_ - 1) % L::kBuffers), condition && lane_ == 0);
+    attnops::sm90::mbarrier_arrive_if(shared_ + L::barrier_given((given_ - 1) % L::kBuffers), condition);
   }
 
   // From scores to probabilities.
@@ -158,7 +160,8 @@ class ScoreConsumer {
   int seen_by_all_;
   int first_box_, last_box_;  // of the piece: tiles that come by the copy engine
   Ring ring_;
-  int given_ = 0;  // tiles so far
+  int given_ = 0;        // tiles so far
+  uint32_t parity_ = 0;  // of the piece
 };
 
 }  // namespace attnops::mla_decode::sm90::fp8_products

@@ -53,7 +53,7 @@ class ValueConsumer {
         ring_.advance();
         ++taken_;
       }
-      attnops::sm90::named_barrier_sync(kTotalsThere, kMultiplyThreads);
+      attnops::sm90::mbarrier_meet(shared_ + L::kTotalsThere);
       more = walk.next(p_, piece);
     }
   }
@@ -79,11 +79,7 @@ class ValueConsumer {
                     shared_ + L::kQ, reinterpret_cast<float*>(base_ + L::kQueryScale), [&](int half) {
                       attnops::sm90::fence_async_proxy();
                       arrive(L::barrier_empty(half == 0 ? first.stage : ring_.stage));
-                      if (half == 0) {
-                        attnops::sm90::named_barrier_arrive(kQueriesThere, kMultiplyThreads);
-                      } else {
-                        attnops::sm90::named_barrier_arrive(kQueriesThere + 1, kMultiplyThreads);
-                      }
+                      arrive(L::barrier_queries(half));
                     });
     ring_.advance();
   }
@@ -176,11 +172,7 @@ class ValueConsumer {
     store_transposed<T, kOptions>(p_, piece, ends, group_, out_aligned_, o);
   }
 
-  // By each warp.
-  __device__ void arrive(int barrier) const {
-    __syncwarp();
-    attnops::sm90::mbarrier_arrive_if(shared_ + barrier, lane_ == 0);
-  }
+  __device__ void arrive(int barrier) const { attnops::sm90::mbarrier_arrive(shared_ + barrier); }
 
   const Params& p_;
   const bool out_aligned_;
