@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+MLA = ["tests/mla_decode/test_mla_decode_kernels.py"]
 XQA = ["tests/xqa_decode/test_xqa_decode_cuda.py"]
 XQA_INVARIANT = ["tests/xqa_decode/test_xqa_invariant_cuda.py"]
 
@@ -48,7 +49,17 @@ SETS = {
     "racecheck xqa_decode cluster_gathers": (XQA, "test_one_request_in_clusters and (1-heads0 or 3-heads2)"),
     "racecheck xqa_decode invariant": (XQA, "test_batch_invariant_bits and -4-"),
     "racecheck xqa_decode folds": (XQA_INVARIANT, "test_windows_sinks and 700-2"),
-    "memcheck mla_decode": (["tests/mla_decode"], "test_checked_mode"),
+    "memcheck mla_decode kernels": (MLA, "test_every_kernel"),
+    "memcheck mla_decode checked": (["tests/mla_decode"], "test_checked_mode"),
+    "racecheck mla_decode ring": (MLA, "test_every_kernel and ring"),
+    "racecheck mla_decode many": (MLA, "test_every_kernel and many and not tree"),
+    "racecheck mla_decode many_trees": (MLA, "test_every_kernel and many and tree"),
+    "racecheck mla_decode few": (MLA, "test_every_kernel and not ring and not many and not e4m3 and not bytes"),
+    "racecheck mla_decode e4m3": (MLA, "test_every_kernel and e4m3 and not 72 and not rounded"),
+    "racecheck mla_decode e4m3_many": (MLA, "test_every_kernel and e4m3 and 72"),
+    "racecheck mla_decode rounded": (MLA, "test_every_kernel and rounded"),
+    "racecheck mla_decode rows": (MLA, "test_every_kernel and bytes and not 72"),
+    "racecheck mla_decode rows_many": (MLA, "test_every_kernel and bytes and 72"),
     "memcheck paged_kv": (["tests/paged_kv"], "not above_two_to_the_31 and not large_batches"),
     "racecheck paged_kv": (["tests/paged_kv"], "fp8_rows_of_656_bytes or e4m3_pages or cu_seqlens"),
     "memcheck merge_state": (["tests/merge_state"], ""),

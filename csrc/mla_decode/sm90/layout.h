@@ -61,7 +61,8 @@ inline constexpr int kRowSums = kBarriers + 8 * 20;         // of a piece, by bo
 
 // Hardware barriers, where group 1 waits for group 0: probabilities of an even tile are there; its scores are issued.
 // Where group 0 waits, or both do, it is at barriers in memory: compute-sanitizer's racecheck takes a warp that has
-// passed more hardware barriers than another for behind it. And: the loading warps of even tiles have asked for the first.
+// passed more hardware barriers than another for behind it. And: the loading warps of even tiles have asked for the
+// first.
 enum NamedBarrier : int { kProbabilities0 = 1, kScores0 = 2, kFirstTile = 3 };
 
 }  // namespace attnops::mla_decode::sm90
