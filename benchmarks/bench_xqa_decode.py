@@ -110,6 +110,7 @@ def attnops_decode(cell: Cell, fixed_split_tokens: int = 0, plan_inside: bool = 
         seqlen_q=cell.seqlen_q,
         fixed_split_tokens=fixed_split_tokens,
         max_seqlen_k=max(cell.lengths),
+        kv_dtype=cell.kv_dtype,
         device=DEVICE,
     )
     ops.xqa_decode_plan(plan, cell.seqlens)
@@ -367,7 +368,11 @@ def main() -> None:
             named = contenders(cell)[: 1 if arguments.no_peers else None]
             if group == "invariant":
                 cuts = xqa_invariant_cuts(
-                    cell.heads[1], num_q_heads=cell.heads[0], seqlen_q=cell.seqlen_q, kv_dtype=cell.kv_dtype
+                    cell.heads[1],
+                    num_q_heads=cell.heads[0],
+                    seqlen_q=cell.seqlen_q,
+                    kv_dtype=cell.kv_dtype,
+                    page_size=cell.page_size,
                 )
                 named = [named[0], ("attnops invariant", lambda c=cell, n=cuts: attnops_decode(c, n), False)]
             if group == "latency":

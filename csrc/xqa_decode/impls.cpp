@@ -70,6 +70,8 @@ constexpr Impl kImpls[] = {
      &sm90::reject_cluster},
     {"sm90_cluster_fp16_hd128", DType::kFloat16, DType::kFloat16, 128, &sm90::launch_cluster_fp16_hd128,
      &sm90::reject_cluster},
+    {"sm90_cluster_wgmma_fp8_hd128", DType::kFloat16, DType::kFloat8E4M3, 128, &sm90::launch_cluster_wgmma_fp8_hd128,
+     &sm90::reject_cluster_wgmma},
     {"sm90_cluster_fp8_hd128", DType::kFloat16, DType::kFloat8E4M3, 128, &sm90::launch_cluster_fp8_hd128,
      &sm90::reject_cluster},
     {"sm90_fp8_hd128", DType::kFloat16, DType::kFloat8E4M3, 128, &sm90::fp8::launch_hd128, &sm90::reject_fp8},

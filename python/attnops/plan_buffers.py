@@ -31,14 +31,15 @@ class DecodePlans:
     def __init__(
         self, spec: AttentionSpec, limits: Limits, max_batch_size: int, seqlen_q: int, device: torch.device
     ) -> None:
-        cuts = MLA_INVARIANT_SPLIT_TOKENS
+        cuts, kv_dtype = MLA_INVARIANT_SPLIT_TOKENS, spec.kv_dtype or spec.dtype
         if not spec.is_mla:
             cuts = xqa_invariant_cuts(
                 spec.num_kv_heads,
                 num_q_heads=spec.num_q_heads,
                 seqlen_q=seqlen_q,
                 head_dim=spec.head_dim,
-                kv_dtype=spec.kv_dtype or spec.dtype,
+                kv_dtype=kv_dtype,
+                page_size=spec.page_size,
             )
         options: dict[str, Any] = {
             "num_q_heads": spec.num_q_heads,
@@ -58,6 +59,7 @@ class DecodePlans:
                     num_kv_heads=spec.num_kv_heads,
                     head_dim=spec.head_dim,
                     window_left=window,
+                    kv_dtype=kv_dtype,
                     **options,
                 )
             first = next(iter(self._whole.values()), plan)

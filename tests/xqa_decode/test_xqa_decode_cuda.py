@@ -171,21 +171,23 @@ def test_skewed_batch(head_dim):
         assert_decodes(problem, num_sm_parts=parts)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("dtype, kv_dtype", [(BF16, None), (FP16, None), (BF16, FP8), (FP16, FP8)])
 @pytest.mark.parametrize("heads", [(8, 1), (32, 8), (64, 4)])
 @pytest.mark.parametrize("batch", [1, 2, 5, 9, 17, 40, 66])
-def test_clusters_of_every_size(batch, heads, dtype):
+def test_clusters_of_every_size(batch, heads, dtype, kv_dtype):
     """Few works have many CTAs each, in one cluster or several; most requests do not fill the page table."""
     lengths = [700, 1, 64, 65, 0, 950, 127] * 10
-    problem = on_gpu(lengths[:batch], num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=128, dtype=dtype)
-    assert_decodes(problem, num_sm_parts=None)
+    geometry = {"num_q_heads": heads[0], "num_kv_heads": heads[1], "head_dim": 128}
+    assert_decodes(on_gpu(lengths[:batch], dtype=dtype, kv_dtype=kv_dtype, **geometry), num_sm_parts=None)
 
 
 @pytest.mark.parametrize("heads", [(8, 1), (32, 8), (16, 1)])
 @pytest.mark.parametrize("page_size", [1, 3, 8, 32, 128])
-def test_one_request_in_clusters(page_size, heads):
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+def test_one_request_in_clusters(kv_dtype, page_size, heads):
+    geometry = {"num_q_heads": heads[0], "num_kv_heads": heads[1], "head_dim": 112, "page_size": page_size}
     for length in (5000, 12345):
-        problem = on_gpu([length], num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=112, page_size=page_size)
+        problem = on_gpu([length], kv_dtype=kv_dtype, **geometry)
         assert_decodes(problem, num_sm_parts=None, sinks=torch.randn(heads[0], device="cuda"))
         assert_decodes(problem, num_sm_parts=None, window_left=3000)
         assert_decodes(problem, num_sm_parts=None, csr=True)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from attnops.metadata.plan import xqa_invariant_cuts
-from problems import paged_problem
+from problems import FP8, paged_problem
 from xqa_decoding import assert_decodes, decode
 
 pytestmark = pytest.mark.gpu
@@ -55,6 +55,17 @@ def test_the_same_bits_over_pages_that_are_gathered(page_size, heads, lengths):
     geometry = {"num_q_heads": heads[0], "num_kv_heads": heads[1], "head_dim": 120, "page_size": page_size}
     problem = paged_problem(lengths, dtype=torch.bfloat16 if page_size == 1 else torch.float16, **geometry).to("cuda")
     cuts = xqa_invariant_cuts(heads[1], num_q_heads=heads[0])
+    assert_decodes(problem, fixed_split_tokens=cuts, max_seqlen_k=8192)
+    assert_same_bits(problem, cuts)
+
+
+@pytest.mark.parametrize("lengths", [SHORT, LONG], ids=["short", "long"])
+@pytest.mark.parametrize("heads", [(32, 8), (8, 1), (64, 4)])
+@pytest.mark.parametrize("page_size, head_dim, dtype", [(8, 128, torch.float16), (64, 120, torch.bfloat16)])
+def test_the_same_bits_over_fp8_pages(page_size, head_dim, dtype, heads, lengths):
+    geometry = {"num_q_heads": heads[0], "num_kv_heads": heads[1], "head_dim": head_dim, "page_size": page_size}
+    problem = paged_problem(lengths, dtype=dtype, kv_dtype=FP8, scales="head", **geometry).to("cuda")
+    cuts = xqa_invariant_cuts(heads[1], num_q_heads=heads[0], kv_dtype=FP8, page_size=page_size)
     assert_decodes(problem, fixed_split_tokens=cuts, max_seqlen_k=8192)
     assert_same_bits(problem, cuts)
 

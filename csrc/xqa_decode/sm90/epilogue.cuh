@@ -1,9 +1,20 @@
 #pragma once
 #include "xqa_decode/cuda/merge.cuh"
+#include "xqa_decode/sm90/fp8/lone_block.cuh"
 #include "xqa_decode/sm90/row_block.cuh"
 #include "xqa_decode/sm90/wide_block.cuh"
 
 namespace attnops::xqa_decode::sm90 {
+
+template <class Tr>
+using Block =
+    std::conditional_t<Tr::kRows == 64, WideBlock<Tr>, std::conditional_t<Tr::kFp8, fp8::LoneBlock<Tr>, RowBlock<Tr>>>;
+
+// Of the two dims 64 b + 16 warp + .. that a lane holds, by g = lane / 4.
+template <class Tr>
+__device__ __forceinline__ constexpr int lane_dim(int g, int h) {
+  return Tr::kFp8 ? 2 * g + h : g + 8 * h;
+}
 
 // What a row's sums say: what its accumulators must be multiplied by, and its natural log of the sum.
 struct RowEnd {
@@ -18,14 +29,14 @@ __device__ __forceinline__ RowEnd row_end(float sum, float reference) {
 
 // kIsNode: the rows are those of a node of the batch-invariant tree, divided by their sums already (fold.cuh).
 template <bool kIsNode = false, class Tr>
-__device__ __forceinline__ RowEnd end_of(const RowBlock<Tr>& block, int n, int i) {
+__device__ __forceinline__ RowEnd end_of(const RowState<Tr>& block, int n, int i) {
   if constexpr (kIsNode) return {1.f, block.reference[n][i]};
   return row_end<Tr>(block.sum[n][i], block.reference[n][i]);
 }
 
 // Stores the pass's rows as the partial result in row `slot`. Eight lanes write 32 neighbouring bytes.
 template <bool kIsNode = false, class Tr>
-__device__ __forceinline__ void store_partials(const Params& p, const Shape& shape, const RowBlock<Tr>& block,
+__device__ __forceinline__ void store_partials(const Params& p, const Shape& shape, const RowState<Tr>& block,
                                                int first_row, int64_t slot) {
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
@@ -42,8 +53,47 @@ __device__ __forceinline__ void store_partials(const Params& p, const Shape& sha
       for (int b = 0; b < Tr::kBlocks; ++b) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const int d = 64 * b + 16 * warp + g + 8 * h;
+          const int d = 64 * b + 16 * warp + lane_dim<Tr>(g, h);
           if (d < p.head_dim) out[d] = end.factor * block.out[b][4 * n + 2 * h + i];
+        }
+      }
+    }
+  }
+}
+
+// Stores the rows as output where a lane holds neighbouring dims. Eight lanes write 32 neighbouring bytes.
+template <bool kIsNode, class Tr>
+__device__ __forceinline__ void store_row_pairs(const Params& p, const Shape& shape, const WorkPlace& place,
+                                                const RowState<Tr>& block) {
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const float v_scale = p.v_scale ? __ldg(p.v_scale + place.kv_head * p.v_scale_stride) : 1.f;
+  const bool bf16 = p.dtype == DType::kBFloat16;
+#pragma unroll
+  for (int n = 0; n < Tr::kRowTiles; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = 8 * n + 2 * t + i;
+      if (row >= shape.rows) continue;
+      const int token = shape.by_group.divide(row);
+      const int head = place.kv_head * shape.group + row - token * shape.group;
+      const RowEnd end = end_of<kIsNode>(block, n, i);
+      if (p.lse && warp == 0 && g == 0) {
+        p.lse[(static_cast<int64_t>(place.request) * p.seqlen_q + token) * p.num_q_heads + head] = end.lse;
+      }
+      float factor = end.factor * v_scale;
+      if (p.sinks && end.lse != -INFINITY) factor = __fdividef(factor, 1.f + __expf(__ldg(p.sinks + head) - end.lse));
+      auto* out = static_cast<uint16_t*>(p.out) + place.request * p.out_stride_request + token * p.out_stride_token +
+                  head * p.out_stride_head;
+#pragma unroll
+      for (int b = 0; b < Tr::kBlocks; ++b) {
+        const int d = 64 * b + 16 * warp + 2 * g;
+        const float x = factor * block.out[b][4 * n + i], y = factor * block.out[b][4 * n + 2 + i];
+        const uint32_t pair = bf16 ? pack2<__nv_bfloat16>(x, y) : pack2<__half>(x, y);
+        if (shape.vector_out) {
+          if (d < p.head_dim) *reinterpret_cast<uint32_t*>(out + d) = pair;
+        } else {
+          if (d < p.head_dim) out[d] = static_cast<uint16_t>(pair);
+          if (d + 1 < p.head_dim) out[d + 1] = static_cast<uint16_t>(pair >> 16);
         }
       }
     }
@@ -54,7 +104,8 @@ __device__ __forceinline__ void store_partials(const Params& p, const Shape& sha
 // lanes ends up with one row.
 template <bool kIsNode = false, class Tr>
 __device__ __forceinline__ void store_rows(const Params& p, const Shape& shape, const WorkPlace& place,
-                                           const RowBlock<Tr>& block, int first_row) {
+                                           const RowState<Tr>& block, int first_row) {
+  if constexpr (Tr::kFp8) return store_row_pairs<kIsNode>(p, shape, place, block);
   using T = typename Tr::T;
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const int odd = g & 1;

@@ -106,7 +106,7 @@ struct TreeWalk {
   __device__ bool is_root() const { return start == 0 && node_end() == count; }
 };
 
-// The leaves that one CTA makes, in order. The node at hand is in the registers of its RowBlock: mean values in `out`
+// The leaves that one CTA makes, in order. The node at hand is in the registers of its RowState: mean values in `out`
 // and the lse of each row in `reference`. What waits, waits in registers (level 0) or in shared memory, where each
 // thread has a place of its own for what it holds.
 template <class Tr>
@@ -117,13 +117,13 @@ class Fold {
 
   // Turns the attended leaf, whose sums are added up, into a node and goes up the tree. True if the node at hand is one
   // to hand out.
-  __device__ __forceinline__ bool take(RowBlock<Tr>& block) {
+  __device__ __forceinline__ bool take(RowState<Tr>& block) {
     finish(block);
     return walk_.climb(next_++, 0, [&](int level) { keep(block, level); }, [&](int level) { combine(block, level); });
   }
 
   // From the sums of an attended leaf to its node.
-  __device__ __forceinline__ static void finish(RowBlock<Tr>& block) {
+  __device__ __forceinline__ static void finish(RowState<Tr>& block) {
 #pragma unroll
     for (int n = 0; n < Tr::kRowTiles; ++n) {
 #pragma unroll
@@ -144,7 +144,7 @@ class Fold {
 
   __device__ const TreeWalk& walk() const { return walk_; }
 
-  __device__ __forceinline__ static void end_root(RowBlock<Tr>& block) {
+  __device__ __forceinline__ static void end_root(RowState<Tr>& block) {
 #pragma unroll
     for (int b = 0; b < Tr::kBlocks; ++b) {
 #pragma unroll
@@ -164,7 +164,7 @@ class Fold {
            threadIdx.x;
   }
 
-  __device__ __forceinline__ void keep(const RowBlock<Tr>& block, int level) {
+  __device__ __forceinline__ void keep(const RowState<Tr>& block, int level) {
     if (level == 0) {
 #pragma unroll
       for (int n = 0; n < Tr::kRowTiles; ++n) {
@@ -186,11 +186,11 @@ class Fold {
     }
   }
 
-  __device__ __forceinline__ static float4 quad(const RowBlock<Tr>& block, int n, int b) {
+  __device__ __forceinline__ static float4 quad(const RowState<Tr>& block, int n, int b) {
     return make_float4(block.out[b][4 * n], block.out[b][4 * n + 1], block.out[b][4 * n + 2], block.out[b][4 * n + 3]);
   }
 
-  __device__ __forceinline__ void combine(RowBlock<Tr>& block, int level) const {
+  __device__ __forceinline__ void combine(RowState<Tr>& block, int level) const {
     float4 other[kQuads];
     float2 other_lse[Tr::kRowTiles];
 #pragma unroll

@@ -15,7 +15,7 @@ __device__ __forceinline__ int covered_rows(uint32_t bits) {
 }
 
 template <class Tr>
-__device__ __forceinline__ void store_node(const Params& p, const Shape& shape, const RowBlock<Tr>& block, int64_t slot,
+__device__ __forceinline__ void store_node(const Params& p, const Shape& shape, const RowState<Tr>& block, int64_t slot,
                                            int cuts) {
   store_partials<true>(p, shape, block, 0, slot);
   if (cuts == 1) return;
@@ -24,9 +24,11 @@ __device__ __forceinline__ void store_node(const Params& p, const Shape& shape, 
   }
 }
 
-// What a thread merges at a time: neighbouring values of a row.
-inline constexpr int kMergeQuads = 2;
-using MergeItem = NodeItem<kMergeQuads>;
+// What a thread merges at a time: neighbouring values of a row, as many as there is room for.
+template <class Tr>
+inline constexpr int kMergeQuads = (Tr::kFoldLevels - 1) * Tr::kFoldLevelBytes >= 34 * 1024 ? 2 : 1;
+template <class Tr>
+using MergeItem = NodeItem<kMergeQuads<Tr>>;
 
 // Where a CTA that merges has its lists and what waits for a sibling, in the place of Fold's.
 template <class Tr>
@@ -38,18 +40,18 @@ struct NodeScratch {
   int nodes[kListed];                           // cut, and how many cuts << 16
   int before[kListed];                          // nodes before each cut
   float lse[kTopLevel][Tr::kThreads];           // of what waits
-  float4 values[kTopLevel][kMergeQuads][Tr::kThreads];
+  float4 values[kTopLevel][kMergeQuads<Tr>][Tr::kThreads];
 
-  __device__ __forceinline__ void put(int level, const MergeItem& item) {
+  __device__ __forceinline__ void put(int level, const MergeItem<Tr>& item) {
     lse[level][threadIdx.x] = item.lse;
 #pragma unroll
-    for (int i = 0; i < kMergeQuads; ++i) values[level][i][threadIdx.x] = item.quad(i);
+    for (int i = 0; i < kMergeQuads<Tr>; ++i) values[level][i][threadIdx.x] = item.quad(i);
   }
-  __device__ __forceinline__ MergeItem get(int level, int thread) const {
-    MergeItem item;
+  __device__ __forceinline__ MergeItem<Tr> get(int level, int thread) const {
+    MergeItem<Tr> item;
     item.lse = lse[level][thread];
 #pragma unroll
-    for (int i = 0; i < kMergeQuads; ++i) item.set(i, values[level][i][thread]);
+    for (int i = 0; i < kMergeQuads<Tr>; ++i) item.set(i, values[level][i][thread]);
     return item;
   }
 };
@@ -99,21 +101,21 @@ struct MergeLanes {
 // Merges the nodes [begin, end) of the list, which are those of the cuts [first_cut, end_cut), to one of the level
 // `cap`, or to the root. One of them at least is there.
 template <class Tr>
-__device__ __forceinline__ MergeItem merge_listed(const Params& p, const Shape& shape, const Splits& splits, int begin,
-                                                  int end, int first_cut, int end_cut, int cap, int row, int d,
-                                                  NodeScratch<Tr>& scratch) {
-  constexpr int kBatch = 6;  // nodes that are loaded before the first is used
-  MergeItem node;
+__device__ __forceinline__ MergeItem<Tr> merge_listed(const Params& p, const Shape& shape, const Splits& splits,
+                                                      int begin, int end, int first_cut, int end_cut, int cap, int row,
+                                                      int d, NodeScratch<Tr>& scratch) {
+  constexpr int kBatch = Tr::kFp8 ? 4 : 6;  // nodes that are loaded before the first is used
+  MergeItem<Tr> node;
   TreeWalk walk{first_cut, end_cut, splits.count, cap};
 #pragma unroll 1
   for (int next = begin; next < end; next += kBatch) {
-    MergeItem loaded[kBatch];
+    MergeItem<Tr> loaded[kBatch];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const int64_t at = (splits.first + (scratch.nodes[min_of(next + i, end - 1)] & 0xffff)) * shape.rows + row;
       loaded[i].lse = __ldcg(p.lse_partial + at);
 #pragma unroll
-      for (int k = 0; k < kMergeQuads; ++k) {
+      for (int k = 0; k < kMergeQuads<Tr>; ++k) {
         if (d + 4 * k < p.head_dim) loaded[i].set(k, load_partial(p, shape, at, d + 4 * k));
       }
     }
@@ -153,7 +155,7 @@ __device__ __forceinline__ void arrive_and_merge_nodes(const Params& p, const Sh
   sync_threads<Tr::kThreads>();
   const int early = flag[0], begin = max_of(flag[1], early), end = flag[2];
   if (early + end - begin <= 0) return;
-  const int row_items = ceil_div(p.head_dim, 4 * kMergeQuads), items = shape.rows * row_items;
+  const int row_items = ceil_div(p.head_dim, 4 * kMergeQuads<Tr>), items = shape.rows * row_items;
   const int listed = list_nodes<Tr>(p, shape, splits, 0, scratch);
   const bool one_list = splits.count <= Scratch::kListed;
   const MergeLanes deal(one_list ? listed : 0, items, splits.count, 7);
@@ -166,8 +168,8 @@ __device__ __forceinline__ void arrive_and_merge_nodes(const Params& p, const Sh
     const int item = (unit << deal.log_width) + (threadIdx.x & ((1 << deal.log_width) - 1));
     const int lane = threadIdx.x >> deal.log_width;
     const bool live = item < items;
-    const int row = live ? item / row_items : 0, d = live ? (item - row * row_items) * 4 * kMergeQuads : 0;
-    MergeItem node;
+    const int row = live ? item / row_items : 0, d = live ? (item - row * row_items) * 4 * kMergeQuads<Tr> : 0;
+    MergeItem<Tr> node;
     if (one_list) {
       const int first = lane << deal.log_block, next = (lane + 1) << deal.log_block;
       const int first_node = first < splits.count ? scratch.before[first] : listed;
@@ -199,7 +201,7 @@ __device__ __forceinline__ void arrive_and_merge_nodes(const Params& p, const Sh
     }
     if (!live || lane > 0) continue;
 #pragma unroll
-    for (int k = 0; k < kMergeQuads; ++k) {
+    for (int k = 0; k < kMergeQuads<Tr>; ++k) {
       float4 v = node.quad(k);
       v = make_float4(root_value(v.x), root_value(v.y), root_value(v.z), root_value(v.w));
       if (d + 4 * k < p.head_dim) store_output(p, shape, place, row, d + 4 * k, v, node.lse);

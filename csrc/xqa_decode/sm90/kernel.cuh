@@ -3,6 +3,7 @@
 #include "device/common/vec.h"
 #include "device/sm80/cp_async.cuh"
 #include "device/sm90/guess.cuh"
+#include "xqa_decode/cuda/query_row.cuh"
 #include "xqa_decode/sm90/epilogue.cuh"
 #include "xqa_decode/sm90/gather_stream.cuh"
 #include "xqa_decode/sm90/tile_stream.cuh"
@@ -50,9 +51,6 @@ __device__ __forceinline__ SplitKvEntry load_entry(const Params& p, int part) {
   return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 }
 
-template <class Tr>
-using Block = std::conditional_t<Tr::kRows == 64, WideBlock<Tr>, RowBlock<Tr>>;
-
 // What the warpgroup that multiplies does with the part's pieces.
 template <class Tr>
 class Consumer {
@@ -96,12 +94,12 @@ class Consumer {
   // The rows, before any key. Their queries may lie there still.
   __device__ __forceinline__ void begin(const WorkPlace& place, int first_row, Block<Tr>& block,
                                         bool queries_are_there = false) const {
+    if constexpr (Tr::kFp8) return begin_fp8(place, block, queries_are_there);
     if (!queries_are_there) {
       copy_queries<Tr>(p_, shape_, boxes_, place, first_row, shared_ + Shared::kQueries);
     }
     cp_async_commit();
-    const float k_scale = p_.k_scale ? __ldg(p_.k_scale + place.kv_head * p_.k_scale_stride) : 1.f;
-    block.begin(p_.softmax_scale * k_scale * kLog2e, p_.logit_cap);
+    block.begin(score_scale(place), p_.logit_cap);
     cp_async_wait<0>();
     hopper::fence_async_proxy();
     hopper::named_barrier_sync(kMultiply, Tr::kThreads);
@@ -112,7 +110,7 @@ class Consumer {
   __device__ __forceinline__ void attend(const Piece& piece, int first_row, Block<Tr>& block) {
     const int tiles = num_tiles(piece);
     if (tiles > 0) {
-      multiply_keys(scores_);
+      multiply_keys(block, scores_);
       attend_tiles(piece, first_row, 0, tiles, block);
       const RingPlace<Tr> values = multiply_values(block);
       block.template wait_for_values<0>();
@@ -129,7 +127,7 @@ class Consumer {
     const int tiles = num_tiles(piece);
     float* const sums = reinterpret_cast<float*>(smem_ + Shared::kFoldSums);
     if (tiles == 0) return;
-    multiply_keys(scores_);
+    multiply_keys(block, scores_);
     int tile = 0;
 #pragma unroll 1
     for (; tile + leaf_tiles < tiles; tile += leaf_tiles) {
@@ -137,7 +135,7 @@ class Consumer {
       // The first scores of the next leaf meanwhile. A place of its own for the sums: maxima of the next leaf may be
       // exchanged before all have read them.
       const RingPlace<Tr> values = multiply_values(block);
-      multiply_keys(scores_);
+      multiply_keys(block, scores_);
       block.template wait_for_values<1>();
       release(values);
       block.add_up(sums);
@@ -156,6 +154,37 @@ class Consumer {
   using Shared = SharedLayout<Tr>;
   using Scores = float[Block<Tr>::kScores];
 
+  // Of raw scores, to units of log2.
+  __device__ __forceinline__ float score_scale(const WorkPlace& place) const {
+    const float k_scale = p_.k_scale ? __ldg(p_.k_scale + place.kv_head * p_.k_scale_stride) : 1.f;
+    return p_.softmax_scale * k_scale * kLog2e;
+  }
+
+  // Over e4m3 pages queries become fp16 on the way, each row with a scale of its own.
+  __device__ __forceinline__ void begin_fp8(const WorkPlace& place, Block<Tr>& block, bool queries_are_there) const {
+    constexpr int kRowsPerWarp = Tr::kRows / Tr::kWarps;
+    const float to_log2 = score_scale(place);
+    // A positive scale alone waits for the exponent's subtraction: both are one instruction there.
+    const bool joined = p_.logit_cap == 0.f && to_log2 > 0.f;
+    float* const scales = reinterpret_cast<float*>(smem_ + Shared::kRowScale);
+    if (!queries_are_there) {
+      const int first = threadIdx.x / 32 * kRowsPerWarp, lane = threadIdx.x % 32;
+      QueryRow<Tr> rows[kRowsPerWarp];
+#pragma unroll
+      for (int i = 0; i < kRowsPerWarp; ++i) rows[i].fetch(p_, shape_, place, first + i, lane);
+#pragma unroll
+      for (int i = 0; i < kRowsPerWarp; ++i) {
+        rows[i].place(reinterpret_cast<typename Tr::T*>(smem_ + Shared::kQueries), scales, first + i, lane);
+        if (lane > 0) continue;
+        scales[first + i] *= to_log2;
+        scales[Tr::kRows + first + i] = joined ? scales[first + i] : 1.f;
+      }
+    }
+    block.begin(shared_ + Shared::kRowScale, joined);
+    hopper::fence_async_proxy();
+    hopper::named_barrier_sync(kMultiply, Tr::kThreads);
+  }
+
   // Tiles [begin, end) of a piece, whose first scores are in flight, up to the last one's probabilities.
   template <class Piece>
   __device__ __forceinline__ void attend_tiles(const Piece& piece, int first_row, int begin, int end,
@@ -166,7 +195,7 @@ class Consumer {
     for (int tile = begin + 1; tile < end; ++tile) {
       // The next scores follow at once, so that the matrix units need not wait for a round trip.
       const RingPlace<Tr> values = multiply_values(block);
-      multiply_keys(scores_);
+      multiply_keys(block, scores_);
       block.template wait_for_values<1>();
       release(values);
       hopper::wgmma_wait<0>(scores_);
@@ -175,10 +204,9 @@ class Consumer {
   }
 
   // The scores of the tile whose keys come next, in flight.
-  __device__ __forceinline__ void multiply_keys(Scores& scores) {
+  __device__ __forceinline__ void multiply_keys(Block<Tr>& block, Scores& scores) {
     wait_for_unit();
-    Block<Tr>::multiply_keys(shared_ + Shared::kRing + place_.slot * Tr::kUnitBytes, shared_ + Shared::kQueries,
-                             scores);
+    block.multiply_keys(shared_ + Shared::kRing + place_.slot * Tr::kUnitBytes, shared_ + Shared::kQueries, scores);
   }
 
   // From the scores of a tile, which are complete, to its probabilities.
@@ -193,6 +221,7 @@ class Consumer {
                             : piece.keys().end;
     const int all_begin = p_.window_left < 0 ? 0 : piece.length() - 1 - p_.window_left;
     const bool is_edge = first_key + Tr::kTileTokens > all_end || first_key < all_begin;
+    if constexpr (Tr::kFp8) block.end_scores();
     if constexpr (Block<Tr>::kEdgesOutOfLine) {
       if (is_edge || block.scales_apart() || p_.logit_cap != 0.f)
         treat_edge(piece, first_row, first_key, is_edge, block);
@@ -216,8 +245,13 @@ class Consumer {
     Scores copy;
 #pragma unroll
     for (int i = 0; i < Block<Tr>::kScores; ++i) copy[i] = scores_[i];
-    treat_scores(p_, shape_, {piece.request(), piece.length(), piece.keys()}, first_row, first_key, masked,
-                 block.scales_apart() ? block.score_scale : 1.f, copy);
+    const SeenKeys seen{piece.request(), piece.length(), piece.keys()};
+    if constexpr (Tr::kFp8) {
+      treat_scaled_scores(p_, shape_, seen, first_key, masked, block.scales_apart() ? block.scales : 0, copy);
+    } else {
+      treat_scores(p_, shape_, seen, first_row, first_key, masked, block.scales_apart() ? block.score_scale : 1.f,
+                   copy);
+    }
 #pragma unroll
     for (int i = 0; i < Block<Tr>::kScores; ++i) scores_[i] = copy[i];
   }
@@ -226,6 +260,12 @@ class Consumer {
                                                    Scores& scores) {
     if (scale != 1.f || p.logit_cap != 0.f) RowBlock<Tr>::cap_scores(scale, p.logit_cap, scores);
     if (masked) Block<Tr>::mask_scores(p, shape, seen, first_row, first_key, scores);
+  }
+  // Where every row has a scale of its own, at `scales` in shared memory; 0: it joins the exponent.
+  __device__ __noinline__ static void treat_scaled_scores(const Params& p, const Shape& shape, const SeenKeys& seen,
+                                                          int first_key, bool masked, uint32_t scales, Scores& scores) {
+    if (scales != 0) Block<Tr>::scale_scores(p.logit_cap, typename Block<Tr>::Scale(scales), scores);
+    if (masked) Block<Tr>::mask_scores(p, shape, seen, 0, first_key, scores);
   }
 
   // The product with the values that come next, in flight. Returns their place.

@@ -33,7 +33,7 @@ Boxes make_boxes(const Params& p) {
   boxes.tokens = Tr::kGathers ? 1 : min_of(p.page_table.page_size, Tr::kTileTokens);
   boxes.bytes = boxes.tokens * 128;
   boxes.runs = Tr::kTileTokens / boxes.tokens;
-  boxes.count = Tr::kBlocks * boxes.runs * heads_of_cta<Tr>();
+  boxes.count = Tr::kColumns * boxes.runs * heads_of_cta<Tr>();
   boxes.vector_queries = p.head_dim % 8 == 0 &&
                          rows_aligned(p.q, size_of(p.dtype), 16, p.q_stride_request, p.q_stride_token, p.q_stride_head);
   return boxes;

@@ -63,11 +63,11 @@ class TileStream {
         full_(shared + SharedLayout<Tr>::kFull),
         empty_(shared + SharedLayout<Tr>::kEmpty),
         lane_(lane),
-        sub_(lane / (Tr::kBlocks * kHeads)),
-        column_(lane % Tr::kBlocks * 64),
+        sub_(lane / (Tr::kColumns * kHeads)),
+        column_(lane % Tr::kColumns * 64),
         head_(kHeads == 1 ? 0 : lane % kHeads),
-        offset_(lane % Tr::kBlocks * hopper::kTileBytes + sub_ * boxes.tokens * 128) {
-    static_assert(kHeads == 1 || Tr::kBlocks == 1);
+        offset_(lane % Tr::kColumns * hopper::kTileBytes + sub_ * boxes.tokens * 128) {
+    static_assert(kHeads == 1 || Tr::kColumns == 1);
   }
 
   // All tiles of a piece.

@@ -13,10 +13,11 @@ namespace hopper = attnops::sm90;
 inline constexpr int kNoFold = -1;
 
 template <typename T_, int kHeadDim_, int kRows_, int kInboxBytes_ = 0, int kMostCtas = 2, bool kGathers_ = false,
-          int kFoldLevels_ = kNoFold>
+          int kFoldLevels_ = kNoFold, typename Element_ = T_>
 struct Traits {
-  using T = T_;
-  using Element = T;                          // of pages
+  using T = T_;              // of both products
+  using Element = Element_;  // of pages
+  static constexpr bool kFp8 = sizeof(Element) == 1;
   static constexpr int kHeadDim = kHeadDim_;  // head_dim, rounded up
   static constexpr int kRows = kRows_;        // query rows of a pass over the keys: 8, 16, 32 or 64
   static constexpr int kRowTiles = kRows / 8;
@@ -28,14 +29,16 @@ struct Traits {
   static constexpr int kAllThreads = kThreads + (kGathers ? 64 : 32);
   static constexpr int kTileTokens = 64;
   static constexpr int kBlocks = kHeadDim / 64;  // 64 x 64 blocks of a tile of keys or of values
+  static constexpr int kColumns = kHeadDim * static_cast<int>(sizeof(Element)) / 128;  // of boxes in a tile
 
   // A unit is a tile of keys or of values; units come and go by turns. Probabilities lie in two buffers where there is
   // room, so that a warp may write those of the next tile while another still multiplies.
-  static constexpr int kUnitBytes = kBlocks * hopper::kTileBytes;
+  static constexpr int kUnitBytes = kColumns * hopper::kTileBytes;
   static constexpr int kQueryBytes = kRows * kHeadDim * 2;
   static constexpr int kProbBytes = kRows * kTileTokens * 2;
   static constexpr int kProbBuffers = kRows <= 32 ? 2 : 0;  // see WideBlock
-  static constexpr int kSmallBytes = 256 + kWarps * kRows * 4;
+  static constexpr int kSmallBytes =
+      256 + kWarps * kRows * 4 + (kFp8 ? 2 * kRows * 4 : 0) + (kFoldLevels_ != kNoFold ? 96 : 0);
   // The merge has its scratch where queries and probabilities lie.
   static constexpr int kWorkBytes =
       max_of(kQueryBytes + kProbBuffers * kProbBytes, static_cast<int>(sizeof(PartialSum)) * kThreads);
@@ -49,13 +52,20 @@ struct Traits {
   static constexpr int kCtasPerSm = kPartOfSm - kRestBytes >= 3 * kUnitBytes ? kMostCtas : 1;
   // Parts of the plan ask for no more than four units at a time, measured at head dim 128: with six some CTAs get their
   // tiles sooner at the cost of others, which then end later.
-  static constexpr int kMostUnits = kInboxBytes == 0 && !kGathers && kUnitBytes == 16 * 1024 ? 4 : 12;
+  static constexpr int kMostUnits = kInboxBytes == 0 && !kGathers && kUnitBytes <= 16 * 1024 ? 4 : 12;
   static constexpr int kUnits = min_of(((kCtasPerSm > 1 ? kPartOfSm : kWholeSm) - kRestBytes) / kUnitBytes, kMostUnits);
   static_assert(kUnits >= 3);
 
   // fp16 probabilities are scaled up by this power of two, so that small ones keep their digits; with kSlack more they
   // stay in range.
   static constexpr float kProbShift = std::is_same_v<T, __half> ? 6.f : 0.f;
+
+  // Over e4m3 pages, see fp8/.
+  static constexpr int kHeads = 1, kGroups = 1;
+  static constexpr bool kHalves = kRows > 8 || kMostCtas > 2;
+  __device__ static constexpr int query_word(int row, int at) {
+    return at / 32 * (kRows * 32) + row * 32 + ((at % 32 / 4) ^ (row & 7)) * 4 + at % 4;
+  }
 };
 
 // The reference maximum of a row follows the true one only when that is more than 2^kSlack above it: exact all the
@@ -75,7 +85,9 @@ struct SharedLayout {
   static constexpr int kNowhere = kFlag + 16;                   // 16 bytes that nobody reads
   static constexpr int kInboxFull = kNowhere + 16;              // barrier
   static constexpr int kExchange = kFull + 256;                 // float [kWarps][kRows]
-  static constexpr int kInbox = kExchange + Tr::kWarps * Tr::kRows * 4;
+  static constexpr int kRowScale = kExchange + Tr::kWarps * Tr::kRows * 4;       // over e4m3 pages float [2][kRows]
+  static constexpr int kPiece = kRowScale + (Tr::kFp8 ? 2 * Tr::kRows * 4 : 0);  // the walk's state where kernels fold
+  static constexpr int kInbox = kPiece + (Tr::kFolds ? 96 : 0);
   static constexpr int kFoldSums = kInbox + Tr::kInboxBytes;            // float [kWarps][kRows]
   static constexpr int kFold = kFoldSums + Tr::kWarps * Tr::kRows * 4;  // [kFoldLevels - 1], where kernels fold
   static constexpr int kBytes = kInbox + Tr::kInboxBytes + Tr::kFoldBytes;

@@ -26,6 +26,7 @@ XQA_MAX_SPLITS = (1 << 15) - 1  # of a request and KV head: csrc/xqa_decode/plan
 # an MLA work fills an SM's registers alone.
 XQA_PARTS_PER_SM = 2
 MLA_PARTS_PER_SM = 1
+XQA_FP8_FOLDING_PARTS_PER_SM = 3  # of batch-invariant plans over FP8 pages: smaller CTAs
 
 # Hopper takes short calls in clusters of CTAs (csrc/xqa_decode/sm90/cluster*); where a work has several, their results
 # meet over more semaphores than works: at most so many.
@@ -44,13 +45,15 @@ def default_num_sm_parts(device: torch.device, parts_per_sm: int) -> int:
     return torch.get_num_threads()
 
 
-def xqa_num_sm_parts(device: torch.device, batch_size: int, num_kv_heads: int) -> int:
+def xqa_num_sm_parts(
+    device: torch.device, batch_size: int, num_kv_heads: int, parts_per_sm: int = XQA_PARTS_PER_SM
+) -> int:
     """Parts for `batch_size` requests, likely of equal length; measured on an H200.
 
     On CUDA parts come in groups, one part for each KV head (csrc/xqa_decode/plan.h), and a few groups fewer than fit
     where that leaves requests whole: a cut costs two partial results and their merge.
     """
-    most = default_num_sm_parts(device, XQA_PARTS_PER_SM)
+    most = default_num_sm_parts(device, parts_per_sm)
     groups = most // num_kv_heads
     if device.type != "cuda" or num_kv_heads == 1 or groups * num_kv_heads * 10 < most * 9:
         return most
@@ -67,24 +70,28 @@ def xqa_invariant_cuts(
     seqlen_q: int = 1,
     head_dim: int = 128,
     kv_dtype: torch.dtype = torch.bfloat16,
+    page_size: int = 64,
 ) -> int:
     """`fixed_split_tokens` of a batch-invariant `XqaDecodePlan`, measured on an H200.
 
     A request must be cut alike alone and among others. Alone it wants a cut for every CTA, 256 over all KV heads. On
-    Hopper the kernels for 16-bit pages of head dim 65 to 128 and up to 16 query rows per KV head add neighbouring cuts
-    up without a trip to memory, and get as many; for others every cut costs a CTA up to a microsecond, and less than
-    half as many are the compromise.
+    Hopper the kernels for head dim 65 to 128 and up to 16 query rows per KV head, over FP8 pages only those of 8, 16,
+    32, ... tokens, add neighbouring cuts up without a trip to memory, and get as many; for others every cut costs a CTA
+    up to a microsecond, and less than half as many are the compromise.
 
     Args:
         num_kv_heads: KV heads.
         num_q_heads: Query heads; None: up to 16 rows per KV head.
         seqlen_q: Query tokens of a request.
         head_dim: Of K and V.
-        kv_dtype: Of the pages.
+        kv_dtype, page_size: Of the pages.
     """
+    in_boxes = page_size >= 8 and page_size & (page_size - 1) == 0
     rows = seqlen_q * ((num_q_heads or num_kv_heads) // num_kv_heads)
-    if kv_dtype in (torch.bfloat16, torch.float16) and 64 < head_dim <= 128 and rows <= 16:
-        return -XQA_FOLDED_CUTS.get(num_kv_heads, min(max(256 // num_kv_heads, 8), 64))
+    fp8 = kv_dtype.itemsize == 1
+    if (kv_dtype.itemsize == 2 or (fp8 and in_boxes)) and 64 < head_dim <= 128 and rows <= 16:
+        cuts = XQA_FOLDED_CUTS.get(num_kv_heads, min(max(256 // num_kv_heads, 8), 64))
+        return -min(cuts, 16 if fp8 and rows > 8 else cuts)
     return -64 if num_kv_heads == 1 else -min(max(XQA_INVARIANT_CUTS // num_kv_heads, 4), 16)
 
 
@@ -203,6 +210,7 @@ class XqaDecodePlan(_SplitKvPlan):
         fixed_split_tokens: int = 0,
         max_seqlen_k: int | None = None,
         num_sm_parts: int | None = None,
+        kv_dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
     ) -> XqaDecodePlan:
         """Allocate a plan and its scratch.
@@ -217,6 +225,7 @@ class XqaDecodePlan(_SplitKvPlan):
             max_seqlen_k: Bound of every `cache_seqlens`; needed with a positive `fixed_split_tokens`, else unused.
             num_sm_parts: Shares; when None `xqa_num_sm_parts`: on CUDA at most SM count times `XQA_PARTS_PER_SM`, else
                 the number of threads.
+            kv_dtype: Of the pages, where it is known: batch-invariant plans have more shares over FP8.
 
         Raises:
             TypeError, ValueError: naming the argument that is out of its range.
@@ -232,7 +241,9 @@ class XqaDecodePlan(_SplitKvPlan):
                 f"{kind}.allocate: num_q_heads must be a positive multiple of num_kv_heads, "
                 f"got {num_q_heads} and {num_kv_heads}"
             )
-        num_sm_parts = num_sm_parts or xqa_num_sm_parts(device, batch_size, num_kv_heads)
+        smaller = fixed_split_tokens and kv_dtype is not None and kv_dtype.itemsize == 1
+        parts_per_sm = XQA_FP8_FOLDING_PARTS_PER_SM if smaller else XQA_PARTS_PER_SM
+        num_sm_parts = num_sm_parts or xqa_num_sm_parts(device, batch_size, num_kv_heads, parts_per_sm)
         num_partials = _num_partials(kind, batch_size * num_kv_heads, num_sm_parts, fixed_split_tokens, max_seqlen_k)
         if fixed_split_tokens > 0 and (max_seqlen_k or 0) > fixed_split_tokens * XQA_MAX_SPLITS:
             raise ValueError(

@@ -23,11 +23,10 @@ __device__ __forceinline__ void merge_few_nodes(const Params& p, const Shape& sh
                                                 const WorkPlace& place, int rank, int senders, int own, uint32_t shared,
                                                 const uint8_t* smem) {
   using In = TeamInbox<Tr>;
-  using T = typename Tr::T;
 #pragma unroll 1
   for (int item = threadIdx.x; item < own * kUnitItems; item += Tr::kThreads) {
     const int unit = rank * team.slice + item / kUnitItems;
-    const int d = 16 * (unit % In::kUnitsPerRow) + item % kUnitItems;
+    const int d = 16 * (unit % In::kUnitsPerRow) + item_dim<Tr>(item % kUnitItems);
     const OutputPlace to(p, shape, place, unit / In::kUnitsPerRow, d);
     mbarrier_wait_cluster(shared + SharedLayout<Tr>::kInboxFull, 0);
     TeamItem nodes[kFew];
@@ -39,11 +38,10 @@ __device__ __forceinline__ void merge_few_nodes(const Params& p, const Shape& sh
     combine_all(nodes);
     const float factor = to.factor(nodes[0].lse);
     if (to.lse) *to.lse = nodes[0].lse;
-    T* out = static_cast<T*>(p.out) + to.at;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int step = 64 * (i / 2) + 8 * (i % 2);
-      if (d + step < p.head_dim) out[step] = static_cast<T>(__fmul_rn(factor, root_value(nodes[0].values[i])));
+      const int step = item_step<Tr>(i);
+      if (d + step < p.head_dim) store_element<Tr>(p, to.at + step, __fmul_rn(factor, root_value(nodes[0].values[i])));
     }
   }
 }
@@ -101,7 +99,7 @@ __device__ __forceinline__ void merge_nodes(const Params& p, const Shape& shape,
   const int which = lane / kUnitItems;  // of an item's four dims, for this lane to store
 #pragma unroll 1
   for (int unit = first + warp; unit < end; unit += Tr::kWarps) {
-    const int d = 64 * (which / 2) + 16 * (unit % In::kUnitsPerRow) + 8 * (which % 2) + lane % kUnitItems;
+    const int d = item_step<Tr>(which) + 16 * (unit % In::kUnitsPerRow) + item_dim<Tr>(lane % kUnitItems);
     const OutputPlace to(p, shape, place, unit / In::kUnitsPerRow, d);
     mbarrier_wait_cluster(shared + SharedLayout<Tr>::kInboxFull, 0);
     TeamItem node = combine_lanes(senders, lane, [&](int i, TeamItem& other) {
@@ -116,8 +114,7 @@ __device__ __forceinline__ void merge_nodes(const Params& p, const Shape& shape,
                         : which == 2 ? node.values[2]
                                      : node.values[3];
     if (d >= p.head_dim) continue;
-    static_cast<typename Tr::T*>(p.out)[to.at] =
-        static_cast<typename Tr::T>(__fmul_rn(to.factor(node.lse), root_value(value)));
+    store_element<Tr>(p, to.at, __fmul_rn(to.factor(node.lse), root_value(value)));
   }
 }
 

@@ -93,7 +93,7 @@ __device__ __forceinline__ void gather_share(const Params& p, const Shape& shape
 // All leaves of a share, up to one node of the tree.
 template <class Tr>
 __device__ __forceinline__ void attend_node(uint8_t* smem, Consumer<Tr>& consumer, const LeafPiece& piece,
-                                            RowBlock<Tr>& block) {
+                                            Block<Tr>& block) {
   if (num_tiles(piece) == 0) return Fold<Tr>::finish(block);
   Fold<Tr> fold(smem, piece.first_leaf(), piece.end_leaf(), piece.known_leaves(), Tr::kFoldLevels);
   consumer.attend_leaves(piece, piece.leaf_tiles(), block, [&] { fold.take(block); });
@@ -108,7 +108,7 @@ __device__ __forceinline__ void multiply_share(const Params& p, const Shape& sha
   wait_for_earlier_kernels();
   const int length = __ldcg(p.cache_seqlens + place.request);
   Consumer<Tr> consumer(p, shape, boxes, smem);
-  RowBlock<Tr> block;
+  Block<Tr> block;
   consumer.begin(place, 0, block);
   const auto piece = share_piece<Tr>(p, team, place, length, share);
   const int senders = min_of(piece.used_shares() - cluster_index * team.ctas, team.ctas);

@@ -58,34 +58,36 @@ constexpr int team_inbox_bytes(int rows, int more_units) {
 }
 
 // Rings are larger where shares are one leaf or two.
-template <typename T, bool kGathers, int kRows, int kMoreUnits, int kMostCtas>
+template <typename T, typename Element, bool kGathers, int kRows, int kMoreUnits, int kMostCtas>
 void launch_folding_rows(const Params& p, TeamSize size, cudaStream_t stream) {
   constexpr int kInbox = team_inbox_bytes(kRows, kMoreUnits);
   if (most_leaves(p) <= 2 * int64_t{size.shares()}) {
-    return launch_team_rows<Traits<T, 128, kRows, kInbox, kMostCtas, kGathers, 1>>(p, size, stream);
+    return launch_team_rows<Traits<T, 128, kRows, kInbox, kMostCtas, kGathers, 1, Element>>(p, size, stream);
   }
-  launch_team_rows<Traits<T, 128, kRows, kInbox, kMostCtas, kGathers, kLogMostRun>>(p, size, stream);
+  launch_team_rows<Traits<T, 128, kRows, kInbox, kMostCtas, kGathers, kLogMostRun, Element>>(p, size, stream);
 }
 
-template <typename T, bool kGathers>
+template <typename T, bool kGathers, typename Element>
 void launch_folding_team(const Params& p, cudaStream_t stream) {
   const TeamSize size = invariant_team_size(p);
   const bool many = p.seqlen_q * (p.num_q_heads / p.num_kv_heads) > 8;
-  if (many) return launch_folding_rows<T, kGathers, 16, 16, 2>(p, size, stream);
-  if (size.small) return launch_folding_rows<T, kGathers, 8, 0, 3>(p, size, stream);
-  launch_folding_rows<T, kGathers, 8, 16, 2>(p, size, stream);
+  if (many) return launch_folding_rows<T, Element, kGathers, 16, 16, 2>(p, size, stream);
+  if (size.small) return launch_folding_rows<T, Element, kGathers, 8, 0, 3>(p, size, stream);
+  launch_folding_rows<T, Element, kGathers, 8, 16, 2>(p, size, stream);
 }
 
-template <typename T, bool kGathers = false>
+template <typename T, bool kGathers = false, typename Element = T>
 void launch_cluster_wgmma(const Params& p, cudaStream_t stream) {
   if (p.batch_size == 0) return;
-  if (p.fixed_split_tokens != 0) return launch_folding_team<T, kGathers>(p, stream);
+  if (p.fixed_split_tokens != 0) return launch_folding_team<T, kGathers, Element>(p, stream);
   const TeamSize size = team_size(p);
+  constexpr int kManyRows = team_inbox_bytes(16, 16), kFewRows = team_inbox_bytes(8, 16),
+                kSmall = team_inbox_bytes(8, 0);
   if (p.seqlen_q * (p.num_q_heads / p.num_kv_heads) > 8) {
-    return launch_team_rows<Traits<T, 128, 16, team_inbox_bytes(16, 16), 2, kGathers>>(p, size, stream);
+    return launch_team_rows<Traits<T, 128, 16, kManyRows, 2, kGathers, kNoFold, Element>>(p, size, stream);
   }
-  if (size.small) return launch_team_rows<Traits<T, 128, 8, team_inbox_bytes(8, 0), 3, kGathers>>(p, size, stream);
-  launch_team_rows<Traits<T, 128, 8, team_inbox_bytes(8, 16), 2, kGathers>>(p, size, stream);
+  if (size.small) return launch_team_rows<Traits<T, 128, 8, kSmall, 3, kGathers, kNoFold, Element>>(p, size, stream);
+  launch_team_rows<Traits<T, 128, 8, kFewRows, 2, kGathers, kNoFold, Element>>(p, size, stream);
 }
 
 }  // namespace attnops::xqa_decode::sm90

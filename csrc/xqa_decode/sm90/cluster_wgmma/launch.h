@@ -9,7 +9,10 @@ namespace attnops::xqa_decode::sm90 {
 void launch_cluster_wgmma_bf16_hd128(const Params& params, CUstream_st* stream);
 void launch_cluster_wgmma_fp16_hd128(const Params& params, CUstream_st* stream);
 
-// The same for pages that are too small for the copy engine's boxes.
+// Over e4m3 pages.
+void launch_cluster_wgmma_fp8_hd128(const Params& params, CUstream_st* stream);
+
+// 16-bit pages that are too small for the copy engine's boxes.
 void launch_cluster_gather_bf16_hd128(const Params& params, CUstream_st* stream);
 void launch_cluster_gather_fp16_hd128(const Params& params, CUstream_st* stream);
 

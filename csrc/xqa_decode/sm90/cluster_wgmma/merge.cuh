@@ -20,12 +20,33 @@ struct TeamInbox {
   static_assert(kBytes == Tr::kInboxBytes && kUnits >= Tr::kRows * kUnitsPerRow);
 };
 
+// Dims of an item: the first, of a warp's block of 16, and the others, from there.
+template <class Tr>
+__device__ __forceinline__ constexpr int item_dim(int item) {
+  return Tr::kFp8 ? 2 * item : item;
+}
+template <class Tr>
+__device__ __forceinline__ constexpr int item_step(int which) {
+  return 64 * (which / 2) + (Tr::kFp8 ? 1 : 8) * (which % 2);
+}
+
+// Rounds to the type of q.
+template <class Tr>
+__device__ __forceinline__ void store_element(const Params& p, int64_t at, float value) {
+  if constexpr (Tr::kFp8) {
+    const uint32_t pair = p.dtype == DType::kBFloat16 ? pack2<__nv_bfloat16>(value, 0.f) : pack2<__half>(value, 0.f);
+    static_cast<uint16_t*>(p.out)[at] = static_cast<uint16_t>(pair);
+  } else {
+    static_cast<typename Tr::T*>(p.out)[at] = static_cast<typename Tr::T>(value);
+  }
+}
+
 inline constexpr int kFew = 4;  // CTAs whose results one thread merges
 
 // Sends the CTA's results of each unit to the CTA that merges it: sums with their references, or, where kernels fold
 // (fold_merge.cuh), mean values with their lse.
 template <class Tr>
-__device__ __forceinline__ void send_units(const Shape& shape, const Team& team, const RowBlock<Tr>& block, int rank,
+__device__ __forceinline__ void send_units(const Shape& shape, const Team& team, const RowState<Tr>& block, int rank,
                                            uint32_t shared) {
   using In = TeamInbox<Tr>;
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -56,11 +77,10 @@ template <class Tr>
 __device__ __forceinline__ void merge_few(const Params& p, const Shape& shape, const Team& team, const WorkPlace& place,
                                           int rank, int senders, int own, uint32_t shared, const uint8_t* smem) {
   using In = TeamInbox<Tr>;
-  using T = typename Tr::T;
 #pragma unroll 1
   for (int item = threadIdx.x; item < own * kUnitItems; item += Tr::kThreads) {
     const int unit = rank * team.slice + item / kUnitItems;
-    const int d = 16 * (unit % In::kUnitsPerRow) + item % kUnitItems;
+    const int d = 16 * (unit % In::kUnitsPerRow) + item_dim<Tr>(item % kUnitItems);
     const OutputPlace to(p, shape, place, unit / In::kUnitsPerRow, d);
     mbarrier_wait_cluster(shared + SharedLayout<Tr>::kInboxFull, 0);
     float2 stat[kFew];
@@ -80,11 +100,11 @@ __device__ __forceinline__ void merge_few(const Params& p, const Shape& shape, c
     const float4 mean = total.mean();
     const float factor = to.factor(lse);
     if (to.lse) *to.lse = lse;
-    T* out = static_cast<T*>(p.out) + to.at;
-    if (d < p.head_dim) out[0] = static_cast<T>(mean.x * factor);
-    if (d + 8 < p.head_dim) out[8] = static_cast<T>(mean.y * factor);
-    if (d + 64 < p.head_dim) out[64] = static_cast<T>(mean.z * factor);
-    if (d + 72 < p.head_dim) out[72] = static_cast<T>(mean.w * factor);
+    const float all[4] = {mean.x, mean.y, mean.z, mean.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (d + item_step<Tr>(i) < p.head_dim) store_element<Tr>(p, to.at + item_step<Tr>(i), all[i] * factor);
+    }
   }
 }
 
@@ -99,7 +119,7 @@ __device__ __forceinline__ void merge_units(const Params& p, const Shape& shape,
   const int which = lane / kUnitItems;  // of an item's four dims, for this lane to store
 #pragma unroll 1
   for (int unit = first + warp; unit < end; unit += Tr::kWarps) {
-    const int d = 64 * (which / 2) + 16 * (unit % In::kUnitsPerRow) + 8 * (which % 2) + lane % kUnitItems;
+    const int d = item_step<Tr>(which) + 16 * (unit % In::kUnitsPerRow) + item_dim<Tr>(lane % kUnitItems);
     const OutputPlace to(p, shape, place, unit / In::kUnitsPerRow, d);
     mbarrier_wait_cluster(shared + SharedLayout<Tr>::kInboxFull, 0);
     ItemSum total = sum_terms<kMaxClusterCtas / 4>(senders, lane, [&](int i, float* sum, float4* v) {
@@ -118,7 +138,7 @@ __device__ __forceinline__ void merge_units(const Params& p, const Shape& shape,
     if (to.lse) *to.lse = lse;
     const float value = which == 0 ? mean.x : which == 1 ? mean.y : which == 2 ? mean.z : mean.w;
     if (d >= p.head_dim) continue;
-    static_cast<typename Tr::T*>(p.out)[to.at] = static_cast<typename Tr::T>(value * to.factor(lse));
+    store_element<Tr>(p, to.at, value * to.factor(lse));
   }
 }
 

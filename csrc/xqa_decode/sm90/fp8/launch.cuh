@@ -22,10 +22,20 @@ inline bool heads_pair_up(const Params& p) {
   return heads_side_by_side(p.num_sm_parts, p.num_kv_heads) && p.num_kv_heads % 2 == 0 && p.fixed_split_tokens == 0;
 }
 
+// Batch-invariant plans, by the kernels for 16-bit pages: as many levels of the tree as find room.
+template <int kRows, int kMostCtas, int kLevels>
+using FoldTraits = sm90::Traits<__half, 128, kRows, 0, kMostCtas, false, kLevels, uint8_t>;
+
 template <bool kGathers>
 void launch(const Params& p, cudaStream_t stream) {
   if (p.batch_size == 0) return;
   const bool few = p.seqlen_q * (p.num_q_heads / p.num_kv_heads) <= 8;
+  if constexpr (!kGathers) {
+    if (p.fixed_split_tokens != 0) {
+      if (few) return sm90::launch_traits<FoldTraits<8, 3, 8>>(p, stream);
+      return sm90::launch_traits<FoldTraits<16, 3, 5>>(p, stream);
+    }
+  }
   // Several short pieces a part, by the room in the page table: the next ones should be there when they begin.
   constexpr int kShort = 2048;
   const bool many = p.batch_size * p.num_kv_heads > 2 * p.num_sm_parts && most_visible_tokens(p) <= kShort;

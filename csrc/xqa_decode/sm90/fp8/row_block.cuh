@@ -204,16 +204,17 @@ struct RowBlock : RowState<Tr> {
     }
   }
 
- private:
-  // The same bits whichever group calls it.
-  __device__ __forceinline__ static float add_products(float a, float x, float b, float y) {
-    return __fadd_rn(__fmul_rn(a, x), __fmul_rn(b, y));
-  }
-
+ protected:
   template <int kCount>
   __device__ __forceinline__ static void pin(uint32_t (&a)[kCount][4]) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) hopper::pin(a[i]);
+  }
+
+ private:
+  // The same bits whichever group calls it.
+  __device__ __forceinline__ static float add_products(float a, float x, float b, float y) {
+    return __fadd_rn(__fmul_rn(a, x), __fmul_rn(b, y));
   }
 
   __device__ __forceinline__ static GroupPlace find(float* exchange) {

@@ -27,7 +27,7 @@ struct Traits {
   static constexpr bool kGathers = kGathers_;
   static constexpr int kAllThreads = kHeads * kThreads + (kGathers ? 64 : 32);
   static constexpr int kTileTokens = 64;
-  static constexpr int kBlocks = 1;  // columns of boxes in a tile: a row is one line of 128 bytes
+  static constexpr int kColumns = 1;  // columns of boxes in a tile: a row is one line of 128 bytes
 
   static constexpr int kUnitBytes = hopper::kTileBytes;  // a tile of keys or of values
   static constexpr int kQueryBytes = kRows * kHeadDim * 2;
