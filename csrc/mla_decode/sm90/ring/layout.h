@@ -21,8 +21,9 @@ inline constexpr int kItems = kFlags + 16;                       // Item [2]
 inline constexpr int kEntry = kItems + 2 * 16;                   // the part's row of the plan
 inline constexpr int kBarriers = kEntry + 32;                    // 8 bytes each, see below
 inline constexpr int kBarriersPerSlot = 3;                       // full; given back, by half
-inline constexpr int kBarrierCount = kSlots * kBarriersPerSlot + 1;
-inline constexpr int kScoresRead = kBarriers + 8 * (kBarrierCount - 1);  // by the warps of the scoring group
+inline constexpr int kBarrierCount = kSlots * kBarriersPerSlot + 2;
+inline constexpr int kScoresRead = kBarriers + 8 * (kBarrierCount - 2);  // by the warps of the scoring group
+inline constexpr int kTotalsRead = kBarriers + 8 * (kBarrierCount - 1);  // of a piece, by the values groups
 inline constexpr int kSharedBytes = kBarriers + 8 * kBarrierCount;
 static_assert(kSharedBytes <= 227 * 1024);
 
@@ -48,13 +49,13 @@ struct alignas(16) Item {
 };
 static_assert(sizeof(Item) == 16);
 
-// Hardware barriers.
+// Hardware barriers. The values groups pass one more for every tile than the scoring group does, which therefore waits
+// for them at barriers in memory only: docs/sanitizer.md.
 enum NamedBarrier : int {
   kGo = 1,                        // by slot: a tile's probabilities are there, and its values may be multiplied
   kTotalsWritten = kGo + kSlots,  // of a piece
-  kTotalsRead,
-  kItemReady,    // of the values groups
-  kQueriesKept,  // of the scoring group: where all of it finds them
+  kItemReady,                     // of the values groups
+  kQueriesKept,                   // of the scoring group: where all of it finds them
 };
 
 }  // namespace attnops::mla_decode::sm90::ring

@@ -26,12 +26,12 @@ class Scores {
     walk.begin();
     Piece piece;
     int left = count_pieces(entry), rest;  // pieces; tiles of this one
-    bool first = true;
+    int given = 0;                         // totals of pieces
     park(walk);
     park(piece);
     park(left);
     park(rest);
-    park(first);
+    park(given);
     uint32_t q[kKeptSteps][4];
 #pragma unroll 1
     for (; left > 0; --left) {
@@ -44,8 +44,8 @@ class Scores {
         piece.num_tiles = p_.fixed_split_tokens == 0 ? rest : min_of(p_.fixed_split_tokens / kPlanTileTokens, rest);
         rest -= piece.num_tiles;
         score_piece(q, piece, kLastOfPiece | (rest > 0 ? kSameQueries : left > 1 ? 0 : kLastOfAll));
-        if (!first) attnops::sm90::named_barrier_sync(kTotalsRead, kThreads);
-        first = false;
+        if (given > 0) attnops::sm90::mbarrier_wait(shared_ + kTotalsRead, given & 1 ^ 1);
+        ++given;
         give_totals(piece);
         piece.first_tile += piece.num_tiles;
         piece.partial += piece.partial >= 0;
@@ -198,10 +198,8 @@ class Scores {
     }
     attnops::sm90::fence_async_proxy();
     attnops::sm90::named_barrier_sync(kQueriesKept, kGroupThreads);
-    if (threadIdx.x % 32 == 0) {
-      for (int half = 0; half < 2; ++half) attnops::sm90::mbarrier_arrive(shared_ + empty_half(slot(), half));
-      attnops::sm90::mbarrier_arrive(shared_ + kScoresRead);
-    }
+    for (int half = 0; half < 2; ++half) attnops::sm90::mbarrier_arrive(shared_ + empty_half(slot(), half));
+    if (threadIdx.x % 32 == 0) attnops::sm90::mbarrier_arrive(shared_ + kScoresRead);
     advance();
   }
 

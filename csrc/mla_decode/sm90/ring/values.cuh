@@ -88,7 +88,12 @@ class Values {
     if (lane == 0) {  // lanes would do it one after the other, too
 #pragma unroll
       for (int i = 0; i < kBarrierCount; ++i) {
-        attnops::sm90::mbarrier_init(shared_ + kBarriers + 8 * i, i < kSlots ? 2 * kWarps : kWarps);
+        const int at = kBarriers + 8 * i;
+        int arrivals = kGroupThreads;
+        if (at < empty_half(0, 0)) arrivals = 2 * kWarps;
+        if (at == kScoresRead) arrivals = kWarps;
+        if (at == kTotalsRead) arrivals = 2 * kGroupThreads;
+        attnops::sm90::mbarrier_init(shared_ + at, arrivals);
       }
     }
     attnops::sm90::mbarrier_init_fence();
@@ -123,11 +128,7 @@ class Values {
     attnops::sm90::wgmma_commit();
   }
 
-  __device__ void release(int slot) const {
-    __syncwarp();
-    const uint32_t barrier = shared_ + empty_half(slot, kGroup);
-    if (threadIdx.x % 32 == 0) attnops::sm90::mbarrier_arrive(barrier);
-  }
+  __device__ void release(int slot) const { attnops::sm90::mbarrier_arrive(shared_ + empty_half(slot, kGroup)); }
 
   // The finished piece. Rows are staged in the place of the last tile's probabilities.
   __device__ void store(int slot, float (&o)[128]) const {
@@ -146,7 +147,7 @@ class Values {
     piece.first_row = stored.first_row;
     piece.num_rows = stored.num_rows;
     piece.partial = stored.partial;
-    attnops::sm90::named_barrier_arrive(kTotalsRead, kThreads);
+    attnops::sm90::mbarrier_arrive(shared_ + kTotalsRead);
     const int stage = slot * kOperandBytes + kRopeTile * kTileBytes;
     store_rows<T, Options::kCommon>(p_, piece, rows, sums, kGroup, true, base_ + stage, shared_ + stage, o);
     attnops::sm90::fence_async_proxy();
