@@ -262,7 +262,7 @@ __device__ inline void start(const Params& p, const Maps& maps, const Modes& mod
   }
 }
 
-template <typename T, Options kOptions, bool kBoxes>
+template <typename T, Options kOptions, Loads kLoads>
 __global__ void __launch_bounds__(kThreads, 1)
     mla_decode_kernel(const __grid_constant__ Params p, const __grid_constant__ Maps maps,
                       const __grid_constant__ Modes modes) {
@@ -284,7 +284,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     Consumer<T, 1, kOptions>(p, modes, shared_bytes, shared).run();
   } else {
     attnops::sm90::registers_decrease<56>();
-    Loader<kOptions, kBoxes>(p, maps, modes, *reinterpret_cast<const SplitKvEntry*>(shared_bytes + kEntry),
+    Loader<kOptions, kLoads>(p, maps, modes, *reinterpret_cast<const SplitKvEntry*>(shared_bytes + kEntry),
                              shared_bytes, shared)
         .run();
   }

@@ -108,10 +108,10 @@ inline bool is_common(const Params& p, const Modes& modes) {
          p.softmax_scale > 0.f && p.window_left < 0 && p.tree_mask == nullptr && p.sinks == nullptr;
 }
 
-template <typename T, Options kOptions, bool kBoxes>
+template <typename T, Options kOptions, Loads kLoads>
 void launch_attention(const Params& p, const Modes& modes, cudaStream_t stream) {
   const Maps maps = make_maps(p, modes);
-  launch_dependent<&mla_decode_kernel<T, kOptions, kBoxes>>(
+  launch_dependent<&mla_decode_kernel<T, kOptions, kLoads>>(
       "mla_decode_kernel", {p.num_sm_parts, kThreads, kSharedBytes, kSharedBytes}, stream, p, maps, modes);
 }
 
@@ -127,13 +127,15 @@ void launch(const Params& p, cudaStream_t stream) {
                     .by_page_size = Divisor(p.page_table.page_size),
                     .units = row_units(p)};
   if (!is_common(p, modes)) {
-    launch_attention<T, Options::kAll, true>(p, modes, stream);
+    launch_attention<T, Options::kAll, Loads::kAny>(p, modes, stream);
   } else if (boxes_fit(p) && ring::suits(p)) {
     ring::launch_attention<T>(p, make_maps(p, modes), stream);
-  } else if (modes.use_boxes) {
-    launch_attention<T, Options::kCommon, true>(p, modes, stream);
+  } else if (!modes.use_boxes) {
+    launch_attention<T, Options::kCommon, Loads::kGathered>(p, modes, stream);
+  } else if (modes.box_shift > 0) {
+    launch_attention<T, Options::kCommon, Loads::kAny>(p, modes, stream);
   } else {
-    launch_attention<T, Options::kCommon, false>(p, modes, stream);
+    launch_attention<T, Options::kCommon, Loads::kBoxes>(p, modes, stream);
   }
   launch_merge<T>(p, stream);
 }

@@ -29,7 +29,8 @@ inline constexpr int kBarrierCount = 2 * (5 + 3) + 2 + 3;     // per buffer: ful
 inline constexpr int kEntry = kBarriers + 8 * kBarrierCount;  // the part's row of the plan
 // Where the rows of gathered tiles lie: uint32 [4][32], by loading warp.
 inline constexpr int kRowLists = (kEntry + 32 + 15) / 16 * 16;
-inline constexpr int kSharedBytes = kRowLists + 4 * 32 * 4;
+inline constexpr int kAsked = kRowLists + 4 * 32 * 4;  // int: what the part has asked for before its loaders begin
+inline constexpr int kSharedBytes = kAsked + 16;
 static_assert(kSharedBytes <= 227 * 1024);
 
 // A KV tile arrives in five units and is given back in three.
@@ -63,6 +64,6 @@ inline constexpr int kRowSums = kBarriers + 8 * 20;         // of a piece, by bo
 // Where group 0 waits, or both do, it is at barriers in memory: compute-sanitizer's racecheck takes a warp that has
 // passed more hardware barriers than another for behind it. And: the loading warps of even tiles have asked for the
 // first.
-enum NamedBarrier : int { kProbabilities0 = 1, kScores0 = 2, kFirstTile = 3 };
+enum NamedBarrier : int { kProbabilities0 = 1, kScores0 = 2, kFirstTile = 3, kAskedKnown = 4 };
 
 }  // namespace attnops::mla_decode::sm90

@@ -47,10 +47,60 @@ __device__ inline void copy_queries(const Params& p, const Maps& maps, uint32_t 
   }
 }
 
+// What a part has asked for before its loaders begin, as bits.
+enum Asked : int { kAskedQueries = 1, kAskedEven = 2, kAskedOdd = 4 };
+
+// Asks for a whole tile, by one lane; its place is free.
+__device__ inline void ask_tile(const Maps& maps, uint32_t shared, int buffer, int token, int page) {
+  const uint64_t read_once = attnops::sm90::l2_policy(true);
+#pragma unroll 1
+  for (int k = 0; k < kTilesQk; ++k) {
+    const int column = k == 0 ? kRopeTile : k - 1, unit = (k + 1) / 2;
+    const uint32_t barrier = shared + barrier_full(buffer, unit);
+    if (k == 0 || k % 2 == 1) {
+      attnops::sm90::mbarrier_arrive(barrier, kFullArrivals - 1);
+      attnops::sm90::mbarrier_arrive_expect(barrier, tiles_of_unit(unit) * kTileBytes);
+    }
+    attnops::sm90::copy_box(shared + kKv + buffer * kOperandBytes + column * kTileBytes, &maps.kv, barrier, column * 64,
+                            token, page, read_once);
+  }
+}
+
+// The first queries of a part and its first two tiles, if they are whole, by one warp: in as few instructions and
+// dependent reads as it takes, the plan's row, then length and pages, then boxes. Returns what it has asked for. Not
+// for batch-invariant plans, where the first piece is not known yet (Loader::speculate).
+__device__ inline int ask_first(const Params& p, const Maps& maps, const Modes& modes, const SplitKvEntry& entry,
+                                uint32_t shared) {
+  const int lane = threadIdx.x % 32, buffer = lane % 2;
+  const int begin_work = entry.begin_work, end_work = entry.end_work, end_tile = entry.end_tile;
+  if (begin_work == end_work && entry.begin_tile == end_tile) return 0;
+  if (p.fixed_split_tokens > 0 || p.page_table.kv_indptr) return 0;
+  const BlockPlace place = block_place(p, begin_work);
+  const int tile = entry.begin_tile + buffer;
+  const int cell = modes.tiles_per_page == 1 ? tile : tile / modes.tiles_per_page;
+  const int token = modes.tiles_per_page == 1 ? 0 : (tile - cell * modes.tiles_per_page) * kPlanTileTokens;
+  const int page = cell < p.page_table.max_pages ? p.page_table.row(place.request)[cell] : 0;
+  const int length = p.cache_seqlens[place.request];
+  if (lane == 2) copy_queries(p, maps, shared, place.request, place.block * kPlanRows);
+  __syncwarp();
+  const bool in_piece = end_work != begin_work || tile < end_tile;
+  const bool whole = in_piece && (tile + 1) * kPlanTileTokens <= length;
+  const int tiles = __ballot_sync(0xffffffffu, whole) & 3;
+#pragma unroll 1
+  for (int i = 0; i < 2; ++i) {
+    if (lane == i && whole) ask_tile(maps, shared, buffer, token, page);
+    __syncwarp();
+  }
+  return kAskedQueries | tiles * kAskedEven;
+}
+
+// How tiles come: all row by row; by boxes, but for those that are not read whole; or as Modes say, also by boxes of
+// pages smaller than a tile. Code for what a call does not do is left out: it costs also where it is jumped over.
+enum class Loads { kGathered, kBoxes, kAny };
+
 // One of the four loading warps. Each serves one half of the columns of one of the two KV buffers, by itself: a warp
 // that served more would sit in one wait while another place falls free.
-// kBoxes: the call may use boxes; common calls then do, and others ask.
-template <Options kOptions, bool kBoxes>
+template <Options kOptions, Loads kLoads>
 class Loader {
  public:
   __device__ Loader(const Params& p, const Maps& maps, const Modes& modes, const SplitKvEntry& entry, uint8_t* base,
@@ -67,6 +117,7 @@ class Loader {
         part_(warp_ == 0 || warp_ == 3 ? kPartLeft : kPartRight) {}
 
   __device__ void run() {
+    if constexpr (kLoads == Loads::kBoxes) ask_first_loads();
     PieceWalkFor<kOptions> walk(entry_);
     int first_pages = speculate();
     Piece piece;
@@ -86,10 +137,20 @@ class Loader {
   static constexpr int kRowSteps = kHalfRows / 4;  // of four rows, which a warp copies at once
   static constexpr int kUnknown = INT32_MIN;
 
+  __device__ void ask_first_loads() {
+    int* asked = reinterpret_cast<int*>(base_ + kAsked);
+    if (warp_ == 0) {
+      const int value = ask_first(p_, maps_, modes_, entry_, shared_);
+      if (lane_ == 0) *asked = value;
+    }
+    attnops::sm90::named_barrier_sync(kAskedKnown, kGroupThreads);
+    asked_ = *asked;
+  }
+
   // Every second tile of the piece. Pages are looked up before they are needed.
   __device__ void load_tiles(const Piece& piece, int count, int first_pages) {
     const int32_t* cells = p_.page_table.row(piece.request);
-    if (kBoxes && (kOptions == Options::kCommon || modes_.use_boxes)) {
+    if (kLoads == Loads::kBoxes || (kLoads == Loads::kAny && modes_.use_boxes)) {
       load_boxed_tiles(piece, cells, count, first_pages);
     } else {
       load_gathered_tiles(piece, cells, count);
@@ -105,7 +166,7 @@ class Loader {
     row_pages(piece, cells, pages_of, pages);
     let_even_tile_go_first(count);
     for (int t = buffer_; t < piece.num_tiles; t += 2) {
-      const int step = t / 2, lane = (step << modes_.box_shift) % 32;
+      const int step = t / 2, lane = (step << box_shift()) % 32;
       if (lane == 0 && step > 0) {
         boxes = next_boxes;
         next_boxes = box_pages(piece, cells, step + steps_ahead());
@@ -113,7 +174,9 @@ class Loader {
       if (!boxed(piece, t)) {
         if (pages_of != t) row_pages(piece, cells, t, pages);
         gather_some(piece, t, pages);
-      } else if (modes_.box_shift == 0) {
+      } else if (asked_ & kAskedEven << buffer_) {
+        asked_ &= ~(kAskedEven << buffer_);
+      } else if (box_shift() == 0) {
         load_boxes(piece.first_tile + t, __shfl_sync(0xffffffffu, boxes, lane));
       } else {
         load_small_boxes(boxes, lane);
@@ -176,12 +239,15 @@ class Loader {
     }
   }
 
+  // A tile comes as 2^box_shift boxes.
+  __device__ int box_shift() const { return kLoads == Loads::kAny ? modes_.box_shift : 0; }
+
   // Steps whose pages are read at once, one a lane.
-  __device__ int steps_ahead() const { return 32 >> modes_.box_shift; }
+  __device__ int steps_ahead() const { return 32 >> box_shift(); }
 
   // The pages of this buffer's tiles from `step` on, one a lane.
   __device__ int box_pages(const Piece& piece, const int32_t* cells, int step) const {
-    const int t = buffer_ + 2 * (step + (lane_ >> modes_.box_shift)), tile = piece.first_tile + t;
+    const int t = buffer_ + 2 * (step + (lane_ >> box_shift())), tile = piece.first_tile + t;
     const bool needed = t < piece.num_tiles && boxed(piece, t);
     return needed ? cells[cell_of(tile)] : 0;
   }
@@ -192,18 +258,18 @@ class Loader {
   // Of this lane's box of a tile.
   __device__ int cell_of(int tile) const {
     if (modes_.tiles_per_page > 1) return tile / modes_.tiles_per_page;
-    return (tile << modes_.box_shift) + (lane_ & ((1 << modes_.box_shift) - 1));
+    return (tile << box_shift()) + (lane_ & ((1 << box_shift()) - 1));
   }
 
   // The pages of the part's first boxes, asked for together with the request's length instead of after it. They are
   // used only where the length allows. Batch-invariant plans may pass over a request that has more cuts than there is
   // room for, so there the first piece is not known yet.
   __device__ int speculate() const {
-    if (!kBoxes || !modes_.use_boxes || p_.fixed_split_tokens > 0) return kUnknown;
+    if (kLoads == Loads::kGathered || !modes_.use_boxes || p_.fixed_split_tokens > 0) return kUnknown;
     if (window_of<kOptions>(p_) >= 0 || p_.page_table.kv_indptr) return kUnknown;
     const int request = block_place(p_, entry_.begin_work).request;
     if (request >= p_.batch_size) return kUnknown;
-    const int cell = cell_of(entry_.begin_tile + buffer_ + 2 * (lane_ >> modes_.box_shift));
+    const int cell = cell_of(entry_.begin_tile + buffer_ + 2 * (lane_ >> box_shift()));
     return cell < p_.page_table.max_pages ? p_.page_table.row(request)[cell] : 0;
   }
 
@@ -256,11 +322,11 @@ class Loader {
     const uint32_t barrier = shared_ + barrier_full(buffer_, unit);
     if (lane_ == 0) expect(barrier, tiles);
 #pragma unroll 1
-    for (int i = 0; i < 1 << modes_.box_shift; ++i) {
+    for (int i = 0; i < 1 << box_shift(); ++i) {
       const int page = __shfl_sync(0xffffffffu, pages, lane + i);
       if (lane_ == 0) {
         for (int k = column; k < column + tiles; ++k) {
-          const uint32_t place = kv_tile(k) + i * (kTileBytes >> modes_.box_shift);
+          const uint32_t place = kv_tile(k) + i * (kTileBytes >> box_shift());
           attnops::sm90::copy_box(place, &maps_.kv, barrier, k * 64, 0, page, read_once_);
         }
       }
@@ -414,7 +480,7 @@ class Loader {
   __device__ void load_queries(const Piece& piece, int count) const {
     if (kOptions == Options::kCommon || modes_.queries_by_map) {
       // By a warp whose own first place, of an odd tile, is not free earlier than that of the queries.
-      if (warp_ == 3 && lane_ == 0) {
+      if (warp_ == 3 && lane_ == 0 && !(count == 0 && asked_ & kAskedQueries)) {
         mbarrier_wait(shared_ + kQueriesEmpty, (count & 1) ^ 1);
         copy_queries(p_, maps_, shared_, piece.request, piece.first_row);
       }
@@ -479,6 +545,7 @@ class Loader {
   const int buffer_;           // 0: even tiles of a piece, 1: odd ones
   const int part_;             // of the columns
   uint32_t empty_parity_ = 0;  // of the next phase
+  int asked_ = 0;              // Asked, of what is not yet passed over
 };
 
 }  // namespace attnops::mla_decode::sm90
