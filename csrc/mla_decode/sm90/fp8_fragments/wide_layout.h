@@ -39,8 +39,8 @@ struct WideShape {
   static constexpr int kConsumerThreads = kValueThreads + kGroupThreads;
   static constexpr int kThreads = kConsumerThreads + 32 * kLoadingWarps;
   // A CTA never has more registers than its launch took: 128 per thread.
-  static constexpr int kValueRegisters = kScaled ? 184 : 176, kScoreRegisters = kScaled ? 112 : 120;
-  static constexpr int kLoaderRegisters = kScaled ? 32 : 40;
+  static constexpr int kValueRegisters = kScaled ? 184 : 176, kScoreRegisters = kScaled ? 112 : 128;
+  static constexpr int kLoaderRegisters = 32;
   static_assert(2 * kValueRegisters + kScoreRegisters + kLoaderRegisters <= 4 * 128);
 
   static constexpr int kQueryPiece = kRows * 128;  // 64 columns of all rows, 16 bit
