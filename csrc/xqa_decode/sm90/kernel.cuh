@@ -285,9 +285,10 @@ class Consumer {
 
   __device__ __forceinline__ uint32_t probs() const { return shared_ + Shared::kProbs + prob_buffer_ * Tr::kProbBytes; }
 
-  // A warp is done with a unit.
+  // A warp is done with a unit. Where rows are gathered, ordinary writes come next, which are ordered only behind the
+  // reads of lanes that arrive.
   __device__ __forceinline__ void release(const RingPlace<Tr>& place) const {
-    if (threadIdx.x % 32 == 0) hopper::mbarrier_arrive(shared_ + Shared::kEmpty + place.slot * 8);
+    if (Tr::kGathers || threadIdx.x % 32 == 0) hopper::mbarrier_arrive(shared_ + Shared::kEmpty + place.slot * 8);
   }
 
   const Params& p_;
@@ -306,7 +307,7 @@ __device__ __forceinline__ void init_barriers(uint32_t shared) {
   using Shared = SharedLayout<Tr>;
   for (int i = 0; i < Tr::kUnits; ++i) {
     hopper::mbarrier_init(shared + Shared::kFull + 8 * i, Tr::kGathers ? 32 : 1);
-    hopper::mbarrier_init(shared + Shared::kEmpty + 8 * i, Tr::kWarps);
+    hopper::mbarrier_init(shared + Shared::kEmpty + 8 * i, Tr::kGathers ? Tr::kGroupThreads : Tr::kWarps);
   }
   hopper::mbarrier_init_fence();
 }

@@ -151,9 +151,9 @@ class TileLoop {
     return e;
   }
 
-  // A warp is done with a unit.
+  // A warp is done with a unit: all lanes say so where rows are gathered, as in the kernel of 16-bit pages.
   __device__ __forceinline__ void release() {
-    if (first_lane_) hopper::mbarrier_arrive(shared_ + Shared::kEmpty + place_.slot * 8);
+    if (Tr::kGathers || first_lane_) hopper::mbarrier_arrive(shared_ + Shared::kEmpty + place_.slot * 8);
     place_.advance();
   }
 
