@@ -1,10 +1,11 @@
 #pragma once
-#include "core/divisor.h"
 #include "core/report.h"
 #include "device/sm90/barrier.cuh"
 #include "device/sm90/copy.cuh"
 #include "device/sm90/wgmma.cuh"
+#include "mla_decode/sm90/first_loads.cuh"
 #include "mla_decode/sm90/layout.h"
+#include "mla_decode/sm90/modes.h"
 #include "mla_decode/sm90/pieces.cuh"
 
 // What the loading warpgroup does: queries and KV tiles of every piece into shared memory, each part as soon as the
@@ -13,86 +14,6 @@
 namespace attnops::mla_decode::sm90 {
 
 using attnops::sm90::mbarrier_wait;
-
-// Where rows of the pool begin, in units that divide both strides: 32 bits then reach as far as pools do.
-struct RowUnits {
-  uint32_t bytes = 0;  // of a unit; 0: they do not reach
-  uint32_t per_page = 0, per_token = 0;
-};
-
-// What the host has found out about the arguments.
-struct Modes {
-  bool use_boxes;       // whole tiles come by the copy engine
-  bool queries_by_map;  // and so do queries
-  bool out_aligned;     // rows of the output start on 16-byte boundaries
-  int tiles_per_page;   // of boxes, at least one
-  int box_shift;        // a tile comes as 2^box_shift boxes, one of each page
-  Divisor by_page_size;
-  RowUnits units;
-};
-
-struct Maps {
-  CUtensorMap kv, q, q_pe;
-};
-
-// The 64 rows of a block, by one thread. Rows beyond the last become zeros.
-__device__ inline void copy_queries(const Params& p, const Maps& maps, uint32_t shared, int request, int first_row) {
-  const uint32_t full = shared + kQueriesFull;
-  attnops::sm90::mbarrier_arrive_expect(full, kOperandBytes);
-  attnops::sm90::copy_box(shared + kQ + kRopeTile * kTileBytes, p.q_pe ? &maps.q_pe : &maps.q, full,
-                          p.q_pe ? 0 : kHeadDimV, first_row, request);
-#pragma unroll 1
-  for (int k = 0; k < kTilesV; ++k) {
-    attnops::sm90::copy_box(shared + kQ + k * kTileBytes, &maps.q, full, k * 64, first_row, request);
-  }
-}
-
-// What a part has asked for before its loaders begin, as bits.
-enum Asked : int { kAskedQueries = 1, kAskedEven = 2, kAskedOdd = 4 };
-
-// Asks for a whole tile, by one lane; its place is free.
-__device__ inline void ask_tile(const Maps& maps, uint32_t shared, int buffer, int token, int page) {
-  const uint64_t read_once = attnops::sm90::l2_policy(true);
-#pragma unroll 1
-  for (int k = 0; k < kTilesQk; ++k) {
-    const int column = k == 0 ? kRopeTile : k - 1, unit = (k + 1) / 2;
-    const uint32_t barrier = shared + barrier_full(buffer, unit);
-    if (k == 0 || k % 2 == 1) {
-      attnops::sm90::mbarrier_arrive(barrier, kFullArrivals - 1);
-      attnops::sm90::mbarrier_arrive_expect(barrier, tiles_of_unit(unit) * kTileBytes);
-    }
-    attnops::sm90::copy_box(shared + kKv + buffer * kOperandBytes + column * kTileBytes, &maps.kv, barrier, column * 64,
-                            token, page, read_once);
-  }
-}
-
-// The first queries of a part and its first two tiles, if they are whole, by one warp: in as few instructions and
-// dependent reads as it takes, the plan's row, then length and pages, then boxes. Returns what it has asked for. Not
-// for batch-invariant plans, where the first piece is not known yet (Loader::speculate).
-__device__ inline int ask_first(const Params& p, const Maps& maps, const Modes& modes, const SplitKvEntry& entry,
-                                uint32_t shared) {
-  const int lane = threadIdx.x % 32, buffer = lane % 2;
-  const int begin_work = entry.begin_work, end_work = entry.end_work, end_tile = entry.end_tile;
-  if (begin_work == end_work && entry.begin_tile == end_tile) return 0;
-  if (p.fixed_split_tokens > 0 || p.page_table.kv_indptr) return 0;
-  const BlockPlace place = block_place(p, begin_work);
-  const int tile = entry.begin_tile + buffer;
-  const int cell = modes.tiles_per_page == 1 ? tile : tile / modes.tiles_per_page;
-  const int token = modes.tiles_per_page == 1 ? 0 : (tile - cell * modes.tiles_per_page) * kPlanTileTokens;
-  const int page = cell < p.page_table.max_pages ? p.page_table.row(place.request)[cell] : 0;
-  const int length = p.cache_seqlens[place.request];
-  if (lane == 2) copy_queries(p, maps, shared, place.request, place.block * kPlanRows);
-  __syncwarp();
-  const bool in_piece = end_work != begin_work || tile < end_tile;
-  const bool whole = in_piece && (tile + 1) * kPlanTileTokens <= length;
-  const int tiles = __ballot_sync(0xffffffffu, whole) & 3;
-#pragma unroll 1
-  for (int i = 0; i < 2; ++i) {
-    if (lane == i && whole) ask_tile(maps, shared, buffer, token, page);
-    __syncwarp();
-  }
-  return kAskedQueries | tiles * kAskedEven;
-}
 
 // How tiles come: all row by row; by boxes, but for those that are not read whole; or as Modes say, also by boxes of
 // pages smaller than a tile. Code for what a call does not do is left out: it costs also where it is jumped over.

@@ -67,7 +67,7 @@ class Loader : QuarterPages<Paging> {
  private:
   static constexpr bool kBringsQueries = At::kRows > few_rows::kMaxRows;  // through the ring: wide.cuh
 
-  __device__ void run(Walk<At> walk, const SplitKvEntry& entry, int first_request, bool has_queries) {
+  __device__ void run(Walk<At> walk, const SplitKvEntry& entry, int first_request, [[maybe_unused]] bool has_queries) {
     int first_page = speculate(first_request, entry.begin_tile);
     Piece piece;
     while (walk.next(p_, piece)) {

@@ -2,7 +2,7 @@
 #include "device/sm90/barrier.cuh"
 #include "device/sm90/copy.cuh"
 #include "device/sm90/wgmma.cuh"
-#include "mla_decode/sm90/load.cuh"
+#include "mla_decode/sm90/modes.h"
 #include "mla_decode/sm90/pieces.cuh"
 #include "mla_decode/sm90/ring/layout.h"
 

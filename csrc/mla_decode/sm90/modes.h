@@ -1,0 +1,29 @@
+#pragma once
+#include <cuda.h>
+
+#include "core/divisor.h"
+
+namespace attnops::mla_decode::sm90 {
+
+// Where rows of the pool begin, in units that divide both strides: 32 bits then reach as far as pools do.
+struct RowUnits {
+  uint32_t bytes = 0;  // of a unit; 0: they do not reach
+  uint32_t per_page = 0, per_token = 0;
+};
+
+// What the host has found out about the arguments.
+struct Modes {
+  bool use_boxes;       // whole tiles come by the copy engine
+  bool queries_by_map;  // and so do queries
+  bool out_aligned;     // rows of the output start on 16-byte boundaries
+  int tiles_per_page;   // of boxes, at least one
+  int box_shift;        // a tile comes as 2^box_shift boxes, one of each page
+  Divisor by_page_size;
+  RowUnits units;
+};
+
+struct Maps {
+  CUtensorMap kv, q, q_pe;
+};
+
+}  // namespace attnops::mla_decode::sm90
