@@ -158,7 +158,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         self._cap = logits_soft_cap or 0.0
         self._scale = head_dim**-0.5 if sm_scale is None else sm_scale
         lengths = _lengths(name, self._indptr, last, page_size)
-        key = {
+        key: dict[str, Any] = {
             "batch_size": lengths.shape[0],
             "seqlen_q": q_len_per_req,
             "num_q_heads": num_qo_heads,
