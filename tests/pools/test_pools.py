@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from attnops import reference
@@ -149,3 +151,51 @@ def test_a_layer_that_the_pool_does_not_hold_is_refused():
         for layer_id in others:
             with pytest.raises(ValueError, match=f"layer_id must be .*{held}, the pool's, got {layer_id}"):
                 pool.get_kv_buffer(layer_id)
+
+
+def replace_one(pool):
+    name = "kv_buffer" if isinstance(pool, MLATokenToKVPool) else "v_buffer"
+    buffers = getattr(pool, name)
+    buffers[1] = torch.empty_like(buffers[1])
+
+
+def replace_all(pool):
+    name = "kv_buffer" if isinstance(pool, MLATokenToKVPool) else "k_buffer"
+    setattr(pool, name, [torch.empty_like(pages) for pages in getattr(pool, name)])
+
+
+@pytest.mark.parametrize("replace", [replace_one, replace_all])
+@pytest.mark.parametrize("kind", ["mha", "mla", "full", "window"])
+def test_replaced_buffers_are_counted(kind, replace):
+    if kind == "mla":
+        pool = part = MLATokenToKVPool(128, 64, torch.bfloat16, 2)
+    elif kind == "mha":
+        pool = part = MHATokenToKVPool(64, 16, torch.bfloat16, 2, 32, 2)
+    else:
+        pool = SWAKVPool(64, 32, 16, torch.bfloat16, 2, 32, [0, 1], [2, 3])
+        part = pool.full_kv_pool if kind == "full" else pool.swa_kv_pool
+    for _ in range(3):
+        before = pool.buffers_version
+        assert pool.buffers_version == before
+        replace(part)
+        assert pool.buffers_version > before
+    layer_id = 3 if kind == "window" else 1
+    assert pool.get_kv_buffer(layer_id)[0].data_ptr() == part.get_kv_buffer(1)[0].data_ptr()
+
+
+def test_a_pool_keeps_one_buffer_per_layer():
+    pool = MHATokenToKVPool(64, 16, torch.bfloat16, 2, 32, 2)
+    pages = pool.k_buffer[0]
+    with pytest.raises(TypeError, match="each of its 2 layers"):
+        pool.k_buffer.append(pages)
+    with pytest.raises(TypeError, match="each of its 2 layers"):
+        del pool.k_buffer[0]
+    with pytest.raises(TypeError, match="each of its 2 layers"):
+        pool.k_buffer[:] = [pages]
+    with pytest.raises(ValueError, match="2 layers need as many buffers, got 3"):
+        pool.k_buffer = [pages] * 3
+    copied = copy.deepcopy(pool)
+    assert len(copied.k_buffer) == 2 and copied.k_buffer[0].data_ptr() != pages.data_ptr()
+    before = pool.buffers_version
+    copied.k_buffer[0] = pages
+    assert pool.buffers_version == before < copied.buffers_version

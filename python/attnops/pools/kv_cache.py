@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -16,8 +17,44 @@ if TYPE_CHECKING:
 MLA_FP8_ROW_BYTES = 656  # 512 e4m3, 4 float32 scales (one per 128), 64 bf16 rotary
 
 
+class Replacements:
+    """How often a pool's buffers were replaced."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class LayerBuffers(list[Tensor]):
+    """A pool's tensors, one per layer. A tensor may be replaced, which counts; there are always as many."""
+
+    def __init__(self, tensors: Iterable[Tensor], replacements: Replacements) -> None:
+        super().__init__(tensors)
+        self._replacements = replacements
+
+    def __setitem__(self, place: SupportsIndex | slice, value: Any) -> None:
+        length = len(self)
+        replaced = list(self)
+        replaced[place] = value
+        if len(replaced) != length:
+            self._refuse()
+        super().__setitem__(place, value)
+        self._replacements.count += 1
+
+    def __reduce__(self) -> tuple[type, tuple[list[Tensor], Replacements]]:  # a copy is not made by append
+        return LayerBuffers, (list(self), self._replacements)
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise TypeError(f"attnops: a pool has one buffer for each of its {len(self)} layers: replace them by index")
+
+    append = extend = insert = pop = remove = clear = reverse = sort = _refuse
+    __delitem__ = __iadd__ = __imul__ = _refuse
+
+
 class KVCache:
     """What every pool has. Its memory starts uninitialized: a backend never uses what no token was stored to.
+
+    Buffers may be replaced (``pool.k_buffer[0] = pages``): who holds their addresses asks `buffers_version`. Other
+    memory under the same tensor (``pages.set_(...)``) is not counted.
 
     Attributes:
         slot_map: int32 ``[slots]``: slot of this pool to slot of its sliding-window part (-1: not there); None where
@@ -43,6 +80,20 @@ class KVCache:
         self.dtype = dtype
         self.layer_num, self.start_layer = layer_num, start_layer
         self.device = torch.device(device)
+        self._replacements = Replacements()
+
+    @property
+    def buffers_version(self) -> int:
+        """How often a buffer of the pool was replaced."""
+        return self._replacements.count
+
+    def _replace(self, buffers: Iterable[Tensor]) -> LayerBuffers:
+        """All buffers of one kind are replaced by others, one per layer."""
+        tensors = list(buffers)
+        if len(tensors) != self.layer_num:
+            raise ValueError(f"attnops: the pool's {self.layer_num} layers need as many buffers, got {len(tensors)}")
+        self._replacements.count += 1
+        return LayerBuffers(tensors, self._replacements)
 
     def get_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]:
         """The pages of K and V of a layer."""
@@ -104,6 +155,24 @@ class MHATokenToKVPool(KVCache):
         self.k_buffer = [self._pages(self.head_dim) for _ in range(layer_num)]
         self.v_buffer = [self._pages(self.v_head_dim) for _ in range(layer_num)]
 
+    @property
+    def k_buffer(self) -> LayerBuffers:
+        """The pages of K, by layer."""
+        return self._k_buffer
+
+    @k_buffer.setter
+    def k_buffer(self, buffers: Iterable[Tensor]) -> None:
+        self._k_buffer = self._replace(buffers)
+
+    @property
+    def v_buffer(self) -> LayerBuffers:
+        """The pages of V, by layer."""
+        return self._v_buffer
+
+    @v_buffer.setter
+    def v_buffer(self, buffers: Iterable[Tensor]) -> None:
+        self._v_buffer = self._replace(buffers)
+
     def _pages(self, head_dim: int) -> Tensor:
         options = {"dtype": self.dtype, "device": self.device}
         if self._layout == "HND":
@@ -113,7 +182,7 @@ class MHATokenToKVPool(KVCache):
 
     def get_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]:
         place = self._place_of(layer_id)
-        return self.k_buffer[place], self.v_buffer[place]
+        return self._k_buffer[place], self._v_buffer[place]
 
     def set_kv_buffer(
         self,
@@ -163,9 +232,18 @@ class MLATokenToKVPool(KVCache):
         shape = (self.num_pages, page_size, self.kv_cache_dim)
         self.kv_buffer = [torch.empty(shape, dtype=dtype, device=self.device) for _ in range(layer_num)]
 
+    @property
+    def kv_buffer(self) -> LayerBuffers:
+        """The latents, by layer."""
+        return self._kv_buffer
+
+    @kv_buffer.setter
+    def kv_buffer(self, buffers: Iterable[Tensor]) -> None:
+        self._kv_buffer = self._replace(buffers)
+
     def get_latent_buffer(self, layer_id: int) -> Tensor:
         """``[num_pages, page_size, 576]``, or uint8 ``[num_pages, page_size, 656]``."""
-        return self.kv_buffer[self._place_of(layer_id)]
+        return self._kv_buffer[self._place_of(layer_id)]
 
     def get_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]:
         """K ``[num_pages, page_size, 1, 576]`` and V, its first 512 dimensions; not for 656-byte rows."""

@@ -47,9 +47,12 @@ class SWAKVPool(KVCache):
         super().__init__(size, page_size, dtype, layer_num, device)
 
         def pool(tokens: int, layers: Sequence[int]) -> MHATokenToKVPool:
-            return MHATokenToKVPool(
+            part = MHATokenToKVPool(
                 tokens, page_size, dtype, head_num, head_dim, len(layers), device, v_head_dim, 0, layout
             )
+            part._replacements = self._replacements  # one count for both parts
+            part.k_buffer, part.v_buffer = part.k_buffer, part.v_buffer
+            return part
 
         self.full_kv_pool = pool(size, full_attention_layer_ids)
         self.swa_kv_pool = pool(size_swa, swa_attention_layer_ids)
