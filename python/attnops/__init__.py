@@ -13,7 +13,7 @@ cuda_unavailable_reason = _load.cuda_unavailable_reason
 
 # Imported when first used, so that `import attnops` costs the ops only.
 _SUBMODULES = frozenset(
-    {"backends", "compat", "explain", "info", "layers", "metadata", "pools", "reference", "report", "types"}
+    {"backends", "compat", "explain", "graphs", "info", "layers", "metadata", "pools", "reference", "report", "types"}
 )
 
 

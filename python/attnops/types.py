@@ -2,70 +2,18 @@
 
 from __future__ import annotations
 
-import enum
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:  # held by a batch, never called from here
-    from attnops.backends.base import AttentionBackend
-    from attnops.pools import KVCache
+from attnops.modes import AttentionType, ForwardMode
 
 MLA_KV_LORA_RANK = 512
 MLA_ROPE_DIM = 64
-
-
-class ForwardMode(enum.IntEnum):
-    """What the tokens of a step are. Names and predicates as in SGLang."""
-
-    EXTEND = 1  # new tokens of each request after a cached prefix, which may be empty; ragged
-    DECODE = 2  # one new token per request
-    MIXED = 3  # EXTEND in which some requests bring one token: chunked prefill beside decode
-    IDLE = 4  # no token: a rank that only takes part in collectives
-    TARGET_VERIFY = 5  # speculative decoding, target: `tokens_per_request` draft tokens, causal or a tree
-    DRAFT_EXTEND = 6  # speculative decoding, draft: the accepted tokens, ragged or `tokens_per_request` each
-
-    def is_extend(self) -> bool:
-        return self in (
-            ForwardMode.EXTEND,
-            ForwardMode.MIXED,
-            ForwardMode.DRAFT_EXTEND,
-            ForwardMode.TARGET_VERIFY,
-        )
-
-    is_prefill = is_extend
-
-    def is_decode(self) -> bool:
-        return self is ForwardMode.DECODE
-
-    def is_idle(self) -> bool:
-        return self is ForwardMode.IDLE
-
-    def is_decode_or_idle(self) -> bool:
-        return self in (ForwardMode.DECODE, ForwardMode.IDLE)
-
-    def is_mixed(self) -> bool:
-        return self is ForwardMode.MIXED
-
-    def is_target_verify(self) -> bool:
-        return self is ForwardMode.TARGET_VERIFY
-
-    def is_draft_extend(self) -> bool:
-        return self is ForwardMode.DRAFT_EXTEND
-
-    def is_speculative(self) -> bool:
-        return self in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
-
-
-class AttentionType(enum.Enum):
-    """Which keys a layer's queries see. Names as in SGLang."""
-
-    DECODER = "decoder"  # causal, through the paged cache
-    DECODER_BIDIRECTIONAL = "decoder_bidirectional"  # every key of the request, through the paged cache
-    ENCODER_ONLY = "encoder_only"  # every key of the request, straight from k and v: no cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +141,36 @@ class Limits:
             _require(got <= limit, f"attnops: {got} tokens per request, above max_tokens_per_request = {limit}")
 
 
+class AttentionLayer(Protocol):
+    """What a pool asks of a layer."""
+
+    layer_id: int
+
+
+class TokenPool(Protocol):
+    """What a batch's cache is to those who only hold it; `attnops.pools.KVCache` is one."""
+
+    page_size: int
+    num_pages: int
+    dtype: torch.dtype
+    slot_map: Tensor | None
+
+    def get_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]: ...
+
+
+class LayerServer(Protocol):
+    """What answers a layer; arguments as of `attnops.backends.AttentionBackend.forward`."""
+
+    @property
+    def forward(self) -> Callable[..., Tensor]: ...
+
+
+class StepBackend(LayerServer, Protocol):
+    """What serves a batch's step; `attnops.backends.AttentionBackend` is one."""
+
+    def init_forward_metadata(self, batch: AttentionBatch) -> None: ...
+
+
 @dataclass(kw_only=True)
 class AttentionBatch:
     """One step of the model, as attention sees it (SGLang: `ForwardBatch`). Lengths live on the device only.
@@ -230,8 +208,8 @@ class AttentionBatch:
     max_cache_seqlen: int | None = None
     positions: Tensor | None = None
     tree_mask: Tensor | None = None
-    token_to_kv_pool: KVCache | None = None
-    attn_backend: AttentionBackend | None = None
+    token_to_kv_pool: TokenPool | None = None
+    attn_backend: StepBackend | None = None
 
     def __post_init__(self) -> None:
         mode = self.forward_mode

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attnops.backends import Machine, get_backend_class, registered_names
+from attnops.backends import HybridAttnBackend, Machine, get_backend_class, registered_names
 from attnops.types import AttentionSpec, AttentionType, ForwardMode
 from checks import MAX_RELATIVE_ERROR, relative_error
 from graph_tape import GraphTape
@@ -237,6 +237,27 @@ def test_an_out_of_the_callers_is_written(name):
     result = backend.forward(step.q, step.k, v, step.layer, step.batch, out=out)
     assert result is out
     assert relative_error(out.view_as(step.expected), step.expected) <= MAX_RELATIVE_ERROR[model.spec.dtype]
+
+
+@pytest.mark.parametrize("name", backends())
+def test_forward_decode_and_forward_extend_make_their_out_and_return_it(name):
+    model = model_of(name)
+    for hybrid in (False, True):
+        backend = build(name, model)
+        backend = HybridAttnBackend(backend, backend) if hybrid else backend
+        for mode, uniform in ((ForwardMode.DECODE, True), (ragged_mode(name), False)):
+            step = make_step(model, mode, [9, 30], [1, 1], uniform=uniform)
+            backend.init_forward_metadata(step.batch)
+            decodes = mode is ForwardMode.DECODE
+            serve, refuse = (backend.forward_decode, backend.forward_extend)[:: 1 if decodes else -1]
+            v = None if model.spec.is_mla else step.v
+            made = serve(step.q, step.k, v, step.layer, step.batch)
+            assert relative_error(made.view_as(step.expected), step.expected) <= MAX_RELATIVE_ERROR[model.spec.dtype]
+            given = torch.full_like(made, float("nan"))
+            assert serve(step.q, step.k, v, step.layer, step.batch, out=given) is given
+            assert torch.equal(given, made)
+            with pytest.raises(ValueError, match=r"forward_(decode|extend) takes"):
+                refuse(step.q, step.k, v, step.layer, step.batch)
 
 
 @pytest.mark.parametrize("name", backends())

@@ -52,11 +52,8 @@ def a_backend(name: str, **capability):
 
         def init_forward_metadata_in_graph(self, batch): ...
 
-        def forward_decode(self, q, k, v, layer, batch, save_kv_cache=True, **rest):
-            rest["out"].fill_(1)
-
-        def forward_extend(self, q, k, v, layer, batch, save_kv_cache=True, **rest):
-            rest["out"].fill_(2)
+        def attend(self, call):
+            call.out.fill_(1 if call.batch.forward_mode is ForwardMode.DECODE else 2)
 
     return Backend
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -314,3 +316,40 @@ def test_rows_of_another_width_are_refused_by_name(name, mode):
         expected = rf"{wrong}.*must have shape \[num_tokens, {tensor.shape[1]}\].*got \[1, {tensor.shape[1] - 1}\]"
         with pytest.raises((ValueError, RuntimeError), match=expected):
             layer(*{**rows, wrong: tensor[:, :-1]}.values(), batch)
+
+
+def test_names_of_sglang_follow_the_layers_own():
+    layer = RadixAttention(HEADS, DIM, 0.2, KV_HEADS, 0, v_head_dim=16)
+    assert (layer.tp_q_head_num, layer.tp_k_head_num, layer.tp_v_head_num) == (HEADS, KV_HEADS, KV_HEADS)
+    assert (layer.qk_head_dim, layer.v_head_dim, layer.is_cross_attention) == (DIM, 16, False)
+    with pytest.raises(AttributeError):
+        layer.is_cross_attention = True
+    layer.num_heads = 8
+    assert layer.tp_q_head_num == 8
+
+
+def test_scales_as_floats_are_those_of_the_layers_version():
+    layer = RadixAttention(HEADS, DIM, 0.2, KV_HEADS, 0, k_scale=torch.tensor([0.5]))
+    assert layer.k_scale_float == 0.5 and layer.v_scale_float is None
+    assert layer._scale_floats["k_scale"][0] == layer.version, "a read is no change"
+    layer.k_scale = torch.tensor([0.25])
+    assert layer.k_scale_float == 0.25
+    layer.v_scale = torch.tensor([1.0, 2.0])
+    with pytest.raises(ValueError, match=r"v_scale of layer 0 has 2 values"):
+        _ = layer.v_scale_float
+
+
+def test_a_tracer_sees_the_layer_as_a_module():
+    class Tracer(torch.fx.Tracer):
+        def is_leaf_module(self, module, name):
+            return isinstance(module, RadixAttention)
+
+    graph = Tracer().trace(TinyModel(), concrete_args={"batch": None})
+    assert [node.target for node in graph.nodes if node.op == "call_module"] == ["attention.0", "attention.1"]
+    assert "__call__" not in RadixAttention.__dict__
+
+
+def test_graphs_are_reachable_from_the_package():
+    code = "import attnops, sys; assert 'attnops.graphs' not in sys.modules; print(attnops.graphs.GraphRunner.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "GraphRunner"

@@ -14,8 +14,8 @@ from attnops.graph_buffers import PagedStep
 from attnops.metadata.fmha_plan import FmhaPlan
 from attnops.metadata.plan import MlaDecodePlan, XqaDecodePlan
 from attnops.plan_buffers import DecodePlan, TokenBlocks
-from attnops.pools import KVCache, MLATokenToKVPool
-from attnops.types import AttentionBatch
+from attnops.pools import MLATokenToKVPool
+from attnops.types import AttentionBatch, TokenPool
 
 if TYPE_CHECKING:
     from attnops.layers.radix_attention import RadixAttention
@@ -38,7 +38,7 @@ def plan_of(layer: RadixAttention, plans: Mapping[int, Plan]) -> Plan:
     return plan
 
 
-def _cache_of(layer: RadixAttention, batch: AttentionBatch, step: PagedStep) -> tuple[KVCache, Tensor]:
+def _cache_of(layer: RadixAttention, batch: AttentionBatch, step: PagedStep) -> tuple[TokenPool, Tensor]:
     """The batch's pool, and the page table that leads to the layer's pages in it."""
     pool = batch.token_to_kv_pool
     assert pool is not None, "PagedBuffers.build has checked"
@@ -47,7 +47,7 @@ def _cache_of(layer: RadixAttention, batch: AttentionBatch, step: PagedStep) -> 
     return pool, table
 
 
-def _scales(layer: RadixAttention, pool: KVCache) -> tuple[Tensor | None, Tensor | None]:
+def _scales(layer: RadixAttention, pool: TokenPool) -> tuple[Tensor | None, Tensor | None]:
     """Of K and V: a layer's scales belong to an FP8 cache."""
     return (layer.k_scale, layer.v_scale) if pool.dtype in FP8 else (None, None)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,26 @@ if TYPE_CHECKING:
     from attnops.layers.radix_attention import RadixAttention
 
 DECODE, IDLE = ForwardMode.DECODE, ForwardMode.IDLE  # looked up once, not in every layer
+
+
+@dataclass(slots=True)  # not frozen: that doubles what making one costs, in every layer
+class LayerCall:
+    """One layer's call of a step, as `AttentionBackend.forward` has checked it.
+
+    Attributes:
+        q, k, v, layer, batch, save_kv_cache, q_rope, k_rope: As of `RadixAttention.forward`.
+        out: ``[num_tokens, num_heads * v_head_dim]``, to be written.
+    """
+
+    q: Tensor
+    k: Tensor | None
+    v: Tensor | None
+    layer: RadixAttention
+    batch: AttentionBatch
+    save_kv_cache: bool
+    q_rope: Tensor | None
+    k_rope: Tensor | None
+    out: Tensor
 
 
 class AttentionBackend(ABC):
@@ -114,48 +135,38 @@ class AttentionBackend(ABC):
         """
         if out is None:
             out = q.new_empty(q.shape[0], layer.num_heads * layer.v_head_dim)
-        mode = batch.forward_mode
-        if mode is IDLE or batch.num_tokens == 0:
+        if batch.forward_mode is IDLE or batch.num_tokens == 0:
             return out.zero_()  # an idle rank's rows are padding
         if q.shape[0] != batch.num_tokens:
             raise ValueError(
                 f"attnops: q.shape[0] must be {batch.num_tokens} (num_tokens of the step), got {q.shape[0]}"
             )
-        serve = self.forward_decode if mode is DECODE else self.forward_extend
-        serve(q, k, v, layer, batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope, out=out)
+        self.attend(LayerCall(q, k, v, layer, batch, save_kv_cache, q_rope, k_rope, out))
         return out
 
-    @abstractmethod
     def forward_decode(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: RadixAttention,
-        batch: AttentionBatch,
-        save_kv_cache: bool = True,
-        *,
-        q_rope: Tensor | None = None,
-        k_rope: Tensor | None = None,
-        out: Tensor,
-    ) -> None:
-        """`forward` of a DECODE batch: one new token per request."""
+        self, q: Tensor, k: Any, v: Any, layer: RadixAttention, batch: AttentionBatch, *args: Any, **options: Any
+    ) -> Tensor:
+        """`forward` of a DECODE batch: one new token per request. Arguments and result as of `forward`.
+
+        Raises:
+            ValueError: the batch is another mode's.
+        """
+        if not batch.forward_mode.is_decode_or_idle():
+            raise ValueError(f"attnops: forward_decode takes a DECODE batch, got {batch.forward_mode.name}")
+        return self.forward(q, k, v, layer, batch, *args, **options)
+
+    def forward_extend(
+        self, q: Tensor, k: Any, v: Any, layer: RadixAttention, batch: AttentionBatch, *args: Any, **options: Any
+    ) -> Tensor:
+        """`forward` of every other batch: EXTEND, MIXED, TARGET_VERIFY, DRAFT_EXTEND. As `forward_decode`."""
+        if batch.forward_mode is DECODE:
+            raise ValueError("attnops: forward_extend takes any batch but DECODE's, which is forward_decode's")
+        return self.forward(q, k, v, layer, batch, *args, **options)
 
     @abstractmethod
-    def forward_extend(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: RadixAttention,
-        batch: AttentionBatch,
-        save_kv_cache: bool = True,
-        *,
-        q_rope: Tensor | None = None,
-        k_rope: Tensor | None = None,
-        out: Tensor,
-    ) -> None:
-        """`forward` of every other batch that has tokens: EXTEND, MIXED, TARGET_VERIFY, DRAFT_EXTEND."""
+    def attend(self, call: LayerCall) -> None:
+        """Serves one layer of a step that has tokens: stores what is new, attends, writes ``call.out``."""
 
 
 def is_causal(layer: RadixAttention) -> bool:

@@ -15,7 +15,8 @@ from attnops.graph_buffers import PagedStep
 from attnops.metadata.plan import MlaDecodePlan
 from attnops.ops.layer_call import bind_mla_layer, bind_xqa_layer, mla_layer, repeatable, xqa_layer
 from attnops.plan_buffers import DecodePlan, TokenBlocks
-from attnops.pools import KVCache, MHATokenToKVPool, MLATokenToKVPool, SWAKVPool
+from attnops.pools import MHATokenToKVPool, MLATokenToKVPool, SWAKVPool
+from attnops.types import TokenPool
 
 if TYPE_CHECKING:
     from attnops.layers.radix_attention import RadixAttention
@@ -35,7 +36,7 @@ class BoundLayer:
     """
 
     version: int
-    pool: KVCache
+    pool: TokenPool
     call: Callable[..., None]
     keeps: tuple[object, ...]
     windowed: bool
@@ -52,7 +53,7 @@ def _holder(layer: RadixAttention, name: str) -> Mapping[str, Tensor | None] | N
 
 def bind_layer(
     layer: RadixAttention,
-    pool: KVCache | None,
+    pool: TokenPool | None,
     step: PagedStep,
     plans: dict[int, DecodePlan],
     blocks: TokenBlocks | None,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attnops import ops
+from attnops.backends.base import LayerCall
 from attnops.backends.bound_layer import BoundLayer, bind_layer
 from attnops.backends.prepared import PreparedStep
 from attnops.backends.store import heads
@@ -157,6 +158,11 @@ class DecodeSteps:
         if blocks is not None:
             blocks.scatter(rows, tokens)
         return out
+
+    def attend(self, call: LayerCall) -> None:
+        """`forward` of a call that was made by `AttentionBackend.forward`."""
+        options = {"q_rope": call.q_rope, "k_rope": call.k_rope, "out": call.out}
+        self.forward(call.q, call.k, call.v, call.layer, call.batch, call.save_kv_cache, **options)
 
     def _make(self, batch: AttentionBatch, paged: PagedStep) -> DecodeStep:
         if batch.is_uniform:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from attnops.backends.base import AttentionBackend
+from attnops.backends.base import AttentionBackend, LayerCall
 from attnops.backends.decode_steps import DecodeSteps
 from attnops.backends.mla_capability import mla_capability
 from attnops.backends.registry import register_attention_backend
@@ -35,8 +33,5 @@ class FlashMLABackend(AttentionBackend):
     def init_forward_metadata_in_graph(self, batch: AttentionBatch) -> None:
         self._steps.in_graph(batch)
 
-    def forward_decode(self, *args: Any, **options: Any) -> None:
-        self._steps.forward(*args, **options)
-
-    def forward_extend(self, *args: Any, **options: Any) -> None:
-        self._steps.forward(*args, **options)
+    def attend(self, call: LayerCall) -> None:
+        self._steps.attend(call)

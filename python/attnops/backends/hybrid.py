@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from attnops.backends.base import AttentionBackend
+from attnops.backends.base import AttentionBackend, LayerCall
 from attnops.types import AttentionBatch, ForwardMode
 
 if TYPE_CHECKING:
@@ -77,22 +77,10 @@ class HybridAttnBackend(AttentionBackend):
         self.prefill_backend.raise_on_fault()
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: RadixAttention,
-        batch: AttentionBatch,
-        save_kv_cache: bool = True,
-        *,
-        q_rope: Tensor | None = None,
-        k_rope: Tensor | None = None,
-        out: Tensor | None = None,
+        self, q: Tensor, k: Any, v: Any, layer: RadixAttention, batch: AttentionBatch, *args: Any, **options: Any
     ) -> Tensor:
-        forward = self._forward[batch.forward_mode]
-        return forward(q, k, v, layer, batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope, out=out)
+        """As of `AttentionBackend.forward`, by the backend that serves the batch's mode."""
+        return self._forward[batch.forward_mode](q, k, v, layer, batch, *args, **options)
 
-    def forward_decode(self, *args: Any, **options: Any) -> None:
-        raise NotImplementedError("attnops: a hybrid's forward calls the backend that serves the batch's mode")
-
-    forward_extend = forward_decode
+    def attend(self, call: LayerCall) -> None:
+        self.select(call.batch.forward_mode).attend(call)

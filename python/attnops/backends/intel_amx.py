@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnops import ops
 from attnops.backends import attend
-from attnops.backends.base import AttentionBackend
+from attnops.backends.base import AttentionBackend, LayerCall
 from attnops.backends.capability import DECODER_MODES, FLOATS, Capability, HeadDims
 from attnops.backends.prepared import PreparedStep
 from attnops.backends.registry import register_attention_backend
@@ -25,9 +25,6 @@ from attnops.metadata.fmha_plan import FmhaPlan
 from attnops.metadata.plan import MlaDecodePlan
 from attnops.plan_buffers import BlockBuffers, DecodePlan, DecodePlans, TokenBlocks
 from attnops.types import AttentionBatch, AttentionSpec, AttentionType, Limits
-
-if TYPE_CHECKING:
-    from attnops.layers.radix_attention import RadixAttention
 
 StepKey = tuple[int, int, int, bool]
 
@@ -122,36 +119,22 @@ class IntelAMXAttnBackend(AttentionBackend):
             keys = cache_seqlens if step.paged.page_table is not None else None
             ops.fmha_plan(fmha_plan, step.paged.cu_seqlens_q, cache_seqlens=keys)
 
-    def forward_decode(self, *args: Any, **options: Any) -> None:
-        self.forward_extend(*args, **options)
-
-    def forward_extend(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: RadixAttention,
-        batch: AttentionBatch,
-        save_kv_cache: bool = True,
-        *,
-        q_rope: Tensor | None = None,
-        k_rope: Tensor | None = None,
-        out: Tensor,
-    ) -> None:
-        step, report = self._prepared.of(batch), self._buffers.report
+    def attend(self, call: LayerCall) -> None:
+        step, report = self._prepared.of(call.batch), self._buffers.report
+        q, k, v, layer, batch, out = call.q, call.k, call.v, call.layer, call.batch, call.out
         if self.spec.is_mla:
-            if save_kv_cache and k is not None:
-                store_mla(layer, batch, k, k_rope, report)
-            attend.mla_decode(q, q_rope, layer, batch, step.paged, step.decode, step.blocks, out, report)
+            if call.save_kv_cache and k is not None:
+                store_mla(layer, batch, k, call.k_rope, report)
+            attend.mla_decode(q, call.q_rope, layer, batch, step.paged, step.decode, step.blocks, out, report)
             return
-        if q_rope is not None or k_rope is not None:
+        if call.q_rope is not None or call.k_rope is not None:
             raise ValueError("attnops: q_rope and k_rope belong to MLA layers")
         if layer.attn_type is AttentionType.ENCODER_ONLY:
             if k is None or v is None:
                 raise ValueError("attnops: an encoder's layer needs k and v")
             attend.fmha_varlen(q, k, v, layer, step.paged, step.fmha, out, report)
             return
-        if save_kv_cache and k is not None:
+        if call.save_kv_cache and k is not None:
             if v is None:
                 raise ValueError("attnops: a layer that stores k needs v")
             store_kv(layer, batch, step.paged, k, v, report)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from attnops.graph_buffers import PagedStep
-from attnops.pools import KVCache, MHATokenToKVPool, MLATokenToKVPool, SWAKVPool
-from attnops.types import AttentionBatch
+from attnops.pools import MHATokenToKVPool, MLATokenToKVPool, SWAKVPool
+from attnops.types import AttentionBatch, TokenPool
 
 if TYPE_CHECKING:
     from attnops.layers.radix_attention import RadixAttention
@@ -33,7 +33,7 @@ def heads(name: str, tensor: Tensor, num_heads: int, head_dim: int) -> Tensor:
     return tensor.view(tensor.shape[0], num_heads, head_dim)
 
 
-def uses_window_slots(layer: RadixAttention, pool: KVCache) -> bool:
+def uses_window_slots(layer: RadixAttention, pool: TokenPool) -> bool:
     """The layer's pages are those of a sliding-window pool, so its slots and page table are the translated ones."""
     return isinstance(pool, SWAKVPool) and pool.is_windowed(layer.layer_id)
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from attnops.backends.base import AttentionBackend, is_causal
+from attnops.backends.base import AttentionBackend, LayerCall, is_causal
 from attnops.backends.capability import DECODER_MODES, FLOATS, Capability, HeadDims
 from attnops.backends.prepared import PreparedStep
 from attnops.backends.registry import register_attention_backend
@@ -90,39 +90,25 @@ class TorchNativeAttnBackend(AttentionBackend):
         if not batch.forward_mode.is_idle():
             self._buffers.build(step, batch)
 
-    def forward_decode(self, *args: Any, **options: Any) -> None:
-        self.forward_extend(*args, **options)
-
-    def forward_extend(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: RadixAttention,
-        batch: AttentionBatch,
-        save_kv_cache: bool = True,
-        *,
-        q_rope: Tensor | None = None,
-        k_rope: Tensor | None = None,
-        out: Tensor,
-    ) -> None:
+    def attend(self, call: LayerCall) -> None:
+        q, layer, batch = call.q, call.layer, call.batch
         step = self._prepared.of(batch)
-        if q_rope is not None:
+        if call.q_rope is not None:
             q = torch.cat(
-                [q.reshape(q.shape[0], layer.num_heads, -1), q_rope.view(q.shape[0], layer.num_heads, -1)], -1
+                [q.reshape(q.shape[0], layer.num_heads, -1), call.q_rope.view(q.shape[0], layer.num_heads, -1)], -1
             )
         q = heads("q", q, layer.num_heads, layer.head_dim)
-        out = out.view(q.shape[0], layer.num_heads, layer.v_head_dim)
+        out = call.out.view(q.shape[0], layer.num_heads, layer.v_head_dim)
         rows = _rows_of_requests(batch, step)
         if layer.attn_type is AttentionType.ENCODER_ONLY:
-            assert k is not None and v is not None
+            assert call.k is not None and call.v is not None
             queries = _queries(q, batch, rows, batch.extend_seq_lens)
-            k = heads("k", k, layer.num_kv_heads, layer.head_dim)
-            v = heads("v", v, layer.num_kv_heads, layer.v_head_dim)
+            k = heads("k", call.k, layer.num_kv_heads, layer.head_dim)
+            v = heads("v", call.v, layer.num_kv_heads, layer.v_head_dim)
 
             chunks = _ragged_chunks(k, v, rows, queries)
         else:
-            self._store(layer, batch, step, k, v, k_rope, save_kv_cache)
+            self._store(call, step)
             queries = _queries(q, batch, rows, batch.cache_seqlens)
             chunks = self._paged_chunks(layer, batch, step, queries)
         result = _attend(queries, chunks, layer)
@@ -131,23 +117,14 @@ class TorchNativeAttnBackend(AttentionBackend):
         else:
             out.copy_(result[rows.request, rows.row])
 
-    def _store(
-        self,
-        layer: RadixAttention,
-        batch: AttentionBatch,
-        step: PagedStep,
-        k: Tensor | None,
-        v: Tensor | None,
-        k_rope: Tensor | None,
-        save_kv_cache: bool,
-    ) -> None:
-        if not save_kv_cache or k is None:
+    def _store(self, call: LayerCall, step: PagedStep) -> None:
+        if not call.save_kv_cache or call.k is None:
             return
         if self.spec.is_mla:
-            store_mla(layer, batch, k, k_rope, self._buffers.report)
+            store_mla(call.layer, call.batch, call.k, call.k_rope, self._buffers.report)
         else:
-            assert v is not None
-            store_kv(layer, batch, step, k, v, self._buffers.report)
+            assert call.v is not None
+            store_kv(call.layer, call.batch, step, call.k, call.v, self._buffers.report)
 
     def _paged_chunks(self, layer: RadixAttention, batch: AttentionBatch, step: PagedStep, queries: Queries) -> Chunks:
         """Keys and values from their pages, up to the longest length that the host cannot rule out."""

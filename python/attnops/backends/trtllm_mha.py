@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from attnops.backends.base import AttentionBackend
+from attnops.backends.base import AttentionBackend, LayerCall
 from attnops.backends.capability import FLOATS, Capability, HeadDims
 from attnops.backends.decode_steps import MODES, DecodeSteps
 from attnops.backends.registry import register_attention_backend
@@ -52,8 +50,5 @@ class TRTLLMHAAttnBackend(AttentionBackend):
     def init_forward_metadata_in_graph(self, batch: AttentionBatch) -> None:
         self._steps.in_graph(batch)
 
-    def forward_decode(self, *args: Any, **options: Any) -> None:
-        self._steps.forward(*args, **options)
-
-    def forward_extend(self, *args: Any, **options: Any) -> None:
-        self._steps.forward(*args, **options)
+    def attend(self, call: LayerCall) -> None:
+        self._steps.attend(call)

@@ -87,7 +87,7 @@ class PiecewiseRunner:
         with reporting(progress, len(self.sizes), "compiled pieces") as report:
             for done, size in enumerate(reversed(self.sizes), 1):
                 self._size = size
-                with forward_context(idle, self._layers, NoAttention()):  # type: ignore[arg-type]
+                with forward_context(idle, self._layers, NoAttention()):
                     self._call(size)
                 report(done, len(self.sizes), size)
         self._is_captured = True

@@ -20,7 +20,7 @@ from attnops.graphs.static_inputs import StaticInput
 from attnops.graphs.static_output import StaticOutput
 from attnops.graphs.token_step import BucketBatch, TokenStep
 from attnops.layers import RadixAttention, forward_context
-from attnops.types import AttentionBatch, ForwardMode
+from attnops.types import AttentionBatch, ForwardMode, LayerServer
 
 if TYPE_CHECKING:
     from attnops.backends.base import AttentionBackend
@@ -150,7 +150,7 @@ class AttentionCall:
         self._save_kv_cache, self._inputs = save_kv_cache, tuple(inputs)
         self._see(out.shape[0])
 
-    def run(self, backend: AttentionBackend, batch: AttentionBatch) -> None:
+    def run(self, backend: LayerServer, batch: AttentionBatch) -> None:
         """Of the batch's own tokens. The rest of `out` is zeros: what a graph left there before could be NaN."""
         if batch.num_tokens != self._tokens:
             self._see(batch.num_tokens)
@@ -175,7 +175,7 @@ class _CapturedStep:
     graphs: list[Recorder] = field(default_factory=list)
     calls: list[AttentionCall] = field(default_factory=list)
 
-    def replay(self, backend: AttentionBackend, batch: AttentionBatch) -> None:
+    def replay(self, backend: LayerServer, batch: AttentionBatch) -> None:
         for graph, call in zip(self.graphs, self.calls):
             graph.replay()
             call.run(backend, batch)
@@ -208,12 +208,12 @@ class _Cut:
         layer: RadixAttention,
         batch: AttentionBatch,
         save_kv_cache: bool = True,
-        *,
-        q_rope: Tensor | None = None,
-        k_rope: Tensor | None = None,
-        out: Tensor | None = None,
+        **options: Tensor | None,
     ) -> Tensor:
         """Arguments as of `AttentionBackend.forward`. Nothing is computed: a capture runs nothing anyway."""
+        q_rope, k_rope, out = (options.pop(name, None) for name in ("q_rope", "k_rope", "out"))
+        if options:
+            raise TypeError(f"attnops: attention takes no argument {', '.join(options)}")
         if out is None:
             # The graph's own memory: the model may keep it as long as any other value that it computes.
             out = q.new_empty(q.shape[0], layer.num_heads * layer.v_head_dim)

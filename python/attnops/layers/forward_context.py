@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnops.types import AttentionBatch
+from attnops.types import AttentionBatch, LayerServer
 
 if TYPE_CHECKING:
-    from attnops.backends.base import AttentionBackend
     from attnops.layers.radix_attention import RadixAttention
 
 
@@ -23,7 +22,7 @@ class ForwardContext:
 
     batch: AttentionBatch
     layers: Mapping[int, RadixAttention]
-    backend: AttentionBackend | None = None
+    backend: LayerServer | None = None
 
 
 # Of this thread (and of this task): two models may run side by side. Read by the op only, never by traced code.
@@ -68,7 +67,7 @@ def collect_layers(model: torch.nn.Module) -> dict[int, RadixAttention]:
 
 @contextlib.contextmanager
 def forward_context(
-    batch: AttentionBatch, layers: Mapping[int, RadixAttention], backend: AttentionBackend | None = None
+    batch: AttentionBatch, layers: Mapping[int, RadixAttention], backend: LayerServer | None = None
 ) -> Iterator[ForwardContext]:
     """Makes `batch` the running step. Needed around a compiled model; an eager one may pass the batch to its layers.
 

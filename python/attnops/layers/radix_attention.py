@@ -6,15 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules import module as nn_module
+from torch.compiler import is_compiling
 
 from attnops.layers.forward_context import ForwardContext, get_forward_context, kv_order
 from attnops.types import AttentionBatch, AttentionType
-
-# Of all modules, where nn.Module's own call looks for them.
-_GLOBAL_HOOKS = tuple(
-    getattr(nn_module, f"_global_{kind}_hooks") for kind in ("forward", "forward_pre", "backward", "backward_pre")
-)
 
 
 class RadixAttention(torch.nn.Module):
@@ -80,6 +75,7 @@ class RadixAttention(torch.nn.Module):
         self.logit_cap = float(logit_cap)
         self.sliding_window_size = -1 if sliding_window_size is None else sliding_window_size
         self.attn_type = attn_type
+        self._scale_floats: dict[str, tuple[int, float]] = {}
         for name, tensor in (("sinks", sinks), ("k_scale", k_scale), ("v_scale", v_scale)):
             if isinstance(tensor, torch.nn.Parameter):
                 self.register_parameter(name, tensor)  # the model's own, loaded with its weights
@@ -98,18 +94,56 @@ class RadixAttention(torch.nn.Module):
         super().register_parameter(name, param)
         self.__dict__["version"] = self.version + 1
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As nn.Module's, which takes longer to find that nobody hooks in: a tenth of an eager call."""
-        if (
-            self._forward_hooks
-            or self._forward_pre_hooks
-            or self._backward_hooks
-            or self._backward_pre_hooks
-            or self._compiled_call_impl is not None
-            or any(_GLOBAL_HOOKS)
-        ):
-            return super().__call__(*args, **kwargs)
-        return self.forward(*args, **kwargs)
+    # Names of SGLang.
+
+    @property
+    def tp_q_head_num(self) -> int:
+        return self.num_heads
+
+    @property
+    def tp_k_head_num(self) -> int:
+        return self.num_kv_heads
+
+    @property
+    def tp_v_head_num(self) -> int:
+        return self.num_kv_heads
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.head_dim
+
+    @property
+    def is_cross_attention(self) -> bool:
+        """False: the constructor refuses layers that look at another sequence's keys."""
+        return False
+
+    @property
+    def k_scale_float(self) -> float | None:
+        """`k_scale` on the host; None where there is none: read once per `version`, which waits for the device.
+
+        Raises:
+            ValueError: there is a scale per KV head.
+        """
+        return self._scale_float("k_scale")
+
+    @property
+    def v_scale_float(self) -> float | None:
+        """As `k_scale_float`, of `v_scale`."""
+        return self._scale_float("v_scale")
+
+    def _scale_float(self, name: str) -> float | None:
+        scale = getattr(self, name)
+        if scale is None:
+            return None
+        version, value = self._scale_floats.get(name, (-1, 0.0))
+        if version != self.version:
+            if scale.numel() != 1:
+                raise ValueError(
+                    f"attnops: {name} of layer {self.layer_id} has {scale.numel()} values, one per KV head"
+                )
+            value = float(scale)
+            self._scale_floats[name] = (self.version, value)
+        return value
 
     def forward(
         self,
@@ -136,7 +170,7 @@ class RadixAttention(torch.nn.Module):
         Returns:
             ``[num_tokens, num_heads * v_head_dim]`` in q's dtype.
         """
-        if torch.compiler.is_compiling():
+        if is_compiling():
             out = q.new_empty(q.shape[0], self.num_heads * self.v_head_dim)
             torch.ops.attnops.unified_attention_with_output(
                 q, k, v, out, kv_order(q.device), self.layer_id, save_kv_cache, q_rope, k_rope

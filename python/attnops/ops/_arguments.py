@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -61,6 +62,17 @@ def check_requests(op: str, batch_size: int, cache_seqlens: Tensor) -> None:
         raise ValueError(
             f"attnops::{op}: cache_seqlens.shape[0] must be {batch_size} as in its plan, got {cache_seqlens.shape[0]}"
         )
+
+
+def lse_like(q: Tensor, lse: Tensor | None, needed: bool) -> Tensor | None:
+    """The lse to write: the one given, or a new float32 of q's shape without its last dimension where one is needed."""
+    return q.new_empty(q.shape[:-1], dtype=torch.float32) if lse is None and needed else lse
+
+
+def add_sinks(lse: Tensor | None, sinks: Tensor | None) -> None:
+    """`sinks_in_lse`: the sinks' share into an lse. A row that sees no key stays at ``-inf``."""
+    if lse is not None and sinks is not None:
+        lse.copy_(torch.where(lse == -math.inf, lse, torch.logaddexp(lse, sinks)))
 
 
 def register_fake(op: str) -> None:

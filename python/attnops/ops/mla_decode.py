@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from attnops.metadata.plan import MLA_HEAD_DIM_V, MlaDecodePlan
 from attnops.metadata.plan_checks import check_plan_key
 from attnops.ops._arguments import (
+    add_sinks,
     by_request,
     check_requests,
     explain,
+    lse_like,
     names_its_arguments,
     register_fake,
     shape_by_request,
@@ -24,11 +24,7 @@ def mla_decode_plan(plan: MlaDecodePlan, cache_seqlens: Tensor) -> None:
     """Divide a batch's KV tiles over the parts of a plan, from the lengths alone, on the device.
 
     Args:
-        plan: Allocated by `MlaDecodePlan.allocate`; `tile_scheduler_metadata` and `num_splits` are rewritten.
-        cache_seqlens: int32 ``[B]``, the new tokens included; below zero counts as zero.
-
-    Raises:
-        RuntimeError, ValueError: naming the argument that does not fit.
+        plan: Allocated by `MlaDecodePlan.allocate`. The rest, and errors, as of `xqa_decode_plan`.
     """
     check_requests("mla_decode_plan", plan.batch_size, cache_seqlens)
     torch.ops.attnops.mla_decode_plan.default(
@@ -75,29 +71,17 @@ def mla_decode(
             ``[P, page_size, 656]``, rows of 512 e4m3, 4 float32 scales (one per 128) and 64 bfloat16. Last dim dense,
             any other strides, any page size. The first 512 of a row are also its value. The new tokens are stored
             already (`ops.store_mla_kv`).
-        page_table: int32 ``[B, max_pages]``; or, with `kv_indptr`, the flat ``[num_indices]``. Cells beyond a request's
-            length are not read.
-        cache_seqlens: int32 ``[B]``, the new tokens included. A request of length 0 gets zeros and ``-inf``.
         plan: Made by `mla_decode_plan` for these `cache_seqlens` and this geometry; its scratch is overwritten. In
             batch-invariant mode, a request longer than the plan's `max_seqlen_k` may find no room in it: its rows are
             then NaN, and a fault in `report`.
         softmax_scale: Multiplies ``<q, k>``. A model's is rarely ``1 / sqrt(576)``, so there is no default.
         q_pe: ``[B, S_q, H_q, 64]`` or ``[B * S_q, H_q, 64]`` in q's dtype, last dim dense: the rope part, not copied.
-        kv_indptr: int32 ``[B + 1]``: request b owns the cells ``[kv_indptr[b], kv_indptr[b + 1])`` of `page_table`.
-        causal: Row i sees keys up to its own position; False: all keys of the request.
-        window_left: Keys at positions ``[p - window_left, p]``; -1: off. Must be the plan's.
-        logit_cap: ``cap * tanh(score / cap)`` on scaled scores; 0: off.
-        sinks: float32 ``[H_q]``, a logit per head with no value, or None.
-        tree_mask: uint8 ``[B, S_q, ceil(S_q / 8)]`` (or ``[B * S_q, ...]``), little-endian bits: row i sees new token j
-            when bit j is set, in place of the causal rule; tokens before the new ones stay visible. Windows apply too.
         kv_scale: float32 ``[1]``, for float8_e4m3fn only: real value = stored x scale; 1 when None.
         out: Destination in q's leading shape and dtype with 512, last dim dense; allocated when None.
-        lse: float32 destination in q's shape without its last dim, contiguous, written when given; allocated when None
-            and `return_lse`.
-        sinks_in_lse: Add the sinks to the returned lse.
-        report: int32 ``[8]`` of the checked mode: bad page indices and lengths are recorded there and skipped.
         fp8_products: Over float8_e4m3fn pages, allows kernels to round q and the probabilities to e4m3 and multiply
             on the e4m3 units: faster, and off by some 4 % instead of 0.3 %. Kernels that have no need of it do not.
+        page_table, cache_seqlens, kv_indptr, causal, window_left, logit_cap, sinks, tree_mask, lse, return_lse,
+        sinks_in_lse, report: As of `xqa_decode`.
 
     Returns:
         ``(out, lse)``, lse natural log, None unless asked for. A row that sees no key has ``out = 0``, ``lse = -inf``.
@@ -123,8 +107,7 @@ def mla_decode(
             check_plan_key("mla_decode", plan, dict(zip(plan.key, key, strict=True)), "q and window_left")
         if out is None:
             out = q.new_empty(*q.shape[:-1], MLA_HEAD_DIM_V)
-        if lse is None and (return_lse or sinks_in_lse):
-            lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        lse = lse_like(q, lse, return_lse or sinks_in_lse)
         if q_pe is not None:
             q_pe = by_request("mla_decode", "q_pe", q_pe, shape, 3)
         if tree_mask is not None:
@@ -155,8 +138,8 @@ def mla_decode(
             report,
             fp8_products,
         )
-        if sinks_in_lse and sinks is not None and lse is not None:
-            lse.copy_(torch.where(lse == -math.inf, lse, torch.logaddexp(lse, sinks)))
+        if sinks_in_lse:
+            add_sinks(lse, sinks)
         return out, lse
     except Exception as error:
         explain(error, "attnops::mla_decode", mla_decode, locals())

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from attnops.metadata.plan import XqaDecodePlan
 from attnops.metadata.plan_checks import check_plan_key
 from attnops.ops._arguments import (
+    add_sinks,
     by_request,
     check_requests,
     explain,
+    lse_like,
     names_its_arguments,
     register_fake,
     shape_by_request,
@@ -117,8 +117,7 @@ def xqa_decode(
             check_plan_key("xqa_decode", plan, dict(zip(plan.key, key, strict=True)), "q, k_pages and window_left")
         if out is None:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        if lse is None and (return_lse or sinks_in_lse):
-            lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        lse = lse_like(q, lse, return_lse or sinks_in_lse)
         if tree_mask is not None:
             tree_mask = by_request("xqa_decode", "tree_mask", tree_mask, shape, 2)
 
@@ -147,8 +146,8 @@ def xqa_decode(
             plan.fixed_split_tokens,
             report,
         )
-        if sinks_in_lse and sinks is not None and lse is not None:
-            lse.copy_(torch.where(lse == -math.inf, lse, torch.logaddexp(lse, sinks)))
+        if sinks_in_lse:
+            add_sinks(lse, sinks)
         return out, lse
     except Exception as error:
         explain(error, "attnops::xqa_decode", xqa_decode, locals())

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
 
 from attnops import _load  # noqa: F401  (the store ops exist once the modules are loaded)
-from attnops.types import MLA_KV_LORA_RANK, MLA_ROPE_DIM
-
-if TYPE_CHECKING:
-    from attnops.layers.radix_attention import RadixAttention
+from attnops.types import MLA_KV_LORA_RANK, MLA_ROPE_DIM, AttentionLayer
 
 MLA_FP8_ROW_BYTES = 656  # 512 e4m3, 4 float32 scales (one per 128), 64 bf16 rotary
 
@@ -186,7 +183,7 @@ class MHATokenToKVPool(KVCache):
 
     def set_kv_buffer(
         self,
-        layer: RadixAttention,
+        layer: AttentionLayer,
         loc: Tensor,
         k: Tensor,
         v: Tensor,
@@ -254,7 +251,7 @@ class MLATokenToKVPool(KVCache):
 
     def set_mla_kv_buffer(
         self,
-        layer: RadixAttention,
+        layer: AttentionLayer,
         loc: Tensor,
         latent: Tensor,
         k_rope: Tensor | None = None,

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from attnops.pools.allocator import PagedTokenToKVPoolAllocator
 from attnops.pools.kv_cache import KVCache, MHATokenToKVPool
-
-if TYPE_CHECKING:
-    from attnops.layers.radix_attention import RadixAttention
+from attnops.types import AttentionLayer
 
 
 class SWAKVPool(KVCache):
@@ -73,7 +70,7 @@ class SWAKVPool(KVCache):
 
     def set_kv_buffer(
         self,
-        layer: RadixAttention,
+        layer: AttentionLayer,
         loc: Tensor,
         k: Tensor,
         v: Tensor,
