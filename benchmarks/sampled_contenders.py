@@ -1,0 +1,315 @@
+"""Who runs a cell of `bench_decode_sampled.py`: attnops as its backends call it, and every peer that is found."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from attnops import ops
+from attnops.plan_buffers import DecodePlans
+from attnops.types import AttentionSpec, Limits
+from sampled_cells import Cell
+
+INT32, BF16, FP8 = torch.int32, torch.bfloat16, torch.float8_e4m3fn
+DTYPES = {"bf16": BF16, "fp16": torch.float16, "e4m3": FP8}
+FA3_DIMS = {("bf16", 64), ("bf16", 128), ("bf16", 256), ("e4m3", 128)}  # a call of another ends the process
+PLAN_EVERY = 32  # calls
+Step = Callable[[int], torch.Tensor]  # makes the r-th call, returns out
+Peer = tuple[str, Callable[[], Step]]
+
+
+class Pool:
+    """Memory of random values, which cells view as their caches."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.raw = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+        self.kv = ""
+
+    def fill(self, kv: str) -> None:
+        if kv == self.kv:
+            return
+        piece = self.raw[: 1 << 28]
+        piece.view(DTYPES[kv]).copy_(torch.randn(piece.numel() // DTYPES[kv].itemsize, device="cuda"))
+        for other in self.raw[1 << 28 :].split(1 << 28):
+            other.copy_(piece[: other.numel()])
+        self.kv = kv
+
+
+class Problem:
+    """A cell's tensors: slices of the pool, read by shuffled pages."""
+
+    def __init__(self, cell: Cell, pool: Pool, wanted_bytes: float = 1.5e9) -> None:
+        pool.fill(cell.kv)
+        self.cell, device = cell, torch.device("cuda")
+        counts = torch.tensor([-(-n // cell.page_size) for n in cell.lengths])
+        self.num_pages = max(1, int(counts.sum()))
+        order = torch.randperm(self.num_pages, device=device).to(INT32)
+        columns = -(-cell.context // cell.page_size)
+        self.page_table = torch.zeros(len(counts), columns, dtype=INT32, device=device)
+        used = torch.arange(columns, device=device) < counts.to(device)[:, None]
+        self.page_table[used] = order[: int(counts.sum())]
+        self.kv_indices = order
+        self.kv_indptr = torch.tensor([0, *counts.cumsum(0).tolist()], dtype=INT32)
+        self.last_page_len = torch.tensor([(n - 1) % cell.page_size + 1 if n else 0 for n in cell.lengths], dtype=INT32)
+        self.seqlens = torch.tensor(cell.lengths, dtype=INT32, device=device)
+        width, self.q_dtype = cell.head_dim, DTYPES[cell.q_type]
+        q = torch.randn(len(counts), cell.seqlen_q, cell.heads[0], width, device=device)
+        self.q = q.to(self.q_dtype)
+        self.sinks = torch.randn(cell.heads[0], device=device) if cell.sinks else None
+        self.scale = 1 / math.sqrt(192 if cell.is_mla else cell.head_dim)
+        self.data = pool.raw.view(DTYPES[cell.kv])
+        self.slice = self.num_pages * cell.page_size * (576 if cell.is_mla else cell.heads[1] * cell.head_dim)
+        of_call = self.slice * (1 if cell.is_mla else 2)
+        self.rotation = max(1, min(256, self.data.numel() // of_call, math.ceil(wanted_bytes / max(cell.bytes, 1))))
+
+    def kv(self, r: int, hnd: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        cell, r = self.cell, r % self.rotation
+        shape = [self.num_pages, cell.page_size, cell.heads[1], cell.head_dim]
+        if hnd:
+            shape[1], shape[2] = shape[2], shape[1]
+        at = 2 * r * self.slice
+        return self.data[at : at + self.slice].view(shape), self.data[at + self.slice : at + 2 * self.slice].view(shape)
+
+    def latents(self, r: int) -> torch.Tensor:
+        r = r % self.rotation
+        return self.data[r * self.slice : (r + 1) * self.slice].view(self.num_pages, self.cell.page_size, 576)
+
+    def relative_error(self, out: torch.Tensor, request: int, hnd: bool = False) -> float:
+        """Of one request and its first and last KV heads, against float64."""
+        cell, length = self.cell, self.cell.lengths[request]
+        actual = out.reshape(len(cell.lengths), cell.seqlen_q, cell.heads[0], -1)[request].double()
+        if length == 0:
+            return float(actual.abs().max())
+        token = torch.arange(length, device="cuda")
+        page, row = self.page_table[request].long()[token // cell.page_size], token % cell.page_size
+        group = cell.heads[0] // cell.heads[1]
+        position = torch.arange(cell.seqlen_q, device="cuda")[:, None] + length - cell.seqlen_q
+        hidden = (token > position) | (token < position - cell.window_left if cell.window_left >= 0 else token < 0)
+        worst = 0.0
+        for head in {0, cell.heads[1] - 1}:
+            if cell.is_mla:
+                k = self.latents(0)[page, row].double()
+                v = k[:, :512]
+            else:
+                k, v = ((x.transpose(1, 2) if hnd else x)[page, row, head].double() for x in self.kv(0, hnd))
+            of_q = slice(head * group, (head + 1) * group)
+            scores = torch.einsum("qhd,kd->hqk", self.q[request, :, of_q].double(), k) * self.scale
+            scores.masked_fill_(hidden, -math.inf)
+            if self.sinks is not None:
+                sink = self.sinks[of_q].double()[:, None, None].expand(-1, cell.seqlen_q, 1)
+                scores = torch.cat([scores, sink], dim=-1)
+            weights = scores.softmax(-1)[..., :length]
+            expected = torch.einsum("hqk,kd->qhd", weights, v)
+            error = (actual[:, of_q] - expected).norm() / expected.norm()
+            worst = max(worst, float(error))
+        return worst
+
+
+def attnops_decode(
+    problem: Problem, invariant: bool = False, context: int | None = None, **options: Any
+) -> tuple[Step, Callable[[], None]]:
+    """The call, and the plan of the step. Plans are made as `DecodeSteps` makes them: for more requests than there are.
+
+    Args:
+        context: Of another page table over the same pages.
+    """
+    cell = problem.cell
+    table = problem.page_table
+    if context is not None:
+        columns = -(-max(context, max(cell.lengths)) // cell.page_size)
+        table = torch.zeros(len(cell.lengths), columns, dtype=INT32, device="cuda")
+        both = min(columns, problem.page_table.shape[1])
+        table[:, :both] = problem.page_table[:, :both]
+    dims = dict(num_q_heads=cell.heads[0], num_kv_heads=cell.heads[1], head_dim=cell.head_dim)
+    spec = AttentionSpec(
+        **dims,
+        v_head_dim=512 if cell.is_mla else cell.head_dim,
+        dtype=problem.q_dtype,
+        kv_dtype=DTYPES[cell.kv],
+        page_size=cell.page_size,
+        sliding_window_size=cell.window_left,
+        is_mla=cell.is_mla,
+        deterministic=invariant,
+    )
+    batch = len(cell.lengths)
+    most = batch if invariant else max(64, 1 << (batch - 1).bit_length())
+    limits = Limits(
+        max_batch_size=most, max_seqlen=table.shape[1] * cell.page_size, max_tokens_per_request=cell.seqlen_q
+    )
+    plan = DecodePlans(spec, limits, most, cell.seqlen_q, problem.q.device).views(batch)[cell.window_left]
+    if cell.is_mla:
+        out = problem.q.new_empty(*problem.q.shape[:-1], 512)
+        more = dict(softmax_scale=problem.scale, **options)
+
+        def step(r: int) -> torch.Tensor:
+            return ops.mla_decode(problem.q, problem.latents(r), table, problem.seqlens, plan, out=out, **more)[0]
+
+        return step, lambda: ops.mla_decode_plan(plan, problem.seqlens)
+    out = torch.empty_like(problem.q)
+    more = dict(window_left=cell.window_left, sinks=problem.sinks, **options)
+
+    def attend(r: int) -> torch.Tensor:
+        return ops.xqa_decode(problem.q, *problem.kv(r), table, problem.seqlens, plan, out=out, **more)[0]
+
+    return attend, lambda: ops.xqa_decode_plan(plan, problem.seqlens)
+
+
+def planned(made: tuple[Step, Callable[[], None]]) -> Step:
+    """The calls with the plan before every 32nd."""
+    step, plan = made
+
+    def call(r: int) -> torch.Tensor:
+        if r % PLAN_EVERY == 0:
+            plan()
+        return step(r)
+
+    return call
+
+
+def fa3(problem: Problem) -> Step:
+    from sgl_kernel.flash_attn import flash_attn_with_kvcache, get_scheduler_metadata
+
+    cell, q, dtype = problem.cell, problem.q, BF16
+    options: dict[str, Any] = dict(causal=True, num_splits=0, softmax_scale=problem.scale)
+    if cell.kv == "e4m3":
+        q, dtype = q.to(FP8), FP8
+        one = torch.ones(len(cell.lengths), cell.heads[1], device="cuda")
+        options.update(q_descale=one, k_descale=one, v_descale=one)
+    if cell.window_left >= 0:
+        options["window_size"] = (cell.window_left, 0)
+    if problem.sinks is not None:
+        options["sinks"] = problem.sinks.to(BF16)
+    dims = dict(headdim=cell.head_dim)
+    if cell.is_mla:
+        dims = dict(headdim=64, headdim_v=512)
+        options["qv"], q = q[..., :512].contiguous(), q[..., 512:].contiguous()
+    held: list[torch.Tensor | None] = [None]
+
+    def call(r: int) -> torch.Tensor:
+        if r % PLAN_EVERY == 0 and cell.window_left < 0:
+            held[0] = get_scheduler_metadata(
+                batch_size=len(cell.lengths),
+                max_seqlen_q=cell.seqlen_q,
+                max_seqlen_k=problem.page_table.shape[1] * cell.page_size,
+                num_heads=cell.heads[0],
+                num_heads_k=cell.heads[1],
+                cache_seqlens=problem.seqlens,
+                qkv_dtype=dtype,
+                page_size=cell.page_size,
+                causal=True,
+                num_splits=0,
+                **dims,
+            )
+        if cell.is_mla:
+            latents = problem.latents(r).unsqueeze(2)
+            k, v = latents[..., 512:], latents[..., :512]
+        else:
+            k, v = problem.kv(r)
+        more = dict(cache_seqlens=problem.seqlens, page_table=problem.page_table, scheduler_metadata=held[0])
+        return flash_attn_with_kvcache(q, k, v, **more, **options)
+
+    return call
+
+
+def flashinfer(problem: Problem, tensor_cores: bool, backend: str) -> Step:
+    import flashinfer.decode as decode
+
+    cell = problem.cell
+    wrapper = decode.BatchDecodeWithPagedKVCacheWrapper(
+        _workspace("wrapper"), "NHD", use_tensor_cores=tensor_cores, backend=backend
+    )
+    types = dict(q_data_type=BF16, kv_data_type=DTYPES[cell.kv], o_data_type=BF16)
+    if backend == "cudnn":
+        types["block_tables"] = problem.page_table
+    where = (problem.kv_indptr, problem.kv_indices, problem.last_page_len)
+    wrapper.plan(*where, *cell.heads, cell.head_dim, cell.page_size, **types)
+    q, out = problem.q.squeeze(1), torch.empty_like(problem.q.squeeze(1))
+    return lambda r: wrapper.run(q, problem.kv(r), out=out)
+
+
+def xqa(problem: Problem, hnd: bool) -> Step:
+    import flashinfer.decode as decode
+
+    ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)  # its modules expect the driver's symbols to be there
+    q, out = problem.q.squeeze(1), torch.empty_like(problem.q.squeeze(1))
+    options = dict(bmm1_scale=problem.scale, bmm2_scale=1.0, kv_layout="HND" if hnd else "NHD")
+    where = (problem.page_table, problem.seqlens, max(problem.cell.lengths))
+
+    def call(r: int) -> torch.Tensor:
+        kv = problem.kv(r, hnd)
+        decode.xqa_batch_decode_with_kv_cache(q, kv, _workspace("xqa"), *where, out=out, **options)
+        return out
+
+    return call
+
+
+def flashinfer_mla(problem: Problem, backend: str) -> Step:
+    from flashinfer.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
+
+    cell = problem.cell
+    wrapper = BatchMLAPagedAttentionWrapper(_workspace("wrapper"), backend=backend)
+    rows = torch.arange(len(cell.lengths) + 1, dtype=INT32) * cell.seqlen_q
+    where = MLAPlanMetadata.csr(rows, problem.kv_indptr, problem.kv_indices, problem.seqlens.cpu())
+    types = dict(q_data_type=BF16, kv_data_type=BF16, query_layout="split", kv_cache_layout="split")
+    dims = dict(num_heads=cell.heads[0], head_dim_ckv=512, head_dim_kpe=64, page_size=cell.page_size)
+    wrapper.plan(metadata=where, causal=cell.seqlen_q > 1, sm_scale=problem.scale, **dims, **types)
+    q = problem.q.flatten(0, 1)
+    out = q.new_empty(*q.shape[:-1], 512)
+
+    def call(r: int) -> torch.Tensor:
+        latents = problem.latents(r)
+        wrapper.run(query=(q[..., :512], q[..., 512:]), kv_cache=(latents[..., :512], latents[..., 512:]), out=out)
+        return out
+
+    return call
+
+
+def flashmla(problem: Problem) -> Step:
+    from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+
+    cell, q, planned = problem.cell, problem.q, (get_mla_metadata()[0],)
+    options: dict[str, Any] = dict(softmax_scale=problem.scale, causal=cell.seqlen_q > 1)
+    if cell.kv == "e4m3":
+        one = torch.ones(1, dtype=torch.float32, device="cuda")
+        planned = get_mla_metadata(problem.seqlens, cell.rows, 1, is_fp8_kvcache=True)
+        q = q.to(FP8)
+        options.update(is_fp8_kvcache=True, descale_q=one, descale_k=one)
+    where = (problem.page_table, problem.seqlens, 512)
+    return lambda r: flash_mla_with_kvcache(q, problem.latents(r).unsqueeze(2), *where, *planned, **options)[0]
+
+
+@functools.cache
+def _workspace(owner: str) -> torch.Tensor:
+    """XQA keeps semaphores in its own, which must be zero: nobody else may write there."""
+    return torch.zeros(768 << 20, dtype=torch.uint8, device="cuda")
+
+
+def peers(problem: Problem) -> list[tuple[str, Callable[[], Step], bool]]:
+    """(name, how to prepare it, whether its pool is HND) of those that may take the cell; each may still refuse."""
+    cell, found = problem.cell, []
+    if cell.kv == "fp16":
+        return []
+    if cell.is_mla:
+        if cell.page_size == 64:
+            found.append(("FlashMLA", lambda: flashmla(problem), False))
+        if cell.kv == "bf16":
+            found.append(("FA3 qv", lambda: fa3(problem), False))
+            found += [(f"FlashInfer {b}", lambda b=b: flashinfer_mla(problem, b), False) for b in ("fa2", "fa3")]
+        return found
+    if (cell.kv, cell.head_dim) in FA3_DIMS:
+        found.append(("FA3", lambda: fa3(problem), False))
+    if cell.seqlen_q > 1 or cell.window_left >= 0 or cell.sinks:
+        return found
+    if cell.head_dim == 128:
+        found.append(("FlashInfer fa2", lambda: flashinfer(problem, True, "fa2"), False))
+        found.append(("FlashInfer cuda-core", lambda: flashinfer(problem, False, "auto"), False))
+    if cell.kv == "bf16" and cell.page_size > 1 and cell.head_dim <= 128:
+        found.append(("cuDNN", lambda: flashinfer(problem, True, "cudnn"), False))
+    if cell.head_dim == 128 and cell.page_size in (16, 64) and cell.heads[0] // cell.heads[1] in (1, 4, 8, 16):
+        found.append(("XQA", lambda: xqa(problem, False), False))
+        found.append(("XQA hnd", lambda: xqa(problem, True), True))
+    return found
