@@ -14,7 +14,8 @@ PYTHON_LAYERS = {
     "_load": set(),
     "modes": set(),
     "types": {"modes"},
-    "report": set(),
+    "environment": set(),
+    "report": {"environment"},
     "reference": {"types"},
     "metadata": {"types", "_load"},
     "ops": {"_load", "_layer_call", "types", "metadata"},
@@ -24,6 +25,7 @@ PYTHON_LAYERS = {
     "layers": {"types", "pools"},
     "compat": {"ops", "metadata"},
     "backends": {
+        "environment",
         "types",
         "report",
         "reference",

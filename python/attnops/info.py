@@ -12,9 +12,12 @@ import torch
 
 import attnops
 import attnops.layers  # registers its op
+from attnops import environment
 from attnops.backends import Capability, Machine, Selection, detect_machine, get_backend_class, registered_names, select
 from attnops.backends.capability import DTYPE_NAMES, names
+from attnops.backends.machine import PACKAGES
 from attnops.backends.registry import NOT_BUILT
+from attnops.backends.select import UNTESTED
 from attnops.types import AttentionSpec, AttentionType, ForwardMode
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items() if dtype != torch.uint8}
@@ -71,7 +74,10 @@ def describe_backends(machine: Machine) -> list[str]:
 
 
 def _runs_here(name: str, machine: Machine) -> str:
-    chosen_on = get_backend_class(name).capability.chosen_on
+    capability = get_backend_class(name).capability
+    chosen_on = capability.chosen_on
+    if capability.untested_on_hardware:
+        return f"runs here, when asked for by name: {UNTESTED}"
     return "runs here" if chosen_on is None or machine.device in chosen_on else "runs here, when asked for by name"
 
 
@@ -110,6 +116,9 @@ def _archs(capability: Capability) -> str:
 # Row of the matrix -> its cell for a capability.
 _ROWS: dict[str, Callable[[Capability], str]] = {
     "device": _devices,
+    "needs": lambda c: "-" if c.package is None else f"`{PACKAGES[c.package]}`",
+    "compiled": lambda c: "at run time" if c.compiles_at_run_time else "ahead of time",
+    "tested on its hardware": lambda c: "no: by name only" if c.untested_on_hardware else "yes",
     "modes": _modes,
     "q": lambda c: names(c.dtypes),
     "cache": lambda c: ", ".join(["as q", *sorted(DTYPE_NAMES[d] for d in c.kv_dtypes)]),
@@ -196,6 +205,7 @@ def main(arguments: list[str] | None = None) -> None:
     machine = detect_machine(options.device)
     sections = [
         ("", describe_process()),
+        ("environment variables that are set", environment.describe() or ["  none"]),
         ("ops", describe_ops()),
         (f"backends on {machine.device}", describe_backends(machine)),
         (f"a model of {_name(spec)} on {machine.device}", describe_selection(spec, machine, options.speculative)),

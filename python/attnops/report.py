@@ -6,10 +6,10 @@ device until somebody asks.
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
+
+from attnops.environment import CHECK
 
 # csrc/core/report.h: the words of the buffer, ReportOp and ReportKind.
 SIZE = 8
@@ -31,7 +31,7 @@ KINDS = ("none", "page index", "token slot", "request row", "length")
 
 def is_checked() -> bool:
     """The environment asks for the checked mode."""
-    return os.environ.get("ATTNOPS_CHECK") == "1"
+    return CHECK.value()
 
 
 def new_report(device: torch.device | str = "cpu") -> Tensor:

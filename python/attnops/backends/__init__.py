@@ -1,10 +1,11 @@
 """Backends: what answers a `RadixAttention` layer. `select_backend` chooses, `register_attention_backend` adds."""
 
 from attnops.backends.base import AttentionBackend
-from attnops.backends.capability import Capability, HeadDims, Machine
+from attnops.backends.capability import Capability, HeadDims
 from attnops.backends.hybrid import HybridAttnBackend
+from attnops.backends.machine import Machine, detect_machine
 from attnops.backends.registry import get_backend_class, register_attention_backend, registered_names
-from attnops.backends.select import Selection, detect_machine, select, select_backend
+from attnops.backends.select import Selection, select, select_backend
 
 __all__ = [
     "AttentionBackend",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from attnops.backends.machine import PACKAGES, Machine
 from attnops.types import AttentionSpec, AttentionType, ForwardMode
 
 SIXTEEN_BIT = frozenset({torch.bfloat16, torch.float16})
@@ -56,28 +57,11 @@ class HeadDims:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
-    """What a model would run on.
-
-    Args:
-        device: "cpu" or "cuda".
-        arch: CUDA compute capability, 90 for Hopper; 0 on a CPU.
-        name: For people.
-        has_cuda_kernels: `_C_cuda` is loaded.
-    """
-
-    device: str
-    arch: int = 0
-    name: str = ""
-    has_cuda_kernels: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class Capability:
     """What a backend serves.
 
     Args:
-        devices: Of "cpu" and "cuda".
+        devices: Of `machine.DEVICES`.
         chosen_on: Devices on which automatic selection may take it; None: `devices`. Elsewhere it runs when asked for
             by name: a decode backend for GPUs runs on the CPU's kernels, but never in place of the CPU's own backend.
         archs: CUDA compute capabilities; None: all.
@@ -95,6 +79,12 @@ class Capability:
         max_tokens_per_request: Of verify and uniform draft extend; None: any.
         deterministic: `AttentionSpec.deterministic` is honoured.
         cuda_graph: Steps can be captured.
+        package: Key of `machine.PACKAGES`: what it wraps and needs.
+        interpreted_on_cpu: On "cpu" it runs in Triton's interpreter only: right, and very slow.
+        compiles_at_run_time: Its kernels are compiled when they are first called, not when they were built.
+        needs_cpu_seq_lens: It plans on the host: batches must bring `cache_seqlens_cpu` and `extend_seq_lens_cpu`.
+        untested_on_hardware: Nobody has run it on the hardware that it is for; it is taken by name only.
+        widened_page_sizes: Its kernels know pages of 1 token: tables of any other size are widened to token indices.
     """
 
     devices: frozenset[str]
@@ -117,6 +107,12 @@ class Capability:
     max_tokens_per_request: int | None = None
     deterministic: bool = False
     cuda_graph: bool = False
+    package: str | None = None
+    interpreted_on_cpu: bool = False
+    compiles_at_run_time: bool = False
+    needs_cpu_seq_lens: bool = False
+    untested_on_hardware: bool = False
+    widened_page_sizes: bool = False
 
     def reasons_against(self, spec: AttentionSpec, modes: Iterable[ForwardMode] = ()) -> list[str]:
         """Why a model is not served, each reason naming what is taken and what was asked for. Empty: it is."""
@@ -155,15 +151,30 @@ class Capability:
         reason = self.head_dims.reason_against(spec.head_dim, spec.v_head_dim)
         return not reason, reason
 
+    def speculative_reasons(self, topk: int | None, num_steps: int | None) -> list[str]:
+        """Why the verify steps of a draft are not served: a tree of `topk` branches, `num_steps` tokens deep."""
+        tokens = (num_steps or 0) + 1
+        most = self.max_tokens_per_request
+        checks = [
+            (self.tree_mask or (topk or 1) == 1, f"has no tree mask, which speculative_eagle_topk={topk} needs"),
+            (
+                most is None or tokens <= most,
+                f"verifies {most} tokens at most, speculative_num_steps={num_steps} brings {tokens}",
+            ),
+        ]
+        return [reason for holds, reason in checks if not holds]
+
     def machine_reasons(self, machine: Machine) -> list[str]:
         """Why it does not run on a machine; empty: it does."""
         if machine.device not in self.devices:
             return [f"runs on {' and '.join(sorted(self.devices))}, this is {machine.device}"]
-        if machine.device != "cuda":
-            return []
-        if self.archs is not None and machine.arch not in self.archs:
+        if machine.device == "cuda" and self.archs is not None and machine.arch not in self.archs:
             return [f"needs sm_{' or sm_'.join(map(str, sorted(self.archs)))}, this is sm_{machine.arch}"]
-        if self.needs_cuda_kernels and not machine.has_cuda_kernels:
+        if self.package is not None and self.package not in machine.packages:
+            return [f"needs the package {PACKAGES[self.package]}, which is not installed"]
+        if machine.device == "cpu" and self.interpreted_on_cpu and not machine.interprets_triton:
+            return ["runs on a CPU in Triton's interpreter only: set TRITON_INTERPRET=1"]
+        if machine.device == "cuda" and self.needs_cuda_kernels and not machine.has_cuda_kernels:
             return ["needs the compiled CUDA kernels, which are not loaded (attnops.cuda_unavailable_reason)"]
         return []
 

@@ -62,15 +62,18 @@ class HybridAttnBackend(AttentionBackend):
     def init_forward_metadata_in_graph(self, batch: AttentionBatch) -> None:
         self.select(batch.forward_mode).init_forward_metadata_in_graph(batch)
 
+    @property
+    def _captured(self) -> tuple[AttentionBackend, ...]:
+        """Whose steps graphs hold: decode's, and prefill's where it serves the speculative ones."""
+        decodes_all = self.speculative_attention_mode == "decode"
+        return (self.decode_backend,) if decodes_all else (self.decode_backend, self.prefill_backend)
+
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        self.decode_backend.init_cuda_graph_state(max_bs, max_num_tokens)
-        self.prefill_backend.init_cuda_graph_state(max_bs, max_num_tokens)
+        for backend in self._captured:
+            backend.init_cuda_graph_state(max_bs, max_num_tokens)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        return max(
-            self.decode_backend.get_cuda_graph_seq_len_fill_value(),
-            self.prefill_backend.get_cuda_graph_seq_len_fill_value(),
-        )
+        return max(backend.get_cuda_graph_seq_len_fill_value() for backend in self._captured)
 
     def raise_on_fault(self) -> None:
         self.decode_backend.raise_on_fault()

@@ -20,10 +20,15 @@ _MODULES = {
 # Names that users of SGLang know and this package does not (yet) answer, each with the reason.
 NOT_BUILT = {
     "fa3": "the CUDA kernels of fmha have not landed",
-    "fa4": "its kernels are for Blackwell (sm100), which nobody could run here",
-    "triton": "attnops compiles nothing at run time; there is no Triton fallback yet",
+    "fa4": "attnops does not wrap flash-attn-4 yet",
+    "triton": "there is no Triton fallback yet",
     "flashinfer": "attnops does not wrap flashinfer-python yet",
-    "flex_attention": "attnops compiles nothing at run time; use torch_native",
+    "flashinfer_mla": "attnops does not wrap flashinfer-python yet",
+    "flex_attention": "attnops does not wrap flex_attention yet; use torch_native",
+    "aiter": "attnops does not wrap aiter yet",
+    "wave": "attnops does not wrap wave yet",
+    "ascend": "attnops does not wrap torch-npu yet",
+    "intel_xpu": "attnops does not wrap the XPU kernels yet",
     "nsa": "sparse MLA has no kernels here yet",
     "dsa": "sparse MLA has no kernels here yet",
     "dual_chunk_flash_attn": "dual-chunk attention has no kernels here yet",

@@ -4,45 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from attnops import _load
 from attnops.backends.base import AttentionBackend
-from attnops.backends.capability import Machine
-from attnops.backends.hybrid import HybridAttnBackend
+from attnops.backends.hybrid import SPECULATIVE_MODES, HybridAttnBackend
+from attnops.backends.machine import Machine, detect_machine
 from attnops.backends.registry import NOT_BUILT, get_backend_class, registered_names
+from attnops.backends.rules import model_reasons, order
 from attnops.types import AttentionSpec, AttentionType, ForwardMode, Limits
 
 PREFILL_MODES = (ForwardMode.EXTEND, ForwardMode.MIXED)
 DECODE_MODES = (ForwardMode.DECODE,)
 SPECULATIVE = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
 
-# Best first. Names that are not built are asked, too: their reason is part of the answer.
-_PRIORITY = {
-    ("cpu", False): ("intel_amx", "torch_native"),
-    ("cpu", True): ("intel_amx", "torch_native"),
-    ("cuda", False): ("fa3", "trtllm_mha", "flashinfer", "triton", "torch_native"),
-    ("cuda", True): ("flashmla", "cutlass_mla", "trtllm_mla", "fa3", "flashinfer", "triton", "torch_native"),
-}
-
-
-def detect_machine(device: torch.device | str | None = None) -> Machine:
-    """What this process would run on; the current GPU when there is one and no device is named."""
-    kind = torch.device(device).type if device is not None else ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind != "cuda":
-        return Machine(device=kind, name=_cpu_name())
-    if not torch.cuda.is_available():  # asked about a GPU from a machine without one
-        return Machine(device="cuda", name="no CUDA device here")
-    index = torch.device(device).index if device is not None else None
-    major, minor = torch.cuda.get_device_capability(index)
-    loaded = _load.cuda_unavailable_reason is None
-    name = torch.cuda.get_device_name(index)
-    return Machine(device="cuda", arch=major * 10 + minor, name=name, has_cuda_kernels=loaded)
-
-
-def _cpu_name() -> str:
-    return torch.backends.cpu.get_cpu_capability()
+UNTESTED = "untested_on_hardware: nobody has run it on the hardware it is for; it is taken by name only"
 
 
 @dataclass(frozen=True)
@@ -65,25 +42,65 @@ class Selection:
         return self.prefill != self.decode
 
 
-def reasons_against(name: str, spec: AttentionSpec, machine: Machine, modes: Iterable[ForwardMode] = ()) -> list[str]:
-    """Why backend `name` does not serve this model on this machine; empty: it does."""
-    if name in NOT_BUILT and name not in registered_names():
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What a server wants of its backends besides their names; as of `select`."""
+
+    speculative_eagle_topk: int | None = None
+    speculative_num_steps: int | None = None
+    model_kind: str | None = None
+    cpu_seq_lens: bool = False
+
+
+_NO_WISHES = Wishes()
+
+
+def reasons_against(
+    name: str,
+    spec: AttentionSpec,
+    machine: Machine,
+    modes: Iterable[ForwardMode] = (),
+    wishes: Wishes = _NO_WISHES,
+    by_name: bool = True,
+) -> list[str]:
+    """Why backend `name` does not serve this model on this machine; empty: it does.
+
+    Args:
+        by_name: The user asked for it. Otherwise what is untested is a reason, too, and so are lengths that its
+            batches must bring to the host and do not (`Wishes.cpu_seq_lens`).
+    """
+    if _is_not_built(name):
         return [f"not built: {NOT_BUILT[name]}"]
-    capability = get_backend_class(name).capability
-    return capability.machine_reasons(machine) + capability.reasons_against(spec, modes)
+    capability, modes = get_backend_class(name).capability, list(modes)
+    reasons = capability.machine_reasons(machine) + capability.reasons_against(spec, modes)
+    if ForwardMode.TARGET_VERIFY in modes:
+        reasons += capability.speculative_reasons(wishes.speculative_eagle_topk, wishes.speculative_num_steps)
+    reasons += model_reasons(name, wishes.model_kind)
+    if not by_name and capability.untested_on_hardware:
+        reasons.append(UNTESTED)
+    if not by_name and capability.needs_cpu_seq_lens and not wishes.cpu_seq_lens:
+        reasons.append("plans on the host: it needs batches that bring their lengths there (cpu_seq_lens=True)")
+    return reasons
+
+
+def _is_not_built(name: str) -> bool:
+    return name in NOT_BUILT and name not in registered_names()
 
 
 def candidates(spec: AttentionSpec, machine: Machine) -> list[str]:
-    """Names in the order in which they are asked: this package's, then those that users registered.
+    """Names in the order in which they are asked: those of `rules.order`, then those that users registered.
 
-    A backend that is not meant for the machine's device (`Capability.chosen_on`) is left out: it runs by name only.
+    Of the latter, and of this package's that no rule names, those that compile at run time come last. A backend that is
+    not meant for the machine's device (`Capability.chosen_on`) is left out: it runs by name only.
     """
-    own = _PRIORITY.get((machine.device, spec.is_mla), ("torch_native",))
-    return [name for name in dict.fromkeys([*own, *registered_names()]) if _is_chosen_on(name, machine.device)]
+    ruled = order(machine, spec.is_mla)
+    others = [name for name in registered_names() if name not in ruled]
+    others.sort(key=lambda name: get_backend_class(name).capability.compiles_at_run_time)
+    return [name for name in (*ruled, *others) if _is_chosen_on(name, machine.device)]
 
 
 def _is_chosen_on(name: str, device: str) -> bool:
-    if name in NOT_BUILT and name not in registered_names():
+    if _is_not_built(name):
         return True  # its reason is part of the answer
     devices = get_backend_class(name).capability.chosen_on
     return devices is None or device in devices
@@ -91,7 +108,7 @@ def _is_chosen_on(name: str, device: str) -> bool:
 
 def _delegates(name: str, modes: Iterable[ForwardMode]) -> bool:
     """Backend `name`, asked for by name for everything, leaves `modes` to whichever backend serves them."""
-    if name in NOT_BUILT and name not in registered_names():
+    if _is_not_built(name):
         return False
     capability = get_backend_class(name).capability
     return capability.delegates_prefill and not capability.modes.issuperset(modes)
@@ -102,30 +119,54 @@ def select(
     machine: Machine | None = None,
     *,
     speculative: bool = False,
+    speculative_eagle_topk: int | None = None,
+    speculative_num_steps: int | None = None,
     attention_backend: str | None = None,
     prefill_attention_backend: str | None = None,
     decode_attention_backend: str | None = None,
+    mm_attention_backend: str | None = None,
     speculative_attention_mode: str = "prefill",
+    model_kind: str | None = None,
+    cpu_seq_lens: bool = False,
 ) -> Selection:
     """Chooses the backends of a model. Options as in SGLang's server arguments.
 
     Args:
         machine: By default the one that this runs on.
-        speculative: The model will run verify and draft extend steps, too.
+        speculative: The model will run verify and draft extend steps, too. Implied by the next two.
+        speculative_eagle_topk: Branches of a draft; above 1 its verify steps have tree masks.
+        speculative_num_steps: Tokens that a draft is deep; a verify step brings one more at least.
         attention_backend: Name wanted for everything; the next two win over it. Of a backend that only decodes
             (`Capability.delegates_prefill`), prefill is left to the first that serves it.
+        mm_attention_backend: Of a vision tower, that is of a `spec` of ENCODER_ONLY layers; None: as prefill's.
+        model_kind: One of `rules.MODEL_KINDS`, for models that some backends cannot serve whatever their shapes.
+        cpu_seq_lens: Batches bring their lengths to the host, too. A backend that needs them is chosen only then.
 
     Raises:
         NotImplementedError: nothing serves the model, or a wanted backend does not: lists the reasons.
-        ValueError: nobody knows a wanted name.
+        ValueError: nobody knows a wanted name, a mode or a kind, or a number is below 1.
     """
     machine = detect_machine() if machine is None else machine
+    wishes = Wishes(
+        speculative_eagle_topk=_at_least_1("speculative_eagle_topk", speculative_eagle_topk),
+        speculative_num_steps=_at_least_1("speculative_num_steps", speculative_num_steps),
+        model_kind=model_kind,
+        cpu_seq_lens=cpu_seq_lens,
+    )
+    if speculative_attention_mode not in SPECULATIVE_MODES:
+        raise ValueError(
+            f"attnops: speculative_attention_mode must be prefill or decode, got {speculative_attention_mode}"
+        )
     groups = {"prefill": list(PREFILL_MODES), "decode": list(DECODE_MODES)}
-    if speculative:
+    if speculative or speculative_eagle_topk is not None or speculative_num_steps is not None:
         groups[speculative_attention_mode] += SPECULATIVE
-    if spec.attn_type is AttentionType.ENCODER_ONLY:
-        groups = {"prefill": [ForwardMode.EXTEND], "decode": [ForwardMode.EXTEND]}  # an encoder never decodes
     wanted = {"prefill": prefill_attention_backend, "decode": decode_attention_backend}
+    if spec.attn_type is AttentionType.ENCODER_ONLY:  # an encoder never decodes
+        groups = {"prefill": [ForwardMode.EXTEND], "decode": [ForwardMode.EXTEND]}
+        prefill = mm_attention_backend or prefill_attention_backend
+        wanted = {"prefill": prefill, "decode": mm_attention_backend or decode_attention_backend or prefill}
+    elif mm_attention_backend is not None and not _is_not_built(mm_attention_backend):
+        get_backend_class(mm_attention_backend)  # a tower's; a name that nobody knows is an error here as well
     rejected: dict[str, list[str]] = {}
     chosen = {}
     for group, modes in groups.items():
@@ -133,16 +174,22 @@ def select(
         if wanted[group] is None and name is not None and group == "prefill" and _delegates(name, modes):
             name = None
         if name is not None:
-            chosen[group] = _wanted(name, spec, machine, modes)
+            chosen[group] = _wanted(name, spec, machine, modes, wishes)
         else:
-            chosen[group] = _first(spec, machine, modes, rejected)
+            chosen[group] = _first(spec, machine, modes, wishes, rejected)
     return Selection(chosen["prefill"], chosen["decode"], speculative_attention_mode, rejected)
 
 
-def _wanted(name: str, spec: AttentionSpec, machine: Machine, modes: list[ForwardMode]) -> str:
-    reasons = reasons_against(name, spec, machine, modes)
+def _at_least_1(name: str, value: int | None) -> int | None:
+    if value is not None and value < 1:
+        raise ValueError(f"attnops: {name} must be 1 or more, got {value}")
+    return value
+
+
+def _wanted(name: str, spec: AttentionSpec, machine: Machine, modes: list[ForwardMode], wishes: Wishes) -> str:
+    reasons = reasons_against(name, spec, machine, modes, wishes)
     if reasons:
-        fitting = [n for n in candidates(spec, machine) if not reasons_against(n, spec, machine, modes)]
+        fitting = [n for n in candidates(spec, machine) if not reasons_against(n, spec, machine, modes, wishes, False)]
         raise NotImplementedError(
             f"attnops: backend {name} does not serve this model here: {'; '.join(reasons)}. "
             f"These would: {', '.join(fitting) or 'none'}"
@@ -150,9 +197,11 @@ def _wanted(name: str, spec: AttentionSpec, machine: Machine, modes: list[Forwar
     return name
 
 
-def _first(spec: AttentionSpec, machine: Machine, modes: list[ForwardMode], rejected: dict[str, list[str]]) -> str:
+def _first(
+    spec: AttentionSpec, machine: Machine, modes: list[ForwardMode], wishes: Wishes, rejected: dict[str, list[str]]
+) -> str:
     for name in candidates(spec, machine):
-        reasons = reasons_against(name, spec, machine, modes)
+        reasons = reasons_against(name, spec, machine, modes, wishes, by_name=False)
         if not reasons:
             return name
         rejected[name] = reasons
@@ -161,34 +210,19 @@ def _first(spec: AttentionSpec, machine: Machine, modes: list[ForwardMode], reje
 
 
 def select_backend(
-    spec: AttentionSpec,
-    limits: Limits,
-    device: torch.device | str | None = None,
-    *,
-    speculative: bool = False,
-    attention_backend: str | None = None,
-    prefill_attention_backend: str | None = None,
-    decode_attention_backend: str | None = None,
-    speculative_attention_mode: str = "prefill",
+    spec: AttentionSpec, limits: Limits, device: torch.device | str | None = None, **options: Any
 ) -> AttentionBackend:
     """Chooses as `select` does, and builds: one backend, or a hybrid of two.
 
     Args:
         device: By default the current GPU where there is one, else the CPU.
+        options: Of `select`, by keyword.
     """
     machine = detect_machine(device)
-    selection = select(
-        spec,
-        machine,
-        speculative=speculative,
-        attention_backend=attention_backend,
-        prefill_attention_backend=prefill_attention_backend,
-        decode_attention_backend=decode_attention_backend,
-        speculative_attention_mode=speculative_attention_mode,
-    )
-    where = torch.device(machine.device) if device is None else torch.device(device)
+    selection = select(spec, machine, **options)
+    where = torch.device(machine.torch_device) if device is None else torch.device(device)
     decode = get_backend_class(selection.decode)(spec, limits, where)
     if not selection.is_hybrid:
         return decode
     prefill = get_backend_class(selection.prefill)(spec, limits, where)
-    return HybridAttnBackend(prefill, decode, speculative_attention_mode)
+    return HybridAttnBackend(prefill, decode, selection.speculative_attention_mode)

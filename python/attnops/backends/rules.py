@@ -1,0 +1,61 @@
+"""The order in which backends are asked, by machine, and what models of some kinds never get: SGLang's rules.
+
+Where an order was not measured here it is SGLang's own; `docs/choosing.md` says which is which.
+"""
+
+from __future__ import annotations
+
+from attnops.backends.machine import Machine
+
+# Ours are compiled ahead of time. Those that compile at run time come behind them, but on Blackwell, whose kernels
+# of our own are the portable ones. torch_native serves everything, slowly, so it is last.
+_HOPPER_MHA = ("fa3", "trtllm_mha", "flashinfer", "triton", "torch_native")
+_HOPPER_MLA = ("flashmla", "cutlass_mla", "trtllm_mla", "fa3", "flashinfer", "triton", "torch_native")
+_AMPERE = (_HOPPER_MHA, ("triton", "flashinfer", "torch_native"))
+_BLACKWELL = (("flashinfer", "fa3", "trtllm_mha", "triton", "torch_native"), ("flashinfer", "triton", "torch_native"))
+
+# Best first: (MHA, MLA). Names that are not built or not installed are asked, too: their reason is part of the answer.
+_CUDA = {
+    90: (_HOPPER_MHA, _HOPPER_MLA),
+    **dict.fromkeys((80, 86, 87, 89, 120, 121), _AMPERE),
+    **dict.fromkeys((100, 103), _BLACKWELL),
+}
+_DEVICES = {
+    "cpu": ("intel_amx", "torch_native"),
+    "hip": ("aiter", "triton", "torch_native"),
+    "xpu": ("intel_xpu", "triton", "torch_native"),
+    "npu": ("ascend", "torch_native"),
+}
+
+
+def order(machine: Machine, is_mla: bool) -> tuple[str, ...]:
+    """Names, best first. A GPU that no row names is asked as a Hopper one: each backend says what it needs."""
+    if machine.device == "cuda":
+        return _CUDA.get(machine.arch, _CUDA[90])[is_mla]
+    return _DEVICES[machine.device]
+
+
+_NO_CROSS_ATTENTION = "has no cross attention, which an encoder-decoder model needs"
+_NOT_PLANNED = "plans whole requests on the host, which does not fit"
+
+# Kind of a model -> backend -> why it is never chosen. "*": every backend.
+MODEL_KINDS: dict[str, dict[str, str]] = {
+    "local_chunk": {"flashinfer": f"{_NOT_PLANNED} attention in local chunks (Llama 4)"},
+    "hybrid_linear": {"flashinfer": f"{_NOT_PLANNED} models that join linear and softmax attention"},
+    "encoder_decoder": {"*": _NO_CROSS_ATTENTION},
+    "sparse": {"*": "attends to every key; sparse models have backends of their own (nsa, dsa)"},
+}
+
+
+def model_reasons(name: str, model_kind: str | None) -> list[str]:
+    """Why backend `name` does not serve a model of a kind, whatever its shapes.
+
+    Raises:
+        ValueError: nobody knows the kind.
+    """
+    if model_kind is None:
+        return []
+    if model_kind not in MODEL_KINDS:
+        raise ValueError(f"attnops: model_kind must be one of {', '.join(MODEL_KINDS)}, got {model_kind}")
+    rules = MODEL_KINDS[model_kind]
+    return [rules[key] for key in (name, "*") if key in rules]
