@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from attnops import ops
 from checks import relative_error
-from fmha_calls import assert_right, plan_of, run
+from fmha_calls import assert_right, assert_same_bits, plan_of, run
 from problems import FP8, RaggedProblem, ragged_problem, random_tree_mask
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -121,6 +121,23 @@ def test_tree_mask_rows_may_be_wide_and_strided(device):
     wide[:, 1 : 1 + mask.shape[1]] = mask
     out = run(problem, tree_mask=wide[:, 1:])[0]
     assert torch.equal(out, run(problem, tree_mask=mask)[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("window_left", [-1, 70])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_token_that_no_row_sees_may_hold_nan(dtype, window_left, device):
+    """A tree mask without the token's own bit: masked means selected away, not multiplied by zero."""
+    lengths = [9, 150]
+    problem = ragged_problem(lengths, [30, 180], dtype=dtype, padding=0).to(device)
+    mask = random_tree_mask(lengths).to(device)
+    mask[:, 0] &= 0b11111011
+    blind = problem.cu_seqlens_k[1:].long() - torch.tensor(lengths, device=device) + 2
+    outs = []
+    for value in (0.0, math.nan):
+        problem.k[blind], problem.v[blind] = value, value
+        outs.append(run(problem, tree_mask=mask, window_left=window_left))
+    assert_same_bits(*outs)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -126,6 +126,20 @@ void Kernel::gather(const Work& w, int begin, int end, KeyTile& tile) {
   std::fill_n(tile.v_rows, tile.num_columns, nullptr);
   const int skipped = begin - tile.first_key;
   tile.faulty = gather_rows(p_, w.request, w.kv_head, begin, tile_end, tile.k_rows + skipped, tile.v_rows + skipped);
+  if (p_.tree_mask && tile_end > w.request.seqlen_k - w.request.seqlen_q) drop_unseen(w, tile);
+}
+
+// Keys of the tile that a tree mask hides from every row are packed as zeros: what they hold may be NaN, and a
+// probability of zero does not select it away in a product.
+void Kernel::drop_unseen(const Work& w, KeyTile& tile) const {
+  uint64_t seen[kTileWords] = {}, bits[kTileWords];
+  for (int token = w.token(0); token <= w.token(w.num_rows - 1); ++token) {
+    seen_by(w, token, tile.first_key, tile.num_columns, bits);
+    for (int i = 0; i < kTileWords; ++i) seen[i] |= bits[i];
+  }
+  for (int j = 0; j < tile.num_columns; ++j) {
+    if ((seen[j / 64] >> (j % 64) & 1) == 0) tile.k_rows[j] = tile.v_rows[j] = nullptr;
+  }
 }
 
 // Rows of a tile are far apart in memory, where no hardware prefetcher finds them: they are asked for while the tile
@@ -190,6 +204,15 @@ void Kernel::attend(const Work& w, int first_row, int num_rows, const KeyTile& t
   ops_.gemm(acc, dim_v_, probs_, kTileKeys, values, num_columns, num_rows, dim_v_, end - begin, true);
 }
 
+// Bit j: the token sees key `begin_key` + j.
+void Kernel::seen_by(const Work& w, int token, int begin_key, int num_columns, uint64_t* bits) const {
+  const KeyRange range = keys_of(p_, w.request, token);
+  set_bits(bits, kTileWords, range.begin - begin_key, std::min(range.end - begin_key, num_columns));
+  for (int i = 0; p_.tree_mask && i < kTileWords; ++i) {
+    bits[i] &= tree_bits(p_, w.request, token, begin_key + 64 * i);
+  }
+}
+
 // visible_[row]: bit j says that the row sees key `begin_key` + j.
 void Kernel::set_visible(const Work& w, int first_row, int num_rows, int begin_key, int num_columns,
                          const KeyTile& tile) {
@@ -200,11 +223,7 @@ void Kernel::set_visible(const Work& w, int first_row, int num_rows, int begin_k
       std::copy_n(bits - kTileWords, kTileWords, bits);
       continue;
     }
-    const KeyRange range = keys_of(p_, w.request, token);
-    set_bits(bits, kTileWords, range.begin - begin_key, std::min(range.end - begin_key, num_columns));
-    for (int i = 0; p_.tree_mask && i < kTileWords; ++i) {
-      bits[i] &= tree_bits(p_, w.request, token, begin_key + 64 * i);
-    }
+    seen_by(w, token, begin_key, num_columns, bits);
     for (int j = 0; tile.faulty && j < num_columns; ++j) {
       if (tile.k_rows[begin_key + j - tile.first_key] == nullptr) bits[j / 64] &= ~(uint64_t{1} << (j % 64));
     }

@@ -26,8 +26,10 @@ class Kernel {
 
   void load_queries(const Work& work);
   void gather(const Work& work, int begin, int end, KeyTile& tile);
+  void drop_unseen(const Work& work, KeyTile& tile) const;
   void prefetch(const KeyTile& tile) const;
   void attend(const Work& work, int first_row, int num_rows, const KeyTile& tile);
+  void seen_by(const Work& work, int token, int begin_key, int num_columns, uint64_t* bits) const;
   void set_visible(const Work& work, int first_row, int num_rows, int begin_key, int num_columns, const KeyTile& tile);
   void store(const Work& work);
 

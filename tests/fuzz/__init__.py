@@ -1,0 +1,1 @@
+"""A seeded search for calls that do not keep the contract: `python -m tests.fuzz --help`."""

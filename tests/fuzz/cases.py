@@ -1,0 +1,90 @@
+"""One case: drawn, run, judged."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from . import fmha, mla, paged, xqa
+from .draw import Draw, Failure, Refused
+
+# Name: weight, and what draws and runs a case of it.
+FAMILIES: dict[str, tuple[int, Callable[[Draw], None]]] = {
+    "xqa_decode": (20, xqa.right),
+    "mla_decode": (15, mla.right),
+    "fmha": (15, fmha.right),
+    "page tables": (4, paged.right_tables),
+    "scans": (2, paged.right_scan),
+    "store_kv": (4, paged.right_store_kv),
+    "store_mla_kv": (4, paged.right_store_mla),
+    "merge": (4, paged.right_merge),
+}
+
+
+@dataclass
+class Result:
+    """What became of a case.
+
+    Args:
+        status: "ok", "failed", or "refused": the library has honestly no kernel for the call.
+        seen: What the run counts.
+        fatal: The process is of no more use.
+    """
+
+    status: str
+    family: str
+    message: str = ""
+    seen: list[str] = field(default_factory=list)
+    fatal: bool = False
+
+
+def family_of(draw: Draw, only: tuple[str, ...] = ()) -> str:
+    names = [name for name in FAMILIES if not only or name in only]
+    return draw.random.choices(names, [FAMILIES[name][0] for name in names])[0]
+
+
+def run_case(seed: int, index: int, device: str = "cpu", only: tuple[str, ...] = ()) -> Result:
+    """Runs case `index` of a seed.
+
+    Args:
+        only: Families to draw from; empty: all.
+    """
+    draw = Draw(seed, index, device)
+    family = family_of(draw, only)
+    os.environ.pop("ATTNOPS_CPU_ISA", None)
+    try:
+        FAMILIES[family][1](draw)
+        _wait(device)
+    except Refused as error:
+        return Result("refused", family, str(error), draw.seen)
+    except Failure as error:
+        return Result("failed", family, f"{error} | {_notes(draw)}", draw.seen, fatal=_is_dead(device))
+    except Exception as error:
+        if device != "cpu" and "no kernel fits these arguments" in str(error):
+            return Result("refused", family, str(error).split("\n")[0], draw.seen)
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{type(error).__name__}: {error} (at {os.path.basename(where.filename)}:{where.lineno})"
+        return Result("failed", family, f"{text} | {_notes(draw)}", draw.seen, fatal=_is_dead(device))
+    return Result("ok", family, "", draw.seen)
+
+
+def _wait(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def _is_dead(device: str) -> bool:
+    """A GPU's context does not outlive a fault of a kernel."""
+    try:
+        _wait(device)
+    except Exception:
+        return True
+    return False
+
+
+def _notes(draw: Draw) -> str:
+    return " ".join(f"{name}={value}".replace("torch.", "") for name, value in draw.notes.items())

@@ -1,0 +1,33 @@
+"""The process that runs cases: it says which one it begins, so that whoever finds it dead knows what killed it."""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import json
+import os
+import sys
+
+from .cases import Result, run_case
+
+
+def serve(seed: int, device: str, only: tuple[str, ...]) -> None:
+    """Reads numbers of cases, a line each; answers with a line of JSON each. Ends with its input, or when it must."""
+    faulthandler.enable()
+    import torch
+
+    torch.set_num_threads(int(os.environ.get("FUZZ_THREADS", "2")))
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever a library prints is no answer
+    answers.write("ready\n")
+    for line in sys.stdin:
+        result = run_case(seed, int(line), device, only)
+        answers.write(json.dumps(dataclasses.asdict(result)) + "\n")
+        if result.fatal:
+            break
+    answers.write(json.dumps(dataclasses.asdict(rows_hit())) + "\n")
+
+
+def rows_hit() -> Result:
+    """How often each row of each table of kernels ran in this process, as things seen."""
+    return Result("rows", "")

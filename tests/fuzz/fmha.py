@@ -1,0 +1,146 @@
+"""Right calls of `ops.fmha_varlen` and `ops.fmha_paged`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from attnops import ops
+from attnops.metadata import FmhaPlan
+from torch import Tensor
+
+from .draw import Draw
+from .judge import check_attention, check_no_fault, check_same_bits
+from .memory import FP8, Guarded, Paging, fill_pages, poisoned, strided
+from .options import call_options, draw_rules, draw_scales, new_report, pack, real, set_isa, stored
+from .oracle import Answer, attend, used_keys
+from .xqa import PAGE_SIZES, draw_dtypes, draw_heads
+
+DIMS = [32, 40, 48, 64, 64, 72, 80, 96, 128, 128, 192, 256]
+
+
+def _bounds(lengths: list[int], first: int = 0) -> list[int]:
+    bounds = [first]
+    for length in lengths:
+        bounds.append(bounds[-1] + length)
+    return bounds
+
+
+def _int32(draw: Draw, values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=draw.device)
+
+
+def right(draw: Draw) -> None:
+    """One right call, paged or ragged, compared with its answer."""
+    set_isa(draw)
+    paged = draw.chance(0.5)
+    heads, kv_heads = draw_heads(draw)
+    dim = draw.pick(DIMS)
+    dim_v = dim if draw.chance(0.7) else draw.pick(DIMS)
+    dtype, kv_dtype = draw_dtypes(draw)
+    batch = 0 if draw.chance(0.03) else draw.pick([1, 1, 2, 3, 4, 6])
+    longest = max(min(50_000 // (kv_heads * max(dim, dim_v) * max(batch, 1)), 800), 8)
+    lengths_k = draw.lengths(batch, longest)
+    most_q = max(min(400_000 // (heads * longest), 200), 1)
+    lengths_q = [min(draw.length(most_q), most_q) for _ in range(batch)]
+    if draw.chance(0.6):
+        lengths_q = [min(count_q, count_k) for count_q, count_k in zip(lengths_q, lengths_k)]
+    draw.note(paged=paged, H=(heads, kv_heads), D=(dim, dim_v), dtypes=(dtype, kv_dtype), q=lengths_q, k=lengths_k)
+    rules = draw_rules(draw, lengths_q, lengths_k, heads, dim, right=True)
+    k_scale, v_scale = (draw_scales(draw, kv_heads, kv_dtype) for _ in range(2))
+    tokens = sum(lengths_k)
+    k = stored(draw.normal(tokens, kv_heads, dim), kv_dtype, k_scale)
+    v = stored(draw.normal(tokens, kv_heads, dim_v), kv_dtype, v_scale)
+    q = draw.normal(sum(lengths_q), heads, dim).to(dtype)
+    answer = attend(q.double(), real(k, k_scale), real(v, v_scale), lengths_q, lengths_k, rules)
+    used = used_keys(lengths_q, lengths_k, rules)
+    if draw.chance(0.5):
+        q[answer.lse == -math.inf] = math.nan
+    padding = draw.pick([0, 0, 1, 5])
+    answer = _with_padding(answer, padding)
+    q = strided(draw, torch.cat([q, torch.full((padding, heads, dim), math.nan, dtype=dtype)]))
+    options = call_options(draw, rules) | {"window_right": rules.window_right}
+    options["k_scale"], options["v_scale"] = (None if s is None else s.to(draw.device) for s in (k_scale, v_scale))
+    options["tree_mask"] = None
+    if rules.tree is not None:
+        mask = pack(draw, rules.tree)
+        garbage = torch.full((padding, mask.shape[1]), 0xFF, dtype=torch.uint8)
+        options["tree_mask"] = strided(draw, torch.cat([mask, garbage]))
+    plan = FmhaPlan.allocate(
+        q.shape[0] + draw.number(0, 40),
+        batch + draw.number(0, 2),
+        causal=rules.causal,
+        window_left=rules.window_left,
+        tile_q=draw.pick([None, 1, 16, 64, 128, 200]),
+        num_q_heads=heads,
+        num_kv_heads=kv_heads,
+        device=draw.device,
+    )
+    cu_seqlens_q = _int32(draw, _bounds(lengths_q))
+    draw.note(tile_q=plan.tile_q, padding=padding)
+    if paged:
+        given = _paged(draw, plan, cu_seqlens_q, lengths_k, k, v, used)
+    else:
+        given = _ragged(draw, plan, cu_seqlens_q, lengths_k, k, v, used)
+    op = ops.fmha_paged if paged else ops.fmha_varlen
+    draw.saw("op fmha_paged" if paged else "op fmha_varlen", "mode fp8" if kv_dtype == FP8 else "mode plain")
+    report = new_report(draw)
+    out = Guarded(draw, (q.shape[0], heads, dim_v), dtype)
+    lse = Guarded(draw, (q.shape[0], heads), torch.float32, dense=True) if draw.chance(0.8) else None
+    given |= {"q": q, "cu_seqlens_q": cu_seqlens_q, "plan": plan, **options}
+    op(**given, out=out.view, lse=None if lse is None else lse.view, report=report)
+    check_attention(draw, out.view, None if lse is None else lse.view, answer)
+    check_no_fault(report)
+    if draw.chance(0.15):
+        again, _ = op(**given)
+        check_same_bits("the same call again", out.view, again)
+    out.check("out")
+    if lse is not None:
+        lse.check("lse")
+
+
+def _with_padding(answer: Answer, padding: int) -> Answer:
+    """Rows of no request follow: zeros, and -inf."""
+    lse = torch.full((padding, answer.lse.shape[1]), -math.inf, dtype=torch.float64)
+    out = torch.zeros(padding, *answer.out.shape[1:], dtype=torch.float64)
+    return Answer(
+        torch.cat([answer.out, out]),
+        torch.cat([answer.lse, lse]),
+        torch.cat([answer.noise, lse.clone().fill_(0)]),
+        torch.cat([answer.total, lse]),
+    )
+
+
+def _paged(
+    draw: Draw, plan: FmhaPlan, cu_seqlens_q: Tensor, lengths: list[int], k: Tensor, v: Tensor, used: Tensor
+) -> dict[str, object]:
+    page_size = draw.pick(PAGE_SIZES)
+    csr = draw.chance(0.4)
+    draw.note(page=page_size, csr=csr)
+    draw.saw("mode csr" if csr else "mode page table")
+    paging = Paging(draw, lengths, page_size)
+    pages = []
+    for rows in (k, v):
+        pool = strided(draw, poisoned((paging.num_pages, page_size, *rows.shape[1:]), rows.dtype, "cpu"))
+        fill_pages(pool, paging.slots[used], rows[used])
+        pages.append(pool)
+    seqlens = _int32(draw, lengths)
+    ops.fmha_plan(plan, cu_seqlens_q, cache_seqlens=seqlens)
+    table = {"page_table": paging.indices, "kv_indptr": paging.indptr} if csr else {"page_table": paging.table}
+    return {"k_pages": pages[0], "v_pages": pages[1], "cache_seqlens": seqlens, **table}
+
+
+def _ragged(
+    draw: Draw, plan: FmhaPlan, cu_seqlens_q: Tensor, lengths: list[int], k: Tensor, v: Tensor, used: Tensor
+) -> dict[str, object]:
+    """Keys that no row sees, and rows before the first and behind the last request, are NaN."""
+    first, behind = draw.pick([0, 0, 0, 2]), draw.number(0, 2)
+    rows = []
+    for values in (k, v):
+        row = poisoned((first + len(values) + behind, *values.shape[1:]), values.dtype, "cpu")
+        fill_pages(row.unsqueeze(0), used.nonzero().flatten() + first, values[used])
+        rows.append(strided(draw, row))
+    cu_seqlens_k = _int32(draw, _bounds(lengths, first))
+    ops.fmha_plan(plan, cu_seqlens_q, cu_seqlens_k)
+    draw.note(first=first)
+    return {"k": rows[0], "v": rows[1], "cu_seqlens_k": cu_seqlens_k}

@@ -1,0 +1,184 @@
+"""Hands cases to processes, counts what they hit, and starts a process again where a case has killed it."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+CASE_SECONDS = 120.0  # a case that takes longer hangs
+START_SECONDS = 300.0
+
+
+class _Child:
+    """A process, and what it said before it died."""
+
+    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
+        self.process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+        )
+        if self.answer(START_SECONDS) != "ready":
+            raise RuntimeError(f"a process of the fuzzer does not start: {self.last_words()}")
+
+    def answer(self, seconds: float) -> str:
+        """A line without its end; empty when the process has died or was killed for its silence."""
+        assert self.process.stdout
+        timer = threading.Timer(seconds, self.process.kill)
+        timer.start()
+        line = self.process.stdout.readline()
+        timer.cancel()
+        return line.rstrip("\n")
+
+    def ask(self, index: int) -> str:
+        assert self.process.stdin
+        try:
+            self.process.stdin.write(f"{index}\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            return ""
+        return self.answer(CASE_SECONDS)
+
+    def finish(self) -> str:
+        """Ends it in peace; its last answer."""
+        assert self.process.stdin
+        try:
+            self.process.stdin.close()
+        except BrokenPipeError:
+            return ""
+        last = self.answer(START_SECONDS)
+        self.process.wait()
+        return last
+
+    def last_words(self) -> str:
+        self.process.wait()
+        self.errors.seek(0)
+        lines = [line.strip() for line in self.errors.read().splitlines() if line.strip()]
+        return " / ".join(lines[-3:])[:400]
+
+
+class Run:
+    """Cases of one seed.
+
+    Attributes:
+        counted: Cases that reached a kernel, or the error that they were made for.
+        failures: A line each, which reproduces it.
+        seen: How often each op, mode, backend and row was hit.
+    """
+
+    def __init__(
+        self, seed: int, device: str = "cpu", jobs: int = 1, only: tuple[str, ...] = (), prefix: list[str] | None = None
+    ) -> None:
+        self.seed, self.device, self.jobs, self.only = seed, device, jobs, only
+        self.prefix = prefix or []
+        self.counted, self.started, self.crashes, self.elapsed = 0, 0, 0, 0.0
+        self.failures: list[str] = []
+        self.seen: collections.Counter[str] = collections.Counter()
+        self.refused: collections.Counter[str] = collections.Counter()
+        self._lock = threading.Lock()
+
+    def work(self, cases: int | None, seconds: float | None, most_failures: int = 20) -> None:
+        """Runs cases 0, 1, 2, ... until enough of them count, the time is over, or enough have failed."""
+        begin = time.monotonic()
+
+        def enough() -> bool:
+            late = seconds is not None and time.monotonic() - begin >= seconds
+            return late or (cases is not None and self.counted >= cases) or len(self.failures) >= most_failures
+
+        threads = [threading.Thread(target=self._serve, args=(enough,)) for _ in range(self.jobs)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.elapsed = time.monotonic() - begin
+
+    def _start(self) -> _Child:
+        command = [*self.prefix, sys.executable, "-m", "tests.fuzz", "--serve", "--seed", str(self.seed)]
+        command += ["--device", self.device, "--only", ",".join(self.only)]
+        return _Child(command, dict(os.environ))
+
+    def _serve(self, enough: Callable[[], bool]) -> None:
+        try:
+            self._run_cases(enough)
+        except Exception as error:  # a thread that ends in silence would look like a clean run
+            self.failures.append(f"the fuzzer itself: {type(error).__name__}: {error}")
+
+    def _run_cases(self, enough: Callable[[], bool]) -> None:
+        child = self._start()
+        while not enough():
+            with self._lock:
+                index, self.started = self.started, self.started + 1
+            answer = child.ask(index)
+            if not answer:
+                self._crashed(index, child)
+                child = self._start()
+                continue
+            result = json.loads(answer)
+            self._count(index, result)
+            if result["fatal"]:
+                self._count_rows(child.finish())
+                child = self._start()
+        self._count_rows(child.finish())
+
+    def _crashed(self, index: int, child: _Child) -> None:
+        code = child.process.wait()
+        how = "hangs" if code == -9 else f"ends the process ({code})"
+        with self._lock:
+            self.crashes += 1
+            self.failures.append(f"{self.line_of(index)}  # {how}: {child.last_words()}")
+
+    def _count(self, index: int, result: dict) -> None:
+        with self._lock:
+            if result["status"] == "refused":
+                self.refused[result["message"]] += 1
+                return
+            self.counted += 1
+            self.seen.update(result["seen"])
+            self.seen[f"family {result['family']}"] += 1
+            if result["status"] == "failed":
+                self.failures.append(f"{self.line_of(index)}  # {result['family']}: {result['message']}")
+
+    def _count_rows(self, answer: str) -> None:
+        if answer:
+            with self._lock:
+                for name in json.loads(answer)["seen"]:
+                    row, _, count = name.rpartition(" ")
+                    self.seen[row] += int(count)
+
+    def line_of(self, index: int) -> str:
+        only = f" --only {','.join(self.only)}" if self.only else ""
+        device = "" if self.device == "cpu" else f" --device {self.device}"
+        return f"python -m tests.fuzz --seed {self.seed}{device}{only} --case {index}"
+
+    def never_hit(self) -> list[str]:
+        """What the run should have hit and did not."""
+        return sorted(name for name, count in self.seen.items() if not count)
+
+    def report(self) -> str:
+        rate = self.counted / max(self.elapsed, 1e-9)
+        lines = [f"{name}: {count}" for name, count in sorted(self.seen.items())]
+        lines += [f"refused: {count} x {reason}" for reason, count in self.refused.items()]
+        lines += [f"FAILED {failure}" for failure in self.failures]
+        lines += [f"NEVER HIT {name}" for name in self.never_hit()]
+        return "\n".join(
+            [
+                *lines,
+                f"seed {self.seed} on {self.device}: {self.counted} cases counted of {self.started}, "
+                f"{len(self.failures)} failed ({self.crashes} of them crashes), "
+                f"{self.elapsed:.1f} s, {rate:.0f} cases/s",
+            ]
+        )
