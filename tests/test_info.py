@@ -12,6 +12,8 @@ import torch
 from attnops import info
 from attnops.backends import Machine, get_backend_class, registered_names
 from attnops.types import AttentionSpec
+from problems import paged_problem
+from xqa_decoding import decode
 
 # Built for one Python version; the ops are not.
 _scheduler = pytest.importorskip("attnops._scheduler", exc_type=ImportError)
@@ -31,6 +33,16 @@ def test_everything_that_is_loaded_is_named(capsys):
     for name in [*registered_names(), "flashinfer", "unified_attention_with_output", "store_kv"]:
         assert re.search(rf"^  {name} ", text, re.MULTILINE), name
     assert re.search(r"^  store_kv +CPU", text, re.MULTILINE)
+
+
+def test_rows_of_kernel_tables_are_counted(monkeypatch):
+    monkeypatch.setenv("ATTNOPS_CPU_ISA", "scalar")
+    problem = paged_problem([3])
+    decode(problem)
+    row = "cpu xqa_decode scalar_bfloat16"
+    before = info.kernel_counts()[row]
+    decode(problem)
+    assert info.kernel_counts()[row] == before + 1
 
 
 def test_a_model_that_nothing_serves_gets_the_reasons(capsys):

@@ -5,6 +5,9 @@
 STABLE_TORCH_LIBRARY(attnops, m) {
   // Name of the instruction set that CPU kernels run with now: cpu/isa.h.
   m.def("cpu_isa() -> str");
+  // Lines "op row count" of the kernel tables of this module, and of _C_cuda: core/impl_table.h.
+  m.def("impl_counts() -> str");
+  m.def("impl_counts_cuda() -> str");
 
   // merge_state/
   m.def("merge_state(Tensor(a!) out, Tensor(b!) lse, Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> ()");

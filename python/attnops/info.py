@@ -36,6 +36,20 @@ def has_kernel(op: str, key: str) -> bool:
     return any(torch._C._dispatch_has_kernel_for_dispatch_key(name, k) for k in (key, "CompositeExplicitAutograd"))
 
 
+def kernel_counts() -> dict[str, int]:
+    """How often each row of each kernel table was chosen in this process, by "cpu op row" or "cuda op row".
+
+    Tables that no call has asked yet are absent. A call that a layer repeats does not choose again.
+    """
+    counts = {}
+    for device, op in (("cpu", "impl_counts"), ("cuda", "impl_counts_cuda")):
+        if has_kernel(op, device.upper()):
+            for line in getattr(torch.ops.attnops, op)().splitlines():
+                row, _, count = line.rpartition(" ")
+                counts[f"{device} {row}"] = int(count)
+    return counts
+
+
 def describe_process() -> list[str]:
     """Versions, modules, machine."""
     reason = attnops.cuda_unavailable_reason

@@ -1,0 +1,16 @@
+#include <torch/csrc/stable/library.h>
+
+#include <string>
+
+#include "core/impl_table.h"
+
+namespace attnops {
+namespace {
+
+std::string impl_counts() { return ImplCounts::text(); }
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(attnops, CompositeExplicitAutograd, m) { m.impl("impl_counts", TORCH_BOX(&impl_counts)); }
+
+}  // namespace attnops

@@ -1,0 +1,18 @@
+#include <torch/csrc/stable/library.h>
+
+#include <string>
+
+#include "core/impl_table.h"
+
+namespace attnops {
+namespace {
+
+std::string impl_counts_cuda() { return ImplCounts::text(); }
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(attnops, CompositeExplicitAutograd, m) {
+  m.impl("impl_counts_cuda", TORCH_BOX(&impl_counts_cuda));
+}
+
+}  // namespace attnops
