@@ -5,16 +5,25 @@ BIN := $(VENV)/bin
 export MAX_JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 # The GPU architecture that `make test` compiles for; wheels take the default of setup.py.
 export ATTNOPS_ARCHS ?= 90a
+ENGINES ?= transformers
 # Threads that spin while they wait take the cores that others compute on.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test build check wheel clean
+.PHONY: demo test engines build check wheel clean
 
 demo: build
 	$(BIN)/python examples/demo.py
 
 test: check
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Each engine pins a torch and a transformers of its own: an environment per engine, made by requirements/<engine>.txt.
+# Without one, its tests are skipped with the reason.
+engines: build
+	for engine in $(ENGINES); do \
+	  python=$(BIN)/python; test ! -x .venv-$$engine/bin/python || python=.venv-$$engine/bin/python; \
+	  PYTHONPATH=python $$python -m pytest -rs tests/plugins/test_$$engine*.py $(PYTEST_ARGS) || exit 1; \
+	done
 
 # Compiles (CUDA too, where there is nvcc) and installs in place.
 build: $(VENV)/.packages

@@ -45,6 +45,17 @@ def test_rows_of_kernel_tables_are_counted(monkeypatch):
     assert info.kernel_counts()[row] == before + 1
 
 
+def test_plugins_names_every_engine_with_its_version_or_the_reason(capsys, monkeypatch):
+    from attnops.plugins import ENGINES, Engine
+
+    text = printed(capsys, info.main, "--plugins")
+    for name, engine in ENGINES.items():
+        assert re.search(rf"^{name} +\S", text, re.MULTILINE) and engine.option in text
+    assert "e4m3" in text and "32-256" in text, "what is served is what the backends declare"
+    monkeypatch.setattr(Engine, "installed", lambda self: ("peer", "0.0.1.dev2"))
+    assert re.search(r"peer 0\.0\.1\.dev2 is not served: attnops serves \d", printed(capsys, info.main, "--plugins"))
+
+
 def test_a_model_that_nothing_serves_gets_the_reasons(capsys):
     text = printed(capsys, info.main, "--device", "cpu", "--head-dim", "1024")
     assert "no backend serves this model" in text and "takes head_dim/v_head_dim" in text

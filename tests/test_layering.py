@@ -1,6 +1,8 @@
 """Includes and imports go downwards only: the table of docs/architecture.md, "Layers", read off the sources."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -38,7 +40,9 @@ PYTHON_LAYERS = {
         "_load",
     },
     "graphs": {"types", "pools", "layers", "backends"},
+    "plugins": {"types", "ops", "metadata", "pools", "layers", "plan_buffers", "graph_buffers", "backends", "compat"},
 }
+ENGINES = {"vllm", "sglang", "transformers"}
 
 
 def includes(path):
@@ -115,3 +119,23 @@ def test_python_imports_go_downwards():
         names = {(module.split(".")[0] if module else name) or direct for module, name, direct in found}
         foreign = names - PYTHON_LAYERS[layer] - {layer}
         assert not foreign, f"{path.relative_to(ROOT)} imports {sorted(foreign)}"
+
+
+def test_an_engine_is_imported_by_its_own_module_alone():
+    for path in PACKAGE.rglob("*.py"):
+        found = re.findall(r"^\s*(?:from|import) (\w+)", path.read_text(), re.M)
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        own = set(parts[1:2]) if parts[0] == "plugins" else set()
+        foreign = (set(found) & ENGINES) - own
+        assert not foreign, f"{path.relative_to(ROOT)} imports {sorted(foreign)}"
+
+
+def test_importing_attnops_imports_no_engine_and_no_plugin():
+    program = (
+        "import sys, attnops, attnops.backends, attnops.compat, attnops.graphs, attnops.layers, attnops.info\n"
+        f"loaded = [name for name in sys.modules if name.split('.')[0] in {sorted(ENGINES)}]\n"
+        "loaded += [name for name in sys.modules if name.startswith('attnops.plugins.')]\n"
+        "print(sorted(set(loaded) - {'attnops.plugins.engines'}))\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

@@ -1,6 +1,7 @@
 """What is loaded, what this machine can do, and which backend a model would get: ``python -m attnops.info``.
 
-``--matrix`` prints the README's table of backends, from what they declare.
+``--matrix`` prints the README's table of backends, from what they declare; ``--plugins`` the engines
+that are installed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from attnops.backends.capability import DTYPE_NAMES, names
 from attnops.backends.machine import PACKAGES
 from attnops.backends.registry import NOT_BUILT
 from attnops.backends.select import UNTESTED
+from attnops.plugins.engines import ENGINES, unsupported
 from attnops.types import AttentionSpec, AttentionType, ForwardMode
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items() if dtype != torch.uint8}
@@ -158,6 +160,30 @@ def support_matrix() -> str:
     return "\n".join(_row(cells) for cells in lines)
 
 
+# What an engine's calls are served by: these declare it, whichever kernel answers in the end.
+_SERVING_GQA, _SERVING_MLA = "trtllm_mha", "trtllm_mla"
+_ENGINE_ROWS = ("q", "cache", "head dims", "page size", "window", "soft cap", "sinks", "tree mask", "batch-invariant")
+
+
+def describe_plugins() -> list[str]:
+    """Which engines are installed, whether their version is served, how to choose attnops, and what is served."""
+    lines = []
+    for engine in ENGINES.values():
+        found, reason = engine.installed(), unsupported(engine.name)
+        lines.append(f"{engine.name:<14} {reason or ' '.join(found or ())}")
+        lines.append(f"  option       {engine.option}")
+        lines.append(f"  GQA          {_served(_SERVING_GQA)}")
+        if engine.mla:
+            lines.append(f"  MLA          {_served(_SERVING_MLA)}")
+        lines.append(f"  refused      {'; '.join(engine.refused)}")
+    return lines
+
+
+def _served(backend: str) -> str:
+    capability = get_backend_class(backend).capability
+    return "; ".join(f"{row} {_ROWS[row](capability)}" for row in _ENGINE_ROWS if _ROWS[row](capability) != "-")
+
+
 def _row(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
@@ -165,6 +191,7 @@ def _row(cells: Iterable[str]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m attnops.info", description=__doc__)
     parser.add_argument("--matrix", action="store_true", help="print the support matrix in Markdown, and nothing else")
+    parser.add_argument("--plugins", action="store_true", help="print the engines that are installed, and nothing else")
     parser.add_argument("--device", help="cpu or cuda; by default the GPU where there is one")
     model = parser.add_argument_group("a model: which backend would it get?")
     model.add_argument("--num-q-heads", type=int, default=32)
@@ -211,6 +238,9 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.matrix:
         print(support_matrix())
+        return
+    if options.plugins:
+        print("\n".join(describe_plugins()))
         return
     try:
         spec = _spec(options)

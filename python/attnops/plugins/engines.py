@@ -1,0 +1,110 @@
+"""Which engines there are: the packages that bring them, the versions that are served, and how to choose attnops."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+logger = logging.getLogger("attnops.plugins")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine that a module of this package serves.
+
+    Args:
+        name: Of the module, and of the engine's Python package.
+        packages: Distributions that bring it; the first one installed counts.
+        least, below: The versions served: from `least` to before `below`, by their numbers.
+        option: What a user sets.
+        mla: Absorbed MLA is served, besides GQA.
+        refused: What the engine could ask for and gets an error for, with a reason.
+    """
+
+    name: str
+    packages: tuple[str, ...]
+    least: tuple[int, ...]
+    below: tuple[int, ...]
+    option: str
+    mla: bool = False
+    refused: tuple[str, ...] = ()
+
+    def installed(self) -> tuple[str, str] | None:
+        """Distribution and version; None where there is none."""
+        for package in self.packages:
+            try:
+                return package, importlib.metadata.version(package)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+        return None
+
+    @property
+    def versions(self) -> str:
+        return f"{_dotted(self.least)} to before {_dotted(self.below)}"
+
+
+ENGINES = {
+    engine.name: engine
+    for engine in (
+        Engine(
+            name="transformers",
+            packages=("transformers",),
+            least=(5, 17),
+            below=(5, 24),
+            option='attnops.plugins.transformers.register(), then attn_implementation="attnops"',
+            refused=("dropout", "attention weights", "additive masks and biases", "head masks", "gradients"),
+        ),
+    )
+}
+
+
+def unsupported(name: str) -> str:
+    """Why an engine is not served as it is installed; empty where it is."""
+    engine = ENGINES[name]
+    found = engine.installed()
+    if found is None:
+        return f"{' or '.join(engine.packages)} is not installed"
+    package, version = found
+    if not engine.least <= _numbers(version) < engine.below:
+        return f"{package} {version} is not served: attnops serves {engine.versions}"
+    return ""
+
+
+def registers(name: str) -> Callable[[Callable[[], None]], Callable[[], bool]]:
+    """Makes the `register` of an engine's module: quick, the same when it runs again, and without effect where the
+    engine's version is not served, which it then says once, in one line of the log.
+
+    The function that it makes returns whether the names are registered.
+    """
+
+    def decorate(function: Callable[[], None]) -> Callable[[], bool]:
+        done: list[bool] = []
+
+        @functools.wraps(function)
+        def register() -> bool:
+            if not done:
+                reason = unsupported(name)
+                if reason:
+                    logger.warning("attnops registers nothing: %s", reason)
+                else:
+                    function()
+                done.append(not reason)
+            return done[0]
+
+        return register
+
+    return decorate
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """``5.17.0.dev1`` and ``0.32.0+cpu`` by the numbers of their release."""
+    release = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(int(part) for part in release.group().split(".")) if release else ()
+
+
+def _dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))

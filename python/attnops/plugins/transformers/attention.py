@@ -1,0 +1,218 @@
+"""Attention over keys and values as transformers' caches have them, ``[B, H_kv, K, D]``, as one op.
+
+A cache is not copied: its tokens are pages by their strides, one page per sequence, or one per token where each request
+names the keys that it sees. Inside one op, so that a compiler needs to know nothing of that.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnops import ops
+from attnops.metadata.fmha_plan import FmhaPlan
+from attnops.metadata.plan import XqaDecodePlan
+
+MAX_DECODE_QUERIES = 16  # per request; more are a prompt
+MAX_PAGES = 2**31 - 1
+
+_library = torch.library.Library("attnops", "FRAGMENT")
+_library.define(
+    "padded_attention(Tensor(a!) out, Tensor q, Tensor k, Tensor v, Tensor? keys, float softmax_scale, bool causal, "
+    "int window_left, float logit_cap, Tensor? sinks) -> ()"
+)
+
+
+def padded_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor | None = None,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window_left: int = -1,
+    logit_cap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of a padded batch.
+
+    Args:
+        q: ``[B, H_q, S, D]``, any strides but a dense last dim, as k and v.
+        k, v: ``[B, H_kv, K, D]``, ``[B, H_kv, K, D_v]``.
+        keys: Which keys are seen, int32; None: all K.
+            ``[B, 1, 1, 1]``: so many, from the first on.
+            ``[B, 1, 1, 1 + K]``: a number n, then the n places in k, in the order of their positions.
+            ``[B, 1, S, 1 + K]``: the same for each query, which sees just these: `causal` and `window_left` are not
+            asked. Where all queries of a request share a list (stride 0), they are served together.
+        softmax_scale: Multiplies ``<q, k>``; ``1 / sqrt(D)`` when None.
+        causal: The queries are the last S of the keys; each sees keys up to its own. False: all.
+        window_left: A query sees this many keys before its own (without `causal`, also behind); -1: off.
+        logit_cap: ``cap * tanh(s / cap)`` on scaled scores; 0.0: off.
+        sinks: ``[H_q]``, a logit per head with no value.
+
+    Returns:
+        ``[B, S, H_q, D_v]`` in q's dtype. A query that sees no key gives zeros.
+
+    Raises:
+        ValueError: the shape of `keys` is none of these, or the cache has too many tokens for int32 page tables.
+        RuntimeError: naming the argument whose shape, dtype or device does not fit.
+    """
+    out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+    scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else softmax_scale
+    if sinks is not None:
+        sinks = sinks.to(torch.float32)
+    torch.ops.attnops.padded_attention(out, q, k, v, keys, scale, causal, window_left, logit_cap, sinks)
+    return out
+
+
+def _padded_attention(
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor | None,
+    softmax_scale: float,
+    causal: bool,
+    window_left: int,
+    logit_cap: float,
+    sinks: Tensor | None,
+) -> None:
+    if out.numel() == 0:
+        return
+    _check_keys(keys, q.shape[0], q.shape[2], k.shape[2])
+    seen = _whole_requests(q, k, v, keys) if keys is None or keys.shape[3] == 1 else _listed_keys(q, k, v, keys)
+    if keys is not None and keys.shape[2] > 1:
+        causal, window_left = False, -1
+    rows = out.view(*seen.queries.shape[:3], out.shape[3])
+    options: dict[str, Any] = {"softmax_scale": softmax_scale, "logit_cap": logit_cap, "sinks": sinks}
+    options |= {"causal": causal, "window_left": window_left}
+    one_sided = causal or window_left < 0
+    if seen.queries.shape[1] <= MAX_DECODE_QUERIES and one_sided and q.shape[3] == v.shape[3]:
+        _decode(seen, rows, options)
+    else:
+        _prompt(seen, rows, options | {"window_right": -1 if causal else window_left})
+
+
+class _Seen(NamedTuple):
+    """What the ops take: ``[requests, queries, H_q, D]``, pages, a page table, lengths."""
+
+    queries: Tensor
+    k_pages: Tensor
+    v_pages: Tensor
+    page_table: Tensor
+    cache_seqlens: Tensor
+
+
+def _whole_requests(q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None) -> _Seen:
+    """A request's keys are the first of its row, which is one page."""
+    table = torch.arange(q.shape[0], dtype=torch.int32, device=q.device).unsqueeze(1)
+    lens = table.new_full((q.shape[0],), k.shape[2]) if keys is None else keys[:, 0, 0, 0].contiguous()
+    return _Seen(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), table, lens)
+
+
+def _listed_keys(q: Tensor, k: Tensor, v: Tensor, keys: Tensor) -> _Seen:
+    """A page per key. With a list per query, each query is a request."""
+    queries = q.transpose(1, 2)
+    if keys.shape[2] > 1 and keys.stride(2) == 0:
+        keys = keys[:, :, :1]
+    elif keys.shape[2] > 1:
+        queries = queries.flatten(0, 1).unsqueeze(1)
+    k_pages, v_pages, batch_step, token_step = _token_pages(k, v)
+    first = torch.arange(q.shape[0], dtype=torch.int32, device=q.device) * batch_step
+    table = (keys[:, 0, :, 1:] * token_step + first.view(-1, 1, 1)).flatten(0, 1)
+    return _Seen(queries, k_pages, v_pages, table, keys[:, 0, :, 0].flatten().contiguous())
+
+
+def _decode(seen: _Seen, out: Tensor, options: dict[str, Any]) -> None:
+    requests, seqlen_q, num_q_heads, head_dim = seen.queries.shape
+    plan = XqaDecodePlan.allocate(
+        requests,
+        num_q_heads=num_q_heads,
+        num_kv_heads=seen.k_pages.shape[2],
+        head_dim=head_dim,
+        seqlen_q=seqlen_q,
+        window_left=options["window_left"],
+        device=out.device,
+    )
+    ops.xqa_decode_plan(plan, seen.cache_seqlens)
+    ops.xqa_decode(*seen, plan, out=out, **options)
+
+
+def _prompt(seen: _Seen, out: Tensor, options: dict[str, Any]) -> None:
+    requests, seqlen_q, num_q_heads, _ = seen.queries.shape
+    bounds = torch.arange(requests + 1, dtype=torch.int32, device=out.device) * seqlen_q
+    plan = FmhaPlan.allocate(
+        requests * seqlen_q,
+        requests,
+        causal=options["causal"],
+        window_left=options["window_left"],
+        num_q_heads=num_q_heads,
+        num_kv_heads=seen.k_pages.shape[2],
+        device=out.device,
+    )
+    ops.fmha_plan(plan, bounds, cache_seqlens=seen.cache_seqlens)
+    rows = seen._replace(queries=seen.queries.flatten(0, 1))
+    ops.fmha_paged(*rows, bounds, plan, out=out.flatten(0, 1), **options)
+
+
+def _check_keys(keys: Tensor | None, requests: int, seqlen_q: int, num_keys: int) -> None:
+    if keys is None:
+        return
+    per_request = [(requests, 1, 1, 1), (requests, 1, 1, 1 + num_keys)]
+    if tuple(keys.shape) not in [*per_request, (requests, 1, seqlen_q, 1 + num_keys)]:
+        raise ValueError(
+            f"attnops::padded_attention: keys must be [{requests}, 1, 1, 1], [{requests}, 1, 1, {1 + num_keys}] or "
+            f"[{requests}, 1, {seqlen_q}, {1 + num_keys}] (requests, queries and keys of q and k), got "
+            f"{list(keys.shape)}"
+        )
+
+
+def _token_pages(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int, int]:
+    """k and v as pages of one token, which may overlap: token t of request b is page ``b * batch_step + t *
+    token_step`` of both."""
+    steps_k, steps_v = _steps(k), _steps(v)
+    if steps_k[:2] != steps_v[:2]:
+        k, v = k.contiguous(), v.contiguous()
+        steps_k, steps_v = _steps(k), _steps(v)
+    batch_step, token_step, _ = steps_k
+    num_pages = (k.shape[0] - 1) * batch_step + (k.shape[2] - 1) * token_step + 1
+    if num_pages > MAX_PAGES:
+        raise ValueError(f"attnops::padded_attention: a cache of {num_pages} places does not fit int32 page tables")
+
+    def pages(tensor: Tensor, stride: int) -> Tensor:
+        shape = (num_pages, 1, tensor.shape[1], tensor.shape[3])
+        return tensor.as_strided(shape, (stride, stride, tensor.stride(1), 1))
+
+    return pages(k, steps_k[2]), pages(v, steps_v[2]), batch_step, token_step
+
+
+def _steps(tensor: Tensor) -> tuple[int, int, int]:
+    """Of ``[B, H, K, D]``: batch and token stride in units of what divides both, and that unit in elements."""
+    batch = tensor.stride(0) if tensor.shape[0] > 1 else 0
+    token = tensor.stride(2) if tensor.shape[2] > 1 else 0
+    unit = math.gcd(batch, token) or tensor.shape[3]
+    return batch // unit, token // unit, unit
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("padded_attention", _padded_attention, _key)
+
+
+@torch.library.register_fake("attnops::padded_attention")
+def _(
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor | None,
+    softmax_scale: float,
+    causal: bool,
+    window_left: int,
+    logit_cap: float,
+    sinks: Tensor | None,
+) -> None:
+    return None
