@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from attnops.graph_buffers import PagedStep
+from attnops.metadata.fmha_plan import FmhaPlan
 from attnops.metadata.plan import MLA_ROWS_PER_WORK, MlaDecodePlan, XqaDecodePlan, xqa_invariant_cuts
-from attnops.types import AttentionBatch, AttentionSpec, Limits
+from attnops.types import AttentionBatch, AttentionSpec, AttentionType, Limits
 
 MLA_INVARIANT_SPLIT_TOKENS = 1024  # where a deterministic MLA model's requests are cut, whatever else is in the batch
 
@@ -77,6 +78,45 @@ class DecodePlans:
                 batch_size=batch_size,
                 num_splits=plan.num_splits[: batch_size + 1],
             )
+            for window, plan in self._whole.items()
+        }
+
+
+class FmhaPlans:
+    """Plans of `fmha_paged` and `fmha_varlen`, one per window of the model, for every shape of a step up to the limits.
+
+    Args:
+        max_batch_size: Of any plan; None: that of the limits.
+        windows: None: those of the model.
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        limits: Limits,
+        device: torch.device,
+        *,
+        max_batch_size: int | None = None,
+        windows: tuple[int, ...] | None = None,
+    ) -> None:
+        size = limits.max_batch_size if max_batch_size is None else max_batch_size
+        self._whole = {
+            window: FmhaPlan.allocate(
+                limits.max_num_tokens,
+                size,
+                causal=spec.attn_type is AttentionType.DECODER,
+                window_left=window,
+                num_q_heads=spec.num_q_heads,
+                num_kv_heads=spec.num_kv_heads,
+                device=device,
+            )
+            for window in (spec.windows if windows is None else windows)
+        }
+
+    def views(self, batch_size: int, num_tokens: int) -> dict[int, FmhaPlan]:
+        """A plan per window, of as many tiles as a step of this shape can have, whatever its lengths."""
+        return {
+            window: dataclasses.replace(plan, tile_order=plan.tile_order[: -(-num_tokens // plan.tile_q) + batch_size])
             for window, plan in self._whole.items()
         }
 

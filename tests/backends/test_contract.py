@@ -37,6 +37,8 @@ MODELS = [
         layout="HND",
         options={"k_scale": [0.02, 0.5], "v_scale": [1.0, 0.01]},
     ),
+    Model("two_head_dims", gqa(num_q_heads=6, num_kv_heads=3, head_dim=192, v_head_dim=128, page_size=16)),
+    Model("two_head_dims_window", gqa(head_dim=40, v_head_dim=72, sliding_window_size=20, dtype=FP16, page_size=5)),
     Model("mla", AttentionSpec.mla(16, page_size=64), scale=0.1),
     Model("mla_odd_page7_fp32", AttentionSpec.mla(3, page_size=7, dtype=FP32), scale=0.1),
     Model("mla_fp8", AttentionSpec.mla(8, page_size=16, kv_dtype=E4M3), scale=0.1),
@@ -47,6 +49,8 @@ MODELS = [
     Model("mla_page128", AttentionSpec.mla(16, page_size=128), scale=0.1),
     Model("mla_656", AttentionSpec.mla(8, page_size=64, kv_dtype=torch.uint8), scale=0.1),
     Model("bidirectional", gqa(attn_type=AttentionType.DECODER_BIDIRECTIONAL)),
+    Model("vision_72", gqa(num_q_heads=4, num_kv_heads=4, head_dim=72, attn_type=AttentionType.ENCODER_ONLY)),
+    Model("vision_80", gqa(num_q_heads=2, num_kv_heads=1, head_dim=80, attn_type=AttentionType.ENCODER_ONLY)),
     Model(
         "encoder", gqa(num_q_heads=12, num_kv_heads=12, head_dim=32, dtype=FP32, attn_type=AttentionType.ENCODER_ONLY)
     ),

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sys
+import warnings
+from unittest.mock import ANY
+
 import pytest
 import torch
 from attnops.backends import (
@@ -18,12 +23,13 @@ from attnops.backends import (
     select_backend,
 )
 from attnops.backends.registry import NOT_BUILT
-from attnops.backends.select import candidates
+from attnops.backends.select import Selection, candidates
 from attnops.types import AttentionBatch, AttentionSpec, AttentionType, ForwardMode, Limits
 
 CPU = Machine(device="cpu")
 H200 = Machine(device="cuda", arch=90, has_cuda_kernels=True)
 GQA = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
+MLA_SIZES = {"flashmla": "64", "cutlass_mla": "128", "trtllm_mla": "32, 64"}
 MLA_PAGES = {"flashmla": 64, "cutlass_mla": 128, "trtllm_mla": 32}
 LIMITS = Limits(max_batch_size=2, max_seqlen=64)
 
@@ -187,7 +193,29 @@ def test_a_decoder_for_gpus_runs_on_the_cpu_by_name_only(name):
     assert name not in candidates(spec, CPU)
     assert select(spec, CPU, decode_attention_backend=name).decode == name
     on_gpu = select(spec, H200)
-    assert on_gpu.decode == name and on_gpu.prefill == "torch_native"
+    assert on_gpu.prefill == "fa3"
+    assert on_gpu.decode == ("fa3" if name == "trtllm_mha" else name)
+
+
+def test_fa3_serves_a_whole_model_on_hopper_and_needs_its_kernels(monkeypatch):
+    assert select(GQA, H200, speculative=True) == Selection("fa3", "fa3")
+    assert select(GQA, CPU, attention_backend="fa3").prefill == "fa3" and "fa3" not in candidates(GQA, CPU)
+    assert select(AttentionSpec.mla(16, page_size=1), H200) == Selection(
+        "fa3",
+        "fa3",
+        rejected={name: [f"takes page_size {sizes}, got 1"] for name, sizes in MLA_SIZES.items()},
+    )
+    lacking = dataclasses.replace(H200, missing_ops=frozenset({"fmha_paged"}))
+    monkeypatch.setattr(sys.modules["attnops.backends.select"], "_warned", set())
+    with pytest.warns(
+        RuntimeWarning, match=r"prefill runs on torch_native(.|\n)*fa3: needs CUDA kernels of fmha_paged"
+    ):
+        assert select(GQA, lacking) == Selection("torch_native", "trtllm_mha", rejected=ANY)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        select(GQA, lacking)  # said once
+        select(GQA, lacking, attention_backend="torch_native")  # asked for
+        select(AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=8), CPU)
 
 
 @pytest.mark.parametrize("name", DECODERS)

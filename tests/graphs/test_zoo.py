@@ -18,6 +18,7 @@ from model_zoo import LAYERS, PAGE_SIZE, ZOO, Engine, TinyModel, run_eager, serv
 CONFIGS = {config.name: config for config in ZOO}
 # Of backends that do not take what the zoo has by default, float32 in pages of 16.
 FORMS = {
+    "fa3": (torch.bfloat16, 16),
     "flashmla": (torch.bfloat16, 64),
     "cutlass_mla": (torch.bfloat16, 128),
     "trtllm_mla": (torch.float16, 32),

@@ -93,22 +93,22 @@ def fmha_paged(
     layer: RadixAttention,
     batch: AttentionBatch,
     step: PagedStep,
+    cu_seqlens_q: Tensor,
     plans: Mapping[int, FmhaPlan],
     out: Tensor,
     report: Tensor | None,
 ) -> None:
-    """A ragged step with K and V in pages. A layer that is not causal has its window on both sides."""
+    """A step with K and V in pages. A layer that is not causal has its window on both sides."""
     pool, table = _cache_of(layer, batch, step)
     k_pages, v_pages = pool.get_kv_buffer(layer.layer_id)
     k_scale, v_scale = _scales(layer, pool)
-    assert step.cu_seqlens_q is not None
     ops.fmha_paged(
         heads("q", q, layer.num_heads, layer.head_dim),
         k_pages,
         v_pages,
         table,
         batch.cache_seqlens,
-        step.cu_seqlens_q,
+        cu_seqlens_q,
         plan_of(layer, plans),
         softmax_scale=layer.scaling,
         causal=is_causal(layer),
@@ -116,6 +116,7 @@ def fmha_paged(
         window_right=-1 if is_causal(layer) else layer.sliding_window_size,
         logit_cap=layer.logit_cap,
         sinks=layer.sinks,
+        tree_mask=None if batch.tree_mask is None else batch.tree_mask.flatten(0, 1),
         out=heads("out", out, layer.num_heads, layer.v_head_dim),
         report=report,
         k_scale=k_scale,
@@ -128,21 +129,18 @@ def fmha_varlen(
     k: Tensor,
     v: Tensor,
     layer: RadixAttention,
-    step: PagedStep,
+    cu_seqlens_q: Tensor,
     plans: Mapping[int, FmhaPlan],
     out: Tensor,
     report: Tensor | None,
 ) -> None:
     """An encoder's step: every token sees its whole request, straight from k and v."""
-    bounds = step.cu_seqlens_q
-    if bounds is None:
-        raise ValueError("attnops: an encoder's step is ragged: give extend_seq_lens")
     ops.fmha_varlen(
         heads("q", q, layer.num_heads, layer.head_dim),
         heads("k", k, layer.num_kv_heads, layer.head_dim),
         heads("v", v, layer.num_kv_heads, layer.v_head_dim),
-        bounds,
-        bounds,
+        cu_seqlens_q,
+        cu_seqlens_q,
         plan_of(layer, plans),
         softmax_scale=layer.scaling,
         causal=False,

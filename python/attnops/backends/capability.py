@@ -66,6 +66,7 @@ class Capability:
             by name: a decode backend for GPUs runs on the CPU's kernels, but never in place of the CPU's own backend.
         archs: CUDA compute capabilities; None: all.
         needs_cuda_kernels: On "cuda" it needs the compiled module.
+        needs_ops: Those of `machine.KERNEL_OPS` without whose CUDA kernels it is of no use there.
         modes: Forward modes.
         delegates_prefill: Asked for by name for everything, it takes the modes that it serves, and selection adds the
             first backend that serves the rest.
@@ -94,6 +95,7 @@ class Capability:
     delegates_prefill: bool = False
     archs: frozenset[int] | None = None
     needs_cuda_kernels: bool = True
+    needs_ops: frozenset[str] = frozenset()
     attn_types: frozenset[AttentionType] = frozenset({AttentionType.DECODER})
     kv_dtypes: frozenset[torch.dtype] = frozenset()
     head_dims: HeadDims | None = None
@@ -176,7 +178,8 @@ class Capability:
             return ["runs on a CPU in Triton's interpreter only: set TRITON_INTERPRET=1"]
         if machine.device == "cuda" and self.needs_cuda_kernels and not machine.has_cuda_kernels:
             return ["needs the compiled CUDA kernels, which are not loaded (attnops.cuda_unavailable_reason)"]
-        return []
+        missing = sorted(self.needs_ops & machine.missing_ops)
+        return [f"needs CUDA kernels of {' and '.join(missing)}, which this build lacks"] if missing else []
 
 
 def names(dtypes: Iterable[torch.dtype]) -> str:

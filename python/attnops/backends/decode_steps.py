@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -52,21 +52,32 @@ class DecodeSteps:
 
     Args:
         owner: The backend's name, for messages.
-        draft_width: Tokens of a block; None: what fills a work of `mla_decode`.
+        draft_width: Tokens of a block; None: what fills a work of `mla_decode`; 0: no ragged steps come here.
+        modes: Those that come here.
+        prepared: Shared with others who serve steps of the same backend, each those of its own kind.
     """
 
     def __init__(
-        self, owner: str, spec: AttentionSpec, limits: Limits, device: torch.device, draft_width: int | None = None
+        self,
+        owner: str,
+        spec: AttentionSpec,
+        limits: Limits,
+        device: torch.device,
+        draft_width: int | None = None,
+        *,
+        modes: frozenset[ForwardMode] = MODES,
+        prepared: PreparedStep[Any] | None = None,
     ) -> None:
         self._owner, self._spec, self._limits, self._device = owner, spec, limits, device
         self._is_mla = spec.is_mla
         self.buffers = PagedBuffers(spec, limits, device)
-        self._blocks = BlockBuffers(spec, limits, device, draft_width)
+        self._modes = modes
+        self._blocks = None if draft_width == 0 else BlockBuffers(spec, limits, device, draft_width)
         self._plans: dict[int, DecodePlans] = {}
         for seqlen_q in {1, limits.max_tokens_per_request}:
             self._plans_for(seqlen_q)
         self._steps: dict[tuple[int, int, int, bool], DecodeStep] = {}
-        self.prepared: PreparedStep[DecodeStep] = PreparedStep()
+        self.prepared: PreparedStep[DecodeStep] = PreparedStep() if prepared is None else prepared
 
     def out_graph(self, batch: AttentionBatch) -> None:
         """Host work of a step: limits and views.
@@ -75,7 +86,7 @@ class DecodeSteps:
             NotImplementedError: the batch is prefill.
             ValueError: it exceeds the limits.
         """
-        if batch.forward_mode not in MODES:
+        if batch.forward_mode not in self._modes:
             raise NotImplementedError(
                 f"attnops: backend {self._owner} decodes, the batch is {batch.forward_mode.name}; select_backend or "
                 "HybridAttnBackend joins it with a backend for prefill"
@@ -167,6 +178,7 @@ class DecodeSteps:
     def _make(self, batch: AttentionBatch, paged: PagedStep) -> DecodeStep:
         if batch.is_uniform:
             return DecodeStep(paged, self._plans_for(batch.tokens_per_request).views(batch.batch_size), None)
+        assert self._blocks is not None, "a backend whose draft_width is 0 serves ragged steps elsewhere"
         blocks = self._blocks.blocks(batch.batch_size, batch.num_tokens)
         return DecodeStep(paged, self._blocks.plans.views(blocks.num_blocks), blocks)
 

@@ -20,6 +20,7 @@ PACKAGES = {
     "torch_npu": "torch-npu",
     "sgl_kernel": "sglang-kernel-xpu",
 }
+KERNEL_OPS = ("fmha_varlen", "fmha_paged", "mla_decode", "xqa_decode")  # a build may leave families out
 DEVICES = ("cpu", "cuda", "hip", "xpu", "npu")
 
 
@@ -32,6 +33,7 @@ class Machine:
         arch: CUDA compute capability, 90 for Hopper; 0 elsewhere.
         name: For people.
         has_cuda_kernels: `_C_cuda` is loaded.
+        missing_ops: Those of `KERNEL_OPS` of which the loaded `_C_cuda` has no kernel.
         packages: Those keys of `PACKAGES` that can be imported.
         interprets_triton: Triton's kernels run in its interpreter, on the CPU.
     """
@@ -40,6 +42,7 @@ class Machine:
     arch: int = 0
     name: str = ""
     has_cuda_kernels: bool = False
+    missing_ops: frozenset[str] = frozenset()
     packages: frozenset[str] = frozenset()
     interprets_triton: bool = False
 
@@ -82,8 +85,13 @@ def detect_machine(device: torch.device | str | None = None) -> Machine:
         arch=major * 10 + minor,
         name=torch.cuda.get_device_name(index),
         has_cuda_kernels=_load.cuda_unavailable_reason is None,
+        missing_ops=frozenset(op for op in KERNEL_OPS if not _has_cuda_kernel(op)),
         **found,  # type: ignore[arg-type]
     )
+
+
+def _has_cuda_kernel(op: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"attnops::{op}", "CUDA")
 
 
 def _device_here() -> str:

@@ -11,6 +11,7 @@ from attnops.backends.base import AttentionBackend
 _MODULES = {
     "intel_amx": "attnops.backends.intel_amx",
     "torch_native": "attnops.backends.torch_native",
+    "fa3": "attnops.backends.fa3",
     "trtllm_mha": "attnops.backends.trtllm_mha",
     "flashmla": "attnops.backends.flashmla",
     "cutlass_mla": "attnops.backends.cutlass_mla",
@@ -19,7 +20,6 @@ _MODULES = {
 
 # Names that users of SGLang know and this package does not (yet) answer, each with the reason.
 NOT_BUILT = {
-    "fa3": "the CUDA kernels of fmha have not landed",
     "fa4": "attnops does not wrap flash-attn-4 yet",
     "triton": "there is no Triton fallback yet",
     "flashinfer": "attnops does not wrap flashinfer-python yet",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ PREFILL_MODES = (ForwardMode.EXTEND, ForwardMode.MIXED)
 DECODE_MODES = (ForwardMode.DECODE,)
 SPECULATIVE = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
 
+SLOW = "torch_native"
 UNTESTED = "untested_on_hardware: nobody has run it on the hardware it is for; it is taken by name only"
 
 
@@ -177,7 +179,24 @@ def select(
             chosen[group] = _wanted(name, spec, machine, modes, wishes)
         else:
             chosen[group] = _first(spec, machine, modes, wishes, rejected)
+            if chosen[group] == SLOW and machine.device == "cuda":
+                _warn_once(group, spec, rejected)
     return Selection(chosen["prefill"], chosen["decode"], speculative_attention_mode, rejected)
+
+
+def _warn_once(group: str, spec: AttentionSpec, rejected: dict[str, list[str]]) -> None:
+    """A GPU was given loops in torch: say so, and what would have to change."""
+    reasons = "".join(f"\n  {name}: {'; '.join(why)}" for name, why in rejected.items())
+    text = (
+        f"attnops: {group} runs on {SLOW}, a loop in torch over all keys that the host cannot rule out "
+        f"(AttentionBatch.max_cache_seqlen bounds it): no kernel serves this model here{reasons}"
+    )
+    if text not in _warned:
+        _warned.add(text)
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+
+_warned: set[str] = set()
 
 
 def _at_least_1(name: str, value: int | None) -> int | None:

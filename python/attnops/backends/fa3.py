@@ -1,0 +1,114 @@
+"""FlashAttention's place: prefill and extend on `fmha`, decode on `xqa_decode` or `mla_decode`, one for a whole model.
+
+Uniform steps (decode, verify, a draft extend of one size) are those of `DecodeSteps`. Ragged ones, and all steps of a
+model whose K and V have different head dims, are those of `FmhaSteps`; with MLA and absorbed queries, blocks of tokens
+that `mla_decode` takes for requests.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from attnops.backends.base import AttentionBackend, LayerCall
+from attnops.backends.capability import DECODER_MODES, SIXTEEN_BIT, Capability, HeadDims
+from attnops.backends.decode_steps import DecodeSteps
+from attnops.backends.fmha_steps import FmhaSteps
+from attnops.backends.prepared import PreparedStep
+from attnops.backends.registry import register_attention_backend
+from attnops.graph_buffers import PagedBuffers
+from attnops.types import AttentionBatch, AttentionSpec, AttentionType, ForwardMode, Limits
+
+if TYPE_CHECKING:
+    from attnops.layers.radix_attention import RadixAttention
+
+
+@register_attention_backend("fa3")
+class FlashAttentionBackend(AttentionBackend):
+    """Every mode, with K and V of their own or MLA."""
+
+    capability = Capability(
+        devices=frozenset({"cpu", "cuda"}),
+        chosen_on=frozenset({"cuda"}),
+        archs=frozenset({90}),
+        needs_ops=frozenset({"fmha_varlen", "fmha_paged"}),
+        modes=DECODER_MODES,
+        attn_types=frozenset(AttentionType),
+        dtypes=SIXTEEN_BIT,
+        kv_dtypes=frozenset({torch.float8_e4m3fn, torch.uint8}),
+        head_dims=HeadDims(32, 256, 8, equal=False),
+        mla=True,
+        sliding_window=True,
+        swa_pool=True,
+        logit_cap=True,
+        sinks=True,
+        tree_mask=True,
+        deterministic=True,
+        cuda_graph=True,
+    )
+
+    def __init__(self, spec: AttentionSpec, limits: Limits, device: torch.device | str = "cpu") -> None:
+        super().__init__(spec, limits, device)
+        self._prepared: PreparedStep = PreparedStep()
+        decodes = spec.is_mla or (spec.head_dim == spec.v_head_dim and spec.attn_type is not AttentionType.ENCODER_ONLY)
+        self._decode: DecodeSteps | None = None
+        if decodes:
+            self._decode = DecodeSteps(
+                self.name,
+                spec,
+                limits,
+                self.device,
+                None if spec.is_mla else 0,  # blocks of tokens are MLA's
+                modes=DECODER_MODES,
+                prepared=self._prepared,
+            )
+        self._buffers = PagedBuffers(spec, limits, self.device) if self._decode is None else self._decode.buffers
+        self._fmha = None if spec.is_mla else FmhaSteps(spec, limits, self.device, self._buffers)
+
+    @property
+    def fault_report(self) -> Tensor | None:
+        return self._buffers.report
+
+    def init_forward_metadata_out_graph(self, batch: AttentionBatch, in_capture: bool = False) -> None:
+        decode = self._decoder_of(batch)
+        if decode is not None:
+            decode.out_graph(batch)
+            return
+        self.limits.check(batch)
+        self._prepared.begin(batch, self._fmha_steps.step(batch, self._buffers.step(batch)))
+
+    def init_forward_metadata_in_graph(self, batch: AttentionBatch) -> None:
+        decode = self._decoder_of(batch)
+        if decode is not None:
+            decode.in_graph(batch)
+            return
+        step = self._prepared.plan(batch)
+        if batch.num_tokens > 0 and batch.forward_mode is not ForwardMode.IDLE:
+            self._buffers.build(step.paged, batch)
+            self._fmha_steps.plan(step, batch)
+
+    def forward(
+        self, q: Tensor, k: Any, v: Any, layer: RadixAttention, batch: AttentionBatch, *args: Any, **options: Any
+    ) -> Tensor:
+        """As of `AttentionBackend.forward`; a decode step goes straight to `DecodeSteps.forward`."""
+        decode = self._decoder_of(batch)
+        serve = super().forward if decode is None else decode.forward
+        return serve(q, k, v, layer, batch, *args, **options)
+
+    def attend(self, call: LayerCall) -> None:
+        decode = self._decoder_of(call.batch)
+        if decode is not None:
+            decode.attend(call)
+        else:
+            self._fmha_steps.attend(call, self._prepared.of(call.batch))
+
+    def _decoder_of(self, batch: AttentionBatch) -> DecodeSteps | None:
+        """What serves a step, if it is one for the decode ops."""
+        return self._decode if self._fmha is None or batch.tokens_per_request > 0 else None
+
+    @property
+    def _fmha_steps(self) -> FmhaSteps:
+        assert self._fmha is not None, "MLA's steps are all for the decode ops"
+        return self._fmha

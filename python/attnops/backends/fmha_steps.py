@@ -1,0 +1,93 @@
+"""Steps through `fmha_paged`, or through `fmha_varlen` where there is no cache: views, plans and calls, composed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnops import ops
+from attnops.backends import attend
+from attnops.backends.base import LayerCall
+from attnops.backends.store import store_kv
+from attnops.graph_buffers import MAX_CACHED_STEPS, PagedBuffers, PagedStep
+from attnops.metadata.fmha_plan import FmhaPlan
+from attnops.plan_buffers import FmhaPlans
+from attnops.types import AttentionBatch, AttentionSpec, AttentionType, Limits
+
+
+@dataclass(frozen=True)
+class FmhaStep:
+    """Views for one shape of a step.
+
+    Attributes:
+        cu_seqlens_q: int32 ``[B + 1]``.
+        plans: Of each window of the model.
+    """
+
+    paged: PagedStep
+    cu_seqlens_q: Tensor
+    plans: dict[int, FmhaPlan]
+
+
+class FmhaSteps:
+    """Steps of layers with K and V of their own, ragged or uniform: stored, then attended through their pages.
+
+    Args:
+        buffers: Of the page tables; they may be shared with others who serve steps of the same backend.
+    """
+
+    def __init__(self, spec: AttentionSpec, limits: Limits, device: torch.device, buffers: PagedBuffers) -> None:
+        self._limits, self._device = limits, device
+        self._buffers = buffers
+        self._has_cache = spec.attn_type is not AttentionType.ENCODER_ONLY
+        self._plans = FmhaPlans(spec, limits, device)
+        self._even_bounds: dict[int, Tensor] = {}
+        self._steps: dict[tuple[int, int, int, bool], FmhaStep] = {}
+
+    def step(self, batch: AttentionBatch, paged: PagedStep) -> FmhaStep:
+        """The views of the batch's shape: host work."""
+        key = (batch.batch_size, batch.num_tokens, batch.tokens_per_request, paged.window_out_cache_loc is not None)
+        if key not in self._steps:
+            if len(self._steps) >= MAX_CACHED_STEPS:
+                self._steps.clear()
+            bounds = paged.cu_seqlens_q
+            if bounds is None:
+                bounds = self._bounds_of(batch.tokens_per_request)[: batch.batch_size + 1]
+            self._steps[key] = FmhaStep(paged, bounds, self._plans.views(batch.batch_size, batch.num_tokens))
+        return self._steps[key]
+
+    def plan(self, step: FmhaStep, batch: AttentionBatch) -> None:
+        """The plans of a step whose page tables are built: device work."""
+        keys = batch.cache_seqlens if self._has_cache else None
+        for plan in step.plans.values():
+            ops.fmha_plan(plan, step.cu_seqlens_q, cache_seqlens=keys)
+
+    def attend(self, call: LayerCall, step: FmhaStep) -> None:
+        """Serves a layer.
+
+        Raises:
+            ValueError: the call lacks k or v, or has an MLA layer's arguments.
+        """
+        layer, batch, report = call.layer, call.batch, self._buffers.report
+        if call.q_rope is not None or call.k_rope is not None:
+            raise ValueError("attnops: q_rope and k_rope belong to MLA layers")
+        if layer.attn_type is AttentionType.ENCODER_ONLY:
+            if call.k is None or call.v is None:
+                raise ValueError("attnops: an encoder's layer needs k and v")
+            attend.fmha_varlen(call.q, call.k, call.v, layer, step.cu_seqlens_q, step.plans, call.out, report)
+            return
+        if call.save_kv_cache and call.k is not None:
+            if call.v is None:
+                raise ValueError("attnops: a layer that stores k needs v")
+            store_kv(layer, batch, step.paged, call.k, call.v, report)
+        attend.fmha_paged(call.q, layer, batch, step.paged, step.cu_seqlens_q, step.plans, call.out, report)
+
+    def _bounds_of(self, seqlen_q: int) -> Tensor:
+        """Where requests begin that bring the same number of tokens each."""
+        if seqlen_q not in self._even_bounds:
+            size = self._limits.max_batch_size
+            bounds = torch.arange(size + 1, dtype=torch.int32, device=self._device) * seqlen_q
+            self._even_bounds[seqlen_q] = bounds
+        return self._even_bounds[seqlen_q]
