@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from . import fmha, mla, paged, xqa
+from . import backends, fmha, mla, paged, xqa
 from .draw import Draw, Failure, Refused
 
 # Name: weight, and what draws and runs a case of it.
@@ -22,6 +22,9 @@ FAMILIES: dict[str, tuple[int, Callable[[Draw], None]]] = {
     "store_kv": (4, paged.right_store_kv),
     "store_mla_kv": (4, paged.right_store_mla),
     "merge": (4, paged.right_merge),
+    "backend": (20, backends.right_eager),
+    "captured": (6, backends.right_captured),
+    "runner": (3, backends.right_runner),
 }
 
 

@@ -256,6 +256,8 @@ def _attend(queries: Queries, chunks: Chunks, layer: RadixAttention) -> Tensor:
             scores = layer.logit_cap * torch.tanh(scores / layer.logit_cap)
         visible = _visible(queries, layer, begin, k.shape[1]).unsqueeze(1).unsqueeze(1)  # [B, 1, 1, S_q, C]
         scores = scores.unflatten(2, (group, seqlen_q)).masked_fill(~visible, -math.inf).flatten(2, 3)
+        if queries.drafts is not None:  # a token outside every mask may hold NaN, which a weight of 0 does not hide
+            v = v.masked_fill(~visible.any(3).view(batch_size, -1, 1, 1), 0.0)
         new_highest = torch.maximum(highest, scores.amax(-1, keepdim=True))
         safe = new_highest.masked_fill(new_highest == -math.inf, 0.0)  # nothing seen yet: exp(-inf - 0) is 0, not NaN
         weights = torch.exp(scores - safe)
