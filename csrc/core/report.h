@@ -14,7 +14,7 @@ enum ReportSlot : int {
   kReportRequest = 3,   // request, or token where an op has no requests
   kReportPosition = 4,  // cell of the table, or position in the array
   kReportValue = 5,     // what was found there, clamped to int32
-  kReportLimit = 6,     // first value that is too large
+  kReportLimit = 6,     // first value that is too large; of kSlotOrder the only right one
   kReportSize = 8,
 };
 
@@ -29,6 +29,7 @@ enum class ReportOp : int32_t {
   kMlaDecode = 7,
   kFmhaPaged = 8,
   kFmhaVarlen = 9,
+  kTorchNative = 10,  // the backend: python/attnops/backends/torch_native.py
 };
 
 enum class ReportKind : int32_t {
@@ -37,6 +38,7 @@ enum class ReportKind : int32_t {
   kSlotIndex = 2,    // a token slot outside the pool
   kRequestSlot = 3,  // a request slot outside req_to_token
   kLength = 4,       // a length beyond the table or the limit
+  kSlotOrder = 5,    // a token slot that does not follow the others of its page
 };
 
 struct Fault {

@@ -1,4 +1,5 @@
 #pragma once
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -31,19 +32,29 @@ class SplitKvPlanner {
       const SplitKvEntry row = entry(part);
       std::memcpy(tile_scheduler_metadata + part * kSplitKvEntrySize, &row, sizeof(row));
     }
-    num_splits[0] = 0;
+    int64_t cuts = 0;
     for (int b = 0; b < geometry_.num_requests; ++b) {
-      num_splits[b + 1] = num_splits[b] + num_fixed_splits(geometry_, tiles_[b]);
+      num_splits[b] = splits_before(cuts);
+      cuts += num_fixed_splits(geometry_, tiles_[b]);
     }
+    num_splits[geometry_.num_requests] = splits_before(cuts);
   }
 
-  // Whether `write` would write these.
-  bool matches(const int32_t* tile_scheduler_metadata, const int32_t* num_splits) const {
-    std::vector<int32_t> rows(static_cast<size_t>(geometry_.num_sm_parts) * kSplitKvEntrySize);
-    std::vector<int32_t> splits(geometry_.num_requests + 1);
-    write(rows.data(), splits.data());
-    return std::memcmp(rows.data(), tile_scheduler_metadata, rows.size() * sizeof(int32_t)) == 0 &&
-           std::memcmp(splits.data(), num_splits, splits.size() * sizeof(int32_t)) == 0;
+  // What `write` writes, in memory of its own: nobody changes it while a call reads it.
+  struct Plan {
+    std::vector<int32_t> tile_scheduler_metadata, num_splits;
+
+    bool matches(const int32_t* other_metadata, const int32_t* other_splits) const {
+      return std::equal(tile_scheduler_metadata.begin(), tile_scheduler_metadata.end(), other_metadata) &&
+             std::equal(num_splits.begin(), num_splits.end(), other_splits);
+    }
+  };
+
+  Plan plan() const {
+    Plan plan{std::vector<int32_t>(static_cast<size_t>(geometry_.num_sm_parts) * kSplitKvEntrySize),
+              std::vector<int32_t>(geometry_.num_requests + 1)};
+    write(plan.tile_scheduler_metadata.data(), plan.num_splits.data());
+    return plan;
   }
 
  private:

@@ -149,7 +149,8 @@ class Checker {
                     .stride_request = kv_indptr ? 0 : page_table.stride(0),
                     .num_pages = *pages,
                     .page_size = page_size.as_int(),
-                    .max_pages = kv_indptr ? 0 : *cells};
+                    .max_pages = kv_indptr ? 0 : *cells,
+                    .num_indices = kv_indptr ? *cells : 0};
     p.cache_seqlens = int32_data(cache_seqlens);
     return p;
   }

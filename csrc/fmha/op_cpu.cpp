@@ -11,45 +11,14 @@
 #include "fmha/checks.h"
 #include "fmha/cpu/kernel.h"
 #include "fmha/cpu/reference.h"
+#include "torch_bindings/cpu_faults.h"
 
 namespace attnops::fmha {
 namespace {
 
-int num_tiles_of(int seqlen_q, int tile_q) { return seqlen_q > 0 ? ceil_div(seqlen_q, tile_q) : 0; }
+int num_tiles_of(int seqlen_q, int tile_q) { return seqlen_q > 0 ? (seqlen_q - 1) / tile_q + 1 : 0; }
 
-// The stable counting sort of scheduler/varlen_tiles.h.
-void fmha_plan_cpu(const Tensor& tile_order, const Tensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-                   const OptionalTensor& cache_seqlens, int64_t tile_q, bool causal, int64_t window_left) {
-  const PlanParams p =
-      checked_plan_params(tile_order, cu_seqlens_q, cu_seqlens_k, cache_seqlens, tile_q, causal, window_left);
-  const auto for_each_tile = [&p](const auto& visit) {
-    for (int b = 0; b < p.geometry.num_requests; ++b) {
-      const int seqlen_q = p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b];
-      const int seqlen_k = p.cu_seqlens_k    ? p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b]
-                           : p.cache_seqlens ? p.cache_seqlens[b]
-                                             : seqlen_q;
-      for (int tile = 0; tile < num_tiles_of(seqlen_q, p.geometry.tile_q); ++tile) {
-        visit(b, tile, cost_bin(varlen_tile_cost(p.geometry, seqlen_q, seqlen_k, tile)));
-      }
-    }
-  };
-
-  int64_t first_of_bin[kCostBins + 1] = {};  // longest first: bin kCostBins - 1 comes at 0
-  for_each_tile([&](int, int, int bin) { ++first_of_bin[kCostBins - bin]; });
-  for (int i = 1; i <= kCostBins; ++i) first_of_bin[i] += first_of_bin[i - 1];
-  const int64_t num_tiles = first_of_bin[kCostBins];
-  if (num_tiles > p.max_tiles) {
-    fail("fmha_plan", "tile_order.shape[0] (max_tiles) must hold the " + std::to_string(num_tiles) +
-                          " tiles of cu_seqlens_q, got " + std::to_string(p.max_tiles));
-  }
-  for_each_tile([&](int request, int tile, int bin) {
-    int32_t* row = p.tile_order + 2 * first_of_bin[kCostBins - 1 - bin]++;
-    row[0] = request;
-    row[1] = tile;
-  });
-  std::fill(p.tile_order + 2 * num_tiles, p.tile_order + 2 * p.max_tiles, -1);
-}
-
+// Cumulative lengths from 0 on that never decrease, up to `limit`.
 void check_bounds(const char* op, const char* name, const int32_t* bounds, int batch_size, int64_t limit) {
   for (int b = 0; b <= batch_size; ++b) {
     const int64_t low = b ? bounds[b - 1] : 0;
@@ -60,25 +29,61 @@ void check_bounds(const char* op, const char* name, const int32_t* bounds, int b
   }
 }
 
+// The stable counting sort of scheduler/varlen_tiles.h.
+void fmha_plan_cpu(const Tensor& tile_order, const Tensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+                   const OptionalTensor& cache_seqlens, int64_t tile_q, bool causal, int64_t window_left) {
+  const PlanParams p =
+      checked_plan_params(tile_order, cu_seqlens_q, cu_seqlens_k, cache_seqlens, tile_q, causal, window_left);
+  check_bounds("fmha_plan", "cu_seqlens_q", p.cu_seqlens_q, p.geometry.num_requests, kMaxInt32);
+  if (p.cu_seqlens_k) check_bounds("fmha_plan", "cu_seqlens_k", p.cu_seqlens_k, p.geometry.num_requests, kMaxInt32);
+  int64_t num_tiles = 0;
+  for (int b = 0; b < p.geometry.num_requests; ++b) {
+    num_tiles += num_tiles_of(p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b], p.geometry.tile_q);
+  }
+  if (num_tiles > p.max_tiles) {
+    fail("fmha_plan", "tile_order.shape[0] (max_tiles) must hold the " + std::to_string(num_tiles) +
+                          " tiles of cu_seqlens_q, got " + std::to_string(p.max_tiles));
+  }
+  const auto for_each_tile = [&p](const auto& visit) {
+    for (int b = 0; b < p.geometry.num_requests; ++b) {
+      const int seqlen_q = p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b];
+      const int seqlen_k = p.cu_seqlens_k    ? p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b]
+                           : p.cache_seqlens ? max_of(p.cache_seqlens[b], 0)
+                                             : seqlen_q;
+      for (int tile = 0; tile < num_tiles_of(seqlen_q, p.geometry.tile_q); ++tile) {
+        visit(b, tile, cost_bin(varlen_tile_cost(p.geometry, seqlen_q, seqlen_k, tile)));
+      }
+    }
+  };
+
+  int64_t first_of_bin[kCostBins + 1] = {};  // longest first: bin kCostBins - 1 comes at 0
+  for_each_tile([&](int, int, int bin) { ++first_of_bin[kCostBins - bin]; });
+  for (int i = 1; i <= kCostBins; ++i) first_of_bin[i] += first_of_bin[i - 1];
+  for_each_tile([&](int request, int tile, int bin) {
+    int32_t* row = p.tile_order + 2 * first_of_bin[kCostBins - 1 - bin]++;
+    row[0] = request;
+    row[1] = tile;
+  });
+  std::fill(p.tile_order + 2 * num_tiles, p.tile_order + 2 * p.max_tiles, -1);
+}
+
 // What a GPU kernel cannot afford to ask: the CPU sees the lengths and the plan, so a wrong one is an error at once.
 void check_lengths_and_plan(const char* op, const Params& p) {
   check_bounds(op, "cu_seqlens_q", p.cu_seqlens_q, p.batch_size, p.num_q_tokens);
   if (!p.paged) check_bounds(op, "cu_seqlens_k", p.cu_seqlens_k, p.batch_size, p.num_k_tokens);
   int64_t expected = 0, found = 0;
+  std::vector<int64_t> first_tile;
   for (int b = 0; b < p.batch_size; ++b) {
     const int seqlen_q = p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b];
+    first_tile.push_back(expected);
     expected += num_tiles_of(seqlen_q, p.tile_q);
     if (p.tree_mask && seqlen_q > 8 * p.tree_mask_bytes) {
       fail(op, "tree_mask.shape[1] (mask_bytes) must be at least " + std::to_string(ceil_div(seqlen_q, 8)) +
                    " (one bit per query token of request " + std::to_string(b) + "), got " +
                    std::to_string(p.tree_mask_bytes));
     }
-    if (!p.paged || !p.report) continue;
-    const int64_t limit = p.page_table.num_cells(b) * p.page_table.page_size;
-    if (p.cache_seqlens[b] > limit) {
-      record_fault(p.report, {ReportOp::kFmhaPaged, ReportKind::kLength, b, 0, p.cache_seqlens[b], limit + 1});
-    }
   }
+  std::vector<bool> planned(expected);
   for (int64_t i = 0; i < p.num_tiles; ++i) {
     const int request = p.tile_order[2 * i], tile = p.tile_order[2 * i + 1];
     if (request == -1) continue;
@@ -86,7 +91,8 @@ void check_lengths_and_plan(const char* op, const Params& p) {
                         tile < num_tiles_of(p.cu_seqlens_q[request + 1] - p.cu_seqlens_q[request], p.tile_q);
     if (!exists) found = -1;
     if (!exists) break;
-    ++found;
+    if (!planned[first_tile[request] + tile]) ++found;
+    planned[first_tile[request] + tile] = true;
   }
   if (found != expected) {
     fail(op, "tile_order is not the plan of these cu_seqlens_q with tile_q " + std::to_string(p.tile_q) + ": " +
@@ -107,8 +113,11 @@ void clear_padding(const Params& p) {
   }
 }
 
-void run(const char* op, const Params& p) {
+void run(const char* op, Params p) {
+  CpuFaults faults(op, "k_pages", p.report);
   check_lengths_and_plan(op, p);
+  if (p.paged) faults.check_lengths(ReportOp::kFmhaPaged, p.page_table, p.cache_seqlens, p.batch_size);
+  p.report = faults.report();
   clear_padding(p);
   const attnops::cpu::TileOps* ops = attnops::cpu::tile_ops(attnops::cpu::current_isa(), p.dtype);
   const int64_t items = cpu::num_items(p);
@@ -128,6 +137,7 @@ void run(const char* op, const Params& p) {
       if (cpu::work_of(p, item, work)) kernel.run(work);
     }
   });
+  faults.check();
 }
 
 void fmha_varlen_cpu(const Tensor& out, const OptionalTensor& lse, const Tensor& q, const Tensor& k, const Tensor& v,

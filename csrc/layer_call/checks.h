@@ -1,6 +1,7 @@
 #pragma once
 #include <algorithm>
 #include <array>
+#include <cstddef>
 #include <cstring>
 #include <optional>
 #include <string>
@@ -18,7 +19,7 @@ namespace attnops::layer_call {
 inline void check_bound_tensor(const char* op, const Tensor& bound) {
   Dim bytes("bytes", kBoundBytes, "every bound call");
   TensorCheck check(op, "bound", bound);
-  check.dtype({DType::kUInt8}).shape({bytes}).contiguous();
+  check.dtype({DType::kUInt8}).shape({bytes}).contiguous().aligned(alignof(std::max_align_t));
   if (!bound.is_cpu()) fail(op, "bound must be in host memory");
 }
 
@@ -26,7 +27,8 @@ template <class Bound, class Params>
 void write_bound(const char* op, const Tensor& tensor, int32_t device, const Params& decode) {
   check_bound_tensor(op, tensor);
   const Bound bound{
-      .header = {.magic = Bound::kMagic, .device = device, .calls = 0, .repeat = nullptr, .forget = nullptr},
+      .header =
+          {.magic = Bound::kMagic, .device = device, .taken = 0, .calls = 0, .repeat = nullptr, .forget = nullptr},
       .decode = decode,
       .last = {}};
   std::memcpy(tensor.mutable_data_ptr(), &bound, sizeof(Bound));

@@ -8,11 +8,18 @@
 namespace attnops::layer_call {
 
 template <class Device, class Bound>
-const char* repeat(const BoundHeader* header, void* const* addresses, void** kept) {
+const char* repeat(BoundHeader* header, uint64_t calls, void* const* addresses, void** kept) {
   thread_local std::string problem;
   try {
     // The header is the first member of a standard-layout struct.
-    Device::repeat(moved(reinterpret_cast<const Bound*>(header)->last, addresses), header->device, kept);
+    const Bound& bound = *reinterpret_cast<const Bound*>(header);
+    std::optional<decltype(bound.last)> call;
+    {
+      const BoundLock lock(*header);
+      if (header->calls == calls) call.emplace(bound.last);
+    }
+    if (!call) return kOutdated;
+    Device::repeat(moved(*call, addresses), header->device, kept);
     return nullptr;
   } catch (const std::exception& error) {
     problem = error.what();
@@ -25,10 +32,11 @@ template <class Device, class Bound, class Call>
 void run_and_keep(Bound& bound, Call call) {
   Device::prepare(call);
   Device::run(call, bound.header.device);
+  const BoundLock lock(bound.header);
   bound.last = call;
   bound.header.repeat = &repeat<Device, Bound>;
   bound.header.forget = &Device::forget;
-  ++bound.header.calls;
+  __atomic_fetch_add(&bound.header.calls, 1, __ATOMIC_RELEASE);
 }
 
 inline void xqa_layer_bind(const Tensor& bound, const Tensor& out, const Tensor& q, const Tensor& k_pages,

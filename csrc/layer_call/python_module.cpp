@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstring>
 
 #include "layer_call/header.h"
 #include "torch_bindings/dlpack.h"
@@ -49,11 +50,11 @@ struct Look {
 struct LayerCall {
   PyObject_HEAD PyObject* op;
   PyObject* bound;
-  const BoundHeader* header;  // in the bytes of `bound`
-  uint64_t calls;             // header->calls after the call that `looks` are of; 0: none
-  void* kept;                 // what makes repeating quicker,
-  void (*forget)(void*);      // which this frees
-  bool repeats;               // a thread is repeating the call, without Python's lock
+  BoundHeader* header;    // in the bytes of `bound`
+  uint64_t calls;         // header->calls after the call that `looks` are of; 0: none
+  void* kept;             // what makes repeating quicker,
+  void (*forget)(void*);  // which this frees
+  bool repeats;           // a thread is repeating the call, without Python's lock
   Look looks[kCallTensors];
 };
 
@@ -89,7 +90,7 @@ bool is_watched() {
 }
 
 bool looks_as_before(const LayerCall& call, PyObject* const* tensors, void** addresses) {
-  if (call.calls == 0 || call.calls != call.header->calls) return false;
+  if (call.calls == 0 || call.calls != calls_of(*call.header)) return false;
   for (int i = 0; i < kCallTensors; ++i) {
     addresses[i] = nullptr;
     if (tensors[i] == Py_None) {
@@ -103,9 +104,11 @@ bool looks_as_before(const LayerCall& call, PyObject* const* tensors, void** add
   return true;
 }
 
-// After a call that the op has checked.
-void remember(LayerCall& call, PyObject* const* tensors) {
+// After a call that the op has checked; before it there were `calls`. Nothing if another thread's call came between:
+// what is kept may then be that one.
+void remember(LayerCall& call, PyObject* const* tensors, uint64_t calls) {
   call.calls = 0;
+  if (calls_of(*call.header) != calls + 1) return;
   for (int i = 0; i < kCallTensors; ++i) {
     call.looks[i].present = false;
     if (tensors[i] == Py_None) continue;
@@ -113,7 +116,7 @@ void remember(LayerCall& call, PyObject* const* tensors) {
     if (!show(tensors[i], tensor)) return;
     call.looks[i] = Look(tensor);
   }
-  call.calls = call.header->calls;
+  call.calls = calls + 1;
 }
 
 PyObject* through_the_op(LayerCall& call, PyObject* const* tensors, bool watched) {
@@ -124,9 +127,10 @@ PyObject* through_the_op(LayerCall& call, PyObject* const* tensors, bool watched
     Py_INCREF(argument);
     PyTuple_SetItem(arguments, i, argument);
   }
+  const uint64_t calls = calls_of(*call.header);
   PyObject* result = PyObject_CallObject(call.op, arguments);
   Py_DECREF(arguments);
-  if (result != nullptr && !watched) remember(call, tensors);
+  if (result != nullptr && !watched) remember(call, tensors, calls);
   return result;
 }
 
@@ -142,9 +146,10 @@ PyObject* run(PyObject* self, PyObject* const* tensors, Py_ssize_t count) {
   const bool alone = !call.repeats;
   call.repeats = true;
   PyThreadState* state = PyEval_SaveThread();  // a launch may wait for room in the stream
-  const char* problem = call.header->repeat(call.header, addresses, alone ? &call.kept : nullptr);
+  const char* problem = call.header->repeat(call.header, call.calls, addresses, alone ? &call.kept : nullptr);
   PyEval_RestoreThread(state);
   if (alone) call.repeats = false, call.forget = call.header->forget;
+  if (problem != nullptr && std::strcmp(problem, kOutdated) == 0) return through_the_op(call, tensors, watched);
   if (problem != nullptr) {
     PyErr_SetString(PyExc_RuntimeError, problem);
     return nullptr;
@@ -166,7 +171,7 @@ PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject*) {
   LayerCall& call = *reinterpret_cast<LayerCall*>(self);
   Py_INCREF(op), Py_INCREF(bound);
   call.op = op, call.bound = bound;
-  call.header = reinterpret_cast<const BoundHeader*>(address);
+  call.header = reinterpret_cast<BoundHeader*>(address);
   return self;
 }
 

@@ -221,7 +221,8 @@ inline Params checked_params(const Arguments& a) {
                          .stride_request = a.kv_indptr ? 0 : a.page_table.stride(0),
                          .num_pages = a.kv_pages.size(0),
                          .page_size = static_cast<int>(a.kv_pages.size(1)),
-                         .max_pages = a.kv_indptr ? 0 : a.page_table.size(1)},
+                         .max_pages = a.kv_indptr ? 0 : a.page_table.size(1),
+                         .num_indices = a.kv_indptr ? a.page_table.size(0) : 0},
           .cache_seqlens = int32_data(a.cache_seqlens),
           .out = a.out.mutable_data_ptr(),
           .out_stride_request = a.out.stride(0),
@@ -251,6 +252,6 @@ inline Params checked_params(const Arguments& a) {
           .report = data_or_null<int32_t>(a.report)};
 }
 
-void run_cpu(const Params& p);  // op_cpu.cpp; throws when the plan is another step's
+void run_cpu(Params p);  // op_cpu.cpp; throws when the plan is another step's, and on faults without a report
 
 }  // namespace attnops::mla_decode

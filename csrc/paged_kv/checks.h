@@ -57,6 +57,7 @@ inline Requests checked_requests(const char* op, const Tensor& req_to_token, con
           .page_size = static_cast<int>(page_size),
           .page_shift = shift_of(page_size),
           .slot_map = map,
+          .checked = report.has_value(),
           .report = checked_report(op, report, "req_to_token", req_to_token)};
 }
 

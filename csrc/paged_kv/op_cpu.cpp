@@ -3,6 +3,7 @@
 
 #include "paged_kv/checks.h"
 #include "paged_kv/cpu/reference.h"
+#include "torch_bindings/cpu_faults.h"
 
 namespace attnops::paged_kv {
 namespace {
@@ -30,20 +31,26 @@ int64_t request_grain(const Requests& r) { return kCellsPerTask / max_of(r.max_t
 void build_page_table_cpu(const Tensor& page_table, const Tensor& req_to_token, const Tensor& req_pool_indices,
                           const Tensor& cache_seqlens, int64_t page_size, const OptionalTensor& slot_map,
                           const OptionalTensor& report) {
-  const PageTableParams params =
+  PageTableParams params =
       checked_page_table(page_table, req_to_token, req_pool_indices, cache_seqlens, page_size, slot_map, report);
+  CpuFaults faults("build_page_table", "", params.requests.report);
+  params.requests.report = faults.report();
   parallel(params.requests.batch_size, request_grain(params.requests),
            [&](int64_t begin, int64_t end) { cpu::build_page_table(params, begin, end); });
+  faults.check();
 }
 
 void build_kv_indices_cpu(const Tensor& kv_indptr, const Tensor& kv_indices, const OptionalTensor& kv_last_page_len,
                           const Tensor& req_to_token, const Tensor& req_pool_indices, const Tensor& cache_seqlens,
                           int64_t page_size, const OptionalTensor& slot_map, const OptionalTensor& report) {
-  const KvIndicesParams params = checked_kv_indices(kv_indptr, kv_indices, kv_last_page_len, req_to_token,
-                                                    req_pool_indices, cache_seqlens, page_size, slot_map, report);
+  KvIndicesParams params = checked_kv_indices(kv_indptr, kv_indices, kv_last_page_len, req_to_token, req_pool_indices,
+                                              cache_seqlens, page_size, slot_map, report);
+  CpuFaults faults("build_kv_indices", "", params.requests.report);
+  params.requests.report = faults.report();
   cpu::build_kv_indptr(params);
   parallel(params.requests.batch_size, request_grain(params.requests),
            [&](int64_t begin, int64_t end) { cpu::build_kv_indices(params, begin, end); });
+  faults.check();
 }
 
 void build_cu_seqlens_cpu(const Tensor& cu_seqlens, const Tensor& seqlens) {

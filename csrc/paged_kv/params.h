@@ -35,6 +35,7 @@ struct Requests {
   const int32_t* cache_seqlens;  // [B]
   int page_size, page_shift;     // page_shift: log2(page_size), or -1 when it is no power of two
   IndexArray slot_map;           // [num_slots]: slot of the full pool -> slot of the sliding-window pool; or absent
+  bool checked;                  // the caller asked for a report: a request with a fault is left out, not cut
   int32_t* report;               // core/report.h, or null
 };
 

@@ -4,8 +4,7 @@
 #include "paged_kv/params.h"
 
 // What every kernel of this family asks about a request, a page or a slot, on the CPU and on the GPU. Nothing here can
-// read or write outside an array whatever the indices are, except that a request slot outside req_to_token is seen only
-// in checked mode.
+// read or write outside an array, whatever the indices are.
 namespace attnops::paged_kv {
 
 ATTNOPS_HOST_DEVICE inline int64_t page_of(int64_t slot, int page_size, int page_shift) {
@@ -14,15 +13,17 @@ ATTNOPS_HOST_DEVICE inline int64_t page_of(int64_t slot, int page_size, int page
   return slot / page_size;
 }
 
-ATTNOPS_HOST_DEVICE inline bool has_fault(const Requests& r, int request) {
+ATTNOPS_HOST_DEVICE inline bool has_row(const Requests& r, int request) {
   const int64_t row = r.req_pool_indices[request];
-  return row < 0 || row >= r.max_requests || r.cache_seqlens[request] > r.max_tokens || r.cache_seqlens[request] < 0;
+  return row >= 0 && row < r.max_requests;
 }
 
-// Tokens of a request that get pages. Checked mode leaves out a request with a fault; production clamps its length.
+// Tokens of a request that get pages: none of one without a row. Checked mode leaves out a length out of range, too;
+// production clamps it.
 ATTNOPS_HOST_DEVICE inline int num_tokens(const Requests& r, int request) {
-  if (r.report != nullptr && has_fault(r, request)) return 0;
-  return min_of(max_of(r.cache_seqlens[request], 0), r.max_tokens);
+  const int length = r.cache_seqlens[request];
+  if (!has_row(r, request) || (r.checked && (length < 0 || length > r.max_tokens))) return 0;
+  return min_of(max_of(length, 0), r.max_tokens);
 }
 
 ATTNOPS_HOST_DEVICE inline int num_pages(const Requests& r, int tokens) {
@@ -30,13 +31,13 @@ ATTNOPS_HOST_DEVICE inline int num_pages(const Requests& r, int tokens) {
                            : tokens / r.page_size + (tokens % r.page_size != 0);
 }
 
-// To be called once per request in checked mode.
+// To be called once per request where there is a report.
 ATTNOPS_HOST_DEVICE inline void report_request(const Requests& r, ReportOp op, int request) {
-  const int64_t row = r.req_pool_indices[request];
-  if (row < 0 || row >= r.max_requests) {
-    record_fault(r.report, {op, ReportKind::kRequestSlot, request, 0, row, r.max_requests});
-  } else if (has_fault(r, request)) {
-    record_fault(r.report, {op, ReportKind::kLength, request, 0, r.cache_seqlens[request], r.max_tokens + 1});
+  const int length = r.cache_seqlens[request];
+  if (!has_row(r, request)) {
+    record_fault(r.report, {op, ReportKind::kRequestSlot, request, 0, r.req_pool_indices[request], r.max_requests});
+  } else if (r.checked && (length < 0 || length > r.max_tokens)) {
+    record_fault(r.report, {op, ReportKind::kLength, request, 0, length, int64_t{r.max_tokens} + 1});
   }
 }
 
@@ -61,11 +62,26 @@ ATTNOPS_HOST_DEVICE inline int32_t page_of_slot(const Requests& r, ReportOp op, 
   return slot < 0 ? 0 : static_cast<int32_t>(page_of(slot, r.page_size, r.page_shift));
 }
 
-// Page of cell `cell` of a request of `tokens` tokens, whose row of req_to_token is `row`.
-ATTNOPS_HOST_DEVICE inline int32_t page_at(const Requests& r, ReportOp op, int request, const int32_t* row, int tokens,
-                                           int cell) {
-  const int position = position_of(r, tokens, cell);
-  return page_of_slot(r, op, request, position, row[position]);
+// Checked mode: a kernel reads the tokens of a page one after another, so each must have the slot that this says.
+// Records the first that has another; not in a page whose own slot was no slot, which page_of_slot has recorded. `row`
+// is the request's in req_to_token. A token that has left the window has no slot to compare.
+ATTNOPS_HOST_DEVICE inline void report_order(const Requests& r, ReportOp op, int request, const int32_t* row,
+                                             int tokens, int cell, int32_t page) {
+  const bool mapped = r.slot_map.data != nullptr;
+  const int64_t limit = mapped ? r.slot_map.size : INT32_MAX;
+  const int first = cell * r.page_size, count = min_of(r.page_size, tokens - first);
+  const int64_t looked_up = row[position_of(r, tokens, cell)];
+  if (looked_up < 0 || looked_up >= limit) return;
+  for (int i = 0; i < count; ++i) {
+    int64_t slot = row[first + i];
+    if (slot < 0 || slot >= limit) {
+      return record_fault(r.report, {op, ReportKind::kSlotIndex, request, first + i, slot, limit});
+    }
+    if (mapped) slot = r.slot_map[slot];
+    const int64_t expected = int64_t{page} * r.page_size + i;
+    if (slot == expected || (mapped && slot < 0)) continue;
+    return record_fault(r.report, {op, ReportKind::kSlotOrder, request, first + i, slot, expected});
+  }
 }
 
 ATTNOPS_HOST_DEVICE inline const int32_t* tokens_of(const Requests& r, int request) {

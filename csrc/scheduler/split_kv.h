@@ -51,13 +51,17 @@ struct SplitKvGeometry {
   bool uneven = false;      // found by the planner, where even_shares asks it to look: works differ in length
 };
 
+// What a length in a tensor counts as: one beyond any cache must not overflow what is computed from it.
+inline constexpr int kMostCacheTokens = 1 << 28;
+ATTNOPS_HOST_DEVICE inline int length_of(int cache_seqlen) { return min_of(max_of(cache_seqlen, 0), kMostCacheTokens); }
+
 // Tokens of the cache that at least one query of the request may see: [begin, end).
 struct KvRange {
   int begin, end;
 };
 
 ATTNOPS_HOST_DEVICE inline KvRange visible_keys(int cache_seqlen, int seqlen_q, int window_left) {
-  const int length = max_of(cache_seqlen, 0);
+  const int length = length_of(cache_seqlen);
   if (window_left < 0) return {0, length};
   return {max_of(length - seqlen_q - window_left, 0), length};
 }
@@ -76,6 +80,11 @@ ATTNOPS_HOST_DEVICE inline TileRange visible_tiles(int cache_seqlen, int seqlen_
 
 ATTNOPS_HOST_DEVICE inline int num_tiles(const SplitKvGeometry& g, int cache_seqlen) {
   return visible_tiles(cache_seqlen, g.seqlen_q, g.window_left, g.tile_tokens).count;
+}
+
+// The entry of `num_splits` before which there are so many cuts. Beyond what it holds there is no room for any.
+ATTNOPS_HOST_DEVICE inline int32_t splits_before(int64_t cuts) {
+  return static_cast<int32_t>(min_of(cuts, int64_t{INT32_MAX}));
 }
 
 // How many shares there are.

@@ -27,8 +27,8 @@ ATTNOPS_HOST_DEVICE inline int64_t varlen_tile_cost(const VarlenGeometry& g, int
   const int last_query = min_of(first_query + g.tile_q, seqlen_q) - 1;
   const int offset = seqlen_k - seqlen_q;  // bottom-right alignment
   const int end = g.causal ? min_of(offset + last_query + 1, seqlen_k) : seqlen_k;
-  const int begin = g.window_left < 0 ? 0 : max_of(offset + first_query - g.window_left, 0);
-  return max_of(end - begin, 1);
+  const int64_t begin = g.window_left < 0 ? 0 : max_of(int64_t{offset} + first_query - g.window_left, int64_t{0});
+  return max_of(end - begin, int64_t{1});
 }
 
 // Bin of a cost, larger for longer: exponent and three mantissa bits.

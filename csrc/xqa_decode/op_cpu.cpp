@@ -1,9 +1,10 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
-#include "core/report.h"
 #include "cpu/isa.h"
+#include "cpu/partials.h"
 #include "cpu/split_kv_plan.h"
+#include "torch_bindings/cpu_faults.h"
 #include "xqa_decode/cpu/driver.h"
 #include "xqa_decode/op.h"
 
@@ -18,34 +19,22 @@ void xqa_decode_plan_cpu(const Tensor& tile_scheduler_metadata, const Tensor& nu
       .write(plan.tensors.tile_scheduler_metadata, plan.tensors.num_splits);
 }
 
-// Planning again costs microseconds here, and a stale plan would be a wrong answer.
-void check_plan_is_of(const Params& params) {
+// Planning again costs microseconds here, and a stale plan would be a wrong answer. What the call reads is its own
+// plan.
+attnops::cpu::SplitKvPlanner::Plan checked_plan_of(const Params& params) {
   const SplitKvGeometry geometry = plan_geometry(params.batch_size, params.seqlen_q, params.num_kv_heads,
                                                  params.window_left, params.num_sm_parts, params.fixed_split_tokens);
-  const attnops::cpu::SplitKvPlanner planner(geometry, params.cache_seqlens);
-  if (!planner.matches(params.tile_scheduler_metadata, params.num_splits)) {
+  auto plan = attnops::cpu::SplitKvPlanner(geometry, params.cache_seqlens).plan();
+  if (!plan.matches(params.tile_scheduler_metadata, params.num_splits)) {
     fail("xqa_decode",
          "tile_scheduler_metadata and num_splits are not the plan of these cache_seqlens, seqlen_q, num_kv_heads, "
          "window_left and fixed_split_tokens: run xqa_decode_plan before");
   }
   // Checked mode records it, as on a GPU.
   if (!params.report) {
-    check_room_for_cuts("xqa_decode", geometry, params.cache_seqlens, params.num_splits, params.num_partials);
+    check_room_for_cuts("xqa_decode", geometry, params.cache_seqlens, plan.num_splits.data(), params.num_partials);
   }
-}
-
-// The kernels skip what a bad index or length would make them read. With a report that is the caller's affair; without
-// one it is an error, after the fact.
-void check_no_fault(const int32_t* report) {
-  if (report[kReportCount] == 0) return;
-  const auto text = [&](ReportSlot slot) { return std::to_string(report[slot]); };
-  if (report[kReportKind] == static_cast<int32_t>(ReportKind::kLength)) {
-    fail("xqa_decode", "cache_seqlens[" + text(kReportRequest) + "] must be below " + text(kReportLimit) +
-                           " (the tokens that its page_table row holds), got " + text(kReportValue));
-  }
-  fail("xqa_decode", "page_table, request " + text(kReportRequest) + ", page " + text(kReportPosition) +
-                         " must be in [0, " + text(kReportLimit) + ") (num_pages of k_pages), got " +
-                         text(kReportValue));
+  return plan;
 }
 
 }  // namespace
@@ -53,10 +42,17 @@ void check_no_fault(const int32_t* report) {
 void run_cpu(Params params) {
   const cpu::TileKernel& kernel =
       cpu::select_tile_kernel({attnops::cpu::current_isa(), params.dtype, params.kv_dtype, params.head_dim});
-  check_plan_is_of(params);
-
-  int32_t faults[kReportSize] = {};
-  if (!params.report) params.report = faults;
+  if (params.batch_size == 0) return;
+  CpuFaults faults("xqa_decode", "k_pages", params.report);
+  const auto plan = checked_plan_of(params);
+  params.tile_scheduler_metadata = plan.tile_scheduler_metadata.data();
+  params.num_splits = plan.num_splits.data();
+  params.report = faults.report();
+  const int64_t rows = int64_t{params.seqlen_q} * (params.num_q_heads / params.num_kv_heads) * params.num_partials;
+  const attnops::cpu::Partials partials(params.out_partial, rows * params.head_dim, params.lse_partial, rows,
+                                        params.semaphores);
+  params.out_partial = partials.out();
+  params.lse_partial = partials.lse();
 
   const auto for_each = [](int64_t count, const auto& run) {
     torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
@@ -70,7 +66,7 @@ void run_cpu(Params params) {
   } else {
     for_each(params.num_sm_parts, [&](int part) { cpu::merge_balanced(params, kernel, part); });
   }
-  check_no_fault(faults);
+  faults.check();
 }
 
 namespace {

@@ -25,8 +25,10 @@ OPS = (
     "mla_decode",
     "fmha_paged",
     "fmha_varlen",
+    "torch_native",  # the backend
 )
-KINDS = ("none", "page index", "token slot", "request row", "length")
+KINDS = ("none", "page index", "token slot", "request row", "length", "token slot")
+PAGE_INDEX, SLOT_ORDER = 1, 5
 
 
 def is_checked() -> bool:
@@ -46,7 +48,33 @@ def first_fault(report: Tensor) -> str | None:
         return None
     op, kind = OPS[words[OP]], KINDS[words[KIND]]
     more = f" ({words[COUNT]} faults in all)" if words[COUNT] > 1 else ""
+    expected = f"in [0, {words[LIMIT]})"
+    if words[KIND] == SLOT_ORDER:
+        expected = f"{words[LIMIT]}: the tokens of a page have consecutive slots"
     return (
         f"attnops::{op}: {kind} {words[VALUE]} at request {words[REQUEST]}, position {words[POSITION]}, "
-        f"must be in [0, {words[LIMIT]}){more}"
+        f"must be {expected}{more}"
     )
+
+
+def record_pages(report: Tensor, op: str, pages: Tensor, used: Tensor, first_cell: int, num_pages: int) -> None:
+    """What an op's kernel records, for one written in torch: pages that are used and not in the pool. Device work.
+
+    Args:
+        report: int32 ``[8]``.
+        pages: int64 ``[B, n]``: page of each cell.
+        used: bool ``[B, n]``: a query sees a token of the cell.
+        first_cell: Which cell of its request the first of `pages` is.
+        num_pages: Of the pool.
+    """
+    bad = (used & ((pages < 0) | (pages >= num_pages))).flatten()
+    if bad.numel() == 0:
+        return
+    first = bad.int().argmax()
+    op_word, kind, limit = (first.new_full((), word) for word in (OPS.index(op), PAGE_INDEX, num_pages))
+    columns = pages.shape[1]
+    place = (first // columns, first % columns + first_cell, pages.flatten()[first])
+    words = torch.stack([op_word, kind, *place, limit]).int()
+    is_first = bad.any() & (report[COUNT] == 0)
+    report[OP : LIMIT + 1] = torch.where(is_first, words, report[OP : LIMIT + 1])
+    report[COUNT] += bad.sum(dtype=torch.int32)

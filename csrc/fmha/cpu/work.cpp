@@ -19,7 +19,7 @@ bool gather_rows(const Params& p, const Request& r, int kv_head, int begin, int 
       page = p.page_table.row(r.index)[cell];
       token = key % p.page_table.page_size;
       run = min_of(run, p.page_table.page_size - static_cast<int>(token));
-      if (p.report && (page < 0 || page >= p.page_table.num_pages)) {
+      if (page < 0 || page >= p.page_table.num_pages) {
         exists = false;
         faulty = true;
         if (kv_head == 0) {

@@ -22,11 +22,7 @@ inline ReportOp report_op(const Params& p) { return p.paged ? ReportOp::kFmhaPag
 inline Request request_of(const Params& p, int index) {
   Request r{index, p.cu_seqlens_q[index], 0, p.cu_seqlens_q[index + 1] - p.cu_seqlens_q[index], 0};
   if (p.paged) {
-    r.seqlen_k = max_of(p.cache_seqlens[index], 0);
-    if (p.report) {
-      const int64_t limit = p.page_table.num_cells(index) * p.page_table.page_size;
-      if (r.seqlen_k > limit) r.seqlen_k = static_cast<int>(limit);
-    }
+    r.seqlen_k = min_of(max_of(p.cache_seqlens[index], 0), p.page_table.num_tokens(index));
   } else {
     r.first_k_token = p.cu_seqlens_k[index];
     r.seqlen_k = p.cu_seqlens_k[index + 1] - p.cu_seqlens_k[index];
@@ -95,8 +91,8 @@ inline bool tree_allows(const Params& p, const Request& r, int token, int key) {
 }
 
 // Addresses of keys [begin, end) of a request for one KV head, into k_rows[0 ..] and v_rows[0 ..]. Only keys that some
-// row may see are asked for, so no cell of the table and no page is touched that could be stale. Null: the checked mode
-// met a page outside the pool; returns whether it did.
+// row may see are asked for, so no cell of the table and no page is touched that could be stale. Null: the key's page
+// is outside the pool, which was recorded; returns whether one is.
 bool gather_rows(const Params& p, const Request& r, int kv_head, int begin, int end, const void** k_rows,
                  const void** v_rows);
 

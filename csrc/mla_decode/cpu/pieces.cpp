@@ -75,17 +75,9 @@ uint64_t mask_tile(const Params& p, const Piece& piece, int length, int first_ke
   return any;
 }
 
-// Checked mode: keys beyond the table are faults, and nobody sees them.
-int length_within_table(const Params& p, int request, int length) {
-  const int64_t capacity = p.page_table.num_cells(request) * p.page_table.page_size;
-  if (length <= capacity) return length;
-  record_fault(p.report, {.op = ReportOp::kMlaDecode,
-                          .kind = ReportKind::kLength,
-                          .request = request,
-                          .position = 0,
-                          .value = length,
-                          .limit = capacity + 1});
-  return static_cast<int>(max_of(capacity, int64_t{0}));
+// Tokens of a request, as far as its table goes; the op has recorded what lies beyond.
+int length_within_table(const Params& p, int request) {
+  return min_of(max_of(p.cache_seqlens[request], 0), p.page_table.num_tokens(request));
 }
 
 bool page_is_good(const Params& p, int request, int cell, int64_t page) {
@@ -157,9 +149,11 @@ Piece rows_of_part(const Params& p, int work, int part) {
 // Runs the tiles [begin, end) of a work, counted from its first visible tile, cut where the mode asks for it.
 void run_tiles(const Params& p, Piece piece, int begin, int end, int64_t balanced_slot, const Kernel& kernel) {
   const TileRange range = tiles_of(p, piece.request);
+  const int within = ceil_div(length_within_table(p, piece.request), kPlanTileTokens) - range.first;
+  const auto tiles_of_piece = [&](int from, int to) { return max_of(min_of(to, within) - from, 0); };
   if (p.fixed_split_tokens == 0) {
     piece.first_tile = range.first + begin;
-    piece.num_tiles = end - begin;
+    piece.num_tiles = tiles_of_piece(begin, end);
     piece.partial = balanced_slot;
     return kernel.run(p, piece, kernel.ops);
   }
@@ -169,7 +163,7 @@ void run_tiles(const Params& p, Piece piece, int begin, int end, int64_t balance
   if (cuts > 1 && first + cuts > p.num_partials) return;  // merge_fixed makes it seen
   for (int tile = begin; tile < end; tile += cut_tiles) {
     piece.first_tile = range.first + tile;
-    piece.num_tiles = min_of(cut_tiles, end - tile);
+    piece.num_tiles = tiles_of_piece(tile, min_of(tile + cut_tiles, end));
     piece.partial = cuts > 1 ? first + tile / cut_tiles : -1;
     kernel.run(p, piece, kernel.ops);
   }
@@ -195,8 +189,8 @@ KeyTile key_tile(const Params& p, const Piece& piece, int tile_index) {
   KeyTile tile;
   const int first_key = tile_index * kPlanTileTokens;
   const int length = max_of(p.cache_seqlens[piece.request], 0);
-  uint64_t seen = mask_tile(p, piece, length, first_key, tile);
-  if (p.report) seen &= bits_below(max_of(length_within_table(p, piece.request, length) - first_key, 0));
+  const uint64_t asked = mask_tile(p, piece, length, first_key, tile);
+  uint64_t seen = asked & bits_below(max_of(length_within_table(p, piece.request) - first_key, 0));
 
   const int64_t row_bytes = size_of(p.kv_dtype);
   const int page_size = p.page_table.page_size;
@@ -210,9 +204,9 @@ KeyTile key_tile(const Params& p, const Piece& piece, int tile_index) {
       if (known_cell != cell) {
         page = cells[cell];
         known_cell = cell;
-        if (p.report && !page_is_good(p, piece.request, cell, page)) page = -1;
+        if (!page_is_good(p, piece.request, cell, page)) page = -1;
       }
-      if (p.report && page < 0) {
+      if (page < 0) {
         seen &= ~(uint64_t{1} << k);
       } else {
         const int64_t element = page * p.kv_stride_page + offset * p.kv_stride_token;
@@ -224,9 +218,9 @@ KeyTile key_tile(const Params& p, const Piece& piece, int tile_index) {
       ++cell;
     }
   }
-  if (p.report) {
+  if (seen != asked) {
     for (int row = 0; row < piece.num_rows; ++row) tile.visible[row] &= seen;
-    tile.all_visible &= seen == ~uint64_t{0};
+    tile.all_visible = false;
   }
   tile.any_visible = seen != 0;
   return tile;
@@ -287,14 +281,12 @@ void merge_fixed(const Params& p, int request, int row) {
     return;
   }
   // More cuts than the caller has room for: nothing was computed, and that must not pass for an answer.
-  if (p.report) {
-    record_fault(p.report, {.op = ReportOp::kMlaDecode,
-                            .kind = ReportKind::kLength,
-                            .request = request,
-                            .position = 0,
-                            .value = first + cuts,
-                            .limit = p.num_partials + 1});
-  }
+  record_fault(p.report, {.op = ReportOp::kMlaDecode,
+                          .kind = ReportKind::kLength,
+                          .request = request,
+                          .position = 0,
+                          .value = first + cuts,
+                          .limit = p.num_partials + 1});
   float nan[kHeadDimV];
   for (float& value : nan) value = NAN;
   write_output(p, place, nan, NAN);

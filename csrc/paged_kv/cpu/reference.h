@@ -14,18 +14,24 @@ using attnops::cpu::Float8E4M3;
 using attnops::cpu::from_float;
 using attnops::cpu::to_float;
 
+// Pages of the first `count` cells of a request, whose row of req_to_token is there.
+inline void write_pages(const Requests& r, ReportOp op, int request, int tokens, int count, int32_t* cells) {
+  const int32_t* row = tokens_of(r, request);
+  for (int cell = 0; cell < count; ++cell) {
+    const int position = position_of(r, tokens, cell);
+    cells[cell] = page_of_slot(r, op, request, position, row[position]);
+    if (r.checked) report_order(r, op, request, row, tokens, cell, cells[cell]);
+  }
+}
+
 inline void build_page_table(const PageTableParams& p, int64_t begin, int64_t end) {
   const Requests& r = p.requests;
   for (int request = static_cast<int>(begin); request < end; ++request) {
-    if (r.report != nullptr) report_request(r, ReportOp::kBuildPageTable, request);
+    report_request(r, ReportOp::kBuildPageTable, request);
     const int tokens = num_tokens(r, request);
     if (tokens == 0) continue;
-    const int pages = num_pages(r, tokens);
-    const int32_t* row = tokens_of(r, request);
-    int32_t* cells = p.page_table + request * p.page_table_stride;
-    for (int cell = 0; cell < pages; ++cell) {
-      cells[cell] = page_at(r, ReportOp::kBuildPageTable, request, row, tokens, cell);
-    }
+    write_pages(r, ReportOp::kBuildPageTable, request, tokens, num_pages(r, tokens),
+                p.page_table + request * p.page_table_stride);
   }
 }
 
@@ -33,7 +39,7 @@ inline void build_page_table(const PageTableParams& p, int64_t begin, int64_t en
 inline void build_kv_indptr(const KvIndicesParams& p) {
   int64_t total = 0;
   for (int request = 0; request < p.requests.batch_size; ++request) {
-    if (p.requests.report != nullptr) report_request(p.requests, ReportOp::kBuildKvIndices, request);
+    report_request(p.requests, ReportOp::kBuildKvIndices, request);
     p.kv_indptr[request] = clamp_to_int32(total);
     const int tokens = num_tokens(p.requests, request);
     total += num_pages(p.requests, tokens);
@@ -50,20 +56,17 @@ inline void build_kv_indices(const KvIndicesParams& p, int64_t begin, int64_t en
     const int64_t start = p.kv_indptr[request];
     const int pages =
         static_cast<int>(max_of<int64_t>(min_of<int64_t>(num_pages(r, tokens), p.num_indices - start), 0));
-    const int32_t* row = tokens_of(r, request);
-    for (int cell = 0; cell < pages; ++cell) {
-      p.kv_indices[start + cell] = page_at(r, ReportOp::kBuildKvIndices, request, row, tokens, cell);
-    }
+    write_pages(r, ReportOp::kBuildKvIndices, request, tokens, pages, p.kv_indices + start);
   }
 }
 
 inline void build_cu_seqlens(const CuSeqlensParams& p) {
-  int32_t total = 0;
+  int64_t total = 0;
   for (int request = 0; request < p.batch_size; ++request) {
-    p.cu_seqlens[request] = total;
+    p.cu_seqlens[request] = clamp_to_int32(total);
     total += max_of(p.seqlens[request], 0);
   }
-  p.cu_seqlens[p.batch_size] = total;
+  p.cu_seqlens[p.batch_size] = clamp_to_int32(total);
 }
 
 inline void translate_slots(const TranslateParams& p, int64_t begin, int64_t end) {

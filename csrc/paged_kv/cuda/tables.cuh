@@ -37,6 +37,7 @@ class Cells {
       const int cell = first + i * step_;
       if (cell >= pages_ || cell >= end) return;
       cells[cell] = page_of_slot(r_, op_, request_, position_of(r_, tokens_, cell), slots_[i]);
+      if (r_.checked) report_order(r_, op_, request_, row_, tokens_, cell, cells[cell]);
     }
   }
 
@@ -114,15 +115,15 @@ __global__ void __launch_bounds__(kThreads) cu_seqlens_kernel(const __grid_const
   const int each = ceil_div(p.batch_size, kThreads);
   const int begin = min_of(static_cast<int>(threadIdx.x) * each, p.batch_size);
   const int end = min_of(begin + each, p.batch_size);
-  int sum = 0;
+  int64_t sum = 0;
   for (int b = begin; b < end; ++b) sum += max_of(p.seqlens[b], 0);
-  int before;
-  const int total = block_exclusive_sum<kThreads>(sum, &before);
+  int64_t before;
+  const int64_t total = block_exclusive_sum<kThreads>(sum, &before);
   for (int b = begin; b < end; ++b) {
-    p.cu_seqlens[b] = before;
+    p.cu_seqlens[b] = clamp_to_int32(before);
     before += max_of(p.seqlens[b], 0);
   }
-  if (threadIdx.x == 0) p.cu_seqlens[p.batch_size] = total;
+  if (threadIdx.x == 0) p.cu_seqlens[p.batch_size] = clamp_to_int32(total);
 }
 
 template <int kThreads>

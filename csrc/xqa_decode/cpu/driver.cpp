@@ -140,7 +140,8 @@ class Part {
     TileAddresses* now = &addresses_[0];
     TileAddresses* next = &addresses_[1];
     keys.locate(piece.tile_begin, *now);
-    for (int tile = piece.tile_begin; tile < piece.tile_end; ++tile) {
+    const int tile_end = min_of(piece.tile_end, keys.end_tile());
+    for (int tile = piece.tile_begin; tile < tile_end; ++tile) {
       next->count = 0;
       if (tile + 1 < piece.fetch_end) keys.locate(tile + 1, *next);
       if (now->count > 0) attend_tile(piece, keys, *now, *next);

@@ -38,6 +38,12 @@ class RequestKeys {
     keys_.end = static_cast<int>(min_of<int64_t>(keys_.end, capacity));
   }
 
+  // Tiles of the plan, from its first one on, that hold keys; a length beyond the table has others.
+  int end_tile() const {
+    const int first = visible_keys(length_, p_.seqlen_q, p_.window_left).begin / kTileTokens;
+    return max_of(ceil_div(keys_.end, kTileTokens) - first, 0);
+  }
+
   void locate(int tile, TileAddresses& to) const {
     const int64_t tile_begin =
         (visible_keys(length_, p_.seqlen_q, p_.window_left).begin / kTileTokens + int64_t{tile}) * kTileTokens;

@@ -23,6 +23,7 @@ from attnops.backends.store import FP8, heads, store_kv, store_mla, uses_window_
 from attnops.graph_buffers import PagedBuffers, PagedStep
 from attnops.pools import MLATokenToKVPool
 from attnops.reference import unpack_mla_fp8_rows, unpack_tree_mask
+from attnops.report import record_pages
 from attnops.types import AttentionBatch, AttentionSpec, AttentionType, Limits
 
 if TYPE_CHECKING:
@@ -138,12 +139,16 @@ class TorchNativeAttnBackend(AttentionBackend):
         take = _taker(pool, layer)
         for first in range(0, max_pages, pages_per_chunk):
             # Cells past a request's length hold anything, and so do the tokens they lead to: both are selected away.
-            cells = table[:, first : min(first + pages_per_chunk, max_pages)].long().clamp(0, pool.num_pages - 1)
+            pages = table[:, first : min(first + pages_per_chunk, max_pages)].long()
+            cells = pages.clamp(0, pool.num_pages - 1)
             begin = first * pool.page_size
             key = torch.arange(begin, begin + cells.shape[1] * pool.page_size, device=cells.device)
             valid = key < queries.seqlens_k.unsqueeze(1)
             if layer.sliding_window_size >= 0:  # tokens that have left every window may have no page any more
                 valid &= key >= queries.positions[:, :1] - layer.sliding_window_size
+            if self._buffers.report is not None:
+                used = valid.unflatten(1, (-1, pool.page_size)).any(2)
+                record_pages(self._buffers.report, self.name, pages, used, begin // pool.page_size, pool.num_pages)
             k, v = take(cells, valid.view(*valid.shape, 1, 1))
             yield k, v, begin
 
