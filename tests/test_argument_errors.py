@@ -17,7 +17,12 @@ from torch import Tensor
 PREFIXES = {"ops": "attnops::{}", "compat": "attnops.compat: {}"}
 CALLS = {"ops": ops_calls, "compat": compat_calls}
 # Memory that nothing reads: docs/compat.md.
-SCRATCH = {"workspace_buffer", "semaphores"}
+SCRATCH = {"workspace_buffer", "semaphores", "kv_last_page_len"}
+NOT_READ = {
+    ("trtllm_batch_context_with_kv_cache", "cum_seq_lens_kv"),
+    ("trtllm_ragged_attention_deepseek", "seq_lens"),
+    ("xqa_mla", "v_cache"),
+}
 NOT_A_TENSOR = [7, "seven", object()]
 
 
@@ -32,7 +37,7 @@ def cases(kind: type | tuple[type, ...]) -> list[tuple[str, str, str]]:
         for package, calls in CALLS.items()
         for name, (_, given) in calls().items()
         for argument, value in given.items()
-        if isinstance(value, kind) and argument not in SCRATCH
+        if isinstance(value, kind) and argument not in SCRATCH and (name, argument) not in NOT_READ
     ]
 
 
@@ -44,8 +49,9 @@ def public_functions(module: ModuleType) -> set[str]:
             continue
         if inspect.isfunction(value) and value.__module__.startswith("attnops.compat") and name != "names_the_peers":
             names.add(name)
-        elif inspect.isclass(value) and name.endswith("Wrapper"):
-            names |= {name, f"{name}.plan", f"{name}.run"}
+        elif inspect.isclass(value) and name.startswith(("Batch", "CUDAGraph", "MultiLevel")):
+            methods = {m: vars(value).get(m) for m in ("plan", "run", "begin_forward", "forward")}
+            names |= {name} | {f"{name}.{m}" for m, made in methods.items() if getattr(made, "__name__", "") == m}
     return names
 
 
@@ -193,7 +199,7 @@ def test_errors_of_the_op_below_are_in_the_words_of_the_peer(name, argument, mes
         ("trtllm_batch_decode_with_kv_cache", {"seq_lens": torch.ones(3)}, "seq_lens must have dtype int32 or int64"),
         ("trtllm_batch_decode_with_kv_cache", {"mask": torch.ones(3, 1, 1, dtype=torch.bool)}, "mask must be uint16"),
         ("trtllm_batch_decode_with_kv_cache", {"sinks": torch.ones(8).bool()}, "sinks must have a float dtype"),
-        ("trtllm_batch_decode_with_kv_cache", {"q_len_per_req": 2}, "there must be 6 rows of queries"),
+        ("trtllm_batch_decode_with_kv_cache", {"q_len_per_req": 2}, "query must have 6 rows"),
         ("trtllm_batch_decode_with_kv_cache", {"q_len_per_req": 0}, "at least 1 query token, got 0"),
         ("trtllm_batch_decode_with_kv_cache_mla", {"bmm2_scale": 0.0}, "bmm2_scale must not be 0"),
         ("xqa", {"output": torch.empty(3, 8, 64)}, r"output must be \[3, 1, 8, 64\] as q"),

@@ -77,20 +77,14 @@ def test_decode_wrapper_with_scales_of_an_fp8_cache(tensor):
 def test_decode_wrapper_names_what_it_does_not_honour():
     problem = paged_problem([9])
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
-    with pytest.raises(NotImplementedError, match="backend='fa3'"):
-        flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, backend="fa3")
+    with pytest.raises(NotImplementedError, match="jit_args="):
+        flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, jit_args=["x"])
     geometry = (*csr(problem, 16), 8, 2, 64, 16)
-    for options in (
-        {"pos_encoding_mode": "ROPE_LLAMA"},
-        {"rope_scale": 1.0},
-        {"rope_theta": 1e4},
-        {"fixed_split_size": 4},
-        {"disable_split_kv": True},
-        {"seq_lens": torch.ones(1)},
-        {"o_data_type": torch.float32},
-    ):
+    for options in ({"window_right": 3}, {"an_argument_of_tomorrow": 1}):
         with pytest.raises(NotImplementedError, match=rf"plan does not honour {next(iter(options))}="):
             wrapper.plan(*geometry, **options)
+    with pytest.raises(KeyError, match="pos_encoding_mode must be one of"):
+        wrapper.plan(*geometry, pos_encoding_mode="ROPE")
     cache = (problem.k_pages, problem.v_pages)
     with pytest.raises(RuntimeError, match="plan must run first"):
         wrapper.run(problem.q, cache)
@@ -98,10 +92,11 @@ def test_decode_wrapper_names_what_it_does_not_honour():
     with pytest.raises(ValueError, match=r"q's dtype is torch.bfloat16, planned was torch.float16"):
         wrapper.run(problem.q, cache)
     wrapper.plan(*geometry, q_data_type="bfloat16")
-    with pytest.raises(NotImplementedError, match="enable_pdl=True"):
-        wrapper.run(problem.q, cache, enable_pdl=True)
-    with pytest.raises(NotImplementedError, match="v_scale with a cache of"):
-        wrapper.run(problem.q, cache, v_scale=2.0)
+    for options in ({"kv_cache_sf": torch.ones(1)}, {"skip_softmax_threshold_scale_factor": 0.1}):
+        with pytest.raises(NotImplementedError, match=rf"run does not honour {next(iter(options))}="):
+            wrapper.run(problem.q, cache, **options)
+    with pytest.raises(ValueError, match=r"batch_size \* q_len_per_req = 1 \* 1 rows as planned, got 2"):
+        wrapper.run(torch.cat([problem.q, problem.q]), cache)
     with pytest.raises(ValueError, match="window_left is 5, planned was -1"):
         wrapper.run(problem.q, cache, window_left=5)
 
@@ -189,19 +184,15 @@ def test_functions_name_what_they_do_not_honour():
     cache = (problem.k_pages.transpose(1, 2), problem.v_pages.transpose(1, 2))
     arguments = (problem.q, cache, WORKSPACE, problem.page_table, problem.cache_seqlens, 16)
     for options in (
-        {"out_dtype": torch.float32},
         {"o_sf_scale": 1.0},
         {"o_sf_vec_size": 16},
-        {"o_scale": 2.0},
-        {"enable_pdl": False},
-        {"backend": "xqa"},
-        {"max_q_len": 4},
-        {"cum_seq_lens_q": torch.ones(2)},
         {"skip_softmax_threshold_scale_factor": 0.1},
         {"kv_cache_sf": (torch.ones(1), torch.ones(1))},
         {"uses_shared_paged_kv_idx": False},
-        {"bmm1_scale": torch.ones(1)},
-        {"bmm2_scale": 2.0},
+        {"enable_block_sparse_attention": True},
+        {"bmm1_scale": torch.ones(2)},
+        {"bmm2_scale": torch.ones(2)},
+        {"an_argument_of_tomorrow": 1},
     ):
         with pytest.raises(NotImplementedError, match=next(iter(options))):
             flashinfer.trtllm_batch_decode_with_kv_cache(*arguments, **options)
@@ -209,12 +200,9 @@ def test_functions_name_what_they_do_not_honour():
     lens = problem.cache_seqlens.unsqueeze(1)
     rest = (problem.k_pages, problem.v_pages, problem.page_table, lens, q.clone(), WORKSPACE, WORKSPACE)
     for options in (
-        {"sm_count": 8},
-        {"enable_pdl": True},
-        {"rcp_out_scale": 2.0},
-        {"q_cu_seq_lens": torch.ones(2)},
-        {"q_scale": torch.ones(1)},
-        {"kv_scale": 2.0},
+        {"k_sf_cache": torch.ones(1)},
+        {"q_scale": torch.ones(2)},
+        {"kv_scale": torch.ones(2)},
     ):
         with pytest.raises(NotImplementedError, match=rf"xqa does not honour {next(iter(options))}"):
             flashinfer.xqa(q, *rest, 2, 16, **options)

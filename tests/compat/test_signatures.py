@@ -19,7 +19,8 @@ POSITIONAL = {
     flashinfer.trtllm_batch_decode_with_kv_cache: """query kv_cache workspace_buffer block_tables seq_lens
         max_seq_len bmm1_scale bmm2_scale window_left out out_dtype o_sf_scale o_sf_vec_size sinks kv_layout
         enable_pdl backend q_len_per_req o_scale mask max_q_len cum_seq_lens_q skip_softmax_threshold_scale_factor
-        kv_cache_sf uses_shared_paged_kv_idx lse return_lse""",
+        kv_cache_sf uses_shared_paged_kv_idx lse return_lse bmm1_scale_log2 multi_ctas_kv_counter_buffer
+        enable_block_sparse_attention bf16q_fp8kv_transform_mode""",
     flashinfer.xqa: """q k_cache v_cache page_table seq_lens output
         workspace_buffer semaphores num_kv_heads page_size sinks q_scale kv_scale sliding_win_size kv_layout sm_count
         enable_pdl rcp_out_scale q_seq_len mask""",
@@ -28,11 +29,12 @@ POSITIONAL = {
     flashinfer.BatchMLAPagedAttentionWrapper.plan: """qo_indptr kv_indptr kv_indices kv_len_arr num_heads
         head_dim_ckv head_dim_kpe page_size causal sm_scale q_data_type kv_data_type use_profiler""",
     flashinfer.BatchMLAPagedAttentionWrapper.run: """q_nope q_pe ckv_cache kpe_cache out lse return_lse
-        profiler_buffer kv_len page_table return_lse_base_on_e""",
+        profiler_buffer kv_len page_table return_lse_base_on_e o_scale""",
     flashinfer.trtllm_batch_decode_with_kv_cache_mla: """query kv_cache workspace_buffer qk_nope_head_dim
         kv_lora_rank qk_rope_head_dim block_tables seq_lens max_seq_len sparse_mla_top_k out bmm1_scale bmm2_scale
         sinks skip_softmax_threshold_scale_factor enable_pdl backend is_var_seq uses_shared_paged_kv_idx lse
-        return_lse""",
+        return_lse cute_dsl_impl kv_scale_format cum_seq_lens_q max_q_len multi_ctas_kv_counter_buffer
+        sparse_mla_top_k_lens enable_dcp cp_world cp_rank causal_seqlens_kv_global use_fp16_softmax""",
     flash_attn_interface.flash_attn_with_kvcache: """q k_cache v_cache k v qv rotary_cos rotary_sin cache_seqlens
         cache_batch_idx cache_leftpad page_table cu_seqlens_q cu_seqlens_k_new max_seqlen_q rotary_seqlens q_descale
         k_descale v_descale softmax_scale causal window_size attention_chunk softcap rotary_interleaved
@@ -48,6 +50,47 @@ POSITIONAL = {
     sgl_kernel.cutlass_mla_get_workspace_size: "max_seq_len num_batches sm_count num_kv_splits",
     sgl_kernel.cutlass_mla_decode: """q_nope q_pe kv_c_and_k_pe_cache seq_lens page_table
         workspace sm_scale num_kv_splits""",
+    flashinfer.BatchDecodeWithPagedKVCacheWrapper.forward: """q paged_kv_cache pos_encoding_mode q_scale k_scale
+        v_scale window_left logits_soft_cap sm_scale rope_scale rope_theta""",
+    flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper.__init__: """workspace_buffer indptr_buffer indices_buffer
+        last_page_len_buffer kv_layout use_tensor_cores""",
+    flashinfer.fast_decode_plan: """indptr indices last_page_len num_qo_heads num_kv_heads head_dim page_size
+        pos_encoding_mode window_left logits_soft_cap q_data_type kv_data_type data_type sm_scale rope_scale rope_theta
+        non_blocking fixed_split_size disable_split_kv q_len_per_req global_override_indptr_cpu""",
+    flashinfer.single_decode_with_kv_cache: """q k v kv_layout pos_encoding_mode use_tensor_cores q_scale k_scale
+        v_scale window_left logits_soft_cap sm_scale rope_scale rope_theta return_lse""",
+    flashinfer.xqa_batch_decode_with_kv_cache: """query kv_cache workspace_buffer block_tables seq_lens max_seq_len
+        bmm1_scale bmm2_scale window_left out sinks kv_layout enable_pdl q_len_per_req o_scale mask kv_cache_sf
+        q_cu_seq_lens""",
+    flashinfer.cudnn_batch_decode_with_kv_cache: "q k_cache v_cache scale workspace_buffer",
+    flashinfer.trtllm_batch_context_with_kv_cache: """query kv_cache workspace_buffer block_tables seq_lens max_q_len
+        max_kv_len bmm1_scale bmm2_scale batch_size cum_seq_lens_q cum_seq_lens_kv window_left out out_dtype o_sf_scale
+        o_sf_vec_size kv_layout enable_pdl sinks kv_cache_sf skip_softmax_threshold_scale_factor
+        uses_shared_paged_kv_idx causal lse return_lse multi_ctas_kv_counter_buffer use_fp16_softmax uses_spcompress""",
+    flashinfer.trtllm_ragged_attention_deepseek: """query key value workspace_buffer seq_lens max_q_len max_kv_len
+        bmm1_scale bmm2_scale o_sf_scale batch_size window_left cum_seq_lens_q cum_seq_lens_kv enable_pdl is_causal
+        return_lse attention_sinks skip_softmax_threshold_scale_factor out lse sage_attn_sfs num_elts_per_sage_attn_blk
+        backend q_seq_lens_cpu kv_seq_lens_cpu use_fp16_softmax uses_spcompress""",
+    flashinfer.xqa_batch_decode_with_kv_cache_mla: """query kv_cache workspace_buffer qk_nope_head_dim kv_lora_rank
+        qk_rope_head_dim block_tables seq_lens max_seq_len out bmm1_scale bmm2_scale sinks enable_pdl""",
+    flashinfer.xqa_mla: """q k_cache v_cache page_table seq_lens output workspace_buffer semaphores page_size q_scale
+        kv_scale sm_count enable_pdl""",
+    flashinfer.append_paged_kv_cache: """append_key append_value batch_indices positions paged_kv_cache
+        kv_indices
+        kv_indptr kv_last_page_len kv_layout""",
+    flashinfer.append_paged_mla_kv_cache: """append_ckv append_kpe batch_indices positions ckv_cache kpe_cache
+        kv_indices
+        kv_indptr kv_last_page_len""",
+    flashinfer.get_batch_indices_positions: "append_indptr seq_lens nnz batch_indices positions",
+    flashinfer.get_seq_lens: "kv_indptr kv_last_page_len page_size",
+    flashinfer.merge_state_in_place: "v s v_other s_other mask",
+    flashinfer.merge_states: "v s",
+    flashinfer.BatchAttention.plan: """qo_indptr kv_indptr kv_indices kv_len_arr num_qo_heads num_kv_heads head_dim_qk
+        head_dim_vo page_size causal sm_scale logits_soft_cap q_data_type kv_data_type use_profiler""",
+    flashinfer.BatchAttention.run: "q kv_cache out lse k_scale v_scale logits_soft_cap profiler_buffer kv_cache_sf",
+    flashinfer.MultiLevelCascadeAttentionWrapper.plan: """qo_indptr_arr paged_kv_indptr_arr paged_kv_indices_arr
+        paged_kv_last_page_len num_qo_heads num_kv_heads head_dim page_size causal pos_encoding_mode
+        use_fp16_qk_reduction sm_scale window_left logits_soft_cap rope_scale rope_theta q_data_type kv_data_type""",
 }
 
 KEYWORDS = {

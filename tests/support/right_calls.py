@@ -12,6 +12,7 @@ from attnops.compat import flash_attn_interface, flash_mla, flashinfer, sgl_kern
 from attnops.metadata import FmhaPlan
 from mla_calls import plan_for
 from problems import mla_problem, paged_problem, ragged_problem
+from right_peer_calls import flashinfer_calls
 from torch import Tensor
 from xqa_decoding import make_plan
 
@@ -114,7 +115,7 @@ def compat_calls(device: str = "cpu") -> dict[str, Call]:
     latent, rope = mla.kv_pages[..., :512], mla.kv_pages[..., 512:]
     q_nope, q_pe = mla.q[..., :512], mla.q[..., 512:]
     size = sgl_kernel.cutlass_mla_get_workspace_size(64, 3, device=device)
-    return {
+    return flashinfer_calls(gqa, mla, ragged, workspace, [(out, lse), (out_b, lse_b)]) | {
         "merge_state": (flashinfer.merge_state, {"v_a": out, "s_a": lse, "v_b": out_b, "s_b": lse_b}),
         "BatchDecodeWithPagedKVCacheWrapper": (
             flashinfer.BatchDecodeWithPagedKVCacheWrapper,

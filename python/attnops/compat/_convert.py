@@ -10,9 +10,10 @@ from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
 Cache = Tensor | tuple[Tensor, Tensor]
-LEAVE_PDL = "attnops launches as it measured best; leave it None"
-ONE_KERNEL = 'attnops chooses its kernel itself; leave it "auto"'
-OUT_16BIT = "the output has q's dtype; quantize it afterwards"
+FP4_OUT = "there is no FP4 output; give out_dtype a 16-bit or float8_e4m3fn dtype"
+FP4_CACHE = "caches are 16-bit or FP8; leave it None"
+NO_SKIP = "no probability is dropped here; leave it None"
+E4M3_MAX = 448.0
 
 
 def refuse(function: str, argument: str, instead: str) -> NotImplementedError:
@@ -92,30 +93,59 @@ def as_sinks(
     return sinks.reshape(-1).float()
 
 
-def as_scale(function: str, name: str, scale: float | Tensor | None, pages: Tensor) -> Tensor | None:
-    """A scale of a cache as float32 ``[1]`` on its device; None: 1. A 16-bit cache has none."""
-    if scale is None or (not isinstance(scale, Tensor) and scale == 1):
-        return None
-    if pages.dtype != FP8:
-        raise refuse(function, f"{name} with a cache of {pages.dtype}", "only float8_e4m3fn caches have scales")
+def as_scale(function: str, name: str, scale: float | Tensor | None, device: torch.device) -> Tensor | None:
+    """A scale as float32 ``[1]`` on the device; None: 1."""
     if isinstance(scale, Tensor):
         if scale.numel() != 1:
             raise refuse(function, f"{name} of shape {list(scale.shape)}", "give one number or a tensor of one")
-        return scale.reshape(1).float()
-    return torch.full((1,), scale, dtype=torch.float32, device=pages.device)
+        return scale.reshape(1).to(device=device, dtype=torch.float32, non_blocking=True)
+    if scale is None or scale == 1:
+        return None
+    return torch.full((1,), scale, dtype=torch.float32, device=device)
 
 
-def as_tree_mask(function: str, mask: Tensor | None) -> Tensor | None:
-    """XQA's ``[B, S_q, ceil(S_q / 32) * 2]`` uint16 words to bytes: the same bits, little-endian."""
+def fold_scale(function: str, name: str, scale: float | Tensor | None, device: torch.device) -> tuple[float, Any]:
+    """A factor of the scores: a number to fold into the softmax scale, and float32 ``[1]`` of what is on the device."""
+    if isinstance(scale, Tensor):
+        return 1.0, as_scale(function, name, scale, device)
+    return (1.0 if scale is None else scale), None
+
+
+def product(*scales: Tensor | None) -> Tensor | None:
+    """Of scales on the device; None: 1."""
+    given = [scale for scale in scales if scale is not None]
+    return math.prod(given[1:], start=given[0]) if given else None
+
+
+def to_dtype(out: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """`out` in another dtype; what float8_e4m3fn does not hold saturates, as kernels that write it do."""
+    if dtype is None or out.dtype == dtype:
+        return out
+    return (out.clamp(-E4M3_MAX, E4M3_MAX) if dtype == FP8 else out).to(dtype)
+
+
+def finish(out: Tensor, destination: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    """A result where and in what it was asked for."""
+    if destination is None:
+        return to_dtype(out, dtype)
+    if out is destination:
+        return out
+    if destination.shape != out.shape:
+        raise ValueError(f"attnops.compat: out must have shape {list(out.shape)}, got {list(destination.shape)}")
+    return destination.copy_(to_dtype(out, destination.dtype))
+
+
+def as_tree_mask(function: str, mask: Tensor | None, seqlen_q: int) -> Tensor | None:
+    """XQA's ``[B, S_q, ceil(S_q / 32) * 2]`` (or ``[T, ...]``) uint16 words to bytes: the same bits, little-endian."""
     if mask is None:
         return None
-    words = -(-mask.shape[1] // 32) * 2 if mask.dim() == 3 else 0
-    if mask.dtype != torch.uint16 or mask.dim() != 3 or mask.shape[2] != words:
+    words = -(-seqlen_q // 32) * 2
+    if mask.dtype != torch.uint16 or mask.dim() not in (2, 3) or mask.shape[-1] != words:
         raise ValueError(
             f"attnops.compat: {function}: mask must be uint16 [B, S_q, ceil(S_q / 32) * 2], "
             f"got {mask.dtype} {list(mask.shape)}"
         )
-    return mask.contiguous().view(torch.uint8)[..., : -(-mask.shape[1] // 8)].contiguous()
+    return mask.contiguous().view(torch.uint8)[..., : -(-seqlen_q // 8)].contiguous()
 
 
 def check_kv_layout(function: str, kv_layout: str) -> None:
@@ -136,21 +166,37 @@ def split_kv(function: str, cache: Tensor | tuple[Tensor, Tensor], kv_layout: st
     return (k, v) if kv_layout == "NHD" else (k.transpose(1, 2), v.transpose(1, 2))
 
 
-def joined_latents(function: str, latent: Tensor, rope: Tensor) -> Tensor:
-    """``[P, page_size, 576]`` of its two parts, which must lie side by side in one pool.
+def joined_latents(function: str, latent: Tensor, rope: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
+    """``[P, page_size, 576]`` of a cache's two parts, and the page table to read it by.
 
-    Raises:
-        NotImplementedError: they do not.
+    A view and `cells` themselves where the parts lie side by side in one pool; else a copy of the pages in `cells`.
     """
-    offset = latent.shape[-1] * latent.element_size()
-    if latent.stride() != rope.stride() or latent.dtype != rope.dtype or latent.data_ptr() + offset != rope.data_ptr():
-        raise refuse(
-            function,
-            "ckv_cache and kpe_cache in two pools",
-            "give cache[..., :512] and cache[..., 512:] of one pool of 576",
+    if latent.shape[:-1] != rope.shape[:-1] or latent.dtype != rope.dtype:
+        raise ValueError(
+            f"attnops.compat: {function}: ckv_cache and kpe_cache must agree in pages, page_size and dtype, got "
+            f"{latent.dtype} {list(latent.shape)} and {rope.dtype} {list(rope.shape)}"
         )
     shape = (*latent.shape[:-1], latent.shape[-1] + rope.shape[-1])
-    return latent.as_strided(shape, latent.stride())
+    offset = latent.shape[-1] * latent.element_size()
+    same_rows = not torch.compiler.is_compiling() and latent.stride() == rope.stride()
+    if same_rows and latent.data_ptr() + offset == rope.data_ptr():
+        return latent.as_strided(shape, latent.stride()), cells
+    if latent.shape[0] == 0:
+        return latent.new_empty(shape), cells
+    return torch.cat([gathered(latent, cells), gathered(rope, cells)], -1), own_cells(cells)
+
+
+def gathered(pages: Tensor, cells: Tensor) -> Tensor:
+    """A copy of the pages that a table's cells name, in their order; a cell out of range gets any page."""
+    index = cells.reshape(-1).long().clamp(0, max(pages.shape[0] - 1, 0))
+    if pages.element_size() == 1:  # index_select knows no float8
+        return pages.view(torch.uint8).index_select(0, index).view(pages.dtype)
+    return pages.index_select(0, index)
+
+
+def own_cells(cells: Tensor) -> Tensor:
+    """The page table of what `gathered` returned: its pages lie in the order of the cells."""
+    return torch.arange(cells.numel(), dtype=torch.int32, device=cells.device).view(cells.shape)
 
 
 def keep_in(buffer: Tensor | None, values: Tensor, name: str, exact: bool) -> Tensor:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+from attnops.compat._convert import refuse
 from attnops.ops._arguments import explain, given_arguments
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_UNKNOWN = re.compile(r"\w+\(\) got an unexpected keyword argument '(\w+)'")
 _OURS = ("attnops::", "XqaDecodePlan.", "MlaDecodePlan.", "FmhaPlan.")
 
 
@@ -29,6 +32,11 @@ def names_the_peers(name: str, **peers: str) -> Callable[[Callable[P, R]], Calla
             try:
                 return function(*args, **options)
             except Exception as error:
+                unknown = _UNKNOWN.search(str(error)) if isinstance(error, TypeError) else None
+                if unknown and unknown[1] not in inspect.signature(function).parameters and unknown[1] in options:
+                    raise refuse(
+                        name, f"{unknown[1]}=", "leave it out: its library may know it, this does not"
+                    ) from error
                 explain(error, f"attnops.compat: {name}", function, given_arguments(function, args, options))
                 text = str(error)
                 if not text.startswith(_OURS):

@@ -1,38 +1,44 @@
-"""FlashInfer's MLA decode, for `attnops.compat.flashinfer`."""
+"""FlashInfer's wrappers of MLA decode, for `attnops.compat.flashinfer`."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnops import ops
+from attnops.compat._attend import padded_rows
 from attnops.compat._convert import (
-    LEAVE_PDL,
-    ONE_KERNEL,
+    FP8,
+    as_dtype,
     as_int32,
     as_scale,
-    as_sinks,
     check_lse,
+    fold_scale,
+    gathered,
     joined_latents,
     keep_in,
+    own_cells,
     refuse,
     require_default,
     with_lse,
 )
 from attnops.compat._errors import names_the_peers
+from attnops.compat._flashinfer_wrapper import lengths_of
 from attnops.metadata.plan import MlaDecodePlan
 
 
 class BatchMLAPagedAttentionWrapper:
     """MLA over a CSR page table, on `attnops.ops.mla_decode`.
 
-    `plan` reads `qo_indptr` on the host, as FlashInfer's does; a copy on the CPU costs no synchronization.
-    Every request must bring the same number of query tokens.
+    `plan` reads `qo_indptr` on the host, as FlashInfer's does; a copy on the CPU costs no synchronization. Requests
+    with fewer query tokens than others cost as much as these.
 
     Args:
         float_workspace_buffer: Names the device; its memory is not needed.
         qo_indptr, kv_indptr, kv_indices, kv_len_arr: With `use_cuda_graph`: buffers that `plan` writes into.
-        backend: "auto".
+        backend: Taken: attnops chooses among its kernels.
     """
 
     @names_the_peers("BatchMLAPagedAttentionWrapper")
@@ -46,7 +52,6 @@ class BatchMLAPagedAttentionWrapper:
         kv_len_arr: Tensor | None = None,
         backend: str = "auto",
     ) -> None:
-        require_default(type(self).__name__, {"backend": ONE_KERNEL}, {"backend": "auto"}, locals())
         buffers = (qo_indptr, kv_indptr, kv_indices, kv_len_arr)
         if use_cuda_graph and any(buffer is None for buffer in buffers[1:]):
             raise ValueError("attnops.compat: use_cuda_graph=True needs kv_indptr, kv_indices and kv_len_arr")
@@ -79,7 +84,8 @@ class BatchMLAPagedAttentionWrapper:
             head_dim_ckv, head_dim_kpe: 512 and 64.
 
         Raises:
-            NotImplementedError: requests bring different numbers of query tokens, or an argument is not honoured.
+            NotImplementedError: an argument is not honoured.
+            ValueError: q is not bfloat16 over a float8_e4m3fn cache.
         """
         name = "BatchMLAPagedAttentionWrapper.plan"
         require_default(name, {"use_profiler": "use a profiler of CUDA"}, {"use_profiler": False}, locals())
@@ -91,25 +97,25 @@ class BatchMLAPagedAttentionWrapper:
                 f"attnops.compat: {name}: qo_indptr and kv_indptr must be [B + 1], kv_indices [n] and kv_len_arr [B], "
                 f"got {', '.join(str(list(t.shape)) for t in (qo_indptr, kv_indptr, kv_indices, kv_len_arr))}"
             )
-        counts = set(qo_indptr.diff().tolist())
-        if len(counts) > 1 or counts == {0}:
-            raise refuse(
-                name,
-                f"qo_indptr with {sorted(counts)} tokens per request",
-                "plan requests of one number of tokens together, or use a backend of attnops.backends",
+        if kv_data_type == FP8 and q_data_type not in (torch.bfloat16, FP8):
+            raise ValueError(
+                f"attnops.compat: {name}: an FP8 cache needs q_data_type=torch.bfloat16, got {q_data_type}"
             )
+        counts = qo_indptr.diff().tolist()
+        most = max(counts, default=1)
         names, given = (
             ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr"),
             (qo_indptr, kv_indptr, kv_indices, kv_len_arr),
         )
         tensors = [as_int32(name, what, tensor, self._device) for what, tensor in zip(names, given)]
         exact = (True, True, False, True)
-        _, self._indptr, self._indices, self._lens = map(keep_in, self._buffers, tensors, names, exact)
+        self._bounds, self._indptr, self._indices, self._lens = map(keep_in, self._buffers, tensors, names, exact)
+        self._ragged = any(count != most for count in counts) or most == 0
         self._page_size, self._causal, self._scale = page_size, causal, sm_scale
         self._dtypes = (q_data_type, kv_data_type)
         key = {
             "batch_size": self._lens.shape[0],
-            "seqlen_q": counts.pop() if counts else 1,
+            "seqlen_q": max(most, 1),
             "num_q_heads": num_heads,
             "window_left": -1,
         }
@@ -118,6 +124,8 @@ class BatchMLAPagedAttentionWrapper:
                 raise ValueError("attnops.compat: use_cuda_graph fixes the geometry: make a wrapper for each")
             self._plan = MlaDecodePlan.allocate(device=self._device, **key)
         ops.mla_decode_plan(self._plan, self._lens)
+
+    begin_forward = plan
 
     @names_the_peers(
         "BatchMLAPagedAttentionWrapper.run",
@@ -139,26 +147,35 @@ class BatchMLAPagedAttentionWrapper:
         kv_len: Tensor | None = None,
         page_table: Tensor | None = None,
         return_lse_base_on_e: bool = False,
+        o_scale: float | None = None,
+        *,
+        ckv_scale: float | Tensor | None = None,
+        ckv_scale_arr: Tensor | None = None,
+        kpe_scale: float | Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attends.
 
         Args:
             q_nope, q_pe: ``[T, H, 512]`` and ``[T, H, 64]``.
-            ckv_cache, kpe_cache: ``[P, page_size, 512]`` and ``[P, page_size, 64]``: neighbours in one pool of 576.
+            ckv_cache, kpe_cache: ``[P, page_size, 512]`` and ``[P, page_size, 64]``. Neighbours in one pool of 576 are
+                read where they lie; of two pools the pages in use are copied.
             return_lse_base_on_e: Natural log; base 2 otherwise.
+            ckv_scale, kpe_scale: Of a float8_e4m3fn cache's two parts. ckv_scale_arr: instead of the first, float32
+                ``[P, page_size, 4]``, one per 128 latents of a token.
 
         Returns:
             ``out [T, H, 512]``, or ``(out, lse)``: float32 ``[T, H]``, -inf for an empty row.
         """
         name = "BatchMLAPagedAttentionWrapper.run"
-        planned = "plan has been told; leave it None"
-        instead = {"profiler_buffer": "use a profiler of CUDA", "kv_len": planned, "page_table": planned}
-        require_default(name, instead, {}, locals())
         plan = self._plan
+        if profiler_buffer is not None or kv_len is not None or page_table is not None or o_scale is not None:
+            planned = "plan has been told; leave it None"
+            instead = {"profiler_buffer": "use a profiler of CUDA", "kv_len": planned, "page_table": planned}
+            instead["o_scale"] = "the output has q's dtype; quantize it afterwards"
+            require_default(name, instead, {}, locals())
         if plan is None:
             raise RuntimeError(f"attnops.compat: {name}: plan must run first")
-        pages = joined_latents(name, ckv_cache, kpe_cache)
-        got = (q_nope.dtype, pages.dtype, pages.shape[1])
+        got = (q_nope.dtype, ckv_cache.dtype, ckv_cache.shape[1])
         expected = (*self._dtypes, self._page_size)
         if got != expected:
             raise ValueError(
@@ -166,117 +183,233 @@ class BatchMLAPagedAttentionWrapper:
                 f"planned were {expected}"
             )
         check_lse(name, lse, q_nope)
-        out, natural = ops.mla_decode(
+        kv_scale = None
+        if ckv_cache.dtype == FP8:
+            q_pe, pages, cells, kv_scale = self._quantized(
+                name, q_pe, ckv_cache, kpe_cache, ckv_scale, ckv_scale_arr, kpe_scale
+            )
+        elif ckv_scale is not None or ckv_scale_arr is not None or kpe_scale is not None:
+            raise ValueError(
+                f"attnops.compat: {name}: ckv_scale, ckv_scale_arr and kpe_scale are those of an FP8 cache"
+            )
+        else:
+            pages, cells = joined_latents(name, ckv_cache, kpe_cache, self._indices)
+        if self._ragged:
+            return self._run_ragged(
+                q_nope, q_pe, pages, cells, plan, kv_scale, out, lse, return_lse, return_lse_base_on_e
+            )
+        result, natural = ops.mla_decode(
             q_nope,
             pages,
-            self._indices,
+            cells,
             self._lens,
             plan,
             kv_indptr=self._indptr,
             softmax_scale=self._scale,
             q_pe=q_pe,
             causal=self._causal,
+            kv_scale=kv_scale,
             out=out,
             return_lse=return_lse or lse is not None,
         )
-        return with_lse(out, natural, lse, return_lse, return_lse_base_on_e)
+        return with_lse(result, natural, lse, return_lse, return_lse_base_on_e)
+
+    def _run_ragged(
+        self,
+        q_nope: Tensor,
+        q_pe: Tensor,
+        pages: Tensor,
+        cells: Tensor,
+        plan: MlaDecodePlan,
+        kv_scale: Tensor | None,
+        out: Tensor | None,
+        lse: Tensor | None,
+        return_lse: bool,
+        base_on_e: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Requests that bring different numbers of query tokens: all get the most of them, in front of their own."""
+        rows, places, padding = padded_rows(self._bounds, q_nope.shape[0], plan.seqlen_q)
+        if q_nope.shape[0] == 0:
+            empty = q_nope.new_empty(0, q_nope.shape[1], q_nope.shape[2])
+            return with_lse(empty, empty.new_empty(empty.shape[:2], dtype=torch.float32), lse, return_lse)
+        result, natural = ops.mla_decode(
+            q_nope[rows],
+            pages,
+            cells,
+            self._lens,
+            plan,
+            kv_indptr=self._indptr,
+            softmax_scale=self._scale,
+            q_pe=q_pe[rows],
+            causal=self._causal,
+            kv_scale=kv_scale,
+            return_lse=True,
+        )
+        assert natural is not None
+        result = result[places].masked_fill(padding.view(-1, 1, 1), 0)
+        natural = natural[places].masked_fill(padding.unsqueeze(1), -torch.inf)
+        result = result if out is None else out.copy_(result)
+        return with_lse(result, natural, lse, return_lse, base_on_e)
+
+    def _quantized(
+        self,
+        name: str,
+        q_pe: Tensor,
+        ckv_cache: Tensor,
+        kpe_cache: Tensor,
+        ckv_scale: float | Tensor | None,
+        ckv_scale_arr: Tensor | None,
+        kpe_scale: float | Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """An FP8 cache as the op takes it: q_pe, pages, page table and scale."""
+        if (ckv_scale is None) == (ckv_scale_arr is None):
+            raise ValueError(
+                f"attnops.compat: {name}: Exactly one of ckv_scale or ckv_scale_arr is needed with an FP8 cache"
+            )
+        if kpe_scale is None:
+            raise ValueError(f"attnops.compat: {name}: kpe_scale is needed with an FP8 cache")
+        for what, scale in (("ckv_scale", ckv_scale), ("kpe_scale", kpe_scale)):
+            if isinstance(scale, int | float) and not 0 < scale < float("inf"):
+                raise ValueError(f"attnops.compat: {name}: {what} must be a finite positive value, got {scale}")
+        if ckv_scale_arr is None:
+            if isinstance(ckv_scale, Tensor) or ckv_scale != kpe_scale:  # the op has one scale
+                q_pe = (q_pe.float() * (kpe_scale / ckv_scale)).to(q_pe.dtype)  # type: ignore[operator]
+            pages, cells = joined_latents(name, ckv_cache, kpe_cache, self._indices)
+            return q_pe, pages, cells, as_scale(name, "ckv_scale", ckv_scale, q_pe.device)
+        if ckv_scale_arr.shape != (*ckv_cache.shape[:-1], 4) or ckv_scale_arr.dtype != torch.float32:
+            raise ValueError(
+                f"attnops.compat: {name}: Invalid shape of ckv_scale_arr: it must be float32 "
+                f"{[*ckv_cache.shape[:-1], 4]}, got {ckv_scale_arr.dtype} {list(ckv_scale_arr.shape)}"
+            )
+        latents, scales = gathered(ckv_cache, self._indices), gathered(ckv_scale_arr, self._indices)
+        rope = (gathered(kpe_cache, self._indices).float() * kpe_scale).to(torch.bfloat16)
+        parts = [part.contiguous().view(torch.uint8) for part in (latents, scales, rope)]
+        return q_pe, torch.cat(parts, -1), own_cells(self._indices), None
+
+    def run_return_lse(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        return self.run(*args, **options, return_lse=True)  # type: ignore[return-value,misc]
+
+    forward = run
 
 
-@names_the_peers(
-    "trtllm_batch_decode_with_kv_cache_mla",
-    q="query",
-    kv_pages="kv_cache",
-    page_table="block_tables",
-    cache_seqlens="seq_lens",
-    kv_scale="bmm2_scale",
-)
-def trtllm_batch_decode_with_kv_cache_mla(
-    query: Tensor,
-    kv_cache: Tensor,
-    workspace_buffer: Tensor,
-    qk_nope_head_dim: int,
-    kv_lora_rank: int,
-    qk_rope_head_dim: int,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    max_seq_len: int,
-    sparse_mla_top_k: int = 0,
-    out: Tensor | None = None,
-    bmm1_scale: float | Tensor = 1.0,
-    bmm2_scale: float | Tensor = 1.0,
-    sinks: Tensor | list[Tensor] | None = None,
-    skip_softmax_threshold_scale_factor: float | None = None,
-    enable_pdl: bool | None = None,
-    backend: str = "auto",
-    is_var_seq: bool = True,
-    uses_shared_paged_kv_idx: bool = True,
-    lse: Tensor | None = None,
-    return_lse: bool = False,
-    *,
-    return_lse_base: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """`attnops.ops.mla_decode` with FlashInfer's folded scales; several query tokens are causal among themselves.
+class BatchDecodeMlaWithPagedKVCacheWrapper:
+    """The older wrapper, of one query token per request: lengths from `indptr` and `last_page_len`.
 
     Args:
-        query: ``[B, q_len, H, 576]``. kv_cache: ``[P, page_size, 576]`` or ``[P, 1, page_size, 576]``.
-        workspace_buffer: Its memory is not needed. qk_nope_head_dim, max_seq_len: Nothing depends on them.
-        kv_lora_rank, qk_rope_head_dim: 512 and 64.
-        block_tables: int32 ``[B, max_pages]``. seq_lens: int32 ``[B]``.
-        bmm1_scale: q scale x k scale x softmax scale, a number. bmm2_scale: of the values; with an FP8 cache the scale
-            of the latents, which bmm1_scale must hold, too.
-        is_var_seq: Taken: lengths may always differ.
-        lse: float32 ``[B, q_len, H]`` or ``[B * q_len, H]``, written when given.
-        return_lse_base: "base2" or "basee"; None is base 2.
-
-    Returns:
-        ``[B, q_len, H, 512]``, or with `return_lse` ``(out, lse)``, lse in the shape of the given one or
-        ``[B * q_len, H]``, -inf for an empty row.
+        float_workspace_buffer: Names the device; its memory is not needed.
+        use_tensor_cores: Taken. paged_kv_indptr_buffer, ...: With `use_cuda_graph`: what `plan` writes into.
     """
-    name = "trtllm_batch_decode_with_kv_cache_mla"
-    require_default(
-        name,
-        {
-            "sparse_mla_top_k": "attnops has no sparse MLA; leave it 0",
-            "skip_softmax_threshold_scale_factor": "no probability is dropped here; leave it None",
-            "enable_pdl": LEAVE_PDL,
-            "backend": ONE_KERNEL,
-            "uses_shared_paged_kv_idx": "a latent is key and value at once; leave it True",
-        },
-        {"sparse_mla_top_k": 0, "backend": "auto", "uses_shared_paged_kv_idx": True},
-        locals(),
-    )
-    if (kv_lora_rank, qk_rope_head_dim) != (512, 64):
-        raise refuse(name, f"kv_lora_rank={kv_lora_rank}, qk_rope_head_dim={qk_rope_head_dim}", "512 and 64 are served")
-    if isinstance(bmm1_scale, Tensor) or isinstance(bmm2_scale, Tensor):
-        raise refuse(name, "bmm1_scale or bmm2_scale=a tensor", "give numbers, with the softmax scale in bmm1_scale")
-    if return_lse_base not in (None, "base2", "basee"):
-        raise ValueError(
-            f"attnops.compat: {name}: return_lse_base must be base2, basee or None, got {return_lse_base!r}"
+
+    @names_the_peers("BatchDecodeMlaWithPagedKVCacheWrapper")
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False,
+        paged_kv_indptr_buffer: Tensor | None = None,
+        paged_kv_indices_buffer: Tensor | None = None,
+        paged_kv_last_page_len_buffer: Tensor | None = None,
+    ) -> None:
+        self._device, self._graph = float_workspace_buffer.device, use_cuda_graph
+        self._use_tensor_cores = use_tensor_cores
+        lens = paged_kv_last_page_len_buffer
+        buffers = (
+            None,
+            paged_kv_indptr_buffer,
+            paged_kv_indices_buffer,
+            None if lens is None else torch.empty_like(lens),
         )
-    if bmm2_scale == 0:
-        raise ValueError(f"attnops.compat: {name}: bmm2_scale must not be 0")
-    pages = kv_cache.squeeze(1) if kv_cache.dim() == 4 else kv_cache
-    kv_scale = as_scale(name, "bmm2_scale", bmm2_scale, pages)  # the op scales keys by it, too, so bmm1 leaves it out
-    batch_size, seqlen_q, num_q_heads, _ = query.shape
-    rows = query.flatten(0, 1)
-    flat_lse = lse.view(rows.shape[:2]) if lse is not None and lse.shape == query.shape[:3] else lse
-    check_lse(name, flat_lse, rows)
-    lens = as_int32(name, "seq_lens", seq_lens, query.device)
-    plan = MlaDecodePlan.allocate(batch_size, seqlen_q=seqlen_q, num_q_heads=num_q_heads, device=query.device)
-    ops.mla_decode_plan(plan, lens)
-    result, natural = ops.mla_decode(
-        query,
-        pages,
-        block_tables,
-        lens,
-        plan,
-        softmax_scale=bmm1_scale / bmm2_scale,
-        sinks=as_sinks(sinks, num_q_heads, name),
-        kv_scale=kv_scale,
-        out=out,
-        return_lse=return_lse or lse is not None,
-    )
-    if natural is None:
+        self._wrapper = BatchMLAPagedAttentionWrapper(float_workspace_buffer, use_cuda_graph, *buffers)
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        return self._graph
+
+    @property
+    def use_tensor_cores(self) -> bool:
+        return self._use_tensor_cores
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
+        """Taken: no memory of a workspace is needed."""
+
+    @names_the_peers("BatchDecodeMlaWithPagedKVCacheWrapper.plan")
+    def plan(
+        self,
+        indptr: Tensor,
+        indices: Tensor,
+        last_page_len: Tensor,
+        num_qo_heads: int,
+        head_dim_compressed_kv: int,
+        page_size: int,
+        sm_scale: float,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        data_type: torch.dtype | str = "float16",
+        q_data_type: torch.dtype | str | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> None:
+        """Prepares `run`; arguments as of `BatchDecodeWithPagedKVCacheWrapper.plan`."""
+        name = "BatchDecodeMlaWithPagedKVCacheWrapper.plan"
+        rotated = "q_pe and kpe_cache are rotated already; leave it None"
+        instead = {"window_left": "use attnops.ops.mla_decode", "rope_scale": rotated, "rope_theta": rotated}
+        require_default(name, instead, {"window_left": -1}, locals())
+        if logits_soft_cap:
+            raise refuse(name, f"logits_soft_cap={logits_soft_cap}", "use attnops.ops.mla_decode")
+        kv_dtype = as_dtype(name, "data_type", data_type)
+        q_dtype = as_dtype(name, "q_data_type", q_data_type) or kv_dtype
+        assert q_dtype is not None and kv_dtype is not None
+        bounds = indptr[: last_page_len.shape[0] + 1]
+        lens = lengths_of(name, bounds, last_page_len, page_size)
+        one_each = torch.arange(bounds.shape[0], dtype=torch.int32)
+        self._wrapper.plan(
+            one_each,
+            bounds,
+            indices,
+            lens,
+            num_qo_heads,
+            head_dim_compressed_kv,
+            64,
+            page_size,
+            True,
+            sm_scale,
+            q_dtype,
+            kv_dtype,
+        )
+
+    @names_the_peers("BatchDecodeMlaWithPagedKVCacheWrapper.run")
+    def run(
+        self,
+        q_nope: Tensor,
+        q_pe: Tensor,
+        paged_ckv_cache: Tensor,
+        paged_kpe_cache: Tensor,
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """`BatchMLAPagedAttentionWrapper.run`; `enable_pdl` is taken.
+
+        Args:
+            q_scale, k_scale: Multiply the scores. v_scale: Multiplies the output.
+        """
+        name = "BatchDecodeMlaWithPagedKVCacheWrapper.run"
+        wrapper, scale = self._wrapper, self._wrapper._scale if self._wrapper._plan else 1.0
+        factor = (
+            fold_scale(name, "q_scale", q_scale, q_pe.device)[0] * fold_scale(name, "k_scale", k_scale, q_pe.device)[0]
+        )
+        wrapper._scale = scale * factor
+        try:
+            result = wrapper.run(q_nope, q_pe, paged_ckv_cache, paged_kpe_cache, out, lse, return_lse)
+        finally:
+            wrapper._scale = scale
+        if v_scale is not None and v_scale != 1:
+            (result[0] if return_lse else result).mul_(v_scale)  # type: ignore[union-attr]
         return result
-    given = with_lse(result, natural.flatten(0, 1), flat_lse, True, return_lse_base == "basee")
-    return (result, given[1] if lse is None else lse) if return_lse else result
+
+    def run_return_lse(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        return self.run(*args, **options, return_lse=True)  # type: ignore[return-value,misc]

@@ -1,4 +1,4 @@
-"""FlashInfer's decode wrapper, for `attnops.compat.flashinfer`."""
+"""FlashInfer's decode wrappers, for `attnops.compat.flashinfer`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from attnops import ops
+from attnops.compat._attend import Positions, decode, invariant_cuts, is_plain
 from attnops.compat._convert import (
-    LEAVE_PDL,
-    ONE_KERNEL,
-    OUT_16BIT,
+    FP4_CACHE,
+    NO_SKIP,
     Cache,
     as_dtype,
     as_int32,
@@ -19,19 +19,21 @@ from attnops.compat._convert import (
     as_sinks,
     check_kv_layout,
     check_lse,
+    finish,
+    fold_scale,
     keep_in,
+    product,
     refuse,
     require_default,
     split_kv,
     with_lse,
 )
 from attnops.compat._errors import names_the_peers
+from attnops.compat._positions import check_mode
 from attnops.metadata.plan import XqaDecodePlan
 
-_NO_ROPE = "rotate q and k before they are stored"
 
-
-def _lengths(function: str, indptr: Tensor, last_page_len: Tensor, page_size: int) -> Tensor:
+def lengths_of(function: str, indptr: Tensor, last_page_len: Tensor, page_size: int) -> Tensor:
     """Tokens per request of FlashInfer's paging: the pages before the last one are full."""
     if last_page_len.dim() != 1 or indptr.shape != (last_page_len.shape[0] + 1,):
         raise ValueError(
@@ -53,8 +55,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
     Args:
         float_workspace_buffer: Names the device; its memory is not needed.
         kv_layout: "NHD" or "HND".
-        use_tensor_cores: Taken: attnops chooses.
-        backend: "auto". jit_args: None.
+        use_tensor_cores, backend: Taken: attnops chooses among its kernels. jit_args: None.
     """
 
     @names_the_peers("BatchDecodeWithPagedKVCacheWrapper")
@@ -70,12 +71,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
         backend: str = "auto",
         jit_args: Any = None,
     ) -> None:
-        require_default(
-            type(self).__name__,
-            {"backend": ONE_KERNEL, "jit_args": "attnops compiles nothing at run time; leave it None"},
-            {"backend": "auto"},
-            locals(),
-        )
+        instead = {"jit_args": "attnops compiles nothing at run time; leave it None"}
+        require_default(type(self).__name__, instead, {}, locals())
         buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
         if use_cuda_graph and any(buffer is None for buffer in buffers):
             raise ValueError("attnops.compat: use_cuda_graph=True needs the three paged_kv buffers")
@@ -83,8 +80,22 @@ class BatchDecodeWithPagedKVCacheWrapper:
         self._device = float_workspace_buffer.device
         self._kv_layout = kv_layout
         self._buffers = buffers if use_cuda_graph else (None, None, None)
+        self._paged_kv_indptr_buf, self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf = buffers
         self._use_cuda_graph = use_cuda_graph
+        self._use_tensor_cores = use_tensor_cores
+        self._plans: dict[int, XqaDecodePlan] = {}  # by window
         self._plan: XqaDecodePlan | None = None
+
+    @property
+    def use_tensor_cores(self) -> bool:
+        return self._use_tensor_cores
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        return self._use_cuda_graph
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
+        """Taken: no memory of a workspace is needed."""
 
     @names_the_peers(
         "BatchDecodeWithPagedKVCacheWrapper.plan",
@@ -118,46 +129,50 @@ class BatchDecodeWithPagedKVCacheWrapper:
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
         q_len_per_req: int = 1,
+        window_right: int = 0,
     ) -> None:
         """Prepares `run`, from tensors on any device; nothing is read on the host.
 
         Args:
-            indptr: int32 ``[B + 1]``. indices: int32 ``[num_indices]``. last_page_len: int32 ``[B]``, 1 to `page_size`.
+            indptr: int32 ``[B + 1]`` or longer. indices: int32 ``[num_indices]``. last_page_len: int32 ``[B]``, 1 to
+                `page_size`.
+            pos_encoding_mode: "NONE"; "ROPE_LLAMA" and "ALIBI" act on a copy of the pages in use, at every `run`.
             window_left: Keys at ``[p - window_left, p]``; -1: off. logits_soft_cap: None or 0: off.
-            non_blocking: Taken.
+            o_data_type: Of the output; None: as q.
+            data_type: Of whichever of q and the cache has none.
+            non_blocking, block_tables: Taken; the CSR table says what `block_tables` does.
+            seq_lens: int ``[B]``, the lengths; None: from `indptr` and `last_page_len`.
+            fixed_split_size, disable_split_kv: A batch-invariant plan; the second does not split a request.
             q_len_per_req: Query tokens of each request, causal among themselves.
         """
         name = "BatchDecodeWithPagedKVCacheWrapper.plan"
-        require_default(
-            name,
-            {
-                "pos_encoding_mode": _NO_ROPE,
-                "rope_scale": _NO_ROPE,
-                "rope_theta": _NO_ROPE,
-                "block_tables": "the CSR table says the same; leave it None",
-                "seq_lens": "indptr and last_page_len say the same; leave it None",
-                "fixed_split_size": "use attnops.ops with XqaDecodePlan(fixed_split_tokens=...)",
-                "disable_split_kv": "use attnops.ops with XqaDecodePlan(fixed_split_tokens=...)",
-            },
-            {"pos_encoding_mode": "NONE", "disable_split_kv": False},
-            locals(),
-        )
-        self._q_dtype = as_dtype(name, "q_data_type", q_data_type if data_type is None else data_type)
-        self._kv_dtype = (
-            as_dtype(name, "kv_data_type", kv_data_type if data_type is None else data_type) or self._q_dtype
-        )
-        if o_data_type is not None and as_dtype(name, "o_data_type", o_data_type) != self._q_dtype:
-            raise refuse(name, f"o_data_type={o_data_type}", OUT_16BIT)
+        if window_right > 0:
+            raise refuse(name, f"window_right={window_right}", "a query is its request's last token; leave 0")
+        check_mode(name, pos_encoding_mode)
+        self._q_dtype = as_dtype(name, "q_data_type", data_type if q_data_type is None else q_data_type)
+        kv_data_type = data_type if kv_data_type is None else kv_data_type
+        self._kv_dtype = as_dtype(name, "kv_data_type", kv_data_type) or self._q_dtype
+        self._o_dtype = as_dtype(name, "o_data_type", o_data_type)
         if indices.dim() != 1:
             raise ValueError(f"attnops.compat: {name}: indices must be [num_indices], got {list(indices.shape)}")
-        names, given = ("indptr", "indices", "last_page_len"), (indptr, indices, last_page_len)
+        names = ("indptr", "indices", "last_page_len")
+        given = (indptr[: last_page_len.shape[0] + 1], indices, last_page_len)
         tensors = [as_int32(name, what, tensor, self._device) for what, tensor in zip(names, given)]
         exact = (True, False, True)
         self._indptr, self._indices, last = map(keep_in, self._buffers, tensors, names, exact)
+        if not self._use_cuda_graph:
+            self._paged_kv_indptr_buf, self._paged_kv_indices_buf = self._indptr, self._indices
+            self._paged_kv_last_page_len_buf = last
         self._page_size, self._window = page_size, window_left
         self._cap = logits_soft_cap or 0.0
         self._scale = head_dim**-0.5 if sm_scale is None else sm_scale
-        lengths = _lengths(name, self._indptr, last, page_size)
+        self._positions = Positions(pos_encoding_mode, rope_scale, rope_theta)
+        lengths = lengths_of(name, self._indptr, last, page_size)
+        if seq_lens is not None:
+            lengths = as_int32(name, "seq_lens", seq_lens.reshape(-1), self._device)[: lengths.shape[0]].clone()
+        self._cuts = 0
+        if disable_split_kv or (fixed_split_size or 0) > 0:
+            self._cuts = invariant_cuts(num_qo_heads, num_kv_heads, head_dim, page_size, disable_split_kv)
         key: dict[str, Any] = {
             "batch_size": lengths.shape[0],
             "seqlen_q": q_len_per_req,
@@ -166,14 +181,17 @@ class BatchDecodeWithPagedKVCacheWrapper:
             "head_dim": head_dim,
             "window_left": window_left,
         }
-        if self._plan is None or self._plan.key != key:
-            if self._plan is not None and self._use_cuda_graph:
+        last_plan = self._plan
+        if last_plan is None or last_plan.key != key or last_plan.fixed_split_tokens != -self._cuts:
+            if last_plan is not None and self._use_cuda_graph:
                 raise ValueError("attnops.compat: use_cuda_graph fixes the geometry: make a wrapper for each")
-            self._plan = XqaDecodePlan.allocate(device=self._device, **key)
+            self._plan = XqaDecodePlan.allocate(device=self._device, fixed_split_tokens=-self._cuts, **key)
+            self._plans = {window_left: self._plan}
             self._lens = lengths
         else:
             self._lens.copy_(lengths)
-        ops.xqa_decode_plan(self._plan, self._lens)
+        for plan in self._plans.values():
+            ops.xqa_decode_plan(plan, self._lens)
 
     begin_forward = plan
 
@@ -183,7 +201,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         q: Tensor,
         paged_kv_cache: Cache,
         *,
-        q_scale: float | None = None,
+        q_scale: float | Tensor | None = None,
         k_scale: float | Tensor | None = None,
         v_scale: float | Tensor | None = None,
         out: Tensor | None = None,
@@ -193,20 +211,25 @@ class BatchDecodeWithPagedKVCacheWrapper:
         window_left: int | None = None,
         sinks: Tensor | None = None,
         q_len_per_req: int | None = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        kv_cache_sf: Tensor | tuple[Tensor, Tensor] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attends.
 
         Args:
             q: ``[B * q_len_per_req, H_q, D]``.
             paged_kv_cache: ``[P, 2, page_size, H_kv, D]`` (NHD), ``[P, 2, H_kv, page_size, D]`` (HND), or a pair.
-            q_scale: Multiplies the scores. k_scale, v_scale: numbers or float32 ``[1]``, of an FP8 cache.
+            q_scale, k_scale: Multiply the scores. v_scale: Multiplies the output. Numbers, or tensors of one.
+            enable_pdl: Taken: a choice among launches.
             window_left, q_len_per_req: None, or as planned.
 
         Returns:
             ``out``, or ``(out, lse)``: float32 ``[B * q_len_per_req, H_q]``, base 2, -inf for an empty row.
         """
         name = "BatchDecodeWithPagedKVCacheWrapper.run"
-        require_default(name, {"enable_pdl": LEAVE_PDL}, {}, locals())
+        if skip_softmax_threshold_scale_factor or kv_cache_sf is not None:
+            instead = {"skip_softmax_threshold_scale_factor": NO_SKIP, "kv_cache_sf": FP4_CACHE}
+            require_default(name, instead, {}, locals())
         plan = self._plan
         if plan is None:
             raise RuntimeError(f"attnops.compat: {name}: plan must run first")
@@ -220,29 +243,207 @@ class BatchDecodeWithPagedKVCacheWrapper:
         ):
             if got is not None and got != planned:
                 raise ValueError(f"attnops.compat: {name}: {what} is {got}, planned was {planned}")
-        if isinstance(q_scale, Tensor):
-            raise refuse(name, "q_scale=a tensor", "give a number")
-        check_lse(name, lse, q)
-        out, natural = ops.xqa_decode(
+        return self._attend(
+            name,
             q,
             k_pages,
             v_pages,
-            self._indices,
-            self._lens,
             plan,
-            kv_indptr=self._indptr,
-            softmax_scale=self._scale * (1.0 if q_scale is None else q_scale),
-            window_left=self._window,
-            logit_cap=self._cap,
-            sinks=as_sinks(sinks, q.shape[1], name),
-            k_scale=as_scale(name, "k_scale", k_scale, k_pages),
-            v_scale=as_scale(name, "v_scale", v_scale, v_pages),
-            out=out,
-            return_lse=return_lse or lse is not None,
+            q_scale,
+            k_scale,
+            v_scale,
+            out,
+            lse,
+            return_lse,
+            as_sinks(sinks, q.shape[1], name),
         )
-        return with_lse(out, natural, lse, return_lse)
 
-    forward = run
+    def _attend(
+        self,
+        name: str,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        plan: XqaDecodePlan,
+        q_scale: float | Tensor | None,
+        k_scale: float | Tensor | None,
+        v_scale: float | Tensor | None,
+        out: Tensor | None,
+        lse: Tensor | None,
+        return_lse: bool,
+        sinks: Tensor | None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        if q.shape[0] != plan.batch_size * plan.seqlen_q:
+            raise ValueError(
+                f"attnops.compat: {name}: q must have batch_size * q_len_per_req = {plan.batch_size} * {plan.seqlen_q} "
+                f"rows as planned, got {q.shape[0]}"
+            )
+        check_lse(name, lse, q)
+        scale = self._scale
+        on_device = None
+        if q_scale is not None:
+            factor, on_device = fold_scale(name, "q_scale", q_scale, q.device)
+            scale *= factor
+        if k_scale is not None:
+            factor, of_keys = fold_scale(name, "k_scale", k_scale, q.device)
+            scale *= factor
+            on_device = product(on_device, of_keys)
+        options: dict[str, Any] = {
+            "softmax_scale": scale,
+            "window_left": plan.window_left,
+            "logit_cap": self._cap,
+            "sinks": sinks,
+            "k_scale": on_device,
+            "v_scale": None if v_scale is None else as_scale(name, "v_scale", v_scale, q.device),
+            "return_lse": return_lse or lse is not None,
+        }
+        dtype = self._o_dtype or q.dtype
+        if dtype == q.dtype and is_plain(q, k_pages, self._positions):
+            result, natural = ops.xqa_decode(
+                q, k_pages, v_pages, self._indices, self._lens, plan, kv_indptr=self._indptr, out=out, **options
+            )
+        else:
+            result, natural = decode(
+                name,
+                q,
+                k_pages,
+                v_pages,
+                self._indices,
+                self._lens,
+                seqlen_q=plan.seqlen_q,
+                indptr=self._indptr,
+                positions=self._positions,
+                plan=plan,
+                cuts=self._cuts,
+                out=out,
+                **options,
+            )
+            result = finish(result, out, dtype)
+        return with_lse(result, natural, lse, return_lse)
 
     def run_return_lse(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         return self.run(*args, return_lse=True, **options)  # type: ignore[return-value]
+
+    @names_the_peers(
+        "BatchDecodeWithPagedKVCacheWrapper.forward", k_pages="of paged_kv_cache", v_pages="of paged_kv_cache"
+    )
+    def forward(
+        self,
+        q: Tensor,
+        paged_kv_cache: Cache,
+        pos_encoding_mode: str = "NONE",
+        q_scale: float | Tensor | None = None,
+        k_scale: float | Tensor | None = None,
+        v_scale: float | Tensor | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        *,
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """`run` with options that replace those of `plan`, also where they are left out, as in the peer.
+
+        Args:
+            window_left: Another than the planned one costs a plan at its first call. sm_scale: None: ``D ** -0.5``.
+        """
+        name = "BatchDecodeWithPagedKVCacheWrapper.forward"
+        check_mode(name, pos_encoding_mode)
+        plan = self._plan
+        if plan is None:
+            raise RuntimeError(f"attnops.compat: {name}: plan must run first")
+        self._window, self._cap = window_left, logits_soft_cap or 0.0
+        self._scale = plan.head_dim**-0.5 if sm_scale is None else sm_scale
+        self._positions = Positions(pos_encoding_mode, rope_scale, rope_theta)
+        plan = self._plans.get(window_left)
+        if plan is None:
+            plan = self._replanned(window_left)
+        k_pages, v_pages = split_kv(name, paged_kv_cache, self._kv_layout)
+        return self._attend(name, q, k_pages, v_pages, plan, q_scale, k_scale, v_scale, None, None, return_lse, None)
+
+    def _replanned(self, window_left: int) -> XqaDecodePlan:
+        """The plan for a window other than that of `plan`, which fills it anew from then on."""
+        assert self._plan is not None
+        key: dict[str, Any] = self._plan.key | {"window_left": window_left}
+        plan = XqaDecodePlan.allocate(device=self._device, fixed_split_tokens=-self._cuts, **key)
+        ops.xqa_decode_plan(plan, self._lens)
+        self._plans[window_left] = plan
+        return plan
+
+    def forward_return_lse(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        return self.forward(*args, return_lse=True, **options)  # type: ignore[return-value]
+
+    def end_forward(self) -> None:
+        """Taken: a plan needs no end."""
+
+
+class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
+    """The wrapper with `use_cuda_graph`; its buffers come first."""
+
+    @names_the_peers("CUDAGraphBatchDecodeWithPagedKVCacheWrapper")
+    def __init__(
+        self,
+        workspace_buffer: Tensor,
+        indptr_buffer: Tensor,
+        indices_buffer: Tensor,
+        last_page_len_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_tensor_cores: bool = False,
+    ) -> None:
+        buffers = (indptr_buffer, indices_buffer, last_page_len_buffer)
+        if any(buffer.dim() != 1 for buffer in buffers):
+            raise ValueError(f"attnops.compat: {type(self).__name__}: every buffer must have one dimension")
+        super().__init__(workspace_buffer, kv_layout, True, use_tensor_cores, *buffers)
+
+
+@names_the_peers("fast_decode_plan")
+def fast_decode_plan(
+    self: BatchDecodeWithPagedKVCacheWrapper,
+    indptr: Tensor,
+    indices: Tensor,
+    last_page_len: Tensor,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    pos_encoding_mode: str = "NONE",
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    q_data_type: torch.dtype | str | None = None,
+    kv_data_type: torch.dtype | str | None = None,
+    data_type: torch.dtype | str | None = None,
+    sm_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    non_blocking: bool = True,
+    fixed_split_size: int | None = None,
+    disable_split_kv: bool = False,
+    q_len_per_req: int = 1,
+    global_override_indptr_cpu: Tensor | None = None,
+) -> None:
+    """The wrapper's `plan`, which never waits for the device; a copy of `indptr` on the CPU is taken and not needed."""
+    if q_data_type is None and data_type is None:
+        q_data_type = "float16"
+    BatchDecodeWithPagedKVCacheWrapper.plan(
+        self,
+        indptr,
+        indices,
+        last_page_len,
+        num_qo_heads,
+        num_kv_heads,
+        head_dim,
+        page_size,
+        pos_encoding_mode=pos_encoding_mode,
+        window_left=window_left,
+        logits_soft_cap=logits_soft_cap,
+        q_data_type=q_data_type,
+        kv_data_type=kv_data_type,
+        data_type=data_type,
+        sm_scale=sm_scale,
+        rope_scale=rope_scale,
+        rope_theta=rope_theta,
+        fixed_split_size=fixed_split_size,
+        disable_split_kv=disable_split_kv,
+        q_len_per_req=q_len_per_req,
+    )

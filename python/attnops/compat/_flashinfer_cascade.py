@@ -1,0 +1,406 @@
+"""FlashInfer's cascade and holistic wrappers, for `attnops.compat.flashinfer`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnops import ops
+from attnops.compat._convert import (
+    FP4_CACHE,
+    Cache,
+    as_dtype,
+    as_int32,
+    as_scale,
+    check_kv_layout,
+    check_lse,
+    keep_in,
+    refuse,
+    require_default,
+    split_kv,
+    to_log2,
+    with_lse,
+)
+from attnops.compat._errors import names_the_peers
+from attnops.compat._extend import extend
+from attnops.compat._flashinfer_wrapper import BatchDecodeWithPagedKVCacheWrapper, lengths_of
+
+_NO_ROPE = "rotate q and k before they are stored"
+
+
+class BatchAttention:
+    """Decode and prefill in one batch, on `attnops.ops.fmha_paged`.
+
+    Args:
+        kv_layout: "NHD" or "HND". device: Of the tensors to come.
+    """
+
+    @names_the_peers("BatchAttention")
+    def __init__(self, kv_layout: str = "NHD", device: str | torch.device = "cuda") -> None:
+        check_kv_layout("BatchAttention", kv_layout)
+        self._kv_layout, self._device = kv_layout, torch.device(device)
+        self._planned = False
+
+    @names_the_peers("BatchAttention.plan")
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        kv_indices: Tensor,
+        kv_len_arr: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        head_dim_vo: int,
+        page_size: int,
+        causal: bool = False,
+        sm_scale: float | None = None,
+        logits_soft_cap: float | None = None,
+        q_data_type: torch.dtype = torch.bfloat16,
+        kv_data_type: torch.dtype = torch.bfloat16,
+        use_profiler: bool = False,
+    ) -> None:
+        """Prepares `run`, from tensors on any device; nothing is read on the host.
+
+        Args:
+            qo_indptr, kv_indptr: int32 ``[B + 1]``. kv_indices: int32. kv_len_arr: int32 ``[B]``.
+            sm_scale: None: ``head_dim_qk ** -0.5``.
+        """
+        name = "BatchAttention.plan"
+        require_default(name, {"use_profiler": "use a profiler of CUDA"}, {"use_profiler": False}, locals())
+        names = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
+        given = (qo_indptr, kv_indptr, kv_indices, kv_len_arr)
+        tensors = [as_int32(name, what, tensor, self._device) for what, tensor in zip(names, given)]
+        self._bounds, self._indptr, self._indices, self._lens = tensors
+        self._expected = (num_qo_heads, num_kv_heads, head_dim_qk, page_size, q_data_type, kv_data_type)
+        self._causal, self._cap = causal, logits_soft_cap or 0.0
+        self._scale = head_dim_qk**-0.5 if sm_scale is None else sm_scale
+        self._planned = True
+
+    @names_the_peers("BatchAttention.run", k_pages="of kv_cache", v_pages="of kv_cache")
+    def run(
+        self,
+        q: Tensor,
+        kv_cache: Cache,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        k_scale: float | Tensor | None = None,
+        v_scale: float | Tensor | None = None,
+        logits_soft_cap: float = 0.0,
+        profiler_buffer: Tensor | None = None,
+        kv_cache_sf: Tensor | tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Attends.
+
+        Args:
+            q: ``[T, H_q, D]``. kv_cache: Joint or a pair. k_scale, v_scale: Numbers or tensors of one.
+            logits_soft_cap: 0: that of `plan`.
+
+        Returns:
+            ``(out, lse)``: float32 ``[T, H_q]``, base 2, -inf for an empty row.
+        """
+        name = "BatchAttention.run"
+        instead = {"profiler_buffer": "use a profiler of CUDA", "kv_cache_sf": FP4_CACHE}
+        require_default(name, instead, {}, locals())
+        if not self._planned:
+            raise RuntimeError(f"attnops.compat: {name}: plan must run first")
+        k_pages, v_pages = split_kv(name, kv_cache, self._kv_layout)
+        got = (q.shape[1], k_pages.shape[2], q.shape[2], k_pages.shape[1], q.dtype, k_pages.dtype)
+        if got != self._expected:
+            what = "heads of q and the cache, head_dim, page_size and both dtypes"
+            raise ValueError(f"attnops.compat: {name}: {what} are {got}, planned were {self._expected}")
+        check_lse(name, lse, q)
+        result, natural = extend(
+            q,
+            k_pages,
+            v_pages,
+            self._indices,
+            self._lens,
+            self._bounds,
+            indptr=self._indptr,
+            causal=self._causal,
+            softmax_scale=self._scale,
+            logit_cap=logits_soft_cap or self._cap,
+            k_scale=as_scale(name, "k_scale", k_scale, q.device),
+            v_scale=as_scale(name, "v_scale", v_scale, q.device),
+            out=out,
+            return_lse=True,
+        )
+        return with_lse(result, natural, lse, True)  # type: ignore[return-value]
+
+
+class MultiLevelCascadeAttentionWrapper:
+    """Levels of a shared prefix each attended to by their own requests, and merged.
+
+    Args:
+        num_levels: Of the cascade, the first one shared by most.
+        float_workspace_buffer: Names the device; its memory is not needed.
+        use_cuda_graph: `plan` then writes into the buffers given, one of a kind for each level.
+    """
+
+    @names_the_peers("MultiLevelCascadeAttentionWrapper")
+    def __init__(
+        self,
+        num_levels: int,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf_arr: list[Tensor] | None = None,
+        paged_kv_indptr_buf_arr: list[Tensor] | None = None,
+        paged_kv_indices_buf_arr: list[Tensor] | None = None,
+        paged_kv_last_page_len_buf_arr: list[Tensor] | None = None,
+    ) -> None:
+        check_kv_layout(type(self).__name__, kv_layout)
+        given = (qo_indptr_buf_arr, paged_kv_indptr_buf_arr, paged_kv_indices_buf_arr, paged_kv_last_page_len_buf_arr)
+        if use_cuda_graph and any(buffers is None for buffers in given):
+            raise ValueError("attnops.compat: use_cuda_graph=True needs the four lists of buffers")
+        nothing: list[Any] = [None] * num_levels
+        self._buffers = [buffers if use_cuda_graph and buffers is not None else nothing for buffers in given]
+        self._num_levels, self._device, self._kv_layout = num_levels, float_workspace_buffer.device, kv_layout
+        self._graph = use_cuda_graph
+        self._levels: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        return self._graph
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffers: list[Tensor]) -> None:
+        """Taken: no memory of a workspace is needed."""
+
+    @names_the_peers("MultiLevelCascadeAttentionWrapper.plan")
+    def plan(
+        self,
+        qo_indptr_arr: list[Tensor],
+        paged_kv_indptr_arr: list[Tensor],
+        paged_kv_indices_arr: list[Tensor],
+        paged_kv_last_page_len: list[Tensor],
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: torch.dtype | str = "float16",
+        kv_data_type: torch.dtype | str | None = None,
+    ) -> None:
+        """Prepares `run`; each list has an element for a level.
+
+        Args:
+            causal: Of the last level; all see the whole of the others.
+            window_left: -1. use_fp16_qk_reduction: Taken: products are summed in float32.
+        """
+        name = "MultiLevelCascadeAttentionWrapper.plan"
+        require_default(
+            name,
+            {
+                "pos_encoding_mode": _NO_ROPE,
+                "rope_scale": _NO_ROPE,
+                "rope_theta": _NO_ROPE,
+                "window_left": "a level does not know how far behind it others end; leave it -1",
+            },
+            {"pos_encoding_mode": "NONE", "window_left": -1},
+            locals(),
+        )
+        names = ("qo_indptr_arr", "paged_kv_indptr_arr", "paged_kv_indices_arr", "paged_kv_last_page_len")
+        arrays = (qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len)
+        if any(len(array) != self._num_levels for array in arrays):
+            raise ValueError(f"attnops.compat: {name}: every list must have {self._num_levels} elements, one a level")
+        levels = []
+        for level, given in enumerate(zip(*arrays)):
+            tensors = [as_int32(name, what, tensor, self._device) for what, tensor in zip(names, given)]
+            buffers = [array[level] for array in self._buffers]
+            bounds, indptr, cells, last = map(keep_in, buffers, tensors, names, (True, True, False, True))
+            levels.append((bounds, indptr, cells, lengths_of(name, indptr, last, page_size)))
+        if self._graph and self._levels:
+            for kept, made in zip(self._levels, levels):
+                kept[3].copy_(made[3])
+        else:
+            self._levels = levels
+        q_dtype = as_dtype(name, "q_data_type", q_data_type)
+        self._expected = (q_dtype, as_dtype(name, "kv_data_type", kv_data_type) or q_dtype, page_size)
+        self._causal = causal
+        self._options: dict[str, Any] = {
+            "softmax_scale": head_dim**-0.5 if sm_scale is None else sm_scale,
+            "logit_cap": logits_soft_cap or 0.0,
+        }
+
+    begin_forward = plan
+
+    @names_the_peers("MultiLevelCascadeAttentionWrapper.run", k_pages="of paged_kv_cache", v_pages="of paged_kv_cache")
+    def run(self, q: Tensor, paged_kv_cache: Cache) -> Tensor:
+        """Attends: ``[T, H_q, D]`` as `q`."""
+        name = "MultiLevelCascadeAttentionWrapper.run"
+        if not self._levels:
+            raise RuntimeError(f"attnops.compat: {name}: plan must run first")
+        k_pages, v_pages = split_kv(name, paged_kv_cache, self._kv_layout)
+        got = (q.dtype, k_pages.dtype, k_pages.shape[1])
+        if got != self._expected:
+            what = "dtype of q, dtype of the cache and page_size"
+            raise ValueError(f"attnops.compat: {name}: {what} are {got}, planned were {self._expected}")
+        out: Tensor | None = None
+        lse: Tensor | None = None
+        for level, (bounds, indptr, cells, lens) in enumerate(self._levels):
+            causal = self._causal and level == self._num_levels - 1
+            part, part_lse = extend(
+                q, k_pages, v_pages, cells, lens, bounds, indptr=indptr, causal=causal, return_lse=True, **self._options
+            )
+            assert part_lse is not None
+            out, lse = (part, part_lse) if out is None or lse is None else ops.merge_state(out, lse, part, part_lse)
+        assert out is not None
+        return out
+
+    forward = run
+
+    def end_forward(self) -> None:
+        """Taken: a plan needs no end."""
+
+
+def _over_shared(
+    name: str, q: Tensor, k: Tensor, v: Tensor, kv_layout: str, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """All queries over one piece of keys: ``[S, H_kv, D]`` (NHD) or ``[H_kv, S, D]`` (HND)."""
+    k, v = split_kv(name, (k.unsqueeze(0), v.unsqueeze(0)), kv_layout)
+    bounds = torch.tensor([0, q.shape[0]], dtype=torch.int32, device=q.device)
+    lens = torch.full((1,), k.shape[1], dtype=torch.int32, device=q.device)
+    cells = torch.zeros(1, 1, dtype=torch.int32, device=q.device)
+    return extend(q, k, v, cells, lens, bounds, causal=False, return_lse=True, **options)
+
+
+class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
+    """Decode of requests that share a prefix, which lies apart from their pages.
+
+    Args:
+        float_workspace_buffer: Names the device; its memory is not needed.
+    """
+
+    @names_the_peers("BatchDecodeWithSharedPrefixPagedKVCacheWrapper")
+    def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
+        self._kv_layout = kv_layout
+        self._wrapper = BatchDecodeWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
+        """Taken: no memory of a workspace is needed."""
+
+    @names_the_peers("BatchDecodeWithSharedPrefixPagedKVCacheWrapper.begin_forward")
+    def begin_forward(
+        self,
+        unique_kv_indptr: Tensor,
+        unique_kv_indices: Tensor,
+        unique_kv_last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        data_type: torch.dtype | str = "float16",
+    ) -> None:
+        """Prepares `forward`; arguments as of `BatchDecodeWithPagedKVCacheWrapper.plan`."""
+        heads = (num_qo_heads, num_kv_heads, head_dim, page_size)
+        table = (unique_kv_indptr, unique_kv_indices, unique_kv_last_page_len)
+        self._wrapper.plan(*table, *heads, q_data_type=data_type, kv_data_type=data_type)
+
+    @names_the_peers("BatchDecodeWithSharedPrefixPagedKVCacheWrapper.forward")
+    def forward(self, q: Tensor, k_shared: Tensor, v_shared: Tensor, unique_kv_cache: Cache) -> Tensor:
+        """Attends.
+
+        Args:
+            q: ``[B, H_q, D]``. k_shared, v_shared: ``[S, H_kv, D]`` (NHD) or ``[H_kv, S, D]`` (HND).
+        """
+        name = "BatchDecodeWithSharedPrefixPagedKVCacheWrapper.forward"
+        shared, shared_lse = _over_shared(name, q, k_shared, v_shared, self._kv_layout)
+        own, own_log2 = self._wrapper.run_return_lse(q, unique_kv_cache)
+        assert shared_lse is not None
+        return ops.merge_state(own, own_log2 / to_log2(torch.ones_like(own_log2)), shared, shared_lse)[0]
+
+    def end_forward(self) -> None:
+        """Taken: a plan needs no end."""
+
+
+class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
+    """Prefill of requests that share a prefix, which lies apart from their pages.
+
+    Args:
+        float_workspace_buffer: Names the device; its memory is not needed.
+    """
+
+    @names_the_peers("BatchPrefillWithSharedPrefixPagedKVCacheWrapper")
+    def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
+        check_kv_layout(type(self).__name__, kv_layout)
+        self._device, self._kv_layout = float_workspace_buffer.device, kv_layout
+        self._page_size = 0
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
+        """Taken: no memory of a workspace is needed."""
+
+    @names_the_peers("BatchPrefillWithSharedPrefixPagedKVCacheWrapper.begin_forward")
+    def begin_forward(
+        self,
+        qo_indptr: Tensor,
+        paged_kv_indptr: Tensor,
+        paged_kv_indices: Tensor,
+        paged_kv_last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+    ) -> None:
+        """Prepares `forward`: ``[B + 1]``, ``[B + 1]``, ``[num_indices]`` and ``[B]`` int32."""
+        name = "BatchPrefillWithSharedPrefixPagedKVCacheWrapper.begin_forward"
+        names = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
+        given = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+        self._bounds, self._indptr, self._cells, last = (
+            as_int32(name, what, tensor, self._device) for what, tensor in zip(names, given)
+        )
+        self._lens, self._page_size = lengths_of(name, self._indptr, last, page_size), page_size
+
+    @names_the_peers("BatchPrefillWithSharedPrefixPagedKVCacheWrapper.forward")
+    def forward(
+        self,
+        q: Tensor,
+        k_shared: Tensor,
+        v_shared: Tensor,
+        unique_kv_cache: Cache,
+        causal: bool = False,
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> Tensor:
+        """Attends; `use_fp16_qk_reduction` is taken, products are summed in float32.
+
+        Args:
+            q: ``[T, H_q, D]``. k_shared, v_shared: ``[S, H_kv, D]`` (NHD) or ``[H_kv, S, D]`` (HND).
+            causal: Of the requests' own keys.
+        """
+        name = "BatchPrefillWithSharedPrefixPagedKVCacheWrapper.forward"
+        require_default(name, {"rope_scale": _NO_ROPE, "rope_theta": _NO_ROPE}, {}, locals())
+        if not self._page_size:
+            raise RuntimeError(f"attnops.compat: {name}: begin_forward must run first")
+        shared, shared_lse = _over_shared(name, q, k_shared, v_shared, self._kv_layout, softmax_scale=sm_scale)
+        k_pages, v_pages = split_kv(name, unique_kv_cache, self._kv_layout)
+        if k_pages.shape[1] != self._page_size:
+            raise refuse(name, f"pages of {k_pages.shape[1]} tokens", f"begin_forward was told {self._page_size}")
+        own, own_lse = extend(
+            q,
+            k_pages,
+            v_pages,
+            self._cells,
+            self._lens,
+            self._bounds,
+            indptr=self._indptr,
+            causal=causal,
+            softmax_scale=sm_scale,
+            return_lse=True,
+        )
+        assert shared_lse is not None and own_lse is not None
+        return ops.merge_state(own, own_lse, shared, shared_lse)[0]
+
+    def end_forward(self) -> None:
+        """Taken: a plan needs no end."""
