@@ -12,10 +12,10 @@ _MODULES = {
     "intel_amx": "attnops.backends.intel_amx",
     "torch_native": "attnops.backends.torch_native",
     "fa3": "attnops.backends.fa3",
-    "trtllm_mha": "attnops.backends.trtllm_mha",
-    "flashmla": "attnops.backends.flashmla",
-    "cutlass_mla": "attnops.backends.cutlass_mla",
-    "trtllm_mla": "attnops.backends.trtllm_mla",
+    "trtllm_mha": "attnops.backends.decode_backends",
+    "flashmla": "attnops.backends.decode_backends",
+    "cutlass_mla": "attnops.backends.decode_backends",
+    "trtllm_mla": "attnops.backends.decode_backends",
 }
 
 # Names that users of SGLang know and this package does not (yet) answer, each with the reason.

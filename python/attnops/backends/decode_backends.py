@@ -1,0 +1,114 @@
+"""Backends that decode, verify and draft extend on `xqa_decode` or `mla_decode`: one class, whose names differ in data.
+
+Prefill belongs to another backend.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from attnops.backends.base import AttentionBackend, LayerCall
+from attnops.backends.capability import FLOATS, SIXTEEN_BIT, Capability, HeadDims
+from attnops.backends.decode_steps import MODES, DecodeSteps
+from attnops.backends.registry import register_attention_backend
+from attnops.types import AttentionBatch, AttentionSpec, AttentionType, Limits
+
+_DECODES = Capability(
+    devices=frozenset({"cpu", "cuda"}),
+    chosen_on=frozenset({"cuda"}),
+    modes=MODES,
+    delegates_prefill=True,
+    dtypes=FLOATS,
+    sliding_window=True,
+    logit_cap=True,
+    sinks=True,
+    tree_mask=True,
+    deterministic=True,
+    cuda_graph=True,
+)
+
+
+def _mla(*page_sizes: int) -> Capability:
+    """Of `mla_decode`; each name adds the page sizes that its users know."""
+    return dataclasses.replace(
+        _DECODES,
+        archs=frozenset({90}),
+        dtypes=SIXTEEN_BIT,
+        kv_dtypes=frozenset({torch.float8_e4m3fn, torch.uint8}),
+        mla=True,
+        page_sizes=frozenset(page_sizes),
+    )
+
+
+class DecodeBackend(AttentionBackend):
+    """What the names below are.
+
+    Attributes:
+        table_tokens: Page tables are as wide as whole blocks of so many tokens need.
+    """
+
+    table_tokens: ClassVar[int] = 1
+
+    def __init__(self, spec: AttentionSpec, limits: Limits, device: torch.device | str = "cpu") -> None:
+        super().__init__(spec, limits, device)
+        padded = -(-limits.max_seqlen // self.table_tokens) * self.table_tokens
+        width = None if spec.is_mla else limits.max_tokens_per_request  # of a block of a ragged draft extend
+        self._steps = DecodeSteps(self.name, spec, dataclasses.replace(limits, max_seqlen=padded), self.device, width)
+        self.forward = self._steps.forward  # type: ignore[method-assign]
+
+    @property
+    def fault_report(self) -> Tensor | None:
+        return self._steps.buffers.report
+
+    def init_forward_metadata_out_graph(self, batch: AttentionBatch, in_capture: bool = False) -> None:
+        self.limits.check(batch)
+        self._steps.out_graph(batch)
+
+    def init_forward_metadata_in_graph(self, batch: AttentionBatch) -> None:
+        self._steps.in_graph(batch)
+
+    def attend(self, call: LayerCall) -> None:
+        self._steps.attend(call)
+
+
+@register_attention_backend("trtllm_mha")
+class TRTLLMHAAttnBackend(DecodeBackend):
+    """GQA. Any page size; windows with or without a pool of their own, sinks, soft cap, tree masks, FP8 cache."""
+
+    capability = dataclasses.replace(
+        _DECODES,
+        archs=frozenset({80, 86, 87, 89, 90}),
+        attn_types=frozenset({AttentionType.DECODER, AttentionType.DECODER_BIDIRECTIONAL}),
+        kv_dtypes=frozenset({torch.float8_e4m3fn}),
+        head_dims=HeadDims(32, 256, 8),
+        swa_pool=True,
+    )
+
+
+@register_attention_backend("flashmla")
+class FlashMLABackend(DecodeBackend):
+    """MLA. Pages of 64, the size of FlashMLA."""
+
+    capability = _mla(64)
+
+
+@register_attention_backend("cutlass_mla")
+class CutlassMLABackend(DecodeBackend):
+    """MLA. Pages of 128; queries whole or as q_nope and q_pe (`q_rope`), neither padded nor copied."""
+
+    capability = _mla(128)
+
+
+@register_attention_backend("trtllm_mla")
+class TRTLLMMLABackend(DecodeBackend):
+    """MLA. Pages of 32 or 64.
+
+    Page tables are as wide as whole blocks of 128 tokens need, which TensorRT-LLM's kernels ask of their users' tables.
+    """
+
+    capability = _mla(32, 64)
+    table_tokens = 128
