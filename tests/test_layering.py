@@ -26,6 +26,7 @@ PYTHON_LAYERS = {
     "plan_buffers": {"types", "ops", "metadata", "graph_buffers"},
     "layers": {"types", "pools"},
     "compat": {"ops", "metadata"},
+    "distributed": {"ops"},
     "backends": {
         "environment",
         "types",

@@ -31,6 +31,13 @@ STABLE_TORCH_LIBRARY(attnops, m) {
       "store_mla_kv(Tensor(a!) kv_pages, Tensor latent, Tensor? k_pe, Tensor out_cache_loc, Tensor? kv_scale=None, "
       "Tensor(b!)? report=None) -> ()");
 
+  // context_parallel/
+  m.def(
+      "context_parallel_seqlens(Tensor(a!) local_seqlens, Tensor seqlens, int rank, int world_size, int interleave=1, "
+      "int tokens_per_request=1) -> ()");
+  m.def(
+      "context_parallel_slots(Tensor(a!) local_slots, Tensor slots, int rank, int world_size, int interleave=1) -> ()");
+
   // xqa_decode/
   m.def(
       "xqa_decode_plan(Tensor(a!) tile_scheduler_metadata, Tensor(b!) num_splits, Tensor cache_seqlens, int seqlen_q, "

@@ -13,7 +13,21 @@ cuda_unavailable_reason = _load.cuda_unavailable_reason
 
 # Imported when first used, so that `import attnops` costs the ops only.
 _SUBMODULES = frozenset(
-    {"backends", "compat", "explain", "graphs", "info", "layers", "metadata", "pools", "reference", "report", "types"}
+    {
+        "backends",
+        "compat",
+        "distributed",
+        "explain",
+        "graphs",
+        "info",
+        "layers",
+        "metadata",
+        "plugins",
+        "pools",
+        "reference",
+        "report",
+        "types",
+    }
 )
 
 

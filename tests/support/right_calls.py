@@ -58,6 +58,8 @@ def ops_calls() -> dict[str, Call]:
         "merge_states": {"outs": torch.stack([out, out_b]), "lses": torch.stack([lse, lse_b])},
         "build_page_table": rows | pages,
         "build_kv_indices": rows | pages,
+        "context_parallel_seqlens": {"seqlens": gqa.cache_seqlens, "rank": 1, "world_size": 2, "interleave": 16},
+        "context_parallel_slots": {"slots": slots, "rank": 1, "world_size": 2, "interleave": 16},
         "build_cu_seqlens": {"seqlens": gqa.cache_seqlens},
         "translate_slots": {"slots": slots, "slot_map": torch.arange(9)},
         "store_kv": {"k_pages": gqa.k_pages, "v_pages": gqa.v_pages, "k": new, "v": new, "out_cache_loc": slots},

@@ -1,6 +1,7 @@
 """The functional API: one function per op, with shapes, dtypes and errors. Each calls `torch.ops.attnops.<name>`."""
 
 from attnops import _load  # noqa: F401  (the ops exist once the modules are loaded)
+from attnops.ops.context_parallel import context_parallel_seqlens, context_parallel_slots
 from attnops.ops.fmha import fmha_paged, fmha_plan, fmha_varlen
 from attnops.ops.merge_state import merge_state, merge_states
 from attnops.ops.mla_decode import mla_decode, mla_decode_plan
@@ -18,6 +19,8 @@ __all__ = [
     "build_cu_seqlens",
     "build_kv_indices",
     "build_page_table",
+    "context_parallel_seqlens",
+    "context_parallel_slots",
     "fmha_paged",
     "fmha_plan",
     "fmha_varlen",
