@@ -73,7 +73,7 @@ def record_pages(report: Tensor, op: str, pages: Tensor, used: Tensor, first_cel
     first = bad.int().argmax()
     op_word, kind, limit = (first.new_full((), word) for word in (OPS.index(op), PAGE_INDEX, num_pages))
     columns = pages.shape[1]
-    place = (first // columns, first % columns + first_cell, pages.flatten()[first])
+    place = (first // columns, first % columns + first_cell, pages.flatten().take(first))
     words = torch.stack([op_word, kind, *place, limit]).int()
     is_first = bad.any() & (report[COUNT] == 0)
     report[OP : LIMIT + 1] = torch.where(is_first, words, report[OP : LIMIT + 1])

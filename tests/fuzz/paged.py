@@ -31,12 +31,8 @@ def right_tables(draw: Draw) -> None:
     if report is None and batch and draw.chance(0.3):
         lengths[draw.number(0, batch - 1)] = draw.pick([-1, -(2**31)])
     chosen = [draw.number(0, rows - 1) for _ in range(batch)]
-    slots = torch.randint(0, 5000, (rows, columns), generator=torch.Generator().manual_seed(draw.number(0, 1 << 40)))
     with_map = draw.chance(0.4)
-    slot_map = None
-    if with_map:
-        slot_map = draw.permutation(5000)
-        slot_map[draw.permutation(5000)[: draw.number(0, 2500)]] = -draw.number(1, 5)
+    slots, slot_map = _draw_rows(draw, rows, columns, page_size, with_map)
     draw.note(page=page_size, rows=rows, columns=columns, lengths=lengths, slot_map=with_map)
     held = [min(max(length, 0), columns) for length in lengths]
     table = torch.full((rows, columns), HUGE_INDEX)
@@ -56,6 +52,20 @@ def right_tables(draw: Draw) -> None:
     make = _csr if draw.chance(0.5) else _table
     make(draw, given, [slots[row].tolist() for row in chosen], held, None if slot_map is None else slot_map.tolist())
     check_no_fault(report)
+
+
+def _draw_rows(draw: Draw, rows: int, columns: int, page_size: int, with_map: bool) -> tuple[Tensor, Tensor | None]:
+    """(slots ``[rows, columns]``, slot map or None): any pages, whose tokens stand in order, in both pools."""
+    num_pages = -(-columns // page_size) + draw.number(1, 20)
+    token = torch.arange(columns)
+    pages = torch.stack([draw.permutation(num_pages) for _ in range(rows)])
+    slots = pages[:, token // page_size] * page_size + token % page_size
+    if not with_map:
+        return slots, None
+    slot_map = draw.permutation(num_pages).unsqueeze(1) * page_size + torch.arange(page_size)
+    gone = torch.tensor([draw.pick([0, 0, page_size, draw.number(0, page_size)]) for _ in range(num_pages)])
+    slot_map[torch.arange(page_size) < gone.unsqueeze(1)] = -draw.number(1, 5)  # the oldest of a page leave first
+    return slots, slot_map.flatten()
 
 
 def _pages(slots: list[int], length: int, page_size: int, slot_map: list[int] | None) -> list[int]:
