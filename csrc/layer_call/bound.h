@@ -12,8 +12,8 @@ struct CUstream_st;
 
 // What the calls of one layer share while the shape of the step stays: pages, page table, plan, options. A bind op
 // checks it once and keeps it in the bytes of a tensor in host memory; a layer op adds what each call brings, and keeps
-// the call as it was checked. Whoever binds keeps the tensors alive that were bound: here they are only addresses, as
-// in a CUDA graph.
+// the call as it was checked. Here the tensors that were bound are only addresses, as in a CUDA graph; the Python
+// object of the bound tensor keeps them alive.
 namespace attnops::layer_call {
 
 // A call after its checks. On a GPU the kernel is chosen, too: by shapes, strides, dtypes and alignments alone.

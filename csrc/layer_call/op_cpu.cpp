@@ -26,9 +26,9 @@ struct Cpu {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(attnops, CPU, m) {
-  m.impl("xqa_layer_bind", TORCH_BOX(&xqa_layer_bind));
+  m.impl("_xqa_layer_bind", TORCH_BOX(&xqa_layer_bind));
   m.impl("xqa_layer", TORCH_BOX(&xqa_layer<Cpu>));
-  m.impl("mla_layer_bind", TORCH_BOX(&mla_layer_bind));
+  m.impl("_mla_layer_bind", TORCH_BOX(&mla_layer_bind));
   m.impl("mla_layer", TORCH_BOX(&mla_layer<Cpu>));
 }
 

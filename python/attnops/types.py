@@ -155,6 +155,9 @@ class TokenPool(Protocol):
     dtype: torch.dtype
     slot_map: Tensor | None
 
+    @property
+    def buffers_version(self) -> int: ...
+
     def get_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]: ...
 
 

@@ -246,3 +246,15 @@ def test_the_tape_can_refuse_a_model():
     engine.model = lambda ids, positions, batch: torch.zeros(len(ids), int(positions.max()) + 1)
     with pytest.raises(RuntimeError, match="inside a captured region"):
         runner_of(engine, sizes=[2], layers={}, recorder=GraphTape).capture()
+
+
+def test_graphs_of_replaced_pages_are_refused_until_they_are_captured_again():
+    engine, input_ids, batch = engine_and_batch()
+    runner = runner_of(engine, sizes=[2])
+    runner.capture()
+    before = runner.replay(input_ids, batch).clone()
+    engine.pool.v_buffer[0] = engine.pool.v_buffer[0].clone()
+    with pytest.raises(ValueError, match=r"buffers of the pool were replaced since the capture.*; capture again"):
+        runner.replay(input_ids, batch)
+    runner.capture()
+    assert torch.equal(runner.replay(input_ids, batch), before)

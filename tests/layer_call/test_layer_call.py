@@ -178,7 +178,8 @@ def random_pool(seed: int) -> MHATokenToKVPool:
 
 
 @pytest.mark.parametrize(
-    "change", ["nothing", "scaling", "logit_cap", "sinks", "sinks in place", "buffer", "pool", "layer"]
+    "change",
+    ["nothing", "scaling", "logit_cap", "sinks", "sinks in place", "buffer", "pool", "pages", "all pages", "layer"],
 )
 def test_a_layer_that_changes_is_bound_again(change):
     spec = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=32, page_size=16, dtype=torch.float32, has_sinks=True)
@@ -202,6 +203,10 @@ def test_a_layer_that_changes_is_bound_again(change):
             layer.register_buffer("sinks", None)
         if change == "pool":
             pool = random_pool(1)
+        if change == "pages":
+            pool.v_buffer[0] = random_pool(1).v_buffer[0]
+        if change == "all pages":
+            pool.k_buffer = random_pool(1).k_buffer
         if change == "layer":
             layer = RadixAttention(4, 32, 0.9, 2, 0, sinks=torch.zeros(4))
         return layer, pool

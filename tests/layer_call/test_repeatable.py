@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import concurrent.futures
+import gc
+import weakref
 
 import pytest
 import torch
 from attnops.ops import layer_call
-from attnops.ops.layer_call import repeatable, xqa_layer
-from layer_calls import DIM, HEADS, KV_HEADS, B, Xqa
+from attnops.ops.layer_call import mla_layer, repeatable, xqa_layer
+from layer_calls import DIM, HEADS, KV_HEADS, B, Mla, Xqa
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -309,3 +311,42 @@ def test_a_call_may_go_while_its_graph_waits(in_a_graph):
     counted.call = counted.bound = None
     assert not torch.cuda.current_stream().query(), "behind the sleep"
     assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("kind", [Xqa, Mla])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_call_keeps_what_it_reads(kind, device):
+    """Pages, table, plan: whoever has the call need not have them."""
+    case = kind(device) if kind is Xqa else kind(device, "bf16", apart=False)
+    bound = case.bind()
+    plan = case.plan
+    read = [*(case.pages if isinstance(case.pages, list) else [case.pages]), case.table]
+    read += [plan.tile_scheduler_metadata, plan.num_splits, plan.out_partial, plan.lse_partial, plan.semaphores]
+    tensors = [weakref.ref(tensor) for tensor in read]
+    call = repeatable(xqa_layer if kind is Xqa else mla_layer, bound)
+    arguments = case.arguments()
+    call(*arguments.values())
+    expected = arguments["out"].clone()
+    del case, plan, read, bound
+    gc.collect()
+    assert all(tensor() is not None for tensor in tensors)
+    arguments["out"].zero_()
+    call(*arguments.values())
+    assert torch.equal(arguments["out"], expected)
+    del call
+    gc.collect()
+    assert all(tensor() is None for tensor in tensors), "and no longer than the call"
+
+
+@pytest.mark.parametrize("offset", [1, 4, 8])
+def test_a_bound_tensor_at_an_odd_address_is_refused(offset):
+    case = Xqa("cpu")
+    bytes_ = torch.zeros(layer_call.BOUND_BYTES + 16, dtype=torch.uint8)
+    odd = bytes_[offset : offset + layer_call.BOUND_BYTES].copy_(case.bind())
+    with pytest.raises(RuntimeError, match="attnops::xqa_layer: bound must start on a 16-byte boundary"):
+        case.call(odd)
+
+
+def test_the_ops_that_bind_are_private():
+    assert not hasattr(torch.ops.attnops, "xqa_layer_bind") and hasattr(torch.ops.attnops, "_xqa_layer_bind")
+    assert not hasattr(torch.ops.attnops, "mla_layer_bind") and hasattr(torch.ops.attnops, "_mla_layer_bind")

@@ -27,9 +27,9 @@ class BoundLayer:
     """A layer bound for one shape of a step.
 
     Attributes:
-        version, pool: The layer's version and its pool then; with others it must be bound again.
+        version, pool, buffers_version: The layer's version, its pool and how often that had replaced buffers, then;
+            with others the layer must be bound again.
         call: The layer's op with what was bound, of `ops.layer_call.repeatable`.
-        keeps: What was bound by its address.
         windowed: The layer's pages are those of a sliding-window pool.
         sinks, k_scale, v_scale: The layer's dictionary in which a call finds the tensor of that name, sooner than by an
             attribute: models replace such tensors, so they are passed, not bound. None: a call has none.
@@ -37,8 +37,8 @@ class BoundLayer:
 
     version: int
     pool: TokenPool
+    buffers_version: int
     call: Callable[..., None]
-    keeps: tuple[object, ...]
     windowed: bool
     sinks: Mapping[str, Tensor | None] | None
     k_scale: Mapping[str, Tensor | None] | None
@@ -71,6 +71,7 @@ def bind_layer(
         ValueError: the pool is not one of the layer's kind, or the backend was not built for the layer's window.
     """
     assert pool is not None, "PagedBuffers.build has checked"
+    buffers_version = pool.buffers_version
     plan = plan_of(layer, plans)
     windowed = uses_window_slots(layer, pool)
     tables = step if blocks is None else blocks
@@ -92,30 +93,29 @@ def bind_layer(
         "logit_cap": layer.logit_cap,
         "report": report,
     }
-    pages: tuple[Tensor, ...]
     rows = by_request("out", out, layer.v_head_dim)
     if isinstance(plan, MlaDecodePlan):
         if not isinstance(pool, MLATokenToKVPool):
             raise ValueError(f"attnops: an MLA layer reads an MLATokenToKVPool, the batch has a {type(pool).__name__}")
-        pages = (pool.get_latent_buffer(layer.layer_id),)
+        pages = pool.get_latent_buffer(layer.layer_id)
         rope_dim = 0 if q_rope is None else pool.qk_rope_head_dim
         q_pe = None if q_rope is None else by_request("q_rope", q_rope, rope_dim)
         queries = by_request("q", q, layer.head_dim - rope_dim)
         options["fp8_products"] = fp8_products
-        bound = bind_mla_layer(rows, queries, q_pe, *pages, table, cache_seqlens, plan, **options)
+        bound = bind_mla_layer(rows, queries, q_pe, pages, table, cache_seqlens, plan, **options)
         call = repeatable(mla_layer, bound)
     else:
         if not isinstance(pool, MHATokenToKVPool | SWAKVPool):
             raise ValueError(f"attnops: a layer with K and V cannot use a {type(pool).__name__}")
-        pages = pool.get_kv_buffer(layer.layer_id)
+        k_pages, v_pages = pool.get_kv_buffer(layer.layer_id)
         queries = by_request("q", q, layer.head_dim)
-        bound = bind_xqa_layer(rows, queries, *pages, table, cache_seqlens, plan, **options)
+        bound = bind_xqa_layer(rows, queries, k_pages, v_pages, table, cache_seqlens, plan, **options)
         call = repeatable(xqa_layer, bound)
     return BoundLayer(
         version=layer.version,
         pool=pool,
+        buffers_version=buffers_version,
         call=call,
-        keeps=(pages, table, plan, report),
         windowed=windowed,
         sinks=_holder(layer, "sinks"),
         k_scale=_holder(layer, "k_scale") if pool.dtype in FP8 else None,

@@ -151,7 +151,12 @@ class DecodeSteps:
             tokens = heads("out", out, layer.num_heads, layer.v_head_dim)
             rows, cache_seqlens = blocks.results_for(tokens), blocks.cache_seqlens
         bound = step.layers.get(layer)
-        if bound is None or bound.version != layer.version or bound.pool is not pool:
+        if (
+            bound is None
+            or bound.version != layer.version
+            or bound.pool is not pool
+            or bound.buffers_version != pool.buffers_version
+        ):
             report = self.buffers.report
             shared = (step.paged, step.plans, blocks, q, q_rope, rows, cache_seqlens, report)
             bound = bind_layer(layer, pool, *shared, fp8_products=self._spec.fp8_products)

@@ -106,6 +106,7 @@ class GraphRunner:
         self._graphs.clear()
         self._meter.clear()
         self.static.clear()
+        self.static.buffers_version = self.static.pool.buffers_version
         with reporting(progress, len(self.sizes), f"{self.static.forward_mode.name} graphs") as report:
             for done, size in enumerate(reversed(self.sizes), 1):
                 for _ in range(max(1, warmups)):

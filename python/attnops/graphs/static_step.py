@@ -54,6 +54,7 @@ class StaticStep:
         if fill_value < tokens_per_request:
             raise ValueError(f"attnops: fill value {fill_value} is below the {tokens_per_request} tokens per request")
         self.backend, self.req_to_token, self.pool = backend, req_to_token, token_to_kv_pool
+        self.buffers_version = token_to_kv_pool.buffers_version  # at the capture
         self.forward_mode, self.tokens_per_request = forward_mode, tokens_per_request
         self.is_ragged = ragged
         own = {
@@ -150,6 +151,8 @@ class StaticStep:
             return "the batch has another req_to_token than the graphs read; keep one table and change its cells"
         if batch.token_to_kv_pool is not self.pool:
             return "the batch has another token_to_kv_pool than the graphs read; capture again for another pool"
+        if self.pool.buffers_version != self.buffers_version:
+            return "buffers of the pool were replaced since the capture, the graphs read the old ones; capture again"
         return ""
 
     def nbytes(self) -> int:

@@ -4,9 +4,9 @@ What a layer's calls share while the shape of the step stays (pages, page table,
 bound; a call brings q, the new rows and the lengths. A decode op takes over twenty arguments, and their passing is most
 of a call's time on the host: docs/graphs.md has what this saves.
 
-`bound` holds addresses. Whoever binds keeps the tensors alive that it bound, and binds again when one is replaced. The
-layer ops write pages and scratch that are none of their arguments, so they are for callers that a compiler does not
-trace, such as `unified_attention_with_output`.
+`bound` holds addresses, and keeps the tensors alive whose addresses they are. Whoever binds does so again when one of
+them is replaced. The layer ops write pages and scratch that are none of their arguments, so they are for callers that a
+compiler does not trace, such as `unified_attention_with_output`.
 
 Passing a layer's tensors through torch's dispatcher takes longer than a launch. `repeatable` gives a function that
 passes the first call to the op and repeats it from then on, with other addresses, while the tensors look the same and
@@ -55,7 +55,7 @@ def repeatable(op: Callable[..., None], bound: Tensor) -> Callable[..., None]:
 
     Args:
         op: `xqa_layer` or `mla_layer`.
-        bound: Of the matching bind function. The returned call keeps it alive, not the tensors that it was made from.
+        bound: Of the matching bind function. The returned call keeps it alive, and so what it keeps.
 
     The call takes the op's tensors by position, all but `bound`. It raises what the op raises.
     """
@@ -85,14 +85,14 @@ def bind_xqa_layer(
         out, q, cache_seqlens: Of any such call, ``q`` as ``[B, S_q, H_q, D]``: the others must fit them.
 
     Returns:
-        `bound`, uint8 ``[2048]`` in host memory.
+        `bound`, uint8 ``[2048]`` in host memory. It keeps pages, table, plan and report alive; a copy of it does not.
 
     Raises:
         RuntimeError: what `ops.xqa_decode` refuses; the message names op, argument, dimension, expected and got.
     """
-    tensors = (out, q, k_pages, v_pages, page_table, cache_seqlens)
-    options = (softmax_scale, causal, window_left, logit_cap)
-    return _bind(torch.ops.attnops.xqa_layer_bind.default, tensors, plan, options, report)
+    memory, options = (k_pages, v_pages, page_table), (softmax_scale, causal, window_left, logit_cap)
+    op = torch.ops.attnops._xqa_layer_bind.default
+    return _bind(op, (out, q), memory, cache_seqlens, plan, options, report)
 
 
 def bind_mla_layer(
@@ -112,23 +112,28 @@ def bind_mla_layer(
     fp8_products: bool = False,
 ) -> Tensor:
     """What calls of `mla_layer` share; arguments as of `ops.mla_decode`, otherwise as `bind_xqa_layer`."""
-    tensors = (out, q, q_pe, kv_pages, page_table, cache_seqlens)
-    options = (softmax_scale, causal, window_left, logit_cap)
-    return _bind(torch.ops.attnops.mla_layer_bind.default, tensors, plan, options, report, fp8_products)
+    memory, options = (kv_pages, page_table), (softmax_scale, causal, window_left, logit_cap)
+    op = torch.ops.attnops._mla_layer_bind.default
+    return _bind(op, (out, q, q_pe), memory, cache_seqlens, plan, options, report, fp8_products)
 
 
 def _bind(
     op: Callable[..., None],
-    tensors: tuple[Tensor | None, ...],
+    rows: tuple[Tensor | None, ...],
+    memory: tuple[Tensor, ...],
+    cache_seqlens: Tensor,
     plan: XqaDecodePlan | MlaDecodePlan,
     options: tuple[float | int, ...],
     report: Tensor | None,
     *more: bool,
 ) -> Tensor:
-    """Calls a bind op: its tensors, the plan's, its options, in the schema's order."""
+    """Calls a bind op: its tensors, the plan's, its options, in the schema's order.
+
+    Each call brings rows and lengths of its own, so `bound` keeps the rest."""
     bound = torch.zeros(BOUND_BYTES, dtype=torch.uint8)
     of_plan = (plan.tile_scheduler_metadata, plan.num_splits, plan.out_partial, plan.lse_partial, plan.semaphores)
-    op(bound, *tensors, *of_plan, *options, plan.fixed_split_tokens, report, *more)
+    op(bound, *rows, *memory, cache_seqlens, *of_plan, *options, plan.fixed_split_tokens, report, *more)
+    bound.keeps = (memory, of_plan, report)  # type: ignore[attr-defined]
     return bound
 
 
@@ -136,5 +141,5 @@ def _writes_only(*args: object) -> None:
     """The fake of every op here: each writes into tensors that it is given and returns nothing."""
 
 
-for _name in ("xqa_layer_bind", "xqa_layer", "mla_layer_bind", "mla_layer"):
+for _name in ("_xqa_layer_bind", "xqa_layer", "_mla_layer_bind", "mla_layer"):
     torch.library.register_fake(f"attnops::{_name}", _writes_only)
