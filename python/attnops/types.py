@@ -36,6 +36,8 @@ class AttentionSpec:
         deterministic: A request's output has the same bits whatever else is in its batch.
         fp8_products: MLA over a float8_e4m3fn cache: kernels may round q and the probabilities to e4m3, which is faster
             with many heads and off by some 4 % instead of 0.2 % (`ops.mla_decode`). Nothing is rounded unless asked.
+        up_head_dims: MLA: (head_dim, v_head_dim) of the keys and values that the model's layers can make of latents
+            (`layers.UpProjection`), for prefill whose queries are not absorbed; None: they are, always.
     """
 
     num_q_heads: int
@@ -52,6 +54,7 @@ class AttentionSpec:
     attn_type: AttentionType = AttentionType.DECODER
     deterministic: bool = False
     fp8_products: bool = False
+    up_head_dims: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "page_size", "sliding_window_size"):
@@ -77,6 +80,7 @@ class AttentionSpec:
             not self.fp8_products or (self.is_mla and self.kv_dtype == torch.float8_e4m3fn),
             f"fp8_products belongs to MLA over a float8_e4m3fn cache, got is_mla {self.is_mla} and {self.kv_dtype}",
         )
+        _require(self.is_mla or self.up_head_dims is None, f"up_head_dims belongs to MLA, got {self.up_head_dims}")
         if self.is_mla:
             dims = (MLA_KV_LORA_RANK + MLA_ROPE_DIM, MLA_KV_LORA_RANK)
             _require(self.num_kv_heads == 1, f"MLA has one latent head, got num_kv_heads {self.num_kv_heads}")
@@ -173,6 +177,8 @@ class StepBackend(LayerServer, Protocol):
 
     def init_forward_metadata(self, batch: AttentionBatch) -> None: ...
 
+    def takes_absorbed(self, batch: AttentionBatch) -> bool: ...
+
 
 @dataclass(kw_only=True)
 class AttentionBatch:
@@ -192,6 +198,8 @@ class AttentionBatch:
         extend_seq_lens: int32 ``[B]``, new tokens per request; needed when ragged.
         max_seqlen_q: Upper bound of the new tokens per request (host); by default `num_tokens`.
         max_cache_seqlen: Upper bound of `cache_seqlens` (host), or None: unknown; only saves work.
+        max_prefix_tokens: Upper bound of the tokens cached before the new ones, all requests together (host), or None:
+            unknown; 0 of prompts that nobody has begun. Only saves work.
         positions: int64 ``[num_tokens]``, for the model's rotary embedding; attention does not read it.
         tree_mask: uint8 ``[B, tokens_per_request, ceil(tokens_per_request / 8)]``, bit j of row i: draft token i
             sees draft token j. TARGET_VERIFY only.
@@ -209,6 +217,7 @@ class AttentionBatch:
     extend_seq_lens: Tensor | None = None
     max_seqlen_q: int = 0
     max_cache_seqlen: int | None = None
+    max_prefix_tokens: int | None = None
     positions: Tensor | None = None
     tree_mask: Tensor | None = None
     token_to_kv_pool: TokenPool | None = None

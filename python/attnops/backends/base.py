@@ -134,7 +134,7 @@ class AttentionBackend(ABC):
             out: Destination ``[num_tokens, num_heads * v_head_dim]``, contiguous; allocated when None.
         """
         if out is None:
-            out = q.new_empty(q.shape[0], layer.num_heads * layer.v_head_dim)
+            out = q.new_empty(q.shape[0], layer.out_width(q))
         if batch.forward_mode is IDLE or batch.num_tokens == 0:
             return out.zero_()  # an idle rank's rows are padding
         if q.shape[0] != batch.num_tokens:
@@ -163,6 +163,10 @@ class AttentionBackend(ABC):
         if batch.forward_mode is DECODE:
             raise ValueError("attnops: forward_extend takes any batch but DECODE's, which is forward_decode's")
         return self.forward(q, k, v, layer, batch, *args, **options)
+
+    def takes_absorbed(self, batch: AttentionBatch) -> bool:
+        """MLA: whether the layers of a step should bring absorbed queries. False: `RadixAttention.up_projection`."""
+        return True
 
     @abstractmethod
     def attend(self, call: LayerCall) -> None:

@@ -2,7 +2,7 @@
 
 Uniform steps (decode, verify, a draft extend of one size) are those of `DecodeSteps`. Ragged ones, and all steps of a
 model whose K and V have different head dims, are those of `FmhaSteps`; with MLA and absorbed queries, blocks of tokens
-that `mla_decode` takes for requests.
+that `mla_decode` takes for requests; where they come unabsorbed, `MlaPrefill`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from attnops.backends.base import AttentionBackend, LayerCall
 from attnops.backends.capability import DECODER_MODES, SIXTEEN_BIT, Capability, HeadDims
 from attnops.backends.decode_steps import DecodeSteps
 from attnops.backends.fmha_steps import FmhaSteps
+from attnops.backends.mla_prefill import MlaPrefill
 from attnops.backends.prepared import PreparedStep
 from attnops.backends.registry import register_attention_backend
 from attnops.graph_buffers import PagedBuffers
@@ -65,6 +66,7 @@ class FlashAttentionBackend(AttentionBackend):
                 prepared=self._prepared,
             )
         self._buffers = PagedBuffers(spec, limits, self.device) if self._decode is None else self._decode.buffers
+        self._mla = None if spec.up_head_dims is None else MlaPrefill(spec, limits, self.device)
         self._fmha = None if spec.is_mla else FmhaSteps(spec, limits, self.device, self._buffers)
 
     @property
@@ -83,6 +85,8 @@ class FlashAttentionBackend(AttentionBackend):
         decode = self._decoder_of(batch)
         if decode is not None:
             decode.in_graph(batch)
+            if self._mla is not None:
+                self._mla.begin()
             return
         step = self._prepared.plan(batch)
         if batch.num_tokens > 0 and batch.forward_mode is not ForwardMode.IDLE:
@@ -94,15 +98,22 @@ class FlashAttentionBackend(AttentionBackend):
     ) -> Tensor:
         """As of `AttentionBackend.forward`; a decode step goes straight to `DecodeSteps.forward`."""
         decode = self._decoder_of(batch)
-        serve = super().forward if decode is None else decode.forward
+        serve = super().forward if decode is None or not layer.is_absorbed(q) else decode.forward
         return serve(q, k, v, layer, batch, *args, **options)
 
     def attend(self, call: LayerCall) -> None:
         decode = self._decoder_of(call.batch)
-        if decode is not None:
+        if decode is not None and not call.layer.is_absorbed(call.q):
+            if self._mla is None:
+                raise ValueError("attnops: queries that come unabsorbed need AttentionSpec.up_head_dims")
+            self._mla.attend(call, self._prepared.of(call.batch).paged, self._buffers.report)
+        elif decode is not None:
             decode.attend(call)
         else:
             self._fmha_steps.attend(call, self._prepared.of(call.batch))
+
+    def takes_absorbed(self, batch: AttentionBatch) -> bool:
+        return self._mla is None or self._mla.takes_absorbed(batch)
 
     def _decoder_of(self, batch: AttentionBatch) -> DecodeSteps | None:
         """What serves a step, if it is one for the decode ops."""

@@ -62,6 +62,9 @@ class HybridAttnBackend(AttentionBackend):
     def init_forward_metadata_in_graph(self, batch: AttentionBatch) -> None:
         self.select(batch.forward_mode).init_forward_metadata_in_graph(batch)
 
+    def takes_absorbed(self, batch: AttentionBatch) -> bool:
+        return self.select(batch.forward_mode).takes_absorbed(batch)
+
     @property
     def _captured(self) -> tuple[AttentionBackend, ...]:
         """Whose steps graphs hold: decode's, and prefill's where it serves the speculative ones."""

@@ -17,6 +17,7 @@ from attnops.backends import attend
 from attnops.backends.base import AttentionBackend, LayerCall
 from attnops.backends.capability import DECODER_MODES, FLOATS, Capability, HeadDims
 from attnops.backends.fmha_steps import FmhaStep, FmhaSteps
+from attnops.backends.mla_prefill import MlaPrefill
 from attnops.backends.prepared import PreparedStep
 from attnops.backends.registry import register_attention_backend
 from attnops.backends.store import store_kv, store_mla
@@ -69,6 +70,7 @@ class IntelAMXAttnBackend(AttentionBackend):
             for seqlen_q in {1, limits.max_tokens_per_request}:
                 self._plans_for(seqlen_q)
         self._blocks = BlockBuffers(spec, limits, self.device) if spec.is_mla else None
+        self._mla = None if spec.up_head_dims is None else MlaPrefill(spec, limits, self.device)
         self._fmha = None if spec.is_mla else FmhaSteps(spec, limits, self.device, self._buffers)
         self._steps: dict[StepKey, CpuStep] = {}
         self._prepared: PreparedStep[CpuStep] = PreparedStep()
@@ -92,6 +94,8 @@ class IntelAMXAttnBackend(AttentionBackend):
         if batch.num_tokens == 0:
             return
         self._buffers.build(step.paged, batch)
+        if self._mla is not None:
+            self._mla.begin()
         cache_seqlens = batch.cache_seqlens
         if step.blocks is not None:
             step.blocks.build(batch, step.paged)
@@ -105,9 +109,15 @@ class IntelAMXAttnBackend(AttentionBackend):
             assert self._fmha is not None
             self._fmha.plan(step.fmha, batch)
 
+    def takes_absorbed(self, batch: AttentionBatch) -> bool:
+        return self._mla is None or self._mla.takes_absorbed(batch)
+
     def attend(self, call: LayerCall) -> None:
         step, report = self._prepared.of(call.batch), self._buffers.report
         q, k, v, layer, batch, out = call.q, call.k, call.v, call.layer, call.batch, call.out
+        if self._mla is not None and not layer.is_absorbed(q):
+            self._mla.attend(call, step.paged, report)
+            return
         if self.spec.is_mla:
             if call.save_kv_cache and k is not None:
                 store_mla(layer, batch, k, call.k_rope, report)

@@ -2,5 +2,13 @@
 
 from attnops.layers.forward_context import ForwardContext, collect_layers, forward_context, get_forward_context
 from attnops.layers.radix_attention import RadixAttention
+from attnops.layers.up_projection import UpProjection
 
-__all__ = ["ForwardContext", "RadixAttention", "collect_layers", "forward_context", "get_forward_context"]
+__all__ = [
+    "ForwardContext",
+    "RadixAttention",
+    "UpProjection",
+    "collect_layers",
+    "forward_context",
+    "get_forward_context",
+]

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from attnops.layers.forward_context import ForwardContext, get_forward_context, kv_order
+from attnops.layers.up_projection import UpProjection
 from attnops.types import AttentionBatch, AttentionType
 
 
@@ -27,6 +28,7 @@ class RadixAttention(torch.nn.Module):
         sinks: float32 ``[num_heads]``, a logit per head with no value.
         k_scale, v_scale: float32 ``[1]`` or ``[num_kv_heads]``, of an FP8 cache: value = stored x scale.
         attn_type: Causal through the cache, bidirectional through the cache, or an encoder without a cache.
+        up_projection: MLA: lets a step's q come unabsorbed, as `takes_absorbed` says; the output is then that of v.
 
     Attributes:
         version: Grows with every change of an attribute: what a backend derived from an older version is out of date.
@@ -56,6 +58,7 @@ class RadixAttention(torch.nn.Module):
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
         attn_type: AttentionType = AttentionType.DECODER,
+        up_projection: UpProjection | None = None,
     ) -> None:
         super().__init__()
         if is_cross_attention:
@@ -75,6 +78,7 @@ class RadixAttention(torch.nn.Module):
         self.logit_cap = float(logit_cap)
         self.sliding_window_size = -1 if sliding_window_size is None else sliding_window_size
         self.attn_type = attn_type
+        self.up_projection = up_projection
         self._scale_floats: dict[str, tuple[int, float]] = {}
         for name, tensor in (("sinks", sinks), ("k_scale", k_scale), ("v_scale", v_scale)):
             if isinstance(tensor, torch.nn.Parameter):
@@ -93,6 +97,23 @@ class RadixAttention(torch.nn.Module):
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
         super().register_parameter(name, param)
         self.__dict__["version"] = self.version + 1
+
+    def takes_absorbed(self, batch: AttentionBatch) -> bool:
+        """Whether a step's q should come absorbed: short extends and decode; long ones are faster unabsorbed."""
+        if self.up_projection is None:
+            return True
+        if batch.attn_backend is None:
+            raise ValueError(_NO_BACKEND)
+        return batch.attn_backend.takes_absorbed(batch)
+
+    def out_width(self, q: Tensor) -> int:
+        """Columns of the output that belongs to `q`."""
+        return self.num_heads * (self.v_head_dim if self.is_absorbed(q) else self.up_projection.v_head_dim)  # type: ignore[union-attr]
+
+    def is_absorbed(self, q: Tensor) -> bool:
+        """False: `q` has the heads of `up_projection`, by its shape."""
+        up = self.up_projection
+        return up is None or q.shape[1:].numel() != self.num_heads * up.head_dim
 
     # Names of SGLang.
 
@@ -160,7 +181,8 @@ class RadixAttention(torch.nn.Module):
 
         Args:
             q: ``[num_tokens, num_heads * head_dim]`` or ``[num_tokens, num_heads, head_dim]``. MLA: may be the latent
-                512 dimensions alone, with the rotary 64 in `q_rope`.
+                512 dimensions alone, with the rotary 64 in `q_rope`; or, unabsorbed, ``up_projection.head_dim`` of
+                which the rotary 64 are the last.
             k: ``[num_tokens, num_kv_heads * head_dim]`` or with heads apart. MLA: the new cache rows, or their latent
                 part with the rotary part in `k_rope`. None: nothing new to store.
             v: As k, with `v_head_dim`. Not used by MLA.
@@ -168,17 +190,17 @@ class RadixAttention(torch.nn.Module):
             save_kv_cache: Store k and v at `out_cache_loc` first. False: they are there already.
 
         Returns:
-            ``[num_tokens, num_heads * v_head_dim]`` in q's dtype.
+            ``[num_tokens, num_heads * v_head_dim]`` in q's dtype; unabsorbed, of the v_head_dim of `up_projection`.
         """
         if is_compiling():
-            out = q.new_empty(q.shape[0], self.num_heads * self.v_head_dim)
+            out = q.new_empty(q.shape[0], self.out_width(q))
             torch.ops.attnops.unified_attention_with_output(
                 q, k, v, out, kv_order(q.device), self.layer_id, save_kv_cache, q_rope, k_rope
             )
             return out
         if forward_batch is None:
             # Without a compiler nobody needs to see one op here, and its dispatch would cost more than the rest.
-            out = q.new_empty(q.shape[0], self.num_heads * self.v_head_dim)
+            out = q.new_empty(q.shape[0], self.out_width(q))
             _attend(get_forward_context(), self, q, k, v, out, save_kv_cache, q_rope, k_rope)
             return out
         backend = forward_batch.attn_backend
