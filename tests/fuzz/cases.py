@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from . import backends, fmha, mla, paged, xqa
-from .draw import Draw, Failure, Refused
+from . import backends, fmha, mla, paged, values, wrong, xqa
+from .draw import Draw, Failure, Refused, Void
 
 # Name: weight, and what draws and runs a case of it.
 FAMILIES: dict[str, tuple[int, Callable[[Draw], None]]] = {
@@ -24,6 +24,9 @@ FAMILIES: dict[str, tuple[int, Callable[[Draw], None]]] = {
     "merge": (4, paged.right_merge),
     "backend": (20, backends.right_eager),
     "captured": (6, backends.right_captured),
+    "hostile decode": (6, values.hostile_decode),
+    "hostile tables": (5, values.hostile_tables),
+    "wrong argument": (8, wrong.wrong_argument),
     "runner": (3, backends.right_runner),
 }
 
@@ -33,7 +36,7 @@ class Result:
     """What became of a case.
 
     Args:
-        status: "ok", "failed", or "refused": the library has honestly no kernel for the call.
+        status: "ok", "failed", "void": nothing was called; or "refused": the library has honestly no kernel for it.
         seen: What the run counts.
         fatal: The process is of no more use.
     """
@@ -62,6 +65,8 @@ def run_case(seed: int, index: int, device: str = "cpu", only: tuple[str, ...] =
     try:
         FAMILIES[family][1](draw)
         _wait(device)
+    except Void:
+        return Result("void", family)
     except Refused as error:
         return Result("refused", family, str(error), draw.seen)
     except Failure as error:

@@ -18,6 +18,10 @@ class Refused(Exception):
     """The library says honestly that it has no kernel for a legal call: the case does not count."""
 
 
+class Void(Exception):
+    """What was drawn is no case: nothing was called."""
+
+
 class Failure(AssertionError):
     """A case that does not hold."""
 

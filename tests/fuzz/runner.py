@@ -143,6 +143,8 @@ class Run:
 
     def _count(self, index: int, result: dict) -> None:
         with self._lock:
+            if result["status"] == "void":
+                return
             if result["status"] == "refused":
                 self.refused[result["message"]] += 1
                 return

@@ -1,0 +1,183 @@
+"""Right calls with one argument made wrong: each is an error that names function and argument, before anything runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from attnops.metadata import FmhaPlan, MlaDecodePlan, XqaDecodePlan
+from torch import Tensor
+
+from .draw import Draw, Failure, Void
+from .memory import bytes_of
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
+from right_calls import ops_calls
+
+PLANS = (XqaDecodePlan, MlaDecodePlan, FmhaPlan)
+# Dimensions that nothing else binds: another extent makes another right call. (function, argument): dimensions.
+FREE = {
+    ("xqa_decode", "page_table"): {1},
+    ("mla_decode", "page_table"): {1},
+    ("fmha_paged", "page_table"): {1},
+    ("mla_decode", "kv_pages"): {0, 1},
+    ("store_mla_kv", "kv_pages"): {0, 1},
+    ("build_page_table", "req_to_token"): {0, 1},
+    ("build_kv_indices", "req_to_token"): {0, 1},
+    ("build_cu_seqlens", "seqlens"): {0},
+    ("translate_slots", "slots"): {0},
+    ("translate_slots", "slot_map"): {0},
+    ("fmha_paged", "q"): {0},  # more rows are padding
+    ("fmha_varlen", "q"): {0},
+    ("merge_states", "outs"): {3},
+    ("context_parallel_seqlens", "seqlens"): {0},
+    ("context_parallel_slots", "slots"): {0},
+}
+# One-dimensional arguments that may have any stride.
+ANY_STRIDE = {"out_cache_loc", "req_pool_indices", "slots", "slot_map"}
+NUMBERS = {
+    "softmax_scale": [math.nan, math.inf, -math.inf],
+    "logit_cap": [-1.0, math.nan, math.inf],
+    "window_left": [-2, 2**31, -(2**40)],
+    "page_size": [0, -1, 2**31],
+}
+
+
+def _another_rank(draw: Draw, value: Tensor) -> Tensor:
+    """One dimension more, in front (a second one may be that of a request's tokens), or none at all."""
+    return value.unsqueeze(0) if draw.chance(0.5) else value.flatten()[0]
+
+
+def _another_dtype(draw: Draw, value: Tensor) -> Tensor:
+    wrong = draw.pick([torch.float64, torch.int16, torch.bool, torch.complex64, torch.int8])
+    return torch.zeros(value.shape, dtype=wrong, device=value.device)
+
+
+def _another_device(draw: Draw, value: Tensor) -> Tensor:
+    if value.device.type != "cpu" and draw.chance(0.5):
+        return value.cpu()
+    return value.to("meta")
+
+
+def _another_stride(draw: Draw, value: Tensor) -> Tensor:
+    """The same shape, the last dimension not dense."""
+    twice = torch.stack([bytes_of(value), bytes_of(value)], -1)[..., 0]
+    return twice if value.element_size() > 1 or bytes_of(value) is value else twice.view(value.dtype)
+
+
+def _another_extent(draw: Draw, value: Tensor, free: set[int]) -> Tensor | None:
+    axes = [axis for axis in range(value.dim()) if axis not in free]
+    if not axes:
+        return None
+    axis, shape = draw.pick(axes), list(value.shape)
+    shape[axis] = max(shape[axis] + draw.pick([-1, 1, 1, 7, -shape[axis]]), 0)
+    if shape == list(value.shape):
+        return None
+    wider = bytes_of(torch.zeros(shape, dtype=torch.uint8, device=value.device))
+    return (
+        wider.to(value.dtype)
+        if value.dtype.is_floating_point and value.element_size() > 1
+        else torch.zeros(shape, dtype=bytes_of(value).dtype, device=value.device).view(value.dtype)
+    )
+
+
+def _spoil(draw: Draw, name: str, argument: str, value: Tensor, in_plan: bool) -> tuple[str, Tensor | None]:
+    """(what was done, the wrong tensor or None where there is none of the kind)."""
+    kind = draw.pick(["rank", "dtype", "device", "stride", "extent", "extent"])
+    if kind == "rank":
+        return kind, _another_rank(draw, value)
+    if kind == "dtype":
+        return kind, _another_dtype(draw, value)
+    if kind == "device":
+        return kind, _another_device(draw, value)
+    if kind == "stride":
+        small = value.dim() == 0 or value.shape[-1] < 2 or 0 in value.shape
+        return kind, None if argument in ANY_STRIDE or small else _another_stride(draw, value)
+    free = FREE.get((name, argument), set())
+    if in_plan:  # scratch may be larger, and fewer parts are another plan
+        return kind, None
+    return kind, _another_extent(draw, value, free)
+
+
+def _only_tensor(given: dict[str, Any], argument: str) -> bool:
+    return sum(isinstance(value, (Tensor, *PLANS)) for value in given.values()) == 1
+
+
+def wrong_argument(draw: Draw) -> None:
+    """One call of `attnops.ops` with one wrong argument."""
+    torch.manual_seed(draw.number(0, 1 << 30))
+    calls = ops_calls()
+    name = draw.pick(sorted(calls))
+    function, given = calls[name]
+    given = {key: _moved(value, draw.device) for key, value in given.items()}
+    numbers = [key for key in inspect.signature(function).parameters if key in NUMBERS]
+    before = {key: value.clone() for key, value in given.items() if isinstance(value, Tensor)}
+    draw.note(function=name)
+    if numbers and draw.chance(0.2):
+        argument = draw.pick(numbers)
+        kind, given[argument] = "number", draw.pick(NUMBERS[argument])
+        draw.note(argument=argument, value=given[argument])
+    else:
+        argument, kind = _spoil_one(draw, name, given)
+        if not argument:
+            raise Void
+    draw.saw(f"wrong {kind}", f"wrong argument of {name}")
+    _expect_error(name, function, given, argument)
+    for key, value in before.items():
+        if key in given and key != argument and not _same(given[key], value):
+            raise Failure(f"{key} was written by a call that failed")
+
+
+def _same(now: Tensor, before: Tensor) -> bool:
+    a, b = bytes_of(now), bytes_of(before)
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def _spoil_one(draw: Draw, name: str, given: dict[str, Any]) -> tuple[str, str]:
+    """(argument, kind) of what was made wrong in `given`; nothing where the draw has no wrong tensor."""
+    argument = draw.pick([key for key, value in given.items() if isinstance(value, (Tensor, *PLANS))])
+    value = given[argument]
+    if isinstance(value, Tensor):
+        kind, wrong = _spoil(draw, name, argument, value, False)
+        if wrong is None or (kind == "device" and _only_tensor(given, argument)):
+            return "", ""
+        draw.note(argument=argument, kind=kind, shape=list(wrong.shape), dtype=wrong.dtype)
+        given[argument] = wrong
+        return argument, kind
+    field = draw.pick([key for key, part in vars(value).items() if isinstance(part, Tensor)])
+    kind, wrong = _spoil(draw, name, field, getattr(value, field), True)
+    unused = name.endswith("_plan") and field not in ("tile_scheduler_metadata", "num_splits", "tile_order")
+    if wrong is None or unused:
+        return "", ""
+    draw.note(argument=f"plan.{field}", kind=kind, shape=list(wrong.shape), dtype=wrong.dtype)
+    given[argument] = dataclasses.replace(value, **{field: wrong})
+    return argument, kind
+
+
+def _moved(value: Any, device: str) -> Any:
+    if device == "cpu" or not isinstance(value, (Tensor, *PLANS)):
+        return value
+    if isinstance(value, Tensor):
+        return value.to(device)
+    parts = {key: part.to(device) for key, part in vars(value).items() if isinstance(part, Tensor)}
+    return dataclasses.replace(value, **parts)
+
+
+def _expect_error(name: str, function: Callable[..., Any], given: dict[str, Any], argument: str) -> None:
+    try:
+        function(**given)
+    except (RuntimeError, ValueError, TypeError) as error:
+        text = str(error)
+    else:
+        raise Failure(f"{name} accepts a wrong {argument}")
+    plan = given.get("plan")
+    names = {*given, *inspect.signature(function).parameters, *([] if plan is None else vars(plan))}
+    if f"attnops::{name}" not in text or not any(re.search(rf"\b{key}\b", text) for key in names):
+        raise Failure(f"{name}: the error for a wrong {argument} does not name function and argument: {text[:200]}")
