@@ -145,8 +145,9 @@ PyObject* run(PyObject* self, PyObject* const* tensors, Py_ssize_t count) {
   if (watched || !looks_as_before(call, tensors, addresses)) return through_the_op(call, tensors, watched);
   const bool alone = !call.repeats;
   call.repeats = true;
+  const uint64_t calls = call.calls;           // of these looks: other threads may change both from here on
   PyThreadState* state = PyEval_SaveThread();  // a launch may wait for room in the stream
-  const char* problem = call.header->repeat(call.header, call.calls, addresses, alone ? &call.kept : nullptr);
+  const char* problem = call.header->repeat(call.header, calls, addresses, alone ? &call.kept : nullptr);
   PyEval_RestoreThread(state);
   if (alone) call.repeats = false, call.forget = call.header->forget;
   if (problem != nullptr && std::strcmp(problem, kOutdated) == 0) return through_the_op(call, tensors, watched);

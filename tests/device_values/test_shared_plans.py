@@ -17,7 +17,7 @@ from problems import mla_problem, paged_problem
 from torch import Tensor
 from xqa_decoding import make_plan
 
-THREADS, CALLS = 4, 40
+THREADS, CALLS = 4, 100
 LENGTHS = [1000, 70, 333]
 
 
