@@ -26,6 +26,8 @@ def right_tables(draw: Draw) -> None:
     too_long = draw.chance(0.3)
     report = None if too_long else new_report(draw)
     lengths = [draw.length(columns) for _ in range(batch)]
+    if draw.chance(0.4):  # full last pages
+        lengths = [length // page_size * page_size for length in lengths]
     if too_long and batch:
         lengths[draw.number(0, batch - 1)] = draw.pick([columns + 1, columns + 77, 2**31 - 1])
     if report is None and batch and draw.chance(0.3):
