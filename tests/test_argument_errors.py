@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 from attnops import ops
-from attnops.compat import flash_attn_interface, flash_mla, flashinfer, sgl_kernel
+from attnops.compat import flash_attn, flash_attn_interface, flash_mla, flashinfer, sgl_kernel
 from attnops.metadata import FmhaPlan, MlaDecodePlan, XqaDecodePlan
 from right_calls import Call, compat_calls, ops_calls
 from torch import Tensor
@@ -23,6 +23,7 @@ NOT_READ = {
     ("trtllm_ragged_attention_deepseek", "seq_lens"),
     ("xqa_mla", "v_cache"),
 }
+HELPERS = {f"attnops.compat.{name}" for name in ("_convert", "_kvcache", "_varlen", "_extend", "_attend", "_positions")}
 NOT_A_TENSOR = [7, "seven", object()]
 
 
@@ -45,7 +46,7 @@ def public_functions(module: ModuleType) -> set[str]:
     """Functions and methods of a module that a user may call, by name."""
     names = set()
     for name, value in vars(module).items():
-        if name.startswith("_") or getattr(value, "__module__", "").startswith("attnops.compat._convert"):
+        if name.startswith("_") or getattr(value, "__module__", "") in HELPERS:
             continue
         if inspect.isfunction(value) and value.__module__.startswith("attnops.compat") and name != "names_the_peers":
             names.add(name)
@@ -57,7 +58,7 @@ def public_functions(module: ModuleType) -> set[str]:
 
 def test_there_is_a_right_call_of_every_function():
     assert ops_calls().keys() == set(ops.__all__)
-    modules = (flash_attn_interface, flash_mla, flashinfer, sgl_kernel)
+    modules = (flash_attn, flash_attn_interface, flash_mla, flashinfer, sgl_kernel)
     assert compat_calls().keys() == set.union(*map(public_functions, modules))
 
 

@@ -50,12 +50,11 @@ def test_an_output_of_the_callers_is_written_or_refused(seqlen_q):
     assert returned.data_ptr() == out.data_ptr()
     assert relative_error(out.flatten(0, 1), problem.expected()[0]) <= BOUND
     strided = q.new_full((2, seqlen_q + 1, 8, 64), math.nan)[:, 1:]
-    if seqlen_q == 1:
-        decode(problem, causal=True, out=strided)
-        assert torch.equal(strided, out)
-    else:  # rows of requests that are not evenly spaced have no flat view, and a copy would not be written
-        with pytest.raises(RuntimeError, match=r"flash_attn_with_kvcache.*view size.*out bfloat16 \[2, 20, 8, 64\]"):
-            decode(problem, causal=True, out=strided)
+    assert decode(problem, causal=True, out=strided) is strided
+    assert torch.equal(strided, out)
+    wide = torch.empty_like(q, dtype=torch.float32)
+    assert decode(problem, causal=True, out=wide) is wide
+    assert torch.equal(wide, out.float())
 
 
 @pytest.mark.parametrize(("theirs", "ours"), MASKS)
@@ -108,8 +107,8 @@ def test_descales_of_an_fp8_cache(scales, seqlen_q):
     descales = {"k_descale": problem.k_scale.expand(2, 2), "v_descale": problem.v_scale.expand(2, 2)}
     out = decode(problem, causal=True, **descales)
     assert relative_error(out.flatten(0, 1), problem.expected()[0]) <= BOUND
-    with pytest.raises(NotImplementedError, match="k_descale per request"):
-        decode(problem, k_descale=descales["k_descale"].contiguous())
+    same = {name: scale.contiguous() for name, scale in descales.items()}  # which the host cannot see
+    assert relative_error(decode(problem, causal=True, **same), out) <= BOUND
 
 
 def test_one_split_gives_a_request_the_bits_that_it_has_alone():
@@ -128,25 +127,31 @@ def test_one_split_gives_a_request_the_bits_that_it_has_alone():
 
 
 @pytest.mark.parametrize(
-    ("argument", "value"),
+    ("options", "message"),
     [
-        ("qv", torch.zeros(1)),
-        ("rotary_cos", torch.zeros(1)),
-        ("rotary_sin", torch.zeros(1)),
-        ("rotary_seqlens", torch.zeros(1)),
-        ("cache_leftpad", torch.zeros(1)),
-        ("cu_seqlens_k_new", torch.zeros(1)),
-        ("q_descale", torch.ones(1)),
-        ("attention_chunk", 8),
-        ("scheduler_metadata", torch.zeros(1)),
-        ("sm_margin", 4),
-        ("num_splits", 3),
+        ({"only_qv": True}, "does not honour only_qv=True"),
+        ({"k_descale": torch.ones(1, 2)}, "k_descale with a cache of torch.bfloat16"),
+        ({"qv": torch.zeros(1, 1, 8, 256)}, "qv of 256 beside q of 64 and 2 KV heads"),
+        ({"an_argument_of_tomorrow": 1}, "does not honour an_argument_of_tomorrow="),
     ],
 )
-def test_what_is_not_honoured_is_named(argument, value):
+def test_what_is_not_honoured_is_named(options, message):
     problem = paged_problem([9])
-    with pytest.raises(NotImplementedError, match=rf"flash_attn_with_kvcache does not honour {argument}=.*: \w+"):
-        decode(problem, **{argument: value})
+    with pytest.raises(NotImplementedError, match=rf"flash_attn_with_kvcache.*{message}.*: \w+"):
+        decode(problem, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_splits": -1}, "num_splits must be at least 0, got -1"),
+        ({"rotary_cos": torch.zeros(9, 8)}, "rotary_cos and rotary_sin come together"),
+        ({"rotary_cos": torch.zeros(9, 8), "rotary_sin": torch.zeros(9, 8)}, "rotary_cos needs k and v"),
+    ],
+)
+def test_what_does_not_fit_is_named(options, message):
+    with pytest.raises(ValueError, match=rf"flash_attn_with_kvcache: {message}"):
+        decode(paged_problem([9]), **options)
 
 
 def varlen(problem, **options):

@@ -152,8 +152,15 @@ def test_other_mistakes_are_named():
     metadata = flash_mla.get_mla_metadata()
     with pytest.raises(NotImplementedError, match="topk=64"):
         flash_mla.get_mla_metadata(problem.cache_seqlens, 16, 1, topk=64)
-    with pytest.raises(NotImplementedError, match="num_heads_k=2"):
-        flash_mla.get_mla_metadata(problem.cache_seqlens, 16, 2)
+    with pytest.raises(ValueError, match=r"k_cache must be \[P, page_size, H_k, D\] with H_k of which q's 16 heads"):
+        flash_mla.flash_mla_with_kvcache(
+            problem.q_by_request,
+            problem.kv_pages.unsqueeze(2).expand(-1, -1, 3, -1),
+            problem.page_table,
+            problem.cache_seqlens,
+            512,
+            *metadata,
+        )
     with pytest.raises(ValueError, match="is_fp8_kvcache=True with k_cache of"):
         call(problem, metadata, is_fp8_kvcache=True)
     with pytest.raises(NotImplementedError, match="descale_k with a cache of"):
@@ -221,3 +228,29 @@ def test_merge_state_v2_takes_either_infinity_for_an_empty_side(empty):
     assert out is merged and s is merged_lse
     assert relative_error(out, expected) <= 1e-5
     assert_lse_close(s, lse)
+
+
+@pytest.mark.parametrize("generation", [2, 3])
+@pytest.mark.parametrize("seqlen_q", [1, 3])
+def test_several_latent_heads(seqlen_q, generation):
+    """Each serves its share of the query heads."""
+    lengths = [130, 5, 64, 0]
+    heads = [mla_problem(lengths, seqlen_q, num_q_heads=3, seed=7) for _ in range(3)]
+    heads = [
+        dataclasses.replace(head, kv_pages=head.kv_pages.roll(j, -1), q=head.q * (j + 1))
+        for j, head in enumerate(heads)
+    ]
+    first, lens = heads[0], heads[0].cache_seqlens
+    sinks = torch.randn(9)
+    q = torch.cat([head.q_by_request for head in heads], 2)
+    k_cache = torch.stack([head.kv_pages for head in heads], 2)
+    metadata = flash_mla.get_mla_metadata() if generation == 3 else flash_mla.get_mla_metadata(lens, 3 * seqlen_q, 3, 9)
+    out, lse = flash_mla.flash_mla_with_kvcache(
+        q, k_cache, first.page_table, lens, 512, *metadata, causal=True, attn_sink=sinks
+    )
+    for j, head in enumerate(heads):
+        mine = slice(3 * j, 3 * j + 3)
+        expected = head.expected(softmax_scale=576**-0.5, sinks=sinks[mine])
+        assert relative_error(out[:, :, mine].flatten(0, 1), expected[0]) <= BOUND
+        natural = lse[:, mine].transpose(1, 2).flatten(0, 1)
+        assert_lse_close(natural.masked_fill(natural == math.inf, -math.inf), expected[1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 
 import pytest
-from attnops.compat import flash_attn_interface, flash_mla, flashinfer, sgl_kernel
+from attnops.compat import flash_attn, flash_attn_interface, flash_mla, flashinfer, sgl_kernel
 
 # Positional arguments, in order. FlashInfer 0.7.2, the upstream FA3 and FlashMLA, sgl_kernel 0.3.21.
 POSITIONAL = {
@@ -91,6 +91,21 @@ POSITIONAL = {
     flashinfer.MultiLevelCascadeAttentionWrapper.plan: """qo_indptr_arr paged_kv_indptr_arr paged_kv_indices_arr
         paged_kv_last_page_len num_qo_heads num_kv_heads head_dim page_size causal pos_encoding_mode
         use_fp16_qk_reduction sm_scale window_left logits_soft_cap rope_scale rope_theta q_data_type kv_data_type""",
+    flash_attn_interface.flash_attn_combine: "out_partial lse_partial out out_dtype",
+    flash_attn.flash_attn_func: """q k v dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic
+        return_attn_probs""",
+    flash_attn.flash_attn_varlen_func: """q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p
+        softmax_scale causal window_size softcap alibi_slopes deterministic return_attn_probs block_table""",
+    flash_attn.flash_attn_with_kvcache: """q k_cache v_cache k v rotary_cos rotary_sin cache_seqlens cache_batch_idx
+        cache_leftpad block_table softmax_scale causal window_size softcap rotary_interleaved alibi_slopes num_splits
+        return_softmax_lse""",
+    sgl_kernel.merge_state: "v_a s_a v_b s_b v_merged s_merged",
+    sgl_kernel.flash_attn.flash_attn_varlen_func: """q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k seqused_q
+        seqused_k page_table softmax_scale causal qv q_descale k_descale v_descale window_size attention_chunk softcap
+        num_splits pack_gqa only_qv sm_margin return_softmax_lse sinks out ver""",
+    sgl_kernel.flash_mla.flash_mla_with_kvcache: """q k_cache block_table cache_seqlens head_dim_v
+        tile_scheduler_metadata num_splits softmax_scale causal descale_q descale_k is_fp8_kvcache indices attn_sink
+        extra_k_cache extra_indices_in_kvcache topk_length extra_topk_length""",
 }
 
 KEYWORDS = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from attnops import ops
-from attnops.compat import flash_attn_interface, flash_mla, flashinfer, sgl_kernel
+from attnops.compat import flash_attn, flash_attn_interface, flash_mla, flashinfer, sgl_kernel
 from attnops.metadata import FmhaPlan
 from mla_calls import plan_for
 from problems import mla_problem, paged_problem, ragged_problem
@@ -164,6 +164,14 @@ def compat_calls(device: str = "cpu") -> dict[str, Call]:
             flash_attn_interface.flash_attn_varlen_func,
             {"q": ragged.q, "k": ragged.k, "v": ragged.v, "max_seqlen_q": 7, "max_seqlen_k": 7}
             | {"cu_seqlens_q": ragged.cu_seqlens_q, "cu_seqlens_k": ragged.cu_seqlens_k},
+        ),
+        "flash_attn_func": (
+            flash_attn.flash_attn_func,
+            {"q": gqa.q_by_request, "k": ragged.k[:3].unsqueeze(1), "v": ragged.v[:3].unsqueeze(1), "causal": True},
+        ),
+        "flash_attn_combine": (
+            flash_attn_interface.flash_attn_combine,
+            {"out_partial": torch.stack([out, out_b]), "lse_partial": torch.stack([lse, lse_b])},
         ),
         "get_mla_metadata": (
             flash_mla.get_mla_metadata,

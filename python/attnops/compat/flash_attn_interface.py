@@ -1,4 +1,4 @@
-"""FlashAttention-3's `flash_attn_with_kvcache` and `flash_attn_varlen_func`. lse: ``[B, H, S]`` or ``[H, T]``."""
+"""FlashAttention-3's functions. lse: ``[B, H, S]`` or ``[H, T]``."""
 
 from __future__ import annotations
 
@@ -8,25 +8,15 @@ import torch
 from torch import Tensor
 
 from attnops import ops
-from attnops.compat._convert import as_int32, as_sinks, heads_first, refuse, require_default
+from attnops.compat._convert import as_sinks, heads_first, refuse, require_default
 from attnops.compat._errors import names_the_peers
+from attnops.compat._kvcache import Call
 from attnops.metadata.fmha_plan import FmhaPlan
-from attnops.metadata.plan import TILE_TOKENS, XqaDecodePlan
 
-MAX_DECODE_QUERIES = 16  # per request; more are served as prefill
-
-_NO_ROPE = "rotate q and k before the call"
-_SPLITS = "leave 0, or 1: one split per request, batch-invariant"
 _INSTEAD = {
     "qv": "MLA is attnops.ops.mla_decode, or attnops.compat.flash_mla",
-    "rotary_cos": _NO_ROPE,
-    "rotary_sin": _NO_ROPE,
-    "rotary_seqlens": _NO_ROPE,
-    "cache_leftpad": "let a request's page table begin with its first page",
-    "cu_seqlens_k_new": "append with attnops.ops.store_kv, then leave k and v None",
     "q_descale": "queries are 16-bit; fold their scale into softmax_scale",
     "attention_chunk": "use window_size, or leave 0",
-    "scheduler_metadata": "plans are made on the device within the call; leave it None",
     "sm_margin": "the whole device is used; leave 0",
 }
 
@@ -63,7 +53,7 @@ def flash_attn_with_kvcache(
     v_descale: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Any = (-1, -1),
     attention_chunk: int | None = 0,
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
@@ -75,113 +65,73 @@ def flash_attn_with_kvcache(
     *,
     sinks: Tensor | None = None,
     out: Tensor | None = None,
+    only_qv: bool = False,
+    ver: int = 3,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Decode (`attnops.ops.xqa_decode`) and paged extend (`attnops.ops.fmha_paged`).
+    """Decode (`attnops.ops.xqa_decode`, `attnops.ops.mla_decode`) and paged extend (`attnops.ops.fmha_paged`).
 
     Args:
         q: ``[B, S_q, H_q, D]``; or, with `cu_seqlens_q` int32 ``[B + 1]`` and `max_seqlen_q`, ``[T, H_q, D]``.
+            float8_e4m3fn gives a bfloat16 output.
         k_cache, v_cache: ``[P, page_size, H_kv, D]`` with `page_table` int32 ``[B, max_pages]``, any page size;
-            without, ``[B, max_seqlen, H_kv, D]``, where `cache_batch_idx` int32 ``[B]`` may choose the rows.
-        k, v: ``[B, S_new, H_kv, D]``: appended in place at `cache_seqlens`, which then counts them not.
+            without, ``[B, max_seqlen, H_kv, D]``. `cache_batch_idx` int32 ``[B]`` may choose rows of either.
+        k, v: ``[B, S_new, H_kv, D]``, or ``[T_new, H_kv, D]`` with `cu_seqlens_k_new` ``[B + 1]``: appended in place at
+            `cache_seqlens`, which then counts them not.
+        qv: ``[B, S_q, H_q, 512]`` or ragged: MLA, with `q` and `k_cache` of 64 and `v_cache` of 512. The two caches are
+            read where they lie if they are neighbours in one pool; else the pages in use are copied.
+        rotary_cos, rotary_sin: ``[seqlen_ro, R / 2]``: turn q and k, at `rotary_seqlens` ``[B]`` or `cache_seqlens`.
         cache_seqlens: int32 ``[B]`` or a number; None: the whole cache.
-        k_descale, v_descale: float32 ``[B, H_kv]``, the same for all requests: expanded from ``[H_kv]`` or one number.
-        window_size: (left, right), both inclusive; -1: off. softcap: 0: off.
-        rotary_interleaved, pack_gqa: Taken: without rotary tensors the first means nothing, and attnops packs itself.
-        num_splits: 0: balanced. 1: one split, so that bits do not depend on the batch.
+        cache_leftpad: int32 ``[B]``: a request's keys begin there.
+        q_descale, k_descale, v_descale: float32 ``[B, H_kv]``, of an FP8 cache. The same for all requests, expanded
+            from ``[H_kv]`` or one number, they cost nothing; else queries are float32.
+        window_size: (left, right), both inclusive; -1: off; also a tensor of two on the CPU. softcap: 0: off.
+        attention_chunk: A query sees only keys of its own chunk of so many tokens; 0: off. Rows are then decoded one by
+            one.
+        scheduler_metadata, pack_gqa, sm_margin, ver: Taken: schedules and kernels are attnops'.
+        num_splits: 0: balanced. n: at most n splits, so that bits do not depend on the batch.
         sinks: ``[H_q]``, by keyword, as forks have it.
 
     Returns:
         ``out`` as q, or ``(out, lse)``: natural log ``[B, H_q, S_q]`` or ``[H_q, T]``, -inf for an empty row.
     """
-    name = "flash_attn_with_kvcache"
-    attention_chunk = attention_chunk or 0  # sgl_kernel's default is None
-    require_default(name, _INSTEAD, {"attention_chunk": 0, "sm_margin": 0}, locals())
-    if num_splits not in (0, 1):
-        raise refuse(name, f"num_splits={num_splits}", _SPLITS)
-    if cu_seqlens_q is None and max_seqlen_q not in (None, q.shape[1]):
-        raise ValueError(
-            f"attnops.compat: {name}: max_seqlen_q must be {q.shape[1]} (q.shape[1]) without cu_seqlens_q, "
-            f"got {max_seqlen_q}"
-        )
-    batch_size = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    table = _table(page_table, cache_batch_idx, batch_size, q.device)
-    lens = _lens(cache_seqlens, batch_size, table, k_cache, q.device)
-    if k is not None and v is not None:
-        lens = _append(k, v, k_cache, v_cache, table, lens)
-    elif k is not None or v is not None:
-        raise ValueError(f"attnops.compat: {name}: k and v come together")
-    window_left, window_right = window_size
-    if causal or window_right == 0:
-        causal, window_right = True, -1
-    options: dict[str, Any] = {
-        "softmax_scale": softmax_scale,
-        "causal": causal,
-        "window_left": window_left,
-        "logit_cap": softcap,
-        "sinks": as_sinks(sinks, q.shape[-2], name),
-        "k_scale": _descale(name, "k_descale", k_descale),
-        "v_scale": _descale(name, "v_descale", v_descale),
-        "return_lse": return_softmax_lse,
-    }
-    if cu_seqlens_q is None and window_right < 0 and q.shape[1] <= MAX_DECODE_QUERIES:
-        return _decode(q, k_cache, v_cache, table, lens, num_splits == 1, out, options)
-    if cu_seqlens_q is None:
-        bounds = torch.arange(batch_size + 1, dtype=torch.int32, device=q.device) * q.shape[1]
-    elif max_seqlen_q is None:
-        raise ValueError(f"attnops.compat: {name}: cu_seqlens_q needs max_seqlen_q")
-    else:
-        bounds = cu_seqlens_q
-    return _extend(q, k_cache, v_cache, table, lens, bounds, out, options | {"window_right": window_right})
-
-
-def _decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    table: Tensor,
-    lens: Tensor,
-    one_split: bool,
-    out: Tensor | None,
-    options: dict[str, Any],
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Few query tokens of each request, as many of all: ``[B, S_q, H_q, D]``."""
-    bound = table.shape[1] * k_cache.shape[1]
-    plan = XqaDecodePlan.allocate(
-        q.shape[0],
-        num_q_heads=q.shape[2],
-        num_kv_heads=k_cache.shape[2],
-        head_dim=q.shape[3],
-        seqlen_q=q.shape[1],
-        window_left=options["window_left"],
-        fixed_split_tokens=-(-bound // TILE_TOKENS) * TILE_TOKENS if one_split else 0,
-        max_seqlen_k=bound,
-        device=q.device,
-    )
-    ops.xqa_decode_plan(plan, lens)
-    result, lse = ops.xqa_decode(q, k_cache, v_cache, table, lens, plan, out=out, **options)
+    given = locals()
+    if only_qv:
+        raise refuse("flash_attn_with_kvcache", "only_qv=True", "MLA has a rotary part of 64")
+    options = {key: value for key, value in given.items() if key not in _NOT_OF_A_CALL}
+    options["attention_chunk"] = attention_chunk or 0  # sgl_kernel's default is None
+    result, lse = Call("flash_attn_with_kvcache", **options, return_lse=return_softmax_lse).run()
     return result if lse is None else (result, heads_first(lse))
 
 
-def _extend(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    table: Tensor,
-    lens: Tensor,
-    bounds: Tensor,
-    out: Tensor | None,
-    options: dict[str, Any],
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Any query tokens, ``[T, H_q, D]`` or ``[B, S_q, H_q, D]``; `bounds` is where each request's begin."""
-    rows = q if q.dim() == 3 else q.flatten(0, 1)
-    flat_out = out if out is None or out.dim() == 3 else out.view(rows.shape)  # never a copy: it is written
-    plan = _fmha_plan(rows, k_cache, bounds.shape[0] - 1, options["causal"], options["window_left"])
-    ops.fmha_plan(plan, bounds, cache_seqlens=lens)
-    result, lse = ops.fmha_paged(rows, k_cache, v_cache, table, lens, bounds, plan, out=flat_out, **options)
-    result = result.view(q.shape)
-    if lse is None:
-        return result
-    return result, heads_first(lse if q.dim() == 3 else lse.unflatten(0, q.shape[:2]))
+_NOT_OF_A_CALL = ("scheduler_metadata", "pack_gqa", "sm_margin", "return_softmax_lse", "only_qv", "ver")
+
+
+@names_the_peers("flash_attn_combine", outs="out_partial", lses="lse_partial")
+def flash_attn_combine(
+    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """`attnops.ops.merge_states` of splits.
+
+    Args:
+        out_partial: ``[num_splits, B, S, H, D]`` or ``[num_splits, T, H, D]`` float32. lse_partial: float32, in that
+            shape without D; any strides.
+        out: Destination ``[B, S, H, D]`` or ``[T, H, D]``. out_dtype: Of the output; None: as `out`, else float32.
+
+    Returns:
+        ``(out, lse)``: natural log ``[B, S, H]`` or ``[T, H]``, -inf for a row without keys.
+    """
+    shape = out_partial.shape[1:]
+    if lse_partial.shape != out_partial.shape[:-1]:
+        raise ValueError(
+            f"attnops.compat: flash_attn_combine: lse_partial must be {list(out_partial.shape[:-1])} as out_partial, "
+            f"got {list(lse_partial.shape)}"
+        )
+    flat = out_partial.flatten(1, -3) if out_partial.dim() > 4 else out_partial
+    merged, lse = ops.merge_states(flat, lse_partial.float().flatten(1, -2).contiguous())
+    merged, lse = merged.view(shape), lse.view(shape[:-1])
+    if out is not None:
+        return out.copy_(merged), lse
+    return merged.to(out_dtype or out_partial.dtype), lse
 
 
 @names_the_peers(
@@ -268,40 +218,6 @@ def flash_attn_varlen_func(
 def _fmha_plan(q: Tensor, k: Tensor, batch_size: int, causal: bool, window_left: int) -> FmhaPlan:
     heads = {"num_q_heads": q.shape[1], "num_kv_heads": k.shape[-2]}
     return FmhaPlan.allocate(q.shape[0], batch_size, causal=causal, window_left=window_left, device=q.device, **heads)
-
-
-def _table(table: Tensor | None, rows: Tensor | None, batch_size: int, device: torch.device) -> Tensor:
-    """A cache without pages is one of pages as long as its sequences."""
-    if table is not None:
-        if rows is not None:
-            raise refuse("flash_attn_with_kvcache", "cache_batch_idx with page_table", "index the page table's rows")
-        return table
-    if rows is None:
-        rows = torch.arange(batch_size, dtype=torch.int32, device=device)
-    return as_int32("flash_attn_with_kvcache", "cache_batch_idx", rows, device).unsqueeze(1)
-
-
-def _lens(given: int | Tensor | None, batch_size: int, table: Tensor, k_cache: Tensor, device: torch.device) -> Tensor:
-    if isinstance(given, Tensor):
-        return as_int32("flash_attn_with_kvcache", "cache_seqlens", given, device)
-    length = table.shape[1] * k_cache.shape[1] if given is None else given
-    return torch.full((batch_size,), length, dtype=torch.int32, device=device)
-
-
-def _append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor) -> Tensor:
-    """Stores the new tokens behind the cached ones; returns the lengths with them. What finds no room is not stored."""
-    if k.dtype != k_cache.dtype or v.dtype != v_cache.dtype:
-        raise ValueError(
-            f"attnops.compat: flash_attn_with_kvcache: k is {k.dtype}, cache {k_cache.dtype}: append rows of its "
-            "dtype, or use attnops.ops.store_kv, which quantizes"
-        )
-    size, new = k_cache.shape[1], k.shape[1]
-    position = lens.long().unsqueeze(1) + torch.arange(new, device=lens.device)
-    page = torch.div(position, size, rounding_mode="floor")
-    slot = table.long().gather(1, page.clamp(max=table.shape[1] - 1)) * size + position % size
-    slot = torch.where(page < table.shape[1], slot, -1)
-    ops.store_kv(k_cache, v_cache, k.flatten(0, 1), v.flatten(0, 1), slot.flatten())
-    return lens + new
 
 
 def _descale(function: str, name: str, scale: Tensor | None) -> Tensor | None:

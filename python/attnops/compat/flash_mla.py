@@ -53,7 +53,7 @@ class FlashMLASchedMeta:
 def get_mla_metadata(
     cache_seqlens: Tensor | None = None,
     num_q_tokens_per_head_k: int | None = None,
-    num_heads_k: int = 1,
+    num_heads_k: int | None = 1,
     num_heads_q: int | None = None,
     is_fp8_kvcache: bool = False,
     topk: int | None = None,
@@ -65,7 +65,7 @@ def get_mla_metadata(
     Args:
         cache_seqlens: int32 ``[B]``; None: generation 3.
         num_q_tokens_per_head_k (generation 1: num_heads_per_head_k): ``S_q * H_q // H_k``.
-        num_heads_k: 1.
+        num_heads_k: Taken: the works of every head's call are the same.
         num_heads_q, is_fp8_kvcache: Taken; the schedule does not depend on them.
         topk: None.
 
@@ -74,8 +74,6 @@ def get_mla_metadata(
     """
     if topk is not None:
         raise refuse("get_mla_metadata", f"topk={topk}", _NO_SPARSE)
-    if num_heads_k != 1:
-        raise refuse("get_mla_metadata", f"num_heads_k={num_heads_k}", "MLA has one latent head")
     if cache_seqlens is None:
         return FlashMLASchedMeta(), None
     rows = num_q_tokens_per_head_k if num_heads_per_head_k is None else num_heads_per_head_k
@@ -121,8 +119,9 @@ def flash_mla_with_kvcache(
     Args:
         q: ``[B, S_q, H_q, 576]`` (bf16, fp16; over a float8_e4m3fn cache also float8_e4m3fn, with `descale_q`: products
             of both may then round to e4m3, as the peer's do, and the output is bf16).
-        k_cache: ``[P, page_size, 1, 576]``, any page size; with `is_fp8_kvcache` rows ``[P, page_size, 1, 656]``
-            of a one-byte dtype, or float8_e4m3fn ``[..., 576]`` with `descale_k`.
+        k_cache: ``[P, page_size, H_k, 576]``, any page size; float8_e4m3fn with `descale_k`, where `is_fp8_kvcache`
+            may be left out; with `is_fp8_kvcache` rows ``[P, page_size, 1, 656]`` of a one-byte dtype. Of several
+            heads, each is a call of the op with its share of the query heads.
         block_table: int32 ``[B, max_blocks]``. cache_seqlens: int32 ``[B]``.
         head_dim_v: 512.
         tile_scheduler_metadata, num_splits: What `get_mla_metadata` returned. Tensors hold for the lengths that they
@@ -144,40 +143,52 @@ def flash_mla_with_kvcache(
         raise refuse(name, f"head_dim_v={head_dim_v}", "values are the first 512 of a latent")
     if block_table is None or cache_seqlens is None:
         raise refuse(name, "block_table=None or cache_seqlens=None", "dense attention needs both")
-    if k_cache.dim() != 4 or k_cache.shape[2] != 1:
-        raise ValueError(f"attnops.compat: {name}: k_cache must be [P, page_size, 1, D], got {list(k_cache.shape)}")
-    pages = k_cache.squeeze(2)
-    pages = _checked_pages(name, pages, is_fp8_kvcache, descale_k)
+    num_heads_k = k_cache.shape[2] if k_cache.dim() == 4 else 0
+    if not num_heads_k or q.dim() != 4 or q.shape[2] % num_heads_k:
+        raise ValueError(
+            f"attnops.compat: {name}: k_cache must be [P, page_size, H_k, D] with H_k of which q's {q.shape[-2]} heads "
+            f"are a multiple, got {list(k_cache.shape)}"
+        )
+    k_cache = _checked_pages(name, k_cache, is_fp8_kvcache, descale_k)
     rounded = q.dtype == _FP8
-    if rounded and pages.dtype != _FP8:
-        raise refuse(name, f"q of float8_e4m3fn with a cache of {pages.dtype}", "give q in bf16")
+    if rounded and k_cache.dtype != _FP8:
+        raise refuse(name, f"q of float8_e4m3fn with a cache of {k_cache.dtype}", "give q in bf16")
     if rounded:
         q = (q.float() if descale_q is None else q.float() * descale_q).to(torch.bfloat16)
     elif descale_q is not None:
         raise refuse(name, f"descale_q with q of {q.dtype}", "only float8_e4m3fn queries have a scale")
     num_q_heads, head_dim = q.shape[2:]
-    plan = _plan_of(name, q, cache_seqlens, tile_scheduler_metadata, num_splits)
-    out, lse = ops.mla_decode(
-        q,
-        pages,
-        block_table,
-        cache_seqlens,
-        plan,
-        softmax_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
-        causal=causal,
-        sinks=as_sinks(attn_sink, num_q_heads, name, "attn_sink"),
-        kv_scale=None if descale_k is None else descale_k.reshape(1).float(),
-        return_lse=True,
-        fp8_products=rounded,
-    )
-    assert lse is not None
-    return out, heads_first(empty_is_plus_inf(lse))
+    group = num_q_heads // num_heads_k
+    sinks = as_sinks(attn_sink, num_q_heads, name, "attn_sink")
+    plan = _plan_of(name, q[:, :, :group], cache_seqlens, tile_scheduler_metadata, num_splits)
+    out = q.new_empty(*q.shape[:-1], MLA_HEAD_DIM_V)
+    parts = []
+    for head in range(num_heads_k):
+        mine = slice(head * group, (head + 1) * group)
+        _, lse = ops.mla_decode(
+            q[:, :, mine],
+            k_cache[:, :, head],
+            block_table,
+            cache_seqlens,
+            plan,
+            softmax_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
+            causal=causal,
+            sinks=sinks if sinks is None or num_heads_k == 1 else sinks[mine].contiguous(),
+            kv_scale=None if descale_k is None else descale_k.reshape(1).float(),
+            out=out[:, :, mine],
+            return_lse=True,
+            fp8_products=rounded,
+        )
+        assert lse is not None
+        parts.append(lse)
+    natural = parts[0] if num_heads_k == 1 else torch.cat(parts, -1)
+    return out, heads_first(empty_is_plus_inf(natural))
 
 
 def _checked_pages(name: str, pages: Tensor, is_fp8_kvcache: bool, descale_k: Tensor | None) -> Tensor:
     """The cache as the op takes it: rows of 656 bytes are uint8."""
     one_byte = pages.element_size() == 1
-    if one_byte != is_fp8_kvcache:
+    if one_byte != is_fp8_kvcache and pages.dtype != _FP8:
         raise ValueError(f"attnops.compat: {name}: is_fp8_kvcache={is_fp8_kvcache} with k_cache of {pages.dtype}")
     if one_byte and pages.shape[-1] == _ROW_BYTES:
         if descale_k is not None:

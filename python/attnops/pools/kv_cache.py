@@ -262,11 +262,14 @@ class MLATokenToKVPool(KVCache):
 
         Args:
             loc: int32 or int64 ``[num_tokens]``, slots; negative: not stored.
-            latent: ``[num_tokens, 576]``, or ``[num_tokens, 512]`` with `k_rope` ``[num_tokens, 64]``.
+            latent: ``[num_tokens, 576]``, or ``[num_tokens, 512]`` with `k_rope` ``[num_tokens, 64]``; each also as
+                ``[num_tokens, 1, ...]``.
             kv_scale: float32 ``[1]``, device; of an e4m3 pool.
             report: The checked mode's buffer (`attnops.report`).
         """
         pages = self.get_latent_buffer(layer.layer_id)
+        latent = latent.squeeze(1) if latent.dim() == 3 else latent
+        k_rope = k_rope.squeeze(1) if k_rope is not None and k_rope.dim() == 3 else k_rope
         torch.ops.attnops.store_mla_kv(pages, latent, k_rope, loc, kv_scale, report)
 
     def nbytes(self) -> int:

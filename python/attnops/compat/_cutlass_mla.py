@@ -1,4 +1,4 @@
-"""`sgl_kernel`'s `merge_state_v2` and CUTLASS MLA."""
+"""`sgl_kernel`'s CUTLASS MLA."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attnops import ops
-from attnops.compat._convert import as_int32, empty_is_minus_inf, refuse
+from attnops.compat._convert import as_int32, refuse
 from attnops.compat._errors import names_the_peers
 from attnops.metadata.plan import (
     MLA_HEAD_DIM_V,
@@ -19,24 +19,6 @@ from attnops.metadata.plan import (
 
 _ALIGN = 256  # bytes
 _MAX_HEADS = 128  # that a workspace is sized for, as in the peer
-
-
-@names_the_peers("merge_state_v2", out_a="v_a", lse_a="s_a", out_b="v_b", lse_b="s_b", out="v_merged", lse="s_merged")
-def merge_state_v2(
-    v_a: Tensor,
-    s_a: Tensor,
-    v_b: Tensor,
-    s_b: Tensor,
-    v_merged: Tensor | None = None,
-    s_merged: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`attnops.ops.merge_state`; lse is natural log, and either infinity marks an empty side.
-
-    Args:
-        v_a, v_b, v_merged: ``[T, H, D]``.
-        s_a, s_b, s_merged: float32 ``[T, H]``.
-    """
-    return ops.merge_state(v_a, empty_is_minus_inf(s_a), v_b, empty_is_minus_inf(s_b), out=v_merged, lse=s_merged)
 
 
 @names_the_peers("cutlass_mla_get_workspace_size")
@@ -121,6 +103,8 @@ def _workspace_bytes(batch_size: int, num_heads: int, parts: int) -> int:
 
 def _carve(workspace: Tensor, batch_size: int, num_heads: int) -> MlaDecodePlan:
     """A plan in the workspace, of as many parts as suit the device and the batch, or as fit."""
+    if torch.compiler.is_compiling():  # a tracer knows no addresses: the plan's memory is allocated
+        return MlaDecodePlan.allocate(batch_size, num_q_heads=num_heads, device=workspace.device)
     if workspace.dtype != torch.uint8 or not workspace.is_contiguous():
         raise ValueError("attnops.compat: cutlass_mla_decode: workspace must be contiguous uint8")
     parts = mla_num_sm_parts(workspace.device, batch_size, -(-num_heads // MLA_ROWS_PER_WORK))

@@ -1,0 +1,389 @@
+"""Attention over a cache of FlashAttention's kind: append, rotary embeddings, left padding, chunks, windows."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnops import ops
+from attnops.compat._attend import Positions, decode, padded_rows, ragged_decode
+from attnops.compat._convert import FP8, as_int32, as_sinks, joined_latents, refuse, to_dtype
+from attnops.compat._extend import extend
+from attnops.compat._positions import rotate
+from attnops.metadata.plan import MlaDecodePlan
+
+MAX_DECODE_QUERIES = 16  # per request; more are served as prefill
+_MAX_ROWS = 1 << 14  # requests of one call: a planner holds a batch in shared memory
+
+
+@dataclasses.dataclass
+class Call:
+    """One call, in FlashAttention's words; shapes as of `flash_attn_interface.flash_attn_with_kvcache`."""
+
+    name: str
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    k: Tensor | None = None
+    v: Tensor | None = None
+    qv: Tensor | None = None
+    rotary_cos: Tensor | None = None
+    rotary_sin: Tensor | None = None
+    rotary_interleaved: bool = True
+    rotary_seqlens: Tensor | None = None
+    cache_seqlens: int | Tensor | None = None
+    cache_batch_idx: Tensor | None = None
+    cache_leftpad: Tensor | None = None
+    page_table: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k_new: Tensor | None = None
+    max_seqlen_q: int | None = None
+    q_descale: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_size: Any = (-1, -1)
+    attention_chunk: int = 0
+    softcap: float = 0.0
+    num_splits: int = 0
+    sinks: Tensor | None = None
+    slopes: Tensor | None = None
+    out: Tensor | None = None
+    return_lse: bool = False
+    _written: bool = False
+
+    def run(self) -> tuple[Tensor, Tensor | None]:
+        """Out in q's shape, and natural lse in that shape without its last dimension."""
+        self._check()
+        rows = self.q if self.cu_seqlens_q is not None else self.q.flatten(0, 1)
+        table, lens = self._table(), self._lens()
+        if self.k is not None and self.v is not None:
+            rows, k = self._rotated(rows, lens)
+            lens = _append(self, k, self.v, table, lens)
+        if rows.dtype == FP8:
+            rows = rows.to(torch.bfloat16)
+        out, lse = self._attend(rows, table, lens)
+        shape = (*self.q.shape[:-1], out.shape[-1])
+        out = out.view(shape)
+        if self.out is not None and not self._written:
+            out = self.out.copy_(to_dtype(out, self.out.dtype).view(self.out.shape))
+        return out, None if lse is None else lse.view(shape[:-1])
+
+    def _check(self) -> None:
+        self.window_size = window_of(self.name, self.window_size)
+        if self.num_splits < 0:
+            raise ValueError(f"attnops.compat: {self.name}: num_splits must be at least 0, got {self.num_splits}")
+        if self.cu_seqlens_q is not None and self.max_seqlen_q is None:
+            raise ValueError(f"attnops.compat: {self.name}: cu_seqlens_q needs max_seqlen_q")
+        if self.cu_seqlens_q is None and self.max_seqlen_q not in (None, self.q.shape[1]):
+            raise ValueError(
+                f"attnops.compat: {self.name}: max_seqlen_q must be {self.q.shape[1]} (q.shape[1]) without "
+                f"cu_seqlens_q, got {self.max_seqlen_q}"
+            )
+        if (self.k is None) != (self.v is None):
+            raise ValueError(f"attnops.compat: {self.name}: k and v come together")
+        if (self.rotary_cos is None) != (self.rotary_sin is None):
+            raise ValueError(f"attnops.compat: {self.name}: rotary_cos and rotary_sin come together")
+        if self.rotary_cos is not None and self.k is None:
+            raise ValueError(f"attnops.compat: {self.name}: rotary_cos needs k and v: cached keys are rotated already")
+
+    @property
+    def batch_size(self) -> int:
+        return self.q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
+
+    @property
+    def seqlen_q(self) -> int:
+        return self.q.shape[1] if self.cu_seqlens_q is None else self.max_seqlen_q or 0
+
+    def _bounds(self) -> Tensor:
+        if self.cu_seqlens_q is not None:
+            return as_int32(self.name, "cu_seqlens_q", self.cu_seqlens_q, self.q.device)
+        return torch.arange(self.batch_size + 1, dtype=torch.int32, device=self.q.device) * self.q.shape[1]
+
+    def _table(self) -> Tensor:
+        """A cache without pages is one of pages as long as its sequences."""
+        rows = self.cache_batch_idx
+        if self.page_table is not None:
+            return self.page_table if rows is None else self.page_table.index_select(0, rows.long())
+        if rows is None:
+            rows = torch.arange(self.batch_size, dtype=torch.int32, device=self.q.device)
+        return as_int32(self.name, "cache_batch_idx", rows, self.q.device).unsqueeze(1)
+
+    def _lens(self) -> Tensor:
+        given = self.cache_seqlens
+        if isinstance(given, Tensor):
+            return as_int32(self.name, "cache_seqlens", given, self.q.device)
+        if given is None:
+            pages = 1 if self.page_table is None else self.page_table.shape[1]
+            given = pages * self.k_cache.shape[1]
+        return torch.full((self.batch_size,), given, dtype=torch.int32, device=self.q.device)
+
+    def _rotated(self, rows: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and new keys at their positions; all queries are at the first where none is masked."""
+        k = self.k
+        assert k is not None
+        if self.rotary_cos is None or self.rotary_sin is None:
+            return rows, k
+        start = lens if self.rotary_seqlens is None else self.rotary_seqlens.to(lens.device)
+        masked = self.causal or self.window_size != (-1, -1)
+        limit = self.rotary_cos.shape[0] - 1
+
+        def turned(x: Tensor, bounds: Tensor, step: int) -> Tensor:
+            index = torch.arange(x.shape[0], device=x.device)
+            owner = torch.searchsorted(bounds[1:].contiguous(), index, right=True).clamp(max=start.shape[0] - 1)
+            at = (start[owner] + (index - bounds[owner]) * step).clamp(0, limit)
+            cos, sin = self.rotary_cos[at].unsqueeze(1), self.rotary_sin[at].unsqueeze(1)  # type: ignore[index]
+            wide = x.to(torch.bfloat16) if x.dtype == FP8 else x
+            return rotate(wide, cos, sin, self.rotary_interleaved)
+
+        rows = turned(rows, self._bounds().long(), int(masked))
+        new = self._new_bounds().long()
+        flat = k if self.cu_seqlens_k_new is not None else k.flatten(0, 1)
+        return rows, to_dtype(turned(flat, new, 1), k.dtype).view(k.shape)
+
+    def _new_bounds(self) -> Tensor:
+        assert self.k is not None
+        if self.cu_seqlens_k_new is not None:
+            return as_int32(self.name, "cu_seqlens_k_new", self.cu_seqlens_k_new, self.q.device)
+        return torch.arange(self.batch_size + 1, dtype=torch.int32, device=self.q.device) * self.k.shape[1]
+
+    def _attend(self, rows: Tensor, table: Tensor, lens: Tensor) -> tuple[Tensor, Tensor | None]:
+        left, right = self.window_size
+        causal = self.causal or right == 0
+        if self.cache_leftpad is not None:
+            pad = as_int32(self.name, "cache_leftpad", self.cache_leftpad, rows.device)
+            k_cache, v_cache = one_token_pages(self.k_cache), one_token_pages(self.v_cache)
+            table = token_table(table, self.k_cache.shape[1], pad, table.shape[1] * self.k_cache.shape[1])
+            lens = (lens - pad).clamp(min=0)
+        else:
+            k_cache, v_cache = self.k_cache, self.v_cache
+        if self.qv is not None:
+            return self._latent(rows, k_cache, v_cache, table, lens, causal, left, right)
+        dtype = rows.dtype
+        rows, v_factor, scales = self._descaled(rows)
+        options: dict[str, Any] = {
+            "softmax_scale": rows.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale,
+            "logit_cap": self.softcap,
+            "sinks": as_sinks(self.sinks, rows.shape[1], self.name),
+            "return_lse": self.return_lse,
+            **scales,
+        }
+        uniform = self.cu_seqlens_q is None
+        few = uniform and self.seqlen_q <= MAX_DECODE_QUERIES
+        plain = v_factor is None and rows.dtype == dtype and self.attention_chunk <= 0 and self.slopes is None
+        destination = None
+        if self.out is not None and plain and self.out.dtype == dtype and self.out.is_contiguous():
+            destination = self.out.view(rows.shape)
+        self._written = destination is not None
+        if self.attention_chunk > 0:
+            out, lse = self._by_chunk(rows, k_cache, v_cache, table, lens, causal, left, right, options)
+        elif self.slopes is not None:
+            if not causal and self.seqlen_q != 1:
+                raise refuse(self.name, "alibi_slopes without causal", "one query token, or causal=True")
+            if right > 0:
+                raise refuse(self.name, f"alibi_slopes with window_size={self.window_size}", "leave the right side -1")
+            given = {"positions": Positions("ALIBI", slopes=self.slopes), "window_left": left, **options}
+            caches = (rows, k_cache, v_cache, table, lens)
+            if uniform:
+                out, lse = decode(self.name, *caches, seqlen_q=self.seqlen_q, **given)
+            else:
+                out, lse = ragged_decode(self.name, *caches, self._bounds(), self.seqlen_q, **given)
+        elif few and (right < 0 or causal):
+            given = {"causal": causal, "window_left": left, "cuts": self.num_splits, "out": destination, **options}
+            out, lse = decode(self.name, rows, k_cache, v_cache, table, lens, seqlen_q=self.seqlen_q, **given)
+        else:
+            given = {"causal": causal, "window_left": left, "window_right": -1 if causal else right, **options}
+            out, lse = extend(rows, k_cache, v_cache, table, lens, self._bounds(), out=destination, **given)
+        if v_factor is not None:
+            out = out * v_factor
+        return to_dtype(out, dtype), lse
+
+    def _descaled(self, rows: Tensor) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        """Queries with what differs from request to request multiplied in, in float32; a factor of the output; and the
+        scales that are the same for all requests."""
+        given = (self.q_descale, self.k_descale, self.v_descale)
+        for what, scale in zip(("q_descale", "k_descale", "v_descale"), given):
+            if scale is not None and self.k_cache.dtype.itemsize != 1:
+                raise refuse(self.name, f"{what} with a cache of {self.k_cache.dtype}", "only FP8 caches have descales")
+            if scale is not None and scale.dim() != 2:
+                raise ValueError(f"attnops.compat: {self.name}: {what} must be [B, H_kv], got {list(scale.shape)}")
+        if all(scale is None or scale.shape[0] <= 1 or scale.stride(0) == 0 for scale in given):
+            scales = {}
+            of_scores = [scale[0].float() for scale in given[:2] if scale is not None and scale.shape[0]]
+            if of_scores:
+                scales["k_scale"] = (of_scores[0] if len(of_scores) == 1 else of_scores[0] * of_scores[1]).contiguous()
+            if self.v_descale is not None and self.v_descale.shape[0]:
+                scales["v_scale"] = self.v_descale[0].float().contiguous()
+            return rows, None, scales
+        index = torch.arange(rows.shape[0], device=rows.device)
+        owner = torch.searchsorted(self._bounds()[1:].contiguous(), index, right=True).clamp(max=self.batch_size - 1)
+        group = rows.shape[1] // self.k_cache.shape[2]
+        spread = [None if s is None else s.float()[owner].repeat_interleave(group, 1).unsqueeze(2) for s in given]
+        rows = rows.float()
+        for factor in spread[:2]:
+            rows = rows if factor is None else rows * factor
+        return rows, spread[2], {}
+
+    def _by_chunk(
+        self,
+        rows: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        table: Tensor,
+        lens: Tensor,
+        causal: bool,
+        left: int,
+        right: int,
+        options: dict[str, Any],
+    ) -> tuple[Tensor, Tensor | None]:
+        """Every query row as a request of its own, whose keys are those of its chunk and its window."""
+        if self.slopes is not None:
+            raise refuse(self.name, "attention_chunk with alibi_slopes", "leave one of them out")
+        bounds, chunk = self._bounds().long(), self.attention_chunk
+        index = torch.arange(rows.shape[0], device=rows.device)
+        owner = torch.searchsorted(bounds[1:].contiguous(), index, right=True)
+        padding = owner >= self.batch_size
+        owner = owner.clamp(max=self.batch_size - 1)
+        length = lens.long()[owner]
+        at = index - bounds[owner + 1] + length
+        begin = at - at.remainder(chunk)
+        end = torch.minimum(begin + chunk, length)
+        if left >= 0:
+            begin = torch.maximum(begin, at - left)
+        if causal or right >= 0:
+            end = torch.minimum(end, at + (0 if causal else right) + 1)
+        begin = begin.clamp(min=0)
+        size, tokens = k_cache.shape[1], min(chunk, table.shape[1] * k_cache.shape[1])
+        counts = torch.where(padding, 0, end - begin).clamp(min=0).int()
+        k_pages, v_pages = one_token_pages(k_cache), one_token_pages(v_cache)
+        parts = []
+        for first in range(0, max(rows.shape[0], 1), _MAX_ROWS):
+            some = slice(first, first + _MAX_ROWS)
+            cells = token_table(table[owner[some]], size, begin[some], tokens)
+            parts.append(decode(self.name, rows[some], k_pages, v_pages, cells, counts[some], seqlen_q=1, **options))
+        if len(parts) == 1:
+            return parts[0]
+        lses = [lse for _, lse in parts if lse is not None]
+        return torch.cat([out for out, _ in parts]), torch.cat(lses) if lses else None
+
+    def _latent(
+        self,
+        rows: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        table: Tensor,
+        lens: Tensor,
+        causal: bool,
+        left: int,
+        right: int,
+    ) -> tuple[Tensor, Tensor | None]:
+        """MLA: q is the rotary part, qv the latent one; so are the two caches."""
+        qv = self.qv
+        assert qv is not None
+        if (rows.shape[-1], qv.shape[-1], k_cache.shape[2]) != (64, 512, 1):
+            raise refuse(
+                self.name,
+                f"qv of {qv.shape[-1]} beside q of {rows.shape[-1]} and {k_cache.shape[2]} KV heads",
+                "MLA is 512, 64 and one",
+            )
+        if right > 0 or self.attention_chunk > 0 or self.slopes is not None:
+            raise refuse(self.name, "qv with a right window, attention_chunk or alibi_slopes", "leave them out")
+        if self.cu_seqlens_q is None:
+            qv = qv.flatten(0, 1)
+        dtype = rows.dtype
+        scale = (64 + 512) ** -0.5 if self.softmax_scale is None else self.softmax_scale
+        qv, kv_scale = qv.to(dtype), None
+        if self.q_descale is not None:
+            factor = _one(self.name, "q_descale", self.q_descale)
+            rows, qv = (rows.float() * factor).to(dtype), (qv.float() * factor).to(dtype)
+        if self.v_descale is not None or self.k_descale is not None:
+            one = torch.ones(1, device=rows.device)
+            kv_scale = one if self.v_descale is None else _one(self.name, "v_descale", self.v_descale)
+            rope = one if self.k_descale is None else _one(self.name, "k_descale", self.k_descale)
+            rows = (rows.float() * (rope / kv_scale)).to(dtype)
+        pages, cells = joined_latents(self.name, v_cache.squeeze(2), k_cache.squeeze(2), table)
+        if pages.dtype == FP8 and kv_scale is None:
+            kv_scale = torch.ones(1, device=rows.device)
+        places = None
+        if self.cu_seqlens_q is not None:
+            index, places, padding = padded_rows(self._bounds(), rows.shape[0], self.seqlen_q)
+            rows, qv = rows[index], qv[index]
+        plan = MlaDecodePlan.allocate(
+            self.batch_size, seqlen_q=self.seqlen_q, num_q_heads=rows.shape[1], window_left=left, device=rows.device
+        )
+        ops.mla_decode_plan(plan, lens)
+        out, lse = ops.mla_decode(
+            qv,
+            pages,
+            cells,
+            lens,
+            plan,
+            softmax_scale=scale,
+            q_pe=rows,
+            causal=causal,
+            window_left=left,
+            logit_cap=self.softcap,
+            sinks=as_sinks(self.sinks, rows.shape[1], self.name),
+            kv_scale=kv_scale,
+            return_lse=self.return_lse,
+        )
+        if places is None:
+            return out, lse
+        out = out[places].masked_fill(padding.view(-1, 1, 1), 0)
+        return out, None if lse is None else lse[places].masked_fill(padding.unsqueeze(1), -torch.inf)
+
+
+def window_of(name: str, window: Any) -> tuple[int, int]:
+    """(left, right) of a pair, None, or a tensor of two on the CPU."""
+    if window is None:
+        return -1, -1
+    if isinstance(window, Tensor) and not window.is_cpu:
+        raise refuse(name, "window_size=a tensor on a device", "give it on the CPU: the host must know it")
+    left, right = (-1 if side is None else int(side) for side in window)
+    return max(left, -1), max(right, -1)
+
+
+def one_token_pages(pages: Tensor) -> Tensor:
+    """``[P * page_size, 1, H, D]``: a view where the strides have one, else a copy."""
+    return pages.flatten(0, 1).unsqueeze(1)
+
+
+def token_table(table: Tensor, page_size: int, begin: Tensor, tokens: int) -> Tensor:
+    """Slots ``[B, tokens]`` int32 of each request's tokens from `begin` on; beyond its table, any."""
+    position = begin.long().unsqueeze(1) + torch.arange(tokens, device=table.device)
+    page = torch.div(position, page_size, rounding_mode="floor").clamp(0, max(table.shape[1] - 1, 0))
+    slots = table.long().gather(1, page) * page_size + position.remainder(page_size)
+    return slots.clamp(-1, 2**31 - 1).int()
+
+
+def _one(name: str, what: str, scale: Tensor) -> Tensor:
+    """One number of a descale ``[B, 1]`` that is the same for all requests."""
+    if scale.numel() != 1 and any(stride != 0 for stride, size in zip(scale.stride(), scale.shape) if size > 1):
+        raise refuse(name, f"{what} per request with qv", "expand one number to [B, 1]")
+    return scale.reshape(-1)[:1].float()
+
+
+def _append(call: Call, k: Tensor, v: Tensor, table: Tensor, lens: Tensor) -> Tensor:
+    """Stores the new tokens behind the cached ones; returns the lengths with them. What finds no room is not stored."""
+    if k.dtype != call.k_cache.dtype or v.dtype != call.v_cache.dtype:
+        raise ValueError(
+            f"attnops.compat: {call.name}: k is {k.dtype}, cache {call.k_cache.dtype}: append rows of its "
+            "dtype, or use attnops.ops.store_kv, which quantizes"
+        )
+    size, bounds = call.k_cache.shape[1], call._new_bounds().long()
+    if call.cu_seqlens_k_new is None:
+        k, v = k.flatten(0, 1), v.flatten(0, 1)
+    index = torch.arange(k.shape[0], device=k.device)
+    owner = torch.searchsorted(bounds[1:].contiguous(), index, right=True)
+    padding = owner >= lens.shape[0]
+    owner = owner.clamp(max=max(lens.shape[0] - 1, 0))
+    position = lens.long()[owner] + index - bounds[owner]
+    page = torch.div(position, size, rounding_mode="floor")
+    cell = table.long()[owner, page.clamp(0, table.shape[1] - 1)]
+    slot = torch.where((page < table.shape[1]) & ~padding & (position >= 0), cell * size + position % size, -1)
+    ops.store_kv(call.k_cache, call.v_cache, k, v, slot)
+    return lens + bounds.diff().int()

@@ -1,0 +1,55 @@
+"""`sgl_kernel`'s attention: merges of states, CUTLASS MLA, and its modules `flash_attn` and `flash_mla`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnops import ops
+from attnops.compat._convert import empty_is_minus_inf, from_log2, to_log2
+from attnops.compat._cutlass_mla import cutlass_mla_decode, cutlass_mla_get_workspace_size
+from attnops.compat._errors import names_the_peers
+from attnops.compat.sgl_kernel import flash_attn, flash_mla
+
+__all__ = [
+    "cutlass_mla_decode",
+    "cutlass_mla_get_workspace_size",
+    "flash_attn",
+    "flash_mla",
+    "merge_state",
+    "merge_state_v2",
+]
+
+
+@names_the_peers("merge_state_v2", out_a="v_a", lse_a="s_a", out_b="v_b", lse_b="s_b", out="v_merged", lse="s_merged")
+def merge_state_v2(
+    v_a: Tensor,
+    s_a: Tensor,
+    v_b: Tensor,
+    s_b: Tensor,
+    v_merged: Tensor | None = None,
+    s_merged: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`attnops.ops.merge_state`; lse is natural log, and either infinity marks an empty side.
+
+    Args:
+        v_a, v_b, v_merged: ``[T, H, D]``.
+        s_a, s_b, s_merged: float32 ``[T, H]``.
+    """
+    s_a, s_b = s_a.to(torch.float32), s_b.to(torch.float32)
+    return ops.merge_state(v_a, empty_is_minus_inf(s_a), v_b, empty_is_minus_inf(s_b), out=v_merged, lse=s_merged)
+
+
+@names_the_peers("merge_state", out_a="v_a", lse_a="s_a", out_b="v_b", lse_b="s_b", out="v_merged", lse="s_merged")
+def merge_state(
+    v_a: Tensor,
+    s_a: Tensor,
+    v_b: Tensor,
+    s_b: Tensor,
+    v_merged: Tensor | None = None,
+    s_merged: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`merge_state_v2` with lse in base 2, as `flashinfer.merge_state` has it."""
+    out, lse = merge_state_v2(v_a, from_log2(s_a), v_b, from_log2(s_b), v_merged)
+    lse = to_log2(lse)
+    return out, lse if s_merged is None else s_merged.copy_(lse)
