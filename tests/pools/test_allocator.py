@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from attnops.pools import PagedTokenToKVPoolAllocator
+from attnops.pools import PagedTokenToKVPoolAllocator, SWAKVPool, SWATokenToKVPoolAllocator
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])
@@ -123,3 +123,56 @@ def test_random_lives_never_leak_nor_share_by_accident():
                 holders[page] += 1
         assert holders == [allocator.holders(page) for page in range(allocator.num_pages)]
         assert allocator.available_pages == holders.count(0)
+
+
+@pytest.mark.parametrize("swa", [False, True])
+def test_a_page_given_back_in_two_calls_keeps_its_other_holder(swa):
+    allocator = PagedTokenToKVPoolAllocator(32, 4)
+    if swa:
+        allocator = SWATokenToKVPoolAllocator(SWAKVPool(32, 32, 4, torch.bfloat16, 1, 32, [0], [1]))
+    slots = allocator.alloc(6)
+    allocator.share(slots)  # a prefix cache
+    first, rest = slots[:5], slots[5:]
+    with pytest.raises(
+        ValueError, match=rf"slots must hold the first of page {int(rest[0]) // 4}, {int(slots[4])}, too"
+    ):
+        allocator.free(rest)
+    with pytest.raises(ValueError, match="taken and given back in one call"):
+        allocator.share(torch.cat([slots[:4], rest]))
+    allocator.free(first)
+    with pytest.raises(ValueError, match="slots must hold the first"):
+        allocator.free(rest)
+    assert [allocator.holders(page) for page in allocator.pages_of(slots)] == [1, 1], "the cache has both pages"
+    allocator.free(slots)
+    assert allocator.available_pages == 8
+
+
+def test_lists_of_unequal_length_are_named():
+    """They were cut to the shortest: a request got no slots, or another's."""
+    allocator = PagedTokenToKVPoolAllocator(32, 4)
+    for misuse, expected in (
+        (lambda: allocator.alloc_extend([0, 0], [4], [-1, -1]), "seq_lens must have 2 entries as prefix_lens, got 1"),
+        (lambda: allocator.alloc_extend([0], [4], []), "last_locs must have 1 entries as prefix_lens, got 0"),
+        (lambda: allocator.alloc_extend([0], [4, 5], [-1]), "seq_lens must have 1 entries as prefix_lens, got 2"),
+        (lambda: allocator.alloc_decode([1, 1], [-1]), "last_locs must have 2 entries as seq_lens, got 1"),
+        (lambda: allocator.alloc_decode([1], [-1, -1]), "last_locs must have 1 entries as seq_lens, got 2"),
+        (lambda: allocator.alloc_extend([-4], [4], [-1]), r"prefix_lens\[0\] must not be negative, got -4"),
+        (lambda: allocator.alloc_decode([0], [-1]), r"seq_lens\[0\] must count the new token, got 0"),
+        (lambda: allocator.alloc_pages(-1), "count must not be negative, got -1"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            misuse()
+    assert allocator.available_pages == 8
+
+
+def test_two_requests_cannot_grow_into_one_page():
+    allocator = PagedTokenToKVPoolAllocator(32, 4)
+    last = int(allocator.alloc(6)[-1])
+    for grow in (
+        lambda: allocator.alloc_extend([6, 6], [7, 7], [last, last]),
+        lambda: allocator.alloc_decode([7, 7], [last, last]),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"last_locs\[1\] = {last} lies in page {last // 4}, into which request 0"
+        ):
+            grow()

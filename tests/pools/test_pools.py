@@ -46,6 +46,48 @@ def test_request_rows_hold_what_was_written():
         pool.write_each([0], [8], torch.tensor([1]))
 
 
+def test_request_rows_and_tokens_that_are_none_are_named():
+    """Negative ones would count from the end, and write another request's slots."""
+    pool = ReqToTokenPool(4, 8)
+    one, two = torch.tensor([1]), torch.tensor([1, 2])
+    for row in (-1, 4, 10**6):
+        expected = rf"row must be in \[0, 4\) of ReqToTokenPool, got {row}"
+        for misuse in (
+            lambda row=row: pool.write(row, 0, one),
+            lambda row=row: pool.write_each([1, row], [0, 0], two),
+            lambda row=row: pool.slots(row, 0, 1),
+        ):
+            with pytest.raises(ValueError, match=expected):
+                misuse()
+    for start in (-1, -8):
+        for misuse in (
+            lambda start=start: pool.write(1, start, one),
+            lambda start=start: pool.write_each([1, 2], [0, start], two),
+            lambda start=start: pool.slots(1, start, 1),
+        ):
+            with pytest.raises(ValueError, match=rf"tokens \[{start}, .* are none of a row"):
+                misuse()
+    with pytest.raises(ValueError, match=r"tokens \[5, 3\) are none"):
+        pool.slots(1, 5, 3)
+    with pytest.raises(ValueError, match="token 8 is beyond max_context_len 8"):
+        pool.slots(1, 5, 9)
+    with pytest.raises(ValueError, match="one entry per token, got 2, 1 and 2"):
+        pool.write_each([0, 1], [0], two)
+    with pytest.raises(ValueError, match="one entry per token, got 1, 1 and 2"):
+        pool.write_each([0], [0], two)
+    with pytest.raises(ValueError, match="takes slots in host memory"):
+        pool.write(0, 0, one.to("meta"))
+    with pytest.raises(ValueError, match="need_size must not be negative, got -2"):
+        pool.alloc(-2)
+    assert not pool.host.any(), "nothing was written"
+    pool.write_each([], [], one[:0])
+    rows = pool.alloc(3)
+    for twice in ([rows[0], rows[0]], [rows[1], 4], [rows[2], -1]):
+        with pytest.raises(ValueError, match="is not in use"):
+            pool.free(twice)
+    assert pool.available_size() == 1, "and nothing was given back"
+
+
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, E4M3])
 def test_rows_are_stored_at_their_slots(layout, dtype):

@@ -15,6 +15,9 @@ class PagedTokenToKVPoolAllocator:
     holders; each gives its hold back with `free`, and the last one returns the page. Only a page with one holder
     is written: a request may grow into the tail of its last page only while it is the only holder.
 
+    A hold is of a whole page. Slots stand for their pages: `share` and `free` take the slots of a page together, its
+    first one among them, so that a page given back in two calls is an error and not another holder's loss.
+
     All of it is host memory. Slots come as host tensors: ``slots.to(device, non_blocking=True)``.
 
     Args:
@@ -48,6 +51,8 @@ class PagedTokenToKVPoolAllocator:
 
     def alloc_pages(self, count: int) -> list[int] | None:
         """`count` pages with one holder each, or None when there are not as many."""
+        if count < 0:
+            raise ValueError(f"attnops: count must not be negative, got {count}")
         if count > len(self._free):
             return None
         pages = [self._free.pop() for _ in range(count)]
@@ -74,14 +79,18 @@ class PagedTokenToKVPoolAllocator:
             do not suffice.
 
         Raises:
-            ValueError: a request would write into the tail of a page that others hold, too.
+            ValueError: a request would write into the tail of a page that others hold, too; or lists of unequal length.
         """
+        _check_lengths(prefix_lens=prefix_lens, seq_lens=seq_lens, last_locs=last_locs)
         needed = [self._pages_for(seq) - self._pages_for(prefix) for prefix, seq in zip(prefix_lens, seq_lens)]
+        tails: dict[int, int] = {}
         for request, (prefix, seq, last) in enumerate(zip(prefix_lens, seq_lens, last_locs)):
+            if prefix < 0:
+                raise ValueError(f"attnops: prefix_lens[{request}] must not be negative, got {prefix}")
             if seq < prefix:
                 raise ValueError(f"attnops: seq_lens[{request}] = {seq} is below prefix_lens[{request}] = {prefix}")
             if seq > prefix and prefix % self.page_size:
-                self._check_tail(request, prefix, last)
+                self._check_tail(request, prefix, last, tails)
         pages = self.alloc_pages(sum(needed))
         if pages is None:
             return None
@@ -100,10 +109,15 @@ class PagedTokenToKVPoolAllocator:
 
     def alloc_decode(self, seq_lens: Sequence[int], last_locs: Sequence[int]) -> Tensor | None:
         """Slot of one more token per request; `seq_lens` count it. int64 ``[B]``, or None, as `alloc_extend`."""
+        _check_lengths(seq_lens=seq_lens, last_locs=last_locs)
+        for request, seq in enumerate(seq_lens):
+            if seq < 1:
+                raise ValueError(f"attnops: seq_lens[{request}] must count the new token, got {seq}")
+        tails: dict[int, int] = {}
         fresh = [(seq - 1) % self.page_size == 0 for seq in seq_lens]
         for request, (seq, last) in enumerate(zip(seq_lens, last_locs)):
             if not fresh[request]:
-                self._check_tail(request, seq - 1, last)
+                self._check_tail(request, seq - 1, last, tails)
         pages = self.alloc_pages(sum(fresh))
         if pages is None:
             return None
@@ -116,9 +130,9 @@ class PagedTokenToKVPoolAllocator:
         """One more holder for each page that `slots` (host) lie in.
 
         Raises:
-            ValueError: a page is free.
+            ValueError: a page is free, or its first slot is not among `slots`.
         """
-        pages = self.pages_of(slots)
+        pages = self._whole_pages_of(slots)
         self._check_held(pages)
         for page in pages:
             self._holders[page] += 1
@@ -127,9 +141,10 @@ class PagedTokenToKVPoolAllocator:
         """One holder less for each page that `slots` (host) lie in; without holders a page is free again.
 
         Raises:
-            ValueError: a page is free already.
+            ValueError: a page is free already, or its first slot is not among `slots`: the rest of a page that an
+                earlier call gave back.
         """
-        pages = self.pages_of(slots)
+        pages = self._whole_pages_of(slots)
         self._check_held(pages)
         freed = []
         for page in pages:
@@ -141,15 +156,30 @@ class PagedTokenToKVPoolAllocator:
 
     def pages_of(self, slots: Tensor) -> list[int]:
         """The distinct pages of `slots`, ascending. Negative slots are padding and have none."""
+        return torch.unique(self._real(slots) // self.page_size).tolist()
+
+    def _real(self, slots: Tensor) -> Tensor:
         if slots.device.type != "cpu":
             raise ValueError("attnops: the allocator takes slots in host memory (ReqToTokenPool.slots): it never syncs")
-        slots = slots[slots >= 0]
-        return torch.unique(slots // self.page_size).tolist()
+        return slots[slots >= 0]
+
+    def _whole_pages_of(self, slots: Tensor) -> list[int]:
+        """The distinct pages of `slots`, each with its first slot."""
+        pages, first = self.pages_of(slots), self._real(slots)
+        begun = set((first[first % self.page_size == 0] // self.page_size).tolist())
+        for page in pages:
+            if page not in begun:
+                raise ValueError(
+                    f"attnops: slots must hold the first of page {page}, {page * self.page_size}, too: a hold is of a "
+                    "whole page, taken and given back in one call"
+                )
+        return pages
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
-    def _check_tail(self, request: int, prefix: int, last: int) -> None:
+    def _check_tail(self, request: int, prefix: int, last: int, tails: dict[int, int]) -> None:
+        """`tails`: pages that requests of this call grow into, and which."""
         page = last // self.page_size
         if last % self.page_size != (prefix - 1) % self.page_size or not 0 <= page < self.num_pages:
             raise ValueError(f"attnops: last_locs[{request}] = {last} cannot be the slot of token {prefix - 1}")
@@ -158,6 +188,11 @@ class PagedTokenToKVPoolAllocator:
                 f"attnops: request {request} would write into page {page}, which {self._holders[page]} hold: "
                 f"share whole pages only (prefix length {prefix}, page_size {self.page_size})"
             )
+        if page in tails:
+            raise ValueError(
+                f"attnops: last_locs[{request}] = {last} lies in page {page}, into which request {tails[page]} grows"
+            )
+        tails[page] = request
 
     def _check_held(self, pages: list[int]) -> None:
         for page in pages:
@@ -169,3 +204,11 @@ class PagedTokenToKVPoolAllocator:
 
     def _on_free(self, pages: list[int]) -> None:
         """What else happens to pages whose last holder left."""
+
+
+def _check_lengths(**lists: Sequence[int]) -> None:
+    """One entry per request in each."""
+    (first, reference), *rest = lists.items()
+    for name, values in rest:
+        if len(values) != len(reference):
+            raise ValueError(f"attnops: {name} must have {len(reference)} entries as {first}, got {len(values)}")

@@ -33,6 +33,8 @@ class ReqToTokenPool:
 
     def alloc(self, need_size: int = 1) -> list[int] | None:
         """Rows for `need_size` new requests, or None when there are not as many."""
+        if need_size < 0:
+            raise ValueError(f"attnops: need_size must not be negative, got {need_size}")
         if need_size > len(self._free):
             return None
         return [self._free.pop() for _ in range(need_size)]
@@ -43,38 +45,73 @@ class ReqToTokenPool:
         Raises:
             ValueError: a row is free already.
         """
-        for row in [rows] if isinstance(rows, int) else rows:
-            if not 0 <= row < self.size or row in self._free:
+        given = [rows] if isinstance(rows, int) else list(rows)
+        free = set(self._free)
+        for row in given:
+            if not 0 <= row < self.size or row in free:
                 raise ValueError(f"attnops: row {row} of ReqToTokenPool is not in use")
-            self._free.append(row)
+            free.add(row)
+        self._free.extend(given)
 
     def clear(self) -> None:
         self._free = list(range(self.size - 1, -1, -1))
 
     def write(self, row: int, start: int, slots: Tensor) -> None:
-        """Tokens ``start, start + 1, ...`` of one request are in `slots` (host tensor)."""
+        """Tokens ``start, start + 1, ...`` of one request are in `slots` (host tensor).
+
+        Raises:
+            ValueError: no such row or token, or `slots` are on a device.
+        """
         end = start + slots.shape[0]
-        if end > self.max_context_len:
-            raise ValueError(f"attnops: token {end} is beyond max_context_len {self.max_context_len} of ReqToTokenPool")
-        slots = slots.to(torch.int32)
+        self._check_range(row, start, end)
+        slots = _on_host(slots)
         self.host[row, start:end] = slots
         if self.host is not self.req_to_token:
             # From fresh pageable memory: the next step could overwrite a pinned staging buffer before it is read.
             self.req_to_token[row, start:end] = slots.to(self.device, non_blocking=True)
 
     def write_each(self, rows: list[int], positions: list[int], slots: Tensor) -> None:
-        """Token ``positions[i]`` of request ``rows[i]`` is in ``slots[i]``: a decode step, all requests at once."""
-        if positions and max(positions) >= self.max_context_len:
+        """Token ``positions[i]`` of request ``rows[i]`` is in ``slots[i]``: a decode step, all requests at once.
+
+        Raises:
+            ValueError: no such row or token, arguments of unequal length, or `slots` are on a device.
+        """
+        if not len(rows) == len(positions) == slots.shape[0]:
             raise ValueError(
-                f"attnops: token {max(positions)} is beyond max_context_len {self.max_context_len} of ReqToTokenPool"
+                f"attnops: rows, positions and slots must have one entry per token, got {len(rows)}, {len(positions)} "
+                f"and {slots.shape[0]}"
             )
+        if rows:  # the extremes stand for all: a step has hundreds
+            self._check_range(min(rows), min(positions), max(positions) + 1)
+            self._check_range(max(rows), 0, 0)
         index = torch.tensor([rows, positions], dtype=torch.int64)
-        slots = slots.to(torch.int32)
+        slots = _on_host(slots)
         self.host[index[0], index[1]] = slots
         if self.host is not self.req_to_token:
             index = index.to(self.device, non_blocking=True)
             self.req_to_token[index[0], index[1]] = slots.to(self.device, non_blocking=True)
 
     def slots(self, row: int, start: int, end: int) -> Tensor:
-        """Slots of tokens ``[start, end)`` of a request: int32, host."""
+        """Slots of tokens ``[start, end)`` of a request: int32, host.
+
+        Raises:
+            ValueError: no such row or token.
+        """
+        self._check_range(row, start, end)
         return self.host[row, start:end]
+
+    def _check_range(self, row: int, start: int, end: int) -> None:
+        if not 0 <= row < self.size:
+            raise ValueError(f"attnops: row must be in [0, {self.size}) of ReqToTokenPool, got {row}")
+        if not 0 <= start <= end:
+            raise ValueError(f"attnops: tokens [{start}, {end}) are none of a row of ReqToTokenPool")
+        if end > self.max_context_len:
+            raise ValueError(
+                f"attnops: token {end - 1} is beyond max_context_len {self.max_context_len} of ReqToTokenPool"
+            )
+
+
+def _on_host(slots: Tensor) -> Tensor:
+    if slots.device.type != "cpu":
+        raise ValueError("attnops: ReqToTokenPool takes slots in host memory: it never waits for a device")
+    return slots.to(torch.int32)
