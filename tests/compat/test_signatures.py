@@ -88,6 +88,24 @@ POSITIONAL = {
     flashinfer.BatchAttention.plan: """qo_indptr kv_indptr kv_indices kv_len_arr num_qo_heads num_kv_heads head_dim_qk
         head_dim_vo page_size causal sm_scale logits_soft_cap q_data_type kv_data_type use_profiler""",
     flashinfer.BatchAttention.run: "q kv_cache out lse k_scale v_scale logits_soft_cap profiler_buffer kv_cache_sf",
+    flashinfer.BatchPrefillWithPagedKVCacheWrapper.plan: """qo_indptr paged_kv_indptr paged_kv_indices
+        paged_kv_last_page_len num_qo_heads num_kv_heads head_dim_qk page_size head_dim_vo custom_mask
+        packed_custom_mask causal pos_encoding_mode use_fp16_qk_reduction sm_scale window_left logits_soft_cap
+        rope_scale rope_theta q_data_type kv_data_type o_data_type non_blocking prefix_len_ptr token_pos_in_items_ptr
+        token_pos_in_items_len max_item_len_ptr seq_lens seq_lens_q block_tables max_token_per_sequence
+        max_sequence_kv fixed_split_size disable_split_kv""",
+    flashinfer.BatchPrefillWithRaggedKVCacheWrapper.plan: """qo_indptr kv_indptr num_qo_heads num_kv_heads head_dim_qk
+        head_dim_vo custom_mask packed_custom_mask causal pos_encoding_mode use_fp16_qk_reduction window_left
+        logits_soft_cap sm_scale rope_scale rope_theta q_data_type kv_data_type o_data_type non_blocking
+        prefix_len_ptr token_pos_in_items_ptr token_pos_in_items_len max_item_len_ptr fixed_split_size
+        disable_split_kv seq_lens seq_lens_q max_token_per_sequence max_sequence_kv v_indptr o_indptr""",
+    flashinfer.BatchPrefillWithPagedKVCacheWrapper.forward: """q paged_kv_cache causal pos_encoding_mode
+        use_fp16_qk_reduction k_scale v_scale window_left logits_soft_cap sm_scale rope_scale rope_theta""",
+    flashinfer.BatchPrefillWithRaggedKVCacheWrapper.forward: """q k v causal pos_encoding_mode use_fp16_qk_reduction
+        window_left logits_soft_cap sm_scale rope_scale rope_theta""",
+    flashinfer.single_prefill_with_kv_cache: """q k v scale_q scale_k scale_v o_dtype custom_mask packed_custom_mask
+        causal kv_layout pos_encoding_mode use_fp16_qk_reduction sm_scale window_left logits_soft_cap rope_scale
+        rope_theta backend return_lse kv_cache_sf k_scale v_scale""",
     flashinfer.MultiLevelCascadeAttentionWrapper.plan: """qo_indptr_arr paged_kv_indptr_arr paged_kv_indices_arr
         paged_kv_last_page_len num_qo_heads num_kv_heads head_dim page_size causal pos_encoding_mode
         use_fp16_qk_reduction sm_scale window_left logits_soft_cap rope_scale rope_theta q_data_type kv_data_type""",

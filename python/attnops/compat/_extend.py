@@ -30,9 +30,12 @@ def extend(
     causal: bool = True,
     window_left: int = -1,
     out: Tensor | None = None,
+    plan: FmhaPlan | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Out and natural lse of queries ``[T, H, D]`` over a paged cache; `bounds` is where each request's begin.
+
+    Without a plan it makes its own.
 
     A cache whose dtype the op does not take beside q's is read from a copy of the pages in use.
     """
@@ -45,8 +48,9 @@ def extend(
         common = dtype if k_pages.dtype.itemsize == 1 else torch.float32
         q, k_pages, v_pages = q.to(common), gathered(k_pages, cells).to(common), gathered(v_pages, cells).to(common)
         cells, out = own_cells(cells), None
-    plan = new_fmha_plan(q, k_pages.shape[2], bounds.shape[0] - 1, causal, window_left)
-    ops.fmha_plan(plan, bounds, cache_seqlens=lens)
+    if plan is None:
+        plan = new_fmha_plan(q, k_pages.shape[2], bounds.shape[0] - 1, causal, window_left)
+        ops.fmha_plan(plan, bounds, cache_seqlens=lens)
     result, lse = ops.fmha_paged(
         q,
         k_pages,
@@ -73,9 +77,11 @@ def varlen(
     *,
     causal: bool = True,
     window_left: int = -1,
+    plan: FmhaPlan | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Out and natural lse of ragged queries over ragged keys."""
-    plan = new_fmha_plan(q, k.shape[1], bounds.shape[0] - 1, causal, window_left)
-    ops.fmha_plan(plan, bounds, bounds_k)
+    """Out and natural lse of ragged queries over ragged keys. Without a plan it makes its own."""
+    if plan is None:
+        plan = new_fmha_plan(q, k.shape[1], bounds.shape[0] - 1, causal, window_left)
+        ops.fmha_plan(plan, bounds, bounds_k)
     return ops.fmha_varlen(q, k, v, bounds, bounds_k, plan, causal=causal, window_left=window_left, **options)

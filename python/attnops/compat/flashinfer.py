@@ -25,6 +25,7 @@ from attnops.compat._flashinfer_mla_decode import (
     xqa_batch_decode_with_kv_cache_mla,
     xqa_mla,
 )
+from attnops.compat._flashinfer_paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 from attnops.compat._flashinfer_pages import (
     append_paged_kv_cache,
     append_paged_mla_kv_cache,
@@ -34,6 +35,11 @@ from attnops.compat._flashinfer_pages import (
     merge_state_in_place,
     merge_states,
     variable_length_merge_states,
+)
+from attnops.compat._flashinfer_ragged_prefill import (
+    BatchPrefillWithRaggedKVCacheWrapper,
+    single_prefill_with_kv_cache,
+    single_prefill_with_kv_cache_return_lse,
 )
 from attnops.compat._flashinfer_wrapper import (
     BatchDecodeWithPagedKVCacheWrapper,
@@ -47,6 +53,8 @@ __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
     "BatchMLAPagedAttentionWrapper",
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
     "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "MultiLevelCascadeAttentionWrapper",
@@ -60,6 +68,8 @@ __all__ = [
     "merge_state_in_place",
     "merge_states",
     "single_decode_with_kv_cache",
+    "single_prefill_with_kv_cache",
+    "single_prefill_with_kv_cache_return_lse",
     "trtllm_batch_context_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache_mla",

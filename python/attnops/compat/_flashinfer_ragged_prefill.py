@@ -1,0 +1,256 @@
+"""FlashInfer's prefill over ragged keys, and of one request, for `attnops.compat.flashinfer`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnops.compat._convert import FP4_CACHE, as_int32, check_lse, keep_in, refuse, require_default
+from attnops.compat._errors import names_the_peers
+from attnops.compat._extend import varlen
+from attnops.compat._flashinfer_prefill import JIT, Prefill
+from attnops.compat._positions import llama_angles, rotate
+
+
+class BatchPrefillWithRaggedKVCacheWrapper:
+    """Prefill over ragged keys and values, on `attnops.ops.fmha_varlen`. Arguments as of the wrapper over pages."""
+
+    _NAME = "BatchPrefillWithRaggedKVCacheWrapper"
+
+    @names_the_peers("BatchPrefillWithRaggedKVCacheWrapper")
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: Tensor | None = None,
+        kv_indptr_buf: Tensor | None = None,
+        custom_mask_buf: Tensor | None = None,
+        mask_indptr_buf: Tensor | None = None,
+        backend: str = "auto",
+        jit_args: list[Any] | None = None,
+        jit_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        require_default(self._NAME, {"jit_args": JIT, "jit_kwargs": JIT}, {}, locals())
+        if use_cuda_graph and (qo_indptr_buf is None or kv_indptr_buf is None):
+            raise ValueError("attnops.compat: use_cuda_graph=True needs qo_indptr_buf and kv_indptr_buf")
+        self._buffers = (qo_indptr_buf, kv_indptr_buf) if use_cuda_graph else (None, None)
+        masks = (custom_mask_buf, mask_indptr_buf)
+        self._prefill = Prefill(self._NAME, float_workspace_buffer, kv_layout, use_cuda_graph, masks)
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        return self._prefill.graph
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
+        """Taken: no memory of a workspace is needed."""
+
+    @names_the_peers("BatchPrefillWithRaggedKVCacheWrapper.plan")
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        head_dim_vo: int | None = None,
+        custom_mask: Tensor | None = None,
+        packed_custom_mask: Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: str | torch.dtype = "float16",
+        kv_data_type: str | torch.dtype | None = None,
+        o_data_type: str | torch.dtype | None = None,
+        non_blocking: bool = True,
+        prefix_len_ptr: Tensor | None = None,
+        token_pos_in_items_ptr: Tensor | None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        seq_lens: Tensor | None = None,
+        seq_lens_q: Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        v_indptr: Tensor | None = None,
+        o_indptr: Tensor | None = None,
+    ) -> None:
+        """Prepares `run`. `kv_indptr`: int32 ``[B + 1]``; `seq_lens` and what follows say the same, and are taken.
+
+        Args:
+            v_indptr, o_indptr: None: v stands as k does, the output as q.
+        """
+        name, given = f"{self._NAME}.plan", locals()
+        require_default(name, dict.fromkeys(("v_indptr", "o_indptr"), "v lies as k does, out as q"), {}, given)
+        names = ("qo_indptr", "kv_indptr")
+        tensors = [as_int32(name, what, given[what], self._prefill.device) for what in names]
+        bounds, bounds_k = map(keep_in, self._buffers, tensors, names, (True, True))
+        self._prefill.plan(given, bounds, bounds_k[1:] - bounds_k[:-1], bounds_k)
+
+    begin_forward = plan
+
+    @names_the_peers("BatchPrefillWithRaggedKVCacheWrapper.run")
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *args: Any,
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        o_scale: float | None = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+        kv_cache_sf: Tensor | tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attends: q ``[T, H_q, D]``, k ``[T_k, H_kv, D]``, v ``[T_k, H_kv, D_v]``, HND with heads first.
+
+        Args:
+            o_scale: Of an FP8 output: it is divided by this, so 1 or None.
+        """
+        name, prefill = f"{self._NAME}.run", self._prefill
+        require_default(name, {"kv_cache_sf": FP4_CACHE}, {}, locals())
+        if o_scale not in (None, 1, 1.0):
+            raise refuse(name, f"o_scale={o_scale}", "scale the output afterwards")
+        if prefill.kv_layout == "HND":
+            k, v = k.transpose(0, 1), v.transpose(0, 1)
+        window = prefill.check(name, q, k, None)
+        check_lse(name, lse, q)
+        options = prefill.options(name, q, q_scale, k_scale, v_scale, args)
+        rows = prefill.queries(prefill.dequantized(q, args))
+        assert prefill.bounds_k is not None
+        if prefill.rope is not None:
+            k, v = _turned(k, prefill.bounds_k, prefill.rope).to(rows.dtype), v.to(rows.dtype)
+        bounds = prefill.masked.bounds if prefill.masked is not None else prefill.bounds
+        plan = prefill.tiles(rows, window)
+        result = varlen(
+            rows,
+            k,
+            v,
+            bounds,
+            prefill.bounds_k,
+            window_left=window,
+            plan=plan,
+            return_lse=return_lse or lse is not None,
+            **options,
+        )
+        return prefill.finish(result, q, out, lse, return_lse)
+
+    def run_return_lse(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        return self.run(*args, return_lse=True, **options)  # type: ignore[return-value]
+
+    @names_the_peers("BatchPrefillWithRaggedKVCacheWrapper.forward")
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """`run` with options that replace those of `plan`, also where they are left out, as in the peer."""
+        self._prefill.choose(f"{self._NAME}.forward", locals())
+        return self.run(q, k, v)
+
+    def end_forward(self) -> None:
+        """Nothing to do."""
+
+
+def _turned(k: Tensor, bounds: Tensor, rope: tuple[float | None, float | None]) -> Tensor:
+    """Ragged keys at their positions."""
+    token, begins = torch.arange(k.shape[0], device=k.device), bounds.long()
+    request = (torch.searchsorted(begins, token, right=True) - 1).clamp(0, max(bounds.shape[0] - 2, 0))
+    return rotate(k, *llama_angles(token - begins[request], k.shape[-1], *rope), interleaved=False)
+
+
+@names_the_peers("single_prefill_with_kv_cache")
+def single_prefill_with_kv_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale_q: Tensor | None = None,
+    scale_k: Tensor | None = None,
+    scale_v: Tensor | None = None,
+    o_dtype: torch.dtype | None = None,
+    custom_mask: Tensor | None = None,
+    packed_custom_mask: Tensor | None = None,
+    causal: bool = False,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_fp16_qk_reduction: bool = False,
+    sm_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+    kv_cache_sf: tuple[Tensor, Tensor] | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """One request: q ``[S_q, H_q, D]``, k and v ``[S_k, H_kv, D]`` (HND: ``[H_kv, S_k, D]``).
+
+    Args:
+        scale_q, scale_k, scale_v: Of FP8: float32 ``[H_q]``, ``[H_kv]``, ``[H_kv]``.
+        custom_mask: bool ``[S_q, S_k]``. packed_custom_mask: Its bits. Others as of the wrappers.
+
+    Returns:
+        ``out``, or ``(out, lse)``: base 2.
+    """
+    wrapper = BatchPrefillWithRaggedKVCacheWrapper(q, kv_layout)
+    tokens = k.shape[0] if kv_layout == "NHD" else k.shape[1]
+    bounds, bounds_k = (torch.tensor([0, n], dtype=torch.int32) for n in (q.shape[0], tokens))
+    wrapper.plan(
+        bounds,
+        bounds_k,
+        q.shape[1],
+        k.shape[1] if kv_layout == "NHD" else k.shape[0],
+        q.shape[2],
+        v.shape[2],
+        custom_mask,
+        packed_custom_mask,
+        causal,
+        pos_encoding_mode,
+        use_fp16_qk_reduction,
+        window_left,
+        logits_soft_cap,
+        sm_scale,
+        rope_scale,
+        rope_theta,
+        q.dtype,
+        k.dtype,
+        o_dtype,
+    )
+    args: list[Tensor] = []
+    given = (scale_q, scale_k, scale_v)
+    if any(scale is not None for scale in given):
+        counts = (q.shape[1], *2 * wrapper._prefill.heads[1:])
+        args = [
+            torch.ones(count, device=q.device) if scale is None else scale.reshape(-1).expand(count)
+            for scale, count in zip(given, counts)
+        ]
+    options: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale, "kv_cache_sf": kv_cache_sf}
+    return wrapper.run(q, k, v, *args, return_lse=return_lse, **options)
+
+
+def single_prefill_with_kv_cache_return_lse(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """`single_prefill_with_kv_cache` with `return_lse`."""
+    return single_prefill_with_kv_cache(*args, **{**options, "return_lse": True})  # type: ignore[return-value]
