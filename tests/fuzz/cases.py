@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from . import backends, fmha, mla, paged, values, wrong, xqa
+from . import backends, fmha, mla, paged, peers, values, wrong, xqa
 from .draw import Draw, Failure, Refused, Void
 
 # Name: weight, and what draws and runs a case of it.
@@ -24,6 +24,8 @@ FAMILIES: dict[str, tuple[int, Callable[[Draw], None]]] = {
     "merge": (4, paged.right_merge),
     "backend": (20, backends.right_eager),
     "captured": (6, backends.right_captured),
+    "compat": (8, peers.right),
+    "ranks": (1, peers.right_ranks),
     "hostile decode": (6, values.hostile_decode),
     "hostile tables": (5, values.hostile_tables),
     "wrong argument": (8, wrong.wrong_argument),

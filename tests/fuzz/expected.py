@@ -1,0 +1,46 @@
+"""What a run must hit on a device: every op, backend, mode, function of `compat` and kind of wrong call."""
+
+from __future__ import annotations
+
+import torch
+from attnops import ops
+from attnops.backends import detect_machine, get_backend_class, registered_names
+from attnops.types import ForwardMode
+
+from .options import ISAS
+
+MODES = """all keys; alone; alone in a backend; balanced; batch-invariant; captured step; causal; checked; csr;
+checked fault; fp8; fp8 products; graph runner; mla e4m3; 656-byte rows; page table; plain; rope apart; scales of fp8;
+scales of plain keys; segment runner; sinks; soft cap; tree; tree with blind tokens; verify with a tree; window;
+window pool"""
+COMPAT = [
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "cutlass_mla_decode",
+    "flash_attn_with_kvcache",
+    "flash_mla_with_kvcache",
+    "merge_state",
+    "merge_state_v2",
+    "trtllm_batch_decode_with_kv_cache",
+]
+HOSTILE = ["row", "slot", "store", "store mla", "seqlens"]
+HOSTILE += [f"{kind} of {op}" for kind in ("length", "page index") for op in ("xqa_decode", "mla_decode")]
+WRONG = ["rank", "dtype", "device", "stride", "extent", "number"]
+
+
+def _has_kernel(op: str, device: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"attnops::{op}", device.upper())
+
+
+def expected(device: str) -> set[str]:
+    """Names as cases count them."""
+    called = [op for op in ops.__all__ if not op.endswith("_plan") and _has_kernel(op, device)]
+    machine = detect_machine(device)
+    backends = [name for name in registered_names() if not get_backend_class(name).capability.machine_reasons(machine)]
+    names = {f"op {op}" for op in called} | {f"wrong argument of {op}" for op in ops.__all__ if _has_kernel(op, device)}
+    names |= {f"backend {name}" for name in [*backends, "hybrid"]} | {f"compat {name}" for name in COMPAT}
+    names |= {f"mode {mode.strip()}" for mode in MODES.split(";")} | {f"mode {mode.name}" for mode in ForwardMode}
+    names |= {f"hostile {kind}" for kind in HOSTILE} | {f"wrong {kind}" for kind in WRONG}
+    if device == "cpu":
+        names |= {f"isa {isa}" for isa in ISAS[: ISAS.index(torch.ops.attnops.cpu_isa()) + 1]}
+        names.add("mode window right")
+    return names
