@@ -27,8 +27,10 @@ PYTHON_LAYERS = {
     "layers": {"types", "pools"},
     "compat": {"ops", "metadata"},
     "distributed": {"ops"},
+    "triton_kernels": set(),
     "backends": {
         "environment",
+        "triton_kernels",
         "types",
         "report",
         "reference",

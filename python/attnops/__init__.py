@@ -26,6 +26,7 @@ _SUBMODULES = frozenset(
         "pools",
         "reference",
         "report",
+        "triton_kernels",
         "types",
     }
 )

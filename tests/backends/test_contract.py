@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attnops.backends import HybridAttnBackend, Machine, get_backend_class, registered_names
+from attnops.backends import HybridAttnBackend, detect_machine, get_backend_class, registered_names
 from attnops.types import AttentionSpec, AttentionType, ForwardMode
 from checks import MAX_RELATIVE_ERROR, relative_error
 from graph_tape import GraphTape
@@ -74,7 +74,7 @@ SHAPES = {
 
 
 def backends() -> list[str]:
-    here = Machine(device="cpu")
+    here = detect_machine("cpu")
     return [name for name in registered_names() if not get_backend_class(name).capability.machine_reasons(here)]
 
 

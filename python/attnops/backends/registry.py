@@ -16,12 +16,12 @@ _MODULES = {
     "flashmla": "attnops.backends.decode_backends",
     "cutlass_mla": "attnops.backends.decode_backends",
     "trtllm_mla": "attnops.backends.decode_backends",
+    "triton": "attnops.backends.triton",
 }
 
 # Names that users of SGLang know and this package does not (yet) answer, each with the reason.
 NOT_BUILT = {
     "fa4": "attnops does not wrap flash-attn-4 yet",
-    "triton": "there is no Triton fallback yet",
     "flashinfer": "attnops does not wrap flashinfer-python yet",
     "flashinfer_mla": "attnops does not wrap flashinfer-python yet",
     "flex_attention": "attnops does not wrap flex_attention yet; use torch_native",
