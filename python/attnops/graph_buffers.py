@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from attnops import ops
+from attnops.pools import reason_against
 from attnops.report import is_checked, new_report
-from attnops.types import AttentionBatch, AttentionSpec, AttentionType, Limits
+from attnops.types import AttentionBatch, AttentionSpec, AttentionType, Limits, TokenPool, device_of
 
 MAX_CACHED_STEPS = 1024  # shapes whose views are kept; making them again gives the same addresses
 
@@ -43,6 +44,8 @@ class PagedBuffers:
     """
 
     def __init__(self, spec: AttentionSpec, limits: Limits, device: torch.device) -> None:
+        self._spec, self._device = spec, device_of(device)
+        self._known_pool: tuple[TokenPool, int] | None = None
         self._page_size = spec.page_size
         size = limits.max_batch_size
         has_cache = spec.attn_type is not AttentionType.ENCODER_ONLY
@@ -61,13 +64,29 @@ class PagedBuffers:
         self._steps: dict[tuple[int, int, bool, bool], PagedStep] = {}
 
     def step(self, batch: AttentionBatch) -> PagedStep:
-        """The views for the batch's shape; the same objects whenever the shape is the same."""
+        """The views for the batch's shape; the same objects whenever the shape is the same.
+
+        Raises:
+            ValueError: the batch's pool is not one of the model that the backend was built for.
+        """
+        self._check_pool(batch.token_to_kv_pool)
         key = (batch.batch_size, batch.num_tokens, batch.is_uniform, self._translates(batch))
         if key not in self._steps:
             if len(self._steps) >= MAX_CACHED_STEPS:
                 self._steps.clear()
             self._steps[key] = self._make(*key)
         return self._steps[key]
+
+    def _check_pool(self, pool: TokenPool | None) -> None:
+        """Asked once per pool, and again when buffers of it were replaced."""
+        if pool is None or not self._has_cache:
+            return
+        known = self._known_pool
+        if known is not None and known[0] is pool and known[1] == pool.buffers_version:
+            return
+        if reason := reason_against(pool, self._spec, self._device):
+            raise ValueError(f"attnops: the batch's pool does not fit the backend's AttentionSpec: {reason}")
+        self._known_pool = (pool, pool.buffers_version)
 
     def _make(self, batch_size: int, num_tokens: int, uniform: bool, translates: bool) -> PagedStep:
         table = self._page_table[:batch_size]

@@ -281,6 +281,14 @@ class AttentionBatch:
         return self.tokens_per_request > 0
 
 
+def device_of(device: torch.device | str) -> torch.device:
+    """A device as its tensors name it: "cuda" is the current CUDA device, "cuda:0" or another."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 def _require(holds: bool, message: str) -> None:
     if not holds:
         raise ValueError(message)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnops.backends.capability import Capability
 from attnops.report import first_fault
-from attnops.types import AttentionBatch, AttentionSpec, AttentionType, ForwardMode, Limits
+from attnops.types import AttentionBatch, AttentionSpec, AttentionType, ForwardMode, Limits, device_of
 
 if TYPE_CHECKING:
     from attnops.layers.radix_attention import RadixAttention
@@ -64,7 +64,7 @@ class AttentionBackend(ABC):
     def __init__(self, spec: AttentionSpec, limits: Limits, device: torch.device | str = "cpu") -> None:
         self.spec = spec
         self.limits = limits
-        self.device = torch.device(device)
+        self.device = device_of(device)
         reasons = self.capability.reasons_against(spec)
         if reasons:
             raise NotImplementedError(f"attnops: backend {self.name} does not serve this model: {'; '.join(reasons)}")

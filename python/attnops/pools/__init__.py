@@ -5,6 +5,7 @@ waits for the device; only what kernels read (`req_to_token`, `slot_map`, the pa
 """
 
 from attnops.pools.allocator import PagedTokenToKVPoolAllocator
+from attnops.pools.fit import reason_against
 from attnops.pools.kv_cache import KVCache, MHATokenToKVPool, MLATokenToKVPool
 from attnops.pools.req_to_token import ReqToTokenPool
 from attnops.pools.sliding_window import SWAKVPool, SWATokenToKVPoolAllocator
@@ -17,4 +18,5 @@ __all__ = [
     "ReqToTokenPool",
     "SWAKVPool",
     "SWATokenToKVPoolAllocator",
+    "reason_against",
 ]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnops import _load  # noqa: F401  (the store ops exist once the modules are loaded)
-from attnops.types import MLA_KV_LORA_RANK, MLA_ROPE_DIM, AttentionLayer
+from attnops.types import MLA_KV_LORA_RANK, MLA_ROPE_DIM, AttentionLayer, device_of
 
 MLA_FP8_ROW_BYTES = 656  # 512 e4m3, 4 float32 scales (one per 128), 64 bf16 rotary
 
@@ -76,7 +76,7 @@ class KVCache:
         self.size = self.num_pages * page_size
         self.dtype = dtype
         self.layer_num, self.start_layer = layer_num, start_layer
-        self.device = torch.device(device)
+        self.device = device_of(device)
         self._replacements = Replacements()
 
     @property

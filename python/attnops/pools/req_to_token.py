@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnops.types import device_of
+
 
 class ReqToTokenPool:
     """A row of token slots per running request.
@@ -22,7 +24,7 @@ class ReqToTokenPool:
     def __init__(self, size: int, max_context_len: int, device: torch.device | str = "cpu") -> None:
         self.size = size
         self.max_context_len = max_context_len
-        self.device = torch.device(device)
+        self.device = device_of(device)
         self.req_to_token = torch.zeros(size, max_context_len, dtype=torch.int32, device=self.device)
         on_host = self.device.type == "cpu"
         self.host = self.req_to_token if on_host else torch.zeros(size, max_context_len, dtype=torch.int32)

@@ -1,0 +1,55 @@
+"""Whether a pool is the one that a backend was built for."""
+
+from __future__ import annotations
+
+import torch
+
+from attnops.pools.kv_cache import MLA_FP8_ROW_BYTES, KVCache, MHATokenToKVPool, MLATokenToKVPool
+from attnops.pools.sliding_window import SWAKVPool
+from attnops.types import AttentionSpec, TokenPool
+
+
+def reason_against(pool: TokenPool, spec: AttentionSpec, device: torch.device) -> str:
+    """What of a pool does not fit a model, in one sentence; empty: it fits.
+
+    Pages of another size would be read at wrong places, and none of the ops sees that: a backend asks before the first
+    step with a pool, and again when buffers of it were replaced.
+    """
+    if not isinstance(pool, KVCache):  # a pool of the engine's own: what it says of itself
+        return _difference("the pool", "page_size", spec.page_size, pool.page_size)
+    if isinstance(pool, MLATokenToKVPool) != spec.is_mla:
+        wanted = "an MLATokenToKVPool" if spec.is_mla else "an MHATokenToKVPool or SWAKVPool"
+        return f"the pool must be {wanted}, got {type(pool).__name__}"
+    return _difference("the pool", "page_size", spec.page_size, pool.page_size) or next(
+        filter(None, (_reason_against_pages(name, pages, spec, device) for name, pages in _buffers(pool))), ""
+    )
+
+
+def _buffers(pool: KVCache) -> list[tuple[str, torch.Tensor]]:
+    if isinstance(pool, SWAKVPool):
+        return [*_buffers(pool.full_kv_pool), *_buffers(pool.swa_kv_pool)]
+    if isinstance(pool, MLATokenToKVPool):
+        return [("kv_buffer", pages) for pages in pool.kv_buffer]
+    if isinstance(pool, MHATokenToKVPool):
+        return [*(("k_buffer", pages) for pages in pool.k_buffer), *(("v_buffer", pages) for pages in pool.v_buffer)]
+    return []
+
+
+def _reason_against_pages(name: str, pages: torch.Tensor, spec: AttentionSpec, device: torch.device) -> str:
+    if spec.is_mla:
+        row = MLA_FP8_ROW_BYTES if spec.cache_dtype == torch.uint8 else spec.head_dim
+        dims = {"page_size": spec.page_size, "row": row}
+    else:
+        dims = {"page_size": spec.page_size, "head_num": spec.num_kv_heads}
+        dims |= {"head_dim": spec.head_dim} if name == "k_buffer" else {"v_head_dim": spec.v_head_dim}
+    reason = _difference(name, "dtype", spec.cache_dtype, pages.dtype)
+    reason = reason or _difference(name, "device", device, pages.device)
+    if pages.dim() != 1 + len(dims):
+        return reason or f"{name} must have {1 + len(dims)} dimensions, got shape {list(pages.shape)}"
+    for axis, (dim, extent) in enumerate(dims.items(), 1):
+        reason = reason or _difference(name, f"shape[{axis}] ({dim})", extent, pages.shape[axis])
+    return reason
+
+
+def _difference(owner: str, what: str, expected: object, got: object) -> str:
+    return "" if expected == got else f"{owner}'s {what} must be {expected}, got {got}"
