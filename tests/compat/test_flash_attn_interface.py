@@ -170,23 +170,6 @@ def test_varlen(theirs, ours):
     assert torch.equal(varlen(problem, softmax_scale=0.2, softcap=3.0, **theirs), out)
 
 
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [
-        ("seqused_q", torch.ones(1)),
-        ("seqused_k", torch.ones(1)),
-        ("qv", torch.ones(1)),
-        ("q_descale", torch.ones(1)),
-        ("attention_chunk", 8),
-        ("sm_margin", 1),
-        ("num_splits", 2),
-    ],
-)
-def test_varlen_names_what_it_does_not_honour(argument, value):
-    with pytest.raises(NotImplementedError, match=rf"flash_attn_varlen_func does not honour {argument}=.*: \w+"):
-        varlen(ragged_problem([5]), **{argument: value})
-
-
 def test_there_is_no_backward_pass():
     problem = ragged_problem([5])
     problem.q.requires_grad_()

@@ -42,6 +42,11 @@ POSITIONAL = {
     flash_attn_interface.flash_attn_varlen_func: """q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k
         seqused_q seqused_k softmax_scale causal qv q_descale k_descale v_descale window_size attention_chunk softcap
         num_splits pack_gqa deterministic sm_margin return_attn_probs""",
+    flash_attn_interface.flash_attn_func: """q k v softmax_scale causal qv q_descale k_descale v_descale window_size
+        attention_chunk softcap num_splits pack_gqa deterministic sm_margin return_attn_probs""",
+    flash_attn_interface.get_scheduler_metadata: """batch_size max_seqlen_q max_seqlen_k num_heads_q num_heads_kv
+        headdim cache_seqlens qkv_dtype headdim_v cu_seqlens_q cu_seqlens_k_new cache_leftpad page_size
+        max_seqlen_k_new causal window_size attention_chunk has_softcap num_splits pack_gqa sm_margin""",
     flash_mla.get_mla_metadata: "cache_seqlens num_q_tokens_per_head_k num_heads_k num_heads_q is_fp8_kvcache topk",
     flash_mla.flash_mla_with_kvcache: """q k_cache block_table cache_seqlens head_dim_v
         tile_scheduler_metadata num_splits softmax_scale causal is_fp8_kvcache indices attn_sink extra_k_cache

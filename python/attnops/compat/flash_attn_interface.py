@@ -8,17 +8,10 @@ import torch
 from torch import Tensor
 
 from attnops import ops
-from attnops.compat._convert import as_sinks, heads_first, refuse, require_default
+from attnops.compat._convert import heads_first, refuse
 from attnops.compat._errors import names_the_peers
 from attnops.compat._kvcache import Call
-from attnops.metadata.fmha_plan import FmhaPlan
-
-_INSTEAD = {
-    "qv": "MLA is attnops.ops.mla_decode, or attnops.compat.flash_mla",
-    "q_descale": "queries are 16-bit; fold their scale into softmax_scale",
-    "attention_chunk": "use window_size, or leave 0",
-    "sm_margin": "the whole device is used; leave 0",
-}
+from attnops.compat._varlen import attend_varlen
 
 
 @names_the_peers(
@@ -134,14 +127,7 @@ def flash_attn_combine(
     return merged.to(out_dtype or out_partial.dtype), lse
 
 
-@names_the_peers(
-    "flash_attn_varlen_func",
-    k_scale="k_descale",
-    v_scale="v_descale",
-    window_left="of window_size",
-    window_right="of window_size",
-    logit_cap="softcap",
-)
+@names_the_peers("flash_attn_varlen_func", k_scale="k_descale", v_scale="v_descale", logit_cap="softcap")
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -158,7 +144,7 @@ def flash_attn_varlen_func(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Any = (-1, -1),
     attention_chunk: int | None = 0,
     softcap: float = 0.0,
     num_splits: int = 1,
@@ -174,56 +160,138 @@ def flash_attn_varlen_func(
     Args:
         q: ``[T, H_q, D]``. k, v: ``[T_k, H_kv, D]``, ``[T_k, H_kv, D_v]``. cu_seqlens_q, cu_seqlens_k: int32
             ``[B + 1]``.
-        max_seqlen_q, max_seqlen_k: Nothing depends on them. pack_gqa, deterministic: Taken: the same call always gives
+        max_seqlen_q, max_seqlen_k: Bounds of the lengths. seqused_q, seqused_k: int32 ``[B]``: the tokens in use of
+            each request's, the first ones; outputs of the others are 0.
+        num_splits, pack_gqa, deterministic, sm_margin: Taken: schedules are attnops', and the same call always gives
             the same bits.
+        The others are those of `flash_attn_with_kvcache`.
 
     Returns:
         ``out``, or with `return_attn_probs` ``(out, lse)``: natural log ``[H_q, T]``, -inf for an empty row.
     """
-    name = "flash_attn_varlen_func"
-    used = "cut the tensors to the tokens in use"
-    instead = {key: _INSTEAD[key] for key in ("qv", "q_descale", "attention_chunk", "sm_margin")}
-    instead |= {"seqused_q": used, "seqused_k": used}
-    attention_chunk = attention_chunk or 0
-    require_default(name, instead, {"attention_chunk": 0, "sm_margin": 0}, locals())
-    if num_splits not in (0, 1):
-        raise refuse(name, f"num_splits={num_splits}", "keys are not split here; leave 1")
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)):
-        raise refuse(name, "tensors that require a gradient", "attnops has no backward pass; use torch.no_grad()")
-    window_left, window_right = window_size
-    if causal or window_right == 0:
-        causal, window_right = True, -1
-    plan = _fmha_plan(q, k, cu_seqlens_q.shape[0] - 1, causal, window_left)
-    ops.fmha_plan(plan, cu_seqlens_q, cu_seqlens_k)
-    out, lse = ops.fmha_varlen(
+    bounds = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    result, lse = attend_varlen(
+        "flash_attn_varlen_func",
         q,
         k,
         v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        plan,
-        softmax_scale=softmax_scale,
+        *bounds,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
         causal=causal,
-        window_left=window_left,
-        window_right=window_right,
-        logit_cap=softcap,
-        sinks=as_sinks(sinks, q.shape[1], name),
-        k_scale=_descale(name, "k_descale", k_descale),
-        v_scale=_descale(name, "v_descale", v_descale),
+        window_size=window_size,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        sinks=sinks,
         return_lse=return_attn_probs,
+        qv=qv,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        attention_chunk=attention_chunk or 0,
     )
-    return out if lse is None else (out, heads_first(lse))
+    return result if lse is None else (result, heads_first(lse))
 
 
-def _fmha_plan(q: Tensor, k: Tensor, batch_size: int, causal: bool, window_left: int) -> FmhaPlan:
-    heads = {"num_q_heads": q.shape[1], "num_kv_heads": k.shape[-2]}
-    return FmhaPlan.allocate(q.shape[0], batch_size, causal=causal, window_left=window_left, device=q.device, **heads)
+@names_the_peers("flash_attn_func", k_scale="k_descale", v_scale="v_descale", logit_cap="softcap")
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Any = (-1, -1),
+    attention_chunk: int | None = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    *,
+    sinks: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attnops.ops.fmha_varlen` of requests of one length; no backward pass.
+
+    Args:
+        q: ``[B, S_q, H_q, D]``. k, v: ``[B, S_k, H_kv, D]``, ``[B, S_k, H_kv, D_v]``. qv: ``[B, S_q, H_q, 512]``.
+        The others are those of `flash_attn_varlen_func`.
+
+    Returns:
+        ``[B, S_q, H_q, D_v]``, or with `return_attn_probs` ``(out, lse)``: natural log ``[B, H_q, S_q]``.
+    """
+    name = "flash_attn_func"
+    for what, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4:
+            raise ValueError(f"attnops.compat: {name}: {what} must be [B, S, H, D], got {list(tensor.shape)}")
+    batch_size, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
+    steps = torch.arange(batch_size + 1, dtype=torch.int32, device=q.device)
+    result, lse = attend_varlen(
+        name,
+        q.flatten(0, 1),
+        k.flatten(0, 1),
+        v.flatten(0, 1),
+        steps * seqlen_q,
+        steps * seqlen_k,
+        seqlen_q,
+        seqlen_k,
+        causal=causal,
+        window_size=window_size,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        sinks=sinks,
+        return_lse=return_attn_probs,
+        qv=None if qv is None else qv.flatten(0, 1),
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        attention_chunk=attention_chunk or 0,
+    )
+    result = result.unflatten(0, (batch_size, seqlen_q))
+    return result if lse is None else (result, heads_first(lse.unflatten(0, (batch_size, seqlen_q))))
 
 
-def _descale(function: str, name: str, scale: Tensor | None) -> Tensor | None:
-    """``[H_kv]`` of ``[B, H_kv]`` whose requests are the same by its strides; the values are not read."""
-    if scale is None:
-        return None
-    if scale.dim() != 2 or (scale.shape[0] > 1 and scale.stride(0) != 0):
-        raise refuse(function, f"{name} per request", "expand one number, or one per KV head, to [B, H_kv]")
-    return scale[0].contiguous()
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Tensor:
+    """What `flash_attn_with_kvcache` takes as `scheduler_metadata`.
+
+    attnops plans on the device within the call, from its own lengths, so this holds no schedule: an int32 ``[B + 1]``
+    of zeros, right for any step, and for a captured graph whose lengths change.
+
+    Args:
+        batch_size: Requests. cache_seqlens: int32 ``[B]``; it names the device. The others change nothing.
+
+    Raises:
+        ValueError: `cache_seqlens` is not ``[B]``.
+    """
+    if cache_seqlens.shape != (batch_size,):
+        raise ValueError(
+            f"attnops.compat: get_scheduler_metadata: cache_seqlens must be [{batch_size}] (batch_size), "
+            f"got {list(cache_seqlens.shape)}"
+        )
+    return torch.zeros(batch_size + 1, dtype=torch.int32, device=cache_seqlens.device)

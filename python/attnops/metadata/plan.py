@@ -42,6 +42,11 @@ def default_num_sm_parts(device: torch.device, parts_per_sm: int) -> int:
     """SMs of a CUDA device times `parts_per_sm`; elsewhere the threads of torch's pool."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count * parts_per_sm
+    return _num_threads()
+
+
+@torch.compiler.assume_constant_result  # so that a compiled function can make a plan
+def _num_threads() -> int:
     return torch.get_num_threads()
 
 
