@@ -26,6 +26,7 @@ OPS = (
     "fmha_paged",
     "fmha_varlen",
     "torch_native",  # the backend
+    "flex_attention",  # likewise; not in the header: no kernel records it
 )
 KINDS = ("none", "page index", "token slot", "request row", "length", "token slot")
 PAGE_INDEX, SLOT_ORDER = 1, 5

@@ -17,6 +17,7 @@ _MODULES = {
     "cutlass_mla": "attnops.backends.decode_backends",
     "trtllm_mla": "attnops.backends.decode_backends",
     "triton": "attnops.backends.triton",
+    "flex_attention": "attnops.backends.flex_attention",
 }
 
 # Names that users of SGLang know and this package does not (yet) answer, each with the reason.
@@ -24,7 +25,6 @@ NOT_BUILT = {
     "fa4": "attnops does not wrap flash-attn-4 yet",
     "flashinfer": "attnops does not wrap flashinfer-python yet",
     "flashinfer_mla": "attnops does not wrap flashinfer-python yet",
-    "flex_attention": "attnops does not wrap flex_attention yet; use torch_native",
     "aiter": "attnops does not wrap aiter yet",
     "wave": "attnops does not wrap wave yet",
     "ascend": "attnops does not wrap torch-npu yet",

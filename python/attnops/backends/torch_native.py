@@ -1,56 +1,22 @@
 """Attention in plain torch, all requests at once: what every other backend is compared with.
 
-Keys are taken from their pages a chunk at a time and merged by online softmax in float32, so memory is bounded by the
-chunk, and a chunk that no query sees changes no bit of the result. Lengths stay on the device: the loop runs to the
-bound that the host knows (`AttentionBatch.max_cache_seqlen`, else the limit), and a step can be captured.
+Keys are merged by online softmax in float32, a chunk at a time, so memory is bounded by the chunk, and a chunk that no
+query sees changes no bit of the result.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from attnops.backends.base import AttentionBackend, LayerCall, is_causal
+from attnops.backends.base import AttentionBackend, LayerCall
 from attnops.backends.capability import DECODER_MODES, FLOATS, Capability, HeadDims
-from attnops.backends.prepared import PreparedStep
+from attnops.backends.gathered import Chunks, GatheredSteps, Queries, visible_keys
 from attnops.backends.registry import register_attention_backend
-from attnops.backends.store import FP8, heads, store_kv, store_mla, uses_window_slots
-from attnops.graph_buffers import PagedBuffers, PagedStep
-from attnops.pools import MLATokenToKVPool
-from attnops.reference import unpack_mla_fp8_rows, unpack_tree_mask
-from attnops.report import record_pages
+from attnops.layers.radix_attention import RadixAttention
 from attnops.types import AttentionBatch, AttentionSpec, AttentionType, Limits
-
-if TYPE_CHECKING:
-    from attnops.layers.radix_attention import RadixAttention
-
-CHUNK_TOKENS = 256  # keys per chunk: large enough for a matrix product, small enough to stay in a cache
-
-
-@dataclass(frozen=True)
-class Queries:
-    """The step's queries by request, and what each may see.
-
-    Attributes:
-        q: float32 ``[B, S_q, H_q, D]``; rows beyond a request's own hold anything.
-        positions: int64 ``[B, S_q]``, of the query in its request.
-        seqlens_k: int64 ``[B]``, keys of each request.
-        drafts: bool ``[B, S_q, S_q]``, which new token sees which, or None: causal, or all.
-    """
-
-    q: Tensor
-    positions: Tensor
-    seqlens_k: Tensor
-    drafts: Tensor | None
-
-
-# One chunk of every request: keys and values, float32 ``[B, C, H_kv, D]``, and the position of the first.
-Chunks = Iterator[tuple[Tensor, Tensor, int]]
 
 
 @register_attention_backend("torch_native")
@@ -75,173 +41,20 @@ class TorchNativeAttnBackend(AttentionBackend):
 
     def __init__(self, spec: AttentionSpec, limits: Limits, device: torch.device | str = "cpu") -> None:
         super().__init__(spec, limits, device)
-        self._buffers = PagedBuffers(spec, limits, self.device)
-        self._prepared: PreparedStep[PagedStep] = PreparedStep()
+        self._steps = GatheredSteps(self.name, spec, limits, self.device, _attend)
 
     @property
     def fault_report(self) -> Tensor | None:
-        return self._buffers.report
+        return self._steps.buffers.report
 
     def init_forward_metadata_out_graph(self, batch: AttentionBatch, in_capture: bool = False) -> None:
-        self.limits.check(batch)
-        self._prepared.begin(batch, self._buffers.step(batch))
+        self._steps.out_graph(batch)
 
     def init_forward_metadata_in_graph(self, batch: AttentionBatch) -> None:
-        step = self._prepared.plan(batch)
-        if not batch.forward_mode.is_idle():
-            self._buffers.build(step, batch)
+        self._steps.in_graph(batch)
 
     def attend(self, call: LayerCall) -> None:
-        q, layer, batch = call.q, call.layer, call.batch
-        step = self._prepared.of(batch)
-        if call.q_rope is not None:
-            q = torch.cat(
-                [q.reshape(q.shape[0], layer.num_heads, -1), call.q_rope.view(q.shape[0], layer.num_heads, -1)], -1
-            )
-        q = heads("q", q, layer.num_heads, layer.head_dim)
-        out = call.out.view(q.shape[0], layer.num_heads, layer.v_head_dim)
-        rows = _rows_of_requests(batch, step)
-        if layer.attn_type is AttentionType.ENCODER_ONLY:
-            assert call.k is not None and call.v is not None
-            queries = _queries(q, batch, rows, batch.extend_seq_lens)
-            k = heads("k", call.k, layer.num_kv_heads, layer.head_dim)
-            v = heads("v", call.v, layer.num_kv_heads, layer.v_head_dim)
-
-            chunks = _ragged_chunks(k, v, rows, queries)
-        else:
-            self._store(call, step)
-            queries = _queries(q, batch, rows, batch.cache_seqlens)
-            chunks = self._paged_chunks(layer, batch, step, queries)
-        result = _attend(queries, chunks, layer)
-        if rows is None:
-            out.copy_(result.flatten(0, 1))
-        else:
-            out.copy_(result[rows.request, rows.row])
-
-    def _store(self, call: LayerCall, step: PagedStep) -> None:
-        if not call.save_kv_cache or call.k is None:
-            return
-        if self.spec.is_mla:
-            store_mla(call.layer, call.batch, call.k, call.k_rope, self._buffers.report)
-        else:
-            assert call.v is not None
-            store_kv(call.layer, call.batch, step, call.k, call.v, self._buffers.report)
-
-    def _paged_chunks(self, layer: RadixAttention, batch: AttentionBatch, step: PagedStep, queries: Queries) -> Chunks:
-        """Keys and values from their pages, up to the longest length that the host cannot rule out."""
-        pool = batch.token_to_kv_pool
-        assert pool is not None
-        table = step.window_page_table if uses_window_slots(layer, pool) else step.page_table
-        assert table is not None
-        pages_per_chunk = max(1, CHUNK_TOKENS // pool.page_size)
-        bound = min(batch.max_cache_seqlen or self.limits.max_seqlen, self.limits.max_seqlen)
-        max_pages = -(-bound // pool.page_size)
-        take = _taker(pool, layer)
-        for first in range(0, max_pages, pages_per_chunk):
-            # Cells past a request's length hold anything, and so do the tokens they lead to: both are selected away.
-            pages = table[:, first : min(first + pages_per_chunk, max_pages)].long()
-            cells = pages.clamp(0, pool.num_pages - 1)
-            begin = first * pool.page_size
-            key = torch.arange(begin, begin + cells.shape[1] * pool.page_size, device=cells.device)
-            valid = key < queries.seqlens_k.unsqueeze(1)
-            if layer.sliding_window_size >= 0:  # tokens that have left every window may have no page any more
-                valid &= key >= queries.positions[:, :1] - layer.sliding_window_size
-            if self._buffers.report is not None:
-                used = valid.unflatten(1, (-1, pool.page_size)).any(2)
-                record_pages(self._buffers.report, self.name, pages, used, begin // pool.page_size, pool.num_pages)
-            k, v = take(cells, valid.view(*valid.shape, 1, 1))
-            yield k, v, begin
-
-
-def _taker(pool: object, layer: RadixAttention) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """A function from page indices ``[B, n]`` and validity ``[B, C, 1, 1]`` to float32 keys and values."""
-    if isinstance(pool, MLATokenToKVPool):
-        latents = pool.get_latent_buffer(layer.layer_id)
-
-        def take_latents(cells: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-            rows = _gather(latents, cells)
-            if rows.dtype == torch.uint8:
-                rows = unpack_mla_fp8_rows(rows, torch.float32)
-            k = _real(rows.unsqueeze(2), layer.k_scale, valid)
-            return k, k[..., : layer.v_head_dim]
-
-        return take_latents
-    k_pages, v_pages = pool.get_kv_buffer(layer.layer_id)  # type: ignore[attr-defined]
-
-    def take(cells: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        k = _real(_gather(k_pages, cells), layer.k_scale, valid)
-        return k, _real(_gather(v_pages, cells), layer.v_scale, valid)
-
-    return take
-
-
-def _gather(pages: Tensor, cells: Tensor) -> Tensor:
-    """``[B, n * page_size, ...]`` of pages ``[P, page_size, ...]``."""
-    if pages.dtype in FP8:  # torch does not index these on every device
-        return pages.view(torch.uint8)[cells].flatten(1, 2).view(pages.dtype)
-    return pages[cells].flatten(1, 2)
-
-
-def _real(stored: Tensor, scale: Tensor | None, valid: Tensor) -> Tensor:
-    """float32 values: stored x scale for FP8, zeros where nothing valid is."""
-    values = stored.to(torch.float32, copy=True)
-    if stored.dtype in FP8 and scale is not None:
-        values = values * scale.view(-1, 1)
-    return values.masked_fill_(~valid, 0.0)
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Where a ragged step's tokens stand: all on the device, shapes from the host's bounds.
-
-    Attributes:
-        request, row: int64 ``[T]``: the token's request, and which of its new tokens it is.
-        token: int64 ``[B, S_q]``: the inverse, clamped where a request has fewer rows.
-    """
-
-    request: Tensor
-    row: Tensor
-    token: Tensor
-
-
-def _rows_of_requests(batch: AttentionBatch, step: PagedStep) -> Rows | None:
-    """None for a uniform step, whose tokens are a matrix already."""
-    if step.cu_seqlens_q is None:
-        return None
-    begins = step.cu_seqlens_q.long()
-    token = torch.arange(batch.num_tokens, device=begins.device)
-    # A padding token beyond the last request's counts as its last row: it is computed, and nobody looks.
-    request = (torch.searchsorted(begins, token, right=True) - 1).clamp(max=batch.batch_size - 1)
-    row = (token - begins[request]).clamp(max=batch.max_seqlen_q - 1)
-    tokens = begins[:-1].unsqueeze(1) + torch.arange(batch.max_seqlen_q, device=begins.device)
-    return Rows(request, row, tokens.clamp(max=batch.num_tokens - 1))
-
-
-def _queries(q: Tensor, batch: AttentionBatch, rows: Rows | None, seqlens_k: Tensor | None) -> Queries:
-    assert seqlens_k is not None
-    seqlens_k = seqlens_k.long()
-    if rows is None:
-        seqlen_q = batch.tokens_per_request
-        by_request = q.unflatten(0, (batch.batch_size, seqlen_q))
-        seqlens_q = seqlens_k.new_full((batch.batch_size,), seqlen_q)
-    else:
-        by_request = q[rows.token]
-        assert batch.extend_seq_lens is not None
-        seqlens_q = batch.extend_seq_lens.long()
-    row = torch.arange(by_request.shape[1], device=q.device)
-    positions = (seqlens_k - seqlens_q).unsqueeze(1) + row
-    drafts = None
-    if batch.tree_mask is not None:
-        drafts = unpack_tree_mask(batch.tree_mask, batch.tokens_per_request)
-    return Queries(by_request.float(), positions, seqlens_k, drafts)
-
-
-def _ragged_chunks(k: Tensor, v: Tensor, rows: Rows | None, queries: Queries) -> Chunks:
-    """An encoder's keys and values ``[T, H_kv, D]``, all in one chunk, straight from the step's tokens."""
-    assert rows is not None, "an encoder's step is ragged"
-    valid = torch.arange(rows.token.shape[1], device=k.device) < queries.seqlens_k.unsqueeze(1)
-    valid = valid.view(*valid.shape, 1, 1)
-    yield _real(k[rows.token], None, valid), _real(v[rows.token], None, valid), 0
+        self._steps.attend(call)
 
 
 def _attend(queries: Queries, chunks: Chunks, layer: RadixAttention) -> Tensor:
@@ -259,7 +72,7 @@ def _attend(queries: Queries, chunks: Chunks, layer: RadixAttention) -> Tensor:
         scores = q @ k.permute(0, 2, 3, 1)
         if layer.logit_cap:
             scores = layer.logit_cap * torch.tanh(scores / layer.logit_cap)
-        visible = _visible(queries, layer, begin, k.shape[1]).unsqueeze(1).unsqueeze(1)  # [B, 1, 1, S_q, C]
+        visible = visible_keys(queries, layer, begin, k.shape[1]).unsqueeze(1).unsqueeze(1)  # [B, 1, 1, S_q, C]
         scores = scores.unflatten(2, (group, seqlen_q)).masked_fill(~visible, -math.inf).flatten(2, 3)
         if queries.drafts is not None:  # a token outside every mask may hold NaN, which a weight of 0 does not hide
             v = v.masked_fill(~visible.any(3).view(batch_size, -1, 1, 1), 0.0)
@@ -275,22 +88,3 @@ def _attend(queries: Queries, chunks: Chunks, layer: RadixAttention) -> Tensor:
         total = total + torch.exp(sinks.unsqueeze(-1) - highest)  # an empty row divides 0 by inf
     out = torch.where(highest == -math.inf, 0.0, acc / total)
     return out.unflatten(2, (group, seqlen_q)).permute(0, 3, 1, 2, 4).flatten(2, 3)
-
-
-def _visible(queries: Queries, layer: RadixAttention, begin: int, count: int) -> Tensor:
-    """bool ``[B, S_q, count]``: which keys from `begin` on each query sees."""
-    key = torch.arange(begin, begin + count, device=queries.q.device)
-    position = queries.positions.unsqueeze(-1)
-    visible = (key < queries.seqlens_k.view(-1, 1, 1)).expand(-1, position.shape[1], -1)
-    if queries.drafts is not None:
-        seqlen_q = queries.drafts.shape[-1]
-        draft = key - (queries.seqlens_k.unsqueeze(1) - seqlen_q)  # [B, count]; negative: prefix
-        index = draft.clamp(0, seqlen_q - 1).unsqueeze(1).expand(-1, seqlen_q, -1)
-        visible = visible & ((draft < 0).unsqueeze(1) | queries.drafts.gather(2, index))
-    elif is_causal(layer):
-        visible = visible & (key <= position)
-    if layer.sliding_window_size >= 0:
-        visible = visible & (key >= position - layer.sliding_window_size)
-        if layer.attn_type is not AttentionType.DECODER:
-            visible = visible & (key <= position + layer.sliding_window_size)
-    return visible

@@ -1,0 +1,97 @@
+"""PyTorch's flex_attention over keys gathered from their pages: every mode, by one mask function.
+
+On a GPU it is compiled by `torch.compile` at its first call; on a CPU it runs uncompiled, as torch defines it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnops.backends.base import AttentionBackend, LayerCall
+from attnops.backends.capability import DECODER_MODES, FLOATS, Capability, HeadDims
+from attnops.backends.gathered import Chunks, GatheredSteps, Queries, visible_keys
+from attnops.backends.registry import register_attention_backend
+from attnops.layers.radix_attention import RadixAttention
+from attnops.types import AttentionBatch, AttentionSpec, AttentionType, Limits
+
+
+@register_attention_backend("flex_attention")
+class FlexAttentionBackend(AttentionBackend):
+    """Block masks for causal layers, windows, trees and ragged requests; the soft cap is a score function."""
+
+    capability = Capability(
+        devices=frozenset({"cpu", "cuda"}),
+        chosen_on=frozenset(),
+        compiles_at_run_time=True,
+        modes=DECODER_MODES,
+        attn_types=frozenset(AttentionType),
+        dtypes=FLOATS,
+        kv_dtypes=frozenset({torch.float8_e4m3fn, torch.uint8}),
+        head_dims=HeadDims(1, 576, equal=False),
+        mla=True,
+        sliding_window=True,
+        swa_pool=True,
+        logit_cap=True,
+        sinks=True,
+        tree_mask=True,
+    )
+
+    def __init__(self, spec: AttentionSpec, limits: Limits, device: torch.device | str = "cpu") -> None:
+        super().__init__(spec, limits, device)
+        self._steps = GatheredSteps(self.name, spec, limits, self.device, _flex)
+
+    @property
+    def fault_report(self) -> Tensor | None:
+        return self._steps.buffers.report
+
+    def init_forward_metadata_out_graph(self, batch: AttentionBatch, in_capture: bool = False) -> None:
+        self._steps.out_graph(batch)
+
+    def init_forward_metadata_in_graph(self, batch: AttentionBatch) -> None:
+        self._steps.in_graph(batch)
+
+    def attend(self, call: LayerCall) -> None:
+        self._steps.attend(call)
+
+
+@functools.cache
+def _compiled(device_type: str) -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention if device_type == "cpu" else torch.compile(flex_attention, dynamic=True)
+
+
+def _flex(queries: Queries, chunks: Chunks, layer: RadixAttention) -> Tensor:
+    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
+
+    gathered = list(chunks)
+    q = queries.q.transpose(1, 2)
+    k = torch.cat([keys for keys, _, _ in gathered], 1).transpose(1, 2)
+    v = torch.cat([values for _, values, _ in gathered], 1).transpose(1, 2)
+    visible = visible_keys(queries, layer, gathered[0][2], k.shape[2])  # [B, S_q, N]
+
+    def mask(request: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        return visible[request, row, key]
+
+    def cap(score: Tensor, request: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        return layer.logit_cap * torch.tanh(score / layer.logit_cap)
+
+    block_mask = create_block_mask(mask, q.shape[0], None, q.shape[2], k.shape[2], device=str(q.device))
+    out, aux = _compiled(q.device.type)(
+        q,
+        k,
+        v,
+        score_mod=cap if layer.logit_cap else None,
+        block_mask=block_mask,
+        scale=layer.scaling,
+        enable_gqa=layer.num_heads != layer.num_kv_heads,
+        return_aux=AuxRequest(lse=True),
+    )
+    if layer.sinks is not None:  # a logit that takes probability and gives no value
+        out = out * torch.sigmoid(aux.lse - layer.sinks.float().view(1, -1, 1)).unsqueeze(-1)
+    seen = visible.any(-1).unsqueeze(1).unsqueeze(-1)
+    return out.masked_fill(~seen, 0.0).transpose(1, 2)
