@@ -169,6 +169,11 @@ def compat_calls(device: str = "cpu") -> dict[str, Call]:
             flash_attn.flash_attn_func,
             {"q": gqa.q_by_request, "k": ragged.k[:3].unsqueeze(1), "v": ragged.v[:3].unsqueeze(1), "causal": True},
         ),
+        "get_scheduler_metadata": (
+            flash_attn_interface.get_scheduler_metadata,
+            {"batch_size": 3, "max_seqlen_q": 1, "max_seqlen_k": 40, "num_heads_q": 8, "num_heads_kv": 2, "headdim": 64}
+            | {"cache_seqlens": gqa.cache_seqlens},
+        ),
         "flash_attn_combine": (
             flash_attn_interface.flash_attn_combine,
             {"out_partial": torch.stack([out, out_b]), "lse_partial": torch.stack([lse, lse_b])},

@@ -20,6 +20,7 @@ def flashinfer_calls(gqa, mla, ragged, workspace, states) -> dict:
     mla_indptr, mla_indices, mla_last = (tensor.to(device) for tensor in csr(mla.to("cpu"), 64))
     bounds, count = gqa.cu_seqlens_q, gqa.q.shape[0]
     heads = {"num_qo_heads": 8, "num_kv_heads": 2, "head_dim": 64, "page_size": 16}
+    prefill_heads = {"num_qo_heads": 8, "num_kv_heads": 2, "head_dim_qk": 64, **TYPES}
     table = {"indptr": indptr, "indices": indices, "last_page_len": last}
     tables = {"block_tables": gqa.page_table, "seq_lens": gqa.cache_seqlens, "max_seq_len": 64}
     nowhere = {"workspace_buffer": workspace}
@@ -31,6 +32,8 @@ def flashinfer_calls(gqa, mla, ragged, workspace, states) -> dict:
             "MultiLevelCascadeAttentionWrapper",
             "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
             "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
+            "BatchPrefillWithPagedKVCacheWrapper",
+            "BatchPrefillWithRaggedKVCacheWrapper",
             "BatchAttention",
         )
     }
@@ -70,6 +73,17 @@ def flashinfer_calls(gqa, mla, ragged, workspace, states) -> dict:
             **{f"paged_kv_{name}": value for name, value in table.items()},
             **heads,
         },
+        "BatchPrefillWithPagedKVCacheWrapper.plan": {
+            "qo_indptr": bounds,
+            **{f"paged_kv_{name}": value for name, value in table.items()},
+            **prefill_heads,
+            "page_size": 16,
+        },
+        "BatchPrefillWithRaggedKVCacheWrapper.plan": {
+            "qo_indptr": ragged.cu_seqlens_q,
+            "kv_indptr": ragged.cu_seqlens_k,
+            **prefill_heads,
+        },
         "BatchAttention.plan": {
             "qo_indptr": bounds,
             "kv_indptr": indptr,
@@ -82,6 +96,7 @@ def flashinfer_calls(gqa, mla, ragged, workspace, states) -> dict:
             "page_size": 16,
         },
     }
+    paged, unpaged = {"q": gqa.q, "paged_kv_cache": cache}, {"q": ragged.q, "k": ragged.k, "v": ragged.v}
     shared = {"q": gqa.q, "k_shared": ragged.k[:9], "v_shared": ragged.v[:9], "unique_kv_cache": cache}
     runs = {
         "BatchDecodeMlaWithPagedKVCacheWrapper.run": {
@@ -93,6 +108,10 @@ def flashinfer_calls(gqa, mla, ragged, workspace, states) -> dict:
         "MultiLevelCascadeAttentionWrapper.run": {"q": gqa.q, "paged_kv_cache": cache},
         "BatchDecodeWithSharedPrefixPagedKVCacheWrapper.forward": shared,
         "BatchPrefillWithSharedPrefixPagedKVCacheWrapper.forward": shared,
+        "BatchPrefillWithPagedKVCacheWrapper.run": paged,
+        "BatchPrefillWithPagedKVCacheWrapper.forward": paged,
+        "BatchPrefillWithRaggedKVCacheWrapper.run": unpaged,
+        "BatchPrefillWithRaggedKVCacheWrapper.forward": unpaged,
         "BatchAttention.run": {"q": gqa.q, "kv_cache": cache},
     }
     calls = {name: (made[name], arguments[name]) for name in made}
@@ -116,6 +135,10 @@ def flashinfer_calls(gqa, mla, ragged, workspace, states) -> dict:
         "single_decode_with_kv_cache": (
             flashinfer.single_decode_with_kv_cache,
             {"q": gqa.q[0], "k": ragged.k[:9], "v": ragged.v[:9]},
+        ),
+        "single_prefill_with_kv_cache": (
+            flashinfer.single_prefill_with_kv_cache,
+            {"q": ragged.q[:4], "k": ragged.k[:9], "v": ragged.v[:9]},
         ),
         "xqa_batch_decode_with_kv_cache": (
             flashinfer.xqa_batch_decode_with_kv_cache,

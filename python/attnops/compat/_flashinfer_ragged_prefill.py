@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -251,6 +252,4 @@ def single_prefill_with_kv_cache(
     return wrapper.run(q, k, v, *args, return_lse=return_lse, **options)
 
 
-def single_prefill_with_kv_cache_return_lse(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    """`single_prefill_with_kv_cache` with `return_lse`."""
-    return single_prefill_with_kv_cache(*args, **{**options, "return_lse": True})  # type: ignore[return-value]
+single_prefill_with_kv_cache_return_lse = functools.partial(single_prefill_with_kv_cache, return_lse=True)

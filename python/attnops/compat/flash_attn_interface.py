@@ -255,6 +255,7 @@ def flash_attn_func(
     return result if lse is None else (result, heads_first(lse.unflatten(0, (batch_size, seqlen_q))))
 
 
+@names_the_peers("get_scheduler_metadata")
 def get_scheduler_metadata(
     batch_size: int,
     max_seqlen_q: int,
