@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attnops import ops
+from attnops.ops import portable
 from attnops.pools import reason_against
 from attnops.report import is_checked, new_report
 from attnops.types import AttentionBatch, AttentionSpec, AttentionType, Limits, TokenPool, device_of
@@ -46,6 +47,7 @@ class PagedBuffers:
     def __init__(self, spec: AttentionSpec, limits: Limits, device: torch.device) -> None:
         self._spec, self._device = spec, device_of(device)
         self._known_pool: tuple[TokenPool, int] | None = None
+        portable.serve(torch.device(device))
         self._page_size = spec.page_size
         size = limits.max_batch_size
         has_cache = spec.attn_type is not AttentionType.ENCODER_ONLY

@@ -18,7 +18,7 @@ ENCODER = AttentionSpec(num_q_heads=8, num_kv_heads=8, head_dim=64, attn_type=At
 ARCHS = (80, 86, 87, 89, 90, 100, 103, 120, 121)
 MACHINES = [
     *(Machine(device="cuda", arch=arch, has_cuda_kernels=True) for arch in ARCHS),
-    *(Machine(device=device) for device in ("cpu",)),
+    *(Machine(device=device) for device in ("cpu", "hip", "xpu", "npu")),
 ]
 
 

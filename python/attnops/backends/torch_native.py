@@ -24,7 +24,8 @@ class TorchNativeAttnBackend(AttentionBackend):
     """Every mode and option in torch, on any device. Exact, and slow."""
 
     capability = Capability(
-        devices=frozenset({"cpu", "cuda"}),
+        devices=frozenset({"cpu", "cuda", "hip", "xpu", "npu"}),
+        needs_cuda_kernels=False,
         modes=DECODER_MODES,
         attn_types=frozenset(AttentionType),
         dtypes=FLOATS,

@@ -62,8 +62,9 @@ class TritonAttnBackend(AttentionBackend):
     """
 
     capability = Capability(
-        devices=frozenset({"cpu", "cuda"}),
-        chosen_on=frozenset({"cuda"}),
+        devices=frozenset({"cpu", "cuda", "hip", "xpu"}),
+        chosen_on=frozenset({"cuda", "hip", "xpu"}),
+        needs_cuda_kernels=False,
         interpreted_on_cpu=True,
         package="triton",
         compiles_at_run_time=True,
