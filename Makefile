@@ -37,6 +37,10 @@ check: build
 	. $(BIN)/activate && ruff check . && ruff format --check . && mypy
 	. $(BIN)/activate && clang-format --dry-run -Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh')
 
+# Ten minutes of random requests in the demo's server: nothing leaks, no text changes.
+soak: build
+	$(BIN)/python tools/soak.py
+
 wheel: $(VENV)/.packages
 	. $(BIN)/activate && env -u ATTNOPS_ARCHS python -m pip wheel -w dist --no-deps --no-build-isolation .
 

@@ -6,6 +6,7 @@ Environment:
     ATTNOPS_FAMILIES: glob of op families whose CUDA kernels are built, for a developer's inner loop.
     CUTLASS_DIR: a CUTLASS source tree, instead of the nvidia-cutlass package.
     MAX_JOBS: parallel compilations, the number of cores by default.
+    ATTNOPS_SANITIZE: sanitizers of gcc for the CPU module, such as "address,undefined" (tools/sanitize_cpu.py).
     ATTNOPS_BUILD_DIR: where CMake works, build/<platform> by default.
 """
 
@@ -52,6 +53,7 @@ class CMakeBuild(build_ext):
             "ATTNOPS_CUDA": "ON" if cuda else "OFF",
             "ATTNOPS_ARCHS": os.environ.get("ATTNOPS_ARCHS", "80;90a"),
             "ATTNOPS_FAMILIES": os.environ.get("ATTNOPS_FAMILIES", "*"),
+            "ATTNOPS_SANITIZE": os.environ.get("ATTNOPS_SANITIZE", ""),
             "Python_EXECUTABLE": sys.executable,
         }
         if cuda:

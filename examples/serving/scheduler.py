@@ -135,6 +135,14 @@ class Scheduler:
         self._publish(request)
         self._release(request)
 
+    def cancel(self, request: Request) -> None:
+        """Takes a request out between steps, wherever it is: a client has gone."""
+        request.finish_reason = "cancelled"
+        if request in self.running:
+            self.finish(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+
     def pages_of(self, request: Request, tokens: int) -> list[int]:
         """Pages of the first `tokens` tokens of a running request."""
         size = self.allocator.page_size
