@@ -37,7 +37,8 @@ def right_gqa(draw: Draw) -> None:
     draw.note(compat=name)
     if name == "flash_attn_with_kvcache":
         dim = call.q.shape[3]
-        if _infinite(rules.sinks) or dim % 8 or dim < 32:  # many queries go to fmha
+        plain = call.k_pages.dtype == call.q.dtype
+        if _infinite(rules.sinks) or dim % 8 or dim < 32 or (scaled and plain):  # many queries go to fmha
             raise Void
         out, lse = _flash_attention(call)
     elif name == "trtllm_batch_decode_with_kv_cache":

@@ -73,6 +73,9 @@ def _flex(queries: Queries, chunks: Chunks, layer: RadixAttention) -> Tensor:
     k = torch.cat([keys for keys, _, _ in gathered], 1).transpose(1, 2)
     v = torch.cat([values for _, values, _ in gathered], 1).transpose(1, 2)
     visible = visible_keys(queries, layer, gathered[0][2], k.shape[2])  # [B, S_q, N]
+    if queries.drafts is not None:  # a token outside every mask may hold NaN, which a weight of 0 does not hide
+        hidden = ~visible.any(1).view(k.shape[0], 1, -1, 1)
+        k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
 
     def mask(request: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
         return visible[request, row, key]
