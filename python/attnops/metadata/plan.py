@@ -45,9 +45,13 @@ def default_num_sm_parts(device: torch.device, parts_per_sm: int) -> int:
     return _num_threads()
 
 
-@torch.compiler.assume_constant_result  # so that a compiled function can make a plan
 def _num_threads() -> int:
     return torch.get_num_threads()
+
+
+# So that a compiled function can make a plan: the mark of `torch.compiler.assume_constant_result`, which would import
+# the compiler with this package, a second of each start.
+_num_threads._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def xqa_num_sm_parts(
