@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from attnops import ops
 from attnops.backends.base import LayerCall
 from attnops.backends.bound_layer import BoundLayer, bind_layer
-from attnops.backends.prepared import PreparedStep
+from attnops.backends.prepared import PreparedStep, in_one_thread
 from attnops.backends.store import heads
 from attnops.graph_buffers import MAX_CACHED_STEPS, PagedBuffers, PagedStep
 from attnops.metadata.plan import MlaDecodePlan
@@ -78,6 +79,8 @@ class DecodeSteps:
             self._plans_for(seqlen_q)
         self._steps: dict[tuple[int, int, int, bool], DecodeStep] = {}
         self.prepared: PreparedStep[DecodeStep] = PreparedStep() if prepared is None else prepared
+        if device.type == "cpu":  # where a layer is done when its call returns; on a GPU the stream keeps the order
+            self.forward = self._alone(self.forward)  # type: ignore[method-assign]
 
     def out_graph(self, batch: AttentionBatch) -> None:
         """Host work of a step: limits and views.
@@ -100,6 +103,7 @@ class DecodeSteps:
             self._steps[key] = self._make(batch, paged)
         self.prepared.begin(batch, self._steps[key])
 
+    @in_one_thread
     def in_graph(self, batch: AttentionBatch) -> None:
         """Device work of a step: page tables, blocks, plans."""
         step = self.prepared.plan(batch)
@@ -174,6 +178,13 @@ class DecodeSteps:
         if blocks is not None:
             blocks.scatter(rows, tokens)
         return out
+
+    def _alone(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(*args: Any, **options: Any) -> Tensor:
+            with self.prepared.in_use():
+                return forward(*args, **options)
+
+        return run
 
     def attend(self, call: LayerCall) -> None:
         """`forward` of a call that was made by `AttentionBackend.forward`."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnops.backends.base import LayerCall, is_causal
-from attnops.backends.prepared import PreparedStep
+from attnops.backends.prepared import PreparedStep, in_one_thread
 from attnops.backends.store import FP8, heads, store_kv, store_mla, uses_window_slots
 from attnops.graph_buffers import PagedBuffers, PagedStep
 from attnops.layers.radix_attention import RadixAttention
@@ -67,11 +67,13 @@ class GatheredSteps:
         self.limits.check(batch)
         self.prepared.begin(batch, self.buffers.step(batch))
 
+    @in_one_thread
     def in_graph(self, batch: AttentionBatch) -> None:
         step = self.prepared.plan(batch)
         if not batch.forward_mode.is_idle():
             self.buffers.build(step, batch)
 
+    @in_one_thread
     def attend(self, call: LayerCall) -> None:
         q, layer, batch = call.q, call.layer, call.batch
         step = self.prepared.of(batch)

@@ -18,7 +18,7 @@ from attnops.backends.base import AttentionBackend, LayerCall
 from attnops.backends.capability import DECODER_MODES, FLOATS, Capability, HeadDims
 from attnops.backends.fmha_steps import FmhaStep, FmhaSteps
 from attnops.backends.mla_prefill import MlaPrefill
-from attnops.backends.prepared import PreparedStep
+from attnops.backends.prepared import PreparedStep, in_one_thread
 from attnops.backends.registry import register_attention_backend
 from attnops.backends.store import store_kv, store_mla
 from attnops.graph_buffers import MAX_CACHED_STEPS, PagedBuffers, PagedStep
@@ -89,6 +89,7 @@ class IntelAMXAttnBackend(AttentionBackend):
             self._steps[key] = self._make(batch, paged)
         self._prepared.begin(batch, self._steps[key])
 
+    @in_one_thread
     def init_forward_metadata_in_graph(self, batch: AttentionBatch) -> None:
         step = self._prepared.plan(batch)
         if batch.num_tokens == 0:
@@ -112,6 +113,7 @@ class IntelAMXAttnBackend(AttentionBackend):
     def takes_absorbed(self, batch: AttentionBatch) -> bool:
         return self._mla is None or self._mla.takes_absorbed(batch)
 
+    @in_one_thread
     def attend(self, call: LayerCall) -> None:
         step, report = self._prepared.of(call.batch), self._buffers.report
         q, k, v, layer, batch, out = call.q, call.k, call.v, call.layer, call.batch, call.out

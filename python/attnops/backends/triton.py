@@ -16,7 +16,7 @@ from torch import Tensor
 from attnops.backends.attend import plan_of
 from attnops.backends.base import AttentionBackend, LayerCall, is_causal
 from attnops.backends.capability import DECODER_MODES, FLOATS, Capability, HeadDims
-from attnops.backends.prepared import PreparedStep
+from attnops.backends.prepared import PreparedStep, in_one_thread
 from attnops.backends.registry import register_attention_backend
 from attnops.backends.store import FP8, heads, store_kv, store_mla, uses_window_slots
 from attnops.environment import TRITON_DECODE_SPLIT_TILE_SIZE, TRITON_NUM_KV_SPLITS, TRITON_SPLIT_TILE_SIZE
@@ -127,6 +127,7 @@ class TritonAttnBackend(AttentionBackend):
             self._steps[key] = self._make(batch, paged)
         self._prepared.begin(batch, self._steps[key])
 
+    @in_one_thread
     def init_forward_metadata_in_graph(self, batch: AttentionBatch) -> None:
         step = self._prepared.plan(batch)
         if batch.num_tokens == 0:
@@ -144,6 +145,7 @@ class TritonAttnBackend(AttentionBackend):
                 window,
             )
 
+    @in_one_thread
     def attend(self, call: LayerCall) -> None:
         step, layer, batch = self._prepared.of(call.batch), call.layer, call.batch
         if layer.attn_type is AttentionType.ENCODER_ONLY:
