@@ -26,11 +26,9 @@ inline void check_bound_tensor(const char* op, const Tensor& bound) {
 template <class Bound, class Params>
 void write_bound(const char* op, const Tensor& tensor, int32_t device, const Params& decode) {
   check_bound_tensor(op, tensor);
-  const Bound bound{
-      .header =
-          {.magic = Bound::kMagic, .device = device, .taken = 0, .calls = 0, .repeat = nullptr, .forget = nullptr},
-      .decode = decode,
-      .last = {}};
+  const Bound bound{.header = {.magic = Bound::kMagic, .device = device, .taken = 0, .calls = 0, .repeat = nullptr},
+                    .decode = decode,
+                    .last = {}};
   std::memcpy(tensor.mutable_data_ptr(), &bound, sizeof(Bound));
 }
 

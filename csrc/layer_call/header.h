@@ -15,10 +15,8 @@ struct BoundHeader {
   // Runs call number `calls` again with other addresses, one per tensor in the schema's order, null where one is
   // absent. Shapes, strides, dtypes, devices and alignments to kAlignment bytes must be as they were then. Returns what
   // went wrong, or null; kOutdated, and nothing was run, if another call has been checked since. Null itself before the
-  // first call. A caller that repeats may give it a place for what makes the
-  // next time quicker, null at first, for one thread at a time; `forget` frees that.
-  const char* (*repeat)(BoundHeader* bound, uint64_t calls, void* const* addresses, void** kept);
-  void (*forget)(void* kept);
+  // first call.
+  const char* (*repeat)(BoundHeader* bound, uint64_t calls, void* const* addresses);
 };
 
 inline constexpr char kOutdated[] = "outdated";

@@ -14,13 +14,6 @@ struct Cpu {
     if (call.store) run_cpu(*call.store);
     run_cpu(call.decode);
   }
-
-  template <class Call>
-  static void repeat(const Call& call, int32_t device, void**) {
-    run(call, device);
-  }
-
-  static void forget(void*) {}
 };
 
 }  // namespace

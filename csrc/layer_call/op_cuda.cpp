@@ -1,6 +1,5 @@
 #include <torch/csrc/stable/library.h>
 
-#include "layer_call/cuda/call_graph.h"
 #include "layer_call/ops.h"
 #include "mla_decode/impls.h"
 #include "paged_kv/cuda/launch.h"
@@ -16,28 +15,11 @@ struct Cuda {
     call.launch_decode = select_launch(call.decode);
   }
 
+  // Stores, then attends.
   template <class Call>
   static void run(const Call& call, int32_t device) {
     const OnDevice guard(device);
-    launch(call, current_stream(device));
-  }
-
-  // Of MLA's launches not all are launch_dependent's.
-  template <class Call>
-  static void repeat(const Call& call, int32_t device, void** kept) {
-    if (kept == nullptr || !std::is_same_v<Call, XqaCall>) return run(call, device);
-    const OnDevice guard(device);
-    submit(
-        kept, &call, [](const void* same, CUstream_st* stream) { launch(*static_cast<const Call*>(same), stream); },
-        current_stream(device));
-  }
-
-  static void forget(void* kept) { layer_call::forget(kept); }
-
- private:
-  // Stores, then attends.
-  template <class Call>
-  static void launch(const Call& call, CUstream_st* stream) {
+    CUstream_st* const stream = current_stream(device);
     if (call.store) paged_kv::launch(*call.store, stream);
     call.launch_decode(call.decode, stream);
   }

@@ -3,12 +3,11 @@
 #include "layer_call/xqa.h"
 
 // The ops of this folder, the same for every device but for how a checked call runs: `Device` has prepare(Call&), once
-// after the checks, run(const Call&, int32_t device), and repeat(const Call&, int32_t device, void** kept) and
-// forget(void*) as in BoundHeader, for calls of either kind.
+// after the checks, and run(const Call&, int32_t device), for calls of either kind.
 namespace attnops::layer_call {
 
 template <class Device, class Bound>
-const char* repeat(BoundHeader* header, uint64_t calls, void* const* addresses, void** kept) {
+const char* repeat(BoundHeader* header, uint64_t calls, void* const* addresses) {
   thread_local std::string problem;
   try {
     // The header is the first member of a standard-layout struct.
@@ -19,7 +18,7 @@ const char* repeat(BoundHeader* header, uint64_t calls, void* const* addresses, 
       if (header->calls == calls) call.emplace(bound.last);
     }
     if (!call) return kOutdated;
-    Device::repeat(moved(*call, addresses), header->device, kept);
+    Device::run(moved(*call, addresses), header->device);
     return nullptr;
   } catch (const std::exception& error) {
     problem = error.what();
@@ -35,7 +34,6 @@ void run_and_keep(Bound& bound, Call call) {
   const BoundLock lock(bound.header);
   bound.last = call;
   bound.header.repeat = &repeat<Device, Bound>;
-  bound.header.forget = &Device::forget;
   __atomic_fetch_add(&bound.header.calls, 1, __ATOMIC_RELEASE);
 }
 

@@ -50,11 +50,8 @@ struct Look {
 struct LayerCall {
   PyObject_HEAD PyObject* op;
   PyObject* bound;
-  BoundHeader* header;    // in the bytes of `bound`
-  uint64_t calls;         // header->calls after the call that `looks` are of; 0: none
-  void* kept;             // what makes repeating quicker,
-  void (*forget)(void*);  // which this frees
-  bool repeats;           // a thread is repeating the call, without Python's lock
+  BoundHeader* header;  // in the bytes of `bound`
+  uint64_t calls;       // header->calls after the call that `looks` are of; 0: none
   Look looks[kCallTensors];
 };
 
@@ -143,13 +140,10 @@ PyObject* run(PyObject* self, PyObject* const* tensors, Py_ssize_t count) {
   const bool watched = is_watched();
   void* addresses[kCallTensors];
   if (watched || !looks_as_before(call, tensors, addresses)) return through_the_op(call, tensors, watched);
-  const bool alone = !call.repeats;
-  call.repeats = true;
   const uint64_t calls = call.calls;           // of these looks: other threads may change both from here on
   PyThreadState* state = PyEval_SaveThread();  // a launch may wait for room in the stream
-  const char* problem = call.header->repeat(call.header, calls, addresses, alone ? &call.kept : nullptr);
+  const char* problem = call.header->repeat(call.header, calls, addresses);
   PyEval_RestoreThread(state);
-  if (alone) call.repeats = false, call.forget = call.header->forget;
   if (problem != nullptr && std::strcmp(problem, kOutdated) == 0) return through_the_op(call, tensors, watched);
   if (problem != nullptr) {
     PyErr_SetString(PyExc_RuntimeError, problem);
@@ -179,7 +173,6 @@ PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject*) {
 void destroy(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
   const LayerCall& call = *reinterpret_cast<LayerCall*>(self);
-  if (call.kept != nullptr) call.forget(call.kept);
   Py_XDECREF(call.op), Py_XDECREF(call.bound);
   reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
   Py_DECREF(type);

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TOKENS = 2 * B
-CALLS = 20  # on a GPU, some calls are launched, and the others are graphs (csrc/layer_call/cuda/call_graph.h)
+CALLS = 20
 
 
 class Counted:
@@ -226,7 +226,7 @@ def test_a_repeated_call_runs_on_the_current_stream_and_waits_for_nothing():
     try:
         with torch.cuda.stream(stream):
             torch.cuda._sleep(200_000_000)
-            for _ in range(CALLS):  # the making of a graph waits for nothing, either
+            for _ in range(CALLS):
                 out = counted(out=torch.zeros_like(case.out))
             assert not stream.query(), "behind the sleep"
     finally:
@@ -236,8 +236,8 @@ def test_a_repeated_call_runs_on_the_current_stream_and_waits_for_nothing():
 
 
 @pytest.fixture
-def in_a_graph():
-    """A call that has been repeated often enough to be a graph of its own, and what it must give."""
+def often_repeated():
+    """A call that has been repeated often, and what it must give."""
     case = Xqa("cuda")
     counted = Counted(case)
     for _ in range(CALLS):
@@ -246,8 +246,8 @@ def in_a_graph():
 
 
 @pytest.mark.gpu
-def test_a_call_in_a_graph_of_its_own_may_be_recorded_and_goes_on(in_a_graph):
-    case, counted, expected = in_a_graph
+def test_a_repeated_call_may_be_recorded_and_goes_on(often_repeated):
+    case, counted, expected = often_repeated
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.graph(graph, stream=stream):
@@ -260,8 +260,8 @@ def test_a_call_in_a_graph_of_its_own_may_be_recorded_and_goes_on(in_a_graph):
 
 
 @pytest.mark.gpu
-def test_a_call_in_a_graph_of_its_own_runs_on_any_stream(in_a_graph):
-    case, counted, expected = in_a_graph
+def test_a_repeated_call_runs_on_any_stream(often_repeated):
+    case, counted, expected = often_repeated
     streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
     torch.cuda.synchronize()
     for stream in streams * 3:
@@ -272,8 +272,8 @@ def test_a_call_in_a_graph_of_its_own_runs_on_any_stream(in_a_graph):
 
 
 @pytest.mark.gpu
-def test_streams_of_one_call_do_not_wait_for_one_another(in_a_graph):
-    case, counted, expected = in_a_graph
+def test_streams_of_one_call_do_not_wait_for_one_another(often_repeated):
+    case, counted, expected = often_repeated
     blocked, free = torch.cuda.current_stream(), torch.cuda.Stream()
     outs = torch.zeros(2, *case.out.shape, dtype=case.out.dtype, device="cuda").unbind()
     torch.cuda.synchronize()
@@ -288,8 +288,8 @@ def test_streams_of_one_call_do_not_wait_for_one_another(in_a_graph):
 
 
 @pytest.mark.gpu
-def test_threads_may_share_a_call(in_a_graph):
-    case, counted, expected = in_a_graph
+def test_threads_may_share_a_call(often_repeated):
+    case, counted, expected = often_repeated
 
     def repeat(_):
         with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
@@ -303,8 +303,8 @@ def test_threads_may_share_a_call(in_a_graph):
 
 
 @pytest.mark.gpu
-def test_a_call_may_go_while_its_graph_waits(in_a_graph):
-    case, counted, expected = in_a_graph
+def test_a_call_may_go_while_its_kernels_wait(often_repeated):
+    case, counted, expected = often_repeated
     torch.cuda.synchronize()
     torch.cuda._sleep(100_000_000)
     out = counted(out=torch.zeros_like(case.out))

@@ -2,7 +2,6 @@
 #include <atomic>
 
 #include "device/common/launch.h"
-#include "device/common/launch_list.h"
 
 namespace attnops {
 
@@ -36,8 +35,7 @@ bool launch_dependent_prepare(const char* what, int max_shared_bytes) {
   return state == kDependent;
 }
 
-// Launches a kernel that waits by itself for the kernels ahead of it (device/common/pdl.cuh), on devices that know how;
-// or adds the launch to the list that is active.
+// Launches a kernel that waits by itself for the kernels ahead of it (device/common/pdl.cuh), on devices that know how.
 template <auto kKernel, typename... Arguments>
 void launch_dependent(const char* what, const LaunchShape& shape, cudaStream_t stream, const Arguments&... arguments) {
   const bool dependent = launch_dependent_prepare<kKernel>(what, shape.max_shared_bytes);
@@ -59,9 +57,6 @@ void launch_dependent(const char* what, const LaunchShape& shape, cudaStream_t s
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = count;
-  if (LaunchList* list = LaunchList::active()) {
-    return list->add(what, reinterpret_cast<const void*>(kKernel), config, arguments...);
-  }
   check_cuda(cudaLaunchKernelEx(&config, kKernel, arguments...), what);
 }
 
