@@ -202,7 +202,8 @@ constexpr MlaImpl kMlaImpls[] = {
 }  // namespace
 
 void launch(const StoreKvParams& p, CUstream_st* stream) {
-  if (p.target.num_tokens == 0 || p.num_heads == 0) return;  // a grid of zero CTAs is a launch error
+  // A grid of zero CTAs is a launch error.
+  if (p.target.num_tokens == 0 || p.num_heads == 0 || max_of(p.k.head_dim, p.v.head_dim) == 0) return;
   const KvImpl& impl = select_impl("store_kv", kKvImpls, p);
   impl.launch_kv(p, impl.elements(p), stream);
 }
