@@ -5,8 +5,10 @@
     python tools/sanitize.py --jobs 4             at most four sets at a time
 
 `memcheck` sees reads and writes out of bounds, with torch's caching allocator off so that a tensor's end is a bound;
-`racecheck` sees hazards in shared memory, and is slow, so its problems are the smallest that reach every role. Sets run
-side by side: most of their time is spent on the CPU.
+`racecheck` sees hazards in shared memory, and is slow, so its problems are the smallest that reach every role;
+`synccheck` sees barriers that not all threads reach that should; `initcheck` sees reads of memory that nobody wrote.
+With each of them the sets run every row of every impls.cpp (tests/test_sanitizer_sets.py). Sets run side by side: most
+of their time is spent on the CPU.
 """
 
 from __future__ import annotations
@@ -24,9 +26,25 @@ ROOT = Path(__file__).resolve().parent.parent
 MLA = ["tests/mla_decode/test_mla_decode_kernels.py"]
 XQA = ["tests/xqa_decode/test_xqa_decode_cuda.py"]
 XQA_INVARIANT = ["tests/xqa_decode/test_xqa_invariant_cuda.py"]
+ROWS = ["tests/test_kernel_rows.py"]
 
 # name: (pytest paths, -k expression)
 SETS = {
+    # Every row of every impls.cpp. synccheck takes the ring's barriers for others than they are: docs/sanitizer.md.
+    "memcheck xqa_decode every_row": (ROWS, "test_every_row and xqa_decode"),
+    "memcheck mla_decode every_row": (ROWS, "test_every_row and mla_decode"),
+    "racecheck xqa_decode every_row": (ROWS, "test_every_row and xqa_decode"),
+    "racecheck mla_decode every_row": (ROWS, "test_every_row and mla_decode"),
+    "synccheck xqa_decode every_row": (ROWS, "test_every_row and xqa_decode"),
+    "synccheck mla_decode every_row": (ROWS, "test_every_row and mla_decode and not ring"),
+    "initcheck xqa_decode every_row": (ROWS, "test_every_row and xqa_decode"),
+    "initcheck mla_decode every_row": (ROWS, "test_every_row and mla_decode"),
+    # What a value in a tensor may lead to: nothing outside the pools.
+    "memcheck hostile pages": (ROWS, "test_bad_pages or test_kv_indptr or test_lengths_below"),
+    "memcheck hostile lengths": (ROWS, "test_a_length_beyond and balanced"),
+    "memcheck trees": (ROWS, "test_what_no_row_sees"),
+    "memcheck extents": (ROWS, "test_extents_of_zero or test_an_empty_batch"),
+    "synccheck mla_decode kernels": (MLA, "test_every_kernel and not ring"),
     "memcheck xqa_decode kernels": (XQA, "test_every_kernel and (64 or 128)"),
     "memcheck xqa_decode masks": (XQA, "test_tree_masks or test_checked_mode or test_pairs_of_heads"),
     "memcheck xqa_decode pages": (XQA, "test_page_sizes and (1-None or 16-None or 3-None)"),

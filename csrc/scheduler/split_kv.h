@@ -72,10 +72,13 @@ struct TileRange {
   int first, count;
 };
 
-ATTNOPS_HOST_DEVICE inline TileRange visible_tiles(int cache_seqlen, int seqlen_q, int window_left, int tile_tokens) {
-  const KvRange keys = visible_keys(cache_seqlen, seqlen_q, window_left);
+ATTNOPS_HOST_DEVICE inline TileRange tiles_over(const KvRange& keys, int tile_tokens) {
   const int first = keys.begin / tile_tokens;
   return {first, max_of(ceil_div(keys.end, tile_tokens) - first, 1)};
+}
+
+ATTNOPS_HOST_DEVICE inline TileRange visible_tiles(int cache_seqlen, int seqlen_q, int window_left, int tile_tokens) {
+  return tiles_over(visible_keys(cache_seqlen, seqlen_q, window_left), tile_tokens);
 }
 
 ATTNOPS_HOST_DEVICE inline int num_tiles(const SplitKvGeometry& g, int cache_seqlen) {

@@ -226,8 +226,6 @@ class Checker {
                            .page_size = page_size_.as_int(),
                            .max_pages = csr ? 0 : a_.page_table.size(1),
                            .num_indices = csr ? a_.page_table.size(0) : 0},
-            .max_pages = csr ? 0 : a_.page_table.size(1),
-            .num_indices = csr ? a_.page_table.size(0) : 0,
             .cache_seqlens = static_cast<const int32_t*>(a_.cache_seqlens.const_data_ptr()),
             .out = a_.out.mutable_data_ptr(),
             .out_stride_request = a_.out.stride(0),

@@ -20,8 +20,6 @@ struct Params {
   const void* v_pages;  // as k_pages
   int64_t v_stride_page, v_stride_token, v_stride_head;
   PageTable page_table;
-  int64_t max_pages;             // columns of a matrix page table; 0 for CSR
-  int64_t num_indices;           // cells of a CSR page table; 0 for a matrix
   const int32_t* cache_seqlens;  // [B], the new tokens included
 
   void* out;  // [B, S_q, H_q, D], of `dtype`

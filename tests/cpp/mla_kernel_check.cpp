@@ -47,6 +47,7 @@ struct Problem {
     p.page_table.cells = table.data();
     p.page_table.num_pages = kPages;
     p.page_table.page_size = page_size;
+    p.page_table.max_pages = static_cast<int64_t>(table.size());
     p.cache_seqlens = &cache_seqlen;
     p.out = out.data();
     p.out_stride_token = kHeads * kHeadDimV;

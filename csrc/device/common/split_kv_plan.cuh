@@ -46,25 +46,23 @@ __global__ void __launch_bounds__(kThreads)
     differs |= tiles[b] != first_count;
   }
   if (g.even_shares > 0) g.uneven = __syncthreads_or(differs);
-  int64_t cost = 0;
-  int cuts = 0;
+  int64_t cost = 0, cuts = 0;
   for (int b = begin; b < end; ++b) {
     cost += g.works_per_request * work_cost(g, tiles[b]);
     if constexpr (kFixed) cuts += num_fixed_splits(g, tiles[b]);
   }
-  int64_t cost_before = 0;
-  int cuts_before = 0;
+  int64_t cost_before = 0, cuts_before = 0;
   const int64_t total = block_exclusive_sum<kThreads>(cost, &cost_before);
-  const int all_cuts = kFixed ? block_exclusive_sum<kThreads>(cuts, &cuts_before) : 0;
+  const int64_t all_cuts = kFixed ? block_exclusive_sum<kThreads>(cuts, &cuts_before) : 0;
   for (int b = begin; b < end; ++b) {
     prefix[b] = cost_before;
-    num_splits[b] = cuts_before;
+    num_splits[b] = splits_before(cuts_before);
     cost_before += g.works_per_request * work_cost(g, tiles[b]);
     if constexpr (kFixed) cuts_before += num_fixed_splits(g, tiles[b]);
   }
   if (thread == 0) {
     prefix[g.num_requests] = total;
-    num_splits[g.num_requests] = all_cuts;
+    num_splits[g.num_requests] = splits_before(all_cuts);
   }
   const int64_t budget = part_budget(g, total);
   const SplitKvBatch batch{prefix, tiles};

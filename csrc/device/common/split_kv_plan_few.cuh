@@ -51,11 +51,11 @@ __global__ void __launch_bounds__(kThreads)
   }
   if (lane == 0) prefix[0] = 0;
   if (warp == 0) {
-    int cuts = 0;
+    int64_t cuts = 0;
     if constexpr (kFixed) {
-      cuts = warp_inclusive_sum(has_request ? num_fixed_splits(g, count) : 0, g.num_requests, lane);
+      cuts = warp_inclusive_sum(has_request ? int64_t{num_fixed_splits(g, count)} : 0, g.num_requests, lane);
     }
-    if (has_request) num_splits[lane + 1] = cuts;
+    if (has_request) num_splits[lane + 1] = splits_before(cuts);
     if (lane == 0) num_splits[0] = 0;
   }
   __syncwarp();

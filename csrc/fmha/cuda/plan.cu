@@ -14,8 +14,11 @@ __device__ int seqlen_q(const TilePlan& p, int request) {
 
 __device__ int num_query_tiles(const TilePlan& p, int request) {
   const int length = seqlen_q(p, request);
-  return length > 0 ? ceil_div(length, p.geometry.tile_q) : 0;
+  return length > 0 ? (length - 1) / p.geometry.tile_q + 1 : 0;
 }
+
+// Of lengths that no batch has there may be more tiles than an int counts.
+__device__ int clamp_tiles(int64_t tiles) { return static_cast<int>(min_of(tiles, int64_t{1} << 30)); }
 
 struct Tile {
   int request, index;
@@ -55,12 +58,12 @@ __global__ void __launch_bounds__(kThreads) fmha_plan_kernel(const __grid_consta
   const int each = ceil_div(num_requests, kThreads);
   const int begin = min_of(static_cast<int>(threadIdx.x) * each, num_requests);
   const int end = min_of(begin + each, num_requests);
-  int tiles = 0;
+  int64_t tiles = 0;
   for (int b = begin; b < end; ++b) tiles += num_query_tiles(p, b);
-  int before;
-  const int total = block_exclusive_sum<kThreads>(tiles, &before);
+  int64_t before;
+  const int total = clamp_tiles(block_exclusive_sum<kThreads>(tiles, &before));
   for (int b = begin; b < end; ++b) {
-    tile_start[b] = before;
+    tile_start[b] = clamp_tiles(before);
     before += num_query_tiles(p, b);
   }
   if (threadIdx.x == 0) tile_start[num_requests] = total;

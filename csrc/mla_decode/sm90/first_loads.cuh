@@ -57,7 +57,8 @@ __device__ inline int ask_first(const Params& p, const Maps& maps, const Modes& 
   if (lane == 2) copy_queries(p, maps, shared, place.request, place.block * kPlanRows);
   __syncwarp();
   const bool in_piece = end_work != begin_work || tile < end_tile;
-  const bool whole = in_piece && (tile + 1) * kPlanTileTokens <= length;
+  const int keys_end = min_of(length_of(length), p.page_table.num_tokens(place.request));
+  const bool whole = in_piece && (tile + 1) * kPlanTileTokens <= keys_end;
   const int tiles = __ballot_sync(0xffffffffu, whole) & 3;
 #pragma unroll 1
   for (int i = 0; i < 2; ++i) {

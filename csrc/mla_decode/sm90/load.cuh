@@ -139,14 +139,12 @@ class Loader {
   }
 
   __device__ bool boxed(const Piece& piece, int t) const {
-    return is_boxed(piece, piece.first_tile + t, modes_.use_boxes);
+    return is_boxed<kOptions>(p_, piece, piece.first_tile + t, modes_.use_boxes);
   }
 
   __device__ bool has_rope() const { return warp_ % 2 == 0; }  // with the half that is given back first
 
-  __device__ static bool readable(const Piece& piece, int key) {
-    return key >= piece.keys.begin && key < piece.keys.end;
-  }
+  __device__ bool readable(const Piece& piece, int key) const { return is_readable<kOptions>(p_, piece, key); }
 
   // Pages of this lane's rows of a gathered tile; -1 where there is nothing to read.
   __device__ void row_pages(const Piece& piece, const int32_t* cells, int t, int (&page)[kRowsPerLane]) const {
@@ -196,7 +194,7 @@ class Loader {
 
   // Where a row begins, in bytes from the pool, or -1.
   __device__ int64_t row_offset(int key, int page) const {
-    if (page < 0) return -1;
+    if (!p_.page_table.has_page(page)) return -1;
     return kElement * (page * p_.kv_stride_page + static_cast<int64_t>(token_of(key)) * p_.kv_stride_token);
   }
 
@@ -267,7 +265,7 @@ class Loader {
   // Whether all keys of a tile may be read, and their rows' places fit 32 bits.
   __device__ bool is_complete(const Piece& piece, int t) const {
     if (kOptions == Options::kAll && p_.report) return false;
-    return modes_.units.bytes != 0 && is_boxed(piece, piece.first_tile + t, true);
+    return modes_.units.bytes != 0 && is_boxed<kOptions>(p_, piece, piece.first_tile + t, true);
   }
 
   // This lane's row of the warp's half of a tile.
@@ -285,6 +283,7 @@ class Loader {
   __device__ uint32_t* row_list() const { return reinterpret_cast<uint32_t*>(base_ + kRowLists) + warp_ * kHalfRows; }
 
   __device__ void list_row(const Piece& piece, int t, int page) const {
+    if (!p_.page_table.has_page(page)) page = 0;  // no row of a page that does not exist; of another one, nobody minds
     __syncwarp();
     row_list()[lane_ % 4 * kRowSteps + lane_ / 4] =
         page * modes_.units.per_page + token_of(half_key(piece, t)) * modes_.units.per_token;
@@ -438,7 +437,7 @@ class Loader {
 #pragma unroll
     for (int i = 0; i < kRowsPerLane; ++i) {
       const int key = tile * kPlanTileTokens + lane_ + 32 * i;
-      if (!readable(piece, key) || (page[i] >= 0 && page[i] < p_.page_table.num_pages)) continue;
+      if (!readable(piece, key) || p_.page_table.has_page(page[i])) continue;
       const int cell = key / p_.page_table.page_size;
       if (has_rope()) report(ReportKind::kPageIndex, piece.request, cell, page[i], p_.page_table.num_pages);
       page[i] = -1;
@@ -448,7 +447,8 @@ class Loader {
   __device__ void check_length(const Piece& piece) const {
     if (kOptions == Options::kCommon || p_.report == nullptr || warp_ + lane_ != 0) return;
     const int64_t capacity = p_.page_table.num_cells(piece.request) * p_.page_table.page_size;
-    if (piece.length > capacity) report(ReportKind::kLength, piece.request, 0, piece.length, capacity + 1);
+    if (piece.length <= capacity) return;
+    report(ReportKind::kLength, piece.request, 0, p_.cache_seqlens[piece.request], capacity + 1);
   }
 
   __device__ void report(ReportKind kind, int request, int position, int64_t value, int64_t limit) const {

@@ -1,4 +1,5 @@
 #pragma once
+#include "device/common/tree_rows.cuh"
 #include "mla_decode/params.h"
 #include "mla_decode/plan.h"
 
@@ -64,13 +65,25 @@ __device__ inline TileRange describe_work(const Params& p, const BlockPlace& pla
   piece.request = place.request;
   piece.first_row = place.block * kPlanRows;
   piece.num_rows = min_of(p.seqlen_q * p.num_q_heads - piece.first_row, kPlanRows);
-  piece.length = max_of(cache_seqlen, 0);
+  piece.length = length_of(cache_seqlen);
   piece.keys = visible_keys(piece.length, p.seqlen_q, window_of<kOptions>(p));
-  if (kOptions == Options::kAll && p.report) {
-    const int64_t capacity = p.page_table.num_cells(piece.request) * p.page_table.page_size;
-    piece.keys.end = static_cast<int>(min_of(static_cast<int64_t>(piece.keys.end), capacity));
-  }
+  piece.keys.end = min_of(piece.keys.end, p.page_table.num_tokens(piece.request));
   return visible_tiles(piece.length, p.seqlen_q, window_of<kOptions>(p), kPlanTileTokens);
+}
+
+// How many of `tiles` from the piece's first on are worth a look: not those beyond the page table, but one at least,
+// for somebody must write zeros.
+__device__ inline int tiles_in_table(const Piece& piece, int tiles) {
+  return min_of(tiles, max_of(ceil_div(piece.keys.end, kPlanTileTokens) - piece.first_tile, 1));
+}
+
+// Whether a key may be read: it is in the page table, and some row of the request sees it.
+template <Options kOptions = Options::kAll>
+__device__ inline bool is_readable(const Params& p, const Piece& piece, int key) {
+  if (key < piece.keys.begin || key >= piece.keys.end) return false;
+  if (kOptions == Options::kCommon || p.tree_mask == nullptr) return true;
+  const int draft = key - (piece.length - p.seqlen_q);
+  return draft < 0 || some_row_sees(p, piece.request, draft);
 }
 
 // Walks what part blockIdx.x owns. Every warpgroup walks by itself and sees the same.
@@ -94,7 +107,7 @@ class PieceWalkFor {
       piece.first_tile = range.first + begin;
       if (p.fixed_split_tokens == 0) {
         const int splits = is_first ? entry.begin_num_splits : work == last_work ? entry.last_num_splits : 1;
-        piece.num_tiles = end - begin;
+        piece.num_tiles = tiles_in_table(piece, end - begin);
         piece.partial = splits > 1 ? partial_slot(blockIdx.x, is_first) : -1;
         advance();
         return true;
@@ -102,7 +115,7 @@ class PieceWalkFor {
       const int cut_tiles = p.fixed_split_tokens / kPlanTileTokens;
       const int cuts = ceil_div(range.count, cut_tiles);
       const int64_t first = first_cut(p, piece.request, place.block, cuts);
-      piece.num_tiles = min_of(cut_tiles, end - begin);
+      piece.num_tiles = tiles_in_table(piece, min_of(cut_tiles, end - begin));
       piece.partial = cuts > 1 ? static_cast<int>(first + begin / cut_tiles) : -1;
       tile_ += cut_tiles;
       if (tile_ >= end) advance();
@@ -124,10 +137,18 @@ class PieceWalkFor {
 
 using PieceWalk = PieceWalkFor<Options::kAll>;
 
+// Where tiles end that come as boxes: of the drafts of a tree some may be seen by no row.
+template <Options kOptions = Options::kAll>
+__device__ inline int boxes_end(const Params& p, const Piece& piece) {
+  if (kOptions == Options::kCommon || p.tree_mask == nullptr) return piece.keys.end;
+  return min_of(piece.keys.end, piece.length - p.seqlen_q);
+}
+
 // Whether a tile comes as boxes by the copy engine, or row by row: it does when nothing in it is unreadable.
-__device__ inline bool is_boxed(const Piece& piece, int tile, bool use_boxes) {
+template <Options kOptions = Options::kAll>
+__device__ inline bool is_boxed(const Params& p, const Piece& piece, int tile, bool use_boxes) {
   const int first_key = tile * kPlanTileTokens;
-  return use_boxes && first_key >= piece.keys.begin && first_key + kPlanTileTokens <= piece.keys.end;
+  return use_boxes && first_key >= piece.keys.begin && first_key + kPlanTileTokens <= boxes_end<kOptions>(p, piece);
 }
 
 // A query row of a request.

@@ -46,13 +46,13 @@ class QuarterPages {
     int next_row = -1, groups = 0, next_groups = 0;
     if (first_page == kUnknown || use_boxes_) {
       next_row = row_page(piece, cells, 0);
-    } else if (readable(piece, first_token(piece.first_tile) + lane_ % kTokens)) {
+    } else if (is_readable(p_, piece, first_token(piece.first_tile) + lane_ % kTokens)) {
       next_row = first_page;
     }
     if (use_boxes_) next_groups = first_page == kUnknown ? group_page(piece, cells, 0) : first_page;
     for (int t = 0; t < piece.num_tiles; ++t, ++count_) {
       const int tile = piece.first_tile + t, row = next_row;
-      const bool is_boxed = sm90::is_boxed(piece, tile, use_boxes_);
+      const bool is_boxed = sm90::is_boxed(p_, piece, tile, use_boxes_);
       if (t % kTilesAhead == 0) {
         groups = next_groups;
         if (use_boxes_) next_groups = group_page(piece, cells, t + kTilesAhead);
@@ -67,7 +67,7 @@ class QuarterPages {
 
   // Checked mode: a row of a page that does not exist is reported, once, and left out.
   __device__ void check_page(const Piece& piece, int key, int& page) const {
-    if (!readable(piece, key) || (page >= 0 && page < p_.page_table.num_pages)) return;
+    if (!is_readable(p_, piece, key) || p_.page_table.has_page(page)) return;
     const int cell = paging_.cell(key);
     if (lane_ < kTokens) report(ReportKind::kPageIndex, piece.request, cell, page, p_.page_table.num_pages);
     page = -1;
@@ -76,7 +76,8 @@ class QuarterPages {
   __device__ void check_length(const Piece& piece) const {
     if (p_.report == nullptr || warp_ + lane_ != 0) return;
     const int64_t capacity = p_.page_table.num_cells(piece.request) * p_.page_table.page_size;
-    if (piece.length > capacity) report(ReportKind::kLength, piece.request, 0, piece.length, capacity + 1);
+    if (piece.length <= capacity) return;
+    report(ReportKind::kLength, piece.request, 0, p_.cache_seqlens[piece.request], capacity + 1);
   }
 
   const Params& p_;
@@ -86,14 +87,10 @@ class QuarterPages {
   int count_ = 0;  // tiles of the ring so far
 
  private:
-  __device__ static bool readable(const Piece& piece, int key) {
-    return key >= piece.keys.begin && key < piece.keys.end;
-  }
-
   // The page of row lane % 16 of this warp's part of a gathered tile; -1 where there is nothing to read.
   __device__ int row_page(const Piece& piece, const int32_t* cells, int t) const {
     const int tile = piece.first_tile + t, key = first_token(tile) + lane_ % kTokens;
-    const bool needed = t < piece.num_tiles && !is_boxed(piece, tile, use_boxes_) && readable(piece, key);
+    const bool needed = t < piece.num_tiles && !is_boxed(p_, piece, tile, use_boxes_) && is_readable(p_, piece, key);
     return needed ? cells[paging_.cell(key)] : -1;
   }
 
@@ -101,7 +98,7 @@ class QuarterPages {
   __device__ int group_page(const Piece& piece, const int32_t* cells, int t) const {
     t += lane_ / kGroupsPerWarp;
     const int tile = piece.first_tile + t, key = first_token(tile) + lane_ % kGroupsPerWarp * kGroupTokens;
-    const bool needed = t < piece.num_tiles && is_boxed(piece, tile, use_boxes_);
+    const bool needed = t < piece.num_tiles && is_boxed(p_, piece, tile, use_boxes_);
     return needed ? cells[paging_.cell(key)] : 0;
   }
 

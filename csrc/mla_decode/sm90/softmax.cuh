@@ -95,7 +95,7 @@ __device__ inline uint64_t hidden_by_pages(const Params& p, const Piece& piece, 
     const int key = first_key + k;
     if (key < piece.keys.begin || key >= piece.keys.end) continue;
     const int page = cells[key / p.page_table.page_size];
-    if (page < 0 || page >= p.page_table.num_pages) hidden |= uint64_t{1} << k;
+    if (!p.page_table.has_page(page)) hidden |= uint64_t{1} << k;
   }
   return hidden;
 }

@@ -33,7 +33,7 @@ class RequestKeys {
         keys_(visible_keys(length_, params.seqlen_q, params.window_left)),
         cells_(params.page_table.row(request)),
         report_(report_faults ? params.report : nullptr) {
-    const int64_t capacity = cells_of_request() * p_.page_table.page_size;
+    const int64_t capacity = p_.page_table.num_cells(request) * p_.page_table.page_size;
     if (length_ > capacity) fault(ReportKind::kLength, 0, length_, capacity + 1);
     keys_.end = static_cast<int>(min_of<int64_t>(keys_.end, capacity));
   }
@@ -98,13 +98,6 @@ class RequestKeys {
   }
 
  private:
-  int64_t cells_of_request() const {
-    const int32_t* kv_indptr = p_.page_table.kv_indptr;
-    if (!kv_indptr) return p_.max_pages;
-    const int64_t begin = kv_indptr[request_], end = min_of<int64_t>(kv_indptr[request_ + 1], p_.num_indices);
-    return begin < 0 ? 0 : max_of<int64_t>(end - begin, 0);
-  }
-
   void fault(ReportKind kind, int64_t position, int64_t value, int64_t limit) const {
     if (report_) record_fault(report_, {ReportOp::kXqaDecode, kind, request_, position, value, limit});
   }

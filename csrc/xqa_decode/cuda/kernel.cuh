@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kCtasPerSm)
   extern __shared__ __align__(1024) uint8_t smem[];
   auto* stats = reinterpret_cast<float2*>(smem + Shared::kStats);
   int* free_stage = reinterpret_cast<int*>(smem + Shared::kFree);
-  int* flag = reinterpret_cast<int*>(smem + Shared::kFlag);
+  auto* flag = reinterpret_cast<MergeFlag*>(smem + Shared::kFlag);
   auto* row_scale = reinterpret_cast<float*>(smem + Shared::kRowScale);
   auto* queries = reinterpret_cast<typename Tr::T*>(smem + Shared::kQueries);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;

@@ -1,4 +1,5 @@
 #pragma once
+#include "device/common/tree_rows.cuh"
 #include "device/sm80/cp_async.cuh"
 #include "xqa_decode/cuda/pieces.cuh"
 
@@ -117,10 +118,12 @@ class KeyStream {
   __device__ void copy_run(int index) {
     const int page_index = __shfl_sync(~0u, pages_, held_);
     unsigned wanted = bits_between(begin_token_ - token_, end_token_ - token_);
-    if (p_.report) {
-      if (wanted != 0 && !page_is_good(page_index, token_ >> shape_.page_shift)) wanted = 0;
-      if (lane_ == 0) good_keys_[index] = wanted;
+    if (!p_.page_table.has_page(page_index)) {
+      if (p_.report && wanted != 0) record_bad_page(p_, walk_.request(), token_ >> shape_.page_shift, page_index);
+      wanted = 0;
     }
+    if (p_.report && lane_ == 0) good_keys_[index] = wanted;
+    if (p_.tree_mask) wanted &= __ballot_sync(~0u, !is_hidden());
     const uint32_t page = wanted != 0 ? page_index : 0;
     const uint32_t offset = token_ & (p_.page_table.page_size - 1);
     const int64_t at = page * shape_.k_page + offset * shape_.k_token;
@@ -140,9 +143,13 @@ class KeyStream {
 
   // A chunk of any keys.
   __device__ void copy_gathered(int index) {
-    if (p_.report && wanted_) wanted_ = page_is_good(pages_, cell_);
+    if (wanted_ && !p_.page_table.has_page(pages_)) {
+      if (p_.report) record_bad_page(p_, walk_.request(), cell_, pages_);
+      wanted_ = false;
+    }
     unsigned wanted = __ballot_sync(~0u, wanted_);
     if (p_.report && lane_ == 0) good_keys_[index] = wanted;
+    if (p_.tree_mask) wanted &= __ballot_sync(~0u, !is_hidden());
     const uint32_t page = wanted_ ? pages_ : 0;
     const uint32_t offset = wanted_ ? token_ + lane_ - cell_ * p_.page_table.page_size : 0;
     const int64_t k = page * shape_.k_page + offset * shape_.k_token;
@@ -195,10 +202,10 @@ class KeyStream {
     }
   }
 
-  __device__ bool page_is_good(int page, int cell) const {
-    if (page >= 0 && page < p_.page_table.num_pages) return true;
-    record_bad_page(p_, walk_.request(), cell, page);
-    return false;
+  // Of a tree: whether no row sees this lane's key of the next chunk.
+  __device__ bool is_hidden() const {
+    const int token = token_ + lane_, draft = token - (walk_.length() - p_.seqlen_q);
+    return token < end_token_ && draft >= 0 && !some_row_sees(p_, walk_.request(), draft);
   }
 
   __device__ __noinline__ static void record_bad_page(const Params& p, int request, int cell, int page) {

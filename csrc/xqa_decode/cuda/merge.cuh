@@ -288,24 +288,27 @@ class Leave {
   unsigned before_ = ~0u;  // more than there can be splits, where nobody has begun
 };
 
-// Called by all threads of a team after a barrier that follows its partial results of a work. `flag` (three ints) and
-// `scratch` lie in shared memory.
+// What the first thread of a team found out for the others: its units.
+struct MergeFlag {
+  int early, begin, end;
+};
+
+// Called by all threads of a team after a barrier that follows its partial results of a work. `flag` and `scratch`, a
+// PartialSum for each thread, lie in shared memory.
 template <class Team, int kBatch = 16, bool kFloat32 = false>
 __device__ __forceinline__ void merge_after_sync(const Params& p, const Shape& shape, const WorkPlace& place,
-                                                 const Splits& splits, bool may_wait, int* flag, float* scratch) {
+                                                 const Splits& splits, bool may_wait, MergeFlag* flag, float* scratch) {
   static_assert(Team::kThreads == 128 || Team::kThreads == 256);
   const MergeShape merge(p, shape, splits.count, Team::kThreads == 256 ? 8 : 7);
   int32_t* semaphore = p.semaphores + place.work;
   Leave leave;
   if (Team::thread() == 0) {
     const Units units = arrive(semaphore, splits.count, splits.arrivals, merge.units, may_wait);
-    flag[0] = units.early;
-    flag[1] = units.begin;
-    flag[2] = units.end;
+    *flag = {units.early, units.begin, units.end};
     if (units.must_leave) leave.begin(semaphore, splits.arrivals);
   }
   Team::sync();
-  const int early = flag[0], begin = flag[1], end = flag[2];
+  const int early = flag->early, begin = flag->begin, end = flag->end;
   const bool few = splits.count <= kFewSplits;  // a batch of more would be instructions for nothing
 #pragma unroll 1
   for (int i = 0; i < early + end - begin; ++i) {
@@ -322,7 +325,7 @@ __device__ __forceinline__ void merge_after_sync(const Params& p, const Shape& s
 // The same once the CTA's partial results are written.
 template <int kThreads, bool kFloat32 = false>
 __device__ __forceinline__ void arrive_and_merge(const Params& p, const Shape& shape, const WorkPlace& place,
-                                                 const Splits& splits, bool may_wait, int* flag, float* scratch) {
+                                                 const Splits& splits, bool may_wait, MergeFlag* flag, float* scratch) {
   MergingCta<kThreads>::sync();
   merge_after_sync<MergingCta<kThreads>, 16, kFloat32>(p, shape, place, splits, may_wait, flag, scratch);
 }

@@ -151,13 +151,13 @@ class PieceWalk {
 
   __device__ void open() {
     if (length_ < 0) {
-      length_ = max_of(next_length_, 0);
+      length_ = length_of(next_length_);
       if (request_ + 1 < p_.batch_size) next_length_ = __ldg(p_.cache_seqlens + request_ + 1);
       keys_ = visible_keys(length_, p_.seqlen_q, p_.window_left);
       const TileRange tiles = visible_tiles(length_, p_.seqlen_q, p_.window_left, kPlanTileTokens);
       first_tile_ = tiles.first;
       num_tiles_ = tiles.count;
-      if (p_.report) check_length();
+      clip_to_table();
     }
     end_tile_ = run_end();
     overflows_ = false;
@@ -168,17 +168,16 @@ class PieceWalk {
     }
   }
 
-  // Keys beyond the table are faults, and nobody sees them.
-  __device__ void check_length() {
-    const int64_t cells = p_.page_table.kv_indptr ? p_.page_table.num_cells(request_) : p_.max_pages;
-    const int64_t capacity = cells * p_.page_table.page_size;
-    if (length_ <= capacity) return;
-    if (threadIdx.x == 0) record_length(p_, request_, length_, capacity + 1);
-    keys_.end = static_cast<int>(max_of(capacity, int64_t{0}));
+  // Keys beyond the table are seen by nobody, and faults in checked mode.
+  __device__ void clip_to_table() {
+    keys_.end = min_of(keys_.end, p_.page_table.num_tokens(request_));
+    if (p_.report && keys_.end < length_ && threadIdx.x == 0) record_length(p_, request_);
   }
 
-  __device__ __noinline__ static void record_length(const Params& p, int request, int64_t length, int64_t limit) {
-    record_fault(p.report, {ReportOp::kXqaDecode, ReportKind::kLength, request, 0, length, limit});
+  __device__ __noinline__ static void record_length(const Params& p, int request) {
+    const int64_t capacity = p.page_table.num_cells(request) * p.page_table.page_size;
+    record_fault(p.report,
+                 {ReportOp::kXqaDecode, ReportKind::kLength, request, 0, p.cache_seqlens[request], capacity + 1});
   }
 
   const Params& p_;

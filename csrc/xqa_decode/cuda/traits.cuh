@@ -73,7 +73,7 @@ template <class Tr>
 struct SharedLayout {
   static constexpr int kStats = 0;                                   // float2 [kWarps][kRows]: maximum and sum
   static constexpr int kFree = kStats + Tr::kWarps * Tr::kRows * 8;  // int [kWarps]: offset of the free stage
-  static constexpr int kFlag = kFree + Tr::kWarps * 4;               // int [3]: what the first thread found out
+  static constexpr int kFlag = kFree + Tr::kWarps * 4;               // MergeFlag
   static constexpr int kGoodKeys = kFlag + 16;  // checked mode, uint32 [kWarps][kStages]: which keys have a page
   static constexpr int kRowScale = kGoodKeys + Tr::kWarps * Tr::kStages * 4;  // float [rows]: of FP8 kernels' queries
   static constexpr int kRing = 1024 * Tr::kWarps / 4;

@@ -140,12 +140,12 @@ __device__ __forceinline__ void arrive_and_merge_nodes(const Params& p, const Sh
   using Scratch = NodeScratch<Tr>;
   static_assert(Tr::kThreads == 128 && sizeof(Scratch) <= (Tr::kFoldLevels - 1) * Tr::kFoldLevelBytes);
   Scratch& scratch = *reinterpret_cast<Scratch*>(smem + SharedLayout<Tr>::kFold);
-  int* flag = reinterpret_cast<int*>(smem + SharedLayout<Tr>::kFlag);
+  auto* flag = reinterpret_cast<MergeFlag*>(smem + SharedLayout<Tr>::kFlag);
   sync_threads<Tr::kThreads>();  // the nodes are written
   int32_t* semaphore = p.semaphores + place.work;
   if (threadIdx.x == 0) {
     const Units cuts = arrive(semaphore, splits.count, splits.arrivals, splits.count, may_wait);
-    flag[0] = cuts.early, flag[1] = cuts.begin, flag[2] = cuts.end;
+    *flag = {cuts.early, cuts.begin, cuts.end};
     if (cuts.must_leave) {
       Leave leave;
       leave.begin(semaphore, splits.arrivals);
@@ -153,7 +153,7 @@ __device__ __forceinline__ void arrive_and_merge_nodes(const Params& p, const Sh
     }
   }
   sync_threads<Tr::kThreads>();
-  const int early = flag[0], begin = max_of(flag[1], early), end = flag[2];
+  const int early = flag->early, begin = max_of(flag->begin, early), end = flag->end;
   if (early + end - begin <= 0) return;
   const int row_items = ceil_div(p.head_dim, 4 * kMergeQuads<Tr>), items = shape.rows * row_items;
   const int listed = list_nodes<Tr>(p, shape, splits, 0, scratch);

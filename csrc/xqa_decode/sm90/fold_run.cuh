@@ -62,14 +62,15 @@ __device__ __forceinline__ void run_folded(const Params& p, const Shape& shape, 
     Fold<Tr> fold(smem, begin, end, count, whole ? Tr::kFoldLevels : min_of(Tr::kFoldLevels, kLogMemoryCuts));
     Block<Tr> block;
     consumer.begin(place, 0, block);
-    if (num_tiles(piece) == 0) {  // no keys at all, and one cut
+    if (num_tiles(piece) == 0 && count == 1) {  // no keys at all
       Fold<Tr>::finish(block);
       store_rows<true>(p, shape, place, block, 0);
       continue;
     }
     const RunOfCuts run(piece);
+    const int empty = end - begin - ceil_div(num_tiles(run), leaf_tiles);
     put_away<Tr>(piece, smem);
-    consumer.attend_leaves(run, leaf_tiles, block, [&] {
+    consumer.attend_leaves(run, leaf_tiles, empty, block, [&] {
       if (!fold.take(block)) return;
       const TreeWalk& walk = fold.walk();
       if (walk.is_root()) {

@@ -1,4 +1,7 @@
 #pragma once
+#include <climits>
+
+#include "device/common/tree_rows.cuh"
 #include "device/sm80/cp_async.cuh"
 #include "xqa_decode/sm90/tile_stream.cuh"
 
@@ -43,7 +46,9 @@ class GatherStream {
   __device__ __forceinline__ void open(const Piece& piece) {
     begin_token_ = piece.keys().begin;
     end_token_ = piece.end_token();
-    row_ = p_.page_table.row(piece.request());
+    request_ = piece.request();
+    first_draft_ = p_.tree_mask ? piece.length() - p_.seqlen_q : INT_MAX;
+    row_ = p_.page_table.row(request_);
     const int64_t head = piece.kv_head() * (values_ ? p_.v_stride_head : p_.k_stride_head) * kSize;
     base_ = static_cast<const char*>(values_ ? p_.v_pages : p_.k_pages) + head + column_ * 16;
   }
@@ -53,7 +58,7 @@ class GatherStream {
   template <class Piece>
   __device__ __forceinline__ const int32_t* first_cell(const Piece& piece, int half) const {
     const int token = piece.first_token() + lane_ + 32 * half;
-    const bool wanted = token >= 0 && is_seen(token) && cell_of(token) < p_.max_pages;
+    const bool wanted = token >= 0 && is_seen(token) && cell_of(token) < p_.page_table.max_pages;
     return wanted ? row_ + cell_of(token) : nullptr;
   }
 
@@ -86,7 +91,10 @@ class GatherStream {
   static constexpr int kRowsPerCopy = 32 / kLanesPerRow;
   static constexpr uint32_t kNowhere = ~0u;
 
-  __device__ bool is_seen(int token) const { return token >= begin_token_ && token < end_token_; }
+  __device__ bool is_seen(int token) const {
+    return token >= begin_token_ && token < end_token_ &&
+           (token < first_draft_ || some_row_sees(p_, request_, token - first_draft_));
+  }
 
   // The page of a token, or its cell's: read well before it is needed. Cells of keys that no row sees may hold
   // anything.
@@ -97,7 +105,7 @@ class GatherStream {
   }
 
   __device__ uint32_t row_place(int token, int page) const {
-    if (!is_seen(token)) return kNowhere;
+    if (!is_seen(token) || !p_.page_table.has_page(page)) return kNowhere;
     const uint32_t in_page = token - cell_of(token) * p_.page_table.page_size;
     return static_cast<uint32_t>(page) * page_step_ + in_page * token_step_;
   }
@@ -123,6 +131,7 @@ class GatherStream {
   uint32_t destination_;  // of this lane's first copy, in the ring's first unit
   RingPlace<Tr> place_;
   int begin_token_ = 0, end_token_ = 0;
+  int request_ = 0, first_draft_ = INT_MAX;
   const int32_t* row_ = nullptr;
   const char* base_ = nullptr;
 };

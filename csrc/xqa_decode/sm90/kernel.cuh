@@ -84,7 +84,7 @@ class Consumer {
       store_partials(p_, shape_, block, first_row, splits.slot(splits.index));
       if (!piece.last_row_block() || splits.arrivals == 0) continue;
       arrive_and_merge<Tr::kThreads>(p_, shape_, place, splits, piece.is_last(),
-                                     reinterpret_cast<int*>(smem_ + Shared::kFlag),
+                                     reinterpret_cast<MergeFlag*>(smem_ + Shared::kFlag),
                                      reinterpret_cast<float*>(smem_ + Shared::kMergeScratch));
       // The next queries lie where the merge has its scratch.
       hopper::named_barrier_sync(kMultiply, Tr::kThreads);
@@ -119,35 +119,44 @@ class Consumer {
     block.add_up(exchange_);
   }
 
-  // The same of a piece with keys that is divided every `leaf_tiles` tiles: `end_leaf` is called with each leaf's rows,
-  // whose sums are added up.
+  // The same of a piece that is divided every `leaf_tiles` tiles: `end_leaf` is called with each leaf's rows, whose
+  // sums are added up, and with those of `empty` leaves behind, which hold no key: only of a length beyond the page
+  // table.
   template <class Piece, class EndLeaf>
-  __device__ __forceinline__ void attend_leaves(const Piece& piece, int leaf_tiles, Block<Tr>& block,
+  __device__ __forceinline__ void attend_leaves(const Piece& piece, int leaf_tiles, int empty, Block<Tr>& block,
                                                 const EndLeaf& end_leaf) {
     const int tiles = num_tiles(piece);
     float* const sums = reinterpret_cast<float*>(smem_ + Shared::kFoldSums);
-    if (tiles == 0) return;
-    multiply_keys(block, scores_);
-    int tile = 0;
-#pragma unroll 1
-    for (; tile + leaf_tiles < tiles; tile += leaf_tiles) {
-      attend_tiles(piece, 0, tile, tile + leaf_tiles, block);
-      // The first scores of the next leaf meanwhile. A place of its own for the sums: maxima of the next leaf may be
-      // exchanged before all have read them.
-      const RingPlace<Tr> values = multiply_values(block);
+    if (tiles > 0) {
       multiply_keys(block, scores_);
-      block.template wait_for_values<1>();
+      int tile = 0;
+#pragma unroll 1
+      for (; tile + leaf_tiles < tiles; tile += leaf_tiles) {
+        attend_tiles(piece, 0, tile, tile + leaf_tiles, block);
+        // The first scores of the next leaf meanwhile. A place of its own for the sums: maxima of the next leaf may be
+        // exchanged before all have read them.
+        const RingPlace<Tr> values = multiply_values(block);
+        multiply_keys(block, scores_);
+        block.template wait_for_values<1>();
+        release(values);
+        block.add_up(sums);
+        end_leaf();
+        block.clear();
+      }
+      attend_tiles(piece, 0, tile, tiles, block);
+      const RingPlace<Tr> values = multiply_values(block);
+      block.template wait_for_values<0>();
       release(values);
       block.add_up(sums);
+    } else {
+      --empty;
+    }
+#pragma unroll 1
+    for (;; --empty) {
       end_leaf();
+      if (empty <= 0) return;
       block.clear();
     }
-    attend_tiles(piece, 0, tile, tiles, block);
-    const RingPlace<Tr> values = multiply_values(block);
-    block.template wait_for_values<0>();
-    release(values);
-    block.add_up(sums);
-    end_leaf();
   }
 
  private:
@@ -229,10 +238,12 @@ class Consumer {
       block.scale_scores(p_.logit_cap, scores_);
       if (is_edge) Block<Tr>::mask_scores(p_, shape_, piece, first_row, first_key, scores_);
     }
-    if (!Tr::kGathers && is_edge &&
-        (first_key + Tr::kTileTokens > piece.keys().end || first_key < piece.keys().begin)) {
-      place_.wait(shared_ + Shared::kFull);
-      Block<Tr>::clear_values(shared_ + Shared::kRing + place_.slot * Tr::kUnitBytes, first_key, piece.keys());
+    if (!Tr::kGathers && is_edge) {
+      const uint64_t seen = seen_keys(p_, piece, first_key);
+      if (seen != kAllSeen) {
+        place_.wait(shared_ + Shared::kFull);
+        Block<Tr>::clear_values(shared_ + Shared::kRing + place_.slot * Tr::kUnitBytes, seen);
+      }
     }
     block.template soften<kFirst>(scores_, probs(), exchange_);
   }
@@ -327,7 +338,7 @@ __device__ __forceinline__ LikelyStart likely_start(const Params& p, int part) {
 __device__ __forceinline__ void look_up_ahead(const Params& p, const LikelyStart& start, uint32_t nowhere, int lane) {
   if (lane == 0) return hopper::copy4(nowhere, p.cache_seqlens + start.request);
   const int cell = lane == 1 ? start.cell : start.cell + 31;  // of the 32 that a warp looks up at a time
-  if (lane > 2 || p.page_table.kv_indptr || cell >= p.max_pages) return;
+  if (lane > 2 || p.page_table.kv_indptr || cell >= p.page_table.max_pages) return;
   hopper::copy4(nowhere + 4 * lane, p.page_table.row(start.request) + cell);
 }
 
@@ -345,7 +356,8 @@ class GuessedPiece {
     is_one_ = request_ >= 0 && request_ < p.batch_size && !p.page_table.kv_indptr;
     if (!is_one_) return;
     const int length = hopper::load_guess(p.cache_seqlens + request_);
-    keys_ = visible_keys(length, p.seqlen_q, p.window_left);
+    length_ = length_of(length), keys_ = visible_keys(length, p.seqlen_q, p.window_left);
+    keys_.end = min_of(keys_.end, p.page_table.num_tokens(request_));
     first_token_ = (keys_.begin / kPlanTileTokens + begin.y) * kPlanTileTokens;
     is_one_ = first_token_ >= 0 && first_token_ < keys_.end;
   }
@@ -354,12 +366,13 @@ class GuessedPiece {
   __device__ bool is_one() const { return is_one_; }
   __device__ int request() const { return request_; }
   __device__ int kv_head() const { return kv_head_; }
+  __device__ int length() const { return length_; }
   __device__ const KvRange& keys() const { return keys_; }
   __device__ int first_token() const { return first_token_; }
   __device__ int end_token() const { return keys_.end; }
 
  private:
-  int request_, kv_head_, first_token_ = 0;
+  int request_, kv_head_, length_ = 0, first_token_ = 0;
   KvRange keys_{0, 0};
   bool is_one_;
 };
@@ -372,7 +385,7 @@ __device__ __forceinline__ void prefetch_first_tile(const Params& p, const Shape
   const GuessedPiece piece(p, shape, part);
   if (!piece.is_one()) return;
   const int cell = (piece.first_token() + lane * boxes.tokens) >> shape.page_shift;
-  const int page = cell < p.max_pages ? hopper::load_guess(p.page_table.row(piece.request()) + cell) : -1;
+  const int page = cell < p.page_table.max_pages ? hopper::load_guess(p.page_table.row(piece.request()) + cell) : -1;
   TileStream<Tr> stream(p, boxes, &key_map, &value_map, shape, shared, lane);
   stream.open(piece);
   stream.prefetch(piece, page);

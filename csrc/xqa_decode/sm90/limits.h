@@ -10,7 +10,7 @@ namespace attnops::xqa_decode::sm90 {
 
 // Tokens of a request that its queries may see, at most: by its cells of the page table, or by the window.
 inline int64_t most_visible_tokens(const Params& p) {
-  const int64_t cells = p.page_table.kv_indptr ? p.num_indices : p.max_pages;
+  const int64_t cells = p.page_table.kv_indptr ? p.page_table.num_indices : p.page_table.max_pages;
   const int64_t held = cells * p.page_table.page_size;
   return p.window_left < 0 ? held : min_of(held, int64_t{p.window_left} + p.seqlen_q + 64);
 }

@@ -81,7 +81,7 @@ struct SharedLayout {
   static constexpr int kMergeScratch = kQueries;                // when neither queries nor probabilities are needed
   static constexpr int kFull = kQueries + Tr::kWorkBytes;       // barriers [kUnits]
   static constexpr int kEmpty = kFull + 96;                     // barriers [kUnits]
-  static constexpr int kFlag = kFull + 192;                     // int [3], of the merge
+  static constexpr int kFlag = kFull + 192;                     // MergeFlag
   static constexpr int kNowhere = kFlag + 16;                   // 16 bytes that nobody reads
   static constexpr int kInboxFull = kNowhere + 16;              // barrier
   static constexpr int kExchange = kFull + 256;                 // float [kWarps][kRows]

@@ -95,8 +95,8 @@ struct WideBlock {
   }
 
   // Zeros for the values of keys that no row sees, in all warps' view.
-  __device__ static void clear_values(uint32_t values, int first_key, const KvRange& keys) {
-    Narrow::clear_values(values, first_key, keys);
+  __device__ static void clear_values(uint32_t values, uint64_t seen) {
+    Narrow::clear_values(values, seen);
     hopper::fence_async_proxy();
     hopper::named_barrier_sync(kMultiply, Tr::kThreads);
   }

@@ -58,7 +58,7 @@ class Consumer {
       await_queries();
       const bool exchanges = pairs && piece.is_last;
       for (int t = 0; t < piece.num_tiles; ++t, ++count_) {
-        multiply_queries(s, !is_boxed(piece, piece.first_tile + t, modes_.use_boxes));
+        multiply_queries(s, !is_boxed(p_, piece, piece.first_tile + t, modes_.use_boxes));
         rescale(o, exchange_probabilities(piece, t, s));
         if (exchanges && t == piece.num_tiles - 1 && threadIdx.x == 0) Exchange<At>(shared_).let_peer_send();
         multiply_values(o);

@@ -71,7 +71,9 @@ class Loader : QuarterPages<Paging> {
     if (entry.x < 0 || entry.x >= p_.batch_size || entry.y < 0) return;
     const int end = entry.z == entry.x ? entry.w : entry.z > entry.x ? INT_MAX : 0;
     const int length = from_first(attnops::sm90::load_guess(p_.cache_seqlens + entry.x));
-    const int tiles = min_of(min_of(end, length / kPlanTileTokens) - entry.y, kRingTiles);
+    int boxes = min_of(length_of(length), p_.page_table.num_tokens(entry.x));
+    if (p_.tree_mask) boxes = min_of(boxes, length_of(length) - p_.seqlen_q);
+    const int tiles = min_of(min_of(end, boxes / kPlanTileTokens) - entry.y, kRingTiles);
     // Lane l has group l % 2 of tile l / 2.
     const int token = first_token(entry.y + lane_ / kGroupsPerWarp) + lane_ % kGroupsPerWarp * kGroupTokens;
     const int cell = paging_.cell(token);
@@ -166,7 +168,7 @@ class Loader : QuarterPages<Paging> {
     const int key = first_token(tile) + lane_ % kTokens;
     if (p_.report) check_page(piece, key, page);
     const int64_t offset =
-        page < 0
+        !p_.page_table.has_page(page)
             ? -1
             : kElement * (page * p_.kv_stride_page + static_cast<int64_t>(paging_.offset(key)) * p_.kv_stride_token);
     const uint8_t* pool = static_cast<const uint8_t*>(p_.kv_pages) + lane_ % 8 * 16;

@@ -50,8 +50,7 @@ __device__ inline bool sees(const Params& p, const Piece& piece, int token, int 
 // Checked mode: whether the key's page exists. The loading warps report it when not.
 __device__ inline bool has_page(const Params& p, const Piece& piece, int key) {
   if (key < piece.keys.begin || key >= piece.keys.end) return false;
-  const int page = p.page_table.row(piece.request)[key / p.page_table.page_size];
-  return page >= 0 && page < p.page_table.num_pages;
+  return p.page_table.has_page(p.page_table.row(piece.request)[key / p.page_table.page_size]);
 }
 
 // Running state of a thread's queries, in the base-2 logarithm. All threads with the same queries hold the same

@@ -53,18 +53,15 @@ class RequestWalk {
       piece.request = request_;
       piece.first_row = 0;
       piece.num_rows = p.seqlen_q * p.num_q_heads;
-      piece.length = max_of(p.cache_seqlens[request_], 0);
+      piece.length = length_of(p.cache_seqlens[request_]);
       piece.keys = visible_keys(piece.length, p.seqlen_q, p.window_left);
-      if (p.report) {
-        const int64_t capacity = p.page_table.num_cells(request_) * p.page_table.page_size;
-        piece.keys.end = static_cast<int>(min_of(static_cast<int64_t>(piece.keys.end), capacity));
-      }
+      piece.keys.end = min_of(piece.keys.end, p.page_table.num_tokens(request_));
       const TileRange range = tiles_of(p, piece.length);
       const int end = request_ == entry_.end_work ? entry_.end_tile : range.count;
       piece.first_tile = range.first + tile_;
       if (p.fixed_split_tokens == 0) {
         const bool is_first = request_ == entry_.begin_work, is_last = request_ == last;
-        piece.num_tiles = end - tile_;
+        piece.num_tiles = tiles_in_table(piece, end - tile_);
         if constexpr (kSplits) {
           piece.is_last = is_last;
           piece.splits = is_first ? balanced_splits(entry_.first_part, entry_.begin_num_splits, entry_.begin_split)
@@ -82,7 +79,7 @@ class RequestWalk {
       const int64_t first = p.num_splits[request_];
       const int index = tile_ / cut_tiles;
       if constexpr (kSplits) piece.splits = {cuts, index, static_cast<int>(first), static_cast<int>(first) + 1, 1};
-      piece.num_tiles = min_of(cut_tiles, end - tile_);
+      piece.num_tiles = tiles_in_table(piece, min_of(cut_tiles, end - tile_));
       piece.partial = cuts > 1 ? static_cast<int>(first) + index : -1;
       tile_ += cut_tiles;
       if (tile_ >= end) advance();

@@ -126,7 +126,9 @@ class Loader : QuarterPages<Paging> {
         const int token = paging_.offset(first_token(tile) + g * kGroupTokens);
         const uint32_t target = place(at.slot) + g * At::Rows::kGroupBytes;
         if constexpr (At::kScaled) {
-          const uint8_t* source = pool() + page[g] * p_.kv_stride_page + token * At::Rows::kRowBytes;
+          // A box outside the pool reads zeros; these bytes are of another page then.
+          const int there = p_.page_table.has_page(page[g]) ? page[g] : 0;
+          const uint8_t* source = pool() + there * p_.kv_stride_page + token * At::Rows::kRowBytes;
           attnops::sm90::copy_bytes(target, source, At::Rows::kGroupBytes, full, read_once_);
         } else {
           attnops::sm90::copy_box(target, map_, full, 0, token, 0, page[g], read_once_);
@@ -148,7 +150,9 @@ class Loader : QuarterPages<Paging> {
     const int key = first_token(tile) + lane_ % kTokens;
     if (p_.report) check_page(piece, key, page);
     const int64_t offset =
-        page < 0 ? -1 : page * p_.kv_stride_page + static_cast<int64_t>(paging_.offset(key)) * p_.kv_stride_token;
+        !p_.page_table.has_page(page)
+            ? -1
+            : page * p_.kv_stride_page + static_cast<int64_t>(paging_.offset(key)) * p_.kv_stride_token;
     const RingSlot<At> at(count_);
     attnops::sm90::mbarrier_wait(At::empty_barrier(shared_, at.slot), at.parity ^ 1);
     if constexpr (At::kScaled) {

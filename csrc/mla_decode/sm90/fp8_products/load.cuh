@@ -132,7 +132,7 @@ class Loader {
   }
 
   __device__ bool boxed(const Piece& piece, int t) const {
-    return is_boxed(piece, piece.first_tile + t, modes_.use_boxes);
+    return is_boxed<kOptions>(p_, piece, piece.first_tile + t, modes_.use_boxes);
   }
 
   // Two threads copy a row.
@@ -141,10 +141,10 @@ class Loader {
   // The page of this thread's row of a gathered tile; -1 where there is nothing to read.
   __device__ int row_page(const Piece& piece, const int32_t* cells, int t) const {
     const int key = (piece.first_tile + t) * kPlanTileTokens + row();
-    if (t >= piece.num_tiles || boxed(piece, t) || key < piece.keys.begin || key >= piece.keys.end) return -1;
+    if (t >= piece.num_tiles || boxed(piece, t) || !is_readable<kOptions>(p_, piece, key)) return -1;
     const int cell = key / p_.page_table.page_size;
     const int page = cells[cell];
-    if (kOptions == Options::kAll && p_.report && (page < 0 || page >= p_.page_table.num_pages)) {
+    if (kOptions == Options::kAll && p_.report && !p_.page_table.has_page(page)) {
       if (threadIdx.x % 2 == 0) report(ReportKind::kPageIndex, piece.request, cell, page, p_.page_table.num_pages);
       return -1;
     }
@@ -184,7 +184,7 @@ class Loader {
 
   __device__ void gather(const Piece& piece, int tile, int page) const {
     const int token = (tile * kPlanTileTokens + row()) % p_.page_table.page_size;
-    const bool valid = page >= 0;
+    const bool valid = p_.page_table.has_page(page);
     const auto* source = static_cast<const uint8_t*>(p_.kv_pages);
     if (valid) source += page * p_.kv_stride_page + token * p_.kv_stride_token;
     const int half = threadIdx.x % 2;
@@ -206,7 +206,8 @@ class Loader {
   __device__ void check_length(const Piece& piece) const {
     if (kOptions == Options::kCommon || p_.report == nullptr || threadIdx.x % kGroupThreads != 0) return;
     const int64_t capacity = p_.page_table.num_cells(piece.request) * p_.page_table.page_size;
-    if (piece.length > capacity) report(ReportKind::kLength, piece.request, 0, piece.length, capacity + 1);
+    if (piece.length <= capacity) return;
+    report(ReportKind::kLength, piece.request, 0, p_.cache_seqlens[piece.request], capacity + 1);
   }
 
   __device__ void report(ReportKind kind, int request, int position, int64_t value, int64_t limit) const {

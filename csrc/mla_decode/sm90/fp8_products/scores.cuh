@@ -61,7 +61,7 @@ class ScoreConsumer {
  private:
   __device__ void begin_piece(const Piece& piece) {
     first_box_ = ceil_div(piece.keys.begin, kPlanTileTokens) - piece.first_tile;
-    last_box_ = modes_.use_boxes ? piece.keys.end / kPlanTileTokens - piece.first_tile : 0;
+    last_box_ = modes_.use_boxes ? boxes_end<kOptions>(p_, piece) / kPlanTileTokens - piece.first_tile : 0;
     seen_by_all_ = few_rows::keys_of_all_rows(p_, piece).end;
     const float* query = reinterpret_cast<const float*>(base_ + L::kQueryScale);
 #pragma unroll

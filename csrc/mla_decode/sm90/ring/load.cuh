@@ -32,7 +32,8 @@ class Walk {
     const TileRange range = describe_work<Options::kCommon>(p, place, cache_seqlen, piece);
     const int begin = is_first ? entry_.begin_tile : 0, end = work_ == entry_.end_work ? entry_.end_tile : range.count;
     piece.first_tile = range.first + begin;
-    piece.num_tiles = end - begin;
+    // Cuts are counted by the length, wherever the page table ends.
+    piece.num_tiles = p.fixed_split_tokens == 0 ? tiles_in_table(piece, end - begin) : end - begin;
     ++work_;
     return range;
   }
@@ -76,8 +77,9 @@ class Planner {
     int tiles_left;       // of the piece, those that hold keys
     int token;            // of the next tile in its page
     const int32_t* cell;  // of the page table, for the next tile
-    int page;             // of the next tile
-    int left;             // of the part's pieces, one of every work
+    const int32_t* end_cell;
+    int page;  // of the next tile
+    int left;  // of the part's pieces, one of every work
     bool queries_next;
   };
 
@@ -122,7 +124,7 @@ class Planner {
     state.token += kPlanTileTokens;
     if (state.token != p_.page_table.page_size) return;
     state.token = 0;
-    state.page = *++state.cell;
+    state.page = ++state.cell < state.end_cell ? *state.cell : -1;
   }
 
  private:
@@ -147,6 +149,7 @@ class Planner {
     state.queries_next = true;
     state.tiles_left = piece.num_tiles;
     state.cell = p_.page_table.row(piece.request) + cell;
+    state.end_cell = p_.page_table.row(piece.request) + p_.page_table.max_pages;
     state.token = key - cell * p_.page_table.page_size;
     // A request without keys has a tile all the same: of a page that does not exist, which reads as zeros.
     state.page = key >= piece.keys.end ? -1 : page;

@@ -44,12 +44,12 @@ __device__ KeyPlace find_key(const Params& p, const PieceWalk& piece, int row_to
   if (p.causal && !p.tree_mask && token > position) return {-1, 0};
   const int cell = token / p.page_table.page_size;
   const int page = p.page_table.row(piece.request())[cell];
-  if (p.report && (page < 0 || page >= p.page_table.num_pages)) {
+  if (p.page_table.has_page(page)) return {page, token - cell * p.page_table.page_size};
+  if (p.report) {
     record_fault(p.report,
                  {ReportOp::kXqaDecode, ReportKind::kPageIndex, piece.request(), cell, page, p.page_table.num_pages});
-    return {-1, 0};
   }
-  return {page, token - cell * p.page_table.page_size};
+  return {-1, 0};
 }
 
 // One row of one piece. `shared`: kKeys probabilities, 8 for reductions, then the row of q and at last of out.
@@ -116,9 +116,9 @@ __device__ void run_row(const Params& p, const Shape& shape, const PieceWalk& pi
 __global__ void __launch_bounds__(kThreads)
     fp32_kernel(const __grid_constant__ Params p, const __grid_constant__ Shape shape) {
   __shared__ __align__(16) float shared[kKeys + 8 + 2 * kThreads];
-  __shared__ __align__(16) float scratch[kThreads * 8];
+  __shared__ __align__(16) float scratch[kThreads * sizeof(PartialSum) / sizeof(float)];
   __shared__ int64_t values[kKeys];
-  __shared__ int flag[2];
+  __shared__ MergeFlag flag;
   wait_for_earlier_kernels();
   SplitKvEntry entry;
   const auto* words = reinterpret_cast<const int4*>(p.tile_scheduler_metadata) + 2 * static_cast<int64_t>(blockIdx.x);
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     for (int row = 0; row < shape.rows; ++row) run_row(p, shape, piece, place, splits, row, shared, values);
     if (splits.count > 1 && splits.arrivals > 0) {
-      arrive_and_merge<kThreads, true>(p, shape, place, splits, piece.is_last(), flag, scratch);
+      arrive_and_merge<kThreads, true>(p, shape, place, splits, piece.is_last(), &flag, scratch);
     }
   }
 }

@@ -120,6 +120,7 @@ __device__ __forceinline__ bool meet_clusters(const Params& p, const Shape& shap
     if (before + 1 == clusters) *semaphore = 0;
   }
   if (__shfl_sync(~0u, before, 0) + 1 != clusters) return false;
+  __syncwarp();  // what lane 0 has acquired is there for all lanes: a shuffle orders no memory
   total = sum_terms<kMost / 4>(clusters, lane, [&](int i, float* sum, float4* v) {
     const int record = first + i * units;
     const float lse = __ldcg(p.lse_partial + record);

@@ -52,6 +52,7 @@ inline int most_share_tokens(const Params& p, int works, int rows, int log_ctas)
 // Why the cluster kernels do not serve these arguments; "" when they do. Only what the host knows: shapes, not lengths.
 inline std::string reject_cluster(const Params& p) {
   const int works = p.batch_size * p.num_kv_heads, rows = p.seqlen_q * (p.num_q_heads / p.num_kv_heads);
+  if (works == 0) return "takes at least one request, got none";
   if (works > kClustersHeld[1]) {
     return "takes batch_size * num_kv_heads up to " + std::to_string(kClustersHeld[1]) + ", got " +
            std::to_string(works);

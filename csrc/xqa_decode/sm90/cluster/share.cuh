@@ -46,9 +46,11 @@ class SharePiece {
   __device__ SharePiece(const Params& p, int request, int kv_head, int length)
       : request_(request),
         kv_head_(kv_head),
-        length_(max_of(length, 0)),
-        keys_(visible_keys(length_, p.seqlen_q, p.window_left)),
-        tiles_(visible_tiles(length_, p.seqlen_q, p.window_left, kPlanTileTokens)) {}
+        length_(length_of(length)),
+        keys_(visible_keys(length_, p.seqlen_q, p.window_left)) {
+    keys_.end = min_of(keys_.end, p.page_table.num_tokens(request));
+    tiles_ = tiles_over(keys_, kPlanTileTokens);
+  }
 
   // The first shares have one tile more than the others, which have `least`.
   __device__ void divide(int share, int shares, int least) {
@@ -77,7 +79,7 @@ class ShareGuess {
     token_ = piece_.first_token() + (lane * Tr::kWarps + warp) * Tr::kChunk;
     const int cell = token_ >> shape.page_shift;
     const bool wanted = token_ >= 0 && token_ < piece_.end_token() && token_ + Tr::kChunk > piece_.keys().begin;
-    if (wanted && cell < p.max_pages) cell_ = p.page_table.row(request) + cell;
+    if (wanted && cell < p.page_table.max_pages) cell_ = p.page_table.row(request) + cell;
   }
 
   __device__ const SharePiece& piece() const { return piece_; }
@@ -92,7 +94,7 @@ class ShareGuess {
     if (shape.page_shift < Tr::kChunkShift || !shape.vector_keys || !shape.same_strides) return;
     const int page = __shfl_sync(~0u, cell_ ? load_guess(cell_) : -1, 0);
     const int token = __shfl_sync(~0u, token_, 0);
-    if (page < 0 || page >= p.page_table.num_pages) return;
+    if (!p.page_table.has_page(page)) return;
     constexpr int kSize = Tr::kFp8 ? 1 : 2;
 #pragma unroll
     for (int row = lane; row < 2 * Tr::kChunk; row += 32) {

@@ -80,6 +80,7 @@ __device__ __forceinline__ bool meet_nodes(const Params& p, const Shape& shape, 
     if (before + 1 == clusters) *semaphore = 0;
   }
   if (__shfl_sync(~0u, before, 0) + 1 != clusters) return false;
+  __syncwarp();  // what lane 0 has acquired is there for all lanes: a shuffle orders no memory
   node = combine_lanes(clusters, lane, [&](int i, TeamItem& other) {
     const int record = first + i * units;
     other.lse = __ldcg(p.lse_partial + record);

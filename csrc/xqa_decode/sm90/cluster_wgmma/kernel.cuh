@@ -38,7 +38,7 @@ __device__ __forceinline__ void bring_share(const Params& p, const Shape& shape,
   if (guessed) {
     const int token = piece.first_token() + lane * boxes.tokens, cell = token >> shape.page_shift;
     const bool wanted = token >= 0 && token < piece.end_token() && token + boxes.tokens > piece.keys().begin;
-    if (wanted && cell < p.max_pages) page_at = p.page_table.row(place.request) + cell;
+    if (wanted && cell < p.page_table.max_pages) page_at = p.page_table.row(place.request) + cell;
     stream.open(piece);
     stream.prefetch(piece, page_at ? hopper::load_guess(page_at) : -1);
   }
@@ -96,7 +96,7 @@ __device__ __forceinline__ void attend_node(uint8_t* smem, Consumer<Tr>& consume
                                             Block<Tr>& block) {
   if (num_tiles(piece) == 0) return Fold<Tr>::finish(block);
   Fold<Tr> fold(smem, piece.first_leaf(), piece.end_leaf(), piece.known_leaves(), Tr::kFoldLevels);
-  consumer.attend_leaves(piece, piece.leaf_tiles(), block, [&] { fold.take(block); });
+  consumer.attend_leaves(piece, piece.leaf_tiles(), 0, block, [&] { fold.take(block); });
 }
 
 // The warpgroup that multiplies.

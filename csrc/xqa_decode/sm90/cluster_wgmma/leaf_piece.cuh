@@ -21,11 +21,12 @@ class LeafPiece {
                                        int share)
       : request_(request),
         kv_head_(kv_head),
-        length_(max_of(length, 0)),
+        length_(length_of(length)),
         keys_(visible_keys(length_, p.seqlen_q, p.window_left)) {
-    const TileRange tiles = visible_tiles(length_, p.seqlen_q, p.window_left, kPlanTileTokens);
+    keys_.end = min_of(keys_.end, p.page_table.num_tokens(request));
+    const TileRange tiles = tiles_over(keys_, kPlanTileTokens);
     tiles_ = tiles.count;
-    leaf_tiles_ = team.cut_tiles;
+    leaf_tiles_ = min_of(team.cut_tiles, tiles_);
     if (team.cuts > 0) {  // tiles_per_cut, without a division
       leaf_tiles_ = team.by_cuts.divide(tiles_ + team.cuts - 1);
       if (team.cuts <= kFewCuts) leaf_tiles_ = round_up(leaf_tiles_, 2);

@@ -75,6 +75,7 @@ inline TeamSize invariant_team_size(const Params& p) {
 // what the host knows: shapes, not lengths.
 inline std::string reject_team(const Params& p) {
   const int works = p.batch_size * p.num_kv_heads, rows = p.seqlen_q * (p.num_q_heads / p.num_kv_heads);
+  if (works == 0) return "takes at least one request, got none";
   if (works > kMaxTeams) {
     return "takes batch_size * num_kv_heads up to " + std::to_string(kMaxTeams) + ", got " + std::to_string(works);
   }

@@ -109,12 +109,12 @@ class TileLoop {
   __device__ __forceinline__ void clear_values(int tile) {
     if constexpr (Tr::kGathers) return;
     const Edges edges = load_edges();
-    const int first_key = edges.first_token_ + tile * Tr::kTileTokens;
-    if (first_key + Tr::kTileTokens <= edges.keys_.end && first_key >= edges.keys_.begin) return;
+    const uint64_t seen = seen_keys(p_, edges, edges.first_token_ + tile * Tr::kTileTokens);
+    if (seen == kAllSeen) return;
     place_.wait(shared_ + Shared::kFull);
     // All lanes of the group's warps have read what was here before: `release` says so of one lane of each.
     hopper::named_barrier_sync(kOwn + first_barrier<Tr>() + group_, Tr::kGroupThreads);
-    RowBlock<Tr>::clear_values(shared_ + Shared::kRing + place_.slot * Tr::kUnitBytes, first_key, edges.keys_);
+    RowBlock<Tr>::clear_values(shared_ + Shared::kRing + place_.slot * Tr::kUnitBytes, seen);
     hopper::fence_async_proxy();
     hopper::named_barrier_sync(kOwn + first_barrier<Tr>() + group_, Tr::kGroupThreads);
   }

@@ -73,7 +73,7 @@ struct SharedLayout<fp8::Traits<kRows, kGathers, kUnits, kHeads>> {
   static constexpr int kNextQueries = kSwap + Tr::kSwapBytes;   // 16-bit [kRows][kHeadDim], as they lie in q
   static constexpr int kFull = kNextQueries + Tr::kQueryBytes;  // barriers [kUnits]
   static constexpr int kEmpty = kFull + 96;                     // barriers [kUnits]
-  static constexpr int kFlag = kFull + 192;                     // int [3], of the merge
+  static constexpr int kFlag = kFull + 192;                     // MergeFlag
   static constexpr int kNowhere = kFlag + 16;                   // 16 bytes that nobody reads
   static constexpr int kRowScale = kFull + 256;                 // float [kRows]
   static constexpr int kScale = kRowScale + kRows * 4;          // float [kRows]: see Consumer::open
