@@ -16,6 +16,10 @@ from torch import Tensor
 
 from attnops import ops
 
+# Their names in newer versions of torch, which warns of the others.
+_all_gather = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
+_reduce_scatter = getattr(torch.distributed, "reduce_scatter_single", torch.distributed.reduce_scatter_tensor)
+
 HOW = ("reduce_scatter", "all_to_all")
 
 
@@ -125,13 +129,13 @@ def _sum(
     out: Tensor, lse: Tensor, world_size: int, group: torch.distributed.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
     lses = lse.new_empty(world_size * lse.shape[0], lse.shape[1])
-    torch.distributed.all_gather_into_tensor(lses, lse.contiguous(), group=group)
+    _all_gather(lses, lse.contiguous(), group=group)
     total = torch.logsumexp(lses.unflatten(0, (world_size, -1)), dim=0)
     seen = (lse > -math.inf).unsqueeze(-1)
     share = torch.exp(lse - total).unsqueeze(-1)
     scaled = torch.where(seen, out.float() * share, 0)  # selected, not multiplied: unseen rows may hold anything
     rank = torch.distributed.get_rank(group)
     merged = scaled.new_empty(out.shape[0], out.shape[1] // world_size, out.shape[2])
-    torch.distributed.reduce_scatter_tensor(merged.unsqueeze(0), _by_rank(scaled, world_size), group=group)
+    _reduce_scatter(merged.unsqueeze(0), _by_rank(scaled, world_size), group=group)
     each = out.shape[1] // world_size
     return merged.to(out.dtype), total[:, rank * each : (rank + 1) * each].contiguous()
