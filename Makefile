@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export MAX_JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 # The GPU architecture that `make test` compiles for; wheels take the default of setup.py.
 export ATTNOPS_ARCHS ?= 90a
-ENGINES ?= transformers
+ENGINES ?= transformers vllm sglang nano_vllm
 # Threads that spin while they wait take the cores that others compute on.
 export OMP_WAIT_POLICY ?= passive
 
@@ -17,8 +17,8 @@ demo: build
 test: check
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-# Each engine pins a torch and a transformers of its own: an environment per engine, made by requirements/<engine>.txt.
-# Without one, its tests are skipped with the reason.
+# Each engine pins a torch and a transformers of its own: an environment per engine, .venv-<engine>, from
+# requirements/<engine>.txt where there is one. Without it, the engine's tests are skipped with the reason.
 engines: build
 	for engine in $(ENGINES); do \
 	  python=$(BIN)/python; test ! -x .venv-$$engine/bin/python || python=.venv-$$engine/bin/python; \

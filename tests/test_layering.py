@@ -43,7 +43,18 @@ PYTHON_LAYERS = {
         "_load",
     },
     "graphs": {"types", "pools", "layers", "backends"},
-    "plugins": {"types", "ops", "metadata", "pools", "layers", "plan_buffers", "graph_buffers", "backends", "compat"},
+    "plugins": {
+        "environment",
+        "types",
+        "ops",
+        "metadata",
+        "pools",
+        "layers",
+        "plan_buffers",
+        "graph_buffers",
+        "backends",
+        "compat",
+    },
 }
 ENGINES = {"vllm", "sglang", "transformers"}
 

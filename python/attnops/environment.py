@@ -66,6 +66,7 @@ def _isa(text: str) -> str:
 
 CHECK = Variable("ATTNOPS_CHECK", "checked mode of backends built from now on", _flag, False)
 CPU_ISA = Variable("ATTNOPS_CPU_ISA", "caps the instruction set of CPU kernels", _isa, "")
+VLLM_CPU = Variable("ATTNOPS_VLLM_CPU", "vLLM's CPU platform uses attnops in place of its backend", _flag, False)
 TRITON_INTERPRET = Variable("TRITON_INTERPRET", "Triton's kernels run in its interpreter, on the CPU", _flag, False)
 TRITON_NUM_KV_SPLITS = Variable[int | None](
     "SGLANG_TRITON_ATTENTION_NUM_KV_SPLITS", "backend triton: most splits of a request in decode", _positive, None

@@ -12,7 +12,7 @@ COMMON = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
-    "tie_word_embeddings": False,  # tied, a random model repeats its last token
+    "tie_word_embeddings": False,  # tied, a random model repeats its last token, unless that is small
     "initializer_range": 0.25,  # the greedy choice is then far from a tie
 }
 KINDS = ("llama", "gemma", "gpt_oss", "deepseek")
@@ -24,7 +24,7 @@ def config(kind: str):
 
     if kind == "llama":
         return transformers.LlamaConfig(
-            num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, head_dim=40, **COMMON
+            num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, head_dim=32, **COMMON
         )
     if kind == "gemma":  # soft cap, and a window in every other layer
         return transformers.Gemma2Config(
@@ -36,7 +36,7 @@ def config(kind: str):
             sliding_window=7,
             attn_logit_softcapping=5.0,
             final_logit_softcapping=None,
-            **COMMON,
+            **COMMON | {"tie_word_embeddings": True},  # vLLM's Gemma knows no other
         )
     if kind == "gpt_oss":  # sinks, and a window in every other layer
         return transformers.GptOssConfig(
@@ -47,26 +47,27 @@ def config(kind: str):
             sliding_window=6,
             num_local_experts=4,
             num_experts_per_tok=2,
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
             **COMMON,
         )
-    if kind == "deepseek":  # MLA with its keys and values expanded: head dims of 48 and 32
+    if kind in ("deepseek", "deepseek_576"):
+        # MLA. transformers expands keys and values: head dims of 48 and 32. Engines absorb: latents of 512, 64 of rope.
+        narrow = kind == "deepseek"
         return transformers.DeepseekV3Config(
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=4,
             q_lora_rank=64,
-            kv_lora_rank=64,
-            qk_nope_head_dim=32,
-            qk_rope_head_dim=16,
-            v_head_dim=32,
+            kv_lora_rank=64 if narrow else 512,
+            qk_nope_head_dim=32 if narrow else 64,
+            qk_rope_head_dim=16 if narrow else 64,
+            v_head_dim=32 if narrow else 64,
             n_routed_experts=4,
             num_experts_per_tok=2,
             n_group=1,
             topk_group=1,
             n_shared_experts=1,
             moe_intermediate_size=64,
-            first_k_dense_replace=1,
+            first_k_dense_replace=1 if narrow else 2,
             **COMMON,
         )
     raise ValueError(f"no tiny model of kind {kind!r}")
@@ -78,6 +79,8 @@ def model(kind: str, dtype: torch.dtype = torch.float32, seed: int = 0):
 
     torch.manual_seed(seed)
     built = AutoModelForCausalLM.from_config(config(kind), dtype=dtype).eval()
+    if built.config.tie_word_embeddings:
+        built.get_input_embeddings().weight.data.mul_(0.02)
     for name, parameter in built.named_parameters():
         if name.endswith("sinks"):
             parameter.data.normal_()

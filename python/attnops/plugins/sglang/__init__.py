@@ -1,0 +1,24 @@
+"""attnops in SGLang: the attention backend "attnops", found through the entry point `sglang.srt.plugins`."""
+
+from typing import Any
+
+from attnops.plugins.engines import registers
+
+__all__ = ["NAME", "register"]
+
+NAME = "attnops"
+
+
+@registers("sglang")
+def register() -> None:
+    """Makes the name known to SGLang and to its option's choices. Returns whether its version is served."""
+    from sglang.srt.arg_groups import choices
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    @register_attention_backend(NAME)
+    def create(runner: Any) -> Any:
+        from attnops.plugins.sglang.backend import AttnopsAttnBackend
+
+        return AttnopsAttnBackend(runner)
+
+    choices.add_attention_backend_choices([NAME])

@@ -1,0 +1,87 @@
+"""SGLang's pools and layers as attnops knows them: views, nothing is copied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnops.layers import RadixAttention
+from attnops.pools import MHATokenToKVPool, MLATokenToKVPool
+from attnops.types import MLA_KV_LORA_RANK, MLA_ROPE_DIM, AttentionType
+
+
+class MHAPoolView(MHATokenToKVPool):
+    """K and V of SGLang's pool, ``[slots, heads, dim]`` per layer, as pages. SGLang's getters wait for what is loaded
+    layer by layer, so they are asked at every call."""
+
+    def __init__(self, pool: Any, page_size: int) -> None:
+        self._of, self.page_size, self.dtype = pool, page_size, pool.dtype
+        slots, self.head_num, self.head_dim = pool.get_key_buffer(pool.start_layer).shape
+        self.v_head_dim = pool.get_value_buffer(pool.start_layer).shape[2]
+        self.num_pages = slots // page_size
+        self.size = self.num_pages * page_size
+        self.device = torch.device(pool.device)
+
+    @property
+    def buffers_version(self) -> int:
+        return 0
+
+    def get_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]:
+        """Pages ``[num_pages, page_size, heads, dim]`` of K and of V."""
+        k, v = self._of.get_kv_buffer(layer_id)
+        pages = (self.num_pages, self.page_size)
+        return k[: self.size].unflatten(0, pages), v[: self.size].unflatten(0, pages)
+
+
+class MLAPoolView(MLATokenToKVPool):
+    """Latents of SGLang's pool, ``[slots, 1, 576]`` per layer, as pages."""
+
+    def __init__(self, pool: Any, page_size: int) -> None:
+        self._of, self.page_size, self.dtype = pool, page_size, pool.dtype
+        self.kv_lora_rank, self.qk_rope_head_dim = MLA_KV_LORA_RANK, MLA_ROPE_DIM
+        slots, _, self.kv_cache_dim = pool.get_key_buffer(pool.start_layer).shape
+        self.num_pages = slots // page_size
+        self.size = self.num_pages * page_size
+        self.device = torch.device(pool.device)
+
+    @property
+    def buffers_version(self) -> int:
+        return 0
+
+    def get_latent_buffer(self, layer_id: int) -> Tensor:
+        """Pages ``[num_pages, page_size, 576]``."""
+        rows = self._of.get_key_buffer(layer_id).squeeze(1)
+        return rows[: self.size].unflatten(0, (self.num_pages, self.page_size))
+
+
+def layer_view(layer: Any, sinks: Tensor | None) -> RadixAttention:
+    """An attnops layer with what SGLang's says.
+
+    Raises:
+        NotImplementedError: for what attnops' layers do not have.
+    """
+    if layer.is_cross_attention:
+        raise NotImplementedError("attnops: the SGLang backend serves no cross attention")
+    method = getattr(layer, "logit_capping_method", "tanh")
+    if layer.logit_cap and method != "tanh":
+        raise NotImplementedError(f"attnops: the SGLang backend caps logits by tanh, got {method}")
+    return RadixAttention(
+        num_heads=layer.tp_q_head_num,
+        head_dim=layer.qk_head_dim,
+        scaling=layer.scaling,
+        num_kv_heads=layer.tp_k_head_num,
+        layer_id=layer.layer_id,
+        logit_cap=layer.logit_cap,
+        v_head_dim=layer.v_head_dim,
+        sliding_window_size=layer.sliding_window_size if layer.sliding_window_size is not None else -1,
+        sinks=None if sinks is None else sinks.float(),
+        k_scale=_scale(layer.k_scale),
+        v_scale=_scale(layer.v_scale),
+        attn_type=AttentionType(layer.attn_type.value),
+    )
+
+
+def _scale(scale: Any) -> Tensor | None:
+    return None if scale is None else scale.detach().float().reshape(-1)

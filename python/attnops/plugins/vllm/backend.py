@@ -1,0 +1,327 @@
+"""The backend ATTNOPS: GQA, MQA and MHA over vLLM's paged cache, which is read and written where it is.
+
+A batch's requests of as many new tokens as a decode or a verification has come first (vLLM reorders); they go to
+`xqa_decode`, the others to `fmha_paged`. Plans are made in `build`, on the device; nothing is read on the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
+
+from attnops import ops
+from attnops.backends import Capability, get_backend_class
+from attnops.metadata.fmha_plan import FmhaPlan
+from attnops.plan_buffers import DecodePlan
+from attnops.plugins.vllm.plans import (
+    DecodePlanner,
+    PromptPlanner,
+    cache_dtype,
+    is_batch_invariant,
+    limits_of,
+    window_left,
+)
+from attnops.types import AttentionSpec
+
+ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+
+
+def capability() -> Capability:
+    """What the kernels behind this backend serve."""
+    return get_backend_class("trtllm_mha").capability
+
+
+class AttnopsBackend(AttentionBackend):
+    """vLLM's description of attnops; what it serves is derived from attnops' own."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = sorted(capability().dtypes, key=str)
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
+    forward_includes_kv_cache_update: bool = False
+
+    @staticmethod
+    def get_name() -> str:
+        return "ATTNOPS"
+
+    @staticmethod
+    def get_impl_cls() -> type[AttnopsImpl]:
+        return AttnopsImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[AttnopsMetadataBuilder]:
+        return AttnopsMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(1)]
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        dims = capability().head_dims
+        return dims is not None and not dims.reason_against(head_size, head_size)
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return capability().sinks
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return capability().sliding_window
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return capability().deterministic
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type in (AttentionType.DECODER, *ENCODERS)
+
+    @classmethod
+    def supports_compute_capability(cls, capability_of_device: DeviceCapability) -> bool:
+        archs = capability().archs
+        return archs is None or capability_of_device.to_int() in archs
+
+
+@dataclass
+class AttnopsMetadata(AttentionMetadata):
+    """A step, for every layer of a group.
+
+    Attributes:
+        num_actual_tokens: Rows of q that count; those behind are padding.
+        num_decodes, num_decode_tokens: Requests that come first, all of `decode_tokens` tokens, and their tokens.
+        decode: A plan per window for these.
+        prompts: A plan per window for the others; with `cu_seqlens_q`, where each of them begins.
+        causal: Of all requests.
+    """
+
+    num_actual_tokens: int
+    num_decodes: int
+    num_decode_tokens: int
+    decode: dict[int, DecodePlan]
+    prompts: dict[int, FmhaPlan]
+    cu_seqlens_q: Tensor | None
+    seq_lens: Tensor
+    block_table: Tensor
+    slot_mapping: Tensor
+    causal: bool
+
+    @property
+    def decode_tokens(self) -> int:
+        return self.num_decode_tokens // max(self.num_decodes, 1)
+
+
+class AttnopsMetadataBuilder(AttentionMetadataBuilder[AttnopsMetadata]):
+    """Steps of one group of layers, which share a cache spec and a block table."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        impls = [layer.impl for layer in get_layers_from_vllm_config(vllm_config, Attention, layer_names).values()]
+        heads = {impl.num_heads for impl in impls}
+        if len(heads) != 1:
+            raise NotImplementedError(f"attnops: layers of one cache group with {sorted(heads)} query heads")
+        dtype = vllm_config.model_config.dtype
+        spec = AttentionSpec(
+            num_q_heads=heads.pop(),
+            num_kv_heads=kv_cache_spec.num_kv_heads,
+            head_dim=kv_cache_spec.head_size,
+            dtype=dtype,
+            kv_dtype=cache_dtype(vllm_config.cache_config.cache_dtype, dtype),
+            page_size=kv_cache_spec.block_size,
+            deterministic=is_batch_invariant(),
+        )
+        windows, limits = {impl.window_left for impl in impls}, limits_of(vllm_config)
+        self._decode = DecodePlanner(spec, windows, limits, device)
+        self._prompts = PromptPlanner(spec, windows, limits, device)
+        self._is_encoder = isinstance(kv_cache_spec, EncoderOnlyAttentionSpec)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> AttnopsMetadata:
+        """Plans for a batch; device work only."""
+        common = common_attn_metadata
+        if isinstance(common.causal, Tensor):
+            raise NotImplementedError("attnops: the ATTNOPS backend serves no batch with a causal flag per request")
+        causal = bool(common.causal) and not self._is_encoder
+        decodes, prompts, decode_tokens, prompt_tokens = 0, common.num_reqs, 0, common.num_actual_tokens
+        # Without a mask, a window is on both sides, which xqa_decode does not know.
+        if causal or common.max_query_len <= 1:
+            decodes, prompts, decode_tokens, prompt_tokens = split_decodes_and_prefills(
+                common, decode_threshold=self.reorder_batch_threshold or 1, require_uniform=True
+            )
+        seq_lens, starts = common.seq_lens, common.query_start_loc
+        if decodes and decode_tokens % decodes:  # vLLM pads tokens of a graph, and not always requests with them
+            raise NotImplementedError(f"attnops: {decode_tokens} tokens of {decodes} uniform requests")
+        decode: dict[int, DecodePlan] = {}
+        plans: dict[int, FmhaPlan] = {}
+        cu_seqlens_q: Tensor | None = None
+        if decodes and decode_tokens:
+            decode = self._decode.plan(seq_lens[:decodes], decode_tokens // decodes)
+        if prompts:
+            cu_seqlens_q = starts[decodes : common.num_reqs + 1]
+            if decodes:
+                cu_seqlens_q = cu_seqlens_q - decode_tokens
+            lens = None if self._is_encoder else seq_lens[decodes:]
+            plans = self._prompts.plan(cu_seqlens_q, prompt_tokens, causal, lens)
+        return AttnopsMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            num_decodes=decodes,
+            num_decode_tokens=decode_tokens,
+            decode=decode,
+            prompts=plans,
+            cu_seqlens_q=cu_seqlens_q,
+            seq_lens=seq_lens,
+            block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
+            causal=causal,
+        )
+
+
+class AttnopsImpl(AttentionImpl[AttnopsMetadata]):
+    """One layer."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+        **unknown: Any,
+    ) -> None:
+        reasons = {
+            "ALiBi": alibi_slopes is not None,
+            f"attention of type {attn_type}": attn_type not in (AttentionType.DECODER, *ENCODERS),
+            f"head_size {head_size}": not AttnopsBackend.supports_head_size(head_size),
+            f"options {sorted(unknown)}": bool(unknown),
+        }
+        refused = [reason for reason, holds in reasons.items() if holds]
+        if refused:
+            raise NotImplementedError(f"attnops: the vLLM backend ATTNOPS does not serve {', '.join(refused)}")
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.sliding_window, self.window_left = sliding_window, window_left(sliding_window)
+        self.kv_cache_dtype, self.logit_cap = kv_cache_dtype, logits_soft_cap or 0.0
+        self.attn_type = attn_type
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.sinks = sinks
+        self._is_fp8 = kv_cache_dtype.startswith("fp8")
+
+    def _pages(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V pages ``[P, page_size, H_kv, D]`` of ``[P, H_kv, page_size, 2 * D]``: views."""
+        if self._is_fp8:
+            kv_cache = kv_cache.view(torch.float8_e4m3fn)
+        pages = kv_cache.transpose(1, 2)
+        return pages[..., : self.head_size], pages[..., self.head_size :]
+
+    def _scales(self, layer: Any) -> dict[str, Tensor]:
+        if not self._is_fp8:
+            return {}
+        return {"k_scale": layer._k_scale.view(-1), "v_scale": layer._v_scale.view(-1)}
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Stores the step's rows; an encoder has no cache."""
+        if self.attn_type in ENCODERS:
+            return
+        size = slot_mapping.shape[0]
+        k_pages, v_pages = self._pages(kv_cache)
+        ops.store_kv(k_pages, v_pages, key[:size], value[:size], slot_mapping, **self._scales(layer))
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: AttnopsMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """query, output: ``[T, num_heads, head_size]``; a step's own tokens come first, the rest is padding."""
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("attnops: the vLLM backend ATTNOPS does not quantize its output")
+        if attn_metadata is None:  # vLLM measures its memory
+            return output.fill_(0)
+        step, options = attn_metadata, self._options(layer, attn_metadata.causal)
+        if self.attn_type in ENCODERS:
+            self._encode(query, key, value, output, step, options)
+            return output
+        k_pages, v_pages = self._pages(kv_cache)
+        first, end = step.num_decode_tokens, step.num_actual_tokens
+        if step.decode:
+            lens, table = step.seq_lens[: step.num_decodes], step.block_table[: step.num_decodes]
+            plan: Any = step.decode[self.window_left]
+            ops.xqa_decode(query[:first], k_pages, v_pages, table, lens, plan, out=output[:first], **options)
+        if step.prompts:
+            assert step.cu_seqlens_q is not None
+            lens, table = step.seq_lens[step.num_decodes :], step.block_table[step.num_decodes :]
+            ops.fmha_paged(
+                query[first:end],
+                k_pages,
+                v_pages,
+                table,
+                lens,
+                step.cu_seqlens_q,
+                step.prompts[self.window_left],
+                window_right=-1 if step.causal else self.window_left,
+                out=output[first:end],
+                **options,
+            )
+        return output
+
+    def _encode(
+        self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, step: AttnopsMetadata, options: dict[str, Any]
+    ) -> None:
+        """Every token sees its whole request, straight from key and value."""
+        assert step.cu_seqlens_q is not None
+        end, bounds = step.num_actual_tokens, step.cu_seqlens_q
+        ops.fmha_varlen(
+            query[:end],
+            key[:end],
+            value[:end],
+            bounds,
+            bounds,
+            step.prompts[self.window_left],
+            window_right=self.window_left,
+            out=output[:end],
+            **options,
+        )
+
+    def _options(self, layer: Any, causal: bool) -> dict[str, Any]:
+        sinks = self.sinks if self.sinks is None else self.sinks.float()
+        shared = {"softmax_scale": self.scale, "window_left": self.window_left, "logit_cap": self.logit_cap}
+        scales = self._scales(layer) if self.attn_type not in ENCODERS else {}
+        return {**shared, "sinks": sinks, "causal": causal, **scales}
