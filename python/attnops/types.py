@@ -200,6 +200,8 @@ class AttentionBatch:
         max_cache_seqlen: Upper bound of `cache_seqlens` (host), or None: unknown; only saves work.
         max_prefix_tokens: Upper bound of the tokens cached before the new ones, all requests together (host), or None:
             unknown; 0 of prompts that nobody has begun. Only saves work.
+        cache_seqlens_cpu, extend_seq_lens_cpu: int32 ``[B]`` on the CPU, the same values, for a backend that plans on
+            the host (`Capability.needs_cpu_seq_lens`); nobody else reads them.
         positions: int64 ``[num_tokens]``, for the model's rotary embedding; attention does not read it.
         tree_mask: uint8 ``[B, tokens_per_request, ceil(tokens_per_request / 8)]``, bit j of row i: draft token i
             sees draft token j. TARGET_VERIFY only.
@@ -218,6 +220,8 @@ class AttentionBatch:
     max_seqlen_q: int = 0
     max_cache_seqlen: int | None = None
     max_prefix_tokens: int | None = None
+    cache_seqlens_cpu: Tensor | None = None
+    extend_seq_lens_cpu: Tensor | None = None
     positions: Tensor | None = None
     tree_mask: Tensor | None = None
     token_to_kv_pool: TokenPool | None = None
@@ -249,6 +253,11 @@ class AttentionBatch:
                 f"max_cache_seqlen is {self.max_cache_seqlen}, below the {least} new tokens of a request: "
                 "cache_seqlens and its bound count the new tokens, too",
             )
+        for name in ("cache_seqlens_cpu", "extend_seq_lens_cpu"):
+            lengths = getattr(self, name)
+            if lengths is not None:
+                _require_tensor(name, lengths, (size,), (torch.int32,))
+                _require(lengths.device.type == "cpu", f"{name} must be on the CPU, got {lengths.device}")
         if self.extend_seq_lens is not None:
             _require_tensor("extend_seq_lens", self.extend_seq_lens, (size,), (torch.int32,))
         if self.is_uniform:

@@ -18,13 +18,15 @@ _MODULES = {
     "trtllm_mla": "attnops.backends.decode_backends",
     "triton": "attnops.backends.triton",
     "flex_attention": "attnops.backends.flex_attention",
+    "flashinfer": "attnops.backends.flashinfer",
 }
+
+# Second names of backends.
+ALIASES = {"flashinfer_mla": "flashinfer"}
 
 # Names that users of SGLang know and this package does not (yet) answer, each with the reason.
 NOT_BUILT = {
     "fa4": "attnops does not wrap flash-attn-4 yet",
-    "flashinfer": "attnops does not wrap flashinfer-python yet",
-    "flashinfer_mla": "attnops does not wrap flashinfer-python yet",
     "aiter": "attnops does not wrap aiter yet",
     "wave": "attnops does not wrap wave yet",
     "ascend": "attnops does not wrap torch-npu yet",
@@ -72,6 +74,7 @@ def get_backend_class(name: str) -> type[AttentionBackend]:
         NotImplementedError: the name is known, but not built: says why.
         ValueError: nobody knows the name: lists those that are known.
     """
+    name = ALIASES.get(name, name)
     if name not in _classes and name in _MODULES:
         importlib.import_module(_MODULES[name])
     if name in _classes:
