@@ -192,6 +192,14 @@ class NeedsGpu(Exception):
     """What has no meaning on a CPU."""
 
 
+def _nothing(name: str):
+    def nothing(*args, **options) -> None:
+        return None
+
+    nothing.__name__ = name
+    return nothing
+
+
 def _needs_gpu(*args, **options):
     raise NeedsGpu
 
@@ -218,7 +226,6 @@ def cuda_is_cpu(capability: tuple[int, int]) -> CudaIsCpu:
     """Makes `torch.cuda` answer for a Hopper GPU that computes nothing; the mode that the tests must run under."""
     properties = types.SimpleNamespace(major=capability[0], minor=capability[1], multi_processor_count=132, name="cpu")
     properties.total_memory = 80 << 30
-    nothing = lambda *args, **options: None  # noqa: E731
     for name, value in {
         "is_available": lambda: True,
         "device_count": lambda: 1,
@@ -243,9 +250,9 @@ def cuda_is_cpu(capability: tuple[int, int]) -> CudaIsCpu:
         "set_device",
         "reset_peak_memory_stats",
     ):
-        setattr(torch.cuda, name, nothing)
+        setattr(torch.cuda, name, _nothing(name))  # each its own: torch has tables by function
     torch.version.cuda = torch.version.cuda or "13.0"
-    torch.set_default_device = nothing
+    torch.set_default_device = _nothing("set_default_device")
     generator = torch.Generator
     torch.Generator = type(
         "Generator", (generator,), {"__new__": lambda cls, device="cpu": generator.__new__(generator)}

@@ -69,7 +69,7 @@ FILES = {
             "xqa_mla_bf16",
         ]
     ],
-    "flash_attention": ["hopper/test_flash_attn.py", "hopper/test_attn_kvcache.py"],
+    "flash_attention": ["hopper/test_flash_attn.py"],
     "flash_mla": ["tests/test_flash_mla_dense_decoding.py"],
     "sgl_kernel": [
         f"sgl-kernel/tests/test_{name}.py"
