@@ -366,3 +366,17 @@ def test_tokens_in_use(used, chunk):
             assert relative_error(out[begin : begin + count], expected[0]) <= BOUND
         assert_lse_close(lse[:, begin : begin + count].T, expected[1])
         assert not out[begin + count : end].any(), "rows that are not in use are zeros"
+
+
+@pytest.mark.parametrize("chunk", [0, 11])
+@pytest.mark.parametrize("seqlen_q", [1, 30])
+def test_values_of_another_head_dim(seqlen_q, chunk):
+    generator = torch.Generator().manual_seed(5)
+    q, k = (torch.randn(2, n, h, 96, generator=generator).bfloat16() for n, h in ((seqlen_q, 4), (40, 2)))
+    v = torch.randn(2, 40, 2, 64, generator=generator).bfloat16()
+    given = torch.empty(2, seqlen_q, 4, 64, dtype=torch.bfloat16)
+    out = fa3.flash_attn_with_kvcache(q, k, v, causal=True, attention_chunk=chunk, out=given)
+    assert out.data_ptr() == given.data_ptr()
+    for b in range(2):
+        expected = attention(q[b], k[b], v[b], hidden_keys(seqlen_q, 40, True, (-1, -1), chunk), 96**-0.5)[0]
+        assert relative_error(out[b], expected) <= BOUND

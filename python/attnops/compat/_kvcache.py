@@ -173,11 +173,12 @@ class Call:
             **scales,
         }
         uniform = self.cu_seqlens_q is None
-        few = uniform and self.seqlen_q <= MAX_DECODE_QUERIES
+        same_dims = v_cache.shape[-1] == rows.shape[-1]  # as xqa_decode needs them
+        few = uniform and self.seqlen_q <= MAX_DECODE_QUERIES and same_dims
         plain = v_factor is None and rows.dtype == dtype and self.attention_chunk <= 0 and self.slopes is None
         destination = None
         if self.out is not None and plain and self.out.dtype == dtype and self.out.is_contiguous():
-            destination = self.out.view(rows.shape)
+            destination = self.out.view(*rows.shape[:-1], v_cache.shape[-1])
         self._written = destination is not None
         if self.attention_chunk > 0:
             out, lse = self._by_chunk(rows, k_cache, v_cache, table, lens, causal, left, right, options)
@@ -264,6 +265,11 @@ class Call:
         for first in range(0, max(rows.shape[0], 1), _MAX_ROWS):
             some = slice(first, first + _MAX_ROWS)
             cells = token_table(table[owner[some]], size, begin[some], tokens)
+            if k_cache.shape[-1] != v_cache.shape[-1]:
+                each = torch.arange(cells.shape[0] + 1, dtype=torch.int32, device=rows.device)
+                caches = (k_pages, v_pages, cells, counts[some], each)
+                parts.append(extend(rows[some], *caches, causal=False, **options))
+                continue
             parts.append(decode(self.name, rows[some], k_pages, v_pages, cells, counts[some], seqlen_q=1, **options))
         if len(parts) == 1:
             return parts[0]
