@@ -89,11 +89,13 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         Args:
             v_indptr, o_indptr: None: v stands as k does, the output as q.
         """
-        name, given = f"{self._NAME}.plan", locals()
+        given = locals()  # before any local of its own: a tracer reads them all
+        name, prefill = f"{self._NAME}.plan", self._prefill
         require_default(name, dict.fromkeys(("v_indptr", "o_indptr"), "v lies as k does, out as q"), {}, given)
-        names = ("qo_indptr", "kv_indptr")
-        tensors = [as_int32(name, what, given[what], self._prefill.device) for what in names]
-        bounds, bounds_k = map(keep_in, self._buffers, tensors, names, (True, True))
+        bounds = as_int32(name, "qo_indptr", qo_indptr, prefill.device)
+        bounds = keep_in(self._buffers[0], bounds, "qo_indptr", True)
+        bounds_k = as_int32(name, "kv_indptr", kv_indptr, prefill.device)
+        bounds_k = keep_in(self._buffers[1], bounds_k, "kv_indptr", True)
         self._prefill.plan(given, bounds, bounds_k[1:] - bounds_k[:-1], bounds_k)
 
     begin_forward = plan
