@@ -85,7 +85,6 @@ class Capability:
         compiles_at_run_time: Its kernels are compiled when they are first called, not when they were built.
         needs_cpu_seq_lens: It plans on the host: batches must bring `cache_seqlens_cpu` and `extend_seq_lens_cpu`.
         untested_on_hardware: Nobody has run it on the hardware that it is for; it is taken by name only.
-        widened_page_sizes: Its kernels know pages of 1 token: tables of any other size are widened to token indices.
     """
 
     devices: frozenset[str]
@@ -114,7 +113,6 @@ class Capability:
     compiles_at_run_time: bool = False
     needs_cpu_seq_lens: bool = False
     untested_on_hardware: bool = False
-    widened_page_sizes: bool = False
 
     def reasons_against(self, spec: AttentionSpec, modes: Iterable[ForwardMode] = ()) -> list[str]:
         """Why a model is not served, each reason naming what is taken and what was asked for. Empty: it is."""
