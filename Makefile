@@ -41,6 +41,10 @@ check: build
 soak: build
 	$(BIN)/python tools/soak.py
 
+# The CPU modules under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer: tests, and the fuzzer.
+sanitize: $(VENV)/.packages
+	. $(BIN)/activate && python tools/sanitize_cpu.py
+
 wheel: $(VENV)/.packages
 	. $(BIN)/activate && env -u ATTNOPS_ARCHS python -m pip wheel -w dist --no-deps --no-build-isolation .
 

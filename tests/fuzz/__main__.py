@@ -8,12 +8,15 @@ python -m tests.fuzz --seed 7 --case 1234             one, here: what a failure'
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "python")]
+sys.path.insert(0, str(ROOT / "tests"))
+if importlib.util.find_spec("attnops") is None:
+    sys.path.insert(0, str(ROOT / "python"))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -137,6 +137,8 @@ def _record(draw: Draw, backend, world: World, step: Step):
             backend.init_forward_metadata_in_graph(step.batch)
             out = world.run(backend, step)
         return tape, out
+    backend.init_forward_metadata_in_graph(step.batch)
+    world.run(backend, step)  # what happens once, such as making handles, must not happen in a capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

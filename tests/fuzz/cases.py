@@ -33,6 +33,10 @@ FAMILIES: dict[str, tuple[int, Callable[[Draw], None]]] = {
 }
 
 
+# What a GPU call says that no kernel serves: no row of its table, or none at all in this build.
+NO_KERNEL = ("no kernel fits these arguments", "is not available for", "Could not run 'attnops::")
+
+
 @dataclass
 class Result:
     """What became of a case.
@@ -74,10 +78,11 @@ def run_case(seed: int, index: int, device: str = "cpu", only: tuple[str, ...] =
     except Failure as error:
         return Result("failed", family, f"{error} | {_notes(draw)}", draw.seen, fatal=_is_dead(device))
     except Exception as error:
-        if device != "cpu" and "no kernel fits these arguments" in str(error):
-            return Result("refused", family, str(error).split("\n")[0], draw.seen)
+        if device != "cpu" and any(text in str(error) for text in NO_KERNEL):
+            return Result("refused", family, str(error).split("\n")[0][:120], draw.seen)
         where = traceback.extract_tb(error.__traceback__)[-1]
-        text = f"{type(error).__name__}: {error} (at {os.path.basename(where.filename)}:{where.lineno})"
+        first, *_ = str(error).split("\n")
+        text = f"{type(error).__name__}: {first} (at {os.path.basename(where.filename)}:{where.lineno})"
         return Result("failed", family, f"{text} | {_notes(draw)}", draw.seen, fatal=_is_dead(device))
     return Result("ok", family, "", draw.seen)
 
