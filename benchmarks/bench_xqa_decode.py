@@ -22,7 +22,7 @@ from collections.abc import Callable
 import torch
 from attnops import __version__, ops
 from attnops.metadata import XqaDecodePlan
-from attnops.metadata.plan import xqa_invariant_cuts
+from attnops.metadata.plan_parts import xqa_invariant_cuts
 from records import Record, write
 
 BF16, FP8, INT32 = torch.bfloat16, torch.float8_e4m3fn, torch.int32

@@ -23,7 +23,10 @@ namespace attnops {
 //  3. Balanced mode: the parts between the first and the last of a work hold at least one tile each, so its splits
 //     are numbered without gaps. Proof: C >= U, and a slice of length >= U inside the work covers a multiple of U.
 //  4. No part holds more than ceil(C / kTileCost) tiles in balanced mode, and a work without overhead at most
-//     C / kTileCost.
+//     C / kTileCost; and two tiles more where pieces have a least size.
+//
+// In balanced mode a point that would leave a piece of fewer than `least_piece` tiles moves to the work's end nearby: a
+// piece costs more than its tiles. So (w, t) with t below that becomes (w, 0), one as near to the end (w + 1, 0).
 //
 // Batch-invariant mode (fixed_split_tiles != 0): where a work is cut depends on nothing but its own tiles. It is cut
 // every fixed_split_tiles of them, or, below zero, into at most -fixed_split_tiles cuts of even length, so that a long
@@ -143,11 +146,18 @@ ATTNOPS_HOST_DEVICE inline int64_t work_cost(const SplitKvGeometry& g, int tiles
   return overhead_cost(g) + kTileCost * tiles;
 }
 
-// The budget C of every part, from the cost of the whole batch: whole steps when there is no overhead.
+// The budget C of every part, from the cost of the whole batch: whole tiles when there is no overhead. It may be less
+// than a cut in batch-invariant mode: short requests then spread over all parts all the same.
 ATTNOPS_HOST_DEVICE inline int64_t part_budget(const SplitKvGeometry& g, int64_t total_cost) {
-  const int64_t least = kTileCost * max_of(g.fixed_split_tiles, 1);
+  const int64_t least = kTileCost;
   const int64_t even = max_of(ceil_div(total_cost, static_cast<int64_t>(num_shares(g))), least);
   return overhead_cost(g) == 0 ? round_up(even, kTileCost) : even;
+}
+
+// Tiles of the smallest piece in balanced mode, at most half of what a part has.
+ATTNOPS_HOST_DEVICE inline int least_piece(const SplitKvGeometry& g, int64_t budget) {
+  constexpr int kLeastPiece = 2;
+  return g.fixed_split_tiles == 0 && budget >= 2 * kLeastPiece * kTileCost ? kLeastPiece : 1;
 }
 
 struct SplitKvPoint {
@@ -170,7 +180,8 @@ ATTNOPS_HOST_DEVICE inline int request_at(const SplitKvGeometry& g, const SplitK
   return low;
 }
 
-ATTNOPS_HOST_DEVICE inline SplitKvPoint point_at(const SplitKvGeometry& g, const SplitKvBatch& batch, int64_t cost) {
+ATTNOPS_HOST_DEVICE inline SplitKvPoint point_at(const SplitKvGeometry& g, const SplitKvBatch& batch, int64_t cost,
+                                                 int least) {
   const int64_t total = batch.prefix[g.num_requests];
   if (cost >= total) return {g.num_requests * g.works_per_request, 0};
   const int request = request_at(g, batch, cost);
@@ -180,7 +191,8 @@ ATTNOPS_HOST_DEVICE inline SplitKvPoint point_at(const SplitKvGeometry& g, const
   const int64_t past_overhead = max_of(inside % each - overhead_cost(g), static_cast<int64_t>(0));
   const int step_tiles = tiles_per_step(g, batch.tiles[request]);
   const int64_t tile = ceil_div(past_overhead, kTileCost * step_tiles) * step_tiles;
-  if (tile >= batch.tiles[request]) return {work + 1, 0};
+  if (tile < min_of(least, batch.tiles[request])) return {work, 0};
+  if (tile > batch.tiles[request] - least) return {work + 1, 0};
   return {work, static_cast<int>(tile)};
 }
 
@@ -199,9 +211,11 @@ struct SplitKvSpan {
 ATTNOPS_HOST_DEVICE inline SplitKvSpan work_span(const SplitKvGeometry& g, const SplitKvBatch& batch, int64_t budget,
                                                  int work) {
   const int tiles = batch.tiles[work / g.works_per_request];
-  const int first = static_cast<int>(cost_at(g, batch, {work, 0}) / budget);
+  const int least = least_piece(g, budget);
+  const int first = static_cast<int>(cost_at(g, batch, {work, min_of(least, tiles) - 1}) / budget);
   if (g.fixed_split_tiles != 0) return {first, num_fixed_splits(g, tiles)};
-  const int last = static_cast<int>(cost_at(g, batch, {work, tiles - 1}) / budget);
+  if (tiles < 2 * least) return {first, 1};
+  const int last = static_cast<int>(cost_at(g, batch, {work, tiles - least}) / budget);
   return {first, last - first + 1};
 }
 
@@ -224,8 +238,9 @@ ATTNOPS_HOST_DEVICE inline SplitKvEntry split_kv_entry(const SplitKvGeometry& g,
 // Shares are independent of one another, so a GPU thread makes one each.
 ATTNOPS_HOST_DEVICE inline SplitKvEntry split_kv_entry(const SplitKvGeometry& g, const SplitKvBatch& batch, int part) {
   const int64_t budget = part_budget(g, batch.prefix[g.num_requests]);
-  return split_kv_entry(g, batch, budget, part, point_at(g, batch, part * budget),
-                        point_at(g, batch, (part + 1) * budget));
+  const int least = least_piece(g, budget);
+  return split_kv_entry(g, batch, budget, part, point_at(g, batch, part * budget, least),
+                        point_at(g, batch, (part + 1) * budget, least));
 }
 
 // Where part `part` puts its piece of `work`, in balanced mode: at most the first and the last work of a part are

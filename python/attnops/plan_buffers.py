@@ -10,7 +10,8 @@ from torch import Tensor
 
 from attnops.graph_buffers import PagedStep
 from attnops.metadata.fmha_plan import FmhaPlan
-from attnops.metadata.plan import MLA_ROWS_PER_WORK, MlaDecodePlan, XqaDecodePlan, xqa_invariant_cuts
+from attnops.metadata.plan import MLA_ROWS_PER_WORK, MlaDecodePlan, XqaDecodePlan
+from attnops.metadata.plan_parts import mla_num_sm_parts, xqa_invariant_cuts, xqa_num_sm_parts
 from attnops.types import AttentionBatch, AttentionSpec, AttentionType, Limits
 
 MLA_INVARIANT_SPLIT_TOKENS = 1024  # where a deterministic MLA model's requests are cut, whatever else is in the batch
@@ -42,11 +43,20 @@ class DecodePlans:
                 kv_dtype=kv_dtype,
                 page_size=spec.page_size,
             )
+        cuts = cuts if spec.deterministic else 0
+
+        def parts_for(batch_size: int) -> int:
+            if spec.is_mla:
+                return mla_num_sm_parts(device, batch_size, -(-seqlen_q * spec.num_q_heads // MLA_ROWS_PER_WORK))
+            return xqa_num_sm_parts(device, batch_size, spec.num_kv_heads, kv_dtype=kv_dtype, fixed_split_tokens=cuts)
+
+        self._parts = [parts_for(size) for size in range(max_batch_size + 1)]
         options: dict[str, Any] = {
             "num_q_heads": spec.num_q_heads,
             "seqlen_q": seqlen_q,
-            "fixed_split_tokens": cuts if spec.deterministic else 0,
+            "fixed_split_tokens": cuts,
             "max_seqlen_k": limits.max_seqlen,
+            "num_sm_parts": max(self._parts),
             "device": device,
         }
         self._whole: dict[int, DecodePlan] = {}
@@ -69,13 +79,17 @@ class DecodePlans:
         self._max_batch_size = max_batch_size
 
     def views(self, batch_size: int) -> dict[int, DecodePlan]:
-        """A plan per window, for `batch_size` requests: views of the same memory whatever the size."""
+        """A plan per window, for `batch_size` requests: views of the same memory whatever the size.
+
+        A plan has as many shares as suit its own batch, not the largest.
+        """
         if batch_size > self._max_batch_size:
             raise ValueError(f"attnops: {batch_size} requests, the plans were allocated for {self._max_batch_size}")
         return {
             window: dataclasses.replace(
                 plan,
                 batch_size=batch_size,
+                tile_scheduler_metadata=plan.tile_scheduler_metadata[: self._parts[batch_size]],
                 num_splits=plan.num_splits[: batch_size + 1],
             )
             for window, plan in self._whole.items()

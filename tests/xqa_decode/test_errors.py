@@ -153,7 +153,7 @@ def test_heads_that_do_not_divide(device):
 
 def test_a_plan_of_other_lengths_is_refused():
     args = arguments()
-    args["cache_seqlens"] = args["cache_seqlens"] + 64
+    args["cache_seqlens"] = args["cache_seqlens"] + torch.tensor([64, 0, 0], dtype=torch.int32)
     with pytest.raises(RuntimeError, match="tile_scheduler_metadata and num_splits are not the plan of these"):
         torch.ops.attnops.xqa_decode(**args)
     args = arguments()

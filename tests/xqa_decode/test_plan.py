@@ -101,8 +101,11 @@ def test_balanced_plan(lengths, shape):
     shares = even_shares if even_shares and not uneven else geometry.num_sm_parts
     budget = max(-(-total // shares), TILE_COST)
     budget = -(-budget // TILE_COST) * TILE_COST if overhead == 0 else budget
+    least = 2 if budget >= 4 * TILE_COST else 1  # of a piece that a cut makes
     for part in pieces:
-        assert sum(end - begin for _, begin, end in part) <= -(-budget // TILE_COST)
+        assert sum(end - begin for _, begin, end in part) <= -(-budget // TILE_COST) + 2 * (least - 1)
+        for work, begin, end in part:
+            assert end - begin >= min(least, tiles[work])
 
     # 3. Splits are numbered without gaps, and their rows of out_partial are unique.
     holders: dict[int, list[int]] = {}

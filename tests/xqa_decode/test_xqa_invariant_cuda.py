@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from attnops.metadata.plan import xqa_invariant_cuts
+from attnops.metadata.plan_parts import xqa_invariant_cuts
 from problems import FP8, paged_problem
 from xqa_decoding import assert_decodes, decode
 

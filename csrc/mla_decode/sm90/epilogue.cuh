@@ -33,21 +33,6 @@ __device__ inline RowSums exchange_sums(const RowState& rows, float* sums, uint3
   return result;
 }
 
-// Transposes 4 x 4 words among the four lanes of a quad: lane t gives words 0 .. 3 and gets word t of lanes 0 .. 3.
-__device__ inline void transpose_quad(uint32_t (&w)[4]) {
-  const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
-#pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    const uint32_t other = __shfl_xor_sync(0xffffffffu, odd ? w[i] : w[i + 1], 1);
-    (odd ? w[i] : w[i + 1]) = other;
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const uint32_t other = __shfl_xor_sync(0xffffffffu, upper ? w[i] : w[i + 2], 2);
-    (upper ? w[i] : w[i + 2]) = other;
-  }
-}
-
 // Rows of the output that start on 16-byte boundaries are written in 16-byte vectors, any others by element.
 inline bool output_aligned(const Params& p) {
   return rows_aligned(p.out, size_of(p.dtype), 16, p.out_stride_request, p.out_stride_token, p.out_stride_head);

@@ -44,10 +44,8 @@ enum Unit : int {
 };  // rope, 2 x 2 tiles, 2 x 2
 enum Part : int { kPartRope = 0, kPartLeft = 1, kPartRight = 2, kParts = 3 };
 
-inline constexpr int part_of(int unit) { return (unit + 1) / 2; }
 inline constexpr int first_tile_of_part(int part) { return part == kPartRope ? kRopeTile : 4 * (part - 1); }
 inline constexpr int tiles_of_unit(int unit) { return unit == kRope ? 1 : 2; }
-inline constexpr int tiles_of_part(int part) { return part == kPartRope ? 1 : 4; }
 
 inline constexpr int kFullArrivals = 2;  // both warps of a buffer may bring rows of a unit
 

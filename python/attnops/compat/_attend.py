@@ -11,7 +11,8 @@ from torch import Tensor
 from attnops import ops
 from attnops.compat._convert import FP8, gathered, own_cells
 from attnops.compat._positions import alibi_slopes, with_alibi, with_rope
-from attnops.metadata.plan import MAX_HEAD_DIM, XqaDecodePlan, xqa_invariant_cuts
+from attnops.metadata.plan import MAX_HEAD_DIM, XqaDecodePlan
+from attnops.metadata.plan_parts import xqa_invariant_cuts
 
 
 @dataclasses.dataclass

@@ -8,14 +8,8 @@ from torch import Tensor
 from attnops import ops
 from attnops.compat._convert import as_int32, refuse
 from attnops.compat._errors import names_the_peers
-from attnops.metadata.plan import (
-    MLA_HEAD_DIM_V,
-    MLA_PARTS_PER_SM,
-    MLA_ROWS_PER_WORK,
-    MlaDecodePlan,
-    default_num_sm_parts,
-    mla_num_sm_parts,
-)
+from attnops.metadata.plan import MLA_HEAD_DIM_V, MLA_ROWS_PER_WORK, MlaDecodePlan
+from attnops.metadata.plan_parts import MLA_PARTS_PER_SM, default_num_sm_parts, mla_num_sm_parts
 
 _ALIGN = 256  # bytes
 _MAX_HEADS = 128  # that a workspace is sized for, as in the peer

@@ -15,7 +15,8 @@ from torch import Tensor
 from attnops import ops
 from attnops.compat._convert import as_sinks, empty_is_plus_inf, heads_first, refuse, require_default
 from attnops.compat._errors import names_the_peers
-from attnops.metadata.plan import MLA_HEAD_DIM_V, MLA_PARTS_PER_SM, MlaDecodePlan, default_num_sm_parts
+from attnops.metadata.plan import MLA_HEAD_DIM_V, MlaDecodePlan
+from attnops.metadata.plan_parts import MLA_PARTS_PER_SM, default_num_sm_parts
 
 _NO_SPARSE = "attnops has no sparse MLA; leave it None"
 _INSTEAD = {

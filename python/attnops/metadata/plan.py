@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attnops.metadata.plan_checks import MAX_CUTS, check_range, check_shared
+from attnops.metadata.plan_parts import mla_num_sm_parts, xqa_num_sm_parts
 
 TILE_TOKENS = 64  # KV tokens per tile of every plan: csrc/*/plan.h
 MLA_ROWS_PER_WORK = 64  # query rows (token, head) per block of a work: csrc/mla_decode/plan.h
@@ -22,108 +23,11 @@ MAX_HEAD_DIM = 256  # of xqa_decode: csrc/xqa_decode/params.h
 
 XQA_MAX_SPLITS = (1 << 15) - 1  # of a request and KV head: csrc/xqa_decode/plan.h
 
-# Parts per SM of the default plans. Decode is bound by memory: two CTAs on an SM hide each other's waits in xqa_decode;
-# an MLA work fills an SM's registers alone.
-XQA_PARTS_PER_SM = 2
-MLA_PARTS_PER_SM = 1
-XQA_FP8_FOLDING_PARTS_PER_SM = 3  # of batch-invariant plans over FP8 pages: smaller CTAs
-
 # Hopper takes short calls in clusters of CTAs (csrc/xqa_decode/sm90/cluster*); where a work has several, their results
 # meet over more semaphores than works: at most so many.
 XQA_CLUSTER_SEMAPHORES = 256
 
-XQA_INVARIANT_CUTS = 96  # of a long request over all KV heads: docs/kernels/xqa_decode.md
-XQA_FOLDED_CUTS = {4: 32, 8: 28}  # the same of one KV head, where 256 over all heads do not suit the clusters
-
 _ENTRY_SIZE = 8  # int32 per row: csrc/scheduler/split_kv_entry.h
-
-
-def default_num_sm_parts(device: torch.device, parts_per_sm: int) -> int:
-    """SMs of a CUDA device times `parts_per_sm`; elsewhere the threads of torch's pool."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).multi_processor_count * parts_per_sm
-    return _num_threads()
-
-
-def _num_threads() -> int:
-    return torch.get_num_threads()
-
-
-# So that a compiled function can make a plan: the mark of `torch.compiler.assume_constant_result`, which would import
-# the compiler with this package, a second of each start.
-_num_threads._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def xqa_num_sm_parts(
-    device: torch.device, batch_size: int, num_kv_heads: int, parts_per_sm: int = XQA_PARTS_PER_SM
-) -> int:
-    """Parts for `batch_size` requests, likely of equal length; measured on an H200.
-
-    On CUDA parts come in groups, one part for each KV head (csrc/xqa_decode/plan.h), and a few groups fewer than fit
-    where that leaves requests whole: a cut costs two partial results and their merge.
-    """
-    most = default_num_sm_parts(device, parts_per_sm)
-    groups = most // num_kv_heads
-    if device.type != "cuda" or num_kv_heads == 1 or groups * num_kv_heads * 10 < most * 9:
-        return most
-    for fewer in range(groups, groups - groups // 10, -1):
-        if batch_size and (batch_size % fewer == 0 or fewer % batch_size == 0):
-            return fewer * num_kv_heads
-    return groups * num_kv_heads
-
-
-def xqa_invariant_cuts(
-    num_kv_heads: int,
-    *,
-    num_q_heads: int | None = None,
-    seqlen_q: int = 1,
-    head_dim: int = 128,
-    kv_dtype: torch.dtype = torch.bfloat16,
-    page_size: int = 64,
-) -> int:
-    """`fixed_split_tokens` of a batch-invariant `XqaDecodePlan`, measured on an H200.
-
-    A request must be cut alike alone and among others. Alone it wants a cut for every CTA, 256 over all KV heads. On
-    Hopper the kernels for head dim 65 to 128 and up to 16 query rows per KV head, over FP8 pages only those of 8, 16,
-    32, ... tokens, add neighbouring cuts up without a trip to memory, and get as many; for others every cut costs a CTA
-    up to a microsecond, and less than half as many are the compromise.
-
-    Args:
-        num_kv_heads: KV heads.
-        num_q_heads: Query heads; None: up to 16 rows per KV head.
-        seqlen_q: Query tokens of a request.
-        head_dim: Of K and V.
-        kv_dtype, page_size: Of the pages.
-    """
-    in_boxes = page_size >= 8 and page_size & (page_size - 1) == 0
-    rows = seqlen_q * ((num_q_heads or num_kv_heads) // num_kv_heads)
-    fp8 = kv_dtype.itemsize == 1
-    if (kv_dtype.itemsize == 2 or (fp8 and in_boxes)) and 64 < head_dim <= 128 and rows <= 16:
-        cuts = XQA_FOLDED_CUTS.get(num_kv_heads, min(max(256 // num_kv_heads, 8), 64))
-        return -min(cuts, 16 if fp8 and rows > 8 else cuts)
-    return -64 if num_kv_heads == 1 else -min(max(XQA_INVARIANT_CUTS // num_kv_heads, 4), 16)
-
-
-def _mla_parts(num_sms: int, batch_size: int, blocks: int) -> int:
-    """Parts for `batch_size` requests of `blocks` row blocks; measured on an H200.
-
-    Parts come in pairs where blocks do (csrc/mla_decode/plan.h). As many as SMs; where the lengths are even, the
-    planner leaves a few of them empty if that leaves works whole. But one part per work where the works of a request
-    read the same tiles and fill several rounds of SMs nearly: they then run side by side and share the tiles in L2,
-    which a part that takes them one after the other does not.
-    """
-    group = 2 if blocks % 2 == 0 else 1
-    works, groups = batch_size * blocks // group, num_sms // group
-    if works > groups and group == 1 and blocks > 1:
-        rounds = -(-works // groups)
-        return works if works * 10 >= rounds * groups * 9 else groups
-    return groups * group
-
-
-def mla_num_sm_parts(device: torch.device, batch_size: int, blocks: int) -> int:
-    """Parts of a plan for `batch_size` requests of `blocks` row blocks."""
-    parts = default_num_sm_parts(device, MLA_PARTS_PER_SM)
-    return _mla_parts(parts, batch_size, blocks) if device.type == "cuda" else parts
 
 
 def _num_partials(
@@ -250,9 +154,9 @@ class XqaDecodePlan(_SplitKvPlan):
                 f"{kind}.allocate: num_q_heads must be a positive multiple of num_kv_heads, "
                 f"got {num_q_heads} and {num_kv_heads}"
             )
-        smaller = fixed_split_tokens and kv_dtype is not None and kv_dtype.itemsize == 1
-        parts_per_sm = XQA_FP8_FOLDING_PARTS_PER_SM if smaller else XQA_PARTS_PER_SM
-        num_sm_parts = num_sm_parts or xqa_num_sm_parts(device, batch_size, num_kv_heads, parts_per_sm)
+        num_sm_parts = num_sm_parts or xqa_num_sm_parts(
+            device, batch_size, num_kv_heads, kv_dtype=kv_dtype, fixed_split_tokens=fixed_split_tokens
+        )
         num_partials = _num_partials(kind, batch_size * num_kv_heads, num_sm_parts, fixed_split_tokens, max_seqlen_k)
         if fixed_split_tokens > 0 and (max_seqlen_k or 0) > fixed_split_tokens * XQA_MAX_SPLITS:
             raise ValueError(
