@@ -38,6 +38,11 @@ STABLE_TORCH_LIBRARY(attnops, m) {
   m.def(
       "context_parallel_slots(Tensor(a!) local_slots, Tensor slots, int rank, int world_size, int interleave=1) -> ()");
 
+  // local_batches/
+  m.def(
+      "build_local_batches(Tensor(a!) local_cu_seqlens_q, Tensor(b!) local_cache_seqlens, Tensor(c!) local_page_table, "
+      "Tensor cu_seqlens_q, Tensor cache_seqlens, Tensor page_table, int page_size, int chunk_size) -> ()");
+
   // xqa_decode/
   m.def(
       "xqa_decode_plan(Tensor(a!) tile_scheduler_metadata, Tensor(b!) num_splits, Tensor cache_seqlens, int seqlen_q, "

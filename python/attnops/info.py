@@ -145,6 +145,7 @@ _ROWS: dict[str, Callable[[Capability], str]] = {
     "soft cap": lambda c: _yes(c.logit_cap),
     "sinks": lambda c: _yes(c.sinks),
     "tree mask": lambda c: _yes(c.tree_mask),
+    "local chunks": lambda c: _yes(c.local_attention),
     "encoder": lambda c: _yes(AttentionType.ENCODER_ONLY in c.attn_types),
     "batch-invariant": lambda c: _yes(c.deterministic),
     "graph": lambda c: _yes(c.cuda_graph),

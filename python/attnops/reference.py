@@ -4,6 +4,7 @@ Rules, for the query rows i = 0 .. S_q - 1 of a request with S_k keys (the new t
 
 * Row i stands at position ``p = S_k - S_q + i`` (bottom-right alignment); at a negative one a causal row sees nothing.
 * causal: keys at positions <= p. window_left: keys >= p - window_left; window_right: keys <= p + window_right; -1: off.
+* chunk_size: keys of the row's own chunk of positions, ``[p // n * n, ...]``; 0: off.
 * tree_mask takes the place of the causal rule among the last S_q keys: row i sees the j-th of them when bit j of its
   row is set. Keys before them are visible. Windows still apply, by position.
 * score = softmax_scale * <q, k>; then logit_cap * tanh(score / logit_cap) when the cap is not 0.
@@ -45,6 +46,7 @@ def visibility(
     causal: bool = True,
     window_left: int = -1,
     window_right: int = -1,
+    chunk_size: int = 0,
     tree_mask: Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
@@ -66,6 +68,8 @@ def visibility(
         visible &= key >= position - window_left
     if window_right >= 0:
         visible &= key <= position + window_right
+    if chunk_size:
+        visible &= key // chunk_size == torch.div(position, chunk_size, rounding_mode="floor")
     return visible
 
 
@@ -78,6 +82,7 @@ def attention(
     causal: bool = True,
     window_left: int = -1,
     window_right: int = -1,
+    chunk_size: int = 0,
     logit_cap: float = 0.0,
     sinks: Tensor | None = None,
     tree_mask: Tensor | None = None,
@@ -110,6 +115,7 @@ def attention(
         causal=causal,
         window_left=window_left,
         window_right=window_right,
+        chunk_size=chunk_size,
         tree_mask=tree_mask,
         device=q.device,
     )

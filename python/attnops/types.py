@@ -38,6 +38,8 @@ class AttentionSpec:
             with many heads and off by some 4 % instead of 0.2 % (`ops.mla_decode`). Nothing is rounded unless asked.
         up_head_dims: MLA: (head_dim, v_head_dim) of the keys and values that the model's layers can make of latents
             (`layers.UpProjection`), for prefill whose queries are not absorbed; None: they are, always.
+        attention_chunk_size: Of those layers that attend locally (Llama 4): a query at position p sees the keys at
+            ``[p // n * n, p]``. 0: no layer does. A multiple of `page_size`. Other layers may stand beside them.
     """
 
     num_q_heads: int
@@ -55,6 +57,7 @@ class AttentionSpec:
     deterministic: bool = False
     fp8_products: bool = False
     up_head_dims: tuple[int, int] | None = None
+    attention_chunk_size: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "page_size", "sliding_window_size"):
@@ -79,6 +82,12 @@ class AttentionSpec:
         _require(
             not self.fp8_products or (self.is_mla and self.kv_dtype == torch.float8_e4m3fn),
             f"fp8_products belongs to MLA over a float8_e4m3fn cache, got is_mla {self.is_mla} and {self.kv_dtype}",
+        )
+        chunk, plain = self.attention_chunk_size, not self.is_mla and self.attn_type is AttentionType.DECODER
+        _require(chunk == 0 or plain, "attention_chunk_size belongs to causal layers with K and V of their own")
+        _require(
+            chunk >= 0 and chunk % self.page_size == 0,
+            f"attention_chunk_size ({chunk}) must be a multiple of page_size ({self.page_size}), or 0",
         )
         _require(self.is_mla or self.up_head_dims is None, f"up_head_dims belongs to MLA, got {self.up_head_dims}")
         if self.is_mla:

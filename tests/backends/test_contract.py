@@ -37,6 +37,9 @@ MODELS = [
         layout="HND",
         options={"k_scale": [0.02, 0.5], "v_scale": [1.0, 0.01]},
     ),
+    Model("local_chunks", gqa(attention_chunk_size=32, has_sinks=True)),
+    Model("local_chunks_page1_fp16", gqa(attention_chunk_size=7, page_size=1, dtype=FP16, logit_cap=3.0)),
+    Model("local_chunks_fp8", gqa(attention_chunk_size=16, kv_dtype=E4M3), layout="HND"),
     Model("two_head_dims", gqa(num_q_heads=6, num_kv_heads=3, head_dim=192, v_head_dim=128, page_size=16)),
     Model("two_head_dims_window", gqa(head_dim=40, v_head_dim=72, sliding_window_size=20, dtype=FP16, page_size=5)),
     Model("mla", AttentionSpec.mla(16, page_size=64), scale=0.1),
@@ -102,7 +105,8 @@ def cases() -> list:
             for shape, (mode, *_) in SHAPES.items():
                 encoder = model.spec.attn_type is AttentionType.ENCODER_ONLY
                 causal = model.spec.attn_type is AttentionType.DECODER
-                if shape == "verify_tree" and not (capability.tree_mask and causal):
+                local = model.spec.attention_chunk_size > 0
+                if shape == "verify_tree" and not (capability.tree_mask and causal and not local):
                     continue
                 if encoder and shape != "extend":
                     continue

@@ -46,6 +46,7 @@ class Model:
             k_scale=torch.tensor(self.options.get("k_scale", [0.02])) if fp8 else None,
             v_scale=torch.tensor(self.options.get("v_scale", [0.03])) if fp8 and not spec.is_mla else None,
             attn_type=spec.attn_type,
+            attention_chunk_size=spec.attention_chunk_size,
         )
 
     def pool(self, num_pages: int) -> KVCache | None:
@@ -187,6 +188,7 @@ def make_step(
             softmax_scale=layer.scaling,
             causal=spec.attn_type is AttentionType.DECODER,
             window_left=window,
+            chunk_size=spec.attention_chunk_size,
             window_right=-1 if spec.attn_type is AttentionType.DECODER else window,
             logit_cap=layer.logit_cap,
             sinks=layer.sinks,

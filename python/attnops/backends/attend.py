@@ -29,6 +29,11 @@ def plan_of(layer: RadixAttention, plans: Mapping[int, Plan]) -> Plan:
     Raises:
         ValueError: the backend was not built for that window.
     """
+    if layer.attention_chunk_size:
+        raise ValueError(
+            f"attnops: layer {layer.layer_id} attends in chunks of {layer.attention_chunk_size}, which the decode ops "
+            "do not know: give AttentionSpec.attention_chunk_size to a backend that serves it"
+        )
     plan = plans.get(layer.sliding_window_size)
     if plan is None:
         raise ValueError(

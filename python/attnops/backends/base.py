@@ -141,6 +141,11 @@ class AttentionBackend(ABC):
             raise ValueError(
                 f"attnops: q.shape[0] must be {batch.num_tokens} (num_tokens of the step), got {q.shape[0]}"
             )
+        if layer.attention_chunk_size and layer.attention_chunk_size != self.spec.attention_chunk_size:
+            raise ValueError(
+                f"attnops: layer {layer.layer_id} has attention_chunk_size {layer.attention_chunk_size}, the backend "
+                f"was built for {self.spec.attention_chunk_size} (AttentionSpec.attention_chunk_size)"
+            )
         self.attend(LayerCall(q, k, v, layer, batch, save_kv_cache, q_rope, k_rope, out))
         return out
 

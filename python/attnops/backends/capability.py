@@ -77,6 +77,7 @@ class Capability:
         mla: MLA with absorbed queries is served.
         page_sizes: None: all.
         sliding_window, swa_pool, logit_cap, sinks, tree_mask: Options.
+        local_attention: Layers with `attention_chunk_size`; not beside a tree mask.
         max_tokens_per_request: Of verify and uniform draft extend; None: any.
         deterministic: `AttentionSpec.deterministic` is honoured.
         cuda_graph: Steps can be captured.
@@ -105,6 +106,7 @@ class Capability:
     logit_cap: bool = False
     sinks: bool = False
     tree_mask: bool = False
+    local_attention: bool = False
     max_tokens_per_request: int | None = None
     deterministic: bool = False
     cuda_graph: bool = False
@@ -124,6 +126,7 @@ class Capability:
             *(self._cache_checks(spec) if spec.attn_type is not AttentionType.ENCODER_ONLY else []),
             self._head_dims_check(spec),
             (self.sliding_window or spec.sliding_window_size < 0, "has no sliding window"),
+            (self.local_attention or not spec.attention_chunk_size, "has no local attention (attention_chunk_size)"),
             (self.logit_cap or not spec.logit_cap, "has no soft cap on logits"),
             (self.sinks or not spec.has_sinks, "has no attention sinks"),
             (self.deterministic or not spec.deterministic, "is not batch-invariant (deterministic=True)"),

@@ -16,6 +16,7 @@ from attnops.backends.base import AttentionBackend, LayerCall
 from attnops.backends.capability import DECODER_MODES, SIXTEEN_BIT, Capability, HeadDims
 from attnops.backends.decode_steps import DecodeSteps
 from attnops.backends.fmha_steps import FmhaSteps
+from attnops.backends.local_steps import LocalSteps
 from attnops.backends.mla_prefill import MlaPrefill
 from attnops.backends.prepared import PreparedStep
 from attnops.backends.registry import register_attention_backend
@@ -46,6 +47,7 @@ class FlashAttentionBackend(AttentionBackend):
         logit_cap=True,
         sinks=True,
         tree_mask=True,
+        local_attention=True,
         deterministic=True,
         cuda_graph=True,
     )
@@ -68,6 +70,9 @@ class FlashAttentionBackend(AttentionBackend):
         self._buffers = PagedBuffers(spec, limits, self.device) if self._decode is None else self._decode.buffers
         self._mla = None if spec.up_head_dims is None else MlaPrefill(spec, limits, self.device)
         self._fmha = None if spec.is_mla else FmhaSteps(spec, limits, self.device, self._buffers)
+        self._local: LocalSteps | None = None
+        if spec.attention_chunk_size:
+            self._local = LocalSteps(spec, limits, self.device, self._buffers, self._fmha_steps)
 
     @property
     def fault_report(self) -> Tensor | None:
@@ -85,6 +90,7 @@ class FlashAttentionBackend(AttentionBackend):
         decode = self._decoder_of(batch)
         if decode is not None:
             decode.in_graph(batch)
+            self._build_local(batch)
             if self._mla is not None:
                 self._mla.begin()
             return
@@ -92,18 +98,24 @@ class FlashAttentionBackend(AttentionBackend):
         if batch.num_tokens > 0 and batch.forward_mode is not ForwardMode.IDLE:
             self._buffers.build(step.paged, batch)
             self._fmha_steps.plan(step, batch)
+            self._build_local(batch)
 
     def forward(
         self, q: Tensor, k: Any, v: Any, layer: RadixAttention, batch: AttentionBatch, *args: Any, **options: Any
     ) -> Tensor:
         """As of `AttentionBackend.forward`; a decode step goes straight to `DecodeSteps.forward`."""
         decode = self._decoder_of(batch)
-        serve = super().forward if decode is None or not layer.is_absorbed(q) else decode.forward
+        by_decode = decode is not None and not layer.attention_chunk_size and layer.is_absorbed(q)
+        serve = decode.forward if by_decode else super().forward  # type: ignore[union-attr]
         return serve(q, k, v, layer, batch, *args, **options)
 
     def attend(self, call: LayerCall) -> None:
         decode = self._decoder_of(call.batch)
-        if decode is not None and not call.layer.is_absorbed(call.q):
+        if call.layer.attention_chunk_size:
+            paged = self._prepared.of(call.batch).paged
+            assert self._local is not None, "AttentionBackend.forward has checked"
+            self._local.attend(call, self._local.step(call.batch, paged))
+        elif decode is not None and not call.layer.is_absorbed(call.q):
             if self._mla is None:
                 raise ValueError("attnops: queries that come unabsorbed need AttentionSpec.up_head_dims")
             self._mla.attend(call, self._prepared.of(call.batch).paged, self._buffers.report)
@@ -114,6 +126,10 @@ class FlashAttentionBackend(AttentionBackend):
 
     def takes_absorbed(self, batch: AttentionBatch) -> bool:
         return self._mla is None or self._mla.takes_absorbed(batch)
+
+    def _build_local(self, batch: AttentionBatch) -> None:
+        if self._local is not None and batch.num_tokens > 0 and batch.forward_mode is not ForwardMode.IDLE:
+            self._local.build(self._local.step(batch, self._prepared.of(batch).paged), batch)
 
     def _decoder_of(self, batch: AttentionBatch) -> DecodeSteps | None:
         """What serves a step, if it is one for the decode ops."""

@@ -38,6 +38,7 @@ class FlexAttentionBackend(AttentionBackend):
         logit_cap=True,
         sinks=True,
         tree_mask=True,
+        local_attention=True,
     )
 
     def __init__(self, spec: AttentionSpec, limits: Limits, device: torch.device | str = "cpu") -> None:

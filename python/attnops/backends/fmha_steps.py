@@ -52,9 +52,7 @@ class FmhaSteps:
         if key not in self._steps:
             if len(self._steps) >= MAX_CACHED_STEPS:
                 self._steps.clear()
-            bounds = paged.cu_seqlens_q
-            if bounds is None:
-                bounds = self._bounds_of(batch.tokens_per_request)[: batch.batch_size + 1]
+            bounds = self.bounds(batch, paged)
             self._steps[key] = FmhaStep(paged, bounds, self._plans.views(batch.batch_size, batch.num_tokens))
         return self._steps[key]
 
@@ -83,6 +81,12 @@ class FmhaSteps:
                 raise ValueError("attnops: a layer that stores k needs v")
             store_kv(layer, batch, step.paged, call.k, call.v, report)
         attend.fmha_paged(call.q, layer, batch, step.paged, step.cu_seqlens_q, step.plans, call.out, report)
+
+    def bounds(self, batch: AttentionBatch, paged: PagedStep) -> Tensor:
+        """int32 ``[B + 1]``: where the queries of each request begin."""
+        if paged.cu_seqlens_q is not None:
+            return paged.cu_seqlens_q
+        return self._bounds_of(batch.tokens_per_request)[: batch.batch_size + 1]
 
     def _bounds_of(self, seqlen_q: int) -> Tensor:
         """Where requests begin that bring the same number of tokens each."""

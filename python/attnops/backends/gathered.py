@@ -239,6 +239,9 @@ def visible_keys(queries: Queries, layer: RadixAttention, begin: int, count: int
         visible = visible & ((draft < 0).unsqueeze(1) | queries.drafts.gather(2, index))
     elif is_causal(layer):
         visible = visible & (key <= position)
+    if layer.attention_chunk_size:
+        chunk = torch.div(position, layer.attention_chunk_size, rounding_mode="floor")
+        visible = visible & (torch.div(key, layer.attention_chunk_size, rounding_mode="floor") == chunk)
     if layer.sliding_window_size >= 0:
         visible = visible & (key >= position - layer.sliding_window_size)
         if layer.attn_type is not AttentionType.DECODER:

@@ -17,6 +17,7 @@ from attnops.backends import attend
 from attnops.backends.base import AttentionBackend, LayerCall
 from attnops.backends.capability import DECODER_MODES, FLOATS, Capability, HeadDims
 from attnops.backends.fmha_steps import FmhaStep, FmhaSteps
+from attnops.backends.local_steps import LocalSteps
 from attnops.backends.mla_prefill import MlaPrefill
 from attnops.backends.prepared import PreparedStep, in_one_thread
 from attnops.backends.registry import register_attention_backend
@@ -56,6 +57,7 @@ class IntelAMXAttnBackend(AttentionBackend):
         logit_cap=True,
         sinks=True,
         tree_mask=True,
+        local_attention=True,
         deterministic=True,
         cuda_graph=True,
     )
@@ -72,6 +74,10 @@ class IntelAMXAttnBackend(AttentionBackend):
         self._blocks = BlockBuffers(spec, limits, self.device) if spec.is_mla else None
         self._mla = None if spec.up_head_dims is None else MlaPrefill(spec, limits, self.device)
         self._fmha = None if spec.is_mla else FmhaSteps(spec, limits, self.device, self._buffers)
+        self._local: LocalSteps | None = None
+        if spec.attention_chunk_size:
+            assert self._fmha is not None, "AttentionSpec has checked"
+            self._local = LocalSteps(spec, limits, self.device, self._buffers, self._fmha)
         self._steps: dict[StepKey, CpuStep] = {}
         self._prepared: PreparedStep[CpuStep] = PreparedStep()
 
@@ -97,6 +103,8 @@ class IntelAMXAttnBackend(AttentionBackend):
         self._buffers.build(step.paged, batch)
         if self._mla is not None:
             self._mla.begin()
+        if self._local is not None:
+            self._local.build(self._local.step(batch, step.paged), batch)
         cache_seqlens = batch.cache_seqlens
         if step.blocks is not None:
             step.blocks.build(batch, step.paged)
@@ -117,6 +125,9 @@ class IntelAMXAttnBackend(AttentionBackend):
     def attend(self, call: LayerCall) -> None:
         step, report = self._prepared.of(call.batch), self._buffers.report
         q, k, v, layer, batch, out = call.q, call.k, call.v, call.layer, call.batch, call.out
+        if self._local is not None and layer.attention_chunk_size:
+            self._local.attend(call, self._local.step(batch, step.paged))
+            return
         if self._mla is not None and not layer.is_absorbed(q):
             self._mla.attend(call, step.paged, report)
             return

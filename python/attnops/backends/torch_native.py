@@ -37,6 +37,7 @@ class TorchNativeAttnBackend(AttentionBackend):
         logit_cap=True,
         sinks=True,
         tree_mask=True,
+        local_attention=True,
         cuda_graph=True,
     )
 

@@ -28,6 +28,7 @@ class RadixAttention(torch.nn.Module):
         sinks: float32 ``[num_heads]``, a logit per head with no value.
         k_scale, v_scale: float32 ``[1]`` or ``[num_kv_heads]``, of an FP8 cache: value = stored x scale.
         attn_type: Causal through the cache, bidirectional through the cache, or an encoder without a cache.
+        attention_chunk_size: As of `AttentionSpec`; 0: off.
         up_projection: MLA: lets a step's q come unabsorbed, as `takes_absorbed` says; the output is then that of v.
 
     Attributes:
@@ -59,6 +60,7 @@ class RadixAttention(torch.nn.Module):
         v_scale: Tensor | None = None,
         attn_type: AttentionType = AttentionType.DECODER,
         up_projection: UpProjection | None = None,
+        attention_chunk_size: int = 0,
     ) -> None:
         super().__init__()
         if is_cross_attention:
@@ -79,6 +81,7 @@ class RadixAttention(torch.nn.Module):
         self.sliding_window_size = -1 if sliding_window_size is None else sliding_window_size
         self.attn_type = attn_type
         self.up_projection = up_projection
+        self.attention_chunk_size = attention_chunk_size
         self._scale_floats: dict[str, tuple[int, float]] = {}
         for name, tensor in (("sinks", sinks), ("k_scale", k_scale), ("v_scale", v_scale)):
             if isinstance(tensor, torch.nn.Parameter):

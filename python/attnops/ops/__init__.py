@@ -3,6 +3,7 @@
 from attnops import _load  # noqa: F401  (the ops exist once the modules are loaded)
 from attnops.ops.context_parallel import context_parallel_seqlens, context_parallel_slots
 from attnops.ops.fmha import fmha_paged, fmha_plan, fmha_varlen
+from attnops.ops.local_batches import build_local_batches
 from attnops.ops.merge_state import merge_state, merge_states
 from attnops.ops.mla_decode import mla_decode, mla_decode_plan
 from attnops.ops.paged_kv import (
@@ -18,6 +19,7 @@ from attnops.ops.xqa_decode import xqa_decode, xqa_decode_plan
 __all__ = [
     "build_cu_seqlens",
     "build_kv_indices",
+    "build_local_batches",
     "build_page_table",
     "context_parallel_seqlens",
     "context_parallel_slots",
