@@ -103,3 +103,32 @@ def test_several_tokens_of_a_request_are_no_decode_step():
             num_tokens=6,
             tokens_per_request=3,
         )
+
+
+def ragged(mode: ForwardMode = ForwardMode.EXTEND, **options) -> AttentionBatch:
+    lens = torch.tensor([3, 4], dtype=torch.int32)
+    given = {"req_pool_indices": torch.arange(2), "cache_seqlens": lens, "extend_seq_lens": lens, "num_tokens": 7}
+    return AttentionBatch(forward_mode=mode, **{**given, **options})
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.DRAFT_EXTEND])
+def test_bounds_that_cannot_hold_the_steps_tokens_are_refused(mode):
+    """Two requests bring seven tokens: one of them brings four."""
+    assert ragged(mode, max_seqlen_q=4, max_cache_seqlen=4).max_seqlen_q == 4
+    assert ragged(mode).max_seqlen_q == 7
+    with pytest.raises(ValueError, match="max_seqlen_q is 3: 2 requests of at most so many new tokens have no 7"):
+        ragged(mode, max_seqlen_q=3)
+    with pytest.raises(ValueError, match="max_seqlen_q is -1: 2 requests"):
+        ragged(mode, max_seqlen_q=-1)
+    with pytest.raises(ValueError, match="max_cache_seqlen is 3, below the 4 new tokens of a request"):
+        ragged(mode, max_cache_seqlen=3)
+    nobody = {"req_pool_indices": torch.arange(0), "cache_seqlens": torch.zeros(0, dtype=torch.int32)}
+    nobody["extend_seq_lens"] = nobody["cache_seqlens"]
+    assert ragged(mode, **nobody, num_tokens=0).batch_size == 0
+    with pytest.raises(ValueError, match="num_tokens must not be negative, got -7"):
+        ragged(mode, num_tokens=-7)
+
+
+def test_an_idle_ranks_padding_needs_no_request():
+    nobody = {"req_pool_indices": torch.arange(0), "cache_seqlens": torch.zeros(0, dtype=torch.int32)}
+    assert AttentionBatch(forward_mode=ForwardMode.IDLE, num_tokens=5, **nobody).num_tokens == 5

@@ -205,8 +205,9 @@ class AttentionBatch:
         num_tokens: New tokens, all requests together (host).
         tokens_per_request: Of DECODE (1), TARGET_VERIFY and a uniform DRAFT_EXTEND; 0: ragged.
         extend_seq_lens: int32 ``[B]``, new tokens per request; needed when ragged.
-        max_seqlen_q: Upper bound of the new tokens per request (host); by default `num_tokens`.
-        max_cache_seqlen: Upper bound of `cache_seqlens` (host), or None: unknown; only saves work.
+        max_seqlen_q: Upper bound of the new tokens per request (host); by default `num_tokens`. A bound that is too low
+            for `num_tokens` is an error; one that is too low for a request is not seen, and its tokens are wrong.
+        max_cache_seqlen: Upper bound of `cache_seqlens` (host), or None: unknown; only saves work. As `max_seqlen_q`.
         max_prefix_tokens: Upper bound of the tokens cached before the new ones, all requests together (host), or None:
             unknown; 0 of prompts that nobody has begun. Only saves work.
         cache_seqlens_cpu, extend_seq_lens_cpu: int32 ``[B]`` on the CPU, the same values, for a backend that plans on
@@ -255,8 +256,15 @@ class AttentionBatch:
         if self.positions is not None:
             got = tuple(self.positions.shape)
             _require(got[-1:] == (self.num_tokens,), f"positions must have {self.num_tokens} columns, got shape {got}")
+        _require(self.num_tokens >= 0, f"num_tokens must not be negative, got {self.num_tokens}")
+        if not self.is_uniform and not mode.is_idle():
+            _require(
+                self.max_seqlen_q * size >= self.num_tokens,
+                f"max_seqlen_q is {self.max_seqlen_q}: {size} requests of at most so many new tokens have no "
+                f"{self.num_tokens} (num_tokens)",
+            )
         if self.max_cache_seqlen is not None and size:
-            least = max(self.tokens_per_request, 1 if self.num_tokens else 0)
+            least = self.tokens_per_request or -(-self.num_tokens // size)
             _require(
                 self.max_cache_seqlen >= least,
                 f"max_cache_seqlen is {self.max_cache_seqlen}, below the {least} new tokens of a request: "
