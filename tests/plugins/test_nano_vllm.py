@@ -64,5 +64,5 @@ def test_every_token_is_that_of_plain_pytorch(model):
     prompts = [torch.randint(3, 384, (n,), generator=generator).tolist() for n in lengths]
     expected, got = run(model, "sdpa", prompts), run(model, "attnops", prompts)
     assert got["tokens"] == expected["tokens"]
-    assert got["calls"] == expected["calls"] and min(got["calls"].values()) > 10
+    assert got["calls"] == expected["calls"] and min(got["calls"].values()) >= 10
     assert len({token for request in got["tokens"][0] for token in request}) > 20, "a model that repeats itself"

@@ -111,18 +111,19 @@ def attnops_functions(calls: dict[str, int]) -> types.ModuleType:
 
 def main(checkout: str, model: str, kind: str, prompts: list[list[int]]) -> None:
     calls = {"varlen": 0, "kvcache": 0}
+    stand_in_for_tokenizer()
+    sys.modules["flash_attn"] = (attnops_functions if kind == "attnops" else sdpa_functions)(calls)
     if not torch.cuda.is_available():
         stand_in_for_cuda()
         stand_in_for_triton()
-    stand_in_for_tokenizer()
-    sys.modules["flash_attn"] = (attnops_functions if kind == "attnops" else sdpa_functions)(calls)
     sys.path.insert(0, checkout)
     from nanovllm import LLM, SamplingParams
 
-    engine = LLM(model, enforce_eager=True, max_model_len=1024, max_num_batched_tokens=1024, max_num_seqs=4)
     # nano-vllm has no greedy mode: so cold that only the best token is ever drawn.
     cold = SamplingParams(temperature=1e-6, max_tokens=12, ignore_eos=True)
-    rounds = [[result["token_ids"] for result in engine.generate(prompts, cold, use_tqdm=False)] for _ in range(2)]
+    with torch.inference_mode():  # its sampler divides logits in place, which in float32 are the model's own
+        engine = LLM(model, enforce_eager=True, max_model_len=1024, max_num_batched_tokens=1024, max_num_seqs=4)
+        rounds = [[result["token_ids"] for result in engine.generate(prompts, cold, use_tqdm=False)] for _ in range(2)]
     print("RESULT " + json.dumps({"tokens": rounds, "calls": calls}), flush=True)
 
 
