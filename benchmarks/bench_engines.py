@@ -134,9 +134,8 @@ def main() -> None:
     # Its backend asks the configuration for the model's dtype, and for nothing else here.
     config = VllmConfig()
     config.model_config = SimpleNamespace(dtype=getattr(torch, options.dtype))
-    print(
-        f"one layer, {NUM_Q_HEADS}/{NUM_KV_HEADS} heads of {HEAD_DIM}, {options.dtype}, {torch.get_num_threads()} threads"
-    )
+    shape = f"{NUM_Q_HEADS}/{NUM_KV_HEADS} heads of {HEAD_DIM}"
+    print(f"one layer, {shape}, {options.dtype}, {torch.get_num_threads()} threads")
     with set_current_vllm_config(config), torch.inference_mode():
         for name, lengths in CELLS.items():
             p = problem(lengths, config.model_config.dtype)
