@@ -23,7 +23,10 @@ NOT_READ = {
     ("trtllm_ragged_attention_deepseek", "seq_lens"),
     ("xqa_mla", "v_cache"),
 }
-HELPERS = {f"attnops.compat.{name}" for name in ("_convert", "_kvcache", "_varlen", "_extend", "_attend", "_positions")}
+HELPERS = {
+    f"attnops.compat.{name}"
+    for name in ("_convert", "_kvcache", "_varlen", "_extend", "_attend", "_positions", "_plain_cache")
+}
 NOT_A_TENSOR = [7, "seven", object()]
 
 

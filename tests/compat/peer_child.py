@@ -33,6 +33,12 @@ def classify(error: BaseException) -> tuple[str, str]:
     first = re.sub(r"\d+", "n", text.split("\n")[0])[:160]
     if isinstance(error, NotImplementedError) and text.startswith(OURS):
         return "refused", first
+    if "Could not run 'attnops::" in text:
+        return "refused", "no CUDA kernel: " + re.search(r"attnops::\w+", text)[0]
+    if type(error).__name__ == "XFailed":
+        return "skipped", "the peer expects it to fail"
+    if re.search("allocate memory|compiled without CUDA", text):
+        return "not run", "memory, or no GPU"
     if "no kernel fits" in text:
         return "refused", re.sub(r"\d+", "n", text.split("\n")[-1])[:160]
     if "DID NOT RAISE" in text:

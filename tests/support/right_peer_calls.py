@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import types
+
 import torch
 from attnops.compat import flashinfer
 from flashinfer_paging import csr
 
 TYPES = {"q_data_type": torch.bfloat16}
+
+
+def _on_cpu(problem) -> types.SimpleNamespace:
+    return types.SimpleNamespace(cache_seqlens=problem.cache_seqlens.cpu(), page_table=problem.page_table.cpu())
 
 
 def flashinfer_calls(gqa, mla, ragged, workspace, states) -> dict:
@@ -16,8 +22,8 @@ def flashinfer_calls(gqa, mla, ragged, workspace, states) -> dict:
     q_nope, q_pe, latent, rope = mla.q[..., :512], mla.q[..., 512:], mla.kv_pages[..., :512], mla.kv_pages[..., 512:]
     cache = (gqa.k_pages, gqa.v_pages)
     hnd = tuple(pages.transpose(1, 2) for pages in cache)
-    indptr, indices, last = (tensor.to(device) for tensor in csr(gqa.to("cpu"), 16))
-    mla_indptr, mla_indices, mla_last = (tensor.to(device) for tensor in csr(mla.to("cpu"), 64))
+    indptr, indices, last = (tensor.to(device) for tensor in csr(_on_cpu(gqa), 16))
+    mla_indptr, mla_indices, mla_last = (tensor.to(device) for tensor in csr(_on_cpu(mla), 64))
     bounds, count = gqa.cu_seqlens_q, gqa.q.shape[0]
     heads = {"num_qo_heads": 8, "num_kv_heads": 2, "head_dim": 64, "page_size": 16}
     prefill_heads = {"num_qo_heads": 8, "num_kv_heads": 2, "head_dim_qk": 64, **TYPES}

@@ -150,18 +150,20 @@ def trtllm_batch_decode_with_kv_cache(
         As `query`, or with `return_lse` ``(out, lse)``: base 2, -inf for an empty row.
     """
     name = "trtllm_batch_decode_with_kv_cache"
-    require_default(
-        name,
-        {
-            "o_sf_scale": FP4_OUT,
-            "o_sf_vec_size": FP4_OUT,
-            "kv_cache_sf": FP4_CACHE,
-            "uses_shared_paged_kv_idx": _SHARED,
-            "enable_block_sparse_attention": "every key is attended to; leave it False",
-        },
-        {"uses_shared_paged_kv_idx": True, "enable_block_sparse_attention": False},
-        locals(),
-    )
+    usual = o_sf_scale is None and o_sf_vec_size is None and kv_cache_sf is None
+    if not usual or uses_shared_paged_kv_idx is not True or enable_block_sparse_attention:
+        require_default(
+            name,
+            {
+                "o_sf_scale": FP4_OUT,
+                "o_sf_vec_size": FP4_OUT,
+                "kv_cache_sf": FP4_CACHE,
+                "uses_shared_paged_kv_idx": _SHARED,
+                "enable_block_sparse_attention": "every key is attended to; leave it False",
+            },
+            {"uses_shared_paged_kv_idx": True, "enable_block_sparse_attention": False},
+            locals(),
+        )
     if skip_softmax_threshold_scale_factor:
         raise refuse(name, f"skip_softmax_threshold_scale_factor={skip_softmax_threshold_scale_factor}", NO_SKIP)
     dtype = as_dtype(name, "out_dtype", out_dtype)
@@ -284,7 +286,8 @@ def xqa(
         rcp_out_scale: Multiplies the output.
         mask: uint16 ``[B, q_seq_len, ceil(q_seq_len / 32) * 2]``, or ``[T, ...]``.
     """
-    require_default("xqa", {"k_sf_cache": FP4_CACHE, "v_sf_cache": FP4_CACHE}, {}, locals())
+    if k_sf_cache is not None or v_sf_cache is not None:
+        require_default("xqa", {"k_sf_cache": FP4_CACHE, "v_sf_cache": FP4_CACHE}, {}, locals())
     ragged = q_cu_seq_lens is not None
     if not ragged and q.shape[1] != 1:
         raise refuse("xqa", f"a beam of {q.shape[1]}", "give each beam as a request, or q_seq_len with a mask")
@@ -318,8 +321,8 @@ def xqa(
         softmax_scale=q_factor * kv_factor * head_dim**-0.5,
         window_left=sliding_win_size - 1,
         sinks=as_sinks(sinks, num_q_heads, "xqa"),
-        k_scale=product(q_tensor, kv_tensor),
-        v_scale=product(kv_tensor, v_scale),
+        k_scale=kv_tensor if q_tensor is None else product(q_tensor, kv_tensor),
+        v_scale=v_scale if kv_tensor is None else product(kv_tensor, v_scale),
     )
     finish(result, flat, None)
 
@@ -378,7 +381,7 @@ def _paged_decode(
     **options: object,
 ) -> tuple[Tensor, Tensor | None]:
     """One call with a plan of its own: out and natural lse, of uniform queries or of ragged ones."""
-    lens = as_int32(name, "seq_lens", lens.reshape(-1), q.device)
+    lens = as_int32(name, "seq_lens", lens if lens.dim() == 1 else lens.reshape(-1), q.device)
     if bounds is not None:
         if max_q_len is None:
             raise ValueError(f"attnops.compat: {name}: ragged queries need max_q_len")

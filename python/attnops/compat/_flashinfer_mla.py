@@ -92,6 +92,7 @@ class BatchMLAPagedAttentionWrapper:
         if (head_dim_ckv, head_dim_kpe) != (512, 64):
             raise refuse(name, f"head_dim_ckv={head_dim_ckv}, head_dim_kpe={head_dim_kpe}", "MLA is 512 and 64 here")
         bounds = (kv_len_arr.shape[0] + 1,) if kv_len_arr.dim() == 1 else None
+        kv_indptr = kv_indptr[: kv_len_arr.numel() + 1]  # the peer reads no further
         if qo_indptr.shape != bounds or kv_indptr.shape != bounds or kv_indices.dim() != 1:
             raise ValueError(
                 f"attnops.compat: {name}: qo_indptr and kv_indptr must be [B + 1], kv_indices [n] and kv_len_arr [B], "

@@ -90,16 +90,17 @@ def trtllm_batch_decode_with_kv_cache_mla(
         ``[B * q_len, H]``, -inf for an empty row.
     """
     name = "trtllm_batch_decode_with_kv_cache_mla"
-    require_default(
-        name,
-        {
-            "sparse_mla_top_k": "attnops has no sparse MLA; leave it 0",
-            "sparse_mla_top_k_lens": "attnops has no sparse MLA; leave it None",
-            "uses_shared_paged_kv_idx": "a latent is key and value at once; leave it True",
-        },
-        {"sparse_mla_top_k": 0, "uses_shared_paged_kv_idx": True},
-        locals(),
-    )
+    if sparse_mla_top_k or sparse_mla_top_k_lens is not None or uses_shared_paged_kv_idx is not True:
+        require_default(
+            name,
+            {
+                "sparse_mla_top_k": "attnops has no sparse MLA; leave it 0",
+                "sparse_mla_top_k_lens": "attnops has no sparse MLA; leave it None",
+                "uses_shared_paged_kv_idx": "a latent is key and value at once; leave it True",
+            },
+            {"sparse_mla_top_k": 0, "uses_shared_paged_kv_idx": True},
+            locals(),
+        )
     if skip_softmax_threshold_scale_factor:
         raise refuse(name, f"skip_softmax_threshold_scale_factor={skip_softmax_threshold_scale_factor}", NO_SKIP)
     if (kv_lora_rank, qk_rope_head_dim) != (512, 64):

@@ -11,6 +11,7 @@ from attnops import ops
 from attnops.compat._convert import heads_first, refuse
 from attnops.compat._errors import names_the_peers
 from attnops.compat._kvcache import Call
+from attnops.compat._plain_cache import plain_call
 from attnops.compat._varlen import attend_varlen
 
 
@@ -88,6 +89,20 @@ def flash_attn_with_kvcache(
         ``out`` as q, or ``(out, lse)``: natural log ``[B, H_q, S_q]`` or ``[H_q, T]``, -inf for an empty row.
     """
     given = locals()
+    if (
+        page_table is not None
+        and (k is None and v is None and qv is None and rotary_cos is None and rotary_sin is None and out is None)
+        and (cache_batch_idx is None and cache_leftpad is None and q_descale is None)
+        and not (attention_chunk or only_qv)
+        and isinstance(cache_seqlens, Tensor)
+        and (max_seqlen_q is None) == (cu_seqlens_q is None)
+    ):
+        scales = (k_descale, v_descale, softmax_scale, softcap)
+        rest = (num_splits, sinks, return_softmax_lse)
+        lens = (page_table, cache_seqlens, cu_seqlens_q, window_size, causal)
+        plain = plain_call(q, k_cache, v_cache, *lens, *scales, *rest)
+        if plain is not None:
+            return plain
     if only_qv:
         raise refuse("flash_attn_with_kvcache", "only_qv=True", "MLA has a rotary part of 64")
     options = {key: value for key, value in given.items() if key not in _NOT_OF_A_CALL}

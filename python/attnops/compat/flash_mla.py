@@ -161,7 +161,25 @@ def flash_mla_with_kvcache(
     num_q_heads, head_dim = q.shape[2:]
     group = num_q_heads // num_heads_k
     sinks = as_sinks(attn_sink, num_q_heads, name, "attn_sink")
-    plan = _plan_of(name, q[:, :, :group], cache_seqlens, tile_scheduler_metadata, num_splits)
+    plan = _plan_of(name, q, group, cache_seqlens, tile_scheduler_metadata, num_splits)
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    kv_scale = None if descale_k is None else descale_k.reshape(1).float()
+    if num_heads_k == 1:
+        out, lse = ops.mla_decode(
+            q,
+            k_cache.squeeze(2),
+            block_table,
+            cache_seqlens,
+            plan,
+            softmax_scale=scale,
+            causal=causal,
+            sinks=sinks,
+            kv_scale=kv_scale,
+            return_lse=True,
+            fp8_products=rounded,
+        )
+        assert lse is not None
+        return out, heads_first(empty_is_plus_inf(lse))
     out = q.new_empty(*q.shape[:-1], MLA_HEAD_DIM_V)
     parts = []
     for head in range(num_heads_k):
@@ -172,18 +190,17 @@ def flash_mla_with_kvcache(
             block_table,
             cache_seqlens,
             plan,
-            softmax_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
+            softmax_scale=scale,
             causal=causal,
-            sinks=sinks if sinks is None or num_heads_k == 1 else sinks[mine].contiguous(),
-            kv_scale=None if descale_k is None else descale_k.reshape(1).float(),
+            sinks=None if sinks is None else sinks[mine].contiguous(),
+            kv_scale=kv_scale,
             out=out[:, :, mine],
             return_lse=True,
             fp8_products=rounded,
         )
         assert lse is not None
         parts.append(lse)
-    natural = parts[0] if num_heads_k == 1 else torch.cat(parts, -1)
-    return out, heads_first(empty_is_plus_inf(natural))
+    return out, heads_first(empty_is_plus_inf(torch.cat(parts, -1)))
 
 
 def _checked_pages(name: str, pages: Tensor, is_fp8_kvcache: bool, descale_k: Tensor | None) -> Tensor:
@@ -201,10 +218,15 @@ def _checked_pages(name: str, pages: Tensor, is_fp8_kvcache: bool, descale_k: Te
 
 
 def _plan_of(
-    name: str, q: Tensor, cache_seqlens: Tensor, metadata: Tensor | FlashMLASchedMeta, num_splits: Tensor | None
+    name: str,
+    q: Tensor,
+    num_q_heads: int,
+    cache_seqlens: Tensor,
+    metadata: Tensor | FlashMLASchedMeta,
+    num_splits: Tensor | None,
 ) -> MlaDecodePlan:
     """The schedule that the caller has, or one made now for a `FlashMLASchedMeta`."""
-    batch_size, seqlen_q, num_q_heads, _ = q.shape
+    batch_size, seqlen_q = q.shape[:2]
     if isinstance(metadata, FlashMLASchedMeta):
         if num_splits is not None:
             raise refuse(name, "num_splits beside a FlashMLASchedMeta", "it plans by itself; leave None")
