@@ -98,3 +98,27 @@ def test_trtllm_mla(q_len, kv_dtype):
     ):
         with pytest.raises(NotImplementedError, match=next(iter(options))):
             flashinfer.trtllm_batch_decode_with_kv_cache_mla(*arguments, **options)
+
+
+def test_mla_wrapper_names_the_dtype_that_was_not_planned():
+    problem = mla_problem([5, 9])
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(WORKSPACE)
+    plan_mla(wrapper, problem, 1, 64)
+    q, pages = problem.q, problem.kv_pages
+    names = ("q_nope", "q_pe", "ckv_cache", "kpe_cache")
+    parts = dict(zip(names, (q[..., :512], q[..., 512:], pages[..., :512], pages[..., 512:])))
+    for name in names:
+        with pytest.raises(ValueError, match=rf"{name}\.dtype is torch.float16, planned was torch.bfloat16"):
+            wrapper.run(**{**parts, name: parts[name].half()})
+
+
+def test_mla_wrapper_takes_bounds_longer_than_the_batch():
+    problem = mla_problem([130, 5])
+    indptr, indices, _ = csr(problem, 64)
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(WORKSPACE)
+    longer = torch.cat([indptr, torch.full((7,), 10**6, dtype=torch.int32)])
+    lens, bf16 = problem.cache_seqlens, torch.bfloat16
+    wrapper.plan(problem.cu_seqlens_q, longer, indices, lens, 16, 512, 64, 64, True, 0.1, bf16, bf16)
+    q, pages = problem.q, problem.kv_pages
+    out = wrapper.run(q[..., :512], q[..., 512:], pages[..., :512], pages[..., 512:])
+    check(out, None, problem.expected(softmax_scale=0.1))

@@ -176,13 +176,13 @@ class BatchMLAPagedAttentionWrapper:
             require_default(name, instead, {}, locals())
         if plan is None:
             raise RuntimeError(f"attnops.compat: {name}: plan must run first")
-        got = (q_nope.dtype, ckv_cache.dtype, ckv_cache.shape[1])
-        expected = (*self._dtypes, self._page_size)
+        q_dtype, kv_dtype = self._dtypes
+        got = (q_nope.dtype, q_pe.dtype, ckv_cache.dtype, kpe_cache.dtype, ckv_cache.shape[1])
+        expected = (q_dtype, q_dtype, kv_dtype, kv_dtype, self._page_size)
         if got != expected:
-            raise ValueError(
-                f"attnops.compat: {name}: dtype of q_nope, dtype of ckv_cache and page_size are {got}, "
-                f"planned were {expected}"
-            )
+            words = ("q_nope.dtype", "q_pe.dtype", "ckv_cache.dtype", "kpe_cache.dtype", "page_size")
+            wrong = [f"{word} is {a}, planned was {b}" for word, a, b in zip(words, got, expected) if a != b]
+            raise ValueError(f"attnops.compat: {name}: {'; '.join(wrong)}")
         check_lse(name, lse, q_nope)
         kv_scale = None
         if ckv_cache.dtype == FP8:
