@@ -60,7 +60,18 @@ def run(sanitizers: str, cases: int, paths: list[str]) -> bool:
     environment = {**os.environ, **OPTIONS[sanitizers], "LD_PRELOAD": preload, "PYTHONPATH": str(library)}
     environment["OMP_WAIT_POLICY"] = "passive"
     chosen = paths or [f"tests/{name}" for name in PATHS[sanitizers]]
-    tests = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--import-mode=importlib", *chosen]
+    tests = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-s",
+        "-p",
+        "no:cacheprovider",
+        "--import-mode=importlib",
+        *chosen,
+    ]
     fuzz = [sys.executable, "-m", "tests.fuzz", "--seed", "20", "--cases", str(cases), "--jobs", "2"]
     clean = True
     for command in (tests, fuzz):
