@@ -23,7 +23,7 @@ SHAPES = {  # heads, KV heads, head dim, page size, dtype, layout
     "gqa": (8, 2, 64, 16, BF16, "nhd"),
     "odd_group_page3": (5, 1, 80, 3, FP16, "hnd"),
     "mha_page1_fp32": (3, 3, 32, 1, FP32, "joint"),
-    "group_of_16_page64": (32, 2, 128, 64, BF16, "slice"),
+    "group_of_16_page64": (16, 1, 128, 64, BF16, "slice"),
 }
 OPTIONS = {
     "plain": {},

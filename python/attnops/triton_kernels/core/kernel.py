@@ -24,22 +24,25 @@ NO_ROW: tl.constexpr = tl.constexpr(-(2**30))  # position of a row of the tile t
 def real_values(stored, FP8: tl.constexpr, dtype: tl.constexpr):
     """Stored keys or values in q's dtype. FP8 comes as bytes: not every GPU has a conversion, and this one is exact."""
     if FP8 == 0:
-        return stored
-    bits = stored.to(tl.uint16)
-    if FP8 == E5M2:
-        return (bits << 8).to(tl.float16, bitcast=True).to(dtype)
-    # e4m3 in the place of a float16's exponent and mantissa is too small by 2^8; 0x7f is its only NaN.
-    shifted = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-    value = shifted.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-    return tl.where((bits & 0x7F) == 0x7F, float("nan"), value).to(dtype)
+        values = stored
+    elif FP8 == E5M2:
+        values = (stored.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(dtype)
+    else:  # e4m3 in the place of a float16's exponent and mantissa is too small by 2^8; 0x7f is its only NaN
+        bits = stored.to(tl.uint16)
+        shifted = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+        wide = shifted.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        values = tl.where((bits & 0x7F) == 0x7F, float("nan"), wide).to(dtype)
+    return values
 
 
 @triton.jit
 def product(a, b, PRECISION: tl.constexpr):
     """a @ b in float32. Triton's interpreter knows no bfloat16 in products; it is told by PRECISION."""
     if PRECISION == "interpreted":
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    return tl.dot(a, b, input_precision=PRECISION)
+        result = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        result = tl.dot(a, b, input_precision=PRECISION)
+    return result
 
 
 @triton.jit
