@@ -1,6 +1,6 @@
 """attnops' Triton kernels beside SGLang's, in one process: decode, MLA decode, extend, and the price of fixed splits.
 
-    python benchmarks/bench_triton.py [--out results.jsonl] [--quick]
+    python benchmarks/bench_triton.py [--out results.jsonl] [--commit <hash>]
 
 SGLang's kernels are looked for as `sglang.srt.layers.attention.triton_ops`; without them only ours are measured. Each
 cell is captured in a CUDA graph and replayed in turns; the median of the rounds counts. SGLang's decode is given every
@@ -17,13 +17,15 @@ import torch
 
 BF16 = torch.bfloat16
 PAGE = 64
-DECODE = [  # query heads, KV heads, head dim, requests, tokens
+DECODE_NAMES = ("num_q_heads", "num_kv_heads", "head_dim", "batch", "seqlen")
+EXTEND_NAMES = ("num_q_heads", "num_kv_heads", "head_dim", "batch", "cached", "new")
+DECODE = [  # by DECODE_NAMES
     *((32, 8, 128, b, n) for b, n in ((1, 1024), (1, 16384), (16, 4096), (64, 1024), (64, 8192))),
     *((8, 1, 128, b, n) for b, n in ((64, 1024), (16, 8192))),
     *((32, 32, 128, b, n) for b, n in ((16, 2048), (64, 1024))),
 ]
 MLA = [(heads, 1, 576, b, n) for heads in (16, 128) for b, n in ((1, 8192), (16, 4096), (64, 2048))]
-EXTEND = [  # query heads, KV heads, head dim, requests, cached, new
+EXTEND = [  # by EXTEND_NAMES
     (32, 8, 128, 1, 0, 4096),
     (32, 8, 128, 4, 0, 2048),
     (32, 8, 128, 8, 4096, 512),
@@ -190,7 +192,8 @@ def main() -> None:
             ratios.append((case, ratio, times["attnops deterministic"] / times["attnops"]))
             print(f"{case} {cell}: {shown} us; {ratio:.3f}x; outputs differ by {spread:.2g}", flush=True)
             for name, value in times.items():
-                row = {"case": case, "peer": name, "params": list(cell), "ms": value / 1e3, "commit": options.commit}
+                params = dict(zip(EXTEND_NAMES if case == "triton_extend" else DECODE_NAMES, cell))
+                row = {"case": case, "peer": name, "params": params, "ms": value / 1e3, "commit": options.commit}
                 rows.append(row | {"device": torch.cuda.get_device_name(), "state": "burst"})
     for case in dict.fromkeys(name for name, *_ in ratios):
         values = [(ratio, price) for name, ratio, price in ratios if name == case]
