@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
+from attnops.compat._flashinfer_batch import BatchAttention
 from attnops.compat._flashinfer_cascade import (
-    BatchAttention,
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
     BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
     MultiLevelCascadeAttentionWrapper,
@@ -19,12 +19,14 @@ from attnops.compat._flashinfer_decode import (
     xqa,
     xqa_batch_decode_with_kv_cache,
 )
-from attnops.compat._flashinfer_mla import BatchDecodeMlaWithPagedKVCacheWrapper, BatchMLAPagedAttentionWrapper
+from attnops.compat._flashinfer_fast_plan import CUDAGraphBatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
+from attnops.compat._flashinfer_mla import BatchMLAPagedAttentionWrapper
 from attnops.compat._flashinfer_mla_decode import (
     trtllm_batch_decode_with_kv_cache_mla,
     xqa_batch_decode_with_kv_cache_mla,
     xqa_mla,
 )
+from attnops.compat._flashinfer_older_mla import BatchDecodeMlaWithPagedKVCacheWrapper
 from attnops.compat._flashinfer_paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 from attnops.compat._flashinfer_pages import (
     append_paged_kv_cache,
@@ -41,11 +43,7 @@ from attnops.compat._flashinfer_ragged_prefill import (
     single_prefill_with_kv_cache,
     single_prefill_with_kv_cache_return_lse,
 )
-from attnops.compat._flashinfer_wrapper import (
-    BatchDecodeWithPagedKVCacheWrapper,
-    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
-    fast_decode_plan,
-)
+from attnops.compat._flashinfer_wrapper import BatchDecodeWithPagedKVCacheWrapper
 
 __all__ = [
     "BatchAttention",
