@@ -182,7 +182,7 @@ class TritonAttnBackend(AttentionBackend):
             return
         plan_of(layer, self._splits)  # a window that the backend was not built for is refused
         bounds, tokens = step.paged.cu_seqlens_q, step.tile_tokens
-        if call.k is None or call.v is None or fp8 or self.spec.is_mla or self.spec.deterministic:
+        if not stores or call.k is None or call.v is None or fp8 or self.spec.is_mla or self.spec.deterministic:
             self._kernels.triton_unified_extend(out, None, q, q_pe, *pages, bounds, tokens, *options, *scales)
             return
         k = heads("k", call.k, layer.num_kv_heads, layer.head_dim)
