@@ -202,11 +202,11 @@ class AttentionBatch:
             `get_cuda_graph_seq_len_fill_value()`, never 0.
         req_to_token: int32 ``[max_requests, max_context]``, slot of each token. None for an encoder.
         out_cache_loc: int64 ``[num_tokens]``, slots of the new tokens; negative: padding, not stored.
-        num_tokens: New tokens, all requests together (host).
+        num_tokens: New tokens, all requests together (host), and rows that pad a ragged step behind them.
         tokens_per_request: Of DECODE (1), TARGET_VERIFY and a uniform DRAFT_EXTEND; 0: ragged.
         extend_seq_lens: int32 ``[B]``, new tokens per request; needed when ragged.
         max_seqlen_q: Upper bound of the new tokens per request (host); by default `num_tokens`. A bound that is too low
-            for `num_tokens` is an error; one that is too low for a request is not seen, and its tokens are wrong.
+            for `num_tokens`, padding included, is an error; one that is too low for a request is not seen, and its tokens are wrong.
         max_cache_seqlen: Upper bound of `cache_seqlens` (host), or None: unknown; only saves work. As `max_seqlen_q`.
         max_prefix_tokens: Upper bound of the tokens cached before the new ones, all requests together (host), or None:
             unknown; 0 of prompts that nobody has begun. Only saves work.

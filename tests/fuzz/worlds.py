@@ -191,6 +191,7 @@ class World:
     def _batch(self, shape: Shape, lengths: list[int], rows: Tensor, loc: Tensor, rules: Rules) -> AttentionBatch:
         draw, device = self.draw, self.draw.device
         cached = self.pool is not None
+        tokens, longest = sum(shape.new) + shape.padding, max(shape.new, default=0)  # a bound must hold padding, too
         loc = torch.cat([loc, torch.full((shape.padding,), -1, dtype=torch.int64)])
         positions = [p + i for p, n in zip(shape.prefix, shape.new) for i in range(n)] + [0] * shape.padding
         known = draw.chance(0.4)
@@ -202,13 +203,13 @@ class World:
             forward_mode=shape.mode,
             req_pool_indices=rows.to(draw.pick([torch.int32, torch.int64])).to(device),
             cache_seqlens=torch.tensor(lengths, dtype=torch.int32, device=device),
-            num_tokens=sum(shape.new) + shape.padding,
+            num_tokens=tokens,
             req_to_token=self.req_to_token if cached else None,
             out_cache_loc=loc.to(draw.pick([torch.int32, torch.int64])).to(device) if cached else None,
             tokens_per_request=shape.new[0] if shape.uniform else 0,
             extend_seq_lens=None if shape.uniform else torch.tensor(shape.new, dtype=torch.int32, device=device),
-            max_seqlen_q=max(shape.new) if known and shape.new and not shape.uniform else 0,
-            max_cache_seqlen=max(lengths) if known and lengths else None,
+            max_seqlen_q=longest if known and not shape.uniform and tokens <= longest * len(shape.new) else 0,
+            max_cache_seqlen=max(lengths) if known and lengths and tokens <= max(lengths) * len(lengths) else None,
             positions=torch.tensor(positions, dtype=torch.int64, device=device),
             tree_mask=mask,
             token_to_kv_pool=self.pool,
