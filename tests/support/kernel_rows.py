@@ -32,8 +32,6 @@ XQA_ROWS = {
     "sm90_cluster_wgmma_fp16_hd128": {"head_dim": 128, "dtype": FP16},
     "sm90_cluster_gather_bf16_hd128": {"head_dim": 128, "page_size": 3},
     "sm90_cluster_gather_fp16_hd128": {"head_dim": 128, "page_size": 3, "dtype": FP16},
-    "sm90_cluster_bf16_hd128": {"head_dim": 128, "odd": True},
-    "sm90_cluster_fp16_hd128": {"head_dim": 128, "odd": True, "dtype": FP16},
     "sm90_cluster_wgmma_fp8_hd128": {"head_dim": 128, "kv_dtype": FP8},
     "sm90_cluster_fp8_hd128": {"head_dim": 128, "kv_dtype": FP8, "page_size": 3},
     "sm90_fp8_hd128": {"head_dim": 128, "kv_dtype": FP8, "wide": True},

@@ -109,7 +109,7 @@ class KeyStream {
 
   __device__ void look_up_keys() {
     const int token = token_ + lane_;
-    cell_ = shape_.page_shift >= 0 ? token >> shape_.page_shift : token / p_.page_table.page_size;
+    cell_ = shape_.page_shift >= 0 ? token >> shape_.page_shift : shape_.by_page_size.divide(token);
     wanted_ = token >= begin_token_ && token < end_token_ && lane_ < Tr::kChunk;
     pages_ = wanted_ ? __ldg(row_ + cell_) : 0;
   }

@@ -20,6 +20,7 @@ inline Shape make_shape(const Params& p, int rows_per_warp, int warps) {
   shape.heads_side_by_side = heads_side_by_side(p.num_sm_parts, p.num_kv_heads);
   shape.by_group = Divisor(shape.group);
   shape.by_kv_heads = Divisor(p.num_kv_heads);
+  shape.by_page_size = Divisor(p.page_table.page_size);
   shape.row_groups = 1;
   while (shape.row_groups < warps && shape.row_groups * rows_per_warp < shape.rows) shape.row_groups *= 2;
   shape.row_blocks = ceil_div(shape.rows, shape.row_groups * rows_per_warp);

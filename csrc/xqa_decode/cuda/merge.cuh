@@ -232,7 +232,7 @@ __device__ __forceinline__ void merge_unit(const Params& p, const Shape& shape, 
 inline constexpr unsigned kArrived = 0xffff;
 inline constexpr unsigned kLeft = 0x10000;
 inline constexpr unsigned kGaveUp = 0x80000000;
-inline constexpr long long kPatienceNanoseconds = 10000;
+inline constexpr long long kPatienceNanoseconds = 100000;  // parts of long calls end that far apart
 inline constexpr int kFewSplits = 4;
 
 __device__ inline unsigned num_left(unsigned semaphore) { return (semaphore & ~kGaveUp) / kLeft; }

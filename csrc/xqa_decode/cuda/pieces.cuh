@@ -86,7 +86,6 @@ class PieceWalk {
   // Batch-invariant mode: tiles of a cut, the piece's own and the work's.
   __device__ int tiles_of_one_cut() const { return cut_tiles(); }
   __device__ int tiles() const { return end_tile_ - tile_; }
-  __device__ int tiles_of_work() const { return num_tiles_; }
   // Whether the piece before had the same work and the same rows.
   __device__ bool continues_run() const { return row_blocks_ == 1 && tile_ > run_begin(); }
   // Whether this is the part's last piece, all row blocks counted as one.

@@ -57,7 +57,7 @@ struct Shape {
   int row_groups;  // warps that share their keys, and have kRows rows each: 1, 2 or 4
   int row_blocks;  // passes over the keys: each serves row_groups * kRows rows
   int page_shift;  // log2(page_size), or -1
-  Divisor by_group, by_kv_heads;
+  Divisor by_group, by_kv_heads, by_page_size;
   int64_t k_page, k_token, v_page, v_token;  // strides in bytes
   bool heads_side_by_side;                   // of the plan: see plan.h
   bool vector_keys;                          // rows of K and V start on 16-byte boundaries

@@ -74,7 +74,7 @@ class GatherStream {
       for (int i = 0; i < 2; ++i) pages[i] = page_of(token + Tr::kTileTokens + 32 * i);
       hopper::mbarrier_wait(empty_ + place_.slot * 8, place_.parity ^ 1);
       const uint32_t to = destination_ + place_.slot * Tr::kUnitBytes;
-      if (p_.head_dim == Tr::kHeadDim && __all_sync(~0u, rows[0] != kNowhere && rows[1] != kNowhere)) {
+      if (__all_sync(~0u, rows[0] != kNowhere && rows[1] != kNowhere)) {
         copy_rows<true>(rows, to);
       } else {
         copy_rows<false>(rows, to);
@@ -101,7 +101,7 @@ class GatherStream {
   __device__ int page_of(int token) const { return is_seen(token) ? __ldg(row_ + cell_of(token)) : 0; }
 
   __device__ int cell_of(int token) const {
-    return shape_.page_shift >= 0 ? token >> shape_.page_shift : token / p_.page_table.page_size;
+    return shape_.page_shift >= 0 ? token >> shape_.page_shift : shape_.by_page_size.divide(token);
   }
 
   __device__ uint32_t row_place(int token, int page) const {
@@ -110,13 +110,13 @@ class GatherStream {
     return static_cast<uint32_t>(page) * page_step_ + in_page * token_step_;
   }
 
-  // kWhole: all rows are seen, and hold kHeadDim elements.
+  // kWhole: all rows are seen.
   template <bool kWhole>
   __device__ __forceinline__ void copy_rows(const uint32_t (&rows)[2], uint32_t to) const {
 #pragma unroll kWhole ? 8 : 1
     for (int first = 0; first < Tr::kTileTokens; first += kRowsPerCopy) {
       const uint32_t at = __shfl_sync(~0u, first < 32 ? rows[0] : rows[1], first % 32 + lane_ / kLanesPerRow);
-      const bool take = kWhole || (inside_ && at != kNowhere);
+      const bool take = inside_ && (kWhole || at != kNowhere);
       cp_async_16((to ^ (first % 8 << 4)) + first * 128, base_ + uint64_t{take ? at : 0} * 16, take);
     }
   }
