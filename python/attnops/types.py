@@ -206,7 +206,8 @@ class AttentionBatch:
         tokens_per_request: Of DECODE (1), TARGET_VERIFY and a uniform DRAFT_EXTEND; 0: ragged.
         extend_seq_lens: int32 ``[B]``, new tokens per request; needed when ragged.
         max_seqlen_q: Upper bound of the new tokens per request (host); by default `num_tokens`. A bound that is too low
-            for `num_tokens`, padding included, is an error; one that is too low for a request is not seen, and its tokens are wrong.
+            for `num_tokens`, padding included, is an error; one that is too low for a request is not seen, and its
+            tokens are wrong.
         max_cache_seqlen: Upper bound of `cache_seqlens` (host), or None: unknown; only saves work. As `max_seqlen_q`.
         max_prefix_tokens: Upper bound of the tokens cached before the new ones, all requests together (host), or None:
             unknown; 0 of prompts that nobody has begun. Only saves work.
