@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from attnops import ops
 from attnops.compat import flash_attn_interface, flash_mla, flashinfer, sgl_kernel
+from attnops.ops.local_batches import max_local_batches
 from torch import Tensor
 
 from . import mla, xqa
@@ -206,8 +207,43 @@ def right(draw: Draw) -> None:
     draw.pick([right_gqa, right_gqa, right_mla, right_merge])(draw)
 
 
+def right_chunks(draw: Draw) -> None:
+    """`build_local_batches`, against chunks counted token by token."""
+    draw.saw("op build_local_batches")
+    page = draw.pick([1, 1, 3, 16])
+    chunk = page * draw.number(1, 5)
+    new = [draw.number(0, 3 * chunk) for _ in range(draw.number(0, 6))]
+    seqlens = [count + draw.number(0, 4 * chunk) for count in new]
+    width = max([-(-length // page) for length in seqlens], default=0) + draw.number(0, 2)
+    draw.note(page=page, chunk=chunk, new=new, seqlens=seqlens)
+    table = draw.permutation(max(len(new) * width, 1))[: len(new) * width].to(torch.int32).view(len(new), width)
+    bounds = torch.tensor([0, *new]).cumsum(0).to(torch.int32)
+    most = max_local_batches(sum(new), len(new), chunk)
+    shapes = ((most + 1,), (most,), (most, chunk // page))
+    out = [torch.full(shape, -7, dtype=torch.int32, device=draw.device) for shape in shapes]
+    names = ("local_cu_seqlens_q", "local_cache_seqlens", "local_page_table")
+    given = (x.to(draw.device) for x in (bounds, torch.tensor(seqlens, dtype=torch.int32), table))
+    ops.build_local_batches(*given, page, chunk, **dict(zip(names, out)))
+    firsts, keys, cells = (x.tolist() for x in out)
+    expected, row = [], 0
+    for b, (count, length) in enumerate(zip(new, seqlens)):
+        for index in sorted({(length - count + i) // chunk for i in range(count)}):
+            seen = min((index + 1) * chunk, length) - index * chunk
+            mine = table[b, index * chunk // page :][: -(-seen // page)].tolist()
+            expected.append((row, seen, mine + [-7] * (chunk // page - len(mine))))
+            row += sum((length - count + i) // chunk == index for i in range(count))
+    rest = most - len(expected)
+    expected += [(row, 0, [-7] * (chunk // page))] * rest
+    got = list(zip(firsts, keys, cells))
+    if got != expected or firsts[-1] != row:
+        raise Failure(f"the chunks are {got[:5]}, expected {expected[:5]}")
+
+
 def right_ranks(draw: Draw) -> None:
-    """`context_parallel_seqlens` and `context_parallel_slots`, counted one by one."""
+    """`context_parallel_seqlens` and `context_parallel_slots`, counted one by one; or `right_chunks`."""
+    if draw.chance(0.3):
+        right_chunks(draw)
+        return
     world, interleave = draw.number(1, 5), draw.pick([1, 1, 2, 16, 64])
     rank = draw.number(0, world - 1)
     draw.note(world=world, rank=rank, interleave=interleave)

@@ -37,6 +37,7 @@ FREE = {
     ("fmha_paged", "q"): {0},  # more rows are padding
     ("fmha_varlen", "q"): {0},
     ("merge_states", "outs"): {3},
+    ("build_local_batches", "page_table"): {1},
     ("context_parallel_seqlens", "seqlens"): {0},
     ("context_parallel_slots", "slots"): {0},
 }
