@@ -51,8 +51,7 @@ def ours(p: SimpleNamespace) -> Callable[[], torch.Tensor]:
     heads = {"num_q_heads": NUM_Q_HEADS, "num_kv_heads": NUM_KV_HEADS, "head_dim": HEAD_DIM}
     spec = AttentionSpec(**heads, dtype=dtype, page_size=BLOCK)
     planner = DecodePlanner(spec, {-1}, Limits(max_batch_size=size, max_seqlen=p.table.shape[1] * BLOCK), p.q.device)
-    # Without a preference of ours, vLLM lays tokens before heads inside a block.
-    cache = torch.empty(p.table.numel(), BLOCK, NUM_KV_HEADS, 2 * HEAD_DIM, dtype=dtype).transpose(1, 2)
+    cache = torch.empty(p.table.numel(), NUM_KV_HEADS, BLOCK, 2 * HEAD_DIM, dtype=dtype)  # as ours prefers it on a CPU
     cache.copy_(p.keys.unflatten(1, (-1, BLOCK)).permute(1, 3, 2, 0, 4).flatten(3))
     out = torch.empty_like(p.q)
 
