@@ -197,7 +197,7 @@ def right_runner(draw: Draw) -> None:
         step = world.step(shape)
         step.batch.attn_backend = backend
         step.batch.max_cache_seqlen = None
-        if not shape.uniform and shape.new:
+        if not shape.uniform and shape.new and not shape.padding:
             step.batch.max_seqlen_q = max(shape.new)
         world.fill(step)
         out = runner.replay(model.load(step), step.batch)

@@ -171,6 +171,8 @@ class Run:
         from .expected import expected  # imports the package, which a parent process has no other need of
 
         wanted = set() if self.only else expected(self.device)
+        if self.counted < 5000:  # a short run has some five wrong calls of each function, and may have none
+            wanted = {name for name in wanted if not name.startswith("wrong argument of")}
         return sorted(name for name in wanted | set(self.seen) if not self.seen[name])
 
     def report(self) -> str:
