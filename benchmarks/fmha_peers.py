@@ -29,6 +29,7 @@ def allocate_plan(cell: Cell) -> FmhaPlan:
         window_left=cell.window_left,
         num_q_heads=cell.heads[0],
         num_kv_heads=cell.heads[1],
+        head_dim=max(cell.head_dim, cell.head_dim_v),
         device=DEVICE,
     )
 

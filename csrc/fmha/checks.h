@@ -101,6 +101,7 @@ struct Arguments {
   const OptionalTensor& k_scale;
   const OptionalTensor& v_scale;
   const OptionalTensor& report;
+  const OptionalTensor& semaphores;
 };
 
 // The contract of both ops, checked once for all devices. Params exist only when the arguments are right.
@@ -231,6 +232,10 @@ class Checker {
       Dim report_size("report_size", kReportSize, "core/report.h");
       check("report", *a_.report).dtype({DType::kInt32}).shape({report_size}).contiguous();
     }
+    if (a_.semaphores) {
+      Dim counters("counters", 2, "works taken, CTAs that have left");
+      check("semaphores", *a_.semaphores).dtype({DType::kInt32}).shape({counters}).contiguous();
+    }
   }
 
   // `axis`: of the tokens in k and v.
@@ -281,6 +286,7 @@ class Checker {
             .v_scale_stride = scale_stride(a_.v_scale),
             .dtype = dtype_of(a_.q),
             .kv_dtype = dtype_of(a_.k),
+            .semaphores = data_or_null<int32_t>(a_.semaphores),
             .report = data_or_null<int32_t>(a_.report)};
   }
 

@@ -8,9 +8,9 @@
 
 #include "cpu/isa.h"
 #include "cpu/tile_ops.h"
-#include "fmha/checks.h"
 #include "fmha/cpu/kernel.h"
 #include "fmha/cpu/reference.h"
+#include "fmha/op.h"
 #include "torch_bindings/cpu_faults.h"
 
 namespace attnops::fmha {
@@ -44,25 +44,26 @@ void fmha_plan_cpu(const Tensor& tile_order, const Tensor& cu_seqlens_q, const O
     fail("fmha_plan", "tile_order.shape[0] (max_tiles) must hold the " + std::to_string(num_tiles) +
                           " tiles of cu_seqlens_q, got " + std::to_string(p.max_tiles));
   }
-  const auto for_each_tile = [&p](const auto& visit) {
+  const auto for_each_request = [&p](const auto& visit) {
     for (int b = 0; b < p.geometry.num_requests; ++b) {
       const int seqlen_q = p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b];
       const int seqlen_k = p.cu_seqlens_k    ? p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b]
                            : p.cache_seqlens ? max_of(p.cache_seqlens[b], 0)
                                              : seqlen_q;
-      for (int tile = 0; tile < num_tiles_of(seqlen_q, p.geometry.tile_q); ++tile) {
-        visit(b, tile, cost_bin(varlen_tile_cost(p.geometry, seqlen_q, seqlen_k, tile)));
-      }
+      const int tiles = num_tiles_of(seqlen_q, p.geometry.tile_q);
+      if (tiles > 0) visit(b, tiles, cost_bin(varlen_tile_cost(p.geometry, seqlen_q, seqlen_k, tiles - 1)));
     }
   };
 
   int64_t first_of_bin[kCostBins + 1] = {};  // longest first: bin kCostBins - 1 comes at 0
-  for_each_tile([&](int, int, int bin) { ++first_of_bin[kCostBins - bin]; });
+  for_each_request([&](int, int tiles, int bin) { first_of_bin[kCostBins - bin] += tiles; });
   for (int i = 1; i <= kCostBins; ++i) first_of_bin[i] += first_of_bin[i - 1];
-  for_each_tile([&](int request, int tile, int bin) {
-    int32_t* row = p.tile_order + 2 * first_of_bin[kCostBins - 1 - bin]++;
-    row[0] = request;
-    row[1] = tile;
+  for_each_request([&](int request, int tiles, int bin) {
+    for (int tile = tiles - 1; tile >= 0; --tile) {
+      int32_t* row = p.tile_order + 2 * first_of_bin[kCostBins - 1 - bin]++;
+      row[0] = request;
+      row[1] = tile;
+    }
   });
   std::fill(p.tile_order + 2 * num_tiles, p.tile_order + 2 * p.max_tiles, -1);
 }
@@ -113,7 +114,8 @@ void clear_padding(const Params& p) {
   }
 }
 
-void run(const char* op, Params p) {
+void run(const char* op, const Params& params, const Tensor&) {
+  Params p = params;
   CpuFaults faults(op, "k_pages", p.report);
   check_lengths_and_plan(op, p);
   if (p.paged) faults.check_lengths(ReportOp::kFmhaPaged, p.page_table, p.cache_seqlens, p.batch_size);
@@ -140,53 +142,12 @@ void run(const char* op, Params p) {
   faults.check();
 }
 
-void fmha_varlen_cpu(const Tensor& out, const OptionalTensor& lse, const Tensor& q, const Tensor& k, const Tensor& v,
-                     const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, const Tensor& tile_order, int64_t tile_q,
-                     double softmax_scale, bool causal, int64_t window_left, int64_t window_right, double logit_cap,
-                     const OptionalTensor& sinks, const OptionalTensor& tree_mask, const OptionalTensor& k_scale,
-                     const OptionalTensor& v_scale, const OptionalTensor& report) {
-  const Arguments arguments{"fmha_varlen",
-                            "k",
-                            "v",
-                            out,
-                            lse,
-                            q,
-                            k,
-                            v,
-                            cu_seqlens_q,
-                            tile_order,
-                            tile_q,
-                            softmax_scale,
-                            causal,
-                            window_left,
-                            window_right,
-                            logit_cap,
-                            sinks,
-                            tree_mask,
-                            k_scale,
-                            v_scale,
-                            report};
-  run("fmha_varlen", Checker(arguments).ragged(cu_seqlens_k));
-}
-
-void fmha_paged_cpu(const Tensor& out, const OptionalTensor& lse, const Tensor& q, const Tensor& k_pages,
-                    const Tensor& v_pages, const Tensor& page_table, const OptionalTensor& kv_indptr,
-                    const Tensor& cache_seqlens, const Tensor& cu_seqlens_q, const Tensor& tile_order, int64_t tile_q,
-                    double softmax_scale, bool causal, int64_t window_left, int64_t window_right, double logit_cap,
-                    const OptionalTensor& sinks, const OptionalTensor& tree_mask, const OptionalTensor& k_scale,
-                    const OptionalTensor& v_scale, const OptionalTensor& report) {
-  const Arguments arguments{"fmha_paged", "k_pages",    "v_pages",  out,       lse,           q,       k_pages,
-                            v_pages,      cu_seqlens_q, tile_order, tile_q,    softmax_scale, causal,  window_left,
-                            window_right, logit_cap,    sinks,      tree_mask, k_scale,       v_scale, report};
-  run("fmha_paged", Checker(arguments).paged(page_table, kv_indptr, cache_seqlens));
-}
-
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(attnops, CPU, m) {
   m.impl("fmha_plan", TORCH_BOX(&fmha_plan_cpu));
-  m.impl("fmha_varlen", TORCH_BOX(&fmha_varlen_cpu));
-  m.impl("fmha_paged", TORCH_BOX(&fmha_paged_cpu));
+  m.impl("fmha_varlen", TORCH_BOX(&fmha_varlen<&run>));
+  m.impl("fmha_paged", TORCH_BOX(&fmha_paged<&run>));
 }
 
 }  // namespace attnops::fmha

@@ -1,7 +1,8 @@
 #include <torch/csrc/stable/library.h>
 
-#include "fmha/checks.h"
 #include "fmha/cuda/plan.h"
+#include "fmha/impls.h"
+#include "fmha/op.h"
 #include "torch_bindings/stream.h"
 
 namespace attnops::fmha {
@@ -21,8 +22,17 @@ void fmha_plan_cuda(const Tensor& tile_order, const Tensor& cu_seqlens_q, const 
               current_stream(cu_seqlens_q));
 }
 
+void run_cuda(const char* op, const Params& params, const Tensor& q) {
+  const OnDevice guard(q);
+  select_launch(op, params)(params, current_stream(q));
+}
+
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(attnops, CUDA, m) { m.impl("fmha_plan", TORCH_BOX(&fmha_plan_cuda)); }
+STABLE_TORCH_LIBRARY_IMPL(attnops, CUDA, m) {
+  m.impl("fmha_plan", TORCH_BOX(&fmha_plan_cuda));
+  m.impl("fmha_varlen", TORCH_BOX(&fmha_varlen<&run_cuda>));
+  m.impl("fmha_paged", TORCH_BOX(&fmha_paged<&run_cuda>));
+}
 
 }  // namespace attnops::fmha

@@ -48,7 +48,8 @@ struct Params {
   int k_scale_stride, v_scale_stride;  // 0: one for all heads
 
   DType dtype, kv_dtype;
-  int32_t* report;  // core/report.h, or null
+  int32_t* semaphores;  // [2], zeros between calls: works taken, CTAs that have left; or null
+  int32_t* report;      // core/report.h, or null
 };
 
 }  // namespace attnops::fmha

@@ -5,12 +5,14 @@
 
 namespace attnops {
 
-// Order in which the query tiles of a ragged prefill are started: longest first, so that the last tiles to start are
-// short and no CTA finishes alone (LPT rule: Graham 1969, at most 4/3 of the optimum).
+// Order in which the query tiles of a ragged prefill are started. Requests come by falling cost of their last tile, and
+// a request's tiles stay together, the last (under a causal mask the longest) first. So the last tiles to start are
+// short and no CTA finishes alone (LPT rule: Graham 1969, at most 4/3 of the optimum), and tiles that run at the same
+// time read the same keys: with tiles of all requests mixed by cost, a GPU's cache held too few of them (16 x 1024
+// tokens with 8 KV heads: 67 MB at a time).
 //
-// A row of the plan is (request, tile of the request). Costs are binned to about 9 % (3 mantissa bits), and tiles of
-// one bin keep their natural order: the order is then a stable counting sort, which a GPU block does in parallel with
-// the same result.
+// A row of the plan is (request, tile of the request). Costs are binned to about 9 % (3 mantissa bits), and requests of
+// one bin keep their order: a stable counting sort, which a GPU block does in parallel with the same result.
 
 struct VarlenGeometry {
   int num_requests;

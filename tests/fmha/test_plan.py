@@ -1,4 +1,4 @@
-"""attnops::fmha_plan: every tile once, longest first, stable within a bin, as csrc/scheduler/varlen_tiles.h says."""
+"""attnops::fmha_plan: requests by falling cost, each one's tiles from the last, as csrc/scheduler/varlen_tiles.h says."""
 
 import pytest
 import torch
@@ -17,16 +17,18 @@ def bounds(lengths, device="cpu"):
 
 
 def expected_order(seqlens_q, seqlens_k, tile_q, causal, window_left):
-    """Sorted in Python: (request, tile) by falling cost bin, ties as they come."""
-    tiles = []
+    """Sorted in Python: requests by falling cost bin of their last tile, ties as they come; tiles from the last."""
+    requests = []
     for request, (seqlen_q, seqlen_k) in enumerate(zip(seqlens_q, seqlens_k, strict=True)):
-        for tile in range(-(-seqlen_q // tile_q)):
-            first, last = tile * tile_q, min((tile + 1) * tile_q, seqlen_q) - 1
-            offset = seqlen_k - seqlen_q
-            end = min(offset + last + 1, seqlen_k) if causal else seqlen_k
-            begin = 0 if window_left < 0 else max(offset + first - window_left, 0)
-            tiles.append((_scheduler.cost_bin(max(end - begin, 1)), request, tile))
-    return [(request, tile) for _, request, tile in sorted(tiles, key=lambda t: -t[0])]
+        tiles = -(-seqlen_q // tile_q)
+        first, offset = (tiles - 1) * tile_q, seqlen_k - seqlen_q
+        begin = 0 if window_left < 0 else max(offset + first - window_left, 0)
+        requests.append((_scheduler.cost_bin(max(seqlen_k - begin, 1)), request, tiles))
+    return [
+        (request, tile)
+        for _, request, tiles in sorted(requests, key=lambda r: -r[0])
+        for tile in range(tiles - 1, -1, -1)
+    ]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -14,4 +14,12 @@ inline int device_sm(const char* what) {
   return 10 * major + minor;
 }
 
+// SMs of the current device.
+inline int device_sms(const char* what) {
+  int device = 0, sms = 0;
+  check_cuda(cudaGetDevice(&device), what);
+  check_cuda(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device), what);
+  return sms;
+}
+
 }  // namespace attnops

@@ -12,11 +12,22 @@ CPU_TILE_ROWS = 256  # rows (token, head of a group) that the CPU kernels carry 
 MIN_CPU_TILE_Q, MAX_CPU_TILE_Q = 16, 256
 
 
-def default_tile_q(device: torch.device, num_q_heads: int | None, num_kv_heads: int | None) -> int:
+def cuda_tile_q(group: int, head_dim: int) -> int:
+    """Query tokens that fill the rows of a CTA, with as many heads of a group beside each other as divide it well."""
+    rows = 192 if head_dim <= 64 else 128  # csrc/fmha/sm90/instantiations
+    divisors = [n for n in range(1, min(group, rows) + 1) if group % n == 0]
+    full = max(rows // n * n for n in divisors)
+    heads = max(n for n in divisors if rows // n * n >= 0.97 * full)
+    return rows // heads
+
+
+def default_tile_q(device: torch.device, num_q_heads: int | None, num_kv_heads: int | None, head_dim: int) -> int:
     """On the CPU, a tile of `CPU_TILE_ROWS` rows when the heads are known: packing keys then costs the least."""
-    if device.type != "cpu" or not num_q_heads or not num_kv_heads:
+    if not num_q_heads or not num_kv_heads:
         return DEFAULT_TILE_Q
     group = max(num_q_heads // num_kv_heads, 1)
+    if device.type != "cpu":
+        return cuda_tile_q(group, head_dim)
     return min(max(CPU_TILE_ROWS // group, MIN_CPU_TILE_Q), MAX_CPU_TILE_Q)
 
 
@@ -29,6 +40,7 @@ class FmhaPlan:
     causal: bool
     window_left: int
     tile_order: Tensor  # int32 [max_tiles, 2]: (request, query tile of it), longest first; the rest is (-1, -1)
+    semaphores: Tensor | None = None  # int32 [2], zeros between calls: a GPU's CTAs take works by it
 
     @property
     def key(self) -> dict[str, int]:
@@ -45,6 +57,7 @@ class FmhaPlan:
         window_left: int = -1,
         num_q_heads: int | None = None,
         num_kv_heads: int | None = None,
+        head_dim: int = 128,
         tile_q: int | None = None,
         device: torch.device | str = "cpu",
     ) -> FmhaPlan:
@@ -54,18 +67,20 @@ class FmhaPlan:
             max_num_tokens, max_batch_size: Rows of q, and requests, of the largest batch that the plan will describe.
             causal, window_left: Of the calls that use the plan: they decide which tiles are long. A window on one side
                 and none on the other layer take two plans.
-            num_q_heads, num_kv_heads: Of the attention; they choose a good `tile_q` and bind nothing else.
+            num_q_heads, num_kv_heads, head_dim: Of the attention, the larger head dim; they choose a good `tile_q` and
+                bind nothing else.
             tile_q: Query tokens per tile; chosen when None. It changes no result.
 
         Raises:
             ValueError: `tile_q` or a limit is out of range.
         """
         device = torch.device(device)
-        tile_q = default_tile_q(device, num_q_heads, num_kv_heads) if tile_q is None else tile_q
+        tile_q = default_tile_q(device, num_q_heads, num_kv_heads, head_dim) if tile_q is None else tile_q
         if not 1 <= tile_q <= 1024:
             raise ValueError(f"tile_q must be in [1, 1024], got {tile_q}")
         if max_num_tokens < 0 or max_batch_size < 0:
             raise ValueError(f"limits must not be negative, got {max_num_tokens} tokens, {max_batch_size} requests")
         max_tiles = -(-max_num_tokens // tile_q) + max_batch_size
         tile_order = torch.full((max_tiles, 2), -1, dtype=torch.int32, device=device)
-        return cls(tile_q=tile_q, causal=causal, window_left=window_left, tile_order=tile_order)
+        semaphores = None if device.type == "cpu" else torch.zeros(2, dtype=torch.int32, device=device)
+        return cls(tile_q, causal, window_left, tile_order, semaphores)

@@ -123,6 +123,7 @@ def fmha_varlen(
         k_scale,
         v_scale,
         report,
+        plan.semaphores,
     )
     return out, lse
 
@@ -194,6 +195,7 @@ def fmha_paged(
         k_scale,
         v_scale,
         report,
+        plan.semaphores,
     )
     return out, lse
 

@@ -1,0 +1,64 @@
+#include "fmha/impls.h"
+
+#include <string>
+
+#include "core/impl_table.h"
+#include "fmha/sm90/launch.h"
+
+namespace attnops::fmha {
+namespace {
+
+bool on_vectors(const void* base, DType dtype, std::initializer_list<int64_t> strides) {
+  bool aligned = reinterpret_cast<uintptr_t>(base) % 16 == 0;
+  for (const int64_t stride : strides) aligned = aligned && stride * size_of(dtype) % 16 == 0;
+  return aligned;
+}
+
+struct Impl {
+  const char* name;
+  DType dtype;
+  int head_dim_qk, head_dim_v;  // the largest
+  Launch launch;
+
+  std::string reject(const Params& p) const {
+    if (p.dtype != dtype) return std::string("takes q of ") + name_of(dtype) + ", got " + name_of(p.dtype);
+    if (p.kv_dtype != dtype) return std::string("takes keys of ") + name_of(dtype) + ", got " + name_of(p.kv_dtype);
+    if (p.head_dim_qk > head_dim_qk) {
+      return "takes head_dim_qk up to " + std::to_string(head_dim_qk) + ", got " + std::to_string(p.head_dim_qk);
+    }
+    if (p.head_dim_v > head_dim_v) {
+      return "takes head_dim_v up to " + std::to_string(head_dim_v) + ", got " + std::to_string(p.head_dim_v);
+    }
+    if (!on_vectors(p.q, p.dtype, {p.q_stride_token, p.q_stride_head}) ||
+        !on_vectors(p.out, p.dtype, {p.out_stride_token, p.out_stride_head}) ||
+        !on_vectors(p.k, p.dtype, {p.k_stride_page, p.k_stride_token, p.k_stride_head}) ||
+        !on_vectors(p.v, p.dtype, {p.v_stride_page, p.v_stride_token, p.v_stride_head})) {
+      return "rows of q, k, v and out must start on 16-byte boundaries";
+    }
+    return "";
+  }
+};
+
+// A head dim is served by the smallest kernel that holds it.
+constexpr Impl kImpls[] = {
+#if defined(ATTNOPS_HAS_SM90)
+    {"sm90_bf16_hd64", DType::kBFloat16, 64, 64, &sm90::launch_bf16_hd64},
+    {"sm90_bf16_hd96", DType::kBFloat16, 96, 96, &sm90::launch_bf16_hd96},
+    {"sm90_bf16_hd128", DType::kBFloat16, 128, 128, &sm90::launch_bf16_hd128},
+    {"sm90_bf16_hd192x128", DType::kBFloat16, 192, 128, &sm90::launch_bf16_hd192x128},
+    {"sm90_bf16_hd192", DType::kBFloat16, 192, 192, &sm90::launch_bf16_hd192},
+    {"sm90_bf16_hd256", DType::kBFloat16, 256, 256, &sm90::launch_bf16_hd256},
+    {"sm90_fp16_hd64", DType::kFloat16, 64, 64, &sm90::launch_fp16_hd64},
+    {"sm90_fp16_hd96", DType::kFloat16, 96, 96, &sm90::launch_fp16_hd96},
+    {"sm90_fp16_hd128", DType::kFloat16, 128, 128, &sm90::launch_fp16_hd128},
+    {"sm90_fp16_hd192x128", DType::kFloat16, 192, 128, &sm90::launch_fp16_hd192x128},
+    {"sm90_fp16_hd192", DType::kFloat16, 192, 192, &sm90::launch_fp16_hd192},
+    {"sm90_fp16_hd256", DType::kFloat16, 256, 256, &sm90::launch_fp16_hd256},
+#endif
+};
+
+}  // namespace
+
+Launch select_launch(const char* op, const Params& params) { return select_impl(op, kImpls, params).launch; }
+
+}  // namespace attnops::fmha

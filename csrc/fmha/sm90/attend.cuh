@@ -1,0 +1,302 @@
+#pragma once
+#include "device/sm90/gmma.cuh"
+#include "fmha/sm90/load.cuh"
+#include "fmha/sm90/softmax.cuh"
+
+namespace attnops::fmha::sm90 {
+
+// How the scores of a tile are treated before the softmax.
+enum class Tile {
+  kFull,         // every row sees every key
+  kMasked,       // some row does not
+  kTransformed,  // masked, and scores are capped, or their scale is not positive
+};
+
+// A warpgroup that computes: 64 rows against all tiles of keys of a work.
+//
+// Per tile: the scores of tile n are issued, then the values of tile n - 1; the softmax of n runs while those values
+// are multiplied (FlashAttention-3, arXiv:2407.08608, section 3.2). Where there are two warpgroups they take turns in
+// issuing, so that one computes exponentials while the other multiplies (section 3.1).
+template <class Tr>
+class Consumer {
+ public:
+  using T = typename Tr::T;
+  using Layout = SharedLayout<Tr>;
+  static constexpr int kTurnBarrier = 2, kGroupBarrier = 4;  // + warpgroup
+  static constexpr bool kTakesTurns = Tr::kWarpgroups == 2;
+
+  __device__ __forceinline__ Consumer(const Params& p, const Schedule& s, char* base)
+      : p_(p),
+        s_(s),
+        base_(base),
+        shared_(hopper::smem_address(base)),
+        group_(static_cast<int>(threadIdx.x) / 128 - 1),
+        lane_(threadIdx.x % 32),
+        warp_(threadIdx.x / 32 % 4),
+        k_operand_(hopper::chunk_operand<Tr::kKeys>(shared_ + Layout::kK)),
+        v_operand_(hopper::chunk_operand<Tr::kKeys>(shared_ + Layout::kV)) {}
+
+  __device__ __forceinline__ void run() {
+    if (kTakesTurns && group_ == 1) hopper::named_barrier_arrive(kTurnBarrier, 256);  // the first turn is group 0's
+    for (;;) {
+      hopper::mbarrier_wait(shared_ + Layout::kQFull + 8 * q_ring_.stage, q_ring_.phase);
+      const Work& w = *reinterpret_cast<const Work*>(base_ + Layout::kWorks + q_ring_.stage * Layout::kWorkBytes);
+      if (w.num_tokens < 0) break;
+      attend(w);
+      release(shared_ + Layout::kQEmpty + 8 * q_ring_.stage);
+      q_ring_.advance();
+    }
+    if (kTakesTurns && group_ == 0) hopper::named_barrier_sync(kTurnBarrier, 256);
+  }
+
+ private:
+  __device__ __forceinline__ void take_turn() const {
+    if constexpr (kTakesTurns) hopper::named_barrier_sync(kTurnBarrier + group_, 256);
+  }
+  __device__ __forceinline__ void pass_turn() const {
+    if constexpr (kTakesTurns) hopper::named_barrier_arrive(kTurnBarrier + 1 - group_, 256);
+  }
+
+  __device__ __forceinline__ void release(uint32_t barrier) const {
+    __syncwarp();
+    hopper::mbarrier_arrive_if(barrier, lane_ == 0);
+  }
+
+  __device__ __forceinline__ void attend(const Work& w) {
+    const int first_row = 64 * group_;
+    rows_.start(p_, s_, w, first_row + 16 * warp_ + lane_ / 4);
+    column_ = lane_ % 4 * 2;
+    const float k_scale = p_.k_scale != nullptr ? p_.k_scale[w.kv_head * p_.k_scale_stride] : 1.f;
+    scale_ = p_.softmax_scale * k_scale * kLog2E;
+    transformed_ = p_.logit_cap > 0.f || !(scale_ > 0.f);
+    if (transformed_) {
+      inner_scale_ = p_.logit_cap > 0.f ? scale_ * 2.f / p_.logit_cap : scale_ / kLog2E;
+      scale_ = kLog2E;
+    }
+    const uint32_t queries = shared_ + Layout::kQ + q_ring_.stage * Tr::kQBytes + first_row * 128;
+    q_operand_ = hopper::chunk_operand<Tr::kRows>(queries);
+
+    int tile = w.tile_begin;
+    const int tile_end = w.tile_end;
+    if (tile < tile_end) {
+      int full_begin, full_end;
+      full_tiles(w, first_row, full_begin, full_end);
+      first_scores(w, tile);
+      bool started = false;
+      ++tile;
+      if (transformed_) {
+        for (; tile < tile_end; ++tile) step<Tile::kTransformed>(w, tile, started);
+      } else {
+#pragma unroll 1
+        for (int part = 0; part < 2; ++part) {
+          const int masked_end = part == 0 ? min_of(max_of(full_begin, tile), tile_end) : tile_end;
+#pragma unroll 1
+          for (; tile < masked_end; ++tile) step<Tile::kMasked>(w, tile, started);
+#pragma unroll 1
+          for (; tile < full_end; ++tile) step<Tile::kFull>(w, tile, started);
+        }
+      }
+      last_values(started);
+    }
+    finish(w, tile_end > w.tile_begin);
+  }
+
+  // Tiles that all rows of the warpgroup see whole: [begin, end).
+  __device__ __forceinline__ void full_tiles(const Work& w, int first_row, int& begin, int& end) const {
+    const int first = min_of(first_row * s_.pack_inverse >> 16, w.num_tokens - 1);
+    const int last = min_of((first_row + 63) * s_.pack_inverse >> 16, w.num_tokens - 1);
+    const KeyRange first_keys = keys_at(p_, static_cast<int64_t>(w.position) + first, w.seqlen_k);
+    const KeyRange last_keys = keys_at(p_, static_cast<int64_t>(w.position) + last, w.seqlen_k);
+    const int limit = p_.tree_mask != nullptr ? min_of(first_keys.end, max_of(w.draft, 0)) : first_keys.end;
+    begin = ceil_div(last_keys.begin, Tr::kKeys);
+    end = min_of(limit / Tr::kKeys, w.tile_end);
+  }
+
+  __device__ __forceinline__ void issue_scores() {
+#pragma unroll
+    for (int step = 0; step < Tr::kHeadDimQk / 16; ++step) {
+      const int chunk = step / 4, inside = step % 4 * hopper::kStepKMajor;
+      hopper::gmma<T, hopper::kRowsAreN>(
+          scores_, hopper::chunk_descriptor(q_operand_ + (chunk * Tr::kRows * 128 >> 4) + inside),
+          hopper::chunk_descriptor(k_operand_ + (chunk * Tr::kKeys * 128 >> 4) + inside), step != 0);
+    }
+    hopper::wgmma_commit();
+  }
+
+  __device__ __forceinline__ void issue_values(bool accumulate) {
+#pragma unroll
+    for (int step = 0; step < Tr::kKeys / 16; ++step) {
+      hopper::gmma<T, hopper::kRowsAreK>(out_, probabilities_ + 4 * step,
+                                         hopper::chunk_descriptor(v_operand_ + step * hopper::kStepMnMajor),
+                                         accumulate || step != 0);
+    }
+    hopper::wgmma_commit();
+  }
+
+  __device__ __forceinline__ void release_keys() {
+    release(shared_ + Layout::kKEmpty + 8 * k_ring_.stage);
+    k_ring_.advance();
+    k_operand_ = hopper::chunk_operand<Tr::kKeys>(shared_ + Layout::kK + k_ring_.stage * Tr::kKBytes);
+  }
+
+  __device__ __forceinline__ void release_values() {
+    release(shared_ + Layout::kVEmpty + 8 * v_ring_.stage);
+    v_ring_.advance();
+    v_operand_ = hopper::chunk_operand<Tr::kKeys>(shared_ + Layout::kV + v_ring_.stage * Tr::kVBytes);
+  }
+
+  // The assembler would move the wait for the values ahead of the exponentials that are to hide it. It does not move it
+  // across a loop: here one on a barrier whose phase is over.
+  __device__ __forceinline__ void keep_before_wait() {
+    hopper::pin(scores_);
+    hopper::mbarrier_wait(shared_ + Layout::kVFull + 8 * v_ring_.stage, v_ring_.phase);
+  }
+
+  template <Tile kTile>
+  __device__ __forceinline__ void treat(const Work& w, int tile) {
+    if constexpr (kTile == Tile::kTransformed) {
+      if (p_.logit_cap > 0.f) {
+#pragma unroll
+        for (float& score : scores_) score = capped(score, p_.logit_cap, inner_scale_);
+      } else {
+#pragma unroll
+        for (float& score : scores_) score *= inner_scale_;
+      }
+    }
+    if constexpr (kTile != Tile::kFull) rows_.mask(scores_, p_, w, tile * Tr::kKeys + column_);
+  }
+
+  __device__ __forceinline__ void pack() {
+#pragma unroll
+    for (int i = 0; i < Tr::kKeys / 4; ++i) {
+      probabilities_[i] = hopper::pack_pair<T>(scores_[2 * i], scores_[2 * i + 1]);
+    }
+  }
+
+  __device__ __forceinline__ void first_scores(const Work& w, int tile) {
+    hopper::mbarrier_wait(shared_ + Layout::kKFull + 8 * k_ring_.stage, k_ring_.phase);
+    take_turn();
+    hopper::wgmma_fence();
+    issue_scores();
+    pass_turn();
+    hopper::wgmma_wait<0>(scores_);
+    release_keys();
+    if (transformed_) {
+      treat<Tile::kTransformed>(w, tile);
+    } else {
+      treat<Tile::kMasked>(w, tile);
+    }
+    float shrink[2];
+    rows_.exponentials(scores_, scale_, shrink);
+    pack();
+  }
+
+  template <Tile kTile>
+  __device__ __forceinline__ void step(const Work& w, int tile, bool& started) {
+    hopper::mbarrier_wait(shared_ + Layout::kKFull + 8 * k_ring_.stage, k_ring_.phase);
+    take_turn();
+    hopper::wgmma_fence();
+    issue_scores();
+    hopper::mbarrier_wait(shared_ + Layout::kVFull + 8 * v_ring_.stage, v_ring_.phase);
+    issue_values(started);
+    started = true;
+    pass_turn();
+    hopper::wgmma_wait<1>(scores_);
+    release_keys();
+    treat<kTile>(w, tile);
+    float shrink[2];
+    const bool moved = rows_.exponentials(scores_, scale_, shrink);
+    keep_before_wait();
+    hopper::wgmma_wait<0>(out_);
+    release_values();
+    if (moved) {
+#pragma unroll
+      for (int i = 0; i < Tr::kHeadDimV / 2; ++i) out_[i] *= shrink[i / 2 % 2];
+    }
+    pack();
+  }
+
+  __device__ __forceinline__ void last_values(bool started) {
+    hopper::mbarrier_wait(shared_ + Layout::kVFull + 8 * v_ring_.stage, v_ring_.phase);
+    hopper::wgmma_fence();
+    issue_values(started);
+    hopper::wgmma_wait<0>(out_);
+    release_values();
+  }
+
+  // Divides by the sums and stores rows: through the rows' own place in the queries, which nobody reads any more, so
+  // that a row leaves in pieces of sixteen bytes.
+  __device__ __forceinline__ void finish(const Work& w, bool any_tile) {
+    const float v_scale = p_.v_scale != nullptr ? p_.v_scale[w.kv_head * p_.v_scale_stride] : 1.f;
+    const int own_row = 64 * group_ + 16 * warp_ + lane_ / 4;
+    float factor[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = own_row + 8 * h, token = row * s_.pack_inverse >> 16, head = w.q_head + row - token * s_.pack;
+      const float total = any_tile ? rows_.total(h) : 0.f;
+      const bool empty = total == 0.f;  // NaN is not empty: it must show
+      const float lse = empty ? -INFINITY : rows_.reference[h] * scale_ / kLog2E + logf(total);
+      factor[h] = empty ? 0.f : v_scale / total;
+      if (token >= w.num_tokens) continue;
+      if (p_.sinks != nullptr && !empty) factor[h] /= 1.f + expf(p_.sinks[head] - lse);
+      if (p_.lse != nullptr && lane_ % 4 == 0) {
+        p_.lse[(static_cast<int64_t>(w.first_q_token) + w.first_token + token) * p_.num_q_heads + head] = lse;
+      }
+    }
+    hopper::named_barrier_sync(kGroupBarrier + group_, 128);
+    const uint32_t place = shared_ + Layout::kQ + q_ring_.stage * Tr::kQBytes;
+    const int warp_row = 64 * group_ + 16 * warp_;
+#pragma unroll
+    for (int j = 0; j < Tr::kHeadDimV / 16; ++j) {
+      uint32_t fragment[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float f = factor[i % 2], *o = out_ + 8 * j + i % 2 * 2 + i / 2 * 4;
+        // Selected, not multiplied: without a key the accumulators hold anything.
+        fragment[i] = f == 0.f ? 0u : hopper::pack_pair<T>(o[0] * f, o[1] * f);
+      }
+      const int row = warp_row + lane_ % 16, chunk = 2 * j + lane_ / 16;
+      hopper::store_fragment(fragment, place + chunk / 8 * Tr::kRows * 128 + hopper::swizzled(row, chunk % 8));
+    }
+    __syncwarp();
+    store_rows(w, place, warp_row);
+    hopper::fence_async_proxy();
+  }
+
+  // A warp's sixteen rows.
+  __device__ __forceinline__ void store_rows(const Work& w, uint32_t place, int warp_row) const {
+    constexpr int kPieces = Tr::kHeadDimV / 8;
+    T* out = static_cast<T*>(p_.out);
+#pragma unroll 4
+    for (int i = lane_; i < 16 * kPieces; i += 32) {
+      const int row = warp_row + i / kPieces, piece = i % kPieces;
+      const int token = row * s_.pack_inverse >> 16, head = w.q_head + row - token * s_.pack;
+      if (token >= w.num_tokens || piece * 8 >= p_.head_dim_v) continue;
+      uint4 values;
+      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(values.x), "=r"(values.y), "=r"(values.z), "=r"(values.w)
+                   : "r"(place + piece / 8 * Tr::kRows * 128 + hopper::swizzled(row, piece % 8))
+                   : "memory");
+      const int64_t at = (static_cast<int64_t>(w.first_q_token) + w.first_token + token) * p_.out_stride_token +
+                         head * p_.out_stride_head + piece * 8;
+      *reinterpret_cast<uint4*>(out + at) = values;
+    }
+  }
+
+  const Params& p_;
+  const Schedule& s_;
+  char* base_;
+  uint32_t shared_;
+  int group_, lane_, warp_, column_ = 0;
+  bool transformed_ = false;
+  float scale_ = 0.f, inner_scale_ = 0.f;
+  uint32_t q_operand_ = 0, k_operand_, v_operand_;
+  Ring<Tr::kQStages> q_ring_;
+  Ring<Tr::kStages> k_ring_, v_ring_;
+  RowPair rows_;
+  float scores_[Tr::kKeys / 2];
+  float out_[Tr::kHeadDimV / 2];
+  uint32_t probabilities_[Tr::kKeys / 4];
+};
+
+}  // namespace attnops::fmha::sm90

@@ -1,0 +1,85 @@
+#pragma once
+#include <numeric>
+
+#include "device/common/arch.h"
+#include "device/common/launch_dependent.cuh"
+#include "device/sm90/tensor_map.h"
+#include "fmha/sm90/kernel.cuh"
+#include "fmha/sm90/launch.h"
+
+namespace attnops::fmha::sm90 {
+
+// As many heads of a group as fill the rows of a CTA beside a tile's tokens: a divisor, so that blocks are alike.
+inline int heads_per_tile(int group, int tile_q, int rows) {
+  for (int pack = min_of(group, rows); pack > 1; --pack) {
+    if (group % pack == 0 && pack * min_of(tile_q, rows) <= rows) return pack;
+  }
+  return 1;
+}
+
+// Rows of a box that divides pages and tiles; 0 where pages are too small for one.
+inline int keys_per_box(const Params& p, int tile_keys) {
+  if (!p.paged) return tile_keys;
+  const int common = std::gcd(p.page_table.page_size, tile_keys);
+  return common % 8 == 0 ? common : 0;
+}
+
+template <class Tr>
+Schedule make_schedule(const Params& p) {
+  Schedule s{};
+  const int group = p.num_q_heads / p.num_kv_heads;
+  s.pack = heads_per_tile(group, p.tile_q, Tr::kRows);
+  s.blocks_per_group = group / s.pack;
+  s.head_blocks = p.num_kv_heads * s.blocks_per_group;
+  s.chunk_tokens = min_of(p.tile_q, Tr::kRows / s.pack);
+  s.chunks = ceil_div(p.tile_q, s.chunk_tokens);
+  s.num_works = p.num_tiles * s.head_blocks * s.chunks;
+  s.box_keys = keys_per_box(p, Tr::kKeys);
+  s.pack_inverse = ceil_div(1 << 16, s.pack);
+  s.page_size = Divisor(p.paged ? p.page_table.page_size : 1);
+  return s;
+}
+
+inline cuuint64_t extent(int64_t n) { return static_cast<cuuint64_t>(n); }
+
+// The stride of a dimension of one element is free, but the encoder looks at it.
+inline cuuint64_t byte_stride(int64_t elements, int64_t size, DType dtype) {
+  return size > 1 ? extent(elements * size_of(dtype)) : 16;
+}
+
+inline CUtensorMap query_map(const Params& p, const Schedule& s) {
+  const cuuint64_t extents[3] = {extent(p.head_dim_qk), extent(p.num_q_heads), extent(p.num_q_tokens)};
+  const cuuint64_t strides[2] = {byte_stride(p.q_stride_head, p.num_q_heads, p.dtype),
+                                 byte_stride(p.q_stride_token, p.num_q_tokens, p.dtype)};
+  const cuuint32_t box[3] = {64, static_cast<cuuint32_t>(s.pack), static_cast<cuuint32_t>(s.chunk_tokens)};
+  return attnops::sm90::encode_tensor_map(p.dtype, p.q, 3, extents, strides, box);
+}
+
+// K or V: dims, tokens of a page (or all tokens), heads, pages.
+inline CUtensorMap key_map(const Params& p, const Schedule& s, const void* base, int head_dim, int64_t stride_token,
+                           int64_t stride_head, int64_t stride_page) {
+  const int64_t tokens = p.paged ? p.page_table.page_size : p.num_k_tokens,
+                pages = p.paged ? p.page_table.num_pages : 1;
+  if (s.box_keys == 0 || tokens == 0 || pages == 0) return {};
+  const cuuint64_t extents[4] = {extent(head_dim), extent(tokens), extent(p.num_kv_heads), extent(pages)};
+  const cuuint64_t strides[3] = {byte_stride(stride_token, tokens, p.kv_dtype),
+                                 byte_stride(stride_head, p.num_kv_heads, p.kv_dtype),
+                                 byte_stride(stride_page, pages, p.kv_dtype)};
+  const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(s.box_keys), 1, 1};
+  return attnops::sm90::encode_tensor_map(p.kv_dtype, base, 4, extents, strides, box);
+}
+
+template <class Tr>
+void launch_traits(const Params& p, cudaStream_t stream) {
+  if (p.num_q_tokens == 0) return;
+  const Schedule s = make_schedule<Tr>(p);
+  const CUtensorMap queries = query_map(p, s);
+  const CUtensorMap keys = key_map(p, s, p.k, p.head_dim_qk, p.k_stride_token, p.k_stride_head, p.k_stride_page);
+  const CUtensorMap values = key_map(p, s, p.v, p.head_dim_v, p.v_stride_token, p.v_stride_head, p.v_stride_page);
+  constexpr int kBytes = SharedLayout<Tr>::kAllBytes;
+  const int ctas = max_of(min_of(s.num_works, device_sms("fmha")), 1);
+  launch_dependent<&fmha_sm90_kernel<Tr>>("fmha", {ctas, Tr::kThreads, kBytes, kBytes}, stream, p, s, queries, keys,
+                                          values);
+}
+
+}  // namespace attnops::fmha::sm90
