@@ -8,9 +8,9 @@
 namespace attnops::fmha {
 namespace {
 
-bool on_vectors(const void* base, DType dtype, std::initializer_list<int64_t> strides) {
-  bool aligned = reinterpret_cast<uintptr_t>(base) % 16 == 0;
-  for (const int64_t stride : strides) aligned = aligned && stride * size_of(dtype) % 16 == 0;
+bool on_bytes(int bytes, const void* base, DType dtype, std::initializer_list<int64_t> strides) {
+  bool aligned = reinterpret_cast<uintptr_t>(base) % bytes == 0;
+  for (const int64_t stride : strides) aligned = aligned && stride * size_of(dtype) % bytes == 0;
   return aligned;
 }
 
@@ -22,18 +22,23 @@ struct Impl {
 
   std::string reject(const Params& p) const {
     if (p.dtype != dtype) return std::string("takes q of ") + name_of(dtype) + ", got " + name_of(p.dtype);
-    if (p.kv_dtype != dtype) return std::string("takes keys of ") + name_of(dtype) + ", got " + name_of(p.kv_dtype);
+    if (p.kv_dtype != dtype && p.kv_dtype != DType::kFloat8E4M3) {
+      return std::string("takes keys of ") + name_of(dtype) + " or float8_e4m3fn, got " + name_of(p.kv_dtype);
+    }
     if (p.head_dim_qk > head_dim_qk) {
       return "takes head_dim_qk up to " + std::to_string(head_dim_qk) + ", got " + std::to_string(p.head_dim_qk);
     }
     if (p.head_dim_v > head_dim_v) {
       return "takes head_dim_v up to " + std::to_string(head_dim_v) + ", got " + std::to_string(p.head_dim_v);
     }
-    if (!on_vectors(p.q, p.dtype, {p.q_stride_token, p.q_stride_head}) ||
-        !on_vectors(p.out, p.dtype, {p.out_stride_token, p.out_stride_head}) ||
-        !on_vectors(p.k, p.dtype, {p.k_stride_page, p.k_stride_token, p.k_stride_head}) ||
-        !on_vectors(p.v, p.dtype, {p.v_stride_page, p.v_stride_token, p.v_stride_head})) {
-      return "rows of q, k, v and out must start on 16-byte boundaries";
+    if (!on_bytes(16, p.q, p.dtype, {p.q_stride_token, p.q_stride_head}) ||
+        !on_bytes(16, p.out, p.dtype, {p.out_stride_token, p.out_stride_head})) {
+      return "rows of q and out must start on 16-byte boundaries";
+    }
+    const int bytes = 8 * size_of(p.kv_dtype);
+    if (!on_bytes(bytes, p.k, p.kv_dtype, {p.k_stride_page, p.k_stride_token, p.k_stride_head}) ||
+        !on_bytes(bytes, p.v, p.kv_dtype, {p.v_stride_page, p.v_stride_token, p.v_stride_head})) {
+      return "rows of k and v must start on " + std::to_string(bytes) + "-byte boundaries";
     }
     return "";
   }

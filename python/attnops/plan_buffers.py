@@ -122,6 +122,7 @@ class FmhaPlans:
                 window_left=window,
                 num_q_heads=spec.num_q_heads,
                 num_kv_heads=spec.num_kv_heads,
+                head_dim=max(spec.head_dim, spec.v_head_dim),
                 device=device,
             )
             for window in (spec.windows if windows is None else windows)

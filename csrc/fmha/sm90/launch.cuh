@@ -34,7 +34,7 @@ Schedule make_schedule(const Params& p) {
   s.chunk_tokens = min_of(p.tile_q, Tr::kRows / s.pack);
   s.chunks = ceil_div(p.tile_q, s.chunk_tokens);
   s.num_works = p.num_tiles * s.head_blocks * s.chunks;
-  s.box_keys = keys_per_box(p, Tr::kKeys);
+  s.box_keys = p.kv_dtype == p.dtype ? keys_per_box(p, Tr::kKeys) : 0;  // others are converted row by row
   s.pack_inverse = ceil_div(1 << 16, s.pack);
   s.page_size = Divisor(p.paged ? p.page_table.page_size : 1);
   return s;

@@ -1,6 +1,7 @@
 #pragma once
 #include "core/math.h"
 #include "device/sm80/cp_async.cuh"
+#include "device/sm80/mma.cuh"
 #include "device/sm90/barrier.cuh"
 #include "device/sm90/copy.cuh"
 #include "device/sm90/wgmma.cuh"
@@ -145,8 +146,8 @@ class Producer {
     const uint32_t keys = shared_ + Layout::kK + k_ring_.stage * Tr::kKBytes, full = shared_ + Layout::kKFull + offset;
     if (by_rows()) {
       hopper::mbarrier_wait(empty, k_ring_.phase ^ 1);
-      bring_rows<Tr::kQkChunks>(w, here_.rows, p_.k, p_.k_stride_page, p_.k_stride_token, p_.k_stride_head,
-                                p_.head_dim_qk, keys, full);
+      bring_rows_of<Tr::kQkChunks>(w, here_.rows, p_.k, p_.k_stride_page, p_.k_stride_token, p_.k_stride_head,
+                                   p_.head_dim_qk, keys, full);
     } else {
       bring_boxes<Tr::kQkChunks>(w, tile, here_.page, maps_.k, keys, empty, k_ring_.phase ^ 1, full, w.key_begin,
                                  w.key_end);
@@ -160,12 +161,21 @@ class Producer {
                    full = shared_ + Layout::kVFull + offset;
     if (by_rows() || is_edge<Tr::kKeys>(w, tile)) {
       hopper::mbarrier_wait(empty, v_ring_.phase ^ 1);
-      bring_rows<Tr::kVChunks>(w, places.rows, p_.v, p_.v_stride_page, p_.v_stride_token, p_.v_stride_head,
-                               p_.head_dim_v, values, full);
+      bring_rows_of<Tr::kVChunks>(w, places.rows, p_.v, p_.v_stride_page, p_.v_stride_token, p_.v_stride_head,
+                                  p_.head_dim_v, values, full);
     } else {
       bring_boxes<Tr::kVChunks>(w, tile, places.page, maps_.v, values, empty, v_ring_.phase ^ 1, full, 0, INT32_MAX);
     }
     v_ring_.advance();
+  }
+
+  template <int kChunks, class... Arguments>
+  __device__ __forceinline__ void bring_rows_of(const Arguments&... arguments) {
+    if (p_.kv_dtype == DType::kFloat8E4M3) {
+      convert_rows<kChunks>(arguments...);
+    } else {
+      bring_rows<kChunks>(arguments...);
+    }
   }
 
   // The boxes of a tile that hold keys of [begin, end), when the stage is empty. All that can be known before is: what
@@ -274,6 +284,43 @@ class Producer {
     }
     cp_async_commit();
     announce<1>(full);
+  }
+
+  // The same of e4m3 rows, which become 16-bit ones on their way through registers, eight elements a thread. Every e4m3
+  // value is exact in fp16 and bf16; scales are the softmax's and the epilogue's.
+  template <int kChunks>
+  __device__ __forceinline__ void convert_rows(const Work& w, const int2* places, const void* pool, int64_t stride_page,
+                                               int64_t stride_token, int64_t stride_head, int head_dim,
+                                               uint32_t destination, uint32_t full) {
+    const char* head = static_cast<const char*>(pool) + w.kv_head * stride_head + tid_ % 8 * 8;
+#pragma unroll 4
+    for (int row = tid_ / 8; row < Tr::kKeys; row += 16) {
+      const int2 place = places[row];
+      const char* source = head + place.x * stride_page + place.y * stride_token;
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        uint2 bytes{0, 0};
+        if (place.x >= 0 && (c * 8 + tid_ % 8) * 8 < head_dim) {
+          bytes = __ldg(reinterpret_cast<const uint2*>(source + c * 64));
+        }
+        uint32_t wide[4];
+        e4m3x4_to_half(bytes.x, wide[0], wide[1]);
+        e4m3x4_to_half(bytes.y, wide[2], wide[3]);
+        if constexpr (std::is_same_v<typename Tr::T, __nv_bfloat16>) {
+#pragma unroll
+          for (uint32_t& pair : wide) {
+            const float2 values = __half22float2(reinterpret_cast<const __half2&>(pair));
+            pair = pack2<__nv_bfloat16>(values.x, values.y);
+          }
+        }
+        const uint32_t to = destination + c * Tr::kKeys * 128 + hopper::swizzled(row, tid_ % 8);
+        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(wide[0]), "r"(wide[1]), "r"(wide[2]),
+                     "r"(wide[3])
+                     : "memory");
+      }
+    }
+    hopper::fence_async_proxy();
+    arrive(full);
   }
 
   // One lane arrives for a warp: 128 arrivals a tile kept the barriers' unit so busy that products waited.

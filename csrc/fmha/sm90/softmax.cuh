@@ -1,16 +1,11 @@
 #pragma once
+#include "device/sm80/mma.cuh"
 #include "device/sm90/wgmma.cuh"
 #include "fmha/sm90/work.cuh"
 
 namespace attnops::fmha::sm90 {
 
 inline constexpr float kLog2E = 1.4426950408889634f;
-
-__device__ __forceinline__ float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 // cap * tanh(x / cap) for x * log2(e) * 2 / cap given: exact to some 1e-7 of cap, where the unit's own tanh is not.
 __device__ __forceinline__ float capped(float x, float cap, float two_over_cap_log2) {

@@ -78,6 +78,7 @@ class MlaPrefill:
         self._keys = torch.empty(rows, spec.num_q_heads, self._head_dim, dtype=spec.dtype, device=device)
         sizes: dict[str, Any] = {"max_num_tokens": limits.max_num_tokens, "max_batch_size": limits.max_batch_size}
         group: dict[str, Any] = {"num_q_heads": spec.num_q_heads, "num_kv_heads": spec.num_q_heads, "device": device}
+        group["head_dim"] = max(self._head_dim, self._v_head_dim)
         self._causal = FmhaPlan.allocate(**sizes, **group, causal=True)
         self._spare: list[FmhaPlan] = []  # of chunks: a step has as many as it needs, made once
         self._make_plan = lambda: FmhaPlan.allocate(**sizes, **group, causal=False)

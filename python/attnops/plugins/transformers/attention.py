@@ -152,6 +152,7 @@ def _prompt(seen: _Seen, out: Tensor, options: dict[str, Any]) -> None:
         window_left=options["window_left"],
         num_q_heads=num_q_heads,
         num_kv_heads=seen.k_pages.shape[2],
+        head_dim=max(seen.k_pages.shape[-1], out.shape[-1]),
         device=out.device,
     )
     ops.fmha_plan(plan, bounds, cache_seqlens=seen.cache_seqlens)

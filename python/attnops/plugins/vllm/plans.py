@@ -88,6 +88,7 @@ class PromptPlanner:
         self._options: dict[str, Any] = {
             "num_q_heads": spec.num_q_heads,
             "num_kv_heads": spec.num_kv_heads,
+            "head_dim": max(spec.head_dim, spec.v_head_dim),
             "device": device,
         }
         self._plans: dict[tuple[int, bool], FmhaPlan] = {}
