@@ -1,4 +1,4 @@
-"""attnops::fmha_plan: requests by falling cost, each one's tiles from the last, as csrc/scheduler/varlen_tiles.h says."""
+"""attnops::fmha_plan: requests by falling cost, tiles of each from the last, as csrc/scheduler/varlen_tiles.h says."""
 
 import pytest
 import torch
