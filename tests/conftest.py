@@ -1,5 +1,6 @@
 """Every test: fixed seed. Tests marked `gpu` run only with `-m gpu`, and only for ops that have a CUDA kernel."""
 
+import os
 import re
 from pathlib import Path
 
@@ -29,6 +30,10 @@ def pytest_collection_modifyitems(items):
         op = FAMILY_OPS.get(Path(item.path).parent.name)
         if op and item.get_closest_marker("gpu") and not has_cuda_kernel(op):
             item.add_marker(pytest.mark.skip(reason=f"{op} has no CUDA kernel in this build"))
+        # Triton looks at the variable when its kernels are imported, so it belongs to a whole run of pytest.
+        values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        if "triton" in values and not item.get_closest_marker("gpu") and "TRITON_INTERPRET" not in os.environ:
+            item.add_marker(pytest.mark.skip(reason="runs in Triton's interpreter: set TRITON_INTERPRET=1"))
 
 
 # What a CUDA table may lack. bf16 and fp16 are served everywhere: a table that refuses them has lost a row, and fails.

@@ -27,6 +27,8 @@ def selects(expression: str, name: str) -> bool:
 
 def rows_of_the_tables() -> set[str]:
     tables = sorted((ROOT / "csrc").glob("*/impls.cpp"))
+    # One test of fmha reaches all rows of its table, and says so itself.
+    tables = [table for table in tables if table.parent.name != "fmha"]
     assert {table.parent.name for table in tables} == {"xqa_decode", "mla_decode"}, "a table has no row tests"
     return {
         f"{table.parent.name} {row}"
@@ -46,6 +48,7 @@ def test_every_row_of_every_table_is_run(tool):
         and selects(expression, f"test_kernel_rows.py::test_every_row[{row}]")
     }
     assert {" ".join(row.split()[:2]) for row in run} == rows_of_the_tables()
+    assert "test_dims_reach_every_row" in sets()[f"{tool} fmha every_row"][1]
     assert run == {row for row in ROWS if tool != "synccheck" or "ring" not in row}  # docs/sanitizer.md
 
 

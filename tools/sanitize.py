@@ -27,6 +27,7 @@ MLA = ["tests/mla_decode/test_mla_decode_kernels.py"]
 XQA = ["tests/xqa_decode/test_xqa_decode_cuda.py"]
 XQA_INVARIANT = ["tests/xqa_decode/test_xqa_invariant_cuda.py"]
 ROWS = ["tests/test_kernel_rows.py"]
+FMHA = ["tests/fmha/test_fmha_cuda.py"]
 
 # name: (pytest paths, -k expression)
 SETS = {
@@ -39,6 +40,10 @@ SETS = {
     "synccheck mla_decode every_row": (ROWS, "test_every_row and mla_decode and not ring"),
     "initcheck xqa_decode every_row": (ROWS, "test_every_row and xqa_decode"),
     "initcheck mla_decode every_row": (ROWS, "test_every_row and mla_decode"),
+    "memcheck fmha every_row": (FMHA, "test_dims_reach_every_row or test_pages"),
+    "racecheck fmha every_row": (FMHA, "test_dims_reach_every_row"),
+    "synccheck fmha every_row": (FMHA, "test_dims_reach_every_row"),
+    "initcheck fmha every_row": (FMHA, "test_dims_reach_every_row"),
     # What a value in a tensor may lead to: nothing outside the pools.
     "memcheck hostile pages": (ROWS, "test_bad_pages or test_kv_indptr or test_lengths_below"),
     "memcheck hostile lengths": (ROWS, "test_a_length_beyond and balanced"),
