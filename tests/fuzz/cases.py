@@ -16,7 +16,7 @@ from .draw import Draw, Failure, Refused, Void
 FAMILIES: dict[str, tuple[int, Callable[[Draw], None]]] = {
     "xqa_decode": (20, xqa.right),
     "mla_decode": (15, mla.right),
-    "fmha": (15, fmha.right),
+    "fmha": (25, fmha.right),
     "page tables": (4, paged.right_tables),
     "scans": (2, paged.right_scan),
     "store_kv": (4, paged.right_store_kv),
@@ -24,7 +24,7 @@ FAMILIES: dict[str, tuple[int, Callable[[Draw], None]]] = {
     "merge": (4, paged.right_merge),
     "backend": (20, backends.right_eager),
     "captured": (6, backends.right_captured),
-    "compat": (8, peers.right),
+    "compat": (12, peers.right),
     "ranks": (1, peers.right_ranks),
     "hostile decode": (6, values.hostile_decode),
     "hostile tables": (5, values.hostile_tables),

@@ -172,12 +172,12 @@ def _(op: str, right: Function, given: dict[str, Any]) -> Any:
     return right(**_replanned(op, given, cache_seqlens=(given["cache_seqlens"] - 1).clamp(min=0)))
 
 
-@_for_all((*DECODE, "fmha_paged"), "a tree mask is taken for the causal rule")
+@_for_all(ATTENTION, "a tree mask is taken for the causal rule")
 def _(op: str, right: Function, given: dict[str, Any]) -> Any:
     return right(**given | {"tree_mask": None})
 
 
-@_for_all((*DECODE, "fmha_paged"), "tokens see themselves whatever a tree mask says")
+@_for_all(ATTENTION, "tokens see themselves whatever a tree mask says")
 def _(op: str, right: Function, given: dict[str, Any]) -> Any:
     mask = given.get("tree_mask")
     if mask is None or not mask.numel():
@@ -242,7 +242,7 @@ def _(right: Function, given: dict[str, Any]) -> Any:
     return right(**given | {"page_table": torch.where((table < 0) | (table >= pages), 0, table)})
 
 
-@_for_all(("fmha_paged",), "the window on the right is one too wide")
+@_for_all(("fmha_paged", "fmha_varlen"), "the window on the right is one too wide")
 def _(op: str, right: Function, given: dict[str, Any]) -> Any:
     window = given.get("window_right", -1)
     return right(**given | {"window_right": window + (window >= 0)})

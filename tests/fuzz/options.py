@@ -89,12 +89,14 @@ def draw_rules(
     scale = dim**-0.5 * (1.0 if draw.chance(0.6) else draw.random.uniform(0.05, 2.5))
     if draw.chance(0.04):
         scale = draw.pick([0.0, -scale])
-    tree = draw_tree(draw, lengths_q, widest) if draw.chance(0.2) and widest <= 128 else None
+    tree = draw_tree(draw, lengths_q, widest) if draw.chance(0.3 if right else 0.2) and widest <= 128 else None
+    causal = tree is not None or draw.chance(0.6 if right else 0.75)
+    ends = right and draw.chance(0.2 if causal and tree is None else 0.6)  # the causal rule ends before any window
     rules = Rules(
         scale=scale,
-        causal=tree is not None or draw.chance(0.75),
+        causal=causal,
         window_left=draw_window(draw, longest),
-        window_right=draw.number(0, max(longest, 1)) if right and draw.chance(0.2) else -1,
+        window_right=draw.number(0, max(longest, 1)) if ends else -1,
         cap=0.0 if draw.chance(0.75) else draw.random.uniform(0.5, 30.0),
         sinks=2 * draw.normal(heads) if draw.chance(0.3) else None,
         tree=tree,
