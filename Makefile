@@ -9,7 +9,7 @@ ENGINES ?= transformers vllm sglang nano_vllm
 # Threads that spin while they wait take the cores that others compute on.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test engines build check wheel clean
+.PHONY: demo test engines build check wheel sdist clean
 
 demo: build
 	$(BIN)/python examples/demo.py
@@ -46,13 +46,17 @@ soak: build
 sanitize: $(VENV)/.packages
 	. $(BIN)/activate && python tools/sanitize_cpu.py
 
+# One file for every Python from 3.10 and every torch from 2.10.
 wheel: $(VENV)/.packages
-	. $(BIN)/activate && env -u ATTNOPS_ARCHS python -m pip wheel -w dist --no-deps --no-build-isolation .
+	. $(BIN)/activate && env -u ATTNOPS_ARCHS python tools/build_wheel.py dist
 
-$(VENV)/.packages: requirements/dev.txt requirements/no_deps.txt
+sdist: $(VENV)/.packages
+	. $(BIN)/activate && python setup.py -q sdist
+
+$(VENV)/.packages: requirements/dev.txt requirements/wheel.txt requirements/no_deps.txt
 	@$(PYTHON) tools/check_machine.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -r requirements/dev.txt
+	$(BIN)/python -m pip install -q --disable-pip-version-check -r requirements/dev.txt -r requirements/wheel.txt
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r requirements/no_deps.txt
 	@touch $@
 

@@ -19,9 +19,12 @@ import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
+MODULES = ("_C.so", "_C_cuda.so", "_layer_call.abi3.so")
+OLDEST_PYTHON = "cp310"  # of the limited API that _layer_call is compiled for: CMakeLists.txt
 
 
 def package_dir(name: str) -> Path:
@@ -30,6 +33,13 @@ def package_dir(name: str) -> Path:
     if spec is None or spec.origin is None:
         raise SystemExit(f"attnops: building needs the package {name}: `pip install {name}`")
     return Path(spec.origin).parent
+
+
+def pybind11_dir() -> Path | str:
+    """Where CMake finds pybind11; empty without it. `make build` installs it."""
+    if importlib.util.find_spec("pybind11") is None:
+        return ""
+    return package_dir("pybind11") / "share" / "cmake" / "pybind11"
 
 
 def find_nvcc() -> str | None:
@@ -43,13 +53,22 @@ def wants_cuda() -> bool:
     return asked == "1" or (asked != "0" and find_nvcc() is not None)
 
 
+class FreshBuild(build):
+    """Collects a wheel's files in an empty folder: what an earlier build left there must not enter the wheel."""
+
+    def run(self):
+        shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
+
+
 class CMakeBuild(build_ext):
     def run(self):
         build = Path(os.environ.get("ATTNOPS_BUILD_DIR", ROOT / "build" / sysconfig.get_platform()))
         cuda = wants_cuda()
         options = {
             "ATTNOPS_TORCH": package_dir("torch"),
-            "ATTNOPS_PYBIND11": package_dir("pybind11") / "share" / "cmake" / "pybind11",
+            # The planners for tests, in checkouts alone: a module of pybind11 is tied to one Python, a wheel is not.
+            "ATTNOPS_PYBIND11": pybind11_dir() if self.inplace else "",
             "ATTNOPS_CUDA": "ON" if cuda else "OFF",
             "ATTNOPS_ARCHS": os.environ.get("ATTNOPS_ARCHS", "80;90a"),
             "ATTNOPS_FAMILIES": os.environ.get("ATTNOPS_FAMILIES", "*"),
@@ -66,13 +85,19 @@ class CMakeBuild(build_ext):
 
     def _place(self, build: Path, target: Path) -> None:
         target.mkdir(parents=True, exist_ok=True)
-        scheduler = "_scheduler" + sysconfig.get_config_var("EXT_SUFFIX")
-        for name in ("_C.so", "_C_cuda.so", "_layer_call.abi3.so", scheduler):
+        for name in MODULES:
             if (build / name).exists():
                 shutil.copy2(build / name, target / name)
+        scheduler = "_scheduler" + sysconfig.get_config_var("EXT_SUFFIX")
+        if self.inplace and (build / scheduler).exists():
+            shutil.copy2(build / scheduler, ROOT / "tests/support" / scheduler)
 
     def get_outputs(self):
         return [str(path) for path in (Path(self.build_lib) / "attnops").glob("*.so")]
 
 
-setup(ext_modules=[Extension("attnops._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
+setup(
+    ext_modules=[Extension("attnops._C", sources=[], py_limited_api=True)],
+    cmdclass={"build": FreshBuild, "build_ext": CMakeBuild},
+    options={"bdist_wheel": {"py_limited_api": OLDEST_PYTHON}},
+)

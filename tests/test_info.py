@@ -1,4 +1,4 @@
-"""What `python -m attnops.info` and `attnops.explain` say, and what an import costs."""
+"""What `python -m attnops.info` says, and what an import costs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,6 @@ from attnops.backends import Machine, get_backend_class, registered_names
 from attnops.types import AttentionSpec
 from problems import paged_problem
 from xqa_decoding import decode
-
-# Built for one Python version; the ops are not.
-_scheduler = pytest.importorskip("attnops._scheduler", exc_type=ImportError)
-explain = pytest.importorskip("attnops.explain")
 
 ROOT = Path(__file__).parents[1]
 
@@ -83,54 +79,6 @@ def test_the_matrix_has_a_column_per_backend_and_is_the_readmes():
     expected = ["yes" if get_backend_class(name).capability.mla else "-" for name in registered_names()]
     assert [cell.strip() for cell in mla.split("|")[2:-1]] == expected
     assert matrix in (ROOT / "README.md").read_text(), "README: paste what `python -m attnops.info --matrix` prints"
-
-
-@pytest.mark.parametrize("fixed", [0, 256, -5, -16, -20, -64])
-@pytest.mark.parametrize("parts", [1, 3, 16])
-def test_a_schedules_pieces_cover_every_tile_once_and_count_their_splits(parts, fixed):
-    lengths = [4096, 300, 0, 17, 65, 1500, 6000]
-    pieces = explain.split_kv_schedule(lengths, works_per_request=2, num_sm_parts=parts, fixed_split_tokens=fixed)
-    for request, length in enumerate(lengths):
-        for work in range(2):
-            mine = [p for p in pieces if (p.request, p.work) == (request, work)]
-            tiles = [tile for piece in mine for tile in range(piece.begin, piece.end)]
-            assert tiles == list(range(max(-(-length // 64), 1)))
-            assert {p.num_splits for p in mine} == {len(mine)}
-    geometry = _scheduler.SplitKvGeometry(
-        works_per_request=2,
-        seqlen_q=1,
-        tile_tokens=64,
-        num_sm_parts=parts,
-        work_overhead=explain.XQA_WORK_OVERHEAD,
-        fixed_split_tiles=fixed // 64 if fixed > 0 else fixed,
-    )
-    for part, entry in enumerate(_scheduler.plan_split_kv(geometry, lengths)):
-        first = next((p for p in pieces if p.part == part), None)
-        if first is not None:
-            assert entry.begin_num_splits == first.num_splits, "the planner counts the same splits"
-
-
-def test_the_picture_has_a_line_per_part(capsys):
-    text = printed(capsys, explain.main, "4096", "300", "--num-kv-heads", "2", "--num-sm-parts", "4")
-    assert len(re.findall(r"^part ", text, re.MULTILINE)) == 4
-    assert "r1.1[" in text
-    assert "works split" in printed(capsys, explain.main, "100", "--mla-heads", "128", "--seqlen-q", "2")
-    grouped = printed(capsys, explain.main, "4096", "300", "--num-kv-heads", "2", "--num-sm-parts", "8", "--gpu")
-    assert "each line is a group of 2 parts" in grouped and len(re.findall(r"^part ", grouped, re.MULTILINE)) == 4
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["40", "--num-kv-heads", "0"], "--num-kv-heads must be at least 1, got 0"),
-        (["40", "--num-sm-parts", "0"], "--num-sm-parts must be at least 1, got 0"),
-        (["40", "--fixed-split-tokens", "65"], "--fixed-split-tokens must be a multiple of 64, got 65"),
-    ],
-)
-def test_mistakes_of_a_picture_are_named(arguments, message, capsys):
-    with pytest.raises(SystemExit):
-        explain.main(arguments)
-    assert message in capsys.readouterr().err
 
 
 def test_an_import_costs_little_beyond_torch():

@@ -1,84 +1,138 @@
-"""Which part computes which keys: a picture of a split-KV schedule, made by the planner that the kernels run.
+"""Which part computes which keys: a picture of a split-KV schedule, read from the plan that the ops write.
 
 ``python -m attnops.explain 4096 300 17 --num-kv-heads 8 --num-sm-parts 16``
 
-It is the plan's division. Short calls of `xqa_decode` on Hopper do not look at the plan: clusters of CTAs divide each
-work evenly (docs/kernels/xqa_decode.md).
+The picture shows the plan's division. Short calls of `xqa_decode` on Hopper ignore the plan: clusters of CTAs divide
+each work evenly (docs/kernels/xqa_decode.md).
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from attnops import _scheduler
-from attnops.metadata.plan import TILE_TOKENS
+import torch
 
-# What a work costs besides its tiles, in eighths of a tile: csrc/xqa_decode/plan.h and csrc/mla_decode/plan.h.
-XQA_WORK_OVERHEAD = 4
-MLA_WORK_OVERHEAD = 16
+from attnops.explain_svg import svg
+from attnops.metadata.plan import MLA_ROWS_PER_WORK, TILE_TOKENS
 
+FEW_CUTS = 16  # up to so many cuts have an even number of tiles: csrc/scheduler/split_kv.h
 SYMBOLS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Tiles ``[begin, end)`` of one work, computed by one part."""
+    """Tiles ``[begin, end)`` of one work, computed by one part.
+
+    Attributes:
+        part: Row of the plan, or group of rows that share their tiles.
+        request: Index in the batch.
+        work: Index within the request: a KV head, or a block of query rows.
+        begin, end: Tiles of `TILE_TOKENS` keys, counted from the first visible one.
+        num_splits: Pieces of this work, over all parts.
+    """
 
     part: int
     request: int
-    work: int  # within the request: KV head, or block of query rows
+    work: int
     begin: int
     end: int
-    num_splits: int  # pieces of this work, all parts together
+    num_splits: int
 
     @property
     def tiles(self) -> int:
         return self.end - self.begin
 
 
-def split_kv_schedule(
+def xqa_schedule(
     cache_seqlens: Sequence[int],
     *,
-    works_per_request: int,
+    num_kv_heads: int,
     num_sm_parts: int,
     seqlen_q: int = 1,
     window_left: int = -1,
     fixed_split_tokens: int = 0,
-    work_overhead: int = XQA_WORK_OVERHEAD,
-    even_shares: int = 0,
 ) -> list[Piece]:
-    """The pieces of a batch, part after part.
+    """The pieces of an `xqa_decode` batch, part after part.
 
     Args:
         cache_seqlens: Tokens of each request, the new ones included.
-        works_per_request: KV heads of `xqa_decode` on a CPU; on a GPU whose parts are a multiple of them 1, for a group
-            of parts has one head each; blocks of 64 query rows of `mla_decode`, or pairs of them.
+        num_kv_heads: Works per request. On a GPU whose parts are a multiple of the heads, give 1 and the number of
+            groups: a group has one part for each head.
         num_sm_parts: Shares of the plan: CTAs, or CPU threads.
-        work_overhead: `XQA_WORK_OVERHEAD` or `MLA_WORK_OVERHEAD`.
-        even_shares: Shares that `mla_decode_plan` divides a batch of one length over; 0: `num_sm_parts`.
+        seqlen_q: Query tokens per request.
+        window_left: Keys visible before a query; -1: all.
+        fixed_split_tokens: 0: balanced. Above 0: keys of a cut. -n: at most n cuts of a request.
+
+    Raises:
+        RuntimeError: from `attnops::xqa_decode_plan`, naming the argument out of range.
     """
-    geometry = _scheduler.SplitKvGeometry(
-        works_per_request=works_per_request,
-        seqlen_q=seqlen_q,
-        tile_tokens=TILE_TOKENS,
-        window_left=window_left,
-        num_sm_parts=num_sm_parts,
-        work_overhead=work_overhead,
-        even_shares=even_shares,
-        fixed_split_tiles=fixed_split_tokens // TILE_TOKENS if fixed_split_tokens > 0 else fixed_split_tokens,
+    rows, _ = _plan(
+        torch.ops.attnops.xqa_decode_plan,
+        cache_seqlens,
+        num_sm_parts,
+        (seqlen_q, num_kv_heads, window_left, fixed_split_tokens),
     )
-    tiles = [_scheduler.num_tiles(geometry, length) for length in cache_seqlens]
+    tiles = _tiles(cache_seqlens, seqlen_q, window_left)
+    return _pieces(rows, tiles, num_kv_heads, fixed_split_tokens)
+
+
+def mla_schedule(
+    cache_seqlens: Sequence[int],
+    *,
+    num_q_heads: int,
+    num_sm_parts: int,
+    seqlen_q: int = 1,
+    window_left: int = -1,
+    fixed_split_tokens: int = 0,
+) -> tuple[list[Piece], int]:
+    """The pieces of an `mla_decode` batch, and how many parts share each of them: 1, or 2 where blocks pair up.
+
+    Args:
+        num_q_heads: Query heads. A work is one block of 64 query rows, or a pair of blocks.
+
+    The other arguments are those of `xqa_schedule`, without -n cuts.
+    """
+    blocks = -(-seqlen_q * num_q_heads // MLA_ROWS_PER_WORK)
+    group = 2 if blocks % 2 == 0 and num_sm_parts % 2 == 0 else 1  # csrc/mla_decode/plan.h
+    rows, _ = _plan(
+        torch.ops.attnops.mla_decode_plan,
+        cache_seqlens,
+        num_sm_parts,
+        (seqlen_q, num_q_heads, window_left, fixed_split_tokens),
+    )
+    tiles = _tiles(cache_seqlens, seqlen_q, window_left)
+    return _pieces(rows[::group], tiles, blocks // group, fixed_split_tokens), group
+
+
+def _plan(
+    op: Callable[..., None], cache_seqlens: Sequence[int], num_sm_parts: int, options: tuple
+) -> tuple[list[list[int]], list[int]]:
+    """Rows of the plan, and the cuts before each request."""
+    rows = torch.empty(num_sm_parts, 8, dtype=torch.int32)
+    num_splits = torch.empty(len(cache_seqlens) + 1, dtype=torch.int32)
+    op(rows, num_splits, torch.tensor(cache_seqlens, dtype=torch.int32), *options)
+    return rows.tolist(), num_splits.tolist()
+
+
+def _tiles(cache_seqlens: Sequence[int], seqlen_q: int, window_left: int) -> list[int]:
+    """Visible tiles of each request. The planner's own count: cuts of one tile are as many as there are tiles."""
+    options = (seqlen_q, 1, window_left, TILE_TOKENS)
+    _, before = _plan(torch.ops.attnops.xqa_decode_plan, cache_seqlens, 1, options)
+    return [after - first for first, after in itertools.pairwise(before)]
+
+
+def _pieces(rows: list[list[int]], tiles: list[int], works_per_request: int, fixed_split_tokens: int) -> list[Piece]:
     shares: list[tuple[int, int, int, int]] = []  # part, work, begin, end
-    for part, entry in enumerate(_scheduler.plan_split_kv(geometry, list(cache_seqlens))):
-        work, begin = entry.begin_work, entry.begin_tile
-        while (work, begin) < (entry.end_work, entry.end_tile):
+    for part, (work, begin, end_work, end_tile, *_) in enumerate(rows):
+        while (work, begin) < (end_work, end_tile):
             count = tiles[work // works_per_request]
-            last = entry.end_tile if work == entry.end_work else count
-            fixed = geometry.fixed_split_tiles
-            every = _scheduler.tiles_per_cut(fixed, count) if fixed else 0
-            shares += [(part, work, *cut) for cut in _cuts(begin, last, every)]
+            last = end_tile if work == end_work else count
+            every = _tiles_per_cut(fixed_split_tokens, count)
+            shares += [(part, work, first, min(first + every, last)) for first in range(begin, last, every)]
             work, begin = work + 1, 0
     splits: dict[int, int] = {}
     for _, work, _, _ in shares:
@@ -89,11 +143,12 @@ def split_kv_schedule(
     ]
 
 
-def _cuts(begin: int, end: int, every: int) -> list[tuple[int, int]]:
-    """A part's tiles of a work: one piece, or one per fixed split."""
-    if not every:
-        return [(begin, end)]
-    return [(first, min(first + every, end)) for first in range(begin, end, every)]
+def _tiles_per_cut(fixed_split_tokens: int, tiles: int) -> int:
+    """Tiles from one cut of a work to the next; all of them in balanced mode (csrc/scheduler/split_kv.h)."""
+    if fixed_split_tokens >= 0:
+        return fixed_split_tokens // TILE_TOKENS or max(tiles, 1)
+    even = -(-tiles // -fixed_split_tokens)
+    return even + even % 2 if -fixed_split_tokens <= FEW_CUTS else even
 
 
 def picture(pieces: Sequence[Piece], num_sm_parts: int, width: int = 64) -> str:
@@ -111,12 +166,20 @@ def picture(pieces: Sequence[Piece], num_sm_parts: int, width: int = 64) -> str:
         if len(words) > 3:
             words = [words[0], f"... {len(words) - 2} more ...", words[-1]]
         lines.append(f"part {part:>3} |{bar:<{-(-most // per_symbol)}}| {' '.join(words) or 'idle'}")
-    total = sum(load)
-    balance = total / (most * num_sm_parts) if total else 1.0
-    splits = len({(p.request, p.work) for p in pieces if p.num_splits > 1})
-    lines.append(f"{total} tiles over {num_sm_parts} parts: {balance:.0%} of the longest part; {splits} works split")
+    lines.append(balance(pieces, num_sm_parts))
     lines.append("rR.W[a:b]/n: tiles a to b of work W (KV head, or block of query rows) of request R, split in n")
     return "\n".join(lines)
+
+
+def balance(pieces: Sequence[Piece], num_sm_parts: int) -> str:
+    """How even the shares are, in one sentence."""
+    load = [0] * num_sm_parts
+    for piece in pieces:
+        load[piece.part] += piece.tiles
+    total, most = sum(load), max([*load, 1])
+    even = total / (most * num_sm_parts) if total else 1.0
+    splits = len({(p.request, p.work) for p in pieces if p.num_splits > 1})
+    return f"{total} tiles over {num_sm_parts} parts: {even:.0%} of the longest part; {splits} works split"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -131,10 +194,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--gpu", action="store_true", help="parts of xqa_decode as on a GPU: in groups of one part for each KV head"
     )
-    parser.add_argument("--window-left", type=int, default=-1)
+    parser.add_argument("--window-left", type=int, default=-1, help="keys visible before a query; -1: all")
     parser.add_argument(
         "--fixed-split-tokens", type=int, default=0, help="batch-invariant: keys of a cut, or -n: at most n cuts"
     )
+    parser.add_argument("--svg", type=Path, help="write the picture to this file, too, as SVG")
     options = parser.parse_args(arguments)
     for name in ("num_kv_heads", "mla_heads", "seqlen_q", "num_sm_parts"):
         value = getattr(options, name)
@@ -142,27 +206,28 @@ def main(arguments: list[str] | None = None) -> None:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     if options.fixed_split_tokens > 0 and options.fixed_split_tokens % TILE_TOKENS:
         parser.error(f"--fixed-split-tokens must be a multiple of {TILE_TOKENS}, got {options.fixed_split_tokens}")
-    mla = options.mla_heads is not None
-    works, parts = options.num_kv_heads, options.num_sm_parts
-    if mla:  # blocks of 64 rows pair up where parts do, and a pair of parts shares its tiles: csrc/mla_decode/plan.h
-        works = -(-options.seqlen_q * options.mla_heads // 64)
-        if works % 2 == 0 and parts % 2 == 0:
-            works, parts = works // 2, parts // 2
-            print("blocks of query rows go in pairs; each line is a pair of parts")
-    elif options.gpu and works > 1 and parts % works == 0:  # csrc/xqa_decode/plan.h
-        print(f"KV heads go side by side; each line is a group of {works} parts, one for each head")
-        works, parts = 1, parts // works
-    pieces = split_kv_schedule(
-        options.cache_seqlens,
-        works_per_request=works,
-        num_sm_parts=parts,
-        seqlen_q=options.seqlen_q,
-        window_left=options.window_left,
-        fixed_split_tokens=options.fixed_split_tokens,
-        work_overhead=MLA_WORK_OVERHEAD if mla else XQA_WORK_OVERHEAD,
-        even_shares=_scheduler.shares_of_even_works(len(options.cache_seqlens) * works, parts) if mla else 0,
-    )
-    print(picture(pieces, parts))
+    try:
+        note, pieces, parts = _scheduled(options)
+    except RuntimeError as error:
+        parser.error(str(error).split("\nException raised")[0])
+    print(*note, picture(pieces, parts), sep="\n")
+    if options.svg:
+        options.svg.write_text(svg(pieces, parts, [*note, balance(pieces, parts)], TILE_TOKENS), encoding="utf-8")
+
+
+def _scheduled(options: argparse.Namespace) -> tuple[list[str], list[Piece], int]:
+    """A note about groups of parts, the pieces, and the lines of the picture."""
+    shape = {name: getattr(options, name) for name in ("seqlen_q", "window_left", "fixed_split_tokens")}
+    parts, heads = options.num_sm_parts, options.num_kv_heads
+    if options.mla_heads is not None:
+        pieces, group = mla_schedule(options.cache_seqlens, num_q_heads=options.mla_heads, num_sm_parts=parts, **shape)
+        note = ["blocks of query rows go in pairs; each line is a pair of parts"] if group == 2 else []
+        return note, pieces, parts // group
+    note = []
+    if options.gpu and heads > 1 and parts % heads == 0:  # csrc/xqa_decode/plan.h
+        note = [f"KV heads go side by side; each line is a group of {heads} parts, one for each head"]
+        heads, parts = 1, parts // heads
+    return note, xqa_schedule(options.cache_seqlens, num_kv_heads=heads, num_sm_parts=parts, **shape), parts
 
 
 if __name__ == "__main__":

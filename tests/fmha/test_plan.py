@@ -5,8 +5,8 @@ import torch
 from attnops import ops
 from attnops.metadata import FmhaPlan
 
-# Built for one Python version; the ops are not.
-_scheduler = pytest.importorskip("attnops._scheduler", exc_type=ImportError)
+# Built in a checkout, for these tests and for one Python version: tests/support/.
+_scheduler = pytest.importorskip("_scheduler", exc_type=ImportError)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 HEADS = [(32, 8), (8, 8), (28, 4), (128, 1)]

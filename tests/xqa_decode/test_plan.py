@@ -7,8 +7,8 @@ from attnops.metadata import MlaDecodePlan, XqaDecodePlan
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-# Built for one Python version; the ops are not.
-_scheduler = pytest.importorskip("attnops._scheduler", exc_type=ImportError)
+# Built in a checkout, for these tests and for one Python version: tests/support/.
+_scheduler = pytest.importorskip("_scheduler", exc_type=ImportError)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TILE_COST, TILE_TOKENS = 8, 64
