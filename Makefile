@@ -9,7 +9,7 @@ ENGINES ?= transformers vllm sglang nano_vllm
 # Threads that spin while they wait take the cores that others compute on.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test engines build check wheel sdist clean
+.PHONY: demo test docs dashboard engines build check wheel sdist clean
 
 demo: build
 	$(BIN)/python examples/demo.py
@@ -25,6 +25,15 @@ engines: build
 	  python=$(BIN)/python; test ! -x .venv-$$engine/bin/python || python=.venv-$$engine/bin/python; \
 	  PYTHONPATH=python $$python -m pytest -rs tests/plugins/test_$$engine*.py $(PYTEST_ARGS) || exit 1; \
 	done
+
+# The book, in build/docs/html. A warning is an error: a broken link, a name that does not exist.
+docs: build $(VENV)/.docs
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs/html
+	@echo build/docs/html/index.html
+
+# The page of all results, from benchmarks/results, as a part of the book.
+dashboard: docs
+	@echo build/docs/html/_generated/dashboard.html
 
 # Compiles (CUDA too, where there is nvcc) and installs in place.
 build: $(VENV)/.packages
@@ -60,5 +69,9 @@ $(VENV)/.packages: requirements/dev.txt requirements/wheel.txt requirements/no_d
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r requirements/no_deps.txt
 	@touch $@
 
+$(VENV)/.docs: requirements/docs.txt $(VENV)/.packages
+	$(BIN)/python -m pip install -q --disable-pip-version-check -r requirements/docs.txt
+	@touch $@
+
 clean:
-	rm -rf build dist python/attnops/*.so python/attnops.egg-info
+	rm -rf build docs/_generated dist python/attnops/*.so python/attnops.egg-info

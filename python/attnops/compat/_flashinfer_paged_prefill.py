@@ -115,15 +115,19 @@ class BatchPrefillWithPagedKVCacheWrapper:
         """Prepares `run`, from tensors on any device. With a custom mask lengths are read on the host, else nothing is.
 
         Args:
-            qo_indptr, paged_kv_indptr: int32 ``[B + 1]``. paged_kv_indices: int32 ``[num_indices]``.
+            qo_indptr, paged_kv_indptr: int32 ``[B + 1]``.
+            paged_kv_indices: int32 ``[num_indices]``.
             paged_kv_last_page_len: int32 ``[B]``, 1 to `page_size`.
-            custom_mask: bool, every request's ``[q_len, kv_len]`` flattened, one after the other; `packed_custom_mask`:
-                its bits, little-endian, each request from a byte on. Either takes the place of `causal`, and costs a
-                row for every key.
-            causal: Bottom-right. window_left: Keys at ``[p - window_left, ...]``; -1: off.
+            custom_mask: bool, every request's ``[q_len, kv_len]`` flattened, one after the other. It replaces `causal`
+                and costs a row for every key.
+            packed_custom_mask: The bits of `custom_mask`, little-endian, each request from a byte on.
+            causal: Bottom-right.
+            window_left: Keys at ``[p - window_left, ...]``; -1: off.
             seq_lens: int ``[B]``, the lengths; None: from `paged_kv_indptr` and `paged_kv_last_page_len`.
-            use_fp16_qk_reduction, non_blocking, seq_lens_q, block_tables, max_token_per_sequence, max_sequence_kv,
-            fixed_split_size, disable_split_kv: Taken: sums are float32, and a request's bits never depend on its batch.
+            use_fp16_qk_reduction: Taken without effect: sums are float32.
+            fixed_split_size, disable_split_kv: Taken without effect: a request's bits never depend on its batch.
+            non_blocking, seq_lens_q, block_tables: Taken without effect.
+            max_token_per_sequence, max_sequence_kv: Taken without effect.
         """
         name = f"{self._NAME}.plan"
         device, given = self._prefill.device, locals()

@@ -1,0 +1,172 @@
+"""The dashboard: every result beside its best peer, its share of the machine's ceiling, and the history by commit.
+
+    python benchmarks/dashboard.py [--out docs/_generated]
+
+Reads `results/*.jsonl` and the history that git has of them. Writes `dashboard.md` and its plots, a page of the book;
+`make docs` and `make dashboard` run it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import records
+from report import geometric_mean
+
+OURS = "attnops"
+CEILINGS = {"ceiling", "ceilings"}
+# What is measured beside others, in the order of the page: file, and what a reader calls it.
+FAMILIES = {
+    "h200-xqa_decode": "GQA decode, H200",
+    "h200-mla_decode": "MLA decode, H200",
+    "h200-fmha": "Prefill and extend, H200",
+    "h200-decode_sampled": "Decode of sampled shapes, H200",
+    "h200-triton": "Triton kernels, H200",
+    "h200-paged_kv": "Stores and merges, H200",
+    "cpu-decode": "Decode, AMD EPYC",
+    "cpu-prefill": "Prefill, AMD EPYC",
+    "cpu-mla": "MLA decode, AMD EPYC",
+    "cpu-amx-decode": "Decode, Intel Xeon with AMX",
+    "cpu-amx-prefill": "Prefill, Intel Xeon with AMX",
+    "cpu-amx-mla": "MLA decode, Intel Xeon with AMX",
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell that attnops and at least one peer measured. Times are in microseconds."""
+
+    case: str
+    params: dict
+    ours: float
+    peer: str
+    best: float
+    share: float | None  # of the ceiling of its run, None where the run has none
+    commit: str
+    device: str
+
+    @property
+    def ratio(self) -> float:
+        """Above 1: attnops is faster than the best peer."""
+        return self.best / self.ours
+
+
+def cells_of(text: str) -> list[Cell]:
+    """The cells of a result file, in its order. Rows without a peer beside them are left out."""
+    groups: dict[tuple[str, str], list[dict]] = defaultdict(list)
+    ceilings: dict[str, dict] = defaultdict(dict)
+    for line in text.splitlines():
+        row = json.loads(line)
+        if row["case"] in CEILINGS:
+            ceilings[row["commit"]].update({k: row[k] for k in ("gbs", "tflops") if row.get(k)})
+        else:
+            groups[row["case"], json.dumps(row["params"], sort_keys=True)].append(row)
+    cells = []
+    for (case, _), rows in groups.items():
+        ours = next((row for row in rows if row["peer"] == OURS), None)
+        peers = [row for row in rows if not row["peer"].startswith(OURS) and row["ms"] > 0]
+        if ours is None or not peers or not ours["ms"]:
+            continue
+        best = min(peers, key=lambda row: row["ms"])
+        times = ours["ms"] * 1e3, best["peer"], best["ms"] * 1e3
+        share = _share(ours, ceilings[ours["commit"]])
+        cells.append(Cell(case, ours["params"], *times, share, ours["commit"], ours["device"]))
+    return cells
+
+
+def _share(row: dict, ceiling: dict) -> float | None:
+    """The larger share of the run's ceilings: of reading, or of products. On a CPU the row's note has the first."""
+    found = re.search(r"read sweep ([\d.]+) GB/s", row.get("note", ""))
+    limits = {**ceiling, **({"gbs": float(found[1])} if found else {})}
+    shares = [row[unit] / limit for unit, limit in limits.items() if row.get(unit)]
+    return max(shares, default=None)
+
+
+def history_of(name: str) -> list[tuple[str, float]]:
+    """(commit, geometric mean of the ratios) of every version of a result file that git has, oldest first."""
+    path = f"benchmarks/results/{name}.jsonl"
+    root = records.RESULTS.parents[1]
+
+    def git(*command: str) -> str:
+        return subprocess.run(["git", *command], cwd=root, capture_output=True, text=True).stdout
+
+    history = []
+    for commit in reversed(git("log", "--format=%h", "--", path).split()):
+        try:
+            cells = cells_of(git("show", f"{commit}:{path}"))
+        except (KeyError, ValueError):  # a version from before the fields were what they are
+            continue
+        if cells:
+            history.append((commit, geometric_mean([cell.ratio for cell in cells])))
+    return history
+
+
+def described(params: dict) -> str:
+    """A cell's parameters in a line."""
+    return ", ".join(f"{key} {value}" for key, value in params.items() if value not in (None, ""))
+
+
+def section(name: str, title: str, cells: list[Cell], plots: list[str]) -> list[str]:
+    ratios = [cell.ratio for cell in cells]
+    slower = sum(ratio < 1 for ratio in ratios)
+    lines = [
+        f"## {title}",
+        "",
+        f"{len(cells)} cells. Geometric mean {geometric_mean(ratios):.2f}x the best peer's speed, "
+        f"from {min(ratios):.2f}x to {max(ratios):.2f}x. attnops is slower in {slower}.",
+        "",
+        f"Device: {'; '.join(sorted({cell.device for cell in cells}))}.",
+        "",
+        *(line for plot in plots for line in (f"![{title}]({plot})", "")),
+        f":::{{admonition}} Every cell of {title}",
+        ":class: dropdown",
+        "",
+        "| case | cell | attnops, us | best peer | its us | ratio | share of the ceiling | commit |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for cell in cells:
+        share = "" if cell.share is None else f"{cell.share:.2f}"
+        lines.append(
+            f"| {cell.case} | {described(cell.params)} | {cell.ours:.1f} | {cell.peer} | {cell.best:.1f} "
+            f"| {cell.ratio:.2f} | {share} | {cell.commit} |"
+        )
+    return [*lines, "", ":::", ""]
+
+
+def write(out: Path) -> Path:
+    """The page and its plots, into `out`; returns the page."""
+    import dashboard_plots
+
+    out.mkdir(parents=True, exist_ok=True)
+    lines = [
+        "# Dashboard",
+        "",
+        "Every measured cell beside the fastest peer of the same run. A ratio above 1 means that attnops is faster.",
+        "The share is that of the ceiling measured in the same run: reading memory, or multiplying matrices.",
+        "",
+    ]
+    for name, title in FAMILIES.items():
+        path = records.RESULTS / f"{name}.jsonl"
+        cells = cells_of(path.read_text(encoding="utf-8")) if path.exists() else []
+        if not cells:
+            continue
+        plots = [dashboard_plots.ratios(cells, title, out / f"{name}.svg")]
+        history = history_of(name)
+        if len(history) > 1:
+            plots.append(dashboard_plots.history(history, title, out / f"{name}-history.svg"))
+        lines += section(name, title, cells, plots)
+    page = out / "dashboard.md"
+    page.write_text("\n".join(lines), encoding="utf-8")
+    return page
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=records.RESULTS.parents[1] / "docs/_generated")
+    print(write(parser.parse_args().out))

@@ -1,0 +1,36 @@
+"""Links between the texts of the repository lead somewhere. Sphinx checks those of the book once more."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MADE = {"_generated"}  # by `make docs`
+
+
+def texts() -> list[str]:
+    listed = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [name for name in listed.split() if (ROOT / name).exists()]
+
+
+def anchors(path: Path) -> set[str]:
+    heads = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("name", texts())
+def test_links_lead_somewhere(name):
+    path = ROOT / name
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        if MADE & set(Path(file).parts):
+            continue
+        found = (path.parent / file).resolve() if file else path
+        assert found.exists(), f"{name}: {target}"
+        if anchor and found.suffix == ".md":
+            assert anchor in anchors(found), f"{name}: {target}"

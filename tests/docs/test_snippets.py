@@ -1,0 +1,100 @@
+"""The snippets of the README and of the book run as they stand."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import attnops.graphs
+import pytest
+import torch
+from attnops.types import ForwardMode
+from graph_hosts import engine_and_batch
+from graph_tape import GraphTape
+
+ROOT = Path(__file__).parents[2]
+# Pages whose snippets have a test of their own, below or elsewhere.
+APART = {"docs/graphs.md", "docs/engines.md"}
+BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\s*^```\{code-block\} text\n(.*?)^```)?", re.DOTALL | re.MULTILINE)
+
+
+def pages() -> list[str]:
+    """README and the pages of the book that have snippets."""
+    found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    names = [str(path.relative_to(ROOT)) for path in found if BLOCK.search(path.read_text(encoding="utf-8"))]
+    return [name for name in names if name not in APART and "_generated" not in name]
+
+
+def examples(path: str) -> list[tuple[str, str]]:
+    """Each snippet, with the output that the page shows below it."""
+    return BLOCK.findall((ROOT / path).read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("page", pages())
+def test_snippets_run_and_print_what_the_page_shows(page, capsys):
+    """One namespace per page, as a reader passes through it."""
+    names: dict = {}
+    torch._dynamo.reset()
+    for code, shown in examples(page):
+        capsys.readouterr()
+        exec(compile(code, page, "exec"), names)
+        if shown:
+            assert shown.strip() in capsys.readouterr().out
+
+
+def test_every_page_with_a_guide_is_tested():
+    assert {"README.md", "docs/quickstart.md", "docs/guide/decode_step.md", "docs/guide/serving.md"} <= set(pages())
+
+
+def test_the_snippet_for_transformers_runs(tmp_path):
+    """`attn_implementation="attnops"` on a tiny model. vLLM's line needs vLLM: tests/plugins/test_vllm.py."""
+    transformers = pytest.importorskip("transformers")
+    from attnops.plugins.engines import unsupported
+
+    if unsupported("transformers"):
+        pytest.skip(unsupported("transformers"))
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    (code,) = [code for code, _ in examples("docs/engines.md") if "transformers" in code]
+    names = {
+        "AutoModelForCausalLM": transformers.AutoModelForCausalLM,
+        "path": tmp_path,
+        "inputs": {"input_ids": torch.tensor([[1, 2, 3]]), "max_new_tokens": 2},
+    }
+    exec(compile(code, "docs/engines.md", "exec"), names)
+    assert names["model"].config._attn_implementation == "attnops"
+
+
+def test_the_guide_to_graphs_runs_on_the_tape(monkeypatch):
+    """All of it in one namespace, as a reader passes through it; a tape takes the place of CUDA graphs."""
+    monkeypatch.setattr(attnops.graphs, "CudaGraphs", lambda: GraphTape)
+    for module in (attnops.graphs.runner, attnops.graphs.segments):
+        monkeypatch.setattr(module, "recorder_for", lambda device, recorder: recorder or GraphTape)
+    engine, input_ids, batch = engine_and_batch()
+    _, ragged_ids, ragged = engine_and_batch(mode=ForwardMode.DRAFT_EXTEND, counts=(3, 1), ragged=True)
+    ragged.token_to_kv_pool, ragged.req_to_token = engine.pool, engine.rows.req_to_token
+    names = {
+        "torch": torch,
+        "model": engine.model,
+        "draft_model": lambda ids, positions, batch, hidden_states: engine.model(ids, positions, batch) + hidden_states,
+        "backend": engine.backend,
+        "req_to_token": engine.rows.req_to_token,
+        "token_to_kv_pool": engine.pool,
+        "input_ids": input_ids,
+        "batch": batch,
+        "ragged_ids": ragged_ids,
+        "ragged_batch": ragged,
+    }
+    found = [code for code, _ in examples("docs/graphs.md")]
+    assert len(found) == 5
+    results = []
+    torch._dynamo.reset()
+    for example in found:
+        exec(compile(example.replace('"inductor"', '"eager"'), "docs/graphs.md", "exec"), names)
+        results.append(names.get("logits"))
+    assert names["runner"].sizes == (1, 2, 4, 8) and names["verify"].static.tree_mask is not None
+    assert names["out"].shape == (4, 61)
+    for logits in results[2:]:
+        torch.testing.assert_close(logits, results[0])
