@@ -21,6 +21,8 @@ from report import geometric_mean
 
 OURS = "attnops"
 CEILINGS = {"ceiling", "ceilings"}
+NOT_PEERS = {"with plan"}  # attnops itself, with more in the call
+SLOWEST = 12  # cells of the list that the page of performance shows
 # What is measured beside others, in the order of the page: file, and what a reader calls it.
 FAMILIES = {
     "h200-xqa_decode": "GQA decode, H200",
@@ -70,7 +72,7 @@ def cells_of(text: str) -> list[Cell]:
     cells = []
     for (case, _), rows in groups.items():
         ours = next((row for row in rows if row["peer"] == OURS), None)
-        peers = [row for row in rows if not row["peer"].startswith(OURS) and row["ms"] > 0]
+        peers = [row for row in rows if is_peer(row["peer"]) and row["ms"] > 0]
         if ours is None or not peers or not ours["ms"]:
             continue
         best = min(peers, key=lambda row: row["ms"])
@@ -78,6 +80,10 @@ def cells_of(text: str) -> list[Cell]:
         share = _share(ours, ceilings[ours["commit"]])
         cells.append(Cell(case, ours["params"], *times, share, ours["commit"], ours["device"]))
     return cells
+
+
+def is_peer(name: str) -> bool:
+    return not name.startswith(OURS) and name not in NOT_PEERS
 
 
 def _share(row: dict, ceiling: dict) -> float | None:
@@ -139,8 +145,17 @@ def section(name: str, title: str, cells: list[Cell], plots: list[str]) -> list[
     return [*lines, "", ":::", ""]
 
 
+def slowest(cells: list[tuple[str, Cell]]) -> str:
+    """A table of the cells that lag most behind their best peer."""
+    lines = ["| family | cell | ratio | best peer |", "| --- | --- | --- | --- |"]
+    behind = sorted((pair for pair in cells if pair[1].ratio < 1), key=lambda pair: pair[1].ratio)
+    for title, cell in behind[:SLOWEST]:
+        lines.append(f"| {title} | {described(cell.params)} | {cell.ratio:.2f}x | {cell.peer} |")
+    return "\n".join(["", f"{len(behind)} of {len(cells)} cells are slower than a peer. The slowest:", "", *lines, ""])
+
+
 def write(out: Path) -> Path:
-    """The page and its plots, into `out`; returns the page."""
+    """The page, its plots and the list of what is slow, into `out`; returns the page."""
     import dashboard_plots
 
     out.mkdir(parents=True, exist_ok=True)
@@ -151,16 +166,19 @@ def write(out: Path) -> Path:
         "The share is that of the ceiling measured in the same run: reading memory, or multiplying matrices.",
         "",
     ]
+    every: list[tuple[str, Cell]] = []
     for name, title in FAMILIES.items():
         path = records.RESULTS / f"{name}.jsonl"
         cells = cells_of(path.read_text(encoding="utf-8")) if path.exists() else []
         if not cells:
             continue
+        every += [(title, cell) for cell in cells]
         plots = [dashboard_plots.ratios(cells, title, out / f"{name}.svg")]
         history = history_of(name)
         if len(history) > 1:
             plots.append(dashboard_plots.history(history, title, out / f"{name}-history.svg"))
         lines += section(name, title, cells, plots)
+    (out / "slowest.txt").write_text(slowest(every), encoding="utf-8")
     page = out / "dashboard.md"
     page.write_text("\n".join(lines), encoding="utf-8")
     return page

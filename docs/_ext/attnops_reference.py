@@ -35,15 +35,15 @@ def schema_of(name: str) -> str:
 
 
 class Ops(SphinxDirective):
-    """A section per op."""
+    """A section per op, in the page's Markdown."""
 
     def run(self) -> list[nodes.Node]:
         devices = devices_of()
         lines: list[str] = []
         for name in ops.__all__:
-            lines += [name, "-" * len(name), "", f"Devices: {', '.join(devices[name])}.", ""]
-            lines += [f".. autofunction:: attnops.ops.{name}", "", "The op behind it:", "", ".. code-block:: text", ""]
-            lines += [*(f"   {line}" for line in schema_of(name).splitlines()), ""]
+            lines += [f"## {name}", "", f"Devices: {', '.join(devices[name])}.", ""]
+            lines += ["```{eval-rst}", f".. autofunction:: attnops.ops.{name}", "```", "", "The op behind it:", ""]
+            lines += ["```{code-block} text", *schema_of(name).splitlines(), "```", ""]
         return self.parse_text_to_nodes("\n".join(lines), allow_section_headings=True)
 
 
