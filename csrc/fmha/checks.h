@@ -12,7 +12,7 @@ namespace attnops::fmha {
 
 inline constexpr int64_t kMaxInt32 = INT32_MAX;
 inline constexpr int64_t kMaxTileQ = 1024;
-inline constexpr int64_t kMinHeadDim = 32, kMaxHeadDim = 256, kHeadDimMultiple = 8;
+inline constexpr int64_t kMinHeadDim = 32, kMaxHeadDim = 576, kHeadDimMultiple = 8;
 
 struct PlanParams {
   VarlenGeometry geometry;

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "core/impl_table.h"
+#include "fmha/cuda/any.h"
 #include "fmha/sm90/launch.h"
 
 namespace attnops::fmha {
@@ -19,6 +20,7 @@ struct Impl {
   DType dtype;
   int head_dim_qk, head_dim_v;  // the largest
   Launch launch;
+  bool any_rows = false;  // wherever rows start
 
   std::string reject(const Params& p) const {
     if (p.dtype != dtype) return std::string("takes q of ") + name_of(dtype) + ", got " + name_of(p.dtype);
@@ -31,6 +33,7 @@ struct Impl {
     if (p.head_dim_v > head_dim_v) {
       return "takes head_dim_v up to " + std::to_string(head_dim_v) + ", got " + std::to_string(p.head_dim_v);
     }
+    if (any_rows) return "";
     if (!on_bytes(16, p.q, p.dtype, {p.q_stride_token, p.q_stride_head}) ||
         !on_bytes(16, p.out, p.dtype, {p.out_stride_token, p.out_stride_head})) {
       return "rows of q and out must start on 16-byte boundaries";
@@ -60,6 +63,9 @@ constexpr Impl kImpls[] = {
     {"sm90_fp16_hd192", DType::kFloat16, 192, 192, &sm90::launch_fp16_hd192},
     {"sm90_fp16_hd256", DType::kFloat16, 256, 256, &sm90::launch_fp16_hd256},
 #endif
+    {"any_bf16", DType::kBFloat16, kAnyHeadDim, kAnyHeadDim, &launch_any_bf16, true},
+    {"any_fp16", DType::kFloat16, kAnyHeadDim, kAnyHeadDim, &launch_any_fp16, true},
+    {"any_fp32", DType::kFloat32, kAnyHeadDim, kAnyHeadDim, &launch_any_fp32, true},
 };
 
 }  // namespace

@@ -94,6 +94,9 @@ def flashinfer(capability: tuple[int, int]) -> None:
         answers[f"is_sm{arch}_supported"] = lambda device=None: False
     Shim("flashinfer.utils", answers)
     Shim("flashinfer.jit", {"build_jit_specs": lambda *args, **options: None})
+    Shim("flashinfer.jit.utils", {"filename_safe_dtype_map": {torch.float16: "f16", torch.bfloat16: "bf16"}})
+    Shim("flashinfer.jit.attention")
+    Shim("flashinfer.jit.attention.variants", {"attention_sink_decl": dict.fromkeys(("fa2", "fa3", "auto"), "")})
     Shim("flashinfer.quantization", {"packbits": packbits, "segment_packbits": segment_packbits})
     Shim("flashinfer.rope", {"apply_rope_pos_ids": apply_rope_pos_ids})
     sys.modules["flashinfer"].packbits = packbits

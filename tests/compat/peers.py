@@ -161,6 +161,9 @@ def main() -> int:
                     line["test"]: line for line in map(json.loads, path.read_text().splitlines()) if "outcome" in line
                 }
             last.pop("", None)
+            for line in last.values():
+                if line["outcome"] == "started":
+                    line |= {"outcome": "not run", "reason": "stopped with its process"}
             print(f"\n## {kind}\n\n{table(list(last.values()))}", flush=True)
         return 0
     status = 0

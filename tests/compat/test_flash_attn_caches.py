@@ -216,6 +216,25 @@ def test_qv_is_mla(counts, causal, joined):
     assert_lse_close(lse.transpose(-1, -2).reshape(-1, 16), expected[1])
 
 
+@pytest.mark.parametrize(("dim_v", "kv_heads"), [(256, 2), (512, 2), (96, 1)])
+@pytest.mark.parametrize(("seqlen_q", "chunk"), [(1, 0), (20, 0), (3, 7)])
+def test_qv_of_any_heads_adds_its_products_with_values(seqlen_q, chunk, dim_v, kv_heads):
+    generator = torch.Generator().manual_seed(3)
+    q, qv = (torch.randn(2, seqlen_q, 4, n, generator=generator).bfloat16() for n in (64, dim_v))
+    k, v = (torch.randn(2, 40, kv_heads, n, generator=generator).bfloat16() for n in (64, dim_v))
+    lens = torch.tensor([40, 23], dtype=torch.int32)
+    out, lse = fa3.flash_attn_with_kvcache(
+        q, k, v, qv=qv, cache_seqlens=lens, causal=True, attention_chunk=chunk, return_softmax_lse=True
+    )
+    for b, length in enumerate(lens.tolist()):
+        keys = torch.cat([k[b, :length], v[b, :length]], -1)
+        hidden = hidden_keys(seqlen_q, length, True, (-1, -1), chunk)
+        scale = (64 + dim_v) ** -0.5
+        expected = attention(torch.cat([q[b], qv[b]], -1), keys, v[b, :length], hidden, scale)
+        assert relative_error(out[b], expected[0]) <= BOUND
+        assert_lse_close(lse[b].T, expected[1])
+
+
 @pytest.mark.parametrize("splits", [1, 3])
 def test_splits_do_not_depend_on_the_batch(splits):
     problem = paged_problem([1500, 64, 700])

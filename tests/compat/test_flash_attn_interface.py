@@ -131,7 +131,7 @@ def test_one_split_gives_a_request_the_bits_that_it_has_alone():
     [
         ({"only_qv": True}, "does not honour only_qv=True"),
         ({"k_descale": torch.ones(1, 2)}, "k_descale with a cache of torch.bfloat16"),
-        ({"qv": torch.zeros(1, 1, 8, 256)}, "qv of 256 beside q of 64 and 2 KV heads"),
+        ({"qv": torch.zeros(1, 1, 8, 256), "q_descale": torch.ones(1, 2)}, "descales with qv"),
         ({"an_argument_of_tomorrow": 1}, "does not honour an_argument_of_tomorrow="),
     ],
 )

@@ -235,19 +235,6 @@ def test_forward_takes_its_own_options():
     check(ragged.forward(other.q, other.k, other.v, True), None, other.expected())
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"pos_encoding_mode": "ALIBI"}, "pos_encoding_mode='ALIBI'"),
-        ({"prefix_len_ptr": torch.zeros(1)}, "prefix_len_ptr=a tensor"),
-        ({"token_pos_in_items_len": 3}, "token_pos_in_items_len=3"),
-    ],
-)
-def test_what_is_refused(options, words):
-    with pytest.raises(NotImplementedError, match=words):
-        planned(paged_problem(LENGTHS, NEW), **options)
-
-
 def test_calls_that_do_not_fit_the_plan():
     problem = paged_problem(LENGTHS, NEW)
     cache = (problem.k_pages, problem.v_pages)

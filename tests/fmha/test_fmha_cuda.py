@@ -16,8 +16,9 @@ pytestmark = pytest.mark.gpu
 
 TABLE = (Path(__file__).parents[2] / "csrc/fmha/impls.cpp").read_text()
 ROWS = re.findall(r'^    \{"(\w+)",', TABLE, re.MULTILINE)
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DIMS = [(64, 64), (40, 40), (72, 72), (96, 80), (128, 128), (192, 128), (104, 64), (192, 192), (256, 256)]
+DIMS += [(320, 256), (576, 512)]  # of the rows that take any dims
 
 
 def counts() -> dict[str, int]:

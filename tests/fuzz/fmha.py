@@ -16,7 +16,7 @@ from .options import call_options, draw_rules, draw_scales, new_report, pack, re
 from .oracle import Answer, attend, used_keys
 from .xqa import PAGE_SIZES, draw_dtypes, draw_heads
 
-DIMS = [32, 40, 48, 64, 64, 72, 80, 96, 128, 128, 192, 256]
+DIMS = [32, 40, 48, 64, 64, 72, 80, 96, 128, 128, 192, 256, 320, 576]
 
 
 def _bounds(lengths: list[int], first: int = 0) -> list[int]:

@@ -41,6 +41,7 @@ def flashinfer_calls(gqa, mla, ragged, workspace, states) -> dict:
             "BatchPrefillWithPagedKVCacheWrapper",
             "BatchPrefillWithRaggedKVCacheWrapper",
             "BatchAttention",
+            "BatchAttentionWithAttentionSinkWrapper",
         )
     }
     buffers = {"indptr_buffer": indptr.clone(), "indices_buffer": indices.clone(), "last_page_len_buffer": last.clone()}

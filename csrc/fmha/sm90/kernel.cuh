@@ -4,19 +4,6 @@
 
 namespace attnops::fmha::sm90 {
 
-// Rows behind the last request belong to nobody: padding of a captured batch. They must not stay garbage.
-template <typename T>
-__device__ __forceinline__ void clear_padding(const Params& p) {
-  const int64_t first = clamp(p.cu_seqlens_q[p.batch_size], 0, p.num_q_tokens);
-  const int64_t rows = (p.num_q_tokens - first) * p.num_q_heads;
-  for (int64_t i = blockIdx.x; i < rows; i += gridDim.x) {
-    const int64_t token = first + i / p.num_q_heads, head = i % p.num_q_heads;
-    T* out = static_cast<T*>(p.out) + token * p.out_stride_token + head * p.out_stride_head;
-    for (int d = threadIdx.x % 128; d < p.head_dim_v; d += 128) out[d] = T(0.f);
-    if (p.lse != nullptr && threadIdx.x % 128 == 0) p.lse[token * p.num_q_heads + head] = -INFINITY;
-  }
-}
-
 // One CTA an SM, until the plan has no more works: warpgroup 0 brings tiles, the others compute.
 template <class Tr>
 __global__ void __launch_bounds__(Tr::kThreads, 1)

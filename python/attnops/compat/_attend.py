@@ -11,7 +11,8 @@ from torch import Tensor
 from attnops import ops
 from attnops.compat._convert import FP8, gathered, own_cells
 from attnops.compat._positions import alibi_slopes, with_alibi, with_rope
-from attnops.metadata.plan import MAX_HEAD_DIM, XqaDecodePlan
+from attnops.compat._wide import WidePlan, is_wide, wide_decode
+from attnops.metadata.plan import XqaDecodePlan
 from attnops.metadata.plan_parts import xqa_invariant_cuts
 
 
@@ -67,13 +68,13 @@ def decode(
     softmax_scale: float,
     indptr: Tensor | None = None,
     positions: Positions | None = None,
-    plan: XqaDecodePlan | None = None,
+    plan: XqaDecodePlan | WidePlan | None = None,
     window_left: int = -1,
     cuts: int = 0,
     out: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Out and natural lse of ``[B * S_q, H, D]``, with a plan of its own unless it is given one.
+    """Out and natural lse of ``[B * S_q, H, D_v]``, with a plan of its own unless it is given one.
 
     Args:
         q: float8_e4m3fn becomes bfloat16, and so is the output then.
@@ -100,7 +101,15 @@ def decode(
             cuts,
             options,
         )
-    if plan is None:
+    if is_wide(q.shape[-1], v_pages.shape[-1]):
+        given: dict[str, Any] = {
+            "indptr": indptr,
+            "softmax_scale": softmax_scale,
+            "window_left": window_left,
+            "out": out,
+        }
+        return wide_decode(q, k_pages, v_pages, cells, lens, seqlen_q, **given, **options)
+    if not isinstance(plan, XqaDecodePlan):
         plan = new_plan(q, k_pages, lens, seqlen_q, window_left, cuts)
     return ops.xqa_decode(
         q,
@@ -133,7 +142,7 @@ def _changed(
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     """A call over a copy of the pages in use."""
-    dtype, head_dim = q.dtype, q.shape[-1]
+    dtype, head_dim_v = q.dtype, v_pages.shape[-1]
     mode = "NONE" if positions is None else positions.mode
     if positions is not None and mode == "ROPE_LLAMA":
         q, k, v, cells = with_rope(
@@ -144,27 +153,19 @@ def _changed(
         k_scale = options.pop("k_scale", None)
         if k_scale is not None:  # the bias is not scaled by it
             q = q.float() * k_scale.repeat_interleave(q.shape[1] // k_scale.numel()).unsqueeze(1)
-        q, k, v, cells = with_alibi(
-            name, q, k_pages, v_pages, cells, indptr, lens, seqlen_q, softmax_scale, slopes, MAX_HEAD_DIM
-        )
+        q, k, v, cells = with_alibi(name, q, k_pages, v_pages, cells, indptr, lens, seqlen_q, softmax_scale, slopes)
     else:  # e5m2 is exact in both 16-bit dtypes, which are not in one another
         common = q.dtype if k_pages.dtype.itemsize == 1 else torch.float32
         q, k, v = q.to(common), gathered(k_pages, cells).to(common), gathered(v_pages, cells).to(common)
         cells = own_cells(cells)
-    plan = new_plan(q, k, lens, seqlen_q, window_left, cuts)
-    out, lse = ops.xqa_decode(
-        q.contiguous(),
-        k,
-        v,
-        cells,
-        lens,
-        plan,
-        kv_indptr=indptr,
-        softmax_scale=softmax_scale,
-        window_left=window_left,
-        **options,
-    )
-    return out[..., :head_dim].to(dtype), lse
+    given: dict[str, Any] = {
+        "seqlen_q": seqlen_q,
+        "softmax_scale": softmax_scale,
+        "window_left": window_left,
+        "cuts": cuts,
+    }
+    out, lse = decode(name, q.contiguous(), k, v, cells, lens, indptr=indptr, **given, **options)
+    return out[..., :head_dim_v].to(dtype), lse
 
 
 def padded_rows(bounds: Tensor, num_rows: int, seqlen_q: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -111,6 +111,20 @@ def fold_scale(function: str, name: str, scale: float | Tensor | None, device: t
     return (1.0 if scale is None else scale), None
 
 
+def dequantized(q: Tensor, args: tuple) -> Tensor:
+    """Float8 queries as bfloat16, with their scales per head, the first of `args`."""
+    if q.dtype.itemsize > 1:
+        return q
+    return (q.float() * args[0].float().view(-1, 1)).to(torch.bfloat16) if args else q.to(torch.bfloat16)
+
+
+def head_scales(function: str, args: tuple) -> tuple[Tensor, Tensor]:
+    """k's and v's of FlashInfer's FP8 scales per head ``[H_q]``, ``[H_kv]``, ``[H_kv]``, which come by position."""
+    if len(args) != 3 or not all(isinstance(arg, Tensor) for arg in args):
+        raise refuse(function, f"{len(args)} more positional arguments", "FP8 takes three scales per head")
+    return args[1].float().contiguous(), args[2].float().contiguous()
+
+
 def product(*scales: Tensor | None) -> Tensor | None:
     """Of scales on the device; None: 1."""
     given = [scale for scale in scales if scale is not None]

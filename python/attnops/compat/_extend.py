@@ -80,8 +80,16 @@ def varlen(
     plan: FmhaPlan | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Out and natural lse of ragged queries over ragged keys. Without a plan it makes its own."""
+    """Out and natural lse of ragged queries over ragged keys. Without a plan it makes its own.
+
+    Keys whose dtype the op does not take beside q's are converted.
+    """
+    dtype = q.dtype
+    if k.dtype not in (dtype, FP8) or v.dtype != k.dtype:
+        common = dtype if max(k.dtype.itemsize, v.dtype.itemsize) == 1 else torch.float32
+        q, k, v = q.to(common), k.to(common), v.to(common)
     if plan is None:
         plan = new_fmha_plan(q, k.shape[1], bounds.shape[0] - 1, causal, window_left)
         ops.fmha_plan(plan, bounds, bounds_k)
-    return ops.fmha_varlen(q, k, v, bounds, bounds_k, plan, causal=causal, window_left=window_left, **options)
+    out, lse = ops.fmha_varlen(q, k, v, bounds, bounds_k, plan, causal=causal, window_left=window_left, **options)
+    return out.to(dtype), lse

@@ -12,8 +12,8 @@ from attnops.compat._convert import (
     NO_SKIP,
     Cache,
     as_int32,
-    as_sinks,
     check_lse,
+    dequantized,
     gathered,
     keep_in,
     own_cells,
@@ -22,9 +22,9 @@ from attnops.compat._convert import (
 )
 from attnops.compat._errors import names_the_peers
 from attnops.compat._extend import extend
-from attnops.compat._flashinfer_prefill import JIT, Prefill
+from attnops.compat._flashinfer_prefill import Prefill
 from attnops.compat._flashinfer_wrapper import lengths_of
-from attnops.compat._positions import key_positions, llama_angles, rotate
+from attnops.compat._positions import biased_keys, key_positions, llama_angles, rotate
 
 _RUN = {"skip_softmax_threshold_scale_factor": NO_SKIP, "kv_cache_sf": FP4_CACHE}
 
@@ -36,7 +36,8 @@ class BatchPrefillWithPagedKVCacheWrapper:
 
     Args:
         float_workspace_buffer: Names the device; its memory is not needed.
-        kv_layout: "NHD" or "HND". backend: Taken. jit_args, jit_kwargs: None.
+        kv_layout: "NHD" or "HND". backend: Taken, but "cudnn" has offsets in elements, and pages in HND.
+        jit_args, jit_kwargs: None, or of FlashInfer's variant "AttentionSink", whose `run` takes sink and sm_scale.
         custom_mask_buf, mask_indptr_buf: Taken: custom masks are planned without a graph.
     """
 
@@ -58,18 +59,27 @@ class BatchPrefillWithPagedKVCacheWrapper:
         jit_args: list[Any] | None = None,
         jit_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        require_default(self._NAME, {"jit_args": JIT, "jit_kwargs": JIT}, {}, locals())
         buffers = (qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf)
         if use_cuda_graph and any(buffer is None for buffer in buffers):
             raise ValueError("attnops.compat: use_cuda_graph=True needs qo_indptr_buf and the three paged_kv buffers")
         self._buffers = buffers if use_cuda_graph else (None,) * 4
         masks = (custom_mask_buf, mask_indptr_buf)
-        self._prefill = Prefill(self._NAME, float_workspace_buffer, kv_layout, use_cuda_graph, masks)
+        kind = (masks, backend, jit_args, jit_kwargs)
+        self._prefill = Prefill(self._NAME, float_workspace_buffer, kv_layout, use_cuda_graph, *kind)
         self._lens: Tensor | None = None
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
         return self._prefill.graph
+
+    @property
+    def _plan_info(self) -> Any:
+        """What engines look at to learn whether `plan` has run."""
+        return self._prefill if self._prefill.planned else None
+
+    def workspace_size(self, *args: Any, **options: Any) -> tuple[int, int]:
+        """Bytes of the two buffers for a `plan` of these arguments: attnops needs none, so the least."""
+        return 1, 1
 
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
         """Taken: no memory of a workspace is needed."""
@@ -115,12 +125,17 @@ class BatchPrefillWithPagedKVCacheWrapper:
         """Prepares `run`, from tensors on any device. With a custom mask lengths are read on the host, else nothing is.
 
         Args:
-            qo_indptr, paged_kv_indptr: int32 ``[B + 1]``.
+            qo_indptr: int32 ``[B + 1]``; with `backend="cudnn"` in elements.
+            paged_kv_indptr: int32 ``[B + 1]``.
             paged_kv_indices: int32 ``[num_indices]``.
             paged_kv_last_page_len: int32 ``[B]``, 1 to `page_size`.
             custom_mask: bool, every request's ``[q_len, kv_len]`` flattened, one after the other. It replaces `causal`
                 and costs a row for every key.
             packed_custom_mask: The bits of `custom_mask`, little-endian, each request from a byte on.
+            prefix_len_ptr: uint32 ``[B]``, of multi-item scoring: what every item sees. It costs what a mask does.
+            token_pos_in_items_ptr: uint16: of each token behind the prefix its place in its item, 0 for a delimiter.
+            token_pos_in_items_len: Where the next request begins in it.
+            max_item_len_ptr: Taken without effect.
             causal: Bottom-right.
             window_left: Keys at ``[p - window_left, ...]``; -1: off.
             seq_lens: int ``[B]``, the lengths; None: from `paged_kv_indptr` and `paged_kv_last_page_len`.
@@ -137,6 +152,8 @@ class BatchPrefillWithPagedKVCacheWrapper:
             )
         names = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
         tensors = [as_int32(name, what, given[what], device) for what in names]
+        if self._prefill.cudnn:
+            tensors[0] = tensors[0] // (num_qo_heads * head_dim_qk)
         exact = (True, True, False, True)
         bounds, self._indptr, self._indices, last = map(keep_in, self._buffers, tensors, names, exact)
         lens = lengths_of(name, self._indptr, last, page_size)
@@ -175,7 +192,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
 
         Args:
             q: ``[T, H_q, D]``. paged_kv_cache: As of `BatchDecodeWithPagedKVCacheWrapper.run`.
-            args: Of FP8, three scales per head, of q, k and v.
+            args: Of FP8, three scales per head, of q, k and v. With the variant: float32 ``[H_q]``, and a number.
             q_scale, k_scale: Multiply the scores. v_scale: Multiplies the output. Numbers, or tensors of one.
             enable_pdl, use_fp16_softmax, uses_spcompress: Taken: choices among kernels.
 
@@ -184,19 +201,23 @@ class BatchPrefillWithPagedKVCacheWrapper:
         """
         name, prefill = f"{self._NAME}.run", self._prefill
         require_default(name, _RUN, {}, locals())
-        k_pages, v_pages = split_kv(name, paged_kv_cache, prefill.kv_layout)
+        k_pages, v_pages = split_kv(name, paged_kv_cache, "HND" if prefill.cudnn else prefill.kv_layout)
         window = prefill.check(name, q, k_pages, window_left)
         if k_pages.shape[1] != self._page_size:
             raise ValueError(f"attnops.compat: {name}: page_size is {k_pages.shape[1]}, planned was {self._page_size}")
         check_lse(name, lse, q)
-        options = prefill.options(name, q, q_scale, k_scale, v_scale, args)
-        rows = prefill.queries(prefill.dequantized(q, args))
+        options = prefill.options(name, q, q_scale, k_scale, v_scale, args, sinks)
+        rows = prefill.queries(name, dequantized(q, args), options)
         cells, indptr = self._indices, self._indptr
-        if prefill.rope is not None:
-            positions, _ = key_positions(cells, indptr, prefill.k_lens, self._page_size)
-            angles = llama_angles(positions, k_pages.shape[-1], *prefill.rope)
-            k_pages = rotate(gathered(k_pages, cells).to(rows.dtype), *angles, interleaved=False)
-            v_pages, cells = gathered(v_pages, cells).to(rows.dtype), own_cells(cells)
+        if prefill.rope is not None or prefill.alibi:
+            positions, lengths = key_positions(cells, indptr, prefill.k_lens, self._page_size)
+            k_pages, v_pages = gathered(k_pages, cells).to(rows.dtype), gathered(v_pages, cells).to(rows.dtype)
+            cells = own_cells(cells)
+            if prefill.rope is not None:
+                angles = llama_angles(positions, k_pages.shape[-1], *prefill.rope)
+                k_pages = rotate(k_pages, *angles, interleaved=False)
+            else:
+                k_pages = biased_keys(k_pages, positions - lengths + 1)
         masked = prefill.masked is not None
         result = extend(
             rows,
@@ -207,7 +228,6 @@ class BatchPrefillWithPagedKVCacheWrapper:
             prefill.masked.bounds if prefill.masked is not None else prefill.bounds,
             indptr=indptr,
             window_left=window,
-            sinks=as_sinks(sinks, q.shape[1], name),
             plan=prefill.tiles(rows, window),
             out=None if masked else out,
             return_lse=return_lse or lse is not None,
@@ -233,10 +253,15 @@ class BatchPrefillWithPagedKVCacheWrapper:
         sm_scale: float | None = None,
         rope_scale: float | None = None,
         rope_theta: float | None = None,
+        *,
+        return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """`run` with options that replace those of `plan`, also where they are left out, as in the peer."""
         self._prefill.choose(f"{self._NAME}.forward", locals())
-        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale)
+        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
+
+    def forward_return_lse(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        return self.forward(*args, return_lse=True, **options)  # type: ignore[return-value]
 
     def end_forward(self) -> None:
         """Nothing to do."""

@@ -9,24 +9,50 @@ import torch
 from torch import Tensor
 
 from attnops import ops
-from attnops.compat._convert import as_dtype, check_kv_layout, finish, fold_scale, refuse, require_default, with_lse
+from attnops.compat._convert import (
+    as_dtype,
+    as_sinks,
+    check_kv_layout,
+    finish,
+    fold_scale,
+    head_scales,
+    refuse,
+    with_lse,
+)
 from attnops.compat._extend import new_fmha_plan
-from attnops.compat._masks import MaskedRows, masked_rows
-from attnops.compat._positions import check_mode, llama_angles, rotate
+from attnops.compat._masks import MaskedRows, items_mask, masked_rows
+from attnops.compat._positions import alibi_slopes, biased_queries, check_mode, llama_angles, owner_of, rotate
 from attnops.metadata.fmha_plan import FmhaPlan
 
-_ITEMS = "there is no multi-item scoring; leave the default"
-_INSTEAD = dict.fromkeys(
-    ("prefix_len_ptr", "token_pos_in_items_ptr", "token_pos_in_items_len", "max_item_len_ptr"), _ITEMS
-)
-JIT = "attnops compiles nothing at run time; leave it None"
+JIT = "attnops compiles nothing at run time; leave it None, or ask for the variant AttentionSink"
+
+
+def _asks_for_sinks(name: str, jit_args: Any, jit_kwargs: Any) -> bool:
+    """Whether FlashInfer is asked for its variant with sinks, which `ops.fmha_*` serve. Any other is refused."""
+    if jit_args is None and jit_kwargs is None:
+        return False
+    if jit_args is None or list(jit_args[7:12]) != [["sink"], ["float"], ["sm_scale"], ["double"], "AttentionSink"]:
+        raise refuse(name, "jit_args", JIT)
+    return True
 
 
 class Prefill:
     """What both wrappers plan: masks, positions, scales, and a tile order for each number of query rows."""
 
-    def __init__(self, name: str, buffer: Tensor, kv_layout: str, graph: bool, mask_buffers: tuple[Any, Any]) -> None:
+    def __init__(
+        self,
+        name: str,
+        buffer: Tensor,
+        kv_layout: str,
+        graph: bool,
+        mask_buffers: tuple[Any, Any],
+        backend: str,
+        jit_args: Any,
+        jit_kwargs: Any,
+    ) -> None:
         check_kv_layout(name, kv_layout)
+        self.takes_sink = _asks_for_sinks(name, jit_args, jit_kwargs)
+        self.cudnn = backend == "cudnn"  # offsets are in elements, pages have heads first
         self.name, self.device, self.kv_layout, self.graph = name, buffer.device, kv_layout, graph
         self.mask_buffers = mask_buffers
         self.planned = False
@@ -35,7 +61,6 @@ class Prefill:
     def plan(self, given: dict[str, Any], bounds: Tensor, k_lens: Tensor, bounds_k: Tensor | None) -> None:
         """Takes `plan`'s arguments. `bounds_k`: of ragged keys; None: `k_lens` in pages."""
         name = f"{self.name}.plan"
-        require_default(name, _INSTEAD, {"token_pos_in_items_len": 0}, given)
         if bounds.shape[0] != k_lens.shape[0] + 1:
             raise ValueError(
                 f"attnops.compat: {name}: qo_indptr must be [B + 1] of {k_lens.shape[0]} requests, "
@@ -48,12 +73,16 @@ class Prefill:
         self.masked: MaskedRows | None = None
         self.choose(name, given)
         self.bounds, self.k_lens, self.bounds_k = bounds, k_lens, bounds_k
-        if given["custom_mask"] is not None or given["packed_custom_mask"] is not None:
+        masks = [given["custom_mask"], given["packed_custom_mask"]]
+        items = [given["prefix_len_ptr"], given["token_pos_in_items_ptr"]]
+        if any(mask is not None for mask in masks + items):
             if self.graph:
                 raise refuse(name, "a custom mask with use_cuda_graph", "plan without a graph, or use causal")
-            q_lens = (bounds[1:] - bounds[:-1]).tolist()
-            masks = given["custom_mask"], given["packed_custom_mask"]
-            self.masked = masked_rows(name, *masks, q_lens, k_lens.tolist(), self.device)
+            q_lens, lens = bounds.diff().tolist(), k_lens.tolist()
+            if all(mask is None for mask in masks):
+                places = (items[0], items[1], given["token_pos_in_items_len"])
+                masks[0] = items_mask(name, *places, q_lens, lens, self.device)
+            self.masked = masked_rows(name, masks[0], masks[1], q_lens, lens, self.device)
             self.causal = True  # which the mask takes the place of
         self.planned = True
         if not self.graph:
@@ -65,12 +94,11 @@ class Prefill:
         """What `forward` may choose anew after `plan`; a mask stays."""
         mode = given["pos_encoding_mode"]
         check_mode(name, mode)
-        if mode == "ALIBI":
-            raise refuse(name, "pos_encoding_mode='ALIBI'", "prefill has no bias; use NONE or ROPE_LLAMA")
+        self.alibi = mode == "ALIBI"
         self.scale = self.head_dim**-0.5 if given["sm_scale"] is None else given["sm_scale"]
         self.causal, self.window = bool(given["causal"]) or self.masked is not None, given["window_left"]
         self.cap = given["logits_soft_cap"] or 0.0
-        self.rope = (given["rope_scale"], given["rope_theta"]) if mode != "NONE" else None
+        self.rope = (given["rope_scale"], given["rope_theta"]) if mode == "ROPE_LLAMA" else None
 
     def tiles(self, rows: Tensor, window: int) -> FmhaPlan:
         """The plan for queries of this shape, made at their first call."""
@@ -101,14 +129,22 @@ class Prefill:
                 raise ValueError(f"attnops.compat: {name}: {what} is {got}, planned was {planned}")
         return self.window if window is None else window
 
-    def queries(self, q: Tensor) -> Tensor:
-        """Turned and spread as the plan says."""
-        if self.rope is not None:
+    def queries(self, name: str, q: Tensor, options: dict[str, Any]) -> Tensor:
+        """Turned, biased and spread as the plan says. Scales that a bias must not meet leave `options`."""
+        if self.rope is not None or self.alibi:
             begins, token = self.bounds.long(), torch.arange(q.shape[0], device=q.device)
-            last = self.k_lens.shape[0] - 1
-            request = (torch.searchsorted(begins, token, right=True) - 1).clamp(0, max(last, 0))
-            ends = begins[1:][request] - self.k_lens.long()[request]
-            q = rotate(q, *llama_angles(token - ends, q.shape[-1], *self.rope), interleaved=False)
+            request = owner_of(token, begins)
+            ahead = begins[1:][request] - 1 - token
+        if self.rope is not None:
+            position = self.k_lens.long()[request] - 1 - ahead
+            q = rotate(q, *llama_angles(position, q.shape[-1], *self.rope), interleaved=False)
+        if self.alibi:
+            scale, k_scale = options["softmax_scale"], options.pop("k_scale")
+            if scale == 0:
+                raise refuse(name, "ALiBi with a softmax scale of 0", "give another scale")
+            if k_scale is not None:
+                q = q.float() * k_scale.repeat_interleave(q.shape[1] // k_scale.numel()).unsqueeze(1)
+            q = biased_queries(q, alibi_slopes(q.shape[1], q.device).expand(q.shape[:2]) / scale, ahead)
         return q if self.masked is None else self.masked.spread(q)
 
     def finish(
@@ -127,13 +163,18 @@ class Prefill:
             natural = None if natural is None else self.masked.gather(natural, num_queries, -math.inf)
         return with_lse(finish(rows, out, self.o_dtype or dtype), natural, lse, return_lse)
 
-    def options(self, name: str, q: Tensor, q_scale: Any, k_scale: Any, v_scale: Any, args: tuple) -> dict[str, Any]:
-        """Of the op. `args`: FlashInfer's FP8 scales per head ``[H_q]``, ``[H_kv]``, ``[H_kv]``, by position."""
+    def options(
+        self, name: str, q: Tensor, q_scale: Any, k_scale: Any, v_scale: Any, args: tuple, sinks: Tensor | None = None
+    ) -> dict[str, Any]:
+        """Of the op. `args`: FlashInfer's FP8 scales per head, by position, as `head_scales` takes them; or, of its
+        variant with sinks, these and the softmax scale."""
         scale, k_heads, v_heads = self.scale, None, None
-        if args:
-            if len(args) != 3 or not all(isinstance(arg, Tensor) for arg in args):
-                raise refuse(name, f"{len(args)} more positional arguments", "FP8 takes three scales per head")
-            k_heads, v_heads = args[1].float().contiguous(), args[2].float().contiguous()
+        if self.takes_sink:
+            if len(args) != 2 or not isinstance(args[0], Tensor):
+                raise refuse(name, f"{len(args)} more positional arguments", "AttentionSink takes sink and sm_scale")
+            sinks, scale = args[0], float(args[1])
+        elif args:
+            k_heads, v_heads = head_scales(name, args)
         for what, given in (("q_scale", q_scale), ("k_scale", k_scale)):
             factor, on_device = fold_scale(name, what, given, q.device)
             scale *= factor
@@ -145,11 +186,4 @@ class Prefill:
             v_heads = factors if v_heads is None else v_heads * factors
         masked = {} if self.masked is None else {"tree_mask": self.masked.tree_mask}
         scales = {"softmax_scale": scale, "k_scale": k_heads, "v_scale": v_heads, "logit_cap": self.cap}
-        return {**scales, **masked, "causal": self.causal}
-
-    @staticmethod
-    def dequantized(q: Tensor, args: tuple) -> Tensor:
-        """FP8 queries as bfloat16, with their scales per head."""
-        if q.dtype.itemsize > 1:
-            return q
-        return (q.float() * args[0].float().view(-1, 1)).to(torch.bfloat16) if args else q.to(torch.bfloat16)
+        return {**scales, **masked, "causal": self.causal, "sinks": as_sinks(sinks, q.shape[1], name)}

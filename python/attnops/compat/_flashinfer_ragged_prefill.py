@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.compat._convert import FP4_CACHE, as_int32, check_lse, keep_in, refuse, require_default
+from attnops.compat._convert import FP4_CACHE, as_int32, check_lse, dequantized, keep_in, refuse, require_default
 from attnops.compat._errors import names_the_peers
 from attnops.compat._extend import varlen
-from attnops.compat._flashinfer_prefill import JIT, Prefill
-from attnops.compat._positions import llama_angles, rotate
+from attnops.compat._flashinfer_prefill import Prefill
+from attnops.compat._positions import biased_keys, llama_angles, owner_of, rotate
 
 
 class BatchPrefillWithRaggedKVCacheWrapper:
@@ -34,16 +34,25 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         jit_args: list[Any] | None = None,
         jit_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        require_default(self._NAME, {"jit_args": JIT, "jit_kwargs": JIT}, {}, locals())
         if use_cuda_graph and (qo_indptr_buf is None or kv_indptr_buf is None):
             raise ValueError("attnops.compat: use_cuda_graph=True needs qo_indptr_buf and kv_indptr_buf")
         self._buffers = (qo_indptr_buf, kv_indptr_buf) if use_cuda_graph else (None, None)
         masks = (custom_mask_buf, mask_indptr_buf)
-        self._prefill = Prefill(self._NAME, float_workspace_buffer, kv_layout, use_cuda_graph, masks)
+        kind = (masks, backend, jit_args, jit_kwargs)
+        self._prefill = Prefill(self._NAME, float_workspace_buffer, kv_layout, use_cuda_graph, *kind)
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
         return self._prefill.graph
+
+    @property
+    def _plan_info(self) -> Any:
+        """What engines look at to learn whether `plan` has run."""
+        return self._prefill if self._prefill.planned else None
+
+    def workspace_size(self, *args: Any, **options: Any) -> tuple[int, int]:
+        """Bytes of the two buffers for a `plan` of these arguments: attnops needs none, so the least."""
+        return 1, 1
 
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
         """Taken: no memory of a workspace is needed."""
@@ -87,14 +96,18 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         """Prepares `run`. `kv_indptr`: int32 ``[B + 1]``; `seq_lens` and what follows say the same, and are taken.
 
         Args:
-            v_indptr, o_indptr: None: v stands as k does, the output as q.
+            qo_indptr, kv_indptr: With `backend="cudnn"` in elements, as that backend's users give them.
+            v_indptr, o_indptr: Of that backend, taken: v stands as k does, the output as q. Of others None.
         """
         given = locals()  # before any local of its own: a tracer reads them all
         name, prefill = f"{self._NAME}.plan", self._prefill
-        require_default(name, dict.fromkeys(("v_indptr", "o_indptr"), "v lies as k does, out as q"), {}, given)
+        if not prefill.cudnn:
+            require_default(name, dict.fromkeys(("v_indptr", "o_indptr"), "v lies as k does, out as q"), {}, given)
         bounds = as_int32(name, "qo_indptr", qo_indptr, prefill.device)
-        bounds = keep_in(self._buffers[0], bounds, "qo_indptr", True)
         bounds_k = as_int32(name, "kv_indptr", kv_indptr, prefill.device)
+        if prefill.cudnn:
+            bounds, bounds_k = bounds // (num_qo_heads * head_dim_qk), bounds_k // (num_kv_heads * head_dim_qk)
+        bounds = keep_in(self._buffers[0], bounds, "qo_indptr", True)
         bounds_k = keep_in(self._buffers[1], bounds_k, "kv_indptr", True)
         self._prefill.plan(given, bounds, bounds_k[1:] - bounds_k[:-1], bounds_k)
 
@@ -131,10 +144,10 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         window = prefill.check(name, q, k, None)
         check_lse(name, lse, q)
         options = prefill.options(name, q, q_scale, k_scale, v_scale, args)
-        rows = prefill.queries(prefill.dequantized(q, args))
+        rows = prefill.queries(name, dequantized(q, args), options)
         assert prefill.bounds_k is not None
-        if prefill.rope is not None:
-            k, v = _turned(k, prefill.bounds_k, prefill.rope).to(rows.dtype), v.to(rows.dtype)
+        if prefill.rope is not None or prefill.alibi:
+            k, v = _changed(k, prefill.bounds_k, prefill.rope).to(rows.dtype), v.to(rows.dtype)
         bounds = prefill.masked.bounds if prefill.masked is not None else prefill.bounds
         plan = prefill.tiles(rows, window)
         result = varlen(
@@ -167,20 +180,27 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         sm_scale: float | None = None,
         rope_scale: float | None = None,
         rope_theta: float | None = None,
+        *,
+        return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """`run` with options that replace those of `plan`, also where they are left out, as in the peer."""
         self._prefill.choose(f"{self._NAME}.forward", locals())
-        return self.run(q, k, v)
+        return self.run(q, k, v, return_lse=return_lse)
+
+    def forward_return_lse(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        return self.forward(*args, return_lse=True, **options)  # type: ignore[return-value]
 
     def end_forward(self) -> None:
         """Nothing to do."""
 
 
-def _turned(k: Tensor, bounds: Tensor, rope: tuple[float | None, float | None]) -> Tensor:
-    """Ragged keys at their positions."""
-    token, begins = torch.arange(k.shape[0], device=k.device), bounds.long()
-    request = (torch.searchsorted(begins, token, right=True) - 1).clamp(0, max(bounds.shape[0] - 2, 0))
-    return rotate(k, *llama_angles(token - begins[request], k.shape[-1], *rope), interleaved=False)
+def _changed(k: Tensor, bounds: Tensor, rope: tuple[float | None, float | None] | None) -> Tensor:
+    """Ragged keys turned at their positions, or with ALiBi's dimensions."""
+    token, bounds = torch.arange(k.shape[0], device=k.device), bounds.long()
+    request = owner_of(token, bounds)
+    if rope is None:
+        return biased_keys(k, token - bounds[request + 1] + 1)
+    return rotate(k, *llama_angles(token - bounds[request], k.shape[-1], *rope), interleaved=False)
 
 
 @names_the_peers("single_prefill_with_kv_cache")

@@ -19,8 +19,10 @@ from attnops.compat._convert import (
     as_sinks,
     check_kv_layout,
     check_lse,
+    dequantized,
     finish,
     fold_scale,
+    head_scales,
     keep_in,
     product,
     refuse,
@@ -30,6 +32,7 @@ from attnops.compat._convert import (
 )
 from attnops.compat._errors import names_the_peers
 from attnops.compat._positions import check_mode
+from attnops.compat._wide import WidePlan, is_wide
 from attnops.metadata.plan import XqaDecodePlan
 
 
@@ -83,8 +86,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
         self._paged_kv_indptr_buf, self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf = buffers
         self._use_cuda_graph = use_cuda_graph
         self._use_tensor_cores = use_tensor_cores
-        self._plans: dict[int, XqaDecodePlan] = {}  # by window
-        self._plan: XqaDecodePlan | None = None
+        self._plans: dict[int, XqaDecodePlan | WidePlan] = {}  # by window
+        self._plan: XqaDecodePlan | WidePlan | None = None
 
     @property
     def use_tensor_cores(self) -> bool:
@@ -93,6 +96,15 @@ class BatchDecodeWithPagedKVCacheWrapper:
     @property
     def is_cuda_graph_enabled(self) -> bool:
         return self._use_cuda_graph
+
+    @property
+    def _plan_info(self) -> Any:
+        """What engines look at to learn whether `plan` has run."""
+        return self._plan
+
+    def workspace_size(self, *args: Any, **options: Any) -> tuple[int, int]:
+        """Bytes of the two buffers for a `plan` of these arguments: attnops needs none, so the least."""
+        return 1, 1
 
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
         """Taken: no memory of a workspace is needed."""
@@ -185,22 +197,31 @@ class BatchDecodeWithPagedKVCacheWrapper:
         if last_plan is None or last_plan.key != key or last_plan.fixed_split_tokens != -self._cuts:
             if last_plan is not None and self._use_cuda_graph:
                 raise ValueError("attnops.compat: use_cuda_graph fixes the geometry: make a wrapper for each")
-            self._plan = XqaDecodePlan.allocate(device=self._device, fixed_split_tokens=-self._cuts, **key)
+            self._plan = self._new_plan(key)
             self._plans = {window_left: self._plan}
             self._lens = lengths
         else:
             self._lens.copy_(lengths)
         for plan in self._plans.values():
-            ops.xqa_decode_plan(plan, self._lens)
+            self._fill(plan)
 
     begin_forward = plan
+
+    def _new_plan(self, key: dict[str, Any]) -> XqaDecodePlan | WidePlan:
+        if is_wide(key["head_dim"], key["head_dim"]):
+            return WidePlan(key, -self._cuts)
+        return XqaDecodePlan.allocate(device=self._device, fixed_split_tokens=-self._cuts, **key)
+
+    def _fill(self, plan: XqaDecodePlan | WidePlan) -> None:
+        if isinstance(plan, XqaDecodePlan):
+            ops.xqa_decode_plan(plan, self._lens)
 
     @names_the_peers("BatchDecodeWithPagedKVCacheWrapper.run", k_pages="of paged_kv_cache", v_pages="of paged_kv_cache")
     def run(
         self,
         q: Tensor,
         paged_kv_cache: Cache,
-        *,
+        *args: Any,
         q_scale: float | Tensor | None = None,
         k_scale: float | Tensor | None = None,
         v_scale: float | Tensor | None = None,
@@ -219,6 +240,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         Args:
             q: ``[B * q_len_per_req, H_q, D]``.
             paged_kv_cache: ``[P, 2, page_size, H_kv, D]`` (NHD), ``[P, 2, H_kv, page_size, D]`` (HND), or a pair.
+            args: Of FP8, three scales per head, of q, k and v: float32 ``[H_q]``, ``[H_kv]``, ``[H_kv]``.
             q_scale, k_scale: Multiply the scores. v_scale: Multiplies the output. Numbers, or tensors of one.
             enable_pdl: Taken: a choice among launches.
             window_left, q_len_per_req: None, or as planned.
@@ -243,6 +265,10 @@ class BatchDecodeWithPagedKVCacheWrapper:
         ):
             if got is not None and got != planned:
                 raise ValueError(f"attnops.compat: {name}: {what} is {got}, planned was {planned}")
+        k_heads = v_heads = None
+        if args:
+            k_heads, v_heads = head_scales(name, args)
+            q = dequantized(q, args)
         return self._attend(
             name,
             q,
@@ -256,6 +282,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
             lse,
             return_lse,
             as_sinks(sinks, q.shape[1], name),
+            k_heads,
+            v_heads,
         )
 
     def _attend(
@@ -264,7 +292,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         q: Tensor,
         k_pages: Tensor,
         v_pages: Tensor,
-        plan: XqaDecodePlan,
+        plan: XqaDecodePlan | WidePlan,
         q_scale: float | Tensor | None,
         k_scale: float | Tensor | None,
         v_scale: float | Tensor | None,
@@ -272,6 +300,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
         lse: Tensor | None,
         return_lse: bool,
         sinks: Tensor | None,
+        on_device: Tensor | None = None,
+        v_heads: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         if q.shape[0] != plan.batch_size * plan.seqlen_q:
             raise ValueError(
@@ -280,10 +310,10 @@ class BatchDecodeWithPagedKVCacheWrapper:
             )
         check_lse(name, lse, q)
         scale = self._scale
-        on_device = None
         if q_scale is not None:
-            factor, on_device = fold_scale(name, "q_scale", q_scale, q.device)
+            factor, of_queries = fold_scale(name, "q_scale", q_scale, q.device)
             scale *= factor
+            on_device = product(on_device, of_queries)
         if k_scale is not None:
             factor, of_keys = fold_scale(name, "k_scale", k_scale, q.device)
             scale *= factor
@@ -294,11 +324,12 @@ class BatchDecodeWithPagedKVCacheWrapper:
             "logit_cap": self._cap,
             "sinks": sinks,
             "k_scale": on_device,
-            "v_scale": None if v_scale is None else as_scale(name, "v_scale", v_scale, q.device),
+            "v_scale": v_heads if v_scale is None else product(v_heads, as_scale(name, "v_scale", v_scale, q.device)),
             "return_lse": return_lse or lse is not None,
         }
         dtype = self._o_dtype or q.dtype
-        if dtype == q.dtype and is_plain(q, k_pages, self._positions):
+        plain = dtype == q.dtype and is_plain(q, k_pages, self._positions)
+        if plain and isinstance(plan, XqaDecodePlan):
             result, natural = ops.xqa_decode(
                 q, k_pages, v_pages, self._indices, self._lens, plan, kv_indptr=self._indptr, out=out, **options
             )
@@ -362,12 +393,12 @@ class BatchDecodeWithPagedKVCacheWrapper:
         k_pages, v_pages = split_kv(name, paged_kv_cache, self._kv_layout)
         return self._attend(name, q, k_pages, v_pages, plan, q_scale, k_scale, v_scale, None, None, return_lse, None)
 
-    def _replanned(self, window_left: int) -> XqaDecodePlan:
+    def _replanned(self, window_left: int) -> XqaDecodePlan | WidePlan:
         """The plan for a window other than that of `plan`, which fills it anew from then on."""
         assert self._plan is not None
         key: dict[str, Any] = self._plan.key | {"window_left": window_left}
-        plan = XqaDecodePlan.allocate(device=self._device, fixed_split_tokens=-self._cuts, **key)
-        ops.xqa_decode_plan(plan, self._lens)
+        plan = self._new_plan(key)
+        self._fill(plan)
         self._plans[window_left] = plan
         return plan
 

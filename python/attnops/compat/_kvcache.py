@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnops import ops
 from attnops.compat._attend import Positions, decode, padded_rows, ragged_decode
-from attnops.compat._convert import FP8, as_int32, as_sinks, joined_latents, refuse, to_dtype
+from attnops.compat._convert import FP8, as_int32, as_sinks, gathered, joined_latents, own_cells, refuse, to_dtype
 from attnops.compat._extend import extend
 from attnops.compat._positions import rotate
 from attnops.metadata.plan import MlaDecodePlan
@@ -161,7 +161,9 @@ class Call:
             lens = (lens - pad).clamp(min=0)
         else:
             k_cache, v_cache = self.k_cache, self.v_cache
-        if self.qv is not None:
+        if self.qv is not None and not self._is_mla():
+            rows, k_cache, v_cache, table = self._joined(rows, k_cache, v_cache, table)
+        elif self.qv is not None:
             return self._latent(rows, k_cache, v_cache, table, lens, causal, left, right)
         dtype = rows.dtype
         rows, v_factor, scales = self._descaled(rows)
@@ -276,6 +278,21 @@ class Call:
         lses = [lse for _, lse in parts if lse is not None]
         return torch.cat([out for out, _ in parts]), torch.cat(lses) if lses else None
 
+    def _is_mla(self) -> bool:
+        """Whether `mla_decode` serves q and qv: 64 and 512 dims, and one KV head."""
+        return self.qv is not None and (self.q.shape[-1], self.qv.shape[-1], self.k_cache.shape[2]) == (64, 512, 1)
+
+    def _joined(
+        self, rows: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q with qv behind it, and copies of the pages in use: keys with values behind them, and values."""
+        assert self.qv is not None
+        if any(scale is not None for scale in (self.q_descale, self.k_descale, self.v_descale)):
+            raise refuse(self.name, "descales with qv", "MLA of 512 and 64 dims and one KV head has them")
+        qv = self.qv if self.cu_seqlens_q is not None else self.qv.flatten(0, 1)
+        v = gathered(v_cache, table)
+        return torch.cat([rows, qv], -1), torch.cat([gathered(k_cache, table), v], -1), v, own_cells(table)
+
     def _latent(
         self,
         rows: Tensor,
@@ -290,12 +307,6 @@ class Call:
         """MLA: q is the rotary part, qv the latent one; so are the two caches."""
         qv = self.qv
         assert qv is not None
-        if (rows.shape[-1], qv.shape[-1], k_cache.shape[2]) != (64, 512, 1):
-            raise refuse(
-                self.name,
-                f"qv of {qv.shape[-1]} beside q of {rows.shape[-1]} and {k_cache.shape[2]} KV heads",
-                "MLA is 512, 64 and one",
-            )
         if right > 0 or self.attention_chunk > 0 or self.slopes is not None:
             raise refuse(self.name, "qv with a right window, attention_chunk or alibi_slopes", "leave them out")
         if self.cu_seqlens_q is None:

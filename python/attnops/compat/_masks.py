@@ -82,6 +82,42 @@ def masked_rows(
     return MaskedRows(bounds, sum(rows), row_of_query, _pack(visible))
 
 
+def items_mask(
+    function: str,
+    prefix_lens: Tensor | None,
+    places: Tensor | None,
+    stride: int,
+    q_lens: list[int],
+    k_lens: list[int],
+    device: torch.device,
+) -> Tensor:
+    """The `custom_mask` of multi-item scoring: every item sees the prefix and itself, a delimiter the prefix alone.
+
+    Args:
+        prefix_lens: uint32 ``[B]``. places: uint16: of each token behind the prefix its place in its item, 0 for the
+            delimiter ahead of it; request b begins at ``b * stride``.
+
+    Raises:
+        ValueError: one is missing, or `places` ends before a request does.
+    """
+    if prefix_lens is None or places is None:
+        raise ValueError(f"attnops.compat: {function}: prefix_len_ptr and token_pos_in_items_ptr come together")
+    prefixes, places = prefix_lens.reshape(-1).tolist(), places.reshape(-1).to(device, torch.int64)
+    parts = []
+    for request, (q_len, k_len, prefix) in enumerate(zip(q_lens, k_lens, prefixes, strict=True)):
+        mine = places[request * stride :][: max(k_len - prefix, 0)]
+        if mine.shape[0] < k_len - prefix:
+            raise ValueError(
+                f"attnops.compat: {function}: token_pos_in_items_ptr must hold {k_len - prefix} places of request "
+                f"{request}, got {mine.shape[0]}"
+            )
+        key = torch.arange(k_len, device=device)
+        query = key[k_len - q_len :].unsqueeze(1)
+        place = torch.cat([key[:prefix] + 1, mine])[k_len - q_len :].unsqueeze(1)
+        parts.append(((key <= query) & ((key < prefix) | (query < key + place))).flatten())
+    return torch.cat([torch.empty(0, dtype=torch.bool, device=device), *parts])
+
+
 def _check_size(function: str, name: str, mask: Tensor, size: int, dtype: torch.dtype) -> None:
     if mask.dtype != dtype or mask.numel() != size:
         raise ValueError(

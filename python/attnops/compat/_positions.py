@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attnops.compat._convert import gathered, own_cells, refuse
+from attnops.compat._wide import is_wide
 
 MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
 _BIAS_DIMS = 8  # what keeps head dims a multiple of 8; two are used
@@ -52,6 +53,11 @@ def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
     steps = torch.arange(1, n + 1, dtype=torch.float64, device=device)
     more = 2 * torch.arange(num_heads - n, dtype=torch.float64, device=device) + 1
     return torch.cat([2.0 ** (-8 / n * steps), 2.0 ** (-4 / n * more)]).float()
+
+
+def owner_of(token: Tensor, bounds: Tensor) -> Tensor:
+    """The request that each token belongs to; those outside all belong to the nearest."""
+    return (torch.searchsorted(bounds, token, right=True) - 1).clamp(0, max(bounds.shape[0] - 2, 0))
 
 
 def query_positions(lens: Tensor, seqlen_q: int) -> Tensor:
@@ -107,30 +113,42 @@ def with_alibi(
     seqlen_q: int,
     softmax_scale: float,
     slopes: Tensor,
-    max_head_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """float32 q and a float32 copy of the cache whose products hold ALiBi's bias in two more dimensions, and its table.
 
     The bias of key j to the query at p is ``slope * (j - p)``; positions count from the request's end, where they are
-    exact. The last ``q.shape[-1] - D`` dimensions of the output are zeros.
+    exact. Where v is wider than its cache, the last dimensions of the output are zeros.
 
     Args:
         slopes: float32 ``[H]`` or ``[B, H]``.
     """
     if softmax_scale == 0:
         raise refuse(function, "ALiBi with a softmax scale of 0", "give another scale")
-    if q.shape[-1] + _BIAS_DIMS > max_head_dim:
-        raise refuse(function, f"ALiBi with head_dim={q.shape[-1]}", f"it is served up to {max_head_dim - _BIAS_DIMS}")
     positions, lengths = key_positions(cells, indptr, lens, k_pages.shape[1])
     k, v = gathered(k_pages, cells).float(), gathered(v_pages, cells).float()
-    bias = k.new_zeros(*k.shape[:-1], _BIAS_DIMS)
-    bias[..., 0] = (positions - lengths + 1).unsqueeze(-1)
-    bias[..., 1] = 1
     ahead = torch.arange(seqlen_q - 1, -1, -1, dtype=torch.float32, device=q.device).repeat(lens.shape[0])
     slope = slopes.float().to(q.device) / softmax_scale
     slope = slope.repeat_interleave(seqlen_q, 0) if slope.dim() == 2 else slope.expand(q.shape[:2])
+    if not is_wide(k.shape[-1] + _BIAS_DIMS, v.shape[-1] + _BIAS_DIMS):
+        v = torch.nn.functional.pad(v, (0, _BIAS_DIMS))
+    return biased_queries(q, slope, ahead), biased_keys(k, positions - lengths + 1), v, own_cells(cells)
+
+
+def biased_queries(q: Tensor, slope: Tensor, ahead: Tensor) -> Tensor:
+    """float32 queries with ALiBi's dimensions.
+
+    Args:
+        q: ``[T, H, D]``. slope: ``[T, H]``, over the softmax scale. ahead: ``[T]``: tokens behind each in its request.
+    """
     more = q.new_zeros(*q.shape[:-1], _BIAS_DIMS, dtype=torch.float32)
     more[..., 0] = slope
     more[..., 1] = slope * ahead.unsqueeze(1)
-    wide_v = torch.nn.functional.pad(v, (0, _BIAS_DIMS))
-    return torch.cat([q.float(), more], -1), torch.cat([k, bias], -1), wide_v, own_cells(cells)
+    return torch.cat([q.float(), more], -1)
+
+
+def biased_keys(k: Tensor, from_end: Tensor) -> Tensor:
+    """float32 keys ``[..., H, D]`` with ALiBi's dimensions; `from_end` ``[...]``: 0 for the last, else negative."""
+    bias = k.new_zeros(*k.shape[:-1], _BIAS_DIMS, dtype=torch.float32)
+    bias[..., 0] = from_end.unsqueeze(-1)
+    bias[..., 1] = 1
+    return torch.cat([k.float(), bias], -1)

@@ -43,10 +43,12 @@ from attnops.compat._flashinfer_ragged_prefill import (
     single_prefill_with_kv_cache,
     single_prefill_with_kv_cache_return_lse,
 )
+from attnops.compat._flashinfer_sinks import BatchAttentionWithAttentionSinkWrapper
 from attnops.compat._flashinfer_wrapper import BatchDecodeWithPagedKVCacheWrapper
 
 __all__ = [
     "BatchAttention",
+    "BatchAttentionWithAttentionSinkWrapper",
     "BatchDecodeMlaWithPagedKVCacheWrapper",
     "BatchDecodeWithPagedKVCacheWrapper",
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
