@@ -15,8 +15,8 @@ demo: build
 	$(BIN)/python examples/demo.py
 
 test: check
-	$(BIN)/python -m pytest --ignore=tests/triton_kernels $(PYTEST_ARGS)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/triton_kernels
+	$(BIN)/python -m pytest -m "not gpu and not triton" $(PYTEST_ARGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "triton and not gpu" $(PYTEST_ARGS)
 
 # Each engine pins a torch and a transformers of its own: an environment per engine, .venv-<engine>, from
 # requirements/<engine>.txt where there is one. Without it, the engine's tests are skipped with the reason.

@@ -1,4 +1,7 @@
-"""Every test: fixed seed. Tests marked `gpu` run only with `-m gpu`, and only for ops that have a CUDA kernel."""
+"""Every test: fixed seed. Tests marked `gpu` run only with `-m gpu`, and only for ops that have a CUDA kernel.
+
+Tests marked `triton`, which is done here, run Triton's kernels on the CPU and need TRITON_INTERPRET=1 in the environment.
+"""
 
 import os
 import re
@@ -25,15 +28,26 @@ def has_cuda_kernel(op: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"attnops::{op}", "CUDA")
 
 
+def runs_in_interpreter(item):
+    """Whether a CPU test runs Triton's kernels: it lies in their folder, or has "triton" as a value or in a list."""
+    if item.get_closest_marker("gpu"):
+        return False
+    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    named = any(value == ["triton"] or isinstance(value, str) and value == "triton" for value in values)
+    return named or Path(item.path).parent.name == "triton_kernels"
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items):
     for item in items:
         op = FAMILY_OPS.get(Path(item.path).parent.name)
         if op and item.get_closest_marker("gpu") and not has_cuda_kernel(op):
             item.add_marker(pytest.mark.skip(reason=f"{op} has no CUDA kernel in this build"))
         # Triton looks at the variable when its kernels are imported, so it belongs to a whole run of pytest.
-        values = item.callspec.params.values() if hasattr(item, "callspec") else ()
-        if "triton" in values and not item.get_closest_marker("gpu") and "TRITON_INTERPRET" not in os.environ:
-            item.add_marker(pytest.mark.skip(reason="runs in Triton's interpreter: set TRITON_INTERPRET=1"))
+        if runs_in_interpreter(item):
+            item.add_marker(pytest.mark.triton)
+            if "TRITON_INTERPRET" not in os.environ:
+                item.add_marker(pytest.mark.skip(reason="runs in Triton's interpreter: set TRITON_INTERPRET=1"))
 
 
 # What a CUDA table may lack. bf16 and fp16 are served everywhere: a table that refuses them has lost a row, and fails.
