@@ -5,6 +5,7 @@ Prints a line per kernel: its name and the shared memory of a block. Run apart, 
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from functools import partial
 
@@ -55,6 +56,9 @@ def main(arch: int, shared_bytes: int) -> None:
     calls.decode(fp8, softmax_scale=0.1, **options)
     calls.decode(problems.mla_problem([30, 40], num_q_heads=128), softmax_scale=0.1)
     calls.unified(problems.mla_problem([30, 40], [30, 8]), softmax_scale=0.1)
+    ones = problems.paged_problem([3, 40], num_q_heads=1, num_kv_heads=1, head_dim=32, page_size=64)
+    column = ones.page_table[:, :1].contiguous()  # Triton takes integers of 1, such as its stride, for constants
+    calls.decode(dataclasses.replace(ones, page_table=column), softmax_scale=0.1)
 
 
 if __name__ == "__main__":

@@ -240,7 +240,7 @@ def attend_kernel(
         acc, highest, total = accumulate(
             acc, highest, total, queries, queries_pe, begin, paged_end, low, paged_high, 0, position, window_left,
             logit_cap, scale, k_pages + kv_head * kp_head, v_pages + kv_head * vp_head, kp_page, kp_step, vp_page,
-            vp_step, page_table + request * table_row.to(tl.int64), num_pages, tree_row, prefix, count, BLOCK_N, D,
+            vp_step, page_table + request.to(tl.int64) * table_row, num_pages, tree_row, prefix, count, BLOCK_N, D,
             BLOCK_D, DPE, BLOCK_DPE, DV, BLOCK_DV, PAGE_SIZE, CAUSAL, WINDOW, CAP, TREE, FP8, PRECISION,
         )  # fmt: skip
     if NEW:
