@@ -8,6 +8,7 @@ python -m tests.fuzz --seed 7 --case 1234             one, here: what a failure'
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import os
 import sys
@@ -55,6 +56,7 @@ def main() -> None:
     from .runner import Run
 
     run = Run(options.seed, options.device, options.jobs, only, options.prefix.split())
+    run.on_failure = functools.partial(print, "FAILED", flush=True)  # a long run may be cut off
     run.work(options.cases, options.seconds, options.failures)
     print(run.report())
     sys.exit(bool(run.failures or run.never_hit()))

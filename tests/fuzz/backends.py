@@ -53,7 +53,10 @@ def right_eager(draw: Draw) -> None:
         _judge(world, step, out)
         if world.pool is not None and step.tokens and draw.chance(0.15):
             again = world.run(backend, step, save_kv_cache=False, apart=apart)
-            check_same_bits("the same step again, its rows stored already", out, again)
+            if "triton" in (world.name, world.partner):  # its new rows are a tile of their own, or part of a page's
+                _judge(world, step, again)
+            else:
+                check_same_bits("the same step again, its rows stored already", out, again)
     backend.raise_on_fault()
     if world.spec.deterministic and step.shape.uniform and not step.shape.tree:
         _check_alone(world, step, out)

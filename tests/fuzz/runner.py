@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-CASE_SECONDS = 120.0  # a case that takes longer hangs
+CASE_SECONDS = float(os.environ.get("CASE_SECONDS", "120"))  # a case that takes longer hangs
 START_SECONDS = 300.0
 
 
@@ -89,6 +89,7 @@ class Run:
         self.failures: list[str] = []
         self.seen: collections.Counter[str] = collections.Counter()
         self.refused: collections.Counter[str] = collections.Counter()
+        self.on_failure: Callable[[str], None] = lambda line: None  # hears of each at once
         self._lock = threading.Lock()
 
     def work(self, cases: int | None, seconds: float | None, most_failures: int = 20) -> None:
@@ -115,7 +116,7 @@ class Run:
         try:
             self._run_cases(enough)
         except Exception as error:  # a thread that ends in silence would look like a clean run
-            self.failures.append(f"the fuzzer itself: {type(error).__name__}: {error}")
+            self._failed(f"the fuzzer itself: {type(error).__name__}: {error}")
 
     def _run_cases(self, enough: Callable[[], bool]) -> None:
         child = self._start()
@@ -139,7 +140,7 @@ class Run:
         how = "hangs" if code == -9 else f"ends the process ({code})"
         with self._lock:
             self.crashes += 1
-            self.failures.append(f"{self.line_of(index)}  # {how}: {child.last_words()}")
+            self._failed(f"{self.line_of(index)}  # {how}: {child.last_words()}")
 
     def _count(self, index: int, result: dict) -> None:
         with self._lock:
@@ -152,7 +153,11 @@ class Run:
             self.seen.update(result["seen"])
             self.seen[f"family {result['family']}"] += 1
             if result["status"] == "failed":
-                self.failures.append(f"{self.line_of(index)}  # {result['family']}: {result['message']}")
+                self._failed(f"{self.line_of(index)}  # {result['family']}: {result['message']}")
+
+    def _failed(self, line: str) -> None:
+        self.failures.append(line)
+        self.on_failure(line)
 
     def _count_rows(self, answer: str) -> None:
         if answer:
