@@ -1,6 +1,6 @@
 """Every test: fixed seed. Tests marked `gpu` run only with `-m gpu`, and only for ops that have a CUDA kernel.
 
-Tests marked `triton`, which is done here, run Triton's kernels on the CPU and need TRITON_INTERPRET=1 in the environment.
+Tests marked `triton`, which is done here, run Triton's kernels on the CPU and need TRITON_INTERPRET=1.
 """
 
 import os
@@ -33,7 +33,7 @@ def runs_in_interpreter(item):
     if item.get_closest_marker("gpu"):
         return False
     values = item.callspec.params.values() if hasattr(item, "callspec") else ()
-    named = any(value == ["triton"] or isinstance(value, str) and value == "triton" for value in values)
+    named = any(value in ("triton", ["triton"]) for value in values if isinstance(value, (str, list)))
     return named or Path(item.path).parent.name == "triton_kernels"
 
 
