@@ -146,7 +146,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--timeout", type=float, default=60, help="seconds of a test")
     parser.add_argument("--most-crashes", type=int, default=10, help="of a file, before the rest of it is left")
-    parser.add_argument("--only", default="", help="files whose name holds this")
+    parser.add_argument("--only", nargs="+", default=[""], help="files whose name holds one of these")
     parser.add_argument("--json", type=Path, help="where to write a line for every test")
     parser.add_argument("--keep", type=Path, help="a folder for what every file's tests write as they run")
     parser.add_argument("--report", type=Path, help="print the table of such a folder, and run nothing")
@@ -171,7 +171,7 @@ def main() -> int:
         directory = getattr(options, kind)
         if directory is None:
             continue
-        wanted = [name for name in names if options.only in name and (directory / name).exists()]
+        wanted = [name for name in names if any(part in name for part in options.only) and (directory / name).exists()]
         with ThreadPoolExecutor(options.jobs) as pool:
             done = list(pool.map(lambda name: run_file(kind, directory.resolve(), name, options), wanted))  # noqa: B023
         lines = [line for file in done for line in file]
