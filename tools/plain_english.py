@@ -90,18 +90,19 @@ def markdown_blocks(text: str, first_line: int = 1) -> Iterator[tuple[int, str]]
 
 
 def python_blocks(text: str) -> Iterator[tuple[int, str]]:
-    """Docstrings, entry by entry, and the messages of errors."""
+    """Docstrings, entry by entry, and every other text: messages of errors, help of commands."""
+    docstrings: set[int] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             docstring = ast.get_docstring(node, clean=True)
             if docstring:
                 first = node.body[0].lineno
+                docstrings.add(first)
                 yield from docstring_blocks(docstring, first)
-        elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-            for argument in node.exc.args[:1]:
-                message = literal(argument)
-                if message:
-                    yield node.lineno, message
+        elif isinstance(node, (ast.Constant, ast.JoinedStr, ast.BinOp)):
+            message = literal(node)
+            if " " in message and ") -> (" not in message and node.lineno not in docstrings:  # a schema is code
+                yield node.lineno, message
 
 
 def docstring_blocks(text: str, first_line: int) -> Iterator[tuple[int, str]]:

@@ -59,10 +59,9 @@ inline void check_room_for_cuts(const char* op, const SplitKvGeometry& g, const 
   if (rows <= num_partials) return;
   const int longest = static_cast<int>(std::max_element(cache_seqlens, cache_seqlens + g.num_requests) - cache_seqlens);
   fail(op, "out_partial.shape[0] (num_partials) must be at least " + std::to_string(rows) +
-               " for these cache_seqlens (" + std::to_string(cache_seqlens[longest]) + " for request " +
-               std::to_string(longest) + ", the longest), cut every " +
-               std::to_string(g.fixed_split_tiles * g.tile_tokens) + " tokens, got " + std::to_string(num_partials) +
-               ": allocate the plan with a larger max_seqlen_k");
+               " for these cache_seqlens, got " + std::to_string(num_partials) + ". Request " +
+               std::to_string(longest) + " has " + std::to_string(cache_seqlens[longest]) + " tokens, cut every " +
+               std::to_string(g.fixed_split_tiles * g.tile_tokens) + ": allocate the plan with a larger max_seqlen_k");
 }
 
 inline SplitKvPlanTensors checked_split_kv_plan(const char* op, const Tensor& tile_scheduler_metadata,

@@ -1,7 +1,8 @@
 """Sequences and heads over several ranks: which part is a rank's own, and one result of all ranks' parts.
 
-Decode context parallelism deals the tokens of each sequence out over the ranks of a group. Each rank attends with the
-queries of all heads of the group over the keys that it holds, and `combine` gives each rank its own heads. Lengths and
+Decode context parallelism deals the tokens of each sequence out over the ranks of a group. Each rank attends over the
+keys that it holds, with the queries of all heads of the group. `combine` then gives each rank its own heads. Lengths
+and
 slots of a rank: `attnops.ops.context_parallel_seqlens` and `context_parallel_slots`. Nothing reads a device value on
 the host, so a step with NCCL's collectives can be captured.
 """

@@ -60,8 +60,8 @@ def xqa_schedule(
 
     Args:
         cache_seqlens: Tokens of each request, the new ones included.
-        num_kv_heads: Works per request. On a GPU whose parts are a multiple of the heads, give 1 and the number of
-            groups: a group has one part for each head.
+        num_kv_heads: Works per request. A GPU's parts may be a multiple of the heads. Then give 1, and the number of
+            groups as `num_sm_parts`: a group has one part for each head.
         num_sm_parts: Shares of the plan: CTAs, or CPU threads.
         seqlen_q: Query tokens per request.
         window_left: Keys visible before a query; -1: all.

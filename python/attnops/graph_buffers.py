@@ -1,7 +1,7 @@
 """What a step derives from its batch, at addresses that never change: page tables, cumulative lengths, slots.
 
-Allocated once per backend. The views for one shape of a step are made once and are the same for ever, so a graph that
-recorded them can be replayed with any lengths, tables and requests.
+Allocated once per backend. The views for one shape of a step are made once and never change. So a graph that recorded
+them can be replayed with any lengths, tables and requests.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ DecodePlan = XqaDecodePlan | MlaDecodePlan
 class DecodePlans:
     """Split-KV plans of one number of query tokens per request, for every batch size, over one scratch.
 
-    A model's layers run one after another, so plans for different windows share what the splits of a call write; each
-    window has a plan of its own, which all layers with that window use.
+    A model's layers run one after another, so plans for different windows share what the splits of a call write. Each
+    window has a plan, which all layers with that window use.
 
     Args:
         max_batch_size: Of any plan.
@@ -175,8 +175,8 @@ class BlockBuffers:
 class TokenBlocks:
     """A ragged step's tokens in blocks of `width`, so that a decode op takes each block for a request.
 
-    A request's new tokens are cut from the end, where decode ops align queries and keys: its last block holds the last
-    `width` of them, and the first one what remains, behind rows that no token owns. A block sees the keys up to its
+    A request's new tokens are cut from the end, where decode ops align queries and keys. Its last block holds the last
+    `width` of them. The first block holds what remains, behind rows that no token owns. A block sees the keys up to its
     own last token and has its request's pages.
 
     Attributes:

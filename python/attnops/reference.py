@@ -5,8 +5,8 @@ Rules, for the query rows i = 0 .. S_q - 1 of a request with S_k keys (the new t
 * Row i stands at position ``p = S_k - S_q + i`` (bottom-right alignment); at a negative one a causal row sees nothing.
 * causal: keys at positions <= p. window_left: keys >= p - window_left; window_right: keys <= p + window_right; -1: off.
 * chunk_size: keys of the row's own chunk of positions, ``[p // n * n, ...]``; 0: off.
-* tree_mask takes the place of the causal rule among the last S_q keys: row i sees the j-th of them when bit j of its
-  row is set. Keys before them are visible. Windows still apply, by position.
+* tree_mask takes the place of the causal rule among the last S_q keys. Row i sees the j-th of them when its bit j is
+  set. Keys before them are visible. Windows still apply, by position.
 * score = softmax_scale * <q, k>; then logit_cap * tanh(score / logit_cap) when the cap is not 0.
 * sinks: one more logit per query head, with no value. ``lse`` (natural log) leaves it out unless ``sinks_in_lse``.
 * A row without a visible key gives zeros and ``lse = -inf``, sinks or not.

@@ -34,10 +34,12 @@ class AttentionSpec:
         is_mla: Queries are absorbed into the latent space and the cache holds latents.
         attn_type: Of the layers.
         deterministic: A request's output has the same bits whatever else is in its batch.
-        fp8_products: MLA over a float8_e4m3fn cache: kernels may round q and the probabilities to e4m3, which is faster
-            with many heads and off by some 4 % instead of 0.2 % (`ops.mla_decode`). Nothing is rounded unless asked.
-        up_head_dims: MLA: (head_dim, v_head_dim) of the keys and values that the model's layers can make of latents
-            (`layers.UpProjection`), for prefill whose queries are not absorbed; None: they are, always.
+        fp8_products: MLA over a float8_e4m3fn cache: kernels may round q and the probabilities to e4m3
+            (`ops.mla_decode`). That is faster with many heads, and off by some 4 % instead of 0.2 %. Nothing is rounded
+            unless asked.
+        up_head_dims: MLA: (head_dim, v_head_dim) of keys and values that the model's layers make of latents
+            (`layers.UpProjection`). Prefill then takes queries that are not absorbed. None: queries are always
+            absorbed.
         attention_chunk_size: Of those layers that attend locally (Llama 4): a query at position p sees the keys at
             ``[p // n * n, p]``. 0: no layer does. A multiple of `page_size`. Other layers may stand beside them.
     """
@@ -205,9 +207,9 @@ class AttentionBatch:
         num_tokens: New tokens, all requests together (host), and rows that pad a ragged step behind them.
         tokens_per_request: Of DECODE (1), TARGET_VERIFY and a uniform DRAFT_EXTEND; 0: ragged.
         extend_seq_lens: int32 ``[B]``, new tokens per request; needed when ragged.
-        max_seqlen_q: Upper bound of the new tokens per request (host); by default `num_tokens`. A bound that is too low
-            for `num_tokens`, padding included, is an error; one that is too low for a request is not seen, and its
-            tokens are wrong.
+        max_seqlen_q: Upper bound of the new tokens per request (host); by default `num_tokens`. A bound too low for
+            `num_tokens`, padding included, is an error. A bound too low for one request is not seen, and its tokens are
+            wrong.
         max_cache_seqlen: Upper bound of `cache_seqlens` (host), or None: unknown; only saves work. As `max_seqlen_q`.
         max_prefix_tokens: Upper bound of the tokens cached before the new ones, all requests together (host), or None:
             unknown; 0 of prompts that nobody has begun. Only saves work.

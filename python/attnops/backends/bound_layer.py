@@ -31,8 +31,8 @@ class BoundLayer:
             with others the layer must be bound again.
         call: The layer's op with what was bound, of `ops.layer_call.repeatable`.
         windowed: The layer's pages are those of a sliding-window pool.
-        sinks, k_scale, v_scale: The layer's dictionary in which a call finds the tensor of that name, sooner than by an
-            attribute: models replace such tensors, so they are passed, not bound. None: a call has none.
+        sinks, k_scale, v_scale: The layer's dictionary that holds the tensor of that name; None: there is none. Models
+            replace such tensors, so each call looks them up and passes them.
     """
 
     version: int

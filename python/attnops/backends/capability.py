@@ -63,7 +63,7 @@ class Capability:
     Args:
         devices: Of `machine.DEVICES`.
         chosen_on: Devices on which automatic selection may take it; None: `devices`. Elsewhere it runs when asked for
-            by name: a decode backend for GPUs runs on the CPU's kernels, but never in place of the CPU's own backend.
+            by name. So a decode backend for GPUs runs on the CPU's kernels, but never replaces the CPU's own backend.
         archs: CUDA compute capabilities; None: all.
         needs_cuda_kernels: On "cuda" it needs the compiled module.
         needs_ops: Those of `machine.KERNEL_OPS` without whose CUDA kernels it is of no use there.

@@ -47,8 +47,8 @@ class DecodeSteps:
 
     A backend's `forward` is the one here, without a call between: ``self.forward = steps.forward``.
 
-    Uniform steps go to the op as they are. A ragged draft extend is padded: a request's tokens become the last rows of
-    blocks of `draft_width` tokens, so that the op, which aligns queries and keys at the end, puts each in its place.
+    Uniform steps go to the op as they are. A ragged draft extend is padded. A request's tokens become the last rows of
+    a block of `draft_width` tokens, because the op aligns queries and keys at the end.
     Rows before them belong to no token and are dropped afterwards. This holds for any lengths, also unexpected ones.
 
     Args:

@@ -1,8 +1,8 @@
 """FlashAttention's place: prefill and extend on `fmha`, decode on `xqa_decode` or `mla_decode`, one for a whole model.
 
-Uniform steps (decode, verify, a draft extend of one size) are those of `DecodeSteps`. Ragged ones, and all steps of a
-model whose K and V have different head dims, are those of `FmhaSteps`; with MLA and absorbed queries, blocks of tokens
-that `mla_decode` takes for requests; where they come unabsorbed, `MlaPrefill`.
+Uniform steps (decode, verify, a draft extend of one size) are those of `DecodeSteps`. Ragged steps are those of
+`FmhaSteps`. So are all steps of a model whose K and V have different head dims. A ragged MLA step with absorbed queries
+becomes blocks of tokens, which `mla_decode` takes for requests. With unabsorbed queries it is a step of `MlaPrefill`.
 """
 
 from __future__ import annotations

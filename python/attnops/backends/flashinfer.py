@@ -1,7 +1,7 @@
 """FlashInfer's wrappers as a backend, for those who trust them: the package `flashinfer-python`, planned on the host.
 
-Every step is planned when its first layer of a kind runs (a kind: window, scale, soft cap), from lengths on the CPU
-that the batch brings. Pages are FlashInfer's own pages, so no table is widened.
+A step is planned when its first layer of a kind runs. Layers are of one kind when window, scale and soft cap are equal.
+The plan reads the lengths that the batch brings on the CPU. Pages are FlashInfer's own pages, so no table is widened.
 """
 
 from __future__ import annotations

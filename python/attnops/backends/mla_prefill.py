@@ -4,8 +4,9 @@ Per pair of a query and a key, absorbed attention multiplies over 576 + 512 dime
 price is the projection of every key, which pays from some 170 new tokens a request on.
 
 What a step does is chosen by what the host knows. Where all tokens of the batch fit the workspace, they are gathered
-from the cache and attended at once. Else the new tokens attend to each other, then to the prefix in chunks of as many
-tokens as the workspace holds, all requests side by side, and each chunk's result is merged into what is there.
+from the cache and attended at once. Otherwise the new tokens first attend to each other. Then they attend to the
+prefix, in chunks that fill the workspace, all requests side by side. Each chunk's result is merged into the earlier
+ones.
 """
 
 from __future__ import annotations

@@ -31,12 +31,13 @@ def in_one_thread(method: Method) -> Method:
 class PreparedStep(Generic[Views]):
     """The views of the step that a backend has prepared, and the batch that they are for.
 
-    Plans and page tables are device memory that each step writes anew. A layer that runs with another batch than the
-    one they were made for would read pages and lengths of the wrong requests, so it is told which half is missing.
+    Plans and page tables are device memory that each step writes anew. A layer that runs with another batch would read
+    pages and lengths of the wrong requests. So it is refused, and the error names the missing half.
 
-    What is seen: another batch, other lengths in the same one (another tensor, or one that torch has written to since),
-    and another thread that prepares a step meanwhile. What is not: lengths that something else than torch wrote,
-    lengths that are inference tensors, other rows of `req_to_token`, and other streams.
+    Three mistakes are seen: another batch, other lengths in the same batch, and another thread that prepares a step
+    meanwhile. Lengths count as other when the tensor is another one, or torch has written to it since. Not
+    seen are lengths that something else than torch wrote, lengths that are inference tensors, other rows of
+    `req_to_token`, and other streams.
 
     Attributes:
         planned: The batch for which both halves have run, if any.
@@ -96,7 +97,7 @@ class PreparedStep(Generic[Views]):
         if others:
             raise RuntimeError(
                 f"attnops: thread {threading.get_ident()} prepares a step while thread {others[0]} runs one with the "
-                "same backend: its page tables and plans hold one step; give each thread a backend of its own"
+                "same backend. Page tables and plans hold one step: give each thread a backend of its own"
             )
 
     def of(self, batch: AttentionBatch) -> Views:

@@ -188,8 +188,8 @@ def _warn_once(group: str, spec: AttentionSpec, rejected: dict[str, list[str]]) 
     """A GPU was given loops in torch: say so, and what would have to change."""
     reasons = "".join(f"\n  {name}: {'; '.join(why)}" for name, why in rejected.items())
     text = (
-        f"attnops: {group} runs on {SLOW}, a loop in torch over all keys that the host cannot rule out "
-        f"(AttentionBatch.max_cache_seqlen bounds it): no kernel serves this model here{reasons}"
+        f"attnops: {group} runs on {SLOW}, since no kernel serves this model here. It loops in torch over all keys "
+        f"that the host cannot rule out: AttentionBatch.max_cache_seqlen bounds them{reasons}"
     )
     if text not in _warned:
         _warned.add(text)

@@ -1,6 +1,6 @@
 """Attention in plain torch, all requests at once: what every other backend is compared with.
 
-Keys are merged by online softmax in float32, a chunk at a time, so memory is bounded by the chunk, and a chunk that no
+Keys are merged by online softmax in float32, a chunk at a time. So memory is bounded by the chunk. A chunk that no
 query sees changes no bit of the result.
 """
 

@@ -1,7 +1,7 @@
 """Every mode in Triton, for machines that the compiled kernels do not serve. Triton is imported when one is built.
 
-Uniform steps are split-KV decode, whatever their tokens per request. Ragged ones read their prefix from pages and their
-new tokens from k and v; over FP8 pages, with MLA, and where a step must be deterministic, all from pages.
+Uniform steps are split-KV decode, whatever their tokens per request. Ragged steps read their prefix from pages and
+their new tokens from k and v. Over FP8 pages, with MLA, and in deterministic mode, they read all from pages.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ def lengths_of(function: str, indptr: Tensor, last_page_len: Tensor, page_size: 
 class BatchDecodeWithPagedKVCacheWrapper:
     """Decode over a CSR page table, on `attnops.ops.xqa_decode`.
 
-    With `use_cuda_graph`, `plan` writes into the three given buffers and into memory of its own that never moves,
-    outside the graph, and a captured `run` reads them.
+    With `use_cuda_graph`, `plan` writes into the three given buffers and into memory of its own that never moves. It
+    runs outside the graph. A captured `run` reads what it wrote.
 
     Args:
         float_workspace_buffer: Names the device; its memory is not needed.

@@ -206,8 +206,8 @@ class Call:
         return to_dtype(out, dtype), lse
 
     def _descaled(self, rows: Tensor) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-        """Queries with what differs from request to request multiplied in, in float32; a factor of the output; and the
-        scales that are the same for all requests."""
+        """Float32 queries times the scales that differ between requests, a factor of the output, and the scales that
+        all requests share."""
         given = (self.q_descale, self.k_descale, self.v_descale)
         for what, scale in zip(("q_descale", "k_descale", "v_descale"), given):
             if scale is not None and self.k_cache.dtype.itemsize != 1:

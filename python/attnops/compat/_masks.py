@@ -1,7 +1,7 @@
 """FlashInfer's custom masks: bits of every query over every key of its request, as the ops' masks of new tokens.
 
 An op's tree mask covers a request's last keys, as many as it has queries. A mask over all keys becomes one when the
-request has a query for each key: rows are added in front, which see nothing and are dropped afterwards.
+request has a query for each key. So rows that see nothing are added in front, and dropped afterwards.
 """
 
 from __future__ import annotations

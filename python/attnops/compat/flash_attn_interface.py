@@ -296,8 +296,8 @@ def get_scheduler_metadata(
 ) -> Tensor:
     """What `flash_attn_with_kvcache` takes as `scheduler_metadata`.
 
-    attnops plans on the device within the call, from its own lengths, so this holds no schedule: an int32 ``[B + 1]``
-    of zeros, right for any step, and for a captured graph whose lengths change.
+    attnops plans on the device within the call, from its own lengths. So this holds no schedule: it is an int32 ``[B +
+    1]`` of zeros. It is right for any step, and for a captured graph whose lengths change.
 
     Args:
         batch_size: Requests. cache_seqlens: int32 ``[B]``; it names the device. The others change nothing.

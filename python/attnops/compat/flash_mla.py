@@ -118,8 +118,8 @@ def flash_mla_with_kvcache(
     """`attnops.ops.mla_decode`, without a host synchronization.
 
     Args:
-        q: ``[B, S_q, H_q, 576]`` (bf16, fp16; over a float8_e4m3fn cache also float8_e4m3fn, with `descale_q`: products
-            of both may then round to e4m3, as the peer's do, and the output is bf16).
+        q: ``[B, S_q, H_q, 576]`` in bf16 or fp16. Over a float8_e4m3fn cache it may be float8_e4m3fn, with `descale_q`.
+            Products may then round to e4m3, as the peer's do, and the output is bf16.
         k_cache: ``[P, page_size, H_k, 576]``, any page size; float8_e4m3fn with `descale_k`, where `is_fp8_kvcache`
             may be left out; with `is_fp8_kvcache` rows ``[P, page_size, 1, 656]`` of a one-byte dtype. Of several
             heads, each is a call of the op with its share of the query heads.

@@ -16,8 +16,8 @@ class MemoryReport:
 
     Attributes:
         static: Inputs and outputs, shared by all sizes.
-        pieces: What each capture added to the device's memory in use (other programs there count, too), by size in the
-            order of capture, and by piece in the model's order; a whole step is one piece. The first and largest size
+        pieces: What each capture added to the device's memory in use; other programs there count, too. By size in the
+            order of capture, and by piece in the model's order. A whole step is one piece. The first and largest size
             takes what the smaller ones reuse.
         pool: All that the graphs' memory pool holds (of every runner that shares it); None: nothing was recorded, or
             the recorder has no pool.

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class PiecewiseRunner:
     """Runs a model's steps as compiled pieces, padded to a bucket of tokens, with attention between them.
 
-    Attention runs eagerly on the step's own batch, so every mode, length and mask is served, and so is a backend
-    whose steps cannot be captured.
+    Attention runs eagerly on the step's own batch. So every mode, length and mask is served, and so is a backend whose
+    steps cannot be captured.
 
     Args:
         model: Called as ``model(input_ids, positions, **inputs)``; gives one row per token.

@@ -51,8 +51,8 @@ class CudaGraphs:
     def borrow(tensor: Tensor) -> Tensor:
         """The same memory without holding it, so that the pool may give it to what is captured later.
 
-        For memory that a graph writes and something between it and the next graph reads: when all of them run in the
-        order of their capture, nobody else has written it by then.
+        For memory that one graph writes and that is read before the next graph runs. If all run in the order of their
+        capture, nobody else has written it by then.
         """
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes() // tensor.element_size() * tensor.element_size()

@@ -30,8 +30,8 @@ class SegmentRunner:
     """Captures the parts of a model between its attentions, one set of graphs per number of tokens.
 
     The model's code is not changed: while a bucket is captured, each attention layer ends one graph and begins the
-    next. A step replays them in turn and runs each attention eagerly between, on its own batch: every mode, length and
-    mask is served by the same graphs, and so is a backend whose steps cannot be captured. Tokens that pad the bucket
+    next. A step replays them in turn and runs each attention eagerly between, on its own batch. So the same graphs
+    serve every mode, length and mask, and backends whose steps cannot be captured. Tokens that pad the bucket
     reach no backend.
 
     Args:

@@ -22,8 +22,8 @@ def capture_sizes(max_size: int, like: str = "vllm", multiple_of: int = 1) -> li
     """Batch sizes to capture, as an engine chooses them; ascending, `max_size` among them.
 
     Args:
-        like: "vllm": 1, 2, 4, steps of 8 up to 256, of 16 beyond; "sglang", and "sglang_speculative" with its finer
-            steps for verify and draft extend; "every": no padding at all.
+        like: "vllm": 1, 2, 4, steps of 8 up to 256, of 16 beyond. "sglang": SGLang's list. "sglang_speculative": its
+            finer steps for verify and draft extend. "every": no padding at all.
         multiple_of: Each size is rounded up to a multiple, as tensor-parallel attention needs it; so is `max_size`.
 
     Raises:

@@ -32,7 +32,7 @@ class PiecewiseBackend:
     Args:
         inner: The compiler of the pieces: "eager", "aot_eager", "inductor", any name that torch knows, or a callable.
         recorder: Makes a recorder per piece and number of tokens; None: pieces are not recorded. Recorded pieces need
-            their inputs where they were at the first call, as `PiecewiseRunner` has them, and run in the order in
+            their inputs where they were at the first call, as `PiecewiseRunner` has them. They run in the order in
             which they were recorded. Weights are taken to stay where they are, as with any graph.
         measure: Entered around each recording.
 
@@ -128,8 +128,8 @@ def _is_sized_by_step(value: Any) -> bool:
 class _RecordedPiece:
     """Warmed up and recorded at its first call, replayed from then on; its outputs stay where they are.
 
-    The first call hands them out as their owner: later pieces of that step are recorded while they are alive, so the
-    pool gives their memory to none of those. From then on they are borrowed, and other buckets may have the memory.
+    The first call hands them out as their owner. Later pieces of that step are recorded while they are alive, so the
+    pool gives their memory to none of them. From then on they are borrowed, and other buckets may have the memory.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class _RecordedPiece:
             return self._record(args, addresses)
         if addresses != self._addresses:
             raise ValueError(
-                "attnops: a recorded piece has inputs at other addresses than it was recorded with; copy a step's "
+                "attnops: a recorded piece has inputs at other addresses than it was recorded with. Copy a step's "
                 "inputs into tensors that stay where they are, as PiecewiseRunner does"
             )
         self._graph.replay()

@@ -21,8 +21,8 @@ NOT_STORED = -1  # the slot of a padding token
 class StaticStep:
     """Inputs of steps of one mode (decode, verify, draft extend), at addresses that never change.
 
-    A batch of fewer requests than its graph leaves padding: rows behind it hold `fill_value` as their length, slot -1,
-    so that nothing is stored, and `padding_row` of `req_to_token`. In ragged steps padding requests bring no token, and
+    A batch of fewer requests than its graph leaves padding. Padding rows have the length `fill_value`, the slot -1, so
+    that nothing is stored, and `padding_row` of `req_to_token`. In ragged steps padding requests bring no token, and
     tokens behind the batch's own belong to no request.
 
     Args:

@@ -33,8 +33,9 @@ def default_tile_q(device: torch.device, num_q_heads: int | None, num_kv_heads: 
 
 @dataclasses.dataclass(frozen=True)
 class FmhaPlan:
-    """Plan of `ops.fmha_varlen` and `ops.fmha_paged`: allocated once for a limit, filled on the device at every step by
-    `ops.fmha_plan`, used by every layer of that step. Its tensor never moves, so a CUDA graph may hold all calls."""
+    """Plan of `ops.fmha_varlen` and `ops.fmha_paged`, allocated once for a limit. `ops.fmha_plan` fills it on the
+    device at every step, and every layer of that step uses it. Its tensor never moves, so a CUDA graph may hold all
+    calls."""
 
     tile_q: int
     causal: bool

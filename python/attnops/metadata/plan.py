@@ -1,7 +1,7 @@
 """Split-KV plans of the decode ops: where the shares of a batch are written, and the scratch of the splits.
 
-A plan is allocated once for a geometry, filled on the device at every step by `ops.xqa_decode_plan` or
-`ops.mla_decode_plan` from the lengths alone, and used by every layer of that step. Its tensors never move, so a CUDA
+A plan is allocated once for a geometry. `ops.xqa_decode_plan` or `ops.mla_decode_plan` fills it on the device at every
+step, from the lengths alone. Every layer of that step uses it. Its tensors never move, so a CUDA
 graph may hold both calls.
 """
 
@@ -132,9 +132,9 @@ class XqaDecodePlan(_SplitKvPlan):
             batch_size, seqlen_q: Requests, and query tokens of each.
             num_q_heads, num_kv_heads, head_dim: Of the attention; `num_q_heads` is a multiple of `num_kv_heads`.
             window_left: Of the calls that use the plan: tiles outside every window are not planned.
-            fixed_split_tokens: 0: KV tiles are divided evenly. Anything else is batch-invariant, a request is cut
-                without regard to what else is in the batch: a positive multiple of 64 cuts it at each so many tokens,
-                -n into at most n cuts of even length (`xqa_invariant_cuts` is a good choice).
+            fixed_split_tokens: 0: KV tiles are divided evenly. Anything else is batch-invariant: a request is cut
+                without regard to the rest of the batch. A positive multiple of 64 is the number of tokens of a cut. -n
+                means at most n cuts of even length; `xqa_invariant_cuts` is a good choice.
             max_seqlen_k: Bound of every `cache_seqlens`; needed with a positive `fixed_split_tokens`, else unused.
             num_sm_parts: Shares; when None `xqa_num_sm_parts`: on CUDA at most SM count times `XQA_PARTS_PER_SM`, else
                 the number of threads.

@@ -40,8 +40,8 @@ def xqa_num_sm_parts(
 ) -> int:
     """Parts for `batch_size` requests, likely of equal length; measured on an H200.
 
-    On CUDA parts come in groups, one part for each KV head (csrc/xqa_decode/plan.h), and a few groups fewer than fit
-    where that leaves requests whole: a cut costs two partial results and their merge.
+    On CUDA parts come in groups, one part for each KV head (csrc/xqa_decode/plan.h). Where a few groups fewer leave
+    requests whole, they are fewer: a cut costs two partial results and their merge.
     """
     smaller = fixed_split_tokens and kv_dtype is not None and kv_dtype.itemsize == 1
     most = default_num_sm_parts(device, XQA_FP8_FOLDING_PARTS_PER_SM if smaller else XQA_PARTS_PER_SM)
@@ -65,10 +65,10 @@ def xqa_invariant_cuts(
 ) -> int:
     """`fixed_split_tokens` of a batch-invariant `XqaDecodePlan`, measured on an H200.
 
-    A request must be cut alike alone and among others. Alone it wants a cut for every CTA, 256 over all KV heads. On
-    Hopper the kernels for head dim 65 to 128 and up to 16 query rows per KV head, over FP8 pages only those of 8, 16,
-    32, ... tokens, add neighbouring cuts up without a trip to memory, and get as many; for others every cut costs a CTA
-    up to a microsecond, and less than half as many are the compromise.
+    A request must be cut alike alone and among others. Alone it wants a cut for every CTA, 256 over all KV heads. Some
+    kernels on Hopper add neighbouring cuts up without a trip to memory, and get as many. They are those for head dims
+    65 to 128 and up to 16 query rows per KV head. Their FP8 pages have 8, 16, 32, ... tokens. For other kernels a cut
+    costs a CTA up to a microsecond, so they get less than half as many.
 
     Args:
         num_kv_heads: KV heads.
@@ -90,9 +90,9 @@ def _mla_parts(num_sms: int, batch_size: int, blocks: int) -> int:
     """Parts for `batch_size` requests of `blocks` row blocks; measured on an H200.
 
     Parts come in pairs where blocks do (csrc/mla_decode/plan.h). As many as SMs; where the lengths are even, the
-    planner leaves a few of them empty if that leaves works whole. But one part per work where the works of a request
-    read the same tiles and fill several rounds of SMs nearly: they then run side by side and share the tiles in L2,
-    which a part that takes them one after the other does not.
+    planner leaves a few of them empty if that leaves works whole. But there is one part per work where a request's
+    works read the same tiles and nearly fill several rounds of SMs. They then run side by side and share the tiles in
+    L2. A part that takes them one after the other would not.
     """
     group = 2 if blocks % 2 == 0 else 1
     works, groups = batch_size * blocks // group, num_sms // group

@@ -118,8 +118,8 @@ def given_arguments(function: Callable[..., Any], args: Sequence[Any], options: 
 
 
 def explain(error: Exception, name: str, function: Callable[..., Any], given: dict[str, Any]) -> None:
-    """Raises a better error than `error` where there is one: a TypeError for an argument of the wrong type, by name, or
-    what `error` says with the arguments that it came of.
+    """Raises a better error than `error` where there is one. That is a TypeError that names an argument of the wrong
+    type, or the text of `error` with the arguments that caused it.
 
     It is asked when a call has failed, so one that does not fail pays nothing for it.
 

@@ -28,8 +28,8 @@ def context_parallel_seqlens(
         seqlens: ``[B]`` int32, contiguous: tokens of each sequence, the new ones included. Negative counts as 0.
         rank, world_size: Of the group that shares the sequences.
         interleave: Neighbouring tokens that stay together.
-        tokens_per_request: New tokens of each request, its last ones. Over a rank's keys no op knows
-            the causal mask: so each new token is a request of its own, attends without a mask, and has its own length.
+        tokens_per_request: New tokens of each request, its last ones. No op knows the causal mask over a rank's keys.
+            So each new token is a request of its own, with its own length, and attends without a mask.
         local_seqlens: Destination ``[B * tokens_per_request]`` int32, contiguous; allocated when omitted.
 
     Returns:
@@ -50,8 +50,8 @@ def context_parallel_slots(
 ) -> Tensor:
     """Slots of a pool that all ranks share to slots of the rank's own pool.
 
-    Global page p holds `world_size` times as many tokens as a page of a rank, in the order of their positions; so the
-    page size of a rank must be a multiple of `interleave`, and page p is page p on every rank.
+    Global page p holds `world_size` times as many tokens as a page of a rank, in the order of their positions. So page
+    p is page p on every rank. The page size of a rank must be a multiple of `interleave`.
 
     Args:
         slots: ``[num_tokens]`` int32 or int64, contiguous. Negative: padding.

@@ -82,8 +82,8 @@ def fmha_varlen(
         window_left, window_right: Keys at positions ``[p - window_left, p + window_right]``; -1: off.
         logit_cap: ``cap * tanh(score / cap)`` on scaled scores; 0: off.
         sinks: float32 ``[H_q]``, one more logit per head, with no value; `lse` leaves it out.
-        tree_mask: uint8 ``[T, >= ceil(max S_q / 8)]``, little-endian bits: query i sees new token j of its request when
-            bit j is set, in place of the causal rule; keys before the new tokens stay visible. Windows apply too.
+        tree_mask: uint8 ``[T, >= ceil(max S_q / 8)]``, little-endian bits. Query i sees new token j of its request when
+            bit j is set, in place of the causal rule. Keys before the new tokens stay visible. Windows apply too.
         k_scale, v_scale: float32 ``[1]`` or ``[H_kv]``: real value = stored x scale.
         out: Destination ``[T, H_q, D_v]`` in q's dtype; allocated when None.
         lse: float32 destination ``[T, H_q]``, contiguous, written when given; allocated when None and `return_lse`.
@@ -95,7 +95,7 @@ def fmha_varlen(
 
     Raises:
         ValueError: the plan was allocated for another geometry.
-        RuntimeError: naming the argument whose shape, dtype, stride, device or range does not fit; on the CPU also when
+        RuntimeError: naming the argument whose shape, dtype, stride, device or range does not fit. On the CPU also when
             the plan is not the one of these `cu_seqlens_q`.
 
     Source: the online softmax of FlashAttention-2 (arXiv:2307.08691), with the rarely moving reference of

@@ -1,16 +1,16 @@
 """One layer of a decode step in one call: store the new rows, then attend.
 
-What a layer's calls share while the shape of the step stays (pages, page table, plan, options) is checked once and
-bound; a call brings q, the new rows and the lengths. A decode op takes over twenty arguments, and their passing is most
+While the shape of a step stays, a layer's calls share pages, page table, plan and options. These are checked once and
+bound. A call brings q, the new rows and the lengths. A decode op takes over twenty arguments, and their passing is most
 of a call's time on the host: docs/graphs.md has what this saves.
 
 `bound` holds addresses, and keeps the tensors alive whose addresses they are. Whoever binds does so again when one of
-them is replaced. The layer ops write pages and scratch that are none of their arguments, so they are for callers that a
-compiler does not trace, such as `unified_attention_with_output`.
+them is replaced. The layer ops write pages and scratch that are not among their arguments. So they are for callers that
+a compiler does not trace, such as `unified_attention_with_output`.
 
 Passing a layer's tensors through torch's dispatcher takes longer than a launch. `repeatable` gives a function that
-passes the first call to the op and repeats it from then on, with other addresses, while the tensors look the same and
-nobody watches torch's ops.
+passes the first call to the op. From then on it repeats that call with other addresses, while the tensors look the same
+and nobody watches torch's ops.
 """
 
 from __future__ import annotations

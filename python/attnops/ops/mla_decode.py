@@ -72,14 +72,14 @@ def mla_decode(
             any other strides, any page size. The first 512 of a row are also its value. The new tokens are stored
             already (`ops.store_mla_kv`).
         plan: Made by `mla_decode_plan` for these `cache_seqlens` and this geometry; its scratch is overwritten. In
-            batch-invariant mode, a request longer than the plan's `max_seqlen_k` may find no room in it: its rows are
-            then NaN, and a fault in `report`.
+            batch-invariant mode the plan may have no room for a request longer than its `max_seqlen_k`. The rows of
+            such a request are NaN, and `report` records a fault.
         softmax_scale: Multiplies ``<q, k>``. A model's is rarely ``1 / sqrt(576)``, so there is no default.
         q_pe: ``[B, S_q, H_q, 64]`` or ``[B * S_q, H_q, 64]`` in q's dtype, last dim dense: the rope part, not copied.
         kv_scale: float32 ``[1]``, for float8_e4m3fn only: real value = stored x scale; 1 when None.
         out: Destination in q's leading shape and dtype with 512, last dim dense; allocated when None.
-        fp8_products: Over float8_e4m3fn pages, allows kernels to round q and the probabilities to e4m3 and multiply
-            on the e4m3 units: faster, and off by some 4 % instead of 0.3 %. Kernels that have no need of it do not.
+        fp8_products: Over float8_e4m3fn pages, lets kernels round q and the probabilities to e4m3 and multiply on the
+            e4m3 units. That is faster, and off by some 4 % instead of 0.3 %. Kernels that have no need of it do not.
         page_table, cache_seqlens, kv_indptr, causal, window_left, logit_cap, sinks, tree_mask, lse, return_lse,
         sinks_in_lse, report: As of `xqa_decode`.
 
@@ -89,7 +89,7 @@ def mla_decode(
     Raises:
         TypeError: naming the argument that is no tensor, plan or number.
         ValueError: the plan was allocated for another geometry, which q's rank or batch does not fit.
-        RuntimeError: naming the argument whose shape, dtype, stride, device or range does not fit; on the CPU also when
+        RuntimeError: naming the argument whose shape, dtype, stride, device or range does not fit. On the CPU also when
             the plan is not the one of these `cache_seqlens`.
 
     Source: absorbed MLA of DeepSeek-V2 (arXiv:2405.04434), section 2.1; split-KV as in FlashDecoding.

@@ -4,9 +4,9 @@ A *token slot* is ``page * page_size + offset``. ``req_to_token[r, i]`` is the s
 row ``r``; a request's pages hold ``page_size`` consecutive positions each. All ops are device work only: lengths and
 indices are never read on the host, so one captured graph serves every length.
 
-``report`` everywhere is the buffer of the checked mode, int32 ``[8]``, zeroed by the caller (``csrc/core/report.h``):
-with it, kernels record the first request slot, token slot or length that is out of range and leave out what depends
-on it. Without it a length is clamped to what the table holds, a token slot outside the pool is not stored, and request
+``report`` is the buffer of the checked mode everywhere: int32 ``[8]``, zeroed by the caller (``csrc/core/report.h``).
+With it, kernels record the first request slot, token slot or length out of range. They leave out what depends on it.
+Without it a length is clamped to what the table holds, a token slot outside the pool is not stored, and request
 slots are trusted.
 """
 
@@ -78,7 +78,7 @@ def build_kv_indices(
         req_to_token, req_pool_indices, cache_seqlens, page_size, slot_map, report: As in :func:`build_page_table`.
         kv_indptr: Destination ``[batch_size + 1]`` int32.
         kv_indices: Destination ``[num_indices]`` int32; ``batch_size * ceil(max_context / page_size)`` cells serve
-            every length. Cells past the last one needed are left as they are; what does not fit is not written, while
+            every length. Cells past the last one needed are left as they are. What does not fit is not written.
             ``kv_indptr`` still tells how many cells were needed.
         kv_last_page_len: Destination ``[batch_size]`` int32: tokens in the request's last page, 0 without tokens.
             Destinations are allocated when omitted.
@@ -169,8 +169,8 @@ def store_kv(
 
     Args:
         k_pages, v_pages: ``[num_pages, page_size, num_kv_heads, head_dim]``, last dim dense, every other stride free;
-            the head dims of K and V may differ. In the dtype of ``k`` (a plain copy; fp32, fp16, bf16, e4m3, e5m2), or
-            float8_e4m3fn, then ``stored = saturate(x / scale)``, rounded to nearest even, +-448 at most, NaN kept.
+            the head dims of K and V may differ. In the dtype of ``k``, a plain copy: fp32, fp16, bf16, e4m3 or e5m2. Or
+            float8_e4m3fn: ``stored = saturate(x / scale)``, rounded to nearest even, +-448 at most, NaN kept.
         k, v: ``[num_tokens, num_kv_heads, head_dim]``, one dtype, last dim dense.
         out_cache_loc: ``[num_tokens]`` int32 or int64 token slots. A negative slot is padding: its row is skipped. Of
             rows with the same slot, one is stored, which one is not defined.
@@ -199,8 +199,8 @@ def store_mla_kv(
         kv_pages: One of, last dim dense, every other stride free:
             ``[num_pages, page_size, 576]`` in the dtype of ``latent``: a plain copy.
             ``[num_pages, page_size, 576]`` float8_e4m3fn: ``stored = saturate(x / kv_scale)``.
-            ``[num_pages, page_size, 656]`` uint8: 512 e4m3, then 4 float32 scales, one per 128 latents
-            (``max(amax / 448, 2**-126)``: a group of zeros gets the smallest normal float), then 64 bf16 of rope.
+            ``[num_pages, page_size, 656]`` uint8: 512 e4m3, then 4 float32 scales, then 64 bf16 of rope. A scale is
+            that of 128 latents, ``max(amax / 448, 2**-126)``: a group of zeros gets the smallest normal float.
         latent: ``[num_tokens, 576]``, or ``[num_tokens, 512]`` with ``k_pe``, in fp32, fp16 or bf16, last dim dense.
         out_cache_loc: ``[num_tokens]`` int32 or int64 token slots. A negative slot is padding: its row is skipped. Of
             rows with the same slot, one is stored, which one is not defined.

@@ -1,5 +1,5 @@
-"""`paged_kv` in plain torch, for devices that the compiled kernels are not for: HIP, XPU, NPU, and GPUs of another
-architecture than those they were built for. Shapes are static and nothing is read on the host, as in the kernels.
+"""`paged_kv` in plain torch, for devices without compiled kernels: HIP, XPU, NPU, and GPUs of an architecture that was
+not built. Shapes are static and nothing is read on the host, as in the kernels.
 """
 
 from __future__ import annotations

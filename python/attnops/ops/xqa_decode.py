@@ -82,8 +82,8 @@ def xqa_decode(
         window_left: Keys at positions ``[p - window_left, p]``; -1: off. Must be the plan's.
         logit_cap: ``cap * tanh(score / cap)`` on scaled scores; 0: off.
         sinks: float32 ``[H_q]``, a logit per head with no value, or None.
-        tree_mask: uint8 ``[B, S_q, ceil(S_q / 8)]`` (or ``[B * S_q, ...]``), little-endian bits: row i sees new token j
-            when bit j is set, in place of the causal rule; tokens before the new ones stay visible. Windows apply too.
+        tree_mask: uint8 ``[B, S_q, ceil(S_q / 8)]`` (or ``[B * S_q, ...]``), little-endian bits. Row i sees new token j
+            when bit j is set, in place of the causal rule. Tokens before the new ones stay visible. Windows apply too.
         k_scale, v_scale: float32 ``[1]`` or ``[H_kv]``: real value = stored x scale.
         out: Destination in q's shape and dtype, last dim dense; allocated when None.
         lse: float32 destination in q's shape without D, contiguous, written when given; allocated when None and
@@ -97,7 +97,7 @@ def xqa_decode(
     Raises:
         TypeError: naming the argument that is no tensor, plan or number.
         ValueError: q's rank is neither, or the plan was allocated for another geometry.
-        RuntimeError: naming the argument whose shape, dtype, stride, device or range does not fit; on the CPU also when
+        RuntimeError: naming the argument whose shape, dtype, stride, device or range does not fit. On the CPU also when
             the plan is not the one of these `cache_seqlens`.
 
     Source: the online softmax of FlashAttention-2 (arXiv:2307.08691) over a split-KV plan as in FlashDecoding.

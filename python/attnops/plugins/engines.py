@@ -106,8 +106,8 @@ def unsupported(name: str) -> str:
 
 
 def registers(name: str) -> Callable[[Callable[[], None]], Callable[[], bool]]:
-    """Makes the `register` of an engine's module: quick, the same when it runs again, and without effect where the
-    engine's version is not served, which it then says once, in one line of the log.
+    """Makes the `register` of an engine's module: quick, and the same when it runs again. Where the engine's version is
+    not served it has no effect, and says so once, in one line of the log.
 
     The function that it makes returns whether the names are registered.
     """

@@ -1,7 +1,7 @@
 """Where tokens live: slots of requests, pages and who holds them, and the memory of K, V and MLA latents.
 
 A token slot is ``page * page_size + offset``. Bookkeeping is done in host memory and read nowhere else, so a step never
-waits for the device; only what kernels read (`req_to_token`, `slot_map`, the pages) is on it.
+waits for the device. Only what kernels read is on it: `req_to_token`, `slot_map` and the pages.
 """
 
 from attnops.pools.allocator import PagedTokenToKVPoolAllocator

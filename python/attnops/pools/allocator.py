@@ -11,12 +11,12 @@ from torch import Tensor
 class PagedTokenToKVPoolAllocator:
     """Gives out token slots in whole pages and counts the holders of each page.
 
-    A page given out has one holder. A prefix cache and every request that reuses a prefix `share` its pages: further
-    holders; each gives its hold back with `free`, and the last one returns the page. Only a page with one holder
-    is written: a request may grow into the tail of its last page only while it is the only holder.
+    A page given out has one holder. A prefix cache and every request that reuses a prefix `share` its pages: they are
+    further holders. Each gives its hold back with `free`, and the last one returns the page. Only a page with one
+    holder is written. So a request may grow into its last page only while it is the only holder.
 
     A hold is of a whole page. Slots stand for their pages: `share` and `free` take the slots of a page together, its
-    first one among them, so that a page given back in two calls is an error and not another holder's loss.
+    first one among them. So a page given back in two calls is an error, and no other holder loses it.
 
     All of it is host memory. Slots come as host tensors: ``slots.to(device, non_blocking=True)``.
 

@@ -12,8 +12,8 @@ from attnops.types import AttentionSpec, TokenPool
 def reason_against(pool: TokenPool, spec: AttentionSpec, device: torch.device) -> str:
     """What of a pool does not fit a model, in one sentence; empty: it fits.
 
-    Pages of another size would be read at wrong places, and none of the ops sees that: a backend asks before the first
-    step with a pool, and again when buffers of it were replaced.
+    Pages of another size would be read at wrong places, and no op sees that. So a backend asks before the first step
+    with a pool, and again when its buffers were replaced.
     """
     if not isinstance(pool, KVCache):  # a pool of the engine's own: what it says of itself
         return _difference("the pool", "page_size", spec.page_size, pool.page_size)

@@ -54,8 +54,8 @@ class KVCache:
     memory under the same tensor (``pages.set_(...)``) is not counted.
 
     Attributes:
-        slot_map: int32 ``[slots]``: slot of this pool to slot of its sliding-window part (-1: not there); None where
-            windowed layers use the same slots as all others.
+        slot_map: int32 ``[slots]``: slot of this pool to slot of its sliding-window part; -1: not there. None: windowed
+            layers use the same slots as all others.
     """
 
     slot_map: Tensor | None = None

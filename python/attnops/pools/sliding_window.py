@@ -89,7 +89,7 @@ class SWAKVPool(KVCache):
 class SWATokenToKVPoolAllocator(PagedTokenToKVPoolAllocator):
     """Pages of the full pool, each with a page of the window pool until its tokens have left every window.
 
-    The window page goes when its full page does, or earlier by `free_swa`, which leaves pages with several holders
+    The window page goes when its full page does, or earlier by `free_swa`. That one leaves pages with several holders
     alone: another holder may still need them.
     """
 

@@ -1,7 +1,7 @@
 """SGLang's attention backend "attnops": an adapter that holds one of ours.
 
-Three methods to three methods: a `ForwardBatch` becomes an `AttentionBatch` over static tensors, which are filled by
-device work in the in-graph half, so a captured step serves any lengths.
+Three methods to three methods: a `ForwardBatch` becomes an `AttentionBatch` over static tensors. Device work in the
+in-graph half fills them, so a captured step serves any lengths.
 """
 
 from __future__ import annotations

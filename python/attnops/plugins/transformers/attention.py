@@ -1,7 +1,7 @@
 """Attention over keys and values as transformers' caches have them, ``[B, H_kv, K, D]``, as one op.
 
-A cache is not copied: its tokens are pages by their strides, one page per sequence, or one per token where each request
-names the keys that it sees. Inside one op, so that a compiler needs to know nothing of that.
+A cache is not copied. By its strides it is a page per sequence, or a page per token where each request names the keys
+that it sees. All this is inside one op, so a compiler need not know of it.
 """
 
 from __future__ import annotations
@@ -167,8 +167,7 @@ def _check_keys(keys: Tensor | None, requests: int, seqlen_q: int, num_keys: int
     if tuple(keys.shape) not in [*per_request, (requests, 1, seqlen_q, 1 + num_keys)]:
         raise ValueError(
             f"attnops::padded_attention: keys must be [{requests}, 1, 1, 1], [{requests}, 1, 1, {1 + num_keys}] or "
-            f"[{requests}, 1, {seqlen_q}, {1 + num_keys}] (requests, queries and keys of q and k), got "
-            f"{list(keys.shape)}"
+            f"[{requests}, 1, {seqlen_q}, {1 + num_keys}] (requests, queries, keys), got {list(keys.shape)}"
         )
 
 

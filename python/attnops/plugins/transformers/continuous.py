@@ -97,8 +97,8 @@ def flash_attn_with_kvcache(
 def register(name: str) -> None:
     """Makes `name` an implementation of flash attention.
 
-    transformers finds the functions of such a name as packages that it knows, or as a kernel of its hub, and nowhere
-    else; and models with sinks list the names that they take. Both are asked for other names only.
+    transformers looks for the functions of such a name among packages that it knows and kernels of its hub, and nowhere
+    else. Models with sinks list the names that they take. Both are asked for other names only.
     """
     utils: Any = modeling_flash_attention_utils
     models: Any = PreTrainedModel

@@ -1,7 +1,7 @@
 """The backend ATTNOPS: GQA, MQA and MHA over vLLM's paged cache, which is read and written where it is.
 
-A batch's requests of as many new tokens as a decode or a verification has come first (vLLM reorders); they go to
-`xqa_decode`, the others to `fmha_paged`. Plans are made in `build`, on the device; nothing is read on the host.
+vLLM puts requests with as many new tokens as a decode or a verification first. They go to `xqa_decode`, the others to
+`fmha_paged`. Plans are made in `build`, on the device; nothing is read on the host.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The one attention kernel: a tile of queries over a range of keys, in pages, in a ragged tensor, or in both.
 
-A row of a tile is one (token, query head) of one KV head's group, so that a key is loaded once for the whole group.
-Keys are taken in steps of BLOCK_N that begin at multiples of BLOCK_N; a step in which a row sees nothing leaves its
+A row of a tile is a token and a query head of one KV head's group. So a key is loaded once for the whole group.
+Keys are taken in steps of BLOCK_N that begin at multiples of BLOCK_N. A step in which a row sees nothing leaves its
 bits as they are. So a row's result depends on its own keys alone, unless SPLIT divides them by the batch's lengths.
 
 Source: the online softmax of FlashAttention-2 (arXiv:2307.08691); splits as in FlashDecoding.
