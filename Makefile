@@ -42,9 +42,9 @@ build: $(VENV)/.packages
 	@test -e $(VENV)/.installed || { . $(BIN)/activate && python -m pip install -q --no-build-isolation --no-deps -e .; }
 	@touch $(VENV)/.installed
 
-# What can be said without running a kernel: lint, format, types.
+# What can be said without running a kernel: lint, format, types, spelling, sentences of at most 25 words.
 check: build
-	. $(BIN)/activate && ruff check . && ruff format --check . && mypy
+	. $(BIN)/activate && ruff check . && ruff format --check . && mypy && codespell $$(git ls-files) && python tools/plain_english.py
 	. $(BIN)/activate && clang-format --dry-run -Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh')
 
 # Ten minutes of random requests in the demo's server: nothing leaks, no text changes.

@@ -1,6 +1,6 @@
 """What is loaded, what this machine can do, and which backend a model would get: ``python -m attnops.info``.
 
-``--matrix`` prints the README's table of backends, from what they declare; ``--plugins`` the engines
+``--matrix`` prints the table of docs/choosing.md, from what backends declare; ``--plugins`` the engines
 that are installed.
 """
 
@@ -153,7 +153,7 @@ _ROWS: dict[str, Callable[[Capability], str]] = {
 
 
 def support_matrix() -> str:
-    """The README's table in Markdown: a column per backend, a row per thing that a model may need."""
+    """The table of docs/choosing.md: a column per backend, a row per thing that a model may need."""
     backends = registered_names()
     capabilities = [get_backend_class(name).capability for name in backends]
     lines = [["", *(f"`{name}`" for name in backends)], ["---"] * (len(backends) + 1)]

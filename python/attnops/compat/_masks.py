@@ -94,8 +94,9 @@ def items_mask(
     """The `custom_mask` of multi-item scoring: every item sees the prefix and itself, a delimiter the prefix alone.
 
     Args:
-        prefix_lens: uint32 ``[B]``. places: uint16: of each token behind the prefix its place in its item, 0 for the
-            delimiter ahead of it; request b begins at ``b * stride``.
+        prefix_lens: uint32 ``[B]``.
+        places: uint16: of each token behind the prefix its place in its item, 0 for the delimiter ahead of it. Request
+            b begins at ``b * stride``.
 
     Raises:
         ValueError: one is missing, or `places` ends before a request does.

@@ -80,8 +80,8 @@ def mla_decode(
         out: Destination in q's leading shape and dtype with 512, last dim dense; allocated when None.
         fp8_products: Over float8_e4m3fn pages, lets kernels round q and the probabilities to e4m3 and multiply on the
             e4m3 units. That is faster, and off by some 4 % instead of 0.3 %. Kernels that have no need of it do not.
-        page_table, cache_seqlens, kv_indptr, causal, window_left, logit_cap, sinks, tree_mask, lse, return_lse,
-        sinks_in_lse, report: As of `xqa_decode`.
+        page_table, cache_seqlens, kv_indptr, causal, window_left: As of `xqa_decode`.
+        logit_cap, sinks, tree_mask, lse, return_lse, sinks_in_lse, report: As of `xqa_decode`.
 
     Returns:
         ``(out, lse)``, lse natural log, None unless asked for. A row that sees no key has ``out = 0``, ``lse = -inf``.
