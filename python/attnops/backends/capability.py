@@ -76,6 +76,7 @@ class Capability:
         head_dims: Of MHA, GQA and MQA; None: not served.
         mla: MLA with absorbed queries is served.
         page_sizes: None: all.
+        widens_pages: Its kernels know pages of one token only: tables of any page size become tables of tokens.
         sliding_window, swa_pool, logit_cap, sinks, tree_mask: Options.
         local_attention: Layers with `attention_chunk_size`; not beside a tree mask.
         max_tokens_per_request: Of verify and uniform draft extend; None: any.
@@ -101,6 +102,7 @@ class Capability:
     head_dims: HeadDims | None = None
     mla: bool = False
     page_sizes: frozenset[int] | None = None
+    widens_pages: bool = False
     sliding_window: bool = False
     swa_pool: bool = False
     logit_cap: bool = False

@@ -19,6 +19,7 @@ _MODULES = {
     "triton": "attnops.backends.triton",
     "flex_attention": "attnops.backends.flex_attention",
     "flashinfer": "attnops.backends.flashinfer",
+    **dict.fromkeys(("fa4", "aiter", "intel_xpu", "ascend"), "attnops.backends.vendors"),
 }
 
 # Second names of backends.
@@ -26,11 +27,7 @@ ALIASES = {"flashinfer_mla": "flashinfer"}
 
 # Names that users of SGLang know and this package does not (yet) answer, each with the reason.
 NOT_BUILT = {
-    "fa4": "attnops does not wrap flash-attn-4 yet",
-    "aiter": "attnops does not wrap aiter yet",
-    "wave": "attnops does not wrap wave yet",
-    "ascend": "attnops does not wrap torch-npu yet",
-    "intel_xpu": "attnops does not wrap the XPU kernels yet",
+    "wave": "wave-lang publishes templates of kernels, which SGLang compiles itself, and no function to call",
     "nsa": "sparse MLA has no kernels here yet",
     "dsa": "sparse MLA has no kernels here yet",
     "dual_chunk_flash_attn": "dual-chunk attention has no kernels here yet",
