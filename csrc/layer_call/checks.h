@@ -151,11 +151,11 @@ inline paged_kv::StoreTarget checked_target(const char* op, const OptionalTensor
                                             int64_t num_tokens, const PageTable& table, int32_t* report) {
   if (!out_cache_loc) fail(op, "out_cache_loc must be given with new rows to store");
   Dim tokens("num_tokens", num_tokens, "the new rows");
-  const paged_kv::IndexArray slots = paged_kv::checked_indices(op, "out_cache_loc", *out_cache_loc, tokens, "q", q);
+  const IndexArray slots = checked_indices(op, "out_cache_loc", *out_cache_loc, tokens, "q", q);
   return {.num_tokens = slots.size,
           .out_cache_loc = slots,
           .page_size = table.page_size,
-          .page_shift = paged_kv::shift_of(table.page_size),
+          .page_shift = shift_of(table.page_size),
           .num_slots = table.num_pages * table.page_size,
           .report = report};
 }

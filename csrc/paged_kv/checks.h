@@ -1,36 +1,12 @@
 #pragma once
 #include <optional>
 
-#include "core/report.h"
 #include "paged_kv/params.h"
 #include "torch_bindings/check.h"
+#include "torch_bindings/index_checks.h"
 
 // The ops' whole contract, checked once for all devices. Params exist only when the arguments are right.
 namespace attnops::paged_kv {
-
-inline int32_t* checked_report(const char* op, const OptionalTensor& report, const char* other_name,
-                               const Tensor& other) {
-  if (!report) return nullptr;
-  Dim size("report_size", kReportSize, "core/report.h");
-  TensorCheck(op, "report", *report).device_as(other_name, other).dtype({DType::kInt32}).shape({size}).contiguous();
-  return static_cast<int32_t*>(report->mutable_data_ptr());
-}
-
-// int32 or int64 [extent], any stride.
-inline IndexArray checked_indices(const char* op, const char* name, const Tensor& tensor, Dim& extent,
-                                  const char* other_name, const Tensor& other) {
-  TensorCheck(op, name, tensor).device_as(other_name, other).dtype({DType::kInt32, DType::kInt64}).shape({extent});
-  return {.data = tensor.const_data_ptr(),
-          .stride = tensor.stride(0),
-          .size = tensor.size(0),
-          .wide = has_dtype(tensor, DType::kInt64)};
-}
-
-inline int shift_of(int64_t page_size) {
-  int shift = 0;
-  while ((int64_t{1} << shift) < page_size) ++shift;
-  return (int64_t{1} << shift) == page_size ? shift : -1;
-}
 
 inline Requests checked_requests(const char* op, const Tensor& req_to_token, const Tensor& req_pool_indices,
                                  const Tensor& cache_seqlens, int64_t page_size, const OptionalTensor& slot_map,

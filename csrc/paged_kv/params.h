@@ -1,6 +1,7 @@
 #pragma once
 #include <cstdint>
 
+#include "core/slots.h"
 #include "core/types.h"
 
 namespace attnops::paged_kv {
@@ -12,17 +13,6 @@ inline constexpr int kGroupDim = 128;     // latent elements that share a scale 
 inline constexpr int kFp8RowBytes = 656;  // 512 e4m3, 4 float32 scales, 64 bf16
 
 // Strides are in elements everywhere below.
-
-// A 1-D array of int32 or int64; data is null where the argument is absent.
-struct IndexArray {
-  const void* data;
-  int64_t stride, size;
-  bool wide;  // int64
-
-  ATTNOPS_HOST_DEVICE int64_t operator[](int64_t i) const {
-    return wide ? static_cast<const int64_t*>(data)[i * stride] : static_cast<const int32_t*>(data)[i * stride];
-  }
-};
 
 // The requests of a batch and where each of their tokens is: what both forms of a page table are made from.
 struct Requests {

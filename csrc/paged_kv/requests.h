@@ -7,12 +7,6 @@
 // read or write outside an array, whatever the indices are.
 namespace attnops::paged_kv {
 
-ATTNOPS_HOST_DEVICE inline int64_t page_of(int64_t slot, int page_size, int page_shift) {
-  if (page_shift >= 0) return slot >> page_shift;
-  if (slot <= UINT32_MAX) return static_cast<uint32_t>(slot) / static_cast<uint32_t>(page_size);  // 64 bits are slow
-  return slot / page_size;
-}
-
 ATTNOPS_HOST_DEVICE inline bool has_row(const Requests& r, int request) {
   const int64_t row = r.req_pool_indices[request];
   return row >= 0 && row < r.max_requests;

@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include "core/tree_report.h"
 #include "torch_bindings/check.h"
 
 namespace attnops {
@@ -10,11 +11,50 @@ void CpuFaults::check() const {
   const auto text = [&](ReportSlot slot) { return std::to_string(own_[slot]); };
   const std::string in_range = " must be in [0, " + text(kReportLimit) + ")";
   const std::string request = ", request " + text(kReportRequest), got = ", got " + text(kReportValue);
-  switch (static_cast<ReportKind>(own_[kReportKind])) {
+  const ReportKind kind = static_cast<ReportKind>(own_[kReportKind]);
+  if (kind == kReportTreeParent) {
+    fail(op_, "top_scores_index" + request + ", draft " + text(kReportPosition) +
+                  ": its parent must be one of the nodes before it, [0, " + text(kReportLimit) + ")" + got +
+                  (own_[kReportValue] < 0 ? " (none of the tree)" : ""));
+  }
+  if (kind == kReportTreeLink) {
+    fail(op_, "retrieve_next_token or retrieve_next_sibling" + request + ", node " + text(kReportPosition) +
+                  " must be -1 or another node, [1, " + text(kReportLimit) + "), without a circle" + got);
+  }
+  if (kind == kReportTreeIndex) {
+    fail(op_, "retrieve_index" + request + ", node " + text(kReportPosition) + " must be a row of its request, [0, " +
+                  text(kReportLimit) + ") from its first" + got);
+  }
+  if (kind == kReportTokenIndex) {
+    fail(op_, "candidates" + request + ", node " + text(kReportPosition) + in_range + " (the vocabulary)" + got);
+  }
+  if (kind == kReportProbability) {
+    fail(op_, "target_probs" + request + ", node " + text(kReportPosition) + ", token " + text(kReportValue) +
+                  " must be a finite number of at least 0");
+  }
+  if (kind == kReportAcceptIndex) {
+    fail(op_, "accept_index" + request + ", place " + text(kReportPosition) +
+                  " must be negative or a row of its request, [" + text(kReportPosition) + ", " + text(kReportLimit) +
+                  ") from its first" + got);
+  }
+  if (kind == kReportDraftCells) {
+    fail(op_, "cache_seqlens[" + text(kReportRequest) + "]: prefix and drafts must need cells below " +
+                  text(kReportLimit) + " (max_context of req_to_token; lengths do not count drafts)" + got);
+  }
+  if (kind == kReportMaskBounds) {
+    fail(op_, "mask_indptr" + request + " must be within mask and bound " + text(kReportLimit) +
+                  " rows of at least as many bytes" + got + " bytes");
+  }
+  if (kind == kReportHiddenPrefix) {
+    fail(op_, "mask" + request + ", draft " + text(kReportPosition) + " must see the whole prefix, and hides key " +
+                  text(kReportValue));
+  }
+  switch (kind) {
     case ReportKind::kRequestSlot:
       fail(op_, "req_pool_indices[" + text(kReportRequest) + "]" + in_range + " (max_requests of req_to_token)" + got);
     case ReportKind::kSlotIndex:
-      fail(op_, "req_to_token" + request + ", position " + text(kReportPosition) + in_range + " (token slots)" + got);
+      fail(op_, (*pages_ != 0 ? pages_ : "req_to_token") + request + ", position " + text(kReportPosition) + in_range +
+                    " (token slots)" + got);
     case ReportKind::kLength:
       fail(op_, "cache_seqlens[" + text(kReportRequest) + "] must be below " + text(kReportLimit) +
                     " (the tokens that its page_table row holds)" + got);

@@ -10,7 +10,7 @@ namespace attnops {
 // then the caller's affair. Else one of its own, and the op fails with the first fault.
 class CpuFaults {
  public:
-  // `pages` is the argument's name, for messages.
+  // `pages` is the argument's name, for messages: of the pages, or of the slots where they are not req_to_token's.
   CpuFaults(const char* op, const char* pages, int32_t* report)
       : op_(op), pages_(pages), report_(report != nullptr ? report : own_) {}
   CpuFaults(const CpuFaults&) = delete;

@@ -43,6 +43,36 @@ STABLE_TORCH_LIBRARY(attnops, m) {
       "build_local_batches(Tensor(a!) local_cu_seqlens_q, Tensor(b!) local_cache_seqlens, Tensor(c!) local_page_table, "
       "Tensor cu_seqlens_q, Tensor cache_seqlens, Tensor page_table, int page_size, int chunk_size) -> ()");
 
+  // speculation/
+  m.def(
+      "build_draft_tree(Tensor(a!) tree_mask, Tensor(b!) positions, Tensor(c!) retrieve_index, "
+      "Tensor(d!) retrieve_next_token, Tensor(e!) retrieve_next_sibling, Tensor(f!)? tokens, Tensor parent_list, "
+      "Tensor top_scores_index, Tensor? draft_tokens, Tensor? bonus_tokens, Tensor cache_seqlens, int topk, "
+      "Tensor(g!)? report=None) -> ()");
+  m.def(
+      "verify_tree_greedy(Tensor(a!) predicts, Tensor(b!) accept_index, Tensor(c!) accept_token_num, "
+      "Tensor candidates, Tensor retrieve_index, Tensor retrieve_next_token, Tensor retrieve_next_sibling, "
+      "Tensor target_predict, Tensor(d!)? report=None) -> ()");
+  m.def(
+      "verify_tree_sampling(Tensor(a!) predicts, Tensor(b!) accept_index, Tensor(c!) accept_token_num, "
+      "Tensor candidates, Tensor retrieve_index, Tensor retrieve_next_token, Tensor retrieve_next_sibling, "
+      "Tensor uniform_samples, Tensor uniform_samples_final, Tensor target_probs, Tensor? draft_probs=None, "
+      "float threshold_single=1.0, float threshold_acc=1.0, Tensor(d!)? report=None) -> ()");
+  m.def(
+      "move_kv(Tensor accept_index, Tensor out_cache_loc, Tensor(a!)[] pages, Tensor(b!)[] window_pages, "
+      "Tensor? slot_map=None, Tensor(c!)? req_to_token=None, Tensor? req_pool_indices=None, "
+      "Tensor? cache_seqlens=None, Tensor(d!)? report=None) -> ()");
+  m.def(
+      "copy_page_tail(Tensor req_to_token, Tensor req_pool_indices, Tensor cache_seqlens, Tensor(a!)[] pages, "
+      "Tensor(b!)[] window_pages, int topk, int draft_steps, Tensor? slot_map=None, Tensor(c!)? report=None) -> ()");
+  m.def(
+      "generate_draft_decode_kv_indices(Tensor(a!) kv_indptr, Tensor(b!) kv_indices, Tensor req_to_token, "
+      "Tensor req_pool_indices, Tensor cache_seqlens, int topk, int draft_steps, int page_size, "
+      "Tensor(c!)? report=None) -> ()");
+  m.def(
+      "pack_tree_mask(Tensor(a!) tree_mask, Tensor mask, int layout, Tensor? mask_indptr=None, "
+      "Tensor(b!)? report=None) -> ()");
+
   // xqa_decode/
   m.def(
       "xqa_decode_plan(Tensor(a!) tile_scheduler_metadata, Tensor(b!) num_splits, Tensor cache_seqlens, int seqlen_q, "

@@ -26,10 +26,40 @@ OPS = (
     "fmha_paged",
     "fmha_varlen",
     "torch_native",  # the backend
-    "flex_attention",  # likewise; not in the header: no kernel records it
+    "flex_attention",  # likewise
+    "build_draft_tree",
+    "verify_tree_greedy",
+    "verify_tree_sampling",
+    "move_kv",
+    "copy_page_tail",
+    "generate_draft_decode_kv_indices",
+    "pack_tree_mask",
 )
-KINDS = ("none", "page index", "token slot", "request row", "length", "token slot")
-PAGE_INDEX, SLOT_ORDER = 1, 5
+KINDS = (
+    "none",
+    "page index",
+    "token slot",
+    "request row",
+    "length",
+    "token slot",
+    "parent",
+    "child or sibling",
+    "row of the tree",
+    "token",
+    "probability of token",
+    "accepted row",
+    "cells of prefix and drafts",
+    "mask bytes",
+    "mask bit of prefix key",
+)
+PAGE_INDEX, SLOT_ORDER, PROBABILITY, ACCEPTED, MASK_BYTES, HIDDEN_PREFIX = 1, 5, 10, 11, 13, 14
+_EXPECTED = {
+    SLOT_ORDER: "{limit}: the tokens of a page have consecutive slots",
+    PROBABILITY: "a finite number of at least 0",
+    ACCEPTED: "in [{position}, {limit}), of its request and not before its place in the path",
+    MASK_BYTES: "as many as {limit} rows of at least {limit} bytes, within mask",
+    HIDDEN_PREFIX: "1: every draft token sees the whole prefix",
+}
 
 
 def is_checked() -> bool:
@@ -49,9 +79,7 @@ def first_fault(report: Tensor) -> str | None:
         return None
     op, kind = OPS[words[OP]], KINDS[words[KIND]]
     more = f" ({words[COUNT]} faults in all)" if words[COUNT] > 1 else ""
-    expected = f"in [0, {words[LIMIT]})"
-    if words[KIND] == SLOT_ORDER:
-        expected = f"{words[LIMIT]}: the tokens of a page have consecutive slots"
+    expected = _EXPECTED.get(words[KIND], "in [0, {limit})").format(limit=words[LIMIT], position=words[POSITION])
     return (
         f"attnops::{op}: {kind} {words[VALUE]} at request {words[REQUEST]}, position {words[POSITION]}, "
         f"must be {expected}{more}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from . import backends, fmha, mla, paged, peers, values, wrong, xqa
+from . import backends, fmha, mla, paged, peers, speculation, values, wrong, xqa
 from .draw import Draw, Failure, Refused, Void
 
 # Name: weight, and what draws and runs a case of it.
@@ -22,6 +22,9 @@ FAMILIES: dict[str, tuple[int, Callable[[Draw], None]]] = {
     "store_kv": (4, paged.right_store_kv),
     "store_mla_kv": (4, paged.right_store_mla),
     "merge": (4, paged.right_merge),
+    "draft trees": (5, speculation.right_trees),
+    "draft slots": (4, speculation.right_drafts),
+    "hostile trees": (3, speculation.hostile_trees),
     "backend": (20, backends.right_eager),
     "captured": (6, backends.right_captured),
     "compat": (12, peers.right),

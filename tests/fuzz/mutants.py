@@ -48,6 +48,9 @@ CALLERS = {
     "build_page_table": {"page tables", "hostile tables"},
     "build_kv_indices": {"page tables", "hostile tables"},
     "merge_state": {"merge"},
+    "build_draft_tree": {"draft trees"},
+    "verify_tree_greedy": {"draft trees"},
+    "move_kv": {"draft slots"},
 }
 
 
@@ -281,3 +284,24 @@ def _(right: Function, given: dict[str, Any]) -> Any:
 @mutant("merge_state", "states weigh the same")
 def _(right: Function, given: dict[str, Any]) -> Any:
     return right(**given | {"lse_b": torch.where(given["lse_b"] == -math.inf, given["lse_b"], given["lse_a"])})
+
+
+@mutant("build_draft_tree", "a token is hidden from itself")
+def _(right: Function, given: dict[str, Any]) -> Any:
+    tree = right(**given)
+    tree.tree_mask[:, -1:, -1:] &= 127 if tree.tree_mask.shape[1] % 8 == 0 else 255 >> (9 - tree.tree_mask.shape[1] % 8)
+    return tree
+
+
+@mutant("verify_tree_greedy", "the last accepted draft is lost")
+def _(right: Function, given: dict[str, Any]) -> Any:
+    out = right(**given)
+    out.accept_token_num.sub_(1).clamp_(min=0)
+    return out
+
+
+@mutant("move_kv", "the second accepted token stays")
+def _(right: Function, given: dict[str, Any]) -> Any:
+    accepted = given["accept_index"].clone()
+    accepted[:, 1:2] = -1
+    return right(**given | {"accept_index": accepted})

@@ -38,16 +38,25 @@ FREE = {
     ("fmha_varlen", "q"): {0},
     ("merge_states", "outs"): {3},
     ("build_local_batches", "page_table"): {1},
+    ("build_draft_tree", "parent_list"): {1},
+    ("move_kv", "accept_index"): {1},
+    ("move_kv", "req_to_token"): {0, 1},
+    ("copy_page_tail", "req_to_token"): {0, 1},
+    ("generate_draft_decode_kv_indices", "req_to_token"): {0, 1},
+    ("verify_tree_sampling", "target_probs"): {2},
     ("context_parallel_seqlens", "seqlens"): {0},
     ("context_parallel_slots", "slots"): {0},
 }
 # One-dimensional arguments that may have any stride.
-ANY_STRIDE = {"out_cache_loc", "req_pool_indices", "slots", "slot_map"}
+ANY_STRIDE = {"out_cache_loc", "req_pool_indices", "slots", "slot_map", "bonus_tokens", "target_predict", "mask_indptr"}
 NUMBERS = {
     "softmax_scale": [math.nan, math.inf, -math.inf],
     "logit_cap": [-1.0, math.nan, math.inf],
     "window_left": [-2, 2**31, -(2**40)],
     "page_size": [0, -1, 2**31],
+    "topk": [0, -1, 2**31],
+    "draft_steps": [0, -1, 2**31],
+    "threshold_acc": [0.0, 1.5, math.nan],
 }
 
 

@@ -10,6 +10,7 @@ import torch
 from attnops import ops
 from attnops.compat import flash_attn, flash_attn_interface, flash_mla, flashinfer, sgl_kernel
 from attnops.metadata import FmhaPlan
+from attnops.ops.speculation import Verified
 from mla_calls import plan_for
 from problems import mla_problem, paged_problem, ragged_problem
 from right_peer_calls import flashinfer_calls
@@ -46,7 +47,7 @@ def ops_calls() -> dict[str, Call]:
     keys = {"k": ragged.k, "v": ragged.v, "cu_seqlens_q": ragged.cu_seqlens_q, "cu_seqlens_k": ragged.cu_seqlens_k}
     slots = torch.arange(4)
     new = torch.randn(4, 2, 64).bfloat16()
-    arguments: dict[str, dict[str, Any]] = {
+    arguments: dict[str, dict[str, Any]] = speculation_arguments() | {
         "xqa_decode_plan": {"plan": make_plan(gqa), "cache_seqlens": gqa.cache_seqlens},
         "xqa_decode": paged | sinks | {"plan": make_plan(gqa), "out": torch.empty_like(gqa.q), "lse": torch.ones(3, 8)},
         "mla_decode_plan": {"plan": plan_for(mla), "cache_seqlens": mla.cache_seqlens},
@@ -78,6 +79,49 @@ def ops_calls() -> dict[str, Call]:
     return {name: (getattr(ops, name), given) for name, given in arguments.items()}
 
 
+def speculation_arguments() -> dict[str, dict[str, Any]]:
+    """Two requests, trees of a root, two children and one grandchild."""
+    nodes = {
+        "candidates": torch.tensor([[7, 3, 5, 1]] * 2),
+        "retrieve_index": torch.arange(8).view(2, 4),
+        "retrieve_next_token": torch.tensor([[1, 3, -1, -1]] * 2),
+        "retrieve_next_sibling": torch.tensor([[-1, 2, -1, -1]] * 2),
+    }
+    lengths = torch.tensor([17, 5], dtype=torch.int32)
+    table = torch.arange(128, dtype=torch.int32).view(2, 64)
+    drafts = {"req_to_token": table, "req_pool_indices": torch.tensor([1, 0]), "cache_seqlens": lengths, "topk": 2}
+    drafts["draft_steps"] = 3
+    pages = [torch.zeros(8, 16, 2, 8), torch.zeros(8, 16, 24)]
+    return {
+        "build_draft_tree": {
+            "parent_list": torch.tensor([[-1, 0, 1]] * 2),
+            "top_scores_index": torch.tensor([[0, 1, 2]] * 2),
+            "draft_tokens": torch.tensor([[3, 5, 1]] * 2),
+            "bonus_tokens": torch.tensor([7, 7]),
+            "cache_seqlens": lengths,
+            "topk": 2,
+        },
+        "verify_tree_greedy": nodes | {"target_predict": torch.tensor([3, 1, 0, 9] * 2), "path_length": 3},
+        "verify_tree_sampling": nodes
+        | {"uniform_samples": torch.rand(2, 4), "uniform_samples_final": torch.rand(2)}
+        | {"target_probs": torch.rand(2, 4, 9), "path_length": 3},
+        "pack_tree_mask": {
+            "mask": torch.ones(2 * 4 * 9, dtype=torch.uint8),
+            "num_tokens": 4,
+            "mask_indptr": torch.tensor([0, 36, 72]),
+            "tree_mask": torch.zeros(2, 4, 1, dtype=torch.uint8),
+        },
+        "move_kv": {
+            "accept_index": torch.tensor([[0, 2, 3], [4, 7, -1]]),
+            "out_cache_loc": torch.arange(40, 48),
+            "pages": pages,
+        }
+        | {key: drafts[key] for key in ("req_to_token", "req_pool_indices", "cache_seqlens")},
+        "copy_page_tail": drafts | {"pages": pages},
+        "generate_draft_decode_kv_indices": drafts | {"page_size": 16},
+    }
+
+
 def decode_wrapper_plan(problem) -> dict[str, Any]:
     """Pages of 16, as many as the three requests need."""
     indices = torch.cat([problem.page_table[0, :3], problem.page_table[1, :2], problem.page_table[2, :1]])
@@ -107,6 +151,35 @@ def mla_wrapper_plan(problem) -> dict[str, Any]:
         "sm_scale": 0.1,
         "q_data_type": torch.bfloat16,
         "kv_data_type": torch.bfloat16,
+    }
+
+
+def sglang_tree_calls(device: str) -> dict[str, Call]:
+    given = speculation_arguments()
+    tree, judged = given["build_draft_tree"], given["verify_tree_sampling"]
+    links = {f"retrive_{name}": judged[f"retrieve_{name}"] for name in ("index", "next_token", "next_sibling")}
+    out = dict(zip(("predicts", "accept_index", "accept_token_num"), Verified.allocate(2, 4, 3)))
+    calls = {
+        "build_tree_kernel_efficient": {
+            "parent_list": tree["parent_list"],
+            "selected_index": tree["top_scores_index"],
+            "verified_seq_len": tree["cache_seqlens"],
+            "tree_mask": torch.ones(4 * (17 + 5 + 8), dtype=torch.bool),
+            "positions": torch.zeros(8, dtype=torch.int64),
+        }
+        | {name: link.clone() for name, link in links.items()}
+        | {"topk": 2, "depth": 2, "draft_token_num": 4},
+        "verify_tree_greedy": out
+        | {"candidates": judged["candidates"], **links}
+        | {"target_predict": given["verify_tree_greedy"]["target_predict"]},
+        "tree_speculative_sampling_target_only": out
+        | {"candidates": judged["candidates"], **links, "uniform_samples": judged["uniform_samples"]}
+        | {"uniform_samples_for_final_sampling": judged["uniform_samples_final"]}
+        | {"target_probs": judged["target_probs"], "draft_probs": torch.zeros(2, 4, 9)},
+    }
+    return {
+        name: (getattr(sgl_kernel, name), {k: v.to(device) if isinstance(v, Tensor) else v for k, v in one.items()})
+        for name, one in calls.items()
     }
 
 
@@ -199,6 +272,7 @@ def compat_calls(device: str = "cpu") -> dict[str, Call]:
             | {"tile_scheduler_metadata": flash_mla.get_mla_metadata()[0]},
         ),
         "merge_state_v2": (sgl_kernel.merge_state_v2, {"v_a": out, "s_a": lse, "v_b": out_b, "s_b": lse_b}),
+        **sglang_tree_calls(device),
         "cutlass_mla_get_workspace_size": (
             functools.partial(sgl_kernel.cutlass_mla_get_workspace_size, device=device),
             {"max_seq_len": 64, "num_batches": 3},

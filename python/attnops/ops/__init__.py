@@ -2,6 +2,7 @@
 
 from attnops import _load  # noqa: F401  (the ops exist once the modules are loaded)
 from attnops.ops.context_parallel import context_parallel_seqlens, context_parallel_slots
+from attnops.ops.draft_slots import copy_page_tail, generate_draft_decode_kv_indices, move_kv
 from attnops.ops.fmha import fmha_paged, fmha_plan, fmha_varlen
 from attnops.ops.local_batches import build_local_batches
 from attnops.ops.merge_state import merge_state, merge_states
@@ -14,25 +15,33 @@ from attnops.ops.paged_kv import (
     store_mla_kv,
     translate_slots,
 )
+from attnops.ops.speculation import build_draft_tree, pack_tree_mask, verify_tree_greedy, verify_tree_sampling
 from attnops.ops.xqa_decode import xqa_decode, xqa_decode_plan
 
 __all__ = [
     "build_cu_seqlens",
+    "build_draft_tree",
     "build_kv_indices",
     "build_local_batches",
     "build_page_table",
     "context_parallel_seqlens",
     "context_parallel_slots",
+    "copy_page_tail",
     "fmha_paged",
     "fmha_plan",
     "fmha_varlen",
+    "generate_draft_decode_kv_indices",
     "merge_state",
     "merge_states",
     "mla_decode",
     "mla_decode_plan",
+    "move_kv",
+    "pack_tree_mask",
     "store_kv",
     "store_mla_kv",
     "translate_slots",
+    "verify_tree_greedy",
+    "verify_tree_sampling",
     "xqa_decode",
     "xqa_decode_plan",
 ]

@@ -87,9 +87,10 @@ def register_fake(op: str) -> None:
     def fake(*args: Any, **options: Any) -> None:
         given = dict(zip(names, args)) | options
         device = given[home].device
-        for name, tensor in given.items():
-            if isinstance(tensor, Tensor) and tensor.device.type != device.type:
-                raise RuntimeError(f"attnops::{op}: {name} must be on {device} as {home}, got {tensor.device}")
+        for name, value in given.items():
+            for tensor in value if isinstance(value, list) else [value]:
+                if isinstance(tensor, Tensor) and tensor.device.type != device.type:
+                    raise RuntimeError(f"attnops::{op}: {name} must be on {device} as {home}, got {tensor.device}")
 
     torch.library.register_fake(f"attnops::{op}", fake)
 

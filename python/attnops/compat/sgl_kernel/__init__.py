@@ -1,4 +1,4 @@
-"""`sgl_kernel`'s attention: merges of states, CUTLASS MLA, and its modules `flash_attn` and `flash_mla`."""
+"""`sgl_kernel`'s attention: merges of states, CUTLASS MLA, draft trees, and its modules `flash_attn`, `flash_mla`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,23 @@ from attnops import ops
 from attnops.compat._convert import empty_is_minus_inf, from_log2, to_log2
 from attnops.compat._cutlass_mla import cutlass_mla_decode, cutlass_mla_get_workspace_size
 from attnops.compat._errors import names_the_peers
+from attnops.compat._speculation import (
+    build_tree_kernel_efficient,
+    tree_speculative_sampling_target_only,
+    verify_tree_greedy,
+)
 from attnops.compat.sgl_kernel import flash_attn, flash_mla
 
 __all__ = [
+    "build_tree_kernel_efficient",
     "cutlass_mla_decode",
     "cutlass_mla_get_workspace_size",
     "flash_attn",
     "flash_mla",
     "merge_state",
     "merge_state_v2",
+    "tree_speculative_sampling_target_only",
+    "verify_tree_greedy",
 ]
 
 
