@@ -37,7 +37,7 @@ def move_kv(
             least ``b * N + i``, as in a path whose parents stand first.
         out_cache_loc: int32 or int64 ``[B * N]``: slots of the trees, no two alike; N at most 1024. Negative: stays.
         pages: K and V of every layer, or its latents: ``[P, page_size, H, D]`` or ``[P, page_size, W]`` of any dtype of
-            a pool, last dim dense, all of one page size. One launch moves 160 of them.
+            a pool, last dim dense. All have one page size. One launch moves 160 of them.
         window_pages: Those of layers in the sliding-window pool; `slot_map` as in `build_page_table`.
         req_to_token: int32 ``[max_requests, max_context]``: its cell ``cache_seqlens[b] + i`` gets the i-th token's
             slot. With it go req_pool_indices (int32 or int64 ``[B]``) and cache_seqlens (int32 ``[B]``).

@@ -181,7 +181,7 @@ def verify_tree_sampling(
 ) -> Verified:
     """Goes down each tree by the target's probabilities; with both thresholds at 1 what comes out follows the target.
 
-    One number per node decides among its children: a child is taken where the number is below the probability of it
+    One number per node decides among its children. A child is taken where the number is below the probability of it
     and its rejected siblings together. At the last node a token is drawn from what the rejected children leave. Where
     rounding leaves nothing, it is the most likely token.
 
