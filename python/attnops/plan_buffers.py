@@ -141,11 +141,13 @@ class BlockBuffers:
 
     Args:
         width: Tokens of a block. By default as many as fill the rows of one work of `mla_decode`; with more heads than
-            rows, a token is a block.
+            rows, a token is a block. So it is, whatever was asked, for models with a sliding window: the rows before a
+            request's first token would look further back than any token's window, where pages may be another's.
     """
 
     def __init__(self, spec: AttentionSpec, limits: Limits, device: torch.device, width: int | None = None) -> None:
-        self.width = width or max(1, MLA_ROWS_PER_WORK // spec.num_q_heads)
+        widest = width or max(1, MLA_ROWS_PER_WORK // spec.num_q_heads)
+        self.width = 1 if spec.sliding_window_size >= 0 else widest
         tokens, width = limits.max_num_tokens, self.width
         most = tokens // width + limits.max_batch_size
         self.plans = DecodePlans(spec, limits, most, width, device)

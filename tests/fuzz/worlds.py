@@ -140,7 +140,6 @@ class World:
         v = draw.normal(count, spec.num_kv_heads, spec.v_head_dim).to(spec.dtype)
         rows, values = self._stored(k, v)
         answer = attend(q.double(), *values, shape.new, lengths, rules)
-        used |= self._looked_at(shape)
         k[~used], v[~used] = math.nan, math.nan
         is_new = torch.cat([torch.arange(n) >= p for n, p in zip(lengths, shape.prefix)] or [torch.zeros(0).bool()])
         slots, translated, slot_map = self._place(lengths, shape)
@@ -171,22 +170,6 @@ class World:
             table,
             slot_map,
         )
-
-    def _reach(self, shape: Shape) -> int:
-        """Tokens before the window of a ragged step's first token that are still there.
-
-        Backends cut such steps into blocks, and rows before a block's first token look at them for nothing.
-        """
-        return 0 if shape.uniform else 64
-
-    def _looked_at(self, shape: Shape) -> Tensor:
-        """bool, of all tokens: those in `_reach`."""
-        window, reach = self.layer.sliding_window_size, self._reach(shape)
-        parts = [torch.zeros(0, dtype=torch.bool)]
-        for prefix, new in zip(shape.prefix, shape.new):
-            token = torch.arange(prefix + new)
-            parts.append((token >= prefix - window - reach) & (token < prefix) & bool(reach) & (window >= 0))
-        return torch.cat(parts)
 
     def _batch(self, shape: Shape, lengths: list[int], rows: Tensor, loc: Tensor, rules: Rules) -> AttentionBatch:
         draw, device = self.draw, self.draw.device
@@ -247,7 +230,7 @@ class World:
             return slots, slots, slot_map
         translated, begin = slot_map[slots], 0
         for length, cached in zip(lengths, shape.prefix):  # tokens that no window reaches may have left
-            gone = self.draw.number(0, max(cached - self.spec.sliding_window_size - self._reach(shape), 0))
+            gone = self.draw.number(0, max(cached - self.spec.sliding_window_size, 0))
             slot_map[slots[begin : begin + gone]] = -1
             begin += length
         return slots, translated, slot_map

@@ -251,14 +251,17 @@ def _fill_cache(
 ) -> tuple[Tensor, Tensor]:
     """Writes the prefix into its pages and returns the float64 K and V that the whole request then has."""
     spec, prefix = model.spec, len(prefix_slots)
+    hidden = 0
     if pool.slot_map is not None:
         if model.options.get("drop_window"):  # tokens that no window reaches have no slot any more
             gone = prefix_slots[: max(prefix - spec.sliding_window_size - 1, 0) // spec.page_size * spec.page_size]
             pool.slot_map[gone] = -1
+            hidden = max(prefix - spec.sliding_window_size, 0)  # no token of the step sees these: NaN stays there
         prefix_slots = pool.slot_map[prefix_slots].long()
         keep = prefix_slots >= 0
     else:
         keep = torch.ones(prefix, dtype=torch.bool)
+    keep[:hidden] = False
     page, offset = prefix_slots[keep] // spec.page_size, prefix_slots[keep] % spec.page_size
     if spec.is_mla:
         assert isinstance(pool, MLATokenToKVPool)
