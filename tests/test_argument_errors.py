@@ -25,7 +25,7 @@ NOT_READ = {
 }
 HELPERS = {
     f"attnops.compat.{name}"
-    for name in ("_convert", "_kvcache", "_varlen", "_extend", "_attend", "_positions", "_plain_cache")
+    for name in ("_convert", "_cache_tables", "_varlen", "_extend", "_attend", "_positions", "_plain_cache")
 }
 NOT_A_TENSOR = [7, "seven", object()]
 

@@ -6,39 +6,13 @@ import math
 
 import pytest
 import torch
-from attnops.compat import flash_attn
 from attnops.compat import flash_attn_interface as fa3
 from attnops.compat.sgl_kernel import flash_attn as sgl
 from checks import MAX_RELATIVE_ERROR, assert_lse_close, relative_error
+from flash_attention_reference import attention, hidden_keys
 from problems import FP8, mla_problem, paged_problem, ragged_problem
 
 BOUND = MAX_RELATIVE_ERROR[torch.bfloat16]
-
-
-def attention(q, k, v, hidden, scale, bias=0.0):
-    """Float64: q [S, H, D], k and v [K, H_kv, D], hidden [S, K]; out and natural lse [S, H]."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale + bias
-    scores = scores.masked_fill(hidden, -math.inf)
-    weights = torch.softmax(scores, -1).nan_to_num(0.0)
-    return torch.einsum("hqk,khd->qhd", weights, v), torch.logsumexp(scores, -1).T
-
-
-def hidden_keys(seqlen_q, length, causal, window, chunk=0):
-    """Which of `length` keys no query sees: positions are aligned at the end."""
-    at = torch.arange(length - seqlen_q, length)[:, None]
-    key = torch.arange(length)
-    left, right = window[0], 0 if causal else window[1]
-    hidden = torch.zeros(seqlen_q, length, dtype=torch.bool)
-    if right >= 0:
-        hidden |= key > at + right
-    if left >= 0:
-        hidden |= key < at - left
-    if chunk:
-        first = at - at.remainder(chunk)
-        hidden |= (key < first) | (key >= first + chunk)
-    return hidden
 
 
 def turned(x, positions, cos, sin, interleaved):
@@ -263,94 +237,6 @@ def test_combine(shape, dtype):
     assert_lse_close(lse, torch.logsumexp(lses.double(), 0))
     given = torch.empty_like(out)
     assert fa3.flash_attn_combine(outs, lses, given)[0] is given
-
-
-def test_flash_attention_2():
-    """By its names: `block_table`, `alibi_slopes`, three results, +inf for a row without a key."""
-    problem = paged_problem([130, 5, 64, 0], 3, page_size=256)
-    cache = (problem.q_by_request, problem.k_pages, problem.v_pages)
-    lens = {"cache_seqlens": problem.cache_seqlens, "block_table": problem.page_table}
-    out, lse = flash_attn.flash_attn_with_kvcache(*cache, **lens, causal=True, return_softmax_lse=True)
-    expected = problem.expected()
-    assert relative_error(out.flatten(0, 1), expected[0]) <= BOUND
-    assert (lse[3] == math.inf).all() and lse.shape == (4, 8, 3)
-    bounds_k = torch.nn.functional.pad(problem.cache_seqlens.cumsum(0), (1, 0)).int()
-    flat, lse, probs = flash_attn.flash_attn_varlen_func(
-        problem.q,
-        *cache[1:],
-        problem.cu_seqlens_q,
-        bounds_k,
-        3,
-        130,
-        causal=True,
-        block_table=problem.page_table,
-        return_attn_probs=True,
-    )
-    assert probs is None and lse.shape == (8, 12)
-    assert relative_error(flat, expected[0]) <= BOUND
-    with pytest.raises(NotImplementedError, match=r"dropout_p=0.1"):
-        flash_attn.flash_attn_func(*cache, dropout_p=0.1)
-
-
-@pytest.mark.parametrize("window", [(-1, -1), (20, 0), (20, 3)])
-@pytest.mark.parametrize("causal", [True, False])
-def test_flash_attention_2_without_a_cache(causal, window):
-    problem = ragged_problem([33, 1, 64], [40, 5, 64], head_dim_v=32)
-    bounds = (problem.cu_seqlens_q, problem.cu_seqlens_k, 64, 64)
-    out = flash_attn.flash_attn_varlen_func(
-        problem.q, problem.k, problem.v, *bounds, causal=causal, window_size=window, softcap=5.0, deterministic=True
-    )
-    seen = {"causal": causal or window[1] == 0, "window_left": window[0]}
-    seen["window_right"] = -1 if seen["causal"] else window[1]
-    assert relative_error(out, problem.expected(logit_cap=5.0, **seen)[0]) <= BOUND
-    q, k, v = (torch.randn(2, n, h, 64).bfloat16() for n, h in ((7, 4), (19, 2), (19, 2)))
-    out, lse, _ = flash_attn.flash_attn_func(q, k, v, 0.0, 0.3, causal, window, return_attn_probs=True)
-    hidden = hidden_keys(7, 19, causal, window)
-    for b in range(2):
-        expected = attention(q[b], k[b], v[b], hidden, 0.3)
-        assert relative_error(out[b], expected[0]) <= BOUND
-        assert_lse_close(lse[b].T, expected[1])
-
-
-@pytest.mark.parametrize("per_request", [False, True])
-@pytest.mark.parametrize("form", ["cache", "func", "varlen", "paged varlen"])
-def test_alibi_of_flash_attention_2(form, per_request):
-    lengths, counts = [61, 61] if form == "func" else [61, 17], [5, 5] if form == "func" else [5, 2]
-    problem = paged_problem(lengths, 5 if form == "cache" else counts, page_size=64)
-    slopes = torch.rand(2, 8) if per_request else torch.rand(8)
-    k, v = (
-        torch.cat([pages[problem.page_table[b, 0], :n] for b, n in enumerate(lengths)])
-        for pages in (problem.k_pages, problem.v_pages)
-    )
-    bounds = problem.cu_seqlens_q, torch.tensor([0, *lengths]).cumsum(0).int(), 5, 61
-    shared = {"causal": True, "alibi_slopes": slopes}
-    if form == "cache":
-        counts = [5, 5]
-        table = {"cache_seqlens": problem.cache_seqlens, "block_table": problem.page_table}
-        out = flash_attn.flash_attn_with_kvcache(
-            problem.q_by_request, problem.k_pages, problem.v_pages, **table, **shared
-        )
-    elif form == "func":
-        out = flash_attn.flash_attn_func(problem.q_by_request, k.view(2, 61, 2, 64), v.view(2, 61, 2, 64), **shared)
-    elif form == "varlen":
-        out = flash_attn.flash_attn_varlen_func(problem.q, k, v, *bounds, **shared)
-    else:
-        pools = (problem.k_pages, problem.v_pages)
-        out = flash_attn.flash_attn_varlen_func(problem.q, *pools, *bounds, block_table=problem.page_table, **shared)
-    out, begin = out.reshape(-1, 8, 64), 0
-    for b, (count, length) in enumerate(zip(counts, lengths)):
-        rows = slice(sum(counts[:b]), sum(counts[: b + 1]))
-        at = torch.arange(length - count, length)[:, None]
-        slope = slopes[b] if per_request else slopes
-        bias = -slope.double()[:, None, None] * (at - torch.arange(length)).abs()
-        hidden = hidden_keys(count, length, True, (-1, -1))
-        expected = attention(problem.q[rows], k[begin : begin + length], v[begin : begin + length], hidden, 0.125, bias)
-        begin += length
-        assert relative_error(out[rows], expected[0]) <= BOUND
-    with pytest.raises(NotImplementedError, match="alibi_slopes without causal"):
-        flash_attn.flash_attn_func(
-            torch.zeros(1, 2, 2, 64), *[torch.zeros(1, 4, 2, 64)] * 2, alibi_slopes=torch.ones(2)
-        )
 
 
 @pytest.mark.parametrize("chunk", [0, 11])

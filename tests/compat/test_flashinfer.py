@@ -56,7 +56,9 @@ def test_decode_wrapper_with_graph_buffers_keeps_its_addresses():
         wrapper.plan(*csr(problem, 16), 8, 2, 64, 16)
         out = wrapper.run(problem.q, (problem.k_pages, problem.v_pages))
         check(out, None, problem.expected(), MAX_RELATIVE_ERROR[torch.float16])
-        seen.add((wrapper._lens.data_ptr(), wrapper._indices.data_ptr(), wrapper._plan.num_splits.data_ptr()))
+        seen.add(
+            (wrapper._plans.lens.data_ptr(), wrapper._indices.data_ptr(), wrapper._plans.planned.num_splits.data_ptr())
+        )
     assert len(seen) == 1 and wrapper._indices.data_ptr() == buffers[1].data_ptr()
     with pytest.raises(ValueError, match="indptr has 3 elements, the wrapper's buffer 4"):
         wrapper.plan(*csr(paged_problem([5, 5]), 16), 8, 2, 64, 16)

@@ -31,8 +31,8 @@ from attnops.compat._convert import (
     with_lse,
 )
 from attnops.compat._errors import names_the_peers
+from attnops.compat._flashinfer_decode_plans import DecodePlans, Plan
 from attnops.compat._positions import check_mode
-from attnops.compat._wide import WidePlan, is_wide
 from attnops.metadata.plan import XqaDecodePlan
 
 
@@ -86,8 +86,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         self._paged_kv_indptr_buf, self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf = buffers
         self._use_cuda_graph = use_cuda_graph
         self._use_tensor_cores = use_tensor_cores
-        self._plans: dict[int, XqaDecodePlan | WidePlan] = {}  # by window
-        self._plan: XqaDecodePlan | WidePlan | None = None
+        self._plans = DecodePlans(self._device, use_cuda_graph)
 
     @property
     def use_tensor_cores(self) -> bool:
@@ -100,7 +99,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
     @property
     def _plan_info(self) -> Any:
         """What engines look at to learn whether `plan` has run."""
-        return self._plan
+        return self._plans.planned
 
     def workspace_size(self, *args: Any, **options: Any) -> tuple[int, int]:
         """Bytes of the two buffers for a `plan` of these arguments: attnops needs none, so the least."""
@@ -182,9 +181,9 @@ class BatchDecodeWithPagedKVCacheWrapper:
         lengths = lengths_of(name, self._indptr, last, page_size)
         if seq_lens is not None:
             lengths = as_int32(name, "seq_lens", seq_lens.reshape(-1), self._device)[: lengths.shape[0]].clone()
-        self._cuts = 0
+        cuts = 0
         if disable_split_kv or (fixed_split_size or 0) > 0:
-            self._cuts = invariant_cuts(num_qo_heads, num_kv_heads, head_dim, page_size, disable_split_kv)
+            cuts = invariant_cuts(num_qo_heads, num_kv_heads, head_dim, page_size, disable_split_kv)
         key: dict[str, Any] = {
             "batch_size": lengths.shape[0],
             "seqlen_q": q_len_per_req,
@@ -193,28 +192,9 @@ class BatchDecodeWithPagedKVCacheWrapper:
             "head_dim": head_dim,
             "window_left": window_left,
         }
-        last_plan = self._plan
-        if last_plan is None or last_plan.key != key or last_plan.fixed_split_tokens != -self._cuts:
-            if last_plan is not None and self._use_cuda_graph:
-                raise ValueError("attnops.compat: use_cuda_graph fixes the geometry: make a wrapper for each")
-            self._plan = self._new_plan(key)
-            self._plans = {window_left: self._plan}
-            self._lens = lengths
-        else:
-            self._lens.copy_(lengths)
-        for plan in self._plans.values():
-            self._fill(plan)
+        self._plans.set(key, cuts, lengths)
 
     begin_forward = plan
-
-    def _new_plan(self, key: dict[str, Any]) -> XqaDecodePlan | WidePlan:
-        if is_wide(key["head_dim"], key["head_dim"]):
-            return WidePlan(key, -self._cuts)
-        return XqaDecodePlan.allocate(device=self._device, fixed_split_tokens=-self._cuts, **key)
-
-    def _fill(self, plan: XqaDecodePlan | WidePlan) -> None:
-        if isinstance(plan, XqaDecodePlan):
-            ops.xqa_decode_plan(plan, self._lens)
 
     @names_the_peers("BatchDecodeWithPagedKVCacheWrapper.run", k_pages="of paged_kv_cache", v_pages="of paged_kv_cache")
     def run(
@@ -252,7 +232,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         if skip_softmax_threshold_scale_factor or kv_cache_sf is not None:
             instead = {"skip_softmax_threshold_scale_factor": NO_SKIP, "kv_cache_sf": FP4_CACHE}
             require_default(name, instead, {}, locals())
-        plan = self._plan
+        plan = self._plans.planned
         if plan is None:
             raise RuntimeError(f"attnops.compat: {name}: plan must run first")
         k_pages, v_pages = split_kv(name, paged_kv_cache, self._kv_layout)
@@ -292,7 +272,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         q: Tensor,
         k_pages: Tensor,
         v_pages: Tensor,
-        plan: XqaDecodePlan | WidePlan,
+        plan: Plan,
         q_scale: float | Tensor | None,
         k_scale: float | Tensor | None,
         v_scale: float | Tensor | None,
@@ -331,7 +311,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         plain = dtype == q.dtype and is_plain(q, k_pages, self._positions)
         if plain and isinstance(plan, XqaDecodePlan):
             result, natural = ops.xqa_decode(
-                q, k_pages, v_pages, self._indices, self._lens, plan, kv_indptr=self._indptr, out=out, **options
+                q, k_pages, v_pages, self._indices, self._plans.lens, plan, kv_indptr=self._indptr, out=out, **options
             )
         else:
             result, natural = decode(
@@ -340,12 +320,12 @@ class BatchDecodeWithPagedKVCacheWrapper:
                 k_pages,
                 v_pages,
                 self._indices,
-                self._lens,
+                self._plans.lens,
                 seqlen_q=plan.seqlen_q,
                 indptr=self._indptr,
                 positions=self._positions,
                 plan=plan,
-                cuts=self._cuts,
+                cuts=self._plans.cuts,
                 out=out,
                 **options,
             )
@@ -381,26 +361,15 @@ class BatchDecodeWithPagedKVCacheWrapper:
         """
         name = "BatchDecodeWithPagedKVCacheWrapper.forward"
         check_mode(name, pos_encoding_mode)
-        plan = self._plan
+        plan = self._plans.planned
         if plan is None:
             raise RuntimeError(f"attnops.compat: {name}: plan must run first")
         self._window, self._cap = window_left, logits_soft_cap or 0.0
         self._scale = plan.head_dim**-0.5 if sm_scale is None else sm_scale
         self._positions = Positions(pos_encoding_mode, rope_scale, rope_theta)
-        plan = self._plans.get(window_left)
-        if plan is None:
-            plan = self._replanned(window_left)
+        plan = self._plans.for_window(window_left)
         k_pages, v_pages = split_kv(name, paged_kv_cache, self._kv_layout)
         return self._attend(name, q, k_pages, v_pages, plan, q_scale, k_scale, v_scale, None, None, return_lse, None)
-
-    def _replanned(self, window_left: int) -> XqaDecodePlan | WidePlan:
-        """The plan for a window other than that of `plan`, which fills it anew from then on."""
-        assert self._plan is not None
-        key: dict[str, Any] = self._plan.key | {"window_left": window_left}
-        plan = self._new_plan(key)
-        self._fill(plan)
-        self._plans[window_left] = plan
-        return plan
 
     def forward_return_lse(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         return self.forward(*args, return_lse=True, **options)  # type: ignore[return-value]

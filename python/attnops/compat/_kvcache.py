@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops import ops
-from attnops.compat._attend import Positions, decode, padded_rows, ragged_decode
-from attnops.compat._convert import FP8, as_int32, as_sinks, gathered, joined_latents, own_cells, refuse, to_dtype
+from attnops.compat._attend import Positions, decode, ragged_decode
+from attnops.compat._cache_append import append
+from attnops.compat._cache_tables import one_token_pages, token_table, window_of
+from attnops.compat._convert import FP8, as_int32, as_sinks, refuse, to_dtype
 from attnops.compat._extend import extend
+from attnops.compat._latent_cache import attend_latent, is_mla, joined_values
 from attnops.compat._positions import rotate
-from attnops.metadata.plan import MlaDecodePlan
 
 MAX_DECODE_QUERIES = 16  # per request; more are served as prefill
 _MAX_ROWS = 1 << 14  # requests of one call: a planner holds a batch in shared memory
@@ -63,7 +64,7 @@ class Call:
         table, lens = self._table(), self._lens()
         if self.k is not None and self.v is not None:
             rows, k = self._rotated(rows, lens)
-            lens = _append(self, k, self.v, table, lens)
+            lens = append(self, k, self.v, table, lens)
         if rows.dtype == FP8:
             rows = rows.to(torch.bfloat16)
         out, lse = self._attend(rows, table, lens)
@@ -99,7 +100,7 @@ class Call:
     def seqlen_q(self) -> int:
         return self.q.shape[1] if self.cu_seqlens_q is None else self.max_seqlen_q or 0
 
-    def _bounds(self) -> Tensor:
+    def query_bounds(self) -> Tensor:
         if self.cu_seqlens_q is not None:
             return as_int32(self.name, "cu_seqlens_q", self.cu_seqlens_q, self.q.device)
         return torch.arange(self.batch_size + 1, dtype=torch.int32, device=self.q.device) * self.q.shape[1]
@@ -140,12 +141,12 @@ class Call:
             wide = x.to(torch.bfloat16) if x.dtype == FP8 else x
             return rotate(wide, cos, sin, self.rotary_interleaved)
 
-        rows = turned(rows, self._bounds().long(), int(masked))
-        new = self._new_bounds().long()
+        rows = turned(rows, self.query_bounds().long(), int(masked))
+        new = self.key_bounds().long()
         flat = k if self.cu_seqlens_k_new is not None else k.flatten(0, 1)
         return rows, to_dtype(turned(flat, new, 1), k.dtype).view(k.shape)
 
-    def _new_bounds(self) -> Tensor:
+    def key_bounds(self) -> Tensor:
         assert self.k is not None
         if self.cu_seqlens_k_new is not None:
             return as_int32(self.name, "cu_seqlens_k_new", self.cu_seqlens_k_new, self.q.device)
@@ -161,10 +162,10 @@ class Call:
             lens = (lens - pad).clamp(min=0)
         else:
             k_cache, v_cache = self.k_cache, self.v_cache
-        if self.qv is not None and not self._is_mla():
-            rows, k_cache, v_cache, table = self._joined(rows, k_cache, v_cache, table)
+        if self.qv is not None and not is_mla(self):
+            rows, k_cache, v_cache, table = joined_values(self, rows, k_cache, v_cache, table)
         elif self.qv is not None:
-            return self._latent(rows, k_cache, v_cache, table, lens, causal, left, right)
+            return attend_latent(self, rows, k_cache, v_cache, table, lens, causal, left, right)
         dtype = rows.dtype
         rows, v_factor, scales = self._descaled(rows)
         options: dict[str, Any] = {
@@ -194,13 +195,13 @@ class Call:
             if uniform:
                 out, lse = decode(self.name, *caches, seqlen_q=self.seqlen_q, **given)
             else:
-                out, lse = ragged_decode(self.name, *caches, self._bounds(), self.seqlen_q, **given)
+                out, lse = ragged_decode(self.name, *caches, self.query_bounds(), self.seqlen_q, **given)
         elif few and (right < 0 or causal):
             given = {"causal": causal, "window_left": left, "cuts": self.num_splits, "out": destination, **options}
             out, lse = decode(self.name, rows, k_cache, v_cache, table, lens, seqlen_q=self.seqlen_q, **given)
         else:
             given = {"causal": causal, "window_left": left, "window_right": -1 if causal else right, **options}
-            out, lse = extend(rows, k_cache, v_cache, table, lens, self._bounds(), out=destination, **given)
+            out, lse = extend(rows, k_cache, v_cache, table, lens, self.query_bounds(), out=destination, **given)
         if v_factor is not None:
             out = out * v_factor
         return to_dtype(out, dtype), lse
@@ -223,7 +224,9 @@ class Call:
                 scales["v_scale"] = self.v_descale[0].float().contiguous()
             return rows, None, scales
         index = torch.arange(rows.shape[0], device=rows.device)
-        owner = torch.searchsorted(self._bounds()[1:].contiguous(), index, right=True).clamp(max=self.batch_size - 1)
+        owner = torch.searchsorted(self.query_bounds()[1:].contiguous(), index, right=True).clamp(
+            max=self.batch_size - 1
+        )
         group = rows.shape[1] // self.k_cache.shape[2]
         spread = [None if s is None else s.float()[owner].repeat_interleave(group, 1).unsqueeze(2) for s in given]
         rows = rows.float()
@@ -246,7 +249,7 @@ class Call:
         """Every query row as a request of its own, whose keys are those of its chunk and its window."""
         if self.slopes is not None:
             raise refuse(self.name, "attention_chunk with alibi_slopes", "leave one of them out")
-        bounds, chunk = self._bounds().long(), self.attention_chunk
+        bounds, chunk = self.query_bounds().long(), self.attention_chunk
         index = torch.arange(rows.shape[0], device=rows.device)
         owner = torch.searchsorted(bounds[1:].contiguous(), index, right=True)
         padding = owner >= self.batch_size
@@ -277,130 +280,3 @@ class Call:
             return parts[0]
         lses = [lse for _, lse in parts if lse is not None]
         return torch.cat([out for out, _ in parts]), torch.cat(lses) if lses else None
-
-    def _is_mla(self) -> bool:
-        """Whether `mla_decode` serves q and qv: 64 and 512 dims, and one KV head."""
-        return self.qv is not None and (self.q.shape[-1], self.qv.shape[-1], self.k_cache.shape[2]) == (64, 512, 1)
-
-    def _joined(
-        self, rows: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q with qv behind it, and copies of the pages in use: keys with values behind them, and values."""
-        assert self.qv is not None
-        if any(scale is not None for scale in (self.q_descale, self.k_descale, self.v_descale)):
-            raise refuse(self.name, "descales with qv", "MLA of 512 and 64 dims and one KV head has them")
-        qv = self.qv if self.cu_seqlens_q is not None else self.qv.flatten(0, 1)
-        v = gathered(v_cache, table)
-        return torch.cat([rows, qv], -1), torch.cat([gathered(k_cache, table), v], -1), v, own_cells(table)
-
-    def _latent(
-        self,
-        rows: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        table: Tensor,
-        lens: Tensor,
-        causal: bool,
-        left: int,
-        right: int,
-    ) -> tuple[Tensor, Tensor | None]:
-        """MLA: q is the rotary part, qv the latent one; so are the two caches."""
-        qv = self.qv
-        assert qv is not None
-        if right > 0 or self.attention_chunk > 0 or self.slopes is not None:
-            raise refuse(self.name, "qv with a right window, attention_chunk or alibi_slopes", "leave them out")
-        if self.cu_seqlens_q is None:
-            qv = qv.flatten(0, 1)
-        dtype = rows.dtype
-        scale = (64 + 512) ** -0.5 if self.softmax_scale is None else self.softmax_scale
-        qv, kv_scale = qv.to(dtype), None
-        if self.q_descale is not None:
-            factor = _one(self.name, "q_descale", self.q_descale)
-            rows, qv = (rows.float() * factor).to(dtype), (qv.float() * factor).to(dtype)
-        if self.v_descale is not None or self.k_descale is not None:
-            one = torch.ones(1, device=rows.device)
-            kv_scale = one if self.v_descale is None else _one(self.name, "v_descale", self.v_descale)
-            rope = one if self.k_descale is None else _one(self.name, "k_descale", self.k_descale)
-            rows = (rows.float() * (rope / kv_scale)).to(dtype)
-        pages, cells = joined_latents(self.name, v_cache.squeeze(2), k_cache.squeeze(2), table)
-        if pages.dtype == FP8 and kv_scale is None:
-            kv_scale = torch.ones(1, device=rows.device)
-        places = None
-        if self.cu_seqlens_q is not None:
-            index, places, padding = padded_rows(self._bounds(), rows.shape[0], self.seqlen_q)
-            rows, qv = rows[index], qv[index]
-        plan = MlaDecodePlan.allocate(
-            self.batch_size, seqlen_q=self.seqlen_q, num_q_heads=rows.shape[1], window_left=left, device=rows.device
-        )
-        ops.mla_decode_plan(plan, lens)
-        out, lse = ops.mla_decode(
-            qv,
-            pages,
-            cells,
-            lens,
-            plan,
-            softmax_scale=scale,
-            q_pe=rows,
-            causal=causal,
-            window_left=left,
-            logit_cap=self.softcap,
-            sinks=as_sinks(self.sinks, rows.shape[1], self.name),
-            kv_scale=kv_scale,
-            return_lse=self.return_lse,
-        )
-        if places is None:
-            return out, lse
-        out = out[places].masked_fill(padding.view(-1, 1, 1), 0)
-        return out, None if lse is None else lse[places].masked_fill(padding.unsqueeze(1), -torch.inf)
-
-
-def window_of(name: str, window: Any) -> tuple[int, int]:
-    """(left, right) of a pair, None, or a tensor of two on the CPU."""
-    if window is None:
-        return -1, -1
-    if isinstance(window, Tensor) and not window.is_cpu:
-        raise refuse(name, "window_size=a tensor on a device", "give it on the CPU: the host must know it")
-    left, right = (-1 if side is None else int(side) for side in window)
-    return max(left, -1), max(right, -1)
-
-
-def one_token_pages(pages: Tensor) -> Tensor:
-    """``[P * page_size, 1, H, D]``: a view where the strides have one, else a copy."""
-    return pages.flatten(0, 1).unsqueeze(1)
-
-
-def token_table(table: Tensor, page_size: int, begin: Tensor, tokens: int) -> Tensor:
-    """Slots ``[B, tokens]`` int32 of each request's tokens from `begin` on; beyond its table, any."""
-    position = begin.long().unsqueeze(1) + torch.arange(tokens, device=table.device)
-    page = torch.div(position, page_size, rounding_mode="floor").clamp(0, max(table.shape[1] - 1, 0))
-    slots = table.long().gather(1, page) * page_size + position.remainder(page_size)
-    return slots.clamp(-1, 2**31 - 1).int()
-
-
-def _one(name: str, what: str, scale: Tensor) -> Tensor:
-    """One number of a descale ``[B, 1]`` that is the same for all requests."""
-    if scale.numel() != 1 and any(stride != 0 for stride, size in zip(scale.stride(), scale.shape) if size > 1):
-        raise refuse(name, f"{what} per request with qv", "expand one number to [B, 1]")
-    return scale.reshape(-1)[:1].float()
-
-
-def _append(call: Call, k: Tensor, v: Tensor, table: Tensor, lens: Tensor) -> Tensor:
-    """Stores the new tokens behind the cached ones; returns the lengths with them. What finds no room is not stored."""
-    if k.dtype != call.k_cache.dtype or v.dtype != call.v_cache.dtype:
-        raise ValueError(
-            f"attnops.compat: {call.name}: k is {k.dtype}, cache {call.k_cache.dtype}: append rows of its "
-            "dtype, or use attnops.ops.store_kv, which quantizes"
-        )
-    size, bounds = call.k_cache.shape[1], call._new_bounds().long()
-    if call.cu_seqlens_k_new is None:
-        k, v = k.flatten(0, 1), v.flatten(0, 1)
-    index = torch.arange(k.shape[0], device=k.device)
-    owner = torch.searchsorted(bounds[1:].contiguous(), index, right=True)
-    padding = owner >= lens.shape[0]
-    owner = owner.clamp(max=max(lens.shape[0] - 1, 0))
-    position = lens.long()[owner] + index - bounds[owner]
-    page = torch.div(position, size, rounding_mode="floor")
-    cell = table.long()[owner, page.clamp(0, table.shape[1] - 1)]
-    slot = torch.where((page < table.shape[1]) & ~padding & (position >= 0), cell * size + position % size, -1)
-    ops.store_kv(call.k_cache, call.v_cache, k, v, slot)
-    return lens + bounds.diff().int()

@@ -12,13 +12,7 @@ from attnops.compat._flashinfer_cascade import (
     MultiLevelCascadeAttentionWrapper,
 )
 from attnops.compat._flashinfer_context import trtllm_batch_context_with_kv_cache, trtllm_ragged_attention_deepseek
-from attnops.compat._flashinfer_decode import (
-    cudnn_batch_decode_with_kv_cache,
-    single_decode_with_kv_cache,
-    trtllm_batch_decode_with_kv_cache,
-    xqa,
-    xqa_batch_decode_with_kv_cache,
-)
+from attnops.compat._flashinfer_decode import single_decode_with_kv_cache, trtllm_batch_decode_with_kv_cache
 from attnops.compat._flashinfer_fast_plan import CUDAGraphBatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
 from attnops.compat._flashinfer_mla import BatchMLAPagedAttentionWrapper
 from attnops.compat._flashinfer_mla_decode import (
@@ -45,6 +39,7 @@ from attnops.compat._flashinfer_ragged_prefill import (
 )
 from attnops.compat._flashinfer_sinks import BatchAttentionWithAttentionSinkWrapper
 from attnops.compat._flashinfer_wrapper import BatchDecodeWithPagedKVCacheWrapper
+from attnops.compat._flashinfer_xqa import cudnn_batch_decode_with_kv_cache, xqa, xqa_batch_decode_with_kv_cache
 
 __all__ = [
     "BatchAttention",
