@@ -130,8 +130,7 @@ def section(name: str, title: str, cells: list[Cell], plots: list[str]) -> list[
         f"Device: {'; '.join(sorted({cell.device for cell in cells}))}.",
         "",
         *(line for plot in plots for line in (f"![{title}]({plot})", "")),
-        f":::{{admonition}} Every cell of {title}",
-        ":class: dropdown",
+        f"<details><summary>Every cell of {title}</summary>",
         "",
         "| case | cell | attnops, us | best peer | its us | ratio | share of the ceiling | commit |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -142,7 +141,7 @@ def section(name: str, title: str, cells: list[Cell], plots: list[str]) -> list[
             f"| {cell.case} | {described(cell.params)} | {cell.ours:.1f} | {cell.peer} | {cell.best:.1f} "
             f"| {cell.ratio:.2f} | {share} | {cell.commit} |"
         )
-    return [*lines, "", ":::", ""]
+    return [*lines, "", "</details>", ""]
 
 
 def slowest(cells: list[tuple[str, Cell]]) -> str:

@@ -26,6 +26,7 @@ html_title = "attnops"
 html_static_path = ["_static"]
 html_css_files = ["attnops.css"]
 html_show_sourcelink = False
+highlight_language = "none"  # of fences that name none: commands
 pygments_style = "tango"
 pygments_dark_style = "monokai"
 

@@ -11,6 +11,7 @@ import tarfile
 import zipfile
 from pathlib import Path
 
+import attnops
 import pytest
 from attnops.plugins import ENGINES
 
@@ -117,3 +118,12 @@ def test_every_engine_has_an_extra_with_the_versions_that_its_plugin_serves():
         if name in extras:
             assert extras[name] == [f"{engine.packages[0]}>={least},<{below}"]
     assert {"triton", "flashinfer", "vllm", "sglang", "transformers", "docs", "test"} <= set(extras)
+
+
+def test_every_place_names_the_same_version():
+    version = PYPROJECT["project"]["version"]
+    assert attnops.__version__ == version
+    assert f"version: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text()
+    for page in ("README.md", "docs/install.md"):
+        assert set(re.findall(r"attnops-([\d.]+)-cp", (ROOT / page).read_text())) == {version}
