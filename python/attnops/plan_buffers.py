@@ -141,8 +141,8 @@ class BlockBuffers:
 
     Args:
         width: Tokens of a block. By default as many as fill the rows of one work of `mla_decode`; with more heads than
-            rows, a token is a block. So it is, whatever was asked, for models with a sliding window: the rows before a
-            request's first token would look further back than any token's window, where pages may be another's.
+            rows, a token is a block. Models with a sliding window always get this, whatever was asked. The rows before
+            a request's first token would look further back than any token's window, where pages may be another's.
     """
 
     def __init__(self, spec: AttentionSpec, limits: Limits, device: torch.device, width: int | None = None) -> None:
