@@ -136,3 +136,24 @@ def test_an_absent_package_is_named_with_what_to_install(monkeypatch):
     without = Machine(device="cuda", arch=90, has_cuda_kernels=True)
     with pytest.raises(NotImplementedError, match=r"needs the package flashinfer-python, .* These would: .*fa3"):
         select(gqa(), without, attention_backend="flashinfer")
+
+
+@pytest.mark.parametrize("cap", [0.0, 3.0])
+@pytest.mark.parametrize("kv_dtype", [None, E4M3])
+@pytest.mark.parametrize(("prefix", "calls"), [([0, 0, 0], ["ragged"]), ([0, 65, 100], ["ragged", "prefix"])])
+def test_new_tokens_are_attended_to_apart_by_sglangs_rule(prefix, calls, kv_dtype, cap, monkeypatch):
+    from attnops.backends import flashinfer as module
+
+    model = Model("gqa", gqa(logit_cap=cap, kv_dtype=kv_dtype, head_dim=128))
+    backend = build(model.spec)
+    for least in (10_000, 40):
+        monkeypatch.setattr(module, "MERGED_FROM_TOKENS", least)
+        step = make_step(model, ForwardMode.EXTEND, prefix, [33, 1, 20])
+        step.batch.cache_seqlens_cpu = step.batch.cache_seqlens.clone()
+        step.batch.extend_seq_lens_cpu = step.batch.extend_seq_lens.clone()
+        backend.init_forward_metadata(step.batch)
+        out = step.run(backend)
+        assert relative_error(out, step.expected) <= MAX_RELATIVE_ERROR[BF16]
+        planned = {key[0] for key in backend._prepared.of(step.batch).planned}
+        apart = kv_dtype is None and (least == 40 or not any(prefix))
+        assert planned == (set(calls) if apart else {"extend"})

@@ -278,3 +278,23 @@ def test_a_specs_mistakes_are_named():
         AttentionSpec(num_q_heads=8, num_kv_heads=1, head_dim=192, v_head_dim=128, is_mla=True)
     with pytest.raises(ValueError, match="max_seqlen must be positive"):
         Limits(max_batch_size=1, max_seqlen=0)
+
+
+def test_options_reach_the_backend_that_has_them():
+    class Optioned(registry.get_backend_class("torch_native")):
+        name = "optioned"
+
+        def __init__(self, spec, limits, device, *, colour="grey"):
+            super().__init__(spec, limits, device)
+            self.colour = colour
+
+    registry._classes["optioned"] = Optioned
+    try:
+        backend = select_backend(GQA, LIMITS, "cpu", prefill_attention_backend="optioned", colour="blue")
+        assert backend.prefill_backend.colour == "blue"
+        with pytest.raises(TypeError, match=r"got colour, an option of optioned; chosen are intel_amx"):
+            select_backend(GQA, LIMITS, "cpu", colour="blue")
+        with pytest.raises(TypeError, match=r"got flavour, an option of no backend"):
+            select_backend(GQA, LIMITS, "cpu", flavour="sweet")
+    finally:
+        registry._classes.pop("optioned")

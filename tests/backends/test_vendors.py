@@ -240,3 +240,6 @@ def test_selection_lists_them_first_with_the_reason():
     assert chosen.prefill == chosen.decode == "triton"
     assert any("untested_on_hardware" in reason for reason in chosen.rejected["aiter"])
     assert select(gqa("aiter"), machine, attention_backend="aiter").decode == "aiter"
+    hopper = Machine(device="cuda", arch=90, has_cuda_kernels=True, packages=frozenset({"flash_attn.cute"}))
+    chosen = select(gqa("fa4"), hopper, prefill_attention_backend="fa4")
+    assert (chosen.prefill, chosen.decode) == ("fa4", "fa3")

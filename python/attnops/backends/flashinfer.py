@@ -27,6 +27,7 @@ from attnops.pools import MLATokenToKVPool
 from attnops.types import MLA_KV_LORA_RANK, AttentionBatch, AttentionSpec, AttentionType, Limits
 
 WORKSPACE_BYTES = 384 * 2**20
+MERGED_FROM_TOKENS = 4096  # new tokens of a step from which cached prefixes are attended to apart: SGLang's
 LEAST_GROUP_OF_TENSOR_CORES = 4  # query heads per KV head; below, FlashInfer's CUDA cores are as fast
 
 _CAPABILITY = Capability(
@@ -49,13 +50,20 @@ _CAPABILITY = Capability(
 
 @dataclass
 class FlashInferStep:
-    """A step: its metadata, its lengths on the host, and the layer kinds that are planned for it."""
+    """A step: its metadata, its lengths on the host, and the layer kinds that are planned for it.
+
+    Attributes:
+        prefixes: Pages before the new tokens: bounds, and tokens in each last page; None where nothing is cached.
+        merged: The new tokens and their prefixes are attended to apart.
+    """
 
     paged: PagedStep
     bounds_q: Tensor
     bounds_k: Tensor
     last_page_len: Tensor
     seqlens_k: Tensor
+    prefixes: tuple[Tensor, Tensor] | None = None
+    merged: bool = False
     planned: set[tuple[Any, ...]] = field(default_factory=set)
 
 
@@ -95,6 +103,7 @@ class FlashInferAttnBackend(AttentionBackend):
         cells = limits.max_batch_size * limits.max_pages(spec.page_size) if self._has_cache else 0
         # By whether slots are those of a sliding-window pool.
         self._indices = {w: torch.zeros(cells, dtype=torch.int32, device=self.device) for w in (False, True)}
+        self._prefix_indices = torch.zeros(cells, dtype=torch.int32, device=self.device)
         self._indptr = torch.zeros(limits.max_batch_size + 1, dtype=torch.int32, device=self.device)
         group = spec.num_q_heads // spec.num_kv_heads
         chosen = FLASHINFER_TENSOR_CORE.value()
@@ -115,14 +124,13 @@ class FlashInferAttnBackend(AttentionBackend):
             )
         seqlens_q, seqlens_k = self._lengths(batch)
         page_size = self.spec.page_size
-        pages = [-(-length // page_size) for length in seqlens_k]
         step = FlashInferStep(
-            paged=self._buffers.step(batch),
-            bounds_q=_cumulative(seqlens_q),
-            bounds_k=_cumulative(pages),
-            last_page_len=_int32(n - (p - 1) * page_size if p else 0 for n, p in zip(seqlens_k, pages)),
-            seqlens_k=_int32(seqlens_k),
+            self._buffers.step(batch), _cumulative(seqlens_q), *_paging(seqlens_k, page_size), _int32(seqlens_k)
         )
+        if not batch.is_uniform and not self.spec.is_mla:
+            cached = [k - q for q, k in zip(seqlens_q, seqlens_k)]
+            step.prefixes = _paging(cached, page_size) if any(cached) else None
+            step.merged = step.prefixes is not None and batch.num_tokens >= MERGED_FROM_TOKENS
         self._prepared.begin(batch, step)
 
     def _lengths(self, batch: AttentionBatch) -> tuple[list[int], list[int]]:
@@ -166,6 +174,18 @@ class FlashInferAttnBackend(AttentionBackend):
                 slot_map=slot_map,
                 report=self._buffers.report,
             )
+        if step.merged:
+            assert batch.extend_seq_lens is not None, "a ragged step has them"
+            size = batch.batch_size
+            ops.build_kv_indices(
+                batch.req_to_token,
+                batch.req_pool_indices,
+                batch.cache_seqlens - batch.extend_seq_lens,
+                self.spec.page_size,
+                kv_indptr=torch.empty_like(self._indptr[: size + 1]),
+                kv_indices=self._prefix_indices,
+                report=self._buffers.report,
+            )
 
     def attend(self, call: LayerCall) -> None:
         step = self._prepared.of(call.batch)
@@ -191,6 +211,9 @@ class FlashInferAttnBackend(AttentionBackend):
         if pool.dtype in FP8:
             options |= {"k_scale": layer.k_scale_float, "v_scale": layer.v_scale_float}
         q = heads("q", call.q, layer.num_heads, layer.head_dim)
+        if self._attends_to_new_tokens_apart(call, step):
+            self._attend_ragged(call, step, q, options)
+            return
         plan = self._plan_decode if batch.forward_mode.is_decode() else self._plan_extend
         plan(step, layer, windowed).run(q, pool.get_kv_buffer(layer.layer_id), **options)
 
@@ -246,16 +269,53 @@ class FlashInferAttnBackend(AttentionBackend):
             )
         return self._wrappers[key]
 
+    def _attends_to_new_tokens_apart(self, call: LayerCall, step: FlashInferStep) -> bool:
+        """Prompts without a cached prefix, and long extensions of one: SGLang's rule.
+
+        A window is one over all keys, and an FP8 cache rounds keys that later tokens see rounded: then all from pages.
+        """
+        brings_keys = call.save_kv_cache and call.k is not None and call.v is not None
+        whole = call.layer.sliding_window_size >= 0 or self.spec.cache_dtype in FP8
+        if call.batch.is_uniform or not brings_keys or whole:
+            return False
+        return step.prefixes is None or step.merged
+
+    def _attend_ragged(self, call: LayerCall, step: FlashInferStep, q: Tensor, options: dict[str, Any]) -> None:
+        """New tokens from k and v, and what is cached from pages; both are merged by their lse."""
+        layer, pool = call.layer, call.batch.token_to_kv_pool
+        assert call.k is not None and call.v is not None and pool is not None
+        k = heads("k", call.k, layer.num_kv_heads, layer.head_dim)
+        v = heads("v", call.v, layer.num_kv_heads, layer.v_head_dim)
+        ragged = self._plan_ragged(step, layer, "ragged", is_causal(layer))
+        if step.prefixes is None:
+            ragged.run(q, k, v, out=options["out"])
+            return
+        key = ("prefix", layer.scaling, layer.logit_cap)
+        if key not in step.planned:
+            wrapper = self._wrapper(step, key, self._flashinfer.BatchPrefillWithPagedKVCacheWrapper, "NHD")
+            shape = (layer.num_heads, layer.num_kv_heads, layer.head_dim, self.spec.page_size)
+            bounds, last = step.prefixes
+            paging = (step.bounds_q, bounds, self._prefix_indices, last)
+            wrapper.plan(*paging, *shape, causal=False, **self._shared(layer))
+        pages, out = pool.get_kv_buffer(layer.layer_id), options.pop("out")
+        cached = self._wrappers[key].run(q, pages, return_lse=True, **options)
+        merged, _ = self._flashinfer.merge_state(*ragged.run(q, k, v, return_lse=True), *cached)
+        out.copy_(merged)
+
+    def _plan_ragged(self, step: FlashInferStep, layer: RadixAttention, kind: str, causal: bool) -> Any:
+        key = (kind, layer.sliding_window_size, layer.scaling, layer.logit_cap)
+        if key not in step.planned:
+            wrapper = self._wrapper(step, key, self._flashinfer.BatchPrefillWithRaggedKVCacheWrapper, "NHD")
+            shape = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
+            options = self._shared(layer) | {"kv_data_type": self.spec.dtype}
+            wrapper.plan(step.bounds_q, step.bounds_q, *shape, causal=causal, **options)
+        return self._wrappers[key]
+
     def _encode(self, call: LayerCall, step: FlashInferStep) -> None:
         layer = call.layer
         if call.k is None or call.v is None:
             raise ValueError("attnops: an encoder's layer needs k and v")
-        key = ("encode", layer.sliding_window_size, layer.scaling, layer.logit_cap)
-        if key not in step.planned:
-            wrapper = self._wrapper(step, key, self._flashinfer.BatchPrefillWithRaggedKVCacheWrapper, "NHD")
-            shape = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
-            wrapper.plan(step.bounds_q, step.bounds_q, *shape, causal=False, **self._shared(layer))
-        self._wrappers[key].run(
+        self._plan_ragged(step, layer, "encode", False).run(
             heads("q", call.q, layer.num_heads, layer.head_dim),
             heads("k", call.k, layer.num_kv_heads, layer.head_dim),
             heads("v", call.v, layer.num_kv_heads, layer.v_head_dim),
@@ -300,6 +360,12 @@ class FlashInferAttnBackend(AttentionBackend):
 
 def _cumulative(lengths: list[int]) -> Tensor:
     return _int32([0, *itertools.accumulate(lengths)])
+
+
+def _paging(lengths: list[int], page_size: int) -> tuple[Tensor, Tensor]:
+    """Bounds of each request's pages, and the tokens in its last one."""
+    pages = [-(-length // page_size) for length in lengths]
+    return _cumulative(pages), _int32(n - (p - 1) * page_size if p else 0 for n, p in zip(lengths, pages))
 
 
 def _int32(values: Any) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -235,13 +236,31 @@ def select_backend(
 
     Args:
         device: By default the current GPU where there is one, else the CPU.
-        options: Of `select`, by keyword.
+        options: Of `select`, and of the chosen backends' constructors (`triton_attention_num_kv_splits`, ...).
+
+    Raises:
+        TypeError: an option is neither `select`'s nor a chosen backend's; names the backends that are.
     """
     machine = detect_machine(device)
-    selection = select(spec, machine, **options)
+    own = inspect.signature(select).parameters
+    selection = select(spec, machine, **{name: value for name, value in options.items() if name in own})
     where = torch.device(machine.torch_device) if device is None else torch.device(device)
-    decode = get_backend_class(selection.decode)(spec, limits, where)
+    classes = {name: get_backend_class(name) for name in (selection.decode, selection.prefill)}
+    more = {name: value for name, value in options.items() if name not in own}
+    taken = {name: more.keys() & _constructor_options(cls) for name, cls in classes.items()}
+    for option in more.keys() - set().union(*taken.values()):
+        owners = [name for name in registered_names() if option in _constructor_options(get_backend_class(name))]
+        raise TypeError(
+            f"attnops: select_backend got {option}, an option of {' and '.join(owners) or 'no backend'}; chosen are "
+            f"{' and '.join(classes)}"
+        )
+    built = {name: cls(spec, limits, where, **{o: more[o] for o in taken[name]}) for name, cls in classes.items()}
     if not selection.is_hybrid:
-        return decode
-    prefill = get_backend_class(selection.prefill)(spec, limits, where)
-    return HybridAttnBackend(prefill, decode, selection.speculative_attention_mode)
+        return built[selection.decode]
+    return HybridAttnBackend(built[selection.prefill], built[selection.decode], selection.speculative_attention_mode)
+
+
+def _constructor_options(cls: type[AttentionBackend]) -> set[str]:
+    """Names of a backend's own options: what its constructor takes by keyword only."""
+    parameters = inspect.signature(cls).parameters.values()
+    return {parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}

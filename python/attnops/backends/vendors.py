@@ -304,7 +304,7 @@ class FA4Backend(VendorBackend):
         archs=frozenset({90, 100, 103}),
         needs_cuda_kernels=True,
         compiles_at_run_time=True,
-        modes=frozenset({ForwardMode.EXTEND, ForwardMode.IDLE}),
+        modes=frozenset({ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.IDLE}),
         head_dims=HeadDims(pairs=frozenset({(64, 64), (96, 96), (128, 128)})),
         page_sizes=frozenset({128}),
         sliding_window=True,
