@@ -7,6 +7,7 @@ anything is timed. A cell below its bar is measured again over five turns, and t
 
     python benchmarks/bench_fmha.py --groups table,hopper,plan,sustained --write
     python benchmarks/bench_fmha.py --seed 7 --cells 60      # any shape: the law is fmha_law.draw
+    python benchmarks/bench_fmha.py --groups table --peers "attnops sm_80,FA3,SDPA flash"  # the portable kernels, too
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class Outcome:
 
     @property
     def best(self) -> Contender | None:
-        return min((c for c in self.contenders if c.name != "attnops"), key=lambda c: c.ms, default=None)
+        peers = (c for c in self.contenders if not c.name.startswith("attnops"))
+        return min(peers, key=lambda c: c.ms, default=None)
 
     @property
     def ratio(self) -> float | None:
@@ -76,7 +78,7 @@ class Outcome:
                 peer=c.name,
                 params=self.cell.params,
                 ms=round(c.ms, 6),
-                version=__version__ if c.name == "attnops" else "",
+                version=__version__ if c.name.startswith("attnops") else "",
                 gbs=round(self.cell.bytes / c.ms / 1e6, 1),
                 tflops=round(self.cell.flops / c.ms / 1e9, 2),
                 rel_err=c.error,
@@ -280,7 +282,9 @@ def product_ceiling(budget_ms: float) -> float:
 
 
 def _asked(name: str, peers: str | None) -> bool:
-    return name == "attnops" or peers is None or any(name.startswith(p) for p in peers.split(",") if p)
+    if peers is None:
+        return name != fmha_peers.PORTABLE
+    return name == "attnops" or any(name.startswith(p) for p in peers.split(",") if p)
 
 
 if __name__ == "__main__":

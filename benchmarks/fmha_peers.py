@@ -11,6 +11,7 @@ import importlib.util
 import math
 import os
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 from attnops import ops
@@ -18,6 +19,7 @@ from attnops.metadata import FmhaPlan
 from fmha_cells import BF16, DEVICE, FP8, Cell
 
 Step = Callable[[int], torch.Tensor]  # runs on the r-th slice of the pools, returns out, [T, H, D] or [B, H, S, D]
+PORTABLE = "attnops sm_80"  # runs when it is asked for
 PACKED_FA3 = {(64, 64, BF16), (128, 128, BF16), (256, 256, BF16), (192, 128, BF16), (128, 128, FP8)}
 
 
@@ -60,6 +62,17 @@ def attnops(cell: Cell, plan_inside: bool = False) -> Step:
         if cell.page:
             return ops.fmha_paged(cell.q(r), *cell.kv(r), cell.page_table, cell.seqlens, cell.cu_q, plan, **options)[0]
         return ops.fmha_varlen(cell.q(r), *cell.kv(r), cell.cu_q, cell.cu_k, plan, **options)[0]
+
+    return step
+
+
+def attnops_portable(cell: Cell) -> Step:
+    """By the kernels that every architecture from sm_80 on has."""
+    plain = attnops(cell)
+
+    def step(r: int) -> torch.Tensor:
+        with mock.patch.dict(os.environ, {"ATTNOPS_CUDA_ARCH": "80"}):
+            return plain(r)
 
     return step
 
@@ -155,9 +168,10 @@ def _workspace() -> torch.Tensor:
 
 
 def contenders(cell: Cell) -> list[tuple[str, Callable[[], Step]]]:
-    """(name, how to prepare it); attnops is the first."""
+    """(name, how to prepare it); attnops is the first, then its portable kernels."""
     return [
         ("attnops", lambda: attnops(cell)),
+        (PORTABLE, lambda: attnops_portable(cell)),
         ("FA3", lambda: fa3(cell)),
         ("FlashInfer fa3", lambda: flashinfer(cell, "fa3")),
         ("FlashInfer fa2", lambda: flashinfer(cell, "fa2")),

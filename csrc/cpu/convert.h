@@ -19,6 +19,10 @@ struct Float8E4M3 {
   uint8_t bits;
 };
 
+struct Float8E5M2 {
+  uint8_t bits;
+};
+
 inline float to_float(float x) { return x; }
 inline float to_float(Float16 x) { return static_cast<float>(x.value); }
 inline float to_float(BFloat16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
@@ -32,6 +36,11 @@ inline float to_float(Float8E4M3 x) {
   const float value = magnitude < 8 ? static_cast<float>(magnitude) * 0x1p-9f
                                     : std::bit_cast<float>((magnitude << 20) + ((127u - 7u) << 23));
   return std::bit_cast<float>(std::bit_cast<uint32_t>(value) | sign);
+}
+
+// The upper half of a float16.
+inline float to_float(Float8E5M2 x) {
+  return static_cast<float>(std::bit_cast<_Float16>(static_cast<uint16_t>(x.bits << 8)));
 }
 
 template <typename T>

@@ -188,7 +188,9 @@ class Checker {
 
   void check_keys(Shape k_shape, Shape v_shape) {
     const TensorCheck k_check = check(a_.k_name, a_.k);
-    if (!has_dtype(a_.k, DType::kFloat8E4M3)) k_check.dtype({dtype_of(a_.q), DType::kFloat8E4M3});
+    if (!has_dtype(a_.k, DType::kFloat8E4M3) && !has_dtype(a_.k, DType::kFloat8E5M2)) {
+      k_check.dtype({dtype_of(a_.q), DType::kFloat8E4M3, DType::kFloat8E5M2});
+    }
     k_check.shape(k_shape).dense_last();
     check(a_.v_name, a_.v).dtype_as(a_.k_name, a_.k).shape(v_shape).dense_last();
     if (*kv_heads_ < 1 || *q_heads_ % *kv_heads_ != 0) {

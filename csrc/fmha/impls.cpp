@@ -3,29 +3,32 @@
 #include <string>
 
 #include "core/impl_table.h"
+#include "device/common/capability.h"
+#include "device/common/vec.h"
 #include "fmha/cuda/any.h"
+#include "fmha/cuda/launch.h"
 #include "fmha/sm90/launch.h"
 
 namespace attnops::fmha {
 namespace {
 
-bool on_bytes(int bytes, const void* base, DType dtype, std::initializer_list<int64_t> strides) {
-  bool aligned = reinterpret_cast<uintptr_t>(base) % bytes == 0;
-  for (const int64_t stride : strides) aligned = aligned && stride * size_of(dtype) % bytes == 0;
-  return aligned;
-}
+bool is_fp8(DType dtype) { return dtype == DType::kFloat8E4M3 || dtype == DType::kFloat8E5M2; }
 
 struct Impl {
   const char* name;
   DType dtype;
   int head_dim_qk, head_dim_v;  // the largest
   Launch launch;
-  bool any_rows = false;  // wherever rows start
+  std::string (*reject_more)(const Params&) = nullptr;  // limits of one architecture's kernels
+
+  bool takes(const Params& p) const {
+    return p.dtype == dtype && p.head_dim_qk <= head_dim_qk && p.head_dim_v <= head_dim_v;
+  }
 
   std::string reject(const Params& p) const {
     if (p.dtype != dtype) return std::string("takes q of ") + name_of(dtype) + ", got " + name_of(p.dtype);
-    if (p.kv_dtype != dtype && p.kv_dtype != DType::kFloat8E4M3) {
-      return std::string("takes keys of ") + name_of(dtype) + " or float8_e4m3fn, got " + name_of(p.kv_dtype);
+    if (p.kv_dtype != dtype && !is_fp8(p.kv_dtype)) {
+      return std::string("takes keys of ") + name_of(dtype) + " or FP8, got " + name_of(p.kv_dtype);
     }
     if (p.head_dim_qk > head_dim_qk) {
       return "takes head_dim_qk up to " + std::to_string(head_dim_qk) + ", got " + std::to_string(p.head_dim_qk);
@@ -33,39 +36,62 @@ struct Impl {
     if (p.head_dim_v > head_dim_v) {
       return "takes head_dim_v up to " + std::to_string(head_dim_v) + ", got " + std::to_string(p.head_dim_v);
     }
-    if (any_rows) return "";
-    if (!on_bytes(16, p.q, p.dtype, {p.q_stride_token, p.q_stride_head}) ||
-        !on_bytes(16, p.out, p.dtype, {p.out_stride_token, p.out_stride_head})) {
-      return "rows of q and out must start on 16-byte boundaries";
-    }
-    const int bytes = 8 * size_of(p.kv_dtype);
-    if (!on_bytes(bytes, p.k, p.kv_dtype, {p.k_stride_page, p.k_stride_token, p.k_stride_head}) ||
-        !on_bytes(bytes, p.v, p.kv_dtype, {p.v_stride_page, p.v_stride_token, p.v_stride_head})) {
-      return "rows of k and v must start on " + std::to_string(bytes) + "-byte boundaries";
-    }
-    return "";
+    return reject_more ? reject_more(p) : "";
   }
 };
 
-// A head dim is served by the smallest kernel that holds it.
+// What the copy engine and the gathering warps of Hopper's kernels cannot do.
+[[maybe_unused]] std::string reject_sm90(const Params& p) {
+  if (p.kv_dtype == DType::kFloat8E5M2) return "takes FP8 keys of float8_e4m3fn, got float8_e5m2";
+  if (!rows_aligned(p.q, size_of(p.dtype), 16, p.q_stride_token, p.q_stride_head) ||
+      !rows_aligned(p.out, size_of(p.dtype), 16, p.out_stride_token, p.out_stride_head)) {
+    return "rows of q and out must start on 16-byte boundaries";
+  }
+  const int size = size_of(p.kv_dtype), bytes = 8 * size;
+  if (!rows_aligned(p.k, size, bytes, p.k_stride_page, p.k_stride_token, p.k_stride_head) ||
+      !rows_aligned(p.v, size, bytes, p.v_stride_page, p.v_stride_token, p.v_stride_head)) {
+    return "rows of k and v must start on " + std::to_string(bytes) + "-byte boundaries";
+  }
+  const int sm = usable_sm("fmha");
+  if (sm != 90) return "runs on sm_90, this device is sm_" + std::to_string(sm);
+  return "";
+}
+
+// Beside its tiles there is no room for FP8 rows on devices with 99 KB of shared memory.
+std::string reject_fp8(const Params& p) {
+  return is_fp8(p.kv_dtype) ? std::string("takes keys of q's dtype, got ") + name_of(p.kv_dtype) : "";
+}
+
+// A head dim is served by the smallest kernel that holds it; what Hopper's kernels refuse, by those of every device.
 constexpr Impl kImpls[] = {
 #if defined(ATTNOPS_HAS_SM90)
-    {"sm90_bf16_hd64", DType::kBFloat16, 64, 64, &sm90::launch_bf16_hd64},
-    {"sm90_bf16_hd96", DType::kBFloat16, 96, 96, &sm90::launch_bf16_hd96},
-    {"sm90_bf16_hd128", DType::kBFloat16, 128, 128, &sm90::launch_bf16_hd128},
-    {"sm90_bf16_hd192x128", DType::kBFloat16, 192, 128, &sm90::launch_bf16_hd192x128},
-    {"sm90_bf16_hd192", DType::kBFloat16, 192, 192, &sm90::launch_bf16_hd192},
-    {"sm90_bf16_hd256", DType::kBFloat16, 256, 256, &sm90::launch_bf16_hd256},
-    {"sm90_fp16_hd64", DType::kFloat16, 64, 64, &sm90::launch_fp16_hd64},
-    {"sm90_fp16_hd96", DType::kFloat16, 96, 96, &sm90::launch_fp16_hd96},
-    {"sm90_fp16_hd128", DType::kFloat16, 128, 128, &sm90::launch_fp16_hd128},
-    {"sm90_fp16_hd192x128", DType::kFloat16, 192, 128, &sm90::launch_fp16_hd192x128},
-    {"sm90_fp16_hd192", DType::kFloat16, 192, 192, &sm90::launch_fp16_hd192},
-    {"sm90_fp16_hd256", DType::kFloat16, 256, 256, &sm90::launch_fp16_hd256},
+    {"sm90_bf16_hd64", DType::kBFloat16, 64, 64, &sm90::launch_bf16_hd64, &reject_sm90},
+    {"sm90_bf16_hd96", DType::kBFloat16, 96, 96, &sm90::launch_bf16_hd96, &reject_sm90},
+    {"sm90_bf16_hd128", DType::kBFloat16, 128, 128, &sm90::launch_bf16_hd128, &reject_sm90},
+    {"sm90_bf16_hd192x128", DType::kBFloat16, 192, 128, &sm90::launch_bf16_hd192x128, &reject_sm90},
+    {"sm90_bf16_hd192", DType::kBFloat16, 192, 192, &sm90::launch_bf16_hd192, &reject_sm90},
+    {"sm90_bf16_hd256", DType::kBFloat16, 256, 256, &sm90::launch_bf16_hd256, &reject_sm90},
+    {"sm90_fp16_hd64", DType::kFloat16, 64, 64, &sm90::launch_fp16_hd64, &reject_sm90},
+    {"sm90_fp16_hd96", DType::kFloat16, 96, 96, &sm90::launch_fp16_hd96, &reject_sm90},
+    {"sm90_fp16_hd128", DType::kFloat16, 128, 128, &sm90::launch_fp16_hd128, &reject_sm90},
+    {"sm90_fp16_hd192x128", DType::kFloat16, 192, 128, &sm90::launch_fp16_hd192x128, &reject_sm90},
+    {"sm90_fp16_hd192", DType::kFloat16, 192, 192, &sm90::launch_fp16_hd192, &reject_sm90},
+    {"sm90_fp16_hd256", DType::kFloat16, 256, 256, &sm90::launch_fp16_hd256, &reject_sm90},
 #endif
-    {"any_bf16", DType::kBFloat16, kAnyHeadDim, kAnyHeadDim, &launch_any_bf16, true},
-    {"any_fp16", DType::kFloat16, kAnyHeadDim, kAnyHeadDim, &launch_any_fp16, true},
-    {"any_fp32", DType::kFloat32, kAnyHeadDim, kAnyHeadDim, &launch_any_fp32, true},
+    {"bf16_hd64", DType::kBFloat16, 64, 64, &launch_bf16_hd64},
+    {"bf16_hd96", DType::kBFloat16, 96, 96, &launch_bf16_hd96},
+    {"bf16_hd128", DType::kBFloat16, 128, 128, &launch_bf16_hd128},
+    {"bf16_hd192x128", DType::kBFloat16, 192, 128, &launch_bf16_hd192x128, &reject_fp8},
+    {"bf16_hd256", DType::kBFloat16, 256, 256, &launch_bf16_hd256},
+    {"fp16_hd64", DType::kFloat16, 64, 64, &launch_fp16_hd64},
+    {"fp16_hd96", DType::kFloat16, 96, 96, &launch_fp16_hd96},
+    {"fp16_hd128", DType::kFloat16, 128, 128, &launch_fp16_hd128},
+    {"fp16_hd192x128", DType::kFloat16, 192, 128, &launch_fp16_hd192x128, &reject_fp8},
+    {"fp16_hd256", DType::kFloat16, 256, 256, &launch_fp16_hd256},
+    {"fp32", DType::kFloat32, 256, 256, &launch_fp32},
+    {"any_bf16", DType::kBFloat16, kAnyHeadDim, kAnyHeadDim, &launch_any_bf16},
+    {"any_fp16", DType::kFloat16, kAnyHeadDim, kAnyHeadDim, &launch_any_fp16},
+    {"any_fp32", DType::kFloat32, kAnyHeadDim, kAnyHeadDim, &launch_any_fp32},
 };
 
 }  // namespace

@@ -121,7 +121,8 @@ void run(const char* op, const Params& params, const Tensor&) {
   if (p.paged) faults.check_lengths(ReportOp::kFmhaPaged, p.page_table, p.cache_seqlens, p.batch_size);
   p.report = faults.report();
   clear_padding(p);
-  const attnops::cpu::TileOps* ops = attnops::cpu::tile_ops(attnops::cpu::current_isa(), p.dtype);
+  const bool has_tiles = p.kv_dtype != DType::kFloat8E5M2;
+  const attnops::cpu::TileOps* ops = has_tiles ? attnops::cpu::tile_ops(attnops::cpu::current_isa(), p.dtype) : nullptr;
   const int64_t items = cpu::num_items(p);
   std::atomic<int64_t> next{0};  // the plan puts long tiles first: whoever is free takes the next
   const int64_t threads = std::min<int64_t>(torch::stable::get_num_threads(), items);

@@ -4,7 +4,7 @@
 #include <string>
 
 #include "core/impl_table.h"
-#include "device/common/arch.h"
+#include "device/common/capability.h"
 #include "device/common/vec.h"
 #include "mla_decode/sm90/few_rows/launch.h"
 #include "mla_decode/sm90/fp8_fragments/launch.h"
@@ -49,7 +49,7 @@ struct Impl {
     if (!rows_aligned(p.kv_pages, size_of(kv_dtype), 16, p.kv_stride_page, p.kv_stride_token)) {
       return "rows of kv_pages must start on 16-byte boundaries";
     }
-    const int sm = device_sm("mla_decode");
+    const int sm = usable_sm("mla_decode");
     if (sm != static_cast<int>(arch)) {
       return "runs on sm_" + std::to_string(static_cast<int>(arch)) + ", this device is sm_" + std::to_string(sm);
     }

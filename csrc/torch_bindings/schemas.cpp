@@ -8,6 +8,8 @@ STABLE_TORCH_LIBRARY(attnops, m) {
   // Lines "op row count" of the kernel tables of this module, and of _C_cuda: core/impl_table.h.
   m.def("impl_counts() -> str");
   m.def("impl_counts_cuda() -> str");
+  // Architectures that _C_cuda has kernels of, with spaces between them.
+  m.def("cuda_archs() -> str");
 
   // merge_state/
   m.def("merge_state(Tensor(a!) out, Tensor(b!) lse, Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> ()");

@@ -64,8 +64,15 @@ def _isa(text: str) -> str:
     return text
 
 
+def _arch(text: str) -> int | None:
+    if text and (not text.isdecimal() or not 80 <= int(text) <= 999):
+        raise ValueError("a compute capability times ten from 80 on")
+    return int(text) if text else None
+
+
 CHECK = Variable("ATTNOPS_CHECK", "checked mode of backends built from now on", _flag, False)
 CPU_ISA = Variable("ATTNOPS_CPU_ISA", "caps the instruction set of CPU kernels", _isa, "")
+CUDA_ARCH = Variable[int | None]("ATTNOPS_CUDA_ARCH", "caps the GPU architecture whose kernels ops choose", _arch, None)
 VLLM_CPU = Variable("ATTNOPS_VLLM_CPU", "vLLM's CPU platform uses attnops in place of its backend", _flag, False)
 TRITON_INTERPRET = Variable("TRITON_INTERPRET", "Triton's kernels run in its interpreter, on the CPU", _flag, False)
 TRITON_NUM_KV_SPLITS = Variable[int | None](

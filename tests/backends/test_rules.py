@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 from attnops.backends import HybridAttnBackend, Machine, get_backend_class, registered_names, select
 from attnops.backends.machine import PACKAGES
 from attnops.backends.registry import NOT_BUILT
@@ -150,3 +151,47 @@ def test_graphs_hold_prefills_state_only_where_it_serves_speculation():
     HybridAttnBackend(prefill, decode, "decode").init_cuda_graph_state(8, 8)
     with pytest.raises(ValueError, match="max_batch_size = 2"):
         HybridAttnBackend(prefill, decode, "prefill").init_cuda_graph_state(8, 8)
+
+
+PLAIN = {"num_q_heads": 8, "num_kv_heads": 2}
+MHA_MODELS = {
+    "plain": {"head_dim": 128},
+    "float32": {"head_dim": 72, "dtype": torch.float32},
+    "fp8 cache": {"head_dim": 256, "kv_dtype": torch.float8_e4m3fn},
+    "two head dims": {"head_dim": 192, "v_head_dim": 128},
+    "everything": {"head_dim": 40, "sliding_window_size": 100, "logit_cap": 30.0, "has_sinks": True, "page_size": 3},
+    "deterministic": {"head_dim": 64, "deterministic": True},
+    "local chunks": {"head_dim": 128, "attention_chunk_size": 512},
+}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("model", MHA_MODELS)
+@pytest.mark.parametrize("topk", [None, 4])
+def test_no_gpu_prefills_in_a_loop(arch, model, topk):
+    """Of a build for its architecture, whatever else is installed."""
+    machine = Machine(device="cuda", arch=arch, has_cuda_kernels=True, built_archs=frozenset({arch}))
+    if topk is not None and model == "local chunks":
+        pytest.skip("not beside a tree mask")
+    selection = select(AttentionSpec(**PLAIN, **MHA_MODELS[model]), machine, speculative_eagle_topk=topk)
+    assert selection.prefill == selection.decode == "fa3"
+
+
+@pytest.mark.parametrize(("built", "runs"), [({80, 90}, {80, 86, 87, 89, 90}), ({86, 120}, {86, 87, 89, 120, 121})])
+def test_kernels_run_where_the_build_has_code_for_them(built, runs):
+    for arch in ARCHS:
+        machine = Machine(device="cuda", arch=arch, has_cuda_kernels=True, built_archs=frozenset(built))
+        reasons = reasons_against("fa3", GQA, machine)
+        assert (not reasons) == (arch in runs)
+        if reasons:
+            assert reasons[0].startswith(f"needs kernels for sm_{arch} (ATTNOPS_ARCHS), this build has those of sm_")
+            assert select(GQA, dataclasses.replace(machine, packages=frozenset({"triton"}))).prefill == "triton"
+
+
+def test_mla_needs_its_own_architecture_and_types():
+    machine = Machine(device="cuda", arch=80, has_cuda_kernels=True)
+    assert reasons_against("fa3", MLA, machine) == ["needs sm_90 for MLA, this is sm_80"]
+    wide = dataclasses.replace(MLA, dtype=torch.float32, kv_dtype=torch.float32)
+    hopper = dataclasses.replace(machine, arch=90)
+    assert reasons_against("fa3", wide, hopper) == ["takes bf16, fp16, got fp32"]
+    assert not reasons_against("fa3", MLA, hopper)

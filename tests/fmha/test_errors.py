@@ -119,7 +119,7 @@ COMMON_ERRORS = [
     ("report", lambda x: x.long(), "report must have dtype int32, got int64"),
 ]
 VARLEN_ERRORS = [
-    ("k", lambda k: k.half(), "k must have dtype bfloat16 or float8_e4m3fn, got float16"),
+    ("k", lambda k: k.half(), "k must have dtype bfloat16 or float8_e4m3fn or float8_e5m2, got float16"),
     ("k", lambda k: k[..., :40], r"k\.shape\[2\] \(head_dim_qk\) must be 64 as in q, got 40"),
     ("k", lambda k: k.repeat(1, 3, 1)[:, :3], r"v\.shape\[1\] \(num_kv_heads\) must be 3 as in k, got 2"),
     ("k", strided, r"k\.stride\(2\) must be 1"),
@@ -137,7 +137,7 @@ VARLEN_ERRORS = [
     ("cu_seqlens_k", strided, "cu_seqlens_k must be contiguous"),
 ]
 PAGED_ERRORS = [
-    ("k_pages", lambda k: k.float(), "k_pages must have dtype bfloat16 or float8_e4m3fn, got float32"),
+    ("k_pages", lambda k: k.float(), "k_pages must have dtype bfloat16 or float8_e4m3fn or float8_e5m2, got float32"),
     ("k_pages", lambda k: k[0], "k_pages must have 4 dimensions, got 3"),
     ("k_pages", lambda k: k[..., :40], r"k_pages\.shape\[3\] \(head_dim_qk\) must be 64 as in q, got 40"),
     ("k_pages", strided, r"k_pages\.stride\(3\) must be 1"),

@@ -1,5 +1,9 @@
-"""fmha_varlen and fmha_paged on a GPU: every row of the table against float64, over memory full of NaN."""
+"""fmha_varlen and fmha_paged on a GPU: every row of the table against float64, over memory full of NaN.
 
+Every test runs on the device's own kernels, and on those that every architecture from sm_80 on has.
+"""
+
+import dataclasses
 import math
 import random
 import re
@@ -10,30 +14,46 @@ import torch
 from attnops import ops
 from attnops.metadata import FmhaPlan
 from fmha_calls import assert_right, assert_same_bits, plan_of, run
-from problems import FP8, paged_problem, ragged_problem, random_tree_mask
+from problems import E5M2, FP8, paged_problem, poisoned, ragged_problem, random_tree_mask
 
 pytestmark = pytest.mark.gpu
 
 TABLE = (Path(__file__).parents[2] / "csrc/fmha/impls.cpp").read_text()
 ROWS = re.findall(r'^    \{"(\w+)",', TABLE, re.MULTILINE)
+PORTABLE = "80"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DIMS = [(64, 64), (40, 40), (72, 72), (96, 80), (128, 128), (192, 128), (104, 64), (192, 192), (256, 256)]
 DIMS += [(320, 256), (576, 512)]  # of the rows that take any dims
 
 
+@pytest.fixture(params=["", PORTABLE], ids=["own", "sm80"], autouse=True)
+def kernels(request, monkeypatch) -> str:
+    monkeypatch.setenv("ATTNOPS_CUDA_ARCH", request.param)
+    return request.param
+
+
 def counts() -> dict[str, int]:
     lines = (line.split() for line in torch.ops.attnops.impl_counts_cuda().splitlines())
-    return {row: int(count) for op, row, count in lines if op.startswith("fmha")}
+    found: dict[str, int] = {}
+    for op, row, count in lines:
+        if op.startswith("fmha"):
+            found[row] = found.get(row, 0) + int(count)
+    return found
 
 
-def test_dims_reach_every_row():
+def rows_asked_since(before: dict[str, int]) -> set[str]:
+    return {row for row, count in counts().items() if count > before.get(row, 0)}
+
+
+def test_dims_reach_every_row(kernels):
     before = counts()
     for dtype in DTYPES.values():
         for head_dim, head_dim_v in DIMS:
             problem = ragged_problem([70, 3], head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype).to("cuda")
             assert_right(problem)
-    after = counts()
-    assert {row for row in ROWS if after.get(row, 0) > before.get(row, 0)} == set(ROWS)
+    hopper = kernels != PORTABLE and torch.cuda.get_device_capability() == (9, 0)
+    others = ("bf16", "fp16") if hopper else ("sm90",)
+    assert rows_asked_since(before) == {row for row in ROWS if not row.startswith(others)}
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -54,6 +74,7 @@ def test_any_ragged_batch(seed):
         head_dim=head_dim,
         head_dim_v=head_dim_v,
         dtype=r.choice(list(DTYPES.values())),
+        kv_dtype=r.choice([None, None, FP8, E5M2]),
         padding=0 if tree else 3,
         seed=seed,
     ).to("cuda")
@@ -72,7 +93,7 @@ def test_any_ragged_batch(seed):
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 8, 16, 24, 48, 64, 128, 256])
-@pytest.mark.parametrize("kv_dtype", [None, FP8], ids=["as q", "e4m3"])
+@pytest.mark.parametrize("kv_dtype", [None, FP8, E5M2], ids=["as q", "e4m3", "e5m2"])
 @pytest.mark.parametrize("csr", [False, True], ids=["table", "csr"])
 def test_pages_of_any_size(page_size, kv_dtype, csr):
     for seed, window_left in enumerate([-1, 100]):
@@ -109,3 +130,59 @@ def test_a_page_outside_the_pool_is_not_read():
         out, _ = run(problem, tile_q=32)
         torch.cuda.synchronize()
         assert torch.isfinite(out[50:250]).all()
+
+
+@pytest.mark.parametrize("kv_dtype", [None, FP8, E5M2], ids=["as q", "e4m3", "e5m2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("more", [1, 4, 12])
+def test_rows_that_start_anywhere(dtype, kv_dtype, more):
+    """Rows of q, out, K and V that are `more` elements apart from a multiple of what one instruction moves."""
+    problem = paged_problem([300, 70], [90, 70], head_dim=72, page_size=16, dtype=dtype, kv_dtype=kv_dtype).to("cuda")
+    wide = {name: widened(getattr(problem, name), more) for name in ("q", "k_pages", "v_pages")}
+    out = widened(torch.zeros_like(problem.q), more)
+    assert_right(dataclasses.replace(problem, **wide), tile_q=32, out=out)
+
+
+def widened(x: torch.Tensor, more: int) -> torch.Tensor:
+    """The same values in rows with `more` elements of NaN behind each."""
+    rows = poisoned((*x.shape[:-1], x.shape[-1] + more), x.dtype).to(x.device)[..., : x.shape[-1]]
+    raw = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()]
+    rows.view(raw).copy_(x.view(raw))
+    return rows
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_checked_mode_names_the_page_and_the_length(dtype):
+    problem = paged_problem([300, 200, 90], [50, 200, 9], head_dim=128, page_size=64, dtype=dtype).to("cuda")
+    report = torch.zeros(8, dtype=torch.int32, device="cuda")
+    run(problem, report=report)
+    assert not report.any()
+    problem.page_table[1, 2] = 5000
+    run(problem, report=report)
+    pages = problem.k_pages.shape[0]
+    assert report.tolist()[1:7] == [8, 1, 1, 2, 5000, pages] and report[0] > 0
+    report.zero_()
+    problem = paged_problem([300, 200, 90], [50, 200, 9], head_dim=128, page_size=64, dtype=dtype).to("cuda")
+    problem.page_table.clamp_(max=pages - 1)
+    room = problem.page_table.shape[1] * 64
+    problem.cache_seqlens[2] = room + 7
+    run(problem, report=report)
+    assert report.tolist()[1:7] == [8, 4, 2, 0, room + 7, room + 1] and report[0] > 0
+
+
+@pytest.mark.parametrize("kv_dtype", [None, FP8, E5M2], ids=["as q", "e4m3", "e5m2"])
+def test_pools_above_two_to_the_31(kv_dtype, kernels):
+    """Pages at the end of a pool of more than 2^31 elements and 2^32 bytes."""
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip("needs 24 GB")
+    small = paged_problem([300, 200], [50, 200], head_dim=128, page_size=64, kv_dtype=kv_dtype).to("cuda")
+    pages, shape = small.k_pages.shape[0], small.k_pages.shape[1:]
+    most = (1 << 32) // shape.numel() + 5
+    pools = {}
+    for name in ("k_pages", "v_pages"):
+        pool = torch.empty((most, *shape), dtype=small.k_pages.dtype, device="cuda")
+        pool[most - pages :].view(torch.uint8).copy_(getattr(small, name).view(torch.uint8))
+        pools[name] = pool
+    table = torch.where(small.page_table < pages, small.page_table + (most - pages), small.page_table)
+    moved = dataclasses.replace(small, page_table=table, **pools)
+    assert_same_bits(run(moved), run(small))

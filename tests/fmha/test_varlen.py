@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from attnops import ops
 from checks import relative_error
 from fmha_calls import assert_right, assert_same_bits, plan_of, run
-from problems import FP8, RaggedProblem, ragged_problem, random_tree_mask
+from problems import E5M2, FP8, RaggedProblem, ragged_problem, random_tree_mask
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -142,8 +142,9 @@ def test_a_token_that_no_row_sees_may_hold_nan(dtype, window_left, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_fp8_keys_and_values(dtype, device):
-    problem = ragged_problem([30, 100], [80, 140], dtype=dtype, kv_dtype=FP8, head_dim=96).to(device)
+@pytest.mark.parametrize("kv_dtype", [FP8, E5M2])
+def test_fp8_keys_and_values(dtype, kv_dtype, device):
+    problem = ragged_problem([30, 100], [80, 140], dtype=dtype, kv_dtype=kv_dtype, head_dim=96).to(device)
     assert_right(problem)
 
 

@@ -71,6 +71,7 @@ def run_case(seed: int, index: int, device: str = "cpu", only: tuple[str, ...] =
     draw = Draw(seed, index, device)
     family = family_of(draw, only)
     os.environ.pop("ATTNOPS_CPU_ISA", None)
+    os.environ.pop("ATTNOPS_CUDA_ARCH", None)
     try:
         FAMILIES[family][1](draw)
         _wait(device)

@@ -12,7 +12,7 @@ from torch import Tensor
 from .draw import Draw
 from .judge import check_attention, check_no_fault, check_same_bits
 from .memory import FP8, Guarded, Paging, fill_pages, poisoned, strided
-from .options import call_options, draw_rules, draw_scales, new_report, pack, real, set_isa, stored
+from .options import call_options, draw_rules, draw_scales, new_report, pack, real, set_arch, set_isa, stored
 from .oracle import Answer, attend, used_keys
 from .xqa import PAGE_SIZES, draw_dtypes, draw_heads
 
@@ -33,6 +33,7 @@ def _int32(draw: Draw, values: list[int]) -> Tensor:
 def right(draw: Draw) -> None:
     """One right call, paged or ragged, compared with its answer."""
     set_isa(draw)
+    set_arch(draw)
     paged = draw.chance(0.5)
     heads, kv_heads = draw_heads(draw)
     dim = draw.pick(DIMS)

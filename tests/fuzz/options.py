@@ -25,6 +25,15 @@ def set_isa(draw: Draw) -> None:
     draw.saw(f"isa {torch.ops.attnops.cpu_isa()}")
 
 
+def set_arch(draw: Draw) -> None:
+    """On a GPU, its own kernels or those of every architecture."""
+    if draw.device == "cpu":
+        return
+    asked = draw.pick(["", "", "80"])
+    os.environ["ATTNOPS_CUDA_ARCH"] = asked
+    draw.note(arch=asked or "own")
+
+
 def draw_window(draw: Draw, longest: int) -> int:
     """Off, on a tile's edge, anything up to the longest request, or the largest that there is."""
     if draw.chance(0.6):

@@ -17,7 +17,8 @@ from torch import Tensor
 
 HUGE_INDEX = 2**30
 FP8 = torch.float8_e4m3fn
-FP8_NAN = 0x7F
+E5M2 = torch.float8_e5m2
+FP8_NAN = 0x7F  # of both
 FP8_MAX = 448.0
 LAYOUTS = ("nhd", "hnd", "joint", "slice")
 
@@ -157,14 +158,14 @@ def generator_of(seed: int) -> torch.Generator:
 
 def poisoned(shape, dtype: torch.dtype) -> Tensor:
     """NaN in every element; for uint8 rows 0xFF, which is NaN in e4m3, bf16 and float32 alike."""
-    if dtype == FP8:
-        return torch.full(shape, FP8_NAN, dtype=torch.uint8).view(FP8)
+    if dtype in (FP8, E5M2):
+        return torch.full(shape, FP8_NAN, dtype=torch.uint8).view(dtype)
     return torch.full(shape, 0xFF if dtype == torch.uint8 else math.nan, dtype=dtype)
 
 
 def write_tokens(pages: Tensor, page: Tensor, offset: Tensor, tokens: Tensor) -> None:
     """pages[page, offset] = tokens, for every dtype."""
-    if pages.dtype == FP8:
+    if pages.dtype in (FP8, E5M2):
         pages, tokens = pages.view(torch.uint8), tokens.view(torch.uint8)
     pages[page, offset] = tokens
 
@@ -248,7 +249,7 @@ def paged_problem(
     Args:
         cache_seqlens: Tokens per request, new ones included.
         seqlen_q: Query tokens per request: one number, or one per request.
-        kv_dtype: `dtype` when None; `FP8` adds scales.
+        kv_dtype: `dtype` when None; `FP8` and `E5M2` add scales.
         scales: "none", "tensor" or "head": which scales an FP8 pool has.
         layout: One of `LAYOUTS`.
     """
@@ -261,7 +262,7 @@ def paged_problem(
     k = torch.randn(tokens, num_kv_heads, head_dim, generator=generator).to(dtype).float()
     v = torch.randn(tokens, num_kv_heads, head_dim, generator=generator).to(dtype).float()
     k_scale = v_scale = None
-    if kv_dtype == FP8 and scales != "none":
+    if kv_dtype in (FP8, E5M2) and scales != "none":
         count = num_kv_heads if scales == "head" else 1
         k_scale = 0.01 + 0.05 * torch.rand(count, generator=generator)
         v_scale = 0.01 + 0.05 * torch.rand(count, generator=generator)
@@ -373,7 +374,7 @@ def ragged_problem(
         q = padded(sum(seqlens_q), num_q_heads, head_dim, dtype)
         k = padded(sum(seqlens_k), num_kv_heads, head_dim, kv_dtype)
         v = padded(sum(seqlens_k), num_kv_heads, head_dim_v, kv_dtype)
-    scaled = kv_dtype == FP8
+    scaled = kv_dtype in (FP8, E5M2)
     return RaggedProblem(
         q=q,
         k=k,

@@ -5,7 +5,7 @@
 #include "cpu/convert.h"
 #include "fmha/cpu/work.h"
 
-// The definition of right, in plain loops, and the kernel of processors without AVX2.
+// The definition of right, in plain loops, and the kernel of processors without AVX2 and of e5m2 keys.
 namespace attnops::fmha::cpu {
 
 using attnops::cpu::from_float;
@@ -55,6 +55,8 @@ void reference_item(const Params& p, const Work& w) {
   for (int row = 0; row < w.num_rows; ++row) {
     if (p.kv_dtype == DType::kFloat8E4M3) {
       reference_row<T, attnops::cpu::Float8E4M3>(p, w, row);
+    } else if (p.kv_dtype == DType::kFloat8E5M2) {
+      reference_row<T, attnops::cpu::Float8E5M2>(p, w, row);
     } else {
       reference_row<T, T>(p, w, row);
     }

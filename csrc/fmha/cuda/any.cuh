@@ -9,9 +9,8 @@
 #include "fmha/cuda/any.h"
 #include "fmha/sm90/work.cuh"
 
-// What no fast kernel takes: float32, head dims above 256, rows on any boundary, any architecture. In plain float32
-// arithmetic. A warp holds four query rows of a KV head, a lane every 32nd dim of them, and goes through keys one by
-// one.
+// What no fast kernel takes: head dims above 256, of any type. In plain float32 arithmetic. A warp holds four query
+// rows of a KV head, a lane every 32nd dim of them, and goes through keys one by one.
 namespace attnops::fmha::any {
 
 using sm90::KeyRange;
@@ -211,9 +210,11 @@ void launch_as(const Params& p, cudaStream_t stream) {
 template <typename T>
 void launch(const Params& p, cudaStream_t stream) {
   if (p.num_q_tokens == 0) return;
-  const bool small = p.head_dim_qk <= 256 && p.head_dim_v <= 256, fp8 = p.kv_dtype == DType::kFloat8E4M3;
-  if (small) return fp8 ? launch_as<T, __nv_fp8_e4m3, 256>(p, stream) : launch_as<T, T, 256>(p, stream);
-  fp8 ? launch_as<T, __nv_fp8_e4m3, kAnyHeadDim>(p, stream) : launch_as<T, T, kAnyHeadDim>(p, stream);
+  switch (p.kv_dtype) {
+    case DType::kFloat8E4M3: return launch_as<T, __nv_fp8_e4m3, kAnyHeadDim>(p, stream);
+    case DType::kFloat8E5M2: return launch_as<T, __nv_fp8_e5m2, kAnyHeadDim>(p, stream);
+    default: launch_as<T, T, kAnyHeadDim>(p, stream);
+  }
 }
 
 }  // namespace attnops::fmha::any

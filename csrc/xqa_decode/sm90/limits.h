@@ -2,7 +2,7 @@
 #include <string>
 
 #include "core/math.h"
-#include "device/common/arch.h"
+#include "device/common/capability.h"
 #include "device/common/vec.h"
 #include "xqa_decode/params.h"
 
@@ -40,7 +40,7 @@ inline bool places_fit(const Params& p, int64_t page, int64_t token) {
 inline std::string reject_any(const Params& p) {
   if (p.page_table.num_pages < 1) return "takes at least one page, got none";
   if (p.report) return "has no checked mode, got report";
-  const int sm = device_sm("xqa_decode");
+  const int sm = usable_sm("xqa_decode");
   if (sm != 90) return "runs on sm_90, this device is sm_" + std::to_string(sm);
   return "";
 }

@@ -11,6 +11,8 @@ from attnops.backends.machine import PACKAGES, Machine
 from attnops.types import AttentionSpec, AttentionType, ForwardMode
 
 SIXTEEN_BIT = frozenset({torch.bfloat16, torch.float16})
+# On which the kernels in the folders `cuda/` run, where a build has them (`Machine.built_archs`).
+PORTABLE_ARCHS = frozenset({80, 86, 87, 89, 90, 100, 103, 120, 121})
 FLOATS = SIXTEEN_BIT | {torch.float32}
 DECODER_MODES = frozenset(ForwardMode)
 
@@ -75,6 +77,7 @@ class Capability:
         kv_dtypes: Of the cache where it is not q's dtype. `torch.uint8`: the 656-byte MLA rows.
         head_dims: Of MHA, GQA and MQA; None: not served.
         mla: MLA with absorbed queries is served.
+        mla_archs, mla_dtypes: Those of `archs` and `dtypes` on which it is; None: all.
         page_sizes: None: all.
         widens_pages: Its kernels know pages of one token only: tables of any page size become tables of tokens.
         sliding_window, swa_pool, logit_cap, sinks, tree_mask: Options.
@@ -101,6 +104,8 @@ class Capability:
     kv_dtypes: frozenset[torch.dtype] = frozenset()
     head_dims: HeadDims | None = None
     mla: bool = False
+    mla_archs: frozenset[int] | None = None
+    mla_dtypes: frozenset[torch.dtype] | None = None
     page_sizes: frozenset[int] | None = None
     widens_pages: bool = False
     sliding_window: bool = False
@@ -121,10 +126,11 @@ class Capability:
     def reasons_against(self, spec: AttentionSpec, modes: Iterable[ForwardMode] = ()) -> list[str]:
         """Why a model is not served, each reason naming what is taken and what was asked for. Empty: it is."""
         missing = sorted(mode.name for mode in set(modes) - self.modes)
+        dtypes = self.mla_dtypes if spec.is_mla and self.mla_dtypes is not None else self.dtypes
         checks = [
             (not missing, f"does not serve {', '.join(missing)}"),
             (spec.attn_type in self.attn_types, f"does not serve layers of type {spec.attn_type.name}"),
-            (spec.dtype in self.dtypes, f"takes {names(self.dtypes)}, got {names([spec.dtype])}"),
+            (spec.dtype in dtypes, f"takes {names(dtypes)}, got {names([spec.dtype])}"),
             *(self._cache_checks(spec) if spec.attn_type is not AttentionType.ENCODER_ONLY else []),
             self._head_dims_check(spec),
             (self.sliding_window or spec.sliding_window_size < 0, "has no sliding window"),
@@ -169,18 +175,24 @@ class Capability:
         ]
         return [reason for holds, reason in checks if not holds]
 
-    def machine_reasons(self, machine: Machine) -> list[str]:
-        """Why it does not run on a machine; empty: it does."""
+    def machine_reasons(self, machine: Machine, spec: AttentionSpec | None = None) -> list[str]:
+        """Why it does not run on a machine, or not a model there; empty: it does."""
         if machine.device not in self.devices:
             return [f"runs on {' and '.join(sorted(self.devices))}, this is {machine.device}"]
-        if machine.device == "cuda" and self.archs is not None and machine.arch not in self.archs:
-            return [f"needs sm_{' or sm_'.join(map(str, sorted(self.archs)))}, this is sm_{machine.arch}"]
+        archs, what = self.archs, ""
+        if spec is not None and spec.is_mla and self.mla_archs is not None:
+            archs, what = self.mla_archs, " for MLA"
+        if machine.device == "cuda" and archs is not None and machine.arch not in archs:
+            return [f"needs sm_{' or sm_'.join(map(str, sorted(archs)))}{what}, this is sm_{machine.arch}"]
         if self.package is not None and self.package not in machine.packages:
             return [f"needs the package {PACKAGES[self.package]}, which is not installed"]
         if machine.device == "cpu" and self.interpreted_on_cpu and not machine.interprets_triton:
             return ["runs on a CPU in Triton's interpreter only: set TRITON_INTERPRET=1"]
         if machine.device == "cuda" and self.needs_cuda_kernels and not machine.has_cuda_kernels:
             return ["needs the compiled CUDA kernels, which are not loaded (attnops.cuda_unavailable_reason)"]
+        if machine.device == "cuda" and self.needs_cuda_kernels and not machine.runs_built_kernels:
+            built = " and ".join(f"sm_{arch}" for arch in sorted(machine.built_archs))
+            return [f"needs kernels for sm_{machine.arch} (ATTNOPS_ARCHS), this build has those of {built}"]
         missing = sorted(self.needs_ops & machine.missing_ops)
         return [f"needs CUDA kernels of {' and '.join(missing)}, which this build lacks"] if missing else []
 

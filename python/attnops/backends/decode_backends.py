@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attnops.backends.base import AttentionBackend, LayerCall
-from attnops.backends.capability import FLOATS, SIXTEEN_BIT, Capability, HeadDims
+from attnops.backends.capability import FLOATS, PORTABLE_ARCHS, SIXTEEN_BIT, Capability, HeadDims
 from attnops.backends.decode_steps import MODES, DecodeSteps
 from attnops.backends.registry import register_attention_backend
 from attnops.types import AttentionBatch, AttentionSpec, AttentionType, Limits
@@ -81,7 +81,7 @@ class TRTLLMHAAttnBackend(DecodeBackend):
 
     capability = dataclasses.replace(
         _DECODES,
-        archs=frozenset({80, 86, 87, 89, 90}),
+        archs=PORTABLE_ARCHS,
         attn_types=frozenset({AttentionType.DECODER, AttentionType.DECODER_BIDIRECTIONAL}),
         kv_dtypes=frozenset({torch.float8_e4m3fn}),
         head_dims=HeadDims(32, 256, 8),

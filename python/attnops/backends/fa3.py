@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnops.backends.base import AttentionBackend, LayerCall
-from attnops.backends.capability import DECODER_MODES, SIXTEEN_BIT, Capability, HeadDims
+from attnops.backends.capability import DECODER_MODES, FLOATS, PORTABLE_ARCHS, SIXTEEN_BIT, Capability, HeadDims
 from attnops.backends.decode_steps import DecodeSteps
 from attnops.backends.fmha_steps import FmhaSteps
 from attnops.backends.local_steps import LocalSteps
@@ -34,14 +34,16 @@ class FlashAttentionBackend(AttentionBackend):
     capability = Capability(
         devices=frozenset({"cpu", "cuda"}),
         chosen_on=frozenset({"cuda"}),
-        archs=frozenset({90}),
+        archs=PORTABLE_ARCHS,
         needs_ops=frozenset({"fmha_varlen", "fmha_paged"}),
         modes=DECODER_MODES,
         attn_types=frozenset(AttentionType),
-        dtypes=SIXTEEN_BIT,
+        dtypes=FLOATS,
         kv_dtypes=frozenset({torch.float8_e4m3fn, torch.uint8}),
         head_dims=HeadDims(32, 256, 8, equal=False),
         mla=True,
+        mla_archs=frozenset({90}),
+        mla_dtypes=SIXTEEN_BIT,
         sliding_window=True,
         swa_pool=True,
         logit_cap=True,

@@ -34,6 +34,7 @@ class Machine:
         name: For people.
         has_cuda_kernels: `_C_cuda` is loaded.
         missing_ops: Those of `KERNEL_OPS` of which the loaded `_C_cuda` has no kernel.
+        built_archs: Architectures that the loaded `_C_cuda` was built for; empty: not known.
         packages: Those keys of `PACKAGES` that can be imported.
         interprets_triton: Triton's kernels run in its interpreter, on the CPU.
     """
@@ -43,12 +44,19 @@ class Machine:
     name: str = ""
     has_cuda_kernels: bool = False
     missing_ops: frozenset[str] = frozenset()
+    built_archs: frozenset[int] = frozenset()
     packages: frozenset[str] = frozenset()
     interprets_triton: bool = False
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
             raise ValueError(f"attnops: a machine's device is one of {', '.join(DEVICES)}, got {self.device}")
+
+    @property
+    def runs_built_kernels(self) -> bool:
+        """Whether the loaded kernels have code for `arch`: that of an earlier one of the same generation runs, too."""
+        built = self.built_archs
+        return not built or any(self.arch // 10 == arch // 10 and self.arch >= arch for arch in built)
 
     @property
     def torch_device(self) -> str:
@@ -86,12 +94,19 @@ def detect_machine(device: torch.device | str | None = None) -> Machine:
         name=torch.cuda.get_device_name(index),
         has_cuda_kernels=_load.cuda_unavailable_reason is None,
         missing_ops=frozenset(op for op in KERNEL_OPS if not _has_cuda_kernel(op)),
+        built_archs=_built_archs(),
         **found,  # type: ignore[arg-type]
     )
 
 
 def _has_cuda_kernel(op: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"attnops::{op}", "CUDA")
+
+
+def _built_archs() -> frozenset[int]:
+    if _load.cuda_unavailable_reason is not None:
+        return frozenset()
+    return frozenset(map(int, torch.ops.attnops.cuda_archs().split()))
 
 
 def _device_here() -> str:

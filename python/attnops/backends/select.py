@@ -75,7 +75,7 @@ def reasons_against(
     if _is_not_built(name):
         return [f"not built: {NOT_BUILT[name]}"]
     capability, modes = get_backend_class(name).capability, list(modes)
-    reasons = capability.machine_reasons(machine) + capability.reasons_against(spec, modes)
+    reasons = capability.machine_reasons(machine, spec) + capability.reasons_against(spec, modes)
     if ForwardMode.TARGET_VERIFY in modes:
         reasons += capability.speculative_reasons(wishes.speculative_eagle_topk, wishes.speculative_num_steps)
     reasons += model_reasons(name, wishes.model_kind)

@@ -14,7 +14,7 @@ MIN_CPU_TILE_Q, MAX_CPU_TILE_Q = 16, 256
 
 def cuda_tile_q(group: int, head_dim: int) -> int:
     """Query tokens that fill the rows of a CTA, with as many heads of a group beside each other as divide it well."""
-    rows = 192 if head_dim <= 64 else 128  # csrc/fmha/sm90/instantiations
+    rows = 192 if head_dim <= 64 else 128  # csrc/fmha/sm90/instantiations, cuda/instantiations
     divisors = [n for n in range(1, min(group, rows) + 1) if group % n == 0]
     full = max(rows // n * n for n in divisors)
     heads = max(n for n in divisors if rows // n * n >= 0.97 * full)

@@ -71,9 +71,9 @@ def fmha_varlen(
 
     Args:
         q: ``[T, H_q, D_qk]`` (float32, float16, bfloat16). Its last dim is dense, other strides are free, as in k, v,
-            out: slices of a fused projection pass as they are. Both head dims are multiples of 8 in [32, 256].
-        k, v: ``[T_k, H_kv, D_qk]``, ``[T_k, H_kv, D_v]`` in q's dtype or both float8_e4m3fn; ``H_q`` is a multiple of
-            ``H_kv``, query head h uses KV head ``h // (H_q / H_kv)``.
+            out: slices of a fused projection pass as they are. Both head dims are multiples of 8 in [32, 576].
+        k, v: ``[T_k, H_kv, D_qk]``, ``[T_k, H_kv, D_v]`` in q's dtype, or both float8_e4m3fn or float8_e5m2 (slow on
+            the CPU). ``H_q`` is a multiple of ``H_kv``; query head h uses KV head ``h // (H_q / H_kv)``.
         cu_seqlens_q, cu_seqlens_k: int32 ``[B + 1]``: where each request's queries and keys begin. Empty requests are
             legal. Rows of q behind the last request are padding: not read, zeros and ``-inf`` in the results.
         plan: Made by `fmha_plan` for these lengths.
@@ -157,9 +157,9 @@ def fmha_paged(
 
     Args:
         q: ``[T, H_q, D_qk]``; the new tokens of a request are its last ones. As in `fmha_varlen`.
-        k_pages, v_pages: ``[P, page_size, H_kv, D_qk]``, ``[P, page_size, H_kv, D_v]`` in q's dtype or both
-            float8_e4m3fn, last dim dense, any other strides, any page size. The new tokens are stored already
-            (`ops.store_kv`).
+        k_pages, v_pages: ``[P, page_size, H_kv, D_qk]``, ``[P, page_size, H_kv, D_v]`` in q's dtype, or both
+            float8_e4m3fn or float8_e5m2, last dim dense, any other strides, any page size. The new tokens are stored
+            already (`ops.store_kv`).
         page_table: int32 ``[B, max_pages]``; or, with `kv_indptr`, the flat ``[num_indices]``. Cells beyond a request's
             length, or before every window, are not read.
         cache_seqlens: int32 ``[B]``, the new tokens included; below zero counts as zero.

@@ -2,7 +2,7 @@
 #include <string>
 
 #include "core/math.h"
-#include "device/common/arch.h"
+#include "device/common/capability.h"
 #include "device/common/vec.h"
 #include "xqa_decode/params.h"
 #include "xqa_decode/sm90/limits.h"
@@ -72,7 +72,7 @@ inline std::string reject_cluster(const Params& p) {
       !rows_aligned(p.q, size, 16, p.q_stride_request, p.q_stride_token, p.q_stride_head)) {
     return "takes rows of q that start on 16-byte boundaries";
   }
-  const int sm = device_sm("xqa_decode");
+  const int sm = usable_sm("xqa_decode");
   if (sm != 90) return "runs on sm_90, this device is sm_" + std::to_string(sm);
   return "";
 }
