@@ -175,6 +175,8 @@ class TokenPool(Protocol):
 
     def get_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]: ...
 
+    def all_buffers(self) -> tuple[list[Tensor], list[Tensor]]: ...
+
 
 class LayerServer(Protocol):
     """What answers a layer; arguments as of `attnops.backends.AttentionBackend.forward`."""

@@ -4,6 +4,7 @@ from attnops.backends.base import AttentionBackend
 from attnops.backends.capability import Capability, HeadDims
 from attnops.backends.hybrid import HybridAttnBackend
 from attnops.backends.machine import Machine, detect_machine
+from attnops.backends.multi_step import MultiStepDraftBackend
 from attnops.backends.registry import get_backend_class, register_attention_backend, registered_names
 from attnops.backends.select import Selection, select, select_backend
 
@@ -13,6 +14,7 @@ __all__ = [
     "HeadDims",
     "HybridAttnBackend",
     "Machine",
+    "MultiStepDraftBackend",
     "Selection",
     "detect_machine",
     "get_backend_class",

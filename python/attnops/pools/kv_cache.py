@@ -96,6 +96,10 @@ class KVCache:
         """The pages of K and V of a layer."""
         raise NotImplementedError
 
+    def all_buffers(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Of every layer, as `ops.move_kv` takes them: those of slots, and those of slots that `slot_map` gives."""
+        raise NotImplementedError
+
     def _place_of(self, layer_id: int) -> int:
         """Where among the pool's layers one is.
 
@@ -181,6 +185,9 @@ class MHATokenToKVPool(KVCache):
         place = self._place_of(layer_id)
         return self._k_buffer[place], self._v_buffer[place]
 
+    def all_buffers(self) -> tuple[list[Tensor], list[Tensor]]:
+        return [*self._k_buffer, *self._v_buffer], []
+
     def set_kv_buffer(
         self,
         layer: AttentionLayer,
@@ -241,6 +248,9 @@ class MLATokenToKVPool(KVCache):
     def get_latent_buffer(self, layer_id: int) -> Tensor:
         """``[num_pages, page_size, 576]``, or uint8 ``[num_pages, page_size, 656]``."""
         return self._kv_buffer[self._place_of(layer_id)]
+
+    def all_buffers(self) -> tuple[list[Tensor], list[Tensor]]:
+        return list(self._kv_buffer), []
 
     def get_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]:
         """K ``[num_pages, page_size, 1, 576]`` and V, its first 512 dimensions; not for 656-byte rows."""

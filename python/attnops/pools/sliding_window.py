@@ -63,6 +63,9 @@ class SWAKVPool(KVCache):
         pool, index = self._place[layer_id]
         return pool.get_kv_buffer(index)
 
+    def all_buffers(self) -> tuple[list[Tensor], list[Tensor]]:
+        return self.full_kv_pool.all_buffers()[0], self.swa_kv_pool.all_buffers()[0]
+
     def is_windowed(self, layer_id: int) -> bool:
         """The layer's pages are of the window pool: its slots are translated through `slot_map`."""
         place = self._place.get(layer_id)  # of no layer here: get_kv_buffer says so

@@ -1,0 +1,208 @@
+"""A draft loop over any backend: one view per step, all of them prepared at once, so that one graph holds the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from attnops import ops
+from attnops.backends.base import AttentionBackend, LayerCall
+from attnops.types import AttentionBatch, AttentionSpec, ForwardMode, Limits, TokenPool, device_of
+
+if TYPE_CHECKING:
+    from attnops.layers.radix_attention import RadixAttention
+
+MakeBackend = Callable[[AttentionSpec, Limits, torch.device], AttentionBackend]
+
+
+class MultiStepDraftBackend(AttentionBackend):
+    """Serves the steps of a draft loop: in each, `topk` branches of every request bring a token.
+
+    A batch of the loop is a DECODE batch of B requests, whose `cache_seqlens` count one token beyond the prefix. Where
+    its `out_cache_loc` is negative, the request is padding. The model runs step s with `step(s)`: a DECODE batch of
+    ``B * topk`` rows, branch k of request b at row ``b * topk + k``. Each row is a request of its own, so every backend
+    and every page size serves it.
+
+    Drafts stand at the request's cells as `ops.generate_draft_decode_kv_indices` has them, and their slots are read
+    from `req_to_token`. Where branches begin with a copy of the prefix's partial page, it is copied here.
+
+    Args:
+        make: Makes the backend of one step: `select_backend`, or a backend's class. Called `draft_steps` - 1 times.
+        spec: The draft model.
+        limits: Of the loop's batches. `max_seqlen` counts the prefix and the drafts of a branch.
+        device: Where the batches' tensors are.
+        topk: Branches per request.
+        draft_steps: Tokens per branch. The last one is only proposed, so there is one step less.
+
+    Raises:
+        ValueError: `topk` is below 1, or `draft_steps` below 2: such a loop has no step.
+    """
+
+    name = "multi_step"
+
+    def __init__(
+        self,
+        make: MakeBackend,
+        spec: AttentionSpec,
+        limits: Limits,
+        device: torch.device | str = "cpu",
+        *,
+        topk: int,
+        draft_steps: int,
+    ) -> None:
+        if topk < 1 or draft_steps < 2:
+            raise ValueError(
+                f"attnops: a draft loop needs topk >= 1 and draft_steps >= 2, got {topk} and {draft_steps}"
+            )
+        self.spec, self.limits, self.device = spec, limits, device_of(device)
+        self.topk, self.draft_steps = topk, draft_steps
+        rows = limits.max_batch_size * topk
+        per_step = Limits(max_batch_size=rows, max_seqlen=limits.max_seqlen)
+        self.backends = [make(spec, per_step, self.device) for _ in range(draft_steps - 1)]
+        self.capability = self.backends[0].capability  # type: ignore[misc]
+        options: dict[str, Any] = {"device": self.device}
+        self._branch_to_token = torch.zeros(rows, limits.max_seqlen, dtype=torch.int32, **options)
+        self._rows = torch.arange(rows, **options)
+        self._columns = torch.arange(limits.max_seqlen, **options)
+        shape = (len(self.backends), rows)
+        self._seqlens = torch.zeros(shape, dtype=torch.int32, **options)
+        self._slots = torch.full(shape, -1, dtype=torch.int64, **options)
+        self._positions = torch.zeros(shape, dtype=torch.int64, **options)
+        self._steps: dict[tuple[int, ForwardMode, int], list[AttentionBatch]] = {}
+        self._now: list[AttentionBatch] = []
+        self._serving: dict[int, AttentionBackend] = {}
+
+    @property
+    def needs_cpu_seq_lens(self) -> bool:  # type: ignore[override]
+        return self.backends[0].needs_cpu_seq_lens
+
+    def step(self, index: int) -> AttentionBatch:
+        """The batch of a step of the loop that is prepared. Idle batches have idle steps.
+
+        Raises:
+            RuntimeError: `init_forward_metadata_out_graph` has not run.
+            IndexError: there is no such step.
+        """
+        if not self._now:
+            raise RuntimeError("attnops: init_forward_metadata must run before a draft loop's steps")
+        return self._now[index]
+
+    def init_forward_metadata_out_graph(self, batch: AttentionBatch, in_capture: bool = False) -> None:
+        """Host work of all steps.
+
+        Raises:
+            ValueError: the batch exceeds the limits, or is no DECODE batch.
+        """
+        mode = batch.forward_mode
+        if not mode.is_decode_or_idle():
+            raise ValueError(f"attnops: a draft loop takes a DECODE batch, got {mode.name}")
+        self.limits.check(batch)
+        key = (batch.batch_size, mode, id(batch.token_to_kv_pool))
+        if key not in self._steps or self._steps[key][0].token_to_kv_pool is not batch.token_to_kv_pool:
+            self._steps[key] = [self._make_step(batch, index) for index in range(len(self.backends))]
+        self._now = self._steps[key]
+        self._serving = {id(step): backend for step, backend in zip(self._now, self.backends)}
+        for step, backend in zip(self._now, self.backends):
+            backend.init_forward_metadata_out_graph(step, in_capture)
+
+    def _make_step(self, batch: AttentionBatch, index: int) -> AttentionBatch:
+        rows = batch.batch_size * self.topk
+        idle = batch.forward_mode.is_idle()
+        return AttentionBatch(
+            forward_mode=batch.forward_mode,
+            req_pool_indices=self._rows[:rows],
+            cache_seqlens=self._seqlens[index, :rows],
+            num_tokens=batch.num_tokens * self.topk,
+            req_to_token=self._branch_to_token,
+            out_cache_loc=None if idle else self._slots[index, :rows],
+            positions=None if idle else self._positions[index, :rows],
+            token_to_kv_pool=batch.token_to_kv_pool,
+            attn_backend=self.backends[index],
+        )
+
+    def init_forward_metadata_in_graph(self, batch: AttentionBatch) -> None:
+        if not batch.forward_mode.is_idle() and batch.batch_size:
+            self._fill(batch)
+        for step, backend in zip(self._now, self.backends):
+            backend.init_forward_metadata_in_graph(step)
+
+    def _fill(self, batch: AttentionBatch) -> None:
+        """The branches' rows and, of each step, lengths, slots and positions. Static shapes, no value on the host."""
+        pool, table = batch.token_to_kv_pool, batch.req_to_token
+        if pool is None or table is None or batch.out_cache_loc is None:
+            raise ValueError("attnops: a draft loop's batch needs req_to_token, out_cache_loc and token_to_kv_pool")
+        size, topk, count = batch.batch_size, self.topk, batch.batch_size * self.topk
+        prefix = (batch.cache_seqlens - 1).clamp(min=0)
+        with_tails = pool.page_size > 1 and topk > 1
+        length = prefix.long().view(size, 1, 1)
+        branch = self._rows[:topk].view(1, topk, 1)
+        tail = length % pool.page_size if with_tails else torch.zeros_like(length)
+        per_branch = self.draft_steps
+        if with_tails:
+            pages = (tail + self.draft_steps + pool.page_size - 1) // pool.page_size
+            shift = branch * (pages * pool.page_size)
+        else:
+            shift = branch * per_branch
+        # Cells from the copied tail on, or from the first draft on, stand further on in all branches but the first.
+        columns = self._columns.view(1, 1, -1)
+        cells = torch.where(columns >= length - tail, columns + shift, columns).clamp(max=table.shape[1] - 1)
+        rows = table[batch.req_pool_indices.long()].unsqueeze(1).expand(size, topk, -1)
+        self._branch_to_token[:count].copy_(rows.gather(2, cells).flatten(0, 1))
+        steps = torch.arange(len(self.backends), device=self.device).view(-1, 1)
+        by_row = prefix.long().view(-1, 1).expand(size, topk).reshape(-1)
+        position = by_row + steps
+        self._seqlens[:, :count].copy_(position + 1)
+        self._positions[:, :count].copy_(position)
+        at = position.clamp(max=self.limits.max_seqlen - 1).t()
+        slots = self._branch_to_token[:count].gather(1, at).t().long()
+        padding = (batch.out_cache_loc < 0).view(-1, 1).expand(size, topk).reshape(-1)
+        self._slots[:, :count].copy_(slots.masked_fill(padding, -1))
+        if with_tails:
+            self._copy_tails(pool, batch, prefix)
+
+    def _copy_tails(self, pool: TokenPool, batch: AttentionBatch, prefix: Tensor) -> None:
+        full, window = pool.all_buffers()
+        ops.copy_page_tail(
+            batch.req_to_token,  # type: ignore[arg-type]
+            batch.req_pool_indices,
+            prefix,
+            full,
+            self.topk,
+            self.draft_steps,
+            window_pages=window,
+            slot_map=pool.slot_map if window else None,
+        )
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        super().init_cuda_graph_state(max_bs, max_num_tokens)
+        for backend in self.backends:
+            backend.init_cuda_graph_state(max_bs * self.topk, max_num_tokens * self.topk)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    @property
+    def fault_report(self) -> Tensor | None:
+        return self.backends[0].fault_report
+
+    def raise_on_fault(self) -> None:
+        for backend in self.backends:
+            backend.raise_on_fault()
+
+    def forward(
+        self, q: Tensor, k: Any, v: Any, layer: RadixAttention, batch: AttentionBatch, *args: Any, **options: Any
+    ) -> Tensor:
+        """As of `AttentionBackend.forward`; `batch` is one of `step(...)`."""
+        return self._of(batch).forward(q, k, v, layer, batch, *args, **options)
+
+    def attend(self, call: LayerCall) -> None:
+        self._of(call.batch).attend(call)
+
+    def _of(self, batch: AttentionBatch) -> AttentionBackend:
+        backend = self._serving.get(id(batch))
+        if backend is None:
+            raise RuntimeError("attnops: a layer of a draft loop runs with step(s) of its backend, not with the batch")
+        return backend
