@@ -52,6 +52,9 @@ class Cell:
     share: float | None  # of the ceiling of its run, None where the run has none
     commit: str
     device: str
+    gbs: float | None = None  # what attnops reached, useful work only
+    tflops: float | None = None
+    peer_version: str = ""
 
     @property
     def ratio(self) -> float:
@@ -78,8 +81,20 @@ def cells_of(text: str) -> list[Cell]:
         best = min(peers, key=lambda row: row["ms"])
         times = ours["ms"] * 1e3, best["peer"], best["ms"] * 1e3
         share = _share(ours, ceilings[ours["commit"]])
-        cells.append(Cell(case, ours["params"], *times, share, ours["commit"], ours["device"]))
+        rates = ours.get("gbs"), ours.get("tflops"), best.get("version", "")
+        cells.append(Cell(case, ours["params"], *times, share, ours["commit"], ours["device"], *rates))
     return cells
+
+
+def ceilings_of(text: str) -> dict[str, float]:
+    """The highest measured ceilings of a result file: "gbs" of reading, "tflops" of products."""
+    found: dict[str, float] = {}
+    for line in text.splitlines():
+        row = json.loads(line)
+        if row["case"] in CEILINGS:
+            for unit in ("gbs", "tflops"):
+                found[unit] = max(found.get(unit, 0.0), row.get(unit) or 0.0)
+    return {unit: value for unit, value in found.items() if value}
 
 
 def is_peer(name: str) -> bool:
@@ -118,6 +133,11 @@ def described(params: dict) -> str:
     return ", ".join(f"{key} {value}" for key, value in params.items() if value not in (None, ""))
 
 
+def _versions(cells: list[Cell]) -> str:
+    found = sorted({f"{cell.peer} {cell.peer_version}" for cell in cells if cell.peer_version})
+    return f"Peers: {', '.join(found)}." if found else "The rows do not record the peers' versions."
+
+
 def section(name: str, title: str, cells: list[Cell], plots: list[str]) -> list[str]:
     ratios = [cell.ratio for cell in cells]
     slower = sum(ratio < 1 for ratio in ratios)
@@ -127,7 +147,7 @@ def section(name: str, title: str, cells: list[Cell], plots: list[str]) -> list[
         f"{len(cells)} cells. Geometric mean {geometric_mean(ratios):.2f}x the best peer's speed, "
         f"from {min(ratios):.2f}x to {max(ratios):.2f}x. attnops is slower in {slower}.",
         "",
-        f"Device: {'; '.join(sorted({cell.device for cell in cells}))}.",
+        f"Device: {'; '.join(sorted({cell.device for cell in cells}))}. {_versions(cells)}",
         "",
         *(line for plot in plots for line in (f"![{title}]({plot})", "")),
         f"<details><summary>Every cell of {title}</summary>",
@@ -173,6 +193,9 @@ def write(out: Path) -> Path:
             continue
         every += [(title, cell) for cell in cells]
         plots = [dashboard_plots.ratios(cells, title, out / f"{name}.svg")]
+        ceilings = ceilings_of(path.read_text(encoding="utf-8"))
+        if any(cell.gbs and cell.tflops for cell in cells) and "gbs" in ceilings:
+            plots.append(dashboard_plots.roofline(cells, ceilings, title, out / f"{name}-roofline.svg"))
         history = history_of(name)
         if len(history) > 1:
             plots.append(dashboard_plots.history(history, title, out / f"{name}-history.svg"))

@@ -49,6 +49,26 @@ def ratios(cells: list[Cell], title: str, path: Path) -> str:
     return _save(figure, path)
 
 
+def roofline(cells: list[Cell], ceilings: dict[str, float], title: str, path: Path) -> str:
+    """Useful operations a second over operations per byte, under the machine's measured ceilings."""
+    figure, axis = pyplot.subplots(figsize=(8, 3.6), layout="constrained")
+    points = [(1e3 * cell.tflops / cell.gbs, cell.tflops) for cell in cells if cell.gbs and cell.tflops]
+    axis.plot(*zip(*points), "o", color=FASTER, alpha=0.5, markersize=5)
+    top = ceilings.get("tflops")
+    right = max(max(x for x, _ in points) * 2, 1e3 * top / ceilings["gbs"] * 4 if top else 0)
+    left = min(x for x, _ in points) / 2
+    ends = [left, 1e3 * top / ceilings["gbs"] if top else right]
+    axis.plot(
+        ends, [x * ceilings["gbs"] / 1e3 for x in ends], color=LINE, label=f"reads {ceilings['gbs'] / 1e3:.2f} TB/s"
+    )
+    if top:
+        axis.plot([ends[1], right], [top, top], color=SLOWER, label=f"products {top:.0f} TFLOP/s")
+    axis.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="TFLOP/s")
+    axis.legend(loc="lower right", fontsize=9)
+    axis.set_title(f"{title}: roofline", fontsize=11)
+    return _save(figure, path)
+
+
 def history(points: list[tuple[str, float]], title: str, path: Path) -> str:
     """Geometric mean of a family's ratios over the commits that recorded results."""
     figure, axis = pyplot.subplots(figsize=(8, 2.6), layout="constrained")
