@@ -14,16 +14,17 @@ enum class Tile {
 
 // A warpgroup that computes: 64 rows against all tiles of keys of a work.
 //
-// Per tile: the scores of tile n are issued, then the values of tile n - 1; the softmax of n runs while those values
-// are multiplied (FlashAttention-3, arXiv:2407.08608, section 3.2). Where there are two warpgroups they take turns in
-// issuing, so that one computes exponentials while the other multiplies (section 3.1).
+// Per tile, with Shape::overlap: the scores of tile n are issued, then the values of tile n - 1; the softmax of n runs
+// while those values are multiplied (FlashAttention-3, arXiv:2407.08608, section 3.2). Without: scores, softmax and
+// values of one tile, which takes fewer registers. Warpgroups may take turns in issuing, so that one computes
+// exponentials while the other multiplies (section 3.1).
 template <class Tr>
 class Consumer {
  public:
   using T = typename Tr::T;
   using Layout = SharedLayout<Tr>;
-  static constexpr int kTurnBarrier = 2, kGroupBarrier = 4;  // + warpgroup
-  static constexpr bool kTakesTurns = Tr::kWarpgroups == 2;
+  static constexpr int kTurnBarrier = 2, kGroupBarrier = 8;  // + warpgroup
+  static constexpr Shape kShape = Tr::kShape;
 
   __device__ __forceinline__ Consumer(const Params& p, const Schedule& s, char* base)
       : p_(p),
@@ -37,7 +38,7 @@ class Consumer {
         v_operand_(hopper::chunk_operand<Tr::kKeys>(shared_ + Layout::kV)) {}
 
   __device__ __forceinline__ void run() {
-    if (kTakesTurns && group_ == 1) hopper::named_barrier_arrive(kTurnBarrier, 256);  // the first turn is group 0's
+    if (kShape.turns && group_ == Tr::kWarpgroups - 1) pass_turn();  // the first turn is group 0's
     for (;;) {
       hopper::mbarrier_wait(shared_ + Layout::kQFull + 8 * q_ring_.stage, q_ring_.phase);
       const Work& w = *reinterpret_cast<const Work*>(base_ + Layout::kWorks + q_ring_.stage * Layout::kWorkBytes);
@@ -46,15 +47,17 @@ class Consumer {
       release(shared_ + Layout::kQEmpty + 8 * q_ring_.stage);
       q_ring_.advance();
     }
-    if (kTakesTurns && group_ == 0) hopper::named_barrier_sync(kTurnBarrier, 256);
+    if (kShape.turns && group_ == 0) take_turn();
   }
 
  private:
   __device__ __forceinline__ void take_turn() const {
-    if constexpr (kTakesTurns) hopper::named_barrier_sync(kTurnBarrier + group_, 256);
+    if constexpr (kShape.turns) hopper::named_barrier_sync(kTurnBarrier + group_, 256);
   }
   __device__ __forceinline__ void pass_turn() const {
-    if constexpr (kTakesTurns) hopper::named_barrier_arrive(kTurnBarrier + 1 - group_, 256);
+    if constexpr (kShape.turns) {
+      hopper::named_barrier_arrive(kTurnBarrier + (group_ == Tr::kWarpgroups - 1 ? 0 : group_ + 1), 256);
+    }
   }
 
   __device__ __forceinline__ void release(uint32_t barrier) const {
@@ -70,8 +73,12 @@ class Consumer {
     scale_ = p_.softmax_scale * k_scale * kLog2E;
     transformed_ = p_.logit_cap > 0.f || !(scale_ > 0.f);
     if (transformed_) {
-      inner_scale_ = p_.logit_cap > 0.f ? scale_ * 2.f / p_.logit_cap : scale_ / kLog2E;
+      inner_scale_ = scale_ / kLog2E;
       scale_ = kLog2E;
+      if (p_.logit_cap > 0.f) {
+        inner_scale_ /= p_.logit_cap;
+        scale_ *= p_.logit_cap;
+      }
     }
     const uint32_t queries = shared_ + Layout::kQ + q_ring_.stage * Tr::kQBytes + first_row * 128;
     q_operand_ = hopper::chunk_operand<Tr::kRows>(queries);
@@ -81,22 +88,27 @@ class Consumer {
     if (tile < tile_end) {
       int full_begin, full_end;
       full_tiles(w, first_row, full_begin, full_end);
-      first_scores(w, tile);
       bool started = false;
-      ++tile;
+      if constexpr (kShape.overlap) first_scores(w, tile++);
       if (transformed_) {
-        for (; tile < tile_end; ++tile) step<Tile::kTransformed>(w, tile, started);
+        for (; tile < tile_end; ++tile) {
+          step<Tile::kTransformed>(w, tile, tile < full_begin || tile >= full_end, started);
+        }
       } else {
 #pragma unroll 1
         for (int part = 0; part < 2; ++part) {
           const int masked_end = part == 0 ? min_of(max_of(full_begin, tile), tile_end) : tile_end;
 #pragma unroll 1
-          for (; tile < masked_end; ++tile) step<Tile::kMasked>(w, tile, started);
+          for (; tile < masked_end; ++tile) step<Tile::kMasked>(w, tile, true, started);
 #pragma unroll 1
-          for (; tile < full_end; ++tile) step<Tile::kFull>(w, tile, started);
+          for (; tile < full_end; ++tile) step<Tile::kFull>(w, tile, false, started);
         }
       }
-      last_values(started);
+      if constexpr (kShape.overlap) {
+        hopper::mbarrier_wait(shared_ + Layout::kVFull + 8 * v_ring_.stage, v_ring_.phase);
+        hopper::wgmma_fence();
+        multiply_values(started);
+      }
     }
     finish(w, tile_end > w.tile_begin);
   }
@@ -153,17 +165,18 @@ class Consumer {
   }
 
   template <Tile kTile>
-  __device__ __forceinline__ void treat(const Work& w, int tile) {
+  __device__ __forceinline__ void treat(const Work& w, int tile, bool masked) {
     if constexpr (kTile == Tile::kTransformed) {
       if (p_.logit_cap > 0.f) {
-#pragma unroll
-        for (float& score : scores_) score = capped(score, p_.logit_cap, inner_scale_);
+        cap_scores(scores_, inner_scale_);
       } else {
 #pragma unroll
         for (float& score : scores_) score *= inner_scale_;
       }
     }
-    if constexpr (kTile != Tile::kFull) rows_.mask(scores_, p_, w, tile * Tr::kKeys + column_);
+    if constexpr (kTile != Tile::kFull) {
+      if (kTile == Tile::kMasked || masked) rows_.mask(scores_, p_, w, tile * Tr::kKeys + column_);
+    }
   }
 
   __device__ __forceinline__ void pack() {
@@ -171,6 +184,11 @@ class Consumer {
     for (int i = 0; i < Tr::kKeys / 4; ++i) {
       probabilities_[i] = hopper::pack_pair<T>(scores_[2 * i], scores_[2 * i + 1]);
     }
+  }
+
+  __device__ __forceinline__ void shrink_out(const float (&shrink)[2]) {
+#pragma unroll
+    for (int i = 0; i < Tr::kHeadDimV / 2; ++i) out_[i] *= shrink[i / 2 % 2];
   }
 
   __device__ __forceinline__ void first_scores(const Work& w, int tile) {
@@ -182,43 +200,55 @@ class Consumer {
     hopper::wgmma_wait<0>(scores_);
     release_keys();
     if (transformed_) {
-      treat<Tile::kTransformed>(w, tile);
+      treat<Tile::kTransformed>(w, tile, true);
     } else {
-      treat<Tile::kMasked>(w, tile);
+      treat<Tile::kMasked>(w, tile, true);
     }
     float shrink[2];
-    rows_.exponentials(scores_, scale_, shrink);
+    rows_.to_exponents(scores_, scale_, shrink);
+    rows_.exponentiate(scores_);
     pack();
   }
 
   template <Tile kTile>
-  __device__ __forceinline__ void step(const Work& w, int tile, bool& started) {
+  __device__ __forceinline__ void step(const Work& w, int tile, bool masked, bool& started) {
+    float shrink[2];
     hopper::mbarrier_wait(shared_ + Layout::kKFull + 8 * k_ring_.stage, k_ring_.phase);
     take_turn();
     hopper::wgmma_fence();
     issue_scores();
-    hopper::mbarrier_wait(shared_ + Layout::kVFull + 8 * v_ring_.stage, v_ring_.phase);
-    issue_values(started);
-    started = true;
-    pass_turn();
-    hopper::wgmma_wait<1>(scores_);
-    release_keys();
-    treat<kTile>(w, tile);
-    float shrink[2];
-    const bool moved = rows_.exponentials(scores_, scale_, shrink);
-    keep_before_wait();
-    hopper::wgmma_wait<0>(out_);
-    release_values();
-    if (moved) {
-#pragma unroll
-      for (int i = 0; i < Tr::kHeadDimV / 2; ++i) out_[i] *= shrink[i / 2 % 2];
+    if constexpr (kShape.overlap) {
+      hopper::mbarrier_wait(shared_ + Layout::kVFull + 8 * v_ring_.stage, v_ring_.phase);
+      issue_values(started);
+      started = true;
+      pass_turn();
+      hopper::wgmma_wait<1>(scores_);
+      release_keys();
+      treat<kTile>(w, tile, masked);
+      const bool moved = rows_.to_exponents(scores_, scale_, shrink);
+      rows_.exponentiate(scores_);
+      keep_before_wait();
+      hopper::wgmma_wait<0>(out_);
+      release_values();
+      if (moved) shrink_out(shrink);
+      pack();
+    } else {
+      pass_turn();
+      hopper::wgmma_wait<0>(scores_);
+      release_keys();
+      treat<kTile>(w, tile, masked);
+      const bool moved = rows_.to_exponents(scores_, scale_, shrink);
+      if (moved) shrink_out(shrink);
+      rows_.exponentiate(scores_);
+      pack();
+      hopper::mbarrier_wait(shared_ + Layout::kVFull + 8 * v_ring_.stage, v_ring_.phase);
+      hopper::wgmma_fence();
+      multiply_values(started);
+      started = true;
     }
-    pack();
   }
 
-  __device__ __forceinline__ void last_values(bool started) {
-    hopper::mbarrier_wait(shared_ + Layout::kVFull + 8 * v_ring_.stage, v_ring_.phase);
-    hopper::wgmma_fence();
+  __device__ __forceinline__ void multiply_values(bool started) {
     issue_values(started);
     hopper::wgmma_wait<0>(out_);
     release_values();
@@ -235,7 +265,7 @@ class Consumer {
       const int row = own_row + 8 * h, token = row * s_.pack_inverse >> 16, head = w.q_head + row - token * s_.pack;
       const float total = any_tile ? rows_.total(h) : 0.f;
       const bool empty = total == 0.f;  // NaN is not empty: it must show
-      const float lse = empty ? -INFINITY : rows_.reference[h] * scale_ / kLog2E + logf(total);
+      const float lse = empty ? -INFINITY : rows_.reference[h] / kLog2E + logf(total);
       factor[h] = empty ? 0.f : v_scale / total;
       if (token >= w.num_tokens) continue;
       if (p_.sinks != nullptr && !empty) factor[h] /= 1.f + expf(p_.sinks[head] - lse);

@@ -7,22 +7,48 @@ namespace attnops::fmha::sm90 {
 
 inline constexpr float kLog2E = 1.4426950408889634f;
 
-// cap * tanh(x / cap) for x * log2(e) * 2 / cap given: exact to some 1e-7 of cap, where the unit's own tanh is not.
-__device__ __forceinline__ float capped(float x, float cap, float two_over_cap_log2) {
+// tanh(x) for |x| <= 1, exact to 7e-6.
+__device__ __forceinline__ float tanh_polynomial(float x) {
+  const float z = x * x;
+  return x * fmaf(fmaf(fmaf(fmaf(0.009036422f, z, -0.044817555f), z, 0.13036812f), z, -0.33298065f), z, 0.99999309f);
+}
+
+// tanh(x) for any x, exact to some 1e-7 of 1, where the unit's own is not.
+__device__ __forceinline__ float tanh_exact(float x) {
   float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(exp2_approx(x * two_over_cap_log2) + 1.f));
-  return cap - 2.f * cap * y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(exp2_approx(x * (2.f * kLog2E)) + 1.f));
+  return 1.f - 2.f * y;
+}
+
+// Scores become tanh(score * scale). Those of a warp are small as a rule: then all by polynomial.
+template <int kCount>
+__device__ __forceinline__ void cap_scores(float (&scores)[kCount], float scale) {
+  float largest = 0.f;
+#pragma unroll
+  for (float& score : scores) {
+    score *= scale;
+    largest = fmaxf(largest, fabsf(score));
+  }
+  if (__any_sync(0xffffffffu, largest > 1.f)) {
+#pragma unroll
+    for (float& score : scores) score = tanh_exact(score);
+  } else {
+#pragma unroll
+    for (float& score : scores) score = tanh_polynomial(score);
+  }
 }
 
 // What two rows of a lane may see, and how far their softmax has come. The reference of a row moves only when a score
-// exceeds it by kSlack powers of two (FlashAttention-4): accumulators are rarely rescaled, and stay far from overflow.
+// exceeds it by kTop powers of two (FlashAttention-4): accumulators are rarely rescaled, and stay far from overflow.
 struct RowPair {
-  static constexpr float kSlack = 8.f;
+  static constexpr float kTop = 8.f;
   int begin[2], end[2], token[2];
-  float reference[2];  // in the units of the scores
+  float reference[2];  // a probability is 2^(score * scale - reference)
   float sum[2];        // of this lane's columns
+  bool settled;        // no reference of the warp's rows is -inf
 
   __device__ __forceinline__ void start(const Params& p, const Schedule& s, const Work& w, int first_row) {
+    settled = false;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = first_row + 8 * h;
@@ -62,41 +88,86 @@ struct RowPair {
     }
   }
 
-  // Scores become exp2((score - reference) * scale). Returns whether a reference has moved, and by which factors sums
-  // and values shrink.
+  // Scores become exponents, at most kTop. Returns whether references have moved, and by which factors values shrink.
   template <int kCount>
-  __device__ __forceinline__ bool exponentials(float (&scores)[kCount], float scale, float (&shrink)[2]) {
-    bool moved = false;
+  __device__ __forceinline__ bool to_exponents(float (&scores)[kCount], float scale, float (&shrink)[2]) {
+    if (!settled) {
+      const float lowest[2] = {reference[0], reference[1]};
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float largest = row_max(scores, h) * scale;
+        if (largest - lowest[h] > kTop)
+          move_to(h, largest, lowest[h], shrink[h]);  // false for -inf less -inf
+        else
+          shrink[h] = 1.f;
+        add_to_row(scores, h, scale, reference[h] == -INFINITY ? 0.f : -reference[h]);
+      }
+      settled = __all_sync(0xffffffffu, reference[0] > -INFINITY && reference[1] > -INFINITY);
+      return true;
+    }
+    add_to_row(scores, 0, scale, -reference[0]);
+    add_to_row(scores, 1, scale, -reference[1]);
+    // Positive floats are ordered like their bits, and a negative one's are below them. Three are compared at once.
+    int top[2] = {0, 0};
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        top[j] = __vimax3_s32(top[j], __float_as_int(scores[i + 2 * j]), __float_as_int(scores[i + 2 * j + 1]));
+      }
+    }
+    if (!__any_sync(0xffffffffu, max_of(top[0], top[1]) > __float_as_int(kTop))) return false;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float largest = scores[h * 2];
-#pragma unroll
-      for (int i = 1; i < kCount / 2; ++i) largest = fmaxf(largest, scores[i / 2 * 4 + h * 2 + i % 2]);
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+      const float largest = row_max(scores, h);
       shrink[h] = 1.f;
-      if ((largest - reference[h]) * scale > kSlack) {  // false for -inf less -inf
-        shrink[h] = exp2_approx((reference[h] - largest) * scale);
-        reference[h] = largest;
-        moved = true;
+      if (largest > kTop) {
+        move_to(h, reference[h] + largest, reference[h], shrink[h]);
+        add_to_row(scores, h, 1.f, -largest);
       }
-      const float offset = reference[h] == -INFINITY ? 0.f : -reference[h] * scale;
-      float total = sum[h] * shrink[h];
-#pragma unroll
-      for (int i = 0; i < kCount / 2; ++i) {
-        float& score = scores[i / 2 * 4 + h * 2 + i % 2];
-        score = exp2_approx(fmaf(score, scale, offset));
-        total += score;
-      }
-      sum[h] = total;
     }
-    return __any_sync(0xffffffffu, moved);
+    return true;
+  }
+
+  // Exponents become probabilities, and are added to the sums.
+  template <int kCount>
+  __device__ __forceinline__ void exponentiate(float (&scores)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      scores[i] = exp2_approx(scores[i]);
+      sum[i / 2 % 2] += scores[i];
+    }
   }
 
   // The sum over all columns of a row.
   __device__ __forceinline__ float total(int h) const {
     float all = sum[h] + __shfl_xor_sync(0xffffffffu, sum[h], 1);
     return all + __shfl_xor_sync(0xffffffffu, all, 2);
+  }
+
+ private:
+  template <int kCount>
+  static __device__ __forceinline__ float row_max(const float (&scores)[kCount], int h) {
+    float largest = scores[h * 2];
+#pragma unroll
+    for (int i = 1; i < kCount / 2; ++i) largest = fmaxf(largest, scores[i / 2 * 4 + h * 2 + i % 2]);
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+    return fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+  }
+
+  template <int kCount>
+  static __device__ __forceinline__ void add_to_row(float (&scores)[kCount], int h, float scale, float offset) {
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) {
+      float& score = scores[i / 2 * 4 + h * 2 + i % 2];
+      score = fmaf(score, scale, offset);
+    }
+  }
+
+  __device__ __forceinline__ void move_to(int h, float next, float before, float& shrink) {
+    shrink = exp2_approx(before - next);
+    reference[h] = next;
+    sum[h] *= shrink;
   }
 };
 

@@ -3,21 +3,32 @@
 
 namespace attnops::fmha::sm90 {
 
+// How one instantiation divides its work: by measurement, see docs/kernels/fmha_sm90_log.md.
+struct Shape {
+  int head_dim_qk, head_dim_v;
+  int keys;              // of a tile
+  int warpgroups;        // that compute
+  int q_stages, stages;  // of queries; of keys, and of values
+  int registers;         // of a thread that computes
+  bool overlap = true;   // the softmax of a tile runs under the values of the tile before
+  bool turns = true;     // warpgroups issue their products one after another
+};
+
 // Tiles and shared memory of one instantiation. Head dims are those of the tile; smaller ones are filled with zeros.
 //
 // A CTA is one warpgroup that brings tiles and kWarpgroups that compute, 64 rows each. A row is a query token and one
 // head of a group: kRows / pack tokens times `pack` heads of one KV head share a tile of keys.
-template <typename T_, int kHeadDimQk_, int kHeadDimV_, int kKeys_, int kWarpgroups_, int kQStages_, int kStages_,
-          int kConsumerRegisters_>
+template <typename T_, Shape kShape_>
 struct Traits {
   using T = T_;
-  static constexpr int kHeadDimQk = kHeadDimQk_, kHeadDimV = kHeadDimV_;
-  static constexpr int kKeys = kKeys_;  // of a tile
-  static constexpr int kWarpgroups = kWarpgroups_;
+  static constexpr Shape kShape = kShape_;
+  static constexpr int kHeadDimQk = kShape.head_dim_qk, kHeadDimV = kShape.head_dim_v;
+  static constexpr int kKeys = kShape.keys;
+  static constexpr int kWarpgroups = kShape.warpgroups;
   static constexpr int kRows = 64 * kWarpgroups;
-  static constexpr int kQStages = kQStages_, kStages = kStages_;
+  static constexpr int kQStages = kShape.q_stages, kStages = kShape.stages;
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
-  static constexpr int kConsumerRegisters = kConsumerRegisters_;
+  static constexpr int kConsumerRegisters = kShape.registers;
   // Warpgroups start with equal shares and may trade what they were given together.
   static constexpr int kProducerRegisters =
       65536 / kThreads / 8 * 8 * (kWarpgroups + 1) - kWarpgroups * kConsumerRegisters;

@@ -3,7 +3,14 @@
 namespace attnops::fmha::sm90 {
 
 void launch_bf16_hd64(const Params& p, CUstream_st* stream) {
-  launch_traits<Traits<__nv_bfloat16, 64, 64, 128, 3, 2, 2, 152>>(p, stream);
+  launch_traits<Traits<__nv_bfloat16, Shape{.head_dim_qk = 64,
+                                            .head_dim_v = 64,
+                                            .keys = 128,
+                                            .warpgroups = 3,
+                                            .q_stages = 2,
+                                            .stages = 2,
+                                            .registers = 152,
+                                            .overlap = false}>>(p, stream);
 }
 
 }  // namespace attnops::fmha::sm90
