@@ -118,6 +118,8 @@ def test_every_engine_has_an_extra_with_the_versions_that_its_plugin_serves():
         if name in extras:
             assert extras[name] == [f"{engine.packages[0]}>={least},<{below}"]
     assert {"triton", "flashinfer", "vllm", "sglang", "transformers", "docs", "test"} <= set(extras)
+    listed = (ROOT / "requirements/docs.txt").read_text().splitlines()
+    assert extras["docs"] == [line for line in listed if line and not line.startswith("#")]
 
 
 def test_every_place_names_the_same_version():
