@@ -34,3 +34,10 @@ def test_links_lead_somewhere(name):
         assert found.exists(), f"{name}: {target}"
         if anchor and found.suffix == ".md":
             assert anchor in anchors(found), f"{name}: {target}"
+
+
+@pytest.mark.parametrize("name", texts())
+def test_a_row_of_a_table_is_one_line(name):
+    text = re.sub(r"```.*?```", "", (ROOT / name).read_text(encoding="utf-8"), flags=re.DOTALL)
+    broken = [line for line in text.splitlines() if line.startswith("|") and not line.rstrip().endswith("|")]
+    assert not broken
