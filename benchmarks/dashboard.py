@@ -129,8 +129,19 @@ def history_of(name: str) -> list[tuple[str, float]]:
 
 
 def described(params: dict) -> str:
-    """A cell's parameters in a line."""
-    return ", ".join(f"{key} {value}" for key, value in params.items() if value not in (None, ""))
+    """A cell's parameters in a line: what says nothing new is left out."""
+    left = {key: value for key, value in params.items() if value not in (None, "", False)}
+    words = []
+    if "h_q" in left:
+        words.append(f"heads {left.pop('h_q')}" + (f"/{left.pop('h_kv')}" if "h_kv" in left else ""))
+    if left.get("d_v") == left.get("d"):
+        left.pop("d_v", None)
+    if left.get("kv") == left.get("dtype"):
+        left.pop("kv", None)
+    left.pop("tokens", None)  # of all requests together
+    for key, value in left.items():
+        words.append(key if value is True else f"{key} {value}" if key != "dtype" else str(value))
+    return ", ".join(words)
 
 
 def _versions(cells: list[Cell]) -> str:
