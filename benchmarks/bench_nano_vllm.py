@@ -169,7 +169,7 @@ def main() -> None:
             enforce_eager=False,
             max_model_len=4096,
             max_num_seqs=options.requests,
-            gpu_memory_utilization=0.4,
+            gpu_memory_utilization=0.6,
         )
         fill(engine.model_runner.model)
         made = time.perf_counter() - begin

@@ -37,6 +37,10 @@ keys, values = torch.zeros(1, 16, 1, 32), torch.ones(1, 16, 1, 32)
 out, _ = attnops.ops.xqa_decode(torch.randn(1, 1, 2, 32), keys, values, table, lengths, plan)
 torch.testing.assert_close(out, torch.ones_like(out))
 assert attnops.explain.xqa_schedule([100], num_kv_heads=1, num_sm_parts=1)[0].tiles == 2
+from importlib.metadata import entry_points
+for group in ("vllm.general_plugins", "sglang.srt.plugins"):
+    (point,) = [found for found in entry_points(group=group) if found.name == "attnops"]
+    assert point.load()() in (True, False), "an engine calls it in every process, whatever is installed"
 print("cuda:", attnops.cuda_unavailable_reason)
 """
 
