@@ -27,6 +27,7 @@ PYTHON_LAYERS = {
     "layers": {"types", "pools"},
     "compat": {"ops", "metadata"},
     "distributed": {"ops"},
+    "speculative": {"ops", "types"},
     "triton_kernels": set(),
     "backends": {
         "environment",
