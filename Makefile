@@ -29,6 +29,7 @@ engines: build
 # The book, in build/docs/html. A warning is an error: a broken link, a name that does not exist.
 docs: build $(VENV)/.docs
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs/html
+	$(BIN)/python tools/check_book.py build/docs/html
 	@echo build/docs/html/index.html
 
 # The page of all results, from benchmarks/results, as a part of the book.

@@ -41,3 +41,13 @@ def test_a_row_of_a_table_is_one_line(name):
     text = re.sub(r"```.*?```", "", (ROOT / name).read_text(encoding="utf-8"), flags=re.DOTALL)
     broken = [line for line in text.splitlines() if line.startswith("|") and not line.rstrip().endswith("|")]
     assert not broken
+
+
+def test_links_of_a_built_book_are_checked(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    (tmp_path / "a.html").write_text('<a href="b.html#here"><a href="#top"><img src="https://x/y.png"><p id="top">')
+    (tmp_path / "b.html").write_text('<p id="here">')
+    check = __import__("check_book")
+    assert check.broken_links(tmp_path) == []
+    (tmp_path / "b.html").write_text('<a href="a.html#nowhere"><img src="none.svg">')
+    assert len(check.broken_links(tmp_path)) == 3
