@@ -68,7 +68,10 @@ def test_right_or_refused_with_a_reason(name, feature, page_size):
     cls, spec = get_backend_class(name), spec_of(feature, page_size)
     capability = cls.capability
     encoder = spec.attn_type is AttentionType.ENCODER_ONLY
-    for mode in [ForwardMode.EXTEND] if encoder else MODES:
+    modes = [ForwardMode.EXTEND] if encoder else list(MODES)
+    if name == "triton":  # its interpreter takes a second for a step
+        modes = modes[(list(FEATURES).index(feature) + PAGE_SIZES.index(page_size)) % len(modes) :][:1]
+    for mode in modes:
         reasons = capability.reasons_against(spec, [mode])
         if reasons:
             assert all(reason.strip() for reason in reasons)

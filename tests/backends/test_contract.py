@@ -97,18 +97,23 @@ def ragged_mode(name: str) -> ForwardMode:
 
 
 def cases() -> list:
-    """(backend, model, shape) wherever the capability says that it works."""
+    """(backend, model, shape) wherever the capability says that it works.
+
+    Of triton, whose interpreter takes a second for a step, a quarter: each model and each shape is among them.
+    """
     found = []
     for name in backends():
         capability = get_backend_class(name).capability
-        for model in MODELS:
-            for shape, (mode, *_) in SHAPES.items():
+        for row, model in enumerate(MODELS):
+            for column, (shape, (mode, *_)) in enumerate(SHAPES.items()):
                 encoder = model.spec.attn_type is AttentionType.ENCODER_ONLY
                 causal = model.spec.attn_type is AttentionType.DECODER
                 local = model.spec.attention_chunk_size > 0
                 if shape == "verify_tree" and not (capability.tree_mask and causal and not local):
                     continue
                 if encoder and shape != "extend":
+                    continue
+                if name == "triton" and (row + column) % 4 and not encoder:
                     continue
                 if not capability.reasons_against(model.spec, [mode]):
                     found.append(pytest.param(name, model, shape, id=f"{name}-{model.name}-{shape}"))

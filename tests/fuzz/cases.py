@@ -30,6 +30,7 @@ FAMILIES: dict[str, tuple[int, Callable[[Draw], None]]] = {
     "compat": (12, peers.right),
     "ranks": (1, peers.right_ranks),
     "hostile decode": (6, values.hostile_decode),
+    "hostile fmha": (6, values.hostile_fmha),
     "hostile tables": (5, values.hostile_tables),
     "wrong argument": (8, wrong.wrong_argument),
     "runner": (3, backends.right_runner),

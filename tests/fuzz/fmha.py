@@ -1,8 +1,10 @@
-"""Right calls of `ops.fmha_varlen` and `ops.fmha_paged`."""
+"""Calls of `ops.fmha_varlen` and `ops.fmha_paged`: right ones, and ones with hostile values."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from attnops import ops
@@ -13,7 +15,7 @@ from .draw import Draw
 from .judge import check_attention, check_no_fault, check_same_bits
 from .memory import FP8, Guarded, Paging, fill_pages, poisoned, strided
 from .options import call_options, draw_rules, draw_scales, new_report, pack, real, set_arch, set_isa, stored
-from .oracle import Answer, attend, used_keys
+from .oracle import Answer, Rules, attend, used_keys
 from .xqa import PAGE_SIZES, draw_dtypes, draw_heads
 
 DIMS = [32, 40, 48, 64, 64, 72, 80, 96, 128, 128, 192, 256, 320, 576]
@@ -30,11 +32,28 @@ def _int32(draw: Draw, values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=draw.device)
 
 
-def right(draw: Draw) -> None:
-    """One right call, paged or ragged, compared with its answer."""
+@dataclass
+class Call:
+    """A right call of `name`, and its answer, padding included.
+
+    Args:
+        paging: Of the pages; None: keys lie side by side.
+    """
+
+    name: str
+    given: dict[str, Any]
+    out: Guarded
+    lse: Guarded | None
+    answer: Answer
+    rules: Rules
+    lengths_q: list[int]
+    lengths_k: list[int]
+    paging: Paging | None
+
+
+def draw_call(draw: Draw, *, paged: bool) -> Call:
     set_isa(draw)
     set_arch(draw)
-    paged = draw.chance(0.5)
     heads, kv_heads = draw_heads(draw)
     dim = draw.pick(DIMS)
     dim_v = dim if draw.chance(0.7) else draw.pick(DIMS)
@@ -79,20 +98,30 @@ def right(draw: Draw) -> None:
     )
     cu_seqlens_q = _int32(draw, _bounds(lengths_q))
     draw.note(tile_q=plan.tile_q, padding=padding)
+    paging = None
     if paged:
-        given = _paged(draw, plan, cu_seqlens_q, lengths_k, k, v, used)
+        paging = Paging(draw, lengths_k, draw.pick(PAGE_SIZES))
+        given = _paged(draw, plan, cu_seqlens_q, lengths_k, k, v, used, paging)
     else:
         given = _ragged(draw, plan, cu_seqlens_q, lengths_k, k, v, used)
-    op = ops.fmha_paged if paged else ops.fmha_varlen
-    draw.saw("op fmha_paged" if paged else "op fmha_varlen", "mode fp8" if kv_dtype == FP8 else "mode plain")
+    name = "fmha_paged" if paged else "fmha_varlen"
+    draw.saw("mode fp8" if kv_dtype == FP8 else "mode plain")
     report = new_report(draw)
     out = Guarded(draw, (q.shape[0], heads, dim_v), dtype)
     lse = Guarded(draw, (q.shape[0], heads), torch.float32, dense=True) if draw.chance(0.8) else None
     given |= {"q": q, "cu_seqlens_q": cu_seqlens_q, "plan": plan, **options}
     given |= {"out": out.view, "lse": None if lse is None else lse.view, "report": report}
+    return Call(name, given, out, lse, answer, rules, lengths_q, lengths_k, paging)
+
+
+def right(draw: Draw) -> None:
+    """One right call, paged or ragged, compared with its answer."""
+    call = draw_call(draw, paged=draw.chance(0.5))
+    op, given, out, lse = getattr(ops, call.name), call.given, call.out, call.lse
+    draw.saw(f"op {call.name}")
     op(**given)
-    check_attention(draw, out.view, None if lse is None else lse.view, answer)
-    check_no_fault(report)
+    check_attention(draw, out.view, None if lse is None else lse.view, call.answer)
+    check_no_fault(given["report"])
     if draw.chance(0.15):
         first = out.view.clone()
         out.view.fill_(math.nan)
@@ -116,13 +145,18 @@ def _with_padding(answer: Answer, padding: int) -> Answer:
 
 
 def _paged(
-    draw: Draw, plan: FmhaPlan, cu_seqlens_q: Tensor, lengths: list[int], k: Tensor, v: Tensor, used: Tensor
+    draw: Draw,
+    plan: FmhaPlan,
+    cu_seqlens_q: Tensor,
+    lengths: list[int],
+    k: Tensor,
+    v: Tensor,
+    used: Tensor,
+    paging: Paging,
 ) -> dict[str, object]:
-    page_size = draw.pick(PAGE_SIZES)
-    csr = draw.chance(0.4)
+    page_size, csr = paging.page_size, draw.chance(0.4)
     draw.note(page=page_size, csr=csr)
     draw.saw("mode csr" if csr else "mode page table")
-    paging = Paging(draw, lengths, page_size)
     pages = []
     for rows in (k, v):
         pool = strided(draw, poisoned((paging.num_pages, page_size, *rows.shape[1:]), rows.dtype, "cpu"))

@@ -129,6 +129,7 @@ class Paging:
 
     def __init__(self, draw: Draw, lengths: list[int], page_size: int) -> None:
         counts = [-(-length // page_size) for length in lengths]
+        self.page_size = page_size
         used, spare = sum(counts), draw.number(0, 3)
         self.num_pages = used + spare if used + spare or draw.chance(0.5) else 1
         order = draw.permutation(self.num_pages).tolist()

@@ -21,26 +21,36 @@ from .oracle import Answer
 LN2 = math.log(2)
 
 
+def _gqa_names(call: xqa.Call) -> list[str]:
+    """Functions that serve a call; the rarest counts twice."""
+    rules, names = call.rules, []
+    scaled = call.options["k_scale"] is not None or call.options["v_scale"] is not None
+    if call.tree_mask is not None or not call.lengths or not _one_scale(call.options):
+        return names
+    dim, plain = call.q.shape[3], call.k_pages.dtype == call.q.dtype
+    if not (_infinite(rules.sinks) or dim % 8 or dim < 32 or (scaled and plain)):  # many queries go to fmha
+        names += ["flash_attn_with_kvcache"]
+    if rules.causal and not rules.cap:
+        names += ["trtllm_batch_decode_with_kv_cache"]
+    if rules.causal and call.q.shape[1] == 1 and not scaled and min(call.lengths) > 0:
+        names += 2 * ["BatchDecodeWithPagedKVCacheWrapper"]
+    return names
+
+
 def right_gqa(draw: Draw) -> None:
     """A decode call of FlashInfer or FlashAttention over K and V in pages."""
     set_isa(draw)
-    call = xqa.draw_call(draw)
-    rules, batch = call.rules, len(call.lengths)
-    flat = call.q.flatten(0, 1)
-    names = ["flash_attn_with_kvcache"] if call.tree_mask is None else []
-    decodes = rules.causal and call.tree_mask is None
-    names += ["trtllm_batch_decode_with_kv_cache"] if decodes else []
-    scaled = call.options["k_scale"] is not None or call.options["v_scale"] is not None
-    names += ["BatchDecodeWithPagedKVCacheWrapper"] if decodes and call.q.shape[1] == 1 and not scaled else []
-    if not names or not batch or not _one_scale(call.options):
+    for _ in range(4):
+        call = xqa.draw_call(draw)
+        names = _gqa_names(call)
+        if names:
+            break
+    else:
         raise Void
     name = draw.pick(names)
     draw.note(compat=name)
+    flat = call.q.flatten(0, 1)
     if name == "flash_attn_with_kvcache":
-        dim = call.q.shape[3]
-        plain = call.k_pages.dtype == call.q.dtype
-        if _infinite(rules.sinks) or dim % 8 or dim < 32 or (scaled and plain):  # many queries go to fmha
-            raise Void
         out, lse = _flash_attention(call)
     elif name == "trtllm_batch_decode_with_kv_cache":
         out, lse = _trtllm(draw, call, flat), None
@@ -84,8 +94,6 @@ def _flash_attention(call: xqa.Call) -> tuple[Tensor, Tensor]:
 
 
 def _trtllm(draw: Draw, call: xqa.Call, flat: Tensor) -> Tensor:
-    if call.rules.cap:
-        raise Void
     options = call.options
     k_scale, v_scale = (1.0 if options[f"{s}_scale"] is None else float(options[f"{s}_scale"]) for s in "kv")
     layout = draw.pick(["NHD", "HND"])
@@ -109,8 +117,6 @@ def _trtllm(draw: Draw, call: xqa.Call, flat: Tensor) -> Tensor:
 def _wrapper(draw: Draw, call: xqa.Call, flat: Tensor) -> tuple[Tensor, Tensor]:
     """Its page tables have no cells to spare, and no request without a token."""
     page_size = call.k_pages.shape[1]
-    if min(call.lengths) < 1:
-        raise Void
     counts = call.paging.counts
     indices = [cell for row, count in zip(call.paging.rows, counts) for cell in row[:count]]
     indptr = [sum(counts[:i]) for i in range(len(counts) + 1)]
@@ -140,18 +146,30 @@ def _wrapper(draw: Draw, call: xqa.Call, flat: Tensor) -> tuple[Tensor, Tensor]:
     return out, lse * LN2
 
 
-def right_mla(draw: Draw) -> None:
-    """A decode call of FlashMLA or sgl_kernel over latents in pages."""
-    set_isa(draw)
-    call = mla.draw_call(draw)
+def _mla_names(call: mla.Call) -> list[str]:
+    """Functions that serve a call; the rarer one counts twice."""
     rules, kind = call.rules, call.kv_pages.dtype
     plain = call.tree_mask is None and rules.window_left < 0 and not rules.cap
     if not plain or not call.lengths or call.options.get("kv_scale") is not None:
-        raise Void
+        return []
     if kind not in (call.q.dtype, torch.uint8) or call.options.get("fp8_products"):
-        raise Void
+        return []
     one_token = call.q.shape[1] == 1 and rules.sinks is None and kind == call.q.dtype and rules.causal
-    name = draw.pick(["flash_mla_with_kvcache", *(["cutlass_mla_decode"] * one_token)])
+    return ["flash_mla_with_kvcache", *(2 * ["cutlass_mla_decode"] if one_token else [])]
+
+
+def right_mla(draw: Draw) -> None:
+    """A decode call of FlashMLA or sgl_kernel over latents in pages."""
+    set_isa(draw)
+    for _ in range(4):
+        call = mla.draw_call(draw)
+        names = _mla_names(call)
+        if names:
+            break
+    else:
+        raise Void
+    rules, kind = call.rules, call.kv_pages.dtype
+    name = draw.pick(names)
     draw.note(compat=name)
     if name == "flash_mla_with_kvcache":
         out, lse = flash_mla.flash_mla_with_kvcache(

@@ -15,7 +15,7 @@ from attnops.metadata import FmhaPlan
 from attnops.report import KINDS, OPS
 from torch import Tensor
 
-from . import mla, xqa
+from . import fmha, mla, xqa
 from .draw import Draw, Failure, Void
 from .judge import check_attention
 from .memory import Guarded, Paging
@@ -130,6 +130,56 @@ def _judge_fault(draw: Draw, op: str, kind: str, request: int, error: str | None
             raise Failure(f"the error does not name request {request}: {error}")
     elif error is not None:
         raise Failure(f"an error where no host sees the value: {error}")
+
+
+def hostile_fmha(draw: Draw) -> None:
+    """A bad page in one request, or bounds and lengths of any value, in a call of the ragged ops."""
+    if draw.chance(0.5):
+        _bad_fmha_page(draw)
+        return
+    call = fmha.draw_call(draw, paged=draw.chance(0.5))
+    names = ["cu_seqlens_q", "cache_seqlens" if call.paging else "cu_seqlens_k"]
+    names += ["kv_indptr"] if "kv_indptr" in call.given else []
+    argument = draw.pick(names)
+    value = call.given[argument]
+    if not value.numel():
+        raise Void
+    for _ in range(draw.number(1, len(value))):
+        value[draw.number(0, len(value) - 1)] = draw.pick([*ANYTHING, 0, 1, 50])
+    if draw.chance(0.5) and argument != "kv_indptr":  # the plan is made of the same values, or of others
+        bounds = {"cu_seqlens_k": call.given["cu_seqlens_k"]} if call.paging is None else {}
+        bounds |= {"cache_seqlens": call.given["cache_seqlens"]} if call.paging else {}
+        _error_of(ops.fmha_plan, {"plan": call.given["plan"], "cu_seqlens_q": call.given["cu_seqlens_q"], **bounds})
+    draw.note(hostile=argument, values=value.tolist())
+    draw.saw(f"hostile bounds of {call.name}")
+    error = _error_of(getattr(ops, call.name), call.given)
+    if error is not None and draw.device != "cpu":
+        raise Failure(f"an error where no host sees the value: {error}")
+    call.out.check("out")
+    if call.lse is not None:
+        call.lse.check("lse")
+
+
+def _bad_fmha_page(draw: Draw) -> None:
+    call = fmha.draw_call(draw, paged=True)
+    paging, rules = call.paging, call.rules
+    which = [i for i, (q, k) in enumerate(zip(call.lengths_q, call.lengths_k)) if q and k]
+    if not which or rules.tree is not None or not rules.causal or rules.window_left >= 0 or rules.window_right >= 0:
+        raise Void
+    request, bad = draw.pick(which), _bad_page(draw, paging.num_pages)
+    cells = _cells(paging, request, "kv_indptr" in call.given)
+    cells[draw.number(0, (call.lengths_k[request] - 1) // paging.page_size)] = bad
+    report = call.given["report"]
+    draw.note(hostile="page index", request=request, value=bad, checked=report is not None)
+    draw.saw("hostile page index of fmha_paged")
+    error = _error_of(ops.fmha_paged, call.given)
+    _judge_fault(draw, "fmha_paged", "page index", request, error, report)
+    if error is None:
+        keep = torch.ones(len(call.answer.out), dtype=torch.bool)
+        first = sum(call.lengths_q[:request])
+        keep[first : first + call.lengths_q[request]] = False
+        check_attention(draw, call.out.view[keep.to(call.out.view.device)], None, _others(call.answer, keep))
+    call.out.check("out")
 
 
 def hostile_tables(draw: Draw) -> None:
