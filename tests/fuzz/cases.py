@@ -22,7 +22,7 @@ FAMILIES: dict[str, tuple[int, Callable[[Draw], None]]] = {
     "store_kv": (4, paged.right_store_kv),
     "store_mla_kv": (4, paged.right_store_mla),
     "merge": (4, paged.right_merge),
-    "draft trees": (5, speculation.right_trees),
+    "draft trees": (10, speculation.right_trees),
     "draft slots": (4, speculation.right_drafts),
     "hostile trees": (3, speculation.hostile_trees),
     "backend": (20, backends.right_eager),
