@@ -20,6 +20,7 @@ struct Params {
   const void* v_pages;  // as k_pages
   int64_t v_stride_page, v_stride_token, v_stride_head;
   PageTable page_table;
+  int table_tokens;              // that a request's cells of a matrix have room for; see tokens_in_table
   const int32_t* cache_seqlens;  // [B], the new tokens included
 
   void* out;  // [B, S_q, H_q, D], of `dtype`

@@ -123,7 +123,7 @@ class KeyStream {
       wanted = 0;
     }
     if (p_.report && lane_ == 0) good_keys_[index] = wanted;
-    if (p_.tree_mask) wanted &= __ballot_sync(~0u, !is_hidden());
+    if (p_.tree_mask) wanted &= shown_keys();
     const uint32_t page = wanted != 0 ? page_index : 0;
     const uint32_t offset = token_ & (p_.page_table.page_size - 1);
     const int64_t at = page * shape_.k_page + offset * shape_.k_token;
@@ -149,7 +149,7 @@ class KeyStream {
     }
     unsigned wanted = __ballot_sync(~0u, wanted_);
     if (p_.report && lane_ == 0) good_keys_[index] = wanted;
-    if (p_.tree_mask) wanted &= __ballot_sync(~0u, !is_hidden());
+    if (p_.tree_mask) wanted &= shown_keys();
     const uint32_t page = wanted_ ? pages_ : 0;
     const uint32_t offset = wanted_ ? token_ + lane_ - cell_ * p_.page_table.page_size : 0;
     const int64_t k = page * shape_.k_page + offset * shape_.k_token;
@@ -202,10 +202,14 @@ class KeyStream {
     }
   }
 
-  // Of a tree: whether no row sees this lane's key of the next chunk.
-  __device__ bool is_hidden() const {
-    const int token = token_ + lane_, draft = token - (walk_.length() - p_.seqlen_q);
-    return token < end_token_ && draft >= 0 && !some_row_sees(p_, walk_.request(), draft);
+  // Of a tree: the keys from `token` on that are no drafts, or that some row sees.
+  __device__ __noinline__ static unsigned shown_keys(const Params& p, int request, int token, int end,
+                                                     int first_draft) {
+    token += static_cast<int>(threadIdx.x % 32);
+    return __ballot_sync(~0u, token >= end || token < first_draft || some_row_sees(p, request, token - first_draft));
+  }
+  __device__ unsigned shown_keys() const {
+    return shown_keys(p_, walk_.request(), token_, end_token_, walk_.length() - p_.seqlen_q);
   }
 
   __device__ __noinline__ static void record_bad_page(const Params& p, int request, int cell, int page) {

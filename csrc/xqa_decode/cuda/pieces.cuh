@@ -16,6 +16,15 @@ struct Splits {
   __device__ int64_t slot(int i) const { return i == 0 ? first : second + static_cast<int64_t>(i - 1) * step; }
 };
 
+// Tokens that a request's cells of the page table have room for. Out of line where they must be looked up: what is only
+// jumped over costs short calls their instruction fetches.
+__device__ __noinline__ inline int tokens_in_csr(const Params& p, int request) {
+  return p.page_table.num_tokens(request);
+}
+__device__ __forceinline__ int tokens_in_table(const Params& p, int request) {
+  return p.page_table.kv_indptr ? tokens_in_csr(p, request) : p.table_tokens;
+}
+
 // The pieces of one part of the plan, in order: a run of keys of one work for one block of its rows. The keys' stream
 // and the arithmetic walk them independently, the stream ahead. All lanes of a warp hold the same state.
 //
@@ -169,7 +178,7 @@ class PieceWalk {
 
   // Keys beyond the table are seen by nobody, and faults in checked mode.
   __device__ void clip_to_table() {
-    keys_.end = min_of(keys_.end, p_.page_table.num_tokens(request_));
+    keys_.end = min_of(keys_.end, tokens_in_table(p_, request_));
     if (p_.report && keys_.end < length_ && threadIdx.x == 0) record_length(p_, request_);
   }
 

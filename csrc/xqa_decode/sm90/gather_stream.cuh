@@ -69,7 +69,8 @@ class GatherStream {
     int token = piece.first_token() + lane_;
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile, token += Tr::kTileTokens) {
-      const uint32_t rows[2] = {row_place(token, pages[0]), row_place(token + 32, pages[1])};
+      uint32_t rows[2] = {row_place(token, pages[0]), row_place(token + 32, pages[1])};
+      if (token + 32 >= first_draft_) hide_drafts(token, rows);
 #pragma unroll
       for (int i = 0; i < 2; ++i) pages[i] = page_of(token + Tr::kTileTokens + 32 * i);
       hopper::mbarrier_wait(empty_ + place_.slot * 8, place_.parity ^ 1);
@@ -91,10 +92,7 @@ class GatherStream {
   static constexpr int kRowsPerCopy = 32 / kLanesPerRow;
   static constexpr uint32_t kNowhere = ~0u;
 
-  __device__ bool is_seen(int token) const {
-    return token >= begin_token_ && token < end_token_ &&
-           (token < first_draft_ || some_row_sees(p_, request_, token - first_draft_));
-  }
+  __device__ bool is_seen(int token) const { return token >= begin_token_ && token < end_token_; }
 
   // The page of a token, or its cell's: read well before it is needed. Cells of keys that no row sees may hold
   // anything.
@@ -108,6 +106,15 @@ class GatherStream {
     if (!is_seen(token) || !p_.page_table.has_page(page)) return kNowhere;
     const uint32_t in_page = token - cell_of(token) * p_.page_table.page_size;
     return static_cast<uint32_t>(page) * page_step_ + in_page * token_step_;
+  }
+
+  // Drafts of a tree that no row sees are nowhere, though their cells may be looked up.
+  __device__ void hide_drafts(int token, uint32_t (&rows)[2]) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int draft = token + 32 * i - first_draft_;
+      if (rows[i] != kNowhere && draft >= 0 && !some_row_sees(p_, request_, draft)) rows[i] = kNowhere;
+    }
   }
 
   // kWhole: all rows are seen.

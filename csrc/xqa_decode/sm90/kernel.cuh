@@ -357,7 +357,7 @@ class GuessedPiece {
     if (!is_one_) return;
     const int length = hopper::load_guess(p.cache_seqlens + request_);
     length_ = length_of(length), keys_ = visible_keys(length, p.seqlen_q, p.window_left);
-    keys_.end = min_of(keys_.end, p.page_table.num_tokens(request_));
+    keys_.end = min_of(keys_.end, p.table_tokens);
     first_token_ = (keys_.begin / kPlanTileTokens + begin.y) * kPlanTileTokens;
     is_one_ = first_token_ >= 0 && first_token_ < keys_.end;
   }

@@ -42,20 +42,24 @@ struct RowMask {
 
 // Which keys of the tile from `first_key` on some row of the request sees, a bit each. For all lanes of a warp.
 inline constexpr uint64_t kAllSeen = ~uint64_t{0};
-template <class Piece>
-__device__ __forceinline__ uint64_t seen_keys(const Params& p, const Piece& piece, int first_key) {
-  const KvRange keys = piece.keys();
-  if (!p.tree_mask && first_key >= keys.begin && first_key + 64 <= keys.end) return kAllSeen;
-  const int first_draft = piece.length() - p.seqlen_q;
+__device__ __noinline__ inline uint64_t find_seen_keys(const Params& p, int request, int first_draft, int begin,
+                                                       int end, int first_key) {
   uint32_t seen[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int key = first_key + 32 * half + static_cast<int>(threadIdx.x % 32);
-    bool is_seen = key >= keys.begin && key < keys.end;
-    if (is_seen && p.tree_mask && key >= first_draft) is_seen = some_row_sees(p, piece.request(), key - first_draft);
+    bool is_seen = key >= begin && key < end;
+    if (is_seen && p.tree_mask && key >= first_draft) is_seen = some_row_sees(p, request, key - first_draft);
     seen[half] = __ballot_sync(~0u, is_seen);
   }
   return uint64_t{seen[1]} << 32 | seen[0];
+}
+
+template <class Piece>
+__device__ __forceinline__ uint64_t seen_keys(const Params& p, const Piece& piece, int first_key) {
+  const KvRange keys = piece.keys();
+  if (!p.tree_mask && first_key >= keys.begin && first_key + 64 <= keys.end) return kAllSeen;
+  return find_seen_keys(p, piece.request(), piece.length() - p.seqlen_q, keys.begin, keys.end, first_key);
 }
 
 // A thread of a warpgroup that multiplies, and where its warps tell each other of their rows.

@@ -72,10 +72,12 @@ class TileLoop {
 #pragma unroll 1
     while (true) {
       const bool is_plain = static_cast<unsigned>(tile - plain.first) < static_cast<unsigned>(plain.count);
-      if (!is_plain) clear_values(tile);
       const Scale scale(scales_);
       hopper::wgmma_wait<0>(scores, block.out[0], block.out[1]);
-      if (!is_plain) treat_edge(tile, scores);
+      if (!is_plain) {
+        clear_values(tile);  // with nothing in flight: it calls functions
+        treat_edge(tile, scores);
+      }
       probs_ = both_probs_ - probs_;
       block.soften(tile == own, scores, scale, probs_ + prob_offset_, kOwn + first_barrier<Tr>() + group_,
                    reinterpret_cast<float*>(smem_ + Shared::kExchange));
