@@ -21,12 +21,13 @@ from attnops.compat._convert import (
 )
 from attnops.compat._errors import names_the_peers
 from attnops.compat._extend import extend
+from attnops.compat._flashinfer_workspace import Workspaces
 from attnops.compat._flashinfer_wrapper import BatchDecodeWithPagedKVCacheWrapper, lengths_of
 
 _NO_ROPE = "rotate q and k before they are stored"
 
 
-class MultiLevelCascadeAttentionWrapper:
+class MultiLevelCascadeAttentionWrapper(Workspaces):
     """Levels of a shared prefix each attended to by their own requests, and merged.
 
     Args:
@@ -61,7 +62,9 @@ class MultiLevelCascadeAttentionWrapper:
     def is_cuda_graph_enabled(self) -> bool:
         return self._graph
 
-    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffers: list[Tensor]) -> None:
+    def reset_workspace_buffer(  # type: ignore[override]
+        self, float_workspace_buffer: Tensor, int_workspace_buffers: list[Tensor]
+    ) -> None:
         """Taken: no memory of a workspace is needed."""
 
     @names_the_peers("MultiLevelCascadeAttentionWrapper.plan")
@@ -154,9 +157,6 @@ class MultiLevelCascadeAttentionWrapper:
 
     forward = run
 
-    def end_forward(self) -> None:
-        """Taken: a plan needs no end."""
-
 
 def _over_shared(
     name: str, q: Tensor, k: Tensor, v: Tensor, kv_layout: str, **options: Any
@@ -169,7 +169,7 @@ def _over_shared(
     return extend(q, k, v, cells, lens, bounds, causal=False, return_lse=True, **options)
 
 
-class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
+class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(Workspaces):
     """Decode of requests that share a prefix, which lies apart from their pages.
 
     Args:
@@ -180,9 +180,6 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
         self._kv_layout = kv_layout
         self._wrapper = BatchDecodeWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
-
-    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
-        """Taken: no memory of a workspace is needed."""
 
     @names_the_peers("BatchDecodeWithSharedPrefixPagedKVCacheWrapper.begin_forward")
     def begin_forward(
@@ -214,11 +211,8 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
         assert shared_lse is not None
         return ops.merge_state(own, own_log2 / to_log2(torch.ones_like(own_log2)), shared, shared_lse)[0]
 
-    def end_forward(self) -> None:
-        """Taken: a plan needs no end."""
 
-
-class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
+class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(Workspaces):
     """Prefill of requests that share a prefix, which lies apart from their pages.
 
     Args:
@@ -230,9 +224,6 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
         check_kv_layout(type(self).__name__, kv_layout)
         self._device, self._kv_layout = float_workspace_buffer.device, kv_layout
         self._page_size = 0
-
-    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
-        """Taken: no memory of a workspace is needed."""
 
     @names_the_peers("BatchPrefillWithSharedPrefixPagedKVCacheWrapper.begin_forward")
     def begin_forward(
@@ -296,6 +287,3 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
         )
         assert shared_lse is not None and own_lse is not None
         return ops.merge_state(own, own_lse, shared, shared_lse)[0]
-
-    def end_forward(self) -> None:
-        """Taken: a plan needs no end."""

@@ -15,10 +15,11 @@ from attnops.compat._convert import (
 )
 from attnops.compat._errors import names_the_peers
 from attnops.compat._flashinfer_mla import BatchMLAPagedAttentionWrapper
+from attnops.compat._flashinfer_workspace import Workspaces
 from attnops.compat._flashinfer_wrapper import lengths_of
 
 
-class BatchDecodeMlaWithPagedKVCacheWrapper:
+class BatchDecodeMlaWithPagedKVCacheWrapper(Workspaces):
     """The older wrapper, of one query token per request: lengths from `indptr` and `last_page_len`.
 
     Args:
@@ -54,9 +55,6 @@ class BatchDecodeMlaWithPagedKVCacheWrapper:
     @property
     def use_tensor_cores(self) -> bool:
         return self._use_tensor_cores
-
-    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
-        """Taken: no memory of a workspace is needed."""
 
     @names_the_peers("BatchDecodeMlaWithPagedKVCacheWrapper.plan")
     def plan(

@@ -23,13 +23,14 @@ from attnops.compat._convert import (
 from attnops.compat._errors import names_the_peers
 from attnops.compat._extend import extend
 from attnops.compat._flashinfer_prefill import Prefill
+from attnops.compat._flashinfer_workspace import ReturnsLse
 from attnops.compat._flashinfer_wrapper import lengths_of
 from attnops.compat._positions import biased_keys, key_positions, llama_angles, rotate
 
 _RUN = {"skip_softmax_threshold_scale_factor": NO_SKIP, "kv_cache_sf": FP4_CACHE}
 
 
-class BatchPrefillWithPagedKVCacheWrapper:
+class BatchPrefillWithPagedKVCacheWrapper(ReturnsLse):
     """Prefill and extend over a CSR page table, on `attnops.ops.fmha_paged`.
 
     With `use_cuda_graph`, `plan` writes into the four given buffers, outside the graph; a captured `run` reads them.
@@ -76,13 +77,6 @@ class BatchPrefillWithPagedKVCacheWrapper:
     def _plan_info(self) -> Any:
         """What engines look at to learn whether `plan` has run."""
         return self._prefill if self._prefill.planned else None
-
-    def workspace_size(self, *args: Any, **options: Any) -> tuple[int, int]:
-        """Bytes of the two buffers for a `plan` of these arguments: attnops needs none, so the least."""
-        return 1, 1
-
-    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
-        """Taken: no memory of a workspace is needed."""
 
     @names_the_peers("BatchPrefillWithPagedKVCacheWrapper.plan")
     def plan(
@@ -235,9 +229,6 @@ class BatchPrefillWithPagedKVCacheWrapper:
         )
         return prefill.finish(result, q, out, lse, return_lse)
 
-    def run_return_lse(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        return self.run(*args, return_lse=True, **options)  # type: ignore[return-value]
-
     @names_the_peers("BatchPrefillWithPagedKVCacheWrapper.forward")
     def forward(
         self,
@@ -259,9 +250,3 @@ class BatchPrefillWithPagedKVCacheWrapper:
         """`run` with options that replace those of `plan`, also where they are left out, as in the peer."""
         self._prefill.choose(f"{self._NAME}.forward", locals())
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
-
-    def forward_return_lse(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        return self.forward(*args, return_lse=True, **options)  # type: ignore[return-value]
-
-    def end_forward(self) -> None:
-        """Nothing to do."""

@@ -12,10 +12,11 @@ from attnops.compat._convert import FP4_CACHE, as_int32, check_lse, dequantized,
 from attnops.compat._errors import names_the_peers
 from attnops.compat._extend import varlen
 from attnops.compat._flashinfer_prefill import Prefill
+from attnops.compat._flashinfer_workspace import ReturnsLse
 from attnops.compat._positions import biased_keys, llama_angles, owner_of, rotate
 
 
-class BatchPrefillWithRaggedKVCacheWrapper:
+class BatchPrefillWithRaggedKVCacheWrapper(ReturnsLse):
     """Prefill over ragged keys and values, on `attnops.ops.fmha_varlen`. Arguments as of the wrapper over pages."""
 
     _NAME = "BatchPrefillWithRaggedKVCacheWrapper"
@@ -49,13 +50,6 @@ class BatchPrefillWithRaggedKVCacheWrapper:
     def _plan_info(self) -> Any:
         """What engines look at to learn whether `plan` has run."""
         return self._prefill if self._prefill.planned else None
-
-    def workspace_size(self, *args: Any, **options: Any) -> tuple[int, int]:
-        """Bytes of the two buffers for a `plan` of these arguments: attnops needs none, so the least."""
-        return 1, 1
-
-    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
-        """Taken: no memory of a workspace is needed."""
 
     @names_the_peers("BatchPrefillWithRaggedKVCacheWrapper.plan")
     def plan(
@@ -163,9 +157,6 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         )
         return prefill.finish(result, q, out, lse, return_lse)
 
-    def run_return_lse(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        return self.run(*args, return_lse=True, **options)  # type: ignore[return-value]
-
     @names_the_peers("BatchPrefillWithRaggedKVCacheWrapper.forward")
     def forward(
         self,
@@ -186,12 +177,6 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         """`run` with options that replace those of `plan`, also where they are left out, as in the peer."""
         self._prefill.choose(f"{self._NAME}.forward", locals())
         return self.run(q, k, v, return_lse=return_lse)
-
-    def forward_return_lse(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        return self.forward(*args, return_lse=True, **options)  # type: ignore[return-value]
-
-    def end_forward(self) -> None:
-        """Nothing to do."""
 
 
 def _changed(k: Tensor, bounds: Tensor, rope: tuple[float | None, float | None] | None) -> Tensor:

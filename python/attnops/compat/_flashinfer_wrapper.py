@@ -32,6 +32,7 @@ from attnops.compat._convert import (
 )
 from attnops.compat._errors import names_the_peers
 from attnops.compat._flashinfer_decode_plans import DecodePlans, Plan
+from attnops.compat._flashinfer_workspace import ReturnsLse
 from attnops.compat._positions import check_mode
 from attnops.metadata.plan import XqaDecodePlan
 
@@ -49,7 +50,7 @@ def lengths_of(function: str, indptr: Tensor, last_page_len: Tensor, page_size: 
     return torch.where(pages > 0, (pages - 1) * page_size + last_page_len, 0).to(torch.int32)
 
 
-class BatchDecodeWithPagedKVCacheWrapper:
+class BatchDecodeWithPagedKVCacheWrapper(ReturnsLse):
     """Decode over a CSR page table, on `attnops.ops.xqa_decode`.
 
     With `use_cuda_graph`, `plan` writes into the three given buffers and into memory of its own that never moves. It
@@ -100,13 +101,6 @@ class BatchDecodeWithPagedKVCacheWrapper:
     def _plan_info(self) -> Any:
         """What engines look at to learn whether `plan` has run."""
         return self._plans.planned
-
-    def workspace_size(self, *args: Any, **options: Any) -> tuple[int, int]:
-        """Bytes of the two buffers for a `plan` of these arguments: attnops needs none, so the least."""
-        return 1, 1
-
-    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
-        """Taken: no memory of a workspace is needed."""
 
     @names_the_peers(
         "BatchDecodeWithPagedKVCacheWrapper.plan",
@@ -332,9 +326,6 @@ class BatchDecodeWithPagedKVCacheWrapper:
             result = finish(result, out, dtype)
         return with_lse(result, natural, lse, return_lse)
 
-    def run_return_lse(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        return self.run(*args, return_lse=True, **options)  # type: ignore[return-value]
-
     @names_the_peers(
         "BatchDecodeWithPagedKVCacheWrapper.forward", k_pages="of paged_kv_cache", v_pages="of paged_kv_cache"
     )
@@ -370,9 +361,3 @@ class BatchDecodeWithPagedKVCacheWrapper:
         plan = self._plans.for_window(window_left)
         k_pages, v_pages = split_kv(name, paged_kv_cache, self._kv_layout)
         return self._attend(name, q, k_pages, v_pages, plan, q_scale, k_scale, v_scale, None, None, return_lse, None)
-
-    def forward_return_lse(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        return self.forward(*args, return_lse=True, **options)  # type: ignore[return-value]
-
-    def end_forward(self) -> None:
-        """Taken: a plan needs no end."""

@@ -1,0 +1,34 @@
+"""What FlashInfer's wrappers have beside `plan` and `run`: workspaces, an end, and names of their own for the lse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+class Workspaces:
+    """Taken from users of FlashInfer: attnops keeps its own small buffers."""
+
+    def workspace_size(self, *args: Any, **options: Any) -> tuple[int, int]:
+        """Bytes of the two buffers for a `plan` of these arguments: none are needed, so the least."""
+        return 1, 1
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
+        """Taken: no memory of a workspace is needed."""
+
+    def end_forward(self) -> None:
+        """Taken: a plan needs no end."""
+
+
+class ReturnsLse(Workspaces):
+    """Of wrappers whose `run` and `forward` take `return_lse`."""
+
+    run: Any
+    forward: Any
+
+    def run_return_lse(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        return self.run(*args, return_lse=True, **options)
+
+    def forward_return_lse(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        return self.forward(*args, return_lse=True, **options)
