@@ -204,3 +204,29 @@ def test_forward_with_lse_and_sizes_of_workspaces():
     wrapper.plan(*arguments, q_data_type=BF16)
     assert wrapper._plan_info is not None
     check(*wrapper.forward_return_lse(problem.q, problem.k, problem.v, True), problem.expected())
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dims", [(512, 0), (256, 32), (96, 64)], ids=str)
+def test_mla_of_other_dims(dims, causal):
+    latent, rope = dims
+    lengths, new = [70, 5, 33, 0], [3, 5, 1, 0]
+    problem = paged_problem(lengths, new, num_kv_heads=1, head_dim=latent)
+    generator = torch.Generator().manual_seed(7)
+    q_pe = torch.randn(*problem.q.shape[:2], rope, generator=generator).to(BF16)
+    kpe = torch.randn(*problem.k_pages.shape[:2], rope, generator=generator).to(BF16)
+    ckv = problem.k_pages.squeeze(2)
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(WORKSPACE)
+    indptr, indices, _ = csr(problem, 16)
+    heads = (8, latent, rope, 16, causal, 0.1, BF16)
+    wrapper.plan(problem.cu_seqlens_q, indptr, indices, problem.cache_seqlens, *heads, BF16)
+    out, lse = wrapper.run(problem.q, q_pe, ckv, kpe, return_lse=True)
+    whole = dataclasses.replace(problem, k_pages=torch.cat([ckv, kpe], -1).unsqueeze(2), v_pages=problem.k_pages)
+    seen = None if causal else (lambda _, p, j: (j >= 0) & (p >= -1))
+    bounds = problem.cu_seqlens_q.tolist()
+    expected = expected_of(torch.cat([problem.q, q_pe], -1), bounds, rows_of(whole), 0.1, seen)
+    check(out, lse, expected)
+    with pytest.raises(
+        NotImplementedError, match=r"does not honour kv_data_type=torch\.float8_e4m3fn with head_dim_ckv"
+    ):
+        wrapper.plan(problem.cu_seqlens_q, indptr, indices, problem.cache_seqlens, *heads, FP8)

@@ -23,6 +23,7 @@ from attnops.compat._convert import (
     with_lse,
 )
 from attnops.compat._errors import names_the_peers
+from attnops.compat._wide import wide_latents
 from attnops.metadata.plan import MlaDecodePlan
 
 
@@ -78,7 +79,7 @@ class BatchMLAPagedAttentionWrapper:
 
         Args:
             qo_indptr, kv_indptr: int32 ``[B + 1]``. kv_indices: int32. kv_len_arr: int32 ``[B]``, tokens per request.
-            head_dim_ckv, head_dim_kpe: 512 and 64.
+            head_dim_ckv, head_dim_kpe: 512 and 64; others, up to 576 together, take a slow row of `fmha_paged`.
 
         Raises:
             NotImplementedError: an argument is not honoured.
@@ -86,8 +87,11 @@ class BatchMLAPagedAttentionWrapper:
         """
         name = "BatchMLAPagedAttentionWrapper.plan"
         require_default(name, {"use_profiler": "use a profiler of CUDA"}, {"use_profiler": False}, locals())
-        if (head_dim_ckv, head_dim_kpe) != (512, 64):
-            raise refuse(name, f"head_dim_ckv={head_dim_ckv}, head_dim_kpe={head_dim_kpe}", "MLA is 512 and 64 here")
+        self._wide = (head_dim_ckv, head_dim_kpe) != (512, 64)
+        if self._wide and kv_data_type != q_data_type:
+            dims = f"head_dim_ckv={head_dim_ckv}, head_dim_kpe={head_dim_kpe}"
+            instead = "only 512 and 64 have caches of another dtype"
+            raise refuse(name, f"{dims} with kv_data_type={kv_data_type}", instead)
         bounds = (kv_len_arr.shape[0] + 1,) if kv_len_arr.dim() == 1 else None
         kv_indptr = kv_indptr[: kv_len_arr.numel() + 1]  # the peer reads no further
         if qo_indptr.shape != bounds or kv_indptr.shape != bounds or kv_indices.dim() != 1:
@@ -181,6 +185,11 @@ class BatchMLAPagedAttentionWrapper:
             wrong = [f"{word} is {a}, planned was {b}" for word, a, b in zip(words, got, expected) if a != b]
             raise ValueError(f"attnops.compat: {name}: {'; '.join(wrong)}")
         check_lse(name, lse, q_nope)
+        if self._wide:
+            parts = ((q_nope, q_pe), (ckv_cache, kpe_cache), self._indices, self._indptr, self._lens, self._bounds)
+            options: dict[str, Any] = {"softmax_scale": self._scale, "causal": self._causal, "out": out}
+            wide, natural = wide_latents(name, *parts, return_lse=return_lse or lse is not None, **options)
+            return with_lse(wide, natural, lse, return_lse, return_lse_base_on_e)
         kv_scale = None
         if ckv_cache.dtype == FP8:
             q_pe, pages, cells, kv_scale = self._quantized(

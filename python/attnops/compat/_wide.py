@@ -1,4 +1,4 @@
-"""Decode whose head dims `ops.xqa_decode` does not take: it goes to `ops.fmha_paged`, whose rows take any to 576."""
+"""Decode whose head dims the decode ops do not take: it goes to `ops.fmha_paged`, whose rows take any to 576."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnops.compat._convert import joined_latents
 from attnops.compat._extend import extend
 from attnops.metadata.plan import MAX_HEAD_DIM
 
@@ -56,3 +57,27 @@ def wide_decode(
     if tree_mask is not None:
         options["tree_mask"] = tree_mask.flatten(0, 1)
     return extend(q, k_pages, v_pages, cells, lens, bounds, **options)
+
+
+def wide_latents(
+    name: str,
+    q: tuple[Tensor, Tensor],
+    caches: tuple[Tensor, Tensor],
+    cells: Tensor,
+    indptr: Tensor,
+    lens: Tensor,
+    bounds: Tensor,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """MLA of any two dims: out ``[T, H, C]`` and natural lse.
+
+    Args:
+        q: ``[T, H, C]`` and ``[T, H, R]``. caches: ``[P, page_size, C]`` and ``[P, page_size, R]``; R may be 0.
+        bounds: int32 ``[B + 1]``: where each request's queries begin.
+    """
+    pages = caches[0]
+    if caches[1].shape[-1] > 0:
+        pages, cells = joined_latents(name, *caches, cells)
+    keys = pages.unsqueeze(2)
+    values = keys[..., : caches[0].shape[-1]]
+    return extend(torch.cat(q, -1), keys, values, cells, lens, bounds, indptr=indptr, **options)
