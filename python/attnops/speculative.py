@@ -1,8 +1,8 @@
 """What a speculative step is made of: a tree to verify, and what the draft model gets of the tokens that came out.
 
 Names are SGLang's (`EagleVerifyInput`, `EagleDraftInput`). Nothing is read on the host, so a captured step may hold it.
-A batch here is that of a draft loop: DECODE, with `cache_seqlens` of one token beyond the prefix, and a negative
-`out_cache_loc` where a request is padding.
+A batch here is that of a draft loop: DECODE, with `cache_seqlens` of one token beyond the prefix. A padding request has
+a negative `out_cache_loc`.
 """
 
 from __future__ import annotations
