@@ -122,7 +122,7 @@ def test_a_recorded_piece_refuses_inputs_that_moved():
     assert compiled(x).tolist() == [3, 3, 3]
     x.fill_(4)
     assert compiled(x).tolist() == [9, 9, 9]
-    with pytest.raises(ValueError, match=r"other addresses .* copy a step's inputs into tensors that stay"):
+    with pytest.raises(ValueError, match=r"other addresses .* Copy a step's inputs into tensors that stay"):
         compiled(torch.ones(3))
 
 

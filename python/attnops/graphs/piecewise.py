@@ -37,7 +37,7 @@ class PiecewiseRunner:
         sizes: Numbers of tokens, each 2 or more: compilers make a special case of 1. By default `token_buckets` up to
             the backend's limit.
         inner, recorder: As of `PiecewiseBackend`.
-        inputs, layers, used_bytes: As of `GraphRunner`; inputs per token or per step.
+        inputs, position_axes, layers, used_bytes: As of `GraphRunner`; inputs per token or per step.
 
     Raises:
         ValueError: a size below 2.
@@ -52,6 +52,7 @@ class PiecewiseRunner:
         inner: str | Compiler = "eager",
         recorder: RecorderFactory | None = None,
         inputs: Mapping[str, StaticInput] | None = None,
+        position_axes: int = 0,
         layers: Mapping[int, RadixAttention] | None = None,
         used_bytes: Callable[[], int] | None = None,
     ) -> None:
@@ -66,7 +67,7 @@ class PiecewiseRunner:
         self._size = 0  # of the bucket that is compiled
         self.splitter = PiecewiseBackend(inner, recorder, lambda: self._meter.piece(self._size))
         self._compiled = torch.compile(model, backend=self.splitter, fullgraph=True)
-        self.static = TokenStep(backend.device, self.sizes[-1], inputs)
+        self.static = TokenStep(backend.device, self.sizes[-1], inputs, position_axes)
         self._inputs = {size: self._bucket_inputs(size) for size in self.sizes}
         self._is_captured = False
 
@@ -135,7 +136,8 @@ class PiecewiseRunner:
         """A bucket's views, the same objects for ever; the compiler is told which extent is the number of tokens."""
         input_ids, inputs = self.static.model_inputs(size)
         positions = self.static.positions(size)
-        by_token = [view for name, view in inputs.items() if self.static.inputs.declared[name].per == "token"]
-        for view in (input_ids, positions, *by_token):
-            torch._dynamo.mark_dynamic(view, 0)
+        for name, view in {"input_ids": input_ids, "positions": positions, **inputs}.items():
+            declared = self.static.inputs.declared[name]
+            if declared.per == "token":
+                torch._dynamo.mark_dynamic(view, len(declared.lead))
         return (input_ids, positions), inputs

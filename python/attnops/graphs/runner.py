@@ -43,6 +43,7 @@ class GraphRunner:
         tree: TARGET_VERIFY with a tree mask.
         ragged: DRAFT_EXTEND in which requests bring different numbers of tokens (those that were accepted).
         inputs: More inputs of the model, by name: hidden states of a draft model, position offsets, ...
+        position_axes: 3 for M-RoPE, whose positions are ``[3, num_tokens]``; 0: ``[num_tokens]``.
         layers: The model's attention layers by id; collected from a `torch.nn.Module` when None.
         recorder: Makes a recorder per graph; by default CUDA graphs that share one pool.
         padding_row: As of `StaticStep`.
@@ -65,6 +66,7 @@ class GraphRunner:
         tree: bool = False,
         ragged: bool = False,
         inputs: Mapping[str, StaticInput] | None = None,
+        position_axes: int = 0,
         layers: Mapping[int, RadixAttention] | None = None,
         recorder: RecorderFactory | None = None,
         padding_row: int = 0,
@@ -87,6 +89,7 @@ class GraphRunner:
             tree=tree,
             ragged=ragged,
             inputs=inputs,
+            position_axes=position_axes,
         )
         self._meter = MemoryMeter(backend.device, used_bytes)
         self._batches = {size: self.static.batch(size) for size in self.sizes}

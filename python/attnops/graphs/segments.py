@@ -41,7 +41,7 @@ class SegmentRunner:
         sizes: Numbers of tokens to capture; by default `token_buckets` up to the backend's limit.
         forward_modes: Modes to serve; None: all, with a model that computes them alike. One that asks for the mode
             needs a runner for each.
-        inputs, layers, recorder, used_bytes: As of `GraphRunner`; inputs per token or per step.
+        inputs, position_axes, layers, recorder, used_bytes: As of `GraphRunner`; inputs per token or per step.
 
     Raises:
         ValueError: a device without graphs, an input per request, sizes that are none.
@@ -55,6 +55,7 @@ class SegmentRunner:
         sizes: Iterable[int] | None = None,
         forward_modes: Collection[ForwardMode] | None = None,
         inputs: Mapping[str, StaticInput] | None = None,
+        position_axes: int = 0,
         layers: Mapping[int, RadixAttention] | None = None,
         recorder: RecorderFactory | None = None,
         used_bytes: Callable[[], int] | None = None,
@@ -62,7 +63,7 @@ class SegmentRunner:
         self._model, self._backend, self._layers = model, backend, layers_of(model, layers)
         self._recorder = recorder_for(backend.device, recorder)
         self.sizes = checked_sizes(token_buckets(backend.limits.max_num_tokens) if sizes is None else sizes)
-        self.static = TokenStep(backend.device, self.sizes[-1], inputs)
+        self.static = TokenStep(backend.device, self.sizes[-1], inputs, position_axes)
         self._modes = frozenset(ForwardMode if forward_modes is None else forward_modes)
         self._meter = MemoryMeter(backend.device, used_bytes)
         self._steps: dict[int, _CapturedStep] = {}

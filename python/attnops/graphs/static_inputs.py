@@ -20,6 +20,7 @@ class StaticInput:
         shape: Of a row; of the whole input when it is per step.
         dtype: Exactly that of the tensors to come.
         per: "token" or "request": as many rows as the step has; "step": one tensor of `shape`.
+        lead: Of dimensions before the rows: ``(3,)`` for positions of three axes, ``[3, num_tokens]``.
         padding: What rows behind the step's own hold. The model computes them, too, and nobody reads the result.
     """
 
@@ -27,10 +28,17 @@ class StaticInput:
     dtype: torch.dtype = torch.float32
     per: str = "token"
     padding: float = 0
+    lead: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.per not in KINDS:
             raise ValueError(f"attnops: per must be one of {', '.join(KINDS)}, got {self.per!r}")
+        if self.lead and self.per == "step":
+            raise ValueError("attnops: an input per step has no rows, so no dimensions before them (lead)")
+
+    def rows(self, tensor: Tensor, begin: int, end: int) -> Tensor:
+        """Rows [begin, end) of a tensor of this input."""
+        return tensor.narrow(len(self.lead), begin, end - begin)
 
 
 class StaticInputs:
@@ -50,15 +58,15 @@ class StaticInputs:
         self._targets: dict[tuple[int, int], list[tuple[list[str], list[Tensor]]]] = {}
         self.tensors: dict[str, Tensor] = {}
         for name, one in self.declared.items():
-            shape = one.shape if one.per == "step" else (self._rows[one.per], *one.shape)
+            shape = one.shape if one.per == "step" else (*one.lead, self._rows[one.per], *one.shape)
             self.tensors[name] = torch.full(shape, one.padding, dtype=one.dtype, device=device)
 
     def views(self, tokens: int, requests: int) -> dict[str, Tensor]:
         """Of a graph of so many tokens and requests."""
         counts = {"token": tokens, "request": requests}
         return {
-            name: tensor if self.declared[name].per == "step" else tensor[: counts[self.declared[name].per]]
-            for name, tensor in self.tensors.items()
+            name: self.tensors[name] if one.per == "step" else one.rows(self.tensors[name], 0, counts[one.per])
+            for name, one in self.declared.items()
         }
 
     def reason_against(self, values: Mapping[str, Tensor], tokens: int, requests: int) -> str:
@@ -69,7 +77,7 @@ class StaticInputs:
             return f"the step {what}; the static inputs are {', '.join(self.declared) or 'none'} (inputs=...)"
         counts = {"token": (tokens,), "request": (requests,), "step": ()}
         for name, one in self.declared.items():
-            value, shape = values[name], (*counts[one.per], *one.shape)
+            value, shape = values[name], (*one.lead, *counts[one.per], *one.shape)
             if tuple(value.shape) != shape:
                 return f"{name} must have shape {shape}, got {tuple(value.shape)}"
             # Integers may be of either width: engines differ, and no value that fits changes.
@@ -89,7 +97,7 @@ class StaticInputs:
         if counts != self._filled:
             for name, one in self.declared.items():
                 if one.per != "step" and counts[one.per] < self._filled[one.per]:
-                    self.tensors[name][counts[one.per] : self._filled[one.per]].fill_(one.padding)
+                    one.rows(self.tensors[name], counts[one.per], self._filled[one.per]).fill_(one.padding)
             self._filled = counts
 
     def _targets_of(self, tokens: int, requests: int) -> list[tuple[list[str], list[Tensor]]]:

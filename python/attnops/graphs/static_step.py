@@ -34,6 +34,7 @@ class StaticStep:
         tree: The steps have a tree mask.
         ragged: Requests bring different numbers of tokens, `tokens_per_request` at most.
         inputs: More inputs of the model, by name.
+        position_axes: 3 for M-RoPE: positions are ``[3, num_tokens]``; 0: ``[num_tokens]``.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class StaticStep:
         tree: bool = False,
         ragged: bool = False,
         inputs: Mapping[str, StaticInput] | None = None,
+        position_axes: int = 0,
     ) -> None:
         if fill_value < tokens_per_request:
             raise ValueError(f"attnops: fill value {fill_value} is below the {tokens_per_request} tokens per request")
@@ -60,7 +62,7 @@ class StaticStep:
         own = {
             "input_ids": StaticInput(dtype=torch.int64),
             # A model looks ids and positions up in tables of its own, so those of padding must be in range, too.
-            "positions": StaticInput(dtype=torch.int64),
+            "positions": StaticInput(dtype=torch.int64, lead=(position_axes,) if position_axes else ()),
             "out_cache_loc": StaticInput(dtype=torch.int64, padding=NOT_STORED),
             "req_pool_indices": StaticInput(dtype=torch.int64, per="request", padding=padding_row),
             "cache_seqlens": StaticInput(dtype=torch.int32, per="request", padding=fill_value),

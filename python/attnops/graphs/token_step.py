@@ -18,12 +18,19 @@ class TokenStep:
     Args:
         max_tokens: Of the largest bucket.
         inputs: More inputs of the model, by name; per token or per step.
+        position_axes: As of `StaticStep`.
 
     Raises:
         ValueError: an input per request: a bucket may hold any number of requests.
     """
 
-    def __init__(self, device: torch.device, max_tokens: int, inputs: Mapping[str, StaticInput] | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        max_tokens: int,
+        inputs: Mapping[str, StaticInput] | None = None,
+        position_axes: int = 0,
+    ) -> None:
         inputs = inputs or {}
         for name, one in inputs.items():
             if one.per == "request":
@@ -32,7 +39,8 @@ class TokenStep:
                 )
             if name in ("input_ids", "positions"):
                 raise ValueError(f"attnops: {name} comes with the step; name the static input otherwise")
-        own = {"input_ids": StaticInput(dtype=torch.int64), "positions": StaticInput(dtype=torch.int64)}
+        positions = StaticInput(dtype=torch.int64, lead=(position_axes,) if position_axes else ())
+        own = {"input_ids": StaticInput(dtype=torch.int64), "positions": positions}
         self.device = device
         self.inputs = StaticInputs({**own, **inputs}, device, max_tokens, 0)
 
@@ -42,7 +50,7 @@ class TokenStep:
         return views.pop("input_ids"), {name: view for name, view in views.items() if name != "positions"}
 
     def positions(self, size: int) -> Tensor:
-        return self.inputs.tensors["positions"][:size]
+        return self.inputs.views(size, 0)["positions"]
 
     def fill(self, input_ids: Tensor, batch: AttentionBatch, inputs: Mapping[str, Tensor]) -> None:
         """Copies a step in, of a `reason_against` that is empty."""
