@@ -24,6 +24,7 @@ from attnops.backends import (
     select_backend,
 )
 from attnops.backends.decode_backends import DecodeBackend
+from attnops.backends.gathered import GatheredBackend
 from attnops.backends.registry import NOT_BUILT
 from attnops.backends.select import Selection, candidates
 from attnops.backends.vendors import VendorBackend
@@ -71,7 +72,9 @@ def test_every_backend_of_the_package_says_what_it_is():
     for name in registered_names():
         cls = get_backend_class(name)
         assert cls.name == name and cls.capability.modes and cls.capability.dtypes
-        assert cls.mro()[1] in (AttentionBackend, DecodeBackend, VendorBackend), "no backend inherits from another"
+        assert cls.mro()[1] in (AttentionBackend, DecodeBackend, GatheredBackend, VendorBackend), (
+            "no backend inherits from another"
+        )
 
 
 def test_the_first_that_fits_is_taken_and_the_others_say_why_not():

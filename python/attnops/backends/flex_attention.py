@@ -5,58 +5,16 @@ On a GPU it is compiled by `torch.compile` at its first call; on a CPU it runs u
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnops.backends.base import AttentionBackend, LayerCall
-from attnops.backends.capability import DECODER_MODES, FLOATS, Capability, HeadDims
-from attnops.backends.gathered import Chunks, GatheredSteps, Queries, visible_keys
+from attnops.backends.gathered import CAPABILITY, Chunks, GatheredBackend, Queries, visible_keys
 from attnops.backends.registry import register_attention_backend
 from attnops.layers.radix_attention import RadixAttention
-from attnops.types import AttentionBatch, AttentionSpec, AttentionType, Limits
-
-
-@register_attention_backend("flex_attention")
-class FlexAttentionBackend(AttentionBackend):
-    """Block masks for causal layers, windows, trees and ragged requests; the soft cap is a score function."""
-
-    capability = Capability(
-        devices=frozenset({"cpu", "cuda"}),
-        chosen_on=frozenset(),
-        compiles_at_run_time=True,
-        modes=DECODER_MODES,
-        attn_types=frozenset(AttentionType),
-        dtypes=FLOATS,
-        kv_dtypes=frozenset({torch.float8_e4m3fn, torch.uint8}),
-        head_dims=HeadDims(1, 576, equal=False),
-        mla=True,
-        sliding_window=True,
-        swa_pool=True,
-        logit_cap=True,
-        sinks=True,
-        tree_mask=True,
-        local_attention=True,
-    )
-
-    def __init__(self, spec: AttentionSpec, limits: Limits, device: torch.device | str = "cpu") -> None:
-        super().__init__(spec, limits, device)
-        self._steps = GatheredSteps(self.name, spec, limits, self.device, _flex)
-
-    @property
-    def fault_report(self) -> Tensor | None:
-        return self._steps.buffers.report
-
-    def init_forward_metadata_out_graph(self, batch: AttentionBatch, in_capture: bool = False) -> None:
-        self._steps.out_graph(batch)
-
-    def init_forward_metadata_in_graph(self, batch: AttentionBatch) -> None:
-        self._steps.in_graph(batch)
-
-    def attend(self, call: LayerCall) -> None:
-        self._steps.attend(call)
 
 
 @functools.cache
@@ -99,3 +57,13 @@ def _flex(queries: Queries, chunks: Chunks, layer: RadixAttention) -> Tensor:
         out = out * torch.sigmoid(aux.lse - layer.sinks.float().view(1, -1, 1)).unsqueeze(-1)
     seen = visible.any(-1).unsqueeze(1).unsqueeze(-1)
     return out.masked_fill(~seen, 0.0).transpose(1, 2)
+
+
+@register_attention_backend("flex_attention")
+class FlexAttentionBackend(GatheredBackend):
+    """Block masks for causal layers, windows, trees and ragged requests; the soft cap is a score function."""
+
+    capability = dataclasses.replace(
+        CAPABILITY, chosen_on=frozenset(), compiles_at_run_time=True, needs_cuda_kernels=True
+    )
+    softmax = staticmethod(_flex)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from attnops.backends.base import LayerCall, is_causal
+from attnops.backends.base import AttentionBackend, LayerCall, is_causal
+from attnops.backends.capability import DECODER_MODES, FLOATS, Capability, HeadDims
 from attnops.backends.prepared import PreparedStep, in_one_thread
 from attnops.backends.store import FP8, heads, store_kv, store_mla, uses_window_slots
 from attnops.graph_buffers import PagedBuffers, PagedStep
@@ -134,6 +136,51 @@ class GatheredSteps:
                 record_pages(self.buffers.report, self.name, pages, used, begin // pool.page_size, pool.num_pages)
             k, v = take(cells, valid.view(*valid.shape, 1, 1))
             yield k, v, begin
+
+
+CAPABILITY = Capability(
+    devices=frozenset({"cpu", "cuda"}),
+    needs_cuda_kernels=False,
+    modes=DECODER_MODES,
+    attn_types=frozenset(AttentionType),
+    dtypes=FLOATS,
+    kv_dtypes=frozenset({torch.float8_e4m3fn, torch.uint8}),
+    head_dims=HeadDims(1, 576, equal=False),
+    mla=True,
+    sliding_window=True,
+    swa_pool=True,
+    logit_cap=True,
+    sinks=True,
+    tree_mask=True,
+    local_attention=True,
+)
+
+
+class GatheredBackend(AttentionBackend):
+    """What backends over gathered keys are: they differ in the attention itself, and in what they declare.
+
+    Attributes:
+        softmax: That attention, a `Softmax`.
+    """
+
+    softmax: ClassVar[Any]
+
+    def __init__(self, spec: AttentionSpec, limits: Limits, device: torch.device | str = "cpu") -> None:
+        super().__init__(spec, limits, device)
+        self._steps = GatheredSteps(self.name, spec, limits, self.device, type(self).softmax)
+
+    @property
+    def fault_report(self) -> Tensor | None:
+        return self._steps.buffers.report
+
+    def init_forward_metadata_out_graph(self, batch: AttentionBatch, in_capture: bool = False) -> None:
+        self._steps.out_graph(batch)
+
+    def init_forward_metadata_in_graph(self, batch: AttentionBatch) -> None:
+        self._steps.in_graph(batch)
+
+    def attend(self, call: LayerCall) -> None:
+        self._steps.attend(call)
 
 
 def _taker(pool: object, layer: RadixAttention) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:

@@ -6,57 +6,15 @@ query sees changes no bit of the result.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
 from torch import Tensor
 
-from attnops.backends.base import AttentionBackend, LayerCall
-from attnops.backends.capability import DECODER_MODES, FLOATS, Capability, HeadDims
-from attnops.backends.gathered import Chunks, GatheredSteps, Queries, visible_keys
+from attnops.backends.gathered import CAPABILITY, Chunks, GatheredBackend, Queries, visible_keys
 from attnops.backends.registry import register_attention_backend
 from attnops.layers.radix_attention import RadixAttention
-from attnops.types import AttentionBatch, AttentionSpec, AttentionType, Limits
-
-
-@register_attention_backend("torch_native")
-class TorchNativeAttnBackend(AttentionBackend):
-    """Every mode and option in torch, on any device. Exact, and slow."""
-
-    capability = Capability(
-        devices=frozenset({"cpu", "cuda", "hip", "xpu", "npu"}),
-        needs_cuda_kernels=False,
-        modes=DECODER_MODES,
-        attn_types=frozenset(AttentionType),
-        dtypes=FLOATS,
-        kv_dtypes=frozenset({torch.float8_e4m3fn, torch.uint8}),
-        head_dims=HeadDims(1, 576, equal=False),
-        mla=True,
-        sliding_window=True,
-        swa_pool=True,
-        logit_cap=True,
-        sinks=True,
-        tree_mask=True,
-        local_attention=True,
-        cuda_graph=True,
-    )
-
-    def __init__(self, spec: AttentionSpec, limits: Limits, device: torch.device | str = "cpu") -> None:
-        super().__init__(spec, limits, device)
-        self._steps = GatheredSteps(self.name, spec, limits, self.device, _attend)
-
-    @property
-    def fault_report(self) -> Tensor | None:
-        return self._steps.buffers.report
-
-    def init_forward_metadata_out_graph(self, batch: AttentionBatch, in_capture: bool = False) -> None:
-        self._steps.out_graph(batch)
-
-    def init_forward_metadata_in_graph(self, batch: AttentionBatch) -> None:
-        self._steps.in_graph(batch)
-
-    def attend(self, call: LayerCall) -> None:
-        self._steps.attend(call)
 
 
 def _attend(queries: Queries, chunks: Chunks, layer: RadixAttention) -> Tensor:
@@ -90,3 +48,13 @@ def _attend(queries: Queries, chunks: Chunks, layer: RadixAttention) -> Tensor:
         total = total + torch.exp(sinks.unsqueeze(-1) - highest)  # an empty row divides 0 by inf
     out = torch.where(highest == -math.inf, 0.0, acc / total)
     return out.unflatten(2, (group, seqlen_q)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+@register_attention_backend("torch_native")
+class TorchNativeAttnBackend(GatheredBackend):
+    """Every mode and option in torch, on any device. Exact, and slow."""
+
+    capability = dataclasses.replace(
+        CAPABILITY, devices=frozenset({"cpu", "cuda", "hip", "xpu", "npu"}), cuda_graph=True
+    )
+    softmax = staticmethod(_attend)
