@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include "core/state_report.h"
 #include "core/tree_report.h"
 #include "torch_bindings/check.h"
 
@@ -48,6 +49,17 @@ void CpuFaults::check() const {
   if (kind == kReportHiddenPrefix) {
     fail(op_, "mask" + request + ", draft " + text(kReportPosition) + " must see the whole prefix, and hides key " +
                   text(kReportValue));
+  }
+  if (kind == kReportStateSlot) {
+    fail(op_, "state" + request + ", slot" + in_range + " (num_slots of " + pages_ + "), or below 0 for padding" + got);
+  }
+  if (kind == kReportSharedSlot) {
+    fail(op_, "requests " + text(kReportPosition) + " and " + text(kReportRequest) + " write the same slot, " +
+                  text(kReportValue) + ": each state belongs to one request");
+  }
+  if (kind == kReportTokenBounds) {
+    fail(op_, "cu_seqlens" + request + " must bound tokens in [0, " + text(kReportLimit) + "], rising; got " +
+                  text(kReportPosition) + " to " + text(kReportValue));
   }
   switch (kind) {
     case ReportKind::kRequestSlot:

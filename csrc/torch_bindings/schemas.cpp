@@ -133,4 +133,26 @@ STABLE_TORCH_LIBRARY(attnops, m) {
       "bool causal=True, int window_left=-1, int window_right=-1, float logit_cap=0.0, Tensor? sinks=None, "
       "Tensor? tree_mask=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor(c!)? report=None, Tensor(d!)? "
       "semaphores=None) -> ()");
+
+  // delta_rule/, ssd/: one token per request through a recurrence, with states in slots of a pool
+  m.def(
+      "delta_decode(Tensor(a!) out, Tensor(b!) states, Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, "
+      "Tensor? A_log, Tensor? dt_bias, Tensor state_indices, Tensor? out_state_indices, float scale, "
+      "float lower_bound=0.0, bool qk_l2norm=True, Tensor(c!)? report=None) -> ()");
+  m.def(
+      "ssd_decode(Tensor(a!) out, Tensor(b!) states, Tensor x, Tensor? dt, Tensor A, Tensor B, Tensor C, Tensor? D, "
+      "Tensor? dt_bias, Tensor? z, Tensor state_indices, Tensor? out_state_indices, float scale=1.0, "
+      "bool dt_softplus=False, Tensor(c!)? report=None) -> ()");
+
+  // causal_conv1d/
+  m.def(
+      "causal_conv1d(Tensor(a!) out, Tensor(b!) conv_states, Tensor x, Tensor weight, Tensor? bias, Tensor cu_seqlens, "
+      "Tensor state_indices, Tensor? has_initial_state=None, bool silu=True, Tensor(c!)? report=None) -> ()");
+  m.def(
+      "causal_conv1d_update(Tensor(a!) out, Tensor(b!) conv_states, Tensor x, Tensor weight, Tensor? bias, "
+      "Tensor state_indices, bool silu=True, Tensor(c!)? report=None) -> ()");
+
+  // linear_state/
+  m.def("copy_states(Tensor(a!) states, Tensor src, Tensor dst, Tensor(b!)? report=None) -> ()");
+  m.def("clear_states(Tensor(a!) states, Tensor slots, Tensor(b!)? report=None) -> ()");
 }

@@ -34,6 +34,12 @@ OPS = (
     "copy_page_tail",
     "generate_draft_decode_kv_indices",
     "pack_tree_mask",
+    "delta_decode",
+    "ssd_decode",
+    "causal_conv1d",
+    "causal_conv1d_update",
+    "copy_states",
+    "clear_states",
 )
 KINDS = (
     "none",
@@ -51,14 +57,28 @@ KINDS = (
     "cells of prefix and drafts",
     "mask bytes",
     "mask bit of prefix key",
+    "state slot",
+    "state slot",
+    "end of tokens",
 )
-PAGE_INDEX, SLOT_ORDER, PROBABILITY, ACCEPTED, MASK_BYTES, HIDDEN_PREFIX = 1, 5, 10, 11, 13, 14
+PAGE_INDEX, SLOT_ORDER, PROBABILITY, ACCEPTED, MASK_BYTES, HIDDEN_PREFIX, SHARED_SLOT, TOKEN_BOUNDS = (
+    1,
+    5,
+    10,
+    11,
+    13,
+    14,
+    16,
+    17,
+)
 _EXPECTED = {
     SLOT_ORDER: "{limit}: the tokens of a page have consecutive slots",
     PROBABILITY: "a finite number of at least 0",
     ACCEPTED: "in [{position}, {limit}), of its request and not before its place in the path",
     MASK_BYTES: "as many as {limit} rows of at least {limit} bytes, within mask",
     HIDDEN_PREFIX: "1: every draft token sees the whole prefix",
+    SHARED_SLOT: "of one request alone, and request {position} writes it too",
+    TOKEN_BOUNDS: "in [{position}, {limit}], where its tokens begin and those of the call end",
 }
 
 

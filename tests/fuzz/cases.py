@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from . import backends, fmha, mla, paged, peers, speculation, values, wrong, xqa
+from . import backends, fmha, linear, mla, paged, peers, speculation, values, wrong, xqa
 from .draw import Draw, Failure, Refused, Void
 
 # Name: weight, and what draws and runs a case of it.
@@ -25,6 +25,10 @@ FAMILIES: dict[str, tuple[int, Callable[[Draw], None]]] = {
     "draft trees": (10, speculation.right_trees),
     "draft slots": (4, speculation.right_drafts),
     "hostile trees": (3, speculation.hostile_trees),
+    "linear steps": (4, linear.right_step),
+    "convolutions": (3, linear.right_convolution),
+    "states": (1, linear.right_states),
+    "hostile states": (1, linear.hostile_slots),
     "backend": (20, backends.right_eager),
     "captured": (6, backends.right_captured),
     "compat": (12, peers.right),

@@ -51,6 +51,10 @@ CALLERS = {
     "build_draft_tree": {"draft trees"},
     "verify_tree_greedy": {"draft trees"},
     "move_kv": {"draft slots"},
+    "delta_decode": {"linear steps", "hostile states"},
+    "ssd_decode": {"linear steps"},
+    "causal_conv1d": {"convolutions"},
+    "copy_states": {"states"},
 }
 
 
@@ -305,3 +309,28 @@ def _(right: Function, given: dict[str, Any]) -> Any:
     accepted = given["accept_index"].clone()
     accepted[:, 1:2] = -1
     return right(**given | {"accept_index": accepted})
+
+
+@mutant("delta_decode", "beta is forgotten")
+def _(right: Function, given: dict[str, Any]) -> Any:
+    return right(**given | {"b": torch.full_like(given["b"], 30.0 if given.get("A_log") is not None else 1.0)})
+
+
+@mutant("delta_decode", "padding has the first state")
+def _(right: Function, given: dict[str, Any]) -> Any:
+    return right(**given | {"state_indices": given["state_indices"].clamp(min=0)})
+
+
+@mutant("ssd_decode", "the skip is lost")
+def _(right: Function, given: dict[str, Any]) -> Any:
+    return right(**given | {"D": None})
+
+
+@mutant("causal_conv1d", "every request begins with its state")
+def _(right: Function, given: dict[str, Any]) -> Any:
+    return right(**given | {"has_initial_state": None})
+
+
+@mutant("copy_states", "the first layer alone is copied")
+def _(right: Function, given: dict[str, Any]) -> Any:
+    return right(**given | {"states": given["states"][:1]})

@@ -39,6 +39,13 @@ FREE = {
     ("merge_states", "outs"): {3},
     ("build_local_batches", "page_table"): {1},
     ("build_draft_tree", "parent_list"): {1},
+    ("delta_decode", "states"): {0},
+    ("ssd_decode", "states"): {0},
+    ("causal_conv1d", "x"): {0},  # more rows are padding
+    ("causal_conv1d", "conv_states"): {0},
+    ("causal_conv1d_update", "conv_states"): {0},
+    ("copy_states", "states"): {0, 1, 2},
+    ("clear_states", "states"): {0, 1, 2},
     ("move_kv", "accept_index"): {1},
     ("move_kv", "req_to_token"): {0, 1},
     ("copy_page_tail", "req_to_token"): {0, 1},

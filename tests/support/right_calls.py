@@ -76,7 +76,33 @@ def ops_calls() -> dict[str, Call]:
         "store_kv": {"k_pages": gqa.k_pages, "v_pages": gqa.v_pages, "k": new, "v": new, "out_cache_loc": slots},
         "store_mla_kv": {"kv_pages": mla.kv_pages, "latent": mla.q[0, :4], "out_cache_loc": slots},
     }
+    arguments |= linear_arguments()
     return {name: (getattr(ops, name), given) for name, given in arguments.items()}
+
+
+def linear_arguments() -> dict[str, dict[str, Any]]:
+    """Two requests in a pool of four states."""
+    slots = {"state_indices": torch.tensor([2, 0], dtype=torch.int32)}
+    gates, heads, states = torch.rand(2, 4), torch.rand(4), {"states": torch.randn(4, 4, 8, 16)}
+    keys, values = {"q": torch.randn(2, 2, 16), "k": torch.randn(2, 2, 16)}, torch.randn(2, 4, 8)
+    conv = {"weight": torch.randn(6, 4), "bias": torch.randn(6), "conv_states": torch.randn(4, 6, 3)}
+    pool = torch.randn(2, 4, 6)
+    return {
+        "delta_decode": {**keys, "v": values, "a": gates, "b": gates, "A_log": heads, "dt_bias": heads}
+        | states
+        | slots,
+        "ssd_decode": {"x": values, "dt": gates, "A": -heads, "B": keys["k"], "C": keys["q"], "D": heads}
+        | {"z": values.clone(), "dt_bias": heads, "dt_softplus": True}
+        | states
+        | slots,
+        "causal_conv1d": {"x": torch.randn(5, 6), "cu_seqlens": torch.tensor([0, 2, 5], dtype=torch.int32)}
+        | {"has_initial_state": torch.ones(2, dtype=torch.uint8)}
+        | conv
+        | slots,
+        "causal_conv1d_update": {"x": torch.randn(2, 6)} | conv | slots,
+        "copy_states": {"states": pool, "src": torch.tensor([0, 1]).int(), "dst": torch.tensor([2, 3]).int()},
+        "clear_states": {"states": pool, "slots": torch.tensor([1, 3]).int()},
+    }
 
 
 def speculation_arguments() -> dict[str, dict[str, Any]]:

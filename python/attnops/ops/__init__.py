@@ -4,6 +4,14 @@ from attnops import _load  # noqa: F401  (the ops exist once the modules are loa
 from attnops.ops.context_parallel import context_parallel_seqlens, context_parallel_slots
 from attnops.ops.draft_slots import copy_page_tail, generate_draft_decode_kv_indices, move_kv
 from attnops.ops.fmha import fmha_paged, fmha_plan, fmha_varlen
+from attnops.ops.linear import (
+    causal_conv1d,
+    causal_conv1d_update,
+    clear_states,
+    copy_states,
+    delta_decode,
+    ssd_decode,
+)
 from attnops.ops.local_batches import build_local_batches
 from attnops.ops.merge_state import merge_state, merge_states
 from attnops.ops.mla_decode import mla_decode, mla_decode_plan
@@ -24,9 +32,14 @@ __all__ = [
     "build_kv_indices",
     "build_local_batches",
     "build_page_table",
+    "causal_conv1d",
+    "causal_conv1d_update",
+    "clear_states",
     "context_parallel_seqlens",
     "context_parallel_slots",
     "copy_page_tail",
+    "copy_states",
+    "delta_decode",
     "fmha_paged",
     "fmha_plan",
     "fmha_varlen",
@@ -37,6 +50,7 @@ __all__ = [
     "mla_decode_plan",
     "move_kv",
     "pack_tree_mask",
+    "ssd_decode",
     "store_kv",
     "store_mla_kv",
     "translate_slots",

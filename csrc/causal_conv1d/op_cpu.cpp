@@ -1,0 +1,66 @@
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <cstring>
+
+#include "causal_conv1d/checks.h"
+#include "causal_conv1d/cpu/reference.h"
+#include "core/math.h"
+#include "torch_bindings/cpu_faults.h"
+
+namespace attnops::causal_conv1d {
+namespace {
+
+template <typename T>
+void run_all(const Params& p) {
+  const int64_t blocks = ceil_div<int64_t>(p.channels, cpu::kBlock);
+  torch::stable::parallel_for(0, p.batch_size * blocks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) {
+      cpu::run_block<T>(p, task / blocks, task % blocks * cpu::kBlock);
+    }
+  });
+}
+
+// Tokens of no request are padding: zeros.
+void clear_padding(const Params& p) {
+  const int64_t size = size_of(p.dtype);
+  const auto clear = [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      std::memset(static_cast<char*>(p.out) + t * p.stride_out * size, 0, static_cast<size_t>(p.channels * size));
+    }
+  };
+  clear(0, p.first_token(0));
+  clear(p.first_token(p.batch_size), p.num_tokens);
+}
+
+void run(const char* op, const Params& p) {
+  CpuFaults faults(op, "conv_states", p.report);
+  for (int64_t request = 0; request < p.batch_size; ++request) p.check(request, faults.report());
+  faults.check();
+  clear_padding(p);
+  if (p.dtype == DType::kFloat32) return run_all<float>(p);
+  if (p.dtype == DType::kFloat16) return run_all<attnops::cpu::Float16>(p);
+  run_all<attnops::cpu::BFloat16>(p);
+}
+
+void causal_conv1d_cpu(const Tensor& out, const Tensor& conv_states, const Tensor& x, const Tensor& weight,
+                       const OptionalTensor& bias, const Tensor& cu_seqlens, const Tensor& state_indices,
+                       const OptionalTensor& has_initial_state, bool silu, const OptionalTensor& report) {
+  run("causal_conv1d",
+      checked_varlen({out, conv_states, x, weight, bias, state_indices, silu, report}, cu_seqlens, has_initial_state));
+}
+
+void causal_conv1d_update_cpu(const Tensor& out, const Tensor& conv_states, const Tensor& x, const Tensor& weight,
+                              const OptionalTensor& bias, const Tensor& state_indices, bool silu,
+                              const OptionalTensor& report) {
+  run("causal_conv1d_update", checked_update({out, conv_states, x, weight, bias, state_indices, silu, report}));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(attnops, CPU, m) {
+  m.impl("causal_conv1d", TORCH_BOX(&causal_conv1d_cpu));
+  m.impl("causal_conv1d_update", TORCH_BOX(&causal_conv1d_update_cpu));
+}
+
+}  // namespace attnops::causal_conv1d

@@ -1,0 +1,14 @@
+#pragma once
+#include "core/report.h"
+
+// What the ops of linear recurrences report, beside core/report.h: python/attnops/report.py has the words.
+namespace attnops {
+
+inline constexpr ReportOp kReportDeltaDecode{19}, kReportSsdDecode{20}, kReportCausalConv1d{21},
+    kReportCausalConv1dUpdate{22}, kReportCopyStates{23}, kReportClearStates{24};
+
+inline constexpr ReportKind kReportStateSlot{15},  // a slot outside a pool of states
+    kReportSharedSlot{16},                         // a slot that two rows of a call write; position: the other row
+    kReportTokenBounds{17};                        // tokens of a request that fall, or leave those of the call
+
+}  // namespace attnops

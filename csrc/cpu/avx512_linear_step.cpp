@@ -1,0 +1,7 @@
+#include "cpu/linear_step_rows.h"
+
+namespace attnops::cpu {
+
+void avx512_step_rows(const HeadStep& head) { step_rows_here(head); }
+
+}  // namespace attnops::cpu

@@ -1,0 +1,34 @@
+#pragma once
+#include "core/linear_step.h"
+#include "core/state_report.h"
+
+namespace attnops::cpu {
+
+// One head of one request of a LinearStep: gates, norms and conversions are done, the rows of the state remain.
+struct HeadStep {
+  const float *key, *query, *decay;  // [round_up(key_dim, kStepLanes)], zero behind key_dim
+  const float* value;                // [value_dim]
+  float* out;                        // [value_dim], before SSD's skip and gate
+  const void* from;                  // [value_dim, key_dim] of `dtype`
+  void* to;                          // the same shape, may be `from`; null: the new state is not kept
+  int64_t stride_row;
+  int key_dim, value_dim;
+  float coefficient, key_query;
+  DType dtype;
+  bool delta;
+};
+
+inline constexpr int kStepLanes = 16;
+
+// The rows of a head, one function per instruction set, each defined by the file that is compiled for it.
+void step_rows_scalar(const HeadStep& head);
+void avx2_step_rows(const HeadStep& head);
+void avx512_step_rows(const HeadStep& head);
+
+// Heads [begin, end) of batch_size * num_heads, with the current instruction set.
+void linear_step_heads(const LinearStep& p, bool delta, int64_t begin, int64_t end);
+
+// Records slots out of range and slots that two rows write, before anything runs.
+void check_step_slots(const LinearStep& p, ReportOp op, int32_t* report);
+
+}  // namespace attnops::cpu

@@ -1,0 +1,102 @@
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#include "cpu/linear_step.h"
+
+// Rows of a state with vectors of the compiler's: 16 floats, as wide as the file's instruction set makes them. All is
+// internal, so that no function compiled for one processor can be taken for another's.
+// No function that takes or returns these vectors is called from outside, so their passing is nobody else's affair.
+#pragma GCC diagnostic ignored "-Wpsabi"
+
+namespace attnops::cpu {
+namespace {
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef uint16_t Halfwords __attribute__((vector_size(32)));
+typedef _Float16 Halves __attribute__((vector_size(32)));
+
+template <DType kDType>
+Floats load_lanes(const void* row, int i) {
+  if constexpr (kDType == DType::kFloat32) {
+    Floats x;
+    std::memcpy(&x, static_cast<const float*>(row) + i, sizeof x);
+    return x;
+  } else if constexpr (kDType == DType::kBFloat16) {
+    Halfwords bits;
+    std::memcpy(&bits, static_cast<const uint16_t*>(row) + i, sizeof bits);
+    return (Floats)(__builtin_convertvector(bits, Words) << 16);
+  } else {
+    Halves halves;
+    std::memcpy(&halves, static_cast<const uint16_t*>(row) + i, sizeof halves);
+    return __builtin_convertvector(halves, Floats);
+  }
+}
+
+// Rounds to nearest even; a NaN stays one.
+template <DType kDType>
+void store_lanes(void* row, int i, Floats x) {
+  if constexpr (kDType == DType::kFloat32) {
+    std::memcpy(static_cast<float*>(row) + i, &x, sizeof x);
+  } else if constexpr (kDType == DType::kBFloat16) {
+    const Words bits = (Words)x;
+    const Words rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+    const Words is_nan = (Words)((bits & 0x7FFFFFFFu) > 0x7F800000u);
+    const Halfwords out = __builtin_convertvector((is_nan & ((bits >> 16) | 0x40u)) | (~is_nan & rounded), Halfwords);
+    std::memcpy(static_cast<uint16_t*>(row) + i, &out, sizeof out);
+  } else {
+    const Halves out = __builtin_convertvector(x, Halves);
+    std::memcpy(static_cast<uint16_t*>(row) + i, &out, sizeof out);
+  }
+}
+
+inline float sum_lanes(Floats x) {
+  float sum = 0.f;
+  for (int i = 0; i < kStepLanes; ++i) sum += x[i];
+  return sum;
+}
+
+template <DType kDType>
+void step_rows_of(const HeadStep& h) {
+  constexpr int kSize = kDType == DType::kFloat32 ? 4 : 2;
+  const int vectors = (h.key_dim + kStepLanes - 1) / kStepLanes;
+  const bool whole = h.key_dim % kStepLanes == 0;
+  alignas(64) Floats row[kMaxStateDim / kStepLanes];
+  alignas(64) unsigned char copy[kMaxStateDim * kSize] = {};  // of a row that ends within a vector
+  const auto part = [](const float* x, int i) {
+    Floats lanes;
+    std::memcpy(&lanes, x + i * kStepLanes, sizeof lanes);
+    return lanes;
+  };
+  for (int v = 0; v < h.value_dim; ++v) {
+    const auto* from = static_cast<const unsigned char*>(h.from) + v * h.stride_row * kSize;
+    if (!whole) {
+      std::memcpy(copy, from, static_cast<size_t>(h.key_dim) * kSize);
+      from = copy;
+    }
+    Floats by_key{}, by_query{};
+    for (int i = 0; i < vectors; ++i) {
+      row[i] = load_lanes<kDType>(from, i * kStepLanes) * part(h.decay, i);
+      by_key += row[i] * part(h.key, i);
+      by_query += row[i] * part(h.query, i);
+    }
+    const float predicted = h.delta ? sum_lanes(by_key) : 0.f;
+    const float update = h.coefficient * (h.value[v] - predicted);
+    h.out[v] = sum_lanes(by_query) + update * h.key_query;
+    if (h.to == nullptr) continue;
+    auto* to = static_cast<unsigned char*>(h.to) + v * h.stride_row * kSize;
+    unsigned char* target = whole ? to : copy;
+    for (int i = 0; i < vectors; ++i) store_lanes<kDType>(target, i * kStepLanes, row[i] + update * part(h.key, i));
+    if (!whole) std::memcpy(to, copy, static_cast<size_t>(h.key_dim) * kSize);
+  }
+}
+
+inline void step_rows_here(const HeadStep& head) {
+  if (head.dtype == DType::kFloat32) return step_rows_of<DType::kFloat32>(head);
+  if (head.dtype == DType::kBFloat16) return step_rows_of<DType::kBFloat16>(head);
+  step_rows_of<DType::kFloat16>(head);
+}
+
+}  // namespace
+}  // namespace attnops::cpu

@@ -1,0 +1,73 @@
+#pragma once
+#include "core/linear_step.h"
+#include "torch_bindings/check.h"
+#include "torch_bindings/linear_checks.h"
+
+namespace attnops::delta_rule {
+
+struct DecodeArguments {
+  const Tensor &out, &states, &q, &k, &v, &a, &b;
+  const OptionalTensor &a_log, &dt_bias;
+  const Tensor& state_indices;
+  const OptionalTensor& out_state_indices;
+  double scale, lower_bound;
+  bool normalize;
+  const OptionalTensor& report;
+};
+
+// The whole contract of `delta_decode`, for every device.
+inline LinearStep checked_decode(const DecodeArguments& given) {
+  const char* op = "delta_decode";
+  Dim batch("batch_size"), groups("num_k_heads"), heads("num_v_heads"), key_dim("key_dim"), value_dim("value_dim");
+  TensorCheck(op, "q", given.q)
+      .dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16})
+      .shape({batch, groups, key_dim})
+      .dense_last();
+  const auto like_q = [&](const char* name, const Tensor& tensor) {
+    return TensorCheck(op, name, tensor).device_as("q", given.q).dtype_as("q", given.q);
+  };
+  like_q("k", given.k).shape({batch, groups, key_dim}).dense_last();
+  like_q("v", given.v).shape({batch, heads, value_dim}).dense_last();
+  like_q("out", given.out).shape({batch, heads, value_dim}).dense_last();
+  const bool per_channel = given.a.dim() == 3;
+  if (per_channel) {
+    like_q("a", given.a).shape({batch, heads, key_dim}).dense_last();
+  } else {
+    like_q("a", given.a).shape({batch, heads});
+  }
+  like_q("b", given.b).shape({batch, heads});
+  LinearStep p = checked_states(op, {given.states, given.q, "q", given.state_indices, given.out_state_indices}, batch,
+                                groups, heads, key_dim, value_dim);
+  if (!given.a_log && (given.dt_bias || given.lower_bound != 0.)) {
+    fail(op,
+         "A_log must be given with dt_bias or lower_bound: without it a is the log of the decay; zeros stand for none");
+  }
+  if (given.dt_bias) {
+    const TensorCheck bias(op, "dt_bias", *given.dt_bias);
+    bias.device_as("q", given.q).dtype({DType::kFloat32}).contiguous();
+    per_channel ? bias.shape({heads, key_dim}) : bias.shape({heads});
+  }
+  check_finite(op, "scale", given.scale);
+  check_finite(op, "lower_bound", given.lower_bound);
+  if (given.lower_bound > 0.)
+    fail(op, "lower_bound must be 0 (none) or below, got " + std::to_string(given.lower_bound));
+
+  p.q = step_rows(given.q);
+  p.k = step_rows(given.k);
+  p.v = step_rows(given.v);
+  p.a = step_rows(given.a);
+  p.b = step_rows(given.b);
+  p.out = given.out.mutable_data_ptr();
+  p.out_stride_request = given.out.stride(0);
+  p.out_stride_head = given.out.stride(1);
+  p.gate_per_channel = per_channel;
+  p.a_log = checked_per_head(op, "A_log", given.a_log, "q", given.q, heads);
+  p.dt_bias = data_or_null<const float>(given.dt_bias);
+  p.lower_bound = static_cast<float>(given.lower_bound);
+  p.scale = static_cast<float>(given.scale);
+  p.normalize = given.normalize;
+  p.report = report_of(op, given.report, "q", given.q);
+  return p;
+}
+
+}  // namespace attnops::delta_rule

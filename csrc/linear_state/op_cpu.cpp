@@ -1,0 +1,44 @@
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <cstring>
+
+#include "linear_state/checks.h"
+#include "torch_bindings/cpu_faults.h"
+
+namespace attnops::linear_state {
+namespace {
+
+void run(const char* op, Params p) {
+  CpuFaults faults(op, "states", p.report);
+  for (int64_t i = 0; i < p.count; ++i) p.check(i, faults.report());
+  faults.check();
+  torch::stable::parallel_for(0, p.num_layers * p.count, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t layer = task / p.count, i = task % p.count;
+      if (!p.moves(i)) continue;
+      if (p.src == nullptr) {
+        std::memset(p.at(layer, p.dst[i]), 0, static_cast<size_t>(p.slot_bytes));
+      } else {
+        std::memcpy(p.at(layer, p.dst[i]), p.at(layer, p.src[i]), static_cast<size_t>(p.slot_bytes));
+      }
+    }
+  });
+}
+
+void copy_states_cpu(const Tensor& states, const Tensor& src, const Tensor& dst, const OptionalTensor& report) {
+  run("copy_states", checked_params("copy_states", kReportCopyStates, states, &src, dst, "dst", report));
+}
+
+void clear_states_cpu(const Tensor& states, const Tensor& slots, const OptionalTensor& report) {
+  run("clear_states", checked_params("clear_states", kReportClearStates, states, nullptr, slots, "slots", report));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(attnops, CPU, m) {
+  m.impl("copy_states", TORCH_BOX(&copy_states_cpu));
+  m.impl("clear_states", TORCH_BOX(&clear_states_cpu));
+}
+
+}  // namespace attnops::linear_state

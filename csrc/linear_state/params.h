@@ -1,0 +1,45 @@
+#pragma once
+#include <cstdint>
+
+#include "core/state_report.h"
+
+namespace attnops::linear_state {
+
+// Slots of a pool of states, all layers at once: [num_layers, num_slots, bytes of a slot without gaps]. Strides in
+// bytes.
+struct Params {
+  void* states;
+  int64_t num_layers, num_slots, slot_bytes, stride_layer, stride_slot;
+  const int32_t* src;  // [count]; null: the slots are cleared
+  const int32_t* dst;  // [count]; a pair with a slot below 0 does nothing
+  int64_t count;
+  ReportOp op;
+  int32_t* report;
+
+  ATTNOPS_HOST_DEVICE bool in_pool(int64_t slot) const { return slot >= 0 && slot < num_slots; }
+  ATTNOPS_HOST_DEVICE char* at(int64_t layer, int64_t slot) const {
+    return static_cast<char*>(states) + layer * stride_layer + slot * stride_slot;
+  }
+
+  // Whether pair i moves anything.
+  ATTNOPS_HOST_DEVICE bool moves(int64_t i) const {
+    return in_pool(dst[i]) && (src == nullptr || (in_pool(src[i]) && src[i] != dst[i]));
+  }
+
+  // Records what is wrong with pair i: a slot outside the pool, or one that another pair writes or reads.
+  ATTNOPS_HOST_DEVICE void check(int64_t i, int32_t* to) const {
+    const auto outside = [&](int64_t slot) {
+      if (slot >= num_slots) record_fault(to, {op, kReportStateSlot, i, 0, slot, num_slots});
+    };
+    outside(dst[i]);
+    if (src != nullptr) outside(src[i]);
+    for (int64_t other = 0; other < count && moves(i); ++other) {
+      if (other == i || !moves(other)) continue;
+      const bool writes = other < i && dst[other] == dst[i];
+      const bool reads = src != nullptr && src[other] == dst[i];
+      if (writes || reads) record_fault(to, {op, kReportSharedSlot, i, other, dst[i], 0});
+    }
+  }
+};
+
+}  // namespace attnops::linear_state

@@ -1,0 +1,60 @@
+#pragma once
+#include "core/linear_step.h"
+#include "torch_bindings/check.h"
+#include "torch_bindings/linear_checks.h"
+
+namespace attnops::ssd {
+
+struct DecodeArguments {
+  const Tensor &out, &states, &x;
+  const OptionalTensor& dt;
+  const Tensor &a, &b, &c;
+  const OptionalTensor &d, &dt_bias, &z;
+  const Tensor& state_indices;
+  const OptionalTensor& out_state_indices;
+  double scale;
+  bool softplus;
+  const OptionalTensor& report;
+};
+
+// The whole contract of `ssd_decode`, for every device. B and C are the keys and queries of the recurrence.
+inline LinearStep checked_decode(const DecodeArguments& given) {
+  const char* op = "ssd_decode";
+  Dim batch("batch_size"), groups("num_groups"), heads("num_heads"), key_dim("state_dim"), value_dim("head_dim");
+  TensorCheck(op, "x", given.x)
+      .dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16})
+      .shape({batch, heads, value_dim})
+      .dense_last();
+  const auto like_x = [&](const char* name, const Tensor& tensor) {
+    return TensorCheck(op, name, tensor).device_as("x", given.x).dtype_as("x", given.x);
+  };
+  like_x("out", given.out).shape({batch, heads, value_dim}).dense_last();
+  like_x("B", given.b).shape({batch, groups, key_dim}).dense_last();
+  like_x("C", given.c).shape({batch, groups, key_dim}).dense_last();
+  if (given.dt) like_x("dt", *given.dt).shape({batch, heads});
+  if (given.z) like_x("z", *given.z).shape({batch, heads, value_dim}).dense_last();
+  LinearStep p = checked_states(op, {given.states, given.x, "x", given.state_indices, given.out_state_indices}, batch,
+                                groups, heads, key_dim, value_dim);
+  p.a_log = checked_per_head(op, "A", given.a, "x", given.x, heads);
+  p.dt_bias = checked_per_head(op, "dt_bias", given.dt_bias, "x", given.x, heads);
+  p.skip = checked_per_head(op, "D", given.d, "x", given.x, heads);
+  if (!given.dt && (given.dt_bias || given.softplus)) {
+    fail(op, "dt must be given with dt_bias or dt_softplus: without it every step has length 1");
+  }
+  check_finite(op, "scale", given.scale);
+
+  p.q = step_rows(given.c);
+  p.k = step_rows(given.b);
+  p.v = step_rows(given.x);
+  if (given.dt) p.a = step_rows(*given.dt);
+  if (given.z) p.z = step_rows(*given.z);
+  p.out = given.out.mutable_data_ptr();
+  p.out_stride_request = given.out.stride(0);
+  p.out_stride_head = given.out.stride(1);
+  p.scale = static_cast<float>(given.scale);
+  p.softplus = given.softplus;
+  p.report = report_of(op, given.report, "x", given.x);
+  return p;
+}
+
+}  // namespace attnops::ssd

@@ -1,0 +1,29 @@
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include "cpu/linear_step.h"
+#include "ssd/checks.h"
+#include "torch_bindings/cpu_faults.h"
+
+namespace attnops::ssd {
+namespace {
+
+void ssd_decode_cpu(const Tensor& out, const Tensor& states, const Tensor& x, const OptionalTensor& dt, const Tensor& a,
+                    const Tensor& b, const Tensor& c, const OptionalTensor& d, const OptionalTensor& dt_bias,
+                    const OptionalTensor& z, const Tensor& state_indices, const OptionalTensor& out_state_indices,
+                    double scale, bool dt_softplus, const OptionalTensor& report) {
+  const LinearStep p = checked_decode(
+      {out, states, x, dt, a, b, c, d, dt_bias, z, state_indices, out_state_indices, scale, dt_softplus, report});
+  CpuFaults faults("ssd_decode", "states", p.report);
+  attnops::cpu::check_step_slots(p, kReportSsdDecode, faults.report());
+  faults.check();
+  torch::stable::parallel_for(0, int64_t{p.batch_size} * p.num_heads, 1, [&](int64_t begin, int64_t end) {
+    attnops::cpu::linear_step_heads(p, false, begin, end);
+  });
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(attnops, CPU, m) { m.impl("ssd_decode", TORCH_BOX(&ssd_decode_cpu)); }
+
+}  // namespace attnops::ssd

@@ -1,0 +1,225 @@
+"""Linear attention: one token per request through a recurrence, short convolutions, and the states of both.
+
+States live in slots of a pool. A row whose slot is below 0 is padding: nothing is touched, and its output is 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnops.ops._arguments import names_its_arguments, register_fake
+
+
+@names_its_arguments
+def delta_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    *,
+    states: Tensor,
+    state_indices: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    out_state_indices: Tensor | None = None,
+    scale: float | None = None,
+    lower_bound: float = 0.0,
+    qk_l2norm: bool = True,
+    out: Tensor | None = None,
+    report: Tensor | None = None,
+) -> Tensor:
+    """One token per request through the gated delta rule: GDN, or KDA where `a` has a value per key channel.
+
+    Per head: ``S = e^g S; u = beta (v - S k); S += u k^T; out = scale S q``, in float32, with
+    ``g = -exp(A_log) softplus(a + dt_bias)``, or ``lower_bound sigmoid(exp(A_log) (a + dt_bias))``, and
+    ``beta = sigmoid(b)``. Value head h uses key head ``h // (HV / H)``.
+
+    Args:
+        q, k: ``[B, H, K]``, one dtype (bf16, fp16, fp32), last dim dense. v: ``[B, HV, V]``. K and V at most 256.
+        a: ``[B, HV]``, or ``[B, HV, K]`` for a gate per channel. b: ``[B, HV]``. Without `A_log` they are g and beta.
+        states: ``[num_slots, HV, V, K]`` float32, bf16 or fp16, last dim dense; updated in place.
+        state_indices: int32 ``[B]``: slots, each at most once; below 0: padding.
+        A_log: float32 ``[HV]``. dt_bias: float32 ``[HV]``, or ``[HV, K]`` for a gate per channel.
+        out_state_indices: int32 ``[B]``: where the new states go instead; below 0: nowhere. No slot that another row
+            reads or writes.
+        scale: Of q; ``K ** -0.5`` by default.
+        lower_bound: Below 0: the bounded gate. 0: the one by softplus.
+        qk_l2norm: Divide q and k by ``sqrt(sum x^2 + 1e-6)``.
+        out: ``[B, HV, V]``; allocated when omitted.
+        report: int32 ``[8]`` of the checked mode: slots outside the pool, or shared.
+
+    Raises:
+        RuntimeError: naming the argument that does not fit; on the CPU also a slot outside the pool, or shared.
+
+    Source: arXiv 2412.06464, equation 10; arXiv 2510.26692, section 3.
+    """
+    out = v.new_empty(v.shape) if out is None else out
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    torch.ops.attnops.delta_decode(
+        out,
+        states,
+        q,
+        k,
+        v,
+        a,
+        b,
+        A_log,
+        dt_bias,
+        state_indices,
+        out_state_indices,
+        scale,
+        lower_bound,
+        qk_l2norm,
+        report,
+    )
+    return out
+
+
+@names_its_arguments
+def ssd_decode(
+    x: Tensor,
+    dt: Tensor | None,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    states: Tensor,
+    state_indices: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    z: Tensor | None = None,
+    out_state_indices: Tensor | None = None,
+    scale: float = 1.0,
+    dt_softplus: bool = False,
+    out: Tensor | None = None,
+    report: Tensor | None = None,
+) -> Tensor:
+    """One token per request through a state space with a scalar decay: Mamba2, or Lightning without `dt`.
+
+    Per head: ``S = e^(dt A) S + dt x B^T; y = scale S C + D x``, in float32, and ``out = y silu(z)`` where z is given.
+
+    Args:
+        x: ``[B, H, P]`` (bf16, fp16, fp32), last dim dense. z: the same shape.
+        dt: ``[B, H]`` of x's dtype; None: 1. A: float32 ``[H]``, below 0: the negative slope for Lightning.
+        B, C: ``[B, G, N]``: keys and queries, a group serves ``H / G`` heads. P and N at most 256.
+        states: ``[num_slots, H, P, N]`` float32, bf16 or fp16, last dim dense; updated in place.
+        state_indices, out_state_indices, report: as in `delta_decode`.
+        D: float32 ``[H]``. dt_bias: float32 ``[H]``, added to dt. dt_softplus: dt is ``softplus(dt + dt_bias)``.
+        scale: Of C.
+        out: ``[B, H, P]``; allocated when omitted.
+
+    Raises:
+        RuntimeError: naming the argument that does not fit; on the CPU also a slot outside the pool, or shared.
+
+    Source: arXiv 2405.21060, equation 16; arXiv 2401.04658 for Lightning.
+    """
+    out = x.new_empty(x.shape) if out is None else out
+    torch.ops.attnops.ssd_decode(
+        out, states, x, dt, A, B, C, D, dt_bias, z, state_indices, out_state_indices, scale, dt_softplus, report
+    )
+    return out
+
+
+@names_its_arguments
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    conv_states: Tensor,
+    cu_seqlens: Tensor,
+    state_indices: Tensor,
+    has_initial_state: Tensor | None = None,
+    silu: bool = True,
+    out: Tensor | None = None,
+    report: Tensor | None = None,
+) -> Tensor:
+    """A depthwise convolution over the tokens of each request.
+
+    ``out[t] = act(bias + sum_j weight[:, j] x[t - W + 1 + j])`` for each channel, in float32.
+
+    The inputs before a request's first token are its state; the last ``W - 1`` inputs become the new one. A request
+    without tokens keeps its state.
+
+    Args:
+        x: ``[T, C]`` (bf16, fp16, fp32), last dim dense. Tokens of no request give 0.
+        weight: ``[C, W]`` of x's dtype, W from 2 to 4. bias: ``[C]``.
+        conv_states: ``[num_slots, C, W - 1]`` of x's dtype, the newest input at the end; updated in place.
+        cu_seqlens: int32 ``[B + 1]``, rising. state_indices: int32 ``[B]``, as in `delta_decode`.
+        has_initial_state: uint8 ``[B]``; 0: the inputs before are zeros. None: all have one.
+        silu: Apply ``y * sigmoid(y)``.
+        out: ``[T, C]``, not x itself; allocated when omitted.
+        report: int32 ``[8]`` of the checked mode.
+
+    Raises:
+        RuntimeError: naming the argument that does not fit; on the CPU also a bad slot, or bounds that fall.
+    """
+    out = x.new_empty(x.shape) if out is None else out
+    torch.ops.attnops.causal_conv1d(
+        out, conv_states, x, weight, bias, cu_seqlens, state_indices, has_initial_state, silu, report
+    )
+    return out
+
+
+@names_its_arguments
+def causal_conv1d_update(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    conv_states: Tensor,
+    state_indices: Tensor,
+    silu: bool = True,
+    out: Tensor | None = None,
+    report: Tensor | None = None,
+) -> Tensor:
+    """`causal_conv1d` of the same number of tokens for each request: one when decoding.
+
+    Args:
+        x: ``[B * T, C]``, the tokens of a request side by side; B is ``state_indices.shape[0]``.
+        weight, bias, conv_states, state_indices, silu, report: as in `causal_conv1d`.
+        out: ``[B * T, C]``, not x itself; allocated when omitted.
+
+    Raises:
+        RuntimeError: naming the argument that does not fit; on the CPU also a slot outside the pool, or shared.
+    """
+    out = x.new_empty(x.shape) if out is None else out
+    torch.ops.attnops.causal_conv1d_update(out, conv_states, x, weight, bias, state_indices, silu, report)
+    return out
+
+
+@names_its_arguments
+def copy_states(states: Tensor, src: Tensor, dst: Tensor, *, report: Tensor | None = None) -> None:
+    """Copy slots of a pool of states, all layers at once: ``states[:, dst[i]] = states[:, src[i]]``.
+
+    Args:
+        states: ``[num_layers, num_slots, ...]`` (bf16, fp16, fp32), each slot without gaps.
+        src, dst: int32 ``[n]``; a pair with a slot below 0 does nothing. No slot of `dst` twice, nor in another pair's
+            `src`.
+        report: int32 ``[8]`` of the checked mode.
+
+    Raises:
+        RuntimeError: naming the argument that does not fit; on the CPU also a slot outside the pool, or shared.
+    """
+    torch.ops.attnops.copy_states(states, src, dst, report)
+
+
+@names_its_arguments
+def clear_states(states: Tensor, slots: Tensor, *, report: Tensor | None = None) -> None:
+    """Set slots of a pool of states to zero, all layers at once.
+
+    Args:
+        states: ``[num_layers, num_slots, ...]`` (bf16, fp16, fp32), each slot without gaps.
+        slots: int32 ``[n]``; those below 0 are skipped.
+        report: int32 ``[8]`` of the checked mode.
+
+    Raises:
+        RuntimeError: naming the argument that does not fit; on the CPU also a slot outside the pool, or twice.
+    """
+    torch.ops.attnops.clear_states(states, slots, report)
+
+
+for _op in ("delta_decode", "ssd_decode", "causal_conv1d", "causal_conv1d_update", "copy_states", "clear_states"):
+    register_fake(_op)

@@ -1,0 +1,199 @@
+"""Right calls of the ops of linear attention, against recurrences in float64; slots that are wrong by value."""
+
+from __future__ import annotations
+
+import torch
+from attnops import ops
+from attnops.report import first_fault, new_report
+from linear_reference import convolve, delta_gates, delta_step, ssd_step
+from torch import Tensor
+
+from .draw import Draw, Failure
+from .memory import Guarded, strided
+
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+OUT = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+HUGE = [10**6, 2**31 - 1]
+
+
+def _compare(name: str, got: Tensor, expected: Tensor, bound: float) -> None:
+    got = got.detach().cpu().double()
+    if got.numel() == 0:
+        return
+    if not bool(got.isfinite().all()):
+        raise Failure(f"{name} is not finite")
+    error = float((got - expected).norm()) / max(float(expected.norm()), 1e-6)
+    if error > bound:
+        raise Failure(f"{name} differs: relative error {error:.3g}")
+
+
+def _slots(draw: Draw, batch: int, num_slots: int) -> list[int]:
+    """Different slots, with padding among them."""
+    order = draw.permutation(num_slots)[:batch].tolist()
+    return [slot if draw.chance(0.85) else draw.pick([-1, -(2**31)]) for slot in order]
+
+
+def _indices(draw: Draw, values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=draw.device)
+
+
+def _given(draw: Draw, *tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if tensor is None else strided(draw, tensor) for tensor in tensors]
+
+
+def _doubles(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if tensor is None else tensor.double() for tensor in tensors]
+
+
+def _per_head(draw: Draw, tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.to(draw.device)
+
+
+def right_step(draw: Draw) -> None:
+    """`delta_decode` and `ssd_decode`."""
+    io, kept = draw.pick(FLOATS), draw.pick(FLOATS)
+    batch, groups = draw.pick([0, 1, 2, 7, 40]), draw.pick([1, 2, 4])
+    heads = groups * draw.pick([1, 2, 4])
+    keys, rows = draw.pick([1, 16, 64, 100, 128, 200, 256]), draw.pick([1, 16, 64, 100, 128, 256])
+    num_slots = batch + draw.pick([1, 5])
+    delta = draw.chance(0.6)
+    draw.note(delta=delta, io=io, states=kept, B=batch, G=groups, H=heads, K=keys, V=rows)
+    before = draw.normal(num_slots, heads, rows, keys).to(kept)
+    slots = _slots(draw, batch, num_slots)
+    live = [i for i, slot in enumerate(slots) if slot >= 0]
+    start = before[[slots[i] for i in live]].double()
+    states = strided(draw, before)
+    out = Guarded(draw, (batch, heads, rows), io)
+    q, k = (draw.normal(batch, groups, keys).to(io) for _ in range(2))
+    v = draw.normal(batch, heads, rows).to(io)
+    indices = _indices(draw, slots)
+    if delta:
+        draw.saw("op delta_decode")
+        channels, gated, bound = draw.chance(0.4), draw.chance(0.7), draw.pick([0.0, -5.0])
+        shape = (batch, heads, keys) if channels else (batch, heads)
+        a, b = 2 * draw.normal(*shape), draw.normal(batch, heads)
+        a, b = (a.to(io), b.to(io)) if gated else (-a.abs().to(io), b.sigmoid().to(io))
+        a_log = draw.normal(heads) if gated else None
+        bias = draw.normal(*shape[1:]) if gated and draw.chance(0.6) else None
+        bound = bound if gated else 0.0
+        draw.note(channels=channels, gated=gated, bound=bound)
+        given = dict(zip("qkvab", _given(draw, q, k, v, a, b)))
+        options = {"A_log": _per_head(draw, a_log), "dt_bias": _per_head(draw, bias), "lower_bound": bound}
+        ops.delta_decode(**given, **options, states=states, state_indices=indices, scale=0.3, out=out.view)
+        chosen = [None if t is None else t[live] for t in (q, k, v, a, b)]
+        gates = delta_gates(*_doubles(*chosen[3:], a_log, bias), bound)
+        after, expected = delta_step(start, *_doubles(*chosen[:3]), *gates, 0.3, True)
+    else:
+        draw.saw("op ssd_decode")
+        dt = draw.normal(batch, heads).to(io) if draw.chance(0.7) else None
+        z = draw.normal(batch, heads, rows).to(io) if draw.chance(0.5) else None
+        skip = draw.normal(heads) if draw.chance(0.5) else None
+        bias = draw.normal(heads) if dt is not None and draw.chance(0.5) else None
+        slope, softplus = -draw.normal(heads).abs(), dt is not None
+        x, dts, B, C, zs = _given(draw, v, dt, k, q, z)
+        options = {"D": _per_head(draw, skip), "dt_bias": _per_head(draw, bias), "z": zs, "dt_softplus": softplus}
+        ops.ssd_decode(
+            x, dts, slope.to(draw.device), B, C, states=states, state_indices=indices, out=out.view, **options
+        )
+        x, dt, k, q, z = (None if t is None else t[live].double() for t in (v, dt, k, q, z))
+        after, expected = ssd_step(start, x, dt, slope.double(), k, q, *_doubles(skip, bias), z, 1.0, softplus)
+    whole = torch.zeros(batch, heads, rows, dtype=torch.float64)
+    whole[live] = expected
+    _compare("out", out.view, whole, OUT[io])
+    if bool(out.view.cpu()[[i for i in range(batch) if i not in live]].ne(0).any()):
+        raise Failure("padding does not give zeros")
+    untouched = torch.ones(num_slots, dtype=torch.bool)
+    for row, i in enumerate(live):
+        untouched[slots[i]] = False
+        _compare("states", states[slots[i]], after[row], OUT[kept])
+    if not torch.equal(states.cpu()[untouched], before[untouched]):
+        raise Failure("a slot that no row names has changed")
+    out.check("out")
+
+
+def right_convolution(draw: Draw) -> None:
+    """`causal_conv1d` and its update."""
+    io, width = draw.pick(FLOATS), draw.pick([2, 3, 4])
+    channels, batch = draw.pick([1, 8, 33, 64, 200]), draw.pick([0, 1, 3, 20])
+    update = draw.chance(0.4)
+    counts = [draw.pick([1, 2, 5])] * batch if update else [draw.length(150) for _ in range(batch)]
+    spare = 0 if update else draw.pick([0, 3])
+    total, num_slots = sum(counts) + spare, batch + 2
+    draw.note(update=update, io=io, C=channels, W=width, counts=counts, spare=spare)
+    x, weight = draw.normal(total, channels).to(io), draw.normal(channels, width).to(io)
+    bias = draw.normal(channels).to(io) if draw.chance(0.5) else None
+    before = draw.normal(num_slots, channels, width - 1).to(io)
+    slots, silu = _slots(draw, batch, num_slots), draw.chance(0.6)
+    initial = None if update or draw.chance(0.5) else [draw.chance(0.5) for _ in counts]
+    states, out = before.to(draw.device, copy=True), Guarded(draw, (total, channels), io)
+    weights = weight.to(draw.device), _per_head(draw, bias)
+    given = {"conv_states": states, "state_indices": _indices(draw, slots), "silu": silu, "out": out.view}
+    if update:
+        draw.saw("op causal_conv1d_update")
+        ops.causal_conv1d_update(strided(draw, x), *weights, **given)
+    else:
+        draw.saw("op causal_conv1d")
+        bounds = _indices(draw, torch.tensor([0, *counts]).cumsum(0).tolist())
+        has = None if initial is None else torch.tensor(initial, dtype=torch.uint8, device=draw.device)
+        ops.causal_conv1d(strided(draw, x), *weights, cu_seqlens=bounds, has_initial_state=has, **given)
+    expected, after, row = torch.zeros(total, channels, dtype=torch.float64), before.clone(), 0
+    for i, (count, slot) in enumerate(zip(counts, slots)):
+        if slot >= 0 and count:
+            start = before[slot].double() * (initial is None or initial[i])
+            part, new = convolve(*_doubles(x[row : row + count], weight, bias), start, silu)
+            expected[row : row + count], after[slot] = part, new.to(io)
+        row += count
+    _compare("out", out.view, expected, OUT[io])
+    if not torch.equal(states.cpu(), after):
+        raise Failure("conv_states are not the last inputs")
+    out.check("out")
+
+
+def right_states(draw: Draw) -> None:
+    """`copy_states` and `clear_states`."""
+    dtype, layers, slots = draw.pick(FLOATS), draw.pick([0, 1, 3]), draw.pick([2, 9])
+    inner = draw.pick([(), (1,), (3, 5), (4, 64), (33,)])
+    before = draw.normal(layers, slots, *inner).to(dtype)
+    states, expected = before.to(draw.device, copy=True), before.clone()
+    order = draw.permutation(slots).tolist()
+    half = slots // 2
+    src, dst = order[:half], order[half : 2 * half]
+    dst = [slot if draw.chance(0.8) else -1 for slot in dst]
+    draw.note(dtype=dtype, layers=layers, inner=inner, src=src, dst=dst)
+    if draw.chance(0.5):
+        draw.saw("op copy_states")
+        ops.copy_states(states, _indices(draw, src), _indices(draw, dst))
+    else:
+        draw.saw("op clear_states")
+        ops.clear_states(states, _indices(draw, dst))
+    for source, target in zip(src, dst):
+        if target >= 0:
+            expected[:, target] = before[:, source] if "op copy_states" in draw.seen else 0
+    if not torch.equal(states.cpu(), expected):
+        raise Failure("states differ")
+
+
+def hostile_slots(draw: Draw) -> None:
+    """A slot outside the pool: an error on the CPU, a row of zeros and a report on a GPU."""
+    draw.saw("hostile state slot")
+    slot = draw.pick(HUGE)
+    draw.note(slot=slot)
+    report = new_report(draw.device)
+    states = torch.zeros(2, 1, 8, 16, device=draw.device)
+    q, v = torch.ones(2, 1, 16, device=draw.device), torch.ones(2, 1, 8, device=draw.device)
+    gate = torch.zeros(2, 1, device=draw.device)
+
+    def call(**options):
+        return ops.delta_decode(q, q, v, gate, gate, states=states, state_indices=_indices(draw, [0, slot]), **options)
+
+    if draw.device == "cpu" and draw.chance(0.5):
+        try:
+            call()
+        except RuntimeError as error:
+            if "attnops::delta_decode: state, request 1, slot" not in str(error):
+                raise
+            return
+        raise Failure("a slot outside the pool is accepted")
+    out = call(report=report)
+    if bool(out[1].ne(0).any()) or "state slot" not in (first_fault(report) or ""):
+        raise Failure("a slot outside the pool is read, or not reported")

@@ -1,0 +1,191 @@
+"""delta_decode and ssd_decode against float64 on the rounded inputs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from attnops import ops
+from attnops.report import first_fault, new_report
+from linear_reference import delta_gates, delta_step, relative, ssd_step
+
+DEVICES = ["cpu"]
+ISAS = ["scalar", "avx2", "amx"]
+IO = [torch.float32, torch.float16, torch.bfloat16]
+OUT = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 3e-3}
+STATE = {torch.float32: 1e-6, torch.float16: 6e-4, torch.bfloat16: 5e-3}
+
+
+class Draw:
+    """Tensors of one case: views of larger ones, as a packed projection gives them."""
+
+    def __init__(self, seed, device):
+        self.random, self.device = random.Random(seed), device
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def tensor(self, *shape, dtype=torch.float32, scale=1.0):
+        gap = self.random.choice([0, 0, 3, 8])
+        full = scale * torch.randn(*shape[:-1], shape[-1] + gap, generator=self.generator)
+        return full.to(self.device, dtype)[..., : shape[-1]]
+
+    def per_head(self, *shape):
+        return (0.5 * torch.randn(*shape, generator=self.generator)).to(self.device)
+
+    def pool(self, slots, heads, rows, keys, dtype):
+        gap = self.random.choice([0, 0, 8])
+        return self.tensor(slots, heads, rows + gap, keys, dtype=dtype)[:, :, :rows]
+
+    def slots(self, batch, num_slots):
+        """Different slots, and padding among them."""
+        chosen = self.random.sample(range(num_slots), batch)
+        return [slot if self.random.random() < 0.85 else self.random.choice([-1, -(2**31)]) for slot in chosen]
+
+
+def doubles(*tensors):
+    return [None if t is None else t.double().cpu() for t in tensors]
+
+
+def check(states, before, after, slots, out, expected, io, kept):
+    """Rows that took a step, padding, and slots that nobody named."""
+    live = [i for i, slot in enumerate(slots) if slot >= 0]
+    padding = [i for i in range(len(slots)) if i not in live]
+    assert not out[padding].any(), "padding gives 0"
+    if live:
+        assert relative(out[live], expected[live]) < OUT[io]
+    untouched = torch.ones(len(before), dtype=torch.bool)
+    for i in live:
+        if kept[i] >= 0:
+            untouched[kept[i]] = False
+            assert relative(states[kept[i]], after[i]) < STATE[states.dtype]
+    assert torch.equal(states.cpu()[untouched], before[untouched]), "a slot that no row names is as it was"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("seed", range(60))
+def test_the_delta_rule_equals_float64(seed, device, monkeypatch):
+    draw = Draw(seed, device)
+    r = draw.random
+    if device == "cpu":
+        monkeypatch.setenv("ATTNOPS_CPU_ISA", r.choice(ISAS))
+    io, kept_as = r.choice(IO), r.choice(IO)
+    batch, groups = r.choice([1, 2, 5, 33]), r.choice([1, 2, 3])
+    heads, keys, rows = groups * r.choice([1, 2, 3]), r.choice([64, 128, 256, 16, 5, 100]), r.choice([64, 128, 7, 130])
+    channels, gated = r.random() < 0.4, r.random() < 0.7
+    q, k = draw.tensor(batch, groups, keys, dtype=io), draw.tensor(batch, groups, keys, dtype=io)
+    v = draw.tensor(batch, heads, rows, dtype=io)
+    shape = (batch, heads, keys) if channels else (batch, heads)
+    a, b = draw.tensor(*shape, dtype=io, scale=2), draw.tensor(batch, heads, dtype=io)
+    options = {"scale": r.choice([None, 0.5]), "qk_l2norm": r.random() < 0.7, "lower_bound": 0.0}
+    if gated:
+        options["A_log"] = draw.per_head(heads)
+        options["dt_bias"] = draw.per_head(*shape[1:]) if r.random() < 0.7 else None
+        options["lower_bound"] = r.choice([0.0, -5.0])
+    else:
+        a, b = -a.abs(), b.sigmoid()
+    if not options["qk_l2norm"]:
+        k = k / 16
+    num_slots = 2 * batch + 3
+    states = draw.pool(num_slots, heads, rows, keys, kept_as)
+    slots = draw.slots(batch, num_slots)
+    kept = slots
+    if r.random() < 0.3:
+        free = [slot for slot in range(num_slots) if slot not in slots]
+        kept = [slot if slot < 0 else r.choice([-1, free.pop()]) for slot in slots]
+        options["out_state_indices"] = torch.tensor(kept, dtype=torch.int32, device=device)
+    before = states.cpu().clone()
+    out = ops.delta_decode(
+        q, k, v, a, b, states=states, state_indices=torch.tensor(slots, dtype=torch.int32, device=device), **options
+    )
+    log_decay, beta = delta_gates(*doubles(a, b, options.get("A_log"), options.get("dt_bias")), options["lower_bound"])
+    scale = keys**-0.5 if options["scale"] is None else options["scale"]
+    S = before.double()[[max(slot, 0) for slot in slots]]
+    after, expected = delta_step(S, *doubles(q, k, v), log_decay, beta, scale, options["qk_l2norm"])
+    check(states, before, after, slots, out, expected, io, kept)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("seed", range(40))
+def test_state_spaces_equal_float64(seed, device, monkeypatch):
+    draw = Draw(1000 + seed, device)
+    r = draw.random
+    if device == "cpu":
+        monkeypatch.setenv("ATTNOPS_CPU_ISA", r.choice(ISAS))
+    io, kept_as = r.choice(IO), r.choice(IO)
+    batch, groups = r.choice([1, 3, 17]), r.choice([1, 2])
+    heads, keys, rows = groups * r.choice([1, 4]), r.choice([64, 128, 256, 24]), r.choice([64, 128, 50])
+    x = draw.tensor(batch, heads, rows, dtype=io)
+    B, C = draw.tensor(batch, groups, keys, dtype=io), draw.tensor(batch, groups, keys, dtype=io)
+    dt = draw.tensor(batch, heads, dtype=io) if r.random() < 0.7 else None
+    softplus = dt is not None and r.random() < 0.7
+    dt = dt if dt is None or softplus else dt.abs()
+    bias = draw.per_head(heads) if softplus else None
+    A = -draw.per_head(heads).abs()
+    D = draw.per_head(heads) if r.random() < 0.5 else None
+    z = draw.tensor(batch, heads, rows, dtype=io) if r.random() < 0.5 else None
+    scale = r.choice([1.0, keys**-0.5])
+    num_slots = 2 * batch + 1
+    states = draw.pool(num_slots, heads, rows, keys, kept_as)
+    slots = draw.slots(batch, num_slots)
+    before = states.cpu().clone()
+    indices = torch.tensor(slots, dtype=torch.int32, device=device)
+    out = ops.ssd_decode(
+        x, dt, A, B, C, states=states, state_indices=indices, D=D, dt_bias=bias, z=z, scale=scale, dt_softplus=softplus
+    )
+    S = before.double()[[max(slot, 0) for slot in slots]]
+    given = doubles(x, dt, A, B, C, D, bias, z)
+    after, expected = ssd_step(S, *given, scale, softplus)
+    check(states, before, after, slots, out, expected, io, slots)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_4096_steps_stay_near_float64(device):
+    """A float32 state drifts by less than 1e-5."""
+    torch.manual_seed(3)
+    states = torch.zeros(1, 2, 64, 64, device=device)
+    S, slot = states.double().cpu().clone(), torch.zeros(1, dtype=torch.int32, device=device)
+    for _ in range(4096):
+        q, k, v = (torch.randn(1, 2, 64) for _ in range(3))
+        a, b = -0.05 * torch.rand(1, 2), torch.rand(1, 2)
+        ops.delta_decode(*(t.to(device) for t in (q, k, v, a, b)), states=states, state_indices=slot)
+        S, _ = delta_step(S, *doubles(q, k, v), a.double(), b.double(), 0.125, True)
+    assert relative(states, S) < 1e-5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("extreme", [-2000.0, -float("inf")])
+def test_strong_decay_forgets_and_stays_finite(extreme, device):
+    states = torch.full((1, 1, 8, 64), 3.0, device=device)
+    q = k = torch.zeros(1, 1, 64, device=device)
+    v = torch.ones(1, 1, 8, device=device)
+    gate, beta = torch.full((1, 1), extreme, device=device), torch.ones(1, 1, device=device)
+    slot = torch.zeros(1, dtype=torch.int32, device=device)
+    out = ops.delta_decode(q, k, v, gate, beta, states=states, state_indices=slot)
+    assert torch.equal(out.cpu(), torch.zeros(1, 1, 8)) and torch.equal(states.cpu(), torch.zeros(1, 1, 8, 64))
+
+
+def step(device, slots, **options):
+    batch = len(slots)
+    given = [torch.ones(batch, 1, n, device=device) for n in (16, 16, 4)]
+    gates = [torch.zeros(batch, 1, device=device) for _ in range(2)]
+    states = torch.zeros(3, 1, 4, 16, device=device)
+    indices = torch.tensor(slots, dtype=torch.int32, device=device)
+    return ops.delta_decode(*given, *gates, states=states, state_indices=indices, **options)
+
+
+def test_a_bad_slot_is_an_error_on_the_cpu():
+    with pytest.raises(RuntimeError, match=r"delta_decode: state, request 1, slot.* must be in \[0, 3\)"):
+        step("cpu", [0, 3])
+    with pytest.raises(RuntimeError, match="requests 0 and 2 write the same slot, 1"):
+        step("cpu", [1, 0, 1])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_checked_mode_says_which_slot(device):
+    report = new_report(device)
+    out = step(device, [0, 10**6], report=report)
+    assert torch.equal(out[1].cpu(), torch.zeros(1, 4)), "a slot outside the pool is not read"
+    assert "delta_decode: state slot 1000000 at request 1" in first_fault(report)
+    report.zero_()
+    step(device, [2, 2], report=report)
+    assert "state slot 2 at request 1" in first_fault(report) and "of one request alone" in first_fault(report)
