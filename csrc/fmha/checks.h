@@ -175,20 +175,24 @@ class Checker {
 
   void check_queries() {
     TensorCheck(a_.op, "q", a_.q)
-        .dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16})
+        .dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kFloat8E4M3})
         .shape({tokens_, q_heads_, dim_qk_})
         .size_at_least(1, "num_q_heads", 1, "attention has a head")
         .dense_last();
     check_range(a_.op, "q.shape[0] (num_q_tokens)", *tokens_, 0, kMaxInt32);
     check_head_dim("q.shape[2] (head_dim_qk)", *dim_qk_);
-    check("out", a_.out).dtype_as("q", a_.q).shape({tokens_, q_heads_, dim_v_}).dense_last();
+    const TensorCheck out = check("out", a_.out);
+    has_dtype(a_.q, DType::kFloat8E4M3) ? out.dtype({DType::kBFloat16}) : out.dtype_as("q", a_.q);
+    out.shape({tokens_, q_heads_, dim_v_}).dense_last();
     check_head_dim("out.shape[2] (head_dim_v)", *dim_v_);
     if (a_.lse) check("lse", *a_.lse).dtype({DType::kFloat32}).shape({tokens_, q_heads_}).contiguous();
   }
 
   void check_keys(Shape k_shape, Shape v_shape) {
     const TensorCheck k_check = check(a_.k_name, a_.k);
-    if (!has_dtype(a_.k, DType::kFloat8E4M3) && !has_dtype(a_.k, DType::kFloat8E5M2)) {
+    if (has_dtype(a_.q, DType::kFloat8E4M3)) {
+      k_check.dtype_as("q", a_.q);
+    } else if (!has_dtype(a_.k, DType::kFloat8E4M3) && !has_dtype(a_.k, DType::kFloat8E5M2)) {
       k_check.dtype({dtype_of(a_.q), DType::kFloat8E4M3, DType::kFloat8E5M2});
     }
     k_check.shape(k_shape).dense_last();

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <vector>
 
+#include "cpu/convert.h"
 #include "cpu/isa.h"
 #include "cpu/tile_ops.h"
 #include "fmha/cpu/kernel.h"
@@ -114,8 +115,30 @@ void clear_padding(const Params& p) {
   }
 }
 
+// e4m3 queries as the rows of `out`'s dtype that they are: every e4m3 value is one of bfloat16.
+std::vector<attnops::cpu::BFloat16> widen_queries(Params& p) {
+  std::vector<attnops::cpu::BFloat16> rows(p.num_q_tokens * p.num_q_heads * p.head_dim_qk);
+  const auto* q = static_cast<const attnops::cpu::Float8E4M3*>(p.q);
+  auto* to = rows.data();
+  for (int64_t token = 0; token < p.num_q_tokens; ++token) {
+    for (int head = 0; head < p.num_q_heads; ++head) {
+      const auto* from = q + token * p.q_stride_token + head * p.q_stride_head;
+      for (int d = 0; d < p.head_dim_qk; ++d) {
+        *to++ = attnops::cpu::from_float<attnops::cpu::BFloat16>(attnops::cpu::to_float(from[d]));
+      }
+    }
+  }
+  p.q = rows.data();
+  p.q_stride_head = p.head_dim_qk;
+  p.q_stride_token = static_cast<int64_t>(p.num_q_heads) * p.head_dim_qk;
+  p.dtype = DType::kBFloat16;
+  return rows;
+}
+
 void run(const char* op, const Params& params, const Tensor&) {
   Params p = params;
+  std::vector<attnops::cpu::BFloat16> queries;
+  if (p.dtype == DType::kFloat8E4M3) queries = widen_queries(p);
   CpuFaults faults(op, "k_pages", p.report);
   check_lengths_and_plan(op, p);
   if (p.paged) faults.check_lengths(ReportOp::kFmhaPaged, p.page_table, p.cache_seqlens, p.batch_size);

@@ -13,7 +13,7 @@ struct Params {
   int64_t num_q_tokens;  // rows of q and out; those behind the last request get zeros and -inf
   int64_t num_k_tokens;  // rows of k and v, ragged only
 
-  const void* q;  // [T, H_q, D_qk], of `dtype`
+  const void* q;  // [T, H_q, D_qk], of `dtype`; e4m3 with e4m3 keys alone
   int64_t q_stride_token, q_stride_head;
 
   // Ragged keys (fmha_varlen): [T_k, H_kv, D], stride_page 0, request b at cu_seqlens_k[b].
@@ -31,7 +31,7 @@ struct Params {
   const int32_t* tile_order;  // [num_tiles, 2]: request, query tile of it; (-1, -1): none (scheduler/varlen_tiles.h)
   int num_tiles, tile_q;
 
-  void* out;  // [T, H_q, D_v], of `dtype`
+  void* out;  // [T, H_q, D_v], of `dtype`; bfloat16 with e4m3 queries
   int64_t out_stride_token, out_stride_head;
   float* lse;  // [T, H_q] contiguous, or null
 

@@ -69,7 +69,8 @@ def call_paged(csr=False, **changes):
 
 # (argument, what is done to it, the message after "attnops::<op>: ")
 COMMON_ERRORS = [
-    ("q", lambda q: q.double(), "q must have dtype float32 or float16 or bfloat16, got float64"),
+    ("q", lambda q: q.double(), "q must have dtype float32 or float16 or bfloat16 or float8_e4m3fn, got float64"),
+    ("q", lambda q: q.to(torch.float8_e4m3fn), r"k\w* must have dtype float8_e4m3fn as q, got bfloat16"),
     ("q", lambda q: q[0], "q must have 3 dimensions, got 2"),
     ("q", strided, r"q\.stride\(2\) must be 1 .* got 2"),
     ("q", lambda q: q[:, :7], r"out\.shape\[1\] \(num_q_heads\) must be 7 as in q, got 8"),

@@ -38,7 +38,8 @@ def _destinations(
     q: Tensor, head_dim_v: int, out: Tensor | None, lse: Tensor | None, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     if out is None:
-        out = q.new_empty(q.shape[0], q.shape[1], head_dim_v)
+        dtype = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
+        out = q.new_empty(q.shape[0], q.shape[1], head_dim_v, dtype=dtype)
     if lse is None and return_lse:
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     return out, lse
@@ -70,8 +71,9 @@ def fmha_varlen(
     """Attention of every request of a ragged batch over its own ragged keys.
 
     Args:
-        q: ``[T, H_q, D_qk]`` (float32, float16, bfloat16). Its last dim is dense, other strides are free, as in k, v,
-            out: slices of a fused projection pass as they are. Both head dims are multiples of 8 in [32, 576].
+        q: ``[T, H_q, D_qk]`` (float32, float16, bfloat16; on the CPU also float8_e4m3fn, with k and v of it). Its last
+            dim is dense, other strides are free, as in k, v, out: slices of a fused projection pass as they are. Both
+            head dims are multiples of 8 in [32, 576].
         k, v: ``[T_k, H_kv, D_qk]``, ``[T_k, H_kv, D_v]`` in q's dtype, or both float8_e4m3fn or float8_e5m2 (slow on
             the CPU). ``H_q`` is a multiple of ``H_kv``; query head h uses KV head ``h // (H_q / H_kv)``.
         cu_seqlens_q, cu_seqlens_k: int32 ``[B + 1]``: where each request's queries and keys begin. Empty requests are
@@ -84,8 +86,9 @@ def fmha_varlen(
         sinks: float32 ``[H_q]``, one more logit per head, with no value; `lse` leaves it out.
         tree_mask: uint8 ``[T, >= ceil(max S_q / 8)]``, little-endian bits. Query i sees new token j of its request when
             bit j is set, in place of the causal rule. Keys before the new tokens stay visible. Windows apply too.
-        k_scale, v_scale: float32 ``[1]`` or ``[H_kv]``: real value = stored x scale.
-        out: Destination ``[T, H_q, D_v]`` in q's dtype; allocated when None.
+        k_scale, v_scale: float32 ``[1]`` or ``[H_kv]``: real value = stored x scale. A scale of
+            float8_e4m3fn queries is multiplied into k_scale.
+        out: Destination ``[T, H_q, D_v]`` in q's dtype, bfloat16 for float8_e4m3fn; allocated when None.
         lse: float32 destination ``[T, H_q]``, contiguous, written when given; allocated when None and `return_lse`.
         report: int32 ``[8]`` of the checked mode (core/report.h).
 
