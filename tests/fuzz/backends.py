@@ -1,4 +1,4 @@
-"""Right steps of backends: eager, captured by hand, through `GraphRunner` and through `SegmentRunner`."""
+"""Right steps of backends: eager, captured by hand, and through the three runners of `graphs`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from attnops.graphs import GraphRunner, SegmentRunner
+from attnops.graphs import GraphRunner, PiecewiseRunner, SegmentRunner
 from attnops.types import ForwardMode
 from torch import Tensor
 
@@ -164,7 +164,7 @@ class _Lookup(torch.nn.Module):
             table = torch.zeros(tokens, shape[0] * shape[1], dtype=spec.dtype, device=device)
             self.register_buffer(name, table)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, batch) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, batch=None) -> Tensor:
         q, k = self.q[input_ids], self.k[input_ids]
         v = None if self.is_mla else self.v[input_ids]
         return self.layer(q, k, v, batch)
@@ -178,20 +178,23 @@ class _Lookup(torch.nn.Module):
 
 
 def right_runner(draw: Draw) -> None:
-    """Steps through `GraphRunner`, or through `SegmentRunner`."""
+    """Steps through `GraphRunner`, `SegmentRunner` or `PiecewiseRunner`."""
     set_isa(draw)
-    segments = draw.chance(0.4)
-    world = draw_world(draw, graph=True)
-    if world.pool is None:
-        segments = True
+    kind = draw.pick(["graph", "graph", "segments", "pieces"])
+    world = draw_world(draw, graph=kind != "pieces")
+    if world.pool is None and kind == "graph":
+        kind = "segments"
     backend, limits = world.build(), world.limits
     model = _Lookup(world, limits.max_num_tokens)
     options = {"recorder": GraphTape} if draw.device == "cpu" else {}
-    if segments:
-        draw.saw("mode segment runner")
-        sizes = sorted({draw.number(1, limits.max_num_tokens), limits.max_num_tokens})
+    if kind != "graph":
+        draw.saw("mode segment runner" if kind == "segments" else "mode piecewise runner")
+        sizes = sorted({draw.number(2, limits.max_num_tokens), limits.max_num_tokens})
         world.fill(world.step(world.shape()))
-        runner = SegmentRunner(model, backend, sizes=sizes, layers={world.layer.layer_id: world.layer}, **options)
+        if kind == "pieces":
+            torch._dynamo.reset()
+        make = SegmentRunner if kind == "segments" else PiecewiseRunner
+        runner = make(model, backend, sizes=sizes, layers={world.layer.layer_id: world.layer}, **options)
         shapes = [_draw_graph_shape(world) for _ in range(2)]
     else:
         runner, shapes = _graph_runner(draw, world, backend, model, options)
