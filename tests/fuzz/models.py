@@ -71,6 +71,8 @@ def _draw_spec(draw: Draw, name: str) -> AttentionSpec:
     if capability.mla and (capability.head_dims is None or draw.chance(0.35)):
         kinds = [None, *sorted(capability.kv_dtypes & {FP8, torch.uint8}, key=str)]
         options["kv_dtype"] = draw.pick(kinds)
+        if capability.mla_dtypes is not None:
+            options["dtype"] = draw.pick(sorted(capability.mla_dtypes, key=str))
         options["fp8_products"] = options["kv_dtype"] == FP8 and draw.chance(0.2)
         return AttentionSpec.mla(draw.pick([1, 3, 8, 16, 16, 64, 128]), **options)
     kv_heads = draw.pick([1, 2, 2, 3, 8])
