@@ -338,3 +338,11 @@ def test_the_views_of_one_shape_are_the_same_for_ever(name):
     assert views_of(backend) is not views
     backend.init_forward_metadata(step_of(model, "decode", 1).batch)
     assert views_of(backend) is views
+
+
+def test_ragged_steps_of_bidirectional_windows_are_refused_where_only_decode_runs():
+    """Rows before a block's first token would look further back than any token's window."""
+    window = gqa(sliding_window_size=20, attn_type=AttentionType.DECODER_BIDIRECTIONAL)
+    step = step_of(Model("bidirectional_window", window), "draft_extend_ragged", 0)
+    with pytest.raises(NotImplementedError, match="serves no ragged DRAFT_EXTEND of bidirectional"):
+        eager("trtllm_mha", step)

@@ -93,7 +93,9 @@ class World:
             return Shape(mode, [], [])
         batch = draw.number(1, limits.max_batch_size)
         uniform = mode is not ForwardMode.EXTEND and mode is not ForwardMode.MIXED
-        uniform = uniform and (mode is not ForwardMode.DRAFT_EXTEND or draw.chance(0.5))
+        # Backends that only decode refuse ragged steps of bidirectional attention with a window.
+        refused = self.spec.sliding_window_size >= 0 and self.spec.attn_type is not AttentionType.DECODER
+        uniform = uniform and (mode is not ForwardMode.DRAFT_EXTEND or refused or draw.chance(0.5))
         if uniform:
             count = 1 if mode is ForwardMode.DECODE else draw.number(1, limits.max_tokens_per_request)
             new = [count] * batch

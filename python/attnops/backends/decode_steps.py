@@ -17,7 +17,7 @@ from attnops.backends.store import heads
 from attnops.graph_buffers import MAX_CACHED_STEPS, PagedBuffers, PagedStep
 from attnops.metadata.plan import MlaDecodePlan
 from attnops.plan_buffers import BlockBuffers, DecodePlan, DecodePlans, TokenBlocks
-from attnops.types import AttentionBatch, AttentionSpec, ForwardMode, Limits
+from attnops.types import AttentionBatch, AttentionSpec, AttentionType, ForwardMode, Limits
 
 if TYPE_CHECKING:
     from attnops.layers.radix_attention import RadixAttention
@@ -73,7 +73,10 @@ class DecodeSteps:
         self._is_mla = spec.is_mla
         self.buffers = PagedBuffers(spec, limits, device)
         self._modes = modes
-        self._blocks = None if draft_width == 0 else BlockBuffers(spec, limits, device, draft_width)
+        # A block begins with rows of no token. Their windows would reach further back than any token's.
+        self._lacks_rows = spec.sliding_window_size >= 0 and spec.attn_type is not AttentionType.DECODER
+        no_blocks = draft_width == 0 or self._lacks_rows
+        self._blocks = None if no_blocks else BlockBuffers(spec, limits, device, draft_width)
         self._plans: dict[int, DecodePlans] = {}
         for seqlen_q in {1, limits.max_tokens_per_request}:
             self._plans_for(seqlen_q)
@@ -86,13 +89,18 @@ class DecodeSteps:
         """Host work of a step: limits and views.
 
         Raises:
-            NotImplementedError: the batch is prefill.
+            NotImplementedError: the batch is prefill, or a ragged step of a bidirectional model with a sliding window.
             ValueError: it exceeds the limits.
         """
         if batch.forward_mode not in self._modes:
             raise NotImplementedError(
                 f"attnops: backend {self._owner} decodes, the batch is {batch.forward_mode.name}; select_backend or "
                 "HybridAttnBackend joins it with a backend for prefill"
+            )
+        if self._lacks_rows and not batch.is_uniform and batch.num_tokens:
+            raise NotImplementedError(
+                f"attnops: backend {self._owner} serves no ragged {batch.forward_mode.name} of bidirectional attention "
+                "with a sliding window; give all requests of the step as many tokens"
             )
         self._limits.check(batch)
         paged = self.buffers.step(batch)
