@@ -1,6 +1,7 @@
 """Every row of every CUDA table: that a test reaches it, and what no value in a tensor may do to it."""
 
 import dataclasses
+import math
 import re
 from pathlib import Path
 
@@ -118,6 +119,21 @@ def test_lengths_below_zero_are_none(op, row):
     lengths[0], lengths[3] = -1, -(2**31)
     out, lse = case.having(cache_seqlens=lengths).decode()
     assert not out[[0, 3]].any() and (lse[[0, 3]] == -torch.inf).all() and lse[[1, 2, 4]].isfinite().all()
+
+
+@gpu
+@each_row
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_query_that_sees_no_key_may_hold_anything(op, row, value):
+    """It is not multiplied into the zeros of its row. Where it sees keys, it shows, and in no other row."""
+    case = case_of(op, row, [130, 0, 5, 517, 66])
+    good_out, _ = case.decode()
+    q = case.problem.q.clone()
+    q[[1, 3]] = value
+    out, lse = case.having(q=q).decode()
+    assert not out[1].any() and (lse[1] == -torch.inf).all()
+    assert out[3].isnan().all()
+    assert torch.equal(out[[0, 2, 4]], good_out[[0, 2, 4]])
 
 
 @gpu

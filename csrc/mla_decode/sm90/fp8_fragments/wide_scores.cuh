@@ -35,7 +35,6 @@ class ScoreConsumer {
       attnops::sm90::mbarrier_wait(At::queries_barrier(shared_, 0), parity_);
       count_ += kQueryStages;
       softmax_.begin(piece);
-      named_barrier_sync(kScoreWarps, kGroupThreads);
       most_ = 0.f;
 #pragma unroll 1
       for (int t = 0; t < piece.num_tiles; ++t, ++count_, ++given_) {

@@ -19,15 +19,19 @@ class WideSoftmax {
   __device__ WideSoftmax(const Params& p, uint8_t* base, float kv_scale)
       : p_(p), base_(base), raw_scale_(p.softmax_scale * kv_scale * kLog2e) {}
 
-  // Between two barriers of the warpgroup.
+  // After a barrier of the warpgroup; ends with one.
   __device__ void begin(const Piece& piece) {
     clear_ = few_rows::keys_of_all_rows(p_, piece);
     const int row = threadIdx.x % kGroupThreads;
+    bool is_bad = false;
     if (row < At::kRows) {
+      const float own = query_scale(row);
+      is_bad = isnan(own);
       float* pair = pair_entry(row);
-      pair[0] = scales_first() ? 1.f : query_scale(row) * raw_scale_;
+      pair[0] = scales_first() ? 1.f : (is_bad ? 1.f : own) * raw_scale_;  // times it, -infinity must stay what it is
       pair[1] = kUnset;
     }
+    some_bad_ = attnops::sm90::named_barrier_or(kScoreWarps, kGroupThreads, is_bad);
 #pragma unroll
     for (float& x : sum_) x = 0.f;
   }
@@ -46,6 +50,7 @@ class WideSoftmax {
   __device__ bool tile(const Piece& piece, int first_key, Scores& s, const float (&weight)[2], RowPairs& pairs,
                        float* factors) {
     if (scales_first()) scale(s);
+    if (some_bad_) spoil(s);
     if (first_key < clear_.begin || first_key + kPlanTileTokens > clear_.end ||
         (At::kOptions == Options::kAll && p_.report)) {
       mask(piece, first_key, s);
@@ -129,6 +134,14 @@ class WideSoftmax {
     }
   }
 
+  // Rows whose query is not finite show it wherever they see a key, and only there.
+  __device__ void spoil(Scores& s) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (isnan(query_scale(query_of(i)))) s[element_of(i, 0)] = s[element_of(i, 1)] = NAN;
+    }
+  }
+
   __device__ void mask(const Piece& piece, int first_key, Scores& s) const {
     if (At::kOptions == Options::kCommon && clear_.end == piece.keys.end) {  // all rows see the same
 #pragma unroll
@@ -189,6 +202,7 @@ class WideSoftmax {
   uint8_t* const base_;
   const float raw_scale_;
   KvRange clear_;  // keys that need no mask
+  bool some_bad_;  // of the piece's queries
   float sum_[kCount];
 };
 

@@ -68,7 +68,8 @@ class ScoreConsumer {
     for (int h = 0; h < kRowsPerThread; ++h) {
       const float scale = query[row(h)] * raw_scale_;
       rows_.maximum[h] = kUnset;
-      scale_.row[h] = scale == 0.f ? 1e-30f : scale;  // -infinity times it must stay what it is
+      is_bad_[h] = isnan(scale);  // of a query that is not finite: shown wherever it sees a key, and only there
+      scale_.row[h] = scale == 0.f || is_bad_[h] ? 1e-30f : scale;  // -infinity times it must stay what it is
     }
   }
 
@@ -112,6 +113,10 @@ class ScoreConsumer {
   // From scores to probabilities.
   __device__ void store_tile(const Piece& piece, int first_key, Scores& s) {
     const int buffer = given_ % L::kBuffers;
+    if (is_bad_[0] || is_bad_[1]) {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) s[i] = is_bad_[i / 2 % 2] ? NAN : s[i];
+    }
     const ScoreScale scale = prepare_scores<kOptions>(p_, piece, rows_, scale_, seen_by_all_, first_key, s);
     float factor[kRowsPerThread], sums[kRowsPerThread];
     Words words;
@@ -157,6 +162,7 @@ class ScoreConsumer {
   const float raw_scale_;
   RowState rows_;
   ScoreScale scale_;
+  bool is_bad_[kRowsPerThread];
   int seen_by_all_;
   int first_box_, last_box_;  // of the piece: tiles that come by the copy engine
   Ring ring_;
