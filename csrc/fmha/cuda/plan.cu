@@ -2,36 +2,98 @@
 #include <string>
 
 #include "device/common/block_scan.cuh"
-#include "device/common/launch.h"
+#include "device/common/launch_dependent.cuh"
+#include "device/common/pdl.cuh"
 #include "fmha/cuda/plan.h"
 
 namespace attnops::fmha {
 namespace {
 
-__device__ int seqlen_q(const TilePlan& p, int request) {
-  return p.cu_seqlens_q[request + 1] - p.cu_seqlens_q[request];
-}
+struct Lengths {
+  int queries, keys;
+};
 
-__device__ int num_query_tiles(const TilePlan& p, int request) {
-  const int length = seqlen_q(p, request);
-  // No more than the plan has rows for: hostile lengths must not overflow.
-  return length > 0 ? min_of((length - 1) / p.geometry.tile_q + 1, p.max_tiles + 1) : 0;
-}
-
-// Bin of a request: of its last tile.
-__device__ int bin_of(const TilePlan& p, int request, int num_tiles) {
-  const int queries = seqlen_q(p, request);
+__device__ Lengths lengths_of(const TilePlan& p, int request) {
+  const int queries = p.cu_seqlens_q[request + 1] - p.cu_seqlens_q[request];
   const int keys = p.cu_seqlens_k != nullptr    ? p.cu_seqlens_k[request + 1] - p.cu_seqlens_k[request]
                    : p.cache_seqlens != nullptr ? p.cache_seqlens[request]
                                                 : queries;
-  return cost_bin(varlen_tile_cost(p.geometry, queries, keys, num_tiles - 1));
+  return {queries, keys};
 }
 
-// The order of scheduler/varlen_tiles.h as a stable counting sort of requests in one CTA, weighted by their tiles: a
-// histogram of bins, then rounds of one request per thread. Within a round a request's place in its bin is what earlier
-// rounds, earlier warps and earlier lanes took of that bin. Then a warp writes a request's rows.
+__device__ int num_query_tiles(const TilePlan& p, int queries) {
+  // No more than the plan has rows for: hostile lengths must not overflow.
+  return queries > 0 ? min_of((queries - 1) / p.geometry.tile_q + 1, p.max_tiles + 1) : 0;
+}
+
+// Bin of a request: of its last tile.
+__device__ int bin_of(const TilePlan& p, const Lengths& lengths, int num_tiles) {
+  return cost_bin(varlen_tile_cost(p.geometry, lengths.queries, lengths.keys, num_tiles - 1));
+}
+
+// A request's rows, by a warp.
+__device__ void write_rows(const TilePlan& p, int request, int tiles, int64_t first_row) {
+  for (int i = threadIdx.x % 32; i < tiles; i += 32) {
+    const int64_t row = first_row + i;
+    if (row < 0 || row >= p.max_tiles) break;
+    reinterpret_cast<int2*>(p.tile_order)[row] = {request, tiles - 1 - i};
+  }
+}
+
 template <int kThreads>
-__global__ void __launch_bounds__(kThreads) fmha_plan_kernel(const __grid_constant__ TilePlan p) {
+__device__ void write_no_rows(const TilePlan& p, int from) {
+  for (int n = max_of(from, 0) + static_cast<int>(threadIdx.x); n < p.max_tiles; n += kThreads) {
+    reinterpret_cast<int2*>(p.tile_order)[n] = {-1, -1};
+  }
+}
+
+// The order of scheduler/varlen_tiles.h for up to kThreads requests: a request's first row is the sum of the tiles of
+// all that come before it. 2^n neighbouring lanes add up one request's.
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads) fmha_plan_few_kernel(const __grid_constant__ TilePlan p) {
+  __shared__ int2 bins[kThreads];  // bin, tiles of a request
+  __shared__ int32_t total;
+  const int num_requests = p.geometry.num_requests, own = static_cast<int>(threadIdx.x);
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
+  if (own < num_requests) {
+    const Lengths lengths = lengths_of(p, own);
+    const int tiles = num_query_tiles(p, lengths.queries);
+    bins[own] = {tiles > 0 ? bin_of(p, lengths, tiles) : 0, tiles};
+  }
+  if (own == 0) total = 0;
+  __syncthreads();
+  int lanes = 32;
+  while (lanes > 1 && lanes * num_requests > kThreads) lanes /= 2;
+  const int request = own / lanes;
+  const int2 mine = request < num_requests ? bins[request] : int2{0, 0};
+  int64_t first = 0, all = 0;
+  for (int i = own % lanes; i < num_requests; i += lanes) {
+    const int2 other = bins[i];
+    all += other.y;
+    if (other.x > mine.x || (other.x == mine.x && i < request)) first += other.y;
+  }
+  for (int step = lanes / 2; step > 0; step /= 2) {
+    first += __shfl_xor_sync(~0u, first, step);
+    all += __shfl_xor_sync(~0u, all, step);
+  }
+  if (own == 0) total = static_cast<int>(min_of<int64_t>(all, p.max_tiles));
+  // The warp of a request's lanes writes its rows.
+  for (int r = own / 32 * 32 / lanes, end = r + 32 / lanes; r < end; ++r) {
+    if (r >= num_requests) break;
+    const int tiles = bins[r].y, from = (r - own / 32 * 32 / lanes) * lanes;
+    const int64_t row = __shfl_sync(~0u, first, from);
+    write_rows(p, r, tiles, row);
+  }
+  __syncthreads();
+  write_no_rows<kThreads>(p, total);
+}
+
+// The same for any number of requests: a stable counting sort in one CTA, weighted by their
+// tiles: a histogram of bins, then rounds of one request per thread. Within a round a request's place in its bin is
+// what earlier rounds, earlier warps and earlier lanes took of that bin. Then a warp writes a request's rows.
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads) fmha_plan_many_kernel(const __grid_constant__ TilePlan p) {
   static_assert(kThreads >= kCostBins);
   constexpr int kWarps = kThreads / 32;
   extern __shared__ int32_t first_row[];            // [B]
@@ -42,10 +104,13 @@ __global__ void __launch_bounds__(kThreads) fmha_plan_kernel(const __grid_consta
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
   if (threadIdx.x < kCostBins) bin_next[threadIdx.x] = 0;
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
   __syncthreads();
   for (int b = threadIdx.x; b < num_requests; b += kThreads) {
-    const int tiles = num_query_tiles(p, b);
-    if (tiles > 0) atomicAdd(&bin_next[bin_of(p, b, tiles)], tiles);
+    const Lengths lengths = lengths_of(p, b);
+    const int tiles = num_query_tiles(p, lengths.queries);
+    if (tiles > 0) atomicAdd(&bin_next[bin_of(p, lengths, tiles)], tiles);
   }
   __syncthreads();
   const int own_bin = kCostBins - 1 - static_cast<int>(threadIdx.x);  // the longest come first
@@ -56,8 +121,9 @@ __global__ void __launch_bounds__(kThreads) fmha_plan_kernel(const __grid_consta
   for (int base = 0; base < num_requests; base += kThreads) {
     for (int i = lane; i < kCostBins; i += 32) warp_next[warp][i] = 0;
     const int b = base + static_cast<int>(threadIdx.x);
-    const int tiles = b < num_requests ? num_query_tiles(p, b) : 0;
-    const int bin = tiles > 0 ? bin_of(p, b, tiles) : -1;
+    const Lengths lengths = b < num_requests ? lengths_of(p, b) : Lengths{0, 0};
+    const int tiles = num_query_tiles(p, lengths.queries);
+    const int bin = tiles > 0 ? bin_of(p, lengths, tiles) : -1;
     lane_tiles[threadIdx.x] = tiles;
     __syncwarp();
     const unsigned same_bin = __match_any_sync(~0u, bin);
@@ -85,42 +151,27 @@ __global__ void __launch_bounds__(kThreads) fmha_plan_kernel(const __grid_consta
   __syncthreads();
 
   for (int b = warp; b < num_requests; b += kWarps) {
-    const int tiles = num_query_tiles(p, b);
-    for (int i = lane; i < tiles; i += 32) {
-      const int64_t row = static_cast<int64_t>(first_row[b]) + i;
-      if (row < 0 || row >= p.max_tiles) break;
-      p.tile_order[2 * row] = b;
-      p.tile_order[2 * row + 1] = tiles - 1 - i;
-    }
+    write_rows(p, b, num_query_tiles(p, lengths_of(p, b).queries), first_row[b]);
   }
-  for (int n = max_of(total, 0) + static_cast<int>(threadIdx.x); n < p.max_tiles; n += kThreads) {
-    p.tile_order[2 * n] = -1;
-    p.tile_order[2 * n + 1] = -1;
-  }
-}
-
-template <int kThreads>
-void launch_plan_as(const TilePlan& p, CUstream_st* stream) {
-  const size_t bytes = p.geometry.num_requests * sizeof(int32_t);
-  constexpr size_t kAlwaysThere = 28 * 1024;  // 48 KB less the counts
-  if (bytes > kAlwaysThere) {
-    check_cuda(cudaFuncSetAttribute(&fmha_plan_kernel<kThreads>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    static_cast<int>(bytes)),
-               "shared memory for the plan of so large a batch");
-  }
-  fmha_plan_kernel<kThreads><<<1, kThreads, bytes, stream>>>(p);
-  check_cuda(cudaGetLastError(), "fmha_plan_kernel");
+  write_no_rows<kThreads>(p, total);
 }
 
 }  // namespace
 
 void launch_plan(const TilePlan& p, CUstream_st* stream) {
   constexpr int kMaxRequests = 16384;  // 64 KB of shared memory beside the counts
-  if (p.geometry.num_requests > kMaxRequests) {
+  constexpr int kFewThreads = 1024, kManyThreads = 512;
+  const int requests = p.geometry.num_requests;
+  if (requests > kMaxRequests) {
     throw std::runtime_error("attnops::fmha_plan: cu_seqlens_q.shape[0] (batch_size + 1) must be at most " +
-                             std::to_string(kMaxRequests + 1) + ", got " + std::to_string(p.geometry.num_requests + 1));
+                             std::to_string(kMaxRequests + 1) + ", got " + std::to_string(requests + 1));
   }
-  p.max_tiles <= 1024 ? launch_plan_as<256>(p, stream) : launch_plan_as<512>(p, stream);
+  if (requests <= kFewThreads) {
+    launch_dependent<&fmha_plan_few_kernel<kFewThreads>>("fmha_plan", {1, kFewThreads, 0, 0}, stream, p);
+  } else {
+    launch_dependent<&fmha_plan_many_kernel<kManyThreads>>(
+        "fmha_plan", {1, kManyThreads, requests * 4, kMaxRequests * 4}, stream, p);
+  }
 }
 
 }  // namespace attnops::fmha
