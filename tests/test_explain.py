@@ -7,6 +7,8 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 import torch
 from attnops import explain
+from attnops.explain_prefill import prefill_schedule
+from attnops.metadata.fmha_plan import cuda_tile_q
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -129,3 +131,43 @@ def test_mistakes_of_a_picture_are_named(arguments, message, capsys):
     with pytest.raises(SystemExit):
         explain.main(arguments)
     assert message in capsys.readouterr().err
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 900), st.integers(0, 40_000)), min_size=1, max_size=6),
+    st.sampled_from([(32, 8), (8, 1), (5, 5)]),
+    st.sampled_from([1, 20, 132]),
+    st.booleans(),
+)
+def test_prefill_works_are_taken_once_by_whoever_is_free(lengths, heads, num_sms, causal):
+    new = [n for n, _ in lengths]
+    keys = [n + prefix for n, prefix in lengths]
+    pieces = prefill_schedule(new, keys, num_q_heads=heads[0], num_kv_heads=heads[1], num_sms=num_sms, causal=causal)
+    tile_q = cuda_tile_q(heads[0] // heads[1], 128)
+    expected = {(i, work) for i, n in enumerate(new) for work in range(-(-n // tile_q) * heads[1])}
+    assert sorted((p.request, p.work) for p in pieces) == sorted(expected)
+    for piece in pieces:
+        last = min((piece.work // heads[1] + 1) * tile_q, new[piece.request])
+        seen = keys[piece.request] - new[piece.request] + last if causal else keys[piece.request]
+        assert (piece.begin, piece.end, piece.num_splits) == (0, max(-(-seen // 128), 1), 1)
+    longest = max((p.tiles for p in pieces), default=0)
+    busy = [sum(p.tiles + 1 for p in pieces if p.part == part) for part in range(num_sms)]
+    assert max(busy) <= sum(busy) / num_sms + longest + 1  # Graham's bound
+
+
+def test_prefill_is_drawn(capsys, tmp_path):
+    arguments = ["4608", "65600", "--prefill", "512", "64", "--num-q-heads", "32", "--num-sm-parts", "132"]
+    explain.main([*arguments, "--svg", str(tmp_path / "plan.svg")])
+    text = capsys.readouterr().out
+    assert "units" not in text and "tiles of 128 keys" in text and "r1.8[0:513]" in text
+    ElementTree.parse(tmp_path / "plan.svg")
+    for wrong, message in [
+        ("100 --prefill 5 --num-kv-heads 8", "--num-q-heads must be a multiple of --num-kv-heads, 8"),
+        ("100 --prefill 5 6 --num-q-heads 8", "--prefill must have 1 lengths, got 2"),
+        ("100 --prefill -5 --num-q-heads 8", "--prefill must not be negative, got -5"),
+        ("100 --prefill 5 --num-q-heads 8 --head-dim 300", r"--head-dim must be in [1, 256], got 300"),
+    ]:
+        with pytest.raises(SystemExit):
+            explain.main(wrong.split())
+        assert message in capsys.readouterr().err

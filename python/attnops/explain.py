@@ -1,6 +1,7 @@
 """Which part computes which keys: a picture of a split-KV schedule, read from the plan that the ops write.
 
 ``python -m attnops.explain 4096 300 17 --num-kv-heads 8 --num-sm-parts 16``
+``python -m attnops.explain 4608 65600 --prefill 512 64 --num-q-heads 32 --num-kv-heads 8 --num-sm-parts 132``
 
 The picture shows the plan's division. Short calls of `xqa_decode` on Hopper ignore the plan: clusters of CTAs divide
 each work evenly (docs/kernels/xqa_decode.md).
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from attnops.explain_prefill import UNIT_TOKENS, prefill_schedule
 from attnops.explain_svg import svg
 from attnops.metadata.plan import MLA_ROWS_PER_WORK, TILE_TOKENS
 
@@ -151,14 +153,14 @@ def _tiles_per_cut(fixed_split_tokens: int, tiles: int) -> int:
     return even + even % 2 if -fixed_split_tokens <= FEW_CUTS else even
 
 
-def picture(pieces: Sequence[Piece], num_sm_parts: int, width: int = 64) -> str:
+def picture(pieces: Sequence[Piece], num_sm_parts: int, width: int = 64, tile_tokens: int = TILE_TOKENS) -> str:
     """A line per part: its tiles as symbols of their requests, then its pieces in words."""
     load = [0] * num_sm_parts
     for piece in pieces:
         load[piece.part] += piece.tiles
     most = max([*load, 1])
     per_symbol = -(-most // width)
-    lines = [f"each symbol: {per_symbol} tile{'s' * (per_symbol > 1)} of {TILE_TOKENS} keys; longest part {most} tiles"]
+    lines = [f"each symbol: {per_symbol} tile{'s' * (per_symbol > 1)} of {tile_tokens} keys; longest part {most} tiles"]
     for part in range(num_sm_parts):
         mine = [piece for piece in pieces if piece.part == part]
         bar = "".join(SYMBOLS[piece.request % len(SYMBOLS)] * piece.tiles for piece in mine)[::per_symbol]
@@ -189,6 +191,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--mla-heads", type=int, help="query heads of an MLA model: works are one or two blocks of 64 query rows"
     )
+    parser.add_argument(
+        "--prefill", type=int, nargs="+", metavar="S_Q", help="new tokens of each request: draws a prefill on a GPU"
+    )
+    parser.add_argument("--num-q-heads", type=int, help="with --prefill")
+    parser.add_argument("--head-dim", type=int, default=128, help="with --prefill")
+    parser.add_argument("--full", action="store_true", help="with --prefill: not causal")
     parser.add_argument("--seqlen-q", type=int, default=1, help="query tokens per request")
     parser.add_argument("--num-sm-parts", type=int, default=16, help="CTAs, or CPU threads")
     parser.add_argument(
@@ -206,19 +214,46 @@ def main(arguments: list[str] | None = None) -> None:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     if options.fixed_split_tokens > 0 and options.fixed_split_tokens % TILE_TOKENS:
         parser.error(f"--fixed-split-tokens must be a multiple of {TILE_TOKENS}, got {options.fixed_split_tokens}")
+    if options.prefill is not None:
+        _check_prefill(parser, options)
+    tile_tokens = TILE_TOKENS if options.prefill is None else UNIT_TOKENS
     try:
         note, pieces, parts = _scheduled(options)
     except RuntimeError as error:
         parser.error(str(error).split("\nException raised")[0])
-    print(*note, picture(pieces, parts), sep="\n")
+    print(*note, picture(pieces, parts, tile_tokens=tile_tokens), sep="\n")
     if options.svg:
-        options.svg.write_text(svg(pieces, parts, [*note, balance(pieces, parts)], TILE_TOKENS), encoding="utf-8")
+        options.svg.write_text(svg(pieces, parts, [*note, balance(pieces, parts)], tile_tokens), encoding="utf-8")
+
+
+def _check_prefill(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    heads, kv_heads = options.num_q_heads, options.num_kv_heads
+    if heads is None or heads < 1 or heads % kv_heads:
+        parser.error(f"--num-q-heads must be a multiple of --num-kv-heads, {kv_heads}, with --prefill, got {heads}")
+    if len(options.prefill) != len(options.cache_seqlens):
+        parser.error(f"--prefill must have {len(options.cache_seqlens)} lengths, got {len(options.prefill)}")
+    if not 1 <= options.head_dim <= 256:
+        parser.error(f"--head-dim must be in [1, 256], got {options.head_dim}")
+    if min(options.prefill) < 0:
+        parser.error(f"--prefill must not be negative, got {min(options.prefill)}")
 
 
 def _scheduled(options: argparse.Namespace) -> tuple[list[str], list[Piece], int]:
     """A note about groups of parts, the pieces, and the lines of the picture."""
     shape = {name: getattr(options, name) for name in ("seqlen_q", "window_left", "fixed_split_tokens")}
     parts, heads = options.num_sm_parts, options.num_kv_heads
+    if options.prefill is not None:
+        pieces = prefill_schedule(
+            options.prefill,
+            options.cache_seqlens,
+            num_q_heads=options.num_q_heads,
+            num_kv_heads=heads,
+            num_sms=parts,
+            head_dim=options.head_dim,
+            causal=not options.full,
+            window_left=options.window_left,
+        )
+        return ["SMs take works in turn, each the next one when it is free"], pieces, parts
     if options.mla_heads is not None:
         pieces, group = mla_schedule(options.cache_seqlens, num_q_heads=options.mla_heads, num_sm_parts=parts, **shape)
         note = ["blocks of query rows go in pairs; each line is a pair of parts"] if group == 2 else []
