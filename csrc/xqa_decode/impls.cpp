@@ -52,7 +52,11 @@ constexpr Impl kImpls[] = {
     {"sm90_cluster_bf16_hd64", DType::kBFloat16, DType::kBFloat16, 64, &sm90::launch_cluster_bf16_hd64,
      &sm90::reject_cluster},
     {"sm90_bf16_hd64", DType::kBFloat16, DType::kBFloat16, 64, &sm90::launch_bf16_hd64, &sm90::reject},
+    {"sm90_gather_bf16_hd64", DType::kBFloat16, DType::kBFloat16, 64, &sm90::launch_gather_bf16_hd64,
+     &sm90::reject_gather},
     {"sm90_fp16_hd64", DType::kFloat16, DType::kFloat16, 64, &sm90::launch_fp16_hd64, &sm90::reject},
+    {"sm90_gather_fp16_hd64", DType::kFloat16, DType::kFloat16, 64, &sm90::launch_gather_fp16_hd64,
+     &sm90::reject_gather},
 #endif
     {"bf16_hd64", DType::kBFloat16, DType::kBFloat16, 64, &launch_bf16_hd64},
     {"fp16_hd64", DType::kFloat16, DType::kFloat16, 64, &launch_fp16_hd64},
@@ -80,7 +84,11 @@ constexpr Impl kImpls[] = {
     {"sm90_fp16_hd128", DType::kFloat16, DType::kFloat16, 128, &sm90::launch_fp16_hd128, &sm90::reject},
     {"sm90_gather_fp16_hd128", DType::kFloat16, DType::kFloat16, 128, &sm90::launch_gather_fp16_hd128,
      &sm90::reject_gather},
+    {"sm90_gather_bf16_hd256", DType::kBFloat16, DType::kBFloat16, 256, &sm90::launch_gather_bf16_hd256,
+     &sm90::reject_gather},
     {"sm90_fp16_hd256", DType::kFloat16, DType::kFloat16, 256, &sm90::launch_fp16_hd256, &sm90::reject},
+    {"sm90_gather_fp16_hd256", DType::kFloat16, DType::kFloat16, 256, &sm90::launch_gather_fp16_hd256,
+     &sm90::reject_gather},
 #endif
     {"bf16_hd128", DType::kBFloat16, DType::kBFloat16, 128, &launch_bf16_hd128},
     {"bf16_hd256", DType::kBFloat16, DType::kBFloat16, 256, &launch_bf16_hd256},

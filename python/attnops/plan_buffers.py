@@ -48,7 +48,15 @@ class DecodePlans:
         def parts_for(batch_size: int) -> int:
             if spec.is_mla:
                 return mla_num_sm_parts(device, batch_size, -(-seqlen_q * spec.num_q_heads // MLA_ROWS_PER_WORK))
-            return xqa_num_sm_parts(device, batch_size, spec.num_kv_heads, kv_dtype=kv_dtype, fixed_split_tokens=cuts)
+            return xqa_num_sm_parts(
+                device,
+                batch_size,
+                spec.num_kv_heads,
+                rows=seqlen_q * (spec.num_q_heads // spec.num_kv_heads),
+                head_dim=spec.head_dim,
+                kv_dtype=kv_dtype,
+                fixed_split_tokens=cuts,
+            )
 
         self._parts = [parts_for(size) for size in range(max_batch_size + 1)]
         options: dict[str, Any] = {

@@ -18,15 +18,18 @@ from xqa_decoding import decode as decode_xqa
 
 BF16, FP16, FP32, ROW = torch.bfloat16, torch.float16, torch.float32, torch.uint8
 LENGTHS = [130, 64, 5, 517, 66]
+MANY_ROWS = {"num_q_heads": 40, "num_kv_heads": 2}  # of a KV head: more than clusters take
 
 # Options of the problem, and: "wide", a page table too wide for clusters; "checked", with a report; "odd", rows of K
 # and V that start on no 16-byte boundary.
 XQA_ROWS = {
     "sm90_cluster_bf16_hd64": {},
     "sm90_bf16_hd64": {"wide": True},
+    "sm90_gather_bf16_hd64": {"page_size": 5},
     "sm90_fp16_hd64": {"dtype": FP16},
+    "sm90_gather_fp16_hd64": {"dtype": FP16, "page_size": 5},
     "bf16_hd64": {"checked": True},
-    "fp16_hd64": {"dtype": FP16, "page_size": 5},
+    "fp16_hd64": {"dtype": FP16, "checked": True},
     "fp8_hd64": {"kv_dtype": FP8},
     "sm90_cluster_wgmma_bf16_hd128": {"head_dim": 128},
     "sm90_cluster_wgmma_fp16_hd128": {"head_dim": 128, "dtype": FP16},
@@ -36,16 +39,18 @@ XQA_ROWS = {
     "sm90_cluster_fp8_hd128": {"head_dim": 128, "kv_dtype": FP8, "page_size": 3},
     "sm90_fp8_hd128": {"head_dim": 128, "kv_dtype": FP8, "wide": True},
     "sm90_gather_fp8_hd128": {"head_dim": 128, "kv_dtype": FP8, "wide": True, "page_size": 3},
-    "sm90_bf16_hd128": {"head_dim": 128, "wide": True},
-    "sm90_gather_bf16_hd128": {"head_dim": 128, "wide": True, "page_size": 3},
+    "sm90_bf16_hd128": {"head_dim": 128, **MANY_ROWS},
+    "sm90_gather_bf16_hd128": {"head_dim": 128, **MANY_ROWS, "page_size": 3},
     "sm90_bf16_hd256": {"head_dim": 256},
-    "sm90_fp16_hd128": {"head_dim": 128, "wide": True, "dtype": FP16},
-    "sm90_gather_fp16_hd128": {"head_dim": 128, "wide": True, "page_size": 3, "dtype": FP16},
+    "sm90_gather_bf16_hd256": {"head_dim": 256, "page_size": 3},
+    "sm90_fp16_hd128": {"head_dim": 128, **MANY_ROWS, "dtype": FP16},
+    "sm90_gather_fp16_hd128": {"head_dim": 128, **MANY_ROWS, "page_size": 3, "dtype": FP16},
     "sm90_fp16_hd256": {"head_dim": 256, "dtype": FP16},
+    "sm90_gather_fp16_hd256": {"head_dim": 256, "page_size": 3, "dtype": FP16},
     "bf16_hd128": {"head_dim": 128, "checked": True},
-    "bf16_hd256": {"head_dim": 256, "page_size": 5},
+    "bf16_hd256": {"head_dim": 256, "checked": True},
     "fp16_hd128": {"head_dim": 128, "dtype": FP16, "checked": True},
-    "fp16_hd256": {"head_dim": 256, "dtype": FP16, "page_size": 5},
+    "fp16_hd256": {"head_dim": 256, "dtype": FP16, "checked": True},
     "fp8_hd128": {"head_dim": 128, "kv_dtype": FP8, "checked": True},
     "fp8_hd256": {"head_dim": 256, "kv_dtype": FP8},
     "fp32": {"dtype": FP32},

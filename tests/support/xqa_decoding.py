@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
-from attnops import ops
+from attnops import ops, reference
 from attnops.metadata import XqaDecodePlan
 from checks import assert_attention_close, assert_lse_close
 from problems import FP8, PagedProblem
@@ -89,3 +91,47 @@ def assert_decodes(problem: PagedProblem, *, bound: float | None = None, tree_ma
     assert_lse_close(lse, expected_lse, atol=2e-4 if problem.k_pages.dtype == FP8 else 1e-4)
     empty = expected_lse == -torch.inf
     assert not out[empty].any(), "a row without keys must be zero"
+
+
+def captured(step):
+    """A graph of `step`, which ran once before."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
+def check_replays(problem, plan, batches):
+    """One captured graph, plan and decode, replayed with other lengths, tables and queries each time."""
+    page_size = problem.k_pages.shape[1]
+    seqlens = torch.zeros_like(problem.cache_seqlens)
+    table = torch.full_like(problem.page_table, 2**30)
+    q, out = problem.q.clone(), torch.empty_like(problem.q)
+    lse = torch.empty(q.shape[:-1], device="cuda")
+
+    def step():
+        ops.xqa_decode_plan(plan, seqlens)
+        ops.xqa_decode(q, problem.k_pages, problem.v_pages, table, seqlens, plan, out=out, lse=lse)
+
+    graph = captured(step)
+    for now in batches:
+        seqlens.copy_(torch.tensor(now, dtype=torch.int32))
+        table.fill_(2**30)
+        for request, length in enumerate(now):
+            pages = -(-length // page_size)
+            table[request, :pages] = problem.page_table[request, :pages].flip(0)
+        q.copy_(torch.randn_like(q))
+        out.fill_(math.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        expected, expected_lse = reference.paged_attention(
+            q.unsqueeze(1).cpu(), problem.k_pages.cpu(), problem.v_pages.cpu(), table.cpu(), seqlens.cpu()
+        )
+        expected, expected_lse = expected.squeeze(1), expected_lse.squeeze(1)
+        torch.testing.assert_close(out.cpu().double(), expected, rtol=2e-2, atol=4e-3)
+        torch.testing.assert_close(lse.cpu().double(), expected_lse, rtol=1e-4, atol=1e-4)

@@ -9,7 +9,7 @@ from attnops import ops, reference
 from attnops.metadata import XqaDecodePlan
 from checks import assert_attention_close
 from problems import FP8, paged_problem
-from xqa_decoding import assert_decodes, decode, make_plan
+from xqa_decoding import assert_decodes, captured, check_replays, decode, make_plan
 
 pytestmark = pytest.mark.gpu
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -18,19 +18,6 @@ LENGTHS = [1, 0, 63, 64, 65, 517, 130, 1000]
 
 def on_gpu(*arguments, **options):
     return paged_problem(*arguments, **options).to("cuda")
-
-
-def captured(step):
-    """A graph of `step`, which ran once before."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph
 
 
 def in_mode(mode):
@@ -316,37 +303,6 @@ def test_same_bits_on_every_run(lengths, heads, kv_dtype, num_sm_parts):
         assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
 
 
-def check_replays(problem, plan, batches):
-    """One captured graph, plan and decode, replayed with other lengths, tables and queries each time."""
-    page_size = problem.k_pages.shape[1]
-    seqlens = torch.zeros_like(problem.cache_seqlens)
-    table = torch.full_like(problem.page_table, 2**30)
-    q, out = problem.q.clone(), torch.empty_like(problem.q)
-    lse = torch.empty(q.shape[:-1], device="cuda")
-
-    def step():
-        ops.xqa_decode_plan(plan, seqlens)
-        ops.xqa_decode(q, problem.k_pages, problem.v_pages, table, seqlens, plan, out=out, lse=lse)
-
-    graph = captured(step)
-    for now in batches:
-        seqlens.copy_(torch.tensor(now, dtype=torch.int32))
-        table.fill_(2**30)
-        for request, length in enumerate(now):
-            pages = -(-length // page_size)
-            table[request, :pages] = problem.page_table[request, :pages].flip(0)
-        q.copy_(torch.randn_like(q))
-        out.fill_(math.nan)
-        graph.replay()
-        torch.cuda.synchronize()
-        expected, expected_lse = reference.paged_attention(
-            q.unsqueeze(1).cpu(), problem.k_pages.cpu(), problem.v_pages.cpu(), table.cpu(), seqlens.cpu()
-        )
-        expected, expected_lse = expected.squeeze(1), expected_lse.squeeze(1)
-        torch.testing.assert_close(out.cpu().double(), expected, rtol=2e-2, atol=4e-3)
-        torch.testing.assert_close(lse.cpu().double(), expected_lse, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("fixed_split_tokens", [0, 256, -9])
 def test_one_graph_serves_every_length(fixed_split_tokens):
     problem = on_gpu([1504] * 3, num_q_heads=8, num_kv_heads=2, head_dim=128, page_size=16)  # whole pages
@@ -362,6 +318,28 @@ def test_one_graph_serves_even_and_skewed_batches(tokens, heads):
     plan = make_plan(problem, num_sm_parts=None)
     skewed = [tokens, *[3] * 14, tokens - 1]
     check_replays(problem, plan, [[tokens] * 16, skewed, [0] * 16, skewed[::-1], list(range(850, 946, 6))])
+
+
+@pytest.mark.parametrize(
+    ("requests", "tokens", "heads", "page_size"),
+    [
+        (16, 1088, (64, 4), 64),
+        (16, 1101, (8, 4), 3),
+        (3, 8320, (16, 4), 64),
+        (8, 4224, (32, 4), 64),
+        (12, 2100, (8, 4), 1),
+    ],
+)
+def test_lengths_decide_between_teams_and_parts(requests, tokens, heads, page_size):
+    """Clusters divide short calls, the plan long ones, in one kernel and one graph, whatever the table holds."""
+    problem = on_gpu(
+        [tokens] * requests, num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=128, page_size=page_size
+    )
+    plan = make_plan(problem, num_sm_parts=None)
+    one_long = [100] * (requests - 1) + [tokens]
+    check_replays(
+        problem, plan, [[tokens] * requests, [64] * requests, one_long, [1, *[0] * (requests - 1)], one_long[::-1]]
+    )
 
 
 @pytest.mark.parametrize(

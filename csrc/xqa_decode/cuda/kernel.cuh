@@ -17,10 +17,10 @@ __device__ inline void sync_group(int group, int threads) {
   }
 }
 
-// What the warps found of a piece, put together and stored: the output, or a partial result.
+// What the warps found of a piece, put together and stored: the output, or a partial result. `thread` of theirs.
 template <class Tr>
 __device__ void store_piece(const Params& p, const Shape& shape, const WorkPlace& place, const Splits& splits,
-                            int first_row, const uint8_t* smem) {
+                            int first_row, const uint8_t* smem, unsigned thread = threadIdx.x) {
   using Shared = SharedLayout<Tr>;
   const auto* stats = reinterpret_cast<const float2*>(smem + Shared::kStats);
   const int* free_stage = reinterpret_cast<const int*>(smem + Shared::kFree);
@@ -28,7 +28,7 @@ __device__ void store_piece(const Params& p, const Shape& shape, const WorkPlace
   constexpr int kVecs = Tr::kHeadDim / 4;
   const int64_t slot = splits.slot(splits.index);
 #pragma unroll 1
-  for (int item = threadIdx.x; item < rows * kVecs; item += Tr::kThreads) {
+  for (int item = thread; item < rows * kVecs; item += Tr::kThreads) {
     const int d = item % kVecs * 4;
     if (d >= p.head_dim) continue;
     const int row_group = item / kVecs / Tr::kRows, row = item / kVecs % Tr::kRows;

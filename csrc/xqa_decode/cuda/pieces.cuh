@@ -105,6 +105,17 @@ class PieceWalk {
     return next_work > entry_.end_work || (next_work == entry_.end_work && next_tile >= entry_.end_tile);
   }
 
+  // Calls `visit` with request, KV head and row block of the piece after this one, if there is one.
+  template <class Visit>
+  __device__ __forceinline__ void look_ahead(const Visit& visit) const {
+    if (row_block_ + 1 < row_blocks_) return visit(request_, kv_head_, row_block_ + 1);
+    if (is_last()) return;
+    if (end_tile_ < num_tiles_) return visit(request_, kv_head_, 0);
+    if (group_ > 1) return visit(request_ + 1, kv_head_, 0);
+    const bool same_request = kv_head_ + 1 < p_.num_kv_heads;
+    visit(same_request ? request_ : request_ + 1, same_request ? kv_head_ + 1 : 0, 0);
+  }
+
   // Calls `visit` with all that differs between parts or pieces: for those who keep it elsewhere meanwhile.
   template <class Visit>
   __device__ __forceinline__ void visit_state(const Visit& visit) {

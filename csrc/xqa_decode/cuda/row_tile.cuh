@@ -136,7 +136,7 @@ struct RowTile {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int row = first_row + 8 * n + lane % 4 * 2 + i;
-        const int token = min_of(row / shape.group, p.seqlen_q - 1);
+        const int token = min_of(shape.by_group.divide(row), p.seqlen_q - 1);
         const int position = new_tokens_begin + token;
         const int begin = p.window_left < 0 ? 0 : position - p.window_left;
         const int end = p.causal && !p.tree_mask ? min_of(position + 1, piece.keys().end) : piece.keys().end;

@@ -6,44 +6,12 @@
 #include "xqa_decode/cuda/query_row.cuh"
 #include "xqa_decode/sm90/epilogue.cuh"
 #include "xqa_decode/sm90/gather_stream.cuh"
+#include "xqa_decode/sm90/query_copy.cuh"
+#include "xqa_decode/sm90/short_works.cuh"
 #include "xqa_decode/sm90/tile_stream.cuh"
 #include "xqa_decode/sm90/wide_block.cuh"
 
 namespace attnops::xqa_decode::sm90 {
-
-// Up to eight elements that may lie anywhere.
-template <typename T>
-__device__ __noinline__ void copy_odd_queries(uint32_t at, const T* from, int count) {
-  static_assert(sizeof(T) == 2);
-#pragma unroll 1
-  for (int k = 0; k < 8; ++k) {
-    const uint16_t bits = k < count ? *reinterpret_cast<const uint16_t*>(from + k) : uint16_t{0};
-    asm volatile("st.shared.u16 [%0], %1;" ::"r"(at + 2 * k), "h"(bits) : "memory");
-  }
-}
-
-// Starts the copies of the pass's rows of q into shared memory, zeros where there are none, as the first product reads
-// them. They go past registers, so that none waits for another.
-template <class Tr>
-__device__ __forceinline__ void copy_queries(const Params& p, const Shape& shape, const Boxes& boxes,
-                                             const WorkPlace& place, int first_row, uint32_t queries) {
-  constexpr int kVecsPerRow = Tr::kHeadDim / 8;
-  using T = typename Tr::T;
-  const T* q = static_cast<const T*>(p.q) + place.request * p.q_stride_request;
-#pragma unroll
-  for (int item = threadIdx.x; item < Tr::kRows * kVecsPerRow; item += Tr::kThreads) {
-    const int i = item / kVecsPerRow, d = item % kVecsPerRow * 8, row = first_row + i;
-    const bool take = row < shape.rows && d < p.head_dim;
-    const int token = shape.by_group.divide(row), head = place.kv_head * shape.group + row - token * shape.group;
-    const T* from = take ? q + token * p.q_stride_token + head * p.q_stride_head + d : q;
-    const uint32_t at = queries + d / 64 * (Tr::kRows * 128) + hopper::swizzled(i, d / 8 % 8);
-    if (boxes.vector_queries) {
-      cp_async_16(at, from, take);
-    } else {
-      copy_odd_queries(at, from, take ? p.head_dim - d : 0);
-    }
-  }
-}
 
 __device__ __forceinline__ SplitKvEntry load_entry(const Params& p, int part) {
   const auto* words = reinterpret_cast<const int4*>(p.tile_scheduler_metadata) + 2 * static_cast<int64_t>(part);
@@ -61,21 +29,36 @@ class Consumer {
         boxes_(boxes),
         smem_(smem),
         shared_(hopper::smem_address(smem)),
+        queries_(shared_ + Shared::kQueries),
         exchange_(reinterpret_cast<float*>(smem + Shared::kExchange)) {}
 
   __device__ __forceinline__ void run(PieceWalk& piece) {
+    bool fetched = false;  // this piece's queries are on their way
     do {
       const WorkPlace place{piece.work(), piece.request(), piece.kv_head()};
       if (piece.overflows()) {
         if (piece.starts_work() && piece.last_row_block()) {
           store_nan(p_, shape_, place, piece.splits(), Tr::kThreads);
         }
+        cp_async_wait<0>();
+        fetched = false;
         continue;
       }
       const int first_row = piece.row_block() * Tr::kRows;
       Block<Tr> block;
-      begin(place, first_row, block, piece.continues_run());
+      if constexpr (Tr::kFetchesAhead) {
+        begin(place, first_row, block, fetched);
+        fetched = false;
+        piece.look_ahead([&](int request, int kv_head, int row_block) {
+          copy_queries<Tr>(p_, shape_, boxes_, {0, request, kv_head}, row_block * Tr::kRows, other_queries());
+          fetched = true;
+        });
+        cp_async_commit();
+      } else {
+        begin(place, first_row, block, piece.continues_run());
+      }
       attend(piece, first_row, block);
+      if constexpr (Tr::kFetchesAhead) queries_ = other_queries();
       const Splits splits = piece.splits();
       if (splits.count == 1) {
         store_rows(p_, shape_, place, block, first_row);
@@ -86,7 +69,7 @@ class Consumer {
       arrive_and_merge<Tr::kThreads>(p_, shape_, place, splits, piece.is_last(),
                                      reinterpret_cast<MergeFlag*>(smem_ + Shared::kFlag),
                                      reinterpret_cast<float*>(smem_ + Shared::kMergeScratch));
-      // The next queries lie where the merge has its scratch.
+      // The next queries or probabilities lie where the merge has its scratch.
       hopper::named_barrier_sync(kMultiply, Tr::kThreads);
     } while (piece.next());
   }
@@ -96,7 +79,7 @@ class Consumer {
                                         bool queries_are_there = false) const {
     if constexpr (Tr::kFp8) return begin_fp8(place, block, queries_are_there);
     if (!queries_are_there) {
-      copy_queries<Tr>(p_, shape_, boxes_, place, first_row, shared_ + Shared::kQueries);
+      copy_queries<Tr>(p_, shape_, boxes_, place, first_row, queries());
     }
     cp_async_commit();
     block.begin(score_scale(place), p_.logit_cap);
@@ -215,7 +198,7 @@ class Consumer {
   // The scores of the tile whose keys come next, in flight.
   __device__ __forceinline__ void multiply_keys(Block<Tr>& block, Scores& scores) {
     wait_for_unit();
-    block.multiply_keys(shared_ + Shared::kRing + place_.slot * Tr::kUnitBytes, shared_ + Shared::kQueries, scores);
+    block.multiply_keys(shared_ + Shared::kRing + place_.slot * Tr::kUnitBytes, queries(), scores);
   }
 
   // From the scores of a tile, which are complete, to its probabilities.
@@ -294,6 +277,12 @@ class Consumer {
     if constexpr (Tr::kGathers) hopper::fence_async_proxy();  // rows arrive by ordinary writes
   }
 
+  __device__ __forceinline__ uint32_t queries() const {
+    return Tr::kFetchesAhead ? queries_ : shared_ + Shared::kQueries;
+  }
+  __device__ __forceinline__ uint32_t other_queries() const {
+    return 2 * (shared_ + Shared::kQueries) + Tr::kQueryBytes - queries_;
+  }
   __device__ __forceinline__ uint32_t probs() const { return shared_ + Shared::kProbs + prob_buffer_ * Tr::kProbBytes; }
 
   // A warp is done with a unit. Where rows are gathered, ordinary writes come next, which are ordered only behind the
@@ -307,6 +296,7 @@ class Consumer {
   const Boxes& boxes_;
   uint8_t* const smem_;
   const uint32_t shared_;
+  uint32_t queries_;  // of the piece at hand, where there are two places for them
   float* const exchange_;
   RingPlace<Tr> place_;
   int prob_buffer_ = 0;
@@ -377,19 +367,21 @@ class GuessedPiece {
   bool is_one_;
 };
 
-// Asks for the first tile that a part will probably need to be in L2.
+// Asks for the first tile that a part will probably need to be in L2. Returns where that is, or `start`.
 template <class Tr>
-__device__ __forceinline__ void prefetch_first_tile(const Params& p, const Shape& shape, const Boxes& boxes,
-                                                    const CUtensorMap& key_map, const CUtensorMap& value_map, int part,
-                                                    uint32_t shared, int lane, LikelyStart& start) {
+__device__ __forceinline__ LikelyStart prefetch_first_tile(const Params& p, const Shape& shape, const Boxes& boxes,
+                                                           const CUtensorMap& key_map, const CUtensorMap& value_map,
+                                                           int part, uint32_t shared, int lane,
+                                                           const LikelyStart& start = {}) {
+  if (part >= p.num_sm_parts) return start;
   const GuessedPiece piece(p, shape, part);
-  if (!piece.is_one()) return;
+  if (!piece.is_one()) return start;
   const int cell = (piece.first_token() + lane * boxes.tokens) >> shape.page_shift;
   const int page = cell < p.page_table.max_pages ? hopper::load_guess(p.page_table.row(piece.request()) + cell) : -1;
   TileStream<Tr> stream(p, boxes, &key_map, &value_map, shape, shared, lane);
   stream.open(piece);
   stream.prefetch(piece, page);
-  start = {piece.request(), piece.first_token() >> shape.page_shift};
+  return {piece.request(), piece.first_token() >> shape.page_shift};
 }
 
 // What the warps beyond those that multiply do; `warp` is the number among them.
@@ -434,7 +426,7 @@ __device__ __forceinline__ void run_parts(const Params& p, const Shape& shape, c
   }
   __syncthreads();
   if constexpr (!Tr::kGathers) {
-    if (brings) prefetch_first_tile<Tr>(p, shape, boxes, key_map, value_map, part, shared, lane, start);
+    if (brings) start = prefetch_first_tile<Tr>(p, shape, boxes, key_map, value_map, part, shared, lane, start);
   }
   wait_for_earlier_kernels();
   let_next_kernel_start();
@@ -442,6 +434,11 @@ __device__ __forceinline__ void run_parts(const Params& p, const Shape& shape, c
   if (warp == kHeads * kWarpsOfHead) look_up_ahead(p, start, shared + Shared::kNowhere, lane);
   const SplitKvEntry entry = load_entry(p, part);
   if (entry.begin_work == entry.end_work && entry.begin_tile >= entry.end_tile) return;
+  if constexpr (kHasShortWorks<Tr>) {
+    if (all_short<Tr>(p, shape, entry, lane)) {
+      return attend_short_works<Tr>(p, shape, boxes, entry, part, smem, warp, lane);
+    }
+  }
   PieceWalk piece(p, shape, entry, part);
   if (!piece.next()) return;
   if (Tr::kFolds || brings) piece.walk_runs(Tr::kTileTokens);

@@ -14,7 +14,11 @@ void launch_fp16_hd128(const Params& params, CUstream_st* stream);
 void launch_fp16_hd256(const Params& params, CUstream_st* stream);
 
 // The same for pages that are too small for the copy engine's boxes.
+void launch_gather_bf16_hd64(const Params& params, CUstream_st* stream);
+void launch_gather_fp16_hd64(const Params& params, CUstream_st* stream);
 void launch_gather_bf16_hd128(const Params& params, CUstream_st* stream);
 void launch_gather_fp16_hd128(const Params& params, CUstream_st* stream);
+void launch_gather_bf16_hd256(const Params& params, CUstream_st* stream);
+void launch_gather_fp16_hd256(const Params& params, CUstream_st* stream);
 
 }  // namespace attnops::xqa_decode::sm90

@@ -100,10 +100,16 @@ struct RowBlock : RowState<Tr> {
 
   // Zeros for the values of keys that no row sees: their probability is zero, but 0 x NaN is not.
   __device__ static void clear_values(uint32_t values, uint64_t seen) {
-#pragma unroll 1
-    for (int i = threadIdx.x; i < Tr::kUnitBytes / 16; i += Tr::kThreads) {
-      if (seen >> (i / 8 % 64) & 1) continue;
-      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(values + i * 16), "r"(0) : "memory");
+    const int thread = threadIdx.x % Tr::kGroupThreads;
+    seen >>= thread / 8;
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      if (seen >> 16 * step & 1) continue;
+#pragma unroll
+      for (int column = 0; column < Tr::kColumns; ++column) {
+        const uint32_t at = values + column * hopper::kTileBytes + step * 2048 + thread * 16;
+        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
+      }
     }
   }
 

@@ -33,10 +33,12 @@ struct RowMask {
                        : nullptr;
   }
 
-  __device__ __forceinline__ bool shows(int key) const {
-    if (key < begin || key >= end) return false;
+  __device__ __forceinline__ bool in_range(int key) const { return key >= begin && key < end; }
+
+  // Of keys in range, where there is a tree.
+  __device__ __forceinline__ bool in_tree(int key) const {
     const int draft = key - new_tokens_begin;
-    return !tree || draft < 0 || (tree[draft / 8] >> (draft % 8) & 1);
+    return !in_range(key) || draft < 0 || (tree[draft / 8] >> (draft % 8) & 1);
   }
 };
 
@@ -100,11 +102,11 @@ struct RowState {
     }
   }
 
-  // Hides the keys that a row may not see.
+  // Hides the keys that a row may not see. Those that a tree hides out of line: trees are seldom.
   template <class Piece>
   __device__ __forceinline__ static void mask_scores(const Params& p, const Shape& shape, const Piece& piece,
                                                      int first_row, int first_key, Scores& scores) {
-    const int warp = threadIdx.x / 32 % Tr::kWarps, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const int own_key = first_key + threadIdx.x / 32 % Tr::kWarps * 16 + threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
     for (int n = 0; n < Tr::kRowTiles; ++n) {
 #pragma unroll
@@ -112,10 +114,17 @@ struct RowState {
         const RowMask mask(p, shape, piece, first_row + 8 * n + 2 * t + i);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          if (!mask.shows(first_key + 16 * warp + g + 8 * h)) scores[4 * n + 2 * h + i] = -INFINITY;
+          if (!mask.in_range(own_key + 8 * h)) scores[4 * n + 2 * h + i] = -INFINITY;
         }
       }
     }
+    if (p.tree_mask == nullptr) return;
+    Scores copy;
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) copy[i] = scores[i];
+    mask_tree_scores(p, shape, SeenKeys{piece.request(), piece.length(), piece.keys()}, first_row, own_key, copy);
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) scores[i] = copy[i];
   }
 
   // Where a lane's probabilities begin in a buffer of them.
@@ -171,6 +180,15 @@ struct RowState {
   }
 
  private:
+  __device__ __noinline__ static void mask_tree_scores(const Params& p, const Shape& shape, const SeenKeys& seen,
+                                                       int first_row, int own_key, Scores& scores) {
+#pragma unroll 1
+    for (int j = 0; j < kScores; ++j) {
+      const RowMask mask(p, shape, seen, first_row + j / 4 * 8 + threadIdx.x % 4 * 2 + j % 2);
+      if (!mask.in_tree(own_key + j / 2 % 2 * 8)) scores[j] = -INFINITY;
+    }
+  }
+
   __device__ __forceinline__ void add(const float (&added)[Tr::kRowTiles][2]) {
 #pragma unroll
     for (int n = 0; n < Tr::kRowTiles; ++n) {

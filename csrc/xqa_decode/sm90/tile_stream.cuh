@@ -109,6 +109,7 @@ class TileStream {
     const uint64_t policy = hopper::l2_policy(row_blocks_ == 1 || tiles > kTilesInL2);
     int token = piece.first_token(), held = 0;
     int pages_ahead = look_up(token + 32 * boxes_.tokens);
+    const bool is_long = tiles > kLongPiece;
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
       before_tile(tiles - tile);
@@ -122,6 +123,9 @@ class TileStream {
         const uint32_t of_head = head_ * head_stride<Tr>();
         const uint32_t barrier = full_ + place_.slot * 8 + of_head;
         hopper::mbarrier_wait(empty_ + place_.slot * 8 + of_head, place_.parity ^ 1);
+        if constexpr (Tr::kUnits > Tr::kUnitsOfLong) {
+          if (is_long) wait_for_earlier_unit(boxes_.units_of_long);
+        }
         if (lane_ < kHeads) hopper::mbarrier_arrive_expect(barrier, bytes);
         __syncwarp();
         if (take) {
@@ -142,8 +146,16 @@ class TileStream {
 
  private:
   static constexpr int kHeads = heads_of_cta<Tr>();
+  static constexpr int kLongPiece = 4;  // tiles; of longer pieces fewer units are on their way
   // Of a piece that row blocks walk one after the other: as many as L2 holds for all CTAs until the next one comes.
   static constexpr int kTilesInL2 = 128 * 1024 / (2 * Tr::kUnitBytes);
+
+  // Until the unit so many before the next one has been taken out of the ring.
+  __device__ __forceinline__ void wait_for_earlier_unit(int before) const {
+    const bool wraps = place_.slot < before;
+    const int slot = place_.slot - before + (wraps ? Tr::kUnits : 0);
+    hopper::mbarrier_wait(empty_ + slot * 8, wraps ? place_.parity ^ 1 : place_.parity);
+  }
 
   // Boxes of keys that no row sees are not read: their cells of the table may hold anything.
   __device__ bool takes(int own_token) const {

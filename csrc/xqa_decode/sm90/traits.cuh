@@ -39,22 +39,27 @@ struct Traits {
   static constexpr int kProbBuffers = kRows <= 32 ? 2 : 0;  // see WideBlock
   static constexpr int kSmallBytes =
       256 + kWarps * kRows * 4 + (kFp8 ? 2 * kRows * 4 : 0) + (kFoldLevels_ != kNoFold ? 96 : 0);
-  // The merge has its scratch where queries and probabilities lie.
-  static constexpr int kWorkBytes =
-      max_of(kQueryBytes + kProbBuffers * kProbBytes, static_cast<int>(sizeof(PartialSum)) * kThreads);
   static constexpr int kInboxBytes = kInboxBytes_;  // of what other CTAs of a cluster send
   static constexpr bool kFolds = kFoldLevels_ != kNoFold;
+  // The next piece's queries come while this one's tiles are multiplied, where that does not cost a CTA of the SM.
+  static constexpr bool kFetchesAhead = !kFp8 && !kFolds && kInboxBytes == 0 && (kHeadDim <= 128 || kRows != 16);
+  // The merge has its scratch where probabilities lie, or queries that nobody needs any more.
+  static constexpr int kScratchBytes = static_cast<int>(sizeof(PartialSum)) * kThreads;
+  static constexpr int kWorkBytes = kFetchesAhead ? 2 * kQueryBytes + max_of(kProbBuffers * kProbBytes, kScratchBytes)
+                                                  : max_of(kQueryBytes + kProbBuffers * kProbBytes, kScratchBytes);
   static constexpr int kFoldLevels = max_of(kFoldLevels_, 0);
   static constexpr int kFoldLevelBytes = (kBlocks * kRows / 2 + 2 * kRowTiles) * 4 * kThreads;
   static constexpr int kFoldBytes = kFolds ? kWarps * kRows * 4 + max_of(kFoldLevels - 1, 0) * kFoldLevelBytes : 0;
   static constexpr int kRestBytes = kWorkBytes + kSmallBytes + kInboxBytes + kFoldBytes;
   static constexpr int kPartOfSm = (228 - kMostCtas) * 1024 / kMostCtas, kWholeSm = 227 * 1024;
   static constexpr int kCtasPerSm = kPartOfSm - kRestBytes >= 3 * kUnitBytes ? kMostCtas : 1;
-  // Parts of the plan ask for no more than four units at a time, measured at head dim 128: with six some CTAs get their
-  // tiles sooner at the cost of others, which then end later.
-  static constexpr int kMostUnits = kInboxBytes == 0 && !kGathers && kUnitBytes <= 16 * 1024 ? 4 : 12;
-  static constexpr int kUnits = min_of(((kCtasPerSm > 1 ? kPartOfSm : kWholeSm) - kRestBytes) / kUnitBytes, kMostUnits);
+  static constexpr int kUnits = min_of(((kCtasPerSm > 1 ? kPartOfSm : kWholeSm) - kRestBytes) / kUnitBytes, 12);
   static_assert(kUnits >= 3);
+  // Of a long piece parts of the plan ask for no more than four units of 16 KB at a time, measured at head dim 128:
+  // with six some CTAs get their tiles sooner at the cost of others, which then end later.
+  static constexpr bool kFewOfLong = kInboxBytes == 0 && kCtasPerSm > 1;
+  static constexpr int kUnitsOfLong =
+      !kFewOfLong ? kUnits : min_of(kFp8 ? 4 : max_of(4 * 16 * 1024 / kUnitBytes, 3), kUnits);
 
   // fp16 probabilities are scaled up by this power of two, so that small ones keep their digits; with kSlack more they
   // stay in range.
@@ -77,14 +82,15 @@ template <class Tr>
 struct SharedLayout {
   static constexpr int kRing = 0;
   static constexpr int kQueries = Tr::kUnits * Tr::kUnitBytes;  // [kBlocks][kRows][64], swizzled
-  static constexpr int kProbs = kQueries + Tr::kQueryBytes;     // [kProbBuffers][kRowTiles][64 keys][8]
-  static constexpr int kMergeScratch = kQueries;                // when neither queries nor probabilities are needed
-  static constexpr int kFull = kQueries + Tr::kWorkBytes;       // barriers [kUnits]
-  static constexpr int kEmpty = kFull + 96;                     // barriers [kUnits]
-  static constexpr int kFlag = kFull + 192;                     // MergeFlag
-  static constexpr int kNowhere = kFlag + 16;                   // 16 bytes that nobody reads
-  static constexpr int kInboxFull = kNowhere + 16;              // barrier
-  static constexpr int kExchange = kFull + 256;                 // float [kWarps][kRows]
+  static constexpr int kProbs =                                 // [kProbBuffers][kRowTiles][64 keys][8]
+      kQueries + (Tr::kFetchesAhead ? 2 : 1) * Tr::kQueryBytes;
+  static constexpr int kMergeScratch = Tr::kFetchesAhead ? kProbs : kQueries;
+  static constexpr int kFull = kQueries + Tr::kWorkBytes;                        // barriers [kUnits]
+  static constexpr int kEmpty = kFull + 96;                                      // barriers [kUnits]
+  static constexpr int kFlag = kFull + 192;                                      // MergeFlag
+  static constexpr int kNowhere = kFlag + 16;                                    // 16 bytes that nobody reads
+  static constexpr int kInboxFull = kNowhere + 16;                               // barrier
+  static constexpr int kExchange = kFull + 256;                                  // float [kWarps][kRows]
   static constexpr int kRowScale = kExchange + Tr::kWarps * Tr::kRows * 4;       // over e4m3 pages float [2][kRows]
   static constexpr int kPiece = kRowScale + (Tr::kFp8 ? 2 * Tr::kRows * 4 : 0);  // the walk's state where kernels fold
   static constexpr int kInbox = kPiece + (Tr::kFolds ? 96 : 0);
@@ -102,6 +108,7 @@ struct Boxes {
   int bytes;            // of a box
   int runs;             // of box tokens in a tile
   int count;            // of boxes in a unit
+  int units_of_long;    // on their way at a time, of a long piece
   bool vector_queries;  // rows of q start on 16-byte boundaries, and head_dim is a multiple of 8
 };
 

@@ -80,16 +80,23 @@ struct WideBlock {
   template <class Piece>
   __device__ __forceinline__ static void mask_scores(const Params& p, const Shape& shape, const Piece& piece,
                                                      int first_row, int first_key, float (&scores)[kScores]) {
-    const int warp = threadIdx.x / 32 % Tr::kWarps, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const int own_row = first_row + threadIdx.x / 32 % Tr::kWarps * 16 + threadIdx.x % 32 / 4;
+    const int own_key = first_key + threadIdx.x % 4 * 2;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const RowMask mask(p, shape, piece, first_row + 16 * warp + g + 8 * h);
+      const RowMask mask(p, shape, piece, own_row + 8 * h);
 #pragma unroll
       for (int n = 0; n < kScores / 4; ++n) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          if (!mask.shows(first_key + 8 * n + 2 * t + i)) scores[4 * n + 2 * h + i] = -INFINITY;
+          const int key = own_key + 8 * n + i;
+          if (!mask.in_range(key)) scores[4 * n + 2 * h + i] = -INFINITY;
         }
+      }
+      if (mask.tree == nullptr) continue;
+#pragma unroll 1
+      for (int j = 0; j < kScores / 2; ++j) {
+        if (!mask.in_tree(own_key + j / 2 * 8 + j % 2)) scores[j / 2 * 4 + 2 * h + j % 2] = -INFINITY;
       }
     }
   }

@@ -155,7 +155,13 @@ class XqaDecodePlan(_SplitKvPlan):
                 f"got {num_q_heads} and {num_kv_heads}"
             )
         num_sm_parts = num_sm_parts or xqa_num_sm_parts(
-            device, batch_size, num_kv_heads, kv_dtype=kv_dtype, fixed_split_tokens=fixed_split_tokens
+            device,
+            batch_size,
+            num_kv_heads,
+            rows=seqlen_q * (num_q_heads // num_kv_heads),
+            head_dim=head_dim,
+            kv_dtype=kv_dtype,
+            fixed_split_tokens=fixed_split_tokens,
         )
         num_partials = _num_partials(kind, batch_size * num_kv_heads, num_sm_parts, fixed_split_tokens, max_seqlen_k)
         if fixed_split_tokens > 0 and (max_seqlen_k or 0) > fixed_split_tokens * XQA_MAX_SPLITS:

@@ -35,6 +35,8 @@ def xqa_num_sm_parts(
     batch_size: int,
     num_kv_heads: int,
     *,
+    rows: int = 1,
+    head_dim: int = 128,
     kv_dtype: torch.dtype | None = None,
     fixed_split_tokens: int = 0,
 ) -> int:
@@ -42,9 +44,18 @@ def xqa_num_sm_parts(
 
     On CUDA parts come in groups, one part for each KV head (csrc/xqa_decode/plan.h). Where a few groups fewer leave
     requests whole, they are fewer: a cut costs two partial results and their merge.
+
+    Args:
+        rows: Query rows (token, head) of a request and KV head.
+        head_dim: Of K and V.
+        kv_dtype: Of the pages; None: the type of q.
+        fixed_split_tokens: Of the plan.
     """
-    smaller = fixed_split_tokens and kv_dtype is not None and kv_dtype.itemsize == 1
-    most = default_num_sm_parts(device, XQA_FP8_FOLDING_PARTS_PER_SM if smaller else XQA_PARTS_PER_SM)
+    fp8 = kv_dtype is not None and kv_dtype.itemsize == 1
+    parts_per_sm = XQA_FP8_FOLDING_PARTS_PER_SM if fp8 and fixed_split_tokens else XQA_PARTS_PER_SM
+    if head_dim > 128 and rows > 16 and not fp8:
+        parts_per_sm = 1  # a CTA of these kernels fills an SM; parts of a second round would keep merges waiting
+    most = default_num_sm_parts(device, parts_per_sm)
     groups = most // num_kv_heads
     if device.type != "cuda" or num_kv_heads == 1 or groups * num_kv_heads * 10 < most * 9:
         return most

@@ -24,11 +24,15 @@ class SharePiece {
     divide(share, 1 << log_shares, least);
   }
 
-  // Of any number of shares.
-  __device__ SharePiece(const Params& p, int request, int kv_head, int length, int share, int shares,
-                        const Divisor& by_shares)
+  // Of any number of shares: `few` for works of up to `few_tiles` tiles, else `shares`.
+  __device__ SharePiece(const Params& p, int request, int kv_head, int length, int share, int few_tiles, int few,
+                        const Divisor& by_few, int shares, const Divisor& by_shares)
       : SharePiece(p, request, kv_head, length) {
-    divide(share, shares, by_shares.divide(tiles_.count));
+    if (tiles_.count <= few_tiles) {
+      divide(share, few, by_few.divide(tiles_.count));
+    } else {
+      divide(share, shares, by_shares.divide(tiles_.count));
+    }
   }
 
   __device__ bool next() { return false; }

@@ -1,6 +1,7 @@
 #pragma once
 #include "xqa_decode/sm90/cluster_wgmma/fold_merge.cuh"
 #include "xqa_decode/sm90/cluster_wgmma/leaf_piece.cuh"
+#include "xqa_decode/sm90/cluster_wgmma/long_call.cuh"
 #include "xqa_decode/sm90/cluster_wgmma/merge.cuh"
 #include "xqa_decode/sm90/kernel.cuh"
 
@@ -13,7 +14,8 @@ __device__ __forceinline__ auto share_piece(const Params& p, const Team& team, c
   if constexpr (Tr::kFolds) {
     return LeafPiece(p, team, place.request, place.kv_head, length, share);
   } else {
-    return SharePiece(p, place.request, place.kv_head, length, share, team.shares, team.by_shares);
+    return SharePiece(p, place.request, place.kv_head, length, share, team.lone_tiles, team.ctas, team.by_ctas,
+                      team.shares, team.by_shares);
   }
 }
 
@@ -24,15 +26,25 @@ inline constexpr int kShortShare = 8;  // tiles
 template <class Tr>
 __device__ __forceinline__ void bring_share(const Params& p, const Shape& shape, const Boxes& boxes, const Team& team,
                                             const CUtensorMap* keys, const CUtensorMap* values, const WorkPlace& place,
-                                            int share, uint32_t shared, int lane) {
+                                            int share, bool has_share, uint32_t shared, int lane) {
   if (lane == 0) {
     hopper::prefetch_map(keys);
     hopper::prefetch_map(values);
   }
-  const int32_t* length_at = p.cache_seqlens + place.request;
+  const int32_t* length_at = p.cache_seqlens + (has_share ? place.request : 0);
   const int guess = hopper::load_guess(length_at);
-  auto piece = share_piece<Tr>(p, team, place, guess, share);
+  const bool guessed_long = is_long<Tr, true>(p, team, lane);
   TileStream<Tr> stream(p, boxes, keys, values, shape, shared, lane);
+  if (!has_share || guessed_long) {
+    if (guessed_long) prefetch_first_tile<Tr>(p, shape, boxes, *keys, *values, blockIdx.x, shared, lane);
+    let_next_kernel_start();
+    wait_for_earlier_kernels();
+    const int length = __ldcg(length_at);
+    if (is_long<Tr>(p, team, lane)) return bring_part<Tr>(p, shape, boxes, keys, values, shared, 0, lane);
+    if (has_share) stream.bring(share_piece<Tr>(p, team, place, length, share));
+    return;
+  }
+  auto piece = share_piece<Tr>(p, team, place, guess, share);
   const int32_t* page_at = nullptr;              // of the l-th run of box tokens, in lane l, where there is one
   const bool guessed = !p.page_table.kv_indptr;  // else where a request's pages begin would be one more guess
   if (guessed) {
@@ -49,6 +61,10 @@ __device__ __forceinline__ void bring_share(const Params& p, const Shape& shape,
   wait_for_earlier_kernels();
   const int length = __ldcg(length_at);
   const int pages = page_at ? __ldcg(page_at) : 0;
+  if (is_long<Tr>(p, team, lane)) {
+    let_next_kernel_start();
+    return bring_part<Tr>(p, shape, boxes, keys, values, shared, 0, lane);
+  }
   if (guessed && length == guess) {
     stream.bring(piece, pages, [is_short](int tiles_left) {
       if (is_short && tiles_left == 1) let_next_kernel_start();
@@ -62,15 +78,16 @@ __device__ __forceinline__ void bring_share(const Params& p, const Shape& shape,
 
 // The same where rows are gathered: the two warps that copy them.
 template <class Tr>
-__device__ __forceinline__ void gather_share(const Params& p, const Shape& shape, const Team& team,
-                                             const WorkPlace& place, int share, uint32_t shared, bool values,
-                                             int lane) {
-  const int32_t* length_at = p.cache_seqlens + place.request;
-  const int guess = hopper::load_guess(length_at);
+__device__ __forceinline__ void gather_share(const Params& p, const Shape& shape, const Boxes& boxes, const Team& team,
+                                             const WorkPlace& place, int share, bool has_share, uint32_t shared,
+                                             int warp, int lane) {
+  const bool values = warp == 1;
+  const int32_t* length_at = p.cache_seqlens + (has_share ? place.request : 0);
+  const int guess = has_share ? hopper::load_guess(length_at) : 0;
   auto piece = share_piece<Tr>(p, team, place, guess, share);
   GatherStream<Tr> stream(p, shape, shared, values, lane);
   const int32_t* cells[2] = {nullptr, nullptr};
-  const bool guessed = !p.page_table.kv_indptr && num_tiles(piece) > 0;
+  const bool guessed = has_share && !p.page_table.kv_indptr && num_tiles(piece) > 0;
   if (guessed) {
     stream.open(piece);
 #pragma unroll
@@ -82,6 +99,8 @@ __device__ __forceinline__ void gather_share(const Params& p, const Shape& shape
   int pages[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) pages[i] = cells[i] ? __ldcg(cells[i]) : 0;
+  if (is_long<Tr>(p, team, lane)) return bring_part<Tr>(p, shape, boxes, nullptr, nullptr, shared, warp, lane);
+  if (!has_share) return;
   if (guessed && length == guess) {
     stream.bring(piece, pages);
   } else {
@@ -102,11 +121,16 @@ __device__ __forceinline__ void attend_node(uint8_t* smem, Consumer<Tr>& consume
 // The warpgroup that multiplies.
 template <class Tr>
 __device__ __forceinline__ void multiply_share(const Params& p, const Shape& shape, const Boxes& boxes,
-                                               const Team& team, const WorkPlace& place, int share, int rank,
-                                               int cluster_index, uint8_t* smem) {
+                                               const Team& team, const WorkPlace& place, int share, bool has_share,
+                                               int rank, int cluster_index, uint8_t* smem) {
   const uint32_t shared = hopper::smem_address(smem);
   wait_for_earlier_kernels();
-  const int length = __ldcg(p.cache_seqlens + place.request);
+  const int length = has_share ? __ldcg(p.cache_seqlens + place.request) : 0;
+  if (is_long<Tr>(p, team, threadIdx.x % 32)) {
+    cluster_wait();
+    return multiply_part<Tr>(p, shape, boxes, smem);
+  }
+  if (!has_share) return cluster_wait();
   Consumer<Tr> consumer(p, shape, boxes, smem);
   Block<Tr> block;
   consumer.begin(place, 0, block);
@@ -137,9 +161,9 @@ __device__ __forceinline__ void multiply_share(const Params& p, const Shape& sha
   }
 }
 
-// Short calls over 16-bit pages: as in cluster/ the CTAs of a cluster divide a work evenly from its length alone,
+// Calls of few works. Short ones: as in cluster/ the CTAs of a cluster divide a work evenly from its length alone,
 // without the plan, and merge through each other's shared memory; but keys stream and are multiplied as in the kernel
-// of the plan.
+// of the plan. Long ones: CTA i does part i of the plan. The lengths decide, here: the host sees none.
 template <class Tr>
 __global__ void __launch_bounds__(Tr::kAllThreads, Tr::kCtasPerSm)
     xqa_cluster_wgmma_kernel(const __grid_constant__ Params p, const __grid_constant__ Shape shape,
@@ -154,6 +178,7 @@ __global__ void __launch_bounds__(Tr::kAllThreads, Tr::kCtasPerSm)
   const int share = cluster_index * team.ctas + rank;
   const int request = shape.by_kv_heads.divide(work);
   const WorkPlace place{work, request, work - request * p.num_kv_heads};
+  const bool has_share = request < p.batch_size;  // there may be more parts than shares
   if (threadIdx.x == 0) {
     hopper::mbarrier_init(shared + SharedLayout<Tr>::kInboxFull, 1);
     init_barriers<Tr>(shared);
@@ -162,13 +187,13 @@ __global__ void __launch_bounds__(Tr::kAllThreads, Tr::kCtasPerSm)
   cluster_arrive_relaxed();
   if (warp >= Tr::kWarps) {
     if constexpr (Tr::kGathers) {
-      gather_share<Tr>(p, shape, team, place, share, shared, warp > Tr::kWarps, lane);
+      gather_share<Tr>(p, shape, boxes, team, place, share, has_share, shared, warp - Tr::kWarps, lane);
     } else {
-      bring_share<Tr>(p, shape, boxes, team, &key_map, &value_map, place, share, shared, lane);
+      bring_share<Tr>(p, shape, boxes, team, &key_map, &value_map, place, share, has_share, shared, lane);
     }
     cluster_wait();
   } else {
-    multiply_share<Tr>(p, shape, boxes, team, place, share, rank, cluster_index, smem);
+    multiply_share<Tr>(p, shape, boxes, team, place, share, has_share, rank, cluster_index, smem);
   }
 }
 

@@ -17,6 +17,7 @@ inline Team make_team(const Params& p, const TeamSize& size, int rows) {
   team.by_clusters = Divisor(team.clusters);
   team.by_shares = Divisor(team.shares);
   team.by_slice = Divisor(team.slice);
+  team.most_tiles = most_team_tiles(p, size), team.lone_tiles = lone_tiles(size);
   if (p.fixed_split_tokens != 0) {
     const int fixed = fixed_split_tiles(p.fixed_split_tokens, kPlanTileTokens);
     team.cuts = max_of(-fixed, 0), team.cut_tiles = max_of(fixed, 0);
@@ -47,7 +48,9 @@ void launch_team_rows(const Params& p, TeamSize size, cudaStream_t stream) {
   const Team team = make_team(p, size, shape.rows);
   const CUtensorMap keys = make_map<Tr>(p, p.k_pages, p.k_stride_token, p.k_stride_head, p.k_stride_page);
   const CUtensorMap values = make_map<Tr>(p, p.v_pages, p.v_stride_token, p.v_stride_head, p.v_stride_page);
-  LaunchShape launch{p.batch_size * p.num_kv_heads * team.shares, Tr::kAllThreads, kBytes, kBytes};
+  const int ctas = p.batch_size * p.num_kv_heads * team.shares;
+  const int most_ctas = team.most_tiles == 0 ? ctas : max_of(ctas, round_up(p.num_sm_parts, team.ctas));
+  LaunchShape launch{most_ctas, Tr::kAllThreads, kBytes, kBytes};
   launch.cluster = team.ctas;
   launch_dependent<kKernel>(kWhat, launch, stream, p, shape, boxes, team, keys, values);
 }

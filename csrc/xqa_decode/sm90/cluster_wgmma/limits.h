@@ -21,9 +21,10 @@ inline constexpr int kMaxTeams = 132;        // pairs, all at the same time
 inline constexpr int kMaxShareTokens = 512;  // of a batch, whose requests may differ in length
 inline constexpr int kTeamUnitsPerRow = 4;   // of the merge
 
-// How many CTAs take a work, by the works and the tiles that each may have: measured on an H200, which holds 132
-// clusters of 2, 62 of 4, 30 of 8 and 14 of 16 at two CTAs per SM, and at three enough of 8 and 16 for 256 CTAs.
-inline TeamSize team_size(const Params& p) {
+// How many CTAs take a work whose length is known to be short, by the works and the tiles that each may have: measured
+// on an H200, which holds 132 clusters of 2, 62 of 4, 30 of 8 and 14 of 16 at two CTAs per SM, and at three enough of 8
+// and 16 for 256 CTAs.
+inline TeamSize short_team_size(const Params& p) {
   const int works = p.batch_size * p.num_kv_heads, rows = p.seqlen_q * (p.num_q_heads / p.num_kv_heads);
   const int64_t tiles = (most_visible_tokens(p) + 63) / 64;
   const bool small = rows <= 8;  // more leave too little of a third of an SM
@@ -40,6 +41,33 @@ inline TeamSize team_size(const Params& p) {
     size.clusters = static_cast<int>(min_of<int64_t>((tiles + 15) / 16, most));
   }
   return clusters_can_meet(p, works, size.clusters, kTeamUnitsPerRow) ? size : TeamSize{16, 1, small};
+}
+
+// Whether some request may have more tokens than the CTAs of a work should take: requests differ in length then, and
+// most CTAs wait for the longest's. One request alone is divided evenly whatever its length.
+inline bool may_be_long(const Params& p, const TeamSize& size) {
+  const bool any_length = p.batch_size == 1 && size.clusters > 1;
+  return !any_length && most_visible_tokens(p) > int64_t{kMaxShareTokens} * size.shares();
+}
+
+// Whether lengths decide, on the device, between teams and the plan's parts.
+inline bool device_chooses(const Params& p) {
+  return p.fixed_split_tokens == 0 && p.kv_dtype == p.dtype && may_be_long(p, short_team_size(p));
+}
+
+// The teams of a call. Where they may have to do the plan's parts instead they are pairs: larger clusters are crowded
+// into fewer SMs, which makes parts slower by 10 to 50 %, and several pairs of a work meet in memory, at up to 5 us.
+inline TeamSize team_size(const Params& p) { return device_chooses(p) ? TeamSize{2, 1, false} : short_team_size(p); }
+
+// Up to so many tiles a work stays with one of its clusters: a meeting in memory costs as much as two or three tiles.
+inline int lone_tiles(const TeamSize& size) { return size.clusters == 1 ? 0 : (size.ctas == 16 ? 1 : 4) * size.ctas; }
+
+// Tiles of a request beyond which the parts of the plan are faster, where some may have more; 0: none. Few pairs leave
+// most SMs idle: the plan is faster sooner.
+inline int most_team_tiles(const Params& p, const TeamSize& size) {
+  const int tokens = p.batch_size * p.num_kv_heads > 62 ? kMaxShareTokens : kMaxShareTokens / 2;
+  const int most = tokens / kPlanTileTokens * size.shares();
+  return device_chooses(p) && most_visible_tokens(p) > int64_t{kPlanTileTokens} * most ? most : 0;
 }
 
 // Batch-invariant calls (fold.cuh): how many leaves a work may have, and a CTA of a cluster may take.
@@ -82,13 +110,12 @@ inline std::string reject_team(const Params& p) {
   if (rows > kMaxTeamRows) {
     return "takes seqlen_q * group up to " + std::to_string(kMaxTeamRows) + ", got " + std::to_string(rows);
   }
-  // One request is divided evenly whatever its length. Others may differ, and then most CTAs wait for the longest's.
+  if (device_chooses(p)) return "";
   const TeamSize size = p.fixed_split_tokens != 0 ? invariant_team_size(p) : team_size(p);
-  const bool any_length = p.batch_size == 1 && size.clusters > 1;
-  const int64_t most = int64_t{kMaxShareTokens} * size.shares();
-  if (!any_length && most_visible_tokens(p) > most) {
-    return "takes up to " + std::to_string(most) + " tokens of each of " + std::to_string(works) +
-           " (request, KV head), the page table or the window has " + std::to_string(most_visible_tokens(p));
+  if (may_be_long(p, size)) {
+    return "takes up to " + std::to_string(kMaxShareTokens * size.shares()) + " tokens of each of " +
+           std::to_string(works) + " (request, KV head), the page table or the window has " +
+           std::to_string(most_visible_tokens(p));
   }
   const int leaves = min_of(size.shares() << kLogMostRun, kMostLeaves);
   if (p.fixed_split_tokens != 0 && most_leaves(p) > leaves) {

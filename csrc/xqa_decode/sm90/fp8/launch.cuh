@@ -43,7 +43,6 @@ void launch(const Params& p, cudaStream_t stream) {
     if (few && many && heads_pair_up(p)) return launch_traits<Traits<8, kGathers, 12, 2>>(p, stream);
   }
   if (few) return launch_traits<Traits<8, kGathers>>(p, stream);
-  if (many) return launch_traits<Traits<16, kGathers, 8>>(p, stream);
   launch_traits<Traits<16, kGathers>>(p, stream);
 }
 

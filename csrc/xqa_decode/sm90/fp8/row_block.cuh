@@ -153,13 +153,9 @@ struct RowBlock : RowState<Tr> {
     }
   }
 
-  // Zeros for the values of keys that no row sees: their probability is zero, but 0 x NaN is not.
+  // Zeros for the values of keys that no row sees.
   __device__ static void clear_values(uint32_t values, uint64_t seen) {
-#pragma unroll 1
-    for (int i = threadIdx.x % Tr::kGroupThreads; i < Tr::kUnitBytes / 16; i += Tr::kGroupThreads) {
-      if (seen >> (i / 8) & 1) continue;
-      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(values + i * 16), "r"(0) : "memory");
-    }
+    sm90::RowBlock<Tr>::clear_values(values, seen);
   }
 
   // See RowState::soften.

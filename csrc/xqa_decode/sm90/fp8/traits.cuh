@@ -8,7 +8,7 @@ namespace fp8 {
 // turns, each with all query rows, and one more warp, which asks the copy engine for the tiles to come. kGathers: two
 // warps copy them instead. kHeads 2: the same twice, but for the one more warp, for two neighbouring KV heads. Their
 // rows of 128 bytes are then read together, and a ring that is twice as deep does not let them drift apart.
-template <int kRows_, bool kGathers_, int kUnits_ = kGathers_ ? 8 : 4, int kHeads_ = 1>
+template <int kRows_, bool kGathers_, int kUnits_ = 8, int kHeads_ = 1>
 struct Traits {
   using T = __half;         // of both products: it holds every e4m3 value
   using Element = uint8_t;  // of pages
@@ -38,10 +38,11 @@ struct Traits {
   static constexpr int kRestBytes = 2 * kQueryBytes + kGroups * kProbBuffers * kProbBytes + kSwapBytes + kSmallBytes;
   static constexpr int kCtasPerSm = 2 / kHeads;
   // A place in the ring always serves the same group, which then sees all phases of its barriers: else it could take
-  // the phase before last for the one that it waits for. Two tiles are enough: with more on their way, CTAs that read
-  // neighbouring heads drift apart, and DRAM gives 1 to 4 % less. Gathered rows take more time to ask for, and
-  // the next of many short pieces should be there when it begins.
+  // the phase before last for the one that it waits for. Two tiles of a long piece are enough: with more on their way,
+  // CTAs that read neighbouring heads drift apart, and DRAM gives 1 to 4 % less. The next of many short pieces should
+  // be there when it begins.
   static constexpr int kUnits = kUnits_;
+  static constexpr int kUnitsOfLong = kHeads == 1 ? 4 : kUnits;
   static_assert(kUnits % 4 == 0);
   static_assert(kUnits * kUnitBytes + kRestBytes <= (228 * 1024 - 2 * 1024) / 2);
 

@@ -1,0 +1,102 @@
+"""attnops::xqa_decode on a GPU: batches of many short works, of many rows and of wide heads, over poisoned pages."""
+
+import random
+
+import pytest
+import torch
+from attnops import reference
+from problems import FP8, paged_problem
+from xqa_decoding import assert_decodes, check_replays, make_plan
+
+pytestmark = pytest.mark.gpu
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def short_lengths(batch: int, longest: int = 128) -> list[int]:
+    """Empty, whole and torn tiles, drawn from a fixed seed."""
+    rng = random.Random(batch)
+    return [
+        rng.choice([0, 1, 15, 16, 17, 63, 64, 65, longest - 1, longest, rng.randint(1, longest)]) for _ in range(batch)
+    ]
+
+
+@pytest.mark.parametrize("num_sm_parts", [5, None])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "page_size", "dtype", "kv_dtype"),
+    [
+        ((7, 7), 128, 64, BF16, None),
+        ((35, 35), 128, 24, FP16, None),
+        ((24, 8), 96, 1, BF16, None),
+        ((32, 2), 128, 16, BF16, None),
+        ((9, 9), 64, 32, FP16, None),
+        ((6, 3), 50, 3, BF16, None),
+        ((8, 8), 192, 16, BF16, None),
+        ((5, 5), 256, 7, FP16, None),
+        ((7, 7), 128, 64, BF16, FP8),
+        ((24, 8), 112, 5, FP16, FP8),
+        ((16, 8), 128, 128, BF16, FP8),
+        ((9, 9), 192, 16, BF16, FP8),
+        ((12, 4), 256, 33, BF16, FP8),
+    ],
+)
+def test_parts_of_many_short_works(heads, head_dim, page_size, dtype, kv_dtype, num_sm_parts):
+    """A warp takes a whole work; parts with a longer one beside them do not."""
+    for lengths in (short_lengths(60), [*short_lengths(40), 700, *short_lengths(19)]):
+        problem = paged_problem(
+            lengths,
+            num_q_heads=heads[0],
+            num_kv_heads=heads[1],
+            head_dim=head_dim,
+            page_size=page_size,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+        ).to("cuda")
+        assert_decodes(problem, num_sm_parts=num_sm_parts)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+@pytest.mark.parametrize("options", [{"window_left": 20}, {"logit_cap": 5.0}, {"sinks": True}, {"tree": True}, {}])
+@pytest.mark.parametrize("seqlen_q", [1, 2, 4])
+def test_rules_of_short_works(options, seqlen_q, kv_dtype):
+    lengths = [max(n, seqlen_q) for n in short_lengths(50)]
+    problem = paged_problem(
+        lengths, seqlen_q, num_q_heads=6, num_kv_heads=3, head_dim=128, page_size=16, kv_dtype=kv_dtype
+    ).to("cuda")
+    rules = dict(options)
+    if rules.pop("sinks", False):
+        rules["sinks"] = torch.randn(6, device="cuda")
+    if rules.pop("tree", False):
+        visible = torch.rand(50, seqlen_q, seqlen_q) < 0.5
+        rules["tree_mask"] = (
+            reference.pack_tree_mask(visible | torch.eye(seqlen_q, dtype=torch.bool)).flatten(0, 1).cuda()
+        )
+    assert_decodes(problem, seqlen_q=seqlen_q, num_sm_parts=5, **rules)
+
+
+@pytest.mark.parametrize("heads", [(12, 12), (20, 4)])
+def test_one_graph_serves_short_and_long_works(heads):
+    problem = paged_problem([400] * 120, num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=128, page_size=16).to(
+        "cuda"
+    )
+    plan = make_plan(problem, num_sm_parts=None)
+    short = short_lengths(120)
+    mixed = [400 if i % 17 == 0 else n for i, n in enumerate(short)]
+    check_replays(problem, plan, [short, [400] * 120, mixed, [0] * 120, [1] * 120, mixed[::-1]])
+
+
+@pytest.mark.parametrize("page_size", [16, 5])
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+@pytest.mark.parametrize(("heads", "seqlen_q"), [((71, 1), 1), ((40, 2), 1), ((36, 2), 3), ((34, 1), 4)])
+def test_many_rows(heads, seqlen_q, kv_dtype, head_dim, page_size):
+    problem = paged_problem(
+        [300, seqlen_q, 0, 777, 64],
+        seqlen_q,
+        num_q_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=head_dim,
+        page_size=page_size,
+        kv_dtype=kv_dtype,
+    ).to("cuda")
+    assert_decodes(problem, seqlen_q=seqlen_q, num_sm_parts=7)
+    assert_decodes(problem, seqlen_q=seqlen_q, num_sm_parts=None, window_left=70)
