@@ -205,7 +205,7 @@ class Consumer {
       treat<Tile::kMasked>(w, tile, true);
     }
     float shrink[2];
-    rows_.to_exponents(scores_, scale_, shrink);
+    rows_.template to_exponents<kShape.largest_first>(scores_, scale_, shrink);
     rows_.exponentiate(scores_);
     pack();
   }
@@ -225,7 +225,7 @@ class Consumer {
       hopper::wgmma_wait<1>(scores_);
       release_keys();
       treat<kTile>(w, tile, masked);
-      const bool moved = rows_.to_exponents(scores_, scale_, shrink);
+      const bool moved = rows_.template to_exponents<kShape.largest_first>(scores_, scale_, shrink);
       rows_.exponentiate(scores_);
       keep_before_wait();
       hopper::wgmma_wait<0>(out_);
@@ -237,7 +237,7 @@ class Consumer {
       hopper::wgmma_wait<0>(scores_);
       release_keys();
       treat<kTile>(w, tile, masked);
-      const bool moved = rows_.to_exponents(scores_, scale_, shrink);
+      const bool moved = rows_.template to_exponents<kShape.largest_first>(scores_, scale_, shrink);
       if (moved) shrink_out(shrink);
       rows_.exponentiate(scores_);
       pack();

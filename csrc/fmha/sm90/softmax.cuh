@@ -89,21 +89,24 @@ struct RowPair {
   }
 
   // Scores become exponents, at most kTop. Returns whether references have moved, and by which factors values shrink.
-  template <int kCount>
+  // `kAlways`: as if no row had a reference, which suits tiles of few products.
+  template <bool kAlways, int kCount>
   __device__ __forceinline__ bool to_exponents(float (&scores)[kCount], float scale, float (&shrink)[2]) {
-    if (!settled) {
+    if (kAlways || !settled) {
       const float lowest[2] = {reference[0], reference[1]};
+      bool moved = false;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float largest = row_max(scores, h) * scale;
-        if (largest - lowest[h] > kTop)
-          move_to(h, largest, lowest[h], shrink[h]);  // false for -inf less -inf
-        else
-          shrink[h] = 1.f;
+        shrink[h] = 1.f;
+        if (largest - lowest[h] > kTop) {  // false for -inf less -inf
+          move_to(h, largest, lowest[h], shrink[h]);
+          moved = true;
+        }
         add_to_row(scores, h, scale, reference[h] == -INFINITY ? 0.f : -reference[h]);
       }
       settled = __all_sync(0xffffffffu, reference[0] > -INFINITY && reference[1] > -INFINITY);
-      return true;
+      return __any_sync(0xffffffffu, moved);
     }
     add_to_row(scores, 0, scale, -reference[0]);
     add_to_row(scores, 1, scale, -reference[1]);

@@ -6,12 +6,13 @@ namespace attnops::fmha::sm90 {
 // How one instantiation divides its work: by measurement, see docs/kernels/fmha_sm90_log.md.
 struct Shape {
   int head_dim_qk, head_dim_v;
-  int keys;              // of a tile
-  int warpgroups;        // that compute
-  int q_stages, stages;  // of queries; of keys, and of values
-  int registers;         // of a thread that computes
-  bool overlap = true;   // the softmax of a tile runs under the values of the tile before
-  bool turns = true;     // warpgroups issue their products one after another
+  int keys;                    // of a tile
+  int warpgroups;              // that compute
+  int q_stages, stages;        // of queries; of keys, and of values
+  int registers;               // of a thread that computes
+  bool overlap = true;         // the softmax of a tile runs under the values of the tile before
+  bool largest_first = false;  // a tile looks for the largest score of each row before it knows of exponents
+  bool turns = true;           // warpgroups issue their products one after another
 };
 
 // Tiles and shared memory of one instantiation. Head dims are those of the tile; smaller ones are filled with zeros.

@@ -10,7 +10,8 @@ void launch_bf16_hd64(const Params& p, CUstream_st* stream) {
                                             .q_stages = 2,
                                             .stages = 2,
                                             .registers = 152,
-                                            .overlap = false}>>(p, stream);
+                                            .overlap = false,
+                                            .largest_first = true}>>(p, stream);
 }
 
 }  // namespace attnops::fmha::sm90
