@@ -102,8 +102,10 @@ class PagedBuffers:
     def build(self, step: PagedStep, batch: AttentionBatch) -> None:
         """Device work, recorded in a graph: fills `step` from what the batch's tensors hold then."""
         if step.cu_seqlens_q is not None:
-            assert batch.extend_seq_lens is not None, "AttentionBatch has checked"
-            ops.build_cu_seqlens(batch.extend_seq_lens, cu_seqlens=step.cu_seqlens_q)
+            if batch.extend_seq_lens is None:  # an idle step, which may leave them out
+                step.cu_seqlens_q.zero_()
+            else:
+                ops.build_cu_seqlens(batch.extend_seq_lens, cu_seqlens=step.cu_seqlens_q)
         if step.page_table is None:
             return
         if batch.req_to_token is None or batch.token_to_kv_pool is None:

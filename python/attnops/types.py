@@ -222,6 +222,7 @@ class AttentionBatch:
             sees draft token j. TARGET_VERIFY only.
         token_to_kv_pool: The cache. None for an encoder.
         attn_backend: The backend that serves this step.
+        tbo_children: The halves of the step, once `TboAttnBackend` has made them.
     """
 
     forward_mode: ForwardMode
@@ -241,6 +242,7 @@ class AttentionBatch:
     tree_mask: Tensor | None = None
     token_to_kv_pool: TokenPool | None = None
     attn_backend: StepBackend | None = None
+    tbo_children: tuple[AttentionBatch, AttentionBatch] | None = None
 
     def __post_init__(self) -> None:
         mode = self.forward_mode

@@ -7,6 +7,7 @@ from attnops.backends.machine import Machine, detect_machine
 from attnops.backends.multi_step import MultiStepDraftBackend
 from attnops.backends.registry import get_backend_class, register_attention_backend, registered_names
 from attnops.backends.select import Selection, select, select_backend
+from attnops.backends.tbo import TboAttnBackend
 
 __all__ = [
     "AttentionBackend",
@@ -16,6 +17,7 @@ __all__ = [
     "Machine",
     "MultiStepDraftBackend",
     "Selection",
+    "TboAttnBackend",
     "detect_machine",
     "get_backend_class",
     "register_attention_backend",
