@@ -190,19 +190,21 @@ def test_qv_is_mla(counts, causal, joined):
     assert_lse_close(lse.transpose(-1, -2).reshape(-1, 16), expected[1])
 
 
-@pytest.mark.parametrize(("dim_v", "kv_heads"), [(256, 2), (512, 2), (96, 1)])
-@pytest.mark.parametrize(("seqlen_q", "chunk"), [(1, 0), (20, 0), (3, 7)])
-def test_qv_of_any_heads_adds_its_products_with_values(seqlen_q, chunk, dim_v, kv_heads):
+@pytest.mark.parametrize(("dim_v", "kv_heads"), [(256, 2), (512, 2), (96, 1), (512, 1)])
+@pytest.mark.parametrize(
+    ("seqlen_q", "chunk", "causal", "window"),
+    [(1, 0, True, (-1, -1)), (20, 0, True, (-1, -1)), (3, 7, True, (-1, -1)), (20, 0, False, (9, 4))],
+)
+def test_qv_of_any_heads_adds_its_products_with_values(seqlen_q, chunk, causal, window, dim_v, kv_heads):
     generator = torch.Generator().manual_seed(3)
     q, qv = (torch.randn(2, seqlen_q, 4, n, generator=generator).bfloat16() for n in (64, dim_v))
     k, v = (torch.randn(2, 40, kv_heads, n, generator=generator).bfloat16() for n in (64, dim_v))
     lens = torch.tensor([40, 23], dtype=torch.int32)
-    out, lse = fa3.flash_attn_with_kvcache(
-        q, k, v, qv=qv, cache_seqlens=lens, causal=True, attention_chunk=chunk, return_softmax_lse=True
-    )
+    masks = {"causal": causal, "window_size": window, "attention_chunk": chunk}
+    out, lse = fa3.flash_attn_with_kvcache(q, k, v, qv=qv, cache_seqlens=lens, return_softmax_lse=True, **masks)
     for b, length in enumerate(lens.tolist()):
         keys = torch.cat([k[b, :length], v[b, :length]], -1)
-        hidden = hidden_keys(seqlen_q, length, True, (-1, -1), chunk)
+        hidden = hidden_keys(seqlen_q, length, causal, window, chunk)
         scale = (64 + dim_v) ** -0.5
         expected = attention(torch.cat([q[b], qv[b]], -1), keys, v[b, :length], hidden, scale)
         assert relative_error(out[b], expected[0]) <= BOUND

@@ -123,14 +123,18 @@ def test_sinks_by_position():
     assert relative_error(wrapper.run(problem.q, cache, sinks, 0.3), expected[0]) <= BOUND
     with pytest.raises(NotImplementedError, match="0 more positional arguments: AttentionSink takes sink and sm_scale"):
         wrapper.run(problem.q, cache)
+    k, v = (torch.cat(parts) for parts in zip(*keys))
+    one = flashinfer.BatchAttentionWithAttentionSinkWrapper(WORKSPACE, q_data_type=BF16, head_dim_qk=64)
+    tokens, last = torch.tensor([0, *LENGTHS]).cumsum(0).int(), torch.ones(5, dtype=torch.int32)
+    paging = (problem.cu_seqlens_q, tokens, torch.arange(k.shape[0], dtype=torch.int32), last)
+    one.plan(*paging, 8, 2, 64, 1, causal=True, q_data_type=BF16)
+    assert relative_error(one.run(problem.q, (k, v), sinks, 0.3), expected[0]) <= BOUND, "pages of one token, unwrapped"
     names = (["sink"], ["float"], ["sm_scale"], ["double"], "AttentionSink", "its source")
     jit_args = ("uri", BF16, BF16, BF16, torch.int32, 64, 64, *names)
     ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
         WORKSPACE, jit_args=jit_args, jit_kwargs={"use_sliding_window": False}
     )
-    ends = torch.tensor([0, *LENGTHS]).cumsum(0).int()
-    ragged.plan(problem.cu_seqlens_q, ends, 8, 2, 64, causal=True, q_data_type=BF16)
-    k, v = (torch.cat(parts) for parts in zip(*keys))
+    ragged.plan(problem.cu_seqlens_q, tokens, 8, 2, 64, causal=True, q_data_type=BF16)
     assert relative_error(ragged.run(problem.q, k, v, sinks, 0.3), expected[0]) <= BOUND
     with pytest.raises(NotImplementedError, match="does not honour jit_args"):
         flashinfer.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE, jit_args=[*jit_args[:7], [], [], [], [], "Mine", ""])

@@ -46,6 +46,8 @@ def test_continuous_batching_gives_the_tokens_of_generate(kind):
     import transformers
     from attnops.plugins import transformers as plugin
 
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):
+        pytest.skip("continuous batching takes names of flash attention from transformers 5.23 on")
     model, inputs, expected = model_of(kind), [], []
     model.set_attn_implementation("eager")
     for length in (3, 17, 9, 30):

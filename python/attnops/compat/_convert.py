@@ -168,7 +168,10 @@ def check_kv_layout(function: str, kv_layout: str) -> None:
 
 
 def split_kv(function: str, cache: Tensor | tuple[Tensor, Tensor], kv_layout: str) -> tuple[Tensor, Tensor]:
-    """Pools ``[num_pages, page_size, H_kv, D]`` of one joint tensor or a pair, NHD or HND, without a copy."""
+    """Pools ``[num_pages, page_size, H_kv, D]`` of one joint tensor or a pair, NHD or HND, without a copy.
+
+    A pair of three dimensions has pages of one token.
+    """
     check_kv_layout(function, kv_layout)
     if isinstance(cache, Tensor):
         if cache.dim() != 5 or cache.shape[1] != 2:
@@ -177,6 +180,8 @@ def split_kv(function: str, cache: Tensor | tuple[Tensor, Tensor], kv_layout: st
             )
         cache = (cache[:, 0], cache[:, 1])
     k, v = cache
+    if k.dim() == v.dim() == 3:
+        return k.unsqueeze(1), v.unsqueeze(1)
     return (k, v) if kv_layout == "NHD" else (k.transpose(1, 2), v.transpose(1, 2))
 
 

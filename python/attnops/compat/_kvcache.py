@@ -162,10 +162,10 @@ class Call:
             lens = (lens - pad).clamp(min=0)
         else:
             k_cache, v_cache = self.k_cache, self.v_cache
-        if self.qv is not None and not is_mla(self):
+        if self.qv is not None and (right > 0 or self.attention_chunk > 0 or not is_mla(self)):
             rows, k_cache, v_cache, table = joined_values(self, rows, k_cache, v_cache, table)
         elif self.qv is not None:
-            return attend_latent(self, rows, k_cache, v_cache, table, lens, causal, left, right)
+            return attend_latent(self, rows, k_cache, v_cache, table, lens, causal, left)
         dtype = rows.dtype
         rows, v_factor, scales = self._descaled(rows)
         options: dict[str, Any] = {

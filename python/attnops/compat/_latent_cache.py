@@ -43,13 +43,12 @@ def attend_latent(
     lens: Tensor,
     causal: bool,
     left: int,
-    right: int,
 ) -> tuple[Tensor, Tensor | None]:
     """MLA: q is the rotary part, qv the latent one; so are the two caches."""
     qv = call.qv
     assert qv is not None
-    if right > 0 or call.attention_chunk > 0 or call.slopes is not None:
-        raise refuse(call.name, "qv with a right window, attention_chunk or alibi_slopes", "leave them out")
+    if call.slopes is not None:
+        raise refuse(call.name, "qv with alibi_slopes", "leave one of them out")
     if call.cu_seqlens_q is None:
         qv = qv.flatten(0, 1)
     dtype = rows.dtype

@@ -246,12 +246,12 @@ class Scores {
     return fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
   }
 
-  // A piece's first tile sets the references. They are whole numbers, so that accumulators are rescaled by powers of
-  // two.
+  // A piece's first tile sets the references: the rows' own maxima, so that the largest probability is 1 and rounds to
+  // itself. A row of few keys has nothing that its roundings could average with.
   __device__ void set_references(const float (&s)[32]) {
 #pragma unroll
     for (int h = 0; h < kRowsPerThread; ++h) {
-      const float top = ceilf(quad_max(scale_ * row_top(s, h)));
+      const float top = quad_max(scale_ * row_top(s, h));
       maximum_[h] = top == -INFINITY ? 0.f : top;  // of a row that sees nothing
     }
   }
@@ -264,17 +264,17 @@ class Scores {
     return high;
   }
 
-  // Raises the references of the warp's rows that need it: rescales their sums, and has the values groups rescale what
-  // they have.
+  // Raises the references of the warp's rows that need it, by whole numbers, so that what there is is rescaled by
+  // powers of two: their sums here, what the values groups have by them.
   __device__ void raise_references(const float (&s)[32], int& flags) {
     const uint32_t lane = thread() % 32, row = thread() / 32 * 16 + lane / 4;
 #pragma unroll
     for (int h = 0; h < kRowsPerThread; ++h) {
-      const float top = ceilf(quad_max(scale_ * row_top(s, h))), rise = top - maximum_[h];
+      const float rise = ceilf(quad_max(scale_ * row_top(s, h)) - maximum_[h]);
       const int shift = rise >= kSlack ? static_cast<int>(fminf(rise, 127.f)) : 0;
       if (lane % 4 == 0) base_[kShifts + slot() * 64 + row + 8 * h] = shift;
       sum_[h] *= power_of_half(shift);
-      if (shift != 0) maximum_[h] = top;
+      if (shift != 0) maximum_[h] += rise;
     }
     flags |= kRescales;
   }
