@@ -115,7 +115,10 @@ def test_a_hostile_float_ends_nothing(name, value):
     floats = [v for v in given.values() if isinstance(v, Tensor) and v.dtype.is_floating_point]
     for tensor in floats:
         tensor.view(-1)[::7] = value
-    function(**given)
+    try:
+        function(**given)
+    except RuntimeError as error:  # a probability that is none is an error on the CPU, with its place
+        assert name == "verify_tree_sampling" and "must be a finite number of at least 0" in str(error)
 
 
 def spoiled(name: str, argument: str, index: Any, value: int, **changes: Any) -> Call:

@@ -93,7 +93,6 @@ def bind_layer(
         "logit_cap": layer.logit_cap,
         "report": report,
     }
-    rows = by_request("out", out, layer.v_head_dim)
     if isinstance(plan, MlaDecodePlan):
         if not isinstance(pool, MLATokenToKVPool):
             raise ValueError(f"attnops: an MLA layer reads an MLATokenToKVPool, the batch has a {type(pool).__name__}")
@@ -101,6 +100,7 @@ def bind_layer(
         rope_dim = 0 if q_rope is None else pool.qk_rope_head_dim
         q_pe = None if q_rope is None else by_request("q_rope", q_rope, rope_dim)
         queries = by_request("q", q, layer.head_dim - rope_dim)
+        rows = by_request("out", out, layer.v_head_dim)  # behind q, whose shape it has where it was made here
         options["fp8_products"] = fp8_products
         bound = bind_mla_layer(rows, queries, q_pe, pages, table, cache_seqlens, plan, **options)
         call = repeatable(mla_layer, bound)
@@ -109,6 +109,7 @@ def bind_layer(
             raise ValueError(f"attnops: a layer with K and V cannot use a {type(pool).__name__}")
         k_pages, v_pages = pool.get_kv_buffer(layer.layer_id)
         queries = by_request("q", q, layer.head_dim)
+        rows = by_request("out", out, layer.v_head_dim)
         bound = bind_xqa_layer(rows, queries, k_pages, v_pages, table, cache_seqlens, plan, **options)
         call = repeatable(xqa_layer, bound)
     return BoundLayer(
