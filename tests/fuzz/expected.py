@@ -39,7 +39,8 @@ def expected(device: str) -> set[str]:
     backends = [name for name in registered_names() if not get_backend_class(name).capability.machine_reasons(machine)]
     names = {f"op {op}" for op in called} | {f"wrong argument of {op}" for op in ops.__all__ if _has_kernel(op, device)}
     names |= {f"backend {name}" for name in [*backends, "hybrid"]} | {f"compat {name}" for name in COMPAT}
-    names |= {f"mode {mode.strip()}" for mode in MODES.split(";")} | {f"mode {mode.name}" for mode in ForwardMode}
+    names |= {f"mode {mode}" for mode in " ".join(MODES.split()).split("; ")}
+    names |= {f"mode {mode.name}" for mode in ForwardMode}
     names |= {f"hostile {kind}" for kind in HOSTILE} | {f"wrong {kind}" for kind in WRONG}
     if device == "cpu":
         names |= {f"isa {isa}" for isa in ISAS[: ISAS.index(torch.ops.attnops.cpu_isa()) + 1]}

@@ -46,6 +46,7 @@ FREE = {
     ("causal_conv1d_update", "conv_states"): {0},
     ("copy_states", "states"): {0, 1, 2},
     ("clear_states", "states"): {0, 1, 2},
+    ("clear_states", "slots"): {0},
     ("pack_tree_mask", "mask"): {0},  # the device alone knows where a request's mask ends
     ("pack_tree_mask", "tree_mask"): {0},
     ("move_kv", "accept_index"): {1},

@@ -202,6 +202,8 @@ class DecodeSteps:
     def _make(self, batch: AttentionBatch, paged: PagedStep) -> DecodeStep:
         if batch.is_uniform:
             return DecodeStep(paged, self._plans_for(batch.tokens_per_request).views(batch.batch_size), None)
+        if batch.num_tokens == 0:
+            return DecodeStep(paged, {}, None)
         assert self._blocks is not None, "a backend whose draft_width is 0 serves ragged steps elsewhere"
         blocks = self._blocks.blocks(batch.batch_size, batch.num_tokens)
         return DecodeStep(paged, self._blocks.plans.views(blocks.num_blocks), blocks)
