@@ -48,7 +48,6 @@ FREE = {
     ("clear_states", "states"): {0, 1, 2},
     ("clear_states", "slots"): {0},
     ("pack_tree_mask", "mask"): {0},  # the device alone knows where a request's mask ends
-    ("pack_tree_mask", "tree_mask"): {0},
     ("move_kv", "accept_index"): {1},
     ("move_kv", "req_to_token"): {0, 1},
     ("copy_page_tail", "req_to_token"): {0, 1},

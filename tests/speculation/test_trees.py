@@ -372,3 +372,9 @@ def _leftmost(tree):
         node = tree.children(node)[0]
         nodes.append(node)
     return nodes
+
+
+def test_a_destination_of_other_tokens_is_an_error():
+    mask, bounds = torch.ones(72, dtype=torch.uint8), torch.tensor([0, 36, 72])
+    with pytest.raises(ValueError, match=r"tree_mask.shape\[1\] must be 4 \(num_tokens\), got 3"):
+        ops.pack_tree_mask(mask, 4, mask_indptr=bounds, tree_mask=torch.zeros(2, 3, 1, dtype=torch.uint8))

@@ -256,6 +256,11 @@ def pack_tree_mask(
         item = num_tokens if layout == TreeMaskMode.QLEN_ONLY else 4 if num_tokens > 16 else 2 if num_tokens > 8 else 1
         batch_size = flat.shape[0] // max(num_tokens * item, 1) if mask_indptr is None else mask_indptr.shape[0] - 1
         tree_mask = flat.new_zeros(max(batch_size, 0), num_tokens, -(-num_tokens // 8), dtype=torch.uint8)
+    elif tree_mask.dim() == 3 and tree_mask.shape[1] != num_tokens:
+        raise ValueError(
+            f"attnops::pack_tree_mask: tree_mask.shape[1] must be {num_tokens} (num_tokens), got {tree_mask.shape[1]}, "
+            f"shape {list(tree_mask.shape)}"
+        )
     torch.ops.attnops.pack_tree_mask(tree_mask, flat, int(layout), mask_indptr, report)
     return tree_mask
 
