@@ -48,7 +48,7 @@ inline Params checked_params(const char* op, ReportOp report_op, const Arguments
   p.dtype = dtype_of(given.x);
   p.batch_size = *batch;
   p.op = report_op;
-  p.report = report_of(op, given.report, "x", given.x);
+  p.report = checked_report(op, given.report, "x", given.x);
   return p;
 }
 

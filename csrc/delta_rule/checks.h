@@ -66,7 +66,7 @@ inline LinearStep checked_decode(const DecodeArguments& given) {
   p.lower_bound = static_cast<float>(given.lower_bound);
   p.scale = static_cast<float>(given.scale);
   p.normalize = given.normalize;
-  p.report = report_of(op, given.report, "q", given.q);
+  p.report = checked_report(op, given.report, "q", given.q);
   return p;
 }
 

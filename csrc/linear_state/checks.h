@@ -33,7 +33,7 @@ inline Params checked_params(const char* op, ReportOp report_op, const Tensor& s
   p.stride_slot = states.stride(1) * size;
   p.count = *count;
   p.op = report_op;
-  p.report = report_of(op, report, "states", states);
+  p.report = checked_report(op, report, "states", states);
   return p;
 }
 

@@ -53,7 +53,7 @@ inline LinearStep checked_decode(const DecodeArguments& given) {
   p.out_stride_head = given.out.stride(1);
   p.scale = static_cast<float>(given.scale);
   p.softplus = given.softplus;
-  p.report = report_of(op, given.report, "x", given.x);
+  p.report = checked_report(op, given.report, "x", given.x);
   return p;
 }
 

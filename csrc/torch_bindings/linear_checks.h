@@ -2,6 +2,7 @@
 #include "core/linear_step.h"
 #include "core/state_report.h"
 #include "torch_bindings/check.h"
+#include "torch_bindings/index_checks.h"
 
 // What the ops of linear recurrences check alike: states in slots of a pool, and who uses which.
 namespace attnops {
@@ -15,13 +16,6 @@ struct StateArguments {
 
 inline StepRows step_rows(const Tensor& tensor) {
   return {.data = tensor.const_data_ptr(), .stride_request = tensor.stride(0), .stride_head = tensor.stride(1)};
-}
-
-inline int32_t* report_of(const char* op, const OptionalTensor& report, const char* other_name, const Tensor& other) {
-  if (!report) return nullptr;
-  Dim size("report_size", kReportSize, "core/state_report.h");
-  TensorCheck(op, "report", *report).device_as(other_name, other).dtype({DType::kInt32}).shape({size}).contiguous();
-  return static_cast<int32_t*>(report->mutable_data_ptr());
 }
 
 // Slots of a pool: int32 [B], on the tokens' device.
