@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from attnops import ops
 from attnops.metadata import MlaDecodePlan
 from torch import Tensor
 
+from .alone import check_alone
 from .draw import Draw, Failure
 from .judge import check_attention, check_no_fault, check_same_bits
 from .memory import FP8, Guarded, Paging, Untouched, fill_pages, poisoned, strided
@@ -173,7 +174,7 @@ def right(draw: Draw) -> None:
         ops.mla_decode(**given)
         check_same_bits("the same call again", first, out.view)
     if call.fixed and call.lengths and draw.chance(0.5):
-        check_alone(draw, call, plan)
+        check_alone(draw, call, plan, plan_of, run_rows)
     out.check("out")
     if lse is not None:
         lse.check("lse")
@@ -181,27 +182,5 @@ def right(draw: Draw) -> None:
         untouched.check()
 
 
-def check_alone(draw: Draw, call: Call, plan: MlaDecodePlan) -> None:
-    """A batch-invariant request has the same bits alone, whatever plan it runs on.
-
-    Both calls have rows that start alike: on a GPU, which kernel serves depends on that.
-    """
-    which = draw.number(0, len(call.lengths) - 1)
-    draw.note(alone=which)
-    draw.saw("mode alone")
-    one = replace(call, lengths=[call.lengths[which]], parts=draw.number(1, 9))
-    mask = None if call.tree_mask is None else call.tree_mask.reshape(*call.q.shape[:2], call.tree_mask.shape[1])
-    bits = []
-    for rows, a_plan, of in ((slice(None), plan, call), (slice(which, which + 1), None, one)):
-        of = replace(of, q=call.q[rows].contiguous())
-        out, _ = ops.mla_decode(
-            of.q,
-            of.kv_pages,
-            call.paging.table[rows],
-            of.seqlens,
-            plan_of(of) if a_plan is None else a_plan,
-            tree_mask=None if mask is None else mask[rows],
-            **of.options,
-        )
-        bits.append(out)
-    check_same_bits("a request alone", bits[0][which], bits[1][0])
+def run_rows(of: Call, table: Tensor, plan: MlaDecodePlan, mask: Tensor | None) -> Tensor:
+    return ops.mla_decode(of.q, of.kv_pages, table, of.seqlens, plan, tree_mask=mask, **of.options)[0]
