@@ -48,7 +48,10 @@ SETS = {
     "memcheck hostile pages": (ROWS, "test_bad_pages or test_kv_indptr or test_lengths_below"),
     "memcheck hostile lengths": (ROWS, "test_a_length_beyond and balanced"),
     "memcheck trees": (ROWS, "test_what_no_row_sees"),
-    "memcheck speculation": (["tests/speculation"], "not schemas and not sampled_paths and not errors"),
+    "memcheck speculation": (
+        ["tests/speculation"],
+        "not schemas and not sampled_paths and not errors and not one_graph",
+    ),
     "racecheck speculation": (["tests/speculation"], "(walk or move or probabilities) and not sampled_paths"),
     "memcheck extents": (ROWS, "test_extents_of_zero or test_an_empty_batch"),
     "synccheck mla_decode kernels": (MLA, "test_every_kernel and not ring"),
