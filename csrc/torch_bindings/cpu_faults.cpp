@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include "core/index_report.h"
 #include "core/state_report.h"
 #include "core/tree_report.h"
 #include "torch_bindings/check.h"
@@ -60,6 +61,22 @@ void CpuFaults::check() const {
   if (kind == kReportTokenBounds) {
     fail(op_, "cu_seqlens" + request + " must bound tokens in [0, " + text(kReportLimit) + "], rising; got " +
                   text(kReportPosition) + " to " + text(kReportValue));
+  }
+  if (kind == kReportRowStart)
+    fail(op_, "row_starts[" + text(kReportRequest) + "]" + in_range + " (num_columns of logits)" + got);
+  if (kind == kReportRowLength) {
+    fail(op_, "lengths[" + text(kReportRequest) + "] must be below " + text(kReportLimit) + " (columns from " +
+                  text(kReportPosition) + " on)" + got);
+  }
+  if (kind == kReportRowRequest)
+    fail(op_, "row_to_request[" + text(kReportRequest) + "]" + in_range + " (num_requests of page_table)" + got);
+  if (kind == kReportTableCell) {
+    fail(op_, "page_table, row " + text(kReportRequest) + ", position " + text(kReportPosition) + ": its page" +
+                  in_range + " (max_pages)" + got);
+  }
+  if (kind == kReportSlotRange) {
+    fail(op_, "page_table or offsets, row " + text(kReportRequest) + ", position " + text(kReportPosition) + in_range +
+                  ", so that an index is an int32" + got);
   }
   switch (kind) {
     case ReportKind::kRequestSlot:

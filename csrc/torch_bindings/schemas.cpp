@@ -75,6 +75,12 @@ STABLE_TORCH_LIBRARY(attnops, m) {
       "pack_tree_mask(Tensor(a!) tree_mask, Tensor mask, int layout, Tensor? mask_indptr=None, "
       "Tensor(b!)? report=None) -> ()");
 
+  // sparse_indexer/
+  m.def(
+      "topk_select(Tensor(a!) indices, Tensor(b!)? positions, Tensor logits, Tensor lengths, Tensor? row_starts=None, "
+      "Tensor? page_table=None, Tensor? row_to_request=None, int page_size=1, Tensor? offsets=None, "
+      "Tensor(c!)? report=None) -> ()");
+
   // xqa_decode/
   m.def(
       "xqa_decode_plan(Tensor(a!) tile_scheduler_metadata, Tensor(b!) num_splits, Tensor cache_seqlens, int seqlen_q, "

@@ -40,6 +40,7 @@ OPS = (
     "causal_conv1d_update",
     "copy_states",
     "clear_states",
+    "topk_select",
 )
 KINDS = (
     "none",
@@ -60,6 +61,11 @@ KINDS = (
     "state slot",
     "state slot",
     "end of tokens",
+    "first key",
+    "keys of a row",
+    "request of a row",
+    "page of a key",
+    "page or offset",
 )
 PAGE_INDEX, SLOT_ORDER, PROBABILITY, ACCEPTED, MASK_BYTES, HIDDEN_PREFIX, SHARED_SLOT, TOKEN_BOUNDS = (
     1,

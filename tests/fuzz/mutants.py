@@ -55,6 +55,7 @@ CALLERS = {
     "ssd_decode": {"linear steps"},
     "causal_conv1d": {"convolutions"},
     "copy_states": {"states"},
+    "topk_select": {"selection", "hostile rows"},
 }
 
 
@@ -334,3 +335,35 @@ def _(right: Function, given: dict[str, Any]) -> Any:
 @mutant("copy_states", "the first layer alone is copied")
 def _(right: Function, given: dict[str, Any]) -> Any:
     return right(**given | {"states": given["states"][:1]})
+
+
+@mutant("topk_select", "of equal keys the last are taken")
+def _(right: Function, given: dict[str, Any]) -> Any:
+    logits = given["logits"]
+    rising = torch.arange(logits.shape[1], device=logits.device) * 2**-20
+    return right(**given | {"logits": logits.float() + rising})
+
+
+@mutant("topk_select", "-0 is below 0")
+def _(right: Function, given: dict[str, Any]) -> Any:
+    logits = given["logits"]
+    return right(**given | {"logits": torch.where((logits == 0) & logits.signbit(), -1e-30, logits).to(logits.dtype)})
+
+
+@mutant("topk_select", "NaN comes first")
+def _(right: Function, given: dict[str, Any]) -> Any:
+    return right(**given | {"logits": given["logits"].nan_to_num(nan=float("inf"), posinf=None, neginf=None)})
+
+
+@mutant("topk_select", "a key behind the row counts")
+def _(right: Function, given: dict[str, Any]) -> Any:
+    lengths, columns = given["lengths"], given["logits"].shape[1]
+    ends = lengths if given.get("row_starts") is None else lengths + given["row_starts"]
+    return right(**given | {"lengths": torch.where((lengths > 0) & (ends < columns), lengths + 1, lengths)})
+
+
+@mutant("topk_select", "a bad length is cut in silence")
+def _(right: Function, given: dict[str, Any]) -> Any:
+    columns = given["logits"].shape[1]
+    starts = 0 if given.get("row_starts") is None else given["row_starts"].clamp(0, columns)
+    return right(**given | {"lengths": torch.minimum(given["lengths"], torch.as_tensor(columns - starts).int())})

@@ -54,6 +54,8 @@ FREE = {
     ("generate_draft_decode_kv_indices", "req_to_token"): {0, 1},
     ("verify_tree_sampling", "target_probs"): {2},
     ("context_parallel_seqlens", "seqlens"): {0},
+    ("topk_select", "logits"): {1},  # the device alone knows whether a row fits
+    ("topk_select", "page_table"): {0, 1},
     ("context_parallel_slots", "slots"): {0},
 }
 # One-dimensional arguments that may have any stride.

@@ -11,6 +11,7 @@ from attnops import ops
 from attnops.compat import flash_attn, flash_attn_interface, flash_mla, flashinfer, sgl_kernel
 from attnops.metadata import FmhaPlan
 from attnops.ops.speculation import Verified
+from indexer_calls import indexer_arguments
 from mla_calls import plan_for
 from problems import mla_problem, paged_problem, ragged_problem
 from right_peer_calls import flashinfer_calls
@@ -76,7 +77,7 @@ def ops_calls() -> dict[str, Call]:
         "store_kv": {"k_pages": gqa.k_pages, "v_pages": gqa.v_pages, "k": new, "v": new, "out_cache_loc": slots},
         "store_mla_kv": {"kv_pages": mla.kv_pages, "latent": mla.q[0, :4], "out_cache_loc": slots},
     }
-    arguments |= linear_arguments()
+    arguments |= linear_arguments() | indexer_arguments()
     return {name: (getattr(ops, name), given) for name, given in arguments.items()}
 
 

@@ -4,6 +4,7 @@ from attnops import _load  # noqa: F401  (the ops exist once the modules are loa
 from attnops.ops.context_parallel import context_parallel_seqlens, context_parallel_slots
 from attnops.ops.draft_slots import copy_page_tail, generate_draft_decode_kv_indices, move_kv
 from attnops.ops.fmha import fmha_paged, fmha_plan, fmha_varlen
+from attnops.ops.indexer import topk_select
 from attnops.ops.linear import (
     causal_conv1d,
     causal_conv1d_update,
@@ -53,6 +54,7 @@ __all__ = [
     "ssd_decode",
     "store_kv",
     "store_mla_kv",
+    "topk_select",
     "translate_slots",
     "verify_tree_greedy",
     "verify_tree_sampling",

@@ -1,0 +1,11 @@
+#pragma once
+#include "sparse_indexer/params.h"
+
+struct CUstream_st;
+
+namespace attnops::sparse_indexer {
+
+// One launch; grid and clusters depend on shapes alone.
+void launch(const SelectParams& params, CUstream_st* stream);
+
+}  // namespace attnops::sparse_indexer

@@ -1,0 +1,42 @@
+#include <cuda_bf16.h>
+
+#include "device/common/capability.h"
+#include "device/common/launch_dependent.cuh"
+#include "device/common/vec.h"
+#include "sparse_indexer/cuda/launch.h"
+#include "sparse_indexer/cuda/topk_select.cuh"
+
+namespace attnops::sparse_indexer {
+namespace {
+
+// CTAs of a row: so many that its keys stay in registers, and more while multiprocessors would be idle.
+int cluster_of(const SelectParams& p) {
+  if (usable_sm("topk_select") < 90) return 1;
+  const int64_t sms = device_sms("topk_select");
+  int cluster = 1;
+  const auto needed = [&] { return p.columns > int64_t{cluster} * kHeldKeys; };
+  const auto idle = [&] { return p.num_rows * cluster * 2 <= sms && p.columns > int64_t{cluster} * kMinShare; };
+  while (cluster < kPortableCluster && (needed() || idle())) cluster *= 2;
+  return cluster;
+}
+
+template <typename T>
+void launch_as(const SelectParams& p, int cluster, cudaStream_t stream) {
+  const LaunchShape shape{static_cast<int>(p.num_rows * cluster), kThreads, 0, 0, 1, 1, cluster};
+  const int64_t skipped = rows_aligned(p.logits, sizeof(T), sizeof(T) * kVec, p.stride_row) ? 0 : kVec - 1;
+  if (p.columns + skipped <= int64_t{cluster} * kHeldKeys) {
+    launch_dependent<&topk_select_kernel<T, true>>("topk_select", shape, stream, p);
+  } else {
+    launch_dependent<&topk_select_kernel<T, false>>("topk_select", shape, stream, p);
+  }
+}
+
+}  // namespace
+
+void launch(const SelectParams& p, CUstream_st* stream) {
+  if (p.num_rows == 0 || p.k == 0) return;
+  const int cluster = cluster_of(p);
+  p.dtype == DType::kFloat32 ? launch_as<float>(p, cluster, stream) : launch_as<__nv_bfloat16>(p, cluster, stream);
+}
+
+}  // namespace attnops::sparse_indexer

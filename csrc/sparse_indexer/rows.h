@@ -1,0 +1,65 @@
+#pragma once
+#include "core/index_report.h"
+#include "core/math.h"
+#include "core/slots.h"
+#include "sparse_indexer/params.h"
+
+// What every kernel of topk_select asks about a row and a key, on the CPU and on the GPU. Nothing here reads outside an
+// array, whatever the values are.
+namespace attnops::sparse_indexer {
+
+struct RowKeys {
+  int64_t start;    // column of the first
+  int64_t count;    // 0: the row has none
+  int64_t request;  // row of the page table
+};
+
+// The keys of a row that are served: those within the columns.
+ATTNOPS_HOST_DEVICE inline RowKeys keys_of(const SelectParams& p, int64_t row) {
+  const int64_t length = p.lengths[row];
+  const int64_t start = p.row_starts != nullptr ? p.row_starts[row] : 0;
+  const int64_t request = p.row_to_request != nullptr ? p.row_to_request[row] : row;
+  const bool served = length > 0 && start >= 0 && start < p.columns &&
+                      (p.page_table == nullptr || (request >= 0 && request < p.num_requests));
+  return {start, served ? min_of(length, p.columns - start) : 0, request};
+}
+
+// To be called once per row where there is a report.
+ATTNOPS_HOST_DEVICE inline void report_row(const SelectParams& p, int64_t row) {
+  const int64_t length = p.lengths[row];
+  if (length <= 0) return;
+  const int64_t start = p.row_starts != nullptr ? p.row_starts[row] : 0;
+  const int64_t request = p.row_to_request != nullptr ? p.row_to_request[row] : row;
+  if (start < 0 || start >= p.columns) {
+    record_fault(p.report, {kReportTopkSelect, kReportRowStart, row, 0, start, p.columns});
+  } else if (length > p.columns - start) {
+    record_fault(p.report, {kReportTopkSelect, kReportRowLength, row, start, length, p.columns - start + 1});
+  }
+  if (p.page_table != nullptr && (request < 0 || request >= p.num_requests)) {
+    record_fault(p.report, {kReportTopkSelect, kReportRowRequest, row, 0, request, p.num_requests});
+  }
+}
+
+ATTNOPS_HOST_DEVICE inline int32_t no_slot(const SelectParams& p, ReportKind kind, int64_t row, int64_t position,
+                                           int64_t value, int64_t limit) {
+  if (p.report != nullptr) record_fault(p.report, {kReportTopkSelect, kind, row, position, value, limit});
+  return -1;
+}
+
+// The index of a row's key; -1 where none can be made.
+ATTNOPS_HOST_DEVICE inline int32_t index_of(const SelectParams& p, int64_t row, int64_t request, int position) {
+  if (p.page_table != nullptr) {
+    const int64_t cell = page_of(position, p.page_size, p.page_shift);
+    if (cell >= p.max_pages) return no_slot(p, kReportTableCell, row, position, cell, p.max_pages);
+    const int64_t page = p.page_table[request * p.stride_table + cell];
+    const int64_t slot = page * p.page_size + (position - cell * p.page_size);
+    if (page >= 0 && slot <= INT32_MAX) return static_cast<int32_t>(slot);
+    return no_slot(p, kReportSlotRange, row, position, page, (int64_t{1} << 31) / p.page_size);
+  }
+  if (p.offsets == nullptr) return position;
+  const int64_t index = int64_t{p.offsets[row]} + position;
+  if (index >= 0 && index <= INT32_MAX) return static_cast<int32_t>(index);
+  return no_slot(p, kReportSlotRange, row, position, index, int64_t{1} << 31);
+}
+
+}  // namespace attnops::sparse_indexer
