@@ -10,7 +10,7 @@ import pytest
 import torch
 from attnops import ops
 from attnops.compat import flash_attn, flash_attn_interface, flash_mla, flashinfer, sgl_kernel
-from attnops.metadata import FmhaPlan, MlaDecodePlan, XqaDecodePlan
+from attnops.metadata import FmhaPlan, MlaDecodePlan, SparseMlaPlan, XqaDecodePlan
 from right_calls import Call, compat_calls, ops_calls
 from torch import Tensor
 
@@ -86,11 +86,11 @@ def test_what_is_no_tensor_is_named(package, name, argument):
         assert isinstance(raised.value, TypeError)
 
 
-@pytest.mark.parametrize("package, name, argument", cases((XqaDecodePlan, MlaDecodePlan, FmhaPlan)))
+@pytest.mark.parametrize("package, name, argument", cases((XqaDecodePlan, MlaDecodePlan, SparseMlaPlan, FmhaPlan)))
 def test_what_is_no_plan_is_named(package, name, argument):
     function, given = call_of(package, name)
     for wrong in (None, "plan", 3, FmhaPlan.allocate(1, 1) if not isinstance(given["plan"], FmhaPlan) else ()):
-        with pytest.raises(TypeError, match=rf"attnops::{name}: plan must be (Xqa|Mla|Fmha)\w*Plan, got "):
+        with pytest.raises(TypeError, match=rf"attnops::{name}: plan must be (Xqa|Mla|SparseMla|Fmha)\w*Plan, got "):
             function(**{**given, "plan": wrong})
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 CSRC, PACKAGE = ROOT / "csrc", ROOT / "python" / "attnops"
 SHARED = {"core", "scheduler", "device", "cpu", "torch_bindings", "host_bindings"}
-JOINED = {"layer_call"}  # families that join others: their checks, params and launches, no kernels of their own
+# Families that join others: their checks, params, plans and launches, no kernels of their own.
+JOINED = {"layer_call", "sparse_mla"}
 FAMILIES = {path.name for path in CSRC.iterdir() if path.is_dir()} - SHARED
 
 # What a Python layer may import of the package, besides its own folder. Longer prefixes win.
@@ -80,7 +81,7 @@ def is_binding(path):
 def is_joint(name):
     """What a joining family may include of the others, and of itself."""
     family, rest = name.split("/", 1)
-    return family in JOINED or rest in {"params.h", "checks.h", "impls.h", "cuda/launch.h"}
+    return family in JOINED or rest in {"params.h", "plan.h", "checks.h", "impls.h", "cuda/launch.h", "cuda/plan.h"}
 
 
 def test_only_bindings_include_torch():

@@ -249,9 +249,16 @@ inline Params checked_params(const Arguments& a) {
           .dtype = dtype_of(a.q),
           .kv_dtype = dtype_of(a.kv_pages),
           .fp8_products = a.fp8_products,
-          .report = data_or_null<int32_t>(a.report)};
+          .report = data_or_null<int32_t>(a.report),
+          .selects = false,
+          .shared_rows = false,
+          .selected = {},
+          .extra = {},
+          .max_logits = nullptr,
+          .report_op = ReportOp::kMlaDecode};
 }
 
 void run_cpu(Params p);  // op_cpu.cpp; throws when the plan is another step's, and on faults without a report
+void run_unplanned_on_cpu(Params p);  // the same without a plan: each work is one piece
 
 }  // namespace attnops::mla_decode

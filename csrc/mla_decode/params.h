@@ -3,6 +3,7 @@
 
 #include "core/page_table.h"
 #include "core/types.h"
+#include "mla_decode/selected.h"
 
 namespace attnops::mla_decode {
 
@@ -10,6 +11,13 @@ inline constexpr int kHeadDimQk = 576;    // latent and rope
 inline constexpr int kHeadDimV = 512;     // latent: V is the first 512 of K
 inline constexpr int kHeadDimRope = 64;   // the rest
 inline constexpr int kFp8RowBytes = 656;  // 512 e4m3, 4 float32 scales (one per 128), 64 bf16 rope
+
+// Rows whose value is all of the key: 448 of the latent and 64 of rope.
+inline constexpr int kHeadDimShared = 512, kSharedNope = kHeadDimShared - kHeadDimRope;
+// The same as bytes. A page of n tokens: n times 448 e4m3 and 64 bf16, then n times 7 ue8m0 scales (one per 64) and a
+// pad.
+inline constexpr int kSharedDataBytes = 576, kSharedScaleBytes = 8, kSharedScaleWidth = 64;
+inline constexpr int kSharedRowBytes = kSharedDataBytes + kSharedScaleBytes;
 
 // All that an MLA decode kernel, on any device, may know. Strides are in elements; dim -1 is dense.
 // Query row i of a request is token i of its seqlen_q newest tokens, the last of which is token cache_seqlen - 1.
@@ -53,6 +61,14 @@ struct Params {
   DType dtype, kv_dtype;
   bool fp8_products;  // kernels may round q and probabilities to e4m3; kv_pages are e4m3 then
   int32_t* report;    // core/report.h, or null
+
+  // Lists of rows instead of pages (selected.h): kv_pages, page_table and cache_seqlens are then of no meaning,
+  // seqlen_q is 1, and there is neither causality nor window. Without tile_scheduler_metadata each work is one piece.
+  bool selects;
+  bool shared_rows;  // rows of 512 or 584 bytes; q has no rope apart
+  SelectedRows selected, extra;
+  float* max_logits;   // [requests, H_q], of unsplit works, or null
+  ReportOp report_op;  // who selects
 };
 
 }  // namespace attnops::mla_decode

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "core/index_report.h"
+#include "core/list_report.h"
 #include "core/state_report.h"
 #include "core/tree_report.h"
 #include "torch_bindings/check.h"
@@ -77,6 +78,16 @@ void CpuFaults::check() const {
   if (kind == kReportSlotRange) {
     fail(op_, "page_table or offsets, row " + text(kReportRequest) + ", position " + text(kReportPosition) + in_range +
                   ", so that an index is an int32" + got);
+  }
+  if (kind == kReportRowIndex || kind == kReportExtraRowIndex) {
+    const bool extra = kind == kReportExtraRowIndex;
+    fail(op_, (extra ? "extra_indices, token " : "indices, token ") + text(kReportRequest) + ", position " +
+                  text(kReportPosition) + in_range + " (rows of " + (extra ? "extra_kv_pages" : pages_) +
+                  "), or below 0 for no key" + got);
+  }
+  if (kind == kReportListLength || kind == kReportExtraListLength) {
+    fail(op_, (kind == kReportListLength ? "topk_length, token " : "extra_topk_length, token ") + text(kReportRequest) +
+                  " must be below " + text(kReportLimit) + " (its list has no more)" + got);
   }
   switch (kind) {
     case ReportKind::kRequestSlot:

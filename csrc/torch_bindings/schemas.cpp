@@ -103,6 +103,21 @@ STABLE_TORCH_LIBRARY(attnops, m) {
       "int window_left=-1, float logit_cap=0.0, Tensor? sinks=None, Tensor? tree_mask=None, Tensor? kv_scale=None, "
       "int fixed_split_tokens=0, Tensor(f!)? report=None, bool fp8_products=False) -> ()");
 
+  // sparse_mla/: rows that a list per query token selects. It joins mla_decode, whose kernels these are.
+  m.def(
+      "sparse_mla_plan(Tensor(a!) tile_scheduler_metadata, Tensor(b!) num_splits, Tensor? topk_length, "
+      "Tensor? extra_topk_length, int topk, int extra_topk, int seqlen_q, int num_q_heads, int fixed_split_tokens=0) "
+      "-> ()");
+  m.def(
+      "sparse_mla_decode(Tensor(a!) out, Tensor(b!)? lse, Tensor q, Tensor? q_pe, Tensor kv_pages, Tensor indices, "
+      "Tensor? topk_length, Tensor? extra_kv_pages, Tensor? extra_indices, Tensor? extra_topk_length, "
+      "Tensor tile_scheduler_metadata, Tensor num_splits, Tensor(c!) out_partial, Tensor(d!) lse_partial, "
+      "Tensor(e!) semaphores, float softmax_scale, Tensor? sinks=None, int fixed_split_tokens=0, "
+      "Tensor(f!)? report=None) -> ()");
+  m.def(
+      "sparse_mla_prefill(Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? max_logits, Tensor q, Tensor? q_pe, Tensor kv, "
+      "Tensor indices, Tensor? topk_length, float softmax_scale, Tensor? sinks=None, Tensor(d!)? report=None) -> ()");
+
   // layer_call/: store and attend in one call, of what a layer's calls share and bound before. `bound` holds addresses,
   // so these write pages and scratch that are none of their arguments: for opaque callers only, not for traced code.
   m.def(

@@ -41,6 +41,8 @@ OPS = (
     "copy_states",
     "clear_states",
     "topk_select",
+    "sparse_mla_decode",
+    "sparse_mla_prefill",
 )
 KINDS = (
     "none",
@@ -66,6 +68,10 @@ KINDS = (
     "request of a row",
     "page of a key",
     "page or offset",
+    "row index",
+    "row index of the second list",
+    "list length",
+    "length of the second list",
 )
 PAGE_INDEX, SLOT_ORDER, PROBABILITY, ACCEPTED, MASK_BYTES, HIDDEN_PREFIX, SHARED_SLOT, TOKEN_BOUNDS = (
     1,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from . import backends, fmha, indexer, linear, mla, paged, peers, speculation, values, wrong, xqa
+from . import backends, fmha, indexer, linear, mla, paged, peers, sparse, speculation, values, wrong, xqa
 from .draw import Draw, Failure, Refused, Void
 
 # Name: weight, and what draws and runs a case of it.
@@ -31,6 +31,9 @@ FAMILIES: dict[str, tuple[int, Callable[[Draw], None]]] = {
     "hostile states": (1, linear.hostile_slots),
     "selection": (4, indexer.right_select),
     "hostile rows": (1, indexer.hostile_rows),
+    "sparse decode": (5, sparse.right_decode),
+    "sparse prefill": (3, sparse.right_prefill),
+    "hostile lists": (1, sparse.hostile_lists),
     "backend": (20, backends.right_eager),
     "captured": (6, backends.right_captured),
     "compat": (12, peers.right),

@@ -22,7 +22,7 @@ COMPAT = [
     "merge_state_v2",
     "trtllm_batch_decode_with_kv_cache",
 ]
-HOSTILE = ["state slot", "row", "slot", "store", "store mla", "seqlens", "selected row"]
+HOSTILE = ["row index", "state slot", "row", "slot", "store", "store mla", "seqlens", "selected row"]
 HOSTILE += [f"{kind} of {op}" for kind in ("length", "page index") for op in ("xqa_decode", "mla_decode")]
 HOSTILE += ["page index of fmha_paged", "bounds of fmha_paged", "bounds of fmha_varlen"]
 WRONG = ["rank", "dtype", "device", "stride", "extent", "number"]

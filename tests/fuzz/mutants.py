@@ -41,6 +41,8 @@ def mutant(op: str, name: str) -> Callable[[Callable[..., Any]], Callable[..., A
 CALLERS = {
     "xqa_decode": {"xqa_decode", "hostile decode", "wrong argument"},
     "mla_decode": {"mla_decode", "hostile decode", "wrong argument"},
+    "sparse_mla_decode": {"sparse decode", "wrong argument"},
+    "sparse_mla_prefill": {"sparse prefill", "hostile lists"},
     "fmha_paged": {"fmha"},
     "fmha_varlen": {"fmha"},
     "store_kv": {"store_kv", "hostile tables"},
@@ -157,6 +159,37 @@ def _(op: str, right: Function, given: dict[str, Any]) -> Any:
 @mutant("mla_decode", "the latents' scale is ignored")
 def _(right: Function, given: dict[str, Any]) -> Any:
     return right(**given | {"kv_scale": None})
+
+
+@_for_all(("sparse_mla_decode", "sparse_mla_prefill"), "sinks are dropped")
+def _(op: str, right: Function, given: dict[str, Any]) -> Any:
+    return right(**given | {"sinks": None})
+
+
+@_for_all(("sparse_mla_decode", "sparse_mla_prefill"), "a negative index is row 0")
+def _(op: str, right: Function, given: dict[str, Any]) -> Any:
+    return right(**given | {"indices": given["indices"].clamp(min=0)})
+
+
+@_for_all(("sparse_mla_decode", "sparse_mla_prefill"), "a row that is there twice counts once")
+def _(op: str, right: Function, given: dict[str, Any]) -> Any:
+    rows = given["indices"]
+    earlier = torch.ones(rows.shape[-1], rows.shape[-1], dtype=torch.bool, device=rows.device).tril(-1)
+    twice = ((rows.unsqueeze(-1) == rows.unsqueeze(-2)) & earlier).any(-1)
+    return right(**given | {"indices": rows.masked_fill(twice, -1)})
+
+
+@mutant("sparse_mla_prefill", "lists count to their end")
+def _(right: Function, given: dict[str, Any]) -> Any:
+    return right(**given | {"topk_length": None})
+
+
+@mutant("sparse_mla_decode", "the second list's last key is lost")
+def _(right: Function, given: dict[str, Any]) -> Any:
+    extra = given.get("extra_indices")
+    if extra is not None and extra.shape[-1] > 1:
+        given = given | {"extra_indices": torch.cat([extra[..., :-1], extra.new_full((*extra.shape[:-1], 1), -1)], -1)}
+    return right(**given)
 
 
 @mutant("mla_decode", "the rope part is ignored")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attnops.metadata import FmhaPlan, MlaDecodePlan, XqaDecodePlan
+from attnops.metadata import FmhaPlan, MlaDecodePlan, SparseMlaPlan, XqaDecodePlan
 from torch import Tensor
 
 from .draw import Draw, Failure, Void
@@ -21,11 +21,15 @@ from .memory import bytes_of
 sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 from right_calls import ops_calls
 
-PLANS = (XqaDecodePlan, MlaDecodePlan, FmhaPlan)
+PLANS = (XqaDecodePlan, MlaDecodePlan, SparseMlaPlan, FmhaPlan)
 # Dimensions that nothing else binds: another extent makes another right call. (function, argument): dimensions.
 FREE = {
     ("xqa_decode", "page_table"): {1},
     ("mla_decode", "page_table"): {1},
+    ("sparse_mla_decode", "kv_pages"): {0, 1},
+    ("sparse_mla_decode", "extra_kv_pages"): {0, 1},
+    ("sparse_mla_prefill", "kv"): {0, 1},
+    ("sparse_mla_prefill", "indices"): {1},
     ("fmha_paged", "page_table"): {1},
     ("mla_decode", "kv_pages"): {0, 1},
     ("store_mla_kv", "kv_pages"): {0, 1},

@@ -15,6 +15,8 @@ from indexer_calls import indexer_arguments
 from mla_calls import plan_for
 from problems import mla_problem, paged_problem, ragged_problem
 from right_peer_calls import flashinfer_calls
+from sparse_calls import plan_of as sparse_plan
+from sparse_calls import sparse_problem
 from torch import Tensor
 from xqa_decoding import make_plan
 
@@ -53,6 +55,7 @@ def ops_calls() -> dict[str, Call]:
         "xqa_decode": paged | sinks | {"plan": make_plan(gqa), "out": torch.empty_like(gqa.q), "lse": torch.ones(3, 8)},
         "mla_decode_plan": {"plan": plan_for(mla), "cache_seqlens": mla.cache_seqlens},
         "mla_decode": latents | {"plan": plan_for(mla), "softmax_scale": 0.1, "sinks": torch.zeros(5)},
+        **sparse_arguments(),
         "fmha_plan": {"plan": prefill, "cu_seqlens_q": ragged.cu_seqlens_q, "cu_seqlens_k": ragged.cu_seqlens_k},
         "fmha_varlen": {"q": ragged.q, **keys, "plan": prefill, **sinks},
         "fmha_paged": paged | sinks | {"cu_seqlens_q": gqa.cu_seqlens_q, "plan": extend},
@@ -79,6 +82,26 @@ def ops_calls() -> dict[str, Call]:
     }
     arguments |= linear_arguments() | indexer_arguments()
     return {name: (getattr(ops, name), given) for name, given in arguments.items()}
+
+
+def sparse_arguments() -> dict[str, dict[str, Any]]:
+    """Three query tokens with two lists each."""
+    problem = sparse_problem(shape=(3, 1), topk=20, extra_topk=9, lengths=True, sinks=True)
+    lists, extra = problem.selected, problem.extra
+    assert extra is not None
+    lists.kv_pages, extra.kv_pages = lists.kv_pages.nan_to_num().contiguous(), extra.kv_pages.nan_to_num().contiguous()
+    lengths = {"topk_length": lists.lengths, "extra_topk_length": extra.lengths}
+    call = {"indices": lists.indices, "softmax_scale": 0.1, "sinks": problem.sinks}
+    return {
+        "sparse_mla_plan": {"plan": sparse_plan(problem), **lengths},
+        "sparse_mla_decode": {"q": problem.q, "kv_pages": lists.kv_pages, "plan": sparse_plan(problem)}
+        | call
+        | lengths
+        | {"extra_kv_pages": extra.kv_pages, "extra_indices": extra.indices},
+        "sparse_mla_prefill": {"q": problem.q[:, 0], "kv": lists.kv_pages, "topk_length": lists.lengths[:, 0]}
+        | call
+        | {"indices": lists.indices[:, 0], "max_logits": torch.zeros(3, 5)},
+    }
 
 
 def linear_arguments() -> dict[str, dict[str, Any]]:

@@ -46,6 +46,7 @@ struct alignas(64) Scratch {
   float out[kPlanRows * kHeadDimV];
   float row_max[kPlanRows];
   float row_sum[kPlanRows * kSumLanes];
+  float max_logit[kPlanRows];
   uint64_t visible[kPlanRows * kStepTiles];
 };
 
@@ -69,40 +70,50 @@ struct Step {
 
 constexpr DType compute_dtype(const TileOps& ops) { return ops.element_size == 2 ? DType::kBFloat16 : DType::kFloat32; }
 
-// One 656-byte row into 576 elements of the compute type.
-void dequantize_row(const TileOps& ops, const uint8_t* row, void* dst) {
-  const auto* scales = reinterpret_cast<const std::byte*>(row) + kHeadDimV;
-  for (int i = 0; i < kScalesPerRow; ++i) {
-    float scale;
-    std::memcpy(&scale, scales + i * sizeof(float), sizeof(float));
-    const void* source = row + i * kValuesPerScale;
-    auto* part = static_cast<std::byte*>(dst) + i * kValuesPerScale * ops.element_size;
-    ops.load_rows(part, kValuesPerScale, &source, 1, kValuesPerScale, kValuesPerScale, DType::kFloat8E4M3, scale);
+// Bytes [at, at + count) of a row as e4m3 under one scale, to column `column` of `dst`.
+void dequantize_part(const TileOps& ops, const uint8_t* source, int count, DType dtype, float scale, void* dst,
+                     int column) {
+  const void* row = source;
+  ops.load_rows(static_cast<std::byte*>(dst) + column * ops.element_size, count, &row, 1, count, count, dtype, scale);
+}
+
+// A row of bytes into elements of the compute type.
+void dequantize_row(const Params& p, const TileOps& ops, const Key& key, void* dst) {
+  if (p.shared_rows) {
+    for (int d = 0; d < kSharedNope; d += kSharedScaleWidth) {
+      dequantize_part(ops, key.row + d, kSharedScaleWidth, DType::kFloat8E4M3,
+                      power_of_two(key.scales[d / kSharedScaleWidth]), dst, d);
+    }
+    return dequantize_part(ops, key.row + kSharedNope, kHeadDimRope, DType::kBFloat16, 1.f, dst, kSharedNope);
   }
-  const void* rope = scales + kScalesPerRow * sizeof(float);
-  auto* part = static_cast<std::byte*>(dst) + kHeadDimV * ops.element_size;
-  ops.load_rows(part, kHeadDimRope, &rope, 1, kHeadDimRope, kHeadDimRope, DType::kBFloat16, 1.f);
+  float scales[kScalesPerRow];
+  std::memcpy(scales, key.row + kHeadDimV, sizeof(scales));
+  for (int i = 0; i < kScalesPerRow; ++i) {
+    dequantize_part(ops, key.row + i * kValuesPerScale, kValuesPerScale, DType::kFloat8E4M3, scales[i], dst,
+                    i * kValuesPerScale);
+  }
+  dequantize_part(ops, key.row + kHeadDimV + sizeof(scales), kHeadDimRope, DType::kBFloat16, 1.f, dst, kHeadDimV);
 }
 
 // The rows of kChunkKeys keys as a matrix, in the pool when all of them are seen and follow one another there, else in
 // `copies`, with zeros for unseen keys.
-Step::Chunk chunk_of(const Params& p, const TileOps& ops, const uint8_t* const* keys, std::byte* copies) {
+Step::Chunk chunk_of(const Params& p, const TileOps& ops, const Key* keys, std::byte* copies) {
   const DType dtype = compute_dtype(ops);
-  const int64_t row_bytes = p.kv_stride_token * ops.element_size;
-  bool as_it_lies = p.kv_dtype == dtype && keys[0] != nullptr;
-  for (int k = 1; k < kChunkKeys && as_it_lies; ++k) as_it_lies = keys[k] == keys[0] + k * row_bytes;
-  if (as_it_lies) return {reinterpret_cast<const std::byte*>(keys[0]), p.kv_stride_token};
+  const int64_t stride = p.selects ? kHeadDimQk : p.kv_stride_token, row_bytes = stride * ops.element_size;
+  bool as_it_lies = p.kv_dtype == dtype && !p.selects && keys[0].row != nullptr;
+  for (int k = 1; k < kChunkKeys && as_it_lies; ++k) as_it_lies = keys[k].row == keys[0].row + k * row_bytes;
+  if (as_it_lies) return {reinterpret_cast<const std::byte*>(keys[0].row), stride};
 
   if (p.kv_dtype != DType::kUInt8) {
     const void* rows[kChunkKeys];
-    std::copy_n(keys, kChunkKeys, rows);
-    ops.load_rows(copies, kHeadDimQk, rows, kChunkKeys, kHeadDimQk, kHeadDimQk, p.kv_dtype, 1.f);
+    for (int k = 0; k < kChunkKeys; ++k) rows[k] = keys[k].row;
+    ops.load_rows(copies, kHeadDimQk, rows, kChunkKeys, head_dim_qk(p), head_dim_qk(p), p.kv_dtype, 1.f);
     return {copies, kHeadDimQk};
   }
   const int64_t copy_bytes = int64_t{kHeadDimQk} * ops.element_size;
   for (int k = 0; k < kChunkKeys; ++k) {
-    if (keys[k]) {
-      dequantize_row(ops, keys[k], copies + k * copy_bytes);
+    if (keys[k].row) {
+      dequantize_row(p, ops, keys[k], copies + k * copy_bytes);
     } else {
       std::memset(copies + k * copy_bytes, 0, copy_bytes);
     }
@@ -115,7 +126,7 @@ Step step_of(const Params& p, const Piece& piece, const TileOps& ops, int first_
   step.num_keys = num_tiles * kPlanTileTokens;
   step.any_visible = false;
   step.all_visible = true;
-  const uint8_t* keys[kStepKeys];
+  Key keys[kStepKeys];
   for (int t = 0; t < num_tiles; ++t) {
     const KeyTile tile = key_tile(p, piece, first_tile + t);
     step.any_visible |= tile.any_visible;
@@ -142,13 +153,13 @@ void load_queries(const Params& p, const Piece& piece, const TileOps& ops, float
   const int rows = round_up(piece.num_rows, kRowMultiple);
   auto* rope_columns = reinterpret_cast<std::byte*>(s.q) + kHeadDimV * ops.element_size;
   ops.load_rows(s.q, kHeadDimQk, latent, rows, kHeadDimV, kHeadDimV, p.dtype, sign);
-  ops.load_rows(rope_columns, kHeadDimQk, rope, rows, kHeadDimRope, kHeadDimRope, p.dtype, sign);
+  if (!p.shared_rows) ops.load_rows(rope_columns, kHeadDimQk, rope, rows, kHeadDimRope, kHeadDimRope, p.dtype, sign);
 
   const void* loaded[kPlanRows];
   for (int i = 0; i < rows; ++i) {
     loaded[i] = reinterpret_cast<const std::byte*>(s.q) + static_cast<int64_t>(i) * kHeadDimQk * ops.element_size;
   }
-  ops.pack_keys(s.q_panels, loaded, rows, kHeadDimQk, kHeadDimQk, compute_dtype(ops));
+  ops.pack_keys(s.q_panels, loaded, rows, head_dim_qk(p), kHeadDimQk, compute_dtype(ops));
 }
 
 // Number of chunks from `first` on that are one matrix.
@@ -165,12 +176,12 @@ int run_length(const TileOps& ops, const Step& step, int first) {
 
 // scores = Q K^T, as (K Q^T)^T: packing the queries once is cheaper than packing keys that are used once, and the pool
 // itself can be an operand.
-void score(const Piece& piece, const TileOps& ops, const Step& step, Scratch& s) {
+void score(const Params& p, const Piece& piece, const TileOps& ops, const Step& step, Scratch& s) {
   const int columns = round_up(piece.num_rows, kPanel);
   for (int i = 0; i * kChunkKeys < step.num_keys;) {
     const int length = run_length(ops, step, i);
     ops.gemm(s.scores_by_key + i * kChunkKeys * columns, columns, step.chunks[i].rows, step.chunks[i].row_stride,
-             s.q_panels, kHeadDimQk, length * kChunkKeys, columns, kHeadDimQk, false);
+             s.q_panels, kHeadDimQk, length * kChunkKeys, columns, head_dim_qk(p), false);
     i += length;
   }
   ops.transpose(s.scores, kStepKeys, s.scores_by_key, columns, step.num_keys, columns);
@@ -185,9 +196,20 @@ void pack_values(const TileOps& ops, const Step& step, Scratch& s) {
   ops.pack_values(s.values, rows, step.num_keys, kHeadDimV, kHeadDimV, compute_dtype(ops));
 }
 
-void attend(const Piece& piece, const TileOps& ops, const Step& step, float scale, float logit_cap, Scratch& s) {
+// The largest logits so far: the softmax's reference is only near them.
+void take_maxima(const Piece& piece, const Step& step, float scale, Scratch& s) {
+  for (int i = 0; i < piece.num_rows; ++i) {
+    for (int k = 0; k < step.num_keys; ++k) {
+      if (!(s.visible[i * kStepTiles + k / kPlanTileTokens] >> k % kPlanTileTokens & 1)) continue;
+      s.max_logit[i] = fmaxf(s.max_logit[i], s.scores[i * kStepKeys + k] * scale);
+    }
+  }
+}
+
+void attend(const Params& p, const Piece& piece, const TileOps& ops, const Step& step, float scale, Scratch& s) {
   const int m = piece.num_rows, n = step.num_keys;
-  score(piece, ops, step, s);
+  score(p, piece, ops, step, s);
+  if (p.max_logits) take_maxima(piece, step, scale, s);
   ops.softmax({.scores = s.scores,
                .ld_scores = kStepKeys,
                .probs = s.probs,
@@ -197,7 +219,7 @@ void attend(const Piece& piece, const TileOps& ops, const Step& step, float scal
                .visible = step.all_visible ? nullptr : s.visible,
                .ld_visible = kStepTiles,
                .scale = scale,
-               .logit_cap = logit_cap,
+               .logit_cap = p.logit_cap,
                .row_max = s.row_max,
                .row_sum = s.row_sum,
                .out = s.out,
@@ -225,6 +247,7 @@ void finish(const Params& p, const Piece& piece, const TileOps& ops, float kv_sc
       rows[i] = place.out;
       factors[i] *= sink_factor(p, place.head, lse);
       if (p.lse) p.lse[place.lse] = lse;
+      if (p.max_logits) p.max_logits[place.lse] = s.max_logit[i];
     }
   }
   const DType dtype = piece.partial >= 0 ? DType::kFloat32 : p.dtype;
@@ -242,12 +265,13 @@ void run_tiled(const Params& p, const Piece& piece, const TileOps* table) {
   load_queries(p, piece, ops, std::signbit(scale) ? -1.f : 1.f, s);  // softmax takes scales from zero up
   const int rows = round_up(piece.num_rows, kRowMultiple);
   std::fill_n(s.row_max, rows, -INFINITY);
+  std::fill_n(s.max_logit, rows, -INFINITY);
   std::fill_n(s.row_sum, rows * kSumLanes, 0.f);
   std::fill_n(s.out, rows * kHeadDimV, 0.f);
   const int end_tile = piece.first_tile + piece.num_tiles;
   for (int t = piece.first_tile; t < end_tile; t += kStepTiles) {
     const Step step = step_of(p, piece, ops, t, min_of(kStepTiles, end_tile - t), s);
-    if (step.any_visible) attend(piece, ops, step, std::fabs(scale), p.logit_cap, s);
+    if (step.any_visible) attend(p, piece, ops, step, std::fabs(scale), s);
   }
   finish(p, piece, ops, kv_scale, s);
 }

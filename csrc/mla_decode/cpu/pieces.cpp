@@ -13,7 +13,7 @@ namespace {
 int num_rows_of_request(const Params& p) { return p.seqlen_q * p.num_q_heads; }
 
 TileRange tiles_of(const Params& p, int request) {
-  return visible_tiles(p.cache_seqlens[request], p.seqlen_q, p.window_left, kPlanTileTokens);
+  return visible_tiles(keys_of_request(p, request), p.seqlen_q, p.window_left, kPlanTileTokens);
 }
 
 int fixed_cuts(const Params& p, int request) {
@@ -77,6 +77,7 @@ uint64_t mask_tile(const Params& p, const Piece& piece, int length, int first_ke
 
 // Tokens of a request, as far as its table goes; the op has recorded what lies beyond.
 int length_within_table(const Params& p, int request) {
+  if (p.selects) return keys_of_request(p, request);
   return min_of(max_of(p.cache_seqlens[request], 0), p.page_table.num_tokens(request));
 }
 
@@ -169,7 +170,56 @@ void run_tiles(const Params& p, Piece piece, int begin, int end, int64_t balance
   }
 }
 
+// The keys of the tile from `first_key` on that lists select.
+KeyTile selected_tile(const Params& p, const Piece& piece, int first_key) {
+  KeyTile tile;
+  const ListKeys keys(p.selected, p.extra, piece.request);
+  const bool is_extra = first_key >= keys.second;
+  const SelectedRows& rows = is_extra ? p.extra : p.selected;
+  const int begin = is_extra ? first_key - keys.second : first_key;
+  const int count = min_of(rows.length(piece.request) - begin, kPlanTileTokens);
+  const auto* pool = static_cast<const uint8_t*>(rows.pages);
+  const int64_t size = size_of(p.kv_dtype);
+  uint64_t seen = 0;
+  for (int k = 0; k < kPlanTileTokens; ++k) {
+    tile.key[k] = {nullptr, nullptr};
+    const int index = k < count ? rows.list(piece.request)[begin + k] : -1;
+    if (index < 0) continue;
+    if (!rows.has_row(index)) {
+      record_fault(p.report, {.op = p.report_op,
+                              .kind = is_extra ? kReportExtraRowIndex : kReportRowIndex,
+                              .request = piece.request,
+                              .position = begin + k,
+                              .value = index,
+                              .limit = rows.num_rows});
+      continue;
+    }
+    const int64_t page = index / rows.page_size, token = index % rows.page_size;
+    const uint8_t* first = pool + page * rows.stride_page * size;
+    const bool apart = p.shared_rows && p.kv_dtype == DType::kUInt8;
+    tile.key[k].row = first + token * (apart ? kSharedDataBytes : rows.stride_token * size);
+    if (apart) {
+      tile.key[k].scales = first + int64_t{rows.page_size} * kSharedDataBytes + token * kSharedScaleBytes;
+    }
+    seen |= uint64_t{1} << k;
+  }
+  for (int row = 0; row < piece.num_rows; ++row) tile.visible[row] = seen;
+  tile.any_visible = seen != 0;
+  tile.all_visible = seen == ~uint64_t{0};
+  return tile;
+}
+
 }  // namespace
+
+int keys_of_request(const Params& p, int request) {
+  return p.selects ? ListKeys(p.selected, p.extra, request).end : p.cache_seqlens[request];
+}
+
+void run_whole(const Params& p, int request, int block, const Kernel& kernel) {
+  Piece piece = rows_of_block(p, request, block);
+  piece.num_tiles = tiles_of(p, request).count;
+  kernel.run(p, piece, kernel.ops);
+}
 
 void run_part(const Params& p, int part, const Kernel& kernel) {
   const SplitKvEntry entry = entry_of(p, part);
@@ -186,8 +236,9 @@ void run_part(const Params& p, int part, const Kernel& kernel) {
 
 KeyTile key_tile(const Params& p, const Piece& piece, int tile_index) {
   static_assert(kPlanTileTokens == 64, "a row's mask is one word");
-  KeyTile tile;
   const int first_key = tile_index * kPlanTileTokens;
+  if (p.selects) return selected_tile(p, piece, first_key);
+  KeyTile tile;
   const int length = max_of(p.cache_seqlens[piece.request], 0);
   const uint64_t asked = mask_tile(p, piece, length, first_key, tile);
   uint64_t seen = asked & bits_below(max_of(length_within_table(p, piece.request) - first_key, 0));
@@ -199,7 +250,7 @@ KeyTile key_tile(const Params& p, const Piece& piece, int tile_index) {
   int known_cell = -1;  // the cell that `page` was read from: cells of unseen keys are not read
   int64_t page = 0;
   for (int k = 0; k < kPlanTileTokens; ++k) {
-    tile.key[k] = nullptr;
+    tile.key[k] = {nullptr, nullptr};
     if (seen >> k & 1) {
       if (known_cell != cell) {
         page = cells[cell];
@@ -210,7 +261,7 @@ KeyTile key_tile(const Params& p, const Piece& piece, int tile_index) {
         seen &= ~(uint64_t{1} << k);
       } else {
         const int64_t element = page * p.kv_stride_page + offset * p.kv_stride_token;
-        tile.key[k] = static_cast<const uint8_t*>(p.kv_pages) + element * row_bytes;
+        tile.key[k].row = static_cast<const uint8_t*>(p.kv_pages) + element * row_bytes;
       }
     }
     if (++offset == page_size) {
@@ -281,7 +332,7 @@ void merge_fixed(const Params& p, int request, int row) {
     return;
   }
   // More cuts than the caller has room for: nothing was computed, and that must not pass for an answer.
-  record_fault(p.report, {.op = ReportOp::kMlaDecode,
+  record_fault(p.report, {.op = p.selects ? p.report_op : ReportOp::kMlaDecode,
                           .kind = ReportKind::kLength,
                           .request = request,
                           .position = 0,

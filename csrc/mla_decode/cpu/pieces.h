@@ -1,4 +1,6 @@
 #pragma once
+#include <bit>
+#include <cmath>
 #include <cstdint>
 
 #include "mla_decode/params.h"
@@ -27,13 +29,33 @@ struct Kernel {
   const attnops::cpu::TileOps* ops;
 };
 
+// What planners count: tokens of the cache, or keys of the lists.
+int keys_of_request(const Params& p, int request);
+
 // Runs everything that part `part` of the plan owns.
 void run_part(const Params& p, int part, const Kernel& kernel);
 
+inline int head_dim_qk(const Params& p) { return p.shared_rows ? kHeadDimShared : kHeadDimQk; }
+
+// A key's bytes in the pool. Its scales are apart in rows of kSharedRowBytes.
+struct Key {
+  const uint8_t* row;
+  const uint8_t* scales;
+};
+
+// The float32 of a ue8m0 scale.
+inline float power_of_two(uint8_t exponent) {
+  if (exponent == 0xFF) return NAN;
+  return exponent == 0 ? 0x1p-127f : std::bit_cast<float>(static_cast<uint32_t>(exponent) << 23);
+}
+
+// Runs a work as one piece, without a plan: a block of a request's rows and all its keys.
+void run_whole(const Params& p, int request, int block, const Kernel& kernel);
+
 // The keys of one tile, as the rows of a piece see them.
 struct KeyTile {
-  // Key k's bytes in the pool; null when no row sees it, and then it must not be read.
-  const uint8_t* key[kPlanTileTokens];
+  // `row` is null when no row of the piece sees the key, and then it must not be read.
+  Key key[kPlanTileTokens];
   // Per row of the piece: bit k says that it sees key k.
   uint64_t visible[kPlanRows];
   bool any_visible;

@@ -30,21 +30,26 @@ void load_values_of(DType dtype, const uint8_t* source, int count, float* values
   }
 }
 
-// One key's 576 values as float32: the pool's row times its scales, except kv_scale, which belongs to the scores and
-// to the output.
-void load_key(const Params& p, const uint8_t* key, float* values) {
-  if (p.kv_dtype != DType::kUInt8) return load_values_of(p.kv_dtype, key, kHeadDimQk, values);
+// One key's values as float32: the pool's row times its scales, except kv_scale, which belongs to the scores and to the
+// output.
+void load_key(const Params& p, const Key& key, float* values) {
+  if (p.kv_dtype != DType::kUInt8) return load_values_of(p.kv_dtype, key.row, head_dim_qk(p), values);
+  if (p.shared_rows) {
+    load_values<Float8E4M3>(key.row, kSharedNope, values);
+    for (int d = 0; d < kSharedNope; ++d) values[d] *= power_of_two(key.scales[d / kSharedScaleWidth]);
+    return load_values<BFloat16>(key.row + kSharedNope, kHeadDimRope, values + kSharedNope);
+  }
   float scales[4];
-  std::memcpy(scales, key + kHeadDimV, sizeof(scales));
-  load_values<Float8E4M3>(key, kHeadDimV, values);
+  std::memcpy(scales, key.row + kHeadDimV, sizeof(scales));
+  load_values<Float8E4M3>(key.row, kHeadDimV, values);
   for (int d = 0; d < kHeadDimV; ++d) values[d] *= scales[d / 128];
-  load_values<BFloat16>(key + kHeadDimV + sizeof(scales), kHeadDimRope, values + kHeadDimV);
+  load_values<BFloat16>(key.row + kHeadDimV + sizeof(scales), kHeadDimRope, values + kHeadDimV);
 }
 
 // Score of one row with one key, scaled and capped.
 float score_of(const Params& p, const float* q, const float* key) {
   float dot = 0.f;
-  for (int d = 0; d < kHeadDimQk; ++d) dot += q[d] * key[d];
+  for (int d = 0; d < head_dim_qk(p); ++d) dot += q[d] * key[d];
   const float score = dot * p.softmax_scale * (p.kv_scale ? *p.kv_scale : 1.f);
   return p.logit_cap > 0.f ? p.logit_cap * tanhf(score / p.logit_cap) : score;
 }
@@ -71,19 +76,20 @@ void run_reference(const Params& p, const Piece& piece, const attnops::cpu::Tile
     const RowPlace place = row_place(p, piece, row);
     float q[kHeadDimQk], key[kHeadDimQk];
     load_values_of(p.dtype, place.q, kHeadDimV, q);
-    load_values_of(p.dtype, place.q_pe, kHeadDimRope, q + kHeadDimV);
+    if (!p.shared_rows) load_values_of(p.dtype, place.q_pe, kHeadDimRope, q + kHeadDimV);
 
     RowState state;
     for (int t = piece.first_tile; t < piece.first_tile + piece.num_tiles; ++t) {
       const KeyTile tile = key_tile(p, piece, t);
       for (int k = 0; k < kPlanTileTokens; ++k) {
-        if (tile.key[k] == nullptr || !(tile.visible[row] >> k & 1)) continue;
+        if (tile.key[k].row == nullptr || !(tile.visible[row] >> k & 1)) continue;
         load_key(p, tile.key[k], key);
         state.add(score_of(p, q, key), key);
       }
     }
     const float factor = state.sum != 0.f ? (p.kv_scale ? *p.kv_scale : 1.f) / state.sum : 0.f;
     for (float& value : state.out) value *= factor;
+    if (p.max_logits && piece.partial < 0) p.max_logits[place.lse] = state.max;
     store_row(p, piece, row, state.out, state.sum != 0.f ? state.max + logf(state.sum) : -INFINITY);
   }
 }

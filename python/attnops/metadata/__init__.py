@@ -2,5 +2,6 @@
 
 from attnops.metadata.fmha_plan import FmhaPlan
 from attnops.metadata.plan import MlaDecodePlan, XqaDecodePlan
+from attnops.metadata.sparse_plan import SparseMlaPlan
 
-__all__ = ["FmhaPlan", "MlaDecodePlan", "XqaDecodePlan"]
+__all__ = ["FmhaPlan", "MlaDecodePlan", "SparseMlaPlan", "XqaDecodePlan"]

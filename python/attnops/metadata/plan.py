@@ -30,7 +30,7 @@ XQA_CLUSTER_SEMAPHORES = 256
 _ENTRY_SIZE = 8  # int32 per row: csrc/scheduler/split_kv_entry.h
 
 
-def _num_partials(
+def num_partials_of(
     kind: str, num_blocks: int, num_sm_parts: int, fixed_split_tokens: int, max_seqlen_k: int | None
 ) -> int:
     """Rows of `out_partial`: docs/architecture.md, "Split-KV plans"."""
@@ -56,7 +56,9 @@ def _num_partials(
 
 
 @dataclasses.dataclass(frozen=True)
-class _SplitKvPlan:
+class SplitKvPlan:
+    """What the plans of decode ops have alike."""
+
     batch_size: int
     seqlen_q: int
     num_q_heads: int
@@ -73,7 +75,7 @@ class _SplitKvPlan:
         return self.tile_scheduler_metadata.shape[0]
 
 
-def _allocate(
+def allocate_tensors(
     batch_size: int,
     rows: int,
     head_dim_v: int,
@@ -92,7 +94,7 @@ def _allocate(
 
 
 @dataclasses.dataclass(frozen=True)
-class XqaDecodePlan(_SplitKvPlan):
+class XqaDecodePlan(SplitKvPlan):
     """Plan of `ops.xqa_decode` for one geometry; works are (request, KV head)."""
 
     num_kv_heads: int
@@ -163,7 +165,7 @@ class XqaDecodePlan(_SplitKvPlan):
             kv_dtype=kv_dtype,
             fixed_split_tokens=fixed_split_tokens,
         )
-        num_partials = _num_partials(kind, batch_size * num_kv_heads, num_sm_parts, fixed_split_tokens, max_seqlen_k)
+        num_partials = num_partials_of(kind, batch_size * num_kv_heads, num_sm_parts, fixed_split_tokens, max_seqlen_k)
         if fixed_split_tokens > 0 and (max_seqlen_k or 0) > fixed_split_tokens * XQA_MAX_SPLITS:
             raise ValueError(
                 f"{kind}.allocate: fixed_split_tokens must make at most {XQA_MAX_SPLITS} cuts of "
@@ -181,12 +183,12 @@ class XqaDecodePlan(_SplitKvPlan):
             head_dim=head_dim,
             window_left=window_left,
             fixed_split_tokens=fixed_split_tokens,
-            **_allocate(batch_size, rows, head_dim, num_sm_parts, num_partials, num_semaphores, device),
+            **allocate_tensors(batch_size, rows, head_dim, num_sm_parts, num_partials, num_semaphores, device),
         )
 
 
 @dataclasses.dataclass(frozen=True)
-class MlaDecodePlan(_SplitKvPlan):
+class MlaDecodePlan(SplitKvPlan):
     """Plan of `ops.mla_decode` for one geometry; works are (request, one or two blocks of 64 query rows)."""
 
     @property
@@ -223,14 +225,14 @@ class MlaDecodePlan(_SplitKvPlan):
         check_range(kind, "num_q_heads", num_q_heads, 1, MLA_MAX_HEADS)
         blocks = -(-seqlen_q * num_q_heads // MLA_ROWS_PER_WORK)
         num_sm_parts = num_sm_parts or mla_num_sm_parts(device, batch_size, blocks)
-        num_partials = _num_partials(kind, batch_size * blocks, num_sm_parts, fixed_split_tokens, max_seqlen_k)
+        num_partials = num_partials_of(kind, batch_size * blocks, num_sm_parts, fixed_split_tokens, max_seqlen_k)
         return cls(
             batch_size=batch_size,
             seqlen_q=seqlen_q,
             num_q_heads=num_q_heads,
             window_left=window_left,
             fixed_split_tokens=fixed_split_tokens,
-            **_allocate(
+            **allocate_tensors(
                 batch_size, MLA_ROWS_PER_WORK, MLA_HEAD_DIM_V, num_sm_parts, num_partials, batch_size * blocks, device
             ),
         )

@@ -24,6 +24,7 @@ from attnops.ops.paged_kv import (
     store_mla_kv,
     translate_slots,
 )
+from attnops.ops.sparse_mla import sparse_mla_decode, sparse_mla_plan, sparse_mla_prefill
 from attnops.ops.speculation import build_draft_tree, pack_tree_mask, verify_tree_greedy, verify_tree_sampling
 from attnops.ops.xqa_decode import xqa_decode, xqa_decode_plan
 
@@ -51,6 +52,9 @@ __all__ = [
     "mla_decode_plan",
     "move_kv",
     "pack_tree_mask",
+    "sparse_mla_decode",
+    "sparse_mla_plan",
+    "sparse_mla_prefill",
     "ssd_decode",
     "store_kv",
     "store_mla_kv",

@@ -1,0 +1,195 @@
+"""MLA over the rows that a list per query token selects: decode with a plan, prefill without one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attnops.metadata.plan import MLA_HEAD_DIM_V
+from attnops.metadata.plan_checks import check_plan_key
+from attnops.metadata.sparse_plan import SparseMlaPlan
+from attnops.ops._arguments import (
+    by_request,
+    explain,
+    lse_like,
+    names_its_arguments,
+    register_fake,
+    shape_by_request,
+)
+
+
+@names_its_arguments
+def sparse_mla_plan(
+    plan: SparseMlaPlan, *, topk_length: Tensor | None = None, extra_topk_length: Tensor | None = None
+) -> None:
+    """Divide the keys of all lists over the parts of a plan, from the lengths alone, on the device.
+
+    Args:
+        plan: Allocated by `SparseMlaPlan.allocate`; its plan tensors are overwritten.
+        topk_length, extra_topk_length: int32 ``[B, S_q]`` or ``[B * S_q]``, as the call will have them. None: lists are
+            as long as they are wide.
+
+    Raises:
+        RuntimeError: naming the argument whose shape, dtype or device does not fit.
+    """
+    shape = (plan.batch_size, plan.seqlen_q)
+    torch.ops.attnops.sparse_mla_plan.default(
+        plan.tile_scheduler_metadata,
+        plan.num_splits,
+        _lists("sparse_mla_plan", "topk_length", topk_length, shape, 1),
+        _lists("sparse_mla_plan", "extra_topk_length", extra_topk_length, shape, 1),
+        plan.topk,
+        plan.extra_topk,
+        plan.seqlen_q,
+        plan.num_q_heads,
+        plan.fixed_split_tokens,
+    )
+
+
+def sparse_mla_decode(
+    q: Tensor,
+    kv_pages: Tensor,
+    indices: Tensor,
+    plan: SparseMlaPlan,
+    *,
+    softmax_scale: float,
+    q_pe: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    extra_kv_pages: Tensor | None = None,
+    extra_indices: Tensor | None = None,
+    extra_topk_length: Tensor | None = None,
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    return_lse: bool = False,
+    report: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend from each query token to the rows of the pool that its list names.
+
+    Args:
+        q: ``[B, S_q, H_q, 576]`` or ``[B * S_q, H_q, 576]`` (float32, float16, bfloat16), last dim dense, tokens at
+            one distance. 512 where the rows are of 512 values. With `q_pe`, only the 512 absorbed.
+        kv_pages: ``[P, page_size, row]``, last dim dense, any page size. Rows of 576 values of q's dtype have their
+            value in the first 512. Rows of 512 are wholly value. uint8 rows of 656 bytes hold 512 e4m3, 4 float32
+            scales and 64 bfloat16. uint8 rows of 584 bytes are wholly value, too. A page of n such rows holds n times
+            448 e4m3 and 64 bfloat16. Then it has n times 7 ue8m0 scales, one per 64 values, and a pad.
+        indices: int32 ``[B, S_q, topk]`` or ``[B * S_q, topk]``: ``page * page_size + offset`` of rows, in any order. A
+            negative one is no key. One past the pool is skipped. One that is there twice counts twice.
+        plan: Made by `sparse_mla_plan` for these lengths and this geometry; its scratch is overwritten.
+        softmax_scale: Multiplies ``<q, k>``.
+        q_pe: ``[B, S_q, H_q, 64]`` or ``[B * S_q, H_q, 64]`` in q's dtype, for rows of 576 or 656.
+        topk_length: int32 ``[B, S_q]`` or ``[B * S_q]``: how many of a list count; 0 or less: none. None: all.
+        extra_kv_pages, extra_indices, extra_topk_length: A second pool of such rows, with its own page size, and its
+            lists, of any width. A token attends to both.
+        sinks: float32 ``[H_q]``, a logit without a value; not in lse. A token without keys stays 0.
+        out: Destination in q's leading shape and dtype with 512, last dim dense; allocated when None.
+        lse: float32 destination in q's leading shape with heads; `return_lse` allocates one.
+        report: int32 ``[8]`` of the checked mode: an index past its pool, a length beyond its list.
+
+    Returns:
+        ``(out, lse)``, lse natural log, None unless asked for. A token without keys has ``out = 0``, ``lse = -inf``.
+
+    Raises:
+        TypeError: naming the argument that is no tensor, plan or number.
+        ValueError: the plan was allocated for another geometry.
+        RuntimeError: naming the argument that does not fit. On the CPU also for an index past its pool, a length
+            beyond its list, or another step's plan.
+
+    Source: sparse attention of DeepSeek-V3.2 (arXiv:2512.02556), section 2.1.
+    """
+    try:
+        shape = shape_by_request("sparse_mla_decode", q, plan.seqlen_q)
+        requests, seqlen_q, num_q_heads, _ = shape
+        key = {
+            "batch_size": requests,
+            "seqlen_q": seqlen_q,
+            "num_q_heads": num_q_heads,
+            "topk": indices.shape[-1],
+            "extra_topk": 0 if extra_indices is None else extra_indices.shape[-1],
+        }
+        check_plan_key("sparse_mla_decode", plan, key, "q and these lists")
+        if out is None:
+            out = q.new_empty(*q.shape[:-1], MLA_HEAD_DIM_V)
+        lse = lse_like(q, lse, return_lse)
+
+        def lists(name: str, tensor: Tensor | None, flat_dims: int) -> Tensor | None:
+            return _lists("sparse_mla_decode", name, tensor, shape, flat_dims)
+
+        torch.ops.attnops.sparse_mla_decode.default(
+            lists("out", out, 3),
+            lists("lse", lse, 2),
+            q if q.dim() == 4 else q.view(shape),
+            lists("q_pe", q_pe, 3),
+            kv_pages,
+            lists("indices", indices, 2),
+            lists("topk_length", topk_length, 1),
+            extra_kv_pages,
+            lists("extra_indices", extra_indices, 2),
+            lists("extra_topk_length", extra_topk_length, 1),
+            plan.tile_scheduler_metadata,
+            plan.num_splits,
+            plan.out_partial,
+            plan.lse_partial,
+            plan.semaphores,
+            softmax_scale,
+            sinks,
+            plan.fixed_split_tokens,
+            report,
+        )
+        return out, lse
+    except Exception as error:
+        explain(error, "attnops::sparse_mla_decode", sparse_mla_decode, locals())
+        raise
+
+
+@names_its_arguments
+def sparse_mla_prefill(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    *,
+    softmax_scale: float,
+    q_pe: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    max_logits: Tensor | None = None,
+    return_lse: bool = False,
+    report: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`sparse_mla_decode` for many query tokens, without a plan: a token's list is one piece of work.
+
+    Args:
+        q: ``[T, H_q, 576]``, 512 where rows are of 512 values; as of `sparse_mla_decode`, as are `q_pe`, `sinks`,
+            `out`, `lse`, `return_lse` and `report`.
+        kv: Pages as of `sparse_mla_decode`, or ragged rows ``[S, row]``, not of 584 bytes.
+        indices: int32 ``[T, topk]``, rows of `kv`: ``page * page_size + offset``, or the row of ragged ones.
+        topk_length: int32 ``[T]``.
+        max_logits: float32 destination ``[T, H_q]``: the largest ``softmax_scale * <q, k>``; -inf without keys.
+
+    Returns:
+        ``(out, lse)`` as of `sparse_mla_decode`.
+
+    Raises:
+        RuntimeError: naming the argument that does not fit; on the CPU also as `sparse_mla_decode`.
+
+    Source: sparse attention of DeepSeek-V3.2 (arXiv:2512.02556), section 2.1.
+    """
+    out = q.new_empty(*q.shape[:-1], MLA_HEAD_DIM_V) if out is None else out
+    lse = lse_like(q, lse, return_lse)
+    torch.ops.attnops.sparse_mla_prefill.default(
+        out, lse, max_logits, q, q_pe, kv, indices, topk_length, softmax_scale, sinks, report
+    )
+    return out, lse
+
+
+def _lists(op: str, name: str, tensor: Tensor | None, shape: Sequence[int], flat_dims: int) -> Tensor | None:
+    """``[B, S_q, ...]`` of a tensor that may be ``[B * S_q, ...]``."""
+    return None if tensor is None else by_request(op, name, tensor, shape, flat_dims)
+
+
+for _op in ("sparse_mla_plan", "sparse_mla_decode", "sparse_mla_prefill"):
+    register_fake(_op)
