@@ -9,7 +9,7 @@ import torch
 from attnops import ops
 from linear_reference import convolve, relative
 
-DEVICES = ["cpu"]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 IO = [torch.float32, torch.float16, torch.bfloat16]
 BOUND = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3}
 

@@ -1,4 +1,4 @@
-"""delta_decode and ssd_decode against float64 on the rounded inputs."""
+"""delta_decode and ssd_decode on every device, against float64 on the rounded inputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from attnops import ops
 from attnops.report import first_fault, new_report
 from linear_reference import delta_gates, delta_step, relative, ssd_step
 
-DEVICES = ["cpu"]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ISAS = ["scalar", "avx2", "amx"]
 IO = [torch.float32, torch.float16, torch.bfloat16]
 OUT = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 3e-3}
@@ -189,3 +189,33 @@ def test_the_checked_mode_says_which_slot(device):
     report.zero_()
     step(device, [2, 2], report=report)
     assert "state slot 2 at request 1" in first_fault(report) and "of one request alone" in first_fault(report)
+
+
+@pytest.mark.gpu
+def test_replays_with_other_slots_equal_eager_bit_for_bit():
+    """One graph serves any slots."""
+    torch.manual_seed(0)
+    make = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)  # noqa: E731
+    q, k, v, a, b = make(4, 2, 128), make(4, 2, 128), make(4, 4, 128), make(4, 4), make(4, 4)
+    states = torch.randn(32, 4, 128, 128, device="cuda")
+    indices = torch.zeros(4, dtype=torch.int32, device="cuda")
+    gates = {"A_log": torch.zeros(4, device="cuda"), "dt_bias": torch.zeros(4, device="cuda")}
+    out = torch.empty_like(v)
+
+    def run(pool):
+        ops.delta_decode(q, k, v, a, b, states=pool, state_indices=indices, out=out, **gates)
+
+    indices.fill_(-1)
+    run(states)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(states)
+    twin = states.clone()
+    for seed in range(200):
+        r = random.Random(seed)
+        indices.copy_(torch.tensor([s if r.random() < 0.9 else -1 for s in r.sample(range(32), 4)], dtype=torch.int32))
+        v.normal_()
+        graph.replay()
+        replayed = out.clone()
+        run(twin)
+        assert torch.equal(replayed, out) and torch.equal(states, twin)

@@ -1,0 +1,10 @@
+#pragma once
+#include "causal_conv1d/params.h"
+
+struct CUstream_st;
+
+namespace attnops::causal_conv1d {
+
+void launch(const Params& params, CUstream_st* stream);
+
+}  // namespace attnops::causal_conv1d

@@ -1,0 +1,361 @@
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <string>
+#include <type_traits>
+
+#include "core/linear_step.h"
+#include "core/math.h"
+#include "core/state_report.h"
+#include "device/common/launch_dependent.cuh"
+#include "device/common/pdl.cuh"
+#include "device/common/row_vec.cuh"
+#include "device/common/vec.h"
+
+// The kernel of `LinearStep`: bound by memory, so its shape is that of the loads. A group of lanes owns a row of the
+// state, 16 elements a lane; a thread has kStepRows rows in flight, and asks for them before anything else. Meanwhile
+// the CTA makes keys, queries and gates, a column a thread. Both dot products of a row come from one pass: S k of the
+// old state gives u, and out = decay (S q) + u (k q).
+namespace attnops {
+
+inline constexpr int kStepThreads = 128;
+inline constexpr int kLaneElements = 16;
+inline constexpr int kStepRows = 2;  // of a thread: 128 bytes in flight
+
+// To an element of a tensor of any of the three types that tokens have.
+__device__ __forceinline__ void store_as(DType dtype, void* data, int64_t i, float x) {
+  if (dtype == DType::kBFloat16) {
+    static_cast<__nv_bfloat16*>(data)[i] = __float2bfloat16(x);
+  } else if (dtype == DType::kFloat16) {
+    static_cast<__half*>(data)[i] = __float2half(x);
+  } else {
+    static_cast<float*>(data)[i] = x;
+  }
+}
+
+template <typename State>
+__device__ __forceinline__ State to_state(float x) {
+  if constexpr (sizeof(State) == 4) return x;
+  if constexpr (std::is_same_v<State, __nv_bfloat16>) return __float2bfloat16(x);
+  if constexpr (std::is_same_v<State, __half>) return __float2half(x);
+}
+
+// What a group of kLanes lanes holds of a row of `State`: element i of a lane is column `column(i)`.
+template <typename State, int kLanes>
+struct RowPart {
+  static constexpr int kVec = 16 / static_cast<int>(sizeof(State));
+  static constexpr int kVecs = kLaneElements / kVec;
+
+  __device__ static int column(int lane, int i) { return (i / kVec * kLanes + lane) * kVec + i % kVec; }
+
+  // Columns from `dim` on are 0 and are not read.
+  template <bool kVectors>
+  __device__ static void load(float (&x)[kLaneElements], const State* row, int lane, int dim) {
+#pragma unroll
+    for (int j = 0; j < kVecs; ++j) {
+      const int first = column(lane, j * kVec);
+      if constexpr (kVectors) {
+        RowVec<State, kVec> vec{};
+        if (first < dim) vec = load_vec<RowVec<State, kVec>>(row + first);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) x[j * kVec + i] = vec.at(i);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) {
+          x[j * kVec + i] = first + i < dim ? static_cast<float>(row[first + i]) : 0.f;
+        }
+      }
+    }
+  }
+
+  template <bool kVectors>
+  __device__ static void store(const float (&x)[kLaneElements], State* row, int lane, int dim) {
+#pragma unroll
+    for (int j = 0; j < kVecs; ++j) {
+      const int first = column(lane, j * kVec);
+      Vec<State, kVec> vec;
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) vec.data[i] = to_state<State>(x[j * kVec + i]);
+      if constexpr (kVectors) {
+        if (first < dim) store_vec(row + first, vec);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) {
+          if (first + i < dim) row[first + i] = vec.data[i];
+        }
+      }
+    }
+  }
+};
+
+// The sum over a group of kLanes lanes that start at a multiple of it, in the same order in every lane.
+template <int kLanes>
+__device__ __forceinline__ float sum_of_lanes(float x) {
+#pragma unroll
+  for (int distance = kLanes / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
+  return x;
+}
+
+// Where a request's state comes from and goes to; null: nowhere. Out-of-range slots are recorded and not touched.
+template <typename State>
+struct StepSlots {
+  const State* from;
+  State* to;
+
+  __device__ StepSlots(const LinearStep& p, ReportOp op, int request, int head, bool reports)
+      : from(nullptr), to(nullptr) {
+    const int64_t source = p.state_indices[request];
+    const int64_t target = p.out_state_indices == nullptr ? source : p.out_state_indices[request];
+    State* states = static_cast<State*>(p.states) + int64_t{head} * p.stride_head;
+    if (source >= 0 && source < p.num_slots) from = states + source * p.stride_slot;
+    if (target >= 0 && target < p.num_slots && from != nullptr) to = states + target * p.stride_slot;
+    if (p.report == nullptr || !reports) return;
+    for (const int64_t slot : {source, target}) {
+      if (slot >= p.num_slots) record_fault(p.report, {op, kReportStateSlot, request, 0, slot, p.num_slots});
+    }
+    const int32_t* targets = p.out_state_indices == nullptr ? p.state_indices : p.out_state_indices;
+    for (int other = 0; other < request && target >= 0; ++other) {
+      if (targets[other] == target) record_fault(p.report, {op, kReportSharedSlot, request, other, target, 0});
+    }
+  }
+};
+
+// Calls `body` with a value of the tokens' type. One branch around all of a thread's loads, so that none waits for
+// another.
+template <typename Body>
+__device__ __forceinline__ void with_token_type(DType dtype, Body&& body) {
+  if (dtype == DType::kBFloat16) {
+    body(__nv_bfloat16{});
+  } else if (dtype == DType::kFloat16) {
+    body(__half{});
+  } else {
+    body(float{});
+  }
+}
+
+// What the rows of a head share: key, query and decay of each column, zero behind key_dim. A thread makes every
+// kStepThreads-th column, and all threads have the sums.
+template <int kMaxKeys>
+struct alignas(16) StepColumns {
+  static constexpr int kEach = (kMaxKeys + kStepThreads - 1) / kStepThreads;
+  static constexpr int kWarps = kStepThreads / 32;
+  float key[kMaxKeys], query[kMaxKeys], decay[kMaxKeys];
+  float sums[3][kWarps];  // of key^2, query^2 and key query, by warp
+
+  __device__ float sum(int i) const {
+    float total = 0.f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) total += sums[i][w];
+    return total;
+  }
+};
+
+// kElements consecutive floats of shared memory.
+template <int kElements>
+__device__ __forceinline__ void load_shared(float (&x)[kElements], const float* from) {
+#pragma unroll
+  for (int j = 0; j < kElements; j += 4) {
+    const float4 vec = *reinterpret_cast<const float4*>(from + j);
+    x[j] = vec.x, x[j + 1] = vec.y, x[j + 2] = vec.z, x[j + 3] = vec.w;
+  }
+}
+
+// Grid: row blocks x heads x requests, in one dimension.
+template <typename State, int kMaxKeys, bool kDelta, bool kChannels, bool kVectors>
+__global__ void __launch_bounds__(kStepThreads)
+    linear_step_kernel(const __grid_constant__ LinearStep p, int row_blocks) {
+  constexpr int kLanes = kMaxKeys / kLaneElements, kGroups = kStepThreads / kLanes;
+  constexpr int kRows = kStepRows;
+  using Part = RowPart<State, kLanes>;
+  using Columns = StepColumns<kMaxKeys>;
+  __shared__ Columns columns;
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
+  const int row_block = blockIdx.x % row_blocks, work = blockIdx.x / row_blocks;
+  const int head = work % p.num_heads, request = work / p.num_heads;
+  const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
+  const int first_row = row_block * kGroups * kRows + group;
+  const StepSlots<State> slots(p, kDelta ? kReportDeltaDecode : kReportSsdDecode, request, head,
+                               row_block == 0 && head == 0 && threadIdx.x == 0);
+
+  float state[kRows][kLaneElements];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int row = first_row + r * kGroups;
+    const bool has_row = slots.from != nullptr && row < p.value_dim;
+    Part::template load<kVectors>(state[r], slots.from + int64_t{row} * p.stride_row, lane, has_row ? p.key_dim : 0);
+  }
+
+  float key[Columns::kEach], query[Columns::kEach], gate[Columns::kEach], value[kRows], z[kRows];
+  float rate = 1.f, beta = 1.f;  // a of the head, or dt; b
+  with_token_type(p.dtype, [&](auto token) {
+    using T = decltype(token);
+    const auto at = [&](const StepRows& rows, int of, int64_t i) {
+      return static_cast<float>(
+          static_cast<const T*>(rows.data)[request * rows.stride_request + of * rows.stride_head + i]);
+    };
+    const int shared = head / p.heads_per_group;
+#pragma unroll
+    for (int c = 0; c < Columns::kEach; ++c) {
+      const int column = c * kStepThreads + threadIdx.x;
+      const bool inside = column < p.key_dim;
+      key[c] = inside ? at(p.k, shared, column) : 0.f;
+      query[c] = inside ? at(p.q, shared, column) : 0.f;
+      gate[c] = kChannels && inside ? at(p.a, head, column) : 0.f;
+    }
+    if (!kChannels && p.a.data != nullptr) rate = at(p.a, head, 0);
+    if (kDelta) beta = at(p.b, head, 0);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int row = first_row + r * kGroups;
+      value[r] = row < p.value_dim ? at(p.v, head, row) : 0.f;
+      z[r] = !kDelta && p.z.data != nullptr && row < p.value_dim ? at(p.z, head, row) : 0.f;
+    }
+  });
+
+  const bool logits = p.a_log != nullptr;
+  const float a_log = logits ? p.a_log[head] : 0.f;
+  float sums[3] = {};
+#pragma unroll
+  for (int c = 0; c < Columns::kEach; ++c) {
+    const int column = c * kStepThreads + threadIdx.x;
+    sums[0] += key[c] * key[c];
+    sums[1] += query[c] * query[c];
+    sums[2] += key[c] * query[c];
+    if (column >= kMaxKeys) continue;
+    columns.key[column] = key[c];
+    columns.query[column] = query[c];
+    if constexpr (kChannels) {
+      const float bias =
+          p.dt_bias != nullptr && column < p.key_dim ? p.dt_bias[int64_t{head} * p.key_dim + column] : 0.f;
+      columns.decay[column] = column < p.key_dim ? expf(log_decay(gate[c], logits, a_log, bias, p.lower_bound)) : 0.f;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 3; ++i) {
+    sums[i] = sum_of_lanes<32>(sums[i]);
+    if (threadIdx.x % 32 == 0) columns.sums[i][threadIdx.x / 32] = sums[i];
+  }
+  float factor, coefficient;
+  const float head_bias = !kChannels && p.dt_bias != nullptr ? p.dt_bias[head] : 0.f;
+  if constexpr (kDelta) {
+    coefficient = logits ? sigmoid(beta) : beta;
+    factor = kChannels ? 1.f : expf(log_decay(rate, logits, a_log, head_bias, p.lower_bound));
+  } else {
+    const float dt = rate + head_bias;
+    coefficient = p.softplus ? softplus(dt) : dt;
+    factor = expf(rate_times(a_log, coefficient));
+  }
+  __syncthreads();
+  const float key_scale = p.normalize ? rsqrtf(columns.sum(0) + kNormEpsilon) : 1.f;
+  const float query_scale = p.scale * (p.normalize ? rsqrtf(columns.sum(1) + kNormEpsilon) : 1.f);
+
+  // The state decays as it is multiplied, each part once; a part's key and query serve all rows.
+  float by_key[kRows] = {}, by_query[kRows] = {}, key_query = 0.f;
+#pragma unroll
+  for (int j = 0; j < Part::kVecs; ++j) {
+    constexpr int kVec = Part::kVec;
+    const int column = Part::column(lane, j * kVec);
+    float keys[kVec], queries[kVec], decays[kVec];
+    load_shared(keys, columns.key + column);
+    load_shared(queries, columns.query + column);
+    if constexpr (kChannels) load_shared(decays, columns.decay + column);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      const float scaled_key = keys[i] * key_scale, scaled_query = queries[i] * query_scale;
+      key_query = fmaf(scaled_key, scaled_query, key_query);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        float& s = state[r][j * kVec + i];
+        s *= kChannels ? decays[i] : factor;
+        by_key[r] = fmaf(s, scaled_key, by_key[r]);
+        by_query[r] = fmaf(s, scaled_query, by_query[r]);
+      }
+    }
+  }
+  key_query = sum_of_lanes<kLanes>(key_query);
+  float update[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    by_query[r] = sum_of_lanes<kLanes>(by_query[r]);
+    update[r] = coefficient * (kDelta ? value[r] - sum_of_lanes<kLanes>(by_key[r]) : value[r]);
+  }
+#pragma unroll
+  for (int j = 0; j < Part::kVecs; ++j) {
+    constexpr int kVec = Part::kVec;
+    float keys[kVec];
+    load_shared(keys, columns.key + Part::column(lane, j * kVec));
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      const float scaled_key = keys[i] * key_scale;
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) state[r][j * kVec + i] = fmaf(update[r], scaled_key, state[r][j * kVec + i]);
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int row = first_row + r * kGroups;
+    if (row >= p.value_dim) continue;
+    if (slots.to != nullptr) {
+      Part::template store<kVectors>(state[r], slots.to + int64_t{row} * p.stride_row, lane, p.key_dim);
+    }
+    float out = fmaf(update[r], key_query, by_query[r]);
+    if constexpr (!kDelta) {
+      if (p.skip != nullptr) out = fmaf(p.skip[head], value[r], out);
+      if (p.z.data != nullptr) out *= z[r] * sigmoid(z[r]);
+    }
+    const int64_t to = request * p.out_stride_request + head * p.out_stride_head + row;
+    if (lane == 0) store_as(p.dtype, p.out, to, slots.from == nullptr ? 0.f : out);
+  }
+}
+
+// A launch over all of a call's rows. Vectors of 16 bytes where every row of the states starts on such a boundary.
+template <bool kDelta, bool kChannels, typename State, int kMaxKeys>
+void launch_linear_step(const char* what, const LinearStep& p, cudaStream_t stream) {
+  constexpr int kRowsPerBlock = kStepThreads / (kMaxKeys / kLaneElements) * kStepRows;
+  const int row_blocks = ceil_div(p.value_dim, kRowsPerBlock);
+  const int64_t blocks = int64_t{p.batch_size} * p.num_heads * row_blocks;
+  if (blocks > INT32_MAX) throw std::runtime_error(std::string(what) + ": more than 2^31 blocks of rows");
+  const LaunchShape shape{
+      .blocks = static_cast<int>(blocks), .threads = kStepThreads, .shared_bytes = 0, .max_shared_bytes = 0};
+  const bool vectors = p.key_dim * sizeof(State) % 16 == 0 &&
+                       rows_aligned(p.states, sizeof(State), 16, p.stride_slot, p.stride_head, p.stride_row);
+  if (vectors) {
+    launch_dependent<&linear_step_kernel<State, kMaxKeys, kDelta, kChannels, true>>(what, shape, stream, p, row_blocks);
+  } else {
+    launch_dependent<&linear_step_kernel<State, kMaxKeys, kDelta, kChannels, false>>(what, shape, stream, p,
+                                                                                     row_blocks);
+  }
+}
+
+// A row of a decode op's table of kernels: one type of states, and keys up to a bound.
+struct LinearStepImpl {
+  const char* name;
+  DType state_dtype;
+  int max_keys;
+  void (*launch)(const LinearStep&, cudaStream_t);
+
+  std::string reject(const LinearStep& p) const {
+    if (p.state_dtype != state_dtype) {
+      return std::string("takes states of ") + name_of(state_dtype) + ", got " + name_of(p.state_dtype);
+    }
+    if (p.key_dim > max_keys) return "takes keys of at most " + std::to_string(max_keys) + " elements";
+    return "";
+  }
+};
+
+#define ATTNOPS_LINEAR_STEP_IMPLS(launch)                               \
+  {                                                                     \
+      {"fp32_64", DType::kFloat32, 64, &launch<float, 64>},             \
+      {"fp32_128", DType::kFloat32, 128, &launch<float, 128>},          \
+      {"fp32_256", DType::kFloat32, 256, &launch<float, 256>},          \
+      {"bf16_64", DType::kBFloat16, 64, &launch<__nv_bfloat16, 64>},    \
+      {"bf16_128", DType::kBFloat16, 128, &launch<__nv_bfloat16, 128>}, \
+      {"bf16_256", DType::kBFloat16, 256, &launch<__nv_bfloat16, 256>}, \
+      {"fp16_64", DType::kFloat16, 64, &launch<__half, 64>},            \
+      {"fp16_128", DType::kFloat16, 128, &launch<__half, 128>},         \
+      {"fp16_256", DType::kFloat16, 256, &launch<__half, 256>},         \
+  }
+
+}  // namespace attnops
