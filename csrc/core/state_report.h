@@ -5,10 +5,13 @@
 namespace attnops {
 
 inline constexpr ReportOp kReportDeltaDecode{19}, kReportSsdDecode{20}, kReportCausalConv1d{21},
-    kReportCausalConv1dUpdate{22}, kReportCopyStates{23}, kReportClearStates{24};
+    kReportCausalConv1dUpdate{22}, kReportCopyStates{23}, kReportClearStates{24}, kReportDeltaPrefill{28},
+    kReportSsdPrefill{29};
 
 inline constexpr ReportKind kReportStateSlot{15},  // a slot outside a pool of states
     kReportSharedSlot{16},                         // a slot that two rows of a call write; position: the other row
-    kReportTokenBounds{17};                        // tokens of a request that fall, or leave those of the call
+    kReportTokenBounds{17},                        // tokens of a request that fall, or leave those of the call
+    kReportPrefix{27},                             // a prefix below 0
+    kReportPlan{28};                               // a plan that names no request, or one twice
 
 }  // namespace attnops

@@ -1,5 +1,5 @@
 #pragma once
-#include "core/linear_step.h"
+#include "core/linear_prefill.h"
 #include "core/state_report.h"
 
 namespace attnops::cpu {
@@ -27,6 +27,11 @@ void avx512_step_rows(const HeadStep& head);
 
 // Heads [begin, end) of batch_size * num_heads, with the current instruction set.
 void linear_step_heads(const LinearStep& p, bool delta, int64_t begin, int64_t end);
+
+// Heads [begin, end) of (batch_size + 1) * num_heads: the last "request" is the tokens of none, whose output is 0.
+// Token by token, in float32: as few operations as in chunks where no matrix unit helps, and no exponent but the
+// decay's.
+void linear_prefill_heads(const LinearPrefill& p, bool delta, int64_t begin, int64_t end);
 
 // Records slots out of range and slots that two rows write, before anything runs.
 void check_step_slots(const LinearStep& p, ReportOp op, int32_t* report);

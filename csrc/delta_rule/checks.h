@@ -5,7 +5,7 @@
 
 namespace attnops::delta_rule {
 
-struct DecodeArguments {
+struct RowArguments {
   const Tensor &out, &states, &q, &k, &v, &a, &b;
   const OptionalTensor &a_log, &dt_bias;
   const Tensor& state_indices;
@@ -15,27 +15,26 @@ struct DecodeArguments {
   const OptionalTensor& report;
 };
 
-// The whole contract of `delta_decode`, for every device.
-inline LinearStep checked_decode(const DecodeArguments& given) {
-  const char* op = "delta_decode";
-  Dim batch("batch_size"), groups("num_k_heads"), heads("num_v_heads"), key_dim("key_dim"), value_dim("value_dim");
+// The contract of rows, for every op and device: one a request, or one a token.
+inline LinearStep checked_rows(const char* op, const RowArguments& given, Dim& rows, Dim& batch) {
+  Dim groups("num_k_heads"), heads("num_v_heads"), key_dim("key_dim"), value_dim("value_dim");
   TensorCheck(op, "q", given.q)
       .dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16})
-      .shape({batch, groups, key_dim})
+      .shape({rows, groups, key_dim})
       .dense_last();
   const auto like_q = [&](const char* name, const Tensor& tensor) {
     return TensorCheck(op, name, tensor).device_as("q", given.q).dtype_as("q", given.q);
   };
-  like_q("k", given.k).shape({batch, groups, key_dim}).dense_last();
-  like_q("v", given.v).shape({batch, heads, value_dim}).dense_last();
-  like_q("out", given.out).shape({batch, heads, value_dim}).dense_last();
+  like_q("k", given.k).shape({rows, groups, key_dim}).dense_last();
+  like_q("v", given.v).shape({rows, heads, value_dim}).dense_last();
+  like_q("out", given.out).shape({rows, heads, value_dim}).dense_last();
   const bool per_channel = given.a.dim() == 3;
   if (per_channel) {
-    like_q("a", given.a).shape({batch, heads, key_dim}).dense_last();
+    like_q("a", given.a).shape({rows, heads, key_dim}).dense_last();
   } else {
-    like_q("a", given.a).shape({batch, heads});
+    like_q("a", given.a).shape({rows, heads});
   }
-  like_q("b", given.b).shape({batch, heads});
+  like_q("b", given.b).shape({rows, heads});
   LinearStep p = checked_states(op, {given.states, given.q, "q", given.state_indices, given.out_state_indices}, batch,
                                 groups, heads, key_dim, value_dim);
   if (!given.a_log && (given.dt_bias || given.lower_bound != 0.)) {
@@ -68,6 +67,18 @@ inline LinearStep checked_decode(const DecodeArguments& given) {
   p.normalize = given.normalize;
   p.report = checked_report(op, given.report, "q", given.q);
   return p;
+}
+
+// The whole contract of `delta_decode`, for every device.
+inline LinearStep checked_decode(const RowArguments& given) {
+  Dim batch("batch_size");
+  return checked_rows("delta_decode", given, batch, batch);
+}
+
+inline LinearPrefill checked_prefill(const RowArguments& given, const PrefillArguments& ragged) {
+  Dim num_tokens("num_tokens"), batch("batch_size");
+  const LinearStep step = checked_rows("delta_prefill", given, num_tokens, batch);
+  return attnops::checked_prefill("delta_prefill", step, ragged, "q", given.q, num_tokens, batch);
 }
 
 }  // namespace attnops::delta_rule

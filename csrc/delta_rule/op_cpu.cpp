@@ -4,6 +4,7 @@
 #include "cpu/linear_step.h"
 #include "delta_rule/checks.h"
 #include "torch_bindings/cpu_faults.h"
+#include "torch_bindings/linear_prefill_cpu.h"
 
 namespace attnops::delta_rule {
 namespace {
@@ -22,8 +23,28 @@ void delta_decode_cpu(const Tensor& out, const Tensor& states, const Tensor& q, 
   });
 }
 
+void delta_prefill_cpu(const Tensor& out, const Tensor& states, const Tensor& q, const Tensor& k, const Tensor& v,
+                       const Tensor& a, const Tensor& b, const OptionalTensor& a_log, const OptionalTensor& dt_bias,
+                       const Tensor& cu_seqlens, const Tensor& prefix_lens, const Tensor& state_indices,
+                       const OptionalTensor& checkpoint_slots, const OptionalTensor& plan, double scale,
+                       double lower_bound, bool qk_l2norm, const OptionalTensor& report) {
+  const OptionalTensor elsewhere;
+  const LinearPrefill p = checked_prefill(
+      {out, states, q, k, v, a, b, a_log, dt_bias, state_indices, elsewhere, scale, lower_bound, qk_l2norm, report},
+      {cu_seqlens, prefix_lens, checkpoint_slots, plan});
+  attnops::cpu::linear_prefill("delta_prefill", kReportDeltaPrefill, p, true);
+}
+
+void delta_plan_cpu(const Tensor& plan, const Tensor& cu_seqlens) {
+  attnops::cpu::order_requests(checked_plan("delta_plan", plan, cu_seqlens));
+}
+
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(attnops, CPU, m) { m.impl("delta_decode", TORCH_BOX(&delta_decode_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(attnops, CPU, m) {
+  m.impl("delta_decode", TORCH_BOX(&delta_decode_cpu));
+  m.impl("delta_prefill", TORCH_BOX(&delta_prefill_cpu));
+  m.impl("delta_plan", TORCH_BOX(&delta_plan_cpu));
+}
 
 }  // namespace attnops::delta_rule

@@ -5,7 +5,7 @@
 
 namespace attnops::ssd {
 
-struct DecodeArguments {
+struct RowArguments {
   const Tensor &out, &states, &x;
   const OptionalTensor& dt;
   const Tensor &a, &b, &c;
@@ -17,22 +17,22 @@ struct DecodeArguments {
   const OptionalTensor& report;
 };
 
-// The whole contract of `ssd_decode`, for every device. B and C are the keys and queries of the recurrence.
-inline LinearStep checked_decode(const DecodeArguments& given) {
-  const char* op = "ssd_decode";
-  Dim batch("batch_size"), groups("num_groups"), heads("num_heads"), key_dim("state_dim"), value_dim("head_dim");
+// The contract of rows, for every op and device: one a request, or one a token. B and C are the keys and queries of the
+// recurrence.
+inline LinearStep checked_rows(const char* op, const RowArguments& given, Dim& rows, Dim& batch) {
+  Dim groups("num_groups"), heads("num_heads"), key_dim("state_dim"), value_dim("head_dim");
   TensorCheck(op, "x", given.x)
       .dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16})
-      .shape({batch, heads, value_dim})
+      .shape({rows, heads, value_dim})
       .dense_last();
   const auto like_x = [&](const char* name, const Tensor& tensor) {
     return TensorCheck(op, name, tensor).device_as("x", given.x).dtype_as("x", given.x);
   };
-  like_x("out", given.out).shape({batch, heads, value_dim}).dense_last();
-  like_x("B", given.b).shape({batch, groups, key_dim}).dense_last();
-  like_x("C", given.c).shape({batch, groups, key_dim}).dense_last();
-  if (given.dt) like_x("dt", *given.dt).shape({batch, heads});
-  if (given.z) like_x("z", *given.z).shape({batch, heads, value_dim}).dense_last();
+  like_x("out", given.out).shape({rows, heads, value_dim}).dense_last();
+  like_x("B", given.b).shape({rows, groups, key_dim}).dense_last();
+  like_x("C", given.c).shape({rows, groups, key_dim}).dense_last();
+  if (given.dt) like_x("dt", *given.dt).shape({rows, heads});
+  if (given.z) like_x("z", *given.z).shape({rows, heads, value_dim}).dense_last();
   LinearStep p = checked_states(op, {given.states, given.x, "x", given.state_indices, given.out_state_indices}, batch,
                                 groups, heads, key_dim, value_dim);
   p.a_log = checked_per_head(op, "A", given.a, "x", given.x, heads);
@@ -55,6 +55,18 @@ inline LinearStep checked_decode(const DecodeArguments& given) {
   p.softplus = given.softplus;
   p.report = checked_report(op, given.report, "x", given.x);
   return p;
+}
+
+// The whole contract of `ssd_decode`, for every device.
+inline LinearStep checked_decode(const RowArguments& given) {
+  Dim batch("batch_size");
+  return checked_rows("ssd_decode", given, batch, batch);
+}
+
+inline LinearPrefill checked_prefill(const RowArguments& given, const PrefillArguments& ragged) {
+  Dim num_tokens("num_tokens"), batch("batch_size");
+  const LinearStep step = checked_rows("ssd_prefill", given, num_tokens, batch);
+  return attnops::checked_prefill("ssd_prefill", step, ragged, "x", given.x, num_tokens, batch);
 }
 
 }  // namespace attnops::ssd

@@ -4,6 +4,7 @@
 #include "cpu/linear_step.h"
 #include "ssd/checks.h"
 #include "torch_bindings/cpu_faults.h"
+#include "torch_bindings/linear_prefill_cpu.h"
 
 namespace attnops::ssd {
 namespace {
@@ -22,8 +23,28 @@ void ssd_decode_cpu(const Tensor& out, const Tensor& states, const Tensor& x, co
   });
 }
 
+void ssd_prefill_cpu(const Tensor& out, const Tensor& states, const Tensor& x, const OptionalTensor& dt,
+                     const Tensor& a, const Tensor& b, const Tensor& c, const OptionalTensor& d,
+                     const OptionalTensor& dt_bias, const OptionalTensor& z, const Tensor& cu_seqlens,
+                     const Tensor& prefix_lens, const Tensor& state_indices, const OptionalTensor& checkpoint_slots,
+                     const OptionalTensor& plan, double scale, bool dt_softplus, const OptionalTensor& report) {
+  const OptionalTensor elsewhere;
+  const LinearPrefill p = checked_prefill(
+      {out, states, x, dt, a, b, c, d, dt_bias, z, state_indices, elsewhere, scale, dt_softplus, report},
+      {cu_seqlens, prefix_lens, checkpoint_slots, plan});
+  attnops::cpu::linear_prefill("ssd_prefill", kReportSsdPrefill, p, false);
+}
+
+void ssd_plan_cpu(const Tensor& plan, const Tensor& cu_seqlens) {
+  attnops::cpu::order_requests(checked_plan("ssd_plan", plan, cu_seqlens));
+}
+
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(attnops, CPU, m) { m.impl("ssd_decode", TORCH_BOX(&ssd_decode_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(attnops, CPU, m) {
+  m.impl("ssd_decode", TORCH_BOX(&ssd_decode_cpu));
+  m.impl("ssd_prefill", TORCH_BOX(&ssd_prefill_cpu));
+  m.impl("ssd_plan", TORCH_BOX(&ssd_plan_cpu));
+}
 
 }  // namespace attnops::ssd

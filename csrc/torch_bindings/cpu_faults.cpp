@@ -89,6 +89,10 @@ void CpuFaults::check() const {
     fail(op_, (kind == kReportListLength ? "topk_length, token " : "extra_topk_length, token ") + text(kReportRequest) +
                   " must be below " + text(kReportLimit) + " (its list has no more)" + got);
   }
+  if (kind == kReportPrefix) fail(op_, "prefix_lens[" + text(kReportRequest) + "] must be at least 0" + got);
+  if (kind == kReportPlan) {
+    fail(op_, "plan[" + text(kReportRequest) + "]" + in_range + " (batch_size), and name each request once" + got);
+  }
   switch (kind) {
     case ReportKind::kRequestSlot:
       fail(op_, "req_pool_indices[" + text(kReportRequest) + "]" + in_range + " (max_requests of req_to_token)" + got);

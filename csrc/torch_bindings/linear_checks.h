@@ -1,4 +1,5 @@
 #pragma once
+#include "core/linear_prefill.h"
 #include "core/linear_step.h"
 #include "core/state_report.h"
 #include "torch_bindings/check.h"
@@ -41,7 +42,6 @@ inline LinearStep checked_states(const char* op, const StateArguments& given, Di
                  std::to_string(*groups));
   }
   LinearStep p{};
-  p.batch_size = batch.as_int();
   p.num_heads = heads.as_int();
   p.heads_per_group = *groups == 0 ? 1 : static_cast<int>(*heads / *groups);
   p.key_dim = key_dim.as_int();
@@ -54,6 +54,7 @@ inline LinearStep checked_states(const char* op, const StateArguments& given, Di
   p.stride_head = given.states.stride(1);
   p.stride_row = given.states.stride(2);
   p.state_indices = checked_slots(op, "state_indices", given.state_indices, given.tokens_name, given.tokens, batch);
+  p.batch_size = batch.as_int();
   if (given.out_state_indices) {
     p.out_state_indices =
         checked_slots(op, "out_state_indices", *given.out_state_indices, given.tokens_name, given.tokens, batch);
@@ -67,6 +68,43 @@ inline const float* checked_per_head(const char* op, const char* name, const Opt
   if (!values) return nullptr;
   TensorCheck(op, name, *values).device_as(other_name, other).dtype({DType::kFloat32}).shape({heads}).contiguous();
   return static_cast<const float*>(values->const_data_ptr());
+}
+
+struct PrefillArguments {
+  const Tensor &cu_seqlens, &prefix_lens;
+  const OptionalTensor &checkpoint_slots, &plan;
+};
+
+// A step whose rows are the tokens of ragged requests.
+inline LinearPrefill checked_prefill(const char* op, const LinearStep& step, const PrefillArguments& given,
+                                     const char* other_name, const Tensor& other, Dim& num_tokens, Dim& batch) {
+  LinearPrefill p{};
+  p.step = step;
+  p.num_tokens = *num_tokens;
+  Dim bounds("batch_size + 1", *batch + 1, "state_indices"), max_checkpoints("max_checkpoints");
+  p.cu_seqlens = checked_slots(op, "cu_seqlens", given.cu_seqlens, other_name, other, bounds);
+  p.prefix_lens = checked_slots(op, "prefix_lens", given.prefix_lens, other_name, other, batch);
+  if (given.checkpoint_slots) {
+    TensorCheck(op, "checkpoint_slots", *given.checkpoint_slots)
+        .device_as(other_name, other)
+        .dtype({DType::kInt32})
+        .shape({batch, max_checkpoints})
+        .dense_last();
+    p.checkpoint_slots = static_cast<const int32_t*>(given.checkpoint_slots->const_data_ptr());
+    p.max_checkpoints = *max_checkpoints;
+    p.stride_checkpoints = given.checkpoint_slots->stride(0);
+  }
+  if (given.plan) p.plan = checked_slots(op, "plan", *given.plan, other_name, other, batch);
+  return p;
+}
+
+inline RequestOrder checked_plan(const char* op, const Tensor& plan, const Tensor& cu_seqlens) {
+  Dim batch("batch_size");
+  TensorCheck(op, "plan", plan).dtype({DType::kInt32}).shape({batch}).contiguous();
+  Dim bounds("batch_size + 1", *batch + 1, "plan");
+  return {.plan = static_cast<int32_t*>(plan.mutable_data_ptr()),
+          .cu_seqlens = checked_slots(op, "cu_seqlens", cu_seqlens, "plan", plan, bounds),
+          .batch_size = batch.as_int()};
 }
 
 }  // namespace attnops

@@ -164,6 +164,18 @@ STABLE_TORCH_LIBRARY(attnops, m) {
       "ssd_decode(Tensor(a!) out, Tensor(b!) states, Tensor x, Tensor? dt, Tensor A, Tensor B, Tensor C, Tensor? D, "
       "Tensor? dt_bias, Tensor? z, Tensor state_indices, Tensor? out_state_indices, float scale=1.0, "
       "bool dt_softplus=False, Tensor(c!)? report=None) -> ()");
+  m.def(
+      "delta_prefill(Tensor(a!) out, Tensor(b!) states, Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, "
+      "Tensor? A_log, Tensor? dt_bias, Tensor cu_seqlens, Tensor prefix_lens, Tensor state_indices, "
+      "Tensor? checkpoint_slots, Tensor? plan, float scale, float lower_bound=0.0, bool qk_l2norm=True, "
+      "Tensor(c!)? report=None) -> ()");
+  m.def(
+      "ssd_prefill(Tensor(a!) out, Tensor(b!) states, Tensor x, Tensor? dt, Tensor A, Tensor B, Tensor C, Tensor? D, "
+      "Tensor? dt_bias, Tensor? z, Tensor cu_seqlens, Tensor prefix_lens, Tensor state_indices, "
+      "Tensor? checkpoint_slots, Tensor? plan, float scale=1.0, bool dt_softplus=False, Tensor(c!)? report=None) -> "
+      "()");
+  m.def("delta_plan(Tensor(a!) plan, Tensor cu_seqlens) -> ()");
+  m.def("ssd_plan(Tensor(a!) plan, Tensor cu_seqlens) -> ()");
 
   // causal_conv1d/
   m.def(

@@ -43,6 +43,8 @@ OPS = (
     "topk_select",
     "sparse_mla_decode",
     "sparse_mla_prefill",
+    "delta_prefill",
+    "ssd_prefill",
 )
 KINDS = (
     "none",
@@ -72,17 +74,11 @@ KINDS = (
     "row index of the second list",
     "list length",
     "length of the second list",
+    "prefix",
+    "plan",
 )
-PAGE_INDEX, SLOT_ORDER, PROBABILITY, ACCEPTED, MASK_BYTES, HIDDEN_PREFIX, SHARED_SLOT, TOKEN_BOUNDS = (
-    1,
-    5,
-    10,
-    11,
-    13,
-    14,
-    16,
-    17,
-)
+PAGE_INDEX, SLOT_ORDER, PROBABILITY, ACCEPTED, MASK_BYTES, HIDDEN_PREFIX = 1, 5, 10, 11, 13, 14
+SHARED_SLOT, TOKEN_BOUNDS, PREFIX, PLAN = 16, 17, 27, 28
 _EXPECTED = {
     SLOT_ORDER: "{limit}: the tokens of a page have consecutive slots",
     PROBABILITY: "a finite number of at least 0",
@@ -91,6 +87,8 @@ _EXPECTED = {
     HIDDEN_PREFIX: "1: every draft token sees the whole prefix",
     SHARED_SLOT: "of one request alone, and request {position} writes it too",
     TOKEN_BOUNDS: "in [{position}, {limit}], where its tokens begin and those of the call end",
+    PREFIX: "at least 0",
+    PLAN: "in [0, {limit}), and name each request once",
 }
 
 

@@ -13,6 +13,7 @@ from attnops.ops.linear import (
     delta_decode,
     ssd_decode,
 )
+from attnops.ops.linear_prefill import delta_plan, delta_prefill, ssd_plan, ssd_prefill
 from attnops.ops.local_batches import build_local_batches
 from attnops.ops.merge_state import merge_state, merge_states
 from attnops.ops.mla_decode import mla_decode, mla_decode_plan
@@ -42,6 +43,8 @@ __all__ = [
     "copy_page_tail",
     "copy_states",
     "delta_decode",
+    "delta_plan",
+    "delta_prefill",
     "fmha_paged",
     "fmha_plan",
     "fmha_varlen",
@@ -56,6 +59,8 @@ __all__ = [
     "sparse_mla_plan",
     "sparse_mla_prefill",
     "ssd_decode",
+    "ssd_plan",
+    "ssd_prefill",
     "store_kv",
     "store_mla_kv",
     "topk_select",

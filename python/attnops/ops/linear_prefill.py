@@ -1,0 +1,171 @@
+"""Linear attention: ragged prompts through a recurrence, from states in slots of a pool to states in slots of it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnops.ops._arguments import names_its_arguments, register_fake
+
+
+@names_its_arguments
+def delta_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    *,
+    states: Tensor,
+    cu_seqlens: Tensor,
+    prefix_lens: Tensor,
+    state_indices: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    checkpoint_slots: Tensor | None = None,
+    plan: Tensor | None = None,
+    scale: float | None = None,
+    lower_bound: float = 0.0,
+    qk_l2norm: bool = True,
+    out: Tensor | None = None,
+    report: Tensor | None = None,
+) -> Tensor:
+    """Ragged requests through the gated delta rule: `delta_decode`, token by token, in one call.
+
+    A request's tokens count from its prefix. A prompt that is resumed at any multiple of 64 gives the bits of the whole.
+
+    Args:
+        q, k: ``[T, H, K]``, one dtype (bf16, fp16, fp32), last dim dense. v: ``[T, HV, V]``. K and V at most 256.
+        a: ``[T, HV]``, or ``[T, HV, K]`` for a gate per channel. b: ``[T, HV]``. Without `A_log` they are g and beta.
+        states: ``[num_slots, HV, V, K]`` float32, bf16 or fp16, last dim dense; updated in place.
+        cu_seqlens: int32 ``[B + 1]``, rising. Tokens of no request give 0.
+        prefix_lens: int32 ``[B]``: tokens that the state has seen already. 0: the state starts at zero, whatever its
+            slot holds.
+        state_indices: int32 ``[B]``: slots, each at most once; below 0: padding, nothing is touched and out is 0.
+        checkpoint_slots: int32 ``[B, M]``, last dim dense. Cell j: where the state goes that has seen
+            ``64 (prefix_lens // 64 + 1 + j)`` tokens, if the request gets so far; below 0: nowhere. No other slot of
+            the call.
+        plan: int32 ``[B]``, by `delta_plan`: the long requests first. Without one they run as they come.
+        A_log, dt_bias, scale, lower_bound, qk_l2norm: as in `delta_decode`.
+        out: ``[T, HV, V]``; allocated when omitted.
+        report: int32 ``[8]`` of the checked mode: slots outside the pool or shared, bounds that fall, bad plans.
+
+    Raises:
+        RuntimeError: naming the argument that does not fit; on the CPU also what `report` would be told of.
+
+    Source: arXiv 2412.06464, equation 10 and section 3.3; arXiv 2510.26692, section 3.
+    """
+    out = v.new_empty(v.shape) if out is None else out
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    torch.ops.attnops.delta_prefill(
+        out,
+        states,
+        q,
+        k,
+        v,
+        a,
+        b,
+        A_log,
+        dt_bias,
+        cu_seqlens,
+        prefix_lens,
+        state_indices,
+        checkpoint_slots,
+        plan,
+        scale,
+        lower_bound,
+        qk_l2norm,
+        report,
+    )
+    return out
+
+
+@names_its_arguments
+def ssd_prefill(
+    x: Tensor,
+    dt: Tensor | None,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    states: Tensor,
+    cu_seqlens: Tensor,
+    prefix_lens: Tensor,
+    state_indices: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    z: Tensor | None = None,
+    checkpoint_slots: Tensor | None = None,
+    plan: Tensor | None = None,
+    scale: float = 1.0,
+    dt_softplus: bool = False,
+    out: Tensor | None = None,
+    report: Tensor | None = None,
+) -> Tensor:
+    """Ragged requests through a state space with a scalar decay: `ssd_decode`, token by token, in one call.
+
+    Args:
+        x: ``[T, H, P]`` (bf16, fp16, fp32), last dim dense. z: the same shape.
+        dt: ``[T, H]`` of x's dtype; None: 1. A: float32 ``[H]``.
+        B, C: ``[T, G, N]``: a group serves ``H / G`` heads. P and N at most 256.
+        states: ``[num_slots, H, P, N]`` float32, bf16 or fp16, last dim dense; updated in place.
+        cu_seqlens, prefix_lens, state_indices, checkpoint_slots, report: as in `delta_prefill`.
+        plan: int32 ``[B]``, by `ssd_plan`.
+        D, dt_bias, scale, dt_softplus: as in `ssd_decode`.
+        out: ``[T, H, P]``; allocated when omitted.
+
+    Raises:
+        RuntimeError: naming the argument that does not fit; on the CPU also what `report` would be told of.
+
+    Source: arXiv 2405.21060, section 6; arXiv 2401.04658 for Lightning.
+    """
+    out = x.new_empty(x.shape) if out is None else out
+    torch.ops.attnops.ssd_prefill(
+        out,
+        states,
+        x,
+        dt,
+        A,
+        B,
+        C,
+        D,
+        dt_bias,
+        z,
+        cu_seqlens,
+        prefix_lens,
+        state_indices,
+        checkpoint_slots,
+        plan,
+        scale,
+        dt_softplus,
+        report,
+    )
+    return out
+
+
+@names_its_arguments
+def delta_plan(cu_seqlens: Tensor, *, plan: Tensor | None = None) -> Tensor:
+    """The order in which `delta_prefill` takes its requests: those of the most tokens first.
+
+    Args:
+        cu_seqlens: int32 ``[B + 1]``.
+        plan: int32 ``[B]``; allocated when omitted.
+
+    Raises:
+        RuntimeError: naming the argument that does not fit.
+    """
+    plan = cu_seqlens.new_empty(max(cu_seqlens.shape[0] - 1, 0)) if plan is None else plan
+    torch.ops.attnops.delta_plan(plan, cu_seqlens)
+    return plan
+
+
+@names_its_arguments
+def ssd_plan(cu_seqlens: Tensor, *, plan: Tensor | None = None) -> Tensor:
+    """`delta_plan`, for `ssd_prefill`."""
+    plan = cu_seqlens.new_empty(max(cu_seqlens.shape[0] - 1, 0)) if plan is None else plan
+    torch.ops.attnops.ssd_plan(plan, cu_seqlens)
+    return plan
+
+
+for _op in ("delta_prefill", "ssd_prefill", "delta_plan", "ssd_plan"):
+    register_fake(_op)

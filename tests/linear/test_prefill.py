@@ -1,0 +1,240 @@
+"""delta_prefill and ssd_prefill on every device, against float64 token by token on the rounded inputs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from attnops import ops
+from attnops.report import first_fault, new_report
+from linear_reference import delta_gates, delta_step, relative, ssd_step
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+ISAS = ["scalar", "avx2", "amx"]
+IO = [torch.float32, torch.float16, torch.bfloat16]
+OUT = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 6e-3}
+STATE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 6e-3}  # by the states' type
+
+
+def indices(values, device):
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+class Case:
+    """Ragged requests of one kind of layer, some resumed, some padding, with checkpoints."""
+
+    def __init__(self, seed, device, kind, io=None, lengths=None, dims=None, kept=None):
+        r = self.random = random.Random(seed)
+        self.kind, self.device = kind, device
+        generator = torch.Generator().manual_seed(seed)
+        normal = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
+        self.io, self.kept_as = io or r.choice(IO), kept or r.choice(IO)
+        self.lengths = lengths or [r.choice([0, 1, 63, 64, 65, r.randint(1, 200)]) for _ in range(r.choice([1, 3, 6]))]
+        batch, spare = len(self.lengths), r.choice([0, 3])
+        self.prefix = [r.choice([0, 0, 64, 128, 5, 100]) for _ in self.lengths]
+        groups = r.choice([1, 2])
+        keys, rows = dims or (r.choice([64, 128, 128, 256, 5, 100]), r.choice([64, 128, 128, 7, 130]))
+        self.heads = heads = groups * r.choice([1, 2])
+        self.bounds = [sum(self.lengths[:i]) + spare for i in range(batch + 1)]
+        total = self.bounds[-1] + spare
+        slots = r.sample(range(5 * batch + 2), 5 * batch)
+        self.slots = [slot if r.random() < 0.85 else -1 for slot in slots[:batch]]
+        self.checkpoints = [[s if r.random() < 0.8 else -1 for s in slots[batch + 4 * i :][:4]] for i in range(batch)]
+        self.before = normal(5 * batch + 2, heads, rows, keys).to(self.kept_as)
+        draw = lambda *shape: normal(*shape).to(self.io)  # noqa: E731
+        self.q, self.k, self.v = draw(total, groups, keys), draw(total, groups, keys), draw(total, heads, rows)
+        channels = kind == "kda"
+        self.a = (2 * normal(*(total, heads, keys) if channels else (total, heads))).to(self.io)
+        self.b, self.z = draw(total, heads), draw(total, heads, rows) if r.random() < 0.4 else None
+        self.rate, self.bias = 0.5 * normal(heads), 0.5 * normal(*self.a.shape[1:])
+        self.skip, self.bound = normal(heads) if r.random() < 0.5 else None, r.choice([0.0, -5.0])
+        self.scale = r.choice([0.3, 1.0])
+        self.plan = r.random() < 0.5
+
+    def run(self, part=None, states=None, plan=None):
+        """Out and states. part: begin and end of each request; states: of an earlier call."""
+        to = lambda t: None if t is None else t.to(self.device)  # noqa: E731
+        given = {n: to(getattr(self, n)) for n in ("q", "k", "v", "a", "b", "z")}
+        bounds, prefix = self.bounds, self.prefix
+        if part is not None:
+            chosen = torch.cat([torch.arange(self.bounds[i] + b, self.bounds[i] + e) for i, (b, e) in enumerate(part)])
+            given = {n: None if t is None else t[chosen.to(self.device)] for n, t in given.items()}
+            bounds = [sum(e - b for b, e in part[:i]) for i in range(len(part) + 1)]
+            prefix = [p + b for p, (b, _) in zip(self.prefix, part)]
+        states = self.before.to(self.device, copy=True) if states is None else states
+        options = {"states": states, "cu_seqlens": indices(bounds, self.device), "scale": self.scale}
+        options |= {"prefix_lens": indices(prefix, self.device), "state_indices": indices(self.slots, self.device)}
+        options |= {"checkpoint_slots": indices(self.checkpoints, self.device)} if part is None else {}
+        q, k, v, a, b, z = given.values()
+        if self.kind == "ssd":
+            options["plan"] = ops.ssd_plan(options["cu_seqlens"]) if self.plan else None
+            out = ops.ssd_prefill(v, a, to(-self.rate.exp()), k, q, D=to(self.skip), dt_bias=to(self.bias), z=z,
+                                  dt_softplus=True, **options)  # fmt: skip
+        elif self.kind == "lightning":
+            out = ops.ssd_prefill(v, None, to(-self.rate.exp() / 20), k, q, **options)
+        else:
+            options["plan"] = ops.delta_plan(options["cu_seqlens"]) if self.plan else None
+            gates = {"A_log": to(self.rate), "dt_bias": to(self.bias), "lower_bound": self.bound}
+            out = ops.delta_prefill(q, k, v, a, b, **gates, **options)
+        return out, states
+
+    def expected(self):
+        """In float64."""
+        out, after = torch.zeros(self.v.shape, dtype=torch.float64), self.before.double()
+        wide = [None if t is None else t.double() for t in (self.q, self.k, self.v, self.a, self.b, self.z)]
+        rate, bias = self.rate.double(), self.bias.double()
+        skip = None if self.skip is None else self.skip.double()
+        for i, slot in enumerate(self.slots):
+            if slot < 0 or not self.lengths[i]:
+                continue
+            S = self.before[slot : slot + 1].double() * (self.prefix[i] > 0)
+            for j, t in enumerate(range(self.bounds[i], self.bounds[i + 1])):
+                q, k, v, a, b, z = (None if x is None else x[t : t + 1] for x in wide)
+                if self.kind == "ssd":
+                    S, out[t] = ssd_step(S, v, a, -rate.exp(), k, q, skip, bias, z, self.scale, True)
+                elif self.kind == "lightning":
+                    S, out[t] = ssd_step(S, v, None, -rate.exp() / 20, k, q, None, None, None, self.scale, False)
+                else:
+                    S, out[t] = delta_step(S, q, k, v, *delta_gates(a, b, rate, bias, self.bound), self.scale, True)
+                seen = self.prefix[i] + j + 1
+                cell = seen // 64 - self.prefix[i] // 64 - 1
+                if seen % 64 == 0 and cell < 4 and self.checkpoints[i][cell] >= 0:
+                    after[self.checkpoints[i][cell]] = S[0]
+            after[slot] = S[0]
+        return out, after
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["gdn", "kda", "ssd", "lightning"])
+@pytest.mark.parametrize("seed", range(24))
+def test_prefill_equals_float64(seed, kind, device, monkeypatch):
+    case = Case(seed, device, kind)
+    if device == "cpu":
+        monkeypatch.setenv("ATTNOPS_CPU_ISA", case.random.choice(ISAS))
+    out, states = case.run()
+    expected, after = case.expected()
+    assert out.isfinite().all() and states.isfinite().all()
+    assert relative(out, expected) < OUT[case.io]
+    touched = [s for s in range(len(after)) if not torch.equal(after[s], case.before[s].double())]
+    untouched = [s for s in range(len(after)) if s not in touched]
+    bound = max(STATE[case.kept_as], 0 if device == "cpu" else STATE[case.io])
+    for slot in touched:
+        assert relative(states[slot], after[slot]) < bound
+    assert torch.equal(states.cpu()[untouched], case.before[untouched]), "a slot that nobody names is as it was"
+    live = [t for i, s in enumerate(case.slots) if s >= 0 for t in range(case.bounds[i], case.bounds[i + 1])]
+    padding = [t for t in range(len(out)) if t not in live]
+    assert not out[padding].any(), "padding gives 0"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["gdn", "kda", "ssd"])
+@pytest.mark.parametrize("io", [torch.float32, torch.bfloat16])
+def test_chunks_and_other_requests_change_no_bit(kind, io, device):
+    """Cut at multiples of 64 tokens, alone, with and without checkpoints and plans."""
+    case = Case(5, device, kind, io, [300, 70, 1, 0, 129], dims=(128, 64), kept=torch.float32)
+    case.prefix, case.slots = [0, 64, 128, 5, 0], [3, 0, 1, 7, 5]
+    case.checkpoints = [[-1] * 4] * 5
+    whole, states = case.run()
+    cuts = [(128, 192), (64, 70), (0, 1), (0, 0), (0, 128)]
+    first, pool = case.run([(0, begin) for begin, _ in cuts])
+    second, _ = case.run(cuts, pool)
+    third, _ = case.run([(end, n) for (_, end), n in zip(cuts, case.lengths)], pool)
+    parts, rows = [first.split([b for b, _ in cuts]), second.split([e - b for b, e in cuts])], []
+    parts.append(third.split([n - e for (_, e), n in zip(cuts, case.lengths)]))
+    for i in range(5):
+        rows += [part[i] for part in parts]
+    begin, end = case.bounds[0], case.bounds[-1]
+    assert torch.equal(torch.cat(rows), whole[begin:end]) and torch.equal(pool, states)
+    out, alone = case.run([(0, n if i == 4 else 0) for i, n in enumerate(case.lengths)])
+    assert torch.equal(out, whole[case.bounds[4] : end]) and torch.equal(alone[5], states[5])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gate", [-2000.0, -float("inf"), -30.0, 0.0])
+def test_any_decay_stays_finite(gate, dtype, device):
+    """The gate of every third token."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(200, 2, 128, device=device).to(dtype) for _ in range(3))
+    k[7] = 0
+    a = torch.full((200, 2), -0.01, device=device).to(dtype)
+    a[::3] = gate
+    b = torch.rand(200, 2, device=device).to(dtype)
+    states = torch.randn(1, 2, 128, 128, device=device)
+    start = states.clone()
+    one = indices([0], device)
+    bounds, prefix = indices([0, 200], device), indices([64], device)
+    out = ops.delta_prefill(q, k, v, a, b, states=states, cu_seqlens=bounds, prefix_lens=prefix, state_indices=one)
+    assert out.isfinite().all() and states.isfinite().all()
+    twin, rows = start.double().cpu(), []
+    for t in range(200):
+        token = [x[t : t + 1].double().cpu() for x in (q, k, v, a, b)]
+        twin, row = delta_step(twin, *token, 128**-0.5, True)
+        rows.append(row)
+    assert relative(out, torch.cat(rows)) < OUT[dtype] and relative(states, twin) < max(STATE[dtype], 1e-5)
+
+
+def test_bad_values_are_errors_on_the_cpu():
+    q, gate = torch.zeros(4, 1, 16), torch.zeros(4, 1)
+
+    def run(bounds, prefix=(0, 0), slots=(0, 1), cells=((-1, -1), (-1, -1)), plan=(0, 1), **options):
+        given = {"cu_seqlens": bounds, "prefix_lens": prefix, "state_indices": slots, "checkpoint_slots": cells}
+        given = {name: indices(values, "cpu") for name, values in {**given, "plan": plan}.items()}
+        return ops.delta_prefill(q, q, q, gate, gate, states=torch.zeros(3, 1, 16, 16), **given, **options)
+
+    run([0, 2, 4])
+    with pytest.raises(RuntimeError, match="delta_prefill: cu_seqlens, request 1 must bound tokens"):
+        run([0, 3, 1])
+    with pytest.raises(RuntimeError, match=r"prefix_lens\[1\] must be at least 0, got -3"):
+        run([0, 2, 4], prefix=[0, -3])
+    with pytest.raises(RuntimeError, match=r"plan\[1\] must be in \[0, 2\) \(batch_size\), and name each request once"):
+        run([0, 2, 4], plan=[1, 1])
+    with pytest.raises(RuntimeError, match="requests 0 and 1 write the same slot, 2"):
+        run([0, 2, 4], slots=[2, 2])
+    with pytest.raises(RuntimeError, match="requests 0 and 1 write the same slot, 0"):
+        run([0, 2, 4], prefix=[0, 63], cells=[[-1, -1], [0, -1]])
+    run([0, 2, 4], prefix=[0, 61], cells=[[-1, -1], [0, -1]])  # does not get so far
+    with pytest.raises(RuntimeError, match=r"delta_prefill: plan.shape\[0\]"):
+        run([0, 2, 4], plan=[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_checked_mode_records(device):
+    q, gate, report = torch.zeros(4, 1, 16, device=device), torch.zeros(4, 1, device=device), new_report(device)
+    states = torch.zeros(3, 1, 16, 16, device=device)
+    given = {"cu_seqlens": [0, 2, 4], "prefix_lens": [0, 0], "state_indices": [0, 7]}
+    given = {name: indices(values, device) for name, values in given.items()}
+    out = ops.delta_prefill(q, q, q, gate, gate, states=states, **given, report=report)
+    assert not out[2:].any() and "delta_prefill: state slot 7 at request 1" in first_fault(report)
+    report.zero_()
+    given["state_indices"] = indices([1, 1], device)
+    ops.delta_prefill(q, q, q, gate, gate, states=states, **given, report=report)
+    assert "of one request alone" in first_fault(report)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nothing_is_nothing(device):
+    none, states = torch.zeros(0, 2, 16, device=device), torch.ones(2, 2, 16, 16, device=device)
+    empty, gate = indices([], device), torch.zeros(0, 2, device=device)
+    given = {"states": states, "prefix_lens": empty, "state_indices": empty}
+    bounds = indices([0], device)
+    plan = ops.delta_plan(bounds)
+    assert plan.shape == (0,) and ops.delta_prefill(
+        none, none, none, gate, gate, cu_seqlens=bounds, plan=plan, **given
+    ).shape == (0, 2, 16)
+    slot, some = indices([1], device), torch.ones(3, 2, 16, device=device)
+    given = {"states": states, "prefix_lens": indices([0], device), "state_indices": slot}
+    A = torch.zeros(2, device=device)
+    out = ops.ssd_prefill(some, None, A, some, some, cu_seqlens=indices([0, 0], device), **given)
+    assert not out.any() and states.min() == 1, "a request without tokens keeps its state"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_plans_take_the_longest_first(device):
+    for seed in range(20):
+        r = random.Random(seed)
+        lengths = [r.choice([0, 5, r.randint(0, 9000)]) for _ in range(r.choice([1, 3, 300, 2000]))]
+        bounds = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+        expected = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+        assert ops.delta_plan(bounds).tolist() == expected and ops.ssd_plan(bounds).tolist() == expected
