@@ -24,7 +24,7 @@ inline Params checked_params(const char* op, ReportOp report_op, const Arguments
   };
   like_x("out", given.out).shape({num_tokens, channels}).dense_last();
   like_x("weight", given.weight).shape({channels, width}).contiguous();
-  check_range(op, "width", *width, 2, kMaxWidth);
+  check_range(op, "weight.shape[1] (width)", *width, 2, kMaxWidth);
   Dim history("width - 1", *width - 1, "weight");
   like_x("conv_states", given.conv_states).shape({num_slots, channels, history});
   if (given.bias) like_x("bias", *given.bias).shape({channels}).contiguous();

@@ -35,8 +35,8 @@ inline LinearStep checked_states(const char* op, const StateArguments& given, Di
       .dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16})
       .shape({num_slots, heads, value_dim, key_dim})
       .dense_last();
-  check_range(op, "key_dim", *key_dim, 1, kMaxStateDim);
-  check_range(op, "value_dim", *value_dim, 1, kMaxStateDim);
+  check_range(op, "states.shape[3] (key_dim)", *key_dim, 1, kMaxStateDim);
+  check_range(op, "states.shape[2] (value_dim)", *value_dim, 1, kMaxStateDim);
   if (*groups == 0 ? *heads != 0 : *heads % *groups != 0) {
     fail(op, "the heads of values must be a multiple of those of keys, got " + std::to_string(*heads) + " and " +
                  std::to_string(*groups));

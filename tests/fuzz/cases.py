@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from . import backends, fmha, indexer, linear, mla, paged, peers, sparse, speculation, values, wrong, xqa
+from . import backends, fmha, indexer, linear, linear_prefill, mla, paged, peers, sparse, speculation, values, wrong, xqa
 from .draw import Draw, Failure, Refused, Void
 
 # Name: weight, and what draws and runs a case of it.
@@ -26,6 +26,7 @@ FAMILIES: dict[str, tuple[int, Callable[[Draw], None]]] = {
     "draft slots": (4, speculation.right_drafts),
     "hostile trees": (3, speculation.hostile_trees),
     "linear steps": (4, linear.right_step),
+    "linear prompts": (4, linear_prefill.right_prompts),
     "convolutions": (3, linear.right_convolution),
     "states": (1, linear.right_states),
     "hostile states": (1, linear.hostile_slots),

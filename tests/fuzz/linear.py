@@ -16,7 +16,7 @@ OUT = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 HUGE = [10**6, 2**31 - 1]
 
 
-def _compare(name: str, got: Tensor, expected: Tensor, bound: float) -> None:
+def compare(name: str, got: Tensor, expected: Tensor, bound: float) -> None:
     got = got.detach().cpu().double()
     if got.numel() == 0:
         return
@@ -27,25 +27,25 @@ def _compare(name: str, got: Tensor, expected: Tensor, bound: float) -> None:
         raise Failure(f"{name} differs: relative error {error:.3g}")
 
 
-def _slots(draw: Draw, batch: int, num_slots: int) -> list[int]:
+def draw_slots(draw: Draw, batch: int, num_slots: int) -> list[int]:
     """Different slots, with padding among them."""
     order = draw.permutation(num_slots)[:batch].tolist()
     return [slot if draw.chance(0.85) else draw.pick([-1, -(2**31)]) for slot in order]
 
 
-def _indices(draw: Draw, values: list[int]) -> Tensor:
+def index_tensor(draw: Draw, values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=draw.device)
 
 
-def _given(draw: Draw, *tensors: Tensor | None) -> list[Tensor | None]:
+def given_as(draw: Draw, *tensors: Tensor | None) -> list[Tensor | None]:
     return [None if tensor is None else strided(draw, tensor) for tensor in tensors]
 
 
-def _doubles(*tensors: Tensor | None) -> list[Tensor | None]:
+def doubles(*tensors: Tensor | None) -> list[Tensor | None]:
     return [None if tensor is None else tensor.double() for tensor in tensors]
 
 
-def _per_head(draw: Draw, tensor: Tensor | None) -> Tensor | None:
+def on_device(draw: Draw, tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.to(draw.device)
 
 
@@ -59,14 +59,14 @@ def right_step(draw: Draw) -> None:
     delta = draw.chance(0.6)
     draw.note(delta=delta, io=io, states=kept, B=batch, G=groups, H=heads, K=keys, V=rows)
     before = draw.normal(num_slots, heads, rows, keys).to(kept)
-    slots = _slots(draw, batch, num_slots)
+    slots = draw_slots(draw, batch, num_slots)
     live = [i for i, slot in enumerate(slots) if slot >= 0]
     start = before[[slots[i] for i in live]].double()
     states = strided(draw, before)
     out = Guarded(draw, (batch, heads, rows), io)
     q, k = (draw.normal(batch, groups, keys).to(io) for _ in range(2))
     v = draw.normal(batch, heads, rows).to(io)
-    indices = _indices(draw, slots)
+    indices = index_tensor(draw, slots)
     if delta:
         draw.saw("op delta_decode")
         channels, gated, bound = draw.chance(0.4), draw.chance(0.7), draw.pick([0.0, -5.0])
@@ -77,12 +77,12 @@ def right_step(draw: Draw) -> None:
         bias = draw.normal(*shape[1:]) if gated and draw.chance(0.6) else None
         bound = bound if gated else 0.0
         draw.note(channels=channels, gated=gated, bound=bound)
-        given = dict(zip("qkvab", _given(draw, q, k, v, a, b)))
-        options = {"A_log": _per_head(draw, a_log), "dt_bias": _per_head(draw, bias), "lower_bound": bound}
+        given = dict(zip("qkvab", given_as(draw, q, k, v, a, b)))
+        options = {"A_log": on_device(draw, a_log), "dt_bias": on_device(draw, bias), "lower_bound": bound}
         ops.delta_decode(**given, **options, states=states, state_indices=indices, scale=0.3, out=out.view)
         chosen = [None if t is None else t[live] for t in (q, k, v, a, b)]
-        gates = delta_gates(*_doubles(*chosen[3:], a_log, bias), bound)
-        after, expected = delta_step(start, *_doubles(*chosen[:3]), *gates, 0.3, True)
+        gates = delta_gates(*doubles(*chosen[3:], a_log, bias), bound)
+        after, expected = delta_step(start, *doubles(*chosen[:3]), *gates, 0.3, True)
     else:
         draw.saw("op ssd_decode")
         dt = draw.normal(batch, heads).to(io) if draw.chance(0.7) else None
@@ -90,22 +90,22 @@ def right_step(draw: Draw) -> None:
         skip = draw.normal(heads) if draw.chance(0.5) else None
         bias = draw.normal(heads) if dt is not None and draw.chance(0.5) else None
         slope, softplus = -draw.normal(heads).abs(), dt is not None
-        x, dts, B, C, zs = _given(draw, v, dt, k, q, z)
-        options = {"D": _per_head(draw, skip), "dt_bias": _per_head(draw, bias), "z": zs, "dt_softplus": softplus}
+        x, dts, B, C, zs = given_as(draw, v, dt, k, q, z)
+        options = {"D": on_device(draw, skip), "dt_bias": on_device(draw, bias), "z": zs, "dt_softplus": softplus}
         ops.ssd_decode(
             x, dts, slope.to(draw.device), B, C, states=states, state_indices=indices, out=out.view, **options
         )
         x, dt, k, q, z = (None if t is None else t[live].double() for t in (v, dt, k, q, z))
-        after, expected = ssd_step(start, x, dt, slope.double(), k, q, *_doubles(skip, bias), z, 1.0, softplus)
+        after, expected = ssd_step(start, x, dt, slope.double(), k, q, *doubles(skip, bias), z, 1.0, softplus)
     whole = torch.zeros(batch, heads, rows, dtype=torch.float64)
     whole[live] = expected
-    _compare("out", out.view, whole, OUT[io])
+    compare("out", out.view, whole, OUT[io])
     if bool(out.view.cpu()[[i for i in range(batch) if i not in live]].ne(0).any()):
         raise Failure("padding does not give zeros")
     untouched = torch.ones(num_slots, dtype=torch.bool)
     for row, i in enumerate(live):
         untouched[slots[i]] = False
-        _compare("states", states[slots[i]], after[row], OUT[kept])
+        compare("states", states[slots[i]], after[row], OUT[kept])
     if not torch.equal(states.cpu()[untouched], before[untouched]):
         raise Failure("a slot that no row names has changed")
     out.check("out")
@@ -123,27 +123,27 @@ def right_convolution(draw: Draw) -> None:
     x, weight = draw.normal(total, channels).to(io), draw.normal(channels, width).to(io)
     bias = draw.normal(channels).to(io) if draw.chance(0.5) else None
     before = draw.normal(num_slots, channels, width - 1).to(io)
-    slots, silu = _slots(draw, batch, num_slots), draw.chance(0.6)
+    slots, silu = draw_slots(draw, batch, num_slots), draw.chance(0.6)
     initial = None if update or draw.chance(0.5) else [draw.chance(0.5) for _ in counts]
     states, out = before.to(draw.device, copy=True), Guarded(draw, (total, channels), io)
-    weights = weight.to(draw.device), _per_head(draw, bias)
-    given = {"conv_states": states, "state_indices": _indices(draw, slots), "silu": silu, "out": out.view}
+    weights = weight.to(draw.device), on_device(draw, bias)
+    given = {"conv_states": states, "state_indices": index_tensor(draw, slots), "silu": silu, "out": out.view}
     if update:
         draw.saw("op causal_conv1d_update")
         ops.causal_conv1d_update(strided(draw, x), *weights, **given)
     else:
         draw.saw("op causal_conv1d")
-        bounds = _indices(draw, torch.tensor([0, *counts]).cumsum(0).tolist())
+        bounds = index_tensor(draw, torch.tensor([0, *counts]).cumsum(0).tolist())
         has = None if initial is None else torch.tensor(initial, dtype=torch.uint8, device=draw.device)
         ops.causal_conv1d(strided(draw, x), *weights, cu_seqlens=bounds, has_initial_state=has, **given)
     expected, after, row = torch.zeros(total, channels, dtype=torch.float64), before.clone(), 0
     for i, (count, slot) in enumerate(zip(counts, slots)):
         if slot >= 0 and count:
             start = before[slot].double() * (initial is None or initial[i])
-            part, new = convolve(*_doubles(x[row : row + count], weight, bias), start, silu)
+            part, new = convolve(*doubles(x[row : row + count], weight, bias), start, silu)
             expected[row : row + count], after[slot] = part, new.to(io)
         row += count
-    _compare("out", out.view, expected, OUT[io])
+    compare("out", out.view, expected, OUT[io])
     if not torch.equal(states.cpu(), after):
         raise Failure("conv_states are not the last inputs")
     out.check("out")
@@ -162,10 +162,10 @@ def right_states(draw: Draw) -> None:
     draw.note(dtype=dtype, layers=layers, inner=inner, src=src, dst=dst)
     if draw.chance(0.5):
         draw.saw("op copy_states")
-        ops.copy_states(states, _indices(draw, src), _indices(draw, dst))
+        ops.copy_states(states, index_tensor(draw, src), index_tensor(draw, dst))
     else:
         draw.saw("op clear_states")
-        ops.clear_states(states, _indices(draw, dst))
+        ops.clear_states(states, index_tensor(draw, dst))
     for source, target in zip(src, dst):
         if target >= 0:
             expected[:, target] = before[:, source] if "op copy_states" in draw.seen else 0
@@ -184,7 +184,7 @@ def hostile_slots(draw: Draw) -> None:
     gate = torch.zeros(2, 1, device=draw.device)
 
     def call(**options):
-        return ops.delta_decode(q, q, v, gate, gate, states=states, state_indices=_indices(draw, [0, slot]), **options)
+        return ops.delta_decode(q, q, v, gate, gate, states=states, state_indices=index_tensor(draw, [0, slot]), **options)
 
     if draw.device == "cpu" and draw.chance(0.5):
         try:

@@ -55,6 +55,8 @@ CALLERS = {
     "move_kv": {"draft slots"},
     "delta_decode": {"linear steps", "hostile states"},
     "ssd_decode": {"linear steps"},
+    "delta_prefill": {"linear prompts"},
+    "ssd_prefill": {"linear prompts"},
     "causal_conv1d": {"convolutions"},
     "copy_states": {"states"},
     "topk_select": {"selection", "hostile rows"},
@@ -358,6 +360,16 @@ def _(right: Function, given: dict[str, Any]) -> Any:
 @mutant("ssd_decode", "the skip is lost")
 def _(right: Function, given: dict[str, Any]) -> Any:
     return right(**given | {"D": None})
+
+
+@mutant("delta_prefill", "a request without a prefix has its slot's state")
+def _(right: Function, given: dict[str, Any]) -> Any:
+    return right(**given | {"prefix_lens": given["prefix_lens"].clamp(min=64)})
+
+
+@mutant("ssd_prefill", "no state is kept on the way")
+def _(right: Function, given: dict[str, Any]) -> Any:
+    return right(**given | {"checkpoint_slots": None})
 
 
 @mutant("causal_conv1d", "every request begins with its state")

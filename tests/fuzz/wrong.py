@@ -45,9 +45,17 @@ FREE = {
     ("build_draft_tree", "parent_list"): {1},
     ("delta_decode", "states"): {0},
     ("ssd_decode", "states"): {0},
+    ("delta_prefill", "states"): {0},
+    ("ssd_prefill", "states"): {0},
+    ("delta_prefill", "checkpoint_slots"): {1},
+    ("ssd_prefill", "checkpoint_slots"): {1},
+    ("delta_plan", "cu_seqlens"): {0},
+    ("ssd_plan", "cu_seqlens"): {0},
     ("causal_conv1d", "x"): {0},  # more rows are padding
     ("causal_conv1d", "conv_states"): {0},
     ("causal_conv1d_update", "conv_states"): {0},
+    ("causal_conv1d_update", "x"): {0},  # any number of tokens for each request
+    ("causal_conv1d_update", "state_indices"): {0},
     ("copy_states", "states"): {0, 1, 2},
     ("clear_states", "states"): {0, 1, 2},
     ("clear_states", "slots"): {0},
@@ -62,8 +70,9 @@ FREE = {
     ("topk_select", "page_table"): {0, 1},
     ("context_parallel_slots", "slots"): {0},
 }
-# One-dimensional arguments that may have any stride.
+# Arguments that may have any stride.
 ANY_STRIDE = {"out_cache_loc", "req_pool_indices", "slots", "slot_map", "bonus_tokens", "target_predict", "mask_indptr"}
+ANY_STRIDE |= {"a", "b", "dt", "conv_states"}
 NUMBERS = {
     "softmax_scale": [math.nan, math.inf, -math.inf],
     "logit_cap": [-1.0, math.nan, math.inf],

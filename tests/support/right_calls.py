@@ -109,16 +109,21 @@ def linear_arguments() -> dict[str, dict[str, Any]]:
     slots = {"state_indices": torch.tensor([2, 0], dtype=torch.int32)}
     gates, heads, states = torch.rand(2, 4), torch.rand(4), {"states": torch.randn(4, 4, 8, 16)}
     keys, values = {"q": torch.randn(2, 2, 16), "k": torch.randn(2, 2, 16)}, torch.randn(2, 4, 8)
+    ragged = {name: torch.tensor([0, n], dtype=torch.int32) for name, n in [("prefix_lens", 64), ("plan", 1)]}
+    ragged |= {"cu_seqlens": torch.tensor([0, 1, 2], dtype=torch.int32)}
+    ragged |= {"checkpoint_slots": torch.full((2, 3), -1, dtype=torch.int32)}
     conv = {"weight": torch.randn(6, 4), "bias": torch.randn(6), "conv_states": torch.randn(4, 6, 3)}
     pool = torch.randn(2, 4, 6)
+    delta = {**keys, "v": values, "a": gates, "b": gates, "A_log": heads, "dt_bias": heads} | states | slots
+    ssd = {"x": values, "dt": gates, "A": -heads, "B": keys["k"], "C": keys["q"], "D": heads} | states | slots
+    ssd |= {"z": values.clone(), "dt_bias": heads, "dt_softplus": True}
     return {
-        "delta_decode": {**keys, "v": values, "a": gates, "b": gates, "A_log": heads, "dt_bias": heads}
-        | states
-        | slots,
-        "ssd_decode": {"x": values, "dt": gates, "A": -heads, "B": keys["k"], "C": keys["q"], "D": heads}
-        | {"z": values.clone(), "dt_bias": heads, "dt_softplus": True}
-        | states
-        | slots,
+        "delta_decode": delta,
+        "ssd_decode": ssd,
+        "delta_prefill": delta | ragged,
+        "ssd_prefill": ssd | ragged,
+        "delta_plan": {"cu_seqlens": ragged["cu_seqlens"]},
+        "ssd_plan": {"cu_seqlens": ragged["cu_seqlens"]},
         "causal_conv1d": {"x": torch.randn(5, 6), "cu_seqlens": torch.tensor([0, 2, 5], dtype=torch.int32)}
         | {"has_initial_state": torch.ones(2, dtype=torch.uint8)}
         | conv

@@ -1,7 +1,7 @@
 """Linear attention: one token per request through a recurrence, short convolutions, and the states of both.
 
 States live in slots of a pool. A row whose slot is below 0 is padding: nothing is touched, and its output is 0.
-`linear_prefill` has the ops for ragged prompts.
+`linear_prefill` has the ops for prompts.
 """
 
 from __future__ import annotations
