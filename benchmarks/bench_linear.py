@@ -104,9 +104,7 @@ class Bench:
     def copy(self) -> None:
         """75 MB: a request's states of 36 layers."""
         states = torch.zeros(36, 64, 32, 128, 128, device=self.device)
-        calls = [
-            partial(ops.copy_states, states, self.indices([2 * i]), self.indices([2 * i + 1])) for i in range(16)
-        ]
+        calls = [partial(ops.copy_states, states, self.indices([2 * i]), self.indices([2 * i + 1])) for i in range(16)]
         self.cell("copy_states", {"bytes": states[:, 0].numel() * 4}, calls, 2 * states[:, 0].numel() * 4 / COPY)
 
 

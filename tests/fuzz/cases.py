@@ -9,7 +9,21 @@ from dataclasses import dataclass, field
 
 import torch
 
-from . import backends, fmha, indexer, linear, linear_prefill, mla, paged, peers, sparse, speculation, values, wrong, xqa
+from . import (
+    backends,
+    fmha,
+    indexer,
+    linear,
+    linear_prefill,
+    mla,
+    paged,
+    peers,
+    sparse,
+    speculation,
+    values,
+    wrong,
+    xqa,
+)
 from .draw import Draw, Failure, Refused, Void
 
 # Name: weight, and what draws and runs a case of it.

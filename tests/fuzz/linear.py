@@ -184,7 +184,9 @@ def hostile_slots(draw: Draw) -> None:
     gate = torch.zeros(2, 1, device=draw.device)
 
     def call(**options):
-        return ops.delta_decode(q, q, v, gate, gate, states=states, state_indices=index_tensor(draw, [0, slot]), **options)
+        return ops.delta_decode(
+            q, q, v, gate, gate, states=states, state_indices=index_tensor(draw, [0, slot]), **options
+        )
 
     if draw.device == "cpu" and draw.chance(0.5):
         try:

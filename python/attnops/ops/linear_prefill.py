@@ -32,7 +32,7 @@ def delta_prefill(
 ) -> Tensor:
     """Ragged requests through the gated delta rule: `delta_decode`, token by token, in one call.
 
-    A request's tokens count from its prefix. A prompt that is resumed at any multiple of 64 gives the bits of the whole.
+    A request's tokens count from its prefix. A prompt resumed at a multiple of 64 tokens gives the bits of the whole.
 
     Args:
         q, k: ``[T, H, K]``, one dtype (bf16, fp16, fp32), last dim dense. v: ``[T, HV, V]``. K and V at most 256.
