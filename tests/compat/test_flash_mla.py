@@ -139,7 +139,7 @@ def test_products_may_be_rounded_to_e4m3_where_the_peer_rounds_them(rounded, mon
 
 @pytest.mark.parametrize(
     "argument",
-    ["indices", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length"],
+    ["extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length"],
 )
 def test_what_is_not_honoured_is_named(argument):
     problem = mla_problem([5])
@@ -150,8 +150,6 @@ def test_what_is_not_honoured_is_named(argument):
 def test_other_mistakes_are_named():
     problem = mla_problem([5])
     metadata = flash_mla.get_mla_metadata()
-    with pytest.raises(NotImplementedError, match="topk=64"):
-        flash_mla.get_mla_metadata(problem.cache_seqlens, 16, 1, topk=64)
     with pytest.raises(ValueError, match=r"k_cache must be \[P, page_size, H_k, D\] with H_k of which q's 16 heads"):
         flash_mla.flash_mla_with_kvcache(
             problem.q_by_request,

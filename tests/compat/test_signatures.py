@@ -51,6 +51,7 @@ POSITIONAL = {
     flash_mla.flash_mla_with_kvcache: """q k_cache block_table cache_seqlens head_dim_v
         tile_scheduler_metadata num_splits softmax_scale causal is_fp8_kvcache indices attn_sink extra_k_cache
         extra_indices_in_kvcache topk_length extra_topk_length""",
+    flash_mla.flash_mla_sparse_fwd: "q kv indices sm_scale d_v attn_sink topk_length",
     sgl_kernel.merge_state_v2: "v_a s_a v_b s_b v_merged s_merged",
     sgl_kernel.cutlass_mla_get_workspace_size: "max_seq_len num_batches sm_count num_kv_splits",
     sgl_kernel.cutlass_mla_decode: """q_nope q_pe kv_c_and_k_pe_cache seq_lens page_table

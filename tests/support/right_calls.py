@@ -326,6 +326,12 @@ def compat_calls(device: str = "cpu") -> dict[str, Call]:
             | {"cache_seqlens": mla.cache_seqlens, "head_dim_v": 512, "attn_sink": sinks[:5]}
             | {"tile_scheduler_metadata": flash_mla.get_mla_metadata()[0]},
         ),
+        "flash_mla_sparse_fwd": (
+            flash_mla.flash_mla_sparse_fwd,
+            {"q": mla.q, "kv": mla.kv_pages.flatten(0, 1).unsqueeze(1).nan_to_num(), "sm_scale": 0.1}
+            | {"indices": torch.zeros(3, 1, 9, dtype=torch.int32), "attn_sink": sinks[:5]}
+            | {"topk_length": torch.tensor([9, 3, 0], dtype=torch.int32)},
+        ),
         "merge_state_v2": (sgl_kernel.merge_state_v2, {"v_a": out, "s_a": lse, "v_b": out_b, "s_b": lse_b}),
         **sglang_tree_calls(device),
         "cutlass_mla_get_workspace_size": (

@@ -15,19 +15,18 @@ from torch import Tensor
 from attnops import ops
 from attnops.compat._convert import as_sinks, empty_is_plus_inf, heads_first, refuse, require_default
 from attnops.compat._errors import names_the_peers
+from attnops.compat._flash_mla_sparse import SparsePlans, flash_mla_sparse_fwd
+from attnops.compat._flash_mla_sparse import decode_lists as _decode_lists
 from attnops.metadata.plan import MLA_HEAD_DIM_V, MlaDecodePlan
 from attnops.metadata.plan_parts import MLA_PARTS_PER_SM, default_num_sm_parts
 
-_NO_SPARSE = "attnops has no sparse MLA; leave it None"
-_INSTEAD = {
-    "indices": _NO_SPARSE,
-    "extra_k_cache": _NO_SPARSE,
-    "extra_indices_in_kvcache": _NO_SPARSE,
-    "topk_length": _NO_SPARSE,
-    "extra_topk_length": _NO_SPARSE,
-}
+_NO_LIST = "it belongs to `indices`; leave it None"
+_OF_LISTS = dict.fromkeys(("extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length"), _NO_LIST)
 _FP8 = torch.float8_e4m3fn
 _ROW_BYTES = 656
+
+
+__all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
 
 class FlashMLASchedMeta:
@@ -39,6 +38,7 @@ class FlashMLASchedMeta:
 
     def __init__(self) -> None:
         self._plan: MlaDecodePlan | None = None
+        self.lists = SparsePlans()
 
     def plan(self, batch_size: int, seqlen_q: int, num_q_heads: int, device: torch.device) -> MlaDecodePlan:
         """The memory for a geometry; the same while it does not change."""
@@ -67,14 +67,12 @@ def get_mla_metadata(
         cache_seqlens: int32 ``[B]``; None: generation 3.
         num_q_tokens_per_head_k (generation 1: num_heads_per_head_k): ``S_q * H_q // H_k``.
         num_heads_k: Taken: the works of every head's call are the same.
-        num_heads_q, is_fp8_kvcache: Taken; the schedule does not depend on them.
-        topk: None.
+        num_heads_q, is_fp8_kvcache, topk: Taken; the schedule does not depend on them. A call with `indices` plans by
+            itself.
 
     Returns:
         ``(int32 [num_sm_parts, 8], int32 [B + 1])``, planned on the device; or ``(FlashMLASchedMeta, None)``.
     """
-    if topk is not None:
-        raise refuse("get_mla_metadata", f"topk={topk}", _NO_SPARSE)
     if cache_seqlens is None:
         return FlashMLASchedMeta(), None
     rows = num_q_tokens_per_head_k if num_heads_per_head_k is None else num_heads_per_head_k
@@ -115,7 +113,7 @@ def flash_mla_with_kvcache(
     descale_q: Tensor | None = None,
     descale_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`attnops.ops.mla_decode`, without a host synchronization.
+    """`attnops.ops.mla_decode`, or with `indices` `attnops.ops.sparse_mla_decode`, without a host synchronization.
 
     Args:
         q: ``[B, S_q, H_q, 576]`` in bf16 or fp16. Over a float8_e4m3fn cache it may be float8_e4m3fn, with `descale_q`.
@@ -128,6 +126,11 @@ def flash_mla_with_kvcache(
         tile_scheduler_metadata, num_splits: What `get_mla_metadata` returned. Tensors hold for the lengths that they
             were made for; a `FlashMLASchedMeta` follows the lengths.
         softmax_scale: ``576 ** -0.5`` when None.
+        indices: int32 ``[B, S_q, topk]``: ``page * page_size + offset`` of rows, below 0: none. `k_cache` may then also
+            be of 16-bit rows, or hold rows of 584 bytes or 512 values. `block_table`, `cache_seqlens` and `num_splits`
+            are not read. Every call plans anew.
+        extra_k_cache, extra_indices_in_kvcache: A second cache of such rows, and its lists.
+        topk_length, extra_topk_length: int32 ``[B]``: how many of a list count.
         attn_sink: ``[H_q]``, a logit per head with no value.
         descale_q, descale_k: float32 ``[1]``: real value = stored x scale. By keyword only: forks differ in where they
             stand.
@@ -139,9 +142,29 @@ def flash_mla_with_kvcache(
         NotImplementedError: naming the argument that is not honoured.
     """
     name = "flash_mla_with_kvcache"
-    require_default(name, _INSTEAD, {}, locals())
     if head_dim_v != MLA_HEAD_DIM_V:
         raise refuse(name, f"head_dim_v={head_dim_v}", "values are the first 512 of a latent")
+    if indices is not None:
+        for argument, given in (("causal=True", causal), ("descale_q", descale_q), ("descale_k", descale_k)):
+            if given is not None and given is not False:
+                raise refuse(name, f"{argument} with indices", "lists say what is seen, and rows carry their scales")
+        if (k_cache.element_size() == 1) != is_fp8_kvcache:
+            raise ValueError(f"attnops.compat: {name}: is_fp8_kvcache={is_fp8_kvcache} with k_cache of {k_cache.dtype}")
+        plans = tile_scheduler_metadata
+        return _decode_lists(
+            name,
+            plans.lists if isinstance(plans, FlashMLASchedMeta) else SparsePlans(),
+            q,
+            k_cache,
+            indices,
+            softmax_scale,
+            attn_sink,
+            extra_k_cache,
+            extra_indices_in_kvcache,
+            topk_length,
+            extra_topk_length,
+        )
+    require_default(name, _OF_LISTS, {}, locals())
     if block_table is None or cache_seqlens is None:
         raise refuse(name, "block_table=None or cache_seqlens=None", "dense attention needs both")
     num_heads_k = k_cache.shape[2] if k_cache.dim() == 4 else 0

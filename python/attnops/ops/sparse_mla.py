@@ -72,9 +72,9 @@ def sparse_mla_decode(
         q: ``[B, S_q, H_q, 576]`` or ``[B * S_q, H_q, 576]`` (float32, float16, bfloat16), last dim dense, tokens at
             one distance. 512 where the rows are of 512 values. With `q_pe`, only the 512 absorbed.
         kv_pages: ``[P, page_size, row]``, last dim dense, any page size. Rows of 576 values of q's dtype have their
-            value in the first 512. Rows of 512 are wholly value. uint8 rows of 656 bytes hold 512 e4m3, 4 float32
-            scales and 64 bfloat16. uint8 rows of 584 bytes are wholly value, too. A page of n such rows holds n times
-            448 e4m3 and 64 bfloat16. Then it has n times 7 ue8m0 scales, one per 64 values, and a pad.
+            value in the first 512. Rows of 512 are wholly value. Rows of 656 bytes (uint8) hold 512 e4m3, 4 float32
+            scales and 64 bfloat16. Rows of 584 bytes are wholly value, too. A page of n of them holds n times 448 e4m3
+            and 64 bfloat16. Then it has n times 7 ue8m0 scales, one per 64 values, and a pad.
         indices: int32 ``[B, S_q, topk]`` or ``[B * S_q, topk]``: ``page * page_size + offset`` of rows, in any order. A
             negative one is no key. One past the pool is skipped. One that is there twice counts twice.
         plan: Made by `sparse_mla_plan` for these lengths and this geometry; its scratch is overwritten.

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from attnops.compat import flash_mla
 from attnops.compat._errors import names_the_peers
-from attnops.compat.flash_mla import FlashMLASchedMeta, get_mla_metadata
+from attnops.compat.flash_mla import FlashMLASchedMeta, flash_mla_sparse_fwd, get_mla_metadata
 
-__all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
+__all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
 
 @names_the_peers("flash_mla_with_kvcache")
