@@ -9,6 +9,7 @@ import os
 import sys
 
 from .cases import Result, run_case
+from .runner import CASE_SECONDS
 
 
 def serve(seed: int, device: str, only: tuple[str, ...]) -> None:
@@ -21,7 +22,9 @@ def serve(seed: int, device: str, only: tuple[str, ...]) -> None:
     os.dup2(2, 1)  # whatever a library prints is no answer
     answers.write("ready\n")
     for line in sys.stdin:
+        faulthandler.dump_traceback_later(0.9 * CASE_SECONDS)  # where it stands: this process is killed soon
         result = run_case(seed, int(line), device, only)
+        faulthandler.cancel_dump_traceback_later()
         answers.write(json.dumps(dataclasses.asdict(result)) + "\n")
         if result.fatal:
             break

@@ -49,6 +49,11 @@ def on_device(draw: Draw, tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.to(draw.device)
 
 
+def _any_strides(draw: Draw, values: Tensor) -> Tensor:
+    """`values`, or their last two dimensions the other way round in memory."""
+    return strided(draw, values.mT).mT if draw.chance(0.3) else strided(draw, values)
+
+
 def right_step(draw: Draw) -> None:
     """`delta_decode` and `ssd_decode`."""
     io, kept = draw.pick(FLOATS), draw.pick(FLOATS)
@@ -90,7 +95,8 @@ def right_step(draw: Draw) -> None:
         skip = draw.normal(heads) if draw.chance(0.5) else None
         bias = draw.normal(heads) if dt is not None and draw.chance(0.5) else None
         slope, softplus = -draw.normal(heads).abs(), dt is not None
-        x, dts, B, C, zs = given_as(draw, v, dt, k, q, z)
+        x, B, C, zs = given_as(draw, v, k, q, z)
+        dts = None if dt is None else _any_strides(draw, dt)
         options = {"D": on_device(draw, skip), "dt_bias": on_device(draw, bias), "z": zs, "dt_softplus": softplus}
         ops.ssd_decode(
             x, dts, slope.to(draw.device), B, C, states=states, state_indices=indices, out=out.view, **options
@@ -125,7 +131,8 @@ def right_convolution(draw: Draw) -> None:
     before = draw.normal(num_slots, channels, width - 1).to(io)
     slots, silu = draw_slots(draw, batch, num_slots), draw.chance(0.6)
     initial = None if update or draw.chance(0.5) else [draw.chance(0.5) for _ in counts]
-    states, out = before.to(draw.device, copy=True), Guarded(draw, (total, channels), io)
+    states = _any_strides(draw, before)
+    out = Guarded(draw, (total, channels), io)
     weights = weight.to(draw.device), on_device(draw, bias)
     given = {"conv_states": states, "state_indices": index_tensor(draw, slots), "silu": silu, "out": out.view}
     if update:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -68,6 +69,10 @@ class _Child:
         self.process.wait()
         self.errors.seek(0)
         lines = [line.strip() for line in self.errors.read().splitlines() if line.strip()]
+        frames = [number for number, line in enumerate(lines) if line.endswith("(most recent call first):")]
+        if frames:  # faulthandler's: the thread that died, or of those that wait the last, which is the first one
+            frames = [number for number in frames if lines[number].startswith("Current")] or frames
+            return " / ".join(re.sub(r'File ".*/(.*)", line', r"\1", line) for line in lines[frames[-1] + 1 :][:6])
         return " / ".join(lines[-3:])[:400]
 
 

@@ -80,6 +80,10 @@ NUMBERS = {
     "page_size": [0, -1, 2**31],
     "topk": [0, -1, 2**31],
     "draft_steps": [0, -1, 2**31],
+    "num_steps": [-1, 2**31],
+    "num_tokens": [0, -1, 2**31],
+    "path_length": [0, -1, 2**31],
+    "tokens_per_request": [0, -1, 2**31],
     "threshold_acc": [0.0, 1.5, math.nan],
 }
 

@@ -235,8 +235,16 @@ ERRORS = [
     (
         "generate_draft_decode_kv_indices",
         {"num_steps": 4},
+        r"num_steps must be in \[0, 3\], got 4",
+    ),
+    (
+        "generate_draft_decode_kv_indices",
+        {"num_steps": 4, "kv_indptr": torch.zeros(4, 5).int(), "kv_indices": torch.zeros(4, 8).int()},
         r"kv_indptr.shape\[0\] \(num_steps\) must be in \[0, 3\], got 4",
     ),
+    # Memory of these sizes is not even asked for.
+    ("generate_draft_decode_kv_indices", {"topk": 2**31}, r"topk must be in \[1, 1024\], got 2147483648"),
+    ("generate_draft_decode_kv_indices", {"draft_steps": 2**31}, r"draft_steps must be in \[1, 32\], got 2147483648"),
     ("generate_draft_decode_kv_indices", {"topk": 0}, r"topk must be in \[1, 1024\], got 0"),
 ]
 
@@ -246,7 +254,7 @@ def test_errors_name_the_argument(name, change, message):
     from right_calls import ops_calls
 
     function, given = ops_calls()[name]
-    with pytest.raises(RuntimeError, match=f"attnops::{name}: {message}"):
+    with pytest.raises((RuntimeError, ValueError), match=f"attnops::{name}: {message}"):
         function(**{**given, **change})
 
 

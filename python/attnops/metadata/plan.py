@@ -35,7 +35,7 @@ def num_partials_of(
 ) -> int:
     """Rows of `out_partial`: docs/architecture.md, "Split-KV plans"."""
     most_cuts = MAX_CUTS if kind == "XqaDecodePlan" else 0
-    check_range(kind, "fixed_split_tokens", fixed_split_tokens, -most_cuts)
+    check_range(f"{kind}.allocate", "fixed_split_tokens", fixed_split_tokens, -most_cuts)
     if fixed_split_tokens > 0 and fixed_split_tokens % TILE_TOKENS:
         or_cuts = f", -1 to -{most_cuts} (at most so many cuts)" if most_cuts else ""
         raise ValueError(
@@ -148,9 +148,9 @@ class XqaDecodePlan(SplitKvPlan):
         device = torch.device(device)
         kind = cls.__name__
         check_shared(kind, batch_size, seqlen_q, window_left, num_sm_parts, max_seqlen_k)
-        check_range(kind, "num_q_heads", num_q_heads, 1)
-        check_range(kind, "num_kv_heads", num_kv_heads, 1)
-        check_range(kind, "head_dim", head_dim, 1, MAX_HEAD_DIM)
+        check_range(f"{kind}.allocate", "num_q_heads", num_q_heads, 1)
+        check_range(f"{kind}.allocate", "num_kv_heads", num_kv_heads, 1)
+        check_range(f"{kind}.allocate", "head_dim", head_dim, 1, MAX_HEAD_DIM)
         if num_q_heads % num_kv_heads:
             raise ValueError(
                 f"{kind}.allocate: num_q_heads must be a positive multiple of num_kv_heads, "
@@ -222,7 +222,7 @@ class MlaDecodePlan(SplitKvPlan):
         device = torch.device(device)
         kind = cls.__name__
         check_shared(kind, batch_size, seqlen_q, window_left, num_sm_parts, max_seqlen_k)
-        check_range(kind, "num_q_heads", num_q_heads, 1, MLA_MAX_HEADS)
+        check_range(f"{kind}.allocate", "num_q_heads", num_q_heads, 1, MLA_MAX_HEADS)
         blocks = -(-seqlen_q * num_q_heads // MLA_ROWS_PER_WORK)
         num_sm_parts = num_sm_parts or mla_num_sm_parts(device, batch_size, blocks)
         num_partials = num_partials_of(kind, batch_size * blocks, num_sm_parts, fixed_split_tokens, max_seqlen_k)

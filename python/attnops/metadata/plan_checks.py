@@ -13,24 +13,26 @@ MAX_WINDOW = (1 << 31) - 1 - MAX_SEQLEN_Q
 MAX_SM_PARTS = (1 << 16) - 1
 
 
-def check_range(kind: str, name: str, value: int, low: int, high: int = (1 << 31) - 1) -> None:
+def check_range(owner: str, name: str, value: int, low: int, high: int = (1 << 31) - 1) -> None:
+    """Raises for a number out of its range: before memory of that size is asked for."""
     if not isinstance(value, int | torch.SymInt):
-        raise TypeError(f"{kind}.allocate: {name} must be an int, got {type(value).__name__} {value!r}")
+        raise TypeError(f"{owner}: {name} must be an int, got {type(value).__name__} {value!r}")
     if not low <= value <= high:
-        raise ValueError(f"{kind}.allocate: {name} must be in [{low}, {high}], got {value}")
+        raise ValueError(f"{owner}: {name} must be in [{low}, {high}], got {value}")
 
 
 def check_shared(
     kind: str, batch_size: int, seqlen_q: int, window_left: int, num_sm_parts: int | None, max_seqlen_k: int | None
 ) -> None:
     """Raises for an argument of `allocate` that is out of its range, whatever the op."""
-    check_range(kind, "batch_size", batch_size, 0)
-    check_range(kind, "seqlen_q", seqlen_q, 1, MAX_SEQLEN_Q)
-    check_range(kind, "window_left", window_left, -1, MAX_WINDOW)
+    owner = f"{kind}.allocate"
+    check_range(owner, "batch_size", batch_size, 0)
+    check_range(owner, "seqlen_q", seqlen_q, 1, MAX_SEQLEN_Q)
+    check_range(owner, "window_left", window_left, -1, MAX_WINDOW)
     if num_sm_parts is not None:
-        check_range(kind, "num_sm_parts", num_sm_parts, 1, MAX_SM_PARTS)
+        check_range(owner, "num_sm_parts", num_sm_parts, 1, MAX_SM_PARTS)
     if max_seqlen_k is not None:
-        check_range(kind, "max_seqlen_k", max_seqlen_k, 0)
+        check_range(owner, "max_seqlen_k", max_seqlen_k, 0)
 
 
 class KeyedPlan(Protocol):

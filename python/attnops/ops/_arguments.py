@@ -16,6 +16,8 @@ from torch import Tensor
 P = ParamSpec("P")
 R = TypeVar("R")
 
+MAX_TREE_TOKENS = 1024  # of a draft tree: csrc/speculation/params.h
+
 # What Python and torch raise for arguments that do not fit one another, without a word of which.
 _UNEXPLAINED = (
     AttributeError,

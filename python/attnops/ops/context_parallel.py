@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnops.metadata.plan_checks import check_range
 from attnops.ops._arguments import names_its_arguments, register_fake
 
 
@@ -37,8 +38,10 @@ def context_parallel_seqlens(
 
     Raises:
         RuntimeError: naming the argument whose shape, dtype, stride, device or range does not fit.
+        ValueError: a number is out of range, and memory of that size would be asked for.
     """
     if local_seqlens is None:
+        check_range("attnops::context_parallel_seqlens", "tokens_per_request", tokens_per_request, 1)
         local_seqlens = seqlens.new_empty(seqlens.shape[0] * tokens_per_request)
     torch.ops.attnops.context_parallel_seqlens(local_seqlens, seqlens, rank, world_size, interleave, tokens_per_request)
     return local_seqlens

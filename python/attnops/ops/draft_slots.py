@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attnops.ops._arguments import names_its_arguments, register_fake
+from attnops.metadata.plan_checks import check_range
+from attnops.ops._arguments import MAX_TREE_TOKENS, names_its_arguments, register_fake
 
 
 @names_its_arguments
@@ -132,14 +133,20 @@ def generate_draft_decode_kv_indices(
 
     Raises:
         RuntimeError: naming the argument whose shape, dtype, stride, device or range does not fit.
+        ValueError: a number is out of range, and memory of that size would be asked for.
 
     Source: SGLang's Triton kernel of this name.
     """
     rows, steps = cache_seqlens.shape[0] * topk, draft_steps if num_steps is None else num_steps
+    if kv_indptr is None or kv_indices is None:
+        op = "attnops::generate_draft_decode_kv_indices"
+        check_range(op, "topk", topk, 1, MAX_TREE_TOKENS)
+        check_range(op, "draft_steps", draft_steps, 1, req_to_token.shape[1] // topk)
+        check_range(op, "num_steps", steps, 0, draft_steps)
     if kv_indptr is None:
-        kv_indptr = cache_seqlens.new_zeros(max(steps, 0), max(rows, 0) + 1)
+        kv_indptr = cache_seqlens.new_zeros(steps, rows + 1)
     if kv_indices is None:
-        kv_indices = cache_seqlens.new_zeros(kv_indptr.shape[0], max(rows, 0) * req_to_token.shape[1])
+        kv_indices = cache_seqlens.new_zeros(kv_indptr.shape[0], rows * req_to_token.shape[1])
     torch.ops.attnops.generate_draft_decode_kv_indices(
         kv_indptr, kv_indices, req_to_token, req_pool_indices, cache_seqlens, topk, draft_steps, page_size, report
     )

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnops.ops._arguments import names_its_arguments, register_fake
+from attnops.metadata.plan_checks import check_range
+from attnops.ops._arguments import MAX_TREE_TOKENS, names_its_arguments, register_fake
 
 
 class TreeMaskMode(enum.IntEnum):
@@ -49,6 +50,7 @@ class DraftTree(NamedTuple):
     @staticmethod
     def allocate(batch_size: int, num_tokens: int, device: torch.device | str = "cpu") -> DraftTree:
         """Destinations for trees of `num_tokens` tokens, zeros."""
+        check_range("DraftTree.allocate", "num_tokens", num_tokens, 1, MAX_TREE_TOKENS)
         mask = torch.zeros(batch_size, num_tokens, -(-num_tokens // 8), dtype=torch.uint8, device=device)
         flat = mask.new_zeros(2, batch_size * num_tokens, dtype=torch.int64)
         index, child, sibling = mask.new_zeros(3, batch_size, num_tokens, dtype=torch.int64)
@@ -71,6 +73,7 @@ class Verified(NamedTuple):
     @staticmethod
     def allocate(batch_size: int, num_tokens: int, path_length: int, device: torch.device | str = "cpu") -> Verified:
         """Destinations, zeros. `path_length`: depth of the trees plus one."""
+        check_range("Verified.allocate", "path_length", path_length, 1, MAX_TREE_TOKENS)
         shapes = ((batch_size * num_tokens,), (batch_size, path_length), (batch_size,))
         return Verified(*(torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes))
 
@@ -110,6 +113,7 @@ def build_draft_tree(
 
     Raises:
         RuntimeError: naming the argument whose shape, dtype, stride, device or range does not fit.
+        ValueError: a number is out of range, and memory of that size would be asked for.
 
     Source: SGLang's `build_tree_kernel_efficient`, whose links and positions these are.
     """
@@ -150,12 +154,13 @@ def verify_tree_greedy(
 
     Raises:
         RuntimeError: naming the argument whose shape, dtype, stride, device or range does not fit.
+        ValueError: a number is out of range, and memory of that size would be asked for.
 
     Source: SGLang's function of this name.
     """
     if out is None:
         batch_size, num_tokens = candidates.shape
-        out = Verified.allocate(batch_size, num_tokens, path_length or num_tokens, candidates.device)
+        out = Verified.allocate(batch_size, num_tokens, num_tokens if path_length is None else path_length, candidates.device)
     torch.ops.attnops.verify_tree_greedy(
         *out, candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling, target_predict, report
     )
@@ -200,12 +205,13 @@ def verify_tree_sampling(
 
     Raises:
         RuntimeError: naming the argument whose shape, dtype, stride, device or range does not fit.
+        ValueError: a number is out of range, and memory of that size would be asked for.
 
     Source: SGLang's `tree_speculative_sampling_target_only`.
     """
     if out is None:
         batch_size, num_tokens = candidates.shape
-        out = Verified.allocate(batch_size, num_tokens, path_length or num_tokens, candidates.device)
+        out = Verified.allocate(batch_size, num_tokens, num_tokens if path_length is None else path_length, candidates.device)
     torch.ops.attnops.verify_tree_sampling(
         *out,
         candidates,
@@ -250,9 +256,11 @@ def pack_tree_mask(
 
     Raises:
         RuntimeError: naming the argument whose shape, dtype, stride, device or range does not fit.
+        ValueError: a number is out of range, and memory of that size would be asked for.
     """
     flat = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
     if tree_mask is None:
+        check_range("attnops::pack_tree_mask", "num_tokens", num_tokens, 1, MAX_TREE_TOKENS)
         item = num_tokens if layout == TreeMaskMode.QLEN_ONLY else 4 if num_tokens > 16 else 2 if num_tokens > 8 else 1
         batch_size = flat.shape[0] // max(num_tokens * item, 1) if mask_indptr is None else mask_indptr.shape[0] - 1
         tree_mask = flat.new_zeros(max(batch_size, 0), num_tokens, -(-num_tokens // 8), dtype=torch.uint8)
