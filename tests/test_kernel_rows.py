@@ -113,6 +113,20 @@ def test_a_length_beyond_the_page_table_is_clamped_there(op, row, fixed, more):
 
 @gpu
 @each_row
+def test_parts_inside_a_cut_are_idle(op, row):
+    """More parts than cuts, each with less than a cut: in a batch-invariant plan some begin and end inside a work."""
+    if re.match(r"sm90_cluster_[bf]", row):
+        pytest.skip("takes balanced plans")
+    case = case_of(op, row, [3000, 64, 5, 517, 66])
+    options = {"fixed_split_tokens" if op == "xqa_decode" else "fixed": 1024, "num_sm_parts": 60}
+    out, lse = case.decode(any_row="cluster" in row, **options)
+    expected_out, expected_lse = case.expected()
+    assert_attention_close(out, expected_out, case.problem.q.dtype, case.bound())
+    assert_lse_close(lse, expected_lse, atol=case.lse_bound())
+
+
+@gpu
+@each_row
 def test_lengths_below_zero_are_none(op, row):
     case = case_of(op, row)
     lengths = case.problem.cache_seqlens.clone()

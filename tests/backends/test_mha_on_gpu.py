@@ -67,7 +67,8 @@ def test_the_checked_mode_names_a_planted_index(model, monkeypatch):
     backend.raise_on_fault()
     if step.batch.token_to_kv_pool.slot_map is None:
         row, size = step.batch.req_pool_indices[1].item(), model.spec.page_size
-        step.batch.req_to_token[row, 64 // size * size] = 10**6 * size  # the newest token's page
+        first = 64 // size * size  # of the newest token's page
+        step.batch.req_to_token[row, first : first + size] = 10**6 * size + torch.arange(size, device="cuda")
         expected = "attnops::xqa_decode: page index 1000000 at request 1"
     else:
         step.batch.req_pool_indices[1] = 1000

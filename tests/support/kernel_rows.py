@@ -25,7 +25,7 @@ MANY_ROWS = {"num_q_heads": 40, "num_kv_heads": 2}  # of a KV head: more than cl
 XQA_ROWS = {
     "sm90_cluster_bf16_hd64": {},
     "sm90_bf16_hd64": {"wide": True},
-    "sm90_gather_bf16_hd64": {"page_size": 5},
+    "sm90_gather_bf16_hd64": {"page_size": 5, "wide": True},
     "sm90_fp16_hd64": {"dtype": FP16},
     "sm90_gather_fp16_hd64": {"dtype": FP16, "page_size": 5},
     "bf16_hd64": {"checked": True},

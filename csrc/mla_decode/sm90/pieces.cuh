@@ -55,8 +55,11 @@ __device__ inline const SplitKvEntry& entry_of(const Params& p, int part) {
   return reinterpret_cast<const SplitKvEntry*>(p.tile_scheduler_metadata)[part];
 }
 
+// Less than begin_work where the part is idle, which it may also be inside a work: a batch-invariant plan's part can be
+// smaller than a cut.
 __device__ inline int last_work_of(const SplitKvEntry& entry) {
-  return entry.end_tile > 0 ? entry.end_work : entry.end_work - 1;
+  const int first_tile = entry.begin_work == entry.end_work ? entry.begin_tile : 0;  // of end_work that it may have
+  return entry.end_tile > first_tile ? entry.end_work : entry.end_work - 1;
 }
 
 // Describes the rows of a block and their keys. Returns the tiles of the whole work.

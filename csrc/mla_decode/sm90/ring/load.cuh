@@ -63,7 +63,6 @@ class Walk {
 
 // Pieces of a part: one of every work.
 __device__ inline int count_pieces(const SplitKvEntry& entry) {
-  if (entry.begin_work == entry.end_work && entry.begin_tile == entry.end_tile) return 0;
   return last_work_of(entry) - entry.begin_work + 1;
 }
 
