@@ -50,8 +50,8 @@ def topk_select(
         `indices`.
 
     Raises:
-        RuntimeError: naming the argument that does not fit; on the CPU also a row outside the columns or the page
-            table, or a page that makes no slot.
+        RuntimeError: naming the argument that does not fit. On the CPU that is also a row outside the columns or the
+            page table, or a page that makes no slot.
     """
     indices = lengths.new_empty(logits.shape[0], k, dtype=torch.int32) if indices is None else indices
     if indices.dim() == 2 and indices.shape[1] != k:

@@ -50,7 +50,6 @@ class DraftTree(NamedTuple):
     @staticmethod
     def allocate(batch_size: int, num_tokens: int, device: torch.device | str = "cpu") -> DraftTree:
         """Destinations for trees of `num_tokens` tokens, zeros."""
-        check_range("DraftTree.allocate", "num_tokens", num_tokens, 1, MAX_TREE_TOKENS)
         mask = torch.zeros(batch_size, num_tokens, -(-num_tokens // 8), dtype=torch.uint8, device=device)
         flat = mask.new_zeros(2, batch_size * num_tokens, dtype=torch.int64)
         index, child, sibling = mask.new_zeros(3, batch_size, num_tokens, dtype=torch.int64)
@@ -160,7 +159,8 @@ def verify_tree_greedy(
     """
     if out is None:
         batch_size, num_tokens = candidates.shape
-        out = Verified.allocate(batch_size, num_tokens, num_tokens if path_length is None else path_length, candidates.device)
+        length = num_tokens if path_length is None else path_length
+        out = Verified.allocate(batch_size, num_tokens, length, candidates.device)
     torch.ops.attnops.verify_tree_greedy(
         *out, candidates, retrieve_index, retrieve_next_token, retrieve_next_sibling, target_predict, report
     )
@@ -211,7 +211,8 @@ def verify_tree_sampling(
     """
     if out is None:
         batch_size, num_tokens = candidates.shape
-        out = Verified.allocate(batch_size, num_tokens, num_tokens if path_length is None else path_length, candidates.device)
+        length = num_tokens if path_length is None else path_length
+        out = Verified.allocate(batch_size, num_tokens, length, candidates.device)
     torch.ops.attnops.verify_tree_sampling(
         *out,
         candidates,
