@@ -62,9 +62,7 @@ class Walk {
 };
 
 // Pieces of a part: one of every work.
-__device__ inline int count_pieces(const SplitKvEntry& entry) {
-  return last_work_of(entry) - entry.begin_work + 1;
-}
+__device__ inline int count_pieces(const SplitKvEntry& entry) { return last_work_of(entry) - entry.begin_work + 1; }
 
 // Decides what comes next into the ring. One warp does, for both values groups; its state is parked in local memory,
 // because registers are full of the accumulator. Nothing here divides or waits for memory between two tiles.
