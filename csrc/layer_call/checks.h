@@ -10,6 +10,7 @@
 #include "mla_decode/checks.h"
 #include "paged_kv/checks.h"
 #include "torch_bindings/check.h"
+#include "torch_bindings/tree_checks.h"
 #include "xqa_decode/checks.h"
 
 // Checks of what a layer's call brings, against what was bound. A call on a GPU has microseconds for all of it, so each
@@ -102,7 +103,7 @@ void take_options(const char* op, Params& p, const OptionalTensor& tree_mask, co
     if (!p.causal) fail(op, "causal must be True with tree_mask, which says what causal means among the new tokens");
     const TensorCheck mask(op, "tree_mask", *tree_mask);
     mask.device_as("q", q).dtype({DType::kUInt8}).shape({batch, tokens, bytes}).dense_last();
-    mask.size_at_least(2, "mask_bytes", (p.seqlen_q + 7) / 8, "one bit per new token");
+    check_mask_bytes(mask, *bytes, p.tree_keys, p.seqlen_q);
     p.tree_mask_stride_request = tree_mask->stride(0), p.tree_mask_stride_token = tree_mask->stride(1);
   }
   if (sinks) {

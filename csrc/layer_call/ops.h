@@ -42,7 +42,7 @@ inline void xqa_layer_bind(const Tensor& bound, const Tensor& out, const Tensor&
                            const Tensor& tile_scheduler_metadata, const Tensor& num_splits, const Tensor& out_partial,
                            const Tensor& lse_partial, const Tensor& semaphores, double softmax_scale, bool causal,
                            int64_t window_left, double logit_cap, int64_t fixed_split_tokens,
-                           const OptionalTensor& report) {
+                           const OptionalTensor& report, int64_t tree_keys) {
   write_bound<XqaBound>(kXqaLayer, bound, device_of(q),
                         xqa_decode::checked_params({.out = out,
                                                     .q = q,
@@ -60,7 +60,8 @@ inline void xqa_layer_bind(const Tensor& bound, const Tensor& out, const Tensor&
                                                     .window_left = window_left,
                                                     .logit_cap = logit_cap,
                                                     .fixed_split_tokens = fixed_split_tokens,
-                                                    .report = report}));
+                                                    .report = report,
+                                                    .tree_keys = tree_keys}));
 }
 
 inline void mla_layer_bind(const Tensor& bound, const Tensor& out, const Tensor& q, const OptionalTensor& q_pe,
@@ -68,7 +69,7 @@ inline void mla_layer_bind(const Tensor& bound, const Tensor& out, const Tensor&
                            const Tensor& tile_scheduler_metadata, const Tensor& num_splits, const Tensor& out_partial,
                            const Tensor& lse_partial, const Tensor& semaphores, double softmax_scale, bool causal,
                            int64_t window_left, double logit_cap, int64_t fixed_split_tokens,
-                           const OptionalTensor& report, bool fp8_products) {
+                           const OptionalTensor& report, bool fp8_products, int64_t tree_keys) {
   write_bound<MlaBound>(kMlaLayer, bound, device_of(q),
                         mla_decode::checked_params({.out = out,
                                                     .q = q,
@@ -87,7 +88,8 @@ inline void mla_layer_bind(const Tensor& bound, const Tensor& out, const Tensor&
                                                     .logit_cap = logit_cap,
                                                     .fixed_split_tokens = fixed_split_tokens,
                                                     .report = report,
-                                                    .fp8_products = fp8_products}));
+                                                    .fp8_products = fp8_products,
+                                                    .tree_keys = tree_keys}));
 }
 
 template <class Device>

@@ -7,6 +7,7 @@
 #include "mla_decode/plan.h"
 #include "torch_bindings/check.h"
 #include "torch_bindings/split_kv_checks.h"
+#include "torch_bindings/tree_checks.h"
 
 namespace attnops::mla_decode {
 
@@ -35,6 +36,7 @@ struct Arguments {
   int64_t fixed_split_tokens;
   const OptionalTensor& report = kAbsent;
   bool fp8_products = false;
+  int64_t tree_keys = 0;  // 0: as many as new tokens
 };
 
 inline constexpr const char* kOp = "mla_decode";
@@ -183,9 +185,9 @@ inline void check_options(const Arguments& a, Extents& e) {
     Dim mask_bytes("mask_bytes");
     const TensorCheck mask(kOp, "tree_mask", *a.tree_mask);
     mask.device_as("q", a.q).dtype({DType::kUInt8}).shape({e.batch, e.seqlen_q, mask_bytes}).dense_last();
-    const int64_t least = (*e.seqlen_q + 7) / 8;
-    if (*mask_bytes < least) mask.size_at_least(2, "mask_bytes", least, "one bit per new token");
+    check_mask_bytes(mask, *mask_bytes, tree_keys_of(a.tree_keys, *e.seqlen_q), *e.seqlen_q);
   }
+  check_tree_keys(kOp, a.tree_keys, *e.seqlen_q, a.window_left);
   if (a.report) {
     Dim report_size("report_size", kReportSize, "core/report.h");
     TensorCheck(kOp, "report", *a.report).device_as("q", a.q).dtype({DType::kInt32}).shape({report_size}).contiguous();
@@ -255,7 +257,8 @@ inline Params checked_params(const Arguments& a) {
           .selected = {},
           .extra = {},
           .max_logits = nullptr,
-          .report_op = ReportOp::kMlaDecode};
+          .report_op = ReportOp::kMlaDecode,
+          .tree_keys = static_cast<int>(tree_keys_of(a.tree_keys, *e.seqlen_q))};
 }
 
 void run_cpu(Params p);  // op_cpu.cpp; throws when the plan is another step's, and on faults without a report

@@ -11,7 +11,8 @@ void mla_decode(const Tensor& out, const OptionalTensor& lse, const Tensor& q, c
                 const Tensor& out_partial, const Tensor& lse_partial, const Tensor& semaphores, double softmax_scale,
                 bool causal, int64_t window_left, double logit_cap, const OptionalTensor& sinks,
                 const OptionalTensor& tree_mask, const OptionalTensor& kv_scale, int64_t fixed_split_tokens,
-                const OptionalTensor& report, bool fp8_products) {
+                const OptionalTensor& report, bool fp8_products, int64_t tree_keys) {
+  check_tree_keys_have_mask("mla_decode", tree_keys, tree_mask.has_value());
   kRun(checked_params({.out = out,
                        .lse = lse,
                        .q = q,
@@ -34,7 +35,8 @@ void mla_decode(const Tensor& out, const OptionalTensor& lse, const Tensor& q, c
                        .kv_scale = kv_scale,
                        .fixed_split_tokens = fixed_split_tokens,
                        .report = report,
-                       .fp8_products = fp8_products}),
+                       .fp8_products = fp8_products,
+                       .tree_keys = tree_keys}),
        q);
 }
 

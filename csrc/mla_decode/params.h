@@ -54,7 +54,7 @@ struct Params {
   int window_left;           // -1: off
   float logit_cap;           // 0: off
   const float* sinks;        // [H_q], or null
-  const uint8_t* tree_mask;  // [B, S_q, ceil(S_q / 8)] bits, little-endian, or null
+  const uint8_t* tree_mask;  // [B, S_q, ceil(tree_keys / 8)] bits over the last keys, little-endian, or null
   int64_t tree_mask_stride_request, tree_mask_stride_token;
   const float* kv_scale;  // [1] on the device, or null
 
@@ -69,6 +69,8 @@ struct Params {
   SelectedRows selected, extra;
   float* max_logits;   // [requests, H_q], of unsplit works, or null
   ReportOp report_op;  // who selects
+
+  int tree_keys;  // keys that tree_mask is over, at least S_q
 };
 
 }  // namespace attnops::mla_decode

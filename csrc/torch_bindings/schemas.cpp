@@ -90,7 +90,7 @@ STABLE_TORCH_LIBRARY(attnops, m) {
       "Tensor? kv_indptr, Tensor cache_seqlens, Tensor tile_scheduler_metadata, Tensor num_splits, "
       "Tensor(c!) out_partial, Tensor(d!) lse_partial, Tensor(e!) semaphores, float softmax_scale, bool causal=True, "
       "int window_left=-1, float logit_cap=0.0, Tensor? sinks=None, Tensor? tree_mask=None, Tensor? k_scale=None, "
-      "Tensor? v_scale=None, int fixed_split_tokens=0, Tensor(f!)? report=None) -> ()");
+      "Tensor? v_scale=None, int fixed_split_tokens=0, Tensor(f!)? report=None, int tree_keys=0) -> ()");
 
   // mla_decode/
   m.def(
@@ -101,7 +101,7 @@ STABLE_TORCH_LIBRARY(attnops, m) {
       "Tensor? kv_indptr, Tensor cache_seqlens, Tensor tile_scheduler_metadata, Tensor num_splits, "
       "Tensor(c!) out_partial, Tensor(d!) lse_partial, Tensor(e!) semaphores, float softmax_scale, bool causal=True, "
       "int window_left=-1, float logit_cap=0.0, Tensor? sinks=None, Tensor? tree_mask=None, Tensor? kv_scale=None, "
-      "int fixed_split_tokens=0, Tensor(f!)? report=None, bool fp8_products=False) -> ()");
+      "int fixed_split_tokens=0, Tensor(f!)? report=None, bool fp8_products=False, int tree_keys=0) -> ()");
 
   // sparse_mla/: rows that a list per query token selects. It joins mla_decode, whose kernels these are.
   m.def(
@@ -124,7 +124,7 @@ STABLE_TORCH_LIBRARY(attnops, m) {
       "_xqa_layer_bind(Tensor(a!) bound, Tensor out, Tensor q, Tensor k_pages, Tensor v_pages, Tensor page_table, "
       "Tensor cache_seqlens, Tensor tile_scheduler_metadata, Tensor num_splits, Tensor out_partial, "
       "Tensor lse_partial, Tensor semaphores, float softmax_scale, bool causal=True, int window_left=-1, "
-      "float logit_cap=0.0, int fixed_split_tokens=0, Tensor? report=None) -> ()");
+      "float logit_cap=0.0, int fixed_split_tokens=0, Tensor? report=None, int tree_keys=0) -> ()");
   m.def(
       "xqa_layer(Tensor(a!) out, Tensor q, Tensor? k, Tensor? v, Tensor? out_cache_loc, Tensor cache_seqlens, "
       "Tensor? tree_mask, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, Tensor(b!) bound) -> ()");
@@ -133,7 +133,7 @@ STABLE_TORCH_LIBRARY(attnops, m) {
       "Tensor cache_seqlens, Tensor tile_scheduler_metadata, Tensor num_splits, Tensor out_partial, "
       "Tensor lse_partial, Tensor semaphores, float softmax_scale, bool causal=True, int window_left=-1, "
       "float logit_cap=0.0, int fixed_split_tokens=0, Tensor? report=None, "
-      "bool fp8_products=False) -> ()");
+      "bool fp8_products=False, int tree_keys=0) -> ()");
   m.def(
       "mla_layer(Tensor(a!) out, Tensor q, Tensor? q_pe, Tensor? latent, Tensor? k_pe, Tensor? out_cache_loc, "
       "Tensor cache_seqlens, Tensor? tree_mask, Tensor? sinks, Tensor? kv_scale, Tensor(b!) bound) -> ()");

@@ -1,5 +1,6 @@
 #pragma once
 #include "torch_bindings/split_kv_checks.h"
+#include "torch_bindings/tree_checks.h"
 #include "xqa_decode/params.h"
 #include "xqa_decode/plan.h"
 
@@ -49,6 +50,7 @@ struct Arguments {
   const OptionalTensor& v_scale = kAbsent;
   int64_t fixed_split_tokens;
   const OptionalTensor& report = kAbsent;
+  int64_t tree_keys = 0;  // 0: as many as new tokens
 };
 
 // The op's whole contract, checked once for all devices. Params exist only when the arguments are right. The good path
@@ -187,9 +189,9 @@ class Checker {
       Dim mask_bytes("mask_bytes");
       const TensorCheck mask = check("tree_mask", *a_.tree_mask);
       mask.dtype({DType::kUInt8}).shape({batch_size_, seqlen_q_, mask_bytes}).dense_last();
-      const int64_t least = (*seqlen_q_ + 7) / 8;
-      if (*mask_bytes < least) mask.size_at_least(2, "mask_bytes", least, "one bit per new token");
+      check_mask_bytes(mask, *mask_bytes, tree_keys_of(a_.tree_keys, *seqlen_q_), *seqlen_q_);
     }
+    check_tree_keys(kOp, a_.tree_keys, *seqlen_q_, a_.window_left);
     check_scale("k_scale", a_.k_scale);
     check_scale("v_scale", a_.v_scale);
     if (a_.report) {
@@ -256,7 +258,8 @@ class Checker {
              .dtype = dtype_of(a_.q),
              .kv_dtype = dtype_of(a_.k_pages),
              .report = data_or_null<int32_t>(a_.report),
-             .num_semaphores = a_.semaphores.size(0)};
+             .num_semaphores = a_.semaphores.size(0),
+             .tree_keys = static_cast<int>(tree_keys_of(a_.tree_keys, *seqlen_q_))};
     if (!csr) p.table_tokens = p.page_table.num_tokens(0);
     return p;
   }

@@ -11,7 +11,8 @@ void xqa_decode(const Tensor& out, const OptionalTensor& lse, const Tensor& q, c
                 const Tensor& out_partial, const Tensor& lse_partial, const Tensor& semaphores, double softmax_scale,
                 bool causal, int64_t window_left, double logit_cap, const OptionalTensor& sinks,
                 const OptionalTensor& tree_mask, const OptionalTensor& k_scale, const OptionalTensor& v_scale,
-                int64_t fixed_split_tokens, const OptionalTensor& report) {
+                int64_t fixed_split_tokens, const OptionalTensor& report, int64_t tree_keys) {
+  check_tree_keys_have_mask("xqa_decode", tree_keys, tree_mask.has_value());
   kRun(checked_params({.out = out,
                        .lse = lse,
                        .q = q,
@@ -34,7 +35,8 @@ void xqa_decode(const Tensor& out, const OptionalTensor& lse, const Tensor& q, c
                        .k_scale = k_scale,
                        .v_scale = v_scale,
                        .fixed_split_tokens = fixed_split_tokens,
-                       .report = report}),
+                       .report = report,
+                       .tree_keys = tree_keys}),
        q);
 }
 

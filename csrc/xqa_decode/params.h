@@ -42,7 +42,7 @@ struct Params {
   int window_left;           // -1: off
   float logit_cap;           // 0: off
   const float* sinks;        // [H_q], or null
-  const uint8_t* tree_mask;  // [B, S_q, ceil(S_q / 8)] bits, little-endian, or null
+  const uint8_t* tree_mask;  // [B, S_q, ceil(tree_keys / 8)] bits over the last keys, little-endian, or null
   int64_t tree_mask_stride_request, tree_mask_stride_token;
   const float* k_scale;  // [1] or [H_kv], or null; on the device
   const float* v_scale;
@@ -52,6 +52,8 @@ struct Params {
   int32_t* report;  // core/report.h, or null
 
   int64_t num_semaphores;  // at least B * H_kv
+
+  int tree_keys;  // keys that tree_mask is over, at least S_q
 };
 
 }  // namespace attnops::xqa_decode

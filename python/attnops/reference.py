@@ -5,8 +5,8 @@ Rules, for the query rows i = 0 .. S_q - 1 of a request with S_k keys (the new t
 * Row i stands at position ``p = S_k - S_q + i`` (bottom-right alignment); at a negative one a causal row sees nothing.
 * causal: keys at positions <= p. window_left: keys >= p - window_left; window_right: keys <= p + window_right; -1: off.
 * chunk_size: keys of the row's own chunk of positions, ``[p // n * n, ...]``; 0: off.
-* tree_mask takes the place of the causal rule among the last S_q keys. Row i sees the j-th of them when its bit j is
-  set. Keys before them are visible. Windows still apply, by position.
+* tree_mask takes the place of the causal rule among the last S_q keys, or the last tree_keys. Row i sees the j-th of
+  them when its bit j is set. Keys before them are visible. Windows still apply, by position.
 * score = softmax_scale * <q, k>; then logit_cap * tanh(score / logit_cap) when the cap is not 0.
 * sinks: one more logit per query head, with no value. ``lse`` (natural log) leaves it out unless ``sinks_in_lse``.
 * A row without a visible key gives zeros and ``lse = -inf``, sinks or not.
@@ -27,7 +27,7 @@ MLA_FP8_ROW_BYTES = 656  # 512 e4m3, 4 float32 scales (one per 128 values), 64 b
 
 
 def unpack_tree_mask(tree_mask: Tensor, seqlen_q: int) -> Tensor:
-    """Bits ``[..., ceil(S_q / 8)]`` uint8, little-endian, to bool ``[..., S_q]``."""
+    """Bits ``[..., ceil(S_q / 8)]`` uint8, little-endian, to bool ``[..., S_q]``; S_q or as many keys as there are."""
     bits = (tree_mask.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=tree_mask.device)) & 1
     return bits.flatten(-2)[..., :seqlen_q].bool()
 
@@ -48,19 +48,22 @@ def visibility(
     window_right: int = -1,
     chunk_size: int = 0,
     tree_mask: Tensor | None = None,
+    tree_keys: int = 0,
     device: torch.device | str | None = None,
 ) -> Tensor:
     """Which keys each query sees: bool ``[S_q, S_k]``.
 
     Args:
         tree_mask: The request's rows, ``[S_q, ceil(S_q / 8)]`` uint8 or more bytes, or None.
+        tree_keys: Keys that it is over; 0: S_q.
     """
     key = torch.arange(seqlen_k, device=device)
     position = torch.arange(seqlen_q, device=device).unsqueeze(1) + (seqlen_k - seqlen_q)
     visible = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
     if tree_mask is not None and seqlen_q:
-        draft = key - (seqlen_k - seqlen_q)  # which new token a key belongs to; negative: prefix
-        bits = unpack_tree_mask(tree_mask, seqlen_q)
+        tree_keys = tree_keys or seqlen_q
+        draft = key - (seqlen_k - tree_keys)  # which of the tree's tokens a key belongs to; negative: prefix
+        bits = unpack_tree_mask(tree_mask, tree_keys)
         visible &= (draft < 0) | bits[:, draft.clamp(min=0)]
     elif causal:
         visible &= key <= position
@@ -86,6 +89,7 @@ def attention(
     logit_cap: float = 0.0,
     sinks: Tensor | None = None,
     tree_mask: Tensor | None = None,
+    tree_keys: int = 0,
     sinks_in_lse: bool = False,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
@@ -97,6 +101,7 @@ def attention(
         softmax_scale: ``1 / sqrt(D_qk)`` when None.
         sinks: ``[H_q]``, or None.
         tree_mask: ``[S_q, >= ceil(S_q / 8)]`` uint8, or None.
+        tree_keys: Keys that it is over; 0: S_q.
         dtype: Of the whole computation and of the results.
 
     Returns:
@@ -117,6 +122,7 @@ def attention(
         window_right=window_right,
         chunk_size=chunk_size,
         tree_mask=tree_mask,
+        tree_keys=tree_keys,
         device=q.device,
     )
     scores = scores.masked_fill(~visible, -math.inf)

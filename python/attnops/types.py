@@ -207,7 +207,11 @@ class AttentionBatch:
         req_to_token: int32 ``[max_requests, max_context]``, slot of each token. None for an encoder.
         out_cache_loc: int64 ``[num_tokens]``, slots of the new tokens; negative: padding, not stored.
         num_tokens: New tokens, all requests together (host), and rows that pad a ragged step behind them.
-        tokens_per_request: Of DECODE (1), TARGET_VERIFY and a uniform DRAFT_EXTEND; 0: ragged.
+        tokens_per_request: Of DECODE (1, or the branches of a draft loop), TARGET_VERIFY and a uniform DRAFT_EXTEND; 0:
+            ragged.
+        draft_steps: Of a draft loop's DECODE step: drafts of a branch. Branches are then tokens of one request, and
+            share its prefix. Behind it stand the cells of all drafts, the i-th of branch k at ``k * draft_steps + i``.
+            `cache_seqlens` counts all of them. 0: not such a step.
         extend_seq_lens: int32 ``[B]``, new tokens per request; needed when ragged.
         max_seqlen_q: Upper bound of the new tokens per request (host); by default `num_tokens`. A bound too low for
             `num_tokens`, padding included, is an error. A bound too low for one request is not seen, and its tokens are
@@ -218,8 +222,12 @@ class AttentionBatch:
         cache_seqlens_cpu, extend_seq_lens_cpu: int32 ``[B]`` on the CPU, the same values, for a backend that plans on
             the host (`Capability.needs_cpu_seq_lens`); nobody else reads them.
         positions: int64 ``[num_tokens]``, for the model's rotary embedding; attention does not read it.
-        tree_mask: uint8 ``[B, tokens_per_request, ceil(tokens_per_request / 8)]``, bit j of row i: draft token i
-            sees draft token j. TARGET_VERIFY only.
+        tree_mask: uint8 ``[B, tokens_per_request, ceil(M / 8)]``, bit j of row i: token i sees the j-th of the last M.
+            M is `tokens_per_request` in TARGET_VERIFY, and times `draft_steps` in a draft step.
+        encoder_lens: int32 ``[B]``, of an encoder-decoder model: tokens of each request's encoder, 0: none. Their slots
+            are the request's first cells. Its own tokens, which `cache_seqlens` counts, begin at the next page.
+        encoder_out_cache_loc: int64 ``[T_e]``, slots of encoders' tokens that this step stores; negative: not stored.
+        encoder_lens_cpu: As `cache_seqlens_cpu`.
         token_to_kv_pool: The cache. None for an encoder.
         attn_backend: The backend that serves this step.
         tbo_children: The halves of the step, once `TboAttnBackend` has made them.
@@ -232,6 +240,7 @@ class AttentionBatch:
     req_to_token: Tensor | None = None
     out_cache_loc: Tensor | None = None
     tokens_per_request: int = 0
+    draft_steps: int = 0
     extend_seq_lens: Tensor | None = None
     max_seqlen_q: int = 0
     max_cache_seqlen: int | None = None
@@ -240,16 +249,25 @@ class AttentionBatch:
     extend_seq_lens_cpu: Tensor | None = None
     positions: Tensor | None = None
     tree_mask: Tensor | None = None
+    encoder_lens: Tensor | None = None
+    encoder_out_cache_loc: Tensor | None = None
+    encoder_lens_cpu: Tensor | None = None
     token_to_kv_pool: TokenPool | None = None
     attn_backend: StepBackend | None = None
     tbo_children: tuple[AttentionBatch, AttentionBatch] | None = None
 
     def __post_init__(self) -> None:
         mode = self.forward_mode
-        if mode is ForwardMode.DECODE:
+        if self.draft_steps:
+            _require(self.draft_steps > 0, f"draft_steps must not be negative, got {self.draft_steps}")
+            _require(mode is ForwardMode.DECODE, f"draft_steps belong to DECODE, the batch is {mode.name}")
+            _require(self.tree_mask is not None, "a batch with draft_steps needs a tree_mask")
+            self.tokens_per_request = self.tokens_per_request or 1
+        elif mode is ForwardMode.DECODE:
             _require(
                 self.tokens_per_request in (0, 1),
-                f"tokens_per_request of a DECODE batch is 1, got {self.tokens_per_request}: several are TARGET_VERIFY",
+                f"tokens_per_request of a DECODE batch is 1, got {self.tokens_per_request}: several are TARGET_VERIFY, "
+                "or branches of a draft loop, with draft_steps",
             )
             self.tokens_per_request = 1
         if not self.max_seqlen_q:
@@ -277,7 +295,12 @@ class AttentionBatch:
                 f"max_cache_seqlen is {self.max_cache_seqlen}, below the {least} new tokens of a request: "
                 "cache_seqlens and its bound count the new tokens, too",
             )
-        for name in ("cache_seqlens_cpu", "extend_seq_lens_cpu"):
+        if self.encoder_lens is not None:
+            _require_tensor("encoder_lens", self.encoder_lens, (size,), (torch.int32,))
+        if self.encoder_out_cache_loc is not None:
+            got = tuple(self.encoder_out_cache_loc.shape)
+            _require(len(got) == 1, f"encoder_out_cache_loc must have one dimension, got shape {got}")
+        for name in ("cache_seqlens_cpu", "extend_seq_lens_cpu", "encoder_lens_cpu"):
             lengths = getattr(self, name)
             if lengths is not None:
                 _require_tensor(name, lengths, (size,), (torch.int32,))
@@ -296,13 +319,21 @@ class AttentionBatch:
                 f"a ragged {mode.name} batch needs extend_seq_lens",
             )
         if self.tree_mask is not None:
-            _require(mode.is_target_verify(), f"tree_mask belongs to TARGET_VERIFY, the batch is {mode.name}")
-            shape = (size, self.tokens_per_request, -(-self.tokens_per_request // 8))
+            _require(
+                mode.is_target_verify() or self.draft_steps > 0,
+                f"tree_mask belongs to TARGET_VERIFY or a draft step, the batch is {mode.name} without draft_steps",
+            )
+            shape = (size, self.tokens_per_request, -(-(self.tree_keys or self.tokens_per_request) // 8))
             _require_tensor("tree_mask", self.tree_mask, shape, (torch.uint8,))
 
     @property
     def batch_size(self) -> int:
         return self.req_pool_indices.shape[0]
+
+    @property
+    def tree_keys(self) -> int:
+        """Tokens that `tree_mask` is over, as the decode ops take it; 0: the new ones."""
+        return self.tokens_per_request * self.draft_steps
 
     @property
     def device(self) -> torch.device:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from attnops.backends import MultiStepDraftBackend, get_backend_class
@@ -11,13 +13,17 @@ from graph_tape import GraphTape
 
 NAMES = ["torch_native", "intel_amx", "trtllm_mha", "flex_attention"]
 
+# topk, draft steps, and whether branches are tokens of their request
+WAYS = [(1, 5, False), (4, 3, False), (3, 2, False), (4, 3, True), (3, 2, True), (2, 6, True)]
+
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("page_size", [1, 3, 16])
-@pytest.mark.parametrize("topk, draft_steps", [(1, 5), (4, 3), (3, 2)])
-def test_branches_see_the_prefix_and_their_own_drafts(name, page_size, topk, draft_steps, monkeypatch):
+@pytest.mark.parametrize("topk, draft_steps, trees", WAYS)
+def test_branches_see_the_prefix_and_their_own_drafts(name, page_size, topk, draft_steps, trees, monkeypatch):
     monkeypatch.setenv("ATTNOPS_CHECK", "1")
-    loop = Loop(name, page_size, topk, draft_steps, seed=page_size + topk)
+    loop = Loop(name, page_size, topk, draft_steps, seed=page_size + topk, trees=trees)
+    assert loop.backend.has_trees is trees
     rows = loop.rng.sample(range(1, REQUESTS + 1), 4)
     lengths = [0, page_size, *loop.draw_lengths(2)]
     prefixes, inputs = loop.fill(lengths, rows), loop.inputs(4)
@@ -29,9 +35,11 @@ def test_branches_see_the_prefix_and_their_own_drafts(name, page_size, topk, dra
     "kind, names", [("mla", ["torch_native", "intel_amx"]), ("window", ["torch_native", "intel_amx"])]
 )
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_latents_and_windows(kind, names, page_size):
+@pytest.mark.parametrize("trees", [False, True])
+def test_latents_and_windows(kind, names, page_size, trees):
     for name in names:
-        loop = Loop(name, page_size, 3, 4, kind)
+        loop = Loop(name, page_size, 3, 4, kind, trees=trees)
+        assert loop.backend.has_trees is (trees and kind == "mla")
         lengths, rows = [0, 5, 40, 33], [3, 1, 5, 2]
         prefixes, inputs = loop.fill(lengths, rows), loop.inputs(4)
         out = run_eagerly(loop, loop.batch(lengths, rows), *inputs)
@@ -39,12 +47,12 @@ def test_latents_and_windows(kind, names, page_size):
 
 
 @pytest.mark.parametrize("name", NAMES[:3])
-@pytest.mark.parametrize("page_size, topk", [(1, 4), (16, 4), (16, 1)])
-def test_one_graph_holds_the_loop(name, page_size, topk):
+@pytest.mark.parametrize("page_size, topk, trees", [(1, 4, False), (16, 4, False), (16, 1, True), (3, 4, True)])
+def test_one_graph_holds_the_loop(name, page_size, topk, trees):
     """Replays with other lengths, requests and numbers of them, bit for bit as eager ones."""
     # Products of torch have other bits in a padded batch.
     sizes = range(1, REQUESTS + 1) if name == "torch_native" else [2, REQUESTS]
-    check_replays(name, page_size, topk, turns=50, recorder=GraphTape, sizes=sizes)
+    check_replays(name, page_size, topk, turns=50, recorder=GraphTape, sizes=sizes, trees=trees)
 
 
 def test_idle_ranks_stay_idle():
@@ -55,6 +63,40 @@ def test_idle_ranks_stay_idle():
     step = loop.backend.step(0)
     assert step.forward_mode.is_idle() and step.num_tokens == 6
     assert not loop.layer(*(torch.ones(6, heads * 64) for heads in (4, 2, 2)), step).any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("topk", [2, 4])
+def test_branches_in_one_request_and_apart_give_the_same(name, topk):
+    """At any page size, with any row of slots."""
+    outs = []
+    for page_size, trees in ((1, False), (16, False), (1, True), (16, True), (64, True)):
+        loop = Loop(name, page_size, topk, 4, seed=7, trees=trees)
+        loop.generator.manual_seed(3)
+        lengths, rows = [0, 17, 40, 33], [3, 1, 5, 2]
+        loop.fill(lengths, rows)
+        outs.append(run_eagerly(loop, loop.batch(lengths, rows), *loop.inputs(4)))
+    for out in outs[1:]:
+        assert close(out, outs[0].double())
+
+
+def test_a_draft_step_says_what_it_needs():
+    loop = Loop("torch_native", 1, 2, 3)
+    batch = loop.batch([4, 9], [1, 2])
+    mask = torch.ones(2, 2, 1, dtype=torch.uint8)
+    step = {"num_tokens": 4, "out_cache_loc": torch.zeros(4, dtype=torch.int64), "positions": None}
+    step |= {"tokens_per_request": 2, "tree_mask": mask}
+    assert dataclasses.replace(batch, draft_steps=3, **step).tree_keys == 6
+    with pytest.raises(ValueError, match="a batch with draft_steps needs a tree_mask"):
+        dataclasses.replace(batch, draft_steps=3, **step | {"tree_mask": None})
+    with pytest.raises(ValueError, match="draft_steps belong to DECODE, the batch is TARGET_VERIFY"):
+        dataclasses.replace(batch, draft_steps=3, **step, forward_mode=ForwardMode.TARGET_VERIFY)
+    with pytest.raises(ValueError, match=r"tree_mask must have shape \(2, 2, 2\), got \(2, 2, 1\)"):
+        dataclasses.replace(batch, draft_steps=5, **step)
+    with pytest.raises(ValueError, match="tokens_per_request of a DECODE batch is 1, got 2"):
+        dataclasses.replace(batch, **step)
+    with pytest.raises(ValueError, match="draft_steps must not be negative, got -1"):
+        dataclasses.replace(batch, draft_steps=-1, **step)
 
 
 def test_errors_name_what_is_wrong():

@@ -23,9 +23,14 @@ cases = pytest.mark.parametrize("name, kind, page_size", CASES)
 @cases
 @pytest.mark.parametrize("topk, draft_steps", [(1, 5), (4, 3), (3, 2)])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_branches_see_the_prefix_and_their_own_drafts(name, kind, page_size, topk, draft_steps, dtype, monkeypatch):
+@pytest.mark.parametrize("trees", [False, True])
+def test_branches_see_the_prefix_and_their_own_drafts(
+    name, kind, page_size, topk, draft_steps, dtype, trees, monkeypatch
+):
     monkeypatch.setenv("ATTNOPS_CHECK", "1")
-    loop = Loop(name, page_size, topk, draft_steps, kind, seed=page_size + topk, device="cuda", dtype=dtype)
+    loop = Loop(
+        name, page_size, topk, draft_steps, kind, seed=page_size + topk, device="cuda", dtype=dtype, trees=trees
+    )
     rows = loop.rng.sample(range(1, REQUESTS + 1), 4)
     lengths = [0, page_size, *loop.draw_lengths(2)]
     prefixes, inputs = loop.fill(lengths, rows), loop.inputs(4)
@@ -34,10 +39,10 @@ def test_branches_see_the_prefix_and_their_own_drafts(name, kind, page_size, top
 
 
 @cases
-@pytest.mark.parametrize("topk", [1, 4])
-def test_one_graph_holds_the_loop(name, kind, page_size, topk):
+@pytest.mark.parametrize("topk, trees", [(1, False), (4, False), (4, True)])
+def test_one_graph_holds_the_loop(name, kind, page_size, topk, trees):
     """Padding changes where balanced plans cut, and the bits of torch's products: a graph for every size."""
-    options = {"sizes": range(1, REQUESTS + 1), "device": "cuda", "dtype": BF16}
+    options = {"sizes": range(1, REQUESTS + 1), "device": "cuda", "dtype": BF16, "trees": trees}
     check_replays(name, page_size, topk, kind=kind, turns=200, recorder=CudaGraphs("cuda"), **options)
 
 

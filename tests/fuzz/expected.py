@@ -12,7 +12,7 @@ from .options import ISAS
 MODES = """all keys; alone; alone in a backend; balanced; batch-invariant; captured step; causal; checked; csr;
 checked fault; fp8; fp8 products; graph runner; mla e4m3; 656-byte rows; page table; piecewise runner;
 plain; rope apart; scales of fp8; scales of plain keys; segment runner; sinks; soft cap; tree; tree with
-blind tokens; verify with a tree; window; window pool"""
+blind tokens; tree over more keys; verify with a tree; window; window pool"""
 COMPAT = [
     "BatchDecodeWithPagedKVCacheWrapper",
     "cutlass_mla_decode",

@@ -14,7 +14,7 @@ from .alone import check_alone
 from .draw import Draw, Failure
 from .judge import check_attention, check_no_fault, check_same_bits
 from .memory import FP8, Guarded, Paging, Untouched, fill_pages, poisoned, strided
-from .options import call_options, draw_rules, draw_scales, new_report, pack, real, set_isa, stored
+from .options import call_options, draw_rules, draw_scales, new_report, pack, real, set_isa, stored, widened
 from .oracle import Answer, Rules, attend, used_keys
 
 QK, V, ROPE, ROW_BYTES = 576, 512, 64, 656
@@ -82,6 +82,7 @@ def draw_call(draw: Draw) -> Call:
     page_size = draw.pick(PAGE_SIZES)
     draw.note(B=batch, S=seqlen, H=heads, page=page_size, dtypes=(dtype, kv_dtype), lengths=lengths)
     rules = draw_rules(draw, [seqlen] * batch, lengths, heads, QK, widest=seqlen)
+    rules = widened(draw, rules, seqlen)
     paging = Paging(draw, lengths, page_size)
     scale = draw_scales(draw, 1) if kv_dtype == FP8 else None
     latent, values = stored_latents(draw.normal(sum(lengths), QK), kv_dtype, scale)

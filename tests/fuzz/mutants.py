@@ -217,7 +217,12 @@ def _(op: str, right: Function, given: dict[str, Any]) -> Any:
 
 @_for_all(ATTENTION, "a tree mask is taken for the causal rule")
 def _(op: str, right: Function, given: dict[str, Any]) -> Any:
-    return right(**given | {"tree_mask": None})
+    return right(**{name: value for name, value in given.items() if name != "tree_keys"} | {"tree_mask": None})
+
+
+@_for_all(DECODE, "a tree over more keys is taken for one over the new tokens")
+def _(op: str, right: Function, given: dict[str, Any]) -> Any:
+    return right(**{name: value for name, value in given.items() if name != "tree_keys"})
 
 
 @_for_all(ATTENTION, "tokens see themselves whatever a tree mask says")

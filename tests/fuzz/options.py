@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -68,6 +69,17 @@ def draw_tree(draw: Draw, lengths_q: list[int], widest: int) -> Tensor:
     return torch.cat(rows)
 
 
+def widened(draw: Draw, rules: Rules, seqlen: int) -> Rules:
+    """The rules with a tree over more keys than the new tokens', as a draft loop has it; or as they are."""
+    if rules.tree is None or not draw.chance(0.4):
+        return rules
+    keys = seqlen + draw.number(1, 40)
+    tree = draw.normal(len(rules.tree), keys) > draw.pick([-1.0, 0.0, 1.0])
+    draw.saw("mode tree over more keys")
+    draw.note(tree_keys=keys)
+    return replace(rules, tree=tree, tree_keys=keys, window_left=-1)
+
+
 def pack(draw: Draw, seen: Tensor) -> Tensor:
     """uint8 ``[T, ceil(S_q / 8)]`` or more, little-endian; bits behind the last token are set."""
     width = -(-seen.shape[1] // 8) + draw.number(0, 1)
@@ -124,7 +136,8 @@ def call_options(draw: Draw, rules: Rules) -> dict[str, object]:
     """The keyword arguments of an op for these rules, but for trees."""
     sinks = None if rules.sinks is None else rules.sinks.to(draw.device)
     options = {"softmax_scale": rules.scale, "causal": rules.causal, "window_left": rules.window_left}
-    return options | {"logit_cap": rules.cap, "sinks": sinks}
+    options |= {"logit_cap": rules.cap, "sinks": sinks}
+    return options | ({"tree_keys": rules.tree_keys} if rules.tree_keys else {})
 
 
 def draw_scales(draw: Draw, kv_heads: int, dtype: torch.dtype = FP8) -> Tensor | None:

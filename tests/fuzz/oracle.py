@@ -15,6 +15,7 @@ class Rules:
 
     Args:
         tree: bool ``[T, widest S_q]``: whether a query token sees a new token of its request; None: by position.
+        tree_keys: Keys at the end of a request that `tree` is over; 0: the new tokens'.
         sinks: float ``[H_q]`` or None.
     """
 
@@ -25,6 +26,7 @@ class Rules:
     cap: float = 0.0
     sinks: Tensor | None = None
     tree: Tensor | None = None
+    tree_keys: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,8 @@ def visible(lengths_q: list[int], lengths_k: list[int], rules: Rules) -> Tensor:
     if rules.tree is not None:
         index, _ = _padded(_bounds(lengths_q))
         masks = rules.tree[index] if len(rules.tree) else rules.tree.new_zeros(*index.shape, rules.tree.shape[1])
-        draft = (key - first_new).expand(seen.shape)
+        first_draft = count_k - rules.tree_keys if rules.tree_keys else first_new
+        draft = (key - first_draft).expand(seen.shape)
         bits = masks.gather(2, draft.clamp(0, max(masks.shape[2] - 1, 0))) if masks.shape[2] else seen & False
         seen = seen & ((draft < 0) | bits)
     elif rules.causal:

@@ -14,7 +14,7 @@ from .alone import check_alone
 from .draw import Draw, Failure
 from .judge import check_attention, check_no_fault, check_same_bits
 from .memory import FP8, Guarded, Paging, Untouched, fill_pages, poisoned, strided
-from .options import call_options, draw_rules, draw_scales, new_report, pack, real, set_isa, stored
+from .options import call_options, draw_rules, draw_scales, new_report, pack, real, set_isa, stored, widened
 from .oracle import Answer, Rules, attend, used_keys
 
 DIMS = {"cpu": [8, 16, 32, 40, 64, 64, 64, 72, 80, 96, 128, 128, 192, 256], "cuda": [64, 64, 128, 128, 128, 128, 256]}
@@ -96,6 +96,7 @@ def draw_call(draw: Draw, *, heads: tuple[int, int] | None = None) -> Call:
     draw.note(B=batch, S=seqlen, H=(num_heads, kv_heads), D=dim, page=page_size, dtypes=(dtype, kv_dtype))
     draw.note(lengths=lengths)
     rules = draw_rules(draw, [seqlen] * batch, lengths, num_heads, dim, widest=seqlen)
+    rules = widened(draw, rules, seqlen)
     paging = Paging(draw, lengths, page_size)
     tokens = sum(lengths)
     k_scale, v_scale = (draw_scales(draw, kv_heads, kv_dtype) for _ in range(2))

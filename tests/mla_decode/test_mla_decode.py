@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from attnops import ops
+from attnops import ops, reference
 from checks import MAX_RELATIVE_ERROR_FP8, assert_attention_close, assert_lse_close
-from mla_calls import SCALE, assert_equals_reference, decode, plan_for, repaged
-from problems import FP8, FP8_NAN, mla_problem, random_tree_mask
+from mla_calls import SCALE, assert_equals_reference, decode, lse_tolerance, plan_for, repaged
+from problems import FP8, FP8_NAN, hide_unseen, mla_problem, random_tree_mask
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -176,6 +176,26 @@ def test_tree_mask(seqlen_q, kv_dtype, window_left, device):
     tree_mask = random_tree_mask([seqlen_q] * 3)
     out, lse = decode(problem, tree_mask=tree_mask.view(3, seqlen_q, -1).to(device), window_left=window_left)
     assert_equals_reference(problem, out, lse, tree_mask=tree_mask, window_left=window_left)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("fixed", [0, 64])
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("num_q_heads", [5, 16, 30])
+@pytest.mark.parametrize("seqlen_q, tree_keys", [(1, 3), (4, 20), (3, 64), (8, 130)])
+def test_trees_over_more_keys(seqlen_q, tree_keys, num_q_heads, kv_dtype, fixed, device):
+    """Branches of a draft loop: rows of one request. Keys that nobody sees hold NaN."""
+    lengths = [300, tree_keys, tree_keys // 2 + 1, 64 + tree_keys]
+    problem = mla_problem(lengths, seqlen_q, num_q_heads=num_q_heads, page_size=16, kv_dtype=kv_dtype)
+    visible = torch.rand(4, seqlen_q, tree_keys, generator=torch.Generator().manual_seed(tree_keys)) < 0.3
+    mask = reference.pack_tree_mask(visible)
+    rules = {"tree_mask": mask.flatten(0, 1), "tree_keys": tree_keys, "softmax_scale": SCALE}
+    expected, expected_lse = problem.expected(**rules)
+    hide_unseen(problem, visible.any(1))
+    problem = problem.to(device)
+    out, lse = decode(problem, tree_mask=mask.to(device), tree_keys=tree_keys, fixed=fixed)
+    assert_attention_close(out.cpu(), expected, problem.q.dtype)
+    assert_lse_close(lse.cpu(), expected_lse, atol=lse_tolerance(problem))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -21,7 +21,9 @@ SCALE = 0.15
 class Loop:
     """A draft model of one layer whose queries, keys and values are given, over pages full of NaN."""
 
-    def __init__(self, name, page_size, topk, draft_steps, kind="mha", seed=0, *, device="cpu", dtype=torch.float32):
+    def __init__(
+        self, name, page_size, topk, draft_steps, kind="mha", seed=0, *, device="cpu", dtype=torch.float32, trees=True
+    ):
         self.device, self.dtype = device, dtype
         self.rng, self.generator = random.Random(seed), torch.Generator().manual_seed(seed)
         self.page_size, self.topk, self.draft_steps = page_size, topk, draft_steps
@@ -56,7 +58,7 @@ class Loop:
         self.table[1:] = slots[:, : self.context].to(device)
         limits = Limits(max_batch_size=REQUESTS, max_seqlen=self.context)
         self.backend = MultiStepDraftBackend(
-            get_backend_class(name), self.spec, limits, device, topk=topk, draft_steps=draft_steps
+            get_backend_class(name), self.spec, limits, device, topk=topk, draft_steps=draft_steps, trees=trees
         )
 
     def most_prefix(self):
@@ -147,10 +149,12 @@ def close(got, expected):
     return relative_error(got, expected) <= MAX_RELATIVE_ERROR[got.dtype]
 
 
-def check_replays(name, page_size, topk, *, kind="mha", turns, recorder, sizes, device="cpu", dtype=torch.float32):
+def check_replays(
+    name, page_size, topk, *, kind="mha", turns, recorder, sizes, device="cpu", dtype=torch.float32, trees=True
+):
     """One graph per size holds a loop of 5 drafts: replays with other lengths, requests and numbers of them have the
     bits of eager loops."""
-    options = {"kind": kind, "device": device, "dtype": dtype}
+    options = {"kind": kind, "device": device, "dtype": dtype, "trees": trees}
     loop, eager = (Loop(name, page_size, topk, 5, **options) for _ in range(2))
     shape, dims = (4, topk), loop.dims
     rows_of = {"q": (*shape, 4, dims[0]), "k": (*shape, loop.kv_heads, dims[1]), "v": (*shape, loop.kv_heads, dims[2])}

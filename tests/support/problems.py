@@ -386,6 +386,23 @@ def ragged_problem(
     )
 
 
+def hide_unseen(problem: PagedProblem | MlaProblem, seen: Tensor) -> None:
+    """NaN in keys and values of a CPU problem that no row sees: those of the last M whose ``seen [B, M]`` is off."""
+    pools = [problem.kv_pages] if isinstance(problem, MlaProblem) else [problem.k_pages, problem.v_pages]
+    page_size = pools[0].shape[1]
+    for request, length in enumerate(problem.cache_seqlens.tolist()):
+        for place in (~seen[request]).nonzero().flatten().tolist():
+            position = length - seen.shape[1] + place
+            if position < 0:
+                continue
+            page = int(problem.page_table[request, position // page_size])
+            for pool in pools:
+                one_byte = pool.dtype == FP8
+                (pool.view(torch.uint8) if one_byte else pool)[page, position % page_size] = (
+                    FP8_NAN if one_byte else 0xFF if pool.dtype == torch.uint8 else math.nan
+                )
+
+
 def random_tree_mask(seqlens_q, *, seed: int = 0) -> Tensor:
     """Bits ``[T, ceil(max S_q / 8)]`` uint8 of random trees: token i sees itself and the ancestors that it drew."""
     generator = generator_of(seed)

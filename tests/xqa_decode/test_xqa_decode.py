@@ -1,12 +1,13 @@
 """attnops::xqa_decode on every device: against float64 attention over poisoned pages."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 from attnops import ops, reference
-from checks import MAX_RELATIVE_ERROR_FP8, assert_attention_close, assert_lse_close, relative_error
-from problems import FP8, LAYOUTS, paged_problem, random_tree_mask
+from checks import MAX_RELATIVE_ERROR, MAX_RELATIVE_ERROR_FP8, assert_attention_close, assert_lse_close, relative_error
+from problems import FP8, LAYOUTS, hide_unseen, paged_problem, random_tree_mask
 from xqa_decoding import assert_decodes, decode, isas_here, make_plan
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -178,6 +179,65 @@ class TestEqualsFloat64:
     def test_sinks_in_lse(self, device):
         problem = paged_problem(LENGTHS, num_q_heads=4, num_kv_heads=2).to(device)
         assert_decodes(problem, sinks=sinks_of(4).to(device), sinks_in_lse=True)
+
+
+class TestTreesOverMoreKeys:
+    """Branches of a draft loop: rows of one request, whose mask is over the keys of all their drafts."""
+
+    @pytest.mark.parametrize("device", DEVICES)
+    @pytest.mark.parametrize("head_dim", [64, 128, 256])
+    @pytest.mark.parametrize("kv_dtype", [None, FP8])
+    @pytest.mark.parametrize("seqlen_q, tree_keys", [(1, 3), (4, 5), (4, 20), (3, 64), (8, 130), (17, 17)])
+    @pytest.mark.parametrize("fixed_split_tokens", [0, 64])
+    def test_any_bits(self, device, head_dim, kv_dtype, seqlen_q, tree_keys, fixed_split_tokens):
+        """Keys that nobody sees hold NaN; the third request is shorter than its tree."""
+        lengths = [300, tree_keys, tree_keys // 2 + 1, 64 + tree_keys, 1100]
+        generator = torch.Generator().manual_seed(tree_keys)
+        problem = paged_problem(lengths, seqlen_q, num_q_heads=8, num_kv_heads=2, head_dim=head_dim, kv_dtype=kv_dtype)
+        visible = torch.rand(5, seqlen_q, tree_keys, generator=generator) < 0.3
+        mask = reference.pack_tree_mask(visible)
+        rules = {"tree_mask": mask.flatten(0, 1), "tree_keys": tree_keys}
+        expected_out, expected_lse = problem.expected(**rules)
+        hide_unseen(problem, visible.any(1))
+        problem = problem.to(device)
+        options = {"seqlen_q": seqlen_q, "fixed_split_tokens": fixed_split_tokens, "tree_keys": tree_keys}
+        out, lse = decode(problem, tree_mask=mask.to(device), **options)
+        assert_attention_close(out, expected_out, problem.q.dtype, None if kv_dtype is None else 6e-3)
+        assert_lse_close(lse, expected_lse)
+
+    @pytest.mark.parametrize("device", DEVICES)
+    def test_a_branch_is_a_request_with_its_own_keys(self, device):
+        """Four branches of three drafts, against four requests over the prefix and one branch's drafts."""
+        prefix, branches, drafts = 150, 4, 3
+        keys = branches * drafts
+        problem = paged_problem([prefix + keys], branches, num_q_heads=8, num_kv_heads=2, page_size=1).to(device)
+        visible = torch.zeros(branches, keys, dtype=torch.bool)
+        for k in range(branches):
+            visible[k, k * drafts : (k + 1) * drafts] = True
+        mask = reference.pack_tree_mask(visible).unsqueeze(0).to(device)
+        out, lse = decode(problem, seqlen_q=branches, tree_mask=mask, tree_keys=keys)
+        for k in range(branches):
+            cells = [*range(prefix), *range(prefix + k * drafts, prefix + (k + 1) * drafts)]
+            table = problem.page_table[:, cells].contiguous()
+            lens = torch.tensor([prefix + drafts], dtype=torch.int32, device=device)
+            one = dataclasses.replace(problem, q=problem.q[k : k + 1], page_table=table, cache_seqlens=lens)
+            alone, alone_lse = decode(one)
+            assert relative_error(alone, out[k : k + 1]) <= MAX_RELATIVE_ERROR[alone.dtype]
+            assert_lse_close(alone_lse, lse[k : k + 1])
+
+    def test_errors_name_what_is_wrong(self):
+        problem = paged_problem([70, 9], 4)
+        mask = torch.ones(2, 4, 1, dtype=torch.uint8)
+        with pytest.raises(RuntimeError, match=r"tree_keys must be 0 \(as many as new tokens\) or in \[4 .*, got 3"):
+            decode(problem, seqlen_q=4, tree_mask=mask, tree_keys=3)
+        with pytest.raises(
+            RuntimeError, match=r"tree_mask.shape\[2\] \(mask_bytes\) must be at least 2 \(one bit per t"
+        ):
+            decode(problem, seqlen_q=4, tree_mask=mask, tree_keys=9)
+        with pytest.raises(RuntimeError, match=r"window_left must be -1 .* with tree_keys above seqlen_q, got 5"):
+            decode(problem, seqlen_q=4, tree_mask=mask, tree_keys=8, window_left=5)
+        with pytest.raises(RuntimeError, match="tree_mask must be given with tree_keys, got None"):
+            decode(problem, seqlen_q=4, tree_keys=8)
 
 
 class TestHiddenTokens:

@@ -53,7 +53,7 @@ uint64_t visible_bits(const Params& p, int request, int length, int token, int f
   if (begin >= end) return 0;
   uint64_t bits = bits_below(end) & ~bits_below(begin);
   if (p.tree_mask == nullptr) return bits;
-  const int first_draft = length - p.seqlen_q - first_key;
+  const int first_draft = length - p.tree_keys - first_key;
   for (int k = max_of(first_draft, begin); k < end; ++k) {
     if (!tree_visible(p, request, token, k - first_draft)) bits &= ~(uint64_t{1} << k);
   }

@@ -85,7 +85,7 @@ template <Options kOptions = Options::kAll>
 __device__ inline bool is_readable(const Params& p, const Piece& piece, int key) {
   if (key < piece.keys.begin || key >= piece.keys.end) return false;
   if (kOptions == Options::kCommon || p.tree_mask == nullptr) return true;
-  const int draft = key - (piece.length - p.seqlen_q);
+  const int draft = key - (piece.length - p.tree_keys);
   return draft < 0 || some_row_sees(p, piece.request, draft);
 }
 
@@ -144,7 +144,7 @@ using PieceWalk = PieceWalkFor<Options::kAll>;
 template <Options kOptions = Options::kAll>
 __device__ inline int boxes_end(const Params& p, const Piece& piece) {
   if (kOptions == Options::kCommon || p.tree_mask == nullptr) return piece.keys.end;
-  return min_of(piece.keys.end, piece.length - p.seqlen_q);
+  return min_of(piece.keys.end, piece.length - p.tree_keys);
 }
 
 // Whether a tile comes as boxes by the copy engine, or row by row: it does when nothing in it is unreadable.

@@ -76,7 +76,7 @@ __device__ inline uint64_t bits_below(int count) {
 // The drafts among the keys [first_key, first_key + 64) that the tree hides from query token `token`.
 __device__ inline uint64_t hidden_by_tree(const Params& p, const Piece& piece, int token, int first_key) {
   const uint8_t* row = p.tree_mask + piece.request * p.tree_mask_stride_request + token * p.tree_mask_stride_token;
-  const int first_draft = piece.length - p.seqlen_q;
+  const int first_draft = piece.length - p.tree_keys;
   uint64_t hidden = 0;
 #pragma unroll 1
   for (int key = max_of(first_key, first_draft); key < min_of(first_key + kPlanTileTokens, piece.length); ++key) {
@@ -120,7 +120,7 @@ __device__ inline void mask_end(const RowState& rows, int first_key, float (&s)[
 // Removes what the rows do not see from the scores of keys [first_key, first_key + 64).
 __device__ inline void mask_tile(const Params& p, const Piece& piece, const RowState& rows, int first_key,
                                  float (&s)[32]) {
-  const bool has_drafts = p.tree_mask && first_key + kPlanTileTokens > piece.length - p.seqlen_q;
+  const bool has_drafts = p.tree_mask && first_key + kPlanTileTokens > piece.length - p.tree_keys;
   bool inside = true;
 #pragma unroll
   for (int h = 0; h < kRowsPerThread; ++h) {

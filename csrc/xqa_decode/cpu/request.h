@@ -89,8 +89,9 @@ class RequestKeys {
     uint64_t bits = low_bits(high - tile.first) & ~low_bits(low - tile.first);
     if (p_.tree_mask) {
       const uint8_t* mask = p_.tree_mask + request_ * p_.tree_mask_stride_request + i * p_.tree_mask_stride_token;
-      for (int64_t t = max_of<int64_t>(new_begin - tile.first, 0); t < tile.count; ++t) {
-        const int64_t draft = tile.first + t - new_begin;
+      const int64_t first_draft = int64_t{length_} - p_.tree_keys;
+      for (int64_t t = max_of<int64_t>(first_draft - tile.first, 0); t < tile.count; ++t) {
+        const int64_t draft = tile.first + t - first_draft;
         if ((mask[draft / 8] >> (draft % 8) & 1) == 0) bits &= ~(uint64_t{1} << t);
       }
     }

@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kCtasPerSm)
     const int rounds = num_rounds<Tr>(chunks, group_first_warp);
     // Keys [all_begin, all_end) are seen by every row. A tree may hide even the first new token.
     const int all_end = p.causal || p.tree_mask
-                            ? min_of(piece.length() - p.seqlen_q + (p.tree_mask ? 0 : 1), piece.keys().end)
+                            ? min_of(piece.length() - (p.tree_mask ? p.tree_keys : p.seqlen_q - 1), piece.keys().end)
                             : piece.keys().end;
     const int all_begin = p.window_left < 0 ? 0 : piece.length() - 1 - p.window_left;
 

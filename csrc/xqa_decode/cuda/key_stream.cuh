@@ -209,7 +209,7 @@ class KeyStream {
     return __ballot_sync(~0u, token >= end || token < first_draft || some_row_sees(p, request, token - first_draft));
   }
   __device__ unsigned shown_keys() const {
-    return shown_keys(p_, walk_.request(), token_, end_token_, walk_.length() - p_.seqlen_q);
+    return shown_keys(p_, walk_.request(), token_, end_token_, walk_.length() - p_.tree_keys);
   }
 
   __device__ __noinline__ static void record_bad_page(const Params& p, int request, int cell, int page) {

@@ -150,7 +150,7 @@ struct RowTile {
             const int in_chunk = 16 * m + 8 * h + lane / 4;
             const int key = first_key + in_chunk;
             bool seen = key >= max_of(begin, piece.keys().begin) && key < end && (good >> in_chunk & 1);
-            const int draft = key - new_tokens_begin;
+            const int draft = key - (piece.length() - p.tree_keys);
             if (tree && seen && draft >= 0) seen = tree[draft / 8] >> (draft % 8) & 1;
             if (!seen) scores[m][n][2 * h + i] = -INFINITY;
           }

@@ -47,7 +47,7 @@ class GatherStream {
     begin_token_ = piece.keys().begin;
     end_token_ = piece.end_token();
     request_ = piece.request();
-    first_draft_ = p_.tree_mask ? piece.length() - p_.seqlen_q : INT_MAX;
+    first_draft_ = p_.tree_mask ? piece.length() - p_.tree_keys : INT_MAX;
     row_ = p_.page_table.row(request_);
     const int64_t head = piece.kv_head() * (values_ ? p_.v_stride_head : p_.k_stride_head) * kSize;
     base_ = static_cast<const char*>(values_ ? p_.v_pages : p_.k_pages) + head + column_ * 16;

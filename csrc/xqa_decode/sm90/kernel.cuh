@@ -209,7 +209,7 @@ class Consumer {
     const int first_key = piece.first_token() + tile * Tr::kTileTokens;
     // Keys [all_begin, all_end) are seen by every row. A tree may hide even the first new token.
     const int all_end = p_.causal || p_.tree_mask
-                            ? min_of(piece.length() - p_.seqlen_q + (p_.tree_mask ? 0 : 1), piece.keys().end)
+                            ? min_of(piece.length() - (p_.tree_mask ? p_.tree_keys : p_.seqlen_q - 1), piece.keys().end)
                             : piece.keys().end;
     const int all_begin = p_.window_left < 0 ? 0 : piece.length() - 1 - p_.window_left;
     const bool is_edge = first_key + Tr::kTileTokens > all_end || first_key < all_begin;

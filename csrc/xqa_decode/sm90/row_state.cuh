@@ -19,14 +19,14 @@ struct SeenKeys {
 
 // Which keys a query row may see; the rules are those of the reference.
 struct RowMask {
-  int begin, end, new_tokens_begin;
+  int begin, end, first_draft;
   const uint8_t* tree;
 
   template <class Piece>
   __device__ __forceinline__ RowMask(const Params& p, const Shape& shape, const Piece& piece, int row) {
     const int token = min_of(shape.by_group.divide(row), p.seqlen_q - 1);
-    new_tokens_begin = piece.length() - p.seqlen_q;
-    const int position = new_tokens_begin + token;
+    first_draft = piece.length() - p.tree_keys;
+    const int position = piece.length() - p.seqlen_q + token;
     begin = max_of(p.window_left < 0 ? 0 : position - p.window_left, piece.keys().begin);
     end = p.causal && !p.tree_mask ? min_of(position + 1, piece.keys().end) : piece.keys().end;
     tree = p.tree_mask ? p.tree_mask + piece.request() * p.tree_mask_stride_request + token * p.tree_mask_stride_token
@@ -37,7 +37,7 @@ struct RowMask {
 
   // Of keys in range, where there is a tree.
   __device__ __forceinline__ bool in_tree(int key) const {
-    const int draft = key - new_tokens_begin;
+    const int draft = key - first_draft;
     return !in_range(key) || draft < 0 || (tree[draft / 8] >> (draft % 8) & 1);
   }
 };
@@ -61,7 +61,7 @@ template <class Piece>
 __device__ __forceinline__ uint64_t seen_keys(const Params& p, const Piece& piece, int first_key) {
   const KvRange keys = piece.keys();
   if (!p.tree_mask && first_key >= keys.begin && first_key + 64 <= keys.end) return kAllSeen;
-  return find_seen_keys(p, piece.request(), piece.length() - p.seqlen_q, keys.begin, keys.end, first_key);
+  return find_seen_keys(p, piece.request(), piece.length() - p.tree_keys, keys.begin, keys.end, first_key);
 }
 
 // A thread of a warpgroup that multiplies, and where its warps tell each other of their rows.

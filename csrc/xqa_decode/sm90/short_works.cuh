@@ -146,7 +146,7 @@ __device__ __forceinline__ void attend_short_works(const Params& p, const Shape&
     const int chunks = num_chunks<Warp>(work);
     // Keys [all_begin, all_end) are seen by every row. A tree may hide even the first new token.
     const int all_end = p.causal || p.tree_mask
-                            ? min_of(work.length() - p.seqlen_q + (p.tree_mask ? 0 : 1), work.keys().end)
+                            ? min_of(work.length() - (p.tree_mask ? p.tree_keys : p.seqlen_q - 1), work.keys().end)
                             : work.keys().end;
     const int all_begin = p.window_left < 0 ? 0 : work.length() - 1 - p.window_left;
 #pragma unroll 1

@@ -63,9 +63,10 @@ def bind_layer(
     cache_seqlens: Tensor,
     report: Tensor | None,
     fp8_products: bool = False,
+    tree_keys: int = 0,
 ) -> BoundLayer:
-    """Binds a layer. `q`, `q_rope`, `out` and `cache_seqlens` are those of the call that needs it; `fp8_products` as of
-    `ops.mla_decode`.
+    """Binds a layer. `q`, `q_rope`, `out` and `cache_seqlens` are those of the call that needs it; `fp8_products` and
+    `tree_keys` as of the decode ops.
 
     Raises:
         ValueError: the pool is not one of the layer's kind, or the backend was not built for the layer's window.
@@ -92,6 +93,7 @@ def bind_layer(
         "window_left": layer.sliding_window_size,
         "logit_cap": layer.logit_cap,
         "report": report,
+        "tree_keys": tree_keys,
     }
     if isinstance(plan, MlaDecodePlan):
         if not isinstance(pool, MLATokenToKVPool):

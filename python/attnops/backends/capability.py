@@ -81,6 +81,8 @@ class Capability:
         page_sizes: None: all.
         widens_pages: Its kernels know pages of one token only: tables of any page size become tables of tokens.
         sliding_window, swa_pool, logit_cap, sinks, tree_mask: Options.
+        draft_trees: The branches of a draft step are tokens of one request (`AttentionBatch.draft_steps`). In layers
+            with K and V of one head dim, and without a window.
         local_attention: Layers with `attention_chunk_size`; not beside a tree mask.
         max_tokens_per_request: Of verify and uniform draft extend; None: any.
         deterministic: `AttentionSpec.deterministic` is honoured.
@@ -113,6 +115,7 @@ class Capability:
     logit_cap: bool = False
     sinks: bool = False
     tree_mask: bool = False
+    draft_trees: bool = False
     local_attention: bool = False
     max_tokens_per_request: int | None = None
     deterministic: bool = False

@@ -27,6 +27,7 @@ _DECODES = Capability(
     logit_cap=True,
     sinks=True,
     tree_mask=True,
+    draft_trees=True,
     deterministic=True,
     cuda_graph=True,
 )

@@ -80,7 +80,7 @@ class DecodeSteps:
         self._plans: dict[int, DecodePlans] = {}
         for seqlen_q in {1, limits.max_tokens_per_request}:
             self._plans_for(seqlen_q)
-        self._steps: dict[tuple[int, int, int, bool], DecodeStep] = {}
+        self._steps: dict[tuple[int, int, int, int, bool], DecodeStep] = {}
         self.prepared: PreparedStep[DecodeStep] = PreparedStep() if prepared is None else prepared
         if device.type == "cpu":  # where a layer is done when its call returns; on a GPU the stream keeps the order
             self.forward = self._alone(self.forward)  # type: ignore[method-assign]
@@ -104,7 +104,8 @@ class DecodeSteps:
             )
         self._limits.check(batch)
         paged = self.buffers.step(batch)
-        key = (batch.batch_size, batch.num_tokens, batch.tokens_per_request, paged.window_out_cache_loc is not None)
+        windowed = paged.window_out_cache_loc is not None
+        key = (batch.batch_size, batch.num_tokens, batch.tokens_per_request, batch.draft_steps, windowed)
         if key not in self._steps:
             if len(self._steps) >= MAX_CACHED_STEPS:
                 self._steps.clear()
@@ -171,7 +172,8 @@ class DecodeSteps:
         ):
             report = self.buffers.report
             shared = (step.paged, step.plans, blocks, q, q_rope, rows, cache_seqlens, report)
-            bound = bind_layer(layer, pool, *shared, fp8_products=self._spec.fp8_products)
+            fp8, tree_keys = self._spec.fp8_products, batch.tree_keys
+            bound = bind_layer(layer, pool, *shared, fp8_products=fp8, tree_keys=tree_keys)
             step.layers[layer] = bound
         slots = step.paged.window_out_cache_loc if bound.windowed else batch.out_cache_loc
         sinks = None if bound.sinks is None else bound.sinks["sinks"]

@@ -49,6 +49,7 @@ class FlashAttentionBackend(AttentionBackend):
         logit_cap=True,
         sinks=True,
         tree_mask=True,
+        draft_trees=True,
         local_attention=True,
         deterministic=True,
         cuda_graph=True,

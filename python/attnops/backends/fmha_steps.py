@@ -47,7 +47,13 @@ class FmhaSteps:
         self._steps: dict[tuple[int, int, int, bool], FmhaStep] = {}
 
     def step(self, batch: AttentionBatch, paged: PagedStep) -> FmhaStep:
-        """The views of the batch's shape: host work."""
+        """The views of the batch's shape: host work.
+
+        Raises:
+            NotImplementedError: the batch is a draft step, whose tree is over more than the new tokens.
+        """
+        if batch.draft_steps:
+            raise NotImplementedError("attnops: a batch with draft_steps needs layers with K and V of one head dim")
         key = (batch.batch_size, batch.num_tokens, batch.tokens_per_request, paged.window_out_cache_loc is not None)
         if key not in self._steps:
             if len(self._steps) >= MAX_CACHED_STEPS:

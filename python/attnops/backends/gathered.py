@@ -152,6 +152,7 @@ CAPABILITY = Capability(
     logit_cap=True,
     sinks=True,
     tree_mask=True,
+    draft_trees=True,
     local_attention=True,
 )
 
@@ -262,7 +263,7 @@ def _queries(q: Tensor, batch: AttentionBatch, rows: Rows | None, seqlens_k: Ten
     positions = (seqlens_k - seqlens_q).unsqueeze(1) + row
     drafts = None
     if batch.tree_mask is not None:
-        drafts = unpack_tree_mask(batch.tree_mask, batch.tokens_per_request)
+        drafts = unpack_tree_mask(batch.tree_mask, batch.tree_keys or batch.tokens_per_request)
     return Queries(by_request.float(), positions, seqlens_k, drafts)
 
 
@@ -280,9 +281,9 @@ def visible_keys(queries: Queries, layer: RadixAttention, begin: int, count: int
     position = queries.positions.unsqueeze(-1)
     visible = (key < queries.seqlens_k.view(-1, 1, 1)).expand(-1, position.shape[1], -1)
     if queries.drafts is not None:
-        seqlen_q = queries.drafts.shape[-1]
-        draft = key - (queries.seqlens_k.unsqueeze(1) - seqlen_q)  # [B, count]; negative: prefix
-        index = draft.clamp(0, seqlen_q - 1).unsqueeze(1).expand(-1, seqlen_q, -1)
+        tree_keys = queries.drafts.shape[-1]
+        draft = key - (queries.seqlens_k.unsqueeze(1) - tree_keys)  # [B, count]; negative: prefix
+        index = draft.clamp(0, tree_keys - 1).unsqueeze(1).expand(-1, position.shape[1], -1)
         visible = visible & ((draft < 0).unsqueeze(1) | queries.drafts.gather(2, index))
     elif is_causal(layer):
         visible = visible & (key <= position)

@@ -57,6 +57,7 @@ class IntelAMXAttnBackend(AttentionBackend):
         logit_cap=True,
         sinks=True,
         tree_mask=True,
+        draft_trees=True,
         local_attention=True,
         deterministic=True,
         cuda_graph=True,

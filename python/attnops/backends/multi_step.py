@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attnops import ops
 from attnops.backends.base import AttentionBackend, LayerCall
+from attnops.reference import pack_tree_mask
 from attnops.types import AttentionBatch, AttentionSpec, ForwardMode, Limits, TokenPool, device_of
 
 if TYPE_CHECKING:
@@ -23,11 +24,13 @@ class MultiStepDraftBackend(AttentionBackend):
 
     A batch of the loop is a DECODE batch of B requests, whose `cache_seqlens` count one token beyond the prefix. Where
     its `out_cache_loc` is negative, the request is padding. The model runs step s with `step(s)`: a DECODE batch of
-    ``B * topk`` rows, branch k of request b at row ``b * topk + k``. Each row is a request of its own, so every backend
-    and every page size serves it.
+    ``B * topk`` tokens, branch k of request b at row ``b * topk + k``.
 
-    Drafts stand at the request's cells as `ops.generate_draft_decode_kv_indices` has them, and their slots are read
-    from `req_to_token`. Where branches begin with a copy of the prefix's partial page, it is copied here.
+    Branches are tokens of their request where the backend has trees over drafts (`Capability.draft_trees`): they read
+    the prefix together. Their drafts stand at the request's cells ``length + k * draft_steps + i``, at any page size.
+    Elsewhere each row is a request of its own, which every backend serves. Drafts then stand where
+    `ops.generate_draft_decode_kv_indices` has them. Where branches begin with a copy of the prefix's partial page, it
+    is copied here. Slots are read from `req_to_token` in both ways.
 
     Args:
         make: Makes the backend of one step: `select_backend`, or a backend's class. Called `draft_steps` - 1 times.
@@ -36,6 +39,7 @@ class MultiStepDraftBackend(AttentionBackend):
         device: Where the batches' tensors are.
         topk: Branches per request.
         draft_steps: Tokens per branch. The last one is only proposed, so there is one step less.
+        trees: False: branches are requests, whatever the backend has.
 
     Raises:
         ValueError: `topk` is below 1, or `draft_steps` below 2: such a loop has no step.
@@ -52,6 +56,7 @@ class MultiStepDraftBackend(AttentionBackend):
         *,
         topk: int,
         draft_steps: int,
+        trees: bool = True,
     ) -> None:
         if topk < 1 or draft_steps < 2:
             raise ValueError(
@@ -59,18 +64,31 @@ class MultiStepDraftBackend(AttentionBackend):
             )
         self.spec, self.limits, self.device = spec, limits, device_of(device)
         self.topk, self.draft_steps = topk, draft_steps
-        rows = limits.max_batch_size * topk
-        per_step = Limits(max_batch_size=rows, max_seqlen=limits.max_seqlen)
-        self.backends = [make(spec, per_step, self.device) for _ in range(draft_steps - 1)]
-        self.capability = self.backends[0].capability  # type: ignore[misc]
+        rows, count = limits.max_batch_size * topk, draft_steps - 1
+        one_dim = spec.is_mla or spec.head_dim == spec.v_head_dim
+        plain = one_dim and spec.sliding_window_size < 0 and not spec.attention_chunk_size
+        self.has_trees = trees and topk > 1 and plain
+        if self.has_trees:
+            longest = limits.max_seqlen + (topk - 1) * draft_steps
+            shared = Limits(max_batch_size=limits.max_batch_size, max_seqlen=longest, max_tokens_per_request=topk)
+            self.backends = [make(spec, shared, self.device)]
+            self.has_trees = _decoder(self.backends[0]).capability.draft_trees
+        per_step = shared if self.has_trees else Limits(max_batch_size=rows, max_seqlen=limits.max_seqlen)
+        made = self.backends if self.has_trees else []
+        self.backends = [*made, *(make(spec, per_step, self.device) for _ in range(count - len(made)))]
+        self.capability = _decoder(self.backends[0]).capability  # type: ignore[misc]
         options: dict[str, Any] = {"device": self.device}
-        self._branch_to_token = torch.zeros(rows, limits.max_seqlen, dtype=torch.int32, **options)
         self._rows = torch.arange(rows, **options)
-        self._columns = torch.arange(limits.max_seqlen, **options)
+        if self.has_trees:
+            self._tree_masks = _branch_masks(topk, draft_steps).to(self.device)
+        else:
+            self._branch_to_token = torch.zeros(rows, limits.max_seqlen, dtype=torch.int32, **options)
+            self._columns = torch.arange(limits.max_seqlen, **options)
         shape = (len(self.backends), rows)
         self._seqlens = torch.zeros(shape, dtype=torch.int32, **options)
         self._slots = torch.full(shape, -1, dtype=torch.int64, **options)
         self._positions = torch.zeros(shape, dtype=torch.int64, **options)
+        self._requests = torch.zeros(limits.max_batch_size, dtype=torch.int64, **options)
         self._steps: dict[tuple[int, ForwardMode, int], list[AttentionBatch]] = {}
         self._now: list[AttentionBatch] = []
         self._serving: dict[int, AttentionBackend] = {}
@@ -101,26 +119,45 @@ class MultiStepDraftBackend(AttentionBackend):
             raise ValueError(f"attnops: a draft loop takes a DECODE batch, got {mode.name}")
         self.limits.check(batch)
         key = (batch.batch_size, mode, id(batch.token_to_kv_pool))
-        if key not in self._steps or self._steps[key][0].token_to_kv_pool is not batch.token_to_kv_pool:
-            self._steps[key] = [self._make_step(batch, index) for index in range(len(self.backends))]
-        self._now = self._steps[key]
+        known = self._steps.get(key)
+        if known is None or not self._is_for(known[0], batch):
+            known = self._steps[key] = [self._make_step(batch, index) for index in range(len(self.backends))]
+        self._now = known
         self._serving = {id(step): backend for step, backend in zip(self._now, self.backends)}
         for step, backend in zip(self._now, self.backends):
             backend.init_forward_metadata_out_graph(step, in_capture)
 
+    def _is_for(self, step: AttentionBatch, batch: AttentionBatch) -> bool:
+        same_rows = not self.has_trees or step.req_to_token is batch.req_to_token
+        return same_rows and step.token_to_kv_pool is batch.token_to_kv_pool
+
     def _make_step(self, batch: AttentionBatch, index: int) -> AttentionBatch:
         rows = batch.batch_size * self.topk
         idle = batch.forward_mode.is_idle()
+        shared: dict[str, Any] = {
+            "forward_mode": batch.forward_mode,
+            "num_tokens": batch.num_tokens * self.topk,
+            "out_cache_loc": None if idle else self._slots[index, :rows],
+            "positions": None if idle else self._positions[index, :rows],
+            "token_to_kv_pool": batch.token_to_kv_pool,
+            "attn_backend": self.backends[index],
+        }
+        if self.has_trees and not idle:
+            size = batch.batch_size
+            return AttentionBatch(
+                req_pool_indices=self._requests[:size],
+                cache_seqlens=self._seqlens[index, :size],
+                req_to_token=batch.req_to_token,
+                tokens_per_request=self.topk,
+                draft_steps=self.draft_steps,
+                tree_mask=self._tree_masks[index].expand(size, -1, -1),
+                **shared,
+            )
         return AttentionBatch(
-            forward_mode=batch.forward_mode,
             req_pool_indices=self._rows[:rows],
             cache_seqlens=self._seqlens[index, :rows],
-            num_tokens=batch.num_tokens * self.topk,
-            req_to_token=self._branch_to_token,
-            out_cache_loc=None if idle else self._slots[index, :rows],
-            positions=None if idle else self._positions[index, :rows],
-            token_to_kv_pool=batch.token_to_kv_pool,
-            attn_backend=self.backends[index],
+            req_to_token=batch.req_to_token if self.has_trees else self._branch_to_token,
+            **shared,
         )
 
     def init_forward_metadata_in_graph(self, batch: AttentionBatch) -> None:
@@ -130,12 +167,35 @@ class MultiStepDraftBackend(AttentionBackend):
             backend.init_forward_metadata_in_graph(step)
 
     def _fill(self, batch: AttentionBatch) -> None:
-        """The branches' rows and, of each step, lengths, slots and positions. Static shapes, no value on the host."""
+        """Of each step lengths, slots and positions. Static shapes, no value on the host."""
         pool, table = batch.token_to_kv_pool, batch.req_to_token
         if pool is None or table is None or batch.out_cache_loc is None:
             raise ValueError("attnops: a draft loop's batch needs req_to_token, out_cache_loc and token_to_kv_pool")
-        size, topk, count = batch.batch_size, self.topk, batch.batch_size * self.topk
         prefix = (batch.cache_seqlens - 1).clamp(min=0)
+        padding = (batch.out_cache_loc < 0).view(-1, 1)
+        if self.has_trees:
+            self._fill_trees(batch, table, prefix, padding)
+        else:
+            self._fill_branches(batch, pool, table, prefix, padding)
+
+    def _fill_trees(self, batch: AttentionBatch, table: Tensor, prefix: Tensor, padding: Tensor) -> None:
+        """Branches that are tokens of their request."""
+        size, topk, steps, count = batch.batch_size, self.topk, len(self.backends), batch.batch_size * self.topk
+        self._requests[:size].copy_(batch.req_pool_indices)
+        self._seqlens[:, :size].copy_(prefix + topk * self.draft_steps)
+        length = prefix.long().view(1, size, 1)
+        step = torch.arange(steps, device=self.device).view(steps, 1, 1)
+        self._positions[:, :count].copy_((length + step).expand(steps, size, topk).flatten(1))
+        cells = length + self._rows[:topk] * self.draft_steps + step
+        rows = table[batch.req_pool_indices.long()].expand(steps, size, -1)
+        slots = rows.gather(2, cells.clamp(max=table.shape[1] - 1)).long()
+        self._slots[:, :count].copy_(slots.masked_fill(padding, -1).flatten(1))
+
+    def _fill_branches(
+        self, batch: AttentionBatch, pool: TokenPool, table: Tensor, prefix: Tensor, padding: Tensor
+    ) -> None:
+        """Branches that are requests: their rows of slots, too."""
+        size, topk, count = batch.batch_size, self.topk, batch.batch_size * self.topk
         with_tails = pool.page_size > 1 and topk > 1
         length = prefix.long().view(size, 1, 1)
         branch = self._rows[:topk].view(1, topk, 1)
@@ -158,8 +218,7 @@ class MultiStepDraftBackend(AttentionBackend):
         self._positions[:, :count].copy_(position)
         at = position.clamp(max=self.limits.max_seqlen - 1).t()
         slots = self._branch_to_token[:count].gather(1, at).t().long()
-        padding = (batch.out_cache_loc < 0).view(-1, 1).expand(size, topk).reshape(-1)
-        self._slots[:, :count].copy_(slots.masked_fill(padding, -1))
+        self._slots[:, :count].copy_(slots.masked_fill(padding.expand(size, topk).reshape(-1), -1))
         if with_tails:
             self._copy_tails(pool, batch, prefix)
 
@@ -179,7 +238,7 @@ class MultiStepDraftBackend(AttentionBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         super().init_cuda_graph_state(max_bs, max_num_tokens)
         for backend in self.backends:
-            backend.init_cuda_graph_state(max_bs * self.topk, max_num_tokens * self.topk)
+            backend.init_cuda_graph_state(max_bs * (1 if self.has_trees else self.topk), max_num_tokens * self.topk)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -206,3 +265,15 @@ class MultiStepDraftBackend(AttentionBackend):
         if backend is None:
             raise RuntimeError("attnops: a layer of a draft loop runs with step(s) of its backend, not with the batch")
         return backend
+
+
+def _decoder(backend: AttentionBackend) -> AttentionBackend:
+    """What serves DECODE of a backend: a hybrid has two."""
+    return getattr(backend, "select", lambda mode: backend)(ForwardMode.DECODE)
+
+
+def _branch_masks(topk: int, draft_steps: int) -> Tensor:
+    """uint8 ``[draft_steps - 1, topk, ceil(topk * draft_steps / 8)]``: in step s branch k sees its drafts 0 to s."""
+    steps, branches = torch.arange(draft_steps - 1).view(-1, 1, 1), torch.arange(topk).view(1, -1, 1)
+    cell = torch.arange(topk * draft_steps).view(1, 1, -1)
+    return pack_tree_mask((cell // draft_steps == branches) & (cell % draft_steps <= steps))

@@ -119,6 +119,8 @@ class TritonAttnBackend(AttentionBackend):
 
     def init_forward_metadata_out_graph(self, batch: AttentionBatch, in_capture: bool = False) -> None:
         self.limits.check(batch)
+        if batch.draft_steps:
+            raise NotImplementedError("attnops: backend triton takes branches as requests, the batch has draft_steps")
         paged = self._buffers.step(batch)
         key = (batch.batch_size, batch.num_tokens, batch.tokens_per_request, paged.window_out_cache_loc is not None)
         if key not in self._steps:

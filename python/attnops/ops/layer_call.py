@@ -78,6 +78,7 @@ def bind_xqa_layer(
     window_left: int,
     logit_cap: float,
     report: Tensor | None,
+    tree_keys: int = 0,
 ) -> Tensor:
     """What calls of `xqa_layer` share; arguments as of `ops.xqa_decode`.
 
@@ -92,7 +93,7 @@ def bind_xqa_layer(
     """
     memory, options = (k_pages, v_pages, page_table), (softmax_scale, causal, window_left, logit_cap)
     op = torch.ops.attnops._xqa_layer_bind.default
-    return _bind(op, (out, q), memory, cache_seqlens, plan, options, report)
+    return _bind(op, (out, q), memory, cache_seqlens, plan, options, report, tree_keys)
 
 
 def bind_mla_layer(
@@ -110,11 +111,12 @@ def bind_mla_layer(
     logit_cap: float,
     report: Tensor | None,
     fp8_products: bool = False,
+    tree_keys: int = 0,
 ) -> Tensor:
     """What calls of `mla_layer` share; arguments as of `ops.mla_decode`, otherwise as `bind_xqa_layer`."""
     memory, options = (kv_pages, page_table), (softmax_scale, causal, window_left, logit_cap)
     op = torch.ops.attnops._mla_layer_bind.default
-    return _bind(op, (out, q, q_pe), memory, cache_seqlens, plan, options, report, fp8_products)
+    return _bind(op, (out, q, q_pe), memory, cache_seqlens, plan, options, report, fp8_products, tree_keys)
 
 
 def _bind(
@@ -125,7 +127,7 @@ def _bind(
     plan: XqaDecodePlan | MlaDecodePlan,
     options: tuple[float | int, ...],
     report: Tensor | None,
-    *more: bool,
+    *more: int,
 ) -> Tensor:
     """Calls a bind op: its tensors, the plan's, its options, in the schema's order.
 

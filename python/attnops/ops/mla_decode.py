@@ -53,6 +53,7 @@ def mla_decode(
     logit_cap: float = 0.0,
     sinks: Tensor | None = None,
     tree_mask: Tensor | None = None,
+    tree_keys: int = 0,
     kv_scale: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
@@ -81,7 +82,7 @@ def mla_decode(
         fp8_products: Over float8_e4m3fn pages, lets kernels round q and the probabilities to e4m3 and multiply on the
             e4m3 units. That is faster, and off by some 4 % instead of 0.3 %. Kernels that have no need of it do not.
         page_table, cache_seqlens, kv_indptr, causal, window_left: As of `xqa_decode`.
-        logit_cap, sinks, tree_mask, lse, return_lse, sinks_in_lse, report: As of `xqa_decode`.
+        logit_cap, sinks, tree_mask, tree_keys, lse, return_lse, sinks_in_lse, report: As of `xqa_decode`.
 
     Returns:
         ``(out, lse)``, lse natural log, None unless asked for. A row that sees no key has ``out = 0``, ``lse = -inf``.
@@ -137,6 +138,7 @@ def mla_decode(
             plan.fixed_split_tokens,
             report,
             fp8_products,
+            tree_keys,
         )
         if sinks_in_lse:
             add_sinks(lse, sinks)

@@ -57,6 +57,7 @@ def xqa_decode(
     logit_cap: float = 0.0,
     sinks: Tensor | None = None,
     tree_mask: Tensor | None = None,
+    tree_keys: int = 0,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     out: Tensor | None = None,
@@ -84,6 +85,8 @@ def xqa_decode(
         sinks: float32 ``[H_q]``, a logit per head with no value, or None.
         tree_mask: uint8 ``[B, S_q, ceil(S_q / 8)]`` (or ``[B * S_q, ...]``), little-endian bits. Row i sees new token j
             when bit j is set, in place of the causal rule. Tokens before the new ones stay visible. Windows apply too.
+        tree_keys: M, at least S_q: the mask is ``[B, S_q, ceil(M / 8)]`` over the last M keys, and the new tokens stand
+            anywhere among them. So the branches of a draft loop are rows of one request. 0: S_q. Above S_q, no window.
         k_scale, v_scale: float32 ``[1]`` or ``[H_kv]``: real value = stored x scale.
         out: Destination in q's shape and dtype, last dim dense; allocated when None.
         lse: float32 destination in q's shape without D, contiguous, written when given; allocated when None and
@@ -145,6 +148,7 @@ def xqa_decode(
             v_scale,
             plan.fixed_split_tokens,
             report,
+            tree_keys,
         )
         if sinks_in_lse:
             add_sinks(lse, sinks)

@@ -72,7 +72,7 @@ class Loader : QuarterPages<Paging> {
     const int end = entry.z == entry.x ? entry.w : entry.z > entry.x ? INT_MAX : 0;
     const int length = from_first(attnops::sm90::load_guess(p_.cache_seqlens + entry.x));
     int boxes = min_of(length_of(length), p_.page_table.num_tokens(entry.x));
-    if (p_.tree_mask) boxes = min_of(boxes, length_of(length) - p_.seqlen_q);
+    if (p_.tree_mask) boxes = min_of(boxes, length_of(length) - p_.tree_keys);
     const int tiles = min_of(min_of(end, boxes / kPlanTileTokens) - entry.y, kRingTiles);
     // Lane l has group l % 2 of tile l / 2.
     const int token = first_token(entry.y + lane_ / kGroupsPerWarp) + lane_ % kGroupsPerWarp * kGroupTokens;

@@ -33,7 +33,7 @@ __device__ inline float column_sum(float x) {
 __device__ inline KvRange keys_of_all_rows(const Params& p, const Piece& piece) {
   const int first = piece.length - p.seqlen_q;  // position of the first query token
   const int last_begin = p.window_left < 0 ? 0 : max_of(piece.length - 1 - p.window_left, 0);
-  const int end = !p.causal ? piece.length : p.tree_mask ? first : first + 1;
+  const int end = !p.causal ? piece.length : p.tree_mask ? piece.length - p.tree_keys : first + 1;
   return {last_begin, min_of(end, piece.keys.end)};
 }
 
@@ -42,9 +42,10 @@ __device__ inline bool sees(const Params& p, const Piece& piece, int token, int 
   const int first = piece.length - p.seqlen_q, position = first + token;
   if (key >= piece.keys.end || (p.window_left >= 0 && key < position - p.window_left)) return false;
   if (p.tree_mask == nullptr) return !p.causal || key <= position;
-  if (key < first) return true;
+  const int draft = key - (piece.length - p.tree_keys);
+  if (draft < 0) return true;
   const uint8_t* row = p.tree_mask + piece.request * p.tree_mask_stride_request + token * p.tree_mask_stride_token;
-  return row[(key - first) / 8] >> ((key - first) % 8) & 1;
+  return row[draft / 8] >> (draft % 8) & 1;
 }
 
 // Checked mode: whether the key's page exists. The loading warps report it when not.

@@ -35,7 +35,7 @@ __device__ KeyPlace find_key(const Params& p, const PieceWalk& piece, int row_to
   const int new_tokens_begin = piece.length() - p.seqlen_q, position = new_tokens_begin + row_token;
   if (token < piece.keys().begin || token >= piece.end_token()) return {-1, 0};
   if (p.window_left >= 0 && token < position - p.window_left) return {-1, 0};
-  const int draft = token - new_tokens_begin;
+  const int draft = token - (piece.length() - p.tree_keys);
   if (p.tree_mask && draft >= 0) {
     const uint8_t* tree =
         p.tree_mask + piece.request() * p.tree_mask_stride_request + row_token * p.tree_mask_stride_token;

@@ -133,7 +133,7 @@ class Consumer {
     if (!at<Edges>(Shared::kEdges)->joined_) return {0, 0};
     const KvRange keys = piece.keys();
     // Keys [begin, end) are seen by every row. A tree may hide even the first new token.
-    const int new_tokens = piece.length() - p_.seqlen_q + (p_.tree_mask ? 0 : 1);
+    const int new_tokens = piece.length() - (p_.tree_mask ? p_.tree_keys : p_.seqlen_q - 1);
     const int end = p_.causal || p_.tree_mask ? min_of(new_tokens, keys.end) : keys.end;
     const int begin = p_.window_left < 0 ? keys.begin : max_of(piece.length() - 1 - p_.window_left, keys.begin);
     const int first = ceil_div(max_of(begin - piece.first_token(), 0), Tr::kTileTokens);
