@@ -237,8 +237,8 @@ def test_two_layers_with_one_id_are_refused():
 
 
 def test_arguments_that_nobody_honours_are_refused():
-    with pytest.raises(NotImplementedError, match="is_cross_attention"):
-        RadixAttention(HEADS, DIM, 0.2, KV_HEADS, 0, is_cross_attention=True)
+    with pytest.raises(ValueError, match="a layer with is_cross_attention has no window"):
+        RadixAttention(HEADS, DIM, 0.2, KV_HEADS, 0, sliding_window_size=4, is_cross_attention=True)
     with pytest.raises(ValueError, match="multiple of num_kv_heads"):
         RadixAttention(5, DIM, 0.2, 2, 0)
     batch = prepared("torch_native", ForwardMode.DECODE, [3], [1], uniform=True)

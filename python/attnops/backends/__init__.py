@@ -2,6 +2,7 @@
 
 from attnops.backends.base import AttentionBackend
 from attnops.backends.capability import Capability, HeadDims
+from attnops.backends.encoder_decoder import EncoderDecoderBackend
 from attnops.backends.hybrid import HybridAttnBackend
 from attnops.backends.machine import Machine, detect_machine
 from attnops.backends.multi_step import MultiStepDraftBackend
@@ -12,6 +13,7 @@ from attnops.backends.tbo import TboAttnBackend
 __all__ = [
     "AttentionBackend",
     "Capability",
+    "EncoderDecoderBackend",
     "HeadDims",
     "HybridAttnBackend",
     "Machine",

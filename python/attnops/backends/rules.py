@@ -35,14 +35,17 @@ def order(machine: Machine, is_mla: bool) -> tuple[str, ...]:
     return _DEVICES[machine.device]
 
 
-_NO_CROSS_ATTENTION = "has no cross attention, which an encoder-decoder model needs"
+_LATENTS = "reads latents, and cross attention needs K and V"
 _NOT_PLANNED = "plans whole requests on the host, which does not fit"
 
 # Kind of a model -> backend -> why it is never chosen. "*": every backend.
 MODEL_KINDS: dict[str, dict[str, str]] = {
     "local_chunk": {"flashinfer": f"{_NOT_PLANNED} attention in local chunks (Llama 4)"},
     "hybrid_linear": {"flashinfer": f"{_NOT_PLANNED} models that join linear and softmax attention"},
-    "encoder_decoder": {"*": _NO_CROSS_ATTENTION},
+    "encoder_decoder": {
+        "flashinfer": f"{_NOT_PLANNED} requests that begin behind their encoder's tokens",
+        **dict.fromkeys(("flashmla", "cutlass_mla", "trtllm_mla"), _LATENTS),
+    },
     "sparse": {"*": "attends to every key; sparse models have backends of their own (nsa, dsa)"},
 }
 

@@ -48,12 +48,24 @@ def store_kv(
 ) -> None:
     """K and V of the step's tokens into the layer's pages."""
     pool, loc = batch.token_to_kv_pool, batch.out_cache_loc
-    if not isinstance(pool, MHATokenToKVPool | SWAKVPool):
-        raise ValueError(f"attnops: a layer with K and V cannot store them in a {type(pool).__name__}")
-    if uses_window_slots(layer, pool):
+    if pool is not None and uses_window_slots(layer, pool):
         loc = step.window_out_cache_loc
     if loc is None:
         raise ValueError("attnops: save_kv_cache=True needs out_cache_loc in the batch")
+    store_rows(layer, pool, loc, k, v, report)
+
+
+def store_rows(
+    layer: RadixAttention,
+    pool: TokenPool | None,
+    loc: Tensor,
+    k: Tensor,
+    v: Tensor,
+    report: Tensor | None,
+) -> None:
+    """K and V into the slots `loc` of the layer's pages."""
+    if not isinstance(pool, MHATokenToKVPool | SWAKVPool):
+        raise ValueError(f"attnops: a layer with K and V cannot store them in a {type(pool).__name__}")
     k = heads("k", k, layer.num_kv_heads, layer.head_dim)
     v = heads("v", v, layer.num_kv_heads, layer.v_head_dim)
     k_scale, v_scale = (layer.k_scale, layer.v_scale) if pool.dtype in FP8 else (None, None)

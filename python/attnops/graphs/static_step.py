@@ -70,6 +70,8 @@ class StaticStep:
         if tree:
             shape = (tokens_per_request, -(-tokens_per_request // 8))
             own["tree_mask"] = StaticInput(shape, torch.uint8, per="request")
+        if getattr(backend, "max_encoder_tokens", 0):
+            own["encoder_lens"] = StaticInput(dtype=torch.int32, per="request")
         if ragged:
             own["extend_seq_lens"] = StaticInput(dtype=torch.int32, per="request")
         inputs = inputs or {}
@@ -103,6 +105,7 @@ class StaticStep:
             max_seqlen_q=self.tokens_per_request,
             positions=views["positions"],
             tree_mask=views.get("tree_mask"),
+            encoder_lens=views.get("encoder_lens"),
             token_to_kv_pool=self.pool,
             attn_backend=self.backend,
         )
@@ -142,7 +145,7 @@ class StaticStep:
                 f"a request of the batch may bring {batch.max_seqlen_q} tokens, the graphs hold "
                 f"{self.tokens_per_request} of each; set max_seqlen_q to the largest of extend_seq_lens"
             )
-        for name in ("positions", "out_cache_loc"):
+        for name in ("positions", "out_cache_loc", *({"encoder_lens"} & self.inputs.declared.keys())):
             if getattr(batch, name) is None:
                 return f"the batch has no {name}"
         has_tree = "tree_mask" in self.inputs.declared

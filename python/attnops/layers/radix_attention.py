@@ -10,7 +10,7 @@ from torch.compiler import is_compiling
 
 from attnops.layers.forward_context import ForwardContext, get_forward_context, kv_order
 from attnops.layers.up_projection import UpProjection
-from attnops.types import AttentionBatch, AttentionType
+from attnops.types import AttentionBatch, AttentionType, LayerServer
 
 
 class RadixAttention(torch.nn.Module):
@@ -25,6 +25,8 @@ class RadixAttention(torch.nn.Module):
         logit_cap: ``cap * tanh(s / cap)`` on scaled scores; 0.0: off.
         v_head_dim: Of v and the output; -1: as `head_dim` (MLA, absorbed: 512).
         sliding_window_size: A query sees this many keys before itself, and itself; -1: all.
+        is_cross_attention: Queries see all tokens of their request's encoder, and k and v are the encoder's
+            (`EncoderDecoderBackend`).
         sinks: float32 ``[num_heads]``, a logit per head with no value.
         k_scale, v_scale: float32 ``[1]`` or ``[num_kv_heads]``, of an FP8 cache: value = stored x scale.
         attn_type: Causal through the cache, bidirectional through the cache, or an encoder without a cache.
@@ -35,7 +37,7 @@ class RadixAttention(torch.nn.Module):
         version: Grows with every change of an attribute: what a backend derived from an older version is out of date.
 
     Raises:
-        NotImplementedError: for `is_cross_attention`, which no backend serves.
+        ValueError: numbers of heads that do not fit, or cross attention with a window.
     """
 
     version = 0
@@ -64,7 +66,9 @@ class RadixAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         if is_cross_attention:
-            raise NotImplementedError("attnops: no backend serves is_cross_attention=True")
+            if sliding_window_size is not None and sliding_window_size >= 0:
+                raise ValueError("attnops: a layer with is_cross_attention has no window")
+            attn_type = AttentionType.DECODER_BIDIRECTIONAL
         if num_heads < 1 or num_kv_heads < 1 or head_dim < 1:
             raise ValueError(
                 f"num_heads, num_kv_heads and head_dim must be positive, got {num_heads}, {num_kv_heads} and {head_dim}"
@@ -80,6 +84,7 @@ class RadixAttention(torch.nn.Module):
         self.logit_cap = float(logit_cap)
         self.sliding_window_size = -1 if sliding_window_size is None else sliding_window_size
         self.attn_type = attn_type
+        self._is_cross_attention = bool(is_cross_attention)
         self.up_projection = up_projection
         self.attention_chunk_size = attention_chunk_size
         self._scale_floats: dict[str, tuple[int, float]] = {}
@@ -138,8 +143,8 @@ class RadixAttention(torch.nn.Module):
 
     @property
     def is_cross_attention(self) -> bool:
-        """False: the constructor refuses layers that look at another sequence's keys."""
-        return False
+        """The layer looks at the tokens of its request's encoder, not at its own."""
+        return self._is_cross_attention
 
     @property
     def k_scale_float(self) -> float | None:
@@ -209,6 +214,8 @@ class RadixAttention(torch.nn.Module):
         backend = forward_batch.attn_backend
         if backend is None:
             raise ValueError(_NO_BACKEND)
+        if self._is_cross_attention:
+            _check_serves_encoders(backend)
         return backend.forward(q, k, v, self, forward_batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope)
 
     def extra_repr(self) -> str:
@@ -228,6 +235,14 @@ _library.define(
     # "reduce-overhead"), splits its graphs at ops with this tag.
     tags=(torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else (),
 )
+
+
+def _check_serves_encoders(backend: LayerServer) -> None:
+    if not getattr(backend, "max_encoder_tokens", 0):
+        raise NotImplementedError(
+            "attnops: a layer with is_cross_attention needs an EncoderDecoderBackend, the step has "
+            f"{getattr(backend, 'name', type(backend).__name__)}"
+        )
 
 
 def _first(tensor: Tensor | None, num_tokens: int) -> Tensor | None:
@@ -273,10 +288,13 @@ def _attend(
     batch, backend, num_tokens = context.batch, context.backend, context.batch.num_tokens
     if backend is None:
         raise ValueError(_NO_BACKEND)
+    if layer.is_cross_attention:
+        _check_serves_encoders(backend)
     if query.shape[0] > num_tokens:
         output[num_tokens:].zero_()
         query, output = query[:num_tokens], output[:num_tokens]
-        key, value = _first(key, num_tokens), _first(value, num_tokens)
+        if not layer.is_cross_attention:  # whose keys are the encoder's
+            key, value = _first(key, num_tokens), _first(value, num_tokens)
         q_rope, k_rope = _first(q_rope, num_tokens), _first(k_rope, num_tokens)
     backend.forward(query, key, value, layer, batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope, out=output)
 
