@@ -78,4 +78,220 @@ inline SelectParams checked_select(const SelectTensors& t) {
   return p;
 }
 
+// uint8 [num_pages, page_size, dim + 4], each page without gaps.
+inline IndexPages checked_index_pages(const char* op, const Tensor& pages) {
+  Dim num_pages("num_pages"), page_size("page_size"), width("dim + 4");
+  TensorCheck(op, "index_pages", pages).dtype({DType::kUInt8}).shape({num_pages, page_size, width});
+  TensorCheck(op, "index_pages", pages)
+      .size_at_least(1, "page_size", 1, "a page holds a token")
+      .dense_last()
+      .aligned(4);
+  const int64_t dim = *width - 4;
+  if (dim != 64 && dim != 128) {
+    fail(op,
+         "index_pages.shape[2] must be 132 (128 bytes of a key, 4 of its scale) or 68, got " + std::to_string(*width));
+  }
+  if ((*page_size > 1 && pages.stride(1) != *width) || pages.stride(0) % 4 != 0) {
+    fail(op, "index_pages must have pages without gaps on 4-byte boundaries, got strides " +
+                 std::to_string(pages.stride(0)) + " and " + std::to_string(pages.stride(1)));
+  }
+  return {.data = static_cast<uint8_t*>(pages.mutable_data_ptr()),
+          .stride_page = pages.stride(0),
+          .num_pages = *num_pages,
+          .dim = static_cast<int>(dim),
+          .page_size = page_size.as_int(),
+          .page_shift = shift_of(*page_size)};
+}
+
+inline StoreIndexParams checked_store_index(const Tensor& index_pages, const Tensor& k, const Tensor& out_cache_loc,
+                                            bool hadamard, bool ue8m0, const OptionalTensor& report) {
+  const char *op = "store_index_k", *home = "index_pages";
+  const IndexPages pages = checked_index_pages(op, index_pages);
+  Dim tokens("num_tokens"), dim("dim", pages.dim, home);
+  TensorCheck(op, "k", k)
+      .device_as(home, index_pages)
+      .dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16})
+      .shape({tokens, dim})
+      .dense_last();
+  return {.pages = pages,
+          .how = {hadamard, ue8m0},
+          .k = k.const_data_ptr(),
+          .num_tokens = *tokens,
+          .stride_token = k.stride(0),
+          .dtype = dtype_of(k),
+          .out_cache_loc = checked_indices(op, "out_cache_loc", out_cache_loc, tokens, home, index_pages),
+          .report = checked_report(op, report, home, index_pages)};
+}
+
+inline QuantizeQueryParams checked_quantize_query(const Tensor& q_fp8, const Tensor& weights_out, const Tensor& q,
+                                                  const Tensor& weights, double scale, bool hadamard, bool ue8m0) {
+  const char *op = "quantize_index_q", *home = "q";
+  Dim tokens("num_tokens"), heads("num_heads"), dim("dim");
+  TensorCheck(op, home, q)
+      .dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16})
+      .shape({tokens, heads, dim})
+      .dense_last();
+  if (*dim != 64 && *dim != 128) fail(op, "q.shape[2] (dim) must be 64 or 128, got " + std::to_string(*dim));
+  TensorCheck(op, "weights", weights)
+      .device_as(home, q)
+      .dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16})
+      .shape({tokens, heads})
+      .dense_last();
+  TensorCheck(op, "q_fp8", q_fp8)
+      .device_as(home, q)
+      .dtype({DType::kFloat8E4M3})
+      .shape({tokens, heads, dim})
+      .dense_last();
+  TensorCheck(op, "weights_out", weights_out)
+      .device_as(home, q)
+      .dtype({DType::kFloat32})
+      .shape({tokens, heads})
+      .dense_last();
+  check_finite(op, "scale", scale);
+  return {.how = {hadamard, ue8m0},
+          .q = q.const_data_ptr(),
+          .num_tokens = *tokens,
+          .stride_token = q.stride(0),
+          .stride_head = q.stride(1),
+          .num_heads = heads.as_int(),
+          .dim = dim.as_int(),
+          .dtype = dtype_of(q),
+          .weights_dtype = dtype_of(weights),
+          .weights = weights.const_data_ptr(),
+          .stride_weights = weights.stride(0),
+          .scale = static_cast<float>(scale),
+          .q_fp8 = static_cast<uint8_t*>(q_fp8.mutable_data_ptr()),
+          .stride_out_token = q_fp8.stride(0),
+          .stride_out_head = q_fp8.stride(1),
+          .weights_out = static_cast<float*>(weights_out.mutable_data_ptr()),
+          .stride_weights_out = weights_out.stride(0)};
+}
+
+inline GatherIndexParams checked_gather_index(const Tensor& k, const Tensor& k_scale, const Tensor& index_pages,
+                                              const Tensor& page_table, const Tensor& cu_seqlens_k,
+                                              const OptionalTensor& report) {
+  const char *op = "gather_index_k", *home = "index_pages";
+  const IndexPages pages = checked_index_pages(op, index_pages);
+  Dim batch("batch_size"), columns("max_pages"), keys("num_keys"), dim("dim", pages.dim, home);
+  TensorCheck(op, "page_table", page_table)
+      .device_as(home, index_pages)
+      .dtype({DType::kInt32})
+      .shape({batch, columns})
+      .dense_last();
+  Dim bounds("batch_size + 1", *batch + 1, "page_table");
+  TensorCheck(op, "cu_seqlens_k", cu_seqlens_k)
+      .device_as(home, index_pages)
+      .dtype({DType::kInt32})
+      .shape({bounds})
+      .contiguous();
+  TensorCheck(op, "k", k).device_as(home, index_pages).dtype({DType::kFloat8E4M3, DType::kUInt8}).shape({keys, dim});
+  TensorCheck(op, "k", k).dense_last().aligned(4);
+  if (k.stride(0) % 4 != 0) fail(op, "k.stride(0) must be a multiple of 4, got " + std::to_string(k.stride(0)));
+  TensorCheck(op, "k_scale", k_scale).device_as(home, index_pages).dtype({DType::kFloat32}).shape({keys}).contiguous();
+  return {.pages = pages,
+          .page_table = static_cast<const int32_t*>(page_table.const_data_ptr()),
+          .stride_table = page_table.stride(0),
+          .batch_size = *batch,
+          .max_pages = *columns,
+          .cu_seqlens = static_cast<const int32_t*>(cu_seqlens_k.const_data_ptr()),
+          .k = static_cast<uint8_t*>(k.mutable_data_ptr()),
+          .num_keys = *keys,
+          .stride_k = k.stride(0),
+          .k_scale = static_cast<float*>(k_scale.mutable_data_ptr()),
+          .report = checked_report(op, report, home, index_pages)};
+}
+
+// What both ops over index queries check alike; the rest of the params is zero.
+inline LogitsParams checked_queries(const char* op, const Tensor& logits, const Tensor& q, int64_t num_rows,
+                                    const char* weights_name, const Tensor& weights) {
+  Dim rows("num_rows", num_rows, "q"), columns("num_columns"), heads("num_heads", q.size(q.dim() - 2), "q");
+  TensorCheck(op, "logits", logits)
+      .device_as("q", q)
+      .dtype({DType::kFloat32, DType::kBFloat16})
+      .shape({rows, columns})
+      .dense_last();
+  TensorCheck(op, weights_name, weights).device_as("q", q).dtype({DType::kFloat32}).shape({rows, heads}).dense_last();
+  check_range(op, "num_heads of q", *heads, 0, kMaxIndexHeads);
+  const int64_t dim = q.size(q.dim() - 1);
+  if (dim != 64 && dim != 128) fail(op, "dim of q must be 64 or 128, got " + std::to_string(dim));
+  for (int64_t axis = 0; axis < q.dim() - 1; ++axis) {
+    if (q.stride(axis) % 4 != 0 && q.size(axis) > 1) {
+      fail(op, "q.stride(" + std::to_string(axis) + ") must be a multiple of 4, got " + std::to_string(q.stride(axis)));
+    }
+  }
+  TensorCheck(op, "q", q).aligned(4);
+  LogitsParams p{};
+  p.logits = logits.mutable_data_ptr();
+  p.stride_row = logits.stride(0);
+  p.columns = *columns;
+  p.bf16 = has_dtype(logits, DType::kBFloat16);
+  p.q = static_cast<const uint8_t*>(q.const_data_ptr());
+  p.num_rows = num_rows;
+  p.num_heads = heads.as_int();
+  p.dim = static_cast<int>(dim);
+  p.stride_head = q.stride(q.dim() - 2);
+  p.weights = static_cast<const float*>(weights.const_data_ptr());
+  p.stride_weights = weights.stride(0);
+  return p;
+}
+
+inline LogitsParams checked_logits_paged(const Tensor& logits, const Tensor& q, const Tensor& index_pages,
+                                         const Tensor& page_table, const Tensor& weights, const Tensor& cache_seqlens,
+                                         const OptionalTensor& report) {
+  const char* op = "index_logits_paged";
+  Dim batch("batch_size"), seqlen_q("seqlen_q"), heads("num_heads"), dim("dim"), pages("max_pages");
+  TensorCheck(op, "q", q).dtype({DType::kFloat8E4M3}).shape({batch, seqlen_q, heads, dim}).dense_last();
+  LogitsParams p = checked_queries(op, logits, q, *batch * *seqlen_q, "weights", weights);
+  p.pages = checked_index_pages(op, index_pages);
+  TensorCheck(op, "index_pages", index_pages).device_as("q", q);
+  if (p.pages.dim != p.dim) {
+    fail(op, "index_pages.shape[2] must be " + std::to_string(p.dim + 4) + " (dim of q + 4), got " +
+                 std::to_string(p.pages.dim + 4));
+  }
+  if (*seqlen_q > 1 && *batch > 1 && q.stride(0) != *seqlen_q * q.stride(1)) {
+    fail(op, "q.stride(0) must be " + std::to_string(*seqlen_q * q.stride(1)) +
+                 " (seqlen_q tokens of q.stride(1)), got " + std::to_string(q.stride(0)));
+  }
+  TensorCheck(op, "page_table", page_table).device_as("q", q).dtype({DType::kInt32}).shape({batch, pages}).dense_last();
+  TensorCheck(op, "cache_seqlens", cache_seqlens)
+      .device_as("q", q)
+      .dtype({DType::kInt32})
+      .shape({batch, seqlen_q})
+      .contiguous();
+  p.stride_token = *seqlen_q > 1 ? q.stride(1) : q.stride(0);
+  p.page_table = static_cast<const int32_t*>(page_table.const_data_ptr());
+  p.stride_table = page_table.stride(0);
+  p.max_pages = *pages;
+  p.cache_seqlens = static_cast<const int32_t*>(cache_seqlens.const_data_ptr());
+  p.seqlen_q = seqlen_q.as_int();
+  p.report = checked_report(op, report, "q", q);
+  return p;
+}
+
+inline LogitsParams checked_logits(const Tensor& logits, const Tensor& q, const Tensor& k, const Tensor& k_scale,
+                                   const Tensor& weights, const Tensor& k_start, const Tensor& k_end, bool compressed,
+                                   const OptionalTensor& report) {
+  const char* op = "index_logits";
+  Dim rows("num_rows"), heads("num_heads"), dim("dim"), keys("num_keys");
+  TensorCheck(op, "q", q).dtype({DType::kFloat8E4M3}).shape({rows, heads, dim}).dense_last();
+  LogitsParams p = checked_queries(op, logits, q, *rows, "weights", weights);
+  TensorCheck(op, "k", k).device_as("q", q).dtype({DType::kFloat8E4M3, DType::kUInt8}).shape({keys, dim}).dense_last();
+  TensorCheck(op, "k", k).aligned(4);
+  if (k.stride(0) % 4 != 0 && *keys > 1) {
+    fail(op, "k.stride(0) must be a multiple of 4, got " + std::to_string(k.stride(0)));
+  }
+  TensorCheck(op, "k_scale", k_scale).device_as("q", q).dtype({DType::kFloat32}).shape({keys}).contiguous();
+  p.stride_token = q.stride(0);
+  p.k = static_cast<const uint8_t*>(k.const_data_ptr());
+  p.num_keys = *keys;
+  p.stride_k = k.stride(0);
+  p.k_scale = static_cast<const float*>(k_scale.const_data_ptr());
+  p.row_starts = checked_per_row(op, "k_start", k_start, rows, "q", q);
+  p.row_ends = checked_per_row(op, "k_end", k_end, rows, "q", q);
+  p.compressed = compressed;
+  p.ragged = true;
+  p.report = checked_report(op, report, "q", q);
+  return p;
+}
+
 }  // namespace attnops::sparse_indexer

@@ -3,6 +3,8 @@
 
 #include "cpu/isa.h"
 #include "sparse_indexer/checks.h"
+#include "sparse_indexer/cpu/keys.h"
+#include "sparse_indexer/cpu/logits_rows.h"
 #include "sparse_indexer/cpu/reference.h"
 #include "sparse_indexer/rows.h"
 #include "torch_bindings/cpu_faults.h"
@@ -53,8 +55,72 @@ void topk_select_cpu(const Tensor& indices, const OptionalTensor& positions, con
   faults.check();
 }
 
+void store_index_k_cpu(const Tensor& index_pages, const Tensor& k, const Tensor& out_cache_loc, bool hadamard,
+                       bool ue8m0, const OptionalTensor& report) {
+  StoreIndexParams p = checked_store_index(index_pages, k, out_cache_loc, hadamard, ue8m0, report);
+  CpuFaults faults("store_index_k", "out_cache_loc", p.report);
+  p.report = faults.report();
+  torch::stable::parallel_for(0, p.num_tokens, 64,
+                              [&](int64_t begin, int64_t end) { cpu::store_index_k(p, begin, end); });
+  faults.check();
+}
+
+void quantize_index_q_cpu(const Tensor& q_fp8, const Tensor& weights_out, const Tensor& q, const Tensor& weights,
+                          double scale, bool hadamard, bool ue8m0) {
+  const QuantizeQueryParams p = checked_quantize_query(q_fp8, weights_out, q, weights, scale, hadamard, ue8m0);
+  torch::stable::parallel_for(0, p.num_tokens * p.num_heads, 64,
+                              [&](int64_t begin, int64_t end) { cpu::quantize_index_q(p, begin, end); });
+}
+
+void gather_index_k_cpu(const Tensor& k, const Tensor& k_scale, const Tensor& index_pages, const Tensor& page_table,
+                        const Tensor& cu_seqlens_k, const OptionalTensor& report) {
+  GatherIndexParams p = checked_gather_index(k, k_scale, index_pages, page_table, cu_seqlens_k, report);
+  CpuFaults faults("gather_index_k", "index_pages", p.report);
+  p.report = faults.report();
+  for (int64_t request = 0; request < p.batch_size; ++request) report_bounds(p, request);
+  faults.check();
+  torch::stable::parallel_for(0, p.num_keys, 256,
+                              [&](int64_t begin, int64_t end) { cpu::gather_index_k(p, begin, end); });
+  faults.check();
+}
+
+void run_logits(const char* op, LogitsParams p) {
+  CpuFaults faults(op, "index_pages", p.report);
+  p.report = faults.report();
+  for (int64_t row = 0; row < p.num_rows; ++row) report_row(p, row);
+  faults.check();
+  const Isa isa = attnops::cpu::current_isa();
+  const cpu::ProductsFunction products = isa == Isa::kScalar ? &cpu::scalar_products
+                                         : isa == Isa::kAvx2 ? &cpu::avx2_products
+                                                             : &cpu::avx512_products;
+  const cpu::LogitsTasks tasks(p);
+  torch::stable::parallel_for(0, tasks.groups * tasks.pieces(), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) tasks.run(task, products);
+  });
+  faults.check();
+}
+
+void index_logits_paged_cpu(const Tensor& logits, const Tensor& q, const Tensor& index_pages, const Tensor& page_table,
+                            const Tensor& weights, const Tensor& cache_seqlens, const OptionalTensor& report) {
+  run_logits("index_logits_paged",
+             checked_logits_paged(logits, q, index_pages, page_table, weights, cache_seqlens, report));
+}
+
+void index_logits_cpu(const Tensor& logits, const Tensor& q, const Tensor& k, const Tensor& k_scale,
+                      const Tensor& weights, const Tensor& k_start, const Tensor& k_end, bool compressed,
+                      const OptionalTensor& report) {
+  run_logits("index_logits", checked_logits(logits, q, k, k_scale, weights, k_start, k_end, compressed, report));
+}
+
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(attnops, CPU, m) { m.impl("topk_select", TORCH_BOX(&topk_select_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(attnops, CPU, m) {
+  m.impl("topk_select", TORCH_BOX(&topk_select_cpu));
+  m.impl("store_index_k", TORCH_BOX(&store_index_k_cpu));
+  m.impl("quantize_index_q", TORCH_BOX(&quantize_index_q_cpu));
+  m.impl("gather_index_k", TORCH_BOX(&gather_index_k_cpu));
+  m.impl("index_logits_paged", TORCH_BOX(&index_logits_paged_cpu));
+  m.impl("index_logits", TORCH_BOX(&index_logits_cpu));
+}
 
 }  // namespace attnops::sparse_indexer

@@ -17,8 +17,34 @@ void topk_select_cuda(const Tensor& indices, const OptionalTensor& positions, co
   launch(p, current_stream(logits));
 }
 
+void store_index_k_cuda(const Tensor& index_pages, const Tensor& k, const Tensor& out_cache_loc, bool hadamard,
+                        bool ue8m0, const OptionalTensor& report) {
+  const StoreIndexParams p = checked_store_index(index_pages, k, out_cache_loc, hadamard, ue8m0, report);
+  const OnDevice guard(index_pages);
+  launch(p, current_stream(index_pages));
+}
+
+void quantize_index_q_cuda(const Tensor& q_fp8, const Tensor& weights_out, const Tensor& q, const Tensor& weights,
+                           double scale, bool hadamard, bool ue8m0) {
+  const QuantizeQueryParams p = checked_quantize_query(q_fp8, weights_out, q, weights, scale, hadamard, ue8m0);
+  const OnDevice guard(q);
+  launch(p, current_stream(q));
+}
+
+void gather_index_k_cuda(const Tensor& k, const Tensor& k_scale, const Tensor& index_pages, const Tensor& page_table,
+                         const Tensor& cu_seqlens_k, const OptionalTensor& report) {
+  const GatherIndexParams p = checked_gather_index(k, k_scale, index_pages, page_table, cu_seqlens_k, report);
+  const OnDevice guard(k);
+  launch(p, current_stream(k));
+}
+
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(attnops, CUDA, m) { m.impl("topk_select", TORCH_BOX(&topk_select_cuda)); }
+STABLE_TORCH_LIBRARY_IMPL(attnops, CUDA, m) {
+  m.impl("topk_select", TORCH_BOX(&topk_select_cuda));
+  m.impl("store_index_k", TORCH_BOX(&store_index_k_cuda));
+  m.impl("quantize_index_q", TORCH_BOX(&quantize_index_q_cuda));
+  m.impl("gather_index_k", TORCH_BOX(&gather_index_k_cuda));
+}
 
 }  // namespace attnops::sparse_indexer

@@ -1,6 +1,7 @@
 #pragma once
 #include <cstdint>
 
+#include "core/slots.h"
 #include "core/types.h"
 
 // T rows (query tokens), k keys selected of each.
@@ -27,6 +28,88 @@ struct SelectParams {
   int32_t* positions;             // [T, k], or null
   int64_t stride_indices, stride_positions;
   int32_t* report;  // core/report.h, or null
+};
+
+// Pages of index keys: page_size e4m3 keys of `dim` bytes, then a float32 scale of each.
+struct IndexPages {
+  uint8_t* data;
+  int64_t stride_page, num_pages;  // bytes
+  int dim, page_size, page_shift;
+
+  ATTNOPS_HOST_DEVICE uint8_t* key(int64_t page, int offset) const {
+    return data + page * stride_page + int64_t{offset} * dim;
+  }
+  ATTNOPS_HOST_DEVICE float* scale(int64_t page, int offset) const {
+    return reinterpret_cast<float*>(data + page * stride_page + int64_t{page_size} * dim) + offset;
+  }
+};
+
+// How a row becomes e4m3.
+struct Quantization {
+  bool hadamard;  // multiplied by the Hadamard matrix and dim^-0.5 first
+  bool ue8m0;     // scales are powers of two, rounded up
+};
+
+struct StoreIndexParams {
+  IndexPages pages;
+  Quantization how;
+  const void* k;  // [T, dim], of `dtype`
+  int64_t num_tokens, stride_token;
+  DType dtype;
+  IndexArray out_cache_loc;  // [T]
+  int32_t* report;
+};
+
+struct QuantizeQueryParams {
+  Quantization how;
+  const void* q;  // [T, H, dim], of `dtype`
+  int64_t num_tokens, stride_token, stride_head;
+  int num_heads, dim;
+  DType dtype, weights_dtype;
+  const void* weights;  // [T, H]
+  int64_t stride_weights;
+  float scale;
+  uint8_t* q_fp8;  // [T, H, dim]
+  int64_t stride_out_token, stride_out_head;
+  float* weights_out;  // [T, H]
+  int64_t stride_weights_out;
+};
+
+struct GatherIndexParams {
+  IndexPages pages;
+  const int32_t* page_table;  // [B, max_pages]
+  int64_t stride_table, batch_size, max_pages;
+  const int32_t* cu_seqlens;  // [B + 1]
+  uint8_t* k;                 // [num_keys, dim]
+  int64_t num_keys, stride_k;
+  float* k_scale;  // [num_keys]
+  int32_t* report;
+};
+
+inline constexpr int kMaxIndexHeads = 64;
+
+// Logits of index keys: k_scale * sum over heads of weight * max(q . k, 0).
+struct LogitsParams {
+  void* logits;  // [T, columns], float32 or bfloat16
+  int64_t stride_row, columns;
+  bool bf16;
+  const uint8_t* q;  // [T, H, dim] e4m3
+  int64_t num_rows, stride_token, stride_head;
+  int num_heads, dim;
+  const float* weights;  // [T, H]
+  int64_t stride_weights;
+  bool ragged;  // keys in rows; else in pages, and T is B * seqlen_q
+  IndexPages pages;
+  const int32_t* page_table;  // [B, max_pages]
+  int64_t stride_table, max_pages;
+  const int32_t* cache_seqlens;  // [B, seqlen_q]: keys that each token sees
+  int seqlen_q;
+  const uint8_t* k;  // [num_keys, dim] e4m3
+  int64_t num_keys, stride_k;
+  const float* k_scale;                  // [num_keys]
+  const int32_t *row_starts, *row_ends;  // [T]: keys that a row sees
+  bool compressed;                       // a row's first column is its first key; else column j is key j
+  int32_t* report;
 };
 
 }  // namespace attnops::sparse_indexer

@@ -66,11 +66,17 @@ void CpuFaults::check() const {
   if (kind == kReportRowStart)
     fail(op_, "row_starts[" + text(kReportRequest) + "]" + in_range + " (num_columns of logits)" + got);
   if (kind == kReportRowLength) {
-    fail(op_, "lengths[" + text(kReportRequest) + "] must be below " + text(kReportLimit) + " (columns from " +
+    const char* lengths = static_cast<ReportOp>(own_[kReportOp]) == kReportTopkSelect ? "lengths[" : "cache_seqlens[";
+    fail(op_, lengths + text(kReportRequest) + "] must be below " + text(kReportLimit) + " (columns from " +
                   text(kReportPosition) + " on)" + got);
   }
   if (kind == kReportRowRequest)
     fail(op_, "row_to_request[" + text(kReportRequest) + "]" + in_range + " (num_requests of page_table)" + got);
+  if (kind == kReportKeyRange) {
+    fail(op_, "k_start and k_end, row " + text(kReportRequest) + " must be keys in [0, " + text(kReportLimit) +
+                  "], which k and the columns of logits hold; got " + text(kReportPosition) + " to " +
+                  text(kReportValue));
+  }
   if (kind == kReportTableCell) {
     fail(op_, "page_table, row " + text(kReportRequest) + ", position " + text(kReportPosition) + ": its page" +
                   in_range + " (max_pages)" + got);

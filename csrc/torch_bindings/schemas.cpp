@@ -77,6 +77,21 @@ STABLE_TORCH_LIBRARY(attnops, m) {
 
   // sparse_indexer/
   m.def(
+      "store_index_k(Tensor(a!) index_pages, Tensor k, Tensor out_cache_loc, bool hadamard=True, bool ue8m0=False, "
+      "Tensor(b!)? report=None) -> ()");
+  m.def(
+      "quantize_index_q(Tensor(a!) q_fp8, Tensor(b!) weights_out, Tensor q, Tensor weights, float scale, "
+      "bool hadamard=True, bool ue8m0=False) -> ()");
+  m.def(
+      "gather_index_k(Tensor(a!) k, Tensor(b!) k_scale, Tensor index_pages, Tensor page_table, Tensor cu_seqlens_k, "
+      "Tensor(c!)? report=None) -> ()");
+  m.def(
+      "index_logits_paged(Tensor(a!) logits, Tensor q, Tensor index_pages, Tensor page_table, Tensor weights, "
+      "Tensor cache_seqlens, Tensor(b!)? report=None) -> ()");
+  m.def(
+      "index_logits(Tensor(a!) logits, Tensor q, Tensor k, Tensor k_scale, Tensor weights, Tensor k_start, "
+      "Tensor k_end, bool compressed=False, Tensor(b!)? report=None) -> ()");
+  m.def(
       "topk_select(Tensor(a!) indices, Tensor(b!)? positions, Tensor logits, Tensor lengths, Tensor? row_starts=None, "
       "Tensor? page_table=None, Tensor? row_to_request=None, int page_size=1, Tensor? offsets=None, "
       "Tensor(c!)? report=None) -> ()");

@@ -45,6 +45,10 @@ OPS = (
     "sparse_mla_prefill",
     "delta_prefill",
     "ssd_prefill",
+    "store_index_k",
+    "gather_index_k",
+    "index_logits_paged",
+    "index_logits",
 )
 KINDS = (
     "none",
@@ -76,9 +80,10 @@ KINDS = (
     "length of the second list",
     "prefix",
     "plan",
+    "end of keys",
 )
 PAGE_INDEX, SLOT_ORDER, PROBABILITY, ACCEPTED, MASK_BYTES, HIDDEN_PREFIX = 1, 5, 10, 11, 13, 14
-SHARED_SLOT, TOKEN_BOUNDS, PREFIX, PLAN = 16, 17, 27, 28
+SHARED_SLOT, TOKEN_BOUNDS, PREFIX, PLAN, KEY_RANGE = 16, 17, 27, 28, 29
 _EXPECTED = {
     SLOT_ORDER: "{limit}: the tokens of a page have consecutive slots",
     PROBABILITY: "a finite number of at least 0",
@@ -86,6 +91,7 @@ _EXPECTED = {
     MASK_BYTES: "as many as {limit} rows of at least {limit} bytes, within mask",
     HIDDEN_PREFIX: "1: every draft token sees the whole prefix",
     SHARED_SLOT: "of one request alone, and request {position} writes it too",
+    KEY_RANGE: "in [0, {limit}], as must the first key, {position}",
     TOKEN_BOUNDS: "in [{position}, {limit}], where its tokens begin and those of the call end",
     PREFIX: "at least 0",
     PLAN: "in [0, {limit}), and name each request once",

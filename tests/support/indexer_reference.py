@@ -38,3 +38,51 @@ def topk_select(
             found = found + offsets[row]
         indices[row, : len(found)] = found.int()
     return indices, positions
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """Rows times the Hadamard matrix and ``D ** -0.5``: float32 sums and differences in the order of the ops."""
+    y, half = x.float(), 1
+    while half < x.shape[-1]:
+        a, b = y.unflatten(-1, (-1, 2, half)).unbind(-2)
+        y = torch.stack([a + b, a - b], -2).flatten(-3)
+        half *= 2
+    return y * torch.tensor(x.shape[-1] ** -0.5, dtype=torch.float32)
+
+
+def quantize(x: Tensor, *, rotate: bool, ue8m0: bool) -> tuple[Tensor, Tensor]:
+    """``(float8_e4m3fn rows, float32 scales)``, bit for bit as the ops have them but for the sign of NaN."""
+    x = hadamard(x) if rotate else x.float()
+    largest = x.abs().amax(-1)  # NaN where there is one
+    scale = torch.where(largest < 1e-4, torch.tensor(1e-4), largest) / 448
+    if ue8m0:
+        bits = scale.view(torch.int32)
+        rounded = torch.where(bits & 0x7FFFFF != 0, (bits & 0x7F800000) + 0x800000, bits)
+        scale = torch.where(scale.isfinite(), rounded, bits).view(torch.float32)
+    values = (x / scale.unsqueeze(-1)).clamp(-448, 448)
+    return values.to(torch.float8_e4m3fn), scale
+
+
+def read_key(pages: Tensor, page: int, offset: int) -> tuple[Tensor, Tensor]:
+    """``(float8_e4m3fn [D], float32 [])`` of a token."""
+    page_size, width = pages.shape[1:]
+    flat = pages[page].contiguous().flatten()
+    keys, scales = flat[: page_size * (width - 4)].view(page_size, -1), flat[page_size * (width - 4) :]
+    return keys[offset].view(torch.float8_e4m3fn), scales.clone().view(torch.float32)[offset]
+
+
+def logits(q: Tensor, k: Tensor, k_scale: Tensor, weights: Tensor) -> Tensor:
+    """float64 ``[T, N]`` of q ``[T, H, D]`` and k ``[N, D]``."""
+    products = torch.einsum("thd,nd->thn", q.float().cpu().double(), k.float().cpu().double()).clamp(min=0)
+    return torch.einsum("th,thn->tn", weights.cpu().double(), products) * k_scale.cpu().double()
+
+
+def make_pages(k: Tensor, k_scale: Tensor, page_size: int, slots: Tensor, num_pages: int) -> Tensor:
+    """uint8 pages that hold keys at token slots, and NaN elsewhere."""
+    dim = k.shape[1]
+    keys = torch.full((num_pages, page_size, dim), 0x7F, dtype=torch.uint8)
+    scales = torch.full((num_pages, page_size), torch.nan)
+    keys[slots // page_size, slots % page_size] = k.view(torch.uint8).cpu()
+    scales[slots // page_size, slots % page_size] = k_scale.cpu()
+    parts = keys.view(num_pages, -1), scales.view(torch.uint8).view(num_pages, -1)
+    return torch.cat(parts, 1).view(num_pages, page_size, dim + 4)

@@ -7,5 +7,8 @@ namespace attnops::sparse_indexer {
 
 // One launch; grid and clusters depend on shapes alone.
 void launch(const SelectParams& params, CUstream_st* stream);
+void launch(const StoreIndexParams& params, CUstream_st* stream);
+void launch(const QuantizeQueryParams& params, CUstream_st* stream);
+void launch(const GatherIndexParams& params, CUstream_st* stream);
 
 }  // namespace attnops::sparse_indexer

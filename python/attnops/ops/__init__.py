@@ -4,7 +4,8 @@ from attnops import _load  # noqa: F401  (the ops exist once the modules are loa
 from attnops.ops.context_parallel import context_parallel_seqlens, context_parallel_slots
 from attnops.ops.draft_slots import copy_page_tail, generate_draft_decode_kv_indices, move_kv
 from attnops.ops.fmha import fmha_paged, fmha_plan, fmha_varlen
-from attnops.ops.indexer import topk_select
+from attnops.ops.index_keys import gather_index_k, quantize_index_q, store_index_k
+from attnops.ops.indexer import index_logits, index_logits_paged, topk_select
 from attnops.ops.linear import (
     causal_conv1d,
     causal_conv1d_update,
@@ -48,19 +49,24 @@ __all__ = [
     "fmha_paged",
     "fmha_plan",
     "fmha_varlen",
+    "gather_index_k",
     "generate_draft_decode_kv_indices",
+    "index_logits",
+    "index_logits_paged",
     "merge_state",
     "merge_states",
     "mla_decode",
     "mla_decode_plan",
     "move_kv",
     "pack_tree_mask",
+    "quantize_index_q",
     "sparse_mla_decode",
     "sparse_mla_plan",
     "sparse_mla_prefill",
     "ssd_decode",
     "ssd_plan",
     "ssd_prefill",
+    "store_index_k",
     "store_kv",
     "store_mla_kv",
     "topk_select",

@@ -1,4 +1,4 @@
-"""The indexer of sparse attention: which keys a query attends to.
+"""The indexer of sparse attention: which keys a query attends to. Its keys and queries: `index_keys`.
 
 A row is a query token. Row t has ``lengths[t]`` keys; a row whose length is below 1 is padding and selects none.
 """
@@ -9,6 +9,89 @@ import torch
 from torch import Tensor
 
 from attnops.ops._arguments import names_its_arguments, register_fake
+
+
+@names_its_arguments
+def index_logits_paged(
+    q: Tensor,
+    index_pages: Tensor,
+    page_table: Tensor,
+    weights: Tensor,
+    cache_seqlens: Tensor,
+    *,
+    logits: Tensor | None = None,
+    max_seqlen_k: int | None = None,
+    report: Tensor | None = None,
+) -> Tensor:
+    """Logits of index keys in pages, for decode and verify.
+
+    ``logits[t, s] = scale[s] * sum over heads of weights[t, h] * max(q[t, h] . k[s], 0)``. Columns from a token's
+    length on are not written. Work is divided by lengths on the device, so no plan is needed.
+
+    Args:
+        q: float8_e4m3fn ``[B, S_q, H, D]``, H up to 64, D 64 or 128, last dim dense.
+        index_pages: uint8 ``[num_pages, page_size, D + 4]``: `store_index_k`.
+        page_table: int32 ``[B, max_pages]``.
+        weights: float32 ``[B * S_q, H]``, q's scales in them: `quantize_index_q`.
+        cache_seqlens: int32 ``[B, S_q]``: keys that each token sees.
+        logits: float32 or bf16 ``[B * S_q, N]``, last dim dense; float32 and allocated when omitted.
+        max_seqlen_k: N of logits that are allocated; by default all that the page table holds.
+        report: int32 ``[8]`` of the checked mode. Without it, what is out of range is an error on a CPU. On a GPU keys
+            outside the pool give 0, and those outside `logits` none.
+
+    Returns:
+        `logits`.
+
+    Raises:
+        RuntimeError: naming the argument that does not fit; on the CPU also a length or page out of range.
+
+    Source: DeepSeek-V3.2, section 2.1.
+    """
+    if logits is None:
+        columns = page_table.shape[1] * index_pages.shape[1] if max_seqlen_k is None else max_seqlen_k
+        logits = weights.new_empty(weights.shape[0], columns)
+    torch.ops.attnops.index_logits_paged(logits, q, index_pages, page_table, weights, cache_seqlens, report)
+    return logits
+
+
+@names_its_arguments
+def index_logits(
+    q: Tensor,
+    k: Tensor,
+    k_scale: Tensor,
+    weights: Tensor,
+    k_start: Tensor,
+    k_end: Tensor,
+    *,
+    compressed: bool = False,
+    logits: Tensor | None = None,
+    max_seqlen_k: int | None = None,
+    report: Tensor | None = None,
+) -> Tensor:
+    """Logits of ragged index keys, for prefill: `index_logits_paged` with a range of keys per row.
+
+    Args:
+        q: float8_e4m3fn ``[T, H, D]``, H up to 64, D 64 or 128, last dim dense.
+        k: float8_e4m3fn or uint8 ``[N, D]``, last dim dense. k_scale: float32 ``[N]``.
+        weights: float32 ``[T, H]``, q's scales in them.
+        k_start, k_end: int32 ``[T]``: a row sees keys ``[k_start, k_end)``. Other columns are not written.
+        compressed: Column 0 of a row is its first key. Else column j is key j.
+        logits: float32 or bf16 ``[T, columns]``, last dim dense; float32 and allocated when omitted.
+        max_seqlen_k: Columns of logits that are allocated; N by default.
+        report: int32 ``[8]`` of the checked mode.
+
+    Returns:
+        `logits`.
+
+    Raises:
+        RuntimeError: naming the argument that does not fit; on the CPU also a range outside k or the columns.
+
+    Source: DeepSeek-V3.2, section 2.1.
+    """
+    if logits is None:
+        logits = weights.new_empty(q.shape[0], k.shape[0] if max_seqlen_k is None else max_seqlen_k)
+    torch.ops.attnops.index_logits(logits, q, k, k_scale, weights, k_start, k_end, compressed, report)
+    return logits
 
 
 @names_its_arguments
@@ -71,5 +154,5 @@ def topk_select(
     return indices
 
 
-for _op in ("topk_select",):
+for _op in ("index_logits_paged", "index_logits", "topk_select"):
     register_fake(_op)

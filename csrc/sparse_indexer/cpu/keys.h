@@ -1,0 +1,77 @@
+#pragma once
+#include <cstring>
+
+#include "cpu/convert.h"
+#include "sparse_indexer/keys.h"
+
+// The definition of right, and the production kernels too: a row is 128 values. Each function takes a range of rows, so
+// that the caller splits the work over its threads.
+namespace attnops::sparse_indexer::cpu {
+
+inline float element(DType dtype, const void* data, int64_t i) {
+  if (dtype == DType::kFloat32) return static_cast<const float*>(data)[i];
+  using namespace attnops::cpu;
+  return dtype == DType::kFloat16 ? to_float(static_cast<const Float16*>(data)[i])
+                                  : to_float(static_cast<const BFloat16*>(data)[i]);
+}
+
+// `dim` values from element `at` on, as e4m3; returns their scale.
+inline float quantize_row(const Quantization& how, DType dtype, const void* data, int64_t at, int dim, uint8_t* out) {
+  float x[128];
+  for (int i = 0; i < dim; ++i) x[i] = element(dtype, data, at + i);
+  if (how.hadamard) {
+    for (int half = 1; half < dim; half *= 2) {
+      for (int block = 0; block < dim; block += 2 * half) {
+        for (int i = block; i < block + half; ++i) {
+          const float a = x[i], b = x[i + half];
+          x[i] = a + b;
+          x[i + half] = a - b;
+        }
+      }
+    }
+    for (int i = 0; i < dim; ++i) x[i] *= hadamard_factor(dim);
+  }
+  uint32_t largest = 0;
+  for (int i = 0; i < dim; ++i) largest = max_of(largest, bits_of(x[i]) & 0x7FFFFFFFu);
+  const float scale = scale_of(largest, how.ue8m0);
+  for (int i = 0; i < dim; ++i) out[i] = attnops::cpu::from_float<attnops::cpu::Float8E4M3>(x[i] / scale).bits;
+  return scale;
+}
+
+inline void store_index_k(const StoreIndexParams& p, int64_t begin, int64_t end) {
+  for (int64_t token = begin; token < end; ++token) {
+    const KeyPlace place = place_of(p, token);
+    if (!place.valid) continue;
+    *p.pages.scale(place.page, place.offset) =
+        quantize_row(p.how, p.dtype, p.k, token * p.stride_token, p.pages.dim, p.pages.key(place.page, place.offset));
+  }
+}
+
+// Rows are tokens' heads.
+inline void quantize_index_q(const QuantizeQueryParams& p, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    const int64_t token = row / p.num_heads, head = row % p.num_heads;
+    const float scale = quantize_row(p.how, p.dtype, p.q, token * p.stride_token + head * p.stride_head, p.dim,
+                                     p.q_fp8 + token * p.stride_out_token + head * p.stride_out_head);
+    const float weight = element(p.weights_dtype, p.weights, token * p.stride_weights + head) * p.scale;
+    p.weights_out[token * p.stride_weights_out + head] = weight * scale;
+  }
+}
+
+inline void gather_index_k(const GatherIndexParams& p, int64_t begin, int64_t end) {
+  for (int64_t key = begin; key < end; ++key) {
+    const int64_t request = request_of(p, key);
+    if (request < 0) continue;
+    const KeyPlace place = place_of(p, request, key - p.cu_seqlens[request]);
+    uint8_t* const out = p.k + key * p.stride_k;
+    const size_t size = static_cast<size_t>(p.pages.dim);
+    if (place.valid) {
+      std::memcpy(out, p.pages.key(place.page, place.offset), size);
+    } else {
+      std::memset(out, 0, size);
+    }
+    p.k_scale[key] = place.valid ? *p.pages.scale(place.page, place.offset) : 0.f;
+  }
+}
+
+}  // namespace attnops::sparse_indexer::cpu

@@ -1,0 +1,155 @@
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include "device/common/launch_dependent.cuh"
+#include "device/common/pdl.cuh"
+#include "sparse_indexer/cuda/launch.h"
+#include "sparse_indexer/keys.h"
+
+namespace attnops::sparse_indexer {
+namespace {
+
+constexpr int kThreads = 128, kWarps = kThreads / 32;
+
+__device__ float element(DType dtype, const void* data, int64_t i) {
+  if (dtype == DType::kFloat32) return static_cast<const float*>(data)[i];
+  if (dtype == DType::kFloat16) return __half2float(static_cast<const __half*>(data)[i]);
+  return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[i]);
+}
+
+// A warp quantizes a row, kPer neighbouring values a lane, by the sums of cpu/keys.h in their order. Returns the scale.
+template <int kDim>
+__device__ float quantize_row(const Quantization& how, DType dtype, const void* data, int64_t at, uint8_t* out) {
+  constexpr int kPer = kDim / 32;
+  const int lane = threadIdx.x % 32;
+  float x[kPer];
+#pragma unroll
+  for (int i = 0; i < kPer; ++i) x[i] = element(dtype, data, at + lane * kPer + i);
+  if (how.hadamard) {
+#pragma unroll
+    for (int half = 1; half < kPer; half *= 2) {
+#pragma unroll
+      for (int i = 0; i < kPer; ++i) {
+        if (i & half) continue;
+        const float a = x[i], b = x[i + half];
+        x[i] = a + b;
+        x[i + half] = a - b;
+      }
+    }
+#pragma unroll
+    for (int half = 1; half < 32; half *= 2) {
+#pragma unroll
+      for (int i = 0; i < kPer; ++i) {
+        const float other = __shfl_xor_sync(~0u, x[i], half);
+        x[i] = lane & half ? other - x[i] : x[i] + other;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kPer; ++i) x[i] *= hadamard_factor(kDim);
+  }
+  uint32_t largest = 0;
+#pragma unroll
+  for (int i = 0; i < kPer; ++i) largest = max_of(largest, bits_of(x[i]) & 0x7FFFFFFFu);
+  const float scale = scale_of(__reduce_max_sync(~0u, largest), how.ue8m0);
+  // Pairs: a row is on a 4-byte boundary in pages, and wherever it may be in an output.
+  uint8_t bytes[kPer];
+#pragma unroll
+  for (int i = 0; i < kPer; ++i) bytes[i] = __nv_cvt_float_to_fp8(x[i] / scale, __NV_SATFINITE, __NV_E4M3);
+  uint8_t* const mine = out + lane * kPer;
+  if (reinterpret_cast<uintptr_t>(out) % kPer == 0) {
+    if constexpr (kPer == 4) {
+      *reinterpret_cast<uchar4*>(mine) = make_uchar4(bytes[0], bytes[1], bytes[2], bytes[3]);
+    } else {
+      *reinterpret_cast<uchar2*>(mine) = make_uchar2(bytes[0], bytes[1]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kPer; ++i) mine[i] = bytes[i];
+  }
+  return scale;
+}
+
+template <int kDim>
+__global__ void __launch_bounds__(kThreads) store_index_k_kernel(const __grid_constant__ StoreIndexParams p) {
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
+  const int64_t token = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  if (token >= p.num_tokens) return;
+  StoreIndexParams silent = p;
+  if (threadIdx.x % 32 != 0) silent.report = nullptr;  // a fault counts once
+  const KeyPlace place = place_of(silent, token);
+  if (!place.valid) return;
+  const float scale =
+      quantize_row<kDim>(p.how, p.dtype, p.k, token * p.stride_token, p.pages.key(place.page, place.offset));
+  if (threadIdx.x % 32 == 0) *p.pages.scale(place.page, place.offset) = scale;
+}
+
+template <int kDim>
+__global__ void __launch_bounds__(kThreads) quantize_index_q_kernel(const __grid_constant__ QuantizeQueryParams p) {
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  if (row >= p.num_tokens * p.num_heads) return;
+  const int64_t token = row / p.num_heads, head = row - token * p.num_heads;
+  const float scale = quantize_row<kDim>(p.how, p.dtype, p.q, token * p.stride_token + head * p.stride_head,
+                                         p.q_fp8 + token * p.stride_out_token + head * p.stride_out_head);
+  if (threadIdx.x % 32 == 0) {
+    const float weight = element(p.weights_dtype, p.weights, token * p.stride_weights + head) * p.scale;
+    p.weights_out[token * p.stride_weights_out + head] = weight * scale;
+  }
+}
+
+// A warp per key, four bytes a lane.
+__global__ void __launch_bounds__(kThreads) gather_index_k_kernel(const __grid_constant__ GatherIndexParams p) {
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
+  const int lane = threadIdx.x % 32;
+  const int64_t key = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  if (p.report != nullptr && lane == 0) {
+    const int64_t step = static_cast<int64_t>(gridDim.x) * kWarps;
+    for (int64_t request = key; request < p.batch_size; request += step) report_bounds(p, request);
+  }
+  if (key >= p.num_keys) return;
+  const int64_t request = request_of(p, key);
+  if (request < 0) return;
+  GatherIndexParams silent = p;
+  if (lane != 0) silent.report = nullptr;
+  const KeyPlace place = place_of(silent, request, key - p.cu_seqlens[request]);
+  if (lane * 4 < p.pages.dim) {
+    const uint32_t* from = reinterpret_cast<const uint32_t*>(p.pages.key(place.page, place.offset));
+    reinterpret_cast<uint32_t*>(p.k + key * p.stride_k)[lane] = place.valid ? from[lane] : 0;
+  }
+  if (lane == 0) p.k_scale[key] = place.valid ? *p.pages.scale(place.page, place.offset) : 0.f;
+}
+
+LaunchShape warps(int64_t rows) { return {static_cast<int>(ceil_div<int64_t>(rows, kWarps)), kThreads, 0, 0}; }
+
+}  // namespace
+
+void launch(const StoreIndexParams& p, CUstream_st* stream) {
+  if (p.num_tokens == 0) return;
+  if (p.pages.dim == 128) {
+    launch_dependent<&store_index_k_kernel<128>>("store_index_k", warps(p.num_tokens), stream, p);
+  } else {
+    launch_dependent<&store_index_k_kernel<64>>("store_index_k", warps(p.num_tokens), stream, p);
+  }
+}
+
+void launch(const QuantizeQueryParams& p, CUstream_st* stream) {
+  const int64_t rows = p.num_tokens * p.num_heads;
+  if (rows == 0) return;
+  if (p.dim == 128) {
+    launch_dependent<&quantize_index_q_kernel<128>>("quantize_index_q", warps(rows), stream, p);
+  } else {
+    launch_dependent<&quantize_index_q_kernel<64>>("quantize_index_q", warps(rows), stream, p);
+  }
+}
+
+void launch(const GatherIndexParams& p, CUstream_st* stream) {
+  const int64_t rows = max_of<int64_t>(p.num_keys, p.report != nullptr ? 1 : 0);  // bounds are judged without keys, too
+  if (rows == 0) return;
+  launch_dependent<&gather_index_k_kernel>("gather_index_k", warps(rows), stream, p);
+}
+
+}  // namespace attnops::sparse_indexer
