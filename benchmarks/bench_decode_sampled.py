@@ -24,6 +24,7 @@ from collections.abc import Callable
 
 import torch
 from attnops import __version__
+from attnops.info import kernel_counts
 from records import Record, write
 from sampled_cells import LAW, MOST_BYTES, THIRDS, Cell, cells
 from sampled_contenders import PLAN_EVERY, Pool, Problem, Step, attnops_decode, peers, planned
@@ -68,6 +69,7 @@ class Measurement:
         self.rows: dict[str, tuple] = {}
         self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
         self.errors: dict[str, float] = {}
+        self.kernels: dict[str, str] = {}  # the row of impls.cpp, of attnops' contenders
         self.refused: dict[str, str] = {}
         # Calls in a graph. Of long ones a few, beside which a plan costs nothing.
         self.calls = -(-max(problem.rotation, PLAN_EVERY) // PLAN_EVERY) * PLAN_EVERY if cell.roofline < 300 else 4
@@ -76,7 +78,9 @@ class Measurement:
     def add(self, name: str, prepare: Callable[[], Step], hnd: bool = False) -> None:
         try:
             step = prepare()
+            before = kernel_counts()
             out = step(0)
+            chosen = [row for row, count in kernel_counts().items() if count != before.get(row, 0)]
             lengths = self.cell.lengths
             longest = max(range(len(lengths)), key=lengths.__getitem__)
             some = {0, len(lengths) - 1, lengths.index(min(lengths)), longest}
@@ -86,6 +90,7 @@ class Measurement:
                 raise RuntimeError(f"WRONG: relative error {error:.3g}")
             self.graphs[name] = record_graph(step, self.calls)
             self.errors[name] = error
+            self.kernels[name] = " ".join(row.split()[-1] for row in chosen if "_plan" not in row)
             self.keep.append(step)  # a graph keeps no tensors alive
         except Exception as problem:  # a peer may be absent, or refuse the cell: it is named
             self.refused[name] = f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0][:90]}"
@@ -126,11 +131,14 @@ def contenders(kind: str, problem: Problem) -> list[tuple[str, Callable[[], Step
     return [*ours, *peers(problem)]
 
 
-def run(kind: str, cell: Cell, pool: Pool, budget_ms: float, bar: float) -> tuple[Measurement, dict, float, str, bool]:
+def run(
+    kind: str, cell: Cell, pool: Pool, budget_ms: float, bar: float, alone: bool
+) -> tuple[Measurement, dict, float, str, bool]:
     problem = Problem(cell, pool)
     measurement = Measurement(cell, problem)
     for name, prepare, hnd in contenders(kind, problem):
-        measurement.add(name, prepare, hnd)
+        if not alone or name.startswith("attnops"):
+            measurement.add(name, prepare, hnd)
     if "attnops" not in measurement.graphs:
         return measurement, {}, 0.0, "nobody: attnops failed", False
     times = measurement.times(2, budget_ms)
@@ -179,7 +187,8 @@ def main() -> None:
     parser.add_argument("--cells", type=int, default=40, help="of each set")
     parser.add_argument("--sets", default="xqa16,fp8,tokens,mla16,mla8,invariant,width")
     parser.add_argument("--context", type=int, help="of every page table, in place of a drawn one; 0: exact")
-    parser.add_argument("--seconds", type=float, default=3600, help="stop starting cells after this long")
+    parser.add_argument("--seconds", type=float, default=3600, help="stop starting cells after this long, sets alike")
+    parser.add_argument("--alone", action="store_true", help="no peers: every cell beside its roofline")
     parser.add_argument("--budget-ms", type=float, default=8, help="of replays per contender and turn")
     parser.add_argument("--write", action="store_true", help="to benchmarks/results/h200-decode_sampled.jsonl")
     arguments = parser.parse_args()
@@ -187,26 +196,27 @@ def main() -> None:
     print(LAW + f"\nseed {arguments.seed}, {arguments.cells} cells of each set", flush=True)
     torch.manual_seed(arguments.seed)
     pool, records = Pool(int(MOST_BYTES * 1.02)), []
-    for kind in arguments.sets.split(","):
+    sets = arguments.sets.split(",")
+    for number, kind in enumerate(sets):
         results = []
+        until = begin + arguments.seconds * (number + 1) / len(sets)
         bar = BARS.get(kind, 1 / 1.2)
         for cell in drawn(kind, arguments.seed, arguments.cells, arguments.context):
-            if time.monotonic() - begin > arguments.seconds:
+            if time.monotonic() > until:
                 print(f"out of time in {kind}")
                 break
-            measurement, times, ratio, best, again = run(kind, cell, pool, arguments.budget_ms, bar)
+            measurement, times, ratio, best, again = run(kind, cell, pool, arguments.budget_ms, bar, arguments.alone)
             ours = times.get("attnops", math.nan)
             others = " ".join(
                 f"{name} {t:.1f}" for name, t in sorted(times.items(), key=lambda x: x[1]) if name != "attnops"
             )
-            flag = "  <<" if ratio < bar else ""
-            print(
-                f"{ratio:6.3f} {ours:9.1f} us ({cell.roofline:.1f})  {cell.name}: {others} [{best}]{flag}", flush=True
-            )
+            flag, kernel = "  <<" if ratio < bar else "", measurement.kernels.get("attnops", "")
+            figures = f"{ratio:6.3f} {ours:9.1f} us ({cell.roofline:.1f})"
+            print(f"{figures}  {cell.name}: {kernel}; {others} [{best}]{flag}", flush=True)
             results.append((cell, ratio, again))
             case = f"sampled {kind} seed {arguments.seed}"
             for name, t in times.items():
-                note = f"best: {best}, {ratio:.3f}" if name == "attnops" else ""
+                note = f"best: {best}, {ratio:.3f}, by {kernel}" if name == "attnops" else ""
                 version = __version__ if name.startswith("attnops") else ""
                 gbs, tflops = cell.bytes / t / 1e3, cell.flops / t / 1e6
                 error = measurement.errors[name]
