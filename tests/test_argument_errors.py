@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 from attnops import ops
-from attnops.compat import flash_attn, flash_attn_interface, flash_mla, flashinfer, sgl_kernel
+from attnops.compat import deep_gemm, flash_attn, flash_attn_interface, flash_mla, flashinfer, sgl_kernel
 from attnops.metadata import FmhaPlan, MlaDecodePlan, SparseMlaPlan, XqaDecodePlan
 from right_calls import Call, compat_calls, ops_calls
 from torch import Tensor
@@ -22,6 +22,7 @@ NOT_READ = {
     ("trtllm_batch_context_with_kv_cache", "cum_seq_lens_kv"),
     ("trtllm_ragged_attention_deepseek", "seq_lens"),
     ("xqa_mla", "v_cache"),
+    ("fp8_paged_mqa_logits", "schedule_meta"),
 }
 HELPERS = {
     f"attnops.compat.{name}"
@@ -61,7 +62,7 @@ def public_functions(module: ModuleType) -> set[str]:
 
 def test_there_is_a_right_call_of_every_function():
     assert ops_calls().keys() == set(ops.__all__)
-    modules = (flash_attn, flash_attn_interface, flash_mla, flashinfer, sgl_kernel)
+    modules = (deep_gemm, flash_attn, flash_attn_interface, flash_mla, flashinfer, sgl_kernel)
     assert compat_calls().keys() == set.union(*map(public_functions, modules))
 
 

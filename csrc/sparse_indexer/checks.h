@@ -294,4 +294,30 @@ inline LogitsParams checked_logits(const Tensor& logits, const Tensor& q, const 
   return p;
 }
 
+inline ExpandParams checked_expand(const Tensor& seqlens, const Tensor& rows, const Tensor& topk_length,
+                                   const Tensor& cache_seqlens, const Tensor& cu_seqlens_q, int64_t topk, int64_t ratio,
+                                   const OptionalTensor& report) {
+  const char *op = "expand_rows", *home = "cache_seqlens";
+  Dim batch("batch_size"), tokens("num_rows");
+  const auto ints = [&](const char* name, const Tensor& tensor, Dim& extent) {
+    TensorCheck(op, name, tensor).device_as(home, cache_seqlens).dtype({DType::kInt32}).shape({extent}).contiguous();
+    return static_cast<int32_t*>(tensor.mutable_data_ptr());
+  };
+  ExpandParams p{};
+  p.cache_seqlens = ints(home, cache_seqlens, batch);
+  Dim bounds("batch_size + 1", *batch + 1, home);
+  p.cu_seqlens_q = ints("cu_seqlens_q", cu_seqlens_q, bounds);
+  p.seqlens = ints("seqlens", seqlens, tokens);
+  p.rows = ints("rows", rows, tokens);
+  p.topk_length = ints("topk_length", topk_length, tokens);
+  check_range(op, "topk", topk, 0, INT32_MAX);
+  check_range(op, "ratio", ratio, 1, INT32_MAX);
+  p.num_rows = *tokens;
+  p.batch_size = *batch;
+  p.ratio = static_cast<int>(ratio);
+  p.topk = static_cast<int>(topk);
+  p.report = checked_report(op, report, home, cache_seqlens);
+  return p;
+}
+
 }  // namespace attnops::sparse_indexer

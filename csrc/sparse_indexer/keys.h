@@ -55,14 +55,22 @@ ATTNOPS_HOST_DEVICE inline KeyPlace place_of(const StoreIndexParams& p, int64_t 
   return {page, static_cast<int>(slot - page * p.pages.page_size), true};
 }
 
-// The request that a row of ragged keys belongs to, or -1.
-ATTNOPS_HOST_DEVICE inline int64_t request_of(const GatherIndexParams& p, int64_t key) {
-  int64_t low = 0, high = p.batch_size;  // cu_seqlens[low] <= key < cu_seqlens[high], if they rise
+// The request that row `row` belongs to, by bounds [batch_size + 1], or -1.
+ATTNOPS_HOST_DEVICE inline int64_t request_of(const int32_t* bounds, int64_t batch_size, int64_t row) {
+  int64_t low = 0, high = batch_size;  // bounds[low] <= row < bounds[high], if they rise
   while (high - low > 1) {
     const int64_t middle = (low + high) / 2;
-    (p.cu_seqlens[middle] <= key ? low : high) = middle;
+    (bounds[middle] <= row ? low : high) = middle;
   }
-  return p.batch_size > 0 && p.cu_seqlens[low] <= key && key < p.cu_seqlens[low + 1] ? low : -1;
+  return batch_size > 0 && bounds[low] <= row && row < bounds[low + 1] ? low : -1;
+}
+
+// To be called for every request where there is a report.
+ATTNOPS_HOST_DEVICE inline void report_bounds(int32_t* report, ReportOp op, const int32_t* bounds, int64_t request,
+                                              int64_t num_rows) {
+  const int64_t begin = bounds[request], end = bounds[request + 1];
+  if (begin >= 0 && begin <= end && end <= num_rows && (request > 0 || begin == 0)) return;
+  record_fault(report, {op, kReportTokenBounds, request, begin, end, num_rows});
 }
 
 // Where a key of a request is; invalid where the table or the pool has no such page.
@@ -81,11 +89,17 @@ ATTNOPS_HOST_DEVICE inline KeyPlace place_of(const GatherIndexParams& p, int64_t
   return {0, 0, false};
 }
 
-// To be called for every request where there is a report.
-ATTNOPS_HOST_DEVICE inline void report_bounds(const GatherIndexParams& p, int64_t request) {
-  const int64_t begin = p.cu_seqlens[request], end = p.cu_seqlens[request + 1];
-  if (begin >= 0 && begin <= end && end <= p.num_keys && (request > 0 || begin == 0)) return;
-  record_fault(p.report, {kReportGatherIndexK, kReportTokenBounds, request, begin, end, p.num_keys});
+// What token row `row` sees: nothing where it is of no request.
+ATTNOPS_HOST_DEVICE inline void expand_row(const ExpandParams& p, int64_t row) {
+  const int64_t request = request_of(p.cu_seqlens_q, p.batch_size, row);
+  int64_t length = 0;
+  if (request >= 0) {  // the last of a request's tokens sees all of it
+    const int64_t later = p.cu_seqlens_q[request + 1] - 1 - row;
+    length = max_of<int64_t>(p.cache_seqlens[request] - later, 0) / p.ratio;
+  }
+  p.seqlens[row] = static_cast<int32_t>(length);
+  p.rows[row] = static_cast<int32_t>(max_of<int64_t>(request, 0));
+  p.topk_length[row] = static_cast<int32_t>(min_of<int64_t>(length, p.topk));
 }
 
 }  // namespace attnops::sparse_indexer

@@ -77,11 +77,24 @@ void gather_index_k_cpu(const Tensor& k, const Tensor& k_scale, const Tensor& in
   GatherIndexParams p = checked_gather_index(k, k_scale, index_pages, page_table, cu_seqlens_k, report);
   CpuFaults faults("gather_index_k", "index_pages", p.report);
   p.report = faults.report();
-  for (int64_t request = 0; request < p.batch_size; ++request) report_bounds(p, request);
+  for (int64_t request = 0; request < p.batch_size; ++request)
+    report_bounds(p.report, kReportGatherIndexK, p.cu_seqlens, request, p.num_keys);
   faults.check();
   torch::stable::parallel_for(0, p.num_keys, 256,
                               [&](int64_t begin, int64_t end) { cpu::gather_index_k(p, begin, end); });
   faults.check();
+}
+
+void expand_rows_cpu(const Tensor& seqlens, const Tensor& rows, const Tensor& topk_length, const Tensor& cache_seqlens,
+                     const Tensor& cu_seqlens_q, int64_t topk, int64_t ratio, const OptionalTensor& report) {
+  ExpandParams p = checked_expand(seqlens, rows, topk_length, cache_seqlens, cu_seqlens_q, topk, ratio, report);
+  CpuFaults faults("expand_rows", "", p.report);
+  p.report = faults.report();
+  for (int64_t request = 0; request < p.batch_size; ++request) {
+    report_bounds(p.report, kReportExpandRows, p.cu_seqlens_q, request, p.num_rows);
+  }
+  faults.check();
+  for (int64_t row = 0; row < p.num_rows; ++row) expand_row(p, row);
 }
 
 void run_logits(const char* op, LogitsParams p) {
@@ -119,6 +132,7 @@ STABLE_TORCH_LIBRARY_IMPL(attnops, CPU, m) {
   m.impl("store_index_k", TORCH_BOX(&store_index_k_cpu));
   m.impl("quantize_index_q", TORCH_BOX(&quantize_index_q_cpu));
   m.impl("gather_index_k", TORCH_BOX(&gather_index_k_cpu));
+  m.impl("expand_rows", TORCH_BOX(&expand_rows_cpu));
   m.impl("index_logits_paged", TORCH_BOX(&index_logits_paged_cpu));
   m.impl("index_logits", TORCH_BOX(&index_logits_cpu));
 }

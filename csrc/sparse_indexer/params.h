@@ -112,4 +112,13 @@ struct LogitsParams {
   int32_t* report;
 };
 
+// Requests to token rows.
+struct ExpandParams {
+  int64_t num_rows, batch_size;
+  int ratio, topk;
+  const int32_t *cache_seqlens, *cu_seqlens_q;  // [B], [B + 1]
+  int32_t *seqlens, *rows, *topk_length;        // [num_rows]
+  int32_t* report;
+};
+
 }  // namespace attnops::sparse_indexer

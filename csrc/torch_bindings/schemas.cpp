@@ -92,6 +92,9 @@ STABLE_TORCH_LIBRARY(attnops, m) {
       "index_logits(Tensor(a!) logits, Tensor q, Tensor k, Tensor k_scale, Tensor weights, Tensor k_start, "
       "Tensor k_end, bool compressed=False, Tensor(b!)? report=None) -> ()");
   m.def(
+      "expand_rows(Tensor(a!) seqlens, Tensor(b!) rows, Tensor(c!) topk_length, Tensor cache_seqlens, "
+      "Tensor cu_seqlens_q, int topk, int ratio=1, Tensor(d!)? report=None) -> ()");
+  m.def(
       "topk_select(Tensor(a!) indices, Tensor(b!)? positions, Tensor logits, Tensor lengths, Tensor? row_starts=None, "
       "Tensor? page_table=None, Tensor? row_to_request=None, int page_size=1, Tensor? offsets=None, "
       "Tensor(c!)? report=None) -> ()");

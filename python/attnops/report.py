@@ -49,6 +49,7 @@ OPS = (
     "gather_index_k",
     "index_logits_paged",
     "index_logits",
+    "expand_rows",
 )
 KINDS = (
     "none",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 
 import pytest
-from attnops.compat import flash_attn, flash_attn_interface, flash_mla, flashinfer, sgl_kernel
+from attnops.compat import deep_gemm, flash_attn, flash_attn_interface, flash_mla, flashinfer, sgl_kernel
 
 # Positional arguments, in order. FlashInfer 0.7.2, the upstream FA3 and FlashMLA, sgl_kernel 0.3.21.
 POSITIONAL = {
@@ -53,6 +53,16 @@ POSITIONAL = {
         extra_indices_in_kvcache topk_length extra_topk_length""",
     flash_mla.flash_mla_sparse_fwd: "q kv indices sm_scale d_v attn_sink topk_length",
     sgl_kernel.merge_state_v2: "v_a s_a v_b s_b v_merged s_merged",
+    sgl_kernel.fast_topk_v2: "score lengths topk row_starts",
+    sgl_kernel.fast_topk_transform_fused: "score lengths page_table_size_1 cu_seqlens_q topk row_starts",
+    sgl_kernel.fast_topk_transform_ragged_fused: "score lengths topk_indices_offset topk row_starts",
+    flashinfer.top_k_page_table_transform: """input src_page_table lengths k row_to_batch deterministic tie_break
+        dsa_graph_safe row_starts page_table_row_starts""",
+    flashinfer.top_k_ragged_transform: "input offsets lengths k deterministic tie_break dsa_graph_safe row_starts",
+    deep_gemm.fp8_mqa_logits: "q kv weights cu_seq_len_k_start cu_seq_len_k_end clean_logits max_seqlen_k",
+    deep_gemm.get_paged_mqa_logits_metadata: "context_lens block_kv num_sms",
+    deep_gemm.fp8_paged_mqa_logits: """q fused_kv_cache weights context_lens block_table schedule_meta
+        max_context_len clean_logits""",
     sgl_kernel.cutlass_mla_get_workspace_size: "max_seq_len num_batches sm_count num_kv_splits",
     sgl_kernel.cutlass_mla_decode: """q_nope q_pe kv_c_and_k_pe_cache seq_lens page_table
         workspace sm_scale num_kv_splits""",

@@ -12,6 +12,7 @@ import torch
 from . import (
     backends,
     fmha,
+    index_keys,
     indexer,
     linear,
     linear_prefill,
@@ -45,6 +46,9 @@ FAMILIES: dict[str, tuple[int, Callable[[Draw], None]]] = {
     "states": (1, linear.right_states),
     "hostile states": (1, linear.hostile_slots),
     "selection": (4, indexer.right_select),
+    "index keys": (3, index_keys.right_quantization),
+    "index logits": (4, index_keys.right_logits),
+    "hostile index keys": (2, index_keys.hostile_pages),
     "hostile rows": (1, indexer.hostile_rows),
     "sparse decode": (5, sparse.right_decode),
     "sparse prefill": (3, sparse.right_prefill),

@@ -60,6 +60,12 @@ CALLERS = {
     "causal_conv1d": {"convolutions"},
     "copy_states": {"states"},
     "topk_select": {"selection", "hostile rows"},
+    "store_index_k": {"index keys"},
+    "quantize_index_q": {"index keys"},
+    "gather_index_k": {"index keys", "hostile index keys"},
+    "index_logits": {"index logits"},
+    "index_logits_paged": {"index logits", "hostile index keys"},
+    "expand_rows": {"index logits"},
 }
 
 
@@ -417,3 +423,42 @@ def _(right: Function, given: dict[str, Any]) -> Any:
     columns = given["logits"].shape[1]
     starts = 0 if given.get("row_starts") is None else given["row_starts"].clamp(0, columns)
     return right(**given | {"lengths": torch.minimum(given["lengths"], torch.as_tensor(columns - starts).int())})
+
+
+@mutant("store_index_k", "scales are powers of two unasked")
+def _(right: Function, given: dict[str, Any]) -> Any:
+    return right(**given | {"ue8m0": True})
+
+
+@mutant("quantize_index_q", "queries are not rotated")
+def _(right: Function, given: dict[str, Any]) -> Any:
+    return right(**given | {"hadamard": False})
+
+
+@mutant("gather_index_k", "the last key of a batch is lost")
+def _(right: Function, given: dict[str, Any]) -> Any:
+    bounds = given["cu_seqlens_k"].clone()
+    bounds[-1:] = (bounds[-1:] - 1).clamp(min=0)
+    return right(**given | {"cu_seqlens_k": torch.minimum(bounds, bounds[-1:])})
+
+
+@_for_all(("index_logits", "index_logits_paged"), "negative products count")
+def _(op: str, right: Function, given: dict[str, Any]) -> Any:
+    logits = right(**given)
+    twin = right(**given | {"q": (-given["q"].float()).to(given["q"].dtype), "logits": logits.clone()})
+    logits.sub_(twin)
+    return logits
+
+
+@_for_all(("index_logits", "index_logits_paged"), "a head's weight is dropped")
+def _(op: str, right: Function, given: dict[str, Any]) -> Any:
+    weights = given["weights"].clone()
+    weights[:, -1:] = 0
+    return right(**given | {"weights": weights})
+
+
+@mutant("expand_rows", "a token does not see itself")
+def _(right: Function, given: dict[str, Any]) -> Any:
+    out = right(**given)
+    out[0].sub_(1).clamp_(min=0)
+    return out

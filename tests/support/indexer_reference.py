@@ -84,5 +84,5 @@ def make_pages(k: Tensor, k_scale: Tensor, page_size: int, slots: Tensor, num_pa
     scales = torch.full((num_pages, page_size), torch.nan)
     keys[slots // page_size, slots % page_size] = k.view(torch.uint8).cpu()
     scales[slots // page_size, slots % page_size] = k_scale.cpu()
-    parts = keys.view(num_pages, -1), scales.view(torch.uint8).view(num_pages, -1)
+    parts = keys.flatten(1), scales.view(torch.uint8).flatten(1)
     return torch.cat(parts, 1).view(num_pages, page_size, dim + 4)

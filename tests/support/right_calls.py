@@ -11,7 +11,7 @@ from attnops import ops
 from attnops.compat import flash_attn, flash_attn_interface, flash_mla, flashinfer, sgl_kernel
 from attnops.metadata import FmhaPlan
 from attnops.ops.speculation import Verified
-from indexer_calls import indexer_arguments
+from indexer_calls import indexer_arguments, indexer_peer_calls
 from mla_calls import plan_for
 from problems import mla_problem, paged_problem, ragged_problem
 from right_peer_calls import flashinfer_calls
@@ -334,6 +334,7 @@ def compat_calls(device: str = "cpu") -> dict[str, Call]:
         ),
         "merge_state_v2": (sgl_kernel.merge_state_v2, {"v_a": out, "s_a": lse, "v_b": out_b, "s_b": lse_b}),
         **sglang_tree_calls(device),
+        **indexer_peer_calls(device),
         "cutlass_mla_get_workspace_size": (
             functools.partial(sgl_kernel.cutlass_mla_get_workspace_size, device=device),
             {"max_seq_len": 64, "num_batches": 3},

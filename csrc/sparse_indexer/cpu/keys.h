@@ -60,7 +60,7 @@ inline void quantize_index_q(const QuantizeQueryParams& p, int64_t begin, int64_
 
 inline void gather_index_k(const GatherIndexParams& p, int64_t begin, int64_t end) {
   for (int64_t key = begin; key < end; ++key) {
-    const int64_t request = request_of(p, key);
+    const int64_t request = request_of(p.cu_seqlens, p.batch_size, key);
     if (request < 0) continue;
     const KeyPlace place = place_of(p, request, key - p.cu_seqlens[request]);
     uint8_t* const out = p.k + key * p.stride_k;

@@ -108,10 +108,11 @@ __global__ void __launch_bounds__(kThreads) gather_index_k_kernel(const __grid_c
   const int64_t key = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   if (p.report != nullptr && lane == 0) {
     const int64_t step = static_cast<int64_t>(gridDim.x) * kWarps;
-    for (int64_t request = key; request < p.batch_size; request += step) report_bounds(p, request);
+    for (int64_t request = key; request < p.batch_size; request += step)
+      report_bounds(p.report, kReportGatherIndexK, p.cu_seqlens, request, p.num_keys);
   }
   if (key >= p.num_keys) return;
-  const int64_t request = request_of(p, key);
+  const int64_t request = request_of(p.cu_seqlens, p.batch_size, key);
   if (request < 0) return;
   GatherIndexParams silent = p;
   if (lane != 0) silent.report = nullptr;
@@ -121,6 +122,19 @@ __global__ void __launch_bounds__(kThreads) gather_index_k_kernel(const __grid_c
     reinterpret_cast<uint32_t*>(p.k + key * p.stride_k)[lane] = place.valid ? from[lane] : 0;
   }
   if (lane == 0) p.k_scale[key] = place.valid ? *p.pages.scale(place.page, place.offset) : 0.f;
+}
+
+__global__ void __launch_bounds__(kThreads) expand_rows_kernel(const __grid_constant__ ExpandParams p) {
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (p.report != nullptr) {
+    const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
+    for (int64_t request = row; request < p.batch_size; request += step) {
+      report_bounds(p.report, kReportExpandRows, p.cu_seqlens_q, request, p.num_rows);
+    }
+  }
+  if (row < p.num_rows) expand_row(p, row);
 }
 
 LaunchShape warps(int64_t rows) { return {static_cast<int>(ceil_div<int64_t>(rows, kWarps)), kThreads, 0, 0}; }
@@ -150,6 +164,13 @@ void launch(const GatherIndexParams& p, CUstream_st* stream) {
   const int64_t rows = max_of<int64_t>(p.num_keys, p.report != nullptr ? 1 : 0);  // bounds are judged without keys, too
   if (rows == 0) return;
   launch_dependent<&gather_index_k_kernel>("gather_index_k", warps(rows), stream, p);
+}
+
+void launch(const ExpandParams& p, CUstream_st* stream) {
+  const int64_t rows = max_of<int64_t>(p.num_rows, p.report != nullptr ? 1 : 0);
+  if (rows == 0) return;
+  launch_dependent<&expand_rows_kernel>(
+      "expand_rows", {static_cast<int>(ceil_div<int64_t>(rows, kThreads)), kThreads, 0, 0}, stream, p);
 }
 
 }  // namespace attnops::sparse_indexer

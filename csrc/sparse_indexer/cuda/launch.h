@@ -10,5 +10,6 @@ void launch(const SelectParams& params, CUstream_st* stream);
 void launch(const StoreIndexParams& params, CUstream_st* stream);
 void launch(const QuantizeQueryParams& params, CUstream_st* stream);
 void launch(const GatherIndexParams& params, CUstream_st* stream);
+void launch(const ExpandParams& params, CUstream_st* stream);
 
 }  // namespace attnops::sparse_indexer

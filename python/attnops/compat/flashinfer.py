@@ -40,6 +40,7 @@ from attnops.compat._flashinfer_ragged_prefill import (
 from attnops.compat._flashinfer_sinks import BatchAttentionWithAttentionSinkWrapper
 from attnops.compat._flashinfer_wrapper import BatchDecodeWithPagedKVCacheWrapper
 from attnops.compat._flashinfer_xqa import cudnn_batch_decode_with_kv_cache, xqa, xqa_batch_decode_with_kv_cache
+from attnops.compat._topk import top_k_page_table_transform, top_k_ragged_transform
 
 __all__ = [
     "BatchAttention",
@@ -65,6 +66,8 @@ __all__ = [
     "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
+    "top_k_page_table_transform",
+    "top_k_ragged_transform",
     "trtllm_batch_context_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache_mla",

@@ -5,7 +5,7 @@ from attnops.ops.context_parallel import context_parallel_seqlens, context_paral
 from attnops.ops.draft_slots import copy_page_tail, generate_draft_decode_kv_indices, move_kv
 from attnops.ops.fmha import fmha_paged, fmha_plan, fmha_varlen
 from attnops.ops.index_keys import gather_index_k, quantize_index_q, store_index_k
-from attnops.ops.indexer import index_logits, index_logits_paged, topk_select
+from attnops.ops.indexer import expand_rows, index_logits, index_logits_paged, topk_select
 from attnops.ops.linear import (
     causal_conv1d,
     causal_conv1d_update,
@@ -46,6 +46,7 @@ __all__ = [
     "delta_decode",
     "delta_plan",
     "delta_prefill",
+    "expand_rows",
     "fmha_paged",
     "fmha_plan",
     "fmha_varlen",

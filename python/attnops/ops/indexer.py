@@ -154,5 +154,44 @@ def topk_select(
     return indices
 
 
-for _op in ("index_logits_paged", "index_logits", "topk_select"):
+@names_its_arguments
+def expand_rows(
+    cache_seqlens: Tensor,
+    cu_seqlens_q: Tensor,
+    num_rows: int,
+    topk: int,
+    *,
+    ratio: int = 1,
+    seqlens: Tensor | None = None,
+    rows: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    report: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Requests to token rows, for verify, draft extend and extend: what each new token sees, in the graph.
+
+    Args:
+        cache_seqlens: int32 ``[B]``: keys of each request, its new tokens included.
+        cu_seqlens_q: int32 ``[B + 1]``: where each request's rows begin, from 0 on, and where the last one's end.
+        num_rows: T, at least ``cu_seqlens_q[B]``. Rows behind that are padding: 0 in all three.
+        topk: What lengths are clipped to.
+        ratio: Tokens of a compressed entry: a token sees the entries that are full, ``length // ratio``.
+        seqlens, rows, topk_length: int32 ``[T]``; allocated when omitted.
+        report: int32 ``[8]`` of the checked mode.
+
+    Returns:
+        ``(seqlens, rows, topk_length)``: keys that the row's token sees; its request; keys that it selects.
+
+    Raises:
+        RuntimeError: naming the argument that does not fit; on the CPU also bounds that fall or exceed T.
+    """
+    outputs = [cache_seqlens.new_empty(num_rows) if out is None else out for out in (seqlens, rows, topk_length)]
+    if outputs[0].dim() == 1 and outputs[0].shape[0] != num_rows:
+        raise ValueError(
+            f"attnops::expand_rows: seqlens.shape[0] must be {num_rows} (num_rows), got {outputs[0].shape[0]}"
+        )
+    torch.ops.attnops.expand_rows(*outputs, cache_seqlens, cu_seqlens_q, topk, ratio, report)
+    return outputs[0], outputs[1], outputs[2]
+
+
+for _op in ("index_logits_paged", "index_logits", "expand_rows", "topk_select"):
     register_fake(_op)

@@ -1,4 +1,4 @@
-"""`sgl_kernel`'s attention: merges of states, CUTLASS MLA, draft trees, and its modules `flash_attn`, `flash_mla`."""
+"""`sgl_kernel`'s attention: merges, CUTLASS MLA, draft trees, selections; modules `flash_attn`, `flash_mla`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ from attnops.compat._speculation import (
     tree_speculative_sampling_target_only,
     verify_tree_greedy,
 )
+from attnops.compat._topk import fast_topk_transform_fused, fast_topk_transform_ragged_fused, fast_topk_v2
 from attnops.compat.sgl_kernel import flash_attn, flash_mla
 
 __all__ = [
     "build_tree_kernel_efficient",
     "cutlass_mla_decode",
     "cutlass_mla_get_workspace_size",
+    "fast_topk_transform_fused",
+    "fast_topk_transform_ragged_fused",
+    "fast_topk_v2",
     "flash_attn",
     "flash_mla",
     "merge_state",
