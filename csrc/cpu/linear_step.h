@@ -1,5 +1,6 @@
 #pragma once
 #include "core/linear_prefill.h"
+#include "core/linear_verify.h"
 #include "core/state_report.h"
 
 namespace attnops::cpu {
@@ -16,6 +17,7 @@ struct HeadStep {
   float coefficient, key_query;
   DType dtype;
   bool delta;
+  float* update = nullptr;  // [value_dim], of S += update k^T, if the caller keeps it
 };
 
 inline constexpr int kStepLanes = 16;
@@ -32,6 +34,12 @@ void linear_step_heads(const LinearStep& p, bool delta, int64_t begin, int64_t e
 // Token by token, in float32: as few operations as in chunks where no matrix unit helps, and no exponent but the
 // decay's.
 void linear_prefill_heads(const LinearPrefill& p, bool delta, int64_t begin, int64_t end);
+
+// Heads [begin, end) of batch_size * num_heads. Each writes its part of the rings.
+void linear_verify_heads(const LinearVerify& p, bool delta, int64_t begin, int64_t end);
+
+// The same, of a commit. The rings' lengths are as before.
+void linear_commit_heads(const LinearCommit& p, int64_t begin, int64_t end);
 
 // Records slots out of range and slots that two rows write, before anything runs.
 void check_step_slots(const LinearStep& p, ReportOp op, int32_t* report);

@@ -84,6 +84,7 @@ void step_rows_of(const HeadStep& h) {
     const float predicted = h.delta ? sum_lanes(by_key) : 0.f;
     const float update = h.coefficient * (h.value[v] - predicted);
     h.out[v] = sum_lanes(by_query) + update * h.key_query;
+    if (h.update != nullptr) h.update[v] = update;
     if (h.to == nullptr) continue;
     auto* to = static_cast<unsigned char*>(h.to) + v * h.stride_row * kSize;
     unsigned char* target = whole ? to : copy;

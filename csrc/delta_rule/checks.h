@@ -81,4 +81,13 @@ inline LinearPrefill checked_prefill(const RowArguments& given, const PrefillArg
   return attnops::checked_prefill("delta_prefill", step, ragged, "q", given.q, num_tokens, batch);
 }
 
+inline LinearVerify checked_verify(const RowArguments& given, const RingArguments& rings,
+                                   const OptionalTensor& tree_mask) {
+  Dim num_tokens("num_tokens"), batch("batch_size");
+  const LinearStep step = checked_rows("delta_verify", given, num_tokens, batch);
+  LinearVerify p = attnops::checked_verify("delta_verify", step, rings, tree_mask, "q", given.q, *num_tokens);
+  if (*num_tokens != 0) check_ring_kind("delta_verify", p, given.a.dim() == 3, step.num_heads / step.heads_per_group);
+  return p;
+}
+
 }  // namespace attnops::delta_rule

@@ -4,7 +4,7 @@
 #include "cpu/linear_step.h"
 #include "delta_rule/checks.h"
 #include "torch_bindings/cpu_faults.h"
-#include "torch_bindings/linear_prefill_cpu.h"
+#include "torch_bindings/linear_cpu.h"
 
 namespace attnops::delta_rule {
 namespace {
@@ -39,12 +39,35 @@ void delta_plan_cpu(const Tensor& plan, const Tensor& cu_seqlens) {
   attnops::cpu::order_requests(checked_plan("delta_plan", plan, cu_seqlens));
 }
 
+void delta_verify_cpu(const Tensor& out, const Tensor& ring_u, const Tensor& ring_k, const Tensor& ring_decay,
+                      const Tensor& states, const Tensor& ring_len, const Tensor& q, const Tensor& k, const Tensor& v,
+                      const Tensor& a, const Tensor& b, const OptionalTensor& a_log, const OptionalTensor& dt_bias,
+                      const Tensor& state_indices, const OptionalTensor& tree_mask, double scale, double lower_bound,
+                      bool qk_l2norm, const OptionalTensor& report) {
+  const OptionalTensor elsewhere;
+  const LinearVerify p = checked_verify(
+      {out, states, q, k, v, a, b, a_log, dt_bias, state_indices, elsewhere, scale, lower_bound, qk_l2norm, report},
+      {ring_u, ring_k, ring_decay, ring_len}, tree_mask);
+  attnops::cpu::linear_verify("delta_verify", kReportDeltaVerify, p, true);
+}
+
+void delta_commit_cpu(const Tensor& states, const Tensor& ring_u, const Tensor& ring_k, const Tensor& ring_decay,
+                      const Tensor& ring_len, const Tensor& state_indices, const Tensor& accepted_path,
+                      const Tensor& accepted_len, bool fold, const OptionalTensor& report) {
+  const LinearCommit p = checked_commit(
+      "delta_commit",
+      {states, {ring_u, ring_k, ring_decay, ring_len}, state_indices, accepted_path, accepted_len, fold, report});
+  attnops::cpu::linear_commit("delta_commit", kReportDeltaCommit, p);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(attnops, CPU, m) {
   m.impl("delta_decode", TORCH_BOX(&delta_decode_cpu));
   m.impl("delta_prefill", TORCH_BOX(&delta_prefill_cpu));
   m.impl("delta_plan", TORCH_BOX(&delta_plan_cpu));
+  m.impl("delta_verify", TORCH_BOX(&delta_verify_cpu));
+  m.impl("delta_commit", TORCH_BOX(&delta_commit_cpu));
 }
 
 }  // namespace attnops::delta_rule

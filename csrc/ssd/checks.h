@@ -69,4 +69,13 @@ inline LinearPrefill checked_prefill(const RowArguments& given, const PrefillArg
   return attnops::checked_prefill("ssd_prefill", step, ragged, "x", given.x, num_tokens, batch);
 }
 
+inline LinearVerify checked_verify(const RowArguments& given, const RingArguments& rings,
+                                   const OptionalTensor& tree_mask) {
+  Dim num_tokens("num_tokens"), batch("batch_size");
+  const LinearStep step = checked_rows("ssd_verify", given, num_tokens, batch);
+  LinearVerify p = attnops::checked_verify("ssd_verify", step, rings, tree_mask, "x", given.x, *num_tokens);
+  if (*num_tokens != 0) check_ring_kind("ssd_verify", p, false, step.num_heads / step.heads_per_group);
+  return p;
+}
+
 }  // namespace attnops::ssd

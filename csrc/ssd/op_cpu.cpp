@@ -4,7 +4,7 @@
 #include "cpu/linear_step.h"
 #include "ssd/checks.h"
 #include "torch_bindings/cpu_faults.h"
-#include "torch_bindings/linear_prefill_cpu.h"
+#include "torch_bindings/linear_cpu.h"
 
 namespace attnops::ssd {
 namespace {
@@ -39,12 +39,35 @@ void ssd_plan_cpu(const Tensor& plan, const Tensor& cu_seqlens) {
   attnops::cpu::order_requests(checked_plan("ssd_plan", plan, cu_seqlens));
 }
 
+void ssd_verify_cpu(const Tensor& out, const Tensor& ring_u, const Tensor& ring_k, const Tensor& ring_decay,
+                    const Tensor& states, const Tensor& ring_len, const Tensor& x, const OptionalTensor& dt,
+                    const Tensor& a, const Tensor& b, const Tensor& c, const OptionalTensor& d,
+                    const OptionalTensor& dt_bias, const OptionalTensor& z, const Tensor& state_indices,
+                    const OptionalTensor& tree_mask, double scale, bool dt_softplus, const OptionalTensor& report) {
+  const OptionalTensor elsewhere;
+  const LinearVerify p =
+      checked_verify({out, states, x, dt, a, b, c, d, dt_bias, z, state_indices, elsewhere, scale, dt_softplus, report},
+                     {ring_u, ring_k, ring_decay, ring_len}, tree_mask);
+  attnops::cpu::linear_verify("ssd_verify", kReportSsdVerify, p, false);
+}
+
+void ssd_commit_cpu(const Tensor& states, const Tensor& ring_u, const Tensor& ring_k, const Tensor& ring_decay,
+                    const Tensor& ring_len, const Tensor& state_indices, const Tensor& accepted_path,
+                    const Tensor& accepted_len, bool fold, const OptionalTensor& report) {
+  const LinearCommit p = checked_commit(
+      "ssd_commit",
+      {states, {ring_u, ring_k, ring_decay, ring_len}, state_indices, accepted_path, accepted_len, fold, report});
+  attnops::cpu::linear_commit("ssd_commit", kReportSsdCommit, p);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(attnops, CPU, m) {
   m.impl("ssd_decode", TORCH_BOX(&ssd_decode_cpu));
   m.impl("ssd_prefill", TORCH_BOX(&ssd_prefill_cpu));
   m.impl("ssd_plan", TORCH_BOX(&ssd_plan_cpu));
+  m.impl("ssd_verify", TORCH_BOX(&ssd_verify_cpu));
+  m.impl("ssd_commit", TORCH_BOX(&ssd_commit_cpu));
 }
 
 }  // namespace attnops::ssd

@@ -99,6 +99,14 @@ void CpuFaults::check() const {
   if (kind == kReportPlan) {
     fail(op_, "plan[" + text(kReportRequest) + "]" + in_range + " (batch_size), and name each request once" + got);
   }
+  if (kind == kReportRingLength) {
+    fail(op_,
+         "ring_len, request " + text(kReportRequest) + in_range + " (so that its ring has room for the drafts)" + got);
+  }
+  if (kind == kReportAccepted) fail(op_, "accepted_len[" + text(kReportRequest) + "]" + in_range + " (drafts)" + got);
+  if (kind == kReportPath) {
+    fail(op_, "accepted_path" + request + ", position " + text(kReportPosition) + in_range + " (drafts), rising" + got);
+  }
   switch (kind) {
     case ReportKind::kRequestSlot:
       fail(op_, "req_pool_indices[" + text(kReportRequest) + "]" + in_range + " (max_requests of req_to_token)" + got);

@@ -1,6 +1,7 @@
 #pragma once
 #include "core/linear_prefill.h"
 #include "core/linear_step.h"
+#include "core/linear_verify.h"
 #include "core/state_report.h"
 #include "torch_bindings/check.h"
 #include "torch_bindings/index_checks.h"
@@ -105,6 +106,121 @@ inline RequestOrder checked_plan(const char* op, const Tensor& plan, const Tenso
   return {.plan = static_cast<int32_t*>(plan.mutable_data_ptr()),
           .cu_seqlens = checked_slots(op, "cu_seqlens", cu_seqlens, "plan", plan, bounds),
           .batch_size = batch.as_int()};
+}
+
+struct RingArguments {
+  const Tensor &ring_u, &ring_k, &ring_decay, &ring_len;
+};
+
+// Rings of updates, one for each slot of the states that `step` has.
+inline StateRings checked_rings(const char* op, const LinearStep& step, const RingArguments& given,
+                                const char* other_name, const Tensor& other, int drafts) {
+  Dim num_slots("num_slots", step.num_slots, "states"), heads("num_heads", step.num_heads, "states"), rows("ring_rows");
+  Dim value_dim("value_dim", step.value_dim, "states"), key_dim("key_dim", step.key_dim, "states"),
+      groups("num_groups");
+  const auto ring = [&](const char* name, const Tensor& tensor) {
+    return TensorCheck(op, name, tensor).device_as(other_name, other).dtype({DType::kFloat32}).contiguous();
+  };
+  ring("ring_u", given.ring_u).shape({num_slots, heads, rows, value_dim});
+  ring("ring_k", given.ring_k).shape({num_slots, groups, rows, key_dim});
+  const bool per_channel = given.ring_decay.dim() == 4;
+  if (per_channel) {
+    ring("ring_decay", given.ring_decay).shape({num_slots, heads, rows, key_dim});
+  } else {
+    ring("ring_decay", given.ring_decay).shape({num_slots, heads, rows});
+  }
+  TensorCheck(op, "ring_len", given.ring_len)
+      .device_as(other_name, other)
+      .dtype({DType::kInt32})
+      .shape({num_slots})
+      .contiguous();
+  check_range(op, "drafts of a request", drafts, 1, kMaxDrafts);
+  if (*rows < drafts) {
+    fail(op, "ring_u.shape[2] (ring_rows) must be at least " + std::to_string(drafts) + " (drafts of a request), got " +
+                 std::to_string(*rows));
+  }
+  if (*groups == 0 ? *heads != 0 : *heads % *groups != 0) {
+    fail(op, "ring_k.shape[1] (num_groups) must divide " + std::to_string(*heads) + " (num_heads), got " +
+                 std::to_string(*groups));
+  }
+  return {.u = static_cast<float*>(given.ring_u.mutable_data_ptr()),
+          .k = static_cast<float*>(given.ring_k.mutable_data_ptr()),
+          .decay = static_cast<float*>(given.ring_decay.mutable_data_ptr()),
+          .lengths = static_cast<int32_t*>(given.ring_len.mutable_data_ptr()),
+          .rows = rows.as_int(),
+          .num_groups = groups.as_int(),
+          .per_channel = per_channel};
+}
+
+inline LinearVerify checked_verify(const char* op, const LinearStep& step, const RingArguments& rings,
+                                   const OptionalTensor& tree_mask, const char* other_name, const Tensor& other,
+                                   int64_t num_tokens) {
+  const int64_t batch_size = step.batch_size;
+  if (batch_size == 0 ? num_tokens != 0 : num_tokens % batch_size != 0) {
+    fail(op, std::string(other_name) + ".shape[0] must be a multiple of " + std::to_string(batch_size) +
+                 " (batch_size of state_indices), got " + std::to_string(num_tokens));
+  }
+  const int drafts = batch_size == 0 ? 1 : static_cast<int>(num_tokens / batch_size);
+  LinearVerify p{};
+  p.step = step;
+  p.drafts = drafts;
+  if (num_tokens != 0) p.rings = checked_rings(op, step, rings, other_name, other, drafts);
+  if (tree_mask) {
+    Dim batch("batch_size", batch_size, "state_indices"), tokens("drafts", drafts, other_name);
+    Dim bytes("ceil(drafts / 8)", (drafts + 7) / 8, other_name);
+    TensorCheck(op, "tree_mask", *tree_mask)
+        .device_as(other_name, other)
+        .dtype({DType::kUInt8})
+        .shape({batch, tokens, bytes})
+        .contiguous();
+    p.tree_mask = static_cast<const uint8_t*>(tree_mask->const_data_ptr());
+  }
+  return p;
+}
+
+// That the rings are those of a verification's gates and keys.
+inline void check_ring_kind(const char* op, const LinearVerify& p, bool per_channel, int num_groups) {
+  if (p.rings.per_channel != per_channel) {
+    fail(op, std::string("ring_decay must have ") + (per_channel ? "4 dimensions: a gate per channel, as in a"
+                                                                 : "3 dimensions: a gate per head, as in a"));
+  }
+  if (p.rings.num_groups != num_groups) {
+    fail(op, "ring_k.shape[1] (num_groups) must be " + std::to_string(num_groups) + " as in k, got " +
+                 std::to_string(p.rings.num_groups));
+  }
+}
+
+inline const int32_t* checked_path(const char* op, const Tensor& path, const Tensor& states, Dim& batch, Dim& drafts) {
+  TensorCheck(op, "accepted_path", path)
+      .device_as("states", states)
+      .dtype({DType::kInt32})
+      .shape({batch, drafts})
+      .contiguous();
+  return static_cast<const int32_t*>(path.const_data_ptr());
+}
+
+struct CommitArguments {
+  const Tensor& states;
+  RingArguments rings;
+  const Tensor &state_indices, &accepted_path, &accepted_len;
+  bool fold;
+  const OptionalTensor& report;
+};
+
+inline LinearCommit checked_commit(const char* op, const CommitArguments& given) {
+  Dim batch("batch_size"), heads("num_heads"), key_dim("key_dim"), value_dim("value_dim"), drafts("drafts");
+  const OptionalTensor elsewhere;
+  LinearCommit p{};
+  p.step = checked_states(op, {given.states, given.states, "states", given.state_indices, elsewhere}, batch, heads,
+                          heads, key_dim, value_dim);
+  p.path = checked_path(op, given.accepted_path, given.states, batch, drafts);
+  p.accepted = checked_slots(op, "accepted_len", given.accepted_len, "states", given.states, batch);
+  p.drafts = drafts.as_int();
+  p.rings = checked_rings(op, p.step, given.rings, "states", given.states, p.drafts);
+  p.step.heads_per_group = p.rings.num_groups == 0 ? 1 : p.step.num_heads / p.rings.num_groups;
+  p.fold = given.fold;
+  p.step.report = checked_report(op, given.report, "states", given.states);
+  return p;
 }
 
 }  // namespace attnops

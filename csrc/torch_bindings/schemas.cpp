@@ -192,6 +192,24 @@ STABLE_TORCH_LIBRARY(attnops, m) {
       "Tensor? dt_bias, Tensor? z, Tensor cu_seqlens, Tensor prefix_lens, Tensor state_indices, "
       "Tensor? checkpoint_slots, Tensor? plan, float scale=1.0, bool dt_softplus=False, Tensor(c!)? report=None) -> "
       "()");
+  m.def(
+      "delta_verify(Tensor(a!) out, Tensor(b!) ring_u, Tensor(c!) ring_k, Tensor(d!) ring_decay, Tensor states, "
+      "Tensor ring_len, Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor? A_log, Tensor? dt_bias, "
+      "Tensor state_indices, Tensor? tree_mask, float scale, float lower_bound=0.0, bool qk_l2norm=True, "
+      "Tensor(e!)? report=None) -> ()");
+  m.def(
+      "ssd_verify(Tensor(a!) out, Tensor(b!) ring_u, Tensor(c!) ring_k, Tensor(d!) ring_decay, Tensor states, "
+      "Tensor ring_len, Tensor x, Tensor? dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? dt_bias, Tensor? z, "
+      "Tensor state_indices, Tensor? tree_mask, float scale=1.0, bool dt_softplus=False, Tensor(e!)? report=None) -> "
+      "()");
+  m.def(
+      "delta_commit(Tensor(a!) states, Tensor(b!) ring_u, Tensor(c!) ring_k, Tensor(d!) ring_decay, "
+      "Tensor(e!) ring_len, Tensor state_indices, Tensor accepted_path, Tensor accepted_len, bool fold=False, "
+      "Tensor(f!)? report=None) -> ()");
+  m.def(
+      "ssd_commit(Tensor(a!) states, Tensor(b!) ring_u, Tensor(c!) ring_k, Tensor(d!) ring_decay, "
+      "Tensor(e!) ring_len, Tensor state_indices, Tensor accepted_path, Tensor accepted_len, bool fold=False, "
+      "Tensor(f!)? report=None) -> ()");
   m.def("delta_plan(Tensor(a!) plan, Tensor cu_seqlens) -> ()");
   m.def("ssd_plan(Tensor(a!) plan, Tensor cu_seqlens) -> ()");
 

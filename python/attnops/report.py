@@ -50,6 +50,10 @@ OPS = (
     "index_logits_paged",
     "index_logits",
     "expand_rows",
+    "delta_verify",
+    "ssd_verify",
+    "delta_commit",
+    "ssd_commit",
 )
 KINDS = (
     "none",
@@ -82,6 +86,9 @@ KINDS = (
     "prefix",
     "plan",
     "end of keys",
+    "ring length",
+    "accepted length",
+    "accepted draft",
 )
 PAGE_INDEX, SLOT_ORDER, PROBABILITY, ACCEPTED, MASK_BYTES, HIDDEN_PREFIX = 1, 5, 10, 11, 13, 14
 SHARED_SLOT, TOKEN_BOUNDS, PREFIX, PLAN, KEY_RANGE = 16, 17, 27, 28, 29

@@ -57,6 +57,8 @@ CALLERS = {
     "ssd_decode": {"linear steps"},
     "delta_prefill": {"linear prompts"},
     "ssd_prefill": {"linear prompts"},
+    "delta_verify": {"linear drafts"},
+    "ssd_commit": {"linear drafts"},
     "causal_conv1d": {"convolutions"},
     "copy_states": {"states"},
     "topk_select": {"selection", "hostile rows"},
@@ -381,6 +383,17 @@ def _(right: Function, given: dict[str, Any]) -> Any:
 @mutant("ssd_prefill", "no state is kept on the way")
 def _(right: Function, given: dict[str, Any]) -> Any:
     return right(**given | {"checkpoint_slots": None})
+
+
+@mutant("delta_verify", "a tree is a chain")
+def _(right: Function, given: dict[str, Any]) -> Any:
+    return right(**given | {"tree_mask": None})
+
+
+@mutant("ssd_commit", "one draft more is kept")
+def _(right: Function, given: dict[str, Any]) -> Any:
+    path, length = given["accepted_path"], given["accepted_len"]
+    return right(**given | {"accepted_len": (length + 1).clamp(max=path.shape[1])})
 
 
 @mutant("causal_conv1d", "every request begins with its state")

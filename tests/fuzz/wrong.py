@@ -49,6 +49,8 @@ FREE = {
     ("ssd_prefill", "states"): {0},
     ("delta_prefill", "checkpoint_slots"): {1},
     ("ssd_prefill", "checkpoint_slots"): {1},
+    ("delta_commit", "accepted_path"): {1},
+    ("ssd_commit", "accepted_path"): {1},
     ("delta_plan", "cu_seqlens"): {0},
     ("ssd_plan", "cu_seqlens"): {0},
     ("causal_conv1d", "x"): {0},  # more rows are padding

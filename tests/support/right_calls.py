@@ -114,6 +114,9 @@ def linear_arguments() -> dict[str, dict[str, Any]]:
     ragged |= {"checkpoint_slots": torch.full((2, 3), -1, dtype=torch.int32)}
     conv = {"weight": torch.randn(6, 4), "bias": torch.randn(6), "conv_states": torch.randn(4, 6, 3)}
     pool = torch.randn(2, 4, 6)
+    rings = {"ring_u": torch.randn(4, 4, 3, 8), "ring_k": torch.randn(4, 2, 3, 16), "ring_decay": torch.rand(4, 4, 3)}
+    rings |= {"ring_len": torch.zeros(4, dtype=torch.int32)}
+    accepted = {"accepted_path": torch.tensor([[0], [0]]).int(), "accepted_len": torch.tensor([1, 0]).int()}
     delta = {**keys, "v": values, "a": gates, "b": gates, "A_log": heads, "dt_bias": heads} | states | slots
     ssd = {"x": values, "dt": gates, "A": -heads, "B": keys["k"], "C": keys["q"], "D": heads} | states | slots
     ssd |= {"z": values.clone(), "dt_bias": heads, "dt_softplus": True}
@@ -122,6 +125,10 @@ def linear_arguments() -> dict[str, dict[str, Any]]:
         "ssd_decode": ssd,
         "delta_prefill": delta | ragged,
         "ssd_prefill": ssd | ragged,
+        "delta_verify": delta | rings | {"tree_mask": torch.ones(2, 1, 1, dtype=torch.uint8)},
+        "ssd_verify": ssd | rings,
+        "delta_commit": states | rings | slots | accepted,
+        "ssd_commit": states | rings | slots | accepted,
         "delta_plan": {"cu_seqlens": ragged["cu_seqlens"]},
         "ssd_plan": {"cu_seqlens": ragged["cu_seqlens"]},
         "causal_conv1d": {"x": torch.randn(5, 6), "cu_seqlens": torch.tensor([0, 2, 5], dtype=torch.int32)}

@@ -15,6 +15,7 @@ from attnops.ops.linear import (
     ssd_decode,
 )
 from attnops.ops.linear_prefill import delta_plan, delta_prefill, ssd_plan, ssd_prefill
+from attnops.ops.linear_verify import delta_commit, delta_verify, ssd_commit, ssd_verify
 from attnops.ops.local_batches import build_local_batches
 from attnops.ops.merge_state import merge_state, merge_states
 from attnops.ops.mla_decode import mla_decode, mla_decode_plan
@@ -43,9 +44,11 @@ __all__ = [
     "context_parallel_slots",
     "copy_page_tail",
     "copy_states",
+    "delta_commit",
     "delta_decode",
     "delta_plan",
     "delta_prefill",
+    "delta_verify",
     "expand_rows",
     "fmha_paged",
     "fmha_plan",
@@ -64,9 +67,11 @@ __all__ = [
     "sparse_mla_decode",
     "sparse_mla_plan",
     "sparse_mla_prefill",
+    "ssd_commit",
     "ssd_decode",
     "ssd_plan",
     "ssd_prefill",
+    "ssd_verify",
     "store_index_k",
     "store_kv",
     "store_mla_kv",

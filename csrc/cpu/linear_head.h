@@ -1,0 +1,151 @@
+#pragma once
+#include <algorithm>
+
+#include "cpu/convert.h"
+#include "cpu/linear_step.h"
+
+// A head's vectors of one token, and its state as float32 while tokens pass: what the ops over recurrences share.
+namespace attnops::cpu {
+
+using StepRowsFunction = void (*)(const HeadStep&);
+
+// By the current instruction set.
+StepRowsFunction step_rows_function();
+
+inline float element(DType dtype, const void* data, int64_t i) {
+  if (dtype == DType::kFloat32) return static_cast<const float*>(data)[i];
+  if (dtype == DType::kFloat16) return to_float(static_cast<const Float16*>(data)[i]);
+  return to_float(static_cast<const BFloat16*>(data)[i]);
+}
+
+inline void put_element(DType dtype, void* data, int64_t i, float x) {
+  if (dtype == DType::kFloat32) {
+    static_cast<float*>(data)[i] = x;
+  } else if (dtype == DType::kFloat16) {
+    static_cast<Float16*>(data)[i] = from_float<Float16>(x);
+  } else {
+    static_cast<BFloat16*>(data)[i] = from_float<BFloat16>(x);
+  }
+}
+
+inline void* states_of(const LinearStep& p, int64_t slot, int head) {
+  return static_cast<unsigned char*>(p.states) + (slot * p.stride_slot + head * p.stride_head) * size_of(p.state_dtype);
+}
+
+// The vectors of one head, and what its rows are computed with.
+struct Head {
+  const LinearStep* p = nullptr;
+  int64_t row = 0;  // a request, or a token
+  int head = 0;
+  alignas(64) float key[kMaxStateDim] = {};
+  alignas(64) float query[kMaxStateDim] = {};
+  alignas(64) float decay[kMaxStateDim] = {};
+  alignas(64) float value[kMaxStateDim] = {};
+  alignas(64) float out[kMaxStateDim] = {};
+  float coefficient = 0.f, key_query = 0.f;
+
+  float at(const StepRows& rows, int of, int64_t i) const {
+    return element(p->dtype, rows.data, row * rows.stride_request + of * rows.stride_head + i);
+  }
+
+  void load_rows() {
+    const int group = head / p->heads_per_group;
+    float key_norm = 0.f, query_norm = 0.f;
+    for (int i = 0; i < p->key_dim; ++i) {
+      key[i] = at(p->k, group, i);
+      query[i] = at(p->q, group, i);
+      key_norm += key[i] * key[i];
+      query_norm += query[i] * query[i];
+    }
+    for (int i = 0; i < p->value_dim; ++i) value[i] = at(p->v, head, i);
+    const float key_scale = p->normalize ? 1.f / std::sqrt(key_norm + kNormEpsilon) : 1.f;
+    const float query_scale = p->scale * (p->normalize ? 1.f / std::sqrt(query_norm + kNormEpsilon) : 1.f);
+    for (int i = 0; i < p->key_dim; ++i) {
+      key[i] *= key_scale;
+      query[i] *= query_scale;
+      key_query += key[i] * query[i];
+    }
+  }
+
+  void delta_gates() {
+    const bool logits = p->a_log != nullptr;
+    const float b = at(p->b, head, 0);
+    coefficient = logits ? sigmoid(b) : b;
+    for (int i = 0; i < p->key_dim; ++i) {
+      if (i > 0 && !p->gate_per_channel) {
+        decay[i] = decay[0];
+        continue;
+      }
+      const int64_t bias = p->gate_per_channel ? int64_t{head} * p->key_dim + i : head;
+      decay[i] = std::exp(log_decay(at(p->a, head, i), logits, logits ? p->a_log[head] : 0.f,
+                                    p->dt_bias != nullptr ? p->dt_bias[bias] : 0.f, p->lower_bound));
+    }
+  }
+
+  void ssd_gates() {
+    float dt = p->a.data != nullptr ? at(p->a, head, 0) : 1.f;
+    if (p->dt_bias != nullptr) dt += p->dt_bias[head];
+    coefficient = p->softplus ? softplus(dt) : dt;
+    const float factor = std::exp(rate_times(p->a_log[head], coefficient));
+    for (int i = 0; i < p->key_dim; ++i) decay[i] = factor;
+  }
+
+  void store(bool is_padding) const {
+    const int64_t to = row * p->out_stride_request + head * p->out_stride_head;
+    for (int v = 0; v < p->value_dim; ++v) {
+      float x = is_padding ? 0.f : out[v];
+      if (!is_padding && p->skip != nullptr) x += p->skip[head] * value[v];
+      if (!is_padding && p->z.data != nullptr) {
+        const float z = at(p->z, head, v);
+        x *= z * sigmoid(z);
+      }
+      put_element(p->dtype, p->out, to + v, x);
+    }
+  }
+};
+
+// A head's state as float32 while tokens pass, each row wide enough for whole vectors.
+struct WideState {
+  const LinearStep& step;
+  int width;
+  alignas(64) float data[kMaxStateDim * kMaxStateDim];
+
+  explicit WideState(const LinearStep& p) : step(p), width((p.key_dim + kStepLanes - 1) / kStepLanes * kStepLanes) {}
+
+  void load(const void* from) {
+    for (int v = 0; v < step.value_dim; ++v) {
+      float* row = data + v * width;
+      std::fill(row, row + width, 0.f);
+      if (from == nullptr) continue;
+      for (int k = 0; k < step.key_dim; ++k) row[k] = element(step.state_dtype, from, v * step.stride_row + k);
+    }
+  }
+
+  void save(void* to) const {
+    for (int v = 0; v < step.value_dim; ++v) {
+      for (int k = 0; k < step.key_dim; ++k) {
+        put_element(step.state_dtype, to, v * step.stride_row + k, data[v * width + k]);
+      }
+    }
+  }
+
+  // The vectors of a step over rows [first, first + rows).
+  HeadStep at(const Head& token, bool delta, int first, int rows) {
+    return {.key = token.key,
+            .query = token.query,
+            .decay = token.decay,
+            .value = token.value + first,
+            .out = const_cast<float*>(token.out) + first,
+            .from = data + first * width,
+            .to = data + first * width,
+            .stride_row = width,
+            .key_dim = width,
+            .value_dim = rows,
+            .coefficient = token.coefficient,
+            .key_query = token.key_query,
+            .dtype = DType::kFloat32,
+            .delta = delta};
+  }
+};
+
+}  // namespace attnops::cpu

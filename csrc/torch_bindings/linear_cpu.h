@@ -1,0 +1,46 @@
+#pragma once
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "cpu/linear_step.h"
+#include "torch_bindings/cpu_faults.h"
+#include "torch_bindings/linear_checks.h"
+
+// The prefill, verify and commit ops of linear recurrences on the CPU.
+namespace attnops::cpu {
+
+inline void linear_prefill(const char* op, ReportOp report_op, const LinearPrefill& p, bool delta) {
+  CpuFaults faults(op, "states", p.step.report);
+  for (int64_t request = 0; request < p.step.batch_size; ++request) p.check(report_op, request, faults.report());
+  faults.check();
+  torch::stable::parallel_for(0, (int64_t{p.step.batch_size} + 1) * p.step.num_heads, 1,
+                              [&](int64_t begin, int64_t end) { linear_prefill_heads(p, delta, begin, end); });
+}
+
+// Requests with the most tokens first; among equals the first one.
+inline void order_requests(const RequestOrder& p) {
+  std::iota(p.plan, p.plan + p.batch_size, 0);
+  std::stable_sort(p.plan, p.plan + p.batch_size, [&](int a, int b) { return p.tokens(a) > p.tokens(b); });
+}
+
+inline void linear_verify(const char* op, ReportOp report_op, const LinearVerify& p, bool delta) {
+  CpuFaults faults(op, "states", p.step.report);
+  const int64_t batch_size = p.step.num_heads == 0 ? 0 : p.step.batch_size;
+  for (int64_t request = 0; request < batch_size; ++request) p.check(report_op, request, faults.report());
+  faults.check();
+  torch::stable::parallel_for(0, batch_size * p.step.num_heads, 1,
+                              [&](int64_t begin, int64_t end) { linear_verify_heads(p, delta, begin, end); });
+}
+
+inline void linear_commit(const char* op, ReportOp report_op, const LinearCommit& p) {
+  CpuFaults faults(op, "states", p.step.report);
+  for (int64_t request = 0; request < p.step.batch_size; ++request) p.check(report_op, request, faults.report());
+  faults.check();
+  torch::stable::parallel_for(0, int64_t{p.step.batch_size} * p.step.num_heads, 1,
+                              [&](int64_t begin, int64_t end) { linear_commit_heads(p, begin, end); });
+  for (int64_t request = 0; request < p.step.batch_size; ++request) p.move_cursor(request);
+}
+
+}  // namespace attnops::cpu

@@ -1,0 +1,212 @@
+"""Verification of drafts and commits: rings give what decoding the accepted tokens gives."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from attnops import ops
+from attnops.report import first_fault, new_report
+from linear_reference import relative
+
+DEVICES = ["cpu"]
+ISAS = ["scalar", "avx2", "amx"]
+IO = [torch.float32, torch.float16, torch.bfloat16]
+OUT = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 3e-3}
+
+
+def indices(values, device):
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+class Layer:
+    """A pool of states of one kind of layer with rings, and the same states without."""
+
+    def __init__(self, seed, device, kind, drafts=None, dims=None, io=None, kept=torch.float32):
+        r = self.random = random.Random(seed)
+        self.kind, self.device = kind, device
+        self.generator = torch.Generator().manual_seed(seed)
+        self.io, self.batch = io or r.choice(IO), r.choice([1, 3])
+        self.drafts = drafts or r.choice([1, 2, 4, 8, 9, 16])
+        self.groups = r.choice([1, 2])
+        self.heads = self.groups * r.choice([1, 2])
+        self.keys, self.rows = dims or (r.choice([64, 128, 256, 20, 5]), r.choice([64, 128, 7]))
+        self.num_slots = 2 * self.batch + 1
+        slots = r.sample(range(self.num_slots), self.batch)
+        self.slots = [s if r.random() < 0.85 else -1 for s in slots]
+        self.states = self.normal(self.num_slots, self.heads, self.rows, self.keys).to(kept)
+        self.twin = self.states.clone()
+        ring = self.drafts + r.choice([0, 1, 5, 20])
+        per_channel = [self.keys] if kind == "kda" else []
+        nan = lambda *shape: torch.full(shape, float("nan"), device=device)  # noqa: E731
+        self.rings = {
+            "ring_u": nan(self.num_slots, self.heads, ring, self.rows),
+            "ring_k": nan(self.num_slots, self.groups, ring, self.keys),
+            "ring_decay": nan(self.num_slots, self.heads, ring, *per_channel),
+            "ring_len": torch.zeros(self.num_slots, dtype=torch.int32, device=device),
+        }
+        self.rate, self.bias = 0.5 * self.normal(self.heads), 0.5 * self.normal(self.heads, *per_channel)
+        self.skip = self.normal(self.heads)
+
+    def normal(self, *shape):
+        return torch.randn(shape, generator=self.generator).to(self.device)
+
+    def tokens(self):
+        """[B, T, ...] of a step."""
+        shape = (self.batch, self.drafts)
+        channels = [self.keys] if self.kind == "kda" else []
+        made = [self.normal(*shape, self.groups, self.keys) for _ in range(2)]
+        made += [self.normal(*shape, self.heads, self.rows), 2 * self.normal(*shape, self.heads, *channels)]
+        return [t.to(self.io) for t in (*made, self.normal(*shape, self.heads))]
+
+    def call(self, name, tokens, slots, **options):
+        q, k, v, a, b = (t.flatten(0, 1) if name == "verify" else t for t in tokens)
+        options["state_indices"] = indices(slots, self.device)
+        if self.kind == "ssd":
+            op = getattr(ops, f"ssd_{name}")
+            return op(v, a, -self.rate.exp(), k, q, D=self.skip, dt_bias=self.bias, dt_softplus=True, **options)
+        op = getattr(ops, f"delta_{name}")
+        return op(q, k, v, a, b, A_log=self.rate, dt_bias=self.bias, **options)
+
+    def commit(self, paths, **options):
+        path = indices([(p + [99] * self.drafts)[: self.drafts] for p in paths], self.device)
+        lengths = indices([len(p) for p in paths], self.device)
+        commit = ops.ssd_commit if self.kind == "ssd" else ops.delta_commit
+        given = {**self.rings, "state_indices": indices(self.slots, self.device)}
+        commit(self.states, path, lengths, **given, **options)
+
+    def trees(self):
+        """A parent for each draft; -1: the state. And the packed mask."""
+        parents = [[-1] + [self.random.randrange(-1, t) for t in range(1, self.drafts)] for _ in range(self.batch)]
+        mask = torch.zeros(self.batch, self.drafts, (self.drafts + 7) // 8, dtype=torch.uint8)
+        for i, own in enumerate(parents):
+            for t in range(self.drafts):
+                for seen in [*path_to(own, t)]:
+                    mask[i, t, seen // 8] |= 1 << seen % 8
+        return parents, mask.to(self.device)
+
+
+def path_to(parents, t):
+    """From the first ancestor to t."""
+    path = []
+    while t >= 0:
+        path.insert(0, t)
+        t = parents[t]
+    return path
+
+
+def decode_paths(layer, tokens, paths, pool):
+    """Out of the last draft of each request's path, and of the pool after all of them."""
+    out = torch.zeros(layer.batch, layer.heads, layer.rows, device=layer.device, dtype=layer.io)
+    for step in range(max(len(p) for p in paths)):
+        slots = [s if step < len(p) else -1 for s, p in zip(layer.slots, paths)]
+        rows = [p[step] if step < len(p) else 0 for p in paths]
+        now = [torch.stack([t[i, row] for i, row in enumerate(rows)]) for t in tokens]
+        new = layer.call("decode", now, slots, states=pool)
+        for i, p in enumerate(paths):
+            if step == len(p) - 1:
+                out[i] = new[i]
+    return out
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["gdn", "kda", "ssd"])
+@pytest.mark.parametrize("seed", range(16))
+def test_rings_give_what_decoding_the_accepted_drafts_gives(seed, kind, device, monkeypatch):
+    """Several steps of trees or chains; each draft against decoding its path; then a fold."""
+    layer = Layer(seed, device, kind)
+    if device == "cpu":
+        monkeypatch.setenv("ATTNOPS_CPU_ISA", layer.random.choice(ISAS))
+    before = layer.states.clone()
+    for _ in range(5):
+        tokens = layer.tokens()
+        parents, mask = layer.trees()
+        if layer.random.random() < 0.4:
+            parents, mask = [list(range(-1, layer.drafts - 1))] * layer.batch, None
+        out = layer.call("verify", tokens, layer.slots, states=layer.states, tree_mask=mask, **layer.rings)
+        out = out.unflatten(0, (layer.batch, layer.drafts))
+        for t in range(layer.drafts):
+            paths = [path_to(p, t) for p in parents]
+            expected = decode_paths(layer, tokens, paths, layer.twin.clone())
+            live = [i for i, s in enumerate(layer.slots) if s >= 0]
+            assert not out[[i for i in range(layer.batch) if i not in live], t].any(), "padding gives 0"
+            if live:
+                assert relative(out[live, t], expected[live]) < OUT[layer.io]
+        ends = [layer.random.randrange(-1, layer.drafts) for _ in parents]
+        accepted = [path_to(p, end) for p, end in zip(parents, ends)]
+        decode_paths(layer, tokens, accepted, layer.twin)
+        layer.commit(accepted)
+    layer.commit([[]] * layer.batch, fold=True)
+    assert not layer.rings["ring_len"].any()
+    assert relative(layer.states, layer.twin) < 1e-6
+    untouched = [s for s in range(layer.num_slots) if s not in layer.slots]
+    assert torch.equal(layer.states[untouched], before[untouched])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["gdn", "kda", "ssd"])
+def test_a_chain_gives_the_bits_of_decoding(kind, device):
+    """States of float32: verified, committed and folded, as decoded token by token. On a GPU norms are summed apart."""
+    layer = Layer(3, device, kind, drafts=4, dims=(128, 128))
+    for _ in range(6):
+        tokens = layer.tokens()
+        out = layer.call("verify", tokens, layer.slots, states=layer.states, **layer.rings)
+        kept = [list(range(layer.random.randrange(1, 5))) for _ in range(layer.batch)]
+        expected = decode_paths(layer, tokens, kept, layer.twin)
+        out = out.unflatten(0, (layer.batch, 4))
+        for i, path in enumerate(kept):
+            if device == "cpu":
+                assert torch.equal(out[i, path[-1]], expected[i])
+            elif layer.slots[i] >= 0:
+                assert relative(out[i, path[-1]], expected[i]) < OUT[layer.io]
+        layer.commit(kept)
+    layer.commit([[]] * layer.batch, fold=True)
+    assert torch.equal(layer.states, layer.twin) if device == "cpu" else relative(layer.states, layer.twin) < 1e-6
+
+
+def test_bad_values_are_errors_on_the_cpu():
+    layer = Layer(0, "cpu", "gdn", drafts=4, dims=(16, 8))
+    layer.slots = list(range(layer.batch))
+    tokens = layer.tokens()
+    layer.rings["ring_len"][0] = layer.rings["ring_u"].shape[2] - 3
+    with pytest.raises(RuntimeError, match="delta_verify: ring_len, request 0 must be in"):
+        layer.call("verify", tokens, layer.slots, states=layer.states, **layer.rings)
+    layer.rings["ring_len"][0] = 0
+    for path, text in (([2, 1], "position 1"), ([4], "position 0"), ([-1], "position 0")):
+        with pytest.raises(RuntimeError, match=f"delta_commit: accepted_path, request 0, {text} must be in"):
+            layer.commit([path] + [[]] * (layer.batch - 1))
+    with pytest.raises(RuntimeError, match="accepted_len"):
+        layer.commit([[0, 1, 2, 3, 4]] + [[]] * (layer.batch - 1))
+    with pytest.raises(RuntimeError, match=r"ring_u.shape\[2\] \(ring_rows\) must be at least 4"):
+        short = {n: t if t.dim() == 1 else t[:, :, :3].contiguous() for n, t in layer.rings.items()}
+        layer.call("verify", tokens, layer.slots, states=layer.states, **short)
+    with pytest.raises(RuntimeError, match="ring_decay must have 3 dimensions"):
+        wrong = {**layer.rings, "ring_decay": torch.zeros(*layer.rings["ring_decay"].shape, 16)}
+        layer.call("verify", tokens, layer.slots, states=layer.states, **wrong)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_checked_mode_records(device):
+    layer, report = Layer(0, device, "gdn", drafts=4, dims=(16, 8)), new_report(device)
+    layer.slots = list(range(layer.batch))
+    layer.rings["ring_len"][0] = 10**6
+    for name in ("ring_u", "ring_k", "ring_decay"):
+        layer.rings[name].zero_()
+    layer.call("verify", layer.tokens(), layer.slots, states=layer.states, report=report, **layer.rings)
+    assert "delta_verify: ring length 1000000 at request 0" in first_fault(report)
+    report.zero_()
+    layer.rings["ring_len"][0] = 0
+    layer.commit([[3, 7]] + [[]] * (layer.batch - 1), report=report)
+    assert "delta_commit: accepted draft 7 at request 0, position 1" in first_fault(report)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nothing_is_nothing(device):
+    layer = Layer(0, device, "gdn", drafts=2, dims=(16, 8))
+    layer.batch, layer.slots = 0, []
+    before = layer.states.clone()
+    assert layer.call("verify", layer.tokens(), [], states=layer.states, **layer.rings).shape[0] == 0
+    given = {**layer.rings, "state_indices": indices([], device)}
+    ops.delta_commit(layer.states, torch.zeros(0, 2, dtype=torch.int32, device=device), indices([], device), **given)
+    assert torch.equal(layer.states, before)
