@@ -4,6 +4,15 @@ from attnops.backends.base import AttentionBackend
 from attnops.backends.capability import Capability, HeadDims
 from attnops.backends.encoder_decoder import EncoderDecoderBackend
 from attnops.backends.hybrid import HybridAttnBackend
+from attnops.backends.hybrid_linear import HybridLinearAttnBackend
+from attnops.backends.linear import (
+    GDNAttnBackend,
+    KDAAttnBackend,
+    LightningAttentionBackend,
+    LinearAttnBackend,
+    Mamba2AttnBackend,
+    ShortConvAttnBackend,
+)
 from attnops.backends.machine import Machine, detect_machine
 from attnops.backends.multi_step import MultiStepDraftBackend
 from attnops.backends.registry import get_backend_class, register_attention_backend, registered_names
@@ -14,11 +23,18 @@ __all__ = [
     "AttentionBackend",
     "Capability",
     "EncoderDecoderBackend",
+    "GDNAttnBackend",
     "HeadDims",
     "HybridAttnBackend",
+    "HybridLinearAttnBackend",
+    "KDAAttnBackend",
+    "LightningAttentionBackend",
+    "LinearAttnBackend",
     "Machine",
+    "Mamba2AttnBackend",
     "MultiStepDraftBackend",
     "Selection",
+    "ShortConvAttnBackend",
     "TboAttnBackend",
     "detect_machine",
     "get_backend_class",

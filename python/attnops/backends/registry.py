@@ -31,7 +31,7 @@ NOT_BUILT = {
     "nsa": "sparse MLA has no kernels here yet",
     "dsa": "sparse MLA has no kernels here yet",
     "dual_chunk_flash_attn": "dual-chunk attention has no kernels here yet",
-    "hybrid_linear": "linear attention has no kernels here yet",
+    "hybrid_linear": "it joins two backends: build it with HybridLinearAttnBackend(full, linear, layers)",
     "tbo": "two-batch overlap is not built yet",
     "hybrid": "it joins two backends: build it with HybridAttnBackend(prefill, decode)",
 }

@@ -7,13 +7,18 @@ waits for the device. Only what kernels read is on it: `req_to_token`, `slot_map
 from attnops.pools.allocator import PagedTokenToKVPoolAllocator
 from attnops.pools.fit import reason_against
 from attnops.pools.kv_cache import KVCache, MHATokenToKVPool, MLATokenToKVPool
+from attnops.pools.mamba import HybridLinearKVPool, HybridReqToTokenPool, MambaPool, MambaState
 from attnops.pools.req_to_token import ReqToTokenPool
 from attnops.pools.sliding_window import SWAKVPool, SWATokenToKVPoolAllocator
 
 __all__ = [
+    "HybridLinearKVPool",
+    "HybridReqToTokenPool",
     "KVCache",
     "MHATokenToKVPool",
     "MLATokenToKVPool",
+    "MambaPool",
+    "MambaState",
     "PagedTokenToKVPoolAllocator",
     "ReqToTokenPool",
     "SWAKVPool",

@@ -1,0 +1,304 @@
+"""Backends of linear layers: states in slots of a pool, found by the step's requests.
+
+A step is decode, one token for each request, or ragged: prompts, their continuations, and single tokens among them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from attnops import ops
+from attnops.backends.prepared import PreparedStep, in_one_thread
+from attnops.pools import HybridReqToTokenPool, MambaState
+from attnops.report import first_fault, is_checked, new_report
+from attnops.types import AttentionBatch, Limits, device_of
+
+if TYPE_CHECKING:
+    from attnops.layers.radix_linear_attention import RadixLinearAttention
+
+
+@dataclass(frozen=True)
+class ForwardMetadata:
+    """What the ops of a step share, at addresses that stay; what it holds is written inside the graph.
+
+    Attributes:
+        mamba_cache_indices: int32 ``[B]``: slots of the requests' states; -1: padding.
+        query_start_loc: int32 ``[B + 1]``: bounds of each request's tokens; None: one token each.
+        prefix_lens: int32 ``[B]``: tokens before the new ones.
+        has_initial_state: uint8 ``[B]``: 0 where there are none.
+        plan: int32 ``[B]``: requests in the order of their work.
+    """
+
+    mamba_cache_indices: Tensor
+    query_start_loc: Tensor | None
+    prefix_lens: Tensor
+    has_initial_state: Tensor
+    plan: Tensor
+
+
+class LinearAttnBackend(ABC):
+    """Serves the linear layers of a model, in the three methods of every backend.
+
+    DECODE, EXTEND and MIXED steps. Verification needs states that are only read (`ops.delta_verify`), and no layer
+    drives it yet: such a step is refused by name.
+
+    Args:
+        pool: Rows and states of the requests.
+        limits: The largest step to come.
+        layers: `layer_id` of the linear layers, in the order of their states in the pool.
+    """
+
+    name: ClassVar[str] = ""
+
+    def __init__(self, pool: HybridReqToTokenPool, limits: Limits, layers: Sequence[int]) -> None:
+        states = pool.mamba_pool
+        if len(set(layers)) != len(layers) or len(layers) != states.num_layers:
+            raise ValueError(
+                f"attnops: layers must name the {states.num_layers} linear layers of MambaPool, got {list(layers)}"
+            )
+        self.pool, self.limits, self.device = pool, limits, device_of(states.device)
+        self._places = {layer: place for place, layer in enumerate(layers)}
+        size = limits.max_batch_size
+        zeros = lambda extent, dtype: torch.zeros(extent, dtype=dtype, device=self.device)  # noqa: E731
+        self._wide_indices = zeros(size, torch.int64)
+        self._indices, self._prefix, self._plan = (zeros(size, torch.int32) for _ in range(3))
+        self._has_initial, self._bounds = zeros(size, torch.bool), zeros(size + 1, torch.int32)
+        self.report = new_report(self.device) if is_checked() else None
+        self._prepared: PreparedStep[ForwardMetadata] = PreparedStep()
+
+    @property
+    def layers(self) -> list[int]:
+        """`layer_id` of the linear layers."""
+        return list(self._places)
+
+    @property
+    def fault_report(self) -> Tensor | None:
+        """The buffer of the checked mode; None outside it."""
+        return self.report
+
+    def raise_on_fault(self) -> None:
+        """As of `AttentionBackend`."""
+        if self.report is not None and (fault := first_fault(self.report)):
+            self.report.zero_()
+            raise RuntimeError(fault)
+
+    def init_forward_metadata(self, batch: AttentionBatch) -> None:
+        """Everything that an eager step needs before its layers."""
+        self.init_forward_metadata_out_graph(batch)
+        self.init_forward_metadata_in_graph(batch)
+
+    def init_forward_metadata_out_graph(self, batch: AttentionBatch, in_capture: bool = False) -> None:
+        """Host work before a step.
+
+        Raises:
+            NotImplementedError: the step verifies drafts.
+        """
+        self.limits.check(batch)
+        if batch.forward_mode.is_speculative():
+            raise NotImplementedError(
+                f"attnops: {self.name} serves DECODE, EXTEND and MIXED, got {batch.forward_mode.name}"
+            )
+        size = batch.batch_size
+        metadata = ForwardMetadata(
+            mamba_cache_indices=self._indices[:size],
+            query_start_loc=None if batch.is_uniform else self._bounds[: size + 1],
+            prefix_lens=self._prefix[:size],
+            has_initial_state=self._has_initial[:size].view(torch.uint8),
+            plan=self._plan[:size],
+        )
+        self._prepared.begin(batch, metadata)
+
+    @in_one_thread
+    def init_forward_metadata_in_graph(self, batch: AttentionBatch) -> None:
+        """Device work before a step's layers."""
+        step, size = self._prepared.plan(batch), batch.batch_size
+        if batch.num_tokens == 0:
+            return
+        wide = self._wide_indices[:size]
+        mapping = self.pool.req_index_to_mamba_index_mapping
+        ops.translate_slots(batch.req_pool_indices, mapping, out=wide, report=self.report)
+        step.mamba_cache_indices.copy_(wide)
+        if step.query_start_loc is None:
+            return
+        assert batch.extend_seq_lens is not None
+        ops.build_cu_seqlens(batch.extend_seq_lens, cu_seqlens=step.query_start_loc)
+        torch.sub(batch.cache_seqlens, batch.extend_seq_lens, out=step.prefix_lens)
+        torch.gt(step.prefix_lens, 0, out=self._has_initial[:size])
+        ops.delta_plan(step.query_start_loc, plan=step.plan)
+
+    @in_one_thread
+    def forward(
+        self,
+        layer: RadixLinearAttention,
+        batch: AttentionBatch,
+        mixed_qkv: Tensor,
+        a: Tensor | None = None,
+        b: Tensor | None = None,
+        z: Tensor | None = None,
+    ) -> Tensor:
+        """One layer of the step; arguments as of `RadixLinearAttention.forward`."""
+        out = mixed_qkv.new_empty(mixed_qkv.shape[0], layer.out_width)
+        if batch.forward_mode.is_idle() or batch.num_tokens == 0:
+            return out.zero_()
+        step = self._prepared.of(batch)
+        if mixed_qkv.shape[0] != batch.num_tokens:
+            raise ValueError(
+                f"attnops: mixed_qkv.shape[0] must be {batch.num_tokens} (num_tokens of the step), "
+                f"got {mixed_qkv.shape[0]}"
+            )
+        if layer.layer_id not in self._places:
+            raise ValueError(
+                f"attnops: layer_id must be one of {sorted(self._places)}, the linear layers, got {layer.layer_id}"
+            )
+        states = self.pool.mamba_pool.layer(self._places[layer.layer_id])
+        mixed = self._convolve(layer, mixed_qkv, states, step)
+        self.attend(layer, mixed, a, b, z, states, step, out)
+        return out
+
+    def _convolve(self, layer: RadixLinearAttention, x: Tensor, states: MambaState, step: ForwardMetadata) -> Tensor:
+        if layer.conv_weights is None:
+            return x
+        if states.conv is None:
+            raise ValueError(f"attnops: layer {layer.layer_id} has a convolution, its MambaPool has no conv_shape")
+        options: dict[str, Any] = {
+            "conv_states": states.conv,
+            "state_indices": step.mamba_cache_indices,
+            "report": self.report,
+        }
+        options["silu"] = layer.activation == "silu"
+        if step.query_start_loc is None:
+            return ops.causal_conv1d_update(x, layer.conv_weights, layer.bias, **options)
+        options |= {"cu_seqlens": step.query_start_loc, "has_initial_state": step.has_initial_state}
+        return ops.causal_conv1d(x, layer.conv_weights, layer.bias, **options)
+
+    def _where(self, step: ForwardMetadata, states: MambaState) -> dict[str, Any]:
+        """What both forms of a recurrence are told of the states."""
+        if states.temporal is None:
+            raise ValueError(f"attnops: {self.name} needs a MambaPool with temporal_shape")
+        given: dict[str, Any] = {
+            "states": states.temporal,
+            "state_indices": step.mamba_cache_indices,
+            "report": self.report,
+        }
+        if step.query_start_loc is None:
+            return given
+        return given | {"cu_seqlens": step.query_start_loc, "prefix_lens": step.prefix_lens, "plan": step.plan}
+
+    @abstractmethod
+    def attend(
+        self,
+        layer: RadixLinearAttention,
+        mixed: Tensor,
+        a: Tensor | None,
+        b: Tensor | None,
+        z: Tensor | None,
+        states: MambaState,
+        step: ForwardMetadata,
+        out: Tensor,
+    ) -> None:
+        """What follows the convolution: writes ``out``."""
+
+
+class _DeltaRule(LinearAttnBackend):
+    """The gated delta rule, whose gates differ."""
+
+    gate_dims: ClassVar[int]
+
+    def attend(self, layer, mixed, a, b, z, states, step, out) -> None:  # type: ignore[no-untyped-def]
+        if a is None or b is None or z is not None or a.dim() != self.gate_dims:
+            gate = "[num_tokens, num_v_heads]" if self.gate_dims == 2 else "[num_tokens, num_v_heads, head_k_dim]"
+            raise ValueError(f"attnops: {self.name} takes a of shape {gate}, b and no z")
+        widths = [layer.num_k_heads * layer.head_k_dim] * 2 + [layer.out_width]
+        q, k, v = _split(layer, mixed, widths)
+        q, k = (x.unflatten(-1, (layer.num_k_heads, layer.head_k_dim)) for x in (q, k))
+        heads = (layer.num_v_heads, layer.head_v_dim)
+        options: dict[str, Any] = {"A_log": layer.A_log, "dt_bias": layer.dt_bias, "scale": layer.scaling}
+        options |= {"lower_bound": layer.lower_bound, "qk_l2norm": layer.qk_l2norm, "out": out.unflatten(-1, heads)}
+        op = ops.delta_decode if step.query_start_loc is None else ops.delta_prefill
+        op(q, k, v.unflatten(-1, heads), a, b, **options, **self._where(step, states))
+
+
+class GDNAttnBackend(_DeltaRule):
+    """Gated delta networks: Qwen3-Next, Qwen3.5."""
+
+    name, gate_dims = "gdn", 2
+
+
+class KDAAttnBackend(_DeltaRule):
+    """Kimi delta attention: a gate per key channel."""
+
+    name, gate_dims = "kda", 3
+
+
+class Mamba2AttnBackend(LinearAttnBackend):
+    """Mamba2: Nemotron-H, Falcon-H1, Bamba. `mixed_qkv` is x, B and C; `a` is dt."""
+
+    name = "mamba2"
+
+    def attend(self, layer, mixed, a, b, z, states, step, out) -> None:  # type: ignore[no-untyped-def]
+        if a is None or b is not None or layer.A_log is None:
+            raise ValueError("attnops: mamba2 takes dt as a, a layer with A_log, and no b")
+        groups, heads = (layer.num_k_heads, layer.head_k_dim), (layer.num_v_heads, layer.head_v_dim)
+        x, B, C = _split(layer, mixed, [layer.out_width, groups[0] * groups[1], groups[0] * groups[1]])
+        options: dict[str, Any] = {
+            "D": layer.D,
+            "dt_bias": layer.dt_bias,
+            "z": z,
+            "dt_softplus": True,
+            "out": out.unflatten(-1, heads),
+        }
+        op = ops.ssd_decode if step.query_start_loc is None else ops.ssd_prefill
+        op(
+            x.unflatten(-1, heads),
+            a,
+            -layer.A_log.exp(),
+            B.unflatten(-1, groups),
+            C.unflatten(-1, groups),
+            scale=layer.scaling or 1.0,
+            **options,
+            **self._where(step, states),
+        )
+
+
+class LightningAttentionBackend(LinearAttnBackend):
+    """Lightning attention: MiniMax-01, Ling. The decay of a head is constant."""
+
+    name = "lightning"
+
+    def attend(self, layer, mixed, a, b, z, states, step, out) -> None:  # type: ignore[no-untyped-def]
+        if a is not None or b is not None or z is not None or layer.A_log is None:
+            raise ValueError("attnops: lightning takes a layer with A_log, and neither a, b nor z")
+        keys = layer.num_k_heads * layer.head_k_dim
+        q, k, v = _split(layer, mixed, [keys, keys, layer.out_width])
+        q, k = (x.unflatten(-1, (layer.num_k_heads, layer.head_k_dim)) for x in (q, k))
+        heads = (layer.num_v_heads, layer.head_v_dim)
+        op = ops.ssd_decode if step.query_start_loc is None else ops.ssd_prefill
+        options: dict[str, Any] = {"scale": layer.scaling or 1.0, "out": out.unflatten(-1, heads)}
+        op(v.unflatten(-1, heads), None, -layer.A_log.exp(), k, q, **options, **self._where(step, states))
+
+
+class ShortConvAttnBackend(LinearAttnBackend):
+    """Short convolutions alone: LFM2."""
+
+    name = "short_conv"
+
+    def attend(self, layer, mixed, a, b, z, states, step, out) -> None:  # type: ignore[no-untyped-def]
+        if layer.conv_weights is None or any(x is not None for x in (a, b, z)):
+            raise ValueError("attnops: short_conv takes a layer with conv_weights, and neither a, b nor z")
+        _split(layer, mixed, [layer.out_width])
+        out.copy_(mixed)
+
+
+def _split(layer: RadixLinearAttention, mixed: Tensor, widths: list[int]) -> tuple[Tensor, ...]:
+    if mixed.shape[-1] != sum(widths):
+        raise ValueError(
+            f"attnops: mixed_qkv.shape[1] must be {sum(widths)} ({' + '.join(map(str, widths))}) for layer "
+            f"{layer.layer_id}, got {mixed.shape[-1]}"
+        )
+    return mixed.split(widths, dim=-1)

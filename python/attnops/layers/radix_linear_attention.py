@@ -1,0 +1,117 @@
+"""The linear attention layer of a model: a recurrence over states in place of a cache. The step's backend answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnops.layers.forward_context import get_forward_context
+from attnops.types import AttentionBatch
+
+
+class RadixLinearAttention(torch.nn.Module):
+    """A short convolution and a recurrence, through the linear backend of the batch.
+
+    Args:
+        layer_id: The layer's place in the model.
+        num_k_heads, num_v_heads: Of keys and queries, and of values; the second is a multiple of the first. Mamba2:
+            groups of B and C, and heads of x.
+        head_k_dim, head_v_dim: Mamba2: the state's dimension, and that of a head.
+        conv_weights: ``[channels, width]`` of the convolution in front; None: there is none.
+        bias: ``[channels]`` of the convolution.
+        A_log: float32 ``[num_v_heads]``. Mamba2 has ``A = -exp(A_log)``; Lightning: the slopes are ``exp(A_log)``.
+        dt_bias: float32 ``[num_v_heads]``, or ``[num_v_heads, head_k_dim]`` with a gate per channel.
+        D: float32 ``[num_v_heads]``, Mamba2's skip.
+        activation: "silu", or None: what follows the convolution.
+        lower_bound: Below 0: KDA's bounded gate. 0: the one by softplus.
+        scaling: Of q; None: ``head_k_dim ** -0.5``, and 1 for Mamba2 and Lightning.
+        qk_l2norm: q and k by their l2 norms.
+    """
+
+    conv_weights: Tensor | None
+    bias: Tensor | None
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    D: Tensor | None
+
+    def __init__(
+        self,
+        layer_id: int,
+        num_k_heads: int,
+        num_v_heads: int,
+        head_k_dim: int,
+        head_v_dim: int,
+        conv_weights: Tensor | None = None,
+        bias: Tensor | None = None,
+        A_log: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        D: Tensor | None = None,
+        activation: str | None = "silu",
+        lower_bound: float = 0.0,
+        scaling: float | None = None,
+        qk_l2norm: bool = True,
+    ) -> None:
+        super().__init__()
+        if min(num_k_heads, num_v_heads, head_k_dim, head_v_dim) < 1 or num_v_heads % num_k_heads:
+            raise ValueError(
+                "num_k_heads, num_v_heads, head_k_dim and head_v_dim must be positive and num_v_heads a multiple of "
+                f"num_k_heads, got {num_k_heads}, {num_v_heads}, {head_k_dim} and {head_v_dim}"
+            )
+        if activation not in ("silu", None):
+            raise ValueError(f"activation must be silu or None, got {activation!r}")
+        self.layer_id = layer_id
+        self.num_k_heads, self.num_v_heads = num_k_heads, num_v_heads
+        self.head_k_dim, self.head_v_dim = head_k_dim, head_v_dim
+        self.activation, self.lower_bound, self.scaling, self.qk_l2norm = activation, lower_bound, scaling, qk_l2norm
+        given = {"conv_weights": conv_weights, "bias": bias, "A_log": A_log, "dt_bias": dt_bias, "D": D}
+        for name, tensor in given.items():
+            if isinstance(tensor, torch.nn.Parameter):
+                self.register_parameter(name, tensor)  # the model's own, loaded with its weights
+            else:
+                self.register_buffer(name, tensor, persistent=False)
+
+    @property
+    def out_width(self) -> int:
+        """Columns of the output."""
+        return self.num_v_heads * self.head_v_dim
+
+    def forward(
+        self,
+        mixed_qkv: Tensor,
+        a: Tensor | None = None,
+        b: Tensor | None = None,
+        forward_batch: AttentionBatch | None = None,
+        z: Tensor | None = None,
+    ) -> Tensor:
+        """The step's new tokens through the convolution and the recurrence, from their requests' states.
+
+        Args:
+            mixed_qkv: ``[num_tokens, channels]``: q, k and v side by side; Mamba2: x, B and C.
+            a: ``[num_tokens, num_v_heads]`` gates, or ``[num_tokens, num_v_heads, head_k_dim]``; Mamba2: dt.
+            b: ``[num_tokens, num_v_heads]``, logits of beta.
+            forward_batch: The step. May be omitted inside `forward_context`.
+            z: ``[num_tokens, num_v_heads, head_v_dim]``, Mamba2's gate.
+
+        Returns:
+            ``[num_tokens, num_v_heads * head_v_dim]`` in the dtype of `mixed_qkv`.
+        """
+        if forward_batch is None:
+            context = get_forward_context()
+            forward_batch, backend = context.batch, context.backend
+        else:
+            backend = forward_batch.attn_backend
+        serve: Any = getattr(backend, "forward_linear", None)
+        if serve is None:
+            raise ValueError(
+                f"attnops: layer {self.layer_id} is linear, and the batch's attn_backend serves no such layers: join "
+                "it with one that does, HybridLinearAttnBackend(full, linear, layers)"
+            )
+        return serve(self, forward_batch, mixed_qkv, a, b, z)
+
+    def extra_repr(self) -> str:
+        return (
+            f"layer_id={self.layer_id}, num_k_heads={self.num_k_heads}, num_v_heads={self.num_v_heads}, "
+            f"head_k_dim={self.head_k_dim}, head_v_dim={self.head_v_dim}"
+        )

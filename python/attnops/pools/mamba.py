@@ -1,0 +1,240 @@
+"""The memory of linear layers: a slot per request holds its states of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnops.ops import clear_states, copy_states
+from attnops.pools.kv_cache import MHATokenToKVPool
+from attnops.pools.req_to_token import ReqToTokenPool
+from attnops.types import device_of
+
+
+class MambaState(NamedTuple):
+    """States of linear layers, of one or of all.
+
+    Attributes:
+        conv: The last inputs of short convolutions, ``[..., slots, channels, width - 1]``; None: there are none.
+        temporal: States of recurrences, ``[..., slots, heads, V, K]``; None: there are none.
+    """
+
+    conv: Tensor | None
+    temporal: Tensor | None
+
+
+class MambaPool:
+    """Slots of states, each with a count of holders.
+
+    A prefix cache that keeps a state `share`s its slot, and gives it back by `free`, as requests do. Only a state with
+    one holder may be written: who goes on from a shared one takes a `fork`.
+
+    Args:
+        size: Slots.
+        num_layers: Linear layers.
+        conv_shape: (channels, width - 1) of their convolutions; None: they have none.
+        temporal_shape: (heads, V, K) of their recurrences; None: they have none.
+        dtype: Of the convolutions' inputs.
+        temporal_dtype: Of the recurrences' states.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        num_layers: int,
+        conv_shape: tuple[int, int] | None,
+        temporal_shape: tuple[int, int, int] | None,
+        dtype: torch.dtype = torch.bfloat16,
+        temporal_dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if size < 1 or num_layers < 1:
+            raise ValueError(f"attnops: size and num_layers must be positive, got {size} and {num_layers}")
+        self.size, self.num_layers, self.device = size, num_layers, device_of(device)
+
+        def zeros(shape: tuple[int, ...] | None, dtype: torch.dtype) -> Tensor | None:
+            return None if shape is None else torch.zeros(num_layers, size, *shape, dtype=dtype, device=self.device)
+
+        self.states = MambaState(zeros(conv_shape, dtype), zeros(temporal_shape, temporal_dtype))
+        self._free = list(range(size - 1, -1, -1))
+        self._holders = [0] * size
+
+    def layer(self, place: int) -> MambaState:
+        """The states of one layer; `place` counts linear layers alone."""
+        if not 0 <= place < self.num_layers:
+            raise ValueError(f"attnops: place must be in [0, {self.num_layers}) of MambaPool, got {place}")
+        return MambaState(*(None if states is None else states[place] for states in self.states))
+
+    def available_size(self) -> int:
+        return len(self._free)
+
+    def alloc(self, need_size: int = 1) -> list[int] | None:
+        """Slots with states of zero, or None when there are not as many."""
+        slots = self._take(need_size)
+        if slots:
+            for states in self.states:
+                if states is not None:
+                    clear_states(states, self._indices(slots))
+        return slots
+
+    def fork(self, slot: int) -> int | None:
+        """A slot with the same states, for a branch; None when there is no free one."""
+        self._check_used([slot])
+        taken = self._take(1)
+        if taken is None:
+            return None
+        self.copy_from([slot], taken)
+        return taken[0]
+
+    def copy_from(self, src: Sequence[int], dst: Sequence[int]) -> None:
+        """States of all layers, from slot to slot.
+
+        Raises:
+            ValueError: a slot is free, or one of `dst` has other holders, or comes twice.
+        """
+        if len(src) != len(dst):
+            raise ValueError(f"attnops: src and dst must have one slot each, got {len(src)} and {len(dst)}")
+        self._check_used([*src, *dst])
+        for slot in dst:
+            if self._holders[slot] > 1 or slot in src or list(dst).count(slot) > 1:
+                raise ValueError(f"attnops: slot {slot} of MambaPool is not one writer's alone")
+        for states in self.states:
+            if states is not None and len(src):
+                copy_states(states, self._indices(src), self._indices(dst))
+
+    def share(self, slots: Iterable[int]) -> None:
+        """One holder more for each slot."""
+        slots = list(slots)
+        self._check_used(slots)
+        for slot in slots:
+            self._holders[slot] += 1
+
+    def free(self, slots: int | Iterable[int]) -> None:
+        """One holder less for each slot; one without any is free.
+
+        Raises:
+            ValueError: a slot has no holder.
+        """
+        for slot in [slots] if isinstance(slots, int) else slots:
+            self._check_used([slot])
+            self._holders[slot] -= 1
+            if self._holders[slot] == 0:
+                self._free.append(slot)
+
+    def clear(self) -> None:
+        self._free = list(range(self.size - 1, -1, -1))
+        self._holders = [0] * self.size
+
+    def _take(self, need_size: int) -> list[int] | None:
+        if need_size < 0:
+            raise ValueError(f"attnops: need_size must not be negative, got {need_size}")
+        if need_size > len(self._free):
+            return None
+        slots = [self._free.pop() for _ in range(need_size)]
+        for slot in slots:
+            self._holders[slot] = 1
+        return slots
+
+    def _check_used(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            if not 0 <= slot < self.size or self._holders[slot] == 0:
+                raise ValueError(f"attnops: slot {slot} of MambaPool is not in use")
+
+    def _indices(self, slots: Sequence[int]) -> Tensor:
+        return torch.tensor(list(slots), dtype=torch.int32).to(self.device, non_blocking=True)
+
+
+class HybridReqToTokenPool(ReqToTokenPool):
+    """A row of token slots per running request, and a slot of states.
+
+    Args:
+        size, max_context_len, device: as of `ReqToTokenPool`.
+        mamba_pool: Where the states are.
+
+    Attributes:
+        req_index_to_mamba_index_mapping: int32 ``[size]`` on `device`: the slot of each row; -1: the row is free.
+    """
+
+    def __init__(
+        self, size: int, max_context_len: int, mamba_pool: MambaPool, device: torch.device | str = "cpu"
+    ) -> None:
+        super().__init__(size, max_context_len, device)
+        self.mamba_pool = mamba_pool
+        self.req_index_to_mamba_index_mapping = torch.full((size,), -1, dtype=torch.int32, device=self.device)
+        self._slots = [-1] * size
+
+    def alloc(self, need_size: int = 1) -> list[int] | None:
+        """Rows and states of zero for `need_size` new requests, or None when there are not as many."""
+        if need_size > self.mamba_pool.available_size():
+            return None
+        rows = super().alloc(need_size)
+        if rows:
+            slots = self.mamba_pool.alloc(need_size)
+            assert slots is not None
+            self._map(rows, slots)
+        return rows
+
+    def free(self, rows: int | list[int]) -> None:
+        """Gives rows and their states back."""
+        super().free(rows)
+        given = [rows] if isinstance(rows, int) else list(rows)
+        self.mamba_pool.free([self._slots[row] for row in given])
+        self._map(given, [-1] * len(given))
+
+    def clear(self) -> None:
+        """All rows are free; so are their states, as far as nobody else holds them."""
+        self.mamba_pool.free([slot for slot in self._slots if slot >= 0])
+        self._map(list(range(self.size)), [-1] * self.size)
+        super().clear()
+
+    def mamba_slot(self, row: int) -> int:
+        """The slot of a row's states; -1: the row is free."""
+        return self._slots[row]
+
+    def start_from(self, row: int, slot: int) -> None:
+        """A request begins with a copy of another state, say of a prefix cache."""
+        self.mamba_pool.copy_from([slot], [self._slots[row]])
+
+    def _map(self, rows: Sequence[int], slots: Sequence[int]) -> None:
+        for row, slot in zip(rows, slots, strict=True):
+            self._slots[row] = slot
+        index = torch.tensor([list(rows), list(slots)], dtype=torch.int64).to(self.device, non_blocking=True)
+        self.req_index_to_mamba_index_mapping[index[0]] = index[1].to(torch.int32)
+
+
+class HybridLinearKVPool(MHATokenToKVPool):
+    """K and V of the full attention layers of a model that has linear ones, too.
+
+    Args:
+        size, page_size, dtype, head_num, head_dim, device, v_head_dim, layout: as of `MHATokenToKVPool`.
+        full_attention_layer_ids: `layer_id` of the layers that attend, in the order of their memory.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        head_num: int,
+        head_dim: int,
+        full_attention_layer_ids: Sequence[int],
+        device: torch.device | str = "cpu",
+        v_head_dim: int = -1,
+        layout: str = "NHD",
+    ) -> None:
+        self._places = {layer: place for place, layer in enumerate(full_attention_layer_ids)}
+        if len(self._places) != len(full_attention_layer_ids):
+            raise ValueError(f"attnops: full_attention_layer_ids must differ, got {list(full_attention_layer_ids)}")
+        super().__init__(
+            size, page_size, dtype, head_num, head_dim, len(self._places), device, v_head_dim=v_head_dim, layout=layout
+        )
+
+    def _place_of(self, layer_id: int) -> int:
+        if layer_id not in self._places:
+            raise ValueError(
+                f"attnops: layer_id must be one of {sorted(self._places)}, the layers that attend, got {layer_id}"
+            )
+        return self._places[layer_id]
