@@ -234,6 +234,7 @@ inline Params checked_params(const Arguments& a) {
           .tile_scheduler_metadata = int32_data(a.tile_scheduler_metadata),
           .num_splits = int32_data(a.num_splits),
           .num_sm_parts = e.parts.as_int(),
+          .division = work_division(e.seqlen_q.as_int(), e.heads.as_int(), e.parts.as_int()),
           .fixed_split_tokens = static_cast<int>(a.fixed_split_tokens),
           .out_partial = static_cast<float*>(a.out_partial.mutable_data_ptr()),
           .lse_partial = static_cast<float*>(a.lse_partial.mutable_data_ptr()),

@@ -3,6 +3,7 @@
 
 #include "core/page_table.h"
 #include "core/types.h"
+#include "mla_decode/plan.h"
 #include "mla_decode/selected.h"
 
 namespace attnops::mla_decode {
@@ -39,10 +40,11 @@ struct Params {
   int64_t out_stride_request, out_stride_token, out_stride_head;
   float* lse;  // [B, S_q, H_q] contiguous, or null
 
-  // The plan (plan.h): a work is one or two blocks of kPlanRows rows (token, head), rows numbered token-major.
+  // The plan (plan.h): a work is `division.blocks` blocks of kPlanRows rows (token, head), rows numbered token-major.
   const int32_t* tile_scheduler_metadata;  // [num_sm_parts, 8]
   const int32_t* num_splits;               // [B + 1], cuts before request b (batch-invariant mode)
   int num_sm_parts;
+  WorkDivision division;
   int fixed_split_tokens;  // 0: balanced
   float* out_partial;      // [num_partials, kPlanRows, 512]
   float* lse_partial;      // [num_partials, kPlanRows]; natural log

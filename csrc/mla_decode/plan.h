@@ -1,4 +1,5 @@
 #pragma once
+#include "core/divisor.h"
 #include "scheduler/split_kv.h"
 
 namespace attnops::mla_decode {
@@ -11,10 +12,32 @@ ATTNOPS_HOST_DEVICE inline int blocks_per_request(int seqlen_q, int num_q_heads)
   return ceil_div(seqlen_q * num_q_heads, kPlanRows);
 }
 
-// Blocks per work, and parts per group: part p does block p % 2 of its works. Blocks pair up where a request has an
-// even number of them and parts do, too; the two parts of a pair then read the same tiles at the same time.
-ATTNOPS_HOST_DEVICE inline int blocks_per_work(int seqlen_q, int num_q_heads, int num_sm_parts) {
-  return blocks_per_request(seqlen_q, num_q_heads) % 2 == 0 && num_sm_parts % 2 == 0 ? 2 : 1;
+// Blocks per work, and parts per group: part p does block p % n of its works. The parts of a group read the same tiles
+// at the same time, so that memory serves them once. Pairs are enough for that, but a request may have an odd number of
+// blocks: n is the smallest number above one that divides both its blocks and the parts.
+inline int blocks_per_work(int seqlen_q, int num_q_heads, int num_sm_parts) {
+  constexpr int kMostBlocks = 13;  // groups of more leave too many SMs over
+  const int blocks = blocks_per_request(seqlen_q, num_q_heads);
+  for (int n = 2; n <= min_of(blocks, kMostBlocks); ++n) {
+    if (blocks % n == 0 && num_sm_parts % n == 0) return n;
+  }
+  return 1;
+}
+
+// What follows from the shape of a call, so that nobody on a GPU divides.
+struct WorkDivision {
+  int blocks = 1;     // of a work
+  Divisor by_heads;   // from rows of a request to tokens
+  Divisor by_blocks;  // from parts to groups
+  Divisor by_works;   // from works to requests
+};
+
+inline WorkDivision work_division(int seqlen_q, int num_q_heads, int num_sm_parts) {
+  const int blocks = blocks_per_work(seqlen_q, num_q_heads, num_sm_parts);
+  return {.blocks = blocks,
+          .by_heads = Divisor(num_q_heads),
+          .by_blocks = Divisor(blocks),
+          .by_works = Divisor(blocks_per_request(seqlen_q, num_q_heads) / blocks)};
 }
 
 inline SplitKvGeometry plan_geometry(int batch_size, int seqlen_q, int num_q_heads, int window_left, int num_sm_parts,

@@ -201,6 +201,7 @@ inline Params checked_arguments(const Arguments& a, Tokens& tokens, ReportOp rep
   p.batch_size = static_cast<int>(tokens.count());
   p.seqlen_q = 1;
   p.num_q_heads = tokens.heads.as_int();
+  p.division = work_division(p.seqlen_q, p.num_q_heads, 1);
   p.window_left = -1;
   p.dtype = dtype_of(a.q);
   p.kv_dtype = dtype_of(a.kv);
@@ -270,6 +271,7 @@ inline void check_call_plan(Params& p, const Tensor& q, const CallPlan& plan) {
   p.tile_scheduler_metadata = static_cast<const int32_t*>(plan.tile_scheduler_metadata.const_data_ptr());
   p.num_splits = static_cast<const int32_t*>(plan.num_splits.const_data_ptr());
   p.num_sm_parts = parts.as_int();
+  p.division = work_division(p.seqlen_q, p.num_q_heads, p.num_sm_parts);
   p.fixed_split_tokens = static_cast<int>(plan.fixed_split_tokens);
   p.out_partial = static_cast<float*>(plan.out_partial.mutable_data_ptr());
   p.lse_partial = static_cast<float*>(plan.lse_partial.mutable_data_ptr());

@@ -47,7 +47,7 @@ class DecodePlans:
 
         def parts_for(batch_size: int) -> int:
             if spec.is_mla:
-                return mla_num_sm_parts(device, batch_size, -(-seqlen_q * spec.num_q_heads // MLA_ROWS_PER_WORK))
+                return mla_num_sm_parts(device, -(-seqlen_q * spec.num_q_heads // MLA_ROWS_PER_WORK))
             return xqa_num_sm_parts(
                 device,
                 batch_size,

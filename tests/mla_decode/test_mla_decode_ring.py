@@ -29,12 +29,14 @@ def test_page_sizes(dtype, page_size):
     check(dtype, page_size)
 
 
-@pytest.mark.parametrize("num_sm_parts", [1, 2, 3, 4, 12, 132])
-def test_parts_share_works(num_sm_parts):
-    check(torch.bfloat16, num_sm_parts=num_sm_parts)
+@pytest.mark.parametrize("heads, tokens", [(128, 1), (64, 3), (64, 5)])
+@pytest.mark.parametrize("num_sm_parts", [1, 2, 3, 4, 5, 12, 130, 132])
+def test_parts_share_works(num_sm_parts, heads, tokens):
+    """In groups for two, three and five blocks of rows, or without."""
+    check(torch.bfloat16, num_sm_parts=num_sm_parts, num_q_heads=heads, seqlen_q=tokens)
 
 
-@pytest.mark.parametrize("heads, tokens", [(128, 2), (70, 1), (65, 3), (16, 5), (24, 8)])
+@pytest.mark.parametrize("heads, tokens", [(128, 2), (70, 1), (65, 3), (16, 5), (24, 8), (90, 2), (110, 4), (97, 7)])
 def test_rows_of_several_tokens(heads, tokens):
     check(torch.bfloat16, num_q_heads=heads, seqlen_q=tokens)
     check(torch.float16, num_q_heads=heads, seqlen_q=tokens, causal=False, apart=True)

@@ -217,18 +217,22 @@ def test_shares_of_even_works_leave_them_whole_where_a_few_parts_less_do():
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "heads, blocks, group", [(128, 2, 2), (64, 1, 1), (180, 3, 3), (400, 7, 7), (960, 15, 3), (700, 11, 1)]
+)
 @pytest.mark.parametrize("lengths", [[640] * 20, [640] * 19 + [704], [700] * 40, [5] * 39 + [900], []], ids=str)
-def test_mla_plans_look_for_even_batches(lengths, device):
-    plan = MlaDecodePlan.allocate(len(lengths), num_q_heads=128, num_sm_parts=42, device=device)
+def test_mla_plans_look_for_even_batches(lengths, heads, blocks, group, device):
+    """Parts come in groups: for the smallest number that divides a request's blocks of rows and the parts."""
+    plan = MlaDecodePlan.allocate(len(lengths), num_q_heads=heads, num_sm_parts=42, device=device)
     ops.mla_decode_plan(plan, torch.tensor(lengths, dtype=torch.int32, device=device))
     geometry = _scheduler.SplitKvGeometry(
-        works_per_request=1,
+        works_per_request=blocks // group,
         seqlen_q=1,
         tile_tokens=TILE_TOKENS,
         num_sm_parts=42,
         work_overhead=16,  # csrc/mla_decode/plan.h
-        parts_per_group=2,
-        even_shares=_scheduler.shares_of_even_works(len(lengths), 21),
+        parts_per_group=group,
+        even_shares=_scheduler.shares_of_even_works(len(lengths) * blocks // group, 42 // group),
     )
     rows = [[getattr(entry, name) for name in FIELDS] for entry in _scheduler.plan_split_kv(geometry, lengths)]
     assert plan.tile_scheduler_metadata.tolist() == rows

@@ -128,8 +128,6 @@ void merge_row(const Params& p, const RowPlace& place, int row, int64_t first, i
   write_output(p, place, merged, sum != 0.f ? lse_max + logf(sum) : -INFINITY);
 }
 
-int blocks_of_work(const Params& p) { return blocks_per_work(p.seqlen_q, p.num_q_heads, p.num_sm_parts); }
-
 // A block of a request's rows.
 Piece rows_of_block(const Params& p, int request, int block) {
   const int first_row = block * kPlanRows;
@@ -143,7 +141,7 @@ Piece rows_of_block(const Params& p, int request, int block) {
 
 // The block of a work that part `part` does.
 Piece rows_of_part(const Params& p, int work, int part) {
-  const int blocks = blocks_of_work(p), works = blocks_per_request(p.seqlen_q, p.num_q_heads) / blocks;
+  const int blocks = p.division.blocks, works = blocks_per_request(p.seqlen_q, p.num_q_heads) / blocks;
   return rows_of_block(p, work / works, work % works * blocks + part % blocks);
 }
 
@@ -315,7 +313,7 @@ void merge_balanced(const Params& p, int part, int row) {
   if (entry.last_num_splits <= 1 || (only_one && entry.begin_split != 0)) return;
   const Piece piece = rows_of_part(p, last_work, part);
   if (row >= piece.num_rows) return;
-  const int next = blocks_of_work(p);  // parts to the one that has the next split of this block
+  const int next = p.division.blocks;  // parts to the one that has the next split of this block
   merge_row(p, row_place(p, piece, row), row, partial_slot(part, only_one), partial_slot(part + next, true), 2 * next,
             entry.last_num_splits);
 }

@@ -23,31 +23,31 @@ struct Splits {
   __device__ int64_t slot(int i) const { return i == 0 ? first : second + static_cast<int64_t>(i - 1) * step; }
 };
 
-// Of the rows of one block. Every thread of the CTA gets the same answer.
-__device__ inline Splits find_splits(const Params& p, int request, int block) {
-  if (p.fixed_split_tokens > 0) {
-    const int tiles = tiles_of(p, max_of(p.cache_seqlens[request], 0)).count;
-    const int cuts = ceil_div(tiles, p.fixed_split_tokens / kPlanTileTokens);
-    const int64_t first = first_cut(p, request, block, cuts);
-    return {cuts, first, first + 1, 1, first + cuts > p.num_partials};
-  }
-  const int blocks = blocks_of_work(p), work = (request * blocks_of_request(p) + block) / blocks;
-  __shared__ int count, first_slot, second_slot;
-  if (threadIdx.x == 0) count = 0;
-  __syncthreads();
+// Of the rows of one block in batch-invariant mode.
+__device__ inline Splits splits_of_cuts(const Params& p, int request, int block) {
+  const int tiles = tiles_of(p, max_of(p.cache_seqlens[request], 0)).count;
+  const int cuts = ceil_div(tiles, p.fixed_split_tokens / kPlanTileTokens);
+  const int64_t first = first_cut(p, request, block, cuts);
+  return {cuts, first, first + 1, 1, first + cuts > p.num_partials};
+}
+
+// Balanced plans, by CTAs (part, share of the part): calls merge(work, splits, share, shares) for each work that this
+// part shares with others. All that have its splits merge it together, an equal share each, so that a long merge takes
+// as many SMs as its attention did. A part has at most two such works.
+template <class Merge>
+__device__ inline void each_shared_work(const Params& p, const SplitKvEntry& entry, const Merge& merge) {
+  const int last_work = last_work_of(entry), blocks = p.division.blocks;
 #pragma unroll 1
-  for (int part = block % blocks + threadIdx.x * blocks; part < p.num_sm_parts; part += kCombineWarps * 32 * blocks) {
-    const SplitKvEntry entry = entry_of(p, part);
-    const int last_work = last_work_of(entry);
-    if (last_work != work || last_work < entry.begin_work || entry.last_num_splits <= 1) continue;
-    const bool only_one = last_work == entry.begin_work;
-    if (only_one && entry.begin_split != 0) continue;  // the work began in an earlier part
-    count = entry.last_num_splits;
-    first_slot = partial_slot(part, only_one);
-    second_slot = partial_slot(part + blocks, true);
+  for (int i = 0; i < 2; ++i) {
+    const int work = i == 0 ? entry.begin_work : last_work;
+    const int count = i == 0 ? entry.begin_num_splits : entry.last_num_splits;
+    if (work > last_work || count <= 1 || (i == 1 && work == entry.begin_work)) continue;
+    const int first_part = (i == 0 ? entry.first_part : group_of_part(p)) * blocks + block_in_work(p);
+    const Splits splits{count, partial_slot(first_part, false), partial_slot(first_part + blocks, true), 2 * blocks,
+                        false};
+    const int of_part = static_cast<int>(gridDim.y), index = i == 0 ? entry.begin_split : 0;
+    merge(work, splits, index * of_part + static_cast<int>(blockIdx.y), count * of_part);
   }
-  __syncthreads();
-  return {count, first_slot, second_slot, 2 * blocks, false};
 }
 
 __device__ inline float warp_max(float x) {

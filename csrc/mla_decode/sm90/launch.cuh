@@ -78,6 +78,8 @@ inline Maps make_maps(const Params& p, const Modes& modes) {
   return maps;
 }
 
+inline constexpr int kMergeShares = 2;  // CTAs of the merge for each part: what fits the GPU at a time
+
 template <typename T, int kVecs, int kBatch>
 void launch_merge_units(const Params& p, int blocks, int parts, cudaStream_t stream) {
   launch_dependent<&mla_merge_units_kernel<T, kVecs, kBatch>>(
@@ -86,19 +88,22 @@ void launch_merge_units(const Params& p, int blocks, int parts, cudaStream_t str
 
 template <typename T>
 void launch_merge(const Params& p, cudaStream_t stream) {
+  if (p.fixed_split_tokens == 0) {
+    launch_dependent<&mla_merge_shares_kernel<T>>("mla_merge_shares_kernel",
+                                                  {p.num_sm_parts, kCombineWarps * 32, 0, 0, kMergeShares}, stream, p,
+                                                  output_aligned(p));
+    return;
+  }
   const int blocks = blocks_per_request(p.seqlen_q, p.num_q_heads);
   // As many CTAs as run at once, if there is work for them: few blocks are cut into smaller units.
   constexpr int kManyCtas = 264;
   const auto most_parts = [](int vecs) { return kPlanRows / 16 * 2 * kPartialVecs / vecs; };
   int parts = 1;
   while (parts < most_parts(1) && p.batch_size * blocks * parts * 2 <= kManyCtas) parts *= 2;
-  const bool balanced = p.fixed_split_tokens == 0;  // if not, a request's splits are always added up in one order
   if (parts > most_parts(2)) {
-    balanced ? launch_merge_units<T, 1, 8>(p, blocks, parts, stream)
-             : launch_merge_units<T, 1, 4>(p, blocks, parts, stream);
+    launch_merge_units<T, 1, 4>(p, blocks, parts, stream);
   } else {
-    balanced&& parts <= 4 ? launch_merge_units<T, 4, 2>(p, blocks, parts, stream)
-                          : launch_merge_units<T, 2, 4>(p, blocks, parts, stream);
+    launch_merge_units<T, 2, 4>(p, blocks, parts, stream);
   }
 }
 

@@ -40,6 +40,9 @@ class UnitMerge {
         slice_(warp_ % warps_),
         lane_(threadIdx.x % 32) {}
 
+  // Of rows that there are.
+  __device__ int count_units() const { return ceil_div(num_rows_, 16) * kUnitsPerRows; }
+
   __device__ void run(int first, int count) const {
 #pragma unroll 1
     for (int base = first; base < first + count; base += kCombineWarps / warps_) {
@@ -236,13 +239,28 @@ class UnitMerge {
   const int lane_;
 };
 
-// Grid: (requests, blocks of a request, equal parts of a block's units). Where nothing is split, all that this costs is
-// its launch and the code up to the first return.
+// Balanced plans. Grid: (parts, shares of a part). Where nothing is split, all that this costs is its launch.
+template <typename T>
+__global__ void __launch_bounds__(kCombineWarps * 32, 2)
+    mla_merge_shares_kernel(const __grid_constant__ Params p, bool aligned) {
+  using Merge = UnitMerge<T, 2, 4>;
+  __shared__ typename Merge::Shared shared;
+  const SplitKvEntry entry = entry_of(p, blockIdx.x);
+  attnops::sm90::wait_for_prerequisites();
+  each_shared_work(p, entry, [&](int work, const Splits& splits, int share, int shares) {
+    const BlockPlace place = block_place(p, work);
+    const Merge merge(p, place.request, place.block, splits, aligned, shared);
+    const int units = merge.count_units(), first = units * share / shares;
+    merge.run(first, units * (share + 1) / shares - first);
+  });
+}
+
+// Batch-invariant plans. Grid: (requests, blocks of a request, equal parts of a block's units).
 template <typename T, int kVecs, int kBatch>
 __global__ void __launch_bounds__(kCombineWarps * 32, 2)
     mla_merge_units_kernel(const __grid_constant__ Params p, bool aligned) {
   const int request = static_cast<int>(blockIdx.x), block = static_cast<int>(blockIdx.y);
-  const Splits splits = find_splits(p, request, block);
+  const Splits splits = splits_of_cuts(p, request, block);
   attnops::sm90::wait_for_prerequisites();
   if (splits.count <= 1) return;
   if (splits.overflow && p.report && threadIdx.x == 0 && blockIdx.z == 0) {

@@ -26,20 +26,24 @@ struct Piece {
 };
 
 __device__ inline int blocks_of_request(const Params& p) { return blocks_per_request(p.seqlen_q, p.num_q_heads); }
-__device__ inline int blocks_of_work(const Params& p) {
-  return blocks_per_work(p.seqlen_q, p.num_q_heads, p.num_sm_parts);
+
+// The group of this part, and which block of its works the part does.
+__device__ inline int group_of_part(const Params& p) {
+  return p.division.by_blocks.divide(static_cast<int>(blockIdx.x));
+}
+__device__ inline int block_in_work(const Params& p) {
+  return static_cast<int>(blockIdx.x) - group_of_part(p) * p.division.blocks;
 }
 
-// A block of a request, by its work and the part that does it. Divisions are most of what there is to compute before
-// the first load, and mostly by one.
+// A block of a request, by its work and the part that does it. Divisions would be most of what there is to compute
+// before the first load.
 struct BlockPlace {
   int request, block;
 };
 
 __device__ inline BlockPlace block_place(const Params& p, int work) {
-  const int blocks = blocks_of_work(p), works = blocks_of_request(p) >> (blocks - 1);
-  const int request = works == 1 ? work : work / works;
-  return {request, (work - request * works) * blocks + static_cast<int>(blockIdx.x & (blocks - 1))};
+  const int request = p.division.by_works.divide(work);
+  return {request, work * p.division.blocks - request * blocks_of_request(p) + block_in_work(p)};
 }
 
 __device__ inline TileRange tiles_of(const Params& p, int length) {
@@ -60,6 +64,14 @@ __device__ inline const SplitKvEntry& entry_of(const Params& p, int part) {
 __device__ inline int last_work_of(const SplitKvEntry& entry) {
   const int first_tile = entry.begin_work == entry.end_work ? entry.begin_tile : 0;  // of end_work that it may have
   return entry.end_tile > first_tile ? entry.end_work : entry.end_work - 1;
+}
+
+// Where this part puts its piece of a work in balanced mode; -1: it has all of it. Of the works that a part shares, one
+// began in an earlier part and one goes on in the next.
+__device__ inline int balanced_partial(const SplitKvEntry& entry, int work) {
+  const bool is_first = work == entry.begin_work;
+  const int splits = is_first ? entry.begin_num_splits : work == last_work_of(entry) ? entry.last_num_splits : 1;
+  return splits > 1 ? partial_slot(blockIdx.x, is_first && entry.begin_split > 0) : -1;
 }
 
 // Describes the rows of a block and their keys. Returns the tiles of the whole work.
@@ -105,13 +117,10 @@ class PieceWalkFor {
       const TileRange range = describe_work<kOptions>(p, place, p.cache_seqlens[place.request], piece);
       const int end = work_ == entry.end_work ? entry.end_tile : range.count;
       const int begin = tile_;
-      const bool is_first = work_ == entry.begin_work;
-      const int work = work_;
       piece.first_tile = range.first + begin;
       if (p.fixed_split_tokens == 0) {
-        const int splits = is_first ? entry.begin_num_splits : work == last_work ? entry.last_num_splits : 1;
         piece.num_tiles = tiles_in_table(piece, end - begin);
-        piece.partial = splits > 1 ? partial_slot(blockIdx.x, is_first) : -1;
+        piece.partial = balanced_partial(entry, work_);
         advance();
         return true;
       }
@@ -160,8 +169,8 @@ struct RowPlace {
 };
 
 __device__ inline RowPlace row_place(const Params& p, int row) {
-  if (p.seqlen_q == 1) return {0, row};
-  return {row / p.num_q_heads, row % p.num_q_heads};
+  const int token = p.division.by_heads.divide(row);
+  return {token, row - token * p.num_q_heads};
 }
 
 // What the output must be multiplied by for a sink; `lse` is the natural log and stays what it is.

@@ -101,7 +101,7 @@ def _carve(workspace: Tensor, batch_size: int, num_heads: int) -> MlaDecodePlan:
         return MlaDecodePlan.allocate(batch_size, num_q_heads=num_heads, device=workspace.device)
     if workspace.dtype != torch.uint8 or not workspace.is_contiguous():
         raise ValueError("attnops.compat: cutlass_mla_decode: workspace must be contiguous uint8")
-    parts = mla_num_sm_parts(workspace.device, batch_size, -(-num_heads // MLA_ROWS_PER_WORK))
+    parts = mla_num_sm_parts(workspace.device, -(-num_heads // MLA_ROWS_PER_WORK))
     wanted = parts
     while parts and _workspace_bytes(batch_size, num_heads, parts) > workspace.numel():
         parts -= 1

@@ -189,7 +189,7 @@ class XqaDecodePlan(SplitKvPlan):
 
 @dataclasses.dataclass(frozen=True)
 class MlaDecodePlan(SplitKvPlan):
-    """Plan of `ops.mla_decode` for one geometry; works are (request, one or two blocks of 64 query rows)."""
+    """Plan of `ops.mla_decode` for one geometry; works are (request, some blocks of 64 query rows)."""
 
     @property
     def key(self) -> dict[str, int]:
@@ -224,7 +224,7 @@ class MlaDecodePlan(SplitKvPlan):
         check_shared(kind, batch_size, seqlen_q, window_left, num_sm_parts, max_seqlen_k)
         check_range(f"{kind}.allocate", "num_q_heads", num_q_heads, 1, MLA_MAX_HEADS)
         blocks = -(-seqlen_q * num_q_heads // MLA_ROWS_PER_WORK)
-        num_sm_parts = num_sm_parts or mla_num_sm_parts(device, batch_size, blocks)
+        num_sm_parts = num_sm_parts or mla_num_sm_parts(device, blocks)
         num_partials = num_partials_of(kind, batch_size * blocks, num_sm_parts, fixed_split_tokens, max_seqlen_k)
         return cls(
             batch_size=batch_size,

@@ -8,6 +8,7 @@ import torch
 # an MLA work fills an SM's registers alone.
 XQA_PARTS_PER_SM = 2
 MLA_PARTS_PER_SM = 1
+MLA_MOST_BLOCKS_PER_WORK = 13  # csrc/mla_decode/plan.h
 XQA_FP8_FOLDING_PARTS_PER_SM = 3  # of batch-invariant plans over FP8 pages: smaller CTAs
 
 XQA_INVARIANT_CUTS = 96  # of a long request over all KV heads: docs/kernels/xqa_decode.md
@@ -97,23 +98,16 @@ def xqa_invariant_cuts(
     return -64 if num_kv_heads == 1 else -min(max(XQA_INVARIANT_CUTS // num_kv_heads, 4), 16)
 
 
-def _mla_parts(num_sms: int, batch_size: int, blocks: int) -> int:
-    """Parts for `batch_size` requests of `blocks` row blocks; measured on an H200.
+def _mla_parts(num_sms: int, blocks: int) -> int:
+    """Parts for requests of `blocks` row blocks: as many as SMs, in groups for the blocks of a work.
 
-    Parts come in pairs where blocks do (csrc/mla_decode/plan.h). As many as SMs; where the lengths are even, the
-    planner leaves a few of them empty if that leaves works whole. But there is one part per work where a request's
-    works read the same tiles and nearly fill several rounds of SMs. They then run side by side and share the tiles in
-    L2. A part that takes them one after the other would not.
+    A group reads the same tiles side by side (csrc/mla_decode/plan.h).
     """
-    group = 2 if blocks % 2 == 0 else 1
-    works, groups = batch_size * blocks // group, num_sms // group
-    if works > groups and group == 1 and blocks > 1:
-        rounds = -(-works // groups)
-        return works if works * 10 >= rounds * groups * 9 else groups
-    return groups * group
+    group = next((n for n in range(2, min(blocks, MLA_MOST_BLOCKS_PER_WORK) + 1) if blocks % n == 0), 1)
+    return num_sms // group * group or num_sms
 
 
-def mla_num_sm_parts(device: torch.device, batch_size: int, blocks: int) -> int:
-    """Parts of a plan for `batch_size` requests of `blocks` row blocks."""
+def mla_num_sm_parts(device: torch.device, blocks: int) -> int:
+    """Parts of a plan for requests of `blocks` row blocks."""
     parts = default_num_sm_parts(device, MLA_PARTS_PER_SM)
-    return _mla_parts(parts, batch_size, blocks) if device.type == "cuda" else parts
+    return _mla_parts(parts, blocks) if device.type == "cuda" else parts

@@ -71,7 +71,7 @@ class SparseMlaPlan(SplitKvPlan):
         check_range(kind, "topk", topk, 0, MAX_TOPK)
         check_range(kind, "extra_topk", extra_topk, 0, MAX_TOPK)
         tokens, blocks = batch_size * seqlen_q, -(-num_q_heads // MLA_ROWS_PER_WORK)
-        num_sm_parts = num_sm_parts or mla_num_sm_parts(device, tokens, blocks)
+        num_sm_parts = num_sm_parts or mla_num_sm_parts(device, blocks)
         most_keys = -(-topk // TILE_TOKENS) * TILE_TOKENS + extra_topk
         num_partials = num_partials_of(kind, tokens * blocks, num_sm_parts, fixed_split_tokens, most_keys)
         return cls(

@@ -100,29 +100,17 @@ __device__ inline void store_partial(const Params& p, int slot, const uint8_t* b
   }
 }
 
-// What a launch knows of the rows besides the arguments.
-struct RowModes {
-  Divisor by_heads;
-
-  // As row_place, without a division.
-  __device__ RowPlace place(const Params& p, int row) const {
-    const int token = by_heads.divide(row);
-    return {token, row - token * p.num_q_heads};
-  }
-};
-
 // Where the results of a piece's rows go.
 template <typename T>
 struct RowOutput {
   const Params& p;
-  const RowModes& modes;
   int request, num_rows;
 
   __device__ bool valid(int row) const { return row < num_rows; }
 
   // The first column of a row that may be a spare one.
   __device__ T* begin(int row) const {
-    const RowPlace at = modes.place(p, valid(row) ? row : 0);
+    const RowPlace at = row_place(p, valid(row) ? row : 0);
     return static_cast<T*>(p.out) + request * p.out_stride_request + at.token * p.out_stride_token +
            at.head * p.out_stride_head;
   }
@@ -131,12 +119,12 @@ struct RowOutput {
   __device__ float factor(int row, const RowState& state) const {
     const float factor = state.empty() ? 0.f : __fdividef(1.f, state.sum);
     if (!p.sinks || !valid(row)) return factor;
-    return factor * sink_factor(p, modes.place(p, row).head, state.lse());
+    return factor * sink_factor(p, row_place(p, row).head, state.lse());
   }
 
   __device__ void store_lse(int row, const RowState& state) const {
     if (!valid(row)) return;
-    const RowPlace at = modes.place(p, row);
+    const RowPlace at = row_place(p, row);
     p.lse[(static_cast<int64_t>(request) * p.seqlen_q + at.token) * p.num_q_heads + at.head] = state.lse();
   }
 };

@@ -286,8 +286,7 @@ class Finish {
 
 // Batch-invariant mode. Grid: (requests, CTAs that share the units of each).
 template <typename T, class At>
-__global__ void __launch_bounds__(kConsumerThreads)
-    mla_merge_cuts_kernel(const __grid_constant__ Params p, const __grid_constant__ RowModes modes) {
+__global__ void __launch_bounds__(kConsumerThreads) mla_merge_cuts_kernel(const __grid_constant__ Params p) {
   __shared__ float4 scratch[2 * kConsumerThreads];
   attnops::sm90::launch_dependents();
   attnops::sm90::wait_for_prerequisites();
@@ -295,7 +294,7 @@ __global__ void __launch_bounds__(kConsumerThreads)
   const int tiles = tiles_of(p, max_of(p.cache_seqlens[request], 0)).count;
   const int cuts = ceil_div(tiles, p.fixed_split_tokens / kPlanTileTokens), first = p.num_splits[request];
   if (cuts <= 1) return;
-  const RowOutput<T> output{p, modes, request, p.seqlen_q * p.num_q_heads};
+  const RowOutput<T> output{p, request, p.seqlen_q * p.num_q_heads};
   const bool overflow = static_cast<int64_t>(first) + cuts > p.num_partials;
   if (overflow && p.report && threadIdx.x == 0 && blockIdx.y == 0) {
     record_fault(p.report, {ReportOp::kMlaDecode, ReportKind::kLength, request, 0, static_cast<int64_t>(first) + cuts,

@@ -65,7 +65,7 @@ class Consumer {
       }
       asked = walk.upcoming(p_);
       if (asked >= 0) load_queries(asked);  // they travel while this piece is finished
-      const RowOutput<T> output{p_, modes_.rows, piece.request, piece.num_rows};
+      const RowOutput<T> output{p_, piece.request, piece.num_rows};
       Finish<T, At>(output, piece, group_, base_, shared_, exchanges).run(o);
     }
   }
@@ -85,7 +85,7 @@ class Consumer {
     const int row = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
     if (row >= At::kRows) return;
     const bool valid = row < p_.seqlen_q * p_.num_q_heads;
-    const RowPlace at = modes_.rows.place(p_, valid ? row : 0);
+    const RowPlace at = row_place(p_, valid ? row : 0);
     const uint8_t* q =
         static_cast<const uint8_t*>(p_.q) +
         kElement * (request * p_.q_stride_request + at.token * p_.q_stride_token + at.head * p_.q_stride_head);

@@ -31,11 +31,18 @@ inline CUtensorMap make_map(const Params& p) {
 // Partial results as rows.
 template <typename T>
 void launch_merge(const Params& p, cudaStream_t stream) {
-  // As wide as the GPU: by rows and columns when there are few, else by rows alone.
+  // As wide as the GPU.
   constexpr int kFewRows = 128, kManyRows = 528;
   const int rows = p.seqlen_q * p.num_q_heads, all_rows = p.batch_size * rows;
   const bool aligned =
       rows_aligned(p.out, size_of(p.dtype), 8, p.out_stride_request, p.out_stride_token, p.out_stride_head);
+  if (p.fixed_split_tokens == 0) {
+    constexpr int kShares = 4;  // of a part
+    launch_dependent<&mla_merge_shared_rows_kernel<T>>(
+        "mla_merge_shared_rows_kernel", {p.num_sm_parts, kMergeThreads, 0, 0, kShares}, stream, p, aligned);
+    return;
+  }
+  // By rows and columns when there are few, else by rows alone.
   const int rows_per_block = all_rows <= kManyRows ? 1 : kMergeWarps;
   LaunchShape shape{p.batch_size, kMergeThreads, 0, 0, ceil_div(rows, rows_per_block)};
   if (all_rows <= kFewRows) {
@@ -52,15 +59,13 @@ void launch_merge_cuts(const Params& p, cudaStream_t stream) {
   constexpr int kCtas = 264;  // in all, or more where there are more requests
   const int per_request = min_of(ceil_div(kCtas, p.batch_size), MergeShape<At>::kBlocks);
   launch_dependent<&mla_merge_cuts_kernel<T, At>>("mla_merge_cuts_kernel",
-                                                  {p.batch_size, kConsumerThreads, 0, 0, per_request}, stream, p,
-                                                  RowModes{Divisor(p.num_q_heads)});
+                                                  {p.batch_size, kConsumerThreads, 0, 0, per_request}, stream, p);
 }
 
 template <typename T, class At>
 void launch_shape(const Params& p, cudaStream_t stream) {
   const CallModes modes{.use_boxes = groups_fit(p),
                         .by_page_size = Divisor(p.page_table.page_size),
-                        .rows = {Divisor(p.num_q_heads)},
                         .paired = p.num_sm_parts % 2 == 0 && p.fixed_split_tokens == 0};
   const CUtensorMap map = modes.use_boxes ? make_map(p) : CUtensorMap{};
   constexpr int kBytes = At::kBytes;

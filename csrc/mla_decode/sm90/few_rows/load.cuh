@@ -40,7 +40,6 @@ __device__ inline uint32_t empty_barrier(uint32_t shared, int position) {
 struct CallModes {
   bool use_boxes;  // whole tiles come by the copy engine
   Divisor by_page_size;
-  RowModes rows;
   bool paired;  // CTAs come in clusters of two
 };
 

@@ -115,26 +115,25 @@ __device__ inline void write_row(const Params& p, int request, int row, int colu
   }
 }
 
-// Grid: (requests, blocks of rows, blocks of columns). Wide: one row and 64 columns per CTA, half a warp per chain. Not
-// wide: up to eight rows and all columns, a warp for two chains.
+// What a merging CTA keeps in shared memory. Wide: one row and 64 columns per CTA, half a warp per chain. Not wide: up
+// to eight rows and all columns, a warp for two chains.
+template <bool kWide>
+struct MergeShared {
+  static constexpr int kVecs = kWide ? 1 : 4, kLanes = kWide ? 16 : 32;
+  float4 sums[kMergeWarps][kVecs][kLanes];
+  float staged[kWide ? 1 : MergeRows::kRows][MergeRows::kStaged];
+};
+
+// Merges rows [first_row, first_row + num_rows) of a request.
 template <typename T, bool kWide>
-__global__ void __maxnreg__(88) mla_merge_kernel(const __grid_constant__ Params p, int rows_per_block, bool aligned) {
-  constexpr int kVecs = kWide ? 1 : 4, kBatch = kWide ? 8 : 1, kLanes = kWide ? 16 : 32;
+__device__ inline void merge_rows(const Params& p, int request, const Splits& splits, int first_row, int num_rows,
+                                  int block_of_columns, bool aligned, MergeShared<kWide>& shared) {
+  constexpr int kVecs = MergeShared<kWide>::kVecs, kLanes = MergeShared<kWide>::kLanes, kBatch = kWide ? 8 : 1;
   using Part = Chain<kVecs, kBatch>;
-  __shared__ float4 shared_sums[kMergeWarps][kVecs][kLanes];
-  __shared__ float staged[kWide ? 1 : MergeRows::kRows][MergeRows::kStaged];
-  attnops::sm90::launch_dependents();
-  const int request = blockIdx.x, first_row = blockIdx.y * rows_per_block;
-  const Splits splits = find_splits(p, request, 0);
-  attnops::sm90::wait_for_prerequisites();
-  if (splits.count <= 1) return;
-  if (splits.overflow && p.report && threadIdx.x == 0 && blockIdx.y == 0 && blockIdx.z == 0) {
-    record_fault(p.report, {ReportOp::kMlaDecode, ReportKind::kLength, request, 0, splits.first + splits.count,
-                            p.num_partials + 1});
-  }
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = (blockIdx.z * kLanes + lane % kLanes) * 4;
+  auto& shared_sums = shared.sums;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = (block_of_columns * kLanes + lane % kLanes) * 4;
   const int warps = merging_warps(splits.count), slice = warp % warps;
-  const MergeRows rows{p, splits, staged, first_row, min_of(p.seqlen_q * p.num_q_heads - first_row, rows_per_block)};
+  const MergeRows rows{p, splits, shared.staged, first_row, num_rows};
   const int splits_here = splits.overflow ? 0 : splits.count;
   if (splits_here > 0) rows.stage();
   for (int base = 0; base < rows.num_rows; base += kMergeWarps / warps) {
@@ -182,6 +181,42 @@ __global__ void __maxnreg__(88) mla_merge_kernel(const __grid_constant__ Params 
       write_row<T>(p, request, first_row + row, column, all, splits.overflow, aligned, total);
     }
   }
+}
+
+// Balanced plans. Grid: (parts, shares of a part): the parts that have the splits of a request merge it together
+// (merge_units.cuh), an equal share of its rows each.
+template <typename T>
+__global__ void __maxnreg__(88) mla_merge_shared_rows_kernel(const __grid_constant__ Params p, bool aligned) {
+  __shared__ MergeShared<false> shared;
+  attnops::sm90::launch_dependents();
+  const SplitKvEntry entry = entry_of(p, blockIdx.x);
+  attnops::sm90::wait_for_prerequisites();
+  const int num_rows = p.seqlen_q * p.num_q_heads;
+  each_shared_work(p, entry, [&](int work, const Splits& splits, int share, int shares) {
+    const int end = num_rows * (share + 1) / shares;
+#pragma unroll 1
+    for (int row = num_rows * share / shares; row < end; row += MergeRows::kRows) {
+      merge_rows<T, false>(p, work, splits, row, min_of(end - row, MergeRows::kRows), 0, aligned, shared);
+      __syncthreads();  // what is staged has been read
+    }
+  });
+}
+
+// Batch-invariant plans. Grid: (requests, blocks of rows, blocks of columns).
+template <typename T, bool kWide>
+__global__ void __maxnreg__(88) mla_merge_kernel(const __grid_constant__ Params p, int rows_per_block, bool aligned) {
+  __shared__ MergeShared<kWide> shared;
+  attnops::sm90::launch_dependents();
+  const int request = blockIdx.x, first_row = blockIdx.y * rows_per_block;
+  const Splits splits = splits_of_cuts(p, request, 0);
+  attnops::sm90::wait_for_prerequisites();
+  if (splits.count <= 1) return;
+  if (splits.overflow && p.report && threadIdx.x == 0 && blockIdx.y == 0 && blockIdx.z == 0) {
+    record_fault(p.report, {ReportOp::kMlaDecode, ReportKind::kLength, request, 0, splits.first + splits.count,
+                            p.num_partials + 1});
+  }
+  merge_rows<T, kWide>(p, request, splits, first_row, min_of(p.seqlen_q * p.num_q_heads - first_row, rows_per_block),
+                       blockIdx.z, aligned, shared);
 }
 
 }  // namespace attnops::mla_decode::sm90::few_rows

@@ -48,6 +48,28 @@ __device__ inline bool sees(const Params& p, const Piece& piece, int token, int 
   return row[draft / 8] >> (draft % 8) & 1;
 }
 
+// Whether each query row sees all keys up to an end of its own.
+__device__ inline bool sees_to_an_end(const Params& p) {
+  return p.tree_mask == nullptr && p.window_left < 0 && p.report == nullptr;
+}
+
+// Masks a tile of keys where that is so; `first_row` is that of the thread's queries. A piece ends with such a tile.
+template <int kCount>
+__device__ inline void mask_ends(const Params& p, const Piece& piece, int first_row, int first_key,
+                                 float (&s)[2 * kCount]) {
+  const int first = piece.length - p.seqlen_q + 1 - first_key - key_of(0),
+            last = piece.keys.end - first_key - key_of(0);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int row = min_of(first_row + query_of(i), piece.num_rows - 1);  // spare rows see what the last one sees
+    const int end = p.causal ? min_of(first + row_place(p, piece.first_row + row).token, last) : last;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (8 * h >= end) s[element_of(i, h)] = -INFINITY;
+    }
+  }
+}
+
 // Checked mode: whether the key's page exists. The loading warps report it when not.
 __device__ inline bool has_page(const Params& p, const Piece& piece, int key) {
   if (key < piece.keys.begin || key >= piece.keys.end) return false;
@@ -86,7 +108,11 @@ struct Softmax {
       scale = 1.f;
     }
     if (first_key < clear.begin || first_key + kPlanTileTokens > clear.end || p.report) {
-      mask(p, piece, first_key, s);
+      if (sees_to_an_end(p)) {
+        mask_ends<kCount>(p, piece, At::first_softmax_row(group), first_key, s);
+      } else {
+        mask(p, piece, first_key, s);
+      }
     }
     bool above = false;
     float top[kCount];

@@ -13,8 +13,6 @@ struct RequestSplits {
   __device__ int slot(int i) const { return i == 0 ? first : second + (i - 1) * step; }
 };
 
-// Balanced plans: a part writes at most two partial results, one of a request that began in an earlier part and one of
-// a request that goes on in the next.
 __device__ inline RequestSplits balanced_splits(int first_part, int count, int index) {
   return {count, index, 2 * first_part + 1, 2 * first_part + 2, 2};
 }
@@ -68,8 +66,7 @@ class RequestWalk {
                                   : balanced_splits(blockIdx.x, is_last ? entry_.last_num_splits : 1, 0);
           piece.partial = piece.splits.count > 1 ? piece.splits.slot(piece.splits.index) : -1;
         } else {
-          const int splits = is_first ? entry_.begin_num_splits : is_last ? entry_.last_num_splits : 1;
-          piece.partial = splits > 1 ? partial_slot(blockIdx.x, is_first) : -1;
+          piece.partial = balanced_partial(entry_, request_);
         }
         advance();
         return true;

@@ -68,8 +68,8 @@ template <typename T, Format kFormat>
 void launch(const Params& p, cudaStream_t stream) {
   if (p.batch_size == 0) return;
   const int rows = p.seqlen_q * p.num_q_heads;
-  if (rows <= 16) return launch_shape<T, Shape<kFormat, 16>>(p, stream);
-  if (rows <= kFewRows) return launch_shape<T, Shape<kFormat, 32>>(p, stream);
+  if (rows <= kFewRows) return launch_shape<T, Shape<kFormat, kFewRows>>(p, stream);
+  if (rows <= 32) return launch_shape<T, Shape<kFormat, 32>>(p, stream);
   launch_wide<T, kFormat>(p, stream);
 }
 

@@ -5,7 +5,7 @@ struct CUstream_st;
 
 namespace attnops::mla_decode::sm90::fp8_fragments {
 
-inline constexpr int kFewRows = 32;  // query rows (token, head) of a request: faster than products of e4m3
+inline constexpr int kFewRows = 16;  // query rows (token, head) of a request: faster than products of e4m3
 
 // Attention over the parts of the plan, then the merge of what parts share. Dense: 576 e4m3 a token and one scale;
 // rows: 656 bytes a token with scales of their own.

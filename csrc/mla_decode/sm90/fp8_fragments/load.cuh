@@ -52,7 +52,7 @@ class Loader : QuarterPages<Paging> {
 
   __device__ void run() {
     const SplitKvEntry& entry = entry_of(p_, blockIdx.x);
-    run(Walk<At>(p_), entry, entry.begin_work / (blocks_of_request(p_) / blocks_of_work(p_)), false);
+    run(Walk<At>(p_), entry, p_.division.by_works.divide(entry.begin_work), false);
   }
 
   // Where the part's row of the plan is in shared memory. Its first queries need nothing else.

@@ -68,7 +68,11 @@ struct Softmax {
     }
     if (p.logit_cap > 0.f) cap_scores(p, s);
     if (first_key < clear.begin || first_key + kPlanTileTokens > clear.end || p.report) {
-      mask(p, piece, first_key, s);
+      if (few_rows::sees_to_an_end(p)) {
+        few_rows::mask_ends<kCount>(p, piece, first_row(), first_key, s);
+      } else {
+        mask(p, piece, first_key, s);
+      }
     }
     bool above = false;
     float top[kCount];

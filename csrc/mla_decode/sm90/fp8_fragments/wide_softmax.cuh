@@ -143,19 +143,20 @@ class WideSoftmax {
   }
 
   __device__ void mask(const Piece& piece, int first_key, Scores& s) const {
-    if (At::kOptions == Options::kCommon && clear_.end == piece.keys.end) {  // all rows see the same
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        if (first_key + key_of(h) < clear_.end) continue;
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) s[element_of(i, h)] = -INFINITY;
-      }
-      return;
+    if constexpr (At::kOptions == Options::kCommon) {
+      few_rows::mask_ends<kCount>(p_, piece, 0, first_key, s);
+    } else if (few_rows::sees_to_an_end(p_)) {
+      few_rows::mask_ends<kCount>(p_, piece, 0, first_key, s);
+    } else {
+      mask_each(piece, first_key, s);
     }
+  }
+
+  __device__ void mask_each(const Piece& piece, int first_key, Scores& s) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int key = first_key + key_of(h);
-      const bool there = At::kOptions == Options::kCommon || p_.report == nullptr || few_rows::has_page(p_, piece, key);
+      const bool there = p_.report == nullptr || few_rows::has_page(p_, piece, key);
       uint32_t seen = 0;  // a bit per query, by a loop that is small: most tiles need none
 #pragma unroll 1
       for (int i = 0; i < kCount; ++i) {

@@ -32,13 +32,12 @@ __device__ inline void init_barriers(uint32_t shared) {
 __device__ inline void start(const Params& p, const Maps& maps, const Modes& modes, uint8_t* base, uint32_t shared) {
   const int lane = threadIdx.x % 32;
   auto* entry = reinterpret_cast<int*>(base + Layout::kEntry);
-  int word = 0;
-  if (lane < 8) word = reinterpret_cast<const int*>(&entry_of(p, blockIdx.x))[lane];
   if (lane == 8 && modes.use_boxes) attnops::sm90::prefetch_map(&maps.latent);
   if (lane == 9 && modes.use_boxes) attnops::sm90::prefetch_map(&maps.rope);
   if (lane == 10 && modes.queries_by_map) attnops::sm90::prefetch_map(&maps.queries.q);
   init_barriers(shared);
-  if (lane < 8) entry[lane] = word;
+  attnops::sm90::wait_for_prerequisites();
+  if (lane < 8) entry[lane] = reinterpret_cast<const int*>(&entry_of(p, blockIdx.x))[lane];
 }
 
 template <typename T, Options kOptions>
@@ -47,7 +46,11 @@ __global__ void __launch_bounds__(kAllThreads, 1)
                                    const __grid_constant__ Modes modes) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   const uint32_t shared = attnops::sm90::smem_address(shared_bytes);
-  if (threadIdx.x / 32 == kMultiplyThreads / 32) start(p, maps, modes, shared_bytes, shared);
+  if (threadIdx.x / 32 == kMultiplyThreads / 32) {
+    start(p, maps, modes, shared_bytes, shared);
+  } else {
+    attnops::sm90::wait_for_prerequisites();
+  }
   __syncthreads();
   attnops::sm90::launch_dependents();
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / kGroupThreads, 0);

@@ -1,5 +1,5 @@
 #pragma once
-#include "device/common/launch.h"
+#include "device/common/launch_dependent.cuh"
 #include "mla_decode/sm90/fp8_products/kernel.cuh"
 #include "mla_decode/sm90/fp8_products/launch.h"
 #include "mla_decode/sm90/launch.cuh"
@@ -23,11 +23,8 @@ void launch_attention(const Params& p, const Modes& modes, cudaStream_t stream) 
   if (modes.use_boxes) maps.latent = make_map(p), maps.rope = make_rope_map(p);
   if (modes.queries_by_map) maps.queries = make_raw_query_maps(p);
   constexpr int kBytes = Layout::kBytes;
-  const auto kernel = &mla_decode_fp8_products_kernel<T, kOptions>;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
-             "shared memory of mla_decode_fp8_products_kernel");
-  kernel<<<p.num_sm_parts, kAllThreads, kBytes, stream>>>(p, maps, modes);
-  check_cuda(cudaGetLastError(), "mla_decode_fp8_products_kernel");
+  launch_dependent<&mla_decode_fp8_products_kernel<T, kOptions>>(
+      "mla_decode_fp8_products_kernel", {p.num_sm_parts, kAllThreads, kBytes, kBytes}, stream, p, maps, modes);
 }
 
 template <typename T>

@@ -14,7 +14,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     mla_decode_ring_kernel(const __grid_constant__ Params p, const __grid_constant__ Maps maps, int even_shares) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   const uint32_t shared = attnops::sm90::smem_address(shared_bytes);
-  attnops::sm90::launch_dependents();
   const int group = threadIdx.x / kGroupThreads;
   if (group == 0) {
     attnops::sm90::registers_decrease<kValuesRegisters>();

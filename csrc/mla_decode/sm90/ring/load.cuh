@@ -40,11 +40,8 @@ class Walk {
 
   // Where the results of the piece that `next` has described go; of its first cut, if it is cut.
   __device__ void place(const Params& p, const TileRange& range, Piece& piece) const {
-    const int work = work_ - 1;
-    const bool is_first = work == entry_.begin_work;
     if (p.fixed_split_tokens == 0) {
-      const int splits = is_first ? entry_.begin_num_splits : work == last_work_of(entry_) ? entry_.last_num_splits : 1;
-      piece.partial = splits > 1 ? partial_slot(blockIdx.x, is_first) : -1;
+      piece.partial = balanced_partial(entry_, work_ - 1);
       return;
     }
     const int cut_tiles = p.fixed_split_tokens / kPlanTileTokens, cuts = ceil_div(range.count, cut_tiles);
@@ -132,10 +129,8 @@ class Planner {
 
   // The request that this part begins with, if works are even.
   __device__ int likely_request() const {
-    const int blocks = blocks_of_work(p_), works = blocks_of_request(p_) >> (blocks - 1);
-    const int share = static_cast<int>(blockIdx.x) >> (blocks - 1), total = p_.batch_size * works;
-    const int work = static_cast<int>(static_cast<int64_t>(share) * total / even_shares_);
-    return min_of(works == 1 ? work : work / works, p_.batch_size - 1);
+    const int request = static_cast<int>(static_cast<int64_t>(group_of_part(p_)) * p_.batch_size / even_shares_);
+    return min_of(request, p_.batch_size - 1);
   }
 
   __device__ void begin_piece(int length, int page) {

@@ -9,7 +9,7 @@ bool suits(const Params& p) {
   constexpr int kManyTiles = 48;       // of a part
   constexpr int kFewestCutTiles = 16;  // of a cut
   const int blocks = blocks_per_request(p.seqlen_q, p.num_q_heads);
-  if (blocks % 2 != 0 || p.page_table.kv_indptr != nullptr) return false;
+  if (p.division.blocks == 1 || p.page_table.kv_indptr != nullptr) return false;
   if (p.fixed_split_tokens != 0) return p.fixed_split_tokens >= kFewestCutTiles * kPlanTileTokens;
   const int64_t tiles = p.page_table.max_pages * p.page_table.page_size / kPlanTileTokens;
   return p.batch_size * blocks * tiles >= static_cast<int64_t>(kManyTiles) * p.num_sm_parts;

@@ -22,6 +22,7 @@ class Values {
     if (plans) start(planner);
     park(state);
     __syncthreads();
+    attnops::sm90::launch_dependents();  // they may read the plan
     if (count_pieces(entry) == 0) return;
     int slot = 0, which = 0, flags = 0;
     uint32_t parity = 1;  // of the phase in which the slot was given back
