@@ -55,6 +55,7 @@ def _jobs() -> list[Job]:
         Job("mla_decode", "bench_mla_decode.py", ("--write",), "cuda"),
         Job("paged_kv", "bench_paged_kv.py", (), "cuda"),
         Job("speculation", "bench_speculation.py", ("--write",), "cuda"),
+        Job("indexer", "bench_indexer.py", ("--write",), "cuda"),
         Job("decode_sampled", "bench_decode_sampled.py", ("--write",), "cuda"),
     ]
     return jobs

@@ -52,6 +52,8 @@ SETS = {
         ["tests/speculation"],
         "not schemas and not sampled_paths and not errors and not one_graph",
     ),
+    "memcheck sparse_indexer": (["tests/sparse_indexer"], "not schemas and not errors and not long_rows"),
+    "racecheck sparse_indexer": (["tests/sparse_indexer"], "page_sizes or different_lengths or stable_sort"),
     "racecheck speculation": (["tests/speculation"], "(walk or move or probabilities) and not sampled_paths"),
     "memcheck extents": (ROWS, "test_extents_of_zero or test_an_empty_batch"),
     "synccheck mla_decode kernels": (MLA, "test_every_kernel and not ring"),

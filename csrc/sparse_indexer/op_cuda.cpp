@@ -2,6 +2,7 @@
 
 #include "sparse_indexer/checks.h"
 #include "sparse_indexer/cuda/launch.h"
+#include "sparse_indexer/logits_impls.h"
 #include "torch_bindings/stream.h"
 
 namespace attnops::sparse_indexer {
@@ -38,6 +39,21 @@ void gather_index_k_cuda(const Tensor& k, const Tensor& k_scale, const Tensor& i
   launch(p, current_stream(k));
 }
 
+void index_logits_paged_cuda(const Tensor& logits, const Tensor& q, const Tensor& index_pages, const Tensor& page_table,
+                             const Tensor& weights, const Tensor& cache_seqlens, const OptionalTensor& report) {
+  const LogitsParams p = checked_logits_paged(logits, q, index_pages, page_table, weights, cache_seqlens, report);
+  const OnDevice guard(q);
+  launch_logits("index_logits_paged", p, current_stream(q));
+}
+
+void index_logits_cuda(const Tensor& logits, const Tensor& q, const Tensor& k, const Tensor& k_scale,
+                       const Tensor& weights, const Tensor& k_start, const Tensor& k_end, bool compressed,
+                       const OptionalTensor& report) {
+  const LogitsParams p = checked_logits(logits, q, k, k_scale, weights, k_start, k_end, compressed, report);
+  const OnDevice guard(q);
+  launch_logits("index_logits", p, current_stream(q));
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(attnops, CUDA, m) {
@@ -45,6 +61,8 @@ STABLE_TORCH_LIBRARY_IMPL(attnops, CUDA, m) {
   m.impl("store_index_k", TORCH_BOX(&store_index_k_cuda));
   m.impl("quantize_index_q", TORCH_BOX(&quantize_index_q_cuda));
   m.impl("gather_index_k", TORCH_BOX(&gather_index_k_cuda));
+  m.impl("index_logits_paged", TORCH_BOX(&index_logits_paged_cuda));
+  m.impl("index_logits", TORCH_BOX(&index_logits_cuda));
 }
 
 }  // namespace attnops::sparse_indexer

@@ -22,7 +22,8 @@ int cluster_of(const SelectParams& p) {
 
 template <typename T>
 void launch_as(const SelectParams& p, int cluster, cudaStream_t stream) {
-  const LaunchShape shape{static_cast<int>(p.num_rows * cluster), kThreads, 0, 0, 1, 1, cluster};
+  const LaunchShape shape{
+      static_cast<int>(p.num_rows * cluster), kThreads, sizeof(SelectShared), sizeof(SelectShared), 1, 1, cluster};
   const int64_t skipped = rows_aligned(p.logits, sizeof(T), sizeof(T) * kVec, p.stride_row) ? 0 : kVec - 1;
   if (p.columns + skipped <= int64_t{cluster} * kHeldKeys) {
     launch_dependent<&topk_select_kernel<T, true>>("topk_select", shape, stream, p);

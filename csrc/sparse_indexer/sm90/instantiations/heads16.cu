@@ -1,0 +1,7 @@
+#include "sparse_indexer/sm90/launch.cuh"
+
+namespace attnops::sparse_indexer::sm90 {
+
+void launch_heads16(const LogitsParams& params, CUstream_st* stream) { launch_heads<16>(params, stream); }
+
+}  // namespace attnops::sparse_indexer::sm90
