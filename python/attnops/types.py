@@ -42,6 +42,9 @@ class AttentionSpec:
             absorbed.
         attention_chunk_size: Of those layers that attend locally (Llama 4): a query at position p sees the keys at
             ``[p // n * n, p]``. 0: no layer does. A multiple of `page_size`. Other layers may stand beside them.
+        sparse_topk: MLA: of those layers whose query tokens attend to the rows that a list names
+            (`RadixAttention.forward`, `topk_indices`): columns of a list. 0: no layer does. Others may stand beside
+            them.
     """
 
     num_q_heads: int
@@ -60,6 +63,7 @@ class AttentionSpec:
     fp8_products: bool = False
     up_head_dims: tuple[int, int] | None = None
     attention_chunk_size: int = 0
+    sparse_topk: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "page_size", "sliding_window_size"):
@@ -90,6 +94,11 @@ class AttentionSpec:
         _require(
             chunk >= 0 and chunk % self.page_size == 0,
             f"attention_chunk_size ({chunk}) must be a multiple of page_size ({self.page_size}), or 0",
+        )
+        _require_int("sparse_topk", self.sparse_topk)
+        _require(
+            self.sparse_topk == 0 or (self.is_mla and self.sparse_topk > 0),
+            f"sparse_topk belongs to MLA and must not be negative, got {self.sparse_topk}",
         )
         _require(self.is_mla or self.up_head_dims is None, f"up_head_dims belongs to MLA, got {self.up_head_dims}")
         if self.is_mla:

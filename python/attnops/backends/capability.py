@@ -84,6 +84,7 @@ class Capability:
         draft_trees: The branches of a draft step are tokens of one request (`AttentionBatch.draft_steps`). In layers
             with K and V of one head dim, and without a window.
         local_attention: Layers with `attention_chunk_size`; not beside a tree mask.
+        sparse: MLA layers that bring lists of rows (`AttentionSpec.sparse_topk`).
         max_tokens_per_request: Of verify and uniform draft extend; None: any.
         deterministic: `AttentionSpec.deterministic` is honoured.
         cuda_graph: Steps can be captured.
@@ -117,6 +118,7 @@ class Capability:
     tree_mask: bool = False
     draft_trees: bool = False
     local_attention: bool = False
+    sparse: bool = False
     max_tokens_per_request: int | None = None
     deterministic: bool = False
     cuda_graph: bool = False
@@ -138,6 +140,7 @@ class Capability:
             self._head_dims_check(spec),
             (self.sliding_window or spec.sliding_window_size < 0, "has no sliding window"),
             (self.local_attention or not spec.attention_chunk_size, "has no local attention (attention_chunk_size)"),
+            (self.sparse or not spec.sparse_topk, "attends to every key, not to lists of rows (sparse_topk)"),
             (self.logit_cap or not spec.logit_cap, "has no soft cap on logits"),
             (self.sinks or not spec.has_sinks, "has no attention sinks"),
             (self.deterministic or not spec.deterministic, "is not batch-invariant (deterministic=True)"),

@@ -19,17 +19,16 @@ _MODULES = {
     "triton": "attnops.backends.triton",
     "flex_attention": "attnops.backends.flex_attention",
     "flashinfer": "attnops.backends.flashinfer",
+    "nsa": "attnops.backends.nsa",
     **dict.fromkeys(("fa4", "aiter", "intel_xpu", "ascend"), "attnops.backends.vendors"),
 }
 
 # Second names of backends.
-ALIASES = {"flashinfer_mla": "flashinfer"}
+ALIASES = {"flashinfer_mla": "flashinfer", "dsa": "nsa"}
 
 # Names that users of SGLang know and this package does not (yet) answer, each with the reason.
 NOT_BUILT = {
     "wave": "wave-lang publishes templates of kernels, which SGLang compiles itself, and no function to call",
-    "nsa": "sparse MLA has no kernels here yet",
-    "dsa": "sparse MLA has no kernels here yet",
     "dual_chunk_flash_attn": "dual-chunk attention has no kernels here yet",
     "hybrid_linear": "it joins two backends: build it with HybridLinearAttnBackend(full, linear, layers)",
     "tbo": "two-batch overlap is not built yet",

@@ -10,7 +10,7 @@ from attnops.backends.machine import Machine
 # Ours are compiled ahead of time. Those that compile at run time come behind them, but on Blackwell, whose kernels
 # of our own are the portable ones. torch_native serves everything, slowly, so it is last.
 _HOPPER_MHA = ("fa3", "trtllm_mha", "flashinfer", "triton", "torch_native")
-_HOPPER_MLA = ("flashmla", "cutlass_mla", "trtllm_mla", "fa3", "flashinfer", "triton", "torch_native")
+_HOPPER_MLA = ("flashmla", "cutlass_mla", "trtllm_mla", "fa3", "nsa", "flashinfer", "triton", "torch_native")
 _AMPERE = (_HOPPER_MHA, ("triton", "flashinfer", "torch_native"))
 _BLACKWELL = (("flashinfer", "fa3", "trtllm_mha", "triton", "torch_native"), ("flashinfer", "triton", "torch_native"))
 
@@ -21,7 +21,7 @@ _CUDA = {
     **dict.fromkeys((100, 103), _BLACKWELL),
 }
 _DEVICES = {
-    "cpu": ("intel_amx", "torch_native"),
+    "cpu": ("intel_amx", "nsa", "torch_native"),
     "hip": ("aiter", "triton", "torch_native"),
     "xpu": ("intel_xpu", "triton", "torch_native"),
     "npu": ("ascend", "torch_native"),
@@ -38,15 +38,15 @@ def order(machine: Machine, is_mla: bool) -> tuple[str, ...]:
 _LATENTS = "reads latents, and cross attention needs K and V"
 _NOT_PLANNED = "plans whole requests on the host, which does not fit"
 
-# Kind of a model -> backend -> why it is never chosen. "*": every backend.
+# Kind of a model -> backend -> why it is never chosen; "": it may be. "*": every other backend.
 MODEL_KINDS: dict[str, dict[str, str]] = {
     "local_chunk": {"flashinfer": f"{_NOT_PLANNED} attention in local chunks (Llama 4)"},
     "hybrid_linear": {"flashinfer": f"{_NOT_PLANNED} models that join linear and softmax attention"},
     "encoder_decoder": {
         "flashinfer": f"{_NOT_PLANNED} requests that begin behind their encoder's tokens",
-        **dict.fromkeys(("flashmla", "cutlass_mla", "trtllm_mla"), _LATENTS),
+        **dict.fromkeys(("flashmla", "cutlass_mla", "trtllm_mla", "nsa"), _LATENTS),
     },
-    "sparse": {"*": "attends to every key; sparse models have backends of their own (nsa, dsa)"},
+    "sparse": {"nsa": "", "*": "attends to every key; sparse models have a backend of their own (nsa, dsa)"},
 }
 
 
@@ -61,4 +61,6 @@ def model_reasons(name: str, model_kind: str | None) -> list[str]:
     if model_kind not in MODEL_KINDS:
         raise ValueError(f"attnops: model_kind must be one of {', '.join(MODEL_KINDS)}, got {model_kind}")
     rules = MODEL_KINDS[model_kind]
+    if rules.get(name) == "":
+        return []
     return [rules[key] for key in (name, "*") if key in rules]

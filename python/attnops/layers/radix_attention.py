@@ -184,8 +184,9 @@ class RadixAttention(torch.nn.Module):
         *,
         q_rope: Tensor | None = None,
         k_rope: Tensor | None = None,
+        topk_indices: Tensor | None = None,
     ) -> Tensor:
-        """Attend from the step's new tokens to all tokens of their requests, themselves included.
+        """Attend from the step's new tokens to all tokens of their requests, themselves included, or to listed rows.
 
         Args:
             q: ``[num_tokens, num_heads * head_dim]`` or ``[num_tokens, num_heads, head_dim]``. MLA: may be the latent
@@ -196,6 +197,8 @@ class RadixAttention(torch.nn.Module):
             v: As k, with `v_head_dim`. Not used by MLA.
             forward_batch: The step. May be omitted inside `forward_context`, and is not read by a compiled model.
             save_kv_cache: Store k and v at `out_cache_loc` first. False: they are there already.
+            topk_indices: MLA: int32 ``[num_tokens, sparse_topk]``, slots of the rows that a token attends to, then
+                negative ones. At most as many as there are tokens up to it, itself included. None: to all of these.
 
         Returns:
             ``[num_tokens, num_heads * v_head_dim]`` in q's dtype; unabsorbed, of the v_head_dim of `up_projection`.
@@ -203,20 +206,21 @@ class RadixAttention(torch.nn.Module):
         if is_compiling():
             out = q.new_empty(q.shape[0], self.out_width(q))
             torch.ops.attnops.unified_attention_with_output(
-                q, k, v, out, kv_order(q.device), self.layer_id, save_kv_cache, q_rope, k_rope
+                q, k, v, out, kv_order(q.device), self.layer_id, save_kv_cache, q_rope, k_rope, topk_indices
             )
             return out
         if forward_batch is None:
             # Without a compiler nobody needs to see one op here, and its dispatch would cost more than the rest.
             out = q.new_empty(q.shape[0], self.out_width(q))
-            _attend(get_forward_context(), self, q, k, v, out, save_kv_cache, q_rope, k_rope)
+            _attend(get_forward_context(), self, q, k, v, out, save_kv_cache, q_rope, k_rope, topk_indices)
             return out
         backend = forward_batch.attn_backend
         if backend is None:
             raise ValueError(_NO_BACKEND)
         if self._is_cross_attention:
             _check_serves_encoders(backend)
-        return backend.forward(q, k, v, self, forward_batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope)
+        lists = {} if topk_indices is None else lists_for(backend, topk_indices)
+        return backend.forward(q, k, v, self, forward_batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope, **lists)
 
     def extra_repr(self) -> str:
         return (
@@ -225,12 +229,24 @@ class RadixAttention(torch.nn.Module):
         )
 
 
+def lists_for(backend: LayerServer, topk_indices: Tensor) -> dict[str, Tensor]:
+    """The option of `forward` for a layer's lists of rows.
+
+    Raises:
+        ValueError: the backend takes none.
+    """
+    if not getattr(backend, "takes_lists", False):
+        name = getattr(backend, "name", type(backend).__name__)
+        raise ValueError(f"attnops: backend {name} attends to every key and takes no topk_indices; nsa takes them")
+    return {"topk_indices": topk_indices}
+
+
 _NO_BACKEND = "attnops: the batch has no attn_backend; set it, or give forward_context a backend"
 
 _library = torch.library.Library("attnops", "FRAGMENT")
 _library.define(
     "unified_attention_with_output(Tensor query, Tensor? key, Tensor? value, Tensor(a!) output, Tensor(b!) kv_order, "
-    "int layer_id, bool save_kv_cache=True, Tensor? q_rope=None, Tensor? k_rope=None) -> ()",
+    "int layer_id, bool save_kv_cache=True, Tensor? q_rope=None, Tensor? k_rope=None, Tensor? topk_indices=None) -> ()",
     # Which step runs is known to the host alone. Inductor, where it makes CUDA graphs by itself (mode
     # "reduce-overhead"), splits its graphs at ops with this tag.
     tags=(torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else (),
@@ -259,6 +275,7 @@ def _unified_attention_with_output(
     save_kv_cache: bool = True,
     q_rope: Tensor | None = None,
     k_rope: Tensor | None = None,
+    topk_indices: Tensor | None = None,
 ) -> None:
     """The attention of layer `layer_id` in the running step: the point where a piecewise compiler splits.
 
@@ -270,7 +287,7 @@ def _unified_attention_with_output(
         raise ValueError(
             f"attnops: the running step has no layer {layer_id}; give forward_context collect_layers(model)"
         )
-    _attend(context, layer, query, key, value, output, save_kv_cache, q_rope, k_rope)
+    _attend(context, layer, query, key, value, output, save_kv_cache, q_rope, k_rope, topk_indices)
 
 
 def _attend(
@@ -283,6 +300,7 @@ def _attend(
     save_kv_cache: bool,
     q_rope: Tensor | None,
     k_rope: Tensor | None,
+    topk_indices: Tensor | None,
 ) -> None:
     """A layer of the running step, into `output`."""
     batch, backend, num_tokens = context.batch, context.backend, context.batch.num_tokens
@@ -296,7 +314,9 @@ def _attend(
         if not layer.is_cross_attention:  # whose keys are the encoder's
             key, value = _first(key, num_tokens), _first(value, num_tokens)
         q_rope, k_rope = _first(q_rope, num_tokens), _first(k_rope, num_tokens)
-    backend.forward(query, key, value, layer, batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope, out=output)
+        topk_indices = _first(topk_indices, num_tokens)
+    lists = {} if topk_indices is None else lists_for(backend, topk_indices)
+    backend.forward(query, key, value, layer, batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope, out=output, **lists)
 
 
 for _key in ("CPU", "CUDA"):
@@ -314,5 +334,6 @@ def _(
     save_kv_cache: bool = True,
     q_rope: Tensor | None = None,
     k_rope: Tensor | None = None,
+    topk_indices: Tensor | None = None,
 ) -> None:
     return None
