@@ -207,7 +207,7 @@ def test_rows_of_584_bytes_must_fill_their_page():
 
 
 def test_plan_arguments():
-    with pytest.raises(ValueError, match=r"SparseMlaPlan.allocate: topk must be in \[0, "):
+    with pytest.raises(ValueError, match=r"SparseMlaPlan: topk must be in \[0, "):
         SparseMlaPlan.allocate(1, num_q_heads=1, topk=-1)
     plan = SparseMlaPlan.allocate(2, num_q_heads=8, topk=64, seqlen_q=2)
     with pytest.raises(ValueError, match=r"topk_length\.shape\[0\] must be 4"):

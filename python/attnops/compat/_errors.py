@@ -15,7 +15,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _UNKNOWN = re.compile(r"\w+\(\) got an unexpected keyword argument '(\w+)'")
-_OURS = ("attnops::", "XqaDecodePlan.", "MlaDecodePlan.", "SparseMlaPlan.", "FmhaPlan.")
+_OURS = ("attnops::", "XqaDecodePlan.", "MlaDecodePlan.", "SparseMlaPlan", "FmhaPlan.")
 
 
 def names_the_peers(name: str, **peers: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
