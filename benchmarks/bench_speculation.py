@@ -1,9 +1,9 @@
-"""What stands around attention in speculative decoding on a GPU, and steps over trees beside causal ones.
+"""What stands around attention in speculative decoding on a GPU, and steps of its kinds beside plain ones.
 
 Times are those of bench_paged_kv.py: a captured graph of many calls, its median over replays, by call. SGLang's kernels
 are measured beside ours where `sgl_kernel` has them.
 
-    python benchmarks/bench_speculation.py --parts trees,moves,verify,draft,loop --write
+    python benchmarks/bench_speculation.py --parts trees,moves,verify,draft,loop,cross,items --write
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pathlib import Path
 
 import torch
 from attnops import ops
-from attnops.backends import MultiStepDraftBackend, select_backend
+from attnops.backends import EncoderDecoderBackend, MultiStepDraftBackend, select_backend
 from attnops.layers import RadixAttention
 from attnops.metadata import MlaDecodePlan, XqaDecodePlan
 from attnops.ops.speculation import DraftTree, TreeMaskMode, Verified
 from attnops.pools import MHATokenToKVPool
-from attnops.types import AttentionBatch, AttentionSpec, ForwardMode, Limits
+from attnops.types import AttentionBatch, AttentionSpec, ForwardMode, Limits, MultiItemScoringParams
 from bench_paged_kv import Bench
 from records import RESULTS, write
 
@@ -215,6 +215,83 @@ class SpeculationBench(Bench):
             self.records[-1].note = f"{times[4] / times[1]:.3f} of the time of topk 1"
             print(f"{'':18s} topk 4 / topk 1 {times[4] / times[1]:.3f}", flush=True)
 
+    def cross(self, batch_size=64, length=1500) -> None:
+        """A decode step's cross-attention layer, beside the bare op over as many keys."""
+        for page_size in (64, 1):
+            spec = AttentionSpec(
+                num_q_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, page_size=page_size, dtype=BF16
+            )
+            limits = Limits(max_batch_size=batch_size, max_seqlen=512)
+            backend = EncoderDecoderBackend(select_backend, spec, limits, DEVICE, max_encoder_tokens=length)
+            context = -(-length // page_size) * page_size + 512
+            pool = MHATokenToKVPool(batch_size * context, page_size, BF16, KV_HEADS, DIM, 1, DEVICE)
+            for pages in (*pool.k_buffer, *pool.v_buffer):
+                pages.normal_()
+            pages = torch.randperm(batch_size * context // page_size, device=DEVICE).view(batch_size, -1)
+            slots = (pages.unsqueeze(-1) * page_size + torch.arange(page_size, device=DEVICE)).flatten(1).int()
+            encoder_lens = torch.full((batch_size,), length, dtype=I32, device=DEVICE)
+            batch = AttentionBatch(
+                forward_mode=ForwardMode.DECODE,
+                req_pool_indices=torch.arange(batch_size, device=DEVICE),
+                cache_seqlens=torch.full((batch_size,), 100, dtype=I32, device=DEVICE),
+                num_tokens=batch_size,
+                req_to_token=slots,
+                out_cache_loc=torch.zeros(batch_size, dtype=torch.int64, device=DEVICE),
+                encoder_lens=encoder_lens,
+                token_to_kv_pool=pool,
+                attn_backend=backend,
+            )
+            layer = RadixAttention(HEADS, DIM, DIM**-0.5, KV_HEADS, 0, is_cross_attention=True)
+            q = torch.randn(batch_size, HEADS, DIM, device=DEVICE).to(BF16)
+            backend.init_forward_metadata(batch)
+            params = {"batch_size": batch_size, "encoder_tokens": length, "page_size": page_size}
+            self.cell("cross attention", "attnops", params, [partial(layer, q, None, None, batch)] * CALLS)
+            ours = self.records[-1].ms
+            heads = {"num_q_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM}
+            plan = XqaDecodePlan.allocate(batch_size, **heads, max_seqlen_k=length, kv_dtype=BF16, device=DEVICE)
+            ops.xqa_decode_plan(plan, encoder_lens)
+            table, by_token = pages.int(), q.unsqueeze(1)
+            keys = pool.get_kv_buffer(0)
+            call = partial(ops.xqa_decode, by_token, *keys, table, encoder_lens, plan, out=torch.empty_like(by_token))
+            self.cell("cross attention", "xqa_decode", params, [call] * CALLS)
+            print(f"{'':18s} layer / op {ours / self.records[-1].ms:.3f}", flush=True)
+
+    def items(self, prefix=2048, items=64, length=32, page_size=64) -> None:
+        """A prompt of a prefix and items, beside a causal prefill of as many tokens."""
+        total = prefix + items * length
+        spec = AttentionSpec(num_q_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, page_size=page_size, dtype=BF16)
+        backend = select_backend(spec, Limits(max_batch_size=1, max_seqlen=total, max_num_tokens=total), DEVICE)
+        pool = MHATokenToKVPool(total, page_size, BF16, KV_HEADS, DIM, 1, DEVICE)
+        order = torch.randperm(total // page_size, device=DEVICE).unsqueeze(1) * page_size
+        slots = (order + torch.arange(page_size, device=DEVICE)).view(1, -1)
+        layer = RadixAttention(HEADS, DIM, DIM**-0.5, KV_HEADS, 0)
+        params = MultiItemScoringParams(
+            prefix_len_ptr=torch.tensor([prefix], device=DEVICE),
+            token_pos_in_items_ptr=torch.arange(length, device=DEVICE).repeat(items),
+            token_pos_in_items_len=items * length,
+        )
+        q = torch.randn(total, HEADS, DIM, device=DEVICE).to(BF16)
+        k, v = torch.randn(2, total, KV_HEADS, DIM, device=DEVICE).to(BF16)
+        times = []
+        for kind in (None, params):
+            batch = AttentionBatch(
+                forward_mode=ForwardMode.EXTEND,
+                req_pool_indices=torch.zeros(1, dtype=torch.int64, device=DEVICE),
+                cache_seqlens=torch.tensor([total], dtype=I32, device=DEVICE),
+                num_tokens=total,
+                req_to_token=slots.int(),
+                out_cache_loc=slots.flatten(),
+                extend_seq_lens=torch.tensor([total], dtype=I32, device=DEVICE),
+                token_to_kv_pool=pool,
+                attn_backend=backend,
+                multi_item=kind,
+            )
+            backend.init_forward_metadata(batch)
+            named = {"prefix": prefix, "items": items, "item_tokens": length, "mask": "items" if kind else "causal"}
+            self.cell("multi-item", "attnops", named, [partial(layer, q, k, v, batch)] * 4)
+            times.append(self.records[-1].ms)
+        print(f"{'':18s} items / causal {times[1] / times[0]:.3f}", flush=True)
+
     def loop(self) -> None:
         """All steps of a loop in one graph, beside as many decode steps."""
         for batch_size in (1, 32):
@@ -286,7 +363,7 @@ class DraftSteps:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--smoke", action="store_true", help="one replay of each cell")
-    parser.add_argument("--parts", default="trees,moves,verify,draft,loop", help="what to measure")
+    parser.add_argument("--parts", default="trees,moves,verify,draft,loop,cross,items", help="what to measure")
     parser.add_argument("--write", action="store_true", help="write the results")
     parser.add_argument("--out", default=RESULTS, help="folder of the results")
     options = parser.parse_args()

@@ -202,6 +202,42 @@ class StepBackend(LayerServer, Protocol):
     def takes_absorbed(self, batch: AttentionBatch) -> bool: ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class MultiItemScoringParams:
+    """Prompts of a prefix and items, each of which sees the prefix and itself (FlashInfer's names).
+
+    Args:
+        prefix_len_ptr: int ``[B]``: tokens of each prompt before its first delimiter.
+        token_pos_in_items_ptr: int ``[B * n]``: of each token behind the prefix its place in its item, the delimiter's
+            being 0; n places per prompt.
+        token_pos_in_items_len: n.
+        max_item_len_ptr: int ``[B]``, the longest item of each prompt, or None. Nothing depends on it.
+
+    A token of place t at position p sees the prefix, and the positions in ``(p - t, p]``.
+
+    Raises:
+        ValueError: the tensors' shapes do not fit.
+    """
+
+    prefix_len_ptr: Tensor
+    token_pos_in_items_ptr: Tensor
+    token_pos_in_items_len: int
+    max_item_len_ptr: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        size, got = self.prefix_len_ptr.numel(), tuple(self.token_pos_in_items_ptr.shape)
+        expected = (size * self.token_pos_in_items_len,)
+        _require(self.prefix_len_ptr.dim() == 1, f"prefix_len_ptr must have one dimension, got {size} elements")
+        _require(got == expected, f"token_pos_in_items_ptr must have shape {expected}, got {got}")
+
+    def places(self, request: Tensor, behind: Tensor) -> Tensor:
+        """int64 places of tokens that stand `behind` tokens behind the prefixes of `request`, both int64."""
+        if not self.token_pos_in_items_len:
+            return torch.zeros_like(behind)
+        at = request * self.token_pos_in_items_len + behind.clamp(max=self.token_pos_in_items_len - 1)
+        return self.token_pos_in_items_ptr.long()[at]
+
+
 @dataclass(kw_only=True)
 class AttentionBatch:
     """One step of the model, as attention sees it (SGLang: `ForwardBatch`). Lengths live on the device only.
@@ -233,6 +269,7 @@ class AttentionBatch:
         positions: int64 ``[num_tokens]``, for the model's rotary embedding; attention does not read it.
         tree_mask: uint8 ``[B, tokens_per_request, ceil(M / 8)]``, bit j of row i: token i sees the j-th of the last M.
             M is `tokens_per_request` in TARGET_VERIFY, and times `draft_steps` in a draft step.
+        multi_item: The prompts of an EXTEND step are a prefix and items.
         encoder_lens: int32 ``[B]``, of an encoder-decoder model: tokens of each request's encoder, 0: none. Their slots
             are the request's first cells. Its own tokens, which `cache_seqlens` counts, begin at the next page.
         encoder_out_cache_loc: int64 ``[T_e]``, slots of encoders' tokens that this step stores; negative: not stored.
@@ -258,6 +295,7 @@ class AttentionBatch:
     extend_seq_lens_cpu: Tensor | None = None
     positions: Tensor | None = None
     tree_mask: Tensor | None = None
+    multi_item: MultiItemScoringParams | None = None
     encoder_lens: Tensor | None = None
     encoder_out_cache_loc: Tensor | None = None
     encoder_lens_cpu: Tensor | None = None
@@ -304,6 +342,10 @@ class AttentionBatch:
                 f"max_cache_seqlen is {self.max_cache_seqlen}, below the {least} new tokens of a request: "
                 "cache_seqlens and its bound count the new tokens, too",
             )
+        if self.multi_item is not None:
+            _require(mode is ForwardMode.EXTEND, f"multi_item belongs to EXTEND, the batch is {mode.name}")
+            prompts = self.multi_item.prefix_len_ptr.numel()
+            _require(prompts == size, f"prefix_len_ptr must have {size} elements (batch_size), got {prompts}")
         if self.encoder_lens is not None:
             _require_tensor("encoder_lens", self.encoder_lens, (size,), (torch.int32,))
         if self.encoder_out_cache_loc is not None:

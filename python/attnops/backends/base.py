@@ -141,6 +141,10 @@ class AttentionBackend(ABC):
             raise ValueError(
                 f"attnops: q.shape[0] must be {batch.num_tokens} (num_tokens of the step), got {q.shape[0]}"
             )
+        if batch.multi_item is not None and not self.capability.multi_item:
+            raise NotImplementedError(
+                f"attnops: backend {self.name} has no multi-item scoring (AttentionBatch.multi_item)"
+            )
         if layer.attention_chunk_size and layer.attention_chunk_size != self.spec.attention_chunk_size:
             raise ValueError(
                 f"attnops: layer {layer.layer_id} has attention_chunk_size {layer.attention_chunk_size}, the backend "

@@ -83,6 +83,7 @@ class Capability:
         sliding_window, swa_pool, logit_cap, sinks, tree_mask: Options.
         draft_trees: The branches of a draft step are tokens of one request (`AttentionBatch.draft_steps`). In layers
             with K and V of one head dim, and without a window.
+        multi_item: Prompts of a prefix and items (`AttentionBatch.multi_item`).
         local_attention: Layers with `attention_chunk_size`; not beside a tree mask.
         sparse: MLA layers that bring lists of rows (`AttentionSpec.sparse_topk`).
         max_tokens_per_request: Of verify and uniform draft extend; None: any.
@@ -119,6 +120,7 @@ class Capability:
     draft_trees: bool = False
     local_attention: bool = False
     sparse: bool = False
+    multi_item: bool = False
     max_tokens_per_request: int | None = None
     deterministic: bool = False
     cuda_graph: bool = False

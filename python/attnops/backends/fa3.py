@@ -50,6 +50,7 @@ class FlashAttentionBackend(AttentionBackend):
         sinks=True,
         tree_mask=True,
         draft_trees=True,
+        multi_item=True,
         local_attention=True,
         deterministic=True,
         cuda_graph=True,

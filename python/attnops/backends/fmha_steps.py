@@ -10,6 +10,7 @@ from torch import Tensor
 from attnops import ops
 from attnops.backends import attend
 from attnops.backends.base import LayerCall
+from attnops.backends.multi_item import MultiItemSteps
 from attnops.backends.store import store_kv
 from attnops.graph_buffers import MAX_CACHED_STEPS, PagedBuffers, PagedStep
 from attnops.metadata.fmha_plan import FmhaPlan
@@ -45,6 +46,8 @@ class FmhaSteps:
         self._plans = FmhaPlans(spec, limits, device)
         self._even_bounds: dict[int, Tensor] = {}
         self._steps: dict[tuple[int, int, int, bool], FmhaStep] = {}
+        self._spec = spec
+        self._items: MultiItemSteps | None = None  # made at the first step that has some
 
     def step(self, batch: AttentionBatch, paged: PagedStep) -> FmhaStep:
         """The views of the batch's shape: host work.
@@ -64,6 +67,11 @@ class FmhaSteps:
 
     def plan(self, step: FmhaStep, batch: AttentionBatch) -> None:
         """The plans of a step whose page tables are built: device work."""
+        if batch.multi_item is not None:
+            if self._items is None:
+                self._items = MultiItemSteps(self._spec, self._limits, self._device)
+            self._items.build(batch, step.paged)
+            return
         keys = batch.cache_seqlens if self._has_cache else None
         for plan in step.plans.values():
             ops.fmha_plan(plan, step.cu_seqlens_q, cache_seqlens=keys)
@@ -81,6 +89,10 @@ class FmhaSteps:
             if call.k is None or call.v is None:
                 raise ValueError("attnops: an encoder's layer needs k and v")
             attend.fmha_varlen(call.q, call.k, call.v, layer, step.cu_seqlens_q, step.plans, call.out, report)
+            return
+        if batch.multi_item is not None:
+            assert self._items is not None, "plan has run"
+            self._items.attend(call, step.paged, report)
             return
         if call.save_kv_cache and call.k is not None:
             if call.v is None:

@@ -35,13 +35,15 @@ class Queries:
         q: float32 ``[B, S_q, H_q, D]``; rows beyond a request's own hold anything.
         positions: int64 ``[B, S_q]``, of the query in its request.
         seqlens_k: int64 ``[B]``, keys of each request.
-        drafts: bool ``[B, S_q, S_q]``, which new token sees which, or None: causal, or all.
+        drafts: bool ``[B, S_q, M]``, which new token sees which of the last M, or None: causal, or all.
+        items: Of prompts with items: int64 ``[B]``, tokens of the prefix, and int64 ``[B, S_q]``, places in items.
     """
 
     q: Tensor
     positions: Tensor
     seqlens_k: Tensor
     drafts: Tensor | None
+    items: tuple[Tensor, Tensor] | None = None
 
 
 # One chunk of every request: keys and values, float32 ``[B, C, H_kv, D]``, and the position of the first.
@@ -153,6 +155,7 @@ CAPABILITY = Capability(
     sinks=True,
     tree_mask=True,
     draft_trees=True,
+    multi_item=True,
     local_attention=True,
 )
 
@@ -264,7 +267,12 @@ def _queries(q: Tensor, batch: AttentionBatch, rows: Rows | None, seqlens_k: Ten
     drafts = None
     if batch.tree_mask is not None:
         drafts = unpack_tree_mask(batch.tree_mask, batch.tree_keys or batch.tokens_per_request)
-    return Queries(by_request.float(), positions, seqlens_k, drafts)
+    items = None
+    if batch.multi_item is not None:
+        prefix = batch.multi_item.prefix_len_ptr.long().clamp(min=0).minimum(seqlens_k)
+        request = torch.arange(batch.batch_size, device=q.device).unsqueeze(1).expand(positions.shape)
+        items = (prefix, batch.multi_item.places(request, (positions - prefix.unsqueeze(1)).clamp(min=0)))
+    return Queries(by_request.float(), positions, seqlens_k, drafts, items)
 
 
 def _ragged_chunks(k: Tensor, v: Tensor, rows: Rows | None, queries: Queries) -> Chunks:
@@ -287,6 +295,10 @@ def visible_keys(queries: Queries, layer: RadixAttention, begin: int, count: int
         visible = visible & ((draft < 0).unsqueeze(1) | queries.drafts.gather(2, index))
     elif is_causal(layer):
         visible = visible & (key <= position)
+    if queries.items is not None:
+        prefix, place = queries.items
+        in_item = (key > position - place.unsqueeze(-1)) & (position >= prefix.view(-1, 1, 1))
+        visible = visible & ((key < prefix.view(-1, 1, 1)) | in_item | (position < prefix.view(-1, 1, 1)))
     if layer.attention_chunk_size:
         chunk = torch.div(position, layer.attention_chunk_size, rounding_mode="floor")
         visible = visible & (torch.div(key, layer.attention_chunk_size, rounding_mode="floor") == chunk)

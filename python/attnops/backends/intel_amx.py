@@ -58,6 +58,7 @@ class IntelAMXAttnBackend(AttentionBackend):
         sinks=True,
         tree_mask=True,
         draft_trees=True,
+        multi_item=True,
         local_attention=True,
         deterministic=True,
         cuda_graph=True,
