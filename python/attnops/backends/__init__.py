@@ -2,6 +2,7 @@
 
 from attnops.backends.base import AttentionBackend
 from attnops.backends.capability import Capability, HeadDims
+from attnops.backends.dual_chunk import DualChunkFlashAttentionBackend
 from attnops.backends.encoder_decoder import EncoderDecoderBackend
 from attnops.backends.hybrid import HybridAttnBackend
 from attnops.backends.hybrid_linear import HybridLinearAttnBackend
@@ -22,6 +23,7 @@ from attnops.backends.tbo import TboAttnBackend
 __all__ = [
     "AttentionBackend",
     "Capability",
+    "DualChunkFlashAttentionBackend",
     "EncoderDecoderBackend",
     "GDNAttnBackend",
     "HeadDims",

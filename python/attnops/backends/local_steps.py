@@ -49,6 +49,7 @@ class LocalSteps:
         self._page_size, self._chunk_size = spec.page_size, spec.attention_chunk_size
         self._buffers, self._fmha = buffers, fmha
         most = max_local_batches(limits.max_num_tokens, limits.max_batch_size, self._chunk_size)
+        self.max_requests = most  # that a step's chunks make
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)

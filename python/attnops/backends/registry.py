@@ -29,9 +29,9 @@ ALIASES = {"flashinfer_mla": "flashinfer", "dsa": "nsa"}
 # Names that users of SGLang know and this package does not (yet) answer, each with the reason.
 NOT_BUILT = {
     "wave": "wave-lang publishes templates of kernels, which SGLang compiles itself, and no function to call",
-    "dual_chunk_flash_attn": "dual-chunk attention has no kernels here yet",
+    "dual_chunk_flash_attn": "its q has five parts: build it with DualChunkFlashAttentionBackend(spec, limits, device)",
     "hybrid_linear": "it joins two backends: build it with HybridLinearAttnBackend(full, linear, layers)",
-    "tbo": "two-batch overlap is not built yet",
+    "tbo": "it joins three backends: build it with TboAttnBackend(primary, children)",
     "hybrid": "it joins two backends: build it with HybridAttnBackend(prefill, decode)",
 }
 
