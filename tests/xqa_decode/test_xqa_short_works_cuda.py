@@ -1,5 +1,6 @@
 """attnops::xqa_decode on a GPU: batches of many short works, of many rows and of wide heads, over poisoned pages."""
 
+import dataclasses
 import random
 
 import pytest
@@ -87,7 +88,9 @@ def test_one_graph_serves_short_and_long_works(heads):
 @pytest.mark.parametrize("page_size", [16, 5])
 @pytest.mark.parametrize("head_dim", [64, 128, 192])
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
-@pytest.mark.parametrize(("heads", "seqlen_q"), [((71, 1), 1), ((40, 2), 1), ((36, 2), 3), ((34, 1), 4)])
+@pytest.mark.parametrize(
+    ("heads", "seqlen_q"), [((71, 1), 1), ((40, 2), 1), ((36, 2), 3), ((34, 1), 4), ((65, 1), 3), ((16, 1), 16)]
+)
 def test_many_rows(heads, seqlen_q, kv_dtype, head_dim, page_size):
     problem = paged_problem(
         [300, seqlen_q, 0, 777, 64],
@@ -100,3 +103,62 @@ def test_many_rows(heads, seqlen_q, kv_dtype, head_dim, page_size):
     ).to("cuda")
     assert_decodes(problem, seqlen_q=seqlen_q, num_sm_parts=7)
     assert_decodes(problem, seqlen_q=seqlen_q, num_sm_parts=None, window_left=70)
+
+
+@pytest.mark.parametrize("num_sm_parts", [2, None])
+@pytest.mark.parametrize(("head_dim", "kv_dtype"), [(64, None), (128, None), (256, None), (128, FP8), (192, FP8)])
+@pytest.mark.parametrize(
+    "options", [{"window_left": 20}, {"logit_cap": 5.0}, {"sinks": True}, {"tree": True}, {"softmax_scale": -0.3}]
+)
+def test_rules_of_many_rows(options, head_dim, kv_dtype, num_sm_parts):
+    """Rows of a work are divided among warpgroups and CTAs, each of which merges its own splits."""
+    tokens, heads = 9, 48
+    lengths = [tokens, 500, 64, 1200, 0, 130]
+    problem = paged_problem(
+        lengths, tokens, num_q_heads=heads, num_kv_heads=3, head_dim=head_dim, page_size=32, kv_dtype=kv_dtype
+    ).to("cuda")
+    rules = dict(options)
+    if rules.pop("sinks", False):
+        rules["sinks"] = torch.randn(heads, device="cuda")
+    if rules.pop("tree", False):
+        visible = torch.rand(len(lengths), tokens, tokens) < 0.5
+        rules["tree_mask"] = (
+            reference.pack_tree_mask(visible | torch.eye(tokens, dtype=torch.bool)).flatten(0, 1).cuda()
+        )
+    assert_decodes(problem, seqlen_q=tokens, num_sm_parts=num_sm_parts, **rules)
+
+
+@pytest.mark.parametrize("fixed_split_tokens", [0, 128, -3])
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+def test_blocks_of_rows_without_semaphores_of_their_own(kv_dtype, fixed_split_tokens):
+    """A plan that has one semaphore a work: a CTA then takes one block after the other. The answer is the same."""
+    problem = paged_problem(
+        [900, 5, 333], 5, num_q_heads=120, num_kv_heads=3, head_dim=128, page_size=16, kv_dtype=kv_dtype
+    ).to("cuda")
+    plan = make_plan(problem, seqlen_q=5, num_sm_parts=11, fixed_split_tokens=fixed_split_tokens, max_seqlen_k=1024)
+    few = dataclasses.replace(plan, semaphores=plan.semaphores[:9])
+    assert_decodes(problem, seqlen_q=5, plan=plan)
+    assert_decodes(problem, seqlen_q=5, plan=few)
+
+
+def test_one_graph_serves_every_length_of_many_rows():
+    problem = paged_problem([704] * 9, num_q_heads=90, num_kv_heads=1, head_dim=128, page_size=16).to("cuda")
+    plan = make_plan(problem, num_sm_parts=None)
+    check_replays(problem, plan, [[704] * 9, [1] * 9, [0] * 9, [704, 3, 64, 65, 0, 1, 699, 128, 127]])
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("head_dim", [80, 96, 112])
+@pytest.mark.parametrize("heads", [(8, 4), (16, 2), (6, 6)])
+def test_thin_rows_of_fp8_pages(heads, head_dim, page_size):
+    """Neighbouring heads share lines of memory: a CTA takes two, or has few tiles on their way."""
+    problem = paged_problem(
+        [2000, 3, 0, 640, 777],
+        num_q_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=head_dim,
+        page_size=page_size,
+        kv_dtype=FP8,
+    ).to("cuda")
+    assert_decodes(problem, num_sm_parts=2 * heads[1])
+    assert_decodes(problem, num_sm_parts=None)

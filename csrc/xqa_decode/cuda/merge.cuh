@@ -7,9 +7,11 @@
 
 namespace attnops::xqa_decode {
 
-// A work's place among the outputs.
+// A work's place among the outputs. Where blocks of its rows are works of their own, `work` counts those, and they are
+// `rows` from `first_row` on; rows 0: all.
 struct WorkPlace {
   int work, request, kv_head;
+  int first_row = 0, rows = 0;
 };
 
 // Four neighbouring values of a finished row, divided by its sum: v_scale and sink applied, rounded, stored.
@@ -143,8 +145,8 @@ struct MergeShape {
   int steps;               // of `width` items in a unit
   int units;
 
-  __device__ MergeShape(const Params& p, const Shape& shape, int splits, int threads_shift) {
-    items = shape.rows * ((p.head_dim + 3) >> 2);
+  __device__ MergeShape(const Params& p, int rows, int splits, int threads_shift) {
+    items = rows * ((p.head_dim + 3) >> 2);
     width_shift = threads_shift - (splits <= 16 ? 0 : splits <= 64 ? 2 : 4);
     width = 1 << width_shift;
     const int all_steps = (items + width - 1) >> width_shift;
@@ -170,7 +172,8 @@ __device__ __forceinline__ void merge_unit(const Params& p, const Shape& shape, 
   for (int step = 0; step < merge.steps; ++step) {
     const int item = (unit * merge.steps + step) * merge.width + item_lane;
     const bool live = item < merge.items;
-    const int row = live ? item / vecs : 0, d = live ? (item - row * vecs) * 4 : 0;
+    const int own_row = live ? item / vecs : 0, d = live ? (item - own_row * vecs) * 4 : 0;
+    const int row = place.first_row + own_row;
     PartialSum state;
 #pragma unroll 1
     for (int first = split_lane; first < splits.count; first += split_lanes * kBatch) {
@@ -299,7 +302,8 @@ template <class Team, int kBatch = 16, bool kFloat32 = false>
 __device__ __forceinline__ void merge_after_sync(const Params& p, const Shape& shape, const WorkPlace& place,
                                                  const Splits& splits, bool may_wait, MergeFlag* flag, float* scratch) {
   static_assert(Team::kThreads == 128 || Team::kThreads == 256);
-  const MergeShape merge(p, shape, splits.count, Team::kThreads == 256 ? 8 : 7);
+  const int rows = place.rows > 0 ? place.rows : shape.rows;
+  const MergeShape merge(p, rows, splits.count, Team::kThreads == 256 ? 8 : 7);
   int32_t* semaphore = p.semaphores + place.work;
   Leave leave;
   if (Team::thread() == 0) {

@@ -76,7 +76,7 @@ struct SharedLayout {
   static constexpr int kFlag = kFree + Tr::kWarps * 4;               // MergeFlag
   static constexpr int kGoodKeys = kFlag + 16;  // checked mode, uint32 [kWarps][kStages]: which keys have a page
   static constexpr int kRowScale = kGoodKeys + Tr::kWarps * Tr::kStages * 4;  // float [rows]: of FP8 kernels' queries
-  static constexpr int kRing = max_of(1024 * Tr::kWarps / 4, Tr::kKeyBytes);
+  static constexpr int kRing = max_of(1024 * Tr::kWarps / 4, Tr::kHeadDim * 2);
   static constexpr int kQueries = kRing + Tr::kWarps * Tr::kRingBytes;  // T [rows][kHeadDim]
   static_assert(kRowScale + Tr::kWarps * Tr::kRows * 4 <= kRing);
   static constexpr int bytes(int row_groups) { return kQueries + row_groups * Tr::kRows * Tr::kHeadDim * 2; }

@@ -8,7 +8,7 @@ namespace attnops::xqa_decode::sm90 {
 
 template <class Tr>
 using Block =
-    std::conditional_t<Tr::kRows == 64, WideBlock<Tr>, std::conditional_t<Tr::kFp8, fp8::LoneBlock<Tr>, RowBlock<Tr>>>;
+    std::conditional_t<Tr::kRows >= 64, WideBlock<Tr>, std::conditional_t<Tr::kFp8, fp8::LoneBlock<Tr>, RowBlock<Tr>>>;
 
 // Of the two dims 64 b + 16 warp + .. that a lane holds, by g = lane / 4.
 template <class Tr>
@@ -159,7 +159,7 @@ __device__ __forceinline__ void store_rows(const Params& p, const Shape& shape, 
 template <class Tr>
 __device__ __forceinline__ void store_partials(const Params& p, const Shape& shape, const WideBlock<Tr>& block,
                                                int first_row, int64_t slot) {
-  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const int warp = threadIdx.x / 32 % Tr::kWarps, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int row = first_row + 16 * warp + g + 8 * h;
@@ -189,7 +189,7 @@ template <class Tr>
 __device__ __forceinline__ void store_rows(const Params& p, const Shape& shape, const WorkPlace& place,
                                            const WideBlock<Tr>& block, int first_row) {
   using T = typename Tr::T;
-  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const int warp = threadIdx.x / 32 % Tr::kWarps, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const float v_scale = p.v_scale ? __ldg(p.v_scale + place.kv_head * p.v_scale_stride) : 1.f;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {

@@ -8,28 +8,33 @@
 namespace attnops::xqa_decode::sm90 {
 
 // What stands in for TileStream where a page holds too few tokens for a box: two warps copy row by row, one the keys
-// and one the values, each into every second unit of the ring. Sixteen bytes a lane, so that some lanes have a row's
-// columns and a few rows go with one instruction; the rows' places, in units of 16 bytes from the pool's head, lie two
-// to a lane and go round by shuffles. Rows that no row of q sees become zeros.
+// and one the values, each into every second unit of the ring; for two groups four warps, half of a unit each. Sixteen
+// bytes a lane, so that some lanes have a row's columns and a few rows go with one instruction; the rows' places, in
+// units of 16 bytes from the pool's head, lie two to a lane and go round by shuffles. Rows that no row of q sees become
+// zeros.
 template <class Tr>
 class GatherStream {
+ private:
+  static constexpr int kRowsOfWarp = Tr::kTileTokens / Tr::kBringersOfUnit, kHeld = kRowsOfWarp / 32;
+
  public:
-  // `values`: which of the two warps this is.
-  __device__ GatherStream(const Params& p, const Shape& shape, uint32_t shared, bool values, int lane)
+  // `warp`: which of those that copy this is. Odd ones copy values; of four, the last two the second half of a tile.
+  __device__ GatherStream(const Params& p, const Shape& shape, uint32_t shared, int warp, int lane)
       : p_(p),
         shape_(shape),
-        values_(values),
+        values_(warp % 2 == 1),
+        first_row_(warp / 2 * kRowsOfWarp),
         ring_(shared + SharedLayout<Tr>::kRing),
         full_(shared + SharedLayout<Tr>::kFull),
         empty_(shared + SharedLayout<Tr>::kEmpty),
         lane_(lane),
         column_(lane % kLanesPerRow),
-        page_step_(static_cast<uint32_t>((values ? shape.v_page : shape.k_page) / 16)),
-        token_step_(static_cast<uint32_t>((values ? shape.v_token : shape.k_token) / 16)) {
-    const int row = lane / kLanesPerRow;
+        page_step_(static_cast<uint32_t>((values_ ? shape.v_page : shape.k_page) / 16)),
+        token_step_(static_cast<uint32_t>((values_ ? shape.v_token : shape.k_token) / 16)) {
+    const int row = first_row_ + lane / kLanesPerRow;
     inside_ = column_ * 16 < p.head_dim * kSize;
     destination_ = ring_ + column_ / 8 * hopper::kTileBytes + hopper::swizzled(row, column_ % 8);
-    if (values) place_.advance();
+    if (values_) place_.advance();
   }
 
   // All tiles of a piece.
@@ -37,8 +42,10 @@ class GatherStream {
   __device__ __forceinline__ void bring(const Piece& piece) {
     if (num_tiles(piece) == 0) return;
     open(piece);
-    const int token = piece.first_token() + lane_;
-    int pages[2] = {page_of(token), page_of(token + 32)};
+    const int token = piece.first_token() + first_row_ + lane_;
+    int pages[kHeld];
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) pages[i] = page_of(token + 32 * i);
     bring(piece, pages);
   }
 
@@ -57,25 +64,31 @@ class GatherStream {
   // none.
   template <class Piece>
   __device__ __forceinline__ const int32_t* first_cell(const Piece& piece, int half) const {
-    const int token = piece.first_token() + lane_ + 32 * half;
+    const int token = piece.first_token() + first_row_ + lane_ + 32 * half;
     const bool wanted = token >= 0 && is_seen(token) && cell_of(token) < p_.page_table.max_pages;
     return wanted ? row_ + cell_of(token) : nullptr;
   }
 
   // All tiles of the piece that is open; `pages` are those of the lane's two rows of the first tile.
   template <class Piece>
-  __device__ __forceinline__ void bring(const Piece& piece, int (&pages)[2]) {
+  __device__ __forceinline__ void bring(const Piece& piece, int (&pages)[kHeld]) {
     const int tiles = num_tiles(piece);
-    int token = piece.first_token() + lane_;
+    int token = piece.first_token() + first_row_ + lane_;
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile, token += Tr::kTileTokens) {
-      uint32_t rows[2] = {row_place(token, pages[0]), row_place(token + 32, pages[1])};
-      if (token + 32 >= first_draft_) hide_drafts(token, rows);
+      Rows rows;
+      bool whole = true;
 #pragma unroll
-      for (int i = 0; i < 2; ++i) pages[i] = page_of(token + Tr::kTileTokens + 32 * i);
+      for (int i = 0; i < kHeld; ++i) rows[i] = row_place(token + 32 * i, pages[i]);
+      if (token + 32 * (kHeld - 1) >= first_draft_) hide_drafts(token, rows);
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i) {
+        whole = whole && rows[i] != kNowhere;
+        pages[i] = page_of(token + Tr::kTileTokens + 32 * i);
+      }
       hopper::mbarrier_wait(empty_ + place_.slot * 8, place_.parity ^ 1);
       const uint32_t to = destination_ + place_.slot * Tr::kUnitBytes;
-      if (__all_sync(~0u, rows[0] != kNowhere && rows[1] != kNowhere)) {
+      if (__all_sync(~0u, whole)) {
         copy_rows<true>(rows, to);
       } else {
         copy_rows<false>(rows, to);
@@ -91,6 +104,7 @@ class GatherStream {
   static constexpr int kLanesPerRow = Tr::kHeadDim * kSize / 16;
   static constexpr int kRowsPerCopy = 32 / kLanesPerRow;
   static constexpr uint32_t kNowhere = ~0u;
+  using Rows = uint32_t[Tr::kTileTokens / Tr::kBringersOfUnit / 32];  // this lane's of a tile
 
   __device__ bool is_seen(int token) const { return token >= begin_token_ && token < end_token_; }
 
@@ -109,9 +123,9 @@ class GatherStream {
   }
 
   // Drafts of a tree that no row sees are nowhere, though their cells may be looked up.
-  __device__ void hide_drafts(int token, uint32_t (&rows)[2]) const {
+  __device__ void hide_drafts(int token, Rows& rows) const {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < kHeld; ++i) {
       const int draft = token + 32 * i - first_draft_;
       if (rows[i] != kNowhere && draft >= 0 && !some_row_sees(p_, request_, draft)) rows[i] = kNowhere;
     }
@@ -119,10 +133,10 @@ class GatherStream {
 
   // kWhole: all rows are seen.
   template <bool kWhole>
-  __device__ __forceinline__ void copy_rows(const uint32_t (&rows)[2], uint32_t to) const {
+  __device__ __forceinline__ void copy_rows(const Rows& rows, uint32_t to) const {
 #pragma unroll kWhole ? 8 : 1
-    for (int first = 0; first < Tr::kTileTokens; first += kRowsPerCopy) {
-      const uint32_t at = __shfl_sync(~0u, first < 32 ? rows[0] : rows[1], first % 32 + lane_ / kLanesPerRow);
+    for (int first = 0; first < kRowsOfWarp; first += kRowsPerCopy) {
+      const uint32_t at = __shfl_sync(~0u, first < 32 ? rows[0] : rows[kHeld - 1], first % 32 + lane_ / kLanesPerRow);
       const bool take = inside_ && (kWhole || at != kNowhere);
       cp_async_16((to ^ (first % 8 << 4)) + first * 128, base_ + uint64_t{take ? at : 0} * 16, take);
     }
@@ -131,6 +145,7 @@ class GatherStream {
   const Params& p_;
   const Shape& shape_;
   const bool values_;
+  const int first_row_;  // of a tile, of those that this warp copies
   const uint32_t ring_, full_, empty_;
   const int lane_, column_;
   const uint32_t page_step_, token_step_;

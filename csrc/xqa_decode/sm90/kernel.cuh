@@ -29,13 +29,14 @@ class Consumer {
         boxes_(boxes),
         smem_(smem),
         shared_(hopper::smem_address(smem)),
-        queries_(shared_ + Shared::kQueries),
+        row_block_(Tr::kRows < 64 || boxes.row_blocks == 1 ? 0 : static_cast<int>(blockIdx.x) % boxes.row_blocks),
+        queries_(shared_ + Shared::kQueries + own_group<Tr>() * kGroupQueryBytes),
         exchange_(reinterpret_cast<float*>(smem + Shared::kExchange)) {}
 
   __device__ __forceinline__ void run(PieceWalk& piece) {
     bool fetched = false;  // this piece's queries are on their way
     do {
-      const WorkPlace place{piece.work(), piece.request(), piece.kv_head()};
+      const WorkPlace place = place_of(piece);
       if (piece.overflows()) {
         if (piece.starts_work() && piece.last_row_block()) {
           store_nan(p_, shape_, place, piece.splits(), Tr::kThreads);
@@ -44,13 +45,13 @@ class Consumer {
         fetched = false;
         continue;
       }
-      const int first_row = piece.row_block() * Tr::kRows;
+      const int first_row = first_row_of(piece.row_block());
       Block<Tr> block;
       if constexpr (Tr::kFetchesAhead) {
         begin(place, first_row, block, fetched);
         fetched = false;
         piece.look_ahead([&](int request, int kv_head, int row_block) {
-          copy_queries<Tr>(p_, shape_, boxes_, {0, request, kv_head}, row_block * Tr::kRows, other_queries());
+          copy_queries<Tr>(p_, shape_, boxes_, {0, request, kv_head}, first_row_of(row_block), other_queries());
           fetched = true;
         });
         cp_async_commit();
@@ -70,7 +71,11 @@ class Consumer {
                                      reinterpret_cast<MergeFlag*>(smem_ + Shared::kFlag),
                                      reinterpret_cast<float*>(smem_ + Shared::kMergeScratch));
       // The next queries or probabilities lie where the merge has its scratch.
-      hopper::named_barrier_sync(kMultiply, Tr::kThreads);
+      if constexpr (Tr::kGroups > 1) {
+        sync_threads<Tr::kThreads>();
+      } else {
+        sync_group<Tr>();
+      }
     } while (piece.next());
   }
 
@@ -85,7 +90,8 @@ class Consumer {
     block.begin(score_scale(place), p_.logit_cap);
     cp_async_wait<0>();
     hopper::fence_async_proxy();
-    hopper::named_barrier_sync(kMultiply, Tr::kThreads);
+    sync_group<Tr>();
+    if constexpr (Tr::kKeepsQueries) block.load_queries(queries());
   }
 
   // All keys of a piece.
@@ -145,6 +151,21 @@ class Consumer {
  private:
   using Shared = SharedLayout<Tr>;
   using Scores = float[Block<Tr>::kScores];
+  static constexpr int kGroupQueryBytes = Tr::kQueryBytes / Tr::kGroups;
+
+  // The piece's rows of q, as a place in the merge: all, or a block that is a work of its own.
+  __device__ __forceinline__ WorkPlace place_of(const PieceWalk& piece) const {
+    WorkPlace place{piece.work(), piece.request(), piece.kv_head()};
+    if (Tr::kRows < 64 || boxes_.row_blocks == 1) return place;
+    place.work = place.work * boxes_.row_blocks + row_block_;
+    place.first_row = row_block_ * Tr::kRows;
+    place.rows = min_of(shape_.rows - place.first_row, Tr::kRows);
+    return place;
+  }
+  // This group's first row.
+  __device__ __forceinline__ int first_row_of(int row_block) const {
+    return (row_block_ + row_block) * Tr::kRows + own_group<Tr>() * Tr::kGroupRows;
+  }
 
   // Of raw scores, to units of log2.
   __device__ __forceinline__ float score_scale(const WorkPlace& place) const {
@@ -252,7 +273,7 @@ class Consumer {
   __device__ __noinline__ static void treat_scores(const Params& p, const Shape& shape, const SeenKeys& seen,
                                                    int first_row, int first_key, bool masked, float scale,
                                                    Scores& scores) {
-    if (scale != 1.f || p.logit_cap != 0.f) RowBlock<Tr>::cap_scores(scale, p.logit_cap, scores);
+    if (scale != 1.f || p.logit_cap != 0.f) Block<Tr>::Narrow::cap_scores(scale, p.logit_cap, scores);
     if (masked) Block<Tr>::mask_scores(p, shape, seen, first_row, first_key, scores);
   }
   // Where every row has a scale of its own, at `scales` in shared memory; 0: it joins the exponent.
@@ -278,10 +299,10 @@ class Consumer {
   }
 
   __device__ __forceinline__ uint32_t queries() const {
-    return Tr::kFetchesAhead ? queries_ : shared_ + Shared::kQueries;
+    return Tr::kFetchesAhead || Tr::kGroups > 1 ? queries_ : shared_ + Shared::kQueries;
   }
   __device__ __forceinline__ uint32_t other_queries() const {
-    return 2 * (shared_ + Shared::kQueries) + Tr::kQueryBytes - queries_;
+    return 2 * (shared_ + Shared::kQueries + own_group<Tr>() * kGroupQueryBytes) + Tr::kQueryBytes - queries_;
   }
   __device__ __forceinline__ uint32_t probs() const { return shared_ + Shared::kProbs + prob_buffer_ * Tr::kProbBytes; }
 
@@ -296,7 +317,8 @@ class Consumer {
   const Boxes& boxes_;
   uint8_t* const smem_;
   const uint32_t shared_;
-  uint32_t queries_;  // of the piece at hand, where there are two places for them
+  const int row_block_;  // of works, where its rows are a CTA's
+  uint32_t queries_;     // of the piece at hand, where there are two places for them
   float* const exchange_;
   RingPlace<Tr> place_;
   int prob_buffer_ = 0;
@@ -307,8 +329,8 @@ template <class Tr>
 __device__ __forceinline__ void init_barriers(uint32_t shared) {
   using Shared = SharedLayout<Tr>;
   for (int i = 0; i < Tr::kUnits; ++i) {
-    hopper::mbarrier_init(shared + Shared::kFull + 8 * i, Tr::kGathers ? 32 : 1);
-    hopper::mbarrier_init(shared + Shared::kEmpty + 8 * i, Tr::kGathers ? Tr::kGroupThreads : Tr::kWarps);
+    hopper::mbarrier_init(shared + Shared::kFull + 8 * i, Tr::kGathers ? 32 * Tr::kBringersOfUnit : 1);
+    hopper::mbarrier_init(shared + Shared::kEmpty + 8 * i, Tr::kGathers ? Tr::kReaders : Tr::kReaders / 32);
   }
   hopper::mbarrier_init_fence();
 }
@@ -390,7 +412,7 @@ __device__ __forceinline__ void bring_pieces(const Params& p, const Shape& shape
                                              const CUtensorMap& key_map, const CUtensorMap& value_map, PieceWalk& piece,
                                              uint32_t shared, int warp, int lane) {
   if constexpr (Tr::kGathers) {
-    GatherStream<Tr> stream(p, shape, shared, warp == 1, lane);
+    GatherStream<Tr> stream(p, shape, shared, warp, lane);
     do stream.bring(piece);
     while (piece.next());
   } else {
@@ -405,6 +427,15 @@ template <class Tr>
 __device__ __forceinline__ void run_folded(const Params& p, const Shape& shape, const Boxes& boxes, uint8_t* smem,
                                            PieceWalk& piece);
 
+template <class Tr>
+constexpr bool moves_registers() {
+  if constexpr (requires { Tr::kMovesRegisters; }) {
+    return Tr::kMovesRegisters;
+  } else {
+    return false;
+  }
+}
+
 // What a CTA does: a part of the plan, or one for each of its KV heads, which are neighbours and walk the same tiles.
 // Units of keys and values stream through the ring, and a `Multiplier` for each head takes them out.
 template <class Tr, class Multiplier>
@@ -416,7 +447,7 @@ __device__ __forceinline__ void run_parts(const Params& p, const Shape& shape, c
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const bool brings = warp >= kHeads * kWarpsOfHead;
   const int head = kHeads == 1 || brings ? 0 : warp / kWarpsOfHead;
-  const int part = blockIdx.x * kHeads + head;
+  const int part = Tr::kRows >= 64 ? blockIdx.x / boxes.row_blocks : blockIdx.x * kHeads + head;
   LikelyStart start = likely_start(p, part);
   asm volatile("" : "+r"(start.request));  // a division: before the wait
   if (threadIdx.x == 0) {
@@ -443,10 +474,15 @@ __device__ __forceinline__ void run_parts(const Params& p, const Shape& shape, c
   if (!piece.next()) return;
   if (Tr::kFolds || brings) piece.walk_runs(Tr::kTileTokens);
   if (brings) {
+    if constexpr (moves_registers<Tr>()) {
+      hopper::registers_decrease<Tr::kBringerRegisters>();
+      if (warp >= kWarpsOfHead + Tr::kBringers) return;
+    }
     bring_pieces<Tr>(p, shape, boxes, key_map, value_map, piece, shared, warp - kHeads * kWarpsOfHead, lane);
   } else if constexpr (Tr::kFolds) {
     run_folded<Tr>(p, shape, boxes, smem, piece);
   } else {
+    if constexpr (moves_registers<Tr>()) hopper::registers_increase<Tr::kGroupRegisters>();
     Multiplier(p, shape, boxes, smem + head * head_stride<Tr>()).run(piece);
   }
 }

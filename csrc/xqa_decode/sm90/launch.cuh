@@ -1,4 +1,6 @@
 #pragma once
+#include <utility>
+
 #include "device/common/launch_dependent.cuh"
 #include "device/common/vec.h"
 #include "device/sm90/tensor_map.h"
@@ -35,6 +37,7 @@ Boxes make_boxes(const Params& p) {
   boxes.runs = Tr::kTileTokens / boxes.tokens;
   boxes.count = Tr::kColumns * boxes.runs * heads_of_cta<Tr>();
   boxes.units_of_long = Tr::kUnitsOfLong;
+  boxes.row_blocks = 1;
   // Rows that are no whole lines share some with those of the next head: heads must not drift apart, or DRAM is read
   // twice. Measured over heads side by side, two, three and four units: d 80 197, 172, 206 us; d 112 242, 260, 286.
   if (Tr::kHeadDim == 128 && !Tr::kFp8 && p.head_dim < 128) {
@@ -47,13 +50,18 @@ Boxes make_boxes(const Params& p) {
 
 template <class Tr>
 void launch_traits(const Params& p, cudaStream_t stream) {
-  const Shape shape = make_shape(p, Tr::kRows, 1);
-  const Boxes boxes = make_boxes<Tr>(p);
+  Shape shape = make_shape(p, Tr::kRows, 1);
+  Boxes boxes = make_boxes<Tr>(p);
+  // A CTA for every block of rows, if they find their semaphores, one beside the other: the keys are then in L2.
+  if (shape.row_blocks > 1 && p.num_semaphores >= int64_t{p.batch_size} * p.num_kv_heads * shape.row_blocks) {
+    std::swap(shape.row_blocks, boxes.row_blocks);
+  }
   const CUtensorMap keys = make_map<Tr>(p, p.k_pages, p.k_stride_token, p.k_stride_head, p.k_stride_page);
   const CUtensorMap values = make_map<Tr>(p, p.v_pages, p.v_stride_token, p.v_stride_head, p.v_stride_page);
   constexpr int kBytes = SharedLayout<Tr>::kBytes;
-  launch_dependent<&xqa_decode_sm90_kernel<Tr>>("xqa_decode", {p.num_sm_parts, Tr::kAllThreads, kBytes, kBytes}, stream,
-                                                p, shape, boxes, keys, values);
+  launch_dependent<&xqa_decode_sm90_kernel<Tr>>("xqa_decode",
+                                                {p.num_sm_parts * boxes.row_blocks, Tr::kAllThreads, kBytes, kBytes},
+                                                stream, p, shape, boxes, keys, values);
 }
 
 template <typename T, int kHeadDim, int kRows, bool kGathers>
@@ -77,7 +85,8 @@ void launch(const Params& p, cudaStream_t stream) {
   if (rows <= 8) return launch_traits<PlanTraits<T, kHeadDim, 8, kGathers>>(p, stream);
   if (rows <= 16) return launch_traits<PlanTraits<T, kHeadDim, 16, kGathers>>(p, stream);
   if (rows <= 32) return launch_traits<PlanTraits<T, kHeadDim, 32, kGathers>>(p, stream);
-  launch_traits<PlanTraits<T, kHeadDim, 64, kGathers>>(p, stream);
+  if (rows <= 64) return launch_traits<PlanTraits<T, kHeadDim, 64, kGathers>>(p, stream);
+  launch_traits<PlanTraits<T, kHeadDim, 128, kGathers>>(p, stream);
 }
 
 }  // namespace attnops::xqa_decode::sm90

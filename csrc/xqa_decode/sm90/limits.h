@@ -62,6 +62,9 @@ inline std::string reject(const Params& p) {
 
 // The same of those that copy row by row.
 inline std::string reject_gather(const Params& p) {
+  if (p.head_dim * size_of(p.kv_dtype) % 16 != 0) {
+    return "takes rows of whole 16 bytes, got head_dim " + std::to_string(p.head_dim);
+  }
   if (!rows_are_vectors(p, p.k_pages, p.k_stride_page, p.k_stride_token, p.k_stride_head) ||
       !places_fit(p, p.k_stride_page, p.k_stride_token)) {
     return "takes k_pages of up to 64 GB whose rows start on 16-byte boundaries";

@@ -16,7 +16,7 @@ __device__ __noinline__ void copy_odd_queries(uint32_t at, const T* from, int co
   }
 }
 
-// Starts the copies of the pass's rows of q into shared memory, zeros where there are none, as the first product reads
+// Starts the copies of a group's rows of q into shared memory, zeros where there are none, as the first product reads
 // them. They go past registers, so that none waits for another.
 template <class Tr>
 __device__ __forceinline__ void copy_queries(const Params& p, const Shape& shape, const Boxes& boxes,
@@ -25,12 +25,12 @@ __device__ __forceinline__ void copy_queries(const Params& p, const Shape& shape
   using T = typename Tr::T;
   const T* q = static_cast<const T*>(p.q) + place.request * p.q_stride_request;
 #pragma unroll
-  for (int item = threadIdx.x; item < Tr::kRows * kVecsPerRow; item += Tr::kThreads) {
+  for (int item = threadIdx.x % Tr::kGroupThreads; item < Tr::kGroupRows * kVecsPerRow; item += Tr::kGroupThreads) {
     const int i = item / kVecsPerRow, d = item % kVecsPerRow * 8, row = first_row + i;
     const bool take = row < shape.rows && d < p.head_dim;
     const int token = shape.by_group.divide(row), head = place.kv_head * shape.group + row - token * shape.group;
     const T* from = take ? q + token * p.q_stride_token + head * p.q_stride_head + d : q;
-    const uint32_t at = queries + d / 64 * (Tr::kRows * 128) + hopper::swizzled(i, d / 8 % 8);
+    const uint32_t at = queries + d / 64 * (Tr::kGroupRows * 128) + hopper::swizzled(i, d / 8 % 8);
     if (boxes.vector_queries) {
       cp_async_16(at, from, take);
     } else {

@@ -64,6 +64,17 @@ __device__ __forceinline__ uint64_t seen_keys(const Params& p, const Piece& piec
   return find_seen_keys(p, piece.request(), piece.length() - p.tree_keys, keys.begin, keys.end, first_key);
 }
 
+// A thread's warpgroup, of those with rows of their own.
+template <class Tr>
+__device__ __forceinline__ int own_group() {
+  return Tr::kGroups == 1 ? 0 : static_cast<int>(threadIdx.x / Tr::kGroupThreads);
+}
+
+template <class Tr>
+__device__ __forceinline__ void sync_group() {
+  hopper::named_barrier_sync(kMultiply + own_group<Tr>(), Tr::kGroupThreads);
+}
+
 // A thread of a warpgroup that multiplies, and where its warps tell each other of their rows.
 struct GroupPlace {
   int warp, lane;

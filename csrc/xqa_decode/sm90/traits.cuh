@@ -19,14 +19,25 @@ struct Traits {
   using Element = Element_;  // of pages
   static constexpr bool kFp8 = sizeof(Element) == 1;
   static constexpr int kHeadDim = kHeadDim_;  // head_dim, rounded up
-  static constexpr int kRows = kRows_;        // query rows of a pass over the keys: 8, 16, 32 or 64
+  static constexpr int kRows = kRows_;        // query rows of a pass over the keys: 8, 16, 32, 64 or 128
   static constexpr int kRowTiles = kRows / 8;
 
-  static constexpr int kWarps = 4;
-  static constexpr int kThreads = 32 * kWarps;  // that multiply
-  static constexpr int kGroupThreads = kThreads;
+  // Of 128 rows two warpgroups take 64 each, and share the keys.
+  static constexpr int kGroups = kRows > 64 ? kRows / 64 : 1;
+  static constexpr int kGroupRows = kRows / kGroups;
+  static constexpr int kWarps = 4;  // of a group
+  static constexpr int kGroupThreads = 32 * kWarps;
+  static constexpr int kThreads = kGroups * kGroupThreads;  // that multiply
+  static constexpr int kReaders = kThreads;                 // of every unit
   static constexpr bool kGathers = kGathers_;
-  static constexpr int kAllThreads = kThreads + (kGathers ? 64 : 32);
+  // Two groups of wide rows need more registers than there are for all: those that bring tiles give them some. They are
+  // then a whole warpgroup, of which one warp or four do anything.
+  static constexpr bool kMovesRegisters = kGroups > 1;
+  static constexpr int kGroupRegisters = kHeadDim > 128 ? 224 : 200, kBringerRegisters = 504 - 2 * kGroupRegisters;
+  static constexpr bool kKeepsQueries = kMovesRegisters && kHeadDim <= 128;  // in registers
+  static constexpr int kBringersOfUnit = kGathers && kGroups > 1 ? 2 : 1;    // warps
+  static constexpr int kBringers = kGathers ? 2 * kBringersOfUnit : 1;
+  static constexpr int kAllThreads = kThreads + (kMovesRegisters ? 128 : 32 * kBringers);
   static constexpr int kTileTokens = 64;
   static constexpr int kBlocks = kHeadDim / 64;  // 64 x 64 blocks of a tile of keys or of values
   static constexpr int kColumns = kHeadDim * static_cast<int>(sizeof(Element)) / 128;  // of boxes in a tile
@@ -42,7 +53,8 @@ struct Traits {
   static constexpr int kInboxBytes = kInboxBytes_;  // of what other CTAs of a cluster send
   static constexpr bool kFolds = kFoldLevels_ != kNoFold;
   // The next piece's queries come while this one's tiles are multiplied, where that does not cost a CTA of the SM.
-  static constexpr bool kFetchesAhead = !kFp8 && !kFolds && kInboxBytes == 0 && (kHeadDim <= 128 || kRows != 16);
+  static constexpr bool kFetchesAhead =
+      !kFp8 && !kFolds && kInboxBytes == 0 && (kHeadDim <= 128 || (kRows != 16 && kRows <= 64));
   // The merge has its scratch where probabilities lie, or queries that nobody needs any more.
   static constexpr int kScratchBytes = static_cast<int>(sizeof(PartialSum)) * kThreads;
   static constexpr int kWorkBytes = kFetchesAhead ? 2 * kQueryBytes + max_of(kProbBuffers * kProbBytes, kScratchBytes)
@@ -52,7 +64,7 @@ struct Traits {
   static constexpr int kFoldBytes = kFolds ? kWarps * kRows * 4 + max_of(kFoldLevels - 1, 0) * kFoldLevelBytes : 0;
   static constexpr int kRestBytes = kWorkBytes + kSmallBytes + kInboxBytes + kFoldBytes;
   static constexpr int kPartOfSm = (228 - kMostCtas) * 1024 / kMostCtas, kWholeSm = 227 * 1024;
-  static constexpr int kCtasPerSm = kPartOfSm - kRestBytes >= 3 * kUnitBytes ? kMostCtas : 1;
+  static constexpr int kCtasPerSm = kGroups == 1 && kPartOfSm - kRestBytes >= 3 * kUnitBytes ? kMostCtas : 1;
   static constexpr int kUnits = min_of(((kCtasPerSm > 1 ? kPartOfSm : kWholeSm) - kRestBytes) / kUnitBytes, 12);
   static_assert(kUnits >= 3);
   // Of a long piece parts of the plan ask for no more than four units of 16 KB at a time, measured at head dim 128:
@@ -66,7 +78,7 @@ struct Traits {
   static constexpr float kProbShift = std::is_same_v<T, __half> ? 6.f : 0.f;
 
   // Over e4m3 pages, see fp8/.
-  static constexpr int kHeads = 1, kGroups = 1;
+  static constexpr int kHeads = 1;
   static constexpr bool kHalves = kRows > 8 || kMostCtas > 2;
   __device__ static constexpr int query_word(int row, int at) {
     return at / 32 * (kRows * 32) + row * 32 + ((at % 32 / 4) ^ (row & 7)) * 4 + at % 4;
@@ -99,7 +111,8 @@ struct SharedLayout {
   static constexpr int kBytes = kInbox + Tr::kInboxBytes + Tr::kFoldBytes;
 };
 
-// Barriers of the hardware; 0 is that of the merge. All are for the threads that multiply.
+// Barriers of the hardware; 0 is that of the merge. All are for the threads that multiply: kMultiply and those behind
+// it for one group each.
 enum NamedBarrier : int { kMultiply = 1 };
 
 // What a launch knows besides the arguments and the shape.
@@ -109,6 +122,7 @@ struct Boxes {
   int runs;             // of box tokens in a tile
   int count;            // of boxes in a unit
   int units_of_long;    // on their way at a time, of a long piece
+  int row_blocks;       // of a work, a CTA each; 1: a CTA passes over the keys for one block after the other
   bool vector_queries;  // rows of q start on 16-byte boundaries, and head_dim is a multiple of 8
 };
 

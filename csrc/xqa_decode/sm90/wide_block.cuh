@@ -4,6 +4,13 @@
 
 namespace attnops::xqa_decode::sm90 {
 
+// One warpgroup of several, which have rows of their own.
+template <class Tr>
+struct OneGroup : Tr {
+  static constexpr int kRows = Tr::kGroupRows;
+  static constexpr int kRowTiles = kRows / 8;
+};
+
 // What RowBlock is for few rows, for 64: query rows are the M of both products, keys and output dims their N. A row
 // then lies in four lanes of one warp, and its probabilities go from the registers of the first product to those of the
 // second: warps need neither shared memory nor barriers for them.
@@ -14,9 +21,9 @@ namespace attnops::xqa_decode::sm90 {
 template <class Tr>
 struct WideBlock {
   using T = typename Tr::T;
-  using Narrow = RowBlock<Tr>;
+  using Narrow = RowBlock<OneGroup<Tr>>;
   using Descriptor = typename Narrow::Descriptor;
-  static_assert(Tr::kRows == 64 && Tr::kTileTokens == 64);
+  static_assert(Tr::kGroupRows == 64 && Tr::kTileTokens == 64);
   static constexpr int kScores = 32;
   static constexpr bool kEdgesOutOfLine = true;
   static constexpr int kSteps = Tr::kTileTokens / 16;  // of the second product
@@ -24,9 +31,11 @@ struct WideBlock {
   float out[Tr::kBlocks][kScores];
   float reference[2];  // in units of log2; kNothingSeen before the first visible key
   float sum[2];
-  uint32_t probs[kSteps][4];  // of the tile at hand, the second product's operand
-  float score_scale;          // of raw scores, to units of log2
-  float scale;                // what is left of it when scores become probabilities
+  uint32_t probs[kSteps][4];                             // of the tile at hand, the second product's operand
+  static constexpr int kQuerySteps = Tr::kHeadDim / 16;  // of the first product
+  uint32_t query[Tr::kKeepsQueries ? kQuerySteps : 1][4];
+  float score_scale;  // of raw scores, to units of log2
+  float scale;        // what is left of it when scores become probabilities
 
   __device__ __forceinline__ void begin(float to_log2, float logit_cap) {
     score_scale = to_log2;
@@ -40,9 +49,31 @@ struct WideBlock {
     for (int h = 0; h < 2; ++h) reference[h] = Narrow::kNothingSeen, sum[h] = 0.f;
   }
 
+  // The queries stay in registers where there is room: as an operand in shared memory they would be read again for
+  // every tile, as many bytes as its keys.
+  __device__ __forceinline__ void load_queries(uint32_t queries) {
+    const int warp = threadIdx.x / 32 % Tr::kWarps, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int k = 0; k < kQuerySteps; ++k) {
+      const int at = hopper::swizzled(16 * warp + lane % 16, k % 4 * 2 + lane / 16);
+      hopper::load_fragment(query[k], queries + k / 4 * hopper::kTileBytes + at);
+    }
+  }
+
   // scores = queries x keys^T, in flight.
-  __device__ __forceinline__ static void multiply_keys(uint32_t keys, uint32_t queries, float (&scores)[kScores]) {
-    Narrow::multiply_keys(queries, keys, scores);  // both have 64 rows
+  __device__ __forceinline__ void multiply_keys(uint32_t keys, uint32_t queries, float (&scores)[kScores]) {
+    if constexpr (!Tr::kKeepsQueries) {
+      Narrow::multiply_keys(queries, keys, scores);  // both have 64 rows
+    } else {
+      const Descriptor key(hopper::operand_descriptor(keys));
+      hopper::wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < kQuerySteps; ++k) {
+        hopper::wgmma_rows<T, 0>(scores, query[k],
+                                 key.at(k / 4 * (hopper::kTileBytes >> 4) + k % 4 * hopper::kStepKMajor), k > 0);
+      }
+      hopper::wgmma_commit();
+    }
   }
 
   // out += probabilities x values, in flight.
@@ -105,7 +136,7 @@ struct WideBlock {
   __device__ static void clear_values(uint32_t values, uint64_t seen) {
     Narrow::clear_values(values, seen);
     hopper::fence_async_proxy();
-    hopper::named_barrier_sync(kMultiply, Tr::kThreads);
+    sync_group<Tr>();
   }
 
   // Turns scores into probabilities and brings the state up to date. The old reference is tried first: only when some
@@ -132,7 +163,7 @@ struct WideBlock {
       sum[h] += __shfl_xor_sync(~0u, sum[h], 1);
       sum[h] += __shfl_xor_sync(~0u, sum[h], 2);
     }
-    hopper::named_barrier_sync(kMultiply, Tr::kThreads);
+    sync_group<Tr>();
   }
 
  private:

@@ -11,6 +11,8 @@ MLA_PARTS_PER_SM = 1
 MLA_MOST_BLOCKS_PER_WORK = 13  # csrc/mla_decode/plan.h
 XQA_FP8_FOLDING_PARTS_PER_SM = 3  # of batch-invariant plans over FP8 pages: smaller CTAs
 
+XQA_ROWS_PER_BLOCK = 128  # query rows that have CTAs and merges of their own: csrc/xqa_decode/sm90/launch.cuh
+
 XQA_INVARIANT_CUTS = 96  # of a long request over all KV heads: docs/kernels/xqa_decode.md
 XQA_FOLDED_CUTS = {4: 32, 8: 28}  # the same of one KV head, where 256 over all heads do not suit the clusters
 
@@ -54,9 +56,12 @@ def xqa_num_sm_parts(
     """
     fp8 = kv_dtype is not None and kv_dtype.itemsize == 1
     parts_per_sm = XQA_FP8_FOLDING_PARTS_PER_SM if fp8 and fixed_split_tokens else XQA_PARTS_PER_SM
-    if head_dim > 128 and rows > 16 and not fp8:
+    on_sm90 = device.type == "cuda" and torch.cuda.get_device_properties(device).major == 9
+    if not fp8 and ((on_sm90 and rows > 64) or (head_dim > 128 and rows > 16)):
         parts_per_sm = 1  # a CTA of these kernels fills an SM; parts of a second round would keep merges waiting
     most = default_num_sm_parts(device, parts_per_sm)
+    if on_sm90 and not fp8:  # blocks of rows run side by side, each with all parts
+        most = max(most // -(-rows // XQA_ROWS_PER_BLOCK), 1)
     groups = most // num_kv_heads
     if device.type != "cuda" or num_kv_heads == 1 or groups * num_kv_heads * 10 < most * 9:
         return most

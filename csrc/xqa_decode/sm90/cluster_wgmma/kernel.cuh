@@ -81,11 +81,10 @@ template <class Tr>
 __device__ __forceinline__ void gather_share(const Params& p, const Shape& shape, const Boxes& boxes, const Team& team,
                                              const WorkPlace& place, int share, bool has_share, uint32_t shared,
                                              int warp, int lane) {
-  const bool values = warp == 1;
   const int32_t* length_at = p.cache_seqlens + (has_share ? place.request : 0);
   const int guess = has_share ? hopper::load_guess(length_at) : 0;
   auto piece = share_piece<Tr>(p, team, place, guess, share);
-  GatherStream<Tr> stream(p, shape, shared, values, lane);
+  GatherStream<Tr> stream(p, shape, shared, warp, lane);
   const int32_t* cells[2] = {nullptr, nullptr};
   const bool guessed = has_share && !p.page_table.kv_indptr && num_tiles(piece) > 0;
   if (guessed) {

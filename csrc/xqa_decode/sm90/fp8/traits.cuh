@@ -23,7 +23,9 @@ struct Traits {
   static constexpr int kWarps = 4;  // of a group
   static constexpr int kGroupThreads = 32 * kWarps;
   static constexpr int kThreads = kGroups * kGroupThreads;  // that multiply, for one KV head
+  static constexpr int kReaders = kGroupThreads;            // of every unit
   static constexpr int kHeads = kHeads_;
+  static constexpr int kBringersOfUnit = 1;
   static constexpr bool kGathers = kGathers_;
   static constexpr int kAllThreads = kHeads * kThreads + (kGathers ? 64 : 32);
   static constexpr int kTileTokens = 64;
