@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MLA = ["tests/mla_decode/test_mla_decode_kernels.py"]
 XQA = ["tests/xqa_decode/test_xqa_decode_cuda.py"]
 XQA_INVARIANT = ["tests/xqa_decode/test_xqa_invariant_cuda.py"]
+XQA_SHORT = ["tests/xqa_decode/test_xqa_short_works_cuda.py"]
 ROWS = ["tests/test_kernel_rows.py"]
 FMHA = ["tests/fmha/test_fmha_cuda.py"]
 
@@ -70,6 +71,8 @@ SETS = {
     "racecheck xqa_decode windows": (XQA, "test_masks and plain and True and (-100- or -0-)"),
     "racecheck xqa_decode fp8": (XQA, "test_masks_by_page_size and 64 and kv_dtype1 and (heads1 or heads3)"),
     "racecheck xqa_decode rows": (XQA, "test_masks_by_page_size and 64 and heads4"),
+    "racecheck xqa_decode blocks_of_rows": (XQA_SHORT, "test_blocks_of_rows and None"),
+    "memcheck xqa_decode blocks_of_rows": (XQA_SHORT, "test_many_rows and None"),
     "racecheck xqa_decode gathers": (XQA, "test_masks_by_page_size and None and -3 and (heads2 or heads3)"),
     "racecheck xqa_decode fp8_gathers": (XQA, "test_masks_by_page_size and kv_dtype1 and -3 and (heads2 or heads3)"),
     "racecheck xqa_decode pairs": (XQA, "test_pairs_of_heads and heads0 and not 256"),

@@ -39,8 +39,10 @@ void launch(const Params& p, cudaStream_t stream) {
   // Several short pieces a part, by the room in the page table: the next ones should be there when they begin.
   constexpr int kShort = 2048;
   const bool many = p.batch_size * p.num_kv_heads > 2 * p.num_sm_parts && most_visible_tokens(p) <= kShort;
+  // Rows of two heads are nearly whole lines.
+  const bool thin = p.head_dim <= 96 && p.k_stride_head < p.k_stride_token;
   if constexpr (!kGathers) {
-    if (few && many && heads_pair_up(p)) return launch_traits<Traits<8, kGathers, 12, 2>>(p, stream);
+    if (few && (many || thin) && heads_pair_up(p)) return launch_traits<Traits<8, kGathers, 12, 2>>(p, stream);
   }
   if (few) return launch_traits<Traits<8, kGathers>>(p, stream);
   launch_traits<Traits<16, kGathers>>(p, stream);
