@@ -39,6 +39,13 @@ void gather_index_k_cuda(const Tensor& k, const Tensor& k_scale, const Tensor& i
   launch(p, current_stream(k));
 }
 
+void expand_rows_cuda(const Tensor& seqlens, const Tensor& rows, const Tensor& topk_length, const Tensor& cache_seqlens,
+                      const Tensor& cu_seqlens_q, int64_t topk, int64_t ratio, const OptionalTensor& report) {
+  const ExpandParams p = checked_expand(seqlens, rows, topk_length, cache_seqlens, cu_seqlens_q, topk, ratio, report);
+  const OnDevice guard(seqlens);
+  launch(p, current_stream(seqlens));
+}
+
 void index_logits_paged_cuda(const Tensor& logits, const Tensor& q, const Tensor& index_pages, const Tensor& page_table,
                              const Tensor& weights, const Tensor& cache_seqlens, const OptionalTensor& report) {
   const LogitsParams p = checked_logits_paged(logits, q, index_pages, page_table, weights, cache_seqlens, report);
@@ -61,6 +68,7 @@ STABLE_TORCH_LIBRARY_IMPL(attnops, CUDA, m) {
   m.impl("store_index_k", TORCH_BOX(&store_index_k_cuda));
   m.impl("quantize_index_q", TORCH_BOX(&quantize_index_q_cuda));
   m.impl("gather_index_k", TORCH_BOX(&gather_index_k_cuda));
+  m.impl("expand_rows", TORCH_BOX(&expand_rows_cuda));
   m.impl("index_logits_paged", TORCH_BOX(&index_logits_paged_cuda));
   m.impl("index_logits", TORCH_BOX(&index_logits_cuda));
 }
