@@ -81,7 +81,8 @@ def is_binding(path):
 def is_joint(name):
     """What a joining family may include of the others, and of itself."""
     family, rest = name.split("/", 1)
-    return family in JOINED or rest in {"params.h", "plan.h", "checks.h", "impls.h", "cuda/launch.h", "cuda/plan.h"}
+    plain = {"params.h", "plan.h", "checks.h", "impls.h", "cuda/plan.h", "cuda/lists.h"}
+    return family in JOINED or rest in plain or rest.endswith("/launch.h")
 
 
 def test_only_bindings_include_torch():

@@ -55,6 +55,8 @@ SETS = {
     ),
     "memcheck sparse_indexer": (["tests/sparse_indexer"], "not schemas and not errors and not long_rows"),
     "racecheck sparse_indexer": (["tests/sparse_indexer"], "page_sizes or different_lengths or stable_sort"),
+    "memcheck sparse_mla": (["tests/sparse_mla"], "not schema and not errors and not every_instruction_set"),
+    "racecheck sparse_mla": (["tests/sparse_mla"], "equals_attention and 7-shape"),
     "racecheck speculation": (["tests/speculation"], "(walk or move or probabilities) and not sampled_paths"),
     "memcheck extents": (ROWS, "test_extents_of_zero or test_an_empty_batch"),
     "synccheck mla_decode kernels": (MLA, "test_every_kernel and not ring"),

@@ -21,9 +21,9 @@ namespace attnops {
 //
 // What takes time in so small a kernel is its instructions: each is fetched and executed once. So the tile size and
 // "balanced" are compile-time constants (divisions become shifts), and neighbours share the points between them.
-template <int kThreads, int kTileTokens, bool kFixed>
+template <int kThreads, int kTileTokens, bool kFixed, class Lengths>
 __global__ void __launch_bounds__(kThreads)
-    split_kv_plan_kernel(const __grid_constant__ SplitKvGeometry shape, const int32_t* __restrict__ cache_seqlens,
+    split_kv_plan_kernel(const __grid_constant__ SplitKvGeometry shape, const Lengths cache_seqlens,
                          SplitKvEntry* __restrict__ entries, int32_t* __restrict__ num_splits) {
   extern __shared__ int64_t shared[];
   __shared__ SplitKvPoint points[kThreads];
@@ -99,32 +99,32 @@ inline void check_batch_fits(const char* op, int num_requests) {
                            std::to_string(num_requests) + ": plan and decode the batch in parts");
 }
 
-template <int kThreads, int kTileTokens, bool kFixed>
-void launch_split_kv_plan_as(const SplitKvGeometry& g, const int32_t* cache_seqlens, SplitKvEntry* entries,
+template <int kThreads, int kTileTokens, bool kFixed, class Lengths>
+void launch_split_kv_plan_as(const SplitKvGeometry& g, const Lengths& cache_seqlens, SplitKvEntry* entries,
                              int32_t* num_splits, cudaStream_t stream) {
-  auto* const kernel = &split_kv_plan_kernel<kThreads, kTileTokens, kFixed>;
+  auto* const kernel = &split_kv_plan_kernel<kThreads, kTileTokens, kFixed, Lengths>;
   const size_t bytes = plan_bytes(g.num_requests);
   constexpr size_t kAlwaysThere = 48 * 1024 - kPlanOwnBytes;
   if (bytes > kAlwaysThere) {
-    launch_dependent_prepare<&split_kv_plan_kernel<kThreads, kTileTokens, kFixed>>("split_kv_plan_kernel",
-                                                                                   static_cast<int>(kAlwaysThere));
+    launch_dependent_prepare<&split_kv_plan_kernel<kThreads, kTileTokens, kFixed, Lengths>>(
+        "split_kv_plan_kernel", static_cast<int>(kAlwaysThere));
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
                "shared memory for the plan of so large a batch");
   }
-  launch_dependent<&split_kv_plan_kernel<kThreads, kTileTokens, kFixed>>(
+  launch_dependent<&split_kv_plan_kernel<kThreads, kTileTokens, kFixed, Lengths>>(
       "split_kv_plan_kernel", {1, kThreads, static_cast<int>(bytes), static_cast<int>(kAlwaysThere)}, stream, g,
       cache_seqlens, entries, num_splits);
 }
 
-template <int kThreads, int kTileTokens, bool kFixed>
-void launch_split_kv_plan_few_as(const SplitKvGeometry& g, const int32_t* cache_seqlens, SplitKvEntry* entries,
+template <int kThreads, int kTileTokens, bool kFixed, class Lengths>
+void launch_split_kv_plan_few_as(const SplitKvGeometry& g, const Lengths& cache_seqlens, SplitKvEntry* entries,
                                  int32_t* num_splits, cudaStream_t stream) {
-  launch_dependent<&split_kv_plan_few_kernel<kThreads, kTileTokens, kFixed>>(
+  launch_dependent<&split_kv_plan_few_kernel<kThreads, kTileTokens, kFixed, Lengths>>(
       "split_kv_plan_few_kernel", {1, kThreads, 0, 0}, stream, g, cache_seqlens, entries, num_splits);
 }
 
-template <int kTileTokens, bool kFixed>
-void launch_split_kv_plan_by_size(const SplitKvGeometry& g, const int32_t* cache_seqlens, SplitKvEntry* entries,
+template <int kTileTokens, bool kFixed, class Lengths>
+void launch_split_kv_plan_by_size(const SplitKvGeometry& g, const Lengths& cache_seqlens, SplitKvEntry* entries,
                                   int32_t* num_splits, cudaStream_t stream) {
   if (g.num_requests <= kFewRequests) {
     if (g.num_sm_parts <= 5 * 31)
@@ -140,8 +140,9 @@ void launch_split_kv_plan_by_size(const SplitKvGeometry& g, const int32_t* cache
 }
 
 // `op` names the caller in errors. tile_scheduler_metadata is int32 [num_sm_parts, 8], num_splits int32 [B + 1].
-template <int kTileTokens>
-void launch_split_kv_plan(const char* op, const SplitKvGeometry& g, const int32_t* cache_seqlens,
+// `cache_seqlens[b]` is the length of request b: int32 [B] on the device, or what computes it there.
+template <int kTileTokens, class Lengths = const int32_t*>
+void launch_split_kv_plan(const char* op, const SplitKvGeometry& g, const Lengths& cache_seqlens,
                           int32_t* tile_scheduler_metadata, int32_t* num_splits, cudaStream_t stream) {
   check_batch_fits(op, g.num_requests);
   SplitKvEntry* const entries = reinterpret_cast<SplitKvEntry*>(tile_scheduler_metadata);

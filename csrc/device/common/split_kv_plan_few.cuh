@@ -20,9 +20,9 @@ __device__ T warp_inclusive_sum(T value, int count, int lane) {
 // split_kv_plan_kernel for batches that a warp holds, a request per lane. Every warp adds the costs up for itself, so
 // that no warp waits for another, and makes the rows of up to 31 groups of parts: a row needs the next group's
 // beginning, too.
-template <int kThreads, int kTileTokens, bool kFixed>
+template <int kThreads, int kTileTokens, bool kFixed, class Lengths>
 __global__ void __launch_bounds__(kThreads)
-    split_kv_plan_few_kernel(const __grid_constant__ SplitKvGeometry shape, const int32_t* __restrict__ cache_seqlens,
+    split_kv_plan_few_kernel(const __grid_constant__ SplitKvGeometry shape, const Lengths cache_seqlens,
                              SplitKvEntry* __restrict__ entries, int32_t* __restrict__ num_splits) {
   constexpr int kWarps = kThreads / 32;
   __shared__ int64_t prefixes[kWarps][kFewRequests + 1];

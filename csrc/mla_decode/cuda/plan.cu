@@ -9,4 +9,19 @@ void launch_plan(const SplitKvGeometry& geometry, const int32_t* cache_seqlens, 
                                         stream);
 }
 
+namespace {
+
+struct ListLengths {
+  SelectedRows selected, extra;
+  __device__ int operator[](int request) const { return ListKeys(selected, extra, request).end; }
+};
+
+}  // namespace
+
+void launch_list_plan(const SplitKvGeometry& geometry, const SelectedRows& selected, const SelectedRows& extra,
+                      int32_t* tile_scheduler_metadata, int32_t* num_splits, CUstream_st* stream) {
+  launch_split_kv_plan<kPlanTileTokens>("sparse_mla_plan", geometry, ListLengths{selected, extra},
+                                        tile_scheduler_metadata, num_splits, stream);
+}
+
 }  // namespace attnops::mla_decode

@@ -25,7 +25,8 @@ struct Splits {
 
 // Of the rows of one block in batch-invariant mode.
 __device__ inline Splits splits_of_cuts(const Params& p, int request, int block) {
-  const int tiles = tiles_of(p, max_of(p.cache_seqlens[request], 0)).count;
+  const int keys = p.selects ? keys_of<Options::kSelected>(p, request) : max_of(p.cache_seqlens[request], 0);
+  const int tiles = tiles_of(p, keys).count;
   const int cuts = ceil_div(tiles, p.fixed_split_tokens / kPlanTileTokens);
   const int64_t first = first_cut(p, request, block, cuts);
   return {cuts, first, first + 1, 1, first + cuts > p.num_partials};

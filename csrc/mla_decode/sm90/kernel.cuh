@@ -73,7 +73,7 @@ class Consumer {
     release(0, kPartRope);
 
     float factor[kRowsPerThread];
-    softmax_tile<kOptions>(p_, piece, rows_, tile * kPlanTileTokens, s, factor, [] {});
+    softmax_tile<kOptions>(p_, piece, rows_, tile * kPlanTileTokens, s, factor, [] {}, listed_keys(0));
     uint32_t a[4][4];
     give_probabilities(kP0, s, a);
     attnops::sm90::named_barrier_arrive(kProbabilities0, kConsumerThreads);
@@ -127,10 +127,11 @@ class Consumer {
       return;
     }
 
-    softmax_tile<kOptions>(p_, piece, rows_, (tile + 1) * kPlanTileTokens, s, factor, [&] {
+    const auto give_back = [&] {
       wgmma_wait<0>(o);
       release(0, kPartRight);
-    });
+    };
+    softmax_tile<kOptions>(p_, piece, rows_, (tile + 1) * kPlanTileTokens, s, factor, give_back, listed_keys(1));
     uint32_t a[4][4];
     give_probabilities(kP1, s, a);
     attnops::sm90::mbarrier_arrive(shared_ + kProbabilities1);
@@ -139,6 +140,12 @@ class Consumer {
     flip_parity(1);
     wgmma_wait<0>(o);
     release(1, kPartRight);
+  }
+
+  // Of a list, which keys of the buffer's tile there are: as its loaders have left it.
+  __device__ uint64_t listed_keys(int buffer) const {
+    if constexpr (kOptions != Options::kSelected) return 0;
+    return *reinterpret_cast<const volatile uint64_t*>(base_ + kKeyMasks + 8 * buffer);
   }
 
   __device__ uint32_t kv_tile(int buffer, int tile) const {
@@ -248,6 +255,7 @@ __device__ inline void init_barriers(uint32_t shared, bool queries_by_map) {
 
 // What one warp does before all others begin: the barriers, without waiting for the kernels ahead, then the part's row
 // of the plan.
+template <Options kOptions>
 __device__ inline void start(const Params& p, const Maps& maps, const Modes& modes, uint8_t* base, uint32_t shared) {
   const int lane = threadIdx.x % 32;
   if (lane == 0) {
@@ -257,7 +265,10 @@ __device__ inline void start(const Params& p, const Maps& maps, const Modes& mod
   }
   __syncwarp();
   attnops::sm90::wait_for_prerequisites();
-  if (lane < 8) {
+  if constexpr (kOptions == Options::kSelected) {
+    const SplitKvEntry entry = entry_for<kOptions>(p, blockIdx.x);
+    if (lane == 0) *reinterpret_cast<SplitKvEntry*>(base + kEntry) = entry;
+  } else if (lane < 8) {
     reinterpret_cast<int*>(base + kEntry)[lane] = reinterpret_cast<const int*>(&entry_of(p, blockIdx.x))[lane];
   }
 }
@@ -269,7 +280,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   const uint32_t shared = attnops::sm90::smem_address(shared_bytes);
   if (threadIdx.x / 32 == kConsumerThreads / 32) {
-    start(p, maps, modes, shared_bytes, shared);
+    start<kOptions>(p, maps, modes, shared_bytes, shared);
   } else {
     attnops::sm90::wait_for_prerequisites();
   }

@@ -6,6 +6,7 @@
 #include "mla_decode/sm90/launch.h"
 #include "mla_decode/sm90/merge_units.cuh"
 #include "mla_decode/sm90/ring/launch.h"
+#include "mla_decode/sm90/selected.h"
 
 namespace attnops::mla_decode::sm90 {
 
@@ -59,8 +60,8 @@ inline CUtensorMap make_query_map(const Params& p, const void* base, int width, 
 }
 
 // The largest power of two that divides every stride between rows of the pool, if 32 bits of it reach the last one.
-inline RowUnits row_units(const Params& p) {
-  const int64_t element = size_of(p.kv_dtype), tokens = p.page_table.page_size, pages = p.page_table.num_pages;
+inline RowUnits row_units(const Params& p, int64_t tokens, int64_t pages) {
+  const int64_t element = size_of(p.kv_dtype);
   const int64_t page = pages > 1 ? p.kv_stride_page * element : 0, token = tokens > 1 ? p.kv_stride_token * element : 0;
   const int64_t unit = int64_t{1} << min_of(__builtin_ctzll(page | token | 1 << 20), 20);
   const int64_t last = (max_of(pages - 1, int64_t{0}) * page + (tokens - 1) * token) / unit;
@@ -120,6 +121,23 @@ void launch_attention(const Params& p, const Modes& modes, cudaStream_t stream) 
       "mla_decode_kernel", {p.num_sm_parts, kThreads, kSharedBytes, kSharedBytes}, stream, p, maps, modes);
 }
 
+// Lists of rows.
+template <typename T>
+void launch_selected(const Params& given, cudaStream_t stream) {
+  if (given.batch_size == 0) return;
+  const Params p = as_page_table(given);
+  const SelectedRows& rows = p.selected;
+  const Modes modes{.use_boxes = false,
+                    .queries_by_map = queries_fit(p),
+                    .out_aligned = output_aligned(p),
+                    .tiles_per_page = 1,
+                    .box_shift = 0,
+                    .by_page_size = Divisor(rows.page_size),
+                    .units = row_units(p, rows.page_size, rows.num_rows / rows.page_size)};
+  launch_attention<T, Options::kSelected, Loads::kGathered>(p, modes, stream);
+  if (p.tile_scheduler_metadata) launch_merge<T>(p, stream);
+}
+
 template <typename T>
 void launch(const Params& p, cudaStream_t stream) {
   if (p.batch_size == 0) return;
@@ -130,7 +148,7 @@ void launch(const Params& p, cudaStream_t stream) {
                     .tiles_per_page = max_of(p.page_table.page_size / kPlanTileTokens, 1),
                     .box_shift = box_rows > 0 ? __builtin_ctz(kPlanTileTokens / box_rows) : 0,
                     .by_page_size = Divisor(p.page_table.page_size),
-                    .units = row_units(p)};
+                    .units = row_units(p, p.page_table.page_size, p.page_table.num_pages)};
   if (!is_common(p, modes)) {
     launch_attention<T, Options::kAll, Loads::kAny>(p, modes, stream);
   } else if (boxes_fit(p) && ring::suits(p)) {

@@ -9,4 +9,8 @@ namespace attnops::mla_decode::sm90 {
 void launch_bf16(const Params& p, CUstream_st* stream);
 void launch_fp16(const Params& p, CUstream_st* stream);
 
+// Rows that lists select; without a plan each work is one piece.
+void launch_selected_bf16(const Params& p, CUstream_st* stream);
+void launch_selected_fp16(const Params& p, CUstream_st* stream);
+
 }  // namespace attnops::mla_decode::sm90

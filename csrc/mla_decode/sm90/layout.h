@@ -30,7 +30,8 @@ inline constexpr int kEntry = kBarriers + 8 * kBarrierCount;  // the part's row 
 // Where the rows of gathered tiles lie: uint32 [4][32], by loading warp.
 inline constexpr int kRowLists = (kEntry + 32 + 15) / 16 * 16;
 inline constexpr int kAsked = kRowLists + 4 * 32 * 4;  // int: what the part has asked for before its loaders begin
-inline constexpr int kSharedBytes = kAsked + 16;
+inline constexpr int kKeyMasks = kAsked + 16;          // uint64 [2], by buffer: which keys of a list there are
+inline constexpr int kSharedBytes = kKeyMasks + 16;
 static_assert(kSharedBytes <= 227 * 1024);
 
 // A KV tile arrives in five units and is given back in three.

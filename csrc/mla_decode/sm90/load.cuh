@@ -71,7 +71,9 @@ class Loader {
   // Every second tile of the piece. Pages are looked up before they are needed.
   __device__ void load_tiles(const Piece& piece, int count, int first_pages) {
     const int32_t* cells = p_.page_table.row(piece.request);
-    if (kLoads == Loads::kBoxes || (kLoads == Loads::kAny && modes_.use_boxes)) {
+    if constexpr (kOptions == Options::kSelected) {
+      load_listed_tiles(piece, cells, count);
+    } else if (kLoads == Loads::kBoxes || (kLoads == Loads::kAny && modes_.use_boxes)) {
       load_boxed_tiles(piece, cells, count, first_pages);
     } else {
       load_gathered_tiles(piece, cells, count);
@@ -127,6 +129,68 @@ class Loader {
       empty_parity_ ^= 1;
       if (t == 0) let_odd_tiles_begin(count);
     }
+  }
+
+  // The same of rows that a list names. Where one of a tile's 64 is no key, both warps bring zeros for it.
+  __device__ void load_listed_tiles(const Piece& piece, const int32_t* list, int count) {
+    int next[kRowsPerLane];
+    listed_rows(piece, list, buffer_, next);
+    let_even_tile_go_first(count);
+    for (int t = buffer_; t < piece.num_tiles; t += 2) {
+      int rows[kRowsPerLane];
+      uint32_t there[kRowsPerLane];
+#pragma unroll
+      for (int i = 0; i < kRowsPerLane; ++i) {
+        rows[i] = next[i] < p_.selected.num_rows ? next[i] : -1;
+        there[i] = __ballot_sync(0xffffffffu, rows[i] >= 0);
+      }
+      if (p_.report && has_rope()) report_rows(piece, t, next);
+      // By the warp whose part is given back by the group that reads it.
+      const auto tell = [&] {
+        auto* masks = reinterpret_cast<volatile uint64_t*>(base_ + kKeyMasks) + buffer_;
+        if (has_rope() && lane_ == 0) *masks = there[0] | static_cast<uint64_t>(there[1]) << 32;
+      };
+      if (modes_.units.bytes != 0 && (there[0] & there[1]) == 0xffffffffu) {
+        write_row_list(units_of_row(rows[warp_ % 2]));
+        copy_half();
+        tell();
+        listed_rows(piece, list, t + 2, next);
+        hand_over_half();
+      } else {
+        int64_t offset[kRowsPerLane];
+#pragma unroll
+        for (int i = 0; i < kRowsPerLane; ++i) offset[i] = rows[i] < 0 ? -1 : kElement * p_.selected.offset(rows[i]);
+        listed_rows(piece, list, t + 2, next);
+        gather_rows(offset, tell);
+      }
+      empty_parity_ ^= 1;
+      if (t == 0) let_odd_tiles_begin(count);
+    }
+  }
+
+  // Of this lane's keys of a tile, lane and lane + 32, as the list has them; -1 behind its end. Nobody waits for them
+  // here.
+  __device__ void listed_rows(const Piece& piece, const int32_t* list, int t, int (&rows)[kRowsPerLane]) const {
+#pragma unroll
+    for (int i = 0; i < kRowsPerLane; ++i) {
+      const int key = (piece.first_tile + t) * kPlanTileTokens + lane_ + 32 * i;
+      rows[i] = t < piece.num_tiles && key < piece.keys.end ? list[key] : -1;
+    }
+  }
+
+  // Checked mode.
+  __device__ void report_rows(const Piece& piece, int t, const int (&rows)[kRowsPerLane]) const {
+#pragma unroll
+    for (int i = 0; i < kRowsPerLane; ++i) {
+      if (rows[i] < p_.selected.num_rows) continue;
+      const int key = (piece.first_tile + t) * kPlanTileTokens + lane_ + 32 * i;
+      record_fault(p_.report, {p_.report_op, kReportRowIndex, piece.request, key, rows[i], p_.selected.num_rows});
+    }
+  }
+
+  __device__ uint32_t units_of_row(int row) const {
+    const int page = modes_.by_page_size.divide(row);
+    return page * modes_.units.per_page + (row - page * p_.selected.page_size) * modes_.units.per_token;
   }
 
   // At the very start odd tiles stand back for the even one: all queue at one copy engine, and scores begin with it.
@@ -284,9 +348,12 @@ class Loader {
 
   __device__ void list_row(const Piece& piece, int t, int page) const {
     if (!p_.page_table.has_page(page)) page = 0;  // no row of a page that does not exist; of another one, nobody minds
+    write_row_list(page * modes_.units.per_page + token_of(half_key(piece, t)) * modes_.units.per_token);
+  }
+
+  __device__ void write_row_list(uint32_t place) const {
     __syncwarp();
-    row_list()[lane_ % 4 * kRowSteps + lane_ / 4] =
-        page * modes_.units.per_page + token_of(half_key(piece, t)) * modes_.units.per_token;
+    row_list()[lane_ % 4 * kRowSteps + lane_ / 4] = place;
     __syncwarp();
   }
 
@@ -356,11 +423,18 @@ class Loader {
     int64_t offset[kRowsPerLane];
 #pragma unroll
     for (int i = 0; i < kRowsPerLane; ++i) offset[i] = row_offset(tile * kPlanTileTokens + lane_ + 32 * i, page[i]);
+    gather_rows(offset, [] {});
+  }
+
+  // `tell` runs when the place is free, before it is handed over.
+  template <class Tell>
+  __device__ void gather_rows(const int64_t (&offset)[kRowsPerLane], const Tell& tell) const {
     if (has_rope()) {
       wait_empty(kPartRope);
       copy_rows(offset, kRopeTile, 1);
     }
     wait_empty(part_);
+    tell();
     copy_rows(offset, first_tile_of_part(part_), 4);
     commit_copies();
     if (has_rope()) hand_over<0>(kRope, kFullArrivals);
@@ -446,6 +520,7 @@ class Loader {
 
   __device__ void check_length(const Piece& piece) const {
     if (kOptions == Options::kCommon || p_.report == nullptr || warp_ + lane_ != 0) return;
+    if constexpr (kOptions == Options::kSelected) return check_list_length(p_, piece);
     const int64_t capacity = p_.page_table.num_cells(piece.request) * p_.page_table.page_size;
     if (piece.length <= capacity) return;
     report(ReportKind::kLength, piece.request, 0, p_.cache_seqlens[piece.request], capacity + 1);

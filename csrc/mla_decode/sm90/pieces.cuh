@@ -8,7 +8,8 @@ namespace attnops::mla_decode::sm90 {
 // What a kernel is compiled for: all that the op offers, or only what most calls ask: no soft cap, window, tree mask,
 // sinks or checked mode, a positive scale, queries that the copy engine can fetch and an aligned output. Code that is
 // only jumped over is not free: a short call runs everything once, at the speed of instruction fetches.
-enum class Options { kAll, kCommon };
+// kSelected is lists of rows instead of pages, with sinks and the checked mode, but for the rest as kCommon.
+enum class Options { kAll, kCommon, kSelected };
 
 template <Options kOptions>
 __device__ inline int window_of(const Params& p) {
@@ -59,6 +60,22 @@ __device__ inline const SplitKvEntry& entry_of(const Params& p, int part) {
   return reinterpret_cast<const SplitKvEntry*>(p.tile_scheduler_metadata)[part];
 }
 
+// The same, by value. Lists without a plan are dealt out whole, as many works to each group of parts.
+template <Options kOptions>
+__device__ inline SplitKvEntry entry_for(const Params& p, int part) {
+  if (kOptions != Options::kSelected || p.tile_scheduler_metadata) return entry_of(p, part);
+  const int blocks = p.division.blocks, groups = p.num_sm_parts / blocks, group = p.division.by_blocks.divide(part);
+  const int64_t works = int64_t{p.batch_size} * (blocks_of_request(p) / blocks);
+  const auto first_of = [&](int g) { return static_cast<int32_t>(works * g / groups); };
+  return {first_of(group), 0, first_of(group + 1), 0, 0, 1, 1, 0};
+}
+
+// Keys of a request, as the plan counts them.
+template <Options kOptions>
+__device__ inline int keys_of(const Params& p, int request) {
+  return kOptions == Options::kSelected ? ListKeys(p.selected, p.extra, request).end : p.cache_seqlens[request];
+}
+
 // Less than begin_work where the part is idle, which it may also be inside a work: a batch-invariant plan's part can be
 // smaller than a cut.
 __device__ inline int last_work_of(const SplitKvEntry& entry) {
@@ -101,6 +118,13 @@ __device__ inline bool is_readable(const Params& p, const Piece& piece, int key)
   return draft < 0 || some_row_sees(p, piece.request, draft);
 }
 
+// Checked mode, of lists: by one lane.
+__device__ inline void check_list_length(const Params& p, const Piece& piece) {
+  if (p.selected.lengths == nullptr || p.selected.lengths[piece.request] <= p.selected.count) return;
+  record_fault(p.report, {p.report_op, kReportListLength, piece.request, 0, p.selected.lengths[piece.request],
+                          int64_t{p.selected.count} + 1});
+}
+
 // Walks what part blockIdx.x owns. Every warpgroup walks by itself and sees the same.
 template <Options kOptions>
 class PieceWalkFor {
@@ -114,7 +138,7 @@ class PieceWalkFor {
     const int last_work = last_work_of(entry);
     while (work_ <= last_work) {
       const BlockPlace place = block_place(p, work_);
-      const TileRange range = describe_work<kOptions>(p, place, p.cache_seqlens[place.request], piece);
+      const TileRange range = describe_work<kOptions>(p, place, keys_of<kOptions>(p, place.request), piece);
       const int end = work_ == entry.end_work ? entry.end_tile : range.count;
       const int begin = tile_;
       piece.first_tile = range.first + begin;

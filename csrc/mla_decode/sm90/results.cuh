@@ -92,7 +92,7 @@ __device__ inline void store_rows(const Params& p, const Piece& piece, const Row
     const int row = warp * 16 + lane / 4 + 8 * h;
     valid[h] = row < piece.num_rows;
     const RowPlace at = row_place(p, piece.first_row + (valid[h] ? row : 0));
-    if constexpr (kOptions == Options::kAll) factor[h] *= sink_factor(p, at.head, lse[h]);
+    if constexpr (kOptions != Options::kCommon) factor[h] *= sink_factor(p, at.head, lse[h]);
     out[h] = static_cast<T*>(p.out) + piece.request * p.out_stride_request + at.token * p.out_stride_token +
              at.head * p.out_stride_head + group * 256 + 8 * (lane % 4);
     if (p.lse && valid[h] && group == 0 && lane % 4 == 0) {

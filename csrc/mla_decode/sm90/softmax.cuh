@@ -144,22 +144,40 @@ __device__ inline void mask_tile(const Params& p, const Piece& piece, const RowS
   }
 }
 
+// Of a list of rows: removes the keys that are not in `seen`.
+__device__ inline void mask_unlisted(uint64_t seen, float (&s)[32]) {
+  if (seen == ~uint64_t{0}) return;
+  seen >>= 2 * (threadIdx.x % 4);
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      if (seen >> (8 * j + e) & 1) continue;
+#pragma unroll
+      for (int h = 0; h < kRowsPerThread; ++h) s[4 * j + 2 * h + e] = -INFINITY;
+    }
+  }
+}
+
 // Turns raw scores into probabilities under the rows' reference maximum, which it may move; `factor` is then what the
 // accumulator must be multiplied by. `halfway` runs between the rows' exponentials: what is in flight under the softmax
-// is done by then, and what it read can be given back before the softmax ends.
+// is done by then, and what it read can be given back before the softmax ends. `seen` is of lists: which keys there
+// are.
 template <Options kOptions = Options::kAll, class Halfway>
 __device__ inline void softmax_tile(const Params& p, const Piece& piece, RowState& rows, int first_key, float (&s)[32],
-                                    float (&factor)[kRowsPerThread], const Halfway& halfway) {
+                                    float (&factor)[kRowsPerThread], const Halfway& halfway, uint64_t seen = 0) {
   // What is left to multiply a score by: a positive scale commutes with the maximum and joins the exponent's
   // subtraction.
   float scale = p.softmax_scale * kLog2e;
-  if (kOptions == Options::kAll && (p.logit_cap > 0.f || scale <= 0.f)) {
+  if (kOptions != Options::kCommon && (p.logit_cap > 0.f || scale <= 0.f)) {
     const float cap = p.logit_cap * kLog2e, inner = p.logit_cap > 0.f ? p.softmax_scale / p.logit_cap : 0.f;
 #pragma unroll
     for (int i = 0; i < 32; ++i) s[i] = p.logit_cap > 0.f ? soft_capped(s[i] * inner, cap) : s[i] * scale;
     scale = 1.f;
   }
-  if constexpr (kOptions == Options::kAll) {
+  if constexpr (kOptions == Options::kSelected) {
+    mask_unlisted(seen, s);
+  } else if constexpr (kOptions == Options::kAll) {
     mask_tile(p, piece, rows, first_key, s);
   } else {
     mask_end(rows, first_key, s);

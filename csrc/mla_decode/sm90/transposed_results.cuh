@@ -38,7 +38,7 @@ __device__ inline void end_row(const Params& p, const Piece& piece, int row, flo
   const bool valid = row < piece.num_rows;
   const RowPlace at = row_place(p, piece.first_row + (valid ? row : 0));
   float factor = value_scale * inverse;
-  if constexpr (kOptions == Options::kAll) factor *= sink_factor(p, at.head, lse);
+  if constexpr (kOptions != Options::kCommon) factor *= sink_factor(p, at.head, lse);
   ends.factor[row] = factor;
   ends.offset[row] = piece.request * p.out_stride_request + at.token * p.out_stride_token + at.head * p.out_stride_head;
   if (p.lse && valid) {

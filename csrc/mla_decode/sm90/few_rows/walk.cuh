@@ -23,13 +23,14 @@ struct RequestPiece : Piece {
 };
 
 // Walks what part blockIdx.x owns, where a request is one work. Every warp walks by itself and sees the same.
-class RequestWalk {
+template <Options kOptions>
+class RequestWalkFor {
  public:
-  RequestWalk() = default;
-  __device__ explicit RequestWalk(const Params& p) { begin(p); }
+  RequestWalkFor() = default;
+  __device__ explicit RequestWalkFor(const Params& p) { begin(p); }
 
   __device__ void begin(const Params& p) {
-    entry_ = entry_of(p, blockIdx.x);
+    entry_ = entry_for<kOptions>(p, blockIdx.x);
     request_ = entry_.begin_work;
     tile_ = entry_.begin_tile;
   }
@@ -51,7 +52,7 @@ class RequestWalk {
       piece.request = request_;
       piece.first_row = 0;
       piece.num_rows = p.seqlen_q * p.num_q_heads;
-      piece.length = length_of(p.cache_seqlens[request_]);
+      piece.length = length_of(keys_of<kOptions>(p, request_));
       piece.keys = visible_keys(piece.length, p.seqlen_q, p.window_left);
       piece.keys.end = min_of(piece.keys.end, p.page_table.num_tokens(request_));
       const TileRange range = tiles_of(p, piece.length);
@@ -95,5 +96,7 @@ class RequestWalk {
   SplitKvEntry entry_;
   int request_, tile_;
 };
+
+using RequestWalk = RequestWalkFor<Options::kAll>;
 
 }  // namespace attnops::mla_decode::sm90::few_rows

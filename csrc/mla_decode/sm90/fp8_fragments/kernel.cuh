@@ -71,7 +71,8 @@ class Consumer {
         SoftmaxScores own;
         exchange_scores(s, own);
         const KeyScales scales = load_scales(at.slot);
-        rows_.tile(p_, piece, (piece.first_tile + t) * kPlanTileTokens, own, scales.weight, base_, shared_);
+        rows_.tile(p_, piece, (piece.first_tile + t) * kPlanTileTokens, own, scales.weight,
+                   listed_keys<At>(base_, at.slot), base_, shared_);
         store_probabilities(own, scales);
         multiply_values(place_of(at.slot), At::empty_barrier(shared_, at.slot), o);
       }
@@ -389,7 +390,7 @@ __global__ void __launch_bounds__(At::kThreads, 1)
     Consumer<T, At>(p, out_aligned, shared_bytes, shared).run();
   } else {
     attnops::sm90::registers_decrease<At::kLoaderRegisters>();
-    Loader<At>(p, &map, modes, shared).run();
+    Loader<At>(p, &map, modes, shared_bytes, shared).run();
   }
 }
 

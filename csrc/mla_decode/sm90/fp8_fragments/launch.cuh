@@ -4,6 +4,7 @@
 #include "mla_decode/sm90/fp8_fragments/launch.h"
 #include "mla_decode/sm90/fp8_fragments/wide.cuh"
 #include "mla_decode/sm90/raw_query_maps.h"
+#include "mla_decode/sm90/selected.h"
 
 namespace attnops::mla_decode::sm90::fp8_fragments {
 
@@ -24,31 +25,35 @@ bool groups_fit(const Params& p) {
   return few_rows::groups_fit(p) && (!At::kScaled || p.kv_stride_token == At::Rows::kRowBytes);
 }
 
+template <class At>
+Modes modes_of(const Params& p) {
+  constexpr bool kSelects = At::kOptions == Options::kSelected;
+  const int page_size = kSelects ? p.selected.page_size : p.page_table.page_size;
+  const bool is_power = (page_size & (page_size - 1)) == 0;
+  return {.use_boxes = !kSelects && groups_fit<At>(p), .page_shift = is_power ? __builtin_ctz(page_size) : -1};
+}
+
 template <typename T, class At>
 void launch_shape(const Params& p, cudaStream_t stream) {
-  const int page_size = p.page_table.page_size;
-  const bool is_power = (page_size & (page_size - 1)) == 0;
-  const Modes modes{.use_boxes = groups_fit<At>(p), .page_shift = is_power ? __builtin_ctz(page_size) : -1};
+  const Modes modes = modes_of<At>(p);
   const CUtensorMap map = modes.use_boxes && !At::kScaled ? make_map(p) : CUtensorMap{};
   constexpr int kBytes = At::kBytes;
   launch_dependent<&mla_decode_fp8_fragments_kernel<T, At>>(
       "mla_decode_fp8_fragments_kernel", {p.num_sm_parts, At::kThreads, kBytes, kBytes}, stream, p, map, modes,
       rows_aligned(p.out, size_of(p.dtype), 4, p.out_stride_request, p.out_stride_token, p.out_stride_head));
-  few_rows::launch_merge<T>(p, stream);
+  if (p.tile_scheduler_metadata) few_rows::launch_merge<T>(p, stream);
 }
 
 template <typename T, class At>
 void launch_wide_shape(const Params& p, const WideModes& wide, cudaStream_t stream) {
-  const int page_size = p.page_table.page_size;
-  const bool is_power = (page_size & (page_size - 1)) == 0;
-  const Modes modes{.use_boxes = groups_fit<At>(p), .page_shift = is_power ? __builtin_ctz(page_size) : -1};
+  const Modes modes = modes_of<At>(p);
   WideMaps maps{};
   if (modes.use_boxes && !At::kScaled) maps.kv = make_map(p);
   if (wide.queries_by_map) maps.queries = make_raw_query_maps(p);
   constexpr int kBytes = At::kBytes;
   launch_dependent<&mla_decode_fp8_wide_kernel<T, At>>(
       "mla_decode_fp8_wide_kernel", {p.num_sm_parts, At::kThreads, kBytes, kBytes}, stream, p, maps, modes, wide);
-  sm90::launch_merge<T>(p, stream);
+  if (p.tile_scheduler_metadata) sm90::launch_merge<T>(p, stream);
 }
 
 // Blocks of 64 rows.
@@ -62,6 +67,19 @@ void launch_wide(const Params& p, cudaStream_t stream) {
   } else {
     launch_wide_shape<T, WideShape<kFormat, Options::kAll>>(p, wide, stream);
   }
+}
+
+// Lists of rows.
+template <typename T, Format kFormat>
+void launch_selected(const Params& given, cudaStream_t stream) {
+  if (given.batch_size == 0) return;
+  const Params p = as_page_table(given);
+  if (p.num_q_heads <= 16) return launch_shape<T, Shape<kFormat, 16, Options::kSelected>>(p, stream);
+  if (p.num_q_heads <= kFewRows) return launch_shape<T, Shape<kFormat, 32, Options::kSelected>>(p, stream);
+  const WideModes wide{
+      .queries_by_map = queries_fit(p),
+      .out_aligned = rows_aligned(p.out, size_of(p.dtype), 4, p.out_stride_request, p.out_stride_head)};
+  launch_wide_shape<T, WideShape<kFormat, Options::kSelected>>(p, wide, stream);
 }
 
 template <typename T, Format kFormat>

@@ -14,4 +14,8 @@ void launch_dense_fp16(const Params& p, CUstream_st* stream);
 void launch_rows_bf16(const Params& p, CUstream_st* stream);
 void launch_rows_fp16(const Params& p, CUstream_st* stream);
 
+// Rows of 656 bytes that lists select; without a plan each work is one piece.
+void launch_selected_bf16(const Params& p, CUstream_st* stream);
+void launch_selected_fp16(const Params& p, CUstream_st* stream);
+
 }  // namespace attnops::mla_decode::sm90::fp8_fragments

@@ -5,6 +5,7 @@
 #include "mla_decode/params.h"
 #include "mla_decode/plan.h"
 #include "mla_decode/sm90/few_rows/layout.h"
+#include "mla_decode/sm90/pieces.cuh"
 #include "mla_decode/sm90/quarters.h"
 
 // Sizes and shared memory of the kernel for few query rows over e4m3 caches.
@@ -62,9 +63,10 @@ struct Storage<Format::kRow> {
 };
 
 // A kernel for up to kRows query rows, 16 or 32, and its shared memory in bytes from a 1 KB boundary.
-template <Format kFormat_, int kRows_>
+template <Format kFormat_, int kRows_, Options kOptions_ = Options::kAll>
 struct Shape {
   static constexpr Format kFormat = kFormat_;
+  static constexpr Options kOptions = kOptions_;
   static constexpr bool kScaled = kFormat == Format::kRow;  // 128 columns of a row have a scale
   using Rows = Storage<kFormat>;
   static constexpr int kTileBytes = kPlanTileTokens * Rows::kRowBytes;
@@ -114,7 +116,9 @@ struct Shape {
   static constexpr int kRowEnds = kQueryScale + kRows * 4;            // RowEnd [kRows], 16 bytes each
   static constexpr int kBarriers = kRowEnds + kRows * 16;             // of a slot: full, empty
   static constexpr int kMoveBarriers = kBarriers + 16 * kRingTiles;   // by group of all teams
-  static constexpr int kBytes = kMoveBarriers + 8 * kTeams * kGroups;
+  // Of lists: uint16 [kRingTiles][4], by slot and loading warp: which of its keys there are.
+  static constexpr int kListed = kMoveBarriers + 8 * kTeams * kGroups;
+  static constexpr int kBytes = kListed + (kOptions == Options::kSelected ? 8 * kRingTiles : 0);
   static_assert(kBytes <= 227 * 1024);
 
   // Full when all lanes of the loading warps have arrived, empty when all threads of a team have.

@@ -18,7 +18,7 @@ namespace attnops::mla_decode::sm90::fp8_fragments {
 // Up to 32 query rows, a request is one work, and its pieces are found with less.
 template <class At>
 struct WalkOf {
-  using Type = few_rows::RequestWalk;
+  using Type = few_rows::RequestWalkFor<At::kOptions>;
 };
 template <class At>
   requires(At::kRows > few_rows::kMaxRows)
@@ -41,17 +41,19 @@ struct RingSlot {
 template <class At>
 class Loader : QuarterPages<Paging> {
  public:
-  __device__ Loader(const Params& p, const CUtensorMap* map, const Modes& modes, uint32_t shared,
+  __device__ Loader(const Params& p, const CUtensorMap* map, const Modes& modes, uint8_t* base, uint32_t shared,
                     const QueryMaps* query_maps = nullptr, bool queries_by_map = false)
-      : QuarterPages(p, {p.page_table.page_size, modes.page_shift}, modes.use_boxes,
-                     threadIdx.x / 32 - At::kConsumerThreads / 32),
+      : QuarterPages(p, kSelects ? Paging(1, 0) : Paging(p.page_table.page_size, modes.page_shift),
+                     !kSelects && modes.use_boxes, threadIdx.x / 32 - At::kConsumerThreads / 32),
+        rows_(p.selected.page_size, modes.page_shift),
         query_maps_(query_maps),
         queries_by_map_(queries_by_map),
         map_(map),
+        base_(base),
         shared_(shared) {}
 
   __device__ void run() {
-    const SplitKvEntry& entry = entry_of(p_, blockIdx.x);
+    const SplitKvEntry entry = entry_for<At::kOptions>(p_, blockIdx.x);
     run(Walk<At>(p_), entry, p_.division.by_works.divide(entry.begin_work), false);
   }
 
@@ -65,13 +67,18 @@ class Loader : QuarterPages<Paging> {
   }
 
  private:
+  static constexpr bool kSelects = At::kOptions == Options::kSelected;
   static constexpr bool kBringsQueries = At::kRows > few_rows::kMaxRows;  // through the ring: wide.cuh
 
   __device__ void run(Walk<At> walk, const SplitKvEntry& entry, int first_request, [[maybe_unused]] bool has_queries) {
-    int first_page = speculate(first_request, entry.begin_tile);
+    int first_page = kSelects ? kUnknown : speculate(first_request, entry.begin_tile);
     Piece piece;
     while (walk.next(p_, piece)) {
-      check_length(piece);
+      if constexpr (kSelects) {
+        if (p_.report && warp_ + lane_ == 0) check_list_length(p_, piece);
+      } else {
+        check_length(piece);
+      }
       if constexpr (kBringsQueries) {
         if (!has_queries) load_queries(piece);
         has_queries = false;
@@ -106,9 +113,30 @@ class Loader : QuarterPages<Paging> {
   }
 
   __device__ void load_piece(const Piece& piece, int first_page) {
+    if constexpr (kSelects) return load_listed(piece);
     each_tile(
         piece, first_page, [&](int, int tile, int pages, int first_lane) { load_boxes(tile, pages, first_lane); },
         [&](int tile, int page) { gather(piece, tile, page); });
+  }
+
+  // Lists: an index a lane, of two tiles at a time, and those of the next two are on their way.
+  __device__ void load_listed(const Piece& piece) {
+    int next = listed_row(piece, 0), rows = 0;
+    for (int t = 0; t < piece.num_tiles; ++t, ++count_) {
+      if (t % 2 == 0) {
+        rows = next;
+        next = listed_row(piece, t + 2);
+      }
+      const int row = __shfl_sync(0xffffffffu, rows, t % 2 * kTokens + lane_ % kTokens);
+      if (p_.report) check_row(piece, first_token(piece.first_tile + t) + lane_ % kTokens, row);
+      copy_listed(row);
+    }
+  }
+
+  __device__ int listed_row(const Piece& piece, int t) const {
+    t += lane_ / kTokens;
+    const int key = first_token(piece.first_tile + t) + lane_ % kTokens;
+    return t < piece.num_tiles && key < piece.keys.end ? p_.selected.list(piece.request)[key] : -1;
   }
 
   __device__ void load_boxes(int tile, int pages, int first_lane) const {
@@ -163,6 +191,30 @@ class Loader : QuarterPages<Paging> {
     attnops::sm90::arrive_after_copies(At::full_barrier(shared_, at.slot));
   }
 
+  // Rows that a list names, of row lane % 16; zeros where there is none.
+  __device__ void copy_listed(int row) const {
+    const bool there = p_.selected.has_row(row);
+    const uint32_t listed = __ballot_sync(0xffffffffu, there);
+    int64_t offset = -1;
+    if (there) {
+      offset = rows_.cell(row) * p_.kv_stride_page + static_cast<int64_t>(rows_.offset(row)) * p_.kv_stride_token;
+    }
+    const RingSlot<At> at(count_);
+    attnops::sm90::mbarrier_wait(At::empty_barrier(shared_, at.slot), at.parity ^ 1);
+    if (lane_ == 0) {
+      reinterpret_cast<volatile uint16_t*>(base_ + At::kListed)[4 * at.slot + warp_] = static_cast<uint16_t>(listed);
+      __threadfence_block();  // before the arrival, which comes with the copies
+    }
+    gather_rows(place(at.slot), offset);
+    attnops::sm90::arrive_after_copies(At::full_barrier(shared_, at.slot));
+  }
+
+  // Checked mode, of lists: what is past the pool. It is left out in any case.
+  __device__ void check_row(const Piece& piece, int key, int row) const {
+    if (lane_ >= kTokens || !is_readable(p_, piece, key) || row < p_.selected.num_rows) return;
+    record_fault(p_.report, {p_.report_op, kReportRowIndex, piece.request, key, row, p_.selected.num_rows});
+  }
+
   // Four lanes copy the 64 bytes of a row's piece.
   __device__ void gather_pieces(uint32_t target, int64_t offset) const {
 #pragma unroll 1
@@ -195,9 +247,11 @@ class Loader : QuarterPages<Paging> {
     }
   }
 
+  const Paging rows_;  // of lists: where a row is in its page
   const QueryMaps* query_maps_;
   const bool queries_by_map_;
   const CUtensorMap* map_;
+  uint8_t* const base_;
   const uint32_t shared_;
   const uint64_t read_once_ = attnops::sm90::l2_policy(true);
 };

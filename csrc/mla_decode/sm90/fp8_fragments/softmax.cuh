@@ -19,6 +19,26 @@ using few_rows::query_of;
 inline constexpr float kLift = 7.f;
 static_assert(kLift + kSlack <= 15.f);
 
+// Of lists: which of the thread's two keys there are, bits h, as the loading warp of its keys has left it.
+template <class At>
+__device__ inline uint32_t listed_keys(const uint8_t* base, int slot) {
+  if constexpr (At::kOptions != Options::kSelected) return 3;
+  const int warp = threadIdx.x % kGroupThreads / 32, key = threadIdx.x % 32 / 4;
+  const uint32_t keys = reinterpret_cast<const volatile uint16_t*>(base + At::kListed)[4 * slot + warp] >> key;
+  return (keys & 1) | (keys >> 7 & 2);
+}
+
+// Of the scores of keys that there are not.
+template <class At, int kCount, class Scores>
+__device__ inline void mask_unlisted(uint32_t listed, Scores& s) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    if (listed >> h & 1) continue;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) s[element_of(i, h)] = -INFINITY;
+  }
+}
+
 // Which of the warpgroups that multiply a thread is in.
 struct Place {
   int team, group;
@@ -60,14 +80,16 @@ struct Softmax {
   // have scales, `weight` is the base-2 logarithm of the largest of a key: the reference is one for probabilities times
   // scales, which must stay in the range of fp16.
   __device__ void tile(const Params& p, const Piece& piece, int first_key, Scores& s, const float (&weight)[2],
-                       uint8_t* base, uint32_t shared) {
+                       uint32_t listed, uint8_t* base, uint32_t shared) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       s[element_of(i, 0)] *= scale[i];
       s[element_of(i, 1)] *= scale[i];
     }
     if (p.logit_cap > 0.f) cap_scores(p, s);
-    if (first_key < clear.begin || first_key + kPlanTileTokens > clear.end || p.report) {
+    if constexpr (At::kOptions == Options::kSelected) {
+      mask_unlisted<At, kCount>(listed, s);
+    } else if (first_key < clear.begin || first_key + kPlanTileTokens > clear.end || p.report) {
       if (few_rows::sees_to_an_end(p)) {
         few_rows::mask_ends<kCount>(p, piece, first_row(), first_key, s);
       } else {

@@ -38,7 +38,10 @@ __global__ void __launch_bounds__(At::kThreads, 1)
     if (lane == 8 && modes.use_boxes && !At::kScaled) attnops::sm90::prefetch_map(&maps.kv);
     if (lane == 9 && wide.queries_by_map) attnops::sm90::prefetch_map(&maps.queries.q);
     attnops::sm90::wait_for_prerequisites();
-    if (lane < 8) {
+    if constexpr (At::kOptions == Options::kSelected) {
+      const SplitKvEntry entry = entry_for<At::kOptions>(p, blockIdx.x);
+      if (lane == 0) *reinterpret_cast<SplitKvEntry*>(shared_bytes + At::kEntry) = entry;
+    } else if (lane < 8) {
       reinterpret_cast<int*>(shared_bytes + At::kEntry)[lane] =
           reinterpret_cast<const int*>(&entry_of(p, blockIdx.x))[lane];
     }
@@ -53,7 +56,7 @@ __global__ void __launch_bounds__(At::kThreads, 1)
     ScoreConsumer<T, At>(p, shared_bytes, shared).run();
   } else {
     attnops::sm90::registers_decrease<At::kLoaderRegisters>();
-    Loader<At>(p, &maps.kv, modes, shared, &maps.queries, wide.queries_by_map)
+    Loader<At>(p, &maps.kv, modes, shared_bytes, shared, &maps.queries, wide.queries_by_map)
         .run(*reinterpret_cast<const SplitKvEntry*>(shared_bytes + At::kEntry));
   }
 }

@@ -63,7 +63,9 @@ struct WideShape {
   static constexpr int kEntry = kParity + 16;                        // the part's row of the plan
   static constexpr int kBarriers = kEntry + 32;                      // of a slot: full, empty; of a buffer, too
   static constexpr int kPieceBarriers = kBarriers + 16 * (kRingTiles + kWideBuffers);
-  static constexpr int kBytes = kPieceBarriers + 3 * 8;
+  // Of lists: uint16 [kRingTiles][4], by slot and loading warp: which of its keys there are.
+  static constexpr int kListed = kPieceBarriers + 3 * 8;
+  static constexpr int kBytes = kListed + (kOptions == Options::kSelected ? 8 * kRingTiles : 0);
   static_assert(kBytes <= 227 * 1024 && kBarriers % 16 == 0 && kEnds % 16 == 0);
 
   __device__ static int totals(int parity) { return kTotals + parity * kTotalsBytes; }

@@ -177,7 +177,7 @@ class ScoreConsumer {
       }
     }
     attnops::sm90::mbarrier_wait(At::taken_barrier(shared_, buffer), (given_ / kWideBuffers & 1) ^ 1);
-    const bool moved = softmax_.tile(piece, first_key, s, weight, pairs, factors(buffer));
+    const bool moved = softmax_.tile(piece, first_key, s, weight, pairs, factors(buffer), listed_keys<At>(base_, slot));
     if (threadIdx.x % kGroupThreads == 0) reinterpret_cast<int*>(base_ + At::kMoved)[buffer] = moved;
     if constexpr (At::kScaled) apply_powers(slot, buffer, s);
     store_probabilities(buffer, s);

@@ -48,11 +48,13 @@ class WideSoftmax {
   // the factors of what was accumulated before in `factors`. Where keys have scales, `weight` is the base-2 logarithm
   // of the largest of a key: softmax.cuh.
   __device__ bool tile(const Piece& piece, int first_key, Scores& s, const float (&weight)[2], RowPairs& pairs,
-                       float* factors) {
+                       float* factors, uint32_t listed) {
     if (scales_first()) scale(s);
     if (some_bad_) spoil(s);
-    if (first_key < clear_.begin || first_key + kPlanTileTokens > clear_.end ||
-        (At::kOptions == Options::kAll && p_.report)) {
+    if constexpr (At::kOptions == Options::kSelected) {
+      mask_unlisted<At, kCount>(listed, s);
+    } else if (first_key < clear_.begin || first_key + kPlanTileTokens > clear_.end ||
+               (At::kOptions == Options::kAll && p_.report)) {
       mask(piece, first_key, s);
     }
     // The largest exponent: by maxima, for a chain of predicates takes longer than all else here.
