@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import xml.etree.ElementTree as ElementTree
 
 import pytest
 import torch
 from attnops import explain
 from attnops.explain_prefill import prefill_schedule
-from attnops.metadata.fmha_plan import cuda_tile_q
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -140,17 +140,18 @@ def test_mistakes_of_a_picture_are_named(arguments, message, capsys):
     st.sampled_from([1, 20, 132]),
     st.booleans(),
 )
-def test_prefill_works_are_taken_once_by_whoever_is_free(lengths, heads, num_sms, causal):
+def test_prefill_works_cover_every_unit_once(lengths, heads, num_sms, causal):
     new = [n for n, _ in lengths]
     keys = [n + prefix for n, prefix in lengths]
     pieces = prefill_schedule(new, keys, num_q_heads=heads[0], num_kv_heads=heads[1], num_sms=num_sms, causal=causal)
-    tile_q = cuda_tile_q(heads[0] // heads[1], 128)
-    expected = {(i, work) for i, n in enumerate(new) for work in range(-(-n // tile_q) * heads[1])}
-    assert sorted((p.request, p.work) for p in pieces) == sorted(expected)
+    works = {}
     for piece in pieces:
-        last = min((piece.work // heads[1] + 1) * tile_q, new[piece.request])
-        seen = keys[piece.request] - new[piece.request] + last if causal else keys[piece.request]
-        assert (piece.begin, piece.end, piece.num_splits) == (0, max(-(-seen // 128), 1), 1)
+        works.setdefault((piece.request, piece.work), []).append(piece)
+    for mine in works.values():
+        mine.sort(key=lambda piece: piece.begin)
+        assert mine[0].begin == 0 and {p.num_splits for p in mine} == {len(mine)}
+        assert all(left.end == right.begin for left, right in itertools.pairwise(mine))
+    assert {request for request, _ in works} == {i for i, n in enumerate(new) if n}
     longest = max((p.tiles for p in pieces), default=0)
     busy = [sum(p.tiles + 1 for p in pieces if p.part == part) for part in range(num_sms)]
     assert max(busy) <= sum(busy) / num_sms + longest + 1  # Graham's bound
@@ -160,7 +161,7 @@ def test_prefill_is_drawn(capsys, tmp_path):
     arguments = ["4608", "65600", "--prefill", "512", "64", "--num-q-heads", "32", "--num-sm-parts", "132"]
     explain.main([*arguments, "--svg", str(tmp_path / "plan.svg")])
     text = capsys.readouterr().out
-    assert "units" not in text and "tiles of 128 keys" in text and "r1.8[0:513]" in text
+    assert "units" not in text and "tiles of 128 keys" in text and "r1.8[0:64]/8" in text
     ElementTree.parse(tmp_path / "plan.svg")
     for wrong, message in [
         ("100 --prefill 5 --num-kv-heads 8", "--num-q-heads must be a multiple of --num-kv-heads, 8"),

@@ -12,6 +12,7 @@ namespace attnops::fmha {
 
 inline constexpr int64_t kMaxInt32 = INT32_MAX;
 inline constexpr int64_t kMaxTileQ = 1024;
+inline constexpr int64_t kMaxWorksPerTile = 1 << 16, kMostPieces = 1 << 12, kMaxSms = 1 << 12;
 inline constexpr int64_t kMinHeadDim = 32, kMaxHeadDim = 576, kHeadDimMultiple = 8;
 
 struct PlanParams {
@@ -21,6 +22,8 @@ struct PlanParams {
   const int32_t* cu_seqlens_q;   // [B + 1]
   const int32_t* cu_seqlens_k;   // [B + 1], or null
   const int32_t* cache_seqlens;  // [B], or null; neither: as many keys as queries
+  int32_t* pieces;               // [1 + max_pieces, 4], or null
+  int max_pieces, works_per_tile, num_sms;
 };
 
 inline const int32_t* int32_data(const Tensor& tensor) { return static_cast<const int32_t*>(tensor.const_data_ptr()); }
@@ -32,6 +35,17 @@ inline void check_tile_order(const char* op, const Tensor& tile_order, const Ten
       .dtype({DType::kInt32})
       .shape({max_tiles, pair})
       .contiguous();
+}
+
+inline void check_pieces(const char* op, const Tensor& pieces, const Tensor& like, const char* like_name) {
+  Dim rows("max_pieces + 1"), fields("request, tile, piece, pieces", 4, "a plan row");
+  TensorCheck(op, "pieces", pieces)
+      .device_as(like_name, like)
+      .dtype({DType::kInt32})
+      .shape({rows, fields})
+      .size_at_least(0, "max_pieces + 1", 2, "one row for their number")
+      .contiguous();
+  check_range(op, "pieces.shape[0] (max_pieces + 1)", pieces.size(0), 2, kMostPieces + 1);
 }
 
 // Binds `batch` to one less than the size of an array of B + 1 bounds.
@@ -46,7 +60,8 @@ inline Dim checked_batch(const char* op, const char* name, const Tensor& bounds)
 
 inline PlanParams checked_plan_params(const Tensor& tile_order, const Tensor& cu_seqlens_q,
                                       const OptionalTensor& cu_seqlens_k, const OptionalTensor& cache_seqlens,
-                                      int64_t tile_q, bool causal, int64_t window_left) {
+                                      int64_t tile_q, bool causal, int64_t window_left, const OptionalTensor& pieces,
+                                      int64_t works_per_tile, int64_t num_sms) {
   constexpr const char* kOp = "fmha_plan";
   Dim batch = checked_batch(kOp, "cu_seqlens_q", cu_seqlens_q);
   check_tile_order(kOp, tile_order, cu_seqlens_q, "cu_seqlens_q");
@@ -68,6 +83,10 @@ inline PlanParams checked_plan_params(const Tensor& tile_order, const Tensor& cu
   }
   check_range(kOp, "tile_q", tile_q, 1, kMaxTileQ);
   check_range(kOp, "window_left", window_left, -1, kMaxInt32);
+  check_range(kOp, "works_per_tile", works_per_tile, 1, kMaxWorksPerTile);
+  check_range(kOp, "num_sms", num_sms, 0, kMaxSms);
+  if (pieces) check_pieces(kOp, *pieces, cu_seqlens_q, "cu_seqlens_q");
+  if (pieces && num_sms == 0 && !cu_seqlens_q.is_cuda()) fail(kOp, "num_sms must be given with pieces on a CPU");
   return {.geometry = {.num_requests = batch.as_int(),
                        .tile_q = static_cast<int>(tile_q),
                        .window_left = static_cast<int>(window_left),
@@ -76,7 +95,11 @@ inline PlanParams checked_plan_params(const Tensor& tile_order, const Tensor& cu
           .max_tiles = tile_order.size(0),
           .cu_seqlens_q = int32_data(cu_seqlens_q),
           .cu_seqlens_k = data_or_null<const int32_t>(cu_seqlens_k),
-          .cache_seqlens = data_or_null<const int32_t>(cache_seqlens)};
+          .cache_seqlens = data_or_null<const int32_t>(cache_seqlens),
+          .pieces = data_or_null<int32_t>(pieces),
+          .max_pieces = pieces ? static_cast<int>(pieces->size(0)) - 1 : 0,
+          .works_per_tile = static_cast<int>(works_per_tile),
+          .num_sms = static_cast<int>(num_sms)};
 }
 
 // What fmha_varlen and fmha_paged share, by the schema's names; k and v are the rows or the pages.
@@ -102,6 +125,8 @@ struct Arguments {
   const OptionalTensor& v_scale;
   const OptionalTensor& report;
   const OptionalTensor& semaphores;
+  const OptionalTensor& pieces;
+  const OptionalTensor& partial;
 };
 
 // The contract of both ops, checked once for all devices. Params exist only when the arguments are right.
@@ -239,8 +264,17 @@ class Checker {
       check("report", *a_.report).dtype({DType::kInt32}).shape({report_size}).contiguous();
     }
     if (a_.semaphores) {
-      Dim counters("counters", 2, "works taken, CTAs that have left");
+      Dim counters("counters", 3, "works taken, CTAs that have left, parts of pieces done");
       check("semaphores", *a_.semaphores).dtype({DType::kInt32}).shape({counters}).contiguous();
+    }
+    if (a_.pieces) {
+      if (!a_.q.is_cuda()) fail(a_.op, "pieces must be None on a CPU, which cuts no tile");
+      check_pieces(a_.op, *a_.pieces, a_.q, "q");
+      if (!a_.partial || !a_.semaphores) fail(a_.op, "partial and semaphores must be given with pieces");
+    }
+    if (a_.partial) {
+      Dim floats("partial_size");
+      check("partial", *a_.partial).dtype({DType::kFloat32}).shape({floats}).contiguous();
     }
   }
 
@@ -273,6 +307,10 @@ class Checker {
             .tile_order = int32_data(a_.tile_order),
             .num_tiles = static_cast<int>(a_.tile_order.size(0)),
             .tile_q = static_cast<int>(a_.tile_q),
+            .pieces = data_or_null<const int32_t>(a_.pieces),
+            .max_pieces = a_.pieces ? static_cast<int>(a_.pieces->size(0)) - 1 : 0,
+            .partial = data_or_null<float>(a_.partial),
+            .partial_size = a_.partial ? a_.partial->size(0) : 0,
             .out = a_.out.mutable_data_ptr(),
             .out_stride_token = a_.out.stride(0),
             .out_stride_head = a_.out.stride(1),

@@ -12,7 +12,8 @@ void fmha_varlen(const Tensor& out, const OptionalTensor& lse, const Tensor& q, 
                  const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, const Tensor& tile_order, int64_t tile_q,
                  double softmax_scale, bool causal, int64_t window_left, int64_t window_right, double logit_cap,
                  const OptionalTensor& sinks, const OptionalTensor& tree_mask, const OptionalTensor& k_scale,
-                 const OptionalTensor& v_scale, const OptionalTensor& report, const OptionalTensor& semaphores) {
+                 const OptionalTensor& v_scale, const OptionalTensor& report, const OptionalTensor& semaphores,
+                 const OptionalTensor& pieces, const OptionalTensor& partial) {
   const Arguments arguments{"fmha_varlen",
                             "k",
                             "v",
@@ -34,7 +35,9 @@ void fmha_varlen(const Tensor& out, const OptionalTensor& lse, const Tensor& q, 
                             k_scale,
                             v_scale,
                             report,
-                            semaphores};
+                            semaphores,
+                            pieces,
+                            partial};
   kRun("fmha_varlen", Checker(arguments).ragged(cu_seqlens_k), q);
 }
 
@@ -44,11 +47,12 @@ void fmha_paged(const Tensor& out, const OptionalTensor& lse, const Tensor& q, c
                 const Tensor& cache_seqlens, const Tensor& cu_seqlens_q, const Tensor& tile_order, int64_t tile_q,
                 double softmax_scale, bool causal, int64_t window_left, int64_t window_right, double logit_cap,
                 const OptionalTensor& sinks, const OptionalTensor& tree_mask, const OptionalTensor& k_scale,
-                const OptionalTensor& v_scale, const OptionalTensor& report, const OptionalTensor& semaphores) {
+                const OptionalTensor& v_scale, const OptionalTensor& report, const OptionalTensor& semaphores,
+                const OptionalTensor& pieces, const OptionalTensor& partial) {
   const Arguments arguments{"fmha_paged", "k_pages",   "v_pages",    out,        lse,    q,
                             k_pages,      v_pages,     cu_seqlens_q, tile_order, tile_q, softmax_scale,
                             causal,       window_left, window_right, logit_cap,  sinks,  tree_mask,
-                            k_scale,      v_scale,     report,       semaphores};
+                            k_scale,      v_scale,     report,       semaphores, pieces, partial};
   kRun("fmha_paged", Checker(arguments).paged(page_table, kv_indptr, cache_seqlens), q);
 }
 

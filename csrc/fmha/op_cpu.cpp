@@ -12,6 +12,7 @@
 #include "fmha/cpu/kernel.h"
 #include "fmha/cpu/reference.h"
 #include "fmha/op.h"
+#include "scheduler/varlen_cuts.h"
 #include "torch_bindings/cpu_faults.h"
 
 namespace attnops::fmha {
@@ -30,11 +31,43 @@ void check_bounds(const char* op, const char* name, const int32_t* bounds, int b
   }
 }
 
+int seqlen_k_of(const PlanParams& p, int request) {
+  if (p.cu_seqlens_k) return p.cu_seqlens_k[request + 1] - p.cu_seqlens_k[request];
+  if (p.cache_seqlens) return max_of(p.cache_seqlens[request], 0);
+  return p.cu_seqlens_q[request + 1] - p.cu_seqlens_q[request];
+}
+
+// What a GPU cuts of the tiles in tile_order (scheduler/varlen_cuts.h).
+void cut_tiles(const PlanParams& p, int64_t num_tiles) {
+  std::vector<int> units;
+  for (int64_t i = 0; i < num_tiles; ++i) {
+    const int request = p.tile_order[2 * i], seqlen_q = p.cu_seqlens_q[request + 1] - p.cu_seqlens_q[request];
+    const int64_t cost = varlen_tile_cost(p.geometry, seqlen_q, seqlen_k_of(p, request), p.tile_order[2 * i + 1]);
+    units.push_back(cost_units(cost));
+  }
+  const int limit = find_cut_limit(units, p.works_per_tile, p.num_sms, p.max_pieces);
+  int rows = 0;
+  for (int64_t i = 0; i < num_tiles && limit != kNeverCut; ++i) {
+    const int count = pieces_of(units[i], limit);
+    for (int piece = 0; count > 1 && piece < count; ++piece) {
+      int32_t* row = p.pieces + 4 * int64_t{++rows};
+      row[0] = p.tile_order[2 * i];
+      row[1] = p.tile_order[2 * i + 1];
+      row[2] = piece;
+      row[3] = count;
+    }
+  }
+  p.pieces[0] = rows;
+  p.pieces[1] = limit;
+  p.pieces[2] = p.pieces[3] = 0;
+}
+
 // The stable counting sort of scheduler/varlen_tiles.h.
 void fmha_plan_cpu(const Tensor& tile_order, const Tensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-                   const OptionalTensor& cache_seqlens, int64_t tile_q, bool causal, int64_t window_left) {
-  const PlanParams p =
-      checked_plan_params(tile_order, cu_seqlens_q, cu_seqlens_k, cache_seqlens, tile_q, causal, window_left);
+                   const OptionalTensor& cache_seqlens, int64_t tile_q, bool causal, int64_t window_left,
+                   const OptionalTensor& pieces, int64_t works_per_tile, int64_t num_sms) {
+  const PlanParams p = checked_plan_params(tile_order, cu_seqlens_q, cu_seqlens_k, cache_seqlens, tile_q, causal,
+                                           window_left, pieces, works_per_tile, num_sms);
   check_bounds("fmha_plan", "cu_seqlens_q", p.cu_seqlens_q, p.geometry.num_requests, kMaxInt32);
   if (p.cu_seqlens_k) check_bounds("fmha_plan", "cu_seqlens_k", p.cu_seqlens_k, p.geometry.num_requests, kMaxInt32);
   int64_t num_tiles = 0;
@@ -48,9 +81,7 @@ void fmha_plan_cpu(const Tensor& tile_order, const Tensor& cu_seqlens_q, const O
   const auto for_each_request = [&p](const auto& visit) {
     for (int b = 0; b < p.geometry.num_requests; ++b) {
       const int seqlen_q = p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b];
-      const int seqlen_k = p.cu_seqlens_k    ? p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b]
-                           : p.cache_seqlens ? max_of(p.cache_seqlens[b], 0)
-                                             : seqlen_q;
+      const int seqlen_k = seqlen_k_of(p, b);
       const int tiles = num_tiles_of(seqlen_q, p.geometry.tile_q);
       if (tiles > 0) visit(b, tiles, cost_bin(varlen_tile_cost(p.geometry, seqlen_q, seqlen_k, tiles - 1)));
     }
@@ -67,6 +98,7 @@ void fmha_plan_cpu(const Tensor& tile_order, const Tensor& cu_seqlens_q, const O
     }
   });
   std::fill(p.tile_order + 2 * num_tiles, p.tile_order + 2 * p.max_tiles, -1);
+  if (p.pieces) cut_tiles(p, num_tiles);
 }
 
 // What a GPU kernel cannot afford to ask: the CPU sees the lengths and the plan, so a wrong one is an error at once.

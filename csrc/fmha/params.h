@@ -30,6 +30,10 @@ struct Params {
 
   const int32_t* tile_order;  // [num_tiles, 2]: request, query tile of it; (-1, -1): none (scheduler/varlen_tiles.h)
   int num_tiles, tile_q;
+  const int32_t* pieces;  // [1 + max_pieces, 4] of tiles whose keys are cut (scheduler/varlen_cuts.h), or null
+  int max_pieces;
+  float* partial;  // [partial_size]: results of pieces, then their lse; as a kernel lays them out
+  int64_t partial_size;
 
   void* out;  // [T, H_q, D_v], of `dtype`; bfloat16 with e4m3 queries
   int64_t out_stride_token, out_stride_head;
@@ -48,7 +52,7 @@ struct Params {
   int k_scale_stride, v_scale_stride;  // 0: one for all heads
 
   DType dtype, kv_dtype;
-  int32_t* semaphores;  // [2], zeros between calls: works taken, CTAs that have left; or null
+  int32_t* semaphores;  // [3], zeros between calls: works taken, CTAs that have left, parts of pieces done; or null
   int32_t* report;      // core/report.h, or null
 };
 

@@ -253,7 +253,7 @@ def _scheduled(options: argparse.Namespace) -> tuple[list[str], list[Piece], int
             causal=not options.full,
             window_left=options.window_left,
         )
-        return ["SMs take works in turn, each the next one when it is free"], pieces, parts
+        return ["SMs take works in turn; pieces of cut tiles come first"], pieces, parts
     if options.mla_heads is not None:
         pieces, group = mla_schedule(options.cache_seqlens, num_q_heads=options.mla_heads, num_sm_parts=parts, **shape)
         note = ["blocks of query rows go in pairs; each line is a pair of parts"] if group == 2 else []

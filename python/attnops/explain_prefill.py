@@ -1,4 +1,4 @@
-"""The works of a prefill on a GPU: the order that `fmha_plan` writes, and which SM takes which work."""
+"""The works of a prefill on a GPU: the order and the cuts that `fmha_plan` writes, and who takes which work."""
 
 from __future__ import annotations
 
@@ -7,14 +7,34 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from attnops import ops
-from attnops.metadata.fmha_plan import FmhaPlan, cuda_tile_q
+from attnops.metadata.fmha_plan import MOST_PIECE_WORKS_PER_SM, cuda_tile_q, works_per_tile
 
 if TYPE_CHECKING:
     from attnops.explain import Piece
 
-UNIT_TOKENS = 128  # keys of a step of the kernel's main loop
+UNIT_TOKENS = 128  # keys of a unit of cost: csrc/scheduler/varlen_cuts.h
+
+
+def prefill_plan(
+    seqlens_q: Sequence[int],
+    seqlens_k: Sequence[int],
+    *,
+    tile_q: int,
+    works: int,
+    num_sms: int,
+    causal: bool = True,
+    window_left: int = -1,
+) -> tuple[Tensor, Tensor | None]:
+    """What `fmha_plan` writes for a GPU: the tiles ``[n, 2]``, and `FmhaPlan.pieces` where works of a tile are few."""
+    bounds = torch.tensor([0, *seqlens_q], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    order = torch.empty(sum(-(-n // tile_q) for n in seqlens_q), 2, dtype=torch.int32)
+    max_pieces = MOST_PIECE_WORKS_PER_SM * num_sms // works
+    pieces = torch.zeros(max_pieces + 1, 4, dtype=torch.int32) if max_pieces >= 2 else None
+    lengths = torch.tensor(list(seqlens_k), dtype=torch.int32)
+    torch.ops.attnops.fmha_plan(order, bounds, None, lengths, tile_q, causal, window_left, pieces, works, num_sms)
+    return order, pieces
 
 
 def prefill_schedule(
@@ -28,9 +48,9 @@ def prefill_schedule(
     causal: bool = True,
     window_left: int = -1,
 ) -> list[Piece]:
-    """The works of a batch as SMs take them, each the next one when it is free.
+    """The works of a batch as SMs take them, each the next one when it is free. Pieces of cut tiles come first.
 
-    A work is a query tile and a KV head. It is taken to last as long as its units of `UNIT_TOKENS` keys, and one more.
+    A work is taken to last as long as its units of `UNIT_TOKENS` keys, and one more.
 
     Args:
         seqlens_q, seqlens_k: New tokens and all keys of each request.
@@ -39,28 +59,30 @@ def prefill_schedule(
         causal, window_left: As in `FmhaPlan.allocate`.
 
     Returns:
-        Pieces in units, part after part. `Piece.work` counts (tile, KV head) of a request.
+        Pieces in units, part after part. `Piece.work` counts (tile, KV head or block of query heads) of a request.
 
     Raises:
         RuntimeError: A length is out of range.
     """
     from attnops.explain import Piece
 
-    shape: dict[str, Any] = {"causal": causal, "window_left": window_left}
-    shape["tile_q"] = cuda_tile_q(max(num_q_heads // num_kv_heads, 1), head_dim)
-    plan = FmhaPlan.allocate(sum(seqlens_q), len(seqlens_q), **shape)
-    bounds = torch.tensor([0, *seqlens_q], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    ops.fmha_plan(plan, bounds, cache_seqlens=torch.tensor(list(seqlens_k), dtype=torch.int32))
+    group = max(num_q_heads // num_kv_heads, 1)
+    tile_q = cuda_tile_q(group, head_dim, -(-sum(seqlens_q) // max(len(seqlens_q), 1)))
+    works = works_per_tile(group, num_kv_heads, head_dim, tile_q)
+    shape: dict[str, Any] = {"tile_q": tile_q, "causal": causal, "window_left": window_left}
+    order, pieces = prefill_plan(seqlens_q, seqlens_k, works=works, num_sms=num_sms, **shape)
+    cut = [] if pieces is None else pieces[1 : 1 + int(pieces[0, 0])].tolist()
+    whole = {(request, tile) for request, tile, _, _ in cut}
+    rows = cut + [[*tile, 0, 1] for tile in order.tolist() if tuple(tile) not in whole]
     free = [(0, sm) for sm in range(num_sms)]
     taken = []
-    for request, tile in plan.tile_order.tolist():
-        if request < 0:
-            break
+    for request, tile, number, count in rows:
         units = _units(seqlens_q[request], seqlens_k[request], tile, **shape)
-        for head in range(num_kv_heads):
+        begin, end = units * number // count, units * (number + 1) // count
+        for work in range(works):
             when, sm = heapq.heappop(free)
-            taken.append(Piece(sm, request, tile * num_kv_heads + head, 0, units, 1))
-            heapq.heappush(free, (when + units + 1, sm))
+            taken.append(Piece(sm, request, tile * works + work, begin, end, count))
+            heapq.heappush(free, (when + end - begin + 1, sm))
     return sorted(taken, key=lambda piece: piece.part)
 
 

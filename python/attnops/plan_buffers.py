@@ -131,10 +131,13 @@ class FmhaPlans:
                 num_q_heads=spec.num_q_heads,
                 num_kv_heads=spec.num_kv_heads,
                 head_dim=max(spec.head_dim, spec.v_head_dim),
+                split_keys=not spec.deterministic,
                 device=device,
             )
             for window in (spec.windows if windows is None else windows)
         }
+        partial = next(iter(self._whole.values())).partial  # one call at a time
+        self._whole = {window: dataclasses.replace(plan, partial=partial) for window, plan in self._whole.items()}
 
     def views(self, batch_size: int, num_tokens: int) -> dict[int, FmhaPlan]:
         """A plan per window, of as many tiles as a step of this shape can have, whatever its lengths."""

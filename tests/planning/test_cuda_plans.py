@@ -78,8 +78,9 @@ def test_xqa_parts_of_a_gpu_come_in_groups_of_a_head_each(batch, num_sm_parts, n
 @pytest.mark.parametrize("keys", ["cu_seqlens_k", "cache_seqlens", "as queries"])
 @pytest.mark.parametrize("tile_q", [1, 16, 64, 128])
 @pytest.mark.parametrize(("causal", "window_left"), [(True, -1), (True, 100), (False, -1)])
+@pytest.mark.parametrize(("works", "max_pieces"), [(1, 264), (8, 33), (5, 20), (140, 2)])
 @pytest.mark.parametrize("batch", BATCHES)
-def test_fmha_plan(batch, causal, window_left, tile_q, keys):
+def test_fmha_plan(batch, works, max_pieces, causal, window_left, tile_q, keys):
     lengths_k = [max(length, 0) for length in BATCHES[batch]]
     lengths_q = [length // (1 + i % 3) for i, length in enumerate(lengths_k)]
     if tile_q == 1:
@@ -94,10 +95,13 @@ def test_fmha_plan(batch, causal, window_left, tile_q, keys):
             bounds_k if keys == "cu_seqlens_k" else None,
             int32(lengths_k, device) if keys == "cache_seqlens" else None,
         )
-        OPS.fmha_plan(tile_order, bounds_q, *args, tile_q, causal, window_left)
-        return (tile_order,)
+        pieces = torch.full((max_pieces + 1, 4), POISON, dtype=torch.int32, device=device)
+        OPS.fmha_plan(tile_order, bounds_q, *args, tile_q, causal, window_left, pieces, works, 132)
+        count = int(pieces[0, 0])
+        assert 0 <= count <= max_pieces and (pieces[1 + count :] == POISON).all()
+        return tile_order, pieces
 
-    (tile_order,) = on_both(run)
+    tile_order, _ = on_both(run)
     assert (tile_order[num_tiles:] == -1).all()
     assert len({tuple(row) for row in tile_order[:num_tiles].tolist()}) == num_tiles
 

@@ -1,10 +1,12 @@
 #include <stdexcept>
 #include <string>
 
+#include "device/common/arch.h"
 #include "device/common/block_scan.cuh"
 #include "device/common/launch_dependent.cuh"
 #include "device/common/pdl.cuh"
 #include "fmha/cuda/plan.h"
+#include "scheduler/varlen_cuts.h"
 
 namespace attnops::fmha {
 namespace {
@@ -47,19 +49,95 @@ __device__ void write_no_rows(const TilePlan& p, int from) {
   }
 }
 
+__device__ void write_head(const TilePlan& p, int pieces, int limit) {
+  *reinterpret_cast<int4*>(p.pieces) = {pieces, limit, 0, 0};
+}
+
+// The limit of scheduler/varlen_cuts.h: a warp for each candidate, a lane for every 32nd tile. `units` of all tiles lie
+// in shared memory. Called by the whole block; all get the limit.
+template <int kThreads>
+__device__ int find_limit(const TilePlan& p, int num_sms, const int32_t* units, int num_tiles) {
+  constexpr int kWarps = kThreads / 32;
+  static_assert(kCutCandidates == 32 && kWarps == 32 && kMostTilesToCut <= kThreads);
+  __shared__ int warp_sum[kWarps], warp_longest[kWarps], warp_shortest[kWarps], limits[kWarps];
+  __shared__ int64_t estimates[kWarps];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, own = static_cast<int>(threadIdx.x);
+  const int own_units = own < num_tiles ? units[own] : 0;
+  const int sum = __reduce_add_sync(~0u, own_units), longest = __reduce_max_sync(~0u, own_units);
+  const int shortest = __reduce_min_sync(~0u, own < num_tiles ? own_units : kNeverCut);
+  if (lane == 0) {
+    warp_sum[warp] = sum;
+    warp_longest[warp] = longest;
+    warp_shortest[warp] = shortest;
+  }
+  __syncthreads();
+  const CutProblem problem{.works_per_tile = p.works_per_tile,
+                           .num_sms = num_sms,
+                           .max_pieces = p.max_pieces,
+                           .num_tiles = num_tiles,
+                           .longest = __reduce_max_sync(~0u, warp_longest[lane]),
+                           .total_units = __reduce_add_sync(~0u, warp_sum[lane])};  // 512 tiles of 2^21 units at most
+  if (num_tiles == 0 || !worth_cutting(problem, __reduce_min_sync(~0u, warp_shortest[lane]))) return kNeverCut;
+  const int limit = cut_limit(problem, warp);
+  CutTally tally;
+  for (int tile = lane; tile < num_tiles; tile += 32) tally.add(units[tile], limit);
+  tally.pieces = __reduce_add_sync(~0u, tally.pieces);
+  tally.cut = __reduce_add_sync(~0u, tally.cut);
+  tally.shortest = __reduce_min_sync(~0u, tally.shortest);
+  if (lane == 0) {
+    const int64_t estimate = cut_estimate(problem, tally, limit);
+    estimates[warp] = estimate < 0 ? INT64_MAX : estimate;
+    limits[warp] = tally.cut > 0 ? limit : kNeverCut;
+  }
+  __syncthreads();
+  int64_t least = estimates[lane];
+  for (int step = 16; step > 0; step /= 2) least = min_of<int64_t>(least, __shfl_xor_sync(~0u, least, step));
+  const int best = __ffs(static_cast<int>(__ballot_sync(~0u, estimates[lane] == least))) - 1;
+  return least == INT64_MAX ? kNeverCut : limits[best];
+}
+
+// Cuts the tiles that are written.
+template <int kThreads>
+__device__ void cut_tiles(const TilePlan& p, int num_sms, const int32_t* units, int num_tiles) {
+  if (num_tiles > kMostTilesToCut) {
+    if (threadIdx.x == 0) write_head(p, 0, kNeverCut);
+    return;
+  }
+  const int limit = find_limit<kThreads>(p, num_sms, units, num_tiles);
+  if (limit == kNeverCut) {
+    if (threadIdx.x == 0) write_head(p, 0, kNeverCut);
+    return;
+  }
+  const int own = static_cast<int>(threadIdx.x), lane = own % 32;
+  const int pieces = own < num_tiles ? pieces_of(units[own], limit) : 1;
+  int first;
+  const int total = block_exclusive_sum<kThreads>(pieces > 1 ? pieces : 0, &first);
+  if (own == 0) write_head(p, total, limit);
+  const int2 tile = pieces > 1 ? reinterpret_cast<const int2*>(p.tile_order)[own] : int2{0, 0};
+  for (unsigned rest = __ballot_sync(~0u, pieces > 1); rest != 0; rest &= rest - 1) {
+    const int from = __ffs(static_cast<int>(rest)) - 1, count = __shfl_sync(~0u, pieces, from);
+    const int row = __shfl_sync(~0u, first, from), request = __shfl_sync(~0u, tile.x, from),
+              query_tile = __shfl_sync(~0u, tile.y, from);
+    for (int i = lane; i < count && row + i < p.max_pieces; i += 32) {
+      reinterpret_cast<int4*>(p.pieces)[1 + row + i] = {request, query_tile, i, count};
+    }
+  }
+}
+
 // The order of scheduler/varlen_tiles.h for up to kThreads requests: a request's first row is the sum of the tiles of
 // all that come before it. 2^n neighbouring lanes add up one request's.
 template <int kThreads>
-__global__ void __launch_bounds__(kThreads) fmha_plan_few_kernel(const __grid_constant__ TilePlan p) {
+__global__ void __launch_bounds__(kThreads) fmha_plan_few_kernel(const __grid_constant__ TilePlan p, int num_sms) {
   __shared__ int2 bins[kThreads];  // bin, tiles of a request
-  __shared__ int32_t total;
+  __shared__ Lengths lengths[kThreads];
+  __shared__ int32_t units[kMostTilesToCut], total;
   const int num_requests = p.geometry.num_requests, own = static_cast<int>(threadIdx.x);
   wait_for_earlier_kernels();
   let_next_kernel_start();
   if (own < num_requests) {
-    const Lengths lengths = lengths_of(p, own);
-    const int tiles = num_query_tiles(p, lengths.queries);
-    bins[own] = {tiles > 0 ? bin_of(p, lengths, tiles) : 0, tiles};
+    lengths[own] = lengths_of(p, own);
+    const int tiles = num_query_tiles(p, lengths[own].queries);
+    bins[own] = {tiles > 0 ? bin_of(p, lengths[own], tiles) : 0, tiles};
   }
   if (own == 0) total = 0;
   __syncthreads();
@@ -84,12 +162,16 @@ __global__ void __launch_bounds__(kThreads) fmha_plan_few_kernel(const __grid_co
     const int tiles = bins[r].y, from = (r - own / 32 * 32 / lanes) * lanes;
     const int64_t row = __shfl_sync(~0u, first, from);
     write_rows(p, r, tiles, row);
+    for (int i = own % 32; i < tiles && row + i < kMostTilesToCut && p.pieces != nullptr; i += 32) {
+      units[row + i] = cost_units(varlen_tile_cost(p.geometry, lengths[r].queries, lengths[r].keys, tiles - 1 - i));
+    }
   }
   __syncthreads();
   write_no_rows<kThreads>(p, total);
+  if (p.pieces != nullptr) cut_tiles<kThreads>(p, num_sms, units, total);
 }
 
-// The same for any number of requests: a stable counting sort in one CTA, weighted by their
+// The same for any number of requests, whose tiles are left whole: a stable counting sort in one CTA, weighted by their
 // tiles: a histogram of bins, then rounds of one request per thread. Within a round a request's place in its bin is
 // what earlier rounds, earlier warps and earlier lanes took of that bin. Then a warp writes a request's rows.
 template <int kThreads>
@@ -154,6 +236,7 @@ __global__ void __launch_bounds__(kThreads) fmha_plan_many_kernel(const __grid_c
     write_rows(p, b, num_query_tiles(p, lengths_of(p, b).queries), first_row[b]);
   }
   write_no_rows<kThreads>(p, total);
+  if (p.pieces != nullptr && threadIdx.x == 0) write_head(p, 0, kNeverCut);
 }
 
 }  // namespace
@@ -167,7 +250,8 @@ void launch_plan(const TilePlan& p, CUstream_st* stream) {
                              std::to_string(kMaxRequests + 1) + ", got " + std::to_string(requests + 1));
   }
   if (requests <= kFewThreads) {
-    launch_dependent<&fmha_plan_few_kernel<kFewThreads>>("fmha_plan", {1, kFewThreads, 0, 0}, stream, p);
+    const int num_sms = p.num_sms > 0 ? p.num_sms : device_sms("fmha_plan");
+    launch_dependent<&fmha_plan_few_kernel<kFewThreads>>("fmha_plan", {1, kFewThreads, 0, 0}, stream, p, num_sms);
   } else {
     launch_dependent<&fmha_plan_many_kernel<kManyThreads>>(
         "fmha_plan", {1, kManyThreads, requests * 4, kMaxRequests * 4}, stream, p);

@@ -15,6 +15,8 @@ struct TilePlan {
   const int32_t* cache_seqlens;  // [B], or null; neither: as many keys as queries
   int32_t* tile_order;           // [max_tiles, 2]: request, query tile of it; (-1, -1) past the last
   int max_tiles;
+  int32_t* pieces = nullptr;  // [1 + max_pieces, 4] (scheduler/varlen_cuts.h), or null: no tile is cut
+  int max_pieces = 0, works_per_tile = 1, num_sms = 0;  // 0: those of the device
 };
 
 void launch_plan(const TilePlan& plan, CUstream_st* stream);

@@ -11,6 +11,7 @@ ones.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +81,7 @@ class MlaPrefill:
         sizes: dict[str, Any] = {"max_num_tokens": limits.max_num_tokens, "max_batch_size": limits.max_batch_size}
         group: dict[str, Any] = {"num_q_heads": spec.num_q_heads, "num_kv_heads": spec.num_q_heads, "device": device}
         group["head_dim"] = max(self._head_dim, self._v_head_dim)
+        group["split_keys"] = not spec.deterministic
         self._causal = FmhaPlan.allocate(**sizes, **group, causal=True)
         self._spare: list[FmhaPlan] = []  # of chunks: a step has as many as it needs, made once
         self._make_plan = lambda: FmhaPlan.allocate(**sizes, **group, causal=False)
@@ -184,7 +186,7 @@ class MlaPrefill:
 
     def _chunk_plans(self, count: int) -> list[FmhaPlan]:
         while len(self._spare) < count:
-            self._spare.append(self._make_plan())
+            self._spare.append(dataclasses.replace(self._make_plan(), partial=self._causal.partial))
         return self._spare[:count]
 
     def _keys_of(self, layer: RadixAttention, latent: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:

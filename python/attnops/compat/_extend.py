@@ -14,7 +14,7 @@ from attnops.metadata.fmha_plan import FmhaPlan
 
 def new_fmha_plan(q: Tensor, num_kv_heads: int, batch_size: int, causal: bool, window_left: int) -> FmhaPlan:
     """Memory of a plan for these queries."""
-    heads = {"num_q_heads": q.shape[1], "num_kv_heads": num_kv_heads, "head_dim": q.shape[2]}
+    heads: dict[str, Any] = {"num_q_heads": q.shape[1], "num_kv_heads": num_kv_heads, "head_dim": q.shape[2]}
     return FmhaPlan.allocate(q.shape[0], batch_size, causal=causal, window_left=window_left, device=q.device, **heads)
 
 

@@ -7,27 +7,49 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from attnops.metadata.plan_parts import default_num_sm_parts
+
 DEFAULT_TILE_Q = 64
 CPU_TILE_ROWS = 256  # rows (token, head of a group) that the CPU kernels carry over one packed tile of keys
 MIN_CPU_TILE_Q, MAX_CPU_TILE_Q = 16, 256
 
 
-def cuda_tile_q(group: int, head_dim: int) -> int:
-    """Query tokens that fill the rows of a CTA, with as many heads of a group beside each other as divide it well."""
-    rows = 192 if head_dim <= 64 else 128  # csrc/fmha/sm90/instantiations, cuda/instantiations
-    divisors = [n for n in range(1, min(group, rows) + 1) if group % n == 0]
-    full = max(rows // n * n for n in divisors)
-    heads = max(n for n in divisors if rows // n * n >= 0.97 * full)
+MOST_PIECE_WORKS_PER_SM = 2  # works of cut tiles that there is scratch for
+
+
+def cuda_tile_rows(head_dim: int) -> int:
+    """Rows of a CTA's tile: csrc/fmha/sm90/instantiations, cuda/instantiations."""
+    return 192 if head_dim <= 64 else 128
+
+
+def cuda_tile_q(group: int, head_dim: int, tokens: int = 1024) -> int:
+    """Query tokens that fill the rows of a CTA, with as many heads of a group beside each other as divide it well.
+
+    `tokens`: of a request. With few of them, one head alone fills no tile, and each would read all keys again.
+    """
+    rows = cuda_tile_rows(head_dim)
+    used = {n: min(rows // n, max(tokens, 1)) * n for n in range(1, min(group, rows) + 1) if group % n == 0}
+    heads = max(n for n in used if used[n] >= 0.97 * max(used.values()))
     return rows // heads
 
 
-def default_tile_q(device: torch.device, num_q_heads: int | None, num_kv_heads: int | None, head_dim: int) -> int:
+def works_per_tile(group: int, num_kv_heads: int, head_dim: int, tile_q: int) -> int:
+    """CTAs' works in a tile of the plan: KV heads, blocks of a group's heads, rows (csrc/fmha/sm90/launch.cuh)."""
+    rows = cuda_tile_rows(head_dim)
+    fitting = [n for n in range(2, min(group, rows) + 1) if group % n == 0 and n * min(tile_q, rows) <= rows]
+    heads = max(fitting, default=1)
+    return num_kv_heads * (group // heads) * -(-tile_q // min(tile_q, rows // heads))
+
+
+def default_tile_q(
+    device: torch.device, num_q_heads: int | None, num_kv_heads: int | None, head_dim: int, tokens: int
+) -> int:
     """On the CPU, a tile of `CPU_TILE_ROWS` rows when the heads are known: packing keys then costs the least."""
     if not num_q_heads or not num_kv_heads:
         return DEFAULT_TILE_Q
     group = max(num_q_heads // num_kv_heads, 1)
     if device.type != "cpu":
-        return cuda_tile_q(group, head_dim)
+        return cuda_tile_q(group, head_dim, tokens)
     return min(max(CPU_TILE_ROWS // group, MIN_CPU_TILE_Q), MAX_CPU_TILE_Q)
 
 
@@ -41,7 +63,10 @@ class FmhaPlan:
     causal: bool
     window_left: int
     tile_order: Tensor  # int32 [max_tiles, 2]: (request, query tile of it), longest first; the rest is (-1, -1)
-    semaphores: Tensor | None = None  # int32 [2], zeros between calls: a GPU's CTAs take works by it
+    semaphores: Tensor | None = None  # int32 [3], zeros between calls: a GPU's CTAs take works by it
+    works_per_tile: int = 1
+    pieces: Tensor | None = None  # int32 [1 + max_pieces, 4] of tiles whose keys are cut (csrc/scheduler/varlen_cuts.h)
+    partial: Tensor | None = None  # float32, scratch of their results
 
     @property
     def key(self) -> dict[str, int]:
@@ -60,6 +85,7 @@ class FmhaPlan:
         num_kv_heads: int | None = None,
         head_dim: int = 128,
         tile_q: int | None = None,
+        split_keys: bool = True,
         device: torch.device | str = "cpu",
     ) -> FmhaPlan:
         """Allocate a plan.
@@ -71,17 +97,37 @@ class FmhaPlan:
             num_q_heads, num_kv_heads, head_dim: Of the attention, the larger head dim; they choose a good `tile_q` and
                 bind nothing else.
             tile_q: Query tokens per tile; chosen when None. It changes no result.
+            split_keys: Whether a GPU may cut the keys of long tiles where its SMs would idle. The last bits of a
+                request's result then depend on the batch. Only with heads given; takes scratch of
+                `MOST_PIECE_WORKS_PER_SM` tiles of results for each SM.
 
         Raises:
             ValueError: `tile_q` or a limit is out of range.
         """
         device = torch.device(device)
-        tile_q = default_tile_q(device, num_q_heads, num_kv_heads, head_dim) if tile_q is None else tile_q
+        if tile_q is None:
+            tokens = -(-max_num_tokens // max(max_batch_size, 1))
+            tile_q = default_tile_q(device, num_q_heads, num_kv_heads, head_dim, tokens)
         if not 1 <= tile_q <= 1024:
             raise ValueError(f"tile_q must be in [1, 1024], got {tile_q}")
         if max_num_tokens < 0 or max_batch_size < 0:
             raise ValueError(f"limits must not be negative, got {max_num_tokens} tokens, {max_batch_size} requests")
         max_tiles = -(-max_num_tokens // tile_q) + max_batch_size
         tile_order = torch.full((max_tiles, 2), -1, dtype=torch.int32, device=device)
-        semaphores = None if device.type == "cpu" else torch.zeros(2, dtype=torch.int32, device=device)
-        return cls(tile_q, causal, window_left, tile_order, semaphores)
+        if device.type != "cuda":
+            return cls(tile_q, causal, window_left, tile_order)
+        semaphores = torch.zeros(3, dtype=torch.int32, device=device)
+        whole = cls(tile_q, causal, window_left, tile_order, semaphores)
+        if not split_keys or not num_q_heads or not num_kv_heads:
+            return whole
+        works = works_per_tile(max(num_q_heads // num_kv_heads, 1), num_kv_heads, head_dim, tile_q)
+        max_pieces = default_num_sm_parts(device, MOST_PIECE_WORKS_PER_SM) // works
+        if max_pieces < 2:
+            return whole
+        rows = max_pieces * works * cuda_tile_rows(head_dim)
+        return dataclasses.replace(
+            whole,
+            works_per_tile=works,
+            pieces=torch.zeros(max_pieces + 1, 4, dtype=torch.int32, device=device),
+            partial=torch.empty(rows * (head_dim + 1), dtype=torch.float32, device=device),
+        )

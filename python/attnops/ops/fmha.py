@@ -16,10 +16,10 @@ from attnops.ops._arguments import names_its_arguments, register_fake
 def fmha_plan(
     plan: FmhaPlan, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, cache_seqlens: Tensor | None = None
 ) -> None:
-    """Order a batch's query tiles, longest first, from the lengths alone, on the device.
+    """Order a batch's query tiles, longest first, from the lengths alone, on the device; a GPU also cuts long ones.
 
     Args:
-        plan: Allocated by `FmhaPlan.allocate`; `tile_order` is rewritten.
+        plan: Allocated by `FmhaPlan.allocate`; `tile_order` and `pieces` are rewritten.
         cu_seqlens_q: int32 ``[B + 1]``: request b owns query tokens ``[cu_seqlens_q[b], cu_seqlens_q[b + 1])``.
         cu_seqlens_k: int32 ``[B + 1]``, of `fmha_varlen`'s keys; or
         cache_seqlens: int32 ``[B]``, of `fmha_paged`'s. Neither: as many keys as queries.
@@ -30,7 +30,15 @@ def fmha_plan(
     Source: longest processing time first (Graham 1969) over binned costs, a stable counting sort.
     """
     torch.ops.attnops.fmha_plan(
-        plan.tile_order, cu_seqlens_q, cu_seqlens_k, cache_seqlens, plan.tile_q, plan.causal, plan.window_left
+        plan.tile_order,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        cache_seqlens,
+        plan.tile_q,
+        plan.causal,
+        plan.window_left,
+        plan.pieces,
+        plan.works_per_tile,
     )
 
 
@@ -71,9 +79,9 @@ def fmha_varlen(
     """Attention of every request of a ragged batch over its own ragged keys.
 
     Args:
-        q: ``[T, H_q, D_qk]`` (float32, float16, bfloat16; on the CPU also float8_e4m3fn, with k and v of it). Its last
-            dim is dense, other strides are free, as in k, v, out: slices of a fused projection pass as they are. Both
-            head dims are multiples of 8 in [32, 576].
+        q: ``[T, H_q, D_qk]`` (float32, float16, bfloat16; on the CPU and sm_90 also float8_e4m3fn, with k and v of
+            it). Its last dim is dense, other strides are free, as in k, v, out: slices of a fused projection pass as
+            they are. Both head dims are multiples of 8 in [32, 576].
         k, v: ``[T_k, H_kv, D_qk]``, ``[T_k, H_kv, D_v]`` in q's dtype, or both float8_e4m3fn or float8_e5m2 (slow on
             the CPU). ``H_q`` is a multiple of ``H_kv``; query head h uses KV head ``h // (H_q / H_kv)``.
         cu_seqlens_q, cu_seqlens_k: int32 ``[B + 1]``: where each request's queries and keys begin. Empty requests are
@@ -94,7 +102,7 @@ def fmha_varlen(
 
     Returns:
         ``(out, lse)``, lse natural log, None unless asked for. A row that sees no key has ``out = 0``, ``lse = -inf``.
-        A request's bits do not depend on the rest of the batch.
+        A request's bits do not depend on the rest of the batch, unless the plan cuts tiles (`split_keys`).
 
     Raises:
         ValueError: the plan was allocated for another geometry.
@@ -127,6 +135,8 @@ def fmha_varlen(
         v_scale,
         report,
         plan.semaphores,
+        plan.pieces,
+        plan.partial,
     )
     return out, lse
 
@@ -199,6 +209,8 @@ def fmha_paged(
         v_scale,
         report,
         plan.semaphores,
+        plan.pieces,
+        plan.partial,
     )
     return out, lse
 

@@ -1,0 +1,105 @@
+#pragma once
+#include <cstdint>
+#include <vector>
+
+#include "core/math.h"
+#include "scheduler/varlen_tiles.h"
+
+namespace attnops {
+
+// Where a ragged prefill has fewer tiles than a GPU has SMs, or one much longer than the others, long tiles are cut:
+// their keys are divided evenly over pieces, whose results are merged. All tiles of more than `limit` units are cut
+// into as few pieces as keep to the limit. The limit is the candidate with the least estimate of the time that all SMs
+// need.
+//
+// Pieces are int32 [1 + max_pieces, 4]. Row 0: number of pieces, limit. Row 1 + i, piece i: request, tile, its number
+// among the tile's pieces, how many these are. The pieces of a tile follow each other.
+inline constexpr int kUnitKeys = 128;        // keys of a unit of cost: about a step of a kernel's main loop
+inline constexpr int kMostTilesToCut = 512;  // batches with more tiles are left whole
+inline constexpr int kCutCandidates = 32;    // a lane each
+inline constexpr int kNeverCut = INT32_MAX;
+inline constexpr int kLeastUnitsOfPiece = 2;
+
+ATTNOPS_HOST_DEVICE inline int cost_units(int64_t cost) {
+  return static_cast<int>(min_of<int64_t>((cost + kUnitKeys - 1) / kUnitKeys, 1 << 21));
+}
+
+struct CutProblem {
+  int works_per_tile;  // that share its keys: KV heads, blocks of query heads
+  int num_sms, max_pieces;
+  int num_tiles, longest;  // units of the longest tile
+  int64_t total_units;     // of all tiles
+};
+
+// Candidate 0 cuts nothing, the others cut the longest tile into 2 to 160 pieces, the last three so that all tiles,
+// were they alike, would fill all SMs once, twice and three times.
+ATTNOPS_HOST_DEVICE inline int cut_limit(const CutProblem& p, int candidate) {
+  int pieces = candidate + 1;
+  if (candidate >= 16) pieces = (20 + 4 * (candidate % 4)) << (candidate - 16) / 4;
+  if (candidate >= 29) pieces = (candidate - 28) * p.num_sms / max_of(p.num_tiles * p.works_per_tile, 1);
+  return max_of(ceil_div(p.longest, max_of(pieces, 1)), kLeastUnitsOfPiece);
+}
+
+ATTNOPS_HOST_DEVICE inline int pieces_of(int units, int limit) {
+  return units > limit ? static_cast<int>((static_cast<unsigned>(units) + limit - 1) / static_cast<unsigned>(limit))
+                       : 1;
+}
+
+// What a limit makes of the tiles.
+struct CutTally {
+  int pieces = 0;  // whole tiles among them
+  int cut = 0;     // of tiles that are cut
+  int shortest = kNeverCut;
+
+  ATTNOPS_HOST_DEVICE void add(int units, int limit) {
+    const int count = pieces_of(units, limit);
+    pieces += count;
+    if (count > 1) cut += count;
+    shortest = min_of(shortest, min_of(units, limit));
+  }
+};
+
+// Estimated time in units, times the SMs: a GPU divides slowly. -1: not possible. A work costs a unit besides its keys,
+// a piece of a cut tile another one, the merge two. The last works to start are the shortest.
+ATTNOPS_HOST_DEVICE inline int64_t cut_estimate(const CutProblem& p, const CutTally& t, int limit) {
+  if (t.cut > p.max_pieces) return -1;
+  const unsigned works = t.pieces * p.works_per_tile, sms = p.num_sms;  // below 2^29
+  const int64_t busy = (p.total_units + t.pieces + t.cut) * p.works_per_tile;
+  const int64_t idle = static_cast<int64_t>((works + sms - 1) / sms * sms - works) * t.shortest;
+  const int64_t longest = (min_of(limit, p.longest) + int64_t{1}) * p.num_sms;
+  return max_of(busy + idle, longest) + (t.cut > 0 ? 2 * p.num_sms : 0);
+}
+
+// Whether whole tiles take so much longer than all SMs could, that cuts are looked for.
+ATTNOPS_HOST_DEVICE inline bool worth_cutting(const CutProblem& p, int shortest) {
+  const CutTally whole{p.num_tiles, 0, shortest};
+  const int64_t least = (p.total_units + p.num_tiles) * p.works_per_tile;
+  return cut_estimate(p, whole, p.longest) > least + least / 16 + 2 * p.num_sms;
+}
+
+// The limit for tiles of so many units each, on the host. A GPU finds the same one in fmha/cuda/plan.cu.
+inline int find_cut_limit(const std::vector<int>& units, int works_per_tile, int num_sms, int max_pieces) {
+  if (units.size() > kMostTilesToCut) return kNeverCut;
+  CutProblem problem{works_per_tile, num_sms, max_pieces, static_cast<int>(units.size()), 0, 0};
+  int shortest = kNeverCut;
+  for (const int n : units) {
+    problem.longest = max_of(problem.longest, n);
+    problem.total_units += n;
+    shortest = min_of(shortest, n);
+  }
+  if (units.empty() || !worth_cutting(problem, shortest)) return kNeverCut;
+  int chosen = kNeverCut;
+  int64_t least = INT64_MAX;
+  for (int candidate = 0; candidate < kCutCandidates; ++candidate) {
+    const int limit = cut_limit(problem, candidate);
+    CutTally tally;
+    for (const int n : units) tally.add(n, limit);
+    const int64_t estimate = cut_estimate(problem, tally, limit);
+    if (estimate < 0 || estimate >= least) continue;
+    least = estimate;
+    chosen = tally.cut > 0 ? limit : kNeverCut;
+  }
+  return chosen;
+}
+
+}  // namespace attnops
