@@ -57,6 +57,23 @@ struct Impl {
   return "";
 }
 
+// 8-bit rows of other sizes than 16 bytes would end in bytes of their neighbours, which may be NaN.
+[[maybe_unused]] std::string reject_e4m3(const Params& p) {
+  if (p.head_dim_qk % 16 != 0 || p.head_dim_v % 16 != 0) {
+    return "takes head dims that are multiples of 16, got " + std::to_string(p.head_dim_qk) + " and " +
+           std::to_string(p.head_dim_v);
+  }
+  if (!rows_aligned(p.q, 1, 16, p.q_stride_token, p.q_stride_head) ||
+      !rows_aligned(p.k, 1, 16, p.k_stride_page, p.k_stride_token, p.k_stride_head) ||
+      !rows_aligned(p.v, 1, 16, p.v_stride_page, p.v_stride_token, p.v_stride_head) ||
+      !rows_aligned(p.out, 2, 16, p.out_stride_token, p.out_stride_head)) {
+    return "rows of q, k, v and out must start on 16-byte boundaries";
+  }
+  const int sm = usable_sm("fmha");
+  if (sm != 90) return "runs on sm_90, this device is sm_" + std::to_string(sm);
+  return "";
+}
+
 // Beside its tiles there is no room for FP8 rows on devices with 99 KB of shared memory.
 std::string reject_fp8(const Params& p) {
   return is_fp8(p.kv_dtype) ? std::string("takes keys of q's dtype, got ") + name_of(p.kv_dtype) : "";
@@ -77,6 +94,7 @@ constexpr Impl kImpls[] = {
     {"sm90_fp16_hd192x128", DType::kFloat16, 192, 128, &sm90::launch_fp16_hd192x128, &reject_sm90},
     {"sm90_fp16_hd192", DType::kFloat16, 192, 192, &sm90::launch_fp16_hd192, &reject_sm90},
     {"sm90_fp16_hd256", DType::kFloat16, 256, 256, &sm90::launch_fp16_hd256, &reject_sm90},
+    {"sm90_e4m3_hd128", DType::kFloat8E4M3, 128, 128, &sm90::launch_e4m3_hd128, &reject_e4m3},
 #endif
     {"bf16_hd64", DType::kBFloat16, 64, 64, &launch_bf16_hd64},
     {"bf16_hd96", DType::kBFloat16, 96, 96, &launch_bf16_hd96},

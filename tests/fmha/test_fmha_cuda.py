@@ -13,6 +13,7 @@ import pytest
 import torch
 from attnops import ops
 from attnops.metadata import FmhaPlan
+from checks import MAX_RELATIVE_ERROR_FP8
 from fmha_calls import assert_right, assert_same_bits, plan_of, run
 from problems import E5M2, FP8, paged_problem, poisoned, ragged_problem, random_tree_mask
 
@@ -52,6 +53,9 @@ def test_dims_reach_every_row(kernels):
             problem = ragged_problem([70, 3], head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype).to("cuda")
             assert_right(problem)
     hopper = kernels != PORTABLE and torch.cuda.get_device_capability() == (9, 0)
+    if hopper:
+        problem = ragged_problem([70, 3], head_dim=128, dtype=FP8).to("cuda")
+        assert_right(problem, bound=MAX_RELATIVE_ERROR_FP8, lse_atol=1e-2)
     others = ("bf16", "fp16") if hopper else ("sm90",)
     assert rows_asked_since(before) == {row for row in ROWS if not row.startswith(others)}
 

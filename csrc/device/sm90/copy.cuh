@@ -24,6 +24,12 @@ __device__ inline void copy16(uint32_t shared, const void* global, uint64_t poli
                : "memory");
 }
 
+// 8 bytes, whose line then lies in L1; zeros, and nothing is read, unless `valid`.
+__device__ inline void copy8(uint32_t shared, const void* global, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared), "l"(global), "r"(valid ? 8 : 0)
+               : "memory");
+}
+
 // 4 bytes, whose line then lies in L1.
 __device__ inline void copy4(uint32_t shared, const void* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");

@@ -2,12 +2,14 @@
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // widths that are no power of two
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <cstdint>
 #include <cute/arch/mma_sm90_gmma.hpp>
 #include <utility>
 
-// Warpgroup products of any width, m = 64 and k = 16, by CuTe's instruction wrappers: the accumulators are one array.
+// Warpgroup products of any width, m = 64 and k = 16 (e4m3: 32), by CuTe's instruction wrappers: the accumulators are
+// one array.
 namespace attnops::sm90 {
 
 // B in shared memory: rows are n and k is dense, or rows are k and n is dense.
@@ -39,6 +41,20 @@ ATTNOPS_GMMA(192)
 ATTNOPS_GMMA(256)
 #undef ATTNOPS_GMMA
 
+// e4m3 operands are dense in k. The units keep some 13 bits below the largest addend when they accumulate.
+#define ATTNOPS_GMMA(n)                                                      \
+  template <>                                                                \
+  struct Gmma<__nv_fp8_e4m3, n, kRowsAreN> {                                 \
+    using Shared = cute::SM90::GMMA::MMA_64x##n##x32_F32E4M3E4M3_SS_TN<>;    \
+    using Registers = cute::SM90::GMMA::MMA_64x##n##x32_F32E4M3E4M3_RS_TN<>; \
+  };
+ATTNOPS_GMMA(64)
+ATTNOPS_GMMA(96)
+ATTNOPS_GMMA(128)
+ATTNOPS_GMMA(192)
+ATTNOPS_GMMA(256)
+#undef ATTNOPS_GMMA
+
 namespace detail {
 using Scale = cute::SM90::GMMA::ScaleOut;
 
@@ -62,7 +78,8 @@ __device__ __forceinline__ void gmma(float (&d)[kCount], uint64_t a, uint64_t b,
       d, a, b, accumulate ? detail::Scale::One : detail::Scale::Zero, std::make_integer_sequence<int, kCount>());
 }
 
-// The same with a in four registers: rows lane / 4 and + 8 of the warp's sixteen, k 2 (lane % 4) + {0, 1} and + 8.
+// The same with a in four registers: rows lane / 4 and + 8 of the warp's sixteen, k 2 (lane % 4) + {0, 1} and + 8
+// (e4m3: 4 (lane % 4) + {0, 1, 2, 3} and + 16).
 template <typename T, cute::SM90::GMMA::Major kMajorB, int kCount>
 __device__ __forceinline__ void gmma(float (&d)[kCount], const uint32_t* a, uint64_t b, bool accumulate) {
   detail::gmma_registers<typename Gmma<T, 2 * kCount, kMajorB>::Registers>(

@@ -69,7 +69,8 @@ class WarpRows {
       tokens_[r] = row * s.pack_inverse >> 16;
       heads_[r] = w.q_head + row - tokens_[r] * s.pack;
       const bool exists = tokens_[r] < w.num_tokens;
-      keys_[r] = exists ? sm90::keys_at(p, static_cast<int64_t>(w.position) + tokens_[r], w.seqlen_k) : KeyRange{0, 0};
+      keys_[r] =
+          exists ? sm90::keys_at(p, static_cast<int64_t>(w.position()) + tokens_[r], w.seqlen_k) : KeyRange{0, 0};
       const T* q = static_cast<const T*>(p.q) + row_of(r) * p.q_stride_token + heads_[r] * p.q_stride_head;
 #pragma unroll
       for (int i = 0; i < kDims; ++i) q_[r][i] = exists && dim(i) < p.head_dim_qk ? load(q + dim(i)) : 0.f;
@@ -176,7 +177,7 @@ __global__ void __launch_bounds__(kThreads)
   let_next_kernel_start();
   Work w;
   for (int index = static_cast<int>(blockIdx.x); index < s.num_works; index += gridDim.x) {
-    if (!sm90::decode_work<kKeys>(p, s, index, w)) break;
+    if (!sm90::decode_work<kKeys>(p, s, {}, index, w)) break;
     if (w.num_tokens == 0) continue;
     WarpRows<T, Kv, kHeadDim> rows(p, s, w);
     rows.attend(s);
@@ -194,7 +195,8 @@ inline Schedule make_schedule(const Params& p) {
   s.head_blocks = p.num_kv_heads * s.blocks_per_group;
   s.chunk_tokens = min_of(p.tile_q, kRows / s.pack);
   s.chunks = ceil_div(p.tile_q, s.chunk_tokens);
-  s.num_works = p.num_tiles * s.head_blocks * s.chunks;
+  s.works_per_tile = s.head_blocks * s.chunks;
+  s.num_works = p.num_tiles * s.works_per_tile;
   s.pack_inverse = ceil_div(1 << 16, s.pack);
   s.page_size = Divisor(p.paged ? p.page_table.page_size : 1);
   return s;

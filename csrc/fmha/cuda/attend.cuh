@@ -71,8 +71,8 @@ class Attention {
   __device__ __forceinline__ void set_ranges() {
     const int first = warp_row_ * s_.pack_inverse >> 16;
     const int last = min_of((warp_row_ + Tr::kWarpRows - 1) * s_.pack_inverse >> 16, w_.num_tokens - 1);
-    const sm90::KeyRange first_keys = sm90::keys_at(p_, static_cast<int64_t>(w_.position) + first, w_.seqlen_k);
-    const sm90::KeyRange last_keys = sm90::keys_at(p_, static_cast<int64_t>(w_.position) + last, w_.seqlen_k);
+    const sm90::KeyRange first_keys = sm90::keys_at(p_, static_cast<int64_t>(w_.position()) + first, w_.seqlen_k);
+    const sm90::KeyRange last_keys = sm90::keys_at(p_, static_cast<int64_t>(w_.position()) + last, w_.seqlen_k);
     const int limit = p_.tree_mask != nullptr ? min_of(first_keys.end, max_of(w_.draft, 0)) : first_keys.end;
     seen_begin_ = first_keys.begin / Tr::kKeys;
     seen_end_ = first < w_.num_tokens ? ceil_div(last_keys.end, Tr::kKeys) : 0;

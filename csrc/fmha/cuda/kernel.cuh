@@ -13,7 +13,7 @@ __device__ __forceinline__ bool begin_work(const Params& p, const Schedule& s, W
     Work found;
     found.num_tokens = 0;
     if (static_cast<int>(blockIdx.x) < s.num_works) {
-      if (!sm90::decode_work<kKeys>(p, s, static_cast<int>(blockIdx.x), found)) found.num_tokens = 0;
+      if (!sm90::decode_work<kKeys>(p, s, {}, static_cast<int>(blockIdx.x), found)) found.num_tokens = 0;
     }
     w = found;
   }

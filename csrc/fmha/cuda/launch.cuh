@@ -23,7 +23,8 @@ inline Schedule make_schedule(const Params& p, int rows) {
   s.head_blocks = p.num_kv_heads * s.blocks_per_group;
   s.chunk_tokens = min_of(p.tile_q, rows / s.pack);
   s.chunks = ceil_div(p.tile_q, s.chunk_tokens);
-  s.num_works = p.num_tiles * s.head_blocks * s.chunks;
+  s.works_per_tile = s.head_blocks * s.chunks;
+  s.num_works = p.num_tiles * s.works_per_tile;
   s.pack_inverse = ceil_div(1 << 16, s.pack);
   s.page_size = Divisor(p.paged ? p.page_table.page_size : 1);
   return s;

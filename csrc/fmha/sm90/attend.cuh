@@ -1,5 +1,6 @@
 #pragma once
 #include "device/sm90/gmma.cuh"
+#include "device/sm90/wgmma_fp8.cuh"
 #include "fmha/sm90/load.cuh"
 #include "fmha/sm90/softmax.cuh"
 
@@ -22,9 +23,12 @@ template <class Tr>
 class Consumer {
  public:
   using T = typename Tr::T;
+  using Out = typename Tr::Out;
   using Layout = SharedLayout<Tr>;
   static constexpr int kTurnBarrier = 2, kGroupBarrier = 8;  // + warpgroup
   static constexpr Shape kShape = Tr::kShape;
+  static constexpr int kVRows = Tr::kFp8 ? Tr::kHeadDimV : Tr::kKeys;    // of a chunk of values in shared memory
+  static constexpr int kProbabilities = Tr::kKeys * int{sizeof(T)} / 8;  // registers
 
   __device__ __forceinline__ Consumer(const Params& p, const Schedule& s, char* base)
       : p_(p),
@@ -35,19 +39,26 @@ class Consumer {
         lane_(threadIdx.x % 32),
         warp_(threadIdx.x / 32 % 4),
         k_operand_(hopper::chunk_operand<Tr::kKeys>(shared_ + Layout::kK)),
-        v_operand_(hopper::chunk_operand<Tr::kKeys>(shared_ + Layout::kV)) {}
+        v_operand_(hopper::chunk_operand<kVRows>(shared_ + Layout::kV)) {}
 
-  __device__ __forceinline__ void run() {
+  // Until no work is left. Returns how many pieces the plan has.
+  __device__ __forceinline__ int run() {
+    int pieces = 0;
     if (kShape.turns && group_ == Tr::kWarpgroups - 1) pass_turn();  // the first turn is group 0's
     for (;;) {
       hopper::mbarrier_wait(shared_ + Layout::kQFull + 8 * q_ring_.stage, q_ring_.phase);
       const Work& w = *reinterpret_cast<const Work*>(base_ + Layout::kWorks + q_ring_.stage * Layout::kWorkBytes);
-      if (w.num_tokens < 0) break;
+      if (w.num_tokens < 0) {
+        pieces = w.slab;
+        break;
+      }
       attend(w);
+      finish_piece(w);
       release(shared_ + Layout::kQEmpty + 8 * q_ring_.stage);
       q_ring_.advance();
     }
     if (kShape.turns && group_ == 0) take_turn();
+    return pieces;
   }
 
  private:
@@ -117,8 +128,8 @@ class Consumer {
   __device__ __forceinline__ void full_tiles(const Work& w, int first_row, int& begin, int& end) const {
     const int first = min_of(first_row * s_.pack_inverse >> 16, w.num_tokens - 1);
     const int last = min_of((first_row + 63) * s_.pack_inverse >> 16, w.num_tokens - 1);
-    const KeyRange first_keys = keys_at(p_, static_cast<int64_t>(w.position) + first, w.seqlen_k);
-    const KeyRange last_keys = keys_at(p_, static_cast<int64_t>(w.position) + last, w.seqlen_k);
+    const KeyRange first_keys = keys_at(p_, static_cast<int64_t>(w.position()) + first, w.seqlen_k);
+    const KeyRange last_keys = keys_at(p_, static_cast<int64_t>(w.position()) + last, w.seqlen_k);
     const int limit = p_.tree_mask != nullptr ? min_of(first_keys.end, max_of(w.draft, 0)) : first_keys.end;
     begin = ceil_div(last_keys.begin, Tr::kKeys);
     end = min_of(limit / Tr::kKeys, w.tile_end);
@@ -126,7 +137,7 @@ class Consumer {
 
   __device__ __forceinline__ void issue_scores() {
 #pragma unroll
-    for (int step = 0; step < Tr::kHeadDimQk / 16; ++step) {
+    for (int step = 0; step < Tr::kHeadDimQk * int{sizeof(T)} / 32; ++step) {
       const int chunk = step / 4, inside = step % 4 * hopper::kStepKMajor;
       hopper::gmma<T, hopper::kRowsAreN>(
           scores_, hopper::chunk_descriptor(q_operand_ + (chunk * Tr::kRows * 128 >> 4) + inside),
@@ -137,10 +148,16 @@ class Consumer {
 
   __device__ __forceinline__ void issue_values(bool accumulate) {
 #pragma unroll
-    for (int step = 0; step < Tr::kKeys / 16; ++step) {
-      hopper::gmma<T, hopper::kRowsAreK>(out_, probabilities_ + 4 * step,
-                                         hopper::chunk_descriptor(v_operand_ + step * hopper::kStepMnMajor),
-                                         accumulate || step != 0);
+    for (int step = 0; step < Tr::kKeys * int{sizeof(T)} / 32; ++step) {
+      if constexpr (Tr::kFp8) {
+        const int inside = step / 4 * (kVRows * 128 >> 4) + step % 4 * hopper::kStepKMajor;
+        hopper::gmma<T, hopper::kRowsAreN>(out_, probabilities_ + 4 * step,
+                                           hopper::chunk_descriptor(v_operand_ + inside), accumulate || step != 0);
+      } else {
+        hopper::gmma<T, hopper::kRowsAreK>(out_, probabilities_ + 4 * step,
+                                           hopper::chunk_descriptor(v_operand_ + step * hopper::kStepMnMajor),
+                                           accumulate || step != 0);
+      }
     }
     hopper::wgmma_commit();
   }
@@ -154,7 +171,7 @@ class Consumer {
   __device__ __forceinline__ void release_values() {
     release(shared_ + Layout::kVEmpty + 8 * v_ring_.stage);
     v_ring_.advance();
-    v_operand_ = hopper::chunk_operand<Tr::kKeys>(shared_ + Layout::kV + v_ring_.stage * Tr::kVBytes);
+    v_operand_ = hopper::chunk_operand<kVRows>(shared_ + Layout::kV + v_ring_.stage * Tr::kVBytes);
   }
 
   // The assembler would move the wait for the values ahead of the exponentials that are to hide it. It does not move it
@@ -179,10 +196,16 @@ class Consumer {
     }
   }
 
+  // e4m3: a lane's four places of a row take its own keys, 2 (lane % 4) + {0, 1} and + 8. Values lie in that order.
   __device__ __forceinline__ void pack() {
 #pragma unroll
-    for (int i = 0; i < Tr::kKeys / 4; ++i) {
-      probabilities_[i] = hopper::pack_pair<T>(scores_[2 * i], scores_[2 * i + 1]);
+    for (int i = 0; i < kProbabilities; ++i) {
+      if constexpr (Tr::kFp8) {
+        const float* s = scores_ + i / 2 * 8 + i % 2 * 2;
+        probabilities_[i] = hopper::pack_e4m3(s[0], s[1]) | hopper::pack_e4m3(s[4], s[5]) << 16;
+      } else {
+        probabilities_[i] = hopper::pack_pair<T>(scores_[2 * i], scores_[2 * i + 1]);
+      }
     }
   }
 
@@ -259,6 +282,7 @@ class Consumer {
   __device__ __forceinline__ void finish(const Work& w, bool any_tile) {
     const float v_scale = p_.v_scale != nullptr ? p_.v_scale[w.kv_head * p_.v_scale_stride] : 1.f;
     const int own_row = 64 * group_ + 16 * warp_ + lane_ / 4;
+    const bool is_piece = __any_sync(0xffffffffu, w.slab >= 0);
     float factor[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -268,11 +292,16 @@ class Consumer {
       const float lse = empty ? -INFINITY : rows_.reference[h] / kLog2E + logf(total);
       factor[h] = empty ? 0.f : v_scale / total;
       if (token >= w.num_tokens) continue;
+      if (is_piece) {
+        store_piece(w, row, lse, factor[h], h);
+        continue;
+      }
       if (p_.sinks != nullptr && !empty) factor[h] /= 1.f + expf(p_.sinks[head] - lse);
       if (p_.lse != nullptr && lane_ % 4 == 0) {
         p_.lse[(static_cast<int64_t>(w.first_q_token) + w.first_token + token) * p_.num_q_heads + head] = lse;
       }
     }
+    if (is_piece) return;
     hopper::named_barrier_sync(kGroupBarrier + group_, 128);
     const uint32_t place = shared_ + Layout::kQ + q_ring_.stage * Tr::kQBytes;
     const int warp_row = 64 * group_ + 16 * warp_;
@@ -283,7 +312,7 @@ class Consumer {
       for (int i = 0; i < 4; ++i) {
         const float f = factor[i % 2], *o = out_ + 8 * j + i % 2 * 2 + i / 2 * 4;
         // Selected, not multiplied: without a key the accumulators hold anything.
-        fragment[i] = f == 0.f ? 0u : hopper::pack_pair<T>(o[0] * f, o[1] * f);
+        fragment[i] = f == 0.f ? 0u : hopper::pack_pair<Out>(o[0] * f, o[1] * f);
       }
       const int row = warp_row + lane_ % 16, chunk = 2 * j + lane_ / 16;
       hopper::store_fragment(fragment, place + chunk / 8 * Tr::kRows * 128 + hopper::swizzled(row, chunk % 8));
@@ -293,10 +322,33 @@ class Consumer {
     hopper::fence_async_proxy();
   }
 
+  // A row of a piece, as it is before the merge.
+  __device__ __forceinline__ void store_piece(const Work& w, int row, float lse, float factor, int h) const {
+    const int64_t at = static_cast<int64_t>(w.slab) * Tr::kRows + row;
+    if (lane_ % 4 == 0) partial_lse<Tr::kRows>(p_, s_)[at] = lse;
+    float* to = p_.partial + at * p_.head_dim_v + lane_ % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < Tr::kHeadDimV / 8; ++j) {
+      const float* o = out_ + 4 * j + 2 * h;
+      if (8 * j < p_.head_dim_v) {
+        *reinterpret_cast<float2*>(to + 8 * j) =
+            factor == 0.f ? float2{0.f, 0.f} : float2{o[0] * factor, o[1] * factor};
+      }
+    }
+  }
+
+  // This warp's rows of a piece are stored.
+  __device__ __forceinline__ void finish_piece(const Work& w) const {
+    if (__any_sync(0xffffffffu, w.slab >= 0)) {
+      __syncwarp();
+      if (lane_ == 0) count_piece(p_, 1);
+    }
+  }
+
   // A warp's sixteen rows.
   __device__ __forceinline__ void store_rows(const Work& w, uint32_t place, int warp_row) const {
     constexpr int kPieces = Tr::kHeadDimV / 8;
-    T* out = static_cast<T*>(p_.out);
+    Out* out = static_cast<Out*>(p_.out);
 #pragma unroll 4
     for (int i = lane_; i < 16 * kPieces; i += 32) {
       const int row = warp_row + i / kPieces, piece = i % kPieces;
@@ -323,10 +375,10 @@ class Consumer {
   uint32_t q_operand_ = 0, k_operand_, v_operand_;
   Ring<Tr::kQStages> q_ring_;
   Ring<Tr::kStages> k_ring_, v_ring_;
-  RowPair rows_;
+  RowPair<Tr::kFp8> rows_;
   float scores_[Tr::kKeys / 2];
   float out_[Tr::kHeadDimV / 2];
-  uint32_t probabilities_[Tr::kKeys / 4];
+  uint32_t probabilities_[kProbabilities];
 };
 
 }  // namespace attnops::fmha::sm90

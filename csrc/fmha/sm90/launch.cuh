@@ -24,6 +24,12 @@ inline int keys_per_box(const Params& p, int tile_keys) {
   return common % 8 == 0 ? common : 0;
 }
 
+// Without scratch for all pieces of the plan, tiles are left whole: the plan's order has them all.
+template <class Tr>
+bool has_scratch(const Params& p, int works_per_tile) {
+  return p.partial_size >= p.max_pieces * int64_t{works_per_tile} * Tr::kRows * (p.head_dim_v + 1);
+}
+
 template <class Tr>
 Schedule make_schedule(const Params& p) {
   Schedule s{};
@@ -33,7 +39,9 @@ Schedule make_schedule(const Params& p) {
   s.head_blocks = p.num_kv_heads * s.blocks_per_group;
   s.chunk_tokens = min_of(p.tile_q, Tr::kRows / s.pack);
   s.chunks = ceil_div(p.tile_q, s.chunk_tokens);
-  s.num_works = p.num_tiles * s.head_blocks * s.chunks;
+  s.works_per_tile = s.head_blocks * s.chunks;
+  s.max_pieces = has_scratch<Tr>(p, s.works_per_tile) ? p.max_pieces : 0;
+  s.num_works = (p.num_tiles + s.max_pieces) * s.works_per_tile;
   s.box_keys = p.kv_dtype == p.dtype ? keys_per_box(p, Tr::kKeys) : 0;  // others are converted row by row
   s.pack_inverse = ceil_div(1 << 16, s.pack);
   s.page_size = Divisor(p.paged ? p.page_table.page_size : 1);
@@ -51,7 +59,8 @@ inline CUtensorMap query_map(const Params& p, const Schedule& s) {
   const cuuint64_t extents[3] = {extent(p.head_dim_qk), extent(p.num_q_heads), extent(p.num_q_tokens)};
   const cuuint64_t strides[2] = {byte_stride(p.q_stride_head, p.num_q_heads, p.dtype),
                                  byte_stride(p.q_stride_token, p.num_q_tokens, p.dtype)};
-  const cuuint32_t box[3] = {64, static_cast<cuuint32_t>(s.pack), static_cast<cuuint32_t>(s.chunk_tokens)};
+  const cuuint32_t box[3] = {static_cast<cuuint32_t>(128 / size_of(p.dtype)), static_cast<cuuint32_t>(s.pack),
+                             static_cast<cuuint32_t>(s.chunk_tokens)};
   return attnops::sm90::encode_tensor_map(p.dtype, p.q, 3, extents, strides, box);
 }
 
@@ -65,7 +74,8 @@ inline CUtensorMap key_map(const Params& p, const Schedule& s, const void* base,
   const cuuint64_t strides[3] = {byte_stride(stride_token, tokens, p.kv_dtype),
                                  byte_stride(stride_head, p.num_kv_heads, p.kv_dtype),
                                  byte_stride(stride_page, pages, p.kv_dtype)};
-  const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(s.box_keys), 1, 1};
+  const cuuint32_t box[4] = {static_cast<cuuint32_t>(128 / size_of(p.kv_dtype)), static_cast<cuuint32_t>(s.box_keys), 1,
+                             1};
   return attnops::sm90::encode_tensor_map(p.kv_dtype, base, 4, extents, strides, box);
 }
 

@@ -40,8 +40,11 @@ __device__ __forceinline__ void cap_scores(float (&scores)[kCount], float scale)
 
 // What two rows of a lane may see, and how far their softmax has come. The reference of a row moves only when a score
 // exceeds it by kTop powers of two (FlashAttention-4): accumulators are rarely rescaled, and stay far from overflow.
+//
+// e4m3 probabilities are to use their range: where the reference is the largest score, that one is 2^kLift.
+template <bool kFp8>
 struct RowPair {
-  static constexpr float kTop = 8.f;
+  static constexpr float kTop = 8.f, kLift = kFp8 ? 5.f : 0.f;
   int begin[2], end[2], token[2];
   float reference[2];  // a probability is 2^(score * scale - reference)
   float sum[2];        // of this lane's columns
@@ -53,7 +56,7 @@ struct RowPair {
     for (int h = 0; h < 2; ++h) {
       const int row = first_row + 8 * h;
       token[h] = min_of(row * s.pack_inverse >> 16, w.num_tokens - 1);
-      const KeyRange keys = keys_at(p, static_cast<int64_t>(w.position) + token[h], w.seqlen_k);
+      const KeyRange keys = keys_at(p, static_cast<int64_t>(w.position()) + token[h], w.seqlen_k);
       begin[h] = keys.begin;
       end[h] = keys.end;
       reference[h] = -INFINITY;
@@ -100,7 +103,7 @@ struct RowPair {
         const float largest = row_max(scores, h) * scale;
         shrink[h] = 1.f;
         if (largest - lowest[h] > kTop) {  // false for -inf less -inf
-          move_to(h, largest, lowest[h], shrink[h]);
+          move_to(h, largest - kLift, lowest[h], shrink[h]);
           moved = true;
         }
         add_to_row(scores, h, scale, reference[h] == -INFINITY ? 0.f : -reference[h]);
@@ -125,8 +128,8 @@ struct RowPair {
       const float largest = row_max(scores, h);
       shrink[h] = 1.f;
       if (largest > kTop) {
-        move_to(h, reference[h] + largest, reference[h], shrink[h]);
-        add_to_row(scores, h, 1.f, -largest);
+        move_to(h, reference[h] + (largest - kLift), reference[h], shrink[h]);
+        add_to_row(scores, h, 1.f, kLift - largest);
       }
     }
     return true;

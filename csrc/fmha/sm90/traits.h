@@ -1,4 +1,9 @@
 #pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp8.h>
+
+#include <type_traits>
+
 #include "core/math.h"
 
 namespace attnops::fmha::sm90 {
@@ -19,9 +24,14 @@ struct Shape {
 //
 // A CTA is one warpgroup that brings tiles and kWarpgroups that compute, 64 rows each. A row is a query token and one
 // head of a group: kRows / pack tokens times `pack` heads of one KV head share a tile of keys.
+//
+// Where T is e4m3, values are brought as they are, and two other warps transpose them: the matrix units take 8-bit
+// operands along the summed dimension alone.
 template <typename T_, Shape kShape_>
 struct Traits {
   using T = T_;
+  static constexpr bool kFp8 = std::is_same_v<T, __nv_fp8_e4m3>;
+  using Out = std::conditional_t<kFp8, __nv_bfloat16, T>;
   static constexpr Shape kShape = kShape_;
   static constexpr int kHeadDimQk = kShape.head_dim_qk, kHeadDimV = kShape.head_dim_v;
   static constexpr int kKeys = kShape.keys;
@@ -35,10 +45,14 @@ struct Traits {
       65536 / kThreads / 8 * 8 * (kWarpgroups + 1) - kWarpgroups * kConsumerRegisters;
   static_assert(kProducerRegisters >= 24);
 
-  // A chunk: 64 columns of a tile, rows of 128 bytes under the 128-byte swizzle.
-  static constexpr int kQkChunks = ceil_div(kHeadDimQk, 64), kVChunks = ceil_div(kHeadDimV, 64);
-  static constexpr int kQBytes = kQkChunks * kRows * 128;
-  static constexpr int kKBytes = kQkChunks * kKeys * 128, kVBytes = kVChunks * kKeys * 128;
+  // A chunk: 128 bytes of each row of a tile, under the 128-byte swizzle.
+  static constexpr int kChunk = 128 / sizeof(T);  // elements
+  static constexpr int kQkChunks = ceil_div(kHeadDimQk, kChunk), kVChunks = ceil_div(kHeadDimV, kChunk);
+  static constexpr int kOutChunks = ceil_div(kHeadDimV, 64);  // results leave through the queries' place
+  static constexpr int kQBytes = max_of(kQkChunks, kOutChunks) * kRows * 128;
+  static constexpr int kKBytes = kQkChunks * kKeys * 128;
+  static constexpr int kVBytes = kFp8 ? ceil_div(kKeys, 128) * kHeadDimV * 128 : kVChunks * kKeys * 128;
+  static constexpr int kRawVBytes = kFp8 ? kVChunks * kKeys * 128 : 0;  // as they come
 };
 
 struct WorkSlot;
@@ -49,7 +63,9 @@ struct SharedLayout {
   static constexpr int kQ = 0;
   static constexpr int kK = kQ + Tr::kQStages * Tr::kQBytes;
   static constexpr int kV = kK + Tr::kStages * Tr::kKBytes;
-  static constexpr int kPlaces = kV + Tr::kStages * Tr::kVBytes;  // int2 [kPlaceTiles][kKeys]: page, token of a key
+  static constexpr int kRawV = kV + Tr::kStages * Tr::kVBytes;
+  static constexpr int kPlaces =
+      kRawV + Tr::kStages * Tr::kRawVBytes;  // int2 [kPlaceTiles][kKeys]: page, token of a key
   static constexpr int kPlaceTiles = 3;
   static constexpr int kWorks = kPlaces + kPlaceTiles * Tr::kKeys * 8;  // Work [kQStages]
   static constexpr int kWorkBytes = 64;
@@ -63,6 +79,9 @@ struct SharedLayout {
   static constexpr int kQFull = kBarriers, kQEmpty = kQFull + 8 * Tr::kQStages;
   static constexpr int kKFull = kQEmpty + 8 * Tr::kQStages, kKEmpty = kKFull + 8 * Tr::kStages;
   static constexpr int kVFull = kKEmpty + 8 * Tr::kStages, kVEmpty = kVFull + 8 * Tr::kStages;
+  // Where keys come by rows, nobody has places: work known, and of e4m3 values that await their transpose: full, empty.
+  static constexpr int kWorkKnown = kPlaces, kRawFull = kWorkKnown + 8 * Tr::kQStages;
+  static constexpr int kRawEmpty = kRawFull + 8 * Tr::kStages;
 };
 
 }  // namespace attnops::fmha::sm90

@@ -4,13 +4,16 @@
 #include "core/report.h"
 #include "core/types.h"
 #include "fmha/params.h"
+#include "scheduler/varlen_cuts.h"
 
 namespace attnops::fmha::sm90 {
 
 // What the host derives from Params for a launch.
 struct Schedule {
-  int num_works;    // num_tiles * chunks * head_blocks
-  int head_blocks;  // KV heads times blocks of `pack` heads in a group
+  int num_works;       // (max_pieces + num_tiles) * works_per_tile
+  int max_pieces;      // 0: tiles are left whole
+  int works_per_tile;  // chunks * head_blocks
+  int head_blocks;     // KV heads times blocks of `pack` heads in a group
   int blocks_per_group;
   int pack;          // query heads of a group in a tile's rows
   int chunks;        // tiles of the CTA in a tile of the plan
@@ -27,12 +30,14 @@ struct Work {
   int first_q_token;            // of the request, in q
   int seqlen_k;
   int first_k_token;  // of the request, ragged only
-  int position;       // of first_token: seqlen_k - seqlen_q + first_token
   int draft;          // position of the request's first new token
   int kv_head, q_head;
   int key_begin, key_end;      // that any row of the tile may see
   int known_begin, known_end;  // tiles within need no care for memory that nobody owns
   int tile_begin, tile_end;    // of keys
+  int slab;                    // of a piece, in the scratch of partial results; -1: a whole tile
+
+  __device__ __forceinline__ int position() const { return draft + first_token; }  // of first_token
 };
 static_assert(sizeof(Work) <= 64);  // SharedLayout::kWorkBytes
 
@@ -56,68 +61,133 @@ __device__ __forceinline__ int clamp(int64_t value, int64_t low, int64_t high) {
 
 // How many blocks of heads take turns over a request's tiles: as many as have their keys in half of L2. The others
 // follow when these are done with all tiles.
-__device__ __forceinline__ int heads_at_a_time(const Params& p, const Schedule& s, int64_t seqlen_k) {
-  constexpr int64_t kBytes = 24 << 20;
-  const int64_t bytes = max_of<int64_t>(seqlen_k, 1) * (p.head_dim_qk + p.head_dim_v) * size_of(p.kv_dtype);
-  return static_cast<int>(min_of<int64_t>(max_of<int64_t>(kBytes / bytes, 1) * s.blocks_per_group, s.head_blocks));
+__device__ __forceinline__ int heads_at_a_time(const Params& p, const Schedule& s, int seqlen_k) {
+  constexpr float kBytes = 24 << 20;
+  const float bytes = static_cast<float>(max_of(seqlen_k, 1)) * ((p.head_dim_qk + p.head_dim_v) * size_of(p.kv_dtype));
+  const int kv_heads = static_cast<int>(min_of(kBytes / bytes, static_cast<float>(p.num_kv_heads)));
+  return min_of(max_of(kv_heads, 1) * s.blocks_per_group, s.head_blocks);
 }
 
-// Work number `index`: requests in the plan's order, in each the sections of heads, in each the tiles from the last and
-// their heads. False: the plan has no such row, and none behind it. What is no tile of its request has no tokens.
-template <int kKeys>
-__device__ __forceinline__ bool decode_work(const Params& p, const Schedule& s, int index, Work& w) {
-  const int per_tile = s.head_blocks * s.chunks, row = index / per_tile;
-  const int2 entry = *reinterpret_cast<const int2*>(p.tile_order + 2 * static_cast<int64_t>(row));
-  w.num_tokens = 0;
-  if (entry.x < 0) return false;
-  if (entry.x >= p.batch_size) return true;
-  w.request = entry.x;
-  const int first = p.cu_seqlens_q[w.request], end = p.cu_seqlens_q[w.request + 1];
-  w.first_q_token = clamp(first, 0, p.num_q_tokens);
-  const int seqlen_q = clamp(static_cast<int64_t>(end) - w.first_q_token, 0, p.num_q_tokens - w.first_q_token);
-  int64_t seqlen_k;
-  if (p.paged) {
-    seqlen_k = p.cache_seqlens[w.request];
-    w.first_k_token = 0;
-    const int64_t room = p.page_table.num_tokens(w.request);
-    if (seqlen_k > room && p.report != nullptr) {
-      record_fault(p.report, {ReportOp::kFmhaPaged, ReportKind::kLength, w.request, 0, seqlen_k, room + 1});
-    }
-    seqlen_k = min_of(seqlen_k, room);
-  } else {
-    w.first_k_token = clamp(p.cu_seqlens_k[w.request], 0, p.num_k_tokens);
-    seqlen_k = clamp(static_cast<int64_t>(p.cu_seqlens_k[w.request + 1]) - w.first_k_token, 0,
-                     p.num_k_tokens - w.first_k_token);
-  }
-  w.seqlen_k = clamp(seqlen_k, 0, INT32_MAX - 2 * kKeys);
+// How the plan cuts tiles: its pieces come before all tiles that are whole.
+struct Cuts {
+  int pieces = 0, limit = kNeverCut;
+};
 
-  const int num_tiles = ceil_div(seqlen_q, p.tile_q);
-  const int first_row = row - (num_tiles - 1 - entry.y);
-  if (entry.y < 0 || entry.y >= num_tiles || first_row < 0) return true;
-  const int section_heads = heads_at_a_time(p, s, w.seqlen_k), section_works = num_tiles * s.chunks * section_heads;
-  const int local = index - first_row * per_tile, section = local / section_works;
-  const int heads = min_of(section_heads, s.head_blocks - section * section_heads);
-  const int inside = local - section * section_works, step = inside / heads;
-  const int block = section * section_heads + inside - step * heads;
-  const int tile = num_tiles - 1 - step / s.chunks, chunk = s.chunks - 1 - step % s.chunks;
+__device__ __forceinline__ Cuts cuts_of(const Params& p, const Schedule& s) {
+  if (s.max_pieces == 0) return {};
+  const int2 head = *reinterpret_cast<const int2*>(p.pieces);
+  return {clamp(head.x, 0, s.max_pieces), head.x > 0 ? head.y : kNeverCut};
+}
+
+// As the plan decided it.
+__device__ __forceinline__ bool is_cut(const Params& p, const Cuts& cuts, int seqlen_q, int64_t seqlen_k, int tile) {
+  const VarlenGeometry geometry{p.batch_size, p.tile_q, p.window_left, p.causal};
+  const int keys = clamp(seqlen_k, INT32_MIN, INT32_MAX);
+  return cost_units(varlen_tile_cost(geometry, seqlen_q, keys, tile)) > cuts.limit;
+}
+
+// What of a work its request decides. Returns the queries of the request.
+template <int kKeys>
+__device__ __forceinline__ int decode_request(const Params& p, int request, int64_t& planned_keys, Work& w) {
+  w.request = request;
+  const int first = p.cu_seqlens_q[request], end = p.cu_seqlens_q[request + 1];
+  if (p.paged) {
+    planned_keys = p.cache_seqlens[request];
+    w.first_k_token = 0;
+    const int64_t room = p.page_table.num_tokens(request);
+    if (planned_keys > room && p.report != nullptr) {
+      record_fault(p.report, {ReportOp::kFmhaPaged, ReportKind::kLength, request, 0, planned_keys, room + 1});
+    }
+    w.seqlen_k = clamp(min_of(planned_keys, room), 0, INT32_MAX - 2 * kKeys);
+  } else {
+    const int first_key = p.cu_seqlens_k[request], end_key = p.cu_seqlens_k[request + 1];
+    planned_keys = static_cast<int64_t>(end_key) - first_key;
+    w.first_k_token = clamp(first_key, 0, p.num_k_tokens);
+    w.seqlen_k = clamp(static_cast<int64_t>(end_key) - w.first_k_token, 0,
+                       min_of<int64_t>(p.num_k_tokens - w.first_k_token, INT32_MAX - 2 * kKeys));
+  }
+  w.first_q_token = clamp(first, 0, p.num_q_tokens);
+  return clamp(static_cast<int64_t>(end) - w.first_q_token, 0, p.num_q_tokens - w.first_q_token);
+}
+
+// The rest: rows `chunk` of a tile of the plan, a block of heads, and a piece of its keys. Without tokens: no such
+// tile.
+template <int kKeys>
+__device__ __forceinline__ void place_work(const Params& p, const Schedule& s, int seqlen_q, int tile, int chunk,
+                                           int block, int piece, int pieces, Work& w) {
   const int first_token = tile * p.tile_q + chunk * s.chunk_tokens;
-  const int limit = min_of(seqlen_q, (tile + 1) * p.tile_q);
-  if (tile < 0 || first_token >= limit) return true;
+  const int limit = static_cast<int>(min_of<int64_t>(seqlen_q, (tile + 1ll) * p.tile_q));
+  w.num_tokens = 0;
+  if (tile < 0 || first_token >= limit) return;
   w.first_token = first_token;
   w.num_tokens = min_of(s.chunk_tokens, limit - first_token);
   w.kv_head = block / s.blocks_per_group;
   w.q_head = block * s.pack;
   w.draft = w.seqlen_k - seqlen_q;
-  w.position = w.draft + w.first_token;
 
-  const KeyRange first_keys = keys_at(p, w.position, w.seqlen_k);
-  const KeyRange last_keys = keys_at(p, static_cast<int64_t>(w.position) + w.num_tokens - 1, w.seqlen_k);
+  const KeyRange first_keys = keys_at(p, w.position(), w.seqlen_k);
+  const KeyRange last_keys = keys_at(p, static_cast<int64_t>(w.position()) + w.num_tokens - 1, w.seqlen_k);
   w.key_begin = first_keys.begin;
   w.key_end = max_of(last_keys.end, w.key_begin);
   w.known_begin = keys_at(p, w.draft, w.seqlen_k).begin;
   w.known_end = p.tree_mask != nullptr ? clamp(w.draft, 0, w.seqlen_k) : w.seqlen_k;
-  w.tile_begin = w.key_begin / kKeys;
-  w.tile_end = w.key_end > w.key_begin ? ceil_div(w.key_end, kKeys) : w.tile_begin;
+  const int tile_begin = w.key_begin / kKeys;
+  const int tiles = w.key_end > w.key_begin ? ceil_div(w.key_end, kKeys) - tile_begin : 0;
+  w.tile_begin = tile_begin + static_cast<int>(static_cast<int64_t>(tiles) * piece / pieces);
+  w.tile_end = tile_begin + static_cast<int>(static_cast<int64_t>(tiles) * (piece + 1) / pieces);
+}
+
+// Piece `index / works_per_tile` of the plan. Without tokens: none that can be.
+template <int kKeys>
+__device__ __forceinline__ void decode_piece(const Params& p, const Schedule& s, int index, Work& w) {
+  const int piece = index / s.works_per_tile, local = index - piece * s.works_per_tile;
+  const int4 entry = *reinterpret_cast<const int4*>(p.pieces + 4 * (piece + 1ll));
+  w.num_tokens = 0;
+  if (entry.x < 0 || entry.x >= p.batch_size || entry.y < 0 || entry.z < 0 || entry.z >= entry.w) return;
+  int64_t planned_keys;
+  const int seqlen_q = decode_request<kKeys>(p, entry.x, planned_keys, w);
+  if (entry.y > seqlen_q / p.tile_q) return;
+  place_work<kKeys>(p, s, seqlen_q, entry.y, local / s.head_blocks, local % s.head_blocks, entry.z, entry.w, w);
+  w.slab = index;
+}
+
+// Work number `index`: pieces, then requests in the plan's order, in each the sections of heads, in each the tiles from
+// the last and their heads. False: the plan has no such row, and none behind it. What is no whole tile of its request
+// has no tokens.
+template <int kKeys>
+__device__ __forceinline__ bool decode_work(const Params& p, const Schedule& s, const Cuts& cuts, int index, Work& w) {
+  const auto entry_at = [&p](int row) {
+    return *reinterpret_cast<const int2*>(p.tile_order + 2 * static_cast<int64_t>(min_of(row, p.num_tiles - 1)));
+  };
+  int row = index / s.works_per_tile;
+  int2 entry = entry_at(row);  // read before it is known whether there are pieces: most plans have none
+  if (cuts.pieces > 0) {
+    if (row < cuts.pieces) {
+      decode_piece<kKeys>(p, s, index, w);
+      return true;
+    }
+    row -= cuts.pieces;
+    index -= cuts.pieces * s.works_per_tile;
+    entry = entry_at(row);
+  }
+  if (row >= p.num_tiles) return false;
+  w.num_tokens = 0;
+  if (entry.x < 0) return false;
+  if (entry.x >= p.batch_size) return true;
+  int64_t planned_keys;
+  const int seqlen_q = decode_request<kKeys>(p, entry.x, planned_keys, w);
+  const int num_tiles = ceil_div(seqlen_q, p.tile_q);
+  const int first_row = row - (num_tiles - 1 - entry.y);
+  if (entry.y < 0 || entry.y >= num_tiles || first_row < 0) return true;
+  const int section_heads = heads_at_a_time(p, s, w.seqlen_k), section_works = num_tiles * s.chunks * section_heads;
+  const int local = index - first_row * s.works_per_tile, section = local / section_works;
+  const int heads = min_of(section_heads, s.head_blocks - section * section_heads);
+  const int inside = local - section * section_works, step = inside / heads;
+  const int block = section * section_heads + inside - step * heads;
+  const int tile = num_tiles - 1 - step / s.chunks, chunk = s.chunks - 1 - step % s.chunks;
+  if (cuts.limit != kNeverCut && is_cut(p, cuts, seqlen_q, planned_keys, tile)) return true;
+  place_work<kKeys>(p, s, seqlen_q, tile, chunk, block, 0, 1, w);
+  w.slab = -1;
   return true;
 }
 

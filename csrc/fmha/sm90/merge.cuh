@@ -1,0 +1,132 @@
+#pragma once
+#include "device/sm80/mma.cuh"
+#include "fmha/sm90/partial.cuh"
+
+namespace attnops::fmha::sm90 {
+
+inline constexpr int kMergeBarrier = 12;
+
+// Row `row` of a cut tile from its pieces, whose slabs are `stride` apart. `warps` warps share it, each with pieces of
+// its own. They add up in `sums`, [warps][head_dim_v] in shared memory, in the order of the pieces. Without a row, a
+// warp only keeps the others company.
+template <class Tr>
+__device__ __forceinline__ void merge_row(const Params& p, const Schedule& s, const Work& w, int row, int first_slab,
+                                          int stride, int pieces, int warps, int warp, float* sums) {
+  constexpr int kParts = ceil_div(Tr::kHeadDimV, 128);
+  const int lane = threadIdx.x % 32, token = row * s.pack_inverse >> 16, head = w.q_head + row - token * s.pack;
+  const bool exists = row >= 0 && token < w.num_tokens;
+  float4 own[kParts] = {};
+  float largest = -INFINITY, total = 0.f;
+  if (exists) {
+    // Other SMs wrote them: past L1.
+    const float* lses = partial_lse<Tr::kRows>(p, s);
+    const auto at = [&](int piece) { return (first_slab + static_cast<int64_t>(piece) * stride) * Tr::kRows + row; };
+    for (int i = lane; i < pieces; i += 32) largest = fmaxf(largest, __ldcg(lses + at(i)));
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
+    const float reference = largest == -INFINITY ? 0.f : largest;
+    const int begin = pieces * warp / warps, end = pieces * (warp + 1) / warps;
+    for (int base = 0; base < pieces; base += 32) {
+      const float lse = base + lane < pieces ? __ldcg(lses + at(base + lane)) : -INFINITY;
+      const float own_weight = expf(lse - reference);  // NaN stays
+      float weights = own_weight;
+#pragma unroll
+      for (int step = 16; step > 0; step /= 2) weights += __shfl_xor_sync(0xffffffffu, weights, step);
+      total += weights;
+#pragma unroll 8
+      for (int i = max_of(begin - base, 0); i < min_of(end - base, 32); ++i) {
+        const float weight = __shfl_sync(0xffffffffu, own_weight, i);
+        const float4* from = reinterpret_cast<const float4*>(p.partial + at(base + i) * p.head_dim_v);
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          if (part * 128 + lane * 4 < p.head_dim_v) {
+            const float4 x = __ldcg(from + part * 32 + lane);
+            own[part].x = fmaf(weight, x.x, own[part].x);
+            own[part].y = fmaf(weight, x.y, own[part].y);
+            own[part].z = fmaf(weight, x.z, own[part].z);
+            own[part].w = fmaf(weight, x.w, own[part].w);
+          }
+        }
+      }
+    }
+  }
+  if (warps > 1) {
+    float4* const place = reinterpret_cast<float4*>(sums) + warp * (Tr::kHeadDimV / 4);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      if (part * 128 + lane * 4 < Tr::kHeadDimV) place[part * 32 + lane] = own[part];
+    }
+    hopper::named_barrier_sync(kMergeBarrier, 128 * Tr::kWarpgroups);
+    for (int other = 1; warp == 0 && other < warps; ++other) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        if (part * 128 + lane * 4 < Tr::kHeadDimV) {
+          const float4 x = place[other * (Tr::kHeadDimV / 4) + part * 32 + lane];
+          own[part].x += x.x;
+          own[part].y += x.y;
+          own[part].z += x.z;
+          own[part].w += x.w;
+        }
+      }
+    }
+    hopper::named_barrier_sync(kMergeBarrier, 128 * Tr::kWarpgroups);
+  }
+  if (!exists || warp != 0) return;
+  const bool empty = total == 0.f;
+  const float lse = empty ? -INFINITY : largest + logf(total);
+  float factor = empty ? 0.f : 1.f / total;
+  if (p.sinks != nullptr && !empty) factor /= 1.f + expf(p.sinks[head] - lse);
+  const int64_t q_token = static_cast<int64_t>(w.first_q_token) + w.first_token + token;
+  if (p.lse != nullptr && lane == 0) p.lse[q_token * p.num_q_heads + head] = lse;
+  typename Tr::Out* out =
+      static_cast<typename Tr::Out*>(p.out) + q_token * p.out_stride_token + head * p.out_stride_head;
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    if (part * 128 + lane * 4 < p.head_dim_v) {
+      const float4 x = own[part];
+      const uint2 packed{pack2<typename Tr::Out>(x.x * factor, x.y * factor),
+                         pack2<typename Tr::Out>(x.z * factor, x.w * factor)};
+      *reinterpret_cast<uint2*>(out + part * 128 + lane * 4) = packed;
+    }
+  }
+}
+
+// When a CTA finds no more works, others may still compute: all pieces belong to CTAs that run, which wait for nothing.
+// Each CTA waits for them and merges its part: piece number i of n merges the i-th part of the tile's rows. Called by
+// all computing threads of a plan with `pieces`; `shared` is memory that nobody needs any more.
+template <class Tr>
+__device__ __forceinline__ void merge_pieces(const Params& p, const Schedule& s, int pieces, char* shared) {
+  constexpr int kWarps = 4 * Tr::kWarpgroups;
+  const int slabs = pieces * s.works_per_tile, warp = static_cast<int>(threadIdx.x) / 32 - 4;
+  if (threadIdx.x == 128) {
+    const auto needed = static_cast<uint32_t>(slabs) * kWarps;
+    uint32_t done = 0;
+    while (done < needed) {
+      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(done) : "l"(p.semaphores + 2) : "memory");
+    }
+    leave(p);
+  }
+  hopper::named_barrier_sync(kMergeBarrier, 128 * Tr::kWarpgroups);
+  for (int slab = static_cast<int>(blockIdx.x); slab < slabs; slab += static_cast<int>(gridDim.x)) {
+    Work w;
+    decode_piece<Tr::kKeys>(p, s, slab, w);
+    if (w.num_tokens <= 0) continue;
+    const int piece = slab / s.works_per_tile;
+    const int2 place =
+        *reinterpret_cast<const int2*>(p.pieces + 4 * (piece + 1ll) + 2);  // piece of the tile, of how many
+    if (place.x > piece || piece - place.x + place.y > pieces) continue;
+    const int first_slab = slab - place.x * s.works_per_tile;
+    const int rows = w.num_tokens * s.pack;  // the tile's first ones
+    const int begin = rows * place.x / place.y, end = rows * (place.x + 1) / place.y;
+    const int together = clamp(kWarps / max_of(end - begin, 1), 1, min_of(kWarps, place.y)),
+              at_once = kWarps / together;
+    const int team = warp / together;
+    float* const sums = reinterpret_cast<float*>(shared) + team * together * Tr::kHeadDimV;
+    for (int first = begin; first < end; first += at_once) {
+      const int row = team < at_once && first + team < end ? first + team : -1;
+      merge_row<Tr>(p, s, w, row, first_slab, s.works_per_tile, place.y, together, warp % together, sums);
+    }
+  }
+}
+
+}  // namespace attnops::fmha::sm90

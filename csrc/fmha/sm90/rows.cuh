@@ -1,0 +1,91 @@
+#pragma once
+#include <type_traits>
+
+#include "core/math.h"
+#include "device/sm80/mma.cuh"
+#include "device/sm90/copy.cuh"
+#include "device/sm90/wgmma.cuh"
+
+namespace attnops::fmha::sm90 {
+
+namespace hopper = attnops::sm90;
+
+// Byte offset of a key's row from the pool, of its head; negative: no row of the tile sees the key, or its page is
+// outside the pool. Such rows become zeros.
+inline constexpr int64_t kNobody = -1;
+
+// The rows of a tile that a lane looks up: lane, 32 + lane, and so on.
+template <class Tr>
+struct RowOffsets {
+  static constexpr int kCount = ceil_div(Tr::kKeys, 32);
+  int64_t of[kCount];
+};
+
+// Begins to copy the rows of a tile, by a warp: rows as the tile has them, or e4m3 rows that `widen_rows` finishes.
+// Eight lanes share a chunk of a row. Eight e4m3 lie at the place of the eight wide values that the same lane makes of
+// them.
+//
+// The offsets of several rows are asked of other lanes before any is used: a warp alone would wait for each.
+template <class Tr, int kChunks, bool kNarrow>
+__device__ __forceinline__ void copy_rows(const void* pool, const RowOffsets<Tr>& offsets, int head_dim,
+                                          uint32_t tile) {
+  constexpr int kPiece = kNarrow ? 8 : 16, kElements = kNarrow ? 8 : 16 / sizeof(typename Tr::T), kAtOnce = 4;
+  const int lane = threadIdx.x % 32, piece = lane % 8;
+  const char* const source = static_cast<const char*>(pool) + piece * kPiece;
+#pragma unroll
+  for (int j = 0; j < RowOffsets<Tr>::kCount; ++j) {
+    const int passes = min_of(8, Tr::kKeys / 4 - 8 * j);
+#pragma unroll
+    for (int first = 0; first < passes; first += kAtOnce) {
+      int64_t offset[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        offset[i] = __shfl_sync(0xffffffffu, offsets.of[j], 4 * (first + i) + lane / 8);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const uint32_t to = tile + j * 4096 + hopper::swizzled(4 * (first + i) + lane / 8, piece);
+        const char* const from = source + offset[i];  // not read where no row is
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+          const bool exists = offset[i] >= 0 && (c * 8 + piece) * kElements < head_dim;
+          if constexpr (kNarrow) {
+            hopper::copy8(to + c * Tr::kKeys * 128, from + c * 8 * kPiece, exists);
+          } else {
+            hopper::copy16(to + c * Tr::kKeys * 128, from + c * 8 * kPiece, exists);
+          }
+        }
+      }
+    }
+  }
+}
+
+// Every e4m3 value is exact in fp16 and bf16; scales are the softmax's and the epilogue's.
+template <class Tr, int kChunks>
+__device__ __forceinline__ void widen_rows(uint32_t tile) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll 4
+  for (int pass = 0; pass < Tr::kKeys / 4; ++pass) {
+    const uint32_t place = tile + hopper::swizzled(4 * pass + lane / 8, lane % 8);
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      const uint32_t at = place + c * Tr::kKeys * 128;
+      uint32_t low, high, wide[4];
+      asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(low), "=r"(high) : "r"(at) : "memory");
+      e4m3x4_to_half(low, wide[0], wide[1]);
+      e4m3x4_to_half(high, wide[2], wide[3]);
+      if constexpr (std::is_same_v<typename Tr::T, __nv_bfloat16>) {
+#pragma unroll
+        for (uint32_t& pair : wide) {
+          const float2 values = __half22float2(reinterpret_cast<const __half2&>(pair));
+          pair = pack2<__nv_bfloat16>(values.x, values.y);
+        }
+      }
+      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(wide[0]), "r"(wide[1]), "r"(wide[2]),
+                   "r"(wide[3])
+                   : "memory");
+    }
+  }
+}
+
+}  // namespace attnops::fmha::sm90
