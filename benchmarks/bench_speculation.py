@@ -3,7 +3,7 @@
 Times are those of bench_paged_kv.py: a captured graph of many calls, its median over replays, by call. SGLang's kernels
 are measured beside ours where `sgl_kernel` has them.
 
-    python benchmarks/bench_speculation.py --parts trees,moves,verify,draft,loop,cross,items --write
+    python benchmarks/bench_speculation.py --parts trees,moves,verify,draft,loop,cross,items,chunks --write
 """
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ from pathlib import Path
 
 import torch
 from attnops import ops
-from attnops.backends import EncoderDecoderBackend, MultiStepDraftBackend, select_backend
+from attnops.backends import (
+    DualChunkFlashAttentionBackend,
+    EncoderDecoderBackend,
+    MultiStepDraftBackend,
+    select_backend,
+)
 from attnops.layers import RadixAttention
 from attnops.metadata import MlaDecodePlan, XqaDecodePlan
 from attnops.ops.speculation import DraftTree, TreeMaskMode, Verified
@@ -292,6 +297,38 @@ class SpeculationBench(Bench):
             times.append(self.records[-1].ms)
         print(f"{'':18s} items / causal {times[1] / times[0]:.3f}", flush=True)
 
+    def chunks(self, total=65_536, page_size=64) -> None:
+        """A prefill in dual chunks, beside a causal one: both see the same keys."""
+        spec = AttentionSpec(num_q_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, page_size=page_size, dtype=BF16)
+        limits = Limits(max_batch_size=1, max_seqlen=total, max_num_tokens=total)
+        pool = MHATokenToKVPool(total, page_size, BF16, KV_HEADS, DIM, 1, DEVICE)
+        order = torch.randperm(total // page_size, device=DEVICE).unsqueeze(1) * page_size
+        slots = (order + torch.arange(page_size, device=DEVICE)).view(1, -1)
+        layer = RadixAttention(HEADS, DIM, DIM**-0.5, KV_HEADS, 0)
+        k, v = torch.randn(2, total, KV_HEADS, DIM, device=DEVICE).to(BF16)
+        times = []
+        for parts, backend in (
+            (1, select_backend(spec, limits, DEVICE)),
+            (5, DualChunkFlashAttentionBackend(spec, limits, DEVICE, chunk_size=8192, local_size=1024)),
+        ):
+            batch = AttentionBatch(
+                forward_mode=ForwardMode.EXTEND,
+                req_pool_indices=torch.zeros(1, dtype=torch.int64, device=DEVICE),
+                cache_seqlens=torch.tensor([total], dtype=I32, device=DEVICE),
+                num_tokens=total,
+                req_to_token=slots.int(),
+                out_cache_loc=slots.flatten(),
+                extend_seq_lens=torch.tensor([total], dtype=I32, device=DEVICE),
+                token_to_kv_pool=pool,
+                attn_backend=backend,
+            )
+            q = torch.randn(total, parts * HEADS * DIM, device=DEVICE).to(BF16)
+            backend.init_forward_metadata(batch)
+            named = {"tokens": total, "chunk_size": 8192, "local_size": 1024, "parts": parts}
+            self.cell("dual chunk", "attnops", named, [partial(layer, q, k, v, batch)])
+            times.append(self.records[-1].ms)
+        print(f"{'':18s} dual chunks / causal {times[1] / times[0]:.3f}", flush=True)
+
     def loop(self) -> None:
         """All steps of a loop in one graph, beside as many decode steps."""
         for batch_size in (1, 32):
@@ -363,7 +400,7 @@ class DraftSteps:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--smoke", action="store_true", help="one replay of each cell")
-    parser.add_argument("--parts", default="trees,moves,verify,draft,loop,cross,items", help="what to measure")
+    parser.add_argument("--parts", default="trees,moves,verify,draft,loop,cross,items,chunks", help="what to measure")
     parser.add_argument("--write", action="store_true", help="write the results")
     parser.add_argument("--out", default=RESULTS, help="folder of the results")
     options = parser.parse_args()
