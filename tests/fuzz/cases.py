@@ -45,7 +45,7 @@ FAMILIES: dict[str, tuple[int, Callable[[Draw], None]]] = {
     "linear prompts": (4, linear_prefill.right_prompts),
     "linear drafts": (3, linear_verify.right_drafts),
     "convolutions": (3, linear.right_convolution),
-    "states": (1, linear.right_states),
+    "states": (2, linear.right_states),
     "hostile states": (1, linear.hostile_slots),
     "selection": (4, indexer.right_select),
     "index keys": (3, index_keys.right_quantization),
