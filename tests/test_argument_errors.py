@@ -9,7 +9,16 @@ from types import ModuleType
 import pytest
 import torch
 from attnops import ops
-from attnops.compat import deep_gemm, flash_attn, flash_attn_interface, flash_mla, flashinfer, sgl_kernel
+from attnops.compat import (
+    causal_conv1d,
+    deep_gemm,
+    fla,
+    flash_attn,
+    flash_attn_interface,
+    flash_mla,
+    flashinfer,
+    sgl_kernel,
+)
 from attnops.metadata import FmhaPlan, MlaDecodePlan, SparseMlaPlan, XqaDecodePlan
 from right_calls import Call, compat_calls, ops_calls
 from torch import Tensor
@@ -62,7 +71,7 @@ def public_functions(module: ModuleType) -> set[str]:
 
 def test_there_is_a_right_call_of_every_function():
     assert ops_calls().keys() == set(ops.__all__)
-    modules = (deep_gemm, flash_attn, flash_attn_interface, flash_mla, flashinfer, sgl_kernel)
+    modules = (causal_conv1d, deep_gemm, fla, flash_attn, flash_attn_interface, flash_mla, flashinfer, sgl_kernel)
     assert compat_calls().keys() == set.union(*map(public_functions, modules))
 
 

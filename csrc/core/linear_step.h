@@ -22,7 +22,8 @@ struct LinearStep {
   int batch_size, num_heads;  // heads of values
   int heads_per_group;        // that share q and k
   int key_dim, value_dim;
-  DType dtype, state_dtype;  // of q, k, v, a, b, z and out; of the states
+  DType dtype, state_dtype;  // of q, k, v, z and out; of the states
+  DType gate_dtype;          // of a and b: `dtype`, or float32
 
   StepRows q, k, v;  // [B, groups, key_dim] twice, [B, num_heads, value_dim]
   void* out;         // [B, num_heads, value_dim]

@@ -48,6 +48,10 @@ struct Head {
     return element(p->dtype, rows.data, row * rows.stride_request + of * rows.stride_head + i);
   }
 
+  float gate_at(const StepRows& rows, int64_t i) const {
+    return element(p->gate_dtype, rows.data, row * rows.stride_request + head * rows.stride_head + i);
+  }
+
   void load_rows() {
     const int group = head / p->heads_per_group;
     float key_norm = 0.f, query_norm = 0.f;
@@ -69,7 +73,7 @@ struct Head {
 
   void delta_gates() {
     const bool logits = p->a_log != nullptr;
-    const float b = at(p->b, head, 0);
+    const float b = gate_at(p->b, 0);
     coefficient = logits ? sigmoid(b) : b;
     for (int i = 0; i < p->key_dim; ++i) {
       if (i > 0 && !p->gate_per_channel) {
@@ -77,13 +81,13 @@ struct Head {
         continue;
       }
       const int64_t bias = p->gate_per_channel ? int64_t{head} * p->key_dim + i : head;
-      decay[i] = std::exp(log_decay(at(p->a, head, i), logits, logits ? p->a_log[head] : 0.f,
+      decay[i] = std::exp(log_decay(gate_at(p->a, i), logits, logits ? p->a_log[head] : 0.f,
                                     p->dt_bias != nullptr ? p->dt_bias[bias] : 0.f, p->lower_bound));
     }
   }
 
   void ssd_gates() {
-    float dt = p->a.data != nullptr ? at(p->a, head, 0) : 1.f;
+    float dt = p->a.data != nullptr ? gate_at(p->a, 0) : 1.f;
     if (p->dt_bias != nullptr) dt += p->dt_bias[head];
     coefficient = p->softplus ? softplus(dt) : dt;
     const float factor = std::exp(rate_times(p->a_log[head], coefficient));

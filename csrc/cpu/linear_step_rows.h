@@ -13,6 +13,8 @@ namespace attnops::cpu {
 namespace {
 
 typedef float Floats __attribute__((vector_size(64)));
+typedef float Eight __attribute__((vector_size(32)));
+typedef float Four __attribute__((vector_size(16)));
 typedef uint32_t Words __attribute__((vector_size(64)));
 typedef uint16_t Halfwords __attribute__((vector_size(32)));
 typedef _Float16 Halves __attribute__((vector_size(32)));
@@ -51,10 +53,56 @@ void store_lanes(void* row, int i, Floats x) {
   }
 }
 
+// By halves: a chain of 16 additions would take longer than the products.
 inline float sum_lanes(Floats x) {
-  float sum = 0.f;
-  for (int i = 0; i < kStepLanes; ++i) sum += x[i];
-  return sum;
+  const Eight half = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
+                     __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+  const Four four = __builtin_shufflevector(half, half, 0, 1, 2, 3) + __builtin_shufflevector(half, half, 4, 5, 6, 7);
+  return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+inline Floats part(const float* x, int i) {
+  Floats lanes;
+  std::memcpy(&lanes, x + i * kStepLanes, sizeof lanes);
+  return lanes;
+}
+
+// kRows rows from v on, of kVectors whole vectors each: the rows stay in registers, and share what is read of the key.
+template <DType kDType, int kVectors, int kRows>
+void step_whole_rows(const HeadStep& h, int v) {
+  constexpr int kSize = kDType == DType::kFloat32 ? 4 : 2;
+  Floats row[kRows][kVectors], by_key[kRows] = {}, by_query[kRows] = {};
+  for (int i = 0; i < kVectors; ++i) {
+    const Floats key = part(h.key, i), query = part(h.query, i), decay = part(h.decay, i);
+    for (int r = 0; r < kRows; ++r) {
+      const auto* from = static_cast<const unsigned char*>(h.from) + (v + r) * h.stride_row * kSize;
+      row[r][i] = load_lanes<kDType>(from, i * kStepLanes) * decay;
+      by_key[r] += row[r][i] * key;
+      by_query[r] += row[r][i] * query;
+    }
+  }
+  float update[kRows];
+  for (int r = 0; r < kRows; ++r) {
+    update[r] = h.coefficient * (h.value[v + r] - (h.delta ? sum_lanes(by_key[r]) : 0.f));
+    h.out[v + r] = sum_lanes(by_query[r]) + update[r] * h.key_query;
+    if (h.update != nullptr) h.update[v + r] = update[r];
+  }
+  if (h.to == nullptr) return;
+  for (int i = 0; i < kVectors; ++i) {
+    const Floats key = part(h.key, i);
+    for (int r = 0; r < kRows; ++r) {
+      auto* to = static_cast<unsigned char*>(h.to) + (v + r) * h.stride_row * kSize;
+      store_lanes<kDType>(to, i * kStepLanes, row[r][i] + update[r] * key);
+    }
+  }
+}
+
+template <DType kDType, int kVectors>
+void step_whole_head(const HeadStep& h) {
+  constexpr int kRows = 2;
+  int v = 0;
+  for (; v + kRows <= h.value_dim; v += kRows) step_whole_rows<kDType, kVectors, kRows>(h, v);
+  if (v < h.value_dim) step_whole_rows<kDType, kVectors, 1>(h, v);
 }
 
 template <DType kDType>
@@ -62,34 +110,28 @@ void step_rows_of(const HeadStep& h) {
   constexpr int kSize = kDType == DType::kFloat32 ? 4 : 2;
   const int vectors = (h.key_dim + kStepLanes - 1) / kStepLanes;
   const bool whole = h.key_dim % kStepLanes == 0;
-  alignas(64) Floats row[kMaxStateDim / kStepLanes];
-  alignas(64) unsigned char copy[kMaxStateDim * kSize] = {};  // of a row that ends within a vector
-  const auto part = [](const float* x, int i) {
-    Floats lanes;
-    std::memcpy(&lanes, x + i * kStepLanes, sizeof lanes);
-    return lanes;
-  };
+  if (whole && vectors == 4) return step_whole_head<kDType, 4>(h);
+  if (whole && vectors == 8) return step_whole_head<kDType, 8>(h);
+  if (whole && vectors == 16) return step_whole_head<kDType, 16>(h);
+  // Through a copy of the row, whose last vector may be a part of one.
+  alignas(64) unsigned char copy[kMaxStateDim * kSize] = {};
   for (int v = 0; v < h.value_dim; ++v) {
     const auto* from = static_cast<const unsigned char*>(h.from) + v * h.stride_row * kSize;
-    if (!whole) {
-      std::memcpy(copy, from, static_cast<size_t>(h.key_dim) * kSize);
-      from = copy;
-    }
+    std::memcpy(copy, from, static_cast<size_t>(h.key_dim) * kSize);
     Floats by_key{}, by_query{};
+    Floats row[kMaxStateDim / kStepLanes];
     for (int i = 0; i < vectors; ++i) {
-      row[i] = load_lanes<kDType>(from, i * kStepLanes) * part(h.decay, i);
+      row[i] = load_lanes<kDType>(copy, i * kStepLanes) * part(h.decay, i);
       by_key += row[i] * part(h.key, i);
       by_query += row[i] * part(h.query, i);
     }
-    const float predicted = h.delta ? sum_lanes(by_key) : 0.f;
-    const float update = h.coefficient * (h.value[v] - predicted);
+    const float update = h.coefficient * (h.value[v] - (h.delta ? sum_lanes(by_key) : 0.f));
     h.out[v] = sum_lanes(by_query) + update * h.key_query;
     if (h.update != nullptr) h.update[v] = update;
     if (h.to == nullptr) continue;
     auto* to = static_cast<unsigned char*>(h.to) + v * h.stride_row * kSize;
-    unsigned char* target = whole ? to : copy;
-    for (int i = 0; i < vectors; ++i) store_lanes<kDType>(target, i * kStepLanes, row[i] + update * part(h.key, i));
-    if (!whole) std::memcpy(to, copy, static_cast<size_t>(h.key_dim) * kSize);
+    for (int i = 0; i < vectors; ++i) store_lanes<kDType>(copy, i * kStepLanes, row[i] + update * part(h.key, i));
+    std::memcpy(to, copy, static_cast<size_t>(h.key_dim) * kSize);
   }
 }
 

@@ -29,12 +29,13 @@ inline LinearStep checked_rows(const char* op, const RowArguments& given, Dim& r
   like_q("v", given.v).shape({rows, heads, value_dim}).dense_last();
   like_q("out", given.out).shape({rows, heads, value_dim}).dense_last();
   const bool per_channel = given.a.dim() == 3;
+  const auto gate = [&](const char* name, const Tensor& tensor) { return gate_check(op, name, tensor, "q", given.q); };
   if (per_channel) {
-    like_q("a", given.a).shape({rows, heads, key_dim}).dense_last();
+    gate("a", given.a).shape({rows, heads, key_dim}).dense_last();
   } else {
-    like_q("a", given.a).shape({rows, heads});
+    gate("a", given.a).shape({rows, heads});
   }
-  like_q("b", given.b).shape({rows, heads});
+  gate("b", given.b).shape({rows, heads});
   LinearStep p = checked_states(op, {given.states, given.q, "q", given.state_indices, given.out_state_indices}, batch,
                                 groups, heads, key_dim, value_dim);
   if (!given.a_log && (given.dt_bias || given.lower_bound != 0.)) {
@@ -51,6 +52,7 @@ inline LinearStep checked_rows(const char* op, const RowArguments& given, Dim& r
   if (given.lower_bound > 0.)
     fail(op, "lower_bound must be 0 (none) or below, got " + std::to_string(given.lower_bound));
 
+  p.gate_dtype = same_gate_dtype(op, "a", given.a, "b", given.b);
   p.q = step_rows(given.q);
   p.k = step_rows(given.k);
   p.v = step_rows(given.v);

@@ -31,7 +31,7 @@ inline LinearStep checked_rows(const char* op, const RowArguments& given, Dim& r
   like_x("out", given.out).shape({rows, heads, value_dim}).dense_last();
   like_x("B", given.b).shape({rows, groups, key_dim}).dense_last();
   like_x("C", given.c).shape({rows, groups, key_dim}).dense_last();
-  if (given.dt) like_x("dt", *given.dt).shape({rows, heads});
+  if (given.dt) gate_check(op, "dt", *given.dt, "x", given.x).shape({rows, heads});
   if (given.z) like_x("z", *given.z).shape({rows, heads, value_dim}).dense_last();
   LinearStep p = checked_states(op, {given.states, given.x, "x", given.state_indices, given.out_state_indices}, batch,
                                 groups, heads, key_dim, value_dim);
@@ -43,6 +43,7 @@ inline LinearStep checked_rows(const char* op, const RowArguments& given, Dim& r
   }
   check_finite(op, "scale", given.scale);
 
+  p.gate_dtype = given.dt ? dtype_of(*given.dt) : p.dtype;
   p.q = step_rows(given.c);
   p.k = step_rows(given.b);
   p.v = step_rows(given.x);

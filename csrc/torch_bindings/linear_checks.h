@@ -20,6 +20,27 @@ inline StepRows step_rows(const Tensor& tensor) {
   return {.data = tensor.const_data_ptr(), .stride_request = tensor.stride(0), .stride_head = tensor.stride(1)};
 }
 
+// Gates may be float32 beside tokens of fewer bits: models compute them so.
+inline TensorCheck gate_check(const char* op, const char* name, const Tensor& gate, const char* other_name,
+                              const Tensor& other) {
+  TensorCheck check(op, name, gate);
+  check.device_as(other_name, other).dtype({dtype_of(other), DType::kFloat32});
+  return check;
+}
+
+inline DType same_gate_dtype(const char* op, const char* name, const Tensor& gate, const char* other_name,
+                             const Tensor& other) {
+  TensorCheck(op, other_name, other).dtype_as(name, gate);
+  return dtype_of(gate);
+}
+
+// What the CUDA kernels do not read yet.
+inline void refuse_float_gates(const char* op, const LinearStep& p) {
+  if (p.gate_dtype == p.dtype) return;
+  fail(op, std::string("no kernel fits these arguments: on CUDA gates must have the tokens' dtype, ") +
+               name_of(p.dtype) + ", got " + name_of(p.gate_dtype));
+}
+
 // Slots of a pool: int32 [B], on the tokens' device.
 inline const int32_t* checked_slots(const char* op, const char* name, const Tensor& slots, const char* other_name,
                                     const Tensor& other, Dim& count) {

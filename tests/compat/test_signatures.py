@@ -5,7 +5,16 @@ from __future__ import annotations
 import inspect
 
 import pytest
-from attnops.compat import deep_gemm, flash_attn, flash_attn_interface, flash_mla, flashinfer, sgl_kernel
+from attnops.compat import (
+    causal_conv1d,
+    deep_gemm,
+    fla,
+    flash_attn,
+    flash_attn_interface,
+    flash_mla,
+    flashinfer,
+    sgl_kernel,
+)
 
 # Positional arguments, in order. FlashInfer 0.7.2, the upstream FA3 and FlashMLA, sgl_kernel 0.3.21.
 POSITIONAL = {
@@ -63,6 +72,14 @@ POSITIONAL = {
     deep_gemm.get_paged_mqa_logits_metadata: "context_lens block_kv num_sms",
     deep_gemm.fp8_paged_mqa_logits: """q fused_kv_cache weights context_lens block_table schedule_meta
         max_context_len clean_logits""",
+    fla.chunk_gated_delta_rule: "q k v g beta scale initial_state output_final_state",
+    fla.fused_recurrent_gated_delta_rule: """q k v g gk gv beta scale initial_state output_final_state
+        use_qk_l2norm_in_kernel cu_seqlens""",
+    fla.chunk_kda: """q k v g beta scale initial_state output_final_state use_qk_l2norm_in_kernel use_gate_in_kernel
+        use_beta_sigmoid_in_kernel""",
+    causal_conv1d.causal_conv1d_fn: """x weight bias seq_idx initial_states return_final_states final_states_out
+        activation""",
+    causal_conv1d.causal_conv1d_update: "x conv_state weight bias activation cache_seqlens conv_state_indices",
     sgl_kernel.cutlass_mla_get_workspace_size: "max_seq_len num_batches sm_count num_kv_splits",
     sgl_kernel.cutlass_mla_decode: """q_nope q_pe kv_c_and_k_pe_cache seq_lens page_table
         workspace sm_scale num_kv_splits""",

@@ -77,7 +77,8 @@ def right_step(draw: Draw) -> None:
         channels, gated, bound = draw.chance(0.4), draw.chance(0.7), draw.pick([0.0, -5.0])
         shape = (batch, heads, keys) if channels else (batch, heads)
         a, b = 2 * draw.normal(*shape), draw.normal(batch, heads)
-        a, b = (a.to(io), b.to(io)) if gated else (-a.abs().to(io), b.sigmoid().to(io))
+        gate = draw.pick([io, torch.float32])
+        a, b = (a.to(gate), b.to(gate)) if gated else (-a.abs().to(gate), b.sigmoid().to(gate))
         a_log = draw.normal(heads) if gated else None
         bias = draw.normal(*shape[1:]) if gated and draw.chance(0.6) else None
         bound = bound if gated else 0.0
@@ -90,7 +91,7 @@ def right_step(draw: Draw) -> None:
         after, expected = delta_step(start, *doubles(*chosen[:3]), *gates, 0.3, True)
     else:
         draw.saw("op ssd_decode")
-        dt = draw.normal(batch, heads).to(io) if draw.chance(0.7) else None
+        dt = draw.normal(batch, heads).to(draw.pick([io, torch.float32])) if draw.chance(0.7) else None
         z = draw.normal(batch, heads, rows).to(io) if draw.chance(0.5) else None
         skip = draw.normal(heads) if draw.chance(0.5) else None
         bias = draw.normal(heads) if dt is not None and draw.chance(0.5) else None

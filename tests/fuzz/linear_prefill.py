@@ -41,8 +41,9 @@ def right_prompts(draw: Draw) -> None:
     if delta:
         draw.saw("op delta_prefill")
         channels, bound = draw.chance(0.4), draw.pick([0.0, -5.0])
-        a = 2 * draw.normal(*(total, heads, keys) if channels else (total, heads)).to(io)
-        b, rate = draw.normal(total, heads).to(io), draw.normal(heads)
+        gate = draw.pick([io, torch.float32])
+        a = 2 * draw.normal(*(total, heads, keys) if channels else (total, heads)).to(gate)
+        b, rate = draw.normal(total, heads).to(gate), draw.normal(heads)
         bias = draw.normal(*a.shape[1:]) if draw.chance(0.6) else None
         options = {"A_log": on_device(draw, rate), "dt_bias": on_device(draw, bias), "lower_bound": bound}
         ops.delta_prefill(*given_as(draw, q, k, v, a, b), **options, **given, scale=0.3)
@@ -53,7 +54,7 @@ def right_prompts(draw: Draw) -> None:
             return delta_step(S, *(x[t : t + 1] for x in (*wide, *gates)), 0.3, True)
     else:
         draw.saw("op ssd_prefill")
-        dt = draw.normal(total, heads).to(io) if draw.chance(0.7) else None
+        dt = draw.normal(total, heads).to(draw.pick([io, torch.float32])) if draw.chance(0.7) else None
         z = draw.normal(total, heads, rows).to(io) if draw.chance(0.4) else None
         skip = draw.normal(heads) if draw.chance(0.5) else None
         slope, softplus = -draw.normal(heads).abs(), dt is not None

@@ -75,7 +75,8 @@ def test_the_delta_rule_equals_float64(seed, device, monkeypatch):
     q, k = draw.tensor(batch, groups, keys, dtype=io), draw.tensor(batch, groups, keys, dtype=io)
     v = draw.tensor(batch, heads, rows, dtype=io)
     shape = (batch, heads, keys) if channels else (batch, heads)
-    a, b = draw.tensor(*shape, dtype=io, scale=2), draw.tensor(batch, heads, dtype=io)
+    gate = r.choice([io, torch.float32]) if device == "cpu" else io
+    a, b = draw.tensor(*shape, dtype=gate, scale=2), draw.tensor(batch, heads, dtype=gate)
     options = {"scale": r.choice([None, 0.5]), "qk_l2norm": r.random() < 0.7, "lower_bound": 0.0}
     if gated:
         options["A_log"] = draw.per_head(heads)
@@ -116,7 +117,11 @@ def test_state_spaces_equal_float64(seed, device, monkeypatch):
     heads, keys, rows = groups * r.choice([1, 4]), r.choice([64, 128, 256, 24]), r.choice([64, 128, 50])
     x = draw.tensor(batch, heads, rows, dtype=io)
     B, C = draw.tensor(batch, groups, keys, dtype=io), draw.tensor(batch, groups, keys, dtype=io)
-    dt = draw.tensor(batch, heads, dtype=io) if r.random() < 0.7 else None
+    dt = (
+        draw.tensor(batch, heads, dtype=r.choice([io, torch.float32]) if device == "cpu" else io)
+        if r.random() < 0.7
+        else None
+    )
     softplus = dt is not None and r.random() < 0.7
     dt = dt if dt is None or softplus else dt.abs()
     bias = draw.per_head(heads) if softplus else None

@@ -44,9 +44,9 @@ class Case:
         self.before = normal(5 * batch + 2, heads, rows, keys).to(self.kept_as)
         draw = lambda *shape: normal(*shape).to(self.io)  # noqa: E731
         self.q, self.k, self.v = draw(total, groups, keys), draw(total, groups, keys), draw(total, heads, rows)
-        channels = kind == "kda"
-        self.a = (2 * normal(*(total, heads, keys) if channels else (total, heads))).to(self.io)
-        self.b, self.z = draw(total, heads), draw(total, heads, rows) if r.random() < 0.4 else None
+        channels, gate = kind == "kda", r.choice([self.io, torch.float32])
+        self.a = (2 * normal(*(total, heads, keys) if channels else (total, heads))).to(gate)
+        self.b, self.z = normal(total, heads).to(gate), draw(total, heads, rows) if r.random() < 0.4 else None
         self.rate, self.bias = 0.5 * normal(heads), 0.5 * normal(*self.a.shape[1:])
         self.skip, self.bound = normal(heads) if r.random() < 0.5 else None, r.choice([0.0, -5.0])
         self.scale = r.choice([0.3, 1.0])

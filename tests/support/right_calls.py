@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from attnops import ops
-from attnops.compat import flash_attn, flash_attn_interface, flash_mla, flashinfer, sgl_kernel
+from attnops.compat import causal_conv1d, fla, flash_attn, flash_attn_interface, flash_mla, flashinfer, sgl_kernel
 from attnops.metadata import FmhaPlan
 from attnops.ops.speculation import Verified
 from indexer_calls import indexer_arguments, indexer_peer_calls
@@ -141,6 +141,26 @@ def linear_arguments() -> dict[str, dict[str, Any]]:
     }
 
 
+def linear_peer_calls(device: str) -> dict[str, Call]:
+    """Functions of `attnops.compat.fla` and `causal_conv1d`."""
+    q, k, v = (torch.randn(2, 9, 2, 16, device=device) for _ in range(3))
+    g, beta = -torch.rand(2, 9, 2, device=device), torch.rand(2, 9, 2, device=device)
+    given = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": torch.zeros(2, 2, 16, 16, device=device)}
+    x, weight, states = (torch.randn(shape, device=device) for shape in [(2, 6, 9), (6, 4), (2, 6, 3)])
+    conv = {"x": x, "weight": weight, "bias": torch.randn(6, device=device)}
+    slots = torch.tensor([1, 0], dtype=torch.int32, device=device)
+    return {
+        "chunk_gated_delta_rule": (fla.chunk_gated_delta_rule, given),
+        "fused_recurrent_gated_delta_rule": (fla.fused_recurrent_gated_delta_rule, given),
+        "chunk_kda": (fla.chunk_kda, {**given, "g": -torch.rand(2, 9, 2, 16, device=device)}),
+        "causal_conv1d_fn": (causal_conv1d.causal_conv1d_fn, {**conv, "initial_states": states}),
+        "causal_conv1d_update": (
+            causal_conv1d.causal_conv1d_update,
+            {**conv, "conv_state": states, "conv_state_indices": slots},
+        ),
+    }
+
+
 def speculation_arguments() -> dict[str, dict[str, Any]]:
     """Two requests, trees of a root, two children and one grandchild."""
     nodes = {
@@ -262,7 +282,8 @@ def compat_calls(device: str = "cpu") -> dict[str, Call]:
     latent, rope = mla.kv_pages[..., :512], mla.kv_pages[..., 512:]
     q_nope, q_pe = mla.q[..., :512], mla.q[..., 512:]
     size = sgl_kernel.cutlass_mla_get_workspace_size(64, 3, device=device)
-    return flashinfer_calls(gqa, mla, ragged, workspace, [(out, lse), (out_b, lse_b)]) | {
+    peers = flashinfer_calls(gqa, mla, ragged, workspace, [(out, lse), (out_b, lse_b)]) | linear_peer_calls(device)
+    return peers | {
         "merge_state": (flashinfer.merge_state, {"v_a": out, "s_a": lse, "v_b": out_b, "s_b": lse_b}),
         "BatchDecodeWithPagedKVCacheWrapper": (
             flashinfer.BatchDecodeWithPagedKVCacheWrapper,

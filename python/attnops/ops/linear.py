@@ -39,7 +39,8 @@ def delta_decode(
 
     Args:
         q, k: ``[B, H, K]``, one dtype (bf16, fp16, fp32), last dim dense. v: ``[B, HV, V]``. K and V at most 256.
-        a: ``[B, HV]``, or ``[B, HV, K]`` for a gate per channel. b: ``[B, HV]``. Without `A_log` they are g and beta.
+        a: ``[B, HV]``, or ``[B, HV, K]`` for a gate per channel. b: ``[B, HV]``. Of q's dtype,
+            or on the CPU float32 both. Without `A_log` they are g and beta.
         states: ``[num_slots, HV, V, K]`` float32, bf16 or fp16, last dim dense; updated in place.
         state_indices: int32 ``[B]``: slots, each at most once; below 0: padding.
         A_log: float32 ``[HV]``. dt_bias: float32 ``[HV]``, or ``[HV, K]`` for a gate per channel.
@@ -103,7 +104,8 @@ def ssd_decode(
 
     Args:
         x: ``[B, H, P]`` (bf16, fp16, fp32), last dim dense. z: the same shape.
-        dt: ``[B, H]`` of x's dtype; None: 1. A: float32 ``[H]``, below 0: the negative slope for Lightning.
+        dt: ``[B, H]`` of x's dtype, on the CPU also float32; None: 1. A: float32 ``[H]``, below 0: for Lightning
+            the negative slope.
         B, C: ``[B, G, N]``: keys and queries, a group serves ``H / G`` heads. P and N at most 256.
         states: ``[num_slots, H, P, N]`` float32, bf16 or fp16, last dim dense; updated in place.
         state_indices, out_state_indices, report: as in `delta_decode`.

@@ -36,7 +36,8 @@ def delta_prefill(
 
     Args:
         q, k: ``[T, H, K]``, one dtype (bf16, fp16, fp32), last dim dense. v: ``[T, HV, V]``. K and V at most 256.
-        a: ``[T, HV]``, or ``[T, HV, K]`` for a gate per channel. b: ``[T, HV]``. Without `A_log` they are g and beta.
+        a: ``[T, HV]``, or ``[T, HV, K]`` for a gate per channel. b: ``[T, HV]``. Of q's dtype,
+            or float32 both. Without `A_log` they are g and beta.
         states: ``[num_slots, HV, V, K]`` float32, bf16 or fp16, last dim dense; updated in place.
         cu_seqlens: int32 ``[B + 1]``, rising. Tokens of no request give 0.
         prefix_lens: int32 ``[B]``: tokens that the state has seen already. 0: the state starts at zero, whatever its
@@ -106,7 +107,7 @@ def ssd_prefill(
 
     Args:
         x: ``[T, H, P]`` (bf16, fp16, fp32), last dim dense. z: the same shape.
-        dt: ``[T, H]`` of x's dtype; None: 1. A: float32 ``[H]``.
+        dt: ``[T, H]`` of x's dtype or float32; None: 1. A: float32 ``[H]``.
         B, C: ``[T, G, N]``: a group serves ``H / G`` heads. P and N at most 256.
         states: ``[num_slots, H, P, N]`` float32, bf16 or fp16, last dim dense; updated in place.
         cu_seqlens, prefix_lens, state_indices, checkpoint_slots, report: as in `delta_prefill`.
