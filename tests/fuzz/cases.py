@@ -58,7 +58,7 @@ FAMILIES: dict[str, tuple[int, Callable[[Draw], None]]] = {
     "backend": (20, backends.right_eager),
     "captured": (6, backends.right_captured),
     "compat": (12, peers.right),
-    "ranks": (1, peers.right_ranks),
+    "ranks": (2, peers.right_ranks),
     "hostile decode": (6, values.hostile_decode),
     "hostile fmha": (6, values.hostile_fmha),
     "hostile tables": (5, values.hostile_tables),
