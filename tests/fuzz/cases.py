@@ -26,7 +26,7 @@ from . import (
     wrong,
     xqa,
 )
-from .draw import Draw, Failure, Refused, Void
+from .draw import NO_KERNEL, Draw, Failure, Refused, Void
 
 # Name: weight, and what draws and runs a case of it.
 FAMILIES: dict[str, tuple[int, Callable[[Draw], None]]] = {
@@ -65,10 +65,6 @@ FAMILIES: dict[str, tuple[int, Callable[[Draw], None]]] = {
     "wrong argument": (8, wrong.wrong_argument),
     "runner": (3, backends.right_runner),
 }
-
-
-# What a GPU call says that no kernel serves: no row of its table, or none at all in this build.
-NO_KERNEL = ("no kernel fits these arguments", "is not available for", "Could not run 'attnops::")
 
 
 @dataclass

@@ -15,6 +15,7 @@ from .runner import CASE_SECONDS
 def serve(seed: int, device: str, only: tuple[str, ...]) -> None:
     """Reads numbers of cases, a line each; answers with a line of JSON each. Ends with its input, or when it must."""
     faulthandler.enable()
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a pool each of many processes would be too much
     import torch
 
     torch.set_num_threads(int(os.environ.get("FUZZ_THREADS", "2")))

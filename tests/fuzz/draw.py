@@ -12,6 +12,8 @@ from torch import Tensor
 
 T = TypeVar("T")
 _BANK_SIZE = 1 << 21
+# What a GPU call says that no kernel serves: no row of its table, or none at all in this build.
+NO_KERNEL = ("no kernel fits these arguments", "is not available for", "Could not run 'attnops::")
 
 
 class Refused(Exception):

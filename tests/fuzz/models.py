@@ -15,9 +15,12 @@ from .worlds import ROWS, World
 
 
 def names_here(draw: Draw) -> list[str]:
-    """Backends that run on the case's device."""
+    """Backends that run on the case's device. On a GPU one that compiles takes seconds a case: most do without."""
     machine = detect_machine(draw.device)
-    return [name for name in registered_names() if not get_backend_class(name).capability.machine_reasons(machine)]
+    kinds = {name: get_backend_class(name).capability for name in registered_names()}
+    names = [name for name, capability in kinds.items() if not capability.machine_reasons(machine)]
+    compiles = draw.device == "cpu" or draw.chance(0.08)
+    return [name for name in names if compiles or not kinds[name].compiles_at_run_time]
 
 
 def draw_world(draw: Draw, *, graph: bool = False) -> World:

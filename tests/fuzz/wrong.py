@@ -15,7 +15,7 @@ import torch
 from attnops.metadata import FmhaPlan, MlaDecodePlan, SparseMlaPlan, XqaDecodePlan
 from torch import Tensor
 
-from .draw import Draw, Failure, Void
+from .draw import NO_KERNEL, Draw, Failure, Refused, Void
 from .memory import bytes_of
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
@@ -217,6 +217,10 @@ def _moved(value: Any, device: str) -> Any:
     return dataclasses.replace(value, **parts)
 
 
+def _is_on_gpu(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_cuda
+
+
 def _expect_error(name: str, function: Callable[..., Any], given: dict[str, Any], argument: str) -> None:
     try:
         function(**given)
@@ -224,6 +228,8 @@ def _expect_error(name: str, function: Callable[..., Any], given: dict[str, Any]
         text = str(error)
     else:
         raise Failure(f"{name} accepts a wrong {argument}")
+    if NO_KERNEL[-1] in text and any(_is_on_gpu(value) for value in given.values()):
+        raise Refused(text.split("\n")[0][:120])
     plan = given.get("plan")
     names = {*given, *inspect.signature(function).parameters, *([] if plan is None else vars(plan))}
     if f"attnops::{name}" not in text or not any(re.search(rf"\b{key}\b", text) for key in names):

@@ -24,6 +24,10 @@ def _compiled(device_type: str) -> Any:
     return flex_attention if device_type == "cpu" else torch.compile(flex_attention, dynamic=True)
 
 
+# Of rows as wide as MLA's: those that torch tries do not fit an SM's shared memory.
+_SMALL_TILES: Any = {"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 1, "num_warps": 4}
+
+
 def _flex(queries: Queries, chunks: Chunks, layer: RadixAttention) -> Tensor:
     from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 
@@ -39,8 +43,10 @@ def _flex(queries: Queries, chunks: Chunks, layer: RadixAttention) -> Tensor:
     def mask(request: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
         return visible[request, row, key]
 
+    limit = torch.full((), layer.logit_cap, device=q.device)  # a number would be compiled as an unknown, which fails
+
     def cap(score: Tensor, request: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
-        return layer.logit_cap * torch.tanh(score / layer.logit_cap)
+        return limit * torch.tanh(score / limit)
 
     block_mask = create_block_mask(mask, q.shape[0], None, q.shape[2], k.shape[2], device=str(q.device))
     out, aux = _compiled(q.device.type)(
@@ -52,6 +58,7 @@ def _flex(queries: Queries, chunks: Chunks, layer: RadixAttention) -> Tensor:
         scale=layer.scaling,
         enable_gqa=layer.num_heads != layer.num_kv_heads,
         return_aux=AuxRequest(lse=True),
+        kernel_options=_SMALL_TILES if q.is_cuda and q.shape[-1] > 256 else None,
     )
     if layer.sinks is not None:  # a logit that takes probability and gives no value
         out = out * torch.sigmoid(aux.lse - layer.sinks.float().view(1, -1, 1)).unsqueeze(-1)
