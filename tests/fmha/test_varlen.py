@@ -141,6 +141,27 @@ def test_a_token_that_no_row_sees_may_hold_nan(dtype, window_left, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("arch", ["", "80"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_token_hidden_by_tree_or_window_may_hold_nan(dtype, arch, device, monkeypatch):
+    """The tree leaves draft 2 to the rows before it alone, and their windows end at themselves."""
+    if arch:
+        monkeypatch.setenv("ATTNOPS_CUDA_ARCH", arch)
+    lengths = [9, 150]
+    problem = ragged_problem(lengths, [30, 180], dtype=dtype, padding=0).to(device)
+    mask = random_tree_mask(lengths).to(device)
+    mask[:, 0] &= 0b11111011
+    firsts = problem.cu_seqlens_q[:-1].long()
+    mask[torch.cat([firsts, firsts + 1]), 0] |= 0b100
+    blind = problem.cu_seqlens_k[1:].long() - torch.tensor(lengths, device=device) + 2
+    outs = []
+    for value in (0.0, math.nan):
+        problem.k[blind], problem.v[blind] = value, value
+        outs.append(run(problem, tree_mask=mask, window_right=0))
+    assert_same_bits(*outs)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dims", [(128, 128), (64, 64), (96, 128), (128, 48)])
 @pytest.mark.parametrize("options", [{}, {"causal": False}, {"window_left": 70, "logit_cap": 30.0}], ids=str)
 def test_fp8_queries(options, dims, device):
