@@ -34,7 +34,7 @@ class Places {
   // The page of this thread's key of a tile; below 0: the key is nobody's. Nobody waits for it before `place`.
   __device__ __forceinline__ int look_up(int tile) const {
     const int key = key_of(tile);
-    if (!is_mine() || key < w_.key_begin || key >= w_.key_end || !is_seen(key)) return -1;
+    if (!is_mine() || key < w_.key_begin || key >= w_.key_end || !sm90::is_seen(p_, w_, key)) return -1;
     return p_.paged ? p_.page_table.row(w_.request)[s_.page_size.divide(key)] : 0;
   }
 
@@ -63,18 +63,8 @@ class Places {
     return tile * kKeys + static_cast<int>(threadIdx.x) % kKeys;
   }
 
-  // Whether a tree mask leaves a key to some row of the tile.
-  __device__ __forceinline__ bool is_seen(int key) const {
-    if (p_.tree_mask == nullptr || key < w_.draft) return true;
-#pragma unroll 1
-    for (int i = 0; i < w_.num_tokens; ++i) {
-      if (sm90::tree_allows(p_, w_, w_.first_token + i, key - w_.draft)) return true;
-    }
-    return false;
-  }
-
   __device__ __noinline__ void report_page(int key, int cell, int page) const {
-    if (!is_seen(key)) return;  // its cell was not read
+    if (!sm90::is_seen(p_, w_, key)) return;  // its cell was not read
     record_fault(p_.report,
                  {ReportOp::kFmhaPaged, ReportKind::kPageIndex, w_.request, cell, page, p_.page_table.num_pages});
   }

@@ -144,13 +144,7 @@ class ProducerBase {
   }
 
   // Whether a tree mask leaves a key to some row of the tile.
-  __device__ __forceinline__ bool is_seen(const Work& w, int key) const {
-    if (p_.tree_mask == nullptr || key < w.draft) return true;
-    for (int i = 0; i < w.num_tokens; ++i) {
-      if (tree_allows(p_, w, w.first_token + i, key - w.draft)) return true;
-    }
-    return false;
-  }
+  __device__ __forceinline__ bool is_seen(const Work& w, int key) const { return sm90::is_seen(p_, w, key); }
 
   // One lane arrives for a warp: 128 arrivals a tile kept the barriers' unit so busy that products waited.
   __device__ __forceinline__ void arrive(uint32_t barrier) const {

@@ -206,7 +206,20 @@ __device__ __forceinline__ bool tree_allows(const Params& p, const Work& w, int 
   return (bits[draft / 8] >> (draft % 8)) & 1;
 }
 
-// The same of 32 draft tokens, a bit each.
+// Whether some row of the work sees a key. Tree and window may each leave it to rows that the other takes it from.
+__device__ __forceinline__ bool is_seen(const Params& p, const Work& w, int key) {
+  if (p.tree_mask == nullptr || key < w.draft) return true;
+#pragma unroll 1
+  for (int i = 0; i < w.num_tokens; ++i) {
+    const int ahead = key - w.draft - w.first_token - i;
+    const bool in_window =
+        (p.window_left < 0 || -ahead <= p.window_left) && (p.window_right < 0 || ahead <= p.window_right);
+    if (in_window && tree_allows(p, w, w.first_token + i, key - w.draft)) return true;
+  }
+  return false;
+}
+
+// What `tree_allows` says of 32 draft tokens, a bit each.
 __device__ __forceinline__ uint32_t tree_bits(const Params& p, const Work& w, int token, int first_draft) {
   const uint8_t* bits = p.tree_mask + (static_cast<int64_t>(w.first_q_token) + token) * p.tree_mask_stride_token;
   uint32_t result = 0;
