@@ -119,7 +119,7 @@ def test_checked_mode_reports_and_skips_bad_pages(device):
 
     right, _ = run(problem.to(device))
     assert torch.equal(out[:9], right[:9]), "the other request"
-    if device == "cuda":  # numbers, of whatever was taken in the page's place: docs/architecture.md, "Values of tensors"
+    if device == "cuda":  # numbers, of whatever was taken in the place of the page
         assert out.isfinite().all()
         return
     # The same answer as without the 16 tokens of that page.
