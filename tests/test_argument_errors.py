@@ -29,6 +29,7 @@ CALLS = {"ops": ops_calls, "compat": compat_calls}
 SCRATCH = {"workspace_buffer", "semaphores", "kv_last_page_len"}
 NOT_READ = {
     ("trtllm_batch_context_with_kv_cache", "cum_seq_lens_kv"),
+    ("trtllm_fmha_v2_prefill", "cum_seq_lens_kv"),
     ("trtllm_ragged_attention_deepseek", "seq_lens"),
     ("xqa_mla", "v_cache"),
     ("fp8_paged_mqa_logits", "schedule_meta"),

@@ -100,6 +100,10 @@ POSITIONAL = {
         max_kv_len bmm1_scale bmm2_scale batch_size cum_seq_lens_q cum_seq_lens_kv window_left out out_dtype o_sf_scale
         o_sf_vec_size kv_layout enable_pdl sinks kv_cache_sf skip_softmax_threshold_scale_factor
         uses_shared_paged_kv_idx causal lse return_lse multi_ctas_kv_counter_buffer use_fp16_softmax uses_spcompress""",
+    flashinfer.trtllm_fmha_v2_prefill: """qkv input_layout workspace_buffer seq_lens max_q_len max_kv_len bmm1_scale
+        bmm2_scale batch_size cum_seq_lens_q cum_seq_lens_kv block_tables out out_dtype sinks pos_encoding_mode
+        logits_soft_cap_scale mask_mode window_left chunked_attention_size save_softmax_stats
+        skip_softmax_threshold_scale_factor""",
     flashinfer.trtllm_ragged_attention_deepseek: """query key value workspace_buffer seq_lens max_q_len max_kv_len
         bmm1_scale bmm2_scale o_sf_scale batch_size window_left cum_seq_lens_q cum_seq_lens_kv enable_pdl is_causal
         return_lse attention_sinks skip_softmax_threshold_scale_factor out lse sage_attn_sfs num_elts_per_sage_attn_blk

@@ -70,7 +70,7 @@ def indexer_peer_calls(device: str) -> dict[str, tuple[Any, dict[str, Any]]]:
             deep_gemm.fp8_paged_mqa_logits,
             {"q": paged["q"], "fused_kv_cache": paged["index_pages"].unsqueeze(2), "weights": paged["weights"]}
             | {"context_lens": paged["cache_seqlens"], "block_table": paged["page_table"], "max_context_len": 8}
-            | {"schedule_meta": torch.zeros(7, 2, dtype=torch.int32)},
+            | {"schedule_meta": torch.zeros(7, 2, dtype=torch.int32), "clean_logits": True},
         ),
     }
 

@@ -162,6 +162,12 @@ def flashinfer_calls(gqa, mla, ragged, workspace, states) -> dict:
             | {"max_q_len": 1, "max_kv_len": 64, "bmm1_scale": 0.1, "bmm2_scale": 1.0, "batch_size": count, **nowhere}
             | {"cum_seq_lens_q": bounds, "cum_seq_lens_kv": bounds},
         ),
+        "trtllm_fmha_v2_prefill": (
+            flashinfer.trtllm_fmha_v2_prefill,
+            {"qkv": (gqa.q, torch.stack(cache, 1)), "input_layout": "Q_PAGED_KV_NHD", "seq_lens": gqa.cache_seqlens}
+            | {"max_q_len": 1, "max_kv_len": 64, "bmm1_scale": 0.1, "bmm2_scale": 1.0, "batch_size": count, **nowhere}
+            | {"cum_seq_lens_q": bounds, "cum_seq_lens_kv": bounds, "block_tables": gqa.page_table},
+        ),
         "trtllm_ragged_attention_deepseek": (
             flashinfer.trtllm_ragged_attention_deepseek,
             {"query": ragged.q, "key": ragged.k, "value": ragged.v, "seq_lens": ragged.cu_seqlens_k.diff(), **nowhere}

@@ -14,6 +14,7 @@ from attnops.compat._flashinfer_cascade import (
 from attnops.compat._flashinfer_context import trtllm_batch_context_with_kv_cache, trtllm_ragged_attention_deepseek
 from attnops.compat._flashinfer_decode import single_decode_with_kv_cache, trtllm_batch_decode_with_kv_cache
 from attnops.compat._flashinfer_fast_plan import CUDAGraphBatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
+from attnops.compat._flashinfer_fmha_v2 import trtllm_fmha_v2_prefill
 from attnops.compat._flashinfer_mla import BatchMLAPagedAttentionWrapper
 from attnops.compat._flashinfer_mla_decode import (
     trtllm_batch_decode_with_kv_cache_mla,
@@ -71,6 +72,7 @@ __all__ = [
     "trtllm_batch_context_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache_mla",
+    "trtllm_fmha_v2_prefill",
     "trtllm_ragged_attention_deepseek",
     "variable_length_merge_states",
     "xqa",
