@@ -94,8 +94,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
         require_default(
             name,
             {
-                "sparse_mla_top_k": "attnops has no sparse MLA; leave it 0",
-                "sparse_mla_top_k_lens": "attnops has no sparse MLA; leave it None",
+                "sparse_mla_top_k": "compat.flash_mla.flash_mla_with_kvcache takes lists; leave it 0",
+                "sparse_mla_top_k_lens": "compat.flash_mla.flash_mla_with_kvcache takes lists; leave it None",
                 "uses_shared_paged_kv_idx": "a latent is key and value at once; leave it True",
             },
             {"sparse_mla_top_k": 0, "uses_shared_paged_kv_idx": True},
