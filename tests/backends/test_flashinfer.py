@@ -5,13 +5,12 @@ So the whole adapter runs on the CPU and is held to float64; what FlashInfer's o
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import sys
 
 import pytest
 import torch
 from attnops.backends import Machine, get_backend_class, select
+from attnops.backends.flashinfer_plans import workspace_bytes
 from attnops.compat import flashinfer as stand_in
 from attnops.types import AttentionSpec, AttentionType, ForwardMode
 from checks import MAX_RELATIVE_ERROR, relative_error
@@ -19,6 +18,7 @@ from steps import LIMITS, Model, make_step
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 WORKSPACE = 1 << 20
+pytestmark = pytest.mark.usefixtures("flashinfer_stand_in")
 
 
 def gqa(**options) -> AttentionSpec:
@@ -41,13 +41,6 @@ STEPS = {
     "verify": (ForwardMode.TARGET_VERIFY, [59, 100, 0], [5] * 3, {"uniform": True}),
     "draft_extend": (ForwardMode.DRAFT_EXTEND, [62, 7, 130], [3, 2, 1], {}),
 }
-
-
-@pytest.fixture(autouse=True)
-def package(monkeypatch):
-    stand_in.mla = importlib.import_module("attnops.compat.flashinfer")
-    monkeypatch.setitem(sys.modules, "flashinfer", stand_in)
-    monkeypatch.setitem(sys.modules, "flashinfer.mla", stand_in)
 
 
 def step_of(model: Model, shape: str):
@@ -87,22 +80,93 @@ def test_lengths_that_the_host_lacks_are_named_and_never_copied():
     step.batch.cache_seqlens_cpu = None
     with pytest.raises(ValueError, match=r"needs cache_seqlens_cpu and extend_seq_lens_cpu in the batch"):
         backend.init_forward_metadata(step.batch)
-    with pytest.raises(NotImplementedError, match="not captured whole"):
-        backend.init_forward_metadata_out_graph(step.batch, in_capture=True)
+
+
+CAPTURED = {
+    "decode": (ForwardMode.DECODE, [0, 1, 0, 2], [63, 64, 150, 17], [1] * 4, {"uniform": True}),
+    "verify": (ForwardMode.TARGET_VERIFY, [0, 1, 2], [59, 100, 0], [5] * 3, {"uniform": True}),
+    "draft_extend": (ForwardMode.DRAFT_EXTEND, [2, 3, 0], [62, 7, 130], [3] * 3, {"uniform": True}),
+}
+
+
+@pytest.mark.parametrize("shape", CAPTURED)
+@pytest.mark.parametrize("model", [model for model in MODELS if model.name != "encoder"], ids=lambda model: model.name)
+def test_a_captured_step_is_planned_again_before_each_replay(model, shape):
+    """On a tape: replays see other lengths, and only `out_graph` and the recorded ops run between them."""
+    mode, first, second, new, options = CAPTURED[shape]
+    static, other = (make_step(model, mode, prefix, new, seed=i, **options) for i, prefix in enumerate((first, second)))
+    backend = build(model.spec)
+    backend.init_forward_metadata_out_graph(static.batch, in_capture=True)
+    backend.init_forward_metadata_in_graph(static.batch)
+    static.run(backend)  # the warm-up, in which each kind of layer is planned first
+    buffers = next(iter(backend.wrappers._graphs.values()))
+    addresses = {name: getattr(buffers, name).data_ptr() for name in ("bounds_q", "bounds_k", "last_page_len")}
+    for _ in range(3):
+        seqlens = other.batch.cache_seqlens.clone()
+        static.overwrite(other)
+        static.batch.cache_seqlens_cpu = seqlens
+        backend.init_forward_metadata_out_graph(static.batch)
+        backend.init_forward_metadata_in_graph(static.batch)
+        out = static.run(backend)
+        assert relative_error(out, other.expected) <= MAX_RELATIVE_ERROR[model.spec.dtype]
+    assert addresses == {name: getattr(buffers, name).data_ptr() for name in addresses}
+    assert len(buffers.wrappers) == len(buffers.plans) == 1 and not backend.wrappers._eager
+
+
+def test_fixed_splits_of_the_deterministic_mode(monkeypatch):
+    seen = []
+    plan = stand_in.BatchDecodeWithPagedKVCacheWrapper.plan
+
+    def spy(self, *args, **options):
+        seen.append(options)
+        return plan(self, *args, **options)
+
+    monkeypatch.setattr(stand_in.BatchDecodeWithPagedKVCacheWrapper, "plan", spy)
+    model = Model("gqa", gqa(deterministic=True, num_kv_heads=8))
+    for variable, pages in ((None, 2048 // 16), ("160", 10)):
+        if variable:
+            monkeypatch.setenv("SGLANG_FLASHINFER_DECODE_SPLIT_TILE_SIZE", variable)
+        backend = build(model.spec)
+        assert backend.wrappers.use_tensor_cores  # fixed splits are theirs
+        step = step_of(model, "decode")
+        backend.init_forward_metadata(step.batch)
+        step.run(backend)
+        assert seen[-1]["fixed_split_size"] == pages
+    monkeypatch.setenv("SGLANG_FLASHINFER_PREFILL_SPLIT_TILE_SIZE", "many")
+    with pytest.raises(ValueError, match="SGLANG_FLASHINFER_PREFILL_SPLIT_TILE_SIZE must be a positive integer"):
+        build(model.spec)
+
+
+def test_a_window_model_has_two_wrappers_and_its_layers_share_them():
+    model = Model("window", gqa(sliding_window_size=20))
+    backend = build(model.spec)
+    step = step_of(model, "decode")
+    backend.init_forward_metadata(step.batch)
+    full = Model("full", gqa(sliding_window_size=20)).layer()
+    full.sliding_window_size = -1
+    for layer in (step.layer, full, step.layer, full):
+        backend.forward(step.q, None, None, layer, step.batch, save_kv_cache=False)
+    assert len(backend.wrappers._eager) == 2
 
 
 def test_the_environment_and_the_option_set_the_workspace(monkeypatch):
     monkeypatch.setenv("FLASHINFER_WORKSPACE_SIZE", "4096")
     cls = get_backend_class("flashinfer")
-    assert cls(gqa(), LIMITS, "cpu")._workspace.numel() == 4096
+    assert cls(gqa(), LIMITS, "cpu").wrappers.workspace.numel() == 4096
     monkeypatch.setenv("SGLANG_FLASHINFER_WORKSPACE_SIZE", "8192")
-    assert cls(gqa(), LIMITS, "cpu")._workspace.numel() == 8192
-    assert build(gqa())._workspace.numel() == WORKSPACE
+    assert cls(gqa(), LIMITS, "cpu").wrappers.workspace.numel() == 8192
+    for name in ("SGLANG_FLASHINFER_WORKSPACE_SIZE", "FLASHINFER_WORKSPACE_SIZE"):
+        monkeypatch.delenv(name)
+    for name in ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3VLForConditionalGeneration"):
+        assert workspace_bytes(gqa(), ["Other", name]) == 512 * 2**20
+    assert workspace_bytes(gqa(), ["LlamaForCausalLM"]) == 384 * 2**20
+    assert workspace_bytes(gqa(deterministic=True), ["Qwen2ForCausalLM"]) == 2048 * 2**20
+    assert build(gqa()).wrappers.workspace.numel() == WORKSPACE
 
 
 def test_tensor_cores_by_rule_and_by_the_environment(monkeypatch):
     def chosen(**options):
-        return build(gqa(**options))._use_tensor_cores
+        return build(gqa(**options)).wrappers.use_tensor_cores
 
     assert chosen() and not chosen(num_kv_heads=4) and chosen(num_kv_heads=4, kv_dtype=E4M3)
     monkeypatch.setenv("SGLANG_FLASHINFER_USE_TENSOR_CORE", "0")
@@ -112,7 +176,7 @@ def test_tensor_cores_by_rule_and_by_the_environment(monkeypatch):
 
 
 def test_what_it_does_not_serve_is_refused():
-    with pytest.raises(NotImplementedError, match="serves MLA without windows"):
+    with pytest.raises(NotImplementedError, match="has no sliding window"):
         build(AttentionSpec.mla(16, sliding_window_size=9))
     with pytest.raises(NotImplementedError, match="has no attention sinks"):
         build(gqa(has_sinks=True))

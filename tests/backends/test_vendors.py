@@ -75,6 +75,8 @@ def fa4(a):
     sinks = a["learnable_sink"]
     assert sinks is None or sinks.dtype == torch.bfloat16, "FlashAttention-4 takes bfloat16 sinks"
     rest = (a["softmax_scale"], a["causal"], a["window_size"], a["softcap"], sinks)
+    if a["qv"] is not None:
+        a["q"], a["k"] = torch.cat([a["qv"], a["q"]], -1), torch.cat([a["v"], a["k"]], -1)
     return paged(
         a["q"], a["k"], a["v"], a["page_table"], a["seqused_k"], a["cu_seqlens_q"], a["max_seqlen_q"], *rest
     ), None
@@ -172,6 +174,17 @@ def test_equals_the_reference(vendor, options, shape):
             step.batch.extend_seq_lens_cpu = step.batch.extend_seq_lens.clone()
         backend.init_forward_metadata(step.batch)
         assert relative_error(step.run(backend), step.expected) <= MAX_RELATIVE_ERROR[torch.bfloat16]
+
+
+@pytest.mark.parametrize("vendor", ["fa4"], indirect=True)
+def test_latents_in_two_parts_over_pages_of_one(vendor):
+    model = Model("mla", AttentionSpec.mla(16, page_size=1), scale=0.1)
+    backend = build(vendor, model.spec)
+    step = make_step(model, ForwardMode.EXTEND, [0, 65, 30], [33, 1, 20])
+    backend.init_forward_metadata(step.batch)
+    assert relative_error(step.run(backend), step.expected) <= MAX_RELATIVE_ERROR[torch.bfloat16]
+    with pytest.raises(NotImplementedError, match="takes page_size 1, got 128"):
+        get_backend_class(vendor)(AttentionSpec.mla(16, page_size=128), LIMITS, "cpu")
 
 
 @pytest.mark.parametrize("name", ["fa4", "intel_xpu"])

@@ -146,7 +146,7 @@ CAPABILITY = Capability(
     modes=DECODER_MODES,
     attn_types=frozenset(AttentionType),
     dtypes=FLOATS,
-    kv_dtypes=frozenset({torch.float8_e4m3fn, torch.uint8}),
+    kv_dtypes=frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8}),
     head_dims=HeadDims(1, 576, equal=False),
     mla=True,
     sliding_window=True,

@@ -163,6 +163,8 @@ class GraphRunner:
         size = pad_to_size(self.sizes, batch.batch_size)
         assert size is not None and self._out is not None
         self.static.fill(input_ids, batch, inputs)
+        if self._backend.needs_cpu_seq_lens:
+            self.static.fill_lengths(self._batches[size], batch)
         self._backend.init_forward_metadata_out_graph(self._batches[size])
         self._graphs[size].replay()
         return self._out.rows(batch.num_tokens)
