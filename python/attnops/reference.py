@@ -6,7 +6,9 @@ Rules, for the query rows i = 0 .. S_q - 1 of a request with S_k keys (the new t
 * causal: keys at positions <= p. window_left: keys >= p - window_left; window_right: keys <= p + window_right; -1: off.
 * chunk_size: keys of the row's own chunk of positions, ``[p // n * n, ...]``; 0: off.
 * tree_mask takes the place of the causal rule among the last S_q keys, or the last tree_keys. Row i sees the j-th of
-  them when its bit j is set. Keys before them are visible. Windows still apply, by position.
+  them when its bit j is set. Keys before them are visible. window_left then counts steps of the tree. A row's depth is
+  the number of its bits, less one, and it stands as many positions behind the first of these keys. A key of the tree
+  is as far behind it as the row has bits behind that key's own.
 * score = softmax_scale * <q, k>; then logit_cap * tanh(score / logit_cap) when the cap is not 0.
 * sinks: one more logit per query head, with no value. ``lse`` (natural log) leaves it out unless ``sinks_in_lse``.
 * A row without a visible key gives zeros and ``lse = -inf``, sinks or not.
@@ -60,6 +62,7 @@ def visibility(
     key = torch.arange(seqlen_k, device=device)
     position = torch.arange(seqlen_q, device=device).unsqueeze(1) + (seqlen_k - seqlen_q)
     visible = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
+    bits = None
     if tree_mask is not None and seqlen_q:
         tree_keys = tree_keys or seqlen_q
         draft = key - (seqlen_k - tree_keys)  # which of the tree's tokens a key belongs to; negative: prefix
@@ -67,7 +70,11 @@ def visibility(
         visible &= (draft < 0) | bits[:, draft.clamp(min=0)]
     elif causal:
         visible &= key <= position
-    if window_left >= 0:
+    if window_left >= 0 and bits is not None:
+        counted = bits.cumsum(1)[:, draft.clamp(min=0)]
+        count = bits.sum(1, keepdim=True)
+        visible &= torch.where(draft < 0, count.clamp(min=1) - 1 - draft, count - counted) <= window_left
+    elif window_left >= 0:
         visible &= key >= position - window_left
     if window_right >= 0:
         visible &= key <= position + window_right

@@ -13,6 +13,7 @@ from attnops import reference
 from attnops.layers import RadixAttention
 from attnops.pools import KVCache, MHATokenToKVPool, MLATokenToKVPool, SWAKVPool
 from attnops.types import AttentionBatch, AttentionSpec, AttentionType, ForwardMode, Limits
+from draft_trees import attention_over, masks_of_parents, seen_by_walks
 from torch import Tensor
 
 LIMITS = Limits(max_batch_size=8, max_seqlen=192, max_num_tokens=256, max_tokens_per_request=5)
@@ -138,7 +139,7 @@ def make_step(
     seed: int = 0,
     num_tokens: int | None = None,
     uniform: bool = False,
-    tree: bool = False,
+    tree: bool | list[list[int]] = False,
     max_context: int = LIMITS.max_seqlen,
 ) -> Step:
     """A step over requests with `prefix_lens` cached and `new_lens` new tokens.
@@ -146,7 +147,7 @@ def make_step(
     Args:
         num_tokens: Rows of q, k and v; those beyond the new tokens are a graph's padding, filled with NaN.
         uniform: Every request brings the same number, so `tokens_per_request` is given instead of `extend_seq_lens`.
-        tree: A random tree mask.
+        tree: A random mask of drafts; or every request's tree by parents, with which the answer is a walk over them.
         max_context: Columns of `req_to_token`.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -167,7 +168,9 @@ def make_step(
     req_to_token = torch.full((2 * LIMITS.max_batch_size, max_context), 2**30, dtype=torch.int32)
     req_rows = torch.randperm(req_to_token.shape[0], generator=generator)[:batch_size]
     slots = _random_slots(spec, pool, seqlens, generator)
-    tree_mask = _random_tree(new_lens, generator) if tree else None
+    tree_mask = None
+    if tree:
+        tree_mask = _random_tree(new_lens, generator) if tree is True else masks_of_parents(tree)
     parts: dict[str, list[Tensor]] = {"q": [], "k": [], "v": []}
     expected = torch.zeros(rows, spec.num_q_heads, spec.v_head_dim, dtype=torch.float64)
     begin = 0
@@ -181,19 +184,24 @@ def make_step(
         else:
             k_real, v_real = k.double(), v.double()
         window = layer.sliding_window_size
-        expected[begin : begin + new] = reference.attention(
-            q,
-            k_real,
-            v_real,
-            softmax_scale=layer.scaling,
-            causal=spec.attn_type is AttentionType.DECODER,
-            window_left=window,
-            chunk_size=spec.attention_chunk_size,
-            window_right=-1 if spec.attn_type is AttentionType.DECODER else window,
-            logit_cap=layer.logit_cap,
-            sinks=layer.sinks,
-            tree_mask=None if tree_mask is None else tree_mask[request],
-        )[0]
+        if isinstance(tree, list):
+            options = {"scale": layer.scaling, "cap": layer.logit_cap, "sinks": layer.sinks}
+            walked = seen_by_walks(tree[request], prefix, window)
+            expected[begin : begin + new] = attention_over(q, k_real, v_real, walked, **options)[0]
+        else:
+            expected[begin : begin + new] = reference.attention(
+                q,
+                k_real,
+                v_real,
+                softmax_scale=layer.scaling,
+                causal=spec.attn_type is AttentionType.DECODER,
+                window_left=window,
+                chunk_size=spec.attention_chunk_size,
+                window_right=-1 if spec.attn_type is AttentionType.DECODER else window,
+                logit_cap=layer.logit_cap,
+                sinks=layer.sinks,
+                tree_mask=None if tree_mask is None else tree_mask[request],
+            )[0]
         begin += new
         for name, part in (("q", q), ("k", k[prefix:]), ("v", v[prefix:])):
             parts[name].append(part)

@@ -43,7 +43,7 @@ uint64_t tree_bits(const Params& p, const Request& r, int token, int first_key) 
   if (draft <= -64) return ~uint64_t{0};
   const int prefix = static_cast<int>(std::max<int64_t>(-draft, 0));  // keys before the new tokens
   const int64_t first_bit = std::max<int64_t>(draft, 0);
-  const uint8_t* row = p.tree_mask + (r.first_q_token + token) * p.tree_mask_stride_token;
+  const uint8_t* row = tree_row(p, r, token);
   unsigned __int128 bytes = 0;
   for (int i = 0; i < 9 && first_bit / 8 + i < p.tree_mask_bytes; ++i) {
     bytes |= static_cast<unsigned __int128>(row[first_bit / 8 + i]) << (8 * i);
@@ -98,8 +98,8 @@ void Kernel::run(const Work& w) {
   std::fill_n(row_max_, w.num_rows, -INFINITY);
   std::fill_n(row_sum_, w.num_rows * kSumLanes, 0.f);
 
-  const int begin = keys_of(p_, w.request, w.token(0)).begin;
-  const int end = keys_of(p_, w.request, w.token(w.num_rows - 1)).end;
+  const KeyBounds keys_of_rows = key_bounds(p_, w.request, w.token(0), w.token(w.num_rows - 1));
+  const int begin = keys_of_rows.low.begin, end = keys_of_rows.high.end;
   if (begin < end) gather(w, begin, end, tiles_[0]);
   for (int i = begin / kTileKeys; i * kTileKeys < end; ++i) {
     const KeyTile& tile = tiles_[0];
@@ -168,8 +168,7 @@ void Kernel::load_queries(const Work& w) {
 // One online softmax step of a block of rows over the columns of the packed tile that some of them see.
 void Kernel::attend(const Work& w, int first_row, int num_rows, const KeyTile& tile) {
   const int first_key = tile.first_key, num_columns = tile.num_columns;
-  const KeyRange low = keys_of(p_, w.request, w.token(first_row));
-  const KeyRange high = keys_of(p_, w.request, w.token(first_row + num_rows - 1));
+  const auto [low, high] = key_bounds(p_, w.request, w.token(first_row), w.token(first_row + num_rows - 1));
   const int begin = std::max(low.begin - first_key, 0) / kKeyMultiple * kKeyMultiple;
   const int end = std::min(static_cast<int>(round_up_to(std::max(high.end - first_key, 0), kKeyMultiple)), num_columns);
   if (begin >= end) return;

@@ -302,7 +302,14 @@ def visible_keys(queries: Queries, layer: RadixAttention, begin: int, count: int
     if layer.attention_chunk_size:
         chunk = torch.div(position, layer.attention_chunk_size, rounding_mode="floor")
         visible = visible & (torch.div(key, layer.attention_chunk_size, rounding_mode="floor") == chunk)
-    if layer.sliding_window_size >= 0:
+    if layer.sliding_window_size >= 0 and queries.drafts is not None:  # counts steps of the tree
+        counted = queries.drafts.cumsum(2)
+        total = counted[..., -1:]
+        behind = torch.where(
+            (draft < 0).unsqueeze(1), total.clamp(min=1) - 1 - draft.unsqueeze(1), total - counted.gather(2, index)
+        )
+        visible = visible & (behind <= layer.sliding_window_size)
+    elif layer.sliding_window_size >= 0:
         visible = visible & (key >= position - layer.sliding_window_size)
         if layer.attn_type is not AttentionType.DECODER:
             visible = visible & (key <= position + layer.sliding_window_size)

@@ -71,6 +71,8 @@ class Prefill:
         self.o_dtype = as_dtype(name, "o_data_type", given["o_data_type"])
         self.heads, self.head_dim = (given["num_qo_heads"], given["num_kv_heads"]), given["head_dim_qk"]
         self.masked: MaskedRows | None = None
+        self.tree_mask: Tensor | None = None
+        self._windowed: dict[int, Tensor] = {}
         self.choose(name, given)
         self.bounds, self.k_lens, self.bounds_k = bounds, k_lens, bounds_k
         masks = [given["custom_mask"], given["packed_custom_mask"]]
@@ -117,7 +119,7 @@ class Prefill:
             ops.fmha_plan(plan, bounds, self.bounds_k)
 
     def check(self, name: str, q: Tensor, k: Tensor, window: int | None) -> int:
-        """The window of a call; raises for what was planned otherwise."""
+        """The window of the op's call: custom masks hold theirs as bits. Raises for what was planned otherwise."""
         if not self.planned:
             raise RuntimeError(f"attnops.compat: {name}: plan must run first")
         for what, got, planned in (
@@ -127,7 +129,14 @@ class Prefill:
         ):
             if got != planned:
                 raise ValueError(f"attnops.compat: {name}: {what} is {got}, planned was {planned}")
-        return self.window if window is None else window
+        window = self.window if window is None else window
+        if self.masked is None or window < 0:
+            self.tree_mask = None if self.masked is None else self.masked.tree_mask
+            return window
+        if window not in self._windowed:
+            self._windowed[window] = self.masked.within(window)
+        self.tree_mask = self._windowed[window]
+        return -1
 
     def queries(self, name: str, q: Tensor, options: dict[str, Any]) -> Tensor:
         """Turned, biased and spread as the plan says. Scales that a bias must not meet leave `options`."""
@@ -184,6 +193,6 @@ class Prefill:
             of_values = v_scale if isinstance(v_scale, Tensor) else torch.full((1,), v_scale)
             factors = of_values.reshape(-1).to(q.device, torch.float32)
             v_heads = factors if v_heads is None else v_heads * factors
-        masked = {} if self.masked is None else {"tree_mask": self.masked.tree_mask}
+        masked = {} if self.tree_mask is None else {"tree_mask": self.tree_mask}
         scales = {"softmax_scale": scale, "k_scale": k_heads, "v_scale": v_heads, "logit_cap": self.cap}
         return {**scales, **masked, "causal": self.causal, "sinks": as_sinks(sinks, q.shape[1], name)}
