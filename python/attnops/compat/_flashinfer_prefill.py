@@ -56,7 +56,10 @@ class Prefill:
         self.name, self.device, self.kv_layout, self.graph = name, buffer.device, kv_layout, graph
         self.mask_buffers = mask_buffers
         self.planned = False
-        self._plans: dict[tuple[int, int, int, bool], FmhaPlan] = {}
+        self._plans: dict[tuple[int, int, int, bool, bool], FmhaPlan] = {}
+
+    def __getitem__(self, index: object) -> Any:
+        raise refuse(self.name, f"_plan_info[{index}]", "tiles are attnops' own; only compare it with None")
 
     def plan(self, given: dict[str, Any], bounds: Tensor, k_lens: Tensor, bounds_k: Tensor | None) -> None:
         """Takes `plan`'s arguments. `bounds_k`: of ragged keys; None: `k_lens` in pages."""
@@ -75,6 +78,7 @@ class Prefill:
         self._windowed: dict[int, Tensor] = {}
         self.choose(name, given)
         self.bounds, self.k_lens, self.bounds_k = bounds, k_lens, bounds_k
+        self.split_keys = not given["disable_split_kv"] and (given["fixed_split_size"] or 0) <= 0
         masks = [given["custom_mask"], given["packed_custom_mask"]]
         items = [given["prefix_len_ptr"], given["token_pos_in_items_ptr"]]
         if any(mask is not None for mask in masks + items):
@@ -104,10 +108,10 @@ class Prefill:
 
     def tiles(self, rows: Tensor, window: int) -> FmhaPlan:
         """The plan for queries of this shape, made at their first call."""
-        key = (rows.shape[0], rows.shape[1], window, self.causal)
+        key = (rows.shape[0], rows.shape[1], window, self.causal, self.split_keys)
         if key not in self._plans:
             batch_size = self.k_lens.shape[0]
-            self._plans[key] = new_fmha_plan(rows, self.heads[1], batch_size, self.causal, window)
+            self._plans[key] = new_fmha_plan(rows, self.heads[1], batch_size, self.causal, window, self.split_keys)
             self._fill(self._plans[key])
         return self._plans[key]
 
