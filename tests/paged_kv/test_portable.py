@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attnops import ops
+from attnops import _load, ops
 from attnops.ops import portable
 
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
@@ -98,6 +98,20 @@ def test_store_mla_kv(kind, apart):
     ops.store_mla_kv(theirs, latent, loc, k_pe=k_pe, kv_scale=scale)
     portable.store_mla_kv(ours, latent, k_pe, loc, scale)
     assert same(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("arch", "built", "runs"),
+    [(86, {80, 90}, True), (90, {80, 90}, True), (80, {90}, False), (100, {80, 90}, False), (120, {120}, True)],
+)
+def test_a_gpu_gets_it_where_the_build_has_no_code_for_it(arch, built, runs, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: divmod(arch, 10))
+    monkeypatch.setattr(_load, "built_archs", lambda: frozenset(built))
+    registered = []
+    monkeypatch.setattr(portable, "_register", registered.append)
+    portable.serve(torch.device("cuda"))
+    assert registered == ([] if runs else ["CUDA"])
 
 
 def test_the_checked_mode_is_refused_by_name():

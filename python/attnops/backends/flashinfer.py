@@ -28,6 +28,7 @@ MERGED_FROM_TOKENS = 4096  # new tokens of a step from which cached prefixes are
 
 _CAPABILITY = Capability(
     devices=frozenset({"cuda"}),
+    needs_cuda_kernels=False,
     package="flashinfer",
     compiles_at_run_time=True,
     needs_cpu_seq_lens=True,

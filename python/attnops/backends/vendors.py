@@ -344,7 +344,7 @@ class FA4Backend(VendorBackend):
         "cuda",
         "flash_attn.cute",
         archs=frozenset({90, 100, 103}),
-        needs_cuda_kernels=True,
+        needs_cuda_kernels=False,
         compiles_at_run_time=True,
         modes=frozenset({ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.IDLE}),
         head_dims=HeadDims(pairs=frozenset({(64, 64), (96, 96), (128, 128)})),

@@ -14,7 +14,6 @@ from attnops import _load
 E4M3_MAX = 448.0
 MLA_LATENT, MLA_ROW_BYTES, MLA_GROUP = 512, 656, 128
 LEAST_SCALE = 2.0**-126
-BUILT_MAJORS = (8, 9)  # compute capabilities of the compiled kernels
 _libraries: list[torch.library.Library] = []  # a registration lives as long as its library
 
 
@@ -26,9 +25,10 @@ def serve(device: torch.device) -> None:
 
 
 def _is_built_for(device: torch.device) -> bool:
-    if _load.cuda_unavailable_reason is not None or not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         return False
-    return torch.cuda.get_device_capability(device)[0] in BUILT_MAJORS
+    major, minor = torch.cuda.get_device_capability(device)
+    return _load.has_code_for(major * 10 + minor, _load.built_archs())
 
 
 @functools.cache
