@@ -3,8 +3,10 @@
 Tests marked `triton`, which is done here, run Triton's kernels on the CPU and need TRITON_INTERPRET=1.
 """
 
+import importlib
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,16 @@ FAMILY_OPS = {
 @pytest.fixture(autouse=True)
 def fixed_seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def flashinfer_stand_in(monkeypatch):
+    """`attnops.compat.flashinfer`, which has FlashInfer's names and keywords, where the package would be."""
+    stand_in = importlib.import_module("attnops.compat.flashinfer")
+    stand_in.mla = stand_in
+    monkeypatch.setitem(sys.modules, "flashinfer", stand_in)
+    monkeypatch.setitem(sys.modules, "flashinfer.mla", stand_in)
+    return stand_in
 
 
 def has_cuda_kernel(op: str) -> bool:
