@@ -77,7 +77,7 @@ def extend(
         out=out,
         **options,
     )
-    return result.to(dtype), lse
+    return result if result.dtype == dtype else result.to(dtype), lse
 
 
 def varlen(
@@ -105,4 +105,4 @@ def varlen(
         plan = new_fmha_plan(q, k.shape[1], bounds.shape[0] - 1, causal, window_left, split_keys)
         ops.fmha_plan(plan, bounds, bounds_k)
     out, lse = ops.fmha_varlen(q, k, v, bounds, bounds_k, plan, causal=causal, window_left=window_left, **options)
-    return out.to(dtype), lse
+    return out if out.dtype == dtype else out.to(dtype), lse
