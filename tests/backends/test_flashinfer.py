@@ -14,6 +14,7 @@ from attnops.backends.flashinfer_plans import workspace_bytes
 from attnops.compat import flashinfer as stand_in
 from attnops.types import AttentionSpec, AttentionType, ForwardMode
 from checks import MAX_RELATIVE_ERROR, relative_error
+from signatures import signature
 from steps import LIMITS, Model, make_step
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -221,3 +222,87 @@ def test_new_tokens_are_attended_to_apart_by_sglangs_rule(prefix, calls, kv_dtyp
         planned = {key[0] for key in backend._prepared.of(step.batch).planned}
         apart = kv_dtype is None and (least == 40 or not any(prefix))
         assert planned == (set(calls) if apart else {"extend"})
+
+
+# Parameters of flashinfer-python 0.7.2, as published. A keyword that it does not have would be a TypeError there.
+_GRAPH = "qo_indptr_buf=0 paged_kv_indptr_buf=0 paged_kv_indices_buf=0 paged_kv_last_page_len_buf=0"
+_PLANNED = """pos_encoding_mode=0 window_left=0 logits_soft_cap=0 sm_scale=0 rope_scale=0 rope_theta=0 q_data_type=0
+    kv_data_type=0 o_data_type=0 non_blocking=0 seq_lens=0 fixed_split_size=0 disable_split_kv=0"""
+PUBLISHED = {
+    ("BatchDecodeWithPagedKVCacheWrapper", "__init__"): """float_workspace_buffer kv_layout=0 use_cuda_graph=0
+        use_tensor_cores=0 paged_kv_indptr_buffer=0 paged_kv_indices_buffer=0 paged_kv_last_page_len_buffer=0 backend=0
+        jit_args=0""",
+    ("BatchDecodeWithPagedKVCacheWrapper", "plan"): f"""indptr indices last_page_len num_qo_heads num_kv_heads head_dim
+        page_size * {_PLANNED} window_right=0 data_type=0 block_tables=0 q_len_per_req=0 is_causal=0""",
+    ("BatchDecodeWithPagedKVCacheWrapper", "run"): """q paged_kv_cache * q_scale=0 k_scale=0 v_scale=0 out=0 lse=0
+        return_lse=0 enable_pdl=0 window_left=0 sinks=0 q_len_per_req=0 skip_softmax_threshold_scale_factor=0
+        kv_cache_sf=0""",
+    (
+        "BatchPrefillWithPagedKVCacheWrapper",
+        "__init__",
+    ): f"""float_workspace_buffer kv_layout=0 use_cuda_graph=0
+        {_GRAPH} custom_mask_buf=0 mask_indptr_buf=0 backend=0 jit_args=0 jit_kwargs=0 variant_owns_mask=0""",
+    (
+        "BatchPrefillWithPagedKVCacheWrapper",
+        "plan",
+    ): f"""qo_indptr paged_kv_indptr paged_kv_indices
+        paged_kv_last_page_len num_qo_heads num_kv_heads head_dim_qk page_size
+        head_dim_vo=0 custom_mask=0 packed_custom_mask=0 causal=0
+        {_PLANNED} use_fp16_qk_reduction=0 prefix_len_ptr=0 token_pos_in_items_ptr=0 token_pos_in_items_len=0
+        max_item_len_ptr=0 seq_lens_q=0 block_tables=0 max_token_per_sequence=0 max_sequence_kv=0 uniform_q_len=0""",
+    ("BatchPrefillWithPagedKVCacheWrapper", "run"): """q paged_kv_cache * q_scale=0 k_scale=0 v_scale=0 out=0 lse=0
+        return_lse=0 lse_base=0 lse_layout=0 enable_pdl=0 window_left=0 sinks=0 kv_cache_sf=0""",
+    ("BatchPrefillWithRaggedKVCacheWrapper", "__init__"): """float_workspace_buffer kv_layout=0 use_cuda_graph=0
+        qo_indptr_buf=0 kv_indptr_buf=0 custom_mask_buf=0 mask_indptr_buf=0 backend=0 jit_args=0 jit_kwargs=0""",
+    ("BatchPrefillWithRaggedKVCacheWrapper", "plan"): f"""qo_indptr kv_indptr num_qo_heads num_kv_heads head_dim_qk
+        head_dim_vo=0 custom_mask=0 packed_custom_mask=0 causal=0 {_PLANNED} use_fp16_qk_reduction=0 prefix_len_ptr=0
+        token_pos_in_items_ptr=0 token_pos_in_items_len=0 max_item_len_ptr=0 seq_lens_q=0 max_token_per_sequence=0
+        max_sequence_kv=0 v_indptr=0 o_indptr=0 uniform_q_len=0""",
+    ("BatchPrefillWithRaggedKVCacheWrapper", "run"): """q k v * q_scale=0 k_scale=0 v_scale=0 o_scale=0 out=0 lse=0
+        return_lse=0 lse_base=0 lse_layout=0 enable_pdl=0 kv_cache_sf=0""",
+    ("BatchMLAPagedAttentionWrapper", "__init__"): """float_workspace_buffer use_cuda_graph=0 qo_indptr=0 kv_indptr=0
+        kv_indices=0 kv_len_arr=0 backend=0""",
+    ("BatchMLAPagedAttentionWrapper", "plan"): """* qo_indptr=0 kv_indptr=0 kv_indices=0 kv_len_arr=0 num_heads=0
+        head_dim_ckv=0 head_dim_kpe=0 page_size=0 causal=0 sm_scale=0 q_data_type=0 kv_data_type=0 use_profiler=0""",
+    ("BatchMLAPagedAttentionWrapper", "run"): """q_nope=0 q_pe=0 ckv_cache=0 kpe_cache=0 out=0 lse=0 return_lse=0
+        profiler_buffer=0 kv_len=0 page_table=0 return_lse_base_on_e=0 o_scale=0""",
+}
+_FAST = _PLANNED.replace("o_data_type=0", "data_type=0").replace("seq_lens=0", "")
+FAST_PLAN = f"""wrapper indptr indices last_page_len num_qo_heads num_kv_heads head_dim page_size {_FAST}
+    q_len_per_req=0 global_override_indptr_cpu=0"""
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Names of the package's functions that were called, each with arguments that its published signature takes."""
+    called = set()
+
+    def checked(name, function, parameters, skip):
+        def call(*args, **options):
+            parameters.bind(*args[skip:], **options)
+            called.add(name)
+            return function(*args, **options)
+
+        return call
+
+    for (cls, method), text in PUBLISHED.items():
+        original = getattr(getattr(stand_in, cls), method)
+        monkeypatch.setattr(getattr(stand_in, cls), method, checked(f"{cls}.{method}", original, signature(text), 1))
+    fast = checked("fast_decode_plan", stand_in.fast_decode_plan, signature(FAST_PLAN), 0)
+    monkeypatch.setattr(stand_in, "fast_decode_plan", fast)
+    return called
+
+
+def test_every_call_is_one_that_the_published_signatures_take(seen, monkeypatch):
+    from attnops.backends import flashinfer as module
+
+    monkeypatch.setattr(module, "MERGED_FROM_TOKENS", 40)
+    for model in MODELS:
+        for shape in STEPS if model.name != "encoder" else ["extend"]:
+            test_equals_the_reference(model, shape)
+        if model.name != "encoder":
+            for shape in CAPTURED:
+                test_a_captured_step_is_planned_again_before_each_replay(model, shape)
+    test_equals_the_reference(Model("fixed", gqa(deterministic=True)), "decode")
+    test_equals_the_reference(Model("fixed", gqa(deterministic=True)), "extend")
+    assert seen == {f"{cls}.{method}" for cls, method in PUBLISHED} | {"fast_decode_plan"}

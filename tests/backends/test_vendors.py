@@ -7,7 +7,6 @@ tested here: nobody ran them, and the adapters say so.
 from __future__ import annotations
 
 import importlib
-import inspect
 import sys
 import types
 
@@ -18,6 +17,7 @@ from attnops.backends.registry import NOT_BUILT
 from attnops.compat import flash_attn_interface, flashinfer
 from attnops.types import AttentionSpec, ForwardMode
 from checks import MAX_RELATIVE_ERROR, relative_error
+from signatures import signature
 from steps import LIMITS, Model, make_step
 
 # Parameters as published: flash-attn-4 (flash_attn/cute/interface.py, 2026-11), amd-aiter (aiter/ops/mha.py),
@@ -47,18 +47,6 @@ SIGNATURES = {
 }
 DEVICES = {"fa4": "cuda", "aiter": "hip", "intel_xpu": "xpu", "ascend": "npu"}
 PAGES = {"fa4": 128, "aiter": 16, "intel_xpu": 64, "ascend": 128}
-
-
-def signature(text: str) -> inspect.Signature:
-    kind, made = inspect.Parameter.POSITIONAL_OR_KEYWORD, []
-    for word in text.split():
-        if word == "*":
-            kind = inspect.Parameter.KEYWORD_ONLY
-            continue
-        name, has_default, _ = word.partition("=")
-        default = None if has_default else inspect.Parameter.empty
-        made.append(inspect.Parameter(name, kind, default=default))
-    return inspect.Signature(made)
 
 
 def paged(q, k, v, table, lens, bounds, max_q, scale, causal, window, cap, sinks=None):

@@ -93,26 +93,27 @@ class FlashInferAttnBackend(AttentionBackend):
 
     def init_forward_metadata_out_graph(self, batch: AttentionBatch, in_capture: bool = False) -> None:
         self.limits.check(batch)
-        seqlens_q, seqlens_k = self._placeholders(batch) if in_capture else self._lengths(batch)
+        lengths: tuple[Tensor | int, Tensor] = self._placeholders(batch) if in_capture else self._lengths(batch)
+        seqlens_q, seqlens_k = lengths
         step = make_step(self._buffers.step(batch), seqlens_q, seqlens_k, self.spec.page_size)
         step.graph = self.wrappers.graph_of(batch, in_capture)
         if step.graph is not None:
             self.wrappers.plan_graph(step)
         elif not batch.is_uniform and not self.spec.is_mla:
-            cached = [k - q for q, k in zip(seqlens_q, seqlens_k)]
-            step.prefixes = paging(cached, self.spec.page_size) if any(cached) else None
+            cached = seqlens_k - seqlens_q
+            step.prefixes = paging(cached, self.spec.page_size) if bool(cached.any()) else None
             step.merged = step.prefixes is not None and batch.num_tokens >= MERGED_FROM_TOKENS
         self._prepared.begin(batch, step)
 
-    def _placeholders(self, batch: AttentionBatch) -> tuple[list[int], list[int]]:
+    def _placeholders(self, batch: AttentionBatch) -> tuple[int, Tensor]:
         """Lengths of a step that is captured, once: a plan for the most queries holds for fewer."""
         most = batch.tokens_per_request if batch.is_uniform else batch.max_seqlen_q
-        return [most] * batch.batch_size, batch.cache_seqlens.tolist()
+        return most, batch.cache_seqlens.cpu()
 
-    def _lengths(self, batch: AttentionBatch) -> tuple[list[int], list[int]]:
+    def _lengths(self, batch: AttentionBatch) -> tuple[Tensor | int, Tensor]:
         """New tokens and all tokens of each request, from the host's copies."""
         if batch.num_tokens == 0:
-            return [], []
+            return 0, torch.zeros(0, dtype=torch.int32)
         missing = [] if batch.cache_seqlens_cpu is not None else ["cache_seqlens_cpu"]
         if not batch.is_uniform and batch.extend_seq_lens_cpu is None:
             missing.append("extend_seq_lens_cpu")
@@ -122,11 +123,11 @@ class FlashInferAttnBackend(AttentionBackend):
                 "nothing is copied from the device in silence"
             )
         assert batch.cache_seqlens_cpu is not None
-        seqlens_k = batch.cache_seqlens_cpu.tolist()
+        seqlens_k = batch.cache_seqlens_cpu.to(torch.int32)
         if batch.is_uniform:
-            return [batch.tokens_per_request] * batch.batch_size, seqlens_k
+            return batch.tokens_per_request, seqlens_k
         assert batch.extend_seq_lens_cpu is not None
-        return batch.extend_seq_lens_cpu.tolist(), seqlens_k
+        return batch.extend_seq_lens_cpu.to(torch.int32), seqlens_k
 
     def init_forward_metadata_in_graph(self, batch: AttentionBatch) -> None:
         step = self._prepared.plan(batch)

@@ -7,7 +7,6 @@ no Python. So the wrappers that it holds are planned before it is replayed, all 
 from __future__ import annotations
 
 import importlib
-import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -107,10 +106,14 @@ class FlashInferStep:
     planned: set[Key] = field(default_factory=set)
 
 
-def make_step(paged: PagedStep, seqlens_q: list[int], seqlens_k: list[int], page_size: int) -> FlashInferStep:
+def make_step(paged: PagedStep, seqlens_q: Tensor | int, seqlens_k: Tensor, page_size: int) -> FlashInferStep:
+    """From lengths on the host: int32 ``[B]``, or one number of queries for all."""
     bounds, last = paging(seqlens_k, page_size)
-    num_pages = int(bounds[-1])
-    return FlashInferStep(paged, _cumulative(seqlens_q), bounds, last, _int32(seqlens_k), num_pages)
+    if isinstance(seqlens_q, int):
+        bounds_q = torch.arange(seqlens_k.shape[0] + 1, dtype=torch.int32) * seqlens_q
+    else:
+        bounds_q = cumulative(seqlens_q)
+    return FlashInferStep(paged, bounds_q, bounds, last, seqlens_k, int(bounds[-1]))
 
 
 class Wrappers:
@@ -317,18 +320,16 @@ def _kind(layer: RadixAttention) -> Key:
     return layer.sliding_window_size, layer.scaling, layer.logit_cap
 
 
-def _cumulative(lengths: list[int]) -> Tensor:
-    return _int32([0, *itertools.accumulate(lengths)])
+def cumulative(lengths: Tensor) -> Tensor:
+    bounds = torch.zeros(lengths.shape[0] + 1, dtype=torch.int32)
+    torch.cumsum(lengths, 0, dtype=torch.int32, out=bounds[1:])
+    return bounds
 
 
-def paging(lengths: list[int], page_size: int) -> tuple[Tensor, Tensor]:
+def paging(lengths: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
     """Bounds of each request's pages, and the tokens in its last one."""
-    pages = [-(-length // page_size) for length in lengths]
-    return _cumulative(pages), _int32(n - (p - 1) * page_size if p else 0 for n, p in zip(lengths, pages))
-
-
-def _int32(values: Any) -> Tensor:
-    return torch.tensor(list(values), dtype=torch.int32)
+    pages = (lengths + (page_size - 1)).div_(page_size, rounding_mode="floor")
+    return cumulative(pages), lengths - (pages - 1).clamp_(min=0) * page_size
 
 
 def import_flashinfer() -> Any:
