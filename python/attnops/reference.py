@@ -16,6 +16,7 @@ Rules, for the query rows i = 0 .. S_q - 1 of a request with S_k keys (the new t
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -158,6 +159,32 @@ def unpack_mla_fp8_rows(rows: Tensor, dtype: torch.dtype = torch.float64) -> Ten
     scales = rows[..., 512:528].contiguous().view(torch.float32).to(dtype)
     rope = rows[..., 528:].contiguous().view(torch.bfloat16).to(dtype)
     return torch.cat([(latent * scales.unsqueeze(-1)).flatten(-2), rope], dim=-1)
+
+
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of float4_e2m1fn's codes 0 to 7; 8 to 15 are negative
+
+
+def quantize_fp4(values: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Rows ``[..., D]`` as codes, ``[..., D / 2]`` uint8, and scales, ``[..., D / 16]`` of e4m3: `ops.store_kv_fp4`."""
+    blocks = values.float().unflatten(-1, (-1, 16))
+    tensor_scale = 1.0 if scale is None else scale.float()
+    scales = (blocks.abs().amax(-1) / tensor_scale / FP4_VALUES[-1]).clamp(max=448).to(torch.float8_e4m3fn)
+    real = (scales.float() * tensor_scale).unsqueeze(-1)
+    sizes = torch.where(real > 0, blocks / real, 0.0)
+    middles = [(a + b) / 2 for a, b in itertools.pairwise(FP4_VALUES)]
+    codes = sum((sizes.abs() > m) if i % 2 == 0 else (sizes.abs() >= m) for i, m in enumerate(middles))  # ties to even
+    codes = (codes + 8 * torch.signbit(sizes)).to(torch.uint8).flatten(-2)
+    return codes[..., ::2] | codes[..., 1::2] << 4, scales
+
+
+def dequantize_fp4(
+    codes: Tensor, scales: Tensor, scale: Tensor | None = None, dtype: torch.dtype = torch.float64
+) -> Tensor:
+    """``[..., D]`` of what `quantize_fp4` made."""
+    table = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)], dtype=dtype, device=codes.device)
+    both = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()
+    values = table[both].unflatten(-1, (-1, 16)) * scales.float().to(dtype).unsqueeze(-1)
+    return values.flatten(-2) if scale is None else values.flatten(-2) * scale.to(dtype)
 
 
 def pack_mla_fp8_rows(latent: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ FEATURES = {
     "cap": {**GQA, "logit_cap": 4.0},
     "sinks": {**GQA, "has_sinks": True},
     "e4m3": {**GQA, "kv_dtype": E4M3},
+    "fp4": {**GQA, "kv_dtype": torch.float4_e2m1fn_x2},
     "e5m2": {**GQA, "kv_dtype": E5M2},
     "deterministic": {**GQA, "deterministic": True},
     "bidirectional": {**GQA, "attn_type": AttentionType.DECODER_BIDIRECTIONAL},
@@ -32,6 +33,7 @@ FEATURES = {
     "mla_e4m3": {"kv_dtype": E4M3},
     "mla_e5m2": {"kv_dtype": E5M2},
     "mla_rows": {"kv_dtype": ROWS},
+    "mla_fp4": {"kv_dtype": torch.float4_e2m1fn_x2},
 }
 MODES = {
     ForwardMode.DECODE: ([9, 70], [1, 1], {"uniform": True}),

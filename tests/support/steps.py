@@ -11,11 +11,19 @@ from dataclasses import dataclass, field
 import torch
 from attnops import reference
 from attnops.layers import RadixAttention
-from attnops.pools import KVCache, MHATokenToKVPool, MLATokenToKVPool, SWAKVPool
+from attnops.pools import (
+    KVCache,
+    MHATokenToKVPool,
+    MHATokenToKVPoolFP4,
+    MLATokenToKVPool,
+    MLATokenToKVPoolFP4,
+    SWAKVPool,
+)
 from attnops.types import AttentionBatch, AttentionSpec, AttentionType, ForwardMode, Limits
 from draft_trees import attention_over, masks_of_parents, seen_by_walks
 from torch import Tensor
 
+FP4 = torch.float4_e2m1fn_x2
 LIMITS = Limits(max_batch_size=8, max_seqlen=192, max_num_tokens=256, max_tokens_per_request=5)
 
 
@@ -32,7 +40,7 @@ class Model:
 
     def layer(self) -> RadixAttention:
         spec = self.spec
-        fp8 = spec.cache_dtype == torch.float8_e4m3fn
+        fp8 = spec.cache_dtype in (torch.float8_e4m3fn, FP4)
         generator = torch.Generator().manual_seed(7)
         return RadixAttention(
             spec.num_q_heads,
@@ -55,6 +63,12 @@ class Model:
         if spec.attn_type is AttentionType.ENCODER_ONLY:
             return None
         pool: KVCache
+        if spec.cache_dtype == FP4:
+            shape = () if spec.is_mla else (spec.num_kv_heads, spec.head_dim)
+            pool = (MLATokenToKVPoolFP4 if spec.is_mla else MHATokenToKVPoolFP4)(size, spec.page_size, *shape, 2)
+            for buffer in pool.all_buffers()[0]:
+                buffer.view(torch.uint8).fill_(0xFF)
+            return pool
         if spec.is_mla:
             pool = MLATokenToKVPool(size, spec.page_size, spec.cache_dtype, 2)
             for pages in pool.kv_buffer:
@@ -121,6 +135,9 @@ def rounded(values: Tensor, spec: AttentionSpec, scale: Tensor | None) -> tuple[
     if spec.cache_dtype == torch.uint8:
         rows = reference.pack_mla_fp8_rows(values)
         return rows, reference.unpack_mla_fp8_rows(rows)
+    if spec.cache_dtype == FP4:
+        packed = reference.quantize_fp4(values, scale)
+        return values, reference.dequantize_fp4(*packed, scale)
     if spec.cache_dtype == torch.float8_e4m3fn:
         assert scale is not None
         scale = scale.view(-1, 1)  # one, or one per KV head
@@ -270,6 +287,13 @@ def _fill_cache(
     else:
         keep = torch.ones(prefix, dtype=torch.bool)
     keep[:hidden] = False
+    if spec.cache_dtype == FP4:
+        store = pool.set_mla_kv_buffer if spec.is_mla else pool.set_kv_buffer
+        rows = {"latent": k.squeeze(1)} if spec.is_mla else {"k": k, "v": v}
+        scales = {"kv_scale": layer.k_scale} if spec.is_mla else {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
+        store(layer, prefix_slots[keep], **{name: x[:prefix][keep] for name, x in rows.items()}, **scales)
+        _, real_k = rounded(k, spec, layer.k_scale)
+        return real_k, real_k[..., : spec.v_head_dim] if spec.is_mla else rounded(v, spec, layer.v_scale)[1]
     page, offset = prefix_slots[keep] // spec.page_size, prefix_slots[keep] % spec.page_size
     if spec.is_mla:
         assert isinstance(pool, MLATokenToKVPool)

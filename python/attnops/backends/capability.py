@@ -25,6 +25,7 @@ DTYPE_NAMES = {
     torch.float8_e4m3fn: "e4m3",
     torch.float8_e5m2: "e5m2",
     torch.uint8: "656-byte rows",
+    torch.float4_e2m1fn_x2: "fp4",
 }
 
 
@@ -76,7 +77,8 @@ class Capability:
             first backend that serves the rest.
         attn_types: Of layers.
         dtypes: Of q and out.
-        kv_dtypes: Of the cache where it is not q's dtype. `torch.uint8`: the 656-byte MLA rows.
+        kv_dtypes: Of the cache where it is not q's dtype. `torch.uint8`: the 656-byte MLA rows. float4_e2m1fn_x2: the
+            pools of `pools.fp4`, with a scale for 16 values.
         head_dims: Of MHA, GQA and MQA; None: not served.
         mla: MLA with absorbed queries is served.
         mla_lacks: Fields of this class that do not hold for MLA: "logit_cap", "kv_dtypes", ...

@@ -150,6 +150,8 @@ class MHATokenToKVPool(KVCache):
         layout: str = "NHD",
     ) -> None:
         super().__init__(size, page_size, dtype, layer_num, device, start_layer)
+        if dtype == torch.float4_e2m1fn_x2 and type(self) is MHATokenToKVPool:
+            raise ValueError("attnops: pages of float4_e2m1fn_x2 have scales: make an MHATokenToKVPoolFP4")
         if layout not in ("NHD", "HND"):
             raise ValueError(f"attnops: layout must be NHD or HND, got {layout}")
         self.head_num, self.head_dim = head_num, head_dim
