@@ -10,7 +10,7 @@ from torch import Tensor
 from attnops import ops
 from attnops.compat._convert import as_int32, as_sinks, heads_first, refuse
 from attnops.compat._errors import names_the_peers
-from attnops.compat._extend import varlen
+from attnops.compat._extend import new_fmha_plan
 from attnops.compat._kvcache import Call
 from attnops.compat._plain_cache import plain_call
 from attnops.compat._varlen import attend_varlen, check_no_grad
@@ -194,23 +194,27 @@ def flash_attn_varlen_func(
         and seqused_k is None
         and qv is None
         and not attention_chunk
-        and q.dtype == k.dtype
+        and q.dtype == k.dtype == v.dtype
         and q.dtype.itemsize > 1
         and type(window_size) is tuple
     ):  # as little of the host as may be
         check_no_grad(name, q, k, v)
         left, right = window_size
         causal = causal or right == 0
-        out, lse = varlen(
+        bounds_q = as_int32(name, "cu_seqlens_q", cu_seqlens_q, q.device)
+        bounds_k = as_int32(name, "cu_seqlens_k", cu_seqlens_k, q.device)
+        plan = new_fmha_plan(q, k.shape[1], bounds_q.shape[0] - 1, causal, left, num_splits == 0)
+        ops.fmha_plan(plan, bounds_q, bounds_k)
+        out, lse = ops.fmha_varlen(
             q,
             k,
             v,
-            as_int32(name, "cu_seqlens_q", cu_seqlens_q, q.device),
-            as_int32(name, "cu_seqlens_k", cu_seqlens_k, q.device),
+            bounds_q,
+            bounds_k,
+            plan,
             causal=causal,
             window_left=left,
             window_right=-1 if causal else right,
-            split_keys=num_splits == 0,
             softmax_scale=softmax_scale,
             logit_cap=softcap,
             sinks=None if sinks is None else as_sinks(sinks, q.shape[1], name),
