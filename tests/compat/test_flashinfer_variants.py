@@ -230,5 +230,31 @@ def test_mla_of_other_dims(dims, causal):
     bounds = problem.cu_seqlens_q.tolist()
     expected = expected_of(torch.cat([problem.q, q_pe], -1), bounds, rows_of(whole), 0.1, seen)
     check(out, lse, expected)
-    with pytest.raises(NotImplementedError, match="only 512 and 64 have caches of another dtype"):
-        wrapper.plan(problem.cu_seqlens_q, indptr, indices, problem.cache_seqlens, *heads, FP8)
+    with pytest.raises(NotImplementedError, match=r"kv_data_type=torch.float16.*q's dtype or float8_e4m3fn"):
+        wrapper.plan(problem.cu_seqlens_q, indptr, indices, problem.cache_seqlens, *heads, torch.float16)
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize("dims", [(512, 0), (256, 32)], ids=str)
+def test_fp8_mla_of_other_dims(dims, grouped):
+    latent, rope = dims
+    problem = paged_problem([70, 5, 33, 0], [3, 5, 1, 0], num_kv_heads=1, head_dim=latent)
+    generator = torch.Generator().manual_seed(7)
+    q_pe = torch.randn(*problem.q.shape[:2], rope, generator=generator).to(BF16)
+    kpe = torch.randn(*problem.k_pages.shape[:2], rope, generator=generator).to(FP8)
+    ckv = problem.k_pages.squeeze(2).to(FP8)
+    scales = torch.rand(*ckv.shape[:2], latent // 128, generator=generator) + 0.5
+    given = {"ckv_scale_arr": scales} if grouped else {"ckv_scale": 2.0}
+    factor = scales.repeat_interleave(128, -1) if grouped else 2.0
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(WORKSPACE)
+    indptr, indices, _ = csr(problem, 16)
+    heads = (8, latent, rope, 16, True, 0.1, BF16, FP8)
+    wrapper.plan(problem.cu_seqlens_q, indptr, indices, problem.cache_seqlens, *heads)
+    out, lse = wrapper.run(problem.q, q_pe, ckv, kpe, return_lse=True, kpe_scale=0.5, **given)
+    values, keys = (ckv.float() * factor).to(BF16), (kpe.float() * 0.5).to(BF16)
+    pages = torch.cat([values, keys], -1).unsqueeze(2)
+    whole = dataclasses.replace(problem, k_pages=pages, v_pages=values.unsqueeze(2))
+    bounds = problem.cu_seqlens_q.tolist()
+    check(out, lse, expected_of(torch.cat([problem.q, q_pe], -1), bounds, rows_of(whole), 0.1, None))
+    with pytest.raises(ValueError, match="Exactly one of ckv_scale or ckv_scale_arr"):
+        wrapper.run(problem.q, q_pe, ckv, kpe, kpe_scale=0.5)

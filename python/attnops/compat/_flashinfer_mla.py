@@ -26,6 +26,53 @@ from attnops.compat._errors import names_the_peers
 from attnops.compat._wide import wide_latents
 from attnops.metadata.plan import MlaDecodePlan
 
+_GROUP = 128  # latents of a scale
+
+
+def _check_scales(
+    name: str,
+    ckv_cache: Tensor,
+    kpe_cache: Tensor,
+    ckv_scale: float | Tensor | None,
+    ckv_scale_arr: Tensor | None,
+    kpe_scale: float | Tensor | None,
+) -> None:
+    """Raises for scales that an FP8 cache does not have, or lacks."""
+    if (ckv_scale is None) == (ckv_scale_arr is None):
+        raise ValueError(
+            f"attnops.compat: {name}: Exactly one of ckv_scale or ckv_scale_arr is needed with an FP8 cache"
+        )
+    if kpe_scale is None and kpe_cache.shape[-1] > 0:
+        raise ValueError(f"attnops.compat: {name}: kpe_scale is needed with an FP8 cache")
+    for what, scale in (("ckv_scale", ckv_scale), ("kpe_scale", kpe_scale)):
+        if isinstance(scale, int | float) and not 0 < scale < float("inf"):
+            raise ValueError(f"attnops.compat: {name}: {what} must be a finite positive value, got {scale}")
+    if ckv_scale_arr is None:
+        return
+    shape = (*ckv_cache.shape[:-1], ckv_cache.shape[-1] // _GROUP)
+    if ckv_scale_arr.shape != shape or ckv_cache.shape[-1] % _GROUP or ckv_scale_arr.dtype != torch.float32:
+        raise ValueError(
+            f"attnops.compat: {name}: Invalid shape of ckv_scale_arr: it must be float32 {list(shape)}, "
+            f"got {ckv_scale_arr.dtype} {list(ckv_scale_arr.shape)}"
+        )
+
+
+def _dequantized(
+    caches: tuple[Tensor, Tensor],
+    cells: Tensor,
+    ckv_scale: float | Tensor | None,
+    ckv_scale_arr: Tensor | None,
+    kpe_scale: float | Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Copies of the pages in use of an FP8 cache's two parts, in q's dtype."""
+    latents, rope = (gathered(cache, cells).float() for cache in caches)
+    if ckv_scale_arr is not None:
+        latents = latents * gathered(ckv_scale_arr, cells).repeat_interleave(_GROUP, -1)
+    elif ckv_scale is not None:
+        latents = latents * ckv_scale
+    return latents.to(dtype), (rope if kpe_scale is None else rope * kpe_scale).to(dtype)
+
 
 class BatchMLAPagedAttentionWrapper:
     """MLA over a CSR page table, on `attnops.ops.mla_decode`.
@@ -88,10 +135,9 @@ class BatchMLAPagedAttentionWrapper:
         name = "BatchMLAPagedAttentionWrapper.plan"
         require_default(name, {"use_profiler": "use a profiler of CUDA"}, {"use_profiler": False}, locals())
         self._wide = (head_dim_ckv, head_dim_kpe) != (512, 64)
-        if self._wide and kv_data_type != q_data_type:
+        if self._wide and kv_data_type not in (q_data_type, FP8):
             dims = f"head_dim_ckv={head_dim_ckv}, head_dim_kpe={head_dim_kpe}"
-            instead = "only 512 and 64 have caches of another dtype"
-            raise refuse(name, f"{dims} with kv_data_type={kv_data_type}", instead)
+            raise refuse(name, f"{dims} with kv_data_type={kv_data_type}", "q's dtype or float8_e4m3fn")
         bounds = (kv_len_arr.shape[0] + 1,) if kv_len_arr.dim() == 1 else None
         kv_indptr = kv_indptr[: kv_len_arr.numel() + 1]  # the peer reads no further
         if qo_indptr.shape != bounds or kv_indptr.shape != bounds or kv_indices.dim() != 1:
@@ -186,7 +232,12 @@ class BatchMLAPagedAttentionWrapper:
             raise ValueError(f"attnops.compat: {name}: {'; '.join(wrong)}")
         check_lse(name, lse, q_nope)
         if self._wide:
-            parts = ((q_nope, q_pe), (ckv_cache, kpe_cache), self._indices, self._indptr, self._lens, self._bounds)
+            caches, cells = (ckv_cache, kpe_cache), self._indices
+            if ckv_cache.dtype == FP8:
+                _check_scales(name, ckv_cache, kpe_cache, ckv_scale, ckv_scale_arr, kpe_scale)
+                caches = _dequantized(caches, cells, ckv_scale, ckv_scale_arr, kpe_scale, q_nope.dtype)
+                cells = own_cells(cells)
+            parts = ((q_nope, q_pe), caches, cells, self._indptr, self._lens, self._bounds)
             options: dict[str, Any] = {"softmax_scale": self._scale, "causal": self._causal, "out": out}
             wide, natural = wide_latents(name, *parts, return_lse=return_lse or lse is not None, **options)
             return with_lse(wide, natural, lse, return_lse, return_lse_base_on_e)
@@ -269,25 +320,14 @@ class BatchMLAPagedAttentionWrapper:
         kpe_scale: float | Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """An FP8 cache as the op takes it: q_pe, pages, page table and scale."""
-        if (ckv_scale is None) == (ckv_scale_arr is None):
-            raise ValueError(
-                f"attnops.compat: {name}: Exactly one of ckv_scale or ckv_scale_arr is needed with an FP8 cache"
-            )
-        if kpe_scale is None:
-            raise ValueError(f"attnops.compat: {name}: kpe_scale is needed with an FP8 cache")
-        for what, scale in (("ckv_scale", ckv_scale), ("kpe_scale", kpe_scale)):
-            if isinstance(scale, int | float) and not 0 < scale < float("inf"):
-                raise ValueError(f"attnops.compat: {name}: {what} must be a finite positive value, got {scale}")
+        _check_scales(name, ckv_cache, kpe_cache, ckv_scale, ckv_scale_arr, kpe_scale)
         if ckv_scale_arr is None:
+            assert ckv_scale is not None and kpe_scale is not None
             if isinstance(ckv_scale, Tensor) or ckv_scale != kpe_scale:  # the op has one scale
-                q_pe = (q_pe.float() * (kpe_scale / ckv_scale)).to(q_pe.dtype)  # type: ignore[operator]
+                q_pe = (q_pe.float() * (kpe_scale / ckv_scale)).to(q_pe.dtype)
             pages, cells = joined_latents(name, ckv_cache, kpe_cache, self._indices)
             return q_pe, pages, cells, as_scale(name, "ckv_scale", ckv_scale, q_pe.device)
-        if ckv_scale_arr.shape != (*ckv_cache.shape[:-1], 4) or ckv_scale_arr.dtype != torch.float32:
-            raise ValueError(
-                f"attnops.compat: {name}: Invalid shape of ckv_scale_arr: it must be float32 "
-                f"{[*ckv_cache.shape[:-1], 4]}, got {ckv_scale_arr.dtype} {list(ckv_scale_arr.shape)}"
-            )
+        assert kpe_scale is not None
         latents, scales = gathered(ckv_cache, self._indices), gathered(ckv_scale_arr, self._indices)
         rope = (gathered(kpe_cache, self._indices).float() * kpe_scale).to(torch.bfloat16)
         parts = [part.contiguous().view(torch.uint8) for part in (latents, scales, rope)]
