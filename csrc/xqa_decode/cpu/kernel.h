@@ -56,13 +56,14 @@ class Ahead {
         bytes_(tile.fetch_bytes),
         half_((tile.num_fetch + 1) / 2) {}
 
-  // From now on each `fetch` takes so many rows that half of all take `steps` of them.
-  void spread_half(int steps) { each_ = (half_ + steps - 1) / steps; }
+  // From now on each `fetch` takes so many lines that half of all take `steps` of them.
+  void spread_half(int steps) { each_ = (half_ * ((bytes_ + kCacheLine - 1) / kCacheLine) + steps - 1) / steps; }
 
   void fetch() {
-    const char* const* const stop = end_ - next_ < each_ ? end_ : next_ + each_;
-    for (; next_ < stop; ++next_) {
-      for (int i = 0; i < bytes_; i += kCacheLine) _mm_prefetch(*next_ + i, _MM_HINT_T1);
+    for (int i = 0; i < each_ && next_ < end_; ++i) {
+      _mm_prefetch(*next_ + at_, _MM_HINT_T0);
+      at_ += kCacheLine;
+      if (at_ >= bytes_) at_ = 0, ++next_;
     }
   }
 
@@ -70,7 +71,7 @@ class Ahead {
   const char* const* next_;
   const char* const* const end_;
   const int bytes_, half_;
-  int each_ = 0;
+  int each_ = 0, at_ = 0;
 };
 
 // float32 arithmetic on elements of type T: the math of every kernel but the one with bf16 products.
@@ -79,7 +80,8 @@ struct FloatMath {
   using Element = T;
   using Product = float;  // of packed queries and probabilities
   using Reg = Vec::Reg;
-  static constexpr int kChunk = Vec::kLanes;  // elements per register
+  static constexpr int kChunk = Vec::kLanes;  // elements at a time
+  static constexpr int kPadding = kChunk;     // packed queries and accumulators are multiples of
   static constexpr int kTokenStep = 1;        // tokens that one step of p * v takes
 
   static Reg load(const char* row, int chunk, int count = kChunk) {
@@ -133,13 +135,13 @@ void dot_products(const Tile& tile, const char* const* k_rows, const char* q, in
   constexpr int kPlaces = kRows == 3 ? 4 : kRows;        // of the accumulators
   constexpr int kTokens = Vec::kAccumulators / kPlaces;  // at a time
   const int full = tile.head_dim / Math::kChunk, rest = tile.head_dim % Math::kChunk;
-  ahead.spread_half(up_to_multiple(tile.num_tokens, kTokens) / kTokens);
+  ahead.spread_half(up_to_multiple(tile.num_tokens, kTokens) / kTokens * (full + (rest > 0)));
   for (int t0 = 0; t0 < tile.num_tokens; t0 += kTokens) {
-    ahead.fetch();
     Vec::Reg sum[Vec::kAccumulators];
 #pragma GCC unroll 16
     for (int i = 0; i < Vec::kAccumulators; ++i) sum[i] = Vec::zero();
     const auto add_chunk = [&](int chunk, int count) __attribute__((always_inline)) {
+      ahead.fetch();
       decltype(Math::load(nullptr, 0)) k[kTokens];
 #pragma GCC unroll 16
       for (int t = 0; t < kTokens; ++t) k[t] = Math::load(k_rows[t0 + t], chunk, count);
@@ -207,12 +209,12 @@ void add_all_values(const Tile& tile, const char* const* v_rows, const typename 
 
 template <class Math>
 int packed_row_bytes(int head_dim) {
-  return up_to_multiple(head_dim, Math::kChunk) * static_cast<int>(sizeof(typename Math::Product));
+  return up_to_multiple(head_dim, Math::kPadding) * static_cast<int>(sizeof(typename Math::Product));
 }
 
 template <class Math>
 int accumulator_stride(int head_dim) {
-  return up_to_multiple(head_dim, Math::kChunk);
+  return up_to_multiple(head_dim, Math::kPadding);
 }
 
 template <class Math, int kRows>
@@ -251,15 +253,15 @@ void attend(const Tile& tile) {
 template <class Narrow, class Wide>
 void attend_fp8(const Tile& tile) {
   if (tile.num_rows <= kBlockRows) return attend_all<Narrow>(tile, tile.k_rows, tile.v_rows);
-  const int chunks = (tile.head_dim + Wide::kChunk - 1) / Wide::kChunk;
-  const int wide_bytes = chunks * Wide::kChunk * static_cast<int>(sizeof(typename Wide::Element));
+  const int chunks = (tile.head_dim + Narrow::kChunk - 1) / Narrow::kChunk;
+  const int wide_bytes = chunks * Narrow::kChunk * static_cast<int>(sizeof(typename Wide::Element));
   const int tokens = up_to_multiple(tile.num_tokens, Vec::kAccumulators);
   const char* k_rows[kTileTokens];
   const char* v_rows[kTileTokens];
   char* wide = tile.scratch + kWideOffset;
   const auto widen = [&](const char* row, const char*& wide_row) {
     for (int chunk = 0; chunk < chunks; ++chunk) {
-      Wide::store_wide(wide, chunk, Narrow::load(row, chunk, tile.head_dim - chunk * Wide::kChunk));
+      Narrow::store_wide(wide, chunk, Narrow::load(row, chunk, tile.head_dim - chunk * Narrow::kChunk));
     }
     wide_row = wide;
     wide += wide_bytes;
@@ -271,7 +273,7 @@ void attend_fp8(const Tile& tile) {
 
 template <class Math, bool kFp8>
 int scratch_bytes(int head_dim) {
-  const int wide = up_to_multiple(head_dim, Math::kChunk) * static_cast<int>(sizeof(typename Math::Element));
+  const int wide = up_to_multiple(head_dim, Math::kPadding) * static_cast<int>(sizeof(typename Math::Element));
   return kWideOffset + (kFp8 ? 2 * kTileTokens * wide : 0);
 }
 

@@ -10,7 +10,7 @@
 namespace attnops::xqa_decode::cpu {
 namespace {
 
-constexpr int kPairChunk = 32;  // elements per register
+constexpr int kPairs = 32;  // elements per register
 
 // bf16 of the 128 magnitudes of e4m3, the last of which is NaN: low bytes, then high bytes.
 struct E4M3Table {
@@ -29,74 +29,92 @@ struct E4M3Table {
 };
 constexpr E4M3Table kE4M3Table;
 
-// Byte i of a register of 32 bytes, twice.
-struct TwiceTable {
-  uint8_t index[64];
-  constexpr TwiceTable() : index() {
-    for (int i = 0; i < 64; ++i) index[i] = static_cast<uint8_t>(i / 2);
-  }
+// Neighbouring elements as bf16, in one register or two.
+template <int kCount>
+struct Registers {
+  __m512i each[kCount];
 };
-constexpr TwiceTable kTwiceTable;
 
-// Up to 32 elements as bf16, zeros after the first `count`.
-inline __m512i load_pairs(const BHalf* from, int count) {
-  return count >= 32 ? _mm512_loadu_si512(from) : _mm512_maskz_loadu_epi16((__mmask32{1} << count) - 1, from);
+// Up to 32 elements, zeros after the first `count`.
+inline Registers<1> load_pairs(const BHalf* from, int count) {
+  if (count >= kPairs) return {{_mm512_loadu_si512(from)}};
+  return {{_mm512_maskz_loadu_epi16((__mmask32{1} << count) - 1, from)}};
 }
 
-inline __m512i load_pairs(const E4M3* from, int count) {
-  const __mmask32 used = count >= 32 ? ~__mmask32{0} : (__mmask32{1} << count) - 1;
-  const __m512i x = _mm512_castsi256_si512(_mm256_maskz_loadu_epi8(used, from));
-  const __m512i twice = _mm512_permutexvar_epi8(_mm512_loadu_si512(kTwiceTable.index), x);
+// Up to 64 elements. Both bytes of each are looked up, then interleaved, which works within 128-bit lanes: so each lane
+// has eight elements of the first register and eight of the second.
+inline Registers<2> load_pairs(const E4M3* from, int count) {
+  const __mmask64 used = count >= 2 * kPairs ? ~__mmask64{0} : (__mmask64{1} << count) - 1;
+  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+  const __m512i x = _mm512_permutexvar_epi64(order, _mm512_maskz_loadu_epi8(used, from));
   const __m512i low =
-      _mm512_permutex2var_epi8(_mm512_loadu_si512(kE4M3Table.low), twice, _mm512_loadu_si512(kE4M3Table.low + 64));
-  const __m512i high =
-      _mm512_permutex2var_epi8(_mm512_loadu_si512(kE4M3Table.high), twice, _mm512_loadu_si512(kE4M3Table.high + 64));
-  const __m512i magnitude = _mm512_mask_mov_epi8(low, 0xAAAAAAAAAAAAAAAAull, high);
-  return _mm512_ternarylogic_epi32(magnitude, twice, _mm512_set1_epi16(static_cast<int16_t>(0x8000)),
-                                   0xF8);  // a | (b & c)
+      _mm512_permutex2var_epi8(_mm512_loadu_si512(kE4M3Table.low), x, _mm512_loadu_si512(kE4M3Table.low + 64));
+  const __m512i magnitude =
+      _mm512_permutex2var_epi8(_mm512_loadu_si512(kE4M3Table.high), x, _mm512_loadu_si512(kE4M3Table.high + 64));
+  const __m512i high = _mm512_ternarylogic_epi32(magnitude, x, _mm512_set1_epi8(static_cast<char>(0x80)),
+                                                 0xF8);  // a | (b & c)
+  return {{_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)}};
 }
 
-template <class T>
+// kPadding_: of packed queries and accumulators, where those of narrower elements are used, too.
+template <class T, int kPadding_ = kPairs * 2 / static_cast<int>(sizeof(T))>
 struct PairMath {
   using Element = T;
   using Product = BHalf;
   using Reg = Vec::Reg;
-  static constexpr int kChunk = kPairChunk;
+  static constexpr int kRegisters = 2 / static_cast<int>(sizeof(T));  // of a chunk
+  static constexpr int kChunk = kPairs * kRegisters;
+  static constexpr int kPadding = kPadding_;
   static constexpr int kTokenStep = 2;
+  using Chunk = Registers<kRegisters>;
 
-  static __m512i load(const char* row, int chunk, int count = kChunk) {
+  static Chunk load(const char* row, int chunk, int count = kChunk) {
     return load_pairs(reinterpret_cast<const T*>(row) + chunk * kChunk, count);
   }
-  static __m512i load_query(const char* row, int chunk) {
-    return load_pairs(reinterpret_cast<const BHalf*>(row) + chunk * kChunk, kChunk);
+  static Chunk load_query(const char* row, int chunk) {
+    Chunk q;
+#pragma GCC unroll 2
+    for (int i = 0; i < kRegisters; ++i) q.each[i] = _mm512_loadu_si512(row + 64 * (chunk * kRegisters + i));
+    return q;
   }
-  static void store_wide(char* row, int chunk, __m512i x) { _mm512_storeu_si512(row + 2 * kChunk * chunk, x); }
-  static Reg dot(Reg sum, __m512i q, __m512i k) { return _mm512_dpbf16_ps(sum, (__m512bh)q, (__m512bh)k); }
+  static void store_wide(char* row, int chunk, const Chunk& x) {
+#pragma GCC unroll 2
+    for (int i = 0; i < kRegisters; ++i) _mm512_storeu_si512(row + 64 * (chunk * kRegisters + i), x.each[i]);
+  }
+  static Reg dot(Reg sum, const Chunk& q, const Chunk& k) {
+#pragma GCC unroll 2
+    for (int i = 0; i < kRegisters; ++i) sum = _mm512_dpbf16_ps(sum, (__m512bh)q.each[i], (__m512bh)k.each[i]);
+    return sum;
+  }
   static void store_probabilities(BHalf* to, Reg p) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(p));
   }
 
-  // kCount chunks of columns; two registers each.
+  // kCount chunks of columns; two accumulators for each of their registers.
   template <int kRows, int kCount, bool kPart>
   static void add_values(const char* const* v_rows, int num_tokens, const BHalf* p, const float* rescale, float* acc,
                          int acc_stride, int column, int part, Ahead& ahead) {
-    Reg sum[kRows][2 * kCount];
+    constexpr int kSums = 2 * kCount * kRegisters;
+    Reg sum[kRows][kSums];
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-      for (int c = 0; c < 2 * kCount; ++c) {
+      for (int c = 0; c < kSums; ++c) {
         sum[r][c] = Vec::mul(Vec::load(acc + r * acc_stride + column + c * Vec::kLanes), Vec::broadcast(rescale + r));
       }
     }
     for (int t = 0; t < num_tokens; t += 2) {
       ahead.fetch();
-      __m512i v[2 * kCount];
+      __m512i v[kSums];
 #pragma GCC unroll 2
       for (int c = 0; c < kCount; ++c) {
-        const __m512i even = load(v_rows[t], column / kChunk + c, kPart ? part : kChunk);
-        const __m512i odd = load(v_rows[t + 1], column / kChunk + c, kPart ? part : kChunk);
-        v[2 * c] = _mm512_unpacklo_epi16(even, odd);
-        v[2 * c + 1] = _mm512_unpackhi_epi16(even, odd);
+        const Chunk even = load(v_rows[t], column / kChunk + c, kPart ? part : kChunk);
+        const Chunk odd = load(v_rows[t + 1], column / kChunk + c, kPart ? part : kChunk);
+#pragma GCC unroll 2
+        for (int i = 0; i < kRegisters; ++i) {
+          v[2 * (c * kRegisters + i)] = _mm512_unpacklo_epi16(even.each[i], odd.each[i]);
+          v[2 * (c * kRegisters + i) + 1] = _mm512_unpackhi_epi16(even.each[i], odd.each[i]);
+        }
       }
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
@@ -104,7 +122,7 @@ struct PairMath {
         __builtin_memcpy(&pair, p + r * kTileTokens + t, sizeof(pair));
         const __m512i weights = _mm512_set1_epi32(pair);
 #pragma GCC unroll 4
-        for (int c = 0; c < 2 * kCount; ++c) {
+        for (int c = 0; c < kSums; ++c) {
           sum[r][c] = _mm512_dpbf16_ps(sum[r][c], (__m512bh)weights, (__m512bh)v[c]);
         }
       }
@@ -112,7 +130,7 @@ struct PairMath {
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-      for (int c = 0; c < 2 * kCount; ++c) Vec::store(acc + r * acc_stride + column + c * Vec::kLanes, sum[r][c]);
+      for (int c = 0; c < kSums; ++c) Vec::store(acc + r * acc_stride + column + c * Vec::kLanes, sum[r][c]);
     }
   }
   static constexpr int kColumnRegisters = Vec::kColumns;
@@ -128,16 +146,18 @@ inline void in_order(const float* acc, Vec::Reg& first, Vec::Reg& second) {
   second = _mm512_permutex2var_ps(low, to_second, high);
 }
 
-inline void pack_pair_query(const void* q_row, int head_dim, char* packed) {
-  const char* row = static_cast<const char*>(q_row);
-  for (int d = 0; d < head_dim; d += kPairChunk) {
-    _mm512_storeu_si512(packed + 2 * d, PairMath<BHalf>::load(row, d / kPairChunk, head_dim - d));
+template <class Math>
+void pack_pair_query(const void* q_row, int head_dim, char* packed) {
+  const auto* row = static_cast<const BHalf*>(q_row);
+  for (int d = 0; d < up_to_multiple(head_dim, Math::kPadding); d += kPairs) {
+    _mm512_storeu_si512(packed + 2 * d,
+                        d < head_dim ? load_pairs(row + d, head_dim - d).each[0] : _mm512_setzero_si512());
   }
 }
 
 template <class T>
 void store_pair_row(const float* acc, int head_dim, float factor, T* out) {
-  for (int d = 0; d < head_dim; d += kPairChunk) {
+  for (int d = 0; d < head_dim; d += kPairs) {
     Vec::Reg first, second;
     in_order(acc + d, first, second);
     Vec::store_elements(out + d, Vec::mul(first, Vec::all(factor)), head_dim - d);
@@ -151,13 +171,16 @@ inline void store_pair_out(const float* acc, int head_dim, float factor, void* o
   store_pair_row(acc, head_dim, factor, static_cast<BHalf*>(out));
 }
 
+// KV of bfloat16, and FP8.
 template <bool kFp8>
 constexpr TileKernel pair_kernel() {
-  return {packed_row_bytes<PairMath<BHalf>>,
-          accumulator_stride<PairMath<BHalf>>,
-          scratch_bytes<PairMath<BHalf>, kFp8>,
-          pack_pair_query,
-          kFp8 ? attend_fp8<PairMath<E4M3>, PairMath<BHalf>> : attend<PairMath<BHalf>>,
+  using Narrow = PairMath<E4M3>;
+  using Math = PairMath<BHalf, kFp8 ? Narrow::kPadding : kPairs>;
+  return {packed_row_bytes<Math>,
+          accumulator_stride<Math>,
+          scratch_bytes<Math, kFp8>,
+          pack_pair_query<Math>,
+          kFp8 ? attend_fp8<Narrow, Math> : attend<Math>,
           store_pair_out,
           store_pair_row<float>,
           round_row<BHalf>};
