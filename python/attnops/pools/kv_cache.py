@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attnops import _load  # noqa: F401  (the store ops exist once the modules are loaded)
 from attnops.ops.paged_kv import as_e5m2, mla_as_e5m2
+from attnops.pools.huge_pages import with_huge_pages
 from attnops.types import MLA_KV_LORA_RANK, MLA_ROPE_DIM, AttentionLayer, device_of
 
 MLA_FP8_ROW_BYTES = 656  # 512 e4m3, 4 float32 scales (one per 128), 64 bf16 rotary
@@ -182,8 +183,8 @@ class MHATokenToKVPool(KVCache):
         options = {"dtype": self.dtype, "device": self.device}
         if self._layout == "HND":
             pages = torch.empty(self.num_pages, self.head_num, self.page_size, head_dim, **options)  # type: ignore[call-overload]
-            return pages.transpose(1, 2)
-        return torch.empty(self.num_pages, self.page_size, self.head_num, head_dim, **options)  # type: ignore[call-overload]
+            return with_huge_pages(pages).transpose(1, 2)
+        return with_huge_pages(torch.empty(self.num_pages, self.page_size, self.head_num, head_dim, **options))  # type: ignore[call-overload]
 
     def get_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]:
         place = self._place_of(layer_id)
@@ -240,7 +241,9 @@ class MLATokenToKVPool(KVCache):
         self.kv_lora_rank, self.qk_rope_head_dim = MLA_KV_LORA_RANK, MLA_ROPE_DIM
         self.kv_cache_dim = MLA_FP8_ROW_BYTES if dtype == torch.uint8 else MLA_KV_LORA_RANK + MLA_ROPE_DIM
         shape = (self.num_pages, page_size, self.kv_cache_dim)
-        self.kv_buffer = [torch.empty(shape, dtype=dtype, device=self.device) for _ in range(layer_num)]
+        self.kv_buffer = [
+            with_huge_pages(torch.empty(shape, dtype=dtype, device=self.device)) for _ in range(layer_num)
+        ]
 
     @property
     def kv_buffer(self) -> LayerBuffers:
