@@ -19,7 +19,8 @@ MODELS = [
     Model("mla_page128", AttentionSpec.mla(16, page_size=128, deterministic=True)),
     Model("mla_many_heads", AttentionSpec.mla(80, page_size=64, deterministic=True)),
 ]
-BACKENDS = [name for name in registered_names() if get_backend_class(name).capability.deterministic]
+CAPABILITIES = {name: get_backend_class(name).capability for name in registered_names()}
+BACKENDS = [name for name, one in CAPABILITIES.items() if one.deterministic and "cpu" in one.devices]
 LIMITS = Limits(max_batch_size=8, max_seqlen=2500, max_num_tokens=2500, max_tokens_per_request=4)
 
 STEPS = {
