@@ -188,7 +188,7 @@ def test_the_words_of_the_checked_mode_are_those_of_the_header():
     assert [re.sub(r"(?<!^)(?=[A-Z])", "_", op).lower() for op in ops] == list(report.OPS[: len(ops)])
     kinds = re.findall(r"k(\w+) = \d+,", header.split("enum class ReportKind")[1].split("};")[0])
     # Families have headers of their own, whose numbers go on where the last ones end.
-    more = "".join(path.read_text() for path in sorted((Path(__file__).parents[2] / "csrc/core").glob("*_report.h")))
+    more = "".join(path.read_text() for path in sorted((Path(__file__).parents[2] / "csrc").rglob("*.h")))
     found: dict[str, list[int]] = {"Op": [], "Kind": []}
     for kind, names in re.findall(r"constexpr Report(Op|Kind) ([^;]+);", re.sub("//.*", "", more)):
         found[kind] += [int(number) for number in re.findall(r"kReport\w+\{(\d+)\}", names)]

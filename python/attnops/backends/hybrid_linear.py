@@ -10,8 +10,7 @@ from torch import Tensor
 from attnops.backends.base import AttentionBackend, LayerCall
 from attnops.backends.capability import Capability
 from attnops.backends.linear import LinearAttnBackend
-from attnops.modes import ForwardMode
-from attnops.types import AttentionBatch
+from attnops.types import AttentionBatch, ForwardMode
 
 if TYPE_CHECKING:
     from attnops.layers.radix_attention import RadixAttention
