@@ -100,7 +100,8 @@ def _needed_cell(call: Any, which: int) -> int | None:
     pages = call.k_pages if hasattr(call, "k_pages") else call.kv_pages
     if length <= 0 or (call.rules.tree is not None and window >= 0):
         return None
-    last_prefix = length - call.q.shape[1] - 1 if call.rules.tree is not None else length - 1
+    drafts = 0 if call.rules.tree is None else call.rules.tree_keys or call.q.shape[1]
+    last_prefix = length - drafts - 1
     return None if last_prefix < 0 else last_prefix // pages.shape[1]
 
 
