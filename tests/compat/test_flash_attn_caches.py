@@ -66,6 +66,17 @@ def test_left_padding_and_chunks(monkeypatch, seqlen_q, chunk, pad, causal, wind
         assert_lse_close(lse[b].T, expected[1])
 
 
+def test_chunks_of_no_request_and_of_no_token():
+    pages, options = torch.randn(2, 16, 2, 64).bfloat16(), {"attention_chunk": 5, "causal": True}
+    q, none = torch.randn(0, 3, 4, 64).bfloat16(), torch.zeros(0, dtype=torch.int32)
+    table = none.view(0, 1)
+    out = fa3.flash_attn_with_kvcache(q, pages, pages, cache_seqlens=none, page_table=table, **options)
+    assert out.shape == q.shape
+    bounds = {name: torch.zeros(3, dtype=torch.int32) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    k = pages[0, :0]
+    assert fa3.flash_attn_varlen_func(q[:, 0], k, k, **bounds, max_seqlen_q=0, max_seqlen_k=0, **options).shape[0] == 0
+
+
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("causal", "window"), MASKS)

@@ -25,6 +25,8 @@ def extend_chunks(
         table: ``[B, max_pages]``. chunk: Tokens, above 0.
     """
     batch_size, size = table.shape[0], k_pages.shape[1]
+    if batch_size == 0:
+        return extend(q, k_pages, v_pages, table, lens, bounds, **options)
     start, end, length = bounds[:-1].long(), bounds[1:].long(), lens.long()
     before = length - (end - start)  # tokens ahead of a request's first query
     first, last = (torch.div(at, chunk, rounding_mode="floor") for at in (before, length - 1))
