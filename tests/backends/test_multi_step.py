@@ -7,9 +7,10 @@ import dataclasses
 import pytest
 import torch
 from attnops.backends import MultiStepDraftBackend, get_backend_class
-from attnops.types import AttentionBatch, ForwardMode, Limits
+from attnops.types import AttentionBatch, AttentionSpec, ForwardMode, Limits
 from draft_loops import REQUESTS, Loop, check_replays, close, run_eagerly
 from graph_tape import GraphTape
+from steps import LIMITS, Model, make_step
 
 NAMES = ["torch_native", "intel_amx", "trtllm_mha", "flex_attention"]
 
@@ -52,7 +53,7 @@ def test_one_graph_holds_the_loop(name, page_size, topk, trees):
     """Replays with other lengths, requests and numbers of them, bit for bit as eager ones."""
     # Products of torch have other bits in a padded batch.
     sizes = range(1, REQUESTS + 1) if name == "torch_native" else [2, REQUESTS]
-    check_replays(name, page_size, topk, turns=50, recorder=GraphTape, sizes=sizes, trees=trees)
+    check_replays(name, page_size, topk, turns=200, recorder=GraphTape, sizes=sizes, trees=trees)
 
 
 def test_idle_ranks_stay_idle():
@@ -114,3 +115,42 @@ def test_errors_name_what_is_wrong():
     for topk, steps in ((0, 3), (2, 1)):
         with pytest.raises(ValueError, match="a draft loop needs topk >= 1 and draft_steps >= 2"):
             MultiStepDraftBackend(get_backend_class("torch_native"), loop.spec, limits, topk=topk, draft_steps=steps)
+
+
+@pytest.mark.parametrize("name", ["intel_amx", "trtllm_mha", "flashmla"])
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_a_row_of_a_chain_has_the_bits_of_its_decode(name, page_size):
+    """Deterministic: a verify step's row i is the decode step of the same token over the same keys."""
+    mla = name == "flashmla"
+    if mla and page_size != 64:
+        pytest.skip("takes pages of 64")
+    options = {"page_size": page_size, "deterministic": True}
+    spec = (
+        AttentionSpec.mla(4, **options) if mla else AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64, **options)
+    )
+    prefixes, nodes = [0, 70, 9], 4
+    chain = [[-1, 0, 1, 2]] * 3
+    step = make_step(
+        Model("one", spec), ForwardMode.TARGET_VERIFY, prefixes, [nodes] * 3, seed=3, uniform=True, tree=chain
+    )  # fmt: skip
+
+    def run(batch, rows):
+        backend = get_backend_class(name)(spec, LIMITS)
+        batch = dataclasses.replace(batch, attn_backend=backend)
+        backend.init_forward_metadata(batch)
+        return step.layer(step.q[rows], step.k[rows], None if mla else step.v[rows], batch)
+
+    verified = run(step.batch, slice(None)).view(3, nodes, -1)
+    no_mask = dataclasses.replace(step.batch, tree_mask=None)
+    assert torch.equal(run(no_mask, slice(None)).view(3, nodes, -1), verified)
+    for node in range(nodes):
+        rows = torch.arange(3) * nodes + node
+        decode = dataclasses.replace(
+            no_mask,
+            forward_mode=ForwardMode.DECODE,
+            cache_seqlens=(step.batch.cache_seqlens - nodes + node + 1).contiguous(),
+            num_tokens=3,
+            tokens_per_request=1,
+            out_cache_loc=step.batch.out_cache_loc[rows],
+        )
+        assert torch.equal(run(decode, rows), verified[:, node]), f"token {node}"

@@ -22,7 +22,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LENGTHS = [0, 1, 5, 63, 64, 150, 300]  # of prefixes
 NODES = [2, 5, 8, 16, 33, 64]
-WINDOWS = [0, 1, 3, 8, 40, 130, 400]
+WINDOWS = [-1, 0, 1, 3, 8, 40, 130, 400]  # -1: none
 
 
 def draw(seed: int, nodes: int):
@@ -166,10 +166,11 @@ PAGE_SIZES = {"cutlass_mla": 128, "trtllm_mla": 32, "flashmla": 64}
 
 def check_backend(name: str, is_mla: bool, page_size: int, pool: bool, seed: int, device: str, **more) -> None:
     rng = random.Random(seed)
-    nodes, window = rng.choice([2, 5, 16]), rng.choice([0, 2, 6, 30])
+    nodes, window = rng.choice([2, 5, 16]), rng.choice([-1, 0, 2, 6, 30])
     options = {"page_size": PAGE_SIZES.get(name, page_size), "sliding_window_size": window, **more}
     spec = AttentionSpec.mla(4, **options) if is_mla else AttentionSpec(**{**GQA, **options})
     prefixes = [0, 70, 9]
+    pool = pool and window >= 0
     model = Model("one", spec, scale=0.1, swa_pool=pool, options={"drop_window": pool})
     trees = [draw_parents(rng, nodes) for _ in prefixes]
     limits = type(LIMITS)(max_batch_size=8, max_seqlen=192, max_num_tokens=256, max_tokens_per_request=nodes)
