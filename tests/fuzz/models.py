@@ -19,6 +19,7 @@ def names_here(draw: Draw) -> list[str]:
     machine = detect_machine(draw.device)
     kinds = {name: get_backend_class(name).capability for name in registered_names()}
     names = [name for name, capability in kinds.items() if not capability.machine_reasons(machine)]
+    names = [name for name in names if not kinds[name].needs_cpu_seq_lens]  # worlds keep lengths on the device
     compiles = draw.device == "cpu" or draw.chance(0.08)
     return [name for name in names if compiles or not kinds[name].compiles_at_run_time]
 
