@@ -70,9 +70,9 @@ FREE = {
     ("context_parallel_seqlens", "seqlens"): {0},
     ("topk_select", "logits"): {1},  # the device alone knows whether a row fits
     ("topk_select", "page_table"): {0, 1},
-    ("store_index_k", "index_pages"): {0},
+    ("store_index_k", "index_pages"): {0, 1},
     ("gather_index_k", "page_table"): {1},
-    ("gather_index_k", "index_pages"): {0},
+    ("gather_index_k", "index_pages"): {0, 1},
     ("index_logits_paged", "index_pages"): {0, 1},
     ("index_logits_paged", "page_table"): {1},
     ("index_logits_paged", "logits"): {1},
