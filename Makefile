@@ -21,10 +21,12 @@ test: check
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal -m "triton and not gpu" $(PYTEST_ARGS)
 
 # Each engine pins a torch and a transformers of its own: an environment per engine, .venv-<engine>, from
-# requirements/<engine>.txt where there is one. Without it, the engine's tests are skipped with the reason.
+# requirements/<engine>.txt where there is one. Without it, the engine is left out with the reason.
 engines: build
 	for engine in $(ENGINES); do \
 	  python=$(BIN)/python; test ! -x .venv-$$engine/bin/python || python=.venv-$$engine/bin/python; \
+	  status=0; PYTHONPATH=python $$python tools/check_engine.py $$engine || status=$$?; \
+	  test $$status != 3 || continue; test $$status = 0 || exit 1; \
 	  PYTHONPATH=python $$python -m pytest -rs tests/plugins/test_$$engine*.py $(PYTEST_ARGS) || exit 1; \
 	done
 

@@ -157,7 +157,7 @@ def right(draw: Draw) -> None:
     if mask is not None and not flat and draw.chance(0.7):
         mask = mask.reshape(batch, seqlen, mask.shape[1])
     given |= {"kv_pages": call.kv_pages, "cache_seqlens": call.seqlens, "plan": plan, "tree_mask": mask, **call.options}
-    out = Guarded(draw, (*q.shape[:-1], V), q.dtype, odd=draw.device == "cpu")
+    out = Guarded(draw, (*q.shape[:-1], V), q.dtype)
     lse = Guarded(draw, tuple(q.shape[:-1]), torch.float32, dense=True) if draw.chance(0.8) else None
     with_sinks = call.rules.sinks is not None and lse is not None and draw.chance(0.3)
     untouched = Untouched(kv_pages=call.kv_pages, table=call.paging.indices, q=q) if draw.chance(0.1) else None

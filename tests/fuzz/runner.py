@@ -110,7 +110,7 @@ class Run:
             thread.start()
         for thread in threads:
             thread.join()
-        self.elapsed = time.monotonic() - begin
+        self.elapsed += time.monotonic() - begin
 
     def _start(self) -> _Child:
         command = [*self.prefix, sys.executable, "-m", "tests.fuzz", "--serve", "--seed", str(self.seed)]

@@ -79,6 +79,8 @@ FREE = {
     ("index_logits", "logits"): {1},
     ("context_parallel_slots", "slots"): {0},
 }
+# Pools of slots that have any inner shape: a dimension more makes another right call.
+ANY_RANK = {("copy_states", "states"), ("clear_states", "states")}
 # Arguments that may have any stride.
 ANY_STRIDE = {"out_cache_loc", "req_pool_indices", "slots", "slot_map", "bonus_tokens", "target_predict", "mask_indptr"}
 ANY_STRIDE |= {"a", "b", "dt", "conv_states"}
@@ -97,9 +99,9 @@ NUMBERS = {
 }
 
 
-def _another_rank(draw: Draw, value: Tensor) -> Tensor:
+def _another_rank(draw: Draw, value: Tensor, any_rank: bool) -> Tensor:
     """One dimension more, in front (a second one may be that of a request's tokens), or none at all."""
-    return value.unsqueeze(0) if draw.chance(0.5) else value.flatten()[0]
+    return value.unsqueeze(0) if draw.chance(0.5) and not any_rank else value.flatten()[0]
 
 
 def _another_dtype(draw: Draw, value: Tensor) -> Tensor:
@@ -139,7 +141,7 @@ def _spoil(draw: Draw, name: str, argument: str, value: Tensor, in_plan: bool) -
     """(what was done, the wrong tensor or None where there is none of the kind)."""
     kind = draw.pick(["rank", "dtype", "device", "stride", "extent", "extent"])
     if kind == "rank":
-        return kind, _another_rank(draw, value)
+        return kind, _another_rank(draw, value, (name, argument) in ANY_RANK)
     if kind == "dtype":
         return kind, _another_dtype(draw, value)
     if kind == "device":
