@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attnops import reference
 from attnops.backends import get_backend_class, select_backend
 from attnops.backends.nsa import REFUSED_IMPLS, SERVED_IMPLS
 from attnops.layers import RadixAttention, forward_context
 from attnops.types import AttentionSpec, ForwardMode
 from checks import MAX_RELATIVE_ERROR, relative_error
 from graph_tape import GraphTape
+from sparse_lists import check
 from steps import LIMITS, Model, Step, make_step
 
 TOPK = 24
@@ -19,6 +19,12 @@ MODELS = [
     Model("fp16_page7", AttentionSpec.mla(3, page_size=7, dtype=torch.float16, sparse_topk=TOPK), scale=0.1),
     Model("rows", AttentionSpec.mla(70, page_size=64, kv_dtype=torch.uint8, sparse_topk=TOPK), scale=0.1),
     Model("sinks", AttentionSpec.mla(5, page_size=1, has_sinks=True, sparse_topk=TOPK), scale=0.1),
+    Model(
+        "index_keys",
+        AttentionSpec.mla(8, page_size=16, sparse_topk=TOPK),
+        scale=0.1,
+        options={"index_keys": True},
+    ),
     Model("deterministic", AttentionSpec.mla(16, page_size=16, deterministic=True, sparse_topk=TOPK), scale=0.1),
 ]
 SHAPES = {
@@ -45,29 +51,6 @@ def lists_of(step: Step, seed: int = 0) -> torch.Tensor:
             lists[token, : len(chosen)] = row[chosen]
             token += 1
     return lists
-
-
-def expected(step: Step, lists: torch.Tensor) -> torch.Tensor:
-    """From what the pool holds after the step."""
-    pages = step.batch.token_to_kv_pool.get_latent_buffer(step.layer.layer_id).flatten(0, 1)
-    rows = reference.unpack_mla_fp8_rows(pages) if pages.dtype == torch.uint8 else pages.double()
-    out = torch.zeros(len(lists), step.layer.num_heads, 512, dtype=torch.float64)
-    for token, row in enumerate(lists):
-        keys = rows[row[row >= 0].long()]
-        if not len(keys):
-            continue
-        scores = step.layer.scaling * step.q[token].view(-1, 576).double() @ keys.T
-        total = scores.logsumexp(-1)
-        if step.layer.sinks is not None:
-            total = torch.logaddexp(total, step.layer.sinks.double())
-        out[token] = (scores - total.unsqueeze(-1)).exp() @ keys[:, :512]
-    return out
-
-
-def check(step: Step, lists: torch.Tensor, out: torch.Tensor) -> None:
-    real = slice(0, step.num_real)
-    error = relative_error(out[real], expected(step, lists)[real])
-    assert error <= MAX_RELATIVE_ERROR[step.model.spec.dtype], error
 
 
 def backend_for(model: Model, **options):

@@ -12,6 +12,7 @@ import torch
 from attnops import reference
 from attnops.layers import RadixAttention
 from attnops.pools import (
+    DSATokenToKVPool,
     KVCache,
     MHATokenToKVPool,
     MHATokenToKVPoolFP4,
@@ -70,8 +71,9 @@ class Model:
                 buffer.view(torch.uint8).fill_(0xFF)
             return pool
         if spec.is_mla:
-            pool = MLATokenToKVPool(size, spec.page_size, spec.cache_dtype, 2)
-            for pages in pool.kv_buffer:
+            kind = DSATokenToKVPool if self.options.get("index_keys") else MLATokenToKVPool
+            pool = kind(size, spec.page_size, spec.cache_dtype, 2)
+            for pages in pool.all_buffers()[0]:
                 poison(pages)
             return pool
         shape = (spec.page_size, spec.cache_dtype, spec.num_kv_heads, spec.head_dim)
@@ -124,6 +126,7 @@ class Step:
         tensors += [batch.req_to_token, batch.out_cache_loc, batch.extend_seq_lens, batch.tree_mask]
         if isinstance(pool, MLATokenToKVPool):
             tensors += [pages.view(torch.uint8) for pages in pool.kv_buffer]
+            tensors += pool.index_k_with_scale_buffer if isinstance(pool, DSATokenToKVPool) else []
         elif pool is not None:
             tensors += [pages.view(torch.uint8) for pages in pool.get_kv_buffer(1)]
             tensors += [pool.slot_map]

@@ -11,8 +11,10 @@ from attnops.pools.kv_cache import KVCache, MHATokenToKVPool, MLATokenToKVPool
 from attnops.pools.mamba import HybridLinearKVPool, HybridReqToTokenPool, MambaPool, MambaState
 from attnops.pools.req_to_token import ReqToTokenPool
 from attnops.pools.sliding_window import SWAKVPool, SWATokenToKVPoolAllocator
+from attnops.pools.sparse import DSATokenToKVPool, NSATokenToKVPool
 
 __all__ = [
+    "DSATokenToKVPool",
     "HybridLinearKVPool",
     "HybridReqToTokenPool",
     "KVCache",
@@ -22,6 +24,7 @@ __all__ = [
     "MLATokenToKVPoolFP4",
     "MambaPool",
     "MambaState",
+    "NSATokenToKVPool",
     "PagedTokenToKVPoolAllocator",
     "ReqToTokenPool",
     "SWAKVPool",

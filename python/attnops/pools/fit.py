@@ -6,6 +6,7 @@ import torch
 
 from attnops.pools.kv_cache import MLA_FP8_ROW_BYTES, KVCache, MHATokenToKVPool, MLATokenToKVPool
 from attnops.pools.sliding_window import SWAKVPool
+from attnops.pools.sparse import SCALE_BYTES, DSATokenToKVPool
 from attnops.types import AttentionSpec, TokenPool
 
 
@@ -20,9 +21,11 @@ def reason_against(pool: TokenPool, spec: AttentionSpec, device: torch.device) -
     if isinstance(pool, MLATokenToKVPool) != spec.is_mla:
         wanted = "an MLATokenToKVPool" if spec.is_mla else "an MHATokenToKVPool or SWAKVPool"
         return f"the pool must be {wanted}, got {type(pool).__name__}"
-    return _difference("the pool", "page_size", spec.page_size, pool.page_size) or next(
-        filter(None, (_reason_against_pages(name, pages, spec, device) for name, pages in _buffers(pool))), ""
-    )
+    reasons = [_difference("the pool", "page_size", spec.page_size, pool.page_size)]
+    reasons += [_reason_against_pages(name, pages, spec, device) for name, pages in _buffers(pool)]
+    if isinstance(pool, DSATokenToKVPool):
+        reasons += [_reason_against_index(pages, pool, device) for pages in pool.index_k_with_scale_buffer]
+    return next(filter(None, reasons), "")
 
 
 def _buffers(pool: KVCache) -> list[tuple[str, torch.Tensor]]:
@@ -51,6 +54,15 @@ def _reason_against_pages(name: str, pages: torch.Tensor, spec: AttentionSpec, d
         return reason or f"{name} must have {1 + len(dims)} dimensions, got shape {list(pages.shape)}"
     for axis, (dim, extent) in enumerate(dims.items(), 1):
         reason = reason or _difference(name, f"shape[{axis}] ({dim})", extent, pages.shape[axis])
+    return reason
+
+
+def _reason_against_index(pages: torch.Tensor, pool: DSATokenToKVPool, device: torch.device) -> str:
+    name, shape = "index_k_with_scale_buffer", (pool.page_size, pool.index_head_dim + SCALE_BYTES)
+    reason = _difference(name, "dtype", torch.uint8, pages.dtype) or _difference(name, "device", device, pages.device)
+    reason = reason or _difference(name, "shape[1:] (page_size, index_head_dim + 4)", shape, tuple(pages.shape[1:]))
+    if not reason and (pages.stride(2) != 1 or (pages.shape[1] > 1 and pages.stride(1) != shape[1])):
+        reason = f"{name} must have pages without gaps, got strides {list(pages.stride())}"
     return reason
 
 
