@@ -12,6 +12,7 @@ import torch
 from . import (
     backends,
     fmha,
+    fp4,
     index_keys,
     indexer,
     linear,
@@ -33,6 +34,8 @@ FAMILIES: dict[str, tuple[int, Callable[[Draw], None]]] = {
     "xqa_decode": (20, xqa.right),
     "mla_decode": (15, mla.right),
     "fmha": (25, fmha.right),
+    "four bits": (3, fp4.right_decode),
+    "stores of four bits": (2, fp4.right_store),
     "page tables": (4, paged.right_tables),
     "scans": (2, paged.right_scan),
     "store_kv": (4, paged.right_store_kv),

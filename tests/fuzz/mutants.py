@@ -61,6 +61,8 @@ CALLERS = {
     "ssd_commit": {"linear drafts"},
     "causal_conv1d": {"convolutions"},
     "copy_states": {"states"},
+    "fp4_decode": {"four bits"},
+    "store_kv_fp4": {"stores of four bits"},
     "topk_select": {"selection", "hostile rows"},
     "store_index_k": {"index keys"},
     "quantize_index_q": {"index keys"},
@@ -404,6 +406,27 @@ def _(right: Function, given: dict[str, Any]) -> Any:
 @mutant("copy_states", "the first layer alone is copied")
 def _(right: Function, given: dict[str, Any]) -> Any:
     return right(**given | {"states": given["states"][:1]})
+
+
+@mutant("fp4_decode", "sinks are dropped")
+def _(right: Function, given: dict[str, Any]) -> Any:
+    return right(**given | {"sinks": None})
+
+
+@mutant("fp4_decode", "the window is one too wide")
+def _(right: Function, given: dict[str, Any]) -> Any:
+    window = given.get("window_left", -1)
+    return right(**given | {"window_left": window + 1 if 0 <= window < 1 << 20 else window})
+
+
+@mutant("store_kv_fp4", "slots below 0 are stored")
+def _(right: Function, given: dict[str, Any]) -> Any:
+    return right(**given | {"out_cache_loc": given["out_cache_loc"].clamp(min=0)})
+
+
+@mutant("store_kv_fp4", "the scale of V is left out")
+def _(right: Function, given: dict[str, Any]) -> Any:
+    return right(**given | {"v_scale": None})
 
 
 @mutant("topk_select", "of equal keys the last are taken")
