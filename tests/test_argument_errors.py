@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import pkgutil
 import re
 from types import ModuleType
 
@@ -71,9 +73,28 @@ def public_functions(module: ModuleType) -> set[str]:
 
 
 def test_there_is_a_right_call_of_every_function():
-    assert ops_calls().keys() == set(ops.__all__)
+    """A new function of `ops` needs a call in `tests/support/right_calls.py`, one of `compat` too."""
+    assert ops_calls().keys() == set(ops.__all__), "add the call to ops_calls() of tests/support/right_calls.py"
     modules = (causal_conv1d, deep_gemm, fla, flash_attn, flash_attn_interface, flash_mla, flashinfer, sgl_kernel)
     assert compat_calls().keys() == set.union(*map(public_functions, modules))
+
+
+def test_every_function_of_ops_is_exported():
+    """What `__all__` lacks has no reference, and no test here spoils its arguments."""
+    wrapped = {
+        name
+        for module in pkgutil.iter_modules(ops.__path__)
+        for name, value in vars(importlib.import_module(f"attnops.ops.{module.name}")).items()
+        if hasattr(value, "__wrapped__") and value.__module__ == f"attnops.ops.{module.name}" and name[0] != "_"
+    }
+    assert wrapped <= set(ops.__all__), "add it to __all__ of attnops/ops/__init__.py"
+
+
+def test_every_op_with_a_function_has_a_fake():
+    for name in ops.__all__:
+        if hasattr(torch.ops.attnops, name):
+            found = torch._C._dispatch_has_kernel_for_dispatch_key(f"attnops::{name}", "Meta")
+            assert found, f'no fake: add register_fake("{name}") to its module in attnops/ops'
 
 
 @pytest.mark.parametrize("package, name", [(package, name) for package in CALLS for name in CALLS[package]()])

@@ -63,3 +63,16 @@ def test_every_set_names_tests_that_exist(name):
     }
     for word in re.findall(r"test_\w+", expression):
         assert any(word in function for function in functions), f"no test of {paths} is called {word}"
+
+
+# Families whose kernels are run by the tests of another folder.
+TESTED_WITH = {name: "linear" for name in ("causal_conv1d", "delta_rule", "linear_state", "ssd")}
+
+
+def test_every_family_with_kernels_has_a_set():
+    """At least memcheck runs the GPU tests of every folder of `csrc/` that has kernels."""
+    families = {path.parts[-3] for path in (ROOT / "csrc").glob("*/*/*.cu") if path.parts[-2] in {"cuda", "sm90"}}
+    run = {path for name, (paths, _) in sets().items() if name.startswith("memcheck") for path in paths}
+    for family in families:
+        tests = f"tests/{TESTED_WITH.get(family, family)}"
+        assert any(path == tests or path.startswith(f"{tests}/") for path in run), f"add a memcheck set of {family}"

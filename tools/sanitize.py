@@ -100,6 +100,8 @@ SETS = {
     "memcheck linear": (["tests/linear"], "not 4096 and not replays"),
     "racecheck linear": (["tests/linear"], "(equals_float64 or equal_float64 or copies) and (0 or 1)"),
     "synccheck linear": (["tests/linear"], "equals_float64 or equal_float64"),
+    "memcheck context_parallel": (["tests/context_parallel"], ""),
+    "memcheck local_batches": (["tests/local_batches"], ""),
     "memcheck merge_state": (["tests/merge_state"], ""),
     "racecheck merge_state": (["tests/merge_state"], "union_of_both or many_states"),
     "memcheck planning": (["tests/planning"], "not fmha and (empty or ragged or skewed or 7777 or captured)"),

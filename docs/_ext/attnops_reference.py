@@ -20,7 +20,7 @@ def devices_of() -> dict[str, list[str]]:
     for device in ("CPU", "CUDA"):
         for path in sorted(CSRC.rglob("*.cpp")):
             text = path.read_text(encoding="utf-8")
-            for block in re.findall(rf"STABLE_TORCH_LIBRARY_IMPL\(attnops, {device}, m\) \{{(.*?)\n\}}", text, re.S):
+            for block in re.findall(rf"STABLE_TORCH_LIBRARY_IMPL\(attnops, {device}, m\) \{{([^}}]*)\}}", text):
                 for name in re.findall(r'm\.impl\("(\w+)"', block):
                     found.setdefault(name, []).append(device)
     return found
