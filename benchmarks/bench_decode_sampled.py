@@ -23,9 +23,8 @@ from collections import defaultdict
 from collections.abc import Callable
 
 import torch
-from attnops import __version__
 from attnops.info import kernel_counts
-from records import Record, write
+from records import Record, version_of, write
 from sampled_cells import LAW, MOST_BYTES, THIRDS, Cell, cells
 from sampled_contenders import PLAN_EVERY, Pool, Problem, Step, attnops_decode, peers, planned
 
@@ -219,7 +218,7 @@ def main() -> None:
             case = f"sampled {kind} seed {arguments.seed}"
             for name, t in times.items():
                 note = f"best: {best}, {ratio:.3f}, by {kernel}" if name == "attnops" else ""
-                version = __version__ if name.startswith("attnops") else ""
+                version = version_of(name)
                 gbs, tflops = cell.bytes / t / 1e3, cell.flops / t / 1e6
                 error = measurement.errors[name]
                 params = cell.params

@@ -26,10 +26,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import fmha_law
 import fmha_peers
 import torch
-from attnops import __version__
 from bench_xqa_decode import read_ceiling, record_graph, replay_ms
 from fmha_cells import BF16, DEVICE, FP8, Cell, Pools
-from records import Record, write
+from records import Record, version_of, write
 
 NAME = "h200-fmha"
 TURNS, TURNS_BELOW_BAR = 2, 5
@@ -78,7 +77,7 @@ class Outcome:
                 peer=c.name,
                 params=self.cell.params,
                 ms=round(c.ms, 6),
-                version=__version__ if c.name.startswith("attnops") else "",
+                version=version_of(c.name),
                 gbs=round(self.cell.bytes / c.ms / 1e6, 1),
                 tflops=round(self.cell.flops / c.ms / 1e9, 2),
                 rel_err=c.error,

@@ -326,6 +326,7 @@ def run(cell: Cell, pools: Pools, state: str) -> list[records.Record]:
                 peer=peer,
                 params=cell.params,
                 ms=round(ms, 6),
+                version=records.version_of(peer),
                 gbs=round(gbs, 1),
                 tflops=round(tflops, 1),
                 rel_err=errors[peer],

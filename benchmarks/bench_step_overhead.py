@@ -23,13 +23,13 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from attnops import __version__, ops
+from attnops import ops
 from attnops.graphs import GraphRunner
 from attnops.layers import collect_layers, forward_context
 from attnops.metadata import XqaDecodePlan
 from attnops.ops.layer_call import bind_xqa_layer, repeatable, xqa_layer
 from attnops.types import AttentionBatch
-from records import Record, write
+from records import Record, version_of, write
 from step_model import BF16, DEVICE, DIM, HEADS, KV_HEADS, PAGE_SIZE, Setup
 from torch import Tensor, nn
 
@@ -235,7 +235,7 @@ class Bench:
         self.records: list[Record] = []
 
     def add(self, case: str, peer: str, params: dict, us: float, note: str = "") -> None:
-        version = __version__ if peer.startswith("attnops") else ""
+        version = version_of(peer)
         self.records.append(
             Record(case=case, peer=peer, params=params, ms=round(us / 1e3, 6), version=version, note=note)
         )

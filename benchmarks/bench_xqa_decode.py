@@ -20,10 +20,10 @@ import time
 from collections.abc import Callable
 
 import torch
-from attnops import __version__, ops
+from attnops import ops
 from attnops.metadata import XqaDecodePlan
 from attnops.metadata.plan_parts import xqa_invariant_cuts
-from records import Record, write
+from records import Record, version_of, write
 
 BF16, FP8, INT32 = torch.bfloat16, torch.float8_e4m3fn, torch.int32
 DEVICE = "cuda"
@@ -274,7 +274,7 @@ def measure(cell: Cell, case: str, named: list, budget_ms: float, tolerance: flo
                 peer=name,
                 params=cell.params,
                 ms=round(ms, 6),
-                version=__version__ if name.startswith("attnops") else "",
+                version=version_of(name),
                 gbs=round(cell.bytes / ms / 1e6, 1),
                 tflops=round(cell.flops / ms / 1e9, 2),
                 rel_err=error,

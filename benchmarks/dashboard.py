@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import records
-from report import geometric_mean
+from report import geometric_mean, versions
 
 OURS = "attnops"
 CEILINGS = {"ceiling", "ceilings"}
@@ -146,9 +146,8 @@ def described(params: dict) -> str:
     return ", ".join(words)
 
 
-def _versions(cells: list[Cell]) -> str:
-    found = sorted({f"{cell.peer} {cell.peer_version}" for cell in cells if cell.peer_version})
-    return f"Peers: {', '.join(found)}." if found else "The rows do not record the peers' versions."
+def peers_of(cells: list[Cell]) -> str:
+    return versions((cell.peer, cell.peer_version) for cell in cells)
 
 
 def section(name: str, title: str, cells: list[Cell], plots: list[str]) -> list[str]:
@@ -160,7 +159,7 @@ def section(name: str, title: str, cells: list[Cell], plots: list[str]) -> list[
         f"{len(cells)} cells. Geometric mean {geometric_mean(ratios):.2f}x the best peer's speed, "
         f"from {min(ratios):.2f}x to {max(ratios):.2f}x. attnops is slower in {slower}.",
         "",
-        f"Device: {'; '.join(sorted({cell.device for cell in cells}))}. {_versions(cells)}",
+        f"Device: {'; '.join(sorted({cell.device for cell in cells}))}. {peers_of(cells)}",
         "",
         *(line for plot in plots for line in (f"![{title}]({plot})", "")),
         f"<details><summary>Every cell of {title}</summary>",
@@ -205,7 +204,7 @@ def write(out: Path) -> Path:
         if not cells:
             continue
         every += [(title, cell) for cell in cells]
-        plots = [dashboard_plots.ratios(cells, title, out / f"{name}.svg")]
+        plots = [dashboard_plots.ratios(cells, title, peers_of(cells), out / f"{name}.svg")]
         ceilings = ceilings_of(path.read_text(encoding="utf-8"))
         if any(cell.gbs and cell.tflops for cell in cells) and "gbs" in ceilings:
             plots.append(dashboard_plots.roofline(cells, ceilings, title, out / f"{name}-roofline.svg"))

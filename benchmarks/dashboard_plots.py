@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,11 +19,14 @@ from matplotlib import pyplot  # noqa: E402
 FASTER, SLOWER, LINE = "#0072b2", "#d55e00", "#777777"
 
 
-def ratios(cells: list[Cell], title: str, path: Path) -> str:
-    """A dot per cell, a row per case: how fast beside the best peer, and what share of the ceiling."""
+def ratios(cells: list[Cell], title: str, peers: str, path: Path) -> str:
+    """A dot per cell, a row per case: how fast beside the best peer, and what share of the ceiling.
+
+    `peers` stands below the axes: whom the cells are beside, with versions.
+    """
     cases = list(dict.fromkeys(cell.case for cell in cells))
     shared = any(cell.share is not None for cell in cells)
-    height = 1.3 + 0.32 * len(cases)
+    height = 1.5 + 0.32 * len(cases)
     figure, axes = pyplot.subplots(1, 1 + shared, figsize=(8, height), sharey=True, layout="constrained", squeeze=False)
     left = axes[0][0]
     for cell in cells:
@@ -46,6 +50,7 @@ def ratios(cells: list[Cell], title: str, path: Path) -> str:
         axes[0][1].set_xlim(0, 1.05)
         axes[0][1].set_xlabel("share of the ceiling")
     figure.suptitle(title, fontsize=11)
+    figure.supxlabel("\n".join(textwrap.wrap(peers, 120)), fontsize=7, color=LINE)
     return _save(figure, path)
 
 

@@ -6,6 +6,7 @@ import json
 import platform
 import subprocess
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -29,6 +30,35 @@ class Record:
     note: str = ""
     commit: str = field(default_factory=lambda: current_commit())
     device: str = field(default_factory=lambda: device_name())
+
+
+# How names of peers begin, and the distributions that may hold them.
+DISTRIBUTIONS = {
+    "FlashInfer": ("flashinfer-python",),
+    "XQA": ("flashinfer-python",),
+    "FA3": ("flash_attn_3", "flash-attn-3"),
+    "FlashMLA": ("flash_mla", "flash-mla"),
+    "SDPA": ("torch",),
+    "torch": ("torch",),
+}
+
+
+def version_of(peer: str) -> str:
+    """The installed version of a peer. "" where it is not a distribution, as a build from sources is not."""
+    if peer.startswith("attnops"):
+        from attnops import __version__
+
+        return __version__
+    if peer.startswith("cuDNN"):
+        return str(torch.backends.cudnn.version() or "")
+    for begin, names in DISTRIBUTIONS.items():
+        if peer.startswith(begin):
+            for name in names:
+                try:
+                    return metadata.version(name)
+                except metadata.PackageNotFoundError:
+                    continue
+    return ""
 
 
 def current_commit() -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import records
@@ -31,6 +33,23 @@ def read_groups(name: str) -> dict[tuple[str, str], list[dict]]:
 
 def geometric_mean(values: list[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def versions(peers: Iterable[tuple[str, str]]) -> str:
+    """Peers by name, with their versions where the rows have them."""
+    pairs = set(peers)
+    recorded = ", ".join(sorted(f"{name} {version}" for name, version in pairs if version))
+    without = ", ".join(sorted(name for name, version in pairs if not version))
+    texts = [f"Peers: {recorded}."] if recorded else []
+    return " ".join([*texts, *([f"Peers without a recorded version: {without}."] if without else [])])
+
+
+def peers_beside(name: str) -> str:
+    """`versions` of all whom `results/<name>.jsonl` has beside attnops, and the devices."""
+    rows = [row for group in read_groups(name).values() for row in group]
+    beside = {(row["peer"], row.get("version", "")) for row in rows if not row["peer"].startswith("attnops")}
+    beside = {pair for pair in beside if pair[0] not in {"read sweep", "torch"}}  # ceilings
+    return " ".join([f"Device: {'; '.join(sorted({row['device'] for row in rows}))}.", versions(beside)])
 
 
 def write_plot(panels: list[list[tuple[str, list[Point]]]], label: str, name: str) -> None:
@@ -60,4 +79,5 @@ def write_plot(panels: list[list[tuple[str, list[Point]]]], label: str, name: st
         axis.set_yticks(range(len(batches)), batches, fontsize=8)
         axis.set(xlabel="KV tokens", ylabel="batch")
     figure.colorbar(image, ax=axes, label=label)
+    figure.supxlabel("\n".join(textwrap.wrap(peers_beside(name), 110)), fontsize=7)
     figure.savefig(records.RESULTS / f"{name}.svg", metadata={"Date": None})
