@@ -190,7 +190,10 @@ class Run:
         lines = [f"{name}: {count}" for name, count in sorted(self.seen.items())]
         lines += [f"refused: {count} x {reason}" for reason, count in self.refused.items()]
         lines += [f"FAILED {failure}" for failure in self.failures]
-        lines += [f"NEVER HIT {name}" for name in self.never_hit()]
+        missed = self.never_hit()
+        lines += [f"NEVER HIT {name}" for name in missed]
+        if any(name.startswith("op ") for name in missed) and not self.only:
+            lines.append("A new op needs cases that call it: FAMILIES of tests/fuzz/cases.py")
         return "\n".join(
             [
                 *lines,
