@@ -14,7 +14,7 @@ inline Pages checked_pages(const char* op, const std::string& side, const Tensor
                            int64_t head_dim) {
   const std::string codes_name = side + "_pages", scales_name = side + "_block_scales", scale_name = side + "_scale";
   if (head_dim % kBlock != 0 || head_dim < kBlock || head_dim > kMaxHeadDim) {
-    fail(op, side + " must have a head_dim that is a multiple of 16 (values of a scale) up to " +
+    fail(op, codes_name + " must have a head_dim that is a multiple of 16 (values of a scale) up to " +
                  std::to_string(kMaxHeadDim) + ", got " + std::to_string(head_dim));
   }
   Dim bytes("head_dim / 2", head_dim / 2, "two values a byte"), blocks("head_dim / 16", head_dim / kBlock, "a scale");

@@ -178,7 +178,7 @@ def test_errors_name_what_is_wrong(monkeypatch):
     )
     fails(r"k_block_scales must have dtype float8_e4m3fn, got uint8", 3, k[1].view(torch.uint8))
     fails(r"v_block_scales must be given with v_pages, got None", 4, None)
-    fails(r"k must have a head_dim that is a multiple of 16 .*, got 40", 0, q[..., :40])
+    fails(r"k_pages must have a head_dim that is a multiple of 16 .*, got 40", 0, q[..., :40])
     fails(r"num_q_heads\) must be a multiple of 2 \(num_kv_heads\), got 3", 0, q[:, :, :3])
     fails(r"window_left must be in \[-1, .*\], got -2", window_left=-2)
     fails(r"logit_cap", logit_cap=math.nan)

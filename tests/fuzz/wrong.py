@@ -31,6 +31,8 @@ FREE = {
     ("sparse_mla_prefill", "kv"): {0, 1},
     ("sparse_mla_prefill", "indices"): {1},
     ("fmha_paged", "page_table"): {1},
+    ("fp4_decode", "page_table"): {1},
+    ("fp4_decode", "q"): {1},
     ("mla_decode", "kv_pages"): {0, 1},
     ("store_mla_kv", "kv_pages"): {0, 1},
     ("build_page_table", "req_to_token"): {0, 1},
@@ -97,6 +99,7 @@ NUMBERS = {
     "tokens_per_request": [0, -1, 2**31],
     "threshold_acc": [0.0, 1.5, math.nan],
 }
+LEGAL = {("expand_rows", "topk"): {0}}  # numbers that a function takes all the same
 
 
 def _another_rank(draw: Draw, value: Tensor, any_rank: bool) -> Tensor:
@@ -172,6 +175,8 @@ def wrong_argument(draw: Draw) -> None:
     if numbers and draw.chance(0.2):
         argument = draw.pick(numbers)
         kind, given[argument] = "number", draw.pick(NUMBERS[argument])
+        if given[argument] in LEGAL.get((name, argument), ()):
+            raise Void
         draw.note(argument=argument, value=given[argument])
     else:
         argument, kind = _spoil_one(draw, name, given)
