@@ -53,6 +53,8 @@ FREE = {
     ("ssd_prefill", "checkpoint_slots"): {1},
     ("delta_commit", "accepted_path"): {1},
     ("ssd_commit", "accepted_path"): {1},
+    ("delta_commit", "ring_k"): {1},  # groups: any divisor of the heads
+    ("ssd_commit", "ring_k"): {1},
     ("delta_plan", "cu_seqlens"): {0},
     ("ssd_plan", "cu_seqlens"): {0},
     ("causal_conv1d", "x"): {0},  # more rows are padding
