@@ -138,7 +138,7 @@ inline void check_queries(const Arguments& a, Tokens& tokens, Params& p) {
   Dim dim_out("head_dim_v", kHeadDimV, "MLA");
   const TensorCheck q(tokens.op, "q", a.q), out(tokens.op, "out", a.out);
   tokens.shape(q, tokens.heads, dim_q).dense_last();
-  check_range(tokens.op, "num_q_heads", *tokens.heads, 1, kMaxHeads);
+  check_range(tokens.op, "num_q_heads of q", *tokens.heads, 1, kMaxHeads);
   if (tokens.by_request) check_range(tokens.op, "q.shape[1] (seqlen_q)", *tokens.seqlen_q, 1, kMaxSeqlenQ);
   check_range(tokens.op, "query tokens", tokens.count(), 0, INT32_MAX);
   const int head_axis = tokens.by_request ? 2 : 1;
