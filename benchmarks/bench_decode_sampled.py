@@ -173,11 +173,12 @@ def summary(kind: str, results: list[tuple[Cell, float, bool]]) -> None:
         line(": ".join(feature), values)
 
 
-def drawn(kind: str, seed: int, count: int, context: int | None) -> list[Cell]:
+def drawn(kind: str, seed: int, count: int, context: int | None, page_size: int | None) -> list[Cell]:
     if kind not in KINDS:
-        return list(cells(kind, seed, count, context))
+        return list(cells(kind, seed, count, context, page_size))
     each = -(-count // len(KINDS[kind]))
-    found = itertools.chain.from_iterable(zip(*(cells(k, seed, each, context) for k in KINDS[kind]), strict=True))
+    of_kinds = (cells(k, seed, each, context, page_size) for k in KINDS[kind])
+    found = itertools.chain.from_iterable(zip(*of_kinds, strict=True))
     return list(found)[:count]
 
 
@@ -187,6 +188,7 @@ def main() -> None:
     parser.add_argument("--cells", type=int, default=40, help="of each set")
     parser.add_argument("--sets", default="xqa16,fp8,tokens,mla16,mla8,invariant,width")
     parser.add_argument("--context", type=int, help="of every page table, in place of a drawn one; 0: exact")
+    parser.add_argument("--page", type=int, help="tokens of every page, in place of a drawn number")
     parser.add_argument("--seconds", type=float, default=3600, help="stop starting cells after this long, sets alike")
     parser.add_argument("--alone", action="store_true", help="no peers: every cell beside its roofline")
     parser.add_argument("--budget-ms", type=float, default=8, help="of replays per contender and turn")
@@ -201,7 +203,7 @@ def main() -> None:
         results = []
         until = begin + arguments.seconds * (number + 1) / len(sets)
         bar = BARS.get(kind, 1 / 1.2)
-        for cell in drawn(kind, arguments.seed, arguments.cells, arguments.context):
+        for cell in drawn(kind, arguments.seed, arguments.cells, arguments.context, arguments.page):
             if time.monotonic() > until:
                 print(f"out of time in {kind}")
                 break

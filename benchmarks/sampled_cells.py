@@ -152,11 +152,12 @@ def _heads(rng: random.Random, is_mla: bool) -> tuple[int, int]:
     return of_q, rng.choice([n for n in range(1, of_q + 1) if of_q % n == 0])
 
 
-def draw(rng: random.Random, kind: str, context: int | None = None) -> Cell:
+def draw(rng: random.Random, kind: str, context: int | None = None, page_size: int | None = None) -> Cell:
     """A cell of a kind ("xqa16", "fp8", "tokens", "mla16", "mla8"), of whatever third it falls into.
 
     Args:
         context: Of the page table, if not drawn; 0: exact.
+        page_size: If not drawn.
     """
     is_mla = kind.startswith("mla")
     law = rng.choice(LENGTH_LAWS)
@@ -179,7 +180,7 @@ def draw(rng: random.Random, kind: str, context: int | None = None) -> Cell:
         576 if is_mla else rng.choice((64, 80, 96, 112, 192, 256, *(128,) * 6)),
         tuple(max(n, seqlen_q) if n else 0 for n in _lengths(rng, law, batch, longest)),
         law,
-        page,
+        page_size or page,
         seqlen_q,
         kv,
         window,
@@ -188,12 +189,14 @@ def draw(rng: random.Random, kind: str, context: int | None = None) -> Cell:
     )
 
 
-def cells(kind: str, seed: int, count: int, context: int | None = None) -> Iterator[Cell]:
+def cells(
+    kind: str, seed: int, count: int, context: int | None = None, page_size: int | None = None
+) -> Iterator[Cell]:
     """`count` cells of a kind, a third of each class of roofline times, in turns."""
     rng = random.Random(f"{kind} {seed}")
     for i in range(count):
         while True:
-            cell = draw(rng, kind, context)
+            cell = draw(rng, kind, context, page_size)
             if cell.third == THIRDS[i % 3] and cell.cache_bytes <= MOST_BYTES and cell.seen_tokens:
                 break
         yield cell

@@ -23,23 +23,28 @@ __device__ inline void copy_queries(const Params& p, const Maps& maps, uint32_t 
 // What a part has asked for before its loaders begin, as bits.
 enum Asked : int { kAskedQueries = 1, kAskedEven = 2, kAskedOdd = 4 };
 
-// Asks for a whole tile, by one lane; its place is free.
-__device__ inline void ask_tile(const Maps& maps, uint32_t shared, int buffer, int token, int page) {
+// What boxes bring of a tile with so many keys: half of it where that holds all of them.
+__device__ inline bool fits_half(int keys) { return keys <= kPlanTileTokens / 2; }
+
+// Asks for a tile or its first half, by one lane; its place is free.
+__device__ inline void ask_tile(const Maps& maps, uint32_t shared, int buffer, int token, int page, bool half) {
   const uint64_t read_once = attnops::sm90::l2_policy(true);
+  const CUtensorMap* map = half ? &maps.kv_half : &maps.kv;
+  const int bytes = half ? kTileBytes / 2 : kTileBytes;
 #pragma unroll 1
   for (int k = 0; k < kTilesQk; ++k) {
     const int column = k == 0 ? kRopeTile : k - 1, unit = (k + 1) / 2;
     const uint32_t barrier = shared + barrier_full(buffer, unit);
     if (k == 0 || k % 2 == 1) {
       attnops::sm90::mbarrier_arrive(barrier, kFullArrivals - 1);
-      attnops::sm90::mbarrier_arrive_expect(barrier, tiles_of_unit(unit) * kTileBytes);
+      attnops::sm90::mbarrier_arrive_expect(barrier, tiles_of_unit(unit) * bytes);
     }
-    attnops::sm90::copy_box(shared + kKv + buffer * kOperandBytes + column * kTileBytes, &maps.kv, barrier, column * 64,
+    attnops::sm90::copy_box(shared + kKv + buffer * kOperandBytes + column * kTileBytes, map, barrier, column * 64,
                             token, page, read_once);
   }
 }
 
-// The first queries of a part and its first two tiles, if they are whole, by one warp: in as few instructions and
+// The first queries of a part and its first two tiles, if they hold keys, by one warp: in as few instructions and
 // dependent reads as it takes, the plan's row, then length and pages, then boxes. Returns what it has asked for. Not
 // for batch-invariant plans, where the first piece is not known yet (Loader::speculate).
 __device__ inline int ask_first(const Params& p, const Maps& maps, const Modes& modes, const SplitKvEntry& entry,
@@ -58,11 +63,12 @@ __device__ inline int ask_first(const Params& p, const Maps& maps, const Modes& 
   __syncwarp();
   const bool in_piece = end_work != begin_work || tile < end_tile;
   const int keys_end = min_of(length_of(length), p.page_table.num_tokens(place.request));
-  const bool whole = in_piece && (tile + 1) * kPlanTileTokens <= keys_end;
-  const int tiles = __ballot_sync(0xffffffffu, whole) & 3;
+  const int keys = keys_end - tile * kPlanTileTokens;
+  const bool has_keys = in_piece && keys > 0;
+  const int tiles = __ballot_sync(0xffffffffu, has_keys) & 3;
 #pragma unroll 1
   for (int i = 0; i < 2; ++i) {
-    if (lane == i && whole) ask_tile(maps, shared, buffer, token, page);
+    if (lane == i && has_keys) ask_tile(maps, shared, buffer, token, page, fits_half(keys));
     __syncwarp();
   }
   return kAskedQueries | tiles * kAskedEven;

@@ -53,7 +53,7 @@ class Consumer {
           step_odd(piece, t, s, o);
         }
       }
-      release(kQueriesEmpty);
+      if (piece.num_tiles % 2 == 0) release(kQueriesEmpty);
       const RowSums sums =
           exchange_sums(rows_, reinterpret_cast<float*>(base_ + kSums), shared_ + kRowSums, count & 1, kGroup);
       store_rows<T, kOptions>(p_, piece, rows_, sums, kGroup, modes_.out_aligned, base_ + kP0, shared_ + kP0, o);
@@ -68,9 +68,11 @@ class Consumer {
     const int tile = piece.first_tile + t;
     multiply_rope(0, s);
     multiply_queries(0, s);
-    if (t + 1 < piece.num_tiles) attnops::sm90::named_barrier_arrive(kScores0, kConsumerThreads);
+    const bool has_odd = t + 1 < piece.num_tiles;
+    if (has_odd) attnops::sm90::named_barrier_arrive(kScores0, kConsumerThreads);
     wgmma_wait<0>(s);
     release(0, kPartRope);
+    if (!has_odd) release(kQueriesEmpty);  // ahead of the products, for the next piece
 
     float factor[kRowsPerThread];
     softmax_tile<kOptions>(p_, piece, rows_, tile * kPlanTileTokens, s, factor, [] {}, listed_keys(0));
@@ -78,24 +80,26 @@ class Consumer {
     give_probabilities(kP0, s, a);
     attnops::sm90::named_barrier_arrive(kProbabilities0, kConsumerThreads);
     rescale(o, factor);
+    clear_tail(piece, tile, 0);
     multiply_values(a, 0, o);
     flip_parity(0);
     wgmma_wait<0>(o);
     release(0, kPartLeft);
-    if (t + 1 < piece.num_tiles) {
-      multiply_odd(o);
+    if (has_odd) {
+      multiply_odd(piece, tile + 1, o);
       wgmma_wait<0>(o);
       release(1, kPartLeft);
     }
   }
 
   // Group 0: the product of an odd tile with the other group's probabilities, in flight.
-  __device__ void multiply_odd(float (&o)[128]) {
+  __device__ void multiply_odd(const Piece& piece, int tile, float (&o)[128]) {
     float factor[kRowsPerThread];
     mbarrier_wait(shared_ + kProbabilities1, full_parity_ >> 1);
     follow_maximum(rows_, maxima(1), factor);
     rescale(o, factor);
     wait_part(1, kPartLeft);
+    clear_tail(piece, tile, 1);
     multiply_values(kP1, 1, o);
     flip_parity(1);
   }
@@ -112,6 +116,8 @@ class Consumer {
       multiply_queries(1, s);
       wgmma_wait<0>(s);
       release(1, kPartRope);
+    } else {
+      release(kQueriesEmpty);
     }
 
     float factor[kRowsPerThread];
@@ -119,6 +125,7 @@ class Consumer {
     follow_maximum(rows_, maxima(0), factor);
     rescale(o, factor);
     wait_part(0, kPartRight);
+    clear_tail(piece, tile, 0);
     multiply_values(kP0, 0, o);
     flip_parity(0);
     if (!has_odd) {
@@ -136,10 +143,26 @@ class Consumer {
     give_probabilities(kP1, s, a);
     attnops::sm90::mbarrier_arrive(shared_ + kProbabilities1);
     rescale(o, factor);
+    clear_tail(piece, tile + 1, 1);
     multiply_values(a, 1, o);
     flip_parity(1);
     wgmma_wait<0>(o);
     release(1, kPartRight);
+  }
+
+  // Common calls bring a request's last tile whole: zeros for this group's values behind the keys, for 0 x NaN must not
+  // happen. Its scores have been computed.
+  __device__ void clear_tail(const Piece& piece, int tile, int buffer) const {
+    const int keys = piece.keys.end - tile * kPlanTileTokens;
+    if (kOptions != Options::kCommon || keys >= kPlanTileTokens) return;
+    uint8_t* values = base_ + kKv + buffer * kOperandBytes + kGroup * 4 * kTileBytes;
+#pragma unroll 1
+    for (int i = max_of(keys, 0) * 8 + threadIdx.x % kGroupThreads; i < kPlanTileTokens * 8; i += kGroupThreads) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) *reinterpret_cast<uint4*>(values + k * kTileBytes + i * 16) = {};
+    }
+    fence_async_proxy();
+    attnops::sm90::mbarrier_meet(shared_ + barrier_cleared(kGroup));
   }
 
   // Of a list, which keys of the buffer's tile there are: as its loaders have left it.

@@ -116,7 +116,8 @@ inline bool is_common(const Params& p, const Modes& modes) {
 
 template <typename T, Options kOptions, Loads kLoads>
 void launch_attention(const Params& p, const Modes& modes, cudaStream_t stream) {
-  const Maps maps = make_maps(p, modes);
+  Maps maps = make_maps(p, modes);
+  if (kOptions == Options::kCommon && kLoads == Loads::kBoxes) maps.kv_half = make_map(p, kPlanTileTokens / 2);
   launch_dependent<&mla_decode_kernel<T, kOptions, kLoads>>(
       "mla_decode_kernel", {p.num_sm_parts, kThreads, kSharedBytes, kSharedBytes}, stream, p, maps, modes);
 }
@@ -149,7 +150,8 @@ void launch(const Params& p, cudaStream_t stream) {
                     .box_shift = box_rows > 0 ? __builtin_ctz(kPlanTileTokens / box_rows) : 0,
                     .by_page_size = Divisor(p.page_table.page_size),
                     .units = row_units(p, p.page_table.page_size, p.page_table.num_pages)};
-  if (!is_common(p, modes)) {
+  const bool reached = modes.use_boxes || modes.units.bytes != 0;
+  if (!is_common(p, modes) || !reached) {
     launch_attention<T, Options::kAll, Loads::kAny>(p, modes, stream);
   } else if (boxes_fit(p) && ring::suits(p)) {
     ring::launch_attention<T>(p, make_maps(p, modes), stream);

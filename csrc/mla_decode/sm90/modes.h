@@ -24,6 +24,7 @@ struct Modes {
 
 struct Maps {
   CUtensorMap kv, q, q_pe;
+  CUtensorMap kv_half;  // boxes of half as many rows, of common calls
 };
 
 }  // namespace attnops::mla_decode::sm90
