@@ -14,10 +14,8 @@ using Fragments = uint32_t[2][4];  // and as fp16
 template <typename T, class At>
 class ScoreConsumer {
   using Scores = float[At::kRows / 2];
-  using RowPairs = typename WideSoftmax<At>::RowPairs;
-  static constexpr int kInFlight = At::kScaled ? 2 : 3, kAhead = 3;      // products; loads
+  static constexpr int kInFlight = 2, kAhead = At::kScaled ? 3 : 2;      // products; loads
   static constexpr int kLoads = 2 * kPieces, kLatentLoads = kLoads - 2;  // of 32 columns each
-  static constexpr int kGiveAt = At::kScaled ? kLoads : 14;              // of these; later where more follows them
 
  public:
   __device__ ScoreConsumer(const Params& p, uint8_t* base, uint32_t shared)
@@ -36,16 +34,12 @@ class ScoreConsumer {
       count_ += kQueryStages;
       softmax_.begin(piece);
       most_ = 0.f;
-#pragma unroll 1
-      for (int t = 0; t < piece.num_tiles; ++t, ++count_, ++given_) {
-        Scores s;
-        RowPairs pairs;
-        multiply_queries(t > 0, s, pairs);
-        store_tile(piece, (piece.first_tile + t) * kPlanTileTokens, pairs, s);
+      if constexpr (At::kScaled) {
+        score_tiles(piece);
+      } else {
+        score_overlapped(piece);
       }
-      if (piece.num_tiles == 0) wait_second_half();
       parity_ ^= 1;
-      give(given_ - 1, piece.num_tiles > 0);
       const int parity = *reinterpret_cast<const volatile int*>(base_ + At::kParity);
       softmax_.publish(parity);
       if constexpr (At::kScaled) publish_most(parity);
@@ -54,6 +48,59 @@ class ScoreConsumer {
   }
 
  private:
+  // One tile after the other. The probabilities of a tile are given when the scores of the next are done: their
+  // products then lie under its softmax, in which the matrix units would be idle.
+  __device__ void score_tiles(const Piece& piece) {
+#pragma unroll 1
+    for (int t = 0; t < piece.num_tiles; ++t, ++count_, ++given_) {
+      Scores s;
+      multiply_queries(count_, t == 0, s, [](int) {});
+      if (t > 0) give(given_ - 1);
+      attnops::sm90::wgmma_wait<0>(s);
+      prepare_tile(piece, (piece.first_tile + t) * kPlanTileTokens, s);
+#pragma unroll
+      for (int j = 0; j < At::kRows / 8; ++j) softmax_.exponentiate(j, s);
+      const int buffer = given_ % kWideBuffers;
+      if constexpr (At::kScaled) apply_powers(RingSlot<At>(count_).slot, buffer, s);
+#pragma unroll
+      for (int row = 0; row < At::kRows; row += 16) store_probabilities(buffer, row, s);
+    }
+    give(given_ - 1);
+  }
+
+  // The exponentials of a tile between the first steps of the next one's scores: these are issued at the pace of the
+  // matrix units, which leaves room. Early, for the ring's place of the tile is free when its values are multiplied.
+  __device__ void score_overlapped(const Piece& piece) {
+    Scores s;
+    multiply_queries(count_, true, s, [](int) {});
+    attnops::sm90::wgmma_wait<0>(s);
+    int first_key = piece.first_tile * kPlanTileTokens;
+#pragma unroll 1
+    for (int left = piece.num_tiles; left > 0; --left, first_key += kPlanTileTokens) {
+      prepare_tile(piece, first_key, s);
+      const int buffer = given_ % kWideBuffers;
+      const auto finish = [&](int j) {
+        softmax_.exponentiate(j, s);
+        if (j % 2 == 1) store_probabilities(buffer, 8 * (j - 1), s);
+      };
+      ++count_, ++given_;
+      if (left == 1) {
+#pragma unroll
+        for (int j = 0; j < At::kRows / 8; ++j) finish(j);
+        give(given_ - 1);
+        return;
+      }
+      Scores next;
+      multiply_queries(count_, false, next, [&](int i) {
+        if (i < At::kRows / 8) finish(i);
+        if (i == At::kRows / 8) give(given_ - 1);
+      });
+      attnops::sm90::wgmma_wait<0>(next);
+#pragma unroll
+      for (int i = 0; i < At::kRows / 2; ++i) s[i] = next[i];
+    }
+  }
+
   // 16 keys of this warp, 32 columns of all 576.
   __device__ void load_keys(uint32_t tile, int i, Raw& r) const {
     const uint32_t place = tile + At::Rows::place(16 * warp_ + lane_ % 16, i / 2, lane_ / 16);
@@ -76,12 +123,12 @@ class ScoreConsumer {
     }
   }
 
-  // s = scores of the tile. Where keys have scales, what there is of the sum is multiplied between two blocks of 128
-  // columns by the quotient of their scales, and at last by the last: one accumulator is enough.
-  // On the way, late, it gives the probabilities of the tile before: their products then lie under this tile's softmax,
-  // in which the matrix units would be idle, and not beside its scores.
-  __device__ void multiply_queries(bool has_before, Scores& s, RowPairs& pairs) const {
-    const RingSlot<At> at(count_);
+  // s = scores of the ring's tile number `count`, in flight. Where keys have scales, what there is of the sum is
+  // multiplied between two blocks of 128 columns by the quotient of their scales, and at last by the last: one
+  // accumulator is enough. `between` runs behind each step of 32 columns.
+  template <class Between>
+  __device__ void multiply_queries(int count, bool is_first, Scores& s, const Between& between) const {
+    const RingSlot<At> at(count);
     const uint32_t tile = shared_ + At::kKv + at.slot * At::kTileBytes;
     const uint32_t queries = attnops::sm90::uniform_operand(shared_ + At::kQ);
     attnops::sm90::mbarrier_wait(At::full_barrier(shared_, at.slot), at.parity);
@@ -93,7 +140,7 @@ class ScoreConsumer {
     for (int i = 0; i < kLoads; ++i) {
       Fragments& now = a[i % kInFlight];
       const bool is_rope = At::kScaled && i >= kLatentLoads;
-      if (i == kLoads / kQueryStages && !has_before) wait_second_half();
+      if (i == kLoads / kQueryStages && is_first) wait_second_half();
       if (i + kAhead < (At::kScaled ? kLatentLoads : kLoads))
         load_keys(tile, i + kAhead, r[(i + kAhead) % (kAhead + 1)]);
       if (At::kScaled && i > 0 && i <= kLatentLoads && i % 4 == 0) {
@@ -118,20 +165,17 @@ class ScoreConsumer {
         }
       }
       attnops::sm90::wgmma_commit();
-      if (i == kGiveAt) give(given_ - 1, has_before);
+      between(i);
     }
-    softmax_.load(pairs);
-    attnops::sm90::wgmma_wait<0>(s);
-    if (kGiveAt == kLoads) give(given_ - 1, has_before);
   }
 
   // Of the piece's queries.
   __device__ void wait_second_half() const { attnops::sm90::mbarrier_wait(At::queries_barrier(shared_, 1), parity_); }
 
   // To the groups with values: the probabilities of tile number `count`.
-  __device__ void give(int count, bool condition) const {
+  __device__ void give(int count) const {
     attnops::sm90::fence_async_proxy();
-    attnops::sm90::mbarrier_arrive_if(At::given_barrier(shared_, count % kWideBuffers), condition);
+    attnops::sm90::mbarrier_arrive(At::given_barrier(shared_, count % kWideBuffers));
   }
 
   __device__ float4 scales_of(int slot, int h) const {
@@ -165,7 +209,8 @@ class ScoreConsumer {
     return fminf(fmaxf(fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)), 0x1p-60f), 0x1p100f);
   }
 
-  __device__ void store_tile(const Piece& piece, int first_key, RowPairs& pairs, Scores& s) {
+  // Before the exponentials of the tile that is scored: its buffer is free, and the factors are in it.
+  __device__ void prepare_tile(const Piece& piece, int first_key, Scores& s) {
     const int slot = RingSlot<At>(count_).slot, buffer = given_ % kWideBuffers;
     float weight[2] = {};
     if constexpr (At::kScaled) {
@@ -177,10 +222,8 @@ class ScoreConsumer {
       }
     }
     attnops::sm90::mbarrier_wait(At::taken_barrier(shared_, buffer), (given_ / kWideBuffers & 1) ^ 1);
-    const bool moved = softmax_.tile(piece, first_key, s, weight, pairs, factors(buffer), listed_keys<At>(base_, slot));
+    const bool moved = softmax_.prepare(piece, first_key, s, weight, factors(buffer), listed_keys<At>(base_, slot));
     if (threadIdx.x % kGroupThreads == 0) reinterpret_cast<int*>(base_ + At::kMoved)[buffer] = moved;
-    if constexpr (At::kScaled) apply_powers(slot, buffer, s);
-    store_probabilities(buffer, s);
   }
 
   __device__ float* factors(int buffer) const {
@@ -205,20 +248,17 @@ class ScoreConsumer {
     for (int i = 0; i < At::kRows / 2; ++i) s[i] *= power[i / 2 % 2];
   }
 
-  // Rounded, with keys along the rows: row is a query, its 64 keys are dense.
-  __device__ void store_probabilities(int buffer, const Scores& s) const {
+  // Rounded, of 16 queries from `row` on, with keys along the rows: row is a query, its 64 keys are dense.
+  __device__ void store_probabilities(int buffer, int row, const Scores& s) const {
     const int chunk = 2 * warp_ + lane_ / 8 % 2;
     const uint32_t place = shared_ + At::kP + buffer * At::kQueryPiece;
+    uint32_t pairs[4];
 #pragma unroll
-    for (int row = 0; row < At::kRows; row += 16) {
-      uint32_t pairs[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        pairs[i] = attnops::sm90::pack_pair<__half>(s[row / 2 + 2 * i], s[row / 2 + 2 * i + 1]);
-      }
-      const int own_row = row + 8 * (lane_ / 16) + lane_ % 8;
-      attnops::sm90::store_transposed(pairs, place + attnops::sm90::swizzled(own_row, chunk));
+    for (int i = 0; i < 4; ++i) {
+      pairs[i] = attnops::sm90::pack_pair<__half>(s[row / 2 + 2 * i], s[row / 2 + 2 * i + 1]);
     }
+    const int own_row = row + 8 * (lane_ / 16) + lane_ % 8;
+    attnops::sm90::store_transposed(pairs, place + attnops::sm90::swizzled(own_row, chunk));
   }
 
   // The largest scale that the piece has seen.

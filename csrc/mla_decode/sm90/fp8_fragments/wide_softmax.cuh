@@ -13,9 +13,6 @@ class WideSoftmax {
  public:
   static constexpr int kCount = At::kRows / 4;
   using Scores = float[At::kRows / 2];
-  // Of two neighbouring rows each: what their raw scores are multiplied by, and then subtracted: reference - kLift.
-  using RowPairs = float4[At::kRows / 8];
-
   __device__ WideSoftmax(const Params& p, uint8_t* base, float kv_scale)
       : p_(p), base_(base), raw_scale_(p.softmax_scale * kv_scale * kLog2e) {}
 
@@ -36,19 +33,11 @@ class WideSoftmax {
     for (float& x : sum_) x = 0.f;
   }
 
-  // Of the thread's rows, for the next tile, where there are registers to hold them: keys' scales take those.
-  __device__ void load(RowPairs& pairs) const {
-    if constexpr (!At::kScaled) {
-#pragma unroll
-      for (int j = 0; j < At::kRows / 8; ++j) pairs[j] = pair_of(j);
-    }
-  }
-
-  // Raw scores of keys [first_key, first_key + 64) to probabilities. The reference maxima may move: says so, and leaves
-  // the factors of what was accumulated before in `factors`. Where keys have scales, `weight` is the base-2 logarithm
-  // of the largest of a key: softmax.cuh.
-  __device__ bool tile(const Piece& piece, int first_key, Scores& s, const float (&weight)[2], RowPairs& pairs,
-                       float* factors, uint32_t listed) {
+  // Masks the raw scores of keys [first_key, first_key + 64) and moves the reference maxima where it must: says so, and
+  // leaves the factors of what was accumulated before in `factors`. Where keys have scales, `weight` is the base-2
+  // logarithm of the largest of a key: softmax.cuh.
+  __device__ bool prepare(const Piece& piece, int first_key, Scores& s, const float (&weight)[2], float* factors,
+                          uint32_t listed) {
     if (scales_first()) scale(s);
     if (some_bad_) spoil(s);
     if constexpr (At::kOptions == Options::kSelected) {
@@ -61,29 +50,27 @@ class WideSoftmax {
     float tops[4];
 #pragma unroll
     for (int j = 0; j < At::kRows / 8; ++j) {
-      const float4 pair = At::kScaled ? pair_of(j) : pairs[j];
+      const float4 pair = pair_of(j);
       const float most = fmaxf(top(s, j, 0, pair.x, weight) - pair.y, top(s, j, 1, pair.z, weight) - pair.w);
       tops[j % 4] = j < 4 ? most : fmaxf(tops[j % 4], most);
     }
     const bool above = fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3])) > kLift + kSlack;
     const bool moved = attnops::sm90::named_barrier_or(kScoreWarps, kGroupThreads, above);
-    if (moved) {
-      move_references(s, weight, factors);
-      load(pairs);
-    }
-#pragma unroll
-    for (int j = 0; j < At::kRows / 8; ++j) {
-      const float4 pair = At::kScaled ? pair_of(j) : pairs[j];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float &x = s[4 * j + 2 * h], &y = s[4 * j + 2 * h + 1];
-        x = exp2_fast(fmaf(x, pair.x, -pair.y));
-        y = exp2_fast(fmaf(y, pair.z, -pair.w));
-        sum_[2 * j] += x;
-        sum_[2 * j + 1] += y;
-      }
-    }
+    if (moved) move_references(s, weight, factors);
     return moved;
+  }
+
+  // Prepared scores to probabilities: of the thread's rows 8 j + 2 (lane % 4) + {0, 1}.
+  __device__ void exponentiate(int j, Scores& s) {
+    const float4 pair = pair_of(j);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float &x = s[4 * j + 2 * h], &y = s[4 * j + 2 * h + 1];
+      x = exp2_fast(fmaf(x, pair.x, -pair.y));
+      y = exp2_fast(fmaf(y, pair.z, -pair.w));
+      sum_[2 * j] += x;
+      sum_[2 * j + 1] += y;
+    }
   }
 
   // Leaves the sums of each warp and the references in shared memory: of the next piece elsewhere, for these are read
@@ -105,6 +92,7 @@ class WideSoftmax {
 
   __device__ static int warp() { return threadIdx.x % kGroupThreads / 32; }
 
+  // Of two neighbouring rows: what their raw scores are multiplied by, and then subtracted: reference - kLift.
   __device__ float4 pair_of(int j) const {
     return reinterpret_cast<const float4*>(base_ + At::kRowPairs)[4 * j + threadIdx.x % 4];
   }
