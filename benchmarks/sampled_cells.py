@@ -189,9 +189,7 @@ def draw(rng: random.Random, kind: str, context: int | None = None, page_size: i
     )
 
 
-def cells(
-    kind: str, seed: int, count: int, context: int | None = None, page_size: int | None = None
-) -> Iterator[Cell]:
+def cells(kind: str, seed: int, count: int, context: int | None = None, page_size: int | None = None) -> Iterator[Cell]:
     """`count` cells of a kind, a third of each class of roofline times, in turns."""
     rng = random.Random(f"{kind} {seed}")
     for i in range(count):

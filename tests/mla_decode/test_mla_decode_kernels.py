@@ -69,13 +69,32 @@ def case(kernel, fixed):
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_kernel(kernel, fixed):
     problem, call = case(kernel, fixed)
-    out, lse = decode(problem, **call)
+    assert_right(problem, call, *decode(problem, **call))
+
+
+def assert_right(problem, call, out, lse):
     mask = {"tree_mask": call["tree_mask"].flatten(0, 1).cpu()} if "tree_mask" in call else {}
     if "fp8_products" not in call:
         return assert_equals_reference(problem, out, lse, **mask)
     expected_out, expected_lse = problem.expected(softmax_scale=SCALE, **mask)
     assert_attention_close(out.cpu(), expected_out, torch.bfloat16, 6e-2)  # q and probabilities, 2.6 % each on average
     assert_lse_close(lse.cpu(), expected_lse, atol=0.3)
+
+
+@pytest.mark.parametrize("fixed", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_rows_of_out_start_anywhere(kernel, fixed):
+    """On every element, where nothing but 2 bytes at a time can be written."""
+    problem, call = case(kernel, fixed)
+    plan = plan_for(problem, fixed=call.pop("fixed"), num_sm_parts=call.pop("num_sm_parts"))
+    q = problem.q_by_request
+    whole = q.new_full((q[..., 0].numel() * 513 + 1,), math.nan)
+    out = whole[1:].view(*q.shape[:-1], 513)[..., :512]
+    tensors = (q, problem.kv_pages, problem.page_table, problem.cache_seqlens, plan)
+    scales = {"kv_scale": problem.kv_scale, "softmax_scale": SCALE}
+    _, lse = ops.mla_decode(*tensors, out=out, return_lse=True, **scales, **call)
+    assert_right(problem, call, out.flatten(0, 1), lse.flatten(0, 1))
+    assert whole[0].isnan() and whole[1:].view(-1, 513)[:, 512].isnan().all()
 
 
 @pytest.mark.parametrize("fixed", MODES.values(), ids=MODES)

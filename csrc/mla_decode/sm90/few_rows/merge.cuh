@@ -106,8 +106,8 @@ __device__ inline void write_row(const Params& p, int request, int row, int colu
     if (aligned) {
       *reinterpret_cast<uint2*>(out + v * 128) = {pairs[0], pairs[1]};
     } else {
-      *reinterpret_cast<uint32_t*>(out + v * 128) = pairs[0];
-      *reinterpret_cast<uint32_t*>(out + v * 128 + 2) = pairs[1];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) out[v * 128 + i] = reinterpret_cast<const T*>(pairs)[i];
     }
   }
   if (p.lse && column == 0) {
