@@ -107,6 +107,8 @@ const TileOps& amx_tile_ops() {
                                    .pack_keys = &pack_keys_as_bf16,
                                    .pack_values = &pack_values_as_bf16,
                                    .gemm = &gemm_amx,
+                                   .gemm_ahead = &gemm_unasked<gemm_amx>,
+                                   .gemm_rows = nullptr,
                                    .transpose = &transpose_floats,
                                    .softmax = &softmax<StoreBf16>,
                                    .store_rows = &store_rows};

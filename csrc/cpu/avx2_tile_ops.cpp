@@ -15,6 +15,8 @@ const TileOps& avx2_tile_ops() {
                                    .pack_keys = &pack_keys_as_floats,
                                    .pack_values = &pack_values_as_floats,
                                    .gemm = &gemm_floats<6, 1>,
+                                   .gemm_ahead = &gemm_unasked<gemm_floats<6, 1>>,
+                                   .gemm_rows = &gemm_rows_floats<4, 2>,
                                    .transpose = &transpose_floats,
                                    .softmax = &softmax<StoreFloat>,
                                    .store_rows = &store_rows};

@@ -42,6 +42,33 @@ struct SoftmaxTile {
   int n_out;  // a multiple of kPanel
 };
 
+// Rows that are needed soon: whoever computes asks for a line of theirs now and then. All at once they would be more
+// than a core keeps track of, and processors drop what is too much.
+class RowsAhead {
+ public:
+  RowsAhead(const void* const* rows, int count, int row_bytes)
+      : next_row_(rows), end_(rows + count), row_bytes_(row_bytes) {}
+
+  // Asks for the next line, if there is one.
+  void ask() {
+    if (left_ <= 0) {
+      if (next_row_ == end_) return;
+      line_ = static_cast<const char*>(*next_row_++);
+      left_ = row_bytes_;
+    }
+    __builtin_prefetch(line_, 0, 3);
+    line_ += kLine;
+    left_ -= kLine;
+  }
+
+ private:
+  static constexpr int kLine = 64;
+  const void* const* next_row_;
+  const void* const* end_;
+  const char* line_ = nullptr;
+  int row_bytes_, left_ = 0;
+};
+
 // Compute type: float, or bf16 where the instruction set multiplies it. "Element" below is of that type. All buffers
 // start on 64-byte boundaries, leading dimensions are in elements.
 struct TileOps {
@@ -69,6 +96,16 @@ struct TileOps {
   // rows, and rows beyond m may be written.
   void (*gemm)(float* c, int64_t ldc, const void* a, int64_t lda, const void* b, int64_t panel_rows, int m, int n,
                int k, bool accumulate);
+
+  // gemm without accumulation, of an `a` that is not near yet: asks for rows meanwhile.
+  void (*gemm_ahead)(float* c, int64_t ldc, const void* a, int64_t lda, const void* b, int64_t panel_rows, int m, int n,
+                     int k, RowsAhead& ahead);
+
+  // c[m, n] += a[m, k] b[k, n], b's rows of the compute type wherever they lie: for values that are multiplied once.
+  // n and k: multiples of kKeyMultiple; c and a as above. Asks for rows meanwhile. Null where only packed panels are
+  // multiplied.
+  void (*gemm_rows)(float* c, int64_t ldc, const void* a, int64_t lda, const void* const* rows, int m, int n, int k,
+                    RowsAhead& ahead);
 
   // dst[n, m] = transposed src[m, n]; m and n are multiples of kPanel.
   void (*transpose)(float* dst, int64_t ld_dst, const float* src, int64_t ld_src, int m, int n);

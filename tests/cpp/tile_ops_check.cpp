@@ -97,6 +97,11 @@ void check_products(const TileOps& ops, DType dtype, DType kv_dtype, int m, int 
     }
   }
 
+  RowsAhead ahead(kv.pointers.data(), n / 2, d);  // of any bytes, and fewer than there are steps
+  Buffer asked(static_cast<size_t>(rows_padded) * n * 4);
+  ops.gemm_ahead(asked.floats(), n, a.data(), padded, panels.data(), padded, m, n, padded, ahead);
+  for (int i = 0; i < m * n; ++i) expect_close(ops, "scores, asking", asked.floats()[i], c.floats()[i], 0);
+
   Buffer p(static_cast<size_t>(rows_padded) * n * ops.element_size);
   Rows weights(DType::kBFloat16, m, n);  // exact in both compute types
   ops.load_rows(p.data(), n, weights.pointers.data(), m, n, n, DType::kBFloat16, 1.f);
@@ -110,6 +115,25 @@ void check_products(const TileOps& ops, DType dtype, DType kv_dtype, int m, int 
         sum += double(weights.values[i * n + j]) * kv.values[j * d + x] * (j < kKeyMultiple ? 2 : 1);
       }
       expect_close(ops, "values", o.floats()[i * wide + x], sum, tolerance);
+    }
+  }
+  if (ops.gemm_rows == nullptr) return;
+
+  // The same by rows that lie apart, added to what there is.
+  const int columns = static_cast<int>(round_up_to(d, kKeyMultiple));
+  Buffer loaded(static_cast<size_t>(n) * columns * ops.element_size);
+  Buffer sums(static_cast<size_t>(rows_padded) * columns * 4);
+  ops.load_rows(loaded.data(), columns, kv.pointers.data(), n, d, columns, kv_dtype, 1.f);
+  std::vector<const void*> rows(n);
+  for (int j = 0; j < n; ++j) {
+    rows[j] = static_cast<const uint8_t*>(loaded.data()) + static_cast<size_t>(j) * columns * ops.element_size;
+  }
+  for (int i = 0; i < rows_padded * columns; ++i) sums.floats()[i] = 0.f;
+  ops.gemm_rows(sums.floats(), columns, p.data(), n, rows.data(), m, columns, n, ahead);
+  ops.gemm_rows(sums.floats(), columns, p.data(), n, rows.data(), m, columns, kKeyMultiple, ahead);
+  for (int i = 0; i < m; ++i) {
+    for (int x = 0; x < d; ++x) {
+      expect_close(ops, "values by rows", sums.floats()[i * columns + x], o.floats()[i * wide + x], tolerance);
     }
   }
 }

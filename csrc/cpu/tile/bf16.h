@@ -98,15 +98,25 @@ void pack_keys_as_bf16(void* dst, const void* const* rows, int n, int k, int k_p
   if (dtype == DType::kFloat8E4M3) pack_keys_from<DType::kFloat8E4M3>(panels, rows, n, k, k_padded);
 }
 
+// Of two rows of 32 elements, element by element: the first 16 of both, and the others.
+struct Interleave {
+  __m512i low, high;
+
+  Interleave() {
+    alignas(64) uint16_t of[2][32];
+    for (int i = 0; i < 32; ++i) {
+      of[0][i] = static_cast<uint16_t>(i / 2 + (i % 2) * 32);
+      of[1][i] = static_cast<uint16_t>(16 + i / 2 + (i % 2) * 32);
+    }
+    low = _mm512_load_si512(of[0]);
+    high = _mm512_load_si512(of[1]);
+  }
+};
+
 // Two value rows are interleaved element by element.
 template <DType kType>
 void pack_values_from(uint16_t* dst, const void* const* rows, int n, int d_values, int d_padded) {
-  alignas(64) uint16_t interleave[2][32];
-  for (int i = 0; i < 32; ++i) {
-    interleave[0][i] = static_cast<uint16_t>(i / 2 + (i % 2) * 32);
-    interleave[1][i] = static_cast<uint16_t>(16 + i / 2 + (i % 2) * 32);
-  }
-  const __m512i low = _mm512_load_si512(interleave[0]), high = _mm512_load_si512(interleave[1]);
+  const Interleave interleave;
   const int64_t panel_size = static_cast<int64_t>(n) * kPanel;
   // Panel by panel: panels lie a power of two apart, and a row's cells in all of them would share a cache set.
   for (int d = 0; d < d_padded; d += 32) {
@@ -117,9 +127,9 @@ void pack_values_from(uint16_t* dst, const void* const* rows, int n, int d_value
         x[i] = exists ? load_32_bf16<kType>(rows[j + i], d, d_values - d) : _mm512_setzero_si512();
       }
       uint16_t* cell = dst + d / kPanel * panel_size + j * kPanel;
-      _mm512_storeu_si512(cell, _mm512_permutex2var_epi16(x[0], low, x[1]));
+      _mm512_storeu_si512(cell, _mm512_permutex2var_epi16(x[0], interleave.low, x[1]));
       if (d + kPanel < d_padded) {
-        _mm512_storeu_si512(cell + panel_size, _mm512_permutex2var_epi16(x[0], high, x[1]));
+        _mm512_storeu_si512(cell + panel_size, _mm512_permutex2var_epi16(x[0], interleave.high, x[1]));
       }
     }
   }

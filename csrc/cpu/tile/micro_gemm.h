@@ -116,5 +116,48 @@ void gemm_floats(float* c, int64_t ldc, const void* a, int64_t lda, const void* 
   }
 }
 
+// c += a b, kRows rows of c by kVecs vectors of columns; b's rows lie wherever they lie.
+template <int kRows, int kVecs>
+inline void gemm_rows_block(float* c, int64_t ldc, const float* a, int64_t lda, const void* const* rows, int at, int k,
+                            RowsAhead& ahead) {
+  Vec::F acc[kRows][kVecs];
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVecs; ++v) acc[r][v] = Vec::load(c + r * ldc + v * Vec::kWidth);
+  }
+  for (int i = 0; i < k; ++i) {
+    ahead.ask();
+    const float* row = static_cast<const float*>(rows[i]) + at;
+    Vec::F cells[kVecs];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVecs; ++v) cells[v] = Vec::load(row + v * Vec::kWidth);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      const Vec::F x = Vec::set(a[r * lda + i]);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVecs; ++v) acc[r][v] = Vec::fma(x, cells[v], acc[r][v]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVecs; ++v) Vec::store(c + r * ldc + v * Vec::kWidth, acc[r][v]);
+  }
+}
+
+// Columns outside: what rows have of them stays near for all blocks of c.
+template <int kRows, int kVecs>
+void gemm_rows_floats(float* c, int64_t ldc, const void* a, int64_t lda, const void* const* rows, int m, int n, int k,
+                      RowsAhead& ahead) {
+  static_assert(kRowMultiple % kRows == 0 && kKeyMultiple % (kVecs * Vec::kWidth) == 0);
+  const float* probs = static_cast<const float*>(a);
+  for (int j = 0; j < n; j += kVecs * Vec::kWidth) {
+    for (int r = 0; r < m; r += kRows) {
+      gemm_rows_block<kRows, kVecs>(c + r * ldc + j, ldc, probs + r * lda, lda, rows, j, k, ahead);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace attnops::cpu

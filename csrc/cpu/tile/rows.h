@@ -69,5 +69,12 @@ void transpose_floats(float* dst, int64_t ld_dst, const float* src, int64_t ld_s
   }
 }
 
+// gemm_ahead where nobody asks.
+template <auto kGemm>
+void gemm_unasked(float* c, int64_t ldc, const void* a, int64_t lda, const void* b, int64_t panel_rows, int m, int n,
+                  int k, RowsAhead&) {
+  kGemm(c, ldc, a, lda, b, panel_rows, m, n, k, false);
+}
+
 }  // namespace
 }  // namespace attnops::cpu

@@ -17,6 +17,7 @@ namespace {
 using attnops::cpu::kPanel;
 using attnops::cpu::kRowMultiple;
 using attnops::cpu::kSumLanes;
+using attnops::cpu::RowsAhead;
 using attnops::cpu::SoftmaxTile;
 using attnops::cpu::TileOps;
 using attnops::cpu::TileScope;
@@ -34,6 +35,14 @@ constexpr int kStepChunks = kStepKeys / kChunkKeys;
 
 static_assert(kPlanRows % kRowMultiple == 0 && kPlanTileTokens % kChunkKeys == 0);
 
+// The keys of a step, as its rows see them.
+struct StepKeys {
+  Key key[kStepKeys];
+  uint64_t visible[kPlanRows * kStepTiles];
+  int num_keys;
+  bool any_visible, all_visible;
+};
+
 // Everything that a thread needs for a piece. `float` is the largest element, the arrays fit every compute type.
 struct alignas(64) Scratch {
   float q[kPlanRows * kHeadDimQk];
@@ -47,7 +56,7 @@ struct alignas(64) Scratch {
   float row_max[kPlanRows];
   float row_sum[kPlanRows * kSumLanes];
   float max_logit[kPlanRows];
-  uint64_t visible[kPlanRows * kStepTiles];
+  StepKeys steps[2];  // the one that is computed, and the next
 };
 
 // One per thread, for ever: nothing in it outlives a piece.
@@ -57,15 +66,16 @@ Scratch& scratch_of_thread() {
   return *scratch;
 }
 
-// The keys of a step: matrices of the compute type, in the pool or in Scratch::rows.
+// A step: its keys as matrices of the compute type, in the pool or in Scratch::rows.
 struct Step {
   struct Chunk {
     const std::byte* rows;
     int64_t row_stride;  // elements
   };
   Chunk chunks[kStepChunks];
-  int num_keys;
-  bool any_visible, all_visible;
+  const StepKeys& keys;
+
+  explicit Step(const StepKeys& of) : keys(of) {}
 };
 
 constexpr DType compute_dtype(const TileOps& ops) { return ops.element_size == 2 ? DType::kBFloat16 : DType::kFloat32; }
@@ -121,25 +131,32 @@ Step::Chunk chunk_of(const Params& p, const TileOps& ops, const Key* keys, std::
   return {copies, kHeadDimQk};
 }
 
-Step step_of(const Params& p, const Piece& piece, const TileOps& ops, int first_tile, int num_tiles, Scratch& s) {
-  Step step;
+void find_keys(const Params& p, const Piece& piece, int first_tile, int num_tiles, StepKeys& step) {
   step.num_keys = num_tiles * kPlanTileTokens;
   step.any_visible = false;
   step.all_visible = true;
-  Key keys[kStepKeys];
   for (int t = 0; t < num_tiles; ++t) {
     const KeyTile tile = key_tile(p, piece, first_tile + t);
     step.any_visible |= tile.any_visible;
     step.all_visible &= tile.all_visible;
-    std::copy_n(tile.key, kPlanTileTokens, keys + t * kPlanTileTokens);
-    for (int i = 0; i < piece.num_rows; ++i) s.visible[i * kStepTiles + t] = tile.visible[i];
+    std::copy_n(tile.key, kPlanTileTokens, step.key + t * kPlanTileTokens);
+    for (int i = 0; i < piece.num_rows; ++i) step.visible[i * kStepTiles + t] = tile.visible[i];
   }
-  if (!step.any_visible) return step;
-  for (int key = 0; key < step.num_keys; key += kChunkKeys) {
+}
+
+Step step_of(const Params& p, const TileOps& ops, const StepKeys& keys, Scratch& s) {
+  Step step(keys);
+  for (int key = 0; key < keys.num_keys; key += kChunkKeys) {
     auto* copies = reinterpret_cast<std::byte*>(s.rows) + static_cast<int64_t>(key) * kHeadDimQk * ops.element_size;
-    step.chunks[key / kChunkKeys] = chunk_of(p, ops, keys + key, copies);
+    step.chunks[key / kChunkKeys] = chunk_of(p, ops, keys.key + key, copies);
   }
   return step;
+}
+
+// Bytes of a key in the pool.
+int key_bytes(const Params& p) {
+  if (p.kv_dtype != DType::kUInt8) return head_dim_qk(p) * size_of(p.kv_dtype);
+  return p.shared_rows ? kSharedDataBytes : kFp8RowBytes;
 }
 
 void load_queries(const Params& p, const Piece& piece, const TileOps& ops, float sign, Scratch& s) {
@@ -167,7 +184,8 @@ int run_length(const TileOps& ops, const Step& step, int first) {
   const Step::Chunk& start = step.chunks[first];
   const int64_t chunk_bytes = kChunkKeys * start.row_stride * ops.element_size;
   int length = 1;
-  while ((first + length) * kChunkKeys < step.num_keys && step.chunks[first + length].row_stride == start.row_stride &&
+  while ((first + length) * kChunkKeys < step.keys.num_keys &&
+         step.chunks[first + length].row_stride == start.row_stride &&
          step.chunks[first + length].rows == start.rows + length * chunk_bytes) {
     ++length;
   }
@@ -176,39 +194,44 @@ int run_length(const TileOps& ops, const Step& step, int first) {
 
 // scores = Q K^T, as (K Q^T)^T: packing the queries once is cheaper than packing keys that are used once, and the pool
 // itself can be an operand.
-void score(const Params& p, const Piece& piece, const TileOps& ops, const Step& step, Scratch& s) {
+void score(const Params& p, const Piece& piece, const TileOps& ops, const Step& step, RowsAhead& ahead, Scratch& s) {
   const int columns = round_up(piece.num_rows, kPanel);
-  for (int i = 0; i * kChunkKeys < step.num_keys;) {
+  for (int i = 0; i * kChunkKeys < step.keys.num_keys;) {
     const int length = run_length(ops, step, i);
-    ops.gemm(s.scores_by_key + i * kChunkKeys * columns, columns, step.chunks[i].rows, step.chunks[i].row_stride,
-             s.q_panels, kHeadDimQk, length * kChunkKeys, columns, head_dim_qk(p), false);
+    ops.gemm_ahead(s.scores_by_key + i * kChunkKeys * columns, columns, step.chunks[i].rows, step.chunks[i].row_stride,
+                   s.q_panels, kHeadDimQk, length * kChunkKeys, columns, head_dim_qk(p), ahead);
     i += length;
   }
-  ops.transpose(s.scores, kStepKeys, s.scores_by_key, columns, step.num_keys, columns);
+  ops.transpose(s.scores, kStepKeys, s.scores_by_key, columns, step.keys.num_keys, columns);
 }
 
-void pack_values(const TileOps& ops, const Step& step, Scratch& s) {
+// out += P V. Few query rows use every value once or twice: values are then multiplied where they lie.
+void multiply_values(const Piece& piece, const TileOps& ops, const Step& step, RowsAhead& ahead, Scratch& s) {
+  const int m = piece.num_rows, n = step.keys.num_keys;
   const void* rows[kStepKeys];
-  for (int k = 0; k < step.num_keys; ++k) {
+  for (int k = 0; k < n; ++k) {
     const Step::Chunk& chunk = step.chunks[k / kChunkKeys];
     rows[k] = chunk.rows + (k % kChunkKeys) * chunk.row_stride * ops.element_size;
   }
-  ops.pack_values(s.values, rows, step.num_keys, kHeadDimV, kHeadDimV, compute_dtype(ops));
+  if (ops.gemm_rows) return ops.gemm_rows(s.out, kHeadDimV, s.probs, kStepKeys, rows, m, kHeadDimV, n, ahead);
+  ops.pack_values(s.values, rows, n, kHeadDimV, kHeadDimV, compute_dtype(ops));
+  ops.gemm(s.out, kHeadDimV, s.probs, kStepKeys, s.values, n, m, kHeadDimV, n, true);
 }
 
 // The largest logits so far: the softmax's reference is only near them.
 void take_maxima(const Piece& piece, const Step& step, float scale, Scratch& s) {
   for (int i = 0; i < piece.num_rows; ++i) {
-    for (int k = 0; k < step.num_keys; ++k) {
-      if (!(s.visible[i * kStepTiles + k / kPlanTileTokens] >> k % kPlanTileTokens & 1)) continue;
+    for (int k = 0; k < step.keys.num_keys; ++k) {
+      if (!(step.keys.visible[i * kStepTiles + k / kPlanTileTokens] >> k % kPlanTileTokens & 1)) continue;
       s.max_logit[i] = fmaxf(s.max_logit[i], s.scores[i * kStepKeys + k] * scale);
     }
   }
 }
 
-void attend(const Params& p, const Piece& piece, const TileOps& ops, const Step& step, float scale, Scratch& s) {
-  const int m = piece.num_rows, n = step.num_keys;
-  score(p, piece, ops, step, s);
+void attend(const Params& p, const Piece& piece, const TileOps& ops, const Step& step, float scale, RowsAhead& ahead,
+            Scratch& s) {
+  const int m = piece.num_rows, n = step.keys.num_keys;
+  score(p, piece, ops, step, ahead, s);
   if (p.max_logits) take_maxima(piece, step, scale, s);
   ops.softmax({.scores = s.scores,
                .ld_scores = kStepKeys,
@@ -216,7 +239,7 @@ void attend(const Params& p, const Piece& piece, const TileOps& ops, const Step&
                .ld_probs = kStepKeys,
                .m = m,
                .n = n,
-               .visible = step.all_visible ? nullptr : s.visible,
+               .visible = step.keys.all_visible ? nullptr : step.keys.visible,
                .ld_visible = kStepTiles,
                .scale = scale,
                .logit_cap = p.logit_cap,
@@ -225,8 +248,7 @@ void attend(const Params& p, const Piece& piece, const TileOps& ops, const Step&
                .out = s.out,
                .ld_out = kHeadDimV,
                .n_out = kHeadDimV});
-  pack_values(ops, step, s);
-  ops.gemm(s.out, kHeadDimV, s.probs, kStepKeys, s.values, n, m, kHeadDimV, n, true);
+  multiply_values(piece, ops, step, ahead, s);
 }
 
 // Divides by the sums and writes the rows, each to the output or to the piece's partial result.
@@ -269,9 +291,23 @@ void run_tiled(const Params& p, const Piece& piece, const TileOps* table) {
   std::fill_n(s.row_sum, rows * kSumLanes, 0.f);
   std::fill_n(s.out, rows * kHeadDimV, 0.f);
   const int end_tile = piece.first_tile + piece.num_tiles;
-  for (int t = piece.first_tile; t < end_tile; t += kStepTiles) {
-    const Step step = step_of(p, piece, ops, t, min_of(kStepTiles, end_tile - t), s);
-    if (step.any_visible) attend(p, piece, ops, step, std::fabs(scale), s);
+  const auto find = [&](int tile, StepKeys& keys) {
+    find_keys(p, piece, tile, min_of(kStepTiles, end_tile - tile), keys);
+  };
+  if (piece.num_tiles > 0) find(piece.first_tile, s.steps[0]);
+  for (int t = piece.first_tile, which = 0; t < end_tile; t += kStepTiles, which ^= 1) {
+    // The next step's keys are asked for while this one is computed.
+    StepKeys& next = s.steps[which ^ 1];
+    next.num_keys = 0;
+    if (t + kStepTiles < end_tile) find(t + kStepTiles, next);
+    const void* rows[kStepKeys];
+    int count = 0;
+    for (int k = 0; k < next.num_keys; ++k) {
+      if (next.key[k].row) rows[count++] = next.key[k].row;
+    }
+    RowsAhead ahead(rows, count, key_bytes(p));
+    const StepKeys& keys = s.steps[which];
+    if (keys.any_visible) attend(p, piece, ops, step_of(p, ops, keys, s), std::fabs(scale), ahead, s);
   }
   finish(p, piece, ops, kv_scale, s);
 }
