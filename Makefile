@@ -11,7 +11,7 @@ export OMP_WAIT_POLICY ?= passive
 # Processes of tests that compute in Python: Triton's interpreter uses one core, and about 1 GB.
 TEST_JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
 
-.PHONY: demo test docs dashboard engines build check wheel sdist clean
+.PHONY: demo test docs dashboard engines engine-environments build check wheel sdist clean
 
 demo: build
 	$(BIN)/python examples/demo.py
@@ -27,6 +27,19 @@ engines: build
 	  python=$(BIN)/python; test ! -x .venv-$$engine/bin/python || python=.venv-$$engine/bin/python; \
 	  PYTHONPATH=python $$python -m pytest -rs tests/plugins/test_$$engine*.py $(PYTEST_ARGS) || exit 1; \
 	done
+
+# The environments that packages can make: each engine alone, without what it does not need here. An engine that pins a
+# torch for CUDA comes from requirements/<engine>_no_deps.txt, without what it depends on.
+engine-environments: .venv-vllm/.packages .venv-sglang/.packages
+
+.venv-%/.packages: requirements/%.txt
+	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install -q --disable-pip-version-check -r requirements/$*.txt
+	test ! -e requirements/$*_no_deps.txt || \
+	  .venv-$*/bin/python -m pip install -q --disable-pip-version-check --no-deps -r requirements/$*_no_deps.txt
+	@# Builds for CUDA, which a CPU build of torch cannot load.
+	.venv-$*/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	@touch $@
 
 # The book, in build/docs/html. A warning is an error: a broken link, a name that does not exist.
 docs: build $(VENV)/.docs

@@ -4,6 +4,7 @@ Every token is checked against plain PyTorch with contiguous keys and values; a 
 
     python examples/demo.py                     # the best backend of this machine
     python examples/demo.py --backend torch_native --requests 4
+    python examples/demo.py --speculate         # greedily, with trees of drafts (GQA) or chains (MLA)
     python examples/demo.py --graphs full       # decode steps in CUDA graphs; also segments, piecewise
     python examples/demo.py --corrupt-page      # spoils one cached page while serving: the check must fail
 """
@@ -27,9 +28,21 @@ from attnops.backends import Selection, detect_machine
 from attnops.backends.registry import NOT_BUILT, registered_names
 from attnops.backends.select import candidates, reasons_against
 from attnops.types import AttentionSpec
-from models import GqaModel, ModelConfig, encode, load_model
+from models import GqaModel, MlaModel, ModelConfig, encode, load_model
+from models.draft import load_draft
 from prompts import PROMPTS
-from serving import MODES, CheckFailed, Engine, ModelRunner, Request, Step, check_requests
+from serving import (
+    MODES,
+    CheckFailed,
+    Engine,
+    HeadDrafts,
+    LookupDrafts,
+    ModelRunner,
+    Request,
+    SpeculativeEngine,
+    Step,
+    check_requests,
+)
 from serving.display import Display
 from tqdm import tqdm
 
@@ -63,6 +76,10 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--pool-tokens", type=int, default=8192, help="tokens that the paged cache holds")
     parser.add_argument("--chunk", type=int, default=256, help="most tokens per step")
     parser.add_argument("--max-batch", type=int, default=16, help="most requests that run at the same time")
+    parser.add_argument("--speculate", action="store_true", help="verify drafts: a draft head's trees, MLA: chains")
+    parser.add_argument("--topk", type=int, default=4, help="of --speculate: branches of a draft")
+    parser.add_argument("--draft-steps", type=int, default=5, help="of --speculate: tokens of a branch")
+    parser.add_argument("--draft-tokens", type=int, default=16, help="of --speculate: of a tree, with its root")
     parser.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt anew")
     parser.add_argument("--corrupt-page", action="store_true", help="spoil one cached page, to see the check fail")
     parser.add_argument("--quiet", action="store_true", help="results only")
@@ -76,6 +93,8 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     if options.dtype == "auto":
         options.dtype = "bfloat16" if on_cuda else "float32"
     options.dtype = getattr(torch, options.dtype)
+    if options.speculate:
+        options.temperature = 0.0  # what greedy text proves
     return options
 
 
@@ -93,6 +112,11 @@ def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) 
         (
             options.compiler == "eager" or options.graphs == "piecewise",
             f"--compiler {options.compiler} compiles pieces: it needs --graphs piecewise",
+        ),
+        (options.graphs == "off" or not options.speculate, "--speculate runs eagerly: it needs --graphs off"),
+        (
+            min(options.topk, options.draft_steps) >= 1 and options.draft_tokens >= 2,
+            "--topk and --draft-steps must be at least 1, --draft-tokens at least 2",
         ),
         (options.requests > 0, "--requests must be at least 1"),
         (0 < options.max_new_tokens <= room, f"--max-new-tokens must be from 1 to {room}"),
@@ -125,6 +149,7 @@ def make_requests(options: argparse.Namespace) -> list[Request]:
 def serve(kind: str, options: argparse.Namespace) -> None:
     """Serves all requests with one decoder, prints texts and figures, and checks every token."""
     model = load_model(WEIGHTS / f"{kind}.safetensors", options.dtype, options.device)
+    drafts = make_drafts(model, options)
     runner = ModelRunner(
         model,
         page_size=options.page_size,
@@ -134,6 +159,8 @@ def serve(kind: str, options: argparse.Namespace) -> None:
         backend=options.backend,
         graphs=options.graphs,
         compiler=options.compiler,
+        drafts=drafts.num_tokens if drafts else 1,
+        lookahead=drafts.lookahead if drafts else 0,
     )
     config = model.config
     heads = f"{config.num_heads} query heads" + (
@@ -169,12 +196,18 @@ def serve(kind: str, options: argparse.Namespace) -> None:
             spoiler(engine, step)
 
     engine = Engine(runner, options.chunk, use_cache=not options.no_prefix_cache)
+    if drafts is not None:
+        if isinstance(drafts, HeadDrafts):
+            drafts.attach(runner, None if options.backend == "auto" else options.backend)
+        engine = SpeculativeEngine(runner, options.chunk, drafts, use_cache=not options.no_prefix_cache)
     begin = time.perf_counter()
     try:
         engine.serve(requests, after_step)
     finally:
         display.close()
     say_figures(engine, requests, time.perf_counter() - begin)
+    if isinstance(engine, SpeculativeEngine):
+        say_drafts(engine)
 
     begin = time.perf_counter()
     hide = options.quiet or not sys.stdout.isatty()
@@ -185,6 +218,24 @@ def serve(kind: str, options: argparse.Namespace) -> None:
     same = f"all {result.tokens}" if not result.ties else f"{result.tokens - len(result.ties)} of {result.tokens}"
     line("check", f"{same} tokens are those of plain PyTorch with contiguous K and V")
     line("", f"(largest difference of a logit {result.largest_difference:.1e}; {seconds:.1f} s)")
+
+
+def make_drafts(model: GqaModel | MlaModel, options: argparse.Namespace) -> HeadDrafts | LookupDrafts | None:
+    if not options.speculate:
+        return None
+    if not isinstance(model, GqaModel):
+        return LookupDrafts(options.draft_steps + 1)
+    head = load_draft(WEIGHTS / "gqa_draft.safetensors", model)
+    return HeadDrafts(head, options.topk, options.draft_steps, options.draft_tokens, options.page_size)
+
+
+def say_drafts(engine: SpeculativeEngine) -> None:
+    """How many drafts were accepted, by depth."""
+    steps = engine.depths.total()
+    line("drafts", f"{engine.mean_accepted():.2f} bytes per verify step, of {steps} steps of a request")
+    for depth in range(max(engine.depths, default=-1) + 1):
+        share = engine.depths[depth] / steps
+        line("", f"{depth} accepted {share:6.1%} {'#' * round(50 * share)}")
 
 
 class PageSpoiler:

@@ -56,6 +56,59 @@ class Paged:
         return lambda layer, q, k, v: self.layers[layer](q, k, v, batch).unflatten(-1, (self.heads, -1))
 
 
+def propose(
+    head: DraftHead,
+    loop: MultiStepDraftBackend | None,
+    pages: Paged,
+    batch: AttentionBatch,
+    bonus: Tensor,
+    state: Tensor,
+    *,
+    topk: int,
+    draft_steps: int,
+    num_tokens: int,
+) -> VerifyInput:
+    """A tree of the likeliest candidates of a draft loop.
+
+    Args:
+        loop: Of the head; None where a draft is one token deep. pages: The head's.
+        batch: The loop's. bonus: int64 ``[B]``, roots of the trees. state: ``[B, D]``, the head's hidden states there.
+        topk, draft_steps, num_tokens: As of `Speculator`.
+    """
+    size, device = batch.batch_size, state.device
+    scores, tokens = head.logits(state).log_softmax(-1).topk(topk)  # [B, topk], of the branches
+    all_scores, all_tokens = [scores], [tokens]
+    parents = [torch.arange(-1, topk, device=device).expand(size, -1)]
+    hidden = state.unsqueeze(1).expand(-1, topk, -1)
+    if loop is not None:
+        loop.init_forward_metadata(batch)
+    for index in range(draft_steps - 1):
+        assert loop is not None
+        step = loop.step(index)
+        positions = step.positions.clamp(max=head.config.max_context - 1)  # drafts that no text can reach
+        hidden = head(tokens.flatten(), hidden.flatten(0, 1), positions, pages.attend(step))
+        logp, next_tokens = head.logits(hidden).log_softmax(-1).topk(topk)
+        grown = scores.unsqueeze(-1) + logp.view(size, topk, topk) - DEPTH_PRICE
+        all_scores.append(grown.flatten(1))
+        all_tokens.append(next_tokens.view(size, -1))
+        scores, best = grown.flatten(1).topk(topk)
+        parents.append(best + topk + topk * topk * index)
+        tokens = all_tokens[-1].gather(1, best)
+        branch = torch.div(best, topk, rounding_mode="floor").unsqueeze(-1)
+        hidden = hidden.view(size, topk, -1).gather(1, branch.expand(-1, -1, hidden.shape[-1]))
+    count = min(num_tokens - 1, sum(part.shape[1] for part in all_scores))
+    chosen = torch.cat(all_scores, 1).topk(count).indices.sort(-1).values
+    tree = ops.build_draft_tree(
+        torch.cat(parents, 1),
+        chosen,
+        batch.cache_seqlens - 1,
+        topk,
+        draft_tokens=torch.cat(all_tokens, 1).gather(1, chosen),
+        bonus_tokens=bonus,
+    )
+    return VerifyInput.of_tree(tree, min(draft_steps + 1, num_tokens))
+
+
 class Speculator:
     """Serves a fixed set of requests, greedily.
 
@@ -185,39 +238,8 @@ class Speculator:
         )
 
     def _draft(self, batch: AttentionBatch, bonus: Tensor, state: Tensor) -> VerifyInput:
-        """A tree of the likeliest candidates of a draft loop."""
-        size, topk = batch.batch_size, self.topk
-        scores, tokens = self.head.logits(state).log_softmax(-1).topk(topk)  # [B, topk], of the branches
-        all_scores, all_tokens = [scores], [tokens]
-        parents = [torch.arange(-1, topk, device=self.device).expand(size, -1)]
-        hidden = state.unsqueeze(1).expand(-1, topk, -1)
-        if self.loop is not None:
-            self.loop.init_forward_metadata(batch)
-        for index in range(self.draft_steps - 1):
-            assert self.loop is not None
-            step = self.loop.step(index)
-            attend = self.draft_pages.attend(step)
-            hidden = self.head(tokens.flatten(), hidden.flatten(0, 1), step.positions, attend)
-            logp, next_tokens = self.head.logits(hidden).log_softmax(-1).topk(topk)
-            grown = scores.unsqueeze(-1) + logp.view(size, topk, topk) - DEPTH_PRICE
-            all_scores.append(grown.flatten(1))
-            all_tokens.append(next_tokens.view(size, -1))
-            scores, best = grown.flatten(1).topk(topk)
-            parents.append(best + topk + topk * topk * index)
-            tokens = all_tokens[-1].gather(1, best)
-            branch = torch.div(best, topk, rounding_mode="floor").unsqueeze(-1)
-            hidden = hidden.view(size, topk, -1).gather(1, branch.expand(-1, -1, hidden.shape[-1]))
-        count = min(self.num_tokens - 1, sum(part.shape[1] for part in all_scores))
-        chosen = torch.cat(all_scores, 1).topk(count).indices.sort(-1).values
-        tree = ops.build_draft_tree(
-            torch.cat(parents, 1),
-            chosen,
-            batch.cache_seqlens - 1,
-            topk,
-            draft_tokens=torch.cat(all_tokens, 1).gather(1, chosen),
-            bonus_tokens=bonus,
-        )
-        return VerifyInput.of_tree(tree, self.path_length)
+        sizes = {"topk": self.topk, "draft_steps": self.draft_steps, "num_tokens": self.num_tokens}
+        return propose(self.head, self.loop, self.draft_pages, batch, bonus, state, **sizes)
 
     def _verify(self, batch: AttentionBatch, drafts: VerifyInput):
         """(the verify step, what came out, the target's hidden states)."""

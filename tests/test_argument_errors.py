@@ -64,7 +64,7 @@ def public_functions(module: ModuleType) -> set[str]:
             continue
         if inspect.isfunction(value) and value.__module__.startswith("attnops.compat") and name != "names_the_peers":
             names.add(name)
-        elif inspect.isclass(value) and name.startswith(("Batch", "CUDAGraph", "MultiLevel")):
+        elif inspect.isclass(value) and name.startswith(("Batch", "Block", "CUDAGraph", "MultiLevel", "Variable")):
             methods = {m: vars(value).get(m) for m in ("plan", "run", "begin_forward", "forward")}
             names |= {name} | {f"{name}.{m}" for m, made in methods.items() if getattr(made, "__name__", "") == m}
     return names

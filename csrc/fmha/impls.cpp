@@ -3,6 +3,7 @@
 #include <string>
 
 #include "core/impl_table.h"
+#include "core/tree_window.h"
 #include "device/common/capability.h"
 #include "device/common/vec.h"
 #include "fmha/cuda/any.h"
@@ -26,6 +27,7 @@ struct Impl {
   }
 
   std::string reject(const Params& p) const {
+    if (p.tree_mask != nullptr && p.window_left >= 0) return kCountsRows;
     if (p.dtype != dtype) return std::string("takes q of ") + name_of(dtype) + ", got " + name_of(p.dtype);
     if (p.kv_dtype != dtype && !is_fp8(p.kv_dtype)) {
       return std::string("takes keys of ") + name_of(dtype) + " or FP8, got " + name_of(p.kv_dtype);

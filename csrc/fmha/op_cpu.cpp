@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <memory>
 #include <vector>
 
 #include "cpu/convert.h"
@@ -167,6 +168,82 @@ std::vector<attnops::cpu::BFloat16> widen_queries(Params& p) {
   return rows;
 }
 
+// Calls `each(i)` for i below `count`, by as many threads as help. The first come first: plans put long tiles there.
+template <class MakeState, class Each>
+void for_all(int64_t count, const MakeState& make_state, const Each& each) {
+  std::atomic<int64_t> next{0};
+  const int64_t threads = std::min<int64_t>(torch::stable::get_num_threads(), count);
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+    auto state = make_state();
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) each(state, i);
+  });
+}
+
+// The matrix kernel of one thread.
+struct Worker {
+  Worker(const Params& p, const attnops::cpu::TileOps& ops) : scope(ops), kernel(p, ops) {}
+  const attnops::cpu::TileScope scope;
+  cpu::Kernel kernel;
+};
+
+// All works of a plan, where these are so few that threads share their keys; else none.
+std::vector<cpu::Work> shared_works(const Params& p, int64_t threads) {
+  std::vector<cpu::Work> works;
+  cpu::Work work;
+  int most_cuts = 0;
+  for (int64_t item = 0, items = cpu::num_items(p); item < items; ++item) {
+    if (!cpu::work_of(p, item, work)) continue;
+    if (static_cast<int64_t>(works.size()) == 4 * threads) return {};
+    works.push_back(work);
+    const cpu::KeyRange cuts = cpu::cuts_of_work(p, work);
+    most_cuts = std::max(most_cuts, cuts.end - cuts.begin);
+  }
+  return most_cuts > 1 ? works : std::vector<cpu::Work>{};
+}
+
+// Cuts of few works, by all threads: as many at a time as fit into a bounded scratch. In between they are added up.
+void run_cuts(const Params& p, const std::vector<cpu::Work>& works, const attnops::cpu::TileOps& ops) {
+  constexpr int kRowsAtOnce = 16;
+  struct Cut {
+    int work, number;
+  };
+  std::vector<Cut> cuts;
+  for (int i = 0; i < static_cast<int>(works.size()); ++i) {
+    const cpu::KeyRange range = cpu::cuts_of_work(p, works[i]);
+    for (int number = range.begin; number < range.end; ++number) cuts.push_back({i, number});
+  }
+  const int64_t at_once = 4 * torch::stable::get_num_threads();
+  const auto make_worker = [&] { return std::make_unique<Worker>(p, ops); };
+  const int dim_v = make_worker()->kernel.dim_v();
+  const int64_t floats = cpu::PartialRows::floats(cpu::kMaxRows, dim_v);
+  const std::unique_ptr<float[]> scratch(new float[floats * (at_once + static_cast<int64_t>(works.size()))]);
+  const auto place = [&](int64_t i) { return cpu::PartialRows::in(scratch.get() + i * floats, cpu::kMaxRows, dim_v); };
+  const auto total = [&](int work) { return place(at_once + work); };
+  for (int i = 0; i < static_cast<int>(works.size()); ++i) {
+    const cpu::PartialRows rows = total(i);
+    std::fill_n(rows.acc, int64_t{works[i].num_rows} * dim_v, 0.f);
+    std::fill_n(rows.row_max, works[i].num_rows, -INFINITY);
+    std::fill_n(rows.row_sum, works[i].num_rows * attnops::cpu::kSumLanes, 0.f);
+  }
+  for (int64_t first = 0, all = static_cast<int64_t>(cuts.size()); first < all; first += at_once) {
+    const int64_t count = std::min(at_once, all - first);
+    for_all(count, make_worker, [&](const auto& worker, int64_t i) {
+      worker->kernel.run_cut(works[cuts[first + i].work], cuts[first + i].number, place(i));
+    });
+    for_all(
+        cpu::kMaxRows / kRowsAtOnce, [] { return 0; },
+        [&](int, int64_t block) {
+          const int begin = static_cast<int>(block) * kRowsAtOnce;
+          for (int64_t i = 0; i < count; ++i) {
+            const int work = cuts[first + i].work, end = std::min(begin + kRowsAtOnce, works[work].num_rows);
+            cpu::add_rows(total(work), place(i), begin, end, dim_v);
+          }
+        });
+  }
+  for_all(static_cast<int64_t>(works.size()), make_worker,
+          [&](const auto& worker, int64_t i) { worker->kernel.store(works[i], total(static_cast<int>(i))); });
+}
+
 void run(const char* op, const Params& params, const Tensor&) {
   Params p = params;
   std::vector<attnops::cpu::BFloat16> queries;
@@ -179,22 +256,23 @@ void run(const char* op, const Params& params, const Tensor&) {
   const bool has_tiles = p.kv_dtype != DType::kFloat8E5M2;
   const attnops::cpu::TileOps* ops = has_tiles ? attnops::cpu::tile_ops(attnops::cpu::current_isa(), p.dtype) : nullptr;
   const int64_t items = cpu::num_items(p);
-  std::atomic<int64_t> next{0};  // the plan puts long tiles first: whoever is free takes the next
-  const int64_t threads = std::min<int64_t>(torch::stable::get_num_threads(), items);
-  torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
-    cpu::Work work;
-    if (ops == nullptr) {
-      for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < items;) {
-        if (cpu::work_of(p, item, work)) cpu::run_reference(p, work);
-      }
-      return;
-    }
-    const attnops::cpu::TileScope scope(*ops);
-    cpu::Kernel kernel(p, *ops);
-    for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < items;) {
-      if (cpu::work_of(p, item, work)) kernel.run(work);
-    }
-  });
+  if (ops == nullptr) {
+    for_all(
+        items, [] { return 0; },
+        [&](int, int64_t item) {
+          cpu::Work work;
+          if (cpu::work_of(p, item, work)) cpu::run_reference(p, work);
+        });
+  } else if (const std::vector<cpu::Work> works = shared_works(p, torch::stable::get_num_threads()); !works.empty()) {
+    run_cuts(p, works, *ops);
+  } else {
+    for_all(
+        items, [&] { return std::make_unique<Worker>(p, *ops); },
+        [&](const auto& worker, int64_t item) {
+          cpu::Work work;
+          if (cpu::work_of(p, item, work)) worker->kernel.run(work);
+        });
+  }
   faults.check();
 }
 

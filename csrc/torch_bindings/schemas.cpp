@@ -33,6 +33,17 @@ STABLE_TORCH_LIBRARY(attnops, m) {
       "store_mla_kv(Tensor(a!) kv_pages, Tensor latent, Tensor? k_pe, Tensor out_cache_loc, Tensor? kv_scale=None, "
       "Tensor(b!)? report=None) -> ()");
 
+  // fp4_kv/
+  m.def(
+      "store_kv_fp4(Tensor(a!) k_pages, Tensor(b!)? v_pages, Tensor(c!) k_block_scales, Tensor(d!)? v_block_scales, "
+      "Tensor k, Tensor? v, Tensor out_cache_loc, Tensor? k_scale=None, Tensor? v_scale=None, Tensor(e!)? report=None) "
+      "-> ()");
+  m.def(
+      "fp4_decode(Tensor(a!) out, Tensor(b!)? lse, Tensor q, Tensor k_pages, Tensor? v_pages, Tensor k_block_scales, "
+      "Tensor? v_block_scales, Tensor page_table, Tensor? kv_indptr, Tensor cache_seqlens, float softmax_scale, "
+      "int window_left=-1, float logit_cap=0.0, Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None, "
+      "Tensor(c!)? report=None) -> ()");
+
   // context_parallel/
   m.def(
       "context_parallel_seqlens(Tensor(a!) local_seqlens, Tensor seqlens, int rank, int world_size, int interleave=1, "

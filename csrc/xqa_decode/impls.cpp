@@ -3,6 +3,7 @@
 #include <string>
 
 #include "core/impl_table.h"
+#include "core/tree_window.h"
 #include "xqa_decode/cuda/launch.h"
 #include "xqa_decode/sm90/cluster/launch.h"
 #include "xqa_decode/sm90/cluster/limits.h"
@@ -31,6 +32,7 @@ struct Impl {
   }
 
   std::string reject(const Params& p) const {
+    if (p.tree_mask != nullptr && p.window_left >= 0) return kCountsRows;
     const bool fp8 = p.kv_dtype == DType::kFloat8E4M3, q_is_wide = p.dtype == DType::kFloat32;
     if (dtype == DType::kFloat32) {
       if (!q_is_wide) return std::string("takes q of float32, got ") + name_of(p.dtype);

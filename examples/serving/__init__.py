@@ -7,16 +7,20 @@ from .prefix_cache import PrefixCache
 from .request import Request
 from .runner import ModelRunner
 from .scheduler import Scheduler, Step
+from .speculation import HeadDrafts, LookupDrafts, SpeculativeEngine
 
 __all__ = [
     "MODES",
     "CheckFailed",
     "CheckResult",
     "Engine",
+    "HeadDrafts",
+    "LookupDrafts",
     "ModelRunner",
     "PrefixCache",
     "Request",
     "Scheduler",
+    "SpeculativeEngine",
     "Stats",
     "Step",
     "check_request",

@@ -69,10 +69,12 @@ class Engine:
         keep_logits: Keep what every token was chosen from (`Request.choices`).
     """
 
+    lookahead = 0  # cells of a decoding request for drafts
+
     def __init__(self, runner: ModelRunner, chunk: int, use_cache: bool = True, keep_logits: bool = True) -> None:
         self.runner = runner
         self.allocator = PagedTokenToKVPoolAllocator(runner.pool.size, runner.pool.page_size)
-        self.scheduler = Scheduler(self.allocator, runner.rows, chunk, use_cache)
+        self.scheduler = Scheduler(self.allocator, runner.rows, chunk, use_cache, self.lookahead)
         self.keep_logits = keep_logits
         self.stats = Stats()
         self.clock = 0

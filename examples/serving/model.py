@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from attnops.layers import RadixAttention
 from attnops.types import AttentionBatch, AttentionSpec
@@ -31,6 +33,13 @@ class PagedModel(torch.nn.Module):
         )
 
     def forward(self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch | None = None) -> Tensor:
+        return self.model(token_ids, positions, self._attend(batch))
+
+    def hidden(self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
+        """What the logits are made of: ``[num_tokens, d_model]``."""
+        return self.model.hidden(token_ids, positions, self._attend(batch))
+
+    def _attend(self, batch: AttentionBatch | None) -> Callable[..., Tensor]:
         heads = self.spec.num_q_heads
 
         def attend_gqa(layer_id: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -41,4 +50,4 @@ class PagedModel(torch.nn.Module):
             out = self.layers[layer.layer_id](q, latent, None, batch, q_rope=q_pe, k_rope=k_pe)
             return layer.expand_output(out.unflatten(-1, (heads, -1)))
 
-        return self.model(token_ids, positions, attend_mla if self.spec.is_mla else attend_gqa)
+        return attend_mla if self.spec.is_mla else attend_gqa

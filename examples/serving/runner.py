@@ -24,6 +24,7 @@ class ModelRunner:
         max_requests, chunk: Most requests and tokens per step.
         backend: Name of an attention backend; "auto": the best that this machine has.
         graphs, compiler: As of `make_graphs`.
+        drafts: Tokens of a request in a verify step. lookahead: Cells behind a request's text that drafts need.
     """
 
     def __init__(
@@ -37,17 +38,25 @@ class ModelRunner:
         backend: str = "auto",
         graphs: str = "off",
         compiler: str = "eager",
+        drafts: int = 1,
+        lookahead: int = 0,
     ) -> None:
         self.model = model
         weight = model.embedding.weight
         self.device = weight.device
         self.spec = attention_spec(model, page_size, weight.dtype)
         context = model.config.max_context
-        limits = Limits(max_batch_size=max_requests, max_seqlen=context, max_num_tokens=chunk)
+        self.chunk = chunk
+        limits = Limits(
+            max_batch_size=max_requests,
+            max_seqlen=context + lookahead,
+            max_num_tokens=max(chunk, max_requests * drafts),
+            max_tokens_per_request=drafts,
+        )
         wanted = None if backend == "auto" else backend
         self.selection: Selection = select(self.spec, detect_machine(self.device), attention_backend=wanted)
         self.backend = select_backend(self.spec, limits, self.device, attention_backend=wanted)
-        self.rows = ReqToTokenPool(max_requests, context, self.device)
+        self.rows = ReqToTokenPool(max_requests, context + lookahead, self.device)
         self.pool = make_pool(model, pool_tokens, page_size, weight.dtype, self.device)
         self.paged_model = PagedModel(model, self.spec)
         self.graphs = make_graphs(
@@ -61,6 +70,17 @@ class ModelRunner:
     @torch.no_grad()
     def run(self, step: Step) -> Tensor:
         """Logits after the last token of each share: float32 ``[len(step.shares), vocab_size]``, host."""
+        ids, batch = self.batch_of(step)
+        if self.graphs is not None and self.graphs.can_replay(batch):
+            logits = self.graphs.replay(ids, batch)
+        else:
+            self.backend.init_forward_metadata(batch)
+            logits = self.paged_model(ids, batch.positions, batch)
+        lengths = torch.tensor([share.num_tokens for share in step.shares])
+        return logits[self._put(lengths.cumsum(0) - 1)].cpu()
+
+    def batch_of(self, step: Step) -> tuple[Tensor, AttentionBatch]:
+        """A step's token ids, and what the backend gets."""
         shares = step.shares
         token_ids = [token for share in shares for token in share.request.tokens[share.begin : share.end]]
         positions = torch.cat([torch.arange(share.begin, share.end) for share in shares])
@@ -79,13 +99,7 @@ class ModelRunner:
             token_to_kv_pool=self.pool,
             attn_backend=self.backend,
         )
-        ids = self._put(torch.tensor(token_ids))
-        if self.graphs is not None and self.graphs.can_replay(batch):
-            logits = self.graphs.replay(ids, batch)
-        else:
-            self.backend.init_forward_metadata(batch)
-            logits = self.paged_model(ids, batch.positions, batch)
-        return logits[self._put(lengths.cumsum(0) - 1)].cpu()
+        return self._put(torch.tensor(token_ids)), batch
 
     def _put(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, non_blocking=True)

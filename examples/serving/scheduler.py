@@ -60,6 +60,7 @@ class Scheduler:
     Args:
         chunk: Most tokens per step.
         use_cache: Share prefixes; without, the cache stays empty.
+        lookahead: Cells behind the text of a decoding request that get slots, too: for drafts.
     """
 
     def __init__(
@@ -68,13 +69,14 @@ class Scheduler:
         rows: ReqToTokenPool,
         chunk: int,
         use_cache: bool = True,
+        lookahead: int = 0,
     ) -> None:
         if chunk < rows.size:
             raise ValueError(f"a chunk of {chunk} tokens is too small for {rows.size} decoding requests")
         self.allocator = allocator
         self.rows = rows
         self.chunk = chunk
-        self.use_cache = use_cache
+        self.use_cache, self.lookahead = use_cache, lookahead
         self.cache = PrefixCache(allocator)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -87,10 +89,10 @@ class Scheduler:
         Raises:
             ValueError: it could never run, even alone.
         """
-        pages = self._pages_for(request.max_len)
-        if pages > self.allocator.num_pages or request.max_len > self.rows.max_context_len:
+        most = request.max_len + self.lookahead
+        if self._pages_for(most) > self.allocator.num_pages or most > self.rows.max_context_len:
             raise ValueError(
-                f"request {request.id} may grow to {request.max_len} tokens: more than the pool "
+                f"request {request.id} may grow to {most} tokens: more than the pool "
                 f"({self.allocator.size}) or a request ({self.rows.max_context_len}) can hold"
             )
         self.waiting.append(request)
@@ -151,19 +153,21 @@ class Scheduler:
     def _take(self, request: Request, count: int, shares: dict[Request, Share]) -> bool:
         """Gives a running request slots for `count` more tokens; False: it had to give up its place."""
         begin, end = request.computed, request.computed + count
-        last = int(self.rows.slots(request.row, begin - 1, begin)) if begin else -1
-        needed = self._pages_for(end) - self._pages_for(begin)
+        given = self._slots_given[request]
+        wanted = max(end + (self.lookahead if request.pending == 1 else 0), given)
+        last = int(self.rows.slots(request.row, given - 1, given)) if given else -1
+        needed = self._pages_for(wanted) - self._pages_for(given)
         while not self._make_room(needed):
             victim = self.running[-1]
             shares.pop(victim, None)
             self._preempt(victim)
             if victim is request:
                 return False
-        slots = self.allocator.alloc_extend([begin], [end], [last])
+        slots = self.allocator.alloc_extend([given], [wanted], [last])
         assert slots is not None, "there is room"
-        self.rows.write(request.row, begin, slots)
-        self._slots_given[request] = end
-        shares[request] = Share(request, begin, end, slots)
+        self.rows.write(request.row, given, slots)
+        self._slots_given[request] = wanted
+        shares[request] = Share(request, begin, end, self.rows.slots(request.row, begin, end))
         return True
 
     def _admit(self, request: Request) -> bool:

@@ -30,5 +30,17 @@ def _load_cuda() -> str | None:
     return None
 
 
+def built_archs() -> frozenset[int]:
+    """Architectures that the loaded CUDA kernels were built for; empty where none are loaded."""
+    if cuda_unavailable_reason is not None:
+        return frozenset()
+    return frozenset(map(int, torch.ops.attnops.cuda_archs().split()))
+
+
+def has_code_for(arch: int, built: frozenset[int]) -> bool:
+    """Whether a GPU runs kernels of a build: code for an earlier architecture of its generation runs, too."""
+    return any(arch // 10 == one // 10 and arch >= one for one in built)
+
+
 _load_cpu()
 cuda_unavailable_reason: str | None = _load_cuda()

@@ -90,6 +90,18 @@ FLASHINFER_WORKSPACE = Variable[int | None](
 FLASHINFER_WORKSPACE_OWN = Variable[int | None](
     "FLASHINFER_WORKSPACE_SIZE", "as SGLANG_FLASHINFER_WORKSPACE_SIZE, which wins", _positive, None
 )
+FLASHINFER_DECODE_SPLIT_TILE = Variable[int | None](
+    "SGLANG_FLASHINFER_DECODE_SPLIT_TILE_SIZE",
+    "backend flashinfer: tokens of a decode split in deterministic mode",
+    _positive,
+    None,
+)
+FLASHINFER_PREFILL_SPLIT_TILE = Variable[int | None](
+    "SGLANG_FLASHINFER_PREFILL_SPLIT_TILE_SIZE",
+    "backend flashinfer: tokens of an extend split in deterministic mode",
+    _positive,
+    None,
+)
 FLASHINFER_TENSOR_CORE = Variable[bool | None](
     "SGLANG_FLASHINFER_USE_TENSOR_CORE", "backend flashinfer: decode on tensor cores, or not", _flag, None
 )

@@ -6,7 +6,9 @@ Rules, for the query rows i = 0 .. S_q - 1 of a request with S_k keys (the new t
 * causal: keys at positions <= p. window_left: keys >= p - window_left; window_right: keys <= p + window_right; -1: off.
 * chunk_size: keys of the row's own chunk of positions, ``[p // n * n, ...]``; 0: off.
 * tree_mask takes the place of the causal rule among the last S_q keys, or the last tree_keys. Row i sees the j-th of
-  them when its bit j is set. Keys before them are visible. Windows still apply, by position.
+  them when its bit j is set. Keys before them are visible. window_left then counts steps of the tree. A row's depth is
+  the number of its bits, less one, and it stands as many positions behind the first of these keys. A key of the tree
+  is as far behind it as the row has bits behind that key's own.
 * score = softmax_scale * <q, k>; then logit_cap * tanh(score / logit_cap) when the cap is not 0.
 * sinks: one more logit per query head, with no value. ``lse`` (natural log) leaves it out unless ``sinks_in_lse``.
 * A row without a visible key gives zeros and ``lse = -inf``, sinks or not.
@@ -14,6 +16,7 @@ Rules, for the query rows i = 0 .. S_q - 1 of a request with S_k keys (the new t
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -60,6 +63,7 @@ def visibility(
     key = torch.arange(seqlen_k, device=device)
     position = torch.arange(seqlen_q, device=device).unsqueeze(1) + (seqlen_k - seqlen_q)
     visible = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
+    bits = None
     if tree_mask is not None and seqlen_q:
         tree_keys = tree_keys or seqlen_q
         draft = key - (seqlen_k - tree_keys)  # which of the tree's tokens a key belongs to; negative: prefix
@@ -67,7 +71,11 @@ def visibility(
         visible &= (draft < 0) | bits[:, draft.clamp(min=0)]
     elif causal:
         visible &= key <= position
-    if window_left >= 0:
+    if window_left >= 0 and bits is not None:
+        counted = bits.cumsum(1)[:, draft.clamp(min=0)]
+        count = bits.sum(1, keepdim=True)
+        visible &= torch.where(draft < 0, count.clamp(min=1) - 1 - draft, count - counted) <= window_left
+    elif window_left >= 0:
         visible &= key >= position - window_left
     if window_right >= 0:
         visible &= key <= position + window_right
@@ -151,6 +159,32 @@ def unpack_mla_fp8_rows(rows: Tensor, dtype: torch.dtype = torch.float64) -> Ten
     scales = rows[..., 512:528].contiguous().view(torch.float32).to(dtype)
     rope = rows[..., 528:].contiguous().view(torch.bfloat16).to(dtype)
     return torch.cat([(latent * scales.unsqueeze(-1)).flatten(-2), rope], dim=-1)
+
+
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of float4_e2m1fn's codes 0 to 7; 8 to 15 are negative
+
+
+def quantize_fp4(values: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Rows ``[..., D]`` as codes, ``[..., D / 2]`` uint8, and scales, ``[..., D / 16]`` of e4m3: `ops.store_kv_fp4`."""
+    blocks = values.float().unflatten(-1, (-1, 16))
+    tensor_scale = 1.0 if scale is None else scale.float()
+    scales = (blocks.abs().amax(-1) / tensor_scale / FP4_VALUES[-1]).clamp(max=448).to(torch.float8_e4m3fn)
+    real = (scales.float() * tensor_scale).unsqueeze(-1)
+    sizes = torch.where(real > 0, blocks / real, 0.0)
+    middles = [(a + b) / 2 for a, b in itertools.pairwise(FP4_VALUES)]
+    codes = sum((sizes.abs() > m) if i % 2 == 0 else (sizes.abs() >= m) for i, m in enumerate(middles))  # ties to even
+    codes = (codes + 8 * torch.signbit(sizes)).to(torch.uint8).flatten(-2)
+    return codes[..., ::2] | codes[..., 1::2] << 4, scales
+
+
+def dequantize_fp4(
+    codes: Tensor, scales: Tensor, scale: Tensor | None = None, dtype: torch.dtype = torch.float64
+) -> Tensor:
+    """``[..., D]`` of what `quantize_fp4` made."""
+    table = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)], dtype=dtype, device=codes.device)
+    both = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()
+    values = table[both].unflatten(-1, (-1, 16)) * scales.float().to(dtype).unsqueeze(-1)
+    return values.flatten(-2) if scale is None else values.flatten(-2) * scale.to(dtype)
 
 
 def pack_mla_fp8_rows(latent: Tensor) -> Tensor:

@@ -54,6 +54,8 @@ OPS = (
     "ssd_verify",
     "delta_commit",
     "ssd_commit",
+    "store_kv_fp4",
+    "fp4_decode",
 )
 KINDS = (
     "none",

@@ -5,49 +5,16 @@ What the machine here cannot run is held to the second half: refused with a reas
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-import torch
 from attnops.backends import detect_machine, get_backend_class, registered_names
 from attnops.types import AttentionSpec, AttentionType, ForwardMode
 from checks import MAX_RELATIVE_ERROR, relative_error
+from conformance import FEATURES, MODES, PAGE_SIZES, matrix, spec_of
 from steps import LIMITS, Model, make_step
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-E4M3, E5M2, ROWS = torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8
-PAGE_SIZES = (1, 3, 16, 64, 128)
 HERE = detect_machine("cpu")
-
-GQA = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64}
-FEATURES = {
-    "plain": GQA,
-    "fp16": {**GQA, "dtype": FP16},
-    "fp32": {**GQA, "dtype": FP32},
-    "odd_heads": {**GQA, "num_q_heads": 3, "num_kv_heads": 1, "head_dim": 40},
-    "window": {**GQA, "sliding_window_size": 17},
-    "cap": {**GQA, "logit_cap": 4.0},
-    "sinks": {**GQA, "has_sinks": True},
-    "e4m3": {**GQA, "kv_dtype": E4M3},
-    "e5m2": {**GQA, "kv_dtype": E5M2},
-    "deterministic": {**GQA, "deterministic": True},
-    "bidirectional": {**GQA, "attn_type": AttentionType.DECODER_BIDIRECTIONAL},
-    "encoder": {**GQA, "attn_type": AttentionType.ENCODER_ONLY},
-    "mla": {},
-    "mla_window_cap": {"sliding_window_size": 17, "logit_cap": 4.0},
-    "mla_e4m3": {"kv_dtype": E4M3},
-    "mla_rows": {"kv_dtype": ROWS},
-}
-MODES = {
-    ForwardMode.DECODE: ([9, 70], [1, 1], {"uniform": True}),
-    ForwardMode.EXTEND: ([0, 70], [13, 5], {}),
-    ForwardMode.MIXED: ([9, 40], [1, 6], {}),
-    ForwardMode.TARGET_VERIFY: ([9, 70], [4, 4], {"uniform": True}),
-    ForwardMode.DRAFT_EXTEND: ([9, 70], [3, 1], {}),
-}
-
-
-def spec_of(feature: str, page_size: int) -> AttentionSpec:
-    options = {"page_size": page_size, **FEATURES[feature]}
-    return AttentionSpec.mla(4, **options) if feature.startswith("mla") else AttentionSpec(**options)
 
 
 def right(name: str, spec: AttentionSpec, mode: ForwardMode, **more) -> None:
@@ -93,3 +60,9 @@ def test_a_refused_page_size_names_those_that_would_work(name):
     spec = spec_of("mla" if capability.head_dims is None else "plain", 7)
     (reason,) = capability.reasons_against(spec)
     assert reason == f"takes page_size {', '.join(map(str, sorted(capability.page_sizes)))}, got 7"
+
+
+def test_the_matrix_of_the_readme_is_that_of_this_suite():
+    assert matrix() in (Path(__file__).parents[2] / "README.md").read_text(), (
+        "README.md: paste what `PYTHONPATH=python python tests/support/conformance.py` prints"
+    )

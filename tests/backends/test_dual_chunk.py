@@ -23,7 +23,7 @@ class Model:
     def __init__(self, page_size, chunk_len, original, seed=0, *, device="cpu", dtype=torch.float32, v_dim=DIM):
         self.rng, self.generator = random.Random(seed), torch.Generator().manual_seed(seed)
         self.chunk_len, self.original, self.device, self.dtype, self.v_dim = chunk_len, original, device, dtype, v_dim
-        context = -(-CONTEXT // page_size) * page_size
+        context = -(-max(CONTEXT, 6 * chunk_len) // page_size) * page_size
         self.pool = MHATokenToKVPool(5 * context, page_size, dtype, KV_HEADS, DIM, 1, device=device, v_head_dim=v_dim)
         for pages in self.pool.all_buffers()[0]:
             pages.fill_(math.nan)
@@ -32,7 +32,7 @@ class Model:
         spec = AttentionSpec(
             num_q_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, v_head_dim=v_dim, dtype=dtype, page_size=page_size
         )
-        limits = Limits(max_batch_size=5, max_seqlen=CONTEXT, max_num_tokens=600, max_tokens_per_request=3)
+        limits = Limits(max_batch_size=5, max_seqlen=context, max_num_tokens=600, max_tokens_per_request=3)
         options = {"chunk_size": chunk_len + 8, "local_size": 8, "original_max_position_embeddings": original}
         self.backend = DualChunkFlashAttentionBackend(spec, limits, device, **options)
         self.layer = RadixAttention(HEADS, DIM, SCALE, KV_HEADS, 0, v_head_dim=v_dim)

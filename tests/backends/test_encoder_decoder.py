@@ -91,6 +91,9 @@ class Model:
             extend_seq_lens=None if uniform else torch.tensor(new, **tensors),
             positions=torch.zeros(sum(new), dtype=torch.int64, device=self.device),
             encoder_lens=torch.tensor(self.encoders, **tensors),
+            cache_seqlens_cpu=torch.tensor(lengths, dtype=torch.int32),
+            extend_seq_lens_cpu=None if uniform else torch.tensor(new, dtype=torch.int32),
+            encoder_lens_cpu=torch.tensor(self.encoders, dtype=torch.int32),
             encoder_out_cache_loc=self.encoder_slots() if stores else None,
             token_to_kv_pool=self.pool,
             attn_backend=self.backend,
@@ -204,6 +207,19 @@ def check_graphs(name, page_size, recorder, turns, **options):
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_graphs_of_decodes(name, page_size):
     check_graphs(name, page_size, GraphTape, 20)
+
+
+@pytest.mark.usefixtures("flashinfer_stand_in")
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_a_backend_that_plans_on_the_host(page_size, monkeypatch):
+    """flashinfer: one wrapper for a request's own tokens, one for its encoder's, eager and in graphs."""
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_SIZE", "4096")
+    model = Model("flashinfer", page_size, seed=page_size, dtype=torch.bfloat16)
+    serve(model)
+    assert model.backend.needs_cpu_seq_lens
+    for side in (model.backend.own, model.backend.cross):
+        assert [key[0] for key in side.wrappers._eager].count("decode") == 1
+    check_graphs("flashinfer", page_size, GraphTape, 10, dtype=torch.bfloat16)
 
 
 @GPU

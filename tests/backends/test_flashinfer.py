@@ -5,20 +5,21 @@ So the whole adapter runs on the CPU and is held to float64; what FlashInfer's o
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import sys
 
 import pytest
 import torch
 from attnops.backends import Machine, get_backend_class, select
+from attnops.backends.flashinfer_plans import workspace_bytes
 from attnops.compat import flashinfer as stand_in
 from attnops.types import AttentionSpec, AttentionType, ForwardMode
 from checks import MAX_RELATIVE_ERROR, relative_error
+from signatures import signature
 from steps import LIMITS, Model, make_step
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 WORKSPACE = 1 << 20
+pytestmark = pytest.mark.usefixtures("flashinfer_stand_in")
 
 
 def gqa(**options) -> AttentionSpec:
@@ -41,13 +42,6 @@ STEPS = {
     "verify": (ForwardMode.TARGET_VERIFY, [59, 100, 0], [5] * 3, {"uniform": True}),
     "draft_extend": (ForwardMode.DRAFT_EXTEND, [62, 7, 130], [3, 2, 1], {}),
 }
-
-
-@pytest.fixture(autouse=True)
-def package(monkeypatch):
-    stand_in.mla = importlib.import_module("attnops.compat.flashinfer")
-    monkeypatch.setitem(sys.modules, "flashinfer", stand_in)
-    monkeypatch.setitem(sys.modules, "flashinfer.mla", stand_in)
 
 
 def step_of(model: Model, shape: str):
@@ -87,22 +81,93 @@ def test_lengths_that_the_host_lacks_are_named_and_never_copied():
     step.batch.cache_seqlens_cpu = None
     with pytest.raises(ValueError, match=r"needs cache_seqlens_cpu and extend_seq_lens_cpu in the batch"):
         backend.init_forward_metadata(step.batch)
-    with pytest.raises(NotImplementedError, match="not captured whole"):
-        backend.init_forward_metadata_out_graph(step.batch, in_capture=True)
+
+
+CAPTURED = {
+    "decode": (ForwardMode.DECODE, [0, 1, 0, 2], [63, 64, 150, 17], [1] * 4, {"uniform": True}),
+    "verify": (ForwardMode.TARGET_VERIFY, [0, 1, 2], [59, 100, 0], [5] * 3, {"uniform": True}),
+    "draft_extend": (ForwardMode.DRAFT_EXTEND, [2, 3, 0], [62, 7, 130], [3] * 3, {"uniform": True}),
+}
+
+
+@pytest.mark.parametrize("shape", CAPTURED)
+@pytest.mark.parametrize("model", [model for model in MODELS if model.name != "encoder"], ids=lambda model: model.name)
+def test_a_captured_step_is_planned_again_before_each_replay(model, shape):
+    """On a tape: replays see other lengths, and only `out_graph` and the recorded ops run between them."""
+    mode, first, second, new, options = CAPTURED[shape]
+    static, other = (make_step(model, mode, prefix, new, seed=i, **options) for i, prefix in enumerate((first, second)))
+    backend = build(model.spec)
+    backend.init_forward_metadata_out_graph(static.batch, in_capture=True)
+    backend.init_forward_metadata_in_graph(static.batch)
+    static.run(backend)  # the warm-up, in which each kind of layer is planned first
+    buffers = next(iter(backend.wrappers._graphs.values()))
+    addresses = {name: getattr(buffers, name).data_ptr() for name in ("bounds_q", "bounds_k", "last_page_len")}
+    for _ in range(3):
+        seqlens = other.batch.cache_seqlens.clone()
+        static.overwrite(other)
+        static.batch.cache_seqlens_cpu = seqlens
+        backend.init_forward_metadata_out_graph(static.batch)
+        backend.init_forward_metadata_in_graph(static.batch)
+        out = static.run(backend)
+        assert relative_error(out, other.expected) <= MAX_RELATIVE_ERROR[model.spec.dtype]
+    assert addresses == {name: getattr(buffers, name).data_ptr() for name in addresses}
+    assert len(buffers.wrappers) == len(buffers.plans) == 1 and not backend.wrappers._eager
+
+
+def test_fixed_splits_of_the_deterministic_mode(monkeypatch):
+    seen = []
+    plan = stand_in.BatchDecodeWithPagedKVCacheWrapper.plan
+
+    def spy(self, *args, **options):
+        seen.append(options)
+        return plan(self, *args, **options)
+
+    monkeypatch.setattr(stand_in.BatchDecodeWithPagedKVCacheWrapper, "plan", spy)
+    model = Model("gqa", gqa(deterministic=True, num_kv_heads=8))
+    for variable, pages in ((None, 2048 // 16), ("160", 10)):
+        if variable:
+            monkeypatch.setenv("SGLANG_FLASHINFER_DECODE_SPLIT_TILE_SIZE", variable)
+        backend = build(model.spec)
+        assert backend.wrappers.use_tensor_cores  # fixed splits are theirs
+        step = step_of(model, "decode")
+        backend.init_forward_metadata(step.batch)
+        step.run(backend)
+        assert seen[-1]["fixed_split_size"] == pages
+    monkeypatch.setenv("SGLANG_FLASHINFER_PREFILL_SPLIT_TILE_SIZE", "many")
+    with pytest.raises(ValueError, match="SGLANG_FLASHINFER_PREFILL_SPLIT_TILE_SIZE must be a positive integer"):
+        build(model.spec)
+
+
+def test_a_window_model_has_two_wrappers_and_its_layers_share_them():
+    model = Model("window", gqa(sliding_window_size=20))
+    backend = build(model.spec)
+    step = step_of(model, "decode")
+    backend.init_forward_metadata(step.batch)
+    full = Model("full", gqa(sliding_window_size=20)).layer()
+    full.sliding_window_size = -1
+    for layer in (step.layer, full, step.layer, full):
+        backend.forward(step.q, None, None, layer, step.batch, save_kv_cache=False)
+    assert len(backend.wrappers._eager) == 2
 
 
 def test_the_environment_and_the_option_set_the_workspace(monkeypatch):
     monkeypatch.setenv("FLASHINFER_WORKSPACE_SIZE", "4096")
     cls = get_backend_class("flashinfer")
-    assert cls(gqa(), LIMITS, "cpu")._workspace.numel() == 4096
+    assert cls(gqa(), LIMITS, "cpu").wrappers.workspace.numel() == 4096
     monkeypatch.setenv("SGLANG_FLASHINFER_WORKSPACE_SIZE", "8192")
-    assert cls(gqa(), LIMITS, "cpu")._workspace.numel() == 8192
-    assert build(gqa())._workspace.numel() == WORKSPACE
+    assert cls(gqa(), LIMITS, "cpu").wrappers.workspace.numel() == 8192
+    for name in ("SGLANG_FLASHINFER_WORKSPACE_SIZE", "FLASHINFER_WORKSPACE_SIZE"):
+        monkeypatch.delenv(name)
+    for name in ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3VLForConditionalGeneration"):
+        assert workspace_bytes(gqa(), ["Other", name]) == 512 * 2**20
+    assert workspace_bytes(gqa(), ["LlamaForCausalLM"]) == 384 * 2**20
+    assert workspace_bytes(gqa(deterministic=True), ["Qwen2ForCausalLM"]) == 2048 * 2**20
+    assert build(gqa()).wrappers.workspace.numel() == WORKSPACE
 
 
 def test_tensor_cores_by_rule_and_by_the_environment(monkeypatch):
     def chosen(**options):
-        return build(gqa(**options))._use_tensor_cores
+        return build(gqa(**options)).wrappers.use_tensor_cores
 
     assert chosen() and not chosen(num_kv_heads=4) and chosen(num_kv_heads=4, kv_dtype=E4M3)
     monkeypatch.setenv("SGLANG_FLASHINFER_USE_TENSOR_CORE", "0")
@@ -112,7 +177,7 @@ def test_tensor_cores_by_rule_and_by_the_environment(monkeypatch):
 
 
 def test_what_it_does_not_serve_is_refused():
-    with pytest.raises(NotImplementedError, match="serves MLA without windows"):
+    with pytest.raises(NotImplementedError, match="has no sliding window"):
         build(AttentionSpec.mla(16, sliding_window_size=9))
     with pytest.raises(NotImplementedError, match="has no attention sinks"):
         build(gqa(has_sinks=True))
@@ -157,3 +222,87 @@ def test_new_tokens_are_attended_to_apart_by_sglangs_rule(prefix, calls, kv_dtyp
         planned = {key[0] for key in backend._prepared.of(step.batch).planned}
         apart = kv_dtype is None and (least == 40 or not any(prefix))
         assert planned == (set(calls) if apart else {"extend"})
+
+
+# Parameters of flashinfer-python 0.7.2, as published. A keyword that it does not have would be a TypeError there.
+_GRAPH = "qo_indptr_buf=0 paged_kv_indptr_buf=0 paged_kv_indices_buf=0 paged_kv_last_page_len_buf=0"
+_PLANNED = """pos_encoding_mode=0 window_left=0 logits_soft_cap=0 sm_scale=0 rope_scale=0 rope_theta=0 q_data_type=0
+    kv_data_type=0 o_data_type=0 non_blocking=0 seq_lens=0 fixed_split_size=0 disable_split_kv=0"""
+PUBLISHED = {
+    ("BatchDecodeWithPagedKVCacheWrapper", "__init__"): """float_workspace_buffer kv_layout=0 use_cuda_graph=0
+        use_tensor_cores=0 paged_kv_indptr_buffer=0 paged_kv_indices_buffer=0 paged_kv_last_page_len_buffer=0 backend=0
+        jit_args=0""",
+    ("BatchDecodeWithPagedKVCacheWrapper", "plan"): f"""indptr indices last_page_len num_qo_heads num_kv_heads head_dim
+        page_size * {_PLANNED} window_right=0 data_type=0 block_tables=0 q_len_per_req=0 is_causal=0""",
+    ("BatchDecodeWithPagedKVCacheWrapper", "run"): """q paged_kv_cache * q_scale=0 k_scale=0 v_scale=0 out=0 lse=0
+        return_lse=0 enable_pdl=0 window_left=0 sinks=0 q_len_per_req=0 skip_softmax_threshold_scale_factor=0
+        kv_cache_sf=0""",
+    (
+        "BatchPrefillWithPagedKVCacheWrapper",
+        "__init__",
+    ): f"""float_workspace_buffer kv_layout=0 use_cuda_graph=0
+        {_GRAPH} custom_mask_buf=0 mask_indptr_buf=0 backend=0 jit_args=0 jit_kwargs=0 variant_owns_mask=0""",
+    (
+        "BatchPrefillWithPagedKVCacheWrapper",
+        "plan",
+    ): f"""qo_indptr paged_kv_indptr paged_kv_indices
+        paged_kv_last_page_len num_qo_heads num_kv_heads head_dim_qk page_size
+        head_dim_vo=0 custom_mask=0 packed_custom_mask=0 causal=0
+        {_PLANNED} use_fp16_qk_reduction=0 prefix_len_ptr=0 token_pos_in_items_ptr=0 token_pos_in_items_len=0
+        max_item_len_ptr=0 seq_lens_q=0 block_tables=0 max_token_per_sequence=0 max_sequence_kv=0 uniform_q_len=0""",
+    ("BatchPrefillWithPagedKVCacheWrapper", "run"): """q paged_kv_cache * q_scale=0 k_scale=0 v_scale=0 out=0 lse=0
+        return_lse=0 lse_base=0 lse_layout=0 enable_pdl=0 window_left=0 sinks=0 kv_cache_sf=0""",
+    ("BatchPrefillWithRaggedKVCacheWrapper", "__init__"): """float_workspace_buffer kv_layout=0 use_cuda_graph=0
+        qo_indptr_buf=0 kv_indptr_buf=0 custom_mask_buf=0 mask_indptr_buf=0 backend=0 jit_args=0 jit_kwargs=0""",
+    ("BatchPrefillWithRaggedKVCacheWrapper", "plan"): f"""qo_indptr kv_indptr num_qo_heads num_kv_heads head_dim_qk
+        head_dim_vo=0 custom_mask=0 packed_custom_mask=0 causal=0 {_PLANNED} use_fp16_qk_reduction=0 prefix_len_ptr=0
+        token_pos_in_items_ptr=0 token_pos_in_items_len=0 max_item_len_ptr=0 seq_lens_q=0 max_token_per_sequence=0
+        max_sequence_kv=0 v_indptr=0 o_indptr=0 uniform_q_len=0""",
+    ("BatchPrefillWithRaggedKVCacheWrapper", "run"): """q k v * q_scale=0 k_scale=0 v_scale=0 o_scale=0 out=0 lse=0
+        return_lse=0 lse_base=0 lse_layout=0 enable_pdl=0 kv_cache_sf=0""",
+    ("BatchMLAPagedAttentionWrapper", "__init__"): """float_workspace_buffer use_cuda_graph=0 qo_indptr=0 kv_indptr=0
+        kv_indices=0 kv_len_arr=0 backend=0""",
+    ("BatchMLAPagedAttentionWrapper", "plan"): """* qo_indptr=0 kv_indptr=0 kv_indices=0 kv_len_arr=0 num_heads=0
+        head_dim_ckv=0 head_dim_kpe=0 page_size=0 causal=0 sm_scale=0 q_data_type=0 kv_data_type=0 use_profiler=0""",
+    ("BatchMLAPagedAttentionWrapper", "run"): """q_nope=0 q_pe=0 ckv_cache=0 kpe_cache=0 out=0 lse=0 return_lse=0
+        profiler_buffer=0 kv_len=0 page_table=0 return_lse_base_on_e=0 o_scale=0""",
+}
+_FAST = _PLANNED.replace("o_data_type=0", "data_type=0").replace("seq_lens=0", "")
+FAST_PLAN = f"""wrapper indptr indices last_page_len num_qo_heads num_kv_heads head_dim page_size {_FAST}
+    q_len_per_req=0 global_override_indptr_cpu=0"""
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Names of the package's functions that were called, each with arguments that its published signature takes."""
+    called = set()
+
+    def checked(name, function, parameters, skip):
+        def call(*args, **options):
+            parameters.bind(*args[skip:], **options)
+            called.add(name)
+            return function(*args, **options)
+
+        return call
+
+    for (cls, method), text in PUBLISHED.items():
+        original = getattr(getattr(stand_in, cls), method)
+        monkeypatch.setattr(getattr(stand_in, cls), method, checked(f"{cls}.{method}", original, signature(text), 1))
+    fast = checked("fast_decode_plan", stand_in.fast_decode_plan, signature(FAST_PLAN), 0)
+    monkeypatch.setattr(stand_in, "fast_decode_plan", fast)
+    return called
+
+
+def test_every_call_is_one_that_the_published_signatures_take(seen, monkeypatch):
+    from attnops.backends import flashinfer as module
+
+    monkeypatch.setattr(module, "MERGED_FROM_TOKENS", 40)
+    for model in MODELS:
+        for shape in STEPS if model.name != "encoder" else ["extend"]:
+            test_equals_the_reference(model, shape)
+        if model.name != "encoder":
+            for shape in CAPTURED:
+                test_a_captured_step_is_planned_again_before_each_replay(model, shape)
+    test_equals_the_reference(Model("fixed", gqa(deterministic=True)), "decode")
+    test_equals_the_reference(Model("fixed", gqa(deterministic=True)), "extend")
+    assert seen == {f"{cls}.{method}" for cls, method in PUBLISHED} | {"fast_decode_plan"}

@@ -7,7 +7,6 @@ tested here: nobody ran them, and the adapters say so.
 from __future__ import annotations
 
 import importlib
-import inspect
 import sys
 import types
 
@@ -18,6 +17,7 @@ from attnops.backends.registry import NOT_BUILT
 from attnops.compat import flash_attn_interface, flashinfer
 from attnops.types import AttentionSpec, ForwardMode
 from checks import MAX_RELATIVE_ERROR, relative_error
+from signatures import signature
 from steps import LIMITS, Model, make_step
 
 # Parameters as published: flash-attn-4 (flash_attn/cute/interface.py, 2026-11), amd-aiter (aiter/ops/mha.py),
@@ -49,18 +49,6 @@ DEVICES = {"fa4": "cuda", "aiter": "hip", "intel_xpu": "xpu", "ascend": "npu"}
 PAGES = {"fa4": 128, "aiter": 16, "intel_xpu": 64, "ascend": 128}
 
 
-def signature(text: str) -> inspect.Signature:
-    kind, made = inspect.Parameter.POSITIONAL_OR_KEYWORD, []
-    for word in text.split():
-        if word == "*":
-            kind = inspect.Parameter.KEYWORD_ONLY
-            continue
-        name, has_default, _ = word.partition("=")
-        default = None if has_default else inspect.Parameter.empty
-        made.append(inspect.Parameter(name, kind, default=default))
-    return inspect.Signature(made)
-
-
 def paged(q, k, v, table, lens, bounds, max_q, scale, causal, window, cap, sinks=None):
     if window is None or window == (None, None):
         window = (-1, -1)
@@ -75,6 +63,8 @@ def fa4(a):
     sinks = a["learnable_sink"]
     assert sinks is None or sinks.dtype == torch.bfloat16, "FlashAttention-4 takes bfloat16 sinks"
     rest = (a["softmax_scale"], a["causal"], a["window_size"], a["softcap"], sinks)
+    if a["qv"] is not None:
+        a["q"], a["k"] = torch.cat([a["qv"], a["q"]], -1), torch.cat([a["v"], a["k"]], -1)
     return paged(
         a["q"], a["k"], a["v"], a["page_table"], a["seqused_k"], a["cu_seqlens_q"], a["max_seqlen_q"], *rest
     ), None
@@ -172,6 +162,17 @@ def test_equals_the_reference(vendor, options, shape):
             step.batch.extend_seq_lens_cpu = step.batch.extend_seq_lens.clone()
         backend.init_forward_metadata(step.batch)
         assert relative_error(step.run(backend), step.expected) <= MAX_RELATIVE_ERROR[torch.bfloat16]
+
+
+@pytest.mark.parametrize("vendor", ["fa4"], indirect=True)
+def test_latents_in_two_parts_over_pages_of_one(vendor):
+    model = Model("mla", AttentionSpec.mla(16, page_size=1), scale=0.1)
+    backend = build(vendor, model.spec)
+    step = make_step(model, ForwardMode.EXTEND, [0, 65, 30], [33, 1, 20])
+    backend.init_forward_metadata(step.batch)
+    assert relative_error(step.run(backend), step.expected) <= MAX_RELATIVE_ERROR[torch.bfloat16]
+    with pytest.raises(NotImplementedError, match="takes page_size 1, got 128"):
+        get_backend_class(vendor)(AttentionSpec.mla(16, page_size=128), LIMITS, "cpu")
 
 
 @pytest.mark.parametrize("name", ["fa4", "intel_xpu"])

@@ -90,6 +90,7 @@ def flashinfer(capability: tuple[int, int]) -> None:
         "is_sm90a_supported": lambda device=None: capability[0] == 9,
         "device_support_pdl": lambda device=None: capability[0] >= 9,
     }
+    answers["GPUArchitectureError"] = type("GPUArchitectureError", (Exception,), {})
     for arch in ("100a", "100f", "110a", "120a", "121a", "12x", "100", "10x"):
         answers[f"is_sm{arch}_supported"] = lambda device=None: False
     Shim("flashinfer.utils", answers)
@@ -180,6 +181,10 @@ class CudaIsCpu(TorchFunctionMode):
             return True
         kwargs = {name: _on_cpu(value) for name, value in (kwargs or {}).items()}
         kwargs.pop("pin_memory", None)
+        if type(kwargs.get("device")) is int:
+            kwargs["device"] = "cpu"
+        if function is torch.Tensor.to and len(args) > 1 and type(args[1]) is int:
+            args = (args[0], "cpu", *args[2:])
         return function(*[_on_cpu(value) for value in args], **kwargs)
 
 

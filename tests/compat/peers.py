@@ -21,6 +21,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -36,6 +37,7 @@ FILES = {
             "batch_invariant_fa2",
             "batch_prefill",
             "batch_prefill_kernels",
+            "block_sparse",
             "cudnn_decode",
             "cudnn_prefill",
             "cudnn_prefill_deepseek",
@@ -70,25 +72,37 @@ FILES = {
         ]
     ],
     "flash_attention": ["hopper/test_flash_attn.py"],
-    "flash_mla": ["tests/test_flash_mla_dense_decoding.py"],
+    "flash_mla": [
+        f"tests/test_flash_mla_{name}.py" for name in ("dense_decoding", "sparse_decoding", "sparse_prefill")
+    ],
     "sgl_kernel": [
         f"sgl-kernel/tests/test_{name}.py"
-        for name in ("flash_attention", "flashmla", "merge_state", "merge_state_v2", "cutlass_mla")
+        for name in ("flash_attention", "flashmla", "merge_state", "merge_state_v2", "cutlass_mla", "topk")
     ],
+}
+# Files that take longest are several processes. They also start first.
+SHARDS = {
+    "hopper/test_flash_attn.py": 2,
+    "sgl-kernel/tests/test_flashmla.py": 2,
+    "sgl-kernel/tests/test_topk.py": 3,
+    "tests/attention/test_batch_prefill_kernels.py": 3,
+    "tests/attention/test_fmha_v2_prefill.py": 3,
+    "tests/test_flash_mla_sparse_decoding.py": 2,
 }
 COUNTED = ("passed", "serves more", "refused", "absent", "wrong", "error", "crashed")
 
 
-def run_file(kind: str, directory: Path, name: str, options: argparse.Namespace) -> list[dict]:
-    """The last line of every test, also of those that ended their process."""
+def run_file(kind: str, directory: Path, name: str, shard: int, options: argparse.Namespace) -> list[dict]:
+    """The last line of every test of a shard, also of those that ended their process."""
     with tempfile.TemporaryDirectory() as folder:
         kept = options.keep or Path(folder)
         kept.mkdir(parents=True, exist_ok=True)
-        out, done = kept / f"{kind}-{Path(name).stem}.jsonl", {}
+        out, done = kept / f"{kind}-{Path(name).stem}-{shard}.jsonl", {}
         for _ in range(options.most_crashes + 1):
             given = {"kind": kind, "directory": str(directory), "file": str(directory / name), "out": str(out)}
             given |= {"device": options.device, "draws": options.draws, "seeds": options.seeds, "done": sorted(done)}
-            given |= {"timeout": options.timeout, "verbose": options.verbose}
+            given |= {"timeout": options.timeout, "verbose": options.verbose, "deadline": options.deadline}
+            given |= {"shard": shard, "shards": SHARDS.get(name, 1)}
             paths = [str(HERE.parent.parent / "python"), str(HERE), os.environ.get("PYTHONPATH", "")]
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_WAIT_POLICY": "passive"}
             command = [sys.executable, str(HERE / "peer_child.py"), json.dumps(given)]
@@ -145,6 +159,7 @@ def main() -> int:
     parser.add_argument("--draws", type=int, default=40, help="of a function's parameters, for each seed")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--timeout", type=float, default=60, help="seconds of a test")
+    parser.add_argument("--stop-after", type=float, help="seconds of the whole run; later tests are not run")
     parser.add_argument("--most-crashes", type=int, default=10, help="of a file, before the rest of it is left")
     parser.add_argument("--only", nargs="+", default=[""], help="files whose name holds one of these")
     parser.add_argument("--json", type=Path, help="where to write a line for every test")
@@ -166,15 +181,21 @@ def main() -> int:
                     line |= {"outcome": "not run", "reason": "stopped with its process"}
             print(f"\n## {kind}\n\n{table(list(last.values()))}", flush=True)
         return 0
-    status = 0
+    options.deadline = time.time() + options.stop_after if options.stop_after else None
+    tasks = []
     for kind, names in FILES.items():
         directory = getattr(options, kind)
-        if directory is None:
+        for name in names if directory else []:
+            if any(part in name for part in options.only) and (directory / name).exists():
+                tasks += [(kind, directory.resolve(), name, shard) for shard in range(SHARDS.get(name, 1))]
+    tasks.sort(key=lambda task: task[2] not in SHARDS)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        done = list(pool.map(lambda task: run_file(*task, options), tasks))
+    status = 0
+    for kind in FILES:
+        lines = [line for task, file in zip(tasks, done, strict=True) for line in file if task[0] == kind]
+        if not lines:
             continue
-        wanted = [name for name in names if any(part in name for part in options.only) and (directory / name).exists()]
-        with ThreadPoolExecutor(options.jobs) as pool:
-            done = list(pool.map(lambda name: run_file(kind, directory.resolve(), name, options), wanted))  # noqa: B023
-        lines = [line for file in done for line in file]
         print(f"\n## {kind}\n\n{table(lines)}", flush=True)
         if options.json:
             with options.json.open("a") as file:

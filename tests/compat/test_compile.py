@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attnops.compat import flash_attn, flash_attn_interface, flash_mla, flashinfer, sgl_kernel
 from right_calls import compat_calls
 from torch import Tensor
 
@@ -31,14 +32,81 @@ def call_of(name: str):
     return compat_calls()[name]
 
 
-@pytest.mark.parametrize("name", CALLED)
-def test_traces_whole(name):
+def check_that_it_traces(make) -> None:
+    """`make` gives a function and its arguments, new tensors at every call."""
     torch._dynamo.reset()
-    function, given = call_of(name)
+    function, given = make()
     eager = tensors_of(function(**given)) + written(given)
-    function, given = call_of(name)
+    function, given = make()
     compiled = torch.compile(lambda **options: function(**options), fullgraph=True, backend="eager")
     traced = tensors_of(compiled(**given)) + written(given)
     assert len(eager) == len(traced)
     for ours, expected in zip(traced, eager):
         assert torch.equal(ours.float().nan_to_num(9.0), expected.float().nan_to_num(9.0))
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_traces_whole(name):
+    check_that_it_traces(lambda: call_of(name))
+
+
+def forms() -> dict:
+    """Calls with arguments that cost an op before, and functions that share a name with another library's."""
+    torch.manual_seed(0)
+    calls = compat_calls()
+    cache, ragged, dense = (
+        calls[name][1] for name in ("flash_attn_with_kvcache", "flash_attn_varlen_func", "flash_attn_func")
+    )
+    mla, rows = calls["flash_mla_with_kvcache"][1], calls["flash_mla_sparse_fwd"][1]
+    int32 = {"dtype": torch.int32}
+    batch = cache["cache_seqlens"].shape[0]
+    pads, scales = torch.ones(3, **int32), {"bmm1_scale": torch.full((1,), 0.1), "bmm2_scale": torch.ones(1)}
+    new = {name: torch.randn(batch, 1, 2, 64).bfloat16() for name in "kv"}
+    rotary = {name: torch.randn(64, 16) for name in ("rotary_cos", "rotary_sin")}
+    third = cache | {"sinks": None}
+    second = {("block_table" if name == "page_table" else name): value for name, value in third.items()}
+    second.pop("sinks")
+    lists = {"indices": torch.zeros(3, 1, 8, **int32), "block_table": None, "cache_seqlens": None}
+    prefill = calls["trtllm_fmha_v2_prefill"][1]
+    chunks = {"mask_mode": "chunked", "chunked_attention_size": 3}
+    decode = calls["trtllm_batch_decode_with_kv_cache"][1]
+    wrappers = {
+        f"{name}.run_return_lse": (run.__self__.run_return_lse, given)
+        for name in ("BatchDecodeWithPagedKVCacheWrapper", "BatchMLAPagedAttentionWrapper",
+                     "BatchPrefillWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper")
+        for run, given in [calls[f"{name}.run"]]
+    }  # fmt: skip
+    return wrappers | {
+        "attention_chunk": (flash_attn_interface.flash_attn_with_kvcache, third | {"attention_chunk": 8}),
+        "cache_leftpad": (flash_attn_interface.flash_attn_with_kvcache, third | {"cache_leftpad": pads}),
+        "rotary and append": (flash_attn_interface.flash_attn_with_kvcache, third | new | rotary),
+        "num_splits": (flash_attn_interface.flash_attn_with_kvcache, third | {"num_splits": 2}),
+        "ragged attention_chunk": (flash_attn_interface.flash_attn_varlen_func, ragged | {"attention_chunk": 2}),
+        "seqused": (
+            flash_attn_interface.flash_attn_varlen_func,
+            ragged | {name: torch.tensor([3, 4], **int32) for name in ("seqused_q", "seqused_k")},
+        ),
+        "FlashAttention-3 dense": (flash_attn_interface.flash_attn_func, dense),
+        "FlashAttention-2 cache": (flash_attn.flash_attn_with_kvcache, second),
+        "FlashAttention-2 ragged": (flash_attn.flash_attn_varlen_func, ragged),
+        "alibi_slopes": (flash_attn.flash_attn_with_kvcache, second | {"alibi_slopes": torch.linspace(0.1, 1, 8)}),
+        "sgl_kernel ragged": (sgl_kernel.flash_attn.flash_attn_varlen_func, ragged),
+        "sgl_kernel cache": (sgl_kernel.flash_attn.flash_attn_with_kvcache, third),
+        "sgl_kernel MLA": (sgl_kernel.flash_mla.flash_mla_with_kvcache, mla),
+        "sgl_kernel rows": (sgl_kernel.flash_mla.flash_mla_sparse_fwd, rows),
+        "sgl_kernel.merge_state": (sgl_kernel.merge_state, calls["merge_state_v2"][1]),
+        "lists of rows": (
+            flash_mla.flash_mla_with_kvcache,
+            mla | lists | {"k_cache": mla["k_cache"].nan_to_num(), "is_fp8_kvcache": False},
+        ),
+        "chunks of prefill": (flashinfer.trtllm_fmha_v2_prefill, prefill | chunks),
+        "scales on the device": (
+            flashinfer.trtllm_batch_decode_with_kv_cache,
+            decode | scales | {"sinks": torch.zeros(8)},
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(forms()))
+def test_forms_trace_whole(name):
+    check_that_it_traces(lambda: forms()[name])

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from attnops.compat import _chunks
 from attnops.compat import flash_attn_interface as fa3
 from attnops.compat.sgl_kernel import flash_attn as sgl
 from checks import MAX_RELATIVE_ERROR, assert_lse_close, relative_error
@@ -31,9 +32,12 @@ MASKS = [(True, (-1, -1)), (False, (-1, -1)), (False, (17, 5)), (True, (9, 3))]
 @pytest.mark.parametrize("paged", [True, False])
 @pytest.mark.parametrize(("causal", "window"), MASKS)
 @pytest.mark.parametrize(
-    ("seqlen_q", "chunk", "pad"), [(1, 0, True), (5, 0, True), (1, 13, False), (33, 21, True), (33, 500, False)]
+    ("seqlen_q", "chunk", "pad"),
+    [(1, 0, True), (5, 0, True), (1, 13, False), (33, 21, True), (33, 32, False), (33, 1, False), (33, 500, False)],
 )
-def test_left_padding_and_chunks(seqlen_q, chunk, pad, causal, window, paged):
+def test_left_padding_and_chunks(monkeypatch, seqlen_q, chunk, pad, causal, window, paged):
+    if chunk == 1:
+        monkeypatch.setattr(_chunks, "MOST_REQUESTS", 50)  # more chunks than one plan takes
     lengths, pads = [130, 61, 64, 40], [33, 61, 0, 7] if pad else [0] * 4
     page_size = 16 if paged else 144
     problem = paged_problem(lengths, seqlen_q, page_size=page_size)

@@ -54,6 +54,18 @@ def test_decode_of_every_kind_of_row(kind, extra_topk, module):
     check(problem, out, lse)
 
 
+@pytest.mark.parametrize("extra_topk", [0, 70])
+def test_requests_may_lie_apart(extra_topk):
+    problem = sparse_problem("bytes", shape=(3, 2), heads=9, extra_topk=extra_topk, holes=True)
+    apart = lambda x: torch.cat([x, x[:, :1]], 1)[:, :-1]  # noqa: E731
+    lists = (problem.selected, problem.extra) if extra_topk else (problem.selected,)
+    for each in lists:
+        each.indices = apart(each.indices)
+    problem.q = apart(problem.q)
+    assert not problem.q.is_contiguous()
+    check(problem, *call(problem, flash_mla.get_mla_metadata()))
+
+
 def test_one_schedule_object_serves_lists_pages_and_other_lengths():
     metadata = flash_mla.get_mla_metadata()
     for heads, topk, seqlen_q in ((16, 100, 1), (16, 100, 1), (3, 257, 2), (16, 64, 1)):
@@ -110,6 +122,11 @@ def test_prefill_over_ragged_rows(kind):
     assert (lse[empty] == math.inf).all() and (most[empty] == -math.inf).all() and empty.any()
     assert_lse_close(lse[~empty], expected_lse[~empty])
     assert_lse_close(most[~empty], expected_most[~empty])
+    in_base_2 = sgl_kernel.flash_mla.flash_mla_sparse_fwd(
+        problem.q[:, 0], lists.kv_pages, lists.indices, SCALE, attn_sink=problem.sinks, topk_length=lists.lengths[:, 0]
+    )
+    for ours, theirs in zip((out, most * math.log2(math.e), lse * math.log2(math.e)), in_base_2, strict=True):
+        torch.testing.assert_close(theirs, ours)
 
 
 @pytest.mark.parametrize(

@@ -94,9 +94,8 @@ def test_decode_wrapper_names_what_it_does_not_honour():
     with pytest.raises(ValueError, match=r"q's dtype is torch.bfloat16, planned was torch.float16"):
         wrapper.run(problem.q, cache)
     wrapper.plan(*geometry, q_data_type="bfloat16")
-    for options in ({"kv_cache_sf": torch.ones(1)}, {"skip_softmax_threshold_scale_factor": 0.1}):
-        with pytest.raises(NotImplementedError, match=rf"run does not honour {next(iter(options))}="):
-            wrapper.run(problem.q, cache, **options)
+    with pytest.raises(NotImplementedError, match="run does not honour kv_cache_sf"):
+        wrapper.run(problem.q, cache, kv_cache_sf=torch.ones(1))
     with pytest.raises(ValueError, match=r"batch_size \* q_len_per_req = 1 \* 1 rows as planned, got 2"):
         wrapper.run(torch.cat([problem.q, problem.q]), cache)
     with pytest.raises(ValueError, match="window_left is 5, planned was -1"):
@@ -188,7 +187,6 @@ def test_functions_name_what_they_do_not_honour():
     for options in (
         {"o_sf_scale": 1.0},
         {"o_sf_vec_size": 16},
-        {"skip_softmax_threshold_scale_factor": 0.1},
         {"kv_cache_sf": (torch.ones(1), torch.ones(1))},
         {"uses_shared_paged_kv_idx": False},
         {"enable_block_sparse_attention": True},

@@ -8,6 +8,7 @@ import pytest
 import torch
 from attnops.compat import flashinfer
 from checks import MAX_RELATIVE_ERROR, assert_lse_close, relative_error
+from flash_attention_reference import attention, hidden_keys
 from problems import FP8, paged_problem, ragged_problem
 
 BF16 = torch.bfloat16
@@ -20,7 +21,14 @@ def prefill(problem, qkv, layout, mask="causal", window=-1, **options):
     bounds = problem.cu_seqlens_q
     bounds_k = getattr(problem, "cu_seqlens_k", bounds)
     lens = bounds_k.diff() if not hasattr(problem, "cache_seqlens") else problem.cache_seqlens
-    sizes = (lens, 64, 64, options.pop("bmm1_scale", 0.1), options.pop("bmm2_scale", 2.0), len(bounds) - 1)
+    sizes = (
+        lens,
+        64,
+        options.pop("max_kv_len", 64),
+        options.pop("bmm1_scale", 0.1),
+        options.pop("bmm2_scale", 2.0),
+        len(bounds) - 1,
+    )
     given = {"mask_mode": mask, "window_left": window, **options}
     return flashinfer.trtllm_fmha_v2_prefill(qkv, layout, WORKSPACE, *sizes, bounds, bounds_k, **given)
 
@@ -73,6 +81,28 @@ def test_statistics_give_the_lse_of_hoppers_kernels(cap):
     assert_lse_close(stats[..., 0] * factor + stats[..., 1].log(), shown[1])
 
 
+@pytest.mark.parametrize("chunk", [16, 21, 64, 500])
+@pytest.mark.parametrize("paged", [True, False])
+def test_chunks(paged, chunk):
+    lengths, seqlens_q = [130, 64, 33, 40], [40, 64, 1, 0]
+    problem = paged_problem(lengths, seqlens_q, page_size=16) if paged else ragged_problem(seqlens_q, lengths)
+    k, v = (problem.k_exact, problem.v_exact) if paged else (problem.k, problem.v)
+    options = {"chunked_attention_size": chunk, "skip_softmax_threshold_scale_factor": 0.5}
+    if paged:
+        qkv = (problem.q, torch.stack([problem.k_pages, problem.v_pages], 1))
+        out = prefill(problem, qkv, "Q_PAGED_KV_NHD", "chunked", block_tables=problem.page_table, **options)
+    else:
+        out = prefill(problem, (problem.q, k, v), "SEPARATE_Q_K_V", "chunked", max_kv_len=130, **options)
+    q, keys = 0, 0
+    for length, queries in zip(lengths, seqlens_q, strict=True):
+        mine = slice(q, q + queries), slice(keys, keys + length)
+        q, keys = q + queries, keys + length
+        if queries:
+            hidden = hidden_keys(queries, length, True, (-1, -1), chunk)
+            shown = attention(problem.q[mine[0]], k[mine[1]], v[mine[1]], hidden, 0.1)[0]
+            assert relative_error(out[mine[0]], 2 * shown) <= BOUND
+
+
 def test_fp8_and_sinks():
     problem = ragged_problem([33, 1, 64], [40, 5, 64])
     sinks = torch.linspace(-1, 4, problem.q.shape[1])
@@ -86,10 +116,10 @@ def test_fp8_and_sinks():
 @pytest.mark.parametrize(
     "options, error, words",
     [
-        ({"mask": "CHUNKED"}, NotImplementedError, "mask_mode=CHUNKED"),
-        ({"chunked_attention_size": 32}, NotImplementedError, "attention_chunk"),
+        ({"mask": "TREE"}, NotImplementedError, "mask_mode=TREE"),
+        ({"mask": "CHUNKED"}, ValueError, "chunked_attention_size must be above 0 .* got 0 with CHUNKED"),
+        ({"chunked_attention_size": 32}, ValueError, "got 32 with causal"),
         ({"pos_encoding_mode": "ALIBI"}, NotImplementedError, "pos_encoding_mode=ALIBI"),
-        ({"skip_softmax_threshold_scale_factor": 0.5}, NotImplementedError, "no probability is dropped"),
         ({"save_softmax_stats": True, "bmm1_scale": torch.ones(1)}, NotImplementedError, "as a number"),
         ({"layout": "PACKED_QKV"}, ValueError, "1 parts with PACKED_QKV, got 3"),
         ({"layout": "Q_K_V"}, ValueError, "input_layout must be one of"),

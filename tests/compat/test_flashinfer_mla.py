@@ -90,7 +90,6 @@ def test_trtllm_mla(q_len, kv_dtype):
         assert torch.equal(returned, lse.flatten(0, 1))
     for options in (
         {"sparse_mla_top_k": 64},
-        {"skip_softmax_threshold_scale_factor": 0.1},
         {"sparse_mla_top_k_lens": torch.ones(1)},
         {"bmm1_scale": torch.ones(2)},
         {"an_argument_of_tomorrow": 1},

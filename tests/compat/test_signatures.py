@@ -61,6 +61,7 @@ POSITIONAL = {
         tile_scheduler_metadata num_splits softmax_scale causal is_fp8_kvcache indices attn_sink extra_k_cache
         extra_indices_in_kvcache topk_length extra_topk_length""",
     flash_mla.flash_mla_sparse_fwd: "q kv indices sm_scale d_v attn_sink topk_length",
+    sgl_kernel.flash_mla.flash_mla_sparse_fwd: "q kv indices sm_scale d_v attn_sink topk_length",
     sgl_kernel.merge_state_v2: "v_a s_a v_b s_b v_merged s_merged",
     sgl_kernel.fast_topk_v2: "score lengths topk row_starts",
     sgl_kernel.fast_topk_transform_fused: "score lengths page_table_size_1 cu_seqlens_q topk row_starts",
@@ -122,6 +123,14 @@ POSITIONAL = {
     flashinfer.get_seq_lens: "kv_indptr kv_last_page_len page_size",
     flashinfer.merge_state_in_place: "v s v_other s_other mask",
     flashinfer.merge_states: "v s",
+    flashinfer.BlockSparseAttentionWrapper.plan: """indptr indices M N R C num_qo_heads num_kv_heads head_dim mask
+        packed_mask causal pos_encoding_mode use_fp16_qk_reduction logits_soft_cap sm_scale rope_scale rope_theta
+        q_data_type kv_data_type o_data_type non_blocking block_mask""",
+    flashinfer.BlockSparseAttentionWrapper.run: "q k v scale_q scale_k scale_v out lse return_lse enable_pdl",
+    flashinfer.VariableBlockSparseAttentionWrapper.plan: """block_mask_map block_row_sz block_col_sz num_qo_heads
+        num_kv_heads head_dim causal pos_encoding_mode use_fp16_qk_reduction logits_soft_cap sm_scale rope_scale
+        rope_theta non_blocking q_data_type kv_data_type""",
+    flashinfer.VariableBlockSparseAttentionWrapper.run: "q k v out lse return_lse enable_pdl",
     flashinfer.BatchAttention.plan: """qo_indptr kv_indptr kv_indices kv_len_arr num_qo_heads num_kv_heads head_dim_qk
         head_dim_vo page_size causal sm_scale logits_soft_cap q_data_type kv_data_type use_profiler""",
     flashinfer.BatchAttention.run: "q kv_cache out lse k_scale v_scale logits_soft_cap profiler_buffer kv_cache_sf",

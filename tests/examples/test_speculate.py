@@ -11,7 +11,9 @@ import torch
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
+import demo  # noqa: E402
 import models  # noqa: E402
+import serving  # noqa: E402
 import speculate  # noqa: E402
 from models.draft import load_draft  # noqa: E402
 from prompts import PROMPTS  # noqa: E402
@@ -51,7 +53,8 @@ def run(target, prompts, topk, page_size, backend, head=None, **options):
 
 
 CASES = [("intel_amx", page, topk) for page in (1, 3, 16, 64) for topk in (1, 4)]
-CASES += [(name, page, 4) for name, page in (("torch_native", 16), ("torch_native", 1), ("flex_attention", 3))]
+CASES += [("torch_native", page, topk) for page in (1, 3, 16, 64) for topk in (1, 4)]
+CASES += [("flex_attention", 3, 4), ("flex_attention", 64, 1), ("trtllm_mha", 3, 4), ("trtllm_mha", 64, 1)]
 
 
 @pytest.mark.parametrize("backend, page_size, topk", CASES)
@@ -86,3 +89,64 @@ def test_trees_accept_more_than_chains_and_chains_two_bytes(target):
 
 def test_the_head_is_small():
     assert (WEIGHTS / "gqa_draft.safetensors").stat().st_size < 1_000_000
+
+
+def serve(kind, page_size, topk, backend="auto", *, pool_tokens=2048, chunk=96):
+    """Requests with shared prompts, in chunks beside others that speculate; checked token for token."""
+    model = models.load_model(WEIGHTS / f"{kind}.safetensors", torch.float32)
+    if kind == "gqa":
+        head = load_draft(WEIGHTS / "gqa_draft.safetensors", model)
+        drafts = serving.HeadDrafts(head, topk, 4, 5 if topk == 1 else 12, page_size)
+    else:
+        drafts = serving.LookupDrafts(4)
+    sizes = {"page_size": page_size, "pool_tokens": pool_tokens, "max_requests": 4, "chunk": chunk}
+    runner = serving.ModelRunner(
+        model, **sizes, backend=backend, drafts=drafts.num_tokens, lookahead=drafts.lookahead
+    )  # fmt: skip
+    if kind == "gqa":
+        drafts.attach(runner, None if backend == "auto" else backend)
+    engine = serving.SpeculativeEngine(runner, chunk, drafts)
+    asked = models.encode(PROMPTS[0].text)[-150:]
+    requests = [
+        serving.Request(id=1, prompt=asked, max_new_tokens=12),
+        serving.Request(id=2, prompt=asked[:100] + models.encode(PROMPTS[3].text)[:30], max_new_tokens=20, arrival=2),
+        serving.Request(id=3, prompt=models.encode(PROMPTS[5].text)[-40:], max_new_tokens=24, arrival=3),
+        serving.Request(id=4, prompt=asked[-1:], max_new_tokens=5, arrival=4),
+    ]
+    engine.serve(requests)
+    result = serving.check_requests(model, requests)
+    assert result.ties == ()
+    assert [len(request.output) for request in requests] == [12, 20, 24, 5]
+    for request in requests:
+        assert request.output == list(models.generate(model, request.prompt, request.max_new_tokens))
+    assert engine.scheduler.pages_of_requests == 0
+    return engine, requests
+
+
+@pytest.mark.parametrize("page_size, topk", [(1, 4), (3, 1), (16, 4), (64, 4)])
+def test_a_server_speculates_beside_chunks_and_shares_prefixes(page_size, topk):
+    engine, requests = serve("gqa", page_size, topk)
+    assert requests[1].reused >= 100 // page_size * page_size - page_size
+    assert engine.stats.mixed_steps > 0, "no prompt ran beside a decoding request: the test tests less than it says"
+    assert engine.mean_accepted() > 1.3
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16, 64])
+@pytest.mark.parametrize("backend", ["intel_amx", "torch_native"])
+def test_mla_verifies_chains(page_size, backend):
+    serve("mla", page_size, 1, backend)
+
+
+def test_a_full_pool_takes_pages_from_those_that_speculate():
+    engine, _ = serve("gqa", 4, 1, pool_tokens=216, chunk=48)
+    assert engine.scheduler.preemptions > 0
+
+
+def test_the_demo_speculates(capfd):
+    few = ["--device", "cpu", "--requests", "2", "--max-new-tokens", "6", "--models", "gqa", "--no-encoder"]
+    assert demo.main([*few, "--speculate"]) == 0
+    out, _ = capfd.readouterr()
+    assert "bytes per verify step" in out and "0 accepted" in out
+    assert "tokens are those of plain PyTorch with contiguous K and V" in out
+    with pytest.raises(SystemExit):
+        demo.parse_options(["--device", "cpu", "--speculate", "--graphs", "piecewise"])

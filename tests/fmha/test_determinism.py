@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 import torch
-from fmha_calls import assert_same_bits, run
+from fmha_calls import assert_right, assert_same_bits, run
 from problems import FP8, RaggedProblem, paged_problem, ragged_problem
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -89,3 +89,55 @@ def test_paging_does_not_matter(page_size, dtype, device):
     expected = run(ragged)
     assert_same_bits(run(problem), expected)
     assert_same_bits(run(problem, csr=True), expected)
+
+
+LONG = [{}, {"window_left": 2500}, {"causal": False, "window_right": 300}]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", LONG, ids=str)
+def test_threads_that_share_keys(options, dtype):
+    """Few works: threads share their keys. Many: each thread has all keys of its own. The bits are the same."""
+    few = {"num_q_heads": 4, "num_kv_heads": 1}
+    problem = ragged_problem([40, 3], [6000, 4100], dtype=dtype, padding=0, **few)
+    expected = run(problem, **options)
+    assert_right(problem, **options)
+    for request in range(2):
+        single, rows = alone(problem, request)
+        assert_same_bits(run(single, **options), (expected[0][rows], expected[1][rows]))
+    for tile_q in (1, 7, 128):  # 43 works, and fewer
+        assert_same_bits(run(problem, tile_q=tile_q, **options), expected)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 3, 20):
+            torch.set_num_threads(count)
+            assert_same_bits(run(problem, **options), expected)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_prefix_beyond_a_cut():
+    problem = paged_problem([4300], 4300, page_size=16, num_q_heads=2, num_kv_heads=1, dtype=torch.bfloat16)
+    whole = run(problem)
+    for new in (1, 300, 2252, 4299):
+        bounds = torch.tensor([0, new], dtype=torch.int32)
+        chunk = dataclasses.replace(problem, q=problem.q[-new:], cu_seqlens_q=bounds)
+        assert_same_bits(run(chunk), (whole[0][-new:], whole[1][-new:]))
+
+
+def test_shared_keys_show_what_is_not_a_number():
+    """A NaN in a cut reaches the rows that see it."""
+    problem = ragged_problem([4], [5000], num_q_heads=1, num_kv_heads=1, padding=0)
+    problem.v[4999] = torch.nan
+    assert run(problem)[0][3].isnan().all()
+    problem.v[4999] = 0
+    assert run(problem)[0].isfinite().all()
+    problem.k[2100] = torch.nan
+    assert run(problem)[0].isnan().all()
+
+
+def test_a_page_outside_the_pool_among_shared_keys_is_an_error():
+    problem = paged_problem([6000], 4, page_size=16, num_q_heads=2, num_kv_heads=1)
+    problem.page_table[0, 200] = 10**6
+    with pytest.raises(RuntimeError, match="1000000"):
+        run(problem)

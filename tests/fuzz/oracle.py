@@ -73,11 +73,24 @@ def visible(lengths_q: list[int], lengths_k: list[int], rules: Rules) -> Tensor:
         seen = seen & ((draft < 0) | bits)
     elif rules.causal:
         seen = seen & (key <= position)
-    if rules.window_left >= 0:
+    if rules.window_left >= 0 and rules.tree is not None:
+        seen = seen & (_steps_behind(masks, draft) <= rules.window_left)
+    elif rules.window_left >= 0:
         seen = seen & (key >= position - rules.window_left)
     if rules.window_right >= 0:
         seen = seen & (key <= position + rules.window_right)
     return seen
+
+
+def _steps_behind(masks: Tensor, draft: Tensor) -> Tensor:
+    """How far keys stand behind rows ``[B, S_q, S_k]`` in steps of a tree: bits of the row behind the key's own."""
+    if not masks.shape[2]:
+        return -draft
+    behind = masks.long().flip(2).cumsum(2).flip(2)  # bits from each draft on
+    total = behind[:, :, :1].clamp(min=1)
+    index = draft.clamp(0, masks.shape[2] - 1)
+    own = masks.long().gather(2, index)
+    return torch.where(draft < 0, total - 1 - draft, behind.gather(2, index) - own)
 
 
 def _bounds(lengths: list[int]) -> list[int]:
@@ -88,8 +101,15 @@ def _bounds(lengths: list[int]) -> list[int]:
 
 
 def used_keys(lengths_q: list[int], lengths_k: list[int], rules: Rules) -> Tensor:
-    """bool ``[sum of S_k]``: keys that some row sees. All others may hold anything."""
+    """bool ``[sum of S_k]``: keys that some row sees. All others may hold anything.
+
+    Keys in the window of a tree's root count, too, where the tree that was drawn has none.
+    """
     seen = visible(lengths_q, lengths_k, rules).any(1)
+    if rules.tree is not None and rules.window_left >= 0:
+        first = (torch.tensor(lengths_k) - torch.tensor(lengths_q)).unsqueeze(1)
+        key = torch.arange(seen.shape[1])
+        seen |= (key < first) & (key >= first - rules.window_left)
     _, exists = _padded(_bounds(lengths_k))
     return seen[exists]
 

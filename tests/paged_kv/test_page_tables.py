@@ -80,6 +80,29 @@ def test_kv_indices_equal_plain_loops_and_leave_the_rest(lengths, page_size, ind
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_requests_may_begin_within_their_rows(page_size, device):
+    """As a decoder's tokens do behind their encoder's; a beginning outside the row counts as the row's own bound."""
+    starts, lengths = [0, 3 * page_size, page_size, 200, 100], [129, 40, 0, 7, 150]
+    req_to_token, rows = request_pool([200] * 5, page_size)
+    served = [129, min(40, 200 - 3 * page_size), 0, 0, 100]
+    given = torch.tensor([-5, *starts[1:3], 2**31 - 1, 100], dtype=torch.int32, device=device)
+    args = (req_to_token.to(device), *tensors(device, lengths, rows, torch.int64), page_size)
+    kv_indptr, kv_indices, last = ops.build_kv_indices(*args, kv_start_idx=given)
+    pages = [
+        plain_pages(req_to_token[:, start:], row, length, page_size)
+        for start, row, length in zip(starts, rows, served, strict=True)
+    ]
+    assert kv_indptr.diff().tolist() == [len(own) for own in pages]
+    assert kv_indices[: int(kv_indptr[-1])].tolist() == flat(pages)
+    assert last.tolist() == [0 if length == 0 else (length - 1) % page_size + 1 for length in served]
+    with pytest.raises(RuntimeError, match=r"kv_start_idx must be int32 \[5\] \(batch_size\)"):
+        ops.build_kv_indices(*args, kv_start_idx=given[:4])
+    with pytest.raises(RuntimeError, match="page_size must be in"):
+        ops.build_kv_indices(*args[:3], 0, kv_start_idx=given)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_large_batches_and_long_rows(device):
     """More requests than one block has threads, and rows that several blocks share."""
     lengths = torch.randint(0, 70, (3000,)).tolist()

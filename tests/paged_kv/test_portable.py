@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attnops import ops
+from attnops import _load, ops
 from attnops.ops import portable
 
-BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 HUGE = 2**31 - 1
 
 
@@ -67,9 +67,9 @@ def test_lengths_and_slots():
 
 
 @pytest.mark.parametrize("slots", [[5, -1, 0, 31, 1000, 7], [-1] * 6, [HUGE] * 6, [0, 1, 2, 3, 4, 5]])
-@pytest.mark.parametrize("kind", ["copy", "e4m3", "e4m3_per_head"])
+@pytest.mark.parametrize("kind", ["copy", "e4m3", "e4m3_per_head", "e5m2"])
 def test_store_kv(kind, slots):
-    dtype = BF16 if kind == "copy" else E4M3
+    dtype = {"copy": BF16, "e5m2": E5M2}.get(kind, E4M3)
     k, v = torch.randn(6, 2, 8, dtype=BF16) * 300, torch.randn(6, 2, 4, dtype=BF16)
     k[0, 0, 0] = float("nan")
     scales = {"copy": (None, None), "e4m3": (torch.tensor([0.5]), None)}.get(kind, (torch.tensor([0.5, 2.0]),) * 2)
@@ -82,20 +82,36 @@ def test_store_kv(kind, slots):
     assert all(same(a, b) for a, b in zip(ours, theirs))
 
 
-@pytest.mark.parametrize("kind", ["copy", "e4m3", "rows"])
+@pytest.mark.parametrize("kind", ["copy", "e4m3", "e5m2", "rows"])
 @pytest.mark.parametrize("apart", [False, True])
 def test_store_mla_kv(kind, apart):
-    shape, dtype = ((8, 4, 656), torch.uint8) if kind == "rows" else ((8, 4, 576), BF16 if kind == "copy" else E4M3)
+    shape, dtype = (8, 4, 576), {"copy": BF16, "e5m2": E5M2}.get(kind, E4M3)
+    if kind == "rows":
+        shape, dtype = (8, 4, 656), torch.uint8
     latent = torch.randn(5, 576, dtype=BF16) * 50
     latent[1, :128], latent[2, 5] = 0, float("nan")
     k_pe = latent[:, 512:].contiguous() if apart else None
     latent = latent[:, :512].contiguous() if apart else latent
-    scale = torch.tensor([0.25]) if kind == "e4m3" else None
+    scale = torch.tensor([0.25]) if kind in ("e4m3", "e5m2") else None
     ours, theirs = (torch.zeros(shape).to(dtype) for _ in "ab")
     loc = torch.tensor([9, -1, 3, 31, 64])
     ops.store_mla_kv(theirs, latent, loc, k_pe=k_pe, kv_scale=scale)
     portable.store_mla_kv(ours, latent, k_pe, loc, scale)
     assert same(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("arch", "built", "runs"),
+    [(86, {80, 90}, True), (90, {80, 90}, True), (80, {90}, False), (100, {80, 90}, False), (120, {120}, True)],
+)
+def test_a_gpu_gets_it_where_the_build_has_no_code_for_it(arch, built, runs, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: divmod(arch, 10))
+    monkeypatch.setattr(_load, "built_archs", lambda: frozenset(built))
+    registered = []
+    monkeypatch.setattr(portable, "_register", registered.append)
+    portable.serve(torch.device("cuda"))
+    assert registered == ([] if runs else ["CUDA"])
 
 
 def test_the_checked_mode_is_refused_by_name():

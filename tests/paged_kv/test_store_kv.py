@@ -48,9 +48,10 @@ def random_slots(num_tokens, num_slots, dtype, device):
     return slots.to(device, dtype)
 
 
-def quantized(x, scale):
-    """What e4m3 pages hold. torch's own conversion does not saturate, so clamp first; scale has an extent per head."""
-    return (x.float() / scale.view(-1, 1)).clamp(-448, 448).to(torch.float8_e4m3fn)
+def quantized(x, scale, dtype=torch.float8_e4m3fn):
+    """What FP8 pages hold. torch's own conversion does not saturate, so clamp first; scale has an extent per head."""
+    most = torch.finfo(dtype).max
+    return (x.float() / scale.view(-1, 1)).clamp(-most, most).to(dtype)
 
 
 def expected_pages(pages, rows, slots):
@@ -82,42 +83,45 @@ def test_copy_equals_plain_indexing(shape, dtype, slot_dtype, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("per_head", [None, False, True])
 @pytest.mark.parametrize("dtype", WIDE)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_fp8_pages_hold_the_saturated_quotient(shape, dtype, per_head, device):
+def test_fp8_pages_hold_the_saturated_quotient(shape, dtype, per_head, fp8, device):
     num_tokens, num_heads, head_dim_k, head_dim_v, page_size = shape
     num_pages = max(NUM_PAGES, 2 * num_tokens // page_size)
     k = 100 * random_rows((num_tokens, num_heads, head_dim_k), dtype, device)
     v = 1e-3 * random_rows((num_tokens, num_heads, head_dim_v), dtype, device)
-    k_pages = pool(num_pages, page_size, num_heads, head_dim_k, torch.float8_e4m3fn, device)
-    v_pages = pool(num_pages, page_size, num_heads, head_dim_v, torch.float8_e4m3fn, device)
+    k_pages = pool(num_pages, page_size, num_heads, head_dim_k, fp8, device)
+    v_pages = pool(num_pages, page_size, num_heads, head_dim_v, fp8, device)
     slots = random_slots(num_tokens, num_pages * page_size, torch.int64, device)
     scales = [None, None]
     if per_head is not None:
         scales = [torch.rand(num_heads if per_head else 1, device=device) * s + s for s in (0.13, 1e-3)]
     one = torch.ones(1, device=device)
-    k_expected = expected_pages(k_pages, quantized(k, one if scales[0] is None else scales[0]), slots)
-    v_expected = expected_pages(v_pages, quantized(v, one if scales[1] is None else scales[1]), slots)
+    k_expected = expected_pages(k_pages, quantized(k, one if scales[0] is None else scales[0], fp8), slots)
+    v_expected = expected_pages(v_pages, quantized(v, one if scales[1] is None else scales[1], fp8), slots)
     ops.store_kv(k_pages, v_pages, k, v, slots, k_scale=scales[0], v_scale=scales[1])
     assert torch.equal(bits(k_pages), k_expected)
     assert torch.equal(bits(v_pages), v_expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("dtype", WIDE)
-def test_every_value_is_quantized_to_the_nearest(dtype, device):
-    """All e4m3 values, the midpoints between neighbours and their surroundings, infinities and NaN."""
-    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+def test_every_value_is_quantized_to_the_nearest(dtype, fp8, device):
+    """All FP8 values, the midpoints between neighbours and their surroundings, infinities and NaN."""
+    values = torch.arange(256, dtype=torch.uint8).view(fp8).double()
     finite = values[values.isfinite()].unique()
     middles = (finite[1:] + finite[:-1]) / 2
     points = torch.cat([finite, middles, middles * (1 + 2**-7), middles * (1 - 2**-7)])
-    points = torch.cat([points, torch.tensor([449.0, 464, 465, 480, 1e4, -1e4, math.inf, -math.inf, math.nan, 0.0])])
+    beyond = [449.0, 464, 465, 480, 1e4, -1e4, 58e3, 61440, 62e3, 1e30, -1e30, math.inf, -math.inf, math.nan, 0.0]
+    points = torch.cat([points, torch.tensor(beyond)])
     rows = torch.nn.functional.pad(points, (0, -len(points) % 8)).to(dtype)
     k = rows.view(1, 1, -1).to(device)
-    pages = pool(1, 1, 1, k.shape[2], torch.float8_e4m3fn, device)
+    pages = pool(1, 1, 1, k.shape[2], fp8, device)
     ops.store_kv(pages, pages.clone(), k, k, torch.zeros(1, dtype=torch.int32, device=device))
-    stored, expected = pages.flatten().float().cpu(), quantized(rows.float(), torch.ones(1)).flatten().float()
+    stored, expected = pages.flatten().float().cpu(), quantized(rows.float(), torch.ones(1), fp8).flatten().float()
     assert stored.isnan().sum() == expected.isnan().sum() == 1
     assert torch.equal(stored.nan_to_num(nan=7e7), expected.nan_to_num(nan=7e7))
 

@@ -41,8 +41,9 @@ def expected_pages(pages, rows, slots):
     return out
 
 
-def saturate(x):
-    return x.clamp(-448, 448).to(torch.float8_e4m3fn)
+def saturate(x, dtype=torch.float8_e4m3fn):
+    most = torch.finfo(dtype).max
+    return x.clamp(-most, most).to(dtype)
 
 
 def fp8_rows(rows):
@@ -77,16 +78,17 @@ def test_copy_equals_plain_indexing(case, dtype, slot_dtype, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("scale", [None, 0.037])
+@pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("scale", [None, 0.037, 1e-5])
 @pytest.mark.parametrize("dtype", WIDE)
 @pytest.mark.parametrize("case", CASES)
-def test_e4m3_pages_hold_the_saturated_quotient(case, dtype, scale, device):
+def test_fp8_pages_hold_the_saturated_quotient(case, dtype, scale, fp8, device):
     num_tokens, page_size = case
     rows, num_pages, slots = problem(num_tokens, page_size, dtype, device)
     kv_scale = None if scale is None else torch.tensor([scale], device=device)
-    quotient = saturate(rows.float() if scale is None else rows.float() / kv_scale)
+    quotient = saturate(rows.float() if scale is None else rows.float() / kv_scale, fp8)
     for latent, k_pe in both_forms(rows):
-        pages = pool(num_pages, page_size, 576, torch.float8_e4m3fn, device)
+        pages = pool(num_pages, page_size, 576, fp8, device)
         expected = expected_pages(pages, quotient, slots)
         ops.store_mla_kv(pages, latent, slots, k_pe=k_pe, kv_scale=kv_scale)
         assert torch.equal(bits(pages), expected)

@@ -34,6 +34,8 @@ def kit():
             module.__getattr__ = stand_in
             module.__spec__ = importlib.machinery.ModuleSpec(name, None)
             sys.modules.setdefault(name, module)
+        processors = types.SimpleNamespace(register=lambda *args, **options: None)
+        importlib.import_module("transformers").AutoImageProcessor = processors  # its own demands torchvision
     from attnops.plugins.sglang import register
     from sglang.test.kits.attention_unittest.attention_methods import dense_attention, mla_attention
 

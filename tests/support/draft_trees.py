@@ -125,3 +125,47 @@ def greedy_path(tree: Tree, target: list[int], path_length: int) -> list[int]:
             break
         path.append(taken[0])
     return path
+
+
+def draw_parents(rng: random.Random, nodes: int) -> list[int]:
+    """A tree of any shape: chains, stars and what lies between."""
+    reach = rng.choice([1, 2, 4, nodes])
+    return [-1] + [rng.randrange(max(0, node - reach), node) for node in range(1, nodes)]
+
+
+def masks_of_parents(trees: list[list[int]]) -> Tensor:
+    """The packed masks ``[B, N, ceil(N / 8)]`` of trees of one size."""
+    nodes = len(trees[0])
+    masks = torch.zeros(len(trees), nodes, -(-nodes // 8), dtype=torch.uint8)
+    for b, parents in enumerate(trees):
+        for node in range(nodes):
+            for seen in Tree(parents, [], 0).path(node):
+                masks[b, node, seen // 8] |= 1 << seen % 8
+    return masks
+
+
+def seen_by_walks(parents: list[int], prefix: int, window: int) -> Tensor:
+    """bool ``[N, prefix + N]``: a node sees its path and the prefix, as far back as its window goes in positions."""
+    seen = torch.zeros(len(parents), prefix + len(parents), dtype=torch.bool)
+    for node in range(len(parents)):
+        path = Tree(parents, [], 0).path(node)  # from the node to the root
+        positions = {prefix + other: prefix + len(path) - 1 - steps for steps, other in enumerate(path)}
+        positions |= {key: key for key in range(prefix)}
+        own = prefix + len(path) - 1
+        for key, position in positions.items():
+            seen[node, key] = window < 0 or own - position <= window
+    return seen
+
+
+def attention_over(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, *, scale: float, cap: float = 0.0, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) in float64 of one request, ``q [S_q, H_q, D]``, over the keys ``[S_k, H_kv, D]`` that are seen."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
+    scores = cap * torch.tanh(scores / cap) if cap else scores
+    lse = scores.masked_fill(~seen, -torch.inf).logsumexp(-1)
+    total = lse if sinks is None else torch.logaddexp(lse, sinks.double().unsqueeze(1))
+    weights = torch.exp(scores - total.unsqueeze(-1)).masked_fill(~seen, 0.0)
+    return torch.einsum("hqk,khd->qhd", weights, v), lse.T

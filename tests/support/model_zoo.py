@@ -311,6 +311,9 @@ class Engine:
             token_to_kv_pool=self.pool,
             attn_backend=self.backend,
         )
+        if self.backend.needs_cpu_seq_lens:
+            batch.cache_seqlens_cpu = torch.tensor(ends, dtype=torch.int32)
+            batch.extend_seq_lens_cpu = torch.tensor(counts, dtype=torch.int32) if ragged else None
         ids = [token for request, begin, end in zip(requests, begins, ends) for token in request.tokens[begin:end]]
         logits = self.host(self, self._put(torch.tensor(ids)), batch).clone()
         for request, end in zip(requests, ends):

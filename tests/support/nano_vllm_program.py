@@ -9,6 +9,7 @@ engine: `torch.cuda` answers for the CPU, gloo for NCCL, and its one Triton kern
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import sys
 import types
@@ -46,6 +47,7 @@ def stand_in_for_triton() -> None:
 
             return store
 
+    importlib.import_module("torch._dynamo")  # it looks for the real one where there is one
     triton, language = types.ModuleType("triton"), types.ModuleType("triton.language")
     triton.jit, triton.language, language.constexpr = Kernel, language, object
     sys.modules |= {"triton": triton, "triton.language": language}

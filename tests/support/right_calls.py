@@ -80,8 +80,22 @@ def ops_calls() -> dict[str, Call]:
         "store_kv": {"k_pages": gqa.k_pages, "v_pages": gqa.v_pages, "k": new, "v": new, "out_cache_loc": slots},
         "store_mla_kv": {"kv_pages": mla.kv_pages, "latent": mla.q[0, :4], "out_cache_loc": slots},
     }
-    arguments |= linear_arguments() | indexer_arguments()
+    arguments |= linear_arguments() | indexer_arguments() | fp4_arguments()
     return {name: (getattr(ops, name), given) for name, given in arguments.items()}
+
+
+def fp4_arguments() -> dict[str, dict[str, Any]]:
+    """Three requests over pages of four bits that hold zeros."""
+    codes = torch.zeros(8, 16, 2, 32, dtype=torch.uint8)
+    scales = torch.zeros(8, 16, 2, 4, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    pages = {"k_pages": codes, "v_pages": codes.clone(), "k_block_scales": scales, "v_block_scales": scales.clone()}
+    rows = {"k": torch.randn(4, 2, 64), "v": torch.randn(4, 2, 64), "out_cache_loc": torch.arange(4)}
+    table = {"page_table": torch.arange(9, dtype=torch.int32).view(3, 3) % 8}
+    lengths = {"cache_seqlens": torch.tensor(LENGTHS, dtype=torch.int32)}
+    return {
+        "store_kv_fp4": pages | rows,
+        "fp4_decode": {"q": torch.randn(3, 1, 8, 64)} | pages | table | lengths | {"sinks": torch.zeros(8)},
+    }
 
 
 def sparse_arguments() -> dict[str, dict[str, Any]]:

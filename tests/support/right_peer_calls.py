@@ -41,6 +41,8 @@ def flashinfer_calls(gqa, mla, ragged, workspace, states) -> dict:
             "BatchPrefillWithPagedKVCacheWrapper",
             "BatchPrefillWithRaggedKVCacheWrapper",
             "BatchAttention",
+            "BlockSparseAttentionWrapper",
+            "VariableBlockSparseAttentionWrapper",
             "BatchAttentionWithAttentionSinkWrapper",
         )
     }
@@ -91,6 +93,20 @@ def flashinfer_calls(gqa, mla, ragged, workspace, states) -> dict:
             "kv_indptr": ragged.cu_seqlens_k,
             **prefill_heads,
         },
+        "BlockSparseAttentionWrapper.plan": {
+            "indptr": torch.tensor([0, 1, 3], dtype=torch.int32, device=device),
+            "indices": torch.tensor([1, 0, 1], dtype=torch.int32, device=device),
+            **{"M": 5, "N": 6, "R": 3, "C": 3, "num_qo_heads": 8, "num_kv_heads": 2, "head_dim": 64},
+            **TYPES,
+            "o_data_type": torch.bfloat16,
+        },
+        "VariableBlockSparseAttentionWrapper.plan": {
+            "block_mask_map": torch.ones(2, 1, 2, dtype=torch.bool, device=device),
+            "block_row_sz": torch.full((2, 1), 5, device=device),
+            "block_col_sz": torch.full((2, 2), 3, device=device),
+            **{"num_qo_heads": 8, "num_kv_heads": 2, "head_dim": 64},
+            **TYPES,
+        },
         "BatchAttention.plan": {
             "qo_indptr": bounds,
             "kv_indptr": indptr,
@@ -120,6 +136,11 @@ def flashinfer_calls(gqa, mla, ragged, workspace, states) -> dict:
         "BatchPrefillWithRaggedKVCacheWrapper.run": unpaged,
         "BatchPrefillWithRaggedKVCacheWrapper.forward": unpaged,
         "BatchAttention.run": {"q": gqa.q, "kv_cache": cache},
+        "BlockSparseAttentionWrapper.run": {"q": ragged.q[:5], "k": ragged.k[:6], "v": ragged.v[:6]},
+        "VariableBlockSparseAttentionWrapper.run": {
+            name: x.transpose(0, 1).contiguous()
+            for name, x in (("q", ragged.q[:5]), ("k", ragged.k[:6]), ("v", ragged.v[:6]))
+        },
     }
     calls = {name: (made[name], arguments[name]) for name in made}
     for group in (plans, runs):

@@ -11,10 +11,19 @@ from dataclasses import dataclass, field
 import torch
 from attnops import reference
 from attnops.layers import RadixAttention
-from attnops.pools import KVCache, MHATokenToKVPool, MLATokenToKVPool, SWAKVPool
+from attnops.pools import (
+    KVCache,
+    MHATokenToKVPool,
+    MHATokenToKVPoolFP4,
+    MLATokenToKVPool,
+    MLATokenToKVPoolFP4,
+    SWAKVPool,
+)
 from attnops.types import AttentionBatch, AttentionSpec, AttentionType, ForwardMode, Limits
+from draft_trees import attention_over, masks_of_parents, seen_by_walks
 from torch import Tensor
 
+FP4 = torch.float4_e2m1fn_x2
 LIMITS = Limits(max_batch_size=8, max_seqlen=192, max_num_tokens=256, max_tokens_per_request=5)
 
 
@@ -31,7 +40,7 @@ class Model:
 
     def layer(self) -> RadixAttention:
         spec = self.spec
-        fp8 = spec.cache_dtype == torch.float8_e4m3fn
+        fp8 = spec.cache_dtype in (torch.float8_e4m3fn, FP4)
         generator = torch.Generator().manual_seed(7)
         return RadixAttention(
             spec.num_q_heads,
@@ -54,6 +63,12 @@ class Model:
         if spec.attn_type is AttentionType.ENCODER_ONLY:
             return None
         pool: KVCache
+        if spec.cache_dtype == FP4:
+            shape = () if spec.is_mla else (spec.num_kv_heads, spec.head_dim)
+            pool = (MLATokenToKVPoolFP4 if spec.is_mla else MHATokenToKVPoolFP4)(size, spec.page_size, *shape, 2)
+            for buffer in pool.all_buffers()[0]:
+                buffer.view(torch.uint8).fill_(0xFF)
+            return pool
         if spec.is_mla:
             pool = MLATokenToKVPool(size, spec.page_size, spec.cache_dtype, 2)
             for pages in pool.kv_buffer:
@@ -120,6 +135,9 @@ def rounded(values: Tensor, spec: AttentionSpec, scale: Tensor | None) -> tuple[
     if spec.cache_dtype == torch.uint8:
         rows = reference.pack_mla_fp8_rows(values)
         return rows, reference.unpack_mla_fp8_rows(rows)
+    if spec.cache_dtype == FP4:
+        packed = reference.quantize_fp4(values, scale)
+        return values, reference.dequantize_fp4(*packed, scale)
     if spec.cache_dtype == torch.float8_e4m3fn:
         assert scale is not None
         scale = scale.view(-1, 1)  # one, or one per KV head
@@ -138,7 +156,7 @@ def make_step(
     seed: int = 0,
     num_tokens: int | None = None,
     uniform: bool = False,
-    tree: bool = False,
+    tree: bool | list[list[int]] = False,
     max_context: int = LIMITS.max_seqlen,
 ) -> Step:
     """A step over requests with `prefix_lens` cached and `new_lens` new tokens.
@@ -146,7 +164,7 @@ def make_step(
     Args:
         num_tokens: Rows of q, k and v; those beyond the new tokens are a graph's padding, filled with NaN.
         uniform: Every request brings the same number, so `tokens_per_request` is given instead of `extend_seq_lens`.
-        tree: A random tree mask.
+        tree: A random mask of drafts; or every request's tree by parents, with which the answer is a walk over them.
         max_context: Columns of `req_to_token`.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -167,7 +185,9 @@ def make_step(
     req_to_token = torch.full((2 * LIMITS.max_batch_size, max_context), 2**30, dtype=torch.int32)
     req_rows = torch.randperm(req_to_token.shape[0], generator=generator)[:batch_size]
     slots = _random_slots(spec, pool, seqlens, generator)
-    tree_mask = _random_tree(new_lens, generator) if tree else None
+    tree_mask = None
+    if tree:
+        tree_mask = _random_tree(new_lens, generator) if tree is True else masks_of_parents(tree)
     parts: dict[str, list[Tensor]] = {"q": [], "k": [], "v": []}
     expected = torch.zeros(rows, spec.num_q_heads, spec.v_head_dim, dtype=torch.float64)
     begin = 0
@@ -181,19 +201,24 @@ def make_step(
         else:
             k_real, v_real = k.double(), v.double()
         window = layer.sliding_window_size
-        expected[begin : begin + new] = reference.attention(
-            q,
-            k_real,
-            v_real,
-            softmax_scale=layer.scaling,
-            causal=spec.attn_type is AttentionType.DECODER,
-            window_left=window,
-            chunk_size=spec.attention_chunk_size,
-            window_right=-1 if spec.attn_type is AttentionType.DECODER else window,
-            logit_cap=layer.logit_cap,
-            sinks=layer.sinks,
-            tree_mask=None if tree_mask is None else tree_mask[request],
-        )[0]
+        if isinstance(tree, list):
+            options = {"scale": layer.scaling, "cap": layer.logit_cap, "sinks": layer.sinks}
+            walked = seen_by_walks(tree[request], prefix, window)
+            expected[begin : begin + new] = attention_over(q, k_real, v_real, walked, **options)[0]
+        else:
+            expected[begin : begin + new] = reference.attention(
+                q,
+                k_real,
+                v_real,
+                softmax_scale=layer.scaling,
+                causal=spec.attn_type is AttentionType.DECODER,
+                window_left=window,
+                chunk_size=spec.attention_chunk_size,
+                window_right=-1 if spec.attn_type is AttentionType.DECODER else window,
+                logit_cap=layer.logit_cap,
+                sinks=layer.sinks,
+                tree_mask=None if tree_mask is None else tree_mask[request],
+            )[0]
         begin += new
         for name, part in (("q", q), ("k", k[prefix:]), ("v", v[prefix:])):
             parts[name].append(part)
@@ -262,6 +287,13 @@ def _fill_cache(
     else:
         keep = torch.ones(prefix, dtype=torch.bool)
     keep[:hidden] = False
+    if spec.cache_dtype == FP4:
+        store = pool.set_mla_kv_buffer if spec.is_mla else pool.set_kv_buffer
+        rows = {"latent": k.squeeze(1)} if spec.is_mla else {"k": k, "v": v}
+        scales = {"kv_scale": layer.k_scale} if spec.is_mla else {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
+        store(layer, prefix_slots[keep], **{name: x[:prefix][keep] for name, x in rows.items()}, **scales)
+        _, real_k = rounded(k, spec, layer.k_scale)
+        return real_k, real_k[..., : spec.v_head_dim] if spec.is_mla else rounded(v, spec, layer.v_scale)[1]
     page, offset = prefix_slots[keep] // spec.page_size, prefix_slots[keep] % spec.page_size
     if spec.is_mla:
         assert isinstance(pool, MLATokenToKVPool)

@@ -18,6 +18,7 @@ namespace {
 // computes depends on its own keys only.
 constexpr int kTileKeys = 128;
 constexpr int kTileWords = kTileKeys / 64;
+static_assert(kCutKeys % kTileKeys == 0);
 constexpr int kRowBlock = 64;  // rows whose scores are alive at a time
 
 // Hands out pieces of one allocation on cache-line boundaries; with a null base it only counts.
@@ -43,7 +44,7 @@ uint64_t tree_bits(const Params& p, const Request& r, int token, int first_key) 
   if (draft <= -64) return ~uint64_t{0};
   const int prefix = static_cast<int>(std::max<int64_t>(-draft, 0));  // keys before the new tokens
   const int64_t first_bit = std::max<int64_t>(draft, 0);
-  const uint8_t* row = p.tree_mask + (r.first_q_token + token) * p.tree_mask_stride_token;
+  const uint8_t* row = tree_row(p, r, token);
   unsigned __int128 bytes = 0;
   for (int i = 0; i < 9 && first_bit / 8 + i < p.tree_mask_bytes; ++i) {
     bytes |= static_cast<unsigned __int128>(row[first_bit / 8 + i]) << (8 * i);
@@ -76,9 +77,11 @@ Kernel::Kernel(const Params& params, const attnops::cpu::TileOps& ops)
     values_ = carver.take<char>(int64_t{kTileKeys} * dim_v_, element);
     scores_ = carver.take<float>(kRowBlock * kTileKeys);
     probs_ = element == sizeof(float) ? static_cast<void*>(scores_) : carver.take<char>(kRowBlock * kTileKeys, element);
-    acc_ = carver.take<float>(int64_t{kMaxRows} * dim_v_);
-    row_max_ = carver.take<float>(kMaxRows);
-    row_sum_ = carver.take<float>(kMaxRows * kSumLanes);
+    for (PartialRows* rows : {&own_, &total_}) {
+      rows->acc = carver.take<float>(int64_t{kMaxRows} * dim_v_);
+      rows->row_max = carver.take<float>(kMaxRows);
+      rows->row_sum = carver.take<float>(kMaxRows * kSumLanes);
+    }
     visible_ = carver.take<uint64_t>(kRowBlock * kTileWords);
     q_rows_ = carver.take<const void*>(kMaxRows);
     for (KeyTile& tile : tiles_) {
@@ -93,13 +96,34 @@ Kernel::Kernel(const Params& params, const attnops::cpu::TileOps& ops)
 }
 
 void Kernel::run(const Work& w) {
+  const KeyRange keys = keys_of_work(p_, w), cuts = cuts_of_work(p_, w);
   load_queries(w);
-  std::fill_n(acc_, static_cast<int64_t>(w.num_rows) * dim_v_, 0.f);
-  std::fill_n(row_max_, w.num_rows, -INFINITY);
-  std::fill_n(row_sum_, w.num_rows * kSumLanes, 0.f);
+  for (int cut = cuts.begin; cut < cuts.end; ++cut) {
+    begin(w);
+    attend_keys(w, {std::max(keys.begin, cut * kCutKeys), std::min(keys.end, (cut + 1) * kCutKeys)});
+    if (cut > cuts.begin) add_rows(total_, own_, 0, w.num_rows, dim_v_);
+    if (cut == cuts.begin) std::swap(total_, own_);
+  }
+  store(w, total_);
+}
 
-  const int begin = keys_of(p_, w.request, w.token(0)).begin;
-  const int end = keys_of(p_, w.request, w.token(w.num_rows - 1)).end;
+void Kernel::run_cut(const Work& w, int cut, const PartialRows& result) {
+  const KeyRange keys = keys_of_work(p_, w);
+  const PartialRows own = std::exchange(own_, result);
+  load_queries(w);
+  begin(w);
+  attend_keys(w, {std::max(keys.begin, cut * kCutKeys), std::min(keys.end, (cut + 1) * kCutKeys)});
+  own_ = own;
+}
+
+void Kernel::begin(const Work& w) {
+  std::fill_n(own_.acc, static_cast<int64_t>(w.num_rows) * dim_v_, 0.f);
+  std::fill_n(own_.row_max, w.num_rows, -INFINITY);
+  std::fill_n(own_.row_sum, w.num_rows * kSumLanes, 0.f);
+}
+
+void Kernel::attend_keys(const Work& w, KeyRange keys) {
+  const int begin = keys.begin, end = keys.end;
   if (begin < end) gather(w, begin, end, tiles_[0]);
   for (int i = begin / kTileKeys; i * kTileKeys < end; ++i) {
     const KeyTile& tile = tiles_[0];
@@ -113,7 +137,6 @@ void Kernel::run(const Work& w) {
     for (int row = 0; row < w.num_rows; row += kRowBlock) attend(w, row, std::min(kRowBlock, w.num_rows - row), tile);
     std::swap(tiles_[0], tiles_[1]);
   }
-  store(w);
 }
 
 // The rows of the tile that holds key `begin`, as far as keys [begin, end) go. What lies before is not even packed: the
@@ -168,8 +191,7 @@ void Kernel::load_queries(const Work& w) {
 // One online softmax step of a block of rows over the columns of the packed tile that some of them see.
 void Kernel::attend(const Work& w, int first_row, int num_rows, const KeyTile& tile) {
   const int first_key = tile.first_key, num_columns = tile.num_columns;
-  const KeyRange low = keys_of(p_, w.request, w.token(first_row));
-  const KeyRange high = keys_of(p_, w.request, w.token(first_row + num_rows - 1));
+  const auto [low, high] = key_bounds(p_, w.request, w.token(first_row), w.token(first_row + num_rows - 1));
   const int begin = std::max(low.begin - first_key, 0) / kKeyMultiple * kKeyMultiple;
   const int end = std::min(static_cast<int>(round_up_to(std::max(high.end - first_key, 0), kKeyMultiple)), num_columns);
   if (begin >= end) return;
@@ -184,7 +206,7 @@ void Kernel::attend(const Work& w, int first_row, int num_rows, const KeyTile& t
   const char* queries = static_cast<const char*>(queries_) + static_cast<int64_t>(first_row) * dim_qk_ * element;
   const char* keys = static_cast<const char*>(keys_) + static_cast<int64_t>(begin) * dim_qk_ * element;
   const char* values = static_cast<const char*>(values_) + static_cast<int64_t>(begin) * kPanel * element;
-  float* acc = acc_ + static_cast<int64_t>(first_row) * dim_v_;
+  float* acc = own_.acc + static_cast<int64_t>(first_row) * dim_v_;
   ops_.gemm(scores_, kTileKeys, queries, dim_qk_, keys, dim_qk_, num_rows, end - begin, dim_qk_, false);
   ops_.softmax({.scores = scores_,
                 .ld_scores = kTileKeys,
@@ -196,8 +218,8 @@ void Kernel::attend(const Work& w, int first_row, int num_rows, const KeyTile& t
                 .ld_visible = kTileWords,
                 .scale = scale_,
                 .logit_cap = p_.logit_cap,
-                .row_max = row_max_ + first_row,
-                .row_sum = row_sum_ + first_row * kSumLanes,
+                .row_max = own_.row_max + first_row,
+                .row_sum = own_.row_sum + first_row * kSumLanes,
                 .out = acc,
                 .ld_out = dim_v_,
                 .n_out = dim_v_});
@@ -230,17 +252,17 @@ void Kernel::set_visible(const Work& w, int first_row, int num_rows, int begin_k
   }
 }
 
-void Kernel::store(const Work& w) {
+void Kernel::store(const Work& w, const PartialRows& result) {
   constexpr float kLn2 = 0.6931471805599453f;
-  float* factors = row_max_;  // each is read before it is overwritten
+  float* factors = result.row_max;  // each is read before it is overwritten
   void* rows[kMaxRows];
   for (int row = 0; row < w.num_rows; ++row) {
     float sum = 0.f;
-    for (int lane = 0; lane < kSumLanes; ++lane) sum += row_sum_[row * kSumLanes + lane];
-    factors[row] = finish_row(p_, w, row, row_max_[row] * kLn2, sum);
+    for (int lane = 0; lane < kSumLanes; ++lane) sum += result.row_sum[row * kSumLanes + lane];
+    factors[row] = finish_row(p_, w, row, result.row_max[row] * kLn2, sum);
     rows[row] = out_row(p_, w, row);
   }
-  ops_.store_rows(rows, acc_, dim_v_, factors, w.num_rows, p_.head_dim_v, p_.dtype);
+  ops_.store_rows(rows, result.acc, dim_v_, factors, w.num_rows, p_.head_dim_v, p_.dtype);
 }
 
 }  // namespace attnops::fmha::cpu

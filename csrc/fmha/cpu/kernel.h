@@ -2,7 +2,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "fmha/cpu/work.h"
+#include "fmha/cpu/cuts.h"
 
 namespace attnops::fmha::cpu {
 
@@ -14,6 +14,11 @@ class Kernel {
 
   void run(const Work& work);
 
+  // For threads that share the keys of a work: one cut of them; then, when all cuts are added up, the rows.
+  void run_cut(const Work& work, int cut, const PartialRows& result);
+  void store(const Work& work, const PartialRows& rows);
+  int dim_v() const { return dim_v_; }
+
  private:
   // A tile of keys: column j is key first_key + j. Rows are null where no query row looks, and where the checked mode
   // met a page outside the pool.
@@ -24,6 +29,8 @@ class Kernel {
     const void** v_rows = nullptr;
   };
 
+  void begin(const Work& work);
+  void attend_keys(const Work& work, KeyRange keys);
   void load_queries(const Work& work);
   void gather(const Work& work, int begin, int end, KeyTile& tile);
   void drop_unseen(const Work& work, KeyTile& tile) const;
@@ -31,7 +38,6 @@ class Kernel {
   void attend(const Work& work, int first_row, int num_rows, const KeyTile& tile);
   void seen_by(const Work& work, int token, int begin_key, int num_columns, uint64_t* bits) const;
   void set_visible(const Work& work, int first_row, int num_rows, int begin_key, int num_columns, const KeyTile& tile);
-  void store(const Work& work);
 
   const Params& p_;
   const attnops::cpu::TileOps& ops_;
@@ -43,12 +49,10 @@ class Kernel {
   void* queries_;  // [kMaxRows, dim_qk_]
   void* keys_;     // panels of one tile
   void* values_;
-  float* scores_;  // [kRowBlock, kTileKeys]
-  void* probs_;    // the same, in the compute type; float: the scores themselves
-  float* acc_;     // [kMaxRows, dim_v_]
-  float* row_max_;
-  float* row_sum_;
-  uint64_t* visible_;  // [kRowBlock, kTileWords]
+  float* scores_;            // [kRowBlock, kTileKeys]
+  void* probs_;              // the same, in the compute type; float: the scores themselves
+  PartialRows own_, total_;  // of the cut in work, and of those before
+  uint64_t* visible_;        // [kRowBlock, kTileWords]
   const void** q_rows_;
 };
 

@@ -3,6 +3,7 @@
 
 #include "core/math.h"
 #include "core/report.h"
+#include "core/tree_window.h"
 #include "cpu/tile_ops.h"
 #include "fmha/params.h"
 
@@ -66,12 +67,12 @@ inline bool work_of(const Params& p, int64_t item, Work& work) {
 }
 
 // Keys [begin, end) that position and length leave to query token `token`; both ends grow with it. A tree mask then
-// takes keys away.
+// takes keys away, and a window beside it begins elsewhere (keys_of).
 struct KeyRange {
   int begin, end;
 };
 
-inline KeyRange keys_of(const Params& p, const Request& r, int token) {
+inline KeyRange keys_by_row(const Params& p, const Request& r, int token) {
   const int64_t position = static_cast<int64_t>(r.seqlen_k) - r.seqlen_q + token;
   int64_t begin = 0, end = r.seqlen_k;
   if (p.window_left >= 0) begin = max_of<int64_t>(position - p.window_left, 0);
@@ -81,13 +82,44 @@ inline KeyRange keys_of(const Params& p, const Request& r, int token) {
   return {static_cast<int>(begin), static_cast<int>(max_of(end, begin))};
 }
 
+// What a tree mask holds of a query token.
+inline const uint8_t* tree_row(const Params& p, const Request& r, int token) {
+  return p.tree_mask + (r.first_q_token + token) * p.tree_mask_stride_token;
+}
+
+// keys_by_row, with windows that count steps of a tree.
+inline KeyRange keys_of(const Params& p, const Request& r, int token) {
+  KeyRange keys = keys_by_row(p, r, token);
+  if (!p.tree_mask || p.window_left < 0) return keys;
+  const int64_t drafts = min_of<int64_t>(r.seqlen_q, 8 * p.tree_mask_bytes);
+  const int64_t prefix = static_cast<int64_t>(r.seqlen_k) - r.seqlen_q;
+  const int64_t begin = tree_window_begin(tree_row(p, r, token), drafts, prefix, p.window_left);
+  keys.begin = static_cast<int>(min_of<int64_t>(max_of<int64_t>(begin, 0), r.seqlen_k));
+  keys.end = max_of(keys.end, keys.begin);
+  return keys;
+}
+
+// Bounds of keys_of tokens [first, last] of the request: the lowest ends of any, and the highest. In a tree each may
+// have any depth.
+struct KeyBounds {
+  KeyRange low, high;
+};
+
+inline KeyBounds key_bounds(const Params& p, const Request& r, int first, int last) {
+  KeyBounds bounds{keys_by_row(p, r, first), keys_by_row(p, r, last)};
+  if (p.tree_mask) {
+    bounds.low.begin = keys_by_row(p, r, 0).begin;
+    bounds.high.begin = keys_by_row(p, r, r.seqlen_q - 1).begin;
+  }
+  return bounds;
+}
+
 // Whether a tree mask leaves `key` to query token `token` of the request.
 inline bool tree_allows(const Params& p, const Request& r, int token, int key) {
   const int64_t draft = static_cast<int64_t>(key) - (static_cast<int64_t>(r.seqlen_k) - r.seqlen_q);
   if (draft < 0) return true;
   if (draft / 8 >= p.tree_mask_bytes) return false;
-  const uint8_t* bits = p.tree_mask + (r.first_q_token + token) * p.tree_mask_stride_token;
-  return (bits[draft / 8] >> (draft % 8)) & 1;
+  return (tree_row(p, r, token)[draft / 8] >> (draft % 8)) & 1;
 }
 
 // Addresses of keys [begin, end) of a request for one KV head, into k_rows[0 ..] and v_rows[0 ..]. Only keys that some

@@ -5,6 +5,7 @@
 
 #include "core/report.h"
 #include "core/softmax_state.h"
+#include "core/tree_window.h"
 #include "cpu/convert.h"
 
 namespace attnops::mla_decode::cpu {
@@ -32,23 +33,31 @@ SplitKvEntry entry_of(const Params& p, int part) {
   return entry;
 }
 
-// The keys [begin, end) that query token `token` may see, the tree mask aside.
-KvRange keys_of_token(const Params& p, int length, int token) {
+const uint8_t* tree_row(const Params& p, int request, int token) {
+  return p.tree_mask + request * p.tree_mask_stride_request + token * p.tree_mask_stride_token;
+}
+
+// The keys [begin, end) that query token `token` may see, the tree's bits aside.
+KvRange keys_of_token(const Params& p, int request, int length, int token) {
   const int position = length - p.seqlen_q + token;
-  const bool causal = p.causal && p.tree_mask == nullptr;
-  return {p.window_left < 0 ? 0 : max_of(position - p.window_left, 0), causal ? max_of(position + 1, 0) : length};
+  if (p.tree_mask) {
+    const int64_t begin = p.window_left < 0 ? 0
+                                            : tree_window_begin(tree_row(p, request, token), p.tree_keys,
+                                                                length - p.tree_keys, p.window_left);
+    return {static_cast<int>(max_of<int64_t>(begin, 0)), length};
+  }
+  return {p.window_left < 0 ? 0 : max_of(position - p.window_left, 0), p.causal ? max_of(position + 1, 0) : length};
 }
 
 bool tree_visible(const Params& p, int request, int token, int draft) {
-  const uint8_t* row = p.tree_mask + request * p.tree_mask_stride_request + token * p.tree_mask_stride_token;
-  return (row[draft / 8] >> (draft % 8)) & 1;
+  return (tree_row(p, request, token)[draft / 8] >> (draft % 8)) & 1;
 }
 
 uint64_t bits_below(int count) { return count >= 64 ? ~uint64_t{0} : (uint64_t{1} << count) - 1; }
 
 // Which of the keys [first_key, first_key + kPlanTileTokens) query token `token` sees.
 uint64_t visible_bits(const Params& p, int request, int length, int token, int first_key) {
-  const KvRange keys = keys_of_token(p, length, token);
+  const KvRange keys = keys_of_token(p, request, length, token);
   const int begin = max_of(keys.begin - first_key, 0), end = min_of(keys.end - first_key, kPlanTileTokens);
   if (begin >= end) return 0;
   uint64_t bits = bits_below(end) & ~bits_below(begin);

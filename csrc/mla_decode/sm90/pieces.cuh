@@ -1,4 +1,5 @@
 #pragma once
+#include "core/report.h"
 #include "device/common/tree_rows.cuh"
 #include "mla_decode/params.h"
 #include "mla_decode/plan.h"
@@ -118,6 +119,14 @@ __device__ inline bool is_readable(const Params& p, const Piece& piece, int key)
   return draft < 0 || some_row_sees(p, piece.request, draft);
 }
 
+// Checked mode: a length beyond the page table, by one lane.
+__device__ inline void check_table_length(const Params& p, const Piece& piece) {
+  const int64_t capacity = p.page_table.num_cells(piece.request) * p.page_table.page_size;
+  if (piece.length <= capacity) return;
+  record_fault(p.report, {ReportOp::kMlaDecode, ReportKind::kLength, piece.request, 0, p.cache_seqlens[piece.request],
+                          capacity + 1});
+}
+
 // Checked mode, of lists: by one lane.
 __device__ inline void check_list_length(const Params& p, const Piece& piece) {
   if (p.selected.lengths == nullptr || p.selected.lengths[piece.request] <= p.selected.count) return;
@@ -195,6 +204,22 @@ struct RowPlace {
 __device__ inline RowPlace row_place(const Params& p, int row) {
   const int token = p.division.by_heads.divide(row);
   return {token, row - token * p.num_q_heads};
+}
+
+// Where a query row begins: its latent part, and its rope part.
+struct QueryPlace {
+  const uint8_t *latent, *rope;
+};
+
+__device__ inline QueryPlace query_place(const Params& p, int request, const RowPlace& at) {
+  constexpr int kElement = 2;
+  const auto* latent =
+      static_cast<const uint8_t*>(p.q) +
+      kElement * (request * p.q_stride_request + at.token * p.q_stride_token + at.head * p.q_stride_head);
+  if (p.q_pe == nullptr) return {latent, latent + kHeadDimV * kElement};
+  return {latent, static_cast<const uint8_t*>(p.q_pe) +
+                      kElement * (request * p.q_pe_stride_request + at.token * p.q_pe_stride_token +
+                                  at.head * p.q_pe_stride_head)};
 }
 
 // What the output must be multiplied by for a sink; `lse` is the natural log and stays what it is.

@@ -90,9 +90,7 @@ class QuarterPages {
 
   __device__ void check_length(const Piece& piece) const {
     if (p_.report == nullptr || warp_ + lane_ != 0) return;
-    const int64_t capacity = p_.page_table.num_cells(piece.request) * p_.page_table.page_size;
-    if (piece.length <= capacity) return;
-    report(ReportKind::kLength, piece.request, 0, p_.cache_seqlens[piece.request], capacity + 1);
+    check_table_length(p_, piece);
   }
 
   const Params& p_;

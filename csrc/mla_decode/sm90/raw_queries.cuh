@@ -39,19 +39,11 @@ __device__ inline void gather_query_boxes(const Params& p, const Piece& piece, i
   const int thread = threadIdx.x % kGroupThreads, row = thread / 2;
   const bool valid = row < piece.num_rows;
   const RowPlace at = row_place(p, piece.first_row + (valid ? row : 0));
-  const auto* q =
-      static_cast<const uint8_t*>(p.q) +
-      kElement * (piece.request * p.q_stride_request + at.token * p.q_stride_token + at.head * p.q_stride_head);
-  const auto* pe = q + kHeadDimV * kElement;
-  if (p.q_pe) {
-    pe = static_cast<const uint8_t*>(p.q_pe) +
-         kElement *
-             (piece.request * p.q_pe_stride_request + at.token * p.q_pe_stride_token + at.head * p.q_pe_stride_head);
-  }
+  const QueryPlace q = query_place(p, piece.request, at);
 #pragma unroll 1
   for (int i = 0; i < kQueryBoxes; ++i) {
     const int dim = (half * kQueryBoxes + i) * kQueryBoxDims;
-    const auto* source = dim >= kHeadDimV ? pe + (dim - kHeadDimV) * kElement : q + dim * kElement;
+    const auto* source = dim >= kHeadDimV ? q.rope + (dim - kHeadDimV) * kElement : q.latent + dim * kElement;
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int chunk = thread % 2 * 2 + c;

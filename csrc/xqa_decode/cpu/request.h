@@ -3,6 +3,7 @@
 
 #include "core/math.h"
 #include "core/report.h"
+#include "core/tree_window.h"
 #include "scheduler/split_kv.h"
 #include "xqa_decode/cpu/tile.h"
 #include "xqa_decode/params.h"
@@ -84,12 +85,15 @@ class RequestKeys {
   uint64_t visible_bits(int i, const TileAddresses& tile) const {
     const int64_t new_begin = int64_t{length_} - p_.seqlen_q;  // position of new token 0; may be negative
     const int64_t position = new_begin + i;
-    const int64_t low = p_.window_left < 0 ? 0 : position - p_.window_left;
-    const int64_t high = p_.causal && !p_.tree_mask ? position + 1 : int64_t{length_};
+    const int64_t first_draft = int64_t{length_} - p_.tree_keys;
+    const uint8_t* mask =
+        p_.tree_mask ? p_.tree_mask + request_ * p_.tree_mask_stride_request + i * p_.tree_mask_stride_token : nullptr;
+    const int64_t low = p_.window_left < 0 ? 0
+                        : mask             ? tree_window_begin(mask, p_.tree_keys, first_draft, p_.window_left)
+                                           : position - p_.window_left;
+    const int64_t high = p_.causal && !mask ? position + 1 : int64_t{length_};
     uint64_t bits = low_bits(high - tile.first) & ~low_bits(low - tile.first);
-    if (p_.tree_mask) {
-      const uint8_t* mask = p_.tree_mask + request_ * p_.tree_mask_stride_request + i * p_.tree_mask_stride_token;
-      const int64_t first_draft = int64_t{length_} - p_.tree_keys;
+    if (mask) {
       for (int64_t t = max_of<int64_t>(first_draft - tile.first, 0); t < tile.count; ++t) {
         const int64_t draft = tile.first + t - first_draft;
         if ((mask[draft / 8] >> (draft % 8) & 1) == 0) bits &= ~(uint64_t{1} << t);

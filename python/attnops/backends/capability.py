@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -23,6 +25,7 @@ DTYPE_NAMES = {
     torch.float8_e4m3fn: "e4m3",
     torch.float8_e5m2: "e5m2",
     torch.uint8: "656-byte rows",
+    torch.float4_e2m1fn_x2: "fp4",
 }
 
 
@@ -74,11 +77,13 @@ class Capability:
             first backend that serves the rest.
         attn_types: Of layers.
         dtypes: Of q and out.
-        kv_dtypes: Of the cache where it is not q's dtype. `torch.uint8`: the 656-byte MLA rows.
+        kv_dtypes: Of the cache where it is not q's dtype. `torch.uint8`: the 656-byte MLA rows. float4_e2m1fn_x2: the
+            pools of `pools.fp4`, with a scale for 16 values.
         head_dims: Of MHA, GQA and MQA; None: not served.
         mla: MLA with absorbed queries is served.
+        mla_lacks: Fields of this class that do not hold for MLA: "logit_cap", "kv_dtypes", ...
         mla_archs, mla_dtypes: Those of `archs` and `dtypes` on which it is; None: all.
-        page_sizes: None: all.
+        page_sizes: None: all. mla_page_sizes: Of MLA; None: `page_sizes`.
         widens_pages: Its kernels know pages of one token only: tables of any page size become tables of tokens.
         sliding_window, swa_pool, logit_cap, sinks, tree_mask: Options.
         draft_trees: The branches of a draft step are tokens of one request (`AttentionBatch.draft_steps`). In layers
@@ -108,9 +113,11 @@ class Capability:
     kv_dtypes: frozenset[torch.dtype] = frozenset()
     head_dims: HeadDims | None = None
     mla: bool = False
+    mla_lacks: frozenset[str] = frozenset()
     mla_archs: frozenset[int] | None = None
     mla_dtypes: frozenset[torch.dtype] | None = None
     page_sizes: frozenset[int] | None = None
+    mla_page_sizes: frozenset[int] | None = None
     widens_pages: bool = False
     sliding_window: bool = False
     swa_pool: bool = False
@@ -132,6 +139,9 @@ class Capability:
 
     def reasons_against(self, spec: AttentionSpec, modes: Iterable[ForwardMode] = ()) -> list[str]:
         """Why a model is not served, each reason naming what is taken and what was asked for. Empty: it is."""
+        if spec.is_mla and self.mla_lacks:
+            none: dict[str, Any] = {name: type(getattr(self, name))() for name in self.mla_lacks}  # False, or no dtype
+            return dataclasses.replace(self, mla_lacks=frozenset(), **none).reasons_against(spec, modes)
         missing = sorted(mode.name for mode in set(modes) - self.modes)
         dtypes = self.mla_dtypes if spec.is_mla and self.mla_dtypes is not None else self.dtypes
         checks = [
@@ -152,7 +162,8 @@ class Capability:
     def _cache_checks(self, spec: AttentionSpec) -> list[tuple[bool, str]]:
         taken = ", ".join(["a cache of the model's dtype", *sorted(DTYPE_NAMES[d] for d in self.kv_dtypes)])
         served = spec.cache_dtype == spec.dtype or spec.cache_dtype in self.kv_dtypes
-        sizes = sorted(self.page_sizes or ())
+        of_mla = spec.is_mla and self.mla_page_sizes is not None
+        sizes = sorted((self.mla_page_sizes if of_mla else self.page_sizes) or ())
         return [
             (served, f"takes {taken}, got {names([spec.cache_dtype])}"),
             (spec.is_mla or spec.cache_dtype != torch.uint8, "a uint8 cache (656-byte rows) belongs to MLA"),

@@ -24,8 +24,10 @@ def _compiled(device_type: str) -> Any:
     return flex_attention if device_type == "cpu" else torch.compile(flex_attention, dynamic=True)
 
 
-# Of rows as wide as MLA's: those that torch tries do not fit an SM's shared memory.
+# Of wide rows: for float32 torch tries tiles of 64 in three stages, which do not fit an SM's shared memory, and has no
+# other choice. A head dim is padded to a power of two, and values may be wider than keys.
 _SMALL_TILES: Any = {"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 1, "num_warps": 4}
+_WIDEST_OF_TORCHS_TILES = 64
 
 
 def _flex(queries: Queries, chunks: Chunks, layer: RadixAttention) -> Tensor:
@@ -48,6 +50,7 @@ def _flex(queries: Queries, chunks: Chunks, layer: RadixAttention) -> Tensor:
     def cap(score: Tensor, request: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
         return limit * torch.tanh(score / limit)
 
+    widest = max(q.shape[-1], v.shape[-1])
     block_mask = create_block_mask(mask, q.shape[0], None, q.shape[2], k.shape[2], device=str(q.device))
     out, aux = _compiled(q.device.type)(
         q,
@@ -58,7 +61,7 @@ def _flex(queries: Queries, chunks: Chunks, layer: RadixAttention) -> Tensor:
         scale=layer.scaling,
         enable_gqa=layer.num_heads != layer.num_kv_heads,
         return_aux=AuxRequest(lse=True),
-        kernel_options=_SMALL_TILES if q.is_cuda and q.shape[-1] > 256 else None,
+        kernel_options=_SMALL_TILES if q.is_cuda and widest > _WIDEST_OF_TORCHS_TILES else None,
     )
     if layer.sinks is not None:  # a logit that takes probability and gives no value
         out = out * torch.sigmoid(aux.lse - layer.sinks.float().view(1, -1, 1)).unsqueeze(-1)

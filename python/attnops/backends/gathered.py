@@ -19,8 +19,8 @@ from attnops.backends.prepared import PreparedStep, in_one_thread
 from attnops.backends.store import FP8, heads, store_kv, store_mla, uses_window_slots
 from attnops.graph_buffers import PagedBuffers, PagedStep
 from attnops.layers.radix_attention import RadixAttention
-from attnops.pools import MLATokenToKVPool
-from attnops.reference import unpack_mla_fp8_rows, unpack_tree_mask
+from attnops.pools import MHATokenToKVPoolFP4, MLATokenToKVPool, MLATokenToKVPoolFP4
+from attnops.reference import dequantize_fp4, unpack_mla_fp8_rows, unpack_tree_mask
 from attnops.report import record_pages
 from attnops.types import AttentionBatch, AttentionSpec, AttentionType, Limits
 
@@ -146,7 +146,7 @@ CAPABILITY = Capability(
     modes=DECODER_MODES,
     attn_types=frozenset(AttentionType),
     dtypes=FLOATS,
-    kv_dtypes=frozenset({torch.float8_e4m3fn, torch.uint8}),
+    kv_dtypes=frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.float4_e2m1fn_x2}),
     head_dims=HeadDims(1, 576, equal=False),
     mla=True,
     sliding_window=True,
@@ -191,6 +191,14 @@ def _taker(pool: object, layer: RadixAttention) -> Callable[[Tensor, Tensor], tu
     """A function from page indices ``[B, n]`` and validity ``[B, C, 1, 1]`` to float32 keys and values."""
     if isinstance(pool, MLATokenToKVPool):
         latents = pool.get_latent_buffer(layer.layer_id)
+        if isinstance(pool, MLATokenToKVPoolFP4):
+            scales = pool.get_kv_scale_buffer(layer.layer_id)
+
+            def take_codes(cells: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+                k = _real_fp4(latents, scales, cells, layer.k_scale, valid.squeeze(-1)).unsqueeze(2)
+                return k, k[..., : layer.v_head_dim]
+
+            return take_codes
 
         def take_latents(cells: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
             rows = _gather(latents, cells)
@@ -201,6 +209,14 @@ def _taker(pool: object, layer: RadixAttention) -> Callable[[Tensor, Tensor], tu
 
         return take_latents
     k_pages, v_pages = pool.get_kv_buffer(layer.layer_id)  # type: ignore[attr-defined]
+    if isinstance(pool, MHATokenToKVPoolFP4):
+        k_scales, v_scales = pool.get_kv_scale_buffer(layer.layer_id)
+
+        def take_fp4(cells: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+            k = _real_fp4(k_pages, k_scales, cells, layer.k_scale, valid)
+            return k, _real_fp4(v_pages, v_scales, cells, layer.v_scale, valid)
+
+        return take_fp4
 
     def take(cells: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
         k = _real(_gather(k_pages, cells), layer.k_scale, valid)
@@ -214,6 +230,12 @@ def _gather(pages: Tensor, cells: Tensor) -> Tensor:
     if pages.dtype in FP8:  # torch does not index these on every device
         return pages.view(torch.uint8)[cells].flatten(1, 2).view(pages.dtype)
     return pages[cells].flatten(1, 2)
+
+
+def _real_fp4(codes: Tensor, scales: Tensor, cells: Tensor, scale: Tensor | None, valid: Tensor) -> Tensor:
+    """float32 values of codes and their scales, zeros where nothing valid is."""
+    found = (_gather(codes.view(torch.uint8), cells), _gather(scales, cells))
+    return dequantize_fp4(*found, scale, torch.float32).masked_fill(~valid, 0.0)
 
 
 def _real(stored: Tensor, scale: Tensor | None, valid: Tensor) -> Tensor:
@@ -302,7 +324,14 @@ def visible_keys(queries: Queries, layer: RadixAttention, begin: int, count: int
     if layer.attention_chunk_size:
         chunk = torch.div(position, layer.attention_chunk_size, rounding_mode="floor")
         visible = visible & (torch.div(key, layer.attention_chunk_size, rounding_mode="floor") == chunk)
-    if layer.sliding_window_size >= 0:
+    if layer.sliding_window_size >= 0 and queries.drafts is not None:  # counts steps of the tree
+        counted = queries.drafts.cumsum(2)
+        total = counted[..., -1:]
+        behind = torch.where(
+            (draft < 0).unsqueeze(1), total.clamp(min=1) - 1 - draft.unsqueeze(1), total - counted.gather(2, index)
+        )
+        visible = visible & (behind <= layer.sliding_window_size)
+    elif layer.sliding_window_size >= 0:
         visible = visible & (key >= position - layer.sliding_window_size)
         if layer.attn_type is not AttentionType.DECODER:
             visible = visible & (key <= position + layer.sliding_window_size)

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from attnops.backends.base import AttentionBackend, LayerCall
+from attnops.backends.capability import Capability
 from attnops.backends.linear import LinearAttnBackend
+from attnops.modes import ForwardMode
 from attnops.types import AttentionBatch
 
 if TYPE_CHECKING:
@@ -45,6 +47,17 @@ class HybridLinearAttnBackend(AttentionBackend):
         self.spec, self.limits, self.device = full.spec, full.limits, full.device
         self.full_attn_backend, self.linear_attn_backend = full, linear
         self.full_attn_layers = frozenset(layers)
+
+    @property
+    def capability(self) -> Capability:  # type: ignore[override]
+        """That of the backend for layers that attend: the linear one takes every step that it serves, captured too."""
+        return self.full_attn_backend.capability
+
+    def select(self, forward_mode: ForwardMode) -> AttentionBackend:
+        """Who serves the layers that attend, where it is two backends."""
+        full = self.full_attn_backend
+        select = getattr(full, "select", None)
+        return full if select is None else select(forward_mode)
 
     @property
     def needs_cpu_seq_lens(self) -> bool:  # type: ignore[override]
@@ -90,9 +103,14 @@ class HybridLinearAttnBackend(AttentionBackend):
         a: Tensor | None = None,
         b: Tensor | None = None,
         z: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """As of `RadixLinearAttention.forward`."""
-        return self.linear_attn_backend.forward(layer, batch, mixed_qkv, a, b, z)
+        """As of `RadixLinearAttention.forward`; ``out``: where it goes."""
+        return self.linear_attn_backend.forward(layer, batch, mixed_qkv, a, b, z, out)
+
+    def update_mamba_state_after_mtp_verify(self, accepted_path: Tensor, accepted_len: Tensor) -> None:
+        """As of `LinearAttnBackend`."""
+        self.linear_attn_backend.update_mamba_state_after_mtp_verify(accepted_path, accepted_len)
 
     def attend(self, call: LayerCall) -> None:
         self.full_attn_backend.attend(call)

@@ -6,7 +6,7 @@ A step is decode, one token for each request, or ragged: prompts, their continua
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attnops import ops
+from attnops.backends.linear_drafts import DraftInputs
 from attnops.backends.prepared import PreparedStep, in_one_thread
 from attnops.pools import HybridReqToTokenPool, MambaState
 from attnops.report import first_fault, is_checked, new_report
@@ -33,6 +34,9 @@ class ForwardMetadata:
         prefix_lens: int32 ``[B]``: tokens before the new ones.
         has_initial_state: uint8 ``[B]``: 0 where there are none.
         plan: int32 ``[B]``: requests in the order of their work.
+        drafts: Tokens of a request that the step verifies; 0: it verifies none.
+        tree_mask: Of the drafts, packed; None: a chain.
+        windows: int64 ``[B, drafts, width]``: what each draft's convolution sees.
     """
 
     mamba_cache_indices: Tensor
@@ -40,13 +44,16 @@ class ForwardMetadata:
     prefix_lens: Tensor
     has_initial_state: Tensor
     plan: Tensor
+    drafts: int = 0
+    tree_mask: Tensor | None = None
+    windows: Tensor | None = None
 
 
 class LinearAttnBackend(ABC):
     """Serves the linear layers of a model, in the three methods of every backend.
 
-    DECODE, EXTEND and MIXED steps. Verification needs states that are only read (`ops.delta_verify`), and no layer
-    drives it yet: such a step is refused by name.
+    DECODE, EXTEND, MIXED and TARGET_VERIFY steps. A step that verifies drafts reads the states and keeps its updates in
+    the pool's rings. Then `update_mamba_state_after_mtp_verify` says which of them count.
 
     Args:
         pool: Rows and states of the requests.
@@ -70,6 +77,7 @@ class LinearAttnBackend(ABC):
         self._indices, self._prefix, self._plan = (zeros(size, torch.int32) for _ in range(3))
         self._has_initial, self._bounds = zeros(size, torch.bool), zeros(size + 1, torch.int32)
         self.report = new_report(self.device) if is_checked() else None
+        self._drafts = DraftInputs(states, limits) if states.speculative_num_draft_tokens else None
         self._prepared: PreparedStep[ForwardMetadata] = PreparedStep()
 
     @property
@@ -97,22 +105,38 @@ class LinearAttnBackend(ABC):
         """Host work before a step.
 
         Raises:
-            NotImplementedError: the step verifies drafts.
+            NotImplementedError: the step is a draft model's, or it verifies more drafts than the pool has rings for.
         """
         self.limits.check(batch)
-        if batch.forward_mode.is_speculative():
-            raise NotImplementedError(
-                f"attnops: {self.name} serves DECODE, EXTEND and MIXED, got {batch.forward_mode.name}"
-            )
-        size = batch.batch_size
+        size, drafts = batch.batch_size, self._drafts_of(batch)
         metadata = ForwardMetadata(
             mamba_cache_indices=self._indices[:size],
             query_start_loc=None if batch.is_uniform else self._bounds[: size + 1],
             prefix_lens=self._prefix[:size],
             has_initial_state=self._has_initial[:size].view(torch.uint8),
             plan=self._plan[:size],
+            drafts=drafts,
+            tree_mask=batch.tree_mask if drafts else None,
+            windows=self._drafts.windows(size, drafts) if drafts and self._drafts is not None else None,
         )
         self._prepared.begin(batch, metadata)
+
+    def _drafts_of(self, batch: AttentionBatch) -> int:
+        """Tokens of each request that the step verifies."""
+        mode = batch.forward_mode
+        if batch.draft_steps or mode.is_draft_extend():
+            raise NotImplementedError(
+                f"attnops: {self.name} serves DECODE, EXTEND, MIXED and TARGET_VERIFY, got {mode.name} of a draft model"
+            )
+        if not mode.is_target_verify():
+            return 0
+        most = 0 if self._drafts is None else self._drafts.most
+        if not 0 < batch.tokens_per_request <= most:
+            raise NotImplementedError(
+                f"attnops: {self.name} verifies at most {most} tokens of a request (speculative_num_draft_tokens of "
+                f"MambaPool, max_tokens_per_request of Limits), got {batch.tokens_per_request}"
+            )
+        return batch.tokens_per_request
 
     @in_one_thread
     def init_forward_metadata_in_graph(self, batch: AttentionBatch) -> None:
@@ -123,7 +147,15 @@ class LinearAttnBackend(ABC):
         wide = self._wide_indices[:size]
         mapping = self.pool.req_index_to_mamba_index_mapping
         ops.translate_slots(batch.req_pool_indices, mapping, out=wide, report=self.report)
+        if batch.is_uniform and batch.out_cache_loc is not None:
+            # A graph's padding has the row of some request, whose state is not its own. Its tokens are not stored.
+            stored = batch.out_cache_loc.view(size, -1).amax(1) >= 0
+            wide = torch.where(stored, wide, -1)
         step.mamba_cache_indices.copy_(wide)
+        if step.drafts:
+            assert self._drafts is not None and step.windows is not None
+            return self._drafts.fill(step.windows, step.tree_mask)
+        self.pool.mamba_pool.fold(step.mamba_cache_indices)
         if step.query_start_loc is None:
             return
         assert batch.extend_seq_lens is not None
@@ -131,6 +163,38 @@ class LinearAttnBackend(ABC):
         torch.sub(batch.cache_seqlens, batch.extend_seq_lens, out=step.prefix_lens)
         torch.gt(step.prefix_lens, 0, out=self._has_initial[:size])
         ops.delta_plan(step.query_start_loc, plan=step.plan)
+
+    @in_one_thread
+    def update_mamba_state_after_mtp_verify(self, accepted_path: Tensor, accepted_len: Tensor) -> None:
+        """States of all layers after the accepted drafts of the step that has just run. Device work.
+
+        Args:
+            accepted_path: int32 ``[B, tokens_per_request]``: the accepted tokens of each request, rising. Requests that
+                pad a captured step may be left out.
+            accepted_len: int32 ``[B]``: how many of them count. 0 rolls all of them back.
+
+        Raises:
+            ValueError: the last step verified nothing, or `accepted_path` has another shape.
+        """
+        step, pool = self._prepared.views, self.pool.mamba_pool
+        if step is None or not step.drafts or self._drafts is None:
+            raise ValueError(f"attnops: {self.name} has verified nothing: the last step was of another mode")
+        size = accepted_path.shape[0]
+        if accepted_path.shape[1:] != (step.drafts,) or size > len(step.mamba_cache_indices):
+            raise ValueError(
+                f"attnops: accepted_path must be [{len(step.mamba_cache_indices)}, {step.drafts}] or of fewer "
+                f"requests, got {list(accepted_path.shape)}"
+            )
+        slots = step.mamba_cache_indices[:size]
+        # As many columns as any step's: a ring must have room for those.
+        path = torch.nn.functional.pad(accepted_path, (0, self._drafts.most - step.drafts))
+        for place in range(pool.num_layers if pool.states.temporal is not None else 0):
+            rings = pool.layer_rings(place)
+            assert rings is not None and pool.states.temporal is not None
+            options = {**rings._asdict(), "state_indices": slots, "report": self.report}
+            ops.delta_commit(pool.states.temporal[place], path, accepted_len, **options)
+        if pool.states.conv is not None:
+            self._drafts.commit(pool.states.conv, slots, accepted_path, accepted_len)
 
     @in_one_thread
     def forward(
@@ -141,9 +205,10 @@ class LinearAttnBackend(ABC):
         a: Tensor | None = None,
         b: Tensor | None = None,
         z: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """One layer of the step; arguments as of `RadixLinearAttention.forward`."""
-        out = mixed_qkv.new_empty(mixed_qkv.shape[0], layer.out_width)
+        """One layer of the step; arguments as of `RadixLinearAttention.forward`, and ``out``, where it goes."""
+        out = mixed_qkv.new_empty(mixed_qkv.shape[0], layer.out_width) if out is None else out
         if batch.forward_mode.is_idle() or batch.num_tokens == 0:
             return out.zero_()
         step = self._prepared.of(batch)
@@ -156,36 +221,53 @@ class LinearAttnBackend(ABC):
             raise ValueError(
                 f"attnops: layer_id must be one of {sorted(self._places)}, the linear layers, got {layer.layer_id}"
             )
-        states = self.pool.mamba_pool.layer(self._places[layer.layer_id])
-        mixed = self._convolve(layer, mixed_qkv, states, step)
-        self.attend(layer, mixed, a, b, z, states, step, out)
+        place = self._places[layer.layer_id]
+        states = self.pool.mamba_pool.layer(place)
+        mixed = self._convolve(layer, place, mixed_qkv, states, step)
+        self.attend(layer, mixed, a, b, z, self._where(step, place, states), step, out)
         return out
 
-    def _convolve(self, layer: RadixLinearAttention, x: Tensor, states: MambaState, step: ForwardMetadata) -> Tensor:
+    def _convolve(
+        self, layer: RadixLinearAttention, place: int, x: Tensor, states: MambaState, step: ForwardMetadata
+    ) -> Tensor:
         if layer.conv_weights is None:
             return x
         if states.conv is None:
             raise ValueError(f"attnops: layer {layer.layer_id} has a convolution, its MambaPool has no conv_shape")
+        if step.drafts:
+            assert self._drafts is not None and step.windows is not None
+            silu, slots = layer.activation == "silu", step.mamba_cache_indices
+            options = (layer.conv_weights, layer.bias, silu, states.conv, slots, step.windows)
+            return self._drafts.convolve(place, x, *options)
+        return self._convolve_tokens(layer, layer.conv_weights, x, states.conv, step)
+
+    def _convolve_tokens(
+        self, layer: RadixLinearAttention, weight: Tensor, x: Tensor, conv_states: Tensor, step: ForwardMetadata
+    ) -> Tensor:
         options: dict[str, Any] = {
-            "conv_states": states.conv,
+            "conv_states": conv_states,
             "state_indices": step.mamba_cache_indices,
             "report": self.report,
         }
         options["silu"] = layer.activation == "silu"
         if step.query_start_loc is None:
-            return ops.causal_conv1d_update(x, layer.conv_weights, layer.bias, **options)
+            return ops.causal_conv1d_update(x, weight, layer.bias, **options)
         options |= {"cu_seqlens": step.query_start_loc, "has_initial_state": step.has_initial_state}
-        return ops.causal_conv1d(x, layer.conv_weights, layer.bias, **options)
+        return ops.causal_conv1d(x, weight, layer.bias, **options)
 
-    def _where(self, step: ForwardMetadata, states: MambaState) -> dict[str, Any]:
-        """What both forms of a recurrence are told of the states."""
+    def _where(self, step: ForwardMetadata, place: int, states: MambaState) -> dict[str, Any]:
+        """What the forms of a recurrence are told of the states."""
         if states.temporal is None:
-            raise ValueError(f"attnops: {self.name} needs a MambaPool with temporal_shape")
+            return {}
         given: dict[str, Any] = {
             "states": states.temporal,
             "state_indices": step.mamba_cache_indices,
             "report": self.report,
         }
+        if step.drafts:
+            rings = self.pool.mamba_pool.layer_rings(place)
+            assert rings is not None
+            return given | rings._asdict() | {"tree_mask": step.tree_mask}
         if step.query_start_loc is None:
             return given
         return given | {"cu_seqlens": step.query_start_loc, "prefix_lens": step.prefix_lens, "plan": step.plan}
@@ -198,11 +280,19 @@ class LinearAttnBackend(ABC):
         a: Tensor | None,
         b: Tensor | None,
         z: Tensor | None,
-        states: MambaState,
+        where: dict[str, Any],
         step: ForwardMetadata,
         out: Tensor,
     ) -> None:
-        """What follows the convolution: writes ``out``."""
+        """What follows the convolution: writes ``out``. `where`: what the op is told of the states."""
+
+    def _op(self, family: str, step: ForwardMetadata, where: dict[str, Any]) -> Callable[..., Tensor]:
+        """The op of a recurrence for the step."""
+        if not where:
+            raise ValueError(f"attnops: {self.name} needs a MambaPool with temporal_shape")
+        form = "verify" if step.drafts else "decode" if step.query_start_loc is None else "prefill"
+        op: Callable[..., Tensor] = getattr(ops, f"{family}_{form}")
+        return op
 
 
 class _DeltaRule(LinearAttnBackend):
@@ -210,7 +300,7 @@ class _DeltaRule(LinearAttnBackend):
 
     gate_dims: ClassVar[int]
 
-    def attend(self, layer, mixed, a, b, z, states, step, out) -> None:  # type: ignore[no-untyped-def]
+    def attend(self, layer, mixed, a, b, z, where, step, out) -> None:  # type: ignore[no-untyped-def]
         if a is None or b is None or z is not None or a.dim() != self.gate_dims:
             gate = "[num_tokens, num_v_heads]" if self.gate_dims == 2 else "[num_tokens, num_v_heads, head_k_dim]"
             raise ValueError(f"attnops: {self.name} takes a of shape {gate}, b and no z")
@@ -220,8 +310,8 @@ class _DeltaRule(LinearAttnBackend):
         heads = (layer.num_v_heads, layer.head_v_dim)
         options: dict[str, Any] = {"A_log": layer.A_log, "dt_bias": layer.dt_bias, "scale": layer.scaling}
         options |= {"lower_bound": layer.lower_bound, "qk_l2norm": layer.qk_l2norm, "out": out.unflatten(-1, heads)}
-        op = ops.delta_decode if step.query_start_loc is None else ops.delta_prefill
-        op(q, k, v.unflatten(-1, heads), a, b, **options, **self._where(step, states))
+        op = self._op("delta", step, where)
+        op(q, k, v.unflatten(-1, heads), a, b, **options, **where)
 
 
 class GDNAttnBackend(_DeltaRule):
@@ -241,7 +331,7 @@ class Mamba2AttnBackend(LinearAttnBackend):
 
     name = "mamba2"
 
-    def attend(self, layer, mixed, a, b, z, states, step, out) -> None:  # type: ignore[no-untyped-def]
+    def attend(self, layer, mixed, a, b, z, where, step, out) -> None:  # type: ignore[no-untyped-def]
         if a is None or b is not None or layer.A_log is None:
             raise ValueError("attnops: mamba2 takes dt as a, a layer with A_log, and no b")
         groups, heads = (layer.num_k_heads, layer.head_k_dim), (layer.num_v_heads, layer.head_v_dim)
@@ -253,7 +343,7 @@ class Mamba2AttnBackend(LinearAttnBackend):
             "dt_softplus": True,
             "out": out.unflatten(-1, heads),
         }
-        op = ops.ssd_decode if step.query_start_loc is None else ops.ssd_prefill
+        op = self._op("ssd", step, where)
         op(
             x.unflatten(-1, heads),
             a,
@@ -262,7 +352,7 @@ class Mamba2AttnBackend(LinearAttnBackend):
             C.unflatten(-1, groups),
             scale=layer.scaling or 1.0,
             **options,
-            **self._where(step, states),
+            **where,
         )
 
 
@@ -271,16 +361,16 @@ class LightningAttentionBackend(LinearAttnBackend):
 
     name = "lightning"
 
-    def attend(self, layer, mixed, a, b, z, states, step, out) -> None:  # type: ignore[no-untyped-def]
+    def attend(self, layer, mixed, a, b, z, where, step, out) -> None:  # type: ignore[no-untyped-def]
         if a is not None or b is not None or z is not None or layer.A_log is None:
             raise ValueError("attnops: lightning takes a layer with A_log, and neither a, b nor z")
         keys = layer.num_k_heads * layer.head_k_dim
         q, k, v = _split(layer, mixed, [keys, keys, layer.out_width])
         q, k = (x.unflatten(-1, (layer.num_k_heads, layer.head_k_dim)) for x in (q, k))
         heads = (layer.num_v_heads, layer.head_v_dim)
-        op = ops.ssd_decode if step.query_start_loc is None else ops.ssd_prefill
+        op = self._op("ssd", step, where)
         options: dict[str, Any] = {"scale": layer.scaling or 1.0, "out": out.unflatten(-1, heads)}
-        op(v.unflatten(-1, heads), None, -layer.A_log.exp(), k, q, **options, **self._where(step, states))
+        op(v.unflatten(-1, heads), None, -layer.A_log.exp(), k, q, **options, **where)
 
 
 class ShortConvAttnBackend(LinearAttnBackend):
@@ -288,7 +378,7 @@ class ShortConvAttnBackend(LinearAttnBackend):
 
     name = "short_conv"
 
-    def attend(self, layer, mixed, a, b, z, states, step, out) -> None:  # type: ignore[no-untyped-def]
+    def attend(self, layer, mixed, a, b, z, where, step, out) -> None:  # type: ignore[no-untyped-def]
         if layer.conv_weights is None or any(x is not None for x in (a, b, z)):
             raise ValueError("attnops: short_conv takes a layer with conv_weights, and neither a, b nor z")
         _split(layer, mixed, [layer.out_width])

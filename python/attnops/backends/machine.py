@@ -55,8 +55,7 @@ class Machine:
     @property
     def runs_built_kernels(self) -> bool:
         """Whether the loaded kernels have code for `arch`: that of an earlier one of the same generation runs, too."""
-        built = self.built_archs
-        return not built or any(self.arch // 10 == arch // 10 and self.arch >= arch for arch in built)
+        return not self.built_archs or _load.has_code_for(self.arch, self.built_archs)
 
     @property
     def torch_device(self) -> str:
@@ -94,19 +93,13 @@ def detect_machine(device: torch.device | str | None = None) -> Machine:
         name=torch.cuda.get_device_name(index),
         has_cuda_kernels=_load.cuda_unavailable_reason is None,
         missing_ops=frozenset(op for op in KERNEL_OPS if not _has_cuda_kernel(op)),
-        built_archs=_built_archs(),
+        built_archs=_load.built_archs(),
         **found,  # type: ignore[arg-type]
     )
 
 
 def _has_cuda_kernel(op: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"attnops::{op}", "CUDA")
-
-
-def _built_archs() -> frozenset[int]:
-    if _load.cuda_unavailable_reason is not None:
-        return frozenset()
-    return frozenset(map(int, torch.ops.attnops.cuda_archs().split()))
 
 
 def _device_here() -> str:

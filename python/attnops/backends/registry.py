@@ -20,6 +20,7 @@ _MODULES = {
     "flex_attention": "attnops.backends.flex_attention",
     "flashinfer": "attnops.backends.flashinfer",
     "nsa": "attnops.backends.nsa",
+    "wave": "attnops.backends.wave",
     **dict.fromkeys(("fa4", "aiter", "intel_xpu", "ascend"), "attnops.backends.vendors"),
 }
 
@@ -28,7 +29,6 @@ ALIASES = {"flashinfer_mla": "flashinfer", "dsa": "nsa"}
 
 # Names that users of SGLang know and this package does not (yet) answer, each with the reason.
 NOT_BUILT = {
-    "wave": "wave-lang publishes templates of kernels, which SGLang compiles itself, and no function to call",
     "dual_chunk_flash_attn": "its q has five parts: build it with DualChunkFlashAttentionBackend(spec, limits, device)",
     "hybrid_linear": "it joins two backends: build it with HybridLinearAttnBackend(full, linear, layers)",
     "tbo": "it joins three backends: build it with TboAttnBackend(primary, children)",

@@ -43,7 +43,6 @@ MODEL_KINDS: dict[str, dict[str, str]] = {
     "local_chunk": {"flashinfer": f"{_NOT_PLANNED} attention in local chunks (Llama 4)"},
     "hybrid_linear": {"flashinfer": f"{_NOT_PLANNED} models that join linear and softmax attention"},
     "encoder_decoder": {
-        "flashinfer": f"{_NOT_PLANNED} requests that begin behind their encoder's tokens",
         **dict.fromkeys(("flashmla", "cutlass_mla", "trtllm_mla", "nsa"), _LATENTS),
     },
     "sparse": {"nsa": "", "*": "attends to every key; sparse models have a backend of their own (nsa, dsa)"},

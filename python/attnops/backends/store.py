@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from attnops.layers.radix_attention import RadixAttention
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+SCALED = (*FP8, torch.float4_e2m1fn_x2)  # a layer's scales belong to these
 
 
 def heads(name: str, tensor: Tensor, num_heads: int, head_dim: int) -> Tensor:
@@ -68,7 +69,7 @@ def store_rows(
         raise ValueError(f"attnops: a layer with K and V cannot store them in a {type(pool).__name__}")
     k = heads("k", k, layer.num_kv_heads, layer.head_dim)
     v = heads("v", v, layer.num_kv_heads, layer.v_head_dim)
-    k_scale, v_scale = (layer.k_scale, layer.v_scale) if pool.dtype in FP8 else (None, None)
+    k_scale, v_scale = (layer.k_scale, layer.v_scale) if pool.dtype in SCALED else (None, None)
     pool.set_kv_buffer(layer, loc, k, v, k_scale, v_scale, report)
 
 
@@ -87,5 +88,5 @@ def store_mla(
         raise ValueError("attnops: save_kv_cache=True needs out_cache_loc in the batch")
     if k_rope is not None:
         k_rope = k_rope.reshape(k_rope.shape[0], -1)
-    kv_scale = layer.k_scale if pool.dtype in FP8 else None
+    kv_scale = layer.k_scale if pool.dtype in SCALED else None
     pool.set_mla_kv_buffer(layer, batch.out_cache_loc, latent.reshape(latent.shape[0], -1), k_rope, kv_scale, report)

@@ -71,7 +71,7 @@ class TritonAttnBackend(AttentionBackend):
         modes=DECODER_MODES,
         attn_types=frozenset(AttentionType),
         dtypes=FLOATS,
-        kv_dtypes=frozenset({torch.float8_e4m3fn}),
+        kv_dtypes=frozenset({torch.float8_e4m3fn, torch.float8_e5m2}),
         head_dims=HeadDims(1, 256, equal=False),
         mla=True,
         sliding_window=True,

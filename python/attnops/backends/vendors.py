@@ -22,9 +22,9 @@ from attnops.backends.capability import DECODER_MODES, SIXTEEN_BIT, Capability, 
 from attnops.backends.machine import PACKAGES
 from attnops.backends.prepared import PreparedStep
 from attnops.backends.registry import register_attention_backend
-from attnops.backends.store import heads, store_kv, uses_window_slots
+from attnops.backends.store import heads, store_kv, store_mla, uses_window_slots
 from attnops.graph_buffers import PagedBuffers, PagedStep
-from attnops.types import AttentionBatch, AttentionSpec, ForwardMode, Limits
+from attnops.types import MLA_KV_LORA_RANK, AttentionBatch, AttentionSpec, ForwardMode, Limits
 
 _ASCEND_MASK = 2048  # queries and keys of the one mask that sparse_mode 3 takes, whatever the lengths
 
@@ -52,6 +52,9 @@ class VendorCall:
     Attributes:
         q: ``[T, H_q, D]``. k_pages, v_pages: ``[P, page_size, H_kv, D]``.
         table: int32 ``[B, max_pages]``. indptr, indices: The same as CSR, by tokens; only where pages are widened.
+        new: k and v of the step's tokens, of backends with `reads_new_tokens`, but in decode: tables are then of the
+            tokens before them.
+        q_pe: MLA: the rotary part of queries, and q the rest; k_pages the rotary part of the cache, v_pages the rest.
         lens: int32 ``[B]``. window: Keys to the left of a query that it sees; -1: all.
     """
 
@@ -69,6 +72,9 @@ class VendorCall:
     cap: float
     sinks: Tensor | None
     max_seqlen_k: int
+    is_decode: bool
+    new: tuple[Tensor, Tensor] | None = None
+    q_pe: Tensor | None = None
 
     @property
     def window_pair(self) -> tuple[int, int]:
@@ -82,11 +88,13 @@ class VendorBackend(AttentionBackend):
     Attributes:
         module, function: Where the vendor's function is.
         call: From the function and a `VendorCall` to the output ``[T, H_q, D]``.
+        reads_new_tokens: Its steps other than decode take their own tokens from k and v.
     """
 
     module: ClassVar[str]
     function: ClassVar[str]
     call: ClassVar[Any]
+    reads_new_tokens: ClassVar[bool] = False
 
     def __init__(self, spec: AttentionSpec, limits: Limits, device: torch.device | str = "cpu") -> None:
         super().__init__(spec, limits, device)
@@ -151,12 +159,15 @@ class VendorBackend(AttentionBackend):
         if not self.capability.widens_pages:
             return
         assert batch.req_to_token is not None and batch.token_to_kv_pool is not None, "PagedBuffers.build has checked"
-        slot_map = batch.token_to_kv_pool.slot_map
+        slot_map, lens = batch.token_to_kv_pool.slot_map, batch.cache_seqlens
+        if self._takes_new(batch):
+            new = batch.tokens_per_request if batch.is_uniform else batch.extend_seq_lens
+            lens = lens - new  # type: ignore[operator]
         for windowed in (False, True) if slot_map is not None else (False,):
             ops.build_kv_indices(
                 batch.req_to_token,
                 batch.req_pool_indices,
-                batch.cache_seqlens,
+                lens,
                 1,
                 kv_indptr=self._indptr[: batch.batch_size + 1],
                 kv_indices=self._indices[windowed],
@@ -164,25 +175,50 @@ class VendorBackend(AttentionBackend):
                 report=self._buffers.report,
             )
 
+    def _store(self, call: LayerCall, step: VendorStep) -> None:
+        if not self.spec.is_mla and (call.q_rope is not None or call.k_rope is not None):
+            raise ValueError("attnops: q_rope and k_rope belong to MLA layers")
+        if not call.save_kv_cache or call.k is None:
+            return
+        if self.spec.is_mla:
+            store_mla(call.layer, call.batch, call.k, call.k_rope, self._buffers.report)
+            return
+        if call.v is None:
+            raise ValueError("attnops: a layer that stores k needs v")
+        store_kv(call.layer, call.batch, step.paged, call.k, call.v, self._buffers.report)
+
+    def _queries(self, call: LayerCall) -> tuple[Tensor, Tensor | None]:
+        """With heads; of MLA the latent and the rotary part."""
+        layer = call.layer
+        if not self.spec.is_mla:
+            return heads("q", call.q, layer.num_heads, layer.head_dim), None
+        if call.q_rope is None:
+            whole = heads("q", call.q, layer.num_heads, layer.head_dim)
+            return whole[..., :MLA_KV_LORA_RANK], whole[..., MLA_KV_LORA_RANK:]
+        rope = layer.head_dim - MLA_KV_LORA_RANK
+        latent = heads("q", call.q, layer.num_heads, MLA_KV_LORA_RANK)
+        return latent, heads("q_rope", call.q_rope, layer.num_heads, rope)
+
+    def _takes_new(self, batch: AttentionBatch) -> bool:
+        return self.reads_new_tokens and not batch.forward_mode.is_decode()
+
     def attend(self, call: LayerCall) -> None:
         step, layer, batch = self._prepared.of(call.batch), call.layer, call.batch
         if batch.tree_mask is not None:
             raise NotImplementedError(f"attnops: backend {self.name} serves chains, the batch has a tree_mask")
-        if call.q_rope is not None or call.k_rope is not None:
-            raise ValueError("attnops: q_rope and k_rope belong to MLA layers")
         pool = batch.token_to_kv_pool
         assert pool is not None, "PagedBuffers.build has checked"
-        if call.save_kv_cache and call.k is not None:
-            if call.v is None:
-                raise ValueError("attnops: a layer that stores k needs v")
-            store_kv(layer, batch, step.paged, call.k, call.v, self._buffers.report)
+        self._store(call, step)
         windowed = uses_window_slots(layer, pool)
         table = step.paged.window_page_table if windowed else step.paged.page_table
         assert table is not None
         widened = self.capability.widens_pages
         k_pages, v_pages = pool.get_kv_buffer(layer.layer_id)
+        q, q_pe = self._queries(call)
+        if q_pe is not None:
+            v_pages, k_pages = k_pages[..., :MLA_KV_LORA_RANK], k_pages[..., MLA_KV_LORA_RANK:]
         made = VendorCall(
-            q=heads("q", call.q, layer.num_heads, layer.head_dim),
+            q=q,
             k_pages=k_pages,
             v_pages=v_pages,
             table=table,
@@ -196,7 +232,12 @@ class VendorBackend(AttentionBackend):
             cap=layer.logit_cap,
             sinks=layer.sinks,
             max_seqlen_k=self.limits.max_seqlen,
+            is_decode=batch.forward_mode.is_decode(),
+            q_pe=q_pe,
         )
+        if self._takes_new(batch) and call.k is not None and call.v is not None:
+            k = heads("k", call.k, layer.num_kv_heads, layer.head_dim)
+            made = dataclasses.replace(made, new=(k, heads("v", call.v, layer.num_kv_heads, layer.v_head_dim)))
         out = heads("out", call.out, layer.num_heads, layer.v_head_dim)
         out.copy_(type(self).call(self._function, made).view(out.shape))
 
@@ -207,9 +248,10 @@ def _first(result: Any) -> Tensor:
 
 def _fa4(function: Any, c: VendorCall) -> Tensor:
     result = function(
-        c.q,
+        c.q if c.q_pe is None else c.q_pe.contiguous(),
         c.k_pages,
         c.v_pages,
+        qv=None if c.q_pe is None else c.q.contiguous(),
         cu_seqlens_q=c.step.bounds_q,
         max_seqlen_q=c.step.max_q,
         seqused_k=c.lens,
@@ -296,17 +338,19 @@ def _capability(device: str, package: str, **options: Any) -> Capability:
 
 @register_attention_backend("fa4")
 class FA4Backend(VendorBackend):
-    """Prefill of FlashAttention-4 on Hopper and later, over pages of 128 tokens."""
+    """Prefill of FlashAttention-4 on Hopper and later, over pages of 128 tokens; MLA over pages of one."""
 
     capability = _capability(
         "cuda",
         "flash_attn.cute",
         archs=frozenset({90, 100, 103}),
-        needs_cuda_kernels=True,
+        needs_cuda_kernels=False,
         compiles_at_run_time=True,
         modes=frozenset({ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.IDLE}),
         head_dims=HeadDims(pairs=frozenset({(64, 64), (96, 96), (128, 128)})),
         page_sizes=frozenset({128}),
+        mla=True,
+        mla_page_sizes=frozenset({1}),
         sliding_window=True,
         swa_pool=True,
         logit_cap=True,

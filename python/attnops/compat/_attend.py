@@ -107,6 +107,7 @@ def decode(
             "softmax_scale": softmax_scale,
             "window_left": window_left,
             "out": out,
+            "cuts": cuts if plan is None else plan.fixed_split_tokens,
         }
         return wide_decode(q, k_pages, v_pages, cells, lens, seqlen_q, **given, **options)
     if not isinstance(plan, XqaDecodePlan):

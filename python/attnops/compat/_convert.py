@@ -12,7 +12,6 @@ FP8 = torch.float8_e4m3fn
 Cache = Tensor | tuple[Tensor, Tensor]
 FP4_OUT = "there is no FP4 output; give out_dtype a 16-bit or float8_e4m3fn dtype"
 FP4_CACHE = "caches are 16-bit or FP8; leave it None"
-NO_SKIP = "no probability is dropped here; leave it None"
 E4M3_MAX = 448.0
 
 
@@ -62,6 +61,8 @@ def heads_first(lse: Tensor) -> Tensor:
 
 def as_int32(function: str, name: str, lengths: Tensor, device: torch.device) -> Tensor:
     """Lengths or indices as the ops take them: contiguous int32 on the device, uint32 reinterpreted."""
+    if lengths.dtype == torch.int32 and lengths.device == device and lengths.is_contiguous():
+        return lengths
     if lengths.dtype == torch.uint32:
         lengths = lengths.view(torch.int32)
     if lengths.dtype not in (torch.int32, torch.int64):

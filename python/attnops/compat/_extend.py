@@ -12,10 +12,21 @@ from attnops.compat._convert import FP8, gathered, own_cells
 from attnops.metadata.fmha_plan import FmhaPlan
 
 
-def new_fmha_plan(q: Tensor, num_kv_heads: int, batch_size: int, causal: bool, window_left: int) -> FmhaPlan:
-    """Memory of a plan for these queries."""
-    heads: dict[str, Any] = {"num_q_heads": q.shape[1], "num_kv_heads": num_kv_heads, "head_dim": q.shape[2]}
-    return FmhaPlan.allocate(q.shape[0], batch_size, causal=causal, window_left=window_left, device=q.device, **heads)
+def new_fmha_plan(
+    q: Tensor, num_kv_heads: int, batch_size: int, causal: bool, window_left: int, split_keys: bool = True
+) -> FmhaPlan:
+    """Memory of a plan for these queries. Without `split_keys` a request's bits do not depend on its batch."""
+    return FmhaPlan.allocate(
+        q.shape[0],
+        batch_size,
+        causal=causal,
+        window_left=window_left,
+        num_q_heads=q.shape[1],
+        num_kv_heads=num_kv_heads,
+        head_dim=q.shape[2],
+        split_keys=split_keys,
+        device=q.device,
+    )
 
 
 def extend(
@@ -29,6 +40,7 @@ def extend(
     indptr: Tensor | None = None,
     causal: bool = True,
     window_left: int = -1,
+    split_keys: bool = True,
     out: Tensor | None = None,
     plan: FmhaPlan | None = None,
     **options: Any,
@@ -49,7 +61,7 @@ def extend(
         q, k_pages, v_pages = q.to(common), gathered(k_pages, cells).to(common), gathered(v_pages, cells).to(common)
         cells, out = own_cells(cells), None
     if plan is None:
-        plan = new_fmha_plan(q, k_pages.shape[2], bounds.shape[0] - 1, causal, window_left)
+        plan = new_fmha_plan(q, k_pages.shape[2], bounds.shape[0] - 1, causal, window_left, split_keys)
         ops.fmha_plan(plan, bounds, cache_seqlens=lens)
     result, lse = ops.fmha_paged(
         q,
@@ -65,7 +77,7 @@ def extend(
         out=out,
         **options,
     )
-    return result.to(dtype), lse
+    return result if result.dtype == dtype else result.to(dtype), lse
 
 
 def varlen(
@@ -77,6 +89,7 @@ def varlen(
     *,
     causal: bool = True,
     window_left: int = -1,
+    split_keys: bool = True,
     plan: FmhaPlan | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -89,7 +102,7 @@ def varlen(
         common = dtype if max(k.dtype.itemsize, v.dtype.itemsize) == 1 else torch.float32
         q, k, v = q.to(common), k.to(common), v.to(common)
     if plan is None:
-        plan = new_fmha_plan(q, k.shape[1], bounds.shape[0] - 1, causal, window_left)
+        plan = new_fmha_plan(q, k.shape[1], bounds.shape[0] - 1, causal, window_left, split_keys)
         ops.fmha_plan(plan, bounds, bounds_k)
     out, lse = ops.fmha_varlen(q, k, v, bounds, bounds_k, plan, causal=causal, window_left=window_left, **options)
-    return out.to(dtype), lse
+    return out if out.dtype == dtype else out.to(dtype), lse

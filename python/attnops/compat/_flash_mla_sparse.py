@@ -53,14 +53,14 @@ def decode_lists(
     extra_lengths = _per_token(name, "extra_topk_length", extra_topk_length, batch_size, seqlen_q)
     ops.sparse_mla_plan(plan, topk_length=lengths, extra_topk_length=extra_lengths)
     out, lse = ops.sparse_mla_decode(
-        q,
+        _evenly(q),
         _one_head(name, "k_cache", k_cache),
-        indices,
+        _evenly(indices),
         plan,
         softmax_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
         topk_length=lengths,
         extra_kv_pages=None if extra_k_cache is None else _one_head(name, "extra_k_cache", extra_k_cache),
-        extra_indices=extra_indices,
+        extra_indices=None if extra_indices is None else _evenly(extra_indices),
         extra_topk_length=extra_lengths,
         sinks=as_sinks(attn_sink, num_q_heads, name, "attn_sink"),
         return_lse=True,
@@ -125,6 +125,12 @@ def _one_head(name: str, argument: str, tensor: Tensor, dim: int = 2, rank: int 
         )
     one_byte = tensor.element_size() == 1
     return (tensor.view(torch.uint8) if one_byte else tensor).squeeze(dim)
+
+
+def _evenly(tensor: Tensor) -> Tensor:
+    """With all tokens of all requests at one distance, as the op needs them: a copy where they are not."""
+    even = tensor.shape[1] == 1 or tensor.stride(0) == tensor.shape[1] * tensor.stride(1)
+    return tensor if even else tensor.contiguous()
 
 
 def _per_token(name: str, argument: str, lengths: Tensor | None, batch_size: int, seqlen_q: int) -> Tensor | None:

@@ -8,7 +8,6 @@ from torch import Tensor
 from attnops.compat._convert import (
     FP4_CACHE,
     FP4_OUT,
-    NO_SKIP,
     Cache,
     as_dtype,
     as_int32,
@@ -92,8 +91,6 @@ def trtllm_batch_context_with_kv_cache(
         {"uses_shared_paged_kv_idx": True},
         locals(),
     )
-    if skip_softmax_threshold_scale_factor:
-        raise refuse(name, f"skip_softmax_threshold_scale_factor={skip_softmax_threshold_scale_factor}", NO_SKIP)
     if cum_seq_lens_q.shape[0] != batch_size + 1:
         raise ValueError(
             f"attnops.compat: {name}: cum_seq_lens_q must have batch_size + 1 = {batch_size + 1} elements, "
@@ -173,8 +170,6 @@ def trtllm_ragged_attention_deepseek(
         ``[T, H, D_v]``, or with `return_lse` ``(out, lse)``: float32 ``[T, H]``, base 2, -inf for an empty row.
     """
     name = "trtllm_ragged_attention_deepseek"
-    if skip_softmax_threshold_scale_factor:
-        raise refuse(name, f"skip_softmax_threshold_scale_factor={skip_softmax_threshold_scale_factor}", NO_SKIP)
     if any(scales is not None for scales in sage_attn_sfs) or any(num_elts_per_sage_attn_blk):
         raise refuse(name, "sage_attn_sfs", "give query, key and value in 16 bits")
     q = query.to(torch.bfloat16) if query.dtype.itemsize == 1 else query

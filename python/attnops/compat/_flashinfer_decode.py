@@ -9,7 +9,6 @@ from attnops.compat._attend import Positions, decode
 from attnops.compat._convert import (
     FP4_CACHE,
     FP4_OUT,
-    NO_SKIP,
     Cache,
     as_dtype,
     as_scale,
@@ -18,7 +17,6 @@ from attnops.compat._convert import (
     finish,
     fold_scale,
     product,
-    refuse,
     require_default,
     split_kv,
     to_log2,
@@ -163,8 +161,6 @@ def trtllm_batch_decode_with_kv_cache(
             {"uses_shared_paged_kv_idx": True, "enable_block_sparse_attention": False},
             locals(),
         )
-    if skip_softmax_threshold_scale_factor:
-        raise refuse(name, f"skip_softmax_threshold_scale_factor={skip_softmax_threshold_scale_factor}", NO_SKIP)
     dtype = as_dtype(name, "out_dtype", out_dtype)
     k_pages, v_pages = split_kv(name, kv_cache, kv_layout)
     scale, on_device = fold_scale(name, "bmm1_scale", bmm1_scale, query.device)

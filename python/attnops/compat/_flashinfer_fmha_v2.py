@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnops.compat._chunks import extend_chunks
 from attnops.compat._convert import (
-    NO_SKIP,
     as_dtype,
     as_int32,
     as_scale,
@@ -25,7 +25,7 @@ from attnops.compat._extend import extend, varlen
 NAME = "trtllm_fmha_v2_prefill"
 PAGED = ("Q_PAGED_KV_NHD", "Q_PAGED_KV_HND")
 LAYOUTS = ("PACKED_QKV", "CONTIGUOUS_Q_KV", "SEPARATE_Q_K_V", *PAGED)
-MASKS = ("causal", "padding", "sliding_window")
+MASKS = ("causal", "padding", "sliding_window", "chunked")
 Operands = Tensor | tuple[Any, ...]
 
 
@@ -71,12 +71,15 @@ def trtllm_fmha_v2_prefill(
         qkv: By `input_layout`. ``PACKED_QKV``: ``[T, 3, H, D]``. ``CONTIGUOUS_Q_KV``: q ``[T, H_q, D]`` and
             ``[T_k, 2, H_kv, D]``. ``SEPARATE_Q_K_V``: three tensors. ``Q_PAGED_KV_NHD``, ``Q_PAGED_KV_HND``: q and
             pages, joint or as two tensors of one allocation.
-        workspace_buffer: Its memory is not needed. max_q_len, max_kv_len: Nothing depends on them.
+        workspace_buffer: Its memory is not needed. max_q_len: Nothing depends on it. max_kv_len: Of keys that are not
+            paged, with chunks.
         seq_lens: ``[B]``, of paged keys; others take cum_seq_lens_kv. cum_seq_lens_q, cum_seq_lens_kv: ``[B + 1]``.
         bmm1_scale: q scale x k scale x softmax scale. bmm2_scale: v scale. Numbers, or float32 tensors of one.
         block_tables: int32 ``[B, max_pages]``. For two tensors ``[B, 2, max_pages]``: K's and V's pages, counted from
             K's first. Their pages in use are copied.
-        mask_mode: "causal", "padding" (none), "sliding_window" (causal, with `window_left`), in any case.
+        mask_mode: "causal", "padding" (none), "sliding_window" (causal, with `window_left`), "chunked" (causal, within
+            chunks of `chunked_attention_size` tokens), in any case.
+        skip_softmax_threshold_scale_factor: Taken. Nothing is skipped: results are the exact ones.
         save_softmax_stats: Return statistics, too. Needs a number as `bmm1_scale`.
 
     Returns:
@@ -88,14 +91,15 @@ def trtllm_fmha_v2_prefill(
         raise ValueError(
             f"attnops.compat: {NAME}: input_layout must be one of {', '.join(LAYOUTS)}, got {input_layout}"
         )
-    if mask not in MASKS or chunked_attention_size:
-        raise refuse(
-            NAME, f"mask_mode={mask_mode}", f"{', '.join(MASKS)} work; chunks: attention_chunk of FlashAttention"
+    if mask not in MASKS:
+        raise refuse(NAME, f"mask_mode={mask_mode}", f"{', '.join(MASKS)} work")
+    if (mask == "chunked") != (chunked_attention_size > 0):
+        raise ValueError(
+            f"attnops.compat: {NAME}: chunked_attention_size must be above 0 with mask_mode=chunked, else 0, "
+            f"got {chunked_attention_size} with {mask_mode}"
         )
     if pos_encoding_mode not in (None, "NONE"):
         raise refuse(NAME, f"pos_encoding_mode={pos_encoding_mode}", "BatchPrefillWithRaggedKVCacheWrapper has ALiBi")
-    if skip_softmax_threshold_scale_factor:
-        raise refuse(NAME, f"skip_softmax_threshold_scale_factor={skip_softmax_threshold_scale_factor}", NO_SKIP)
     if save_softmax_stats and isinstance(bmm1_scale, Tensor):
         raise refuse(NAME, "save_softmax_stats with a tensor as bmm1_scale", "give bmm1_scale as a number")
     if cum_seq_lens_q.shape[0] != batch_size + 1:
@@ -123,11 +127,17 @@ def trtllm_fmha_v2_prefill(
             raise ValueError(f"attnops.compat: {NAME}: block_tables is needed with input_layout={input_layout}")
         k, v, cells = pages_of(k, v, block_tables, isinstance(qkv[1], tuple))
         lens = as_int32(NAME, "seq_lens", seq_lens.reshape(-1), q.device)
+    else:
+        bounds_k = as_int32(NAME, "cum_seq_lens_kv", cum_seq_lens_kv, q.device)
+    if mask == "chunked":
+        if input_layout not in PAGED:
+            k, v, lens = k.unsqueeze(1), v.unsqueeze(1), bounds_k.diff()
+            cells = bounds_k[:-1].unsqueeze(1) + torch.arange(max_kv_len, dtype=torch.int32, device=q.device)
+        result, lse = extend_chunks(query, k, v, cells, lens, bounds, chunked_attention_size, **options)
+    elif input_layout in PAGED:
         result, lse = extend(query, k, v, cells, lens, bounds, **options)
     else:
-        result, lse = varlen(
-            query, k, v, bounds, as_int32(NAME, "cum_seq_lens_kv", cum_seq_lens_kv, q.device), **options
-        )
+        result, lse = varlen(query, k, v, bounds, bounds_k, **options)
     result = finish(result, out, as_dtype(NAME, "out_dtype", out_dtype) or q.dtype)
     if not save_softmax_stats:
         return result

@@ -112,7 +112,7 @@ class BatchMLAPagedAttentionWrapper:
         tensors = [as_int32(name, what, tensor, self._device) for what, tensor in zip(names, given)]
         exact = (True, True, False, True)
         self._bounds, self._indptr, self._indices, self._lens = map(keep_in, self._buffers, tensors, names, exact)
-        self._ragged = any(count != most for count in counts) or most == 0
+        self._ragged = most == 0 or min(counts, default=1) != most
         self._page_size, self._causal, self._scale = page_size, causal, sm_scale
         self._dtypes = (q_data_type, kv_data_type)
         key = {

@@ -9,7 +9,6 @@ from attnops import ops
 from attnops.compat._attend import padded_rows
 from attnops.compat._convert import (
     FP8,
-    NO_SKIP,
     as_int32,
     as_scale,
     as_sinks,
@@ -101,8 +100,6 @@ def trtllm_batch_decode_with_kv_cache_mla(
             {"sparse_mla_top_k": 0, "uses_shared_paged_kv_idx": True},
             locals(),
         )
-    if skip_softmax_threshold_scale_factor:
-        raise refuse(name, f"skip_softmax_threshold_scale_factor={skip_softmax_threshold_scale_factor}", NO_SKIP)
     if (kv_lora_rank, qk_rope_head_dim) != (512, 64):
         raise refuse(name, f"kv_lora_rank={kv_lora_rank}, qk_rope_head_dim={qk_rope_head_dim}", "512 and 64 are served")
     if enable_dcp and cp_world > 1 and (query.dim() != 4 or query.shape[1] != 1):

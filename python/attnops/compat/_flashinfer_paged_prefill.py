@@ -9,7 +9,6 @@ from torch import Tensor
 
 from attnops.compat._convert import (
     FP4_CACHE,
-    NO_SKIP,
     Cache,
     as_int32,
     check_lse,
@@ -27,7 +26,7 @@ from attnops.compat._flashinfer_workspace import ReturnsLse
 from attnops.compat._flashinfer_wrapper import lengths_of
 from attnops.compat._positions import biased_keys, key_positions, llama_angles, rotate
 
-_RUN = {"skip_softmax_threshold_scale_factor": NO_SKIP, "kv_cache_sf": FP4_CACHE}
+_RUN = {"kv_cache_sf": FP4_CACHE}
 
 
 class BatchPrefillWithPagedKVCacheWrapper(ReturnsLse):
@@ -134,7 +133,7 @@ class BatchPrefillWithPagedKVCacheWrapper(ReturnsLse):
             window_left: Keys at ``[p - window_left, ...]``; -1: off.
             seq_lens: int ``[B]``, the lengths; None: from `paged_kv_indptr` and `paged_kv_last_page_len`.
             use_fp16_qk_reduction: Taken without effect: sums are float32.
-            fixed_split_size, disable_split_kv: Taken without effect: a request's bits never depend on its batch.
+            fixed_split_size, disable_split_kv: A request's bits do not depend on its batch: its keys are not split.
             non_blocking, seq_lens_q, block_tables: Taken without effect.
             max_token_per_sequence, max_sequence_kv: Taken without effect.
         """

@@ -56,7 +56,10 @@ class Prefill:
         self.name, self.device, self.kv_layout, self.graph = name, buffer.device, kv_layout, graph
         self.mask_buffers = mask_buffers
         self.planned = False
-        self._plans: dict[tuple[int, int, int, bool], FmhaPlan] = {}
+        self._plans: dict[tuple[int, int, int, bool, bool], FmhaPlan] = {}
+
+    def __getitem__(self, index: object) -> Any:
+        raise refuse(self.name, f"_plan_info[{index}]", "tiles are attnops' own; only compare it with None")
 
     def plan(self, given: dict[str, Any], bounds: Tensor, k_lens: Tensor, bounds_k: Tensor | None) -> None:
         """Takes `plan`'s arguments. `bounds_k`: of ragged keys; None: `k_lens` in pages."""
@@ -71,8 +74,11 @@ class Prefill:
         self.o_dtype = as_dtype(name, "o_data_type", given["o_data_type"])
         self.heads, self.head_dim = (given["num_qo_heads"], given["num_kv_heads"]), given["head_dim_qk"]
         self.masked: MaskedRows | None = None
+        self.tree_mask: Tensor | None = None
+        self._windowed: dict[int, Tensor] = {}
         self.choose(name, given)
         self.bounds, self.k_lens, self.bounds_k = bounds, k_lens, bounds_k
+        self.split_keys = not given["disable_split_kv"] and (given["fixed_split_size"] or 0) <= 0
         masks = [given["custom_mask"], given["packed_custom_mask"]]
         items = [given["prefix_len_ptr"], given["token_pos_in_items_ptr"]]
         if any(mask is not None for mask in masks + items):
@@ -102,10 +108,10 @@ class Prefill:
 
     def tiles(self, rows: Tensor, window: int) -> FmhaPlan:
         """The plan for queries of this shape, made at their first call."""
-        key = (rows.shape[0], rows.shape[1], window, self.causal)
+        key = (rows.shape[0], rows.shape[1], window, self.causal, self.split_keys)
         if key not in self._plans:
             batch_size = self.k_lens.shape[0]
-            self._plans[key] = new_fmha_plan(rows, self.heads[1], batch_size, self.causal, window)
+            self._plans[key] = new_fmha_plan(rows, self.heads[1], batch_size, self.causal, window, self.split_keys)
             self._fill(self._plans[key])
         return self._plans[key]
 
@@ -117,7 +123,7 @@ class Prefill:
             ops.fmha_plan(plan, bounds, self.bounds_k)
 
     def check(self, name: str, q: Tensor, k: Tensor, window: int | None) -> int:
-        """The window of a call; raises for what was planned otherwise."""
+        """The window of the op's call: custom masks hold theirs as bits. Raises for what was planned otherwise."""
         if not self.planned:
             raise RuntimeError(f"attnops.compat: {name}: plan must run first")
         for what, got, planned in (
@@ -127,7 +133,14 @@ class Prefill:
         ):
             if got != planned:
                 raise ValueError(f"attnops.compat: {name}: {what} is {got}, planned was {planned}")
-        return self.window if window is None else window
+        window = self.window if window is None else window
+        if self.masked is None or window < 0:
+            self.tree_mask = None if self.masked is None else self.masked.tree_mask
+            return window
+        if window not in self._windowed:
+            self._windowed[window] = self.masked.within(window)
+        self.tree_mask = self._windowed[window]
+        return -1
 
     def queries(self, name: str, q: Tensor, options: dict[str, Any]) -> Tensor:
         """Turned, biased and spread as the plan says. Scales that a bias must not meet leave `options`."""
@@ -184,6 +197,6 @@ class Prefill:
             of_values = v_scale if isinstance(v_scale, Tensor) else torch.full((1,), v_scale)
             factors = of_values.reshape(-1).to(q.device, torch.float32)
             v_heads = factors if v_heads is None else v_heads * factors
-        masked = {} if self.masked is None else {"tree_mask": self.masked.tree_mask}
+        masked = {} if self.tree_mask is None else {"tree_mask": self.tree_mask}
         scales = {"softmax_scale": scale, "k_scale": k_heads, "v_scale": v_heads, "logit_cap": self.cap}
         return {**scales, **masked, "causal": self.causal, "sinks": as_sinks(sinks, q.shape[1], name)}

@@ -225,7 +225,10 @@ def single_prefill_with_kv_cache(
     """
     wrapper = BatchPrefillWithRaggedKVCacheWrapper(q, kv_layout)
     tokens = k.shape[0] if kv_layout == "NHD" else k.shape[1]
-    bounds, bounds_k = (torch.tensor([0, n], dtype=torch.int32) for n in (q.shape[0], tokens))
+    # A mask's lengths are read on the host. Others are made on the device: a graph captures no copy from the host.
+    home = q.device if custom_mask is None and packed_custom_mask is None else torch.device("cpu")
+    step = torch.arange(2, dtype=torch.int32, device=home)
+    bounds, bounds_k = step * q.shape[0], step * tokens
     wrapper.plan(
         bounds,
         bounds_k,

@@ -11,7 +11,6 @@ from attnops import ops
 from attnops.compat._attend import Positions, decode, invariant_cuts, is_plain
 from attnops.compat._convert import (
     FP4_CACHE,
-    NO_SKIP,
     Cache,
     as_dtype,
     as_int32,
@@ -223,9 +222,8 @@ class BatchDecodeWithPagedKVCacheWrapper(ReturnsLse):
             ``out``, or ``(out, lse)``: float32 ``[B * q_len_per_req, H_q]``, base 2, -inf for an empty row.
         """
         name = "BatchDecodeWithPagedKVCacheWrapper.run"
-        if skip_softmax_threshold_scale_factor or kv_cache_sf is not None:
-            instead = {"skip_softmax_threshold_scale_factor": NO_SKIP, "kv_cache_sf": FP4_CACHE}
-            require_default(name, instead, {}, locals())
+        if kv_cache_sf is not None:
+            raise refuse(name, "kv_cache_sf", FP4_CACHE)
         plan = self._plans.planned
         if plan is None:
             raise RuntimeError(f"attnops.compat: {name}: plan must run first")

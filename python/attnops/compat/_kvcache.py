@@ -11,13 +11,13 @@ from torch import Tensor
 from attnops.compat._attend import Positions, decode, ragged_decode
 from attnops.compat._cache_append import append
 from attnops.compat._cache_tables import one_token_pages, token_table, window_of
+from attnops.compat._chunks import extend_chunks
 from attnops.compat._convert import FP8, as_int32, as_sinks, refuse, to_dtype
 from attnops.compat._extend import extend
 from attnops.compat._latent_cache import attend_latent, is_mla, joined_values
 from attnops.compat._positions import rotate
 
 MAX_DECODE_QUERIES = 16  # per request; more are served as prefill
-_MAX_ROWS = 1 << 14  # requests of one call: a planner holds a batch in shared memory
 
 
 @dataclasses.dataclass
@@ -184,7 +184,12 @@ class Call:
             destination = self.out.view(*rows.shape[:-1], v_cache.shape[-1])
         self._written = destination is not None
         if self.attention_chunk > 0:
-            out, lse = self._by_chunk(rows, k_cache, v_cache, table, lens, causal, left, right, options)
+            if self.slopes is not None:
+                raise refuse(self.name, "attention_chunk with alibi_slopes", "leave one of them out")
+            given = {"causal": causal, "window_left": left, "window_right": -1 if causal else right, **options}
+            given["split_keys"] = self.num_splits == 0
+            caches = (rows, k_cache, v_cache, table, lens)
+            out, lse = extend_chunks(*caches, self.query_bounds(), self.attention_chunk, **given)
         elif self.slopes is not None:
             if not causal and self.seqlen_q != 1:
                 raise refuse(self.name, "alibi_slopes without causal", "one query token, or causal=True")
@@ -201,6 +206,7 @@ class Call:
             out, lse = decode(self.name, rows, k_cache, v_cache, table, lens, seqlen_q=self.seqlen_q, **given)
         else:
             given = {"causal": causal, "window_left": left, "window_right": -1 if causal else right, **options}
+            given["split_keys"] = self.num_splits == 0
             out, lse = extend(rows, k_cache, v_cache, table, lens, self.query_bounds(), out=destination, **given)
         if v_factor is not None:
             out = out * v_factor
@@ -233,50 +239,3 @@ class Call:
         for factor in spread[:2]:
             rows = rows if factor is None else rows * factor
         return rows, spread[2], {}
-
-    def _by_chunk(
-        self,
-        rows: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        table: Tensor,
-        lens: Tensor,
-        causal: bool,
-        left: int,
-        right: int,
-        options: dict[str, Any],
-    ) -> tuple[Tensor, Tensor | None]:
-        """Every query row as a request of its own, whose keys are those of its chunk and its window."""
-        if self.slopes is not None:
-            raise refuse(self.name, "attention_chunk with alibi_slopes", "leave one of them out")
-        bounds, chunk = self.query_bounds().long(), self.attention_chunk
-        index = torch.arange(rows.shape[0], device=rows.device)
-        owner = torch.searchsorted(bounds[1:].contiguous(), index, right=True)
-        padding = owner >= self.batch_size
-        owner = owner.clamp(max=self.batch_size - 1)
-        length = lens.long()[owner]
-        at = index - bounds[owner + 1] + length
-        begin = at - at.remainder(chunk)
-        end = torch.minimum(begin + chunk, length)
-        if left >= 0:
-            begin = torch.maximum(begin, at - left)
-        if causal or right >= 0:
-            end = torch.minimum(end, at + (0 if causal else right) + 1)
-        begin = begin.clamp(min=0)
-        size, tokens = k_cache.shape[1], min(chunk, table.shape[1] * k_cache.shape[1])
-        counts = torch.where(padding, 0, end - begin).clamp(min=0).int()
-        k_pages, v_pages = one_token_pages(k_cache), one_token_pages(v_cache)
-        parts = []
-        for first in range(0, max(rows.shape[0], 1), _MAX_ROWS):
-            some = slice(first, first + _MAX_ROWS)
-            cells = token_table(table[owner[some]], size, begin[some], tokens)
-            if k_cache.shape[-1] != v_cache.shape[-1]:
-                each = torch.arange(cells.shape[0] + 1, dtype=torch.int32, device=rows.device)
-                caches = (k_pages, v_pages, cells, counts[some], each)
-                parts.append(extend(rows[some], *caches, causal=False, **options))
-                continue
-            parts.append(decode(self.name, rows[some], k_pages, v_pages, cells, counts[some], seqlen_q=1, **options))
-        if len(parts) == 1:
-            return parts[0]
-        lses = [lse for _, lse in parts if lse is not None]
-        return torch.cat([out for out, _ in parts]), torch.cat(lses) if lses else None

@@ -27,6 +27,17 @@ class MaskedRows:
     row_of_query: Tensor
     tree_mask: Tensor
 
+    def within(self, window_left: int) -> Tensor:
+        """`tree_mask` without keys that stand further behind their query than that. The ops' windows count steps of a
+        tree; FlashInfer's count positions, whatever its mask says."""
+        if window_left < 0:
+            return self.tree_mask
+        row = torch.arange(self.num_rows, device=self.tree_mask.device)
+        row = row - self.bounds.long()[torch.searchsorted(self.bounds, row, right=True, out_int32=True).long() - 1]
+        visible = _unpack(self.tree_mask).view(self.num_rows, -1)
+        key = torch.arange(visible.shape[1], device=row.device)
+        return _pack(visible & (row.unsqueeze(1) - key <= window_left))
+
     def spread(self, q: Tensor) -> Tensor:
         """The rows of queries ``[T, ...]``; queries behind the last request are left out."""
         rows = q.new_zeros(self.num_rows, *q.shape[1:])

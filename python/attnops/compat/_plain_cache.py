@@ -70,7 +70,7 @@ def plain_call(
         ops.xqa_decode_plan(plan, lens)
         out, lse = ops.xqa_decode(q, k_cache, v_cache, table, lens, plan, **options)
         return out if lse is None else (out, heads_first(lse))
-    tiles = new_fmha_plan(q, k_cache.shape[2], bounds.shape[0] - 1, causal, left)
+    tiles = new_fmha_plan(q, k_cache.shape[2], bounds.shape[0] - 1, causal, left, num_splits == 0)
     ops.fmha_plan(tiles, bounds, cache_seqlens=lens)
     out, lse = ops.fmha_paged(q, k_cache, v_cache, table, lens, bounds, tiles, window_right=right, **options)
     return out if lse is None else (out, heads_first(lse))

@@ -12,6 +12,11 @@ from attnops.compat._extend import varlen
 from attnops.compat._kvcache import Call, window_of
 
 
+def check_no_grad(name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise refuse(name, "tensors that require a gradient", "attnops has no backward pass; use torch.no_grad()")
+
+
 def attend_varlen(
     name: str,
     q: Tensor,
@@ -30,6 +35,7 @@ def attend_varlen(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     return_lse: bool = False,
+    num_splits: int = 0,
     **more: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Out and natural lse of ``[T, H, D]``.
@@ -37,10 +43,10 @@ def attend_varlen(
     Args:
         k, v: ``[T_k, H_kv, D]``, ``[T_k, H_kv, D_v]``. cu_seqlens_q, cu_seqlens_k: int32 ``[B + 1]``.
         seqused_q, seqused_k: int32 ``[B]``: the tokens in use of each request's, the first ones.
+        num_splits: Other than 0: keys are not split, so that bits do not depend on the batch.
         more: Others of `Call`; they cost tables of tokens, as `seqused_k` does.
     """
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)):
-        raise refuse(name, "tensors that require a gradient", "attnops has no backward pass; use torch.no_grad()")
+    check_no_grad(name, q, k, v)
     bounds = as_int32(name, "cu_seqlens_q", cu_seqlens_q, q.device)
     bounds_k = as_int32(name, "cu_seqlens_k", cu_seqlens_k, q.device)
     index, places, unused = None, None, None
@@ -69,6 +75,7 @@ def attend_varlen(
             logit_cap=softcap,
             sinks=as_sinks(sinks, q.shape[1], name),
             return_lse=return_lse,
+            split_keys=num_splits == 0,
         )
     else:
         lens = bounds_k.diff() if seqused_k is None else as_int32(name, "seqused_k", seqused_k, q.device)
@@ -88,6 +95,7 @@ def attend_varlen(
             softcap=softcap,
             sinks=sinks,
             return_lse=return_lse,
+            num_splits=num_splits,
             **more,
         )
         out, lse = call.run()

@@ -18,7 +18,7 @@ class WidePlan:
     """What a wrapper keeps in place of an `XqaDecodePlan`: such a call makes its own plan."""
 
     key: dict[str, int]
-    fixed_split_tokens: int = 0  # taken: `fmha_paged` is batch-invariant
+    fixed_split_tokens: int = 0  # other than 0: keys are not split
 
     @property
     def batch_size(self) -> int:
@@ -50,13 +50,14 @@ def wide_decode(
     lens: Tensor,
     seqlen_q: int,
     tree_mask: Tensor | None = None,
+    cuts: int = 0,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """As `_attend.decode`: out and natural lse of ``[B * S_q, H, D_v]``."""
     bounds = torch.arange(lens.shape[0] + 1, dtype=torch.int32, device=q.device) * seqlen_q
     if tree_mask is not None:
         options["tree_mask"] = tree_mask.flatten(0, 1)
-    return extend(q, k_pages, v_pages, cells, lens, bounds, **options)
+    return extend(q, k_pages, v_pages, cells, lens, bounds, split_keys=cuts == 0, **options)
 
 
 def wide_latents(

@@ -10,7 +10,7 @@ from torch import Tensor
 from attnops.compat._convert import empty_is_plus_inf, heads_first, refuse
 from attnops.compat._errors import names_the_peers
 from attnops.compat._kvcache import Call, window_of
-from attnops.compat._varlen import attend_varlen
+from attnops.compat._varlen import attend_varlen, check_no_grad
 
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]
 
@@ -51,8 +51,7 @@ def flash_attn_func(
     """
     name = "flash_attn_func"
     _check_dropout(name, dropout_p)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)):
-        raise refuse(name, "tensors that require a gradient", "attnops has no backward pass; use torch.no_grad()")
+    check_no_grad(name, q, k, v)
     shared: dict[str, Any] = {"softmax_scale": softmax_scale, "causal": causal, "softcap": softcap}
     shared |= {"window_size": window_of(name, window_size), "return_lse": return_attn_probs}
     if alibi_slopes is not None:
@@ -104,8 +103,7 @@ def flash_attn_varlen_func(
         bounds = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         out, lse = attend_varlen(name, q, k, v, *bounds, slopes=alibi_slopes, **shared)
         return _result(out, lse, None)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)):
-        raise refuse(name, "tensors that require a gradient", "attnops has no backward pass; use torch.no_grad()")
+    check_no_grad(name, q, k, v)
     shared |= {"cache_seqlens": cu_seqlens_k.diff(), "page_table": block_table, "slopes": alibi_slopes}
     out, lse = Call(name, q, k, v, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, **shared).run()
     return _result(out, lse, None)

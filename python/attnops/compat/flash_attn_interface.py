@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from attnops import ops
-from attnops.compat._convert import heads_first, refuse
+from attnops.compat._convert import as_int32, as_sinks, heads_first, refuse
 from attnops.compat._errors import names_the_peers
+from attnops.compat._extend import new_fmha_plan
 from attnops.compat._kvcache import Call
 from attnops.compat._plain_cache import plain_call
-from attnops.compat._varlen import attend_varlen
+from attnops.compat._varlen import attend_varlen, check_no_grad
 
 
 @names_the_peers(
@@ -177,16 +178,52 @@ def flash_attn_varlen_func(
             ``[B + 1]``.
         max_seqlen_q, max_seqlen_k: Bounds of the lengths. seqused_q, seqused_k: int32 ``[B]``: the tokens in use of
             each request's, the first ones; outputs of the others are 0.
-        num_splits, pack_gqa, deterministic, sm_margin: Taken: schedules are attnops', and the same call always gives
-            the same bits.
+        num_splits: 0: balanced. n: keys are not split, so that bits do not depend on the batch.
+        pack_gqa, deterministic, sm_margin: Taken: schedules are attnops', and the same call always gives the same bits.
         The others are those of `flash_attn_with_kvcache`.
 
     Returns:
         ``out``, or with `return_attn_probs` ``(out, lse)``: natural log ``[H_q, T]``, -inf for an empty row.
     """
+    name = "flash_attn_varlen_func"
+    if (
+        q_descale is None
+        and k_descale is None
+        and v_descale is None
+        and seqused_q is None
+        and seqused_k is None
+        and qv is None
+        and not attention_chunk
+        and q.dtype == k.dtype == v.dtype
+        and q.dtype.itemsize > 1
+        and type(window_size) is tuple
+    ):  # as little of the host as may be
+        check_no_grad(name, q, k, v)
+        left, right = window_size
+        causal = causal or right == 0
+        bounds_q = as_int32(name, "cu_seqlens_q", cu_seqlens_q, q.device)
+        bounds_k = as_int32(name, "cu_seqlens_k", cu_seqlens_k, q.device)
+        plan = new_fmha_plan(q, k.shape[1], bounds_q.shape[0] - 1, causal, left, num_splits == 0)
+        ops.fmha_plan(plan, bounds_q, bounds_k)
+        out, lse = ops.fmha_varlen(
+            q,
+            k,
+            v,
+            bounds_q,
+            bounds_k,
+            plan,
+            causal=causal,
+            window_left=left,
+            window_right=-1 if causal else right,
+            softmax_scale=softmax_scale,
+            logit_cap=softcap,
+            sinks=None if sinks is None else as_sinks(sinks, q.shape[1], name),
+            return_lse=return_attn_probs,
+        )
+        return out if lse is None else (out, heads_first(lse))
     bounds = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     result, lse = attend_varlen(
-        "flash_attn_varlen_func",
+        name,
         q,
         k,
         v,
@@ -199,6 +236,7 @@ def flash_attn_varlen_func(
         softcap=softcap,
         sinks=sinks,
         return_lse=return_attn_probs,
+        num_splits=num_splits,
         qv=qv,
         q_descale=q_descale,
         k_descale=k_descale,
@@ -260,6 +298,7 @@ def flash_attn_func(
         softcap=softcap,
         sinks=sinks,
         return_lse=return_attn_probs,
+        num_splits=num_splits,
         qv=None if qv is None else qv.flatten(0, 1),
         q_descale=q_descale,
         k_descale=k_descale,

@@ -164,7 +164,8 @@ def flash_mla_with_kvcache(
             topk_length,
             extra_topk_length,
         )
-    require_default(name, _OF_LISTS, {}, locals())
+    if not (extra_k_cache is extra_indices_in_kvcache is topk_length is extra_topk_length is None):
+        require_default(name, _OF_LISTS, {}, locals())
     if block_table is None or cache_seqlens is None:
         raise refuse(name, "block_table=None or cache_seqlens=None", "dense attention needs both")
     num_heads_k = k_cache.shape[2] if k_cache.dim() == 4 else 0

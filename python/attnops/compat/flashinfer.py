@@ -39,6 +39,7 @@ from attnops.compat._flashinfer_ragged_prefill import (
     single_prefill_with_kv_cache_return_lse,
 )
 from attnops.compat._flashinfer_sinks import BatchAttentionWithAttentionSinkWrapper
+from attnops.compat._flashinfer_sparse import BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper
 from attnops.compat._flashinfer_wrapper import BatchDecodeWithPagedKVCacheWrapper
 from attnops.compat._flashinfer_xqa import cudnn_batch_decode_with_kv_cache, xqa, xqa_batch_decode_with_kv_cache
 from attnops.compat._topk import top_k_page_table_transform, top_k_ragged_transform
@@ -53,8 +54,10 @@ __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
     "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
+    "BlockSparseAttentionWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "MultiLevelCascadeAttentionWrapper",
+    "VariableBlockSparseAttentionWrapper",
     "append_paged_kv_cache",
     "append_paged_mla_kv_cache",
     "cudnn_batch_decode_with_kv_cache",

@@ -18,11 +18,12 @@ from attnops.graphs.sizes import checked_sizes, pad_to_size, token_buckets
 from attnops.graphs.split import Compiler, PiecewiseBackend
 from attnops.graphs.static_inputs import StaticInput
 from attnops.graphs.token_step import TokenStep
-from attnops.layers import RadixAttention, forward_context
+from attnops.layers import forward_context
 from attnops.types import AttentionBatch, ForwardMode
 
 if TYPE_CHECKING:
     from attnops.backends.base import AttentionBackend
+    from attnops.layers.forward_context import Layer
 
 
 class PiecewiseRunner:
@@ -53,7 +54,7 @@ class PiecewiseRunner:
         recorder: RecorderFactory | None = None,
         inputs: Mapping[str, StaticInput] | None = None,
         position_axes: int = 0,
-        layers: Mapping[int, RadixAttention] | None = None,
+        layers: Mapping[int, Layer] | None = None,
         used_bytes: Callable[[], int] | None = None,
     ) -> None:
         if sizes is None:

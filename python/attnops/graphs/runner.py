@@ -15,11 +15,12 @@ from attnops.graphs.sizes import capture_sizes, checked_sizes, pad_to_size
 from attnops.graphs.static_inputs import StaticInput
 from attnops.graphs.static_output import StaticOutput
 from attnops.graphs.static_step import StaticStep
-from attnops.layers import RadixAttention, collect_layers, forward_context
+from attnops.layers import collect_layers, forward_context
 from attnops.types import AttentionBatch, ForwardMode
 
 if TYPE_CHECKING:
     from attnops.backends.base import AttentionBackend
+    from attnops.layers.forward_context import Layer
     from attnops.pools import KVCache
 
 # model(input_ids [num_tokens], positions [num_tokens], batch, **inputs) -> [num_tokens, ...], or tuples, dicts of such
@@ -67,7 +68,7 @@ class GraphRunner:
         ragged: bool = False,
         inputs: Mapping[str, StaticInput] | None = None,
         position_axes: int = 0,
-        layers: Mapping[int, RadixAttention] | None = None,
+        layers: Mapping[int, Layer] | None = None,
         recorder: RecorderFactory | None = None,
         padding_row: int = 0,
         used_bytes: Callable[[], int] | None = None,
@@ -163,6 +164,8 @@ class GraphRunner:
         size = pad_to_size(self.sizes, batch.batch_size)
         assert size is not None and self._out is not None
         self.static.fill(input_ids, batch, inputs)
+        if self._backend.needs_cpu_seq_lens:
+            self.static.fill_lengths(self._batches[size], batch)
         self._backend.init_forward_metadata_out_graph(self._batches[size])
         self._graphs[size].replay()
         return self._out.rows(batch.num_tokens)
@@ -188,7 +191,7 @@ class GraphRunner:
         return graph
 
 
-def layers_of(model: StepModel, layers: Mapping[int, RadixAttention] | None) -> Mapping[int, RadixAttention]:
+def layers_of(model: StepModel, layers: Mapping[int, Layer] | None) -> Mapping[int, Layer]:
     """The given layers, or those found in the model; a function that is no module passes its batch to its layers."""
     if layers is not None:
         return layers

@@ -19,11 +19,12 @@ from attnops.graphs.sizes import checked_sizes, pad_to_size, token_buckets
 from attnops.graphs.static_inputs import StaticInput
 from attnops.graphs.static_output import StaticOutput
 from attnops.graphs.token_step import BucketBatch, TokenStep
-from attnops.layers import RadixAttention, forward_context
+from attnops.layers import RadixAttention, RadixLinearAttention, forward_context
 from attnops.types import AttentionBatch, ForwardMode, LayerServer
 
 if TYPE_CHECKING:
     from attnops.backends.base import AttentionBackend
+    from attnops.layers.forward_context import Layer
 
 
 class SegmentRunner:
@@ -56,7 +57,7 @@ class SegmentRunner:
         forward_modes: Collection[ForwardMode] | None = None,
         inputs: Mapping[str, StaticInput] | None = None,
         position_axes: int = 0,
-        layers: Mapping[int, RadixAttention] | None = None,
+        layers: Mapping[int, Layer] | None = None,
         recorder: RecorderFactory | None = None,
         used_bytes: Callable[[], int] | None = None,
     ) -> None:
@@ -169,12 +170,31 @@ class AttentionCall:
         self._padding = self.out[tokens:] if tokens < self.out.shape[0] else None
 
 
+class LinearCall:
+    """One linear layer of a captured step, as `AttentionCall`.
+
+    Args:
+        inputs: mixed_qkv, a, b, z; each ``[bucket, ...]`` or None.
+        out: ``[bucket, out_width]``.
+    """
+
+    def __init__(self, layer: RadixLinearAttention, inputs: Sequence[Tensor | None], out: Tensor) -> None:
+        self.layer, self.out, self._inputs = layer, out, tuple(inputs)
+
+    def run(self, backend: Any, batch: AttentionBatch) -> None:
+        """Of the batch's own tokens. The rest of `out` is zeros."""
+        tokens = batch.num_tokens
+        self.out[tokens:].zero_()
+        inputs = (None if one is None else one[:tokens] for one in self._inputs)
+        backend.forward_linear(self.layer, batch, *inputs, out=self.out[:tokens])
+
+
 @dataclass
 class _CapturedStep:
     """Graphs, and the attentions between them: one less."""
 
     graphs: list[Recorder] = field(default_factory=list)
-    calls: list[AttentionCall] = field(default_factory=list)
+    calls: list[AttentionCall | LinearCall] = field(default_factory=list)
 
     def replay(self, backend: LayerServer, batch: AttentionBatch) -> None:
         for graph, call in zip(self.graphs, self.calls):
@@ -224,6 +244,23 @@ class _Cut:
         self._begin()
         return out
 
+    def forward_linear(
+        self,
+        layer: RadixLinearAttention,
+        batch: AttentionBatch,
+        mixed_qkv: Tensor,
+        a: Tensor | None = None,
+        b: Tensor | None = None,
+        z: Tensor | None = None,
+    ) -> Tensor:
+        """As `forward`, of a linear layer."""
+        out = mixed_qkv.new_empty(mixed_qkv.shape[0], layer.out_width)
+        self._open.close()
+        kept = [None if one is None else self._borrow(one) for one in (mixed_qkv, a, b, z)]
+        self.step.calls.append(LinearCall(layer, kept, self._borrow(out)))
+        self._begin()
+        return out
+
     def _begin(self) -> None:
         graph = self._recorder()
         self.step.graphs.append(graph)
@@ -239,6 +276,11 @@ class NoAttention:
         self, q: Tensor, k: object, v: object, layer: RadixAttention, *args: object, out: Tensor | None = None, **_: Any
     ) -> Tensor:
         return q.new_zeros(q.shape[0], layer.num_heads * layer.v_head_dim) if out is None else out.zero_()
+
+    def forward_linear(
+        self, layer: RadixLinearAttention, batch: object, mixed_qkv: Tensor, *_: object, out: Tensor | None = None
+    ) -> Tensor:
+        return mixed_qkv.new_zeros(mixed_qkv.shape[0], layer.out_width) if out is None else out.zero_()
 
 
 def _names(modes: Collection[ForwardMode]) -> str:

@@ -18,6 +18,7 @@ from attnops.graphs.recorder import Recorder, RecorderFactory, borrower
 # Where a model is cut: for the options of other compiler backends, too (vLLM's `splitting_ops`, Inductor's
 # `custom_should_partition_ops`).
 SPLIT_OP = "attnops::unified_attention_with_output"
+SPLIT_OPS = (SPLIT_OP, "attnops::unified_linear_attention_with_output")  # of models with linear layers, both
 
 # A compiler backend: (graph, example inputs) -> callable.
 Compiler = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]
@@ -83,7 +84,7 @@ def _parts(graph: fx.GraphModule) -> tuple[dict[fx.Node, int], set[str]]:
 
 def _is_attention(node: fx.Node) -> bool:
     packet = getattr(node.target, "overloadpacket", node.target)
-    return node.op == "call_function" and getattr(packet, "_qualified_op_name", "") == SPLIT_OP
+    return node.op == "call_function" and getattr(packet, "_qualified_op_name", "") in SPLIT_OPS
 
 
 class _Piece(torch.nn.Module):

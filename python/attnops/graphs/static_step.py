@@ -119,6 +119,16 @@ class StaticStep:
         """Copies a step in, of a `reason_against` that is empty. Device work on the current stream; nothing waits."""
         self.inputs.fill(self._values(input_ids, batch, inputs), batch.num_tokens, batch.batch_size)
 
+    def fill_lengths(self, own: AttentionBatch, batch: AttentionBatch) -> None:
+        """The host's copies of a step's lengths into a graph's batch, for backends that plan with them.
+
+        What the step does not bring stays absent, which such a backend then names.
+        """
+        rest = own.batch_size - batch.batch_size
+        own.cache_seqlens_cpu = _longer(batch.cache_seqlens_cpu, rest, self.inputs.declared["cache_seqlens"].padding)
+        own.extend_seq_lens_cpu = _longer(batch.extend_seq_lens_cpu, rest, 0)
+        own.encoder_lens_cpu = _longer(batch.encoder_lens_cpu, rest, 0)
+
     def clear(self) -> None:
         """Padding everywhere, as before the first step."""
         self.inputs.clear()
@@ -166,3 +176,7 @@ class StaticStep:
     def _values(self, input_ids: Tensor, batch: AttentionBatch, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         own = {name: input_ids if name == "input_ids" else getattr(batch, name) for name in self._own}
         return {**own, **inputs}
+
+
+def _longer(lengths: Tensor | None, rest: int, fill: float) -> Tensor | None:
+    return None if lengths is None else torch.nn.functional.pad(lengths, (0, rest), value=fill)

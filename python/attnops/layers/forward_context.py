@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -14,6 +14,9 @@ from attnops.types import AttentionBatch, LayerServer
 
 if TYPE_CHECKING:
     from attnops.layers.radix_attention import RadixAttention
+    from attnops.layers.radix_linear_attention import RadixLinearAttention
+
+    Layer: TypeAlias = RadixAttention | RadixLinearAttention
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class ForwardContext:
     """The step now running: its batch, which holds the cache, the layers by `layer_id`, and the backend."""
 
     batch: AttentionBatch
-    layers: Mapping[int, RadixAttention]
+    layers: Mapping[int, Layer]
     backend: LayerServer | None = None
 
 
@@ -48,17 +51,18 @@ def kv_order(device: torch.device) -> torch.Tensor:
 _NO_STEP = "attnops: no step is running; call the model inside `with forward_context(batch, layers):`"
 
 
-def collect_layers(model: torch.nn.Module) -> dict[int, RadixAttention]:
-    """The model's attention layers by `layer_id`: once per model, for `forward_context`.
+def collect_layers(model: torch.nn.Module) -> dict[int, Layer]:
+    """The model's attention layers by `layer_id`, linear ones among them: once per model, for `forward_context`.
 
     Raises:
         ValueError: two layers have one id.
     """
     from attnops.layers.radix_attention import RadixAttention
+    from attnops.layers.radix_linear_attention import RadixLinearAttention
 
-    layers: dict[int, RadixAttention] = {}
+    layers: dict[int, Layer] = {}
     for name, module in model.named_modules():
-        if isinstance(module, RadixAttention):
+        if isinstance(module, (RadixAttention, RadixLinearAttention)):
             if module.layer_id in layers:
                 raise ValueError(f"attnops: layer_id {module.layer_id} is used twice, again at {name}")
             layers[module.layer_id] = module
@@ -67,7 +71,7 @@ def collect_layers(model: torch.nn.Module) -> dict[int, RadixAttention]:
 
 @contextlib.contextmanager
 def forward_context(
-    batch: AttentionBatch, layers: Mapping[int, RadixAttention], backend: LayerServer | None = None
+    batch: AttentionBatch, layers: Mapping[int, Layer], backend: LayerServer | None = None
 ) -> Iterator[ForwardContext]:
     """Makes `batch` the running step. Needed around a compiled model; an eager one may pass the batch to its layers.
 

@@ -283,7 +283,7 @@ def _unified_attention_with_output(
     """
     context = get_forward_context()
     layer = context.layers.get(layer_id)
-    if layer is None:
+    if not isinstance(layer, RadixAttention):
         raise ValueError(
             f"attnops: the running step has no layer {layer_id}; give forward_context collect_layers(model)"
         )

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from attnops.layers.forward_context import get_forward_context
+from attnops.layers.forward_context import get_forward_context, kv_order
 from attnops.types import AttentionBatch
 
 
@@ -91,27 +92,81 @@ class RadixLinearAttention(torch.nn.Module):
             mixed_qkv: ``[num_tokens, channels]``: q, k and v side by side; Mamba2: x, B and C.
             a: ``[num_tokens, num_v_heads]`` gates, or ``[num_tokens, num_v_heads, head_k_dim]``; Mamba2: dt.
             b: ``[num_tokens, num_v_heads]``, logits of beta.
-            forward_batch: The step. May be omitted inside `forward_context`.
+            forward_batch: The step. May be omitted inside `forward_context`, and is not read by a compiled model.
             z: ``[num_tokens, num_v_heads, head_v_dim]``, Mamba2's gate.
 
         Returns:
             ``[num_tokens, num_v_heads * head_v_dim]`` in the dtype of `mixed_qkv`.
         """
+        if is_compiling():
+            out = mixed_qkv.new_empty(mixed_qkv.shape[0], self.out_width)
+            order = kv_order(mixed_qkv.device)
+            torch.ops.attnops.unified_linear_attention_with_output(mixed_qkv, a, b, z, out, order, self.layer_id)
+            return out
         if forward_batch is None:
             context = get_forward_context()
             forward_batch, backend = context.batch, context.backend
         else:
             backend = forward_batch.attn_backend
-        serve: Any = getattr(backend, "forward_linear", None)
+        return self._server(backend)(self, forward_batch, mixed_qkv, a, b, z)
+
+    def _server(self, backend: object) -> Any:
+        serve = getattr(backend, "forward_linear", None)
         if serve is None:
             raise ValueError(
                 f"attnops: layer {self.layer_id} is linear, and the batch's attn_backend serves no such layers: join "
                 "it with one that does, HybridLinearAttnBackend(full, linear, layers)"
             )
-        return serve(self, forward_batch, mixed_qkv, a, b, z)
+        return serve
 
     def extra_repr(self) -> str:
         return (
             f"layer_id={self.layer_id}, num_k_heads={self.num_k_heads}, num_v_heads={self.num_v_heads}, "
             f"head_k_dim={self.head_k_dim}, head_v_dim={self.head_v_dim}"
         )
+
+
+_library = torch.library.Library("attnops", "FRAGMENT")
+_library.define(
+    "unified_linear_attention_with_output(Tensor mixed_qkv, Tensor? a, Tensor? b, Tensor? z, Tensor(a!) output, "
+    "Tensor(b!) kv_order, int layer_id) -> ()",
+    tags=(torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else (),
+)
+
+
+def _unified_linear_attention_with_output(
+    mixed_qkv: Tensor,
+    a: Tensor | None,
+    b: Tensor | None,
+    z: Tensor | None,
+    output: Tensor,
+    kv_order: Tensor,
+    layer_id: int,
+) -> None:
+    """Linear layer `layer_id` in the running step. Rows beyond the step's tokens are not read and give zeros."""
+    context = get_forward_context()
+    layer, tokens = context.layers.get(layer_id), context.batch.num_tokens
+    if not isinstance(layer, RadixLinearAttention):
+        raise ValueError(
+            f"attnops: the running step has no linear layer {layer_id}; give forward_context collect_layers(model)"
+        )
+    output[tokens:].zero_()
+    mixed, a, b, z = (None if x is None else x[:tokens] for x in (mixed_qkv, a, b, z))
+    layer._server(context.backend)(layer, context.batch, mixed, a, b, z, out=output[:tokens])
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("unified_linear_attention_with_output", _unified_linear_attention_with_output, _key)
+
+
+@torch.library.register_fake("attnops::unified_linear_attention_with_output")
+def _(
+    mixed_qkv: Tensor,
+    a: Tensor | None,
+    b: Tensor | None,
+    z: Tensor | None,
+    output: Tensor,
+    kv_order: Tensor,
+    layer_id: int,
+) -> None:
+    return None

@@ -15,6 +15,8 @@ MAX_SM_PARTS = (1 << 16) - 1
 
 def check_range(owner: str, name: str, value: int, low: int, high: int = (1 << 31) - 1) -> None:
     """Raises for a number out of its range: before memory of that size is asked for."""
+    if type(value) is int and low <= value <= high:
+        return
     if not isinstance(value, int | torch.SymInt):
         raise TypeError(f"{owner}: {name} must be an int, got {type(value).__name__} {value!r}")
     if not low <= value <= high:

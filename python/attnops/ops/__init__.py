@@ -4,6 +4,7 @@ from attnops import _load  # noqa: F401  (the ops exist once the modules are loa
 from attnops.ops.context_parallel import context_parallel_seqlens, context_parallel_slots
 from attnops.ops.draft_slots import copy_page_tail, generate_draft_decode_kv_indices, move_kv
 from attnops.ops.fmha import fmha_paged, fmha_plan, fmha_varlen
+from attnops.ops.fp4_kv import fp4_decode, store_kv_fp4
 from attnops.ops.index_keys import gather_index_k, quantize_index_q, store_index_k
 from attnops.ops.indexer import expand_rows, index_logits, index_logits_paged, topk_select
 from attnops.ops.linear import (
@@ -53,6 +54,7 @@ __all__ = [
     "fmha_paged",
     "fmha_plan",
     "fmha_varlen",
+    "fp4_decode",
     "gather_index_k",
     "generate_draft_decode_kv_indices",
     "index_logits",
@@ -74,6 +76,7 @@ __all__ = [
     "ssd_verify",
     "store_index_k",
     "store_kv",
+    "store_kv_fp4",
     "store_mla_kv",
     "topk_select",
     "translate_slots",

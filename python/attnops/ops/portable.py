@@ -14,7 +14,6 @@ from attnops import _load
 E4M3_MAX = 448.0
 MLA_LATENT, MLA_ROW_BYTES, MLA_GROUP = 512, 656, 128
 LEAST_SCALE = 2.0**-126
-BUILT_MAJORS = (8, 9)  # compute capabilities of the compiled kernels
 _libraries: list[torch.library.Library] = []  # a registration lives as long as its library
 
 
@@ -26,9 +25,10 @@ def serve(device: torch.device) -> None:
 
 
 def _is_built_for(device: torch.device) -> bool:
-    if _load.cuda_unavailable_reason is not None or not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         return False
-    return torch.cuda.get_device_capability(device)[0] in BUILT_MAJORS
+    major, minor = torch.cuda.get_device_capability(device)
+    return _load.has_code_for(major * 10 + minor, _load.built_archs())
 
 
 @functools.cache
@@ -57,12 +57,15 @@ def _pages(
     page_size: int,
     slot_map: Tensor | None,
     max_pages: int,
+    kv_start_idx: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(page of every cell ``[B, max_pages]``, pages of every request ``[B]``)."""
     max_requests, max_tokens = req_to_token.shape
     rows = req_pool_indices.to(torch.int64)
     has_row = (rows >= 0) & (rows < max_requests)
-    tokens = torch.where(has_row, cache_seqlens.clamp(0, min(max_tokens, max_pages * page_size)), 0).to(torch.int64)
+    start = _starts(kv_start_idx, cache_seqlens, max_tokens)
+    most = (max_tokens - start).clamp(max=max_pages * page_size)
+    tokens = torch.where(has_row, torch.minimum(cache_seqlens.clamp(min=0), most), 0).to(torch.int64)
     counts = (tokens + page_size - 1) // page_size
     if max_requests == 0 or max_tokens == 0 or max_pages == 0:
         return rows.new_zeros(rows.shape[0], max_pages), counts.clamp(max=0)
@@ -70,11 +73,18 @@ def _pages(
     position = first.unsqueeze(0)
     if slot_map is not None:  # a window holds the newest tokens, so a page's last token is the last to leave
         position = torch.minimum(position + page_size, tokens.unsqueeze(1)) - 1
-    position = position.clamp(0, max_tokens - 1).expand(rows.shape[0], -1)
+    position = (position + start.unsqueeze(1)).clamp(0, max_tokens - 1)
     slot = req_to_token[rows.clamp(0, max_requests - 1).unsqueeze(1), position].to(torch.int64)
     if slot_map is not None:
         slot = _mapped(slot, slot_map)
     return torch.where(slot < 0, 0, slot // page_size), counts
+
+
+def _starts(kv_start_idx: Tensor | None, cache_seqlens: Tensor, max_tokens: int) -> Tensor:
+    """Where in its row each request begins, within the row."""
+    if kv_start_idx is None:
+        return torch.zeros_like(cache_seqlens)
+    return kv_start_idx.clamp(0, max_tokens)
 
 
 def _mapped(slot: Tensor, slot_map: Tensor) -> Tensor:
@@ -110,13 +120,16 @@ def build_kv_indices(
     page_size: int,
     slot_map: Tensor | None = None,
     report: Tensor | None = None,
+    kv_start_idx: Tensor | None = None,
 ) -> None:
     _unchecked("build_kv_indices", report)
     max_pages = -(-req_to_token.shape[1] // page_size)
-    pages, counts = _pages(req_to_token, req_pool_indices, cache_seqlens, page_size, slot_map, max_pages)
+    of_tokens = (req_to_token, req_pool_indices, cache_seqlens, page_size, slot_map)
+    pages, counts = _pages(*of_tokens, max_pages, kv_start_idx)
     build_cu_seqlens(kv_indptr, counts.to(torch.int32))
     if kv_last_page_len is not None:
-        tokens = cache_seqlens.clamp(0, req_to_token.shape[1]).to(torch.int64)
+        most = req_to_token.shape[1] - _starts(kv_start_idx, cache_seqlens, req_to_token.shape[1])
+        tokens = torch.minimum(cache_seqlens.clamp(min=0), most).to(torch.int64)
         last = tokens - (counts - 1) * page_size
         kv_last_page_len.copy_(torch.where(counts > 0, last, 0))
     # Cell i belongs to the request whose range holds it; a search finds it without a shape that depends on lengths.
@@ -157,11 +170,13 @@ def _store(pages: Tensor, rows: Tensor, slots: Tensor) -> None:
     pages.index_put_((page, offset), kept)
 
 
-def _quantized(rows: Tensor, scale: Tensor | None) -> Tensor:
+def quantized(rows: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """``saturate(rows / scale)`` in an FP8 type; NaN stays."""
     values = rows.to(torch.float32)
     if scale is not None:
         values = values / scale
-    return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    most = torch.finfo(dtype).max
+    return values.clamp(-most, most).to(dtype)
 
 
 def store_kv(
@@ -177,7 +192,7 @@ def store_kv(
     _unchecked("store_kv", report)
     for pages, rows, scale in ((k_pages, k, k_scale), (v_pages, v, v_scale)):
         if pages.dtype != rows.dtype:
-            rows = _quantized(rows, None if scale is None else scale.view(-1, 1))
+            rows = quantized(rows, None if scale is None else scale.view(-1, 1), pages.dtype)
         _store(pages, rows, out_cache_loc)
 
 
@@ -194,7 +209,7 @@ def store_mla_kv(
     if kv_pages.shape[-1] == MLA_ROW_BYTES:
         rows = _fp8_rows(rows)
     elif kv_pages.dtype != rows.dtype:
-        rows = _quantized(rows, kv_scale)
+        rows = quantized(rows, kv_scale, kv_pages.dtype)
     _store(kv_pages, rows, out_cache_loc)
 
 
@@ -203,6 +218,6 @@ def _fp8_rows(rows: Tensor) -> Tensor:
     groups = rows[:, :MLA_LATENT].to(torch.float32).unflatten(1, (-1, MLA_GROUP))
     # As fmaxf: a NaN among numbers does not decide the scale.
     scales = (groups.abs().nan_to_num(nan=0.0, posinf=float("inf")).amax(-1) / E4M3_MAX).clamp(min=LEAST_SCALE)
-    stored = _quantized(groups, scales.unsqueeze(-1)).flatten(1)
+    stored = quantized(groups, scales.unsqueeze(-1), torch.float8_e4m3fn).flatten(1)
     rope = rows[:, MLA_LATENT:].to(torch.bfloat16).contiguous()
     return torch.cat([stored.view(torch.uint8), scales.view(torch.uint8), rope.view(torch.uint8)], 1)

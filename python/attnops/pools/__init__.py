@@ -6,6 +6,7 @@ waits for the device. Only what kernels read is on it: `req_to_token`, `slot_map
 
 from attnops.pools.allocator import PagedTokenToKVPoolAllocator
 from attnops.pools.fit import reason_against
+from attnops.pools.fp4 import MHATokenToKVPoolFP4, MLATokenToKVPoolFP4
 from attnops.pools.kv_cache import KVCache, MHATokenToKVPool, MLATokenToKVPool
 from attnops.pools.mamba import HybridLinearKVPool, HybridReqToTokenPool, MambaPool, MambaState
 from attnops.pools.req_to_token import ReqToTokenPool
@@ -16,7 +17,9 @@ __all__ = [
     "HybridReqToTokenPool",
     "KVCache",
     "MHATokenToKVPool",
+    "MHATokenToKVPoolFP4",
     "MLATokenToKVPool",
+    "MLATokenToKVPoolFP4",
     "MambaPool",
     "MambaState",
     "PagedTokenToKVPoolAllocator",

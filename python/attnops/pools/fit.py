@@ -42,6 +42,9 @@ def _reason_against_pages(name: str, pages: torch.Tensor, spec: AttentionSpec, d
     else:
         dims = {"page_size": spec.page_size, "head_num": spec.num_kv_heads}
         dims |= {"head_dim": spec.head_dim} if name == "k_buffer" else {"v_head_dim": spec.v_head_dim}
+    if spec.cache_dtype == torch.float4_e2m1fn_x2:  # two values a byte
+        last = list(dims)[-1]
+        dims[last] = dims[last] // 2
     reason = _difference(name, "dtype", spec.cache_dtype, pages.dtype)
     reason = reason or _difference(name, "device", device, pages.device)
     if pages.dim() != 1 + len(dims):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attnops import _load  # noqa: F401  (the store ops exist once the modules are loaded)
+from attnops.ops.paged_kv import as_e5m2, mla_as_e5m2
 from attnops.types import MLA_KV_LORA_RANK, MLA_ROPE_DIM, AttentionLayer, device_of
 
 MLA_FP8_ROW_BYTES = 656  # 512 e4m3, 4 float32 scales (one per 128), 64 bf16 rotary
@@ -127,7 +128,8 @@ class MHATokenToKVPool(KVCache):
 
     Args:
         size: Token slots, rounded down to whole pages.
-        dtype: bf16, fp16, fp32; or `torch.float8_e4m3fn`: rows are quantized as they are stored.
+        dtype: bf16, fp16, fp32; or `torch.float8_e4m3fn`: rows are quantized as they are stored;
+            `torch.float8_e5m2`: likewise, in plain torch.
         head_num, head_dim, v_head_dim: KV heads on this rank; the last -1: as `head_dim`.
         start_layer: `layer_id` of the first layer held.
         layout: "NHD": a token's heads side by side; "HND": a head's tokens of a page side by side. The shape of the
@@ -148,6 +150,8 @@ class MHATokenToKVPool(KVCache):
         layout: str = "NHD",
     ) -> None:
         super().__init__(size, page_size, dtype, layer_num, device, start_layer)
+        if dtype == torch.float4_e2m1fn_x2 and type(self) is MHATokenToKVPool:
+            raise ValueError("attnops: pages of float4_e2m1fn_x2 have scales: make an MHATokenToKVPoolFP4")
         if layout not in ("NHD", "HND"):
             raise ValueError(f"attnops: layout must be NHD or HND, got {layout}")
         self.head_num, self.head_dim = head_num, head_dim
@@ -207,6 +211,8 @@ class MHATokenToKVPool(KVCache):
             report: The checked mode's buffer (`attnops.report`).
         """
         k_pages, v_pages = self.get_kv_buffer(layer.layer_id)
+        if k_pages.dtype == torch.float8_e5m2:
+            (k, k_scale), (v, v_scale) = as_e5m2(k, k_scale), as_e5m2(v, v_scale)
         torch.ops.attnops.store_kv(k_pages, v_pages, k, v, loc, k_scale, v_scale, report)
 
     def nbytes(self) -> int:
@@ -274,12 +280,14 @@ class MLATokenToKVPool(KVCache):
             loc: int32 or int64 ``[num_tokens]``, slots; negative: not stored.
             latent: ``[num_tokens, 576]``, or ``[num_tokens, 512]`` with `k_rope` ``[num_tokens, 64]``; each also as
                 ``[num_tokens, 1, ...]``.
-            kv_scale: float32 ``[1]``, device; of an e4m3 pool.
+            kv_scale: float32 ``[1]``, device; of an FP8 pool.
             report: The checked mode's buffer (`attnops.report`).
         """
         pages = self.get_latent_buffer(layer.layer_id)
         latent = latent.squeeze(1) if latent.dim() == 3 else latent
         k_rope = k_rope.squeeze(1) if k_rope is not None and k_rope.dim() == 3 else k_rope
+        if pages.dtype == torch.float8_e5m2:
+            pages, latent, k_rope, kv_scale = mla_as_e5m2(pages, latent, k_rope, kv_scale)
         torch.ops.attnops.store_mla_kv(pages, latent, k_rope, loc, kv_scale, report)
 
     def nbytes(self) -> int:

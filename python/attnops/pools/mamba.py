@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnops.ops import clear_states, copy_states
+from attnops.ops import clear_states, copy_states, delta_commit
 from attnops.pools.kv_cache import MHATokenToKVPool
 from attnops.pools.req_to_token import ReqToTokenPool
 from attnops.types import device_of
@@ -26,6 +26,21 @@ class MambaState(NamedTuple):
     temporal: Tensor | None
 
 
+class DraftRings(NamedTuple):
+    """Updates of drafts beside the states of linear layers, of one or of all: `attnops.ops.delta_verify`.
+
+    Attributes:
+        ring_u: float32 ``[..., slots, heads, rows, V]``. ring_k: float32 ``[..., slots, groups, rows, K]``.
+        ring_decay: float32 ``[..., slots, heads, rows]``, or ``[..., slots, heads, rows, K]``.
+        ring_len: int32 ``[..., slots]``.
+    """
+
+    ring_u: Tensor
+    ring_k: Tensor
+    ring_decay: Tensor
+    ring_len: Tensor
+
+
 class MambaPool:
     """Slots of states, each with a count of holders.
 
@@ -39,6 +54,12 @@ class MambaPool:
         temporal_shape: (heads, V, K) of their recurrences; None: they have none.
         dtype: Of the convolutions' inputs.
         temporal_dtype: Of the recurrences' states.
+        speculative_num_draft_tokens: The most tokens that a step verifies of a request, at most 16; 0: no such step
+            comes, and there are no rings.
+        num_k_heads: Of the rings' keys, which divides the heads; None: as many as heads.
+        gate_per_channel: The rings are KDA's.
+        ring_rows: Rows of a ring; None: three times the drafts. A ring without room for a step's drafts is folded into
+            its state, so more rows are more memory and fewer folds.
     """
 
     def __init__(
@@ -50,6 +71,10 @@ class MambaPool:
         dtype: torch.dtype = torch.bfloat16,
         temporal_dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        speculative_num_draft_tokens: int = 0,
+        num_k_heads: int | None = None,
+        gate_per_channel: bool = False,
+        ring_rows: int | None = None,
     ) -> None:
         if size < 1 or num_layers < 1:
             raise ValueError(f"attnops: size and num_layers must be positive, got {size} and {num_layers}")
@@ -59,8 +84,46 @@ class MambaPool:
             return None if shape is None else torch.zeros(num_layers, size, *shape, dtype=dtype, device=self.device)
 
         self.states = MambaState(zeros(conv_shape, dtype), zeros(temporal_shape, temporal_dtype))
+        self.speculative_num_draft_tokens = drafts = speculative_num_draft_tokens
+        if not 0 <= drafts <= 16:
+            raise ValueError(f"attnops: speculative_num_draft_tokens must be in [0, 16], got {drafts}")
+        self.rings: DraftRings | None = None
+        if drafts and temporal_shape is not None:
+            heads, value_dim, key_dim = temporal_shape
+            groups, rows = num_k_heads or heads, ring_rows or 3 * drafts
+            if heads % groups or rows < drafts:
+                raise ValueError(
+                    f"attnops: num_k_heads must divide {heads} (heads of temporal_shape) and ring_rows be at least "
+                    f"{drafts} (speculative_num_draft_tokens), got {groups} and {rows}"
+                )
+            channels = [key_dim] if gate_per_channel else []
+            make = lambda *shape: torch.zeros(num_layers, size, *shape, device=self.device)  # noqa: E731
+            self.rings = DraftRings(
+                make(heads, rows, value_dim),
+                make(groups, rows, key_dim),
+                make(heads, rows, *channels),
+                torch.zeros(num_layers, size, dtype=torch.int32, device=self.device),
+            )
         self._free = list(range(size - 1, -1, -1))
         self._holders = [0] * size
+
+    def layer_rings(self, place: int) -> DraftRings | None:
+        """The rings of one layer; None: the pool has none."""
+        return None if self.rings is None else DraftRings(*(part[place] for part in self.rings))
+
+    def fold(self, slots: Tensor) -> None:
+        """Rings into states, in all layers, before these are read or copied.
+
+        Args:
+            slots: int32 ``[B]``, at most once each; below 0: padding.
+        """
+        if self.rings is None or self.states.temporal is None or not len(slots):
+            return
+        none = torch.zeros(len(slots), 1, dtype=torch.int32, device=self.device)
+        for place in range(self.num_layers):
+            rings = DraftRings(*(part[place] for part in self.rings))._asdict()
+            options = {**rings, "state_indices": slots, "fold": True}
+            delta_commit(self.states.temporal[place], none, none[:, 0], **options)
 
     def layer(self, place: int) -> MambaState:
         """The states of one layer; `place` counts linear layers alone."""
@@ -78,6 +141,8 @@ class MambaPool:
             for states in self.states:
                 if states is not None:
                     clear_states(states, self._indices(slots))
+            if self.rings is not None:
+                self.rings.ring_len[:, self._indices(slots)] = 0
         return slots
 
     def fork(self, slot: int) -> int | None:
@@ -101,6 +166,9 @@ class MambaPool:
         for slot in dst:
             if self._holders[slot] > 1 or slot in src or list(dst).count(slot) > 1:
                 raise ValueError(f"attnops: slot {slot} of MambaPool is not one writer's alone")
+        if self.rings is not None and len(src):
+            self.fold(self._indices(sorted(set(src))))
+            self.rings.ring_len[:, self._indices(dst)] = 0
         for states in self.states:
             if states is not None and len(src):
                 copy_states(states, self._indices(src), self._indices(dst))

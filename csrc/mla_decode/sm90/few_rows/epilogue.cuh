@@ -17,13 +17,7 @@ template <class At>
 __device__ inline void publish_rows(const Softmax<At>& rows, uint8_t* base) {
   float* sums = reinterpret_cast<float*>(base + At::kSums) + At::first_softmax_row(rows.group);
   float* references = reinterpret_cast<float*>(base + At::kReference) + At::first_softmax_row(rows.group);
-  const int thread = threadIdx.x % kGroupThreads, lane = thread % 32, warp = thread / 32;
-#pragma unroll
-  for (int i = 0; i < At::kSoftmaxRows / 4; ++i) {
-    const float sum = column_sum(rows.sum[i]);
-    if (lane < 4) sums[warp * At::kRows + query_of(i)] = sum;
-    if (thread < 4) references[query_of(i)] = rows.reference[i];
-  }
+  publish_states<At>(rows.reference, rows.sum, sums, references);
 }
 
 // What a softmax knows of a row: the sum of its exponentials under a reference, in the base-2 logarithm.

@@ -182,30 +182,8 @@ class Consumer {
 
   // Gives the other group its half of the rows, and completes the own half.
   __device__ void exchange_scores(const Scores& s, SoftmaxScores& own) const {
-    constexpr int kHalf = At::kSoftmaxRows / 2, kVecs = kHalf / 4;
-    float4* const halves = reinterpret_cast<float4*>(base_ + At::kPartial) + threadIdx.x % kGroupThreads;
-    float given[kHalf];
-#pragma unroll
-    for (int i = 0; i < kHalf; ++i) {
-      given[i] = group_ == 0 ? s[kHalf + i] : s[i];
-      own[i] = group_ == 0 ? s[i] : s[kHalf + i];
-    }
-#pragma unroll
-    for (int i = 0; i < kVecs; ++i) {
-      halves[((1 - group_) * kVecs + i) * kGroupThreads] = {given[4 * i], given[4 * i + 1], given[4 * i + 2],
-                                                            given[4 * i + 3]};
-    }
-    attnops::sm90::named_barrier_sync(kScores, kConsumerThreads);
-    float4 other[kVecs];
-#pragma unroll
-    for (int i = 0; i < kVecs; ++i) other[i] = halves[(group_ * kVecs + i) * kGroupThreads];
-#pragma unroll
-    for (int i = 0; i < kVecs; ++i) {
-      own[4 * i] += other[i].x;
-      own[4 * i + 1] += other[i].y;
-      own[4 * i + 2] += other[i].z;
-      own[4 * i + 3] += other[i].w;
-    }
+    exchange_halves<At>(reinterpret_cast<float4*>(base_ + At::kPartial), group_, s, own,
+                        [] { attnops::sm90::named_barrier_sync(kScores, kConsumerThreads); });
   }
 
   // Rounded, with keys along the rows: row is a query, its 64 keys are dense.

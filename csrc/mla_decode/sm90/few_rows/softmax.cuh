@@ -76,6 +76,75 @@ __device__ inline bool has_page(const Params& p, const Piece& piece, int key) {
   return p.page_table.has_page(p.page_table.row(piece.request)[key / p.page_table.page_size]);
 }
 
+// Takes the maxima of all warps, which meet at `barrier`; the thread's references follow where these are too far above
+// them. `maxima` and `factors` are of the group's rows.
+template <class At, int kCount>
+__device__ inline void move_references(const float (&top)[kCount], float (&reference)[kCount], float (&sum)[kCount],
+                                       float* maxima, float* factors, uint32_t barrier) {
+  const int thread = threadIdx.x % kGroupThreads, lane = thread % 32, warp = thread / 32;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const float most = column_max(top[i]);
+    if (lane < 4) maxima[warp * At::kRows + query_of(i)] = most;
+  }
+  // Not a hardware barrier, of which all warps pass the same number: compute-sanitizer's racecheck goes by that.
+  attnops::sm90::mbarrier_meet(barrier);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const float* all = maxima + query_of(i);
+    const float most = fmaxf(fmaxf(all[0], all[At::kRows]), fmaxf(all[2 * At::kRows], all[3 * At::kRows]));
+    const float before = reference[i], after = most > before + kSlack ? most : before;
+    const float factor = rescale_factor(before, after);
+    reference[i] = after;
+    sum[i] *= factor;
+    if (thread < 4) factors[query_of(i)] = factor;
+  }
+}
+
+// Leaves what all warps must know of the thread's rows in shared memory, of the group's rows.
+template <class At, int kCount>
+__device__ inline void publish_states(const float (&reference)[kCount], const float (&sum)[kCount], float* sums,
+                                      float* references) {
+  const int thread = threadIdx.x % kGroupThreads, lane = thread % 32, warp = thread / 32;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const float total = column_sum(sum[i]);
+    if (lane < 4) sums[warp * At::kRows + query_of(i)] = total;
+    if (thread < 4) references[query_of(i)] = reference[i];
+  }
+}
+
+// Gives the other group its half of the rows of scores, and completes the own half. `halves`: float4
+// [2][kRows / 16][kGroupThreads]; `meet` is a barrier of both groups.
+template <class At, class Meet>
+__device__ inline void exchange_halves(float4* halves, int group, const float (&s)[At::kRows / 2],
+                                       float (&own)[At::kSoftmaxRows / 2], const Meet& meet) {
+  constexpr int kHalf = At::kSoftmaxRows / 2, kVecs = kHalf / 4;
+  halves += threadIdx.x % kGroupThreads;
+  float given[kHalf];
+#pragma unroll
+  for (int i = 0; i < kHalf; ++i) {
+    given[i] = group == 0 ? s[kHalf + i] : s[i];
+    own[i] = group == 0 ? s[i] : s[kHalf + i];
+  }
+#pragma unroll
+  for (int v = 0; v < kVecs; ++v) {
+    halves[((1 - group) * kVecs + v) * kGroupThreads] = {given[4 * v], given[4 * v + 1], given[4 * v + 2],
+                                                         given[4 * v + 3]};
+  }
+  meet();
+  float4 other[kVecs];
+#pragma unroll
+  for (int v = 0; v < kVecs; ++v) other[v] = halves[(group * kVecs + v) * kGroupThreads];
+#pragma unroll
+  for (int v = 0; v < kVecs; ++v) {
+    own[4 * v] += other[v].x;
+    own[4 * v + 1] += other[v].y;
+    own[4 * v + 2] += other[v].z;
+    own[4 * v + 3] += other[v].w;
+  }
+}
+
 // Running state of a thread's queries, in the base-2 logarithm. All threads with the same queries hold the same
 // reference maximum; the sums are of this thread's keys.
 template <class At>
@@ -157,28 +226,10 @@ struct Softmax {
     }
   }
 
-  // Takes the maxima of all warps; the reference follows where they are too far above it.
   __device__ void move_reference(const float (&top)[kCount], uint8_t* base, uint32_t shared) {
     float* maxima = reinterpret_cast<float*>(base + At::kMaxima) + At::first_softmax_row(group);
     float* factors = reinterpret_cast<float*>(base + At::kFactor) + At::first_softmax_row(group);
-    const int thread = threadIdx.x % kGroupThreads, lane = thread % 32, warp = thread / 32;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const float most = column_max(top[i]);
-      if (lane < 4) maxima[warp * At::kRows + query_of(i)] = most;
-    }
-    // Not a hardware barrier, of which all warps pass the same number: compute-sanitizer's racecheck goes by that.
-    attnops::sm90::mbarrier_meet(shared + At::kMoveBarriers + 8 * group);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const float* all = maxima + query_of(i);
-      const float most = fmaxf(fmaxf(all[0], all[At::kRows]), fmaxf(all[2 * At::kRows], all[3 * At::kRows]));
-      const float before = reference[i], after = most > before + kSlack ? most : before;
-      const float factor = rescale_factor(before, after);
-      reference[i] = after;
-      sum[i] *= factor;
-      if (thread < 4) factors[query_of(i)] = factor;
-    }
+    move_references<At>(top, reference, sum, maxima, factors, shared + At::kMoveBarriers + 8 * group);
   }
 };
 

@@ -16,13 +16,7 @@ template <class At>
 __device__ inline void publish_rows(const Softmax<At>& rows, uint8_t* base) {
   float* sums = reinterpret_cast<float*>(rows.state(base) + At::kSums) + rows.first_row();
   float* references = reinterpret_cast<float*>(rows.state(base) + At::kReference) + rows.first_row();
-  const int thread = threadIdx.x % kGroupThreads, lane = thread % 32, warp = thread / 32;
-#pragma unroll
-  for (int i = 0; i < At::kSoftmaxRows / 4; ++i) {
-    const float sum = column_sum(rows.sum[i]);
-    if (lane < 4) sums[warp * At::kRows + query_of(i)] = sum;
-    if (thread < 4) references[query_of(i)] = rows.reference[i];
-  }
+  few_rows::publish_states<At>(rows.reference, rows.sum, sums, references);
 }
 
 // Where a row of the piece goes, in elements, and what each team's values are multiplied by; 0: it saw no key.

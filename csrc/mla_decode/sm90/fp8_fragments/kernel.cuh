@@ -228,30 +228,9 @@ class Consumer {
 
   // Gives the other group its half of the rows, and completes the own half.
   __device__ void exchange_scores(const Scores& s, SoftmaxScores& own) const {
-    constexpr int kHalf = At::kSoftmaxRows / 2, kVecs = kHalf / 4;
-    const int group = place().group;
-    float4* const halves =
-        reinterpret_cast<float4*>(base_ + At::kScores + place().team * At::kScoresBytes) + threadIdx.x % kGroupThreads;
-    float given[kHalf];
-#pragma unroll
-    for (int i = 0; i < kHalf; ++i) {
-      given[i] = group == 0 ? s[kHalf + i] : s[i];
-      own[i] = group == 0 ? s[i] : s[kHalf + i];
-    }
-#pragma unroll
-    for (int v = 0; v < kVecs; ++v) {
-      halves[((1 - group) * kVecs + v) * kGroupThreads] = {given[4 * v], given[4 * v + 1], given[4 * v + 2],
-                                                           given[4 * v + 3]};
-    }
-    named_barrier_sync(kTeamScores + place().team, kTeamThreads);
-#pragma unroll
-    for (int v = 0; v < kVecs; ++v) {
-      const float4 other = halves[(group * kVecs + v) * kGroupThreads];
-      own[4 * v] += other.x;
-      own[4 * v + 1] += other.y;
-      own[4 * v + 2] += other.z;
-      own[4 * v + 3] += other.w;
-    }
+    few_rows::exchange_halves<At>(reinterpret_cast<float4*>(base_ + At::kScores + place().team * At::kScoresBytes),
+                                  place().group, s, own,
+                                  [&] { named_barrier_sync(kTeamScores + place().team, kTeamThreads); });
   }
 
   __device__ uint32_t probabilities() const { return shared_ + At::kP + place().team * At::kProbabilityBytes; }

@@ -15,14 +15,10 @@ struct QueryRow {
   template <typename T>
   __device__ void load(const Params& p, int request, const RowPlace& at) {
     const int lane = threadIdx.x % 32;
-    const T* q = static_cast<const T*>(p.q) + request * p.q_stride_request + at.token * p.q_stride_token +
-                 at.head * p.q_stride_head;
-    const T* pe = p.q_pe ? static_cast<const T*>(p.q_pe) + request * p.q_pe_stride_request +
-                               at.token * p.q_pe_stride_token + at.head * p.q_pe_stride_head
-                         : q + kHeadDimV;
-    latent[0] = __ldg(reinterpret_cast<const uint4*>(q) + lane);
-    latent[1] = __ldg(reinterpret_cast<const uint4*>(q) + 32 + lane);
-    rope = __ldg(reinterpret_cast<const uint32_t*>(pe) + lane);
+    const QueryPlace q = query_place(p, request, at);
+    latent[0] = __ldg(reinterpret_cast<const uint4*>(q.latent) + lane);
+    latent[1] = __ldg(reinterpret_cast<const uint4*>(q.latent) + 32 + lane);
+    rope = __ldg(reinterpret_cast<const uint32_t*>(q.rope) + lane);
   }
 
   template <typename T>

@@ -146,27 +146,11 @@ struct Softmax {
     }
   }
 
-  // Takes the maxima of all warps; the reference follows where they are too far above it.
   __device__ void move_reference(const float (&top)[kCount], uint8_t* base, uint32_t shared) {
     float* maxima = reinterpret_cast<float*>(state(base) + At::kMaxima) + first_row();
     float* factors = reinterpret_cast<float*>(state(base) + At::kFactor) + first_row();
-    const int thread = threadIdx.x % kGroupThreads, lane = thread % 32, warp = thread / 32;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const float most = column_max(top[i]);
-      if (lane < 4) maxima[warp * At::kRows + query_of(i)] = most;
-    }
-    attnops::sm90::mbarrier_meet(shared + At::kMoveBarriers + 8 * place.number());
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const float* all = maxima + query_of(i);
-      const float most = fmaxf(fmaxf(all[0], all[At::kRows]), fmaxf(all[2 * At::kRows], all[3 * At::kRows]));
-      const float before = reference[i], after = most > before + kSlack ? most : before;
-      const float factor = rescale_factor(before, after);
-      reference[i] = after;
-      sum[i] *= factor;
-      if (thread < 4) factors[query_of(i)] = factor;
-    }
+    few_rows::move_references<At>(top, reference, sum, maxima, factors,
+                                  shared + At::kMoveBarriers + 8 * place.number());
   }
 };
 

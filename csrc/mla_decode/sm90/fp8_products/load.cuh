@@ -208,9 +208,7 @@ class Loader {
 
   __device__ void check_length(const Piece& piece) const {
     if (kOptions == Options::kCommon || p_.report == nullptr || threadIdx.x % kGroupThreads != 0) return;
-    const int64_t capacity = p_.page_table.num_cells(piece.request) * p_.page_table.page_size;
-    if (piece.length <= capacity) return;
-    report(ReportKind::kLength, piece.request, 0, p_.cache_seqlens[piece.request], capacity + 1);
+    check_table_length(p_, piece);
   }
 
   __device__ void report(ReportKind kind, int request, int position, int64_t value, int64_t limit) const {

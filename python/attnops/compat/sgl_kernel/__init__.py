@@ -48,7 +48,8 @@ def merge_state_v2(
         v_a, v_b, v_merged: ``[T, H, D]``.
         s_a, s_b, s_merged: float32 ``[T, H]``.
     """
-    s_a, s_b = s_a.to(torch.float32), s_b.to(torch.float32)
+    if s_a.dtype != torch.float32 or s_b.dtype != torch.float32:
+        s_a, s_b = s_a.to(torch.float32), s_b.to(torch.float32)
     return ops.merge_state(v_a, empty_is_minus_inf(s_a), v_b, empty_is_minus_inf(s_b), out=v_merged, lse=s_merged)
 
 

@@ -50,7 +50,8 @@ def flash_attn_varlen_func(
         q: ``[T, H_q, D]``. k, v: ``[T_k, H_kv, D]``, ``[T_k, H_kv, D_v]``. cu_seqlens_q, cu_seqlens_k: ``[B + 1]``.
         max_seqlen_q, max_seqlen_k: Bounds of the lengths; None: any.
         seqused_q, seqused_k: int32 ``[B]``: the tokens in use of each request's, the first ones.
-        num_splits, pack_gqa, sm_margin, ver: Taken: schedules and kernels are attnops'.
+        num_splits: 0: balanced. n: keys are not split, so that bits do not depend on the batch.
+        pack_gqa, sm_margin, ver: Taken: schedules and kernels are attnops'.
         sinks: ``[H_q]``. out: Destination.
         The others are those of `attnops.compat.flash_attn_interface.flash_attn_with_kvcache`.
 
@@ -79,6 +80,7 @@ def flash_attn_varlen_func(
         softcap=softcap,
         sinks=sinks,
         return_lse=return_softmax_lse,
+        num_splits=num_splits,
         qv=qv,
         q_descale=q_descale,
         k_descale=k_descale,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from attnops.compat import flash_mla
+from attnops.compat._convert import to_log2
 from attnops.compat._errors import names_the_peers
-from attnops.compat.flash_mla import FlashMLASchedMeta, flash_mla_sparse_fwd, get_mla_metadata
+from attnops.compat.flash_mla import FlashMLASchedMeta, get_mla_metadata
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
@@ -53,3 +54,18 @@ def flash_mla_with_kvcache(
         descale_q=descale_q,
         descale_k=descale_k,
     )
+
+
+@names_the_peers("flash_mla_sparse_fwd", softmax_scale="sm_scale", sinks="attn_sink")
+def flash_mla_sparse_fwd(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    attn_sink: Tensor | None = None,
+    topk_length: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`attnops.compat.flash_mla.flash_mla_sparse_fwd`, whose max_logits and lse are in base 2 here."""
+    out, max_logits, lse = flash_mla.flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v, attn_sink, topk_length)
+    return out, to_log2(max_logits), to_log2(lse)

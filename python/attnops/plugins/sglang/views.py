@@ -28,6 +28,15 @@ class MHAPoolView(MHATokenToKVPool):
     def buffers_version(self) -> int:
         return 0
 
+    @property  # type: ignore[misc]
+    def k_buffer(self) -> list[Tensor]:  # type: ignore[override]
+        """The first layer's, which stands for all: what asks for every layer's checks shapes alone."""
+        return [self.get_kv_buffer(self._of.start_layer)[0]]
+
+    @property  # type: ignore[misc]
+    def v_buffer(self) -> list[Tensor]:  # type: ignore[override]
+        return [self.get_kv_buffer(self._of.start_layer)[1]]
+
     def get_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]:
         """Pages ``[num_pages, page_size, heads, dim]`` of K and of V."""
         k, v = self._of.get_kv_buffer(layer_id)
@@ -49,6 +58,11 @@ class MLAPoolView(MLATokenToKVPool):
     @property
     def buffers_version(self) -> int:
         return 0
+
+    @property  # type: ignore[misc]
+    def kv_buffer(self) -> list[Tensor]:  # type: ignore[override]
+        """The first layer's, which stands for all."""
+        return [self.get_latent_buffer(self._of.start_layer)]
 
     def get_latent_buffer(self, layer_id: int) -> Tensor:
         """Pages ``[num_pages, page_size, 576]``."""

@@ -7,6 +7,7 @@ that it sees. All this is inside one op, so a compiler need not know of it.
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any, NamedTuple
 
 import torch
@@ -127,17 +128,38 @@ def _listed_keys(q: Tensor, k: Tensor, v: Tensor, keys: Tensor) -> _Seen:
     return _Seen(queries, k_pages, v_pages, table, keys[:, 0, :, 0].flatten().contiguous())
 
 
-def _decode(seen: _Seen, out: Tensor, options: dict[str, Any]) -> None:
+class _LastPlan(threading.local):
+    """The memory of a thread's last plan on the CPU, where a call has ended when it returns."""
+
+    key: tuple[int, ...] = ()
+    plan: XqaDecodePlan | None = None
+
+
+_last = _LastPlan()
+
+
+def _decode_plan(seen: _Seen, window_left: int) -> XqaDecodePlan:
+    """Memory of a plan. A GPU's streams and graphs share none: it is new there."""
     requests, seqlen_q, num_q_heads, head_dim = seen.queries.shape
+    key, on_cpu = (requests, seqlen_q, num_q_heads, head_dim, seen.k_pages.shape[2], window_left), seen.queries.is_cpu
+    if on_cpu and _last.plan is not None and _last.key == key:
+        return _last.plan
     plan = XqaDecodePlan.allocate(
         requests,
         num_q_heads=num_q_heads,
         num_kv_heads=seen.k_pages.shape[2],
         head_dim=head_dim,
         seqlen_q=seqlen_q,
-        window_left=options["window_left"],
-        device=out.device,
+        window_left=window_left,
+        device=seen.queries.device,
     )
+    if on_cpu:
+        _last.key, _last.plan = key, plan
+    return plan
+
+
+def _decode(seen: _Seen, out: Tensor, options: dict[str, Any]) -> None:
+    plan = _decode_plan(seen, options["window_left"])
     ops.xqa_decode_plan(plan, seen.cache_seqlens)
     ops.xqa_decode(*seen, plan, out=out, **options)
 

@@ -1,0 +1,186 @@
+"""Backend flashinfer beside FlashInfer called by hand, in one process: a layer in a graph, and a step's host time.
+
+    python benchmarks/bench_flashinfer.py [--out results.jsonl] [--commit <hash>]
+
+By hand: the same wrapper, planned with the same lengths, whose `run` is all that a layer does. Ours stores nothing
+either. Both are captured and replayed in turns; the median of the rounds counts. The bar is 3 % on each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+
+import torch
+from attnops.backends import get_backend_class
+from attnops.layers import RadixAttention
+from attnops.pools import MHATokenToKVPool, MLATokenToKVPool
+from attnops.types import AttentionBatch, AttentionSpec, ForwardMode, Limits
+
+NAMES = ("num_q_heads", "num_kv_heads", "cache", "batch", "seqlen")
+CELLS = [
+    (heads, kv_heads, cache, batch, seqlen)
+    for heads, kv_heads, cache in ((32, 8, "bf16"), (32, 32, "bf16"), (32, 8, "e4m3"), (16, 1, "mla"), (128, 1, "mla"))
+    for batch, seqlen in ((1, 1024), (1, 32768), (16, 4096), (64, 1024), (64, 8192), (256, 512))
+]
+LAYERS, ROUNDS = 8, 9
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+
+
+class Problem:
+    """A decode step of equal lengths, and the layer that serves it."""
+
+    def __init__(self, cell, page_size, device) -> None:
+        heads, kv_heads, cache, batch, seqlen = cell
+        pages = -(-seqlen // page_size)
+        tokens = batch * pages * page_size
+        options = {"page_size": page_size, "dtype": BF16}
+        if cache == "mla":
+            self.spec = AttentionSpec.mla(heads, **options)
+            self.pool = MLATokenToKVPool(tokens, page_size, BF16, 1, device=device)
+            self.layer = RadixAttention(heads, 576, 0.1, 1, 0, v_head_dim=512)
+        else:
+            kv_dtype = E4M3 if cache == "e4m3" else None
+            sizes = {"num_q_heads": heads, "num_kv_heads": kv_heads, "head_dim": 128}
+            self.spec = AttentionSpec(**sizes, kv_dtype=kv_dtype, **options)
+            self.pool = MHATokenToKVPool(tokens, page_size, kv_dtype or BF16, kv_heads, 128, 1, device=device)
+            self.layer = RadixAttention(heads, 128, 0.1, kv_heads, 0)
+        for buffer in self.pool.all_buffers()[0]:
+            buffer.copy_(torch.randn(buffer.shape, dtype=BF16, device=device).to(buffer.dtype))
+        order = torch.randperm(batch * pages, device=device).view(batch, pages, 1) * page_size
+        table = (order + torch.arange(page_size, device=device)).flatten(1).int().contiguous()
+        self.limits = Limits(max_batch_size=batch, max_seqlen=pages * page_size)
+        lengths = torch.full((batch,), seqlen, dtype=torch.int32)
+        self.batch = AttentionBatch(
+            forward_mode=ForwardMode.DECODE,
+            req_pool_indices=torch.arange(batch, device=device),
+            cache_seqlens=lengths.to(device),
+            num_tokens=batch,
+            req_to_token=table,
+            tokens_per_request=1,
+            token_to_kv_pool=self.pool,
+            cache_seqlens_cpu=lengths,
+        )
+        self.q = torch.randn(batch, heads * self.spec.head_dim, dtype=BF16, device=device)
+
+    def layer_by_backend(self, backend):
+        outs = [self.q.new_empty(self.q.shape[0], self.layer.out_width(self.q)) for _ in range(LAYERS)]
+
+        def call():
+            for out in outs:
+                backend.forward(self.q, None, None, self.layer, self.batch, save_kv_cache=False, out=out)
+
+        return call, outs[0]
+
+    def layer_by_hand(self, wrapper):
+        """What a user of the package writes for the same layer."""
+        heads, latents = self.spec.num_q_heads, None
+        q = self.q.view(-1, heads, self.spec.head_dim)
+        outs = [q.new_empty(q.shape[0], heads, self.spec.v_head_dim) for _ in range(LAYERS)]
+        if self.spec.is_mla:
+            latents = self.pool.get_latent_buffer(0)
+            parts = (q[..., :512], q[..., 512:], latents[..., :512], latents[..., 512:])
+        pages = None if self.spec.is_mla else self.pool.get_kv_buffer(0)
+
+        def call():
+            for out in outs:
+                if latents is not None:
+                    wrapper.run(*parts, out=out)
+                else:
+                    wrapper.run(q, pages, out=out)
+
+        return call, outs[0]
+
+
+def graph_of(call):
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
+def in_turns(calls):
+    """Microseconds of a layer of each."""
+    graphs = {name: graph_of(call) for name, call in calls.items()}
+    taken = {name: [] for name in calls}
+    for _ in range(ROUNDS):
+        for name, graph in graphs.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            taken[name].append(start.elapsed_time(end) * 1e3 / LAYERS)
+    return {name: statistics.median(values) for name, values in taken.items()}
+
+
+def host_time(call, device):
+    """Microseconds of the host, best of some rounds: the device is idle before each."""
+    best = float("inf")
+    for _ in range(ROUNDS):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        call()
+        best = min(best, (time.perf_counter() - begin) * 1e6)
+    return best
+
+
+def measure(cell, page_size, device):
+    problem = Problem(cell, page_size, device)
+    batch = problem.batch
+    backend = get_backend_class("flashinfer")(problem.spec, problem.limits, device, workspace_size=384 << 20)
+    backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    backend.init_forward_metadata_in_graph(batch)
+    ours, out = problem.layer_by_backend(backend)
+    ours()
+    graph = backend.wrappers.graph_of(batch)
+    (wrapper,) = graph.wrappers.values()
+    by_hand, expected = problem.layer_by_hand(wrapper)
+    (plan,) = graph.plans.values()
+    step = backend._prepared.of(batch)
+    by_hand()
+    error = float((out.view(expected.shape).float() - expected.float()).abs().max())
+    times = {"layer": in_turns({"attnops": ours, "by hand": by_hand}) if device == "cuda" else {}}
+    times["host, layer"] = {
+        "attnops": host_time(ours, device) / LAYERS,
+        "by hand": host_time(by_hand, device) / LAYERS,
+    }
+    times["host, plan"] = {
+        "attnops": host_time(lambda: backend.init_forward_metadata_out_graph(batch), device),
+        "by hand": host_time(lambda: plan(step), device),
+    }
+    return times, error
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", help="append JSON lines here")
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--device", default="cuda", help="cpu: a dry run over whatever is imported as flashinfer")
+    parser.add_argument("--cells", type=int, default=len(CELLS), help="so many of them")
+    options = parser.parse_args()
+    ratios = {}
+    for cell in CELLS[: options.cells]:
+        times, error = measure(cell, options.page_size, options.device)
+        for what, pair in times.items():
+            if not pair:
+                continue
+            ratios.setdefault(what, []).append(pair["attnops"] / pair["by hand"])
+            print(f"{what} {cell}: {pair['attnops']:.1f} us, by hand {pair['by hand']:.1f}; differ by {error:.2g}")
+            for peer, value in pair.items():
+                row = {"case": f"flashinfer {what}", "peer": peer, "params": dict(zip(NAMES, cell)), "ms": value / 1e3}
+                if options.out:
+                    with open(options.out, "a") as file:
+                        file.write(json.dumps(row | {"commit": options.commit, "state": "burst"}) + "\n")
+    for what, values in ratios.items():
+        print(f"{what}: {statistics.geometric_mean(values):.3f}x the time by hand, worst {max(values):.3f}x")
+
+
+if __name__ == "__main__":
+    main()

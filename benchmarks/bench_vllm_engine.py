@@ -1,0 +1,206 @@
+"""vLLM's whole engine on a GPU: the time of a decode step with attnops, and with vLLM's own backends, in turns.
+
+Each side is a process that holds one engine with the same random weights and full decode graphs. A cell's prompts are
+computed once and stay in the prefix cache. Then the sides take turns: each decodes some tokens of every request, and
+the median of its steps counts. A step is all of the engine: scheduler, builder, graph, sampling.
+
+    PYTHONPATH=python python benchmarks/bench_vllm_engine.py --model gqa        # and --model mla
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import records
+
+CONTEXT = 131072
+CELLS = {
+    "1 x 32768": [32768],
+    "64 x 8192": [8192] * 64,
+    "ragged 64": sorted(random.Random(0).randint(256, 16384) for _ in range(64)),
+    "8 x 1024": [1024] * 8,
+}
+COMMON = {
+    "vocab_size": 32000,
+    "max_position_embeddings": CONTEXT,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+}
+MODELS = {
+    "gqa": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 8,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        **COMMON,
+    },
+    "mla": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "hidden_size": 2048,
+        "intermediate_size": 4096,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "num_hidden_layers": 8,
+        "q_lora_rank": 768,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "first_k_dense_replace": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 64,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        **COMMON,
+    },
+}
+SIDES = {"gqa": ("ATTNOPS", "FLASH_ATTN", "TRITON_ATTN"), "mla": ("ATTNOPS_MLA", "FLASH_ATTN_MLA", "FLASHMLA")}
+
+
+def serve(backend: str, folder: str, gigabytes: float) -> None:
+    """A side: reads a cell's name a line, decodes, and prints the microseconds of each step and the first tokens."""
+    os.environ |= {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    answers, sys.stdout = sys.stdout, sys.stderr
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(
+        folder,
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        dtype="bfloat16",
+        block_size=64,
+        max_model_len=CONTEXT,
+        max_num_seqs=64,
+        max_num_batched_tokens=8192,
+        enable_prefix_caching=True,
+        kv_cache_memory_bytes=int(gigabytes * 2**30),
+        attention_config={"backend": backend},
+        compilation_config={
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64],
+        },
+    ).llm_engine
+    greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
+    print("READY", file=answers, flush=True)
+    for count, line in enumerate(sys.stdin):
+        lengths = CELLS[line.strip()]
+        for i, n in enumerate(lengths):
+            ids = random.Random(i).choices(range(3, 32000), k=n)
+            engine.add_request(f"{count}.{i}", {"prompt_token_ids": ids}, greedy)
+        steps, tokens = [], {}
+        while engine.has_unfinished_requests():
+            begin = time.perf_counter()
+            outputs = engine.step()
+            taken = time.perf_counter() - begin
+            for output in outputs:
+                tokens[output.request_id.split(".")[-1]] = list(output.outputs[0].token_ids)
+            made = [len(t) for t in tokens.values()]
+            if len(made) == len(lengths) and min(made) > 4 and max(made) < 38:  # every request decodes
+                steps.append(taken * 1e6)
+        print("RESULT " + json.dumps({"steps": steps, "tokens": tokens}), file=answers, flush=True)
+
+
+class Side:
+    def __init__(self, backend: str, folder: str, gigabytes: float) -> None:
+        command = [sys.executable, __file__, "--serve", backend, "--folder", folder, "--gigabytes", str(gigabytes)]
+        self.name = backend
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def answer(self, word: str) -> str:
+        for line in self.process.stdout:
+            if line.startswith(word):
+                return line.removeprefix(word)
+        raise RuntimeError(f"{self.name} ended with status {self.process.wait()}")
+
+    def decode(self, cell: str) -> dict:
+        self.process.stdin.write(cell + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.answer("RESULT "))
+
+
+def equal_share(one: dict, other: dict) -> float:
+    """The share of tokens up to each request's first difference."""
+    same = total = 0
+    for request, tokens in one.items():
+        pairs = list(zip(tokens, other[request], strict=False))
+        first = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+        same, total = same + first, total + len(pairs)
+    return same / total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="gqa")
+    parser.add_argument("--cells", nargs="*", default=list(CELLS), choices=list(CELLS))
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--gigabytes", type=float, default=24, help="of a side's KV cache")
+    parser.add_argument("--write", action="store_true", help="results/h200-vllm-engine.jsonl")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        serve(options.serve, options.folder, options.gigabytes)
+        return
+    kept, config = [], MODELS[options.model]
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config))
+        sides = [Side(name, folder, options.gigabytes) for name in SIDES[options.model]]
+        running = []
+        for side in sides:
+            try:
+                side.answer("READY")
+                running.append(side)
+            except RuntimeError as error:
+                print(f"{side.name} did not start: {error}", flush=True)
+        for cell in options.cells:
+            first = {side.name: side.decode(cell)["tokens"] for side in running}  # prompts, and warm-up
+            steps: dict[str, list[float]] = {side.name: [] for side in running}
+            for _ in range(options.turns):
+                for side in running:
+                    steps[side.name] += side.decode(cell)["steps"]
+            times = {name: statistics.median(values) for name, values in steps.items()}
+            ours = running[0].name
+            for name, us in times.items():
+                share = equal_share(first[ours], first[name])
+                ratio = us / times[ours]
+                print(f"{options.model} {cell:<12} {name:<16} {us:9.1f} us a step  {ratio:.3f}x  equal {share:.2f}")
+                shape = {"step": cell, "model": options.model, "layers": config["num_hidden_layers"]}
+                peer, release = ("attnops", "") if name == ours else (f"vLLM {name}", version("vllm"))
+                note = f"whole engine, full decode graphs, blocks of 64, context {CONTEXT}"
+                kept.append(records.Record(f"vLLM engine {options.model}", peer, shape, us / 1e3, release, note=note))
+            sys.stdout.flush()
+        for side in running:
+            side.process.stdin.close()
+    if options.write:
+        print(records.write(kept, "h200-vllm-engine"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""The conformance suite on a GPU: every backend that runs there, and 200 replays of each that is captured.
+
+Backends that compile at run time take seconds for every combination. So they take turns: a mode for every second
+feature and page size, or one page size.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attnops.backends import detect_machine, get_backend_class, registered_names
+from attnops.types import AttentionType, ForwardMode
+from checks import MAX_RELATIVE_ERROR, relative_error
+from conformance import FEATURES, MODES, PAGE_SIZES, spec_of
+from gpu_steps import SHAPES, check_replay, on_gpu
+from steps import LIMITS, Model, make_step
+
+pytestmark = pytest.mark.gpu
+
+REPLAYS = 200
+REPLAYED = ("plain", "fp32", "window", "cap", "sinks", "e4m3", "e5m2", "deterministic", "mla", "mla_e4m3", "mla_rows")
+NAMES = [name for name in registered_names() if "cuda" in get_backend_class(name).capability.devices]
+CAPTURED = [name for name in NAMES if get_backend_class(name).capability.cuda_graph]
+
+
+def reasons_here(name, spec, modes=()):
+    capability = get_backend_class(name).capability
+    return capability.machine_reasons(detect_machine("cuda"), spec) + capability.reasons_against(spec, modes)
+
+
+def modes_of(name, spec, feature, page_size):
+    modes = [ForwardMode.EXTEND] if spec.attn_type is AttentionType.ENCODER_ONLY else list(MODES)
+    turn = list(FEATURES).index(feature) + PAGE_SIZES.index(page_size)
+    if name == "triton":
+        modes = [modes[turn // 2 % len(modes)]] if turn % 2 == 0 else []
+    if name == "flex_attention":
+        modes = [modes[turn % len(modes)]] if page_size == 16 else []
+    return [mode for mode in modes if not reasons_here(name, spec, [mode])]
+
+
+def right(name, spec, mode, **more):
+    prefix, new, options = MODES[mode]
+    if spec.attn_type is AttentionType.ENCODER_ONLY:
+        prefix = [0, 0]
+    step = make_step(Model("one", spec, scale=0.1), mode, prefix, new, **options, **more)
+    seqlens, extends = step.batch.cache_seqlens, step.batch.extend_seq_lens
+    step = on_gpu(step)
+    step.batch.cache_seqlens_cpu, step.batch.extend_seq_lens_cpu = seqlens, extends
+    backend = get_backend_class(name)(spec, LIMITS, device="cuda")
+    backend.init_forward_metadata(step.batch)
+    error = relative_error(step.run(backend).cpu(), step.expected)
+    assert error <= MAX_RELATIVE_ERROR[spec.dtype], f"{mode.name}: relative error {error:.3g}"
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("name", NAMES)
+def test_right_on_a_gpu(name, feature, page_size):
+    spec = spec_of(feature, page_size)
+    modes = modes_of(name, spec, feature, page_size)
+    if not modes:
+        pytest.skip(f"not here: {'; '.join(reasons_here(name, spec)) or 'another combination has the turn'}")
+    for mode in modes:
+        right(name, spec, mode)
+        tree = mode is ForwardMode.TARGET_VERIFY and get_backend_class(name).capability.tree_mask
+        if tree and feature != "bidirectional":
+            right(name, spec, mode, tree=True)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("feature", REPLAYED)
+@pytest.mark.parametrize("name", CAPTURED)
+def test_200_replays_equal_eager_bit_for_bit(name, feature, shape):
+    capability = get_backend_class(name).capability
+    sizes = sorted(capability.page_sizes or {1, 16, 64})
+    page_size = sizes[(list(REPLAYED).index(feature) + list(SHAPES).index(shape)) % len(sizes)]
+    spec = spec_of(feature, page_size)
+    mode = SHAPES[shape][0]
+    reasons = reasons_here(name, spec, [mode])
+    if shape == "tree" and not capability.tree_mask:
+        reasons.append("no tree masks")
+    if reasons:
+        pytest.skip(f"not here: {'; '.join(reasons)}")
+    check_replay(name, Model("one", spec, scale=0.1), shape, REPLAYS)
+
+
+def test_the_gpu_is_the_one_that_the_suite_is_for():
+    assert torch.cuda.is_available() and detect_machine("cuda").device in ("cuda", "hip")

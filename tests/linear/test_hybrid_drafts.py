@@ -1,0 +1,173 @@
+"""Hybrid models verify drafts: accepted ones are kept, others forgotten, as float64 token by token says."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+import pytest
+import torch
+from attnops.backends import GDNAttnBackend
+from attnops.pools import HybridReqToTokenPool, MambaPool
+from attnops.types import ForwardMode
+from graph_hosts import Captured, Piecewise, Segments
+from hybrid_model import BACKENDS, FULL, make_engine, reference_logits
+from linear_reference import relative
+from model_zoo import FORK, LIMITS, prompt, run_eager
+
+MOST = 3  # drafts of a step
+
+
+class Keeping:
+    """A host that keeps the step's batch, for what is said of it afterwards."""
+
+    def __init__(self, host=run_eager):
+        self.host, self.batch = host, None
+
+    def __call__(self, engine, input_ids, batch):
+        self.batch = batch
+        return self.host(engine, input_ids, batch)
+
+
+def keep(engine, paths):
+    """Says which drafts count, moves the accepted keys side by side, and takes the rest of the tokens back."""
+    count = engine.host.batch.tokens_per_request
+    path = torch.tensor([(p + [99] * count)[:count] for p in paths], dtype=torch.int32)
+    lengths = torch.tensor([len(p) for p in paths], dtype=torch.int32)
+    engine.backend.update_mamba_state_after_mtp_verify(path, lengths)
+    for request, own in zip(engine.running, paths):
+        begin = request.cached - count
+        slots, drafts = engine.rows.slots(request.row, begin, request.cached), request.tokens[begin : begin + count]
+        for layer in FULL:
+            for pages in engine.pool.get_kv_buffer(layer):
+                flat = pages.view(-1, *pages.shape[2:])
+                flat[slots[: len(own)]] = flat[slots[torch.tensor(own, dtype=torch.int64)]].clone()
+        request.tokens = request.tokens[:begin] + [drafts[i] for i in own]
+        request.cached = begin + len(own)
+
+
+def check(engine, logits, requests, parents=None):
+    """Each draft's logits against a prompt that ends with it."""
+    count = len(logits) // len(requests)
+    for i, request in enumerate(requests):
+        begin = request.cached - count
+        for t in range(count):
+            path, at = [], t
+            while at >= 0:
+                path.insert(0, at)
+                at = at - 1 if parents is None else parents[at]
+            tokens = request.tokens[:begin] + [request.tokens[begin + j] for j in path]
+            assert relative(logits[i * count + t], reference_logits(engine.model, tokens)[-1]) < 2e-4
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_drafts_are_verified_kept_and_rolled_back(kind):
+    """Chains of changing length among other steps; rings run full; a branch and a prompt read what is in them."""
+    r = random.Random(1)
+    engine = make_engine(kind, host=Keeping(), drafts=MOST)
+    engine.add(prompt(20, 1), prompt(3, 2))
+    for step in range(6):
+        if step == 3:
+            engine.add(prompt(65, 3))
+        if step == 4:
+            engine.decode()
+        drafts = r.choice([1, 2])
+        logits = engine.verify([prompt(drafts, 10 * step + i) for i in range(len(engine.running))])
+        for request in engine.running:
+            request.tokens.pop()  # what the engine has drawn
+        check(engine, logits, engine.running)
+        paths = [list(range(r.randint(1, drafts + 1))) for _ in engine.running]
+        rows = torch.tensor(paths[0]) if step == 5 else None
+        keep(engine, paths)
+        last = [reference_logits(engine.model, request.tokens)[-1] for request in engine.running]
+        engine._sample(engine.running, torch.stack(last))
+        assert rows is None or len(rows)
+    logits = engine.decode()
+    for i, request in enumerate(engine.running):
+        assert relative(logits[i], reference_logits(engine.model, request.tokens[:-1])[-1]) < 2e-4
+    request = engine.running[0]
+    request.tokens += prompt(4, 99)
+    logits = engine.step(ForwardMode.EXTEND, [request], [5])
+    assert relative(logits[-1], reference_logits(engine.model, request.tokens)[-1]) < 2e-4
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
+@pytest.mark.parametrize("path", [[0, 1], [0, 2], [0], []])
+def test_trees_are_verified(kind, path):
+    engine = make_engine(kind, host=Keeping(), drafts=MOST)
+    engine.add(prompt(9, 1), prompt(30, 2))
+    logits = engine.verify([prompt(2, 5), prompt(2, 6)], tree=FORK)
+    for request in engine.running:
+        request.tokens.pop()
+    check(engine, logits, engine.running, [-1, 0, 0])
+    keep(engine, [path, [0]])
+    for request in engine.running:
+        request.tokens.append(7)
+    logits = engine.verify([prompt(1, 7), prompt(1, 8)])
+    for request in engine.running:
+        request.tokens.pop()
+    if path:
+        check(engine, logits, engine.running)
+    else:  # the token that was taken back has its place taken by another
+        check(engine, logits[2:], engine.running[1:])
+
+
+@pytest.mark.parametrize("host", [partial(Captured, sizes=[3]), Segments, Piecewise])
+@pytest.mark.parametrize("kind", ["gdn", "mamba2"])
+def test_every_host_of_graphs_verifies(kind, host):
+    """As the eager engine; whole captured steps have padding rows."""
+    torch.compiler.reset()
+    eager = make_engine(kind, host=Keeping(), drafts=MOST)
+    captured = make_engine(kind, eager.model, Keeping(host()), drafts=MOST)
+    for engine in (eager, captured):
+        engine.add(prompt(20, 1), prompt(5, 2))
+    for step in range(4):
+        logits = []
+        for engine in (eager, captured):
+            logits.append(engine.verify([prompt(2, 2 * step + i) for i in range(2)]))
+            for request in engine.running:
+                request.tokens.pop()
+            keep(engine, [[0, 1], [0]])
+            for request in engine.running:
+                request.tokens.append(step)
+            logits.append(engine.decode())
+        assert relative(logits[2], logits[0]) < 1e-5 and relative(logits[3], logits[1]) < 1e-5
+
+
+def test_a_branch_and_a_new_request_do_not_see_old_rings():
+    pool = MambaPool(3, 1, None, (1, 2, 3), speculative_num_draft_tokens=2)
+    first, second = pool.alloc(2)
+    for slot in (first, second):
+        pool.rings.ring_u[0, slot, 0, 0], pool.rings.ring_k[0, slot, 0, 0] = 2.0, 3.0
+        pool.rings.ring_decay[0, slot], pool.rings.ring_len[0, slot] = 1.0, 1
+    branch = pool.fork(first)
+    assert pool.states.temporal[0, [first, branch]].eq(6).all() and not pool.rings.ring_len[0, [first, branch]].any()
+    assert pool.rings.ring_len[0, second] == 1
+    pool.free(second)
+    assert pool.alloc() == [second] and pool.rings.ring_len[0, second] == 0
+    with pytest.raises(ValueError, match=r"speculative_num_draft_tokens must be in \[0, 16\], got 17"):
+        MambaPool(1, 1, None, (1, 2, 3), speculative_num_draft_tokens=17)
+    with pytest.raises(ValueError, match="ring_rows be at least 4"):
+        MambaPool(1, 1, None, (1, 2, 3), speculative_num_draft_tokens=4, ring_rows=3)
+
+
+def test_refusals_name_what_is_wrong():
+    engine = make_engine("gdn", host=Keeping(), drafts=2)
+    engine.add(prompt(5, 1))
+    with pytest.raises(NotImplementedError, match="gdn verifies at most 2 tokens of a request"):
+        engine.verify([[1, 2]])
+    engine = make_engine("gdn", host=Keeping(), drafts=2)
+    engine.add(prompt(5, 1))
+    with pytest.raises(NotImplementedError, match="got DRAFT_EXTEND of a draft model"):
+        engine.verify([[1]], ForwardMode.DRAFT_EXTEND)
+    engine = make_engine("gdn", host=Keeping(), drafts=2)
+    engine.add(prompt(5, 1))
+    engine.decode()
+    path, lengths = torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="gdn has verified nothing: the last step was of another mode"):
+        engine.backend.update_mamba_state_after_mtp_verify(path, lengths)
+    engine.verify([[1]])
+    with pytest.raises(ValueError, match=r"accepted_path must be \[1, 2\] or of fewer requests, got \[1, 1\]"):
+        engine.backend.update_mamba_state_after_mtp_verify(path[:, :1], lengths)
+    assert isinstance(engine.backend.linear_attn_backend, GDNAttnBackend) and LIMITS.max_tokens_per_request == MOST
+    assert isinstance(engine.rows, HybridReqToTokenPool)

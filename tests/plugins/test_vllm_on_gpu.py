@@ -1,0 +1,59 @@
+"""vLLM's whole engine on a GPU: the tokens of its own backend, with graphs of whole decode steps."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import pytest
+import vllm_engine
+from attnops.plugins import unsupported
+
+MISSING = unsupported("vllm")
+if not MISSING and not importlib.util.find_spec("vllm._C_stable_libtorch"):
+    MISSING = "this vLLM has no compiled CUDA module"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(bool(MISSING), reason=MISSING or "-"),
+]
+
+OPTIONS = {
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]},
+    "dtype": "bfloat16",
+    "block_size": 64,  # what every MLA backend of vLLM takes
+    "max_model_len": 256,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,  # prompts come in pieces, beside decodes
+    "enable_prefix_caching": True,
+    "kv_cache_memory_bytes": 64 << 20,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return vllm_engine.declare_packages(tmp_path_factory.mktemp("vllm"))
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    def of(kind: str, backend: str | None, rounds: int = 1) -> dict:
+        chosen = {"attention_config": {"backend": backend}} if backend else {}
+        return vllm_engine.run(folder, kind, OPTIONS | chosen, rounds)
+
+    return functools.cache(of)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma", "gpt_oss"])
+def test_tokens_are_those_of_vllms_own_backend(kind, run):
+    got, expected = run(kind, "ATTNOPS", 2), run(kind, "TRITON_ATTN", 2)
+    equal = vllm_engine.check_tokens(got, expected)
+    print(f"{kind}: {equal} of {len(expected['tokens'][0])} requests are equal to their end")
+    assert got["calls"]["xqa_decode"] and got["calls"]["fmha_paged"] and got["calls"]["store_kv"]
+    assert not any(expected["calls"].values())
+
+
+def test_mla_tokens_are_those_of_vllms_own_backend(run):
+    got, expected = run("deepseek_576", "ATTNOPS_MLA"), run("deepseek_576", "TRITON_MLA")
+    equal = vllm_engine.check_tokens(got, expected)
+    print(f"MLA: {equal} of {len(expected['tokens'][0])} requests are equal to their end")
+    assert got["calls"]["mla_decode"] and got["calls"]["store_mla_kv"]
