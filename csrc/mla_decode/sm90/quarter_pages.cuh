@@ -18,13 +18,8 @@ class QuarterPages {
   static constexpr int kTilesAhead = 32 / kGroupsPerWarp;  // whose page indices are read at once
   static constexpr int kUnknown = INT32_MIN;
 
-  __device__ QuarterPages(const Params& p, const Paging& paging, bool use_boxes, bool whole_tiles, int warp)
-      : p_(p),
-        paging_(paging),
-        use_boxes_(use_boxes),
-        whole_tiles_(whole_tiles),
-        warp_(warp),
-        lane_(threadIdx.x % 32) {}
+  __device__ QuarterPages(const Params& p, const Paging& paging, bool use_boxes, int warp)
+      : p_(p), paging_(paging), use_boxes_(use_boxes), warp_(warp), lane_(threadIdx.x % 32) {}
 
   // Whether a part's first pages can be told from the plan alone. Batch-invariant plans may pass over a request that
   // has more cuts than there is room for, so there the first piece is not known yet.
@@ -57,7 +52,7 @@ class QuarterPages {
     if (use_boxes_) next_groups = first_page == kUnknown ? group_page(piece, cells, 0) : first_page;
     for (int t = 0; t < piece.num_tiles; ++t, ++count_) {
       const int tile = piece.first_tile + t, row = next_row;
-      const bool is_boxed = comes_boxed(piece, tile);
+      const bool is_boxed = sm90::is_boxed(p_, piece, tile, use_boxes_);
       if (t % kTilesAhead == 0) {
         groups = next_groups;
         if (use_boxes_) next_groups = group_page(piece, cells, t + kTilesAhead);
@@ -66,16 +61,6 @@ class QuarterPages {
       next_row = row_page(piece, cells, t + 1);
       if (!is_boxed) gathered(tile, row);
     }
-  }
-
-  // Where tiles are whole, groups of the last one that hold keys are boxes, too; consumers clear what is behind the keys.
-  __device__ bool comes_boxed(const Piece& piece, int tile) const {
-    return whole_tiles_ || is_boxed(p_, piece, tile, use_boxes_);
-  }
-
-  // Groups of this warp's part of a tile that come as boxes, of as many keys of the request from the tile's first on.
-  __device__ int boxed_groups(int keys) const {
-    return min_of(max_of(ceil_div(keys - warp_ * kTokens, kGroupTokens), 0), kGroupsPerWarp);
   }
 
   __device__ int first_token(int tile) const { return tile * kPlanTileTokens + warp_ * kTokens; }
@@ -96,7 +81,6 @@ class QuarterPages {
   const Params& p_;
   const Paging paging_;
   const bool use_boxes_;
-  const bool whole_tiles_;
   const int warp_, lane_;
   int count_ = 0;  // tiles of the ring so far
 
@@ -104,7 +88,7 @@ class QuarterPages {
   // The page of row lane % 16 of this warp's part of a gathered tile; -1 where there is nothing to read.
   __device__ int row_page(const Piece& piece, const int32_t* cells, int t) const {
     const int tile = piece.first_tile + t, key = first_token(tile) + lane_ % kTokens;
-    const bool needed = t < piece.num_tiles && !comes_boxed(piece, tile) && is_readable(p_, piece, key);
+    const bool needed = t < piece.num_tiles && !is_boxed(p_, piece, tile, use_boxes_) && is_readable(p_, piece, key);
     return needed ? cells[paging_.cell(key)] : -1;
   }
 
@@ -112,7 +96,7 @@ class QuarterPages {
   __device__ int group_page(const Piece& piece, const int32_t* cells, int t) const {
     t += lane_ / kGroupsPerWarp;
     const int tile = piece.first_tile + t, key = first_token(tile) + lane_ % kGroupsPerWarp * kGroupTokens;
-    const bool needed = t < piece.num_tiles && comes_boxed(piece, tile) && key < piece.keys.end;
+    const bool needed = t < piece.num_tiles && is_boxed(p_, piece, tile, use_boxes_);
     return needed ? cells[paging_.cell(key)] : 0;
   }
 

@@ -59,7 +59,6 @@ class Consumer {
       const bool exchanges = pairs && piece.is_last;
       for (int t = 0; t < piece.num_tiles; ++t, ++count_) {
         multiply_queries(s, !is_boxed(p_, piece, piece.first_tile + t, modes_.use_boxes));
-        clear_tail(piece.keys.end - (piece.first_tile + t) * kPlanTileTokens);
         rescale(o, exchange_probabilities(piece, t, s));
         if (exchanges && t == piece.num_tiles - 1 && threadIdx.x == 0) Exchange<At>(shared_).let_peer_send();
         multiply_values(o);
@@ -147,20 +146,6 @@ class Consumer {
     }
     attnops::sm90::wgmma_commit();
     attnops::sm90::wgmma_wait<0>(s);
-  }
-
-  // Zeros for this group's columns of V behind the last of a tile's keys, where the tile comes all the same: 0 x NaN must
-  // not happen. Its scores have been computed, and everybody meets before V is read.
-  __device__ void clear_tail(int keys) const {
-    if (!modes_.whole_tiles || keys >= kPlanTileTokens) return;
-    uint8_t* values = base_ + (quarter(0) - shared_) + kColumnTiles * group_ * kPieceStride;
-#pragma unroll 1
-    for (int i = max_of(keys, 0) * 8 + threadIdx.x % kGroupThreads; i < kPlanTileTokens * 8; i += kGroupThreads) {
-      uint8_t* place = values + i / 64 * kGroupStride + i % 64 * 16;
-#pragma unroll
-      for (int k = 0; k < kColumnTiles; ++k) *reinterpret_cast<uint4*>(place + k * kPieceStride) = {};
-    }
-    fence_async_proxy();
   }
 
   // Whether the reference maximum of a row moved, in either half of the rows.
@@ -254,7 +239,11 @@ class Consumer {
   }
 
   __device__ void release_quarter(int number) const {
-    attnops::sm90::mbarrier_arrive(empty_barrier<At>(shared_, ring_place(count_, number).position));
+    release(empty_barrier<At>(shared_, ring_place(count_, number).position));
+  }
+
+  __device__ static void release(uint32_t barrier) {
+    if (threadIdx.x % 32 == 0) attnops::sm90::mbarrier_arrive(barrier);
   }
 
   const Params& p_;
@@ -270,7 +259,7 @@ template <class At>
 __device__ inline void init_barriers(uint32_t shared) {
   for (int position = 0; position < kQuarters; ++position) {
     attnops::sm90::mbarrier_init(full_barrier<At>(shared, position), 32);
-    attnops::sm90::mbarrier_init(empty_barrier<At>(shared, position), kConsumerThreads);
+    attnops::sm90::mbarrier_init(empty_barrier<At>(shared, position), kConsumerThreads / 32);
   }
   for (int group = 0; group < 2; ++group)
     attnops::sm90::mbarrier_init(shared + At::kMoveBarriers + 8 * group, kGroupThreads);

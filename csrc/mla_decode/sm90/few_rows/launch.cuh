@@ -65,7 +65,6 @@ void launch_merge_cuts(const Params& p, cudaStream_t stream) {
 template <typename T, class At>
 void launch_shape(const Params& p, cudaStream_t stream) {
   const CallModes modes{.use_boxes = groups_fit(p),
-                        .whole_tiles = groups_fit(p) && p.window_left < 0 && p.tree_mask == nullptr,
                         .by_page_size = Divisor(p.page_table.page_size),
                         .paired = p.num_sm_parts % 2 == 0 && p.fixed_split_tokens == 0};
   const CUtensorMap map = modes.use_boxes ? make_map(p) : CUtensorMap{};

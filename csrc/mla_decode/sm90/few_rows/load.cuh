@@ -25,7 +25,7 @@ __device__ inline RingPlace ring_place(int count, int quarter) {
   return {count % kRingTiles * kLoadingWarps + quarter, static_cast<uint32_t>(count / kRingTiles & 1)};
 }
 
-// Barriers: a quarter is full when all lanes of its loading warp have arrived, and empty when all consumers have.
+// Barriers: a quarter is full when all lanes of its loading warp have arrived, and empty when all consumer warps have.
 template <class At>
 __device__ inline uint32_t full_barrier(uint32_t shared, int position) {
   return shared + At::kBarriers + 16 * position;
@@ -38,8 +38,7 @@ __device__ inline uint32_t empty_barrier(uint32_t shared, int position) {
 
 // What the host has found out about the arguments.
 struct CallModes {
-  bool use_boxes;    // whole tiles come by the copy engine
-  bool whole_tiles;  // and so do all others: rows behind the keys are for the consumers to clear
+  bool use_boxes;  // whole tiles come by the copy engine
   Divisor by_page_size;
   bool paired;  // CTAs come in clusters of two
 };
@@ -57,7 +56,7 @@ template <class At>
 class Loader : QuarterPages<Paging> {
  public:
   __device__ Loader(const Params& p, const CUtensorMap* map, const CallModes& modes, uint32_t shared)
-      : QuarterPages(p, {modes.by_page_size, p.page_table.page_size}, modes.use_boxes, modes.whole_tiles,
+      : QuarterPages(p, {modes.by_page_size, p.page_table.page_size}, modes.use_boxes,
                      threadIdx.x / 32 - kConsumerThreads / 32),
         map_(map),
         shared_(shared) {}
@@ -73,14 +72,13 @@ class Loader : QuarterPages<Paging> {
     const int length = from_first(attnops::sm90::load_guess(p_.cache_seqlens + entry.x));
     int boxes = min_of(length_of(length), p_.page_table.num_tokens(entry.x));
     if (p_.tree_mask) boxes = min_of(boxes, length_of(length) - p_.tree_keys);
-    const int tiles_there = whole_tiles_ ? ceil_div(boxes, kPlanTileTokens) : boxes / kPlanTileTokens;
-    const int tiles = min_of(min_of(end, tiles_there) - entry.y, kRingTiles);
+    const int tiles = min_of(min_of(end, boxes / kPlanTileTokens) - entry.y, kRingTiles);
     // Lane l has group l % 2 of tile l / 2.
     const int token = first_token(entry.y + lane_ / kGroupsPerWarp) + lane_ % kGroupsPerWarp * kGroupTokens;
     const int cell = paging_.cell(token);
-    const bool needed = lane_ < kGroupsPerWarp * tiles && token < boxes;
+    const bool needed = lane_ < kGroupsPerWarp * tiles;
     if (__any_sync(0xffffffffu, needed && cell >= p_.page_table.max_pages)) return;
-    guess_ = {entry, length, boxes, needed ? p_.page_table.row(entry.x) + cell : nullptr, tiles};
+    guess_ = {entry, length, p_.page_table.row(entry.x) + cell, tiles};
     if (needed && lane_ < kGroupsPerWarp) {
       attnops::sm90::prefetch_box(map_, 0, paging_.offset(token), 0, attnops::sm90::load_guess(guess_.cell));
     }
@@ -92,11 +90,11 @@ class Loader : QuarterPages<Paging> {
     if (guess_.tiles <= 0) return;
     const int4 entry = *part_row();
     const int length = p_.cache_seqlens[guess_.entry.x];
-    const int page = guess_.cell ? *guess_.cell : 0;
+    const int page = lane_ < kGroupsPerWarp * guess_.tiles ? *guess_.cell : 0;
     const bool right = entry.x == guess_.entry.x && entry.y == guess_.entry.y && entry.z == guess_.entry.z &&
                        entry.w == guess_.entry.w && length == guess_.length;
     if (!__all_sync(0xffffffffu, right)) return;
-    for (int t = 0; t < guess_.tiles; ++t) load_boxes(guess_.keys_end, entry.y + t, t, page, t * kGroupsPerWarp);
+    for (int t = 0; t < guess_.tiles; ++t) load_boxes(entry.y + t, t, page, t * kGroupsPerWarp);
     loaded_ = guess_.tiles;
   }
 
@@ -119,8 +117,8 @@ class Loader : QuarterPages<Paging> {
 
   struct Guess {
     int4 entry;
-    int length, keys_end;
-    const int32_t* cell;  // of this lane's group, if it has keys
+    int length;
+    const int32_t* cell;  // of this lane's group
     int tiles;            // that can be loaded by it
   };
 
@@ -134,12 +132,12 @@ class Loader : QuarterPages<Paging> {
     each_tile(
         piece, first_page,
         [&](int t, int tile, int pages, int first_lane) {
-          if (t >= loaded_) load_boxes(piece.keys.end, tile, count_, pages, first_lane);
+          if (t >= loaded_) load_boxes(tile, count_, pages, first_lane);
         },
         [&](int tile, int page) { gather(piece, tile, page); });
   }
 
-  __device__ void load_boxes(int keys_end, int tile, int count, int pages, int first_lane) const {
+  __device__ void load_boxes(int tile, int count, int pages, int first_lane) const {
     const RingPlace place = ring_place(count, warp_);
     const uint32_t full = full_barrier<At>(shared_, place.position);
     int page[kGroupsPerWarp];
@@ -148,11 +146,9 @@ class Loader : QuarterPages<Paging> {
     // By every lane: an arrival before the slot is empty would count for the tile that is still in it.
     attnops::sm90::mbarrier_wait(empty_barrier<At>(shared_, place.position), place.parity ^ 1);
     if (lane_ == 0) {
-      const int groups = boxed_groups(keys_end - tile * kPlanTileTokens);
-      attnops::sm90::mbarrier_arrive_expect(full, groups * kGroupStride);
+      attnops::sm90::mbarrier_arrive_expect(full, kGroupsPerWarp * kGroupStride);
 #pragma unroll
       for (int g = 0; g < kGroupsPerWarp; ++g) {
-        if (g >= groups) break;
         const int token = paging_.offset(first_token(tile) + g * kGroupTokens);
         attnops::sm90::copy_box(group_place(place, g), map_, full, 0, token, 0, page[g], read_once_);
       }
@@ -200,7 +196,7 @@ class Loader : QuarterPages<Paging> {
   const CUtensorMap* map_;
   const uint32_t shared_;
   const uint64_t read_once_ = attnops::sm90::l2_policy(true);
-  Guess guess_{{0, 0, 0, 0}, 0, 0, nullptr, 0};
+  Guess guess_{{0, 0, 0, 0}, 0, nullptr, 0};
   int loaded_ = 0;  // tiles of the first piece, by a guess
 };
 

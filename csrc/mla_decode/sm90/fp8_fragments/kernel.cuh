@@ -38,9 +38,8 @@ class Consumer {
   static constexpr int kSums = At::kScaled ? 3 : 1;      // of scores: their scales apply when they are complete
 
  public:
-  __device__ Consumer(const Params& p, bool whole_tiles, bool out_aligned, uint8_t* base, uint32_t shared)
+  __device__ Consumer(const Params& p, bool out_aligned, uint8_t* base, uint32_t shared)
       : p_(p),
-        whole_tiles_(!At::kScaled && whole_tiles),
         out_aligned_(out_aligned),
         base_(base),
         shared_(shared),
@@ -71,7 +70,6 @@ class Consumer {
         multiply_queries(at.slot, s);
         SoftmaxScores own;
         exchange_scores(s, own);
-        if (whole_tiles_) clear_values(at.slot, piece.keys.end - (piece.first_tile + t) * kPlanTileTokens);
         const KeyScales scales = load_scales(at.slot);
         rows_.tile(p_, piece, (piece.first_tile + t) * kPlanTileTokens, own, scales.weight,
                    listed_keys<At>(base_, at.slot), base_, shared_);
@@ -273,17 +271,6 @@ class Consumer {
     }
   }
 
-  // Of a tile with so many keys, zeros for what the warp reads of V behind them. All scores have been computed.
-  __device__ void clear_values(int slot, int keys) const {
-    uint8_t* tile = base_ + At::kKv + slot * At::kTileBytes;
-#pragma unroll 1
-    for (int i = max_of(keys, 0) * kColumnTiles + lane_; i < kPlanTileTokens * kColumnTiles; i += 32) {
-      const int piece = kColumnTiles * place().group + i % kColumnTiles;
-      *reinterpret_cast<uint4*>(tile + At::Rows::place(i / kColumnTiles, piece, warp_)) = {};
-    }
-    __syncwarp();
-  }
-
   // Load number `i` of V: 16 columns of this warp in the group's blocks of 64, for half of the tile's tokens.
   __device__ void load_values(uint32_t tile, int i, Raw& r) const {
     const int block = i / 2, half = i % 2;
@@ -344,7 +331,6 @@ class Consumer {
   }
 
   const Params& p_;
-  const bool whole_tiles_;  // a tile's last rows may be behind the keys
   const bool out_aligned_;  // rows of the output start on 4-byte boundaries
   uint8_t* const base_;
   const uint32_t shared_;
@@ -380,7 +366,7 @@ __global__ void __launch_bounds__(At::kThreads, 1)
   attnops::sm90::wait_for_prerequisites();
   if (threadIdx.x < At::kConsumerThreads) {
     attnops::sm90::registers_increase<At::kConsumerRegisters>();
-    Consumer<T, At>(p, modes.whole_tiles, out_aligned, shared_bytes, shared).run();
+    Consumer<T, At>(p, out_aligned, shared_bytes, shared).run();
   } else {
     attnops::sm90::registers_decrease<At::kLoaderRegisters>();
     Loader<At>(p, &map, modes, shared_bytes, shared).run();

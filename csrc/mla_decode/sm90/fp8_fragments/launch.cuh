@@ -30,10 +30,7 @@ Modes modes_of(const Params& p) {
   constexpr bool kSelects = At::kOptions == Options::kSelected;
   const int page_size = kSelects ? p.selected.page_size : p.page_table.page_size;
   const bool is_power = (page_size & (page_size - 1)) == 0;
-  const bool use_boxes = !kSelects && groups_fit<At>(p);
-  return {.use_boxes = use_boxes,
-          .whole_tiles = use_boxes && !At::kScaled && p.window_left < 0 && p.tree_mask == nullptr,
-          .page_shift = is_power ? __builtin_ctz(page_size) : -1};
+  return {.use_boxes = !kSelects && groups_fit<At>(p), .page_shift = is_power ? __builtin_ctz(page_size) : -1};
 }
 
 template <typename T, class At>

@@ -44,8 +44,7 @@ class Loader : QuarterPages<Paging> {
   __device__ Loader(const Params& p, const CUtensorMap* map, const Modes& modes, uint8_t* base, uint32_t shared,
                     const QueryMaps* query_maps = nullptr, bool queries_by_map = false)
       : QuarterPages(p, kSelects ? Paging(1, 0) : Paging(p.page_table.page_size, modes.page_shift),
-                     !kSelects && modes.use_boxes, !kSelects && !At::kScaled && modes.whole_tiles,
-                     threadIdx.x / 32 - At::kConsumerThreads / 32),
+                     !kSelects && modes.use_boxes, threadIdx.x / 32 - At::kConsumerThreads / 32),
         rows_(p.selected.page_size, modes.page_shift),
         query_maps_(query_maps),
         queries_by_map_(queries_by_map),
@@ -116,11 +115,7 @@ class Loader : QuarterPages<Paging> {
   __device__ void load_piece(const Piece& piece, int first_page) {
     if constexpr (kSelects) return load_listed(piece);
     each_tile(
-        piece, first_page,
-        [&](int, int tile, int pages, int first_lane) {
-          const int keys = piece.keys.end - tile * kPlanTileTokens;
-          load_boxes(tile, pages, first_lane, At::kScaled ? kGroupsPerWarp : boxed_groups(keys));
-        },
+        piece, first_page, [&](int, int tile, int pages, int first_lane) { load_boxes(tile, pages, first_lane); },
         [&](int tile, int page) { gather(piece, tile, page); });
   }
 
@@ -144,7 +139,7 @@ class Loader : QuarterPages<Paging> {
     return t < piece.num_tiles && key < piece.keys.end ? p_.selected.list(piece.request)[key] : -1;
   }
 
-  __device__ void load_boxes(int tile, int pages, int first_lane, int groups) const {
+  __device__ void load_boxes(int tile, int pages, int first_lane) const {
     const RingSlot<At> at(count_);
     const uint32_t full = At::full_barrier(shared_, at.slot);
     int page[kGroupsPerWarp];
@@ -153,10 +148,9 @@ class Loader : QuarterPages<Paging> {
     // By every lane: an arrival before the slot is empty would count for the tile that is still in it.
     attnops::sm90::mbarrier_wait(At::empty_barrier(shared_, at.slot), at.parity ^ 1);
     if (lane_ == 0) {
-      attnops::sm90::mbarrier_arrive_expect(full, groups * At::Rows::kGroupBytes);
+      attnops::sm90::mbarrier_arrive_expect(full, At::kQuarterBytes);
 #pragma unroll
       for (int g = 0; g < kGroupsPerWarp; ++g) {
-        if (g >= groups) break;
         const int token = paging_.offset(first_token(tile) + g * kGroupTokens);
         const uint32_t target = place(at.slot) + g * At::Rows::kGroupBytes;
         if constexpr (At::kScaled) {

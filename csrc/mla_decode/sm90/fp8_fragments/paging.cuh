@@ -4,8 +4,7 @@ namespace attnops::mla_decode::sm90::fp8_fragments {
 
 // What the host has found out about the arguments.
 struct Modes {
-  bool use_boxes;    // whole tiles come by the copy engine
-  bool whole_tiles;  // and so do all others: rows behind the keys are for the consumers to clear
+  bool use_boxes;  // whole tiles come by the copy engine
   int page_shift;  // of a page size that is a power of two, else -1
 };
 

@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(At::kThreads, 1)
   attnops::sm90::wait_for_prerequisites();
   if (group < 2) {
     attnops::sm90::registers_increase<At::kValueRegisters>();
-    ValueConsumer<T, At>(p, modes.whole_tiles, wide.out_aligned, shared_bytes, shared).run();
+    ValueConsumer<T, At>(p, wide.out_aligned, shared_bytes, shared).run();
   } else if (group == 2) {
     attnops::sm90::registers_decrease<At::kScoreRegisters>();
     ScoreConsumer<T, At>(p, shared_bytes, shared).run();

@@ -12,7 +12,6 @@ inline constexpr int kWideBuffers = 2;  // of probabilities
 
 struct alignas(16) StoredPiece {
   int request, first_row, num_rows, partial;
-  int last_keys;  // of its last tile
 };
 
 struct WideMaps {

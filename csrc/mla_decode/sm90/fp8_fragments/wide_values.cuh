@@ -16,9 +16,8 @@ class ValueConsumer {
   static constexpr int kBlocks = 4;                // of 64 columns
 
  public:
-  __device__ ValueConsumer(const Params& p, bool whole_tiles, bool out_aligned, uint8_t* base, uint32_t shared)
+  __device__ ValueConsumer(const Params& p, bool out_aligned, uint8_t* base, uint32_t shared)
       : p_(p),
-        whole_tiles_(!At::kScaled && whole_tiles),
         out_aligned_(out_aligned),
         base_(base),
         shared_(shared),
@@ -41,10 +40,7 @@ class ValueConsumer {
 #pragma unroll
       for (int i = 0; i < 128; ++i) o[i / 32][i % 32] = 0.f;
 #pragma unroll 1
-      for (; tiles > 0; --tiles, ++count_, ++taken_) {
-        if (whole_tiles_ && tiles == 1) clear_tail();
-        multiply_values(o);
-      }
+      for (; tiles > 0; --tiles, ++count_, ++taken_) multiply_values(o);
       attnops::sm90::mbarrier_meet(At::sums_barrier(shared_));
       more = walk.next(p_, piece);
     }
@@ -64,8 +60,7 @@ class ValueConsumer {
     const auto place = [&](int slot) { return base_ + At::kKv + slot * At::kTileBytes; };
     if (threadIdx.x == 0) {
       *reinterpret_cast<int*>(base_ + At::kParity) = parity_ ^ 1;
-      *stored(parity_ ^ 1) = {piece.request, piece.first_row, piece.num_rows, piece.partial,
-                              piece.keys.end - (piece.first_tile + piece.num_tiles - 1) * kPlanTileTokens};
+      *stored(parity_ ^ 1) = {piece.request, piece.first_row, piece.num_rows, piece.partial};
     }
     convert_queries<T, At>(place(first.slot), place(second.slot), shared_ + At::kQ,
                            reinterpret_cast<float*>(base_ + At::kQueryScale), [&](int half) {
@@ -75,21 +70,6 @@ class ValueConsumer {
                              attnops::sm90::mbarrier_arrive(At::queries_barrier(shared_, half));
                            });
     count_ += kQueryStages;
-  }
-
-  // Zeros for what the warp reads of V behind the keys of a piece's last tile, whose scores have been computed.
-  __device__ void clear_tail() const {
-    const RingSlot<At> at(count_);
-    const int buffer = taken_ % kWideBuffers;
-    attnops::sm90::mbarrier_wait(At::full_barrier(shared_, at.slot), at.parity);
-    attnops::sm90::mbarrier_wait(At::given_barrier(shared_, buffer), taken_ / kWideBuffers & 1);
-    const int keys = *reinterpret_cast<const volatile int*>(&stored(parity_)->last_keys);
-    uint8_t* tile = base_ + At::kKv + at.slot * At::kTileBytes;
-#pragma unroll 1
-    for (int i = max_of(keys, 0) * kBlocks + lane_; i < kPlanTileTokens * kBlocks; i += 32) {
-      *reinterpret_cast<uint4*>(tile + At::Rows::place(i / kBlocks, kBlocks * group_ + i % kBlocks, warp_)) = {};
-    }
-    __syncwarp();
   }
 
   // 16 columns of this warp in the group's blocks of 64, for half of the tile's tokens.
@@ -198,7 +178,6 @@ class ValueConsumer {
   }
 
   const Params& p_;
-  const bool whole_tiles_;  // a tile's last rows may be behind the keys
   const bool out_aligned_;  // rows of the output start on 4-byte boundaries
   uint8_t* const base_;
   const uint32_t shared_;

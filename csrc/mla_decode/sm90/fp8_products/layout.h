@@ -23,7 +23,6 @@ static_assert(2 * kValueRegisters + kScoreRegisters + kLoaderRegisters <= 4 * 12
 
 struct alignas(16) StoredPiece {
   int request, first_row, num_rows, partial;
-  int last_keys;  // of its last tile
 };
 
 struct Layout {

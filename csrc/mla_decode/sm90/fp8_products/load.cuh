@@ -131,9 +131,7 @@ class Loader {
     }
   }
 
-  // Of common calls all tiles do, and consumers clear what is behind the keys.
   __device__ bool boxed(const Piece& piece, int t) const {
-    if (kOptions == Options::kCommon) return modes_.use_boxes;
     return is_boxed<kOptions>(p_, piece, piece.first_tile + t, modes_.use_boxes);
   }
 
@@ -153,11 +151,10 @@ class Loader {
     return page;
   }
 
-  // The page of tile t + lane; without keys one that does not exist, which reads as zeros.
+  // The page of tile t + lane.
   __device__ int box_pages(const Piece& piece, const int32_t* cells, int t) const {
     t += lane_;
-    const bool has_keys = (piece.first_tile + t) * kPlanTileTokens < piece.keys.end;
-    return t < piece.num_tiles && boxed(piece, t) && has_keys ? cells[cell_of(piece.first_tile + t)] : -1;
+    return t < piece.num_tiles && boxed(piece, t) ? cells[cell_of(piece.first_tile + t)] : 0;
   }
 
   __device__ int cell_of(int tile) const { return modes_.tiles_per_page == 1 ? tile : tile / modes_.tiles_per_page; }

@@ -25,7 +25,6 @@ class ValueConsumer {
  public:
   __device__ ValueConsumer(const Params& p, const Modes& modes, int group, uint8_t* base, uint32_t shared)
       : p_(p),
-        use_boxes_(modes.use_boxes),
         out_aligned_(modes.out_aligned),
         base_(base),
         shared_(shared),
@@ -50,7 +49,6 @@ class ValueConsumer {
       for (int i = 0; i < 128; ++i) o[i / 32][i % 32] = 0.f;
 #pragma unroll 1
       for (; tiles > 0; --tiles) {
-        if (kOptions == Options::kCommon && tiles == 1 && use_boxes_) clear_tail();
         multiply_values(o);
         ring_.advance();
         ++taken_;
@@ -75,8 +73,7 @@ class ValueConsumer {
     const auto place = [&](int stage) { return base_ + L::kKv + stage * kStageBytes; };
     if (threadIdx.x == 0) {
       *reinterpret_cast<int*>(base_ + L::kParity) = parity_ ^ 1;
-      *stored(parity_ ^ 1) = {piece.request, piece.first_row, piece.num_rows, piece.partial,
-                              piece.keys.end - (piece.first_tile + piece.num_tiles - 1) * kPlanTileTokens};
+      *stored(parity_ ^ 1) = {piece.request, piece.first_row, piece.num_rows, piece.partial};
     }
     convert_queries(place(first.stage), place(ring_.stage), p_.softmax_scale * kv_scale_ < 0.f ? -1.f : 1.f,
                     shared_ + L::kQ, reinterpret_cast<float*>(base_ + L::kQueryScale), [&](int half) {
@@ -85,21 +82,6 @@ class ValueConsumer {
                       arrive(L::barrier_queries(half));
                     });
     ring_.advance();
-  }
-
-  // Zeros for what the warp reads of V behind the keys of a piece's last tile, whose scores have been computed.
-  __device__ void clear_tail() const {
-    const int buffer = taken_ % L::kBuffers;
-    mbarrier_wait(shared_ + L::barrier_full(ring_.stage), ring_.phase);
-    mbarrier_wait(shared_ + L::barrier_given(buffer), taken_ / L::kBuffers & 1);
-    const int keys = *reinterpret_cast<const volatile int*>(&stored(parity_)->last_keys);
-    uint8_t* values = base_ + L::kKv + ring_.stage * kStageBytes + group_ * 2 * kTileBytes;
-#pragma unroll 1
-    for (int i = max_of(keys, 0) * kBlocks + lane_; i < kPlanTileTokens * kBlocks; i += 32) {
-      const int block = i % kBlocks, chunk = warp_ + block % 2 * 4;
-      *reinterpret_cast<uint4*>(values + block / 2 * kTileBytes + attnops::sm90::swizzled(i / kBlocks, chunk)) = {};
-    }
-    __syncwarp();
   }
 
   // o += V^T P^T of the next tile for this group's 256 dims, in four blocks of 64; tile and probabilities are given
@@ -193,7 +175,6 @@ class ValueConsumer {
   __device__ void arrive(int barrier) const { attnops::sm90::mbarrier_arrive(shared_ + barrier); }
 
   const Params& p_;
-  const bool use_boxes_;
   const bool out_aligned_;
   uint8_t* const base_;
   const uint32_t shared_;
