@@ -38,6 +38,11 @@ def _parser() -> argparse.ArgumentParser:
 def main() -> None:
     options = _parser().parse_args()
     only = tuple(name for name in options.only.split(",") if name)
+    if only and not options.serve:
+        from .cases import FAMILIES
+
+        if unknown := set(only) - FAMILIES.keys():
+            sys.exit(f"--only: no family is called {', '.join(sorted(unknown))}; there are {', '.join(FAMILIES)}")
     if options.serve:
         from .child import serve
 
