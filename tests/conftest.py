@@ -4,6 +4,7 @@ Tests marked `triton`, which is done here, run Triton's kernels on the CPU and n
 """
 
 import importlib
+import importlib.util
 import os
 import re
 import sys
@@ -19,6 +20,11 @@ FAMILY_OPS = {
     "fmha": "fmha_varlen",
     "layer_call": "xqa_layer",
 }
+
+
+def pytest_configure():
+    if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+        importlib.import_module("triton_interpreter").sum_products_in_float64()
 
 
 @pytest.fixture(autouse=True)
