@@ -16,6 +16,8 @@ struct LinearPrefill {
   const int32_t* checkpoint_slots;  // [batch_size, max_checkpoints], or null; below 0: not kept
   int64_t max_checkpoints, stride_checkpoints;
   const int32_t* plan;  // [batch_size]: requests in the order of their work, or null
+  void* scratch;        // of the kernels that take whole chunks, or null
+  int64_t scratch_bytes;
 
   // First token of a request; bounds that fall or leave the tokens hold none.
   ATTNOPS_HOST_DEVICE int64_t first_token(int64_t request) const {

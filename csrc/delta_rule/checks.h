@@ -80,7 +80,7 @@ inline LinearStep checked_decode(const RowArguments& given) {
 inline LinearPrefill checked_prefill(const RowArguments& given, const PrefillArguments& ragged) {
   Dim num_tokens("num_tokens"), batch("batch_size");
   const LinearStep step = checked_rows("delta_prefill", given, num_tokens, batch);
-  return attnops::checked_prefill("delta_prefill", step, ragged, "q", given.q, num_tokens, batch);
+  return attnops::checked_prefill("delta_prefill", step, true, ragged, "q", given.q, num_tokens, batch);
 }
 
 inline LinearVerify checked_verify(const RowArguments& given, const RingArguments& rings,

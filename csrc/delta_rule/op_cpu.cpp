@@ -26,12 +26,13 @@ void delta_decode_cpu(const Tensor& out, const Tensor& states, const Tensor& q, 
 void delta_prefill_cpu(const Tensor& out, const Tensor& states, const Tensor& q, const Tensor& k, const Tensor& v,
                        const Tensor& a, const Tensor& b, const OptionalTensor& a_log, const OptionalTensor& dt_bias,
                        const Tensor& cu_seqlens, const Tensor& prefix_lens, const Tensor& state_indices,
-                       const OptionalTensor& checkpoint_slots, const OptionalTensor& plan, double scale,
-                       double lower_bound, bool qk_l2norm, const OptionalTensor& report) {
+                       const OptionalTensor& checkpoint_slots, const OptionalTensor& plan,
+                       const OptionalTensor& scratch, double scale, double lower_bound, bool qk_l2norm,
+                       const OptionalTensor& report) {
   const OptionalTensor elsewhere;
   const LinearPrefill p = checked_prefill(
       {out, states, q, k, v, a, b, a_log, dt_bias, state_indices, elsewhere, scale, lower_bound, qk_l2norm, report},
-      {cu_seqlens, prefix_lens, checkpoint_slots, plan});
+      {cu_seqlens, prefix_lens, checkpoint_slots, plan, scratch});
   attnops::cpu::linear_prefill("delta_prefill", kReportDeltaPrefill, p, true);
 }
 

@@ -67,7 +67,7 @@ inline LinearStep checked_decode(const RowArguments& given) {
 inline LinearPrefill checked_prefill(const RowArguments& given, const PrefillArguments& ragged) {
   Dim num_tokens("num_tokens"), batch("batch_size");
   const LinearStep step = checked_rows("ssd_prefill", given, num_tokens, batch);
-  return attnops::checked_prefill("ssd_prefill", step, ragged, "x", given.x, num_tokens, batch);
+  return attnops::checked_prefill("ssd_prefill", step, false, ragged, "x", given.x, num_tokens, batch);
 }
 
 inline LinearVerify checked_verify(const RowArguments& given, const RingArguments& rings,

@@ -1,4 +1,5 @@
 #pragma once
+#include "core/linear_chunk.h"
 #include "core/linear_prefill.h"
 #include "core/linear_step.h"
 #include "core/linear_verify.h"
@@ -94,11 +95,32 @@ inline const float* checked_per_head(const char* op, const char* name, const Opt
 
 struct PrefillArguments {
   const Tensor &cu_seqlens, &prefix_lens;
-  const OptionalTensor &checkpoint_slots, &plan;
+  const OptionalTensor &checkpoint_slots, &plan, &scratch;
 };
 
+// Room for the kernels that take whole chunks; the CPU's take none.
+inline void add_scratch(const char* op, LinearPrefill& p, bool delta, const OptionalTensor& scratch,
+                        const char* other_name, const Tensor& other) {
+  if (!scratch) return;
+  Dim bytes("bytes");
+  TensorCheck(op, "scratch", *scratch)
+      .device_as(other_name, other)
+      .dtype({DType::kUInt8})
+      .shape({bytes})
+      .contiguous()
+      .aligned(16);
+  const int panels = p.step.key_dim <= 64 ? 1 : p.step.key_dim <= 128 ? 2 : 4;
+  const ChunkScratch layout{.panels = panels, .delta = delta, .channels = p.step.gate_per_channel};
+  const int64_t needed = chunk_places(p.num_tokens, p.step.batch_size) * p.step.num_heads * layout.bytes();
+  if (*bytes < needed) {
+    fail(op, "scratch.shape[0] (bytes) must be at least " + std::to_string(needed) + ", got " + std::to_string(*bytes));
+  }
+  p.scratch = scratch->mutable_data_ptr();
+  p.scratch_bytes = *bytes;
+}
+
 // A step whose rows are the tokens of ragged requests.
-inline LinearPrefill checked_prefill(const char* op, const LinearStep& step, const PrefillArguments& given,
+inline LinearPrefill checked_prefill(const char* op, const LinearStep& step, bool delta, const PrefillArguments& given,
                                      const char* other_name, const Tensor& other, Dim& num_tokens, Dim& batch) {
   LinearPrefill p{};
   p.step = step;
@@ -117,6 +139,7 @@ inline LinearPrefill checked_prefill(const char* op, const LinearStep& step, con
     p.stride_checkpoints = given.checkpoint_slots->stride(0);
   }
   if (given.plan) p.plan = checked_slots(op, "plan", *given.plan, other_name, other, batch);
+  add_scratch(op, p, delta, given.scratch, other_name, other);
   return p;
 }
 

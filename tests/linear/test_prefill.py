@@ -10,7 +10,7 @@ from attnops import ops
 from attnops.report import first_fault, new_report
 from linear_reference import delta_gates, delta_step, relative, ssd_step
 
-DEVICES = ["cpu"]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ISAS = ["scalar", "avx2", "amx"]
 IO = [torch.float32, torch.float16, torch.bfloat16]
 OUT = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 6e-3}
@@ -125,6 +125,27 @@ def test_prefill_equals_float64(seed, kind, device, monkeypatch):
     live = [t for i, s in enumerate(case.slots) if s >= 0 for t in range(case.bounds[i], case.bounds[i + 1])]
     padding = [t for t in range(len(out)) if t not in live]
     assert not out[padding].any(), "padding gives 0"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["gdn", "kda", "ssd", "lightning"])
+@pytest.mark.parametrize("seed", range(12))
+def test_long_prompts_of_bf16_equal_the_cpu_in_float32(seed, kind):
+    """Many chunks of many heads, and every width of a CTA."""
+    r = random.Random(seed)
+    lengths = r.choice([[3000], [700, 1, 64, 1300, 128], [r.randint(1, 400) for _ in range(40)]])
+    dims = r.choice([(128, 128), (128, 64), (64, 128), (256, 64), (64, 200), (72, 24)])
+    case = Case(100 + seed, "cuda", kind, torch.bfloat16, lengths, dims, kept=r.choice([torch.float32, torch.bfloat16]))
+    out, states = case.run()
+    case.device = "cpu"
+    for name in ("q", "k", "v", "z"):
+        given = getattr(case, name)
+        setattr(case, name, None if given is None else given.float())
+    case.a, case.b = case.a.float(), case.b.float()
+    expected, after = case.run()
+    assert out.isfinite().all() and relative(out, expected) < OUT[torch.bfloat16]
+    for slot in range(len(after)):
+        assert relative(states[slot], after[slot]) < 1.2 * STATE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -10,7 +10,7 @@ from attnops import ops
 from attnops.report import first_fault, new_report
 from linear_reference import relative
 
-DEVICES = ["cpu"]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ISAS = ["scalar", "avx2", "amx"]
 IO = [torch.float32, torch.float16, torch.bfloat16]
 OUT = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 3e-3}

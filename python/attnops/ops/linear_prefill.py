@@ -7,6 +7,34 @@ from torch import Tensor
 
 from attnops.ops._arguments import names_its_arguments, register_fake
 
+_PANEL = 64 * 128  # bytes of 64 tokens by 64 columns
+_FACTORS = 5 * 64 * 4  # bytes of a chunk's factors: csrc/core/linear_chunk.h
+
+
+def _scratch_size(num_tokens: int, batch_size: int, num_heads: int, key_dim: int, delta: bool, channels: bool) -> int:
+    panels = 1 if key_dim <= 64 else 2 if key_dim <= 128 else 4
+    of_chunk = (2 if delta else 1) * _PANEL + _FACTORS + (3 * panels * _PANEL if channels else 0)
+    return (num_tokens // 64 + 2 * batch_size) * num_heads * of_chunk
+
+
+def delta_prefill_scratch_size(
+    num_tokens: int, batch_size: int, num_v_heads: int, key_dim: int, *, gate_per_channel: bool = False
+) -> int:
+    """Bytes that `delta_prefill` needs on CUDA for tokens of bf16."""
+    return _scratch_size(num_tokens, batch_size, num_v_heads, key_dim, True, gate_per_channel)
+
+
+def ssd_prefill_scratch_size(num_tokens: int, batch_size: int, num_heads: int, state_dim: int) -> int:
+    """Bytes that `ssd_prefill` needs on CUDA for tokens of bf16."""
+    return _scratch_size(num_tokens, batch_size, num_heads, state_dim, False, False)
+
+
+def _scratch(v: Tensor, state_indices: Tensor, key_dim: int, delta: bool, channels: bool) -> Tensor | None:
+    if v.device.type != "cuda" or v.dtype != torch.bfloat16:
+        return None
+    size = _scratch_size(v.shape[0], state_indices.shape[0], v.shape[1], key_dim, delta, channels)
+    return v.new_empty(size, dtype=torch.uint8)
+
 
 @names_its_arguments
 def delta_prefill(
@@ -24,6 +52,7 @@ def delta_prefill(
     dt_bias: Tensor | None = None,
     checkpoint_slots: Tensor | None = None,
     plan: Tensor | None = None,
+    scratch: Tensor | None = None,
     scale: float | None = None,
     lower_bound: float = 0.0,
     qk_l2norm: bool = True,
@@ -47,6 +76,7 @@ def delta_prefill(
             ``64 (prefix_lens // 64 + 1 + j)`` tokens, if the request gets so far; below 0: nowhere. No other slot of
             the call.
         plan: int32 ``[B]``, by `delta_plan`: the long requests first. Without one they run as they come.
+        scratch: uint8 ``[delta_prefill_scratch_size(...)]``, on CUDA for bf16 tokens; allocated when omitted.
         A_log, dt_bias, scale, lower_bound, qk_l2norm: as in `delta_decode`.
         out: ``[T, HV, V]``; allocated when omitted.
         report: int32 ``[8]`` of the checked mode: slots outside the pool or shared, bounds that fall, bad plans.
@@ -57,6 +87,7 @@ def delta_prefill(
     Source: arXiv 2412.06464, equation 10 and section 3.3; arXiv 2510.26692, section 3.
     """
     out = v.new_empty(v.shape) if out is None else out
+    scratch = _scratch(v, state_indices, q.shape[-1], True, a.dim() == 3) if scratch is None else scratch
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     torch.ops.attnops.delta_prefill(
         out,
@@ -73,6 +104,7 @@ def delta_prefill(
         state_indices,
         checkpoint_slots,
         plan,
+        scratch,
         scale,
         lower_bound,
         qk_l2norm,
@@ -98,6 +130,7 @@ def ssd_prefill(
     z: Tensor | None = None,
     checkpoint_slots: Tensor | None = None,
     plan: Tensor | None = None,
+    scratch: Tensor | None = None,
     scale: float = 1.0,
     dt_softplus: bool = False,
     out: Tensor | None = None,
@@ -111,7 +144,7 @@ def ssd_prefill(
         B, C: ``[T, G, N]``: a group serves ``H / G`` heads. P and N at most 256.
         states: ``[num_slots, H, P, N]`` float32, bf16 or fp16, last dim dense; updated in place.
         cu_seqlens, prefix_lens, state_indices, checkpoint_slots, report: as in `delta_prefill`.
-        plan: int32 ``[B]``, by `ssd_plan`.
+        plan: int32 ``[B]``, by `ssd_plan`. scratch: uint8 ``[ssd_prefill_scratch_size(...)]``, as in `delta_prefill`.
         D, dt_bias, scale, dt_softplus: as in `ssd_decode`.
         out: ``[T, H, P]``; allocated when omitted.
 
@@ -121,6 +154,7 @@ def ssd_prefill(
     Source: arXiv 2405.21060, section 6; arXiv 2401.04658 for Lightning.
     """
     out = x.new_empty(x.shape) if out is None else out
+    scratch = _scratch(x, state_indices, B.shape[-1], False, False) if scratch is None else scratch
     torch.ops.attnops.ssd_prefill(
         out,
         states,
@@ -137,6 +171,7 @@ def ssd_prefill(
         state_indices,
         checkpoint_slots,
         plan,
+        scratch,
         scale,
         dt_softplus,
         report,

@@ -1,0 +1,14 @@
+#include "delta_rule/cuda/chunks.h"
+#include "device/sm80/linear_chunk.cuh"
+
+namespace attnops::delta_rule {
+
+template <>
+const int Chunks<256, false>::kSharedBytes = kChunkSharedBytes<256, true, false>;
+
+template <>
+void Chunks<256, false>::launch(const LinearPrefill& params, CUstream_st* stream) {
+  launch_linear_chunks<256, true, false>("delta_prefill", params, stream);
+}
+
+}  // namespace attnops::delta_rule

@@ -1,0 +1,14 @@
+#include "delta_rule/sm90/chunks.h"
+#include "device/sm90/linear_chunk.cuh"
+
+namespace attnops::delta_rule::sm90 {
+
+template <>
+const int Chunks<128, true>::kSharedBytes = attnops::sm90::kChunkSharedBytes<128, true, true>;
+
+template <>
+void Chunks<128, true>::launch(const LinearPrefill& params, CUstream_st* stream) {
+  attnops::sm90::launch_linear_chunks<128, true, true>("delta_prefill", params, stream);
+}
+
+}  // namespace attnops::delta_rule::sm90

@@ -1,0 +1,336 @@
+#pragma once
+#include "core/linear_chunk.h"
+#include "device/common/linear_token.cuh"
+#include "device/sm80/panel.cuh"
+
+// The part of a chunk that no state is needed for, all chunks at once: of each head the masked products of keys and
+// queries, and the inverse that turns values into the delta rule's updates. Section 3.3 of arXiv 2412.06464; the
+// inverse is made of blocks, in float32 and in pairs of bf16, so that rounding it once is its only error.
+namespace attnops {
+
+inline constexpr int kLocalThreads = 128, kLocalHeads = 4;  // heads of a CTA at most
+inline constexpr float kLeastLogDecay = -88.f;              // of a token: its exponential is 0 in bf16
+
+struct ChunkPlace {
+  int64_t request, begin;
+  int count;  // of tokens; 0: nothing is here
+
+  __device__ ChunkPlace(const LinearPrefill& p, int64_t place) : request(-1), begin(0), count(0) {
+    int64_t low = -1, high = p.step.batch_size;  // the last request whose chunks begin at or before the place
+    while (high - low > 1) {
+      const int64_t middle = (low + high) / 2;
+      (RequestChunks(p, middle).place <= place ? low : high) = middle;
+    }
+    if (low < 0 || !p.in_pool(p.step.state_indices[low])) return;
+    const RequestChunks chunks(p, low);
+    const int64_t chunk = place - chunks.place;
+    if (chunk >= chunks.count()) return;
+    request = low, begin = chunks.begin(chunk), count = chunks.size(chunk);
+  }
+};
+
+template <int kKeys>
+struct LocalShared {
+  static constexpr int kPanels = kKeys / 64, kStride = 68;
+  alignas(1024) unsigned char k[kPanels * kPanelBytes];
+  unsigned char q[kPanels * kPanelBytes];
+  unsigned char p[kPanelBytes];
+  float l[kChunk][kStride];  // the strict lower triangle, then its inverse
+  float x[32][36];
+  float sums[kLocalHeads][kChunk];  // of log-decays
+  float coefficient[kLocalHeads][kChunk];
+  float key_scale[kChunk], query_scale[kChunk];
+};
+
+// Rows of 16-bit tokens into panels; what is no token and no column becomes zeros.
+template <int kPanels, int kThreads>
+__device__ __forceinline__ void copy_rows(uint32_t panels, const StepRows& rows, int head, int64_t begin, int count,
+                                          int first_column, int columns) {
+  const char* base = static_cast<const char*>(rows.data) + 2 * (begin * rows.stride_request + head * rows.stride_head);
+#pragma unroll
+  for (int i = 0; i < kPanels * kChunk * 8 / kThreads; ++i) {
+    const int at = i * kThreads + threadIdx.x, row = at / (8 * kPanels), chunk = at % (8 * kPanels);
+    const int column = first_column + chunk * 8;
+    const bool take = row < count && column < columns;
+    const char* from = base + (take ? 2 * (row * rows.stride_request + column) : 0);
+    cp_async_16(panels + chunk / 8 * kPanelBytes + panel_at(row, chunk % 8), from, take);
+  }
+}
+
+template <int kKeys>
+__device__ __forceinline__ float row_norm(const unsigned char* panels, int row, int half) {
+  float sum = 0.f;
+#pragma unroll
+  for (int c = 0; c < kKeys / 16; ++c) {
+    const int chunk = half * (kKeys / 16) + c;
+    const uint4 words = *reinterpret_cast<const uint4*>(panels + chunk / 8 * kPanelBytes + panel_at(row, chunk % 8));
+    for (const uint32_t word : {words.x, words.y, words.z, words.w}) {
+      const float low = __uint_as_float(word << 16), high = __uint_as_float(word & 0xffff0000u);
+      sum = fmaf(low, low, fmaf(high, high, sum));
+    }
+  }
+  return sum + __shfl_xor_sync(0xffffffffu, sum, 1);
+}
+
+// c += a b for blocks of 16 rows, 8 columns and 16 k of float32 matrices in shared memory, in three products of bf16.
+__device__ __forceinline__ void multiply_block(float (&c)[4], const float* a, int a_stride, const float* b,
+                                               int b_stride) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  uint32_t a_high[4], a_low[4], b_high[2], b_low[2];
+  const auto split = [](float x, float y, uint32_t& high, uint32_t& low) {
+    high = pack2<__nv_bfloat16>(x, y);
+    low = pack2<__nv_bfloat16>(x - __uint_as_float(high << 16), y - __uint_as_float(high & 0xffff0000u));
+  };
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 pair = *reinterpret_cast<const float2*>(a + (g + i % 2 * 8) * a_stride + 2 * t + i / 2 * 8);
+    split(pair.x, pair.y, a_high[i], a_low[i]);
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int k = 2 * t + i * 8;
+    split(b[k * b_stride + g], b[(k + 1) * b_stride + g], b_high[i], b_low[i]);
+  }
+  mma_m16n8k16<__nv_bfloat16>(c, a_low, b_high[0], b_high[1]);
+  mma_m16n8k16<__nv_bfloat16>(c, a_high, b_low[0], b_low[1]);
+  mma_m16n8k16<__nv_bfloat16>(c, a_high, b_high[0], b_high[1]);
+}
+
+__device__ __forceinline__ void put_block(const float (&c)[4], float sign, float* to, int stride) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  *reinterpret_cast<float2*>(to + g * stride + 2 * t) = make_float2(sign * c[0], sign * c[1]);
+  *reinterpret_cast<float2*>(to + (g + 8) * stride + 2 * t) = make_float2(sign * c[2], sign * c[3]);
+}
+
+// (1 + L)^-1 in the place of L, by four warps. Above the diagonal blocks nothing is written.
+template <class Shared>
+__device__ __forceinline__ void invert(Shared& s) {
+  constexpr int kStride = Shared::kStride;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  {  // a diagonal block a warp, a column a lane
+    float* block = &s.l[16 * warp][16 * warp];
+    float column[16];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      float sum = i == lane ? 1.f : 0.f;
+#pragma unroll
+      for (int m = 0; m < i; m += 4) {
+        const float4 row = *reinterpret_cast<const float4*>(block + i * kStride + m);
+        sum = fmaf(-row.x, column[m], sum);
+        if (m + 1 < i) sum = fmaf(-row.y, column[m + 1], sum);
+        if (m + 2 < i) sum = fmaf(-row.z, column[m + 2], sum);
+        if (m + 3 < i) sum = fmaf(-row.w, column[m + 3], sum);
+      }
+      column[i] = sum;
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      if (lane < 16) block[i * kStride + lane] = column[i];
+    }
+  }
+  __syncthreads();
+  {  // blocks (1, 0) and (3, 2), eight columns a warp
+    const int upper = warp / 2 * 32, lower = upper + 16, column = warp % 2 * 8;
+    float x[4] = {}, y[4] = {};
+    multiply_block(x, &s.l[lower][upper], kStride, &s.l[upper][upper + column], kStride);
+    put_block(x, 1.f, &s.x[warp / 2 * 16][column], 36);
+    __syncwarp();
+    multiply_block(y, &s.l[lower][lower], kStride, &s.x[warp / 2 * 16][column], 36);
+    __syncthreads();
+    put_block(y, -1.f, &s.l[lower][upper + column], kStride);
+  }
+  __syncthreads();
+  const int row = warp / 2 * 16, column = warp % 2 * 16;  // of the lower left half
+  float x[2][4] = {}, y[2][4] = {};
+  for (int k = column; k < 32; k += 16) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      multiply_block(x[n], &s.l[32 + row][k], kStride, &s.l[k][column + 8 * n], kStride);
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < 2; ++n) put_block(x[n], 1.f, &s.x[row][column + 8 * n], 36);
+  __syncthreads();
+  for (int k = 0; k <= row; k += 16) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      multiply_block(y[n], &s.l[32 + row][32 + k], kStride, &s.x[k][column + 8 * n], 36);
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < 2; ++n) put_block(y[n], -1.f, &s.l[32 + row][column + 8 * n], kStride);
+  __syncthreads();
+}
+
+// The inverse as a panel; zeros above the diagonal.
+template <class Shared>
+__device__ __forceinline__ void store_inverse(const Shared& s, unsigned char* to) {
+  const int row = threadIdx.x / 2;
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+    const int chunk_of_row = threadIdx.x % 2 * 4 + c, column = 8 * chunk_of_row;
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int j = column + 2 * i;
+      words[i] = pack2<__nv_bfloat16>(j > row ? 0.f : s.l[row][j], j + 1 > row ? 0.f : s.l[row][j + 1]);
+    }
+    *reinterpret_cast<uint4*>(to + panel_at(row, chunk_of_row)) = make_uint4(words[0], words[1], words[2], words[3]);
+  }
+}
+
+// Log-decays of a head as running sums, and the tokens' coefficients, by one warp: two tokens a lane.
+template <bool kDelta>
+__device__ __forceinline__ void sum_gates(const LinearStep& p, const ChunkPlace& chunk, int head, float* sums,
+                                          float* coefficients) {
+  const int lane = threadIdx.x % 32;
+  float decay[2] = {}, coefficient[2] = {};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (2 * lane + i >= chunk.count) continue;
+    const TokenGate gate = token_gate<kDelta>(p, chunk.begin + 2 * lane + i, head);
+    decay[i] = fmaxf(gate.log_decay, kLeastLogDecay);
+    coefficient[i] = gate.coefficient;
+  }
+  const float pair = decay[0] + decay[1];
+  float sum = pair;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const float other = __shfl_up_sync(0xffffffffu, sum, distance);
+    if (lane >= distance) sum += other;
+  }
+  float before = __shfl_up_sync(0xffffffffu, sum, 1);
+  if (lane == 0) before = 0.f;
+  sums[2 * lane] = before + decay[0];
+  sums[2 * lane + 1] = before + pair;
+  coefficients[2 * lane] = coefficient[0];
+  coefficients[2 * lane + 1] = coefficient[1];
+}
+
+// Grid: parts of a group's heads x groups x places, in one dimension.
+template <int kKeys, bool kDelta>
+__global__ void __launch_bounds__(kLocalThreads, kKeys <= 128 ? 3 : 2)
+    chunk_local_kernel(const __grid_constant__ LinearPrefill p, int groups, int parts) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  LocalShared<kKeys>& s = *reinterpret_cast<LocalShared<kKeys>*>(memory);
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
+  const LinearStep& step = p.step;
+  const int part = blockIdx.x % parts, group = blockIdx.x / parts % groups;
+  const int64_t place = blockIdx.x / parts / groups;
+  const ChunkPlace chunk(p, place);
+  if (chunk.count == 0) return;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const uint32_t keys = smem_address(s.k), queries = smem_address(s.q);
+  copy_rows<kKeys / 64, kLocalThreads>(keys, step.k, group, chunk.begin, chunk.count, 0, step.key_dim);
+  copy_rows<kKeys / 64, kLocalThreads>(queries, step.q, group, chunk.begin, chunk.count, 0, step.key_dim);
+  const int first_head = part * kLocalHeads;
+  const int heads = min_of(kLocalHeads, step.heads_per_group - first_head);
+  const int head_base = group * step.heads_per_group + first_head;
+  for (int h = warp; h < heads; h += kLocalThreads / 32) {
+    sum_gates<kDelta>(step, chunk, head_base + h, s.sums[h], s.coefficient[h]);
+  }
+  for (int i = threadIdx.x; i < kPanelBytes / 16; i += kLocalThreads) {
+    reinterpret_cast<uint4*>(s.p)[i] = make_uint4(0, 0, 0, 0);
+  }
+  cp_async_wait_all();
+  __syncthreads();
+  if (step.normalize) {
+    const int row = threadIdx.x / 2, half = threadIdx.x % 2;
+    const float key_norm = row_norm<kKeys>(s.k, row, half), query_norm = row_norm<kKeys>(s.q, row, half);
+    if (half == 0) {
+      s.key_scale[row] = rsqrtf(key_norm + kNormEpsilon);
+      s.query_scale[row] = step.scale * rsqrtf(query_norm + kNormEpsilon);
+    }
+  } else if (threadIdx.x < kChunk) {
+    s.key_scale[threadIdx.x] = 1.f;
+    s.query_scale[threadIdx.x] = step.scale;
+  }
+
+  float key_key[8][4] = {}, query_key[8][4] = {};  // rows 16 warp + g and + 8, columns 8 n + 2 t and + 1
+#pragma unroll
+  for (int i = 0; i < kKeys / 16; ++i) {
+    uint32_t a_keys[4], a_queries[4];
+    const uint32_t panel = i / 4 * kPanelBytes;
+    if constexpr (kDelta) load_a(a_keys, keys + panel, 16 * warp, i % 4);
+    load_a(a_queries, queries + panel, 16 * warp, i % 4);
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      if (n > warp) break;
+      uint32_t b[4];
+      load_b(b, keys + panel, 16 * n, i % 4);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        if constexpr (kDelta) mma_m16n8k16<__nv_bfloat16>(key_key[2 * n + j], a_keys, b[2 * j], b[2 * j + 1]);
+        mma_m16n8k16<__nv_bfloat16>(query_key[2 * n + j], a_queries, b[2 * j], b[2 * j + 1]);
+      }
+    }
+  }
+  __syncthreads();
+
+  const ChunkScratch layout{.panels = kKeys / 64, .delta = kDelta, .channels = false};
+  for (int h = 0; h < heads; ++h) {
+    unsigned char* to =
+        static_cast<unsigned char*>(p.scratch) + (place * step.num_heads + head_base + h) * layout.bytes();
+    const float* sums = s.sums[h];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = 16 * warp + g + 8 * r;
+      const float of_row = sums[row], query_scale = s.query_scale[row];
+      const float key_scale = s.key_scale[row] * s.coefficient[h][row];
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        if (n > 2 * warp + 1) break;
+        const int column = 8 * n + 2 * t;
+        float factor[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          factor[j] = column + j > row ? 0.f : s.key_scale[column + j] * __expf(of_row - sums[column + j]);
+        }
+        const float low = query_scale * factor[0] * query_key[n][2 * r];
+        const float high = query_scale * factor[1] * query_key[n][2 * r + 1];
+        *reinterpret_cast<uint32_t*>(s.p + panel_at(row, n) + 4 * t) =
+            pack2<__nv_bfloat16>(column > row ? 0.f : low, column + 1 > row ? 0.f : high);
+        if constexpr (kDelta) {
+          const float2 pair = make_float2(column >= row ? 0.f : key_scale * factor[0] * key_key[n][2 * r],
+                                          column + 1 >= row ? 0.f : key_scale * factor[1] * key_key[n][2 * r + 1]);
+          *reinterpret_cast<float2*>(&s.l[row][column]) = pair;
+        }
+      }
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < kPanelBytes / 16; i += kLocalThreads) {
+      reinterpret_cast<uint4*>(to + layout.p_at())[i] = reinterpret_cast<const uint4*>(s.p)[i];
+    }
+    if (threadIdx.x < kChunk) {
+      const int i = threadIdx.x;
+      float* factors = reinterpret_cast<float*>(to + layout.factors_at());
+      const float of_row = sums[i], of_all = sums[kChunk - 1], decay = __expf(of_row);
+      factors[i] = s.key_scale[i] * decay;
+      factors[kChunk + i] = s.query_scale[i] * decay;
+      factors[2 * kChunk + i] = s.key_scale[i] * __expf(of_all - of_row);
+      factors[3 * kChunk + i] = __expf(of_all);
+      factors[kBetaRow * kChunk + i] = s.coefficient[h][i];
+    }
+    if constexpr (kDelta) {
+      invert(s);
+      store_inverse(s, to);
+    }
+    __syncthreads();
+  }
+}
+
+template <int kKeys, bool kDelta>
+void launch_chunk_local(const char* what, const LinearPrefill& p, cudaStream_t stream) {
+  const int groups = p.step.num_heads / p.step.heads_per_group, parts = ceil_div(p.step.heads_per_group, kLocalHeads);
+  const int64_t blocks = chunk_places(p.num_tokens, p.step.batch_size) * groups * parts;
+  if (blocks > INT32_MAX) throw std::runtime_error(std::string(what) + ": more than 2^31 chunks of heads");
+  if (blocks == 0) return;  // a grid of zero CTAs is a launch error
+  constexpr int kBytes = static_cast<int>(sizeof(LocalShared<kKeys>));
+  const LaunchShape shape{
+      .blocks = static_cast<int>(blocks), .threads = kLocalThreads, .shared_bytes = kBytes, .max_shared_bytes = kBytes};
+  launch_dependent<&chunk_local_kernel<kKeys, kDelta>>(what, shape, stream, p, groups, parts);
+}
+
+}  // namespace attnops

@@ -1,0 +1,14 @@
+#include "device/sm80/linear_chunk.cuh"
+#include "ssd/cuda/chunks.h"
+
+namespace attnops::ssd {
+
+template <>
+const int Chunks<256>::kSharedBytes = kChunkSharedBytes<256, false, false>;
+
+template <>
+void Chunks<256>::launch(const LinearPrefill& params, CUstream_st* stream) {
+  launch_linear_chunks<256, false, false>("ssd_prefill", params, stream);
+}
+
+}  // namespace attnops::ssd

@@ -1,0 +1,13 @@
+#pragma once
+#include "core/linear_prefill.h"
+
+struct CUstream_st;
+
+namespace attnops::ssd {
+
+using LaunchPrefill = void (*)(const LinearPrefill&, CUstream_st*);
+
+// The first kernel of the table that accepts the arguments; when none does, throws with the reason of each.
+LaunchPrefill select_prefill(const LinearPrefill& params);
+
+}  // namespace attnops::ssd
