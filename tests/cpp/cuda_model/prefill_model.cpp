@@ -1,0 +1,194 @@
+// The CUDA kernels of linear prefill and drafts on the model of a CTA, as ops of `attnops_model` with the schemas of
+// `attnops`.
+// clang-format off: the model's own headers come before the kernels
+#include "warps.h"
+#include "device/sm80/mma.cuh"
+// clang-format on
+#include <torch/csrc/stable/library.h>
+
+#include <cmath>
+
+#include "delta_rule/checks.h"
+#include "device/common/linear_commit.cuh"
+#include "device/common/linear_recurrence.cuh"
+#include "device/common/linear_verify.cuh"
+#include "device/common/request_order.cuh"
+#include "device/sm80/linear_chunk_channels.cuh"
+#include "device/sm80/linear_chunk_local.cuh"
+#include "device/sm80/linear_chunk_pass.cuh"
+#include "device/sm90/linear_chunk_pass.cuh"
+#include "ssd/checks.h"
+
+namespace attnops {
+namespace {
+
+using cuda_model::run_grid;
+
+template <int kKeys, bool kDelta, bool kChannels>
+void tokens(const LinearPrefill& p) {
+  const int row_blocks = ceil_div(p.step.value_dim, WalkShared<kKeys, kChannels>::kRows);
+  run_grid((int64_t{p.step.batch_size} + 1) * p.step.num_heads * row_blocks, kStepThreads,
+           [&] { linear_recurrence_kernel<kKeys, kDelta, kChannels>(p, row_blocks); });
+}
+
+template <class Pass>
+void pass(const LinearPrefill& p) {
+  if (sizeof(typename Pass::Shared) > sizeof(memory)) std::abort();
+  const int row_blocks = ceil_div(p.step.value_dim, Pass::kRows);
+  run_grid((int64_t{p.step.batch_size} + 1) * p.step.num_heads * row_blocks, Pass::kThreads,
+           [&] { chunk_pass_kernel<Pass>(p, row_blocks); });
+}
+
+template <int kKeys, bool kDelta, bool kChannels>
+void chunks(const LinearPrefill& p) {
+  const int64_t places = chunk_places(p.num_tokens, p.step.batch_size);
+  if constexpr (kChannels) {
+    run_grid(places * p.step.num_heads, kLocalThreads, [&] { chunk_channels_kernel<kKeys>(p); });
+  } else {
+    const int groups = p.step.num_heads / p.step.heads_per_group;
+    const int parts = ceil_div(p.step.heads_per_group, kLocalHeads);
+    run_grid(places * groups * parts, kLocalThreads, [&] { chunk_local_kernel<kKeys, kDelta>(p, groups, parts); });
+  }
+  static int turn = 0;
+  if constexpr (kKeys <= 128) {
+    if (std::getenv("ATTNOPS_CUDA_MODEL_SM90") != nullptr) {
+      return turn++ % 2 == 0 ? pass<sm90::ChunkPass<kKeys, kDelta, kChannels, 4>>(p)
+                             : pass<sm90::ChunkPass<kKeys, kDelta, kChannels, 8>>(p);
+    }
+  }
+  switch (turn++ % 3) {  // every width in turn: no bit depends on it
+    case 0: return pass<ChunkPass<kKeys, kDelta, kChannels, 2>>(p);
+    case 1: return pass<ChunkPass<kKeys, kDelta, kChannels, 4>>(p);
+    default: return pass<ChunkPass<kKeys, kDelta, kChannels, 8>>(p);
+  }
+}
+
+template <bool kDelta>
+void prefill(const LinearPrefill& p) {
+  const LinearStep& s = p.step;
+  if (p.num_tokens * s.num_heads == 0) return;
+  const bool in_chunks = s.dtype == DType::kBFloat16 && s.key_dim % 8 == 0 && s.value_dim % 8 == 0 && p.scratch;
+  const int keys = s.key_dim;
+  if constexpr (kDelta) {
+    if (s.gate_per_channel) {
+      if (in_chunks && keys <= 128) return keys <= 64 ? chunks<64, true, true>(p) : chunks<128, true, true>(p);
+      return keys <= 64    ? tokens<64, true, true>(p)
+             : keys <= 128 ? tokens<128, true, true>(p)
+                           : tokens<256, true, true>(p);
+    }
+  }
+  if (in_chunks) {
+    return keys <= 64    ? chunks<64, kDelta, false>(p)
+           : keys <= 128 ? chunks<128, kDelta, false>(p)
+                         : chunks<256, kDelta, false>(p);
+  }
+  keys <= 64    ? tokens<64, kDelta, false>(p)
+  : keys <= 128 ? tokens<128, kDelta, false>(p)
+                : tokens<256, kDelta, false>(p);
+}
+
+template <typename State, int kKeys, bool kDelta, bool kChannels>
+void verify_of(const LinearVerify& p) {
+  constexpr int kCtaRows = kVerifyThreads / (kKeys / kLaneElements) * kVerifyRows;
+  const int row_blocks = ceil_div(p.step.value_dim, kCtaRows);
+  const VerifyLayout at{
+      .drafts = p.drafts, .keys = kKeys, .rows_before = p.rings.rows - p.drafts, .channels = kChannels};
+  if (4 * at.floats(kCtaRows) > static_cast<int>(sizeof(memory))) std::abort();
+  run_grid(int64_t{p.step.batch_size} * p.step.num_heads * row_blocks, kVerifyThreads,
+           [&] { linear_verify_kernel<State, kKeys, kDelta, kChannels, false>(p, row_blocks); });
+}
+
+template <bool kDelta, bool kChannels>
+void verify(const LinearVerify& p) {
+  if (int64_t{p.step.batch_size} * p.step.num_heads == 0) return;
+  const int keys = p.step.key_dim;
+  if (p.step.state_dtype == DType::kBFloat16) return verify_of<__nv_bfloat16, 128, kDelta, kChannels>(p);
+  keys <= 64    ? verify_of<float, 64, kDelta, kChannels>(p)
+  : keys <= 128 ? verify_of<float, 128, kDelta, kChannels>(p)
+                : verify_of<float, 256, kDelta, kChannels>(p);
+}
+
+template <int kKeys>
+void commit_of(const LinearCommit& p, ReportOp op) {
+  const int row_blocks = ceil_div(p.step.value_dim, kCommitThreads / (kKeys / kLaneElements) * kStepRows);
+  run_grid(int64_t{p.step.batch_size} * p.step.num_heads * row_blocks, kCommitThreads,
+           [&] { linear_commit_kernel<float, kKeys, false>(p, op, row_blocks); });
+  run_grid(1, kCommitThreads, [&] { move_cursors_kernel(p); });
+}
+
+void delta_prefill_model(const Tensor& out, const Tensor& states, const Tensor& q, const Tensor& k, const Tensor& v,
+                         const Tensor& a, const Tensor& b, const OptionalTensor& a_log, const OptionalTensor& dt_bias,
+                         const Tensor& cu_seqlens, const Tensor& prefix_lens, const Tensor& state_indices,
+                         const OptionalTensor& checkpoint_slots, const OptionalTensor& plan,
+                         const OptionalTensor& scratch, double scale, double lower_bound, bool qk_l2norm,
+                         const OptionalTensor& report) {
+  const OptionalTensor elsewhere;
+  prefill<true>(delta_rule::checked_prefill(
+      {out, states, q, k, v, a, b, a_log, dt_bias, state_indices, elsewhere, scale, lower_bound, qk_l2norm, report},
+      {cu_seqlens, prefix_lens, checkpoint_slots, plan, scratch}));
+}
+
+void ssd_prefill_model(const Tensor& out, const Tensor& states, const Tensor& x, const OptionalTensor& dt,
+                       const Tensor& a, const Tensor& b, const Tensor& c, const OptionalTensor& d,
+                       const OptionalTensor& dt_bias, const OptionalTensor& z, const Tensor& cu_seqlens,
+                       const Tensor& prefix_lens, const Tensor& state_indices, const OptionalTensor& checkpoint_slots,
+                       const OptionalTensor& plan, const OptionalTensor& scratch, double scale, bool dt_softplus,
+                       const OptionalTensor& report) {
+  const OptionalTensor elsewhere;
+  prefill<false>(ssd::checked_prefill(
+      {out, states, x, dt, a, b, c, d, dt_bias, z, state_indices, elsewhere, scale, dt_softplus, report},
+      {cu_seqlens, prefix_lens, checkpoint_slots, plan, scratch}));
+}
+
+void delta_plan_model(const Tensor& plan, const Tensor& cu_seqlens) {
+  const RequestOrder p = checked_plan("delta_plan", plan, cu_seqlens);
+  run_grid(ceil_div(p.batch_size, kOrderThreads), kOrderThreads, [&] { order_requests_kernel(p); });
+}
+
+void delta_verify_model(const Tensor& out, const Tensor& ring_u, const Tensor& ring_k, const Tensor& ring_decay,
+                        const Tensor& states, const Tensor& ring_len, const Tensor& q, const Tensor& k, const Tensor& v,
+                        const Tensor& a, const Tensor& b, const OptionalTensor& a_log, const OptionalTensor& dt_bias,
+                        const Tensor& state_indices, const OptionalTensor& tree_mask, double scale, double lower_bound,
+                        bool qk_l2norm, const OptionalTensor& report) {
+  const OptionalTensor elsewhere;
+  const LinearVerify p = delta_rule::checked_verify(
+      {out, states, q, k, v, a, b, a_log, dt_bias, state_indices, elsewhere, scale, lower_bound, qk_l2norm, report},
+      {ring_u, ring_k, ring_decay, ring_len}, tree_mask);
+  p.step.gate_per_channel ? verify<true, true>(p) : verify<true, false>(p);
+}
+
+void ssd_verify_model(const Tensor& out, const Tensor& ring_u, const Tensor& ring_k, const Tensor& ring_decay,
+                      const Tensor& states, const Tensor& ring_len, const Tensor& x, const OptionalTensor& dt,
+                      const Tensor& a, const Tensor& b, const Tensor& c, const OptionalTensor& d,
+                      const OptionalTensor& dt_bias, const OptionalTensor& z, const Tensor& state_indices,
+                      const OptionalTensor& tree_mask, double scale, bool dt_softplus, const OptionalTensor& report) {
+  const OptionalTensor elsewhere;
+  verify<false, false>(ssd::checked_verify(
+      {out, states, x, dt, a, b, c, d, dt_bias, z, state_indices, elsewhere, scale, dt_softplus, report},
+      {ring_u, ring_k, ring_decay, ring_len}, tree_mask));
+}
+
+void delta_commit_model(const Tensor& states, const Tensor& ring_u, const Tensor& ring_k, const Tensor& ring_decay,
+                        const Tensor& ring_len, const Tensor& state_indices, const Tensor& accepted_path,
+                        const Tensor& accepted_len, bool fold, const OptionalTensor& report) {
+  const LinearCommit p = checked_commit(
+      "delta_commit",
+      {states, {ring_u, ring_k, ring_decay, ring_len}, state_indices, accepted_path, accepted_len, fold, report});
+  if (int64_t{p.step.batch_size} * p.step.num_heads == 0) return;
+  p.step.key_dim <= 64    ? commit_of<64>(p, kReportDeltaCommit)
+  : p.step.key_dim <= 128 ? commit_of<128>(p, kReportDeltaCommit)
+                          : commit_of<256>(p, kReportDeltaCommit);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(attnops_model, CPU, m) {
+  m.impl("delta_prefill", TORCH_BOX(&delta_prefill_model));
+  m.impl("ssd_prefill", TORCH_BOX(&ssd_prefill_model));
+  m.impl("delta_plan", TORCH_BOX(&delta_plan_model));
+  m.impl("delta_verify", TORCH_BOX(&delta_verify_model));
+  m.impl("ssd_verify", TORCH_BOX(&ssd_verify_model));
+  m.impl("delta_commit", TORCH_BOX(&delta_commit_model));
+}
+
+}  // namespace attnops

@@ -1,0 +1,99 @@
+"""The CUDA kernels of linear prefill and drafts on a software model of a CTA: `tests/linear`, without a GPU.
+
+Built by tests/cpp/cuda_model/build.sh, whose result ATTNOPS_CUDA_MODEL names. Not modelled: the order of memory (a copy
+is over when it is asked for, a product when it is issued), and what a GPU's exponentials round.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from attnops import ops
+from attnops.ops import linear_prefill
+
+MODEL = os.environ.get("ATTNOPS_CUDA_MODEL")
+pytestmark = pytest.mark.skipif(MODEL is None, reason="ATTNOPS_CUDA_MODEL names no model")
+sys.path.append(str(Path(__file__).parent.parent / "linear"))
+import test_prefill  # noqa: E402
+import test_verify  # noqa: E402
+
+OPS = ["delta_prefill", "ssd_prefill", "delta_plan", "delta_verify", "ssd_verify", "delta_commit"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def model():
+    if MODEL is None:
+        return
+    library = torch.library.Library("attnops_model", "DEF")
+    for op in OPS:
+        schema = str(getattr(torch.ops.attnops, op).default._schema).removeprefix("attnops::")
+        library.define(schema)
+    torch.ops.load_library(MODEL)
+    yield library
+
+
+class Namespace:
+    """`torch.ops.attnops`, with the model's ops in it."""
+
+    def __getattr__(self, name):
+        return getattr(torch.ops.attnops_model if name in OPS else attnops, name)
+
+
+attnops = torch.ops.attnops
+
+
+@pytest.fixture(autouse=True)
+def modelled(model, monkeypatch):
+    monkeypatch.setattr(torch.ops, "attnops", Namespace(), raising=False)
+    monkeypatch.setattr(ops, "ssd_commit", ops.delta_commit)
+
+    def scratch(v, slots, key_dim, delta, channels):
+        if v.dtype != torch.bfloat16:
+            return None
+        size = linear_prefill._scratch_size(v.shape[0], slots.shape[0], v.shape[1], key_dim, delta, channels)
+        return torch.full((size,), 255, dtype=torch.uint8)  # NaN, whatever is read of it
+
+    monkeypatch.setattr(linear_prefill, "_scratch", scratch)
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda", "ssd", "lightning"])
+@pytest.mark.parametrize("seed", range(16))
+def test_prefill_equals_float64(seed, kind):
+    case = test_prefill.Case(seed, "cpu", kind, io=torch.bfloat16 if seed % 4 else None)
+    out, states = case.run()
+    expected, after = case.expected()
+    assert out.isfinite().all() and states.isfinite().all()
+    assert test_prefill.relative(out, expected) < test_prefill.OUT[case.io]
+    for slot in range(len(after)):
+        if torch.equal(after[slot], case.before[slot].double()):
+            assert torch.equal(states[slot], case.before[slot])
+        else:
+            bound = max(test_prefill.STATE[case.kept_as], test_prefill.STATE[case.io])
+            assert test_prefill.relative(states[slot], after[slot]) < bound
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda", "ssd"])
+@pytest.mark.parametrize("io", [torch.float32, torch.bfloat16])
+def test_chunks_and_other_requests_change_no_bit(kind, io):
+    test_prefill.test_chunks_and_other_requests_change_no_bit(kind, io, "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gate", [-2000.0, -float("inf"), -30.0, 0.0])
+def test_any_decay_stays_finite(gate, dtype):
+    test_prefill.test_any_decay_stays_finite(gate, dtype, "cpu")
+
+
+def test_plans_take_the_longest_first(monkeypatch):
+    monkeypatch.setattr(ops, "ssd_plan", ops.delta_plan)
+    test_prefill.test_plans_take_the_longest_first("cpu")
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda", "ssd"])
+@pytest.mark.parametrize("seed", range(16))
+def test_rings_give_what_decoding_the_accepted_drafts_gives(seed, kind, monkeypatch):
+    test_verify.test_rings_give_what_decoding_the_accepted_drafts_gives(seed, kind, "cpu", monkeypatch)
