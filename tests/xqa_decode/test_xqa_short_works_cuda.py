@@ -5,7 +5,8 @@ import random
 
 import pytest
 import torch
-from attnops import reference
+from attnops import ops, reference
+from checks import assert_attention_close
 from problems import FP8, paged_problem
 from xqa_decoding import assert_decodes, check_replays, make_plan
 
@@ -86,7 +87,7 @@ def test_one_graph_serves_short_and_long_works(heads):
 
 
 @pytest.mark.parametrize("page_size", [16, 5])
-@pytest.mark.parametrize("head_dim", [64, 128, 192])
+@pytest.mark.parametrize("head_dim", [64, 112, 128, 192, 256])
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
 @pytest.mark.parametrize(
     ("heads", "seqlen_q"), [((71, 1), 1), ((40, 2), 1), ((36, 2), 3), ((34, 1), 4), ((65, 1), 3), ((16, 1), 16)]
@@ -106,7 +107,9 @@ def test_many_rows(heads, seqlen_q, kv_dtype, head_dim, page_size):
 
 
 @pytest.mark.parametrize("num_sm_parts", [2, None])
-@pytest.mark.parametrize(("head_dim", "kv_dtype"), [(64, None), (128, None), (256, None), (128, FP8), (192, FP8)])
+@pytest.mark.parametrize(
+    ("head_dim", "kv_dtype"), [(64, None), (128, None), (256, None), (64, FP8), (128, FP8), (192, FP8)]
+)
 @pytest.mark.parametrize(
     "options", [{"window_left": 20}, {"logit_cap": 5.0}, {"sinks": True}, {"tree": True}, {"softmax_scale": -0.3}]
 )
@@ -162,3 +165,32 @@ def test_thin_rows_of_fp8_pages(heads, head_dim, page_size):
     ).to("cuda")
     assert_decodes(problem, num_sm_parts=2 * heads[1])
     assert_decodes(problem, num_sm_parts=None)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+@pytest.mark.parametrize(("head_dim", "heads"), [(64, 3), (128, 20), (128, 40), (112, 90), (256, 12), (256, 33)])
+def test_rows_of_q_and_out_that_start_anywhere(head_dim, heads, kv_dtype):
+    """Rows that are no vectors: queries do not come ahead, and values go to out one by one."""
+    tokens = 3
+    problem = paged_problem(
+        [65, 3, 300, 128, 40] * 4,
+        tokens,
+        num_q_heads=2 * heads,
+        num_kv_heads=2,
+        head_dim=head_dim,
+        page_size=16,
+        kv_dtype=kv_dtype,
+    ).to("cuda")
+    wide = torch.empty(*problem.q.shape[:2], head_dim + 3, dtype=problem.q.dtype, device="cuda")
+    q = wide[:, :, 1 : head_dim + 1]
+    q.copy_(problem.q)
+    for parts in (2, None):
+        assert_decodes(dataclasses.replace(problem, q=q), seqlen_q=tokens, num_sm_parts=parts)
+        out = torch.full_like(wide, torch.nan)
+        plan = make_plan(problem, seqlen_q=tokens, num_sm_parts=parts)
+        tensors = (problem.k_pages, problem.v_pages, problem.page_table, problem.cache_seqlens, plan)
+        scales = dict(k_scale=problem.k_scale, v_scale=problem.v_scale)
+        ops.xqa_decode(q, *tensors, out=out[:, :, 1 : head_dim + 1], **scales)
+        expected, _ = problem.expected()
+        assert_attention_close(out[:, :, 1 : head_dim + 1].cpu(), expected, problem.q.dtype)
+        assert out[:, :, 0].isnan().all() and out[:, :, head_dim + 1 :].isnan().all()

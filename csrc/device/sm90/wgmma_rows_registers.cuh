@@ -18,9 +18,15 @@ template <int kBMnMajor, int kCount>
 __device__ __forceinline__ void wgmma_rows(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, int accumulate) {
   if constexpr (kCount == 4) {
     ATTNOPS_WGMMA_ROWS_RS("8", "f16.f16", ATTNOPS_F4(d, 0), ATTNOPS_D4, "%4", "%5", "%6", "%7", "%8", "%9", "%10");
-  } else {
-    static_assert(kCount == 8);
+  } else if constexpr (kCount == 8) {
     ATTNOPS_WGMMA_ROWS_RS("16", "f16.f16", ATTNOPS_F8(d), ATTNOPS_D8, "%8", "%9", "%10", "%11", "%12", "%13", "%14");
+  } else if constexpr (kCount == 16) {
+    ATTNOPS_WGMMA_ROWS_RS("32", "f16.f16", ATTNOPS_F16(d, 0), ATTNOPS_D16, "%16", "%17", "%18", "%19", "%20", "%21",
+                          "%22");
+  } else {
+    static_assert(kCount == 32);
+    ATTNOPS_WGMMA_ROWS_RS("64", "f16.f16", ATTNOPS_F32(d), ATTNOPS_D32, "%32", "%33", "%34", "%35", "%36", "%37",
+                          "%38");
   }
 }
 

@@ -8,7 +8,7 @@ namespace attnops::xqa_decode::sm90 {
 
 template <class Tr>
 using Block =
-    std::conditional_t<Tr::kRows >= 64, WideBlock<Tr>, std::conditional_t<Tr::kFp8, fp8::LoneBlock<Tr>, RowBlock<Tr>>>;
+    std::conditional_t<Tr::kFp8, fp8::LoneBlock<Tr>, std::conditional_t<Tr::kRows >= 64, WideBlock<Tr>, RowBlock<Tr>>>;
 
 // Of the two dims 64 b + 16 warp + .. that a lane holds, by g = lane / 4.
 template <class Tr>
@@ -64,7 +64,7 @@ __device__ __forceinline__ void store_partials(const Params& p, const Shape& sha
 // Stores the rows as output where a lane holds neighbouring dims. Eight lanes write 32 neighbouring bytes.
 template <bool kIsNode, class Tr>
 __device__ __forceinline__ void store_row_pairs(const Params& p, const Shape& shape, const WorkPlace& place,
-                                                const RowState<Tr>& block) {
+                                                const RowState<Tr>& block, int first_row) {
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const float v_scale = p.v_scale ? __ldg(p.v_scale + place.kv_head * p.v_scale_stride) : 1.f;
   const bool bf16 = p.dtype == DType::kBFloat16;
@@ -72,7 +72,7 @@ __device__ __forceinline__ void store_row_pairs(const Params& p, const Shape& sh
   for (int n = 0; n < Tr::kRowTiles; ++n) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int row = 8 * n + 2 * t + i;
+      const int row = first_row + 8 * n + 2 * t + i;
       if (row >= shape.rows) continue;
       const int token = shape.by_group.divide(row);
       const int head = place.kv_head * shape.group + row - token * shape.group;
@@ -105,7 +105,7 @@ __device__ __forceinline__ void store_row_pairs(const Params& p, const Shape& sh
 template <bool kIsNode = false, class Tr>
 __device__ __forceinline__ void store_rows(const Params& p, const Shape& shape, const WorkPlace& place,
                                            const RowState<Tr>& block, int first_row) {
-  if constexpr (Tr::kFp8) return store_row_pairs<kIsNode>(p, shape, place, block);
+  if constexpr (Tr::kFp8) return store_row_pairs<kIsNode>(p, shape, place, block, first_row);
   using T = typename Tr::T;
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const int odd = g & 1;
@@ -179,45 +179,6 @@ __device__ __forceinline__ void store_partials(const Params& p, const Shape& sha
         } else {
           if (d < p.head_dim) out[d] = x;
           if (d + 1 < p.head_dim) out[d + 1] = y;
-        }
-      }
-    }
-  }
-}
-
-template <class Tr>
-__device__ __forceinline__ void store_rows(const Params& p, const Shape& shape, const WorkPlace& place,
-                                           const WideBlock<Tr>& block, int first_row) {
-  using T = typename Tr::T;
-  const int warp = threadIdx.x / 32 % Tr::kWarps, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  const float v_scale = p.v_scale ? __ldg(p.v_scale + place.kv_head * p.v_scale_stride) : 1.f;
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int row = first_row + 16 * warp + g + 8 * h;
-    if (row >= shape.rows) continue;
-    const int token = shape.by_group.divide(row);
-    const int head = place.kv_head * shape.group + row - token * shape.group;
-    const RowEnd end = row_end<Tr>(block.sum[h], block.reference[h]);
-    if (p.lse && t == 0) {
-      p.lse[(static_cast<int64_t>(place.request) * p.seqlen_q + token) * p.num_q_heads + head] = end.lse;
-    }
-    float factor = end.factor * v_scale;
-    if (p.sinks && end.lse != -INFINITY) factor = __fdividef(factor, 1.f + __expf(__ldg(p.sinks + head) - end.lse));
-    auto* out = static_cast<T*>(p.out) + place.request * p.out_stride_request + token * p.out_stride_token +
-                head * p.out_stride_head;
-#pragma unroll
-    for (int b = 0; b < Tr::kBlocks; ++b) {
-#pragma unroll
-      for (int n = 0; n < 8; ++n) {
-        const int d = 64 * b + 8 * n + 2 * t;
-        const uint32_t pair =
-            hopper::pack_pair<T>(factor * block.out[b][4 * n + 2 * h], factor * block.out[b][4 * n + 2 * h + 1]);
-        if (shape.vector_out) {
-          if (d < p.head_dim) *reinterpret_cast<uint32_t*>(out + d) = pair;
-        } else {
-          const T* halves = reinterpret_cast<const T*>(&pair);
-          if (d < p.head_dim) out[d] = halves[0];
-          if (d + 1 < p.head_dim) out[d + 1] = halves[1];
         }
       }
     }

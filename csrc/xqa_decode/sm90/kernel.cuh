@@ -8,6 +8,7 @@
 #include "xqa_decode/sm90/gather_stream.cuh"
 #include "xqa_decode/sm90/query_copy.cuh"
 #include "xqa_decode/sm90/short_works.cuh"
+#include "xqa_decode/sm90/staged_rows.cuh"
 #include "xqa_decode/sm90/tile_stream.cuh"
 #include "xqa_decode/sm90/wide_block.cuh"
 
@@ -47,7 +48,14 @@ class Consumer {
       }
       const int first_row = first_row_of(piece.row_block());
       Block<Tr> block;
-      if constexpr (Tr::kFetchesAhead) {
+      if constexpr (Tr::kFetchesAhead && Tr::kFp8) {
+        if (!fetched) fetch_raw_queries(place, first_row);
+        begin_fp8(place, first_row, block, false);
+        piece.look_ahead([&](int request, int kv_head, int row_block) {
+          fetch_raw_queries({0, request, kv_head}, first_row_of(row_block));
+        });
+        fetched = true;
+      } else if constexpr (Tr::kFetchesAhead) {
         begin(place, first_row, block, fetched);
         fetched = false;
         piece.look_ahead([&](int request, int kv_head, int row_block) {
@@ -59,10 +67,15 @@ class Consumer {
         begin(place, first_row, block, piece.continues_run());
       }
       attend(piece, first_row, block);
-      if constexpr (Tr::kFetchesAhead) queries_ = other_queries();
+      if constexpr (Tr::kFetchesAhead && !Tr::kFp8) queries_ = other_queries();
       const Splits splits = piece.splits();
       if (splits.count == 1) {
-        store_rows(p_, shape_, place, block, first_row);
+        if constexpr (Tr::kStagesRows) {
+          store_rows(p_, shape_, boxes_, place, block, first_row, stage_of_rows());
+          if constexpr (!Tr::kFetchesAhead) sync_group<Tr>();  // the next queries come there at once
+        } else {
+          store_rows(p_, shape_, place, block, first_row);
+        }
         continue;
       }
       store_partials(p_, shape_, block, first_row, splits.slot(splits.index));
@@ -82,7 +95,7 @@ class Consumer {
   // The rows, before any key. Their queries may lie there still.
   __device__ __forceinline__ void begin(const WorkPlace& place, int first_row, Block<Tr>& block,
                                         bool queries_are_there = false) const {
-    if constexpr (Tr::kFp8) return begin_fp8(place, block, queries_are_there);
+    if constexpr (Tr::kFp8) return begin_fp8(place, first_row, block, queries_are_there);
     if (!queries_are_there) {
       copy_queries<Tr>(p_, shape_, boxes_, place, first_row, queries());
     }
@@ -173,24 +186,74 @@ class Consumer {
     return p_.softmax_scale * k_scale * kLog2e;
   }
 
+  // Over e4m3 pages a warp's rows of q as they are, behind the queries that products read. Rows that are no vectors do
+  // not come ahead.
+  __device__ __forceinline__ void fetch_raw_queries(const WorkPlace& place, int first_row) const {
+    constexpr int kVecsPerRow = Tr::kHeadDim / 8, kRowsPerWarp = Tr::kRows / Tr::kWarps;
+    constexpr int kRowsAtATime = 32 / kVecsPerRow;
+    if (boxes_.vector_queries) {
+      const int lane = threadIdx.x % 32, d = lane % kVecsPerRow * 8, first_head = place.kv_head * shape_.group;
+      const bool inside = d < p_.head_dim;
+      const auto* q = static_cast<const uint16_t*>(p_.q) + place.request * p_.q_stride_request + (inside ? d : 0);
+      const int first = threadIdx.x / 32 * kRowsPerWarp;
+      const uint32_t to = raw_queries() + first * (Tr::kHeadDim * 2) + lane * 16;
+#pragma unroll
+      for (int i = 0; i < kRowsPerWarp; i += kRowsAtATime) {
+        const int own = first_row + first + i + lane / kVecsPerRow, row = min_of(own, shape_.rows - 1);
+        if (kRowsPerWarp < kRowsAtATime && lane / kVecsPerRow >= kRowsPerWarp) break;
+        const int token = shape_.by_group.divide(row);
+        const int at = token * boxes_.q_token + (first_head + row - token * shape_.group) * boxes_.q_head;
+        cp_async_16(to + i * (Tr::kHeadDim * 2), q + at, inside && own < shape_.rows);
+      }
+    }
+    cp_async_commit();
+  }
+  __device__ __forceinline__ uint32_t raw_queries() const { return shared_ + Shared::kQueries + Tr::kQueryBytes; }
+
+  // A row of them; or straight from q.
+  __device__ __forceinline__ void take_query(const WorkPlace& place, int first_row, int i, int lane,
+                                             QueryRow<Tr>& row) const {
+    if constexpr (Tr::kFetchesAhead) {
+      if (boxes_.vector_queries) {
+        row.bf16 = p_.dtype == DType::kBFloat16;
+#pragma unroll
+        for (int k = 0; k < QueryRow<Tr>::kPairs; ++k) {
+          const uint32_t at = raw_queries() + (i * (Tr::kHeadDim / 2) + k * 32 + lane) * 4;
+          asm volatile("ld.shared.b32 %0, [%1];" : "=r"(row.pairs[k]) : "r"(at) : "memory");
+        }
+        return;
+      }
+    }
+    row.fetch(p_, shape_, place, first_row + i, lane);
+  }
+
   // Over e4m3 pages queries become fp16 on the way, each row with a scale of its own.
-  __device__ __forceinline__ void begin_fp8(const WorkPlace& place, Block<Tr>& block, bool queries_are_there) const {
-    constexpr int kRowsPerWarp = Tr::kRows / Tr::kWarps;
+  __device__ __forceinline__ void begin_fp8(const WorkPlace& place, int first_row, Block<Tr>& block,
+                                            bool queries_are_there) const {
+    constexpr int kRowsPerWarp = Tr::kRows / Tr::kWarps, kRowsAtATime = min_of(kRowsPerWarp, 8);
     const float to_log2 = score_scale(place);
     // A positive scale alone waits for the exponent's subtraction: both are one instruction there.
     const bool joined = p_.logit_cap == 0.f && to_log2 > 0.f;
     float* const scales = reinterpret_cast<float*>(smem_ + Shared::kRowScale);
+    if constexpr (Tr::kFetchesAhead) {
+      cp_async_wait<0>();
+      __syncwarp();
+    }
     if (!queries_are_there) {
-      const int first = threadIdx.x / 32 * kRowsPerWarp, lane = threadIdx.x % 32;
-      QueryRow<Tr> rows[kRowsPerWarp];
+      const int lane = threadIdx.x % 32;
+#pragma unroll 1
+      for (int some = 0; some < kRowsPerWarp; some += kRowsAtATime) {
+        const int first = threadIdx.x / 32 * kRowsPerWarp + some;
+        QueryRow<Tr> rows[kRowsAtATime];
 #pragma unroll
-      for (int i = 0; i < kRowsPerWarp; ++i) rows[i].fetch(p_, shape_, place, first + i, lane);
+        for (int i = 0; i < kRowsAtATime; ++i) take_query(place, first_row, first + i, lane, rows[i]);
 #pragma unroll
-      for (int i = 0; i < kRowsPerWarp; ++i) {
-        rows[i].place(reinterpret_cast<typename Tr::T*>(smem_ + Shared::kQueries), scales, first + i, lane);
-        if (lane > 0) continue;
-        scales[first + i] *= to_log2;
-        scales[Tr::kRows + first + i] = joined ? scales[first + i] : 1.f;
+        for (int i = 0; i < kRowsAtATime; ++i) {
+          rows[i].place(reinterpret_cast<typename Tr::T*>(smem_ + Shared::kQueries), scales, first + i, lane);
+          if (lane > 0) continue;
+          scales[first + i] *= to_log2;
+          scales[Tr::kRows + first + i] = joined ? scales[first + i] : 1.f;
+        }
       }
     }
     block.begin(shared_ + Shared::kRowScale, joined);
@@ -236,8 +299,13 @@ class Consumer {
     const bool is_edge = first_key + Tr::kTileTokens > all_end || first_key < all_begin;
     if constexpr (Tr::kFp8) block.end_scores();
     if constexpr (Block<Tr>::kEdgesOutOfLine) {
-      if (is_edge || block.scales_apart() || p_.logit_cap != 0.f)
+      const bool ranges = !Tr::kFp8 && !block.scales_apart() && p_.logit_cap == 0.f && p_.tree_mask == nullptr;
+      if constexpr (!Tr::kFp8) {
+        if (is_edge && ranges) Block<Tr>::mask_ranges(p_, shape_, piece, first_row, first_key, scores_);
+      }
+      if (!ranges && (is_edge || block.scales_apart() || p_.logit_cap != 0.f)) {
         treat_edge(piece, first_row, first_key, is_edge, block);
+      }
     } else {
       block.scale_scores(p_.logit_cap, scores_);
       if (is_edge) Block<Tr>::mask_scores(p_, shape_, piece, first_row, first_key, scores_);
@@ -262,7 +330,8 @@ class Consumer {
     for (int i = 0; i < Block<Tr>::kScores; ++i) copy[i] = scores_[i];
     const SeenKeys seen{piece.request(), piece.length(), piece.keys()};
     if constexpr (Tr::kFp8) {
-      treat_scaled_scores(p_, shape_, seen, first_key, masked, block.scales_apart() ? block.scales : 0, copy);
+      treat_scaled_scores(p_, shape_, seen, first_row, first_key, masked, block.scales_apart() ? block.scales : 0,
+                          copy);
     } else {
       treat_scores(p_, shape_, seen, first_row, first_key, masked, block.scales_apart() ? block.score_scale : 1.f,
                    copy);
@@ -278,9 +347,10 @@ class Consumer {
   }
   // Where every row has a scale of its own, at `scales` in shared memory; 0: it joins the exponent.
   __device__ __noinline__ static void treat_scaled_scores(const Params& p, const Shape& shape, const SeenKeys& seen,
-                                                          int first_key, bool masked, uint32_t scales, Scores& scores) {
+                                                          int first_row, int first_key, bool masked, uint32_t scales,
+                                                          Scores& scores) {
     if (scales != 0) Block<Tr>::scale_scores(p.logit_cap, typename Block<Tr>::Scale(scales), scores);
-    if (masked) Block<Tr>::mask_scores(p, shape, seen, 0, first_key, scores);
+    if (masked) Block<Tr>::mask_scores(p, shape, seen, first_row, first_key, scores);
   }
 
   // The product with the values that come next, in flight. Returns their place.
@@ -303,6 +373,11 @@ class Consumer {
   }
   __device__ __forceinline__ uint32_t other_queries() const {
     return 2 * (shared_ + Shared::kQueries + own_group<Tr>() * kGroupQueryBytes) + Tr::kQueryBytes - queries_;
+  }
+  // Nobody reads these queries any more; or probabilities.
+  __device__ __forceinline__ uint32_t stage_of_rows() const {
+    if constexpr (Tr::kFp8) return shared_ + Shared::kProbs;
+    return Tr::kFetchesAhead ? other_queries() : queries();
   }
   __device__ __forceinline__ uint32_t probs() const { return shared_ + Shared::kProbs + prob_buffer_ * Tr::kProbBytes; }
 

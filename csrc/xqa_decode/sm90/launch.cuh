@@ -45,8 +45,15 @@ Boxes make_boxes(const Params& p) {
   if (Tr::kHeadDim == 128 && p.head_dim < 128 && heads_share_lines) {
     boxes.units_of_long = min_of(boxes.units_of_long, p.head_dim <= 96 ? 3 : 2);
   }
-  boxes.vector_queries = p.head_dim % 8 == 0 &&
-                         rows_aligned(p.q, size_of(p.dtype), 16, p.q_stride_request, p.q_stride_token, p.q_stride_head);
+  const auto are_vectors = [&](const void* base, int64_t request, int64_t token, int64_t head) {
+    const auto reach = [](int64_t stride, int64_t n) { return n > 1 ? (stride < 0 ? -stride : stride) * n : 0; };
+    return p.head_dim % 8 == 0 && rows_aligned(base, size_of(p.dtype), 16, request, token, head) &&
+           reach(token, p.seqlen_q) + reach(head, p.num_q_heads) < int64_t{1} << 31;
+  };
+  boxes.vector_queries = are_vectors(p.q, p.q_stride_request, p.q_stride_token, p.q_stride_head);
+  boxes.vector_out = are_vectors(p.out, p.out_stride_request, p.out_stride_token, p.out_stride_head);
+  boxes.q_token = static_cast<int>(p.q_stride_token), boxes.q_head = static_cast<int>(p.q_stride_head);
+  boxes.out_token = static_cast<int>(p.out_stride_token), boxes.out_head = static_cast<int>(p.out_stride_head);
   return boxes;
 }
 
@@ -66,8 +73,16 @@ void launch_traits(const Params& p, cudaStream_t stream) {
                                                 stream, p, shape, boxes, keys, values);
 }
 
-template <typename T, int kHeadDim, int kRows, bool kGathers>
-using PlanTraits = Traits<T, kHeadDim, kRows, 0, 2, kGathers>;
+// CTAs of an SM. Many rows of wide e4m3 pages hold their sums in nearly all registers of a thread; up to 32 rows of
+// 16-bit pages, which take long between tiles, leave room for a third.
+template <typename Element, int kHeadDim, int kRows>
+constexpr int most_ctas() {
+  if (sizeof(Element) == 1) return kHeadDim * kRows > 128 * 64 ? 1 : 2;
+  return kRows == 32 && kHeadDim <= 128 ? 3 : 2;
+}
+
+template <typename T, int kHeadDim, int kRows, bool kGathers, typename Element = T>
+using PlanTraits = Traits<T, kHeadDim, kRows, 0, most_ctas<Element, kHeadDim, kRows>(), kGathers, kNoFold, Element>;
 
 // Whether these kernels have clusters beside them, and so compute batch-invariant plans by folding.
 template <int kHeadDim>
@@ -89,6 +104,17 @@ void launch(const Params& p, cudaStream_t stream) {
   if (rows <= 32) return launch_traits<PlanTraits<T, kHeadDim, 32, kGathers>>(p, stream);
   if (rows <= 64) return launch_traits<PlanTraits<T, kHeadDim, 64, kGathers>>(p, stream);
   launch_traits<PlanTraits<T, kHeadDim, 128, kGathers>>(p, stream);
+}
+
+// Over e4m3 pages. Blocks of rows are those of one warpgroup.
+template <int kHeadDim, bool kGathers>
+void launch_fp8(const Params& p, cudaStream_t stream) {
+  if (p.batch_size == 0) return;
+  const int rows = p.seqlen_q * (p.num_q_heads / p.num_kv_heads);
+  if (rows <= 8) return launch_traits<PlanTraits<__half, kHeadDim, 8, kGathers, uint8_t>>(p, stream);
+  if (rows <= 16) return launch_traits<PlanTraits<__half, kHeadDim, 16, kGathers, uint8_t>>(p, stream);
+  if (rows <= 32) return launch_traits<PlanTraits<__half, kHeadDim, 32, kGathers, uint8_t>>(p, stream);
+  launch_traits<PlanTraits<__half, kHeadDim, 64, kGathers, uint8_t>>(p, stream);
 }
 
 }  // namespace attnops::xqa_decode::sm90

@@ -21,21 +21,28 @@ __device__ __noinline__ void copy_odd_queries(uint32_t at, const T* from, int co
 template <class Tr>
 __device__ __forceinline__ void copy_queries(const Params& p, const Shape& shape, const Boxes& boxes,
                                              const WorkPlace& place, int first_row, uint32_t queries) {
-  constexpr int kVecsPerRow = Tr::kHeadDim / 8;
+  constexpr int kVecsPerRow = Tr::kHeadDim / 8, kRowsAtATime = Tr::kGroupThreads / kVecsPerRow;
   using T = typename Tr::T;
+  const int thread = threadIdx.x % Tr::kGroupThreads, d = thread % kVecsPerRow * 8;
+  const uint32_t column = queries + d / 64 * (Tr::kGroupRows * 128);
   const T* q = static_cast<const T*>(p.q) + place.request * p.q_stride_request;
+  const int first_head = place.kv_head * shape.group;
+  if (boxes.vector_queries) {
+    const bool inside = d < p.head_dim;
+    q += inside ? d : 0;
 #pragma unroll
-  for (int item = threadIdx.x % Tr::kGroupThreads; item < Tr::kGroupRows * kVecsPerRow; item += Tr::kGroupThreads) {
-    const int i = item / kVecsPerRow, d = item % kVecsPerRow * 8, row = first_row + i;
-    const bool take = row < shape.rows && d < p.head_dim;
-    const int token = shape.by_group.divide(row), head = place.kv_head * shape.group + row - token * shape.group;
-    const T* from = take ? q + token * p.q_stride_token + head * p.q_stride_head + d : q;
-    const uint32_t at = queries + d / 64 * (Tr::kGroupRows * 128) + hopper::swizzled(i, d / 8 % 8);
-    if (boxes.vector_queries) {
-      cp_async_16(at, from, take);
-    } else {
-      copy_odd_queries(at, from, take ? p.head_dim - d : 0);
+    for (int i = thread / kVecsPerRow; i < Tr::kGroupRows; i += kRowsAtATime) {
+      const int row = min_of(first_row + i, shape.rows - 1), token = shape.by_group.divide(row);
+      const int at = token * boxes.q_token + (first_head + row - token * shape.group) * boxes.q_head;
+      cp_async_16(column + hopper::swizzled(i, d / 8 % 8), q + at, inside && first_row + i < shape.rows);
     }
+    return;
+  }
+#pragma unroll 1
+  for (int i = thread / kVecsPerRow; i < Tr::kGroupRows; i += kRowsAtATime) {
+    const int row = min_of(first_row + i, shape.rows - 1), token = shape.by_group.divide(row);
+    const T* from = q + token * p.q_stride_token + (first_head + row - token * shape.group) * p.q_stride_head + d;
+    copy_odd_queries(column + hopper::swizzled(i, d / 8 % 8), from, first_row + i < shape.rows ? p.head_dim - d : 0);
   }
 }
 

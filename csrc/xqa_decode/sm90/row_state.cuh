@@ -118,6 +118,16 @@ struct RowState {
   __device__ __forceinline__ static void mask_scores(const Params& p, const Shape& shape, const Piece& piece,
                                                      int first_row, int first_key, Scores& scores) {
     const int own_key = first_key + threadIdx.x / 32 % Tr::kWarps * 16 + threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    if (Tr::kRowTiles > 1 && p.seqlen_q == 1 && p.tree_mask == nullptr) {  // all rows see the same
+      const RowMask mask(p, shape, piece, 0);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        if (mask.in_range(own_key + 8 * h)) continue;
+#pragma unroll
+        for (int n = 0; n < Tr::kRowTiles; ++n) scores[4 * n + 2 * h] = scores[4 * n + 2 * h + 1] = -INFINITY;
+      }
+      return;
+    }
 #pragma unroll
     for (int n = 0; n < Tr::kRowTiles; ++n) {
 #pragma unroll
@@ -159,7 +169,7 @@ struct RowState {
         return;
       }
     }
-    move_reference(scores, scale, barrier, find());
+    move_reference(first, scores, scale, barrier, find());
     write_probs(scores, scale, place, added);
     add(added);
     hopper::fence_async_proxy();
@@ -243,9 +253,9 @@ struct RowState {
     return highest;
   }
 
-  // Moves the reference to the true maximum of what the group has seen.
+  // Moves the reference to the true maximum of what the group has seen; `first`: there are no sums yet.
   template <class Scale>
-  __device__ __forceinline__ void move_reference(const Scores& scores, const Scale& scale, int barrier,
+  __device__ __forceinline__ void move_reference(bool first, const Scores& scores, const Scale& scale, int barrier,
                                                  const GroupPlace& me) {
 #pragma unroll
     for (int n = 0; n < Tr::kRowTiles; ++n) {
@@ -269,8 +279,9 @@ struct RowState {
         for (int w = 0; w < Tr::kWarps; ++w) {
           after = fmaxf(after, me.exchange[w * Tr::kRows + 8 * n + me.lane % 4 * 2 + i]);
         }
-        const float factor = exp2_approx(before - after);
         reference[n][i] = after;
+        if (first) continue;
+        const float factor = exp2_approx(before - after);
         sum[n][i] *= factor;
 #pragma unroll
         for (int b = 0; b < kOutBlocks; ++b) {

@@ -40,23 +40,28 @@ struct Traits {
   static constexpr int kAllThreads = kThreads + (kMovesRegisters ? 128 : 32 * kBringers);
   static constexpr int kTileTokens = 64;
   static constexpr int kBlocks = kHeadDim / 64;  // 64 x 64 blocks of a tile of keys or of values
-  static constexpr int kColumns = kHeadDim * static_cast<int>(sizeof(Element)) / 128;  // of boxes in a tile
+  // Of boxes in a tile: lines of 128 bytes, of which rows of 64 fill a half.
+  static constexpr int kColumns = max_of(kHeadDim * static_cast<int>(sizeof(Element)) / 128, 1);
 
   // A unit is a tile of keys or of values; units come and go by turns. Probabilities lie in two buffers where there is
   // room, so that a warp may write those of the next tile while another still multiplies.
   static constexpr int kUnitBytes = kColumns * hopper::kTileBytes;
   static constexpr int kQueryBytes = kRows * kHeadDim * 2;
   static constexpr int kProbBytes = kRows * kTileTokens * 2;
-  static constexpr int kProbBuffers = kRows <= 32 ? 2 : 0;  // see WideBlock
+  static constexpr int kProbBuffers = kRows <= 32 || kFp8 ? 2 : 0;  // see WideBlock
   static constexpr int kSmallBytes =
       256 + kWarps * kRows * 4 + (kFp8 ? 2 * kRows * 4 : 0) + (kFoldLevels_ != kNoFold ? 96 : 0);
   static constexpr int kInboxBytes = kInboxBytes_;  // of what other CTAs of a cluster send
   static constexpr bool kFolds = kFoldLevels_ != kNoFold;
   // The next piece's queries come while this one's tiles are multiplied, where that does not cost a CTA of the SM.
+  // Over e4m3 pages they come as they lie in q, and change their type when the piece begins.
   static constexpr bool kFetchesAhead =
-      !kFp8 && !kFolds && kInboxBytes == 0 && (kHeadDim <= 128 || (kRows != 16 && kRows <= 64));
+      !kFolds && kInboxBytes == 0 && (kFp8 || kHeadDim <= 128 || (kRows != 16 && kRows <= 64));
+  // Where a pass leaves rows for out: of 16-bit pages where their queries were, else beside the next ones'.
+  static constexpr bool kStagesRows = !kFolds && kInboxBytes == 0 && kRows > 8;
   // The merge has its scratch where probabilities lie, or queries that nobody needs any more.
-  static constexpr int kScratchBytes = static_cast<int>(sizeof(PartialSum)) * kThreads;
+  static constexpr int kScratchBytes =
+      max_of(static_cast<int>(sizeof(PartialSum)) * kThreads, kFp8&& kStagesRows ? kQueryBytes : 0);
   static constexpr int kWorkBytes = kFetchesAhead ? 2 * kQueryBytes + max_of(kProbBuffers * kProbBytes, kScratchBytes)
                                                   : max_of(kQueryBytes + kProbBuffers * kProbBytes, kScratchBytes);
   static constexpr int kFoldLevels = max_of(kFoldLevels_, 0);
@@ -79,7 +84,7 @@ struct Traits {
 
   // Over e4m3 pages, see fp8/.
   static constexpr int kHeads = 1;
-  static constexpr bool kHalves = kRows > 8 || kMostCtas > 2;
+  static constexpr bool kHalves = kRows > 8 || kMostCtas > 2 || kHeadDim > 128;
   __device__ static constexpr int query_word(int row, int at) {
     return at / 32 * (kRows * 32) + row * 32 + ((at % 32 / 4) ^ (row & 7)) * 4 + at % 4;
   }
@@ -117,13 +122,16 @@ enum NamedBarrier : int { kMultiply = 1 };
 
 // What a launch knows besides the arguments and the shape.
 struct Boxes {
-  int tokens;           // of a box of the copy engine: min(page_size, 64)
-  int bytes;            // of a box
-  int runs;             // of box tokens in a tile
-  int count;            // of boxes in a unit
-  int units_of_long;    // on their way at a time, of a long piece
-  int row_blocks;       // of a work, a CTA each; 1: a CTA passes over the keys for one block after the other
-  bool vector_queries;  // rows of q start on 16-byte boundaries, and head_dim is a multiple of 8
+  int tokens;         // of a box of the copy engine: min(page_size, 64)
+  int bytes;          // of a box
+  int runs;           // of box tokens in a tile
+  int count;          // of boxes in a unit
+  int units_of_long;  // on their way at a time, of a long piece
+  int row_blocks;     // of a work, a CTA each; 1: a CTA passes over the keys for one block after the other
+  // Rows of q, and of out, start on 16-byte boundaries, head_dim is a multiple of 8, and from one row of a request to
+  // another it is a number of 32 bits. Strides in elements, where that is so.
+  bool vector_queries, vector_out;
+  int q_token, q_head, out_token, out_head;
 };
 
 }  // namespace attnops::xqa_decode::sm90

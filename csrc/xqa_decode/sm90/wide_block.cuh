@@ -107,6 +107,26 @@ struct WideBlock {
   // exponent's subtraction: both are one instruction there.
   __device__ __forceinline__ bool scales_apart() const { return scale != score_scale; }
 
+  // The same where there is no tree: a row sees a range of keys.
+  template <class Piece>
+  __device__ __forceinline__ static void mask_ranges(const Params& p, const Shape& shape, const Piece& piece,
+                                                     int first_row, int first_key, float (&scores)[kScores]) {
+    const int own_row = first_row + threadIdx.x / 32 % Tr::kWarps * 16 + threadIdx.x % 32 / 4;
+    const int own_key = first_key + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const RowMask mask(p, shape, piece, own_row + 8 * h);
+      const int begin = mask.begin - own_key, end = mask.end - own_key;
+#pragma unroll
+      for (int n = 0; n < kScores / 4; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (8 * n + i < begin || 8 * n + i >= end) scores[4 * n + 2 * h + i] = -INFINITY;
+        }
+      }
+    }
+  }
+
   // Hides the keys that a row may not see; the rules are those of the reference.
   template <class Piece>
   __device__ __forceinline__ static void mask_scores(const Params& p, const Shape& shape, const Piece& piece,
@@ -151,7 +171,7 @@ struct WideBlock {
         return;
       }
     }
-    move_reference(scores);
+    move_reference<kFirst>(scores);
     take_probs(scores, added);
     sum[0] += added[0], sum[1] += added[1];
   }
@@ -187,7 +207,8 @@ struct WideBlock {
     return highest;
   }
 
-  // Moves the reference to the true maximum of what has been seen.
+  // Moves the reference to the true maximum of what has been seen; kFirst: there are no sums yet.
+  template <bool kFirst>
   __device__ __forceinline__ void move_reference(const float (&scores)[kScores]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -198,6 +219,7 @@ struct WideBlock {
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
       const float after = fmaxf(reference[h], scale * top), factor = exp2_approx(reference[h] - after);
       reference[h] = after;
+      if constexpr (kFirst) continue;
       sum[h] *= factor;
 #pragma unroll
       for (int b = 0; b < Tr::kBlocks; ++b) {

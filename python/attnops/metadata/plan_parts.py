@@ -9,9 +9,10 @@ import torch
 XQA_PARTS_PER_SM = 2
 MLA_PARTS_PER_SM = 1
 MLA_MOST_BLOCKS_PER_WORK = 13  # csrc/mla_decode/plan.h
-XQA_FP8_FOLDING_PARTS_PER_SM = 3  # of batch-invariant plans over FP8 pages: smaller CTAs
+XQA_MOST_PARTS_PER_SM = 3  # of smaller CTAs: batch-invariant over FP8 pages, and of 17 to 32 rows
 
-XQA_ROWS_PER_BLOCK = 128  # query rows that have CTAs and merges of their own: csrc/xqa_decode/sm90/launch.cuh
+# Query rows that have CTAs and merges of their own, and those over FP8 pages: csrc/xqa_decode/sm90/launch.cuh
+XQA_ROWS_PER_BLOCK, XQA_FP8_ROWS_PER_BLOCK = 128, 64
 
 XQA_INVARIANT_CUTS = 96  # of a long request over all KV heads: docs/kernels/xqa_decode.md
 XQA_FOLDED_CUTS = {4: 32, 8: 28}  # the same of one KV head, where 256 over all heads do not suit the clusters
@@ -55,13 +56,18 @@ def xqa_num_sm_parts(
         fixed_split_tokens: Of the plan.
     """
     fp8 = kv_dtype is not None and kv_dtype.itemsize == 1
-    parts_per_sm = XQA_FP8_FOLDING_PARTS_PER_SM if fp8 and fixed_split_tokens else XQA_PARTS_PER_SM
     on_sm90 = device.type == "cuda" and torch.cuda.get_device_properties(device).major == 9
-    if not fp8 and ((on_sm90 and rows > 64) or (head_dim > 128 and rows > 16)):
-        parts_per_sm = 1  # a CTA of these kernels fills an SM; parts of a second round would keep merges waiting
-    most = default_num_sm_parts(device, parts_per_sm)
-    if on_sm90 and not fp8:  # blocks of rows run side by side, each with all parts
-        most = max(most // -(-rows // XQA_ROWS_PER_BLOCK), 1)
+    folds_fp8 = fp8 and fixed_split_tokens != 0 and rows <= 16
+    three = folds_fp8 or (on_sm90 and not fp8 and 16 < rows <= 32 and head_dim <= 128)
+    parts_per_sm = XQA_MOST_PARTS_PER_SM if three else XQA_PARTS_PER_SM
+    # A CTA of these kernels fills an SM; parts of a second round would keep merges waiting.
+    if fp8:
+        fills_sm = on_sm90 and head_dim > 128 and rows > 32
+    else:
+        fills_sm = (on_sm90 and rows > 64) or (head_dim > 128 and rows > 16)
+    most = default_num_sm_parts(device, 1 if fills_sm else parts_per_sm)
+    if on_sm90:  # blocks of rows run side by side, each with all parts
+        most = max(most // -(-rows // (XQA_FP8_ROWS_PER_BLOCK if fp8 else XQA_ROWS_PER_BLOCK)), 1)
     groups = most // num_kv_heads
     if device.type != "cuda" or num_kv_heads == 1 or groups * num_kv_heads * 10 < most * 9:
         return most

@@ -1,0 +1,149 @@
+#pragma once
+#include "xqa_decode/sm90/epilogue.cuh"
+
+// Rows of a work that is not split go to out through shared memory: a lane holds few neighbouring values of many rows,
+// and memory wants whole lines of one. Used where a pass has 16 rows and more.
+namespace attnops::xqa_decode::sm90 {
+
+// A row's values, behind one another; sixteen bytes lie at an odd place, so that eight rows' equal ones fall in
+// different banks.
+template <class Tr>
+__device__ __forceinline__ uint32_t staged(int row, int vec) {
+  return row * (Tr::kHeadDim * 2) + ((vec ^ (row & 7)) << 4);
+}
+
+// Two 8 x 8 blocks, transposed: lane l < 16 says where row l % 8 of block l / 8 goes.
+__device__ __forceinline__ void store_two_transposed(const uint32_t (&a)[2], uint32_t address) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a[0]), "r"(a[1])
+               : "memory");
+}
+
+// What a row's values must be multiplied by. Its lse is stored on the way, if `stores_lse`.
+__device__ __forceinline__ float finish_row(const Params& p, const Shape& shape, const WorkPlace& place, int row,
+                                            const RowEnd& end, float v_scale, bool stores_lse) {
+  float factor = end.factor * v_scale;
+  if (p.lse == nullptr && p.sinks == nullptr) return factor;
+  const int token = shape.by_group.divide(row), head = place.kv_head * shape.group + row - token * shape.group;
+  if (p.lse && stores_lse) {
+    p.lse[(static_cast<int64_t>(place.request) * p.seqlen_q + token) * p.num_q_heads + head] = end.lse;
+  }
+  if (p.sinks && end.lse != -INFINITY) factor = __fdividef(factor, 1.f + __expf(__ldg(p.sinks + head) - end.lse));
+  return factor;
+}
+
+// Up to eight values that may lie anywhere.
+__device__ __noinline__ inline void store_odd_values(uint16_t* out, uint4 values, int count) {
+  const uint32_t words[4] = {values.x, values.y, values.z, values.w};
+#pragma unroll 1
+  for (int i = 0; i < min_of(count, 8); ++i) {
+    const uint32_t word = i < 4 ? (i < 2 ? words[0] : words[1]) : (i < 6 ? words[2] : words[3]);
+    out[i] = static_cast<uint16_t>(i & 1 ? word >> 16 : word);
+  }
+}
+
+// `count` staged rows to out, by kThreads threads that have met. `first_row`: of the work's rows, that is staged first.
+template <class Tr, int kThreads>
+__device__ __forceinline__ void store_staged(const Params& p, const Shape& shape, const Boxes& boxes,
+                                             const WorkPlace& place, int first_row, int count, uint32_t stage,
+                                             int thread) {
+  constexpr int kVecs = Tr::kHeadDim / 8, kRowsAtATime = kThreads / kVecs;
+  const int vec = thread % kVecs, d = vec * 8;
+  if (d >= p.head_dim) return;
+  auto* const base = static_cast<uint16_t*>(p.out) + place.request * p.out_stride_request + d;
+#pragma unroll 4
+  for (int i = thread / kVecs; i < count; i += kRowsAtATime) {
+    const int row = first_row + i;
+    const int token = shape.by_group.divide(row), head = place.kv_head * shape.group + row - token * shape.group;
+    uint4 values;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(values.x), "=r"(values.y), "=r"(values.z), "=r"(values.w)
+                 : "r"(stage + staged<Tr>(i, vec))
+                 : "memory");
+    if (boxes.vector_out) {
+      *reinterpret_cast<uint4*>(base + token * boxes.out_token + head * boxes.out_head) = values;
+    } else {
+      store_odd_values(base + token * p.out_stride_token + head * p.out_stride_head, values, p.head_dim - d);
+    }
+  }
+}
+
+// Rows whose dims lie in several warps. `stage` is free for all of them, and then until a barrier of theirs.
+template <class Tr>
+__device__ __forceinline__ void store_rows(const Params& p, const Shape& shape, const Boxes& boxes,
+                                           const WorkPlace& place, const RowState<Tr>& block, int first_row,
+                                           uint32_t stage) {
+  const int warp = threadIdx.x / 32 % Tr::kWarps, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int count = min_of(shape.rows - first_row, Tr::kRows);
+  const float v_scale = p.v_scale ? __ldg(p.v_scale + place.kv_head * p.v_scale_stride) : 1.f;
+  const bool bf16 = p.dtype == DType::kBFloat16;
+#pragma unroll
+  for (int n = 0; n < Tr::kRowTiles; ++n) {
+    if (8 * n >= count) break;
+    float factor[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int own = 8 * n + 2 * t + i, row = first_row + min_of(own, count - 1);
+      factor[i] = finish_row(p, shape, place, row, end_of(block, n, i), v_scale, own < count && warp == 0 && g == 0);
+    }
+#pragma unroll
+    for (int b = 0; b < Tr::kBlocks; ++b) {
+      const float(&out)[RowState<Tr>::kScores] = block.out[b];
+      if constexpr (Tr::kFp8) {  // a lane has neighbouring dims of a row
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float x = factor[i] * out[4 * n + i], y = factor[i] * out[4 * n + 2 + i];
+          const uint32_t pair = bf16 ? pack2<__nv_bfloat16>(x, y) : pack2<__half>(x, y);
+          const uint32_t at = stage + staged<Tr>(8 * n + 2 * t + i, 8 * b + 2 * warp + g / 4) + g % 4 * 4;
+          asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(pair) : "memory");
+        }
+      } else {  // of two rows
+        uint32_t pairs[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          pairs[h] =
+              hopper::pack_pair<typename Tr::T>(factor[0] * out[4 * n + 2 * h], factor[1] * out[4 * n + 2 * h + 1]);
+        }
+        store_two_transposed(pairs, stage + staged<Tr>(8 * n + lane % 8, 8 * b + 2 * warp + lane / 8 % 2));
+      }
+    }
+  }
+  sync_group<Tr>();
+  store_staged<Tr, Tr::kGroupThreads>(p, shape, boxes, place, first_row, count, stage, threadIdx.x % Tr::kGroupThreads);
+}
+
+// Rows that are a warp's own, sixteen each.
+template <class Tr>
+__device__ __forceinline__ void store_rows(const Params& p, const Shape& shape, const Boxes& boxes,
+                                           const WorkPlace& place, const WideBlock<Tr>& block, int first_row,
+                                           uint32_t stage) {
+  using T = typename Tr::T;
+  const int warp = threadIdx.x / 32 % Tr::kWarps, lane = threadIdx.x % 32;
+  const int own_first = first_row + 16 * warp, count = min_of(shape.rows - own_first, 16);
+  if (count <= 0) return;
+  stage += 16 * warp * (Tr::kHeadDim * 2);
+  const float v_scale = p.v_scale ? __ldg(p.v_scale + place.kv_head * p.v_scale_stride) : 1.f;
+  float factor[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int own = lane / 4 + 8 * h, row = own_first + min_of(own, count - 1);
+    factor[h] = finish_row(p, shape, place, row, row_end<Tr>(block.sum[h], block.reference[h]), v_scale,
+                           own < count && lane % 4 == 0);
+  }
+#pragma unroll
+  for (int b = 0; b < Tr::kBlocks; ++b) {
+#pragma unroll
+    for (int n = 0; n < 8; n += 2) {
+      uint32_t pairs[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int h = j % 2, at = 4 * (n + j / 2) + 2 * h;
+        pairs[j] = hopper::pack_pair<T>(factor[h] * block.out[b][at], factor[h] * block.out[b][at + 1]);
+      }
+      hopper::store_fragment(pairs, stage + staged<Tr>(lane % 16, 8 * b + n + lane / 16));
+    }
+  }
+  __syncwarp();
+  store_staged<Tr, 32>(p, shape, boxes, place, own_first, count, stage, lane);
+}
+
+}  // namespace attnops::xqa_decode::sm90
