@@ -128,7 +128,7 @@ def _log_uniform(rng: random.Random, low: int, high: int) -> int:
     return min(high, int(math.exp(rng.uniform(math.log(low), math.log(high + 1)))))
 
 
-def _lengths(rng: random.Random, law: str, batch: int, longest: int) -> tuple[int, ...]:
+def draw_lengths(rng: random.Random, law: str, batch: int, longest: int) -> tuple[int, ...]:
     if law == "even":
         return (longest,) * batch
     if law == "zipf":
@@ -178,7 +178,7 @@ def draw(rng: random.Random, kind: str, context: int | None = None, page_size: i
         is_mla,
         heads,
         576 if is_mla else rng.choice((64, 80, 96, 112, 192, 256, *(128,) * 6)),
-        tuple(max(n, seqlen_q) if n else 0 for n in _lengths(rng, law, batch, longest)),
+        tuple(max(n, seqlen_q) if n else 0 for n in draw_lengths(rng, law, batch, longest)),
         law,
         page_size or page,
         seqlen_q,
