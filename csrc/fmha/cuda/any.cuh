@@ -69,8 +69,7 @@ class WarpRows {
       tokens_[r] = row * s.pack_inverse >> 16;
       heads_[r] = w.q_head + row - tokens_[r] * s.pack;
       const bool exists = tokens_[r] < w.num_tokens;
-      keys_[r] =
-          exists ? sm90::keys_at(p, static_cast<int64_t>(w.position()) + tokens_[r], w.seqlen_k) : KeyRange{0, 0};
+      keys_[r] = exists ? sm90::keys_of_token(p, w, w.first_token + tokens_[r]) : KeyRange{0, 0};
       const T* q = static_cast<const T*>(p.q) + row_of(r) * p.q_stride_token + heads_[r] * p.q_stride_head;
 #pragma unroll
       for (int i = 0; i < kDims; ++i) q_[r][i] = exists && dim(i) < p.head_dim_qk ? load(q + dim(i)) : 0.f;

@@ -71,13 +71,12 @@ class Attention {
   __device__ __forceinline__ void set_ranges() {
     const int first = warp_row_ * s_.pack_inverse >> 16;
     const int last = min_of((warp_row_ + Tr::kWarpRows - 1) * s_.pack_inverse >> 16, w_.num_tokens - 1);
-    const sm90::KeyRange first_keys = sm90::keys_at(p_, static_cast<int64_t>(w_.position()) + first, w_.seqlen_k);
-    const sm90::KeyRange last_keys = sm90::keys_at(p_, static_cast<int64_t>(w_.position()) + last, w_.seqlen_k);
-    const int limit = p_.tree_mask != nullptr ? min_of(first_keys.end, max_of(w_.draft, 0)) : first_keys.end;
-    seen_begin_ = first_keys.begin / Tr::kKeys;
-    seen_end_ = first < w_.num_tokens ? ceil_div(last_keys.end, Tr::kKeys) : 0;
-    full_begin_ = transformed_ ? INT32_MAX : ceil_div(last_keys.begin, Tr::kKeys);
-    full_end_ = limit / Tr::kKeys;
+    const sm90::KeyRange some = sm90::keys_of_some(p_, w_, w_.first_token + first, w_.first_token + last);
+    const sm90::KeyRange all = sm90::keys_of_all(p_, w_, w_.first_token + first, w_.first_token + last);
+    seen_begin_ = some.begin / Tr::kKeys;
+    seen_end_ = first < w_.num_tokens ? ceil_div(some.end, Tr::kKeys) : 0;
+    full_begin_ = transformed_ ? INT32_MAX : ceil_div(all.begin, Tr::kKeys);
+    full_end_ = all.end / Tr::kKeys;
   }
 
   __device__ __forceinline__ void step(int tile, int stage) {

@@ -27,7 +27,7 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kCount], const Param
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int token = min_of((first_row + 8 * h) * s.pack_inverse >> 16, w.num_tokens - 1);
-    const sm90::KeyRange keys = sm90::keys_at(p, static_cast<int64_t>(w.position()) + token, w.seqlen_k);
+    const sm90::KeyRange keys = sm90::keys_of_token(p, w, w.first_token + token);
     const unsigned size = keys.end - keys.begin;
     const int from = column - keys.begin;
 #pragma unroll

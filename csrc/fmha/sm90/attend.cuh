@@ -128,11 +128,9 @@ class Consumer {
   __device__ __forceinline__ void full_tiles(const Work& w, int first_row, int& begin, int& end) const {
     const int first = min_of(first_row * s_.pack_inverse >> 16, w.num_tokens - 1);
     const int last = min_of((first_row + 63) * s_.pack_inverse >> 16, w.num_tokens - 1);
-    const KeyRange first_keys = keys_at(p_, static_cast<int64_t>(w.position()) + first, w.seqlen_k);
-    const KeyRange last_keys = keys_at(p_, static_cast<int64_t>(w.position()) + last, w.seqlen_k);
-    const int limit = p_.tree_mask != nullptr ? min_of(first_keys.end, max_of(w.draft, 0)) : first_keys.end;
-    begin = ceil_div(last_keys.begin, Tr::kKeys);
-    end = min_of(limit / Tr::kKeys, w.tile_end);
+    const KeyRange keys = keys_of_all(p_, w, w.first_token + first, w.first_token + last);
+    begin = ceil_div(keys.begin, Tr::kKeys);
+    end = min_of(keys.end / Tr::kKeys, w.tile_end);
   }
 
   __device__ __forceinline__ void issue_scores() {

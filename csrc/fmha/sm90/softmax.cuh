@@ -56,7 +56,7 @@ struct RowPair {
     for (int h = 0; h < 2; ++h) {
       const int row = first_row + 8 * h;
       token[h] = min_of(row * s.pack_inverse >> 16, w.num_tokens - 1);
-      const KeyRange keys = keys_at(p, static_cast<int64_t>(w.position()) + token[h], w.seqlen_k);
+      const KeyRange keys = keys_of_token(p, w, w.first_token + token[h]);
       begin[h] = keys.begin;
       end[h] = keys.end;
       reference[h] = -INFINITY;

@@ -2,6 +2,7 @@
 #include "core/divisor.h"
 #include "core/math.h"
 #include "core/report.h"
+#include "core/tree_window.h"
 #include "core/types.h"
 #include "fmha/params.h"
 #include "scheduler/varlen_cuts.h"
@@ -41,7 +42,8 @@ struct Work {
 };
 static_assert(sizeof(Work) <= 64);  // SharedLayout::kWorkBytes
 
-// Keys [begin, end) that position and length leave to the token at `position`. A tree mask then takes keys away.
+// Keys [begin, end) that position and length leave to the token at `position`. A tree mask then takes keys away, and
+// moves the beginning of a window (keys_of_token).
 struct KeyRange {
   int begin, end;
 };
@@ -57,6 +59,39 @@ __device__ __forceinline__ KeyRange keys_at(const Params& p, int64_t position, i
 
 __device__ __forceinline__ int clamp(int64_t value, int64_t low, int64_t high) {
   return static_cast<int>(value < low ? low : value > high ? high : value);
+}
+
+// What a tree mask holds of query token `token` of the request.
+__device__ __forceinline__ const uint8_t* tree_row(const Params& p, const Work& w, int token) {
+  return p.tree_mask + (static_cast<int64_t>(w.first_q_token) + token) * p.tree_mask_stride_token;
+}
+
+// Where the window of query token `token` begins, where there are a window and a tree mask.
+__device__ __forceinline__ int tree_begin(const Params& p, const Work& w, int token) {
+  const int64_t drafts = min_of<int64_t>(static_cast<int64_t>(w.seqlen_k) - w.draft, 8 * p.tree_mask_bytes);
+  return clamp(tree_window_begin(tree_row(p, w, token), drafts, w.draft, p.window_left), 0, w.seqlen_k);
+}
+
+// keys_at of token `token` of the request, whose window may begin by its depth in a tree.
+__device__ __forceinline__ KeyRange keys_of_token(const Params& p, const Work& w, int token) {
+  KeyRange keys = keys_at(p, static_cast<int64_t>(w.draft) + token, w.seqlen_k);
+  if (p.tree_mask != nullptr && p.window_left >= 0) {
+    keys.begin = tree_begin(p, w, token);
+    keys.end = max_of(keys.end, keys.begin);
+  }
+  return keys;
+}
+
+// Bounds of the keys that some of tokens [first, last] of the request see, and of keys that all of them see. In a tree
+// each may have any depth.
+__device__ __forceinline__ KeyRange keys_of_some(const Params& p, const Work& w, int first, int last) {
+  const int begin = keys_at(p, static_cast<int64_t>(w.draft) + (p.tree_mask != nullptr ? 0 : first), w.seqlen_k).begin;
+  return {begin, max_of(keys_at(p, static_cast<int64_t>(w.draft) + last, w.seqlen_k).end, begin)};
+}
+__device__ __forceinline__ KeyRange keys_of_all(const Params& p, const Work& w, int first, int last) {
+  const int64_t deepest = p.tree_mask != nullptr ? w.seqlen_k - 1 : static_cast<int64_t>(w.draft) + last;
+  const int end = keys_at(p, static_cast<int64_t>(w.draft) + first, w.seqlen_k).end;
+  return {keys_at(p, deepest, w.seqlen_k).begin, p.tree_mask != nullptr ? min_of(end, max_of(w.draft, 0)) : end};
 }
 
 // How many blocks of heads take turns over a request's tiles: as many as have their keys in half of L2. The others
@@ -125,10 +160,9 @@ __device__ __forceinline__ void place_work(const Params& p, const Schedule& s, i
   w.q_head = block * s.pack;
   w.draft = w.seqlen_k - seqlen_q;
 
-  const KeyRange first_keys = keys_at(p, w.position(), w.seqlen_k);
-  const KeyRange last_keys = keys_at(p, static_cast<int64_t>(w.position()) + w.num_tokens - 1, w.seqlen_k);
-  w.key_begin = first_keys.begin;
-  w.key_end = max_of(last_keys.end, w.key_begin);
+  const KeyRange keys = keys_of_some(p, w, first_token, first_token + w.num_tokens - 1);
+  w.key_begin = keys.begin;
+  w.key_end = keys.end;
   w.known_begin = keys_at(p, w.draft, w.seqlen_k).begin;
   w.known_end = p.tree_mask != nullptr ? clamp(w.draft, 0, w.seqlen_k) : w.seqlen_k;
   const int tile_begin = w.key_begin / kKeys;
@@ -202,8 +236,7 @@ __device__ __forceinline__ bool is_edge(const Work& w, int tile) {
 __device__ __forceinline__ bool tree_allows(const Params& p, const Work& w, int token, int draft) {
   if (draft < 0) return true;
   if (draft / 8 >= p.tree_mask_bytes) return false;
-  const uint8_t* bits = p.tree_mask + (static_cast<int64_t>(w.first_q_token) + token) * p.tree_mask_stride_token;
-  return (bits[draft / 8] >> (draft % 8)) & 1;
+  return (tree_row(p, w, token)[draft / 8] >> (draft % 8)) & 1;
 }
 
 // Whether some row of the work sees a key. Tree and window may each leave it to rows that the other takes it from.
@@ -211,17 +244,17 @@ __device__ __forceinline__ bool is_seen(const Params& p, const Work& w, int key)
   if (p.tree_mask == nullptr || key < w.draft) return true;
 #pragma unroll 1
   for (int i = 0; i < w.num_tokens; ++i) {
-    const int ahead = key - w.draft - w.first_token - i;
-    const bool in_window =
-        (p.window_left < 0 || -ahead <= p.window_left) && (p.window_right < 0 || ahead <= p.window_right);
-    if (in_window && tree_allows(p, w, w.first_token + i, key - w.draft)) return true;
+    const int token = w.first_token + i;
+    if (!tree_allows(p, w, token, key - w.draft)) continue;
+    if (p.window_right >= 0 && key - w.draft - token > p.window_right) continue;
+    if (p.window_left < 0 || key >= tree_begin(p, w, token)) return true;
   }
   return false;
 }
 
 // What `tree_allows` says of 32 draft tokens, a bit each.
 __device__ __forceinline__ uint32_t tree_bits(const Params& p, const Work& w, int token, int first_draft) {
-  const uint8_t* bits = p.tree_mask + (static_cast<int64_t>(w.first_q_token) + token) * p.tree_mask_stride_token;
+  const uint8_t* bits = tree_row(p, w, token);
   uint32_t result = 0;
 #pragma unroll 1
   for (int i = 0; i < 32;) {

@@ -61,7 +61,10 @@ struct RowState {
       const bool causal = p.causal && (kOptions == Options::kCommon || p.tree_mask == nullptr);
       const int end = causal ? max_of(position + 1, 0) : piece.length;
       const int window = window_of<kOptions>(p);
-      keys[h].begin = window < 0 ? 0 : max_of(position - window, 0);
+      keys[h].begin = window < 0 ? 0
+                      : p.tree_mask
+                          ? draft_window_begin(p, piece.request, token[h], piece.length - p.tree_keys)
+                          : max_of(position - window, 0);
       keys[h].end = min_of(end, piece.keys.end);
       maximum[h] = -INFINITY;
       sum[h] = 0.f;
@@ -76,14 +79,17 @@ __device__ inline uint64_t bits_below(int count) {
 // The drafts among the keys [first_key, first_key + 64) that the tree hides from query token `token`.
 __device__ inline uint64_t hidden_by_tree(const Params& p, const Piece& piece, int token, int first_key) {
   const uint8_t* row = p.tree_mask + piece.request * p.tree_mask_stride_request + token * p.tree_mask_stride_token;
-  const int first_draft = piece.length - p.tree_keys;
-  uint64_t hidden = 0;
+  const int first_draft = piece.length - p.tree_keys, ahead = max_of(first_draft - first_key, 0);
+  const int first_bit = max_of(first_key - first_draft, 0), inside = first_bit % 8;
+  row += first_bit / 8;
+  const int bytes = min_of((p.tree_keys + 7) / 8 - first_bit / 8, kPlanTileTokens / 8 + 1);
+  uint64_t seen = 0;
 #pragma unroll 1
-  for (int key = max_of(first_key, first_draft); key < min_of(first_key + kPlanTileTokens, piece.length); ++key) {
-    const int draft = key - first_draft;
-    if (!(row[draft / 8] >> (draft % 8) & 1)) hidden |= uint64_t{1} << (key - first_key);
+  for (int i = 0; i < bytes; ++i) {
+    const uint64_t byte = row[i];
+    seen |= i == 0 ? byte >> inside : byte << 1 << (8 * i - inside - 1);
   }
-  return hidden;
+  return ~(seen << ahead) & ~bits_below(ahead);
 }
 
 // Checked mode: the keys whose pages do not exist. The loading group reports them.

@@ -17,7 +17,8 @@ struct SeenKeys {
   __device__ __forceinline__ const KvRange& keys() const { return keys_; }
 };
 
-// Which keys a query row may see; the rules are those of the reference.
+// Which keys a query row may see; the rules are those of the reference. Of a tree the window and the bits have their say
+// in `in_tree` alone.
 struct RowMask {
   int begin, end, first_draft;
   const uint8_t* tree;
@@ -27,7 +28,7 @@ struct RowMask {
     const int token = min_of(shape.by_group.divide(row), p.seqlen_q - 1);
     first_draft = piece.length() - p.tree_keys;
     const int position = piece.length() - p.seqlen_q + token;
-    begin = max_of(p.window_left < 0 ? 0 : position - p.window_left, piece.keys().begin);
+    begin = max_of(p.window_left < 0 || p.tree_mask ? 0 : position - p.window_left, piece.keys().begin);
     end = p.causal && !p.tree_mask ? min_of(position + 1, piece.keys().end) : piece.keys().end;
     tree = p.tree_mask ? p.tree_mask + piece.request() * p.tree_mask_stride_request + token * p.tree_mask_stride_token
                        : nullptr;
@@ -35,10 +36,17 @@ struct RowMask {
 
   __device__ __forceinline__ bool in_range(int key) const { return key >= begin && key < end; }
 
+  // Where the row's window begins, where there is a tree.
+  __device__ __forceinline__ int window_begin(const Params& p) const {
+    if (p.window_left < 0) return begin;
+    return static_cast<int>(max_of<int64_t>(tree_window_begin(tree, p.tree_keys, first_draft, p.window_left), begin));
+  }
+
   // Of keys in range, where there is a tree.
-  __device__ __forceinline__ bool in_tree(int key) const {
+  __device__ __forceinline__ bool in_tree(int key, int window_begin) const {
     const int draft = key - first_draft;
-    return !in_range(key) || draft < 0 || (tree[draft / 8] >> (draft % 8) & 1);
+    if (!in_range(key)) return true;
+    return key >= window_begin && (draft < 0 || (tree[draft / 8] >> (draft % 8) & 1));
   }
 };
 
@@ -203,10 +211,24 @@ struct RowState {
  private:
   __device__ __noinline__ static void mask_tree_scores(const Params& p, const Shape& shape, const SeenKeys& seen,
                                                        int first_row, int own_key, Scores& scores) {
+    const auto row_mask = [&](int n, int i) {
+      return RowMask(p, shape, seen, first_row + 8 * n + threadIdx.x % 4 * 2 + i);
+    };
+#pragma unroll
+    for (int n = 0; n < Tr::kRowTiles; ++n) {  // all bytes of the mask are asked for before one is looked at
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const RowMask mask = row_mask(n, i);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          if (!mask.in_tree(own_key + 8 * h, mask.begin)) scores[4 * n + 2 * h + i] = -INFINITY;
+        }
+      }
+    }
+    if (p.window_left < 0) return;
 #pragma unroll 1
     for (int j = 0; j < kScores; ++j) {
-      const RowMask mask(p, shape, seen, first_row + j / 4 * 8 + threadIdx.x % 4 * 2 + j % 2);
-      if (!mask.in_tree(own_key + j / 2 % 2 * 8)) scores[j] = -INFINITY;
+      if (own_key + j / 2 % 2 * 8 < row_mask(j / 4, j % 2).window_begin(p)) scores[j] = -INFINITY;
     }
   }
 

@@ -145,9 +145,10 @@ struct WideBlock {
         }
       }
       if (mask.tree == nullptr) continue;
+      const int window_begin = mask.window_begin(p);
 #pragma unroll 1
       for (int j = 0; j < kScores / 2; ++j) {
-        if (!mask.in_tree(own_key + j / 2 * 8 + j % 2)) scores[j / 2 * 4 + 2 * h + j % 2] = -INFINITY;
+        if (!mask.in_tree(own_key + j / 2 * 8 + j % 2, window_begin)) scores[j / 2 * 4 + 2 * h + j % 2] = -INFINITY;
       }
     }
   }

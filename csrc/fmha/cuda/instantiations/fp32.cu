@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kTileThreads)
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     token[h] = (2 * pair + h) * s.pack_inverse >> 16;
-    keys[h] = sm90::keys_at(p, static_cast<int64_t>(w.position()) + min_of(token[h], w.num_tokens - 1), w.seqlen_k);
+    keys[h] = sm90::keys_of_token(p, w, w.first_token + min_of(token[h], w.num_tokens - 1));
   }
 
   const Places<kTileKeys> places(p, s, rows.k, rows.v, w, reinterpret_cast<char*>(shared + Layout::kPlaces));

@@ -40,9 +40,12 @@ __device__ inline KvRange keys_of_all_rows(const Params& p, const Piece& piece) 
 // Whether query token `token` sees the key.
 __device__ inline bool sees(const Params& p, const Piece& piece, int token, int key) {
   const int first = piece.length - p.seqlen_q, position = first + token;
-  if (key >= piece.keys.end || (p.window_left >= 0 && key < position - p.window_left)) return false;
-  if (p.tree_mask == nullptr) return !p.causal || key <= position;
-  const int draft = key - (piece.length - p.tree_keys);
+  if (key >= piece.keys.end) return false;
+  if (p.tree_mask == nullptr) {
+    return (p.window_left < 0 || key >= position - p.window_left) && (!p.causal || key <= position);
+  }
+  const int first_draft = piece.length - p.tree_keys, draft = key - first_draft;
+  if (p.window_left >= 0 && key < draft_window_begin(p, piece.request, token, first_draft)) return false;
   if (draft < 0) return true;
   const uint8_t* row = p.tree_mask + piece.request * p.tree_mask_stride_request + token * p.tree_mask_stride_token;
   return row[draft / 8] >> (draft % 8) & 1;

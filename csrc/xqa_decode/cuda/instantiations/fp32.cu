@@ -1,3 +1,4 @@
+#include "device/common/tree_rows.cuh"
 #include "xqa_decode/cuda/launch.cuh"
 
 // float32 queries, in plain arithmetic: for checks and for models that nobody serves at speed. A thread scores one key
@@ -34,8 +35,12 @@ struct KeyPlace {
 __device__ KeyPlace find_key(const Params& p, const PieceWalk& piece, int row_token, int token) {
   const int new_tokens_begin = piece.length() - p.seqlen_q, position = new_tokens_begin + row_token;
   if (token < piece.keys().begin || token >= piece.end_token()) return {-1, 0};
-  if (p.window_left >= 0 && token < position - p.window_left) return {-1, 0};
-  const int draft = token - (piece.length() - p.tree_keys);
+  const int first_draft = piece.length() - p.tree_keys, draft = token - first_draft;
+  if (p.window_left >= 0) {
+    const int begin = p.tree_mask ? draft_window_begin(p, piece.request(), row_token, first_draft)
+                                  : position - p.window_left;
+    if (token < begin) return {-1, 0};
+  }
   if (p.tree_mask && draft >= 0) {
     const uint8_t* tree =
         p.tree_mask + piece.request() * p.tree_mask_stride_request + row_token * p.tree_mask_stride_token;
