@@ -109,7 +109,7 @@ struct DecodeArguments {
   double softmax_scale;
   int64_t window_left;
   double logit_cap;
-  const OptionalTensor &sinks, &k_scale, &v_scale, &report;
+  const OptionalTensor &sinks, &k_scale, &v_scale, &report, &out_partial, &lse_partial;
 };
 
 inline DecodeParams checked_decode(const DecodeArguments& a) {
@@ -148,6 +148,21 @@ inline DecodeParams checked_decode(const DecodeArguments& a) {
   } else {
     check("page_table", a.page_table).dtype({DType::kInt32}).shape({batch, max_pages}).dense_last();
   }
+  Dim num_splits("num_splits");
+  if (a.out_partial.has_value() != a.lse_partial.has_value()) {
+    fail(op, "out_partial and lse_partial must be given together");
+  }
+  if (a.out_partial) {
+    check("out_partial", *a.out_partial)
+        .dtype({DType::kFloat32})
+        .shape({num_splits, batch, seqlen_q, q_heads, dim_v})
+        .contiguous();
+    check("lse_partial", *a.lse_partial)
+        .dtype({DType::kFloat32})
+        .shape({num_splits, batch, seqlen_q, q_heads})
+        .contiguous();
+    check_range(op, "num_splits", *num_splits, 1, 1024);
+  }
   check_range(op, "window_left", a.window_left, -1, INT32_MAX - (1 << 16));
   check_finite(op, "softmax_scale", a.softmax_scale);
   check_finite(op, "logit_cap", a.logit_cap);
@@ -179,6 +194,9 @@ inline DecodeParams checked_decode(const DecodeArguments& a) {
           .out_stride_token = a.out.stride(1),
           .out_stride_head = a.out.stride(2),
           .lse = data_or_null<float>(a.lse),
+          .num_splits = a.out_partial ? num_splits.as_int() : 0,
+          .out_partial = data_or_null<float>(a.out_partial),
+          .lse_partial = data_or_null<float>(a.lse_partial),
           .softmax_scale = static_cast<float>(a.softmax_scale),
           .window_left = static_cast<int>(a.window_left),
           .logit_cap = static_cast<float>(a.logit_cap),

@@ -18,9 +18,11 @@ void decode_op(const Tensor& out, const OptionalTensor& lse, const Tensor& q, co
                const OptionalTensor& v_pages, const Tensor& k_block_scales, const OptionalTensor& v_block_scales,
                const Tensor& page_table, const OptionalTensor& kv_indptr, const Tensor& cache_seqlens,
                double softmax_scale, int64_t window_left, double logit_cap, const OptionalTensor& sinks,
-               const OptionalTensor& k_scale, const OptionalTensor& v_scale, const OptionalTensor& report) {
+               const OptionalTensor& k_scale, const OptionalTensor& v_scale, const OptionalTensor& report,
+               const OptionalTensor& out_partial, const OptionalTensor& lse_partial) {
   kRun(checked_decode({out, lse, q, k_pages, v_pages, k_block_scales, v_block_scales, page_table, kv_indptr,
-                       cache_seqlens, softmax_scale, window_left, logit_cap, sinks, k_scale, v_scale, report}),
+                       cache_seqlens, softmax_scale, window_left, logit_cap, sinks, k_scale, v_scale, report,
+                       out_partial, lse_partial}),
        q);
 }
 

@@ -29,6 +29,7 @@ void store_cpu(const StoreParams& given, const Tensor&) {
 
 void decode_cpu(const DecodeParams& given, const Tensor&) {
   DecodeParams p = given;
+  if (p.num_splits != 0) fail("fp4_decode", "out_partial must be None on a CPU, which splits no keys");
   CpuFaults faults("fp4_decode", p.page_table.kv_indptr ? "kv_indices" : "page_table", p.report);
   p.report = faults.report();
   faults.check_lengths(kReportFp4Decode, p.page_table, p.cache_seqlens, p.batch_size);

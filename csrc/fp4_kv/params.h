@@ -54,6 +54,11 @@ struct DecodeParams {
   int64_t out_stride_request, out_stride_token, out_stride_head;
   float* lse;  // [B, S_q, H_q] contiguous, or null
 
+  // Scratch of a GPU: results over a share of the keys each. A request's 32-key tiles are dealt out evenly.
+  int num_splits;      // 0: none is given
+  float* out_partial;  // [num_splits, B, S_q, H_q, D]
+  float* lse_partial;  // [num_splits, B, S_q, H_q]; base 2
+
   float softmax_scale;
   int window_left;     // -1: off
   float logit_cap;     // 0: off

@@ -42,7 +42,7 @@ STABLE_TORCH_LIBRARY(attnops, m) {
       "fp4_decode(Tensor(a!) out, Tensor(b!)? lse, Tensor q, Tensor k_pages, Tensor? v_pages, Tensor k_block_scales, "
       "Tensor? v_block_scales, Tensor page_table, Tensor? kv_indptr, Tensor cache_seqlens, float softmax_scale, "
       "int window_left=-1, float logit_cap=0.0, Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None, "
-      "Tensor(c!)? report=None) -> ()");
+      "Tensor(c!)? report=None, Tensor(d!)? out_partial=None, Tensor(e!)? lse_partial=None) -> ()");
 
   // context_parallel/
   m.def(

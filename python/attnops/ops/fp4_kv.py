@@ -29,7 +29,7 @@ def store_kv_fp4(
     v_scale: Tensor | None = None,
     report: Tensor | None = None,
 ) -> None:
-    """Quantize new rows to four bits and store them into their pages, in place. CPU.
+    """Quantize new rows to four bits and store them into their pages, in place.
 
     Args:
         k_pages, v_pages: float4_e2m1fn_x2, or as uint8, ``[num_pages, page_size, num_kv_heads, head_dim / 2]``. A row's
@@ -74,7 +74,7 @@ def fp4_decode(
     return_lse: bool = False,
     report: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Causal attention of a few new tokens over pages of four bits, dequantized as they are read. CPU.
+    """Causal attention of a few new tokens over pages of four bits, dequantized as they are read.
 
     Args:
         q: ``[B, S_q, H_q, head_dim]``, fp32, fp16 or bf16.
@@ -100,14 +100,24 @@ def fp4_decode(
         out = q.new_empty(*q.shape[:-1], dim_v)
     lse = lse_like(q, lse, return_lse)
     pages_v = None if v_pages is None else _codes(v_pages)
+    scratch = _scratch(q, k_pages, out, cache_seqlens) if q.is_cuda else ()
     torch.ops.attnops.fp4_decode(
         out, lse, q, _codes(k_pages), pages_v, k_block_scales, v_block_scales, page_table, kv_indptr, cache_seqlens,
-        scale, window_left, logit_cap, sinks, k_scale, v_scale, report,
+        scale, window_left, logit_cap, sinks, k_scale, v_scale, report, *scratch,
     )  # fmt: skip
     if not return_lse:
         return out
     assert lse is not None
     return out, lse
+
+
+def _scratch(q: Tensor, k_pages: Tensor, out: Tensor, cache_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for as many shares of a request's keys as fill the GPU's warps once: twelve an SM."""
+    works = max(cache_seqlens.shape[0] * k_pages.shape[2], 1)
+    warps = 12 * torch.cuda.get_device_properties(q.device).multi_processor_count
+    splits = min(max(warps // works, 1), 64)
+    partial = torch.empty(splits, *out.shape, dtype=torch.float32, device=q.device)
+    return partial, torch.empty(partial.shape[:-1], dtype=torch.float32, device=q.device)
 
 
 register_fake("store_kv_fp4")

@@ -1,0 +1,34 @@
+#pragma once
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include <cstdint>
+
+// Codes of four bits to fp16, exactly: a sign, two exponent bits and one of mantissa stand in an fp16 as they are,
+// which is the value times 2^-14. A block's scale times 2^7 brings it to the value times 2^-7, of which every product
+// is exact.
+namespace attnops::fp4_kv {
+
+inline constexpr float kUnit = 128.f;  // what dequantized values are to be multiplied by
+
+// Codes `i` and `i` + 4 of eight, i in 0 .. 3, times 2^-14.
+template <int i>
+__device__ __forceinline__ uint32_t code_pair(uint32_t codes) {
+  constexpr uint32_t kSigns = 0x80008000u, kSizes = 0x0E000E00u;
+  const uint32_t signs = codes << (12 - 4 * i);
+  const uint32_t sizes = i < 3 ? codes << (9 - 4 * (i < 3 ? i : 0)) : codes >> 3;
+  return (signs & kSigns) | (sizes & kSizes);
+}
+
+__device__ __forceinline__ uint32_t times(uint32_t pair, __half2 scale) {
+  const __half2 product = __hmul2(*reinterpret_cast<const __half2*>(&pair), scale);
+  return *reinterpret_cast<const uint32_t*>(&product);
+}
+
+// Two e4m3 scales times 2^7.
+__device__ __forceinline__ __half2 scale_pair(uint32_t bytes) {
+  const __half2_raw raw = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(bytes), __NV_E4M3);
+  return __hmul2(__half2(raw), __float2half2_rn(128.f));
+}
+
+}  // namespace attnops::fp4_kv
