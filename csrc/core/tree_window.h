@@ -22,8 +22,4 @@ ATTNOPS_HOST_DEVICE inline int64_t tree_window_begin(const uint8_t* row, int64_t
   return prefix - min_of(room, window_left);  // a row that sees no draft stands at the first
 }
 
-// The reason of kernels that still count rows.
-inline constexpr const char* kCountsRows =
-    "takes no window_left beside a tree_mask: it counts rows there, not steps of the tree";
-
 }  // namespace attnops

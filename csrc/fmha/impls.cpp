@@ -27,7 +27,6 @@ struct Impl {
   }
 
   std::string reject(const Params& p) const {
-    if (p.tree_mask != nullptr && p.window_left >= 0) return kCountsRows;
     if (p.dtype != dtype) return std::string("takes q of ") + name_of(dtype) + ", got " + name_of(p.dtype);
     if (p.kv_dtype != dtype && !is_fp8(p.kv_dtype)) {
       return std::string("takes keys of ") + name_of(dtype) + " or FP8, got " + name_of(p.kv_dtype);

@@ -27,7 +27,6 @@ struct Impl {
   bool takes(const Params& p) const { return p.dtype == dtype && p.kv_dtype == kv_dtype; }
 
   std::string reject(const Params& p) const {
-    if (p.tree_mask != nullptr && p.window_left >= 0) return kCountsRows;
     if (p.dtype != dtype) return std::string("takes q of ") + name_of(dtype) + ", got " + name_of(p.dtype);
     if (p.kv_dtype != kv_dtype) {
       return std::string("takes kv_pages of ") + name_of(kv_dtype) + ", got " + name_of(p.kv_dtype);

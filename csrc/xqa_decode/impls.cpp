@@ -32,7 +32,6 @@ struct Impl {
   }
 
   std::string reject(const Params& p) const {
-    if (p.tree_mask != nullptr && p.window_left >= 0) return kCountsRows;
     const bool fp8 = p.kv_dtype == DType::kFloat8E4M3, q_is_wide = p.dtype == DType::kFloat32;
     if (dtype == DType::kFloat32) {
       if (!q_is_wide) return std::string("takes q of float32, got ") + name_of(p.dtype);
