@@ -36,12 +36,17 @@ def real_values(stored, FP8: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def product(a, b, PRECISION: tl.constexpr):
-    """a @ b in float32. Triton's interpreter knows no bfloat16 in products; it is told by PRECISION."""
+def product(a, b, acc, PRECISION: tl.constexpr):
+    """acc + a @ b in float32.
+
+    PRECISION tells of Triton's interpreter. It knows no bfloat16 in products, and the bits of its float32 ones depend
+    on a row's place. So it multiplies in float64.
+    """
     if PRECISION == "interpreted":
-        result = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+        wide = tl.dot(a.to(tl.float64), b.to(tl.float64), acc.to(tl.float64), out_dtype=tl.float64)
+        result = wide.to(tl.float32)
     else:
-        result = tl.dot(a, b, input_precision=PRECISION)
+        result = tl.dot(a, b, acc, input_precision=PRECISION)
     return result
 
 
@@ -66,84 +71,156 @@ def request_of_tile(cu_seqlens_q, tile, num_requests, BLOCK_Q: tl.constexpr):
 
 
 @triton.jit
-def tree_window_begin(tree_row, is_row, prefix, count, window_left):
-    """The first key in the window of each row of a tree, which counts steps: the set bits of the row, less one."""
-    room = is_row.to(tl.int32) * 0 + window_left + 1
-    begin = room * 0 + NO_ROW
-    for back in range(0, count):
-        draft = count - 1 - back
-        bits = tl.load(tree_row + draft // 8, mask=is_row, other=0).to(tl.int32)
-        room -= (bits >> (draft % 8)) & 1
-        begin = tl.where((room == 0) & (begin == NO_ROW), prefix + draft, begin)
-    return tl.where(begin == NO_ROW, prefix - tl.minimum(room, window_left), begin)
-
-
-@triton.jit
 def accumulate(
-    acc, highest, total, q, q_pe, begin, end, low, high, offset, position, nearest, window_left, logit_cap, scale,
+    acc, highest, total, q, q_pe, begin, end, low, high, offset, position, window_left, logit_cap, scale,
     k, v, k_row, k_step, v_row, v_step, table, num_pages, tree_row, prefix, seqlen_q,
     BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DPE: tl.constexpr, BLOCK_DPE: tl.constexpr,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    CAP: tl.constexpr, TREE: tl.constexpr, FP8: tl.constexpr, PRECISION: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr, ONE_PAGE: tl.constexpr, SHARED: tl.constexpr,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, TREE: tl.constexpr,
+    FP8: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over keys [low, high) of a source, taken from `begin`, a multiple of BLOCK_N, to `end`.
 
     Args:
         offset: Position of key 0 of the source in its request.
-        nearest: First key in the window of each row.
         k_row, v_row, k_step, v_step: Elements from page to page and from token to token; without pages, of tokens.
+        scale: Positive. ONE_PAGE: the keys of a step lie in one page. SHARED: values are the first DV dimensions of
+            keys, and D is DV. MASKED: some row may not see some key of [begin, end); otherwise every row sees all.
+
+    Both ways of MASKED do the same arithmetic to a key that is seen, so a row's bits do not depend on it.
     """
     d = tl.arange(0, BLOCK_D)
     dpe = D + tl.arange(0, BLOCK_DPE)
     dv = tl.arange(0, BLOCK_DV)
+    step = tl.arange(0, BLOCK_N)
+    k_rows = step.to(tl.int64) * k_step  # of a step's keys behind its first, where they follow one another
+    v_rows = step.to(tl.int64) * v_step
+    if CAP:
+        scale = scale / logit_cap
+    per_logit = logit_cap * LOG2_E if CAP else tl.maximum(scale * LOG2_E, 1e-37)  # never 0 x inf
     for first in range(begin, end, BLOCK_N):
-        key = first + tl.arange(0, BLOCK_N)
+        key = first + step
         inside = (key >= low) & (key < high)
+        k_from = k
+        v_from = v
         if PAGE_SIZE == 0:
-            k_at = key.to(tl.int64) * k_step
-            v_at = key.to(tl.int64) * v_step
+            k_from = k + tl.cast(first, tl.int64) * k_step
+            v_from = v + tl.cast(first, tl.int64) * v_step
+            k_at = k_rows
+            v_at = v_rows
+        elif ONE_PAGE:
+            page = tl.load(table + first // PAGE_SIZE).to(tl.int64)
+            page = tl.where((page >= 0) & (page < num_pages), page, 0)
+            in_page = tl.cast(first % PAGE_SIZE, tl.int64)
+            k_from = k + (page * k_row + in_page * k_step)
+            v_from = v + (page * v_row + in_page * v_step)
+            k_at = k_rows
+            v_at = v_rows
         else:
-            page = tl.load(table + key // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
-            inside = inside & (page >= 0) & (page < num_pages)
+            if MASKED:
+                page = tl.load(table + key // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
+            else:
+                page = tl.load(table + key // PAGE_SIZE).to(tl.int64)
+            page = tl.where((page >= 0) & (page < num_pages), page, 0)
             k_at = page * k_row + (key % PAGE_SIZE).to(tl.int64) * k_step
             v_at = page * v_row + (key % PAGE_SIZE).to(tl.int64) * v_step
-        k_mask = inside[None, :] & (d < D)[:, None]
-        keys = real_values(tl.load(k + k_at[None, :] + d[:, None], mask=k_mask, other=0), FP8, q.dtype)
-        scores = product(q, keys, PRECISION)
+        if MASKED:
+            stored = tl.load(k_from + k_at[:, None] + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0)
+        elif D == BLOCK_D:
+            stored = tl.load(k_from + k_at[:, None] + d[None, :])
+        else:
+            stored = tl.load(k_from + k_at[:, None] + d[None, :], mask=(d < D)[None, :], other=0)
+        keys = real_values(stored, FP8, q.dtype)
+        logits = product(q, tl.trans(keys), tl.zeros([q.shape[0], BLOCK_N], tl.float32), PRECISION)
         if DPE:
-            pe_mask = inside[None, :] & (dpe < D + DPE)[:, None]
-            k_pe = real_values(tl.load(k + k_at[None, :] + dpe[:, None], mask=pe_mask, other=0), FP8, q.dtype)
-            scores += product(q_pe, k_pe, PRECISION)
-        scores = scores * scale
+            at_pe = k_from + k_at[:, None] + dpe[None, :]
+            if MASKED:
+                stored_pe = tl.load(at_pe, mask=inside[:, None] & (dpe < D + DPE)[None, :], other=0)
+            elif DPE == BLOCK_DPE:
+                stored_pe = tl.load(at_pe)
+            else:
+                stored_pe = tl.load(at_pe, mask=(dpe < D + DPE)[None, :], other=0)
+            logits = product(q_pe, tl.trans(real_values(stored_pe, FP8, q.dtype)), logits, PRECISION)
         if CAP:
-            scores = logit_cap * tanh(scores / logit_cap)
-        at = offset + key
-        visible = inside[None, :] & (position > NO_ROW)[:, None]
-        if TREE:
-            draft = at - prefix
-            is_draft = (draft >= 0) & (draft < seqlen_q)
-            bits = tl.load(tree_row[:, None] + (draft // 8)[None, :], mask=visible & is_draft[None, :], other=0)
-            bit = (bits.to(tl.int32) >> (draft % 8)[None, :]) & 1
-            visible = visible & ((draft < 0)[None, :] | (bit != 0))
-        elif CAUSAL:
-            visible = visible & (at[None, :] <= position[:, None])
-        if WINDOW:
-            visible = visible & (at[None, :] >= nearest[:, None])
-            if not CAUSAL:
-                visible = visible & (at[None, :] <= position[:, None] + window_left)
-        scores = tl.where(visible, scores * LOG2_E, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, 1))
+            logits = tanh(logits * scale)
+        if MASKED:
+            at = offset + key
+            visible = inside[None, :] & (position > NO_ROW)[:, None]
+            if TREE:
+                draft = at - prefix
+                is_draft = (draft >= 0) & (draft < seqlen_q)
+                bits = tl.load(tree_row[:, None] + (draft // 8)[None, :], mask=visible & is_draft[None, :], other=0)
+                bit = (bits.to(tl.int32) >> (draft % 8)[None, :]) & 1
+                visible = visible & ((draft < 0)[None, :] | (bit != 0))
+            elif CAUSAL:
+                visible = visible & (at[None, :] <= position[:, None])
+            if WINDOW:
+                visible = visible & (at[None, :] >= position[:, None] - window_left)
+                if not CAUSAL:
+                    visible = visible & (at[None, :] <= position[:, None] + window_left)
+            logits = tl.where(visible, logits, float("-inf"))
+        top = tl.max(logits, 1)
+        new_highest = tl.maximum(highest, tl.where(top == float("-inf"), top, top * per_logit))
         safe = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-        weights = tl.exp2(scores - safe[:, None])
+        weights = tl.exp2(tl.fma(logits, per_logit, -safe[:, None]))
         fade = tl.exp2(highest - safe)
         total = total * fade + tl.sum(weights, 1)
-        v_mask = inside[:, None] & (dv < DV)[None, :]
-        values = real_values(tl.load(v + v_at[:, None] + dv[None, :], mask=v_mask, other=0), FP8, q.dtype)
-        if TREE:  # a draft token that no row sees may hold NaN
+        if SHARED:
+            values = keys
+        else:
+            if MASKED:
+                held = tl.load(v_from + v_at[:, None] + dv[None, :], mask=inside[:, None] & (dv < DV)[None, :], other=0)
+            elif DV == BLOCK_DV:
+                held = tl.load(v_from + v_at[:, None] + dv[None, :])
+            else:
+                held = tl.load(v_from + v_at[:, None] + dv[None, :], mask=(dv < DV)[None, :], other=0)
+            values = real_values(held, FP8, q.dtype)
+        if MASKED and TREE:  # a draft token that no row sees may hold NaN
             seen = tl.max(visible.to(tl.int32), 0) > 0
             values = tl.where(seen[:, None], values, 0.0).to(q.dtype)
-        acc = acc * fade[:, None] + product(weights.to(q.dtype), values, PRECISION)
+        acc = product(weights.to(q.dtype), values, acc * fade[:, None], PRECISION)
         highest = new_highest
+    return acc, highest, total
+
+
+@triton.jit
+def sweep(
+    acc, highest, total, q, q_pe, begin, end, low, high, seen_from, seen_to, offset, position, window_left, logit_cap,
+    scale, k, v, k_row, k_step, v_row, v_step, table, num_pages, tree_row, prefix, seqlen_q,
+    BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DPE: tl.constexpr, BLOCK_DPE: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr, ONE_PAGE: tl.constexpr, SHARED: tl.constexpr,
+    PEEL: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, TREE: tl.constexpr,
+    FP8: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`accumulate` over [begin, end), where PEEL without masks for the steps within [seen_from, seen_to).
+
+    Every row of the tile sees every key there.
+    """
+    plain = begin
+    masked = begin
+    if PEEL:
+        if WINDOW:
+            plain = begin + tl.maximum(seen_from - begin + BLOCK_N - 1, 0) // BLOCK_N * BLOCK_N
+            plain = tl.minimum(plain, begin + (tl.maximum(end - begin, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N)
+            acc, highest, total = accumulate(
+                acc, highest, total, q, q_pe, begin, tl.minimum(plain, end), low, high, offset, position, window_left,
+                logit_cap, scale, k, v, k_row, k_step, v_row, v_step, table, num_pages, tree_row, prefix, seqlen_q,
+                BLOCK_N, D, BLOCK_D, DPE, BLOCK_DPE, DV, BLOCK_DV, PAGE_SIZE, ONE_PAGE, SHARED, True, CAUSAL, WINDOW,
+                CAP, TREE, FP8, PRECISION,
+            )  # fmt: skip
+        masked = plain + tl.maximum(tl.minimum(tl.minimum(seen_to, high), end) - plain, 0) // BLOCK_N * BLOCK_N
+        acc, highest, total = accumulate(
+            acc, highest, total, q, q_pe, plain, masked, low, high, offset, position, window_left, logit_cap, scale,
+            k, v, k_row, k_step, v_row, v_step, table, num_pages, tree_row, prefix, seqlen_q,
+            BLOCK_N, D, BLOCK_D, DPE, BLOCK_DPE, DV, BLOCK_DV, PAGE_SIZE, ONE_PAGE, SHARED, False, CAUSAL, WINDOW,
+            CAP, TREE, FP8, PRECISION,
+        )  # fmt: skip
+    acc, highest, total = accumulate(
+        acc, highest, total, q, q_pe, masked, end, low, high, offset, position, window_left, logit_cap, scale,
+        k, v, k_row, k_step, v_row, v_step, table, num_pages, tree_row, prefix, seqlen_q,
+        BLOCK_N, D, BLOCK_D, DPE, BLOCK_DPE, DV, BLOCK_DV, PAGE_SIZE, ONE_PAGE, SHARED, True, CAUSAL, WINDOW,
+        CAP, TREE, FP8, PRECISION,
+    )  # fmt: skip
     return acc, highest, total
 
 
@@ -157,17 +234,18 @@ def attend_kernel(
     num_tokens, num_pages, table_width, num_tiles,
     q_token, q_head, pe_token, pe_head, kp_page, kp_step, kp_head, vp_page, vp_step, vp_head, kn_step, kn_head,
     vn_step, vn_head, table_row, out_token, out_head, out_split, lse_token, lse_head, tree_token,
-    HEAD_BLOCKS: tl.constexpr, GROUP: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DPE: tl.constexpr, BLOCK_DPE: tl.constexpr,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr, UNIFORM: tl.constexpr, PAGED: tl.constexpr,
-    NEW: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
-    TREE: tl.constexpr, FP8: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, LSE: tl.constexpr,
-    SPLIT: tl.constexpr, SPLIT_TILE: tl.constexpr, PRECISION: tl.constexpr,
+    HEAD_BLOCKS: tl.constexpr, GROUP: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, DPE: tl.constexpr, BLOCK_DPE: tl.constexpr, DV: tl.constexpr, BLOCK_DV:
+    tl.constexpr, PAGE_SIZE: tl.constexpr, ONE_PAGE: tl.constexpr, SHARED: tl.constexpr, PEEL: tl.constexpr, UNIFORM:
+    tl.constexpr, PAGED: tl.constexpr, NEW: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    SINKS: tl.constexpr, TREE: tl.constexpr, FP8: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, LSE:
+    tl.constexpr, SPLIT: tl.constexpr, SPLIT_TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles of queries, KV heads x blocks of their group, splits).
 
     PAGED: keys come from pages. NEW: from `k_new`; after the pages' prefix where PAGED, else all of them.
     SPLIT: `out` and `lse` are partial results in float32, one per split.
+    ONE_PAGE, SHARED, PEEL: As of `accumulate` and `sweep`.
     K_SCALE, V_SCALE: 0: none; 1: one per tensor; 2: one per KV head.
     """
     tile = num_tiles - 1 - tl.program_id(0)  # causal: what is last has most keys, so it begins first
@@ -213,10 +291,8 @@ def attend_kernel(
         queries_pe = tl.load(pe_at, mask=is_row[:, None] & (dpe < DPE)[None, :], other=0)
     tree_row = tree_mask + at_token * tree_token
 
-    # What any row of the tile sees. A row of a tree may have any depth.
-    nearest = prefix
-    if not TREE:
-        nearest += tile * BLOCK_Q
+    # What any row of the tile sees.
+    nearest = prefix + tile * BLOCK_Q
     farthest = prefix + tl.minimum(tile * BLOCK_Q + BLOCK_Q, count) - 1
     low = 0
     high = seqlen_k
@@ -226,9 +302,17 @@ def attend_kernel(
         high = tl.minimum(high, farthest + 1)
     if WINDOW and not CAUSAL:
         high = tl.minimum(high, farthest + window_left + 1)
-    window_begin = position - window_left
-    if TREE and WINDOW:
-        window_begin = tree_window_begin(tree_row, is_row, prefix, count, window_left)
+    # And what every one sees.
+    seen_from = 0
+    seen_to = seqlen_k
+    if TREE:
+        seen_to = prefix
+    elif CAUSAL:
+        seen_to = nearest + 1
+    if WINDOW:
+        seen_from = farthest - window_left
+        if not CAUSAL:
+            seen_to = tl.minimum(seen_to, nearest + window_left + 1)
     begin = low // BLOCK_N * BLOCK_N
     end = high
     if SPLIT:
@@ -247,6 +331,10 @@ def attend_kernel(
         scale = scale * tl.load(k_scale + (kv_head if K_SCALE == 2 else 0))
     if V_SCALE:
         value_scale = tl.load(v_scale + (kv_head if V_SCALE == 2 else 0))
+    if scale < 0:  # so that the highest product is the highest logit
+        scale = -scale
+        queries = -queries
+        queries_pe = -queries_pe
     highest = tl.full([BLOCK_Q * BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_Q * BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_Q * BLOCK_H, BLOCK_DV], tl.float32)
@@ -256,27 +344,28 @@ def attend_kernel(
         if NEW:
             paged_end = tl.minimum(end, prefix)
             paged_high = tl.minimum(high, prefix)
-        acc, highest, total = accumulate(
-            acc, highest, total, queries, queries_pe, begin, paged_end, low, paged_high, 0, position,
-            window_begin, window_left, logit_cap, scale, k_pages + kv_head * kp_head, v_pages + kv_head * vp_head,
-            kp_page, kp_step, vp_page, vp_step, page_table + request.to(tl.int64) * table_row, num_pages, tree_row,
-            prefix, count, BLOCK_N, D, BLOCK_D, DPE, BLOCK_DPE, DV, BLOCK_DV, PAGE_SIZE, CAUSAL, WINDOW, CAP, TREE,
-            FP8, PRECISION,
+        acc, highest, total = sweep(
+            acc, highest, total, queries, queries_pe, begin, paged_end, low, paged_high, seen_from, seen_to, 0,
+            position, window_left, logit_cap, scale, k_pages + kv_head * kp_head, v_pages + kv_head * vp_head, kp_page,
+            kp_step, vp_page, vp_step, page_table + request.to(tl.int64) * table_row, num_pages, tree_row, prefix,
+            count, BLOCK_N, D, BLOCK_D, DPE, BLOCK_DPE, DV, BLOCK_DV, PAGE_SIZE, ONE_PAGE, SHARED, PEEL, CAUSAL,
+            WINDOW, CAP, TREE, FP8, PRECISION,
         )  # fmt: skip
     if NEW:
         new_offset = 0
+        new_high = high
         if PAGED:
             new_offset = tl.maximum(prefix, 0)
             first_key = first_token
+            new_high = tl.minimum(high - new_offset, num_tokens - first_key)
         new_low = tl.maximum(low - new_offset, 0)
         base = first_key.to(tl.int64)
-        acc, highest, total = accumulate(
+        acc, highest, total = sweep(
             acc, highest, total, queries, queries_pe, new_low // BLOCK_N * BLOCK_N, high - new_offset, new_low,
-            tl.minimum(high - new_offset, num_tokens - first_key) if PAGED else high, new_offset, position,
-            window_begin, window_left, logit_cap, softmax_scale,
+            new_high, seen_from - new_offset, seen_to - new_offset, new_offset, position, window_left, logit_cap, scale,
             k_new + base * kn_step + kv_head * kn_head, v_new + base * vn_step + kv_head * vn_head, 0, kn_step, 0,
             vn_step, page_table, 0, tree_row, prefix, count, BLOCK_N, D, BLOCK_D, DPE, BLOCK_DPE, DV, BLOCK_DV, 0,
-            CAUSAL, WINDOW, CAP, TREE, 0, PRECISION,
+            False, False, PEEL, CAUSAL, WINDOW, CAP, TREE, 0, PRECISION,
         )  # fmt: skip
 
     empty = total == 0  # no key seen: the highest weight of any other row is 1

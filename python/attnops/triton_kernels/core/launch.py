@@ -87,6 +87,7 @@ def attend(
     table = none if pages is None else pages.table
     k_kind, v_kind = (_scale_kind(scale) if fp8 else 0 for scale in (k_scale, v_scale))
     split = num_splits is not None
+    page_size = 0 if pages is None else pages.k.shape[1]
     grid = (num_tiles, num_kv_heads * tiles.head_blocks, max_splits if split else 1)
     attend_kernel[grid](
         out,
@@ -141,7 +142,10 @@ def attend(
         BLOCK_DPE=padded(rest) if rest else 1,
         DV=v_head_dim,
         BLOCK_DV=padded(v_head_dim),
-        PAGE_SIZE=0 if pages is None else pages.k.shape[1],
+        PAGE_SIZE=page_size,
+        ONE_PAGE=page_size > 0 and page_size % tiles.block_n == 0 and split_tile % tiles.block_n == 0,
+        SHARED=pages is not None and main == v_head_dim and _same_rows(pages.k, pages.v),
+        PEEL=tiles.peel,
         UNIFORM=seqlen_q > 0,
         PAGED=pages is not None,
         NEW=new is not None,
@@ -160,6 +164,11 @@ def attend(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
+
+
+def _same_rows(k: Tensor, v: Tensor) -> bool:
+    """Values are the first dimensions of keys, as MLA's are."""
+    return k.data_ptr() == v.data_ptr() and k.stride() == v.stride() and k.dtype == v.dtype
 
 
 def _bytes(pages: Tensor) -> Tensor:

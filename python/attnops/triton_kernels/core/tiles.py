@@ -21,6 +21,7 @@ class Tiles:
         block_q, block_h, block_n: Tokens and heads of a tile's rows, keys of a step.
         head_blocks: Tiles that a KV head's group needs.
         num_warps, num_stages: As of Triton.
+        peel: Steps in which every row sees every key run without masks.
     """
 
     block_q: int
@@ -29,6 +30,7 @@ class Tiles:
     head_blocks: int
     num_warps: int
     num_stages: int
+    peel: bool = True
 
 
 def head_dim_parts(head_dim: int) -> tuple[int, int]:
