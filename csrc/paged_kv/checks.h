@@ -30,6 +30,7 @@ inline Requests checked_requests(const char* op, const Tensor& req_to_token, con
           .max_tokens = max_context.as_int(),
           .req_pool_indices = rows,
           .cache_seqlens = static_cast<const int32_t*>(cache_seqlens.const_data_ptr()),
+          .first_tokens = nullptr,
           .page_size = static_cast<int>(page_size),
           .page_shift = shift_of(page_size),
           .slot_map = map,
@@ -65,10 +66,10 @@ inline KvIndicesParams checked_kv_indices(const Tensor& kv_indptr, const Tensor&
                                           const OptionalTensor& kv_last_page_len, const Tensor& req_to_token,
                                           const Tensor& req_pool_indices, const Tensor& cache_seqlens,
                                           int64_t page_size, const OptionalTensor& slot_map,
-                                          const OptionalTensor& report) {
+                                          const OptionalTensor& report, const OptionalTensor& kv_start_idx) {
   const char* op = "build_kv_indices";
   Dim batch_size("batch_size"), num_indices("num_indices");
-  const Requests requests =
+  Requests requests =
       checked_requests(op, req_to_token, req_pool_indices, cache_seqlens, page_size, slot_map, report, batch_size);
   Dim indptr_size("batch_size + 1", *batch_size + 1, "cache_seqlens");
   TensorCheck(op, "kv_indptr", kv_indptr)
@@ -87,6 +88,14 @@ inline KvIndicesParams checked_kv_indices(const Tensor& kv_indptr, const Tensor&
         .dtype({DType::kInt32})
         .shape({batch_size})
         .contiguous();
+  }
+  if (kv_start_idx) {
+    TensorCheck(op, "kv_start_idx", *kv_start_idx)
+        .device_as("req_to_token", req_to_token)
+        .dtype({DType::kInt32})
+        .shape({batch_size})
+        .contiguous();
+    requests.first_tokens = static_cast<const int32_t*>(kv_start_idx->const_data_ptr());
   }
   return {.requests = requests,
           .kv_indptr = static_cast<int32_t*>(kv_indptr.mutable_data_ptr()),
@@ -134,16 +143,18 @@ inline StoreTarget store_target(const IndexArray& out_cache_loc, const Tensor& p
           .report = report};
 }
 
-// Rows may be copied as they are, or quantized to e4m3 pages.
+// Rows may be copied as they are, or quantized to FP8 pages.
 inline void check_page_dtype(const char* op, const char* name, const Tensor& pages, const char* rows_name,
                              const Tensor& rows) {
   TensorCheck(op, name, pages)
       .dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kFloat8E4M3, DType::kFloat8E5M2});
   if (dtype_of(pages) == dtype_of(rows)) return;
-  const bool quantizes = has_dtype(pages, DType::kFloat8E4M3) && size_of(dtype_of(rows)) > 1;
+  const bool fp8 = has_dtype(pages, DType::kFloat8E4M3) || has_dtype(pages, DType::kFloat8E5M2);
+  const bool quantizes = fp8 && size_of(dtype_of(rows)) > 1;
   if (!quantizes) {
     fail(op, std::string(name) + " must have dtype " + name_of(dtype_of(rows)) + " as " + rows_name +
-                 ", or float8_e4m3fn to quantize float32, float16 or bfloat16; got " + name_of(dtype_of(pages)));
+                 ", or float8_e4m3fn or float8_e5m2 to quantize float32, float16 or bfloat16; got " +
+                 name_of(dtype_of(pages)));
   }
 }
 

@@ -42,9 +42,10 @@ void build_page_table_cpu(const Tensor& page_table, const Tensor& req_to_token, 
 
 void build_kv_indices_cpu(const Tensor& kv_indptr, const Tensor& kv_indices, const OptionalTensor& kv_last_page_len,
                           const Tensor& req_to_token, const Tensor& req_pool_indices, const Tensor& cache_seqlens,
-                          int64_t page_size, const OptionalTensor& slot_map, const OptionalTensor& report) {
+                          int64_t page_size, const OptionalTensor& slot_map, const OptionalTensor& report,
+                          const OptionalTensor& kv_start_idx) {
   KvIndicesParams params = checked_kv_indices(kv_indptr, kv_indices, kv_last_page_len, req_to_token, req_pool_indices,
-                                              cache_seqlens, page_size, slot_map, report);
+                                              cache_seqlens, page_size, slot_map, report, kv_start_idx);
   CpuFaults faults("build_kv_indices", "", params.requests.report);
   params.requests.report = faults.report();
   cpu::build_kv_indptr(params);
@@ -73,8 +74,11 @@ void run_cpu(const StoreKvParams& params) {
     return;
   }
   dispatch(params.dtype, [&](auto element) {
-    parallel(params.target.num_tokens, grain,
-             [&](int64_t begin, int64_t end) { cpu::quantize_kv<decltype(element)>(params, begin, end); });
+    using T = decltype(element);
+    parallel(params.target.num_tokens, grain, [&](int64_t begin, int64_t end) {
+      params.page_dtype == DType::kFloat8E5M2 ? cpu::quantize_kv<cpu::Float8E5M2, T>(params, begin, end)
+                                              : cpu::quantize_kv<cpu::Float8E4M3, T>(params, begin, end);
+    });
   });
 }
 
@@ -87,8 +91,9 @@ void run_cpu(const StoreMlaParams& params) {
   dispatch(params.dtype, [&](auto element) {
     using T = decltype(element);
     parallel(params.target.num_tokens, grain, [&](int64_t begin, int64_t end) {
-      params.page_dtype == DType::kUInt8 ? cpu::store_fp8_rows<T>(params, begin, end)
-                                         : cpu::quantize_mla<T>(params, begin, end);
+      if (params.page_dtype == DType::kUInt8) return cpu::store_fp8_rows<T>(params, begin, end);
+      params.page_dtype == DType::kFloat8E5M2 ? cpu::quantize_mla<cpu::Float8E5M2, T>(params, begin, end)
+                                              : cpu::quantize_mla<cpu::Float8E4M3, T>(params, begin, end);
     });
   });
 }

@@ -22,9 +22,10 @@ void build_page_table_cuda(const Tensor& page_table, const Tensor& req_to_token,
 
 void build_kv_indices_cuda(const Tensor& kv_indptr, const Tensor& kv_indices, const OptionalTensor& kv_last_page_len,
                            const Tensor& req_to_token, const Tensor& req_pool_indices, const Tensor& cache_seqlens,
-                           int64_t page_size, const OptionalTensor& slot_map, const OptionalTensor& report) {
+                           int64_t page_size, const OptionalTensor& slot_map, const OptionalTensor& report,
+                           const OptionalTensor& kv_start_idx) {
   launch_on(kv_indptr, checked_kv_indices(kv_indptr, kv_indices, kv_last_page_len, req_to_token, req_pool_indices,
-                                          cache_seqlens, page_size, slot_map, report));
+                                          cache_seqlens, page_size, slot_map, report, kv_start_idx));
 }
 
 void build_cu_seqlens_cuda(const Tensor& cu_seqlens, const Tensor& seqlens) {

@@ -23,6 +23,7 @@ struct Requests {
   int max_tokens;                // longest length that is served
   IndexArray req_pool_indices;   // [B]: the request's row of req_to_token
   const int32_t* cache_seqlens;  // [B]
+  const int32_t* first_tokens;   // [B]: position of a request's first token in its row, or null: 0
   int page_size, page_shift;     // page_shift: log2(page_size), or -1 when it is no power of two
   IndexArray slot_map;           // [num_slots]: slot of the full pool -> slot of the sliding-window pool; or absent
   bool checked;                  // the caller asked for a report: a request with a fault is left out, not cut
@@ -84,7 +85,7 @@ struct StoreKvParams {
   StoreTarget target;
   KvStore k, v;
   int num_heads;
-  DType dtype, page_dtype;  // equal: copy; e4m3 pages and wider rows: quantize
+  DType dtype, page_dtype;  // equal: copy; FP8 pages and wider rows: quantize
 };
 
 struct StoreMlaParams {
@@ -96,7 +97,7 @@ struct StoreMlaParams {
   const void* k_pe;  // [T, 64]
   int64_t k_pe_stride;
   const float* kv_scale;    // [1] on the device, or null for 1
-  DType dtype, page_dtype;  // equal: copy; e4m3: one scale; uint8: the 656-byte row
+  DType dtype, page_dtype;  // equal: copy; FP8: one scale; uint8: the 656-byte row
 };
 
 }  // namespace attnops::paged_kv

@@ -1,4 +1,5 @@
 #pragma once
+#include "core/index_report.h"
 #include "core/math.h"
 #include "core/report.h"
 #include "paged_kv/params.h"
@@ -12,12 +13,22 @@ ATTNOPS_HOST_DEVICE inline bool has_row(const Requests& r, int request) {
   return row >= 0 && row < r.max_requests;
 }
 
-// Tokens of a request that get pages: none of one without a row. Checked mode leaves out a length out of range, too;
-// production clamps it.
+// Where in its row a request begins.
+ATTNOPS_HOST_DEVICE inline int first_token(const Requests& r, int request) {
+  return r.first_tokens == nullptr ? 0 : min_of(max_of(r.first_tokens[request], 0), r.max_tokens);
+}
+
+ATTNOPS_HOST_DEVICE inline bool begins_in_its_row(const Requests& r, int request) {
+  return r.first_tokens == nullptr || r.first_tokens[request] == first_token(r, request);
+}
+
+// Tokens of a request that get pages: none of one without a row. Checked mode leaves out a length or a beginning out of
+// range, too; production clamps it.
 ATTNOPS_HOST_DEVICE inline int num_tokens(const Requests& r, int request) {
-  const int length = r.cache_seqlens[request];
-  if (!has_row(r, request) || (r.checked && (length < 0 || length > r.max_tokens))) return 0;
-  return min_of(max_of(length, 0), r.max_tokens);
+  const int length = r.cache_seqlens[request], most = r.max_tokens - first_token(r, request);
+  if (!has_row(r, request)) return 0;
+  if (r.checked && (length < 0 || length > most || !begins_in_its_row(r, request))) return 0;
+  return min_of(max_of(length, 0), most);
 }
 
 ATTNOPS_HOST_DEVICE inline int num_pages(const Requests& r, int tokens) {
@@ -30,8 +41,10 @@ ATTNOPS_HOST_DEVICE inline void report_request(const Requests& r, ReportOp op, i
   const int length = r.cache_seqlens[request];
   if (!has_row(r, request)) {
     record_fault(r.report, {op, ReportKind::kRequestSlot, request, 0, r.req_pool_indices[request], r.max_requests});
-  } else if (r.checked && (length < 0 || length > r.max_tokens)) {
-    record_fault(r.report, {op, ReportKind::kLength, request, 0, length, int64_t{r.max_tokens} + 1});
+  } else if (r.checked && !begins_in_its_row(r, request)) {
+    record_fault(r.report, {op, kReportRowStart, request, 0, r.first_tokens[request], int64_t{r.max_tokens} + 1});
+  } else if (const int most = r.max_tokens - first_token(r, request); r.checked && (length < 0 || length > most)) {
+    record_fault(r.report, {op, ReportKind::kLength, request, 0, length, int64_t{most} + 1});
   }
 }
 
@@ -79,7 +92,7 @@ ATTNOPS_HOST_DEVICE inline void report_order(const Requests& r, ReportOp op, int
 }
 
 ATTNOPS_HOST_DEVICE inline const int32_t* tokens_of(const Requests& r, int request) {
-  return r.req_to_token + r.req_pool_indices[request] * r.req_to_token_stride;
+  return r.req_to_token + r.req_pool_indices[request] * r.req_to_token_stride + first_token(r, request);
 }
 
 ATTNOPS_HOST_DEVICE inline int32_t last_page_len(const Requests& r, int tokens) {

@@ -22,8 +22,8 @@ STABLE_TORCH_LIBRARY(attnops, m) {
   m.def(
       "build_kv_indices(Tensor(a!) kv_indptr, Tensor(b!) kv_indices, Tensor(c!)? kv_last_page_len, Tensor "
       "req_to_token, "
-      "Tensor req_pool_indices, Tensor cache_seqlens, int page_size, Tensor? slot_map=None, Tensor(d!)? report=None) "
-      "-> ()");
+      "Tensor req_pool_indices, Tensor cache_seqlens, int page_size, Tensor? slot_map=None, Tensor(d!)? report=None, "
+      "Tensor? kv_start_idx=None) -> ()");
   m.def("build_cu_seqlens(Tensor(a!) cu_seqlens, Tensor seqlens) -> ()");
   m.def("translate_slots(Tensor(a!) out, Tensor slots, Tensor slot_map, Tensor(b!)? report=None) -> ()");
   m.def(

@@ -96,10 +96,10 @@ def test_requests_may_begin_within_their_rows(page_size, device):
     assert kv_indptr.diff().tolist() == [len(own) for own in pages]
     assert kv_indices[: int(kv_indptr[-1])].tolist() == flat(pages)
     assert last.tolist() == [0 if length == 0 else (length - 1) % page_size + 1 for length in served]
-    with pytest.raises(RuntimeError, match=r"kv_start_idx must be int32 \[5\] \(batch_size\)"):
-        ops.build_kv_indices(*args, kv_start_idx=given[:4])
-    with pytest.raises(RuntimeError, match="page_size must be in"):
-        ops.build_kv_indices(*args[:3], 0, kv_start_idx=given)
+    report = torch.zeros(8, dtype=torch.int32, device=device)
+    indptr, _, _ = ops.build_kv_indices(*args, kv_start_idx=given, report=report)
+    assert int(report[0]) >= 2 and int(report[1]) == 2  # those that begin outside, and lengths beyond what is left
+    assert indptr.diff().tolist()[0] == 0 and indptr.diff().tolist()[3] == 0
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -257,6 +257,8 @@ def test_schema_fake_and_aliasing(device):
         for last in (None, torch.zeros(2, **i32)):
             outputs = torch.zeros(3, **i32), torch.zeros(26, **i32), last
             torch.library.opcheck(namespace.build_kv_indices.default, (*outputs, *args, *options))
+    begins = (*outputs, *args, slot_map, report, torch.zeros(2, **i32))
+    torch.library.opcheck(namespace.build_kv_indices.default, begins)
     torch.library.opcheck(namespace.build_cu_seqlens.default, (torch.zeros(3, **i32), args[2]))
     slots = torch.tensor([1, -1, 3], device=device)
     torch.library.opcheck(namespace.translate_slots.default, (torch.zeros(3, **i32), slots, slot_map, report))

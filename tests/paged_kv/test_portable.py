@@ -52,6 +52,11 @@ def test_tables_and_indices(page_size, mapped, hostile):
                              slot_map=slot_map)  # fmt: skip
         portable.build_kv_indices(*found, *given, slot_map)
         assert all(torch.equal(a, b) for a, b in zip(found, expected))
+        begins = torch.randint(-3, given[0].shape[1] + 3, (4,), generator=torch.Generator().manual_seed(seed)).int()
+        ops.build_kv_indices(*legal, kv_indptr=expected[0], kv_indices=expected[1], kv_last_page_len=expected[2],
+                             slot_map=slot_map, kv_start_idx=begins)  # fmt: skip
+        portable.build_kv_indices(*found, *given, slot_map, None, begins)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected))
 
 
 def test_lengths_and_slots():

@@ -3,7 +3,7 @@
 #include <cstring>
 
 #include "core/report.h"
-#include "cpu/convert.h"
+#include "cpu/convert_e5m2.h"
 #include "paged_kv/requests.h"
 
 // The definition of right, and the production kernels too: everything here is bound by memory. Each function takes a
@@ -11,6 +11,7 @@
 namespace attnops::paged_kv::cpu {
 
 using attnops::cpu::Float8E4M3;
+using attnops::cpu::Float8E5M2;
 using attnops::cpu::from_float;
 using attnops::cpu::to_float;
 
@@ -82,9 +83,9 @@ inline void translate_slots(const TranslateParams& p, int64_t begin, int64_t end
 
 // ---- store_kv
 
-template <typename T>
+template <typename Float8, typename T>
 void quantize_row(uint8_t* out, const T* in, int64_t count, float scale) {
-  for (int64_t i = 0; i < count; ++i) out[i] = from_float<Float8E4M3>(to_float(in[i]) / scale).bits;
+  for (int64_t i = 0; i < count; ++i) out[i] = from_float<Float8>(to_float(in[i]) / scale).bits;
 }
 
 inline void copy_rows(const KvStore& s, int num_heads, int element_size, const Place& place, int64_t token) {
@@ -97,13 +98,13 @@ inline void copy_rows(const KvStore& s, int num_heads, int element_size, const P
   }
 }
 
-template <typename T>
+template <typename Float8, typename T>
 void quantize_rows(const KvStore& s, int num_heads, const Place& place, int64_t token) {
   uint8_t* page = static_cast<uint8_t*>(s.pages) + place.page * s.stride_page + place.offset * s.stride_page_token;
   const T* row = static_cast<const T*>(s.rows) + token * s.stride_token;
   for (int head = 0; head < num_heads; ++head) {
     const float scale = s.scale ? s.scale[head * s.scale_stride] : 1.f;
-    quantize_row(page + head * s.stride_page_head, row + head * s.stride_head, s.head_dim, scale);
+    quantize_row<Float8>(page + head * s.stride_page_head, row + head * s.stride_head, s.head_dim, scale);
   }
 }
 
@@ -124,11 +125,11 @@ inline void copy_kv(const StoreKvParams& p, int64_t begin, int64_t end) {
   });
 }
 
-template <typename T>
+template <typename Float8, typename T>
 void quantize_kv(const StoreKvParams& p, int64_t begin, int64_t end) {
   for_each_place(p.target, ReportOp::kStoreKv, begin, end, [&](int64_t token, const Place& place) {
-    quantize_rows<T>(p.k, p.num_heads, place, token);
-    quantize_rows<T>(p.v, p.num_heads, place, token);
+    quantize_rows<Float8, T>(p.k, p.num_heads, place, token);
+    quantize_rows<Float8, T>(p.v, p.num_heads, place, token);
   });
 }
 
@@ -145,13 +146,13 @@ inline void copy_mla(const StoreMlaParams& p, int64_t begin, int64_t end) {
   });
 }
 
-template <typename T>
+template <typename Float8, typename T>
 void quantize_mla(const StoreMlaParams& p, int64_t begin, int64_t end) {
   for_each_place(p.target, ReportOp::kStoreMlaKv, begin, end, [&](int64_t token, const Place& place) {
     uint8_t* out = static_cast<uint8_t*>(p.kv_pages) + place.page * p.stride_page + place.offset * p.stride_page_token;
     const float scale = p.kv_scale ? *p.kv_scale : 1.f;
-    quantize_row(out, static_cast<const T*>(p.latent) + token * p.latent_stride, kLatentDim, scale);
-    quantize_row(out + kLatentDim, static_cast<const T*>(p.k_pe) + token * p.k_pe_stride, kRopeDim, scale);
+    quantize_row<Float8>(out, static_cast<const T*>(p.latent) + token * p.latent_stride, kLatentDim, scale);
+    quantize_row<Float8>(out + kLatentDim, static_cast<const T*>(p.k_pe) + token * p.k_pe_stride, kRopeDim, scale);
   });
 }
 
@@ -163,7 +164,7 @@ void store_fp8_row(uint8_t* out, const T* latent, const T* k_pe) {
     float amax = 0.f;
     for (int d = 0; d < kGroupDim; ++d) amax = fmaxf(amax, fabsf(to_float(in[d])));
     const float scale = group_scale(amax);
-    quantize_row(out + group * kGroupDim, in, kGroupDim, scale);
+    quantize_row<Float8E4M3>(out + group * kGroupDim, in, kGroupDim, scale);
     std::memcpy(out + kLatentDim + group * sizeof(float), &scale, sizeof(float));
   }
   attnops::cpu::BFloat16 rope[kRopeDim];

@@ -79,10 +79,10 @@ void launch_store_kv(const StoreKvParams& p, int elements, CUstream_st* stream) 
 // The first that accepts is taken, so the widest stand first.
 struct KvImpl {
   const char* name;
-  bool copies;      // sees bytes, and no row_dtype
-  DType row_dtype;  // what it quantizes
-  int vector;       // bytes per vector of a copy, elements per vector of a quantization
-  int least_row;    // elements of a token's heads together, below which narrower vectors are faster
+  bool copies;                  // sees bytes, and no row_dtype
+  DType row_dtype, page_dtype;  // what it quantizes, and to what
+  int vector;                   // bytes per vector of a copy, elements per vector of a quantization
+  int least_row;                // elements of a token's heads together, below which narrower vectors are faster
   void (*launch_kv)(const StoreKvParams&, int elements, CUstream_st*);
 
   int elements(const StoreKvParams& p) const { return copies ? vector / size_of(p.dtype) : vector; }
@@ -90,6 +90,7 @@ struct KvImpl {
   std::string reject(const StoreKvParams& p) const {
     if (copies != (p.dtype == p.page_dtype)) return copies ? "copies only" : "quantizes only";
     if (!copies && p.dtype != row_dtype) return std::string("takes ") + name_of(row_dtype);
+    if (!copies && p.page_dtype != page_dtype) return std::string("makes ") + name_of(page_dtype);
     if (copies && vector < size_of(p.dtype)) return "splits elements";
     if (p.num_heads * p.k.head_dim < least_row)
       return "takes at least " + std::to_string(least_row) + " elements a token";
@@ -102,23 +103,33 @@ struct KvImpl {
   }
 };
 
-template <typename T, int kElements>
-constexpr auto kQuantizeKv = &launch_store_kv<QuantizeE4M3<T, kElements>>;
+template <typename T, int kElements, __nv_fp8_interpretation_t kKind = __NV_E4M3>
+constexpr auto kQuantizeKv = &launch_store_kv<Quantize<T, kElements, kKind>>;
+
+constexpr DType kAny = DType::kUInt8;  // of copies, which see bytes
+constexpr DType kBF16 = DType::kBFloat16, kFP16 = DType::kFloat16, kFP32 = DType::kFloat32;
+constexpr DType kE4M3 = DType::kFloat8E4M3, kE5M2 = DType::kFloat8E5M2;
 
 constexpr KvImpl kKvImpls[] = {
-    {"copy_16_bytes", true, DType::kUInt8, 16, 0, &launch_store_kv<Copy<uint4>>},
-    {"copy_8_bytes", true, DType::kUInt8, 8, 0, &launch_store_kv<Copy<uint2>>},
-    {"copy_4_bytes", true, DType::kUInt8, 4, 0, &launch_store_kv<Copy<uint32_t>>},
-    {"copy_2_bytes", true, DType::kUInt8, 2, 0, &launch_store_kv<Copy<uint16_t>>},
-    {"copy_1_byte", true, DType::kUInt8, 1, 0, &launch_store_kv<Copy<uint8_t>>},
-    {"e4m3_from_bf16_wide", false, DType::kBFloat16, 16, 512, kQuantizeKv<__nv_bfloat16, 16>},
-    {"e4m3_from_fp16_wide", false, DType::kFloat16, 16, 512, kQuantizeKv<__half, 16>},
-    {"e4m3_from_bf16_vec", false, DType::kBFloat16, 8, 0, kQuantizeKv<__nv_bfloat16, 8>},
-    {"e4m3_from_fp16_vec", false, DType::kFloat16, 8, 0, kQuantizeKv<__half, 8>},
-    {"e4m3_from_fp32_vec", false, DType::kFloat32, 8, 0, kQuantizeKv<float, 8>},
-    {"e4m3_from_bf16_any", false, DType::kBFloat16, 1, 0, kQuantizeKv<__nv_bfloat16, 1>},
-    {"e4m3_from_fp16_any", false, DType::kFloat16, 1, 0, kQuantizeKv<__half, 1>},
-    {"e4m3_from_fp32_any", false, DType::kFloat32, 1, 0, kQuantizeKv<float, 1>},
+    {"copy_16_bytes", true, kAny, kAny, 16, 0, &launch_store_kv<Copy<uint4>>},
+    {"copy_8_bytes", true, kAny, kAny, 8, 0, &launch_store_kv<Copy<uint2>>},
+    {"copy_4_bytes", true, kAny, kAny, 4, 0, &launch_store_kv<Copy<uint32_t>>},
+    {"copy_2_bytes", true, kAny, kAny, 2, 0, &launch_store_kv<Copy<uint16_t>>},
+    {"copy_1_byte", true, kAny, kAny, 1, 0, &launch_store_kv<Copy<uint8_t>>},
+    {"e4m3_from_bf16_wide", false, kBF16, kE4M3, 16, 512, kQuantizeKv<__nv_bfloat16, 16>},
+    {"e4m3_from_fp16_wide", false, kFP16, kE4M3, 16, 512, kQuantizeKv<__half, 16>},
+    {"e4m3_from_bf16_vec", false, kBF16, kE4M3, 8, 0, kQuantizeKv<__nv_bfloat16, 8>},
+    {"e4m3_from_fp16_vec", false, kFP16, kE4M3, 8, 0, kQuantizeKv<__half, 8>},
+    {"e4m3_from_fp32_vec", false, kFP32, kE4M3, 8, 0, kQuantizeKv<float, 8>},
+    {"e4m3_from_bf16_any", false, kBF16, kE4M3, 1, 0, kQuantizeKv<__nv_bfloat16, 1>},
+    {"e4m3_from_fp16_any", false, kFP16, kE4M3, 1, 0, kQuantizeKv<__half, 1>},
+    {"e4m3_from_fp32_any", false, kFP32, kE4M3, 1, 0, kQuantizeKv<float, 1>},
+    {"e5m2_from_bf16_vec", false, kBF16, kE5M2, 8, 0, kQuantizeKv<__nv_bfloat16, 8, __NV_E5M2>},
+    {"e5m2_from_fp16_vec", false, kFP16, kE5M2, 8, 0, kQuantizeKv<__half, 8, __NV_E5M2>},
+    {"e5m2_from_fp32_vec", false, kFP32, kE5M2, 8, 0, kQuantizeKv<float, 8, __NV_E5M2>},
+    {"e5m2_from_bf16_any", false, kBF16, kE5M2, 1, 0, kQuantizeKv<__nv_bfloat16, 1, __NV_E5M2>},
+    {"e5m2_from_fp16_any", false, kFP16, kE5M2, 1, 0, kQuantizeKv<__half, 1, __NV_E5M2>},
+    {"e5m2_from_fp32_any", false, kFP32, kE5M2, 1, 0, kQuantizeKv<float, 1, __NV_E5M2>},
 };
 
 // ---- store_mla_kv
@@ -156,11 +167,13 @@ void launch_copy_mla(const StoreMlaParams& p, CUstream_st* stream) {
                              : launch_store_mla<Copy<Element>, 1>(p, stream);
 }
 
-template <typename T>
+template <typename T, __nv_fp8_interpretation_t kKind = __NV_E4M3>
 void launch_quantize_mla(const StoreMlaParams& p, CUstream_st* stream) {
-  if (vectors_fit(p, 16 * sizeof(T), 16 * sizeof(T), 16)) return launch_store_mla<QuantizeE4M3<T, 16>, 16>(p, stream);
-  vectors_fit(p, 8 * sizeof(T), 8 * sizeof(T), 8) ? launch_store_mla<QuantizeE4M3<T, 8>, 8>(p, stream)
-                                                  : launch_store_mla<QuantizeE4M3<T, 1>, 1>(p, stream);
+  if (vectors_fit(p, 16 * sizeof(T), 16 * sizeof(T), 16)) {
+    return launch_store_mla<Quantize<T, 16, kKind>, 16>(p, stream);
+  }
+  vectors_fit(p, 8 * sizeof(T), 8 * sizeof(T), 8) ? launch_store_mla<Quantize<T, 8, kKind>, 8>(p, stream)
+                                                  : launch_store_mla<Quantize<T, 1, kKind>, 1>(p, stream);
 }
 
 template <typename T>
@@ -194,6 +207,9 @@ constexpr MlaImpl kMlaImpls[] = {
     {"e4m3_from_fp32", DType::kFloat32, DType::kFloat8E4M3, &launch_quantize_mla<float>},
     {"e4m3_from_fp16", DType::kFloat16, DType::kFloat8E4M3, &launch_quantize_mla<__half>},
     {"e4m3_from_bf16", DType::kBFloat16, DType::kFloat8E4M3, &launch_quantize_mla<__nv_bfloat16>},
+    {"e5m2_from_fp32", DType::kFloat32, DType::kFloat8E5M2, &launch_quantize_mla<float, __NV_E5M2>},
+    {"e5m2_from_fp16", DType::kFloat16, DType::kFloat8E5M2, &launch_quantize_mla<__half, __NV_E5M2>},
+    {"e5m2_from_bf16", DType::kBFloat16, DType::kFloat8E5M2, &launch_quantize_mla<__nv_bfloat16, __NV_E5M2>},
     {"fp8_row_from_fp32", DType::kFloat32, DType::kUInt8, &launch_fp8_rows<float>},
     {"fp8_row_from_fp16", DType::kFloat16, DType::kUInt8, &launch_fp8_rows<__half>},
     {"fp8_row_from_bf16", DType::kBFloat16, DType::kUInt8, &launch_fp8_rows<__nv_bfloat16>},

@@ -25,10 +25,10 @@ __device__ __forceinline__ float limited(float x, float limit) {
 
 // Quotients by one scale, as division rounds them, in five instructions instead of ten: a product with the reciprocal
 // and one step of Newton's with what remains, exact by a theorem of Markstein's (1990). The step loses the sign of a
-// zero, which is put back. What would leave the range of e4m3 far behind is cut off first, so that nothing is infinite.
+// zero, which is put back. What would leave the range of e5m2 far behind is cut off first, so that nothing is infinite.
 class Quotient {
  public:
-  __device__ explicit Quotient(float scale) : scale_(scale), inverse_(1.f / scale), limit_(scale * 1024.f) {}
+  __device__ explicit Quotient(float scale) : scale_(scale), inverse_(1.f / scale), limit_(scale * 0x1p17f) {}
 
   // Whether reciprocals and remainders of everything that matters are normal floats.
   __device__ bool is_easy() const { return scale_ > 0x1p-90f && scale_ < 0x1p90f; }
@@ -57,9 +57,9 @@ struct Copy {
   __device__ static Out encode(const In& x, const Quotient&) { return x; }
 };
 
-// x / scale in e4m3: two at a time, as the hardware converts.
-template <typename T, int kElements>
-struct QuantizeE4M3 {
+// x / scale in e4m3 or e5m2: two at a time, as the hardware converts.
+template <typename T, int kElements, __nv_fp8_interpretation_t kKind = __NV_E4M3>
+struct Quantize {
   using In = RowVec<T, kElements>;
   using Word = std::conditional_t<kElements % 4 == 0, uint32_t, uint8_t>;
   using Out = Vec<Word, kElements / static_cast<int>(sizeof(Word))>;
@@ -84,15 +84,14 @@ struct QuantizeE4M3 {
 #pragma unroll
       for (int i = 0; i < kElements; i += 4) {
         const auto pair = [&](int at) -> uint32_t {
-          return __nv_cvt_float2_to_fp8x2(make_float2(divide(x.at(at)), divide(x.at(at + 1))), __NV_SATFINITE,
-                                          __NV_E4M3);
+          return __nv_cvt_float2_to_fp8x2(make_float2(divide(x.at(at)), divide(x.at(at + 1))), __NV_SATFINITE, kKind);
         };
         out.data[i / 4] = pair(i) | pair(i + 2) << 16;
       }
     } else {
 #pragma unroll
       for (int i = 0; i < kElements; ++i) {
-        out.data[i] = __nv_cvt_float_to_fp8(divide(x.at(i)), __NV_SATFINITE, __NV_E4M3);
+        out.data[i] = __nv_cvt_float_to_fp8(divide(x.at(i)), __NV_SATFINITE, kKind);
       }
     }
     return out;
@@ -278,7 +277,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int step = 1; step < kLanesPerGroup; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, step));
   const float scale = group_scale(amax);
 
-  const auto stored = QuantizeE4M3<T, kOwn>::encode(in, Quotient(scale));
+  const auto stored = Quantize<T, kOwn>::encode(in, Quotient(scale));
   Vec<__nv_bfloat16, kOwnRope> stored_rope;
 #pragma unroll
   for (int i = 0; i < kOwnRope; ++i) stored_rope.data[i] = __float2bfloat16(rope.at(i));

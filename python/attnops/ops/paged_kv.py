@@ -15,7 +15,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnops.ops import portable
 from attnops.ops._arguments import names_its_arguments, register_fake
 
 
@@ -86,8 +85,7 @@ def build_kv_indices(
             Destinations are allocated when omitted.
         kv_start_idx: ``[batch_size]`` int32: position in its row at which a request begins, such as the decoder's
             tokens behind their encoder's; 0 when omitted. It is clamped to the row, and the length to what is left.
-            With pages of more than a token, it belongs on the boundary of one. Such tables are made in plain torch, and
-            the checked mode does not look at their lengths.
+            With pages of more than a token, it belongs on the boundary of one.
 
     Returns:
         ``(kv_indptr, kv_indices, kv_last_page_len)``.
@@ -103,22 +101,8 @@ def build_kv_indices(
     if kv_last_page_len is None:
         kv_last_page_len = cache_seqlens.new_empty(batch_size)
     outputs, rows = (kv_indptr, kv_indices, kv_last_page_len), (req_to_token, req_pool_indices)
-    # The compiled kernel knows requests that begin with their rows. Of others it checks the arguments.
-    seqlens = cache_seqlens if kv_start_idx is None else torch.zeros_like(cache_seqlens)
-    torch.ops.attnops.build_kv_indices(*outputs, *rows, seqlens, page_size, slot_map, report)
-    if kv_start_idx is not None:
-        _check_starts(kv_start_idx, cache_seqlens)
-        portable.build_kv_indices(*outputs, *rows, cache_seqlens, page_size, slot_map, kv_start_idx=kv_start_idx)
+    torch.ops.attnops.build_kv_indices(*outputs, *rows, cache_seqlens, page_size, slot_map, report, kv_start_idx)
     return kv_indptr, kv_indices, kv_last_page_len
-
-
-def _check_starts(kv_start_idx: Tensor, cache_seqlens: Tensor) -> None:
-    got = (kv_start_idx.shape, kv_start_idx.dtype, kv_start_idx.device)
-    if got != (cache_seqlens.shape, torch.int32, cache_seqlens.device):
-        raise RuntimeError(
-            f"attnops::build_kv_indices: kv_start_idx must be int32 [{cache_seqlens.shape[0]}] (batch_size) on "
-            f"{cache_seqlens.device} as cache_seqlens, got {got[1]} {list(got[0])} on {got[2]}"
-        )
 
 
 @names_its_arguments
@@ -192,22 +176,7 @@ def store_kv(
     Raises:
         RuntimeError: naming the argument whose shape, dtype, stride, device or range does not fit.
     """
-    if k_pages.dtype == v_pages.dtype == torch.float8_e5m2:
-        k, k_scale = as_e5m2(k, k_scale)
-        v, v_scale = as_e5m2(v, v_scale)
     torch.ops.attnops.store_kv(k_pages, v_pages, k, v, out_cache_loc, k_scale, v_scale, report)
-
-
-def as_e5m2(rows: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Rows as pages of e5m2 hold them, in plain torch: no kernel makes e5m2, and every kernel copies it.
-
-    Args:
-        rows: ``[T, H, D]`` or ``[T, D]``. scale: float32 ``[1]`` or ``[H]``; what is left of it comes back.
-    """
-    if rows.dtype == torch.float8_e5m2:
-        return rows, scale
-    per_head = scale.view(-1, 1) if scale is not None and scale.numel() > 1 else scale
-    return portable.quantized(rows, per_head, torch.float8_e5m2), None
 
 
 @names_its_arguments
@@ -240,18 +209,7 @@ def store_mla_kv(
 
     Source: the 656-byte row is that of FlashMLA's FP8 cache.
     """
-    if kv_pages.dtype == torch.float8_e5m2:
-        kv_pages, latent, k_pe, kv_scale = mla_as_e5m2(kv_pages, latent, k_pe, kv_scale)
     torch.ops.attnops.store_mla_kv(kv_pages, latent, k_pe, out_cache_loc, kv_scale, report)
-
-
-def mla_as_e5m2(
-    kv_pages: Tensor, latent: Tensor, k_pe: Tensor | None, kv_scale: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """As `as_e5m2`, with the pages: as bytes, which the kernels copy under e4m3's name."""
-    parts = [None if part is None else as_e5m2(part, kv_scale)[0].view(torch.float8_e4m3fn) for part in (latent, k_pe)]
-    assert parts[0] is not None
-    return kv_pages.view(torch.float8_e4m3fn), parts[0], parts[1], None
 
 
 for _op in (

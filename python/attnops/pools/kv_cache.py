@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from attnops import _load  # noqa: F401  (the store ops exist once the modules are loaded)
-from attnops.ops.paged_kv import as_e5m2, mla_as_e5m2
 from attnops.pools.huge_pages import with_huge_pages
 from attnops.types import MLA_KV_LORA_RANK, MLA_ROPE_DIM, AttentionLayer, device_of
 
@@ -129,8 +128,7 @@ class MHATokenToKVPool(KVCache):
 
     Args:
         size: Token slots, rounded down to whole pages.
-        dtype: bf16, fp16, fp32; or `torch.float8_e4m3fn`: rows are quantized as they are stored;
-            `torch.float8_e5m2`: likewise, in plain torch.
+        dtype: bf16, fp16, fp32; or `torch.float8_e4m3fn`: or `torch.float8_e5m2`: rows are quantized as they are stored.
         head_num, head_dim, v_head_dim: KV heads on this rank; the last -1: as `head_dim`.
         start_layer: `layer_id` of the first layer held.
         layout: "NHD": a token's heads side by side; "HND": a head's tokens of a page side by side. The shape of the
@@ -212,8 +210,6 @@ class MHATokenToKVPool(KVCache):
             report: The checked mode's buffer (`attnops.report`).
         """
         k_pages, v_pages = self.get_kv_buffer(layer.layer_id)
-        if k_pages.dtype == torch.float8_e5m2:
-            (k, k_scale), (v, v_scale) = as_e5m2(k, k_scale), as_e5m2(v, v_scale)
         torch.ops.attnops.store_kv(k_pages, v_pages, k, v, loc, k_scale, v_scale, report)
 
     def nbytes(self) -> int:
@@ -289,8 +285,6 @@ class MLATokenToKVPool(KVCache):
         pages = self.get_latent_buffer(layer.layer_id)
         latent = latent.squeeze(1) if latent.dim() == 3 else latent
         k_rope = k_rope.squeeze(1) if k_rope is not None and k_rope.dim() == 3 else k_rope
-        if pages.dtype == torch.float8_e5m2:
-            pages, latent, k_rope, kv_scale = mla_as_e5m2(pages, latent, k_rope, kv_scale)
         torch.ops.attnops.store_mla_kv(pages, latent, k_rope, loc, kv_scale, report)
 
     def nbytes(self) -> int:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attnops.ops.paged_kv import as_e5m2
 from attnops.pools.allocator import PagedTokenToKVPoolAllocator
 from attnops.pools.kv_cache import KVCache, MHATokenToKVPool
 from attnops.types import AttentionLayer
@@ -84,8 +83,6 @@ class SWAKVPool(KVCache):
     ) -> None:
         """As of `MHATokenToKVPool`; `loc` are slots of the pool that the layer is in: translated for a windowed one."""
         k_pages, v_pages = self.get_kv_buffer(layer.layer_id)
-        if k_pages.dtype == torch.float8_e5m2:
-            (k, k_scale), (v, v_scale) = as_e5m2(k, k_scale), as_e5m2(v, v_scale)
         torch.ops.attnops.store_kv(k_pages, v_pages, k, v, loc, k_scale, v_scale, report)
 
     def nbytes(self) -> int:
