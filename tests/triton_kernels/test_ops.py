@@ -189,7 +189,9 @@ def test_a_rows_bits_depend_on_nothing_but_its_request(device):
     for computed in (1, 33, 100):
         bounds = torch.tensor([0, computed], dtype=torch.int32, device=device)
         part = dataclasses.replace(whole, q=whole.q[150 - computed :], cu_seqlens_q=bounds)
-        assert torch.equal(calls.unified(part, softmax_scale=0.2)[0], expected[150 - computed :])
+        for tile_tokens in (1, 16, 64, 1024):
+            got, _ = calls.unified(part, softmax_scale=0.2, tile_tokens=tile_tokens)
+            assert torch.equal(got, expected[150 - computed :])
 
 
 @device_of

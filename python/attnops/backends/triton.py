@@ -27,7 +27,6 @@ from attnops.types import AttentionBatch, AttentionSpec, AttentionType, Limits
 DEFAULT_KV_SPLITS = 8
 DETERMINISTIC_SPLIT_TILE = 256
 LEAST_SPLIT_TILE = 128  # tokens: a shorter split costs more to merge than it saves
-DETERMINISTIC_TILE_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -232,8 +231,7 @@ class TritonAttnBackend(AttentionBackend):
     def _make(self, batch: AttentionBatch, paged: PagedStep) -> TritonStep:
         if not batch.is_uniform:
             mean = max(1, batch.num_tokens // max(1, batch.batch_size))
-            tokens = DETERMINISTIC_TILE_TOKENS if self.spec.deterministic else 1 << math.ceil(math.log2(mean))
-            return TritonStep(paged, tile_tokens=tokens)
+            return TritonStep(paged, tile_tokens=1 << math.ceil(math.log2(mean)))  # whose bits do not depend on it
         rows, splits = batch.num_tokens, self._splits_of(batch.tokens_per_request)
         shape = (rows, self.spec.num_q_heads, splits)
         cells = math.prod(shape)

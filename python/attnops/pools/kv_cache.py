@@ -128,7 +128,7 @@ class MHATokenToKVPool(KVCache):
 
     Args:
         size: Token slots, rounded down to whole pages.
-        dtype: bf16, fp16, fp32; or `torch.float8_e4m3fn`: or `torch.float8_e5m2`: rows are quantized as they are stored.
+        dtype: bf16, fp16, fp32; or `torch.float8_e4m3fn`, `torch.float8_e5m2`: rows are quantized as they are stored.
         head_num, head_dim, v_head_dim: KV heads on this rank; the last -1: as `head_dim`.
         start_layer: `layer_id` of the first layer held.
         layout: "NHD": a token's heads side by side; "HND": a head's tokens of a page side by side. The shape of the

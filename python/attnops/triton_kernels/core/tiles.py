@@ -10,6 +10,7 @@ import triton
 
 # Head dims that are a power of two and a rest: taken as two products, so that neither is padded.
 SPLIT_HEAD_DIMS = {576: (512, 64), 288: (256, 32), 192: (128, 64)}
+LEAST_ROWS = 64  # of an extend's tile: from here on a row's bits do not depend on how many there are
 _DEFAULT_SHARED_BYTES = 96 * 1024  # of a device that says nothing
 
 
@@ -51,7 +52,8 @@ def choose_tiles(
 
     Args:
         seqlen_q: Tokens per request, or, of a ragged step, how many a tile should have at most.
-        decode: Few rows over many keys: a tile holds no more rows than there are.
+        decode: Few rows over many keys: a tile holds no more rows than there are. Otherwise it holds 64 or 128, so that
+            each warp has whole rows, by the same instructions: a row's bits are the same in both.
     """
     width = sum(padded(part) for part in head_dim_parts(head_dim) if part)
     width_v = padded(v_head_dim)
@@ -62,7 +64,8 @@ def choose_tiles(
     if decode:
         most_rows = min(most_rows, 64)
         block_h = min(block_h, most_rows)
-    block_q = max(1, 16 // block_h, min(triton.next_power_of_2(seqlen_q), most_rows // block_h))
+    least_rows = 16 if decode else min(LEAST_ROWS, most_rows)
+    block_q = max(1, least_rows // block_h, min(triton.next_power_of_2(seqlen_q), most_rows // block_h))
     for rows_shift in range(3):
         for block_n, stages in ((64, 3), (64, 2), (32, 3), (32, 2), (16, 2), (16, 1)):
             rows = block_q * block_h

@@ -42,7 +42,7 @@ def triton_unified_extend(
         page_table: int32 ``[B, max_pages]``.
         cache_seqlens: int32 ``[B]``, the new tokens included.
         cu_seqlens_q: int32 ``[B + 1]``.
-        tile_tokens: Most tokens of a tile of queries: a hint. The same value gives the same bits.
+        tile_tokens: Most tokens of a tile of queries: a hint, on which no bit depends.
         window_left: Keys at positions ``[p - window_left, p]``, without `causal` as many behind p; -1: off.
         k_scale, v_scale: float32 ``[1]`` or ``[H_kv]``, of FP8 pages.
 
