@@ -43,6 +43,24 @@ __device__ inline void store_async(uint32_t remote, float2 v, uint32_t remote_ba
                : "memory");
 }
 
+__device__ inline void store_async(uint32_t remote, int v, uint32_t remote_barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(remote), "r"(v),
+               "r"(remote_barrier)
+               : "memory");
+}
+
+// Arrives at a barrier of any CTA of the cluster (`address_in`), without a branch.
+__device__ inline void mbarrier_arrive_remote_if(uint32_t remote, bool condition) {
+  asm volatile(
+      "{\n"
+      ".reg .pred chosen;\n"
+      "setp.ne.b32 chosen, %1, 0;\n"
+      "@chosen mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];\n"
+      "}\n" ::"r"(remote),
+      "r"(static_cast<int>(condition))
+      : "memory");
+}
+
 // Waits for a phase of a barrier that other CTAs of the cluster complete.
 __device__ inline void mbarrier_wait_cluster(uint32_t barrier, uint32_t parity) {
   asm volatile(

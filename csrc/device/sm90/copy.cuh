@@ -60,6 +60,16 @@ __device__ inline void copy_box(uint32_t shared, const CUtensorMap* map, uint32_
       : "memory");
 }
 
+// The same into every CTA of the cluster that `ctas` has a bit for: at the same place, and counted by its own barrier.
+__device__ inline void copy_box_to_ctas(uint32_t shared, const CUtensorMap* map, uint32_t barrier, int x, int y, int z,
+                                        int w, int ctas) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
+      "{%3, %4, %5, %6}], [%2], %7;" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "h"(static_cast<uint16_t>(ctas))
+      : "memory");
+}
+
 // The same under a cache policy.
 __device__ inline void copy_box(uint32_t shared, const CUtensorMap* map, uint32_t barrier, int x, int y, int z, int w,
                                 uint64_t policy) {

@@ -19,7 +19,8 @@ enum class Tile {
 // while those values are multiplied (FlashAttention-3, arXiv:2407.08608, section 3.2). Without: scores, softmax and
 // values of one tile, which takes fewer registers. Warpgroups may take turns in issuing, so that one computes
 // exponentials while the other multiplies (section 3.1).
-template <class Tr>
+// kFence: copies of rows arrive without a fence.
+template <class Tr, bool kFence>
 class Consumer {
  public:
   using T = typename Tr::T;
@@ -38,6 +39,7 @@ class Consumer {
         group_(static_cast<int>(threadIdx.x) / 128 - 1),
         lane_(threadIdx.x % 32),
         warp_(threadIdx.x / 32 % 4),
+        everywhere_(hopper::address_in(shared_, lane_ < s.cluster ? lane_ : 0)),
         k_operand_(hopper::chunk_operand<Tr::kKeys>(shared_ + Layout::kK)),
         v_operand_(hopper::chunk_operand<kVRows>(shared_ + Layout::kV)) {}
 
@@ -74,6 +76,12 @@ class Consumer {
   __device__ __forceinline__ void release(uint32_t barrier) const {
     __syncwarp();
     hopper::mbarrier_arrive_if(barrier, lane_ == 0);
+  }
+
+  // A stage of keys or values, in both CTAs of a pair.
+  __device__ __forceinline__ void release_stage(int barrier) const {
+    __syncwarp();
+    hopper::mbarrier_arrive_remote_if(everywhere_ + barrier, lane_ < s_.cluster);
   }
 
   __device__ __forceinline__ void attend(const Work& w) {
@@ -116,7 +124,7 @@ class Consumer {
         }
       }
       if constexpr (kShape.overlap) {
-        hopper::mbarrier_wait(shared_ + Layout::kVFull + 8 * v_ring_.stage, v_ring_.phase);
+        await_values();
         hopper::wgmma_fence();
         multiply_values(started);
       }
@@ -160,14 +168,24 @@ class Consumer {
     hopper::wgmma_commit();
   }
 
+  __device__ __forceinline__ void await_keys() const {
+    hopper::mbarrier_wait(shared_ + Layout::kKFull + 8 * k_ring_.stage, k_ring_.phase);
+    if constexpr (kFence) hopper::fence_async_proxy();
+  }
+
+  __device__ __forceinline__ void await_values() const {
+    hopper::mbarrier_wait(shared_ + Layout::kVFull + 8 * v_ring_.stage, v_ring_.phase);
+    if constexpr (kFence) hopper::fence_async_proxy();
+  }
+
   __device__ __forceinline__ void release_keys() {
-    release(shared_ + Layout::kKEmpty + 8 * k_ring_.stage);
+    release_stage(Layout::kKEmpty + 8 * k_ring_.stage);
     k_ring_.advance();
     k_operand_ = hopper::chunk_operand<Tr::kKeys>(shared_ + Layout::kK + k_ring_.stage * Tr::kKBytes);
   }
 
   __device__ __forceinline__ void release_values() {
-    release(shared_ + Layout::kVEmpty + 8 * v_ring_.stage);
+    release_stage(Layout::kVEmpty + 8 * v_ring_.stage);
     v_ring_.advance();
     v_operand_ = hopper::chunk_operand<kVRows>(shared_ + Layout::kV + v_ring_.stage * Tr::kVBytes);
   }
@@ -213,7 +231,7 @@ class Consumer {
   }
 
   __device__ __forceinline__ void first_scores(const Work& w, int tile) {
-    hopper::mbarrier_wait(shared_ + Layout::kKFull + 8 * k_ring_.stage, k_ring_.phase);
+    await_keys();
     take_turn();
     hopper::wgmma_fence();
     issue_scores();
@@ -234,12 +252,12 @@ class Consumer {
   template <Tile kTile>
   __device__ __forceinline__ void step(const Work& w, int tile, bool masked, bool& started) {
     float shrink[2];
-    hopper::mbarrier_wait(shared_ + Layout::kKFull + 8 * k_ring_.stage, k_ring_.phase);
+    await_keys();
     take_turn();
     hopper::wgmma_fence();
     issue_scores();
     if constexpr (kShape.overlap) {
-      hopper::mbarrier_wait(shared_ + Layout::kVFull + 8 * v_ring_.stage, v_ring_.phase);
+      await_values();
       issue_values(started);
       started = true;
       pass_turn();
@@ -262,7 +280,7 @@ class Consumer {
       if (moved) shrink_out(shrink);
       rows_.exponentiate(scores_);
       pack();
-      hopper::mbarrier_wait(shared_ + Layout::kVFull + 8 * v_ring_.stage, v_ring_.phase);
+      await_values();
       hopper::wgmma_fence();
       multiply_values(started);
       started = true;
@@ -368,6 +386,7 @@ class Consumer {
   char* base_;
   uint32_t shared_;
   int group_, lane_, warp_, column_ = 0;
+  uint32_t everywhere_;  // shared_ in CTA `lane` of the cluster
   bool transformed_ = false;
   float scale_ = 0.f, inner_scale_ = 0.f;
   uint32_t q_operand_ = 0, k_operand_, v_operand_;

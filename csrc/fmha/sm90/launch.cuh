@@ -43,6 +43,7 @@ Schedule make_schedule(const Params& p) {
   s.max_pieces = has_scratch<Tr>(p, s.works_per_tile) ? p.max_pieces : 0;
   s.num_works = (p.num_tiles + s.max_pieces) * s.works_per_tile;
   s.box_keys = p.kv_dtype == p.dtype ? keys_per_box(p, Tr::kKeys) : 0;  // others are converted row by row
+  s.cluster = !Tr::kFp8 && s.box_keys > 0 && s.blocks_per_group % 2 == 0 ? 2 : 1;
   s.pack_inverse = ceil_div(1 << 16, s.pack);
   s.page_size = Divisor(p.paged ? p.page_table.page_size : 1);
   return s;
@@ -79,17 +80,25 @@ inline CUtensorMap key_map(const Params& p, const Schedule& s, const void* base,
   return attnops::sm90::encode_tensor_map(p.kv_dtype, base, 4, extents, strides, box);
 }
 
-template <class Tr>
-void launch_traits(const Params& p, cudaStream_t stream) {
-  if (p.num_q_tokens == 0) return;
-  const Schedule s = make_schedule<Tr>(p);
+template <class Tr, bool kByRows>
+void launch_kernel(const Params& p, const Schedule& s, cudaStream_t stream) {
   const CUtensorMap queries = query_map(p, s);
   const CUtensorMap keys = key_map(p, s, p.k, p.head_dim_qk, p.k_stride_token, p.k_stride_head, p.k_stride_page);
   const CUtensorMap values = key_map(p, s, p.v, p.head_dim_v, p.v_stride_token, p.v_stride_head, p.v_stride_page);
   constexpr int kBytes = SharedLayout<Tr>::kAllBytes;
-  const int ctas = max_of(min_of(s.num_works, device_sms("fmha")), 1);
-  launch_dependent<&fmha_sm90_kernel<Tr>>("fmha", {ctas, Tr::kThreads, kBytes, kBytes}, stream, p, s, queries, keys,
-                                          values);
+  const int ctas = max_of(min_of(s.num_works, device_sms("fmha") / s.cluster * s.cluster), 1);
+  launch_dependent<&fmha_sm90_kernel<Tr, kByRows>>("fmha", {ctas, Tr::kThreads, kBytes, kBytes, 1, 1, s.cluster},
+                                                   stream, p, s, queries, keys, values);
+}
+
+template <class Tr>
+void launch_traits(const Params& p, cudaStream_t stream) {
+  if (p.num_q_tokens == 0) return;
+  const Schedule s = make_schedule<Tr>(p);
+  if constexpr (!Tr::kFp8) {
+    if (s.box_keys == 0) return launch_kernel<Tr, true>(p, s, stream);
+  }
+  launch_kernel<Tr, false>(p, s, stream);
 }
 
 }  // namespace attnops::fmha::sm90

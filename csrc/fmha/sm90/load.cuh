@@ -2,6 +2,7 @@
 #include "core/math.h"
 #include "device/sm80/cp_async.cuh"
 #include "device/sm90/barrier.cuh"
+#include "device/sm90/cluster.cuh"
 #include "device/sm90/copy.cuh"
 #include "device/sm90/wgmma.cuh"
 #include "fmha/sm90/partial.cuh"
@@ -44,6 +45,7 @@ class ProducerBase {
         base_(base),
         shared_(hopper::smem_address(base)),
         tid_(static_cast<int>(threadIdx.x)),
+        rank_(s.cluster > 1 ? static_cast<int>(blockIdx.x) % 2 : 0),
         cuts_(cuts_of(p, s)) {}
 
   __device__ __forceinline__ Work* work_slot() const {
@@ -55,6 +57,7 @@ class ProducerBase {
     Work w;
     w.num_tokens = 0;
     while (w.num_tokens == 0) {
+      if (awaits_index_) receive_index();
       const int index = next_index_;
       if (index >= s_.num_works || !decode_work<Tr::kKeys>(p_, s_, cuts_, index, w)) {
         w.num_tokens = -1;
@@ -70,8 +73,31 @@ class ProducerBase {
 
   // CTAs take works in their order, whoever is free the next: costs differ, and SMs do not run alike.
   __device__ __forceinline__ void take_index() {
-    next_index_ = p_.semaphores != nullptr ? static_cast<int>(gridDim.x) + atomicAdd(p_.semaphores, 1)
-                                           : next_index_ + static_cast<int>(gridDim.x);
+    const int ctas = static_cast<int>(gridDim.x);
+    if (p_.semaphores == nullptr) {
+      next_index_ += ctas;
+    } else if (rank_ > 0) {
+      awaits_index_ = true;
+    } else {
+      next_index_ = ctas + s_.cluster * atomicAdd(p_.semaphores, 1);
+      if (s_.cluster > 1) send_index();
+    }
+  }
+
+  // CTA 0 of a pair takes works for both. CTA 1 has the one behind.
+  __device__ __forceinline__ void send_index() {
+    hopper::mbarrier_wait_cluster(shared_ + Layout::kMailEmpty, mail_phase_ ^ 1);
+    mail_phase_ ^= 1;
+    hopper::store_async(hopper::address_in(shared_ + Layout::kMail, 1), next_index_ + 1,
+                        hopper::address_in(shared_ + Layout::kMailFull, 1));
+  }
+  __device__ __forceinline__ void receive_index() {
+    hopper::mbarrier_arrive_expect(shared_ + Layout::kMailFull, 4);
+    hopper::mbarrier_wait_cluster(shared_ + Layout::kMailFull, mail_phase_);
+    mail_phase_ ^= 1;
+    next_index_ = *reinterpret_cast<const volatile int*>(base_ + Layout::kMail);
+    hopper::mbarrier_arrive_remote_if(hopper::address_in(shared_ + Layout::kMailEmpty, 0), true);
+    awaits_index_ = false;
   }
 
   // By one thread, when no work is left.
@@ -116,10 +142,13 @@ class ProducerBase {
     __syncwarp();
 #pragma unroll
     for (int n = 0; n < kMost; ++n) {
-      if (wanted[n] >> lane & 1) {
-        const int c = (lane + 32 * n) % kChunks;
-        hopper::copy_box(destination + c * Tr::kKeys * 128 + row[n] * 128, map, full, Tr::kChunk * c, token[n],
-                         w.kv_head, page[n]);
+      if (!(wanted[n] >> lane & 1)) continue;
+      const int c = (lane + 32 * n) % kChunks;
+      const uint32_t to = destination + c * Tr::kKeys * 128 + row[n] * 128;
+      if (s_.cluster == 1) {
+        hopper::copy_box(to, map, full, Tr::kChunk * c, token[n], w.kv_head, page[n]);
+      } else if (lane % 2 == rank_) {  // a half of the boxes, for both CTAs
+        hopper::copy_box_to_ctas(to, map, full, Tr::kChunk * c, token[n], w.kv_head, page[n], 3);
       }
     }
   }
@@ -146,6 +175,21 @@ class ProducerBase {
   // Whether a tree mask leaves a key to some row of the tile.
   __device__ __forceinline__ bool is_seen(const Work& w, int key) const { return sm90::is_seen(p_, w, key); }
 
+  // Zeros in place of a tile's values that no row sees, which may be NaN, by every `count`th of its rows.
+  __device__ __forceinline__ void clear_unseen(const Work& w, int tile, uint32_t values, int first, int count) const {
+    for (int row = first; row < Tr::kKeys; row += count) {
+      const int key = tile * Tr::kKeys + row;
+      if (key >= w.key_begin && key < w.key_end && is_seen(w, key)) continue;
+#pragma unroll
+      for (int i = 0; i < Tr::kVChunks * 8; ++i) {
+        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(values + i / 8 * Tr::kKeys * 128 +
+                                                                      hopper::swizzled(row, i % 8)),
+                     "r"(0)
+                     : "memory");
+      }
+    }
+  }
+
   // One lane arrives for a warp: 128 arrivals a tile kept the barriers' unit so busy that products waited.
   __device__ __forceinline__ void arrive(uint32_t barrier) const {
     __syncwarp();
@@ -157,172 +201,108 @@ class ProducerBase {
   const Maps& maps_;
   char* base_;
   uint32_t shared_;
-  int tid_, next_index_ = static_cast<int>(blockIdx.x);
+  int tid_, rank_;  // of the CTA in its pair
+  int next_index_ = static_cast<int>(blockIdx.x);
+  uint32_t mail_phase_ = 0;
+  bool awaits_index_ = false;
   Cuts cuts_;
   Ring<Tr::kQStages> q_ring_;
 };
 
 inline constexpr int kProducerBarrier = 1;
 
-// Keys and values of 16 bits in boxes of the copy engine. Warp 0 asks for them, but all warps arrive for each tile:
-// values of tiles with memory that nobody owns are copied row by row, sixteen bytes a thread.
+// Keys and values of 16 bits in boxes of the copy engine. Warp 0 asks for them. Warp 1 looks after values of tiles with
+// memory that nobody owns: they land, some rows become zeros, and only then does it arrive for the tile.
 template <class Tr>
 class BoxProducer : ProducerBase<Tr> {
   using Base = ProducerBase<Tr>;
   using Layout = typename Base::Layout;
-  using Base::arrive, Base::base_, Base::bring_boxes, Base::bring_queries, Base::end, Base::is_seen, Base::maps_,
-      Base::next_work, Base::p_, Base::page_at, Base::page_of_box, Base::q_ring_, Base::s_, Base::shared_, Base::tid_,
-      Base::work_slot;
-  static constexpr int kBytes = sizeof(typename Tr::T);
+  using Base::arrive, Base::bring_boxes, Base::bring_queries, Base::clear_unseen, Base::end, Base::maps_,
+      Base::next_work, Base::p_, Base::page_of_box, Base::q_ring_, Base::s_, Base::shared_, Base::tid_, Base::work_slot;
 
  public:
+  static constexpr int kWarps = 2;  // that arrive for values
+
   __device__ __forceinline__ BoxProducer(const Params& p, const Schedule& s, const Maps& maps, char* base)
       : Base(p, s, maps, base) {}
 
   __device__ __forceinline__ void run() {
+    if (tid_ >= 32 * kWarps) return;
     for (;;) {
       hopper::mbarrier_wait(shared_ + Layout::kQEmpty + 8 * q_ring_.stage, q_ring_.phase ^ 1);
       Work* slot = work_slot();
       if (tid_ == 0) next_work(*slot);
-      hopper::named_barrier_sync(kProducerBarrier, 128);
+      hopper::named_barrier_sync(kProducerBarrier, 32 * kWarps);
       const Work w = *slot;
+      if (tid_ >= 32) arrive(shared_ + Layout::kQEmpty + 8 * q_ring_.stage);  // it has read the work
       const uint32_t q_full = shared_ + Layout::kQFull + 8 * q_ring_.stage;
       if (w.num_tokens < 0) {
-        announce<0>(0);
         if (tid_ == 0) end(q_full);
         return;
       }
       if (tid_ == 0) bring_queries(w, q_full);
       q_ring_.advance();
-      // The scores of a tile are multiplied before the values of the tile ahead of it, so keys are asked for first.
-      const int tile_end = w.tile_end;
-      int tile = w.tile_begin;
-      if (tile == tile_end) {
-        announce<0>(0);  // whoever waits for them would keep the queries that the next work waits for
-        continue;
-      }
-      look_up(w, tile, tile_end);
-      bring_keys(w, tile);
-      for (; tile < tile_end; ++tile) {
-        const Places values = here_;
-        if (tile + 1 < tile_end) {
-          look_up(w, tile + 1, tile_end);
-          bring_keys(w, tile + 1);
-        }
-        bring_values(w, tile, values);
-      }
-      // With one stage of queries the next work waits for this one, which waits for its last rows.
-      if (Tr::kQStages == 1) announce<0>(0);
+      tid_ < 32 ? ask(w) : look_after(w);
     }
   }
 
  private:
-  // Where the keys of a tile lie: a page to a lane of the asking warp, or the rows' places in shared memory.
-  struct Places {
-    int page;
-    const int2* rows;
-  };
-
-  __device__ __forceinline__ void look_up(const Work& w, int tile, int tile_end) {
-    if (p_.paged) {
-      // A tile ahead, so that the table's latency is not the tiles'.
-      here_.page = tile == w.tile_begin ? page_of_box(w, tile) : next_page_;
-      if (tile + 1 < tile_end) next_page_ = page_of_box(w, tile + 1);
+  // The scores of a tile are multiplied before the values of the tile ahead of it, so keys are asked for first.
+  __device__ __forceinline__ void ask(const Work& w) {
+    const int tile_end = w.tile_end;
+    int tile = w.tile_begin;
+    if (tile == tile_end) return;
+    int page = page_of_box(w, tile);
+    int next_page = page_of_box(w, tile + 1);  // a tile ahead, so that the table's latency is not the tiles'
+    bring_keys(w, tile, page);
+    for (; tile < tile_end; ++tile) {
+      const int values_page = page;
+      if (tile + 1 < tile_end) {
+        page = next_page;
+        next_page = page_of_box(w, tile + 2);
+        bring_keys(w, tile + 1, page);
+      }
+      bring_values(w, tile, values_page);
     }
-    if (is_edge<Tr::kKeys>(w, tile)) find_places(w, tile);
   }
 
-  __device__ __forceinline__ void bring_keys(const Work& w, int tile) {
+  __device__ __forceinline__ void bring_keys(const Work& w, int tile, int page) {
     const uint32_t offset = 8 * k_ring_.stage;
-    const uint32_t keys = shared_ + Layout::kK + k_ring_.stage * Tr::kKBytes;
-    ask<Tr::kQkChunks>(w, tile, here_.page, maps_.k, keys, shared_ + Layout::kKEmpty + offset, k_ring_.phase ^ 1,
-                       shared_ + Layout::kKFull + offset, w.key_begin, w.key_end);
+    bring_boxes<Tr::kQkChunks>(w, tile, page, maps_.k, shared_ + Layout::kK + k_ring_.stage * Tr::kKBytes,
+                               shared_ + Layout::kKEmpty + offset, k_ring_.phase ^ 1, shared_ + Layout::kKFull + offset,
+                               w.key_begin, w.key_end);
     k_ring_.advance();
   }
 
-  __device__ __forceinline__ void bring_values(const Work& w, int tile, const Places& places) {
-    const uint32_t offset = 8 * v_ring_.stage, empty = shared_ + Layout::kVEmpty + offset;
-    const uint32_t values = shared_ + Layout::kV + v_ring_.stage * Tr::kVBytes,
-                   full = shared_ + Layout::kVFull + offset;
-    if (is_edge<Tr::kKeys>(w, tile)) {
-      hopper::mbarrier_wait(empty, v_ring_.phase ^ 1);
-      bring_rows<Tr::kVChunks>(w, places.rows, values, full);
-    } else {
-      ask<Tr::kVChunks>(w, tile, places.page, maps_.v, values, empty, v_ring_.phase ^ 1, full, 0, INT32_MAX);
-    }
+  __device__ __forceinline__ void bring_values(const Work& w, int tile, int page) {
+    const uint32_t offset = 8 * v_ring_.stage, full = shared_ + Layout::kVFull + offset;
+    const bool edge = is_edge<Tr::kKeys>(w, tile);
+    bring_boxes<Tr::kVChunks>(w, tile, page, maps_.v, shared_ + Layout::kV + v_ring_.stage * Tr::kVBytes,
+                              shared_ + Layout::kVEmpty + offset, v_ring_.phase ^ 1,
+                              edge ? shared_ + Layout::kRawFull + offset : full, edge ? w.key_begin : 0,
+                              edge ? w.key_end : INT32_MAX);
+    if (edge) arrive(full);
     v_ring_.advance();
   }
 
-  // Warp 0 asks for boxes. All warps arrive, as they do for rows.
-  template <int kChunks>
-  __device__ __forceinline__ void ask(const Work& w, int tile, int lane_page, const CUtensorMap* map,
-                                      uint32_t destination, uint32_t empty, uint32_t phase, uint32_t full, int begin,
-                                      int end) {
-    if (tid_ < 32) {
-      bring_boxes<kChunks>(w, tile, lane_page, map, destination, empty, phase, full, begin, end);
-    } else {
-      hopper::mbarrier_wait(empty, phase);
-      arrive(full);
-    }
-    announce<0>(0);
-  }
-
-  // Where each key of a tile lies; a negative page for keys that no row sees, which become zeros.
-  __device__ __forceinline__ void find_places(const Work& w, int tile) {
-    // Three in turn: keys of one tile are copied while values of the tile before are, and the next are looked up.
-    int2* places = reinterpret_cast<int2*>(base_ + Layout::kPlaces) + gathered_ * Tr::kKeys;
-    gathered_ = (gathered_ + 1) % Layout::kPlaceTiles;
-    for (int i = tid_; i < Tr::kKeys; i += 128) {
-      const int key = tile * Tr::kKeys + i;
-      int2 place{-1, 0};
-      if (key >= w.key_begin && key < w.key_end && is_seen(w, key)) {
-        place = {0, w.first_k_token + key};
-        if (p_.paged) {
-          const int cell = s_.page_size.divide(key);
-          place = {page_at(w, cell), key - cell * p_.page_table.page_size};
-          if (place.x >= p_.page_table.num_pages) place.x = -1;
-        }
+  // What a tile of values needs beside its boxes.
+  __device__ __forceinline__ void look_after(const Work& w) {
+    for (int tile = w.tile_begin, tile_end = w.tile_end; tile < tile_end; ++tile) {
+      const uint32_t offset = 8 * v_ring_.stage;
+      if (is_edge<Tr::kKeys>(w, tile)) {
+        hopper::mbarrier_wait(shared_ + Layout::kRawFull + offset, raw_phases_ >> v_ring_.stage & 1);
+        raw_phases_ ^= 1 << v_ring_.stage;
+        clear_unseen(w, tile, shared_ + Layout::kV + v_ring_.stage * Tr::kVBytes, tid_ - 32, 32);
+        hopper::fence_async_proxy();  // the matrix units read through another proxy
+      } else {
+        hopper::mbarrier_wait(shared_ + Layout::kVEmpty + offset, v_ring_.phase ^ 1);
       }
-      places[i] = place;
+      arrive(shared_ + Layout::kVFull + offset);
+      v_ring_.advance();
     }
-    here_.rows = places;
-    hopper::named_barrier_sync(kProducerBarrier, 128);
   }
 
-  // Values of an edge tile, by all warps.
-  template <int kChunks>
-  __device__ __forceinline__ void bring_rows(const Work& w, const int2* places, uint32_t destination, uint32_t full) {
-    const char* head = static_cast<const char*>(p_.v) + (w.kv_head * p_.v_stride_head) * kBytes + tid_ % 8 * 16;
-#pragma unroll 4
-    for (int row = tid_ / 8; row < Tr::kKeys; row += 16) {
-      const int2 place = places[row];
-      const char* source = head + (place.x * p_.v_stride_page + place.y * p_.v_stride_token) * kBytes;
-      const uint32_t to = destination + hopper::swizzled(row, tid_ % 8);
-#pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
-        const bool exists = place.x >= 0 && (c * 8 + tid_ % 8) * 16 < p_.head_dim_v * kBytes;
-        hopper::copy16(to + c * Tr::kKeys * 128, exists ? source + c * 128 : static_cast<const char*>(p_.v), exists);
-      }
-    }
-    cp_async_commit();
-    announce<1>(full);
-  }
-
-  // Tells of the tile whose rows were copied before, once they have landed, and remembers `full`, the barrier of the
-  // newest: rows are copied while those of the tile ahead arrive. The matrix units read through another proxy.
-  template <int kNewer>
-  __device__ __forceinline__ void announce(uint32_t full) {
-    if (unannounced_ != 0) {
-      cp_async_wait<kNewer>();
-      hopper::fence_async_proxy();
-      arrive(unannounced_);
-    }
-    unannounced_ = full;
-  }
-
-  int gathered_ = 0, next_page_ = 0;
-  uint32_t unannounced_ = 0;
-  Places here_{};
+  uint32_t raw_phases_ = 0;  // a bit for each stage
   Ring<Tr::kStages> k_ring_, v_ring_;
 };
 

@@ -21,17 +21,14 @@ struct RowOffsets {
   int64_t of[kCount];
 };
 
-// Begins to copy the rows of a tile, by a warp: rows as the tile has them, or e4m3 rows that `widen_rows` finishes.
-// Eight lanes share a chunk of a row. Eight e4m3 lie at the place of the eight wide values that the same lane makes of
-// them.
-//
-// The offsets of several rows are asked of other lanes before any is used: a warp alone would wait for each.
-template <class Tr, int kChunks, bool kNarrow>
+// Begins to copy the rows of a tile, by a warp; eight lanes share a chunk of a row. The offsets of several rows are
+// asked of other lanes before any is used: a warp alone would wait for each.
+template <class Tr, int kChunks>
 __device__ __forceinline__ void copy_rows(const void* pool, const RowOffsets<Tr>& offsets, int head_dim,
                                           uint32_t tile) {
-  constexpr int kPiece = kNarrow ? 8 : 16, kElements = kNarrow ? 8 : 16 / sizeof(typename Tr::T), kAtOnce = 4;
+  constexpr int kElements = 16 / sizeof(typename Tr::T), kAtOnce = 4;
   const int lane = threadIdx.x % 32, piece = lane % 8;
-  const char* const source = static_cast<const char*>(pool) + piece * kPiece;
+  const char* const source = static_cast<const char*>(pool) + piece * 16;
 #pragma unroll
   for (int j = 0; j < RowOffsets<Tr>::kCount; ++j) {
     const int passes = min_of(8, Tr::kKeys / 4 - 8 * j);
@@ -49,12 +46,42 @@ __device__ __forceinline__ void copy_rows(const void* pool, const RowOffsets<Tr>
 #pragma unroll
         for (int c = 0; c < kChunks; ++c) {
           const bool exists = offset[i] >= 0 && (c * 8 + piece) * kElements < head_dim;
-          if constexpr (kNarrow) {
-            hopper::copy8(to + c * Tr::kKeys * 128, from + c * 8 * kPiece, exists);
-          } else {
-            hopper::copy16(to + c * Tr::kKeys * 128, from + c * 8 * kPiece, exists);
-          }
+          hopper::copy16(to + c * Tr::kKeys * 128, from + c * 128, exists);
         }
+      }
+    }
+  }
+}
+
+// Four warps bring a tile together. In pass n a lane has a piece of row 16 n + 4 warp + lane / 8, and it looks up row
+// 16 (lane / 4) + 4 warp + lane % 4: no warp asks another one.
+inline constexpr int kRowsOfPass = 16;
+
+__device__ __forceinline__ int looked_up_row() {
+  const int lane = threadIdx.x % 32;
+  return kRowsOfPass * (lane / 4) + static_cast<int>(threadIdx.x) / 32 * 4 + lane % 4;
+}
+
+// Begins to copy this lane's pieces of a tile: 16-bit rows, or e4m3 rows that `widen_pieces` finishes. Eight e4m3 lie
+// at the place of the eight wide values that the same lane makes of them.
+template <class Tr, int kChunks, bool kNarrow>
+__device__ __forceinline__ void copy_pieces(const void* pool, int64_t looked_up, int head_dim, uint32_t tile) {
+  constexpr int kBytes = kNarrow ? 8 : 16;
+  const int lane = threadIdx.x % 32, piece = lane % 8;
+  const char* const source = static_cast<const char*>(pool) + piece * kBytes;
+  const uint32_t own = tile + hopper::swizzled(static_cast<int>(threadIdx.x) / 8, piece);
+#pragma unroll
+  for (int pass = 0; pass < Tr::kKeys / kRowsOfPass; ++pass) {
+    const int64_t offset = __shfl_sync(0xffffffffu, looked_up, 4 * pass + lane / 8);
+    const char* const from = source + offset;  // not read where no row is
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      const uint32_t to = own + pass * kRowsOfPass * 128 + c * Tr::kKeys * 128;
+      const bool exists = offset >= 0 && (c * 8 + piece) * 8 < head_dim;
+      if constexpr (kNarrow) {
+        hopper::copy8(to, from + c * 8 * kBytes, exists);
+      } else {
+        hopper::copy16(to, from + c * 8 * kBytes, exists);
       }
     }
   }
@@ -62,14 +89,13 @@ __device__ __forceinline__ void copy_rows(const void* pool, const RowOffsets<Tr>
 
 // Every e4m3 value is exact in fp16 and bf16; scales are the softmax's and the epilogue's.
 template <class Tr, int kChunks>
-__device__ __forceinline__ void widen_rows(uint32_t tile) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll 4
-  for (int pass = 0; pass < Tr::kKeys / 4; ++pass) {
-    const uint32_t place = tile + hopper::swizzled(4 * pass + lane / 8, lane % 8);
+__device__ __forceinline__ void widen_pieces(uint32_t tile) {
+  const uint32_t own = tile + hopper::swizzled(static_cast<int>(threadIdx.x) / 8, threadIdx.x % 8);
+#pragma unroll
+  for (int pass = 0; pass < Tr::kKeys / kRowsOfPass; ++pass) {
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
-      const uint32_t at = place + c * Tr::kKeys * 128;
+      const uint32_t at = own + pass * kRowsOfPass * 128 + c * Tr::kKeys * 128;
       uint32_t low, high, wide[4];
       asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(low), "=r"(high) : "r"(at) : "memory");
       e4m3x4_to_half(low, wide[0], wide[1]);

@@ -64,24 +64,23 @@ struct SharedLayout {
   static constexpr int kK = kQ + Tr::kQStages * Tr::kQBytes;
   static constexpr int kV = kK + Tr::kStages * Tr::kKBytes;
   static constexpr int kRawV = kV + Tr::kStages * Tr::kVBytes;
-  static constexpr int kPlaces =
-      kRawV + Tr::kStages * Tr::kRawVBytes;  // int2 [kPlaceTiles][kKeys]: page, token of a key
-  static constexpr int kPlaceTiles = 3;
-  static constexpr int kWorks = kPlaces + kPlaceTiles * Tr::kKeys * 8;  // Work [kQStages]
+  static constexpr int kWorks = kRawV + Tr::kStages * Tr::kRawVBytes;  // Work [kQStages]
   static constexpr int kWorkBytes = 64;
   static constexpr int kBarriers = kWorks + Tr::kQStages * kWorkBytes;
-  // q full, q empty, k full, k empty, v full, v empty.
-  static constexpr int kNumBarriers = 2 * Tr::kQStages + 4 * Tr::kStages;
-  static constexpr int kBytes = kBarriers + 8 * kNumBarriers;
+  // q full, q empty, work known; k full, k empty, v full, v empty, raw v full, raw v empty.
+  static constexpr int kNumBarriers = 3 * Tr::kQStages + 6 * Tr::kStages;
+  // What CTA 0 of a pair tells CTA 1: the next works. Full, empty, an int.
+  static constexpr int kMailFull = kBarriers + 8 * kNumBarriers, kMailEmpty = kMailFull + 8, kMail = kMailEmpty + 8;
+  static constexpr int kBytes = kMail + 8;
   static constexpr int kAllBytes = kBytes + 1008;  // the base, on 16 bytes, is rounded up
   static_assert(kAllBytes <= 227 * 1024, "an SM has 227 KiB for a CTA");
 
   static constexpr int kQFull = kBarriers, kQEmpty = kQFull + 8 * Tr::kQStages;
-  static constexpr int kKFull = kQEmpty + 8 * Tr::kQStages, kKEmpty = kKFull + 8 * Tr::kStages;
+  static constexpr int kWorkKnown = kQEmpty + 8 * Tr::kQStages;
+  static constexpr int kKFull = kWorkKnown + 8 * Tr::kQStages, kKEmpty = kKFull + 8 * Tr::kStages;
   static constexpr int kVFull = kKEmpty + 8 * Tr::kStages, kVEmpty = kVFull + 8 * Tr::kStages;
-  // Where keys come by rows, nobody has places: work known, and of e4m3 values that await their transpose: full, empty.
-  static constexpr int kWorkKnown = kPlaces, kRawFull = kWorkKnown + 8 * Tr::kQStages;
-  static constexpr int kRawEmpty = kRawFull + 8 * Tr::kStages;
+  // Of values as they come, which await their transpose, or zeros in place of keys that nobody sees.
+  static constexpr int kRawFull = kVEmpty + 8 * Tr::kStages, kRawEmpty = kRawFull + 8 * Tr::kStages;
 };
 
 }  // namespace attnops::fmha::sm90

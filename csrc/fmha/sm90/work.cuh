@@ -19,6 +19,7 @@ struct Schedule {
   int pack;          // query heads of a group in a tile's rows
   int chunks;        // tiles of the CTA in a tile of the plan
   int chunk_tokens;  // query tokens of a CTA's tile
+  int cluster;       // 2: neighbours in the works' order share their keys, and a pair of CTAs brings them once
   int box_keys;      // rows of a box of the copy engine; 0: rows are gathered
   int pack_inverse;  // ceil(2^16 / pack): row / pack = row * pack_inverse >> 16 below 2^8 rows
   Divisor page_size;
