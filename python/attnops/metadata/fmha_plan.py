@@ -29,8 +29,9 @@ def cuda_tile_q(group: int, head_dim: int, tokens: int = 1024) -> int:
     """
     rows = cuda_tile_rows(head_dim)
     used = {n: min(rows // n, max(tokens, 1)) * n for n in range(1, min(group, rows) + 1) if group % n == 0}
-    heads = max(n for n in used if used[n] >= 0.97 * max(used.values()))
-    return rows // heads
+    full = [n for n in used if used[n] >= 0.97 * max(used.values())]
+    in_pairs = [n for n in full if group // n % 2 == 0]  # two CTAs then bring their keys once: sm90/load.cuh
+    return rows // max(in_pairs or full)
 
 
 def works_per_tile(group: int, num_kv_heads: int, head_dim: int, tile_q: int) -> int:
