@@ -49,13 +49,14 @@ __device__ inline void store_async(uint32_t remote, int v, uint32_t remote_barri
                : "memory");
 }
 
-// Arrives at a barrier of any CTA of the cluster (`address_in`), without a branch.
+// Arrives at a barrier of any CTA of the cluster (`address_in`), without a branch, and orders reads alone: to publish
+// writes to the cluster would cost a fence of the whole GPU.
 __device__ inline void mbarrier_arrive_remote_if(uint32_t remote, bool condition) {
   asm volatile(
       "{\n"
       ".reg .pred chosen;\n"
       "setp.ne.b32 chosen, %1, 0;\n"
-      "@chosen mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];\n"
+      "@chosen mbarrier.arrive.shared::cluster.b64 _, [%0];\n"
       "}\n" ::"r"(remote),
       "r"(static_cast<int>(condition))
       : "memory");

@@ -45,6 +45,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     hopper::mbarrier_init(shared + Layout::kMailFull, 1);
     hopper::mbarrier_init(shared + Layout::kMailEmpty, 1);
     hopper::mbarrier_init_fence();
+    for (const CUtensorMap* map : {&q_map, &k_map, &v_map}) hopper::prefetch_map(map);
   }
   __syncthreads();
   if (s.cluster > 1) {
