@@ -1,0 +1,361 @@
+"""Model of the box kernel's barriers, alone and in pairs: no deadlock, no stage overwritten while read.
+
+python tests/fmha/barrier_models/boxes.py 0 150
+"""
+
+# ruff: noqa
+# mypy: ignore-errors
+import random, sys
+
+
+class Bar:
+    def __init__(s, n, name):
+        s.n = n
+        s.pend = n
+        s.tx = 0
+        s.phase = 0
+        s.name = name
+
+    def check(s):
+        if s.pend == 0 and s.tx == 0:
+            s.phase ^= 1
+            s.pend = s.n
+
+    def arrive(s, k=1):
+        assert s.pend >= k, ("too many arrivals", s.name)
+        s.pend -= k
+        s.check()
+
+    def expect(s, b):
+        s.tx += b
+        assert s.pend >= 1, ("expect: too many", s.name)
+        s.pend -= 1
+        s.check()
+
+    def add(s, b):
+        s.tx -= b
+        s.check()
+
+    def done(s, parity):
+        return s.phase != parity
+
+
+def sim(seed, cluster, qs=2, kst=2, warps=8):
+    r = random.Random(seed)
+    W = []
+    for i in range(r.randint(1, 14)):
+        t0 = r.randint(0, 3)
+        n = r.choice([0, 1, 1, 2, 3, 5, 8])
+        valid = r.random() < 0.85
+        W.append((valid, t0, t0 + n, {t for t in range(t0, t0 + n) if r.random() < 0.4}))
+    npairs = len(W)
+
+    class CTA:
+        pass
+
+    C = []
+    for c in range(cluster):
+        x = CTA()
+        x.qf = [Bar(1, f"qf{c}{i}") for i in range(qs)]
+        x.qe = [Bar(warps + 1, f"qe{c}{i}") for i in range(qs)]
+        x.kf = [Bar(1, f"kf{c}{i}") for i in range(kst)]
+        x.ke = [Bar(warps * cluster, f"ke{c}{i}") for i in range(kst)]
+        x.vf = [Bar(2, f"vf{c}{i}") for i in range(kst)]
+        x.ve = [Bar(warps * cluster, f"ve{c}{i}") for i in range(kst)]
+        x.raw = [Bar(1, f"raw{c}{i}") for i in range(kst)]
+        x.mf = Bar(1, f"mf{c}")
+        x.me = Bar(1, f"me{c}")
+        x.mail = None
+        x.slot = [None] * qs
+        x.k = [[None] * cluster for _ in range(kst)]
+        x.v = [[None] * cluster for _ in range(kst)]
+        x.clr = [None] * kst
+        x.kread = [0] * kst
+        x.vread = [0] * kst
+        x.named = 0
+        x.namedgen = 0
+        x.done = []
+        C.append(x)
+    sem = [0]
+    nclusters = r.choice([1, 2, 3])
+    myc = r.randrange(nclusters)
+    inflight = []  # (fn)
+
+    class P:  # producer state shared by tid0
+        pass
+
+    def wait(b, par):
+        return lambda: b.done(par)
+
+    def tma(c, kind, st, content, bars, val):
+        # multicasts half c to all
+        for d in range(cluster):
+
+            def land(d=d):
+                arr = getattr(C[d], kind)[st]
+                reads = C[d].kread if kind == "k" else C[d].vread
+                assert reads[st] == 0, ("overwritten while read", kind, d, st)
+                arr[c] = content
+                bars[d].add(val)
+
+            inflight.append(land)
+
+    def warp0(c):
+        x = C[c]
+        idx = myc
+        mp = 0
+        awaits = False
+        q = 0
+        qp = 0
+        k = 0
+        kp = 0
+        v = 0
+        vp = 0
+
+        def adv(i, p, n):
+            i += 1
+            return (0, p ^ 1) if i == n else (i, p)
+
+        while True:
+            yield wait(x.qe[q], qp ^ 1)
+            while True:
+                if awaits:
+                    x.mf.expect(4)
+                    yield wait(x.mf, mp)
+                    mp ^= 1
+                    idx = x.mail
+                    C[0].me.arrive()
+                    awaits = False
+                if idx >= npairs:
+                    w = None
+                    break
+                w = W[idx]
+                mine = idx
+                # take
+                if cluster == 2 and c == 1:
+                    awaits = True
+                else:
+                    idx = nclusters + sem[0]
+                    sem[0] += 1
+                    # other clusters also take
+                    if r.random() < 0.3:
+                        sem[0] += 0
+                    if cluster == 2:
+                        yield wait(x.me, mp ^ 1)
+                        mp ^= 1
+
+                        def land(v=idx):
+                            C[1].mail = v
+                            C[1].mf.add(4)
+
+                        C[1].mf  # remote
+                        inflight.append(land)
+                yield lambda: True
+                if w[0]:
+                    break
+            x.slot[q] = (w, None if w is None else mine)
+            # named barrier with warp1
+            x.named += 1
+            g = x.namedgen
+            if x.named == 2:
+                x.named = 0
+                x.namedgen += 1
+            else:
+                yield (lambda g=g: x.namedgen != g)
+            if w is None:
+                x.qf[q].arrive()
+                return
+
+            def ql(b=x.qf[q]):
+                b.add(7)
+
+            x.qf[q].expect(7)
+            inflight.append(ql)
+            q, qp = adv(q, qp, qs)
+            t, te = w[1], w[2]
+            if t == te:
+                continue
+
+            def keys(tt, k, kp):
+                yield wait(x.ke[k], kp ^ 1)
+                x.kf[k].expect(10 * cluster)
+                tma(c, "k", k, (mine, tt), [C[d].kf[k] for d in range(cluster)], 10)
+
+            def vals(tt, v, vp):
+                edge = tt in w[3]
+                yield wait(x.ve[v], vp ^ 1)
+                b = [(C[d].raw if edge else C[d].vf)[v] for d in range(cluster)]
+                x.clr[v] = False
+                b[c].expect(10 * cluster)
+                tma(c, "v", v, (mine, tt), b, 10)
+                yield lambda: True
+                if edge:
+                    x.vf[v].arrive()
+
+            yield from keys(t, k, kp)
+            k, kp = adv(k, kp, kst)
+            while t < te:
+                if t + 1 < te:
+                    yield from keys(t + 1, k, kp)
+                    k, kp = adv(k, kp, kst)
+                yield from vals(t, v, vp)
+                v, vp = adv(v, vp, kst)
+                t += 1
+
+    def warp1(c):
+        x = C[c]
+        q = 0
+        qp = 0
+        v = 0
+        vp = 0
+        rp = [0] * kst
+        while True:
+            yield wait(x.qe[q], qp ^ 1)
+            x.named += 1
+            g = x.namedgen
+            if x.named == 2:
+                x.named = 0
+                x.namedgen += 1
+            else:
+                yield (lambda g=g: x.namedgen != g)
+            yield lambda: True
+            w, mine = x.slot[q]
+            x.qe[q].arrive()
+            if w is None:
+                return
+            q += 1
+            if q == qs:
+                q = 0
+                qp ^= 1
+            for t in range(w[1], w[2]):
+                if t in w[3]:
+                    yield wait(x.raw[v], rp[v])
+                    rp[v] ^= 1
+                    assert x.v[v] == [(mine, t)] * cluster, ("raw", x.v[v], (mine, t))
+                    x.clr[v] = True
+                else:
+                    yield wait(x.ve[v], vp ^ 1)
+                x.vf[v].arrive()
+                v += 1
+                if v == kst:
+                    v = 0
+                    vp ^= 1
+                yield lambda: True
+
+    def cons(c, i):
+        x = C[c]
+        q = 0
+        qp = 0
+        k = 0
+        kp = 0
+        v = 0
+        vp = 0
+        while True:
+            yield wait(x.qf[q], qp)
+            w, mine = x.slot[q]
+            if w is None:
+                return
+            t, te = w[1], w[2]
+
+            def K(t, k, kp):
+                yield wait(x.kf[k], kp)
+                x.kread[k] += 1
+                assert x.k[k] == [(mine, t)] * cluster, ("k", x.k[k], (mine, t))
+                yield lambda: True
+
+            def relK(k):
+                x.kread[k] -= 1
+                for d in range(cluster):
+                    C[d].ke[k].arrive()
+
+            def V(t, v, vp):
+                yield wait(x.vf[v], vp)
+                x.vread[v] += 1
+                assert x.v[v] == [(mine, t)] * cluster and ((t in w[3]) == bool(x.clr[v])), ("v", x.v[v], (mine, t))
+                yield lambda: True
+
+            def relV(v):
+                x.vread[v] -= 1
+                for d in range(cluster):
+                    C[d].ve[v].arrive()
+
+            if t < te:
+                yield from K(t, k, kp)
+                relK(k)
+                k += 1
+                if k == kst:
+                    k = 0
+                    kp ^= 1
+                for tt in range(t + 1, te):
+                    yield from K(tt, k, kp)
+                    yield from V(tt - 1, v, vp)
+                    relK(k)
+                    k += 1
+                    if k == kst:
+                        k = 0
+                        kp ^= 1
+                    yield lambda: True
+                    relV(v)
+                    v += 1
+                    if v == kst:
+                        v = 0
+                        vp ^= 1
+                yield from V(te - 1, v, vp)
+                relV(v)
+                v += 1
+                if v == kst:
+                    v = 0
+                    vp ^= 1
+            if i == 0:
+                x.done.append(mine)
+            yield lambda: True
+            x.qe[q].arrive()
+            q += 1
+            if q == qs:
+                q = 0
+                qp ^= 1
+
+    threads = []
+    for c in range(cluster):
+        threads += [[warp0(c), None], [warp1(c), None]] + [[cons(c, i), None] for i in range(warps)]
+    alive = threads[:]
+    idle = 0
+    bias = r.random()
+    while alive:
+        # randomly land a transfer or step a thread
+        moved = False
+        order = alive[:]
+        r.shuffle(order)
+        if inflight and r.random() < bias:
+            inflight.pop(r.randrange(len(inflight)))()
+            moved = True
+        for th in order:
+            if th[1] is None or th[1]():
+                try:
+                    th[1] = next(th[0])
+                except StopIteration:
+                    alive.remove(th)
+                moved = True
+                if r.random() < 0.7:
+                    break
+        if not moved:
+            if inflight:
+                inflight.pop(r.randrange(len(inflight)))()
+                continue
+            raise RuntimeError(f"deadlock seed {seed} cluster {cluster} works {W}")
+    want = [i for i in range(myc, npairs) if False]
+    if cluster == 2:
+        assert C[0].done == C[1].done
+    return C[0].done
+
+
+def main():
+    for seed in range(int(sys.argv[1]), int(sys.argv[2])):
+        for cl in (1, 2):
+            for qs in (1, 2):
+                sim(seed, cl, qs)
+    print("ok")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,272 @@
+"""Model of the barriers of the kernel of rows: no deadlock, no stage overwritten while read.
+
+python tests/fmha/barrier_models/rows.py 0 150
+"""
+
+# ruff: noqa
+# mypy: ignore-errors
+import random, sys
+from boxes import Bar
+
+
+def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True):
+    r = random.Random(seed)
+    W = [(r.random() < 0.85, 0, r.choice([0, 1, 1, 2, 3, 4, 6])) for _ in range(r.randint(1, 12))]
+    A = 4 if narrow else 8  # arrivals a tile (8 stands for 128)
+    qf = [Bar(1, f"qf{i}") for i in range(qs)]
+    qe = [Bar(groups + 3, f"qe{i}") for i in range(qs)]
+    kf = [Bar(A, f"kf{i}") for i in range(kst)]
+    ke = [Bar(groups, f"ke{i}") for i in range(kst)]
+    vf = [Bar(A, f"vf{i}") for i in range(kst)]
+    ve = [Bar(groups, f"ve{i}") for i in range(kst)]
+    K = [{} for _ in range(kst)]
+    V = [{} for _ in range(kst)]
+    kr = [0] * kst
+    vr = [0] * kst
+    slot = [None] * qs
+    named = [0, 0]
+    inflight = []
+    done = []
+    turnbar = [[0, 0] for _ in range(groups)]  # arrivals count per turn barrier (sync+arrive of 2)
+    idx = [0]
+
+    def wait(b, par):
+        return lambda: b.done(par)
+
+    def prod(wp):
+        q = 0
+        qp = 0
+        rk = [0, 0]
+        rv = [0, 0]
+        pend = None
+        outstanding = []  # copies of this warp in order: [landed]
+        while True:
+            yield wait(qe[q], qp ^ 1)
+            if wp == 0:
+                while idx[0] < len(W) and not W[idx[0]][0]:
+                    idx[0] += 1
+                slot[q] = (W[idx[0]], idx[0]) if idx[0] < len(W) else (None, None)
+                idx[0] += 1
+            named[0] += 1
+            g = named[1]
+            if named[0] == 4:
+                named[0] = 0
+                named[1] += 1
+            else:
+                yield (lambda g=g: named[1] != g)
+            yield lambda: True
+            w, mine = slot[q]
+            if wp > 0:
+                qe[q].arrive()
+
+            def finish(newer):
+                nonlocal pend
+                if pend is None:
+                    return
+                cells, bar, copy = pend
+                yield lambda: copy[0]  # wait_group
+                cells[wp] = (cells[wp][0], "wide")
+                bar.arrive()
+                pend = None
+
+            if w is None:
+                yield from finish(0)
+                if wp == 0:
+                    qf[q].arrive()
+                return
+            if wp == 0:
+                qf[q].expect(7)
+                inflight.append(lambda b=qf[q]: b.add(7))
+            q += 1
+            if q == qs:
+                q = 0
+                qp ^= 1
+
+            def bring(keys, tile):
+                nonlocal pend
+                ring = rk if keys else rv
+                st, ph = ring
+                yield wait((ke if keys else ve)[st], ph ^ 1)
+                ring[0] += 1
+                if ring[0] == kst:
+                    ring[0] = 0
+                    ring[1] ^= 1
+                cells = (K if keys else V)[st]
+                rd = kr if keys else vr
+                bar = (kf if keys else vf)[st]
+                copy = [False]
+                content = (mine, tile)
+
+                def land():
+                    assert rd[st] == 0, "overwritten while read"
+                    cells[wp] = (content, "raw" if narrow else "wide")
+                    copy[0] = True
+                    if not narrow:
+                        bar.arrive(2)
+
+                inflight.append(land)
+                if narrow:
+                    yield lambda: True
+                    yield from finish(1)
+                    pend = (cells, bar, copy)
+
+            t, te = w[1], w[2]
+            if t < te:
+                yield from bring(True, t)
+                while t < te:
+                    if t + 1 < te:
+                        yield from bring(True, t + 1)
+                    yield from bring(False, t)
+                    t += 1
+            if qs == 1 or w[1] == w[2]:
+                yield from finish(0)
+
+    def cons(g):
+        q = 0
+        qp = 0
+        k = [0, 0]
+        v = [0, 0]
+
+        def take():
+            # named barrier sync with 2 participants (arrive by the other, sync by us)
+            b = turnbar[g]
+            b[0] += 1
+            if b[0] == 2:
+                b[0] = 0
+                b[1] += 1
+                return
+            gen = b[1]
+            yield lambda: b[1] != gen
+
+        def give():
+            b = turnbar[(g + 1) % groups]
+            b[0] += 1
+            assert b[0] <= 2
+            if b[0] == 2:
+                b[0] = 0
+                b[1] += 1
+
+        if turns and g == groups - 1:
+            give()
+
+        def adv(x):
+            x[0] += 1
+            if x[0] == kst:
+                x[0] = 0
+                x[1] ^= 1
+
+        while True:
+            yield wait(qf[q], qp)
+            w, mine = slot[q]
+            if w is None:
+                break
+            te = w[2]
+
+            def chk(cells, t):
+                assert cells == {i: ((mine, t), "wide") for i in range(4)}, (cells, mine, t)
+
+            def useK(t):
+                yield wait(kf[k[0]], k[1])
+                chk(K[k[0]], t)
+                kr[k[0]] += 1
+
+            def useV(t):
+                yield wait(vf[v[0]], v[1])
+                chk(V[v[0]], t)
+                vr[v[0]] += 1
+
+            def relK():
+                kr[k[0]] -= 1
+                ke[k[0]].arrive()
+                adv(k)
+
+            def relV():
+                vr[v[0]] -= 1
+                ve[v[0]].arrive()
+                adv(v)
+
+            def T():
+                if turns:
+                    yield from take()
+
+            def G():
+                if turns:
+                    give()
+
+            if te > 0:
+                t0 = 0
+                if overlap:
+                    yield from useK(0)
+                    yield from T()
+                    yield lambda: True
+                    G()
+                    yield lambda: True
+                    relK()
+                    t0 = 1
+                for t in range(t0, te):
+                    yield from useK(t)
+                    yield from T()
+                    yield lambda: True
+                    if overlap:
+                        yield from useV(t - 1)
+                        G()
+                        yield lambda: True
+                        relK()
+                        yield lambda: True
+                        relV()
+                    else:
+                        G()
+                        yield lambda: True
+                        relK()
+                        yield lambda: True
+                        yield from useV(t)
+                        yield lambda: True
+                        relV()
+                if overlap:
+                    yield from useV(te - 1)
+                    yield lambda: True
+                    relV()
+            if g == 0:
+                done.append(mine)
+            yield lambda: True
+            qe[q].arrive()
+            q += 1
+            if q == qs:
+                q = 0
+                qp ^= 1
+        if turns and g == 0:
+            yield from take()
+
+    alive = [[prod(i), None] for i in range(4)] + [[cons(i), None] for i in range(groups)]
+    bias = r.random()
+    while alive:
+        moved = False
+        order = alive[:]
+        r.shuffle(order)
+        if inflight and r.random() < bias:
+            inflight.pop(0 if r.random() < 0.5 else r.randrange(len(inflight)))()
+            moved = True
+        for th in order:
+            if th[1] is None or th[1]():
+                try:
+                    th[1] = next(th[0])
+                except StopIteration:
+                    alive.remove(th)
+                moved = True
+                if r.random() < 0.7:
+                    break
+        if not moved:
+            if inflight:
+                inflight.pop(0)()
+                continue
+            raise RuntimeError(f"deadlock {seed} narrow {narrow} overlap {overlap} qs {qs} {W}")
+    assert done == [i for i, w in enumerate(W) if w[0]]
+
+
+if __name__ == "__main__":
+    for seed in range(int(sys.argv[1]), int(sys.argv[2])):
+        for n in (0, 1):
+            for o in (0, 1):
+                for qs in (1, 2):
+                    sim(seed, n, o, qs)
+    print("ok")
