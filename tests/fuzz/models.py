@@ -33,7 +33,7 @@ def draw_world(draw: Draw, *, graph: bool = False) -> World:
     spec = _draw_spec(draw, name)
     capability = get_backend_class(name).capability
     modes = sorted(capability.modes)
-    partner = None
+    partner, verifies = None, draw.pick(["prefill", "decode"])
     if draw.chance(0.15):
         others = [
             other for other in names if not get_backend_class(other).capability.reasons_against(spec, list(ForwardMode))
@@ -43,7 +43,7 @@ def draw_world(draw: Draw, *, graph: bool = False) -> World:
     if spec.attn_type is AttentionType.ENCODER_ONLY:
         modes = [ForwardMode.EXTEND]
     draw.saw(f"backend {name}", *(["backend hybrid"] if partner else []))
-    draw.note(backend=name, partner=partner)
+    draw.note(backend=name, partner=partner and f"{partner}, {verifies} verifies")
     limits = Limits(
         max_batch_size=draw.number(1, 6),
         max_seqlen=draw.pick([64, 150, 192, 300]),
@@ -55,7 +55,7 @@ def draw_world(draw: Draw, *, graph: bool = False) -> World:
     columns = limits.max_seqlen if draw.chance(0.5) else limits.max_seqlen + draw.number(0, 9)
     req_to_token = torch.zeros(ROWS, columns, dtype=torch.int32, device=draw.device)
     draw.note(spec=_text(spec), layer=(layer.layer_id, layer.sliding_window_size), limits=limits)
-    return World(draw, name, partner, spec, limits, layer, pool, req_to_token, modes)
+    return World(draw, name, partner, verifies, spec, limits, layer, pool, req_to_token, modes)
 
 
 def _text(spec: AttentionSpec) -> str:

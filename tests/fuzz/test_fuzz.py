@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from .cases import run_case
+from .draw import Draw
+from .models import draw_world
 from .mutants import MUTANTS, callers_of, living
 from .runner import Run
 
@@ -21,6 +23,14 @@ def test_a_fixed_seed():
     assert not run.failures, run.report()
     assert not run.never_hit(), run.report()
     assert run.counted >= CASES
+
+
+def test_all_backends_of_a_world_verify_alike():
+    """A hybrid that verified by the other of its two would round otherwise."""
+    worlds = [world for world in (draw_world(Draw(SEED, index)) for index in range(80)) if world.partner]
+    assert worlds
+    for world in worlds:
+        assert len({world.build().speculative_attention_mode for _ in range(8)}) == 1
 
 
 @pytest.mark.parametrize("name", MUTANTS)

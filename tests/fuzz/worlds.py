@@ -66,6 +66,7 @@ class World:
     draw: Draw
     name: str
     partner: str | None  # of a hybrid: what serves prefill
+    verifies: str  # and whether that one or the other serves steps that verify, in every backend that is built
     spec: AttentionSpec
     limits: Limits
     layer: RadixAttention
@@ -79,7 +80,7 @@ class World:
         if self.partner is None:
             return one
         prefill = get_backend_class(self.partner)(self.spec, self.limits, device=self.draw.device)
-        return HybridAttnBackend(prefill, one, self.draw.pick(["prefill", "decode"]))
+        return HybridAttnBackend(prefill, one, self.verifies)
 
     def shape(self, mode: ForwardMode | None = None, like: Shape | None = None) -> Shape:
         """A step's extents; those of a graph keep the requests and the tokens of `like`."""
