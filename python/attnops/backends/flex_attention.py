@@ -28,6 +28,15 @@ def _compiled(device_type: str) -> Any:
 # other choice. A head dim is padded to a power of two, and values may be wider than keys.
 _SMALL_TILES: Any = {"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 1, "num_warps": 4}
 _WIDEST_OF_TORCHS_TILES = 64
+# Of short queries torch takes all rows of a KV head in one tile, where it knows batch and heads: at most that many.
+_ROWS_OF_TORCHS_SHORT_QUERIES = 128
+
+
+def _kernel_options(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any] | None:
+    if max(q.shape[-1], v.shape[-1]) > _WIDEST_OF_TORCHS_TILES:
+        return _SMALL_TILES
+    rows = q.shape[2] * q.shape[1] // k.shape[1]
+    return {"FORCE_USE_FLEX_ATTENTION": True} if rows > _ROWS_OF_TORCHS_SHORT_QUERIES else None
 
 
 def _flex(queries: Queries, chunks: Chunks, layer: RadixAttention) -> Tensor:
@@ -50,7 +59,6 @@ def _flex(queries: Queries, chunks: Chunks, layer: RadixAttention) -> Tensor:
     def cap(score: Tensor, request: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
         return limit * torch.tanh(score / limit)
 
-    widest = max(q.shape[-1], v.shape[-1])
     block_mask = create_block_mask(mask, q.shape[0], None, q.shape[2], k.shape[2], device=str(q.device))
     out, aux = _compiled(q.device.type)(
         q,
@@ -61,7 +69,7 @@ def _flex(queries: Queries, chunks: Chunks, layer: RadixAttention) -> Tensor:
         scale=layer.scaling,
         enable_gqa=layer.num_heads != layer.num_kv_heads,
         return_aux=AuxRequest(lse=True),
-        kernel_options=_SMALL_TILES if q.is_cuda and widest > _WIDEST_OF_TORCHS_TILES else None,
+        kernel_options=_kernel_options(q, k, v) if q.is_cuda else None,
     )
     if layer.sinks is not None:  # a logit that takes probability and gives no value
         out = out * torch.sigmoid(aux.lse - layer.sinks.float().view(1, -1, 1)).unsqueeze(-1)
