@@ -157,16 +157,16 @@ def linear_arguments() -> dict[str, dict[str, Any]]:
 
 def linear_peer_calls(device: str) -> dict[str, Call]:
     """Functions of `attnops.compat.fla` and `causal_conv1d`."""
-    q, k, v = (torch.randn(2, 9, 2, 16, device=device) for _ in range(3))
-    g, beta = -torch.rand(2, 9, 2, device=device), torch.rand(2, 9, 2, device=device)
+    q, k, v = (torch.randn(2, 9, 2, 16).to(device) for _ in range(3))  # the same numbers on every device
+    g, beta = -torch.rand(2, 9, 2).to(device), torch.rand(2, 9, 2).to(device)
     given = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": torch.zeros(2, 2, 16, 16, device=device)}
-    x, weight, states = (torch.randn(shape, device=device) for shape in [(2, 6, 9), (6, 4), (2, 6, 3)])
-    conv = {"x": x, "weight": weight, "bias": torch.randn(6, device=device)}
+    x, weight, states = (torch.randn(shape).to(device) for shape in [(2, 6, 9), (6, 4), (2, 6, 3)])
+    conv = {"x": x, "weight": weight, "bias": torch.randn(6).to(device)}
     slots = torch.tensor([1, 0], dtype=torch.int32, device=device)
     return {
         "chunk_gated_delta_rule": (fla.chunk_gated_delta_rule, given),
         "fused_recurrent_gated_delta_rule": (fla.fused_recurrent_gated_delta_rule, given),
-        "chunk_kda": (fla.chunk_kda, {**given, "g": -torch.rand(2, 9, 2, 16, device=device)}),
+        "chunk_kda": (fla.chunk_kda, {**given, "g": -torch.rand(2, 9, 2, 16).to(device)}),
         "causal_conv1d_fn": (causal_conv1d.causal_conv1d_fn, {**conv, "initial_states": states}),
         "causal_conv1d_update": (
             causal_conv1d.causal_conv1d_update,
@@ -371,8 +371,8 @@ def compat_calls(device: str = "cpu") -> dict[str, Call]:
         "flash_mla_sparse_fwd": (
             flash_mla.flash_mla_sparse_fwd,
             {"q": mla.q, "kv": mla.kv_pages.flatten(0, 1).unsqueeze(1).nan_to_num(), "sm_scale": 0.1}
-            | {"indices": torch.zeros(3, 1, 9, dtype=torch.int32), "attn_sink": sinks[:5]}
-            | {"topk_length": torch.tensor([9, 3, 0], dtype=torch.int32)},
+            | {"indices": torch.zeros(3, 1, 9, dtype=torch.int32, device=device), "attn_sink": sinks[:5]}
+            | {"topk_length": torch.tensor([9, 3, 0], dtype=torch.int32, device=device)},
         ),
         "merge_state_v2": (sgl_kernel.merge_state_v2, {"v_a": out, "s_a": lse, "v_b": out_b, "s_b": lse_b}),
         **sglang_tree_calls(device),
