@@ -49,6 +49,7 @@ def test_every_row_of_every_table_is_run(tool):
     }
     assert {" ".join(row.split()[:2]) for row in run} == rows_of_the_tables()
     assert "test_dims_reach_every_row" in sets()[f"{tool} fmha every_row"][1]
+    assert sets()[f"{tool} sparse_mla every_row"] == (["tests/sparse_mla/test_sparse_mla_rows.py"], "test_every_row")
     assert run == {row for row in ROWS if tool != "synccheck" or "ring" not in row}  # docs/sanitizer.md
 
 
@@ -69,10 +70,15 @@ def test_every_set_names_tests_that_exist(name):
 TESTED_WITH = {name: "linear" for name in ("causal_conv1d", "delta_rule", "linear_state", "ssd")}
 
 
-def test_every_family_with_kernels_has_a_set():
-    """At least memcheck runs the GPU tests of every folder of `csrc/` that has kernels."""
+ONLY_MEMCHECK = {"context_parallel"}  # neither shared memory nor a barrier
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_every_family_with_kernels_has_a_set(tool):
+    """Every tool runs GPU tests of every folder of `csrc/` that has kernels."""
     families = {path.parts[-3] for path in (ROOT / "csrc").glob("*/*/*.cu") if path.parts[-2] in {"cuda", "sm90"}}
-    run = {path for name, (paths, _) in sets().items() if name.startswith("memcheck") for path in paths}
-    for family in families:
+    run = {path for name, (paths, _) in sets().items() if name.startswith(tool) for path in paths}
+    run |= {"tests/xqa_decode", "tests/mla_decode"} if "tests/test_kernel_rows.py" in run else set()
+    for family in (families | {"sparse_mla"}) - (ONLY_MEMCHECK if tool != "memcheck" else set()):
         tests = f"tests/{TESTED_WITH.get(family, family)}"
-        assert any(path == tests or path.startswith(f"{tests}/") for path in run), f"add a memcheck set of {family}"
+        assert any(path == tests or path.startswith(f"{tests}/") for path in run), f"add a {tool} set of {family}"

@@ -29,6 +29,10 @@ XQA_INVARIANT = ["tests/xqa_decode/test_xqa_invariant_cuda.py"]
 XQA_SHORT = ["tests/xqa_decode/test_xqa_short_works_cuda.py"]
 ROWS = ["tests/test_kernel_rows.py"]
 FMHA = ["tests/fmha/test_fmha_cuda.py"]
+SPARSE_MLA = ["tests/sparse_mla/test_sparse_mla_rows.py"]
+INDEXER = ["tests/sparse_indexer"]
+SPECULATION = ["tests/speculation"]
+LINEAR = ["tests/linear"]
 
 # name: (pytest paths, -k expression)
 SETS = {
@@ -45,19 +49,24 @@ SETS = {
     "racecheck fmha every_row": (FMHA, "test_dims_reach_every_row"),
     "synccheck fmha every_row": (FMHA, "test_dims_reach_every_row"),
     "initcheck fmha every_row": (FMHA, "test_dims_reach_every_row"),
+    "memcheck sparse_mla every_row": (SPARSE_MLA, "test_every_row"),
+    "racecheck sparse_mla every_row": (SPARSE_MLA, "test_every_row"),
+    "synccheck sparse_mla every_row": (SPARSE_MLA, "test_every_row"),
+    "initcheck sparse_mla every_row": (SPARSE_MLA, "test_every_row"),
     # What a value in a tensor may lead to: nothing outside the pools.
     "memcheck hostile pages": (ROWS, "test_bad_pages or test_kv_indptr or test_lengths_below"),
     "memcheck hostile lengths": (ROWS, "test_a_length_beyond and balanced"),
     "memcheck trees": (ROWS, "test_what_no_row_sees"),
-    "memcheck speculation": (
-        ["tests/speculation"],
-        "not schemas and not sampled_paths and not errors and not one_graph",
-    ),
-    "memcheck sparse_indexer": (["tests/sparse_indexer"], "not schemas and not errors and not long_rows"),
-    "racecheck sparse_indexer": (["tests/sparse_indexer"], "page_sizes or different_lengths or stable_sort"),
+    "memcheck speculation": (SPECULATION, "not schemas and not sampled_paths and not errors and not one_graph"),
+    "memcheck sparse_indexer": (INDEXER, "not schemas and not errors and not long_rows"),
+    "racecheck sparse_indexer": (INDEXER, "page_sizes or different_lengths or stable_sort"),
+    "synccheck sparse_indexer": (INDEXER, "page_sizes or different_lengths"),
+    "initcheck sparse_indexer": (INDEXER, "page_sizes or different_lengths"),
     "memcheck sparse_mla": (["tests/sparse_mla"], "not schema and not errors and not every_instruction_set"),
     "racecheck sparse_mla": (["tests/sparse_mla"], "equals_attention and 7-shape"),
-    "racecheck speculation": (["tests/speculation"], "(walk or move or probabilities) and not sampled_paths"),
+    "racecheck speculation": (SPECULATION, "(walk or move or probabilities) and not sampled_paths"),
+    "synccheck speculation": (SPECULATION, "(walk or move) and not sampled_paths"),
+    "initcheck speculation": (SPECULATION, "(walk or move) and not sampled_paths"),
     "memcheck extents": (ROWS, "test_extents_of_zero or test_an_empty_batch"),
     "synccheck mla_decode kernels": (MLA, "test_every_kernel and not ring"),
     "memcheck xqa_decode kernels": (XQA, "test_every_kernel and (64 or 128)"),
@@ -97,13 +106,25 @@ SETS = {
     "racecheck mla_decode rows_many": (MLA, "test_every_kernel and bytes and 72"),
     "memcheck paged_kv": (["tests/paged_kv"], "not above_two_to_the_31 and not large_batches"),
     "racecheck paged_kv": (["tests/paged_kv"], "fp8_rows_of_656_bytes or e4m3_pages or cu_seqlens"),
-    "memcheck linear": (["tests/linear"], "not 4096 and not replays"),
-    "racecheck linear": (["tests/linear"], "(equals_float64 or equal_float64 or copies) and (0 or 1)"),
-    "synccheck linear": (["tests/linear"], "equals_float64 or equal_float64"),
+    "synccheck paged_kv": (["tests/paged_kv"], "fp8_rows_of_656_bytes or cu_seqlens"),
+    "initcheck paged_kv": (["tests/paged_kv"], "fp8_rows_of_656_bytes or cu_seqlens"),
+    "memcheck fp4_kv": (["tests/fp4_kv"], ""),
+    "racecheck fp4_kv": (["tests/fp4_kv"], ""),
+    "synccheck fp4_kv": (["tests/fp4_kv"], ""),
+    "initcheck fp4_kv": (["tests/fp4_kv"], ""),
+    "memcheck linear": (LINEAR, "not 4096 and not replays"),
+    "racecheck linear": (LINEAR, "(equals_float64 or equal_float64 or copies) and (0 or 1)"),
+    "synccheck linear": (LINEAR, "equals_float64 or equal_float64"),
+    "initcheck linear": (LINEAR, "(equals_float64 or equal_float64) and (0 or 1)"),
     "memcheck context_parallel": (["tests/context_parallel"], ""),
     "memcheck local_batches": (["tests/local_batches"], ""),
+    "racecheck local_batches": (["tests/local_batches"], "not schema"),
+    "synccheck local_batches": (["tests/local_batches"], "not schema"),
+    "initcheck local_batches": (["tests/local_batches"], "not schema"),
     "memcheck merge_state": (["tests/merge_state"], ""),
     "racecheck merge_state": (["tests/merge_state"], "union_of_both or many_states"),
+    "synccheck merge_state": (["tests/merge_state"], "many_states"),
+    "initcheck merge_state": (["tests/merge_state"], "many_states"),
     "memcheck planning": (["tests/planning"], "not fmha and (empty or ragged or skewed or 7777 or captured)"),
     "racecheck planning": (["tests/planning"], "not fmha and 264 and (empty or ragged or skewed or 7777)"),
 }

@@ -293,6 +293,7 @@ def compat_calls(device: str = "cpu") -> dict[str, Call]:
     new_mla_wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace)
     tables = {"block_tables": gqa.page_table, "seq_lens": gqa.cache_seqlens, "max_seq_len": 64}
     mla_tables = tables | {"block_tables": mla.page_table}
+    listed = mla.page_table[0, :1] * mla.kv_pages.shape[1] + torch.arange(9, device=device)  # rows that hold tokens
     latent, rope = mla.kv_pages[..., :512], mla.kv_pages[..., 512:]
     q_nope, q_pe = mla.q[..., :512], mla.q[..., 512:]
     size = sgl_kernel.cutlass_mla_get_workspace_size(64, 3, device=device)
@@ -371,7 +372,7 @@ def compat_calls(device: str = "cpu") -> dict[str, Call]:
         "flash_mla_sparse_fwd": (
             flash_mla.flash_mla_sparse_fwd,
             {"q": mla.q, "kv": mla.kv_pages.flatten(0, 1).unsqueeze(1).nan_to_num(), "sm_scale": 0.1}
-            | {"indices": torch.zeros(3, 1, 9, dtype=torch.int32, device=device), "attn_sink": sinks[:5]}
+            | {"indices": listed.int().repeat(3, 1, 1), "attn_sink": sinks[:5]}
             | {"topk_length": torch.tensor([9, 3, 0], dtype=torch.int32, device=device)},
         ),
         "merge_state_v2": (sgl_kernel.merge_state_v2, {"v_a": out, "s_a": lse, "v_b": out_b, "s_b": lse_b}),
