@@ -46,11 +46,12 @@ def test_what_no_row_sees_may_hold_nan(op, row, window_left):
     tokens = 4
     case = case_of(op, row, seqlen_q=tokens)
     mask, hidden = blind_tree(case.problem.batch_size, tokens)
-    if window_left >= 0:  # the first draft is in the last row alone, whose window has left it
+    if window_left >= 0:  # the first draft is in the last row alone, whose window holds the two that it sees behind it
         bits = mask.view(-1, tokens)
         bits &= 0xFE
-        bits[:, -1] |= 1
-        hidden[:, 0] = True
+        bits[:, -1] = 0b1101
+        hidden[:, 0], hidden[:, 2:] = True, False
+        hidden[:, 1] = (bits & 0b10 == 0).all(1)
         if "ring" in row:
             pytest.skip("the ring serves no window")
     options = {"tree_mask": mask.view(-1, tokens, 1) if op == "mla_decode" else mask}

@@ -115,7 +115,8 @@ def test_paged_logits(per_token, tokens, device):
         right = reference.logits(q[request], k[first:last], scale[first:last], weights.view(2, tokens, 32)[request])
         for token, length in enumerate(each[request]):
             row = got[request * tokens + token]
-            assert torch.allclose(row[:length].double(), right[token, :length], rtol=1e-3, atol=1e-2)
+            error = (row[:length].double() - right[token, :length]).norm() / right[token, :length].norm()
+            assert error < 1e-3  # of a row: a GPU adds the products of e4m3 in fewer bits than float32 has
             assert (row[length:] == -torch.inf).all()
 
 

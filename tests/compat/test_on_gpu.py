@@ -39,7 +39,8 @@ def results(name: str, device: str) -> list[Tensor]:
     if returned is None:
         written = [given[argument] for argument in WRITTEN[name]]
         returned = written[0] if isinstance(written[0], tuple) else tuple(written)
-    return [tensor.cpu() for tensor in (returned if isinstance(returned, tuple) else (returned,))]
+    given_back = returned if isinstance(returned, tuple) else (returned,)
+    return [tensor.cpu() for tensor in given_back if tensor is not None]
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -26,8 +26,10 @@ def _move(pool: KVCache) -> None:
         _move(pool.swa_kv_pool)
         pool.slot_map = pool.slot_map.cuda()
     else:
-        for name in ("kv_buffer",) if isinstance(pool, MLATokenToKVPool) else ("k_buffer", "v_buffer"):
-            setattr(pool, name, [pages.cuda() for pages in getattr(pool, name)])
+        for kind in ("kv",) if isinstance(pool, MLATokenToKVPool) else ("k", "v"):
+            for name in (f"{kind}_buffer", f"{kind}_scale_buffer"):
+                if hasattr(pool, name):  # an FP4 pool has scales, too
+                    setattr(pool, name, [pages.cuda() for pages in getattr(pool, name)])
     pool.device = torch.device("cuda", torch.cuda.current_device())
 
 
