@@ -87,8 +87,11 @@ def serve(backend: str, folder: str, gigabytes: float) -> None:
         "VLLM_NO_USAGE_STATS": "1",
     }
     answers, sys.stdout = sys.stdout, sys.stderr
+    from attnops.plugins import vllm as plugin
     from vllm import LLM, SamplingParams
 
+    if backend.startswith("ATTNOPS"):
+        plugin.register()  # a source tree has no entry points
     engine = LLM(
         folder,
         skip_tokenizer_init=True,
