@@ -10,7 +10,7 @@ from problems import FP8, RaggedProblem, paged_problem, ragged_problem
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-OPTIONS = [{}, {"window_left": 60, "logit_cap": 8.0}, {"causal": False}]
+OPTIONS = [{}, {"window_left": 60, "logit_cap": 8.0}, {"causal": False}, {"logit_cap": 2.0}]
 
 
 def alone(problem: RaggedProblem, request: int) -> tuple[RaggedProblem, slice]:

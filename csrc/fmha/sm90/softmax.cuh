@@ -7,12 +7,6 @@ namespace attnops::fmha::sm90 {
 
 inline constexpr float kLog2E = 1.4426950408889634f;
 
-// tanh(x) for |x| <= 1, exact to 7e-6.
-__device__ __forceinline__ float tanh_polynomial(float x) {
-  const float z = x * x;
-  return x * fmaf(fmaf(fmaf(fmaf(0.009036422f, z, -0.044817555f), z, 0.13036812f), z, -0.33298065f), z, 0.99999309f);
-}
-
 // tanh(x) for any x, exact to some 1e-7 of 1, where the unit's own is not.
 __device__ __forceinline__ float tanh_exact(float x) {
   float y;
@@ -20,29 +14,31 @@ __device__ __forceinline__ float tanh_exact(float x) {
   return 1.f - 2.f * y;
 }
 
-// Scores become tanh(score * scale). Those of a warp are far below the cap as a rule: then all by a polynomial whose
-// coefficients hold the scale, exact to 1.2e-6 for |score * scale| <= 0.3.
+// Scores become tanh(score * scale). Those far below the cap by a polynomial whose coefficients hold the scale, exact
+// to 1.2e-6 for |score * scale| <= 0.3. As a rule these are all of a warp. What a score becomes depends on that score
+// alone: the others of the warp are other rows, whichever the batch and its tiles put there.
 template <int kCount>
 __device__ __forceinline__ void cap_scores(float (&scores)[kCount], float scale) {
+  const bool has_powers = fabsf(scale) > 1e-7f && fabsf(scale) < 1e7f;  // up to the fifth
+  const float bound = has_powers ? 0.3f / fabsf(scale) : -1.f;
+  const float square = scale * scale, a = 0.99999887f * scale, b = -0.33310169f * (scale * square),
+              c = 0.12635571f * (scale * square * square);
   float largest[4] = {};  // chains that do not wait for each other
 #pragma unroll
   for (int i = 0; i < kCount; ++i) largest[i % 4] = fmaxf(largest[i % 4], fabsf(scores[i]));
-  const float bound = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3])) * fabsf(scale);
-  const bool has_powers = fabsf(scale) > 1e-7f && fabsf(scale) < 1e7f;  // up to the fifth
-  if (has_powers && !__any_sync(0xffffffffu, bound > 0.3f)) {
-    const float square = scale * scale, a = 0.99999887f * scale, b = -0.33310169f * (scale * square),
-                c = 0.12635571f * (scale * square * square);
+  const float all = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
+  if (__any_sync(0xffffffffu, !(all <= bound))) {
+#pragma unroll
+    for (float& score : scores) {
+      const float z = score * score, near = score * fmaf(fmaf(c, z, b), z, a), exact = tanh_exact(score * scale);
+      score = fabsf(score) <= bound ? near : exact;
+    }
+  } else {
 #pragma unroll
     for (float& score : scores) {
       const float z = score * score;
       score *= fmaf(fmaf(c, z, b), z, a);
     }
-  } else if (!__any_sync(0xffffffffu, bound > 1.f)) {
-#pragma unroll
-    for (float& score : scores) score = tanh_polynomial(score * scale);
-  } else {
-#pragma unroll
-    for (float& score : scores) score = tanh_exact(score * scale);
   }
 }
 
