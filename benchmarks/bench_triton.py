@@ -2,7 +2,7 @@
 
     python benchmarks/bench_triton.py [--out results.jsonl] [--commit <hash>]
 
-SGLang's kernels are looked for as `sglang.srt.layers.attention.triton_ops`; without them only ours are measured. Each
+SGLang's kernels are looked for as `sglang.kernels.ops.attention` (0.5.23); without them only ours are measured. Each
 cell is captured in a CUDA graph and replayed in turns; the median of the rounds counts. SGLang's decode is given every
 number of splits from 1 to 8 that is a power of two, and its best one counts.
 """
@@ -75,7 +75,7 @@ def cache(requests, tokens, kv_heads, head_dim):
 
 def peer():
     try:
-        from sglang.srt.layers.attention.triton_ops import decode_attention, extend_attention
+        from sglang.kernels.ops.attention import decode_attention, extend_attention
     except ImportError as error:
         print(f"SGLang's Triton kernels: not found ({error})")
         return None, None
@@ -111,7 +111,7 @@ def bench_decode(cell, theirs):
     if theirs is not None:
         indptr = torch.arange(requests + 1, dtype=torch.int32, device="cuda") * tokens
         indices = slots.flatten().to(torch.int64)
-        k_flat, v_flat = k.flatten(0, 1), v.flatten(0, 1)
+        k_flat, v_flat, mla = k.flatten(0, 1), v.flatten(0, 1), dim == 576
         for splits in (1, 2, 4, 8):
             out = outs.setdefault(f"sglang {splits}", q.new_empty(requests, heads, dim_v))
             logits = torch.empty(requests, heads, splits, dim_v, device="cuda")
@@ -119,7 +119,7 @@ def bench_decode(cell, theirs):
             counts = torch.full((requests,), splits, dtype=torch.int32, device="cuda")
 
             def call(out=out, logits=logits, lse=lse, counts=counts, splits=splits):
-                theirs(q, k_flat, v_flat, out, indptr, indices, logits, lse, counts, splits, 0.1, 1.0, 1.0)
+                theirs(q, k_flat, v_flat, out, indptr, indices, logits, lse, counts, splits, 0.1, 1.0, 1.0, has_mla=mla)
 
             calls[f"sglang {splits}"] = call
     return times_of(calls), outs
