@@ -71,8 +71,21 @@ def request_of_tile(cu_seqlens_q, tile, num_requests, BLOCK_Q: tl.constexpr):
 
 
 @triton.jit
+def tree_window_begin(tree_row, is_row, prefix, count, window_left):
+    """The first key in the window of each row of a tree, which counts steps: the set bits of the row, less one."""
+    room = is_row.to(tl.int32) * 0 + window_left + 1
+    begin = room * 0 + NO_ROW
+    for back in range(0, count):
+        draft = count - 1 - back
+        bits = tl.load(tree_row + draft // 8, mask=is_row, other=0).to(tl.int32)
+        room -= (bits >> (draft % 8)) & 1
+        begin = tl.where((room == 0) & (begin == NO_ROW), prefix + draft, begin)
+    return tl.where(begin == NO_ROW, prefix - tl.minimum(room, window_left), begin)
+
+
+@triton.jit
 def accumulate(
-    acc, highest, total, q, q_pe, begin, end, low, high, offset, position, window_left, logit_cap, scale,
+    acc, highest, total, q, q_pe, begin, end, low, high, offset, position, nearest, window_left, logit_cap, scale,
     k, v, k_row, k_step, v_row, v_step, table, num_pages, tree_row, prefix, seqlen_q,
     BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DPE: tl.constexpr, BLOCK_DPE: tl.constexpr,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr, ONE_PAGE: tl.constexpr, SHARED: tl.constexpr,
@@ -83,6 +96,7 @@ def accumulate(
 
     Args:
         offset: Position of key 0 of the source in its request.
+        nearest: First key in the window of each row.
         k_row, v_row, k_step, v_step: Elements from page to page and from token to token; without pages, of tokens.
         scale: Positive. ONE_PAGE: the keys of a step lie in one page. SHARED: values are the first DV dimensions of
             keys, and D is DV. MASKED: some row may not see some key of [begin, end); otherwise every row sees all.
@@ -155,7 +169,7 @@ def accumulate(
             elif CAUSAL:
                 visible = visible & (at[None, :] <= position[:, None])
             if WINDOW:
-                visible = visible & (at[None, :] >= position[:, None] - window_left)
+                visible = visible & (at[None, :] >= nearest[:, None])
                 if not CAUSAL:
                     visible = visible & (at[None, :] <= position[:, None] + window_left)
             logits = tl.where(visible, logits, float("-inf"))
@@ -185,8 +199,8 @@ def accumulate(
 
 @triton.jit
 def sweep(
-    acc, highest, total, q, q_pe, begin, end, low, high, seen_from, seen_to, offset, position, window_left, logit_cap,
-    scale, k, v, k_row, k_step, v_row, v_step, table, num_pages, tree_row, prefix, seqlen_q,
+    acc, highest, total, q, q_pe, begin, end, low, high, seen_from, seen_to, offset, position, nearest, window_left,
+    logit_cap, scale, k, v, k_row, k_step, v_row, v_step, table, num_pages, tree_row, prefix, seqlen_q,
     BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DPE: tl.constexpr, BLOCK_DPE: tl.constexpr,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr, ONE_PAGE: tl.constexpr, SHARED: tl.constexpr,
     PEEL: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, TREE: tl.constexpr,
@@ -203,20 +217,20 @@ def sweep(
             plain = begin + tl.maximum(seen_from - begin + BLOCK_N - 1, 0) // BLOCK_N * BLOCK_N
             plain = tl.minimum(plain, begin + (tl.maximum(end - begin, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N)
             acc, highest, total = accumulate(
-                acc, highest, total, q, q_pe, begin, tl.minimum(plain, end), low, high, offset, position, window_left,
-                logit_cap, scale, k, v, k_row, k_step, v_row, v_step, table, num_pages, tree_row, prefix, seqlen_q,
-                BLOCK_N, D, BLOCK_D, DPE, BLOCK_DPE, DV, BLOCK_DV, PAGE_SIZE, ONE_PAGE, SHARED, True, CAUSAL, WINDOW,
-                CAP, TREE, FP8, PRECISION,
+                acc, highest, total, q, q_pe, begin, tl.minimum(plain, end), low, high, offset, position, nearest,
+                window_left, logit_cap, scale, k, v, k_row, k_step, v_row, v_step, table, num_pages, tree_row, prefix,
+                seqlen_q, BLOCK_N, D, BLOCK_D, DPE, BLOCK_DPE, DV, BLOCK_DV, PAGE_SIZE, ONE_PAGE, SHARED, True, CAUSAL,
+                WINDOW, CAP, TREE, FP8, PRECISION,
             )  # fmt: skip
         masked = plain + tl.maximum(tl.minimum(tl.minimum(seen_to, high), end) - plain, 0) // BLOCK_N * BLOCK_N
         acc, highest, total = accumulate(
-            acc, highest, total, q, q_pe, plain, masked, low, high, offset, position, window_left, logit_cap, scale,
-            k, v, k_row, k_step, v_row, v_step, table, num_pages, tree_row, prefix, seqlen_q,
+            acc, highest, total, q, q_pe, plain, masked, low, high, offset, position, nearest, window_left, logit_cap,
+            scale, k, v, k_row, k_step, v_row, v_step, table, num_pages, tree_row, prefix, seqlen_q,
             BLOCK_N, D, BLOCK_D, DPE, BLOCK_DPE, DV, BLOCK_DV, PAGE_SIZE, ONE_PAGE, SHARED, False, CAUSAL, WINDOW,
             CAP, TREE, FP8, PRECISION,
         )  # fmt: skip
     acc, highest, total = accumulate(
-        acc, highest, total, q, q_pe, masked, end, low, high, offset, position, window_left, logit_cap, scale,
+        acc, highest, total, q, q_pe, masked, end, low, high, offset, position, nearest, window_left, logit_cap, scale,
         k, v, k_row, k_step, v_row, v_step, table, num_pages, tree_row, prefix, seqlen_q,
         BLOCK_N, D, BLOCK_D, DPE, BLOCK_DPE, DV, BLOCK_DV, PAGE_SIZE, ONE_PAGE, SHARED, True, CAUSAL, WINDOW,
         CAP, TREE, FP8, PRECISION,
@@ -291,8 +305,10 @@ def attend_kernel(
         queries_pe = tl.load(pe_at, mask=is_row[:, None] & (dpe < DPE)[None, :], other=0)
     tree_row = tree_mask + at_token * tree_token
 
-    # What any row of the tile sees.
-    nearest = prefix + tile * BLOCK_Q
+    # What any row of the tile sees. A row of a tree may have any depth.
+    nearest = prefix
+    if not TREE:
+        nearest += tile * BLOCK_Q
     farthest = prefix + tl.minimum(tile * BLOCK_Q + BLOCK_Q, count) - 1
     low = 0
     high = seqlen_k
@@ -310,9 +326,12 @@ def attend_kernel(
     elif CAUSAL:
         seen_to = nearest + 1
     if WINDOW:
-        seen_from = farthest - window_left
+        seen_from = (prefix + count - 1 if TREE else farthest) - window_left
         if not CAUSAL:
             seen_to = tl.minimum(seen_to, nearest + window_left + 1)
+    window_begin = position - window_left
+    if TREE and WINDOW:
+        window_begin = tree_window_begin(tree_row, is_row, prefix, count, window_left)
     begin = low // BLOCK_N * BLOCK_N
     end = high
     if SPLIT:
@@ -346,10 +365,11 @@ def attend_kernel(
             paged_high = tl.minimum(high, prefix)
         acc, highest, total = sweep(
             acc, highest, total, queries, queries_pe, begin, paged_end, low, paged_high, seen_from, seen_to, 0,
-            position, window_left, logit_cap, scale, k_pages + kv_head * kp_head, v_pages + kv_head * vp_head, kp_page,
-            kp_step, vp_page, vp_step, page_table + request.to(tl.int64) * table_row, num_pages, tree_row, prefix,
-            count, BLOCK_N, D, BLOCK_D, DPE, BLOCK_DPE, DV, BLOCK_DV, PAGE_SIZE, ONE_PAGE, SHARED, PEEL, CAUSAL,
-            WINDOW, CAP, TREE, FP8, PRECISION,
+            position, window_begin, window_left, logit_cap, scale, k_pages + kv_head * kp_head,
+            v_pages + kv_head * vp_head, kp_page, kp_step, vp_page, vp_step,
+            page_table + request.to(tl.int64) * table_row, num_pages, tree_row, prefix, count,
+            BLOCK_N, D, BLOCK_D, DPE, BLOCK_DPE, DV, BLOCK_DV, PAGE_SIZE, ONE_PAGE, SHARED, PEEL, CAUSAL, WINDOW,
+            CAP, TREE, FP8, PRECISION,
         )  # fmt: skip
     if NEW:
         new_offset = 0
@@ -362,10 +382,11 @@ def attend_kernel(
         base = first_key.to(tl.int64)
         acc, highest, total = sweep(
             acc, highest, total, queries, queries_pe, new_low // BLOCK_N * BLOCK_N, high - new_offset, new_low,
-            new_high, seen_from - new_offset, seen_to - new_offset, new_offset, position, window_left, logit_cap, scale,
-            k_new + base * kn_step + kv_head * kn_head, v_new + base * vn_step + kv_head * vn_head, 0, kn_step, 0,
-            vn_step, page_table, 0, tree_row, prefix, count, BLOCK_N, D, BLOCK_D, DPE, BLOCK_DPE, DV, BLOCK_DV, 0,
-            False, False, PEEL, CAUSAL, WINDOW, CAP, TREE, 0, PRECISION,
+            new_high, seen_from - new_offset, seen_to - new_offset, new_offset, position, window_begin, window_left,
+            logit_cap, scale, k_new + base * kn_step + kv_head * kn_head, v_new + base * vn_step + kv_head * vn_head, 0,
+            kn_step, 0, vn_step, page_table, 0, tree_row, prefix, count,
+            BLOCK_N, D, BLOCK_D, DPE, BLOCK_DPE, DV, BLOCK_DV, 0, False, False, PEEL, CAUSAL, WINDOW, CAP,
+            TREE, 0, PRECISION,
         )  # fmt: skip
 
     empty = total == 0  # no key seen: the highest weight of any other row is 1
