@@ -86,7 +86,7 @@ def describe_backends(machine: Machine) -> list[str]:
     for name in registered_names():
         reasons = get_backend_class(name).capability.machine_reasons(machine)
         lines.append(f"  {name:<22} {'; '.join(reasons) or _runs_here(name, machine)}")
-    return [*lines, *(f"  {name:<22} not built: {reason}" for name, reason in NOT_BUILT.items())]
+    return [*lines, *(f"  {name:<22} not made by its name alone: {reason}" for name, reason in NOT_BUILT.items())]
 
 
 def _runs_here(name: str, machine: Machine) -> str:

@@ -27,12 +27,12 @@ _MODULES = {
 # Second names of backends.
 ALIASES = {"flashinfer_mla": "flashinfer", "dsa": "nsa"}
 
-# Names that users of SGLang know and this package does not (yet) answer, each with the reason.
+# Names that users of SGLang know, whose classes need more than (spec, limits, device): each with what to write.
 NOT_BUILT = {
-    "dual_chunk_flash_attn": "its q has five parts: build it with DualChunkFlashAttentionBackend(spec, limits, device)",
-    "hybrid_linear": "it joins two backends: build it with HybridLinearAttnBackend(full, linear, layers)",
-    "tbo": "it joins three backends: build it with TboAttnBackend(primary, children)",
-    "hybrid": "it joins two backends: build it with HybridAttnBackend(prefill, decode)",
+    "dual_chunk_flash_attn": "its q has five parts; build it with DualChunkFlashAttentionBackend(spec, limits, device)",
+    "hybrid_linear": "it joins two backends; build it with HybridLinearAttnBackend(full, linear, layers)",
+    "tbo": "it joins three backends; build it with TboAttnBackend(primary, children)",
+    "hybrid": "it joins two backends; build it with HybridAttnBackend(prefill, decode)",
 }
 
 _classes: dict[str, type[AttentionBackend]] = {}
@@ -67,7 +67,7 @@ def get_backend_class(name: str) -> type[AttentionBackend]:
     """The class of a backend; imports its module.
 
     Raises:
-        NotImplementedError: the name is known, but not built: says why.
+        NotImplementedError: the name is known, but needs more than the three arguments: says what.
         ValueError: nobody knows the name: lists those that are known.
     """
     name = ALIASES.get(name, name)
@@ -76,5 +76,5 @@ def get_backend_class(name: str) -> type[AttentionBackend]:
     if name in _classes:
         return _classes[name]
     if name in NOT_BUILT:
-        raise NotImplementedError(f"attnops: backend {name} is not built: {NOT_BUILT[name]}")
+        raise NotImplementedError(f"attnops: backend {name} is not made by its name alone: {NOT_BUILT[name]}")
     raise ValueError(f"attnops: no backend is called {name}; there are {', '.join(registered_names())}")

@@ -73,7 +73,7 @@ def reasons_against(
             batches must bring to the host and do not (`Wishes.cpu_seq_lens`).
     """
     if _is_not_built(name):
-        return [f"not built: {NOT_BUILT[name]}"]
+        return [f"not made by its name alone: {NOT_BUILT[name]}"]
     capability, modes = get_backend_class(name).capability, list(modes)
     reasons = capability.machine_reasons(machine, spec) + capability.reasons_against(spec, modes)
     if ForwardMode.TARGET_VERIFY in modes:
