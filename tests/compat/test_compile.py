@@ -70,6 +70,11 @@ def forms() -> dict:
     prefill = calls["trtllm_fmha_v2_prefill"][1]
     chunks = {"mask_mode": "chunked", "chunked_attention_size": 3}
     decode = calls["trtllm_batch_decode_with_kv_cache"][1]
+    tokens = [torch.randn(150, heads, 16) for heads in (2, 2, 4)]
+    prompts = dict(zip("qkv", tokens)) | {"g": torch.rand(150, 4), "cu_seqlens": torch.tensor([0, 70, 150])}
+    prompts |= {"state_checkpoints": torch.zeros(2, 4, 16, 16), "checkpoint_cu_starts": torch.tensor([0, 1, 2])}
+    prompts |= {"checkpoint_every_n_tokens": 64, "output_final_state": True, "state_indices": torch.tensor([2, 0])}
+    prompts |= {"initial_state": torch.zeros(3, 4, 16, 16), "output_state": torch.zeros(3, 4, 16, 16)}
     wrappers = {
         f"{name}.run_return_lse": (run.__self__.run_return_lse, given)
         for name in ("BatchDecodeWithPagedKVCacheWrapper", "BatchMLAPagedAttentionWrapper",
@@ -99,6 +104,7 @@ def forms() -> dict:
             flash_mla.flash_mla_with_kvcache,
             mla | lists | {"k_cache": mla["k_cache"].nan_to_num(), "is_fp8_kvcache": False},
         ),
+        "prompts of the delta rule": (flashinfer.chunk_gated_delta_rule, prompts),
         "chunks of prefill": (flashinfer.trtllm_fmha_v2_prefill, prefill | chunks),
         "scales on the device": (
             flashinfer.trtllm_batch_decode_with_kv_cache,

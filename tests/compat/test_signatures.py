@@ -73,6 +73,20 @@ POSITIONAL = {
     deep_gemm.get_paged_mqa_logits_metadata: "context_lens block_kv num_sms",
     deep_gemm.fp8_paged_mqa_logits: """q fused_kv_cache weights context_lens block_table schedule_meta
         max_context_len clean_logits""",
+    flashinfer.gated_delta_rule_decode_pretranspose: """q k v state A_log a dt_bias b scale output use_qk_l2norm
+        initial_state initial_state_indices output_state_indices intermediate_states_buffer disable_state_update
+        backend""",
+    flashinfer.gated_delta_rule_decode: "q k v state A_log a dt_bias b scale output use_qk_l2norm backend",
+    flashinfer.gated_delta_rule_mtp: """q k v initial_state initial_state_indices A_log a dt_bias b scale output
+        intermediate_states_buffer ssm_state_indices disable_state_update use_qk_l2norm output_state_indices
+        cache_replayssm replayssm_rawv replayssm_rawk replayssm_g replayssm_beta""",
+    flashinfer.chunk_gated_delta_rule: """q k v g beta scale initial_state output_final_state cu_seqlens
+        use_qk_l2norm_in_kernel output output_state state_checkpoints checkpoint_cu_starts checkpoint_every_n_tokens
+        use_cp state_indices _cp_chunk_len backend max_seqlen""",
+    flashinfer.selective_state_update: """state x dt A B C D z dt_bias dt_softplus state_batch_indices pad_slot_id
+        state_scale out disable_state_update intermediate_states_buffer intermediate_state_indices
+        intermediate_state_scales rand_seed philox_rounds cache_steps algorithm dst_state_batch_indices cu_seqlens
+        num_accepted_tokens backend""",
     fla.chunk_gated_delta_rule: "q k v g beta scale initial_state output_final_state",
     fla.fused_recurrent_gated_delta_rule: """q k v g gk gv beta scale initial_state output_final_state
         use_qk_l2norm_in_kernel cu_seqlens""",

@@ -156,21 +156,42 @@ def linear_arguments() -> dict[str, dict[str, Any]]:
 
 
 def linear_peer_calls(device: str) -> dict[str, Call]:
-    """Functions of `attnops.compat.fla` and `causal_conv1d`."""
+    """Functions of `attnops.compat.fla` and `causal_conv1d`, and FlashInfer's of linear attention."""
     q, k, v = (torch.randn(2, 9, 2, 16).to(device) for _ in range(3))  # the same numbers on every device
     g, beta = -torch.rand(2, 9, 2).to(device), torch.rand(2, 9, 2).to(device)
     given = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": torch.zeros(2, 2, 16, 16, device=device)}
-    x, weight, states = (torch.randn(shape).to(device) for shape in [(2, 6, 9), (6, 4), (2, 6, 3)])
+    x, weight, kept = (torch.randn(shape).to(device) for shape in [(2, 6, 9), (6, 4), (2, 6, 3)])
     conv = {"x": x, "weight": weight, "bias": torch.randn(6).to(device)}
     slots = torch.tensor([1, 0], dtype=torch.int32, device=device)
+    rate, bias, pool = (
+        -torch.rand(2).to(device),
+        torch.zeros(2, device=device),
+        torch.zeros(4, 2, 16, 16, device=device),
+    )
+    drafts = {"q": q, "k": k, "v": v, "A_log": rate, "a": g, "dt_bias": bias, "b": beta}
+    one = {name: tensor[:, :1] if tensor.dim() > 1 else tensor for name, tensor in drafts.items()}
+    states = torch.zeros(2, 2, 16, 16, device=device)
+    number = lambda x: x[..., None].expand(*x.shape, 16)  # noqa: E731
+    mamba = {"state": pool.clone(), "x": v[:, 0], "dt": number(beta[:, 0]), "A": number(number(rate)), "B": k[:, 0]}
+    mamba |= {"C": q[:, 0], "D": number(bias), "dt_bias": number(bias), "state_batch_indices": slots}
     return {
+        "gated_delta_rule_decode": (flashinfer.gated_delta_rule_decode, {**one, "state": states.clone()}),
+        "gated_delta_rule_decode_pretranspose": (
+            flashinfer.gated_delta_rule_decode_pretranspose,
+            {**one, "state": states.clone()},
+        ),
+        "gated_delta_rule_mtp": (
+            flashinfer.gated_delta_rule_mtp,
+            {**drafts, "initial_state": pool, "initial_state_indices": slots, "disable_state_update": False},
+        ),
+        "selective_state_update": (flashinfer.selective_state_update, mamba),
         "chunk_gated_delta_rule": (fla.chunk_gated_delta_rule, given),
         "fused_recurrent_gated_delta_rule": (fla.fused_recurrent_gated_delta_rule, given),
         "chunk_kda": (fla.chunk_kda, {**given, "g": -torch.rand(2, 9, 2, 16).to(device)}),
-        "causal_conv1d_fn": (causal_conv1d.causal_conv1d_fn, {**conv, "initial_states": states}),
+        "causal_conv1d_fn": (causal_conv1d.causal_conv1d_fn, {**conv, "initial_states": kept}),
         "causal_conv1d_update": (
             causal_conv1d.causal_conv1d_update,
-            {**conv, "conv_state": states, "conv_state_indices": slots},
+            {**conv, "conv_state": kept, "conv_state_indices": slots},
         ),
     }
 

@@ -15,6 +15,13 @@ from attnops.compat._flashinfer_context import trtllm_batch_context_with_kv_cach
 from attnops.compat._flashinfer_decode import single_decode_with_kv_cache, trtllm_batch_decode_with_kv_cache
 from attnops.compat._flashinfer_fast_plan import CUDAGraphBatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
 from attnops.compat._flashinfer_fmha_v2 import trtllm_fmha_v2_prefill
+from attnops.compat._flashinfer_linear import (
+    chunk_gated_delta_rule,
+    gated_delta_rule_decode,
+    gated_delta_rule_decode_pretranspose,
+    gated_delta_rule_mtp,
+    selective_state_update,
+)
 from attnops.compat._flashinfer_mla import BatchMLAPagedAttentionWrapper
 from attnops.compat._flashinfer_mla_decode import (
     trtllm_batch_decode_with_kv_cache_mla,
@@ -60,13 +67,18 @@ __all__ = [
     "VariableBlockSparseAttentionWrapper",
     "append_paged_kv_cache",
     "append_paged_mla_kv_cache",
+    "chunk_gated_delta_rule",
     "cudnn_batch_decode_with_kv_cache",
     "fast_decode_plan",
+    "gated_delta_rule_decode",
+    "gated_delta_rule_decode_pretranspose",
+    "gated_delta_rule_mtp",
     "get_batch_indices_positions",
     "get_seq_lens",
     "merge_state",
     "merge_state_in_place",
     "merge_states",
+    "selective_state_update",
     "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
