@@ -70,7 +70,7 @@ def test_right_on_a_gpu(name, feature, page_size):
 def test_short_queries_of_many_heads_in_flex_attention():
     """160 rows of a KV head: more than the tile of torch's kernel for short queries, which then has no choice. It takes
     that kernel where it knows the heads, as here: they are as many as a head is wide."""
-    spec = AttentionSpec(64, 8, 64, page_size=16)
+    spec = AttentionSpec(num_q_heads=64, num_kv_heads=8, head_dim=64, page_size=16)
     step = on_gpu(make_step(Model("one", spec, scale=0.1), ForwardMode.EXTEND, [5], [20]))
     backend = get_backend_class("flex_attention")(spec, LIMITS, device="cuda")
     backend.init_forward_metadata(step.batch)

@@ -219,7 +219,9 @@ class RadixAttention(torch.nn.Module):
             raise ValueError(_NO_BACKEND)
         if self._is_cross_attention:
             _check_serves_encoders(backend)
-        lists = {} if topk_indices is None else lists_for(backend, topk_indices)
+        if topk_indices is None:  # a call without a dictionary takes less time, and there is one in every layer
+            return backend.forward(q, k, v, self, forward_batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope)
+        lists = lists_for(backend, topk_indices)
         return backend.forward(q, k, v, self, forward_batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope, **lists)
 
     def extra_repr(self) -> str:
@@ -315,7 +317,10 @@ def _attend(
             key, value = _first(key, num_tokens), _first(value, num_tokens)
         q_rope, k_rope = _first(q_rope, num_tokens), _first(k_rope, num_tokens)
         topk_indices = _first(topk_indices, num_tokens)
-    lists = {} if topk_indices is None else lists_for(backend, topk_indices)
+    if topk_indices is None:
+        backend.forward(query, key, value, layer, batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope, out=output)
+        return
+    lists = lists_for(backend, topk_indices)
     backend.forward(query, key, value, layer, batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope, out=output, **lists)
 
 
