@@ -177,7 +177,7 @@ def measure_plans(pools: Pools, budget_ms: float) -> list[Record]:
         ms = statistics.median(turn_of(alone, 64)(budget_ms))
         print(f"fmha_plan, {batch} requests: {ms * 1e3:.2f} us", flush=True)
         records.append(Record(case="plan", peer="attnops", params={"batch": batch, "op": "fmha_plan"}, ms=round(ms, 6)))
-        both = {"attnops": False, "with plan": True}
+        both = {"attnops": "never", "with plan": "always"}
         named = [(name, functools.partial(fmha_peers.attnops, cell, inside)) for name, inside in both.items()]
         outcome = measure(cell, named, budget_ms)
         print(outcome.line(), flush=True)

@@ -43,7 +43,8 @@ def fill_plan(cell: Cell, plan: FmhaPlan) -> None:
         ops.fmha_plan(plan, cell.cu_q, cell.cu_k)
 
 
-def attnops(cell: Cell, plan_inside: bool = False) -> Step:
+def attnops(cell: Cell, plan_inside: str = "never") -> Step:
+    """`plan_inside`: before which calls the plan is made again: never, first (slice 0), always."""
     plan = allocate_plan(cell)
     fill_plan(cell, plan)
     out = torch.empty(sum(cell.q_lens), cell.heads[0], cell.head_dim_v, dtype=cell.out_dtype, device=DEVICE)
@@ -57,7 +58,7 @@ def attnops(cell: Cell, plan_inside: bool = False) -> Step:
     )
 
     def step(r: int) -> torch.Tensor:
-        if plan_inside:
+        if plan_inside == "always" or (plan_inside == "first" and r == 0):
             fill_plan(cell, plan)
         if cell.page:
             return ops.fmha_paged(cell.q(r), *cell.kv(r), cell.page_table, cell.seqlens, cell.cu_q, plan, **options)[0]

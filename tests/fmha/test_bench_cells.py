@@ -75,3 +75,19 @@ def test_the_answer_is_that_of_the_reference_and_a_wrong_row_is_found(cells, pee
 def test_every_row_of_the_fixed_grid_fits_the_pools(law):
     for cell in law.table() + law.hopper():
         assert cell.fits(), cell.name
+
+
+def test_steps_of_a_model_are_timed_and_planned_once(cells, peers, monkeypatch):
+    engine = importlib.import_module("bench_fmha_engine")
+    shape = engine.Shape(3, 64, 96, (4, 2), 32, 32, 16, 3, 40, 8, 128)
+    planned = []
+    fill = peers.fill_plan
+    monkeypatch.setattr(peers, "fill_plan", lambda *a: (planned.append(1), fill(*a)))
+    cell = shape.cells()[1]
+    assert (cell.q_lens, cell.k_lens) == ([16, 1, 1, 1], [32, 40, 40, 40])
+    cell.build(cells.Pools(3 * cell.slice_elements))
+    attention = peers.attnops(cell, "first")
+    by_layer = engine.functools.partial(engine._of_layer, attention, cell.rotation)
+    planned.clear()
+    out = engine.Model(shape).step(by_layer)
+    assert planned == [1] and out.shape == (19, 64) and bool(out.isfinite().all())
