@@ -8,14 +8,14 @@ import torch
 from attnops import ops
 from torch import Tensor
 
-from .draw import Draw, Failure, Void
+from .draw import Draw, Failure
 from .judge import check_attention, check_no_fault
 from .memory import FP8, FP8_NAN, Guarded, Paging, fill_pages, poisoned, strided
 from .options import draw_window, new_report
 from .oracle import Rules, attend, used_keys
 
 LATENT, LATENT_V = 576, 512
-DIMS = [16, 32, 48, 64, 64, 96, 128, 128, 256]
+DIMS, DIMS_ON_GPU = [16, 32, 48, 64, 64, 96, 128, 128, 256], [64, 128]
 POSITIVE = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 E2M1 = torch.tensor([*POSITIVE, *(-value for value in POSITIVE)], dtype=torch.float64)  # by code
 
@@ -38,16 +38,17 @@ def _draw_scale(draw: Draw) -> Tensor | None:
 
 
 def right_decode(draw: Draw) -> None:
-    """`fp4_decode`: pages of any size, windows, caps, sinks; MLA's latents, too. It runs on the CPU alone."""
-    if draw.device != "cpu":
-        raise Void
+    """`fp4_decode`: pages of any size, windows, caps, sinks; MLA's latents, too."""
     draw.saw("op fp4_decode")
+    on_gpu = draw.device != "cpu"
     is_mla = draw.chance(0.25)
     kv_heads = 1 if is_mla else draw.pick([1, 1, 2, 3, 4])
-    heads, dim = kv_heads * draw.pick([1, 1, 2, 3, 7, 8]), LATENT if is_mla else draw.pick(DIMS)
+    dims = DIMS_ON_GPU if on_gpu and draw.chance(0.95) else DIMS
+    heads, dim = kv_heads * draw.pick([1, 1, 2, 3, 7, 8]), LATENT if is_mla else draw.pick(dims)
     batch, seqlen = draw.pick([0, 1, 1, 2, 3, 5]), draw.pick([1, 1, 1, 2, 5])
     dtype = draw.pick([torch.float32, torch.bfloat16, torch.float16])
-    lengths, page_size = draw.lengths(batch, 300), draw.pick([1, 2, 3, 16, 64, 64])
+    lengths, page_size = draw.lengths(batch, 3000 if on_gpu else 300), draw.pick([1, 2, 3, 16, 64, 64])
+    odd = not on_gpu or draw.chance(0.05)  # CUDA's kernels take rows on 16-byte boundaries
     draw.note(B=batch, S=seqlen, heads=(heads, kv_heads), dim=dim, page=page_size, dtype=dtype, lengths=lengths)
     cap = 0.0 if draw.chance(0.75) else draw.random.uniform(0.5, 30.0)
     sinks = 2 * draw.normal(heads) if draw.chance(0.3) else None
@@ -61,7 +62,7 @@ def right_decode(draw: Draw) -> None:
         pools = []
         for rows in (codes, of_blocks):
             pool = poisoned((paging.num_pages, page_size, *rows.shape[1:]), rows.dtype, "cpu")
-            pool = strided(draw, pool)
+            pool = strided(draw, pool, odd)
             fill_pages(pool, paging.slots[used], rows[used])
             pools.append(pool)
         scale = _draw_scale(draw)
@@ -81,13 +82,13 @@ def right_decode(draw: Draw) -> None:
         k_scales,
         v_scales,
         paging.indices if csr else paging.table,
-        torch.tensor(lengths, dtype=torch.int32),
+        torch.tensor(lengths, dtype=torch.int32, device=draw.device),
         kv_indptr=paging.indptr if csr else None,
         window_left=rules.window_left,
         logit_cap=cap,
-        sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
+        sinks=None if sinks is None else sinks.to(draw.device),
+        k_scale=None if k_scale is None else k_scale.to(draw.device),
+        v_scale=None if v_scale is None else v_scale.to(draw.device),
         out=out.view,
         lse=lse.view,
         report=report,
@@ -100,8 +101,6 @@ def right_decode(draw: Draw) -> None:
 
 def right_store(draw: Draw) -> None:
     """`store_kv_fp4`: the nearest codes under the scale of each block, and nothing beside the rows."""
-    if draw.device != "cpu":
-        raise Void
     draw.saw("op store_kv_fp4")
     tokens, heads, dim = draw.pick([0, 1, 2, 7, 40]), draw.pick([1, 2, 3]), draw.pick(DIMS)
     page_size, dtype = draw.pick([1, 2, 3, 16, 64]), draw.pick([torch.float32, torch.bfloat16, torch.float16])
@@ -125,17 +124,18 @@ def right_store(draw: Draw) -> None:
         v[2].view if v[2] else None,
         strided(draw, k[0]),
         strided(draw, v[0]) if has_v else None,
-        slots.to(draw.pick([torch.int32, torch.int64])) if draw.chance(0.5) else slots,
-        k_scale=k[3],
-        v_scale=v[3],
+        slots.to(draw.device, draw.pick([torch.int32, torch.int64])),
+        k_scale=None if k[3] is None else k[3].to(draw.device),
+        v_scale=None if v[3] is None else v[3].to(draw.device),
     )
     where = slots[stored]
     for rows, codes, of_blocks, scale in sides:
-        got_codes = codes.view[where // page_size, where % page_size]
-        got_scales = of_blocks.view.view(torch.uint8)[where // page_size, where % page_size].view(FP8)
+        bytes_of_scales = of_blocks.view.view(torch.uint8).cpu()
+        got_codes = codes.view.cpu()[where // page_size, where % page_size]
+        got_scales = bytes_of_scales[where // page_size, where % page_size].view(FP8)
         _check_stored(rows[stored].double(), got_codes, got_scales, scale)
         rest = torch.ones(pages * page_size, dtype=torch.bool).index_fill(0, where, False).view(pages, page_size)
-        if bool((of_blocks.view.view(torch.uint8)[rest] != FP8_NAN).any()):
+        if bool((bytes_of_scales[rest] != FP8_NAN).any()):
             raise Failure("scales of a row that is not stored were written")
         codes.check("pages")
         of_blocks.check("block scales")
