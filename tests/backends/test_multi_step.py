@@ -115,6 +115,12 @@ def test_errors_name_what_is_wrong():
     for topk, steps in ((0, 3), (2, 1)):
         with pytest.raises(ValueError, match="a draft loop needs topk >= 1 and draft_steps >= 2"):
             MultiStepDraftBackend(get_backend_class("torch_native"), loop.spec, limits, topk=topk, draft_steps=steps)
+    for topk, steps, message in (
+        (2, 64, "draft_steps must be below Limits.max_seqlen 64, .* got 64"),
+        (1025, 3, "topk must be at most 1024, .* got 1025"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            MultiStepDraftBackend(get_backend_class("torch_native"), loop.spec, limits, topk=topk, draft_steps=steps)
 
 
 @pytest.mark.parametrize("name", ["intel_amx", "trtllm_mha", "flashmla"])

@@ -330,6 +330,13 @@ def test_errors_name_the_argument(name, change, message):
         function(**{**given, **change})
 
 
+@pytest.mark.parametrize("layout, nodes, count, whole", [(1, 4, 15, 16), (2, 9, 19, 18), (2, 4, 3, 4)])
+def test_masks_hold_whole_trees(layout, nodes, count, whole):
+    message = rf"mask.shape\[0\] must be a multiple of {whole}, as a tree of num_tokens {nodes} .* got {count}"
+    with pytest.raises(ValueError, match=message):
+        ops.pack_tree_mask(torch.zeros(count, dtype=torch.uint8), nodes, layout)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("mode", TreeMaskMode)
 def test_sglangs_names_and_masks(mode, device):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attnops import ops
 from attnops.backends.base import AttentionBackend, LayerCall
+from attnops.ops._arguments import MAX_TREE_TOKENS
 from attnops.reference import pack_tree_mask
 from attnops.types import AttentionBatch, AttentionSpec, ForwardMode, Limits, TokenPool, device_of
 
@@ -42,7 +43,8 @@ class MultiStepDraftBackend(AttentionBackend):
         trees: False: branches are requests, whatever the backend has.
 
     Raises:
-        ValueError: `topk` is below 1, or `draft_steps` below 2: such a loop has no step.
+        ValueError: `topk` is below 1, or above the nodes of a tree; `draft_steps` is below 2, where a loop has no step,
+            or leaves no room for a prefix.
     """
 
     name = "multi_step"
@@ -62,6 +64,13 @@ class MultiStepDraftBackend(AttentionBackend):
             raise ValueError(
                 f"attnops: a draft loop needs topk >= 1 and draft_steps >= 2, got {topk} and {draft_steps}"
             )
+        if draft_steps >= limits.max_seqlen:
+            raise ValueError(
+                f"attnops: draft_steps must be below Limits.max_seqlen {limits.max_seqlen}, which counts a prefix and "
+                f"the drafts of a branch, got {draft_steps}"
+            )
+        if topk > MAX_TREE_TOKENS:
+            raise ValueError(f"attnops: topk must be at most {MAX_TREE_TOKENS}, the nodes of a tree, got {topk}")
         self.spec, self.limits, self.device = spec, limits, device_of(device)
         self.topk, self.draft_steps = topk, draft_steps
         rows, count = limits.max_batch_size * topk, draft_steps - 1

@@ -257,12 +257,18 @@ def pack_tree_mask(
 
     Raises:
         RuntimeError: naming the argument whose shape, dtype, stride, device or range does not fit.
-        ValueError: a number is out of range, and memory of that size would be asked for.
+        ValueError: a number is out of range, and memory of that size would be asked for. Or `mask` holds
+            no whole trees.
     """
     flat = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
     if tree_mask is None:
         check_range("attnops::pack_tree_mask", "num_tokens", num_tokens, 1, MAX_TREE_TOKENS)
         item = num_tokens if layout == TreeMaskMode.QLEN_ONLY else 4 if num_tokens > 16 else 2 if num_tokens > 8 else 1
+        if layout in (1, 2) and flat.dim() == 1 and flat.shape[0] % (num_tokens * item):
+            raise ValueError(
+                f"attnops::pack_tree_mask: mask.shape[0] must be a multiple of {num_tokens * item}, as a tree of "
+                f"num_tokens {num_tokens} takes so many elements, got {flat.shape[0]}"
+            )
         batch_size = flat.shape[0] // max(num_tokens * item, 1) if mask_indptr is None else mask_indptr.shape[0] - 1
         tree_mask = flat.new_zeros(max(batch_size, 0), num_tokens, -(-num_tokens // 8), dtype=torch.uint8)
     elif tree_mask.dim() == 3 and tree_mask.shape[1] != num_tokens:
