@@ -82,22 +82,12 @@ def refused_for_its_dtype(message):
     return all(got) and bool(MAY_BE_UNSERVED & {match[1] for match in got})
 
 
-def refused_for_its_window(message):
-    """Whether every row refused a window beside a tree mask, which CUDA kernels do not count in steps yet."""
-    if "no kernel fits these arguments" not in message:
-        return False
-    reasons = re.findall(r"^\s*(?:E\s+)?[a-z]+\w*: (.+)$", message, re.MULTILINE)
-    return bool(reasons) and all("takes no window_left beside a tree_mask" in reason for reason in reasons)
-
-
 @pytest.hookimpl(hookwrapper=True)
 def pytest_pyfunc_call(pyfuncitem):
     outcome = yield
     error = outcome.excinfo[1] if outcome.excinfo else None
     if pyfuncitem.get_closest_marker("gpu") and isinstance(error, Exception) and refused_for_its_dtype(str(error)):
         outcome.force_exception(pytest.skip.Exception(f"no CUDA kernel takes these dtypes: {str(error)[:200]}"))
-    if pyfuncitem.get_closest_marker("gpu") and isinstance(error, Exception) and refused_for_its_window(str(error)):
-        outcome.force_exception(pytest.skip.Exception("no CUDA kernel takes a window beside a tree mask"))
 
 
 def pytest_sessionfinish(session):
