@@ -5,7 +5,7 @@
 namespace attnops {
 
 inline constexpr ReportOp kReportTopkSelect{25}, kReportStoreIndexK{30}, kReportGatherIndexK{31},
-    kReportIndexLogitsPaged{32}, kReportIndexLogits{33}, kReportExpandRows{34};
+    kReportIndexLogitsPaged{32}, kReportIndexLogits{33}, kReportExpandRows{34}, kReportIndexTopk{41};
 
 inline constexpr ReportKind kReportRowStart{18},  // a row's first key outside the columns
     kReportRowLength{19},                         // keys of a row beyond the columns

@@ -1,4 +1,5 @@
 #pragma once
+#include "core/math.h"
 #include "sparse_indexer/params.h"
 #include "torch_bindings/check.h"
 #include "torch_bindings/index_checks.h"
@@ -201,15 +202,24 @@ inline GatherIndexParams checked_gather_index(const Tensor& k, const Tensor& k_s
           .report = checked_report(op, report, home, index_pages)};
 }
 
-// What both ops over index queries check alike; the rest of the params is zero.
-inline LogitsParams checked_queries(const char* op, const Tensor& logits, const Tensor& q, int64_t num_rows,
-                                    const char* weights_name, const Tensor& weights) {
-  Dim rows("num_rows", num_rows, "q"), columns("num_columns"), heads("num_heads", q.size(q.dim() - 2), "q");
+// Where logits go, a row of them for each of q's.
+inline void check_logits(const char* op, const Tensor& logits, const Tensor& q, int64_t num_rows, LogitsParams& p) {
+  Dim rows("num_rows", num_rows, "q"), columns("num_columns");
   TensorCheck(op, "logits", logits)
       .device_as("q", q)
       .dtype({DType::kFloat32, DType::kBFloat16})
       .shape({rows, columns})
       .dense_last();
+  p.logits = logits.mutable_data_ptr();
+  p.stride_row = logits.stride(0);
+  p.columns = *columns;
+  p.bf16 = has_dtype(logits, DType::kBFloat16);
+}
+
+// What all ops over index queries check alike; the rest of the params is zero.
+inline LogitsParams checked_queries(const char* op, const Tensor& q, int64_t num_rows, const char* weights_name,
+                                    const Tensor& weights) {
+  Dim rows("num_rows", num_rows, "q"), heads("num_heads", q.size(q.dim() - 2), "q");
   TensorCheck(op, weights_name, weights).device_as("q", q).dtype({DType::kFloat32}).shape({rows, heads}).dense_last();
   check_range(op, "num_heads of q", *heads, 0, kMaxIndexHeads);
   const int64_t dim = q.size(q.dim() - 1);
@@ -221,10 +231,6 @@ inline LogitsParams checked_queries(const char* op, const Tensor& logits, const 
   }
   TensorCheck(op, "q", q).aligned(4);
   LogitsParams p{};
-  p.logits = logits.mutable_data_ptr();
-  p.stride_row = logits.stride(0);
-  p.columns = *columns;
-  p.bf16 = has_dtype(logits, DType::kBFloat16);
   p.q = static_cast<const uint8_t*>(q.const_data_ptr());
   p.num_rows = num_rows;
   p.num_heads = heads.as_int();
@@ -235,13 +241,13 @@ inline LogitsParams checked_queries(const char* op, const Tensor& logits, const 
   return p;
 }
 
-inline LogitsParams checked_logits_paged(const Tensor& logits, const Tensor& q, const Tensor& index_pages,
-                                         const Tensor& page_table, const Tensor& weights, const Tensor& cache_seqlens,
-                                         const OptionalTensor& report) {
-  const char* op = "index_logits_paged";
+// All but where the logits go.
+inline LogitsParams checked_paged_queries(const char* op, const Tensor& q, const Tensor& index_pages,
+                                          const Tensor& page_table, const Tensor& weights, const Tensor& cache_seqlens,
+                                          const OptionalTensor& report) {
   Dim batch("batch_size"), seqlen_q("seqlen_q"), heads("num_heads"), dim("dim"), pages("max_pages");
   TensorCheck(op, "q", q).dtype({DType::kFloat8E4M3}).shape({batch, seqlen_q, heads, dim}).dense_last();
-  LogitsParams p = checked_queries(op, logits, q, *batch * *seqlen_q, "weights", weights);
+  LogitsParams p = checked_queries(op, q, *batch * *seqlen_q, "weights", weights);
   p.pages = checked_index_pages(op, index_pages);
   TensorCheck(op, "index_pages", index_pages).device_as("q", q);
   if (p.pages.dim != p.dim) {
@@ -268,13 +274,65 @@ inline LogitsParams checked_logits_paged(const Tensor& logits, const Tensor& q, 
   return p;
 }
 
+inline LogitsParams checked_logits_paged(const Tensor& logits, const Tensor& q, const Tensor& index_pages,
+                                         const Tensor& page_table, const Tensor& weights, const Tensor& cache_seqlens,
+                                         const OptionalTensor& report) {
+  const char* op = "index_logits_paged";
+  LogitsParams p = checked_paged_queries(op, q, index_pages, page_table, weights, cache_seqlens, report);
+  check_logits(op, logits, q, p.num_rows, p);
+  return p;
+}
+
+inline IndexTopkParams checked_index_topk(const Tensor& indices, const OptionalTensor& positions, const Tensor& q,
+                                          const Tensor& index_pages, const Tensor& page_table, const Tensor& weights,
+                                          const Tensor& cache_seqlens, const Tensor& scratch,
+                                          const OptionalTensor& report) {
+  const char* op = "index_topk";
+  LogitsParams logits = checked_paged_queries(op, q, index_pages, page_table, weights, cache_seqlens, report);
+  logits.report_op = kReportIndexTopk;
+  Dim rows("num_rows", logits.num_rows, "q"), k("k"), some("rows_at_once"), columns("num_columns");
+  TensorCheck(op, "scratch", scratch).device_as("q", q).dtype({DType::kFloat32}).shape({some, columns}).dense_last();
+  if (*some < 1 && *rows > 0) fail(op, "scratch.shape[0] (rows at once) must be at least 1, got 0");
+  logits.logits = scratch.mutable_data_ptr();
+  logits.stride_row = scratch.stride(0);
+  logits.columns = *columns;
+  const auto output = [&](const char* name, const Tensor& tensor) {
+    TensorCheck(op, name, tensor).device_as("q", q).dtype({DType::kInt32}).shape({rows, k}).dense_last();
+    return static_cast<int32_t*>(tensor.mutable_data_ptr());
+  };
+  SelectParams select{};
+  select.indices = output("indices", indices);
+  select.stride_indices = indices.stride(0);
+  check_range(op, "k, columns of indices,", *k, 0, kMaxSelected);
+  if (positions) {
+    select.positions = output("positions", *positions);
+    select.stride_positions = positions->stride(0);
+  }
+  select.k = k.as_int();
+  select.logits = logits.logits;
+  select.stride_row = logits.stride_row;
+  // No logits lie behind what the page table holds, whatever the lengths are.
+  select.columns = min_of(logits.columns, logits.max_pages * logits.pages.page_size);
+  select.dtype = DType::kFloat32;
+  select.lengths = logits.cache_seqlens;
+  select.page_table = logits.page_table;
+  select.stride_table = logits.stride_table;
+  select.max_pages = logits.max_pages;
+  select.page_size = logits.pages.page_size;
+  select.page_shift = logits.pages.page_shift;
+  select.report = logits.report;
+  select.report_op = kReportIndexTopk;
+  return {logits, select, *some};
+}
+
 inline LogitsParams checked_logits(const Tensor& logits, const Tensor& q, const Tensor& k, const Tensor& k_scale,
                                    const Tensor& weights, const Tensor& k_start, const Tensor& k_end, bool compressed,
                                    const OptionalTensor& report) {
   const char* op = "index_logits";
   Dim rows("num_rows"), heads("num_heads"), dim("dim"), keys("num_keys");
   TensorCheck(op, "q", q).dtype({DType::kFloat8E4M3}).shape({rows, heads, dim}).dense_last();
-  LogitsParams p = checked_queries(op, logits, q, *rows, "weights", weights);
+  LogitsParams p = checked_queries(op, q, *rows, "weights", weights);
+  check_logits(op, logits, q, *rows, p);
   TensorCheck(op, "k", k).device_as("q", q).dtype({DType::kFloat8E4M3, DType::kUInt8}).shape({keys, dim}).dense_last();
   TensorCheck(op, "k", k).aligned(4);
   if (k.stride(0) % 4 != 0 && *keys > 1) {

@@ -28,9 +28,9 @@ ATTNOPS_HOST_DEVICE inline void report_row(const LogitsParams& p, int64_t row) {
   if (!p.ragged) {
     const int64_t length = p.cache_seqlens[row], capacity = p.max_pages * p.pages.page_size;
     if (length > capacity) {
-      record_fault(p.report, {kReportIndexLogitsPaged, ReportKind::kLength, row, 0, length, capacity + 1});
+      record_fault(p.report, {p.report_op, ReportKind::kLength, p.first_row + row, 0, length, capacity + 1});
     } else if (length > p.columns) {
-      record_fault(p.report, {kReportIndexLogitsPaged, kReportRowLength, row, 0, length, p.columns + 1});
+      record_fault(p.report, {p.report_op, kReportRowLength, p.first_row + row, 0, length, p.columns + 1});
     }
     return;
   }
@@ -45,7 +45,8 @@ ATTNOPS_HOST_DEVICE inline int64_t page_of_key(const LogitsParams& p, int64_t re
   const int64_t page = p.page_table[request * p.stride_table + cell];
   if (page >= 0 && page < p.pages.num_pages) return page;
   if (reports && p.report != nullptr) {
-    record_fault(p.report, {kReportIndexLogitsPaged, ReportKind::kPageIndex, request, cell, page, p.pages.num_pages});
+    record_fault(p.report,
+                 {p.report_op, ReportKind::kPageIndex, p.first_request + request, cell, page, p.pages.num_pages});
   }
   return -1;
 }

@@ -7,6 +7,7 @@
 #include "sparse_indexer/cpu/logits_rows.h"
 #include "sparse_indexer/cpu/reference.h"
 #include "sparse_indexer/rows.h"
+#include "sparse_indexer/topk_parts.h"
 #include "torch_bindings/cpu_faults.h"
 
 namespace attnops::sparse_indexer {
@@ -37,13 +38,8 @@ void select_row(const SelectParams& p, int64_t row, SelectFunction select) {
   for (int i = selected; i < p.k; ++i) indices[i] = positions[i] = -1;
 }
 
-void topk_select_cpu(const Tensor& indices, const OptionalTensor& positions, const Tensor& logits,
-                     const Tensor& lengths, const OptionalTensor& row_starts, const OptionalTensor& page_table,
-                     const OptionalTensor& row_to_request, int64_t page_size, const OptionalTensor& offsets,
-                     const OptionalTensor& report) {
-  SelectParams p = checked_select(
-      {indices, positions, logits, lengths, row_starts, page_table, row_to_request, page_size, offsets, report});
-  CpuFaults faults("topk_select", "page_table", p.report);
+void run_select(const char* op, SelectParams p) {
+  CpuFaults faults(op, "page_table", p.report);
   p.report = faults.report();
   for (int64_t row = 0; row < p.num_rows; ++row) report_row(p, row);
   faults.check();
@@ -53,6 +49,14 @@ void topk_select_cpu(const Tensor& indices, const OptionalTensor& positions, con
     for (int64_t row = begin; row < end; ++row) select_row(p, row, select);
   });
   faults.check();
+}
+
+void topk_select_cpu(const Tensor& indices, const OptionalTensor& positions, const Tensor& logits,
+                     const Tensor& lengths, const OptionalTensor& row_starts, const OptionalTensor& page_table,
+                     const OptionalTensor& row_to_request, int64_t page_size, const OptionalTensor& offsets,
+                     const OptionalTensor& report) {
+  run_select("topk_select", checked_select({indices, positions, logits, lengths, row_starts, page_table, row_to_request,
+                                            page_size, offsets, report}));
 }
 
 void store_index_k_cpu(const Tensor& index_pages, const Tensor& k, const Tensor& out_cache_loc, bool hadamard,
@@ -125,6 +129,17 @@ void index_logits_cpu(const Tensor& logits, const Tensor& q, const Tensor& k, co
   run_logits("index_logits", checked_logits(logits, q, k, k_scale, weights, k_start, k_end, compressed, report));
 }
 
+void index_topk_cpu(const Tensor& indices, const OptionalTensor& positions, const Tensor& q, const Tensor& index_pages,
+                    const Tensor& page_table, const Tensor& weights, const Tensor& cache_seqlens, const Tensor& scratch,
+                    const OptionalTensor& report) {
+  const IndexTopkParams p =
+      checked_index_topk(indices, positions, q, index_pages, page_table, weights, cache_seqlens, scratch, report);
+  for_each_part(p, [](const IndexTopkParams& part) {
+    run_logits("index_topk", part.logits);
+    run_select("index_topk", part.select);
+  });
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(attnops, CPU, m) {
@@ -135,6 +150,7 @@ STABLE_TORCH_LIBRARY_IMPL(attnops, CPU, m) {
   m.impl("expand_rows", TORCH_BOX(&expand_rows_cpu));
   m.impl("index_logits_paged", TORCH_BOX(&index_logits_paged_cpu));
   m.impl("index_logits", TORCH_BOX(&index_logits_cpu));
+  m.impl("index_topk", TORCH_BOX(&index_topk_cpu));
 }
 
 }  // namespace attnops::sparse_indexer

@@ -3,6 +3,7 @@
 #include "sparse_indexer/checks.h"
 #include "sparse_indexer/cuda/launch.h"
 #include "sparse_indexer/logits_impls.h"
+#include "sparse_indexer/topk_parts.h"
 #include "torch_bindings/stream.h"
 
 namespace attnops::sparse_indexer {
@@ -61,6 +62,19 @@ void index_logits_cuda(const Tensor& logits, const Tensor& q, const Tensor& k, c
   launch_logits("index_logits", p, current_stream(q));
 }
 
+// The kernels of each part wait for those before them, so the scratch serves one part after the other.
+void index_topk_cuda(const Tensor& indices, const OptionalTensor& positions, const Tensor& q, const Tensor& index_pages,
+                     const Tensor& page_table, const Tensor& weights, const Tensor& cache_seqlens,
+                     const Tensor& scratch, const OptionalTensor& report) {
+  const IndexTopkParams p =
+      checked_index_topk(indices, positions, q, index_pages, page_table, weights, cache_seqlens, scratch, report);
+  const OnDevice guard(q);
+  for_each_part(p, [&](const IndexTopkParams& part) {
+    launch_logits("index_topk", part.logits, current_stream(q));
+    launch(part.select, current_stream(q));
+  });
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(attnops, CUDA, m) {
@@ -71,6 +85,7 @@ STABLE_TORCH_LIBRARY_IMPL(attnops, CUDA, m) {
   m.impl("expand_rows", TORCH_BOX(&expand_rows_cuda));
   m.impl("index_logits_paged", TORCH_BOX(&index_logits_paged_cuda));
   m.impl("index_logits", TORCH_BOX(&index_logits_cuda));
+  m.impl("index_topk", TORCH_BOX(&index_topk_cuda));
 }
 
 }  // namespace attnops::sparse_indexer

@@ -1,6 +1,7 @@
 #pragma once
 #include <cstdint>
 
+#include "core/index_report.h"
 #include "core/slots.h"
 #include "core/types.h"
 
@@ -21,13 +22,16 @@ struct SelectParams {
   // Where a position is turned into a slot: the page table, or an offset per row, or neither.
   const int32_t* page_table;  // [num_requests, max_pages], or null
   int64_t stride_table, num_requests, max_pages;
-  const int32_t* row_to_request;  // [T]; or null: row t is of request t
-  int page_size, page_shift;      // page_shift: log2(page_size), or -1 when it is no power of two
-  const int32_t* offsets;         // [T], or null
-  int32_t* indices;               // [T, k]
-  int32_t* positions;             // [T, k], or null
+  const int32_t* row_to_request;  // [T]; or null: row t is of request t / rows_per_request
+  int64_t rows_per_request = 1;
+  int page_size, page_shift;  // page_shift: log2(page_size), or -1 when it is no power of two
+  const int32_t* offsets;     // [T], or null
+  int32_t* indices;           // [T, k]
+  int32_t* positions;         // [T, k], or null
   int64_t stride_indices, stride_positions;
   int32_t* report;  // core/report.h, or null
+  ReportOp report_op = kReportTopkSelect;
+  int64_t first_row = 0;  // among those of the call, for reports
 };
 
 // Pages of index keys: page_size e4m3 keys of `dim` bytes, then a float32 scale of each.
@@ -110,6 +114,15 @@ struct LogitsParams {
   const int32_t *row_starts, *row_ends;  // [T]: keys that a row sees
   bool compressed;                       // a row's first column is its first key; else column j is key j
   int32_t* report;
+  ReportOp report_op = kReportIndexLogitsPaged;  // of keys in pages
+  int64_t first_row = 0, first_request = 0;      // among those of the call, for reports
+};
+
+// The k largest logits of each row, of which the scratch has some rows at a time.
+struct IndexTopkParams {
+  LogitsParams logits;  // into the scratch
+  SelectParams select;  // out of it
+  int64_t rows_at_once;
 };
 
 // Requests to token rows.

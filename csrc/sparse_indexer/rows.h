@@ -14,11 +14,17 @@ struct RowKeys {
   int64_t request;  // row of the page table
 };
 
+// Of the page table.
+ATTNOPS_HOST_DEVICE inline int64_t request_of(const SelectParams& p, int64_t row) {
+  if (p.row_to_request != nullptr) return p.row_to_request[row];
+  return p.rows_per_request == 1 ? row : row / p.rows_per_request;
+}
+
 // The keys of a row that are served: those within the columns.
 ATTNOPS_HOST_DEVICE inline RowKeys keys_of(const SelectParams& p, int64_t row) {
   const int64_t length = p.lengths[row];
   const int64_t start = p.row_starts != nullptr ? p.row_starts[row] : 0;
-  const int64_t request = p.row_to_request != nullptr ? p.row_to_request[row] : row;
+  const int64_t request = request_of(p, row);
   const bool served = length > 0 && start >= 0 && start < p.columns &&
                       (p.page_table == nullptr || (request >= 0 && request < p.num_requests));
   return {start, served ? min_of(length, p.columns - start) : 0, request};
@@ -29,20 +35,20 @@ ATTNOPS_HOST_DEVICE inline void report_row(const SelectParams& p, int64_t row) {
   const int64_t length = p.lengths[row];
   if (length <= 0) return;
   const int64_t start = p.row_starts != nullptr ? p.row_starts[row] : 0;
-  const int64_t request = p.row_to_request != nullptr ? p.row_to_request[row] : row;
+  const int64_t request = request_of(p, row), told = p.first_row + row;
   if (start < 0 || start >= p.columns) {
-    record_fault(p.report, {kReportTopkSelect, kReportRowStart, row, 0, start, p.columns});
+    record_fault(p.report, {p.report_op, kReportRowStart, told, 0, start, p.columns});
   } else if (length > p.columns - start) {
-    record_fault(p.report, {kReportTopkSelect, kReportRowLength, row, start, length, p.columns - start + 1});
+    record_fault(p.report, {p.report_op, kReportRowLength, told, start, length, p.columns - start + 1});
   }
   if (p.page_table != nullptr && (request < 0 || request >= p.num_requests)) {
-    record_fault(p.report, {kReportTopkSelect, kReportRowRequest, row, 0, request, p.num_requests});
+    record_fault(p.report, {p.report_op, kReportRowRequest, told, 0, request, p.num_requests});
   }
 }
 
 ATTNOPS_HOST_DEVICE inline int32_t no_slot(const SelectParams& p, ReportKind kind, int64_t row, int64_t position,
                                            int64_t value, int64_t limit) {
-  if (p.report != nullptr) record_fault(p.report, {kReportTopkSelect, kind, row, position, value, limit});
+  if (p.report != nullptr) record_fault(p.report, {p.report_op, kind, p.first_row + row, position, value, limit});
   return -1;
 }
 

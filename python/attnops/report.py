@@ -56,6 +56,7 @@ OPS = (
     "ssd_commit",
     "store_kv_fp4",
     "fp4_decode",
+    "index_topk",
 )
 KINDS = (
     "none",

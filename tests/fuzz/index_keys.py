@@ -85,8 +85,29 @@ def _compare(got: Tensor, expected: Tensor, seen: Tensor, dtype: torch.dtype) ->
         raise Failure(f"logits differ: relative error {error:.3g}")
 
 
+def _check_topk(draw: Draw, where: tuple[Tensor, ...], columns: int) -> None:
+    """`index_topk` over a scratch of any size has the bits of two calls."""
+    _, pages, table, weights, ends = where
+    rows, k = weights.shape[0], draw.pick([0, 1, 7, 64, 512])
+    draw.note(k=k)
+    draw.saw("op index_topk", "op topk_select")
+    logits = weights.new_full((rows, columns), float("nan"))
+    ops.index_logits_paged(*where, logits=logits)
+    requests = torch.arange(len(table), dtype=torch.int32, device=table.device).repeat_interleave(ends.shape[1])
+    expected = ops.topk_select(
+        logits, ends.flatten(), k, page_table=table, row_to_request=requests, page_size=pages.shape[1]
+    )
+    scratch = Guarded(draw, (draw.pick([1, 2, 3, 5, 64]), columns), torch.float32)
+    indices = Guarded(draw, (rows, k), torch.int32)
+    ops.index_topk(*where, k, indices=indices.view, scratch=scratch.view)
+    if not torch.equal(indices.view, expected):
+        raise Failure("indices of index_topk differ from those of two calls")
+    indices.check("indices")
+    scratch.check("scratch")
+
+
 def right_logits(draw: Draw) -> None:
-    """`index_logits_paged`, or `index_logits`, and `expand_rows` for their lengths."""
+    """`index_logits_paged` and `index_topk`, or `index_logits`, and `expand_rows` for their lengths."""
     set_isa(draw)
     dim, heads, dtype = draw.pick([64, 128, 128]), draw.pick([1, 8, 13, 32, 64]), draw.pick([*BOUND])
     lengths, seqlen_q = draw.lengths(draw.pick([0, 1, 2, 5]), 700), draw.pick([1, 1, 2, 3, 8])
@@ -115,15 +136,11 @@ def right_logits(draw: Draw) -> None:
         paging = Paging(draw, lengths, page_size)
         pages = reference.make_pages(k, k_scale, page_size, paging.slots, paging.num_pages).to(draw.device)
         untouched = Untouched(pages=pages)
-        ops.index_logits_paged(
-            given_q.view(len(lengths), seqlen_q, heads, dim),
-            pages,
-            paging.table,
-            given_weights,
-            ends.view(len(lengths), seqlen_q),
-            logits=out,
-        )
+        where = (given_q.view(len(lengths), seqlen_q, heads, dim), pages, paging.table, given_weights)
+        where += (ends.view(len(lengths), seqlen_q),)
+        ops.index_logits_paged(*where, logits=out)
         untouched.check()
+        _check_topk(draw, where, columns)
     else:
         first = _ints(draw, begins)
         ops.index_logits(

@@ -69,6 +69,7 @@ CALLERS = {
     "gather_index_k": {"index keys", "hostile index keys"},
     "index_logits": {"index logits"},
     "index_logits_paged": {"index logits", "hostile index keys"},
+    "index_topk": {"index logits"},
     "expand_rows": {"index logits"},
 }
 
@@ -491,6 +492,14 @@ def _(op: str, right: Function, given: dict[str, Any]) -> Any:
     weights = given["weights"].clone()
     weights[:, -1:] = 0
     return right(**given | {"weights": weights})
+
+
+@mutant("index_topk", "rows of a later turn keep what was there")
+def _(right: Function, given: dict[str, Any]) -> Any:
+    indices = right(**given)
+    scratch = given.get("scratch")
+    indices[0 if scratch is None else len(scratch) :] = -1
+    return indices
 
 
 @mutant("expand_rows", "a token does not see itself")

@@ -81,6 +81,9 @@ FREE = {
     ("index_logits_paged", "page_table"): {1},
     ("index_logits_paged", "logits"): {1},
     ("index_logits", "logits"): {1},
+    ("index_topk", "index_pages"): {0, 1},
+    ("index_topk", "page_table"): {1},
+    ("index_topk", "scratch"): {0, 1},
     ("context_parallel_slots", "slots"): {0},
 }
 # Pools of slots that have any inner shape: a dimension more makes another right call.

@@ -6,7 +6,7 @@ from attnops.ops.draft_slots import copy_page_tail, generate_draft_decode_kv_ind
 from attnops.ops.fmha import fmha_paged, fmha_plan, fmha_varlen
 from attnops.ops.fp4_kv import fp4_decode, store_kv_fp4
 from attnops.ops.index_keys import gather_index_k, quantize_index_q, store_index_k
-from attnops.ops.indexer import expand_rows, index_logits, index_logits_paged, topk_select
+from attnops.ops.indexer import expand_rows, index_logits, index_logits_paged, index_topk, topk_select
 from attnops.ops.linear import (
     causal_conv1d,
     causal_conv1d_update,
@@ -59,6 +59,7 @@ __all__ = [
     "generate_draft_decode_kv_indices",
     "index_logits",
     "index_logits_paged",
+    "index_topk",
     "merge_state",
     "merge_states",
     "mla_decode",

@@ -154,6 +154,58 @@ def topk_select(
     return indices
 
 
+SCRATCH_BYTES = 256 << 20  # of logits, at most, that `index_topk` allocates
+
+
+@names_its_arguments
+def index_topk(
+    q: Tensor,
+    index_pages: Tensor,
+    page_table: Tensor,
+    weights: Tensor,
+    cache_seqlens: Tensor,
+    k: int,
+    *,
+    max_seqlen_k: int | None = None,
+    indices: Tensor | None = None,
+    positions: Tensor | None = None,
+    scratch: Tensor | None = None,
+    report: Tensor | None = None,
+) -> Tensor:
+    """The `k` best keys of each token: the bits of `index_logits_paged` and `topk_select`, in less memory.
+
+    Rows go through the scratch, as many at a time as it has, so a long prompt of one request needs no more memory than
+    a step of decode.
+
+    Args:
+        q, index_pages, page_table, weights, cache_seqlens: As for `index_logits_paged`.
+        k: 0 to 2048.
+        max_seqlen_k: Columns of a scratch that is allocated; by default all that the page table holds.
+        indices: int32 ``[B * S_q, k]``: token slots, ``page * page_size + offset``; allocated when omitted.
+        positions: int32 ``[B * S_q, k]``: where positions are written, too.
+        scratch: float32 ``[rows, N]``, last dim dense, N as wide as the longest row; allocated when omitted, of at most
+            256 MB or one row. Tokens of a request that share a turn share the reads of its keys.
+        report: int32 ``[8]`` of the checked mode.
+
+    Returns:
+        `indices`.
+
+    Raises:
+        RuntimeError: naming the argument that does not fit; on the CPU also a length or page out of range.
+    """
+    rows = weights.shape[0]
+    indices = cache_seqlens.new_empty(rows, k) if indices is None else indices
+    if indices.dim() == 2 and indices.shape[1] != k:
+        raise ValueError(f"attnops::index_topk: indices.shape[1] must be {k} (k), got {indices.shape[1]}")
+    if scratch is None:
+        columns = page_table.shape[1] * index_pages.shape[1] if max_seqlen_k is None else max_seqlen_k
+        scratch = weights.new_empty(min(rows, max(SCRATCH_BYTES // max(4 * columns, 1), 1)), columns)
+    torch.ops.attnops.index_topk(
+        indices, positions, q, index_pages, page_table, weights, cache_seqlens, scratch, report
+    )
+    return indices
+
+
 @names_its_arguments
 def expand_rows(
     cache_seqlens: Tensor,
@@ -193,5 +245,5 @@ def expand_rows(
     return outputs[0], outputs[1], outputs[2]
 
 
-for _op in ("index_logits_paged", "index_logits", "expand_rows", "topk_select"):
+for _op in ("index_logits_paged", "index_logits", "index_topk", "expand_rows", "topk_select"):
     register_fake(_op)

@@ -1,0 +1,154 @@
+"""index_topk: the bits of index_logits_paged and topk_select, whatever the scratch holds at a time."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from attnops import ops
+from attnops.report import first_fault, new_report
+from indexer_problems import FP8, Paged, ints, queries
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SENTINEL = -7
+
+
+def both(paged, lengths, heads, dim, k, rows_at_once, device):
+    """(indices, positions) of the two ops, and of index_topk over a scratch of so many rows, which starts as NaN."""
+    batch, seqlen_q = len(lengths), len(lengths[0])
+    rows, page_size = batch * seqlen_q, paged.pages.shape[1]
+    q, weights = (t.to(device) for t in queries(rows, heads, dim))
+    q, seen = q.view(batch, seqlen_q, heads, dim), ints(lengths, device).view(batch, seqlen_q)
+    columns = max(max(n) for n in lengths) + 2
+    given = (q, paged.pages, paged.table, weights, seen)
+    logits = torch.full((rows, columns), math.nan, device=device)
+    ops.index_logits_paged(*given, logits=logits)
+    outs = [torch.full((rows, k + 3), SENTINEL, dtype=torch.int32, device=device) for _ in range(4)]
+    requests = torch.arange(batch, dtype=torch.int32, device=device).repeat_interleave(seqlen_q)
+    where = {"page_table": paged.table, "row_to_request": requests, "page_size": page_size}
+    ops.topk_select(logits, seen.flatten(), k, **where, indices=outs[0][:, 1 : 1 + k], positions=outs[1][:, 1 : 1 + k])
+    scratch = torch.full((rows_at_once, columns + 5), math.nan, device=device)
+    got = ops.index_topk(
+        *given, k, indices=outs[2][:, 1 : 1 + k], positions=outs[3][:, 1 : 1 + k], scratch=scratch[:, 1 : 1 + columns]
+    )
+    assert got.data_ptr() == outs[2][:, 1:].data_ptr()
+    assert scratch[:, 0].isnan().all() and scratch[:, 1 + columns :].isnan().all()
+    assert torch.equal(ops.index_topk(*given, k, max_seqlen_k=columns), outs[0][:, 1 : 1 + k])
+    return outs
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows_at_once", [1, 2, 3, 4, 7, 100])
+@pytest.mark.parametrize(("seqlen_q", "page_size", "heads", "dim"), [(1, 64, 64, 128), (3, 5, 8, 128), (4, 16, 16, 64)])
+def test_any_scratch_gives_the_bits_of_two_calls(seqlen_q, page_size, heads, dim, rows_at_once, device):
+    lengths = [[n + i for i in range(seqlen_q)] for n in (300, 0, 17, 129, 64)]
+    lengths[1][0] = -4
+    paged = Paged(lengths, page_size, dim, device)
+    indices, positions, got, got_positions = both(paged, lengths, heads, dim, 24, rows_at_once, device)
+    assert torch.equal(got, indices) and torch.equal(got_positions, positions)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows_at_once", [5, 64])
+def test_a_long_prompt_of_one_request(rows_at_once, device):
+    lengths = [[200 + i for i in range(60)]]
+    paged = Paged(lengths, 64, 128, device)
+    indices, positions, got, got_positions = both(paged, lengths, 32, 128, 128, rows_at_once, device)
+    assert torch.equal(got, indices) and torch.equal(got_positions, positions)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("batch", "seqlen_q", "heads"), [(0, 1, 8), (2, 0, 8), (2, 1, 0)])
+def test_empty_extents(batch, seqlen_q, heads, device):
+    pages, k = 3, 4
+    q = torch.zeros(batch, seqlen_q, heads, 128, dtype=torch.uint8, device=device).view(FP8)
+    index_pages = torch.zeros(pages, 4, 132, dtype=torch.uint8, device=device)
+    table = torch.zeros(batch, pages, dtype=torch.int32, device=device)
+    lengths = torch.full((batch, seqlen_q), 9, dtype=torch.int32, device=device)
+    out = ops.index_topk(q, index_pages, table, torch.zeros(batch * seqlen_q, heads, device=device), lengths, k)
+    assert out.shape == (batch * seqlen_q, k)
+    assert (out == torch.arange(k, device=device)).all()  # of equal logits the first
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_pages_and_no_keys_wanted(device):
+    q, weights = (t.to(device) for t in queries(2, 8, 128))
+    pages = torch.zeros(0, 4, 132, dtype=torch.uint8, device=device)
+    empty = torch.zeros(2, 0, dtype=torch.int32, device=device)
+    given = (q.unsqueeze(1), pages, empty, weights, ints([[0], [0]], device))
+    assert (ops.index_topk(*given, 3) == -1).all()
+    assert ops.index_topk(*given, 0).shape == (2, 0)
+
+
+FAULTS = {
+    "length 9 at request 1, position 0, must be in [0, 9)": {"lengths": [3, 9]},
+    "keys of a row 7 at request 0": {"lengths": [7, 2], "columns": 6},
+    "page index 2 at request 1, position 1, must be in [0, 2)": {"table": [[0, 1], [0, 2]], "lengths": [2, 5]},
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("told", FAULTS)
+def test_faults_name_the_row_of_the_call(told, device):
+    """Whichever turn of the scratch the row has."""
+    given = {"lengths": [3, 2], "columns": 8, "table": [[0, 1], [1, 0]]} | FAULTS[told]
+    pages, report = torch.zeros(2, 4, 132, dtype=torch.uint8, device=device), new_report(device)
+    q, weights = (t.to(device) for t in queries(2, 8, 128))
+    lengths, table = ints(given["lengths"], device).view(2, 1), ints(given["table"], device)
+    arguments = (q.unsqueeze(1), pages, table, weights, lengths, 2)
+    scratch = torch.zeros(1, given["columns"], device=device)
+    ops.index_topk(*arguments, scratch=scratch, report=report)
+    assert "index_topk" in first_fault(report) and told in first_fault(report)
+    if device == "cpu":
+        with pytest.raises(RuntimeError, match=r"attnops::index_topk: .*got"):
+            ops.index_topk(*arguments, scratch=scratch)
+
+
+def test_arguments():
+    q, weights = queries(2, 8, 128)
+    pages, table = torch.zeros(2, 4, 132, dtype=torch.uint8), torch.zeros(2, 2, dtype=torch.int32)
+    given = {"q": q.unsqueeze(1), "index_pages": pages, "page_table": table, "weights": weights}
+    given |= {"cache_seqlens": ints([[3], [2]]), "k": 2}
+    with pytest.raises(ValueError, match=r"attnops::index_topk: indices.shape\[1\] must be 2 \(k\), got 5"):
+        ops.index_topk(**given, indices=torch.zeros(2, 5, dtype=torch.int32))
+    with pytest.raises(
+        RuntimeError, match=r"attnops::index_topk: scratch.shape\[0\] \(rows at once\) must be at least"
+    ):
+        ops.index_topk(**given, scratch=torch.zeros(0, 8))
+    with pytest.raises(RuntimeError, match=r"attnops::index_topk: scratch .*float32"):
+        ops.index_topk(**given, scratch=torch.zeros(1, 8, dtype=torch.bfloat16))
+    with pytest.raises(RuntimeError, match=r"attnops::index_topk: .*2049"):
+        ops.index_topk(**given | {"k": 2049})
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_schema_and_fake(device):
+    from indexer_calls import indexer_arguments
+
+    given = indexer_arguments()["index_topk"]
+    given = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in given.items()}
+    k, positions = given.pop("k"), given.pop("positions")
+    indices = torch.zeros(2, k, dtype=torch.int32, device=device)
+    tests = ("test_faketensor", "test_autograd_registration")  # torch's schema test has no sums of FP8
+    scratch = torch.zeros(1, 8, device=device)
+    op = torch.ops.attnops.index_topk.default
+    torch.library.opcheck(op, (indices, positions, *given.values(), scratch), test_utils=tests)
+
+
+@pytest.mark.gpu
+def test_replays_with_other_lengths():
+    """A recorded call, three turns of the scratch, over tables and lengths that change."""
+    lengths = [[700], [4100], [90], [2500], [1]]
+    paged = Paged(lengths, 64, 128, "cuda")
+    q, weights = (t.cuda() for t in queries(5, 64, 128))
+    seen, scratch = ints(lengths, "cuda"), torch.empty(2, 4200, device="cuda")
+    given = (q.unsqueeze(1), paged.pages, paged.table, weights, seen, 512)
+    out = ops.index_topk(*given, scratch=scratch)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ops.index_topk(*given, indices=out, scratch=scratch)
+    for turn in range(20):
+        seen.copy_(torch.minimum(ints(lengths, "cuda"), torch.randint(-1, 4100, (5, 1), device="cuda")))
+        graph.replay()
+        assert torch.equal(out, ops.index_topk(*given)), turn
