@@ -5,20 +5,31 @@ from __future__ import annotations
 import torch
 from attnops import ops
 from linear_reference import delta_gates, delta_step, ssd_step
+from torch import Tensor
 
 from .draw import Draw, Failure
-from .linear import FLOATS, OUT, compare, doubles, draw_slots, given_as, index_tensor, on_device
+from .linear import FLOATS, OUT, compare, doubles, draw_slots, index_tensor, on_device
 from .memory import Guarded, strided
+from .options import set_arch
 
 CELLS = 3  # of checkpoints
 
 
 def right_prompts(draw: Draw) -> None:
     """`delta_prefill`, `ssd_prefill` and their plans."""
-    io, kept = draw.pick(FLOATS), draw.pick(FLOATS)
+    kept = draw.pick(FLOATS)
     batch, groups = draw.pick([0, 1, 2, 5]), draw.pick([1, 2])
     heads = groups * draw.pick([1, 2, 3])
-    keys, rows = draw.pick([1, 16, 64, 100, 128, 128, 200, 256]), draw.pick([1, 16, 64, 100, 128, 256])
+    set_arch(draw)
+    if whole_chunks := draw.chance(0.5):  # what the GPU's kernels of chunks take: bf16 on 16-byte boundaries
+        io, keys, rows = torch.bfloat16, draw.pick([40, 64, 64, 128, 128, 256]), draw.pick([16, 64, 72, 128, 256])
+    else:
+        io = draw.pick(FLOATS)
+        keys, rows = draw.pick([1, 16, 64, 100, 128, 128, 200, 256]), draw.pick([1, 16, 64, 100, 128, 256])
+
+    def given_as(*tensors: Tensor | None) -> list[Tensor | None]:
+        return [None if tensor is None else strided(draw, tensor, odd=not whole_chunks) for tensor in tensors]
+
     counts, spare = [draw.length(150) for _ in range(batch)], draw.pick([0, 3])
     prefix = [draw.pick([0, 0, 64, 7, 640]) for _ in counts]
     delta, total, num_slots = draw.chance(0.6), sum(counts) + spare, batch * (1 + CELLS) + 2
@@ -26,7 +37,7 @@ def right_prompts(draw: Draw) -> None:
     before = draw.normal(num_slots, heads, rows, keys).to(kept)
     slots = draw_slots(draw, batch * (1 + CELLS), num_slots)
     slots, cells = slots[:batch], [slots[batch + CELLS * i :][:CELLS] for i in range(batch)]
-    states, out = strided(draw, before), Guarded(draw, (total, heads, rows), io)
+    states, out = strided(draw, before), Guarded(draw, (total, heads, rows), io, odd=not whole_chunks)
     q, k = (draw.normal(total, groups, keys).to(io) for _ in range(2))
     v = draw.normal(total, heads, rows).to(io)
     bounds = torch.tensor([0, *counts]).cumsum(0)
@@ -46,7 +57,7 @@ def right_prompts(draw: Draw) -> None:
         b, rate = draw.normal(total, heads).to(gate), draw.normal(heads)
         bias = draw.normal(*a.shape[1:]) if draw.chance(0.6) else None
         options = {"A_log": on_device(draw, rate), "dt_bias": on_device(draw, bias), "lower_bound": bound}
-        ops.delta_prefill(*given_as(draw, q, k, v, a, b), **options, **given, scale=0.3)
+        ops.delta_prefill(*given_as(q, k, v, a, b), **options, **given, scale=0.3)
         gates = delta_gates(*doubles(a, b, rate, bias), bound)
         wide = doubles(q, k, v)
 
@@ -58,7 +69,7 @@ def right_prompts(draw: Draw) -> None:
         z = draw.normal(total, heads, rows).to(io) if draw.chance(0.4) else None
         skip = draw.normal(heads) if draw.chance(0.5) else None
         slope, softplus = -draw.normal(heads).abs(), dt is not None
-        x, dts, B, C, zs = given_as(draw, v, dt, k, q, z)
+        x, dts, B, C, zs = given_as(v, dt, k, q, z)
         options = {"D": on_device(draw, skip), "z": zs, "dt_softplus": softplus}
         ops.ssd_prefill(x, dts, slope.to(draw.device), B, C, **options, **given)
         wide = doubles(v, dt, k, q, z)
