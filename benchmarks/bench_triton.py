@@ -14,6 +14,7 @@ import json
 import statistics
 
 import torch
+import triton
 
 BF16 = torch.bfloat16
 PAGE = 64
@@ -32,6 +33,9 @@ EXTEND = [  # by EXTEND_NAMES
     (32, 8, 128, 32, 2048, 16),
     (8, 1, 128, 4, 1024, 1024),
 ]
+
+
+DEVICE = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
 
 
 def graph_of(call):
@@ -136,7 +140,8 @@ def bench_extend(cell, theirs):
     k_new, v_new = k.flatten(0, 1)[at].contiguous(), v.flatten(0, 1)[at].contiguous()
     lengths = torch.full((requests,), tokens, dtype=torch.int32, device="cuda")
     bounds = torch.arange(requests + 1, dtype=torch.int32, device="cuda") * new
-    outs = {name: torch.empty_like(q) for name in ("fixed=False", "fixed=True", "sglang")}
+    names = ("fixed=False", "fixed=True") if theirs is None else ("fixed=False", "fixed=True", "sglang")
+    outs = {name: torch.empty_like(q) for name in names}
     hint = 1 << (new - 1).bit_length()
 
     def two_stages():
@@ -147,8 +152,9 @@ def bench_extend(cell, theirs):
 
     def one_stage():
         tk.triton_unified_extend(
-            outs["fixed=True"], None, q, None, k, v, table, lengths, bounds, 64, 0.1, True, -1, 0.0, None, None, None
-        )
+            outs["fixed=True"], None, q, None, k, v, table, lengths, bounds, hint, 0.1, True, -1, 0.0, None, None,
+            None,
+        )  # fmt: skip
 
     calls = {"attnops": two_stages, "attnops deterministic": one_stage}
     if theirs is not None:
@@ -194,7 +200,7 @@ def main() -> None:
             for name, value in times.items():
                 params = dict(zip(EXTEND_NAMES if case == "triton_extend" else DECODE_NAMES, cell))
                 row = {"case": case, "peer": name, "params": params, "ms": value / 1e3, "commit": options.commit}
-                rows.append(row | {"device": torch.cuda.get_device_name(), "state": "burst"})
+                rows.append(row | {"device": DEVICE, "state": "burst"})
     for case in dict.fromkeys(name for name, *_ in ratios):
         values = [(ratio, price) for name, ratio, price in ratios if name == case]
         means = [statistics.geometric_mean(column) for column in zip(*values)]

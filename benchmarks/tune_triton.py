@@ -115,7 +115,7 @@ class Extend:
                 self.table,
                 self.lengths,
                 self.bounds,
-                64,
+                self.hint,
                 0.1,
                 True,
                 -1,
