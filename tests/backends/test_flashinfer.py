@@ -163,6 +163,8 @@ def test_the_environment_and_the_option_set_the_workspace(monkeypatch):
     assert workspace_bytes(gqa(), ["LlamaForCausalLM"]) == 384 * 2**20
     assert workspace_bytes(gqa(deterministic=True), ["Qwen2ForCausalLM"]) == 2048 * 2**20
     assert build(gqa()).wrappers.workspace.numel() == WORKSPACE
+    with pytest.raises(ValueError, match="workspace_size must be 1 or more, got 0"):
+        cls(gqa(), LIMITS, "cpu", workspace_size=0)
 
 
 def test_tensor_cores_by_rule_and_by_the_environment(monkeypatch):

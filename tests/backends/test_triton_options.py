@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from attnops.backends import get_backend_class
@@ -50,9 +52,23 @@ def test_what_is_malformed_or_refused_is_an_error(name, monkeypatch):
     cls = get_backend_class(name)
     with pytest.raises(ValueError, match="triton_attention_reduce_in_fp32 must be True"):
         cls(gqa(), LIMITS, triton_attention_reduce_in_fp32=False)
+    for option in ("triton_attention_num_kv_splits", "triton_attention_split_tile_size"):
+        with pytest.raises(ValueError, match=f"{option} must be 1 or more, got 0"):
+            cls(gqa(), LIMITS, **{option: 0})
     for variable, spec in ((SPLITS, gqa()), (TILE, gqa()), (FIXED_TILE, gqa(deterministic=True))):
         with monkeypatch.context() as set_for_now:
             set_for_now.setenv(variable, "0")
             with pytest.raises(ValueError, match=f"{variable} must be a positive integer, got '0'"):
                 cls(spec, LIMITS)
     assert torch.is_tensor(cls(gqa(), LIMITS)._out_partial)
+
+
+def test_a_cpu_without_the_interpreter_is_refused_by_name(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(RuntimeError, match="backend triton runs on a CPU in Triton's interpreter only: set TRITON_INT"):
+        get_backend_class(NAME)(gqa(), LIMITS)
+    calls = importlib.import_module("triton_calls")
+    monkeypatch.setattr(importlib.import_module("attnops.triton_kernels.core.checks"), "RUNS_ON_CPU", False)
+    sides = [torch.zeros(2, 2, 64), torch.zeros(2, 2)] * 2
+    with pytest.raises(RuntimeError, match="attnops::triton_merge_state: runs on a CPU in Triton's interpreter only"):
+        calls.tk.triton_merge_state(torch.empty(2, 2, 64), torch.empty(2, 2), *sides)

@@ -83,6 +83,8 @@ class FlashInferAttnBackend(AttentionBackend):
         self._indices = {w: torch.zeros(cells, dtype=torch.int32, device=self.device) for w in (False, True)}
         self._prefix_indices = torch.zeros(cells, dtype=torch.int32, device=self.device)
         self._indptr = torch.zeros(limits.max_batch_size + 1, dtype=torch.int32, device=self.device)
+        if workspace_size is not None and workspace_size < 1:
+            raise ValueError(f"attnops: backend flashinfer: workspace_size must be 1 or more, got {workspace_size}")
         size = workspace_size or workspace_bytes(spec, model_architectures)
         self.wrappers = Wrappers(spec, limits, self.device, size, self._indices, self._prefix_indices)
         self._prepared: PreparedStep[FlashInferStep] = PreparedStep()

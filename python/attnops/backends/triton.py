@@ -19,7 +19,12 @@ from attnops.backends.capability import DECODER_MODES, FLOATS, Capability, HeadD
 from attnops.backends.prepared import PreparedStep, in_one_thread
 from attnops.backends.registry import register_attention_backend
 from attnops.backends.store import FP8, heads, store_kv, store_mla, uses_window_slots
-from attnops.environment import TRITON_DECODE_SPLIT_TILE_SIZE, TRITON_NUM_KV_SPLITS, TRITON_SPLIT_TILE_SIZE
+from attnops.environment import (
+    TRITON_DECODE_SPLIT_TILE_SIZE,
+    TRITON_INTERPRET,
+    TRITON_NUM_KV_SPLITS,
+    TRITON_SPLIT_TILE_SIZE,
+)
 from attnops.graph_buffers import MAX_CACHED_STEPS, PagedBuffers, PagedStep
 from attnops.pools import MLATokenToKVPool
 from attnops.types import AttentionBatch, AttentionSpec, AttentionType, Limits
@@ -95,6 +100,16 @@ class TritonAttnBackend(AttentionBackend):
         super().__init__(spec, limits, device)
         if not triton_attention_reduce_in_fp32:
             raise ValueError("attnops: backend triton reduces in float32; triton_attention_reduce_in_fp32 must be True")
+        if self.device.type == "cpu" and not TRITON_INTERPRET.value():
+            raise RuntimeError(
+                "attnops: backend triton runs on a CPU in Triton's interpreter only: set TRITON_INTERPRET=1"
+            )
+        for name, given in (
+            ("triton_attention_num_kv_splits", triton_attention_num_kv_splits),
+            ("triton_attention_split_tile_size", triton_attention_split_tile_size),
+        ):
+            if given is not None and given < 1:
+                raise ValueError(f"attnops: backend triton: {name} must be 1 or more, got {given}")
         self._kernels = _import_kernels()
         self._max_splits = triton_attention_num_kv_splits or TRITON_NUM_KV_SPLITS.value() or DEFAULT_KV_SPLITS
         tile = triton_attention_split_tile_size or TRITON_SPLIT_TILE_SIZE.value()

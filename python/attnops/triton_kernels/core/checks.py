@@ -7,10 +7,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
+
+from attnops.triton_kernels.core.kernel import attend_kernel
 
 Q_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+RUNS_ON_CPU = not isinstance(attend_kernel, triton.JITFunction)  # it is Triton's interpreter's
 
 library = torch.library.Library("attnops", "FRAGMENT")
 
@@ -20,6 +25,8 @@ class Checks:
 
     def __init__(self, op: str, home: Tensor) -> None:
         self._op, self._device = op, home.device
+        on_cpu = home.device.type == "cpu"
+        self.require(RUNS_ON_CPU or not on_cpu, "runs on a CPU in Triton's interpreter only: set TRITON_INTERPRET=1")
         self.extents: dict[str, int] = {}
         self._bound_by: dict[str, str] = {}
 
