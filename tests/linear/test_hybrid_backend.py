@@ -12,7 +12,7 @@ from graph_hosts import Captured, Compiled, Piecewise, Segments
 from graph_tape import GraphTape
 from hybrid_model import BACKENDS, HV, H, K, V, make_engine, reference_logits
 from linear_reference import relative
-from model_zoo import LIMITS, Request, prompt, serve
+from model_zoo import LIMITS, Request, prompt, run_eager, serve
 
 
 @pytest.mark.parametrize("kind", BACKENDS)
@@ -76,6 +76,61 @@ def test_a_branch_goes_on_from_a_copy(kind):
     engine.decode()
     for request in engine.running:
         assert request.tokens[-1] == int(reference_logits(engine.model, request.tokens[:-1])[-1].argmax())
+
+
+@pytest.mark.parametrize("host", [None, Captured])
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_a_request_goes_on_from_a_state_of_another_prompts_way(kind, host):
+    """Kept at 64 and 128 tokens of a prompt in chunks; bits and tokens are those of the whole prompt."""
+    engine = make_engine(kind, checkpoints=2, host=host() if host else run_eager)
+    pool, rows = engine.rows.mamba_pool, engine.rows
+    text = prompt(128, 9)
+    first = Request(rows.alloc()[0], list(text))
+    kept = pool.alloc(2)
+    rows.keep_at(first.row, [64, 128], kept)
+    others = Request(rows.alloc()[0], prompt(90, 4))  # in the same steps, and keeps nothing
+    for counts in ((63, 40), (2, 50), (63, 0)):
+        live = [(r, n) for r, n in zip((first, others), counts) if n]
+        logits = engine.step(ForwardMode.EXTEND, [r for r, _ in live], [n for _, n in live])
+    twin = make_engine(kind, engine.model)
+    alone = Request(twin.rows.alloc()[0], list(text))
+    for count, slot in ((64, kept[0]), (64, kept[1])):
+        twin.step(ForwardMode.EXTEND, [alone], [count])
+        for states, expected in zip(pool.states, twin.rows.mamba_pool.states):
+            if states is not None:
+                own = expected[:, twin.rows.mamba_slot(alone.row)]
+                assert relative(states[:, slot], own) < 1e-6 and bool(states[:, slot].isfinite().all())
+    branch = Request(rows.alloc()[0], list(text), cached=64)
+    slots = rows.slots(first.row, 0, 64).clone()
+    engine.allocator.share(slots)
+    rows.write(branch.row, 0, slots)
+    rows.start_from(branch.row, kept[0])
+    again = engine.step(ForwardMode.EXTEND, [branch], [64])
+    assert relative(again[-1], logits[-1]) < 1e-5
+
+
+def test_wishes_that_cannot_be_are_errors():
+    engine = make_engine("gdn", checkpoints=2)
+    rows, pool = engine.rows, engine.rows.mamba_pool
+    row, slots = rows.alloc()[0], pool.alloc(3)
+    for tokens, given, message in (
+        ([64], slots[:2], "one place each, at most 2"),
+        ([64, 128, 192], slots, "one place each, at most 2"),
+        ([65], slots[:1], "positive multiples of 64, got 65"),
+        ([0], slots[:1], "positive multiples of 64, got 0"),
+        ([64, 128], [slots[0]] * 2, "is not one writer's alone"),
+        ([64], [rows.mamba_slot(row)], "is not one writer's alone"),
+        ([64], [11], "is not in use"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            rows.keep_at(row, tokens, given)
+    pool.share(slots[:1])
+    with pytest.raises(ValueError, match="is not one writer's alone"):
+        rows.keep_at(row, [64], slots[:1])
+    rows.keep_at(row, [64], slots[1:2])
+    assert rows.checkpoints[row].tolist() == [[64, slots[1]], [-1, -1]]
+    rows.free(row)
+    assert (rows.checkpoints == -1).all()
 
 
 def test_a_captured_decode_step_serves_other_requests():

@@ -123,7 +123,9 @@ def _softmax(mixer, x, positions):
     return mixer.out(out.transpose(0, 1).flatten(1))
 
 
-def make_engine(kind: str, model: HybridModel | None = None, host=run_eager, drafts: int = 0) -> Engine:
+def make_engine(
+    kind: str, model: HybridModel | None = None, host=run_eager, drafts: int = 0, checkpoints: int = 0
+) -> Engine:
     engine = Engine(CONFIG, "intel_amx", host, model=model or HybridModel(kind))
     channels = HV * V if kind == "short_conv" else 2 * H * K + HV * V
     states = MambaPool(
@@ -140,7 +142,7 @@ def make_engine(kind: str, model: HybridModel | None = None, host=run_eager, dra
     for pool in states.states:
         if pool is not None:
             pool.fill_(float("nan"))  # what no request has must not show
-    engine.rows = HybridReqToTokenPool(12, LIMITS.max_seqlen, states)
+    engine.rows = HybridReqToTokenPool(12, LIMITS.max_seqlen, states, max_checkpoints=checkpoints)
     linear_backend = BACKENDS[kind](engine.rows, LIMITS, LINEAR)
     engine.backend = HybridLinearAttnBackend(engine.backend, linear_backend, FULL)
     engine.pool = HybridLinearKVPool(8 * LIMITS.max_seqlen, 16, torch.float32, 2, CONFIG.head_dim, FULL)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attnops import ops
+from attnops.backends.linear_checkpoints import CheckpointInputs, Checkpoints
 from attnops.backends.linear_drafts import DraftInputs
 from attnops.backends.prepared import PreparedStep, in_one_thread
 from attnops.pools import HybridReqToTokenPool, MambaState
@@ -37,6 +38,7 @@ class ForwardMetadata:
         drafts: Tokens of a request that the step verifies; 0: it verifies none.
         tree_mask: Of the drafts, packed; None: a chain.
         windows: int64 ``[B, drafts, width]``: what each draft's convolution sees.
+        checkpoints: What prompts leave behind on their way; None: nothing.
     """
 
     mamba_cache_indices: Tensor
@@ -47,6 +49,7 @@ class ForwardMetadata:
     drafts: int = 0
     tree_mask: Tensor | None = None
     windows: Tensor | None = None
+    checkpoints: Checkpoints | None = None
 
 
 class LinearAttnBackend(ABC):
@@ -78,6 +81,7 @@ class LinearAttnBackend(ABC):
         self._has_initial, self._bounds = zeros(size, torch.bool), zeros(size + 1, torch.int32)
         self.report = new_report(self.device) if is_checked() else None
         self._drafts = DraftInputs(states, limits) if states.speculative_num_draft_tokens else None
+        self._kept = CheckpointInputs(pool, limits) if pool.max_checkpoints else None
         self._prepared: PreparedStep[ForwardMetadata] = PreparedStep()
 
     @property
@@ -118,6 +122,7 @@ class LinearAttnBackend(ABC):
             drafts=drafts,
             tree_mask=batch.tree_mask if drafts else None,
             windows=self._drafts.windows(size, drafts) if drafts and self._drafts is not None else None,
+            checkpoints=None if batch.is_uniform or self._kept is None else self._kept.of(size),
         )
         self._prepared.begin(batch, metadata)
 
@@ -163,6 +168,9 @@ class LinearAttnBackend(ABC):
         torch.sub(batch.cache_seqlens, batch.extend_seq_lens, out=step.prefix_lens)
         torch.gt(step.prefix_lens, 0, out=self._has_initial[:size])
         ops.delta_plan(step.query_start_loc, plan=step.plan)
+        if step.checkpoints is not None and self._kept is not None:
+            rows = (batch.req_pool_indices, step.mamba_cache_indices)
+            self._kept.fill(step.checkpoints, *rows, step.prefix_lens, batch.extend_seq_lens)
 
     @in_one_thread
     def update_mamba_state_after_mtp_verify(self, accepted_path: Tensor, accepted_len: Tensor) -> None:
@@ -253,6 +261,9 @@ class LinearAttnBackend(ABC):
         if step.query_start_loc is None:
             return ops.causal_conv1d_update(x, weight, layer.bias, **options)
         options |= {"cu_seqlens": step.query_start_loc, "has_initial_state": step.has_initial_state}
+        if step.checkpoints is not None:  # before the states are overwritten
+            where = (step.query_start_loc, step.mamba_cache_indices, step.prefix_lens)
+            step.checkpoints.keep_inputs(x, weight, conv_states, *where)
         return ops.causal_conv1d(x, weight, layer.bias, **options)
 
     def _where(self, step: ForwardMetadata, place: int, states: MambaState) -> dict[str, Any]:
@@ -270,7 +281,8 @@ class LinearAttnBackend(ABC):
             return given | rings._asdict() | {"tree_mask": step.tree_mask}
         if step.query_start_loc is None:
             return given
-        return given | {"cu_seqlens": step.query_start_loc, "prefix_lens": step.prefix_lens, "plan": step.plan}
+        given |= {"cu_seqlens": step.query_start_loc, "prefix_lens": step.prefix_lens, "plan": step.plan}
+        return given if step.checkpoints is None else given | {"checkpoint_slots": step.checkpoints.cells}
 
     @abstractmethod
     def attend(

@@ -13,6 +13,8 @@ from attnops.pools.kv_cache import MHATokenToKVPool
 from attnops.pools.req_to_token import ReqToTokenPool
 from attnops.types import device_of
 
+STATE_CHUNK = 64  # tokens; states are kept at multiples of it alone
+
 
 class MambaState(NamedTuple):
     """States of linear layers, of one or of all.
@@ -164,7 +166,8 @@ class MambaPool:
             raise ValueError(f"attnops: src and dst must have one slot each, got {len(src)} and {len(dst)}")
         self._check_used([*src, *dst])
         for slot in dst:
-            if self._holders[slot] > 1 or slot in src or list(dst).count(slot) > 1:
+            self.check_writable(slot)
+            if slot in src or list(dst).count(slot) > 1:
                 raise ValueError(f"attnops: slot {slot} of MambaPool is not one writer's alone")
         if self.rings is not None and len(src):
             self.fold(self._indices(sorted(set(src))))
@@ -196,6 +199,12 @@ class MambaPool:
         self._free = list(range(self.size - 1, -1, -1))
         self._holders = [0] * self.size
 
+    def check_writable(self, slot: int) -> None:
+        """Raises ValueError unless the slot has one holder, who may write it."""
+        self._check_used([slot])
+        if self._holders[slot] > 1:
+            raise ValueError(f"attnops: slot {slot} of MambaPool is not one writer's alone")
+
     def _take(self, need_size: int) -> list[int] | None:
         if need_size < 0:
             raise ValueError(f"attnops: need_size must not be negative, got {need_size}")
@@ -221,16 +230,27 @@ class HybridReqToTokenPool(ReqToTokenPool):
     Args:
         size, max_context_len, device: as of `ReqToTokenPool`.
         mamba_pool: Where the states are.
+        max_checkpoints: The most states that a prompt leaves behind on its way (`keep_at`); 0: none.
 
     Attributes:
         req_index_to_mamba_index_mapping: int32 ``[size]`` on `device`: the slot of each row; -1: the row is free.
+        checkpoints: int32 ``[size, max_checkpoints, 2]`` on `device`: after how many tokens of each row, and to which
+            slot; -1: none.
     """
 
     def __init__(
-        self, size: int, max_context_len: int, mamba_pool: MambaPool, device: torch.device | str = "cpu"
+        self,
+        size: int,
+        max_context_len: int,
+        mamba_pool: MambaPool,
+        device: torch.device | str = "cpu",
+        max_checkpoints: int = 0,
     ) -> None:
         super().__init__(size, max_context_len, device)
-        self.mamba_pool = mamba_pool
+        if max_checkpoints < 0:
+            raise ValueError(f"attnops: max_checkpoints must not be negative, got {max_checkpoints}")
+        self.mamba_pool, self.max_checkpoints = mamba_pool, max_checkpoints
+        self.checkpoints = torch.full((size, max_checkpoints, 2), -1, dtype=torch.int32, device=self.device)
         self.req_index_to_mamba_index_mapping = torch.full((size,), -1, dtype=torch.int32, device=self.device)
         self._slots = [-1] * size
 
@@ -251,16 +271,48 @@ class HybridReqToTokenPool(ReqToTokenPool):
         given = [rows] if isinstance(rows, int) else list(rows)
         self.mamba_pool.free([self._slots[row] for row in given])
         self._map(given, [-1] * len(given))
+        if self.max_checkpoints:
+            self.checkpoints[given] = -1
 
     def clear(self) -> None:
         """All rows are free; so are their states, as far as nobody else holds them."""
         self.mamba_pool.free([slot for slot in self._slots if slot >= 0])
         self._map(list(range(self.size)), [-1] * self.size)
+        self.checkpoints.fill_(-1)
         super().clear()
 
     def mamba_slot(self, row: int) -> int:
         """The slot of a row's states; -1: the row is free."""
         return self._slots[row]
+
+    def keep_at(self, row: int, tokens: Sequence[int], slots: Sequence[int]) -> None:
+        """States of a row's prompt on its way, for a prefix cache: of all layers, convolutions as well.
+
+        The step in which the prompt passes ``tokens[i]`` writes its states then into ``slots[i]``, too. A decode step
+        does not. What was named before is forgotten; so it is when the row is freed.
+
+        Args:
+            tokens: Multiples of 64, counted from the prompt's begin.
+            slots: Of `mamba_pool`, with one holder each: the caller.
+
+        Raises:
+            ValueError: tokens that are no such multiple; a slot that is free or shared, or comes twice; too many.
+        """
+        if len(tokens) != len(slots) or len(slots) > self.max_checkpoints:
+            raise ValueError(
+                f"attnops: tokens and slots must have one place each, at most {self.max_checkpoints} "
+                f"(max_checkpoints), got {len(tokens)} and {len(slots)}"
+            )
+        for count in tokens:
+            if count < 1 or count % STATE_CHUNK:
+                raise ValueError(f"attnops: tokens must be positive multiples of {STATE_CHUNK}, got {count}")
+        for slot in slots:
+            self.mamba_pool.check_writable(slot)
+            if slot == self._slots[row] or list(slots).count(slot) > 1:
+                raise ValueError(f"attnops: slot {slot} of MambaPool is not one writer's alone")
+        pairs = [*zip(tokens, slots, strict=True)] + [(-1, -1)] * (self.max_checkpoints - len(slots))
+        given = torch.tensor(pairs, dtype=torch.int32).view(-1, 2)
+        self.checkpoints[row] = given.to(self.device, non_blocking=True)
 
     def start_from(self, row: int, slot: int) -> None:
         """A request begins with a copy of another state, say of a prefix cache."""
