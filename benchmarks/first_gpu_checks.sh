@@ -1,5 +1,5 @@
 #!/bin/bash
-# What the branch port-gpu needs from a GPU, first things first. From the repository's root, with PYTHONPATH=python.
+# What Triton's ops and the wrapped backends need from a GPU, first things first. From the root, with PYTHONPATH=python.
 # PEERS: SGLang's Triton kernels and FlashInfer's modules (benchmarks/README.md says where they come from).
 set -x
 export PYTHONUNBUFFERED=1
