@@ -20,6 +20,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,7 +34,10 @@ OPTIONS = {
 }
 # Subprocesses that compile or measure are left out: what they start would be slow or without the preloaded library.
 PATHS = {
-    "address,undefined": ["xqa_decode", "mla_decode", "fmha", "merge_state", "paged_kv", "layer_call", "device_values"],
+    "address,undefined": [
+        *("merge_state", "paged_kv", "layer_call", "device_values", "fp4_kv", "sparse_mla", "sparse_indexer"),
+        *("speculation", "linear", "xqa_decode", "mla_decode", "fmha"),
+    ],
     "thread": ["layer_call", "device_values"],
 }
 
@@ -51,32 +55,31 @@ def build(sanitizers: str) -> Path:
     return library
 
 
+def parts_of(sanitizers: str, cases: int, paths: list[str]) -> dict[str, list[str]]:
+    """Commands by name. A folder of tests each, so that the times show which of them takes long."""
+    options = ["-q", "-x", "-s", "-p", "no:cacheprovider", "--import-mode=importlib"]
+    chosen = paths or [f"tests/{name}" for name in PATHS[sanitizers]]
+    parts = {path: [sys.executable, "-m", "pytest", *options, path] for path in chosen}
+    parts["fuzzer"] = [sys.executable, "-m", "tests.fuzz", "--seed", "20", "--cases", str(cases), "--jobs", "2"]
+    return parts
+
+
 def run(sanitizers: str, cases: int, paths: list[str]) -> bool:
     """Whether tests and fuzzer found nothing."""
+    begin = time.monotonic()
     library = build(sanitizers)
+    print(f"{sanitizers}: built in {time.monotonic() - begin:.0f} s", flush=True)
     found = subprocess.run(["gcc", f"-print-file-name={LIBRARIES[sanitizers]}"], capture_output=True, text=True)
     # libstdc++ beside it: the sanitizer looks for __cxa_throw before torch has brought it.
     preload = f"{found.stdout.strip()}:libstdc++.so.6"
     environment = {**os.environ, **OPTIONS[sanitizers], "LD_PRELOAD": preload, "PYTHONPATH": str(library)}
     environment["OMP_WAIT_POLICY"] = "passive"
-    chosen = paths or [f"tests/{name}" for name in PATHS[sanitizers]]
-    tests = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-s",
-        "-p",
-        "no:cacheprovider",
-        "--import-mode=importlib",
-        *chosen,
-    ]
-    fuzz = [sys.executable, "-m", "tests.fuzz", "--seed", "20", "--cases", str(cases), "--jobs", "2"]
     clean = True
-    for command in (tests, fuzz):
-        print(f"{sanitizers}: {' '.join(command[1:])}", flush=True)
-        clean &= subprocess.run(command, cwd=ROOT, env=environment).returncode == 0
+    for name, command in parts_of(sanitizers, cases, paths).items():
+        begin = time.monotonic()
+        status = subprocess.run(command, cwd=ROOT, env=environment).returncode
+        clean &= status == 0
+        print(f"{sanitizers}: {name}: exit {status} after {time.monotonic() - begin:.0f} s", flush=True)
     return clean
 
 
