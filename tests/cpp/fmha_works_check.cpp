@@ -1,0 +1,168 @@
+// csrc/fmha/sm90/work.cuh on a CPU: over all works of a plan, each row of queries meets the keys that it sees once, and
+// two CTAs of a pair the same keys. Random batches; the argument says how many.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <random>
+#include <utility>
+#include <vector>
+
+#define __device__
+#define __host__
+#define __forceinline__ inline
+struct int2 {
+  int x, y;
+};
+struct alignas(16) int4 {
+  int x, y, z, w;
+};
+static struct {
+  unsigned x = 0;
+} blockIdx, threadIdx, gridDim;
+#include "fmha/sm90/work.cuh"
+
+namespace {
+
+using namespace attnops;
+using namespace attnops::fmha;
+using namespace attnops::fmha::sm90;
+
+constexpr int kKeys = 128;  // of a tile
+
+#define EXPECT(condition)                                                \
+  do {                                                                   \
+    if (!(condition)) {                                                  \
+      std::printf("seed %d, line %d: %s\n", seed, __LINE__, #condition); \
+      std::exit(1);                                                      \
+    }                                                                    \
+  } while (false)
+
+struct Batch {
+  Params p{};
+  std::vector<int> first_q{0}, first_k{0}, order;
+  std::vector<int4> pieces{{0, kNeverCut, 0, 0}};
+  Cuts cuts;
+};
+
+// What fmha_varlen and fmha_plan make of random lengths, cut at a random limit. Pieces of a tile follow each other.
+void draw(int seed, Batch& b, int& rows) {
+  std::mt19937 generator(seed);
+  const auto pick = [&](std::vector<int> of) { return of[generator() % of.size()]; };
+  Params& p = b.p;
+  p.batch_size = pick({1, 2, 3, 6});
+  p.num_kv_heads = pick({1, 2, 8});
+  p.num_q_heads = p.num_kv_heads * pick({1, 2, 4, 5, 7, 8, 16, 71});
+  p.head_dim_qk = p.head_dim_v = pick({64, 128, 256});
+  p.kv_dtype = p.dtype = DType::kBFloat16;
+  p.tile_q = pick({1, 3, 7, 16, 32, 64, 128, 300});
+  p.causal = pick({0, 1}) != 0;
+  p.window_left = pick({-1, -1, 70});
+  p.window_right = -1;
+  rows = pick({128, 192});
+  for (int i = 0; i < p.batch_size; ++i) {
+    const int queries = pick({0, 1, 5, 17, 130, 400});
+    b.first_q.push_back(b.first_q.back() + queries);
+    b.first_k.push_back(b.first_k.back() + queries + pick({0, 3, 900, 30000}));
+  }
+  const VarlenGeometry geometry{p.batch_size, p.tile_q, p.window_left, p.causal};
+  b.cuts.limit = pick({2, 4, 20, kNeverCut});
+  for (int request = p.batch_size - 1; request >= 0; --request) {
+    const int queries = b.first_q[request + 1] - b.first_q[request], keys = b.first_k[request + 1] - b.first_k[request];
+    for (int tile = ceil_div(queries, p.tile_q) - 1; tile >= 0; --tile) {
+      b.order.insert(b.order.end(), {request, tile});
+      const int units = cost_units(varlen_tile_cost(geometry, queries, keys, tile));
+      const int count = units > b.cuts.limit ? pieces_of(units, b.cuts.limit) : 0;
+      for (int piece = 0; piece < count; ++piece) b.pieces.push_back({request, tile, piece, count});
+    }
+  }
+  b.order.insert(b.order.end(), {-1, -1});
+  b.cuts.pieces = static_cast<int>(b.pieces.size()) - 1;
+  if (b.cuts.pieces == 0) b.cuts.limit = kNeverCut;
+  p.num_q_tokens = b.first_q.back();
+  p.num_k_tokens = b.first_k.back();
+  p.cu_seqlens_q = b.first_q.data();
+  p.cu_seqlens_k = b.first_k.data();
+  p.tile_order = b.order.data();
+  p.num_tiles = static_cast<int>(b.order.size()) / 2;
+  p.pieces = reinterpret_cast<const int*>(b.pieces.data());
+  p.max_pieces = b.cuts.pieces;
+}
+
+// As csrc/fmha/sm90/launch.cuh, which a CPU's compiler cannot read.
+Schedule schedule_of(const Batch& b, int rows) {
+  const Params& p = b.p;
+  const int group = p.num_q_heads / p.num_kv_heads;
+  Schedule s{};
+  s.pack = 1;
+  for (int heads = 2; heads <= std::min(group, rows); ++heads) {
+    if (group % heads == 0 && heads * std::min(p.tile_q, rows) <= rows) s.pack = heads;
+  }
+  s.blocks_per_group = group / s.pack;
+  s.head_blocks = p.num_kv_heads * s.blocks_per_group;
+  s.chunk_tokens = std::min(p.tile_q, rows / s.pack);
+  s.chunks = ceil_div(p.tile_q, s.chunk_tokens);
+  s.works_per_tile = s.head_blocks * s.chunks;
+  s.max_pieces = b.cuts.pieces;
+  s.num_works = (p.num_tiles + s.max_pieces) * s.works_per_tile;
+  s.pack_inverse = ceil_div(1 << 16, s.pack);
+  return s;
+}
+
+void check(int seed) {
+  Batch b;
+  int rows;
+  draw(seed, b, rows);
+  const Params& p = b.p;
+  const Schedule s = schedule_of(b, rows);
+  const int group = p.num_q_heads / p.num_kv_heads;
+  std::map<std::pair<int, int>, std::vector<std::pair<int, int>>> tiles;  // of a token and head
+  const auto decode = [&](int index) {
+    Work w{};
+    if (!decode_work<kKeys>(p, s, b.cuts, index, w)) w.num_tokens = -1;
+    return w;
+  };
+  bool ended = false;
+  for (int index = 0; index < s.num_works; ++index) {
+    const Work w = decode(index);
+    EXPECT(!ended || w.num_tokens < 0);  // a CTA stops at the first one
+    ended = w.num_tokens < 0;
+    if (s.blocks_per_group % 2 == 0 && index % 2 == 0) {
+      const Work other = decode(index + 1);
+      EXPECT(other.num_tokens == w.num_tokens);
+      EXPECT(w.num_tokens <= 0 ||
+             (other.request == w.request && other.first_token == w.first_token && other.kv_head == w.kv_head &&
+              other.tile_begin == w.tile_begin && other.tile_end == w.tile_end && other.q_head == w.q_head + s.pack));
+    }
+    for (int row = 0; row < rows && w.num_tokens > 0; ++row) {
+      const int token = row * s.pack_inverse >> 16, head = w.q_head + row - token * s.pack;
+      if (token >= w.num_tokens) continue;
+      EXPECT(head < p.num_q_heads && head / group == w.kv_head);
+      tiles[{w.first_q_token + w.first_token + token, head}].push_back({w.tile_begin, w.tile_end});
+    }
+  }
+  for (int request = 0; request < p.batch_size; ++request) {
+    const int queries = b.first_q[request + 1] - b.first_q[request], keys = b.first_k[request + 1] - b.first_k[request];
+    for (int token = 0; token < queries; ++token) {
+      const int position = keys - queries + token, end = p.causal ? position + 1 : keys;
+      const int begin = p.window_left < 0 ? 0 : std::max(position - p.window_left, 0);
+      for (int head = 0; head < p.num_q_heads; ++head) {
+        auto& of = tiles[{b.first_q[request] + token, head}];
+        EXPECT(!of.empty());
+        std::sort(of.begin(), of.end());
+        for (size_t i = 1; i < of.size(); ++i) EXPECT(of[i].first == of[i - 1].second);
+        EXPECT(end <= begin || (of.front().first * kKeys <= begin && of.back().second * kKeys >= end));
+      }
+    }
+  }
+}
+
+}  // namespace
+
+int main(int, char** arguments) {
+  const int count = std::atoi(arguments[1]);
+  for (int seed = 0; seed < count; ++seed) check(seed);
+  std::printf("%d batches\n", count);
+}
