@@ -132,6 +132,7 @@ def sgl_kernel() -> None:
     Shim("sgl_kernel", _public(ours))
     Shim("sgl_kernel.flash_attn", _public(ours.flash_attn))
     Shim("sgl_kernel.flash_mla", _public(ours.flash_mla))
+    Shim("sgl_kernel.sparse_flash_attn", _public(ours.sparse_flash_attn))
 
 
 # What the peers' tests call beside attention, in plain torch.

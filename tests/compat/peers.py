@@ -77,7 +77,15 @@ FILES = {
     ],
     "sgl_kernel": [
         f"sgl-kernel/tests/test_{name}.py"
-        for name in ("flash_attention", "flashmla", "merge_state", "merge_state_v2", "cutlass_mla", "topk")
+        for name in (
+            "flash_attention",
+            "flashmla",
+            "merge_state",
+            "merge_state_v2",
+            "cutlass_mla",
+            "topk",
+            "sparse_flash_attn",
+        )
     ],
 }
 # Files that take longest are several processes. They also start first.

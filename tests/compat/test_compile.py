@@ -67,6 +67,9 @@ def forms() -> dict:
     second = {("block_table" if name == "page_table" else name): value for name, value in third.items()}
     second.pop("sinks")
     lists = {"indices": torch.zeros(3, 1, 8, **int32), "block_table": None, "cache_seqlens": None}
+    some = torch.ones(2, ragged["q"].shape[1], 1, **int32)
+    sparse = {"block_count": some, "block_offset": 0 * some[..., None], "column_count": some}
+    sparse |= {"column_index": some[..., None], "causal": True}
     prefill = calls["trtllm_fmha_v2_prefill"][1]
     chunks = {"mask_mode": "chunked", "chunked_attention_size": 3}
     decode = calls["trtllm_batch_decode_with_kv_cache"][1]
@@ -99,6 +102,7 @@ def forms() -> dict:
         "sgl_kernel cache": (sgl_kernel.flash_attn.flash_attn_with_kvcache, third),
         "sgl_kernel MLA": (sgl_kernel.flash_mla.flash_mla_with_kvcache, mla),
         "sgl_kernel rows": (sgl_kernel.flash_mla.flash_mla_sparse_fwd, rows),
+        "lists of blocks and keys": (sgl_kernel.sparse_flash_attn.sparse_attn_varlen_func, ragged | sparse),
         "sgl_kernel.merge_state": (sgl_kernel.merge_state, calls["merge_state_v2"][1]),
         "lists of rows": (
             flash_mla.flash_mla_with_kvcache,

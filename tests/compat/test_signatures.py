@@ -181,6 +181,11 @@ POSITIONAL = {
     sgl_kernel.flash_attn.flash_attn_varlen_func: """q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k seqused_q
         seqused_k page_table softmax_scale causal qv q_descale k_descale v_descale window_size attention_chunk softcap
         num_splits pack_gqa only_qv sm_margin return_softmax_lse sinks out ver""",
+    sgl_kernel.sparse_flash_attn.sparse_attn_func: """q k v block_count block_offset column_count column_index dropout_p
+        softmax_scale causal softcap alibi_slopes deterministic return_attn_probs""",
+    sgl_kernel.sparse_flash_attn.sparse_attn_varlen_func: """q k v block_count block_offset column_count column_index
+        cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale causal softcap alibi_slopes
+        deterministic return_attn_probs""",
     sgl_kernel.flash_mla.flash_mla_with_kvcache: """q k_cache block_table cache_seqlens head_dim_v
         tile_scheduler_metadata num_splits softmax_scale causal descale_q descale_k is_fp8_kvcache indices attn_sink
         extra_k_cache extra_indices_in_kvcache topk_length extra_topk_length""",

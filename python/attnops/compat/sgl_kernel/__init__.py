@@ -1,4 +1,4 @@
-"""`sgl_kernel`'s attention: merges, CUTLASS MLA, draft trees, selections; modules `flash_attn`, `flash_mla`."""
+"""`sgl_kernel`'s attention: merges, CUTLASS MLA, draft trees, selections; and its modules by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attnops.compat._speculation import (
     verify_tree_greedy,
 )
 from attnops.compat._topk import fast_topk_transform_fused, fast_topk_transform_ragged_fused, fast_topk_v2
-from attnops.compat.sgl_kernel import flash_attn, flash_mla
+from attnops.compat.sgl_kernel import flash_attn, flash_mla, sparse_flash_attn
 
 __all__ = [
     "build_tree_kernel_efficient",
@@ -28,6 +28,7 @@ __all__ = [
     "flash_mla",
     "merge_state",
     "merge_state_v2",
+    "sparse_flash_attn",
     "tree_speculative_sampling_target_only",
     "verify_tree_greedy",
 ]
