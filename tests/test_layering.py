@@ -56,6 +56,7 @@ PYTHON_LAYERS = {
         "graph_buffers",
         "backends",
         "compat",
+        "distributed",
     },
 }
 ENGINES = {"vllm", "sglang", "transformers"}

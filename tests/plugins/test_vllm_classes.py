@@ -6,6 +6,10 @@ vLLM's Python files are enough, so versions run here whose engine does not.
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,79 +17,11 @@ import torch
 from attnops.plugins import unsupported
 from checks import MAX_RELATIVE_ERROR, MAX_RELATIVE_ERROR_FP8, assert_lse_close, relative_error
 from problems import FP8, mla_problem, paged_problem
+from vllm_classes import BATCHES, BLOCK, common_metadata, configuration, made_builder, new_tokens
 
 pytestmark = pytest.mark.skipif(bool(unsupported("vllm")), reason=unsupported("vllm") or "-")
+PROGRAM = Path(__file__).parents[1] / "support" / "vllm_context_parallel_ranks.py"
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-BLOCK, CONTEXT, MOST = 16, 512, 8
-BATCHES = {  # lengths, and how many of each request's tokens are new
-    "decode": ([40, 1, 130], [1, 1, 1]),
-    "verification": ([40, 4, 130], [4, 4, 4]),
-    "decodes beside prompts": ([40, 130, 37, 90], [1, 1, 37, 20]),
-    "prompts": ([20, 70], [20, 33]),
-}
-
-
-def configuration(heads: tuple[int, int], head_dim: int, cache_dtype: str) -> SimpleNamespace:
-    """What builders read of vLLM's configuration."""
-    from vllm.config import CUDAGraphMode
-
-    model = SimpleNamespace(
-        dtype=torch.bfloat16,
-        max_model_len=CONTEXT,
-        rswa_window=None,
-        get_num_attention_heads=lambda parallel: heads[0],
-        get_num_kv_heads=lambda parallel: heads[1],
-        get_head_size=lambda: head_dim,
-    )
-    compilation = SimpleNamespace(
-        cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY,
-        cudagraph_capture_sizes=[1, 2, 4, 8],
-        max_cudagraph_capture_size=8,
-        static_forward_context={},
-    )
-    return SimpleNamespace(
-        model_config=model,
-        compilation_config=compilation,
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
-        scheduler_config=SimpleNamespace(max_num_seqs=MOST, max_num_batched_tokens=256),
-        cache_config=SimpleNamespace(cache_dtype=cache_dtype, block_size=BLOCK),
-        speculative_config=SimpleNamespace(num_speculative_tokens=3, parallel_drafting=False),
-        kv_transfer_config=None,
-    )
-
-
-def new_tokens(problem, counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each request's last tokens: the rows among all tokens', and their slots."""
-    rows, slots, begin, page_size = [], [], 0, problem.page_size
-    for request, (length, new) in enumerate(zip(problem.lens, counts, strict=True)):
-        places = torch.arange(length - new, length)
-        rows.append(begin + places)
-        slots.append(problem.table[request][places // page_size].long() * page_size + places % page_size)
-        begin += length
-    return torch.cat(rows), torch.cat(slots)
-
-
-def common_metadata(problem, counts: list[int], slots: torch.Tensor, device: str):
-    from vllm.v1.attention.backend import CommonAttentionMetadata
-
-    starts = torch.tensor([0, *counts]).cumsum(0).int()
-    return CommonAttentionMetadata(
-        query_start_loc=starts.to(device),
-        query_start_loc_cpu=starts,
-        seq_lens=problem.cache_seqlens.to(device),
-        num_reqs=len(counts),
-        num_actual_tokens=sum(counts),
-        max_query_len=max(counts),
-        max_seq_len=int(problem.cache_seqlens.max()),
-        block_table_tensor=problem.page_table.to(device),
-        slot_mapping=slots.to(device),
-        causal=True,
-    )
-
-
-def described(problem, page_size: int) -> SimpleNamespace:
-    lens = problem.cache_seqlens.tolist()
-    return SimpleNamespace(lens=lens, table=problem.page_table, page_size=page_size)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -94,13 +30,11 @@ def described(problem, page_size: int) -> SimpleNamespace:
 @pytest.mark.parametrize("batch", BATCHES)
 def test_a_step_of_gqa(batch, options, kv_dtype, device):
     from attnops.plugins.vllm.backend import AttnopsBackend
-    from vllm.model_executor.layers.attention import Attention
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     lengths, counts = BATCHES[batch]
     heads, head_dim = (8, 2), 64
     problem = paged_problem(lengths, counts, num_q_heads=8, num_kv_heads=2, page_size=BLOCK, kv_dtype=kv_dtype)
-    rows, slots = new_tokens(described(problem, BLOCK), counts)
+    rows, slots = new_tokens(problem, counts)
     cache = torch.cat([t.view(torch.uint8) for t in (problem.k_pages, problem.v_pages)], -1).view(kv_dtype)
     flat = cache.view(torch.uint8).flatten(0, 1)
     flat[slots] = 0xFF  # nobody has stored these yet
@@ -120,12 +54,7 @@ def test_a_step_of_gqa(batch, options, kv_dtype, device):
         sinks=None if sinks is None else sinks.to(device),
     )
     whole = configuration(heads, head_dim, name)
-    layer = Attention.__new__(Attention)
-    torch.nn.Module.__init__(layer)
-    layer.impl = impl
-    whole.compilation_config.static_forward_context["layer"] = layer
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=head_dim, dtype=torch.bfloat16)
-    builder = AttnopsBackend.get_builder_cls()(spec, ["layer"], whole, torch.device(device))
+    builder = made_builder(impl, whole, device)
     step = builder.build(0, common_metadata(problem, counts, slots, device))
     uniform = len(set(counts)) == 1 and counts[0] <= 4
     assert bool(step.decode) == (counts[0] <= 4) and bool(step.prompts) != uniform
@@ -162,7 +91,7 @@ def test_decodes_of_mla(tokens, kv_dtype, split, device):
 
     lengths, counts = [40, 4, 130], [tokens] * 3
     problem = mla_problem(lengths, counts, num_q_heads=16, page_size=BLOCK, kv_dtype=kv_dtype)
-    rows, slots = new_tokens(described(problem, BLOCK), counts)
+    rows, slots = new_tokens(problem, counts)
     problem.kv_pages.view(torch.uint8).flatten(0, 1)[slots] = 0xFF
     cache, latents = problem.kv_pages.to(device), problem.latent_exact[rows].bfloat16().to(device)
     impl = AttnopsMLAImpl.__new__(AttnopsMLAImpl)
@@ -193,3 +122,17 @@ def test_what_the_backend_says_of_itself():
         own = {name for name in vars(ours) if not name.startswith("_")}
         assert own <= set(dir(AttentionBackend)) | {"get_impl_cls", "get_builder_cls"}, own - set(dir(AttentionBackend))
         assert dataclasses.is_dataclass(backend.AttnopsMetadata)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_that_share_sequences_give_what_one_gives(world_size, tmp_path):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    given = [str(world_size), str(tmp_path / "rendezvous")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    ranks = [
+        subprocess.Popen([sys.executable, str(PROGRAM), str(rank), *given], env=environment, **pipes)
+        for rank in range(world_size)
+    ]
+    texts = [rank.communicate(timeout=400)[0] for rank in ranks]
+    for rank, text in zip(ranks, texts, strict=True):
+        assert rank.returncode == 0 and "48 cases equal one rank" in text, text

@@ -65,7 +65,7 @@ ENGINES = {
                 "e5m2 and packed caches",
                 "fused output quantization",
                 "cross attention",
-                "decode context parallelism but of MLA",
+                "windows under decode context parallelism",
             ),
         ),
         Engine(

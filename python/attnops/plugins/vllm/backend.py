@@ -1,11 +1,13 @@
 """The backend ATTNOPS: GQA, MQA and MHA over vLLM's paged cache, which is read and written where it is.
 
 vLLM puts requests with as many new tokens as a decode or a verification first. They go to `xqa_decode`, the others to
-`fmha_paged`. Plans are made in `build`, on the device; nothing is read on the host.
+`fmha_paged`. Plans are made in `build`, on the device; nothing is read on the host. Under decode context parallelism
+both are `context_parallel.py`'s.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -32,6 +34,7 @@ from attnops import ops
 from attnops.backends import Capability, get_backend_class
 from attnops.metadata.fmha_plan import FmhaPlan
 from attnops.plan_buffers import DecodePlan
+from attnops.plugins.vllm import context_parallel
 from attnops.plugins.vllm.plans import (
     DecodePlanner,
     PromptPlanner,
@@ -121,6 +124,8 @@ class AttnopsMetadata(AttentionMetadata):
         decode: A plan per window for these.
         prompts: A plan per window for the others; with `cu_seqlens_q`, where each of them begins.
         causal: Of all requests.
+        own_lens, context_lens, context: Under decode context parallelism: keys on this rank that each decode token
+            sees; those of the others that were stored before the step; a plan per window for these.
     """
 
     num_actual_tokens: int
@@ -133,6 +138,9 @@ class AttnopsMetadata(AttentionMetadata):
     block_table: Tensor
     slot_mapping: Tensor
     causal: bool
+    own_lens: Tensor | None = None
+    context_lens: Tensor | None = None
+    context: dict[int, FmhaPlan] | None = None
 
     @property
     def decode_tokens(self) -> int:
@@ -146,7 +154,7 @@ class AttnopsMetadataBuilder(AttentionMetadataBuilder[AttnopsMetadata]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True, supports_dcp_with_varlen=True)
         impls = [layer.impl for layer in get_layers_from_vllm_config(vllm_config, Attention, layer_names).values()]
         heads = {impl.num_heads for impl in impls}
         if len(heads) != 1:
@@ -162,8 +170,18 @@ class AttnopsMetadataBuilder(AttentionMetadataBuilder[AttnopsMetadata]):
             deterministic=is_batch_invariant(),
         )
         windows, limits = {impl.window_left for impl in impls}, limits_of(vllm_config)
-        self._decode = DecodePlanner(spec, windows, limits, device)
         self._prompts = PromptPlanner(spec, windows, limits, device)
+        self._own: context_parallel.OwnLengths | None = None
+        ranks = impls[0].dcp_world_size
+        if ranks > 1:
+            spec = dataclasses.replace(spec, num_q_heads=spec.num_q_heads * ranks)
+            self._context = PromptPlanner(spec, windows, limits, device)
+            limits = dataclasses.replace(
+                limits, max_batch_size=limits.max_batch_size * (self.reorder_batch_threshold or 1)
+            )
+            place = (ranks, impls[0].dcp_rank)
+            self._own = context_parallel.OwnLengths(vllm_config, *place, limits.max_batch_size, device)
+        self._decode = DecodePlanner(spec, windows, limits, device)
         self._is_encoder = isinstance(kv_cache_spec, EncoderOnlyAttentionSpec)
 
     def build(
@@ -186,14 +204,25 @@ class AttnopsMetadataBuilder(AttentionMetadataBuilder[AttnopsMetadata]):
         decode: dict[int, DecodePlan] = {}
         plans: dict[int, FmhaPlan] = {}
         cu_seqlens_q: Tensor | None = None
+        own, context_lens, context = None, None, None
+        if self._own is not None and not (causal or self._is_encoder):
+            raise NotImplementedError("attnops: decode context parallelism without a causal mask")
         if decodes and decode_tokens:
-            decode = self._decode.plan(seq_lens[:decodes], decode_tokens // decodes)
+            lens, tokens = seq_lens[:decodes], decode_tokens // decodes
+            if self._own is not None:
+                lens = own = self._own.of_decodes(lens, tokens)
+                tokens = 1
+            decode = self._decode.plan(lens, tokens)
         if prompts:
             cu_seqlens_q = starts[decodes : common.num_reqs + 1]
             if decodes:
                 cu_seqlens_q = cu_seqlens_q - decode_tokens
-            lens = None if self._is_encoder else seq_lens[decodes:]
-            plans = self._prompts.plan(cu_seqlens_q, prompt_tokens, causal, lens)
+            prompt_lens: Tensor | None = None if self._is_encoder else seq_lens[decodes:]
+            if self._own is not None and prompt_lens is not None:
+                context_lens = self._own.of_contexts(prompt_lens, cu_seqlens_q)
+                context = self._context.plan(cu_seqlens_q, prompt_tokens, False, context_lens)
+                prompt_lens = None  # keys of the step itself
+            plans = self._prompts.plan(cu_seqlens_q, prompt_tokens, causal, prompt_lens)
         return AttnopsMetadata(
             num_actual_tokens=common.num_actual_tokens,
             num_decodes=decodes,
@@ -205,11 +234,19 @@ class AttnopsMetadataBuilder(AttentionMetadataBuilder[AttnopsMetadata]):
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
             causal=causal,
+            own_lens=own,
+            context_lens=context_lens,
+            context=context,
         )
 
 
 class AttnopsImpl(AttentionImpl[AttnopsMetadata]):
     """One layer."""
+
+    can_return_lse_for_decode: bool = True
+    lse_base_on_e: bool = True
+    supports_dcp: bool = True
+    supports_mtp_with_cp_non_trivial_interleave_size: bool = True
 
     def __init__(
         self,
@@ -230,6 +267,7 @@ class AttnopsImpl(AttentionImpl[AttnopsMetadata]):
             "ALiBi": alibi_slopes is not None,
             f"attention of type {attn_type}": attn_type not in (AttentionType.DECODER, *ENCODERS),
             f"head_size {head_size}": not AttnopsBackend.supports_head_size(head_size),
+            "windows under decode context parallelism": self.dcp_world_size > 1 and sliding_window is not None,
             f"options {sorted(unknown)}": bool(unknown),
         }
         refused = [reason for reason, holds in reasons.items() if holds]
@@ -289,6 +327,9 @@ class AttnopsImpl(AttentionImpl[AttnopsMetadata]):
             return output
         k_pages, v_pages = self._pages(kv_cache)
         first, end = step.num_decode_tokens, step.num_actual_tokens
+        if self.dcp_world_size > 1:
+            self._share(query[:end], key[:end], value[:end], (k_pages, v_pages), output[:end], step, options)
+            return output
         if step.decode:
             lens, table = step.seq_lens[: step.num_decodes], step.block_table[: step.num_decodes]
             plan: Any = step.decode[self.window_left]
@@ -309,6 +350,33 @@ class AttnopsImpl(AttentionImpl[AttnopsMetadata]):
                 **options,
             )
         return output
+
+    def _share(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        pages: tuple[Tensor, Tensor],
+        output: Tensor,
+        step: AttnopsMetadata,
+        options: dict[str, Any],
+    ) -> None:
+        """The step with keys on all ranks of the group."""
+        first, window = step.num_decode_tokens, self.window_left
+        options = {name: option for name, option in options.items() if name not in ("causal", "window_left")}
+        if step.decode:
+            assert step.own_lens is not None
+            table = step.block_table[: step.num_decodes]
+            context_parallel.decode(
+                query[:first], pages, table, step.own_lens, step.decode[window], output[:first], **options
+            )
+        if step.prompts:
+            assert step.context is not None and step.context_lens is not None and step.cu_seqlens_q is not None
+            table, plans = step.block_table[step.num_decodes :], (step.context[window], step.prompts[window])
+            new = (query[first:], key[first:], value[first:])
+            context_parallel.prompts(
+                new, pages, table, step.context_lens, step.cu_seqlens_q, plans, output[first:], **options
+            )
 
     def _encode(
         self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, step: AttnopsMetadata, options: dict[str, Any]
