@@ -2,7 +2,7 @@
 
 Times are those of bench_paged_kv.py: a captured graph of many calls, its median over replays, by call.
 
-    python benchmarks/bench_indexer.py --parts topk,logits,prefill,keys,layer --write
+    python benchmarks/bench_indexer.py --parts topk,logits,fused,prefill,keys,layer --write
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from attnops import ops
+from attnops.ops.indexer import SCRATCH_BYTES
 from bench_paged_kv import Bench
 from records import RESULTS, write
 
@@ -76,6 +77,19 @@ class IndexerBench(Bench):
             size = batch * length * (DIM + 8)
             self.cell("index_logits_paged", "attnops", {"batch_size": batch, "keys": length}, [call] * CALLS, size)
 
+    def fused(self) -> None:
+        """`index_topk`, over a scratch of all rows and, for a prompt of one request, of as many as 256 MB hold."""
+        for batch, length, tokens in [(*cell, 1) for cell in DECODE] + [(1, 65536, 4096)]:
+            keys = PagedKeys(batch, length)
+            q = random_fp8(batch, tokens, HEADS, DIM)
+            weights = torch.randn(batch * tokens, HEADS, device=DEVICE)
+            ends = keys.lengths[:, None] - torch.arange(tokens - 1, -1, -1, dtype=torch.int32, device=DEVICE)
+            chosen = torch.empty(batch * tokens, K, dtype=torch.int32, device=DEVICE)
+            scratch = torch.empty(min(batch * tokens, SCRATCH_BYTES // (4 * length)), length, device=DEVICE)
+            call = partial(ops.index_topk, q, keys.pages, keys.table, weights, ends, K, indices=chosen, scratch=scratch)
+            params = {"batch_size": batch, "keys": length, "tokens": tokens, "k": K}
+            self.cell("index_topk", "attnops", params, [call] * (CALLS if tokens == 1 else 1))
+
     def prefill(self) -> None:
         for rows, count in PREFILL:
             q, weights = random_fp8(rows, HEADS, DIM), torch.randn(rows, HEADS, device=DEVICE)
@@ -127,7 +141,7 @@ class IndexerBench(Bench):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--smoke", action="store_true", help="one replay of each cell")
-    parser.add_argument("--parts", default="topk,logits,prefill,keys,layer", help="what to measure")
+    parser.add_argument("--parts", default="topk,logits,fused,prefill,keys,layer", help="what to measure")
     parser.add_argument("--write", action="store_true", help="write the results")
     parser.add_argument("--out", default=RESULTS, help="folder of the results")
     options = parser.parse_args()
