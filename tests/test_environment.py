@@ -31,3 +31,14 @@ def test_those_that_are_set_are_listed(monkeypatch, capsys):
     monkeypatch.setenv("ATTNOPS_CHECK", "yes please")
     with pytest.raises(ValueError, match="ATTNOPS_CHECK must be 0 or 1"):
         is_checked()
+
+
+@pytest.mark.parametrize("name", ["ATTNOPS_CPU_ISA", "TRITON_INTERPRET"])
+def test_what_hinders_the_description_itself_is_listed_first(name, monkeypatch):
+    monkeypatch.setenv("ATTNOPS_VLLM_CPU", "1")
+    monkeypatch.setenv(name, "7 pears")
+    with pytest.raises(SystemExit) as stopped:
+        info.main([])
+    text = str(stopped.value)
+    assert "  ATTNOPS_VLLM_CPU=True: " in text and f"environment variable {name} must be" in text
+    assert name in text.splitlines()[-1]

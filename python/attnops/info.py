@@ -247,10 +247,14 @@ def main(arguments: list[str] | None = None) -> None:
         spec = _spec(options)
     except ValueError as error:
         parser.error(str(error))
-    machine = detect_machine(options.device)
+    variables = ("environment variables that are set", environment.describe() or ["  none"])
+    try:
+        machine, process = detect_machine(options.device), describe_process()
+    except (RuntimeError, ValueError) as error:  # a malformed variable, which the list names
+        raise SystemExit("\n".join([variables[0], *variables[1], "", str(error)])) from None
     sections = [
-        ("", describe_process()),
-        ("environment variables that are set", environment.describe() or ["  none"]),
+        ("", process),
+        variables,
         ("ops", describe_ops()),
         (f"backends on {machine.device}", describe_backends(machine)),
         (f"a model of {_name(spec)} on {machine.device}", describe_selection(spec, machine, options.speculative)),
