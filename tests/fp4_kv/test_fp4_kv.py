@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 import torch
 from attnops import ops, reference
+from attnops.backends import get_backend_class
 from attnops.layers import RadixAttention
 from attnops.pools import MHATokenToKVPool, MHATokenToKVPoolFP4, MLATokenToKVPoolFP4
+from attnops.types import AttentionBatch, AttentionSpec, ForwardMode, Limits
 from checks import assert_attention_close, assert_lse_close
 from draft_trees import attention_over
 from fp4_problems import E4M3, FP4, LENGTHS, pools, problem, real
@@ -173,3 +176,26 @@ def test_pools_move_their_rows_and_say_what_they_hold():
         MHATokenToKVPool(64, 4, FP4, 2, 64, 1)
     with pytest.raises(ValueError, match=r"head_dim of an FP4 pool must be a multiple of 16 .*, got 40"):
         MHATokenToKVPoolFP4(64, 4, 2, 40, 1)
+
+
+def test_the_cpus_backend_decodes_codes_as_they_are_and_is_not_batch_invariant(monkeypatch):
+    calls = []
+    monkeypatch.setattr(ops, "fp4_decode", lambda *given, **more: calls.append(more))
+    spec = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64, page_size=4, dtype=torch.float32, kv_dtype=FP4)
+    limits = Limits(max_batch_size=2, max_seqlen=64)
+    backend = get_backend_class("intel_amx")(spec, limits)
+    batch = AttentionBatch(
+        forward_mode=ForwardMode.DECODE,
+        req_pool_indices=torch.arange(2),
+        cache_seqlens=torch.tensor([3, 9], dtype=torch.int32),
+        num_tokens=2,
+        req_to_token=torch.arange(128, dtype=torch.int32).view(2, 64),
+        out_cache_loc=torch.tensor([2, 72]),
+        token_to_kv_pool=MHATokenToKVPoolFP4(128, 4, 2, 64, 1),
+        attn_backend=backend,
+    )
+    backend.init_forward_metadata(batch)
+    RadixAttention(4, 64, 0.1, 2, 0)(torch.zeros(2, 256), torch.ones(2, 128), torch.ones(2, 128), batch)
+    assert len(calls) == 1 and calls[0]["softmax_scale"] == 0.1
+    with pytest.raises(NotImplementedError, match="intel_amx is not batch-invariant over an FP4 cache"):
+        get_backend_class("intel_amx")(dataclasses.replace(spec, deterministic=True), limits)

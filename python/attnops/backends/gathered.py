@@ -54,6 +54,14 @@ Chunks = Iterator[tuple[Tensor, Tensor, int]]
 Softmax = Callable[[Queries, Chunks, RadixAttention], Tensor]
 
 
+def whole_queries(call: LayerCall) -> Tensor:
+    """``[num_tokens, H_q, D]``, of one tensor or of two (`q_rope`)."""
+    q, layer = call.q, call.layer
+    if call.q_rope is not None:
+        q = torch.cat([x.reshape(q.shape[0], layer.num_heads, -1) for x in (q, call.q_rope)], -1)
+    return heads("q", q, layer.num_heads, layer.head_dim)
+
+
 class GatheredSteps:
     """What such backends share by composition: buffers, metadata, stores, and one layer's queries and keys.
 
@@ -79,13 +87,8 @@ class GatheredSteps:
 
     @in_one_thread
     def attend(self, call: LayerCall) -> None:
-        q, layer, batch = call.q, call.layer, call.batch
-        step = self.prepared.of(batch)
-        if call.q_rope is not None:
-            q = torch.cat(
-                [q.reshape(q.shape[0], layer.num_heads, -1), call.q_rope.view(q.shape[0], layer.num_heads, -1)], -1
-            )
-        q = heads("q", q, layer.num_heads, layer.head_dim)
+        layer, batch = call.layer, call.batch
+        step, q = self.prepared.of(batch), whole_queries(call)
         out = call.out.view(q.shape[0], layer.num_heads, layer.v_head_dim)
         rows = _rows_of_requests(batch, step)
         if layer.attn_type is AttentionType.ENCODER_ONLY:
@@ -96,7 +99,7 @@ class GatheredSteps:
 
             chunks = _ragged_chunks(k, v, rows, queries)
         else:
-            self._store(call, step)
+            self.store(call, step)
             queries = _queries(q, batch, rows, batch.cache_seqlens)
             chunks = self._paged_chunks(layer, batch, step, queries)
         result = self._softmax(queries, chunks, layer)
@@ -105,7 +108,7 @@ class GatheredSteps:
         else:
             out.copy_(result[rows.request, rows.row])
 
-    def _store(self, call: LayerCall, step: PagedStep) -> None:
+    def store(self, call: LayerCall, step: PagedStep) -> None:
         if not call.save_kv_cache or call.k is None:
             return
         if self.spec.is_mla:

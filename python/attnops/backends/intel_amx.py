@@ -17,13 +17,16 @@ from attnops.backends import attend
 from attnops.backends.base import AttentionBackend, LayerCall
 from attnops.backends.capability import DECODER_MODES, FLOATS, Capability, HeadDims
 from attnops.backends.fmha_steps import FmhaStep, FmhaSteps
+from attnops.backends.fp4_steps import Fp4Steps
 from attnops.backends.local_steps import LocalSteps
 from attnops.backends.mla_prefill import MlaPrefill
 from attnops.backends.prepared import PreparedStep, in_one_thread
 from attnops.backends.registry import register_attention_backend
 from attnops.backends.store import store_kv, store_mla
+from attnops.backends.torch_native import TorchNativeAttnBackend
 from attnops.graph_buffers import MAX_CACHED_STEPS, PagedBuffers, PagedStep
 from attnops.metadata.plan import MlaDecodePlan
+from attnops.ops.fp4_kv import FP4
 from attnops.plan_buffers import BlockBuffers, DecodePlan, DecodePlans, TokenBlocks
 from attnops.types import AttentionBatch, AttentionSpec, AttentionType, Limits
 
@@ -49,7 +52,7 @@ class IntelAMXAttnBackend(AttentionBackend):
         modes=DECODER_MODES,
         attn_types=frozenset(AttentionType),
         dtypes=FLOATS,
-        kv_dtypes=frozenset({torch.float8_e4m3fn, torch.uint8}),
+        kv_dtypes=frozenset({torch.float8_e4m3fn, torch.uint8, FP4}),
         head_dims=HeadDims(32, 256, 8, equal=False),
         mla=True,
         sliding_window=True,
@@ -66,6 +69,13 @@ class IntelAMXAttnBackend(AttentionBackend):
 
     def __init__(self, spec: AttentionSpec, limits: Limits, device: torch.device | str = "cpu") -> None:
         super().__init__(spec, limits, device)
+        self._fp4 = None
+        if spec.cache_dtype == FP4:
+            if spec.deterministic:
+                raise NotImplementedError(f"attnops: backend {self.name} is not batch-invariant over an FP4 cache")
+            self._fp4 = Fp4Steps(self.name, spec, limits, self.device, TorchNativeAttnBackend.softmax)
+            self._mla = None
+            return
         self._buffers = PagedBuffers(spec, limits, self.device)
         self._decode_plans: dict[int, DecodePlans] = {}
         self._decodes = spec.is_mla or spec.head_dim == spec.v_head_dim
@@ -85,9 +95,12 @@ class IntelAMXAttnBackend(AttentionBackend):
 
     @property
     def fault_report(self) -> Tensor | None:
-        return self._buffers.report
+        return (self._buffers if self._fp4 is None else self._fp4.buffers).report
 
     def init_forward_metadata_out_graph(self, batch: AttentionBatch, in_capture: bool = False) -> None:
+        if self._fp4 is not None:
+            self._fp4.out_graph(batch)
+            return
         self.limits.check(batch)
         paged = self._buffers.step(batch)
         key = (batch.batch_size, batch.num_tokens, batch.tokens_per_request, paged.window_out_cache_loc is not None)
@@ -97,8 +110,14 @@ class IntelAMXAttnBackend(AttentionBackend):
             self._steps[key] = self._make(batch, paged)
         self._prepared.begin(batch, self._steps[key])
 
-    @in_one_thread
     def init_forward_metadata_in_graph(self, batch: AttentionBatch) -> None:
+        if self._fp4 is None:
+            self._in_graph(batch)
+        else:
+            self._fp4.in_graph(batch)
+
+    @in_one_thread
+    def _in_graph(self, batch: AttentionBatch) -> None:
         step = self._prepared.plan(batch)
         if batch.num_tokens == 0:
             return
@@ -123,8 +142,14 @@ class IntelAMXAttnBackend(AttentionBackend):
     def takes_absorbed(self, batch: AttentionBatch) -> bool:
         return self._mla is None or self._mla.takes_absorbed(batch)
 
-    @in_one_thread
     def attend(self, call: LayerCall) -> None:
+        if self._fp4 is None:
+            self._attend(call)
+        else:
+            self._fp4.attend(call)
+
+    @in_one_thread
+    def _attend(self, call: LayerCall) -> None:
         step, report = self._prepared.of(call.batch), self._buffers.report
         q, k, v, layer, batch, out = call.q, call.k, call.v, call.layer, call.batch, call.out
         if self._local is not None and layer.attention_chunk_size:

@@ -43,8 +43,8 @@ class MultiStepDraftBackend(AttentionBackend):
         trees: False: branches are requests, whatever the backend has.
 
     Raises:
-        ValueError: `topk` is below 1, or above the nodes of a tree; `draft_steps` is below 2, where a loop has no step,
-            or leaves no room for a prefix.
+        ValueError: `topk` is below 1, or above the nodes of a tree. Or `draft_steps` is below 2, where a loop has no
+            step, or it leaves no room for a prefix.
     """
 
     name = "multi_step"
