@@ -174,7 +174,7 @@ def index_topk(
 ) -> Tensor:
     """The `k` best keys of each token: the bits of `index_logits_paged` and `topk_select`, in less memory.
 
-    Rows go through the scratch, as many at a time as it has, so a long prompt of one request needs no more memory than
+    Rows go through the scratch, as many at a time as it has. So a long prompt of one request needs no more memory than
     a step of decode.
 
     Args:

@@ -125,7 +125,7 @@ class AttnopsMetadata(AttentionMetadata):
         prompts: A plan per window for the others; with `cu_seqlens_q`, where each of them begins.
         causal: Of all requests.
         own_lens, context_lens, context: Under decode context parallelism: keys on this rank that each decode token
-            sees; those of the others that were stored before the step; a plan per window for these.
+            sees. Those of the others that were stored before the step. A plan per window for these.
     """
 
     num_actual_tokens: int
