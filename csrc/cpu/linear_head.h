@@ -1,5 +1,6 @@
 #pragma once
 #include <algorithm>
+#include <cstring>
 
 #include "cpu/convert.h"
 #include "cpu/linear_step.h"
@@ -18,14 +19,36 @@ inline float element(DType dtype, const void* data, int64_t i) {
   return to_float(static_cast<const BFloat16*>(data)[i]);
 }
 
-inline void put_element(DType dtype, void* data, int64_t i, float x) {
-  if (dtype == DType::kFloat32) {
-    static_cast<float*>(data)[i] = x;
-  } else if (dtype == DType::kFloat16) {
-    static_cast<Float16*>(data)[i] = from_float<Float16>(x);
+// `count` elements from i on, with one branch for all of them.
+inline void elements(DType dtype, const void* data, int64_t i, int count, float* to) {
+  const auto convert = [&](const auto* from) {
+    for (int j = 0; j < count; ++j) to[j] = to_float(from[i + j]);
+  };
+  if (dtype == DType::kFloat16) return convert(static_cast<const Float16*>(data));
+  if (dtype == DType::kBFloat16) return convert(static_cast<const BFloat16*>(data));
+  std::memcpy(to, static_cast<const float*>(data) + i, static_cast<size_t>(count) * 4);
+}
+
+inline void put_elements(DType dtype, void* data, int64_t i, int count, const float* from) {
+  if (dtype == DType::kFloat16) {
+    for (int j = 0; j < count; ++j) static_cast<Float16*>(data)[i + j] = from_float<Float16>(from[j]);
+  } else if (dtype == DType::kBFloat16) {
+    for (int j = 0; j < count; ++j) static_cast<BFloat16*>(data)[i + j] = from_float<BFloat16>(from[j]);
   } else {
-    static_cast<BFloat16*>(data)[i] = from_float<BFloat16>(x);
+    std::memcpy(static_cast<float*>(data) + i, from, static_cast<size_t>(count) * 4);
   }
+}
+
+// A sum of products of float arrays that are zero from their ends to the next multiple of kStepLanes.
+inline float dot(const float* a, const float* b, int count) {
+  float sums[kStepLanes] = {};
+  for (int i = 0; i < count; i += kStepLanes) {
+    for (int j = 0; j < kStepLanes; ++j) sums[j] += a[i + j] * b[i + j];
+  }
+  for (int width = kStepLanes / 2; width > 0; width /= 2) {
+    for (int j = 0; j < width; ++j) sums[j] += sums[j + width];
+  }
+  return sums[0];
 }
 
 inline void* states_of(const LinearStep& p, int64_t slot, int head) {
@@ -54,21 +77,22 @@ struct Head {
 
   void load_rows() {
     const int group = head / p->heads_per_group;
-    float key_norm = 0.f, query_norm = 0.f;
-    for (int i = 0; i < p->key_dim; ++i) {
-      key[i] = at(p->k, group, i);
-      query[i] = at(p->q, group, i);
-      key_norm += key[i] * key[i];
-      query_norm += query[i] * query[i];
+    const auto load = [&](const StepRows& rows, int of, int count, float* to) {
+      elements(p->dtype, rows.data, row * rows.stride_request + of * rows.stride_head, count, to);
+    };
+    load(p->k, group, p->key_dim, key);
+    load(p->q, group, p->key_dim, query);
+    load(p->v, head, p->value_dim, value);
+    float key_scale = 1.f, query_scale = p->scale;
+    if (p->normalize) {
+      key_scale = 1.f / std::sqrt(dot(key, key, p->key_dim) + kNormEpsilon);
+      query_scale *= 1.f / std::sqrt(dot(query, query, p->key_dim) + kNormEpsilon);
     }
-    for (int i = 0; i < p->value_dim; ++i) value[i] = at(p->v, head, i);
-    const float key_scale = p->normalize ? 1.f / std::sqrt(key_norm + kNormEpsilon) : 1.f;
-    const float query_scale = p->scale * (p->normalize ? 1.f / std::sqrt(query_norm + kNormEpsilon) : 1.f);
     for (int i = 0; i < p->key_dim; ++i) {
       key[i] *= key_scale;
       query[i] *= query_scale;
-      key_query += key[i] * query[i];
     }
+    key_query = dot(key, query, p->key_dim);
   }
 
   void delta_gates() {
@@ -95,16 +119,16 @@ struct Head {
   }
 
   void store(bool is_padding) const {
-    const int64_t to = row * p->out_stride_request + head * p->out_stride_head;
+    alignas(64) float x[kMaxStateDim];
     for (int v = 0; v < p->value_dim; ++v) {
-      float x = is_padding ? 0.f : out[v];
-      if (!is_padding && p->skip != nullptr) x += p->skip[head] * value[v];
+      x[v] = is_padding ? 0.f : out[v];
+      if (!is_padding && p->skip != nullptr) x[v] += p->skip[head] * value[v];
       if (!is_padding && p->z.data != nullptr) {
         const float z = at(p->z, head, v);
-        x *= z * sigmoid(z);
+        x[v] *= z * sigmoid(z);
       }
-      put_element(p->dtype, p->out, to + v, x);
     }
+    put_elements(p->dtype, p->out, row * p->out_stride_request + head * p->out_stride_head, p->value_dim, x);
   }
 };
 
@@ -121,15 +145,13 @@ struct WideState {
       float* row = data + v * width;
       std::fill(row, row + width, 0.f);
       if (from == nullptr) continue;
-      for (int k = 0; k < step.key_dim; ++k) row[k] = element(step.state_dtype, from, v * step.stride_row + k);
+      elements(step.state_dtype, from, v * step.stride_row, step.key_dim, row);
     }
   }
 
   void save(void* to) const {
     for (int v = 0; v < step.value_dim; ++v) {
-      for (int k = 0; k < step.key_dim; ++k) {
-        put_element(step.state_dtype, to, v * step.stride_row + k, data[v * width + k]);
-      }
+      put_elements(step.state_dtype, to, v * step.stride_row, step.key_dim, data + v * width);
     }
   }
 

@@ -7,7 +7,7 @@ namespace {
 
 // Tokens whose vectors are made at once, and rows of a state that then meet all of them while they lie in the first
 // cache.
-constexpr int kTokens = 16, kRows = 16;
+constexpr int kTokens = 8, kRows = 16;
 
 // A head of one request.
 class HeadPrefill {
@@ -25,6 +25,7 @@ class HeadPrefill {
     for (int64_t t = first; t < last;) {
       const int64_t to_checkpoint = kChunk - (prefix + t - first) % kChunk;
       const int count = static_cast<int>(std::min({int64_t{kTokens}, last - t, to_checkpoint}));
+      fetch(head, t + count, last);
       walk(head, t, count);
       t += count;
       const int64_t kept = p_.checkpoint(request, prefix + t - first);
@@ -38,6 +39,22 @@ class HeadPrefill {
   }
 
  private:
+  // The rows of the tokens that come next: they lie far apart, and no processor guesses them all.
+  void fetch(int head, int64_t first, int64_t last) const {
+    const LinearStep& step = p_.step;
+    const int group = head / step.heads_per_group, size = size_of(step.dtype);
+    const auto touch = [&](const void* data, int64_t stride_token, int64_t stride_head, int of, int64_t t, int count) {
+      const char* row = static_cast<const char*>(data) + (t * stride_token + of * stride_head) * size;
+      for (int i = 0; i < count * size; i += 64) __builtin_prefetch(row + i);
+    };
+    for (int64_t t = first; t < std::min(first + kTokens, last); ++t) {
+      touch(step.k.data, step.k.stride_request, step.k.stride_head, group, t, step.key_dim);
+      touch(step.q.data, step.q.stride_request, step.q.stride_head, group, t, step.key_dim);
+      touch(step.v.data, step.v.stride_request, step.v.stride_head, head, t, step.value_dim);
+      touch(step.out, step.out_stride_request, step.out_stride_head, head, t, step.value_dim);
+    }
+  }
+
   void walk(int head, int64_t first, int count) {
     const LinearStep& step = p_.step;
     Head tokens[kTokens];
