@@ -97,19 +97,15 @@ struct Vec {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), packed);
   }
 
-  // Eight e4m3 bytes. Subnormals are whole multiples of 2^-9; no step makes a denormal float, which a flush-to-zero
-  // mode would lose.
+  // Eight e4m3 bytes. As float16, exponent and fraction mean 2^-8 of the value, subnormals too. That conversion keeps
+  // denormals, which a flush-to-zero mode would take from float arithmetic.
   static Reg load_elements(const E4M3* p) {
-    const __m256i x = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
-    const __m256i magnitude = _mm256_and_si256(x, _mm256_set1_epi32(0x7F));
-    const __m256i sign = _mm256_slli_epi32(_mm256_and_si256(x, _mm256_set1_epi32(0x80)), 24);
-    const __m256i normal = _mm256_add_epi32(_mm256_slli_epi32(magnitude, 20), _mm256_set1_epi32(120 << 23));
-    const Reg subnormal = _mm256_mul_ps(_mm256_cvtepi32_ps(magnitude), all(0x1p-9f));
-    const __m256i is_subnormal = _mm256_cmpgt_epi32(_mm256_set1_epi32(8), magnitude);
-    const __m256i is_nan = _mm256_cmpeq_epi32(magnitude, _mm256_set1_epi32(0x7F));
-    const __m256i value = _mm256_blendv_epi8(normal, _mm256_castps_si256(subnormal), is_subnormal);
-    return _mm256_castsi256_ps(
-        _mm256_or_si256(_mm256_or_si256(value, sign), _mm256_and_si256(is_nan, _mm256_set1_epi32(0x7FC00000))));
+    const __m128i high = _mm_unpacklo_epi8(_mm_setzero_si128(), _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    const __m128i half = _mm_and_si128(_mm_srai_epi16(high, 1), _mm_set1_epi16(static_cast<short>(0xBF80)));
+    const __m128i all_ones = _mm_set1_epi16(0x3F80);  // of exponent and fraction: NaN
+    const __m128i is_nan = _mm_cmpeq_epi16(_mm_and_si128(half, all_ones), all_ones);
+    const __m128i value = _mm_or_si128(half, _mm_and_si128(is_nan, _mm_set1_epi16(0x7C00)));
+    return _mm256_mul_ps(_mm256_cvtph_ps(value), all(256.f));
   }
 };
 
