@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from .cases import run_case
 from .draw import Draw
+from .expected import cannot_run_here
 from .models import draw_world
 from .mutants import MUTANTS, callers_of, living
 from .runner import Run
@@ -31,6 +33,14 @@ def test_all_backends_of_a_world_verify_alike():
     assert worlds
     for world in worlds:
         assert len({world.build().speculative_attention_mode for _ in range(8)}) == 1
+
+
+def test_rows_that_a_processor_lacks_instructions_for_need_no_hit(monkeypatch):
+    for isa, lacking in (("avx2", {"avx512", "avx512bf16"}), ("avx512", {"avx512bf16"}), ("amx", set())):
+        monkeypatch.setattr(torch.ops.attnops, "cpu_isa", lambda isa=isa: isa)
+        rows = {row: f"row cpu xqa_decode {row}_bfloat16" for row in ("scalar", "avx2", "avx512", "avx512bf16")}
+        assert {row for row, name in rows.items() if cannot_run_here(name)} == lacking
+    assert not cannot_run_here("row cuda xqa_decode bf16_hd64") and not cannot_run_here("op merge_state")
 
 
 @pytest.mark.parametrize("name", MUTANTS)
