@@ -21,9 +21,7 @@ template <class Params>
 __device__ __noinline__ bool some_row_sees(const Params& p, int request, int draft) {
   const uint8_t* column = p.tree_mask + request * p.tree_mask_stride_request + draft / 8;
   const auto has_bit = [&](int row) { return (column[row * p.tree_mask_stride_token] >> (draft % 8) & 1) != 0; };
-  const auto in_window = [&](int row) {
-    return p.window_left < 0 || draft >= draft_window_begin(p, request, row, 0);
-  };
+  const auto in_window = [&](int row) { return p.window_left < 0 || draft >= draft_window_begin(p, request, row, 0); };
   if (draft < p.seqlen_q && has_bit(draft) && in_window(draft)) return true;
   if (p.window_left < 0) {  // bytes of several rows come at once
     unsigned seen = 0;

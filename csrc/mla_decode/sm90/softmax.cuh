@@ -61,10 +61,9 @@ struct RowState {
       const bool causal = p.causal && (kOptions == Options::kCommon || p.tree_mask == nullptr);
       const int end = causal ? max_of(position + 1, 0) : piece.length;
       const int window = window_of<kOptions>(p);
-      keys[h].begin = window < 0 ? 0
-                      : p.tree_mask
-                          ? draft_window_begin(p, piece.request, token[h], piece.length - p.tree_keys)
-                          : max_of(position - window, 0);
+      keys[h].begin = window < 0    ? 0
+                      : p.tree_mask ? draft_window_begin(p, piece.request, token[h], piece.length - p.tree_keys)
+                                    : max_of(position - window, 0);
       keys[h].end = min_of(end, piece.keys.end);
       maximum[h] = -INFINITY;
       sum[h] = 0.f;

@@ -140,8 +140,8 @@ struct RowTile {
         const int token = min_of(shape.by_group.divide(row), p.seqlen_q - 1);
         const int position = new_tokens_begin + token;
         const int begin = p.window_left < 0 ? 0
-                          : p.tree_mask     ? draft_window_begin(p, piece.request(), token, piece.length() - p.tree_keys)
-                                            : position - p.window_left;
+                          : p.tree_mask ? draft_window_begin(p, piece.request(), token, piece.length() - p.tree_keys)
+                                        : position - p.window_left;
         const int end = p.causal && !p.tree_mask ? min_of(position + 1, piece.keys().end) : piece.keys().end;
         const uint8_t* tree =
             p.tree_mask ? p.tree_mask + piece.request() * p.tree_mask_stride_request + token * p.tree_mask_stride_token

@@ -17,8 +17,8 @@ struct SeenKeys {
   __device__ __forceinline__ const KvRange& keys() const { return keys_; }
 };
 
-// Which keys a query row may see; the rules are those of the reference. Of a tree the window and the bits have their say
-// in `in_tree` alone.
+// Which keys a query row may see; the rules are those of the reference. Of a tree the window and the bits have their
+// say in `in_tree` alone.
 struct RowMask {
   int begin, end, first_draft;
   const uint8_t* tree;

@@ -172,8 +172,8 @@ def sim(seed, cluster, qs=2, kst=2, warps=8):
             x.qf[q].expect(7)
             inflight.append(ql)
             q, qp = adv(q, qp, qs)
-            t, te = w[1], w[2]
-            if t == te:
+            t, t_end = w[1], w[2]
+            if t == t_end:
                 continue
 
             def keys(tt, k, kp):
@@ -194,8 +194,8 @@ def sim(seed, cluster, qs=2, kst=2, warps=8):
 
             yield from keys(t, k, kp)
             k, kp = adv(k, kp, kst)
-            while t < te:
-                if t + 1 < te:
+            while t < t_end:
+                if t + 1 < t_end:
                     yield from keys(t + 1, k, kp)
                     k, kp = adv(k, kp, kst)
                 yield from vals(t, v, vp)
@@ -255,7 +255,7 @@ def sim(seed, cluster, qs=2, kst=2, warps=8):
             w, mine = x.slot[q]
             if w is None:
                 return
-            t, te = w[1], w[2]
+            t, t_end = w[1], w[2]
 
             def K(t, k, kp):
                 yield wait(x.kf[k], kp)
@@ -279,14 +279,14 @@ def sim(seed, cluster, qs=2, kst=2, warps=8):
                 for d in range(cluster):
                     C[d].ve[v].arrive()
 
-            if t < te:
+            if t < t_end:
                 yield from K(t, k, kp)
                 relK(k)
                 k += 1
                 if k == kst:
                     k = 0
                     kp ^= 1
-                for tt in range(t + 1, te):
+                for tt in range(t + 1, t_end):
                     yield from K(tt, k, kp)
                     yield from V(tt - 1, v, vp)
                     relK(k)
@@ -300,7 +300,7 @@ def sim(seed, cluster, qs=2, kst=2, warps=8):
                     if v == kst:
                         v = 0
                         vp ^= 1
-                yield from V(te - 1, v, vp)
+                yield from V(t_end - 1, v, vp)
                 relV(v)
                 v += 1
                 if v == kst:

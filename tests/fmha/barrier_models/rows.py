@@ -110,11 +110,11 @@ def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True):
                     yield from finish(1)
                     pend = (cells, bar, copy)
 
-            t, te = w[1], w[2]
-            if t < te:
+            t, t_end = w[1], w[2]
+            if t < t_end:
                 yield from bring(True, t)
-                while t < te:
-                    if t + 1 < te:
+                while t < t_end:
+                    if t + 1 < t_end:
                         yield from bring(True, t + 1)
                     yield from bring(False, t)
                     t += 1
@@ -160,7 +160,7 @@ def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True):
             w, mine = slot[q]
             if w is None:
                 break
-            te = w[2]
+            t_end = w[2]
 
             def chk(cells, t):
                 assert cells == {i: ((mine, t), "wide") for i in range(4)}, (cells, mine, t)
@@ -193,7 +193,7 @@ def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True):
                 if turns:
                     give()
 
-            if te > 0:
+            if t_end > 0:
                 t0 = 0
                 if overlap:
                     yield from useK(0)
@@ -203,7 +203,7 @@ def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True):
                     yield lambda: True
                     relK()
                     t0 = 1
-                for t in range(t0, te):
+                for t in range(t0, t_end):
                     yield from useK(t)
                     yield from T()
                     yield lambda: True
@@ -223,7 +223,7 @@ def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True):
                         yield lambda: True
                         relV()
                 if overlap:
-                    yield from useV(te - 1)
+                    yield from useV(t_end - 1)
                     yield lambda: True
                     relV()
             if g == 0:

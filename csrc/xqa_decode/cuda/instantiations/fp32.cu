@@ -37,8 +37,8 @@ __device__ KeyPlace find_key(const Params& p, const PieceWalk& piece, int row_to
   if (token < piece.keys().begin || token >= piece.end_token()) return {-1, 0};
   const int first_draft = piece.length() - p.tree_keys, draft = token - first_draft;
   if (p.window_left >= 0) {
-    const int begin = p.tree_mask ? draft_window_begin(p, piece.request(), row_token, first_draft)
-                                  : position - p.window_left;
+    const int begin =
+        p.tree_mask ? draft_window_begin(p, piece.request(), row_token, first_draft) : position - p.window_left;
     if (token < begin) return {-1, 0};
   }
   if (p.tree_mask && draft >= 0) {
