@@ -343,15 +343,17 @@ ATTNOPS_HOST_DEVICE inline MaskRows mask_rows(const PackMaskParams& p, int b) {
     return {p.mask + b * n * bytes, bytes, 0};
   }
   const int64_t begin = p.mask_indptr[b], end = p.mask_indptr[b + 1];
+  if (begin < 0 || end < begin || end > p.num_bytes) return {nullptr, 0, 0};  // first: their difference may overflow
   const int64_t width = (end - begin) / n;
-  if (begin < 0 || end < begin || end > p.num_bytes || width * n != end - begin || width < n) return {nullptr, 0, 0};
+  if (width * n != end - begin || width < n) return {nullptr, 0, 0};
   return {p.mask + begin + width - n, width, width - n};
 }
 
 // To be called once per request whose bounds are none.
 ATTNOPS_HOST_DEVICE inline void report_bounds(const PackMaskParams& p, int b) {
   if (p.report == nullptr) return;
-  const int64_t bytes = p.mask_indptr[b + 1] - p.mask_indptr[b];
+  const uint64_t begin = p.mask_indptr[b], end = p.mask_indptr[b + 1];
+  const int64_t bytes = static_cast<int64_t>(end - begin);  // of any two values: no overflow
   record_fault(p.report, {kReportPackTreeMask, kReportMaskBounds, b, 0, bytes, p.num_tokens});
 }
 

@@ -28,6 +28,7 @@ bool gather_rows(const Params& p, const Request& r, int kv_head, int begin, int 
         }
       }
     }
+    if (!exists) page = token = 0;  // no address is made of a bad page: it may lie outside all memory
     const char* k = k_head + (page * p.k_stride_page + token * p.k_stride_token) * element;
     const char* v = v_head + (page * p.v_stride_page + token * p.v_stride_token) * element;
     for (int i = 0; i < run; ++i) {
