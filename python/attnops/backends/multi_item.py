@@ -18,9 +18,7 @@ def hidden_keys_of(batch: AttentionBatch, cu_seqlens_q: Tensor) -> Tensor:
         cu_seqlens_q: int32 ``[B + 1]``, where each request's queries begin.
     """
     params = batch.multi_item
-    assert params is not None and batch.extend_seq_lens is not None, (
-        "AttentionBatch has checked them"
-    )
+    assert params is not None and batch.extend_seq_lens is not None, "AttentionBatch has checked them"
     lengths, begins = batch.cache_seqlens.long(), cu_seqlens_q.long()
     token = torch.arange(batch.num_tokens, device=batch.device)
     request = (torch.searchsorted(begins, token, right=True) - 1).clamp(max=batch.batch_size - 1)

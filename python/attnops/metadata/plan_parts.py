@@ -11,7 +11,7 @@ MLA_PARTS_PER_SM = 1
 MLA_MOST_BLOCKS_PER_WORK = 13  # csrc/mla_decode/plan.h
 XQA_MOST_PARTS_PER_SM = 3  # of smaller CTAs: batch-invariant over FP8 pages, and many works of 17 to 32 rows
 
-XQA_CLUSTER_WORKS = 132  # (request, KV head) of a call that clusters may take: csrc/xqa_decode/sm90/cluster_wgmma/limits.h
+XQA_CLUSTER_WORKS = 132  # of a call that clusters may take: csrc/xqa_decode/sm90/cluster_wgmma/limits.h
 
 # Query rows that have CTAs and merges of their own, and those over FP8 pages: csrc/xqa_decode/sm90/launch.cuh
 XQA_ROWS_PER_BLOCK, XQA_FP8_ROWS_PER_BLOCK = 128, 64
