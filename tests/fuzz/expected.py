@@ -10,16 +10,20 @@ from attnops.types import ForwardMode
 from .options import ISAS
 
 MODES = """all keys; alone; alone in a backend; balanced; batch-invariant; captured step; causal; checked; csr;
-checked fault; fp8; fp8 products; graph runner; mla e4m3; 656-byte rows; page table; piecewise runner;
-plain; rope apart; scales of fp8; scales of plain keys; segment runner; sinks; soft cap; tree; tree with
+checked fault; e5m2; fp8; fp8 products; graph runner; mla e4m3; 656-byte rows; page table; piecewise runner;
+hidden keys; plain; rope apart; scales of fp8; scales of plain keys; segment runner; sinks; soft cap; tree; tree with
 blind tokens; tree over more keys; verify with a tree; window; window pool"""
 COMPAT = [
     "BatchDecodeWithPagedKVCacheWrapper",
+    "chunk_gated_delta_rule",
     "cutlass_mla_decode",
     "flash_attn_with_kvcache",
     "flash_mla_with_kvcache",
+    "gated_delta_rule_decode_pretranspose",
+    "gated_delta_rule_mtp",
     "merge_state",
     "merge_state_v2",
+    "selective_state_update",
     "trtllm_batch_decode_with_kv_cache",
 ]
 HOSTILE = ["row index", "state slot", "row", "slot", "store", "store mla", "seqlens", "selected row"]

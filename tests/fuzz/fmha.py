@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .draw import Draw
 from .judge import check_attention, check_no_fault, check_same_bits
-from .memory import FP8, HUGE_INDEX, Guarded, Paging, fill_pages, poisoned, strided
+from .memory import HUGE_INDEX, Guarded, Paging, fill_pages, poisoned, strided
 from .options import (
     call_options,
     draw_hidden,
@@ -27,7 +27,7 @@ from .options import (
     stored,
 )
 from .oracle import Answer, Rules, attend, used_keys
-from .xqa import PAGE_SIZES, draw_dtypes, draw_heads
+from .xqa import PAGE_SIZES, draw_dtypes, draw_heads, mode_of_pages
 
 DIMS = [32, 40, 48, 64, 64, 72, 80, 96, 128, 128, 192, 256, 320, 576]
 
@@ -121,7 +121,7 @@ def draw_call(draw: Draw, *, paged: bool) -> Call:
     else:
         given = _ragged(draw, plan, cu_seqlens_q, lengths_k, k, v, used)
     name = "fmha_paged" if paged else "fmha_varlen"
-    draw.saw("mode fp8" if kv_dtype == FP8 else "mode plain")
+    draw.saw(mode_of_pages(kv_dtype))
     report = new_report(draw)
     out = Guarded(draw, (q.shape[0], heads, dim_v), dtype)
     lse = Guarded(draw, (q.shape[0], heads), torch.float32, dense=True) if draw.chance(0.8) else None

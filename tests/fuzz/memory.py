@@ -10,8 +10,9 @@ from torch import Tensor
 from .draw import Draw, Failure
 
 HUGE_INDEX = 2**30
-FP8 = torch.float8_e4m3fn
-FP8_NAN = 0x7F
+FP8, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FP8_KINDS = (FP8, E5M2)
+FP8_NAN = 0x7F  # in both kinds
 GUARD = 0xA5
 
 
@@ -23,11 +24,11 @@ def poison_value(dtype: torch.dtype) -> float | int:
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """A tensor that torch can index, copy and compare on every device: FP8 as its bytes."""
-    return tensor.view(torch.uint8) if tensor.dtype in (FP8, torch.float8_e5m2) else tensor
+    return tensor.view(torch.uint8) if tensor.dtype in FP8_KINDS else tensor
 
 
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
-    if dtype in (FP8, torch.float8_e5m2):
+    if dtype in FP8_KINDS:
         return torch.full(shape, FP8_NAN, dtype=torch.uint8, device=device).view(dtype)
     return torch.full(shape, poison_value(dtype), dtype=dtype, device=device)
 

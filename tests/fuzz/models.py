@@ -9,7 +9,7 @@ from attnops.pools import MHATokenToKVPool, MLATokenToKVPool, SWAKVPool
 from attnops.types import AttentionSpec, AttentionType, ForwardMode, Limits
 
 from .draw import Draw
-from .memory import FP8
+from .memory import FP8, FP8_KINDS
 from .mla import QK
 from .worlds import ROWS, World
 
@@ -88,7 +88,8 @@ def _draw_spec(draw: Draw, name: str) -> AttentionSpec:
         dim = v_dim = max(dims.least, dims.multiple * (dims.most // dims.multiple) // 2)
     types = [kind for kind in capability.attn_types if kind is not AttentionType.DECODER]
     kind = draw.pick(sorted(types, key=str)) if types and draw.chance(0.15) else AttentionType.DECODER
-    kv_dtype = FP8 if FP8 in capability.kv_dtypes and draw.chance(0.3) else None
+    kinds = [kind for kind in (FP8, *FP8_KINDS) if kind in capability.kv_dtypes]  # e4m3 more often
+    kv_dtype = draw.pick(kinds) if kinds and draw.chance(0.35) else None
     if kind is AttentionType.ENCODER_ONLY:
         kv_dtype = None
     options |= {"attn_type": kind, "kv_dtype": kv_dtype}
@@ -119,7 +120,7 @@ def _draw_layer(draw: Draw, spec: AttentionSpec, pool: object) -> RadixAttention
     """Layer 0 has no window, layer 1 has the model's."""
     layer_id = draw.pick([0, 1, 1])
     scales = {}
-    if spec.cache_dtype == FP8 and spec.attn_type is not AttentionType.ENCODER_ONLY:
+    if spec.cache_dtype in FP8_KINDS and spec.attn_type is not AttentionType.ENCODER_ONLY:
         for name in ("k_scale", "v_scale")[: 1 if spec.is_mla else 2]:
             count = 1 if spec.is_mla or draw.chance(0.5) else spec.num_kv_heads
             scales[name] = torch.tensor([0.01 + 0.04 * draw.random.random() for _ in range(count)], device=draw.device)

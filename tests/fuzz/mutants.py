@@ -409,6 +409,26 @@ def _(right: Function, given: dict[str, Any]) -> Any:
     return right(**given | {"states": given["states"][:1]})
 
 
+@mutant("xqa_decode", "pages of e5m2 are read as e4m3")
+def _(right: Function, given: dict[str, Any]) -> Any:
+    if given["k_pages"].dtype == torch.float8_e5m2:
+        given |= {name: given[name].view(torch.float8_e4m3fn) for name in ("k_pages", "v_pages")}
+    return right(**given)
+
+
+@_for_all(("fmha_paged", "fmha_varlen"), "hidden keys are seen")
+def _(op: str, right: Function, given: dict[str, Any]) -> Any:
+    return right(**given | {"hidden_keys": None})
+
+
+@_for_all(("fmha_paged", "fmha_varlen"), "one hidden key is seen")
+def _(op: str, right: Function, given: dict[str, Any]) -> Any:
+    hidden = given.get("hidden_keys")
+    if hidden is not None:
+        hidden = torch.stack([torch.minimum(hidden[:, 0] + 1, hidden[:, 1]), hidden[:, 1]], 1)
+    return right(**given | {"hidden_keys": hidden})
+
+
 @mutant("fp4_decode", "sinks are dropped")
 def _(right: Function, given: dict[str, Any]) -> Any:
     return right(**given | {"sinks": None})

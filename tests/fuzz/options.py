@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .draw import Draw
-from .memory import FP8
+from .memory import FP8, FP8_KINDS
 from .oracle import Rules
 
 ISAS = ("scalar", "avx2", "avx512", "avx512_bf16", "amx")
@@ -159,19 +159,21 @@ def call_options(draw: Draw, rules: Rules) -> dict[str, object]:
 
 def draw_scales(draw: Draw, kv_heads: int, dtype: torch.dtype = FP8) -> Tensor | None:
     """float32 of a cache, none, one, or one per head: of FP8 small and nearly always there, else any and seldom."""
-    if draw.chance(0.15 if dtype == FP8 else 0.9):
+    is_fp8 = dtype in FP8_KINDS
+    if draw.chance(0.15 if is_fp8 else 0.9):
         return None
     values = torch.tensor([draw.random.random() for _ in range(kv_heads if draw.chance(0.5) else 1)])
-    draw.saw("mode scales of fp8" if dtype == FP8 else "mode scales of plain keys")
-    return 0.01 + 0.04 * values if dtype == FP8 else 3 * values - 1
+    draw.saw("mode scales of fp8" if is_fp8 else "mode scales of plain keys")
+    return 0.01 + 0.04 * values if is_fp8 else 3 * values - 1
 
 
 def stored(values: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
     """float32 ``[N, H, D]`` as the cache holds it."""
-    if dtype != FP8:  # the scale is then only what the op multiplies by
+    if dtype not in FP8_KINDS:  # the scale is then only what the op multiplies by
         return values.to(dtype)
     scaled = values if scale is None else values / scale.view(1, -1, 1)
-    return scaled.clamp(-448, 448).to(FP8)
+    most = torch.finfo(dtype).max
+    return scaled.clamp(-most, most).to(dtype)
 
 
 def real(rows: Tensor, scale: Tensor | None) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from . import mla, xqa
 from .draw import Draw, Failure, Void
 from .judge import check_attention, check_lse
+from .memory import FP8
 from .mla import V
 from .options import set_isa
 from .oracle import Answer
@@ -25,7 +26,8 @@ def _gqa_names(call: xqa.Call) -> list[str]:
     """Functions that serve a call; the rarest counts twice."""
     rules, names = call.rules, []
     scaled = call.options["k_scale"] is not None or call.options["v_scale"] is not None
-    if call.tree_mask is not None or not call.lengths or not _one_scale(call.options):
+    known = call.k_pages.dtype in (call.q.dtype, FP8)
+    if call.tree_mask is not None or not call.lengths or not _one_scale(call.options) or not known:
         return names
     dim, plain = call.q.shape[3], call.k_pages.dtype == call.q.dtype
     if not (_infinite(rules.sinks) or dim % 8 or dim < 32 or (scaled and plain)):  # many queries go to fmha

@@ -13,7 +13,7 @@ from torch import Tensor
 from .alone import check_alone
 from .draw import Draw, Failure
 from .judge import check_attention, check_no_fault, check_same_bits
-from .memory import FP8, Guarded, Paging, Untouched, fill_pages, poisoned, strided
+from .memory import E5M2, FP8, Guarded, Paging, Untouched, fill_pages, poisoned, strided
 from .options import call_options, draw_rules, draw_scales, new_report, pack, real, set_isa, stored, widened
 from .oracle import Answer, Rules, attend, used_keys
 
@@ -58,7 +58,12 @@ def draw_heads(draw: Draw) -> tuple[int, int]:
 def draw_dtypes(draw: Draw) -> tuple[torch.dtype, torch.dtype]:
     """(of q, of the cache)."""
     dtype = draw.pick([torch.bfloat16, torch.bfloat16, torch.float16, torch.float32])
-    return dtype, FP8 if draw.chance(0.3) else dtype
+    return dtype, draw.pick([FP8, FP8, E5M2]) if draw.chance(0.35) else dtype
+
+
+def mode_of_pages(kv_dtype: torch.dtype) -> str:
+    """What the run counts."""
+    return {FP8: "mode fp8", E5M2: "mode e5m2"}.get(kv_dtype, "mode plain")
 
 
 def _draw_pools(draw: Draw, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -116,7 +121,7 @@ def draw_call(draw: Draw, *, heads: tuple[int, int] | None = None) -> Call:
         fixed = max(fixed, 64 * -(-max(lengths, default=0) // (64 * 256)))
     parts = None if draw.chance(0.2) else draw.number(1, 9) if draw.device == "cpu" else draw.pick([1, 2, 7, 33, 132])
     draw.note(fixed=fixed, parts=parts)
-    draw.saw("mode batch-invariant" if fixed else "mode balanced", "mode fp8" if kv_dtype == FP8 else "mode plain")
+    draw.saw("mode batch-invariant" if fixed else "mode balanced", mode_of_pages(kv_dtype))
     tree_mask = None if rules.tree is None else strided(draw, pack(draw, rules.tree))
     return Call(strided(draw, q), k_pages, v_pages, paging, lengths, options, tree_mask, rules, answer, fixed, parts)
 
