@@ -5,9 +5,12 @@ Tests marked `triton`, which is done here, run Triton's kernels on the CPU and n
 
 import importlib
 import importlib.util
+import math
 import os
+import random
 import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -55,8 +58,19 @@ def runs_in_interpreter(item):
     return named or Path(item.path).parent.name == "triton_kernels"
 
 
+# With this variable, tests run in an order by chance, and none begins after so many seconds (tools/sanitize.py).
+TEST_SECONDS, BEGIN = float(os.environ.get("TEST_SECONDS", "inf")), time.monotonic()
+
+
+def pytest_runtest_teardown(item, nextitem):
+    if nextitem is not None and time.monotonic() - BEGIN > TEST_SECONDS:
+        item.session.shouldstop = f"TEST_SECONDS={TEST_SECONDS:g} are over"
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items):
+    if math.isfinite(TEST_SECONDS):
+        random.Random(0).shuffle(items)
     for item in items:
         op = FAMILY_OPS.get(Path(item.path).parent.name)
         if op and item.get_closest_marker("gpu") and not has_cuda_kernel(op):

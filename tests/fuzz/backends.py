@@ -12,7 +12,7 @@ from attnops.graphs import GraphRunner, PiecewiseRunner, SegmentRunner
 from attnops.types import ForwardMode
 from torch import Tensor
 
-from .draw import Draw
+from .draw import Draw, Void
 from .judge import check_attention, check_same_bits
 from .models import draw_world
 from .options import set_isa
@@ -103,8 +103,15 @@ def _draw_graph_shape(world: World) -> Shape:
     return world.shape(world.draw.pick(modes))
 
 
+def _needs_a_caching_allocator(draw: Draw) -> None:
+    """Under memcheck torch's allocator is off, and then nothing that allocates can be captured."""
+    if draw.device != "cpu" and os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
+        raise Void
+
+
 def right_captured(draw: Draw) -> None:
     """A step captured with one content and replayed with others."""
+    _needs_a_caching_allocator(draw)
     set_isa(draw)
     _checked(draw)
     world = draw_world(draw, graph=True)
@@ -179,6 +186,7 @@ class _Lookup(torch.nn.Module):
 
 def right_runner(draw: Draw) -> None:
     """Steps through `GraphRunner`, `SegmentRunner` or `PiecewiseRunner`."""
+    _needs_a_caching_allocator(draw)
     set_isa(draw)
     kind = draw.pick(["graph", "graph", "segments", "pieces"])
     world = draw_world(draw, graph=kind != "pieces")
