@@ -70,6 +70,9 @@ def forms() -> dict:
     some = torch.ones(2, ragged["q"].shape[1], 1, **int32)
     sparse = {"block_count": some, "block_offset": 0 * some[..., None], "column_count": some}
     sparse |= {"column_index": some[..., None], "causal": True}
+    slashes = {"q_seqlens": pads[:1] * 9, "kv_seqlens": pads[:1] * 9, "context_size": 9}
+    slashes |= {"vertical_indexes": torch.ones(1, 2, 1, **int32), "slash_indexes": torch.ones(1, 2, 2, **int32)}
+    slashes |= {"block_size_M": 4, "block_size_N": 4, "causal": True}
     prefill = calls["trtllm_fmha_v2_prefill"][1]
     chunks = {"mask_mode": "chunked", "chunked_attention_size": 3}
     decode = calls["trtllm_batch_decode_with_kv_cache"][1]
@@ -103,6 +106,7 @@ def forms() -> dict:
         "sgl_kernel MLA": (sgl_kernel.flash_mla.flash_mla_with_kvcache, mla),
         "sgl_kernel rows": (sgl_kernel.flash_mla.flash_mla_sparse_fwd, rows),
         "lists of blocks and keys": (sgl_kernel.sparse_flash_attn.sparse_attn_varlen_func, ragged | sparse),
+        "vertical and slash": (sgl_kernel.sparse_flash_attn.convert_vertical_slash_indexes, slashes),
         "sgl_kernel.merge_state": (sgl_kernel.merge_state, calls["merge_state_v2"][1]),
         "lists of rows": (
             flash_mla.flash_mla_with_kvcache,

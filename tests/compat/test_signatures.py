@@ -181,6 +181,10 @@ POSITIONAL = {
     sgl_kernel.flash_attn.flash_attn_varlen_func: """q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k seqused_q
         seqused_k page_table softmax_scale causal qv q_descale k_descale v_descale window_size attention_chunk softcap
         num_splits pack_gqa only_qv sm_margin return_softmax_lse sinks out ver""",
+    sgl_kernel.sparse_flash_attn.convert_vertical_slash_indexes: """q_seqlens kv_seqlens vertical_indexes slash_indexes
+        context_size block_size_M block_size_N causal""",
+    sgl_kernel.sparse_flash_attn.convert_vertical_slash_indexes_mergehead: """q_seqlens kv_seqlens vertical_indexes
+        slash_indexes vertical_indices_count slash_indices_count context_size block_size_M block_size_N causal""",
     sgl_kernel.sparse_flash_attn.sparse_attn_func: """q k v block_count block_offset column_count column_index dropout_p
         softmax_scale causal softcap alibi_slopes deterministic return_attn_probs""",
     sgl_kernel.sparse_flash_attn.sparse_attn_varlen_func: """q k v block_count block_offset column_count column_index

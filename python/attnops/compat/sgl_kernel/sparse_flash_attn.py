@@ -11,9 +11,15 @@ from torch import Tensor
 from attnops.compat._convert import as_int32, refuse
 from attnops.compat._errors import names_the_peers
 from attnops.compat._kvcache import Call
+from attnops.compat._slash_lists import convert_vertical_slash_indexes, convert_vertical_slash_indexes_mergehead
 from attnops.compat._varlen import check_no_grad
 
-__all__ = ["sparse_attn_func", "sparse_attn_varlen_func"]
+__all__ = [
+    "convert_vertical_slash_indexes",
+    "convert_vertical_slash_indexes_mergehead",
+    "sparse_attn_func",
+    "sparse_attn_varlen_func",
+]
 
 BLOCK = 64  # queries that share lists, and keys of a block
 NOWHERE = torch.iinfo(torch.int32).max
