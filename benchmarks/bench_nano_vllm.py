@@ -1,8 +1,8 @@
 """nano-vllm, a whole engine, unmodified, on `attnops.compat.flash_attn` and on FlashAttention-3, in turns, on one GPU.
 
 The engine imports `flash_attn`; here that is a module whose two functions change from turn to turn. The model has the
-shape of Qwen3 0.6B and random weights. Two things are measured: tokens per second with the engine's own sampler and
-decode graphs, and, with a greedy sampler put in its place, how far the tokens of both sides agree.
+shape of Qwen3 0.6B or 8B, and random weights. Two things are measured: tokens per second with the engine's own sampler
+and decode graphs, and, with a greedy sampler put in its place, how far the tokens of both sides agree.
 
     PYTHONPATH=python python benchmarks/bench_nano_vllm.py CHECKOUT --requests 256
 """
@@ -37,6 +37,12 @@ CONFIG = {
     "tie_word_embeddings": False,
     "attention_bias": False,
     "dtype": "bfloat16",
+}
+LARGER = {  # the 8B model, where it differs
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
 }
 
 
@@ -132,6 +138,7 @@ def compare(ours: tuple, theirs: tuple, count: int) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", help="nano-vllm's folder")
+    parser.add_argument("--shape", choices=("0.6B", "8B"), default="0.6B", help="of Qwen3")
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--most-input", type=int, default=1024)
     parser.add_argument("--most-output", type=int, default=256)
@@ -152,7 +159,7 @@ def main() -> None:
     from nanovllm import LLM, SamplingParams
 
     folder = Path(tempfile.mkdtemp())
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(CONFIG | (LARGER if options.shape == "8B" else {})))
     random.seed(0)
     draw = [
         (random.randint(100, options.most_input), random.randint(32, options.most_output))

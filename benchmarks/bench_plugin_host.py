@@ -1,4 +1,4 @@
-"""Host microseconds of one layer's decode through a plug-in, beside `RadixAttention`'s, in turns, on the CPU.
+"""Host microseconds of one layer's decode through a plug-in, beside `RadixAttention`'s, in turns, on the CPU or a GPU.
 
     PYTHONPATH=python .venv-vllm/bin/python benchmarks/bench_plugin_host.py
 
@@ -26,6 +26,7 @@ HEADS, KV_HEADS, DIM, PAGE, BATCH = 8, 2, 64, 16, 4
 HEAD_COUNTS = {"num_q_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM}
 SPEC = AttentionSpec(**HEAD_COUNTS, page_size=PAGE, dtype=torch.bfloat16)
 LIMITS = Limits(max_batch_size=BATCH, max_seqlen=PAGE)
+DEVICE = "cpu"
 
 
 def rows() -> list[torch.Tensor]:
@@ -34,8 +35,8 @@ def rows() -> list[torch.Tensor]:
 
 def decode_batch() -> AttentionBatch:
     """A planned decode step of `select_backend`'s choice."""
-    backend = select_backend(SPEC, LIMITS, "cpu")
-    pool = MHATokenToKVPool(BATCH * PAGE, PAGE, torch.bfloat16, KV_HEADS, DIM, 1, "cpu")
+    backend = select_backend(SPEC, LIMITS, DEVICE)
+    pool = MHATokenToKVPool(BATCH * PAGE, PAGE, torch.bfloat16, KV_HEADS, DIM, 1, DEVICE)
     slots = torch.arange(BATCH * PAGE).view(BATCH, PAGE).int()
     batch = AttentionBatch(
         forward_mode=ForwardMode.DECODE,
@@ -134,7 +135,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=80)
     parser.add_argument("--count", type=int, default=40, help="calls of a round")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args()
+    global DEVICE
+    DEVICE = options.device
+    torch.set_default_device(DEVICE)
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     made: dict[str, Callable[[], object]] = {"RadixAttention": radix_attention()}
@@ -151,6 +156,8 @@ def main() -> None:
             for _ in range(options.count):
                 call()
             taken[name].append((time.thread_time() - begin) / options.count * 1e6)
+            if DEVICE == "cuda":
+                torch.cuda.synchronize()
     base = statistics.quantiles(taken["RadixAttention"], n=4)[0]
     for name, values in taken.items():
         best = statistics.quantiles(values, n=4)[0]

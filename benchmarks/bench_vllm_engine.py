@@ -10,6 +10,7 @@ the median of its steps counts. A step is all of the engine: scheduler, builder,
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -27,7 +28,7 @@ CONTEXT = 131072
 CELLS = {
     "1 x 32768": [32768],
     "64 x 8192": [8192] * 64,
-    "ragged 64": sorted(random.Random(0).randint(256, 16384) for _ in range(64)),
+    "ragged 64": sorted(random.Random(0).randint(256, 8192) for _ in range(64)),
     "8 x 1024": [1024] * 8,
 }
 COMMON = {
@@ -78,6 +79,12 @@ MODELS = {
 SIDES = {"gqa": ("ATTNOPS", "FLASH_ATTN", "TRITON_ATTN"), "mla": ("ATTNOPS_MLA", "FLASH_ATTN_MLA", "FLASHMLA")}
 
 
+@functools.cache
+def prompt(seed: int, length: int) -> list[int]:
+    """Of one seed, a shorter prompt is the beginning of a longer one: both share the prefix cache."""
+    return random.Random(seed).choices(range(3, 32000), k=length)
+
+
 def serve(backend: str, folder: str, gigabytes: float) -> None:
     """A side: reads a cell's name a line, decodes, and prints the microseconds of each step and the first tokens."""
     os.environ |= {
@@ -103,6 +110,7 @@ def serve(backend: str, folder: str, gigabytes: float) -> None:
         max_num_batched_tokens=8192,
         enable_prefix_caching=True,
         kv_cache_memory_bytes=int(gigabytes * 2**30),
+        gpu_memory_utilization=0.1,  # vLLM wants that much free, whatever its cache takes; three sides share a GPU
         attention_config={"backend": backend},
         compilation_config={
             "mode": 0,
@@ -115,8 +123,7 @@ def serve(backend: str, folder: str, gigabytes: float) -> None:
     for count, line in enumerate(sys.stdin):
         lengths = CELLS[line.strip()]
         for i, n in enumerate(lengths):
-            ids = random.Random(i).choices(range(3, 32000), k=n)
-            engine.add_request(f"{count}.{i}", {"prompt_token_ids": ids}, greedy)
+            engine.add_request(f"{count}.{i}", {"prompt_token_ids": prompt(i, n)}, greedy)
         steps, tokens = [], {}
         while engine.has_unfinished_requests():
             begin = time.perf_counter()
@@ -131,6 +138,8 @@ def serve(backend: str, folder: str, gigabytes: float) -> None:
 
 
 class Side:
+    """A process that serves one backend."""
+
     def __init__(self, backend: str, folder: str, gigabytes: float) -> None:
         command = [sys.executable, __file__, "--serve", backend, "--folder", folder, "--gigabytes", str(gigabytes)]
         self.name = backend
@@ -142,10 +151,27 @@ class Side:
                 return line.removeprefix(word)
         raise RuntimeError(f"{self.name} ended with status {self.process.wait()}")
 
-    def decode(self, cell: str) -> dict:
+    def begin(self, cell: str) -> None:
         self.process.stdin.write(cell + "\n")
         self.process.stdin.flush()
+
+    def decode(self, cell: str) -> dict:
+        self.begin(cell)
         return json.loads(self.answer("RESULT "))
+
+
+def prepare(sides: list[Side], cells: list[str], signal: Path) -> None:
+    """Every side computes the cells' prompts and compiles what it needs, at once; then the file `signal` is awaited."""
+    for cell in cells:
+        if signal.exists():
+            break
+        for side in sides:
+            side.begin(cell)
+        for side in sides:
+            side.answer("RESULT ")
+        print(f"prepared {cell}", flush=True)
+    while not signal.exists():
+        time.sleep(0.1)
 
 
 def equal_share(one: dict, other: dict) -> float:
@@ -162,19 +188,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="gqa")
     parser.add_argument("--cells", nargs="*", default=list(CELLS), choices=list(CELLS))
+    parser.add_argument("--sides", nargs="*", help="backends, attnops' first")
+    parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=600, help="no further turn begins after that")
+    parser.add_argument("--signal", type=Path, help="a file: sides are prepared, then nothing begins before it exists")
     parser.add_argument("--gigabytes", type=float, default=24, help="of a side's KV cache")
-    parser.add_argument("--write", action="store_true", help="results/h200-vllm-engine.jsonl")
+    parser.add_argument("--write", action="store_true", help="results/h200-vllm-engine-MODEL.jsonl")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         serve(options.serve, options.folder, options.gigabytes)
         return
-    kept, config = [], MODELS[options.model]
+    kept, config = [], MODELS[options.model] | {"num_hidden_layers": options.layers}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config))
-        sides = [Side(name, folder, options.gigabytes) for name in SIDES[options.model]]
+        sides = [Side(name, folder, options.gigabytes) for name in options.sides or SIDES[options.model]]
         running = []
         for side in sides:
             try:
@@ -182,10 +212,17 @@ def main() -> None:
                 running.append(side)
             except RuntimeError as error:
                 print(f"{side.name} did not start: {error}", flush=True)
-        for cell in options.cells:
+        if not running:
+            raise SystemExit("no side started")
+        if options.signal:
+            prepare(running, options.cells, options.signal)
+        begin = time.perf_counter()
+        for cell in reversed(options.cells) if options.signal else options.cells:
             first = {side.name: side.decode(cell)["tokens"] for side in running}  # prompts, and warm-up
             steps: dict[str, list[float]] = {side.name: [] for side in running}
-            for _ in range(options.turns):
+            for turn in range(options.turns):
+                if turn and time.perf_counter() - begin > options.seconds:
+                    break
                 for side in running:
                     steps[side.name] += side.decode(cell)["steps"]
             times = {name: statistics.median(values) for name, values in steps.items()}
@@ -193,16 +230,19 @@ def main() -> None:
             for name, us in times.items():
                 share = equal_share(first[ours], first[name])
                 ratio = us / times[ours]
-                print(f"{options.model} {cell:<12} {name:<16} {us:9.1f} us a step  {ratio:.3f}x  equal {share:.2f}")
+                print(
+                    f"{options.model} {cell:<12} {name:<16} {us:9.1f} us a step  {ratio:.3f}x  equal {share:.2f}"
+                    f"  ({len(steps[name])} steps)"
+                )
                 shape = {"step": cell, "model": options.model, "layers": config["num_hidden_layers"]}
                 peer, release = ("attnops", "") if name == ours else (f"vLLM {name}", version("vllm"))
                 note = f"whole engine, full decode graphs, blocks of 64, context {CONTEXT}"
                 kept.append(records.Record(f"vLLM engine {options.model}", peer, shape, us / 1e3, release, note=note))
             sys.stdout.flush()
+            if options.write:
+                print(records.write(kept, f"h200-vllm-engine-{options.model}"), flush=True)
         for side in running:
             side.process.stdin.close()
-    if options.write:
-        print(records.write(kept, "h200-vllm-engine"))
 
 
 if __name__ == "__main__":

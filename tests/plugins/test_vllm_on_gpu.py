@@ -26,6 +26,7 @@ OPTIONS = {
     "max_num_batched_tokens": 64,  # prompts come in pieces, beside decodes
     "enable_prefix_caching": True,
     "kv_cache_memory_bytes": 64 << 20,
+    "gpu_memory_utilization": 0.02,  # other tests share the GPU
 }
 
 
