@@ -59,7 +59,7 @@ CASES = [
     ("lse", lambda x: x.double(), "lse must have dtype float32, got float64"),
     ("lse", lambda x: x[:, :1], "lse.shape[1] (seqlen_q) must be 2 as in q, got 1"),
     ("lse", lambda x: torch.stack([x, x], -1)[..., 0], "lse must be contiguous"),
-    ("k_pages", lambda x: x.half(), "k_pages must have dtype bfloat16 or float8_e4m3fn, got float16"),
+    ("k_pages", lambda x: x.half(), "k_pages must have dtype bfloat16 or float8_e4m3fn or float8_e5m2, got float16"),
     ("k_pages", lambda x: x[0], "k_pages must have 4 dimensions, got 3"),
     ("k_pages", lambda x: x[..., :32], "k_pages.shape[3] (head_dim) must be 64 as in q, got 32"),
     ("k_pages", lambda x: x[:, :, :0], "k_pages.shape[2] (num_kv_heads) must be at least 1"),
