@@ -113,10 +113,12 @@ def check_replays(problem, plan, batches):
     table = torch.full_like(problem.page_table, 2**30)
     q, out = problem.q.clone(), torch.empty_like(problem.q)
     lse = torch.empty(q.shape[:-1], device="cuda")
+    scales = {"k_scale": problem.k_scale, "v_scale": problem.v_scale}
+    on_cpu = {name: None if scale is None else scale.cpu() for name, scale in scales.items()}
 
     def step():
         ops.xqa_decode_plan(plan, seqlens)
-        ops.xqa_decode(q, problem.k_pages, problem.v_pages, table, seqlens, plan, out=out, lse=lse)
+        ops.xqa_decode(q, problem.k_pages, problem.v_pages, table, seqlens, plan, out=out, lse=lse, **scales)
 
     graph = captured(step)
     for now in batches:
@@ -130,7 +132,7 @@ def check_replays(problem, plan, batches):
         graph.replay()
         torch.cuda.synchronize()
         expected, expected_lse = reference.paged_attention(
-            q.unsqueeze(1).cpu(), problem.k_pages.cpu(), problem.v_pages.cpu(), table.cpu(), seqlens.cpu()
+            q.unsqueeze(1).cpu(), problem.k_pages.cpu(), problem.v_pages.cpu(), table.cpu(), seqlens.cpu(), **on_cpu
         )
         expected, expected_lse = expected.squeeze(1), expected_lse.squeeze(1)
         torch.testing.assert_close(out.cpu().double(), expected, rtol=2e-2, atol=4e-3)
