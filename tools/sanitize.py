@@ -34,6 +34,7 @@ FMHA = ["tests/fmha/test_fmha_cuda.py"]
 SPARSE_MLA = ["tests/sparse_mla/test_sparse_mla_rows.py"]
 INDEXER = ["tests/sparse_indexer"]
 SPECULATION = ["tests/speculation"]
+BLOCKS = ["tests/block_lists"]
 LINEAR = ["tests/linear"]
 
 # name: (pytest paths, -k expression)
@@ -124,6 +125,10 @@ SETS = {
     "racecheck local_batches": (["tests/local_batches"], "not schema"),
     "synccheck local_batches": (["tests/local_batches"], "not schema"),
     "initcheck local_batches": (["tests/local_batches"], "not schema"),
+    "memcheck block_lists": (BLOCKS, "not above_4_gb and not captured"),
+    "racecheck block_lists": (BLOCKS, "(loops or last or largest) and not schema"),
+    "synccheck block_lists": (BLOCKS, "(loops or last or largest) and not schema"),
+    "initcheck block_lists": (BLOCKS, "(loops or last or largest) and not schema"),
     "memcheck merge_state": (["tests/merge_state"], ""),
     "racecheck merge_state": (["tests/merge_state"], "union_of_both or many_states"),
     "synccheck merge_state": (["tests/merge_state"], "many_states"),

@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include "core/block_report.h"
 #include "core/index_report.h"
 #include "core/list_report.h"
 #include "core/state_report.h"
@@ -106,6 +107,14 @@ void CpuFaults::check() const {
   if (kind == kReportAccepted) fail(op_, "accepted_len[" + text(kReportRequest) + "]" + in_range + " (drafts)" + got);
   if (kind == kReportPath) {
     fail(op_, "accepted_path" + request + ", position " + text(kReportPosition) + in_range + " (drafts), rising" + got);
+  }
+  if (kind == kReportBlockIndex) {
+    fail(op_, "block_list, row " + text(kReportRequest) + " (request, KV head), position " + text(kReportPosition) +
+                  in_range + " (blocks of its request), or below 0 for none" + got);
+  }
+  if (kind == kReportBlockRoom) {
+    fail(op_, "block_tables, row " + text(kReportRequest) + " (request, KV head) needs fewer cells than " +
+                  text(kReportLimit) + " (num_cells, and one)" + got);
   }
   switch (kind) {
     case ReportKind::kRequestSlot:

@@ -56,6 +56,15 @@ STABLE_TORCH_LIBRARY(attnops, m) {
       "build_local_batches(Tensor(a!) local_cu_seqlens_q, Tensor(b!) local_cache_seqlens, Tensor(c!) local_page_table, "
       "Tensor cu_seqlens_q, Tensor cache_seqlens, Tensor page_table, int page_size, int chunk_size) -> ()");
 
+  // block_lists/
+  m.def(
+      "build_block_tables(Tensor(a!) block_tables, Tensor(b!) block_seqlens, Tensor block_list, Tensor page_table, "
+      "Tensor? kv_indptr, Tensor cache_seqlens, Tensor? cu_seqlens_q, int page_size, int num_pages, int block_size, "
+      "int page_step, int unit_step, int head_step, bool causal=True, Tensor(c!)? report=None) -> ()");
+  m.def(
+      "label_scores(Tensor(a!) scores, Tensor q_labels, Tensor label_pages, Tensor page_table, Tensor cache_seqlens, "
+      "Tensor(b!)? report=None) -> ()");
+
   // speculation/
   m.def(
       "build_draft_tree(Tensor(a!) tree_mask, Tensor(b!) positions, Tensor(c!) retrieve_index, "

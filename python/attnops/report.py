@@ -57,6 +57,8 @@ OPS = (
     "store_kv_fp4",
     "fp4_decode",
     "index_topk",
+    "build_block_tables",
+    "label_scores",
 )
 KINDS = (
     "none",
@@ -92,6 +94,8 @@ KINDS = (
     "ring length",
     "accepted length",
     "accepted draft",
+    "block of a list",
+    "cells of a row",
 )
 PAGE_INDEX, SLOT_ORDER, PROBABILITY, ACCEPTED, MASK_BYTES, HIDDEN_PREFIX = 1, 5, 10, 11, 13, 14
 SHARED_SLOT, TOKEN_BOUNDS, PREFIX, PLAN, KEY_RANGE = 16, 17, 27, 28, 29

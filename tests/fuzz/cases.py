@@ -11,6 +11,7 @@ import torch
 
 from . import (
     backends,
+    blocks,
     fmha,
     fp4,
     index_keys,
@@ -59,6 +60,9 @@ FAMILIES: dict[str, tuple[int, Callable[[Draw], None]]] = {
     "hostile rows": (1, indexer.hostile_rows),
     "sparse decode": (5, sparse.right_decode),
     "sparse prefill": (3, sparse.right_prefill),
+    "block lists in decode": (4, blocks.right_decode),
+    "block lists in prefill": (3, blocks.right_prefill),
+    "label scores": (1, blocks.right_scores),
     "hostile lists": (1, sparse.hostile_lists),
     "backend": (20, backends.right_eager),
     "captured": (6, backends.right_captured),

@@ -47,6 +47,7 @@ def expected(device: str) -> set[str]:
     names |= {f"mode {mode}" for mode in " ".join(MODES.split()).split("; ")}
     names |= {f"mode {mode.name}" for mode in ForwardMode}
     names |= {f"hostile {kind}" for kind in HOSTILE} | {f"wrong {kind}" for kind in WRONG}
+    names |= {"block_list of xqa_decode", "block_list of fmha_paged"}
     if device == "cpu":
         names |= {f"isa {isa}" for isa in ISAS[: ISAS.index(torch.ops.attnops.cpu_isa()) + 1]}
         names.add("mode window right")

@@ -44,6 +44,12 @@ FREE = {
     ("fmha_varlen", "q"): {0},
     ("merge_states", "outs"): {3},
     ("build_local_batches", "page_table"): {1},
+    ("build_block_tables", "page_table"): {1},
+    ("build_block_tables", "block_list"): {2},
+    ("build_block_tables", "block_tables"): {2},
+    ("label_scores", "page_table"): {1},
+    ("label_scores", "label_pages"): {0, 1},
+    ("label_scores", "scores"): {2},
     ("build_draft_tree", "parent_list"): {1},
     ("delta_decode", "states"): {0},
     ("ssd_decode", "states"): {0},
@@ -90,7 +96,7 @@ FREE = {
 ANY_RANK = {("copy_states", "states"), ("clear_states", "states")}
 # Arguments that may have any stride.
 ANY_STRIDE = {"out_cache_loc", "req_pool_indices", "slots", "slot_map", "bonus_tokens", "target_predict", "mask_indptr"}
-ANY_STRIDE |= {"a", "b", "dt", "conv_states"}
+ANY_STRIDE |= {"a", "b", "dt", "conv_states", "block_seqlens"}
 NUMBERS = {
     "softmax_scale": [math.nan, math.inf, -math.inf],
     "logit_cap": [-1.0, math.nan, math.inf],

@@ -73,6 +73,7 @@ def ops_calls() -> dict[str, Call]:
             "local_cache_seqlens": torch.zeros(3, dtype=torch.int32),
             "local_page_table": torch.zeros(3, 2, dtype=torch.int32),
         },
+        **block_arguments(),
         "context_parallel_seqlens": {"seqlens": gqa.cache_seqlens, "rank": 1, "world_size": 2, "interleave": 16},
         "context_parallel_slots": {"slots": slots, "rank": 1, "world_size": 2, "interleave": 16},
         "build_cu_seqlens": {"seqlens": gqa.cache_seqlens},
@@ -82,6 +83,19 @@ def ops_calls() -> dict[str, Call]:
     }
     arguments |= linear_arguments() | indexer_arguments() | fp4_arguments()
     return {name: (getattr(ops, name), given) for name, given in arguments.items()}
+
+
+def block_arguments() -> dict[str, dict[str, Any]]:
+    """Three requests of two KV heads, with lists of four blocks."""
+    table = {"page_table": torch.arange(9, dtype=torch.int32).view(3, 3)}
+    lengths = {"cache_seqlens": torch.tensor(LENGTHS, dtype=torch.int32)}
+    sizes = {"block_size": 8, "page_size": 16, "num_pages": 9, "page_step": 4, "unit_step": 2, "head_step": 1}
+    rows = {"block_tables": torch.zeros(3, 2, 4, dtype=torch.int32), "block_seqlens": torch.zeros(3, 2).int()}
+    labels = {"q_labels": torch.randn(3, 8, 32), "label_pages": torch.randn(9, 16, 2, 32)}
+    return {
+        "build_block_tables": {"block_list": torch.zeros(3, 2, 4, dtype=torch.int32)} | table | lengths | sizes | rows,
+        "label_scores": {"scores": torch.zeros(3, 2, 48)} | labels | table | lengths,
+    }
 
 
 def fp4_arguments() -> dict[str, dict[str, Any]]:

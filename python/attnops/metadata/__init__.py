@@ -1,7 +1,8 @@
 """Tensors that describe a step to the ops: plans, frozen and keyed by the geometry that they were made for."""
 
+from attnops.metadata.block_plan import BlockDecodePlan, BlockPrefillPlan
 from attnops.metadata.fmha_plan import FmhaPlan
 from attnops.metadata.plan import MlaDecodePlan, XqaDecodePlan
 from attnops.metadata.sparse_plan import SparseMlaPlan
 
-__all__ = ["FmhaPlan", "MlaDecodePlan", "SparseMlaPlan", "XqaDecodePlan"]
+__all__ = ["BlockDecodePlan", "BlockPrefillPlan", "FmhaPlan", "MlaDecodePlan", "SparseMlaPlan", "XqaDecodePlan"]

@@ -1,6 +1,7 @@
 """The functional API: one function per op, with shapes, dtypes and errors. Each calls `torch.ops.attnops.<name>`."""
 
 from attnops import _load  # noqa: F401  (the ops exist once the modules are loaded)
+from attnops.ops.block_lists import build_block_tables, label_scores
 from attnops.ops.context_parallel import context_parallel_seqlens, context_parallel_slots
 from attnops.ops.draft_slots import copy_page_tail, generate_draft_decode_kv_indices, move_kv
 from attnops.ops.fmha import fmha_paged, fmha_plan, fmha_varlen
@@ -33,6 +34,7 @@ from attnops.ops.speculation import build_draft_tree, pack_tree_mask, verify_tre
 from attnops.ops.xqa_decode import xqa_decode, xqa_decode_plan
 
 __all__ = [
+    "build_block_tables",
     "build_cu_seqlens",
     "build_draft_tree",
     "build_kv_indices",
@@ -60,6 +62,7 @@ __all__ = [
     "index_logits",
     "index_logits_paged",
     "index_topk",
+    "label_scores",
     "merge_state",
     "merge_states",
     "mla_decode",

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from attnops.metadata.block_plan import BlockPrefillPlan, unit_size
 from attnops.metadata.fmha_plan import FmhaPlan
 from attnops.metadata.plan_checks import check_plan_key
 from attnops.ops._arguments import names_its_arguments, register_fake
+from attnops.ops.block_lists import build_block_tables, unit_pages
 
 
 @names_its_arguments
@@ -154,8 +157,9 @@ def fmha_paged(
     page_table: Tensor,
     cache_seqlens: Tensor,
     cu_seqlens_q: Tensor,
-    plan: FmhaPlan,
+    plan: FmhaPlan | BlockPrefillPlan,
     *,
+    block_list: Tensor | None = None,
     kv_indptr: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = True,
@@ -184,12 +188,24 @@ def fmha_paged(
         cache_seqlens: int32 ``[B]``, the new tokens included; below zero counts as zero.
         cu_seqlens_q: int32 ``[B + 1]``: where each request's queries begin.
         plan: Made by `fmha_plan` for these lengths.
+        block_list: int32 ``[B, H_kv, N]``: a KV head attends to the keys of these blocks alone, as of
+            `build_block_tables`. With `causal`, the blocks of a request's new tokens are in, listed or not. The plan
+            is a `BlockPrefillPlan` then, which the call fills. It has a launch for each KV head, and no windows.
         kv_indptr: int32 ``[B + 1]``: request b owns the cells ``[kv_indptr[b], kv_indptr[b + 1])`` of `page_table`.
         report: int32 ``[8]`` of the checked mode: page indices outside the pool and lengths beyond the table are
             recorded there, and skipped.
 
         The other arguments, results and errors are those of `fmha_varlen`.
     """
+    if block_list is not None or isinstance(plan, BlockPrefillPlan):
+        _refuse_with_blocks(plan, block_list, window_left, window_right)
+        assert block_list is not None and isinstance(plan, BlockPrefillPlan)
+        out, lse = _destinations(q, v_pages.shape[-1], out, lse, return_lse)
+        options = {"softmax_scale": softmax_scale, "causal": causal, "logit_cap": logit_cap, "tree_mask": tree_mask}
+        pages = (k_pages, v_pages, page_table, kv_indptr, cache_seqlens)
+        by_head = (sinks, k_scale, v_scale)
+        _prefill_blocks(q, *pages, cu_seqlens_q, plan, block_list, out, lse, report, *by_head, options)
+        return out, lse
     check_plan_key("fmha_paged", plan, {"causal": causal, "window_left": window_left}, "causal and window_left")
     out, lse = _destinations(q, v_pages.shape[-1], out, lse, return_lse)
     torch.ops.attnops.fmha_paged(
@@ -220,6 +236,95 @@ def fmha_paged(
         hidden_keys,
     )
     return out, lse
+
+
+def _refuse_with_blocks(
+    plan: FmhaPlan | BlockPrefillPlan, block_list: Tensor | None, window_left: int, window_right: int
+) -> None:
+    """Raises for what a call with a `block_list` cannot have."""
+    if block_list is None or not isinstance(plan, BlockPrefillPlan):
+        missing = "block_list must be given" if block_list is None else "plan must be a BlockPrefillPlan"
+        raise ValueError(f"attnops::fmha_paged: {missing}: the two go together")
+    for name, window in (("window_left", window_left), ("window_right", window_right)):
+        if window != -1:
+            raise ValueError(f"attnops::fmha_paged: {name} must be -1 with block_list, got {window}")
+
+
+def _prefill_blocks(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    kv_indptr: Tensor | None,
+    cache_seqlens: Tensor,
+    cu_seqlens_q: Tensor,
+    plan: BlockPrefillPlan,
+    block_list: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    report: Tensor | None,
+    sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    options: dict[str, Any],
+) -> None:
+    """`fmha_paged` with a `block_list`: KV heads have their turns, each with page tables of its own."""
+    op, batch_size, num_q_heads = "fmha_paged", cache_seqlens.shape[0], q.shape[1]
+    num_pages, page_size, num_kv_heads = k_pages.shape[:3]
+    key = (num_q_heads, num_kv_heads, block_list.shape[2], page_size, options["causal"])
+    check_plan_key(op, plan, dict(zip(plan.key, key, strict=True)), "q, k_pages, block_list and causal")
+    if batch_size > plan.block_seqlens.shape[1]:
+        most = plan.block_seqlens.shape[1]
+        raise ValueError(f"attnops::{op}: plan: make one for {batch_size} requests, this one is for at most {most}")
+    if q.shape[0] > plan.lse_by_head.shape[1]:
+        most = plan.lse_by_head.shape[1]
+        raise ValueError(f"attnops::{op}: plan: make one for {q.shape[0]} tokens, this one is for at most {most}")
+    tables, lengths = plan.block_tables[:, :batch_size], plan.block_seqlens[:, :batch_size]
+    unit, group = unit_size(plan.block_size, page_size), num_q_heads // num_kv_heads
+    lse_by_head = None if lse is None else plan.lse_by_head[:, : q.shape[0]]
+    for head in range(num_kv_heads):
+        pools = [pages[:, :, head : head + 1] for pages in (k_pages, v_pages)]
+        pages, steps = unit_pages(op, pools, unit, heads=False)
+        if head == 0:
+            build_block_tables(
+                block_list,
+                page_table,
+                cache_seqlens,
+                block_size=plan.block_size,
+                page_size=page_size,
+                num_pages=num_pages,
+                block_tables=tables.transpose(0, 1),
+                block_seqlens=lengths.transpose(0, 1),
+                kv_indptr=kv_indptr,
+                cu_seqlens_q=cu_seqlens_q if options["causal"] else None,
+                causal=False,
+                report=report,
+                **steps,
+            )
+        fmha_plan(plan.fmha, cu_seqlens_q, cache_seqlens=lengths[head])
+        own = slice(head * group, (head + 1) * group)
+        fmha_paged(
+            q[:, own],
+            *pages,
+            tables[head],
+            lengths[head],
+            cu_seqlens_q,
+            plan.fmha,
+            sinks=None if sinks is None else sinks[own],
+            k_scale=_of_head(k_scale, head),
+            v_scale=_of_head(v_scale, head),
+            out=out[:, own],
+            lse=None if lse_by_head is None else lse_by_head[head],
+            report=report,
+            **options,
+        )
+    if lse is not None and lse_by_head is not None:
+        lse.view(-1, num_kv_heads, group).copy_(lse_by_head.transpose(0, 1))
+
+
+def _of_head(scale: Tensor | None, head: int) -> Tensor | None:
+    """The scale of a KV head, where each has its own."""
+    return scale if scale is None or scale.shape[0] == 1 else scale[head : head + 1]
 
 
 for _op in ("fmha_plan", "fmha_varlen", "fmha_paged"):

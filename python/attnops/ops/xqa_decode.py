@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from attnops.metadata.block_plan import BlockDecodePlan, unit_size
 from attnops.metadata.plan import XqaDecodePlan
 from attnops.metadata.plan_checks import check_plan_key
 from attnops.ops._arguments import (
@@ -17,6 +20,7 @@ from attnops.ops._arguments import (
     register_fake,
     shape_by_request,
 )
+from attnops.ops.block_lists import build_block_tables, unit_pages
 
 
 @names_its_arguments
@@ -48,8 +52,9 @@ def xqa_decode(
     v_pages: Tensor,
     page_table: Tensor,
     cache_seqlens: Tensor,
-    plan: XqaDecodePlan,
+    plan: XqaDecodePlan | BlockDecodePlan,
     *,
+    block_list: Tensor | None = None,
     kv_indptr: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = True,
@@ -77,6 +82,9 @@ def xqa_decode(
             length are not read.
         cache_seqlens: int32 ``[B]``, the new tokens included. A request of length 0 gets zeros and ``-inf``.
         plan: Made by `xqa_decode_plan` for these `cache_seqlens` and this geometry; its scratch is overwritten.
+        block_list: int32 ``[B, H_kv, N]``: a KV head attends to the keys of these blocks alone, as of
+            `build_block_tables`. The plan is a `BlockDecodePlan` then, which the call fills. Tokens and heads of q, out
+            and lse lie at one distance. Without windows, sinks, trees and scales per head.
         kv_indptr: int32 ``[B + 1]``: request b owns the cells ``[kv_indptr[b], kv_indptr[b + 1])`` of `page_table`.
         softmax_scale: Multiplies ``<q, k>``; ``1 / sqrt(D)`` when None.
         causal: Row i sees keys up to its own position; False: all keys of the request.
@@ -106,6 +114,16 @@ def xqa_decode(
     Source: the online softmax of FlashAttention-2 (arXiv:2307.08691) over a split-KV plan as in FlashDecoding.
     """
     try:
+        if block_list is not None or isinstance(plan, BlockDecodePlan):
+            _refuse_with_blocks(plan, block_list, window_left, sinks, tree_mask, k_scale, v_scale)
+            assert block_list is not None and isinstance(plan, BlockDecodePlan)
+            if out is None:
+                out = torch.empty_like(q, memory_format=torch.contiguous_format)
+            lse = lse_like(q, lse, return_lse)
+            options = {"softmax_scale": softmax_scale, "logit_cap": logit_cap, "k_scale": k_scale, "v_scale": v_scale}
+            pages = (k_pages, v_pages, page_table, kv_indptr, cache_seqlens)
+            _decode_blocks(q, *pages, plan, block_list, causal, out, lse, report, options)
+            return out, lse
         shape = shape_by_request("xqa_decode", q, plan.seqlen_q)
         requests, seqlen_q, num_q_heads, head_dim = shape
         if (
@@ -156,6 +174,91 @@ def xqa_decode(
     except Exception as error:
         explain(error, "attnops::xqa_decode", xqa_decode, locals())
         raise
+
+
+def _refuse_with_blocks(
+    plan: XqaDecodePlan | BlockDecodePlan,
+    block_list: Tensor | None,
+    window_left: int,
+    sinks: Tensor | None,
+    tree_mask: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> None:
+    """Raises for what a call with a `block_list` cannot have."""
+    if block_list is None or not isinstance(plan, BlockDecodePlan):
+        missing = "block_list must be given" if block_list is None else "plan must be a BlockDecodePlan"
+        raise ValueError(f"attnops::xqa_decode: {missing}: the two go together")
+    if window_left != -1:
+        raise ValueError(f"attnops::xqa_decode: window_left must be -1 with block_list, got {window_left}")
+    for name, tensor in (("sinks", sinks), ("tree_mask", tree_mask)):
+        if tensor is not None:
+            raise ValueError(f"attnops::xqa_decode: {name} must be None with block_list")
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None and scale.shape[0] != 1:
+            raise ValueError(f"attnops::xqa_decode: {name}.shape[0] must be 1 with block_list, got {scale.shape[0]}")
+
+
+def _decode_blocks(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    kv_indptr: Tensor | None,
+    cache_seqlens: Tensor,
+    plan: BlockDecodePlan,
+    block_list: Tensor,
+    causal: bool,
+    out: Tensor,
+    lse: Tensor | None,
+    report: Tensor | None,
+    options: dict[str, Any],
+) -> None:
+    """`xqa_decode` with a `block_list`: every token and KV head is a request of its own, whose pages are its units."""
+    op = "xqa_decode"
+    requests, seqlen_q, num_q_heads, head_dim = shape_by_request(op, q, plan.seqlen_q)
+    num_pages, page_size, num_kv_heads = k_pages.shape[:3]
+    key = (requests, seqlen_q, num_q_heads, num_kv_heads, head_dim, block_list.shape[2], page_size)
+    check_plan_key(op, plan, dict(zip(plan.key, key, strict=True)), "q, k_pages and block_list")
+    pages, steps = unit_pages(op, (k_pages, v_pages), unit_size(plan.block_size, page_size), heads=True)
+    build_block_tables(
+        block_list,
+        page_table,
+        cache_seqlens,
+        block_size=plan.block_size,
+        page_size=page_size,
+        num_pages=num_pages,
+        block_tables=plan.block_tables,
+        block_seqlens=plan.block_seqlens,
+        kv_indptr=kv_indptr,
+        causal=causal,
+        report=report,
+        **steps,
+    )
+    lengths = plan.block_seqlens.flatten()
+    xqa_decode_plan(plan.decode, lengths)
+    rows = (plan.decode.batch_size, 1, plan.decode.num_q_heads)
+    xqa_decode(
+        _side_by_side("q", q, (*rows, head_dim)),
+        *pages,
+        plan.block_tables.flatten(0, 1),
+        lengths,
+        plan.decode,
+        out=_side_by_side("out", out, (*rows, head_dim)),
+        lse=None if lse is None else _side_by_side("lse", lse, rows),
+        report=report,
+        **options,
+    )
+
+
+def _side_by_side(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    try:
+        return tensor.view(shape)
+    except RuntimeError as error:
+        raise ValueError(
+            f"attnops::xqa_decode: {name} must have its tokens and heads at one distance with block_list "
+            f"({name}.contiguous() has), got shape {list(tensor.shape)} and strides {list(tensor.stride())}"
+        ) from error
 
 
 register_fake("xqa_decode_plan")

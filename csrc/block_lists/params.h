@@ -1,0 +1,118 @@
+#pragma once
+#include <cstdint>
+
+#include "core/block_report.h"
+#include "core/math.h"
+#include "core/page_table.h"
+
+namespace attnops::block_lists {
+
+// Lists of blocks as page tables. A row is what one query token (or one request) of one KV head attends to. Its table
+// has a cell for each unit of a listed block: the tokens that a block and a page have in common by size.
+//
+// The units of a row stand in the order of its list, but for its tail: blocks that are not whole, or that hold new
+// tokens, stand last, so that a length says where the keys end and causal rows are aligned with it.
+struct Params {
+  int64_t num_rows;  // tokens, or requests
+  int num_requests, num_kv_heads;
+  const int32_t* block_list;  // [B, H_kv, num_blocks]: block, or below 0 for none
+  int64_t list_stride_request, list_stride_head;
+  int64_t num_blocks;
+  PageTable page_table;
+  const int32_t* cache_seqlens;  // [B], the new tokens included
+  const int32_t* cu_seqlens_q;   // [B + 1], or null: a request then has `rows_per_request` rows
+  int64_t rows_per_request;
+  bool causal;  // row i of a request sees its own position at most
+
+  int64_t block_size, unit_size, units_per_block, units_per_page;
+  int64_t page_step, unit_step, head_step;  // a cell is page * page_step + unit of it * unit_step + head * head_step
+
+  int32_t* tables;  // [num_rows, H_kv, num_cells]
+  int64_t table_stride_row, table_stride_head, num_cells;
+  int32_t* seqlens;  // [num_rows, H_kv]
+  int64_t seqlens_stride_row, seqlens_stride_head;
+  int32_t* report;  // core/report.h, or null
+};
+
+struct Row {
+  int request;
+  int64_t length;              // keys before any list, for this row
+  int64_t first_tail, blocks;  // [first_tail, blocks) of its blocks stand last
+  bool whole_tail;             // listed or not
+};
+
+ATTNOPS_HOST_DEVICE inline Row row_of(const Params& p, int64_t index) {
+  Row row{};
+  row.request = static_cast<int>(index / p.rows_per_request);
+  const int64_t cached = max_of(min_of(p.cache_seqlens[row.request], p.page_table.num_tokens(row.request)), 0);
+  const int64_t later = p.causal ? p.rows_per_request - 1 - index % p.rows_per_request : 0;
+  row.length = max_of<int64_t>(cached - later, 0);
+  row.blocks = ceil_div(row.length, p.block_size);
+  row.first_tail = row.length / p.block_size;
+  if (p.cu_seqlens_q == nullptr) return row;
+  const int64_t added = static_cast<int64_t>(p.cu_seqlens_q[row.request + 1]) - p.cu_seqlens_q[row.request];
+  if (added > 0) row.first_tail = max_of<int64_t>(row.length - added, 0) / p.block_size;
+  row.whole_tail = added > 0;
+  return row;
+}
+
+ATTNOPS_HOST_DEVICE inline int64_t units_of(const Params& p, int64_t tokens) { return ceil_div(tokens, p.unit_size); }
+
+// Cells of the tail, when it is in.
+ATTNOPS_HOST_DEVICE inline int64_t tail_units(const Params& p, const Row& row) {
+  return units_of(p, row.length - row.first_tail * p.block_size);
+}
+
+// Whether an entry of a list is a block that stands before the tail. Sets `in_tail` where it is one of the tail.
+ATTNOPS_HOST_DEVICE inline bool stands_before_tail(const Params& p, const Row& row, int64_t head, int64_t position,
+                                                   int64_t block, bool& in_tail) {
+  if (block < 0) return false;
+  in_tail |= block >= row.first_tail && block < row.blocks;
+  if (block < row.first_tail) return true;
+  if (block < row.blocks || p.report == nullptr) return false;
+  const int64_t cached = min_of(p.cache_seqlens[row.request], p.page_table.num_tokens(row.request));
+  const int64_t limit = ceil_div(max_of<int64_t>(cached, 0), p.block_size);
+  if (block >= limit) {
+    record_fault(p.report, {kReportBuildBlockTables, kReportBlockIndex, int64_t{row.request} * p.num_kv_heads + head,
+                            position, block, limit});
+  }
+  return false;
+}
+
+// The cell of a unit of a request, counted over all its tokens; -1 where its page is none of the pool.
+ATTNOPS_HOST_DEVICE inline int32_t cell_of(const Params& p, const int32_t* pages, int request, int64_t head,
+                                           int64_t unit) {
+  const int64_t cell = static_cast<uint32_t>(unit) / static_cast<uint32_t>(p.units_per_page);  // below 2^30
+  const int page = pages[cell];
+  if (!p.page_table.has_page(page)) {
+    if (p.report != nullptr) {
+      record_fault(p.report,
+                   {kReportBuildBlockTables, ReportKind::kPageIndex, request, cell, page, p.page_table.num_pages});
+    }
+    return -1;
+  }
+  return static_cast<int32_t>(page * p.page_step + (unit - cell * p.units_per_page) * p.unit_step + head * p.head_step);
+}
+
+// Blocks before the tail that a table has cells for. A tail that is in whatever the list says comes first.
+ATTNOPS_HOST_DEVICE inline int64_t blocks_with_room(const Params& p, const Row& row) {
+  return max_of<int64_t>(p.num_cells - (row.whole_tail ? tail_units(p, row) : 0), 0) / p.units_per_block;
+}
+
+// Records that a row of `count` whole blocks and a tail of `tail` cells needs more cells than its table has.
+ATTNOPS_HOST_DEVICE inline void report_room(const Params& p, const Row& row, int64_t head, int64_t count,
+                                            int64_t tail) {
+  const int64_t needed = count * p.units_per_block + tail;
+  if (p.report == nullptr || needed <= p.num_cells) return;
+  record_fault(p.report, {kReportBuildBlockTables, kReportBlockRoom, int64_t{row.request} * p.num_kv_heads + head, 0,
+                          needed, p.num_cells + 1});
+}
+
+// Keys of a row of `count` whole blocks, which have room, and a tail of `tail` cells, left out where it has none.
+ATTNOPS_HOST_DEVICE inline int32_t keys_of(const Params& p, const Row& row, int64_t count, int64_t tail) {
+  const int64_t keys = count * p.block_size;
+  const bool fits = count * p.units_per_block + tail <= p.num_cells;
+  return static_cast<int32_t>(tail > 0 && fits ? keys + row.length - row.first_tail * p.block_size : keys);
+}
+
+}  // namespace attnops::block_lists

@@ -1,0 +1,202 @@
+"""Plans of calls with a `block_list`: the page tables that lists become, and plans of the kernels that walk them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+from attnops.metadata.fmha_plan import FmhaPlan
+from attnops.metadata.plan import XqaDecodePlan
+from attnops.metadata.plan_checks import check_range, check_shared
+
+MAX_BLOCK_SIZE = 1 << 20  # csrc/block_lists/checks.h
+MAX_LISTED = 1 << 30  # tokens of a list
+
+
+def unit_size(block_size: int, page_size: int) -> int:
+    """Tokens of a cell: what blocks and pages are both made of."""
+    return math.gcd(block_size, page_size)
+
+
+def _check_lists(
+    kind: str, num_q_heads: int, num_kv_heads: int, num_blocks: int, block_size: int, page_size: int
+) -> None:
+    owner = f"{kind}.allocate"
+    check_range(owner, "num_q_heads", num_q_heads, 1)
+    check_range(owner, "num_kv_heads", num_kv_heads, 1)
+    check_range(owner, "num_blocks", num_blocks, 0)
+    check_range(owner, "block_size", block_size, 1, MAX_BLOCK_SIZE)
+    check_range(owner, "page_size", page_size, 1)
+    if num_q_heads % num_kv_heads:
+        raise ValueError(
+            f"{owner}: num_q_heads must be a positive multiple of num_kv_heads, got {num_q_heads} and {num_kv_heads}"
+        )
+    if num_blocks * block_size > MAX_LISTED:
+        raise ValueError(
+            f"{owner}: num_blocks * block_size must be at most {MAX_LISTED}, got {num_blocks} * {block_size}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockDecodePlan:
+    """Plan of `ops.xqa_decode` with a `block_list`. A call fills all of it from lists and lengths, on the device."""
+
+    batch_size: int
+    seqlen_q: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_blocks: int
+    block_size: int
+    page_size: int
+    block_tables: Tensor  # int32 [B * S_q, H_kv, num_blocks * block_size / unit]
+    block_seqlens: Tensor  # int32 [B * S_q, H_kv]
+    decode: XqaDecodePlan  # of B * S_q * H_kv requests of one token and one KV head
+
+    @property
+    def key(self) -> dict[str, int]:
+        """What a call must agree with."""
+        names = ("batch_size", "seqlen_q", "num_q_heads", "num_kv_heads", "head_dim", "num_blocks", "page_size")
+        return {name: getattr(self, name) for name in names}
+
+    @classmethod
+    def allocate(
+        cls,
+        batch_size: int,
+        *,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        num_blocks: int,
+        block_size: int,
+        page_size: int,
+        seqlen_q: int = 1,
+        fixed_split_tokens: int = 0,
+        num_sm_parts: int | None = None,
+        kv_dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+    ) -> BlockDecodePlan:
+        """Allocate a plan and its scratch.
+
+        Args:
+            batch_size, seqlen_q: Requests, and query tokens of each. A token attends by itself.
+            num_q_heads, num_kv_heads, head_dim: Of the attention; `num_q_heads` is a multiple of `num_kv_heads`.
+            num_blocks: Columns of `block_list`. block_size: Tokens of a block. page_size: Of the pages.
+            fixed_split_tokens, num_sm_parts, kv_dtype: As of `XqaDecodePlan`; a request is here a token and KV head.
+
+        Raises:
+            TypeError, ValueError: naming the argument that is out of its range.
+        """
+        kind = cls.__name__
+        check_shared(kind, batch_size, seqlen_q, -1, num_sm_parts, None)
+        _check_lists(kind, num_q_heads, num_kv_heads, num_blocks, block_size, page_size)
+        device, rows = torch.device(device), batch_size * seqlen_q
+        cells = max(num_blocks, 1) * (block_size // unit_size(block_size, page_size))
+        decode = XqaDecodePlan.allocate(
+            rows * num_kv_heads,
+            num_q_heads=num_q_heads // num_kv_heads,
+            num_kv_heads=1,
+            head_dim=head_dim,
+            fixed_split_tokens=fixed_split_tokens,
+            max_seqlen_k=num_blocks * block_size,
+            num_sm_parts=num_sm_parts,
+            kv_dtype=kv_dtype,
+            device=device,
+        )
+        return cls(
+            batch_size=batch_size,
+            seqlen_q=seqlen_q,
+            num_q_heads=num_q_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            page_size=page_size,
+            block_tables=torch.zeros(rows, num_kv_heads, cells, dtype=torch.int32, device=device),
+            block_seqlens=torch.zeros(rows, num_kv_heads, dtype=torch.int32, device=device),
+            decode=decode,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockPrefillPlan:
+    """Plan of `ops.fmha_paged` with a `block_list`. A call fills all of it from lists and lengths, on the device."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    num_blocks: int
+    block_size: int
+    page_size: int
+    block_tables: Tensor  # int32 [H_kv, max_batch_size, cells]
+    block_seqlens: Tensor  # int32 [H_kv, max_batch_size]
+    lse_by_head: Tensor  # float32 [H_kv, max_num_tokens, group], scratch
+    fmha: FmhaPlan  # of one KV head; each has its turn
+
+    @property
+    def key(self) -> dict[str, int]:
+        """What a call must agree with."""
+        names = ("num_q_heads", "num_kv_heads", "num_blocks", "page_size")
+        return {name: getattr(self, name) for name in names} | {"causal": self.fmha.causal}
+
+    @classmethod
+    def allocate(
+        cls,
+        max_num_tokens: int,
+        max_batch_size: int,
+        *,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        num_blocks: int,
+        block_size: int,
+        page_size: int,
+        max_seqlen_q: int | None = None,
+        causal: bool = True,
+        split_keys: bool = True,
+        device: torch.device | str = "cpu",
+    ) -> BlockPrefillPlan:
+        """Allocate a plan and its scratch.
+
+        Args:
+            max_num_tokens, max_batch_size: Rows of q, and requests, of the largest batch.
+            num_q_heads, num_kv_heads, head_dim: Of the attention, the larger head dim.
+            num_blocks: Columns of `block_list`. block_size: Tokens of a block. page_size: Of the pages.
+            max_seqlen_q: New tokens of a request, at most; `max_num_tokens` when None. Their blocks need cells, too.
+            causal, split_keys: As of `FmhaPlan`.
+
+        Raises:
+            TypeError, ValueError: naming the argument that is out of its range.
+        """
+        kind = cls.__name__
+        _check_lists(kind, num_q_heads, num_kv_heads, num_blocks, block_size, page_size)
+        most_new = max_num_tokens if max_seqlen_q is None else max_seqlen_q
+        check_range(f"{kind}.allocate", "max_seqlen_q", most_new, 0)
+        device = torch.device(device)
+        new_blocks = -(-max(most_new - 1, 0) // block_size) + 1 if causal else 0
+        cells = max(num_blocks + new_blocks, 1) * (block_size // unit_size(block_size, page_size))
+        fmha = FmhaPlan.allocate(
+            max_num_tokens,
+            max_batch_size,
+            causal=causal,
+            num_q_heads=num_q_heads // num_kv_heads,
+            num_kv_heads=1,
+            head_dim=head_dim,
+            split_keys=split_keys,
+            device=device,
+        )
+        return cls(
+            num_q_heads=num_q_heads,
+            num_kv_heads=num_kv_heads,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            page_size=page_size,
+            block_tables=torch.zeros(num_kv_heads, max_batch_size, cells, dtype=torch.int32, device=device),
+            block_seqlens=torch.zeros(num_kv_heads, max_batch_size, dtype=torch.int32, device=device),
+            lse_by_head=torch.empty(
+                num_kv_heads, max_num_tokens, num_q_heads // num_kv_heads, dtype=torch.float32, device=device
+            ),
+            fmha=fmha,
+        )

@@ -1,0 +1,292 @@
+"""`block_list` of xqa_decode and fmha_paged: against float64 over the listed keys alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from attnops import ops
+from attnops.metadata import BlockDecodePlan, BlockPrefillPlan, XqaDecodePlan
+from block_problems import (
+    blocks_expected,
+    decode_blocks,
+    decode_plan,
+    draw_lists,
+    prefill_blocks,
+    prefill_plan,
+)
+from checks import assert_attention_close, assert_lse_close
+from problems import FP8, LAYOUTS, paged_problem
+from xqa_decoding import captured
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+LENGTHS = [300, 64, 0, 1, 129, 63]
+# (page_size, block_size, columns): a block is a page, some of it, several pages, and neither
+SIZES = [
+    (16, 16, 9),
+    (64, 64, 4),
+    (64, 16, 12),
+    (16, 64, 4),
+    (64, 1, 150),
+    (1, 1, 40),
+    (16, 128, 3),
+    (24, 16, 7),
+    (5, 3, 30),
+]
+
+
+def assert_close(problem, got, expected):
+    assert_attention_close(got[0], expected[0], problem.q.dtype)
+    assert_lse_close(got[1], expected[1], atol=2e-4 if problem.k_pages.dtype == FP8 else 1e-4)
+    assert not got[0][expected[1] == -math.inf].any(), "a row without keys must be zero"
+
+
+def check_decode(problem, block_size, columns, *, seqlen_q=1, seed=1, **options):
+    lists = draw_lists(problem, block_size, columns, seed=seed)
+    got = decode_blocks(problem, lists, block_size, seqlen_q=seqlen_q, **options)
+    for name in ("csr", "num_sm_parts", "fixed_split_tokens"):
+        options.pop(name, None)
+    assert_close(problem, got, blocks_expected(problem, lists, block_size, **options))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_decode_attends_to_the_listed_keys_alone(sizes, layout, device):
+    page_size, block_size, columns = sizes
+    problem = paged_problem(LENGTHS, page_size=page_size, layout=layout).to(device)
+    check_decode(problem, block_size, columns, csr=layout == "hnd")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP8])
+@pytest.mark.parametrize("heads", [(8, 1, 128), (6, 3, 64), (16, 1, 256), (5, 5, 72)])
+@pytest.mark.parametrize("block_size", [64, 1])
+def test_decode_of_every_dtype_and_head_dim(dtype, heads, block_size, device):
+    num_q_heads, num_kv_heads, head_dim = heads
+    shape = {"num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    kinds = {"dtype": BF16, "kv_dtype": FP8} if dtype == FP8 else {"dtype": dtype}
+    problem = paged_problem(LENGTHS, page_size=64, **shape, **kinds).to(device)
+    check_decode(problem, block_size, 150 if block_size == 1 else 4, num_sm_parts=None)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("sizes", [(16, 16, 9), (64, 4, 60)])
+def test_decode_of_several_tokens(sizes, causal, device):
+    page_size, block_size, columns = sizes
+    problem = paged_problem([300, 64, 3, 129], 3, page_size=page_size).to(device)
+    check_decode(problem, block_size, columns, seqlen_q=3, causal=causal, logit_cap=20.0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_request_has_the_same_bits_alone(device):
+    problem = paged_problem([300, 200], page_size=16).to(device)
+    lists = draw_lists(problem, 16, 12)
+    both, _ = decode_blocks(problem, lists, 16, fixed_split_tokens=64)
+    tables, lengths = problem.page_table[1:].contiguous(), problem.cache_seqlens[1:].contiguous()
+    plan = BlockDecodePlan.allocate(
+        1,
+        num_q_heads=8,
+        num_kv_heads=2,
+        head_dim=64,
+        num_blocks=12,
+        block_size=16,
+        page_size=16,
+        num_sm_parts=2,
+        fixed_split_tokens=64,
+        device=device,
+    )
+    own = lists[1:].to(device)
+    pages = (problem.k_pages, problem.v_pages, tables, lengths)
+    alone, _ = ops.xqa_decode(problem.q[1:].contiguous(), *pages, plan, block_list=own)
+    assert torch.equal(alone.cpu(), both[1:])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_block_that_is_listed_twice_counts_twice_unless_the_length_cuts_it(device):
+    problem = paged_problem([40], page_size=16).to(device)
+    lists = torch.tensor([[[0, 0, 2, 2], [1, -1, 1, 0]]], dtype=torch.int32)
+    got = decode_blocks(problem, lists, 16)
+    assert_close(problem, got, blocks_expected(problem, lists, 16))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("causal", [True, False])
+def test_prefill_attends_to_listed_keys_and_new_blocks(sizes, causal, device):
+    page_size, block_size, columns = sizes
+    layout = LAYOUTS[columns % len(LAYOUTS)]
+    problem = paged_problem([300, 64, 0, 40, 129], [70, 64, 0, 1, 33], page_size=page_size, layout=layout).to(device)
+    lists = draw_lists(problem, block_size, columns)
+    got = prefill_blocks(problem, lists, block_size, causal=causal, csr=layout == "nhd")
+    assert_close(problem, got, blocks_expected(problem, lists, block_size, causal=causal, new_blocks=causal))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP8])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_prefill_of_every_dtype_with_sinks_and_scales_by_head(dtype, head_dim, device):
+    kinds = {"dtype": BF16, "kv_dtype": FP8, "scales": "head"} if dtype == FP8 else {"dtype": dtype}
+    shape = {"num_q_heads": 6, "num_kv_heads": 3, "head_dim": head_dim}
+    problem = paged_problem([200, 90], [17, 90], page_size=64, **shape, **kinds).to(device)
+    lists = draw_lists(problem, 16, 9)
+    options = {"sinks": torch.linspace(-2, 2, 6, device=device), "logit_cap": 30.0}
+    got = prefill_blocks(problem, lists, 16, **options)
+    assert_close(problem, got, blocks_expected(problem, lists, 16, new_blocks=True, **options))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_lists_of_all_blocks_are_dense_attention(device):
+    problem = paged_problem([300, 64, 129], page_size=16).to(device)
+    lists = torch.arange(19, dtype=torch.int32).expand(3, 2, 19).clone()
+    blocks = -(-problem.cache_seqlens.cpu() // 16)
+    lists[lists >= blocks.view(3, 1, 1)] = -1
+    out, lse = decode_blocks(problem, lists, 16)
+    expected = problem.expected()
+    assert_close(problem, (out, lse), expected)
+    extend = paged_problem([300, 64, 129], [200, 64, 3], page_size=16).to(device)
+    assert_close(extend, prefill_blocks(extend, lists, 16), extend.expected())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_empty_lists_and_batches(device):
+    problem = paged_problem([40, 7], page_size=16).to(device)
+    for columns in (0, 3):
+        lists = torch.full((2, 2, columns), -1, dtype=torch.int32)
+        out, lse = decode_blocks(problem, lists, 16)
+        assert not out.any() and (lse == -math.inf).all()
+    empty = paged_problem([], page_size=16).to(device)
+    out, _ = decode_blocks(empty, torch.zeros(0, 2, 3, dtype=torch.int32), 16)
+    assert out.shape[0] == 0
+    out, _ = prefill_blocks(empty, torch.zeros(0, 2, 3, dtype=torch.int32), 16)
+    assert out.shape[0] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(64, 64, 6), (64, 16, 12), (64, 1, 150)])
+def test_a_captured_call_serves_other_lists_lengths_and_tables(sizes):
+    page_size, block_size, columns = sizes
+    shape = {"num_q_heads": 16, "num_kv_heads": 4, "head_dim": 128, "page_size": page_size}
+    problem = paged_problem([500, 300, 64, 200], **shape).to("cuda")
+    lists = torch.full((4, 4, columns), -1, dtype=torch.int32, device="cuda")
+    lengths, table = torch.zeros_like(problem.cache_seqlens), torch.full_like(problem.page_table, 2**30)
+    plan = decode_plan(problem, lists, block_size)
+    out, lse = torch.empty_like(problem.q), torch.empty(problem.q.shape[:-1], device="cuda")
+
+    def step():
+        pages = (problem.k_pages, problem.v_pages, table, lengths)
+        ops.xqa_decode(problem.q, *pages, plan, block_list=lists, out=out, lse=lse)
+
+    graph = captured(step)
+    for seed, now in enumerate([[500, 300, 64, 200], [1, 0, 33, 199], [450, 300, 1, 64]]):
+        lengths.copy_(torch.tensor(now, dtype=torch.int32))
+        table.fill_(2**30)
+        for b, length in enumerate(now):
+            pages = -(-length // page_size)
+            table[b, :pages] = problem.page_table[b, :pages].flip(0)
+        current = dataclasses.replace(problem, cache_seqlens=lengths, page_table=table)
+        lists.copy_(draw_lists(current, block_size, columns, seed=seed))
+        out.fill_(math.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_close(current, (out.cpu(), lse.cpu()), blocks_expected(current, lists.cpu(), block_size))
+        eager, _ = decode_blocks(current, lists.cpu(), block_size, plan=plan)
+        assert torch.equal(eager, out.cpu()), "a replay has the bits of an eager call"
+
+
+@pytest.mark.gpu
+def test_a_pool_above_4_gb():
+    """Pages of the views are int32, their addresses are not."""
+    pages, page_size, heads, dim = 40_000, 64, 8, 128
+    if torch.cuda.mem_get_info()[0] < 12 << 30:
+        pytest.skip("needs 12 GB")
+    pool = torch.full((2, pages, page_size, heads, dim), math.nan, dtype=BF16, device="cuda")
+    small = paged_problem([300, 129], page_size=page_size, num_q_heads=16, num_kv_heads=heads, head_dim=dim).to("cuda")
+    count = small.k_pages.shape[0]
+    pool[0, -count:], pool[1, -count:] = small.k_pages, small.v_pages
+    lists = draw_lists(small, 16, 12)
+    expected = blocks_expected(small, lists, 16)
+    moved = dataclasses.replace(
+        small, k_pages=pool[0], v_pages=pool[1], page_table=(small.page_table + (pages - count)).int()
+    )
+    assert_close(small, decode_blocks(moved, lists, 16), expected)
+
+
+def right_decode():
+    problem = paged_problem([40, 20], page_size=16)
+    lists = draw_lists(problem, 16, 3)
+    pages = {"k_pages": problem.k_pages, "v_pages": problem.v_pages, "page_table": problem.page_table}
+    rest = {"cache_seqlens": problem.cache_seqlens, "plan": decode_plan(problem, lists, 16), "block_list": lists}
+    return {"q": problem.q, **pages, **rest}
+
+
+PLAIN_PLAN = XqaDecodePlan.allocate(2, num_q_heads=8, num_kv_heads=2, head_dim=64)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"plan": PLAIN_PLAN}, "plan must be a BlockDecodePlan"),
+        ({"block_list": None}, "block_list must be given"),
+        ({"window_left": 8}, "window_left must be -1 with block_list, got 8"),
+        ({"sinks": torch.zeros(8)}, "sinks must be None with block_list"),
+        ({"tree_mask": torch.ones(2, 1, 1, dtype=torch.uint8)}, "tree_mask must be None with block_list"),
+        ({"k_scale": torch.ones(2)}, r"k_scale.shape\[0\] must be 1 with block_list, got 2"),
+        ({"block_list": torch.zeros(2, 2, 4, dtype=torch.int32)}, "num_blocks 3, the call has 4"),
+        ({"q": torch.zeros(2, 6, 64).bfloat16()}, "num_q_heads 8, the call has 6"),
+        ({"q": torch.zeros(2, 9, 64).bfloat16()[:, :8]}, r"q must have its tokens and heads at one distance"),
+    ],
+)
+def test_decode_errors_name_the_argument(change, words):
+    with pytest.raises(ValueError, match=f"attnops::xqa_decode: .*{words}"):
+        ops.xqa_decode(**{**right_decode(), **change})
+
+
+def test_pools_whose_strides_have_other_ratios_are_refused():
+    given = right_decode()
+    given["v_pages"] = given["v_pages"].transpose(1, 2).contiguous().transpose(1, 2)
+    with pytest.raises(ValueError, match="k_pages and v_pages must have strides in one ratio"):
+        ops.xqa_decode(**given)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"block_list": None}, "block_list must be given"),
+        ({"window_left": 8}, "window_left must be -1 with block_list, got 8"),
+        ({"window_right": 8}, "window_right must be -1 with block_list, got 8"),
+        ({"causal": False}, "causal True, the call has False"),
+        ({"q": torch.zeros(9, 8, 64).bfloat16()}, "make one for 9 tokens, this one is for at most 5"),
+    ],
+)
+def test_prefill_errors_name_the_argument(change, words):
+    problem = paged_problem([40, 20], [3, 2], page_size=16)
+    lists = draw_lists(problem, 16, 3)
+    given = {"q": problem.q, "k_pages": problem.k_pages, "v_pages": problem.v_pages, "page_table": problem.page_table}
+    given |= {"cache_seqlens": problem.cache_seqlens, "cu_seqlens_q": problem.cu_seqlens_q}
+    given |= {"plan": prefill_plan(problem, lists, 16), "block_list": lists}
+    ops.fmha_paged(**given)
+    with pytest.raises(ValueError, match=f"attnops::fmha_paged: .*{words}"):
+        ops.fmha_paged(**{**given, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_q_heads": 7}, "num_q_heads must be a positive multiple of num_kv_heads"),
+        ({"num_blocks": -1}, "num_blocks must be in"),
+        ({"block_size": 0}, "block_size must be in"),
+        ({"page_size": 0}, "page_size must be in"),
+        ({"num_blocks": 1 << 25, "block_size": 64}, "num_blocks [*] block_size must be at most"),
+    ],
+)
+def test_plans_name_what_is_out_of_range(change, words):
+    given = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 64, "num_blocks": 4, "block_size": 16, "page_size": 16}
+    with pytest.raises(ValueError, match=f"BlockDecodePlan.allocate: {words}"):
+        BlockDecodePlan.allocate(2, **{**given, **change})
+    with pytest.raises(ValueError, match=f"BlockPrefillPlan.allocate: {words}"):
+        BlockPrefillPlan.allocate(9, 2, **{**given, **change})
