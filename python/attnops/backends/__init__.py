@@ -2,6 +2,7 @@
 
 from attnops.backends.base import AttentionBackend
 from attnops.backends.capability import Capability, HeadDims
+from attnops.backends.double_sparsity import DoubleSparseAttnBackend
 from attnops.backends.dual_chunk import DualChunkFlashAttentionBackend
 from attnops.backends.encoder_decoder import EncoderDecoderBackend
 from attnops.backends.hybrid import HybridAttnBackend
@@ -23,6 +24,7 @@ from attnops.backends.tbo import TboAttnBackend
 __all__ = [
     "AttentionBackend",
     "Capability",
+    "DoubleSparseAttnBackend",
     "DualChunkFlashAttentionBackend",
     "EncoderDecoderBackend",
     "GDNAttnBackend",

@@ -30,6 +30,7 @@ ALIASES = {"flashinfer_mla": "flashinfer", "dsa": "nsa"}
 # Names that users of SGLang know, whose classes need more than (spec, limits, device): each with what to write.
 NOT_BUILT = {
     "dual_chunk_flash_attn": "its q has five parts; build it with DualChunkFlashAttentionBackend(spec, limits, device)",
+    "double_sparsity": "it needs heavy channels; build it with DoubleSparseAttnBackend(spec, limits, device, ...)",
     "hybrid_linear": "it joins two backends; build it with HybridLinearAttnBackend(full, linear, layers)",
     "tbo": "it joins three backends; build it with TboAttnBackend(primary, children)",
     "hybrid": "it joins two backends; build it with HybridAttnBackend(prefill, decode)",
