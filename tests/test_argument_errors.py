@@ -122,7 +122,8 @@ def test_what_is_no_tensor_is_named(package, name, argument):
 def test_what_is_no_plan_is_named(package, name, argument):
     function, given = call_of(package, name)
     for wrong in (None, "plan", 3, FmhaPlan.allocate(1, 1) if not isinstance(given["plan"], FmhaPlan) else ()):
-        with pytest.raises(TypeError, match=rf"attnops::{name}: plan must be (Xqa|Mla|SparseMla|Fmha)\w*Plan, got "):
+        kinds = r"(Xqa|Mla|SparseMla|Fmha)\w*Plan( or Block\w+Plan)?"
+        with pytest.raises(TypeError, match=rf"attnops::{name}: plan must be {kinds}, got "):
             function(**{**given, "plan": wrong})
 
 
