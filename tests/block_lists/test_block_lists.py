@@ -186,8 +186,9 @@ def test_a_captured_call_serves_other_lists_lengths_and_tables(sizes):
         lengths.copy_(torch.tensor(now, dtype=torch.int32))
         table.fill_(2**30)
         for b, length in enumerate(now):
-            pages = -(-length // page_size)
-            table[b, :pages] = problem.page_table[b, :pages].flip(0)
+            pages, whole = -(-length // page_size), length // page_size
+            table[b, :pages] = problem.page_table[b, :pages]
+            table[b, :whole] = problem.page_table[b, :whole].flip(0)
         current = dataclasses.replace(problem, cache_seqlens=lengths, page_table=table)
         lists.copy_(draw_lists(current, block_size, columns, seed=seed))
         out.fill_(math.nan)
