@@ -74,7 +74,7 @@ def decode_cell(pools: list, h_q: int, h_kv: int, batch: int, keys: int, block: 
     long, short = (torch.full((batch,), n, dtype=INT32, device=DEVICE) for n in (context, keys))
     dense = XqaDecodePlan.allocate(batch, **kind)
     own = [BlockDecodePlan.allocate(batch, num_blocks=count, block_size=block, page_size=PAGE, **kind) for _ in lists]
-    views, _ = unit_pages("xqa_decode", (k, v), unit_size(block, PAGE), heads=True)
+    k_units, v_units, _ = unit_pages("xqa_decode", k, v, unit_size(block, PAGE), heads=True)
     rows = (batch * h_kv, 1, h_q // h_kv, DIM)
 
     def whole(r: int) -> None:
@@ -83,7 +83,7 @@ def decode_cell(pools: list, h_q: int, h_kv: int, batch: int, keys: int, block: 
     def attend(r: int) -> None:
         plan = own[r]
         lengths, tables = plan.block_seqlens.flatten(), plan.block_tables.flatten(0, 1)
-        ops.xqa_decode(q.view(rows), *views, tables, lengths, plan.decode, out=out.view(rows))
+        ops.xqa_decode(q.view(rows), k_units, v_units, tables, lengths, plan.decode, out=out.view(rows))
 
     def dense_attend(r: int) -> None:
         ops.xqa_decode(q, k, v, narrow[r], short, dense, out=out)

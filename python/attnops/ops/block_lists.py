@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -108,7 +107,9 @@ def label_scores(
     torch.ops.attnops.label_scores.default(scores, q_labels, label_pages, page_table, cache_seqlens, report)
 
 
-def unit_pages(op: str, pools: Sequence[Tensor], unit: int, *, heads: bool) -> tuple[list[Tensor], dict[str, int]]:
+def unit_pages(
+    op: str, k_pages: Tensor, v_pages: Tensor, unit: int, *, heads: bool
+) -> tuple[Tensor, Tensor, tuple[int, int, int]]:
     """Pools ``[P, page_size, H_kv, D]`` as pages of `unit` tokens and one KV head, by strides: nothing is copied.
 
     Pages of the views overlap. Which of them begin where a unit of a head does, the steps say.
@@ -122,28 +123,34 @@ def unit_pages(op: str, pools: Sequence[Tensor], unit: int, *, heads: bool) -> t
     Raises:
         ValueError: the pools' strides have other ratios, or a page would have no number of int32.
     """
-    num_pages, page_size, num_heads, _ = pools[0].shape
+    num_pages, page_size, num_heads, _ = k_pages.shape
     if not heads and unit == page_size:
-        return list(pools), {"page_step": 1, "unit_step": 0, "head_step": 0}
+        return k_pages, v_pages, (1, 0, 0)
     extents = (num_pages, page_size // unit, num_heads if heads else 1)
-    views, steps = [], [0, 0, 0]
-    for pool in pools:
-        page, token, head, _ = pool.stride()
-        strides = [s if n > 1 else 0 for s, n in zip((page, unit * token, head), extents, strict=True)]
-        step = math.gcd(*strides) or 1
-        found = [s // step for s in strides]
-        if views and found != steps:
-            raise ValueError(
-                f"attnops::{op}: k_pages and v_pages must have strides in one ratio with block_list, "
-                f"got {list(pools[0].stride())} and {list(pool.stride())}"
-            )
-        steps = found
-        count = sum((n - 1) * s for n, s in zip(extents, steps, strict=True)) + 1 if num_pages else 0
-        if count - 1 > _MOST_CELL:
-            raise ValueError(f"attnops::{op}: k_pages must have at most 2^31 units of heads, got {count}")
-        sizes, places = (count, unit, 1, pool.shape[3]), (step, token, token, 1)
-        views.append(pool.as_strided(sizes, places, pool.storage_offset()))
-    return views, dict(zip(("page_step", "unit_step", "head_step"), steps, strict=True))
+    k_step, steps = _common_step(k_pages, unit, extents)
+    v_step, v_steps = _common_step(v_pages, unit, extents)
+    if steps != v_steps:
+        raise ValueError(
+            f"attnops::{op}: k_pages and v_pages must have strides in one ratio with block_list, "
+            f"got {list(k_pages.stride())} and {list(v_pages.stride())}"
+        )
+    count = sum((n - 1) * s for n, s in zip(extents, steps, strict=True)) + 1 if num_pages else 0
+    if count - 1 > _MOST_CELL:
+        raise ValueError(f"attnops::{op}: k_pages must have at most 2^31 units of heads, got {count}")
+    return _as_units(k_pages, count, unit, k_step), _as_units(v_pages, count, unit, v_step), steps
+
+
+def _common_step(pool: Tensor, unit: int, extents: tuple[int, int, int]) -> tuple[int, tuple[int, int, int]]:
+    """The largest stride that page, unit and head have in common, and each of them in it."""
+    page, token, head, _ = pool.stride()
+    page, part, head = (s if n > 1 else 0 for s, n in zip((page, unit * token, head), extents, strict=True))
+    step = math.gcd(page, part, head) or 1
+    return step, (page // step, part // step, head // step)
+
+
+def _as_units(pool: Tensor, count: int, unit: int, step: int) -> Tensor:
+    token = pool.stride(1)
+    return pool.as_strided((count, unit, 1, pool.shape[3]), (step, token, token, 1), pool.storage_offset())
 
 
 register_fake("build_block_tables")

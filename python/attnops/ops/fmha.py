@@ -198,7 +198,7 @@ def fmha_paged(
         The other arguments, results and errors are those of `fmha_varlen`.
     """
     if block_list is not None or isinstance(plan, BlockPrefillPlan):
-        _refuse_with_blocks(plan, block_list, window_left, window_right)
+        _refuse_with_blocks(plan, block_list, window_left, window_right, hidden_keys)
         assert block_list is not None and isinstance(plan, BlockPrefillPlan)
         out, lse = _destinations(q, v_pages.shape[-1], out, lse, return_lse)
         options = {"softmax_scale": softmax_scale, "causal": causal, "logit_cap": logit_cap, "tree_mask": tree_mask}
@@ -239,7 +239,11 @@ def fmha_paged(
 
 
 def _refuse_with_blocks(
-    plan: FmhaPlan | BlockPrefillPlan, block_list: Tensor | None, window_left: int, window_right: int
+    plan: FmhaPlan | BlockPrefillPlan,
+    block_list: Tensor | None,
+    window_left: int,
+    window_right: int,
+    hidden_keys: Tensor | None,
 ) -> None:
     """Raises for what a call with a `block_list` cannot have."""
     if block_list is None or not isinstance(plan, BlockPrefillPlan):
@@ -248,6 +252,8 @@ def _refuse_with_blocks(
     for name, window in (("window_left", window_left), ("window_right", window_right)):
         if window != -1:
             raise ValueError(f"attnops::fmha_paged: {name} must be -1 with block_list, got {window}")
+    if hidden_keys is not None:
+        raise ValueError("attnops::fmha_paged: hidden_keys must be None with block_list")
 
 
 def _prefill_blocks(
@@ -283,8 +289,8 @@ def _prefill_blocks(
     unit, group = unit_size(plan.block_size, page_size), num_q_heads // num_kv_heads
     lse_by_head = None if lse is None else plan.lse_by_head[:, : q.shape[0]]
     for head in range(num_kv_heads):
-        pools = [pages[:, :, head : head + 1] for pages in (k_pages, v_pages)]
-        pages, steps = unit_pages(op, pools, unit, heads=False)
+        k_head, v_head = k_pages[:, :, head : head + 1], v_pages[:, :, head : head + 1]
+        k_units, v_units, (page_step, unit_step, _) = unit_pages(op, k_head, v_head, unit, heads=False)
         if head == 0:
             build_block_tables(
                 block_list,
@@ -297,15 +303,17 @@ def _prefill_blocks(
                 block_seqlens=lengths.transpose(0, 1),
                 kv_indptr=kv_indptr,
                 cu_seqlens_q=cu_seqlens_q if options["causal"] else None,
+                page_step=page_step,
+                unit_step=unit_step,
                 causal=False,
                 report=report,
-                **steps,
             )
         fmha_plan(plan.fmha, cu_seqlens_q, cache_seqlens=lengths[head])
         own = slice(head * group, (head + 1) * group)
         fmha_paged(
             q[:, own],
-            *pages,
+            k_units,
+            v_units,
             tables[head],
             lengths[head],
             cu_seqlens_q,

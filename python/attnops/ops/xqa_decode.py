@@ -115,11 +115,11 @@ def xqa_decode(
     """
     try:
         if block_list is not None or isinstance(plan, BlockDecodePlan):
-            _refuse_with_blocks(plan, block_list, window_left, sinks, tree_mask, k_scale, v_scale)
+            _refuse_with_blocks(plan, block_list, window_left, sinks, tree_mask, k_scale, v_scale, tree_keys)
             assert block_list is not None and isinstance(plan, BlockDecodePlan)
             if out is None:
                 out = torch.empty_like(q, memory_format=torch.contiguous_format)
-            lse = lse_like(q, lse, return_lse)
+            lse = lse_like(q, lse, return_lse or sinks_in_lse)
             options = {"softmax_scale": softmax_scale, "logit_cap": logit_cap, "k_scale": k_scale, "v_scale": v_scale}
             pages = (k_pages, v_pages, page_table, kv_indptr, cache_seqlens)
             _decode_blocks(q, *pages, plan, block_list, causal, out, lse, report, options)
@@ -184,6 +184,7 @@ def _refuse_with_blocks(
     tree_mask: Tensor | None,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    tree_keys: int,
 ) -> None:
     """Raises for what a call with a `block_list` cannot have."""
     if block_list is None or not isinstance(plan, BlockDecodePlan):
@@ -191,6 +192,8 @@ def _refuse_with_blocks(
         raise ValueError(f"attnops::xqa_decode: {missing}: the two go together")
     if window_left != -1:
         raise ValueError(f"attnops::xqa_decode: window_left must be -1 with block_list, got {window_left}")
+    if tree_keys:
+        raise ValueError(f"attnops::xqa_decode: tree_keys must be 0 with block_list, got {tree_keys}")
     for name, tensor in (("sinks", sinks), ("tree_mask", tree_mask)):
         if tensor is not None:
             raise ValueError(f"attnops::xqa_decode: {name} must be None with block_list")
@@ -220,7 +223,8 @@ def _decode_blocks(
     num_pages, page_size, num_kv_heads = k_pages.shape[:3]
     key = (requests, seqlen_q, num_q_heads, num_kv_heads, head_dim, block_list.shape[2], page_size)
     check_plan_key(op, plan, dict(zip(plan.key, key, strict=True)), "q, k_pages and block_list")
-    pages, steps = unit_pages(op, (k_pages, v_pages), unit_size(plan.block_size, page_size), heads=True)
+    unit = unit_size(plan.block_size, page_size)
+    k_units, v_units, (page_step, unit_step, head_step) = unit_pages(op, k_pages, v_pages, unit, heads=True)
     build_block_tables(
         block_list,
         page_table,
@@ -231,16 +235,19 @@ def _decode_blocks(
         block_tables=plan.block_tables,
         block_seqlens=plan.block_seqlens,
         kv_indptr=kv_indptr,
+        page_step=page_step,
+        unit_step=unit_step,
+        head_step=head_step,
         causal=causal,
         report=report,
-        **steps,
     )
     lengths = plan.block_seqlens.flatten()
     xqa_decode_plan(plan.decode, lengths)
     rows = (plan.decode.batch_size, 1, plan.decode.num_q_heads)
     xqa_decode(
         _side_by_side("q", q, (*rows, head_dim)),
-        *pages,
+        k_units,
+        v_units,
         plan.block_tables.flatten(0, 1),
         lengths,
         plan.decode,
