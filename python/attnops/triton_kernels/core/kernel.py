@@ -116,6 +116,12 @@ def accumulate(
     if CAP:
         scale = scale / logit_cap
     per_logit = logit_cap * LOG2_E if CAP else tl.maximum(scale * LOG2_E, 1e-37)  # never 0 x inf
+    # A step's pages are asked for a step ahead. So copies of keys wait for no load, and Triton keeps those of two steps
+    # on their way.
+    if ONE_PAGE:
+        coming = tl.load(table + begin // PAGE_SIZE, mask=begin < end, other=0)
+    elif PAGE_SIZE > 0:
+        coming = tl.load(table + (begin + step) // PAGE_SIZE, mask=begin + step < end, other=0)
     for first in range(begin, end, BLOCK_N):
         key = first + step
         inside = (key >= low) & (key < high)
@@ -127,18 +133,19 @@ def accumulate(
             k_at = k_rows
             v_at = v_rows
         elif ONE_PAGE:
-            page = tl.load(table + first // PAGE_SIZE).to(tl.int64)
+            page = coming.to(tl.int64)
             page = tl.where((page >= 0) & (page < num_pages), page, 0)
             in_page = tl.cast(first % PAGE_SIZE, tl.int64)
+            following = first + BLOCK_N
+            coming = tl.load(table + following // PAGE_SIZE, mask=following < end, other=0)
             k_from = k + (page * k_row + in_page * k_step)
             v_from = v + (page * v_row + in_page * v_step)
             k_at = k_rows
             v_at = v_rows
         else:
-            if MASKED:
-                page = tl.load(table + key // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
-            else:
-                page = tl.load(table + key // PAGE_SIZE).to(tl.int64)
+            page = coming.to(tl.int64)
+            following = key + BLOCK_N
+            coming = tl.load(table + following // PAGE_SIZE, mask=following < end, other=0)
             page = tl.where((page >= 0) & (page < num_pages), page, 0)
             k_at = page * k_row + (key % PAGE_SIZE).to(tl.int64) * k_step
             v_at = page * v_row + (key % PAGE_SIZE).to(tl.int64) * v_step
