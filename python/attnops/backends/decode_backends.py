@@ -14,7 +14,9 @@ from torch import Tensor
 from attnops.backends.base import AttentionBackend, LayerCall
 from attnops.backends.capability import FLOATS, PORTABLE_ARCHS, SIXTEEN_BIT, Capability, HeadDims
 from attnops.backends.decode_steps import MODES, DecodeSteps
+from attnops.backends.fp4_steps import Fp4Steps
 from attnops.backends.registry import register_attention_backend
+from attnops.ops.fp4_kv import FP4
 from attnops.types import AttentionBatch, AttentionSpec, AttentionType, Limits
 
 _DECODES = Capability(
@@ -33,13 +35,13 @@ _DECODES = Capability(
 )
 
 
-def _mla(*page_sizes: int) -> Capability:
-    """Of `mla_decode`; each name adds the page sizes that its users know."""
+def _mla(*page_sizes: int, more: frozenset[torch.dtype] = frozenset()) -> Capability:
+    """Of `mla_decode`; each name adds the page sizes that its users know. more: Types of caches."""
     return dataclasses.replace(
         _DECODES,
         archs=frozenset({90}),
         dtypes=SIXTEEN_BIT,
-        kv_dtypes=frozenset({torch.float8_e4m3fn, torch.uint8}),
+        kv_dtypes=frozenset({torch.float8_e4m3fn, torch.uint8}) | more,
         mla=True,
         page_sizes=frozenset(page_sizes),
     )
@@ -56,10 +58,14 @@ class DecodeBackend(AttentionBackend):
 
     def __init__(self, spec: AttentionSpec, limits: Limits, device: torch.device | str = "cpu") -> None:
         super().__init__(spec, limits, device)
+        self._steps: DecodeSteps | Fp4Steps
+        if spec.cache_dtype == FP4:
+            self._steps = Fp4Steps(self.name, spec, limits, self.device)
+            return
         padded = -(-limits.max_seqlen // self.table_tokens) * self.table_tokens
         width = None if spec.is_mla else limits.max_tokens_per_request  # of a block of a ragged draft extend
-        self._steps = DecodeSteps(self.name, spec, dataclasses.replace(limits, max_seqlen=padded), self.device, width)
-        self.forward = self._steps.forward  # type: ignore[method-assign]
+        steps = DecodeSteps(self.name, spec, dataclasses.replace(limits, max_seqlen=padded), self.device, width)
+        self._steps, self.forward = steps, steps.forward  # type: ignore[method-assign]
 
     @property
     def fault_report(self) -> Tensor | None:
@@ -78,13 +84,13 @@ class DecodeBackend(AttentionBackend):
 
 @register_attention_backend("trtllm_mha")
 class TRTLLMHAAttnBackend(DecodeBackend):
-    """GQA. Any page size; windows with or without a pool of their own, sinks, soft cap, tree masks, FP8 cache."""
+    """GQA. Any page size; windows with or without a pool of their own, sinks, soft cap, trees, FP8 and FP4 caches."""
 
     capability = dataclasses.replace(
         _DECODES,
         archs=PORTABLE_ARCHS,
         attn_types=frozenset({AttentionType.DECODER, AttentionType.DECODER_BIDIRECTIONAL}),
-        kv_dtypes=frozenset({torch.float8_e4m3fn, torch.float8_e5m2}),
+        kv_dtypes=frozenset({torch.float8_e4m3fn, torch.float8_e5m2, FP4}),
         head_dims=HeadDims(32, 256, 8),
         swa_pool=True,
     )
@@ -92,9 +98,9 @@ class TRTLLMHAAttnBackend(DecodeBackend):
 
 @register_attention_backend("flashmla")
 class FlashMLABackend(DecodeBackend):
-    """MLA. Pages of 64, the size of FlashMLA."""
+    """MLA. Pages of 64, the size of FlashMLA; caches of four bits, too."""
 
-    capability = _mla(64)
+    capability = _mla(64, more=frozenset({FP4}))
 
 
 @register_attention_backend("cutlass_mla")

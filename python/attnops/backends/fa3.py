@@ -16,11 +16,13 @@ from attnops.backends.base import AttentionBackend, LayerCall
 from attnops.backends.capability import DECODER_MODES, FLOATS, PORTABLE_ARCHS, SIXTEEN_BIT, Capability, HeadDims
 from attnops.backends.decode_steps import DecodeSteps
 from attnops.backends.fmha_steps import FmhaSteps
+from attnops.backends.fp4_steps import Fp4Steps
 from attnops.backends.local_steps import LocalSteps
 from attnops.backends.mla_prefill import MlaPrefill
 from attnops.backends.prepared import PreparedStep
 from attnops.backends.registry import register_attention_backend
 from attnops.graph_buffers import PagedBuffers
+from attnops.ops.fp4_kv import FP4
 from attnops.types import AttentionBatch, AttentionSpec, AttentionType, ForwardMode, Limits
 
 if TYPE_CHECKING:
@@ -39,12 +41,12 @@ class FlashAttentionBackend(AttentionBackend):
         modes=DECODER_MODES,
         attn_types=frozenset(AttentionType),
         dtypes=FLOATS,
-        kv_dtypes=frozenset({torch.float8_e4m3fn, torch.float8_e5m2}),
+        kv_dtypes=frozenset({torch.float8_e4m3fn, torch.float8_e5m2, FP4}),
         head_dims=HeadDims(32, 256, 8, equal=False),
         mla=True,
         mla_archs=frozenset({90}),
         mla_dtypes=SIXTEEN_BIT,
-        mla_kv_dtypes=frozenset({torch.float8_e4m3fn, torch.uint8}),
+        mla_kv_dtypes=frozenset({torch.float8_e4m3fn, torch.uint8, FP4}),
         sliding_window=True,
         swa_pool=True,
         logit_cap=True,
@@ -59,9 +61,14 @@ class FlashAttentionBackend(AttentionBackend):
 
     def __init__(self, spec: AttentionSpec, limits: Limits, device: torch.device | str = "cpu") -> None:
         super().__init__(spec, limits, device)
+        self._fp4: Fp4Steps | None = None
+        self._decode: DecodeSteps | None = None
+        if spec.cache_dtype == FP4:
+            self._fp4 = Fp4Steps(self.name, spec, limits, self.device)
+            self._fmha = self._mla = None
+            return
         self._prepared: PreparedStep = PreparedStep()
         decodes = spec.is_mla or (spec.head_dim == spec.v_head_dim and spec.attn_type is not AttentionType.ENCODER_ONLY)
-        self._decode: DecodeSteps | None = None
         if decodes:
             self._decode = DecodeSteps(
                 self.name,
@@ -81,9 +88,12 @@ class FlashAttentionBackend(AttentionBackend):
 
     @property
     def fault_report(self) -> Tensor | None:
-        return self._buffers.report
+        return (self._buffers if self._fp4 is None else self._fp4.buffers).report
 
     def init_forward_metadata_out_graph(self, batch: AttentionBatch, in_capture: bool = False) -> None:
+        if self._fp4 is not None:
+            self._fp4.out_graph(batch)
+            return
         decode = self._decoder_of(batch)
         if decode is not None:
             decode.out_graph(batch)
@@ -92,6 +102,9 @@ class FlashAttentionBackend(AttentionBackend):
         self._prepared.begin(batch, self._fmha_steps.step(batch, self._buffers.step(batch)))
 
     def init_forward_metadata_in_graph(self, batch: AttentionBatch) -> None:
+        if self._fp4 is not None:
+            self._fp4.in_graph(batch)
+            return
         decode = self._decoder_of(batch)
         if decode is not None:
             decode.in_graph(batch)
@@ -115,6 +128,9 @@ class FlashAttentionBackend(AttentionBackend):
         return serve(q, k, v, layer, batch, *args, **options)
 
     def attend(self, call: LayerCall) -> None:
+        if self._fp4 is not None:
+            self._fp4.attend(call)
+            return
         decode = self._decoder_of(call.batch)
         if call.layer.attention_chunk_size:
             paged = self._prepared.of(call.batch).paged

@@ -23,7 +23,6 @@ from attnops.backends.mla_prefill import MlaPrefill
 from attnops.backends.prepared import PreparedStep, in_one_thread
 from attnops.backends.registry import register_attention_backend
 from attnops.backends.store import store_kv, store_mla
-from attnops.backends.torch_native import TorchNativeAttnBackend
 from attnops.graph_buffers import MAX_CACHED_STEPS, PagedBuffers, PagedStep
 from attnops.metadata.plan import MlaDecodePlan
 from attnops.ops.fp4_kv import FP4
@@ -71,9 +70,7 @@ class IntelAMXAttnBackend(AttentionBackend):
         super().__init__(spec, limits, device)
         self._fp4 = None
         if spec.cache_dtype == FP4:
-            if spec.deterministic:
-                raise NotImplementedError(f"attnops: backend {self.name} is not batch-invariant over an FP4 cache")
-            self._fp4 = Fp4Steps(self.name, spec, limits, self.device, TorchNativeAttnBackend.softmax)
+            self._fp4 = Fp4Steps(self.name, spec, limits, self.device)
             self._mla = None
             return
         self._buffers = PagedBuffers(spec, limits, self.device)
