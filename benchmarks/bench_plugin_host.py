@@ -33,10 +33,11 @@ def rows() -> list[torch.Tensor]:
     return [torch.randn(BATCH, heads, DIM).bfloat16() for heads in (HEADS, KV_HEADS, KV_HEADS)]
 
 
-def decode_batch() -> AttentionBatch:
+def decode_batch(pool: MHATokenToKVPool | None = None) -> AttentionBatch:
     """A planned decode step of `select_backend`'s choice."""
     backend = select_backend(SPEC, LIMITS, DEVICE)
-    pool = MHATokenToKVPool(BATCH * PAGE, PAGE, torch.bfloat16, KV_HEADS, DIM, 1, DEVICE)
+    if pool is None:
+        pool = MHATokenToKVPool(BATCH * PAGE, PAGE, torch.bfloat16, KV_HEADS, DIM, 1, DEVICE)
     slots = torch.arange(BATCH * PAGE).view(BATCH, PAGE).int()
     batch = AttentionBatch(
         forward_mode=ForwardMode.DECODE,
@@ -61,8 +62,9 @@ def radix_attention() -> Callable[[], object]:
 
 
 def sglang() -> Callable[[], object]:
-    """The adapter over a step that it has taken in: SGLang's own layer calls it so."""
+    """The adapter over a step that it has taken in, and a pool as SGLang's: SGLang's own layer calls it so."""
     from attnops.plugins.sglang.backend import AttnopsAttnBackend
+    from attnops.plugins.sglang.views import MHAPoolView
 
     class Layer:
         layer_id, logit_cap, scaling, is_cross_attention = 0, 0.0, DIM**-0.5, False
@@ -70,11 +72,20 @@ def sglang() -> Callable[[], object]:
         sliding_window_size, k_scale, v_scale = -1, None, None
         attn_type = SimpleNamespace(value="decoder")
 
+    k, v = (torch.zeros((BATCH + 1) * PAGE, KV_HEADS, DIM, dtype=torch.bfloat16) for _ in range(2))
+    pool = SimpleNamespace(
+        dtype=torch.bfloat16,
+        start_layer=0,
+        device=DEVICE,
+        get_key_buffer=lambda layer_id: k,
+        get_value_buffer=lambda layer_id: v,
+        get_kv_buffer=lambda layer_id: (k, v),
+    )
     adapter, layer, step = object.__new__(AttnopsAttnBackend), Layer(), SimpleNamespace()
-    adapter._batch = decode_batch()
+    adapter._batch = decode_batch(MHAPoolView(pool, PAGE))
     adapter._backend, adapter._layers, adapter._step = adapter._batch.attn_backend, {}, step
-    q, k, v = (x.flatten(1) for x in rows())
-    return lambda: adapter.forward_decode(q, k, v, layer, step)
+    new = [x.flatten(1) for x in rows()]
+    return lambda: adapter.forward_decode(*new, layer, step)
 
 
 def vllm() -> Callable[[], object]:

@@ -206,18 +206,18 @@ class AttnopsAttnBackend(AttentionBackend):
         **unknown: Any,
     ) -> Tensor:
         """One layer; rows of q behind the step's tokens are padding and give zeros."""
-        asked = sorted(name for name, value in unknown.items() if value is not None and value is not False)
-        if asked:
-            raise NotImplementedError(f"attnops: the SGLang backend does not take {', '.join(asked)}")
+        if unknown:
+            asked = sorted(name for name, value in unknown.items() if value is not None and value is not False)
+            if asked:
+                raise NotImplementedError(f"attnops: the SGLang backend does not take {', '.join(asked)}")
         batch = self._current(forward_batch)
         ours, tokens = self._layer(layer, sinks), batch.num_tokens
-        out = q.new_empty(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
-        if q.shape[0] > tokens:
+        out = written = q.new_empty(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
+        if q.shape[0] > tokens:  # every slice costs the host a microsecond
             out[tokens:].zero_()
-        k, v, q_rope, k_rope = (None if t is None else t[:tokens] for t in (k, v, q_rope, k_rope))
-        self._backend.forward(
-            q[:tokens], k, v, ours, batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope, out=out[:tokens]
-        )
+            q, written = q[:tokens], out[:tokens]
+            k, v, q_rope, k_rope = (None if t is None else t[:tokens] for t in (k, v, q_rope, k_rope))
+        self._backend.forward(q, k, v, ours, batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope, out=written)
         return out
 
     def forward_decode(self, *args: Any, **options: Any) -> Tensor:

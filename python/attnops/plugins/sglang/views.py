@@ -14,10 +14,11 @@ from attnops.types import MLA_KV_LORA_RANK, MLA_ROPE_DIM, AttentionType
 
 class MHAPoolView(MHATokenToKVPool):
     """K and V of SGLang's pool, ``[slots, heads, dim]`` per layer, as pages. SGLang's getters wait for what is loaded
-    layer by layer, so they are asked at every call."""
+    layer by layer, so they are asked at every call. Views are made again where a layer's memory has changed."""
 
     def __init__(self, pool: Any, page_size: int) -> None:
         self._of, self.page_size, self.dtype = pool, page_size, pool.dtype
+        self._kept: dict[int, tuple[int, int, tuple[Tensor, Tensor]]] = {}
         slots, self.head_num, self.head_dim = pool.get_key_buffer(pool.start_layer).shape
         self.v_head_dim = pool.get_value_buffer(pool.start_layer).shape[2]
         self.num_pages = slots // page_size
@@ -40,8 +41,12 @@ class MHAPoolView(MHATokenToKVPool):
     def get_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]:
         """Pages ``[num_pages, page_size, heads, dim]`` of K and of V."""
         k, v = self._of.get_kv_buffer(layer_id)
-        pages = (self.num_pages, self.page_size)
-        return k[: self.size].unflatten(0, pages), v[: self.size].unflatten(0, pages)
+        kept, places = self._kept.get(layer_id), (k.data_ptr(), v.data_ptr())
+        if kept is None or kept[0] != places[0] or kept[1] != places[1]:
+            pages = (self.num_pages, self.page_size)
+            views = k[: self.size].unflatten(0, pages), v[: self.size].unflatten(0, pages)
+            self._kept[layer_id] = kept = (*places, views)
+        return kept[2]
 
 
 class MLAPoolView(MLATokenToKVPool):
@@ -49,6 +54,7 @@ class MLAPoolView(MLATokenToKVPool):
 
     def __init__(self, pool: Any, page_size: int) -> None:
         self._of, self.page_size, self.dtype = pool, page_size, pool.dtype
+        self._kept: dict[int, tuple[int, Tensor]] = {}
         self.kv_lora_rank, self.qk_rope_head_dim = MLA_KV_LORA_RANK, MLA_ROPE_DIM
         slots, _, self.kv_cache_dim = pool.get_key_buffer(pool.start_layer).shape
         self.num_pages = slots // page_size
@@ -66,8 +72,12 @@ class MLAPoolView(MLATokenToKVPool):
 
     def get_latent_buffer(self, layer_id: int) -> Tensor:
         """Pages ``[num_pages, page_size, 576]``."""
-        rows = self._of.get_key_buffer(layer_id).squeeze(1)
-        return rows[: self.size].unflatten(0, (self.num_pages, self.page_size))
+        rows = self._of.get_key_buffer(layer_id)
+        kept, place = self._kept.get(layer_id), rows.data_ptr()
+        if kept is None or kept[0] != place:
+            pages = rows.squeeze(1)[: self.size].unflatten(0, (self.num_pages, self.page_size))
+            self._kept[layer_id] = kept = (place, pages)
+        return kept[1]
 
 
 def layer_view(layer: Any, sinks: Tensor | None) -> RadixAttention:
