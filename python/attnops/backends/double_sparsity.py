@@ -290,8 +290,9 @@ class _Selection:
                 block_seqlens=self._keys[:size],
                 decode=decode,
             )
-            lengths = (*self._lengths[:, :size], self._row_lengths[:size])
-            self._views[size] = _Views(*lengths, self._lists[:size], self._out[:size], dense, plan)
+            dense_lengths, lengths = self._lengths[0, :size], self._lengths[1, :size]
+            rows, lists, out = self._row_lengths[:size], self._lists[:size], self._out[:size]
+            self._views[size] = _Views(dense_lengths, lengths, rows, lists, out, dense, plan)
         return self._views[size]
 
     def build(self, batch: AttentionBatch) -> None:
