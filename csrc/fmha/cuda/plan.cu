@@ -124,51 +124,72 @@ __device__ void cut_tiles(const TilePlan& p, int num_sms, const int32_t* units, 
   }
 }
 
+// Tiles of requests `from`, `from` + `step` and so on that come before the one of order `own`. Requests: order, tiles.
+template <typename Sum>
+__device__ int64_t tiles_before(const int2* requests, int own, int from, int step, int num_requests) {
+  Sum sum = 0;
+#pragma unroll 8
+  for (int i = from; i < num_requests; i += step) {
+    const int2 other = requests[i];
+    if (other.x > own) sum += other.y;
+  }
+  return sum;
+}
+
 // The order of scheduler/varlen_tiles.h for up to kThreads requests: a request's first row is the sum of the tiles of
 // all that come before it. 2^n neighbouring lanes add up one request's.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads) fmha_plan_few_kernel(const __grid_constant__ TilePlan p, int num_sms) {
-  __shared__ int2 bins[kThreads];  // bin, tiles of a request
+  static_assert(int64_t{kCostBins} * kThreads <= INT32_MAX);
+  __shared__ int2 requests[kThreads];  // order, tiles; larger orders come first: of longer bins, then of earlier ones
   __shared__ Lengths lengths[kThreads];
-  __shared__ int32_t units[kMostTilesToCut], total;
-  const int num_requests = p.geometry.num_requests, own = static_cast<int>(threadIdx.x);
+  __shared__ int32_t units[kMostTilesToCut];
+  __shared__ unsigned long long total;
+  const int num_requests = p.geometry.num_requests, own = static_cast<int>(threadIdx.x), lane = own % 32;
+  if (own == 0) total = 0;
   wait_for_earlier_kernels();
   let_next_kernel_start();
+  int own_tiles = 0;
   if (own < num_requests) {
     lengths[own] = lengths_of(p, own);
-    const int tiles = num_query_tiles(p, lengths[own].queries);
-    bins[own] = {tiles > 0 ? bin_of(p, lengths[own], tiles) : 0, tiles};
+    own_tiles = num_query_tiles(p, lengths[own].queries);
+    const int bin = own_tiles > 0 ? bin_of(p, lengths[own], own_tiles) : 0;
+    requests[own] = {bin * kThreads + kThreads - 1 - own, own_tiles};
   }
-  if (own == 0) total = 0;
   __syncthreads();
+  if (own - lane < num_requests) {
+    int64_t sum = own_tiles;
+    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    if (lane == 0) atomicAdd(&total, static_cast<unsigned long long>(sum));
+  }
   int lanes = 32;
   while (lanes > 1 && lanes * num_requests > kThreads) lanes /= 2;
-  const int request = own / lanes;
-  const int2 mine = request < num_requests ? bins[request] : int2{0, 0};
-  int64_t first = 0, all = 0;
-  for (int i = own % lanes; i < num_requests; i += lanes) {
-    const int2 other = bins[i];
-    all += other.y;
-    if (other.x > mine.x || (other.x == mine.x && i < request)) first += other.y;
-  }
-  for (int step = lanes / 2; step > 0; step /= 2) {
-    first += __shfl_xor_sync(~0u, first, step);
-    all += __shfl_xor_sync(~0u, all, step);
-  }
-  if (own == 0) total = static_cast<int>(min_of<int64_t>(all, p.max_tiles));
-  // The warp of a request's lanes writes its rows.
-  for (int r = own / 32 * 32 / lanes, end = r + 32 / lanes; r < end; ++r) {
-    if (r >= num_requests) break;
-    const int tiles = bins[r].y, from = (r - own / 32 * 32 / lanes) * lanes;
-    const int64_t row = __shfl_sync(~0u, first, from);
-    write_rows(p, r, tiles, row);
-    for (int i = own % 32; i < tiles && row + i < kMostTilesToCut && p.pieces != nullptr; i += 32) {
+  const int request = own / lanes, part = own % lanes;
+  const int2 mine = request < num_requests ? requests[request] : int2{INT32_MAX, 0};
+  int64_t first = p.max_tiles < INT32_MAX / kThreads
+                      ? tiles_before<int>(requests, mine.x, part, lanes, num_requests)
+                      : tiles_before<int64_t>(requests, mine.x, part, lanes, num_requests);
+  for (int step = lanes / 2; step > 0; step /= 2) first += __shfl_xor_sync(~0u, first, step);
+  const auto write_row = [&](int r, int tiles, int64_t row, int i) {
+    if (row + i >= p.max_tiles) return;
+    reinterpret_cast<int2*>(p.tile_order)[row + i] = {r, tiles - 1 - i};
+    if (row + i < kMostTilesToCut && p.pieces != nullptr) {
       units[row + i] = cost_units(varlen_tile_cost(p.geometry, lengths[r].queries, lengths[r].keys, tiles - 1 - i));
+    }
+  };
+  if (__all_sync(~0u, mine.y <= 4 * lanes)) {  // a request's lanes write its rows
+    for (int i = part; i < mine.y; i += lanes) write_row(request, mine.y, first, i);
+  } else {  // the warp writes those of all its requests
+    for (int from = 0; from < 32; from += lanes) {
+      const int tiles = __shfl_sync(~0u, mine.y, from);
+      const int64_t row = __shfl_sync(~0u, first, from);
+      for (int i = lane; i < tiles; i += 32) write_row((own - lane + from) / lanes, tiles, row, i);
     }
   }
   __syncthreads();
-  write_no_rows<kThreads>(p, total);
-  if (p.pieces != nullptr) cut_tiles<kThreads>(p, num_sms, units, total);
+  const int num_tiles = static_cast<int>(min_of<int64_t>(static_cast<int64_t>(total), p.max_tiles));
+  write_no_rows<kThreads>(p, num_tiles);
+  if (p.pieces != nullptr) cut_tiles<kThreads>(p, num_sms, units, num_tiles);
 }
 
 // The same for any number of requests, whose tiles are left whole: a stable counting sort in one CTA, weighted by their
