@@ -29,15 +29,22 @@ struct ChunkPlace {
   }
 };
 
-template <int kKeys>
-struct LocalShared {
-  static constexpr int kPanels = kKeys / 64, kStride = 68;
-  alignas(1024) unsigned char k[kPanels * kPanelBytes];
-  unsigned char q[kPanels * kPanelBytes];
+// What a head's tokens make of one another. It lies where keys and queries were.
+struct LocalProducts {
+  static constexpr int kStride = 68;
   unsigned char p[kPanelBytes];
   float l[kChunk][kStride];  // the strict lower triangle, then its inverse
   float x[32][36];
-  float sums[kLocalHeads][kChunk];  // of log-decays
+};
+
+template <int kKeys>
+struct LocalShared {
+  static constexpr int kPanels = kKeys / 64;
+  union {
+    alignas(1024) unsigned char rows[2 * kPanels * kPanelBytes];  // keys, then queries
+    LocalProducts made;
+  };
+  float sums[kLocalHeads][kChunk];  // of log-decays, to base 2
   float coefficient[kLocalHeads][kChunk];
   float key_scale[kChunk], query_scale[kChunk];
 };
@@ -49,7 +56,7 @@ __device__ __forceinline__ void copy_rows(uint32_t panels, const StepRows& rows,
   const char* base = static_cast<const char*>(rows.data) + 2 * (begin * rows.stride_request + head * rows.stride_head);
 #pragma unroll
   for (int i = 0; i < kPanels * kChunk * 8 / kThreads; ++i) {
-    const int at = i * kThreads + threadIdx.x, row = at / (8 * kPanels), chunk = at % (8 * kPanels);
+    const int at = i * kThreads + threadIdx.x % kThreads, row = at / (8 * kPanels), chunk = at % (8 * kPanels);
     const int column = first_column + chunk * 8;
     const bool take = row < count && column < columns;
     const char* from = base + (take ? 2 * (row * rows.stride_request + column) : 0);
@@ -72,28 +79,19 @@ __device__ __forceinline__ float row_norm(const unsigned char* panels, int row, 
   return sum + __shfl_xor_sync(0xffffffffu, sum, 1);
 }
 
-// c += a b for blocks of 16 rows, 8 columns and 16 k of float32 matrices in shared memory, in three products of bf16.
+// c += a b for blocks of 16 rows, 8 columns and 16 k of float32 matrices in shared memory, rounded to 11 bits. Which k
+// a fragment's place stands for is free, so a lane's are neighbours.
 __device__ __forceinline__ void multiply_block(float (&c)[4], const float* a, int a_stride, const float* b,
                                                int b_stride) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  uint32_t a_high[4], a_low[4], b_high[2], b_low[2];
-  const auto split = [](float x, float y, uint32_t& high, uint32_t& low) {
-    high = pack2<__nv_bfloat16>(x, y);
-    low = pack2<__nv_bfloat16>(x - __uint_as_float(high << 16), y - __uint_as_float(high & 0xffff0000u));
-  };
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 pair = *reinterpret_cast<const float2*>(a + (g + i % 2 * 8) * a_stride + 2 * t + i / 2 * 8);
-    split(pair.x, pair.y, a_high[i], a_low[i]);
+  for (int half = 0; half < 2; ++half) {
+    const int k = 8 * half + 2 * t;
+    const float2 upper = *reinterpret_cast<const float2*>(a + g * a_stride + k);
+    const float2 lower = *reinterpret_cast<const float2*>(a + (g + 8) * a_stride + k);
+    const uint32_t rows[4] = {round_tf32(upper.x), round_tf32(lower.x), round_tf32(upper.y), round_tf32(lower.y)};
+    mma_m16n8k8_tf32(c, rows, round_tf32(b[k * b_stride + g]), round_tf32(b[(k + 1) * b_stride + g]));
   }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int k = 2 * t + i * 8;
-    split(b[k * b_stride + g], b[(k + 1) * b_stride + g], b_high[i], b_low[i]);
-  }
-  mma_m16n8k16<__nv_bfloat16>(c, a_low, b_high[0], b_high[1]);
-  mma_m16n8k16<__nv_bfloat16>(c, a_high, b_low[0], b_low[1]);
-  mma_m16n8k16<__nv_bfloat16>(c, a_high, b_high[0], b_high[1]);
 }
 
 __device__ __forceinline__ void put_block(const float (&c)[4], float sign, float* to, int stride) {
@@ -180,7 +178,7 @@ __device__ __forceinline__ void store_inverse(const Shared& s, unsigned char* to
   }
 }
 
-// Log-decays of a head as running sums, and the tokens' coefficients, by one warp: two tokens a lane.
+// Log-decays of a head as running sums, to base 2, and the tokens' coefficients, by one warp: two tokens a lane.
 template <bool kDelta>
 __device__ __forceinline__ void sum_gates(const LinearStep& p, const ChunkPlace& chunk, int head, float* sums,
                                           float* coefficients) {
@@ -202,15 +200,15 @@ __device__ __forceinline__ void sum_gates(const LinearStep& p, const ChunkPlace&
   }
   float before = __shfl_up_sync(0xffffffffu, sum, 1);
   if (lane == 0) before = 0.f;
-  sums[2 * lane] = before + decay[0];
-  sums[2 * lane + 1] = before + pair;
+  sums[2 * lane] = kLog2e * (before + decay[0]);
+  sums[2 * lane + 1] = kLog2e * (before + pair);
   coefficients[2 * lane] = coefficient[0];
   coefficients[2 * lane + 1] = coefficient[1];
 }
 
 // Grid: parts of a group's heads x groups x places, in one dimension.
 template <int kKeys, bool kDelta>
-__global__ void __launch_bounds__(kLocalThreads, kKeys <= 128 ? 3 : 2)
+__global__ void __launch_bounds__(kLocalThreads, kKeys <= 128 ? 4 : 2)
     chunk_local_kernel(const __grid_constant__ LinearPrefill p, int groups, int parts) {
   extern __shared__ __align__(1024) unsigned char memory[];
   LocalShared<kKeys>& s = *reinterpret_cast<LocalShared<kKeys>*>(memory);
@@ -222,7 +220,7 @@ __global__ void __launch_bounds__(kLocalThreads, kKeys <= 128 ? 3 : 2)
   const ChunkPlace chunk(p, place);
   if (chunk.count == 0) return;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const uint32_t keys = smem_address(s.k), queries = smem_address(s.q);
+  const uint32_t keys = smem_address(s.rows), queries = keys + kKeys / 64 * kPanelBytes;
   copy_rows<kKeys / 64, kLocalThreads>(keys, step.k, group, chunk.begin, chunk.count, 0, step.key_dim);
   copy_rows<kKeys / 64, kLocalThreads>(queries, step.q, group, chunk.begin, chunk.count, 0, step.key_dim);
   const int first_head = part * kLocalHeads;
@@ -231,30 +229,22 @@ __global__ void __launch_bounds__(kLocalThreads, kKeys <= 128 ? 3 : 2)
   for (int h = warp; h < heads; h += kLocalThreads / 32) {
     sum_gates<kDelta>(step, chunk, head_base + h, s.sums[h], s.coefficient[h]);
   }
-  for (int i = threadIdx.x; i < kPanelBytes / 16; i += kLocalThreads) {
-    reinterpret_cast<uint4*>(s.p)[i] = make_uint4(0, 0, 0, 0);
-  }
   cp_async_wait_all();
   __syncthreads();
-  if (step.normalize) {
-    const int row = threadIdx.x / 2, half = threadIdx.x % 2;
-    const float key_norm = row_norm<kKeys>(s.k, row, half), query_norm = row_norm<kKeys>(s.q, row, half);
-    if (half == 0) {
-      s.key_scale[row] = rsqrtf(key_norm + kNormEpsilon);
-      s.query_scale[row] = step.scale * rsqrtf(query_norm + kNormEpsilon);
-    }
-  } else if (threadIdx.x < kChunk) {
-    s.key_scale[threadIdx.x] = 1.f;
-    s.query_scale[threadIdx.x] = step.scale;
-  }
-
-  float key_key[8][4] = {}, query_key[8][4] = {};  // rows 16 warp + g and + 8, columns 8 n + 2 t and + 1
+  // Rows 16 warp + g and + 8, columns 8 n + 2 t and + 1.
+  float key_key[8][4] = {}, query_key[8][4] = {}, query_query[2][4] = {};
 #pragma unroll
   for (int i = 0; i < kKeys / 16; ++i) {
     uint32_t a_keys[4], a_queries[4];
     const uint32_t panel = i / 4 * kPanelBytes;
     if constexpr (kDelta) load_a(a_keys, keys + panel, 16 * warp, i % 4);
     load_a(a_queries, queries + panel, 16 * warp, i % 4);
+    if constexpr (kDelta) {  // for the norms
+      uint32_t b[4];
+      load_b(b, queries + panel, 16 * warp, i % 4);
+      mma_m16n8k16<__nv_bfloat16>(query_query[0], a_queries, b[0], b[1]);
+      mma_m16n8k16<__nv_bfloat16>(query_query[1], a_queries, b[2], b[3]);
+    }
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       if (n > warp) break;
@@ -267,6 +257,29 @@ __global__ void __launch_bounds__(kLocalThreads, kKeys <= 128 ? 3 : 2)
       }
     }
   }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {  // a row's product with itself is with one lane
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (2 * t + i != g) continue;
+      const int row = 16 * warp + g + 8 * r;
+      float key_norm = 0.f;
+      if constexpr (kDelta) {
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          if (n == warp) key_norm = key_key[2 * n + r][2 * r + i];
+        }
+      }
+      const bool normalize = kDelta && step.normalize;
+      s.key_scale[row] = normalize ? rsqrtf(key_norm + kNormEpsilon) : 1.f;
+      s.query_scale[row] = step.scale * (normalize ? rsqrtf(query_query[r][2 * r + i] + kNormEpsilon) : 1.f);
+    }
+  }
+  __syncthreads();
+  LocalProducts& made = s.made;
+  for (int i = threadIdx.x; i < kPanelBytes / 16; i += kLocalThreads) {  // what is above the diagonal stays
+    reinterpret_cast<uint4*>(made.p)[i] = make_uint4(0, 0, 0, 0);
+  }
   __syncthreads();
 
   const ChunkScratch layout{.panels = kKeys / 64, .delta = kDelta, .channels = false};
@@ -274,48 +287,51 @@ __global__ void __launch_bounds__(kLocalThreads, kKeys <= 128 ? 3 : 2)
     unsigned char* to =
         static_cast<unsigned char*>(p.scratch) + (place * step.num_heads + head_base + h) * layout.bytes();
     const float* sums = s.sums[h];
+    float of_row[2], key_scale[2], query_scale[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = 16 * warp + g + 8 * r;
-      const float of_row = sums[row], query_scale = s.query_scale[row];
-      const float key_scale = s.key_scale[row] * s.coefficient[h][row];
+      of_row[r] = sums[row], query_scale[r] = s.query_scale[row];
+      key_scale[r] = s.key_scale[row] * s.coefficient[h][row];
+    }
 #pragma unroll
-      for (int n = 0; n < 8; ++n) {
-        if (n > 2 * warp + 1) break;
-        const int column = 8 * n + 2 * t;
-        float factor[2];
+    for (int n = 0; n < 8; ++n) {
+      if (n > 2 * warp + 1) break;
+      const int column = 8 * n + 2 * t;
+      const float2 of_column = *reinterpret_cast<const float2*>(&sums[column]);
+      const float2 scale = *reinterpret_cast<const float2*>(&s.key_scale[column]);
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          factor[j] = column + j > row ? 0.f : s.key_scale[column + j] * __expf(of_row - sums[column + j]);
-        }
-        const float low = query_scale * factor[0] * query_key[n][2 * r];
-        const float high = query_scale * factor[1] * query_key[n][2 * r + 1];
-        *reinterpret_cast<uint32_t*>(s.p + panel_at(row, n) + 4 * t) =
-            pack2<__nv_bfloat16>(column > row ? 0.f : low, column + 1 > row ? 0.f : high);
+      for (int r = 0; r < 2; ++r) {
+        const int row = 16 * warp + g + 8 * r;
+        const float low = scale.x * exp2_approx(of_row[r] - of_column.x);
+        const float high = scale.y * exp2_approx(of_row[r] - of_column.y);
+        *reinterpret_cast<uint32_t*>(made.p + panel_at(row, n) + 4 * t) =
+            pack2<__nv_bfloat16>(column > row ? 0.f : query_scale[r] * low * query_key[n][2 * r],
+                                 column + 1 > row ? 0.f : query_scale[r] * high * query_key[n][2 * r + 1]);
         if constexpr (kDelta) {
-          const float2 pair = make_float2(column >= row ? 0.f : key_scale * factor[0] * key_key[n][2 * r],
-                                          column + 1 >= row ? 0.f : key_scale * factor[1] * key_key[n][2 * r + 1]);
-          *reinterpret_cast<float2*>(&s.l[row][column]) = pair;
+          *reinterpret_cast<float2*>(&made.l[row][column]) =
+              make_float2(column >= row ? 0.f : key_scale[r] * low * key_key[n][2 * r],
+                          column + 1 >= row ? 0.f : key_scale[r] * high * key_key[n][2 * r + 1]);
         }
       }
     }
     __syncthreads();
     for (int i = threadIdx.x; i < kPanelBytes / 16; i += kLocalThreads) {
-      reinterpret_cast<uint4*>(to + layout.p_at())[i] = reinterpret_cast<const uint4*>(s.p)[i];
+      reinterpret_cast<uint4*>(to + layout.p_at())[i] = reinterpret_cast<const uint4*>(made.p)[i];
     }
     if (threadIdx.x < kChunk) {
       const int i = threadIdx.x;
       float* factors = reinterpret_cast<float*>(to + layout.factors_at());
-      const float of_row = sums[i], of_all = sums[kChunk - 1], decay = __expf(of_row);
+      const float of_token = sums[i], of_all = sums[kChunk - 1], decay = exp2_approx(of_token);
       factors[i] = s.key_scale[i] * decay;
       factors[kChunk + i] = s.query_scale[i] * decay;
-      factors[2 * kChunk + i] = s.key_scale[i] * __expf(of_all - of_row);
-      factors[3 * kChunk + i] = __expf(of_all);
+      factors[2 * kChunk + i] = s.key_scale[i] * exp2_approx(of_all - of_token);
+      factors[3 * kChunk + i] = exp2_approx(of_all);
       factors[kBetaRow * kChunk + i] = s.coefficient[h][i];
     }
     if constexpr (kDelta) {
-      invert(s);
-      store_inverse(s, to);
+      invert(made);
+      store_inverse(made, to);
     }
     __syncthreads();
   }

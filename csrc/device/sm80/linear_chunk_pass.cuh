@@ -47,7 +47,7 @@ class ChunkPassBase {
         request_(request),
         head_(head),
         first_row_(first_row) {
-    warp_ = threadIdx.x / 32, g_ = threadIdx.x % 32 / 4, t_ = threadIdx.x % 4;
+    warp_ = threadIdx.x / 32 % kWarps, g_ = threadIdx.x % 32 / 4, t_ = threadIdx.x % 4;
   }
 
   __device__ void run() {
@@ -322,7 +322,7 @@ class ChunkPass : public ChunkPassBase<ChunkPass<kKeys, kDelta, kChannels, kWarp
 
 // Grid: row blocks x heads x (requests and one more, for tokens of no request), in one dimension.
 template <class Pass>
-__global__ void __launch_bounds__(Pass::kThreads)
+__global__ void __launch_bounds__(Pass::kThreads, 1)
     chunk_pass_kernel(const __grid_constant__ LinearPrefill p, int row_blocks) {
   extern __shared__ __align__(1024) unsigned char memory[];
   auto& shared = *reinterpret_cast<typename Pass::Shared*>(memory);

@@ -17,6 +17,7 @@
 #include "device/sm80/linear_chunk_local.cuh"
 #include "device/sm80/linear_chunk_pass.cuh"
 #include "device/sm90/linear_chunk_pass.cuh"
+#include "device/sm90/linear_chunk_ring.cuh"
 #include "ssd/checks.h"
 
 namespace attnops {
@@ -51,6 +52,12 @@ void chunks(const LinearPrefill& p) {
   }
   static int turn = 0;
   if constexpr (kKeys <= 128) {
+    if (std::getenv("ATTNOPS_CUDA_MODEL_RING") != nullptr) {
+      if constexpr (!kChannels) {
+        if (turn++ % 2 == 0) return pass<sm90::ChunkRing<kKeys, kDelta, kChannels, 2>>(p);
+      }
+      return pass<sm90::ChunkRing<kKeys, kDelta, kChannels, 1>>(p);
+    }
     if (std::getenv("ATTNOPS_CUDA_MODEL_SM90") != nullptr) {
       return turn++ % 2 == 0 ? pass<sm90::ChunkPass<kKeys, kDelta, kChannels, 4>>(p)
                              : pass<sm90::ChunkPass<kKeys, kDelta, kChannels, 8>>(p);

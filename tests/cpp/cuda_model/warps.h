@@ -5,10 +5,12 @@
 #define __grid_constant__
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <iterator>
 #include <vector>
 
 // A software model of a CTA: its threads are contexts that take turns, and meet at barriers and in warps. What a kernel
@@ -33,6 +35,10 @@ struct Cta {
   ucontext_t scheduler;
   int current = 0, arrived = 0, alive = 0;
   uint64_t generation = 0;
+  struct Named {
+    int arrived = 0;
+    uint64_t generation = 0;
+  } named[16];  // hardware barriers
   std::function<void()> body;
 };
 
@@ -104,6 +110,7 @@ inline void run_cta(int threads, std::function<void()> body) {
   model.done.assign(threads, 0);
   model.warps.assign((threads + 31) / 32, Warp{});
   model.current = 0, model.arrived = 0, model.alive = threads, model.generation = 0;
+  std::fill(std::begin(model.named), std::end(model.named), Cta::Named{});
   model.body = std::move(body);
   turns.assign(threads, 0);
   blockDim.x = threads;
@@ -140,6 +147,13 @@ inline void __syncthreads() { cuda_model::meet_cta(); }
 inline void __syncwarp() { cuda_model::Lanes<int> meet(0); }
 inline float __shfl_xor_sync(unsigned, float x, int distance) {
   return cuda_model::Lanes<float>(x)[cuda_model::cta->current % 32 ^ distance];
+}
+inline float __shfl_sync(unsigned, float x, int lane) { return cuda_model::Lanes<float>(x)[lane]; }
+inline bool __all_sync(unsigned, bool own) {
+  const cuda_model::Lanes<int> lanes(own);
+  bool all = true;
+  for (int i = 0; i < 32; ++i) all = all && lanes[i] != 0;
+  return all;
 }
 inline float __shfl_up_sync(unsigned, float x, int distance) {
   const int lane = cuda_model::cta->current % 32;
