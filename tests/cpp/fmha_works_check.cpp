@@ -19,6 +19,7 @@ struct int2 {
 struct alignas(16) int4 {
   int x, y, z, w;
 };
+inline float __fdividef(float a, float b) { return a / b; }
 static struct {
   unsigned x = 0;
 } blockIdx, threadIdx, gridDim;
@@ -91,23 +92,11 @@ void draw(int seed, Batch& b, int& rows) {
   p.max_pieces = b.cuts.pieces;
 }
 
-// As csrc/fmha/sm90/launch.cuh, which a CPU's compiler cannot read.
 Schedule schedule_of(const Batch& b, int rows) {
   const Params& p = b.p;
-  const int group = p.num_q_heads / p.num_kv_heads;
-  Schedule s{};
-  s.pack = 1;
-  for (int heads = 2; heads <= std::min(group, rows); ++heads) {
-    if (group % heads == 0 && heads * std::min(p.tile_q, rows) <= rows) s.pack = heads;
-  }
-  s.blocks_per_group = group / s.pack;
-  s.head_blocks = p.num_kv_heads * s.blocks_per_group;
-  s.chunk_tokens = std::min(p.tile_q, rows / s.pack);
-  s.chunks = ceil_div(p.tile_q, s.chunk_tokens);
-  s.works_per_tile = s.head_blocks * s.chunks;
+  Schedule s = sm90::schedule_of(p, rows, heads_per_tile(p.num_q_heads / p.num_kv_heads, p.tile_q, rows));
   s.max_pieces = b.cuts.pieces;
-  s.num_works = (p.num_tiles + s.max_pieces) * s.works_per_tile;
-  s.pack_inverse = ceil_div(1 << 16, s.pack);
+  s.num_works += s.max_pieces * s.works_per_tile;
   return s;
 }
 
@@ -137,9 +126,9 @@ void check(int seed) {
               other.tile_begin == w.tile_begin && other.tile_end == w.tile_end && other.q_head == w.q_head + s.pack));
     }
     for (int row = 0; row < rows && w.num_tokens > 0; ++row) {
-      const int token = row * s.pack_inverse >> 16, head = w.q_head + row - token * s.pack;
-      if (token >= w.num_tokens) continue;
-      EXPECT(head < p.num_q_heads && head / group == w.kv_head);
+      const auto [token, head, exists] = place_of_row(s, w, row);
+      if (!exists) continue;
+      EXPECT(token < w.num_tokens && head < p.num_q_heads && head / group == w.kv_head);
       tiles[{w.first_q_token + w.first_token + token, head}].push_back({w.tile_begin, w.tile_end});
     }
   }

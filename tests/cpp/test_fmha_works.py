@@ -11,8 +11,9 @@ ROOT = Path(__file__).parents[2]
 CXX = os.environ.get("CXX", "g++")
 WORK = "csrc/fmha/sm90/work.cuh"
 FAULTS = {
-    "w.q_head = block * s.pack;": "w.q_head = block % 4 * s.pack;",
-    "chunk = s.chunks - 1 - step % s.chunks;": "chunk = s.chunks - 1;",
+    "(block - w.kv_head * s.blocks_per_group) * s.pack;": "block * s.pack;",
+    "head < (w.kv_head + 1) * s.group}": "true}",
+    "chunk = s.chunks - 1 - (step - from_last * s.chunks);": "chunk = s.chunks - 1;",
     "* (piece + 1) / pieces)": "* (piece + 1) / (pieces + 1))",
     "> cuts.limit;": ">= cuts.limit;",
 }

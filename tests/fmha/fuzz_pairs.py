@@ -24,7 +24,7 @@ def check(seed: int) -> str:
     r = random.Random(seed)
     lengths = [r.choice([0, 1, 3, 17, 64, 100, 129, 300, 513]) for _ in range(r.choice([1, 2, 3, 6]))]
     keys = [n + r.choice([0, 5, 700, 2000]) for n in lengths]
-    kv_heads, group = r.choice([1, 2, 3]), r.choice([1, 2, 4, 8, 16, 6, 7])
+    kv_heads, group = r.choice([1, 2, 3]), r.choice([1, 2, 4, 8, 16, 6, 7, 5, 11, 35])
     head_dim, head_dim_v = r.choice([(128, 128), (128, 128), (104, 120), (64, 64), (192, 128), (256, 256)])
     options = {
         "causal": r.random() < 0.7,

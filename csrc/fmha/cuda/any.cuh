@@ -66,9 +66,10 @@ class WarpRows {
 #pragma unroll
     for (int r = 0; r < kWarpRows; ++r) {
       const int row = threadIdx.x / 32 * kWarpRows + r;
-      tokens_[r] = row * s.pack_inverse >> 16;
-      heads_[r] = w.q_head + row - tokens_[r] * s.pack;
-      const bool exists = tokens_[r] < w.num_tokens;
+      const sm90::RowPlace place = sm90::place_of_row(s, w, row);
+      tokens_[r] = place.exists ? place.token : w.num_tokens;
+      heads_[r] = place.head;
+      const bool exists = place.exists;
       keys_[r] = exists ? sm90::keys_of_token(p, w, w.first_token + tokens_[r]) : KeyRange{0, 0};
       const T* q = static_cast<const T*>(p.q) + row_of(r) * p.q_stride_token + heads_[r] * p.q_stride_head;
 #pragma unroll
@@ -185,25 +186,10 @@ __global__ void __launch_bounds__(kThreads)
   sm90::clear_padding<T>(p);
 }
 
-inline Schedule make_schedule(const Params& p) {
-  Schedule s{};
-  const int group = p.num_q_heads / p.num_kv_heads;
-  for (s.pack = min_of(group, kRows); group % s.pack != 0; --s.pack) {
-  }
-  s.blocks_per_group = group / s.pack;
-  s.head_blocks = p.num_kv_heads * s.blocks_per_group;
-  s.chunk_tokens = min_of(p.tile_q, kRows / s.pack);
-  s.chunks = ceil_div(p.tile_q, s.chunk_tokens);
-  s.works_per_tile = s.head_blocks * s.chunks;
-  s.num_works = p.num_tiles * s.works_per_tile;
-  s.pack_inverse = ceil_div(1 << 16, s.pack);
-  s.page_size = Divisor(p.paged ? p.page_table.page_size : 1);
-  return s;
-}
-
 template <typename T, typename Kv, int kHeadDim>
 void launch_as(const Params& p, cudaStream_t stream) {
-  const Schedule s = make_schedule(p);
+  // Heads before tokens: a row's keys are read once for all heads.
+  const Schedule s = sm90::schedule_of(p, kRows, sm90::heads_per_tile(p.num_q_heads / p.num_kv_heads, 1, kRows));
   const int ctas = max_of(min_of(s.num_works, 8 * device_sms("fmha")), 1);
   launch_dependent<&any_kernel<T, Kv, kHeadDim>>("fmha", {ctas, kThreads, 0, 0}, stream, p, s);
 }

@@ -213,15 +213,16 @@ class Attention {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int row = warp_row_ + 16 * b + lane_ / 4 + 8 * h;
-        const int token = row * s_.pack_inverse >> 16, head = w_.q_head + row - token * s_.pack;
+        const sm90::RowPlace at = sm90::place_of_row(s_, w_, row);
         const float total = state_[b].total(h);
         const bool empty = total == 0.f;  // NaN is not empty: it must show
         const float lse = empty ? -INFINITY : state_[b].reference[h] * kLn2 + logf(total);
         float factor = empty ? 0.f : v_scale / total;
-        if (token < w_.num_tokens) {
-          if (p_.sinks != nullptr && !empty) factor /= 1.f + expf(p_.sinks[head] - lse);
+        if (at.exists) {
+          if (p_.sinks != nullptr && !empty) factor /= 1.f + expf(p_.sinks[at.head] - lse);
           if (p_.lse != nullptr && lane_ % 4 == 0) {
-            p_.lse[(static_cast<int64_t>(w_.first_q_token) + w_.first_token + token) * p_.num_q_heads + head] = lse;
+            const int64_t token = static_cast<int64_t>(w_.first_q_token) + w_.first_token + at.token;
+            p_.lse[token * p_.num_q_heads + at.head] = lse;
           }
         }
 #pragma unroll
@@ -242,8 +243,8 @@ class Attention {
 #pragma unroll 4
     for (int i = lane_; i < Tr::kWarpRows * kPieces; i += 32) {
       const int row = warp_row_ + i / kPieces, piece = i % kPieces;
-      const int token = row * s_.pack_inverse >> 16, head = w_.q_head + row - token * s_.pack;
-      if (token >= w_.num_tokens || piece * 8 >= p_.head_dim_v) continue;
+      const auto [token, head, exists] = sm90::place_of_row(s_, w_, row);
+      if (!exists || piece * 8 >= p_.head_dim_v) continue;
       const uint4 values =
           *reinterpret_cast<const uint4*>(place + piece / 8 * Tr::kRows * 128 + swizzled(row, piece % 8));
       T* to = out + (static_cast<int64_t>(w_.first_q_token) + w_.first_token + token) * p_.out_stride_token +

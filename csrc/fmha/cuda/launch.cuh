@@ -7,29 +7,6 @@
 
 namespace attnops::fmha {
 
-// As many heads of a group as fill the rows of a CTA beside a tile's tokens: a divisor, so that blocks are alike.
-inline int heads_per_tile(int group, int tile_q, int rows) {
-  for (int pack = min_of(group, rows); pack > 1; --pack) {
-    if (group % pack == 0 && pack * min_of(tile_q, rows) <= rows) return pack;
-  }
-  return 1;
-}
-
-inline Schedule make_schedule(const Params& p, int rows) {
-  Schedule s{};
-  const int group = p.num_q_heads / p.num_kv_heads;
-  s.pack = heads_per_tile(group, p.tile_q, rows);
-  s.blocks_per_group = group / s.pack;
-  s.head_blocks = p.num_kv_heads * s.blocks_per_group;
-  s.chunk_tokens = min_of(p.tile_q, rows / s.pack);
-  s.chunks = ceil_div(p.tile_q, s.chunk_tokens);
-  s.works_per_tile = s.head_blocks * s.chunks;
-  s.num_works = p.num_tiles * s.works_per_tile;
-  s.pack_inverse = ceil_div(1 << 16, s.pack);
-  s.page_size = Divisor(p.paged ? p.page_table.page_size : 1);
-  return s;
-}
-
 inline Rows make_rows(const Params& p) {
   Rows rows{};
   const int size = size_of(p.dtype), kv_size = size_of(p.kv_dtype);
@@ -59,7 +36,8 @@ int key_stages(bool raw) {
 template <class Tr>
 void launch_traits(const Params& p, cudaStream_t stream) {
   if (p.num_q_tokens == 0) return;
-  const Schedule s = make_schedule(p, Tr::kRows);
+  const int pack = sm90::heads_per_tile(p.num_q_heads / p.num_kv_heads, p.tile_q, Tr::kRows);
+  const Schedule s = sm90::schedule_of(p, Tr::kRows, pack);
   Rows rows = make_rows(p);
   const bool raw = rows.keys == Copy::kRawPieces;
   rows.k_stages = key_stages<Tr>(raw);

@@ -50,14 +50,14 @@ class Loader : public Places<Tr::kKeys> {
 
   __device__ __forceinline__ void bring_queries() const {
     for (int row = tid_ / 8; row < Tr::kRows; row += Tr::kThreads / 8) {
-      const int token = row * s_.pack_inverse >> 16, head = w_.q_head + row - token * s_.pack;
+      const auto [token, head, exists] = sm90::place_of_row(s_, w_, row);
       const int64_t at = (static_cast<int64_t>(w_.first_q_token) + w_.first_token + token) * p_.q_stride_token +
                          head * p_.q_stride_head;
       const T* source = static_cast<const T*>(p_.q) + at;
 #pragma unroll
       for (int c = 0; c < Tr::kQkChunks; ++c) {
         const int column = 64 * c + tid_ % 8 * 8;
-        const bool take = token < w_.num_tokens && column < p_.head_dim_qk;
+        const bool take = exists && column < p_.head_dim_qk;
         char* to = base_ + Layout::kQ + c * Tr::kRows * 128 + swizzled(row, tid_ % 8);
         if (rows_.queries == Copy::kPieces) {
           cp_async_16(smem_address(to), take ? source + column : p_.q, take);

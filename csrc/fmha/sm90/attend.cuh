@@ -26,7 +26,7 @@ class Consumer {
   using T = typename Tr::T;
   using Out = typename Tr::Out;
   using Layout = SharedLayout<Tr>;
-  static constexpr int kTurnBarrier = 2, kGroupBarrier = 8;  // + warpgroup
+  static constexpr int kTurnBarrier = 2;  // + warpgroup
   static constexpr Shape kShape = Tr::kShape;
   static constexpr int kVRows = Tr::kFp8 ? Tr::kHeadDimV : Tr::kKeys;    // of a chunk of values in shared memory
   static constexpr int kProbabilities = Tr::kKeys * int{sizeof(T)} / 8;  // registers
@@ -49,14 +49,21 @@ class Consumer {
     if (kShape.turns && group_ == Tr::kWarpgroups - 1) pass_turn();  // the first turn is group 0's
     for (;;) {
       hopper::mbarrier_wait(shared_ + Layout::kQFull + 8 * q_ring_.stage, q_ring_.phase);
-      const Work& w = *reinterpret_cast<const Work*>(base_ + Layout::kWorks + q_ring_.stage * Layout::kWorkBytes);
+      const Work& w = *reinterpret_cast<const Work*>(base_ + Layout::kWorks + work_ring_.stage * Layout::kWorkBytes);
       if (w.num_tokens < 0) {
         pieces = w.slab;
         break;
       }
-      attend(w);
+      // A vote: what the compiler takes for a branch of single threads keeps descriptors out of uniform registers.
+      if (__any_sync(0xffffffffu, 64 * group_ < w.num_tokens * s_.pack)) {
+        attend(w);
+      } else {
+        release_queries(true);
+        pass_by(w);
+      }
       finish_piece(w);
-      release(shared_ + Layout::kQEmpty + 8 * q_ring_.stage);
+      release(shared_ + Layout::kWorkDone + 8 * work_ring_.stage);
+      work_ring_.advance();
       q_ring_.advance();
     }
     if (kShape.turns && group_ == 0) take_turn();
@@ -78,10 +85,29 @@ class Consumer {
     hopper::mbarrier_arrive_if(barrier, lane_ == 0);
   }
 
+  // Once their last product is done.
+  __device__ __forceinline__ void release_queries(bool last) const {
+    hopper::mbarrier_arrive_if(shared_ + Layout::kQEmpty + 8 * q_ring_.stage, last && lane_ == 0);
+  }
+
   // A stage of keys or values, in both CTAs of a pair.
   __device__ __forceinline__ void release_stage(int barrier) const {
     __syncwarp();
     hopper::mbarrier_arrive_remote_if(everywhere_ + barrier, lane_ < s_.cluster);
+  }
+
+  // Of a work without rows for this warpgroup: the others multiply meanwhile.
+  __device__ __forceinline__ void pass_by(const Work& w) {
+    const int tile_end = w.tile_end;
+#pragma unroll 1
+    for (int tile = w.tile_begin; tile < tile_end; ++tile) {
+      take_turn();
+      pass_turn();
+      hopper::mbarrier_wait(shared_ + Layout::kKFull + 8 * k_ring_.stage, k_ring_.phase);
+      release_keys();
+      hopper::mbarrier_wait(shared_ + Layout::kVFull + 8 * v_ring_.stage, v_ring_.phase);
+      release_values();
+    }
   }
 
   __device__ __forceinline__ void attend(const Work& w) {
@@ -129,6 +155,7 @@ class Consumer {
         multiply_values(started);
       }
     }
+    if (tile_end == w.tile_begin) release(shared_ + Layout::kQEmpty + 8 * q_ring_.stage);
     finish(w, tile_end > w.tile_begin);
   }
 
@@ -238,6 +265,7 @@ class Consumer {
     pass_turn();
     hopper::wgmma_wait<0>(scores_);
     release_keys();
+    release_queries(tile + 1 == w.tile_end);
     if (transformed_) {
       treat<Tile::kTransformed>(w, tile, true);
     } else {
@@ -263,6 +291,7 @@ class Consumer {
       pass_turn();
       hopper::wgmma_wait<1>(scores_);
       release_keys();
+      release_queries(tile + 1 == w.tile_end);
       treat<kTile>(w, tile, masked);
       const bool moved = rows_.template to_exponents<kShape.largest_first>(scores_, scale_, shrink);
       rows_.exponentiate(scores_);
@@ -275,6 +304,7 @@ class Consumer {
       pass_turn();
       hopper::wgmma_wait<0>(scores_);
       release_keys();
+      release_queries(tile + 1 == w.tile_end);
       treat<kTile>(w, tile, masked);
       const bool moved = rows_.template to_exponents<kShape.largest_first>(scores_, scale_, shrink);
       if (moved) shrink_out(shrink);
@@ -293,49 +323,32 @@ class Consumer {
     release_values();
   }
 
-  // Divides by the sums and stores rows: through the rows' own place in the queries, which nobody reads any more, so
-  // that a row leaves in pieces of sixteen bytes.
+  // Divides by the sums and stores rows.
   __device__ __forceinline__ void finish(const Work& w, bool any_tile) {
     const float v_scale = p_.v_scale != nullptr ? p_.v_scale[w.kv_head * p_.v_scale_stride] : 1.f;
     const int own_row = 64 * group_ + 16 * warp_ + lane_ / 4;
     const bool is_piece = __any_sync(0xffffffffu, w.slab >= 0);
     float factor[2];
+    Out* rows[2] = {};
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int row = own_row + 8 * h, token = row * s_.pack_inverse >> 16, head = w.q_head + row - token * s_.pack;
+      const int row = own_row + 8 * h;
+      const RowPlace at = place_of_row(s_, w, row);
       const float total = any_tile ? rows_.total(h) : 0.f;
       const bool empty = total == 0.f;  // NaN is not empty: it must show
       const float lse = empty ? -INFINITY : rows_.reference[h] / kLog2E + logf(total);
       factor[h] = empty ? 0.f : v_scale / total;
-      if (token >= w.num_tokens) continue;
+      if (!at.exists) continue;
       if (is_piece) {
         store_piece(w, row, lse, factor[h], h);
         continue;
       }
-      if (p_.sinks != nullptr && !empty) factor[h] /= 1.f + expf(p_.sinks[head] - lse);
-      if (p_.lse != nullptr && lane_ % 4 == 0) {
-        p_.lse[(static_cast<int64_t>(w.first_q_token) + w.first_token + token) * p_.num_q_heads + head] = lse;
-      }
+      if (p_.sinks != nullptr && !empty) factor[h] /= 1.f + expf(p_.sinks[at.head] - lse);
+      const int64_t token = static_cast<int64_t>(w.first_q_token) + w.first_token + at.token;
+      if (p_.lse != nullptr && lane_ % 4 == 0) p_.lse[token * p_.num_q_heads + at.head] = lse;
+      rows[h] = static_cast<Out*>(p_.out) + token * p_.out_stride_token + at.head * p_.out_stride_head;
     }
-    if (is_piece) return;
-    hopper::named_barrier_sync(kGroupBarrier + group_, 128);
-    const uint32_t place = shared_ + Layout::kQ + q_ring_.stage * Tr::kQBytes;
-    const int warp_row = 64 * group_ + 16 * warp_;
-#pragma unroll
-    for (int j = 0; j < Tr::kHeadDimV / 16; ++j) {
-      uint32_t fragment[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float f = factor[i % 2], *o = out_ + 8 * j + i % 2 * 2 + i / 2 * 4;
-        // Selected, not multiplied: without a key the accumulators hold anything.
-        fragment[i] = f == 0.f ? 0u : hopper::pack_pair<Out>(o[0] * f, o[1] * f);
-      }
-      const int row = warp_row + lane_ % 16, chunk = 2 * j + lane_ / 16;
-      hopper::store_fragment(fragment, place + chunk / 8 * Tr::kRows * 128 + hopper::swizzled(row, chunk % 8));
-    }
-    __syncwarp();
-    store_rows(w, place, warp_row);
-    hopper::fence_async_proxy();
+    if (!is_piece) store_rows(rows, factor);
   }
 
   // A row of a piece, as it is before the merge.
@@ -361,23 +374,34 @@ class Consumer {
     }
   }
 
-  // A warp's sixteen rows.
-  __device__ __forceinline__ void store_rows(const Work& w, uint32_t place, int warp_row) const {
-    constexpr int kPieces = Tr::kHeadDimV / 8;
-    Out* out = static_cast<Out*>(p_.out);
-#pragma unroll 4
-    for (int i = lane_; i < 16 * kPieces; i += 32) {
-      const int row = warp_row + i / kPieces, piece = i % kPieces;
-      const int token = row * s_.pack_inverse >> 16, head = w.q_head + row - token * s_.pack;
-      if (token >= w.num_tokens || piece * 8 >= p_.head_dim_v) continue;
-      uint4 values;
-      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(values.x), "=r"(values.y), "=r"(values.z), "=r"(values.w)
-                   : "r"(place + piece / 8 * Tr::kRows * 128 + hopper::swizzled(row, piece % 8))
-                   : "memory");
-      const int64_t at = (static_cast<int64_t>(w.first_q_token) + w.first_token + token) * p_.out_stride_token +
-                         head * p_.out_stride_head + piece * 8;
-      *reinterpret_cast<uint4*>(out + at) = values;
+  // Four lanes hold a row, two neighbours of eight columns each. They trade, so that each stores sixteen bytes: of 32
+  // columns lane i gets the i-th eight.
+  __device__ __forceinline__ void store_rows(Out* const (&rows)[2], const float (&factor)[2]) const {
+    static_assert(Tr::kHeadDimV % 32 == 0);
+    const int quarter = lane_ % 4;
+    const bool odd = quarter & 1, upper = quarter & 2;
+#pragma unroll
+    for (int columns = 0; columns < Tr::kHeadDimV; columns += 32) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        uint32_t own[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float* o = out_ + columns / 2 + 4 * i + 2 * h;
+          // Selected, not multiplied: without a key the accumulators hold anything.
+          own[i] = factor[h] == 0.f ? 0u : hopper::pack_pair<Out>(o[0] * factor[h], o[1] * factor[h]);
+        }
+        // A transpose of four by four: first in blocks of two, then inside.
+        const uint32_t a = __shfl_xor_sync(0xffffffffu, upper ? own[0] : own[2], 2),
+                       b = __shfl_xor_sync(0xffffffffu, upper ? own[1] : own[3], 2);
+        uint32_t left[2] = {upper ? a : own[0], upper ? b : own[1]};   // columns of lanes 0 and 1
+        uint32_t right[2] = {upper ? own[2] : a, upper ? own[3] : b};  // of lanes 2 and 3
+        const uint32_t c = __shfl_xor_sync(0xffffffffu, odd ? left[0] : left[1], 1),
+                       d = __shfl_xor_sync(0xffffffffu, odd ? right[0] : right[1], 1);
+        const uint4 piece{odd ? c : left[0], odd ? left[1] : c, odd ? d : right[0], odd ? right[1] : d};
+        const int column = columns + 8 * quarter;
+        if (rows[h] != nullptr && column < p_.head_dim_v) *reinterpret_cast<uint4*>(rows[h] + column) = piece;
+      }
     }
   }
 
@@ -390,6 +414,7 @@ class Consumer {
   bool transformed_ = false;
   float scale_ = 0.f, inner_scale_ = 0.f;
   uint32_t q_operand_ = 0, k_operand_, v_operand_;
+  Ring<Tr::kWorkStages> work_ring_;
   Ring<Tr::kQStages> q_ring_;
   Ring<Tr::kStages> k_ring_, v_ring_;
   RowPair<Tr::kFp8> rows_;

@@ -20,19 +20,22 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   const uint32_t shared = hopper::smem_address(base);
   if (threadIdx.x == 0) {
     constexpr int kWarps = 4 * Tr::kWarpgroups;
-    // Arrivals for a tile of keys or values, and warps that read a work beside warp 0 and who computes.
+    // Arrivals for a tile of keys or values, and warps that read a work beside who computes, and who wrote it.
     int of_keys = 1, of_values = kTransposers, readers = s.box_keys == 0 ? 3 : kTransposers;
     if constexpr (kByRows) {
       of_keys = of_values = RowProducer<Tr>::arrivals(p);
       readers = 3;
     } else if constexpr (!Tr::kFp8) {
       of_values = BoxProducer<Tr>::kWarps;
-      readers = 1;
+      readers = BoxProducer<Tr>::kWarps;
     }
     for (int i = 0; i < Tr::kQStages; ++i) {
       hopper::mbarrier_init(shared + Layout::kQFull + 8 * i, 1);
-      hopper::mbarrier_init(shared + Layout::kQEmpty + 8 * i, kWarps + readers);
+      hopper::mbarrier_init(shared + Layout::kQEmpty + 8 * i, kWarps);
+    }
+    for (int i = 0; i < Tr::kWorkStages; ++i) {
       hopper::mbarrier_init(shared + Layout::kWorkKnown + 8 * i, 1);
+      hopper::mbarrier_init(shared + Layout::kWorkDone + 8 * i, kWarps + readers);
     }
     for (int i = 0; i < Tr::kStages; ++i) {
       hopper::mbarrier_init(shared + Layout::kKFull + 8 * i, of_keys);

@@ -9,14 +9,6 @@
 
 namespace attnops::fmha::sm90 {
 
-// As many heads of a group as fill the rows of a CTA beside a tile's tokens: a divisor, so that blocks are alike.
-inline int heads_per_tile(int group, int tile_q, int rows) {
-  for (int pack = min_of(group, rows); pack > 1; --pack) {
-    if (group % pack == 0 && pack * min_of(tile_q, rows) <= rows) return pack;
-  }
-  return 1;
-}
-
 // Rows of a box that divides pages and tiles; 0 where pages are too small for one.
 inline int keys_per_box(const Params& p, int tile_keys) {
   if (!p.paged) return tile_keys;
@@ -32,20 +24,13 @@ bool has_scratch(const Params& p, int works_per_tile) {
 
 template <class Tr>
 Schedule make_schedule(const Params& p) {
-  Schedule s{};
-  const int group = p.num_q_heads / p.num_kv_heads;
-  s.pack = heads_per_tile(group, p.tile_q, Tr::kRows);
-  s.blocks_per_group = group / s.pack;
-  s.head_blocks = p.num_kv_heads * s.blocks_per_group;
-  s.chunk_tokens = min_of(p.tile_q, Tr::kRows / s.pack);
-  s.chunks = ceil_div(p.tile_q, s.chunk_tokens);
-  s.works_per_tile = s.head_blocks * s.chunks;
-  s.max_pieces = has_scratch<Tr>(p, s.works_per_tile) ? p.max_pieces : 0;
-  s.num_works = (p.num_tiles + s.max_pieces) * s.works_per_tile;
+  Schedule s = schedule_of(p, Tr::kRows, heads_per_tile(p.num_q_heads / p.num_kv_heads, p.tile_q, Tr::kRows));
+  // Tiles of few keys are never cut.
+  const bool may_cut = p.paged || p.num_k_tokens > kLeastUnitsOfPiece * kUnitKeys;
+  s.max_pieces = may_cut && has_scratch<Tr>(p, s.works_per_tile) ? p.max_pieces : 0;
+  s.num_works += s.max_pieces * s.works_per_tile;
   s.box_keys = p.kv_dtype == p.dtype ? keys_per_box(p, Tr::kKeys) : 0;  // others are converted row by row
   s.cluster = !Tr::kFp8 && s.box_keys > 0 && s.blocks_per_group % 2 == 0 ? 2 : 1;
-  s.pack_inverse = ceil_div(1 << 16, s.pack);
-  s.page_size = Divisor(p.paged ? p.page_table.page_size : 1);
   return s;
 }
 

@@ -49,11 +49,19 @@ class ProducerBase {
         cuts_(cuts_of(p, s)) {}
 
   __device__ __forceinline__ Work* work_slot() const {
-    return reinterpret_cast<Work*>(base_ + Layout::kWorks + q_ring_.stage * Layout::kWorkBytes);
+    return reinterpret_cast<Work*>(base_ + Layout::kWorks + work_ring_.stage * Layout::kWorkBytes);
+  }
+  __device__ __forceinline__ uint32_t work_known() const { return shared_ + Layout::kWorkKnown + 8 * work_ring_.stage; }
+  __device__ __forceinline__ uint32_t work_done() const { return shared_ + Layout::kWorkDone + 8 * work_ring_.stage; }
+
+  // Writes a work where all will read it, by the one thread that knows it.
+  __device__ __forceinline__ void tell(const Work& w) {
+    hopper::mbarrier_wait(work_done(), work_ring_.phase ^ 1);
+    *work_slot() = w;
   }
 
   // By one thread. Without tokens: no work is left.
-  __device__ __forceinline__ void next_work(Work& slot) {
+  __device__ __forceinline__ Work next_work() {
     Work w;
     w.num_tokens = 0;
     while (w.num_tokens == 0) {
@@ -68,7 +76,7 @@ class ProducerBase {
         take_index();
       }
     }
-    slot = w;
+    return w;
   }
 
   // CTAs take works in their order, whoever is free the next: costs differ, and SMs do not run alike.
@@ -100,13 +108,15 @@ class ProducerBase {
     awaits_index_ = false;
   }
 
-  // By one thread, when no work is left.
-  __device__ __forceinline__ void end(uint32_t q_full) const {
-    hopper::mbarrier_arrive(q_full);
-    if (cuts_.pieces == 0) leave(p_);  // else whoever has merged them does
-  }
-
-  __device__ __forceinline__ void bring_queries(const Work& w, uint32_t full) {
+  // A work's queries, by the thread that told of it. When no work is left, only who waits for them is told.
+  __device__ __forceinline__ void bring_queries(const Work& w) {
+    const uint32_t full = shared_ + Layout::kQFull + 8 * q_ring_.stage;
+    hopper::mbarrier_wait(shared_ + Layout::kQEmpty + 8 * q_ring_.stage, q_ring_.phase ^ 1);
+    if (w.num_tokens < 0) {
+      hopper::mbarrier_arrive(full);
+      if (cuts_.pieces == 0) leave(p_);  // else whoever has merged them does
+      return;
+    }
     const uint32_t destination = shared_ + Layout::kQ + q_ring_.stage * Tr::kQBytes;
     hopper::mbarrier_arrive_expect(full, Tr::kQkChunks * s_.chunk_tokens * s_.pack * 128);
 #pragma unroll
@@ -114,6 +124,7 @@ class ProducerBase {
       hopper::copy_box(destination + c * Tr::kRows * 128, maps_.q, full, Tr::kChunk * c, w.q_head,
                        w.first_q_token + w.first_token);
     }
+    q_ring_.advance();
   }
 
   // The boxes of a tile that hold keys of [begin, end), when the stage is empty, by one warp. All that can be known
@@ -206,19 +217,22 @@ class ProducerBase {
   uint32_t mail_phase_ = 0;
   bool awaits_index_ = false;
   Cuts cuts_;
-  Ring<Tr::kQStages> q_ring_;
+  Ring<Tr::kWorkStages> work_ring_;
+  Ring<Tr::kQStages> q_ring_;  // of the thread that brings them
 };
 
 inline constexpr int kProducerBarrier = 1;
 
 // Keys and values of 16 bits in boxes of the copy engine. Warp 0 asks for them. Warp 1 looks after values of tiles with
-// memory that nobody owns: they land, some rows become zeros, and only then does it arrive for the tile.
+// memory that nobody owns: they land, some rows become zeros, and only then does it arrive for the tile. A thread of
+// warp 2 knows the next work before the others need it, and asks for its queries.
 template <class Tr>
 class BoxProducer : ProducerBase<Tr> {
   using Base = ProducerBase<Tr>;
   using Layout = typename Base::Layout;
-  using Base::arrive, Base::bring_boxes, Base::bring_queries, Base::clear_unseen, Base::end, Base::maps_,
-      Base::next_work, Base::p_, Base::page_of_box, Base::q_ring_, Base::s_, Base::shared_, Base::tid_, Base::work_slot;
+  using Base::arrive, Base::bring_boxes, Base::bring_queries, Base::clear_unseen, Base::maps_, Base::next_work,
+      Base::p_, Base::page_of_box, Base::s_, Base::shared_, Base::tell, Base::tid_, Base::work_done, Base::work_known,
+      Base::work_ring_, Base::work_slot;
 
  public:
   static constexpr int kWarps = 2;  // that arrive for values
@@ -227,26 +241,34 @@ class BoxProducer : ProducerBase<Tr> {
       : Base(p, s, maps, base) {}
 
   __device__ __forceinline__ void run() {
+    if (tid_ == 32 * kWarps) tell_works();
     if (tid_ >= 32 * kWarps) return;
     for (;;) {
-      hopper::mbarrier_wait(shared_ + Layout::kQEmpty + 8 * q_ring_.stage, q_ring_.phase ^ 1);
-      Work* slot = work_slot();
-      if (tid_ == 0) next_work(*slot);
-      hopper::named_barrier_sync(kProducerBarrier, 32 * kWarps);
-      const Work w = *slot;
-      if (tid_ >= 32) arrive(shared_ + Layout::kQEmpty + 8 * q_ring_.stage);  // it has read the work
-      const uint32_t q_full = shared_ + Layout::kQFull + 8 * q_ring_.stage;
-      if (w.num_tokens < 0) {
-        if (tid_ == 0) end(q_full);
-        return;
+      hopper::mbarrier_wait(work_known(), work_ring_.phase);
+      const Work w = *work_slot();
+      arrive(work_done());  // it has read the work
+      if (w.num_tokens < 0) return;
+      work_ring_.advance();
+      if (tid_ < 32) {
+        ask(w);
+      } else {
+        look_after(w);
       }
-      if (tid_ == 0) bring_queries(w, q_full);
-      q_ring_.advance();
-      tid_ < 32 ? ask(w) : look_after(w);
     }
   }
 
  private:
+  __device__ __forceinline__ void tell_works() {
+    for (;;) {
+      const Work w = next_work();  // while the others are busy with the last one
+      tell(w);
+      hopper::mbarrier_arrive(work_known());
+      bring_queries(w);
+      if (w.num_tokens < 0) return;
+      work_ring_.advance();
+    }
+  }
+
   // The scores of a tile are multiplied before the values of the tile ahead of it, so keys are asked for first.
   __device__ __forceinline__ void ask(const Work& w) {
     const int tile_end = w.tile_end;

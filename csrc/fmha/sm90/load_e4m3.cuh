@@ -14,9 +14,9 @@ template <class Tr>
 class E4m3Producer : ProducerBase<Tr> {
   using Base = ProducerBase<Tr>;
   using Layout = typename Base::Layout;
-  using Base::arrive, Base::bring_boxes, Base::bring_queries, Base::clear_unseen, Base::end, Base::is_seen, Base::maps_,
-      Base::next_work, Base::p_, Base::page_at, Base::page_of_box, Base::q_ring_, Base::s_, Base::shared_, Base::tid_,
-      Base::work_slot;
+  using Base::arrive, Base::bring_boxes, Base::bring_queries, Base::clear_unseen, Base::is_seen, Base::maps_,
+      Base::next_work, Base::p_, Base::page_at, Base::page_of_box, Base::s_, Base::shared_, Base::tell, Base::tid_,
+      Base::work_done, Base::work_known, Base::work_ring_, Base::work_slot;
 
  public:
   __device__ __forceinline__ E4m3Producer(const Params& p, const Schedule& s, const Maps& maps, char* base)
@@ -25,27 +25,20 @@ class E4m3Producer : ProducerBase<Tr> {
   __device__ __forceinline__ void run() {
     if (!by_rows() && warp_ == 1) return;
     for (;;) {
-      Work* slot = work_slot();
-      const uint32_t known = shared_ + Layout::kWorkKnown + 8 * q_ring_.stage,
-                     full = shared_ + Layout::kQFull + 8 * q_ring_.stage,
-                     empty = shared_ + Layout::kQEmpty + 8 * q_ring_.stage;
+      const uint32_t done = work_done();
       if (warp_ == 0) {
-        hopper::mbarrier_wait(empty, q_ring_.phase ^ 1);
         if (lane_ == 0) {
-          next_work(*slot);
-          hopper::mbarrier_arrive(known);
+          tell(next_work());
+          hopper::mbarrier_arrive(work_known());
         }
         __syncwarp();
       } else {
-        hopper::mbarrier_wait(known, q_ring_.phase);
+        hopper::mbarrier_wait(work_known(), work_ring_.phase);
       }
-      const Work& w = *slot;
-      if (w.num_tokens < 0) {
-        if (tid_ == 0) end(full);
-        return;
-      }
-      if (tid_ == 0) bring_queries(w, full);
-      q_ring_.advance();
+      const Work& w = *work_slot();
+      if (tid_ == 0) bring_queries(w);
+      if (w.num_tokens < 0) return;
+      work_ring_.advance();
       if (warp_ >= 2) {
         transpose_values(w);
       } else if (by_rows()) {
@@ -53,7 +46,7 @@ class E4m3Producer : ProducerBase<Tr> {
       } else {
         bring_by_boxes(w);
       }
-      if (warp_ != 0) arrive(empty);
+      if (warp_ != 0) arrive(done);
     }
   }
 

@@ -12,8 +12,8 @@ template <class Tr>
 class RowProducer : ProducerBase<Tr> {
   using Base = ProducerBase<Tr>;
   using Layout = typename Base::Layout;
-  using Base::arrive, Base::bring_queries, Base::end, Base::is_seen, Base::next_work, Base::p_, Base::page_at,
-      Base::q_ring_, Base::s_, Base::shared_, Base::tid_, Base::work_slot;
+  using Base::arrive, Base::bring_queries, Base::is_seen, Base::next_work, Base::p_, Base::page_at, Base::s_,
+      Base::shared_, Base::tell, Base::tid_, Base::work_done, Base::work_ring_, Base::work_slot;
 
  public:
   __device__ __forceinline__ RowProducer(const Params& p, const Schedule& s, const Maps& maps, char* base)
@@ -25,23 +25,17 @@ class RowProducer : ProducerBase<Tr> {
 
   __device__ __forceinline__ void run() {
     for (;;) {
-      hopper::mbarrier_wait(shared_ + Layout::kQEmpty + 8 * q_ring_.stage, q_ring_.phase ^ 1);
-      Work* slot = work_slot();
-      if (tid_ == 0) next_work(*slot);
+      if (tid_ == 0) tell(next_work());
       hopper::named_barrier_sync(kProducerBarrier, 128);
-      const Work w = *slot;
-      if (tid_ >= 32) arrive(shared_ + Layout::kQEmpty + 8 * q_ring_.stage);  // it has read the work
-      const uint32_t q_full = shared_ + Layout::kQFull + 8 * q_ring_.stage;
-      if (w.num_tokens < 0) {
-        finish_pending<0>();
-        if (tid_ == 0) end(q_full);
-        return;
-      }
-      if (tid_ == 0) bring_queries(w, q_full);
-      q_ring_.advance();
+      const Work w = *work_slot();
+      if (tid_ >= 32) arrive(work_done());  // it has read the work
+      if (w.num_tokens < 0) finish_pending<0>();
+      if (tid_ == 0) bring_queries(w);  // those of the last work are free when its last keys are multiplied
+      if (w.num_tokens < 0) return;
+      work_ring_.advance();
       bring_tiles(w);
-      // Whoever waits for the last tile keeps the queries that the next work may wait for.
-      if (Tr::kQStages == 1 || w.tile_begin == w.tile_end) finish_pending<0>();
+      // Whoever waits for the last tile of values keeps the place of a work.
+      if (w.tile_begin == w.tile_end) finish_pending<0>();
     }
   }
 

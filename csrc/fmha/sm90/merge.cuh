@@ -13,8 +13,9 @@ template <class Tr>
 __device__ __forceinline__ void merge_row(const Params& p, const Schedule& s, const Work& w, int row, int first_slab,
                                           int stride, int pieces, int warps, int warp, float* sums) {
   constexpr int kParts = ceil_div(Tr::kHeadDimV, 128);
-  const int lane = threadIdx.x % 32, token = row * s.pack_inverse >> 16, head = w.q_head + row - token * s.pack;
-  const bool exists = row >= 0 && token < w.num_tokens;
+  const int lane = threadIdx.x % 32;
+  const RowPlace place = place_of_row(s, w, max_of(row, 0));
+  const bool exists = row >= 0 && place.exists;
   float4 own[kParts] = {};
   float largest = -INFINITY, total = 0.f;
   if (exists) {
@@ -51,17 +52,17 @@ __device__ __forceinline__ void merge_row(const Params& p, const Schedule& s, co
     }
   }
   if (warps > 1) {
-    float4* const place = reinterpret_cast<float4*>(sums) + warp * (Tr::kHeadDimV / 4);
+    float4* const parts = reinterpret_cast<float4*>(sums) + warp * (Tr::kHeadDimV / 4);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      if (part * 128 + lane * 4 < Tr::kHeadDimV) place[part * 32 + lane] = own[part];
+      if (part * 128 + lane * 4 < Tr::kHeadDimV) parts[part * 32 + lane] = own[part];
     }
     hopper::named_barrier_sync(kMergeBarrier, 128 * Tr::kWarpgroups);
     for (int other = 1; warp == 0 && other < warps; ++other) {
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         if (part * 128 + lane * 4 < Tr::kHeadDimV) {
-          const float4 x = place[other * (Tr::kHeadDimV / 4) + part * 32 + lane];
+          const float4 x = parts[other * (Tr::kHeadDimV / 4) + part * 32 + lane];
           own[part].x += x.x;
           own[part].y += x.y;
           own[part].z += x.z;
@@ -75,11 +76,11 @@ __device__ __forceinline__ void merge_row(const Params& p, const Schedule& s, co
   const bool empty = total == 0.f;
   const float lse = empty ? -INFINITY : largest + logf(total);
   float factor = empty ? 0.f : 1.f / total;
-  if (p.sinks != nullptr && !empty) factor /= 1.f + expf(p.sinks[head] - lse);
-  const int64_t q_token = static_cast<int64_t>(w.first_q_token) + w.first_token + token;
-  if (p.lse != nullptr && lane == 0) p.lse[q_token * p.num_q_heads + head] = lse;
+  if (p.sinks != nullptr && !empty) factor /= 1.f + expf(p.sinks[place.head] - lse);
+  const int64_t q_token = static_cast<int64_t>(w.first_q_token) + w.first_token + place.token;
+  if (p.lse != nullptr && lane == 0) p.lse[q_token * p.num_q_heads + place.head] = lse;
   typename Tr::Out* out =
-      static_cast<typename Tr::Out*>(p.out) + q_token * p.out_stride_token + head * p.out_stride_head;
+      static_cast<typename Tr::Out*>(p.out) + q_token * p.out_stride_token + place.head * p.out_stride_head;
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
     if (part * 128 + lane * 4 < p.head_dim_v) {

@@ -38,6 +38,7 @@ struct Traits {
   static constexpr int kWarpgroups = kShape.warpgroups;
   static constexpr int kRows = 64 * kWarpgroups;
   static constexpr int kQStages = kShape.q_stages, kStages = kShape.stages;
+  static constexpr int kWorkStages = 2;  // a work is known before its queries have a place
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
   static constexpr int kConsumerRegisters = kShape.registers;
   // Warpgroups start with equal shares and may trade what they were given together.
@@ -48,8 +49,7 @@ struct Traits {
   // A chunk: 128 bytes of each row of a tile, under the 128-byte swizzle.
   static constexpr int kChunk = 128 / sizeof(T);  // elements
   static constexpr int kQkChunks = ceil_div(kHeadDimQk, kChunk), kVChunks = ceil_div(kHeadDimV, kChunk);
-  static constexpr int kOutChunks = ceil_div(kHeadDimV, 64);  // results leave through the queries' place
-  static constexpr int kQBytes = max_of(kQkChunks, kOutChunks) * kRows * 128;
+  static constexpr int kQBytes = kQkChunks * kRows * 128;
   static constexpr int kKBytes = kQkChunks * kKeys * 128;
   static constexpr int kVBytes = kFp8 ? ceil_div(kKeys, 128) * kHeadDimV * 128 : kVChunks * kKeys * 128;
   static constexpr int kRawVBytes = kFp8 ? kVChunks * kKeys * 128 : 0;  // as they come
@@ -64,11 +64,11 @@ struct SharedLayout {
   static constexpr int kK = kQ + Tr::kQStages * Tr::kQBytes;
   static constexpr int kV = kK + Tr::kStages * Tr::kKBytes;
   static constexpr int kRawV = kV + Tr::kStages * Tr::kVBytes;
-  static constexpr int kWorks = kRawV + Tr::kStages * Tr::kRawVBytes;  // Work [kQStages]
+  static constexpr int kWorks = kRawV + Tr::kStages * Tr::kRawVBytes;  // Work [kWorkStages]
   static constexpr int kWorkBytes = 64;
-  static constexpr int kBarriers = kWorks + Tr::kQStages * kWorkBytes;
-  // q full, q empty, work known; k full, k empty, v full, v empty, raw v full, raw v empty.
-  static constexpr int kNumBarriers = 3 * Tr::kQStages + 6 * Tr::kStages;
+  static constexpr int kBarriers = kWorks + Tr::kWorkStages * kWorkBytes;
+  // q full, q empty; work known, work done; k full, k empty, v full, v empty, raw v full, raw v empty.
+  static constexpr int kNumBarriers = 2 * Tr::kQStages + 2 * Tr::kWorkStages + 6 * Tr::kStages;
   // What CTA 0 of a pair tells CTA 1: the next works. Full, empty, an int.
   static constexpr int kMailFull = kBarriers + 8 * kNumBarriers, kMailEmpty = kMailFull + 8, kMail = kMailEmpty + 8;
   static constexpr int kBytes = kMail + 8;
@@ -76,8 +76,8 @@ struct SharedLayout {
   static_assert(kAllBytes <= 227 * 1024, "an SM has 227 KiB for a CTA");
 
   static constexpr int kQFull = kBarriers, kQEmpty = kQFull + 8 * Tr::kQStages;
-  static constexpr int kWorkKnown = kQEmpty + 8 * Tr::kQStages;
-  static constexpr int kKFull = kWorkKnown + 8 * Tr::kQStages, kKEmpty = kKFull + 8 * Tr::kStages;
+  static constexpr int kWorkKnown = kQEmpty + 8 * Tr::kQStages, kWorkDone = kWorkKnown + 8 * Tr::kWorkStages;
+  static constexpr int kKFull = kWorkDone + 8 * Tr::kWorkStages, kKEmpty = kKFull + 8 * Tr::kStages;
   static constexpr int kVFull = kKEmpty + 8 * Tr::kStages, kVEmpty = kVFull + 8 * Tr::kStages;
   // Of values as they come, which await their transpose, or zeros in place of keys that nobody sees.
   static constexpr int kRawFull = kVEmpty + 8 * Tr::kStages, kRawEmpty = kRawFull + 8 * Tr::kStages;

@@ -16,14 +16,44 @@ struct Schedule {
   int works_per_tile;  // chunks * head_blocks
   int head_blocks;     // KV heads times blocks of `pack` heads in a group
   int blocks_per_group;
-  int pack;          // query heads of a group in a tile's rows
+  int group;
+  int pack;          // query heads of a group in a tile's rows; the last block of a group may have fewer
   int chunks;        // tiles of the CTA in a tile of the plan
   int chunk_tokens;  // query tokens of a CTA's tile
   int cluster;       // 2: neighbours in the works' order share their keys, and a pair of CTAs brings them once
   int box_keys;      // rows of a box of the copy engine; 0: rows are gathered
   int pack_inverse;  // ceil(2^16 / pack): row / pack = row * pack_inverse >> 16 below 2^8 rows
-  Divisor page_size;
+  // A thread alone divides a work's number several times before its first tile can be asked for.
+  Divisor page_size, tile_q, by_works_per_tile, by_head_blocks, by_blocks_per_group, by_chunks;
 };
+
+// As many heads of a group as fill `rows` beside a tile's tokens, in blocks that are as alike as can be.
+inline int heads_per_tile(int group, int tile_q, int rows) {
+  const int most = max_of(min_of(group, rows / min_of(tile_q, rows)), 1);
+  return ceil_div(group, ceil_div(group, most));
+}
+
+// Of tiles of `rows` rows, without pieces.
+inline Schedule schedule_of(const Params& p, int rows, int pack) {
+  Schedule s{};
+  s.group = p.num_q_heads / p.num_kv_heads;
+  s.pack = pack;
+  s.blocks_per_group = ceil_div(s.group, pack);
+  s.head_blocks = p.num_kv_heads * s.blocks_per_group;
+  s.chunk_tokens = min_of(p.tile_q, rows / pack);
+  s.chunks = ceil_div(p.tile_q, s.chunk_tokens);
+  s.works_per_tile = s.head_blocks * s.chunks;
+  s.num_works = p.num_tiles * s.works_per_tile;
+  s.cluster = 1;
+  s.pack_inverse = ceil_div(1 << 16, pack);
+  s.page_size = Divisor(p.paged ? p.page_table.page_size : 1);
+  s.tile_q = Divisor(p.tile_q);
+  s.by_works_per_tile = Divisor(s.works_per_tile);
+  s.by_head_blocks = Divisor(s.head_blocks);
+  s.by_blocks_per_group = Divisor(s.blocks_per_group);
+  s.by_chunks = Divisor(s.chunks);
+  return s;
+}
 
 // One tile of query rows and the keys that it sees. Written by the producer, read by all.
 struct Work {
@@ -42,6 +72,17 @@ struct Work {
   __device__ __forceinline__ int position() const { return draft + first_token; }  // of first_token
 };
 static_assert(sizeof(Work) <= 64);  // SharedLayout::kWorkBytes
+
+// What a row of the tile is.
+struct RowPlace {
+  int token, head;  // of the work, of the call
+  bool exists;
+};
+
+__device__ __forceinline__ RowPlace place_of_row(const Schedule& s, const Work& w, int row) {
+  const int token = row * s.pack_inverse >> 16, head = w.q_head + row - token * s.pack;
+  return {token, head, token < w.num_tokens && head < (w.kv_head + 1) * s.group};
+}
 
 // Keys [begin, end) that position and length leave to the token at `position`. A tree mask then takes keys away, and
 // moves the beginning of a window (keys_of_token).
@@ -100,7 +141,7 @@ __device__ __forceinline__ KeyRange keys_of_all(const Params& p, const Work& w, 
 __device__ __forceinline__ int heads_at_a_time(const Params& p, const Schedule& s, int seqlen_k) {
   constexpr float kBytes = 24 << 20;
   const float bytes = static_cast<float>(max_of(seqlen_k, 1)) * ((p.head_dim_qk + p.head_dim_v) * size_of(p.kv_dtype));
-  const int kv_heads = static_cast<int>(min_of(kBytes / bytes, static_cast<float>(p.num_kv_heads)));
+  const int kv_heads = static_cast<int>(min_of(__fdividef(kBytes, bytes), static_cast<float>(p.num_kv_heads)));
   return min_of(max_of(kv_heads, 1) * s.blocks_per_group, s.head_blocks);
 }
 
@@ -157,8 +198,8 @@ __device__ __forceinline__ void place_work(const Params& p, const Schedule& s, i
   if (tile < 0 || first_token >= limit) return;
   w.first_token = first_token;
   w.num_tokens = min_of(s.chunk_tokens, limit - first_token);
-  w.kv_head = block / s.blocks_per_group;
-  w.q_head = block * s.pack;
+  w.kv_head = s.by_blocks_per_group.divide(block);
+  w.q_head = w.kv_head * s.group + (block - w.kv_head * s.blocks_per_group) * s.pack;
   w.draft = w.seqlen_k - seqlen_q;
 
   const KeyRange keys = keys_of_some(p, w, first_token, first_token + w.num_tokens - 1);
@@ -168,21 +209,26 @@ __device__ __forceinline__ void place_work(const Params& p, const Schedule& s, i
   w.known_end = p.tree_mask != nullptr ? clamp(w.draft, 0, w.seqlen_k) : w.seqlen_k;
   const int tile_begin = w.key_begin / kKeys;
   const int tiles = w.key_end > w.key_begin ? ceil_div(w.key_end, kKeys) - tile_begin : 0;
-  w.tile_begin = tile_begin + static_cast<int>(static_cast<int64_t>(tiles) * piece / pieces);
-  w.tile_end = tile_begin + static_cast<int>(static_cast<int64_t>(tiles) * (piece + 1) / pieces);
+  w.tile_begin = tile_begin;
+  w.tile_end = tile_begin + tiles;
+  if (pieces > 1) {
+    w.tile_begin = tile_begin + static_cast<int>(static_cast<int64_t>(tiles) * piece / pieces);
+    w.tile_end = tile_begin + static_cast<int>(static_cast<int64_t>(tiles) * (piece + 1) / pieces);
+  }
 }
 
 // Piece `index / works_per_tile` of the plan. Without tokens: none that can be.
 template <int kKeys>
 __device__ __forceinline__ void decode_piece(const Params& p, const Schedule& s, int index, Work& w) {
-  const int piece = index / s.works_per_tile, local = index - piece * s.works_per_tile;
+  const int piece = s.by_works_per_tile.divide(index), local = index - piece * s.works_per_tile;
   const int4 entry = *reinterpret_cast<const int4*>(p.pieces + 4 * (piece + 1ll));
   w.num_tokens = 0;
   if (entry.x < 0 || entry.x >= p.batch_size || entry.y < 0 || entry.z < 0 || entry.z >= entry.w) return;
   int64_t planned_keys;
   const int seqlen_q = decode_request<kKeys>(p, entry.x, planned_keys, w);
-  if (entry.y > seqlen_q / p.tile_q) return;
-  place_work<kKeys>(p, s, seqlen_q, entry.y, local / s.head_blocks, local % s.head_blocks, entry.z, entry.w, w);
+  if (entry.y > s.tile_q.divide(seqlen_q)) return;
+  const int chunk = s.by_head_blocks.divide(local);
+  place_work<kKeys>(p, s, seqlen_q, entry.y, chunk, local - chunk * s.head_blocks, entry.z, entry.w, w);
   w.slab = index;
 }
 
@@ -194,7 +240,7 @@ __device__ __forceinline__ bool decode_work(const Params& p, const Schedule& s, 
   const auto entry_at = [&p](int row) {
     return *reinterpret_cast<const int2*>(p.tile_order + 2 * static_cast<int64_t>(min_of(row, p.num_tiles - 1)));
   };
-  int row = index / s.works_per_tile;
+  int row = s.by_works_per_tile.divide(index);
   int2 entry = entry_at(row);  // read before it is known whether there are pieces: most plans have none
   if (cuts.pieces > 0) {
     if (row < cuts.pieces) {
@@ -211,15 +257,23 @@ __device__ __forceinline__ bool decode_work(const Params& p, const Schedule& s, 
   if (entry.x >= p.batch_size) return true;
   int64_t planned_keys;
   const int seqlen_q = decode_request<kKeys>(p, entry.x, planned_keys, w);
-  const int num_tiles = ceil_div(seqlen_q, p.tile_q);
+  const int num_tiles = seqlen_q > 0 ? s.tile_q.divide(seqlen_q - 1) + 1 : 0;
   const int first_row = row - (num_tiles - 1 - entry.y);
   if (entry.y < 0 || entry.y >= num_tiles || first_row < 0) return true;
-  const int section_heads = heads_at_a_time(p, s, w.seqlen_k), section_works = num_tiles * s.chunks * section_heads;
-  const int local = index - first_row * s.works_per_tile, section = local / section_works;
-  const int heads = min_of(section_heads, s.head_blocks - section * section_heads);
-  const int inside = local - section * section_works, step = inside / heads;
-  const int block = section * section_heads + inside - step * heads;
-  const int tile = num_tiles - 1 - step / s.chunks, chunk = s.chunks - 1 - step % s.chunks;
+  const int section_heads = heads_at_a_time(p, s, w.seqlen_k), local = index - first_row * s.works_per_tile;
+  int step, block;
+  if (section_heads == s.head_blocks) {
+    step = s.by_head_blocks.divide(local);
+    block = local - step * s.head_blocks;
+  } else {
+    const int section_works = num_tiles * s.chunks * section_heads, section = local / section_works;
+    const int heads = min_of(section_heads, s.head_blocks - section * section_heads);
+    const int inside = local - section * section_works;
+    step = inside / heads;
+    block = section * section_heads + inside - step * heads;
+  }
+  const int from_last = s.by_chunks.divide(step);
+  const int tile = num_tiles - 1 - from_last, chunk = s.chunks - 1 - (step - from_last * s.chunks);
   if (cuts.limit != kNeverCut && is_cut(p, cuts, seqlen_q, planned_keys, tile)) return true;
   place_work<kKeys>(p, s, seqlen_q, tile, chunk, block, 0, 1, w);
   w.slab = -1;

@@ -28,18 +28,23 @@ def cuda_tile_q(group: int, head_dim: int, tokens: int = 1024) -> int:
     `tokens`: of a request. With few of them, one head alone fills no tile, and each would read all keys again.
     """
     rows = cuda_tile_rows(head_dim)
-    used = {n: min(rows // n, max(tokens, 1)) * n for n in range(1, min(group, rows) + 1) if group % n == 0}
+    blocks = {blocked_heads(group, n): -(-group // n) for n in range(1, min(group, rows) + 1)}
+    used = {n: min(rows // n, max(tokens, 1)) * group / blocks[n] for n in blocks}
     full = [n for n in used if used[n] >= 0.97 * max(used.values())]
-    in_pairs = [n for n in full if group // n % 2 == 0]  # two CTAs then bring their keys once: sm90/load.cuh
+    in_pairs = [n for n in full if blocks[n] % 2 == 0]  # two CTAs then bring their keys once: sm90/load.cuh
     return rows // max(in_pairs or full)
+
+
+def blocked_heads(group: int, most: int) -> int:
+    """Heads of a block of a group: as few blocks as can be, of `most` heads or less, and alike."""
+    return -(-group // -(-group // most))
 
 
 def works_per_tile(group: int, num_kv_heads: int, head_dim: int, tile_q: int) -> int:
     """CTAs' works in a tile of the plan: KV heads, blocks of a group's heads, rows (csrc/fmha/sm90/launch.cuh)."""
     rows = cuda_tile_rows(head_dim)
-    fitting = [n for n in range(2, min(group, rows) + 1) if group % n == 0 and n * min(tile_q, rows) <= rows]
-    heads = max(fitting, default=1)
-    return num_kv_heads * (group // heads) * -(-tile_q // min(tile_q, rows // heads))
+    heads = blocked_heads(group, max(min(group, rows // min(tile_q, rows)), 1))
+    return num_kv_heads * -(-group // heads) * -(-tile_q // min(tile_q, rows // heads))
 
 
 def default_tile_q(

@@ -40,7 +40,7 @@ class Bar:
         return s.phase != parity
 
 
-def sim(seed, cluster, qs=2, kst=2, warps=8):
+def sim(seed, cluster, qs=2, kst=2, warps=8, ws=2):
     r = random.Random(seed)
     W = []
     for i in range(r.randint(1, 14)):
@@ -57,7 +57,11 @@ def sim(seed, cluster, qs=2, kst=2, warps=8):
     for c in range(cluster):
         x = CTA()
         x.qf = [Bar(1, f"qf{c}{i}") for i in range(qs)]
-        x.qe = [Bar(warps + 1, f"qe{c}{i}") for i in range(qs)]
+        x.qe = [Bar(warps, f"qe{c}{i}") for i in range(qs)]
+        x.wk = [Bar(1, f"wk{c}{i}") for i in range(ws)]
+        x.wd = [Bar(warps + 2, f"wd{c}{i}") for i in range(ws)]
+        x.q = [None] * qs
+        x.qread = [0] * qs
         x.kf = [Bar(1, f"kf{c}{i}") for i in range(kst)]
         x.ke = [Bar(warps * cluster, f"ke{c}{i}") for i in range(kst)]
         x.vf = [Bar(2, f"vf{c}{i}") for i in range(kst)]
@@ -66,14 +70,12 @@ def sim(seed, cluster, qs=2, kst=2, warps=8):
         x.mf = Bar(1, f"mf{c}")
         x.me = Bar(1, f"me{c}")
         x.mail = None
-        x.slot = [None] * qs
+        x.slot = [None] * ws
         x.k = [[None] * cluster for _ in range(kst)]
         x.v = [[None] * cluster for _ in range(kst)]
         x.clr = [None] * kst
         x.kread = [0] * kst
         x.vread = [0] * kst
-        x.named = 0
-        x.namedgen = 0
         x.done = []
         C.append(x)
     sem = [0]
@@ -100,24 +102,20 @@ def sim(seed, cluster, qs=2, kst=2, warps=8):
 
             inflight.append(land)
 
-    def warp0(c):
+    def adv(i, p, n):
+        i += 1
+        return (0, p ^ 1) if i == n else (i, p)
+
+    def teller(c):
         x = C[c]
         idx = myc
         mp = 0
         awaits = False
         q = 0
         qp = 0
-        k = 0
-        kp = 0
-        v = 0
-        vp = 0
-
-        def adv(i, p, n):
-            i += 1
-            return (0, p ^ 1) if i == n else (i, p)
-
+        s = 0
+        sp = 0
         while True:
-            yield wait(x.qe[q], qp ^ 1)
             while True:
                 if awaits:
                     x.mf.expect(4)
@@ -137,9 +135,6 @@ def sim(seed, cluster, qs=2, kst=2, warps=8):
                 else:
                     idx = nclusters + sem[0]
                     sem[0] += 1
-                    # other clusters also take
-                    if r.random() < 0.3:
-                        sem[0] += 0
                     if cluster == 2:
                         yield wait(x.me, mp ^ 1)
                         mp ^= 1
@@ -148,30 +143,43 @@ def sim(seed, cluster, qs=2, kst=2, warps=8):
                             C[1].mail = v
                             C[1].mf.add(4)
 
-                        C[1].mf  # remote
                         inflight.append(land)
                 yield lambda: True
                 if w[0]:
                     break
-            x.slot[q] = (w, None if w is None else mine)
-            # named barrier with warp1
-            x.named += 1
-            g = x.namedgen
-            if x.named == 2:
-                x.named = 0
-                x.namedgen += 1
-            else:
-                yield (lambda g=g: x.namedgen != g)
+            yield wait(x.wd[s], sp ^ 1)
+            x.slot[s] = (w, None if w is None else mine)
+            x.wk[s].arrive()
+            s, sp = adv(s, sp, ws)
+            yield wait(x.qe[q], qp ^ 1)
             if w is None:
                 x.qf[q].arrive()
                 return
 
-            def ql(b=x.qf[q]):
+            def ql(b=x.qf[q], q=q, mine=mine):
+                assert x.qread[q] == 0, "queries overwritten while read"
+                x.q[q] = mine
                 b.add(7)
 
             x.qf[q].expect(7)
             inflight.append(ql)
             q, qp = adv(q, qp, qs)
+
+    def warp0(c):
+        x = C[c]
+        q = 0
+        qp = 0
+        k = 0
+        kp = 0
+        v = 0
+        vp = 0
+        while True:
+            yield wait(x.wk[q], qp)
+            w, mine = x.slot[q]
+            x.wd[q].arrive()
+            if w is None:
+                return
+            q, qp = adv(q, qp, ws)
             t, t_end = w[1], w[2]
             if t == t_end:
                 continue
@@ -210,21 +218,14 @@ def sim(seed, cluster, qs=2, kst=2, warps=8):
         vp = 0
         rp = [0] * kst
         while True:
-            yield wait(x.qe[q], qp ^ 1)
-            x.named += 1
-            g = x.namedgen
-            if x.named == 2:
-                x.named = 0
-                x.namedgen += 1
-            else:
-                yield (lambda g=g: x.namedgen != g)
-            yield lambda: True
+            yield wait(x.wk[q], qp)
             w, mine = x.slot[q]
-            x.qe[q].arrive()
+            yield lambda: True
+            x.wd[q].arrive()
             if w is None:
                 return
             q += 1
-            if q == qs:
+            if q == ws:
                 q = 0
                 qp ^= 1
             for t in range(w[1], w[2]):
@@ -246,15 +247,19 @@ def sim(seed, cluster, qs=2, kst=2, warps=8):
         x = C[c]
         q = 0
         qp = 0
+        s = 0
         k = 0
         kp = 0
         v = 0
         vp = 0
         while True:
             yield wait(x.qf[q], qp)
-            w, mine = x.slot[q]
+            w, mine = x.slot[s]
             if w is None:
                 return
+            assert x.q[q] == mine
+            x.qread[q] += 1
+            free = lambda: (x.qread.__setitem__(q, x.qread[q] - 1), x.qe[q].arrive())
             t, t_end = w[1], w[2]
 
             def K(t, k, kp):
@@ -279,9 +284,22 @@ def sim(seed, cluster, qs=2, kst=2, warps=8):
                 for d in range(cluster):
                     C[d].ve[v].arrive()
 
-            if t < t_end:
+            if i >= warps // 2 and mine % 3 == 0:  # a warpgroup without rows passes by
+                free()
+                for tt in range(t, t_end):
+                    yield from K(tt, k, kp)
+                    relK(k)
+                    k, kp = adv(k, kp, kst)
+                    yield from V(tt, v, vp)
+                    relV(v)
+                    v, vp = adv(v, vp, kst)
+            elif t == t_end:
+                free()
+            else:
                 yield from K(t, k, kp)
                 relK(k)
+                if t + 1 == t_end:
+                    free()
                 k += 1
                 if k == kst:
                     k = 0
@@ -290,6 +308,8 @@ def sim(seed, cluster, qs=2, kst=2, warps=8):
                     yield from K(tt, k, kp)
                     yield from V(tt - 1, v, vp)
                     relK(k)
+                    if tt + 1 == t_end:
+                        free()
                     k += 1
                     if k == kst:
                         k = 0
@@ -309,7 +329,9 @@ def sim(seed, cluster, qs=2, kst=2, warps=8):
             if i == 0:
                 x.done.append(mine)
             yield lambda: True
-            x.qe[q].arrive()
+            assert x.slot[s] == (w, mine)
+            x.wd[s].arrive()
+            s = (s + 1) % ws
             q += 1
             if q == qs:
                 q = 0
@@ -317,7 +339,7 @@ def sim(seed, cluster, qs=2, kst=2, warps=8):
 
     threads = []
     for c in range(cluster):
-        threads += [[warp0(c), None], [warp1(c), None]] + [[cons(c, i), None] for i in range(warps)]
+        threads += [[teller(c), None], [warp0(c), None], [warp1(c), None]] + [[cons(c, i), None] for i in range(warps)]
     alive = threads[:]
     idle = 0
     bias = r.random()

@@ -14,7 +14,10 @@ def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True):
     W = [(r.random() < 0.85, 0, r.choice([0, 1, 1, 2, 3, 4, 6])) for _ in range(r.randint(1, 12))]
     A = 4 if narrow else 8  # arrivals a tile (8 stands for 128)
     qf = [Bar(1, f"qf{i}") for i in range(qs)]
-    qe = [Bar(groups + 3, f"qe{i}") for i in range(qs)]
+    qe = [Bar(groups, f"qe{i}") for i in range(qs)]
+    wd = [Bar(groups + 3, f"wd{i}") for i in range(2)]
+    queries = [None] * qs
+    qread = [0] * qs
     kf = [Bar(A, f"kf{i}") for i in range(kst)]
     ke = [Bar(groups, f"ke{i}") for i in range(kst)]
     vf = [Bar(A, f"vf{i}") for i in range(kst)]
@@ -23,7 +26,7 @@ def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True):
     V = [{} for _ in range(kst)]
     kr = [0] * kst
     vr = [0] * kst
-    slot = [None] * qs
+    slot = [None] * 2
     named = [0, 0]
     inflight = []
     done = []
@@ -36,16 +39,18 @@ def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True):
     def prod(wp):
         q = 0
         qp = 0
+        s = 0
+        sp = 0
         rk = [0, 0]
         rv = [0, 0]
         pend = None
         outstanding = []  # copies of this warp in order: [landed]
         while True:
-            yield wait(qe[q], qp ^ 1)
             if wp == 0:
+                yield wait(wd[s], sp ^ 1)
                 while idx[0] < len(W) and not W[idx[0]][0]:
                     idx[0] += 1
-                slot[q] = (W[idx[0]], idx[0]) if idx[0] < len(W) else (None, None)
+                slot[s] = (W[idx[0]], idx[0]) if idx[0] < len(W) else (None, None)
                 idx[0] += 1
             named[0] += 1
             g = named[1]
@@ -55,9 +60,10 @@ def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True):
             else:
                 yield (lambda g=g: named[1] != g)
             yield lambda: True
-            w, mine = slot[q]
+            w, mine = slot[s]
             if wp > 0:
-                qe[q].arrive()
+                wd[s].arrive()
+            s, sp = (0, sp ^ 1) if s == 1 else (1, sp)
 
             def finish(newer):
                 nonlocal pend
@@ -72,11 +78,19 @@ def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True):
             if w is None:
                 yield from finish(0)
                 if wp == 0:
+                    yield wait(qe[q], qp ^ 1)
                     qf[q].arrive()
                 return
             if wp == 0:
+                yield wait(qe[q], qp ^ 1)
                 qf[q].expect(7)
-                inflight.append(lambda b=qf[q]: b.add(7))
+
+                def ql(q=q, mine=mine):
+                    assert qread[q] == 0, "queries overwritten while read"
+                    queries[q] = mine
+                    qf[q].add(7)
+
+                inflight.append(ql)
             q += 1
             if q == qs:
                 q = 0
@@ -118,12 +132,13 @@ def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True):
                         yield from bring(True, t + 1)
                     yield from bring(False, t)
                     t += 1
-            if qs == 1 or w[1] == w[2]:
+            if w[1] == w[2]:
                 yield from finish(0)
 
     def cons(g):
         q = 0
         qp = 0
+        s = 0
         k = [0, 0]
         v = [0, 0]
 
@@ -157,10 +172,16 @@ def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True):
 
         while True:
             yield wait(qf[q], qp)
-            w, mine = slot[q]
+            w, mine = slot[s]
             if w is None:
                 break
             t_end = w[2]
+            assert queries[q] == mine
+            qread[q] += 1
+
+            def free():
+                qread[q] -= 1
+                qe[q].arrive()
 
             def chk(cells, t):
                 assert cells == {i: ((mine, t), "wide") for i in range(4)}, (cells, mine, t)
@@ -193,7 +214,19 @@ def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True):
                 if turns:
                     give()
 
-            if t_end > 0:
+            if g > 0 and mine % 3 == 0:  # a warpgroup without rows passes by
+                free()
+                for t in range(t_end):
+                    yield from T()
+                    G()
+                    yield lambda: True
+                    yield from useK(t)
+                    relK()
+                    yield from useV(t)
+                    relV()
+            elif t_end == 0:
+                free()
+            else:
                 t0 = 0
                 if overlap:
                     yield from useK(0)
@@ -202,6 +235,8 @@ def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True):
                     G()
                     yield lambda: True
                     relK()
+                    if t_end == 1:
+                        free()
                     t0 = 1
                 for t in range(t0, t_end):
                     yield from useK(t)
@@ -212,12 +247,16 @@ def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True):
                         G()
                         yield lambda: True
                         relK()
+                        if t + 1 == t_end:
+                            free()
                         yield lambda: True
                         relV()
                     else:
                         G()
                         yield lambda: True
                         relK()
+                        if t + 1 == t_end:
+                            free()
                         yield lambda: True
                         yield from useV(t)
                         yield lambda: True
@@ -229,7 +268,9 @@ def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True):
             if g == 0:
                 done.append(mine)
             yield lambda: True
-            qe[q].arrive()
+            assert slot[s] == (w, mine)
+            wd[s].arrive()
+            s ^= 1
             q += 1
             if q == qs:
                 q = 0

@@ -64,11 +64,11 @@ __global__ void __launch_bounds__(kTileThreads)
   const int pair = static_cast<int>(threadIdx.x) / kColumns, column = static_cast<int>(threadIdx.x) % kColumns;
 
   for (int i = static_cast<int>(threadIdx.x); i < kTileRows * kDim; i += kTileThreads) {
-    const int row = i / kDim, d = i % kDim, token = row * s.pack_inverse >> 16;
+    const int row = i / kDim, d = i % kDim;
+    const auto [token, head, exists] = sm90::place_of_row(s, w, row);
     const int64_t q_token = static_cast<int64_t>(w.first_q_token) + w.first_token + token;
-    const int head = w.q_head + row - token * s.pack;
     const auto* q = static_cast<const float*>(p.q) + q_token * p.q_stride_token + head * p.q_stride_head;
-    shared[Layout::kQ + row * Layout::kPitch + d] = token < w.num_tokens && d < p.head_dim_qk ? q[d] : 0.f;
+    shared[Layout::kQ + row * Layout::kPitch + d] = exists && d < p.head_dim_qk ? q[d] : 0.f;
   }
   const float k_scale = p.k_scale != nullptr ? p.k_scale[w.kv_head * p.k_scale_stride] : 1.f;
   const float v_scale = p.v_scale != nullptr ? p.v_scale[w.kv_head * p.v_scale_stride] : 1.f;
@@ -163,13 +163,13 @@ __global__ void __launch_bounds__(kTileThreads)
     float total = sum[h];
 #pragma unroll
     for (int step = 1; step < kColumns; step *= 2) total += __shfl_xor_sync(~0u, total, step);
-    if (token[h] >= w.num_tokens) continue;
+    const auto [own, head, exists] = sm90::place_of_row(s, w, 2 * pair + h);
+    if (!exists) continue;
     const bool empty = total == 0.f;  // NaN is not empty: it must show
     const float lse = empty ? -INFINITY : largest[h] + logf(total);
-    const int head = w.q_head + 2 * pair + h - token[h] * s.pack;
     float factor = empty ? 0.f : v_scale / total;
     if (p.sinks != nullptr && !empty) factor /= 1.f + expf(p.sinks[head] - lse);
-    const int64_t q_token = static_cast<int64_t>(w.first_q_token) + w.first_token + token[h];
+    const int64_t q_token = static_cast<int64_t>(w.first_q_token) + w.first_token + own;
     if (p.lse != nullptr && column == 0) p.lse[q_token * p.num_q_heads + head] = lse;
     float* to = static_cast<float*>(p.out) + q_token * p.out_stride_token + head * p.out_stride_head;
 #pragma unroll
@@ -182,7 +182,8 @@ __global__ void __launch_bounds__(kTileThreads)
 
 template <int kDim>
 void launch_dim(const Params& p, cudaStream_t stream) {
-  const Schedule s = make_schedule(p, kTileRows);
+  const int pack = sm90::heads_per_tile(p.num_q_heads / p.num_kv_heads, p.tile_q, kTileRows);
+  const Schedule s = sm90::schedule_of(p, kTileRows, pack);
   constexpr int kBytes = Fp32Layout<kDim>::kBytes;
   launch_dependent<&fmha_fp32_kernel<kDim>>("fmha", {max_of(s.num_works, 1), kTileThreads, kBytes, kBytes}, stream, p,
                                             s, make_rows(p));
