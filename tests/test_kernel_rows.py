@@ -19,6 +19,7 @@ from xqa_decoding import decode as decode_xqa
 CSRC = Path(__file__).parent.parent / "csrc"
 gpu = pytest.mark.gpu
 each_row = pytest.mark.parametrize("op,row", ROWS.values(), ids=ROWS)
+BALANCED_ROWS = r"sm90_cluster_(.*_hd64|gather_fp8)"  # of balanced plans alone
 BAD_PAGES = {0: -1, 2: None, 3: 2**31 - 1, 4: -(2**31)}  # by request; None: the first behind the pool
 
 
@@ -72,7 +73,7 @@ def test_bad_pages_are_not_read(op, row, form):
     in no bit."""
     case = case_of(op, row).with_pools(lambda pool: between_nans(finite(pool)))
     name = "page_table" if form == "matrix" else "kv_indices"
-    if form == "csr" and ("wide" in str(XQA_ROWS.get(row)) or "ring" in row):
+    if form == "csr" and "ring" in row:
         pytest.skip("a matrix alone chooses this row")
     options = {"csr": True} if form == "csr" else {}
     good_out, _ = case.decode(**options)
@@ -93,7 +94,7 @@ def test_bad_pages_are_not_read(op, row, form):
 def test_a_length_beyond_the_page_table_is_clamped_there(op, row, fixed, more):
     case = case_of(op, row).with_pools(finite)
     if fixed:
-        if re.match(r"sm90_cluster_[bf]", row) or (op == "mla_decode" and "few" not in row and more > 700):
+        if re.match(BALANCED_ROWS, row) or (op == "mla_decode" and "few" not in row and more > 700):
             pytest.skip("takes balanced plans, or has no room for so many cuts")
         options = {"fixed_split_tokens": -16} if op == "xqa_decode" else {"fixed": 1024}
     else:
@@ -116,7 +117,7 @@ def test_a_length_beyond_the_page_table_is_clamped_there(op, row, fixed, more):
 @each_row
 def test_parts_inside_a_cut_are_idle(op, row):
     """More parts than cuts, each with less than a cut: in a batch-invariant plan some begin and end inside a work."""
-    if re.match(r"sm90_cluster_[bf]", row):
+    if re.match(BALANCED_ROWS, row):
         pytest.skip("takes balanced plans")
     case = case_of(op, row, [3000, 64, 5, 517, 66])
     options = {"fixed_split_tokens" if op == "xqa_decode" else "fixed": 1024, "num_sm_parts": 60}
@@ -154,7 +155,7 @@ def test_a_query_that_sees_no_key_may_hold_anything(op, row, value):
 @gpu
 @each_row
 def test_kv_indptr_may_hold_anything(op, row):
-    if "wide" in str(XQA_ROWS.get(row)) or "ring" in row:
+    if "ring" in row:
         pytest.skip("a matrix alone chooses this row")
     case = case_of(op, row).with_pools(lambda pool: between_nans(finite(pool)))
     for hostile in ([1 << 30] * 6, [-5] * 6, [-(2**31), 2**31 - 1] * 3, [9, 8, 7, 6, 5, 4], [0, 1, 2, 10**6, 3, 4]):

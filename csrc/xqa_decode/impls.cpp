@@ -5,8 +5,6 @@
 #include "core/impl_table.h"
 #include "core/tree_window.h"
 #include "xqa_decode/cuda/launch.h"
-#include "xqa_decode/sm90/cluster/launch.h"
-#include "xqa_decode/sm90/cluster/limits.h"
 #include "xqa_decode/sm90/cluster_wgmma/launch.h"
 #include "xqa_decode/sm90/cluster_wgmma/limits.h"
 #include "xqa_decode/sm90/fp8/launch.h"
@@ -50,8 +48,14 @@ struct Impl {
 // A head dim is served by the smallest kernels that hold it, short calls by clusters.
 constexpr Impl kImpls[] = {
 #if defined(ATTNOPS_HAS_SM90)
-    {"sm90_cluster_bf16_hd64", DType::kBFloat16, DType::kBFloat16, 64, &sm90::launch_cluster_bf16_hd64,
-     &sm90::reject_cluster},
+    {"sm90_cluster_wgmma_bf16_hd64", DType::kBFloat16, DType::kBFloat16, 64, &sm90::launch_cluster_wgmma_bf16_hd64,
+     &sm90::reject_balanced_cluster},
+    {"sm90_cluster_gather_bf16_hd64", DType::kBFloat16, DType::kBFloat16, 64, &sm90::launch_cluster_gather_bf16_hd64,
+     &sm90::reject_balanced_cluster_gather},
+    {"sm90_cluster_wgmma_fp8_hd64", DType::kFloat16, DType::kFloat8E4M3, 64, &sm90::launch_cluster_wgmma_fp8_hd64,
+     &sm90::reject_balanced_cluster},
+    {"sm90_cluster_gather_fp8_hd64", DType::kFloat16, DType::kFloat8E4M3, 64, &sm90::launch_cluster_gather_fp8_hd64,
+     &sm90::reject_balanced_cluster_gather},
     {"sm90_bf16_hd64", DType::kBFloat16, DType::kBFloat16, 64, &sm90::launch_bf16_hd64, &sm90::reject},
     {"sm90_gather_bf16_hd64", DType::kBFloat16, DType::kBFloat16, 64, &sm90::launch_gather_bf16_hd64,
      &sm90::reject_gather},
@@ -76,8 +80,8 @@ constexpr Impl kImpls[] = {
      &sm90::reject_cluster_gather},
     {"sm90_cluster_wgmma_fp8_hd128", DType::kFloat16, DType::kFloat8E4M3, 128, &sm90::launch_cluster_wgmma_fp8_hd128,
      &sm90::reject_cluster_wgmma},
-    {"sm90_cluster_fp8_hd128", DType::kFloat16, DType::kFloat8E4M3, 128, &sm90::launch_cluster_fp8_hd128,
-     &sm90::reject_cluster},
+    {"sm90_cluster_gather_fp8_hd128", DType::kFloat16, DType::kFloat8E4M3, 128, &sm90::launch_cluster_gather_fp8_hd128,
+     &sm90::reject_balanced_cluster_gather},
     {"sm90_fp8_hd128", DType::kFloat16, DType::kFloat8E4M3, 128, &sm90::fp8::launch_hd128, &sm90::reject_fp8},
     {"sm90_gather_fp8_hd128", DType::kFloat16, DType::kFloat8E4M3, 128, &sm90::fp8::launch_gather_hd128,
      &sm90::reject_fp8_gather},

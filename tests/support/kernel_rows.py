@@ -18,29 +18,32 @@ from xqa_decoding import decode as decode_xqa
 
 BF16, FP16, FP32, ROW = torch.bfloat16, torch.float16, torch.float32, torch.uint8
 LENGTHS = [130, 64, 5, 517, 66]
-MANY_ROWS = {"num_q_heads": 40, "num_kv_heads": 2}  # of a KV head: more than clusters take
+MANY_ROWS = {"num_q_heads": 72, "num_kv_heads": 2}  # of a KV head: more than clusters take
+MANY_WORKS = {"num_q_heads": 28, "num_kv_heads": 28}  # more than clusters take
 
-# Options of the problem, and: "wide", a page table too wide for clusters; "checked", with a report; "odd", rows of K
-# and V that start on no 16-byte boundary.
+# Options of the problem, and: "checked", with a report; "odd", rows of K and V that start on no 16-byte boundary.
 XQA_ROWS = {
-    "sm90_cluster_bf16_hd64": {},
-    "sm90_bf16_hd64": {"wide": True},
-    "sm90_gather_bf16_hd64": {"page_size": 5, "wide": True},
+    "sm90_cluster_wgmma_bf16_hd64": {},
+    "sm90_cluster_gather_bf16_hd64": {"page_size": 5},
+    "sm90_cluster_wgmma_fp8_hd64": {"kv_dtype": FP8},
+    "sm90_cluster_gather_fp8_hd64": {"kv_dtype": FP8, "page_size": 5},
+    "sm90_bf16_hd64": {**MANY_ROWS},
+    "sm90_gather_bf16_hd64": {**MANY_ROWS, "page_size": 5},
     "sm90_fp16_hd64": {"dtype": FP16},
     "sm90_gather_fp16_hd64": {"dtype": FP16, "page_size": 5},
     "bf16_hd64": {"checked": True},
     "fp16_hd64": {"dtype": FP16, "checked": True},
-    "sm90_fp8_hd64": {"kv_dtype": FP8},
-    "sm90_gather_fp8_hd64": {"kv_dtype": FP8, "page_size": 5},
+    "sm90_fp8_hd64": {"kv_dtype": FP8, **MANY_ROWS},
+    "sm90_gather_fp8_hd64": {"kv_dtype": FP8, **MANY_ROWS, "page_size": 5},
     "fp8_hd64": {"kv_dtype": FP8, "checked": True},
     "sm90_cluster_wgmma_bf16_hd128": {"head_dim": 128},
     "sm90_cluster_wgmma_fp16_hd128": {"head_dim": 128, "dtype": FP16},
     "sm90_cluster_gather_bf16_hd128": {"head_dim": 128, "page_size": 3},
     "sm90_cluster_gather_fp16_hd128": {"head_dim": 128, "page_size": 3, "dtype": FP16},
     "sm90_cluster_wgmma_fp8_hd128": {"head_dim": 128, "kv_dtype": FP8},
-    "sm90_cluster_fp8_hd128": {"head_dim": 128, "kv_dtype": FP8, "page_size": 3},
-    "sm90_fp8_hd128": {"head_dim": 128, "kv_dtype": FP8, "wide": True},
-    "sm90_gather_fp8_hd128": {"head_dim": 128, "kv_dtype": FP8, "wide": True, "page_size": 3},
+    "sm90_cluster_gather_fp8_hd128": {"head_dim": 128, "kv_dtype": FP8, "page_size": 3},
+    "sm90_fp8_hd128": {"head_dim": 128, "kv_dtype": FP8, **MANY_WORKS},
+    "sm90_gather_fp8_hd128": {"head_dim": 128, "kv_dtype": FP8, **MANY_WORKS, "page_size": 3},
     "sm90_fp8_rows_hd128": {"head_dim": 128, "kv_dtype": FP8, **MANY_ROWS},
     "sm90_gather_fp8_rows_hd128": {"head_dim": 128, "kv_dtype": FP8, **MANY_ROWS, "page_size": 3},
     "sm90_bf16_hd128": {"head_dim": 128, **MANY_ROWS},
@@ -82,7 +85,6 @@ MLA_ROWS = {
     "sm90_rows_fp16": {"kv_dtype": ROW, "dtype": FP16},
 }
 ROWS = {f"{op} {row}": (op, row) for op, rows in (("xqa_decode", XQA_ROWS), ("mla_decode", MLA_ROWS)) for row in rows}
-WIDE_TOKENS = 70_000  # more than any clusters take
 
 
 @dataclasses.dataclass
@@ -159,7 +161,7 @@ def reaches(op: str, row: str):
 
 def case_of(op: str, row: str, lengths=LENGTHS, seqlen_q: int = 1) -> Case:
     options = dict((XQA_ROWS if op == "xqa_decode" else MLA_ROWS)[row])
-    wide, odd = options.pop("wide", False), options.pop("odd", False)
+    odd = options.pop("odd", False)
     names = ("checked", "fp8_products", "num_sm_parts")
     call = {name: options.pop(name) for name in names if name in options}
     problem = (paged_problem if op == "xqa_decode" else mla_problem)(lengths, seqlen_q, **options)
@@ -168,11 +170,6 @@ def case_of(op: str, row: str, lengths=LENGTHS, seqlen_q: int = 1) -> Case:
     elif problem.q.shape[1] * seqlen_q > 16 and options.get("num_q_heads", 16) <= 16:
         heads = 16 // seqlen_q  # few rows stay few
         problem = mla_problem(lengths, seqlen_q, **{**options, "num_q_heads": heads})
-    if wide:
-        columns = WIDE_TOKENS // options.get("page_size", 16)
-        table = torch.full((len(lengths), columns), 1 << 30, dtype=torch.int32)
-        table[:, : problem.page_table.shape[1]] = problem.page_table
-        problem = dataclasses.replace(problem, page_table=table)
     case = Case(op, row, problem, call)
     if odd:
         case = case.with_pools(lambda pool: torch.nn.functional.pad(pool, (0, 4))[..., : pool.shape[-1]])

@@ -159,12 +159,13 @@ def test_skewed_batch(head_dim):
 
 
 @pytest.mark.parametrize("dtype, kv_dtype", [(BF16, None), (FP16, None), (BF16, FP8), (FP16, FP8)])
-@pytest.mark.parametrize("heads", [(8, 1), (32, 8), (64, 4)])
+@pytest.mark.parametrize("heads", [(8, 1), (32, 8), (64, 4), (30, 1)])
+@pytest.mark.parametrize("head_dim, page_size", [(128, 16), (64, 16), (80, 5)])
 @pytest.mark.parametrize("batch", [1, 2, 5, 9, 17, 40, 66])
-def test_clusters_of_every_size(batch, heads, dtype, kv_dtype):
+def test_clusters_of_every_size(batch, head_dim, page_size, heads, dtype, kv_dtype):
     """Few works have many CTAs each, in one cluster or several; most requests do not fill the page table."""
     lengths = [700, 1, 64, 65, 0, 950, 127] * 10
-    geometry = {"num_q_heads": heads[0], "num_kv_heads": heads[1], "head_dim": 128}
+    geometry = {"num_q_heads": heads[0], "num_kv_heads": heads[1], "head_dim": head_dim, "page_size": page_size}
     assert_decodes(on_gpu(lengths[:batch], dtype=dtype, kv_dtype=kv_dtype, **geometry), num_sm_parts=None)
 
 
@@ -328,13 +329,15 @@ def test_one_graph_serves_even_and_skewed_batches(tokens, heads):
         (3, 8320, (16, 4), 64),
         (8, 4224, (32, 4), 64),
         (12, 2100, (8, 4), 1),
+        (9, 2100, (60, 3), 48),
     ],
 )
-def test_lengths_decide_between_teams_and_parts(requests, tokens, heads, page_size):
+@pytest.mark.parametrize("head_dim", [128, 64])
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+def test_lengths_decide_between_teams_and_parts(requests, tokens, heads, page_size, head_dim, kv_dtype):
     """Clusters divide short calls, the plan long ones, in one kernel and one graph, whatever the table holds."""
-    problem = on_gpu(
-        [tokens] * requests, num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=128, page_size=page_size
-    )
+    geometry = {"num_q_heads": heads[0], "num_kv_heads": heads[1], "head_dim": head_dim}
+    problem = on_gpu([tokens] * requests, page_size=page_size, kv_dtype=kv_dtype, **geometry)
     plan = make_plan(problem, num_sm_parts=None)
     one_long = [100] * (requests - 1) + [tokens]
     check_replays(
@@ -348,20 +351,22 @@ def test_lengths_decide_between_teams_and_parts(requests, tokens, heads, page_si
         ([700, 1, 0, 64, 65, 1000], (8, 2)),  # a work, a cluster
         ([1000], (8, 1)),  # one work, many clusters, whose results meet in memory
         ([999, 40], (32, 2)),  # 16 rows
+        ([999, 0, 65, 300], (50, 2)),  # 25
     ],
 )
+@pytest.mark.parametrize("page_size", [64, 3])
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "kv_dtype"),
-    [(64, BF16, None), (128, BF16, None), (128, FP16, None), (128, BF16, FP8)],
+    [(64, BF16, None), (64, BF16, FP8), (128, BF16, None), (128, FP16, None), (128, BF16, FP8)],
 )
-def test_short_calls(head_dim, dtype, kv_dtype, lengths, heads):
-    """What clusters serve on Hopper (csrc/xqa_decode/sm90/cluster/limits.h), for a sanitizer to look at alone."""
+def test_short_calls(head_dim, dtype, kv_dtype, page_size, lengths, heads):
+    """What clusters serve on Hopper (csrc/xqa_decode/sm90/cluster_wgmma/limits.h), for a sanitizer to look at alone."""
     problem = on_gpu(
         lengths,
         num_q_heads=heads[0],
         num_kv_heads=heads[1],
         head_dim=head_dim,
-        page_size=64,
+        page_size=page_size,
         dtype=dtype,
         kv_dtype=kv_dtype,
     )

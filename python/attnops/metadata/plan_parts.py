@@ -9,7 +9,9 @@ import torch
 XQA_PARTS_PER_SM = 2
 MLA_PARTS_PER_SM = 1
 MLA_MOST_BLOCKS_PER_WORK = 13  # csrc/mla_decode/plan.h
-XQA_MOST_PARTS_PER_SM = 3  # of smaller CTAs: batch-invariant over FP8 pages, and of 17 to 32 rows
+XQA_MOST_PARTS_PER_SM = 3  # of smaller CTAs: batch-invariant over FP8 pages, and many works of 17 to 32 rows
+
+XQA_CLUSTER_WORKS = 132  # (request, KV head) of a call that clusters may take: csrc/xqa_decode/sm90/cluster_wgmma/limits.h
 
 # Query rows that have CTAs and merges of their own, and those over FP8 pages: csrc/xqa_decode/sm90/launch.cuh
 XQA_ROWS_PER_BLOCK, XQA_FP8_ROWS_PER_BLOCK = 128, 64
@@ -58,7 +60,8 @@ def xqa_num_sm_parts(
     fp8 = kv_dtype is not None and kv_dtype.itemsize == 1
     on_sm90 = device.type == "cuda" and torch.cuda.get_device_properties(device).major == 9
     folds_fp8 = fp8 and fixed_split_tokens != 0 and rows <= 16
-    three = folds_fp8 or (on_sm90 and not fp8 and 16 < rows <= 32 and head_dim <= 128)
+    many_works = batch_size * num_kv_heads > XQA_CLUSTER_WORKS
+    three = folds_fp8 or (on_sm90 and not fp8 and many_works and 16 < rows <= 32 and head_dim <= 128)
     parts_per_sm = XQA_MOST_PARTS_PER_SM if three else XQA_PARTS_PER_SM
     # A CTA of these kernels fills an SM; parts of a second round would keep merges waiting.
     if fp8:

@@ -26,7 +26,7 @@ __device__ __forceinline__ void merge_few_nodes(const Params& p, const Shape& sh
 #pragma unroll 1
   for (int item = threadIdx.x; item < own * kUnitItems; item += Tr::kThreads) {
     const int unit = rank * team.slice + item / kUnitItems;
-    const int d = 16 * (unit % In::kUnitsPerRow) + item_dim<Tr>(item % kUnitItems);
+    const int d = item_dim<Tr>(unit, item % kUnitItems);
     const OutputPlace to(p, shape, place, unit / In::kUnitsPerRow, d);
     mbarrier_wait_cluster(shared + SharedLayout<Tr>::kInboxFull, 0);
     TeamItem nodes[kFew];
@@ -63,9 +63,8 @@ __device__ __forceinline__ TeamItem combine_lanes(int count, int lane, const Loa
 
 // A unit of one cluster among those of the work's others, in memory, as meet_clusters.
 static_assert(kMaxTeamClusters <= kMaxClusterCtas);
-__device__ __forceinline__ bool meet_nodes(const Params& p, const Shape& shape, int most, int work, int cluster_index,
+__device__ __forceinline__ bool meet_nodes(const Params& p, int units, int most, int work, int cluster_index,
                                            int clusters, int unit, int lane, TeamItem& node) {
-  const int units = shape.rows * kTeamUnitsPerRow;
   const int first = work * most * units + unit;  // of the records of this unit
   auto* values = reinterpret_cast<float4*>(p.out_partial);
   if (lane < kUnitItems) {
@@ -100,13 +99,14 @@ __device__ __forceinline__ void merge_nodes(const Params& p, const Shape& shape,
   const int which = lane / kUnitItems;  // of an item's four dims, for this lane to store
 #pragma unroll 1
   for (int unit = first + warp; unit < end; unit += Tr::kWarps) {
-    const int d = item_step<Tr>(which) + 16 * (unit % In::kUnitsPerRow) + item_dim<Tr>(lane % kUnitItems);
+    const int d = item_step<Tr>(which) + item_dim<Tr>(unit, lane % kUnitItems);
     const OutputPlace to(p, shape, place, unit / In::kUnitsPerRow, d);
     mbarrier_wait_cluster(shared + SharedLayout<Tr>::kInboxFull, 0);
     TeamItem node = combine_lanes(senders, lane, [&](int i, TeamItem& other) {
       load_sent<Tr>(other, (i * team.slice + unit - first) * kUnitItems + lane % kUnitItems, smem);
     });
-    if (clusters > 1 && !meet_nodes(p, shape, team.clusters, place.work, cluster_index, clusters, unit, lane, node)) {
+    if (clusters > 1 && !meet_nodes(p, shape.rows * In::kUnitsPerRow, team.clusters, place.work, cluster_index,
+                                    clusters, unit, lane, node)) {
       continue;
     }
     if (to.lse) *to.lse = node.lse;

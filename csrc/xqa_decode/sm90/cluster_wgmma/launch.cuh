@@ -1,7 +1,7 @@
 #pragma once
 #include <stdexcept>
 
-#include "xqa_decode/sm90/cluster/clusters_held.h"
+#include "xqa_decode/sm90/cluster_wgmma/clusters_held.h"
 #include "xqa_decode/sm90/cluster_wgmma/kernel.cuh"
 #include "xqa_decode/sm90/cluster_wgmma/launch.h"
 #include "xqa_decode/sm90/cluster_wgmma/limits.h"
@@ -12,7 +12,7 @@ namespace attnops::xqa_decode::sm90 {
 inline Team make_team(const Params& p, const TeamSize& size, int rows) {
   Team team{};
   team.ctas = size.ctas, team.clusters = size.clusters, team.shares = size.shares();
-  team.slice = ceil_div(rows * kTeamUnitsPerRow, team.ctas);
+  team.slice = ceil_div(rows * team_units_per_row(p.head_dim), team.ctas);
   team.by_ctas = Divisor(team.ctas);
   team.by_clusters = Divisor(team.clusters);
   team.by_shares = Divisor(team.shares);
@@ -56,14 +56,15 @@ void launch_team_rows(const Params& p, TeamSize size, cudaStream_t stream) {
 }
 
 // Slices are whole units, so that those of all CTAs may be some units more than the rows have.
+template <int kHeadDim>
 constexpr int team_inbox_bytes(int rows, int more_units) {
-  return (rows * kTeamUnitsPerRow + more_units) * kUnitItems * 24;
+  return (rows * team_units_per_row(kHeadDim) + more_units) * kUnitItems * 24;
 }
 
 // Rings are larger where shares are one leaf or two.
 template <typename T, typename Element, bool kGathers, int kRows, int kMoreUnits, int kMostCtas>
 void launch_folding_rows(const Params& p, TeamSize size, cudaStream_t stream) {
-  constexpr int kInbox = team_inbox_bytes(kRows, kMoreUnits);
+  constexpr int kInbox = team_inbox_bytes<128>(kRows, kMoreUnits);
   if (most_leaves(p) <= 2 * int64_t{size.shares()}) {
     return launch_team_rows<Traits<T, 128, kRows, kInbox, kMostCtas, kGathers, 1, Element>>(p, size, stream);
   }
@@ -79,18 +80,29 @@ void launch_folding_team(const Params& p, cudaStream_t stream) {
   launch_folding_rows<T, Element, kGathers, 8, 16, 2>(p, size, stream);
 }
 
-template <typename T, bool kGathers = false, typename Element = T>
+// Whether batch-invariant calls have clusters: where the kernels of the plan fold, too.
+template <int kHeadDim, bool kGathers, typename Element>
+inline constexpr bool kTeamsFold = kHeadDim == 128 && !(kGathers && sizeof(Element) == 1);
+
+template <typename T, int kHeadDim, bool kGathers = false, typename Element = T>
 void launch_cluster_wgmma(const Params& p, cudaStream_t stream) {
   if (p.batch_size == 0) return;
-  if (p.fixed_split_tokens != 0) return launch_folding_team<T, kGathers, Element>(p, stream);
-  const TeamSize size = team_size(p);
-  constexpr int kManyRows = team_inbox_bytes(16, 16), kFewRows = team_inbox_bytes(8, 16),
-                kSmall = team_inbox_bytes(8, 0);
-  if (p.seqlen_q * (p.num_q_heads / p.num_kv_heads) > 8) {
-    return launch_team_rows<Traits<T, 128, 16, kManyRows, 2, kGathers, kNoFold, Element>>(p, size, stream);
+  if constexpr (kTeamsFold<kHeadDim, kGathers, Element>) {
+    if (p.fixed_split_tokens != 0) return launch_folding_team<T, kGathers, Element>(p, stream);
   }
-  if (size.small) return launch_team_rows<Traits<T, 128, 8, kSmall, 3, kGathers, kNoFold, Element>>(p, size, stream);
-  launch_team_rows<Traits<T, 128, 8, kFewRows, 2, kGathers, kNoFold, Element>>(p, size, stream);
+  const TeamSize size = team_size(p);
+  const int rows = p.seqlen_q * (p.num_q_heads / p.num_kv_heads);
+  constexpr auto inbox = &team_inbox_bytes<kHeadDim>;
+  if (rows > 16) {
+    return launch_team_rows<Traits<T, kHeadDim, 32, inbox(32, 16), 2, kGathers, kNoFold, Element>>(p, size, stream);
+  }
+  if (rows > 8) {
+    return launch_team_rows<Traits<T, kHeadDim, 16, inbox(16, 16), 2, kGathers, kNoFold, Element>>(p, size, stream);
+  }
+  if (size.small) {
+    return launch_team_rows<Traits<T, kHeadDim, 8, inbox(8, 0), 3, kGathers, kNoFold, Element>>(p, size, stream);
+  }
+  launch_team_rows<Traits<T, kHeadDim, 8, inbox(8, 16), 2, kGathers, kNoFold, Element>>(p, size, stream);
 }
 
 }  // namespace attnops::xqa_decode::sm90

@@ -2,7 +2,6 @@
 #include <string>
 
 #include "xqa_decode/plan.h"
-#include "xqa_decode/sm90/cluster/limits.h"
 #include "xqa_decode/sm90/limits.h"
 
 namespace attnops::xqa_decode::sm90 {
@@ -15,11 +14,24 @@ struct TeamSize {
   int shares() const { return ctas * clusters; }
 };
 
+inline constexpr int kMaxLogCtas = 4, kMaxClusterCtas = 1 << kMaxLogCtas;  // of a cluster
 inline constexpr int kMaxTeamClusters = 16;
-inline constexpr int kMaxTeamRows = 16;
+inline constexpr int kMaxTeamRows = 32, kMaxFoldingRows = 16;
 inline constexpr int kMaxTeams = 132;        // pairs, all at the same time
 inline constexpr int kMaxShareTokens = 512;  // of a batch, whose requests may differ in length
-inline constexpr int kTeamUnitsPerRow = 4;   // of the merge
+
+// What the merge counts in: a unit is eight items of a row, an item what a lane holds of it, four values at most.
+inline constexpr int kUnitItems = 8;
+constexpr int team_units_per_row(int head_dim) { return head_dim > 128 ? 8 : 4; }
+
+// Where a work has several clusters, their results meet in memory, a unit at a time. Whether the plan has what that
+// takes: a semaphore per unit, and room among the partial results.
+inline bool clusters_can_meet(const Params& p, int works, int clusters) {
+  const int64_t rows = p.seqlen_q * (p.num_q_heads / p.num_kv_heads);
+  const int64_t units = rows * team_units_per_row(p.head_dim), records = units * works * clusters;
+  return p.num_semaphores >= units * works && p.num_partials * rows >= records &&
+         p.num_partials * rows * p.head_dim >= records * kUnitItems * 4;
+}
 
 // How many CTAs take a work whose length is known to be short, by the works and the tiles that each may have: measured
 // on an H200, which holds 132 clusters of 2, 62 of 4, 30 of 8 and 14 of 16 at two CTAs per SM, and at three enough of 8
@@ -40,7 +52,7 @@ inline TeamSize short_team_size(const Params& p) {
     const int most = min_of(16 / works, kMaxTeamClusters);
     size.clusters = static_cast<int>(min_of<int64_t>((tiles + 15) / 16, most));
   }
-  return clusters_can_meet(p, works, size.clusters, kTeamUnitsPerRow) ? size : TeamSize{16, 1, small};
+  return clusters_can_meet(p, works, size.clusters) ? size : TeamSize{16, 1, small};
 }
 
 // Whether some request may have more tokens than the CTAs of a work should take: requests differ in length then, and
@@ -51,9 +63,7 @@ inline bool may_be_long(const Params& p, const TeamSize& size) {
 }
 
 // Whether lengths decide, on the device, between teams and the plan's parts.
-inline bool device_chooses(const Params& p) {
-  return p.fixed_split_tokens == 0 && p.kv_dtype == p.dtype && may_be_long(p, short_team_size(p));
-}
+inline bool device_chooses(const Params& p) { return p.fixed_split_tokens == 0 && may_be_long(p, short_team_size(p)); }
 
 // The teams of a call. Where they may have to do the plan's parts instead they are pairs: larger clusters are crowded
 // into fewer SMs, which makes parts slower by 10 to 50 %, and several pairs of a work meet in memory, at up to 5 us.
@@ -95,8 +105,7 @@ inline TeamSize invariant_team_size(const Params& p) {
   } else {
     size.clusters = static_cast<int>(min_of<int64_t>((leaves + 15) / 16, 16 / works));
   }
-  return size.clusters == 1 || clusters_can_meet(p, works, size.clusters, kTeamUnitsPerRow) ? size
-                                                                                            : TeamSize{16, 1, small};
+  return size.clusters == 1 || clusters_can_meet(p, works, size.clusters) ? size : TeamSize{16, 1, small};
 }
 
 // Why clusters that multiply by warpgroups do not suit these arguments, whatever their pages; "" when they do. Only
@@ -107,8 +116,9 @@ inline std::string reject_team(const Params& p) {
   if (works > kMaxTeams) {
     return "takes batch_size * num_kv_heads up to " + std::to_string(kMaxTeams) + ", got " + std::to_string(works);
   }
-  if (rows > kMaxTeamRows) {
-    return "takes seqlen_q * group up to " + std::to_string(kMaxTeamRows) + ", got " + std::to_string(rows);
+  const int most_rows = p.fixed_split_tokens == 0 ? kMaxTeamRows : kMaxFoldingRows;
+  if (rows > most_rows) {
+    return "takes seqlen_q * group up to " + std::to_string(most_rows) + ", got " + std::to_string(rows);
   }
   if (device_chooses(p)) return "";
   const TeamSize size = p.fixed_split_tokens != 0 ? invariant_team_size(p) : team_size(p);
@@ -130,10 +140,19 @@ inline std::string reject_cluster_wgmma(const Params& p) {
   return reason.empty() ? reject(p) : reason;
 }
 
+// Those that do not fold.
+inline std::string reject_balanced_cluster(const Params& p) {
+  return p.fixed_split_tokens == 0 ? reject_cluster_wgmma(p) : "takes balanced plans, got fixed_split_tokens";
+}
+
 // Those that gather rows.
 inline std::string reject_cluster_gather(const Params& p) {
   const std::string reason = reject_team(p);
   return reason.empty() ? reject_gather(p) : reason;
+}
+
+inline std::string reject_balanced_cluster_gather(const Params& p) {
+  return p.fixed_split_tokens == 0 ? reject_cluster_gather(p) : "takes balanced plans, got fixed_split_tokens";
 }
 
 }  // namespace attnops::xqa_decode::sm90

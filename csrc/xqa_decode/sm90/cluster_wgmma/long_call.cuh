@@ -7,7 +7,7 @@ namespace attnops::xqa_decode::sm90 {
 
 // Kernels of calls that may be long: those of pairs of CTAs. With three CTAs per SM they are of larger clusters.
 template <class Tr>
-inline constexpr bool kMayBeLong = !Tr::kFolds && !Tr::kFp8 && Tr::kCtasPerSm < 3;
+inline constexpr bool kMayBeLong = !Tr::kFolds && Tr::kCtasPerSm < 3;
 
 // Whether some request is so long that a team of it would keep all others waiting: the call is then done by the parts
 // of the plan. Every warp finds that out by itself, from all lengths, and all find the same. All loads go out together,
@@ -34,7 +34,8 @@ __device__ __forceinline__ bool is_long(const Params& p, const Team& team, int l
 // The kernel as one of the plan: as few units on their way, at places of their own in shared memory.
 template <class Tr>
 struct PartTraits : Tr {
-  static constexpr int kUnits = Tr::kGathers ? Tr::kUnits : min_of(Tr::kUnits, 4);
+  static constexpr int kUnits =
+      Tr::kGathers ? Tr::kUnits : min_of(Tr::kUnits, Tr::kFp8 ? 4 : 64 * 1024 / Tr::kUnitBytes);
 };
 
 // Calls `walk` with the pieces of the CTA's part, if it has any. For all threads of the CTA.

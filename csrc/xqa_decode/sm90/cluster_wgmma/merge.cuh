@@ -1,18 +1,19 @@
 #pragma once
 #include "device/sm90/cluster.cuh"
-#include "xqa_decode/sm90/cluster/item_sum.cuh"
+#include "xqa_decode/sm90/cluster_wgmma/item_sum.cuh"
 #include "xqa_decode/sm90/cluster_wgmma/limits.h"
 #include "xqa_decode/sm90/cluster_wgmma/team.h"
 #include "xqa_decode/sm90/row_block.cuh"
 
 namespace attnops::xqa_decode::sm90 {
 
-// The merge of a work's shares, as that of cluster/merge.cuh, but an item is what a lane holds of a row: dims d, d + 8,
-// d + 64 and d + 72. The eight items of a unit lie side by side in the eight lanes that hold one warp's dims of a row.
+// The merge of a work's shares. An item is what a lane holds of a row in two blocks of 64 dims: d, d + 8, d + 64 and
+// d + 72, or d, d + 1, d + 64 and d + 65 over e4m3 pages. The eight items of a unit lie side by side in the eight lanes
+// that hold one warp's dims of a row. A single block has items half empty.
 template <class Tr>
 struct TeamInbox {
-  static_assert(Tr::kHeadDim == 128 && kTeamUnitsPerRow == Tr::kWarps);
-  static constexpr int kUnitsPerRow = kTeamUnitsPerRow;
+  static constexpr int kUnitsPerRow = team_units_per_row(Tr::kHeadDim), kPairs = kUnitsPerRow / Tr::kWarps;
+  static_assert(kPairs == ceil_div(Tr::kBlocks, 2));
   static constexpr int kUnits = Tr::kInboxBytes / (kUnitItems * 24);
   static constexpr int kValues = SharedLayout<Tr>::kInbox;           // float4 [CTAs][slice][8]
   static constexpr int kStats = kValues + kUnits * kUnitItems * 16;  // float2, the same: reference and sum
@@ -20,10 +21,11 @@ struct TeamInbox {
   static_assert(kBytes == Tr::kInboxBytes && kUnits >= Tr::kRows * kUnitsPerRow);
 };
 
-// Dims of an item: the first, of a warp's block of 16, and the others, from there.
+// Dims of an item of a unit: the first, and the others, from there.
 template <class Tr>
-__device__ __forceinline__ constexpr int item_dim(int item) {
-  return Tr::kFp8 ? 2 * item : item;
+__device__ __forceinline__ constexpr int item_dim(int unit, int item) {
+  const int of_row = unit % TeamInbox<Tr>::kUnitsPerRow;
+  return 128 * (of_row / Tr::kWarps) + 16 * (of_row % Tr::kWarps) + (Tr::kFp8 ? 2 * item : item);
 }
 template <class Tr>
 __device__ __forceinline__ constexpr int item_step(int which) {
@@ -56,17 +58,22 @@ __device__ __forceinline__ void send_units(const Shape& shape, const Team& team,
     for (int i = 0; i < 2; ++i) {
       const int row = 8 * n + 2 * t + i;
       if (row >= shape.rows) continue;
-      const int unit = row * In::kUnitsPerRow + warp;
-      const int owner = team.by_slice.divide(unit);
-      const int at = (rank * team.slice + unit - owner * team.slice) * kUnitItems + g;
-      const uint32_t there = address_in(shared, owner), barrier = there + SharedLayout<Tr>::kInboxFull;
-      float4 values = make_float4(block.out[0][4 * n + i], block.out[0][4 * n + 2 + i], block.out[1][4 * n + i],
-                                  block.out[1][4 * n + 2 + i]);
-      // A row that saw no key here may hold NaN, from keys of other rows.
-      if (!Tr::kFolds && block.sum[n][i] == 0.f) values = make_float4(0.f, 0.f, 0.f, 0.f);
-      store_async(there + In::kValues + at * 16, values, barrier);
-      const float sum = Tr::kFolds ? 0.f : block.sum[n][i];
-      store_async(there + In::kStats + at * 8, make_float2(block.reference[n][i], sum), barrier);
+#pragma unroll
+      for (int pair = 0; pair < In::kPairs; ++pair) {
+        const int unit = row * In::kUnitsPerRow + pair * Tr::kWarps + warp;
+        const int owner = team.by_slice.divide(unit);
+        const int at = (rank * team.slice + unit - owner * team.slice) * kUnitItems + g;
+        const uint32_t there = address_in(shared, owner), barrier = there + SharedLayout<Tr>::kInboxFull;
+        float4 values = make_float4(block.out[2 * pair][4 * n + i], block.out[2 * pair][4 * n + 2 + i], 0.f, 0.f);
+        if constexpr (Tr::kBlocks > 1) {
+          values.z = block.out[2 * pair + 1][4 * n + i], values.w = block.out[2 * pair + 1][4 * n + 2 + i];
+        }
+        // A row that saw no key here may hold NaN, from keys of other rows.
+        if (!Tr::kFolds && block.sum[n][i] == 0.f) values = make_float4(0.f, 0.f, 0.f, 0.f);
+        store_async(there + In::kValues + at * 16, values, barrier);
+        const float sum = Tr::kFolds ? 0.f : block.sum[n][i];
+        store_async(there + In::kStats + at * 8, make_float2(block.reference[n][i], sum), barrier);
+      }
     }
   }
 }
@@ -80,7 +87,7 @@ __device__ __forceinline__ void merge_few(const Params& p, const Shape& shape, c
 #pragma unroll 1
   for (int item = threadIdx.x; item < own * kUnitItems; item += Tr::kThreads) {
     const int unit = rank * team.slice + item / kUnitItems;
-    const int d = 16 * (unit % In::kUnitsPerRow) + item_dim<Tr>(item % kUnitItems);
+    const int d = item_dim<Tr>(unit, item % kUnitItems);
     const OutputPlace to(p, shape, place, unit / In::kUnitsPerRow, d);
     mbarrier_wait_cluster(shared + SharedLayout<Tr>::kInboxFull, 0);
     float2 stat[kFew];
@@ -119,7 +126,7 @@ __device__ __forceinline__ void merge_units(const Params& p, const Shape& shape,
   const int which = lane / kUnitItems;  // of an item's four dims, for this lane to store
 #pragma unroll 1
   for (int unit = first + warp; unit < end; unit += Tr::kWarps) {
-    const int d = item_step<Tr>(which) + 16 * (unit % In::kUnitsPerRow) + item_dim<Tr>(lane % kUnitItems);
+    const int d = item_step<Tr>(which) + item_dim<Tr>(unit, lane % kUnitItems);
     const OutputPlace to(p, shape, place, unit / In::kUnitsPerRow, d);
     mbarrier_wait_cluster(shared + SharedLayout<Tr>::kInboxFull, 0);
     ItemSum total = sum_terms<kMaxClusterCtas / 4>(senders, lane, [&](int i, float* sum, float4* v) {
@@ -129,8 +136,8 @@ __device__ __forceinline__ void merge_units(const Params& p, const Shape& shape,
       *sum = stat.y;
       return stat.x;
     });
-    if (clusters > 1 && !meet_clusters<Tr, kMaxTeamClusters>(p, shape, team.clusters, place.work, cluster_index,
-                                                             clusters, unit, lane, total)) {
+    if (clusters > 1 && !meet_clusters<Tr>(p, shape.rows * In::kUnitsPerRow, team.clusters, place.work, cluster_index,
+                                           clusters, unit, lane, total)) {
       continue;
     }
     const float lse = total.lse(Tr::kProbShift);

@@ -2,6 +2,6 @@
 
 namespace attnops::xqa_decode::sm90 {
 void launch_cluster_wgmma_bf16_hd128(const Params& params, cudaStream_t stream) {
-  launch_cluster_wgmma<__nv_bfloat16>(params, stream);
+  launch_cluster_wgmma<__nv_bfloat16, 128>(params, stream);
 }
 }  // namespace attnops::xqa_decode::sm90

@@ -2,6 +2,6 @@
 
 namespace attnops::xqa_decode::sm90 {
 void launch_cluster_wgmma_fp8_hd128(const Params& params, cudaStream_t stream) {
-  launch_cluster_wgmma<__half, false, uint8_t>(params, stream);
+  launch_cluster_wgmma<__half, 128, false, uint8_t>(params, stream);
 }
 }  // namespace attnops::xqa_decode::sm90

@@ -2,6 +2,6 @@
 
 namespace attnops::xqa_decode::sm90 {
 void launch_cluster_gather_fp16_hd128(const Params& params, cudaStream_t stream) {
-  launch_cluster_wgmma<__half, true>(params, stream);
+  launch_cluster_wgmma<__half, 128, true>(params, stream);
 }
 }  // namespace attnops::xqa_decode::sm90

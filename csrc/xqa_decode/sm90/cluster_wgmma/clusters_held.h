@@ -4,7 +4,7 @@
 #include <atomic>
 
 #include "device/common/launch.h"
-#include "xqa_decode/sm90/cluster/limits.h"
+#include "xqa_decode/sm90/cluster_wgmma/limits.h"
 
 namespace attnops::xqa_decode::sm90 {
 

@@ -1,12 +1,11 @@
 #pragma once
 #include "xqa_decode/cuda/merge.cuh"
-#include "xqa_decode/sm90/cluster/limits.h"
-#include "xqa_decode/sm90/cluster/share.cuh"
+#include "xqa_decode/sm90/cluster_wgmma/limits.h"
+#include "xqa_decode/sm90/cluster_wgmma/share.cuh"
 
 namespace attnops::xqa_decode::sm90 {
 
-// What the merges of all cluster kernels have in common.
-inline constexpr int kMaxClusterCtas = 16, kMaxClusters = 8;
+using namespace attnops::sm90;
 
 // An item's weighted values, the maximum that they are relative to (in units of log2) and the sum of their weights.
 struct ItemSum {
@@ -82,29 +81,13 @@ struct OutputPlace {
     if (!sink || row_lse == -INFINITY) return v_scale;
     return __fdividef(v_scale, 1.f + __expf(__ldg(sink) - row_lse));
   }
-  __device__ __forceinline__ void store(const Params& p, const Shape& shape, float4 values, float row_lse) const {
-    if (lse) *lse = row_lse;
-    const float by = factor(row_lse);
-    const float x = values.x * by, y = values.y * by, z = values.z * by, w = values.w * by;
-    const bool bf16 = p.dtype == DType::kBFloat16;
-    const uint2 rounded = bf16 ? make_uint2(pack2<__nv_bfloat16>(x, y), pack2<__nv_bfloat16>(z, w))
-                               : make_uint2(pack2<__half>(x, y), pack2<__half>(z, w));
-    uint16_t* out = static_cast<uint16_t*>(p.out) + at;
-    if (shape.vector_out) {
-      *reinterpret_cast<uint2*>(out) = rounded;
-      return;
-    }
-#pragma unroll 1
-    for (int i = 0; i < 4; ++i) out[i] = static_cast<uint16_t>((i < 2 ? rounded.x : rounded.y) >> (i & 1 ? 16 : 0));
-  }
 };
 
-// A unit of one cluster among those of the work's other clusters, in memory, where works have room for `most` of them,
-// kMost by the kernel. True for the warp that comes last, which then has the sum of all.
-template <class Tr, int kMost = kMaxClusters>
-__device__ __forceinline__ bool meet_clusters(const Params& p, const Shape& shape, int most, int work,
-                                              int cluster_index, int clusters, int unit, int lane, ItemSum& total) {
-  const int units = shape.rows * (Tr::kHeadDim / 4 / kUnitItems);
+// A unit of one cluster among those of the work's other clusters, in memory, where works have room for `most` of them
+// and `units` units. True for the warp that comes last, which then has the sum of all.
+template <class Tr>
+__device__ __forceinline__ bool meet_clusters(const Params& p, int units, int most, int work, int cluster_index,
+                                              int clusters, int unit, int lane, ItemSum& total) {
   const int first = work * most * units + unit;  // of the records of this unit
   auto* values = reinterpret_cast<float4*>(p.out_partial);
   const float shift = Tr::kProbShift;
@@ -121,7 +104,7 @@ __device__ __forceinline__ bool meet_clusters(const Params& p, const Shape& shap
   }
   if (__shfl_sync(~0u, before, 0) + 1 != clusters) return false;
   __syncwarp();  // what lane 0 has acquired is there for all lanes: a shuffle orders no memory
-  total = sum_terms<kMost / 4>(clusters, lane, [&](int i, float* sum, float4* v) {
+  total = sum_terms<kMaxTeamClusters / 4>(clusters, lane, [&](int i, float* sum, float4* v) {
     const int record = first + i * units;
     const float lse = __ldcg(p.lse_partial + record);
     *v = __ldcg(values + static_cast<int64_t>(record) * kUnitItems + lane % kUnitItems);
