@@ -100,6 +100,7 @@ constexpr Impl kImpls[] = {
     {"sm90_fp16_hd256", DType::kFloat16, DType::kFloat16, 256, &sm90::launch_fp16_hd256, &sm90::reject},
     {"sm90_gather_fp16_hd256", DType::kFloat16, DType::kFloat16, 256, &sm90::launch_gather_fp16_hd256,
      &sm90::reject_gather},
+    {"sm90_fp8_hd256", DType::kFloat16, DType::kFloat8E4M3, 256, &sm90::launch_fp8_hd256, &sm90::reject},
     {"sm90_gather_fp8_hd256", DType::kFloat16, DType::kFloat8E4M3, 256, &sm90::launch_gather_fp8_hd256,
      &sm90::reject_gather},
 #endif

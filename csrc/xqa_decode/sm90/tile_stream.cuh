@@ -46,8 +46,8 @@ constexpr uint32_t head_stride() {
 
 // The fifth warp: asks the copy engine for tile after tile of keys and values, piece after piece without a break, each
 // as soon as a place in the ring is free. A tile comes in boxes of one page each (or of 64 tokens of a larger page) and
-// 64 columns, a box per lane. Lane l holds the page of the l-th run of box tokens from here on, and the 32 after those
-// are on their way.
+// 128 bytes of columns, a box per lane. Lane l holds the page of the l-th run of box tokens from here on, and the 32
+// after those are on their way.
 template <class Tr>
 class TileStream {
  public:
@@ -64,7 +64,7 @@ class TileStream {
         empty_(shared + SharedLayout<Tr>::kEmpty),
         lane_(lane),
         sub_(lane / (Tr::kColumns * kHeads)),
-        column_(lane % Tr::kColumns * 64),
+        column_(lane % Tr::kColumns * (128 / static_cast<int>(sizeof(typename Tr::Element)))),
         head_(kHeads == 1 ? 0 : lane % kHeads),
         offset_(lane % Tr::kColumns * hopper::kTileBytes + sub_ * boxes.tokens * 128) {
     static_assert(kHeads == 1 || Tr::kColumns == 1);
