@@ -8,6 +8,8 @@
 namespace attnops::sparse_indexer {
 namespace {
 
+constexpr int64_t kMostLogitRows = 1 << 30;  // counted by int
+
 struct Key {
   const LogitsParams& params;
   int sm;
@@ -22,6 +24,9 @@ struct Impl {
     if (key.sm != 90) return "runs on sm_90, this device is sm_" + std::to_string(key.sm);
     if (key.params.num_heads > heads) {
       return "takes up to " + std::to_string(heads) + " heads, got " + std::to_string(key.params.num_heads);
+    }
+    if (key.params.num_rows > kMostLogitRows) {
+      return "takes up to " + std::to_string(kMostLogitRows) + " rows, got " + std::to_string(key.params.num_rows);
     }
     return "";
   }

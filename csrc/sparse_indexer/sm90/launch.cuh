@@ -2,25 +2,81 @@
 #include "device/common/arch.h"
 #include "device/common/launch_dependent.cuh"
 #include "device/common/vec.h"
+#include "device/sm90/tensor_map.h"
 #include "sparse_indexer/sm90/logits.cuh"
 
 namespace attnops::sparse_indexer::sm90 {
 
+inline constexpr int kMostBytes = kMaxStages * (kKeyBytes + 2 * kBlockBytes);
+
+// Between neighbours that there are; else any number that a map takes.
+inline int64_t map_stride(int64_t count, int64_t stride) { return count > 1 ? stride : 128; }
+inline bool map_takes(const void* base, int64_t stride) {
+  return reinterpret_cast<uintptr_t>(base) % 16 == 0 && stride % 16 == 0 && stride > 0;
+}
+
+// Rows of a box of keys; 0 where boxes do not fit.
+inline int box_rows_of(const LogitsParams& p) {
+  const int64_t stride_head = map_stride(p.num_heads, p.stride_head);
+  const int64_t stride_token = map_stride(p.num_rows, p.stride_token);
+  if (p.num_heads == 0 || !map_takes(p.q, stride_head) || !map_takes(p.q, stride_token)) return 0;
+  if (p.ragged) return p.num_keys > 0 && map_takes(p.k, map_stride(p.num_keys, p.stride_k)) ? 64 : 0;
+  const int rows = min_of(p.pages.page_size & -p.pages.page_size, kTileKeys);
+  const bool fits =
+      p.pages.num_pages > 0 && map_takes(p.pages.data, map_stride(p.pages.num_pages, p.pages.stride_page));
+  return fits && rows >= 8 ? rows : 0;
+}
+
+template <int kHeads>
+Maps make_maps(const LogitsParams& p, const Memory& memory) {
+  const auto extent = [](int64_t n) { return static_cast<uint64_t>(n); };
+  constexpr DType kBytes = DType::kFloat8E4M3;
+  const uint64_t dim = extent(p.dim);
+  const uint64_t extents[3] = {dim, extent(p.num_heads), extent(p.num_rows)};
+  const uint64_t strides[2] = {extent(map_stride(p.num_heads, p.stride_head)),
+                               extent(map_stride(p.num_rows, p.stride_token))};
+  const uint32_t box[3] = {128, kHeads, kBlockColumns / kHeads};
+  const uint64_t stride_k = extent(map_stride(p.num_keys, p.stride_k));
+  const MapGeometry ragged{kBytes, p.k, {dim, extent(p.num_keys), 1}, {stride_k, stride_k}, 64};
+  const MapGeometry paged{kBytes,
+                          p.pages.data,
+                          {dim, extent(p.pages.page_size), extent(p.pages.num_pages)},
+                          {dim, extent(map_stride(p.pages.num_pages, p.pages.stride_page))},
+                          static_cast<uint32_t>(memory.box_rows)};
+  return {make_tensor_map(p.ragged ? ragged : paged), encode_tensor_map(kBytes, p.q, 3, extents, strides, box)};
+}
+
+template <int kHeads, bool kAhead, template <int> class Copier>
+void launch_kernel(const LogitsParams& p, const Memory& memory, const Maps& maps, cudaStream_t stream) {
+  const int bytes = memory.stages * (kKeyBytes + memory.blocks * kBlockBytes);
+  launch_dependent<&index_logits_kernel<kHeads, kAhead, Copier>>(
+      "index_logits", {device_sms("index_logits"), kThreads, bytes, kMostBytes}, stream, p, memory, maps);
+}
+
 template <int kHeads>
 void launch_heads(const LogitsParams& p, cudaStream_t stream) {
   constexpr int kTokens = kBlockColumns / kHeads;
-  constexpr int kMost = 4 * (kKeyBytes + 2 * kBlockBytes);
   const int64_t together = !p.ragged ? p.seqlen_q : p.num_rows;
   if (p.num_rows == 0 || together == 0) return;
   Memory memory{};
   memory.blocks = static_cast<int>(min_of<int64_t>(kMaxBlocks, ceil_div<int64_t>(together, kTokens)));
-  memory.stages = min_of(kMaxStages, kMost / (kKeyBytes + memory.blocks * kBlockBytes));
+  memory.stages = min_of(kMaxStages, kMostBytes / (kKeyBytes + memory.blocks * kBlockBytes));
+  memory.tokens = memory.blocks * kTokens;
+  memory.rows_together = static_cast<int>(together);
+  memory.groups_together = ceil_div(memory.rows_together, memory.tokens);
+  memory.groups = static_cast<int>(p.num_rows / together) * memory.groups_together;
+  memory.box_rows = box_rows_of(p);
+  while (1 << memory.box_shift < memory.box_rows) ++memory.box_shift;
+  if (memory.box_rows > 0) {
+    const Maps maps = make_maps<kHeads>(p, memory);
+    memory.blocks > 1 ? launch_kernel<kHeads, true, BoxCopier>(p, memory, maps, stream)
+                      : launch_kernel<kHeads, false, BoxCopier>(p, memory, maps, stream);
+    return;
+  }
   const bool aligned_keys =
       !p.ragged ? rows_aligned(p.pages.data, 1, 16, p.pages.stride_page) : rows_aligned(p.k, 1, 16, p.stride_k);
   memory.wide = aligned_keys && rows_aligned(p.q, 1, 16, p.stride_token, p.stride_head);
-  const int bytes = memory.stages * (kKeyBytes + memory.blocks * kBlockBytes);
-  launch_dependent<&index_logits_kernel<kHeads>>("index_logits", {device_sms("index_logits"), kThreads, bytes, kMost},
-                                                 stream, p, memory);
+  launch_kernel<kHeads, false, RowCopier>(p, memory, Maps{}, stream);
 }
 
 }  // namespace attnops::sparse_indexer::sm90

@@ -1,4 +1,6 @@
 #pragma once
+#include <cuda.h>
+
 #include "sparse_indexer/params.h"
 
 struct CUstream_st;
@@ -7,11 +9,19 @@ namespace attnops::sparse_indexer::sm90 {
 
 inline constexpr int kMaxBlocks = 8;  // of 64 columns of queries
 
-// How a launch uses shared memory.
+// How a launch uses shared memory and divides its work; the same on the host and on the device.
 struct Memory {
   int stages;  // tiles of keys, and groups' queries, that it holds
   int blocks;  // of queries of a group
   bool wide;   // rows of keys and queries are on 16-byte boundaries; else on 4-byte ones
+  int tokens;  // of a group
+  int rows_together, groups_together, groups;  // rows that share keys, groups of those, and of all rows
+  int box_rows, box_shift;                     // keys of a box, and its logarithm; 0 where rows come one by one
+};
+
+// Boxes of keys, and of the queries of a block.
+struct Maps {
+  CUtensorMap keys, queries;
 };
 
 // One function per number of heads, rounded up; each defined by one file.

@@ -1,0 +1,139 @@
+#pragma once
+#include "device/sm90/barrier.cuh"
+#include "device/sm90/copy.cuh"
+#include "sparse_indexer/sm90/share.cuh"
+
+// Tiles of keys and queries by the copy engine.
+namespace attnops::sparse_indexer::sm90 {
+
+// 4 bytes; zeros, and nothing is read, unless `valid`.
+__device__ inline void copy_word(const void* to, const void* from, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(attnops::sm90::smem_address(to)), "l"(from),
+               "r"(valid ? 4 : 0)
+               : "memory");
+}
+
+// The weights of a group's tokens, and what these see. Each of kThreads threads does its part.
+template <int kHeads, int kThreads>
+__device__ void copy_group(const Walk& walk, Shared& shared, int slot, int thread) {
+  const LogitsParams& p = walk.p;
+  const int num_rows = walk.num_rows();
+  const int64_t first_row = walk.first_row();
+  for (int i = thread; i < walk.memory.blocks * kBlockColumns; i += kThreads) {
+    const int token = i / kHeads, head = i % kHeads;
+    const bool valid = token < num_rows && head < p.num_heads;
+    copy_word(&shared.weights[slot][i], valid ? p.weights + (first_row + token) * p.stride_weights + head : p.weights,
+              valid);
+  }
+  if (thread >= 32) return;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (thread + 32 * i < num_rows) shared.seen[slot][thread + 32 * i] = walk.seen[i];
+  }
+}
+
+// One warp. Lane l asks for box l of a tile, so it knows the page of that box.
+template <int kHeads>
+struct BoxCopier {
+  static constexpr int kThreads = 32;
+
+  const LogitsParams& p;
+  const Memory& memory;
+  const Maps& maps;
+  Shared& shared;
+  uint32_t keys, queries;  // shared-memory addresses
+
+  __device__ void run(const Groups& groups) const {
+    if (shared.num_tiles == 0) return;
+    Walk walk{p, memory};
+    walk.start(groups, shared);
+    int stage = 0, slot = -1;
+    uint32_t phase = 1;
+    int cell = read_cell(walk);
+    for (int64_t left = shared.num_tiles;;) {
+      attnops::sm90::mbarrier_wait(attnops::sm90::smem_address(&shared.empty[stage]), phase);
+      if (walk.is_new && ++slot == memory.stages) slot = 0;
+      copy_tile(walk, stage, slot, cell);
+      if (--left == 0) return;
+      if (++stage == memory.stages) {
+        stage = 0;
+        phase ^= 1;
+      }
+      walk.advance();
+      cell = read_cell(walk);
+    }
+  }
+
+ private:
+  __device__ int64_t key_of_box(const Walk& walk) const {
+    return walk.first_key + static_cast<int>(threadIdx.x % 32) * memory.box_rows;
+  }
+  __device__ bool has_box(const Walk& walk) const {
+    return static_cast<int>(threadIdx.x % 32) * memory.box_rows < kTileKeys && key_of_box(walk) < walk.end;
+  }
+
+  // What the page table says of the lane's box; read long before it is used.
+  __device__ int read_cell(const Walk& walk) const {
+    if (p.ragged || !has_box(walk)) return 0;
+    return p
+        .page_table[walk.request * p.stride_table + page_of(key_of_box(walk), p.pages.page_size, p.pages.page_shift)];
+  }
+
+  __device__ void copy_tile(const Walk& walk, int stage, int slot, int cell) const {
+    const int lane = threadIdx.x % 32;
+    const uint32_t barrier = attnops::sm90::smem_address(&shared.full[stage]);
+    const uint32_t to = keys + stage * kKeyBytes + lane * memory.box_rows * 128;
+    const int64_t key = key_of_box(walk);
+    const bool has = has_box(walk), valid = has && (p.ragged || (cell >= 0 && cell < p.pages.num_pages));
+    int64_t in_page = key;
+    const float* scales = p.k_scale + key;
+    if (!p.ragged) {
+      const int64_t number = page_of(key, p.pages.page_size, p.pages.page_shift);
+      in_page -= number * p.pages.page_size;
+      scales = p.pages.scale(cell, static_cast<int>(in_page));
+      if (has && !valid) page_of_key(p, walk.request, number, true);  // reports it
+    }
+    if (valid) {
+      attnops::sm90::mbarrier_expect(barrier, memory.box_rows * 128);
+      attnops::sm90::copy_box(to, &maps.keys, barrier, 0, static_cast<int>(in_page), cell);
+    } else if (has) {
+      clear(to);
+    }
+    if (walk.is_new) {
+      const int token = lane * (kBlockColumns / kHeads);
+      if (lane < memory.blocks && token < walk.num_rows()) {
+        attnops::sm90::mbarrier_expect(barrier, kBlockBytes);
+        attnops::sm90::copy_box(queries + (slot * memory.blocks + lane) * kBlockBytes, &maps.queries, barrier, 0, 0,
+                                static_cast<int>(walk.first_row()) + token);
+      }
+      copy_group<kHeads, kThreads>(walk, shared, slot, lane);
+    }
+    copy_scales(walk, stage, valid ? scales : nullptr);
+    if (lane == 0) shared.tiles[stage] = {static_cast<int>(walk.first_key), walk.num_rows(), slot};
+    attnops::sm90::arrive_after_copies(barrier);
+    attnops::sm90::mbarrier_arrive(barrier);
+  }
+
+  // The keys of a page that the pool has not.
+  __device__ void clear(uint32_t to) const {
+#pragma unroll 1
+    for (int i = 0; i < memory.box_rows * 128; i += 16) {
+      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to + i), "r"(0) : "memory");
+    }
+  }
+
+  // `of_box`: where the scales of the lane's box begin.
+  __device__ void copy_scales(const Walk& walk, int stage, const float* of_box) const {
+    const int lane = threadIdx.x % 32;
+    const int64_t left = walk.end - walk.first_key;
+#pragma unroll
+    for (int i = 0; i < kTileKeys / 32; ++i) {
+      const int row = lane + 32 * i, box = row >> memory.box_shift;
+      const float* scales = reinterpret_cast<const float*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(of_box), box));
+      const bool valid = scales != nullptr && row < left;
+      copy_word(&shared.scales[stage][row], valid ? scales + (row - (box << memory.box_shift)) : p.weights, valid);
+    }
+  }
+};
+
+}  // namespace attnops::sparse_indexer::sm90
