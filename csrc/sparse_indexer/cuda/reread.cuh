@@ -108,7 +108,6 @@ __device__ void select_rereading(const SelectParams& p, int64_t row, int64_t req
         }
       }
     });
-    cluster.sync();
     find_bin(shared, cluster, round, s.rank);
     s.narrow(shared, next);
   }

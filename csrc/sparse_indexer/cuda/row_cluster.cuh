@@ -38,10 +38,10 @@ struct Cluster {
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(own), "r"(other));
     return remote;
   }
-  __device__ uint4 load(const uint4* local, int other) const {
-    uint4 v;
-    asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+  __device__ uint2 load(const uint2* local, int other) const {
+    uint2 v;
+    asm volatile("ld.shared::cluster.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(v.x), "=r"(v.y)
                  : "r"(address(local, other))
                  : "memory");
     return v;
@@ -57,7 +57,7 @@ struct Cluster {
   __device__ void arrive() const {}
   __device__ void wait() const {}
   __device__ void sync() const { __syncthreads(); }
-  __device__ uint4 load(const uint4* local, int) const { return *local; }
+  __device__ uint2 load(const uint2* local, int) const { return *local; }
   __device__ uint32_t load(const uint32_t* local, int) const { return *local; }
 #endif
 };

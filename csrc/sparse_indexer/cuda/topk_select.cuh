@@ -83,13 +83,10 @@ __device__ inline void bound_keys(const HeldKeys& held, const Cluster& cluster, 
   });
   const uint32_t max_key = __reduce_max_sync(~0u, most == most ? ordered(most) : 0u);
   if (threadIdx.x % 32 == 0) atomicMax(&s.shared.max_key, max_key);
-  cluster.sync();
-  uint32_t row_max = 0;
-  for (int other = 0; other < cluster.size; ++other) row_max = max_of(row_max, cluster.load(&s.shared.max_key, other));
   find_bin(s.shared, cluster, 0, found.rank);
   if (s.shared.found_bin == kNone) return;
   found.low = max_of(s.shared.found_bin << 21, kLeastKey);
-  found.bits = 32 - __clz(row_max - found.low);
+  found.bits = 32 - __clz(s.shared.row_max - found.low);
 }
 
 // Lists the keys from `least` on. False: there are too many.
@@ -152,7 +149,6 @@ __device__ bool mark_selected(const HeldKeys& held, const Cluster& cluster, Sele
       const uint32_t distance = ordered(x) - low;
       if (x >= least && distance <= span) atomicAdd(&bins[distance >> next], 1u);
     });
-    cluster.sync();
     find_bin(s.shared, cluster, round, found.rank);
     if (s.shared.found_bin == kNone) return false;
     found.narrow(s.shared, next);
