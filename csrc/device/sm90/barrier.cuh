@@ -40,11 +40,6 @@ __device__ inline void mbarrier_arrive_expect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// More bytes to come in this phase; no arrival.
-__device__ inline void mbarrier_expect(uint32_t barrier, int bytes) {
-  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
 __device__ inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n"

@@ -13,6 +13,11 @@ __device__ inline void copy_word(const void* to, const void* from, bool valid) {
                : "memory");
 }
 
+// More bytes to come in this phase of the barrier; no arrival.
+__device__ inline void expect_bytes(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
 // The weights of a group's tokens, and what these see. Each of kThreads threads does its part.
 template <int kHeads, int kThreads>
 __device__ void copy_group(const Walk& walk, Shared& shared, int slot, int thread) {
@@ -94,7 +99,7 @@ struct BoxCopier {
       if (has && !valid) page_of_key(p, walk.request, number, true);  // reports it
     }
     if (valid) {
-      attnops::sm90::mbarrier_expect(barrier, memory.box_rows * 128);
+      expect_bytes(barrier, memory.box_rows * 128);
       attnops::sm90::copy_box(to, &maps.keys, barrier, 0, static_cast<int>(in_page), cell);
     } else if (has) {
       clear(to);
@@ -102,7 +107,7 @@ struct BoxCopier {
     if (walk.is_new) {
       const int token = lane * (kBlockColumns / kHeads);
       if (lane < memory.blocks && token < walk.num_rows()) {
-        attnops::sm90::mbarrier_expect(barrier, kBlockBytes);
+        expect_bytes(barrier, kBlockBytes);
         attnops::sm90::copy_box(queries + (slot * memory.blocks + lane) * kBlockBytes, &maps.queries, barrier, 0, 0,
                                 static_cast<int>(walk.first_row()) + token);
       }
