@@ -18,7 +18,7 @@ inline constexpr int kValueThreads = 2 * kGroupThreads;
 inline constexpr int kMultiplyThreads = kValueThreads + kGroupThreads;
 inline constexpr int kAllThreads = kMultiplyThreads + kGroupThreads;
 // A CTA never has more registers than its launch took: 128 per thread.
-inline constexpr int kValueRegisters = 184, kScoreRegisters = 104, kLoaderRegisters = 40;
+inline constexpr int kValueRegisters = 184, kScoreRegisters = 112, kLoaderRegisters = 32;
 static_assert(2 * kValueRegisters + kScoreRegisters + kLoaderRegisters <= 4 * 128);
 
 struct alignas(16) StoredPiece {
