@@ -12,18 +12,22 @@ inline constexpr int kVerifyRows = 4;  // of a thread
 
 // Shared memory, by offsets in floats: extents are those of the call.
 struct VerifyLayout {
-  int drafts, keys, rows_before;  // rows_before: of a ring, at most
+  int drafts, keys, cta_rows, rows_before;  // rows_before: of a ring, at most
   bool channels;
 
   __host__ __device__ int total_rows() const { return rows_before + drafts; }
+  // Products of a row's key with each draft's key and query, in pairs; two drafts are four floats.
+  __host__ __device__ int product_stride() const { return round_up(2 * drafts, 4); }
   __host__ __device__ int row_keys() const { return 0; }                  // [rows, keys]
   __host__ __device__ int decays() const { return total_rows() * keys; }  // [rows, keys or 1]
   __host__ __device__ int queries() const { return decays() + total_rows() * (channels ? keys : 4); }  // [drafts, keys]
-  __host__ __device__ int vectors() const { return queries() + drafts * keys; }                    // [2 drafts, keys]
-  __host__ __device__ int products() const { return vectors() + 2 * drafts * keys; }               // [2 drafts, rows]
-  __host__ __device__ int coefficients() const { return products() + 2 * drafts * total_rows(); }  // [drafts]
-  __host__ __device__ int dots() const { return round_up(coefficients() + drafts, 4); }  // [rows of a CTA, 2 drafts]
-  __host__ __device__ int floats(int cta_rows) const { return dots() + cta_rows * (2 * drafts + 1); }
+  __host__ __device__ int vectors() const { return queries() + drafts * keys; }       // [2 drafts, keys]
+  __host__ __device__ int products() const { return vectors() + 2 * drafts * keys; }  // [rows, stride]
+  __host__ __device__ int values() const { return products() + total_rows() * product_stride(); }
+  // Values are [rows, rows of a CTA]: updates of the ring, then what the drafts bring.
+  __host__ __device__ int coefficients() const { return values() + total_rows() * cta_rows; }  // [drafts]
+  __host__ __device__ int dots() const { return coefficients() + drafts; }  // [rows of a CTA, 2 drafts]
+  __host__ __device__ int floats() const { return dots() + cta_rows * (2 * drafts + 1); }
 };
 
 // A draft's key, query and gates, by one warp.
@@ -66,7 +70,7 @@ template <int kMaxKeys, bool kChannels>
 __device__ __forceinline__ void walk_back(const VerifyLayout& at, float* shared, int draft, int length,
                                           uint32_t ancestors) {
   constexpr int kEach = kMaxKeys / 32;
-  const int lane = threadIdx.x % 32, rows = at.total_rows();
+  const int lane = threadIdx.x % 32;
   const float* own_key = shared + at.row_keys() + (at.rows_before + draft) * kMaxKeys;
   const float* own_query = shared + at.queries() + draft * kMaxKeys;
   float key[kEach], query[kEach], decay[kEach];
@@ -76,33 +80,101 @@ __device__ __forceinline__ void walk_back(const VerifyLayout& at, float* shared,
     query[c] = own_query[lane + 32 * c];
     decay[c] = 1.f;
   }
-  float* of_key = shared + at.products() + 2 * draft * rows;
-  float* of_query = of_key + rows;
-  for (int row = at.rows_before + draft; row >= 0; --row) {
-    const int before = row - at.rows_before;
-    const bool seen = before >= 0 ? before == draft || (ancestors >> before & 1u) != 0 : row < length;
+  const auto take = [&](int row, bool seen) {  // without branches, so that sums of several rows overlap
+    const float* other = shared + at.row_keys() + row * kMaxKeys;
+    const float* decays = shared + at.decays() + row * (kChannels ? kMaxKeys : 4);
     float sums[2] = {};
-    if (seen) {
-      const float* other = shared + at.row_keys() + row * kMaxKeys;
 #pragma unroll
-      for (int c = 0; c < kEach; ++c) {
-        const float scaled = decay[c] * other[lane + 32 * c];
-        sums[0] = fmaf(key[c], scaled, sums[0]);
-        sums[1] = fmaf(query[c], scaled, sums[1]);
-        const float* decays = shared + at.decays() + row * (kChannels ? kMaxKeys : 4);
-        decay[c] *= kChannels ? decays[lane + 32 * c] : decays[0];
-      }
+    for (int c = 0; c < kEach; ++c) {
+      const float scaled = decay[c] * other[lane + 32 * c];
+      sums[0] = fmaf(key[c], scaled, sums[0]);
+      sums[1] = fmaf(query[c], scaled, sums[1]);
+      decay[c] *= seen ? decays[kChannels ? lane + 32 * c : 0] : 1.f;
     }
-    const float key_product = sum_of_lanes<32>(sums[0]), query_product = sum_of_lanes<32>(sums[1]);
-    if (lane != 0) continue;
-    of_key[row] = key_product;
-    of_query[row] = query_product;
-  }
+    const float2 pair = make_float2(sum_of_lanes<32>(sums[0]), sum_of_lanes<32>(sums[1]));
+    float* to = shared + at.products() + row * at.product_stride() + 2 * draft;
+    if (lane == 0) *reinterpret_cast<float2*>(to) = seen ? pair : make_float2(0.f, 0.f);
+  };
+#pragma unroll 4
+  for (int t = draft; t >= 0; --t) take(at.rows_before + t, t == draft || (ancestors >> t & 1u) != 0);
+#pragma unroll 4
+  for (int row = length - 1; row >= 0; --row) take(row, true);
   float* vectors = shared + at.vectors() + 2 * draft * kMaxKeys;
 #pragma unroll
   for (int c = 0; c < kEach; ++c) {
     vectors[lane + 32 * c] = key[c] * decay[c];
     vectors[kMaxKeys + lane + 32 * c] = query[c] * decay[c];
+  }
+}
+
+// Lane i of each kLanes has the sum over them of x[i].
+template <int kLanes, int kHalf = kLanes / 2>
+__device__ __forceinline__ float sum_of_each(float (&x)[kLanes]) {
+  const bool upper = (threadIdx.x & kHalf) != 0;
+#pragma unroll
+  for (int i = 0; i < kHalf; ++i) {
+    const float kept = upper ? x[i + kHalf] : x[i], sent = upper ? x[i] : x[i + kHalf];
+    x[i] = kept + __shfl_xor_sync(0xffffffffu, sent, kHalf);
+  }
+  if constexpr (kHalf > 1) return sum_of_each<kLanes, kHalf / 2>(x);
+  return x[0];
+}
+
+// A row of values through the drafts: `sums` are the state's products with each draft's key and query. To each come
+// those of the rows behind it, of the ring and of the drafts.
+template <bool kDelta>
+__device__ __forceinline__ void finish_row(const LinearVerify& p, const VerifyLayout& at, const float* shared,
+                                           const float* sums, int64_t slot, int request, int head, int length, int own,
+                                           int row) {
+  const LinearStep& step = p.step;
+  const int drafts = p.drafts;
+  const float* values = shared + at.values() + own;
+  float by_key[kMaxDrafts], by_query[kMaxDrafts];
+#pragma unroll
+  for (int t = 0; t < kMaxDrafts; ++t) {
+    by_key[t] = kDelta && t < drafts ? sums[2 * t] : 0.f;
+    by_query[t] = t < drafts ? sums[2 * t + 1] : 0.f;
+  }
+  for (int j = 0; j < length; ++j) {
+    const float u = values[j * at.cta_rows];
+    const float* products = shared + at.products() + j * at.product_stride();
+#pragma unroll
+    for (int t = 0; t < kMaxDrafts; t += 2) {
+      if (t >= drafts) break;
+      const float4 two = *reinterpret_cast<const float4*>(products + 2 * t);
+      by_key[t] = fmaf(u, two.x, by_key[t]);
+      by_query[t] = fmaf(u, two.y, by_query[t]);
+      by_key[t + 1] = fmaf(u, two.z, by_key[t + 1]);
+      by_query[t + 1] = fmaf(u, two.w, by_query[t + 1]);
+    }
+  }
+  const int64_t first_token = int64_t{request} * drafts;
+#pragma unroll
+  for (int t = 0; t < kMaxDrafts; ++t) {
+    if (t >= drafts) break;
+    const float value = values[(at.rows_before + t) * at.cta_rows];
+    const float u = shared[at.coefficients() + t] * (kDelta ? value - by_key[t] : value);
+    p.rings.u_row(step, slot, head, length + t)[row] = u;
+    const float* products = shared + at.products() + (at.rows_before + t) * at.product_stride();
+    by_query[t] = fmaf(u, products[2 * t + 1], by_query[t]);
+#pragma unroll
+    for (int later = t + 1; later < kMaxDrafts; ++later) {
+      if (later >= drafts) break;
+      const float2 pair = *reinterpret_cast<const float2*>(products + 2 * later);
+      // A draft that is no ancestor may hold anything, and its products are 0.
+      by_key[later] = pair.x == 0.f ? by_key[later] : fmaf(u, pair.x, by_key[later]);
+      by_query[later] = pair.y == 0.f ? by_query[later] : fmaf(u, pair.y, by_query[later]);
+    }
+    float out = by_query[t];
+    if constexpr (!kDelta) {
+      if (step.skip != nullptr) out = fmaf(step.skip[head], value, out);
+      if (step.z.data != nullptr) {
+        const float z = load_row(step.dtype, step.z, first_token + t, head, row);
+        out *= z * sigmoid(z);
+      }
+    }
+    store_as(step.dtype, step.out, (first_token + t) * step.out_stride_request + head * step.out_stride_head + row,
+             out);
   }
 }
 
@@ -119,8 +191,11 @@ __global__ void __launch_bounds__(kVerifyThreads)
   const int row_block = blockIdx.x % row_blocks, work = blockIdx.x / row_blocks;
   const int head = work % step.num_heads, request = work / step.num_heads, drafts = p.drafts;
   const int first_row = row_block * kCtaRows, warp = threadIdx.x / 32;
-  const VerifyLayout at{
-      .drafts = drafts, .keys = kMaxKeys, .rows_before = p.rings.rows - drafts, .channels = kChannels};
+  const VerifyLayout at{.drafts = drafts,
+                        .keys = kMaxKeys,
+                        .cta_rows = kCtaRows,
+                        .rows_before = p.rings.rows - drafts,
+                        .channels = kChannels};
   if (step.report != nullptr && row_block == 0 && head == 0 && threadIdx.x == 0) {
     p.check(kDelta ? kReportDeltaVerify : kReportSsdVerify, request, step.report);
   }
@@ -148,6 +223,13 @@ __global__ void __launch_bounds__(kVerifyThreads)
     }
     if (!kChannels && threadIdx.x % 32 == 0) shared[at.decays() + row * 4] = decay[0];
   }
+  for (int i = threadIdx.x; i < (length + drafts) * kCtaRows; i += kVerifyThreads) {
+    const int j = i / kCtaRows, own = i % kCtaRows, row = first_row + own;
+    if (row >= step.value_dim) continue;
+    float& to = shared[at.values() + (j < length ? j : at.rows_before + j - length) * kCtaRows + own];
+    to = j < length ? p.rings.u_row(step, slot, head, j)[row]
+                    : load_row(step.dtype, step.v, first_token + j - length, head, row);
+  }
   for (int t = warp; t < drafts; t += kVerifyThreads / 32) {
     const int row = at.rows_before + t;
     make_draft<kMaxKeys, kDelta, kChannels>(
@@ -174,58 +256,35 @@ __global__ void __launch_bounds__(kVerifyThreads)
   __syncthreads();
 
   float* dots = shared + at.dots();
-  const int stride = 2 * drafts + 1;
-  for (int i = kDelta ? 0 : 1; i < 2 * drafts; i += kDelta ? 1 : 2) {
-    const float* vector = shared + at.vectors() + i * kMaxKeys;
-    float sums[kVerifyRows] = {};
+  constexpr int kAtOnce = kLanes / kVerifyRows;  // vectors, so that each lane ends with one sum
+  const int stride = 2 * drafts + 1, count = kDelta ? 2 * drafts : drafts;
+  for (int first = 0; first < count; first += kAtOnce) {
+    float sums[kLanes] = {};
 #pragma unroll
-    for (int j = 0; j < Part::kVecs; ++j) {
-      constexpr int kVec = Part::kVec;
-      float values[kVec];
-      load_shared(values, vector + Part::column(lane, j * kVec));
+    for (int n = 0; n < kAtOnce; ++n) {
+      const int i = min_of(first + n, count - 1);
+      const float* vector = shared + at.vectors() + (kDelta ? i : 2 * i + 1) * kMaxKeys;
 #pragma unroll
-      for (int e = 0; e < kVec; ++e) {
+      for (int j = 0; j < Part::kVecs; ++j) {
+        constexpr int kVec = Part::kVec;
+        float values[kVec];
+        load_shared(values, vector + Part::column(lane, j * kVec));
 #pragma unroll
-        for (int r = 0; r < kVerifyRows; ++r) sums[r] = fmaf(state[r][j * kVec + e], values[e], sums[r]);
-      }
-    }
+        for (int e = 0; e < kVec; ++e) {
 #pragma unroll
-    for (int r = 0; r < kVerifyRows; ++r) {
-      const float sum = sum_of_lanes<kLanes>(sums[r]);
-      if (lane == 0) dots[(group + r * kGroups) * stride + i] = sum;
-    }
-  }
-  __syncthreads();
-
-  for (int own = threadIdx.x; own < kCtaRows && first_row + own < step.value_dim; own += kVerifyThreads) {
-    const int row = first_row + own, rows = at.total_rows();
-    float* sums = dots + own * stride;
-    for (int j = 0; j < length; ++j) {
-      const float u = p.rings.u_row(step, slot, head, j)[row];
-      for (int i = kDelta ? 0 : 1; i < 2 * drafts; i += kDelta ? 1 : 2) {
-        sums[i] = fmaf(u, shared[at.products() + i * rows + j], sums[i]);
-      }
-    }
-    for (int t = 0; t < drafts; ++t) {
-      const float value = load_row(step.dtype, step.v, first_token + t, head, row);
-      const float u = shared[at.coefficients() + t] * (kDelta ? value - sums[2 * t] : value);
-      p.rings.u_row(step, slot, head, length + t)[row] = u;
-      for (int i = 2 * t; i < 2 * drafts; ++i) {  // this update into its own query and all later drafts
-        const float product = shared[at.products() + i * rows + at.rows_before + t];
-        if (i == 2 * t || product == 0.f) continue;  // a draft that is no ancestor may hold anything
-        sums[i] = fmaf(u, product, sums[i]);
-      }
-      float out = sums[2 * t + 1];
-      if constexpr (!kDelta) {
-        if (step.skip != nullptr) out = fmaf(step.skip[head], value, out);
-        if (step.z.data != nullptr) {
-          const float z = load_row(step.dtype, step.z, first_token + t, head, row);
-          out *= z * sigmoid(z);
+          for (int r = 0; r < kVerifyRows; ++r) {
+            sums[n * kVerifyRows + r] = fmaf(state[r][j * kVec + e], values[e], sums[n * kVerifyRows + r]);
+          }
         }
       }
-      store_as(step.dtype, step.out, (first_token + t) * step.out_stride_request + head * step.out_stride_head + row,
-               out);
     }
+    const float sum = sum_of_each<kLanes>(sums);
+    const int i = first + lane / kVerifyRows, own = group + lane % kVerifyRows * kGroups;
+    if (i < count) dots[own * stride + (kDelta ? i : 2 * i + 1)] = sum;
+  }
+  __syncthreads();
+  for (int own = threadIdx.x; own < kCtaRows && first_row + own < step.value_dim; own += kVerifyThreads) {
+    finish_row<kDelta>(p, at, shared, dots + own * stride, slot, request, head, length, own, first_row + own);
   }
 }
 
@@ -248,9 +307,12 @@ void launch_linear_verify(const char* what, const LinearVerify& p, cudaStream_t 
   const int row_blocks = ceil_div(step.value_dim, kCtaRows);
   const int64_t blocks = int64_t{step.batch_size} * step.num_heads * row_blocks;
   if (blocks > INT32_MAX) throw std::runtime_error(std::string(what) + ": more than 2^31 blocks of rows");
-  const VerifyLayout at{
-      .drafts = p.drafts, .keys = kMaxKeys, .rows_before = p.rings.rows - p.drafts, .channels = kChannels};
-  const int bytes = 4 * at.floats(kCtaRows);
+  const VerifyLayout at{.drafts = p.drafts,
+                        .keys = kMaxKeys,
+                        .cta_rows = kCtaRows,
+                        .rows_before = p.rings.rows - p.drafts,
+                        .channels = kChannels};
+  const int bytes = 4 * at.floats();
   check_shared_bytes(what, bytes);
   const LaunchShape shape{.blocks = static_cast<int>(blocks),
                           .threads = kVerifyThreads,
