@@ -91,9 +91,12 @@ template <typename State, int kKeys, bool kDelta, bool kChannels>
 void verify_of(const LinearVerify& p) {
   constexpr int kCtaRows = kVerifyThreads / (kKeys / kLaneElements) * kVerifyRows;
   const int row_blocks = ceil_div(p.step.value_dim, kCtaRows);
-  const VerifyLayout at{
-      .drafts = p.drafts, .keys = kKeys, .rows_before = p.rings.rows - p.drafts, .channels = kChannels};
-  if (4 * at.floats(kCtaRows) > static_cast<int>(sizeof(memory))) std::abort();
+  const VerifyLayout at{.drafts = p.drafts,
+                        .keys = kKeys,
+                        .cta_rows = kCtaRows,
+                        .rows_before = p.rings.rows - p.drafts,
+                        .channels = kChannels};
+  if (4 * at.floats() > static_cast<int>(sizeof(memory))) std::abort();
   run_grid(int64_t{p.step.batch_size} * p.step.num_heads * row_blocks, kVerifyThreads,
            [&] { linear_verify_kernel<State, kKeys, kDelta, kChannels, false>(p, row_blocks); });
 }
@@ -111,8 +114,9 @@ void verify(const LinearVerify& p) {
 template <int kKeys>
 void commit_of(const LinearCommit& p, ReportOp op) {
   const int row_blocks = ceil_div(p.step.value_dim, kCommitThreads / (kKeys / kLaneElements) * kStepRows);
-  run_grid(int64_t{p.step.batch_size} * p.step.num_heads * row_blocks, kCommitThreads,
-           [&] { linear_commit_kernel<float, kKeys, false>(p, op, row_blocks); });
+  const int parts = p.step.batch_size > 1 ? 1 : row_blocks;  // both ways
+  run_grid(int64_t{p.step.batch_size} * p.step.num_heads * parts, kCommitThreads,
+           [&] { linear_commit_kernel<float, kKeys, false>(p, op, parts); });
   run_grid(1, kCommitThreads, [&] { move_cursors_kernel(p); });
 }
 
