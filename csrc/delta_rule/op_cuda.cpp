@@ -16,7 +16,7 @@ void delta_decode_cuda(const Tensor& out, const Tensor& states, const Tensor& q,
                                        scale, lower_bound, qk_l2norm, report});
   refuse_float_gates("delta_decode", p);
   const OnDevice guard(q);
-  launch(p, current_stream(q));
+  if (int64_t{p.batch_size} * p.num_heads != 0) select_decode(p)(p, current_stream(q));
 }
 
 void delta_prefill_cuda(const Tensor& out, const Tensor& states, const Tensor& q, const Tensor& k, const Tensor& v,

@@ -2,8 +2,11 @@
 
 #include "core/impl_table.h"
 #include "device/common/linear_prefill_impl.h"
+#include "device/common/linear_step_impl.h"
 #include "ssd/cuda/chunks.h"
+#include "ssd/cuda/launch.h"
 #include "ssd/sm90/chunks.h"
+#include "ssd/sm90/decode.h"
 
 namespace attnops::ssd {
 namespace {
@@ -25,7 +28,32 @@ const auto& impls() {
   return kImpls;
 }
 
+constexpr LinearStepImpl kDecodeImpls[] = {
+#if defined(ATTNOPS_HAS_SM90)
+    {"sm90_fp32_64", DType::kFloat32, 64, true, &sm90::Stream<DType::kFloat32, 64>::launch},
+    {"sm90_fp32_128", DType::kFloat32, 128, true, &sm90::Stream<DType::kFloat32, 128>::launch},
+    {"sm90_fp32_256", DType::kFloat32, 256, true, &sm90::Stream<DType::kFloat32, 256>::launch},
+    {"sm90_bf16_64", DType::kBFloat16, 64, true, &sm90::Stream<DType::kBFloat16, 64>::launch},
+    {"sm90_bf16_128", DType::kBFloat16, 128, true, &sm90::Stream<DType::kBFloat16, 128>::launch},
+    {"sm90_bf16_256", DType::kBFloat16, 256, true, &sm90::Stream<DType::kBFloat16, 256>::launch},
+    {"sm90_fp16_64", DType::kFloat16, 64, true, &sm90::Stream<DType::kFloat16, 64>::launch},
+    {"sm90_fp16_128", DType::kFloat16, 128, true, &sm90::Stream<DType::kFloat16, 128>::launch},
+    {"sm90_fp16_256", DType::kFloat16, 256, true, &sm90::Stream<DType::kFloat16, 256>::launch},
+#endif
+    {"fp32_64", DType::kFloat32, 64, false, &Decode<DType::kFloat32, 64>::launch},
+    {"fp32_128", DType::kFloat32, 128, false, &Decode<DType::kFloat32, 128>::launch},
+    {"fp32_256", DType::kFloat32, 256, false, &Decode<DType::kFloat32, 256>::launch},
+    {"bf16_64", DType::kBFloat16, 64, false, &Decode<DType::kBFloat16, 64>::launch},
+    {"bf16_128", DType::kBFloat16, 128, false, &Decode<DType::kBFloat16, 128>::launch},
+    {"bf16_256", DType::kBFloat16, 256, false, &Decode<DType::kBFloat16, 256>::launch},
+    {"fp16_64", DType::kFloat16, 64, false, &Decode<DType::kFloat16, 64>::launch},
+    {"fp16_128", DType::kFloat16, 128, false, &Decode<DType::kFloat16, 128>::launch},
+    {"fp16_256", DType::kFloat16, 256, false, &Decode<DType::kFloat16, 256>::launch},
+};
+
 }  // namespace
+
+LaunchDecode select_decode(const LinearStep& params) { return select_impl("ssd_decode", kDecodeImpls, params).launch; }
 
 LaunchPrefill select_prefill(const LinearPrefill& params) { return select_impl("ssd_prefill", impls(), params).launch; }
 

@@ -17,7 +17,7 @@ void ssd_decode_cuda(const Tensor& out, const Tensor& states, const Tensor& x, c
       {out, states, x, dt, a, b, c, d, dt_bias, z, state_indices, out_state_indices, scale, dt_softplus, report});
   refuse_float_gates("ssd_decode", p);
   const OnDevice guard(x);
-  launch(p, current_stream(x));
+  if (int64_t{p.batch_size} * p.num_heads != 0) select_decode(p)(p, current_stream(x));
 }
 
 void ssd_prefill_cuda(const Tensor& out, const Tensor& states, const Tensor& x, const OptionalTensor& dt,

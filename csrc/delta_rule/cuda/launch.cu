@@ -1,23 +1,23 @@
-#include "core/impl_table.h"
 #include "delta_rule/cuda/launch.h"
 #include "device/common/linear_step.cuh"
 
 namespace attnops::delta_rule {
-namespace {
 
-template <typename State, int kMaxKeys>
-void launch_decode(const LinearStep& p, cudaStream_t stream) {
+template <DType kState, int kMaxKeys>
+void Decode<kState, kMaxKeys>::launch(const LinearStep& p, CUstream_st* stream) {
+  using State = StateOf<kState>;
   p.gate_per_channel ? launch_linear_step<true, true, State, kMaxKeys>("delta_decode", p, stream)
                      : launch_linear_step<true, false, State, kMaxKeys>("delta_decode", p, stream);
 }
 
-constexpr LinearStepImpl kImpls[] = ATTNOPS_LINEAR_STEP_IMPLS(launch_decode);
-
-}  // namespace
-
-void launch(const LinearStep& params, CUstream_st* stream) {
-  if (int64_t{params.batch_size} * params.num_heads == 0) return;  // a grid of zero CTAs is a launch error
-  select_impl("delta_decode", kImpls, params).launch(params, stream);
-}
+template struct Decode<DType::kFloat32, 64>;
+template struct Decode<DType::kFloat32, 128>;
+template struct Decode<DType::kFloat32, 256>;
+template struct Decode<DType::kBFloat16, 64>;
+template struct Decode<DType::kBFloat16, 128>;
+template struct Decode<DType::kBFloat16, 256>;
+template struct Decode<DType::kFloat16, 64>;
+template struct Decode<DType::kFloat16, 128>;
+template struct Decode<DType::kFloat16, 256>;
 
 }  // namespace attnops::delta_rule

@@ -34,6 +34,10 @@ __device__ __forceinline__ void store_as(DType dtype, void* data, int64_t i, flo
   }
 }
 
+template <DType kDType>
+using StateOf = std::conditional_t<kDType == DType::kFloat32, float,
+                                   std::conditional_t<kDType == DType::kBFloat16, __nv_bfloat16, __half>>;
+
 template <typename State>
 __device__ __forceinline__ State to_state(float x) {
   if constexpr (sizeof(State) == 4) return x;
@@ -161,6 +165,151 @@ __device__ __forceinline__ void load_shared(float (&x)[kElements], const float* 
   }
 }
 
+// What a thread of kStepThreads brings of a token: its columns, and the head's gates.
+template <int kMaxKeys, bool kDelta, bool kChannels>
+struct StepToken {
+  static constexpr int kEach = StepColumns<kMaxKeys>::kEach;
+  float key[kEach], query[kEach], gate[kEach];
+  float rate = 1.f, beta = 1.f;  // a of the head, or dt; b
+
+  template <typename T>
+  __device__ static float at(const StepRows& rows, int request, int of, int64_t i) {
+    return static_cast<float>(
+        static_cast<const T*>(rows.data)[request * rows.stride_request + of * rows.stride_head + i]);
+  }
+
+  template <typename T>
+  __device__ void load(const LinearStep& p, int request, int head) {
+    const int shared = head / p.heads_per_group;
+#pragma unroll
+    for (int c = 0; c < kEach; ++c) {
+      const int column = c * kStepThreads + threadIdx.x;
+      const bool inside = column < p.key_dim;
+      key[c] = inside ? at<T>(p.k, request, shared, column) : 0.f;
+      query[c] = inside ? at<T>(p.q, request, shared, column) : 0.f;
+      gate[c] = kChannels && inside ? at<T>(p.a, request, head, column) : 0.f;
+    }
+    if (!kChannels && p.a.data != nullptr) rate = at<T>(p.a, request, head, 0);
+    if (kDelta) beta = at<T>(p.b, request, head, 0);
+  }
+
+  // Writes the columns of shared memory; they and their sums are there after a barrier.
+  __device__ void make(const LinearStep& p, int head, StepColumns<kMaxKeys>& columns) const {
+    float sums[3] = {};
+#pragma unroll
+    for (int c = 0; c < kEach; ++c) {
+      const int column = c * kStepThreads + threadIdx.x;
+      sums[0] += key[c] * key[c];
+      sums[1] += query[c] * query[c];
+      sums[2] += key[c] * query[c];
+      if (column >= kMaxKeys) continue;
+      columns.key[column] = key[c];
+      columns.query[column] = query[c];
+      if constexpr (kChannels) {
+        const bool logits = p.a_log != nullptr;
+        const float bias =
+            p.dt_bias != nullptr && column < p.key_dim ? p.dt_bias[int64_t{head} * p.key_dim + column] : 0.f;
+        const float a_log = logits ? p.a_log[head] : 0.f;
+        columns.decay[column] = column < p.key_dim ? expf(log_decay(gate[c], logits, a_log, bias, p.lower_bound)) : 0.f;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      sums[i] = sum_of_lanes<32>(sums[i]);
+      if (threadIdx.x % 32 == 0) columns.sums[i][threadIdx.x / 32] = sums[i];
+    }
+  }
+};
+
+// What all rows of a head have in common.
+struct StepHead {
+  float factor, coefficient;     // the decay, where a channel has none of its own; of the update
+  float key_scale, query_scale;  // of the columns, once their sums are there
+
+  template <int kMaxKeys, bool kDelta, bool kChannels>
+  __device__ void gates(const LinearStep& p, int head, const StepToken<kMaxKeys, kDelta, kChannels>& token) {
+    const bool logits = p.a_log != nullptr;
+    const float a_log = logits ? p.a_log[head] : 0.f;
+    const float head_bias = !kChannels && p.dt_bias != nullptr ? p.dt_bias[head] : 0.f;
+    if constexpr (kDelta) {
+      coefficient = logits ? sigmoid(token.beta) : token.beta;
+      factor = kChannels ? 1.f : expf(log_decay(token.rate, logits, a_log, head_bias, p.lower_bound));
+    } else {
+      const float dt = token.rate + head_bias;
+      coefficient = p.softplus ? softplus(dt) : dt;
+      factor = expf(rate_times(a_log, coefficient));
+    }
+  }
+
+  template <int kMaxKeys>
+  __device__ void scales(const LinearStep& p, const StepColumns<kMaxKeys>& columns) {
+    key_scale = p.normalize ? rsqrtf(columns.sum(0) + kNormEpsilon) : 1.f;
+    query_scale = p.scale * (p.normalize ? rsqrtf(columns.sum(1) + kNormEpsilon) : 1.f);
+  }
+};
+
+// A thread's parts of kRows rows through the step; out before what SSD adds to it.
+template <class Part, int kLanes, bool kDelta, bool kChannels, int kRows, int kMaxKeys>
+__device__ __forceinline__ void step_rows(float (&state)[kRows][kLaneElements], const StepColumns<kMaxKeys>& columns,
+                                          const StepHead& made, int lane, const float (&value)[kRows],
+                                          float (&out)[kRows]) {
+  // The state decays as it is multiplied, each part once; a part's key and query serve all rows.
+  float by_key[kRows] = {}, by_query[kRows] = {}, key_query = 0.f;
+#pragma unroll
+  for (int j = 0; j < Part::kVecs; ++j) {
+    constexpr int kVec = Part::kVec;
+    const int column = Part::column(lane, j * kVec);
+    float keys[kVec], queries[kVec], decays[kVec];
+    load_shared(keys, columns.key + column);
+    load_shared(queries, columns.query + column);
+    if constexpr (kChannels) load_shared(decays, columns.decay + column);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      const float scaled_key = keys[i] * made.key_scale, scaled_query = queries[i] * made.query_scale;
+      key_query = fmaf(scaled_key, scaled_query, key_query);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        float& s = state[r][j * kVec + i];
+        s *= kChannels ? decays[i] : made.factor;
+        by_key[r] = fmaf(s, scaled_key, by_key[r]);
+        by_query[r] = fmaf(s, scaled_query, by_query[r]);
+      }
+    }
+  }
+  key_query = sum_of_lanes<kLanes>(key_query);
+  float update[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    by_query[r] = sum_of_lanes<kLanes>(by_query[r]);
+    update[r] = made.coefficient * (kDelta ? value[r] - sum_of_lanes<kLanes>(by_key[r]) : value[r]);
+    out[r] = fmaf(update[r], key_query, by_query[r]);
+  }
+#pragma unroll
+  for (int j = 0; j < Part::kVecs; ++j) {
+    constexpr int kVec = Part::kVec;
+    float keys[kVec];
+    load_shared(keys, columns.key + Part::column(lane, j * kVec));
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      const float scaled_key = keys[i] * made.key_scale;
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) state[r][j * kVec + i] = fmaf(update[r], scaled_key, state[r][j * kVec + i]);
+    }
+  }
+}
+
+// Of a row: what SSD adds, and 0 for padding.
+template <bool kDelta>
+__device__ __forceinline__ void store_step_out(const LinearStep& p, int request, int head, int row, float out,
+                                               float value, float z, bool padding) {
+  if constexpr (!kDelta) {
+    if (p.skip != nullptr) out = fmaf(p.skip[head], value, out);
+    if (p.z.data != nullptr) out *= z * sigmoid(z);
+  }
+  const int64_t to = request * p.out_stride_request + head * p.out_stride_head + row;
+  store_as(p.dtype, p.out, to, padding ? 0.f : out);
+}
+
 // Grid: row blocks x heads x requests, in one dimension.
 template <typename State, int kMaxKeys, bool kDelta, bool kChannels, bool kVectors>
 __global__ void __launch_bounds__(kStepThreads)
@@ -168,8 +317,7 @@ __global__ void __launch_bounds__(kStepThreads)
   constexpr int kLanes = kMaxKeys / kLaneElements, kGroups = kStepThreads / kLanes;
   constexpr int kRows = kStepRows;
   using Part = RowPart<State, kLanes>;
-  using Columns = StepColumns<kMaxKeys>;
-  __shared__ Columns columns;
+  __shared__ StepColumns<kMaxKeys> columns;
   wait_for_earlier_kernels();
   let_next_kernel_start();
   const int row_block = blockIdx.x % row_blocks, work = blockIdx.x / row_blocks;
@@ -187,112 +335,25 @@ __global__ void __launch_bounds__(kStepThreads)
     Part::template load<kVectors>(state[r], slots.from + int64_t{row} * p.stride_row, lane, has_row ? p.key_dim : 0);
   }
 
-  float key[Columns::kEach], query[Columns::kEach], gate[Columns::kEach], value[kRows], z[kRows];
-  float rate = 1.f, beta = 1.f;  // a of the head, or dt; b
-  with_token_type(p.dtype, [&](auto token) {
-    using T = decltype(token);
-    const auto at = [&](const StepRows& rows, int of, int64_t i) {
-      return static_cast<float>(
-          static_cast<const T*>(rows.data)[request * rows.stride_request + of * rows.stride_head + i]);
-    };
-    const int shared = head / p.heads_per_group;
-#pragma unroll
-    for (int c = 0; c < Columns::kEach; ++c) {
-      const int column = c * kStepThreads + threadIdx.x;
-      const bool inside = column < p.key_dim;
-      key[c] = inside ? at(p.k, shared, column) : 0.f;
-      query[c] = inside ? at(p.q, shared, column) : 0.f;
-      gate[c] = kChannels && inside ? at(p.a, head, column) : 0.f;
-    }
-    if (!kChannels && p.a.data != nullptr) rate = at(p.a, head, 0);
-    if (kDelta) beta = at(p.b, head, 0);
+  using Token = StepToken<kMaxKeys, kDelta, kChannels>;
+  Token token;
+  float value[kRows], z[kRows], out[kRows];
+  with_token_type(p.dtype, [&](auto type) {
+    using T = decltype(type);
+    token.template load<T>(p, request, head);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int row = first_row + r * kGroups;
-      value[r] = row < p.value_dim ? at(p.v, head, row) : 0.f;
-      z[r] = !kDelta && p.z.data != nullptr && row < p.value_dim ? at(p.z, head, row) : 0.f;
+      value[r] = row < p.value_dim ? Token::template at<T>(p.v, request, head, row) : 0.f;
+      z[r] = !kDelta && p.z.data != nullptr && row < p.value_dim ? Token::template at<T>(p.z, request, head, row) : 0.f;
     }
   });
-
-  const bool logits = p.a_log != nullptr;
-  const float a_log = logits ? p.a_log[head] : 0.f;
-  float sums[3] = {};
-#pragma unroll
-  for (int c = 0; c < Columns::kEach; ++c) {
-    const int column = c * kStepThreads + threadIdx.x;
-    sums[0] += key[c] * key[c];
-    sums[1] += query[c] * query[c];
-    sums[2] += key[c] * query[c];
-    if (column >= kMaxKeys) continue;
-    columns.key[column] = key[c];
-    columns.query[column] = query[c];
-    if constexpr (kChannels) {
-      const float bias =
-          p.dt_bias != nullptr && column < p.key_dim ? p.dt_bias[int64_t{head} * p.key_dim + column] : 0.f;
-      columns.decay[column] = column < p.key_dim ? expf(log_decay(gate[c], logits, a_log, bias, p.lower_bound)) : 0.f;
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < 3; ++i) {
-    sums[i] = sum_of_lanes<32>(sums[i]);
-    if (threadIdx.x % 32 == 0) columns.sums[i][threadIdx.x / 32] = sums[i];
-  }
-  float factor, coefficient;
-  const float head_bias = !kChannels && p.dt_bias != nullptr ? p.dt_bias[head] : 0.f;
-  if constexpr (kDelta) {
-    coefficient = logits ? sigmoid(beta) : beta;
-    factor = kChannels ? 1.f : expf(log_decay(rate, logits, a_log, head_bias, p.lower_bound));
-  } else {
-    const float dt = rate + head_bias;
-    coefficient = p.softplus ? softplus(dt) : dt;
-    factor = expf(rate_times(a_log, coefficient));
-  }
+  token.make(p, head, columns);
+  StepHead made;
+  made.gates(p, head, token);
   __syncthreads();
-  const float key_scale = p.normalize ? rsqrtf(columns.sum(0) + kNormEpsilon) : 1.f;
-  const float query_scale = p.scale * (p.normalize ? rsqrtf(columns.sum(1) + kNormEpsilon) : 1.f);
-
-  // The state decays as it is multiplied, each part once; a part's key and query serve all rows.
-  float by_key[kRows] = {}, by_query[kRows] = {}, key_query = 0.f;
-#pragma unroll
-  for (int j = 0; j < Part::kVecs; ++j) {
-    constexpr int kVec = Part::kVec;
-    const int column = Part::column(lane, j * kVec);
-    float keys[kVec], queries[kVec], decays[kVec];
-    load_shared(keys, columns.key + column);
-    load_shared(queries, columns.query + column);
-    if constexpr (kChannels) load_shared(decays, columns.decay + column);
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-      const float scaled_key = keys[i] * key_scale, scaled_query = queries[i] * query_scale;
-      key_query = fmaf(scaled_key, scaled_query, key_query);
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        float& s = state[r][j * kVec + i];
-        s *= kChannels ? decays[i] : factor;
-        by_key[r] = fmaf(s, scaled_key, by_key[r]);
-        by_query[r] = fmaf(s, scaled_query, by_query[r]);
-      }
-    }
-  }
-  key_query = sum_of_lanes<kLanes>(key_query);
-  float update[kRows];
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    by_query[r] = sum_of_lanes<kLanes>(by_query[r]);
-    update[r] = coefficient * (kDelta ? value[r] - sum_of_lanes<kLanes>(by_key[r]) : value[r]);
-  }
-#pragma unroll
-  for (int j = 0; j < Part::kVecs; ++j) {
-    constexpr int kVec = Part::kVec;
-    float keys[kVec];
-    load_shared(keys, columns.key + Part::column(lane, j * kVec));
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-      const float scaled_key = keys[i] * key_scale;
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) state[r][j * kVec + i] = fmaf(update[r], scaled_key, state[r][j * kVec + i]);
-    }
-  }
+  made.scales(p, columns);
+  step_rows<Part, kLanes, kDelta, kChannels>(state, columns, made, lane, value, out);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const int row = first_row + r * kGroups;
@@ -300,13 +361,7 @@ __global__ void __launch_bounds__(kStepThreads)
     if (slots.to != nullptr) {
       Part::template store<kVectors>(state[r], slots.to + int64_t{row} * p.stride_row, lane, p.key_dim);
     }
-    float out = fmaf(update[r], key_query, by_query[r]);
-    if constexpr (!kDelta) {
-      if (p.skip != nullptr) out = fmaf(p.skip[head], value[r], out);
-      if (p.z.data != nullptr) out *= z[r] * sigmoid(z[r]);
-    }
-    const int64_t to = request * p.out_stride_request + head * p.out_stride_head + row;
-    if (lane == 0) store_as(p.dtype, p.out, to, slots.from == nullptr ? 0.f : out);
+    if (lane == 0) store_step_out<kDelta>(p, request, head, row, out[r], value[r], z[r], slots.from == nullptr);
   }
 }
 
@@ -328,34 +383,5 @@ void launch_linear_step(const char* what, const LinearStep& p, cudaStream_t stre
                                                                                      row_blocks);
   }
 }
-
-// A row of a decode op's table of kernels: one type of states, and keys up to a bound.
-struct LinearStepImpl {
-  const char* name;
-  DType state_dtype;
-  int max_keys;
-  void (*launch)(const LinearStep&, cudaStream_t);
-
-  std::string reject(const LinearStep& p) const {
-    if (p.state_dtype != state_dtype) {
-      return std::string("takes states of ") + name_of(state_dtype) + ", got " + name_of(p.state_dtype);
-    }
-    if (p.key_dim > max_keys) return "takes keys of at most " + std::to_string(max_keys) + " elements";
-    return "";
-  }
-};
-
-#define ATTNOPS_LINEAR_STEP_IMPLS(launch)                               \
-  {                                                                     \
-      {"fp32_64", DType::kFloat32, 64, &launch<float, 64>},             \
-      {"fp32_128", DType::kFloat32, 128, &launch<float, 128>},          \
-      {"fp32_256", DType::kFloat32, 256, &launch<float, 256>},          \
-      {"bf16_64", DType::kBFloat16, 64, &launch<__nv_bfloat16, 64>},    \
-      {"bf16_128", DType::kBFloat16, 128, &launch<__nv_bfloat16, 128>}, \
-      {"bf16_256", DType::kBFloat16, 256, &launch<__nv_bfloat16, 256>}, \
-      {"fp16_64", DType::kFloat16, 64, &launch<__half, 64>},            \
-      {"fp16_128", DType::kFloat16, 128, &launch<__half, 128>},         \
-      {"fp16_256", DType::kFloat16, 256, &launch<__half, 256>},         \
-  }
 
 }  // namespace attnops

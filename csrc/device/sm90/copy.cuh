@@ -99,6 +99,27 @@ __device__ inline void copy_bytes(uint32_t shared, const void* global, int bytes
       : "memory");
 }
 
+// The same under no policy.
+__device__ inline void copy_bytes(uint32_t shared, const void* global, int bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+               "l"(global), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
+// The way back, as part of the thread's next group of stores. The shared memory may be written again once the group has
+// been read.
+__device__ inline void store_bytes(void* global, uint32_t shared, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes)
+               : "memory");
+}
+__device__ inline void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Until all but the last kPending groups have been read.
+template <int kPending>
+__device__ inline void wait_for_reads_of_stores() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
 // Asks for a box of a 4-dimensional tensor map to be in L2 soon. What lies outside the tensor is not touched.
 __device__ inline void prefetch_box(const CUtensorMap* map, int x, int y, int z, int w) {
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(x), "r"(y),
