@@ -1,4 +1,4 @@
-"""fp4_decode beside xqa_decode over e4m3, 64 requests of 8192 tokens, in captured graphs: us, and the ratio."""
+"""fp4_decode beside xqa_decode and mla_decode over e4m3, 64 requests of 8192 tokens, in graphs: us, and the ratio."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 from attnops import ops
-from attnops.metadata import XqaDecodePlan
+from attnops.metadata import MlaDecodePlan, XqaDecodePlan
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -54,6 +54,21 @@ def main() -> None:
         print(
             f"{heads}/{kv_heads} {batch} x {length}: e4m3 {fp8:.1f} us, fp4 {fp4:.1f} us, {fp8 / fp4:.2f}x", flush=True
         )
+    for heads in (16, 128):
+        count = batch * length // page
+        table = torch.randperm(count, device=device).int().view(batch, -1)
+        lengths = torch.full((batch,), length, dtype=torch.int32, device=device)
+        q = torch.randn(batch, 1, heads, 576, device=device).to(BF16)
+        codes = torch.randint(0, 256, (count, page, 1, 288), dtype=torch.uint8, device=device)
+        scales = torch.rand(count, page, 1, 36, device=device).to(E4M3)
+        latents = torch.randn(count, page, 576, device=device).to(E4M3)
+        plan = MlaDecodePlan.allocate(batch, num_q_heads=heads, device=device)
+        ops.mla_decode_plan(plan, lengths)
+        fp8 = time_of(
+            lambda q=q, p=latents, t=table, n=lengths, plan=plan: ops.mla_decode(q, p, t, n, plan, softmax_scale=0.1)
+        )
+        fp4 = time_of(lambda q=q, c=codes, s=scales, t=table, n=lengths: ops.fp4_decode(q, c, None, s, None, t, n))
+        print(f"MLA {heads} {batch} x {length}: e4m3 {fp8:.1f} us, fp4 {fp4:.1f} us, {fp8 / fp4:.2f}x", flush=True)
 
 
 if __name__ == "__main__":

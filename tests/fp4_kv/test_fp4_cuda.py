@@ -48,3 +48,22 @@ def test_decode_is_that_of_the_cpu(page_size, heads, kv_heads, dim, seqlen_q, wi
     )
     assert relative_error(out.cpu(), expected.double()) <= MAX_RELATIVE_ERROR[dtype]
     torch.testing.assert_close(got.cpu(), lse, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16, 64])
+@pytest.mark.parametrize("heads, seqlen_q, window", [(16, 1, -1), (3, 2, 40), (16, 3, -1), (128, 1, 9)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_latents_are_those_of_the_cpu(page_size, heads, seqlen_q, window, dtype):
+    q, k, _, table, lengths, scales, _ = problem(page_size, heads, 1, 576, seqlen_q, dtype, seed=page_size)
+    cap, sinks = 4.0 if window == 9 else 0.0, torch.linspace(-2, 2, heads)
+    options = {"softmax_scale": 0.05, "window_left": window, "logit_cap": cap, "return_lse": True}
+    expected, lse = ops.fp4_decode(
+        q.float(), k[0], None, k[1], None, table, lengths, sinks=sinks, k_scale=scales[0], **options
+    )
+    pages, of_blocks = on_gpu(k)
+    on_device = {"sinks": sinks.cuda(), "k_scale": scales[0].cuda()}
+    out, got = ops.fp4_decode(
+        q.cuda(), pages, None, of_blocks, None, table.cuda(), lengths.cuda(), **on_device, **options
+    )
+    assert relative_error(out.cpu(), expected.double()) <= MAX_RELATIVE_ERROR[dtype]
+    torch.testing.assert_close(got.cpu(), lse, rtol=1e-4, atol=1e-3)

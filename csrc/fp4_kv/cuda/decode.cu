@@ -1,7 +1,9 @@
 #include "core/impl_table.h"
 #include "device/common/launch_dependent.cuh"
 #include "fp4_kv/cuda/decode.cuh"
+#include "fp4_kv/cuda/latents.cuh"
 #include "fp4_kv/cuda/launch.h"
+#include "fp4_kv/cuda/merge.cuh"
 
 namespace attnops::fp4_kv {
 namespace {
@@ -14,11 +16,18 @@ void launch_decode(const DecodeParams& p, cudaStream_t stream) {
     launch_dependent<&fp4_decode_kernel<T, kDim, kRowTiles>>("fp4_decode_kernel", {blocks, 32 * kWarps, 0, 0}, stream,
                                                              p);
   }
-  const int64_t rows = int64_t{p.batch_size} * p.seqlen_q * p.num_q_heads;
-  if (rows > 0) {
-    launch_dependent<&fp4_merge_kernel<T>>("fp4_merge_kernel",
-                                           {static_cast<int>(ceil_div<int64_t>(rows, 4)), 128, 0, 0}, stream, p);
+  launch_merge<T>(p, stream);
+}
+
+template <typename T>
+void launch_latents(const DecodeParams& p, cudaStream_t stream) {
+  const int blocks = ceil_div(p.seqlen_q * p.num_q_heads, kLatentRows);
+  const int64_t works = int64_t{p.batch_size} * blocks * p.num_splits;
+  if (works > 0) {
+    launch_dependent<&fp4_latent_kernel<T>>("fp4_latent_kernel", {static_cast<int>(works), 32 * kLatentWarps, 0, 0},
+                                            stream, p);
   }
+  launch_merge<T>(p, stream);
 }
 
 bool aligned(const Pages& pages, int64_t codes, int64_t scales) {
@@ -32,7 +41,7 @@ bool aligned(const Pages& pages, int64_t codes, int64_t scales) {
 struct Impl {
   const char* name;
   DType dtype;
-  int head_dim, rows;
+  int head_dim, rows;  // 0: any number of rows
   void (*run)(const DecodeParams&, cudaStream_t);
 
   std::string reject(const DecodeParams& p) const {
@@ -41,17 +50,24 @@ struct Impl {
       return "takes head_dim " + std::to_string(head_dim) + ", got " + std::to_string(p.head_dim);
     }
     const int rows_here = p.num_q_heads / p.num_kv_heads * p.seqlen_q;
-    if (rows_here > rows) {
+    if (rows > 0 && rows_here > rows) {
       return "takes up to " + std::to_string(rows) + " query rows (tokens times heads of a group), got " +
              std::to_string(rows_here);
     }
-    if (!p.v.codes) return "takes V of its own, got none: MLA rows are the CPU's";
-    if (p.head_dim_v != p.head_dim) {
+    const bool latents = head_dim == kLatentDim;
+    if (latents && (p.v.codes || p.num_kv_heads != 1 || p.head_dim_v != kLatentDimV)) {
+      return "takes one KV head and V of its first 512 values, got " + std::to_string(p.num_kv_heads) + " and " +
+             (p.v.codes ? "V of its own" : std::to_string(p.head_dim_v));
+    }
+    if (!latents && !p.v.codes) return "takes V of its own, got none";
+    if (!latents && p.head_dim_v != p.head_dim) {
       return "takes V of K's head_dim, got " + std::to_string(p.head_dim_v) + " and " + std::to_string(p.head_dim);
     }
     if (p.num_splits == 0) return "needs out_partial and lse_partial";
-    if (!aligned(p.k, 16, head_dim / 64) || !aligned(p.v, 16, head_dim / 64)) {
-      return "rows of codes must start on 16-byte boundaries, those of scales on " + std::to_string(head_dim / 64);
+    const int codes = latents ? 8 : 16, scales = latents ? 1 : head_dim / 64;
+    if (!aligned(p.k, codes, scales) || !aligned(p.v, codes, scales)) {
+      return "rows of codes must start on " + std::to_string(codes) + "-byte boundaries, those of scales on " +
+             std::to_string(scales);
     }
     return "";
   }
@@ -71,6 +87,8 @@ constexpr Impl kImpls[] = {
     row<__half, 128, 2>("fp16_hd128_rows16", DType::kFloat16),
     row<__half, 64, 1>("fp16_hd64_rows8", DType::kFloat16),
     row<__half, 64, 2>("fp16_hd64_rows16", DType::kFloat16),
+    {"bf16_latents", DType::kBFloat16, kLatentDim, 0, &launch_latents<__nv_bfloat16>},
+    {"fp16_latents", DType::kFloat16, kLatentDim, 0, &launch_latents<__half>},
 };
 
 }  // namespace

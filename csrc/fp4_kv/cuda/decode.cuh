@@ -412,44 +412,4 @@ __global__ void __launch_bounds__(kWarps * 32) fp4_decode_kernel(const __grid_co
   let_next_kernel_start();
 }
 
-// Merges the shares: a warp for a row.
-template <typename T>
-__global__ void __launch_bounds__(128) fp4_merge_kernel(const __grid_constant__ DecodeParams p) {
-  wait_for_earlier_kernels();
-  const int lane = threadIdx.x % 32;
-  const int64_t rows = int64_t{p.batch_size} * p.seqlen_q * p.num_q_heads;
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * 4 + threadIdx.x / 32;
-  if (row >= rows) return;
-  float top = -INFINITY;
-  for (int split = lane; split < p.num_splits; split += 32) top = fmaxf(top, p.lse_partial[split * rows + row]);
-#pragma unroll
-  for (int lanes = 1; lanes < 32; lanes *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, lanes));
-  const bool empty = top == -INFINITY;
-  float sum = 0.f;
-  float acc[kMaxHeadDim / 32] = {};
-  for (int split = 0; split < p.num_splits && !empty; ++split) {
-    const float lse = p.lse_partial[split * rows + row];
-    if (lse == -INFINITY) continue;
-    const float weight = exp2f(lse - top);
-    sum += weight;
-    const float* from = p.out_partial + (split * rows + row) * p.head_dim;
-#pragma unroll
-    for (int i = 0; i < kMaxHeadDim / 32; ++i) {
-      if (lane + 32 * i < p.head_dim) acc[i] += weight * from[lane + 32 * i];
-    }
-  }
-  const int head = static_cast<int>(row % p.num_q_heads);
-  const int64_t token = row / p.num_q_heads;
-  const float lse = empty ? -INFINITY : (top + log2f(sum)) * kLn2;
-  if (p.lse && lane == 0) p.lse[row] = lse;
-  float factor = empty ? 0.f : 1.f / sum;
-  if (p.sinks && !empty) factor /= 1.f + expf(p.sinks[head] - lse);
-  T* out = static_cast<T*>(p.out) + token / p.seqlen_q * p.out_stride_request +
-           token % p.seqlen_q * p.out_stride_token + head * p.out_stride_head;
-#pragma unroll
-  for (int i = 0; i < kMaxHeadDim / 32; ++i) {
-    if (lane + 32 * i < p.head_dim) out[lane + 32 * i] = T(acc[i] * factor);
-  }
-}
-
 }  // namespace attnops::fp4_kv

@@ -100,7 +100,7 @@ def fp4_decode(
         out = q.new_empty(*q.shape[:-1], dim_v)
     lse = lse_like(q, lse, return_lse)
     pages_v = None if v_pages is None else _codes(v_pages)
-    scratch = _scratch(q, k_pages, out, cache_seqlens) if q.is_cuda else ()
+    scratch = _scratch(q, k_pages, v_pages, out) if q.is_cuda else ()
     torch.ops.attnops.fp4_decode(
         out, lse, q, _codes(k_pages), pages_v, k_block_scales, v_block_scales, page_table, kv_indptr, cache_seqlens,
         scale, window_left, logit_cap, sinks, k_scale, v_scale, report, *scratch,
@@ -111,11 +111,14 @@ def fp4_decode(
     return out, lse
 
 
-def _scratch(q: Tensor, k_pages: Tensor, out: Tensor, cache_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for as many shares of a request's keys as fill the GPU's warps once: twelve an SM."""
-    works = max(cache_seqlens.shape[0] * k_pages.shape[2], 1)
-    warps = 12 * torch.cuda.get_device_properties(q.device).multi_processor_count
-    splits = min(max(warps // works, 1), 64)
+def _scratch(q: Tensor, k_pages: Tensor, v_pages: Tensor | None, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for as many shares of a request's keys as fill the GPU once: twelve warps an SM, of latents two CTAs."""
+    if v_pages is None:
+        works, places = q.shape[0] * -(-q.shape[1] * q.shape[2] // 16), 2
+    else:
+        works, places = q.shape[0] * k_pages.shape[2], 12
+    places *= torch.cuda.get_device_properties(q.device).multi_processor_count
+    splits = min(max(places // max(works, 1), 1), 64)
     partial = torch.empty(splits, *out.shape, dtype=torch.float32, device=q.device)
     return partial, torch.empty(partial.shape[:-1], dtype=torch.float32, device=q.device)
 
