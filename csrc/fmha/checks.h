@@ -127,6 +127,7 @@ struct Arguments {
   const OptionalTensor& semaphores;
   const OptionalTensor& pieces;
   const OptionalTensor& partial;
+  const OptionalTensor& hidden_keys;
 };
 
 // The contract of both ops, checked once for all devices. Params exist only when the arguments are right.
@@ -257,6 +258,10 @@ class Checker {
       Dim mask_bytes("mask_bytes");
       check("tree_mask", *a_.tree_mask).dtype({DType::kUInt8}).shape({tokens_, mask_bytes}).dense_last();
     }
+    if (a_.hidden_keys) {
+      Dim bounds("begin, end", 2, "keys that a query does not see");
+      check("hidden_keys", *a_.hidden_keys).dtype({DType::kInt32}).shape({tokens_, bounds}).contiguous();
+    }
     check_scale("k_scale", a_.k_scale);
     check_scale("v_scale", a_.v_scale);
     if (a_.report) {
@@ -331,7 +336,8 @@ class Checker {
             .dtype = dtype_of(a_.q),
             .kv_dtype = dtype_of(a_.k),
             .semaphores = data_or_null<int32_t>(a_.semaphores),
-            .report = data_or_null<int32_t>(a_.report)};
+            .report = data_or_null<int32_t>(a_.report),
+            .hidden_keys = data_or_null<const int32_t>(a_.hidden_keys)};
   }
 
   const Arguments& a_;

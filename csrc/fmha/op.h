@@ -13,7 +13,7 @@ void fmha_varlen(const Tensor& out, const OptionalTensor& lse, const Tensor& q, 
                  double softmax_scale, bool causal, int64_t window_left, int64_t window_right, double logit_cap,
                  const OptionalTensor& sinks, const OptionalTensor& tree_mask, const OptionalTensor& k_scale,
                  const OptionalTensor& v_scale, const OptionalTensor& report, const OptionalTensor& semaphores,
-                 const OptionalTensor& pieces, const OptionalTensor& partial) {
+                 const OptionalTensor& pieces, const OptionalTensor& partial, const OptionalTensor& hidden_keys) {
   const Arguments arguments{"fmha_varlen",
                             "k",
                             "v",
@@ -37,7 +37,8 @@ void fmha_varlen(const Tensor& out, const OptionalTensor& lse, const Tensor& q, 
                             report,
                             semaphores,
                             pieces,
-                            partial};
+                            partial,
+                            hidden_keys};
   kRun("fmha_varlen", Checker(arguments).ragged(cu_seqlens_k), q);
 }
 
@@ -48,11 +49,11 @@ void fmha_paged(const Tensor& out, const OptionalTensor& lse, const Tensor& q, c
                 double softmax_scale, bool causal, int64_t window_left, int64_t window_right, double logit_cap,
                 const OptionalTensor& sinks, const OptionalTensor& tree_mask, const OptionalTensor& k_scale,
                 const OptionalTensor& v_scale, const OptionalTensor& report, const OptionalTensor& semaphores,
-                const OptionalTensor& pieces, const OptionalTensor& partial) {
-  const Arguments arguments{"fmha_paged", "k_pages",   "v_pages",    out,        lse,    q,
-                            k_pages,      v_pages,     cu_seqlens_q, tile_order, tile_q, softmax_scale,
-                            causal,       window_left, window_right, logit_cap,  sinks,  tree_mask,
-                            k_scale,      v_scale,     report,       semaphores, pieces, partial};
+                const OptionalTensor& pieces, const OptionalTensor& partial, const OptionalTensor& hidden_keys) {
+  const Arguments arguments{"fmha_paged", "k_pages",    "v_pages",  out,        lse,           q,       k_pages,
+                            v_pages,      cu_seqlens_q, tile_order, tile_q,     softmax_scale, causal,  window_left,
+                            window_right, logit_cap,    sinks,      tree_mask,  k_scale,       v_scale, report,
+                            semaphores,   pieces,       partial,    hidden_keys};
   kRun("fmha_paged", Checker(arguments).paged(page_table, kv_indptr, cache_seqlens), q);
 }
 

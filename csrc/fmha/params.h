@@ -54,6 +54,8 @@ struct Params {
   DType dtype, kv_dtype;
   int32_t* semaphores;  // [3], zeros between calls: works taken, CTAs that have left, parts of pieces done; or null
   int32_t* report;      // core/report.h, or null
+
+  const int32_t* hidden_keys;  // [T, 2]: keys [begin, end) of its request that a query does not see, or null
 };
 
 }  // namespace attnops::fmha

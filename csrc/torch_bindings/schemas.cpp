@@ -180,14 +180,14 @@ STABLE_TORCH_LIBRARY(attnops, m) {
       "Tensor cu_seqlens_k, Tensor tile_order, int tile_q, float softmax_scale, bool causal=True, int window_left=-1, "
       "int window_right=-1, float logit_cap=0.0, Tensor? sinks=None, Tensor? tree_mask=None, Tensor? k_scale=None, "
       "Tensor? v_scale=None, Tensor(c!)? report=None, Tensor(d!)? semaphores=None, Tensor? pieces=None, "
-      "Tensor(e!)? partial=None) -> ()");
+      "Tensor(e!)? partial=None, Tensor? hidden_keys=None) -> ()");
   m.def(
       "fmha_paged(Tensor(a!) out, Tensor(b!)? lse, Tensor q, Tensor k_pages, Tensor v_pages, Tensor page_table, "
       "Tensor? kv_indptr, Tensor cache_seqlens, Tensor cu_seqlens_q, Tensor tile_order, int tile_q, float "
       "softmax_scale, "
       "bool causal=True, int window_left=-1, int window_right=-1, float logit_cap=0.0, Tensor? sinks=None, "
       "Tensor? tree_mask=None, Tensor? k_scale=None, Tensor? v_scale=None, Tensor(c!)? report=None, Tensor(d!)? "
-      "semaphores=None, Tensor? pieces=None, Tensor(e!)? partial=None) -> ()");
+      "semaphores=None, Tensor? pieces=None, Tensor(e!)? partial=None, Tensor? hidden_keys=None) -> ()");
 
   // delta_rule/, ssd/: one token per request through a recurrence, with states in slots of a pool
   m.def(

@@ -130,7 +130,7 @@ def test_on_a_gpu(name, page_size, dtype):
 
 
 def test_errors_name_what_is_wrong():
-    backend, batch, layer = run("intel_amx", 16, 1)
+    backend, batch, _ = run("intel_amx", 16, 1)
     with pytest.raises(ValueError, match="multi_item belongs to EXTEND, the batch is DECODE"):
         dataclasses.replace(batch, forward_mode=ForwardMode.DECODE)
     with pytest.raises(ValueError, match=r"token_pos_in_items_ptr must have shape \(8,\), got \(7,\)"):
@@ -142,11 +142,8 @@ def test_errors_name_what_is_wrong():
             prefix_len_ptr=torch.zeros(1), token_pos_in_items_ptr=torch.zeros(3), token_pos_in_items_len=3
         )
         dataclasses.replace(batch, multi_item=one)
-    q = torch.zeros(batch.num_tokens, HEADS * 64)
-    with pytest.raises(ValueError, match="multi-item scoring needs the k and v of the step's own tokens"):
-        layer(q, None, None, batch)
-    for options in ({"sliding_window_size": 9}, {"has_sinks": True}, {"kv_dtype": torch.float8_e4m3fn}):
+    for options in ({"sliding_window_size": 9}, {"attention_chunk_size": 64}):
         spec = dataclasses.replace(backend.spec, **options)
         other = get_backend_class("intel_amx")(spec, backend.limits)
-        with pytest.raises(NotImplementedError, match="multi-item scoring knows no latents, windows, chunks, sinks or"):
+        with pytest.raises(NotImplementedError, match="multi-item scoring knows no windows or chunks"):
             other._fmha.plan(None, batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,8 +13,19 @@ from torch import Tensor
 
 from .draw import Draw
 from .judge import check_attention, check_no_fault, check_same_bits
-from .memory import FP8, Guarded, Paging, fill_pages, poisoned, strided
-from .options import call_options, draw_rules, draw_scales, new_report, pack, real, set_arch, set_isa, stored
+from .memory import FP8, HUGE_INDEX, Guarded, Paging, fill_pages, poisoned, strided
+from .options import (
+    call_options,
+    draw_hidden,
+    draw_rules,
+    draw_scales,
+    new_report,
+    pack,
+    real,
+    set_arch,
+    set_isa,
+    stored,
+)
 from .oracle import Answer, Rules, attend, used_keys
 from .xqa import PAGE_SIZES, draw_dtypes, draw_heads
 
@@ -67,13 +78,15 @@ def draw_call(draw: Draw, *, paged: bool) -> Call:
         lengths_q = [min(count_q, count_k) for count_q, count_k in zip(lengths_q, lengths_k)]
     draw.note(paged=paged, H=(heads, kv_heads), D=(dim, dim_v), dtypes=(dtype, kv_dtype), q=lengths_q, k=lengths_k)
     rules = draw_rules(draw, lengths_q, lengths_k, heads, dim, right=True)
+    if rules.tree is None and draw.chance(0.2):
+        rules = replace(rules, hidden=draw_hidden(draw, lengths_q, lengths_k))
     k_scale, v_scale = (draw_scales(draw, kv_heads, kv_dtype) for _ in range(2))
     tokens = sum(lengths_k)
     k = stored(draw.normal(tokens, kv_heads, dim), kv_dtype, k_scale)
     v = stored(draw.normal(tokens, kv_heads, dim_v), kv_dtype, v_scale)
     q = draw.normal(sum(lengths_q), heads, dim).to(dtype)
     answer = attend(q.double(), real(k, k_scale), real(v, v_scale), lengths_q, lengths_k, rules)
-    used = used_keys(lengths_q, lengths_k, rules)
+    used = used_keys(lengths_q, lengths_k, replace(rules, hidden=None))  # hidden from all: still no NaN
     if draw.chance(0.5):
         q[answer.lse == -math.inf] = math.nan
     padding = draw.pick([0, 0, 1, 5])
@@ -86,6 +99,9 @@ def draw_call(draw: Draw, *, paged: bool) -> Call:
         mask = pack(draw, rules.tree)
         garbage = torch.full((padding, mask.shape[1]), 0xFF, dtype=torch.uint8)
         options["tree_mask"] = strided(draw, torch.cat([mask, garbage]))
+    if rules.hidden is not None:
+        garbage = torch.full((padding, 2), HUGE_INDEX, dtype=torch.int64)
+        options["hidden_keys"] = torch.cat([rules.hidden, garbage]).int().to(draw.device)
     plan = FmhaPlan.allocate(
         q.shape[0] + draw.number(0, 40),
         batch + draw.number(0, 2),

@@ -132,6 +132,23 @@ def draw_rules(
     return rules
 
 
+def draw_hidden(draw: Draw, lengths_q: list[int], lengths_k: list[int]) -> Tensor:
+    """int ``[T, 2]``, whose bounds never fall within a request: of items behind a prefix, or any."""
+    bounds: list[tuple[int, int]] = []
+    for count, keys in zip(lengths_q, lengths_k):
+        if draw.chance(0.5):
+            prefix, item = draw.number(0, keys), 0
+            for position in range(keys - count, keys):
+                item = position + 1 if position < prefix or draw.chance(0.2) else item
+                bounds.append((prefix, max(item, prefix)))
+        else:
+            begins, ends = (sorted(draw.number(0, keys) for _ in range(count)) for _ in range(2))
+            bounds += zip(begins, ends)
+    draw.saw("mode hidden keys")
+    draw.note(hidden=True)
+    return torch.tensor(bounds, dtype=torch.int64).view(-1, 2)
+
+
 def call_options(draw: Draw, rules: Rules) -> dict[str, object]:
     """The keyword arguments of an op for these rules, but for trees."""
     sinks = None if rules.sinks is None else rules.sinks.to(draw.device)

@@ -17,6 +17,7 @@ class Rules:
         tree: bool ``[T, widest S_q]``: whether a query token sees a new token of its request; None: by position.
         tree_keys: Keys at the end of a request that `tree` is over; 0: the new tokens'.
         sinks: float ``[H_q]`` or None.
+        hidden: int ``[T, 2]``: keys [begin, end) that a query does not see, or None.
     """
 
     scale: float
@@ -27,6 +28,7 @@ class Rules:
     sinks: Tensor | None = None
     tree: Tensor | None = None
     tree_keys: int = 0
+    hidden: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,9 @@ def visible(lengths_q: list[int], lengths_k: list[int], rules: Rules) -> Tensor:
         seen = seen & ((draft < 0) | bits)
     elif rules.causal:
         seen = seen & (key <= position)
+    if rules.hidden is not None and len(rules.hidden):
+        hidden = rules.hidden[_padded(_bounds(lengths_q))[0]]
+        seen = seen & ((key < hidden[:, :, :1]) | (key >= hidden[:, :, 1:]))
     if rules.window_left >= 0 and rules.tree is not None:
         seen = seen & (_steps_behind(masks, draft) <= rules.window_left)
     elif rules.window_left >= 0:

@@ -122,20 +122,30 @@ void Kernel::begin(const Work& w) {
   std::fill_n(own_.row_sum, w.num_rows * kSumLanes, 0.f);
 }
 
+// Tiles that are hidden from all rows are left out: a row's bits are the same with them.
 void Kernel::attend_keys(const Work& w, KeyRange keys) {
-  const int begin = keys.begin, end = keys.end;
+  const int end = keys.end, hidden_begin = hidden_from(p_, w.request, w.token(w.num_rows - 1)).begin,
+            hidden_end = hidden_from(p_, w.request, w.token(0)).end;
+  // The first key from `key` on of a tile that is not left out.
+  const auto seen_from = [&](int key) {
+    const auto last = [](int k) { return (k / kTileKeys + 1) * kTileKeys; };
+    while (key < end && key >= hidden_begin && last(key) <= hidden_end) key = last(key);
+    return key;
+  };
+  int begin = seen_from(keys.begin);
   if (begin < end) gather(w, begin, end, tiles_[0]);
-  for (int i = begin / kTileKeys; i * kTileKeys < end; ++i) {
+  while (begin < end) {
     const KeyTile& tile = tiles_[0];
     ops_.pack_keys(keys_, tile.k_rows, tile.num_columns, p_.head_dim_qk, dim_qk_, p_.kv_dtype);
     ops_.pack_values(values_, tile.v_rows, tile.num_columns, p_.head_dim_v, dim_v_, p_.kv_dtype);
-    const int next = (i + 1) * kTileKeys;
+    const int next = seen_from((begin / kTileKeys + 1) * kTileKeys);
     if (next < end) {
       gather(w, next, end, tiles_[1]);
       prefetch(tiles_[1]);
     }
     for (int row = 0; row < w.num_rows; row += kRowBlock) attend(w, row, std::min(kRowBlock, w.num_rows - row), tile);
     std::swap(tiles_[0], tiles_[1]);
+    begin = next;
   }
 }
 
@@ -149,10 +159,11 @@ void Kernel::gather(const Work& w, int begin, int end, KeyTile& tile) {
   std::fill_n(tile.v_rows, tile.num_columns, nullptr);
   const int skipped = begin - tile.first_key;
   tile.faulty = gather_rows(p_, w.request, w.kv_head, begin, tile_end, tile.k_rows + skipped, tile.v_rows + skipped);
-  if (p_.tree_mask && tile_end > w.request.seqlen_k - w.request.seqlen_q) drop_unseen(w, tile);
+  const bool tree = p_.tree_mask && tile_end > w.request.seqlen_k - w.request.seqlen_q;
+  if (tree || tile_end > hidden_from(p_, w.request, w.token(0)).begin) drop_unseen(w, tile);
 }
 
-// Keys of the tile that a tree mask hides from every row are packed as zeros: what they hold may be NaN, and a
+// Keys of the tile that are hidden from every row are packed as zeros: what they hold may be NaN, and a
 // probability of zero does not select it away in a product.
 void Kernel::drop_unseen(const Work& w, KeyTile& tile) const {
   uint64_t seen[kTileWords] = {}, bits[kTileWords];
@@ -199,7 +210,8 @@ void Kernel::attend(const Work& w, int first_row, int num_rows, const KeyTile& t
   // Every row sees every column when even the last row's first key and the first row's last key are outside.
   const bool all_in_range = high.begin <= first_key + begin && low.end >= first_key + end;
   const bool tree = p_.tree_mask && first_key + end > w.request.seqlen_k - w.request.seqlen_q;
-  const bool masked = !all_in_range || tree || tile.faulty;
+  const bool hidden = first_key + end > hidden_from(p_, w.request, w.token(first_row)).begin;
+  const bool masked = !all_in_range || tree || hidden || tile.faulty;
   if (masked) set_visible(w, first_row, num_rows, first_key + begin, end - begin, tile);
 
   const int element = ops_.element_size;
@@ -233,6 +245,14 @@ void Kernel::seen_by(const Work& w, int token, int begin_key, int num_columns, u
   for (int i = 0; p_.tree_mask && i < kTileWords; ++i) {
     bits[i] &= tree_bits(p_, w.request, token, begin_key + 64 * i);
   }
+  if (!p_.hidden_keys) return;
+  uint64_t hidden[kTileWords];
+  const KeyRange keys = hidden_from(p_, w.request, token);
+  const auto in_tile = [&](int64_t key) {
+    return static_cast<int>(std::clamp<int64_t>(key - begin_key, 0, kTileKeys));
+  };
+  set_bits(hidden, kTileWords, in_tile(keys.begin), in_tile(keys.end));
+  for (int i = 0; i < kTileWords; ++i) bits[i] &= ~hidden[i];
 }
 
 // visible_[row]: bit j says that the row sees key `begin_key` + j.

@@ -16,6 +16,7 @@ template <typename T, typename Kv>
 void reference_row(const Params& p, const Work& w, int row) {
   const int token = w.token(row);
   const KeyRange range = keys_of(p, w.request, token);
+  const KeyRange hidden_keys = hidden_from(p, w.request, token);
   const int num_keys = range.end - range.begin;
   std::vector<const void*> k_rows(num_keys), v_rows(num_keys);
   gather_rows(p, w.request, w.kv_head, range.begin, range.end, k_rows.data(), v_rows.data());
@@ -25,7 +26,9 @@ void reference_row(const Params& p, const Work& w, int row) {
   std::vector<float> scores(num_keys, -INFINITY);
   float largest = -INFINITY;
   for (int j = 0; j < num_keys; ++j) {
-    const bool hidden = p.tree_mask && !tree_allows(p, w.request, token, range.begin + j);
+    const int key = range.begin + j;
+    const bool hidden =
+        (p.tree_mask && !tree_allows(p, w.request, token, key)) || (key >= hidden_keys.begin && key < hidden_keys.end);
     if (hidden || k_rows[j] == nullptr) continue;
     const Kv* k = static_cast<const Kv*>(k_rows[j]);
     float score = 0.f;

@@ -122,6 +122,13 @@ inline bool tree_allows(const Params& p, const Request& r, int token, int key) {
   return (tree_row(p, r, token)[draft / 8] >> (draft % 8)) & 1;
 }
 
+// Keys [begin, end) that query token `token` of the request does not see, whatever else it may.
+inline KeyRange hidden_from(const Params& p, const Request& r, int token) {
+  if (!p.hidden_keys) return {INT32_MAX, INT32_MAX};
+  const int32_t* keys = p.hidden_keys + 2 * (r.first_q_token + token);
+  return {keys[0], keys[1]};
+}
+
 // Addresses of keys [begin, end) of a request for one KV head, into k_rows[0 ..] and v_rows[0 ..]. Only keys that some
 // row may see are asked for, so no cell of the table and no page is touched that could be stale. Null: the key's page
 // is outside the pool, which was recorded; returns whether one is.

@@ -127,6 +127,7 @@ class WarpRows {
 
   __device__ __forceinline__ bool sees(int r, int key) const {
     if (key < keys_[r].begin || key >= keys_[r].end) return false;
+    if (sm90::hides(p_, w_, w_.first_token + tokens_[r], key)) return false;
     return p_.tree_mask == nullptr || sm90::tree_allows(p_, w_, w_.first_token + tokens_[r], key - w_.draft);
   }
 

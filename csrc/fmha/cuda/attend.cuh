@@ -73,8 +73,8 @@ class Attention {
     const int last = min_of((warp_row_ + Tr::kWarpRows - 1) * s_.pack_inverse >> 16, w_.num_tokens - 1);
     const sm90::KeyRange some = sm90::keys_of_some(p_, w_, w_.first_token + first, w_.first_token + last);
     const sm90::KeyRange all = sm90::keys_of_all(p_, w_, w_.first_token + first, w_.first_token + last);
-    seen_begin_ = some.begin / Tr::kKeys;
-    seen_end_ = first < w_.num_tokens ? ceil_div(some.end, Tr::kKeys) : 0;
+    seen_begin_ = w_.tile_of(some.begin / Tr::kKeys);
+    seen_end_ = first < w_.num_tokens ? w_.tile_of(ceil_div(some.end, Tr::kKeys)) : 0;
     full_begin_ = transformed_ ? INT32_MAX : ceil_div(all.begin, Tr::kKeys);
     full_end_ = all.end / Tr::kKeys;
   }
@@ -163,7 +163,8 @@ class Attention {
     }
 #pragma unroll
     for (int b = 0; b < Tr::kBlocks; ++b) {
-      mask_scores(scores_[b], p_, s_, w_, warp_row_ + 16 * b + lane_ / 4, tile * Tr::kKeys + lane_ % 4 * 2);
+      mask_scores(scores_[b], p_, s_, w_, warp_row_ + 16 * b + lane_ / 4,
+                  w_.place_of(tile) * Tr::kKeys + lane_ % 4 * 2);
     }
   }
 

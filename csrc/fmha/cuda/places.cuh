@@ -59,8 +59,8 @@ class Places {
 
  private:
   __device__ __forceinline__ static bool is_mine() { return threadIdx.x < 2 * kKeys; }
-  __device__ __forceinline__ static int key_of(int tile) {
-    return tile * kKeys + static_cast<int>(threadIdx.x) % kKeys;
+  __device__ __forceinline__ int key_of(int tile) const {
+    return w_.place_of(tile) * kKeys + static_cast<int>(threadIdx.x) % kKeys;
   }
 
   __device__ __noinline__ void report_page(int key, int cell, int page) const {

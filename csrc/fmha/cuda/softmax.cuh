@@ -35,6 +35,14 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kCount], const Param
       float& score = scores[i / 2 * 4 + h * 2 + i % 2];
       if (static_cast<unsigned>(from + i / 2 * 8 + i % 2) >= size) score = -INFINITY;
     }
+    if (p.hidden_keys != nullptr) {
+      const sm90::KeyRange hidden = sm90::hidden_from(p, w, w.first_token + token);
+#pragma unroll
+      for (int i = 0; i < kCount / 2; ++i) {
+        const int key = column + i / 2 * 8 + i % 2;
+        if (key >= hidden.begin && key < hidden.end) scores[i / 2 * 4 + h * 2 + i % 2] = -INFINITY;
+      }
+    }
     if (p.tree_mask == nullptr || column + 4 * kCount <= w.draft) continue;
     uint32_t visible = 0;
 #pragma unroll

@@ -165,7 +165,7 @@ class Consumer {
     const int last = min_of((first_row + 63) * s_.pack_inverse >> 16, w.num_tokens - 1);
     const KeyRange keys = keys_of_all(p_, w, w.first_token + first, w.first_token + last);
     begin = ceil_div(keys.begin, Tr::kKeys);
-    end = min_of(keys.end / Tr::kKeys, w.tile_end);
+    end = min_of(keys.end / Tr::kKeys, w.tile_end);  // before any gap
   }
 
   __device__ __forceinline__ void issue_scores() {
@@ -235,7 +235,7 @@ class Consumer {
       }
     }
     if constexpr (kTile != Tile::kFull) {
-      if (kTile == Tile::kMasked || masked) rows_.mask(scores_, p_, w, tile * Tr::kKeys + column_);
+      if (kTile == Tile::kMasked || masked) rows_.mask(scores_, p_, w, w.place_of(tile) * Tr::kKeys + column_);
     }
   }
 

@@ -134,7 +134,7 @@ class ProducerBase {
                                               uint32_t destination, uint32_t empty, uint32_t phase, uint32_t full,
                                               int begin, int end) {
     constexpr int kMost = ceil_div(Tr::kKeys / 8 * kChunks, 32);  // boxes of a lane
-    const int lane = tid_ % 32, first_key = tile * Tr::kKeys;
+    const int lane = tid_ % 32, first_key = w.place_of(tile) * Tr::kKeys;
     int page[kMost], token[kMost], row[kMost];
     unsigned wanted[kMost];
     int boxes = 0;
@@ -169,7 +169,7 @@ class ProducerBase {
   __device__ __forceinline__ int page_of_box(const Work& w, int tile) const {
     static_assert(Tr::kKeys / 8 <= 32, "a lane for each box");
     if (!p_.paged || tile >= w.tile_end) return 0;
-    const int lane = tid_ % 32, key = tile * Tr::kKeys + lane * s_.box_keys;
+    const int lane = tid_ % 32, key = w.place_of(tile) * Tr::kKeys + lane * s_.box_keys;
     const bool wanted = lane * s_.box_keys < Tr::kKeys && key + s_.box_keys > w.known_begin && key < w.seqlen_k;
     return wanted ? page_at(w, s_.page_size.divide(key)) : 0;
   }
@@ -189,7 +189,7 @@ class ProducerBase {
   // Zeros in place of a tile's values that no row sees, which may be NaN, by every `count`th of its rows.
   __device__ __forceinline__ void clear_unseen(const Work& w, int tile, uint32_t values, int first, int count) const {
     for (int row = first; row < Tr::kKeys; row += count) {
-      const int key = tile * Tr::kKeys + row;
+      const int key = w.place_of(tile) * Tr::kKeys + row;
       if (key >= w.key_begin && key < w.key_end && is_seen(w, key)) continue;
 #pragma unroll
       for (int i = 0; i < Tr::kVChunks * 8; ++i) {

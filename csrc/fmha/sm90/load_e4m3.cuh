@@ -160,7 +160,7 @@ class E4m3Producer : ProducerBase<Tr> {
     RowOffsets<Tr> offsets;
 #pragma unroll
     for (int j = 0; j < RowOffsets<Tr>::kCount; ++j) {
-      const int row = 32 * j + lane_, key = tile * Tr::kKeys + row;
+      const int row = 32 * j + lane_, key = w.place_of(tile) * Tr::kKeys + row;
       offsets.of[j] = kNobody;
       if (row >= Tr::kKeys || key < w.key_begin || key >= w.key_end || !is_seen(w, key)) continue;
       int page = 0, token = w.first_k_token + key;

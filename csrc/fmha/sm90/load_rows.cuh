@@ -103,7 +103,7 @@ class RowProducer : ProducerBase<Tr> {
 
   // Where this lane's row of a tile lies.
   __device__ __forceinline__ Place look_up(const Work& w, int tile) const {
-    const int row = looked_up_row(), key = tile * Tr::kKeys + row;
+    const int row = looked_up_row(), key = w.place_of(tile) * Tr::kKeys + row;
     if (row >= Tr::kKeys || key < w.key_begin || key >= w.key_end || !is_seen(w, key)) return {kNobody, kNobody};
     int page = 0, token = w.first_k_token + key;
     if (p_.paged) {

@@ -81,6 +81,7 @@ struct RowPair {
         if (static_cast<unsigned>(from + i / 2 * 8 + i % 2) >= size) score = -INFINITY;
       }
     }
+    if (p.hidden_keys != nullptr) hide(scores, p, w, column);
     if (p.tree_mask == nullptr || column + 4 * kCount <= w.draft) return;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -156,6 +157,20 @@ struct RowPair {
   }
 
  private:
+  template <int kCount>
+  __device__ __forceinline__ void hide(float (&scores)[kCount], const Params& p, const Work& w, int column) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const KeyRange hidden = hidden_from(p, w, w.first_token + token[h]);
+      const unsigned size = max_of(hidden.end - hidden.begin, 0);
+      const int from = column - hidden.begin;
+#pragma unroll
+      for (int i = 0; i < kCount / 2; ++i) {
+        if (static_cast<unsigned>(from + i / 2 * 8 + i % 2) < size) scores[i / 2 * 4 + h * 2 + i % 2] = -INFINITY;
+      }
+    }
+  }
+
   template <int kCount>
   static __device__ __forceinline__ float row_max(const float (&scores)[kCount], int h) {
     float largest = scores[h * 2];

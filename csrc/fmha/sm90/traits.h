@@ -65,7 +65,7 @@ struct SharedLayout {
   static constexpr int kV = kK + Tr::kStages * Tr::kKBytes;
   static constexpr int kRawV = kV + Tr::kStages * Tr::kVBytes;
   static constexpr int kWorks = kRawV + Tr::kStages * Tr::kRawVBytes;  // Work [kWorkStages]
-  static constexpr int kWorkBytes = 64;
+  static constexpr int kWorkBytes = 72;
   static constexpr int kBarriers = kWorks + Tr::kWorkStages * kWorkBytes;
   // q full, q empty; work known, work done; k full, k empty, v full, v empty, raw v full, raw v empty.
   static constexpr int kNumBarriers = 2 * Tr::kQStages + 2 * Tr::kWorkStages + 6 * Tr::kStages;

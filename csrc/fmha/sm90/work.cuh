@@ -66,12 +66,19 @@ struct Work {
   int kv_head, q_head;
   int key_begin, key_end;      // that any row of the tile may see
   int known_begin, known_end;  // tiles within need no care for memory that nobody owns
-  int tile_begin, tile_end;    // of keys
+  int tile_begin, tile_end;    // of keys, without those that no row sees
+  int gap_begin, gap_tiles;    // which lie before tile `gap_begin`
   int slab;                    // of a piece, in the scratch of partial results; -1: a whole tile
 
   __device__ __forceinline__ int position() const { return draft + first_token; }  // of first_token
+
+  // The place of a tile among all of the request's.
+  __device__ __forceinline__ int place_of(int tile) const { return tile < gap_begin ? tile : tile + gap_tiles; }
+  __device__ __forceinline__ int tile_of(int place) const {
+    return min_of(place, max_of(place - gap_tiles, gap_begin));
+  }
 };
-static_assert(sizeof(Work) <= 64);  // SharedLayout::kWorkBytes
+static_assert(sizeof(Work) <= 72);  // SharedLayout::kWorkBytes
 
 // What a row of the tile is.
 struct RowPlace {
@@ -124,6 +131,19 @@ __device__ __forceinline__ KeyRange keys_of_token(const Params& p, const Work& w
   return keys;
 }
 
+// Keys [begin, end) that query token `token` of the request does not see, whatever else it may.
+__device__ __forceinline__ KeyRange hidden_from(const Params& p, const Work& w, int token) {
+  if (p.hidden_keys == nullptr) return {INT32_MAX, INT32_MAX};
+  const int32_t* keys = p.hidden_keys + 2 * (static_cast<int64_t>(w.first_q_token) + token);
+  return {keys[0], keys[1]};
+}
+
+__device__ __forceinline__ bool hides(const Params& p, const Work& w, int token, int key) {
+  if (p.hidden_keys == nullptr) return false;
+  const KeyRange hidden = hidden_from(p, w, token);
+  return key >= hidden.begin && key < hidden.end;
+}
+
 // Bounds of the keys that some of tokens [first, last] of the request see, and of keys that all of them see. In a tree
 // each may have any depth.
 __device__ __forceinline__ KeyRange keys_of_some(const Params& p, const Work& w, int first, int last) {
@@ -132,8 +152,10 @@ __device__ __forceinline__ KeyRange keys_of_some(const Params& p, const Work& w,
 }
 __device__ __forceinline__ KeyRange keys_of_all(const Params& p, const Work& w, int first, int last) {
   const int64_t deepest = p.tree_mask != nullptr ? w.seqlen_k - 1 : static_cast<int64_t>(w.draft) + last;
-  const int end = keys_at(p, static_cast<int64_t>(w.draft) + first, w.seqlen_k).end;
-  return {keys_at(p, deepest, w.seqlen_k).begin, p.tree_mask != nullptr ? min_of(end, max_of(w.draft, 0)) : end};
+  int end = keys_at(p, static_cast<int64_t>(w.draft) + first, w.seqlen_k).end;
+  if (p.tree_mask != nullptr) end = min_of(end, max_of(w.draft, 0));
+  if (p.hidden_keys != nullptr) end = min_of(end, hidden_from(p, w, first).begin);  // no later token's is lower
+  return {keys_at(p, deepest, w.seqlen_k).begin, end};
 }
 
 // How many blocks of heads take turns over a request's tiles: as many as have their keys in half of L2. The others
@@ -187,6 +209,22 @@ __device__ __forceinline__ int decode_request(const Params& p, int request, int6
   return clamp(static_cast<int64_t>(end) - w.first_q_token, 0, p.num_q_tokens - w.first_q_token);
 }
 
+// Leaves out tiles that are hidden from all tokens of the work. `tiles`: those from `tile_begin` on.
+template <int kKeys>
+__device__ __forceinline__ void leave_gap(const Params& p, int tile_begin, int& tiles, Work& w) {
+  w.gap_begin = INT32_MAX;
+  w.gap_tiles = 0;
+  if (p.hidden_keys == nullptr) return;
+  const int64_t begin = hidden_from(p, w, w.first_token + w.num_tokens - 1).begin;
+  const int end = hidden_from(p, w, w.first_token).end;
+  const int first = clamp((begin + kKeys - 1) / kKeys, tile_begin, tile_begin + tiles);
+  const int count = clamp(end / kKeys, first, tile_begin + tiles) - first;
+  if (count == 0) return;
+  w.gap_begin = first;
+  w.gap_tiles = count;
+  tiles -= count;
+}
+
 // The rest: rows `chunk` of a tile of the plan, a block of heads, and a piece of its keys. Without tokens: no such
 // tile.
 template <int kKeys>
@@ -208,7 +246,8 @@ __device__ __forceinline__ void place_work(const Params& p, const Schedule& s, i
   w.known_begin = keys_at(p, w.draft, w.seqlen_k).begin;
   w.known_end = p.tree_mask != nullptr ? clamp(w.draft, 0, w.seqlen_k) : w.seqlen_k;
   const int tile_begin = w.key_begin / kKeys;
-  const int tiles = w.key_end > w.key_begin ? ceil_div(w.key_end, kKeys) - tile_begin : 0;
+  int tiles = w.key_end > w.key_begin ? ceil_div(w.key_end, kKeys) - tile_begin : 0;
+  leave_gap<kKeys>(p, tile_begin, tiles, w);
   w.tile_begin = tile_begin;
   w.tile_end = tile_begin + tiles;
   if (pieces > 1) {
@@ -284,7 +323,8 @@ __device__ __forceinline__ bool decode_work(const Params& p, const Schedule& s, 
 // draft token. It may hold anything, so its values are brought row by row and replaced with zeros.
 template <int kKeys>
 __device__ __forceinline__ bool is_edge(const Work& w, int tile) {
-  return tile * kKeys < w.known_begin || (tile + 1) * kKeys > w.known_end;
+  const int place = w.place_of(tile);
+  return place * kKeys < w.known_begin || (place + 1) * kKeys > w.known_end;
 }
 
 // Whether a tree mask leaves draft token `draft` to query token `token` of the request.

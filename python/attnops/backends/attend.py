@@ -103,6 +103,7 @@ def fmha_paged(
     plans: Mapping[int, FmhaPlan],
     out: Tensor,
     report: Tensor | None,
+    hidden_keys: Tensor | None = None,
 ) -> None:
     """A step with K and V in pages. A layer that is not causal has its window on both sides."""
     pool, table = _cache_of(layer, batch, step)
@@ -123,6 +124,7 @@ def fmha_paged(
         logit_cap=layer.logit_cap,
         sinks=layer.sinks,
         tree_mask=None if batch.tree_mask is None else batch.tree_mask.flatten(0, 1),
+        hidden_keys=hidden_keys,
         out=heads("out", out, layer.num_heads, layer.v_head_dim),
         report=report,
         k_scale=k_scale,

@@ -10,7 +10,7 @@ from torch import Tensor
 from attnops import ops
 from attnops.backends import attend
 from attnops.backends.base import LayerCall
-from attnops.backends.multi_item import MultiItemSteps
+from attnops.backends.multi_item import hidden_keys_of
 from attnops.backends.store import store_kv
 from attnops.graph_buffers import MAX_CACHED_STEPS, PagedBuffers, PagedStep
 from attnops.metadata.fmha_plan import FmhaPlan
@@ -47,7 +47,7 @@ class FmhaSteps:
         self._even_bounds: dict[int, Tensor] = {}
         self._steps: dict[tuple[int, int, int, bool], FmhaStep] = {}
         self._spec = spec
-        self._items: MultiItemSteps | None = None  # made at the first step that has some
+        self._hidden_keys: Tensor | None = None  # of a step with items
 
     def step(self, batch: AttentionBatch, paged: PagedStep) -> FmhaStep:
         """The views of the batch's shape: host work.
@@ -66,12 +66,16 @@ class FmhaSteps:
         return self._steps[key]
 
     def plan(self, step: FmhaStep, batch: AttentionBatch) -> None:
-        """The plans of a step whose page tables are built: device work."""
+        """The plans of a step whose page tables are built: device work.
+
+        Raises:
+            NotImplementedError: the batch has items, and the model windows or chunks.
+        """
+        self._hidden_keys = None
         if batch.multi_item is not None:
-            if self._items is None:
-                self._items = MultiItemSteps(self._spec, self._limits, self._device)
-            self._items.build(batch, step.paged)
-            return
+            if self._spec.sliding_window_size >= 0 or self._spec.attention_chunk_size > 0:
+                raise NotImplementedError("attnops: multi-item scoring knows no windows or chunks")
+            self._hidden_keys = hidden_keys_of(batch, step.cu_seqlens_q)
         keys = batch.cache_seqlens if self._has_cache else None
         for plan in step.plans.values():
             ops.fmha_plan(plan, step.cu_seqlens_q, cache_seqlens=keys)
@@ -90,15 +94,13 @@ class FmhaSteps:
                 raise ValueError("attnops: an encoder's layer needs k and v")
             attend.fmha_varlen(call.q, call.k, call.v, layer, step.cu_seqlens_q, step.plans, call.out, report)
             return
-        if batch.multi_item is not None:
-            assert self._items is not None, "plan has run"
-            self._items.attend(call, step.paged, report)
-            return
         if call.save_kv_cache and call.k is not None:
             if call.v is None:
                 raise ValueError("attnops: a layer that stores k needs v")
             store_kv(layer, batch, step.paged, call.k, call.v, report)
-        attend.fmha_paged(call.q, layer, batch, step.paged, step.cu_seqlens_q, step.plans, call.out, report)
+        attend.fmha_paged(
+            call.q, layer, batch, step.paged, step.cu_seqlens_q, step.plans, call.out, report, self._hidden_keys
+        )
 
     def bounds(self, batch: AttentionBatch, paged: PagedStep) -> Tensor:
         """int32 ``[B + 1]``: where the queries of each request begin."""

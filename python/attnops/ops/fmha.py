@@ -69,6 +69,7 @@ def fmha_varlen(
     logit_cap: float = 0.0,
     sinks: Tensor | None = None,
     tree_mask: Tensor | None = None,
+    hidden_keys: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     out: Tensor | None = None,
@@ -94,6 +95,9 @@ def fmha_varlen(
         sinks: float32 ``[H_q]``, one more logit per head, with no value; `lse` leaves it out.
         tree_mask: uint8 ``[T, >= ceil(max S_q / 8)]``, little-endian bits. Query i sees new token j of its request when
             bit j is set, in place of the causal rule. Keys before the new tokens stay visible. Windows apply too.
+        hidden_keys: int32 ``[T, 2]``: query i does not see keys ``[hidden_keys[i, 0], hidden_keys[i, 1])`` of its
+            request, whatever else it may. Within a request neither bound falls from a query to the next. Tiles of keys
+            that no query of a tile sees are not read. Keys that nobody sees must not be NaN.
         k_scale, v_scale: float32 ``[1]`` or ``[H_kv]``: real value = stored x scale. A scale of
             float8_e4m3fn queries is multiplied into k_scale.
         out: Destination ``[T, H_q, D_v]`` in q's dtype, bfloat16 for float8_e4m3fn; allocated when None.
@@ -137,6 +141,7 @@ def fmha_varlen(
         plan.semaphores,
         plan.pieces,
         plan.partial,
+        hidden_keys,
     )
     return out, lse
 
@@ -159,6 +164,7 @@ def fmha_paged(
     logit_cap: float = 0.0,
     sinks: Tensor | None = None,
     tree_mask: Tensor | None = None,
+    hidden_keys: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     out: Tensor | None = None,
@@ -211,6 +217,7 @@ def fmha_paged(
         plan.semaphores,
         plan.pieces,
         plan.partial,
+        hidden_keys,
     )
     return out, lse
 

@@ -115,11 +115,12 @@ __global__ void __launch_bounds__(kTileThreads)
       float top = largest[h];
 #pragma unroll
       for (int j = 0; j < kTileKeys / kColumns; ++j) {
-        const int key = tile * kTileKeys + column + kColumns * j;
+        const int key = w.place_of(tile) * kTileKeys + column + kColumns * j;
         float& score = scores[h][j];
         score *= scale;
         if (p.logit_cap > 0.f) score = p.logit_cap * tanhf(score / p.logit_cap);
         bool seen = key >= keys[h].begin && key < keys[h].end && token[h] < w.num_tokens;
+        if (seen && p.hidden_keys != nullptr) seen = !sm90::hides(p, w, w.first_token + token[h], key);
         if (seen && p.tree_mask != nullptr) seen = sm90::tree_allows(p, w, w.first_token + token[h], key - w.draft);
         if (!seen) score = -INFINITY;
         top = fmaxf(top, score);
