@@ -122,7 +122,7 @@ struct Scale {
 inline Scale checked_scale(const char* op, const char* name, const OptionalTensor& scale, const Tensor& q, bool fp8,
                            int64_t num_heads) {
   if (!scale) return {nullptr, 0};
-  if (!fp8) fail(op, std::string(name) + " must be absent: the bound pages are not float8_e4m3fn");
+  if (!fp8) fail(op, std::string(name) + " must be absent: the bound pages are not FP8");
   TensorCheck(op, name, *scale).device_as("q", q).dtype({DType::kFloat32}).rank(1).contiguous();
   const int64_t size = scale->size(0);
   if (size != 1 && size != num_heads) {
@@ -136,7 +136,8 @@ inline Scale checked_scale(const char* op, const char* name, const OptionalTenso
 inline DType checked_new_rows(const char* op, const char* name, const Tensor& rows, const Tensor& q, DType pages,
                               bool has_scale) {
   const TensorCheck check(op, name, rows);
-  check.device_as("q", q).dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kFloat8E4M3});
+  check.device_as("q", q).dtype(
+      {DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kFloat8E4M3, DType::kFloat8E5M2});
   const DType dtype = dtype_of(rows);
   const bool quantizes = pages != dtype && size_of(pages) == 1 && size_of(dtype) > 1;
   if (dtype != pages && !quantizes) {

@@ -66,7 +66,7 @@ inline XqaCall checked_call(const XqaArguments& a, const XqaBound& bound) {
   p.out_stride_request = out.stride_token * p.seqlen_q;
   p.cache_seqlens = checked_seqlens(kXqaLayer, a.cache_seqlens, a.q, p.batch_size);
   take_options(kXqaLayer, p, a.tree_mask, a.sinks, a.q);
-  const bool fp8 = p.kv_dtype == DType::kFloat8E4M3;
+  const bool fp8 = size_of(p.kv_dtype) == 1;
   const Scale k_scale = checked_scale(kXqaLayer, "k_scale", a.k_scale, a.q, fp8, p.num_kv_heads);
   const Scale v_scale = checked_scale(kXqaLayer, "v_scale", a.v_scale, a.q, fp8, p.num_kv_heads);
   p.k_scale = k_scale.data, p.k_scale_stride = k_scale.stride;

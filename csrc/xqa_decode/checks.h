@@ -101,7 +101,7 @@ class Checker {
 
   void check_pages() {
     const TensorCheck k_check = check("k_pages", a_.k_pages);
-    k_check.dtype({dtype_of(a_.q), DType::kFloat8E4M3})
+    k_check.dtype({dtype_of(a_.q), DType::kFloat8E4M3, DType::kFloat8E5M2})
         .shape({num_pages_, page_size_, num_kv_heads_, head_dim_})
         .dense_last();
     k_check.size_at_least(1, "page_size", 1, "a page holds a token");

@@ -14,7 +14,8 @@
 namespace attnops::xqa_decode {
 namespace {
 
-// Kernels multiply in the type of q; FP8 pages are multiplied in fp16, which holds every e4m3 value, for either type.
+// Kernels multiply in the type of q; FP8 pages are multiplied in fp16, which holds every value of theirs, for either
+// type.
 struct Impl {
   const char* name;
   DType dtype;  // of q, when the pages have it too
@@ -30,7 +31,7 @@ struct Impl {
   }
 
   std::string reject(const Params& p) const {
-    const bool fp8 = p.kv_dtype == DType::kFloat8E4M3, q_is_wide = p.dtype == DType::kFloat32;
+    const bool fp8 = size_of(p.kv_dtype) == 1, q_is_wide = p.dtype == DType::kFloat32;
     if (dtype == DType::kFloat32) {
       if (!q_is_wide) return std::string("takes q of float32, got ") + name_of(p.dtype);
     } else if (p.kv_dtype != kv_dtype) {
@@ -69,6 +70,7 @@ constexpr Impl kImpls[] = {
     {"bf16_hd64", DType::kBFloat16, DType::kBFloat16, 64, &launch_bf16_hd64},
     {"fp16_hd64", DType::kFloat16, DType::kFloat16, 64, &launch_fp16_hd64},
     {"fp8_hd64", DType::kFloat16, DType::kFloat8E4M3, 64, &launch_fp8_hd64},
+    {"e5m2_hd64", DType::kFloat16, DType::kFloat8E5M2, 64, &launch_e5m2_hd64},
 #if defined(ATTNOPS_HAS_SM90)
     {"sm90_cluster_wgmma_bf16_hd128", DType::kBFloat16, DType::kBFloat16, 128, &sm90::launch_cluster_wgmma_bf16_hd128,
      &sm90::reject_cluster_wgmma},
@@ -110,6 +112,8 @@ constexpr Impl kImpls[] = {
     {"fp16_hd256", DType::kFloat16, DType::kFloat16, 256, &launch_fp16_hd256},
     {"fp8_hd128", DType::kFloat16, DType::kFloat8E4M3, 128, &launch_fp8_hd128},
     {"fp8_hd256", DType::kFloat16, DType::kFloat8E4M3, 256, &launch_fp8_hd256},
+    {"e5m2_hd128", DType::kFloat16, DType::kFloat8E5M2, 128, &launch_e5m2_hd128},
+    {"e5m2_hd256", DType::kFloat16, DType::kFloat8E5M2, 256, &launch_e5m2_hd256},
     {"fp32", DType::kFloat32, DType::kFloat32, 256, &launch_fp32},  // FP8 pages, too
 };
 

@@ -137,7 +137,7 @@ _ROWS: dict[str, Callable[[Capability], str]] = {
     "tested on its hardware": lambda c: "no: by name only" if c.untested_on_hardware else "yes",
     "modes": _modes,
     "q": lambda c: names(c.dtypes),
-    "cache": lambda c: ", ".join(["as q", *sorted(DTYPE_NAMES[d] for d in c.kv_dtypes)]),
+    "cache": lambda c: ", ".join(["as q", *sorted(DTYPE_NAMES[d] for d in c.kv_dtypes | (c.mla_kv_dtypes or set()))]),
     "head dims": lambda c: "-" if c.head_dims is None else str(c.head_dims),
     "MLA": lambda c: _yes(c.mla),
     "page size": lambda c: "any" if c.page_sizes is None else ", ".join(map(str, sorted(c.page_sizes))),

@@ -73,7 +73,8 @@ def _draw_spec(draw: Draw, name: str) -> AttentionSpec:
         "deterministic": capability.deterministic and draw.chance(0.25),
     }
     if capability.mla and (capability.head_dims is None or draw.chance(0.35)):
-        kinds = [None, *sorted(capability.kv_dtypes & {FP8, torch.uint8}, key=str)]
+        of_mla = capability.kv_dtypes if capability.mla_kv_dtypes is None else capability.mla_kv_dtypes
+        kinds = [None, *sorted(of_mla & {FP8, torch.uint8}, key=str)]
         options["kv_dtype"] = draw.pick(kinds)
         if capability.mla_dtypes is not None:
             options["dtype"] = draw.pick(sorted(capability.mla_dtypes, key=str))

@@ -114,7 +114,7 @@ ERRORS = [
     ({"seqlens": lambda c: c.seqlens[:2]}, r"cache_seqlens\.shape\[0\] \(batch_size\) must be 3 .*got 2"),
     ({"seqlens": lambda c: c.seqlens.long()}, "cache_seqlens must have dtype int32, got int64"),
     ({"sinks": lambda c: c.sinks[:7]}, r"sinks\.shape\[0\] \(num_q_heads\) must be 8 .*got 7"),
-    ({"k_scale": lambda c: torch.ones(1)}, "k_scale must be absent: the bound pages are not float8_e4m3fn"),
+    ({"k_scale": lambda c: torch.ones(1)}, "k_scale must be absent: the bound pages are not FP8"),
     (
         {"tree_mask": lambda c: torch.zeros(B, 3, 1, dtype=torch.uint8)},
         r"tree_mask\.shape\[1\] \(seqlen_q\) must be 2",

@@ -12,7 +12,7 @@ import torch
 from attnops import info, reference
 from mla_calls import SCALE
 from mla_calls import decode as decode_mla
-from problems import FP8, FP8_NAN, mla_problem, paged_problem, poisoned, write_tokens
+from problems import E5M2, FP8, FP8_NAN, mla_problem, paged_problem, poisoned, write_tokens
 from torch import Tensor
 from xqa_decoding import decode as decode_xqa
 
@@ -36,6 +36,7 @@ XQA_ROWS = {
     "sm90_fp8_hd64": {"kv_dtype": FP8, **MANY_ROWS},
     "sm90_gather_fp8_hd64": {"kv_dtype": FP8, **MANY_ROWS, "page_size": 5},
     "fp8_hd64": {"kv_dtype": FP8, "checked": True},
+    "e5m2_hd64": {"kv_dtype": E5M2},
     "sm90_cluster_wgmma_bf16_hd128": {"head_dim": 128},
     "sm90_cluster_wgmma_fp16_hd128": {"head_dim": 128, "dtype": FP16},
     "sm90_cluster_gather_bf16_hd128": {"head_dim": 128, "page_size": 3},
@@ -62,6 +63,8 @@ XQA_ROWS = {
     "fp16_hd256": {"head_dim": 256, "dtype": FP16, "checked": True},
     "fp8_hd128": {"head_dim": 128, "kv_dtype": FP8, "checked": True},
     "fp8_hd256": {"head_dim": 256, "kv_dtype": FP8, "checked": True},
+    "e5m2_hd128": {"head_dim": 128, "kv_dtype": E5M2},
+    "e5m2_hd256": {"head_dim": 256, "kv_dtype": E5M2},
     "fp32": {"dtype": FP32},
 }
 # Kernels that a row chooses among by the rows of q, the pages and what the call asks for have a word more.
@@ -179,9 +182,9 @@ def case_of(op: str, row: str, lengths=LENGTHS, seqlen_q: int = 1) -> Case:
 
 def finite(pool: Tensor) -> Tensor:
     """The pool without a NaN in any byte, in the same strides: whatever page is read, what comes out is a number."""
-    if pool.dtype in (FP8, ROW):
+    if pool.dtype in (FP8, E5M2, ROW):
         raw = pool.view(torch.uint8)
-        nan = raw & 0x7F == FP8_NAN if pool.dtype == FP8 else raw == 0xFF
+        nan = raw == 0xFF if pool.dtype == ROW else raw & 0x7F == FP8_NAN
         values = torch.where(nan, torch.full_like(raw, 0x30), raw).view(pool.dtype)
     else:
         values = torch.where(pool.isnan(), torch.full_like(pool, 0.5), pool)

@@ -397,7 +397,7 @@ def hide_unseen(problem: PagedProblem | MlaProblem, seen: Tensor) -> None:
                 continue
             page = int(problem.page_table[request, position // page_size])
             for pool in pools:
-                one_byte = pool.dtype == FP8
+                one_byte = pool.dtype in (FP8, E5M2)
                 (pool.view(torch.uint8) if one_byte else pool)[page, position % page_size] = (
                     FP8_NAN if one_byte else 0xFF if pool.dtype == torch.uint8 else math.nan
                 )

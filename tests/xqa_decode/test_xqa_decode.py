@@ -7,7 +7,7 @@ import pytest
 import torch
 from attnops import ops, reference
 from checks import MAX_RELATIVE_ERROR, MAX_RELATIVE_ERROR_FP8, assert_attention_close, assert_lse_close, relative_error
-from problems import FP8, LAYOUTS, hide_unseen, paged_problem, random_tree_mask
+from problems import E5M2, FP8, LAYOUTS, hide_unseen, paged_problem, random_tree_mask
 from xqa_decoding import assert_decodes, decode, isas_here, make_plan
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -140,12 +140,32 @@ class TestEqualsFloat64:
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("scales", ["none", "tensor", "head"])
-    def test_fp8(self, device, dtype, scales):
+    def test_e4m3(self, device, dtype, scales):
         problem = paged_problem(LENGTHS, 2, head_dim=128, dtype=dtype, kv_dtype=FP8, scales=scales).to(device)
         assert_decodes(problem, seqlen_q=2)
         out, _ = decode(problem, seqlen_q=2)
         expected, _ = problem.expected_unquantized()
         assert_attention_close(out, expected, dtype, bound=MAX_RELATIVE_ERROR_FP8)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("head_dim", [64, 40, 128, 256])
+    @pytest.mark.parametrize("scales", ["none", "tensor", "head"])
+    def test_e5m2(self, device, dtype, head_dim, scales):
+        options = {"head_dim": head_dim, "dtype": dtype, "kv_dtype": E5M2, "scales": scales}
+        for heads, seqlen_q in (((8, 2), 1), ((8, 2), 3), ((40, 2), 2)):
+            num_q_heads, num_kv_heads = heads
+            problem = paged_problem(LENGTHS, seqlen_q, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, **options)
+            assert_decodes(problem.to(device), seqlen_q=seqlen_q, logit_cap=5.0, window_left=40)
+
+    def test_every_e5m2_value(self, device):
+        options = {"num_q_heads": 1, "num_kv_heads": 1, "head_dim": 256, "kv_dtype": E5M2, "scales": "none"}
+        problem = paged_problem([1], page_size=1, **options)
+        codes = torch.arange(256, dtype=torch.uint8)
+        page = problem.page_table[0, 0]
+        problem.k_pages[page].view(torch.uint8).zero_()
+        problem.v_pages[page].view(torch.uint8).copy_(codes)
+        out, _ = decode(problem.to(device), num_sm_parts=1)
+        torch.testing.assert_close(out.view(-1).float().cpu(), codes.view(E5M2).float(), rtol=0, atol=0, equal_nan=True)
 
     def test_scales_apply_to_wide_kv_too(self, device):
         problem = paged_problem([70], dtype=torch.float32).to(device)

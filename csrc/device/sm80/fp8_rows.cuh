@@ -1,4 +1,6 @@
 #pragma once
+#include <cuda_fp8.h>
+
 #include <type_traits>
 
 #include "device/sm80/mma.cuh"
@@ -17,6 +19,15 @@ __device__ __forceinline__ void cp_async_8(uint32_t destination, const void* sou
 __device__ __forceinline__ void e5m2x4_to_half(uint32_t bytes, uint32_t& low, uint32_t& high) {
   low = __byte_perm(bytes, 0, 0x1404);
   high = __byte_perm(bytes, 0, 0x3424);
+}
+
+template <typename Fp8>
+__device__ __forceinline__ void fp8x4_to_half(uint32_t bytes, uint32_t& low, uint32_t& high) {
+  if constexpr (std::is_same_v<Fp8, __nv_fp8_e5m2>) {
+    e5m2x4_to_half(bytes, low, high);
+  } else {
+    e4m3x4_to_half(bytes, low, high);
+  }
 }
 
 // Eight elements as eight of T. Every FP8 value is exact in fp16 and bf16, but NaN of e4m3 before sm_89.

@@ -60,6 +60,7 @@ struct Impl {
   int head_dim_multiple;
   const TileKernel* plain;  // KV of the query's dtype
   const TileKernel* fp8;    // KV float8_e4m3fn
+  const TileKernel* e5m2;   // KV float8_e5m2; null: not served
 
   std::string reject(const ImplKey& key) const;
 };

@@ -51,10 +51,11 @@ void launch_rows(const Params& p, cudaStream_t stream) {
 }
 
 // A warp has one row tile, or two when there are more than 8 query rows.
-template <typename T, bool kFp8, int kHeadDim>
+template <typename T, bool kFp8, int kHeadDim, typename Fp8 = __nv_fp8_e4m3>
 void launch(const Params& p, cudaStream_t stream) {
-  if (p.seqlen_q * (p.num_q_heads / p.num_kv_heads) <= 8) return launch_rows<Traits<T, kFp8, kHeadDim, 1>>(p, stream);
-  launch_rows<Traits<T, kFp8, kHeadDim, 2>>(p, stream);
+  if (p.seqlen_q * (p.num_q_heads / p.num_kv_heads) <= 8)
+    return launch_rows<Traits<T, kFp8, kHeadDim, 1, Fp8>>(p, stream);
+  launch_rows<Traits<T, kFp8, kHeadDim, 2, Fp8>>(p, stream);
 }
 
 }  // namespace attnops::xqa_decode

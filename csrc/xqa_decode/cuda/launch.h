@@ -15,6 +15,9 @@ void launch_fp16_hd256(const Params& params, CUstream_st* stream);
 void launch_fp8_hd64(const Params& params, CUstream_st* stream);
 void launch_fp8_hd128(const Params& params, CUstream_st* stream);
 void launch_fp8_hd256(const Params& params, CUstream_st* stream);
+void launch_e5m2_hd64(const Params& params, CUstream_st* stream);
+void launch_e5m2_hd128(const Params& params, CUstream_st* stream);
+void launch_e5m2_hd256(const Params& params, CUstream_st* stream);
 void launch_fp32(const Params& params, CUstream_st* stream);  // any head dim
 
 }  // namespace attnops::xqa_decode

@@ -2,7 +2,7 @@
 #include <cmath>
 
 #include "device/common/tree_rows.cuh"
-#include "device/sm80/mma.cuh"
+#include "device/sm80/fp8_rows.cuh"
 #include "xqa_decode/cuda/pieces.cuh"
 
 namespace attnops::xqa_decode {
@@ -79,10 +79,10 @@ struct RowTile {
         if constexpr (Tr::kFp8) {
           uint32_t w[4];
           ldmatrix_x4(w, (address ^ (s * 16)) + m * 16 * Tr::kKeyBytes);
-          e4m3x4_to_half(w[0], a0[0], a0[2]);
-          e4m3x4_to_half(w[1], a0[1], a0[3]);
-          e4m3x4_to_half(w[2], a1[0], a1[2]);
-          e4m3x4_to_half(w[3], a1[1], a1[3]);
+          fp8x4_to_half<typename Tr::Fp8>(w[0], a0[0], a0[2]);
+          fp8x4_to_half<typename Tr::Fp8>(w[1], a0[1], a0[3]);
+          fp8x4_to_half<typename Tr::Fp8>(w[2], a1[0], a1[2]);
+          fp8x4_to_half<typename Tr::Fp8>(w[3], a1[1], a1[3]);
         } else {
           ldmatrix_x4(a0, (address ^ (s * 32)) + m * 16 * Tr::kKeyBytes);
           ldmatrix_x4(a1, (address ^ (s * 32 + 32)) + m * 16 * Tr::kKeyBytes);
@@ -229,10 +229,10 @@ struct RowTile {
           uint32_t w[4];
           ldmatrix_x4_trans(w, (address ^ (j * 16)) + m * 16 * Tr::kKeyBytes);
           uint32_t a0[4], a1[4];
-          e4m3x4_to_half(__byte_perm(w[0], 0, 0x3120), a0[0], a0[1]);
-          e4m3x4_to_half(__byte_perm(w[1], 0, 0x3120), a0[2], a0[3]);
-          e4m3x4_to_half(__byte_perm(w[2], 0, 0x3120), a1[0], a1[1]);
-          e4m3x4_to_half(__byte_perm(w[3], 0, 0x3120), a1[2], a1[3]);
+          fp8x4_to_half<typename Tr::Fp8>(__byte_perm(w[0], 0, 0x3120), a0[0], a0[1]);
+          fp8x4_to_half<typename Tr::Fp8>(__byte_perm(w[1], 0, 0x3120), a0[2], a0[3]);
+          fp8x4_to_half<typename Tr::Fp8>(__byte_perm(w[2], 0, 0x3120), a1[0], a1[1]);
+          fp8x4_to_half<typename Tr::Fp8>(__byte_perm(w[3], 0, 0x3120), a1[2], a1[3]);
 #pragma unroll
           for (int n = 0; n < Tr::kRowTiles; ++n) {
             mma_m16n8k16<T>(out[j][n], a0, probs[m][n][0], probs[m][n][1]);

@@ -1,6 +1,7 @@
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <type_traits>
 
@@ -12,10 +13,11 @@ namespace attnops::xqa_decode {
 
 // What the compiler must know of a kernel. Every warp streams its own chunks of keys through its own ring of stages in
 // shared memory; a row tile is 8 query rows, the N of the matrix instruction.
-template <typename T_, bool kFp8_, int kHeadDim_, int kRowTiles_>
+template <typename T_, bool kFp8_, int kHeadDim_, int kRowTiles_, typename Fp8_ = __nv_fp8_e4m3>
 struct Traits {
   using T = T_;                               // of both products: fp16 for FP8 pages, whatever the type of q
-  static constexpr bool kFp8 = kFp8_;         // pages of e4m3
+  static constexpr bool kFp8 = kFp8_;         // pages of Fp8
+  using Fp8 = Fp8_;                           // e4m3 or e5m2
   static constexpr int kHeadDim = kHeadDim_;  // head_dim, rounded up
   static constexpr int kRowTiles = kRowTiles_;
   static constexpr int kRows = 8 * kRowTiles;  // query rows of a warp

@@ -82,7 +82,7 @@ class Capability:
         head_dims: Of MHA, GQA and MQA; None: not served.
         mla: MLA with absorbed queries is served.
         mla_lacks: Fields of this class that do not hold for MLA: "logit_cap", "kv_dtypes", ...
-        mla_archs, mla_dtypes: Those of `archs` and `dtypes` on which it is; None: all.
+        mla_archs, mla_dtypes, mla_kv_dtypes: Those of `archs`, `dtypes` and `kv_dtypes` for which it is; None: all.
         page_sizes: None: all. mla_page_sizes: Of MLA; None: `page_sizes`.
         widens_pages: Its kernels know pages of one token only: tables of any page size become tables of tokens.
         sliding_window, swa_pool, logit_cap, sinks, tree_mask: Options.
@@ -116,6 +116,7 @@ class Capability:
     mla_lacks: frozenset[str] = frozenset()
     mla_archs: frozenset[int] | None = None
     mla_dtypes: frozenset[torch.dtype] | None = None
+    mla_kv_dtypes: frozenset[torch.dtype] | None = None
     page_sizes: frozenset[int] | None = None
     mla_page_sizes: frozenset[int] | None = None
     widens_pages: bool = False
@@ -160,8 +161,9 @@ class Capability:
         return [reason for holds, reason in checks if not holds]
 
     def _cache_checks(self, spec: AttentionSpec) -> list[tuple[bool, str]]:
-        taken = ", ".join(["a cache of the model's dtype", *sorted(DTYPE_NAMES[d] for d in self.kv_dtypes)])
-        served = spec.cache_dtype == spec.dtype or spec.cache_dtype in self.kv_dtypes
+        kv_dtypes = self.mla_kv_dtypes if spec.is_mla and self.mla_kv_dtypes is not None else self.kv_dtypes
+        taken = ", ".join(["a cache of the model's dtype", *sorted(DTYPE_NAMES[d] for d in kv_dtypes)])
+        served = spec.cache_dtype == spec.dtype or spec.cache_dtype in kv_dtypes
         of_mla = spec.is_mla and self.mla_page_sizes is not None
         sizes = sorted((self.mla_page_sizes if of_mla else self.page_sizes) or ())
         return [

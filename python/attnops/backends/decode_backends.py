@@ -84,7 +84,7 @@ class TRTLLMHAAttnBackend(DecodeBackend):
         _DECODES,
         archs=PORTABLE_ARCHS,
         attn_types=frozenset({AttentionType.DECODER, AttentionType.DECODER_BIDIRECTIONAL}),
-        kv_dtypes=frozenset({torch.float8_e4m3fn}),
+        kv_dtypes=frozenset({torch.float8_e4m3fn, torch.float8_e5m2}),
         head_dims=HeadDims(32, 256, 8),
         swa_pool=True,
     )

@@ -71,8 +71,8 @@ def xqa_decode(
     Args:
         q: ``[B, S_q, H_q, D]`` or ``[B * S_q, H_q, D]`` (float32, float16, bfloat16), last dim dense. Row i of a
             request is its token ``cache_seqlens - S_q + i``.
-        k_pages, v_pages: ``[P, page_size, H_kv, D]`` in q's dtype or float8_e4m3fn, last dim dense, any other strides,
-            any page size. The new tokens are stored already (`ops.store_kv`).
+        k_pages, v_pages: ``[P, page_size, H_kv, D]`` in q's dtype, or float8_e4m3fn or float8_e5m2 (slower), last dim
+            dense, any other strides, any page size. The new tokens are stored already (`ops.store_kv`).
         page_table: int32 ``[B, max_pages]``; or, with `kv_indptr`, the flat ``[num_indices]``. Cells beyond a request's
             length are not read.
         cache_seqlens: int32 ``[B]``, the new tokens included. A request of length 0 gets zeros and ``-inf``.

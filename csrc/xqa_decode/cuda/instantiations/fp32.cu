@@ -1,4 +1,5 @@
 #include "device/common/tree_rows.cuh"
+#include "device/sm80/fp8_rows.cuh"
 #include "xqa_decode/cuda/launch.cuh"
 
 // float32 queries, in plain arithmetic: for checks and for models that nobody serves at speed. A thread scores one key
@@ -9,10 +10,15 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kKeys = kThreads;  // of a step
 
-__device__ float element(const void* pages, bool fp8, int64_t at) {
-  if (!fp8) return static_cast<const float*>(pages)[at];
+__device__ float element(const void* pages, DType dtype, int64_t at) {
+  if (dtype == DType::kFloat32) return static_cast<const float*>(pages)[at];
+  const uint32_t byte = static_cast<const uint8_t*>(pages)[at];
   uint32_t low, high;
-  e4m3x4_to_half(static_cast<const uint8_t*>(pages)[at], low, high);
+  if (dtype == DType::kFloat8E5M2) {
+    e5m2x4_to_half(byte, low, high);
+  } else {
+    e4m3x4_to_half(byte, low, high);
+  }
   return __low2float(*reinterpret_cast<const __half2*>(&low));
 }
 
@@ -63,7 +69,6 @@ __device__ void run_row(const Params& p, const Shape& shape, const PieceWalk& pi
   float* probs = shared;
   float* scratch = shared + kKeys;
   float* query = scratch + 8;
-  const bool fp8 = p.kv_dtype == DType::kFloat8E4M3;
   const int row_token = row / shape.group, head = place.kv_head * shape.group + row % shape.group;
   const auto* q = static_cast<const float*>(p.q) + place.request * p.q_stride_request + row_token * p.q_stride_token +
                   head * p.q_stride_head;
@@ -78,7 +83,7 @@ __device__ void run_row(const Params& p, const Shape& shape, const PieceWalk& pi
     if (key.page >= 0) {
       const int64_t at = key.page * p.k_stride_page + key.offset * p.k_stride_token + place.kv_head * p.k_stride_head;
       score = 0.f;
-      for (int d = 0; d < p.head_dim; ++d) score += query[d] * element(p.k_pages, fp8, at + d);
+      for (int d = 0; d < p.head_dim; ++d) score += query[d] * element(p.k_pages, p.kv_dtype, at + d);
       score *= scale;
       if (p.logit_cap != 0.f) score = p.logit_cap * tanhf(score / p.logit_cap);
     }
@@ -98,7 +103,7 @@ __device__ void run_row(const Params& p, const Shape& shape, const PieceWalk& pi
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int d = threadIdx.x + i * kThreads;
-        if (d < p.head_dim) out[i] += probs[k] * element(p.v_pages, fp8, values[k] + d);
+        if (d < p.head_dim) out[i] += probs[k] * element(p.v_pages, p.kv_dtype, values[k] + d);
       }
     }
     __syncthreads();

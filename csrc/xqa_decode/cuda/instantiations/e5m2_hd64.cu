@@ -1,0 +1,7 @@
+#include "xqa_decode/cuda/launch.cuh"
+
+namespace attnops::xqa_decode {
+void launch_e5m2_hd64(const Params& params, cudaStream_t stream) {
+  launch<__half, true, 64, __nv_fp8_e5m2>(params, stream);
+}
+}  // namespace attnops::xqa_decode
