@@ -89,8 +89,8 @@ def accumulate(
     k, v, k_row, k_step, v_row, v_step, table, num_pages, tree_row, prefix, seqlen_q,
     BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DPE: tl.constexpr, BLOCK_DPE: tl.constexpr,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr, ONE_PAGE: tl.constexpr, SHARED: tl.constexpr,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, TREE: tl.constexpr,
-    FP8: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SIGNED: tl.constexpr,
+    TREE: tl.constexpr, FP8: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over keys [low, high) of a source, taken from `begin`, a multiple of BLOCK_N, to `end`.
 
@@ -98,8 +98,9 @@ def accumulate(
         offset: Position of key 0 of the source in its request.
         nearest: First key in the window of each row.
         k_row, v_row, k_step, v_step: Elements from page to page and from token to token; without pages, of tokens.
-        scale: Positive. ONE_PAGE: the keys of a step lie in one page. SHARED: values are the first DV dimensions of
-            keys, and D is DV. MASKED: some row may not see some key of [begin, end); otherwise every row sees all.
+        scale: Of products; SIGNED: it may be negative.
+        ONE_PAGE: The keys of a step lie in one page. SHARED: values are the first DV dimensions of keys, and D is DV.
+        MASKED: Some row may not see some key of [begin, end); otherwise every row sees all.
 
     Both ways of MASKED do the same arithmetic to a key that is seen, so a row's bits do not depend on it.
     """
@@ -109,6 +110,9 @@ def accumulate(
     step = tl.arange(0, BLOCK_N)
     k_rows = step.to(tl.int64) * k_step  # of a step's keys behind its first, where they follow one another
     v_rows = step.to(tl.int64) * v_step
+    if SIGNED:
+        sign = tl.where(scale < 0, -1.0, 1.0)  # of products, so that the highest one is the highest logit
+        scale = tl.abs(scale)
     if CAP:
         scale = scale / logit_cap
     per_logit = logit_cap * LOG2_E if CAP else tl.maximum(scale * LOG2_E, 1e-37)  # never 0 x inf
@@ -155,6 +159,8 @@ def accumulate(
             else:
                 stored_pe = tl.load(at_pe, mask=(dpe < D + DPE)[None, :], other=0)
             logits = product(q_pe, tl.trans(real_values(stored_pe, FP8, q.dtype)), logits, PRECISION)
+        if SIGNED:
+            logits = logits * sign
         if CAP:
             logits = tanh(logits * scale)
         if MASKED:
@@ -203,8 +209,8 @@ def sweep(
     logit_cap, scale, k, v, k_row, k_step, v_row, v_step, table, num_pages, tree_row, prefix, seqlen_q,
     BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DPE: tl.constexpr, BLOCK_DPE: tl.constexpr,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr, ONE_PAGE: tl.constexpr, SHARED: tl.constexpr,
-    PEEL: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, TREE: tl.constexpr,
-    FP8: tl.constexpr, PRECISION: tl.constexpr,
+    PEEL: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SIGNED: tl.constexpr,
+    TREE: tl.constexpr, FP8: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`accumulate` over [begin, end), where PEEL without masks for the steps within [seen_from, seen_to).
 
@@ -220,20 +226,20 @@ def sweep(
                 acc, highest, total, q, q_pe, begin, tl.minimum(plain, end), low, high, offset, position, nearest,
                 window_left, logit_cap, scale, k, v, k_row, k_step, v_row, v_step, table, num_pages, tree_row, prefix,
                 seqlen_q, BLOCK_N, D, BLOCK_D, DPE, BLOCK_DPE, DV, BLOCK_DV, PAGE_SIZE, ONE_PAGE, SHARED, True, CAUSAL,
-                WINDOW, CAP, TREE, FP8, PRECISION,
+                WINDOW, CAP, SIGNED, TREE, FP8, PRECISION,
             )  # fmt: skip
         masked = plain + tl.maximum(tl.minimum(tl.minimum(seen_to, high), end) - plain, 0) // BLOCK_N * BLOCK_N
         acc, highest, total = accumulate(
             acc, highest, total, q, q_pe, plain, masked, low, high, offset, position, nearest, window_left, logit_cap,
             scale, k, v, k_row, k_step, v_row, v_step, table, num_pages, tree_row, prefix, seqlen_q,
             BLOCK_N, D, BLOCK_D, DPE, BLOCK_DPE, DV, BLOCK_DV, PAGE_SIZE, ONE_PAGE, SHARED, False, CAUSAL, WINDOW,
-            CAP, TREE, FP8, PRECISION,
+            CAP, SIGNED, TREE, FP8, PRECISION,
         )  # fmt: skip
     acc, highest, total = accumulate(
         acc, highest, total, q, q_pe, masked, end, low, high, offset, position, nearest, window_left, logit_cap, scale,
         k, v, k_row, k_step, v_row, v_step, table, num_pages, tree_row, prefix, seqlen_q,
         BLOCK_N, D, BLOCK_D, DPE, BLOCK_DPE, DV, BLOCK_DV, PAGE_SIZE, ONE_PAGE, SHARED, True, CAUSAL, WINDOW,
-        CAP, TREE, FP8, PRECISION,
+        CAP, SIGNED, TREE, FP8, PRECISION,
     )  # fmt: skip
     return acc, highest, total
 
@@ -252,14 +258,15 @@ def attend_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, DPE: tl.constexpr, BLOCK_DPE: tl.constexpr, DV: tl.constexpr, BLOCK_DV:
     tl.constexpr, PAGE_SIZE: tl.constexpr, ONE_PAGE: tl.constexpr, SHARED: tl.constexpr, PEEL: tl.constexpr, UNIFORM:
     tl.constexpr, PAGED: tl.constexpr, NEW: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    SINKS: tl.constexpr, TREE: tl.constexpr, FP8: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, LSE:
-    tl.constexpr, SPLIT: tl.constexpr, SPLIT_TILE: tl.constexpr, PRECISION: tl.constexpr,
+    SINKS: tl.constexpr, FLIP: tl.constexpr, TREE: tl.constexpr, FP8: tl.constexpr, K_SCALE: tl.constexpr,
+    V_SCALE: tl.constexpr, LSE: tl.constexpr, SPLIT: tl.constexpr, SPLIT_TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles of queries, KV heads x blocks of their group, splits).
 
     PAGED: keys come from pages. NEW: from `k_new`; after the pages' prefix where PAGED, else all of them.
     SPLIT: `out` and `lse` are partial results in float32, one per split.
     ONE_PAGE, SHARED, PEEL: As of `accumulate` and `sweep`.
+    FLIP: `softmax_scale` is negative.
     K_SCALE, V_SCALE: 0: none; 1: one per tensor; 2: one per KV head.
     """
     tile = num_tiles - 1 - tl.program_id(0)  # causal: what is last has most keys, so it begins first
@@ -344,16 +351,13 @@ def attend_kernel(
         end = tl.minimum(end, begin + share)
         high = end  # a split may end within a step
 
+    SIGNED: tl.constexpr = FLIP or K_SCALE > 0
     scale = softmax_scale
     value_scale = 1.0
     if K_SCALE:
         scale = scale * tl.load(k_scale + (kv_head if K_SCALE == 2 else 0))
     if V_SCALE:
         value_scale = tl.load(v_scale + (kv_head if V_SCALE == 2 else 0))
-    if scale < 0:  # so that the highest product is the highest logit
-        scale = -scale
-        queries = -queries
-        queries_pe = -queries_pe
     highest = tl.full([BLOCK_Q * BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_Q * BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_Q * BLOCK_H, BLOCK_DV], tl.float32)
@@ -369,7 +373,7 @@ def attend_kernel(
             v_pages + kv_head * vp_head, kp_page, kp_step, vp_page, vp_step,
             page_table + request.to(tl.int64) * table_row, num_pages, tree_row, prefix, count,
             BLOCK_N, D, BLOCK_D, DPE, BLOCK_DPE, DV, BLOCK_DV, PAGE_SIZE, ONE_PAGE, SHARED, PEEL, CAUSAL, WINDOW,
-            CAP, TREE, FP8, PRECISION,
+            CAP, SIGNED, TREE, FP8, PRECISION,
         )  # fmt: skip
     if NEW:
         new_offset = 0
@@ -385,7 +389,7 @@ def attend_kernel(
             new_high, seen_from - new_offset, seen_to - new_offset, new_offset, position, window_begin, window_left,
             logit_cap, scale, k_new + base * kn_step + kv_head * kn_head, v_new + base * vn_step + kv_head * vn_head, 0,
             kn_step, 0, vn_step, page_table, 0, tree_row, prefix, count,
-            BLOCK_N, D, BLOCK_D, DPE, BLOCK_DPE, DV, BLOCK_DV, 0, False, False, PEEL, CAUSAL, WINDOW, CAP,
+            BLOCK_N, D, BLOCK_D, DPE, BLOCK_DPE, DV, BLOCK_DV, 0, False, False, PEEL, CAUSAL, WINDOW, CAP, SIGNED,
             TREE, 0, PRECISION,
         )  # fmt: skip
 

@@ -153,6 +153,7 @@ def attend(
         WINDOW=options.window_left >= 0,
         CAP=options.logit_cap != 0.0,
         SINKS=sinks is not None,
+        FLIP=options.softmax_scale < 0,
         TREE=tree_mask is not None,
         FP8=fp8,
         K_SCALE=k_kind,
