@@ -120,6 +120,19 @@ def test_fp8_pages(kv_dtype, scales, device):
 
 
 @device_of
+@pytest.mark.parametrize("cap", [0.0, 3.0])
+@pytest.mark.parametrize("kv_dtype", [None, E4M3], ids=str)
+def test_scales_may_be_negative(kv_dtype, cap, device):
+    problem = gqa("gqa", [40, 70, 129], [40, 1, 33], kv_dtype=kv_dtype)
+    for sign in (1, -1) if kv_dtype else (1,):
+        if sign < 0:
+            problem = dataclasses.replace(problem, k_scale=-problem.k_scale)
+        for softmax_scale in (0.2, -0.2):
+            options = {"softmax_scale": softmax_scale, "logit_cap": cap}
+            check(calls.unified(problem.to(device), **options), problem, **options)
+
+
+@device_of
 def test_every_fp8_byte_has_its_value(device):
     every = torch.arange(256, dtype=torch.uint8)
     for kind, dtype in ((1, E4M3), (2, E5M2)):
