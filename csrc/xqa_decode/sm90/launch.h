@@ -26,6 +26,7 @@ void launch_fp8_hd64(const Params& params, CUstream_st* stream);
 void launch_fp8_hd128(const Params& params, CUstream_st* stream);
 void launch_gather_fp8_hd64(const Params& params, CUstream_st* stream);
 void launch_gather_fp8_hd128(const Params& params, CUstream_st* stream);
+void launch_fp8_hd256(const Params& params, CUstream_st* stream);
 void launch_gather_fp8_hd256(const Params& params, CUstream_st* stream);
 
 }  // namespace attnops::xqa_decode::sm90
