@@ -27,19 +27,20 @@ EMPTY = [(b, columns, pages, fixed) for b in (0, 1, 3) for columns in (0, 2) for
 
 
 @pytest.mark.parametrize("kv_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 256])  # kernels of their own, whose hosts count clusters
 @pytest.mark.parametrize("seqlen_q", [1, 3])
 @pytest.mark.parametrize("csr", [False, True])
 @pytest.mark.parametrize("device", CPU_AND_CUDA)
-def test_xqa_decode(device, csr, seqlen_q, kv_dtype):
+def test_xqa_decode(device, csr, seqlen_q, dim, kv_dtype):
     dtype = torch.float16 if kv_dtype == torch.float16 else torch.bfloat16
     for batch, columns, pages, fixed in EMPTY:
-        heads = {"num_q_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM, "seqlen_q": seqlen_q}
+        heads = {"num_q_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": dim, "seqlen_q": seqlen_q}
         plan = XqaDecodePlan.allocate(batch, **heads, fixed_split_tokens=fixed, max_seqlen_k=64, device=device)
         seqlens = lengths_of(batch, device)
         ops.xqa_decode_plan(plan, seqlens)
         table = int32(0, device=device) if csr else int32(batch, columns, device=device)
-        pool = torch.full((pages, PAGE, KV_HEADS, DIM), float("nan"), device=device).to(kv_dtype)
-        q = torch.randn(batch, seqlen_q, HEADS, DIM, device=device).to(dtype)
+        pool = torch.full((pages, PAGE, KV_HEADS, dim), float("nan"), device=device).to(kv_dtype)
+        q = torch.randn(batch, seqlen_q, HEADS, dim, device=device).to(dtype)
         indptr = int32(batch + 1, device=device) if csr else None
         for report in (None, int32(8, device=device)):
             out, lse = torch.full_like(q, 7.0), torch.full(q.shape[:-1], 7.0, device=device)

@@ -38,7 +38,7 @@ inline bool clusters_can_meet(const Params& p, int works, int clusters) {
 // and 16 for 256 CTAs.
 inline TeamSize short_team_size(const Params& p) {
   const int works = p.batch_size * p.num_kv_heads, rows = p.seqlen_q * (p.num_q_heads / p.num_kv_heads);
-  const int64_t tiles = (most_visible_tokens(p) + 63) / 64;
+  const int64_t tiles = max_of<int64_t>((most_visible_tokens(p) + 63) / 64, 1);  // of a table without a cell, too
   const bool small = rows <= 8;  // more leave too little of a third of an SM
   if (works > 62) return {2, 1, false};
   if (works > (small ? 32 : 30)) return {4, 1, false};
