@@ -46,6 +46,7 @@ SETS = {
     "initcheck xqa_decode every_row": (ROWS, "test_every_row and xqa_decode"),
     "initcheck mla_decode every_row": (ROWS, "test_every_row and mla_decode"),
     "memcheck fmha every_row": (FMHA, "test_dims_reach_every_row or test_pages"),
+    "memcheck fmha hidden_keys": (["tests/fmha/test_hidden_keys.py"], "bfloat16-None"),
     "racecheck fmha every_row": (FMHA, "test_dims_reach_every_row"),
     "synccheck fmha every_row": (FMHA, "test_dims_reach_every_row"),
     "initcheck fmha every_row": (FMHA, "test_dims_reach_every_row"),

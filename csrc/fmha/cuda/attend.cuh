@@ -69,12 +69,12 @@ class Attention {
 
   // Tiles that some row of the warp sees, and those that all of them see whole.
   __device__ __forceinline__ void set_ranges() {
-    const int first = warp_row_ * s_.pack_inverse >> 16;
+    const int own = warp_row_ * s_.pack_inverse >> 16, first = min_of(own, w_.num_tokens - 1);
     const int last = min_of((warp_row_ + Tr::kWarpRows - 1) * s_.pack_inverse >> 16, w_.num_tokens - 1);
     const sm90::KeyRange some = sm90::keys_of_some(p_, w_, w_.first_token + first, w_.first_token + last);
     const sm90::KeyRange all = sm90::keys_of_all(p_, w_, w_.first_token + first, w_.first_token + last);
     seen_begin_ = w_.tile_of(some.begin / Tr::kKeys);
-    seen_end_ = first < w_.num_tokens ? w_.tile_of(ceil_div(some.end, Tr::kKeys)) : 0;
+    seen_end_ = own < w_.num_tokens ? w_.tile_of(ceil_div(some.end, Tr::kKeys)) : 0;
     full_begin_ = transformed_ ? INT32_MAX : ceil_div(all.begin, Tr::kKeys);
     full_end_ = all.end / Tr::kKeys;
   }
