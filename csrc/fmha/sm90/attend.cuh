@@ -62,7 +62,7 @@ class Consumer {
         pass_by(w);
       }
       finish_piece(w);
-      release(shared_ + Layout::kWorkDone + 8 * work_ring_.stage);
+      hopper::mbarrier_arrive(shared_ + Layout::kWorkDone + 8 * work_ring_.stage);
       work_ring_.advance();
       q_ring_.advance();
     }

@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     }
     for (int i = 0; i < Tr::kWorkStages; ++i) {
       hopper::mbarrier_init(shared + Layout::kWorkKnown + 8 * i, 1);
-      hopper::mbarrier_init(shared + Layout::kWorkDone + 8 * i, kWarps + readers);
+      hopper::mbarrier_init(shared + Layout::kWorkDone + 8 * i, 32 * (kWarps + readers));
     }
     for (int i = 0; i < Tr::kStages; ++i) {
       hopper::mbarrier_init(shared + Layout::kKFull + 8 * i, of_keys);

@@ -246,7 +246,7 @@ class BoxProducer : ProducerBase<Tr> {
     for (;;) {
       hopper::mbarrier_wait(work_known(), work_ring_.phase);
       const Work w = *work_slot();
-      arrive(work_done());  // it has read the work
+      hopper::mbarrier_arrive(work_done());  // it has read the work
       if (w.num_tokens < 0) return;
       work_ring_.advance();
       if (tid_ < 32) {

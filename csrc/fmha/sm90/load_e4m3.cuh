@@ -46,7 +46,7 @@ class E4m3Producer : ProducerBase<Tr> {
       } else {
         bring_by_boxes(w);
       }
-      if (warp_ != 0) arrive(done);
+      if (warp_ != 0) hopper::mbarrier_arrive(done);
     }
   }
 

@@ -28,7 +28,7 @@ class RowProducer : ProducerBase<Tr> {
       if (tid_ == 0) tell(next_work());
       hopper::named_barrier_sync(kProducerBarrier, 128);
       const Work w = *work_slot();
-      if (tid_ >= 32) arrive(work_done());  // it has read the work
+      if (tid_ >= 32) hopper::mbarrier_arrive(work_done());  // it has read the work
       if (w.num_tokens < 0) finish_pending<0>();
       if (tid_ == 0) bring_queries(w);  // those of the last work are free when its last keys are multiplied
       if (w.num_tokens < 0) return;
