@@ -4,6 +4,7 @@ Environment:
     ATTNOPS_BUILD_CUDA: 1 to build the CUDA module, 0 not to; by default, when nvcc is found.
     ATTNOPS_ARCHS: GPU architectures, "80;90a" by default.
     ATTNOPS_FAMILIES: glob of op families whose CUDA kernels are built, for a developer's inner loop.
+    ATTNOPS_LINEINFO: 1 to keep line numbers in kernels, for ncu and compute-sanitizer; the module is three times larger.
     CUTLASS_DIR: a CUTLASS source tree, instead of the nvidia-cutlass package.
     MAX_JOBS: parallel compilations, the number of cores by default.
     ATTNOPS_SANITIZE: sanitizers of gcc for the CPU module, such as "address,undefined" (tools/sanitize_cpu.py).
@@ -72,6 +73,7 @@ class CMakeBuild(build_ext):
             "ATTNOPS_CUDA": "ON" if cuda else "OFF",
             "ATTNOPS_ARCHS": os.environ.get("ATTNOPS_ARCHS", "80;90a"),
             "ATTNOPS_FAMILIES": os.environ.get("ATTNOPS_FAMILIES", "*"),
+            "ATTNOPS_LINEINFO": os.environ.get("ATTNOPS_LINEINFO", "0"),
             "ATTNOPS_SANITIZE": os.environ.get("ATTNOPS_SANITIZE", ""),
             "Python_EXECUTABLE": sys.executable,
         }
