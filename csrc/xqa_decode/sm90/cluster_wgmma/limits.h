@@ -74,8 +74,9 @@ inline int lone_tiles(const TeamSize& size) { return size.clusters == 1 ? 0 : (s
 
 // Tiles of a request beyond which the parts of the plan are faster, where some may have more; 0: none. Few pairs leave
 // most SMs idle: the plan is faster sooner.
+inline constexpr int kFewTeams = 16;
 inline int most_team_tiles(const Params& p, const TeamSize& size) {
-  const int tokens = p.batch_size * p.num_kv_heads > 62 ? kMaxShareTokens : kMaxShareTokens / 2;
+  const int tokens = p.batch_size * p.num_kv_heads > kFewTeams ? kMaxShareTokens : kMaxShareTokens / 2;
   const int most = tokens / kPlanTileTokens * size.shares();
   return device_chooses(p) && most_visible_tokens(p) > int64_t{kPlanTileTokens} * most ? most : 0;
 }
