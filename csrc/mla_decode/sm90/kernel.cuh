@@ -296,11 +296,14 @@ __device__ inline void start(const Params& p, const Maps& maps, const Modes& mod
   }
 }
 
-// The part of the plan that is this CTA's.
 template <typename T, Options kOptions, Loads kLoads>
-__device__ void decode_part(const Params& p, const Maps& maps, const Modes& modes, uint8_t* base, uint32_t shared) {
+__global__ void __launch_bounds__(kThreads, 1)
+    mla_decode_kernel(const __grid_constant__ Params p, const __grid_constant__ Maps maps,
+                      const __grid_constant__ Modes modes) {
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  const uint32_t shared = attnops::sm90::smem_address(shared_bytes);
   if (threadIdx.x / 32 == kConsumerThreads / 32) {
-    start<kOptions>(p, maps, modes, base, shared);
+    start<kOptions>(p, maps, modes, shared_bytes, shared);
   } else {
     attnops::sm90::wait_for_prerequisites();
   }
@@ -309,22 +312,16 @@ __device__ void decode_part(const Params& p, const Maps& maps, const Modes& mode
   const int group = threadIdx.x / kGroupThreads;
   if (group == 0) {
     attnops::sm90::registers_increase<224>();
-    Consumer<T, 0, kOptions>(p, modes, base, shared).run();
+    Consumer<T, 0, kOptions>(p, modes, shared_bytes, shared).run();
   } else if (group == 1) {
     attnops::sm90::registers_increase<224>();
-    Consumer<T, 1, kOptions>(p, modes, base, shared).run();
+    Consumer<T, 1, kOptions>(p, modes, shared_bytes, shared).run();
   } else {
     attnops::sm90::registers_decrease<56>();
-    Loader<kOptions, kLoads>(p, maps, modes, *reinterpret_cast<const SplitKvEntry*>(base + kEntry), base, shared).run();
+    Loader<kOptions, kLoads>(p, maps, modes, *reinterpret_cast<const SplitKvEntry*>(shared_bytes + kEntry),
+                             shared_bytes, shared)
+        .run();
   }
-}
-
-template <typename T, Options kOptions, Loads kLoads>
-__global__ void __launch_bounds__(kThreads, 1)
-    mla_decode_kernel(const __grid_constant__ Params p, const __grid_constant__ Maps maps,
-                      const __grid_constant__ Modes modes) {
-  extern __shared__ __align__(1024) uint8_t shared_bytes[];
-  decode_part<T, kOptions, kLoads>(p, maps, modes, shared_bytes, attnops::sm90::smem_address(shared_bytes));
 }
 
 }  // namespace attnops::mla_decode::sm90

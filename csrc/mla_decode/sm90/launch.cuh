@@ -79,13 +79,6 @@ inline Maps make_maps(const Params& p, const Modes& modes) {
   return maps;
 }
 
-// Of common calls whose pages hold whole tiles.
-inline Maps make_common_maps(const Params& p, const Modes& modes) {
-  Maps maps = make_maps(p, modes);
-  maps.kv_half = make_map(p, kPlanTileTokens / 2);
-  return maps;
-}
-
 inline constexpr int kMergeShares = 2;  // CTAs of the merge for each part: what fits the GPU at a time
 
 template <typename T, int kVecs, int kBatch>
@@ -123,8 +116,8 @@ inline bool is_common(const Params& p, const Modes& modes) {
 
 template <typename T, Options kOptions, Loads kLoads>
 void launch_attention(const Params& p, const Modes& modes, cudaStream_t stream) {
-  const bool is_boxed = kOptions == Options::kCommon && kLoads == Loads::kBoxes;
-  const Maps maps = is_boxed ? make_common_maps(p, modes) : make_maps(p, modes);
+  Maps maps = make_maps(p, modes);
+  if (kOptions == Options::kCommon && kLoads == Loads::kBoxes) maps.kv_half = make_map(p, kPlanTileTokens / 2);
   launch_dependent<&mla_decode_kernel<T, kOptions, kLoads>>(
       "mla_decode_kernel", {p.num_sm_parts, kThreads, kSharedBytes, kSharedBytes}, stream, p, maps, modes);
 }
@@ -161,7 +154,7 @@ void launch(const Params& p, cudaStream_t stream) {
   if (!is_common(p, modes) || !reached) {
     launch_attention<T, Options::kAll, Loads::kAny>(p, modes, stream);
   } else if (boxes_fit(p) && ring::suits(p)) {
-    ring::launch_attention<T>(p, make_common_maps(p, modes), modes, stream);
+    ring::launch_attention<T>(p, make_maps(p, modes), stream);
   } else if (!modes.use_boxes) {
     launch_attention<T, Options::kCommon, Loads::kGathered>(p, modes, stream);
   } else if (modes.box_shift > 0) {

@@ -6,12 +6,11 @@
 namespace attnops::mla_decode::sm90::ring {
 
 template <typename T>
-void launch_attention(const Params& p, const Maps& maps, const Modes& modes, cudaStream_t stream) {
-  constexpr int kBytes = max_of(kSharedBytes, sm90::kSharedBytes);
+void launch_attention(const Params& p, const Maps& maps, cudaStream_t stream) {
   const int even_shares =
       plan_geometry(p.batch_size, p.seqlen_q, p.num_q_heads, -1, p.num_sm_parts, p.fixed_split_tokens).even_shares;
-  launch_dependent<&mla_decode_ring_kernel<T>>("mla_decode_ring_kernel", {p.num_sm_parts, kThreads, kBytes, kBytes},
-                                               stream, p, maps, modes, even_shares);
+  launch_dependent<&mla_decode_ring_kernel<T>>(
+      "mla_decode_ring_kernel", {p.num_sm_parts, kThreads, kSharedBytes, kSharedBytes}, stream, p, maps, even_shares);
 }
 
 }  // namespace attnops::mla_decode::sm90::ring

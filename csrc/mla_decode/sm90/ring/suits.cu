@@ -3,10 +3,10 @@
 
 namespace attnops::mla_decode::sm90::ring {
 
-// Where a part may have many tiles of more than 64 rows. The host sees no lengths, and the page table's width says how
-// long requests can be; parts see more (suits_part). In batch-invariant mode the choice, and with it the bits, may
-// depend on nothing that another request changes.
+// Where a part may have many tiles of more than 64 rows. The host sees no lengths: the page table's width stands for
+// them. In batch-invariant mode the choice, and with it the bits, may depend on nothing that another request changes.
 bool suits(const Params& p) {
+  constexpr int kManyTiles = 48;       // of a part
   constexpr int kFewestCutTiles = 16;  // of a cut
   const int blocks = blocks_per_request(p.seqlen_q, p.num_q_heads);
   if (p.division.blocks == 1 || p.page_table.kv_indptr != nullptr) return false;

@@ -3,6 +3,5 @@
 #include "mla_decode/sm90/ring/launch.cuh"
 
 namespace attnops::mla_decode::sm90::ring {
-template void launch_attention<__nv_bfloat16>(const Params& p, const Maps& maps, const Modes& modes,
-                                              cudaStream_t stream);
+template void launch_attention<__nv_bfloat16>(const Params& p, const Maps& maps, cudaStream_t stream);
 }  // namespace attnops::mla_decode::sm90::ring
