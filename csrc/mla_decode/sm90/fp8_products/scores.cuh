@@ -22,6 +22,7 @@ class ScoreConsumer {
   using Scores = float[32];
   static constexpr int kLatentSteps = kHeadDimV / 32;                  // of 32 columns
   static constexpr int kFirstHalf = kQueryBoxes * kQueryBoxDims / 32;  // of these, in the first half of q
+  static constexpr int kGiveAt = 4;
 
  public:
   __device__ ScoreConsumer(const Params& p, const Modes& modes, uint8_t* base, uint32_t shared)
@@ -41,32 +42,23 @@ class ScoreConsumer {
       mbarrier_wait(shared_ + L::barrier_queries(0), parity_);
       for (int half = 0; half < kQueryStages; ++half) ring_.advance();
       begin_piece(piece);
-      score_tiles(piece);
+#pragma unroll 1
+      for (int t = 0; t < piece.num_tiles; ++t) {
+        Scores s;
+        multiply_queries(t, t > 0, s);
+        store_tile(piece, (piece.first_tile + t) * kPlanTileTokens, s);
+        ring_.advance();
+        ++given_;
+      }
+      if (piece.num_tiles == 0) wait_second_half();
       parity_ ^= 1;
+      give(piece.num_tiles > 0);
       publish();
       attnops::sm90::mbarrier_arrive(shared_ + L::kTotalsThere);
     }
   }
 
  private:
-  // The softmax of a tile lies under the next one's scores.
-  __device__ void score_tiles(const Piece& piece) {
-    Scores s;
-    multiply_queries(0, true, s);
-    wgmma_wait<0>(s);
-    int key = piece.first_tile * kPlanTileTokens;
-#pragma unroll 1
-    for (int t = 1; t < piece.num_tiles; ++t, key += kPlanTileTokens) {
-      Scores next;
-      multiply_queries(t, false, next);
-      store_tile(piece, key, s);
-      wgmma_wait<0>(next);
-#pragma unroll
-      for (int i = 0; i < 32; ++i) s[i] = next[i];
-    }
-    store_tile(piece, key, s);
-  }
-
   __device__ void begin_piece(const Piece& piece) {
     first_box_ = ceil_div(piece.keys.begin, kPlanTileTokens) - piece.first_tile;
     last_box_ = modes_.use_boxes ? boxes_end<kOptions>(p_, piece) / kPlanTileTokens - piece.first_tile : 0;
@@ -83,8 +75,9 @@ class ScoreConsumer {
 
   __device__ int row(int h) const { return warp_ * 16 + lane_ / 4 + 8 * h; }
 
-  // s = q k^T of tile t, the ring's next, in flight.
-  __device__ void multiply_queries(int t, bool is_first, Scores& s) {
+  // s = q k^T of tile t. On the way, late, the probabilities of the tile before are given: their products then lie
+  // under this tile's softmax, in which the matrix units would be idle, and not beside its scores.
+  __device__ void multiply_queries(int t, bool has_before, Scores& s) const {
     mbarrier_wait(shared_ + L::barrier_full(ring_.stage), ring_.phase);
     if (t < first_box_ || t >= last_box_) fence_async_proxy();  // rows arrive by ordinary writes
     constexpr int kStep = attnops::sm90::kStepKMajor, kTile = kTileBytes >> 4;
@@ -93,7 +86,8 @@ class ScoreConsumer {
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kLatentSteps; ++i) {
-      if (i == kFirstHalf && is_first) wait_second_half();
+      if (i == kGiveAt) give(has_before);
+      if (i == kFirstHalf && !has_before) wait_second_half();
       const int at = i / 4 * kTile + i % 4 * kStep;
       wgmma_e4m3(s, attnops::sm90::group_descriptor<1024>(q + at), attnops::sm90::group_descriptor<1024>(k + at),
                  i > 0);
@@ -104,13 +98,19 @@ class ScoreConsumer {
       wgmma_e4m3(s, half_row_descriptor(q + at), half_row_descriptor(k + at), 1);
     }
     wgmma_commit();
-    ring_.advance();
+    wgmma_wait<0>(s);
   }
 
   // Of the piece's queries.
   __device__ void wait_second_half() const { mbarrier_wait(shared_ + L::barrier_queries(1), parity_); }
 
-  // From scores to probabilities, for the groups with values.
+  // To the groups with values: the last probabilities that were stored.
+  __device__ void give(bool condition) const {
+    fence_async_proxy();
+    attnops::sm90::mbarrier_arrive_if(shared_ + L::barrier_given((given_ - 1) % L::kBuffers), condition);
+  }
+
+  // From scores to probabilities.
   __device__ void store_tile(const Piece& piece, int first_key, Scores& s) {
     const int buffer = given_ % L::kBuffers;
     if (is_bad_[0] || is_bad_[1]) {
@@ -132,9 +132,6 @@ class ScoreConsumer {
     if (moves) publish_factors(buffer, factor);
     if (lane_ == 0) base_[L::kRescales + 4 * buffer + warp_] = moves;
     fp8_products::store_probabilities(words, shared_ + L::kP + buffer * L::kProbabilityBytes);
-    fence_async_proxy();
-    attnops::sm90::mbarrier_arrive(shared_ + L::barrier_given(buffer));
-    ++given_;
   }
 
   // What the warp's rows of the output must be multiplied by.
