@@ -57,12 +57,40 @@ __device__ inline int find_lane(uint2 counts, uint2 above_all, uint32_t rank, ui
   return __ffs(__ballot_sync(~0u, above.x < rank && above.x + counts.x >= rank)) - 1;
 }
 
+// find_bin where a row has one CTA: by all threads, four bins each, which then takes less time.
+__device__ inline void find_own_bin(Shared& shared, int round, uint32_t rank) {
+  constexpr int kPer = kBins / kThreads;
+  static_assert(kPer == 4);
+  const int from_top = kThreads - 1 - static_cast<int>(threadIdx.x);  // thread 0 has the highest bins
+  const uint4 own = reinterpret_cast<const uint4*>(shared.bins[round])[from_top];
+  const uint32_t counts[kPer] = {own.w, own.z, own.y, own.x}, mine = own.x + own.y + own.z + own.w;
+  if (threadIdx.x == 0) {
+    shared.found_bin = kNone;
+    shared.row_max = shared.max_key;
+  }
+  uint32_t above = sum_before({mine, 0}, shared.warp_sums).x;
+  if (above < rank && above + mine >= rank) {
+#pragma unroll
+    for (int i = 0; i < kPer; ++i) {
+      if (above < rank && above + counts[i] >= rank) {
+        shared.found_bin = static_cast<uint32_t>(from_top * kPer + kPer - 1 - i);
+        shared.found_above = above;
+        shared.found_count = counts[i];
+        shared.earlier_above = shared.earlier_count = 0;
+      }
+      above += counts[i];
+    }
+  }
+  __syncthreads();
+}
+
 // Finds, from the counts of all CTAs, the bin with the key of rank `rank` from the top, counted from 1. found_bin is
 // kNone where there are fewer keys. One warp reads other CTAs' counts: sums of 32 bins, then those 32.
 __device__ inline void find_bin(Shared& shared, const Cluster& cluster, int round, uint32_t rank) {
   static_assert(kBins == 4 * kThreads && kCoarse == 64);
   const int lane = threadIdx.x % 32;
   __syncthreads();
+  if (cluster.size == 1) return find_own_bin(shared, round, rank);
   const uint4 own = reinterpret_cast<const uint4*>(shared.bins[round])[threadIdx.x];
   uint32_t sum = own.x + own.y + own.z + own.w;
 #pragma unroll
