@@ -20,8 +20,9 @@ TREE = {"tree": True, "seqlen_q": 3, "num_q_heads": 24}  # 72 rows
 FEW_TREE = {"tree": True, "seqlen_q": 4, "num_q_heads": 8}  # 32 rows
 
 KERNELS = {
-    "ring": {"num_q_heads": 72, "num_sm_parts": 1},
-    "ring, cut works": {"num_q_heads": 128, "table_width": 64},
+    "ring": {"num_q_heads": 72, "num_sm_parts": 2, "lengths": [3100, 64, 0, 321, 1]},
+    "ring, cut works": {"num_q_heads": 128, "num_sm_parts": 4, "lengths": [6300, 64, 0, 321, 1]},
+    "ring, short parts": {"num_q_heads": 128, "table_width": 64},
     "many rows": {"num_q_heads": 72},
     "many rows, pages of 16": {"num_q_heads": 72, "page_size": 16},
     "many rows, gathered": {"num_q_heads": 72, **GATHERED},

@@ -75,7 +75,7 @@ MLA_ROWS = {
     "sm90_bf16": {"num_q_heads": 72},
     "sm90_bf16 small": {"num_q_heads": 72, "page_size": 32},
     "sm90_bf16 gathers": {"num_q_heads": 72, "page_size": 5},
-    "sm90_bf16 ring": {"num_q_heads": 72, "num_sm_parts": 1},
+    "sm90_bf16 ring": {"num_q_heads": 72, "num_sm_parts": 2},
     "sm90_fp16": {"num_q_heads": 72, "dtype": FP16},
     "sm90_few_rows_e4m3_bf16": {"kv_dtype": FP8},
     "sm90_few_rows_e4m3_bf16 gathers": {"kv_dtype": FP8, "page_size": 5},
