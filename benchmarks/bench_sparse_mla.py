@@ -83,12 +83,10 @@ def decode(pool: Tensor, heads: int, batch: int, peer: bool, tokens: int = 1) ->
 def peer_decode(q: Tensor, pool: Tensor, indices: Tensor) -> Callable[[], object]:
     from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
-    batch, tokens, heads, _ = q.shape
-    lengths = torch.full((batch,), CONTEXT, dtype=torch.int32, device="cuda")
-    schedule = get_mla_metadata(lengths, tokens * heads, 1, heads, True, TOPK)
+    schedule, _ = get_mla_metadata()
     pages = pool.view(torch.float8_e4m3fn).unsqueeze(2)
     options = {"softmax_scale": SCALE, "is_fp8_kvcache": True, "indices": indices}
-    return lambda: flash_mla_with_kvcache(q, pages, None, lengths, 512, *schedule, **options)
+    return lambda: flash_mla_with_kvcache(q, pages, None, None, 512, schedule, **options)
 
 
 def prefill(pool: Tensor, heads: int, peer: bool, tokens: int = 4096, rows: int = 8192) -> str:
