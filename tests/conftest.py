@@ -60,11 +60,19 @@ def runs_in_interpreter(item):
 
 # With this variable, tests run in an order by chance, and none begins after so many seconds (tools/sanitize.py).
 TEST_SECONDS, BEGIN = float(os.environ.get("TEST_SECONDS", "inf")), time.monotonic()
+# "2/5": of the tests that are chosen every fifth, from the third on.
+PART, PARTS = map(int, os.environ.get("TEST_PART", "0/1").split("/"))
+
+
+def pytest_collection_finish(session):
+    session.items[:] = session.items[PART::PARTS]
 
 
 def pytest_runtest_teardown(item, nextitem):
     if nextitem is not None and time.monotonic() - BEGIN > TEST_SECONDS:
-        item.session.shouldstop = f"TEST_SECONDS={TEST_SECONDS:g} are over"
+        items = item.session.items
+        ran = f"{items.index(item) + 1} of {len(items)} tests ran"
+        item.session.shouldstop = f"TEST_SECONDS={TEST_SECONDS:g} are over, {ran}"
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses

@@ -4,6 +4,7 @@
     python tools/sanitize.py memcheck xqa_decode  only the sets whose names hold all the words
     python tools/sanitize.py --jobs 4             at most four sets at a time
     python tools/sanitize.py --seconds 60         of each set the tests that fit, in an order by chance
+    python tools/sanitize.py --parts 4 --total 300   each set by four processes, all within 300 s
 
 `memcheck` sees reads and writes out of bounds, with torch's caching allocator off so that a tensor's end is a bound;
 `racecheck` sees hazards in shared memory, and is slow, so its problems are the smallest that reach every role;
@@ -15,6 +16,7 @@ of their time is spent on the CPU.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import shutil
@@ -141,47 +143,64 @@ SETS = {
 CLEAN = re.compile(r"SUMMARY: 0 (errors|hazards)")
 
 
-def run(name: str, seconds: float | None) -> bool:
-    """Whether tests and tool found nothing, in the tests that began within `seconds`."""
+def run(name: str, part: str, seconds: float) -> str:
+    """What a part of a set came to: "clean", "failed", or "cut" where some tests did not begin in time."""
     tool = name.split()[0]
+    if seconds <= 0:
+        return "cut"
     paths, expression = SETS[name]
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--print-limit", "5"]
-    command += [sys.executable, "-m", "pytest", "-q", "-x", "-m", "gpu", "-p", "no:cacheprovider", *paths]
+    command += [sys.executable, "-m", "pytest", "-x", "-m", "gpu", "-p", "no:cacheprovider", *paths]
     command += ["--import-mode=importlib", *(["-k", expression] if expression else [])]
     begin = time.monotonic()
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    if seconds is not None:
-        environment["TEST_SECONDS"] = str(seconds)
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "TEST_PART": part}
+    if math.isfinite(seconds):
+        environment["TEST_SECONDS"] = str(round(seconds))
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     lines = result.stdout.splitlines()
     tail = [line for line in lines if any(word in line for word in ("passed", "failed", "SUMMARY", "TEST_SECONDS"))]
-    cut = result.returncode == 2 and any(
-        "TEST_SECONDS" in line for line in lines
-    )  # pytest's code of a run that is stopped
-    clean = result.returncode == 0 or (cut and any(CLEAN.search(line) for line in lines))
-    report = f"{name}: exit {result.returncode}, {time.monotonic() - begin:.0f} s; {'; '.join(tail[-3:])}"
-    if not clean:
+    # 2: pytest's code of a run that is stopped.
+    cut = result.returncode == 2 and any("TEST_SECONDS" in line for line in lines)
+    none = result.returncode == 5 and not part.endswith("/1")  # more parts than tests
+    found = "clean" if result.returncode == 0 or none else "failed"
+    if cut and any(CLEAN.search(line) for line in lines):
+        found = "cut"
+    took = time.monotonic() - begin
+    report = f"{name} {part}: {found}, exit {result.returncode}, {took:.0f} s; {'; '.join(tail[-3:])}"
+    if found == "failed":
         report = "\n".join([report, *lines[-60:], result.stderr[-2000:]])
     print(report, flush=True)
-    return clean
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="compute-sanitizer over a representative set of the gpu tests")
-    parser.add_argument("words", nargs="*", help="run only the sets whose names hold all of these")
+    parser.add_argument("words", nargs="*", help="only the sets whose names hold all of these; a,b: one of them")
     parser.add_argument("--jobs", type=int, default=max((os.cpu_count() or 2) // 2, 1), help="sets at a time")
-    parser.add_argument("--seconds", type=float, help="of each set: no test begins later")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of each set: no test begins later")
+    parser.add_argument("--total", type=float, default=math.inf, help="seconds of all: no test begins later")
+    parser.add_argument("--parts", type=int, default=1, help="processes of each set")
     arguments = parser.parse_args()
     if not shutil.which("compute-sanitizer"):
         sys.exit("compute-sanitizer is not on PATH: it comes with the CUDA toolkit")
-    chosen = [name for name in SETS if all(word in name.split() for word in arguments.words)]
+    chosen = [name for name in SETS if all(set(word.split(",")) & set(name.split()) for word in arguments.words)]
     if not chosen:
         sys.exit(f"no set has all of {arguments.words}; the sets are {', '.join(SETS)}")
+    found: dict[str, set[str]] = {name: set() for name in chosen}
+    begin = time.monotonic()
+
+    def run_in_time(name: str, part: int) -> None:
+        left = arguments.total - (time.monotonic() - begin)
+        found[name].add(run(name, f"{part}/{arguments.parts}", min(arguments.seconds, left)))
+
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        clean = list(pool.map(run, chosen, [arguments.seconds] * len(chosen)))
-    failed = [name for name, is_clean in zip(chosen, clean, strict=True) if not is_clean]
-    if failed:
-        sys.exit(f"failed: {', '.join(failed)}")
+        for work in [pool.submit(run_in_time, name, part) for name in chosen for part in range(arguments.parts)]:
+            work.result()
+    for what in ("cut", "failed"):
+        if names := [name for name in chosen if what in found[name]]:
+            print(f"{what}: {', '.join(names)}")
+    print(f"{sum(kinds == {'clean'} for kinds in found.values())} of {len(chosen)} sets ran whole and clean")
+    sys.exit(any("failed" in kinds for kinds in found.values()))
 
 
 if __name__ == "__main__":

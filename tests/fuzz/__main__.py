@@ -2,6 +2,7 @@
 
 python -m tests.fuzz --seed 7 --seconds 60            as many cases as fit
 python -m tests.fuzz --seed 7 --cases 20000 --jobs 2  so many
+python -m tests.fuzz --seed 7 --cases 20000 --seconds 300 --state seed7.json   the same in pieces, one after the other
 python -m tests.fuzz --seed 7 --case 1234             one, here: what a failure's line asks for
 """
 
@@ -11,6 +12,7 @@ import argparse
 import functools
 import importlib.util
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -31,6 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", default="", help="families, with commas between them")
     parser.add_argument("--prefix", default="", help="of each process: a tool to run it under")
     parser.add_argument("--failures", type=int, default=20, help="stop after so many")
+    parser.add_argument("--state", type=Path, help="a file: the run goes on from it where it exists, and writes it")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     return parser
 
@@ -62,8 +65,20 @@ def main() -> None:
 
     run = Run(options.seed, options.device, options.jobs, only, options.prefix.split())
     run.on_failure = functools.partial(print, "FAILED", flush=True)  # a long run may be cut off
+    if options.state and options.state.exists():
+        run.load(options.state)
+    signal.signal(signal.SIGTERM, lambda number, frame: setattr(run, "stopped", True))  # it still reports
+
+    def keep() -> None:
+        print(run.summary(), flush=True)
+        if options.state:
+            run.save(options.state)
+
+    run.on_progress = keep
     run.work(options.cases, options.seconds, options.failures)
-    print(run.report())
+    if options.state:
+        run.save(options.state)
+    print(run.report(), flush=True)
     sys.exit(bool(run.failures or run.never_hit()))
 
 

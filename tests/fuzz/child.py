@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
+import gc
 import json
 import os
 import sys
@@ -17,7 +18,10 @@ def serve(seed: int, device: str, only: tuple[str, ...]) -> None:
     faulthandler.enable()
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a pool each of many processes would be too much
     import torch
+    import torch._dynamo  # with all that it imports, which is no garbage: captures look through all objects
 
+    gc.collect()
+    gc.freeze()
     torch.set_num_threads(int(os.environ.get("FUZZ_THREADS", "2")))
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever a library prints is no answer

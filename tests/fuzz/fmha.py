@@ -72,7 +72,7 @@ def draw_call(draw: Draw, *, paged: bool) -> Call:
     batch = 0 if draw.chance(0.03) else draw.pick([1, 1, 2, 3, 4, 6])
     longest = max(min(50_000 // (kv_heads * max(dim, dim_v) * max(batch, 1)), 800), 8)
     lengths_k = draw.lengths(batch, longest)
-    most_q = max(min(400_000 // (heads * longest), 200), 1)
+    most_q = max(min(400_000 // (heads * longest), 2_000_000 // (heads * max(dim, dim_v) * max(batch, 1)), 200), 1)
     lengths_q = [min(draw.length(most_q), most_q) for _ in range(batch)]
     if draw.chance(0.6):
         lengths_q = [min(count_q, count_k) for count_q, count_k in zip(lengths_q, lengths_k)]

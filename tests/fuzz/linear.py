@@ -60,6 +60,7 @@ def right_step(draw: Draw) -> None:
     batch, groups = draw.pick([0, 1, 2, 7, 40]), draw.pick([1, 2, 4])
     heads = groups * draw.pick([1, 2, 4])
     keys, rows = draw.pick([1, 16, 64, 100, 128, 200, 256]), draw.pick([1, 16, 64, 100, 128, 256])
+    batch = min(batch, max(2_000_000 // (heads * keys * rows), 1))
     num_slots = batch + draw.pick([1, 5])
     delta = draw.chance(0.6)
     draw.note(delta=delta, io=io, states=kept, B=batch, G=groups, H=heads, K=keys, V=rows)

@@ -15,13 +15,13 @@ from .worlds import ROWS, World
 
 
 def names_here(draw: Draw) -> list[str]:
-    """Backends that run on the case's device. On a GPU one that compiles takes seconds a case: most do without."""
+    """Backends that run on the case's device. One that compiles or traces takes seconds a case: most do without."""
     machine = detect_machine(draw.device)
     kinds = {name: get_backend_class(name).capability for name in registered_names()}
     names = [name for name, capability in kinds.items() if not capability.machine_reasons(machine)]
     names = [name for name in names if not kinds[name].needs_cpu_seq_lens]  # worlds keep lengths on the device
-    compiles = draw.device == "cpu" or draw.chance(0.08)
-    return [name for name in names if compiles or not kinds[name].compiles_at_run_time]
+    slow = draw.chance(0.15 if draw.device == "cpu" else 0.03)
+    return [name for name in names if slow or not (kinds[name].compiles_at_run_time or name == "flex_attention")]
 
 
 def draw_world(draw: Draw, *, graph: bool = False) -> World:

@@ -136,23 +136,28 @@ def attend(q: Tensor, k: Tensor, v: Tensor, lengths_q: list[int], lengths_k: lis
     seen = visible(lengths_q, lengths_k, rules)
     used = seen.any(1)
     q_all = q[rows].unflatten(2, (kv_heads, group))  # [B, S_q, H_kv, G, D]
-    k_all = k[keys].masked_fill(~used[:, :, None, None], 0).permute(0, 2, 3, 1)  # [B, H_kv, D, S_k]
-    v_all = v[keys].masked_fill(~used[:, :, None, None], 0).permute(0, 2, 1, 3)  # [B, H_kv, S_k, D_v]
+    unused = ~used[:, :, None, None]
+    k_all = k[keys].masked_fill_(unused, 0).permute(0, 2, 3, 1)  # [B, H_kv, D, S_k]
+    v_all = v[keys].masked_fill_(unused, 0).permute(0, 2, 1, 3)  # [B, H_kv, S_k, D_v]
     batch, seqlen = rows.shape
     by_head = q_all.permute(0, 2, 1, 3, 4).reshape(batch, kv_heads, seqlen * group, -1)
-    scores = (by_head @ k_all * rules.scale).view(batch, kv_heads, seqlen, group, -1)
+    scores = (by_head * rules.scale @ k_all).view(batch, kv_heads, seqlen, group, -1)
     if rules.cap:
-        scores = rules.cap * torch.tanh(scores / rules.cap)
-    scores = scores.masked_fill(~seen[:, None, :, None, :], -math.inf)
-    all_lse = torch.logsumexp(scores, -1)  # [B, H_kv, S_q, G]
-    empty = all_lse == -math.inf
+        scores = scores.div_(rules.cap).tanh_().mul_(rules.cap)
+    scores.masked_fill_(~seen[:, None, :, None, :], -math.inf)
+    largest = scores.amax(-1)  # [B, H_kv, S_q, G]
+    empty = largest == -math.inf
+    largest.masked_fill_(empty, 0)
+    weights = scores.sub_(largest.unsqueeze(-1)).exp_()  # the large tensor is changed where it lies
+    all_lse = largest + weights.sum(-1).log()
     total = all_lse
     if rules.sinks is not None:
         total = torch.logaddexp(all_lse, rules.sinks.double().view(1, kv_heads, 1, group))
-    weights = torch.exp(scores - total.masked_fill(empty, 0).unsqueeze(-1))
+    share = torch.exp(largest - total.masked_fill(empty, 0))  # of a weight in the whole
     flat = weights.view(batch, kv_heads, seqlen * group, -1)
-    sums = (flat @ v_all).view(batch, kv_heads, seqlen, group, -1)
-    sizes = (flat.square() @ v_all.square().sum(-1, keepdim=True)).sqrt().view(batch, kv_heads, seqlen, group)
+    sums = (flat @ v_all).view(batch, kv_heads, seqlen, group, -1) * share.unsqueeze(-1)
+    lengths_v = v_all.square().sum(-1, keepdim=True)
+    sizes = (flat.square_() @ lengths_v).sqrt_().view(batch, kv_heads, seqlen, group) * share
 
     def by_token(values: Tensor) -> Tensor:
         return values.permute(0, 2, 1, 3, *range(4, values.dim())).flatten(2, 3)[row_exists]

@@ -6,6 +6,7 @@ import collections
 import json
 import os
 import re
+import select
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 CASE_SECONDS = float(os.environ.get("CASE_SECONDS", "120"))  # a case that takes longer hangs
 START_SECONDS = 300.0
+TELL_SECONDS = 20.0  # between two calls of `on_progress`
+STOP_SECONDS = 10.0  # for the cases that run when a run is told to end
+KEPT = ("counted", "started", "crashes", "elapsed", "failures", "seen", "refused")  # of a run, for a later one
 
 
 class _Child:
@@ -39,11 +43,9 @@ class _Child:
     def answer(self, seconds: float) -> str:
         """A line without its end; empty when the process has died or was killed for its silence."""
         assert self.process.stdout
-        timer = threading.Timer(seconds, self.process.kill)
-        timer.start()
-        line = self.process.stdout.readline()
-        timer.cancel()
-        return line.rstrip("\n")
+        if not select.select([self.process.stdout], [], [], seconds)[0]:
+            self.process.kill()
+        return self.process.stdout.readline().rstrip("\n")
 
     def ask(self, index: int) -> str:
         assert self.process.stdin
@@ -95,27 +97,53 @@ class Run:
         self.seen: collections.Counter[str] = collections.Counter()
         self.refused: collections.Counter[str] = collections.Counter()
         self.on_failure: Callable[[str], None] = lambda line: None  # hears of each at once
+        self.on_progress: Callable[[], None] = lambda: None  # from time to time
+        self.stopped = False  # when set, no further case begins
+        self._children: set[_Child] = set()
         self._lock = threading.Lock()
 
     def work(self, cases: int | None, seconds: float | None, most_failures: int = 20) -> None:
         """Runs cases 0, 1, 2, ... until enough of them count, the time is over, or enough have failed."""
-        begin = time.monotonic()
+        begin, before = time.monotonic(), self.elapsed
 
         def enough() -> bool:
             late = seconds is not None and time.monotonic() - begin >= seconds
-            return late or (cases is not None and self.counted >= cases) or len(self.failures) >= most_failures
+            return self.stopped or late or (cases is not None and self.counted >= cases) or len(self.failures) >= most
 
-        threads = [threading.Thread(target=self._serve, args=(enough,)) for _ in range(self.jobs)]
+        most = most_failures + len(self.failures)
+        threads = [threading.Thread(target=self._serve, args=(enough,), daemon=True) for _ in range(self.jobs)]
         for thread in threads:
             thread.start()
+        tell = begin + TELL_SECONDS
         for thread in threads:
-            thread.join()
-        self.elapsed += time.monotonic() - begin
+            while thread.is_alive() and not self.stopped:
+                thread.join(0.5)
+                if time.monotonic() > tell:
+                    tell += TELL_SECONDS
+                    self.elapsed = before + time.monotonic() - begin
+                    self.on_progress()
+        if self.stopped:
+            self._end(threads)
+        self.elapsed = before + time.monotonic() - begin
+
+    def _end(self, threads: list[threading.Thread]) -> None:
+        """Lets the cases that run come to their ends, for some seconds."""
+        deadline = time.monotonic() + STOP_SECONDS
+        for thread in threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        for child in list(self._children):
+            child.process.kill()
 
     def _start(self) -> _Child:
         command = [*self.prefix, sys.executable, "-m", "tests.fuzz", "--serve", "--seed", str(self.seed)]
         command += ["--device", self.device, "--only", ",".join(self.only)]
-        return _Child(command, dict(os.environ))
+        child = _Child(command, dict(os.environ))
+        self._children.add(child)
+        return child
+
+    def _finish(self, child: _Child) -> None:
+        self._children.discard(child)
+        self._count_rows(child.finish())
 
     def _serve(self, enough: Callable[[], bool]) -> None:
         try:
@@ -130,18 +158,21 @@ class Run:
                 index, self.started = self.started, self.started + 1
             answer = child.ask(index)
             if not answer:
+                if self.stopped:
+                    return
                 self._crashed(index, child)
                 child = self._start()
                 continue
             result = json.loads(answer)
             self._count(index, result)
             if result["fatal"]:
-                self._count_rows(child.finish())
+                self._finish(child)
                 child = self._start()
-        self._count_rows(child.finish())
+        self._finish(child)
 
     def _crashed(self, index: int, child: _Child) -> None:
         code = child.process.wait()
+        self._children.discard(child)
         how = "hangs" if code == -9 else f"ends the process ({code})"
         with self._lock:
             self.crashes += 1
@@ -171,6 +202,19 @@ class Run:
                     row, _, count = name.rpartition(" ")
                     self.seen[row] += int(count)
 
+    def save(self, path: Path) -> None:
+        """What a later run of the same seed goes on from."""
+        with self._lock:
+            kept = {key: vars(self)[key] for key in ("seed", "device", "only", *KEPT)}
+            path.write_text(json.dumps(kept))
+
+    def load(self, path: Path) -> None:
+        kept = json.loads(path.read_text())
+        if (kept["seed"], kept["device"], tuple(kept["only"])) != (self.seed, self.device, self.only):
+            raise ValueError(f"{path} is of seed {kept['seed']} on {kept['device']}, families {kept['only']}")
+        for key in KEPT:
+            setattr(self, key, type(getattr(self, key))(kept[key]))
+
     def line_of(self, index: int) -> str:
         only = f" --only {','.join(self.only)}" if self.only else ""
         device = "" if self.device == "cpu" else f" --device {self.device}"
@@ -186,8 +230,14 @@ class Run:
         missed = (name for name in wanted | set(self.seen) if not self.seen[name])
         return sorted(name for name in missed if not cannot_run_here(name))
 
-    def report(self) -> str:
+    def summary(self) -> str:
         rate = self.counted / max(self.elapsed, 1e-9)
+        return (
+            f"seed {self.seed} on {self.device}: {self.counted} cases counted of {self.started}, "
+            f"{len(self.failures)} failed ({self.crashes} of them crashes), {self.elapsed:.1f} s, {rate:.0f} cases/s"
+        )
+
+    def report(self) -> str:
         lines = [f"{name}: {count}" for name, count in sorted(self.seen.items())]
         lines += [f"refused: {count} x {reason}" for reason, count in self.refused.items()]
         lines += [f"FAILED {failure}" for failure in self.failures]
@@ -195,11 +245,4 @@ class Run:
         lines += [f"NEVER HIT {name}" for name in missed]
         if any(name.startswith("op ") for name in missed) and not self.only:
             lines.append("A new op needs cases that call it: FAMILIES of tests/fuzz/cases.py")
-        return "\n".join(
-            [
-                *lines,
-                f"seed {self.seed} on {self.device}: {self.counted} cases counted of {self.started}, "
-                f"{len(self.failures)} failed ({self.crashes} of them crashes), "
-                f"{self.elapsed:.1f} s, {rate:.0f} cases/s",
-            ]
-        )
+        return "\n".join([*lines, self.summary()])

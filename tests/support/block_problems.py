@@ -64,8 +64,6 @@ def blocks_expected(
             mine = lists[b, h].cpu()
             counts = torch.zeros(-(-length // block_size) + 1)
             counts.index_add_(0, mine[mine >= 0].long(), torch.ones(int((mine >= 0).sum())))
-            if length % block_size:
-                counts[length // block_size].clamp_(max=1)  # the last block counts once
             if new_blocks:
                 counts[max(length - new, 0) // block_size :] = 1
             keys, values = (
@@ -75,7 +73,10 @@ def blocks_expected(
             )
             for i in range(new):
                 last = length - new + i if causal else length - 1
-                weight = counts[position // block_size] * (position <= last)
+                often = counts.clone()
+                if (last + 1) % block_size:
+                    often[(last + 1) // block_size].clamp_(max=1)  # a block that the row cuts counts once
+                weight = often[position // block_size] * (position <= last)
                 seen = weight > 0
                 if not bool(seen.any()):
                     continue
