@@ -49,6 +49,11 @@ inline const int32_t* checked_slots(const char* op, const char* name, const Tens
   return static_cast<const int32_t*>(slots.const_data_ptr());
 }
 
+// Whether groups of keys can share heads of values among them: as many each, at least one.
+inline bool groups_share(int64_t groups, int64_t heads) {
+  return groups == 0 || heads == 0 ? groups == heads : heads % groups == 0;
+}
+
 // The part of LinearStep that extents and states give; the rest is zero.
 inline LinearStep checked_states(const char* op, const StateArguments& given, Dim& batch, Dim& groups, Dim& heads,
                                  Dim& key_dim, Dim& value_dim) {
@@ -60,7 +65,7 @@ inline LinearStep checked_states(const char* op, const StateArguments& given, Di
       .dense_last();
   check_range(op, "states.shape[3] (key_dim)", *key_dim, 1, kMaxStateDim);
   check_range(op, "states.shape[2] (value_dim)", *value_dim, 1, kMaxStateDim);
-  if (*groups == 0 ? *heads != 0 : *heads % *groups != 0) {
+  if (!groups_share(*groups, *heads)) {
     fail(op, "the heads of values must be a multiple of those of keys, got " + std::to_string(*heads) + " and " +
                  std::to_string(*groups));
   }
@@ -183,7 +188,7 @@ inline StateRings checked_rings(const char* op, const LinearStep& step, const Ri
     fail(op, "ring_u.shape[2] (ring_rows) must be at least " + std::to_string(drafts) + " (drafts of a request), got " +
                  std::to_string(*rows));
   }
-  if (*groups == 0 ? *heads != 0 : *heads % *groups != 0) {
+  if (!groups_share(*groups, *heads)) {
     fail(op, "ring_k.shape[1] (num_groups) must divide " + std::to_string(*heads) + " (num_heads), got " +
                  std::to_string(*groups));
   }

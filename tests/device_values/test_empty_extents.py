@@ -7,9 +7,9 @@ import torch
 from attnops import ops
 from attnops.metadata import FmhaPlan, MlaDecodePlan, XqaDecodePlan
 from attnops.ops.layer_call import bind_mla_layer, bind_xqa_layer, mla_layer, repeatable, xqa_layer
+from right_calls import moved, ops_calls
 
 CPU_AND_CUDA = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-CPU_ONLY = ["cpu"]  # fmha has no CUDA kernel
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 64, 16
 DTYPES = [torch.bfloat16, torch.float16, torch.float8_e4m3fn]
 
@@ -72,23 +72,24 @@ def test_mla_decode(device, csr, seqlen_q, kv_dtype):
             assert not out.any() and (lse == -torch.inf).all(), (heads, batch, columns, pages, fixed)
 
 
-@pytest.mark.parametrize("device", CPU_ONLY)
-def test_fmha(device):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("device", CPU_AND_CUDA)
+def test_fmha(device, dtype):
     for batch in (0, 1, 3):
         for tokens_of_each in (0, 2):
             total = batch * tokens_of_each
             bounds = torch.arange(batch + 1, dtype=torch.int32, device=device) * tokens_of_each
-            q = torch.randn(total, HEADS, DIM, device=device)
+            q = torch.randn(total, HEADS, DIM, device=device).to(dtype)
             plan = FmhaPlan.allocate(total, batch, device=device)
             no_keys = int32(batch + 1, device=device)
             ops.fmha_plan(plan, bounds, no_keys)
-            keys = torch.zeros(0, KV_HEADS, DIM, device=device)
+            keys = torch.zeros(0, KV_HEADS, DIM, device=device, dtype=dtype)
             out, lse = ops.fmha_varlen(q, keys, keys, bounds, no_keys, plan, return_lse=True)
             assert not out.any() and (lse == -torch.inf).all()
             for columns, pages in ((0, 0), (2, 0), (0, 4)):
                 seqlens = lengths_of(batch, device)
                 ops.fmha_plan(plan, bounds, cache_seqlens=seqlens)
-                pool = torch.full((pages, PAGE, KV_HEADS, DIM), float("nan"), device=device)
+                pool = torch.full((pages, PAGE, KV_HEADS, DIM), float("nan"), device=device, dtype=dtype)
                 table = int32(batch, columns, device=device)
                 out, lse = ops.fmha_paged(q, pool, pool, table, seqlens, bounds, plan, return_lse=True)
                 assert not out.any() and (lse == -torch.inf).all()
@@ -174,3 +175,47 @@ def test_bound_layers_of_no_request(device):
             call(
                 out.view(0, 16 * 512), q.view(0, 16 * 576), None, q.view(0, 576), None, slots, seqlens, None, None, None
             )
+
+
+# Requests have no bounds or plan of their own in the right call of these: the tests above and those of their folders.
+WITH_A_PLAN = {"xqa_decode", "mla_decode", "fmha_varlen", "sparse_mla_decode"}
+WITH_A_PLAN |= {f"{op}_plan" for op in ("xqa_decode", "mla_decode", "fmha", "sparse_mla", "delta", "ssd")}
+
+
+def emptied(given: dict, size: int, axes: tuple[int, ...], only: str = "") -> dict:
+    """A call's arguments with 0 for `size` in these axes of all tensors, or of one; bounds of no request are one 0."""
+    spoilt = dict(given)
+    for name, value in given.items():
+        if not isinstance(value, torch.Tensor) or (only and name != only):
+            continue
+        shape = [0 if extent == size and axis in axes else extent for axis, extent in enumerate(value.shape)]
+        if ("cu_seqlens" in name or "indptr" in name) and value.shape == (size + 1,):
+            shape = [1]
+        if shape != list(value.shape):
+            spoilt[name] = torch.zeros(shape, dtype=torch.uint8).to(value.dtype)
+    return spoilt
+
+
+@pytest.mark.parametrize("device", CPU_AND_CUDA)
+@pytest.mark.parametrize("name", sorted(ops_calls()))
+def test_any_extent_of_any_op_may_be_zero(name, device):
+    """A right call with each extent made 0, in all tensors and in one: it is right, or an error with a name."""
+    tensors = {key: value for key, value in ops_calls()[name][1].items() if isinstance(value, torch.Tensor)}
+    sizes = sorted({size for tensor in tensors.values() for size in tensor.shape if size})
+    axes = [(0,), (1,), (2,), (3,), (0, 1, 2, 3)]
+    ways = [(size, of, "") for size in sizes for of in axes]
+    ways += [(size, (axis,), key) for key, tensor in tensors.items() for axis, size in enumerate(tensor.shape)]
+    right = 0
+    for size, of, only in ways:
+        function, given = ops_calls()[name]
+        given = {key: moved(value, device) for key, value in emptied(given, size, of, only).items()}
+        try:
+            function(**given)
+        except (RuntimeError, ValueError) as error:
+            message = str(error)
+            assert f"attnops::{name}" in message or (device == "cuda" and "no kernel" in message), (size, of, only)
+        else:
+            right += 1
+        if device == "cuda":
+            torch.cuda.synchronize()
+    assert right or name in WITH_A_PLAN

@@ -12,16 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attnops.metadata import FmhaPlan, MlaDecodePlan, SparseMlaPlan, XqaDecodePlan
 from torch import Tensor
 
 from .draw import NO_KERNEL, Draw, Failure, Refused, Void
 from .memory import bytes_of
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
-from right_calls import ops_calls
+from right_calls import PLANS, moved, ops_calls
 
-PLANS = (XqaDecodePlan, MlaDecodePlan, SparseMlaPlan, FmhaPlan)
 # Dimensions that nothing else binds: another extent makes another right call. (function, argument): dimensions.
 FREE = {
     ("xqa_decode", "page_table"): {1},
@@ -179,7 +177,7 @@ def wrong_argument(draw: Draw) -> None:
     calls = ops_calls()
     name = draw.pick(sorted(calls))
     function, given = calls[name]
-    given = {key: _moved(value, draw.device) for key, value in given.items()}
+    given = {key: moved(value, draw.device) for key, value in given.items()}
     numbers = [key for key in inspect.signature(function).parameters if key in NUMBERS]
     before = {key: value.clone() for key, value in given.items() if isinstance(value, Tensor)}
     draw.note(function=name)
@@ -224,15 +222,6 @@ def _spoil_one(draw: Draw, name: str, given: dict[str, Any]) -> tuple[str, str]:
     draw.note(argument=f"plan.{field}", kind=kind, shape=list(wrong.shape), dtype=wrong.dtype)
     given[argument] = dataclasses.replace(value, **{field: wrong})
     return argument, kind
-
-
-def _moved(value: Any, device: str) -> Any:
-    if device == "cpu" or not isinstance(value, (Tensor, *PLANS)):
-        return value
-    if isinstance(value, Tensor):
-        return value.to(device)
-    parts = {key: part.to(device) for key, part in vars(value).items() if isinstance(part, Tensor)}
-    return dataclasses.replace(value, **parts)
 
 
 def _is_on_gpu(value: Any) -> bool:

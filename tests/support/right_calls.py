@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from attnops import ops
 from attnops.compat import causal_conv1d, fla, flash_attn, flash_attn_interface, flash_mla, flashinfer, sgl_kernel
-from attnops.metadata import FmhaPlan
+from attnops.metadata import FmhaPlan, MlaDecodePlan, SparseMlaPlan, XqaDecodePlan
 from attnops.ops.speculation import Verified
 from indexer_calls import indexer_arguments, indexer_peer_calls
 from mla_calls import plan_for
@@ -22,7 +23,19 @@ from xqa_decoding import make_plan
 
 LENGTHS = [40, 20, 7]
 
+PLANS = (XqaDecodePlan, MlaDecodePlan, SparseMlaPlan, FmhaPlan)
+
 Call = tuple[Callable[..., Any], dict[str, Any]]
+
+
+def moved(value: Any, device: str) -> Any:
+    """An argument on another device: a tensor, or a plan with its tensors; others as they are."""
+    if device == "cpu" or not isinstance(value, (Tensor, *PLANS)):
+        return value
+    if isinstance(value, Tensor):
+        return value.to(device)
+    parts = {key: part.to(device) for key, part in vars(value).items() if isinstance(part, Tensor)}
+    return dataclasses.replace(value, **parts)
 
 
 def states(device: str = "cpu") -> tuple[Tensor, Tensor]:
