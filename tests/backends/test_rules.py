@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -31,11 +32,11 @@ def name_of(machine: Machine) -> str:
     return f"sm_{machine.arch}" if machine.arch else machine.device
 
 
-def first_that_serves(spec: AttentionSpec, machine: Machine, modes, **wishes) -> str:
+def first_that_serves(spec: AttentionSpec, machine: Machine, modes, trees=False, **wishes) -> str:
     """The rule, said again: the first name of the order that has no reason against it."""
     return next(
         name
-        for name in order(machine, spec.is_mla)
+        for name in order(machine, spec.is_mla, ForwardMode.DECODE in modes, trees)
         if known(name)
         and name not in NOT_BUILT
         and not reasons_against(name, spec, machine, modes, by_name=False, **wishes)
@@ -48,19 +49,19 @@ def first_that_serves(spec: AttentionSpec, machine: Machine, modes, **wishes) ->
 @pytest.mark.parametrize("package", [None, *PACKAGES])
 def test_every_machine_gets_the_first_of_its_order_that_serves(machine, spec, topk, package):
     machine = dataclasses.replace(machine, packages=frozenset({package} if package else ()))
-    selection = select(spec, machine, speculative_eagle_topk=topk)
-    names = order(machine, spec.is_mla)
-    assert selection.decode == first_that_serves(spec, machine, [ForwardMode.DECODE])
+    selection, trees = select(spec, machine, speculative_eagle_topk=topk), topk == 4
+    assert selection.decode == first_that_serves(spec, machine, [ForwardMode.DECODE], trees)
     # Whoever stands before a chosen one says why it is not chosen.
-    for chosen in (selection.decode, selection.prefill):
+    for chosen, decodes in ((selection.decode, True), (selection.prefill, False)):
+        names = order(machine, spec.is_mla, decodes, trees)
         for name in names[: names.index(chosen)]:
             assert name in (selection.decode, selection.prefill) or selection.rejected.get(name)
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=name_of)
 def test_every_name_of_an_order_is_known_and_nothing_of_it_is_asked_twice(machine):
-    for is_mla in (False, True):
-        names = order(machine, is_mla)
+    for is_mla, decodes, trees in itertools.product((False, True), repeat=3):
+        names = order(machine, is_mla, decodes, trees)
         assert all(known(name) for name in names) and len(set(names)) == len(names) and names[-1] in ("torch_native",)
 
 
@@ -174,7 +175,8 @@ def test_no_gpu_prefills_in_a_loop(arch, model, topk):
     if topk is not None and model == "local chunks":
         pytest.skip("not beside a tree mask")
     selection = select(AttentionSpec(**PLAIN, **MHA_MODELS[model]), machine, speculative_eagle_topk=topk)
-    assert selection.prefill == selection.decode == "fa3"
+    by_decoder = model not in ("two head dims", "local chunks") and (arch != 90 or topk == 4)
+    assert (selection.prefill, selection.decode) == ("fa3", "trtllm_mha" if by_decoder else "fa3")
 
 
 @pytest.mark.parametrize(("built", "runs"), [({80, 90}, {80, 86, 87, 89, 90}), ({86, 120}, {86, 87, 89, 120, 121})])

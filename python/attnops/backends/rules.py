@@ -9,6 +9,7 @@ from attnops.backends.machine import Machine
 
 # Ours are compiled ahead of time. Those that compile at run time come behind them, but on Blackwell, whose kernels
 # of our own are the portable ones. torch_native serves everything, slowly, so it is last.
+# `fa3` and `trtllm_mha` decode by the same kernels. Prefill is the first's; `order` says when decode is the second's.
 _HOPPER_MHA = ("fa3", "trtllm_mha", "flashinfer", "triton", "torch_native")
 _HOPPER_MLA = ("flashmla", "cutlass_mla", "trtllm_mla", "fa3", "nsa", "flashinfer", "triton", "torch_native")
 _AMPERE = (_HOPPER_MHA, ("triton", "flashinfer", "torch_native"))
@@ -28,11 +29,21 @@ _DEVICES = {
 }
 
 
-def order(machine: Machine, is_mla: bool) -> tuple[str, ...]:
-    """Names, best first. A GPU that no row names is asked as a Hopper one: each backend says what it needs."""
-    if machine.device == "cuda":
-        return _CUDA.get(machine.arch, _CUDA[90])[is_mla]
-    return _DEVICES[machine.device]
+def order(machine: Machine, is_mla: bool, decodes: bool = False, trees: bool = False) -> tuple[str, ...]:
+    """Names, best first. A GPU that no row names is asked as a Hopper one: each backend says what it needs.
+
+    Args:
+        decodes: Of the side that decodes. Where our rows are the portable ones, it is `trtllm_mha`'s before `fa3`'s.
+        trees: Drafts have more than one branch. So it is on Hopper, too.
+    """
+    if machine.device != "cuda":
+        return _DEVICES[machine.device]
+    names = _CUDA.get(machine.arch, _CUDA[90])[is_mla]
+    is_portable = machine.arch in _CUDA and machine.arch != 90
+    if is_mla or not decodes or not (is_portable or trees):
+        return names
+    swapped = {"fa3": "trtllm_mha", "trtllm_mha": "fa3"}
+    return tuple(swapped.get(name, name) for name in names)
 
 
 _LATENTS = "reads latents, and cross attention needs K and V"

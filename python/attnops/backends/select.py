@@ -90,13 +90,16 @@ def _is_not_built(name: str) -> bool:
     return name in NOT_BUILT and name not in registered_names()
 
 
-def candidates(spec: AttentionSpec, machine: Machine) -> list[str]:
-    """Names in the order in which they are asked: those of `rules.order`, then those that users registered.
+def candidates(
+    spec: AttentionSpec, machine: Machine, modes: Iterable[ForwardMode] = (), wishes: Wishes = _NO_WISHES
+) -> list[str]:
+    """Names in the order in which they are asked for `modes`: of `rules.order`, then those that users registered.
 
     Of the latter, and of this package's that no rule names, those that compile at run time come last. A backend that is
     not meant for the machine's device (`Capability.chosen_on`) is left out: it runs by name only.
     """
-    ruled = order(machine, spec.is_mla)
+    trees = (wishes.speculative_eagle_topk or 1) > 1
+    ruled = order(machine, spec.is_mla, ForwardMode.DECODE in modes, trees)
     others = [name for name in registered_names() if name not in ruled]
     others.sort(key=lambda name: get_backend_class(name).capability.compiles_at_run_time)
     return [name for name in (*ruled, *others) if _is_chosen_on(name, machine.device)]
@@ -209,7 +212,8 @@ def _at_least_1(name: str, value: int | None) -> int | None:
 def _wanted(name: str, spec: AttentionSpec, machine: Machine, modes: list[ForwardMode], wishes: Wishes) -> str:
     reasons = reasons_against(name, spec, machine, modes, wishes)
     if reasons:
-        fitting = [n for n in candidates(spec, machine) if not reasons_against(n, spec, machine, modes, wishes, False)]
+        names = candidates(spec, machine, modes, wishes)
+        fitting = [n for n in names if not reasons_against(n, spec, machine, modes, wishes, False)]
         raise NotImplementedError(
             f"attnops: backend {name} does not serve this model here: {'; '.join(reasons)}. "
             f"These would: {', '.join(fitting) or 'none'}"
@@ -220,7 +224,7 @@ def _wanted(name: str, spec: AttentionSpec, machine: Machine, modes: list[Forwar
 def _first(
     spec: AttentionSpec, machine: Machine, modes: list[ForwardMode], wishes: Wishes, rejected: dict[str, list[str]]
 ) -> str:
-    for name in candidates(spec, machine):
+    for name in candidates(spec, machine, modes, wishes):
         reasons = reasons_against(name, spec, machine, modes, wishes, by_name=False)
         if not reasons:
             return name
