@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 import types
+import warnings
 
 import pytest
 import torch
@@ -131,6 +132,21 @@ def build(name: str, spec: AttentionSpec):
 
 def gqa(name: str, **options) -> AttentionSpec:
     return AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=64, page_size=PAGES[name], **options)
+
+
+def test_the_first_call_says_that_nobody_has_run_it(vendor):
+    spec = gqa(vendor)
+    backend = build(vendor, spec)
+    for call in range(2):
+        step = make_step(Model("gqa", spec), ForwardMode.EXTEND, [0], [3])
+        step.batch.cache_seqlens_cpu = step.batch.cache_seqlens.clone()
+        step.batch.extend_seq_lens_cpu = step.batch.extend_seq_lens.clone()
+        backend.init_forward_metadata(step.batch)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            step.run(backend)
+        texts = [str(one.message) for one in said if f"nobody has run backend {vendor}" in str(one.message)]
+        assert len(texts) == (call == 0)
 
 
 STEPS = {

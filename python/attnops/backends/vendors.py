@@ -99,10 +99,8 @@ class VendorBackend(AttentionBackend):
     def __init__(self, spec: AttentionSpec, limits: Limits, device: torch.device | str = "cpu") -> None:
         super().__init__(spec, limits, device)
         self._function = self._load()
-        warnings.warn(
-            f"attnops: nobody has run backend {self.name} on its hardware; compare its results with another backend's",
-            stacklevel=2,
-        )
+        self._say_untested()
+        self._first_call = True
         self._buffers = PagedBuffers(spec, limits, self.device)
         size = limits.max_batch_size
         self._index = torch.arange(size + 1, dtype=torch.int32, device=self.device)
@@ -111,6 +109,13 @@ class VendorBackend(AttentionBackend):
         self._indptr = torch.zeros_like(self._index)
         self._indices = {w: torch.zeros(widened, dtype=torch.int32, device=self.device) for w in (False, True)}
         self._prepared: PreparedStep[VendorStep] = PreparedStep()
+
+    def _say_untested(self) -> None:
+        """When it is built, and again at its first call: a server may have been built by somebody else."""
+        warnings.warn(
+            f"attnops: nobody has run backend {self.name} on its hardware; compare its results with another backend's",
+            stacklevel=3,
+        )
 
     def _load(self) -> Any:
         try:
@@ -204,6 +209,9 @@ class VendorBackend(AttentionBackend):
 
     def attend(self, call: LayerCall) -> None:
         step, layer, batch = self._prepared.of(call.batch), call.layer, call.batch
+        if self._first_call:
+            self._say_untested()
+            self._first_call = False
         if batch.tree_mask is not None:
             raise NotImplementedError(f"attnops: backend {self.name} serves chains, the batch has a tree_mask")
         pool = batch.token_to_kv_pool
