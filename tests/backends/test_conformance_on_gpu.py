@@ -1,10 +1,13 @@
 """The conformance suite on a GPU: every backend that runs there, and 200 replays of each that is captured.
 
 Backends that compile at run time take seconds for every combination. So they take turns: a mode for every second
-feature and page size, or one page size.
+feature and page size, or one page size. With CONFORMANCE_ALL=1 `triton` takes every mode, and `flex_attention` every
+mode of one page size. Of the others it takes turns: its kernel sees gathered keys, and no page.
 """
 
 from __future__ import annotations
+
+import os
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from steps import LIMITS, Model, make_step
 pytestmark = pytest.mark.gpu
 
 REPLAYS = 200
+ALL = os.environ.get("CONFORMANCE_ALL") == "1"
 REPLAYED = ("plain", "fp32", "window", "cap", "sinks", "e4m3", "e5m2", "deterministic", "mla", "mla_e4m3", "mla_rows")
 NAMES = [name for name in registered_names() if "cuda" in get_backend_class(name).capability.devices]
 CAPTURED = [name for name in NAMES if get_backend_class(name).capability.cuda_graph]
@@ -31,10 +35,10 @@ def reasons_here(name, spec, modes=()):
 def modes_of(name, spec, feature, page_size):
     modes = [ForwardMode.EXTEND] if spec.attn_type is AttentionType.ENCODER_ONLY else list(MODES)
     turn = list(FEATURES).index(feature) + PAGE_SIZES.index(page_size)
-    if name == "triton":
+    if name == "triton" and not ALL:
         modes = [modes[turn // 2 % len(modes)]] if turn % 2 == 0 else []
-    if name == "flex_attention":
-        modes = [modes[turn % len(modes)]] if page_size == 16 else []
+    if name == "flex_attention" and not (ALL and page_size == 16):
+        modes = [modes[turn % len(modes)]] if ALL or page_size == 16 else []
     return [mode for mode in modes if not reasons_here(name, spec, [mode])]
 
 
