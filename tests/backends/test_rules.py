@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from attnops.backends import HybridAttnBackend, Machine, get_backend_class, registered_names, select
+from attnops.backends import HybridAttnBackend, Machine, get_backend_class, registered_names, select, select_backend
 from attnops.backends.machine import PACKAGES
 from attnops.backends.registry import NOT_BUILT
 from attnops.backends.rules import MODEL_KINDS, order
@@ -93,6 +93,13 @@ def test_a_tree_needs_a_mask_and_a_long_draft_needs_room():
 def test_numbers_below_1_are_refused(option, value):
     with pytest.raises(ValueError, match=f"{option} must be 1 or more, got {value}"):
         select(GQA, Machine(device="cpu"), **{option: value})
+
+
+def test_the_limits_have_room_for_a_draft():
+    limits = Limits(max_batch_size=2, max_seqlen=64, max_tokens_per_request=4)
+    assert select_backend(GQA, limits, "cpu", speculative_num_steps=3).name == "intel_amx"
+    with pytest.raises(ValueError, match="steps=4 brings verify steps of 5 tokens or more, above max_tokens_per_req"):
+        select_backend(GQA, limits, "cpu", speculative_num_steps=4)
 
 
 def test_a_vision_towers_backend_has_its_own_option():

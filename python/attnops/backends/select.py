@@ -244,10 +244,17 @@ def select_backend(
 
     Raises:
         TypeError: an option is neither `select`'s nor a chosen backend's; names the backends that are.
+        ValueError: a verify step of `speculative_num_steps` has more tokens than `limits` lets a request bring.
     """
     machine = detect_machine(device)
     own = inspect.signature(select).parameters
     selection = select(spec, machine, **{name: value for name, value in options.items() if name in own})
+    tokens, most = (options.get("speculative_num_steps") or 0) + 1, limits.max_tokens_per_request
+    if tokens > most:
+        raise ValueError(
+            f"attnops: speculative_num_steps={tokens - 1} brings verify steps of {tokens} tokens or more, above "
+            f"max_tokens_per_request = {most} of the limits"
+        )
     where = torch.device(machine.torch_device) if device is None else torch.device(device)
     classes = {name: get_backend_class(name) for name in (selection.decode, selection.prefill)}
     more = {name: value for name, value in options.items() if name not in own}
