@@ -346,3 +346,27 @@ def test_ragged_steps_of_bidirectional_windows_are_refused_where_only_decode_run
     step = step_of(Model("bidirectional_window", window), "draft_extend_ragged", 0)
     with pytest.raises(NotImplementedError, match="serves no ragged DRAFT_EXTEND of bidirectional"):
         eager("trtllm_mha", step)
+
+
+def bidirectional_backends() -> list[str]:
+    spec = gqa(sliding_window_size=2, attn_type=AttentionType.DECODER_BIDIRECTIONAL)
+    served = {
+        name: get_backend_class(name).capability.reasons_against(spec, [ForwardMode.TARGET_VERIFY])
+        for name in backends()
+    }
+    return [name for name, reasons in served.items() if not reasons]
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 4])
+@pytest.mark.parametrize("name", bidirectional_backends())
+def test_a_bidirectional_window_ends_on_the_right_too(name, tokens):
+    """Tokens of a step stand behind one another: those that a window does not reach are not seen, or it is refused."""
+    window = gqa(sliding_window_size=2, attn_type=AttentionType.DECODER_BIDIRECTIONAL)
+    step = make_step(
+        Model("bidirectional_window", window), ForwardMode.TARGET_VERIFY, [30, 0, 17], [tokens] * 3, uniform=True
+    )
+    if name == "trtllm_mha" and tokens > 3:
+        with pytest.raises(NotImplementedError, match="serves no TARGET_VERIFY of 4 tokens of bidirectional attention"):
+            eager(name, step)
+        return
+    assert relative_error(eager(name, step), step.expected) < MAX_RELATIVE_ERROR[torch.bfloat16]

@@ -99,6 +99,8 @@ class World:
         uniform = uniform and (mode is not ForwardMode.DRAFT_EXTEND or refused or draw.chance(0.5))
         if uniform:
             count = 1 if mode is ForwardMode.DECODE else draw.number(1, limits.max_tokens_per_request)
+            if refused and "trtllm_mha" in (self.name, self.partner):  # and those that windows do not reach
+                count = min(count, self.spec.sliding_window_size + 1)
             new = [count] * batch
         else:
             most = limits.max_tokens_per_request if mode is ForwardMode.DRAFT_EXTEND else 40

@@ -184,3 +184,11 @@ class AttentionBackend(ABC):
 
 def is_causal(layer: RadixAttention) -> bool:
     return layer.attn_type is AttentionType.DECODER
+
+
+def sees_past_window(spec: AttentionSpec, batch: AttentionBatch) -> bool:
+    """Whether the decode ops would show tokens of the step too much: they bound a window on the left alone.
+
+    A layer that is not causal has its window on both sides, and tokens of a request stand behind one another.
+    """
+    return spec.attn_type is not AttentionType.DECODER and 0 <= spec.sliding_window_size < batch.tokens_per_request - 1

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnops import ops
-from attnops.backends.base import LayerCall
+from attnops.backends.base import LayerCall, sees_past_window
 from attnops.backends.bound_layer import BoundLayer, bind_layer
 from attnops.backends.prepared import PreparedStep, in_one_thread
 from attnops.backends.store import heads
@@ -89,7 +89,8 @@ class DecodeSteps:
         """Host work of a step: limits and views.
 
         Raises:
-            NotImplementedError: the batch is prefill, or a ragged step of a bidirectional model with a sliding window.
+            NotImplementedError: the batch is prefill. Or the model is bidirectional with a sliding window, and the step
+                ragged, or of more tokens of a request than the window reaches.
             ValueError: it exceeds the limits.
         """
         if batch.forward_mode not in self._modes:
@@ -101,6 +102,13 @@ class DecodeSteps:
             raise NotImplementedError(
                 f"attnops: backend {self._owner} serves no ragged {batch.forward_mode.name} of bidirectional attention "
                 "with a sliding window; give all requests of the step as many tokens"
+            )
+        if sees_past_window(self._spec, batch):
+            window = self._spec.sliding_window_size
+            raise NotImplementedError(
+                f"attnops: backend {self._owner} serves no {batch.forward_mode.name} of {batch.tokens_per_request} "
+                f"tokens of bidirectional attention with sliding_window_size {window}: the decode ops bound a window "
+                f"on the left alone. At most {window + 1} tokens of a request, or another backend, would do"
             )
         self._limits.check(batch)
         paged = self.buffers.step(batch)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from attnops.backends.base import AttentionBackend, LayerCall
+from attnops.backends.base import AttentionBackend, LayerCall, sees_past_window
 from attnops.backends.capability import DECODER_MODES, FLOATS, PORTABLE_ARCHS, SIXTEEN_BIT, Capability, HeadDims
 from attnops.backends.decode_steps import DecodeSteps
 from attnops.backends.fmha_steps import FmhaSteps
@@ -154,7 +154,9 @@ class FlashAttentionBackend(AttentionBackend):
 
     def _decoder_of(self, batch: AttentionBatch) -> DecodeSteps | None:
         """What serves a step, if it is one for the decode ops."""
-        return self._decode if self._fmha is None or batch.tokens_per_request > 0 else None
+        if self._decode is None or self._fmha is None:
+            return self._decode
+        return None if batch.tokens_per_request == 0 or sees_past_window(self.spec, batch) else self._decode
 
     @property
     def _fmha_steps(self) -> FmhaSteps:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnops import ops
 from attnops.backends import attend
-from attnops.backends.base import AttentionBackend, LayerCall
+from attnops.backends.base import AttentionBackend, LayerCall, sees_past_window
 from attnops.backends.capability import DECODER_MODES, FLOATS, Capability, HeadDims
 from attnops.backends.fmha_steps import FmhaStep, FmhaSteps
 from attnops.backends.fp4_steps import Fp4Steps
@@ -173,8 +173,8 @@ class IntelAMXAttnBackend(AttentionBackend):
         attend.xqa_decode(q, layer, batch, step.paged, step.decode, out, report)
 
     def _make(self, batch: AttentionBatch, paged: PagedStep) -> CpuStep:
-        """The views of one shape. Uniform steps are decode, ragged ones fmha, or blocks where there is MLA."""
-        if batch.is_uniform and self._decodes:
+        """The views of one shape. Uniform steps are decode, others fmha, or blocks where there is MLA."""
+        if batch.is_uniform and self._decodes and not sees_past_window(self.spec, batch):
             return CpuStep(paged, self._plans_for(batch.tokens_per_request).views(batch.batch_size), None, None)
         if self._blocks is not None:
             blocks = self._blocks.blocks(batch.batch_size, batch.num_tokens)
