@@ -42,6 +42,16 @@ def test_a_crash_and_a_test_that_hangs_are_failures_and_not_the_end(tmp_path):
     assert len(json.loads((tmp_path / "times.json").read_text())) == 3
 
 
+def test_a_process_hands_on_what_it_has_no_time_for(tmp_path):
+    (tmp_path / "test_slow.py").write_text(
+        "import pytest, time\n@pytest.mark.parametrize('i', range(5))\ndef test_slow(i): time.sleep(1)\n"
+    )
+    command = [sys.executable, "tools/gpu_tests.py", str(tmp_path), "--marks", "not gpu", "--piece-seconds", "0"]
+    result = subprocess.run([*command, "--jobs", "1"], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert result.stdout.startswith("5 passed, 0 failed, 0 skipped in"), result.stdout
+    assert result.returncode == 0
+
+
 def test_the_end_of_the_time_leaves_a_summary(tmp_path):
     (tmp_path / "test_long.py").write_text("import time\ndef test_long(): time.sleep(600)\ndef test_b(): pass\n")
     command = [sys.executable, "tools/gpu_tests.py", str(tmp_path), "--marks", "not gpu", "--seconds", "12"]

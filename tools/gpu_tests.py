@@ -6,8 +6,8 @@
     python tools/gpu_tests.py --times times.json                files that took longest first; writes what they took
 
 A process of pytest-xdist collects every test of the tree before it runs one. Here a process collects one file, runs at
-most `--most` of its tests, and says how many are left: those are a further piece of work. A test that stands still, or
-kills its process, is a failure of its own; the tests behind it go on in another process.
+most `--most` of its tests, for at most `--piece-seconds`, and says how many are left: those are a further piece of
+work. A test that stands still, or kills its process, is a failure of its own; those behind it go on in another process.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ class Process:
 class Reporter:
     """A plugin of pytest: chooses a piece's tests, and tells of each when it begins and ends."""
 
-    def __init__(self, pipe: int, piece: Piece, most: int) -> None:
-        self.pipe, self.piece, self.most = pipe, piece, most
+    def __init__(self, pipe: int, piece: Piece, options: argparse.Namespace) -> None:
+        self.pipe, self.piece, self.most = pipe, piece, options.most
+        self.end = time.monotonic() + options.piece_seconds
 
     def tell(self, **what: Any) -> None:
         os.write(self.pipe, json.dumps(what).encode() + b"\n")
@@ -80,6 +81,10 @@ class Reporter:
     def pytest_collectreport(self, report) -> None:
         if report.failed:
             self.tell(end=f"{report.nodeid} (collecting)", outcome="failed", seconds=0.0, text=str(report.longrepr))
+
+    def pytest_runtest_teardown(self, item, nextitem) -> None:
+        if nextitem is not None and time.monotonic() > self.end:
+            item.session.shouldstop = "the tests behind this one are for another process"
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.tell(begin=nodeid)
@@ -106,7 +111,8 @@ def _child(piece: Piece, options: argparse.Namespace, pipe: int, words: int) -> 
     os.dup2(words, 2)
     arguments = [piece.path, "-m", options.marks, "-p", "no:cacheprovider", "--import-mode=importlib", "--tb=short"]
     arguments += ["-k", options.k] if options.k else []
-    pytest.main(arguments, plugins=[Reporter(pipe, piece, options.most)])
+    if pytest.main(arguments, plugins=[Reporter(pipe, piece, options)]) in (3, 4):  # pytest itself has failed
+        raise RuntimeError("pytest did not run")
 
 
 def _start(piece: Piece, options: argparse.Namespace) -> tuple[Process, int]:
@@ -227,7 +233,8 @@ class Run:
     def _go_on(self, process: Process) -> None:
         """The rest of a piece whose process is no more."""
         process.over = True
-        if (at := process.piece.begin + process.done) < process.end:
+        at = process.piece.begin + process.done
+        if process.done and at < process.end:
             self.waiting.insert(0, Piece(process.piece.path, at, process.end))
 
     def _ended(self, read: int) -> None:
@@ -238,6 +245,8 @@ class Run:
         if not process.over and status != 0:
             code = os.waitstatus_to_exitcode(status)
             self._lost(process, f"ends its process ({code})")
+        elif not process.over:
+            self._go_on(process)
         process.words.close()
 
     def report(self) -> str:
@@ -275,7 +284,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=int, default=max((os.cpu_count() or 2) - 2, 1), help="processes at a time")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="all end then")
     parser.add_argument("--test-seconds", type=float, default=120, help="that one test may take")
-    parser.add_argument("--most", type=int, default=60, help="tests of one process")
+    parser.add_argument("--most", type=int, default=200, help="tests of one process")
+    parser.add_argument("--piece-seconds", type=float, default=20, help="that a process begins tests for")
     parser.add_argument("--times", help="a file of JSON, seconds by file of tests: read, and written")
     parser.add_argument("--marks", default="gpu", help="the expression of pytest's -m")
     parser.add_argument("-k", default="", help="that of its -k")
