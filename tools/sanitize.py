@@ -183,7 +183,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if not shutil.which("compute-sanitizer"):
         sys.exit("compute-sanitizer is not on PATH: it comes with the CUDA toolkit")
-    chosen = [name for name in SETS if all(set(word.split(",")) & set(name.split()) for word in arguments.words)]
+    words = [word.split(",") for word in arguments.words]
+    chosen = [name for name in SETS if all(set(any_of) & set(name.split()) for any_of in words)]
+    chosen.sort(key=lambda name: [min(any_of.index(w) for w in name.split() if w in any_of) for any_of in words[::-1]])
     if not chosen:
         sys.exit(f"no set has all of {arguments.words}; the sets are {', '.join(SETS)}")
     found: dict[str, set[str]] = {name: set() for name in chosen}
