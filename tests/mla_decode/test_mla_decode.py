@@ -1,5 +1,6 @@
 """attnops::mla_decode on every device, against float64 attention over the stored values, in poisoned memory."""
 
+import dataclasses
 import math
 
 import pytest
@@ -80,6 +81,32 @@ def test_fp8_products_over_odd_and_even_tiles(num_sm_parts, fixed, device):
     expected_out, expected_lse = problem.expected(softmax_scale=SCALE)
     assert_attention_close(out.cpu(), expected_out, torch.bfloat16, 6e-2)
     assert_lse_close(lse.cpu(), expected_lse, atol=0.3)
+
+
+def cut_scores(q, keys, bits=13):
+    """float64 q k^T as the e4m3 units add it up: 32 columns at a time, each addend cut so far below the largest one."""
+    total = torch.zeros(len(q), len(keys), dtype=torch.float64)
+    for i in range(0, q.shape[1], 32):
+        addends = torch.cat([total[..., None], q[:, None, i : i + 32] * keys[None, :, i : i + 32]], -1)
+        unit = addends.abs().amax(-1, keepdim=True).clamp(min=1e-30).log2().floor().sub(bits).exp2()
+        total = ((addends / unit).trunc() * unit).sum(-1)
+    return total
+
+
+@pytest.mark.gpu
+def test_rounded_products_of_parallel_vectors_lose_what_the_units_cut():
+    """All addends of such a score are positive, so that cutting them makes it smaller."""
+    problem = mla_problem([200], num_q_heads=40, dtype=torch.bfloat16, kv_dtype=FP8)
+    stored = reference.gather_tokens(problem.kv_pages, problem.page_table, 0, 200).float().double()
+    scale = SCALE * float(problem.kv_scale)
+    q = (stored[60:100] * float(problem.kv_scale)).to(torch.bfloat16)
+    _, lse = decode(dataclasses.replace(problem, q=q.unsqueeze(0)).to("cuda"), fp8_products=True)
+    factor = (7 - q.double().abs().amax(-1, keepdim=True).log2().floor()).exp2()  # the largest value to [128, 256)
+    rounded = (q.double() * factor).to(FP8).double()
+    expected = (cut_scores(rounded, stored) / factor * scale).logsumexp(-1)
+    exact = (q.double() @ stored.T * scale).logsumexp(-1)
+    assert_lse_close(lse.cpu(), expected.float().view_as(lse), atol=0.05)
+    assert (exact - expected).abs().max() < exact.abs().max() / 64
 
 
 @pytest.mark.parametrize("device", DEVICES)
