@@ -38,27 +38,28 @@ class QuarterPages {
   }
 
   // Calls, for each tile of a piece in turn, boxed(t, tile, pages, first_lane) with the pages of its groups in lanes
-  // from first_lane, or gathered(tile, page) with that of row lane % 16. `first_page` is what `speculate` found.
-  template <class Boxed, class Gathered>
+  // from first_lane, or gathered(tile, page) with that of row lane % 16. `first_page` is what `speculate` found. Where
+  // no tree hides keys, kOptions says so: the call that asks a tree costs registers of every tile.
+  template <Options kOptions = Options::kAll, class Boxed, class Gathered>
   __device__ void each_tile(const Piece& piece, int first_page, const Boxed& boxed, const Gathered& gathered) {
     const int32_t* cells = p_.page_table.row(piece.request);
     // Indices are read ahead: of the next gathered tile, one row a lane, and of 16 boxed tiles, one group a lane.
     int next_row = -1, groups = 0, next_groups = 0;
     if (first_page == kUnknown || use_boxes_) {
-      next_row = row_page(piece, cells, 0);
-    } else if (is_readable(p_, piece, first_token(piece.first_tile) + lane_ % kTokens)) {
+      next_row = row_page<kOptions>(piece, cells, 0);
+    } else if (is_readable<kOptions>(p_, piece, first_token(piece.first_tile) + lane_ % kTokens)) {
       next_row = first_page;
     }
-    if (use_boxes_) next_groups = first_page == kUnknown ? group_page(piece, cells, 0) : first_page;
+    if (use_boxes_) next_groups = first_page == kUnknown ? group_page<kOptions>(piece, cells, 0) : first_page;
     for (int t = 0; t < piece.num_tiles; ++t, ++count_) {
       const int tile = piece.first_tile + t, row = next_row;
-      const bool is_boxed = sm90::is_boxed(p_, piece, tile, use_boxes_);
+      const bool is_boxed = sm90::is_boxed<kOptions>(p_, piece, tile, use_boxes_);
       if (t % kTilesAhead == 0) {
         groups = next_groups;
-        if (use_boxes_) next_groups = group_page(piece, cells, t + kTilesAhead);
+        if (use_boxes_) next_groups = group_page<kOptions>(piece, cells, t + kTilesAhead);
       }
       if (is_boxed) boxed(t, tile, groups, t % kTilesAhead * kGroupsPerWarp);
-      next_row = row_page(piece, cells, t + 1);
+      next_row = row_page<kOptions>(piece, cells, t + 1);
       if (!is_boxed) gathered(tile, row);
     }
   }
@@ -86,17 +87,20 @@ class QuarterPages {
 
  private:
   // The page of row lane % 16 of this warp's part of a gathered tile; -1 where there is nothing to read.
+  template <Options kOptions>
   __device__ int row_page(const Piece& piece, const int32_t* cells, int t) const {
     const int tile = piece.first_tile + t, key = first_token(tile) + lane_ % kTokens;
-    const bool needed = t < piece.num_tiles && !is_boxed(p_, piece, tile, use_boxes_) && is_readable(p_, piece, key);
+    const bool needed = t < piece.num_tiles && !is_boxed<kOptions>(p_, piece, tile, use_boxes_) &&
+                        is_readable<kOptions>(p_, piece, key);
     return needed ? cells[paging_.cell(key)] : -1;
   }
 
   // The page of group lane % kGroupsPerWarp of tile t + lane / kGroupsPerWarp.
+  template <Options kOptions>
   __device__ int group_page(const Piece& piece, const int32_t* cells, int t) const {
     t += lane_ / kGroupsPerWarp;
     const int tile = piece.first_tile + t, key = first_token(tile) + lane_ % kGroupsPerWarp * kGroupTokens;
-    const bool needed = t < piece.num_tiles && is_boxed(p_, piece, tile, use_boxes_);
+    const bool needed = t < piece.num_tiles && is_boxed<kOptions>(p_, piece, tile, use_boxes_);
     return needed ? cells[paging_.cell(key)] : 0;
   }
 

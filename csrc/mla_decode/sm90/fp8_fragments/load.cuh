@@ -114,7 +114,8 @@ class Loader : QuarterPages<Paging> {
 
   __device__ void load_piece(const Piece& piece, int first_page) {
     if constexpr (kSelects) return load_listed(piece);
-    each_tile(
+    constexpr Options kTrees = At::kOptions == Options::kCommon ? Options::kCommon : Options::kAll;
+    each_tile<kTrees>(
         piece, first_page, [&](int, int tile, int pages, int first_lane) { load_boxes(tile, pages, first_lane); },
         [&](int tile, int page) { gather(piece, tile, page); });
   }
@@ -176,7 +177,7 @@ class Loader : QuarterPages<Paging> {
 
   __device__ void gather(const Piece& piece, int tile, int page) const {
     const int key = first_token(tile) + lane_ % kTokens;
-    if (p_.report) check_page(piece, key, page);
+    if (At::kOptions != Options::kCommon && p_.report) check_page(piece, key, page);
     const int64_t offset =
         !p_.page_table.has_page(page)
             ? -1
