@@ -308,7 +308,7 @@ class Bench:
         lengths.fill_(4)
 
     def convolve(self, tokens: int, channels: int, batch: int, update: bool) -> None:
-        calls = []
+        calls, beside = [], []
         weight = self.tensor(channels, 4)
         for _ in range(4):
             x, out = self.tensor(tokens, channels), self.tensor(tokens, channels)
@@ -316,12 +316,15 @@ class Bench:
             given = {"conv_states": states, "state_indices": slots, "out": out}
             if update:
                 calls.append(partial(ops.causal_conv1d_update, x, weight, None, **given))
+                bounds = None
             else:
                 bounds = self.indices([i * tokens // batch for i in range(batch + 1)])
                 calls.append(partial(ops.causal_conv1d, x, weight, None, cu_seqlens=bounds, **given))
+            if self.peers:
+                beside.append(self.peers.convolution(x, weight, states, bounds))
         name = "causal_conv1d_update" if update else "causal_conv1d"
         num_bytes = 4 * tokens * channels + 12 * batch * channels
-        self.cell(name, {"tokens": tokens, "channels": channels, "batch": batch}, calls, num_bytes / COPY)
+        self.cell(name, {"tokens": tokens, "channels": channels, "batch": batch}, calls, num_bytes / COPY, beside)
 
     def copy(self) -> None:
         """75 MB: a request's states of 36 layers."""

@@ -32,6 +32,7 @@ FAMILIES = {
     "h200-triton": "Triton kernels, H200",
     "h200-paged_kv": "Stores and merges, H200",
     "h200-indexer": "Indexer of sparse MLA, H200",
+    "h200-linear": "Linear attention, H200",
     "h200-speculation": "Speculative decoding, H200",
     "h200-vllm": "Attention of vLLM's steps, H200",
     "cpu-decode": "Decode, AMD EPYC",

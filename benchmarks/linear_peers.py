@@ -100,6 +100,9 @@ class Peers:
         self.fla_gdn_step = some and _import("fla.ops.gated_delta_rule", "fused_recurrent_gated_delta_rule")
         self.fla_kda = some and _import("fla.ops.kda", "chunk_kda")
         self.fla_gla = some and _import("fla.ops.simple_gla", "chunk_simple_gla")
+        self.fla_kda_step = some and _import("fla.ops.kda", "fused_recurrent_kda")
+        self.fla_conv = some and _import("fla.modules.causal_conv1d", "causal_conv1d")
+        self.fla_conv_step = some and _import("fla.modules.causal_conv1d", "causal_conv1d_update")
 
     @staticmethod
     def version(peer: str) -> str:
@@ -126,14 +129,29 @@ class Peers:
                 self.update, A_log, a.flatten(1), bias.flatten(), 1.0, 20.0, row(q), row(k), row(v), b, states, slots,
                 use_qk_l2norm_in_kernel=True, cu_seqlens=bounds, is_kda=channels,
             )  # fmt: skip
-        if self.fla_gdn_step and not channels:
+        step = self.fla_kda_step if channels else self.fla_gdn_step
+        if step:
             own = states[: len(q)].clone()
             calls["FLA"] = partial(
-                self.fla_gdn_step, *(t.unsqueeze(1) for t in (q, k, v, a)), beta=b.unsqueeze(1), initial_state=own,
+                step, *(t.unsqueeze(1) for t in (q, k, v, a)), beta=b.unsqueeze(1), initial_state=own,
                 output_final_state=True, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, A_log=A_log,
-                dt_bias=bias, use_beta_sigmoid_in_kernel=True, state_v_first=True,
+                dt_bias=bias.flatten(), use_beta_sigmoid_in_kernel=True, state_v_first=True,
             )  # fmt: skip
-        return calls
+        return {name: torch.no_grad()(call) for name, call in calls.items()}
+
+    def convolution(self, x: Tensor, weight: Tensor, states: Tensor, bounds: Tensor | None) -> Calls:
+        """FLA's, of prompts, or without `bounds` of a token of each request. Its state has a column more."""
+        if bounds is not None:
+            if not self.fla_conv:
+                return {}
+            call = partial(self.fla_conv, x[None], weight, activation="silu", output_final_state=True,
+                           cu_seqlens=bounds.long() if len(bounds) > 2 else None)  # fmt: skip
+        else:
+            if not self.fla_conv_step:
+                return {}
+            cache = torch.nn.functional.pad(states[: len(x)], (1, 0))
+            call = partial(self.fla_conv_step, x, cache, weight=weight, activation="silu")
+        return {"FLA": torch.no_grad()(call)}
 
     def delta_prompts(self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A_log: Tensor, bias: Tensor,
                       states: Tensor, bounds: Tensor) -> Calls:  # fmt: skip
