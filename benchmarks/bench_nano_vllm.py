@@ -1,8 +1,8 @@
 """nano-vllm, a whole engine, unmodified, on `attnops.compat.flash_attn` and on FlashAttention-3, in turns, on one GPU.
 
 The engine imports `flash_attn`; here that is a module whose two functions change from turn to turn. The model has the
-shape of Qwen3 0.6B or 8B, and random weights. Two things are measured: tokens per second with the engine's own sampler
-and decode graphs, and, with a greedy sampler put in its place, how far the tokens of both sides agree.
+shape of Qwen3 0.6B or 8B, and random weights. Tokens per second are measured with the engine's own sampler and
+decode graphs. With a greedy sampler put in its place, the tokens of both sides are compared.
 
     PYTHONPATH=python python benchmarks/bench_nano_vllm.py CHECKOUT --requests 256
 """
@@ -85,7 +85,7 @@ def fill(model: torch.nn.Module) -> None:
     """The same random weights for every engine: norms of one, matrices that keep a row's size.
 
     The head's rows are the embeddings in another order. So most tokens have a favourite successor, as in a trained
-    model, and leads are not all within a rounding, as those of independent rows are.
+    model. With independent rows all leads would be within a rounding.
     """
     generator = torch.Generator("cuda").manual_seed(0)
     with torch.no_grad():
@@ -142,7 +142,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--most-input", type=int, default=1024)
     parser.add_argument("--most-output", type=int, default=256)
-    parser.add_argument("--greedy-tokens", type=int, default=64)
+    parser.add_argument("--greedy-tokens", type=int, default=64, help="of a request, to compare; 0: none")
+    parser.add_argument("--memory", type=float, default=0.6, help="share of the GPU's memory that the engine may take")
     parser.add_argument("--turns", nargs="+", default=["attnops", "fa3", "attnops"])
     options = parser.parse_args()
     sides = {"attnops": attnops, "fa3": flash_attention_3}
@@ -176,7 +177,7 @@ def main() -> None:
             enforce_eager=False,
             max_model_len=4096,
             max_num_seqs=options.requests,
-            gpu_memory_utilization=0.6,
+            gpu_memory_utilization=options.memory,
         )
         fill(engine.model_runner.model)
         made = time.perf_counter() - begin
@@ -190,7 +191,7 @@ def main() -> None:
             f"turn {turn} {name}: {total / seconds:.0f} tokens/s ({total} in {seconds:.2f} s; made in {made:.1f} s)",
             flush=True,
         )
-        if name not in greedy:
+        if options.greedy_tokens and name not in greedy:
             # Other prompts: the prefix cache holds these ones' blocks.
             others = [prompt[::-1] for prompt in prompts]
             greedy[name] = greedy_tokens(engine, others, options.greedy_tokens, SamplingParams)

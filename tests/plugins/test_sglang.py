@@ -1,104 +1,117 @@
-"""SGLang's own attention kit on the CPU, in float32, with attnops as the backend that it tests."""
+"""SGLang's own attention kit, with attnops as the backend that it tests: on the CPU in float32, on a GPU in float16."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.machinery
-import sys
-import types
 import unittest
 
 import pytest
+import sglang_kit
 import torch
 from attnops.plugins import unsupported
 
-pytestmark = pytest.mark.skipif(bool(unsupported("sglang")), reason=unsupported("sglang") or "-")
-KIT = "sglang.test.kits.attention_unittest"
-HEAD_DIM = 64  # the kit's own default, 16, is less than attnops serves
+MISSING = unsupported("sglang")
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING or "-")
+DTYPES = {"cpu": torch.float32, "cuda": torch.float16}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def stand_in(name: str) -> type:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return type(name, (), {})
-
-
-def kit():
-    """The kit's modules. Without torchvision, which SGLang imports and attention does not use, a stand-in."""
-    try:
-        import torchvision  # noqa: F401
-    except ImportError:
-        importlib.import_module("transformers.modeling_utils")  # looks for torchvision first, and finds none
-        for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.functional", "torchvision.io"):
-            module = types.ModuleType(name)
-            module.__getattr__ = stand_in
-            module.__spec__ = importlib.machinery.ModuleSpec(name, None)
-            sys.modules.setdefault(name, module)
-        processors = types.SimpleNamespace(register=lambda *args, **options: None)
-        importlib.import_module("transformers").AutoImageProcessor = processors  # its own demands torchvision
-    from attnops.plugins.sglang import register
-    from sglang.test.kits.attention_unittest.attention_methods import dense_attention, mla_attention
-
-    assert register()
-    if "attnops" not in dense_attention._SWA_DECODE_EXTEND_WINDOW:  # keys [p - w, p], as the kit asks of new backends
-        dense_attention._SWA_DECODE_EXTEND_WINDOW |= {"attnops"}
-    return types.SimpleNamespace(dense=dense_attention, mla=mla_attention)
+@pytest.fixture(params=DEVICES)
+def device(request):
+    # SGLang decides at import whether it runs on a GPU.
+    if request.param == "cpu" and torch.cuda.is_available():
+        pytest.skip("with a GPU, SGLang's modules are those of the GPU")
+    return request.param
 
 
 @pytest.fixture
 def sglang(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: None)
-    modules = kit()
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: None)
+    modules = sglang_kit.kit()
     with torch.no_grad():
         yield modules
 
 
-def dense_cases():
-    if unsupported("sglang"):
+def options(device: str, kind: str) -> dict:
+    sizes = sglang_kit.DENSE if kind == "dense" else sglang_kit.LATENT
+    return {"device": device, "dtype": DTYPES[device], **sizes}
+
+
+def cases(kind: str) -> list:
+    if MISSING:
         return []
-    dense = kit().dense
-    windows = [
-        case
-        for make in (dense.make_swa_no_prefix_input_config_cases, dense.make_swa_prefix_input_config_cases)
-        for case in make("attnops")
-    ]
-    return [*dense.make_dense_cases("attnops"), *windows]
+    return sglang_kit.dense_cases() if kind == "dense" else sglang_kit.mla_cases()
 
 
-@pytest.mark.parametrize("case", dense_cases(), ids=lambda case: case.name)
-def test_every_dense_case_of_the_kit_passes(case, sglang):
-    options = {"device": "cpu", "head_dim": HEAD_DIM, "hidden_size": 128, "dtype": torch.float32}
-    sglang.dense.run_dense_attention_case(unittest.TestCase(), case, **options)
+def decodes(kind: str) -> list:
+    return [case for case in cases(kind) if case.forward_mode.is_decode()]
 
 
-def mla_cases():
-    return [] if unsupported("sglang") else kit().mla.make_mla_cases("attnops")
+def prompts(kind: str) -> list:
+    return [case for case in cases(kind) if not case.forward_mode.is_decode()]
 
 
-@pytest.mark.parametrize("case", mla_cases(), ids=lambda case: case.name)
-def test_every_mla_case_of_the_kit_passes(case, sglang):
-    options = {"device": "cpu", "kv_lora_rank": 512, "qk_rope_head_dim": 64, "dtype": torch.float32}
-    sglang.mla.run_mla_attention_case(unittest.TestCase(), case, **options)
+@pytest.mark.parametrize("case", cases("dense"), ids=lambda case: case.name)
+def test_every_dense_case_of_the_kit_passes(case, device, sglang):
+    sglang.dense.run_dense_attention_case(unittest.TestCase(), case, **options(device, "dense"))
+
+
+@pytest.mark.parametrize("case", cases("mla"), ids=lambda case: case.name)
+def test_every_mla_case_of_the_kit_passes(case, device, sglang):
+    sglang.mla.run_mla_attention_case(unittest.TestCase(), case, **options(device, "mla"))
+
+
+@pytest.mark.parametrize("kind", ["dense", "mla"])
+def test_decodes_by_the_graph_adapter(kind, device, sglang):
+    """Planned for the padded batch of a graph, run for another of other lengths."""
+    run = getattr(sglang_kit.runner("decode"), f"run_{kind}_cuda_graph_decode_case")
+    assert decodes(kind)
+    for case in decodes(kind):
+        run(unittest.TestCase(), case, **options(device, kind))
+
+
+@pytest.mark.parametrize("breakable", [False, True])
+@pytest.mark.parametrize("kind", ["dense", "mla"])
+def test_prompts_in_piecewise_and_breakable_graphs(kind, breakable, device, sglang):
+    run = getattr(sglang_kit.runner("split_op"), f"run_{kind}_split_op_extend_case")
+    windowless = [case for case in prompts(kind) if getattr(case, "sliding_window_size", None) is None]
+    assert windowless
+    for case in windowless:
+        run(unittest.TestCase(), case, breakable=breakable, **options(device, kind))
 
 
 @pytest.mark.parametrize("topk", [1, 2])
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_verification_of_chains_and_trees(page_size, topk, sglang):
-    verify = importlib.import_module(f"{KIT}.runner_modes.speculative_target_verify_runner")
-    common = {"page_size": page_size, "prefix_lens": (5, 16, 31), "extend_lens": (5 - topk,) * 3, "backend": "attnops"}
-    mode = sglang.dense.ForwardMode.TARGET_VERIFY
-    options = {"device": "cpu", "dtype": torch.float32, "topk": topk}
-    dense = sglang.dense.DenseAttentionCase("verify", forward_mode=mode, num_heads=4, num_kv_heads=2, **common)
-    verify.run_dense_eagle_verify_case(unittest.TestCase(), dense, head_dim=HEAD_DIM, hidden_size=128, **options)
-    mla = sglang.mla.MLAAttentionCase("verify", forward_mode=mode, num_heads=4, **common)
-    latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
-    verify.run_mla_eagle_verify_case(unittest.TestCase(), mla, **latent, **options)
+@pytest.mark.parametrize("kind", ["dense", "mla"])
+def test_verification_of_chains_and_trees(kind, page_size, topk, device, sglang):
+    module, lens = getattr(sglang, kind), (5, 16, 31)
+    case = sglang_kit.ragged_case(module, kind, "TARGET_VERIFY", page_size, 5 - topk, lens)
+    run = getattr(sglang_kit.runner("verify"), f"run_{kind}_eagle_verify_case")
+    run(unittest.TestCase(), case, topk=topk, **options(device, kind))
 
 
-def test_the_kits_own_head_dim_is_refused_by_name(sglang):
+@pytest.mark.parametrize("topk", [1, 2])
+@pytest.mark.parametrize("kind", ["dense", "mla"])
+def test_verification_by_the_graph_adapter(kind, topk, device, sglang):
+    module = getattr(sglang, kind)
+    case = sglang_kit.ragged_case(module, kind, "TARGET_VERIFY", 16, 5 - topk)
+    name = "run_dense_spec_verify_cuda_graph_case" if kind == "dense" else "run_mla_eagle_verify_cuda_graph_case"
+    getattr(sglang_kit.runner("verify"), name)(unittest.TestCase(), case, topk=topk, **options(device, kind))
+
+
+@pytest.mark.parametrize("pad_style", ["small_real", "prod_fill"])
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("kind", ["dense", "mla"])
+def test_draft_extend_by_the_graph_adapter(kind, page_size, pad_style, device, sglang):
+    case = sglang_kit.ragged_case(getattr(sglang, kind), kind, "DRAFT_EXTEND_V2", page_size, 4, (5, 16, 31))
+    run = getattr(sglang_kit.runner("draft_extend"), f"run_{kind}_draft_extend_v2_cuda_graph_case")
+    run(unittest.TestCase(), case, pad_style=pad_style, **options(device, kind))
+
+
+def test_the_kits_own_head_dim_is_refused_by_name(device, sglang):
     case = sglang.dense.make_dense_cases("attnops")[0]
     with pytest.raises(NotImplementedError, match="head_dim"):
-        sglang.dense.run_dense_attention_case(unittest.TestCase(), case, device="cpu", dtype=torch.float32)
+        sglang.dense.run_dense_attention_case(unittest.TestCase(), case, device=device, dtype=DTYPES[device])
 
 
 def test_the_option_knows_the_name(sglang):

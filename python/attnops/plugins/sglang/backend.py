@@ -187,9 +187,14 @@ class AttnopsAttnBackend(AttentionBackend):
         self._backend.init_forward_metadata_in_graph(batch)
 
     def _current(self, forward_batch: Any) -> AttentionBatch:
-        if self._batch is None or self._step is not forward_batch:
-            raise RuntimeError("attnops: init_forward_metadata must run for a batch before its layers")
-        return self._batch
+        """The step that was planned. SGLang's graph runners plan a view of the batch that its layers then get."""
+        batch, fb = self._batch, forward_batch
+        if batch is not None and (
+            self._step is fb
+            or (batch.batch_size == fb.batch_size and batch.forward_mode is MODES.get(fb.forward_mode.name))
+        ):
+            return batch
+        raise RuntimeError("attnops: init_forward_metadata must run for a batch before its layers")
 
     def forward(
         self,

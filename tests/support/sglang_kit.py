@@ -1,0 +1,81 @@
+"""SGLang's own attention kit, `sglang.test.kits.attention_unittest`, with attnops registered as a backend."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import sys
+import types
+
+KIT = "sglang.test.kits.attention_unittest"
+RUNNERS = {
+    "decode": "cuda_graph_decode_runner",
+    "verify": "speculative_target_verify_runner",
+    "draft": "speculative_draft_runner",
+    "draft_extend": "speculative_draft_extend_runner",
+    "split_op": "split_op_runner",
+}
+HEAD_DIM = 64  # the kit's own default, 16, is less than attnops serves
+DENSE = {"head_dim": HEAD_DIM, "hidden_size": 128}
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+
+
+def stand_in(name: str) -> type:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return type(name, (), {})
+
+
+def kit() -> types.SimpleNamespace:
+    """The kit's modules. Without torchvision, which SGLang imports and attention does not use, a stand-in."""
+    try:
+        import torchvision  # noqa: F401
+    except ImportError:
+        importlib.import_module("transformers.modeling_utils")  # looks for torchvision first, and finds none
+        for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.functional", "torchvision.io"):
+            module = types.ModuleType(name)
+            module.__getattr__ = stand_in
+            module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+            sys.modules.setdefault(name, module)
+        processors = types.SimpleNamespace(register=lambda *args, **options: None)
+        importlib.import_module("transformers").AutoImageProcessor = processors  # its own demands torchvision
+    from attnops.plugins.sglang import register
+    from sglang.test.kits.attention_unittest.attention_methods import dense_attention, mla_attention
+
+    assert register()
+    if "attnops" not in dense_attention._SWA_DECODE_EXTEND_WINDOW:  # keys [p - w, p], as the kit asks of new backends
+        dense_attention._SWA_DECODE_EXTEND_WINDOW |= {"attnops"}
+    return types.SimpleNamespace(dense=dense_attention, mla=mla_attention)
+
+
+def runner(name: str) -> types.ModuleType:
+    """The kit's module for a mode of SGLang's runners, by its name in `RUNNERS`."""
+    return importlib.import_module(f"{KIT}.runner_modes.{RUNNERS[name]}")
+
+
+def dense_cases() -> list:
+    """Every dense and window case."""
+    dense = kit().dense
+    windows = [
+        case
+        for make in (dense.make_swa_no_prefix_input_config_cases, dense.make_swa_prefix_input_config_cases)
+        for case in make("attnops")
+    ]
+    return [*dense.make_dense_cases("attnops"), *windows]
+
+
+def mla_cases() -> list:
+    return list(kit().mla.make_mla_cases("attnops"))
+
+
+def ragged_case(module: types.ModuleType, kind: str, mode: str, page_size: int, tokens: int, lens=(14, 15, 16)):
+    """A case of `module`, dense or MLA, with as many new tokens for each request.
+
+    Graph runners of the kit store prefixes a second time, at places that its own layout may have given to another
+    request. With these lengths it has not.
+    """
+    shape = {"backend": "attnops", "page_size": page_size, "prefix_lens": lens, "extend_lens": (tokens,) * len(lens)}
+    mode = getattr(module.ForwardMode, mode)
+    if kind == "mla":
+        return module.MLAAttentionCase("ragged", forward_mode=mode, num_heads=4, **shape)
+    return module.DenseAttentionCase("ragged", forward_mode=mode, num_heads=4, num_kv_heads=2, **shape)
