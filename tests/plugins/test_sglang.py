@@ -108,6 +108,60 @@ def test_draft_extend_by_the_graph_adapter(kind, page_size, pad_style, device, s
     run(unittest.TestCase(), case, pad_style=pad_style, **options(device, kind))
 
 
+@pytest.fixture
+def deterministic(sglang, monkeypatch):
+    """The kit's runners, with `--enable-deterministic-inference`."""
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    create = ATTENTION_BACKENDS["attnops"]
+
+    class Options:
+        enable_deterministic_inference = True
+
+        def __init__(self, given):
+            self._given = given
+
+        def __getattr__(self, name):
+            return getattr(self._given, name)
+
+    def of(runner):
+        runner.server_args = Options(runner.server_args)
+        return create(runner)
+
+    monkeypatch.setitem(ATTENTION_BACKENDS, "attnops", of)
+    return sglang
+
+
+@pytest.mark.parametrize("kind", ["dense", "mla"])
+def test_deterministic_inference_gives_a_request_its_bits_in_any_batch(kind, device, deterministic, monkeypatch):
+    """Every case passes, and a request's rows have the same bits alone and beside others."""
+    module = getattr(deterministic, kind)
+    run = getattr(module, f"run_{kind}_attention_case")
+    for case in cases(kind):
+        run(unittest.TestCase(), case, **options(device, kind))
+    for mode, tokens in (("DECODE", 1), ("EXTEND", 3)):
+        case = sglang_kit.ragged_case(module, kind, mode, 16, tokens, (40, 7, 25))
+        fixture = getattr(module, f"build_{kind}_attention_fixture")(unittest.TestCase(), case, **options(device, kind))
+        backend, calls = fixture.backend, []
+        assert backend._spec.deterministic
+        forward = backend.forward
+
+        def record(*args, forward=forward, calls=calls, **given):
+            calls.append((args, given, forward(*args, **given)))
+            return calls[-1][2]
+
+        monkeypatch.setattr(backend, "forward", record)
+        getattr(module, f"run_{kind}_fixture_eager")(fixture)
+        ((q, k, v, layer, batch, *rest), given, together), *others = calls
+        assert not others
+        for request in range(case.batch_size):
+            rows = slice(request * tokens, (request + 1) * tokens)
+            alone = sglang_kit.only_request(batch, request, tokens)
+            backend.init_forward_metadata(alone)
+            part = [None if x is None else x[rows] for x in (q, k, v)]
+            assert torch.equal(forward(*part, layer, alone, *rest, **given), together[rows])
+
+
 def test_the_kits_own_head_dim_is_refused_by_name(device, sglang):
     case = sglang.dense.make_dense_cases("attnops")[0]
     with pytest.raises(NotImplementedError, match="head_dim"):
@@ -119,3 +173,5 @@ def test_the_option_knows_the_name(sglang):
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     assert "attnops" in ATTENTION_BACKENDS and "attnops" in choices.ATTENTION_BACKEND_CHOICES
+    assert "attnops" in choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES
+    assert "attnops" in choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.machinery
 import sys
@@ -79,3 +80,17 @@ def ragged_case(module: types.ModuleType, kind: str, mode: str, page_size: int, 
     if kind == "mla":
         return module.MLAAttentionCase("ragged", forward_mode=mode, num_heads=4, **shape)
     return module.DenseAttentionCase("ragged", forward_mode=mode, num_heads=4, num_kv_heads=2, **shape)
+
+
+def only_request(batch, request: int, tokens: int):
+    """One request of a batch whose requests have `tokens` new tokens each."""
+    alone, rows, this = copy.copy(batch), slice(request * tokens, (request + 1) * tokens), slice(request, request + 1)
+    alone.batch_size = 1
+    for name in ("input_ids", "positions", "out_cache_loc"):
+        setattr(alone, name, getattr(batch, name)[rows])
+    for name in ("req_pool_indices", "seq_lens", "seq_lens_cpu", "extend_seq_lens", "extend_prefix_lens"):
+        if getattr(batch, name) is not None:
+            setattr(alone, name, getattr(batch, name)[this])
+    if batch.extend_num_tokens is not None:
+        alone.extend_num_tokens = tokens
+    return alone

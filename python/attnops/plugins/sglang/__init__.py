@@ -22,3 +22,5 @@ def register() -> None:
         return AttnopsAttnBackend(runner)
 
     choices.add_attention_backend_choices([NAME])
+    choices.add_deterministic_attention_backend_choices([NAME])
+    choices.add_radix_supported_deterministic_attention_backend_choices([NAME])
