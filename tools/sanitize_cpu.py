@@ -4,6 +4,7 @@
     python tools/sanitize_cpu.py address,undefined    tests of every op, and the fuzzer
     python tools/sanitize_cpu.py thread               what threads share
     python tools/sanitize_cpu.py thread --cases 200 --paths tests/layer_call
+    python tools/sanitize_cpu.py --jobs 16            folders of tests side by side; by default as many as cores
 
 torch itself is not instrumented, and neither is OpenMP, so:
 
@@ -21,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,13 +35,16 @@ OPTIONS = {
     "thread": {"TSAN_OPTIONS": "ignore_noninstrumented_modules=1:halt_on_error=1:exitcode=66:history_size=4"},
 }
 # Subprocesses that compile or measure are left out: what they start would be slow or without the preloaded library.
+# Folders that take long come first.
 PATHS = {
     "address,undefined": [
-        *("merge_state", "paged_kv", "layer_call", "device_values", "fp4_kv", "sparse_mla", "sparse_indexer"),
-        *("speculation", "linear", "xqa_decode", "mla_decode", "fmha"),
+        *("mla_decode", "xqa_decode", "fmha", "speculation", "sparse_indexer", "linear", "device_values", "paged_kv"),
+        *("sparse_mla", "fp4_kv", "layer_call", "merge_state", "block_lists", "local_batches"),
     ],
-    "thread": ["layer_call", "device_values"],
+    "thread": ["device_values", "layer_call"],
 }
+# What ThreadSanitizer looks for needs more threads than one. AddressSanitizer does not: folders run side by side.
+THREADS = {"address,undefined": "1", "thread": "2"}
 
 
 def build(sanitizers: str) -> Path:
@@ -55,43 +60,60 @@ def build(sanitizers: str) -> Path:
     return library
 
 
-def parts_of(sanitizers: str, cases: int, paths: list[str]) -> dict[str, list[str]]:
+def parts_of(sanitizers: str, cases: int, paths: list[str], jobs: int) -> dict[str, list[str]]:
     """Commands by name. A folder of tests each, so that the times show which of them takes long."""
     options = ["-q", "-x", "-s", "-p", "no:cacheprovider", "--import-mode=importlib"]
     chosen = paths or [f"tests/{name}" for name in PATHS[sanitizers]]
-    parts = {path: [sys.executable, "-m", "pytest", *options, path] for path in chosen}
-    parts["fuzzer"] = [sys.executable, "-m", "tests.fuzz", "--seed", "20", "--cases", str(cases), "--jobs", "2"]
-    return parts
+    fuzzer = [sys.executable, "-m", "tests.fuzz", "--seed", "20", "--cases", str(cases), "--partial"]
+    parts = {"fuzzer": [*fuzzer, "--jobs", str(max(jobs // 4, 1))]} if cases else {}
+    return parts | {path: [sys.executable, "-m", "pytest", *options, path] for path in chosen}
 
 
-def run(sanitizers: str, cases: int, paths: list[str]) -> bool:
+def run(sanitizers: str, cases: int, paths: list[str], jobs: int, library: Path | None) -> bool:
     """Whether tests and fuzzer found nothing."""
-    begin = time.monotonic()
-    library = build(sanitizers)
-    print(f"{sanitizers}: built in {time.monotonic() - begin:.0f} s", flush=True)
-    found = subprocess.run(["gcc", f"-print-file-name={LIBRARIES[sanitizers]}"], capture_output=True, text=True)
-    # libstdc++ beside it: the sanitizer looks for __cxa_throw before torch has brought it.
-    preload = f"{found.stdout.strip()}:libstdc++.so.6"
-    environment = {**os.environ, **OPTIONS[sanitizers], "LD_PRELOAD": preload, "PYTHONPATH": str(library)}
-    environment["OMP_WAIT_POLICY"] = "passive"
-    clean = True
-    for name, command in parts_of(sanitizers, cases, paths).items():
+    if library is None:
         begin = time.monotonic()
-        status = subprocess.run(command, cwd=ROOT, env=environment).returncode
-        clean &= status == 0
-        print(f"{sanitizers}: {name}: exit {status} after {time.monotonic() - begin:.0f} s", flush=True)
-    return clean
+        library = build(sanitizers)
+        print(f"{sanitizers}: built in {time.monotonic() - begin:.0f} s", flush=True)
+    runtime = library.resolve() / LIBRARIES[sanitizers]
+    if not runtime.exists():
+        found = subprocess.run(["gcc", f"-print-file-name={runtime.name}"], capture_output=True, text=True, check=True)
+        runtime = Path(found.stdout.strip())
+    # libstdc++ beside it: the sanitizer looks for __cxa_throw before torch has brought it.
+    preload = f"{runtime}:libstdc++.so.6"
+    environment = {**os.environ, **OPTIONS[sanitizers], "LD_PRELOAD": preload, "PYTHONPATH": str(library.resolve())}
+    environment |= {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": THREADS[sanitizers]}
+
+    def run_part(name: str, command: list[str]) -> bool:
+        begin = time.monotonic()
+        result = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        status, lines = result.returncode, result.stdout.decode(errors="replace").splitlines()
+        print(f"{sanitizers}: {name}: exit {status} after {time.monotonic() - begin:.0f} s; {' '.join(lines[-1:])}")
+        if status:
+            print("\n".join(lines[-120:]))
+        sys.stdout.flush()
+        return status == 0
+
+    with ThreadPoolExecutor(jobs) as pool:
+        clean = [pool.submit(run_part, *part) for part in parts_of(sanitizers, cases, paths, jobs).items()]
+        return all([part.result() for part in clean])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("sanitizers", nargs="*", default=list(LIBRARIES), help=", ".join(LIBRARIES))
-    parser.add_argument("--cases", type=int, default=3000, help="of the fuzzer")
+    parser.add_argument("--cases", type=int, default=3000, help="of the fuzzer; 0: without it")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 2, help="processes at a time")
+    parser.add_argument("--library", type=Path, help="a folder that is built, and may hold the sanitizer's library")
     parser.add_argument("--paths", nargs="*", default=[], help="tests, instead of those that suit each sanitizer")
     options = parser.parse_args()
     if unknown := set(options.sanitizers) - set(LIBRARIES):
         sys.exit(f"no build for {', '.join(sorted(unknown))}; there are {', '.join(LIBRARIES)}")
-    failed = [name for name in options.sanitizers if not run(name, options.cases, options.paths)]
+    failed = [
+        name
+        for name in options.sanitizers
+        if not run(name, options.cases, options.paths, options.jobs, options.library)
+    ]
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 
