@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import unittest.mock
 
 import pytest
 import torch
@@ -15,6 +16,18 @@ from problems import FP8, paged_problem, random_tree_mask
 BOUND = MAX_RELATIVE_ERROR[torch.bfloat16]
 LENGTHS = [130, 5, 64, 0]
 WORKSPACE = torch.zeros(1, dtype=torch.uint8)
+
+
+def expected_by_position(problem, window_left, **options):
+    """With a window that counts positions, whatever the mask says. The reference's counts steps of a tree."""
+    by_steps = reference.visibility
+
+    def visibility(seqlen_q, seqlen_k, *, window_left, **others):
+        position = torch.arange(seqlen_q).unsqueeze(1) + (seqlen_k - seqlen_q)
+        return by_steps(seqlen_q, seqlen_k, **others) & (torch.arange(seqlen_k) >= position - window_left)
+
+    with unittest.mock.patch.object(reference, "visibility", visibility):
+        return problem.expected(window_left=window_left, **options)
 
 
 def check(out, lse, expected, bound=BOUND):
@@ -129,7 +142,31 @@ def test_trtllm_batch_decode(q_len, kv_dtype):
         return_lse=True,
     )
     assert returned is lse
-    check(out, lse, problem.expected(softmax_scale=0.2, window_left=20, sinks=sinks, tree_mask=tree))
+    check(out, lse, expected_by_position(problem, 20, softmax_scale=0.2, sinks=sinks, tree_mask=tree))
+
+
+@pytest.mark.parametrize("layout", ["nhd", "hnd", "joint"])
+@pytest.mark.parametrize(("window", "page_size"), [(0, 16), (2, 1), (7, 5), (64, 16), (1000, 16)])
+def test_windows_beside_masks_count_positions(layout, window, page_size):
+    q_len, lengths = 9, [130, 9, 64, 40]
+    problem = paged_problem(lengths, q_len, page_size=page_size, layout=layout)
+    tree = random_tree_mask([q_len] * 4)
+    tree.view(4, q_len, -1)[0] = 0xFF  # every new token sees every other
+    words = torch.zeros(4, q_len, 4, dtype=torch.uint8)
+    words[..., : tree.shape[-1]] = tree.view(4, q_len, -1)
+    out = flashinfer.xqa_batch_decode_with_kv_cache(
+        problem.q,
+        (problem.k_pages, problem.v_pages),
+        WORKSPACE,
+        problem.page_table,
+        problem.cache_seqlens,
+        192,
+        0.2,
+        window_left=window,
+        q_len_per_req=q_len,
+        mask=words.view(torch.uint16),
+    )
+    check(out, None, expected_by_position(problem, window, softmax_scale=0.2, tree_mask=tree))
 
 
 @pytest.mark.parametrize("tensor", [False, True])

@@ -11,6 +11,7 @@ from torch import Tensor
 from attnops import ops
 from attnops.compat._convert import FP8, gathered, own_cells
 from attnops.compat._positions import alibi_slopes, with_alibi, with_rope
+from attnops.compat._tree_windows import tokens_of_pages, tokens_seen
 from attnops.compat._wide import WidePlan, is_wide, wide_decode
 from attnops.metadata.plan import XqaDecodePlan
 from attnops.metadata.plan_parts import xqa_invariant_cuts
@@ -85,6 +86,11 @@ def decode(
         q = q.to(torch.bfloat16)
     if out is not None and out.dtype != q.dtype:
         out = None  # the caller casts
+    if window_left >= 0 and options.get("tree_mask") is not None and indptr is None:
+        size, mask = k_pages.shape[1], options.pop("tree_mask")
+        k_pages, v_pages, pitch = tokens_of_pages(k_pages, v_pages)
+        cells, lens = tokens_seen(cells, lens, mask, seqlen_q, window_left, size, pitch)
+        seqlen_q, window_left = 1, -1
     if not is_plain(q, k_pages, positions):
         return _changed(
             name,
