@@ -73,6 +73,9 @@ def _arch(text: str) -> int | None:
 CHECK = Variable("ATTNOPS_CHECK", "checked mode of backends built from now on", _flag, False)
 CPU_ISA = Variable("ATTNOPS_CPU_ISA", "caps the instruction set of CPU kernels", _isa, "")
 CUDA_ARCH = Variable[int | None]("ATTNOPS_CUDA_ARCH", "caps the GPU architecture whose kernels ops choose", _arch, None)
+COMPAT_BF16_ROWS = Variable(
+    "ATTNOPS_COMPAT_BF16_ROWS", "compat: lists of rows of 656 bytes are rounded to bf16, as FlashMLA does", _flag, False
+)
 VLLM_CPU = Variable("ATTNOPS_VLLM_CPU", "vLLM's CPU platform uses attnops in place of its backend", _flag, False)
 TRITON_INTERPRET = Variable("TRITON_INTERPRET", "Triton's kernels run in its interpreter, on the CPU", _flag, False)
 TRITON_NUM_KV_SPLITS = Variable[int | None](

@@ -5,11 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnops import ops
+from attnops import environment, ops
 from attnops.compat._convert import as_sinks, empty_is_plus_inf, heads_first, refuse
 from attnops.compat._errors import names_the_peers
 from attnops.metadata.plan import MLA_HEAD_DIM_V
 from attnops.metadata.sparse_plan import SparseMlaPlan
+
+BF16_ROWS = environment.COMPAT_BF16_ROWS.value()
+_ROW_BYTES, _SCALES, _ROPE = 656, 512, 528  # of a row, and where its scales and its rope part begin
 
 
 class SparsePlans:
@@ -52,10 +55,13 @@ def decode_lists(
     lengths = _per_token(name, "topk_length", topk_length, batch_size, seqlen_q)
     extra_lengths = _per_token(name, "extra_topk_length", extra_topk_length, batch_size, seqlen_q)
     ops.sparse_mla_plan(plan, topk_length=lengths, extra_topk_length=extra_lengths)
+    pages, rows = _one_head(name, "k_cache", k_cache), _evenly(indices)
+    if BF16_ROWS and pages.shape[-1] == _ROW_BYTES and extra_k_cache is None:
+        pages, rows = _rounded_rows(pages, rows, q.dtype)
     out, lse = ops.sparse_mla_decode(
         _evenly(q),
-        _one_head(name, "k_cache", k_cache),
-        _evenly(indices),
+        pages,
+        rows,
         plan,
         softmax_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
         topk_length=lengths,
@@ -114,6 +120,23 @@ def flash_mla_sparse_fwd(
     )
     assert lse is not None
     return out, max_logits, empty_is_plus_inf(lse)
+
+
+def _rounded_rows(pages: Tensor, indices: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The listed rows of 656 bytes, each rounded to bf16, in a pool of their own, and the lists over it.
+
+    FlashMLA's kernels multiply such rows. `sparse_mla_decode` multiplies what is stored, which is not the same number.
+    """
+    size = pages.shape[1]
+    known = (indices >= 0) & (indices < pages.shape[0] * size)
+    listed = torch.where(known, indices, 0).flatten().long()
+    rows = pages[listed // size, listed % size]
+    values = rows[:, :_SCALES].view(torch.float8_e4m3fn).float().unflatten(1, (-1, 128))
+    values = values * rows[:, _SCALES:_ROPE].view(torch.float32).unsqueeze(2)
+    rope = rows[:, _ROPE:].view(torch.bfloat16)
+    made = torch.cat([values.flatten(1).to(torch.bfloat16), rope], 1).to(dtype)
+    at = torch.arange(listed.shape[0], dtype=torch.int32, device=indices.device)
+    return made.unsqueeze(1), torch.where(known, at.view_as(indices), -1)
 
 
 def _one_head(name: str, argument: str, tensor: Tensor, dim: int = 2, rank: int = 4) -> Tensor:
