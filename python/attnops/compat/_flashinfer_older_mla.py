@@ -73,11 +73,13 @@ class BatchDecodeMlaWithPagedKVCacheWrapper(Workspaces):
         rope_scale: float | None = None,
         rope_theta: float | None = None,
     ) -> None:
-        """Prepares `run`; arguments as of `BatchDecodeWithPagedKVCacheWrapper.plan`."""
+        """Prepares `run`; arguments as of `BatchDecodeWithPagedKVCacheWrapper.plan`.
+
+        Args:
+            rope_scale, rope_theta: Taken: q_pe and kpe_cache are rotated already. The peer rotates nothing, too.
+        """
         name = "BatchDecodeMlaWithPagedKVCacheWrapper.plan"
-        rotated = "q_pe and kpe_cache are rotated already; leave it None"
-        instead = {"window_left": "use attnops.ops.mla_decode", "rope_scale": rotated, "rope_theta": rotated}
-        require_default(name, instead, {"window_left": -1}, locals())
+        require_default(name, {"window_left": "use attnops.ops.mla_decode"}, {"window_left": -1}, locals())
         if logits_soft_cap:
             raise refuse(name, f"logits_soft_cap={logits_soft_cap}", "use attnops.ops.mla_decode")
         kv_dtype = as_dtype(name, "data_type", data_type)
