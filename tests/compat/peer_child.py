@@ -1,4 +1,7 @@
-"""Runs one test file of a peer over `attnops.compat`; `peers.py` starts it, and reads the lines that it writes."""
+"""Runs one test file of a peer over `attnops.compat`; `peers.py` starts it, and reads the lines that it writes.
+
+All that takes long to import is imported here, once, and every file's process is a fork of the one that did.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import contextlib
 import importlib
 import io
 import json
+import math
 import os
 import random
 import re
@@ -24,10 +28,27 @@ import peer_shims
 import pytest
 import torch
 
+with contextlib.suppress(ImportError):
+    importlib.import_module("triton")
+for _name in ("torch.utils.flop_counter", "torch._dynamo"):  # they look for triton, and must not find a shim
+    importlib.import_module(_name)
+for _name in ("flash_attn", "flash_attn_interface", "flash_mla", "flashinfer", "sgl_kernel"):
+    importlib.import_module(f"attnops.compat.{_name}")
+
 HOPPER = (9, 0)
-MOST_KEPT = 2 << 30
-MADE_UP = {"triton": {"jit": lambda function: function}, "cudnn": {"backend_version": lambda: 92000}}
+MOST_KEPT = 1 << 30
+MADE_UP = {
+    "triton": {"jit": lambda function: function},
+    "cudnn": {"backend_version": lambda: 92000},
+    "scipy": {"sparse": peer_shims.SparseMatrices},
+}
 OURS = ("attnops.compat", "attnops::")
+# Tests that cannot say anything of attention here, and why.
+LEFT_OUT = {
+    "test_flash_attn_race_condition": "takes gradients",
+    "test_flash3_bw_compatibility": "asks for the peer's torch ops",
+    "test_convert_vertical_slash_indexes_mergehead": "expects values of memory that nothing wrote",
+}
 
 
 def classify(error: BaseException) -> tuple[str, str]:
@@ -38,6 +59,8 @@ def classify(error: BaseException) -> tuple[str, str]:
             return "absent", str(chain)
         if isinstance(chain, (peer_shims.NeedsGpu, TimeoutError)):
             return "not run", type(chain).__name__
+        if isinstance(chain, torch.cuda.OutOfMemoryError | MemoryError):
+            return "not run", "memory"
         chain = chain.__cause__ or chain.__context__
     first = re.sub(r"\d+", "n", text.split("\n")[0])[:160]
     if isinstance(error, NotImplementedError) and text.startswith(OURS):
@@ -58,8 +81,6 @@ def classify(error: BaseException) -> tuple[str, str]:
         return "wrong", " ".join(text.split())[:400] or "AssertionError"
     if text.startswith(OURS):
         return "refused", f"{type(error).__name__}: {first}"
-    if isinstance(error, torch.cuda.OutOfMemoryError | MemoryError):
-        return "not run", "memory"
     return "error", f"{type(error).__name__}: {first}"
 
 
@@ -70,38 +91,91 @@ class Runner:
         self.options, self.done = options, set(options["done"])
         self.out = Path(options["out"])
         self.reported: dict[str, tuple[str, str]] = {}
+        self.calls: list = []
+        self.of_call: dict[int, list[int]] = {}
+        self.of_case: dict[str, list[int]] = {}
+        self.started = 0.0
 
     def write(self, **line) -> None:
         with self.out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
-    def drawn(self, names: list) -> list[int]:
-        """Indices of so many of a function's cases for each seed."""
-        chosen: set[int] = set()
+    def drawn(self, count: int) -> dict[int, list[int]]:
+        """Indices of so many of a function's cases for each seed, seed after seed, and whose they are."""
+        seeds: dict[int, list[int]] = {}
         for seed in self.options["seeds"]:
-            chosen |= set(random.Random(seed).sample(range(len(names)), min(self.options["draws"], len(names))))
-        return sorted(chosen)[self.options["shard"] :: self.options["shards"]]
+            for i in sorted(random.Random(seed).sample(range(count), min(self.options["draws"], count))):
+                seeds.setdefault(i, []).append(seed)
+        mine = list(seeds)[self.options["shard"] :: self.options["shards"]]
+        return {i: seeds[i] for i in mine}
+
+    def limit(self, times: float = 1) -> float:
+        """Seconds of a test, a few at least, and hardly more than the run has."""
+        most = self.options["timeout"] * times
+        return most if not self.options["deadline"] else min(most, max(self.options["deadline"] - time.time() + 5, 5))
 
     def in_time(self) -> None:
         if self.options["deadline"] and time.time() > self.options["deadline"]:
             raise TimeoutError
 
+    @pytest.hookimpl(wrapper=True)
+    def pytest_generate_tests(self, metafunc):
+        """Makes the drawn cases alone. All of some functions are hundreds of thousands."""
+        asked: list[tuple[Any, list, dict]] = []
+        parametrize = metafunc.parametrize
+
+        def ask(argnames, argvalues, indirect=False, ids=None, scope=None, *, _param_mark=None) -> None:
+            asked.append((argnames, list(argvalues), {"indirect": indirect, "ids": ids, "scope": scope}))
+
+        metafunc.parametrize = ask
+        result = yield
+        metafunc.parametrize = parametrize
+        if not asked:
+            return result
+        axes, made = [], []
+        for names, values, options in asked:  # each alone, for the names of its values
+            metafunc._calls = []
+            parametrize(names, values, **options)
+            axes.append(list(metafunc._calls))
+        drawn = self.drawn(math.prod(map(len, axes)))
+        for i in drawn or [0]:  # without one it would be a test without arguments
+            metafunc._calls = []
+            for at, axis, (names, values, options) in zip(_places(i, axes), axes, asked, strict=True):
+                one = [values[at]] if values else []
+                parametrize(names, one, **options | ({"ids": [axis[at].id]} if values else {}))
+            made += metafunc._calls
+            self.of_call |= {id(call): drawn.get(i) for call in metafunc._calls}
+        metafunc._calls = made
+        self.calls.append(made)  # alive, for the sake of their ids
+        return result
+
     def pytest_collection_modifyitems(self, items) -> None:
-        functions: dict[str, list] = {}
+        kept = []
+        chosen = {item.function.__name__ for item in items} & set(self.options["functions"])
         for item in items:
-            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
-        kept = [cases[i] for cases in functions.values() for i in self.drawn(cases)]
-        items[:] = [item for item in kept if item.nodeid not in self.done]
+            if chosen and item.function.__name__ not in chosen:
+                continue
+            call = getattr(item, "callspec", None)
+            seeds = self.drawn(1).get(0) if call is None else self.of_call.get(id(call))
+            if seeds and item.nodeid not in self.done:
+                self.of_case[item.nodeid] = seeds
+                kept.append(item)
+        items[:] = sorted(kept, key=lambda item: min(self.of_case[item.nodeid]))  # a run that is cut has whole seeds
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item):
-        self.write(test=item.nodeid, outcome="started")
-        with time_limit(self.options["timeout"]):
+        self.write(test=item.nodeid, outcome="started", seeds=self.of_case[item.nodeid])
+        self.started = time.time()
+        with time_limit(self.limit(4 if "compile" in item.nodeid else 1)):
             return (yield)
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_setup(self) -> None:
+    def pytest_runtest_setup(self, item) -> None:
         self.in_time()
+        if "nvfp4" in item.function.__name__:
+            pytest.skip("asks for NVFP4")
+        if item.function.__name__ in LEFT_OUT:
+            pytest.skip(LEFT_OUT[item.function.__name__])
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item, call):
@@ -116,12 +190,25 @@ class Runner:
             if self.options["device"] == "cuda" and torch.cuda.memory_reserved() > MOST_KEPT:
                 torch.cuda.empty_cache()  # other files run beside this one
             outcome, reason = self.reported.get(item.nodeid, ("passed", ""))
-            self.write(test=item.nodeid, outcome=outcome, reason=reason)
+            self.write_outcome(item.nodeid, outcome, reason)
         return report
+
+    def write_outcome(self, test: str, outcome: str, reason: str) -> None:
+        seconds = round(time.time() - self.started, 2)
+        self.write(test=test, outcome=outcome, reason=reason, seeds=self.of_case[test], seconds=seconds)
 
     def pytest_collectreport(self, report) -> None:
         if report.failed:
             self.write(test=report.nodeid, outcome="absent", reason=f"import: {str(report.longrepr)[-160:]}")
+
+
+def _places(index: int, axes: list[list]) -> list[int]:
+    """Where in each axis a case of their product stands, the last axis running fastest."""
+    places = []
+    for axis in reversed(axes):
+        index, at = divmod(index, max(len(axis), 1))
+        places.append(at)
+    return places[::-1]
 
 
 @contextlib.contextmanager
@@ -153,21 +240,22 @@ def flash_mla_cases(path: Path, runner: Runner) -> None:
     module, at_end = _without_main(path)
     for name, cases in _flash_mla_lists(path.stem, module, at_end):
         test = module.run_test if path.stem.endswith("prefill") else module.test_flash_mla
-        for i in runner.drawn(cases):
+        for i, seeds in runner.drawn(len(cases)).items():
             of_case, case = f"{path.name}::{test.__name__}[{name}-{i}]", cases[i]
             if of_case in runner.done:
                 continue
-            runner.write(test=of_case, outcome="started")
+            runner.of_case[of_case], runner.started = seeds, time.time()
+            runner.write(test=of_case, outcome="started", seeds=runner.of_case[of_case])
             outcome: tuple[str, str] = ("passed", "")
             try:
                 runner.in_time()
-                with time_limit(runner.options["timeout"]), contextlib.redirect_stdout(io.StringIO()) as said:
+                with time_limit(runner.limit()), contextlib.redirect_stdout(io.StringIO()) as said:
                     result = test(case)
                 if getattr(result, "is_correct", result) is False:
                     raise AssertionError(" ".join(said.getvalue().split("\n")[2:])[:150])
             except BaseException as error:  # an outcome, whatever it is
                 outcome = classify(error)
-            runner.write(test=of_case, outcome=outcome[0], reason=f"{outcome[1]} {case if outcome[1] else ''}"[:500])
+            runner.write_outcome(of_case, outcome[0], f"{outcome[1]} {case if outcome[1] else ''}"[:500])
 
 
 def _flash_mla_lists(stem: str, module: types.ModuleType, at_end: Any) -> Iterator[tuple[str, list]]:
@@ -201,12 +289,18 @@ def _flash_mla_lists(stem: str, module: types.ModuleType, at_end: Any) -> Iterat
     yield "bf16", cases
 
 
-def main() -> None:
-    options = json.loads(sys.argv[1])
+def probe(device: str) -> None:
+    """Ends with an error where a fork cannot reach the device."""
+    torch.zeros(1, device=device)
+
+
+def run(options: dict) -> None:
+    """All of a shard of a file, in a process of its own."""
+    for stream, name in ((1, os.devnull), (2, options["errors"])):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
     directory, path = Path(options["directory"]), Path(options["file"])
+    sys.argv = [str(path)]
     sys.path[:0] = [str(path.parent), str(directory)]
-    for name in ("torch.utils.flop_counter", "torch._dynamo"):  # they look for triton, and must not find a shim
-        importlib.import_module(name)
     if options["device"] == "cpu":
         mode = peer_shims.cuda_is_cpu(HOPPER)
         os.environ.setdefault("FLASH_ATTENTION_DISABLE_BACKWARD", "TRUE")
@@ -238,7 +332,3 @@ def main() -> None:
             quiet = ["-q", "--noconftest", "-p", "no:cacheprovider", "--rootdir", str(directory), "-W", "ignore"]
             pytest.main([*quiet, "--no-header", "--tb=no", str(path)], plugins=[runner])
     runner.write(test="", outcome="finished")
-
-
-if __name__ == "__main__":
-    main()

@@ -7,6 +7,7 @@ import sys
 import types
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -172,6 +173,25 @@ def apply_rotary_emb(x, cos, sin, interleaved=False, inplace=False, seqlen_offse
     return torch.cat([front.to(x.dtype), x[..., width:]], -1)
 
 
+class SparseMatrices:
+    """What two tests of blocks need of `scipy.sparse`."""
+
+    @staticmethod
+    def random(rows: int, columns: int, density: float, random_state):
+        at = np.sort(random_state.choice(rows * columns, round(density * rows * columns), replace=False))
+        ends = np.searchsorted(at, np.arange(rows + 1) * columns).astype(np.int32)
+        made = types.SimpleNamespace(indptr=ends, indices=(at % columns).astype(np.int32), nnz=at.size)
+        return types.SimpleNamespace(tocsr=lambda: made)
+
+    @staticmethod
+    def bsr_matrix(blocks: tuple, shape: tuple[int, int]):
+        data, columns, ends = blocks
+        height, width = data.shape[1:]
+        dense = np.zeros((shape[0] // height, shape[1] // width, height, width), data.dtype)
+        dense[np.repeat(np.arange(len(ends) - 1), np.diff(ends)), columns] = data
+        return types.SimpleNamespace(toarray=lambda: dense.transpose(0, 2, 1, 3).reshape(shape))
+
+
 class CudaIsCpu(TorchFunctionMode):
     """Every device argument that says "cuda" says "cpu"."""
 
@@ -221,6 +241,9 @@ class _Idle:
     def __init__(self, *args, **options) -> None:
         pass
 
+    def elapsed_time(self, other) -> float:
+        return 1.0
+
     def __getattr__(self, name: str):
         return lambda *args, **options: None
 
@@ -257,6 +280,7 @@ def cuda_is_cpu(capability: tuple[int, int]) -> CudaIsCpu:
         "manual_seed",
         "manual_seed_all",
         "set_device",
+        "set_stream",
         "reset_peak_memory_stats",
     ):
         setattr(torch.cuda, name, _nothing(name))  # each its own: torch has tables by function

@@ -4,7 +4,8 @@
 
 DIR is a checkout (or what it holds of tests): FlashInfer's with `tests/attention`, FlashAttention's with `hopper`,
 FlashMLA's with `tests`, sglang's with `sgl-kernel/tests`. Module shims (`peer_shims.py`) stand for the peers. Every
-file is a child process, so one that ends takes nothing with it. On a CPU, "cuda" means the CPU. Needs no network.
+file is a process, a fork of one that has imported everything, so one that ends takes nothing with it. On a CPU, "cuda"
+means the CPU. Needs no network.
 
 Outcomes: passed; serves more (the peer's test expects an error); refused, by reason (an error of attnops that names
 what it does not serve); absent (a name that `attnops.compat` lacks); wrong (an assertion of the peer); error (anything
@@ -17,13 +18,15 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 FILES = {
@@ -61,8 +64,6 @@ FILES = {
             "tensor_cores_decode",
             "trtllm_gen_attention_decode",
             "trtllm_gen_attention_decode_xqa",
-            "trtllm_gen_attention_prefill",
-            "trtllm_gen_mla",
             "trtllm_ragged_kv_stride",
             "workspace_size",
             "xqa",
@@ -84,56 +85,115 @@ FILES = {
             "merge_state_v2",
             "cutlass_mla",
             "topk",
-            "sparse_flash_attn",
+            "flash_attn_sparse",
+            "sparse_flash_attn",  # its name before January 2026
         )
     ],
 }
-# Files that take longest are several processes. They also start first.
+# Files that take longest are several processes, and start first, in this order.
 SHARDS = {
-    "hopper/test_flash_attn.py": 2,
-    "sgl-kernel/tests/test_flashmla.py": 2,
-    "sgl-kernel/tests/test_topk.py": 3,
-    "tests/attention/test_batch_prefill_kernels.py": 3,
-    "tests/attention/test_fmha_v2_prefill.py": 3,
-    "tests/test_flash_mla_sparse_decoding.py": 2,
+    "sgl-kernel/tests/test_topk.py": 6,
+    "sgl-kernel/tests/test_flashmla.py": 6,
+    "hopper/test_flash_attn.py": 6,
+    "tests/attention/test_fmha_v2_prefill.py": 6,
+    "tests/attention/test_batch_prefill_kernels.py": 6,
+    "tests/test_flash_mla_sparse_decoding.py": 4,
+    "sgl-kernel/tests/test_flash_attention.py": 3,
+    "tests/attention/test_hopper.py": 3,
+    "tests/attention/test_deepseek_mla.py": 3,
+    "tests/attention/test_batch_decode_kernels.py": 6,
+    "tests/test_flash_mla_dense_decoding.py": 4,
+    "tests/attention/test_attention_sink.py": 3,
+    "tests/attention/test_hopper_fp8_attention.py": 2,
+    "tests/attention/test_tensor_cores_decode.py": 3,
+    "tests/attention/test_fp8_prefill.py": 2,
+    "tests/attention/test_sliding_window.py": 2,
+    "tests/attention/test_xqa_batch_decode.py": 2,
 }
+
+
+class Task(NamedTuple):
+    """A file of a peer, or one of the shares of its cases."""
+
+    kind: str
+    directory: Path
+    name: str
+    shard: int
+
+
 COUNTED = ("passed", "serves more", "refused", "absent", "wrong", "error", "crashed")
 
 
-def run_file(kind: str, directory: Path, name: str, shard: int, options: argparse.Namespace) -> list[dict]:
+def outcomes(path: Path) -> dict[str, dict]:
+    """The last line of every test that a file's processes wrote."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {line["test"]: line for line in lines if "outcome" in line and line["test"]}
+
+
+def run_file(task: Task, options: argparse.Namespace) -> list[dict]:
     """The last line of every test of a shard, also of those that ended their process."""
-    with tempfile.TemporaryDirectory() as folder:
-        kept = options.keep or Path(folder)
-        kept.mkdir(parents=True, exist_ok=True)
-        out, done = kept / f"{kind}-{Path(name).stem}-{shard}.jsonl", {}
-        for _ in range(options.most_crashes + 1):
-            given = {"kind": kind, "directory": str(directory), "file": str(directory / name), "out": str(out)}
-            given |= {"device": options.device, "draws": options.draws, "seeds": options.seeds, "done": sorted(done)}
-            given |= {"timeout": options.timeout, "verbose": options.verbose, "deadline": options.deadline}
-            given |= {"shard": shard, "shards": SHARDS.get(name, 1)}
-            paths = [str(HERE.parent.parent / "python"), str(HERE), os.environ.get("PYTHONPATH", "")]
-            environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_WAIT_POLICY": "passive"}
-            command = [sys.executable, str(HERE / "peer_child.py"), json.dumps(given)]
-            child = subprocess.run(
-                command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-            )
-            lines = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-            for line in lines:
+    out = options.keep / f"{task.kind}-{Path(task.name).stem}-{task.shard}.jsonl"
+    if options.deadline and time.time() > options.deadline:
+        line = {"test": f"{task.name}/{task.shard}", "outcome": "not run", "reason": "time", "seeds": options.seeds}
+        with out.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        return list(outcomes(out).values())
+    for _ in range(options.most_crashes + 1):
+        done = outcomes(out)
+        again = {test for test, line in done.items() if line["outcome"] == "not run" and options.again}
+        given = {"kind": task.kind, "directory": str(task.directory), "file": str(task.directory / task.name)}
+        given |= {"out": str(out), "errors": str(out.with_suffix(".txt")), "done": sorted(done.keys() - again)}
+        given |= {"device": options.device, "draws": options.draws, "seeds": options.seeds}
+        given |= {"timeout": options.timeout, "verbose": options.verbose, "deadline": options.deadline}
+        given |= {"functions": options.functions, "shard": task.shard, "shards": SHARDS.get(task.name, 1)}
+        began = out.stat().st_size if out.exists() else 0
+        child = options.processes.Process(target=peer_child_run, args=(given,))
+        child.start()
+        child.join()
+        with out.open("a+") as file:
+            file.seek(began)
+            written = [json.loads(line) for line in file.read().splitlines()]
+            for line in written:
                 if "trace" in line:
                     print(line["test"], line["trace"], sep="\n")
-                elif line["test"]:
-                    done[line["test"]] = line
-            if lines and lines[-1]["outcome"] == "finished":
+            if written and written[-1]["outcome"] == "finished":
                 break
-            started = [line for line in done.values() if line["outcome"] == "started"]
-            if not started:
-                done[name] = {"test": name, "outcome": "error", "reason": child.stderr.strip()[-200:]}
-                break
+            started = [line for line in outcomes(out).values() if line["outcome"] == "started"]
             for line in started:
-                line |= {"outcome": "crashed", "reason": f"exit status {child.returncode}"}
-                with out.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
-        return list(done.values())
+                line |= {"outcome": "crashed", "reason": f"exit status {child.exitcode}"}
+                file.write(json.dumps(line) + "\n")
+        if not started:
+            reason = Path(given["errors"]).read_text().strip()[-200:]
+            line = {"test": task.name, "outcome": "error", "reason": reason, "seeds": options.seeds}
+            with out.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            break
+    done = outcomes(out)
+    print(compact(task, done.values()), flush=True)
+    return list(done.values())
+
+
+def peer_child_run(given: dict) -> None:
+    import peer_child  # in a process that has it already
+
+    peer_child.run(given)
+
+
+def compact(task: Task, lines: Iterable[dict]) -> str:
+    """What a cut run needs of a shard: passed and all by function and seed, and every other outcome with its reason."""
+    functions: dict[str, dict] = {}
+    others, seconds = {}, 0.0
+    for line in lines:
+        seconds += line.get("seconds", 0)
+        function, _, case = line["test"].partition("[")
+        for seed in line.get("seeds", []):
+            counts = functions.setdefault(function.rpartition("::")[2], {}).setdefault(seed, collections.Counter())
+            counts[line["outcome"]] += 1
+        if line["outcome"] not in ("passed", "skipped"):
+            name = f"{function.rpartition('::')[2]}[{case}"
+            others[name] = [line["outcome"], line["reason"][:160], line.get("seeds")]
+    part = {"part": f"{task.kind}/{Path(task.name).stem}/{task.shard}", "seconds": round(seconds), "counts": functions}
+    return "PART " + json.dumps(part | ({"others": others} if others else {}), separators=(",", ":"))
 
 
 def table(lines: list[dict]) -> str:
@@ -170,24 +230,25 @@ def main() -> int:
     parser.add_argument("--stop-after", type=float, help="seconds of the whole run; later tests are not run")
     parser.add_argument("--most-crashes", type=int, default=10, help="of a file, before the rest of it is left")
     parser.add_argument("--only", nargs="+", default=[""], help="files whose name holds one of these")
+    parser.add_argument("--functions", nargs="+", default=[], help="run these alone, in files that have one of them")
     parser.add_argument("--json", type=Path, help="where to write a line for every test")
-    parser.add_argument("--keep", type=Path, help="a folder for what every file's tests write as they run")
+    parser.add_argument(
+        "--keep", type=Path, help="a folder for what every file's tests write; what it has is not rerun"
+    )
+    parser.add_argument("--again", action="store_true", help="rerun what was not run for want of time or memory")
     parser.add_argument("--report", type=Path, help="print the table of such a folder, and run nothing")
     parser.add_argument("--verbose", action="store_true", help="print tracebacks")
     parser.add_argument("-j", "--jobs", type=int, default=1, help="files at a time")
     options = parser.parse_args()
     if options.report:
         for kind in FILES:
-            last = {}
-            for path in sorted(options.report.glob(f"{kind}-*.jsonl")):
-                last |= {
-                    line["test"]: line for line in map(json.loads, path.read_text().splitlines()) if "outcome" in line
-                }
-            last.pop("", None)
-            for line in last.values():
+            lines = [
+                line for path in sorted(options.report.glob(f"{kind}-*.jsonl")) for line in outcomes(path).values()
+            ]
+            for line in lines:
                 if line["outcome"] == "started":
                     line |= {"outcome": "not run", "reason": "stopped with its process"}
-            print(f"\n## {kind}\n\n{table(list(last.values()))}", flush=True)
+            report(kind, lines, options.seeds)
         return 0
     options.deadline = time.time() + options.stop_after if options.stop_after else None
     tasks = []
@@ -195,21 +256,61 @@ def main() -> int:
         directory = getattr(options, kind)
         for name in names if directory else []:
             if any(part in name for part in options.only) and (directory / name).exists():
-                tasks += [(kind, directory.resolve(), name, shard) for shard in range(SHARDS.get(name, 1))]
-    tasks.sort(key=lambda task: task[2] not in SHARDS)
-    with ThreadPoolExecutor(options.jobs) as pool:
-        done = list(pool.map(lambda task: run_file(*task, options), tasks))
+                tasks += [Task(kind, directory.resolve(), name, shard) for shard in range(SHARDS.get(name, 1))]
+    order = {name: i for i, name in enumerate(SHARDS)}
+    tasks.sort(key=lambda task: order.get(task.name, len(order)))
+    with tempfile.TemporaryDirectory() as folder:
+        options.keep = options.keep or Path(folder)
+        options.keep.mkdir(parents=True, exist_ok=True)
+        options.processes = processes(options.device)
+        with ThreadPoolExecutor(options.jobs) as pool:
+            done = dict(zip(tasks, pool.map(lambda task: run_file(task, options), tasks), strict=True))
+        options.again = True
+        for task, lines in done.items():
+            if any(line["outcome"] == "not run" and line["reason"].startswith("memory") for line in lines):
+                done[task] = run_file(task, options)  # alone, where memory was short beside others
     status = 0
     for kind in FILES:
-        lines = [line for task, file in zip(tasks, done, strict=True) for line in file if task[0] == kind]
+        lines = [line for task, file in done.items() for line in file if task.kind == kind]
         if not lines:
             continue
-        print(f"\n## {kind}\n\n{table(lines)}", flush=True)
+        report(kind, lines, options.seeds)
         if options.json:
             with options.json.open("a") as file:
                 file.writelines(json.dumps({"kind": kind, **line}) + "\n" for line in lines)
         status |= any(line["outcome"] in ("wrong", "crashed") for line in lines)
     return status
+
+
+def report(kind: str, lines: list[dict], seeds: list[int]) -> None:
+    """Prints a table of every seed's cases, and what share of them passed."""
+    for seed in seeds:
+        of_seed = [line for line in lines if seed in line.get("seeds", ())]
+        if of_seed:
+            print(f"\n## {kind}, seed {seed}\n\n{table(of_seed)}", flush=True)
+
+
+def processes(device: str) -> multiprocessing.context.BaseContext:
+    """Starts processes as forks of one that has imported everything; where a fork cannot use the GPU, anew."""
+    paths = [str(HERE.parent.parent / "python"), str(HERE), os.environ.get("PYTHONPATH", "")]
+    sys.path[:0] = paths[:2]
+    os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_WAIT_POLICY": "passive"}
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # the other check starts CUDA, which no fork survives
+    forked = multiprocessing.get_context("forkserver")
+    forked.set_forkserver_preload(["peer_child"])
+    child = forked.Process(target=peer_child_probe, args=(device,))
+    child.start()
+    child.join()
+    if child.exitcode == 0:
+        return forked
+    print(f"a fork cannot use {device}: every process imports for itself", flush=True)
+    return multiprocessing.get_context("spawn")
+
+
+def peer_child_probe(device: str) -> None:
+    import peer_child
+
+    peer_child.probe(device)
 
 
 if __name__ == "__main__":
