@@ -74,8 +74,7 @@ template <typename T, Format kFormat>
 void launch_selected(const Params& given, cudaStream_t stream) {
   if (given.batch_size == 0) return;
   const Params p = as_page_table(given);
-  if (p.num_q_heads <= 16) return launch_shape<T, Shape<kFormat, 16, Options::kSelected>>(p, stream);
-  if (p.num_q_heads <= kFewRows) return launch_shape<T, Shape<kFormat, 32, Options::kSelected>>(p, stream);
+  if (p.num_q_heads <= kFewRows) return launch_shape<T, Shape<kFormat, kFewRows, Options::kSelected>>(p, stream);
   const WideModes wide{
       .queries_by_map = queries_fit(p),
       .out_aligned = rows_aligned(p.out, size_of(p.dtype), 4, p.out_stride_request, p.out_stride_head)};
