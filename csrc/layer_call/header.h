@@ -23,6 +23,9 @@ inline constexpr char kOutdated[] = "outdated";
 
 inline uint64_t calls_of(const BoundHeader& header) { return __atomic_load_n(&header.calls, __ATOMIC_ACQUIRE); }
 
+// Another thread may keep a call, and so write `repeat`, while this one repeats the last.
+inline auto repeat_of(const BoundHeader& header) { return __atomic_load_n(&header.repeat, __ATOMIC_ACQUIRE); }
+
 // Threads may share bound bytes: what is in them is copied and replaced by one at a time.
 class BoundLock {
  public:

@@ -33,7 +33,7 @@ void run_and_keep(Bound& bound, Call call) {
   Device::run(call, bound.header.device);
   const BoundLock lock(bound.header);
   bound.last = call;
-  bound.header.repeat = &repeat<Device, Bound>;
+  __atomic_store_n(&bound.header.repeat, &repeat<Device, Bound>, __ATOMIC_RELEASE);
   __atomic_fetch_add(&bound.header.calls, 1, __ATOMIC_RELEASE);
 }
 

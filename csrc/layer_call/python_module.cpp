@@ -142,7 +142,7 @@ PyObject* run(PyObject* self, PyObject* const* tensors, Py_ssize_t count) {
   if (watched || !looks_as_before(call, tensors, addresses)) return through_the_op(call, tensors, watched);
   const uint64_t calls = call.calls;           // of these looks: other threads may change both from here on
   PyThreadState* state = PyEval_SaveThread();  // a launch may wait for room in the stream
-  const char* problem = call.header->repeat(call.header, calls, addresses);
+  const char* problem = repeat_of(*call.header)(call.header, calls, addresses);
   PyEval_RestoreThread(state);
   if (problem != nullptr && std::strcmp(problem, kOutdated) == 0) return through_the_op(call, tensors, watched);
   if (problem != nullptr) {
