@@ -108,6 +108,91 @@ def test_draft_extend_by_the_graph_adapter(kind, page_size, pad_style, device, s
     run(unittest.TestCase(), case, pad_style=pad_style, **options(device, kind))
 
 
+class ReferenceStep:
+    """A draft's step in float64, over SGLang's pool; stores as a backend does."""
+
+    def __init__(self, runner, new_tokens: int):
+        self.runner, self.new_tokens = runner, new_tokens
+
+    def forward(self, q, k, v, layer, forward_batch, save_kv_cache=True, **options):
+        keys, values = self.runner.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+        if save_kv_cache:
+            keys[forward_batch.out_cache_loc] = k.view(-1, *keys.shape[1:])
+            values[forward_batch.out_cache_loc] = v.view(-1, *values.shape[1:])
+        rows = []
+        for request, length in enumerate((forward_batch.seq_lens + self.new_tokens).tolist()):
+            slots = self.runner.req_to_token_pool.req_to_token[forward_batch.req_pool_indices[request], :length].long()
+            group = layer.tp_q_head_num // layer.tp_k_head_num
+            k_all, v_all = (x[slots].double().repeat_interleave(group, 1) for x in (keys, values))
+            query = q[request].double().view(layer.tp_q_head_num, -1)
+            weights = (torch.einsum("hd,khd->hk", query, k_all) * layer.scaling).softmax(-1)
+            rows.append(torch.einsum("hk,khd->hd", weights, v_all).flatten())
+        return torch.stack(rows).to(q.dtype)
+
+
+def test_steps_of_a_draft_chain(device, sglang, monkeypatch):
+    """SGLang's own loop of draft steps, over the backends that its factory makes: as in float64."""
+    draft = sglang_kit.runner("draft")
+    if device == "cpu":
+        for name in ("get_rng_state", "set_rng_state"):
+            monkeypatch.setattr(torch.cuda, name, lambda *args, **given: None)
+    settings = draft.EagleDraftRunnerSettings(
+        device=device,
+        dtype=DTYPES[device],
+        topk=1,
+        speculative_num_steps=4,
+        speculative_num_draft_tokens=5,
+        capture_batch_size=3,
+        hidden_size=sglang_kit.DENSE["hidden_size"],
+        vocab_size=64,
+        max_context_len=64,
+        atol=0,
+        rtol=0,
+    )
+    case = sglang_kit.ragged_case(sglang.dense, "dense", "DECODE", 16, 1)
+    adapter = draft.EagleDraftCudaGraphRunnerAdapter(
+        build_fixture=sglang.dense.build_dense_attention_fixture,
+        make_model_forward=draft._make_dense_model_forward,
+        make_draft_inputs=draft._make_dense_draft_inputs,
+        prepare_replay_state=draft._prepare_dense_draft_replay_state,
+        make_forward_batch=draft._make_dense_eagle_draft_forward_batch,
+    )
+    build = {
+        **options(device, "dense"),
+        "max_context_len": 64,
+        "loc_layout": "contiguous",
+    }  # that of the draft's tokens
+    fixture, worker, backend = draft._build_eagle_draft_fixture(
+        unittest.TestCase(), case, adapter=adapter, build_kwargs=build, settings=settings
+    )
+    inputs, steps = adapter.make_draft_inputs(case, settings), backend.attn_backends
+    assert type(backend).__module__ == "attnops.plugins.sglang.drafts" and len(steps) == 3
+    results = []
+    for made in (steps, [ReferenceStep(fixture.runner, i + 1) for i in range(3)]):
+        backend.attn_backends = steps
+        adapter.prepare_replay_state(fixture, case, inputs, settings)
+        batch = adapter.make_forward_batch(case, inputs, settings)
+        fixture.runner.kv_index_translator.bind_own_plan(batch)
+        backend.init_forward_metadata(batch)
+        backend.attn_backends = made
+        batch.mark_forward_metadata_ready()
+        results.append(worker.draft_forward(batch))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-2, rtol=1e-2)
+    with pytest.raises(NotImplementedError, match="topk 1, got 2"):
+        type(backend)(fixture.runner, 2, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["dense", "mla"])
+@pytest.mark.parametrize("name", ["eagle_draft", "eagle_draft_extend_v2"])
+def test_graphs_of_sglangs_own_draft_runners(name, kind, sglang):
+    mode, part = ("DECODE", "draft") if name == "eagle_draft" else ("DRAFT_EXTEND_V2", "draft_extend")
+    case = sglang_kit.ragged_case(getattr(sglang, kind), kind, mode, 16, 1 if mode == "DECODE" else 4)
+    run = getattr(sglang_kit.runner(part), f"run_{kind}_{name}_cuda_graph_runner_case")
+    run(unittest.TestCase(), case, **options("cuda", kind))
+
+
 @pytest.fixture
 def deterministic(sglang, monkeypatch):
     """The kit's runners, with `--enable-deterministic-inference`."""
@@ -173,5 +258,6 @@ def test_the_option_knows_the_name(sglang):
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     assert "attnops" in ATTENTION_BACKENDS and "attnops" in choices.ATTENTION_BACKEND_CHOICES
+    assert "attnops" in choices.DRAFT_ATTENTION_BACKEND_CHOICES
     assert "attnops" in choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES
     assert "attnops" in choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND

@@ -40,10 +40,17 @@ def kit() -> types.SimpleNamespace:
             sys.modules.setdefault(name, module)
         processors = types.SimpleNamespace(register=lambda *args, **options: None)
         importlib.import_module("transformers").AutoImageProcessor = processors  # its own demands torchvision
+    try:
+        import datasets  # noqa: F401
+    except ImportError:  # of SGLang's benchmarks, which the kit's helpers import
+        benchmarks = types.ModuleType("sglang.benchmark.serving")
+        benchmarks.__getattr__ = stand_in
+        sys.modules.setdefault(benchmarks.__name__, benchmarks)
     from attnops.plugins.sglang import register
     from sglang.test.kits.attention_unittest.attention_methods import dense_attention, mla_attention
 
     assert register()
+    importlib.import_module("sglang.srt.plugins.hook_registry").HookRegistry.apply_hooks()
     if "attnops" not in dense_attention._SWA_DECODE_EXTEND_WINDOW:  # keys [p - w, p], as the kit asks of new backends
         dense_attention._SWA_DECODE_EXTEND_WINDOW |= {"attnops"}
     return types.SimpleNamespace(dense=dense_attention, mla=mla_attention)

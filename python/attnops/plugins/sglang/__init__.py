@@ -7,6 +7,7 @@ from attnops.plugins.engines import registers
 __all__ = ["NAME", "register"]
 
 NAME = "attnops"
+DRAFT_BACKENDS = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
 
 
 @registers("sglang")
@@ -14,6 +15,7 @@ def register() -> None:
     """Makes the name known to SGLang and to its option's choices. Returns whether its version is served."""
     from sglang.srt.arg_groups import choices
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     @register_attention_backend(NAME)
     def create(runner: Any) -> Any:
@@ -21,6 +23,13 @@ def register() -> None:
 
         return AttnopsAttnBackend(runner)
 
+    def create_draft_backend(*args: Any, **options: Any) -> Any:
+        from attnops.plugins.sglang.drafts import around_create_backend
+
+        return around_create_backend(*args, **options)
+
+    HookRegistry.register(DRAFT_BACKENDS, create_draft_backend, HookType.AROUND)
     choices.add_attention_backend_choices([NAME])
+    choices.add_draft_attention_backend_choices([NAME])
     choices.add_deterministic_attention_backend_choices([NAME])
     choices.add_radix_supported_deterministic_attention_backend_choices([NAME])

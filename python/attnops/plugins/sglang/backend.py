@@ -173,18 +173,27 @@ class AttnopsAttnBackend(AttentionBackend):
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Lengths, page tables, plans: device work."""
-        batch, fb = self._current(forward_batch), forward_batch
+        self._current(forward_batch)
+        self.plan_step(forward_batch)
+
+    def plan_step(self, forward_batch: Any) -> None:
+        """The device work of the step that was set up last, with a batch's lengths."""
+        batch, fb = self._batch, forward_batch
+        assert batch is not None
         if batch.num_tokens == 0:
             return
-        lens = fb.seq_lens[: batch.batch_size]
+        batch.cache_seqlens.copy_(self._lengths(fb, batch.batch_size))
         if batch.forward_mode is ForwardMode.TARGET_VERIFY:
-            lens = lens + batch.tokens_per_request
-        batch.cache_seqlens.copy_(lens)
+            batch.cache_seqlens.add_(batch.tokens_per_request)
         if batch.extend_seq_lens is not None:
             batch.extend_seq_lens.copy_(fb.extend_seq_lens[: batch.batch_size])
         if batch.tree_mask is not None:
             self._build_tree_mask(batch, fb.spec_info.custom_mask)
         self._backend.init_forward_metadata_in_graph(batch)
+
+    def _lengths(self, forward_batch: Any, size: int) -> Tensor:
+        lens: Tensor = forward_batch.seq_lens[:size]
+        return lens
 
     def _current(self, forward_batch: Any) -> AttentionBatch:
         """The step that was planned. SGLang's graph runners plan a view of the batch that its layers then get."""
