@@ -164,6 +164,16 @@ __device__ inline void mask_unlisted(uint64_t seen, float (&s)[32]) {
   }
 }
 
+// The largest of the thread's scores of its row h.
+__device__ inline float row_top(const float (&s)[32], int h) {
+  float tops[4];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    tops[j] = fmaxf(fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]), fmaxf(s[4 * j + 16 + 2 * h], s[4 * j + 17 + 2 * h]));
+  }
+  return fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
+}
+
 // Turns raw scores into probabilities under the rows' reference maximum, which it may move; `factor` is then what the
 // accumulator must be multiplied by. `halfway` runs between the rows' exponentials: what is in flight under the softmax
 // is done by then, and what it read can be given back before the softmax ends. `seen` is of lists: which keys there
@@ -190,13 +200,7 @@ __device__ inline void softmax_tile(const Params& p, const Piece& piece, RowStat
   float reference[kRowsPerThread];
 #pragma unroll
   for (int h = 0; h < kRowsPerThread; ++h) {
-    float tops[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      tops[j] =
-          fmaxf(fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]), fmaxf(s[4 * j + 16 + 2 * h], s[4 * j + 17 + 2 * h]));
-    }
-    const float top = scale * quad_max(fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3])));
+    const float top = scale * quad_max(row_top(s, h));
     const float before = rows.maximum[h];
     const float after = top > before + kSlack ? top : before;
     factor[h] = rescale_factor(before, after);

@@ -236,16 +236,6 @@ class Scores {
     attnops::sm90::wgmma_commit();
   }
 
-  __device__ static float row_top(const float (&s)[32], int h) {
-    float tops[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      tops[j] =
-          fmaxf(fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]), fmaxf(s[4 * j + 16 + 2 * h], s[4 * j + 17 + 2 * h]));
-    }
-    return fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
-  }
-
   // A piece's first tile sets the references: the rows' own maxima, so that the largest probability is 1 and rounds to
   // itself. A row of few keys has nothing that its roundings could average with.
   __device__ void set_references(const float (&s)[32]) {
