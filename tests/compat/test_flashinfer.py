@@ -145,11 +145,12 @@ def test_trtllm_batch_decode(q_len, kv_dtype):
     check(out, lse, expected_by_position(problem, 20, softmax_scale=0.2, sinks=sinks, tree_mask=tree))
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("layout", ["nhd", "hnd", "joint"])
 @pytest.mark.parametrize(("window", "page_size"), [(0, 16), (2, 1), (7, 5), (64, 16), (1000, 16)])
-def test_windows_beside_masks_count_positions(layout, window, page_size):
+def test_windows_beside_masks_count_positions(layout, window, page_size, device):
     q_len, lengths = 9, [130, 9, 64, 40]
-    problem = paged_problem(lengths, q_len, page_size=page_size, layout=layout)
+    problem = paged_problem(lengths, q_len, page_size=page_size, layout=layout).to(device)
     tree = random_tree_mask([q_len] * 4)
     tree.view(4, q_len, -1)[0] = 0xFF  # every new token sees every other
     words = torch.zeros(4, q_len, 4, dtype=torch.uint8)
@@ -164,9 +165,9 @@ def test_windows_beside_masks_count_positions(layout, window, page_size):
         0.2,
         window_left=window,
         q_len_per_req=q_len,
-        mask=words.view(torch.uint16),
+        mask=words.view(torch.uint16).to(device),
     )
-    check(out, None, expected_by_position(problem, window, softmax_scale=0.2, tree_mask=tree))
+    check(out.cpu(), None, expected_by_position(problem, window, softmax_scale=0.2, tree_mask=tree))
 
 
 @pytest.mark.parametrize("tensor", [False, True])
