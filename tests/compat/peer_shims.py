@@ -85,6 +85,8 @@ def flashinfer(capability: tuple[int, int]) -> None:
     Shim("flashinfer", names)
     for part in ("decode", "prefill", "page", "cascade", "mla", "attention", "xqa_module", "cudnn", "sparse"):
         Shim(f"flashinfer.{part}", names)
+    cudnn = {"CUDNN_AVAILABLE": True, "_cudnn_supports_direct_seqlens": lambda dtype, mixed=False: True}
+    Shim("flashinfer.cudnn.prefill", names | cudnn)
     answers = {
         "get_compute_capability": lambda device=None: capability,
         "has_flashinfer_jit_cache": lambda: True,

@@ -321,6 +321,64 @@ def test_cudnn_decode():
         flashinfer.cudnn_batch_decode_with_kv_cache(problem.q, *cache, 0.2, WORKSPACE, max_sequence_kv=192)
 
 
+def by_request(lse, lengths, most):
+    """``[T, H]`` as ``[B, most, H]``, -inf behind a request's last."""
+    return torch.stack(
+        [torch.nn.functional.pad(x, (0, 0, 0, most - len(x)), value=-math.inf) for x in lse.split(lengths)]
+    )
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("in_tokens", [True, False])
+def test_cudnn_prefill(causal, in_tokens):
+    lengths = [30, 45, 1]
+    problem = paged_problem([130, 45, 64], lengths, layout="hnd")
+    cache = (problem.k_pages.transpose(1, 2), problem.v_pages.transpose(1, 2))
+    common = {"max_token_per_sequence": 45, "max_sequence_kv": 192, "causal": causal, "return_lse": True}
+    paged = {"actual_seq_lens_kv": problem.cache_seqlens.view(3, 1, 1, 1), "block_tables": problem.page_table}
+    if in_tokens:
+        of_q = {"batch_offsets_q": problem.cu_seqlens_q, "batch_offsets_units": "tokens"}
+    else:
+        of_q = {"actual_seq_lens_q": torch.tensor(lengths), "batch_offsets_q": problem.cu_seqlens_q * 8 * 64}
+    out, lse = flashinfer.cudnn_batch_prefill_with_kv_cache(
+        problem.q, *cache, 0.2, WORKSPACE, **common, **paged, **of_q
+    )
+    expected = problem.expected(softmax_scale=0.2, causal=causal)
+    assert relative_error(out, expected[0]) <= BOUND
+    assert_lse_close(lse.exp(), by_request(expected[1], lengths, 45).exp())
+
+    given = torch.empty(3, 45, 8)
+    bounds_k = torch.tensor([0, 130, 175, 239], dtype=torch.int32)
+    of_k = {"batch_offsets_k": bounds_k} if in_tokens else {"actual_seq_lens_kv": bounds_k.diff()}
+    k, v = (torch.randn(239, 2, 64).bfloat16() for _ in "kv")
+    out, lse = flashinfer.cudnn_batch_prefill_with_kv_cache(
+        problem.q, k, v, 0.2, WORKSPACE, **common, **of_q, **of_k, lse=given, q_scale=torch.tensor([2.0])
+    )
+    assert lse is given
+    expected = reference.ragged_attention(
+        problem.q, k, v, problem.cu_seqlens_q, bounds_k, softmax_scale=0.4, causal=causal
+    )
+    assert relative_error(out, expected[0]) <= BOUND
+    assert_lse_close(lse.exp(), by_request(expected[1], lengths, 45).exp())
+
+
+def test_cudnn_prefill_says_what_it_lacks():
+    q, k = torch.zeros(3, 4, 64), torch.zeros(3, 4, 64)
+    common = {"max_token_per_sequence": 3, "max_sequence_kv": 3, "causal": True, "return_lse": False}
+    bounds = torch.tensor([0, 3], dtype=torch.int32)
+    for options, message in (
+        ({}, "actual_seq_lens_q may be None only with"),
+        ({"batch_offsets_q": bounds, "batch_offsets_units": "bytes"}, "batch_offsets_units must be 'elements'"),
+        ({"batch_offsets_q": bounds, "batch_offsets_units": "tokens"}, "actual_seq_lens_kv may be None only with"),
+        (
+            {"actual_seq_lens_q": torch.tensor([3]), "block_tables": torch.zeros(1, 1, dtype=torch.int32)},
+            "actual_seq_lens_kv is needed with block_tables",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            flashinfer.cudnn_batch_prefill_with_kv_cache(q, k, k, 1.0, WORKSPACE, **common, **options)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_context(causal):
     problem = paged_problem([130, 45, 64], [30, 45, 1], layout="hnd")

@@ -111,6 +111,7 @@ POSITIONAL = {
         bmm1_scale bmm2_scale window_left out sinks kv_layout enable_pdl q_len_per_req o_scale mask kv_cache_sf
         q_cu_seq_lens""",
     flashinfer.cudnn_batch_decode_with_kv_cache: "q k_cache v_cache scale workspace_buffer",
+    flashinfer.cudnn_batch_prefill_with_kv_cache: "q k_cache v_cache scale workspace_buffer",
     flashinfer.trtllm_batch_context_with_kv_cache: """query kv_cache workspace_buffer block_tables seq_lens max_q_len
         max_kv_len bmm1_scale bmm2_scale batch_size cum_seq_lens_q cum_seq_lens_kv window_left out out_dtype o_sf_scale
         o_sf_vec_size kv_layout enable_pdl sinks kv_cache_sf skip_softmax_threshold_scale_factor

@@ -177,6 +177,12 @@ def flashinfer_calls(gqa, mla, ragged, workspace, states) -> dict:
             {"q": gqa.q, "k_cache": hnd[0], "v_cache": hnd[1], "scale": 0.1, "max_sequence_kv": 64, **nowhere}
             | {"actual_seq_lens_kv": gqa.cache_seqlens, "block_tables": gqa.page_table},
         ),
+        "cudnn_batch_prefill_with_kv_cache": (
+            flashinfer.cudnn_batch_prefill_with_kv_cache,
+            {"q": gqa.q, "k_cache": hnd[0], "v_cache": hnd[1], "scale": 0.1, "max_sequence_kv": 64, **nowhere}
+            | {"max_token_per_sequence": 1, "causal": True, "return_lse": True, "block_tables": gqa.page_table}
+            | {"actual_seq_lens_kv": gqa.cache_seqlens, "batch_offsets_q": bounds, "batch_offsets_units": "tokens"},
+        ),
         "trtllm_batch_context_with_kv_cache": (
             flashinfer.trtllm_batch_context_with_kv_cache,
             {"query": gqa.q, "kv_cache": hnd, "block_tables": gqa.page_table, "seq_lens": gqa.cache_seqlens}

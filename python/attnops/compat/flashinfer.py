@@ -12,6 +12,7 @@ from attnops.compat._flashinfer_cascade import (
     MultiLevelCascadeAttentionWrapper,
 )
 from attnops.compat._flashinfer_context import trtllm_batch_context_with_kv_cache, trtllm_ragged_attention_deepseek
+from attnops.compat._flashinfer_cudnn import cudnn_batch_prefill_with_kv_cache
 from attnops.compat._flashinfer_decode import single_decode_with_kv_cache, trtllm_batch_decode_with_kv_cache
 from attnops.compat._flashinfer_fast_plan import CUDAGraphBatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
 from attnops.compat._flashinfer_fmha_v2 import trtllm_fmha_v2_prefill
@@ -69,6 +70,7 @@ __all__ = [
     "append_paged_mla_kv_cache",
     "chunk_gated_delta_rule",
     "cudnn_batch_decode_with_kv_cache",
+    "cudnn_batch_prefill_with_kv_cache",
     "fast_decode_plan",
     "gated_delta_rule_decode",
     "gated_delta_rule_decode_pretranspose",
