@@ -12,7 +12,7 @@ import torch
 from attnops.backends import Machine, get_backend_class, select
 from attnops.backends.flashinfer_plans import workspace_bytes
 from attnops.compat import flashinfer as stand_in
-from attnops.types import AttentionSpec, AttentionType, ForwardMode
+from attnops.types import AttentionSpec, AttentionType, ForwardMode, Limits
 from checks import MAX_RELATIVE_ERROR, relative_error
 from signatures import signature
 from steps import LIMITS, Model, make_step
@@ -136,6 +136,39 @@ def test_fixed_splits_of_the_deterministic_mode(monkeypatch):
     monkeypatch.setenv("SGLANG_FLASHINFER_PREFILL_SPLIT_TILE_SIZE", "many")
     with pytest.raises(ValueError, match="SGLANG_FLASHINFER_PREFILL_SPLIT_TILE_SIZE must be a positive integer"):
         build(model.spec)
+
+
+def test_pages_are_served_by_the_kernels_that_split_keys(monkeypatch):
+    """As in SGLang; new tokens apart are left to FlashInfer's choice."""
+    made = {}
+    for kind in ("DecodeWithPaged", "PrefillWithPaged", "PrefillWithRagged"):
+        name = f"Batch{kind}KVCacheWrapper"
+        cls = getattr(stand_in, name)
+
+        def spy(self, *args, name=name, init=cls.__init__, **options):
+            made[name] = options.get("backend")
+            init(self, *args, **options)
+
+        monkeypatch.setattr(cls, "__init__", spy)
+    for shape in ("decode", "verify", "extend"):
+        test_equals_the_reference(MODELS[0], shape)
+    step = make_step(MODELS[0], ForwardMode.EXTEND, [0, 0], [33, 1])
+    step.batch.cache_seqlens_cpu, step.batch.extend_seq_lens_cpu = step.batch.cache_seqlens, step.batch.extend_seq_lens
+    backend = build(gqa())
+    backend.init_forward_metadata(step.batch)
+    step.run(backend)
+    assert made == {
+        "BatchDecodeWithPagedKVCacheWrapper": "fa2",
+        "BatchPrefillWithPagedKVCacheWrapper": "fa2",
+        "BatchPrefillWithRaggedKVCacheWrapper": None,
+    }
+
+
+def test_padding_rows_of_a_graph_hold_one_token_where_steps_bring_one():
+    decoder = Limits(max_batch_size=2, max_seqlen=64)
+    backend = get_backend_class("flashinfer")(gqa(), decoder, "cpu", workspace_size=WORKSPACE)
+    assert backend.get_cuda_graph_seq_len_fill_value() == 1
+    assert build(gqa()).get_cuda_graph_seq_len_fill_value() == LIMITS.max_tokens_per_request  # verify steps': their own
 
 
 def test_a_window_model_has_two_wrappers_and_its_layers_share_them():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from attnops.backends import get_backend_class
-from attnops.types import AttentionSpec, ForwardMode
+from attnops.types import AttentionSpec, AttentionType, ForwardMode
 from checks import MAX_RELATIVE_ERROR, relative_error
 from gpu_steps import on_gpu
 from steps import LIMITS, Model, make_step
@@ -28,18 +30,31 @@ MODELS = [
     Model("mla", AttentionSpec.mla(16, page_size=1), scale=0.1),
     Model("mla_page64", AttentionSpec.mla(128, page_size=64), scale=0.1),
 ]
+PAGES = [  # every page size of the conformance suite, and a model without a multiple of heads
+    *(Model(f"page{size}", gqa(page_size=size)) for size in (1, 3, 64, 128)),
+    Model("five_heads", gqa(num_q_heads=5, num_kv_heads=1)),
+    Model("mla_page3", AttentionSpec.mla(16, page_size=3), scale=0.1),
+]
 MODES = {
     "decode": (ForwardMode.DECODE, [0, 1, 0, 2], [63, 64, 150, 17], [1] * 4, {"uniform": True}),
     "verify": (ForwardMode.TARGET_VERIFY, [0, 1, 2], [59, 100, 0], [5] * 3, {"uniform": True}),
 }
 
 
+RAGGED = {
+    "prompts": (ForwardMode.EXTEND, [0, 0, 0], [0, 0, 0], [33, 1, 150], {}),
+    "extend": (ForwardMode.EXTEND, [0, 0, 0], [0, 65, 100], [33, 1, 20], {}),
+    "mixed": (ForwardMode.MIXED, [0, 0, 0], [64, 65, 100], [1, 1, 20], {}),
+    "draft_extend": (ForwardMode.DRAFT_EXTEND, [2, 3, 0], [62, 7, 130], [3, 2, 1], {}),
+}
+
+
 def step_of(model, shape, which):
-    mode, *prefixes, new, options = MODES[shape]
+    mode, *prefixes, new, options = {**MODES, **RAGGED}[shape]
     step = make_step(model, mode, prefixes[which], new, seed=which, **options)
-    lengths = step.batch.cache_seqlens
+    lengths, new_lengths = step.batch.cache_seqlens, step.batch.extend_seq_lens
     step = on_gpu(step)
-    step.batch.cache_seqlens_cpu = lengths
+    step.batch.cache_seqlens_cpu, step.batch.extend_seq_lens_cpu = lengths, new_lengths
     return step
 
 
@@ -47,8 +62,8 @@ def build(model):
     return get_backend_class("flashinfer")(model.spec, LIMITS, "cuda", workspace_size=WORKSPACE)
 
 
-@pytest.mark.parametrize("shape", MODES)
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+@pytest.mark.parametrize("shape", [*MODES, *RAGGED])
+@pytest.mark.parametrize("model", [*MODELS, *PAGES], ids=lambda model: model.name)
 def test_equals_the_reference(model, shape):
     backend = build(model)
     for _ in range(2):
@@ -56,6 +71,47 @@ def test_equals_the_reference(model, shape):
         backend.init_forward_metadata(step.batch)
         error = relative_error(step.run(backend).cpu(), step.expected)
         assert error <= MAX_RELATIVE_ERROR[model.spec.dtype]
+
+
+def test_new_tokens_and_their_prefixes_apart_are_merged(monkeypatch):
+    monkeypatch.setattr("attnops.backends.flashinfer.MERGED_FROM_TOKENS", 40)
+    backend, step = build(MODELS[0]), step_of(MODELS[0], "extend", 1)
+    backend.init_forward_metadata(step.batch)
+    error = relative_error(step.run(backend).cpu(), step.expected)
+    assert error <= MAX_RELATIVE_ERROR[torch.bfloat16]
+    assert {key[0] for key in backend._prepared.of(step.batch).planned} == {"ragged", "prefix"}
+
+
+def test_a_deterministic_requests_bits_depend_on_no_other():
+    """Alone, and in a batch: decode, and an extend of a cached prefix."""
+    for shape in ("decode", "extend"):
+        step, backend = step_of(MODELS[3], shape, 1), build(MODELS[3])
+        backend.init_forward_metadata(step.batch)
+        together = step.run(backend)
+        begin = 0
+        for request in range(step.batch.batch_size):
+            one = slice(request, request + 1)
+            new = 1 if shape == "decode" else int(step.batch.extend_seq_lens_cpu[request])
+            rows = slice(begin, begin + new)
+            options = {"num_tokens": new, "out_cache_loc": step.batch.out_cache_loc[rows], "max_seqlen_q": new}
+            for name in ("req_pool_indices", "cache_seqlens", "cache_seqlens_cpu"):
+                options[name] = getattr(step.batch, name)[one]
+            if shape == "extend":
+                options |= {name: getattr(step.batch, name)[one] for name in ("extend_seq_lens", "extend_seq_lens_cpu")}
+            batch = dataclasses.replace(step.batch, **options)
+            backend.init_forward_metadata(batch)
+            alone = backend.forward(step.q[rows], step.k[rows], step.v[rows], step.layer, batch)
+            assert torch.equal(alone.view(new, *together.shape[1:]), together[rows])
+            begin += new
+
+
+def test_an_encoder():
+    """Every token of a request sees every other: new tokens alone, without a cache."""
+    spec = gqa(num_kv_heads=8, attn_type=AttentionType.ENCODER_ONLY)
+    model = Model("encoder", spec)
+    backend, step = build(model), step_of(model, "prompts", 1)
+    backend.init_forward_metadata(step.batch)
+    assert relative_error(step.run(backend).cpu(), step.expected) <= MAX_RELATIVE_ERROR[torch.bfloat16]
 
 
 @pytest.mark.parametrize("shape", MODES)

@@ -8,6 +8,7 @@ lengths that the batch brings on the CPU. Pages are FlashInfer's own pages, so n
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,13 +17,23 @@ from torch import Tensor
 from attnops import ops
 from attnops.backends.base import AttentionBackend, LayerCall, is_causal
 from attnops.backends.capability import DECODER_MODES, SIXTEEN_BIT, Capability, HeadDims
-from attnops.backends.flashinfer_plans import FlashInferStep, Wrappers, make_step, paging, workspace_bytes
+from attnops.backends.flashinfer_plans import (
+    FlashInferStep,
+    Key,
+    Wrappers,
+    latent_key,
+    make_step,
+    paged_key,
+    paging,
+    workspace_bytes,
+)
 from attnops.backends.prepared import PreparedStep
 from attnops.backends.registry import register_attention_backend
 from attnops.backends.store import FP8, heads, store_kv, store_mla, uses_window_slots
 from attnops.graph_buffers import PagedBuffers
+from attnops.layers.radix_attention import RadixAttention
 from attnops.pools import MLATokenToKVPool
-from attnops.types import MLA_KV_LORA_RANK, AttentionBatch, AttentionSpec, AttentionType, Limits
+from attnops.types import MLA_KV_LORA_RANK, AttentionBatch, AttentionSpec, AttentionType, Limits, TokenPool
 
 MERGED_FROM_TOKENS = 4096  # new tokens of a step from which cached prefixes are attended to apart: SGLang's
 
@@ -46,6 +57,25 @@ _CAPABILITY = Capability(
     deterministic=True,
     cuda_graph=True,
 )
+
+
+@dataclass(slots=True)
+class _BoundLayer:
+    """What a layer brings to every step alike, until its `version` or its pool's buffers change.
+
+    Attributes:
+        pages: What the wrapper takes them as: K and V, or the two parts of latents.
+        options: Scales of an FP8 cache, for `run`.
+        keys: Of the wrappers that serve it: in DECODE, and in other steps.
+    """
+
+    version: int
+    pool: TokenPool
+    buffers_version: int
+    windowed: bool
+    pages: tuple[Tensor, Tensor]
+    options: dict[str, Any]
+    keys: tuple[Key, Key]
 
 
 @register_attention_backend("flashinfer")
@@ -88,6 +118,7 @@ class FlashInferAttnBackend(AttentionBackend):
         size = workspace_size or workspace_bytes(spec, model_architectures)
         self.wrappers = Wrappers(spec, limits, self.device, size, self._indices, self._prefix_indices)
         self._prepared: PreparedStep[FlashInferStep] = PreparedStep()
+        self._bound: dict[RadixAttention, _BoundLayer] = {}  # by layer, not by id: two models may take turns
 
     @property
     def fault_report(self) -> Tensor | None:
@@ -179,22 +210,49 @@ class FlashInferAttnBackend(AttentionBackend):
             self._encode(call, step)
             return
         layer, batch = call.layer, call.batch
-        pool = batch.token_to_kv_pool
-        assert pool is not None, "PagedBuffers.build has checked"
         if call.save_kv_cache and call.k is not None:
             if call.v is None:
                 raise ValueError("attnops: a layer that stores k needs v")
             store_kv(layer, batch, step.paged, call.k, call.v, self._buffers.report)
-        windowed = uses_window_slots(layer, pool)
-        options: dict[str, Any] = {"out": heads("out", call.out, layer.num_heads, layer.v_head_dim)}
-        if pool.dtype in FP8:
-            options |= {"k_scale": layer.k_scale_float, "v_scale": layer.v_scale_float}
+        bound = self._bound_of(layer, batch)
+        out = heads("out", call.out, layer.num_heads, layer.v_head_dim)
         q = heads("q", call.q, layer.num_heads, layer.head_dim)
-        if self._attends_to_new_tokens_apart(call, step):
-            self._attend_ragged(call, step, q, options)
+        if not batch.is_uniform and self._attends_to_new_tokens_apart(call, step):
+            self._attend_ragged(call, step, q, out, bound)
             return
-        planned = self.wrappers.decode if batch.forward_mode.is_decode() else self.wrappers.extend
-        planned(step, layer, windowed).run(q, pool.get_kv_buffer(layer.layer_id), **options)
+        decodes = batch.forward_mode.is_decode()
+        wrapper = step.planned.get(bound.keys[not decodes])
+        if wrapper is None:
+            planned = self.wrappers.decode if decodes else self.wrappers.extend
+            wrapper = planned(step, layer, bound.windowed)
+        wrapper.run(q, bound.pages, out=out, **bound.options)
+
+    def _bound_of(self, layer: RadixAttention, batch: AttentionBatch) -> _BoundLayer:
+        bound, pool = self._bound.get(layer), batch.token_to_kv_pool
+        assert pool is not None, "PagedBuffers.build has checked"
+        if (
+            bound is not None
+            and bound.version == layer.version
+            and bound.pool is pool
+            and bound.buffers_version == pool.buffers_version
+        ):
+            return bound
+        options, windowed = {}, uses_window_slots(layer, pool)
+        if self.spec.is_mla:
+            if not isinstance(pool, MLATokenToKVPool):
+                raise ValueError(
+                    f"attnops: an MLA layer reads an MLATokenToKVPool, the batch has a {type(pool).__name__}"
+                )
+            latents = pool.get_latent_buffer(layer.layer_id)
+            pages, keys = (latents[..., :MLA_KV_LORA_RANK], latents[..., MLA_KV_LORA_RANK:]), (latent_key(layer),) * 2
+        else:
+            if pool.dtype in FP8:
+                options = {"k_scale": layer.k_scale_float, "v_scale": layer.v_scale_float}
+            pages = pool.get_kv_buffer(layer.layer_id)
+            keys = (paged_key(layer, windowed, True), paged_key(layer, windowed, False))
+        bound = _BoundLayer(layer.version, pool, pool.buffers_version, windowed, pages, options, keys)
+        self._bound[layer] = bound
+        return bound
 
     def _attends_to_new_tokens_apart(self, call: LayerCall, step: FlashInferStep) -> bool:
         """Prompts without a cached prefix, and long extensions of one: SGLang's rule.
@@ -203,24 +261,21 @@ class FlashInferAttnBackend(AttentionBackend):
         """
         brings_keys = call.save_kv_cache and call.k is not None and call.v is not None
         whole = call.layer.sliding_window_size >= 0 or self.spec.cache_dtype in FP8 or self.spec.deterministic
-        if step.graph is not None or not is_causal(call.layer):
-            return False
-        if call.batch.is_uniform or not brings_keys or whole:
+        if step.graph is not None or not is_causal(call.layer) or not brings_keys or whole:
             return False
         return step.prefixes is None or step.merged
 
-    def _attend_ragged(self, call: LayerCall, step: FlashInferStep, q: Tensor, options: dict[str, Any]) -> None:
+    def _attend_ragged(self, call: LayerCall, step: FlashInferStep, q: Tensor, out: Tensor, bound: _BoundLayer) -> None:
         """New tokens from k and v, and what is cached from pages; both are merged by their lse."""
-        layer, pool = call.layer, call.batch.token_to_kv_pool
-        assert call.k is not None and call.v is not None and pool is not None
+        layer = call.layer
+        assert call.k is not None and call.v is not None
         k = heads("k", call.k, layer.num_kv_heads, layer.head_dim)
         v = heads("v", call.v, layer.num_kv_heads, layer.v_head_dim)
         ragged = self.wrappers.ragged(step, layer, is_causal(layer))
         if step.prefixes is None:
-            ragged.run(q, k, v, out=options["out"])
+            ragged.run(q, k, v, out=out)
             return
-        pages, out = pool.get_kv_buffer(layer.layer_id), options.pop("out")
-        cached = self.wrappers.prefix(step, layer).run(q, pages, return_lse=True, **options)
+        cached = self.wrappers.prefix(step, layer).run(q, bound.pages, return_lse=True, **bound.options)
         merged, _ = self.wrappers.flashinfer.merge_state(*ragged.run(q, k, v, return_lse=True), *cached)
         out.copy_(merged)
 
@@ -236,19 +291,18 @@ class FlashInferAttnBackend(AttentionBackend):
         )
 
     def _attend_mla(self, call: LayerCall, step: FlashInferStep) -> None:
-        layer, pool = call.layer, call.batch.token_to_kv_pool
-        if not isinstance(pool, MLATokenToKVPool):
-            raise ValueError(f"attnops: an MLA layer reads an MLATokenToKVPool, the batch has a {type(pool).__name__}")
+        layer = call.layer
+        bound = self._bound_of(layer, call.batch)
         if call.save_kv_cache and call.k is not None:
             store_mla(layer, call.batch, call.k, call.k_rope, self._buffers.report)
-        rope = pool.qk_rope_head_dim
         if call.q_rope is None:
             whole = heads("q", call.q, layer.num_heads, layer.head_dim)
             q_nope, q_pe = whole[..., :MLA_KV_LORA_RANK], whole[..., MLA_KV_LORA_RANK:]
         else:
             q_nope = heads("q", call.q, layer.num_heads, MLA_KV_LORA_RANK)
-            q_pe = heads("q_rope", call.q_rope, layer.num_heads, rope)
-        latents = pool.get_latent_buffer(layer.layer_id)
+            q_pe = heads("q_rope", call.q_rope, layer.num_heads, layer.head_dim - MLA_KV_LORA_RANK)
         out = heads("out", call.out, layer.num_heads, layer.v_head_dim)
-        parts = (latents[..., :MLA_KV_LORA_RANK], latents[..., MLA_KV_LORA_RANK:])
-        self.wrappers.mla(step, layer, rope, pool.dtype).run(q_nope, q_pe, *parts, out=out)
+        wrapper = step.planned.get(bound.keys[0])
+        if wrapper is None:
+            wrapper = self.wrappers.mla(step, layer, bound.pages[1].shape[-1], bound.pool.dtype)
+        wrapper.run(q_nope, q_pe, *bound.pages, out=out)

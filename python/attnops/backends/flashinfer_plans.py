@@ -43,6 +43,9 @@ WIDE_ARCHITECTURES = frozenset(
 LEAST_GROUP_OF_TENSOR_CORES = 4  # query heads per KV head; below, FlashInfer's CUDA cores are as fast
 DECODE_SPLIT_TILE = 2048  # tokens of a split in deterministic mode
 PREFILL_SPLIT_TILE = 4096
+# Whose kernels serve pages, as in SGLang: they split long keys over blocks, by fixed lengths when asked to, and their
+# plans hold in graphs. New tokens apart are left to FlashInfer's choice.
+PAGED_KERNELS = "fa2"
 
 Key = tuple[Any, ...]
 
@@ -92,6 +95,7 @@ class FlashInferStep:
         prefixes: Pages before the new tokens: bounds, and tokens in each last page; None where nothing is cached.
         merged: The new tokens and their prefixes are attended to apart.
         graph: The buffers of a captured shape; None: the step is eager.
+        planned: The wrapper of each kind of layer that has its plan.
     """
 
     paged: PagedStep
@@ -103,7 +107,7 @@ class FlashInferStep:
     prefixes: tuple[Tensor, Tensor] | None = None
     merged: bool = False
     graph: GraphBuffers | None = None
-    planned: set[Key] = field(default_factory=set)
+    planned: dict[Key, Any] = field(default_factory=dict)
 
 
 def make_step(paged: PagedStep, seqlens_q: Tensor | int, seqlens_k: Tensor, page_size: int) -> FlashInferStep:
@@ -163,7 +167,7 @@ class Wrappers:
         assert step.graph is not None
         for key, plan in step.graph.plans.items():
             self._run_plan(plan, step)
-            step.planned.add(key)
+            step.planned[key] = step.graph.wrappers[key]
 
     def _run_plan(self, plan: Callable[[FlashInferStep], None], step: FlashInferStep) -> None:
         """A plan is copied from pinned memory, which the next one overwrites: not before the copy has been made."""
@@ -187,7 +191,7 @@ class Wrappers:
         kind = self.flashinfer.BatchDecodeWithPagedKVCacheWrapper
 
         def make(graph: GraphBuffers | None) -> Any:
-            options: dict[str, Any] = {"use_tensor_cores": self.use_tensor_cores}
+            options: dict[str, Any] = {"use_tensor_cores": self.use_tensor_cores, "backend": PAGED_KERNELS}
             if graph is not None:
                 names = ("paged_kv_indptr_buffer", "paged_kv_indices_buffer", "paged_kv_last_page_len_buffer")
                 buffers = (graph.bounds_k, self._indices[windowed], graph.last_page_len)
@@ -203,17 +207,17 @@ class Wrappers:
             else:
                 wrapper.plan(*arguments, **options)
 
-        return self._planned(step, ("decode", *_kind(layer), windowed), make, plan)
+        return self._planned(step, paged_key(layer, windowed, decodes=True), make, plan)
 
     def extend(self, step: FlashInferStep, layer: RadixAttention, windowed: bool) -> Any:
         causal = layer.attn_type is AttentionType.DECODER
 
         def make(graph: GraphBuffers | None) -> Any:
-            options: dict[str, Any] = {}
+            options: dict[str, Any] = {"backend": PAGED_KERNELS}
             if graph is not None:
                 names = ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
                 buffers = (graph.bounds_q, graph.bounds_k, self._indices[windowed], graph.last_page_len)
-                options = {"use_cuda_graph": True, **dict(zip(names, buffers))}
+                options |= {"use_cuda_graph": True, **dict(zip(names, buffers))}
             return self.flashinfer.BatchPrefillWithPagedKVCacheWrapper(self.workspace, "NHD", **options)
 
         def plan(wrapper: Any, step: FlashInferStep, again: bool) -> None:
@@ -221,13 +225,13 @@ class Wrappers:
             options = self._shared(layer) | self._splits(1, step.graph is not None)
             wrapper.plan(*paging, *self._heads(layer), self._spec.page_size, causal=causal, **options)
 
-        return self._planned(step, ("extend", *_kind(layer), windowed, causal), make, plan)
+        return self._planned(step, paged_key(layer, windowed, decodes=False), make, plan)
 
     def prefix(self, step: FlashInferStep, layer: RadixAttention) -> Any:
         """Of what was cached before the step."""
 
         def make(graph: GraphBuffers | None) -> Any:
-            return self.flashinfer.BatchPrefillWithPagedKVCacheWrapper(self.workspace, "NHD")
+            return self.flashinfer.BatchPrefillWithPagedKVCacheWrapper(self.workspace, "NHD", backend=PAGED_KERNELS)
 
         def plan(wrapper: Any, step: FlashInferStep, again: bool) -> None:
             assert step.prefixes is not None
@@ -274,7 +278,7 @@ class Wrappers:
                 kv_data_type=cache_dtype,
             )
 
-        return self._planned(step, ("mla", layer.scaling, causal), make, plan)
+        return self._planned(step, latent_key(layer), make, plan)
 
     def _planned(
         self,
@@ -283,17 +287,17 @@ class Wrappers:
         make: Callable[[GraphBuffers | None], Any],
         plan: Callable[[Any, FlashInferStep, bool], None],
     ) -> Any:
+        if key in step.planned:
+            return step.planned[key]
         graph = step.graph
         wrappers = self._eager if graph is None else graph.wrappers
-        if key in step.planned:
-            return wrappers[key]
         if key not in wrappers:
             wrappers[key] = make(graph)
         wrapper = wrappers[key]
         self._run_plan(lambda now: plan(wrapper, now, False), step)
         if graph is not None:
             graph.plans[key] = lambda now: plan(wrapper, now, True)
-        step.planned.add(key)
+        step.planned[key] = wrapper
         return wrapper
 
     def _heads(self, layer: RadixAttention) -> tuple[int, int, int]:
@@ -318,6 +322,15 @@ class Wrappers:
 
 def _kind(layer: RadixAttention) -> Key:
     return layer.sliding_window_size, layer.scaling, layer.logit_cap
+
+
+def paged_key(layer: RadixAttention, windowed: bool, decodes: bool) -> Key:
+    """Of the wrapper that serves a layer over pages. windowed: Those of a sliding-window pool."""
+    return "decode" if decodes else "extend", *_kind(layer), windowed, layer.attn_type
+
+
+def latent_key(layer: RadixAttention) -> Key:
+    return "mla", layer.scaling, layer.attn_type
 
 
 def cumulative(lengths: Tensor) -> Tensor:

@@ -24,14 +24,15 @@ def heads(name: str, tensor: Tensor, num_heads: int, head_dim: int) -> Tensor:
     Raises:
         ValueError: it has another shape.
     """
-    if tensor.shape[1:] == (num_heads, head_dim):
+    shape = tensor.shape
+    if len(shape) == 2 and shape[1] == num_heads * head_dim:
+        return tensor.view(shape[0], num_heads, head_dim)
+    if shape[1:] == (num_heads, head_dim):
         return tensor
-    if tensor.dim() != 2 or tensor.shape[1] != num_heads * head_dim:
-        raise ValueError(
-            f"attnops: {name} must have shape [num_tokens, {num_heads * head_dim}] or [num_tokens, {num_heads}, "
-            f"{head_dim}], as its layer has {num_heads} heads of {head_dim}, got {list(tensor.shape)}"
-        )
-    return tensor.view(tensor.shape[0], num_heads, head_dim)
+    raise ValueError(
+        f"attnops: {name} must have shape [num_tokens, {num_heads * head_dim}] or [num_tokens, {num_heads}, "
+        f"{head_dim}], as its layer has {num_heads} heads of {head_dim}, got {list(shape)}"
+    )
 
 
 def uses_window_slots(layer: RadixAttention, pool: TokenPool) -> bool:
