@@ -1,4 +1,4 @@
-"""Backend flashinfer beside FlashInfer called by hand, in one process: a layer in a graph, and a step's host time.
+"""Backend flashinfer beside FlashInfer called by hand, in one process: a layer in a graph and eager, and host times.
 
     python benchmarks/bench_flashinfer.py [--out results.jsonl] [--commit <hash>]
 
@@ -9,6 +9,7 @@ either. Both are captured and replayed in turns; the median of the rounds counts
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import statistics
 import time
@@ -118,6 +119,19 @@ def in_turns(calls):
     return {name: statistics.median(values) for name, values in taken.items()}
 
 
+def eager_in_turns(calls):
+    """Microseconds of a layer of each, without a graph: of the host where the device waits for it."""
+    taken = {name: [] for name in calls}
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            call()
+            torch.cuda.synchronize()
+            taken[name].append((time.perf_counter() - begin) * 1e6 / LAYERS)
+    return {name: statistics.median(values) for name, values in taken.items()}
+
+
 def host_time(call, device):
     """Microseconds of the host, best of some rounds: the device is idle before each."""
     best = float("inf")
@@ -145,7 +159,8 @@ def measure(cell, page_size, device):
     step = backend._prepared.of(batch)
     by_hand()
     error = float((out.view(expected.shape).float() - expected.float()).abs().max())
-    times = {"layer": in_turns({"attnops": ours, "by hand": by_hand}) if device == "cuda" else {}}
+    calls = {"attnops": ours, "by hand": by_hand} if device == "cuda" else {}
+    times = {"layer": in_turns(calls), "layer, eager": eager_in_turns(calls)} if calls else {}
     times["host, layer"] = {
         "attnops": host_time(ours, device) / LAYERS,
         "by hand": host_time(by_hand, device) / LAYERS,
@@ -166,6 +181,10 @@ def main() -> None:
     parser.add_argument("--cells", type=int, default=len(CELLS), help="so many of them")
     options = parser.parse_args()
     ratios = {}
+    version = getattr(importlib.import_module("flashinfer"), "__version__", "")
+    shared = {"commit": options.commit, "state": "burst", "version": f"FlashInfer {version}"}
+    if options.device == "cuda":
+        shared["device"] = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     for cell in CELLS[: options.cells]:
         times, error = measure(cell, options.page_size, options.device)
         for what, pair in times.items():
@@ -177,7 +196,7 @@ def main() -> None:
                 row = {"case": f"flashinfer {what}", "peer": peer, "params": dict(zip(NAMES, cell)), "ms": value / 1e3}
                 if options.out:
                     with open(options.out, "a") as file:
-                        file.write(json.dumps(row | {"commit": options.commit, "state": "burst"}) + "\n")
+                        file.write(json.dumps(row | shared) + "\n")
     for what, values in ratios.items():
         print(f"{what}: {statistics.geometric_mean(values):.3f}x the time by hand, worst {max(values):.3f}x")
 
