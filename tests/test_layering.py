@@ -26,7 +26,7 @@ PYTHON_LAYERS = {
     "graph_buffers": {"types", "report", "ops", "metadata", "_load", "pools"},
     "plan_buffers": {"types", "ops", "metadata", "graph_buffers"},
     "layers": {"types", "pools"},
-    "compat": {"ops", "metadata"},
+    "compat": {"environment", "ops", "metadata"},
     "distributed": {"ops"},
     "speculative": {"ops", "types"},
     "triton_kernels": set(),
