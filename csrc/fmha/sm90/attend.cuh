@@ -39,7 +39,7 @@ class Consumer {
         group_(static_cast<int>(threadIdx.x) / 128 - 1),
         lane_(threadIdx.x % 32),
         warp_(threadIdx.x / 32 % 4),
-        everywhere_(hopper::address_in(shared_, lane_ < s.cluster ? lane_ : 0)),
+        peer_(hopper::address_in(shared_, s.cluster > 1 ? blockIdx.x % 2 ^ 1 : 0)),
         k_operand_(hopper::chunk_operand<Tr::kKeys>(shared_ + Layout::kK)),
         v_operand_(hopper::chunk_operand<kVRows>(shared_ + Layout::kV)) {}
 
@@ -90,10 +90,12 @@ class Consumer {
     hopper::mbarrier_arrive_if(shared_ + Layout::kQEmpty + 8 * q_ring_.stage, last && lane_ == 0);
   }
 
-  // A stage of keys or values, in both CTAs of a pair.
+  // A stage of keys or values, in both CTAs of a pair. The assembler lays an arrival through the cluster behind much of
+  // the softmax, even one at home: so that one goes without.
   __device__ __forceinline__ void release_stage(int barrier) const {
     __syncwarp();
-    hopper::mbarrier_arrive_remote_if(everywhere_ + barrier, lane_ < s_.cluster);
+    hopper::mbarrier_arrive_if(shared_ + barrier, lane_ == 0);
+    hopper::mbarrier_arrive_remote_if(peer_ + barrier, lane_ < s_.cluster - 1);
   }
 
   // Of a work without rows for this warpgroup: the others multiply meanwhile.
@@ -410,7 +412,7 @@ class Consumer {
   char* base_;
   uint32_t shared_;
   int group_, lane_, warp_, column_ = 0;
-  uint32_t everywhere_;  // shared_ in CTA `lane` of the cluster
+  uint32_t peer_;  // shared_ in the other CTA of a pair
   bool transformed_ = false;
   float scale_ = 0.f, inner_scale_ = 0.f;
   uint32_t q_operand_ = 0, k_operand_, v_operand_;
