@@ -6,25 +6,39 @@ namespace attnops::fmha::sm90 {
 
 namespace hopper = attnops::sm90;
 
-// A tile of kKeys rows of values becomes one of kHeadDim rows of keys, 128 to a chunk. Of 16 keys 4 t + {0, 1, 2, 3}
-// are 2 t + {0, 1} and 8 + 2 t + {0, 1}: the order in which a lane has its probabilities (Consumer::pack).
+// A tile of kKeys rows of values becomes one of kHeadDim rows of keys, 128 to a chunk, by two warps. Of 16 keys
+// 4 t + {0, 1, 2, 3} are 2 t + {0, 1} and 8 + 2 t + {0, 1}: the order in which a lane has its probabilities
+// (Consumer::pack). Several blocks of 32 keys and 16 dims are read before the first is stored: a warp alone would wait
+// for each.
 template <int kKeys, int kHeadDim>
 __device__ __forceinline__ void transpose_tile(uint32_t from, uint32_t to, int warp, int lane) {
-  static_assert(kKeys % 32 == 0 && kHeadDim % 32 == 0);
-  constexpr int kKeyBlocks = kKeys / 32;
-#pragma unroll 4
-  for (int i = warp; i < kKeyBlocks * kHeadDim / 16; i += 2) {
-    const int key = i % kKeyBlocks * 32, dim = i / kKeyBlocks * 16;
-    uint32_t pairs[4];  // of dims, by key: matrices of keys 0 .., 8 .., 16 .., 24 ..
-    hopper::load_transposed(pairs, from + dim / 128 * kKeys * 128 + hopper::swizzled(key + lane, dim % 128 / 16));
-    const uint32_t rows[4] = {
-        __byte_perm(pairs[0], pairs[1], 0x6420),  // even dims, keys 0 .. 15
-        __byte_perm(pairs[0], pairs[1], 0x7531),  // odd dims
-        __byte_perm(pairs[2], pairs[3], 0x6420),
-        __byte_perm(pairs[2], pairs[3], 0x7531),
-    };
-    const int row = dim + lane % 8 * 2 + lane / 8 % 2, piece = key % 128 / 16 + lane / 16;
-    hopper::store_fragment(rows, to + key / 128 * kHeadDim * 128 + hopper::swizzled(row, piece));
+  static_assert(kKeys == 128 && kHeadDim == 128, "one chunk of dims, one of keys");
+  constexpr int kDimBlocks = kHeadDim / 16, kKeyBlocks = kKeys / 32, kAtOnce = 4;
+  const int row = lane % 8 * 2 + lane / 8 % 2;  // of a block of dims
+  const uint32_t source = from + lane * 128;
+#pragma unroll
+  for (int half = 0; half < kKeyBlocks / 2; ++half) {
+    const int key_block = 2 * half + warp;
+    const uint32_t target = to + hopper::swizzled(row, 2 * key_block + lane / 16);
+#pragma unroll
+    for (int first = 0; first < kDimBlocks; first += kAtOnce) {
+      uint32_t pairs[kAtOnce][4];  // of dims, by key: matrices of keys 0 .., 8 .., 16 .., 24 ..
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        hopper::load_transposed(pairs[i], source + key_block * 4096 + (((first + i) ^ lane % 8) << 4));
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const uint32_t(&p)[4] = pairs[i];
+        const uint32_t rows[4] = {
+            __byte_perm(p[0], p[1], 0x6420),  // even dims, keys 0 .. 15
+            __byte_perm(p[0], p[1], 0x7531),  // odd dims
+            __byte_perm(p[2], p[3], 0x6420),
+            __byte_perm(p[2], p[3], 0x7531),
+        };
+        hopper::store_fragment(rows, target + (first + i) * 16 * 128);
+      }
+    }
   }
 }
 
