@@ -176,11 +176,15 @@ class ProducerBase {
 
   __device__ __forceinline__ int page_at(const Work& w, int cell) const {
     const int page = p_.page_table.row(w.request)[cell];
+    check_page(w, cell, page);
+    return page;
+  }
+
+  __device__ __forceinline__ void check_page(const Work& w, int cell, int page) const {
     if (p_.report != nullptr && (page < 0 || page >= p_.page_table.num_pages)) {
       record_fault(p_.report,
                    {ReportOp::kFmhaPaged, ReportKind::kPageIndex, w.request, cell, page, p_.page_table.num_pages});
     }
-    return page;
   }
 
   // Whether a tree mask leaves a key to some row of the tile.

@@ -6,13 +6,13 @@ namespace attnops::fmha::sm90 {
 
 // Keys and values of pages that are no boxes, and e4m3 ones for 16-bit queries, by four warps together.
 //
-// Nobody waits for copies of 16-bit rows: they arrive for their threads, and who computes fences them. e4m3 rows become
-// wide ones in their place while the copies of the next tile come.
+// Nobody waits for copies of 16-bit rows: they arrive for their threads. e4m3 rows become wide ones in their place while
+// the copies of the next tile come. Who computes fences both: here a fence would wait for those copies, too.
 template <class Tr>
 class RowProducer : ProducerBase<Tr> {
   using Base = ProducerBase<Tr>;
   using Layout = typename Base::Layout;
-  using Base::arrive, Base::bring_queries, Base::is_seen, Base::next_work, Base::p_, Base::page_at, Base::s_,
+  using Base::arrive, Base::bring_queries, Base::check_page, Base::is_seen, Base::next_work, Base::p_, Base::s_,
       Base::shared_, Base::tell, Base::tid_, Base::work_done, Base::work_ring_, Base::work_slot;
 
  public:
@@ -23,21 +23,7 @@ class RowProducer : ProducerBase<Tr> {
   // Arrivals for a tile.
   static __device__ __forceinline__ int arrivals(const Params& p) { return is_narrow(p) ? 4 : 128; }
 
-  __device__ __forceinline__ void run() {
-    for (;;) {
-      if (tid_ == 0) tell(next_work());
-      hopper::named_barrier_sync(kProducerBarrier, 128);
-      const Work w = *work_slot();
-      if (tid_ >= 32) hopper::mbarrier_arrive(work_done());  // it has read the work
-      if (w.num_tokens < 0) finish_pending<0>();
-      if (tid_ == 0) bring_queries(w);  // those of the last work are free when its last keys are multiplied
-      if (w.num_tokens < 0) return;
-      work_ring_.advance();
-      bring_tiles(w);
-      // Whoever waits for the last tile of values keeps the place of a work.
-      if (w.tile_begin == w.tile_end) finish_pending<0>();
-    }
-  }
+  __device__ __forceinline__ void run() { narrow_ ? run_as<true>() : run_as<false>(); }
 
  private:
   // Byte offsets of a row of keys and of values; negative: no row of the tile sees the key, or its page is outside the
@@ -46,25 +32,46 @@ class RowProducer : ProducerBase<Tr> {
     int64_t key, value;
   };
 
-  // The scores of a tile are multiplied before the values of the tile ahead of it, so keys are asked for first.
-  __device__ __forceinline__ void bring_tiles(const Work& w) {
-    const int tile_end = w.tile_end;
-    int tile = w.tile_begin;
-    if (tile == tile_end) return;
-    Place here = look_up(w, tile), next = look_up(w, tile + 1);
-    bring<true>(here.key);
-    for (; tile < tile_end; ++tile) {
-      const int64_t values = here.value;
-      if (tile + 1 < tile_end) {
-        here = next;
-        bring<true>(here.key);
-        next = look_up(w, tile + 2);  // ahead, so that the table's latency is not the tiles'
-      }
-      bring<false>(values);
+  template <bool kNarrow>
+  __device__ __forceinline__ void run_as() {
+#pragma unroll 1
+    for (;;) {
+      if (tid_ == 0) tell(next_work());
+      hopper::named_barrier_sync(kProducerBarrier, 128);
+      const Work w = *work_slot();
+      if (tid_ >= 32) hopper::mbarrier_arrive(work_done());  // it has read the work
+      if (kNarrow && w.num_tokens < 0) finish_pending<0>();
+      if (tid_ == 0) bring_queries(w);  // those of the last work are free when its last keys are multiplied
+      if (w.num_tokens < 0) return;
+      work_ring_.advance();
+      bring_tiles<kNarrow>(w);
+      // Whoever waits for the last tile of values keeps the place of a work.
+      if (kNarrow && w.tile_begin == w.tile_end) finish_pending<0>();
     }
   }
 
-  template <bool kKeys>
+  // The scores of a tile are multiplied before the values of the tile ahead of it, so keys are asked for first. Cells of
+  // the page table are asked for two tiles ahead, and looked at a tile later.
+  template <bool kNarrow>
+  __device__ __forceinline__ void bring_tiles(const Work& w) {
+    const int tile_end = w.tile_end;
+    if (w.tile_begin == tile_end) return;
+    Cell next = cell_of(w, w.tile_begin), after = cell_of(w, w.tile_begin + 1);
+    Place here = place_of(w, w.tile_begin, next);
+    next = after;
+    int64_t values = kNobody;
+#pragma unroll 1
+    for (int tile = w.tile_begin; tile <= tile_end; ++tile) {
+      if (tile < tile_end) bring<true, kNarrow>(here.key);
+      after = cell_of(w, tile + 2);
+      if (tile > w.tile_begin) bring<false, kNarrow>(values);
+      values = here.value;
+      here = place_of(w, tile + 1, next);
+      next = after;
+    }
+  }
+
+  template <bool kKeys, bool kNarrow>
   __device__ __forceinline__ void bring(int64_t offset) {
     constexpr int kChunks = kKeys ? Tr::kQkChunks : Tr::kVChunks;
     Ring<Tr::kStages>& ring = kKeys ? k_ring_ : v_ring_;
@@ -73,15 +80,13 @@ class RowProducer : ProducerBase<Tr> {
     const uint32_t full = shared_ + (kKeys ? Layout::kKFull : Layout::kVFull) + 8 * ring.stage;
     hopper::mbarrier_wait(shared_ + (kKeys ? Layout::kKEmpty : Layout::kVEmpty) + 8 * ring.stage, ring.phase ^ 1);
     ring.advance();
-    const void* const pool = kKeys ? p_.k : p_.v;
-    const int head_dim = kKeys ? p_.head_dim_qk : p_.head_dim_v;
-    if (narrow_) {
-      copy_pieces<Tr, kChunks, true>(pool, offset, head_dim, tile);
+    copy_pieces<Tr, kChunks, kNarrow>(kKeys ? p_.k : p_.v, offset, kKeys ? p_.head_dim_qk : p_.head_dim_v, tile,
+                                       piece_);
+    if constexpr (kNarrow) {
       cp_async_commit();
       finish_pending<1>();
       pending_ = {full, tile, kKeys};
     } else {
-      copy_pieces<Tr, kChunks, false>(pool, offset, head_dim, tile);
       hopper::arrive_after_copies(full);
     }
   }
@@ -91,30 +96,44 @@ class RowProducer : ProducerBase<Tr> {
   __device__ __forceinline__ void finish_pending() {
     if (pending_.full == 0) return;
     cp_async_wait<kNewer>();
-    if (pending_.keys) {
-      widen_pieces<Tr, Tr::kQkChunks>(pending_.tile);
+    if (Tr::kQkChunks == Tr::kVChunks || pending_.keys) {
+      widen_pieces<Tr, Tr::kQkChunks>(pending_.tile, piece_);
     } else {
-      widen_pieces<Tr, Tr::kVChunks>(pending_.tile);
+      widen_pieces<Tr, Tr::kVChunks>(pending_.tile, piece_);
     }
-    hopper::fence_async_proxy();  // the matrix units read through another proxy
     arrive(pending_.full);
     pending_.full = 0;
   }
 
-  // Where this lane's row of a tile lies.
-  __device__ __forceinline__ Place look_up(const Work& w, int tile) const {
-    const int row = looked_up_row(), key = w.place_of(tile) * Tr::kKeys + row;
-    if (row >= Tr::kKeys || key < w.key_begin || key >= w.key_end || !is_seen(w, key)) return {kNobody, kNobody};
-    int page = 0, token = w.first_k_token + key;
+  // Page and token of this lane's row of a tile; token -1: no row of the tile sees the key.
+  struct Cell {
+    int page, token;
+  };
+
+  __device__ __forceinline__ int key_of(const Work& w, int tile) const {
+    return w.place_of(tile) * Tr::kKeys + looked_up_row();
+  }
+
+  __device__ __forceinline__ Cell cell_of(const Work& w, int tile) const {
+    const int key = key_of(w, tile);
+    if (tile >= w.tile_end || looked_up_row() >= Tr::kKeys || key < w.key_begin || key >= w.key_end ||
+        !is_seen(w, key)) {
+      return {0, -1};
+    }
+    if (!p_.paged) return {0, w.first_k_token + key};
+    const int cell = s_.page_size.divide(key);
+    return {p_.page_table.row(w.request)[cell], key - cell * p_.page_table.page_size};
+  }
+
+  __device__ __forceinline__ Place place_of(const Work& w, int tile, const Cell& at) const {
+    if (at.token < 0) return {kNobody, kNobody};
     if (p_.paged) {
-      const int cell = s_.page_size.divide(key);
-      page = page_at(w, cell);
-      if (page < 0 || page >= p_.page_table.num_pages) return {kNobody, kNobody};
-      token = key - cell * p_.page_table.page_size;
+      check_page(w, s_.page_size.divide(key_of(w, tile)), at.page);
+      if (at.page < 0 || at.page >= p_.page_table.num_pages) return {kNobody, kNobody};
     }
     const int size = size_of(p_.kv_dtype);
-    return {(page * p_.k_stride_page + token * p_.k_stride_token + w.kv_head * p_.k_stride_head) * size,
-            (page * p_.v_stride_page + token * p_.v_stride_token + w.kv_head * p_.v_stride_head) * size};
+    return {(at.page * p_.k_stride_page + at.token * p_.k_stride_token + w.kv_head * p_.k_stride_head) * size,
+            (at.page * p_.v_stride_page + at.token * p_.v_stride_token + w.kv_head * p_.v_stride_head) * size};
   }
 
   struct Pending {
@@ -123,6 +142,7 @@ class RowProducer : ProducerBase<Tr> {
   };
 
   bool narrow_;
+  PieceOfRow piece_;
   Pending pending_;
   Ring<Tr::kStages> k_ring_, v_ring_;
 };
