@@ -26,8 +26,8 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
       of_keys = of_values = RowProducer<Tr>::arrivals(p);
       readers = 3;
     } else if constexpr (!Tr::kFp8) {
-      of_values = BoxProducer<Tr>::kWarps;
-      readers = BoxProducer<Tr>::kWarps;
+      of_values = BoxProducer<Tr>::kOfValues;
+      readers = BoxProducer<Tr>::kReaders;
     }
     for (int i = 0; i < Tr::kQStages; ++i) {
       hopper::mbarrier_init(shared + Layout::kQFull + 8 * i, 1);

@@ -227,9 +227,10 @@ class ProducerBase {
 
 inline constexpr int kProducerBarrier = 1;
 
-// Keys and values of 16 bits in boxes of the copy engine. Warp 0 asks for them. Warp 1 looks after values of tiles with
-// memory that nobody owns: they land, some rows become zeros, and only then does it arrive for the tile. A thread of
-// warp 2 knows the next work before the others need it, and asks for its queries.
+// Keys and values of 16 bits in boxes of the copy engine. Warp 0 asks for keys and warp 1 for values: a box takes some
+// 50 cycles of a warp, and a tile over small pages has many. Warp 3 looks after values of tiles with memory that nobody
+// owns: they land, some rows become zeros, and only then does it arrive for the tile. A thread of warp 2 knows the next
+// work before the others need it, and asks for its queries.
 template <class Tr>
 class BoxProducer : ProducerBase<Tr> {
   using Base = ProducerBase<Tr>;
@@ -239,22 +240,26 @@ class BoxProducer : ProducerBase<Tr> {
       Base::work_ring_, Base::work_slot;
 
  public:
-  static constexpr int kWarps = 2;  // that arrive for values
+  static constexpr int kOfValues = 2;  // warps that arrive for values
+  static constexpr int kReaders = 3;   // of works
 
   __device__ __forceinline__ BoxProducer(const Params& p, const Schedule& s, const Maps& maps, char* base)
       : Base(p, s, maps, base) {}
 
   __device__ __forceinline__ void run() {
-    if (tid_ == 32 * kWarps) tell_works();
-    if (tid_ >= 32 * kWarps) return;
+    const int warp = tid_ / 32;
+    if (warp == 2) {
+      if (tid_ % 32 == 0) tell_works();
+      return;
+    }
     for (;;) {
       hopper::mbarrier_wait(work_known(), work_ring_.phase);
       const Work w = *work_slot();
       hopper::mbarrier_arrive(work_done());  // it has read the work
       if (w.num_tokens < 0) return;
       work_ring_.advance();
-      if (tid_ < 32) {
-        ask(w);
+      if (warp < 2) {
+        ask(w, warp == 0);
       } else {
         look_after(w);
       }
@@ -273,22 +278,12 @@ class BoxProducer : ProducerBase<Tr> {
     }
   }
 
-  // The scores of a tile are multiplied before the values of the tile ahead of it, so keys are asked for first.
-  __device__ __forceinline__ void ask(const Work& w) {
-    const int tile_end = w.tile_end;
-    int tile = w.tile_begin;
-    if (tile == tile_end) return;
-    int page = page_of_box(w, tile);
-    int next_page = page_of_box(w, tile + 1);  // a tile ahead, so that the table's latency is not the tiles'
-    bring_keys(w, tile, page);
-    for (; tile < tile_end; ++tile) {
-      const int values_page = page;
-      if (tile + 1 < tile_end) {
-        page = next_page;
-        next_page = page_of_box(w, tile + 2);
-        bring_keys(w, tile + 1, page);
-      }
-      bring_values(w, tile, values_page);
+  __device__ __forceinline__ void ask(const Work& w, bool keys) {
+    int next_page = page_of_box(w, w.tile_begin);
+    for (int tile = w.tile_begin, tile_end = w.tile_end; tile < tile_end; ++tile) {
+      const int page = next_page;
+      next_page = page_of_box(w, tile + 1);  // a tile ahead, so that the table's latency is not the tiles'
+      keys ? bring_keys(w, tile, page) : bring_values(w, tile, page);
     }
   }
 
@@ -318,7 +313,7 @@ class BoxProducer : ProducerBase<Tr> {
       if (is_edge<Tr::kKeys>(w, tile)) {
         hopper::mbarrier_wait(shared_ + Layout::kRawFull + offset, raw_phases_ >> v_ring_.stage & 1);
         raw_phases_ ^= 1 << v_ring_.stage;
-        clear_unseen(w, tile, shared_ + Layout::kV + v_ring_.stage * Tr::kVBytes, tid_ - 32, 32);
+        clear_unseen(w, tile, shared_ + Layout::kV + v_ring_.stage * Tr::kVBytes, tid_ % 32, 32);
         hopper::fence_async_proxy();  // the matrix units read through another proxy
       } else {
         hopper::mbarrier_wait(shared_ + Layout::kVEmpty + offset, v_ring_.phase ^ 1);
