@@ -59,7 +59,7 @@ def sim(seed, cluster, qs=2, kst=2, warps=8, ws=2):
         x.qf = [Bar(1, f"qf{c}{i}") for i in range(qs)]
         x.qe = [Bar(warps, f"qe{c}{i}") for i in range(qs)]
         x.wk = [Bar(1, f"wk{c}{i}") for i in range(ws)]
-        x.wd = [Bar(warps + 2, f"wd{c}{i}") for i in range(ws)]
+        x.wd = [Bar(warps + 3, f"wd{c}{i}") for i in range(ws)]
         x.q = [None] * qs
         x.qread = [0] * qs
         x.kf = [Bar(1, f"kf{c}{i}") for i in range(kst)]
@@ -165,14 +165,12 @@ def sim(seed, cluster, qs=2, kst=2, warps=8, ws=2):
             inflight.append(ql)
             q, qp = adv(q, qp, qs)
 
-    def warp0(c):
+    def asker(c, of_keys):
         x = C[c]
         q = 0
         qp = 0
         k = 0
         kp = 0
-        v = 0
-        vp = 0
         while True:
             yield wait(x.wk[q], qp)
             w, mine = x.slot[q]
@@ -180,35 +178,22 @@ def sim(seed, cluster, qs=2, kst=2, warps=8, ws=2):
             if w is None:
                 return
             q, qp = adv(q, qp, ws)
-            t, t_end = w[1], w[2]
-            if t == t_end:
-                continue
-
-            def keys(tt, k, kp):
-                yield wait(x.ke[k], kp ^ 1)
-                x.kf[k].expect(10 * cluster)
-                tma(c, "k", k, (mine, tt), [C[d].kf[k] for d in range(cluster)], 10)
-
-            def vals(tt, v, vp):
-                edge = tt in w[3]
-                yield wait(x.ve[v], vp ^ 1)
-                b = [(C[d].raw if edge else C[d].vf)[v] for d in range(cluster)]
-                x.clr[v] = False
-                b[c].expect(10 * cluster)
-                tma(c, "v", v, (mine, tt), b, 10)
-                yield lambda: True
-                if edge:
-                    x.vf[v].arrive()
-
-            yield from keys(t, k, kp)
-            k, kp = adv(k, kp, kst)
-            while t < t_end:
-                if t + 1 < t_end:
-                    yield from keys(t + 1, k, kp)
-                    k, kp = adv(k, kp, kst)
-                yield from vals(t, v, vp)
-                v, vp = adv(v, vp, kst)
-                t += 1
+            for t in range(w[1], w[2]):
+                if of_keys:
+                    yield wait(x.ke[k], kp ^ 1)
+                    x.kf[k].expect(10 * cluster)
+                    tma(c, "k", k, (mine, t), [C[d].kf[k] for d in range(cluster)], 10)
+                else:
+                    edge = t in w[3]
+                    yield wait(x.ve[k], kp ^ 1)
+                    b = [(C[d].raw if edge else C[d].vf)[k] for d in range(cluster)]
+                    x.clr[k] = False
+                    b[c].expect(10 * cluster)
+                    tma(c, "v", k, (mine, t), b, 10)
+                    yield lambda: True
+                    if edge:
+                        x.vf[k].arrive()
+                k, kp = adv(k, kp, kst)
 
     def warp1(c):
         x = C[c]
@@ -339,7 +324,7 @@ def sim(seed, cluster, qs=2, kst=2, warps=8, ws=2):
 
     threads = []
     for c in range(cluster):
-        threads += [[teller(c), None], [warp0(c), None], [warp1(c), None]] + [[cons(c, i), None] for i in range(warps)]
+        threads += [[teller(c), None], [asker(c, True), None], [asker(c, False), None], [warp1(c), None]] + [[cons(c, i), None] for i in range(warps)]
     alive = threads[:]
     idle = 0
     bias = r.random()
