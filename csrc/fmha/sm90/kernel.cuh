@@ -20,14 +20,13 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   const uint32_t shared = hopper::smem_address(base);
   if (threadIdx.x == 0) {
     constexpr int kWarps = 4 * Tr::kWarpgroups;
-    // Arrivals for a tile of keys or values, and warps that read a work beside who computes, and who wrote it.
-    int of_keys = 1, of_values = kTransposers, readers = s.box_keys == 0 ? 3 : kTransposers;
+    // Arrivals for a tile of keys or values. Beside who computes, three warps read a work, and one wrote it.
+    constexpr int kReaders = 3;
+    int of_keys = 1, of_values = kTransposers;
     if constexpr (kByRows) {
       of_keys = of_values = RowProducer<Tr>::arrivals(p);
-      readers = 3;
     } else if constexpr (!Tr::kFp8) {
       of_values = BoxProducer<Tr>::kOfValues;
-      readers = BoxProducer<Tr>::kReaders;
     }
     for (int i = 0; i < Tr::kQStages; ++i) {
       hopper::mbarrier_init(shared + Layout::kQFull + 8 * i, 1);
@@ -35,7 +34,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     }
     for (int i = 0; i < Tr::kWorkStages; ++i) {
       hopper::mbarrier_init(shared + Layout::kWorkKnown + 8 * i, 1);
-      hopper::mbarrier_init(shared + Layout::kWorkDone + 8 * i, 32 * (kWarps + readers));
+      hopper::mbarrier_init(shared + Layout::kWorkDone + 8 * i, 32 * (kWarps + kReaders));
     }
     for (int i = 0; i < Tr::kStages; ++i) {
       hopper::mbarrier_init(shared + Layout::kKFull + 8 * i, of_keys);

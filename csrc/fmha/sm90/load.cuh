@@ -127,6 +127,18 @@ class ProducerBase {
     q_ring_.advance();
   }
 
+  // A thread that does nothing else knows works before the others need them, and asks for their queries.
+  __device__ __forceinline__ void tell_works() {
+    for (;;) {
+      const Work w = next_work();  // while the others are busy with the last one
+      tell(w);
+      hopper::mbarrier_arrive(work_known());
+      bring_queries(w);
+      if (w.num_tokens < 0) return;
+      work_ring_.advance();
+    }
+  }
+
   // The boxes of a tile that hold keys of [begin, end), when the stage is empty, by one warp. All that can be known
   // before is: what comes between the wait and the first box is added to the time that each stage stays unused.
   template <int kChunks>
@@ -229,19 +241,16 @@ inline constexpr int kProducerBarrier = 1;
 
 // Keys and values of 16 bits in boxes of the copy engine. Warp 0 asks for keys and warp 1 for values: a box takes some
 // 50 cycles of a warp, and a tile over small pages has many. Warp 3 looks after values of tiles with memory that nobody
-// owns: they land, some rows become zeros, and only then does it arrive for the tile. A thread of warp 2 knows the next
-// work before the others need it, and asks for its queries.
+// owns: they land, some rows become zeros, and only then does it arrive for the tile. A thread of warp 2 tells of works.
 template <class Tr>
 class BoxProducer : ProducerBase<Tr> {
   using Base = ProducerBase<Tr>;
   using Layout = typename Base::Layout;
-  using Base::arrive, Base::bring_boxes, Base::bring_queries, Base::clear_unseen, Base::maps_, Base::next_work,
-      Base::p_, Base::page_of_box, Base::s_, Base::shared_, Base::tell, Base::tid_, Base::work_done, Base::work_known,
-      Base::work_ring_, Base::work_slot;
+  using Base::arrive, Base::bring_boxes, Base::clear_unseen, Base::maps_, Base::page_of_box, Base::shared_,
+      Base::tell_works, Base::tid_, Base::work_done, Base::work_known, Base::work_ring_, Base::work_slot;
 
  public:
-  static constexpr int kOfValues = 2;  // warps that arrive for values
-  static constexpr int kReaders = 3;   // of works
+  static constexpr int kOfValues = 2;  // warps that arrive for them
 
   __device__ __forceinline__ BoxProducer(const Params& p, const Schedule& s, const Maps& maps, char* base)
       : Base(p, s, maps, base) {}
@@ -267,17 +276,6 @@ class BoxProducer : ProducerBase<Tr> {
   }
 
  private:
-  __device__ __forceinline__ void tell_works() {
-    for (;;) {
-      const Work w = next_work();  // while the others are busy with the last one
-      tell(w);
-      hopper::mbarrier_arrive(work_known());
-      bring_queries(w);
-      if (w.num_tokens < 0) return;
-      work_ring_.advance();
-    }
-  }
-
   __device__ __forceinline__ void ask(const Work& w, bool keys) {
     int next_page = page_of_box(w, w.tile_begin);
     for (int tile = w.tile_begin, tile_end = w.tile_end; tile < tile_end; ++tile) {

@@ -8,25 +8,30 @@ namespace attnops::fmha::sm90 {
 inline constexpr int kTransposeBarrier = 1, kTransposers = 2;
 
 // e4m3 keys and values for e4m3 queries. Their products take transposed values: warps 2 and 3 make them. Where boxes
-// serve, warp 0 asks for keys and values. Elsewhere it brings rows of keys, and warp 1 rows of values. Each waits for
-// its own copies alone, as a fence does for all copies of a thread.
+// serve, warp 0 asks for keys and values, and a thread of warp 1 tells of works. Elsewhere warp 0 does that and brings
+// rows of keys, and warp 1 rows of values. Each waits for its own copies alone, as a fence does for all copies of a
+// thread.
 template <class Tr>
 class E4m3Producer : ProducerBase<Tr> {
   using Base = ProducerBase<Tr>;
   using Layout = typename Base::Layout;
   using Base::arrive, Base::bring_boxes, Base::bring_queries, Base::clear_unseen, Base::is_seen, Base::maps_,
-      Base::next_work, Base::p_, Base::page_at, Base::page_of_box, Base::s_, Base::shared_, Base::tell, Base::tid_,
-      Base::work_done, Base::work_known, Base::work_ring_, Base::work_slot;
+      Base::next_work, Base::p_, Base::page_at, Base::page_of_box, Base::s_, Base::shared_, Base::tell,
+      Base::tell_works, Base::work_done, Base::work_known, Base::work_ring_, Base::work_slot;
 
  public:
   __device__ __forceinline__ E4m3Producer(const Params& p, const Schedule& s, const Maps& maps, char* base)
       : Base(p, s, maps, base), warp_(static_cast<int>(threadIdx.x) / 32), lane_(static_cast<int>(threadIdx.x) % 32) {}
 
   __device__ __forceinline__ void run() {
-    if (!by_rows() && warp_ == 1) return;
+    if (!by_rows() && warp_ == 1) {
+      if (lane_ == 0) tell_works();
+      return;
+    }
+    const bool tells = by_rows() && warp_ == 0;
     for (;;) {
       const uint32_t done = work_done();
-      if (warp_ == 0) {
+      if (tells) {
         if (lane_ == 0) {
           tell(next_work());
           hopper::mbarrier_arrive(work_known());
@@ -36,7 +41,7 @@ class E4m3Producer : ProducerBase<Tr> {
         hopper::mbarrier_wait(work_known(), work_ring_.phase);
       }
       const Work& w = *work_slot();
-      if (tid_ == 0) bring_queries(w);
+      if (tells && lane_ == 0) bring_queries(w);
       if (w.num_tokens < 0) return;
       work_ring_.advance();
       if (warp_ >= 2) {
@@ -46,7 +51,7 @@ class E4m3Producer : ProducerBase<Tr> {
       } else {
         bring_by_boxes(w);
       }
-      if (warp_ != 0) hopper::mbarrier_arrive(done);
+      if (!tells) hopper::mbarrier_arrive(done);
     }
   }
 
