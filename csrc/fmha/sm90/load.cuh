@@ -241,7 +241,8 @@ inline constexpr int kProducerBarrier = 1;
 
 // Keys and values of 16 bits in boxes of the copy engine. Warp 0 asks for keys and warp 1 for values: a box takes some
 // 50 cycles of a warp, and a tile over small pages has many. Warp 3 looks after values of tiles with memory that nobody
-// owns: they land, some rows become zeros, and only then does it arrive for the tile. A thread of warp 2 tells of works.
+// owns: they land, some rows become zeros, and only then does it arrive for the tile. A thread of warp 2 tells of
+// works.
 template <class Tr>
 class BoxProducer : ProducerBase<Tr> {
   using Base = ProducerBase<Tr>;

@@ -6,8 +6,8 @@ namespace attnops::fmha::sm90 {
 
 // Keys and values of pages that are no boxes, and e4m3 ones for 16-bit queries, by four warps together.
 //
-// Nobody waits for copies of 16-bit rows: they arrive for their threads. e4m3 rows become wide ones in their place while
-// the copies of the next tile come. Who computes fences both: here a fence would wait for those copies, too.
+// Nobody waits for copies of 16-bit rows: they arrive for their threads. e4m3 rows become wide ones in their place
+// while the copies of the next tile come. Who computes fences both: here a fence would wait for those copies, too.
 template <class Tr>
 class RowProducer : ProducerBase<Tr> {
   using Base = ProducerBase<Tr>;
@@ -50,8 +50,8 @@ class RowProducer : ProducerBase<Tr> {
     }
   }
 
-  // The scores of a tile are multiplied before the values of the tile ahead of it, so keys are asked for first. Cells of
-  // the page table are asked for two tiles ahead, and looked at a tile later.
+  // The scores of a tile are multiplied before the values of the tile ahead of it, so keys are asked for first. Cells
+  // of the page table are asked for two tiles ahead, and looked at a tile later.
   template <bool kNarrow>
   __device__ __forceinline__ void bring_tiles(const Work& w) {
     const int tile_end = w.tile_end;
@@ -81,7 +81,7 @@ class RowProducer : ProducerBase<Tr> {
     hopper::mbarrier_wait(shared_ + (kKeys ? Layout::kKEmpty : Layout::kVEmpty) + 8 * ring.stage, ring.phase ^ 1);
     ring.advance();
     copy_pieces<Tr, kChunks, kNarrow>(kKeys ? p_.k : p_.v, offset, kKeys ? p_.head_dim_qk : p_.head_dim_v, tile,
-                                       piece_);
+                                      piece_);
     if constexpr (kNarrow) {
       cp_async_commit();
       finish_pending<1>();

@@ -116,8 +116,8 @@ __device__ __forceinline__ void widen(uint32_t (&raw)[2], uint32_t (&wide)[4]) {
   }
 }
 
-// Makes wide values of this lane's pieces of a tile. Several are read before the first is stored: one by one, each costs
-// some 150 cycles of waiting.
+// Makes wide values of this lane's pieces of a tile. Several are read before the first is stored: one by one, each
+// costs some 150 cycles of waiting.
 template <class Tr, int kChunks>
 __device__ __forceinline__ void widen_pieces(uint32_t tile, const PieceOfRow& piece) {
   constexpr int kPasses = kChunks < 4 ? 4 / kChunks : 1, kAtOnce = kPasses * kChunks;
