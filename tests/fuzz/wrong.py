@@ -59,6 +59,7 @@ FREE = {
     ("ssd_commit", "accepted_path"): {1},
     ("delta_commit", "ring_k"): {1},  # groups: any divisor of the heads
     ("ssd_commit", "ring_k"): {1},
+    ("ssd_verify", "state_indices"): {0},  # fewer requests, each with more drafts
     ("delta_plan", "cu_seqlens"): {0},
     ("ssd_plan", "cu_seqlens"): {0},
     ("causal_conv1d", "x"): {0},  # more rows are padding
