@@ -15,6 +15,7 @@ struct RequestChunks {
   int64_t first, tokens, offset;  // offset: of the first token in its chunk
   int64_t place;                  // of the first chunk
 
+  RequestChunks() = default;
   ATTNOPS_HOST_DEVICE RequestChunks(const LinearPrefill& p, int64_t request) {
     first = p.first_token(request);
     const int64_t last = p.first_token(request + 1);

@@ -41,6 +41,27 @@ __device__ __forceinline__ State to_state(float x) {
   if constexpr (std::is_same_v<State, __half>) return __float2half(x);
 }
 
+// 16 bytes of a state. Those of 16-bit elements are told to the caches as used once: batches of 64 took 50 us for 53,
+// and those of float32 308 for 294.
+template <typename V, typename State>
+__device__ __forceinline__ V load_once(const State* from) {
+  if constexpr (sizeof(State) == 4) {
+    return load_vec<V>(from);
+  } else {
+    const uint4 words = __ldcs(reinterpret_cast<const uint4*>(from));
+    return *reinterpret_cast<const V*>(&words);
+  }
+}
+
+template <typename V, typename State>
+__device__ __forceinline__ void store_once(State* to, const V& vec) {
+  if constexpr (sizeof(State) == 4) {
+    store_vec(to, vec);
+  } else {
+    __stcs(reinterpret_cast<uint4*>(to), *reinterpret_cast<const uint4*>(&vec));
+  }
+}
+
 // What a group of kLanes lanes holds of a row of `State`: element i of a lane is column `column(i)`.
 template <typename State, int kLanes>
 struct RowPart {
@@ -57,7 +78,7 @@ struct RowPart {
       const int first = column(lane, j * kVec);
       if constexpr (kVectors) {
         RowVec<State, kVec> vec{};
-        if (first < dim) vec = load_vec<RowVec<State, kVec>>(row + first);
+        if (first < dim) vec = load_once<RowVec<State, kVec>>(row + first);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) x[j * kVec + i] = vec.at(i);
       } else {
@@ -78,7 +99,7 @@ struct RowPart {
 #pragma unroll
       for (int i = 0; i < kVec; ++i) vec.data[i] = to_state<State>(x[j * kVec + i]);
       if constexpr (kVectors) {
-        if (first < dim) store_vec(row + first, vec);
+        if (first < dim) store_once(row + first, vec);
       } else {
 #pragma unroll
         for (int i = 0; i < kVec; ++i) {

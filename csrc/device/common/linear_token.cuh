@@ -39,23 +39,41 @@ __device__ __forceinline__ float token_log_decay(const LinearStep& p, int64_t to
                    p.a_log != nullptr ? p.a_log[head] : 0.f, bias, p.lower_bound);
 }
 
+// Of a head's `a` and `b`, its a_log and dt_bias.
 template <bool kDelta>
-__device__ __forceinline__ TokenGate token_gate(const LinearStep& p, int64_t token, int head) {
-  TokenGate gate;
-  gate.coefficient = token_coefficient<kDelta>(p, token, head);
-  gate.log_decay = kDelta ? token_log_decay(p, token, head, 0) : rate_times(p.a_log[head], gate.coefficient);
-  return gate;
+__device__ __forceinline__ TokenGate gate_of(const LinearStep& p, float a, float b, float a_log, float bias) {
+  if constexpr (kDelta) {
+    const bool logits = p.a_log != nullptr;
+    return {log_decay(a, logits, a_log, bias, p.lower_bound), logits ? sigmoid(b) : b};
+  } else {
+    const float dt = a + bias, time = p.softplus ? softplus(dt) : dt;
+    return {rate_times(a_log, time), time};
+  }
 }
 
-// Zeros for tokens [begin, end) and columns [first, first + columns) of a head, by all threads of the CTA.
+template <bool kDelta>
+__device__ __forceinline__ TokenGate token_gate(const LinearStep& p, int64_t token, int head) {
+  const float a = p.a.data != nullptr ? load_row(p.gate_dtype, p.a, token, head, 0) : 1.f;
+  const float b = kDelta ? load_row(p.gate_dtype, p.b, token, head, 0) : 0.f;
+  return gate_of<kDelta>(p, a, b, p.a_log != nullptr ? p.a_log[head] : 0.f,
+                         p.dt_bias != nullptr ? p.dt_bias[head] : 0.f);
+}
+
+// Zeros for tokens [begin, end) and columns [first, first + columns) of a head, by some threads of the CTA.
 __device__ __forceinline__ void clear_tokens(const LinearStep& p, int head, int64_t begin, int64_t end, int first,
-                                             int columns) {
+                                             int columns, int thread, int threads) {
   const int width = min_of(columns, p.value_dim - first);
   if (width <= 0) return;
-  for (int64_t i = threadIdx.x; i < (end - begin) * width; i += blockDim.x) {
+  for (int64_t i = thread; i < (end - begin) * width; i += threads) {
     const int64_t to = (begin + i / width) * p.out_stride_request + head * p.out_stride_head;
     store_as(p.dtype, p.out, to + first + i % width, 0.f);
   }
+}
+
+// The same by all of them.
+__device__ __forceinline__ void clear_tokens(const LinearStep& p, int head, int64_t begin, int64_t end, int first,
+                                             int columns) {
+  clear_tokens(p, head, begin, end, first, columns, threadIdx.x, blockDim.x);
 }
 
 // A state as it lies in the pool.

@@ -7,8 +7,8 @@
 // and queries, and all else are products of small vectors, made by each CTA in shared memory.
 namespace attnops {
 
-inline constexpr int kVerifyThreads = 128;
-inline constexpr int kVerifyRows = 4;  // of a thread
+inline constexpr int kVerifyThreads = 256;
+inline constexpr int kVerifyRows = 2;  // of a thread
 
 // Shared memory, by offsets in floats: extents are those of the call.
 struct VerifyLayout {
@@ -30,38 +30,67 @@ struct VerifyLayout {
   __host__ __device__ int floats() const { return dots() + cta_rows * (2 * drafts + 1); }
 };
 
-// A draft's key, query and gates, by one warp.
+// A draft's key, query and gates, by one warp. Types are told apart around all loads, so that none waits for another.
 template <int kMaxKeys, bool kDelta, bool kChannels>
 __device__ __forceinline__ void make_draft(const LinearStep& p, int64_t token, int head, float* key, float* query,
                                            float* decay, float* coefficient) {
+  constexpr int kEach = kMaxKeys / 32;
   const int lane = threadIdx.x % 32, group = head / p.heads_per_group;
-  float keys[kMaxKeys / 32], queries[kMaxKeys / 32], sums[2] = {};
+  float keys[kEach] = {}, queries[kEach] = {}, gates[kEach] = {}, biases[kEach] = {}, sums[2] = {}, b = 0.f;
+  gates[0] = 1.f;
+  with_token_type(p.dtype, [&](auto type) {
+    using T = decltype(type);
+    const T* k = static_cast<const T*>(p.k.data) + token * p.k.stride_request + group * p.k.stride_head;
+    const T* q = static_cast<const T*>(p.q.data) + token * p.q.stride_request + group * p.q.stride_head;
 #pragma unroll
-  for (int c = 0; c < kMaxKeys / 32; ++c) {
+    for (int c = 0; c < kEach; ++c) {
+      const int column = lane + 32 * c;
+      if (column < p.key_dim) keys[c] = static_cast<float>(k[column]), queries[c] = static_cast<float>(q[column]);
+    }
+  });
+  with_token_type(p.gate_dtype, [&](auto type) {
+    using T = decltype(type);
+    if (p.a.data != nullptr) {
+      const T* a = static_cast<const T*>(p.a.data) + token * p.a.stride_request + head * p.a.stride_head;
+#pragma unroll
+      for (int c = 0; c < (kChannels ? kEach : 1); ++c) {
+        const int column = kChannels ? lane + 32 * c : 0;
+        if (column < p.key_dim) gates[c] = static_cast<float>(a[column]);
+      }
+    }
+    if (kDelta)
+      b = static_cast<float>(static_cast<const T*>(p.b.data)[token * p.b.stride_request + head * p.b.stride_head]);
+  });
+  const float a_log = p.a_log != nullptr ? p.a_log[head] : 0.f;
+  if (p.dt_bias != nullptr) {
+#pragma unroll
+    for (int c = 0; c < (kChannels ? kEach : 1); ++c) {
+      const int column = lane + 32 * c;
+      if (!kChannels || column < p.key_dim)
+        biases[c] = p.dt_bias[kChannels ? int64_t{head} * p.key_dim + column : head];
+    }
+  }
+#pragma unroll
+  for (int c = 0; c < kEach; ++c) {
     const int column = lane + 32 * c;
-    keys[c] = column < p.key_dim ? load_row(p.dtype, p.k, token, group, column) : 0.f;
-    queries[c] = column < p.key_dim ? load_row(p.dtype, p.q, token, group, column) : 0.f;
     sums[0] += keys[c] * keys[c];
     sums[1] += queries[c] * queries[c];
     if constexpr (kChannels) {
-      decay[column] = column < p.key_dim ? expf(token_log_decay(p, token, head, column)) : 0.f;
+      decay[column] =
+          column < p.key_dim ? expf(log_decay(gates[c], p.a_log != nullptr, a_log, biases[c], p.lower_bound)) : 0.f;
     }
   }
   const float key_scale = p.normalize ? rsqrtf(sum_of_lanes<32>(sums[0]) + kNormEpsilon) : 1.f;
   const float query_scale = p.scale * (p.normalize ? rsqrtf(sum_of_lanes<32>(sums[1]) + kNormEpsilon) : 1.f);
 #pragma unroll
-  for (int c = 0; c < kMaxKeys / 32; ++c) {
+  for (int c = 0; c < kEach; ++c) {
     key[lane + 32 * c] = keys[c] * key_scale;
     query[lane + 32 * c] = queries[c] * query_scale;
   }
   if (lane != 0) return;
-  if constexpr (kChannels) {
-    *coefficient = token_coefficient<kDelta>(p, token, head);
-  } else {
-    const TokenGate gate = token_gate<kDelta>(p, token, head);
-    *coefficient = gate.coefficient;
-    decay[0] = expf(gate.log_decay);
-  }
+  const TokenGate gate = gate_of<kDelta>(p, gates[0], b, a_log, biases[0]);
+  *coefficient = gate.coefficient;
+  if constexpr (!kChannels) decay[0] = expf(gate.log_decay);
 }
 
 // What a draft's key and query are multiplied with: the state's decay up to it, and of each row behind it the product
@@ -180,7 +209,7 @@ __device__ __forceinline__ void finish_row(const LinearVerify& p, const VerifyLa
 
 // Grid: row blocks x heads x requests, in one dimension.
 template <typename State, int kMaxKeys, bool kDelta, bool kChannels, bool kVectors>
-__global__ void __launch_bounds__(kVerifyThreads)
+__global__ void __launch_bounds__(kVerifyThreads, 3)
     linear_verify_kernel(const __grid_constant__ LinearVerify p, int row_blocks) {
   constexpr int kLanes = kMaxKeys / kLaneElements, kGroups = kVerifyThreads / kLanes, kCtaRows = kGroups * kVerifyRows;
   using Part = RowPart<State, kLanes>;
@@ -223,14 +252,26 @@ __global__ void __launch_bounds__(kVerifyThreads)
     }
     if (!kChannels && threadIdx.x % 32 == 0) shared[at.decays() + row * 4] = decay[0];
   }
-  for (int i = threadIdx.x; i < (length + drafts) * kCtaRows; i += kVerifyThreads) {
-    const int j = i / kCtaRows, own = i % kCtaRows, row = first_row + own;
-    if (row >= step.value_dim) continue;
-    float& to = shared[at.values() + (j < length ? j : at.rows_before + j - length) * kCtaRows + own];
-    to = j < length ? p.rings.u_row(step, slot, head, j)[row]
-                    : load_row(step.dtype, step.v, first_token + j - length, head, row);
+#pragma unroll 4
+  for (int i = threadIdx.x; i < length * kCtaRows; i += kVerifyThreads) {
+    const int own = i % kCtaRows, row = first_row + own;
+    if (row < step.value_dim) shared[at.values() + i] = p.rings.u_row(step, slot, head, i / kCtaRows)[row];
   }
-  for (int t = warp; t < drafts; t += kVerifyThreads / 32) {
+  with_token_type(step.dtype, [&](auto type) {
+    using T = decltype(type);
+    const T* from = static_cast<const T*>(step.v.data) + first_token * step.v.stride_request +
+                    head * step.v.stride_head + first_row;
+    float* to = shared + at.values() + at.rows_before * kCtaRows;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < drafts * kCtaRows; i += kVerifyThreads) {
+      const int own = i % kCtaRows;
+      if (first_row + own < step.value_dim) {
+        to[i] = static_cast<float>(from[i / kCtaRows * step.v.stride_request + own]);
+      }
+    }
+  });
+  // The ring's keys are the first warps', drafts the last ones'.
+  for (int t = kVerifyThreads / 32 - 1 - warp; t < drafts; t += kVerifyThreads / 32) {
     const int row = at.rows_before + t;
     make_draft<kMaxKeys, kDelta, kChannels>(
         step, first_token + t, head, shared + at.row_keys() + row * kMaxKeys, shared + at.queries() + t * kMaxKeys,

@@ -8,49 +8,64 @@ namespace attnops {
 
 template <int kKeys>
 struct ChannelsShared {
-  static constexpr int kPanels = kKeys / 64, kStride = 68, kSumStride = kKeys + 4;
-  alignas(1024) unsigned char k[kPanels * kPanelBytes];
-  unsigned char q[kPanels * kPanelBytes];
-  unsigned char p[kPanelBytes];
-  float l[kChunk][kStride];
-  float x[32][36];
-  float sums[kChunk][kSumStride];  // of log-decays
+  static constexpr int kPanels = kKeys / 64, kSumStride = kKeys + 4;
+  union {
+    alignas(1024) unsigned char rows[2 * kPanels * kPanelBytes];  // keys, then queries
+    LocalProducts<1> made;
+  };
+  float sums[1 + kChunk][kSumStride];  // of log-decays before a token's own, to base 2; of all in the last row
   float coefficient[kChunk], key_scale[kChunk], query_scale[kChunk];
+
+  __device__ const unsigned char* keys() const { return rows; }
+  __device__ const unsigned char* queries() const { return rows + kPanels * kPanelBytes; }
+  __device__ const float* sums_at(int token) const { return sums[token + 1]; }  // with its own
 };
 
-// The same as `log_decay`, by fast functions: what bf16 does not tell apart.
-__device__ __forceinline__ float fast_log_decay(float a, bool has_a_log, float rate, float bias, float lower_bound) {
-  if (!has_a_log) return a;
-  const float x = a + bias;
-  if (lower_bound < 0.f) return __fdividef(lower_bound, 1.f + __expf(-rate * x));
-  return -rate * (fmaxf(x, 0.f) + __logf(1.f + __expf(-fabsf(x))));
-}
+// By fast functions: what bf16 does not tell apart.
+__device__ __forceinline__ float fast_softplus(float x) { return fmaxf(x, 0.f) + __logf(1.f + __expf(-fabsf(x))); }
 
-// Running sums of the log-decays, a channel a thread.
+// Running sums of the log-decays, a channel a thread. Types and kinds of gates are told apart around many loads, not
+// at each: a load in a branch of its own is waited for before the next one is asked for.
 template <int kKeys>
 __device__ __forceinline__ void sum_channels(const LinearStep& p, const ChunkPlace& chunk, int head,
                                              ChannelsShared<kKeys>& s) {
-  constexpr int kAhead = 8;
+  constexpr int kAhead = 16;
   const bool logits = p.a_log != nullptr;
   const float rate = logits ? expf(p.a_log[head]) : 0.f;
   for (int c = threadIdx.x; c < kKeys; c += kLocalThreads) {
     const bool inside = c < p.key_dim;
     const float bias = p.dt_bias != nullptr && inside ? p.dt_bias[int64_t{head} * p.key_dim + c] : 0.f;
+    const int count = inside ? chunk.count : 0;
     float sum = 0.f;
-    for (int t = 0; t < kChunk; t += kAhead) {
-      float gates[kAhead];
+    s.sums[0][c] = 0.f;
+    with_token_type(p.gate_dtype, [&](auto type) {
+      using Gate = decltype(type);
+      const Gate* from =
+          static_cast<const Gate*>(p.a.data) + chunk.begin * p.a.stride_request + head * p.a.stride_head + c;
+      for (int t = 0; t < kChunk; t += kAhead) {
+        Gate gates[kAhead];
+        float decays[kAhead];
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        const bool real = inside && t + i < chunk.count;
-        gates[i] = real ? load_row(p.gate_dtype, p.a, chunk.begin + t + i, head, c) : 0.f;
-      }
+        for (int i = 0; i < kAhead; ++i) gates[i] = t + i < count ? from[(t + i) * p.a.stride_request] : Gate(0.f);
+        if (!logits) {
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        const bool real = inside && t + i < chunk.count;
-        if (real) sum += fmaxf(fast_log_decay(gates[i], logits, rate, bias, p.lower_bound), kLeastLogDecay);
-        s.sums[t + i][c] = sum;
+          for (int i = 0; i < kAhead; ++i) decays[i] = static_cast<float>(gates[i]);
+        } else if (p.lower_bound < 0.f) {
+#pragma unroll
+          for (int i = 0; i < kAhead; ++i) {
+            decays[i] = __fdividef(p.lower_bound, 1.f + __expf(-rate * (static_cast<float>(gates[i]) + bias)));
+          }
+        } else {
+#pragma unroll
+          for (int i = 0; i < kAhead; ++i) decays[i] = -rate * fast_softplus(static_cast<float>(gates[i]) + bias);
+        }
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+          sum += t + i < count ? fmaxf(decays[i], kLeastLogDecay) : 0.f;
+          s.sums[1 + t + i][c] = kLog2e * sum;
+        }
       }
-    }
+    });
   }
 }
 
@@ -59,40 +74,63 @@ __device__ __forceinline__ uint32_t scale_pair(uint32_t word, float low, float h
   return pack2<__nv_bfloat16>(__uint_as_float(word << 16) * low, __uint_as_float(word & 0xffff0000u) * high);
 }
 
-// Products of block (row, column) of 16 tokens each, row > column, by one warp: of keys and of queries with keys,
-// columns 0 to 7 and 8 to 15.
+// A word of a fragment, two channels from `c` on, under the decay from one row of sums to another.
+__device__ __forceinline__ uint32_t decay_pair(uint32_t word, const float* to, const float* from, int c) {
+  const float2 last = *reinterpret_cast<const float2*>(to + c), first = *reinterpret_cast<const float2*>(from + c);
+  return scale_pair(word, exp2_approx(last.x - first.x), exp2_approx(last.y - first.y));
+}
+
+// Products of a block of 16 rows with the blocks before it, and where `near` with itself: of keys and of queries with
+// keys, columns 0 to 7 and 8 to 15 of each block. The decay is split at the first of the rows, so it is at most 1 on
+// both sides; within the block, where a key's is above 1, what the warp has checked.
 template <int kKeys>
-__device__ __forceinline__ void multiply_far(const ChannelsShared<kKeys>& s, int row, int column, float (&kk)[2][4],
-                                             float (&qk)[2][4]) {
+__device__ __forceinline__ void multiply_rows(const ChannelsShared<kKeys>& s, int block, bool near,
+                                              float (&kk)[4][2][4], float (&qk)[4][2][4]) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const uint32_t keys = smem_address(s.k), queries = smem_address(s.q);
-  const float* anchor = s.sums[16 * row - 1];
+  const uint32_t keys = smem_address(s.keys()), queries = smem_address(s.queries());
+  const float* anchor = s.sums_at(16 * block - 1);
 #pragma unroll 2
   for (int i = 0; i < kKeys / 16; ++i) {
-    uint32_t a_keys[4], a_queries[4], b[4];
-    load_a(a_keys, keys + i / 4 * kPanelBytes, 16 * row, i % 4);
-    load_a(a_queries, queries + i / 4 * kPanelBytes, 16 * row, i % 4);
-    load_b(b, keys + i / 4 * kPanelBytes, 16 * column, i % 4);
+    const uint32_t panel = i / 4 * kPanelBytes;
+    uint32_t a_keys[4], a_queries[4];
+    load_a(a_keys, keys + panel, 16 * block, i % 4);
+    load_a(a_queries, queries + panel, 16 * block, i % 4);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const auto sums_at = [&](int token, int half) {
-        return *reinterpret_cast<const float2*>(&s.sums[token][16 * i + 8 * half + 2 * t]);
-      };
-      const float2 from = *reinterpret_cast<const float2*>(anchor + 16 * i + 8 * (j / 2) + 2 * t);
-      const float2 of_row = sums_at(16 * row + g + j % 2 * 8, j / 2);
-      const float low = __expf(of_row.x - from.x), high = __expf(of_row.y - from.y);
+      const int c = 16 * i + 8 * (j / 2) + 2 * t;
+      const float* sums = s.sums_at(16 * block + g + j % 2 * 8);
+      const float2 last = *reinterpret_cast<const float2*>(sums + c);
+      const float2 first = *reinterpret_cast<const float2*>(anchor + c);
+      const float low = exp2_approx(last.x - first.x), high = exp2_approx(last.y - first.y);
       a_keys[j] = scale_pair(a_keys[j], low, high);
       a_queries[j] = scale_pair(a_queries[j], low, high);
-      const float2 anchor_b = *reinterpret_cast<const float2*>(anchor + 16 * i + 8 * (j % 2) + 2 * t);
-      const float2 of_column = sums_at(16 * column + g + j / 2 * 8, j % 2);
-      b[j] = scale_pair(b[j], __expf(anchor_b.x - of_column.x), __expf(anchor_b.y - of_column.y));
     }
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      mma_m16n8k16<__nv_bfloat16>(kk[n], a_keys, b[2 * n], b[2 * n + 1]);
-      mma_m16n8k16<__nv_bfloat16>(qk[n], a_queries, b[2 * n], b[2 * n + 1]);
+    for (int column = 0; column < 4; ++column) {
+      if (column > block || (column == block && !near)) break;
+      uint32_t b[4];
+      load_b(b, keys + panel, 16 * column, i % 4);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        b[j] = decay_pair(b[j], anchor, s.sums_at(16 * column + g + j / 2 * 8), 16 * i + 8 * (j % 2) + 2 * t);
+      }
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        mma_m16n8k16<__nv_bfloat16>(kk[column][n], a_keys, b[2 * n], b[2 * n + 1]);
+        mma_m16n8k16<__nv_bfloat16>(qk[column][n], a_queries, b[2 * n], b[2 * n + 1]);
+      }
     }
   }
+}
+
+// Whether no channel decays by more than 2^-100 within a block of 16 tokens, so that its inverse is a number, too.
+template <int kKeys>
+__device__ __forceinline__ bool decays_little(const ChannelsShared<kKeys>& s, int block) {
+  bool little = true;
+  for (int c = threadIdx.x % 32; c < kKeys; c += 32) {
+    little = little && s.sums_at(16 * block - 1)[c] - s.sums_at(16 * block + 15)[c] <= 100.f;
+  }
+  return __all_sync(0xffffffffu, little);
 }
 
 // Lane i has the sum over all lanes of x[i].
@@ -121,31 +159,33 @@ __device__ __forceinline__ void load_channels(float (&x)[kEach], const unsigned 
   }
 }
 
-// The products within block `block`, by one warp: lanes have channels, a row at a time.
+// The products within a block of any decay, each pair of tokens by itself: lanes have channels, a row at a time.
 template <int kKeys>
-__device__ __forceinline__ void multiply_near(ChannelsShared<kKeys>& s, int block) {
+__device__ __forceinline__ void multiply_near(const ChannelsShared<kKeys>& s, int block, float (&kk)[2][4],
+                                              float (&qk)[2][4]) {
   constexpr int kEach = kKeys / 32;
-  const int lane = threadIdx.x % 32, first = lane * kEach;
+  const int lane = threadIdx.x % 32, first = lane * kEach, g = lane / 4, t = lane % 4;
   const auto load_sums = [&](float(&x)[kEach], int token) {
 #pragma unroll
     for (int i = 0; i < kEach; i += 2) {
-      const float2 pair = *reinterpret_cast<const float2*>(&s.sums[token][first + i]);
-      x[i] = pair.x * kLog2e, x[i + 1] = pair.y * kLog2e;
+      const float2 pair = *reinterpret_cast<const float2*>(s.sums_at(token) + first + i);
+      x[i] = pair.x, x[i + 1] = pair.y;
     }
   };
+#pragma unroll 1
   for (int i = 0; i < 16; ++i) {
     const int row = 16 * block + i;
     float sums[kEach], keys[kEach], queries[kEach], products[32];
     load_sums(sums, row);
-    load_channels(keys, s.k, row, first);
-    load_channels(queries, s.q, row, first);
+    load_channels(keys, s.keys(), row, first);
+    load_channels(queries, s.queries(), row, first);
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
       products[j] = products[16 + j] = 0.f;
       if (j > i) continue;
       float others[kEach], other_keys[kEach];
       load_sums(others, 16 * block + j);
-      load_channels(other_keys, s.k, 16 * block + j, first);
+      load_channels(other_keys, s.keys(), 16 * block + j, first);
 #pragma unroll
       for (int c = 0; c < kEach; ++c) {
         const float scaled = other_keys[c] * exp2_approx(sums[c] - others[c]);
@@ -153,13 +193,16 @@ __device__ __forceinline__ void multiply_near(ChannelsShared<kKeys>& s, int bloc
         products[16 + j] = fmaf(queries[c], scaled, products[16 + j]);
       }
     }
-    const float product = sum_across(products);
-    const int j = lane % 16, column = 16 * block + j;
-    if (lane < 16) {
-      if (j < i) s.l[row][column] = s.coefficient[row] * s.key_scale[row] * s.key_scale[column] * product;
-    } else {
-      const float p = j <= i ? s.query_scale[row] * s.key_scale[column] * product : 0.f;
-      *reinterpret_cast<__nv_bfloat16*>(s.p + panel_at(row, column / 8) + column % 8 * 2) = __float2bfloat16(p);
+    const float product = sum_across(products);  // lane j has that of keys with token j, lane 16 + j that of queries
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float of_key = __shfl_sync(0xffffffffu, product, 8 * n + 2 * t + e);
+        const float of_query = __shfl_sync(0xffffffffu, product, 16 + 8 * n + 2 * t + e);
+        if (i == g) kk[n][e] = of_key, qk[n][e] = of_query;
+        if (i == g + 8) kk[n][2 + e] = of_key, qk[n][2 + e] = of_query;
+      }
     }
   }
 }
@@ -171,19 +214,20 @@ __device__ __forceinline__ void store_decayed(const ChannelsShared<kKeys>& s, un
   for (int i = threadIdx.x; i < kPanels * kChunk * 8; i += kLocalThreads) {
     const int panel = i / (kChunk * 8), row = i / 8 % kChunk, chunk = i % 8;
     const uint32_t at = panel * kPanelBytes + panel_at(row, chunk);
-    const uint4 keys = *reinterpret_cast<const uint4*>(s.k + at), queries = *reinterpret_cast<const uint4*>(s.q + at);
+    const uint4 keys = *reinterpret_cast<const uint4*>(s.keys() + at);
+    const uint4 queries = *reinterpret_cast<const uint4*>(s.queries() + at);
     const uint32_t key_words[4] = {keys.x, keys.y, keys.z, keys.w};
     const uint32_t query_words[4] = {queries.x, queries.y, queries.z, queries.w};
     uint32_t begun[4], asked[4], ended[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int c = 64 * panel + 8 * chunk + 2 * j;
-      const float low = s.sums[row][c], high = s.sums[row][c + 1];
-      const float decay_low = __expf(low), decay_high = __expf(high), of_key = s.key_scale[row];
+      const float2 since = *reinterpret_cast<const float2*>(s.sums_at(row) + c);
+      const float2 all = *reinterpret_cast<const float2*>(s.sums_at(kChunk - 1) + c);
+      const float decay_low = exp2_approx(since.x), decay_high = exp2_approx(since.y), of_key = s.key_scale[row];
       begun[j] = scale_pair(key_words[j], of_key * decay_low, of_key * decay_high);
       asked[j] = scale_pair(query_words[j], s.query_scale[row] * decay_low, s.query_scale[row] * decay_high);
-      ended[j] = scale_pair(key_words[j], of_key * __expf(s.sums[kChunk - 1][c] - low),
-                            of_key * __expf(s.sums[kChunk - 1][c + 1] - high));
+      ended[j] = scale_pair(key_words[j], of_key * exp2_approx(all.x - since.x), of_key * exp2_approx(all.y - since.y));
     }
     *reinterpret_cast<uint4*>(to + at) = make_uint4(begun[0], begun[1], begun[2], begun[3]);
     *reinterpret_cast<uint4*>(to + kPanels * kPanelBytes + at) = make_uint4(asked[0], asked[1], asked[2], asked[3]);
@@ -193,7 +237,7 @@ __device__ __forceinline__ void store_decayed(const ChannelsShared<kKeys>& s, un
 
 // Grid: heads x places, in one dimension.
 template <int kKeys>
-__global__ void __launch_bounds__(kLocalThreads) chunk_channels_kernel(const __grid_constant__ LinearPrefill p) {
+__global__ void __launch_bounds__(kLocalThreads, 3) chunk_channels_kernel(const __grid_constant__ LinearPrefill p) {
   extern __shared__ __align__(1024) unsigned char memory[];
   ChannelsShared<kKeys>& s = *reinterpret_cast<ChannelsShared<kKeys>*>(memory);
   wait_for_earlier_kernels();
@@ -204,7 +248,7 @@ __global__ void __launch_bounds__(kLocalThreads) chunk_channels_kernel(const __g
   const ChunkPlace chunk(p, place);
   if (chunk.count == 0) return;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const uint32_t keys = smem_address(s.k), queries = smem_address(s.q);
+  const uint32_t keys = smem_address(s.keys()), queries = smem_address(s.queries());
   copy_rows<kKeys / 64, kLocalThreads>(keys, step.k, group, chunk.begin, chunk.count, 0, step.key_dim);
   copy_rows<kKeys / 64, kLocalThreads>(queries, step.q, group, chunk.begin, chunk.count, 0, step.key_dim);
   sum_channels(step, chunk, head, s);
@@ -214,55 +258,62 @@ __global__ void __launch_bounds__(kLocalThreads) chunk_channels_kernel(const __g
     s.key_scale[threadIdx.x] = 1.f;
     s.query_scale[threadIdx.x] = step.scale;
   }
-  for (int i = threadIdx.x; i < kPanelBytes / 16; i += kLocalThreads) {
-    reinterpret_cast<uint4*>(s.p)[i] = make_uint4(0, 0, 0, 0);
-  }
   cp_async_wait_all();
   __syncthreads();
   if (step.normalize) {
     const int row = threadIdx.x / 2, half = threadIdx.x % 2;
-    const float key_norm = row_norm<kKeys>(s.k, row, half), query_norm = row_norm<kKeys>(s.q, row, half);
+    const float key_norm = row_norm<kKeys>(s.keys(), row, half), query_norm = row_norm<kKeys>(s.queries(), row, half);
     if (half == 0) {
       s.key_scale[row] = rsqrtf(key_norm + kNormEpsilon);
       s.query_scale[row] = step.scale * rsqrtf(query_norm + kNormEpsilon);
     }
   }
-  __syncthreads();
-  // Six blocks below the diagonal for four warps.
-  const auto take_far = [&](int row, int column) {
-    float kk[2][4] = {}, qk[2][4] = {};
-    multiply_far(s, row, column, kk, qk);
+  float kk[4][2][4] = {}, qk[4][2][4] = {};  // of the warp's 16 rows with each block of 16
+  const bool near = decays_little(s, warp);
+  multiply_rows(s, warp, near, kk, qk);
+  if (!near) {
+    float own_kk[2][4] = {}, own_qk[2][4] = {};
+    multiply_near(s, warp, own_kk, own_qk);
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
+    for (int column = 0; column < 4; ++column) {
+      if (column != warp) continue;
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int i = 16 * row + g + 8 * h, j = 16 * column + 8 * n + 2 * t;
-        const float of_key = s.coefficient[i] * s.key_scale[i], low = s.key_scale[j], high = s.key_scale[j + 1];
-        *reinterpret_cast<float2*>(&s.l[i][j]) =
-            make_float2(of_key * low * kk[n][2 * h], of_key * high * kk[n][2 * h + 1]);
-        *reinterpret_cast<uint32_t*>(s.p + panel_at(i, j / 8) + 4 * t) =
-            pack2<__nv_bfloat16>(s.query_scale[i] * low * qk[n][2 * h], s.query_scale[i] * high * qk[n][2 * h + 1]);
-      }
+      for (int i = 0; i < 8; ++i) kk[column][i / 4][i % 4] = own_kk[i / 4][i % 4];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) qk[column][i / 4][i % 4] = own_qk[i / 4][i % 4];
     }
-  };
-  for (int block = warp; block < 6; block += 4) {  // (1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2)
-    const int row = block == 0 ? 1 : block < 3 ? 2 : 3;
-    take_far(row, block - row * (row - 1) / 2);
   }
-  multiply_near(s, warp);
-  __syncthreads();
-
+  __syncthreads();  // scales are made
   constexpr ChunkScratch kLayout{.panels = kKeys / 64, .delta = true, .channels = true};
   unsigned char* to = static_cast<unsigned char*>(p.scratch) + (place * step.num_heads + head) * kLayout.bytes();
-  for (int i = threadIdx.x; i < kPanelBytes / 16; i += kLocalThreads) {
-    reinterpret_cast<uint4*>(to + kLayout.p_at())[i] = reinterpret_cast<const uint4*>(s.p)[i];
-  }
-  float* factors = reinterpret_cast<float*>(to + kLayout.factors_at());
-  for (int c = threadIdx.x; c < kKeys; c += kLocalThreads) factors[c] = __expf(s.sums[kChunk - 1][c]);
-  if (threadIdx.x < kChunk) factors[kBetaRow * kChunk + threadIdx.x] = s.coefficient[threadIdx.x];
   store_decayed(s, to + kLayout.keys_at());
-  invert(s);
-  store_inverse(s, to);
+  float* factors = reinterpret_cast<float*>(to + kLayout.factors_at());
+  for (int c = threadIdx.x; c < kKeys; c += kLocalThreads) factors[c] = exp2_approx(s.sums_at(kChunk - 1)[c]);
+  if (threadIdx.x < kChunk) factors[kBetaRow * kChunk + threadIdx.x] = s.coefficient[threadIdx.x];
+  __syncthreads();  // keys and queries have been read
+
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int i = 16 * warp + g + 8 * h;
+    const float of_key = s.coefficient[i] * s.key_scale[i], of_query = s.query_scale[i];
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const int j = 8 * n + 2 * t;
+      const float low = s.key_scale[j], high = s.key_scale[j + 1];
+      const float* keys_at = kk[n / 2][n % 2] + 2 * h;
+      const float* queries_at = qk[n / 2][n % 2] + 2 * h;
+      *reinterpret_cast<float2*>(&s.made.l[0].at[i][j]) = make_float2(j < i ? of_key * low * keys_at[0] : 0.f,  //
+                                                                      j + 1 < i ? of_key * high * keys_at[1] : 0.f);
+      *reinterpret_cast<uint32_t*>(s.made.p + panel_at(i, n) + 4 * t) = pack2<__nv_bfloat16>(
+          j <= i ? of_query * low * queries_at[0] : 0.f, j + 1 <= i ? of_query * high * queries_at[1] : 0.f);
+    }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < kPanelBytes / 16; i += kLocalThreads) {
+    reinterpret_cast<uint4*>(to + kLayout.p_at())[i] = reinterpret_cast<const uint4*>(s.made.p)[i];
+  }
+  invert(s.made, 1);
+  store_inverse(s.made.l[0], to);
 }
 
 template <int kKeys>

@@ -8,8 +8,8 @@
 // inverse is made of blocks, in float32 and in pairs of bf16, so that rounding it once is its only error.
 namespace attnops {
 
-inline constexpr int kLocalThreads = 128, kLocalHeads = 4;  // heads of a CTA at most
-inline constexpr float kLeastLogDecay = -88.f;              // of a token: its exponential is 0 in bf16
+inline constexpr int kLocalThreads = 128, kLocalHeads = 4, kLocalPair = 2;  // heads of a CTA at most, and at once
+inline constexpr float kLeastLogDecay = -88.f;                              // of a token: its exponential is 0 in bf16
 
 struct ChunkPlace {
   int64_t request, begin;
@@ -29,15 +29,32 @@ struct ChunkPlace {
   }
 };
 
+// What tokens make of one another, of kHeads heads at a time. It lies where keys and queries were.
+template <int kHeads>
+struct LocalProducts {
+  static constexpr int kStride = 68, kHeadsAtOnce = kHeads;
+  struct Lower {
+    float at[kChunk][kStride];  // the strict lower triangle, then its inverse
+    float pad[16];              // rows of two heads lie in different banks
+  };
+  unsigned char p[kPanelBytes];
+  union {
+    unsigned char more[(kHeads - 1) * kPanelBytes + 16];  // p of the other heads, before the inverse is made
+    float x[kHeads][32][36];
+  };
+  Lower l[kHeads];
+
+  __device__ unsigned char* products(int h) { return h == 0 ? p : more + (h - 1) * kPanelBytes; }
+};
+
 template <int kKeys>
 struct LocalShared {
-  static constexpr int kPanels = kKeys / 64, kStride = 68;
-  alignas(1024) unsigned char k[kPanels * kPanelBytes];
-  unsigned char q[kPanels * kPanelBytes];
-  unsigned char p[kPanelBytes];
-  float l[kChunk][kStride];  // the strict lower triangle, then its inverse
-  float x[32][36];
-  float sums[kLocalHeads][kChunk];  // of log-decays
+  static constexpr int kPanels = kKeys / 64;
+  union {
+    alignas(1024) unsigned char rows[2 * kPanels * kPanelBytes];  // keys, then queries
+    LocalProducts<kLocalPair> made;
+  };
+  float sums[kLocalHeads][kChunk];  // of log-decays, to base 2
   float coefficient[kLocalHeads][kChunk];
   float key_scale[kChunk], query_scale[kChunk];
 };
@@ -49,7 +66,7 @@ __device__ __forceinline__ void copy_rows(uint32_t panels, const StepRows& rows,
   const char* base = static_cast<const char*>(rows.data) + 2 * (begin * rows.stride_request + head * rows.stride_head);
 #pragma unroll
   for (int i = 0; i < kPanels * kChunk * 8 / kThreads; ++i) {
-    const int at = i * kThreads + threadIdx.x, row = at / (8 * kPanels), chunk = at % (8 * kPanels);
+    const int at = i * kThreads + threadIdx.x % kThreads, row = at / (8 * kPanels), chunk = at % (8 * kPanels);
     const int column = first_column + chunk * 8;
     const bool take = row < count && column < columns;
     const char* from = base + (take ? 2 * (row * rows.stride_request + column) : 0);
@@ -72,28 +89,19 @@ __device__ __forceinline__ float row_norm(const unsigned char* panels, int row, 
   return sum + __shfl_xor_sync(0xffffffffu, sum, 1);
 }
 
-// c += a b for blocks of 16 rows, 8 columns and 16 k of float32 matrices in shared memory, in three products of bf16.
+// c += a b for blocks of 16 rows, 8 columns and 16 k of float32 matrices in shared memory, rounded to 11 bits. Which k
+// a fragment's place stands for is free, so a lane's are neighbours.
 __device__ __forceinline__ void multiply_block(float (&c)[4], const float* a, int a_stride, const float* b,
                                                int b_stride) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  uint32_t a_high[4], a_low[4], b_high[2], b_low[2];
-  const auto split = [](float x, float y, uint32_t& high, uint32_t& low) {
-    high = pack2<__nv_bfloat16>(x, y);
-    low = pack2<__nv_bfloat16>(x - __uint_as_float(high << 16), y - __uint_as_float(high & 0xffff0000u));
-  };
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 pair = *reinterpret_cast<const float2*>(a + (g + i % 2 * 8) * a_stride + 2 * t + i / 2 * 8);
-    split(pair.x, pair.y, a_high[i], a_low[i]);
+  for (int half = 0; half < 2; ++half) {
+    const int k = 8 * half + 2 * t;
+    const float2 upper = *reinterpret_cast<const float2*>(a + g * a_stride + k);
+    const float2 lower = *reinterpret_cast<const float2*>(a + (g + 8) * a_stride + k);
+    const uint32_t rows[4] = {round_tf32(upper.x), round_tf32(lower.x), round_tf32(upper.y), round_tf32(lower.y)};
+    mma_m16n8k8_tf32(c, rows, round_tf32(b[k * b_stride + g]), round_tf32(b[(k + 1) * b_stride + g]));
   }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int k = 2 * t + i * 8;
-    split(b[k * b_stride + g], b[(k + 1) * b_stride + g], b_high[i], b_low[i]);
-  }
-  mma_m16n8k16<__nv_bfloat16>(c, a_low, b_high[0], b_high[1]);
-  mma_m16n8k16<__nv_bfloat16>(c, a_high, b_low[0], b_low[1]);
-  mma_m16n8k16<__nv_bfloat16>(c, a_high, b_high[0], b_high[1]);
 }
 
 __device__ __forceinline__ void put_block(const float (&c)[4], float sign, float* to, int stride) {
@@ -102,17 +110,19 @@ __device__ __forceinline__ void put_block(const float (&c)[4], float sign, float
   *reinterpret_cast<float2*>(to + (g + 8) * stride + 2 * t) = make_float2(sign * c[2], sign * c[3]);
 }
 
-// (1 + L)^-1 in the place of L, by four warps. Above the diagonal blocks nothing is written.
-template <class Shared>
-__device__ __forceinline__ void invert(Shared& s) {
-  constexpr int kStride = Shared::kStride;
+// (1 + L)^-1 in the place of L, of the first `heads`, by four warps. Above the diagonal blocks nothing is written.
+template <class Made>
+__device__ __forceinline__ void invert(Made& s, int heads) {
+  constexpr int kStride = Made::kStride, kHeads = Made::kHeadsAtOnce;
+  static_assert(kHeads <= 2);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  {  // a diagonal block a warp, a column a lane
-    float* block = &s.l[16 * warp][16 * warp];
+  {  // a diagonal block of each head a warp, a column a lane
+    const int own = lane % 16, h = lane / 16 % kHeads;
+    float* block = &s.l[h].at[16 * warp][16 * warp];
     float column[16];
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      float sum = i == lane ? 1.f : 0.f;
+      float sum = i == own ? 1.f : 0.f;
 #pragma unroll
       for (int m = 0; m < i; m += 4) {
         const float4 row = *reinterpret_cast<const float4*>(block + i * kStride + m);
@@ -124,72 +134,108 @@ __device__ __forceinline__ void invert(Shared& s) {
       column[i] = sum;
     }
     __syncwarp();
+    if (lane / 16 < heads) {
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      if (lane < 16) block[i * kStride + lane] = column[i];
+      for (int i = 0; i < 16; ++i) block[i * kStride + own] = column[i];
     }
   }
   __syncthreads();
   {  // blocks (1, 0) and (3, 2), eight columns a warp
     const int upper = warp / 2 * 32, lower = upper + 16, column = warp % 2 * 8;
-    float x[4] = {}, y[4] = {};
-    multiply_block(x, &s.l[lower][upper], kStride, &s.l[upper][upper + column], kStride);
-    put_block(x, 1.f, &s.x[warp / 2 * 16][column], 36);
+    float x[kHeads][4] = {}, y[kHeads][4] = {};
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) {
+      if (h >= heads) break;
+      auto& l = s.l[h].at;
+      multiply_block(x[h], &l[lower][upper], kStride, &l[upper][upper + column], kStride);
+      put_block(x[h], 1.f, &s.x[h][warp / 2 * 16][column], 36);
+    }
     __syncwarp();
-    multiply_block(y, &s.l[lower][lower], kStride, &s.x[warp / 2 * 16][column], 36);
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) {
+      if (h >= heads) break;
+      multiply_block(y[h], &s.l[h].at[lower][lower], kStride, &s.x[h][warp / 2 * 16][column], 36);
+    }
     __syncthreads();
-    put_block(y, -1.f, &s.l[lower][upper + column], kStride);
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) {
+      if (h < heads) put_block(y[h], -1.f, &s.l[h].at[lower][upper + column], kStride);
+    }
   }
   __syncthreads();
   const int row = warp / 2 * 16, column = warp % 2 * 16;  // of the lower left half
-  float x[2][4] = {}, y[2][4] = {};
+  float x[kHeads][2][4] = {}, y[kHeads][2][4] = {};
   for (int k = column; k < 32; k += 16) {
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      multiply_block(x[n], &s.l[32 + row][k], kStride, &s.l[k][column + 8 * n], kStride);
+    for (int i = 0; i < 2 * kHeads; ++i) {
+      const int h = i / 2, n = i % 2;
+      if (h >= heads) break;
+      auto& l = s.l[h].at;
+      multiply_block(x[h][n], &l[32 + row][k], kStride, &l[k][column + 8 * n], kStride);
     }
   }
 #pragma unroll
-  for (int n = 0; n < 2; ++n) put_block(x[n], 1.f, &s.x[row][column + 8 * n], 36);
+  for (int i = 0; i < 2 * kHeads; ++i) {
+    if (i / 2 < heads) put_block(x[i / 2][i % 2], 1.f, &s.x[i / 2][row][column + 8 * (i % 2)], 36);
+  }
   __syncthreads();
   for (int k = 0; k <= row; k += 16) {
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      multiply_block(y[n], &s.l[32 + row][32 + k], kStride, &s.x[k][column + 8 * n], 36);
+    for (int i = 0; i < 2 * kHeads; ++i) {
+      const int h = i / 2, n = i % 2;
+      if (h >= heads) break;
+      multiply_block(y[h][n], &s.l[h].at[32 + row][32 + k], kStride, &s.x[h][k][column + 8 * n], 36);
     }
   }
 #pragma unroll
-  for (int n = 0; n < 2; ++n) put_block(y[n], -1.f, &s.l[32 + row][column + 8 * n], kStride);
+  for (int i = 0; i < 2 * kHeads; ++i) {
+    if (i / 2 < heads) put_block(y[i / 2][i % 2], -1.f, &s.l[i / 2].at[32 + row][column + 8 * (i % 2)], kStride);
+  }
   __syncthreads();
 }
 
 // The inverse as a panel; zeros above the diagonal.
-template <class Shared>
-__device__ __forceinline__ void store_inverse(const Shared& s, unsigned char* to) {
+template <class Lower>
+__device__ __forceinline__ void store_inverse(const Lower& l, unsigned char* to) {
   const int row = threadIdx.x / 2;
 #pragma unroll
   for (int c = 0; c < 4; ++c) {
     const int chunk_of_row = threadIdx.x % 2 * 4 + c, column = 8 * chunk_of_row;
     uint32_t words[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int j = column + 2 * i;
-      words[i] = pack2<__nv_bfloat16>(j > row ? 0.f : s.l[row][j], j + 1 > row ? 0.f : s.l[row][j + 1]);
+    for (int i = 0; i < 2; ++i) {
+      const int j = column + 4 * i;
+      const float4 x = *reinterpret_cast<const float4*>(&l.at[row][j]);
+      words[2 * i] = pack2<__nv_bfloat16>(j > row ? 0.f : x.x, j + 1 > row ? 0.f : x.y);
+      words[2 * i + 1] = pack2<__nv_bfloat16>(j + 2 > row ? 0.f : x.z, j + 3 > row ? 0.f : x.w);
     }
     *reinterpret_cast<uint4*>(to + panel_at(row, chunk_of_row)) = make_uint4(words[0], words[1], words[2], words[3]);
   }
 }
 
-// Log-decays of a head as running sums, and the tokens' coefficients, by one warp: two tokens a lane.
+// Log-decays of a head as running sums, to base 2, and the tokens' coefficients, by one warp: two tokens a lane.
 template <bool kDelta>
 __device__ __forceinline__ void sum_gates(const LinearStep& p, const ChunkPlace& chunk, int head, float* sums,
                                           float* coefficients) {
   const int lane = threadIdx.x % 32;
-  float decay[2] = {}, coefficient[2] = {};
+  float decay[2] = {}, coefficient[2] = {}, a[2] = {1.f, 1.f}, b[2] = {};
+  const float a_log = p.a_log != nullptr ? p.a_log[head] : 0.f, bias = p.dt_bias != nullptr ? p.dt_bias[head] : 0.f;
+  with_token_type(p.gate_dtype, [&](auto type) {  // so that no load waits for another
+    using Gate = decltype(type);
+    const auto at = [&](const StepRows& rows, int i) {
+      const int64_t token = chunk.begin + 2 * lane + i;
+      return static_cast<const Gate*>(rows.data)[token * rows.stride_request + head * rows.stride_head];
+    };
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (p.a.data != nullptr && 2 * lane + i < chunk.count) a[i] = static_cast<float>(at(p.a, i));
+      if (kDelta && 2 * lane + i < chunk.count) b[i] = static_cast<float>(at(p.b, i));
+    }
+  });
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if (2 * lane + i >= chunk.count) continue;
-    const TokenGate gate = token_gate<kDelta>(p, chunk.begin + 2 * lane + i, head);
+    const TokenGate gate = gate_of<kDelta>(p, a[i], b[i], a_log, bias);
     decay[i] = fmaxf(gate.log_decay, kLeastLogDecay);
     coefficient[i] = gate.coefficient;
   }
@@ -202,15 +248,15 @@ __device__ __forceinline__ void sum_gates(const LinearStep& p, const ChunkPlace&
   }
   float before = __shfl_up_sync(0xffffffffu, sum, 1);
   if (lane == 0) before = 0.f;
-  sums[2 * lane] = before + decay[0];
-  sums[2 * lane + 1] = before + pair;
+  sums[2 * lane] = kLog2e * (before + decay[0]);
+  sums[2 * lane + 1] = kLog2e * (before + pair);
   coefficients[2 * lane] = coefficient[0];
   coefficients[2 * lane + 1] = coefficient[1];
 }
 
 // Grid: parts of a group's heads x groups x places, in one dimension.
 template <int kKeys, bool kDelta>
-__global__ void __launch_bounds__(kLocalThreads, kKeys <= 128 ? 3 : 2)
+__global__ void __launch_bounds__(kLocalThreads, kKeys <= 128 ? 4 : 2)
     chunk_local_kernel(const __grid_constant__ LinearPrefill p, int groups, int parts) {
   extern __shared__ __align__(1024) unsigned char memory[];
   LocalShared<kKeys>& s = *reinterpret_cast<LocalShared<kKeys>*>(memory);
@@ -222,7 +268,7 @@ __global__ void __launch_bounds__(kLocalThreads, kKeys <= 128 ? 3 : 2)
   const ChunkPlace chunk(p, place);
   if (chunk.count == 0) return;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const uint32_t keys = smem_address(s.k), queries = smem_address(s.q);
+  const uint32_t keys = smem_address(s.rows), queries = keys + kKeys / 64 * kPanelBytes;
   copy_rows<kKeys / 64, kLocalThreads>(keys, step.k, group, chunk.begin, chunk.count, 0, step.key_dim);
   copy_rows<kKeys / 64, kLocalThreads>(queries, step.q, group, chunk.begin, chunk.count, 0, step.key_dim);
   const int first_head = part * kLocalHeads;
@@ -231,30 +277,22 @@ __global__ void __launch_bounds__(kLocalThreads, kKeys <= 128 ? 3 : 2)
   for (int h = warp; h < heads; h += kLocalThreads / 32) {
     sum_gates<kDelta>(step, chunk, head_base + h, s.sums[h], s.coefficient[h]);
   }
-  for (int i = threadIdx.x; i < kPanelBytes / 16; i += kLocalThreads) {
-    reinterpret_cast<uint4*>(s.p)[i] = make_uint4(0, 0, 0, 0);
-  }
   cp_async_wait_all();
   __syncthreads();
-  if (step.normalize) {
-    const int row = threadIdx.x / 2, half = threadIdx.x % 2;
-    const float key_norm = row_norm<kKeys>(s.k, row, half), query_norm = row_norm<kKeys>(s.q, row, half);
-    if (half == 0) {
-      s.key_scale[row] = rsqrtf(key_norm + kNormEpsilon);
-      s.query_scale[row] = step.scale * rsqrtf(query_norm + kNormEpsilon);
-    }
-  } else if (threadIdx.x < kChunk) {
-    s.key_scale[threadIdx.x] = 1.f;
-    s.query_scale[threadIdx.x] = step.scale;
-  }
-
-  float key_key[8][4] = {}, query_key[8][4] = {};  // rows 16 warp + g and + 8, columns 8 n + 2 t and + 1
+  // Rows 16 warp + g and + 8, columns 8 n + 2 t and + 1.
+  float key_key[8][4] = {}, query_key[8][4] = {}, query_query[2][4] = {};
 #pragma unroll
   for (int i = 0; i < kKeys / 16; ++i) {
     uint32_t a_keys[4], a_queries[4];
     const uint32_t panel = i / 4 * kPanelBytes;
     if constexpr (kDelta) load_a(a_keys, keys + panel, 16 * warp, i % 4);
     load_a(a_queries, queries + panel, 16 * warp, i % 4);
+    if constexpr (kDelta) {  // for the norms
+      uint32_t b[4];
+      load_b(b, queries + panel, 16 * warp, i % 4);
+      mma_m16n8k16<__nv_bfloat16>(query_query[0], a_queries, b[0], b[1]);
+      mma_m16n8k16<__nv_bfloat16>(query_query[1], a_queries, b[2], b[3]);
+    }
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       if (n > warp) break;
@@ -267,55 +305,89 @@ __global__ void __launch_bounds__(kLocalThreads, kKeys <= 128 ? 3 : 2)
       }
     }
   }
-  __syncthreads();
-
-  const ChunkScratch layout{.panels = kKeys / 64, .delta = kDelta, .channels = false};
-  for (int h = 0; h < heads; ++h) {
-    unsigned char* to =
-        static_cast<unsigned char*>(p.scratch) + (place * step.num_heads + head_base + h) * layout.bytes();
-    const float* sums = s.sums[h];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
+  for (int r = 0; r < 2; ++r) {  // a row's product with itself is with one lane
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (2 * t + i != g) continue;
       const int row = 16 * warp + g + 8 * r;
-      const float of_row = sums[row], query_scale = s.query_scale[row];
-      const float key_scale = s.key_scale[row] * s.coefficient[h][row];
+      float key_norm = 0.f;
+      if constexpr (kDelta) {
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          if (n == warp) key_norm = key_key[2 * n + r][2 * r + i];
+        }
+      }
+      const bool normalize = kDelta && step.normalize;
+      s.key_scale[row] = normalize ? rsqrtf(key_norm + kNormEpsilon) : 1.f;
+      s.query_scale[row] = step.scale * (normalize ? rsqrtf(query_query[r][2 * r + i] + kNormEpsilon) : 1.f);
+    }
+  }
+  __syncthreads();
+  auto& made = s.made;
+  constexpr ChunkScratch kLayout{.panels = kKeys / 64, .delta = kDelta, .channels = false};
+  for (int first = 0; first < heads; first += kLocalPair) {
+    const int count = min_of(kLocalPair, heads - first);
+    unsigned char* to =
+        static_cast<unsigned char*>(p.scratch) + (place * step.num_heads + head_base + first) * kLayout.bytes();
+    for (int i = threadIdx.x; i < count * (kPanelBytes / 16); i += kLocalThreads) {  // what is above the diagonal stays
+      reinterpret_cast<uint4*>(made.products(i / (kPanelBytes / 16)))[i % (kPanelBytes / 16)] = make_uint4(0, 0, 0, 0);
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int h = 0; h < count; ++h) {
+      const float* sums = s.sums[first + h];
+      unsigned char* products = made.products(h);
+      float of_row[2], key_scale[2], query_scale[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = 16 * warp + g + 8 * r;
+        of_row[r] = sums[row], query_scale[r] = s.query_scale[row];
+        key_scale[r] = s.key_scale[row] * s.coefficient[first + h][row];
+      }
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
         if (n > 2 * warp + 1) break;
         const int column = 8 * n + 2 * t;
-        float factor[2];
+        const float2 of_column = *reinterpret_cast<const float2*>(&sums[column]);
+        const float2 scale = *reinterpret_cast<const float2*>(&s.key_scale[column]);
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          factor[j] = column + j > row ? 0.f : s.key_scale[column + j] * __expf(of_row - sums[column + j]);
-        }
-        const float low = query_scale * factor[0] * query_key[n][2 * r];
-        const float high = query_scale * factor[1] * query_key[n][2 * r + 1];
-        *reinterpret_cast<uint32_t*>(s.p + panel_at(row, n) + 4 * t) =
-            pack2<__nv_bfloat16>(column > row ? 0.f : low, column + 1 > row ? 0.f : high);
-        if constexpr (kDelta) {
-          const float2 pair = make_float2(column >= row ? 0.f : key_scale * factor[0] * key_key[n][2 * r],
-                                          column + 1 >= row ? 0.f : key_scale * factor[1] * key_key[n][2 * r + 1]);
-          *reinterpret_cast<float2*>(&s.l[row][column]) = pair;
+        for (int r = 0; r < 2; ++r) {
+          const int row = 16 * warp + g + 8 * r;
+          const float low = scale.x * exp2_approx(of_row[r] - of_column.x);
+          const float high = scale.y * exp2_approx(of_row[r] - of_column.y);
+          *reinterpret_cast<uint32_t*>(products + panel_at(row, n) + 4 * t) =
+              pack2<__nv_bfloat16>(column > row ? 0.f : query_scale[r] * low * query_key[n][2 * r],
+                                   column + 1 > row ? 0.f : query_scale[r] * high * query_key[n][2 * r + 1]);
+          if constexpr (kDelta) {
+            *reinterpret_cast<float2*>(&made.l[h].at[row][column]) =
+                make_float2(column >= row ? 0.f : key_scale[r] * low * key_key[n][2 * r],
+                            column + 1 >= row ? 0.f : key_scale[r] * high * key_key[n][2 * r + 1]);
+          }
         }
       }
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < kPanelBytes / 16; i += kLocalThreads) {
-      reinterpret_cast<uint4*>(to + layout.p_at())[i] = reinterpret_cast<const uint4*>(s.p)[i];
+    for (int h = 0; h < count; ++h) {
+      const uint4* products = reinterpret_cast<const uint4*>(made.products(h));
+      for (int i = threadIdx.x; i < kPanelBytes / 16; i += kLocalThreads) {
+        reinterpret_cast<uint4*>(to + h * kLayout.bytes() + kLayout.p_at())[i] = products[i];
+      }
     }
-    if (threadIdx.x < kChunk) {
-      const int i = threadIdx.x;
-      float* factors = reinterpret_cast<float*>(to + layout.factors_at());
-      const float of_row = sums[i], of_all = sums[kChunk - 1], decay = __expf(of_row);
+    for (int at = threadIdx.x; at < count * kChunk; at += kLocalThreads) {
+      const int h = at / kChunk, i = at % kChunk;
+      const float* sums = s.sums[first + h];
+      float* factors = reinterpret_cast<float*>(to + h * kLayout.bytes() + kLayout.factors_at());
+      const float of_token = sums[i], of_all = sums[kChunk - 1], decay = exp2_approx(of_token);
       factors[i] = s.key_scale[i] * decay;
       factors[kChunk + i] = s.query_scale[i] * decay;
-      factors[2 * kChunk + i] = s.key_scale[i] * __expf(of_all - of_row);
-      factors[3 * kChunk + i] = __expf(of_all);
-      factors[kBetaRow * kChunk + i] = s.coefficient[h][i];
+      factors[2 * kChunk + i] = s.key_scale[i] * exp2_approx(of_all - of_token);
+      factors[3 * kChunk + i] = exp2_approx(of_all);
+      factors[kBetaRow * kChunk + i] = s.coefficient[first + h][i];
     }
     if constexpr (kDelta) {
-      invert(s);
-      store_inverse(s, to);
+      invert(made, count);
+      for (int h = 0; h < count; ++h) store_inverse(made.l[h], to + h * kLayout.bytes());
     }
     __syncthreads();
   }

@@ -39,15 +39,13 @@ class ChunkPassBase {
   static constexpr bool kIsDelta = kDelta;
   static constexpr int kThreads = 32 * kWarps, kRows = 16 * kWarps, kKeyTiles = kKeys / 8;
 
+  __device__ ChunkPassBase(const LinearPrefill& prefill, Shared& shared)
+      : prefill_(prefill), p_(prefill.step), shared_(shared) {
+    warp_ = threadIdx.x / 32 % kWarps, g_ = threadIdx.x % 32 / 4, t_ = threadIdx.x % 4;
+  }
   __device__ ChunkPassBase(const LinearPrefill& prefill, Shared& shared, int64_t request, int head, int first_row)
-      : prefill_(prefill),
-        p_(prefill.step),
-        shared_(shared),
-        chunks_(prefill, request),
-        request_(request),
-        head_(head),
-        first_row_(first_row) {
-    warp_ = threadIdx.x / 32, g_ = threadIdx.x % 32 / 4, t_ = threadIdx.x % 4;
+      : ChunkPassBase(prefill, shared) {
+    chunks_ = RequestChunks(prefill, request), request_ = request, head_ = head, first_row_ = first_row;
   }
 
   __device__ void run() {
@@ -322,7 +320,7 @@ class ChunkPass : public ChunkPassBase<ChunkPass<kKeys, kDelta, kChannels, kWarp
 
 // Grid: row blocks x heads x (requests and one more, for tokens of no request), in one dimension.
 template <class Pass>
-__global__ void __launch_bounds__(Pass::kThreads)
+__global__ void __launch_bounds__(Pass::kThreads, 1)
     chunk_pass_kernel(const __grid_constant__ LinearPrefill p, int row_blocks) {
   extern __shared__ __align__(1024) unsigned char memory[];
   auto& shared = *reinterpret_cast<typename Pass::Shared*>(memory);

@@ -99,6 +99,13 @@ __device__ inline void copy_bytes(uint32_t shared, const void* global, int bytes
       : "memory");
 }
 
+// The same under no policy.
+__device__ inline void copy_bytes(uint32_t shared, const void* global, int bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+               "l"(global), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
 // Asks for a box of a 4-dimensional tensor map to be in L2 soon. What lies outside the tensor is not touched.
 __device__ inline void prefetch_box(const CUtensorMap* map, int x, int y, int z, int w) {
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(x), "r"(y),

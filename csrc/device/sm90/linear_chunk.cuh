@@ -2,25 +2,30 @@
 #include "device/common/arch.h"
 #include "device/sm80/linear_chunk_channels.cuh"
 #include "device/sm80/linear_chunk_local.cuh"
-#include "device/sm90/linear_chunk_pass.cuh"
+#include "device/sm90/linear_chunk_ring.cuh"
 
 namespace attnops::sm90 {
 
 // Bytes of shared memory of the largest kernel for keys of kKeys elements.
-template <int kKeys, bool kDelta, bool kChannels>
-inline constexpr int kChunkSharedBytes = static_cast<int>(sizeof(PassShared<kKeys, kDelta, kChannels, 8>));
+template <int kKeys, bool kDelta, bool kChannels, int kMostGroups = kChannels ? 1 : 2>
+inline constexpr int kChunkSharedBytes = static_cast<int>(
+    max_of(sizeof(RingShared<kKeys, kDelta, kChannels, kMostGroups>), sizeof(RingShared<kKeys, kDelta, kChannels, 1>)));
 
-// Two warpgroups share a chunk's keys where there are heads enough for all SMs. No bit depends on it.
+// Two warpgroups of states, 64 rows of values each, share the loads of a head. They save 4 % where works of 64 rows are
+// more than SMs, and take half as long again where they are few.
 template <int kKeys, bool kDelta, bool kChannels>
 void launch_linear_chunks(const char* what, const LinearPrefill& p, cudaStream_t stream) {
+  const int sms = device_sms(what);
   if constexpr (kChannels) {
     launch_chunk_channels<kKeys>(what, p, stream);
   } else {
     launch_chunk_local<kKeys, kDelta>(what, p, stream);
+    const int64_t works = int64_t{p.step.batch_size} * p.step.num_heads * ceil_div(p.step.value_dim, 64);
+    if (p.step.value_dim > 64 && works > sms) {
+      return launch_chunk_ring<ChunkRing<kKeys, kDelta, kChannels, 2>>(what, p, sms, stream);
+    }
   }
-  const bool wide = p.step.value_dim > 64 && int64_t{p.step.batch_size} * p.step.num_heads >= device_sms(what);
-  wide ? launch_pass_of<ChunkPass<kKeys, kDelta, kChannels, 8>>(what, p, stream)
-       : launch_pass_of<ChunkPass<kKeys, kDelta, kChannels, 4>>(what, p, stream);
+  launch_chunk_ring<ChunkRing<kKeys, kDelta, kChannels, 1>>(what, p, sms, stream);
 }
 
 }  // namespace attnops::sm90

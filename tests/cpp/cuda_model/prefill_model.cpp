@@ -16,7 +16,7 @@
 #include "device/sm80/linear_chunk_channels.cuh"
 #include "device/sm80/linear_chunk_local.cuh"
 #include "device/sm80/linear_chunk_pass.cuh"
-#include "device/sm90/linear_chunk_pass.cuh"
+#include "device/sm90/linear_chunk_ring.cuh"
 #include "ssd/checks.h"
 
 namespace attnops {
@@ -39,6 +39,17 @@ void pass(const LinearPrefill& p) {
            [&] { chunk_pass_kernel<Pass>(p, row_blocks); });
 }
 
+template <class Ring>
+void ring(const LinearPrefill& p, int ctas) {
+  if (sizeof(typename Ring::Shared) > sizeof(memory)) std::abort();
+  const int row_blocks = ceil_div(p.step.value_dim, Ring::kRows),
+            works = p.step.batch_size * p.step.num_heads * row_blocks;
+  sm90::RingMaps maps = sm90::make_ring_maps(p);
+  if (ctas % 2 == 0) maps.there = false;
+  run_grid(std::max(std::min(works, ctas), 1), Ring::kThreads,
+           [&] { sm90::chunk_ring_kernel<Ring>(p, maps, works, row_blocks); });
+}
+
 template <int kKeys, bool kDelta, bool kChannels>
 void chunks(const LinearPrefill& p) {
   const int64_t places = chunk_places(p.num_tokens, p.step.batch_size);
@@ -51,9 +62,11 @@ void chunks(const LinearPrefill& p) {
   }
   static int turn = 0;
   if constexpr (kKeys <= 128) {
-    if (std::getenv("ATTNOPS_CUDA_MODEL_SM90") != nullptr) {
-      return turn++ % 2 == 0 ? pass<sm90::ChunkPass<kKeys, kDelta, kChannels, 4>>(p)
-                             : pass<sm90::ChunkPass<kKeys, kDelta, kChannels, 8>>(p);
+    if (std::getenv("ATTNOPS_CUDA_MODEL_RING") != nullptr) {
+      if constexpr (!kChannels) {
+        if (turn % 2 == 0) return ring<sm90::ChunkRing<kKeys, kDelta, kChannels, 2>>(p, 1 + turn++ / 2 % 5);
+      }
+      return ring<sm90::ChunkRing<kKeys, kDelta, kChannels, 1>>(p, 1 + turn++ / 2 % 5);
     }
   }
   switch (turn++ % 3) {  // every width in turn: no bit depends on it

@@ -5,10 +5,12 @@
 #define __grid_constant__
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <iterator>
 #include <vector>
 
 // A software model of a CTA: its threads are contexts that take turns, and meet at barriers and in warps. What a kernel
@@ -33,10 +35,28 @@ struct Cta {
   ucontext_t scheduler;
   int current = 0, arrived = 0, alive = 0;
   uint64_t generation = 0;
+  struct Named {
+    int arrived = 0;
+    uint64_t generation = 0;
+  } named[16];  // hardware barriers
   std::function<void()> body;
+  std::vector<std::function<void()>> copies;  // that the engine has not made yet
 };
 
 inline Cta* cta = nullptr;
+
+// For what a GPU leaves open: which threads run first, and when copies land. The same in each run.
+inline uint32_t drawn(uint32_t below) {
+  static uint64_t state = 1;
+  state = state * 6364136223846793005u + 1442695040888963407u;
+  return static_cast<uint32_t>(state >> 33) % below;
+}
+
+// Has something done at some time from now on.
+inline void later(std::function<void()> copy) {
+  if (drawn(2) == 0) return copy();
+  cta->copies.push_back(std::move(copy));
+}
 
 inline void yield() { swapcontext(&cta->contexts[cta->current], &cta->scheduler); }
 
@@ -104,6 +124,7 @@ inline void run_cta(int threads, std::function<void()> body) {
   model.done.assign(threads, 0);
   model.warps.assign((threads + 31) / 32, Warp{});
   model.current = 0, model.arrived = 0, model.alive = threads, model.generation = 0;
+  std::fill(std::begin(model.named), std::end(model.named), Cta::Named{});
   model.body = std::move(body);
   turns.assign(threads, 0);
   blockDim.x = threads;
@@ -115,8 +136,18 @@ inline void run_cta(int threads, std::function<void()> body) {
     model.contexts[i].uc_link = nullptr;
     makecontext(&model.contexts[i], enter, 0);
   }
-  while (model.alive > 0) {
-    for (int i = 0; i < threads; ++i) {
+  while (model.alive > 0 || !model.copies.empty()) {
+    for (size_t i = 0; i < model.copies.size();) {
+      if (drawn(3) != 0) {
+        ++i;
+        continue;
+      }
+      model.copies[i]();
+      model.copies.erase(model.copies.begin() + i);
+    }
+    const int first = drawn(threads);
+    for (int turn = 0; turn < threads; ++turn) {
+      const int i = (first + turn) % threads;
       if (model.done[i]) continue;
       model.current = i;
       threadIdx.x = i;
@@ -141,6 +172,13 @@ inline void __syncwarp() { cuda_model::Lanes<int> meet(0); }
 inline float __shfl_xor_sync(unsigned, float x, int distance) {
   return cuda_model::Lanes<float>(x)[cuda_model::cta->current % 32 ^ distance];
 }
+inline float __shfl_sync(unsigned, float x, int lane) { return cuda_model::Lanes<float>(x)[lane]; }
+inline bool __all_sync(unsigned, bool own) {
+  const cuda_model::Lanes<int> lanes(own);
+  bool all = true;
+  for (int i = 0; i < 32; ++i) all = all && lanes[i] != 0;
+  return all;
+}
 inline float __shfl_up_sync(unsigned, float x, int distance) {
   const int lane = cuda_model::cta->current % 32;
   return cuda_model::Lanes<float>(x)[lane >= distance ? lane - distance : lane];
@@ -154,3 +192,11 @@ inline float __uint_as_float(uint32_t x) {
 #define __logf logf
 inline float __fdividef(float a, float b) { return a / b; }
 inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
+template <typename T>
+T __ldcs(const T* from) {
+  return *from;
+}
+template <typename T>
+void __stcs(T* to, const T& x) {
+  *to = x;
+}

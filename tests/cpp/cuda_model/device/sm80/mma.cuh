@@ -34,6 +34,29 @@ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
   }
 }
 
+inline uint32_t round_tf32(float x) {
+  uint32_t word;
+  std::memcpy(&word, &x, 4);
+  return (word + 0x1000u) & 0xffffe000u;
+}
+
+inline void mma_m16n8k8_tf32(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  struct Own {
+    uint32_t a[4], b[2];
+  };
+  const cuda_model::Lanes<Own> lanes(Own{{a[0], a[1], a[2], a[3]}, {b0, b1}});
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  for (int i = 0; i < 4; ++i) {
+    const int row = g + i / 2 * 8, column = 2 * t + i % 2;
+    float sum = 0.f;
+    for (int k = 0; k < 8; ++k) {
+      sum += __uint_as_float(lanes[row % 8 * 4 + k % 4].a[row / 8 + 2 * (k / 4)]) *
+             __uint_as_float(lanes[column * 4 + k % 4].b[k / 4]);
+    }
+    c[i] += sum;
+  }
+}
+
 inline uint32_t shared_word(uint32_t address) {
   uint32_t word;
   if (address % 4 != 0 || address + 4 > sizeof(memory)) std::abort();

@@ -47,4 +47,29 @@ void wgmma_n64(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int accumulat
   wgmma_rows<T, 0>(d, a, b, accumulate);
 }
 
+// The same with the first operand in shared memory, rows of m.
+template <typename T>
+void wgmma_n64(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, first = threadIdx.x / 32 % 4 * 16;
+  const uint32_t rows = static_cast<uint32_t>(a << 4), columns = static_cast<uint32_t>(b << 4);
+  __syncwarp();
+  for (int i = 0; i < 32; ++i) {
+    const int row = first + g + i % 4 / 2 * 8, column = i / 4 * 8 + 2 * t + i % 2;
+    float sum = 0.f;
+    for (int k = 0; k < 16; ++k) {
+      sum += swizzled_element(rows + row * 128 + k * 2) * swizzled_element(columns + column * 128 + k * 2);
+    }
+    d[i] = accumulate ? d[i] + sum : sum;
+  }
+  __syncwarp();
+}
+
+// Four 8 x 8 matrices; lane l gives the address of row l % 8 of matrix l / 8.
+inline void store_fragment(const uint32_t (&a)[4], uint32_t address) {
+  if (address % 16 != 0) std::abort();
+  const cuda_model::Lanes<uint32_t> rows(address);
+  const int lane = threadIdx.x % 32;
+  for (int i = 0; i < 4; ++i) std::memcpy(memory + rows[8 * i + lane / 4] + lane % 4 * 4, &a[i], 4);
+}
+
 }  // namespace attnops::sm90
