@@ -3,7 +3,8 @@
     python benchmarks/bench_compat_host.py python ../before/python      # folders that hold `attnops`, built
 
 Each folder gets a process. They take turns for every call, so that what else runs on the machine strikes all alike.
-Problems are small: on a CPU most of a call is what comes before the kernel. A call that a tree lacks is left out.
+Problems are small: on a CPU most of a call is what comes before the kernel; with `--empty` it is all but all of it. A
+call that a tree lacks is left out.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 import time
 
 
-def calls(device: str) -> dict:
+def calls(device: str, empty: bool) -> dict:
     """By name: a call without arguments, made of what every version of `attnops.compat` has."""
     import torch
     from attnops.compat import flash_attn_interface as fa3
@@ -27,7 +28,7 @@ def calls(device: str) -> dict:
     torch.set_num_threads(1)
     shape = {"device": device, "dtype": torch.bfloat16}
     tables = torch.arange(4, dtype=torch.int32, device=device).view(4, 1)
-    lens = torch.tensor([1, 2, 1, 3], dtype=torch.int32, device=device)
+    lens = torch.tensor([0] * 4 if empty else [1, 2, 1, 3], dtype=torch.int32, device=device)
     q, k = torch.randn(4, 2, 64, **shape), torch.randn(4, 16, 1, 64, **shape)
     mla_q, latents = torch.randn(4, 1, 1, 576, **shape), torch.randn(4, 64, 576, **shape)
     workspace = torch.zeros(1 << 20, dtype=torch.uint8, device=device)
@@ -51,7 +52,7 @@ def calls(device: str) -> dict:
     sized = {"num_kv_heads": 1, "page_size": 16}
     written = torch.empty_like(q).unsqueeze(1)
     schedule = flash_mla.get_mla_metadata()[0]
-    ragged = {"cu_seqlens_q": indptr, "cu_seqlens_k": indptr, "max_seqlen_q": 1, "max_seqlen_k": 1}
+    ragged = {"cu_seqlens_q": indptr, "cu_seqlens_k": indptr * (not empty), "max_seqlen_q": 1, "max_seqlen_k": 1}
     return {
         "wrapper.plan": lambda: wrapper.plan(**page, **heads, q_data_type=torch.bfloat16),
         "wrapper.run": lambda: wrapper.run(q, (k, k)),
@@ -78,13 +79,13 @@ def calls(device: str) -> dict:
     }
 
 
-def serve(device: str) -> None:
+def serve(device: str, empty: bool) -> None:
     """Times the calls whose names come in, a line each."""
     import torch
 
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     clock = time.perf_counter if device == "cuda" else time.thread_time  # of this thread alone, where others run
-    made = calls(device)
+    made = calls(device, empty)
     for name in made:
         made[name]()
     print(json.dumps(sorted(made)), flush=True)
@@ -102,16 +103,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trees", nargs="+", help="folders that hold attnops; the first is the one to judge")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--empty", action="store_true", help="requests without keys: kernels have nothing to do")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--count", type=int, default=60, help="calls of a round")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        serve(options.device)
+        serve(options.device, options.empty)
         return
     servers = []
     for tree in options.trees:
         command = [sys.executable, __file__, tree, "--serve", "--device", options.device]
+        command += ["--empty"] * options.empty
         environment = os.environ | {"PYTHONPATH": os.path.abspath(tree), "OMP_NUM_THREADS": "1"}
         servers.append(
             subprocess.Popen(

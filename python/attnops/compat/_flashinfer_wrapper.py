@@ -228,15 +228,22 @@ class BatchDecodeWithPagedKVCacheWrapper(ReturnsLse):
         if plan is None:
             raise RuntimeError(f"attnops.compat: {name}: plan must run first")
         k_pages, v_pages = split_kv(name, paged_kv_cache, self._kv_layout)
-        for what, got, planned in (
-            ("window_left", window_left, self._window),
-            ("q_len_per_req", q_len_per_req, plan.seqlen_q),
-            ("q's dtype", q.dtype, self._q_dtype),
-            ("the cache's dtype", k_pages.dtype, self._kv_dtype),
-            ("page_size", k_pages.shape[1], self._page_size),
+        if (
+            (window_left is not None and window_left != self._window)
+            or (q_len_per_req is not None and q_len_per_req != plan.seqlen_q)
+            or q.dtype != self._q_dtype
+            or k_pages.dtype != self._kv_dtype
+            or k_pages.shape[1] != self._page_size
         ):
-            if got is not None and got != planned:
-                raise ValueError(f"attnops.compat: {name}: {what} is {got}, planned was {planned}")
+            for what, got, planned in (
+                ("window_left", window_left, self._window),
+                ("q_len_per_req", q_len_per_req, plan.seqlen_q),
+                ("q's dtype", q.dtype, self._q_dtype),
+                ("the cache's dtype", k_pages.dtype, self._kv_dtype),
+                ("page_size", k_pages.shape[1], self._page_size),
+            ):
+                if got is not None and got != planned:
+                    raise ValueError(f"attnops.compat: {name}: {what} is {got}, planned was {planned}")
         k_heads = v_heads = None
         if args:
             k_heads, v_heads = head_scales(name, args)

@@ -32,7 +32,7 @@ def fmha_plan(
 
     Source: longest processing time first (Graham 1969) over binned costs, a stable counting sort.
     """
-    torch.ops.attnops.fmha_plan(
+    torch.ops.attnops.fmha_plan.default(
         plan.tile_order,
         cu_seqlens_q,
         cu_seqlens_k,
@@ -119,9 +119,10 @@ def fmha_varlen(
     Source: the online softmax of FlashAttention-2 (arXiv:2307.08691), with the rarely moving reference of
     FlashAttention-4.
     """
-    check_plan_key("fmha_varlen", plan, {"causal": causal, "window_left": window_left}, "causal and window_left")
+    if causal != plan.causal or window_left != plan.window_left:
+        check_plan_key("fmha_varlen", plan, {"causal": causal, "window_left": window_left}, "causal and window_left")
     out, lse = _destinations(q, v.shape[-1], out, lse, return_lse)
-    torch.ops.attnops.fmha_varlen(
+    torch.ops.attnops.fmha_varlen.default(
         out,
         lse,
         q,
@@ -206,9 +207,10 @@ def fmha_paged(
         by_head = (sinks, k_scale, v_scale)
         _prefill_blocks(q, *pages, cu_seqlens_q, plan, block_list, out, lse, report, *by_head, options)
         return out, lse
-    check_plan_key("fmha_paged", plan, {"causal": causal, "window_left": window_left}, "causal and window_left")
+    if causal != plan.causal or window_left != plan.window_left:
+        check_plan_key("fmha_paged", plan, {"causal": causal, "window_left": window_left}, "causal and window_left")
     out, lse = _destinations(q, v_pages.shape[-1], out, lse, return_lse)
-    torch.ops.attnops.fmha_paged(
+    torch.ops.attnops.fmha_paged.default(
         out,
         lse,
         q,

@@ -36,7 +36,7 @@ def merge_state(
     """
     out = torch.empty_like(out_a) if out is None else out
     lse = torch.empty_like(lse_a) if lse is None else lse
-    torch.ops.attnops.merge_state(out, lse, out_a, lse_a, out_b, lse_b)
+    torch.ops.attnops.merge_state.default(out, lse, out_a, lse_a, out_b, lse_b)
     return out, lse
 
 
@@ -63,7 +63,7 @@ def merge_states(
     """
     out = outs.new_empty(outs.shape[1:]) if out is None else out
     lse = lses.new_empty(lses.shape[1:]) if lse is None else lse
-    torch.ops.attnops.merge_states(out, lse, outs, lses)
+    torch.ops.attnops.merge_states.default(out, lse, outs, lses)
     return out, lse
 
 
