@@ -9,7 +9,8 @@
 // the group's 256, and row 8 j + 2 (lane % 4) + e.
 namespace attnops::mla_decode::sm90 {
 
-using TransposedOutput = float[4][32];
+template <int kRows>
+using TransposedOutput = float[4][kRows / 2];
 
 // By row: what values are multiplied by (0: the row saw no key), and where the row goes, or for a partial result the
 // natural logs of the row's sum and of what a stored value weighs.
@@ -46,8 +47,9 @@ __device__ inline void end_row(const Params& p, const Piece& piece, int row, flo
   }
 }
 
+template <int kCount>
 __device__ inline void store_transposed_partial(const Params& p, const Piece& piece, const TransposedEnds& ends,
-                                                int group, const TransposedOutput& o) {
+                                                int group, const float (&o)[4][kCount]) {
   const int thread = threadIdx.x % kGroupThreads, lane = threadIdx.x % 32, warp = thread / 32;
   auto* out = reinterpret_cast<uint4*>(p.out_partial + static_cast<int64_t>(piece.partial) * kPlanRows * kHeadDimV);
   const float2* factors = reinterpret_cast<const float2*>(ends.factor) + lane % 4;
@@ -55,7 +57,7 @@ __device__ inline void store_transposed_partial(const Params& p, const Piece& pi
   auto* halves = reinterpret_cast<uint2*>(out + (group * kPartialVecs + warp) * kGroupThreads) +
                  2 * (8 * (lane % 4) + lane / 4 % 4) + lane / 16;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {  // 16 rows
+  for (int i = 0; i < kCount / 8; ++i) {  // 16 rows
     const float2 upper = factors[8 * i], lower = factors[8 * i + 4];
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
@@ -70,17 +72,18 @@ __device__ inline void store_transposed_partial(const Params& p, const Piece& pi
     }
   }
   const int row = 16 * warp + lane / 4;
+  if (2 * kCount < kPlanRows && row >= 2 * kCount) return;
   reinterpret_cast<float4*>(out + kPartialWeights)[group * kGroupThreads + thread] = {
       ends.lse[row], ends.lse[row + 8], ends.weight[row], ends.weight[row + 8]};
 }
 
-template <typename T, Options kOptions>
+template <typename T, Options kOptions, int kCount>
 __device__ inline void store_transposed_rows(const Params& p, const Piece& piece, const TransposedEnds& ends, int group,
-                                             bool aligned, const TransposedOutput& o) {
+                                             bool aligned, const float (&o)[4][kCount]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x % kGroupThreads / 32;
   T* const out = static_cast<T*>(p.out) + group * 256 + warp * 16 + lane / 4 * 2;
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
+  for (int j = 0; j < kCount / 4; ++j) {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const int row = 8 * j + 2 * (lane % 4) + e;
@@ -102,14 +105,14 @@ __device__ inline void store_transposed_rows(const Params& p, const Piece& piece
 }
 
 // When rows' ends are in shared memory, for all threads to see.
-template <typename T, Options kOptions>
+template <typename T, Options kOptions, int kCount>
 __device__ inline void store_transposed(const Params& p, const Piece& piece, const TransposedEnds& ends, int group,
-                                        bool aligned, TransposedOutput& o) {
+                                        bool aligned, float (&o)[4][kCount]) {
   const int lane = threadIdx.x % 32;
-  const float2 factor = reinterpret_cast<const float2*>(ends.factor)[lane];
+  const float2 factor = reinterpret_cast<const float2*>(ends.factor)[lane % kCount];
   if (__any_sync(0xffffffffu, factor.x == 0.f || factor.y == 0.f)) {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
+    for (int j = 0; j < kCount / 4; ++j) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         if (ends.factor[8 * j + 2 * (lane % 4) + e] != 0.f) continue;

@@ -72,36 +72,28 @@ template <class At>
 __device__ inline void exchange_outputs(uint8_t* base, int team, const float (&o)[kColumnTiles][At::kRows / 2],
                                         float (&total)[kOwnColumnTiles<At>][At::kRows / 2]) {
   constexpr int kCount = At::kRows / 2, kOwnTiles = kOwnColumnTiles<At>;
-  if constexpr (At::kTeams == 1) {
+  constexpr int kVecs = kCount / 4;
+  float4* const outputs = reinterpret_cast<float4*>(base + At::kOutputs);
 #pragma unroll
-    for (int m = 0; m < kOwnTiles; ++m) {
+  for (int m = 0; m < kOwnTiles; ++m) {
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) total[m][i] = o[m][i];
+    for (int i = 0; i < kCount; ++i) total[m][i] = team == 0 ? o[m][i] : o[kOwnTiles + m][i];
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) {
+      const auto given = [&](int i) { return team == 0 ? o[kOwnTiles + m][4 * v + i] : o[m][4 * v + i]; };
+      outputs[(m * kVecs + v) * At::kConsumerThreads + threadIdx.x] = {given(0), given(1), given(2), given(3)};
     }
-  } else {
-    constexpr int kVecs = kCount / 4;
-    float4* const outputs = reinterpret_cast<float4*>(base + At::kOutputs);
+  }
+  named_barrier_sync(kAll, At::kConsumerThreads);
 #pragma unroll
-    for (int m = 0; m < kOwnTiles; ++m) {
+  for (int m = 0; m < kOwnTiles; ++m) {
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) total[m][i] = team == 0 ? o[m][i] : o[kOwnTiles + m][i];
-#pragma unroll
-      for (int v = 0; v < kVecs; ++v) {
-        const auto given = [&](int i) { return team == 0 ? o[kOwnTiles + m][4 * v + i] : o[m][4 * v + i]; };
-        outputs[(m * kVecs + v) * At::kConsumerThreads + threadIdx.x] = {given(0), given(1), given(2), given(3)};
-      }
-    }
-    named_barrier_sync(kAll, At::kConsumerThreads);
-#pragma unroll
-    for (int m = 0; m < kOwnTiles; ++m) {
-#pragma unroll
-      for (int v = 0; v < kVecs; ++v) {
-        const float4 x = outputs[(m * kVecs + v) * At::kConsumerThreads + (threadIdx.x ^ kTeamThreads)];
-        total[m][4 * v] += x.x;
-        total[m][4 * v + 1] += x.y;
-        total[m][4 * v + 2] += x.z;
-        total[m][4 * v + 3] += x.w;
-      }
+    for (int v = 0; v < kVecs; ++v) {
+      const float4 x = outputs[(m * kVecs + v) * At::kConsumerThreads + (threadIdx.x ^ kTeamThreads)];
+      total[m][4 * v] += x.x;
+      total[m][4 * v + 1] += x.y;
+      total[m][4 * v + 2] += x.z;
+      total[m][4 * v + 3] += x.w;
     }
   }
 }

@@ -77,7 +77,7 @@ class Consumer {
         multiply_values(place_of(at.slot), At::empty_barrier(shared_, at.slot), o);
       }
       count_ += piece.num_tiles;
-      if (At::kTeams == 2 && place().team == 1 && piece.num_tiles % 2 == 1) pass_barriers_of_tile();
+      if (place().team == 1 && piece.num_tiles % 2 == 1) pass_barriers_of_tile();
       publish_rows(rows_, base_);
       finish_piece<T, At>(p_, piece, place(), base_, kv_scale_, out_aligned_, o);
     }
@@ -253,22 +253,9 @@ class Consumer {
   __device__ void store_rounded(const SoftmaxScores& s, uint32_t place) const {
     const int chunk = 2 * warp_ + lane_ / 8 % 2;
     const uint32_t half = place + rows_.first_row() * 128;
-    if constexpr (At::kSoftmaxRows == 8) {
-      const uint32_t pairs[2] = {attnops::sm90::pack_pair<__half>(s[0], s[1]),
-                                 attnops::sm90::pack_pair<__half>(s[2], s[3])};
-      attnops::sm90::store_transposed(pairs, half + attnops::sm90::swizzled(lane_ % 8, chunk));
-    } else {
-#pragma unroll
-      for (int row = 0; row < At::kSoftmaxRows; row += 16) {
-        uint32_t pairs[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          pairs[i] = attnops::sm90::pack_pair<__half>(s[row / 2 + 2 * i], s[row / 2 + 2 * i + 1]);
-        }
-        const int own_row = row + 8 * (lane_ / 16) + lane_ % 8;
-        attnops::sm90::store_transposed(pairs, half + attnops::sm90::swizzled(own_row, chunk));
-      }
-    }
+    const uint32_t pairs[2] = {attnops::sm90::pack_pair<__half>(s[0], s[1]),
+                               attnops::sm90::pack_pair<__half>(s[2], s[3])};
+    attnops::sm90::store_transposed(pairs, half + attnops::sm90::swizzled(lane_ % 8, chunk));
   }
 
   // Load number `i` of V: 16 columns of this warp in the group's blocks of 64, for half of the tile's tokens.

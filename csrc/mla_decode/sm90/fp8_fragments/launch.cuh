@@ -56,16 +56,15 @@ void launch_wide_shape(const Params& p, const WideModes& wide, cudaStream_t stre
   if (p.tile_scheduler_metadata) sm90::launch_merge<T>(p, stream);
 }
 
-// Blocks of 64 rows.
-template <typename T, Format kFormat>
+template <typename T, Format kFormat, int kRows>
 void launch_wide(const Params& p, cudaStream_t stream) {
   const WideModes wide{.queries_by_map = queries_fit(p),
                        .out_aligned = rows_aligned(p.out, size_of(p.dtype), 4, p.out_stride_request, p.out_stride_token,
                                                    p.out_stride_head)};
   if (is_common(p, {.queries_by_map = wide.queries_by_map, .out_aligned = wide.out_aligned})) {
-    launch_wide_shape<T, WideShape<kFormat, Options::kCommon>>(p, wide, stream);
+    launch_wide_shape<T, WideShape<kFormat, Options::kCommon, kRows>>(p, wide, stream);
   } else {
-    launch_wide_shape<T, WideShape<kFormat, Options::kAll>>(p, wide, stream);
+    launch_wide_shape<T, WideShape<kFormat, Options::kAll, kRows>>(p, wide, stream);
   }
 }
 
@@ -74,7 +73,7 @@ template <typename T, Format kFormat>
 void launch_selected(const Params& given, cudaStream_t stream) {
   if (given.batch_size == 0) return;
   const Params p = as_page_table(given);
-  if (p.num_q_heads <= kFewRows) return launch_shape<T, Shape<kFormat, kFewRows, Options::kSelected>>(p, stream);
+  if (p.num_q_heads <= kFewRows) return launch_shape<T, Shape<kFormat, Options::kSelected>>(p, stream);
   const WideModes wide{
       .queries_by_map = queries_fit(p),
       .out_aligned = rows_aligned(p.out, size_of(p.dtype), 4, p.out_stride_request, p.out_stride_head)};
@@ -85,9 +84,9 @@ template <typename T, Format kFormat>
 void launch(const Params& p, cudaStream_t stream) {
   if (p.batch_size == 0) return;
   const int rows = p.seqlen_q * p.num_q_heads;
-  if (rows <= kFewRows) return launch_shape<T, Shape<kFormat, kFewRows>>(p, stream);
-  if (rows <= 32) return launch_shape<T, Shape<kFormat, 32>>(p, stream);
-  launch_wide<T, kFormat>(p, stream);
+  if (rows <= kFewRows) return launch_shape<T, Shape<kFormat>>(p, stream);
+  if (rows <= 32) return launch_wide<T, kFormat, 32>(p, stream);
+  launch_wide<T, kFormat, kPlanRows>(p, stream);
 }
 
 }  // namespace attnops::mla_decode::sm90::fp8_fragments

@@ -62,8 +62,8 @@ struct Storage<Format::kRow> {
   __device__ static uint32_t second_half(uint32_t place) { return place + 32; }
 };
 
-// A kernel for up to kRows query rows, 16 or 32, and its shared memory in bytes from a 1 KB boundary.
-template <Format kFormat_, int kRows_, Options kOptions_ = Options::kAll>
+// The kernel for up to 16 query rows, and its shared memory in bytes from a 1 KB boundary.
+template <Format kFormat_, Options kOptions_ = Options::kAll>
 struct Shape {
   static constexpr Format kFormat = kFormat_;
   static constexpr Options kOptions = kOptions_;
@@ -72,11 +72,11 @@ struct Shape {
   static constexpr int kTileBytes = kPlanTileTokens * Rows::kRowBytes;
   static constexpr int kQuarterBytes = kGroupsPerWarp * Rows::kGroupBytes;
 
-  static constexpr int kRows = kRows_;
+  static constexpr int kRows = 16;
+  static constexpr bool kQueriesInRing = false;
   static constexpr int kQueries = kRows / 4;      // rows that a thread's fragment of a product holds a part of
   static constexpr int kSoftmaxRows = kRows / 2;  // the softmax of a row is one group's: group 0 has the first half
-  // An accumulator of more than 16 rows fills the registers of two teams.
-  static constexpr int kTeams = kRows == 16 ? 2 : 1;
+  static constexpr int kTeams = 2;
   // A team must have seen a slot's tile before it waits for the next one there, or the wait's parity says nothing:
   // slots belong to teams, so they are as many for each.
   static constexpr int kRingTiles = 4;
@@ -85,10 +85,9 @@ struct Shape {
   static constexpr int kConsumerThreads = kTeams * kTeamThreads;
   static constexpr int kQueryThreads = kConsumerThreads;  // that bring the queries
   static constexpr int kThreads = kConsumerThreads + 32 * kLoadingWarps;
-  // A CTA never has more registers than its launch took: 96 per thread, or 168.
-  static constexpr int kConsumerRegisters = kTeams == 2 ? 104 : 216;
-  static constexpr int kLoaderRegisters = kTeams == 2 ? 64 : 72;
-  static_assert(kTeams * kGroups * kConsumerRegisters + kLoaderRegisters <= (kTeams == 2 ? 5 * 96 : 3 * 168));
+  // A CTA never has more registers than its launch took: 96 per thread.
+  static constexpr int kConsumerRegisters = 104, kLoaderRegisters = 64;
+  static_assert(kTeams * kGroups * kConsumerRegisters + kLoaderRegisters <= 5 * 96);
 
   static constexpr int kQueryPiece = kRows * 128;  // 64 columns of all rows, 16 bit
   static constexpr int kQ = 0;
@@ -100,8 +99,7 @@ struct Shape {
   static constexpr int kScoresBytes = kRows / 2 * 128 * 4;
   // At the end of a piece, in their place: outputs on their way between the teams, 16 of a thread.
   static constexpr int kOutputs = kP;
-  static constexpr int kOutputBytes = kTeams == 2 ? kConsumerThreads * 16 * 4 : 0;
-  static_assert(kTeams == 1 || kRows == 16);
+  static constexpr int kOutputBytes = kConsumerThreads * 16 * 4;
   static constexpr int kStates = max_of(kScores + kTeams * kScoresBytes, kOutputs + kOutputBytes);  // by team
   // Of a team:
   static constexpr int kSumWarps = 4;                               // that know a part of a row's sum

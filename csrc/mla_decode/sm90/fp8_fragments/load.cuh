@@ -15,13 +15,13 @@
 // row by row, with zeros for what may not be read.
 namespace attnops::mla_decode::sm90::fp8_fragments {
 
-// Up to 32 query rows, a request is one work, and its pieces are found with less.
+// Where a request is one work, its pieces are found with less.
 template <class At>
 struct WalkOf {
   using Type = few_rows::RequestWalkFor<At::kOptions>;
 };
 template <class At>
-  requires(At::kRows > few_rows::kMaxRows)
+  requires(At::kQueriesInRing)
 struct WalkOf<At> {
   using Type = PieceWalkFor<At::kOptions>;
 };
@@ -68,7 +68,6 @@ class Loader : QuarterPages<Paging> {
 
  private:
   static constexpr bool kSelects = At::kOptions == Options::kSelected;
-  static constexpr bool kBringsQueries = At::kRows > few_rows::kMaxRows;  // through the ring: wide.cuh
 
   __device__ void run(Walk<At> walk, const SplitKvEntry& entry, int first_request, [[maybe_unused]] bool has_queries) {
     int first_page = kSelects ? kUnknown : speculate(first_request, entry.begin_tile);
@@ -79,7 +78,7 @@ class Loader : QuarterPages<Paging> {
       } else {
         check_length(piece);
       }
-      if constexpr (kBringsQueries) {
+      if constexpr (At::kQueriesInRing) {
         if (!has_queries) load_queries(piece);
         has_queries = false;
       }

@@ -3,7 +3,7 @@
 #include "mla_decode/sm90/pieces.cuh"
 #include "mla_decode/sm90/raw_queries.cuh"
 
-// Sizes and shared memory of the kernel for blocks of 64 query rows over e4m3 caches.
+// Sizes and shared memory of the kernel with roles over e4m3 caches.
 namespace attnops::mla_decode::sm90::fp8_fragments {
 
 // Three warpgroups multiply: two have 256 columns of V each, the third has the scores.
@@ -25,7 +25,8 @@ struct WideModes {
   bool out_aligned;     // rows of the output start on 4-byte boundaries
 };
 
-template <Format kFormat_, Options kOptions_>
+// For blocks of kRows_ query rows, 16, 32 or 64.
+template <Format kFormat_, Options kOptions_, int kRows_ = kPlanRows>
 struct WideShape {
   static constexpr Format kFormat = kFormat_;
   static constexpr Options kOptions = kOptions_;
@@ -33,8 +34,10 @@ struct WideShape {
   using Rows = Storage<kFormat>;
   static constexpr int kTileBytes = kPlanTileTokens * Rows::kRowBytes;
   static constexpr int kQuarterBytes = kGroupsPerWarp * Rows::kGroupBytes;
-  static constexpr int kRows = kPlanRows;
-  static constexpr int kRingTiles = 3;
+  static constexpr int kRows = kRows_;
+  static constexpr bool kQueriesInRing = true;
+  // What shared memory has room for beside the queries.
+  static constexpr int kRingTiles = kRows == 64 ? 3 : kRows == 32 || kScaled ? 4 : 5;
 
   static constexpr int kConsumerThreads = kValueThreads + kGroupThreads;
   static constexpr int kThreads = kConsumerThreads + 32 * kLoadingWarps;
@@ -53,8 +56,8 @@ struct WideShape {
   static constexpr int kTotalsBytes = 5 * kRows * 4;                  // float [4][kRows], sums by warp; references
   static constexpr int kRowPairs = kTotals + 2 * kTotalsBytes;        // float4 [kRows / 2]
   static constexpr int kQueryScale = kRowPairs + kRows / 2 * 16;      // float [kRows]
-  static constexpr int kEnds = kQueryScale + kRows * 4;               // TransposedEnds, 16 bytes a row
-  static constexpr int kRatios = kEnds + kRows * 16;                  // fp16 [kWideBuffers][4][64]
+  static constexpr int kEnds = kQueryScale + kRows * 4;               // TransposedEnds, 16 bytes a row of a block
+  static constexpr int kRatios = kEnds + kPlanRows * 16;              // fp16 [kWideBuffers][4][64]
   static constexpr int kRatioBytes = kScaled ? 4 * kPlanTileTokens * 2 : 0;
   static constexpr int kMoved = kRatios + kWideBuffers * kRatioBytes;  // int [kWideBuffers]
   static constexpr int kMost = kMoved + 16;   // float [2][4]: the largest scale, by parity of the piece and warp

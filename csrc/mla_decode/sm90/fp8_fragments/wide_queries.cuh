@@ -17,11 +17,12 @@ __device__ inline void convert_queries(const uint8_t* first, const uint8_t* seco
     const QueryScale<14> scale(raw.largest());
     factor = scale.factor, inverse = scale.inverse;
   }
-  if (quad == 0) scales[row] = inverse;
+  const bool has_row = At::kRows == kPlanRows || row < At::kRows;
+  if (quad == 0 && has_row) scales[row] = inverse;
 #pragma unroll 1
   for (int half = 0; half < kQueryStages; ++half) {
 #pragma unroll 3
-    for (int box = 0; box < kQueryBoxes; ++box) {
+    for (int box = 0; box < (has_row ? kQueryBoxes : 0); ++box) {
       const QueryChunk x = raw.chunk(half, box);
       const int number = half * kQueryBoxes + box, piece = number / 2, chunk = number % 2 * 4 + quad / 2 * 2;
       const uint32_t place = queries + piece * At::kQueryPiece;

@@ -47,14 +47,17 @@ class WideSoftmax {
       mask(piece, first_key, s);
     }
     // The largest exponent: by maxima, for a chain of predicates takes longer than all else here.
-    float tops[4];
+    constexpr int kTops = min_of(4, At::kRows / 8);
+    float tops[kTops];
 #pragma unroll
     for (int j = 0; j < At::kRows / 8; ++j) {
       const float4 pair = pair_of(j);
       const float most = fmaxf(top(s, j, 0, pair.x, weight) - pair.y, top(s, j, 1, pair.z, weight) - pair.w);
-      tops[j % 4] = j < 4 ? most : fmaxf(tops[j % 4], most);
+      tops[j % kTops] = j < kTops ? most : fmaxf(tops[j % kTops], most);
     }
-    const bool above = fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3])) > kLift + kSlack;
+    float most = fmaxf(tops[0], tops[1]);
+    if constexpr (kTops == 4) most = fmaxf(most, fmaxf(tops[2], tops[3]));
+    const bool above = most > kLift + kSlack;
     const bool moved = attnops::sm90::named_barrier_or(kScoreWarps, kGroupThreads, above);
     if (moved) move_references(s, weight, factors);
     return moved;

@@ -14,6 +14,7 @@ template <typename T, class At>
 class ValueConsumer {
   static constexpr int kInFlight = 2, kAhead = 2;  // products; loads
   static constexpr int kBlocks = 4;                // of 64 columns
+  using Output = TransposedOutput<At::kRows>;
 
  public:
   __device__ ValueConsumer(const Params& p, bool out_aligned, uint8_t* base, uint32_t shared)
@@ -28,7 +29,7 @@ class ValueConsumer {
   __device__ void run() {
     PieceWalkFor<At::kOptions> walk(*reinterpret_cast<const SplitKvEntry*>(base_ + At::kEntry));
     Piece piece;
-    TransposedOutput o;
+    Output o;
     bool more = walk.next(p_, piece);
     for (bool is_first = true; more || !is_first; is_first = false) {
       // First the next queries, whose place is free by now: the next piece's scores are computed while this is stored.
@@ -38,7 +39,7 @@ class ValueConsumer {
       if (!more) return;
       parity_ ^= 1;
 #pragma unroll
-      for (int i = 0; i < 128; ++i) o[i / 32][i % 32] = 0.f;
+      for (int i = 0; i < kBlocks * At::kRows / 2; ++i) o[i % kBlocks][i / kBlocks] = 0.f;
 #pragma unroll 1
       for (; tiles > 0; --tiles, ++count_, ++taken_) multiply_values(o);
       attnops::sm90::mbarrier_meet(At::sums_barrier(shared_));
@@ -102,7 +103,7 @@ class ValueConsumer {
   }
 
   // o += columns of V of the next tile times its probabilities; both are given back.
-  __device__ void multiply_values(TransposedOutput& o) const {
+  __device__ void multiply_values(Output& o) const {
     constexpr int kLoads = 2 * kBlocks;
     const RingSlot<At> at(count_);
     const int buffer = taken_ % kWideBuffers;
@@ -140,10 +141,10 @@ class ValueConsumer {
     attnops::sm90::mbarrier_arrive(At::taken_barrier(shared_, buffer));
   }
 
-  __device__ void rescale(int buffer, TransposedOutput& o) const {
+  __device__ void rescale(int buffer, Output& o) const {
     const float2* factors = reinterpret_cast<const float2*>(base_ + At::kFactor + buffer * At::kRows * 4) + lane_ % 4;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
+    for (int j = 0; j < At::kRows / 8; ++j) {
       const float2 factor = factors[4 * j];
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
@@ -155,7 +156,7 @@ class ValueConsumer {
     }
   }
 
-  __device__ void finish_piece(TransposedOutput& o) const {
+  __device__ void finish_piece(Output& o) const {
     Piece piece;
     piece.request = stored(parity_)->request, piece.first_row = stored(parity_)->first_row;
     piece.num_rows = stored(parity_)->num_rows, piece.partial = stored(parity_)->partial;

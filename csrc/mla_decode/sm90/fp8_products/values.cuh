@@ -21,6 +21,7 @@ class ValueConsumer {
   using L = Layout;
   using Fragments = uint32_t[2][4];              // of 64 dims
   static constexpr int kBlocks = 4, kAhead = 2;  // of 64 dims; of these, loads
+  using Output = TransposedOutput<kPlanRows>;
 
  public:
   __device__ ValueConsumer(const Params& p, const Modes& modes, int group, uint8_t* base, uint32_t shared)
@@ -36,7 +37,7 @@ class ValueConsumer {
   __device__ void run() {
     PieceWalkFor<kOptions> walk(*reinterpret_cast<const SplitKvEntry*>(base_ + L::kEntry));
     Piece piece;
-    TransposedOutput o;
+    Output o;
     bool more = walk.next(p_, piece);
     for (bool is_first = true; more || !is_first; is_first = false) {
       // First the next queries, whose place is free by now: the next piece's scores are computed while this is stored.
@@ -86,7 +87,7 @@ class ValueConsumer {
 
   // o += V^T P^T of the next tile for this group's 256 dims, in four blocks of 64; tile and probabilities are given
   // back.
-  __device__ void multiply_values(TransposedOutput& o) const {
+  __device__ void multiply_values(Output& o) const {
     const int buffer = taken_ % L::kBuffers;
     Fragments a[kAhead + 1];
     mbarrier_wait(shared_ + L::barrier_full(ring_.stage), ring_.phase);
@@ -143,7 +144,7 @@ class ValueConsumer {
 
   // The columns of the transposed output are rows of q, so their factors come from shared memory, where the warp that
   // has a row says so.
-  __device__ void rescale(int buffer, uint32_t moved, TransposedOutput& o) const {
+  __device__ void rescale(int buffer, uint32_t moved, Output& o) const {
     const float2* factors = reinterpret_cast<const float2*>(base_ + L::kFactors + buffer * 256) + lane_ % 4;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -158,7 +159,7 @@ class ValueConsumer {
     }
   }
 
-  __device__ void finish_piece(TransposedOutput& o) const {
+  __device__ void finish_piece(Output& o) const {
     Piece piece;
     piece.request = stored(parity_)->request, piece.first_row = stored(parity_)->first_row;
     piece.num_rows = stored(parity_)->num_rows, piece.partial = stored(parity_)->partial;
