@@ -84,6 +84,7 @@ class Result:
         status: "ok", "failed", "void": nothing was called; or "refused": the library has honestly no kernel for it.
         seen: What the run counts.
         fatal: The process is of no more use.
+        seconds: That the case took, a compiler's among them.
     """
 
     status: str
@@ -91,6 +92,7 @@ class Result:
     message: str = ""
     seen: list[str] = field(default_factory=list)
     fatal: bool = False
+    seconds: float = 0.0
 
 
 def family_of(draw: Draw, only: tuple[str, ...] = ()) -> str:

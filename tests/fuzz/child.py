@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import sys
+import time
 
 from .cases import Result, run_case
 from .runner import CASE_SECONDS
@@ -28,7 +29,9 @@ def serve(seed: int, device: str, only: tuple[str, ...]) -> None:
     answers.write("ready\n")
     for line in sys.stdin:
         faulthandler.dump_traceback_later(0.9 * CASE_SECONDS)  # where it stands: this process is killed soon
+        begin = time.monotonic()
         result = run_case(seed, int(line), device, only)
+        result.seconds = time.monotonic() - begin
         faulthandler.cancel_dump_traceback_later()
         answers.write(json.dumps(dataclasses.asdict(result)) + "\n")
         if result.fatal:

@@ -40,7 +40,7 @@ def _bounds(lengths: list[int], first: int = 0) -> list[int]:
 
 
 def _int32(draw: Draw, values: list[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=draw.device)
+    return torch.tensor(values, dtype=torch.int32).to(draw.device, non_blocking=True)
 
 
 @dataclass
@@ -93,7 +93,9 @@ def draw_call(draw: Draw, *, paged: bool) -> Call:
     answer = _with_padding(answer, padding)
     q = strided(draw, torch.cat([q, torch.full((padding, heads, dim), math.nan, dtype=dtype)]))
     options = call_options(draw, rules) | {"window_right": rules.window_right}
-    options["k_scale"], options["v_scale"] = (None if s is None else s.to(draw.device) for s in (k_scale, v_scale))
+    options["k_scale"], options["v_scale"] = (
+        None if s is None else s.to(draw.device, non_blocking=True) for s in (k_scale, v_scale)
+    )
     options["tree_mask"] = None
     if rules.tree is not None:
         mask = pack(draw, rules.tree)
@@ -101,7 +103,7 @@ def draw_call(draw: Draw, *, paged: bool) -> Call:
         options["tree_mask"] = strided(draw, torch.cat([mask, garbage]))
     if rules.hidden is not None:
         garbage = torch.full((padding, 2), HUGE_INDEX, dtype=torch.int64)
-        options["hidden_keys"] = torch.cat([rules.hidden, garbage]).int().to(draw.device)
+        options["hidden_keys"] = torch.cat([rules.hidden, garbage]).int().to(draw.device, non_blocking=True)
     plan = FmhaPlan.allocate(
         q.shape[0] + draw.number(0, 40),
         batch + draw.number(0, 2),

@@ -82,13 +82,13 @@ def right_decode(draw: Draw) -> None:
         k_scales,
         v_scales,
         paging.indices if csr else paging.table,
-        torch.tensor(lengths, dtype=torch.int32, device=draw.device),
+        torch.tensor(lengths, dtype=torch.int32).to(draw.device, non_blocking=True),
         kv_indptr=paging.indptr if csr else None,
         window_left=rules.window_left,
         logit_cap=cap,
-        sinks=None if sinks is None else sinks.to(draw.device),
-        k_scale=None if k_scale is None else k_scale.to(draw.device),
-        v_scale=None if v_scale is None else v_scale.to(draw.device),
+        sinks=None if sinks is None else sinks.to(draw.device, non_blocking=True),
+        k_scale=None if k_scale is None else k_scale.to(draw.device, non_blocking=True),
+        v_scale=None if v_scale is None else v_scale.to(draw.device, non_blocking=True),
         out=out.view,
         lse=lse.view,
         report=report,
@@ -125,8 +125,8 @@ def right_store(draw: Draw) -> None:
         strided(draw, k[0]),
         strided(draw, v[0]) if has_v else None,
         slots.to(draw.device, draw.pick([torch.int32, torch.int64])),
-        k_scale=None if k[3] is None else k[3].to(draw.device),
-        v_scale=None if v[3] is None else v[3].to(draw.device),
+        k_scale=None if k[3] is None else k[3].to(draw.device, non_blocking=True),
+        v_scale=None if v[3] is None else v[3].to(draw.device, non_blocking=True),
     )
     where = slots[stored]
     for rows, codes, of_blocks, scale in sides:

@@ -46,7 +46,7 @@ def right_quantization(draw: Draw) -> None:
     slots = paging.slots.clone()
     lost = [i for i in range(count) if draw.chance(0.05)]
     slots[lost] = -draw.number(1, 1 << 40)
-    ops.store_index_k(pages, strided(draw, x), slots.to(draw.device), **options)
+    ops.store_index_k(pages, strided(draw, x), slots.to(draw.device, non_blocking=True), **options)
     keys, scales = reference.quantize(x, **how)
     k = Guarded(draw, (count + 2, dim), torch.uint8, dense=True)
     k_scale = Guarded(draw, (count + 2,), torch.float32, dense=True)
@@ -126,7 +126,7 @@ def right_logits(draw: Draw) -> None:
     out = strided(draw, torch.full((rows, columns), float("nan")).to(dtype))
     none = torch.zeros(rows, 0, dtype=torch.float64)
     right, right_terms = (reference.logits(q, k, k_scale, w) if count else none for w in (weights, weights.abs()))
-    given_q, given_weights = (q.to(draw.device), weights.to(draw.device))
+    given_q, given_weights = (q.to(draw.device, non_blocking=True), weights.to(draw.device, non_blocking=True))
     starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
     begins = [starts[row // seqlen_q] for row in range(rows)]
     sizes = [max(lengths[row // seqlen_q] - seqlen_q + 1 + row % seqlen_q, 0) for row in range(rows)]
@@ -138,7 +138,9 @@ def right_logits(draw: Draw) -> None:
     if paged:
         page_size = draw.pick([1, 3, 16, 64, 100])
         paging = Paging(draw, lengths, page_size)
-        pages = reference.make_pages(k, k_scale, page_size, paging.slots, paging.num_pages).to(draw.device)
+        pages = reference.make_pages(k, k_scale, page_size, paging.slots, paging.num_pages).to(
+            draw.device, non_blocking=True
+        )
         untouched = Untouched(pages=pages)
         where = (given_q.view(len(lengths), seqlen_q, heads, dim), pages, paging.table, given_weights)
         where += (ends.view(len(lengths), seqlen_q),)
@@ -149,8 +151,8 @@ def right_logits(draw: Draw) -> None:
         first = _ints(draw, begins)
         ops.index_logits(
             given_q,
-            k.to(draw.device),
-            k_scale.to(draw.device),
+            k.to(draw.device, non_blocking=True),
+            k_scale.to(draw.device, non_blocking=True),
             given_weights,
             first,
             first + ends,
@@ -172,7 +174,7 @@ def hostile_pages(draw: Draw) -> None:
 
     def call(**options) -> None:
         if op == "store_index_k":
-            slots = torch.tensor([3, value * 8], device=draw.device)
+            slots = torch.tensor([3, value * 8]).to(draw.device, non_blocking=True)
             ops.store_index_k(pages, torch.ones(2, 128, device=draw.device), slots, **options)
         elif op == "gather_index_k":
             k, scale = torch.zeros(12, 128, dtype=torch.uint8, device=draw.device), torch.ones(12, device=draw.device)

@@ -16,7 +16,7 @@ SPECIALS = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1.0, -1.0]
 
 
 def _ints(draw: Draw, values: list[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=draw.device)
+    return torch.tensor(values, dtype=torch.int32).to(draw.device, non_blocking=True)
 
 
 def _logits(draw: Draw, rows: int, columns: int) -> Tensor:
@@ -106,7 +106,7 @@ def hostile_rows(draw: Draw) -> None:
     values[name][row] = value
     draw.note(argument=name, row=row, value=value, N=columns, k=k)
     table = torch.arange(2 * columns, dtype=torch.int32, device=draw.device).view(2, columns)
-    logits = draw.normal(rows, columns).to(draw.device)
+    logits = draw.normal(rows, columns).to(draw.device, non_blocking=True)
     given = {key: _ints(draw, value) for key, value in values.items()}
     lengths = given.pop("lengths")
     if draw.device == "cpu":

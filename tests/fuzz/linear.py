@@ -34,7 +34,7 @@ def draw_slots(draw: Draw, batch: int, num_slots: int) -> list[int]:
 
 
 def index_tensor(draw: Draw, values: list[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=draw.device)
+    return torch.tensor(values, dtype=torch.int32).to(draw.device, non_blocking=True)
 
 
 def given_as(draw: Draw, *tensors: Tensor | None) -> list[Tensor | None]:
@@ -46,7 +46,7 @@ def doubles(*tensors: Tensor | None) -> list[Tensor | None]:
 
 
 def on_device(draw: Draw, tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.to(draw.device)
+    return None if tensor is None else tensor.to(draw.device, non_blocking=True)
 
 
 def _any_strides(draw: Draw, values: Tensor) -> Tensor:
@@ -101,7 +101,15 @@ def right_step(draw: Draw) -> None:
         dts = None if dt is None else _any_strides(draw, dt)
         options = {"D": on_device(draw, skip), "dt_bias": on_device(draw, bias), "z": zs, "dt_softplus": softplus}
         ops.ssd_decode(
-            x, dts, slope.to(draw.device), B, C, states=states, state_indices=indices, out=out.view, **options
+            x,
+            dts,
+            slope.to(draw.device, non_blocking=True),
+            B,
+            C,
+            states=states,
+            state_indices=indices,
+            out=out.view,
+            **options,
         )
         x, dt, k, q, z = (None if t is None else t[live].double() for t in (v, dt, k, q, z))
         after, expected = ssd_step(start, x, dt, slope.double(), k, q, *doubles(skip, bias), z, 1.0, softplus)
@@ -135,7 +143,7 @@ def right_convolution(draw: Draw) -> None:
     initial = None if update or draw.chance(0.5) else [draw.chance(0.5) for _ in counts]
     states = _any_strides(draw, before)
     out = Guarded(draw, (total, channels), io)
-    weights = weight.to(draw.device), on_device(draw, bias)
+    weights = weight.to(draw.device, non_blocking=True), on_device(draw, bias)
     given = {"conv_states": states, "state_indices": index_tensor(draw, slots), "silu": silu, "out": out.view}
     if update:
         draw.saw("op causal_conv1d_update")
@@ -143,7 +151,7 @@ def right_convolution(draw: Draw) -> None:
     else:
         draw.saw("op causal_conv1d")
         bounds = index_tensor(draw, torch.tensor([0, *counts]).cumsum(0).tolist())
-        has = None if initial is None else torch.tensor(initial, dtype=torch.uint8, device=draw.device)
+        has = None if initial is None else torch.tensor(initial, dtype=torch.uint8).to(draw.device, non_blocking=True)
         ops.causal_conv1d(strided(draw, x), *weights, cu_seqlens=bounds, has_initial_state=has, **given)
     expected, after, row = torch.zeros(total, channels, dtype=torch.float64), before.clone(), 0
     for i, (count, slot) in enumerate(zip(counts, slots)):

@@ -71,7 +71,7 @@ def right_prompts(draw: Draw) -> None:
         slope, softplus = -draw.normal(heads).abs(), dt is not None
         x, dts, B, C, zs = given_as(v, dt, k, q, z)
         options = {"D": on_device(draw, skip), "z": zs, "dt_softplus": softplus}
-        ops.ssd_prefill(x, dts, slope.to(draw.device), B, C, **options, **given)
+        ops.ssd_prefill(x, dts, slope.to(draw.device, non_blocking=True), B, C, **options, **given)
         wide = doubles(v, dt, k, q, z)
 
         def step(S, t):

@@ -24,7 +24,7 @@ def _tree(draw: Draw, batch: int, drafts: int) -> tuple[list[list[list[int]]], T
             for seen in own[t]:
                 mask[i, t, seen // 8] |= 1 << seen % 8
         paths.append(own)
-    return paths, None if chain and draw.chance(0.7) else mask.to(draw.device)
+    return paths, None if chain and draw.chance(0.7) else mask.to(draw.device, non_blocking=True)
 
 
 def right_drafts(draw: Draw) -> None:
@@ -62,7 +62,7 @@ def right_drafts(draw: Draw) -> None:
         else:
             draw.saw("op ssd_verify")
             x, dt, B, C = given_as(draw, v, a, k, q)
-            ops.ssd_verify(x, dt, -rate.abs().to(draw.device), B, C, dt_softplus=True, **options)
+            ops.ssd_verify(x, dt, -rate.abs().to(draw.device, non_blocking=True), B, C, dt_softplus=True, **options)
             wide = doubles(v, a, k, q)
 
         def walk(S: Tensor, i: int, path: list[int], wide: list[Tensor] = wide) -> tuple[Tensor, Tensor]:

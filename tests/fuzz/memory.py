@@ -69,7 +69,7 @@ def strided(draw: Draw, values: Tensor, odd: bool = True) -> Tensor:
     """
     whole, view = _place(draw, tuple(values.shape), values.dtype, odd)
     bytes_of(whole).fill_(FP8_NAN if bytes_of(whole) is not whole else poison_value(whole.dtype))
-    bytes_of(view).copy_(bytes_of(values))
+    bytes_of(view).copy_(bytes_of(values), non_blocking=True)  # a GPU that others use is slow to wait for
     return view
 
 
@@ -149,11 +149,11 @@ class Paging:
         self.rows = rows
         table = torch.tensor(rows, dtype=torch.int32).view(len(lengths), columns)
         self.table = strided(draw, table)
-        self.indptr = torch.tensor(indptr, dtype=torch.int32, device=draw.device)
-        self.indices = torch.tensor(flat, dtype=torch.int32, device=draw.device)
+        self.indptr = torch.tensor(indptr, dtype=torch.int32).to(draw.device, non_blocking=True)
+        self.indices = torch.tensor(flat, dtype=torch.int32).to(draw.device, non_blocking=True)
 
 
 def fill_pages(pages: Tensor, slots: Tensor, values: Tensor) -> None:
     """Writes tokens' rows into pages on any device."""
-    page_size, slots = pages.shape[1], slots.to(pages.device)
-    bytes_of(pages)[slots // page_size, slots % page_size] = bytes_of(values.to(pages.device))
+    page_size, slots = pages.shape[1], slots.to(pages.device, non_blocking=True)
+    bytes_of(pages)[slots // page_size, slots % page_size] = bytes_of(values.to(pages.device, non_blocking=True))

@@ -65,7 +65,7 @@ class Call:
 
     @property
     def seqlens(self) -> Tensor:
-        return torch.tensor(self.lengths, dtype=torch.int32, device=self.q.device)
+        return torch.tensor(self.lengths, dtype=torch.int32).to(self.q.device, non_blocking=True)
 
 
 def draw_call(draw: Draw) -> Call:
@@ -96,7 +96,7 @@ def draw_call(draw: Draw) -> Call:
     if draw.chance(0.5):
         q.flatten(0, 1)[answer.lse == -math.inf] = math.nan
     options = call_options(draw, rules)
-    options["kv_scale"] = None if scale is None else scale.to(draw.device)
+    options["kv_scale"] = None if scale is None else scale.to(draw.device, non_blocking=True)
     if kv_dtype == FP8 and draw.chance(0.3):
         options["fp8_products"] = True
         draw.saw("mode fp8 products")

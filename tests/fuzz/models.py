@@ -123,7 +123,9 @@ def _draw_layer(draw: Draw, spec: AttentionSpec, pool: object) -> RadixAttention
     if spec.cache_dtype in FP8_KINDS and spec.attn_type is not AttentionType.ENCODER_ONLY:
         for name in ("k_scale", "v_scale")[: 1 if spec.is_mla else 2]:
             count = 1 if spec.is_mla or draw.chance(0.5) else spec.num_kv_heads
-            scales[name] = torch.tensor([0.01 + 0.04 * draw.random.random() for _ in range(count)], device=draw.device)
+            scales[name] = torch.tensor([0.01 + 0.04 * draw.random.random() for _ in range(count)]).to(
+                draw.device, non_blocking=True
+            )
     dim = QK if spec.is_mla else spec.head_dim
     return RadixAttention(
         spec.num_q_heads,
@@ -134,7 +136,7 @@ def _draw_layer(draw: Draw, spec: AttentionSpec, pool: object) -> RadixAttention
         logit_cap=spec.logit_cap,
         v_head_dim=spec.v_head_dim,
         sliding_window_size=spec.sliding_window_size if layer_id else -1,
-        sinks=2 * draw.normal(spec.num_q_heads).to(draw.device) if spec.has_sinks else None,
+        sinks=2 * draw.normal(spec.num_q_heads).to(draw.device, non_blocking=True) if spec.has_sinks else None,
         attn_type=spec.attn_type,
         **scales,
     )

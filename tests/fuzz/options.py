@@ -151,7 +151,7 @@ def draw_hidden(draw: Draw, lengths_q: list[int], lengths_k: list[int]) -> Tenso
 
 def call_options(draw: Draw, rules: Rules) -> dict[str, object]:
     """The keyword arguments of an op for these rules, but for trees."""
-    sinks = None if rules.sinks is None else rules.sinks.to(draw.device)
+    sinks = None if rules.sinks is None else rules.sinks.to(draw.device, non_blocking=True)
     options = {"softmax_scale": rules.scale, "causal": rules.causal, "window_left": rules.window_left}
     options |= {"logit_cap": rules.cap, "sinks": sinks}
     return options | ({"tree_keys": rules.tree_keys} if rules.tree_keys else {})

@@ -44,13 +44,15 @@ def right_tables(draw: Draw) -> None:
         del request
     given = {
         "req_to_token": strided(draw, table.to(torch.int32)),
-        "req_pool_indices": torch.tensor(chosen, dtype=draw.pick([torch.int32, torch.int64]), device=draw.device),
-        "cache_seqlens": torch.tensor(lengths, dtype=torch.int32, device=draw.device),
+        "req_pool_indices": torch.tensor(chosen, dtype=draw.pick([torch.int32, torch.int64])).to(
+            draw.device, non_blocking=True
+        ),
+        "cache_seqlens": torch.tensor(lengths, dtype=torch.int32).to(draw.device, non_blocking=True),
         "page_size": page_size,
         "report": report,
     }
     if slot_map is not None:
-        given["slot_map"] = slot_map.to(draw.pick([torch.int32, torch.int64])).to(draw.device)
+        given["slot_map"] = slot_map.to(draw.pick([torch.int32, torch.int64])).to(draw.device, non_blocking=True)
     make = _csr if draw.chance(0.5) else _table
     make(draw, given, [slots[row].tolist() for row in chosen], held, None if slot_map is None else slot_map.tolist())
     check_no_fault(report)
@@ -134,7 +136,7 @@ def right_scan(draw: Draw) -> None:
         seqlens = [draw.number(-5, 5000) for _ in range(draw.pick([0, 1, 2, 31, 32, 33, 300, 1025, 3000]))]
         draw.note(B=len(seqlens))
         cu_seqlens = Guarded(draw, (len(seqlens) + 1,), torch.int32, dense=True)
-        given = torch.tensor(seqlens, dtype=torch.int32, device=draw.device)
+        given = torch.tensor(seqlens, dtype=torch.int32).to(draw.device, non_blocking=True)
         ops.build_cu_seqlens(given, cu_seqlens=cu_seqlens.view)
         expected = torch.cat([torch.zeros(1, dtype=torch.int64), given.cpu().long().clamp(min=0).cumsum(0)])
         if cu_seqlens.view.tolist() != expected.tolist():
@@ -148,11 +150,11 @@ def right_scan(draw: Draw) -> None:
     slot_map = torch.tensor([draw.number(-1, 2**31 - 1) for _ in range(size)], dtype=torch.int64)
     expected = [slot if slot < 0 else int(slot_map[slot]) if slot < size else -1 for slot in slots.tolist()]
     kinds = [torch.int32, torch.int64]
-    given = slots.to(draw.pick(kinds)).to(draw.device)
+    given = slots.to(draw.pick(kinds)).to(draw.device, non_blocking=True)
     if draw.chance(0.3):
         given = torch.stack([given, given], 1).flatten()[::2]
     out = torch.full_like(given, 77, dtype=draw.pick(kinds)) if draw.chance(0.7) else given.clone()
-    ops.translate_slots(given, slot_map.to(draw.pick(kinds)).to(draw.device), out=out, report=report)
+    ops.translate_slots(given, slot_map.to(draw.pick(kinds)).to(draw.device, non_blocking=True), out=out, report=report)
     if out.tolist() != expected:
         raise Failure(f"translate_slots gives {out.tolist()[:20]}, expected {expected[:20]}")
     check_no_fault(report)
@@ -208,7 +210,7 @@ def right_store_kv(draw: Draw) -> None:
         scale = None
         if page_dtype != dtype and draw.chance(0.7):
             scale = 10.0 ** draw.number(-3, 2) * (0.5 + torch.rand(draw.pick([1, heads]), generator=_generator(draw)))
-            given[f"{side}_scale"] = scale.to(draw.device)
+            given[f"{side}_scale"] = scale.to(draw.device, non_blocking=True)
         target = Guarded(draw, (pages, page_size, heads, dim), page_dtype)
         whole = target.view.clone()
         stored = rows
@@ -217,10 +219,12 @@ def right_store_kv(draw: Draw) -> None:
             stored = quotient.clamp(-448, 448).to(FP8)
         for token, slot in enumerate(slots):
             if slot >= 0:
-                bytes_of(whole)[slot // page_size, slot % page_size] = bytes_of(stored)[token].to(draw.device)
+                bytes_of(whole)[slot // page_size, slot % page_size] = bytes_of(stored)[token].to(
+                    draw.device, non_blocking=True
+                )
         given[side], targets[side], expected[side] = strided(draw, rows), target, whole
     kind = draw.pick([torch.int32, torch.int64])
-    loc = torch.tensor(slots, dtype=kind, device=draw.device)
+    loc = torch.tensor(slots, dtype=kind).to(draw.device, non_blocking=True)
     ops.store_kv(targets["k"].view, targets["v"].view, given.pop("k"), given.pop("v"), loc, **given, report=report)
     for side in "kv":
         _same_bytes(f"{side}_pages", targets[side].view, expected[side])
@@ -259,13 +263,15 @@ def right_store_mla(draw: Draw) -> None:
     whole = target.view.clone()
     for token, slot in enumerate(slots):
         if slot >= 0:
-            bytes_of(whole)[slot // page_size, slot % page_size] = bytes_of(stored)[token].to(draw.device)
+            bytes_of(whole)[slot // page_size, slot % page_size] = bytes_of(stored)[token].to(
+                draw.device, non_blocking=True
+            )
     rows = strided(draw, latent)
     apart = draw.chance(0.4)
     given = {"latent": rows[:, :V], "k_pe": strided(draw, latent[:, V:])} if apart else {"latent": rows}
     draw.note(apart=apart)
-    loc = torch.tensor(slots, dtype=draw.pick([torch.int32, torch.int64]), device=draw.device)
-    kv_scale = None if scale is None else scale.to(draw.device)
+    loc = torch.tensor(slots, dtype=draw.pick([torch.int32, torch.int64])).to(draw.device, non_blocking=True)
+    kv_scale = None if scale is None else scale.to(draw.device, non_blocking=True)
     ops.store_mla_kv(target.view, **given, out_cache_loc=loc, kv_scale=kv_scale, report=report)
     _same_bytes("kv_pages", target.view, whole)
     target.check("kv_pages")
@@ -290,11 +296,11 @@ def right_merge(draw: Draw) -> None:
     destinations = {"out": out.view, "lse": lse.view}
     if many:
         draw.saw("op merge_states")
-        ops.merge_states(strided(draw, outs), lses.to(draw.device), **destinations)
+        ops.merge_states(strided(draw, outs), lses.to(draw.device, non_blocking=True), **destinations)
     else:
         draw.saw("op merge_state")
         sides = [strided(draw, outs[side]) for side in range(2)]
-        logs = [lses[side].to(draw.device) for side in range(2)]
+        logs = [lses[side].to(draw.device, non_blocking=True) for side in range(2)]
         if draw.chance(0.3):
             side = draw.number(0, 1)
             destinations = {"out": sides[side], "lse": logs[side]}

@@ -126,7 +126,7 @@ def _wrapper(draw: Draw, call: xqa.Call, flat: Tensor) -> tuple[Tensor, Tensor]:
     device = flat.device
 
     def int32(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
+        return torch.tensor(values, dtype=torch.int32).to(device, non_blocking=True)
 
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.zeros(64, dtype=torch.uint8, device=device), "NHD")
     wrapper.plan(
@@ -210,7 +210,7 @@ def right_merge(draw: Draw) -> None:
     total = torch.logsumexp(lses.double(), 0)
     weights = torch.exp(lses.double() - total.masked_fill(total == -math.inf, 0)).unsqueeze(-1)
     answer = Answer((weights * outs.double()).sum(0), total, (weights * outs.double()).norm(dim=-1).norm(dim=0), total)
-    given: list[Any] = [tensor.to(draw.device) for tensor in (outs[0], lses[0], outs[1], lses[1])]
+    given: list[Any] = [tensor.to(draw.device, non_blocking=True) for tensor in (outs[0], lses[0], outs[1], lses[1])]
     if draw.chance(0.5):
         draw.saw("compat merge_state")
         given[1], given[3] = given[1] / LN2, given[3] / LN2
@@ -242,7 +242,7 @@ def right_chunks(draw: Draw) -> None:
     shapes = ((most + 1,), (most,), (most, chunk // page))
     out = [torch.full(shape, -7, dtype=torch.int32, device=draw.device) for shape in shapes]
     names = ("local_cu_seqlens_q", "local_cache_seqlens", "local_page_table")
-    given = (x.to(draw.device) for x in (bounds, torch.tensor(seqlens, dtype=torch.int32), table))
+    given = (x.to(draw.device, non_blocking=True) for x in (bounds, torch.tensor(seqlens, dtype=torch.int32), table))
     ops.build_local_batches(*given, page, chunk, **dict(zip(names, out)))
     firsts, keys, cells = (x.tolist() for x in out)
     expected, row = [], 0
@@ -271,7 +271,7 @@ def right_ranks(draw: Draw) -> None:
         draw.saw("op context_parallel_seqlens")
         seqlens = [draw.number(-3, 400) for _ in range(draw.number(0, 9))]
         count = draw.number(1, 4)
-        given = torch.tensor(seqlens, dtype=torch.int32, device=draw.device)
+        given = torch.tensor(seqlens, dtype=torch.int32).to(draw.device, non_blocking=True)
         got = ops.context_parallel_seqlens(given, rank, world, interleave, tokens_per_request=count).tolist()
         ends = [max(length, 0) - count + token + 1 for length in seqlens for token in range(count)]
         expected = [sum(i // interleave % world == rank for i in range(end)) for end in ends]
@@ -279,7 +279,7 @@ def right_ranks(draw: Draw) -> None:
         draw.saw("op context_parallel_slots")
         slots = [draw.number(-3, 4000) for _ in range(draw.number(0, 50))]
         kind = draw.pick([torch.int32, torch.int64])
-        given = torch.tensor(slots, dtype=kind, device=draw.device)
+        given = torch.tensor(slots, dtype=kind).to(draw.device, non_blocking=True)
         got = ops.context_parallel_slots(given, rank, world, interleave).tolist()
         expected = []
         for slot in slots:

@@ -20,7 +20,16 @@ CASE_SECONDS = float(os.environ.get("CASE_SECONDS", "120"))  # a case that takes
 START_SECONDS = 300.0
 TELL_SECONDS = 20.0  # between two calls of `on_progress`
 STOP_SECONDS = 10.0  # for the cases that run when a run is told to end
-KEPT = ("counted", "started", "crashes", "elapsed", "failures", "seen", "refused")  # of a run, for a later one
+KEPT = (
+    "counted",
+    "started",
+    "crashes",
+    "elapsed",
+    "failures",
+    "seen",
+    "refused",
+    "seconds",
+)  # of a run, for a later one
 
 
 class _Child:
@@ -96,6 +105,7 @@ class Run:
         self.failures: list[str] = []
         self.seen: collections.Counter[str] = collections.Counter()
         self.refused: collections.Counter[str] = collections.Counter()
+        self.seconds: collections.Counter[str] = collections.Counter()  # by family
         self.on_failure: Callable[[str], None] = lambda line: None  # hears of each at once
         self.on_progress: Callable[[], None] = lambda: None  # from time to time
         self.stopped = False  # when set, no further case begins
@@ -180,6 +190,7 @@ class Run:
 
     def _count(self, index: int, result: dict) -> None:
         with self._lock:
+            self.seconds[result["family"]] += result["seconds"]
             if result["status"] == "void":
                 return
             if result["status"] == "refused":
@@ -239,6 +250,7 @@ class Run:
 
     def report(self) -> str:
         lines = [f"{name}: {count}" for name, count in sorted(self.seen.items())]
+        lines += [f"seconds of {name}: {seconds:.1f}" for name, seconds in self.seconds.most_common()]
         lines += [f"refused: {count} x {reason}" for reason, count in self.refused.items()]
         lines += [f"FAILED {failure}" for failure in self.failures]
         missed = self.never_hit()

@@ -88,7 +88,7 @@ def _greedy(draw: Draw, tree: DraftTree, trees: list[Tree], length: int) -> None
             if walked.children(node) and draw.chance(0.8):
                 row[node] = walked.tokens[draw.pick(walked.children(node))]
     out, guards = _destinations(draw, len(trees), nodes, length)
-    flat = torch.tensor(target, dtype=draw.pick(KINDS), device=draw.device).flatten()
+    flat = torch.tensor(target, dtype=draw.pick(KINDS)).to(draw.device, non_blocking=True).flatten()
     assert tree.tokens is not None
     links = [strided(draw, part.view(len(trees), nodes).cpu()) for part in (tree.tokens, *tree[2:5])]
     ops.verify_tree_greedy(*links, flat, length, out=out, report=report)
@@ -115,11 +115,21 @@ def _sampled(draw: Draw, tree: DraftTree, trees: list[Tree], length: int) -> Non
                 ] += 1
     probs /= 16
     coins = torch.tensor([[draw.number(0, 15) / 16 for _ in range(nodes + 1)] for _ in trees]).view(batch, nodes + 1)
-    uniform, final = coins[:, :nodes].contiguous().to(draw.device), coins[:, nodes].contiguous().to(draw.device)
+    uniform, final = (
+        coins[:, :nodes].contiguous().to(draw.device, non_blocking=True),
+        coins[:, nodes].contiguous().to(draw.device, non_blocking=True),
+    )
     single, acc = draw.pick([(1.0, 1.0), (0.5, 1.0), (1.0, 0.5)])
     assert tree.tokens is not None
     out, guards = _destinations(draw, batch, nodes, length)
-    judged = (tree.tokens.view(batch, nodes), *tree[2:5], uniform, final, probs.to(draw.device), length)
+    judged = (
+        tree.tokens.view(batch, nodes),
+        *tree[2:5],
+        uniform,
+        final,
+        probs.to(draw.device, non_blocking=True),
+        length,
+    )
     ops.verify_tree_sampling(*judged, threshold_single=single, threshold_acc=acc, out=out, report=report)
     paths, predicts = [], []
     for b, walked in enumerate(trees):
@@ -173,7 +183,7 @@ def _packed(draw: Draw, tree: DraftTree, trees: list[Tree], length: int) -> None
         lead = draw.number(0, 3)
         mask = torch.cat([torch.zeros(lead).bool(), *rows])
         bounds = torch.tensor([lead, *(len(row) for row in rows)]).cumsum(0)
-        options = {"mask_indptr": bounds.to(draw.pick(KINDS)).to(draw.device)}
+        options = {"mask_indptr": bounds.to(draw.pick(KINDS)).to(draw.device, non_blocking=True)}
     elif layout == TreeMaskMode.QLEN_ONLY:
         mask = seen.flatten()
     else:
@@ -185,7 +195,12 @@ def _packed(draw: Draw, tree: DraftTree, trees: list[Tree], length: int) -> None
     report, out = new_report(draw), Guarded(draw, tuple(tree.tree_mask.shape), torch.uint8, dense=True)
     draw.note(layout=layout.name)
     ops.pack_tree_mask(
-        mask.contiguous().flatten().clone().to(draw.device), nodes, layout, **options, tree_mask=out.view, report=report
+        mask.contiguous().flatten().clone().to(draw.device, non_blocking=True),
+        nodes,
+        layout,
+        **options,
+        tree_mask=out.view,
+        report=report,
     )
     _same_bytes("tree_mask", out.view, tree.tree_mask)
     check_no_fault(report)
@@ -247,10 +262,14 @@ def _moves(draw: Draw) -> None:
     index = torch.tensor(accepted, dtype=draw.pick(KINDS)).view(batch, length)
     options: dict[str, Any] = {}
     if draw.chance(0.6):
-        lens = torch.tensor(lengths, dtype=torch.int32, device=draw.device)
-        options = {"req_to_token": table, "req_pool_indices": rows.to(draw.device), "cache_seqlens": lens}
+        lens = torch.tensor(lengths, dtype=torch.int32).to(draw.device, non_blocking=True)
+        options = {
+            "req_to_token": table,
+            "req_pool_indices": rows.to(draw.device, non_blocking=True),
+            "cache_seqlens": lens,
+        }
     report = new_report(draw)
-    loc = torch.tensor(slots, dtype=draw.pick(KINDS), device=draw.device)
+    loc = torch.tensor(slots, dtype=draw.pick(KINDS)).to(draw.device, non_blocking=True)
     ops.move_kv(strided(draw, index), loc, [guard.view for guard in guards], **options, report=report)
     _judge_pool(guards, expected)
     if options:
@@ -277,8 +296,8 @@ def _drafts(draw: Draw, page_size: int) -> tuple[dict[str, Any], list[list[int]]
     draw.note(topk=topk, steps=steps, page=page_size, lengths=lengths)
     given = {
         "req_to_token": strided(draw, slots.int()),
-        "req_pool_indices": rows.to(draw.pick(KINDS)).to(draw.device),
-        "cache_seqlens": torch.tensor(lengths, dtype=torch.int32, device=draw.device),
+        "req_pool_indices": rows.to(draw.pick(KINDS)).to(draw.device, non_blocking=True),
+        "cache_seqlens": torch.tensor(lengths, dtype=torch.int32).to(draw.device, non_blocking=True),
         "topk": topk,
         "draft_steps": steps,
         "report": new_report(draw),
@@ -336,11 +355,11 @@ def hostile_trees(draw: Draw) -> None:
 
     op = draw.pick(sorted(speculation_arguments()))
     given = {
-        key: value.to(draw.device) if isinstance(value, Tensor) else value
+        key: value.to(draw.device, non_blocking=True) if isinstance(value, Tensor) else value
         for key, value in speculation_arguments()[op].items()
     }
     if "pages" in given:
-        given["pages"] = [pages.to(draw.device) for pages in given["pages"]]
+        given["pages"] = [pages.to(draw.device, non_blocking=True) for pages in given["pages"]]
     names = [key for key, value in given.items() if isinstance(value, Tensor) and key not in ("mask", "tree_mask")]
     for name in draw.random.sample(names, draw.number(1, len(names))):
         flat = given[name].view(-1)

@@ -200,8 +200,10 @@ def _tables_call(draw: Draw, page_size: int) -> dict[str, Any]:
     token = torch.arange(columns)
     slots = pages[:, (token // page_size) % 40] * page_size + token % page_size
     return {
-        "req_to_token": slots.to(torch.int32).to(draw.device),
-        "req_pool_indices": torch.tensor([draw.number(0, rows - 1) for _ in range(batch)], device=draw.device),
+        "req_to_token": slots.to(torch.int32).to(draw.device, non_blocking=True),
+        "req_pool_indices": torch.tensor([draw.number(0, rows - 1) for _ in range(batch)]).to(
+            draw.device, non_blocking=True
+        ),
         "cache_seqlens": torch.tensor(
             [draw.number(1, columns) for _ in range(batch)], dtype=torch.int32, device=draw.device
         ),
@@ -244,14 +246,14 @@ def _bad_store(draw: Draw) -> None:
     latents = draw.chance(0.5)
     shape = (pages, page_size, 576) if latents else (pages, page_size, 2, 64)
     targets = [Guarded(draw, shape, torch.bfloat16) for _ in range(1 if latents else 2)]
-    rows = draw.normal(tokens, *shape[2:]).to(torch.bfloat16).to(draw.device)
+    rows = draw.normal(tokens, *shape[2:]).to(torch.bfloat16).to(draw.device, non_blocking=True)
     size = pages * page_size
     order = draw.permutation(size).tolist() if size else []
     slots = [order.pop() if order else -1 for _ in range(tokens)]
     which = draw.number(0, tokens - 1)
     slots[which] = draw.pick([size, size + 1, 2**31 - 1, 2**40, 2**62])
     kind = torch.int64 if slots[which] > 2**31 - 1 or draw.chance(0.5) else torch.int32
-    loc = torch.tensor(slots, dtype=kind, device=draw.device)
+    loc = torch.tensor(slots, dtype=kind).to(draw.device, non_blocking=True)
     report = torch.zeros(8, dtype=torch.int32, device=draw.device) if draw.chance(0.5) else None
     expected = targets[0].view.clone()
     for token, slot in enumerate(slots):

@@ -161,7 +161,9 @@ class World:
         batch = self._batch(shape, lengths, req_rows, slots[is_new], rules)
 
         def padded(values: Tensor) -> Tensor:
-            return torch.cat([values, values.new_full((shape.padding, *values.shape[1:]), math.nan)]).to(draw.device)
+            return torch.cat([values, values.new_full((shape.padding, *values.shape[1:]), math.nan)]).to(
+                draw.device, non_blocking=True
+            )
 
         return Step(
             shape,
@@ -186,19 +188,23 @@ class World:
         mask = None
         if rules.tree is not None:
             bits = pack(draw, rules.tree)[:, : -(-rules.tree.shape[1] // 8)].contiguous()
-            mask = bits.view(len(lengths), shape.new[0], -1).to(device)
+            mask = bits.view(len(lengths), shape.new[0], -1).to(device, non_blocking=True)
         return AttentionBatch(
             forward_mode=shape.mode,
-            req_pool_indices=rows.to(draw.pick([torch.int32, torch.int64])).to(device),
-            cache_seqlens=torch.tensor(lengths, dtype=torch.int32, device=device),
+            req_pool_indices=rows.to(draw.pick([torch.int32, torch.int64])).to(device, non_blocking=True),
+            cache_seqlens=torch.tensor(lengths, dtype=torch.int32).to(device, non_blocking=True),
             num_tokens=tokens,
             req_to_token=self.req_to_token if cached else None,
-            out_cache_loc=loc.to(draw.pick([torch.int32, torch.int64])).to(device) if cached else None,
+            out_cache_loc=loc.to(draw.pick([torch.int32, torch.int64])).to(device, non_blocking=True)
+            if cached
+            else None,
             tokens_per_request=shape.new[0] if shape.uniform else 0,
-            extend_seq_lens=None if shape.uniform else torch.tensor(shape.new, dtype=torch.int32, device=device),
+            extend_seq_lens=None
+            if shape.uniform
+            else torch.tensor(shape.new, dtype=torch.int32).to(device, non_blocking=True),
             max_seqlen_q=longest if known and not shape.uniform and tokens <= longest * len(shape.new) else 0,
             max_cache_seqlen=max(lengths) if known and lengths and tokens <= max(lengths) * len(lengths) else None,
-            positions=torch.tensor(positions, dtype=torch.int64, device=device),
+            positions=torch.tensor(positions, dtype=torch.int64).to(device, non_blocking=True),
             tree_mask=mask,
             token_to_kv_pool=self.pool,
         )
@@ -242,11 +248,11 @@ class World:
 
     def fill(self, step: Step) -> None:
         """Memory as the engine has it before the step: the prefixes, and NaN everywhere else."""
-        self.req_to_token.copy_(step.table)
+        self.req_to_token.copy_(step.table, non_blocking=True)
         if self.pool is None:
             return
         if step.slot_map is not None:
-            self.pool.slot_map.copy_(step.slot_map)
+            self.pool.slot_map.copy_(step.slot_map, non_blocking=True)
         for pages, rows in zip(self.pages(), step.cached):
             whole = bytes_of(pages)
             whole.fill_(0xFF if whole.dtype == torch.uint8 else poison_value(whole.dtype))

@@ -45,7 +45,7 @@ class Call:
 
     @property
     def seqlens(self) -> Tensor:
-        return torch.tensor(self.lengths, dtype=torch.int32, device=self.q.device)
+        return torch.tensor(self.lengths, dtype=torch.int32).to(self.q.device, non_blocking=True)
 
 
 def draw_heads(draw: Draw) -> tuple[int, int]:
@@ -115,7 +115,9 @@ def draw_call(draw: Draw, *, heads: tuple[int, int] | None = None) -> Call:
     if draw.chance(0.5):
         q.flatten(0, 1)[answer.lse == -math.inf] = math.nan
     options = call_options(draw, rules)
-    options["k_scale"], options["v_scale"] = (None if s is None else s.to(draw.device) for s in (k_scale, v_scale))
+    options["k_scale"], options["v_scale"] = (
+        None if s is None else s.to(draw.device, non_blocking=True) for s in (k_scale, v_scale)
+    )
     fixed = 0 if draw.chance(0.6) else draw.pick([64, 64, 128, 192, 512, -1, -2, -3, -5, -8])
     if fixed > 0:
         fixed = max(fixed, 64 * -(-max(lengths, default=0) // (64 * 256)))
