@@ -20,16 +20,8 @@ CASE_SECONDS = float(os.environ.get("CASE_SECONDS", "120"))  # a case that takes
 START_SECONDS = 300.0
 TELL_SECONDS = 20.0  # between two calls of `on_progress`
 STOP_SECONDS = 10.0  # for the cases that run when a run is told to end
-KEPT = (
-    "counted",
-    "started",
-    "crashes",
-    "elapsed",
-    "failures",
-    "seen",
-    "refused",
-    "seconds",
-)  # of a run, for a later one
+# Of a run, for a later one.
+KEPT = ("counted", "started", "crashes", "elapsed", "failures", "seen", "refused", "seconds")
 
 
 class _Child:
