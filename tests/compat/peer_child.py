@@ -46,6 +46,8 @@ OURS = ("attnops.compat", "attnops::")
 # Tests that cannot say anything of attention here, and why.
 LEFT_OUT = {
     "test_flash_attn_race_condition": "takes gradients",
+    "test_bf16q_fp8kv_transform_mode_mapping": "asks for a function inside of the peer",
+    "test_bf16q_fp8kv_transform_mode_rejects_invalid_value": "asks for a function inside of the peer",
     "test_cudnn_paged_prefill_cu_seqlens_direct_matches_legacy": "counts calls inside of the peer",
     "test_flash3_bw_compatibility": "asks for the peer's torch ops",
     "test_convert_vertical_slash_indexes_mergehead": "expects values of memory that nothing wrote",
