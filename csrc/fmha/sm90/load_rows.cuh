@@ -38,13 +38,14 @@ class RowProducer : ProducerBase<Tr> {
     for (;;) {
       if (tid_ == 0) tell(next_work());
       hopper::named_barrier_sync(kProducerBarrier, 128);
-      const Work w = *work_slot();
-      if (tid_ >= 32) hopper::mbarrier_arrive(work_done());  // it has read the work
+      const Work& w = *work_slot();
+      const uint32_t done = work_done();
       if (kNarrow && w.num_tokens < 0) finish_pending<0>();
       if (tid_ == 0) bring_queries(w);  // those of the last work are free when its last keys are multiplied
       if (w.num_tokens < 0) return;
       work_ring_.advance();
       bring_tiles<kNarrow>(w);
+      if (tid_ >= 32) hopper::mbarrier_arrive(done);
       // Whoever waits for the last tile of values keeps the place of a work.
       if (kNarrow && w.tile_begin == w.tile_end) finish_pending<0>();
     }

@@ -61,8 +61,7 @@ def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True):
                 yield (lambda g=g: named[1] != g)
             yield lambda: True
             w, mine = slot[s]
-            if wp > 0:
-                wd[s].arrive()
+            own_slot = s
             s, sp = (0, sp ^ 1) if s == 1 else (1, sp)
 
             def finish(newer):
@@ -132,6 +131,9 @@ def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True):
                         yield from bring(True, t + 1)
                     yield from bring(False, t)
                     t += 1
+            assert slot[own_slot] == (w, mine)
+            if wp > 0:
+                wd[own_slot].arrive()
             if w[1] == w[2]:
                 yield from finish(0)
 
