@@ -23,8 +23,8 @@ __device__ inline float weight_of(float reference, float common) { return exp2_f
 template <class At, class Block, class Rows>
 __device__ inline void add_split(RowState (&rows)[At::kQueries], float (&o)[4][At::kRows / 2], const Block& block_of,
                                  const Rows& rows_of) {
-  // All reads of 16 rows at once, of 32 rows in two turns, of 48 in four: there are registers for so many.
-  constexpr int kTurns = At::kRows == 48 ? 4 : At::kRows / 16, kColumns = 4 / kTurns;
+  // All reads of 16 rows at once, of 32 rows in two turns: there are registers for so many.
+  constexpr int kTurns = At::kRows / 16, kColumns = 4 / kTurns;
   float mine[At::kQueries], theirs[At::kQueries];
 #pragma unroll
   for (int turn = 0; turn < kTurns; ++turn) {

@@ -80,8 +80,7 @@ void launch(const Params& p, cudaStream_t stream) {
   if (p.batch_size == 0) return;
   const int rows = p.seqlen_q * p.num_q_heads;
   if (rows <= 16) return launch_shape<T, Shape<16>>(p, stream);
-  if (rows <= 32) return launch_shape<T, Shape<32>>(p, stream);
-  launch_shape<T, Shape<48>>(p, stream);
+  launch_shape<T, Shape<32>>(p, stream);
 }
 
 }  // namespace attnops::mla_decode::sm90::few_rows

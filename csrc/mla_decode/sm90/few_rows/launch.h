@@ -5,7 +5,7 @@ struct CUstream_st;
 
 namespace attnops::mla_decode::sm90::few_rows {
 
-inline constexpr int kMaxRows = 48;  // query rows (token, head) of a request
+inline constexpr int kMaxRows = 32;  // query rows (token, head) of a request
 
 // Attention over the parts of the plan, then the merge of what parts share.
 void launch_bf16(const Params& p, CUstream_st* stream);
