@@ -280,7 +280,15 @@ class AttnopsImpl(AttentionImpl[AttnopsMetadata]):
         self.attn_type = attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
+        self._float_sinks: Tensor | None = None
         self._is_fp8 = kv_cache_dtype.startswith("fp8")
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Sinks as the kernels take them: converted once, at an address that graphs keep when weights change."""
+        if self.sinks is not None and self._float_sinks is None:
+            self._float_sinks = self.sinks.float()
+        elif self.sinks is not None and self._float_sinks is not None:
+            self._float_sinks.copy_(self.sinks)
 
     def _pages(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """K and V pages ``[P, page_size, H_kv, D]`` of ``[P, H_kv, page_size, 2 * D]``: views."""
@@ -397,7 +405,9 @@ class AttnopsImpl(AttentionImpl[AttnopsMetadata]):
         )
 
     def _options(self, layer: Any, causal: bool) -> dict[str, Any]:
-        sinks = self.sinks if self.sinks is None else self.sinks.float()
+        sinks = self._float_sinks
+        if sinks is None and self.sinks is not None:  # a layer that nothing was loaded into
+            sinks = self.sinks.float()
         shared = {"softmax_scale": self.scale, "window_left": self.window_left, "logit_cap": self.logit_cap}
         scales = self._scales(layer) if self.attn_type not in ENCODERS else {}
         return {**shared, "sinks": sinks, "causal": causal, **scales}

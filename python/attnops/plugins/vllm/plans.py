@@ -56,12 +56,16 @@ class DecodePlanner:
     def __init__(self, spec: AttentionSpec, windows: set[int], limits: Limits, device: torch.device) -> None:
         self._spec, self._windows, self._limits, self._device = spec, windows, limits, device
         self._plans: dict[tuple[int, int], DecodePlans] = {}
+        self._views: dict[tuple[int, int, int], DecodePlan] = {}
 
     def plan(self, cache_seqlens: Tensor, seqlen_q: int) -> dict[int, DecodePlan]:
         """A plan per window for these lengths, made on the device."""
         plans: dict[int, DecodePlan] = {}
         for window in self._windows:
-            plan = self._buffers(window, seqlen_q).views(cache_seqlens.shape[0])[window]
+            key = (window, seqlen_q, cache_seqlens.shape[0])
+            plan = self._views.get(key)
+            if plan is None:  # some microseconds of every step
+                plan = self._views[key] = self._buffers(window, seqlen_q).views(key[2])[window]
             if isinstance(plan, MlaDecodePlan):
                 ops.mla_decode_plan(plan, cache_seqlens)
             else:
