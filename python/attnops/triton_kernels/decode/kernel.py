@@ -41,8 +41,9 @@ def merge_splits_kernel(
     out, lse, out_partial, lse_partial, num_splits, sinks, seqlen_q,
     out_token, out_head, lse_token, lse_head, part_token, part_head, part_split, pl_token, pl_head,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, LSE: tl.constexpr, SINKS: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (tokens, heads). Splits are merged in their order, in float32."""
+    """Grid: (tokens, heads). Splits are merged in their order, in float32; BLOCK_S of them are loaded at once."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     splits = tl.minimum(tl.maximum(tl.load(num_splits + token // seqlen_q), 1), MAX_SPLITS)
@@ -50,26 +51,24 @@ def merge_splits_kernel(
     highest = tl.full([], float("-inf"), tl.float32)
     total = tl.zeros([], tl.float32)
     acc = tl.zeros([BLOCK_DV], tl.float32)
-    for split in range(0, splits):
-        value = tl.load(lse_partial + token * pl_token + head * pl_head + split) * LOG2_E
-        if value > float("-inf"):
-            part = tl.load(
-                out_partial + token * part_token + head * part_head + split * part_split + dv, mask=dv < DV, other=0.0
-            )
-            new_highest = tl.maximum(highest, value)
-            fade = tl.exp2(highest - new_highest)
-            weight = tl.exp2(value - new_highest)
-            acc = acc * fade + weight * part
-            total = total * fade + weight
-            highest = new_highest
-        elif value != value:  # a NaN that a request's own keys brought stays one
-            total = value
-            acc = acc + value
-            highest = tl.zeros([], tl.float32)
-    if LSE:
-        found = tl.where(total == 0, float("-inf"), (highest + tl.log2(total)) * LN_2)
-        tl.store(lse + token * lse_token + head * lse_head, found)
+    for first in range(0, splits, BLOCK_S):
+        split = first + tl.arange(0, BLOCK_S)
+        made = split < splits
+        value = tl.load(lse_partial + token * pl_token + head * pl_head + split, mask=made, other=float("-inf"))
+        value = value * LOG2_E
+        part_at = token * part_token + head * part_head + split[:, None] * part_split + dv[None, :]
+        part = tl.load(out_partial + part_at, mask=made[:, None] & (dv < DV)[None, :], other=0.0)
+        new_highest = tl.maximum(highest, tl.max(value, 0))
+        safe = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        weight = tl.exp2(value - safe)  # a NaN that a request's own keys brought stays one
+        fade = tl.exp2(highest - safe)
+        acc = acc * fade + tl.sum(weight[:, None] * part, 0)
+        total = total * fade + tl.sum(weight, 0)
+        highest = new_highest
     empty = total == 0
+    if LSE:
+        found = tl.where(empty, float("-inf"), (highest + tl.log2(total)) * LN_2)
+        tl.store(lse + token * lse_token + head * lse_head, found)
     if SINKS:
         sink = tl.load(sinks + head) * LOG2_E
         total = total + tl.where(empty, 0.0, tl.exp2(sink - tl.where(empty, 0.0, highest)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import triton
 from torch import Tensor
 
 from attnops.triton_kernels.core.checks import Checks, register
@@ -11,6 +12,7 @@ from attnops.triton_kernels.core.tiles import padded, processors
 from attnops.triton_kernels.decode.kernel import merge_splits_kernel, plan_kernel
 
 _BLOCK_REQUESTS = 1024
+_SPLITS_AT_ONCE = 8  # that a merge loads together
 _BLOCKS_PER_PROCESSOR = 2  # blocks of a launch for each processor, so that one waits while another computes
 
 
@@ -157,5 +159,6 @@ def triton_decode(
         LSE=lse is not None,
         SINKS=sinks is not None,
         MAX_SPLITS=out_partial.shape[2],
+        BLOCK_S=min(_SPLITS_AT_ONCE, triton.next_power_of_2(out_partial.shape[2])),
         num_warps=2 if v_head_dim <= 128 else 4,
     )
