@@ -30,6 +30,7 @@ FAMILIES = {
     "h200-fmha": "Prefill and extend, H200",
     "h200-decode_sampled": "Decode of sampled shapes, H200",
     "h200-triton": "Triton kernels, H200",
+    "h200-flashinfer": "Backend flashinfer beside FlashInfer by hand, H200",
     "h200-paged_kv": "Stores and merges, H200",
     "h200-indexer": "Indexer of sparse MLA, H200",
     "h200-linear": "Linear attention, H200",
