@@ -218,15 +218,27 @@ def test_what_it_does_not_serve_is_refused():
         build(gqa(has_sinks=True))
 
 
-def test_it_is_taken_by_name_only_and_says_why():
+def test_ragged_steps_are_not_batch_invariant_and_are_refused():
+    """FlashInfer's planner takes tiles by the mean of a batch's new tokens, and a row's bits depend on its tile."""
+    machine = Machine(device="cuda", arch=90, has_cuda_kernels=True, packages=frozenset({"flashinfer"}))
+    spec = gqa(deterministic=True)
+    with pytest.raises(NotImplementedError, match=r"flashinfer does not .*: is not batch-invariant in EXTEND, MIXED"):
+        select(spec, machine, prefill_attention_backend="flashinfer")
+    assert select(spec, machine, decode_attention_backend="flashinfer").prefill == "fa3"
+    with pytest.raises(NotImplementedError, match="is not batch-invariant in ragged steps"):
+        build(spec).init_forward_metadata(step_of(Model("fixed", spec), "extend").batch)
+
+
+def test_it_is_chosen_where_its_row_says_and_batches_bring_their_lengths():
     machine = Machine(device="cuda", arch=80, has_cuda_kernels=True, packages=frozenset({"flashinfer", "triton"}))
-    assert select(AttentionSpec.mla(16), machine).decode == "triton"
+    assert select(AttentionSpec.mla(16), machine, cpu_seq_lens=True).decode == "triton"
     for name in ("flashinfer", "flashinfer_mla"):
         assert select(AttentionSpec.mla(16), machine, attention_backend=name).decode == name
         assert get_backend_class(name) is get_backend_class("flashinfer")
     blackwell = Machine(device="cuda", arch=100, packages=frozenset({"flashinfer", "triton"}))
-    reasons = select(gqa(), blackwell).rejected["flashinfer"]
-    assert any(reason.startswith("untested_on_hardware") for reason in reasons)
+    assert select(gqa(), blackwell, cpu_seq_lens=True).decode == "flashinfer"
+    (reason,) = select(gqa(), blackwell).rejected["flashinfer"]
+    assert reason.startswith("plans on the host: it needs batches that bring their lengths there")
 
 
 def test_an_absent_package_is_named_with_what_to_install(monkeypatch):
@@ -339,5 +351,5 @@ def test_every_call_is_one_that_the_published_signatures_take(seen, monkeypatch)
             for shape in CAPTURED:
                 test_a_captured_step_is_planned_again_before_each_replay(model, shape)
     test_equals_the_reference(Model("fixed", gqa(deterministic=True)), "decode")
-    test_equals_the_reference(Model("fixed", gqa(deterministic=True)), "extend")
+    test_equals_the_reference(Model("fixed", gqa(deterministic=True)), "verify")
     assert seen == {f"{cls}.{method}" for cls, method in PUBLISHED} | {"fast_decode_plan"}

@@ -34,6 +34,7 @@ OWN = ("fa3", "fa3")  # on Hopper; of trees as the next
 PORTABLE = ("fa3", "trtllm_mha")
 SLOW = ("torch_native", "torch_native")
 IN_TRITON = ("triton", "triton")
+IN_FLASHINFER = ("flashinfer", "flashinfer")
 TABLE = [
     *((cuda(90), GQA, packages, OWN) for packages in ((), (TRITON,), (TRITON, FLASHINFER), tuple(PACKAGES))),
     *(
@@ -49,8 +50,15 @@ TABLE = [
     *((cuda(arch), spec, (), SLOW) for arch in (100, 103, 120, 121) for spec in (GQA, mla(64))),
     *((cuda(arch), spec, (TRITON,), IN_TRITON) for arch in (100, 103, 120, 121) for spec in (GQA, mla(64))),
     # A build with it has the portable rows, which are of MHA.
-    *((cuda(arch, frozenset({arch})), GQA, tuple(PACKAGES), PORTABLE) for arch in (100, 103, 120, 121)),
-    *((cuda(arch, frozenset({arch})), mla(64), tuple(PACKAGES), IN_TRITON) for arch in (100, 103, 120, 121)),
+    *((cuda(arch, frozenset({arch})), GQA, (TRITON,), PORTABLE) for arch in (100, 103, 120, 121)),
+    *((cuda(arch, frozenset({arch})), GQA, tuple(PACKAGES), PORTABLE) for arch in (120, 121)),
+    *((cuda(arch, frozenset({arch})), mla(64), tuple(PACKAGES), IN_TRITON) for arch in (120, 121)),
+    # And FlashInfer before them on sm_100, but for trees.
+    *(
+        (cuda(arch, frozenset({arch})), spec, tuple(PACKAGES), IN_FLASHINFER)
+        for arch in (100, 103)
+        for spec in (GQA, mla(64))
+    ),
     *((Machine(device=device), spec, (), SLOW) for device in ("hip", "xpu", "npu") for spec in (GQA, mla(64))),
     *((Machine(device=d), spec, tuple(PACKAGES), IN_TRITON) for d in ("hip", "xpu") for spec in (GQA, mla(64))),
     *((Machine(device="npu"), spec, tuple(PACKAGES), SLOW) for spec in (GQA, mla(64))),
@@ -83,15 +91,15 @@ def test_a_row_of_the_table(row, topk):
     got = chosen(machine, spec, packages, speculative_eagle_topk=topk, cpu_seq_lens=True)
     if machine.arch == 90 and not spec.is_mla and topk == 4:
         prefill, decode = PORTABLE
+    if prefill == "flashinfer" and topk == 4:  # prefill's side verifies
+        prefill = "triton" if spec.is_mla else "fa3"
     assert (got.prefill, got.decode) == (prefill, decode)
     assert all(reasons and all(reason.strip() for reason in reasons) for reasons in got.rejected.values())
 
 
 @pytest.mark.parametrize("spec", [GQA, mla(64)], ids=["mha", "mla"])
-def test_flashinfers_place_once_somebody_has_run_it(spec, monkeypatch):
-    """The rows with flashinfer, as if the mark were off: with the package, and with lengths on the host."""
-    cls = get_backend_class("flashinfer")
-    monkeypatch.setattr(cls, "capability", dataclasses.replace(cls.capability, untested_on_hardware=False))
+def test_flashinfers_place(spec):
+    """The rows with flashinfer: with the package, and with lengths on the host or without."""
     for arch, packages, lengths in itertools.product((80, 90, 100, 120), ((FLASHINFER,), (FLASHINFER, TRITON)), (0, 1)):
         got = chosen(cuda(arch), spec, packages, cpu_seq_lens=bool(lengths)).decode
         if arch == 90 or (arch == 80 and not spec.is_mla):

@@ -92,7 +92,7 @@ class Capability:
         local_attention: Layers with `attention_chunk_size`; not beside a tree mask.
         sparse: MLA layers that bring lists of rows (`AttentionSpec.sparse_topk`).
         max_tokens_per_request: Of verify and uniform draft extend; None: any.
-        deterministic: `AttentionSpec.deterministic` is honoured.
+        deterministic: `AttentionSpec.deterministic` is honoured. deterministic_modes: In these modes; None: in all.
         cuda_graph: Steps can be captured.
         package: Key of `machine.PACKAGES`: what it wraps and needs.
         interpreted_on_cpu: On "cpu" it runs in Triton's interpreter only: right, and very slow.
@@ -131,6 +131,7 @@ class Capability:
     multi_item: bool = False
     max_tokens_per_request: int | None = None
     deterministic: bool = False
+    deterministic_modes: frozenset[ForwardMode] | None = None
     cuda_graph: bool = False
     package: str | None = None
     interpreted_on_cpu: bool = False
@@ -144,6 +145,7 @@ class Capability:
             none: dict[str, Any] = {name: type(getattr(self, name))() for name in self.mla_lacks}  # False, or no dtype
             return dataclasses.replace(self, mla_lacks=frozenset(), **none).reasons_against(spec, modes)
         missing = sorted(mode.name for mode in set(modes) - self.modes)
+        varying = sorted(mode.name for mode in set(modes) - (self.deterministic_modes or set(modes)))
         dtypes = self.mla_dtypes if spec.is_mla and self.mla_dtypes is not None else self.dtypes
         checks = [
             (not missing, f"does not serve {', '.join(missing)}"),
@@ -157,6 +159,7 @@ class Capability:
             (self.logit_cap or not spec.logit_cap, "has no soft cap on logits"),
             (self.sinks or not spec.has_sinks, "has no attention sinks"),
             (self.deterministic or not spec.deterministic, "is not batch-invariant (deterministic=True)"),
+            (not varying or not spec.deterministic, f"is not batch-invariant in {', '.join(varying)}"),
         ]
         return [reason for holds, reason in checks if not holds]
 

@@ -33,7 +33,7 @@ from attnops.backends.store import FP8, heads, store_kv, store_mla, uses_window_
 from attnops.graph_buffers import PagedBuffers
 from attnops.layers.radix_attention import RadixAttention
 from attnops.pools import MLATokenToKVPool
-from attnops.types import MLA_KV_LORA_RANK, AttentionBatch, AttentionSpec, AttentionType, Limits, TokenPool
+from attnops.types import MLA_KV_LORA_RANK, AttentionBatch, AttentionSpec, AttentionType, ForwardMode, Limits, TokenPool
 
 MERGED_FROM_TOKENS = 4096  # new tokens of a step from which cached prefixes are attended to apart: SGLang's
 
@@ -43,7 +43,6 @@ _CAPABILITY = Capability(
     package="flashinfer",
     compiles_at_run_time=True,
     needs_cpu_seq_lens=True,
-    untested_on_hardware=True,
     modes=DECODER_MODES,
     attn_types=frozenset(AttentionType),
     dtypes=SIXTEEN_BIT,
@@ -55,6 +54,7 @@ _CAPABILITY = Capability(
     swa_pool=True,
     logit_cap=True,
     deterministic=True,
+    deterministic_modes=frozenset({ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.IDLE}),
     cuda_graph=True,
 )
 
@@ -126,6 +126,10 @@ class FlashInferAttnBackend(AttentionBackend):
 
     def init_forward_metadata_out_graph(self, batch: AttentionBatch, in_capture: bool = False) -> None:
         self.limits.check(batch)
+        if self.spec.deterministic and not batch.is_uniform and batch.num_tokens:
+            raise NotImplementedError(
+                "attnops: backend flashinfer is not batch-invariant in ragged steps: tiles depend on the batch"
+            )
         lengths: tuple[Tensor | int, Tensor] = self._placeholders(batch) if in_capture else self._lengths(batch)
         seqlens_q, seqlens_k = lengths
         step = make_step(self._buffers.step(batch), seqlens_q, seqlens_k, self.spec.page_size)

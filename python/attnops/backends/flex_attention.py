@@ -28,13 +28,16 @@ def _compiled(device_type: str) -> Any:
 # other choice. A head dim is padded to a power of two, and values may be wider than keys.
 _SMALL_TILES: Any = {"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 1, "num_warps": 4}
 _WIDEST_OF_TORCHS_TILES = 64
+_SMALLEST_TILES: Any = {**_SMALL_TILES, "BLOCK_M": 16, "BLOCK_N": 16}  # of latents, 1024 wide when padded
+_WIDEST_OF_SMALL_TILES = 256
 # Of short queries torch takes all rows of a KV head in one tile, where it knows batch and heads: at most that many.
 _ROWS_OF_TORCHS_SHORT_QUERIES = 128
 
 
 def _kernel_options(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any] | None:
-    if max(q.shape[-1], v.shape[-1]) > _WIDEST_OF_TORCHS_TILES:
-        return _SMALL_TILES
+    width = max(q.shape[-1], v.shape[-1])
+    if width > _WIDEST_OF_TORCHS_TILES:
+        return _SMALL_TILES if width <= _WIDEST_OF_SMALL_TILES else _SMALLEST_TILES
     rows = q.shape[2] * q.shape[1] // k.shape[1]
     return {"FORCE_USE_FLEX_ATTENTION": True} if rows > _ROWS_OF_TORCHS_SHORT_QUERIES else None
 
