@@ -324,7 +324,9 @@ def sim(seed, cluster, qs=2, kst=2, warps=8, ws=2):
 
     threads = []
     for c in range(cluster):
-        threads += [[teller(c), None], [asker(c, True), None], [asker(c, False), None], [warp1(c), None]] + [[cons(c, i), None] for i in range(warps)]
+        threads += [[teller(c), None], [asker(c, True), None], [asker(c, False), None], [warp1(c), None]] + [
+            [cons(c, i), None] for i in range(warps)
+        ]
     alive = threads[:]
     idle = 0
     bias = r.random()
