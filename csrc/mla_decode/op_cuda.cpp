@@ -10,8 +10,9 @@ namespace {
 
 void mla_decode_plan_cuda(const Tensor& tile_scheduler_metadata, const Tensor& num_splits, const Tensor& cache_seqlens,
                           int64_t seqlen_q, int64_t num_q_heads, int64_t window_left, int64_t fixed_split_tokens) {
-  const PlanParams plan = checked_plan_params(tile_scheduler_metadata, num_splits, cache_seqlens, seqlen_q, num_q_heads,
-                                              window_left, fixed_split_tokens);
+  PlanParams plan = checked_plan_params(tile_scheduler_metadata, num_splits, cache_seqlens, seqlen_q, num_q_heads,
+                                        window_left, fixed_split_tokens);
+  if (seqlen_q * num_q_heads > kMergedRows) plan.geometry.whole_tiles = kWholeTiles;
   const OnDevice guard(cache_seqlens);
   launch_plan(plan.geometry, plan.tensors.cache_seqlens, plan.tensors.tile_scheduler_metadata, plan.tensors.num_splits,
               current_stream(cache_seqlens));

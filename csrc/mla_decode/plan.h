@@ -8,6 +8,10 @@ inline constexpr int kPlanTileTokens = 64;  // KV tokens per tile of the plan
 inline constexpr int kPlanRows = 64;      // query rows (token, head) per block: one wgmma tile, one accumulator per SM
 inline constexpr int kWorkOverhead = 16;  // what a work costs besides its tiles, in eighths of a tile
 
+// A GPU merges the pieces of works of more than kMergedRows rows by a second kernel, which takes as long as two tiles.
+// So it does not cut works of at most kWholeTiles.
+inline constexpr int kMergedRows = 48, kWholeTiles = 3;
+
 ATTNOPS_HOST_DEVICE inline int blocks_per_request(int seqlen_q, int num_q_heads) {
   return ceil_div(seqlen_q * num_q_heads, kPlanRows);
 }

@@ -26,7 +26,9 @@ namespace attnops {
 //     C / kTileCost; and two tiles more where pieces have a least size.
 //
 // In balanced mode a point that would leave a piece of fewer than `least_piece` tiles moves to the work's end nearby: a
-// piece costs more than its tiles. So (w, t) with t below that becomes (w, 0), one as near to the end (w + 1, 0).
+// piece costs more than its tiles. So (w, t) with t below that becomes (w, 0), one as near to the end (w + 1, 0). Of a
+// work of at most `whole_tiles` the least piece is more than half, so that it stays whole: short calls have parts to
+// spare, and a merge costs more than the tiles that it saves.
 //
 // Batch-invariant mode (fixed_split_tiles != 0): where a work is cut depends on nothing but its own tiles. It is cut
 // every fixed_split_tiles of them, or, below zero, into at most -fixed_split_tiles cuts of even length, so that a long
@@ -51,6 +53,7 @@ struct SplitKvGeometry {
   int fixed_split_tiles;    // 0: balanced; -n: at most n cuts of a work
   int parts_per_group = 1;  // rows of the plan that one share takes, a divisor of num_sm_parts; see below
   int even_shares = 0;      // shares of a batch of works of one length, see below; 0: as many as there are
+  int whole_tiles = 0;      // works of at most so many tiles are not cut in balanced mode, see above
   bool uneven = false;      // found by the planner, where even_shares asks it to look: works differ in length
 };
 
@@ -154,10 +157,13 @@ ATTNOPS_HOST_DEVICE inline int64_t part_budget(const SplitKvGeometry& g, int64_t
   return overhead_cost(g) == 0 ? round_up(even, kTileCost) : even;
 }
 
-// Tiles of the smallest piece in balanced mode, at most half of what a part has.
-ATTNOPS_HOST_DEVICE inline int least_piece(const SplitKvGeometry& g, int64_t budget) {
+// Tiles of the smallest piece of a work of `tiles` in balanced mode: at most half of what a part has, where the work is
+// cut.
+ATTNOPS_HOST_DEVICE inline int least_piece(const SplitKvGeometry& g, int64_t budget, int tiles) {
   constexpr int kLeastPiece = 2;
-  return g.fixed_split_tiles == 0 && budget >= 2 * kLeastPiece * kTileCost ? kLeastPiece : 1;
+  if (g.fixed_split_tiles != 0) return 1;
+  if (budget >= 2 * kLeastPiece * kTileCost) return kLeastPiece;
+  return tiles <= g.whole_tiles ? tiles / 2 + 1 : 1;
 }
 
 struct SplitKvPoint {
@@ -180,8 +186,8 @@ ATTNOPS_HOST_DEVICE inline int request_at(const SplitKvGeometry& g, const SplitK
   return low;
 }
 
-ATTNOPS_HOST_DEVICE inline SplitKvPoint point_at(const SplitKvGeometry& g, const SplitKvBatch& batch, int64_t cost,
-                                                 int least) {
+ATTNOPS_HOST_DEVICE inline SplitKvPoint point_at(const SplitKvGeometry& g, const SplitKvBatch& batch, int64_t budget,
+                                                 int64_t cost) {
   const int64_t total = batch.prefix[g.num_requests];
   if (cost >= total) return {g.num_requests * g.works_per_request, 0};
   const int request = request_at(g, batch, cost);
@@ -191,6 +197,7 @@ ATTNOPS_HOST_DEVICE inline SplitKvPoint point_at(const SplitKvGeometry& g, const
   const int64_t past_overhead = max_of(inside % each - overhead_cost(g), static_cast<int64_t>(0));
   const int step_tiles = tiles_per_step(g, batch.tiles[request]);
   const int64_t tile = ceil_div(past_overhead, kTileCost * step_tiles) * step_tiles;
+  const int least = least_piece(g, budget, batch.tiles[request]);
   if (tile < min_of(least, batch.tiles[request])) return {work, 0};
   if (tile > batch.tiles[request] - least) return {work + 1, 0};
   return {work, static_cast<int>(tile)};
@@ -211,7 +218,7 @@ struct SplitKvSpan {
 ATTNOPS_HOST_DEVICE inline SplitKvSpan work_span(const SplitKvGeometry& g, const SplitKvBatch& batch, int64_t budget,
                                                  int work) {
   const int tiles = batch.tiles[work / g.works_per_request];
-  const int least = least_piece(g, budget);
+  const int least = least_piece(g, budget, tiles);
   const int first = static_cast<int>(cost_at(g, batch, {work, min_of(least, tiles) - 1}) / budget);
   if (g.fixed_split_tiles != 0) return {first, num_fixed_splits(g, tiles)};
   if (tiles < 2 * least) return {first, 1};
@@ -238,9 +245,8 @@ ATTNOPS_HOST_DEVICE inline SplitKvEntry split_kv_entry(const SplitKvGeometry& g,
 // Shares are independent of one another, so a GPU thread makes one each.
 ATTNOPS_HOST_DEVICE inline SplitKvEntry split_kv_entry(const SplitKvGeometry& g, const SplitKvBatch& batch, int part) {
   const int64_t budget = part_budget(g, batch.prefix[g.num_requests]);
-  const int least = least_piece(g, budget);
-  return split_kv_entry(g, batch, budget, part, point_at(g, batch, part * budget, least),
-                        point_at(g, batch, (part + 1) * budget, least));
+  return split_kv_entry(g, batch, budget, part, point_at(g, batch, budget, part * budget),
+                        point_at(g, batch, budget, (part + 1) * budget));
 }
 
 // Where part `part` puts its piece of `work`, in balanced mode: at most the first and the last work of a part are

@@ -37,6 +37,7 @@ GEOMETRIES = st.fixed_dictionaries(
         "num_sm_parts": st.sampled_from([1, 2, 3, 16, 132, 264]),
         "work_overhead": st.sampled_from([0, 1, 4, 16]),
         "even_shares": st.sampled_from([0, 0, 1, 3, 120]),
+        "whole_tiles": st.sampled_from([0, 0, 1, 2, 3, 6]),
     }
 )
 
@@ -101,11 +102,13 @@ def test_balanced_plan(lengths, shape):
     shares = even_shares if even_shares and not uneven else geometry.num_sm_parts
     budget = max(-(-total // shares), TILE_COST)
     budget = -(-budget // TILE_COST) * TILE_COST if overhead == 0 else budget
-    least = 2 if budget >= 4 * TILE_COST else 1  # of a piece that a cut makes
+    is_short, whole = budget < 4 * TILE_COST, shape.get("whole_tiles", 0)
+    least = 1 if is_short else 2  # of a piece that a cut makes
+    moved = max(least - 1, whole // 2 if is_short else 0)  # tiles from where a cut would be to where it is
     for part in pieces:
-        assert sum(end - begin for _, begin, end in part) <= -(-budget // TILE_COST) + 2 * (least - 1)
+        assert sum(end - begin for _, begin, end in part) <= -(-budget // TILE_COST) + 2 * moved
         for work, begin, end in part:
-            assert end - begin >= min(least, tiles[work])
+            assert end - begin >= (tiles[work] if is_short and tiles[work] <= whole else min(least, tiles[work]))
 
     # 3. Splits are numbered without gaps, and their rows of out_partial are unique.
     holders: dict[int, list[int]] = {}

@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads)
   const int groups = num_groups(g);
   for (int first = 0; first < groups; first += kThreads - 1) {
     __syncthreads();  // the prefix is whole; the last round's points are read
-    points[thread] = point_at(g, batch, min_of(first + thread, groups) * budget, least_piece(g, budget));
+    points[thread] = point_at(g, batch, budget, min_of(first + thread, groups) * budget);
     __syncthreads();
     const int rows = min_of(kThreads - 1, groups - first) * g.parts_per_group;
     for (int row = thread; row < rows; row += kThreads) {

@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kThreads)
   // Few groups are spread over all warps: what takes time is how many rows a lane makes one after another.
   const int groups_per_warp = min_of(31, (groups + kWarps - 1) / kWarps);
   for (int first = warp * groups_per_warp; first < groups; first += kWarps * groups_per_warp) {
-    points[warp][lane] = point_at(g, batch, min_of(first + lane, groups) * budget, least_piece(g, budget));
+    points[warp][lane] = point_at(g, batch, budget, min_of(first + lane, groups) * budget);
     __syncwarp();
     const int rows = min_of(groups_per_warp, groups - first) * g.parts_per_group;
     for (int row = lane; row < rows; row += 32) {
