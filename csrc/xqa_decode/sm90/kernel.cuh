@@ -20,6 +20,16 @@ __device__ __forceinline__ SplitKvEntry load_entry(const Params& p, int part) {
   return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 }
 
+// Whether a tile's softmax may run beside the product with the values before.
+template <class Tr>
+constexpr bool overlaps_softmax() {
+  if constexpr (requires { Block<Tr>::kOverlaps; }) {
+    return Block<Tr>::kOverlaps;
+  } else {
+    return false;
+  }
+}
+
 // What the warpgroup that multiplies does with the part's pieces.
 template <class Tr>
 class Consumer {
@@ -269,6 +279,12 @@ class Consumer {
     soften<true>(piece, first_row, begin, block);
 #pragma unroll 1
     for (int tile = begin + 1; tile < end; ++tile) {
+      if constexpr (overlaps_softmax<Tr>()) {
+        if (p_.logit_cap == 0.f && !block.scales_apart() && !is_edge(piece, tile)) {
+          attend_whole_tile(block);
+          continue;
+        }
+      }
       // The next scores follow at once, so that the matrix units need not wait for a round trip.
       const RingPlace<Tr> values = multiply_values(block);
       multiply_keys(block, scores_);
@@ -277,6 +293,35 @@ class Consumer {
       hopper::wgmma_wait<0>(scores_);
       soften<false>(piece, first_row, tile, block);
     }
+  }
+
+  // A tile that all rows see: its probabilities are computed while the values of the one before are multiplied.
+  __device__ __forceinline__ void attend_whole_tile(Block<Tr>& block) {
+    const RingPlace<Tr> values = place_;
+    place_.advance();
+    wait_for_unit(values);
+    block.pin_operands();
+    multiply_keys(block, scores_);
+    block.multiply_pinned_values(shared_ + Shared::kRing + values.slot * Tr::kUnitBytes);
+    hopper::wgmma_wait<1>(scores_);
+    release(place_);
+    place_.advance();
+    block.soften_early(scores_, [&] {
+      block.template wait_for_values<0>();
+      release(values);
+    });
+  }
+
+  // Whether some row does not see all of a tile. A tree may hide even the first new token.
+  template <class Piece>
+  __device__ __forceinline__ bool is_edge(const Piece& piece, int tile) const {
+    const int first_key = piece.first_token() + tile * Tr::kTileTokens;
+    // Keys [all_begin, all_end) are seen by every row.
+    const int all_end = p_.causal || p_.tree_mask
+                            ? min_of(piece.length() - (p_.tree_mask ? p_.tree_keys : p_.seqlen_q - 1), piece.keys().end)
+                            : piece.keys().end;
+    const int all_begin = p_.window_left < 0 ? 0 : piece.length() - 1 - p_.window_left;
+    return first_key + Tr::kTileTokens > all_end || first_key < all_begin;
   }
 
   // The scores of the tile whose keys come next, in flight.
@@ -291,12 +336,7 @@ class Consumer {
     release(place_);
     place_.advance();
     const int first_key = piece.first_token() + tile * Tr::kTileTokens;
-    // Keys [all_begin, all_end) are seen by every row. A tree may hide even the first new token.
-    const int all_end = p_.causal || p_.tree_mask
-                            ? min_of(piece.length() - (p_.tree_mask ? p_.tree_keys : p_.seqlen_q - 1), piece.keys().end)
-                            : piece.keys().end;
-    const int all_begin = p_.window_left < 0 ? 0 : piece.length() - 1 - p_.window_left;
-    const bool is_edge = first_key + Tr::kTileTokens > all_end || first_key < all_begin;
+    const bool is_edge = this->is_edge(piece, tile);
     if constexpr (Tr::kFp8) block.end_scores();
     if constexpr (Block<Tr>::kEdgesOutOfLine) {
       const bool ranges = !Tr::kFp8 && !block.scales_apart() && p_.logit_cap == 0.f && p_.tree_mask == nullptr;
@@ -363,8 +403,9 @@ class Consumer {
     return place;
   }
 
-  __device__ __forceinline__ void wait_for_unit() const {
-    place_.wait(shared_ + Shared::kFull);
+  __device__ __forceinline__ void wait_for_unit() const { wait_for_unit(place_); }
+  __device__ __forceinline__ void wait_for_unit(const RingPlace<Tr>& place) const {
+    place.wait(shared_ + Shared::kFull);
     if constexpr (Tr::kGathers) hopper::fence_async_proxy();  // rows arrive by ordinary writes
   }
 
