@@ -111,7 +111,16 @@ def test_many_rows(heads, seqlen_q, kv_dtype, head_dim, page_size):
     ("head_dim", "kv_dtype"), [(64, None), (128, None), (256, None), (64, FP8), (128, FP8), (192, FP8)]
 )
 @pytest.mark.parametrize(
-    "options", [{"window_left": 20}, {"logit_cap": 5.0}, {"sinks": True}, {"tree": True}, {"softmax_scale": -0.3}]
+    "options",
+    [
+        {"window_left": 20},
+        {"window_left": 191},
+        {"logit_cap": 5.0},
+        {"sinks": True},
+        {"tree": True},
+        {"softmax_scale": -0.3},
+        {"softmax_scale": 2.0},  # maxima grow from tile to tile
+    ],
 )
 def test_rules_of_many_rows(options, head_dim, kv_dtype, num_sm_parts):
     """Rows of a work are divided among warpgroups and CTAs, each of which merges its own splits."""

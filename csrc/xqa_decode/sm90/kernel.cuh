@@ -60,7 +60,11 @@ class Consumer {
       Block<Tr> block;
       if constexpr (Tr::kFetchesAhead && Tr::kFp8) {
         if (!fetched) fetch_raw_queries(place, first_row);
-        begin_fp8(place, first_row, block, false);
+        if constexpr (Tr::kWidens) {
+          begin_widened(place, first_row, block);
+        } else {
+          begin_fp8(place, first_row, block, false);
+        }
         piece.look_ahead([&](int request, int kv_head, int row_block) {
           fetch_raw_queries({0, request, kv_head}, first_row_of(row_block));
         });
@@ -105,7 +109,7 @@ class Consumer {
   // The rows, before any key. Their queries may lie there still.
   __device__ __forceinline__ void begin(const WorkPlace& place, int first_row, Block<Tr>& block,
                                         bool queries_are_there = false) const {
-    if constexpr (Tr::kFp8) return begin_fp8(place, first_row, block, queries_are_there);
+    if constexpr (Tr::kFp8 && !Tr::kWidens) return begin_fp8(place, first_row, block, queries_are_there);
     if (!queries_are_there) {
       copy_queries<Tr>(p_, shape_, boxes_, place, first_row, queries());
     }
@@ -271,6 +275,67 @@ class Consumer {
     hopper::named_barrier_sync(kMultiply, Tr::kThreads);
   }
 
+  // The same where tiles become fp16 in shared memory: the warp's sixteen rows lie there as they are in q, and the first
+  // product finds them in the order of their dims.
+  __device__ __forceinline__ void begin_widened(const WorkPlace& place, int first_row, Block<Tr>& block) const {
+    constexpr int kVecs = Tr::kHeadDim / 8, kRowsAtATime = 32 / kVecs, kRowsOfWarp = 16;
+    const int first = threadIdx.x / 32 * kRowsOfWarp, lane = threadIdx.x % 32, vec = lane % kVecs;
+    const uint32_t raw = raw_queries() + first * (Tr::kHeadDim * 2);
+    const float to_log2 = score_scale(place);
+    const bool joined = p_.logit_cap == 0.f && to_log2 > 0.f, bf16 = p_.dtype == DType::kBFloat16;
+    float* const scales = reinterpret_cast<float*>(smem_ + Shared::kRowScale);
+    cp_async_wait<0>();
+    if (!boxes_.vector_queries) copy_raw_queries(p_, shape_, place.request, place.kv_head, first_row + first, raw);
+    __syncwarp();
+#pragma unroll 4
+    for (int i = 0; i < kRowsOfWarp; i += kRowsAtATime) {
+      const int row = first + i + lane / kVecs;
+      uint32_t words[4], top = 0;
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                   : "r"(raw + i * (Tr::kHeadDim * 2) + lane * 16)
+                   : "memory");
+#pragma unroll
+      for (int k = 0; k < 4; ++k) top = __vmaxu2(top, words[k] & 0x7fff7fffu);  // of both halves: ordered as numbers
+#pragma unroll
+      for (int step = kVecs / 2; step > 0; step /= 2) top = __vmaxu2(top, __shfl_xor_sync(~0u, top, step));
+      const float scale = fp8::range_of_half(widest_pair(max_of(top >> 16, top & 0xffffu), bf16).x);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const float2 pair = widest_pair(words[k], bf16);
+        words[k] = pack2<__half>(pair.x * scale, pair.y * scale);
+      }
+      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(queries() + vec / 8 * (Tr::kRows * 128) +
+                                                                   hopper::swizzled(row, vec % 8)),
+                   "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+                   : "memory");
+      if (vec > 0) continue;
+      const float of_scores = __fdividef(to_log2, scale);
+      scales[row] = of_scores;
+      scales[Tr::kRows + row] = joined ? of_scores : 1.f;
+    }
+    __syncwarp();
+    block.begin(shared_ + Shared::kRowScale, shared_ + Shared::kProbs);
+    hopper::fence_async_proxy();
+    sync_group<Tr>();
+  }
+  __device__ __forceinline__ static float2 widest_pair(uint32_t pair, bool bf16) {
+    if (bf16) return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+  }
+  // A warp's rows of q that are no vectors.
+  __device__ __noinline__ static void copy_raw_queries(const Params& p, const Shape& shape, int request, int kv_head,
+                                                       int first_row, uint32_t raw) {
+    constexpr int kVecs = Tr::kHeadDim / 8;
+    const __half* q = static_cast<const __half*>(p.q) + request * p.q_stride_request;
+    for (int item = threadIdx.x % 32; item < 16 * kVecs; item += 32) {
+      const int row = min_of(first_row + item / kVecs, shape.rows - 1), token = shape.by_group.divide(row);
+      const int head = kv_head * shape.group + row - token * shape.group, d = item % kVecs * 8;
+      copy_odd_queries(raw + item * 16, q + token * p.q_stride_token + head * p.q_stride_head + d,
+                       first_row + item / kVecs < shape.rows ? p.head_dim - d : 0);
+    }
+  }
+
   // Tiles [begin, end) of a piece, whose first scores are in flight, up to the last one's probabilities.
   template <class Piece>
   __device__ __forceinline__ void attend_tiles(const Piece& piece, int first_row, int begin, int end,
@@ -337,10 +402,11 @@ class Consumer {
     place_.advance();
     const int first_key = piece.first_token() + tile * Tr::kTileTokens;
     const bool is_edge = this->is_edge(piece, tile);
-    if constexpr (Tr::kFp8) block.end_scores();
+    if constexpr (Tr::kFp8 && !Tr::kWidens) block.end_scores();
     if constexpr (Block<Tr>::kEdgesOutOfLine) {
-      const bool ranges = !Tr::kFp8 && !block.scales_apart() && p_.logit_cap == 0.f && p_.tree_mask == nullptr;
-      if constexpr (!Tr::kFp8) {
+      constexpr bool kRanges = !Tr::kFp8 || Tr::kWidens;
+      const bool ranges = kRanges && !block.scales_apart() && p_.logit_cap == 0.f && p_.tree_mask == nullptr;
+      if constexpr (kRanges) {
         if (is_edge && ranges) Block<Tr>::mask_ranges(p_, shape_, piece, first_row, first_key, scores_);
       }
       if (!ranges && (is_edge || block.scales_apart() || p_.logit_cap != 0.f)) {
@@ -369,11 +435,14 @@ class Consumer {
 #pragma unroll
     for (int i = 0; i < Block<Tr>::kScores; ++i) copy[i] = scores_[i];
     const SeenKeys seen{piece.request(), piece.length(), piece.keys()};
-    if constexpr (Tr::kFp8) {
+    if constexpr (Tr::kWidens) {
+      if (block.scales_apart()) block.scale_scores(copy);
+      treat_scores(p_, shape_, seen, first_row, first_key, masked, 1.f, copy);
+    } else if constexpr (Tr::kFp8) {
       treat_scaled_scores(p_, shape_, seen, first_row, first_key, masked, block.scales_apart() ? block.scales : 0,
                           copy);
     } else {
-      treat_scores(p_, shape_, seen, first_row, first_key, masked, block.scales_apart() ? block.score_scale : 1.f,
+      treat_scores(p_, shape_, seen, first_row, first_key, masked, block.scales_apart() ? block.score_scale[0] : 1.f,
                    copy);
     }
 #pragma unroll

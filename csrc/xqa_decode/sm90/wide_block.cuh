@@ -35,12 +35,18 @@ struct WideBlock {
   uint32_t probs[kSteps][4];                             // of the tile at hand, the second product's operand
   static constexpr int kQuerySteps = Tr::kHeadDim / 16;  // of the first product
   uint32_t query[Tr::kKeepsQueries ? kQuerySteps : 1][4];
-  float score_scale;  // of raw scores, to units of log2
-  float scale;        // what is left of it when scores become probabilities
+  // Of raw scores, to units of log2, and what is left of it when scores become probabilities. Over e4m3 pages rows g and
+  // g + 8 have their own.
+  static constexpr int kScales = Tr::kFp8 ? 2 : 1;
+  float score_scale[kScales], scale[kScales];
 
   __device__ __forceinline__ void begin(float to_log2, float logit_cap) {
-    score_scale = to_log2;
-    scale = logit_cap == 0.f && to_log2 > 0.f ? to_log2 : 1.f;
+    score_scale[0] = to_log2;
+    scale[0] = logit_cap == 0.f && to_log2 > 0.f ? to_log2 : 1.f;
+    clear();
+  }
+
+  __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int b = 0; b < Tr::kBlocks; ++b) {
 #pragma unroll
@@ -118,7 +124,7 @@ struct WideBlock {
 
   // Whether scores are scaled and capped before they become probabilities. A positive scale alone waits for the
   // exponent's subtraction: both are one instruction there.
-  __device__ __forceinline__ bool scales_apart() const { return scale != score_scale; }
+  __device__ __forceinline__ bool scales_apart() const { return scale[0] != score_scale[0]; }
 
   // The same where there is no tree: a row sees a range of keys.
   template <class Piece>
@@ -180,7 +186,8 @@ struct WideBlock {
 #pragma unroll
     for (int i = 0; i < kScores; i += 2) {
       const float shift = Tr::kProbShift - reference[i / 2 & 1];
-      probs[i / 8][i / 2 % 4] = take_pair(fmaf(scores[i], scale, shift), fmaf(scores[i + 1], scale, shift), i / 2 & 1);
+      const float by = scale[i / 2 % kScales];
+      probs[i / 8][i / 2 % 4] = take_pair(fmaf(scores[i], by, shift), fmaf(scores[i + 1], by, shift), i / 2 & 1);
     }
   }
 
@@ -195,7 +202,7 @@ struct WideBlock {
     float highest = -INFINITY;
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
-      x[i] = fmaf(x[i], scale, shift[i / 2 & 1]);
+      x[i] = fmaf(x[i], scale[i / 2 % kScales], shift[i / 2 & 1]);
       highest = fmaxf(highest, x[i]);
     }
     float top[2] = {0.f, 0.f};
@@ -270,7 +277,7 @@ struct WideBlock {
       float top = -INFINITY;
 #pragma unroll
       for (int n = 0; n < kScores / 4; ++n) top = fmaxf(top, fmaxf(scores[4 * n + 2 * h], scores[4 * n + 2 * h + 1]));
-      const float after = fmaxf(reference[h], scale * whole_max(top));
+      const float after = fmaxf(reference[h], scale[h % kScales] * whole_max(top));
       factor[h] = exp2_approx(reference[h] - after);
       reference[h] = after, sum[h] *= factor[h];
     }
