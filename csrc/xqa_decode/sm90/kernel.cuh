@@ -94,7 +94,7 @@ class Consumer {
       }
       store_partials(p_, shape_, block, first_row, splits.slot(splits.index));
       if (!piece.last_row_block() || splits.arrivals == 0) continue;
-      arrive_and_merge<Tr::kThreads>(p_, shape_, place, splits, piece.is_last(),
+      arrive_and_merge<Tr::kThreads, false, (Tr::kRows > 32)>(p_, shape_, place, splits, piece.is_last(),
                                      reinterpret_cast<MergeFlag*>(smem_ + Shared::kFlag),
                                      reinterpret_cast<float*>(smem_ + Shared::kMergeScratch));
       // The next queries or probabilities lie where the merge has its scratch.
