@@ -1,4 +1,7 @@
-"""Triton's interpreter, with products that do not depend on where a row stands in its tile."""
+"""Triton's interpreter, with the arithmetic of a GPU.
+
+Its products depend on where a row stands in its tile, and it cuts a float32's low bits off on the way to bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,25 @@ class _WideProducts:
         return np.matmul(a.astype(np.float64), b.astype(np.float64)).astype(wanted)
 
 
-def sum_products_in_float64() -> None:
+def bfloat16_bits(values: np.ndarray) -> np.ndarray:
+    """The bits of float32 values as bfloat16, rounded to the nearest, ties to even. A NaN stays one."""
+    bits = values.view(np.uint32)
+    rounded = (bits + ((bits >> 16) & 1) + 0x7FFF) >> 16
+    return np.where(np.isnan(values), (bits >> 16) | 0x40, rounded).astype(np.uint16)
+
+
+def compute_as_a_gpu() -> None:
+    """Changes Triton's interpreter in this process."""
+    import triton.language as tl
     from triton.runtime import interpreter
 
+    builder = interpreter.InterpreterBuilder
+    cut = builder.cast_impl
+
+    def cast_impl(self: object, src: interpreter.TensorHandle, dst_type: object) -> interpreter.TensorHandle:
+        if src.dtype.scalar == tl.float32 and dst_type.scalar == tl.bfloat16:
+            return interpreter.TensorHandle(bfloat16_bits(src.data), tl.bfloat16)
+        return cut(self, src, dst_type)
+
     interpreter.np = _WideProducts()
+    builder.cast_impl = cast_impl
