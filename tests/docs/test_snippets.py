@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import runpy
+import shlex
+import sys
 from pathlib import Path
 
 import attnops.graphs
@@ -13,6 +16,8 @@ from graph_hosts import engine_and_batch
 from graph_tape import GraphTape
 
 ROOT = Path(__file__).parents[2]
+COMMAND = re.compile(r"^python -m (attnops\.\w+)(.*?)(?:  .*)?$", re.MULTILINE)
+FENCE = re.compile(r"^ *```(.*)\n((?:.*\n)*?) *```$", re.MULTILINE)
 # Pages whose snippets have a test of their own, below or elsewhere.
 APART = {"docs/graphs.md", "docs/engines.md"}
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\s*^```\{code-block\} text\n(.*?)^```)?", re.DOTALL | re.MULTILINE)
@@ -40,6 +45,33 @@ def test_snippets_run_and_print_what_the_page_shows(page, capsys):
         exec(compile(code, page, "exec"), names)
         if shown:
             assert shown.strip() in capsys.readouterr().out
+
+
+def fences() -> list[tuple[str, str, str]]:
+    """(page, language, text) of every fence of README and book."""
+    found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [(str(path.relative_to(ROOT)), *fence) for path in found for fence in FENCE.findall(path.read_text("utf-8"))]
+
+
+def commands() -> list[tuple[str, str]]:
+    return sorted({(module, rest) for _, _, text in fences() for module, rest in COMMAND.findall(text)})
+
+
+@pytest.mark.parametrize("module, arguments", commands())
+def test_commands_run(module, arguments, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(sys, "argv", [module, *shlex.split(arguments)])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, module, raising=False)  # runpy warns of a module that is there
+    try:
+        runpy.run_module(module, run_name="__main__")
+    except SystemExit as end:
+        assert not end.code
+    assert capsys.readouterr().out
+
+
+def test_python_stands_in_fences_that_are_run():
+    other = [(page, text) for page, language, text in fences() if language != "python"]
+    assert not [page for page, text in other if re.search(r"^\s*(import \w|from \S+ import )", text, re.MULTILINE)]
 
 
 def test_every_page_with_a_guide_is_tested():
