@@ -128,14 +128,14 @@ class BatchPrefillWithPagedKVCacheWrapper(ReturnsLse):
             prefix_len_ptr: uint32 ``[B]``, of multi-item scoring: what every item sees. It costs what a mask does.
             token_pos_in_items_ptr: uint16: of each token behind the prefix its place in its item, 0 for a delimiter.
             token_pos_in_items_len: Where the next request begins in it.
-            max_item_len_ptr: Taken without effect.
+            max_item_len_ptr: Accepted and ignored, since no result depends on it.
             causal: Bottom-right.
             window_left: Keys at ``[p - window_left, ...]``; -1: off.
             seq_lens: int ``[B]``, the lengths; None: from `paged_kv_indptr` and `paged_kv_last_page_len`.
-            use_fp16_qk_reduction: Taken without effect: sums are float32.
+            use_fp16_qk_reduction: Accepted and ignored, since sums are float32.
             fixed_split_size, disable_split_kv: A request's bits do not depend on its batch: its keys are not split.
-            non_blocking, seq_lens_q, block_tables: Taken without effect.
-            max_token_per_sequence, max_sequence_kv: Taken without effect.
+            non_blocking, seq_lens_q, block_tables: Accepted and ignored, since no result depends on it.
+            max_token_per_sequence, max_sequence_kv: Accepted and ignored, since no result depends on it.
         """
         name = f"{self._NAME}.plan"
         device, given = self._prefill.device, locals()

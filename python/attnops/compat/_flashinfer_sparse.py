@@ -76,7 +76,7 @@ class BlockSparseAttentionWrapper(_BlockSparse):
             M, N: Rows and columns; C divides N.
             mask: bool ``[nnz, R, C]``, inside blocks. packed_mask: The bits of all rows of blocks, as of
                 `BatchPrefillWithPagedKVCacheWrapper.plan`. causal: Among the keys that a row of blocks sees.
-            use_fp16_qk_reduction, non_blocking: Taken without effect.
+            use_fp16_qk_reduction, non_blocking: Accepted and ignored, since no result depends on it.
         """
         name = f"{self._NAME}.plan"
         require_default(name, {"block_mask": "give indptr and indices"}, {}, locals())
@@ -194,7 +194,7 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
             block_mask_map: bool ``[H_kv, MB, NB]``.
             block_row_sz, block_col_sz: int ``[H_kv, MB]`` and ``[H_kv, NB]``; their sums are the same for all heads.
             causal: Among the keys that a row of blocks sees.
-            use_fp16_qk_reduction, non_blocking: Taken without effect.
+            use_fp16_qk_reduction, non_blocking: Accepted and ignored, since no result depends on it.
         """
         name = f"{self._NAME}.plan"
         rows, columns = block_row_sz.shape[-1], block_col_sz.shape[-1]

@@ -105,7 +105,7 @@ def sparse_attn_varlen_func(
         block_offset: int32 ``[B, H_q, R, n]``: first keys of blocks of 64. column_index: ``[B, H_q, R, m]``: keys.
         max_seqlen_q, max_seqlen_k: Bounds of the lengths.
         causal: A listed key that follows its query is not seen. Every query is then a request with lists of its own.
-        deterministic, return_attn_probs: Taken without effect.
+        deterministic, return_attn_probs: Accepted and ignored, since no result depends on it.
 
     Returns:
         ``out`` like q, or with `return_softmax_lse` ``(out, lse)``: natural log ``[H_q, T]``, -inf for an empty row.
