@@ -37,11 +37,13 @@ for _name in ("flash_attn", "flash_attn_interface", "flash_mla", "flashinfer", "
 
 HOPPER = (9, 0)
 MOST_KEPT = 1 << 30
+CASES_IN_TURN = 3  # of a function, one after another, of a share
 MADE_UP = {
     "triton": {"jit": lambda function: function},
     "cudnn": {"backend_version": lambda: 92000},
     "scipy": {"sparse": peer_shims.SparseMatrices},
 }
+TOLD = ("serves more", "refused", "absent", "wrong", "error")  # with the case: its name is a number
 OURS = ("attnops.compat", "attnops::")
 # Tests that cannot say anything of attention here, and why.
 LEFT_OUT = {
@@ -97,7 +99,10 @@ class Runner:
         self.calls: list = []
         self.of_call: dict[int, list[int]] = {}
         self.of_case: dict[str, list[int]] = {}
+        self.place: dict[int, int] = {}
+        self.wanted = set(options["cases"])
         self.started = 0.0
+        self.ended: set[str] = set()
 
     def write(self, **line) -> None:
         with self.out.open("a", encoding="utf-8") as file:
@@ -107,7 +112,7 @@ class Runner:
         """Indices of so many of a function's cases for each seed, seed after seed, and whose they are."""
         seeds: dict[int, list[int]] = {}
         for seed in self.options["seeds"]:
-            for i in sorted(random.Random(seed).sample(range(count), min(self.options["draws"], count))):
+            for i in random.Random(seed).sample(range(count), min(self.options["draws"], count)):
                 seeds.setdefault(i, []).append(seed)
         mine = list(seeds)[self.options["shard"] :: self.options["shards"]]
         return {i: seeds[i] for i in mine}
@@ -117,9 +122,8 @@ class Runner:
         most = self.options["timeout"] * times
         return most if not self.options["deadline"] else min(most, max(self.options["deadline"] - time.time() + 5, 5))
 
-    def in_time(self) -> None:
-        if self.options["deadline"] and time.time() > self.options["deadline"]:
-            raise TimeoutError
+    def is_late(self) -> bool:
+        return bool(self.options["deadline"]) and time.time() > self.options["deadline"]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_generate_tests(self, metafunc):
@@ -141,13 +145,14 @@ class Runner:
             parametrize(names, values, **options)
             axes.append(list(metafunc._calls))
         drawn = self.drawn(math.prod(map(len, axes)))
-        for i in drawn or [0]:  # without one it would be a test without arguments
+        for place, i in enumerate(drawn or [0]):  # without one it would be a test without arguments
             metafunc._calls = []
             for at, axis, (names, values, options) in zip(_places(i, axes), axes, asked, strict=True):
                 one = [values[at]] if values else []
                 parametrize(names, one, **options | ({"ids": [axis[at].id]} if values else {}))
             made += metafunc._calls
             self.of_call |= {id(call): drawn.get(i) for call in metafunc._calls}
+            self.place |= dict.fromkeys(map(id, metafunc._calls), place)
         metafunc._calls = made
         self.calls.append(made)  # alive, for the sake of their ids
         return result
@@ -160,10 +165,20 @@ class Runner:
                 continue
             call = getattr(item, "callspec", None)
             seeds = self.drawn(1).get(0) if call is None else self.of_call.get(id(call))
-            if seeds and item.nodeid not in self.done:
+            if seeds and self.asked(item.nodeid):
                 self.of_case[item.nodeid] = seeds
                 kept.append(item)
-        items[:] = sorted(kept, key=lambda item: min(self.of_case[item.nodeid]))  # a run that is cut has whole seeds
+        items[:] = sorted(kept, key=self.turn)
+
+    def asked(self, test: str) -> bool:
+        wanted = not self.wanted or test in self.wanted or test.partition("[")[0] in self.wanted
+        return wanted and test not in self.done
+
+    def turn(self, item) -> tuple[int, int]:
+        """A run that is cut has whole seeds; with `breadth` the last seed has cases of every function."""
+        seed = self.options["seeds"].index(self.of_case[item.nodeid][0])
+        place = self.place.get(id(getattr(item, "callspec", None)), 0)
+        return seed, place // CASES_IN_TURN if self.options["breadth"] else 0
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item):
@@ -174,7 +189,9 @@ class Runner:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item) -> None:
-        self.in_time()
+        if self.is_late():
+            item.session.shouldstop = "time"
+            raise TimeoutError
         if "nvfp4" in item.function.__name__:
             pytest.skip("asks for NVFP4")
         if item.function.__name__ in LEFT_OUT:
@@ -197,8 +214,14 @@ class Runner:
         return report
 
     def write_outcome(self, test: str, outcome: str, reason: str) -> None:
+        self.ended.add(test)
         seconds = round(time.time() - self.started, 2)
         self.write(test=test, outcome=outcome, reason=reason, seeds=self.of_case[test], seconds=seconds)
+
+    def pytest_sessionfinish(self, session) -> None:
+        for item in session.items:
+            if item.nodeid not in self.ended:
+                self.write(test=item.nodeid, outcome="not run", reason="time", seeds=self.of_case[item.nodeid])
 
     def pytest_collectreport(self, report) -> None:
         if report.failed:
@@ -245,20 +268,22 @@ def flash_mla_cases(path: Path, runner: Runner) -> None:
         test = module.run_test if path.stem.endswith("prefill") else module.test_flash_mla
         for i, seeds in runner.drawn(len(cases)).items():
             of_case, case = f"{path.name}::{test.__name__}[{name}-{i}]", cases[i]
-            if of_case in runner.done:
+            if not runner.asked(of_case):
+                continue
+            if runner.is_late():
+                runner.write(test=of_case, outcome="not run", reason="time", seeds=seeds)
                 continue
             runner.of_case[of_case], runner.started = seeds, time.time()
             runner.write(test=of_case, outcome="started", seeds=runner.of_case[of_case])
             outcome: tuple[str, str] = ("passed", "")
             try:
-                runner.in_time()
                 with time_limit(runner.limit()), contextlib.redirect_stdout(io.StringIO()) as said:
                     result = test(case)
                 if getattr(result, "is_correct", result) is False:
                     raise AssertionError(" ".join(said.getvalue().split("\n")[2:])[:150])
             except BaseException as error:  # an outcome, whatever it is
                 outcome = classify(error)
-            runner.write_outcome(of_case, outcome[0], f"{outcome[1]} {case if outcome[1] else ''}"[:500])
+            runner.write_outcome(of_case, outcome[0], f"{outcome[1]} {case if outcome[0] in TOLD else ''}"[:500])
 
 
 def _flash_mla_lists(stem: str, module: types.ModuleType, at_end: Any) -> Iterator[tuple[str, list]]:
@@ -301,9 +326,9 @@ def run(options: dict) -> None:
     """All of a shard of a file, in a process of its own."""
     for stream, name in ((1, os.devnull), (2, options["errors"])):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
-    directory, path = Path(options["directory"]), Path(options["file"])
-    sys.argv = [str(path)]
-    sys.path[:0] = [str(path.parent), str(directory)]
+    directory, paths = Path(options["directory"]), [Path(file) for file in options["files"]]
+    sys.argv = [str(paths[0])]
+    sys.path[:0] = [*dict.fromkeys(str(path.parent) for path in paths), str(directory)]
     if options["device"] == "cpu":
         mode = peer_shims.cuda_is_cpu(HOPPER)
         os.environ.setdefault("FLASH_ATTENTION_DISABLE_BACKWARD", "TRUE")
@@ -330,8 +355,9 @@ def run(options: dict) -> None:
     torch.set_grad_enabled(False)
     with mode:
         if kind == "flash_mla":
-            flash_mla_cases(path, runner)
+            for path in paths:
+                flash_mla_cases(path, runner)
         else:
             quiet = ["-q", "--noconftest", "-p", "no:cacheprovider", "--rootdir", str(directory), "-W", "ignore"]
-            pytest.main([*quiet, "--no-header", "--tb=no", str(path)], plugins=[runner])
+            pytest.main([*quiet, "--no-header", "--tb=no", *map(str, paths)], plugins=[runner])
     runner.write(test="", outcome="finished")

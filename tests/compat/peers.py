@@ -116,12 +116,17 @@ SHARDS = {
 
 
 class Task(NamedTuple):
-    """A file of a peer, or one of the shares of its cases."""
+    """A file of a peer, or one of the shares of its cases. With `--breadth` all files."""
 
     kind: str
     directory: Path
-    name: str
+    names: tuple[str, ...]
     shard: int
+    shards: int
+
+    @property
+    def label(self) -> str:
+        return f"{self.kind}-{Path(self.names[0]).stem if len(self.names) == 1 else 'all'}-{self.shard}"
 
 
 COUNTED = ("passed", "serves more", "refused", "absent", "wrong", "error", "crashed")
@@ -135,20 +140,22 @@ def outcomes(path: Path) -> dict[str, dict]:
 
 def run_file(task: Task, options: argparse.Namespace) -> list[dict]:
     """The last line of every test of a shard, also of those that ended their process."""
-    out = options.keep / f"{task.kind}-{Path(task.name).stem}-{task.shard}.jsonl"
+    out = options.keep / f"{task.label}.jsonl"
     if options.deadline and time.time() > options.deadline:
-        line = {"test": f"{task.name}/{task.shard}", "outcome": "not run", "reason": "time", "seeds": options.seeds}
+        line = {"test": task.label, "outcome": "not run", "reason": "time", "seeds": options.seeds}
         with out.open("a") as file:
             file.write(json.dumps(line) + "\n")
         return list(outcomes(out).values())
     for _ in range(options.most_crashes + 1):
         done = outcomes(out)
         again = {test for test, line in done.items() if line["outcome"] == "not run" and options.again}
-        given = {"kind": task.kind, "directory": str(task.directory), "file": str(task.directory / task.name)}
+        files = [str(task.directory / name) for name in task.names]
+        given = {"kind": task.kind, "directory": str(task.directory), "files": files}
         given |= {"out": str(out), "errors": str(out.with_suffix(".txt")), "done": sorted(done.keys() - again)}
         given |= {"device": options.device, "draws": options.draws, "seeds": options.seeds}
         given |= {"timeout": options.timeout, "verbose": options.verbose, "deadline": options.deadline}
-        given |= {"functions": options.functions, "shard": task.shard, "shards": SHARDS.get(task.name, 1)}
+        given |= {"functions": options.functions, "shard": task.shard, "shards": task.shards}
+        given |= {"cases": options.cases.read_text().splitlines() if options.cases else [], "breadth": options.breadth}
         began = out.stat().st_size if out.exists() else 0
         child = options.processes.Process(target=peer_child_run, args=(given,))
         child.start()
@@ -167,7 +174,7 @@ def run_file(task: Task, options: argparse.Namespace) -> list[dict]:
                 file.write(json.dumps(line) + "\n")
         if not started:
             reason = Path(given["errors"]).read_text().strip()[-200:]
-            line = {"test": task.name, "outcome": "error", "reason": reason, "seeds": options.seeds}
+            line = {"test": task.label, "outcome": "error", "reason": reason, "seeds": options.seeds}
             with out.open("a") as file:
                 file.write(json.dumps(line) + "\n")
             break
@@ -186,16 +193,21 @@ def compact(task: Task, lines: Iterable[dict]) -> str:
     """What a cut run needs of a shard: passed and all by function and seed, and every other outcome with its reason."""
     functions: dict[str, dict] = {}
     others, seconds = {}, 0.0
+
+    def short(function: str) -> str:
+        file, _, name = function.rpartition("::")
+        return name if len(task.names) == 1 else f"{Path(file).stem}::{name}"
+
     for line in lines:
         seconds += line.get("seconds", 0)
         function, _, case = line["test"].partition("[")
         for seed in line.get("seeds", []):
-            counts = functions.setdefault(function.rpartition("::")[2], {}).setdefault(seed, collections.Counter())
+            counts = functions.setdefault(short(function), {}).setdefault(seed, collections.Counter())
             counts[line["outcome"]] += 1
-        if line["outcome"] not in ("passed", "skipped"):
-            name = f"{function.rpartition('::')[2]}[{case}"
+        if line["outcome"] not in ("passed", "skipped") and line["reason"] != "time":
+            name = f"{short(function)}[{case}"
             others[name] = [line["outcome"], line["reason"][:160], line.get("seeds")]
-    part = {"part": f"{task.kind}/{Path(task.name).stem}/{task.shard}", "seconds": round(seconds), "counts": functions}
+    part = {"part": task.label.replace("-", "/"), "seconds": round(seconds), "counts": functions}
     return "PART " + json.dumps(part | ({"others": others} if others else {}), separators=(",", ":"))
 
 
@@ -234,6 +246,8 @@ def main() -> int:
     parser.add_argument("--most-crashes", type=int, default=10, help="of a file, before the rest of it is left")
     parser.add_argument("--only", nargs="+", default=[""], help="files whose name holds one of these")
     parser.add_argument("--functions", nargs="+", default=[], help="run these alone, in files that have one of them")
+    parser.add_argument("--cases", type=Path, help="a file of functions and cases (`FILE::TEST`); run these alone")
+    parser.add_argument("--breadth", action="store_true", help="a few cases of every function in turn, seed by seed")
     parser.add_argument("--json", type=Path, help="where to write a line for every test")
     parser.add_argument(
         "--keep", type=Path, help="a folder for what every file's tests write; what it has is not rerun"
@@ -257,11 +271,15 @@ def main() -> int:
     tasks = []
     for kind, names in FILES.items():
         directory = getattr(options, kind)
-        for name in names if directory else []:
-            if any(part in name for part in options.only) and (directory / name).exists():
-                tasks += [Task(kind, directory.resolve(), name, shard) for shard in range(SHARDS.get(name, 1))]
-    order = {name: i for i, name in enumerate(SHARDS)}
-    tasks.sort(key=lambda task: order.get(task.name, len(order)))
+        if not directory:
+            continue
+        found = [name for name in names if any(part in name for part in options.only) and (directory / name).exists()]
+        for group in [tuple(found)] if options.breadth and found else [(name,) for name in found]:
+            shards = options.jobs if options.breadth else SHARDS.get(group[0], 1)
+            tasks += [Task(kind, directory.resolve(), group, shard, shards) for shard in range(shards)]
+    if not options.breadth:
+        order = {name: i for i, name in enumerate(SHARDS)}
+        tasks.sort(key=lambda task: order.get(task.names[0], len(order)))
     with tempfile.TemporaryDirectory() as folder:
         options.keep = options.keep or Path(folder)
         options.keep.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,12 @@ import math
 import pytest
 import torch
 from attnops.compat import flashinfer, sgl_kernel
-from attnops.compat.sgl_kernel.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+from attnops.compat.sgl_kernel.flash_attn import (
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    get_scheduler_metadata,
+    is_fa3_supported,
+)
 from attnops.compat.sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from attnops.layers import RadixAttention
 from attnops.pools import MLATokenToKVPool
@@ -146,6 +151,51 @@ def test_flash_attention_backend_by_position():
     )
     expected = problem.expected(softmax_scale=0.2, window_left=20, sinks=sinks)
     assert relative_error(out.flatten(0, 1), expected[0]) <= BOUND
+
+
+def test_flash_attention_backend_of_a_captured_decode():
+    """The schedule is copied to the front of a buffer that every layer of a decode step takes."""
+    problem, most = paged_problem(LENGTHS), 8
+    schedule = get_scheduler_metadata(
+        batch_size=3,
+        max_seqlen_q=1,
+        max_seqlen_k=4096,
+        num_heads=8,
+        num_heads_k=2,
+        headdim=64,
+        cache_seqlens=problem.cache_seqlens,
+        qkv_dtype=torch.bfloat16,
+        cu_seqlens_q=problem.cu_seqlens_q,
+        page_size=16,
+        causal=True,
+        has_softcap=False,
+        num_splits=0,
+    )
+    buffer = torch.zeros(1 + most * 4, dtype=torch.int32)
+    buffer[: len(schedule)].copy_(schedule)
+    out = flash_attn_with_kvcache(
+        q=problem.q.contiguous(),
+        k_cache=problem.k_pages,
+        v_cache=problem.v_pages,
+        page_table=problem.page_table,
+        cache_seqlens=problem.cache_seqlens,
+        cu_seqlens_q=problem.cu_seqlens_q,
+        max_seqlen_q=1,
+        softmax_scale=0.2,
+        causal=True,
+        window_size=(-1, -1),
+        softcap=0.0,
+        k_descale=None,
+        v_descale=None,
+        return_softmax_lse=False,
+        scheduler_metadata=buffer[: len(schedule)],
+        num_splits=0,
+        ver=3,
+    )
+    assert relative_error(out, problem.expected(softmax_scale=0.2)[0]) <= BOUND
+    assert is_fa3_supported() is True
+    with pytest.raises(ValueError, match=r"get_scheduler_metadata: cache_seqlens must be \[4\]"):
+        get_scheduler_metadata(4, 1, 130, 8, 2, 64, problem.cache_seqlens)
 
 
 def test_flash_attention_backend_of_mla():

@@ -182,6 +182,9 @@ POSITIONAL = {
     sgl_kernel.flash_attn.flash_attn_varlen_func: """q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k seqused_q
         seqused_k page_table softmax_scale causal qv q_descale k_descale v_descale window_size attention_chunk softcap
         num_splits pack_gqa only_qv sm_margin return_softmax_lse sinks out ver""",
+    sgl_kernel.flash_attn.get_scheduler_metadata: """batch_size max_seqlen_q max_seqlen_k num_heads num_heads_k headdim
+        cache_seqlens qkv_dtype headdim_v cu_seqlens_q cu_seqlens_k cu_seqlens_k_new seqused_q leftpad_k page_size
+        max_seqlen_k_new causal window_size attention_chunk has_softcap num_splits pack_gqa sm_margin""",
     sgl_kernel.sparse_flash_attn.convert_vertical_slash_indexes: """q_seqlens kv_seqlens vertical_indexes slash_indexes
         context_size block_size_M block_size_N causal""",
     sgl_kernel.sparse_flash_attn.convert_vertical_slash_indexes_mergehead: """q_seqlens kv_seqlens vertical_indexes

@@ -133,7 +133,8 @@ def append_paged_mla_kv_cache(
 @names_the_peers("merge_state", out_a="v_a", lse_a="s_a", out_b="v_b", lse_b="s_b")
 def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
     """`attnops.ops.merge_state` of ``[T, H, D]`` and base-2 lse float32 ``[T, H]``."""
-    out, lse = ops.merge_state(v_a, from_log2(s_a.float()), v_b, from_log2(s_b.float()))
+    natural = from_log2(s_a.float())
+    out, lse = ops.merge_state(v_a, natural, v_b, from_log2(s_b.float()), lse=natural)
     return out, to_log2(lse)
 
 

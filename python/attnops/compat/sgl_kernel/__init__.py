@@ -51,7 +51,9 @@ def merge_state_v2(
     """
     if s_a.dtype != torch.float32 or s_b.dtype != torch.float32:
         s_a, s_b = s_a.to(torch.float32), s_b.to(torch.float32)
-    return ops.merge_state(v_a, empty_is_minus_inf(s_a), v_b, empty_is_minus_inf(s_b), out=v_merged, lse=s_merged)
+    lse_a = empty_is_minus_inf(s_a)
+    into = lse_a if s_merged is None else s_merged
+    return ops.merge_state(v_a, lse_a, v_b, empty_is_minus_inf(s_b), out=v_merged, lse=into)
 
 
 @names_the_peers("merge_state", out_a="v_a", lse_a="s_a", out_b="v_b", lse_b="s_b", out="v_merged", lse="s_merged")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from attnops.compat import flash_attn_interface
 from attnops.compat._convert import heads_first, refuse, to_dtype
 from attnops.compat._errors import names_the_peers
 from attnops.compat._varlen import attend_varlen
 from attnops.compat.flash_attn_interface import flash_attn_with_kvcache
 
-__all__ = ["flash_attn_varlen_func", "flash_attn_with_kvcache"]
+__all__ = ["flash_attn_varlen_func", "flash_attn_with_kvcache", "get_scheduler_metadata", "is_fa3_supported"]
 
 
 @names_the_peers("flash_attn_varlen_func")
@@ -90,3 +92,50 @@ def flash_attn_varlen_func(
     if out is not None:
         result = out.copy_(to_dtype(result, out.dtype))
     return result if lse is None else (result, heads_first(lse))
+
+
+@names_the_peers("get_scheduler_metadata")
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads: int,
+    num_heads_k: int,
+    headdim: int,
+    cache_seqlens: Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Tensor:
+    """`attnops.compat.flash_attn_interface.get_scheduler_metadata`, with the arguments of this fork.
+
+    Args:
+        batch_size: Requests. cache_seqlens: int32 ``[B]``; it names the device. The others change nothing.
+
+    Returns:
+        int32 ``[B + 1]``; SGLang copies it to the front of a longer buffer.
+
+    Raises:
+        ValueError: `cache_seqlens` is not ``[B]``.
+    """
+    return flash_attn_interface.get_scheduler_metadata(
+        batch_size, max_seqlen_q, max_seqlen_k, num_heads, num_heads_k, headdim, cache_seqlens
+    )
+
+
+def is_fa3_supported(device: Any = None) -> bool:
+    """True: attnops has a kernel for these calls on every device that it runs on."""
+    return True
