@@ -61,6 +61,53 @@ def runner(name: str) -> types.ModuleType:
     return importlib.import_module(f"{KIT}.runner_modes.{RUNNERS[name]}")
 
 
+def window_pool(windowed: bool, **options):
+    """What the kit makes an `MHATokenToKVPool` for, as an `SWAKVPool` with its one layer in the window's pool or not.
+
+    Pages of the window's pool are in another order, slot 0 included, and both pools are full of NaN.
+    """
+    import torch
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+    layers = {"swa_attention_layer_ids": [0 if windowed else 1], "full_attention_layer_ids": [1 if windowed else 0]}
+    assert options.pop("layer_num") == 1
+    size, page_size = options.pop("size"), options["page_size"]
+    pool = SWAKVPool(size, size, **options, **layers)
+    pages = (size + page_size) // page_size
+    order = torch.cat(
+        [
+            torch.zeros(1, dtype=torch.int64),
+            1 + torch.randperm(pages - 1, generator=torch.Generator().manual_seed(pages)),
+        ]
+    )
+    slots = (order[:, None] * page_size + torch.arange(page_size)).flatten()
+    pool.register_mapping(torch.cat([slots, torch.tensor([-1])]).to(pool.device))
+    for part in (pool.full_kv_pool, pool.swa_kv_pool):
+        for buffer in (*part.k_buffer, *part.v_buffer):
+            buffer.fill_(float("nan"))
+    store = pool.set_kv_buffer
+
+    def set_kv_buffer(layer, loc, *rows):
+        store(layer, KVWriteLoc(loc, pool.translate_loc_from_full_to_swa(loc)), *rows)
+
+    pool.set_kv_buffer = set_kv_buffer  # the kit has slots of the full pool alone
+    return pool
+
+
+def forget_what_left_windows(pool, req_to_token, lens, new_tokens: int, window: int) -> int:
+    """As SGLang's allocator does for requests of `lens` tokens, the last `new_tokens` of them new.
+
+    Pages that no window of a new token reaches are no longer mapped. Returns how many tokens that were.
+    """
+    count, page_size = 0, pool.page_size
+    for request, length in enumerate(lens):
+        out = max(length - new_tokens - window, 0) // page_size * page_size
+        pool.full_to_swa_index_mapping[req_to_token[request, :out].long()] = 0
+        count += out
+    return count
+
+
 def dense_cases() -> list:
     """Every dense and window case."""
     dense = kit().dense
@@ -87,6 +134,27 @@ def ragged_case(module: types.ModuleType, kind: str, mode: str, page_size: int, 
     if kind == "mla":
         return module.MLAAttentionCase("ragged", forward_mode=mode, num_heads=4, **shape)
     return module.DenseAttentionCase("ragged", forward_mode=mode, num_heads=4, num_kv_heads=2, **shape)
+
+
+def give_branches_pages(runner, batch, topk: int, draft_steps: int) -> None:
+    """Slots as SGLang has them for `topk` branches over pages of several tokens: each branch begins with a copy of the
+    prefix's partial page. `batch` is a draft's of `runner`, whose requests have their tokens side by side."""
+    import torch
+    from sglang.srt.speculative.eagle_worker_common import duplicate_prefix_tail_to_draft_branches
+
+    table, page_size = runner.req_to_token_pool.req_to_token, runner.page_size
+    width, on = table.shape[1], {"device": table.device}
+    table[: batch.batch_size] = page_size + torch.arange(batch.batch_size * width, **on).view(-1, width)
+    lens = batch.seq_lens.long()
+    tail = lens % page_size
+    pages = (tail + draft_steps + page_size - 1) // page_size
+    branch, step = torch.arange(topk, **on).view(1, -1, 1), torch.arange(draft_steps, **on)
+    cells = lens.view(-1, 1, 1) + branch * (pages * page_size).view(-1, 1, 1) + step
+    rows = table[batch.req_pool_indices.long()]
+    batch.out_cache_loc = rows.gather(1, cells.flatten(1)).flatten().long()
+    pool = runner.token_to_kv_pool
+    pool.use_native_move_kv_cache = True
+    duplicate_prefix_tail_to_draft_branches(pool, rows, lens - tail, tail, pages, topk, page_size)
 
 
 def only_request(batch, request: int, tokens: int):

@@ -73,13 +73,13 @@ ENGINES = {
             packages=("sglang",),
             least=(0, 5, 23),
             below=(0, 5, 24),
-            option="--attention-backend attnops; --speculative-draft-attention-backend attnops with topk 1",
+            option="--attention-backend attnops; --speculative-draft-attention-backend attnops",
             mla=True,
             refused=(
                 "cross attention",
-                "pools but those of MHA and MLA: windows share the full pool",
+                "pools but MHATokenToKVPool, MLATokenToKVPool, and SWAKVPool of the former, of layout nhd",
                 "modes PREBUILT, SPLIT_PREFILL and DLLM_EXTEND",
-                "trees of the draft model: topk above 1",
+                "draft models with a pool for their windows",
             ),
         ),
         Engine(

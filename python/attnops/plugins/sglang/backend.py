@@ -16,7 +16,7 @@ from torch import Tensor
 from attnops.backends import HybridAttnBackend, detect_machine, get_backend_class, select
 from attnops.backends.select import SLOW
 from attnops.layers import RadixAttention
-from attnops.plugins.sglang.views import MHAPoolView, MLAPoolView, layer_view
+from attnops.plugins.sglang.views import MLAPoolView, layer_view, pool_view
 from attnops.types import AttentionBatch, AttentionSpec, ForwardMode, Limits
 
 # By the names of SGLang's modes: their numbers change between versions.
@@ -30,7 +30,7 @@ MODES = {
 }
 
 
-def _build(spec: AttentionSpec, limits: Limits, device: torch.device) -> Any:
+def build(spec: AttentionSpec, limits: Limits, device: torch.device) -> Any:
     """What serves a model here. Plain PyTorch, attnops' last resort, is not what who asks for attnops means."""
     selection = select(spec, detect_machine(device), speculative=limits.max_tokens_per_request > 1)
     if selection.decode == SLOW:
@@ -56,10 +56,10 @@ class AttnopsAttnBackend(AttentionBackend):
         super().__init__()
         self.req_to_token_pool, self.token_to_kv_pool = runner.req_to_token_pool, runner.token_to_kv_pool
         self._tokens = runner.req_to_token_pool.req_to_token
-        self._pool = self._pool_of(runner)
+        self._pool = pool_view(runner.token_to_kv_pool, runner.page_size, runner.use_mla_backend)
         self._spec, self._limits = self._spec_of(runner), self._limits_of(runner)
         device = torch.device(runner.device)
-        self._backend = _build(self._spec, self._limits, device)
+        self._backend = self._make_backend(device)
         size = self._limits.max_batch_size
         self._cache_seqlens = torch.ones(size, dtype=torch.int32, device=device)
         self._extend_seq_lens = torch.zeros(size, dtype=torch.int32, device=device)
@@ -68,12 +68,8 @@ class AttnopsAttnBackend(AttentionBackend):
         self._batch: AttentionBatch | None = None
         self._step: Any = None
 
-    def _pool_of(self, runner: Any) -> MHAPoolView | MLAPoolView:
-        pool = runner.token_to_kv_pool
-        if type(pool).__name__ not in ("MHATokenToKVPool", "MLATokenToKVPool"):
-            raise NotImplementedError(f"attnops: the SGLang backend serves no {type(pool).__name__}")
-        view = MLAPoolView if runner.use_mla_backend else MHAPoolView
-        return view(pool, runner.page_size)
+    def _make_backend(self, device: torch.device) -> Any:
+        return build(self._spec, self._limits, device)
 
     def _spec_of(self, runner: Any) -> AttentionSpec:
         model, pool = runner.model_config, self._pool
