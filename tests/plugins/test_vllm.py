@@ -63,6 +63,16 @@ def test_mla_gives_the_tokens_of_vllms_own_backend(folder, theirs):
     assert got["calls"]["mla_decode"] and got["calls"]["store_mla_kv"]
 
 
+def test_layers_of_a_head_size_that_we_have_not_are_vllms_own(folder, theirs):
+    """Gemma 4 in kind: windowed layers of head size 64 are ours, the others of 512 vLLM's, and the log says so."""
+    expected, got = theirs("gemma4"), run(folder, "gemma4", True)
+    assert got["tokens"] == expected["tokens"]
+    assert got["calls"]["xqa_decode"] and got["calls"]["fmha_paged"]
+    said = [line for line in got["log"] if "attnops does not serve head size 512" in line]
+    assert len(said) == 1 and "CPU_ATTN serves those layers" in said[0]
+    assert not any("attnops does not serve" in line for line in expected["log"])
+
+
 def test_requests_that_lose_their_blocks_come_back(folder, theirs):
     """Too few blocks for four requests at once: some are preempted and computed again."""
     got = run(folder, "llama", True, {"num_gpu_blocks_override": 9})

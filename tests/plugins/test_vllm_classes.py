@@ -80,6 +80,35 @@ def test_a_step_of_gqa(batch, options, kv_dtype, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("window", [-1, 20])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_a_causal_flag_per_request(batch, window, device):
+    """As of diffusion models, some of whose requests see what is behind them, too. With a window: on both sides."""
+    from attnops.plugins.vllm.backend import AttnopsBackend
+
+    lengths, counts = BATCHES[batch]
+    problem = paged_problem(lengths, counts, num_q_heads=8, num_kv_heads=2, page_size=BLOCK)
+    _, slots = new_tokens(problem, counts)
+    cache = torch.cat([problem.k_pages, problem.v_pages], -1).to(device).transpose(1, 2)
+    impl = AttnopsBackend.get_impl_cls()(8, 64, 0.125, 2, None, window + 1 if window >= 0 else None, "auto")
+    builder = made_builder(impl, configuration((8, 2), 64, "auto"), device)
+    flags = torch.tensor([i % 2 for i in range(len(counts))], dtype=torch.int32)
+    common = common_metadata(problem, counts, slots, device)
+    common.causal = flags.to(device)
+    step = builder.build(0, common)
+    q = problem.q.to(device)
+    out = torch.full_like(q, 7.0)
+    impl.forward(SimpleNamespace(), q, None, None, cache, step, out)
+    options = {"softmax_scale": 0.125, "window_left": window}
+    masked, _ = problem.expected_unquantized(causal=True, **options)
+    free, _ = problem.expected_unquantized(causal=False, window_right=window, **options)
+    of_token = flags.bool().repeat_interleave(torch.tensor(counts)).view(-1, 1, 1)
+    assert relative_error(out.cpu(), torch.where(of_token, masked, free)) <= MAX_RELATIVE_ERROR[torch.bfloat16]
+    if max(counts) > 1:
+        assert relative_error(out.cpu(), masked) > 0.01 < relative_error(out.cpu(), free)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FP8], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("tokens", [1, 4])
@@ -111,6 +140,65 @@ def test_decodes_of_mla(tokens, kv_dtype, split, device):
     bound = MAX_RELATIVE_ERROR[torch.bfloat16] if kv_dtype == torch.bfloat16 else MAX_RELATIVE_ERROR_FP8
     assert relative_error(out.cpu(), expected) <= bound
     assert_lse_close(lse.cpu(), expected_lse, atol=2e-3 if kv_dtype == torch.bfloat16 else 0.2)
+
+
+@pytest.fixture(params=["CPU_ATTN", "TRITON_ATTN"])
+def own_backend(request, monkeypatch, caplog):
+    """vLLM's backend for layers that are not ours, on a CPU and elsewhere."""
+    from attnops.plugins.vllm import own_kernels
+
+    if request.param == "CPU_ATTN" and not own_kernels.current_platform.is_cpu():
+        pytest.skip("this vLLM is not one for the CPU")
+    monkeypatch.setattr(own_kernels, "current_platform", SimpleNamespace(is_cpu=lambda: request.param == "CPU_ATTN"))
+    own_kernels._say.cache_clear()
+    backend = own_kernels.own_backend()
+    assert backend.get_name() == request.param
+    if request.param == "CPU_ATTN":
+        current = configuration((8, 2), 512, "auto")
+        monkeypatch.setattr("vllm.v1.attention.backends.cpu_attn.get_current_vllm_config", lambda: current)
+    return backend
+
+
+def test_a_head_size_that_we_have_not_is_vllms_own(own_backend, caplog):
+    from attnops.plugins.vllm.backend import AttnopsBackend
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    impl, builder = AttnopsBackend.get_impl_cls(), AttnopsBackend.get_builder_cls()
+    own = impl(8, 512, 0.1, 2, None, None, "auto")
+    assert type(own) is own_backend.get_impl_cls() and (own.head_size, own.num_kv_heads) == (512, 2)
+    whole = configuration((8, 2), 512, "auto")
+    assert isinstance(made_builder(own, whole, "cpu"), own_backend.get_builder_cls())
+    assert [record.getMessage() for record in caplog.records] == [
+        f"attnops does not serve head size 512: vLLM's {own_backend.get_name()} serves those layers"
+    ]
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=512, dtype=torch.bfloat16)
+    support = own_backend.get_builder_cls().get_cudagraph_support(whole, spec)
+    assert builder.get_cudagraph_support(whole, spec) == support
+    sizes = own_backend.get_supported_kernel_block_sizes(spec)
+    assert [size.base for size in AttnopsBackend.get_supported_kernel_block_sizes(spec)] == [s.base for s in sizes]
+    assert AttnopsBackend.supports_head_size(512) and not AttnopsBackend.supports_head_size(20)
+    ours = impl(8, 64, 0.1, 2, None, None, "auto")
+    assert type(ours) is impl and isinstance(made_builder(ours, whole, "cpu"), builder)
+
+
+def test_what_cannot_be_vllms_own_is_refused_by_name(own_backend, monkeypatch):
+    """vLLM derives classes of its own from a backend's, which vLLM's other backend would not have."""
+    from attnops.plugins.vllm import backend
+
+    class Derived(backend.AttnopsImpl):
+        pass
+
+    class DerivedBuilder(backend.AttnopsMetadataBuilder):
+        pass
+
+    given = (8, 512, 0.1, 2, None, None, "auto")
+    with pytest.raises(NotImplementedError, match="Derived is not served with head_size 512"):
+        Derived(*given)
+    with pytest.raises(NotImplementedError, match="DerivedBuilder does not serve head_size 512"):
+        DerivedBuilder(SimpleNamespace(head_size=512), [], None, None)
+    monkeypatch.setattr("vllm.distributed.parallel_state.get_dcp_world_size_and_rank", lambda *config: (2, 0))
+    with pytest.raises(NotImplementedError, match="decode context parallelism is not served with head_size 512"):
+        backend.AttnopsImpl(*given)
 
 
 def test_what_the_backend_says_of_itself():

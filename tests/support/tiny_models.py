@@ -38,6 +38,18 @@ def config(kind: str):
             final_logit_softcapping=None,
             **COMMON | {"tie_word_embeddings": True},  # vLLM's Gemma knows no other
         )
+    if kind == "gemma4":  # a window and head dim 64, then all keys and head dim 512
+        return transformers.Gemma4TextConfig(
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=64,
+            global_head_dim=512,
+            sliding_window=7,
+            layer_types=["sliding_attention", "full_attention"],
+            hidden_size_per_layer_input=0,
+            **COMMON | {"tie_word_embeddings": True},
+        )
     if kind == "gpt_oss":  # sinks, and a window in every other layer
         return transformers.GptOssConfig(
             num_hidden_layers=2,

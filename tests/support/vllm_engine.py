@@ -43,7 +43,10 @@ def model_folder(place: Path, kind: str) -> str:
 
 
 def run(place: Path, kind: str, options: dict, rounds=1, lengths=LENGTHS, **environment: str) -> dict:
-    """The program's result: tokens, logprobs, calls of attnops' ops, backends by name. `options` are those of `LLM`."""
+    """The program's result: tokens, logprobs, calls of attnops' ops, backends by name; and the lines of its `log`.
+
+    `options` are those of `LLM`.
+    """
     request = {
         "model": model_folder(place, kind),
         "options": options,
@@ -59,7 +62,7 @@ def run(place: Path, kind: str, options: dict, rounds=1, lengths=LENGTHS, **envi
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, cwd=place)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert done.returncode == 0 and lines, done.stdout[-2000:] + done.stderr[-6000:]
-    return json.loads(lines[-1].removeprefix("RESULT "))
+    return json.loads(lines[-1].removeprefix("RESULT ")) | {"log": done.stderr.splitlines()}
 
 
 def check_tokens(got: dict, expected: dict) -> int:

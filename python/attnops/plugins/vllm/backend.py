@@ -2,7 +2,7 @@
 
 vLLM puts requests with as many new tokens as a decode or a verification first. They go to `xqa_decode`, the others to
 `fmha_paged`. Plans are made in `build`, on the device; nothing is read on the host. Under decode context parallelism
-both are `context_parallel.py`'s.
+both are `context_parallel.py`'s. Layers with a head size that no kernel has are vLLM's own: `own_kernels.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from attnops import ops
 from attnops.backends import Capability, get_backend_class
 from attnops.metadata.fmha_plan import FmhaPlan
 from attnops.plan_buffers import DecodePlan
-from attnops.plugins.vllm import context_parallel
+from attnops.plugins.vllm import context_parallel, own_kernels
 from attnops.plugins.vllm.plans import (
     DecodePlanner,
     PromptPlanner,
@@ -74,6 +74,10 @@ class AttnopsBackend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        head_size = getattr(kv_cache_spec, "head_size", None)
+        if head_size is not None and not own_kernels.serves(head_size):
+            sizes: list[int | MultipleOf] = own_kernels.own_backend().get_supported_kernel_block_sizes(kv_cache_spec)
+            return sizes
         return [MultipleOf(1)]
 
     @classmethod
@@ -85,8 +89,7 @@ class AttnopsBackend(AttentionBackend):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        dims = capability().head_dims
-        return dims is not None and not dims.reason_against(head_size, head_size)
+        return own_kernels.serves(head_size) or bool(own_kernels.own_backend().supports_head_size(head_size))
 
     @classmethod
     def supports_sink(cls) -> bool:
@@ -126,6 +129,8 @@ class AttnopsMetadata(AttentionMetadata):
         causal: Of all requests.
         own_lens, context_lens, context: Under decode context parallelism: keys on this rank that each decode token
             sees. Those of the others that were stored before the step. A plan per window for these.
+        unmasked, causal_tokens: Where each request has a causal flag of its own, none is a decode. A plan per window
+            without a mask, and the flag of each token.
     """
 
     num_actual_tokens: int
@@ -141,6 +146,8 @@ class AttnopsMetadata(AttentionMetadata):
     own_lens: Tensor | None = None
     context_lens: Tensor | None = None
     context: dict[int, FmhaPlan] | None = None
+    unmasked: dict[int, FmhaPlan] | None = None
+    causal_tokens: Tensor | None = None
 
     @property
     def decode_tokens(self) -> int:
@@ -151,6 +158,23 @@ class AttnopsMetadataBuilder(AttentionMetadataBuilder[AttnopsMetadata]):
     """Steps of one group of layers, which share a cache spec and a block table."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+    def __new__(cls, kv_cache_spec: Any, *args: Any, **options: Any) -> Any:
+        """vLLM's own builder where its own kernels serve the layers."""
+        if own_kernels.serves(kv_cache_spec.head_size):
+            return super().__new__(cls)
+        if cls is not AttnopsMetadataBuilder:
+            raise NotImplementedError(f"attnops: {cls.__name__} does not serve head_size {kv_cache_spec.head_size}")
+        builder = own_kernels.backend_of(kv_cache_spec.head_size).get_builder_cls()
+        return builder(kv_cache_spec, *args, **options)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
+        head_size = getattr(kv_cache_spec, "head_size", None)
+        support: AttentionCGSupport = cls._cudagraph_support
+        if head_size is not None and not own_kernels.serves(head_size):
+            support = own_kernels.own_backend().get_builder_cls().get_cudagraph_support(vllm_config, kv_cache_spec)
+        return support
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -189,12 +213,11 @@ class AttnopsMetadataBuilder(AttentionMetadataBuilder[AttnopsMetadata]):
     ) -> AttnopsMetadata:
         """Plans for a batch; device work only."""
         common = common_attn_metadata
-        if isinstance(common.causal, Tensor):
-            raise NotImplementedError("attnops: the ATTNOPS backend serves no batch with a causal flag per request")
-        causal = bool(common.causal) and not self._is_encoder
+        flags = common.causal if isinstance(common.causal, Tensor) else None
+        causal = not self._is_encoder and (flags is not None or bool(common.causal))
         decodes, prompts, decode_tokens, prompt_tokens = 0, common.num_reqs, 0, common.num_actual_tokens
         # Without a mask, a window is on both sides, which xqa_decode does not know.
-        if causal or common.max_query_len <= 1:
+        if flags is None and (causal or common.max_query_len <= 1):
             decodes, prompts, decode_tokens, prompt_tokens = split_decodes_and_prefills(
                 common, decode_threshold=self.reorder_batch_threshold or 1, require_uniform=True
             )
@@ -204,8 +227,8 @@ class AttnopsMetadataBuilder(AttentionMetadataBuilder[AttnopsMetadata]):
         decode: dict[int, DecodePlan] = {}
         plans: dict[int, FmhaPlan] = {}
         cu_seqlens_q: Tensor | None = None
-        own, context_lens, context = None, None, None
-        if self._own is not None and not (causal or self._is_encoder):
+        own, context_lens, context, unmasked, causal_tokens = None, None, None, None, None
+        if self._own is not None and not self._is_encoder and (flags is not None or not causal):
             raise NotImplementedError("attnops: decode context parallelism without a causal mask")
         if decodes and decode_tokens:
             lens, tokens = seq_lens[:decodes], decode_tokens // decodes
@@ -223,6 +246,11 @@ class AttnopsMetadataBuilder(AttentionMetadataBuilder[AttnopsMetadata]):
                 context = self._context.plan(cu_seqlens_q, prompt_tokens, False, context_lens)
                 prompt_lens = None  # keys of the step itself
             plans = self._prompts.plan(cu_seqlens_q, prompt_tokens, causal, prompt_lens)
+            if flags is not None and causal:
+                unmasked = self._prompts.plan(cu_seqlens_q, prompt_tokens, False, prompt_lens)
+                token = torch.arange(prompt_tokens, device=starts.device)
+                request = torch.searchsorted(cu_seqlens_q[1:], token, right=True).clamp(max=prompts - 1)
+                causal_tokens = flags[:prompts].bool()[request]
         return AttnopsMetadata(
             num_actual_tokens=common.num_actual_tokens,
             num_decodes=decodes,
@@ -237,6 +265,8 @@ class AttnopsMetadataBuilder(AttentionMetadataBuilder[AttnopsMetadata]):
             own_lens=own,
             context_lens=context_lens,
             context=context,
+            unmasked=unmasked,
+            causal_tokens=causal_tokens,
         )
 
 
@@ -247,6 +277,16 @@ class AttnopsImpl(AttentionImpl[AttnopsMetadata]):
     lse_base_on_e: bool = True
     supports_dcp: bool = True
     supports_mtp_with_cp_non_trivial_interleave_size: bool = True
+
+    def __new__(cls, num_heads: int, head_size: int, *args: Any, **options: Any) -> Any:
+        """vLLM's own implementation where no kernel of attnops has the head size."""
+        impl = super().__new__(cls)
+        if own_kernels.serves(head_size):
+            return impl
+        if cls is not AttnopsImpl or impl.dcp_world_size > 1:
+            where = "decode context parallelism" if impl.dcp_world_size > 1 else cls.__name__
+            raise NotImplementedError(f"attnops: {where} is not served with head_size {head_size}")
+        return own_kernels.backend_of(head_size).get_impl_cls()(num_heads, head_size, *args, **options)
 
     def __init__(
         self,
@@ -266,7 +306,6 @@ class AttnopsImpl(AttentionImpl[AttnopsMetadata]):
         reasons = {
             "ALiBi": alibi_slopes is not None,
             f"attention of type {attn_type}": attn_type not in (AttentionType.DECODER, *ENCODERS),
-            f"head_size {head_size}": not AttnopsBackend.supports_head_size(head_size),
             "windows under decode context parallelism": self.dcp_world_size > 1 and sliding_window is not None,
             f"options {sorted(unknown)}": bool(unknown),
         }
@@ -343,21 +382,30 @@ class AttnopsImpl(AttentionImpl[AttnopsMetadata]):
             plan: Any = step.decode[self.window_left]
             ops.xqa_decode(query[:first], k_pages, v_pages, table, lens, plan, out=output[:first], **options)
         if step.prompts:
-            assert step.cu_seqlens_q is not None
-            lens, table = step.seq_lens[step.num_decodes :], step.block_table[step.num_decodes :]
-            ops.fmha_paged(
-                query[first:end],
-                k_pages,
-                v_pages,
-                table,
-                lens,
-                step.cu_seqlens_q,
-                step.prompts[self.window_left],
-                window_right=-1 if step.causal else self.window_left,
-                out=output[first:end],
-                **options,
-            )
+            self._attend_prompts(query[first:end], (k_pages, v_pages), step, step.prompts, output[first:end], options)
+        if step.unmasked is not None:
+            assert step.causal_tokens is not None
+            free = torch.empty_like(output[first:end])
+            unmasked = options | {"causal": False}
+            self._attend_prompts(query[first:end], (k_pages, v_pages), step, step.unmasked, free, unmasked)
+            torch.where(step.causal_tokens.view(-1, 1, 1), output[first:end], free, out=output[first:end])
         return output
+
+    def _attend_prompts(
+        self,
+        query: Tensor,
+        pages: tuple[Tensor, Tensor],
+        step: AttnopsMetadata,
+        plans: dict[int, FmhaPlan],
+        output: Tensor,
+        options: dict[str, Any],
+    ) -> None:
+        """Ragged requests, with one mask for all. Without a causal mask a window is on both sides."""
+        assert step.cu_seqlens_q is not None
+        lens, table = step.seq_lens[step.num_decodes :], step.block_table[step.num_decodes :]
+        right = -1 if options["causal"] else self.window_left
+        bounds, plan = step.cu_seqlens_q, plans[self.window_left]
+        ops.fmha_paged(query, *pages, table, lens, bounds, plan, window_right=right, out=output, **options)
 
     def _share(
         self,
