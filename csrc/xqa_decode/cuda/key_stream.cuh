@@ -40,8 +40,6 @@ class KeyStream {
     enter_piece();
   }
 
-  __device__ bool chunks_stay_in_pages() const { return runs_; }
-
   // Starts the copies of the next chunk, if there is one, to stage `index`: one group of copies in any case. The first
   // call only finds the first chunk.
   __device__ void issue(int index) {

@@ -156,6 +156,18 @@ struct MergeShape {
   }
 };
 
+// An item that all splits are in.
+template <bool kFloat32>
+__device__ __forceinline__ void store_merged(const Params& p, const Shape& shape, const WorkPlace& place, int row,
+                                             int d, const PartialSum& state) {
+  const bool empty = state.sum == 0.f;
+  const float inverse = empty ? 0.f : __fdividef(1.f, state.sum);
+  const float4 v = state.values;
+  store_output<kFloat32>(p, shape, place, row, d,
+                         make_float4(v.x * inverse, v.y * inverse, v.z * inverse, v.w * inverse),
+                         empty ? -INFINITY : state.lse_max + __logf(state.sum));
+}
+
 // Merges one unit. Threads are item-major: neighbours have neighbouring items of one split. kBatch: splits that a
 // thread loads at a time, all before the first use.
 template <class Team, bool kFloat32, int kBatch>
@@ -215,13 +227,53 @@ __device__ __forceinline__ void merge_unit(const Params& p, const Shape& shape, 
         state.add(states[w * 32 + thread]);
       }
     }
-    if (!live) continue;
-    const bool empty = state.sum == 0.f;
-    const float inverse = empty ? 0.f : __fdividef(1.f, state.sum);
-    const float4 v = state.values;
-    store_output<kFloat32>(p, shape, place, row, d,
-                           make_float4(v.x * inverse, v.y * inverse, v.z * inverse, v.w * inverse),
-                           empty ? -INFINITY : state.lse_max + __logf(state.sum));
+    if (live) store_merged<kFloat32>(p, shape, place, row, d, state);
+  }
+}
+
+// The same for works of many rows and few splits, whose units have many steps: of kSteps of them all splits are loaded
+// before one is used, up to kMost of each.
+template <class Team, int kMost, int kSteps>
+__device__ __forceinline__ void merge_steps(const Params& p, const Shape& shape, const WorkPlace& place,
+                                            const Splits& splits, const MergeShape& merge, int unit) {
+  const int vecs = ceil_div(p.head_dim, 4);
+  const int first_row = static_cast<int>(splits.first) * shape.rows, row_step = splits.step * shape.rows;
+  const int before_second = static_cast<int>(splits.second) * shape.rows - row_step;
+#pragma unroll 1
+  for (int step = 0; step < merge.steps; step += kSteps) {
+    int rows[kSteps], dims[kSteps];
+    float lse[kSteps][kMost];
+    float4 values[kSteps][kMost];
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      const int item = ((unit * merge.steps + step + k) << merge.width_shift) + static_cast<int>(Team::thread());
+      const bool live = step + k < merge.steps && item < merge.items;
+      const int own_row = live ? item / vecs : 0;
+      rows[k] = live ? place.first_row + own_row : -1, dims[k] = live ? (item - own_row * vecs) * 4 : 0;
+#pragma unroll
+      for (int b = 0; b < kMost; ++b) {
+        lse[k][b] = -INFINITY;
+        values[k][b] = make_float4(0.f, 0.f, 0.f, 0.f);
+        if (!live || b >= splits.count) continue;
+        const int64_t at = (b == 0 ? first_row : before_second + b * row_step) + rows[k];
+        lse[k][b] = __ldcg(p.lse_partial + at);
+        values[k][b] = load_partial(p, shape, at, dims[k]);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      if (rows[k] < 0) continue;
+      PartialSum state;
+#pragma unroll
+      for (int b = 0; b < kMost; ++b) state.lse_max = fmaxf(state.lse_max, lse[k][b]);
+#pragma unroll
+      for (int b = 0; b < kMost; ++b) {
+        const float weight = lse[k][b] == -INFINITY ? 0.f : __expf(lse[k][b] - state.lse_max);
+        state.sum += weight;
+        state.add(weight, values[k][b]);
+      }
+      store_merged<false>(p, shape, place, rows[k], dims[k], state);
+    }
   }
 }
 
@@ -298,7 +350,7 @@ struct MergeFlag {
 
 // Called by all threads of a team after a barrier that follows its partial results of a work. `flag` and `scratch`, a
 // PartialSum for each thread, lie in shared memory.
-template <class Team, int kBatch = 16, bool kFloat32 = false>
+template <class Team, int kBatch = 16, bool kFloat32 = false, bool kManyRows = false>
 __device__ __forceinline__ void merge_after_sync(const Params& p, const Shape& shape, const WorkPlace& place,
                                                  const Splits& splits, bool may_wait, MergeFlag* flag, float* scratch) {
   static_assert(Team::kThreads == 128 || Team::kThreads == 256);
@@ -317,7 +369,11 @@ __device__ __forceinline__ void merge_after_sync(const Params& p, const Shape& s
 #pragma unroll 1
   for (int i = 0; i < early + end - begin; ++i) {
     const int unit = i < early ? i : begin + i - early;
-    if (few) {
+    if (kManyRows && few) {
+      merge_steps<Team, kFewSplits, 4>(p, shape, place, splits, merge, unit);
+    } else if (kManyRows && splits.count <= 2 * kFewSplits) {
+      merge_steps<Team, 2 * kFewSplits, 2>(p, shape, place, splits, merge, unit);
+    } else if (few) {
       merge_unit<Team, kFloat32, kFewSplits>(p, shape, place, splits, merge, unit, scratch);
     } else {
       merge_unit<Team, kFloat32, kBatch>(p, shape, place, splits, merge, unit, scratch);
@@ -327,11 +383,11 @@ __device__ __forceinline__ void merge_after_sync(const Params& p, const Shape& s
 }
 
 // The same once the CTA's partial results are written.
-template <int kThreads, bool kFloat32 = false>
+template <int kThreads, bool kFloat32 = false, bool kManyRows = false>
 __device__ __forceinline__ void arrive_and_merge(const Params& p, const Shape& shape, const WorkPlace& place,
                                                  const Splits& splits, bool may_wait, MergeFlag* flag, float* scratch) {
   MergingCta<kThreads>::sync();
-  merge_after_sync<MergingCta<kThreads>, 16, kFloat32>(p, shape, place, splits, may_wait, flag, scratch);
+  merge_after_sync<MergingCta<kThreads>, 16, kFloat32, kManyRows>(p, shape, place, splits, may_wait, flag, scratch);
 }
 
 }  // namespace attnops::xqa_decode
