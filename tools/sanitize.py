@@ -90,6 +90,8 @@ SETS = {
     "racecheck xqa_decode rows": (XQA, "test_masks_by_page_size and 64 and heads4"),
     "racecheck xqa_decode blocks_of_rows": (XQA_SHORT, "test_blocks_of_rows and None"),
     "memcheck xqa_decode blocks_of_rows": (XQA_SHORT, "test_many_rows and None"),
+    "racecheck xqa_decode widened": (XQA_SHORT, "test_blocks_of_rows and kv_dtype1"),
+    "memcheck xqa_decode widened": (XQA_SHORT, "test_many_rows and kv_dtype1"),
     "racecheck xqa_decode gathers": (XQA, "test_masks_by_page_size and None and -3 and (heads2 or heads3)"),
     "racecheck xqa_decode fp8_gathers": (XQA, "test_masks_by_page_size and kv_dtype1 and -3 and (heads2 or heads3)"),
     "racecheck xqa_decode pairs": (XQA, "test_pairs_of_heads and heads0 and not 256"),

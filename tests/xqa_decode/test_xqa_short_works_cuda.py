@@ -111,7 +111,16 @@ def test_many_rows(heads, seqlen_q, kv_dtype, head_dim, page_size):
     ("head_dim", "kv_dtype"), [(64, None), (128, None), (256, None), (64, FP8), (128, FP8), (192, FP8)]
 )
 @pytest.mark.parametrize(
-    "options", [{"window_left": 20}, {"logit_cap": 5.0}, {"sinks": True}, {"tree": True}, {"softmax_scale": -0.3}]
+    "options",
+    [
+        {"window_left": 20},
+        {"window_left": 191},
+        {"logit_cap": 5.0},
+        {"sinks": True},
+        {"tree": True},
+        {"softmax_scale": -0.3},
+        {"softmax_scale": 2.0},  # maxima grow from tile to tile
+    ],
 )
 def test_rules_of_many_rows(options, head_dim, kv_dtype, num_sm_parts):
     """Rows of a work are divided among warpgroups and CTAs, each of which merges its own splits."""
@@ -129,6 +138,20 @@ def test_rules_of_many_rows(options, head_dim, kv_dtype, num_sm_parts):
             reference.pack_tree_mask(visible | torch.eye(tokens, dtype=torch.bool)).flatten(0, 1).cuda()
         )
     assert_decodes(problem, seqlen_q=tokens, num_sm_parts=num_sm_parts, **rules)
+
+
+def test_a_soft_cap_where_the_scale_of_some_rows_is_one():
+    """Over FP8 pages every row has a scale of its own; a lane has two rows."""
+    problem = paged_problem([300, 64, 777], num_q_heads=48, num_kv_heads=1, head_dim=128, kv_dtype=FP8, scales="none")
+    few = torch.rand(problem.k_pages.shape, generator=torch.Generator().manual_seed(1)) < 0.02
+    tiny = few * torch.where(problem.k_pages.float() < 0, -(2.0**-9), 2.0**-9)
+    k_pages = torch.where(problem.k_pages.isnan(), problem.k_pages.float(), tiny).to(FP8)
+    q = problem.q.clamp(-3, 3)
+    q[..., 0] = 3  # no row has a larger value
+    q[:, 8:16] /= 16
+    problem = dataclasses.replace(problem, q=q, k_pages=k_pages).to("cuda")
+    to_one = 5678.26171875  # 2^13 in units of log2: the scale of rows up to 3 is 2^-13
+    assert_decodes(problem, softmax_scale=to_one, logit_cap=30.0)
 
 
 @pytest.mark.parametrize("fixed_split_tokens", [0, 128, -3])

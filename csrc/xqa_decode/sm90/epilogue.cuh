@@ -1,14 +1,16 @@
 #pragma once
 #include "xqa_decode/cuda/merge.cuh"
 #include "xqa_decode/sm90/fp8/lone_block.cuh"
+#include "xqa_decode/sm90/fp8/widened_block.cuh"
 #include "xqa_decode/sm90/row_block.cuh"
 #include "xqa_decode/sm90/wide_block.cuh"
 
 namespace attnops::xqa_decode::sm90 {
 
 template <class Tr>
-using Block =
-    std::conditional_t<Tr::kFp8, fp8::LoneBlock<Tr>, std::conditional_t<Tr::kRows >= 64, WideBlock<Tr>, RowBlock<Tr>>>;
+using Block = std::conditional_t<
+    Tr::kWidens, fp8::WidenedBlock<Tr>,
+    std::conditional_t<Tr::kFp8, fp8::LoneBlock<Tr>, std::conditional_t<Tr::kRows >= 64, WideBlock<Tr>, RowBlock<Tr>>>>;
 
 // Of the two dims 64 b + 16 warp + .. that a lane holds, by g = lane / 4.
 template <class Tr>

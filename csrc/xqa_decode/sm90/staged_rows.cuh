@@ -121,6 +121,7 @@ __device__ __forceinline__ void store_rows(const Params& p, const Shape& shape, 
   const int own_first = first_row + 16 * warp, count = min_of(shape.rows - own_first, 16);
   if (count <= 0) return;
   stage += 16 * warp * (Tr::kHeadDim * 2);
+  const bool bf16 = p.dtype == DType::kBFloat16;
   const float v_scale = p.v_scale ? __ldg(p.v_scale + place.kv_head * p.v_scale_stride) : 1.f;
   float factor[2];
 #pragma unroll
@@ -137,7 +138,8 @@ __device__ __forceinline__ void store_rows(const Params& p, const Shape& shape, 
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int h = j % 2, at = 4 * (n + j / 2) + 2 * h;
-        pairs[j] = hopper::pack_pair<T>(factor[h] * block.out[b][at], factor[h] * block.out[b][at + 1]);
+        const float x = factor[h] * block.out[b][at], y = factor[h] * block.out[b][at + 1];
+        pairs[j] = Tr::kFp8 && bf16 ? pack2<__nv_bfloat16>(x, y) : hopper::pack_pair<T>(x, y);
       }
       hopper::store_fragment(pairs, stage + staged<Tr>(lane % 16, 8 * b + n + lane / 16));
     }

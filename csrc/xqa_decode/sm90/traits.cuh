@@ -48,7 +48,10 @@ struct Traits {
   static constexpr int kUnitBytes = kColumns * hopper::kTileBytes;
   static constexpr int kQueryBytes = kRows * kHeadDim * 2;
   static constexpr int kProbBytes = kRows * kTileTokens * 2;
-  static constexpr int kProbBuffers = kRows <= 32 || kFp8 ? 2 : 0;  // see WideBlock
+  static constexpr int kProbBuffers = kRows <= 32 ? 2 : 0;  // see WideBlock
+  // Tiles of e4m3 become fp16 in shared memory, one of keys and one of values: fp8/widened_block.cuh.
+  static constexpr bool kWidens = kFp8 && kRows >= 64;
+  static constexpr int kOperandBytes = kWidens ? 2 * kTileTokens * kHeadDim * 2 : kProbBuffers * kProbBytes;
   static constexpr int kSmallBytes =
       256 + kWarps * kRows * 4 + (kFp8 ? 2 * kRows * 4 : 0) + (kFoldLevels_ != kNoFold ? 96 : 0);
   static constexpr int kInboxBytes = kInboxBytes_;  // of what other CTAs of a cluster send
@@ -62,8 +65,8 @@ struct Traits {
   // The merge has its scratch where probabilities lie, or queries that nobody needs any more.
   static constexpr int kScratchBytes =
       max_of(static_cast<int>(sizeof(PartialSum)) * kThreads, kFp8&& kStagesRows ? kQueryBytes : 0);
-  static constexpr int kWorkBytes = kFetchesAhead ? 2 * kQueryBytes + max_of(kProbBuffers * kProbBytes, kScratchBytes)
-                                                  : max_of(kQueryBytes + kProbBuffers * kProbBytes, kScratchBytes);
+  static constexpr int kWorkBytes = kFetchesAhead ? 2 * kQueryBytes + max_of(kOperandBytes, kScratchBytes)
+                                                  : max_of(kQueryBytes + kOperandBytes, kScratchBytes);
   static constexpr int kFoldLevels = max_of(kFoldLevels_, 0);
   static constexpr int kFoldLevelBytes = (kBlocks * kRows / 2 + 2 * kRowTiles) * 4 * kThreads;
   static constexpr int kFoldBytes = kFolds ? kWarps * kRows * 4 + max_of(kFoldLevels - 1, 0) * kFoldLevelBytes : 0;
@@ -99,7 +102,7 @@ template <class Tr>
 struct SharedLayout {
   static constexpr int kRing = 0;
   static constexpr int kQueries = Tr::kUnits * Tr::kUnitBytes;  // [kBlocks][kRows][64], swizzled
-  static constexpr int kProbs =                                 // [kProbBuffers][kRowTiles][64 keys][8]
+  static constexpr int kProbs =  // [kProbBuffers][kRowTiles][64 keys][8], or WidenedBlock's
       kQueries + (Tr::kFetchesAhead ? 2 : 1) * Tr::kQueryBytes;
   static constexpr int kMergeScratch = Tr::kFetchesAhead ? kProbs : kQueries;
   static constexpr int kFull = kQueries + Tr::kWorkBytes;                        // barriers [kUnits]

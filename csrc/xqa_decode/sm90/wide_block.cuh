@@ -26,6 +26,9 @@ struct WideBlock {
   static_assert(Tr::kGroupRows == 64 && Tr::kTileTokens == 64);
   static constexpr int kScores = 32;
   static constexpr bool kEdgesOutOfLine = true;
+  // Whether softmax may run beside the product with the values before. Two groups that share a ring are 2 to 4 % slower
+  // with it: each is busy while the other waits.
+  static constexpr bool kOverlaps = Tr::kGroups == 1;
   static constexpr int kSteps = Tr::kTileTokens / 16;  // of the second product
 
   float out[Tr::kBlocks][kScores];
@@ -34,12 +37,18 @@ struct WideBlock {
   uint32_t probs[kSteps][4];                             // of the tile at hand, the second product's operand
   static constexpr int kQuerySteps = Tr::kHeadDim / 16;  // of the first product
   uint32_t query[Tr::kKeepsQueries ? kQuerySteps : 1][4];
-  float score_scale;  // of raw scores, to units of log2
-  float scale;        // what is left of it when scores become probabilities
+  // Of raw scores, to units of log2, and what is left of it when scores become probabilities. Over e4m3 pages rows g
+  // and g + 8 have their own.
+  static constexpr int kScales = Tr::kFp8 ? 2 : 1;
+  float score_scale[kScales], scale[kScales];
 
   __device__ __forceinline__ void begin(float to_log2, float logit_cap) {
-    score_scale = to_log2;
-    scale = logit_cap == 0.f && to_log2 > 0.f ? to_log2 : 1.f;
+    score_scale[0] = to_log2;
+    scale[0] = logit_cap == 0.f && to_log2 > 0.f ? to_log2 : 1.f;
+    clear();
+  }
+
+  __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int b = 0; b < Tr::kBlocks; ++b) {
 #pragma unroll
@@ -78,10 +87,22 @@ struct WideBlock {
 
   // out += probabilities x values, in flight.
   __device__ __forceinline__ void multiply_values(uint32_t values, uint32_t) {
-    const Descriptor value(hopper::operand_descriptor(values));
+    pin_operands();
+    hopper::wgmma_fence();
+    multiply_pinned_values(values);
+  }
+
+  // Registers of the product with values are not written from here on.
+  __device__ __forceinline__ void pin_operands() {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) hopper::pin(probs[k]);
-    hopper::wgmma_fence();
+#pragma unroll
+    for (int b = 0; b < Tr::kBlocks; ++b) hopper::pin(out[b]);
+  }
+
+  // The same behind `pin_operands` and another product.
+  __device__ __forceinline__ void multiply_pinned_values(uint32_t values) {
+    const Descriptor value(hopper::operand_descriptor(values));
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
 #pragma unroll
@@ -105,7 +126,7 @@ struct WideBlock {
 
   // Whether scores are scaled and capped before they become probabilities. A positive scale alone waits for the
   // exponent's subtraction: both are one instruction there.
-  __device__ __forceinline__ bool scales_apart() const { return scale != score_scale; }
+  __device__ __forceinline__ bool scales_apart() const { return scale[0] != score_scale[0]; }
 
   // The same where there is no tree: a row sees a range of keys.
   template <class Piece>
@@ -160,21 +181,60 @@ struct WideBlock {
     sync_group<Tr>();
   }
 
-  // Turns scores into probabilities and brings the state up to date. The old reference is tried first: only when some
-  // row of the warp grew far beyond it the warp moves it.
+  // Turns scores into probabilities and brings the state up to date, when no product is in flight. The old reference is
+  // tried first where most tiles come this way: only when some row of the warp grew far beyond it the warp moves it.
   template <bool kFirst>
   __device__ __forceinline__ void soften(const float (&scores)[kScores], uint32_t, float*) {
-    float added[2];
-    if constexpr (!kFirst) {
-      const float highest = take_probs(scores, added);
-      if (!__any_sync(~0u, highest > kSlack + Tr::kProbShift)) {
-        sum[0] += added[0], sum[1] += added[1];
-        return;
-      }
+    if constexpr (!kFirst && !kOverlaps) {
+      const float before[2] = {sum[0], sum[1]};
+      if (!__any_sync(~0u, take_probs(scores) > kSlack + Tr::kProbShift)) return;
+      sum[0] = before[0], sum[1] = before[1];
     }
     move_reference<kFirst>(scores);
-    take_probs(scores, added);
-    sum[0] += added[0], sum[1] += added[1];
+    take_probs(scores);
+  }
+
+  // The same while the product with the values before is in flight, of scores, `x`, that no mask or soft cap changed.
+  // The old reference is tried first: only when some row of the warp grew far beyond it, or has none, the warp moves
+  // it. The operand's registers, and `out`, change behind `wait`, which is for that product.
+  template <class Wait>
+  __device__ __forceinline__ void soften_early(float (&x)[kScores], const Wait& wait) {
+    const bool seen[2] = {reference[0] > kNothingSeen, reference[1] > kNothingSeen};
+    const float base[2] = {seen[0] ? reference[0] : 0.f, seen[1] ? reference[1] : 0.f};
+    const float shift[2] = {Tr::kProbShift - base[0], Tr::kProbShift - base[1]};
+    float highest = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+      x[i] = fmaf(x[i], scale[i / 2 % kScales], shift[i / 2 & 1]);
+      highest = fmaxf(highest, x[i]);
+    }
+    float top[2] = {0.f, 0.f};
+    const bool moves = __any_sync(~0u, highest > kSlack + Tr::kProbShift || !seen[0] || !seen[1]);
+    if (moves) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) top[h] = seen[h] ? Tr::kProbShift : kNothingSeen;
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) top[i / 2 & 1] = fmaxf(top[i / 2 & 1], x[i]);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        top[h] = whole_max(top[h]) - Tr::kProbShift;
+        reference[h] = max_of(base[h] + top[h], kNothingSeen);
+      }
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) x[i] -= top[i / 2 & 1];
+    }
+    const float factor[2] = {seen[0] ? exp2_approx(-top[0]) : 1.f, seen[1] ? exp2_approx(-top[1]) : 1.f};
+    sum[0] *= factor[0], sum[1] *= factor[1];
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+      x[i] = exp2_approx(x[i]);
+      sum[i / 2 & 1] += x[i];
+    }
+    hopper::pin(x);
+    wait();
+#pragma unroll
+    for (int i = 0; i < kScores; i += 2) probs[i / 8][i / 2 % 4] = hopper::pack_pair<T>(x[i], x[i + 1]);
+    if (moves) scale_out(factor);
   }
 
   // The whole sums of the rows, in `sum`. All warps are then done with the queries.
@@ -188,49 +248,55 @@ struct WideBlock {
   }
 
  private:
+  static constexpr float kNothingSeen = Narrow::kNothingSeen;
+
   // Returns the highest exponent.
-  __device__ __forceinline__ float take_probs(const float (&scores)[kScores], float (&added)[2]) {
+  __device__ __forceinline__ float take_probs(const float (&scores)[kScores]) {
     float highest = -INFINITY;
     const float shift[2] = {Tr::kProbShift - reference[0], Tr::kProbShift - reference[1]};
-    added[0] = added[1] = 0.f;
 #pragma unroll
     for (int pair = 0; pair < kScores / 2; ++pair) {
       float x[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        x[i] = fmaf(scores[2 * pair + i], scale, shift[pair & 1]);
+        x[i] = fmaf(scores[2 * pair + i], scale[pair % kScales], shift[pair & 1]);
         highest = fmaxf(highest, x[i]);
         x[i] = exp2_approx(x[i]);
       }
-      added[pair & 1] += x[0] + x[1];
+      sum[pair & 1] += x[0] + x[1];
       probs[pair / 4][pair % 4] = hopper::pack_pair<T>(x[0], x[1]);
     }
     return highest;
   }
 
+  // Of a row's four lanes.
+  __device__ __forceinline__ static float whole_max(float top) {
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+    return fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+  }
+
+  __device__ __forceinline__ void scale_out(const float (&factor)[2]) {
+#pragma unroll
+    for (int b = 0; b < Tr::kBlocks; ++b) {
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) out[b][i] *= factor[i / 2 & 1];
+    }
+  }
+
   // Moves the reference to the true maximum of what has been seen; kFirst: there are no sums yet.
   template <bool kFirst>
   __device__ __forceinline__ void move_reference(const float (&scores)[kScores]) {
+    float factor[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float top = -INFINITY;
 #pragma unroll
       for (int n = 0; n < kScores / 4; ++n) top = fmaxf(top, fmaxf(scores[4 * n + 2 * h], scores[4 * n + 2 * h + 1]));
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-      const float after = fmaxf(reference[h], scale * top), factor = exp2_approx(reference[h] - after);
-      reference[h] = after;
-      if constexpr (kFirst) continue;
-      sum[h] *= factor;
-#pragma unroll
-      for (int b = 0; b < Tr::kBlocks; ++b) {
-#pragma unroll
-        for (int n = 0; n < kScores / 4; ++n) {
-          out[b][4 * n + 2 * h] *= factor;
-          out[b][4 * n + 2 * h + 1] *= factor;
-        }
-      }
+      const float after = fmaxf(reference[h], scale[h % kScales] * whole_max(top));
+      factor[h] = exp2_approx(reference[h] - after);
+      reference[h] = after, sum[h] *= factor[h];
     }
+    if constexpr (!kFirst) scale_out(factor);
   }
 };
 

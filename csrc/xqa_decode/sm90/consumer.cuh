@@ -1,0 +1,379 @@
+#pragma once
+#include "device/sm80/cp_async.cuh"
+#include "xqa_decode/sm90/epilogue.cuh"
+#include "xqa_decode/sm90/fp8/queries.cuh"
+#include "xqa_decode/sm90/query_copy.cuh"
+#include "xqa_decode/sm90/staged_rows.cuh"
+#include "xqa_decode/sm90/tile_stream.cuh"
+
+namespace attnops::xqa_decode::sm90 {
+
+// Whether a tile's softmax may run beside the product with the values before.
+template <class Tr>
+constexpr bool overlaps_softmax() {
+  if constexpr (requires { Block<Tr>::kOverlaps; }) {
+    return Block<Tr>::kOverlaps;
+  } else {
+    return false;
+  }
+}
+
+// What the warpgroup that multiplies does with the part's pieces.
+template <class Tr>
+class Consumer {
+ public:
+  __device__ __forceinline__ Consumer(const Params& p, const Shape& shape, const Boxes& boxes, uint8_t* smem)
+      : p_(p),
+        shape_(shape),
+        boxes_(boxes),
+        smem_(smem),
+        shared_(hopper::smem_address(smem)),
+        row_block_(Tr::kRows < 64 || boxes.row_blocks == 1 ? 0 : static_cast<int>(blockIdx.x) % boxes.row_blocks),
+        queries_(shared_ + Shared::kQueries + own_group<Tr>() * kGroupQueryBytes),
+        exchange_(reinterpret_cast<float*>(smem + Shared::kExchange)) {}
+
+  __device__ __forceinline__ void run(PieceWalk& piece) {
+    bool fetched = false;  // this piece's queries are on their way
+    do {
+      const WorkPlace place = place_of(piece);
+      if (piece.overflows()) {
+        if (piece.starts_work() && piece.last_row_block()) {
+          store_nan(p_, shape_, place, piece.splits(), Tr::kThreads);
+        }
+        cp_async_wait<0>();
+        fetched = false;
+        continue;
+      }
+      const int first_row = first_row_of(piece.row_block());
+      Block<Tr> block;
+      if constexpr (Tr::kFetchesAhead && Tr::kFp8) {
+        const fp8::Queries<Tr> rows(p_, shape_, boxes_, smem_);
+        if (!fetched) rows.fetch(place, first_row);
+        begin_fp8(place, first_row, block, false);
+        piece.look_ahead([&](int request, int kv_head, int row_block) {
+          rows.fetch({0, request, kv_head}, first_row_of(row_block));
+        });
+        fetched = true;
+      } else if constexpr (Tr::kFetchesAhead) {
+        begin(place, first_row, block, fetched);
+        fetched = false;
+        piece.look_ahead([&](int request, int kv_head, int row_block) {
+          copy_queries<Tr>(p_, shape_, boxes_, {0, request, kv_head}, first_row_of(row_block), other_queries());
+          fetched = true;
+        });
+        cp_async_commit();
+      } else {
+        begin(place, first_row, block, piece.continues_run());
+      }
+      attend(piece, first_row, block);
+      if constexpr (Tr::kFetchesAhead && !Tr::kFp8) queries_ = other_queries();
+      const Splits splits = piece.splits();
+      if (splits.count == 1) {
+        if constexpr (Tr::kStagesRows) {
+          store_rows(p_, shape_, boxes_, place, block, first_row, stage_of_rows());
+          if constexpr (!Tr::kFetchesAhead) sync_group<Tr>();  // the next queries come there at once
+        } else {
+          store_rows(p_, shape_, place, block, first_row);
+        }
+        continue;
+      }
+      store_partials(p_, shape_, block, first_row, splits.slot(splits.index));
+      if (!piece.last_row_block() || splits.arrivals == 0) continue;
+      arrive_and_merge<Tr::kThreads, false, (Tr::kRows > 32)>(p_, shape_, place, splits, piece.is_last(),
+                                                              reinterpret_cast<MergeFlag*>(smem_ + Shared::kFlag),
+                                                              reinterpret_cast<float*>(smem_ + Shared::kMergeScratch));
+      // The next queries or probabilities lie where the merge has its scratch.
+      if constexpr (Tr::kGroups > 1) {
+        sync_threads<Tr::kThreads>();
+      } else {
+        sync_group<Tr>();
+      }
+    } while (piece.next());
+  }
+
+  // The rows, before any key. Their queries may lie there still.
+  __device__ __forceinline__ void begin(const WorkPlace& place, int first_row, Block<Tr>& block,
+                                        bool queries_are_there = false) const {
+    if constexpr (Tr::kFp8) return begin_fp8(place, first_row, block, queries_are_there);
+    if (!queries_are_there) {
+      copy_queries<Tr>(p_, shape_, boxes_, place, first_row, queries());
+    }
+    cp_async_commit();
+    block.begin(score_scale(place), p_.logit_cap);
+    cp_async_wait<0>();
+    hopper::fence_async_proxy();
+    sync_group<Tr>();
+    if constexpr (Tr::kKeepsQueries) block.load_queries(queries());
+  }
+
+  // All keys of a piece.
+  template <class Piece>
+  __device__ __forceinline__ void attend(const Piece& piece, int first_row, Block<Tr>& block) {
+    const int tiles = num_tiles(piece);
+    if (tiles > 0) {
+      multiply_keys(block, scores_);
+      attend_tiles(piece, first_row, 0, tiles, block);
+      const RingPlace<Tr> values = multiply_values(block);
+      block.template wait_for_values<0>();
+      release(values);
+    }
+    block.add_up(exchange_);
+  }
+
+  // The same of a piece that is divided every `leaf_tiles` tiles: `end_leaf` is called with each leaf's rows, whose
+  // sums are added up, and with those of `empty` leaves behind, which hold no key: only of a length beyond the page
+  // table.
+  template <class Piece, class EndLeaf>
+  __device__ __forceinline__ void attend_leaves(const Piece& piece, int leaf_tiles, int empty, Block<Tr>& block,
+                                                const EndLeaf& end_leaf) {
+    const int tiles = num_tiles(piece);
+    float* const sums = reinterpret_cast<float*>(smem_ + Shared::kFoldSums);
+    if (tiles > 0) {
+      multiply_keys(block, scores_);
+      int tile = 0;
+#pragma unroll 1
+      for (; tile + leaf_tiles < tiles; tile += leaf_tiles) {
+        attend_tiles(piece, 0, tile, tile + leaf_tiles, block);
+        // The first scores of the next leaf meanwhile. A place of its own for the sums: maxima of the next leaf may be
+        // exchanged before all have read them.
+        const RingPlace<Tr> values = multiply_values(block);
+        multiply_keys(block, scores_);
+        block.template wait_for_values<1>();
+        release(values);
+        block.add_up(sums);
+        end_leaf();
+        block.clear();
+      }
+      attend_tiles(piece, 0, tile, tiles, block);
+      const RingPlace<Tr> values = multiply_values(block);
+      block.template wait_for_values<0>();
+      release(values);
+      block.add_up(sums);
+    } else {
+      --empty;
+    }
+#pragma unroll 1
+    for (;; --empty) {
+      end_leaf();
+      if (empty <= 0) return;
+      block.clear();
+    }
+  }
+
+ private:
+  using Shared = SharedLayout<Tr>;
+  using Scores = float[Block<Tr>::kScores];
+  static constexpr int kGroupQueryBytes = Tr::kQueryBytes / Tr::kGroups;
+
+  // The piece's rows of q, as a place in the merge: all, or a block that is a work of its own.
+  __device__ __forceinline__ WorkPlace place_of(const PieceWalk& piece) const {
+    WorkPlace place{piece.work(), piece.request(), piece.kv_head()};
+    if (Tr::kRows < 64 || boxes_.row_blocks == 1) return place;
+    place.work = place.work * boxes_.row_blocks + row_block_;
+    place.first_row = row_block_ * Tr::kRows;
+    place.rows = min_of(shape_.rows - place.first_row, Tr::kRows);
+    return place;
+  }
+  // This group's first row.
+  __device__ __forceinline__ int first_row_of(int row_block) const {
+    return (row_block_ + row_block) * Tr::kRows + own_group<Tr>() * Tr::kGroupRows;
+  }
+
+  // Of raw scores, to units of log2.
+  __device__ __forceinline__ float score_scale(const WorkPlace& place) const {
+    const float k_scale = p_.k_scale ? __ldg(p_.k_scale + place.kv_head * p_.k_scale_stride) : 1.f;
+    return p_.softmax_scale * k_scale * kLog2e;
+  }
+
+  // Over e4m3 pages queries become fp16 on the way, each row with a scale of its own.
+  __device__ __forceinline__ void begin_fp8(const WorkPlace& place, int first_row, Block<Tr>& block,
+                                            bool queries_are_there) const {
+    const fp8::Queries<Tr> rows(p_, shape_, boxes_, smem_);
+    const float to_log2 = score_scale(place);
+    if constexpr (Tr::kWidens) {
+      rows.convert_vectors(place, first_row, to_log2);
+      block.begin(shared_ + Shared::kRowScale, shared_ + Shared::kProbs);
+    } else {
+      rows.convert(place, first_row, to_log2, queries_are_there);
+      block.begin(shared_ + Shared::kRowScale, rows.scale_joins(to_log2));
+    }
+    hopper::fence_async_proxy();
+    sync_group<Tr>();
+  }
+
+  // Tiles [begin, end) of a piece, whose first scores are in flight, up to the last one's probabilities.
+  template <class Piece>
+  __device__ __forceinline__ void attend_tiles(const Piece& piece, int first_row, int begin, int end,
+                                               Block<Tr>& block) {
+    hopper::wgmma_wait<0>(scores_);
+    soften<true>(piece, first_row, begin, block);
+#pragma unroll 1
+    for (int tile = begin + 1; tile < end; ++tile) {
+      if constexpr (overlaps_softmax<Tr>()) {
+        if (p_.logit_cap == 0.f && !block.scales_apart() && !is_edge(piece, tile)) {
+          attend_whole_tile(block);
+          continue;
+        }
+      }
+      // The next scores follow at once, so that the matrix units need not wait for a round trip.
+      const RingPlace<Tr> values = multiply_values(block);
+      multiply_keys(block, scores_);
+      block.template wait_for_values<1>();
+      release(values);
+      hopper::wgmma_wait<0>(scores_);
+      soften<false>(piece, first_row, tile, block);
+    }
+  }
+
+  // A tile that all rows see: its probabilities are computed while the values of the one before are multiplied.
+  __device__ __forceinline__ void attend_whole_tile(Block<Tr>& block) {
+    const RingPlace<Tr> values = place_;
+    place_.advance();
+    wait_for_unit(values);
+    block.pin_operands();
+    multiply_keys(block, scores_);
+    block.multiply_pinned_values(shared_ + Shared::kRing + values.slot * Tr::kUnitBytes);
+    hopper::wgmma_wait<1>(scores_);
+    release(place_);
+    place_.advance();
+    block.soften_early(scores_, [&] {
+      block.template wait_for_values<0>();
+      release(values);
+    });
+  }
+
+  // Whether some row does not see all of a tile. A tree may hide even the first new token.
+  template <class Piece>
+  __device__ __forceinline__ bool is_edge(const Piece& piece, int tile) const {
+    const int first_key = piece.first_token() + tile * Tr::kTileTokens;
+    // Keys [all_begin, all_end) are seen by every row.
+    const int all_end = p_.causal || p_.tree_mask
+                            ? min_of(piece.length() - (p_.tree_mask ? p_.tree_keys : p_.seqlen_q - 1), piece.keys().end)
+                            : piece.keys().end;
+    const int all_begin = p_.window_left < 0 ? 0 : piece.length() - 1 - p_.window_left;
+    return first_key + Tr::kTileTokens > all_end || first_key < all_begin;
+  }
+
+  // The scores of the tile whose keys come next, in flight.
+  __device__ __forceinline__ void multiply_keys(Block<Tr>& block, Scores& scores) {
+    wait_for_unit();
+    block.multiply_keys(shared_ + Shared::kRing + place_.slot * Tr::kUnitBytes, queries(), scores);
+  }
+
+  // From the scores of a tile, which are complete, to its probabilities.
+  template <bool kFirst, class Piece>
+  __device__ __forceinline__ void soften(const Piece& piece, int first_row, int tile, Block<Tr>& block) {
+    release(place_);
+    place_.advance();
+    const int first_key = piece.first_token() + tile * Tr::kTileTokens;
+    const bool is_edge = this->is_edge(piece, tile);
+    if constexpr (Tr::kFp8 && !Tr::kWidens) block.end_scores();
+    if constexpr (Block<Tr>::kEdgesOutOfLine) {
+      constexpr bool kRanges = !Tr::kFp8 || Tr::kWidens;
+      const bool ranges = kRanges && !block.scales_apart() && p_.logit_cap == 0.f && p_.tree_mask == nullptr;
+      if constexpr (kRanges) {
+        if (is_edge && ranges) Block<Tr>::mask_ranges(p_, shape_, piece, first_row, first_key, scores_);
+      }
+      if (!ranges && (is_edge || block.scales_apart() || p_.logit_cap != 0.f)) {
+        treat_edge(piece, first_row, first_key, is_edge, block);
+      }
+    } else {
+      block.scale_scores(p_.logit_cap, scores_);
+      if (is_edge) Block<Tr>::mask_scores(p_, shape_, piece, first_row, first_key, scores_);
+    }
+    if (!Tr::kGathers && is_edge) {
+      const uint64_t seen = seen_keys(p_, piece, first_key);
+      if (seen != kAllSeen) {
+        place_.wait(shared_ + Shared::kFull);
+        Block<Tr>::clear_values(shared_ + Shared::kRing + place_.slot * Tr::kUnitBytes, seen);
+      }
+    }
+    block.template soften<kFirst>(scores_, probs(), exchange_);
+  }
+
+  // Soft cap and masks of many scores, out of line: they need more registers and instructions than there is room for
+  // between the products. The scores go through memory.
+  template <class Piece>
+  __device__ __forceinline__ void treat_edge(const Piece& piece, int first_row, int first_key, bool masked,
+                                             const Block<Tr>& block) {
+    Scores copy;
+#pragma unroll
+    for (int i = 0; i < Block<Tr>::kScores; ++i) copy[i] = scores_[i];
+    const SeenKeys seen{piece.request(), piece.length(), piece.keys()};
+    if constexpr (Tr::kWidens) {
+      // Each row has a scale of its own, and one that is 1 says nothing of the lane's other row.
+      if (block.scales_apart() || p_.logit_cap != 0.f) block.scale_scores(copy);
+      treat_scores(p_, shape_, seen, first_row, first_key, masked, 1.f, copy);
+    } else if constexpr (Tr::kFp8) {
+      treat_scaled_scores(p_, shape_, seen, first_row, first_key, masked, block.scales_apart() ? block.scales : 0,
+                          copy);
+    } else {
+      treat_scores(p_, shape_, seen, first_row, first_key, masked, block.scales_apart() ? block.score_scale[0] : 1.f,
+                   copy);
+    }
+#pragma unroll
+    for (int i = 0; i < Block<Tr>::kScores; ++i) scores_[i] = copy[i];
+  }
+  __device__ __noinline__ static void treat_scores(const Params& p, const Shape& shape, const SeenKeys& seen,
+                                                   int first_row, int first_key, bool masked, float scale,
+                                                   Scores& scores) {
+    if (scale != 1.f || p.logit_cap != 0.f) Block<Tr>::Narrow::cap_scores(scale, p.logit_cap, scores);
+    if (masked) Block<Tr>::mask_scores(p, shape, seen, first_row, first_key, scores);
+  }
+  // Where every row has a scale of its own, at `scales` in shared memory; 0: it joins the exponent.
+  __device__ __noinline__ static void treat_scaled_scores(const Params& p, const Shape& shape, const SeenKeys& seen,
+                                                          int first_row, int first_key, bool masked, uint32_t scales,
+                                                          Scores& scores) {
+    if (scales != 0) Block<Tr>::scale_scores(p.logit_cap, typename Block<Tr>::Scale(scales), scores);
+    if (masked) Block<Tr>::mask_scores(p, shape, seen, first_row, first_key, scores);
+  }
+
+  // The product with the values that come next, in flight. Returns their place.
+  __device__ __forceinline__ RingPlace<Tr> multiply_values(Block<Tr>& block) {
+    const RingPlace<Tr> place = place_;
+    wait_for_unit();
+    block.multiply_values(shared_ + Shared::kRing + place.slot * Tr::kUnitBytes, probs());
+    place_.advance();
+    if constexpr (Tr::kProbBuffers == 2) prob_buffer_ ^= 1;
+    return place;
+  }
+
+  __device__ __forceinline__ void wait_for_unit() const { wait_for_unit(place_); }
+  __device__ __forceinline__ void wait_for_unit(const RingPlace<Tr>& place) const {
+    place.wait(shared_ + Shared::kFull);
+    if constexpr (Tr::kGathers) hopper::fence_async_proxy();  // rows arrive by ordinary writes
+  }
+
+  __device__ __forceinline__ uint32_t queries() const {
+    return Tr::kFetchesAhead || Tr::kGroups > 1 ? queries_ : shared_ + Shared::kQueries;
+  }
+  __device__ __forceinline__ uint32_t other_queries() const {
+    return 2 * (shared_ + Shared::kQueries + own_group<Tr>() * kGroupQueryBytes) + Tr::kQueryBytes - queries_;
+  }
+  // Nobody reads these queries any more; or probabilities.
+  __device__ __forceinline__ uint32_t stage_of_rows() const {
+    if constexpr (Tr::kFp8) return shared_ + Shared::kProbs;
+    return Tr::kFetchesAhead ? other_queries() : queries();
+  }
+  __device__ __forceinline__ uint32_t probs() const { return shared_ + Shared::kProbs + prob_buffer_ * Tr::kProbBytes; }
+
+  // A warp is done with a unit. Where rows are gathered, ordinary writes come next, which are ordered only behind the
+  // reads of lanes that arrive.
+  __device__ __forceinline__ void release(const RingPlace<Tr>& place) const {
+    if (Tr::kGathers || threadIdx.x % 32 == 0) hopper::mbarrier_arrive(shared_ + Shared::kEmpty + place.slot * 8);
+  }
+
+  const Params& p_;
+  const Shape& shape_;
+  const Boxes& boxes_;
+  uint8_t* const smem_;
+  const uint32_t shared_;
+  const int row_block_;  // of works, where its rows are a CTA's
+  uint32_t queries_;     // of the piece at hand, where there are two places for them
+  float* const exchange_;
+  RingPlace<Tr> place_;
+  int prob_buffer_ = 0;
+  Scores scores_;
+};
+
+}  // namespace attnops::xqa_decode::sm90
