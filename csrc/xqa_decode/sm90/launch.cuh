@@ -91,6 +91,13 @@ inline constexpr bool kHasFolds = kHeadDim == 128;
 template <typename T, int kHeadDim, int kRows, bool kGathers>
 using FoldTraits = Traits<T, kHeadDim, kRows, 0, 2, kGathers, kRows == 8 ? 8 : 5>;  // as many levels as find room
 
+// Rows that blocks of 64 take, two CTAs an SM, and not one of 128, which fills an SM: of two of those a half would be
+// empty. As in metadata/plan_parts.py.
+template <int kHeadDim>
+constexpr bool in_small_blocks(int rows) {
+  return rows <= 64 || (kHeadDim <= 128 && rows > 128 && rows <= 192);
+}
+
 template <typename T, int kHeadDim, bool kGathers = false>
 void launch(const Params& p, cudaStream_t stream) {
   if (p.batch_size == 0) return;
@@ -102,7 +109,7 @@ void launch(const Params& p, cudaStream_t stream) {
   if (rows <= 8) return launch_traits<PlanTraits<T, kHeadDim, 8, kGathers>>(p, stream);
   if (rows <= 16) return launch_traits<PlanTraits<T, kHeadDim, 16, kGathers>>(p, stream);
   if (rows <= 32) return launch_traits<PlanTraits<T, kHeadDim, 32, kGathers>>(p, stream);
-  if (rows <= 64) return launch_traits<PlanTraits<T, kHeadDim, 64, kGathers>>(p, stream);
+  if (in_small_blocks<kHeadDim>(rows)) return launch_traits<PlanTraits<T, kHeadDim, 64, kGathers>>(p, stream);
   launch_traits<PlanTraits<T, kHeadDim, 128, kGathers>>(p, stream);
 }
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnops.metadata.plan_checks import MAX_CUTS, check_range, check_shared
-from attnops.metadata.plan_parts import XQA_FP8_ROWS_PER_BLOCK, mla_num_sm_parts, xqa_num_sm_parts
+from attnops.metadata.plan_parts import XQA_SMALL_BLOCK, mla_num_sm_parts, xqa_num_sm_parts
 
 TILE_TOKENS = 64  # KV tokens per tile of every plan: csrc/*/plan.h
 MLA_ROWS_PER_WORK = 64  # query rows (token, head) per block of a work: csrc/mla_decode/plan.h
@@ -172,7 +172,7 @@ class XqaDecodePlan(SplitKvPlan):
                 f"max_seqlen_k={max_seqlen_k} tokens, got {fixed_split_tokens}"
             )
         rows = seqlen_q * (num_q_heads // num_kv_heads)
-        num_semaphores = batch_size * num_kv_heads * -(-rows // XQA_FP8_ROWS_PER_BLOCK)
+        num_semaphores = batch_size * num_kv_heads * -(-rows // XQA_SMALL_BLOCK)
         if device.type == "cuda":
             num_semaphores = max(num_semaphores, XQA_CLUSTER_SEMAPHORES)
         return cls(

@@ -13,8 +13,8 @@ XQA_MOST_PARTS_PER_SM = 3  # of smaller CTAs: batch-invariant over FP8 pages, an
 
 XQA_CLUSTER_WORKS = 132  # of a call that clusters may take: csrc/xqa_decode/sm90/cluster_wgmma/limits.h
 
-# Query rows that have CTAs and merges of their own, and those over FP8 pages: csrc/xqa_decode/sm90/launch.cuh
-XQA_ROWS_PER_BLOCK, XQA_FP8_ROWS_PER_BLOCK = 128, 64
+# Query rows that have CTAs and merges of their own: csrc/xqa_decode/sm90/launch.cuh
+XQA_ROWS_PER_BLOCK, XQA_SMALL_BLOCK = 128, 64
 
 XQA_INVARIANT_CUTS = 96  # of a long request over all KV heads: docs/kernels/xqa_decode.md
 XQA_FOLDED_CUTS = {4: 32, 8: 28}  # the same of one KV head, where 256 over all heads do not suit the clusters
@@ -63,14 +63,17 @@ def xqa_num_sm_parts(
     many_works = batch_size * num_kv_heads > XQA_CLUSTER_WORKS
     three = folds_fp8 or (on_sm90 and not fp8 and many_works and 16 < rows <= 32 and head_dim <= 128)
     parts_per_sm = XQA_MOST_PARTS_PER_SM if three else XQA_PARTS_PER_SM
+    # Blocks of rows: csrc/xqa_decode/sm90/launch.cuh, in_small_blocks.
+    small_blocks = fp8 or (head_dim <= 128 and 128 < rows <= 192)
+    block = XQA_SMALL_BLOCK if small_blocks else XQA_ROWS_PER_BLOCK
     # A CTA of these kernels fills an SM; parts of a second round would keep merges waiting.
     if fp8:
         fills_sm = on_sm90 and head_dim > 128 and rows > 32
     else:
-        fills_sm = (on_sm90 and rows > 64) or (head_dim > 128 and rows > 16)
+        fills_sm = (on_sm90 and rows > 64 and not small_blocks) or (head_dim > 128 and rows > 16)
     most = default_num_sm_parts(device, 1 if fills_sm else parts_per_sm)
     if on_sm90:  # blocks of rows run side by side, each with all parts
-        most = max(most // -(-rows // (XQA_FP8_ROWS_PER_BLOCK if fp8 else XQA_ROWS_PER_BLOCK)), 1)
+        most = max(most // -(-rows // block), 1)
     groups = most // num_kv_heads
     if device.type != "cuda" or num_kv_heads == 1 or groups * num_kv_heads * 10 < most * 9:
         return most
