@@ -29,7 +29,7 @@ namespace attnops {
 // piece costs more than its tiles. So (w, t) with t below that becomes (w, 0), one as near to the end (w + 1, 0).
 //
 // Batch-invariant mode (fixed_split_tiles != 0): where a work is cut depends on nothing but its own tiles. It is cut
-// every fixed_split_tiles of them, or, below zero, into at most -fixed_split_tiles cuts of even length, so that a long
+// every fixed_split_tiles of them, or, below zero, into at most so many cuts of even length (CutRule), so that a long
 // request alone still spreads over a GPU. Parts take whole cuts, and every cut writes its own partial result, merged in
 // order.
 
@@ -48,7 +48,7 @@ struct SplitKvGeometry {
   int window_left;          // -1: no window
   int num_sm_parts;         // rows of the plan
   int work_overhead;        // cost units that every work pays besides its tiles, when works outnumber parts
-  int fixed_split_tiles;    // 0: balanced; -n: at most n cuts of a work
+  int fixed_split_tiles;    // 0: balanced; below 0: a CutRule
   int parts_per_group = 1;  // rows of the plan that one share takes, a divisor of num_sm_parts; see below
   int even_shares = 0;      // shares of a batch of works of one length, see below; 0: as many as there are
   bool uneven = false;      // found by the planner, where even_shares asks it to look: works differ in length
@@ -101,6 +101,19 @@ ATTNOPS_HOST_DEVICE inline int fixed_split_tiles(int fixed_split_tokens, int til
   return fixed_split_tokens > 0 ? fixed_split_tokens / tile_tokens : fixed_split_tokens;
 }
 
+// More cuts of a work than this are worth nothing, and their partial results would fill a GPU.
+inline constexpr int kMaxCuts = 1024;
+inline constexpr int kMaxLeastCut = 64;  // tiles
+
+// What a number of tiles or tokens below zero means: at most `most` cuts of a work, none of fewer than `least` tiles.
+// It is -(most + kMaxCuts * least), least 0 where every tile may be a cut.
+struct CutRule {
+  int most, least;
+
+  ATTNOPS_HOST_DEVICE explicit CutRule(int fixed_split_tiles)
+      : most((-fixed_split_tiles - 1) % kMaxCuts + 1), least((-fixed_split_tiles - 1) / kMaxCuts) {}
+};
+
 // Few cuts of a work have an even number of tiles, where the work's tiles decide: a single tile is hardly worth its
 // partial result. Many are for kernels that add neighbours up where they are (xqa_decode/sm90/fold.cuh).
 inline constexpr int kFewCuts = 16;
@@ -108,8 +121,9 @@ inline constexpr int kFewCuts = 16;
 // Tiles from one cut of a work to the next in batch-invariant mode.
 ATTNOPS_HOST_DEVICE inline int tiles_per_cut(int fixed_split_tiles, int tiles) {
   if (fixed_split_tiles > 0) return fixed_split_tiles;
-  const int even = ceil_div(tiles, -fixed_split_tiles);
-  return -fixed_split_tiles <= kFewCuts ? round_up(even, 2) : even;
+  const CutRule rule(fixed_split_tiles);
+  const int even = ceil_div(tiles, rule.most);
+  return max_of(rule.most <= kFewCuts ? round_up(even, 2) : even, rule.least);
 }
 
 // Tiles of a step, which parts take whole.

@@ -20,9 +20,6 @@ inline constexpr int64_t kMaxWindow = (int64_t{1} << 31) - 1 - kMaxSeqlenQ;
 // A kernel may count the splits of a work, at most one per part, in 16 bits of its semaphore.
 inline constexpr int64_t kMaxSmParts = (1 << 16) - 1;
 
-// More cuts of a work than this are worth nothing, and their partial results would fill a GPU.
-inline constexpr int64_t kMaxCuts = 1024;
-
 inline void check_split_tokens(const char* op, int64_t fixed_split_tokens, int tile_tokens) {
   if (fixed_split_tokens < 0 || fixed_split_tokens % tile_tokens != 0 || fixed_split_tokens > INT32_MAX) {
     fail(op, "fixed_split_tokens must be 0 (balanced) or a positive multiple of " + std::to_string(tile_tokens) +
@@ -32,11 +29,12 @@ inline void check_split_tokens(const char* op, int64_t fixed_split_tokens, int t
 
 // The same for an op that also takes a number of cuts.
 inline void check_splits(const char* op, int64_t fixed_split_tokens, int tile_tokens) {
-  if (fixed_split_tokens < -kMaxCuts || (fixed_split_tokens > 0 && fixed_split_tokens % tile_tokens != 0) ||
-      fixed_split_tokens > INT32_MAX) {
+  if (fixed_split_tokens < -int64_t{kMaxCuts} * (1 + kMaxLeastCut) ||
+      (fixed_split_tokens > 0 && fixed_split_tokens % tile_tokens != 0) || fixed_split_tokens > INT32_MAX) {
     fail(op, "fixed_split_tokens must be 0 (balanced), a positive multiple of " + std::to_string(tile_tokens) +
                  " (tokens of a cut) or -1 to -" + std::to_string(kMaxCuts) + " (at most so many cuts), got " +
-                 std::to_string(fixed_split_tokens));
+                 std::to_string(fixed_split_tokens) + ". Less " + std::to_string(kMaxCuts) +
+                 " for each tile that a cut must have, up to " + std::to_string(kMaxLeastCut));
   }
 }
 
@@ -48,7 +46,9 @@ struct LeastPartials {
 
 inline LeastPartials least_partials(int64_t fixed_split_tokens, int64_t num_sm_parts, int64_t num_works) {
   if (fixed_split_tokens == 0) return {2 * num_sm_parts, "two per row of tile_scheduler_metadata"};
-  if (fixed_split_tokens < 0) return {-fixed_split_tokens * num_works, "-fixed_split_tokens for each work"};
+  if (fixed_split_tokens < 0) {
+    return {CutRule(static_cast<int>(fixed_split_tokens)).most * num_works, "as many cuts as a work may have"};
+  }
   return {0, ""};  // the lengths decide
 }
 

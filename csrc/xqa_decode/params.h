@@ -31,7 +31,7 @@ struct Params {
   const int32_t* tile_scheduler_metadata;  // [num_sm_parts, 8]
   const int32_t* num_splits;               // [B + 1], cuts before request b (batch-invariant mode)
   int num_sm_parts;
-  int fixed_split_tokens;  // 0: balanced; -n: at most n cuts of a work
+  int fixed_split_tokens;  // 0: balanced; below 0: a CutRule
   float* out_partial;      // [num_partials, S_q * group, D]
   float* lse_partial;      // [num_partials, S_q * group]; natural log
   int64_t num_partials;

@@ -20,6 +20,7 @@ import torch
 from attnops.explain_prefill import UNIT_TOKENS, prefill_schedule
 from attnops.explain_svg import svg
 from attnops.metadata.plan import MLA_ROWS_PER_WORK, TILE_TOKENS
+from attnops.metadata.plan_checks import cuts_of_rule
 
 FEW_CUTS = 16  # up to so many cuts have an even number of tiles: csrc/scheduler/split_kv.h
 SYMBOLS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -149,8 +150,9 @@ def _tiles_per_cut(fixed_split_tokens: int, tiles: int) -> int:
     """Tiles from one cut of a work to the next; all of them in balanced mode (csrc/scheduler/split_kv.h)."""
     if fixed_split_tokens >= 0:
         return fixed_split_tokens // TILE_TOKENS or max(tiles, 1)
-    even = -(-tiles // -fixed_split_tokens)
-    return even + even % 2 if -fixed_split_tokens <= FEW_CUTS else even
+    most, least = cuts_of_rule(fixed_split_tokens)
+    even = -(-tiles // most)
+    return max(even + even % 2 if most <= FEW_CUTS else even, least)
 
 
 def picture(pieces: Sequence[Piece], num_sm_parts: int, width: int = 64, tile_tokens: int = TILE_TOKENS) -> str:

@@ -111,17 +111,18 @@ def test_descales_of_an_fp8_cache(scales, seqlen_q):
     assert relative_error(decode(problem, causal=True, **same), out) <= BOUND
 
 
-def test_one_split_gives_a_request_the_bits_that_it_has_alone():
+@pytest.mark.parametrize("num_splits", [1, 2000])  # more than a plan may have
+def test_splits_give_a_request_the_bits_that_it_has_alone(num_splits):
     lengths = [1500, 64, 700]
     problem = paged_problem(lengths)
-    together = decode(problem, num_splits=1)
+    together = decode(problem, num_splits=num_splits)
     assert relative_error(together.flatten(0, 1), problem.expected()[0]) <= BOUND
     alone = decode(
         problem,
         problem.q_by_request[:1],
         cache_seqlens=problem.cache_seqlens[:1],
         page_table=problem.page_table[:1],
-        num_splits=1,
+        num_splits=num_splits,
     )
     assert torch.equal(alone[0], together[0])
 

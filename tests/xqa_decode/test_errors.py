@@ -209,7 +209,7 @@ PLAN_CASES = [
     ({"seqlen_q": 0}, "seqlen_q must be in [1, 65536], got 0"),
     ({"num_kv_heads": 0}, "num_kv_heads must be in [1, 65536], got 0"),
     ({"window_left": -5}, "window_left must be in [-1, "),
-    ({"fixed_split_tokens": -1025}, f"{SPLITS_MUST_BE}, got -1025"),
+    ({"fixed_split_tokens": -(66 * 1024)}, f"{SPLITS_MUST_BE}, got -67584"),
     ({"fixed_split_tokens": 63}, f"{SPLITS_MUST_BE}, got 63"),
 ]
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from attnops import ops
 from attnops.metadata import MlaDecodePlan, XqaDecodePlan
+from attnops.metadata.plan_checks import cut_rule
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -48,11 +49,12 @@ def works_of(geometry, lengths) -> list[int]:
 
 
 def tiles_per_cut(fixed_split_tiles: int, tiles: int) -> int:
-    """Below zero: at most so many cuts, of an even number of tiles where they are few."""
+    """Below zero: at most so many cuts, of an even number of tiles where they are few, and of a least number."""
     if fixed_split_tiles > 0:
         return fixed_split_tiles
-    even = -(-tiles // -fixed_split_tiles)
-    return even + even % 2 if -fixed_split_tiles <= 16 else even
+    least, most = divmod(-fixed_split_tiles - 1, 1024)
+    even = -(-tiles // (most + 1))
+    return max(even + even % 2 if most < 16 else even, least)
 
 
 def pieces_of(entry, tiles: list[int]) -> list[tuple[int, int, int]]:
@@ -132,7 +134,7 @@ def test_balanced_plan(lengths, shape):
 
 
 @settings(max_examples=200, deadline=None)
-@given(LENGTHS, GEOMETRIES, st.sampled_from([1, 2, 4, 16, -1, -3, -16, -17, -32, -1024]))
+@given(LENGTHS, GEOMETRIES, st.sampled_from([1, 2, 4, 16, -1, -3, -16, -17, -32, -1024, -(16 + 8 * 1024), -65 * 1024]))
 def test_batch_invariant_plan(lengths, shape, fixed_split_tiles):
     geometry = _scheduler.SplitKvGeometry(**shape, tile_tokens=TILE_TOKENS, fixed_split_tiles=fixed_split_tiles)
     tiles = works_of(geometry, lengths)
@@ -150,7 +152,7 @@ def test_batch_invariant_plan(lengths, shape, fixed_split_tiles):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("fixed_split_tokens", [0, 128, -6])
+@pytest.mark.parametrize("fixed_split_tokens", [0, 128, -6, cut_rule(6, 3)])
 @pytest.mark.parametrize("window_left", [-1, 100])
 @pytest.mark.parametrize("lengths", [[], [0], [64] * 16, [5000, 1, 0, 700], [3] * 300 + [40_000]])
 def test_op_writes_the_rows_of_the_scheduler(device, fixed_split_tokens, window_left, lengths):
@@ -174,14 +176,14 @@ def test_op_writes_the_rows_of_the_scheduler(device, fixed_split_tokens, window_
         window_left=window_left,
         num_sm_parts=13,
         work_overhead=4,  # csrc/xqa_decode/plan.h
-        fixed_split_tiles={0: 0, 128: 2, -6: -6}[fixed_split_tokens],
+        fixed_split_tiles=2 if fixed_split_tokens == 128 else fixed_split_tokens,
     )
     rows = [[getattr(entry, name) for name in FIELDS] for entry in _scheduler.plan_split_kv(geometry, lengths)]
     assert plan.tile_scheduler_metadata.tolist() == rows
     tiles = [_scheduler.num_tiles(geometry, length) for length in lengths]
     fixed = geometry.fixed_split_tiles
     cuts = [-(-n // tiles_per_cut(fixed, n)) if fixed else 0 for n in tiles]
-    assert all(n <= 6 for n in cuts) or fixed_split_tokens != -6
+    assert all(n <= 6 for n in cuts) or fixed_split_tokens == 128
     assert plan.num_splits.tolist() == [sum(cuts[:i]) for i in range(len(lengths) + 1)]
     assert plan.out_partial.shape[0] >= max(plan.num_splits[-1].item() * 4, 2 * 13 if not fixed_split_tokens else 0)
 

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from attnops.metadata.plan_checks import cut_rule
 from attnops.metadata.plan_parts import xqa_invariant_cuts
 from problems import FP8, paged_problem
 from xqa_decoding import assert_decodes, decode
@@ -67,6 +68,41 @@ def test_the_same_bits_over_fp8_pages(page_size, head_dim, dtype, heads, lengths
     problem = paged_problem(lengths, dtype=dtype, kv_dtype=FP8, scales="head", **geometry).to("cuda")
     cuts = xqa_invariant_cuts(heads[1], num_q_heads=heads[0], kv_dtype=FP8, page_size=page_size)
     assert_decodes(problem, fixed_split_tokens=cuts, max_seqlen_k=8192)
+    assert_same_bits(problem, cuts)
+
+
+@pytest.mark.parametrize("lengths", [SHORT, LONG], ids=["short", "long"])
+@pytest.mark.parametrize("heads", [(32, 8), (8, 1), (64, 4)])
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+def test_the_same_bits_where_leaves_have_a_least_length(kv_dtype, heads, lengths):
+    """Clusters and the plan's kernels add the same leaves up."""
+    problem = paged_problem(
+        lengths, num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=128, page_size=16, kv_dtype=kv_dtype
+    ).to("cuda")
+    for cuts in (cut_rule(16, 3), cut_rule(28, 8)):
+        assert_decodes(problem, fixed_split_tokens=cuts, max_seqlen_k=8192)
+        assert_same_bits(problem, cuts)
+
+
+@pytest.mark.parametrize("lengths", [SHORT, LONG], ids=["short", "long"])
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "page_size"),
+    [
+        ((16, 4), 64, 16),
+        ((6, 2), 256, 64),
+        ((24, 1), 128, 16),
+        ((40, 1), 96, 5),
+        ((80, 1), 128, 64),
+        ((160, 1), 128, 16),
+    ],
+)
+def test_the_same_bits_where_a_cut_writes_a_partial_result(heads, head_dim, page_size, kv_dtype, lengths):
+    geometry = {"num_q_heads": heads[0], "num_kv_heads": heads[1], "head_dim": head_dim, "page_size": page_size}
+    problem = paged_problem(lengths, kv_dtype=kv_dtype, **geometry).to("cuda")
+    of_kernel = {"num_q_heads": heads[0], "head_dim": head_dim, "page_size": page_size}
+    cuts = xqa_invariant_cuts(heads[1], kv_dtype=kv_dtype or torch.bfloat16, **of_kernel)
+    assert cuts < -8 * 1024  # eight tiles at least
     assert_same_bits(problem, cuts)
 
 

@@ -30,7 +30,10 @@ class Positions:
 def new_plan(
     q: Tensor, k_pages: Tensor, lens: Tensor, seqlen_q: int, window_left: int, cuts: int = 0, head_dim: int = 0
 ) -> XqaDecodePlan:
-    """A plan for these lengths, made now. `cuts`: 0 balanced; n: batch-invariant, at most n cuts of a request."""
+    """A plan for these lengths, made now.
+
+    `cuts`: 0 balanced; n: batch-invariant, at most n cuts of a request, or minus a `cut_rule`.
+    """
     plan = XqaDecodePlan.allocate(
         lens.shape[0],
         num_q_heads=q.shape[-2],

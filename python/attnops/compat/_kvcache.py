@@ -16,6 +16,7 @@ from attnops.compat._convert import FP8, as_int32, as_sinks, refuse, to_dtype
 from attnops.compat._extend import extend
 from attnops.compat._latent_cache import attend_latent, is_mla, joined_values
 from attnops.compat._positions import rotate
+from attnops.metadata.plan_checks import MAX_CUTS
 
 MAX_DECODE_QUERIES = 16  # per request; more are served as prefill
 
@@ -202,7 +203,8 @@ class Call:
             else:
                 out, lse = ragged_decode(self.name, *caches, self.query_bounds(), self.seqlen_q, **given)
         elif few and (right < 0 or causal):
-            given = {"causal": causal, "window_left": left, "cuts": self.num_splits, "out": destination, **options}
+            cuts = min(self.num_splits, MAX_CUTS)
+            given = {"causal": causal, "window_left": left, "cuts": cuts, "out": destination, **options}
             out, lse = decode(self.name, rows, k_cache, v_cache, table, lens, seqlen_q=self.seqlen_q, **given)
         else:
             given = {"causal": causal, "window_left": left, "window_right": -1 if causal else right, **options}

@@ -12,6 +12,7 @@ from attnops.compat._convert import FP8, as_int32, as_sinks, heads_first
 from attnops.compat._extend import new_fmha_plan
 from attnops.compat._kvcache import MAX_DECODE_QUERIES
 from attnops.metadata.plan import XqaDecodePlan
+from attnops.metadata.plan_checks import MAX_CUTS
 
 NAME = "flash_attn_with_kvcache"
 
@@ -64,7 +65,7 @@ def plain_call(
             head_dim=q.shape[3],
             seqlen_q=q.shape[1],
             window_left=left,
-            fixed_split_tokens=-num_splits,
+            fixed_split_tokens=-min(num_splits, MAX_CUTS),
             device=q.device,
         )
         ops.xqa_decode_plan(plan, lens)

@@ -12,7 +12,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from attnops.metadata.plan_checks import MAX_CUTS, check_range, check_shared
+from attnops.metadata.plan_checks import MAX_CUTS, MAX_LEAST_CUT, check_range, check_shared, cuts_of_rule
 from attnops.metadata.plan_parts import XQA_SMALL_BLOCK, mla_num_sm_parts, xqa_num_sm_parts
 
 TILE_TOKENS = 64  # KV tokens per tile of every plan: csrc/*/plan.h
@@ -35,9 +35,9 @@ def num_partials_of(
 ) -> int:
     """Rows of `out_partial`: docs/architecture.md, "Split-KV plans"."""
     most_cuts = MAX_CUTS if kind == "XqaDecodePlan" else 0
-    check_range(f"{kind}.allocate", "fixed_split_tokens", fixed_split_tokens, -most_cuts)
+    check_range(f"{kind}.allocate", "fixed_split_tokens", fixed_split_tokens, -most_cuts * (1 + MAX_LEAST_CUT))
     if fixed_split_tokens > 0 and fixed_split_tokens % TILE_TOKENS:
-        or_cuts = f", -1 to -{most_cuts} (at most so many cuts)" if most_cuts else ""
+        or_cuts = f", -1 to -{most_cuts} (at most so many cuts), a `cut_rule`" if most_cuts else ""
         raise ValueError(
             f"{kind}.allocate: fixed_split_tokens must be 0 (balanced){or_cuts} or a positive multiple of "
             f"{TILE_TOKENS} (tokens of a cut), got {fixed_split_tokens}"
@@ -45,7 +45,7 @@ def num_partials_of(
     if not fixed_split_tokens:
         return 2 * num_sm_parts
     if fixed_split_tokens < 0:
-        return num_blocks * -fixed_split_tokens
+        return num_blocks * cuts_of_rule(fixed_split_tokens)[0]
     if max_seqlen_k is None:
         raise ValueError(
             f"{kind}.allocate: fixed_split_tokens={fixed_split_tokens} needs max_seqlen_k, which bounds the splits"
@@ -136,7 +136,8 @@ class XqaDecodePlan(SplitKvPlan):
             window_left: Of the calls that use the plan: tiles outside every window are not planned.
             fixed_split_tokens: 0: KV tiles are divided evenly. Anything else is batch-invariant: a request is cut
                 without regard to the rest of the batch. A positive multiple of 64 is the number of tokens of a cut. -n
-                means at most n cuts of even length; `xqa_invariant_cuts` is a good choice.
+                means at most n cuts of even length, -(n + 1024 m) also that a cut has 64 m tokens at least
+                (`cut_rule`). `xqa_invariant_cuts` is a good choice.
             max_seqlen_k: Bound of every `cache_seqlens`; needed with a positive `fixed_split_tokens`, else unused.
             num_sm_parts: Shares; when None `xqa_num_sm_parts`: on CUDA at most SM count times `XQA_PARTS_PER_SM`, else
                 the number of threads.

@@ -6,11 +6,23 @@ from typing import Protocol
 
 import torch
 
-# Limits of the planners: csrc/torch_bindings/split_kv_checks.h
+# Limits of the planners: csrc/torch_bindings/split_kv_checks.h, csrc/scheduler/split_kv.h
 MAX_CUTS = 1024  # of a request in batch-invariant mode
+MAX_LEAST_CUT = 64  # tiles
 MAX_SEQLEN_Q = 1 << 16
 MAX_WINDOW = (1 << 31) - 1 - MAX_SEQLEN_Q
 MAX_SM_PARTS = (1 << 16) - 1
+
+
+def cut_rule(most: int, least_tiles: int = 0) -> int:
+    """`fixed_split_tokens` of at most `most` cuts of a request, none of fewer than `least_tiles` tiles of 64 tokens."""
+    return -(most + MAX_CUTS * least_tiles)
+
+
+def cuts_of_rule(fixed_split_tokens: int) -> tuple[int, int]:
+    """`most` and `least_tiles` of a `cut_rule`."""
+    least, most = divmod(-fixed_split_tokens - 1, MAX_CUTS)
+    return most + 1, least
 
 
 def check_range(owner: str, name: str, value: int, low: int, high: int = (1 << 31) - 1) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from attnops.metadata.plan_checks import cut_rule
+
 # Parts per SM of the default plans. Decode is bound by memory: two CTAs on an SM hide each other's waits in xqa_decode;
 # an MLA work fills an SM's registers alone.
 XQA_PARTS_PER_SM = 2
@@ -17,6 +19,7 @@ XQA_CLUSTER_WORKS = 132  # of a call that clusters may take: csrc/xqa_decode/sm9
 XQA_ROWS_PER_BLOCK, XQA_SMALL_BLOCK = 128, 64
 
 XQA_INVARIANT_CUTS = 96  # of a long request over all KV heads: docs/kernels/xqa_decode.md
+XQA_LEAST_CUT = 8  # tiles of a cut, where it writes a partial result
 XQA_FOLDED_CUTS = {4: 32, 8: 28}  # the same of one KV head, where 256 over all heads do not suit the clusters
 
 
@@ -97,7 +100,7 @@ def xqa_invariant_cuts(
     A request must be cut alike alone and among others. Alone it wants a cut for every CTA, 256 over all KV heads. Some
     kernels on Hopper add neighbouring cuts up without a trip to memory, and get as many. They are those for head dims
     65 to 128 and up to 16 query rows per KV head. Their FP8 pages have 8, 16, 32, ... tokens. For other kernels a cut
-    costs a CTA up to a microsecond, so they get less than half as many.
+    costs a CTA up to a microsecond and a partial result. They get less than half as many, of 512 tokens and more.
 
     Args:
         num_kv_heads: KV heads.
@@ -112,7 +115,8 @@ def xqa_invariant_cuts(
     if (kv_dtype.itemsize == 2 or (fp8 and in_boxes)) and 64 < head_dim <= 128 and rows <= 16:
         cuts = XQA_FOLDED_CUTS.get(num_kv_heads, min(max(256 // num_kv_heads, 8), 64))
         return -min(cuts, 16 if fp8 and rows > 8 else cuts)
-    return -64 if num_kv_heads == 1 else -min(max(XQA_INVARIANT_CUTS // num_kv_heads, 4), 16)
+    most = 64 if num_kv_heads == 1 else min(max(XQA_INVARIANT_CUTS // num_kv_heads, 4), 16)
+    return cut_rule(most, XQA_LEAST_CUT)
 
 
 def _mla_parts(num_sms: int, blocks: int) -> int:

@@ -20,8 +20,9 @@ inline Team make_team(const Params& p, const TeamSize& size, int rows) {
   team.most_tiles = most_team_tiles(p, size), team.lone_tiles = lone_tiles(size);
   if (p.fixed_split_tokens != 0) {
     const int fixed = fixed_split_tiles(p.fixed_split_tokens, kPlanTileTokens);
-    team.cuts = max_of(-fixed, 0), team.cut_tiles = max_of(fixed, 0);
-    team.by_cuts = Divisor(max_of(-fixed, 1));
+    const CutRule rule(min_of(fixed, -1));
+    team.cuts = fixed > 0 ? 0 : rule.most, team.cut_tiles = fixed > 0 ? fixed : rule.least;
+    team.by_cuts = Divisor(rule.most);
   }
   return team;
 }

@@ -30,6 +30,7 @@ class LeafPiece {
     if (team.cuts > 0) {  // tiles_per_cut, without a division
       leaf_tiles_ = team.by_cuts.divide(tiles_ + team.cuts - 1);
       if (team.cuts <= kFewCuts) leaf_tiles_ = round_up(leaf_tiles_, 2);
+      leaf_tiles_ = max_of(leaf_tiles_, team.cut_tiles);
     }
     span_ = leaf_tiles_;
     while (span_ * team.shares < tiles_) span_ *= 2, ++log_run_;

@@ -89,7 +89,7 @@ inline constexpr int kMostLeaves = 256;  // more are not added up as a tree in m
 inline int64_t most_leaves(const Params& p) {
   const int fixed = fixed_split_tiles(p.fixed_split_tokens, kPlanTileTokens);
   const int64_t tiles = max_of<int64_t>((most_visible_tokens(p) + 63) / 64, 1);
-  return fixed > 0 ? ceil_div(tiles, int64_t{fixed}) : min_of(tiles, int64_t{-fixed});
+  return fixed > 0 ? ceil_div(tiles, int64_t{fixed}) : min_of(tiles, int64_t{CutRule(fixed).most});
 }
 
 // As team_size, but shares are runs of 2^n leaves.
