@@ -34,6 +34,7 @@ XQA_SHORT = ["tests/xqa_decode/test_xqa_short_works_cuda.py"]
 ROWS = ["tests/test_kernel_rows.py"]
 FMHA = ["tests/fmha/test_fmha_cuda.py"]
 SPARSE_MLA = ["tests/sparse_mla/test_sparse_mla_rows.py"]
+COMPRESSED = ["tests/compressed_kv"]
 INDEXER = ["tests/sparse_indexer"]
 SPECULATION = ["tests/speculation"]
 BLOCKS = ["tests/block_lists"]
@@ -68,6 +69,10 @@ SETS = {
     "racecheck sparse_indexer": (INDEXER, "page_sizes or different_lengths or stable_sort"),
     "synccheck sparse_indexer": (INDEXER, "page_sizes or different_lengths"),
     "initcheck sparse_indexer": (INDEXER, "page_sizes or different_lengths"),
+    "memcheck compressed_kv": (COMPRESSED, "not schemas and not errors"),
+    "racecheck compressed_kv": (COMPRESSED, "any_chunks and dtype0 or index_keys or 584"),
+    "synccheck compressed_kv": (COMPRESSED, "any_chunks and dtype0"),
+    "initcheck compressed_kv": (COMPRESSED, "index_keys or 584"),
     "memcheck sparse_mla": (["tests/sparse_mla"], "not schema and not errors and not every_instruction_set"),
     "racecheck sparse_mla": (["tests/sparse_mla"], "equals_attention and 7-shape"),
     "racecheck speculation": (SPECULATION, "(walk or move or probabilities) and not sampled_paths"),

@@ -1,39 +1,12 @@
 #pragma once
+#include "core/bounds.h"
+#include "core/index_key.h"
 #include "core/index_report.h"
 #include "core/math.h"
-#include "core/state_report.h"
 #include "sparse_indexer/params.h"
 
 // What kernels over index keys ask and compute alike on the CPU and on the GPU.
 namespace attnops::sparse_indexer {
-
-ATTNOPS_HOST_DEVICE inline uint32_t bits_of(float x) {
-#if defined(__CUDA_ARCH__)
-  return __float_as_uint(x);
-#else
-  return __builtin_bit_cast(uint32_t, x);
-#endif
-}
-
-ATTNOPS_HOST_DEVICE inline float float_of(uint32_t bits) {
-#if defined(__CUDA_ARCH__)
-  return __uint_as_float(bits);
-#else
-  return __builtin_bit_cast(float, bits);
-#endif
-}
-
-// The scale of a row from the largest of its values' bits without sign. A NaN makes it NaN, so the row's logits are.
-ATTNOPS_HOST_DEVICE inline float scale_of(uint32_t largest, bool ue8m0) {
-  const float amax = float_of(max_of(largest, bits_of(1e-4f)));
-  const float scale = amax / 448.f;
-  const uint32_t bits = bits_of(scale);
-  if (!ue8m0 || bits >= 0x7F800000u || (bits & 0x7FFFFFu) == 0) return scale;
-  return float_of((bits & 0x7F800000u) + 0x800000u);
-}
-
-// What a sum and difference tree over `dim` values is multiplied with.
-ATTNOPS_HOST_DEVICE inline float hadamard_factor(int dim) { return dim == 64 ? 0.125f : 0.08838834764831845f; }
 
 struct KeyPlace {
   int64_t page;
@@ -53,24 +26,6 @@ ATTNOPS_HOST_DEVICE inline KeyPlace place_of(const StoreIndexParams& p, int64_t 
   }
   const int64_t page = page_of(slot, p.pages.page_size, p.pages.page_shift);
   return {page, static_cast<int>(slot - page * p.pages.page_size), true};
-}
-
-// The request that row `row` belongs to, by bounds [batch_size + 1], or -1.
-ATTNOPS_HOST_DEVICE inline int64_t request_of(const int32_t* bounds, int64_t batch_size, int64_t row) {
-  int64_t low = 0, high = batch_size;  // bounds[low] <= row < bounds[high], if they rise
-  while (high - low > 1) {
-    const int64_t middle = (low + high) / 2;
-    (bounds[middle] <= row ? low : high) = middle;
-  }
-  return batch_size > 0 && bounds[low] <= row && row < bounds[low + 1] ? low : -1;
-}
-
-// To be called for every request where there is a report.
-ATTNOPS_HOST_DEVICE inline void report_bounds(int32_t* report, ReportOp op, const int32_t* bounds, int64_t request,
-                                              int64_t num_rows) {
-  const int64_t begin = bounds[request], end = bounds[request + 1];
-  if (begin >= 0 && begin <= end && end <= num_rows && (request > 0 || begin == 0)) return;
-  record_fault(report, {op, kReportTokenBounds, request, begin, end, num_rows});
 }
 
 // Where a key of a request is; invalid where the table or the pool has no such page.

@@ -1,6 +1,7 @@
 #pragma once
 #include <cstdint>
 
+#include "core/index_key.h"
 #include "core/index_report.h"
 #include "core/slots.h"
 #include "core/types.h"
@@ -49,11 +50,6 @@ struct IndexPages {
 };
 
 // How a row becomes e4m3.
-struct Quantization {
-  bool hadamard;  // multiplied by the Hadamard matrix and dim^-0.5 first
-  bool ue8m0;     // scales are powers of two, rounded up
-};
-
 struct StoreIndexParams {
   IndexPages pages;
   Quantization how;

@@ -1,6 +1,7 @@
 #pragma once
 #include <string>
 
+#include "core/shared_rows.h"
 #include "mla_decode/checks.h"
 #include "mla_decode/params.h"
 #include "mla_decode/plan.h"
@@ -9,6 +10,12 @@
 
 // Arguments to the Params of mla_decode, whose kernels attend to lists as well. A query token is a request there.
 namespace attnops::sparse_mla {
+
+// compress_kv writes the rows that these kernels read.
+static_assert(mla_decode::kHeadDimShared == kSharedRowValues && mla_decode::kSharedNope == kSharedRowNope &&
+              mla_decode::kSharedDataBytes == kSharedRowDataBytes &&
+              mla_decode::kSharedScaleBytes == kSharedRowScaleBytes &&
+              mla_decode::kSharedScaleWidth == kSharedRowScaleWidth);
 
 using namespace mla_decode;
 

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "core/block_report.h"
+#include "core/compress_report.h"
 #include "core/index_report.h"
 #include "core/list_report.h"
 #include "core/state_report.h"
@@ -52,6 +53,17 @@ void CpuFaults::check() const {
   if (kind == kReportHiddenPrefix) {
     fail(op_, "mask" + request + ", draft " + text(kReportPosition) + " must see the whole prefix, and hides key " +
                   text(kReportValue));
+  }
+  if (kind == kReportShortLength) {
+    fail(op_, "cache_seqlens" + request + " must be at least " + text(kReportLimit) + ", its new tokens" + got);
+  }
+  if (kind == kReportEntryBound) {
+    fail(op_, "entry_indptr behind request " + text(kReportRequest) + " must be " + text(kReportLimit) +
+                  " as compress_plan makes it of these lengths" + got);
+  }
+  if (kind == kReportRotaryPosition) {
+    fail(op_, "cos_sin" + request + ", entry " + text(kReportPosition) + ": its position" + in_range +
+                  " (max_positions)" + got);
   }
   if (kind == kReportStateSlot) {
     fail(op_, "state" + request + ", slot" + in_range + " (num_slots of " + pages_ + "), or below 0 for padding" + got);

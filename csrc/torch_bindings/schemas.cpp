@@ -122,6 +122,16 @@ STABLE_TORCH_LIBRARY(attnops, m) {
       "Tensor? page_table=None, Tensor? row_to_request=None, int page_size=1, Tensor? offsets=None, "
       "Tensor(c!)? report=None) -> ()");
 
+  // compressed_kv/
+  m.def(
+      "compress_plan(Tensor(a!) entry_indptr, Tensor cache_seqlens, Tensor cu_seqlens_q, int ratio, "
+      "Tensor(b!)? report=None) -> ()");
+  m.def(
+      "compress_kv(Tensor(a!) kv_pages, Tensor(b!) state, Tensor kv_score, Tensor ape, Tensor norm_weight, "
+      "Tensor cos_sin, Tensor page_table, Tensor state_indices, Tensor cache_seqlens, Tensor cu_seqlens_q, "
+      "Tensor entry_indptr, int ratio, float eps=1e-6, bool interleaved=True, bool hadamard=True, bool ue8m0=False, "
+      "Tensor(c!)? report=None) -> ()");
+
   // xqa_decode/
   m.def(
       "xqa_decode_plan(Tensor(a!) tile_scheduler_metadata, Tensor(b!) num_splits, Tensor cache_seqlens, int seqlen_q, "

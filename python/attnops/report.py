@@ -59,6 +59,8 @@ OPS = (
     "index_topk",
     "build_block_tables",
     "label_scores",
+    "compress_plan",
+    "compress_kv",
 )
 KINDS = (
     "none",
@@ -96,9 +98,13 @@ KINDS = (
     "accepted draft",
     "block of a list",
     "cells of a row",
+    "length",
+    "bound of entries",
+    "position of an entry",
 )
 PAGE_INDEX, SLOT_ORDER, PROBABILITY, ACCEPTED, MASK_BYTES, HIDDEN_PREFIX = 1, 5, 10, 11, 13, 14
 SHARED_SLOT, TOKEN_BOUNDS, PREFIX, PLAN, KEY_RANGE = 16, 17, 27, 28, 29
+SHORT_LENGTH, ENTRY_BOUND = 35, 36
 _EXPECTED = {
     SLOT_ORDER: "{limit}: the tokens of a page have consecutive slots",
     PROBABILITY: "a finite number of at least 0",
@@ -110,6 +116,8 @@ _EXPECTED = {
     TOKEN_BOUNDS: "in [{position}, {limit}], where its tokens begin and those of the call end",
     PREFIX: "at least 0",
     PLAN: "in [0, {limit}), and name each request once",
+    SHORT_LENGTH: "at least {limit}, its new tokens",
+    ENTRY_BOUND: "{limit}, as the lengths give it: compress_plan makes them",
 }
 
 

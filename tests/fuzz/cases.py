@@ -12,6 +12,7 @@ import torch
 from . import (
     backends,
     blocks,
+    compressed,
     fmha,
     fp4,
     index_keys,
@@ -58,6 +59,8 @@ FAMILIES: dict[str, tuple[int, Callable[[Draw], None]]] = {
     "index logits": (4, index_keys.right_logits),
     "hostile index keys": (2, index_keys.hostile_pages),
     "hostile rows": (1, indexer.hostile_rows),
+    "compressed entries": (2, compressed.right_entries),
+    "hostile entries": (1, compressed.hostile_entries),
     "sparse decode": (5, sparse.right_decode),
     "sparse prefill": (3, sparse.right_prefill),
     "block lists in decode": (4, blocks.right_decode),

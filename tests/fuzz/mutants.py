@@ -71,6 +71,8 @@ CALLERS = {
     "index_logits_paged": {"index logits", "hostile index keys"},
     "index_topk": {"index logits"},
     "expand_rows": {"index logits"},
+    "compress_plan": {"compressed entries"},
+    "compress_kv": {"compressed entries"},
 }
 
 
@@ -520,6 +522,16 @@ def _(right: Function, given: dict[str, Any]) -> Any:
     scratch = given.get("scratch")
     indices[0 if scratch is None else len(scratch) :] = -1
     return indices
+
+
+@mutant("compress_plan", "an entry comes a token late")
+def _(right: Function, given: dict[str, Any]) -> Any:
+    return right(**given | {"cache_seqlens": (given["cache_seqlens"] - 1).clamp(min=0)})
+
+
+@mutant("compress_kv", "places in a group weigh alike")
+def _(right: Function, given: dict[str, Any]) -> Any:
+    return right(**given | {"ape": torch.zeros_like(given["ape"])})
 
 
 @mutant("expand_rows", "a token does not see itself")

@@ -12,6 +12,7 @@ from attnops import ops
 from attnops.compat import causal_conv1d, fla, flash_attn, flash_attn_interface, flash_mla, flashinfer, sgl_kernel
 from attnops.metadata import FmhaPlan, MlaDecodePlan, SparseMlaPlan, XqaDecodePlan
 from attnops.ops.speculation import Verified
+from compress_calls import compress_arguments
 from indexer_calls import indexer_arguments, indexer_peer_calls
 from mla_calls import plan_for
 from problems import mla_problem, paged_problem, ragged_problem
@@ -94,7 +95,7 @@ def ops_calls() -> dict[str, Call]:
         "store_kv": {"k_pages": gqa.k_pages, "v_pages": gqa.v_pages, "k": new, "v": new, "out_cache_loc": slots},
         "store_mla_kv": {"kv_pages": mla.kv_pages, "latent": mla.q[0, :4], "out_cache_loc": slots},
     }
-    arguments |= linear_arguments() | indexer_arguments() | fp4_arguments()
+    arguments |= linear_arguments() | indexer_arguments() | compress_arguments() | fp4_arguments()
     return {name: (getattr(ops, name), given) for name, given in arguments.items()}
 
 

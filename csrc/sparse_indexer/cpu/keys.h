@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "cpu/convert.h"
+#include "cpu/quantize_key.h"
 #include "sparse_indexer/keys.h"
 
 // The definition of right, and the production kernels too: a row is 128 values. Each function takes a range of rows, so
@@ -19,23 +20,7 @@ inline float element(DType dtype, const void* data, int64_t i) {
 inline float quantize_row(const Quantization& how, DType dtype, const void* data, int64_t at, int dim, uint8_t* out) {
   float x[128];
   for (int i = 0; i < dim; ++i) x[i] = element(dtype, data, at + i);
-  if (how.hadamard) {
-    for (int half = 1; half < dim; half *= 2) {
-      for (int block = 0; block < dim; block += 2 * half) {
-        for (int i = block; i < block + half; ++i) {
-          const float a = x[i], b = x[i + half];
-          x[i] = a + b;
-          x[i + half] = a - b;
-        }
-      }
-    }
-    for (int i = 0; i < dim; ++i) x[i] *= hadamard_factor(dim);
-  }
-  uint32_t largest = 0;
-  for (int i = 0; i < dim; ++i) largest = max_of(largest, bits_of(x[i]) & 0x7FFFFFFFu);
-  const float scale = scale_of(largest, how.ue8m0);
-  for (int i = 0; i < dim; ++i) out[i] = attnops::cpu::from_float<attnops::cpu::Float8E4M3>(x[i] / scale).bits;
-  return scale;
+  return attnops::cpu::quantize_key(how, x, dim, out);
 }
 
 inline void store_index_k(const StoreIndexParams& p, int64_t begin, int64_t end) {

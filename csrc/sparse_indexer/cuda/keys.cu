@@ -1,9 +1,9 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include <cuda_fp8.h>
 
 #include "device/common/launch_dependent.cuh"
 #include "device/common/pdl.cuh"
+#include "device/common/quantize_key.cuh"
 #include "sparse_indexer/cuda/launch.h"
 #include "sparse_indexer/keys.h"
 
@@ -18,56 +18,14 @@ __device__ float element(DType dtype, const void* data, int64_t i) {
   return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[i]);
 }
 
-// A warp quantizes a row, kPer neighbouring values a lane, by the sums of cpu/keys.h in their order. Returns the scale.
+// A warp quantizes a row; returns its scale.
 template <int kDim>
 __device__ float quantize_row(const Quantization& how, DType dtype, const void* data, int64_t at, uint8_t* out) {
   constexpr int kPer = kDim / 32;
-  const int lane = threadIdx.x % 32;
   float x[kPer];
 #pragma unroll
-  for (int i = 0; i < kPer; ++i) x[i] = element(dtype, data, at + lane * kPer + i);
-  if (how.hadamard) {
-#pragma unroll
-    for (int half = 1; half < kPer; half *= 2) {
-#pragma unroll
-      for (int i = 0; i < kPer; ++i) {
-        if (i & half) continue;
-        const float a = x[i], b = x[i + half];
-        x[i] = a + b;
-        x[i + half] = a - b;
-      }
-    }
-#pragma unroll
-    for (int half = 1; half < 32; half *= 2) {
-#pragma unroll
-      for (int i = 0; i < kPer; ++i) {
-        const float other = __shfl_xor_sync(~0u, x[i], half);
-        x[i] = lane & half ? other - x[i] : x[i] + other;
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kPer; ++i) x[i] *= hadamard_factor(kDim);
-  }
-  uint32_t largest = 0;
-#pragma unroll
-  for (int i = 0; i < kPer; ++i) largest = max_of(largest, bits_of(x[i]) & 0x7FFFFFFFu);
-  const float scale = scale_of(__reduce_max_sync(~0u, largest), how.ue8m0);
-  // Pairs: a row is on a 4-byte boundary in pages, and wherever it may be in an output.
-  uint8_t bytes[kPer];
-#pragma unroll
-  for (int i = 0; i < kPer; ++i) bytes[i] = __nv_cvt_float_to_fp8(x[i] / scale, __NV_SATFINITE, __NV_E4M3);
-  uint8_t* const mine = out + lane * kPer;
-  if (reinterpret_cast<uintptr_t>(out) % kPer == 0) {
-    if constexpr (kPer == 4) {
-      *reinterpret_cast<uchar4*>(mine) = make_uchar4(bytes[0], bytes[1], bytes[2], bytes[3]);
-    } else {
-      *reinterpret_cast<uchar2*>(mine) = make_uchar2(bytes[0], bytes[1]);
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < kPer; ++i) mine[i] = bytes[i];
-  }
-  return scale;
+  for (int i = 0; i < kPer; ++i) x[i] = element(dtype, data, at + threadIdx.x % 32 * kPer + i);
+  return quantize_key<kDim>(how, x, out);
 }
 
 template <int kDim>

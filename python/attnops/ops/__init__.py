@@ -2,6 +2,7 @@
 
 from attnops import _load  # noqa: F401  (the ops exist once the modules are loaded)
 from attnops.ops.block_lists import build_block_tables, label_scores
+from attnops.ops.compressed_kv import compress_kv, compress_plan
 from attnops.ops.context_parallel import context_parallel_seqlens, context_parallel_slots
 from attnops.ops.draft_slots import copy_page_tail, generate_draft_decode_kv_indices, move_kv
 from attnops.ops.fmha import fmha_paged, fmha_plan, fmha_varlen
@@ -43,6 +44,8 @@ __all__ = [
     "causal_conv1d",
     "causal_conv1d_update",
     "clear_states",
+    "compress_kv",
+    "compress_plan",
     "context_parallel_seqlens",
     "context_parallel_slots",
     "copy_page_tail",
