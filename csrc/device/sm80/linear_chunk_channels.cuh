@@ -15,6 +15,7 @@ struct ChannelsShared {
   };
   float sums[1 + kChunk][kSumStride];  // of log-decays before a token's own, to base 2; of all in the last row
   float coefficient[kChunk], key_scale[kChunk], query_scale[kChunk];
+  float products[kChunk];  // of a token's own key and query, which decay nothing
 
   __device__ const unsigned char* keys() const { return rows; }
   __device__ const unsigned char* queries() const { return rows + kPanels * kPanelBytes; }
@@ -260,12 +261,17 @@ __global__ void __launch_bounds__(kLocalThreads, 3) chunk_channels_kernel(const 
   }
   cp_async_wait_all();
   __syncthreads();
-  if (step.normalize) {
+  {
     const int row = threadIdx.x / 2, half = threadIdx.x % 2;
-    const float key_norm = row_norm<kKeys>(s.keys(), row, half), query_norm = row_norm<kKeys>(s.queries(), row, half);
-    if (half == 0) {
-      s.key_scale[row] = rsqrtf(key_norm + kNormEpsilon);
-      s.query_scale[row] = step.scale * rsqrtf(query_norm + kNormEpsilon);
+    const float product = row_product<kKeys>(s.keys(), s.queries(), row, half);
+    if (half == 0) s.products[row] = product;
+    if (step.normalize) {
+      const float key_norm = row_product<kKeys>(s.keys(), s.keys(), row, half);
+      const float query_norm = row_product<kKeys>(s.queries(), s.queries(), row, half);
+      if (half == 0) {
+        s.key_scale[row] = rsqrtf(key_norm + kNormEpsilon);
+        s.query_scale[row] = step.scale * rsqrtf(query_norm + kNormEpsilon);
+      }
     }
   }
   float kk[4][2][4] = {}, qk[4][2][4] = {};  // of the warp's 16 rows with each block of 16
@@ -304,8 +310,9 @@ __global__ void __launch_bounds__(kLocalThreads, 3) chunk_channels_kernel(const 
       const float* queries_at = qk[n / 2][n % 2] + 2 * h;
       *reinterpret_cast<float2*>(&s.made.l[0].at[i][j]) = make_float2(j < i ? of_key * low * keys_at[0] : 0.f,  //
                                                                       j + 1 < i ? of_key * high * keys_at[1] : 0.f);
-      *reinterpret_cast<uint32_t*>(s.made.p + panel_at(i, n) + 4 * t) = pack2<__nv_bfloat16>(
-          j <= i ? of_query * low * queries_at[0] : 0.f, j + 1 <= i ? of_query * high * queries_at[1] : 0.f);
+      const float own[2] = {j == i ? s.products[i] : queries_at[0], j + 1 == i ? s.products[i] : queries_at[1]};
+      *reinterpret_cast<uint32_t*>(s.made.p + panel_at(i, n) + 4 * t) =
+          pack2<__nv_bfloat16>(j <= i ? of_query * low * own[0] : 0.f, j + 1 <= i ? of_query * high * own[1] : 0.f);
     }
   }
   __syncthreads();

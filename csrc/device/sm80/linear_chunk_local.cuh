@@ -74,16 +74,20 @@ __device__ __forceinline__ void copy_rows(uint32_t panels, const StepRows& rows,
   }
 }
 
+// The product of a row of one matrix with that of another, by two neighbouring lanes.
 template <int kKeys>
-__device__ __forceinline__ float row_norm(const unsigned char* panels, int row, int half) {
+__device__ __forceinline__ float row_product(const unsigned char* a, const unsigned char* b, int row, int half) {
   float sum = 0.f;
 #pragma unroll
   for (int c = 0; c < kKeys / 16; ++c) {
     const int chunk = half * (kKeys / 16) + c;
-    const uint4 words = *reinterpret_cast<const uint4*>(panels + chunk / 8 * kPanelBytes + panel_at(row, chunk % 8));
-    for (const uint32_t word : {words.x, words.y, words.z, words.w}) {
-      const float low = __uint_as_float(word << 16), high = __uint_as_float(word & 0xffff0000u);
-      sum = fmaf(low, low, fmaf(high, high, sum));
+    const uint32_t at = chunk / 8 * kPanelBytes + panel_at(row, chunk % 8);
+    const uint4 x = *reinterpret_cast<const uint4*>(a + at), y = *reinterpret_cast<const uint4*>(b + at);
+    const uint32_t lefts[4] = {x.x, x.y, x.z, x.w}, rights[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float low = __uint_as_float(lefts[i] << 16), high = __uint_as_float(lefts[i] & 0xffff0000u);
+      sum = fmaf(low, __uint_as_float(rights[i] << 16), fmaf(high, __uint_as_float(rights[i] & 0xffff0000u), sum));
     }
   }
   return sum + __shfl_xor_sync(0xffffffffu, sum, 1);
