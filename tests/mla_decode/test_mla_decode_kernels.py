@@ -23,6 +23,8 @@ KERNELS = {
     "ring": {"num_q_heads": 72, "num_sm_parts": 2, "lengths": [3100, 64, 0, 321, 1]},
     "ring, cut works": {"num_q_heads": 128, "num_sm_parts": 4, "lengths": [6300, 64, 0, 321, 1]},
     "ring, short parts": {"num_q_heads": 128, "table_width": 64},
+    "ring, tree": {**TREE, "num_sm_parts": 2, "lengths": [3100, 64, 5, 321]},
+    "ring, tree, cut works": {**TREE, "seqlen_q": 16, "num_q_heads": 16, "num_sm_parts": 4, "lengths": [6300, 64, 321]},
     "many rows": {"num_q_heads": 72},
     "many rows, pages of 16": {"num_q_heads": 72, "page_size": 16},
     "many rows, gathered": {"num_q_heads": 72, **GATHERED},

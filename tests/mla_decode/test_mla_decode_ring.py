@@ -4,9 +4,10 @@ import dataclasses
 
 import pytest
 import torch
+from attnops import reference
 from checks import assert_attention_close, assert_lse_close
 from mla_calls import SCALE, decode, plan_for
-from problems import mla_problem
+from problems import hide_unseen, mla_problem
 
 pytestmark = pytest.mark.gpu
 LENGTHS = [2053, 1, 0, 3000, 64 * 30, 64]
@@ -42,6 +43,28 @@ def test_rows_of_several_tokens(heads, tokens):
     for num_sm_parts in (2, 3, 6):
         check(torch.bfloat16, num_q_heads=heads, seqlen_q=tokens, num_sm_parts=num_sm_parts)
     check(torch.float16, num_q_heads=heads, seqlen_q=tokens, causal=False, apart=True)
+
+
+@pytest.mark.parametrize("fixed", [0, 1024])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "heads, tokens, tree_keys", [(16, 8, 8), (16, 16, 16), (24, 3, 70), (2, 64, 64), (128, 1, 130)]
+)
+def test_trees(heads, tokens, tree_keys, dtype, fixed):
+    """Drafts in one tile and in several, the first of a part or the last. Those that nobody sees hold NaN."""
+    lengths = [3100, tree_keys, tree_keys // 2 + 1, 64 * 32 + tree_keys, 2047, 2000]
+    problem = mla_problem(lengths, tokens, num_q_heads=heads, page_size=128 if tree_keys == 70 else 64, dtype=dtype)
+    visible = torch.rand(6, tokens, tree_keys, generator=torch.Generator().manual_seed(tree_keys)) < 0.3
+    mask = reference.pack_tree_mask(visible)
+    rules = {"tree_mask": mask.flatten(0, 1), "tree_keys": tree_keys, "softmax_scale": SCALE}
+    expected, expected_lse = problem.expected(**rules)
+    hide_unseen(problem, visible.any(1))
+    for num_sm_parts in (2, 4):
+        out, lse = decode(
+            problem.to("cuda"), tree_mask=mask.to("cuda"), tree_keys=tree_keys, fixed=fixed, num_sm_parts=num_sm_parts
+        )
+        assert_attention_close(out.cpu(), expected, dtype)
+        assert_lse_close(lse.cpu(), expected_lse, atol=1e-4)
 
 
 def test_pages_in_csr_form():

@@ -108,10 +108,14 @@ void launch_merge(const Params& p, cudaStream_t stream) {
   }
 }
 
-// Whether a call asks for nothing that Options::kCommon leaves out.
-inline bool is_common(const Params& p, const Modes& modes) {
+// Whether a call asks for nothing that Options::kCommon leaves out, but for a tree mask.
+inline bool is_common_or_tree(const Params& p, const Modes& modes) {
   return modes.queries_by_map && modes.out_aligned && p.report == nullptr && p.logit_cap == 0.f &&
-         p.softmax_scale > 0.f && p.window_left < 0 && p.tree_mask == nullptr && p.sinks == nullptr;
+         p.softmax_scale > 0.f && p.window_left < 0 && p.sinks == nullptr;
+}
+
+inline bool is_common(const Params& p, const Modes& modes) {
+  return is_common_or_tree(p, modes) && p.tree_mask == nullptr;
 }
 
 template <typename T, Options kOptions, Loads kLoads>
@@ -151,10 +155,10 @@ void launch(const Params& p, cudaStream_t stream) {
                     .by_page_size = Divisor(p.page_table.page_size),
                     .units = row_units(p, p.page_table.page_size, p.page_table.num_pages)};
   const bool reached = modes.use_boxes || modes.units.bytes != 0;
-  if (!is_common(p, modes) || !reached) {
-    launch_attention<T, Options::kAll, Loads::kAny>(p, modes, stream);
-  } else if (boxes_fit(p) && ring::suits(p)) {
+  if (is_common_or_tree(p, modes) && boxes_fit(p) && ring::suits(p)) {
     ring::launch_attention<T>(p, make_maps(p, modes), stream);
+  } else if (!is_common(p, modes) || !reached) {
+    launch_attention<T, Options::kAll, Loads::kAny>(p, modes, stream);
   } else if (!modes.use_boxes) {
     launch_attention<T, Options::kCommon, Loads::kGathered>(p, modes, stream);
   } else if (modes.box_shift > 0) {

@@ -9,7 +9,7 @@
 // output's columns each. Where the queries were in shared memory there is a third KV tile.
 namespace attnops::mla_decode::sm90::ring {
 
-template <typename T>
+template <typename T, bool kTrees>
 __global__ void __launch_bounds__(kThreads, 1)
     mla_decode_ring_kernel(const __grid_constant__ Params p, const __grid_constant__ Maps maps, int even_shares) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     Values<T, 1>(p, maps, even_shares, shared_bytes, shared).run();
   } else {
     attnops::sm90::registers_increase<kScoresRegisters>();
-    Scores<T>(p, shared_bytes, shared).run();
+    Scores<T, kTrees>(p, shared_bytes, shared).run();
   }
 }
 

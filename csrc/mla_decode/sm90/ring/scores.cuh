@@ -8,8 +8,9 @@ namespace attnops::mla_decode::sm90::ring {
 
 // The third group computes the scores and probabilities of every tile. It holds the piece's 64 queries in registers, as
 // the fragments that its products take, but for the rope part and the first step: scores then read shared memory at
-// half of what it can give, and a third KV tile lies where queries would.
-template <typename T>
+// half of what it can give, and a third KV tile lies where queries would. kTrees: a tree mask says which of the last
+// keys a row sees.
+template <typename T, bool kTrees>
 class Scores {
  public:
   __device__ Scores(const Params& p, uint8_t* base, uint32_t shared)
@@ -71,7 +72,11 @@ class Scores {
 #pragma unroll 1
     while (key < end) {
       wait_full();
-      if (key + kPlanTileTokens > piece.keys.end) clear_tail(piece.keys.end - key);
+      if constexpr (kTrees) {
+        if (key + kPlanTileTokens > seen_by_all(piece)) clear_keys(~seen_by_some(piece, key));
+      } else {
+        if (key + kPlanTileTokens > piece.keys.end) clear_tail(piece.keys.end - key);
+      }
       compute_scores(q, s, keys_of(slot()), uniform(shared_), follows, flags);
       if (key + kPlanTileTokens > seen_by_all(piece)) mask(piece, key, s);
       if (!follows) set_references(s);
@@ -158,6 +163,7 @@ class Scores {
 
   // Keys before this one are seen by all rows.
   __device__ int seen_by_all(const Piece& piece) const {
+    if constexpr (kTrees) return min_of(piece.keys.end, piece.length - p_.tree_keys);
     if (!p_.causal) return piece.keys.end;
     const int token = row_place(p_, piece.first_row).token;
     return min_of(piece.keys.end, piece.length - p_.seqlen_q + token + 1);
@@ -209,6 +215,32 @@ class Scores {
     uint8_t* tile = base_ + slot() * kOperandBytes;
 #pragma unroll 1
     for (int i = max_of(keys, 0) * 8 + thread; i < kPlanTileTokens * 8; i += kGroupThreads) {
+#pragma unroll 1
+      for (int k = 0; k < kTilesQk; ++k) *reinterpret_cast<uint4*>(tile + k * kTileBytes + i * 16) = {};
+    }
+    attnops::sm90::fence_async_proxy();
+    attnops::sm90::named_barrier_sync(kQueriesKept, kGroupThreads);
+  }
+
+  // Of trees: those of the keys [first_key, first_key + 64) that some row of the request sees.
+  __device__ uint64_t seen_by_some(const Piece& piece, int first_key) const {
+    uint64_t seen = 0;
+#pragma unroll 1
+    for (int token = threadIdx.x % 32; token < p_.seqlen_q; token += 32) {
+      seen |= ~hidden_by_tree(p_, piece, token, first_key);
+    }
+    const uint32_t low = __reduce_or_sync(0xffffffffu, static_cast<uint32_t>(seen));
+    const uint32_t high = __reduce_or_sync(0xffffffffu, static_cast<uint32_t>(seen >> 32));
+    return (uint64_t{high} << 32 | low) & bits_below(piece.keys.end - first_key);
+  }
+
+  // Zeros for these keys of the slot's tile.
+  __device__ void clear_keys(uint64_t keys) const {
+    const int thread = threadIdx.x % kGroupThreads;
+    uint8_t* tile = base_ + slot() * kOperandBytes;
+#pragma unroll 1
+    for (int i = thread; i < kPlanTileTokens * 8; i += kGroupThreads) {
+      if (!(keys >> i / 8 & 1)) continue;
 #pragma unroll 1
       for (int k = 0; k < kTilesQk; ++k) *reinterpret_cast<uint4*>(tile + k * kTileBytes + i * 16) = {};
     }
@@ -288,11 +320,16 @@ class Scores {
     for (int h = 0; h < kRowsPerThread; ++h) sums[h] = parts[h][0] + parts[h][1];
   }
 
-  // Removes keys behind each row's end.
+  // Removes keys behind each row's end, and those that its tree hides.
   __device__ void mask(const Piece& piece, int first_key, float (&s)[32]) const {
     RowState rows;
-    rows.template begin<Options::kCommon>(p_, piece);
-    mask_end(rows, first_key, s);
+    if constexpr (kTrees) {
+      rows.begin(p_, piece);
+      mask_tile(p_, piece, rows, first_key, s);
+    } else {
+      rows.template begin<Options::kCommon>(p_, piece);
+      mask_end(rows, first_key, s);
+    }
   }
 
   __device__ void give_totals(const Piece& piece) {
