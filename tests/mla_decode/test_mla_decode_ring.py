@@ -67,6 +67,32 @@ def test_trees(heads, tokens, tree_keys, dtype, fixed):
         assert_lse_close(lse.cpu(), expected_lse, atol=1e-4)
 
 
+@pytest.mark.parametrize("fixed", [0, 1024])
+@pytest.mark.parametrize("scale", [SCALE, 4.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_whose_first_key_is_in_a_later_tile_of_drafts(dtype, scale, fixed):
+    """Their scores may be far below 0, the reference of a row without keys. The third request is cut at its drafts."""
+    lengths, tokens, tree_keys = [192, 150, 2048 + 192], 8, 192
+    problem = mla_problem(lengths, tokens, num_q_heads=16, dtype=dtype)
+    visible = torch.zeros(3, tokens, tree_keys, dtype=torch.bool)
+    for token in range(tokens):
+        visible[:, token, 191 - token] = True
+        visible[:, token, 100] = token > 4
+    mask = reference.pack_tree_mask(visible)
+    expected, expected_lse = problem.expected(tree_mask=mask.flatten(0, 1), tree_keys=tree_keys, softmax_scale=scale)
+    hide_unseen(problem, visible.any(1))
+    out, lse = decode(
+        problem.to("cuda"),
+        tree_mask=mask.to("cuda"),
+        tree_keys=tree_keys,
+        softmax_scale=scale,
+        fixed=fixed,
+        num_sm_parts=2,
+    )
+    assert_attention_close(out.cpu(), expected, dtype)
+    assert_lse_close(lse.cpu(), expected_lse, atol=1e-4 if scale < 1 else 2e-3 * scale)
+
+
 def test_pages_in_csr_form():
     check(torch.bfloat16, csr=True)
 
@@ -102,10 +128,12 @@ def test_batch_invariant_mode_gives_a_request_the_same_bits_in_any_batch(scale, 
             assert torch.equal(part_lse.unflatten(0, (-1, tokens)), lse[rows])
 
 
-def test_more_cuts_than_the_plan_has_room_for_give_nan():
+@pytest.mark.parametrize("tree", [False, True])
+def test_more_cuts_than_the_plan_has_room_for_give_nan(tree):
     problem = mla_problem([70, 12000, 64, 3000], num_q_heads=128).to("cuda")
-    out, lse = decode(problem, plan=plan_for(problem, fixed=1024, max_seqlen_k=1024))
-    good_out, good_lse = decode(problem, fixed=1024)
+    options = {"tree_mask": torch.full((4, 1, 1), 0xFF, dtype=torch.uint8, device="cuda")} if tree else {}
+    out, lse = decode(problem, plan=plan_for(problem, fixed=1024, max_seqlen_k=1024), **options)
+    good_out, good_lse = decode(problem, fixed=1024, **options)
     for request in (0, 2):
         assert torch.equal(out[request], good_out[request]) and torch.equal(lse[request], good_lse[request])
     for request in (1, 3):  # the last one's cuts have no room behind those of the long one

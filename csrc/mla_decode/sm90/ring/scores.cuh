@@ -39,6 +39,7 @@ class Scores {
       const BlockPlace place = walk.block(p_);
       walk.place(p_, walk.next(p_, place, p_.cache_seqlens[place.request], piece), piece);
       rest = piece.num_tiles;
+      if constexpr (kTrees) ask_for_mask(piece);
       take_queries(q);
 #pragma unroll 1
       while (rest > 0) {
@@ -79,7 +80,11 @@ class Scores {
       }
       compute_scores(q, s, keys_of(slot()), uniform(shared_), follows, flags);
       if (key + kPlanTileTokens > seen_by_all(piece)) mask(piece, key, s);
-      if (!follows) set_references(s);
+      if (!follows) {
+        set_references(s);
+      } else if constexpr (kTrees) {
+        set_late_references(s);
+      }
       // On to tiles that all rows see, without the code for others: instruction fetches are not free.
       const int plain_end = min_of(seen_by_all(piece), end);
       // Counted down: one register less than comparing keys.
@@ -222,8 +227,19 @@ class Scores {
     attnops::sm90::named_barrier_sync(kQueriesKept, kGroupThreads);
   }
 
+  // Of trees: the request's rows of the mask come near long before its drafts do. Behind boxes a word takes 2 us.
+  __device__ void ask_for_mask(const Piece& piece) const {
+    const uint8_t* rows = p_.tree_mask + piece.request * p_.tree_mask_stride_request;
+#pragma unroll 1
+    for (int token = threadIdx.x % 32; token < p_.seqlen_q; token += 32) {
+      asm volatile("prefetch.global.L1 [%0];" ::"l"(rows + token * p_.tree_mask_stride_token));
+    }
+  }
+
   // Of trees: those of the keys [first_key, first_key + 64) that some row of the request sees.
   __device__ uint64_t seen_by_some(const Piece& piece, int first_key) const {
+    const uint64_t inside = bits_below(piece.keys.end - first_key);
+    if (first_key + kPlanTileTokens <= piece.length - p_.tree_keys) return inside;  // it ends with the page table
     uint64_t seen = 0;
 #pragma unroll 1
     for (int token = threadIdx.x % 32; token < p_.seqlen_q; token += 32) {
@@ -231,7 +247,7 @@ class Scores {
     }
     const uint32_t low = __reduce_or_sync(0xffffffffu, static_cast<uint32_t>(seen));
     const uint32_t high = __reduce_or_sync(0xffffffffu, static_cast<uint32_t>(seen >> 32));
-    return (uint64_t{high} << 32 | low) & bits_below(piece.keys.end - first_key);
+    return (uint64_t{high} << 32 | low) & inside;
   }
 
   // Zeros for these keys of the slot's tile.
@@ -275,6 +291,16 @@ class Scores {
     for (int h = 0; h < kRowsPerThread; ++h) {
       const float top = quad_max(scale_ * row_top(s, h));
       maximum_[h] = top == -INFINITY ? 0.f : top;  // of a row that sees nothing
+    }
+  }
+
+  // Of trees: a row that the tile before hid every key from has added up nothing, and its reference is of no key. What
+  // it sees now may be far below that.
+  __device__ void set_late_references(const float (&s)[32]) {
+#pragma unroll
+    for (int h = 0; h < kRowsPerThread; ++h) {
+      const float top = quad_max(scale_ * row_top(s, h));
+      if (quad_sum(sum_[h]) == 0.f && top != -INFINITY) maximum_[h] = top;
     }
   }
 
@@ -324,6 +350,7 @@ class Scores {
   __device__ void mask(const Piece& piece, int first_key, float (&s)[32]) const {
     RowState rows;
     if constexpr (kTrees) {
+      if (piece.num_rows == 0) return;  // a cut without room for its results, whose rows would lie before the mask
       rows.begin(p_, piece);
       mask_tile(p_, piece, rows, first_key, s);
     } else {
