@@ -149,6 +149,24 @@ def test_long_prompts_of_bf16_equal_the_cpu_in_float32(seed, kind):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+@pytest.mark.parametrize("bound", [0.0, -5.0])
+def test_queries_across_their_own_keys_keep_their_precision(bound, kind, device):
+    """One token of bf16 without a prefix: the output is v times k q, and here that is a small part of |k| |q|."""
+    batch = 64
+    case = Case(9, device, kind, torch.bfloat16, [1] * batch, dims=(128, 64), kept=torch.float32)
+    case.prefix, case.slots, case.bound = [0] * batch, list(range(batch)), bound
+    k, q = case.k.double(), case.q.double()
+    across = q - (k * q).sum(-1, keepdim=True) / (k * k).sum(-1, keepdim=True) * k
+    share = 1e-3 * torch.randn(len(q), 1, 1, generator=torch.Generator().manual_seed(9))
+    case.q = (across + share * k).to(torch.bfloat16)
+    out, states = case.run()
+    expected, after = case.expected()
+    assert relative(out, expected) < OUT[torch.bfloat16]
+    assert relative(states, after) < STATE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["gdn", "kda", "ssd"])
 @pytest.mark.parametrize("io", [torch.float32, torch.bfloat16])
 def test_chunks_and_other_requests_change_no_bit(kind, io, device):
