@@ -137,7 +137,8 @@ def assert_lengths(problem, lengths, out):
         if length == 0:
             assert not out[request].any()
             continue
-        page, row = divmod(torch.arange(length), problem.kv_pages.shape[1])
+        token, page_size = torch.arange(length), problem.kv_pages.shape[1]
+        page, row = token // page_size, token % page_size
         keys = problem.kv_pages.double()[problem.page_table[request].long()[page.cuda()], row.cuda()]
         scores = torch.einsum("qhd,kd->qhk", problem.q_by_request[request].double(), keys) * SCALE
         expected = scores.softmax(-1) @ keys[:, :512]
