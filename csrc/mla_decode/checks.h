@@ -100,24 +100,25 @@ inline void check_queries(const Arguments& a, Extents& e) {
 
 inline void check_cache(const Arguments& a, Extents& e) {
   const bool rows = has_dtype(a.kv_pages, DType::kUInt8);
-  const bool fp8 = has_dtype(a.kv_pages, DType::kFloat8E4M3);
+  const bool e4m3 = has_dtype(a.kv_pages, DType::kFloat8E4M3);
+  const bool fp8 = e4m3 || has_dtype(a.kv_pages, DType::kFloat8E5M2);
   Dim pages("num_pages"), page_size("page_size");
   Dim row(rows ? "row bytes" : "head_dim_qk", rows ? kFp8RowBytes : kHeadDimQk, rows ? "an FP8 row" : "MLA");
   const TensorCheck kv(kOp, "kv_pages", a.kv_pages);
   kv.device_as("q", a.q);
-  if (!rows && !fp8) kv.dtype({dtype_of(a.q), DType::kFloat8E4M3, DType::kUInt8});
+  if (!rows && !fp8) kv.dtype({dtype_of(a.q), DType::kFloat8E4M3, DType::kFloat8E5M2, DType::kUInt8});
   kv.shape({pages, page_size, row}).dense_last();
   check_range(kOp, "kv_pages.shape[1] (page_size)", *page_size, 1, INT32_MAX);
   if (a.kv_scale) {
     Dim one("1", 1, "a scale per tensor");
     if (!fp8) {
-      fail(kOp, std::string("kv_scale belongs to float8_e4m3fn kv_pages; ") +
+      fail(kOp, std::string("kv_scale belongs to float8_e4m3fn or float8_e5m2 kv_pages; ") +
                     (rows ? "uint8 rows carry their own scales" : "unquantized kv_pages have none"));
     }
     TensorCheck(kOp, "kv_scale", *a.kv_scale).device_as("q", a.q).dtype({DType::kFloat32}).shape({one});
   }
 
-  if (a.fp8_products && !fp8) {
+  if (a.fp8_products && !e4m3) {
     fail(kOp, std::string("fp8_products belongs to float8_e4m3fn kv_pages, got ") + name_of(dtype_of(a.kv_pages)));
   }
 

@@ -63,7 +63,7 @@ def test_mla_wrapper_names_what_it_does_not_honour():
             wrapper.run(*parts, pages[..., 512:], **{argument: torch.zeros(1)})
 
 
-@pytest.mark.parametrize("kv_dtype", [None, FP8])
+@pytest.mark.parametrize("kv_dtype", [None, FP8, torch.float8_e5m2])
 @pytest.mark.parametrize("q_len", [1, 3])
 def test_trtllm_mla(q_len, kv_dtype):
     problem = mla_problem(LENGTHS, q_len, kv_dtype=kv_dtype, page_size=32)

@@ -65,13 +65,21 @@ WRONG = [
     ("lse", lambda t: t[..., :4], "lse.shape[2] (num_q_heads) must be 5 as in q, got 4"),
     ("lse", lambda t: t.half(), "lse must have dtype float32, got float16"),
     ("lse", lambda t: t.transpose(0, 2).contiguous().transpose(0, 2), "lse must be contiguous"),
-    ("kv_pages", lambda t: t.half(), "kv_pages must have dtype bfloat16 or float8_e4m3fn or uint8, got float16"),
+    (
+        "kv_pages",
+        lambda t: t.half(),
+        "kv_pages must have dtype bfloat16 or float8_e4m3fn or float8_e5m2 or uint8, got float16",
+    ),
     ("kv_pages", lambda t: t[..., :575], "kv_pages.shape[2] (head_dim_qk) must be 576 as in MLA, got 575"),
     ("kv_pages", lambda t: t.view(torch.uint8), "kv_pages.shape[2] (row bytes) must be 656 as in an FP8 row, got 1152"),
     ("kv_pages", lambda t: t.unsqueeze(2), "kv_pages must have 3 dimensions, got 4"),
     ("kv_pages", lambda t: t[:, :0], "kv_pages.shape[1] (page_size) must be in [1, 2147483647], got 0"),
     ("kv_pages", lambda t: t.repeat_interleave(2, -1)[..., ::2], "kv_pages.stride(2) must be 1"),
-    ("kv_scale", lambda t: torch.ones(1), "kv_scale belongs to float8_e4m3fn kv_pages; unquantized kv_pages have none"),
+    (
+        "kv_scale",
+        lambda t: torch.ones(1),
+        "kv_scale belongs to float8_e4m3fn or float8_e5m2 kv_pages; unquantized kv_pages have none",
+    ),
     ("page_table", lambda t: t.long(), "page_table must have dtype int32, got int64"),
     ("page_table", lambda t: t[:2], "page_table.shape[0] (batch_size) must be 3 as in q, got 2"),
     ("page_table", lambda t: t[0], "page_table must have 2 dimensions, got 1"),
@@ -135,7 +143,9 @@ def test_error_names_the_argument_and_both_values(name, change, message):
 
 def test_scale_of_the_wrong_kind_is_refused():
     rows = arguments(kv_dtype=torch.uint8) | {"kv_scale": torch.ones(1)}
-    with pytest.raises(RuntimeError, match="kv_scale belongs to float8_e4m3fn kv_pages; uint8 rows carry their own"):
+    with pytest.raises(
+        RuntimeError, match="kv_scale belongs to float8_e4m3fn or float8_e5m2 kv_pages; uint8 rows carry their own"
+    ):
         torch.ops.attnops.mla_decode(**rows)
     per_head = arguments(kv_dtype=FP8) | {"kv_scale": torch.ones(HEADS)}
     with pytest.raises(RuntimeError, match=r"kv_scale\.shape\[0\] .* must be 1 as in a scale per tensor, got 5"):

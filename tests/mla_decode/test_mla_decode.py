@@ -6,9 +6,10 @@ import math
 import pytest
 import torch
 from attnops import ops, reference
+from attnops.ops.mla_decode import widened
 from checks import MAX_RELATIVE_ERROR_FP8, assert_attention_close, assert_lse_close
 from mla_calls import SCALE, assert_equals_reference, decode, lse_tolerance, plan_for, repaged
-from problems import FP8, FP8_NAN, hide_unseen, mla_problem, random_tree_mask
+from problems import E5M2, FP8, FP8_NAN, hide_unseen, mla_problem, random_tree_mask
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -45,6 +46,42 @@ def test_every_instruction_set_equals_float64_attention(isa, dtype, kv_dtype):
 def test_equals_float64_attention(dtype, kv_dtype, device):
     problem = mla_problem(RAGGED, dtype=dtype, kv_dtype=kv_dtype).to(device)
     assert_equals_reference(problem, *decode(problem))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("csr", [False, True])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_pages_of_e5m2(dtype, page_size, csr, device):
+    """On a GPU a copy of the pages in use is in q's dtype: what lies behind a table's end is not read."""
+    problem = mla_problem(RAGGED, 2, page_size=page_size, num_q_heads=5, dtype=dtype, kv_dtype=E5M2, strided=True)
+    for changed in (problem, dataclasses.replace(problem, kv_scale=None)):
+        changed = changed.to(device)
+        assert_equals_reference(changed, *decode(changed, csr=csr, window_left=130), window_left=130)
+
+
+@pytest.mark.parametrize("csr", [False, True])
+def test_the_copy_that_a_gpu_reads_of_pages_of_e5m2(csr):
+    problem = mla_problem(RAGGED, 2, page_size=16, num_q_heads=5, kv_dtype=E5M2)
+    table = problem.kv_indices if csr else problem.page_table
+    pages, cells, scale = widened(problem.kv_pages, table, problem.q.dtype, problem.kv_scale)
+    assert scale is None and pages.dtype == problem.q.dtype and cells.shape == table.shape
+    copied = dataclasses.replace(
+        problem, kv_pages=pages, kv_scale=None, **{"kv_indices" if csr else "page_table": cells}
+    )
+    out, lse = decode(copied, csr=csr)
+    expected, expected_lse = problem.expected(softmax_scale=SCALE)
+    assert_attention_close(out, expected, problem.q.dtype)
+    assert_lse_close(lse, expected_lse, atol=1e-2)
+    nothing = widened(problem.kv_pages[:0], table, problem.q.dtype, None)[0]
+    assert nothing.shape == (table.numel(), 16, 576)
+
+
+def test_pages_of_e5m2_under_float32_queries():
+    problem = mla_problem(RAGGED, 3, num_q_heads=5, dtype=torch.float32, kv_dtype=E5M2)
+    tree_mask, sinks = random_tree_mask([3] * len(RAGGED)), torch.linspace(-2, 4, 5)
+    result = decode(problem, tree_mask=tree_mask.view(len(RAGGED), 3, -1), sinks=sinks, logit_cap=2.5)
+    assert_equals_reference(problem, *result, tree_mask=tree_mask, sinks=sinks, logit_cap=2.5)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -102,7 +102,7 @@ class MlaProblem(_Movable):
     kv_indices: Tensor
     cache_seqlens: Tensor
     cu_seqlens_q: Tensor
-    kv_scale: Tensor | None  # float32 [1]; e4m3 pools only
+    kv_scale: Tensor | None  # float32 [1]; FP8 pools only
     latent_exact: Tensor  # [sum of cache_seqlens, 576] float32
 
     batch_size = PagedProblem.batch_size
@@ -300,7 +300,7 @@ def mla_problem(
     """Random MLA decode.
 
     Args:
-        kv_dtype: `dtype` when None; `FP8`: e4m3 with one scale; `torch.uint8`: rows of 656 bytes.
+        kv_dtype: `dtype` when None; `FP8`, `E5M2`: with one scale; `torch.uint8`: rows of 656 bytes.
         strided: The pool is a slice of a larger one.
     """
     generator = generator_of(seed)
@@ -310,7 +310,7 @@ def mla_problem(
     dim = reference.MLA_HEAD_DIM_QK
     q = torch.randn(sum(seqlens_q), num_q_heads, dim, generator=generator).to(dtype)
     latent = torch.randn(sum(cache_seqlens), dim, generator=generator).to(dtype).float()
-    kv_scale = torch.tensor([0.02]) if kv_dtype == FP8 else None
+    kv_scale = torch.tensor([0.02]) if kv_dtype in (FP8, E5M2) else None
     if kv_dtype == torch.uint8:
         stored = reference.pack_mla_fp8_rows(latent)
     else:

@@ -313,7 +313,8 @@ void run_tiled(const Params& p, const Piece& piece, const TileOps* table) {
 }
 
 Kernel select_kernel(const Params& p) {
-  const TileOps* ops = attnops::cpu::tile_ops(attnops::cpu::current_isa(), p.dtype);
+  const bool plain = p.kv_dtype == DType::kFloat8E5M2;  // no tile loads e5m2
+  const TileOps* ops = plain ? nullptr : attnops::cpu::tile_ops(attnops::cpu::current_isa(), p.dtype);
   return ops ? Kernel{&run_tiled, ops} : Kernel{&run_reference, nullptr};
 }
 

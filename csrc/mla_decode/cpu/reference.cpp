@@ -11,6 +11,7 @@ namespace {
 using attnops::cpu::BFloat16;
 using attnops::cpu::Float16;
 using attnops::cpu::Float8E4M3;
+using attnops::cpu::Float8E5M2;
 
 template <typename T>
 void load_values(const uint8_t* source, int count, float* values) {
@@ -26,6 +27,7 @@ void load_values_of(DType dtype, const uint8_t* source, int count, float* values
     case DType::kFloat16: return load_values<Float16>(source, count, values);
     case DType::kBFloat16: return load_values<BFloat16>(source, count, values);
     case DType::kFloat8E4M3: return load_values<Float8E4M3>(source, count, values);
+    case DType::kFloat8E5M2: return load_values<Float8E5M2>(source, count, values);
     default: return load_values<float>(source, count, values);
   }
 }

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from attnops import ops
-from attnops.compat._convert import FP8, gathered, own_cells
+from attnops.compat._convert import FP8
 from attnops.compat._positions import alibi_slopes, with_alibi, with_rope
 from attnops.compat._tree_windows import tokens_of_pages, tokens_seen
 from attnops.compat._wide import WidePlan, is_wide, wide_decode
 from attnops.metadata.plan import XqaDecodePlan
 from attnops.metadata.plan_parts import xqa_invariant_cuts
+from attnops.ops._pages import gathered, own_cells
 
 
 @dataclasses.dataclass

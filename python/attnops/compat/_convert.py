@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnops.ops._pages import gathered, own_cells
+
 FP8 = torch.float8_e4m3fn
 Cache = Tensor | tuple[Tensor, Tensor]
 FP4_OUT = "there is no FP4 output; give out_dtype a 16-bit or float8_e4m3fn dtype"
@@ -204,19 +206,6 @@ def joined_latents(function: str, latent: Tensor, rope: Tensor, cells: Tensor) -
     if latent.shape[0] == 0:
         return latent.new_empty(shape), cells
     return torch.cat([gathered(latent, cells), gathered(rope, cells)], -1), own_cells(cells)
-
-
-def gathered(pages: Tensor, cells: Tensor) -> Tensor:
-    """A copy of the pages that a table's cells name, in their order; a cell out of range gets any page."""
-    index = cells.reshape(-1).long().clamp(0, max(pages.shape[0] - 1, 0))
-    if pages.element_size() == 1:  # index_select knows no float8
-        return pages.view(torch.uint8).index_select(0, index).view(pages.dtype)
-    return pages.index_select(0, index)
-
-
-def own_cells(cells: Tensor) -> Tensor:
-    """The page table of what `gathered` returned: its pages lie in the order of the cells."""
-    return torch.arange(cells.numel(), dtype=torch.int32, device=cells.device).view(cells.shape)
 
 
 def keep_in(buffer: Tensor | None, values: Tensor, name: str, exact: bool) -> Tensor:

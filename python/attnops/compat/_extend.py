@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from attnops import ops
-from attnops.compat._convert import FP8, gathered, own_cells
+from attnops.compat._convert import FP8
 from attnops.metadata.fmha_plan import FmhaPlan
+from attnops.ops._pages import gathered, own_cells
 
 
 def new_fmha_plan(

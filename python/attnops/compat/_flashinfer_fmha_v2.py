@@ -8,19 +8,10 @@ import torch
 from torch import Tensor
 
 from attnops.compat._chunks import extend_chunks
-from attnops.compat._convert import (
-    as_dtype,
-    as_int32,
-    as_scale,
-    as_sinks,
-    finish,
-    fold_scale,
-    gathered,
-    own_cells,
-    refuse,
-)
+from attnops.compat._convert import as_dtype, as_int32, as_scale, as_sinks, finish, fold_scale, refuse
 from attnops.compat._errors import names_the_peers
 from attnops.compat._extend import extend, varlen
+from attnops.ops._pages import gathered, own_cells
 
 NAME = "trtllm_fmha_v2_prefill"
 PAGED = ("Q_PAGED_KV_NHD", "Q_PAGED_KV_HND")

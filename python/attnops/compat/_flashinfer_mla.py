@@ -14,10 +14,8 @@ from attnops.compat._convert import (
     as_int32,
     as_scale,
     check_lse,
-    gathered,
     joined_latents,
     keep_in,
-    own_cells,
     refuse,
     require_default,
     with_lse,
@@ -25,6 +23,7 @@ from attnops.compat._convert import (
 from attnops.compat._errors import names_the_peers
 from attnops.compat._wide import wide_latents
 from attnops.metadata.plan import MlaDecodePlan
+from attnops.ops._pages import gathered, own_cells
 
 _GROUP = 128  # latents of a scale
 

@@ -118,7 +118,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     rounded = query.dtype.itemsize == 1
     q = query.to(torch.bfloat16) if rounded else query
     pages = kv_cache.squeeze(1) if kv_cache.dim() == 4 else kv_cache
-    fp8 = pages.dtype == FP8  # the op scales keys by kv_scale, too, so bmm1 leaves it out
+    fp8 = pages.dtype in (FP8, torch.float8_e5m2)  # the op scales keys by kv_scale, too, so bmm1 leaves it out
     kv_scale = as_scale(name, "bmm2_scale", bmm2_scale, query.device) if fp8 else None
     scale: float | Tensor = bmm1_scale / bmm2_scale if fp8 else bmm1_scale
     if isinstance(scale, Tensor):
@@ -153,7 +153,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         kv_scale=kv_scale,
         out=out if direct else None,
         return_lse=return_lse or lse is not None,
-        fp8_products=rounded and fp8,
+        fp8_products=rounded and pages.dtype == FP8,
     )
     if not fp8 and (isinstance(bmm2_scale, Tensor) or bmm2_scale != 1):
         result.mul_(bmm2_scale)

@@ -13,9 +13,7 @@ from attnops.compat._convert import (
     as_int32,
     check_lse,
     dequantized,
-    gathered,
     keep_in,
-    own_cells,
     require_default,
     split_kv,
 )
@@ -25,6 +23,7 @@ from attnops.compat._flashinfer_prefill import Prefill
 from attnops.compat._flashinfer_workspace import ReturnsLse
 from attnops.compat._flashinfer_wrapper import lengths_of
 from attnops.compat._positions import biased_keys, key_positions, llama_angles, rotate
+from attnops.ops._pages import gathered, own_cells
 
 _RUN = {"kv_cache_sf": FP4_CACHE}
 

@@ -10,8 +10,9 @@ from torch import Tensor
 from attnops import ops
 from attnops.compat._attend import padded_rows
 from attnops.compat._cache_tables import one_number
-from attnops.compat._convert import FP8, as_sinks, gathered, joined_latents, own_cells, refuse
+from attnops.compat._convert import FP8, as_sinks, joined_latents, refuse
 from attnops.metadata.plan import MlaDecodePlan
+from attnops.ops._pages import gathered, own_cells
 
 if TYPE_CHECKING:
     from attnops.compat._kvcache import Call

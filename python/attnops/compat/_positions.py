@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnops.compat._convert import gathered, own_cells, refuse
+from attnops.compat._convert import refuse
 from attnops.compat._wide import is_wide
+from attnops.ops._pages import gathered, own_cells
 
 MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
 _BIAS_DIMS = 8  # what keeps head dims a multiple of 8; two are used

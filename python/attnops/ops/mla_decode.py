@@ -17,6 +17,7 @@ from attnops.ops._arguments import (
     register_fake,
     shape_by_request,
 )
+from attnops.ops._pages import gathered, own_cells
 
 
 @names_its_arguments
@@ -68,7 +69,7 @@ def mla_decode(
         q: ``[B, S_q, H_q, 576]`` or ``[B * S_q, H_q, 576]`` (float32, float16, bfloat16), last dim dense: 512 absorbed
             into the latent space, then 64 of rope. With `q_pe`, only the 512. Row i of a request is its token
             ``cache_seqlens - S_q + i``.
-        kv_pages: ``[P, page_size, 576]`` in q's dtype; or float8_e4m3fn with `kv_scale`; or uint8
+        kv_pages: ``[P, page_size, 576]`` in q's dtype; or float8_e4m3fn or float8_e5m2 with `kv_scale`. Or uint8
             ``[P, page_size, 656]``, rows of 512 e4m3, 4 float32 scales (one per 128) and 64 bfloat16. Last dim dense,
             any other strides, any page size. The first 512 of a row are also its value. The new tokens are stored
             already (`ops.store_mla_kv`).
@@ -77,7 +78,8 @@ def mla_decode(
             such a request are NaN, and `report` records a fault.
         softmax_scale: Multiplies ``<q, k>``. A model's is rarely ``1 / sqrt(576)``, so there is no default.
         q_pe: ``[B, S_q, H_q, 64]`` or ``[B * S_q, H_q, 64]`` in q's dtype, last dim dense: the rope part, not copied.
-        kv_scale: float32 ``[1]``, for float8_e4m3fn only: real value = stored x scale; 1 when None.
+        kv_scale: float32 ``[1]``, for float8 only: real value = stored x scale; 1 when None. On a GPU pages of
+            float8_e5m2 are copied in q's dtype, with the scale in them.
         out: Destination in q's leading shape and dtype with 512, last dim dense; allocated when None.
         fp8_products: Over float8_e4m3fn pages, lets kernels round q and the probabilities to e4m3 and multiply on the
             e4m3 units. That is faster, and off by some 4 % instead of 0.3 %. Kernels that have no need of it do not.
@@ -114,6 +116,9 @@ def mla_decode(
         if tree_mask is not None:
             tree_mask = by_request("mla_decode", "tree_mask", tree_mask, shape, 2)
 
+        if kv_pages.dtype == torch.float8_e5m2 and kv_pages.device.type != "cpu":
+            kv_pages, page_table, kv_scale = widened(kv_pages, page_table, q.dtype, kv_scale)
+
         torch.ops.attnops.mla_decode.default(
             out if out.dim() == 4 else by_request("mla_decode", "out", out, shape, 3),
             lse if lse is None or lse.dim() == 3 else by_request("mla_decode", "lse", lse, shape, 2),
@@ -146,6 +151,14 @@ def mla_decode(
     except Exception as error:
         explain(error, "attnops::mla_decode", mla_decode, locals())
         raise
+
+
+def widened(
+    kv_pages: Tensor, page_table: Tensor, dtype: torch.dtype, kv_scale: Tensor | None
+) -> tuple[Tensor, Tensor, None]:
+    """Pages of e5m2, which no CUDA kernel reads, in q's dtype: a copy of those that the table names, and its table."""
+    pages = gathered(kv_pages, page_table)
+    return (pages.to(dtype) if kv_scale is None else (pages.float() * kv_scale).to(dtype)), own_cells(page_table), None
 
 
 register_fake("mla_decode_plan")
