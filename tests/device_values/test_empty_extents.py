@@ -205,7 +205,7 @@ def test_any_extent_of_any_op_may_be_zero(name, device):
     axes = [(0,), (1,), (2,), (3,), (0, 1, 2, 3)]
     ways = [(size, of, "") for size in sizes for of in axes]
     ways += [(size, (axis,), key) for key, tensor in tensors.items() for axis, size in enumerate(tensor.shape)]
-    right = 0
+    right = unserved = 0
     for size, of, only in ways:
         function, given = ops_calls()[name]
         given = {key: moved(value, device) for key, value in emptied(given, size, of, only).items()}
@@ -213,9 +213,10 @@ def test_any_extent_of_any_op_may_be_zero(name, device):
             function(**given)
         except (RuntimeError, ValueError) as error:
             message = str(error)
+            unserved += device == "cuda" and "no kernel" in message
             assert f"attnops::{name}" in message or (device == "cuda" and "no kernel" in message), (size, of, only)
         else:
             right += 1
         if device == "cuda":
             torch.cuda.synchronize()
-    assert right or name in WITH_A_PLAN
+    assert right or unserved or name in WITH_A_PLAN

@@ -30,7 +30,9 @@ Call = tuple[Callable[..., Any], dict[str, Any]]
 
 
 def moved(value: Any, device: str) -> Any:
-    """An argument on another device: a tensor, or a plan with its tensors; others as they are."""
+    """An argument on another device: a tensor, a list of them, or a plan with its tensors; others as they are."""
+    if isinstance(value, (list, tuple)) and any(isinstance(part, Tensor) for part in value):
+        return [moved(part, device) for part in value]
     if device == "cpu" or not isinstance(value, (Tensor, *PLANS)):
         return value
     if isinstance(value, Tensor):
