@@ -1,5 +1,6 @@
 """Includes and imports go downwards only: the table of docs/architecture.md, "Layers", read off the sources."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -157,3 +158,21 @@ def test_importing_attnops_imports_no_engine_and_no_plugin():
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_submodules_are_reachable_after_importing_the_package_alone():
+    program = "import attnops\nfor name in sorted(attnops._SUBMODULES):\n    assert getattr(attnops, name), name\n"
+    subprocess.run([sys.executable, "-c", program + "attnops.graphs.GraphRunner"], check=True)
+
+
+def test_a_layers_call_is_written_out_once():
+    """And once more where decode serves it in one piece; other backends hand its arguments on."""
+    whole = {"q", "k", "v", "layer", "batch", "save_kv_cache", "q_rope", "k_rope", "out"}
+    found = []
+    for folder in ("backends", "graphs", "layers"):
+        for path in sorted((PACKAGE / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.FunctionDef):
+                    names = {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)}
+                    found += [f"{path.name} {node.name}"] if names >= whole else []
+    assert found == ["base.py forward", "decode_steps.py forward"]

@@ -207,7 +207,10 @@ def test_tensor_cores_by_rule_and_by_the_environment(monkeypatch):
     assert chosen() and not chosen(num_kv_heads=4) and chosen(num_kv_heads=4, kv_dtype=E4M3)
     monkeypatch.setenv("SGLANG_FLASHINFER_USE_TENSOR_CORE", "0")
     assert not chosen()
+    with pytest.raises(ValueError, match="SGLANG_FLASHINFER_USE_TENSOR_CORE must not be 0 beside deterministic=True"):
+        build(gqa(deterministic=True))
     monkeypatch.setenv("SGLANG_FLASHINFER_USE_TENSOR_CORE", "1")
+    assert chosen(num_kv_heads=4, deterministic=True)
     assert chosen(num_kv_heads=4)
 
 

@@ -94,7 +94,24 @@ def test_a_row_of_the_table(row, topk):
     if prefill == "flashinfer" and topk == 4:  # prefill's side verifies
         prefill = "triton" if spec.is_mla else "fa3"
     assert (got.prefill, got.decode) == (prefill, decode)
+    if machine.device == "cuda" and not spec.is_mla and topk == 4:  # by whom a tree is verified: never by fa3 on sm_90
+        verifies = getattr(got, got.speculative_attention_mode)
+        assert verifies == ("trtllm_mha" if machine.arch == 90 else prefill)
     assert all(reasons and all(reason.strip() for reason in reasons) for reasons in got.rejected.values())
+
+
+def test_who_verifies_a_tree_on_hopper_unless_it_is_said():
+    got = chosen(cuda(90), GQA, (), speculative_eagle_topk=4)
+    assert (got.prefill, got.decode, got.speculative_attention_mode) == ("fa3", "trtllm_mha", "decode")
+    for topk in (None, 1):
+        assert chosen(cuda(90), GQA, (), speculative_eagle_topk=topk).speculative_attention_mode == "prefill"
+    for said in (
+        {"speculative_attention_mode": "prefill"},
+        {"prefill_attention_backend": "fa3"},
+        {"decode_attention_backend": "trtllm_mha"},
+    ):
+        got = chosen(cuda(90), GQA, (), speculative_eagle_topk=4, **said)
+        assert (got.prefill, got.decode, got.speculative_attention_mode) == ("fa3", "trtllm_mha", "prefill")
 
 
 @pytest.mark.parametrize("spec", [GQA, mla(64)], ids=["mha", "mla"])

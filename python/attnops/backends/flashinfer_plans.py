@@ -61,10 +61,21 @@ def workspace_bytes(spec: AttentionSpec, architectures: Iterable[str]) -> int:
 
 
 def uses_tensor_cores(spec: AttentionSpec) -> bool:
-    """Decode on tensor cores: SGLang's rule, which a variable overrides. Fixed splits are theirs alone."""
+    """Decode on tensor cores: SGLang's rule, which a variable overrides.
+
+    Raises:
+        ValueError: the variable forbids them to a batch-invariant model, whose fixed splits are theirs alone.
+    """
     chosen = FLASHINFER_TENSOR_CORE.value()
-    if spec.deterministic or chosen is not None:
-        return spec.deterministic or bool(chosen)
+    if spec.deterministic:
+        if chosen is False:
+            raise ValueError(
+                f"attnops: environment variable {FLASHINFER_TENSOR_CORE.name} must not be 0 beside deterministic=True: "
+                "FlashInfer has fixed splits on tensor cores alone"
+            )
+        return True
+    if chosen is not None:
+        return chosen
     group = spec.num_q_heads // spec.num_kv_heads
     return spec.cache_dtype in FP8 or (spec.dtype in SIXTEEN_BIT and group >= LEAST_GROUP_OF_TENSOR_CORES)
 

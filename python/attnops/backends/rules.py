@@ -46,6 +46,15 @@ def order(machine: Machine, is_mla: bool, decodes: bool = False, trees: bool = F
     return tuple(swapped.get(name, name) for name in names)
 
 
+def verifying_side(machine: Machine, is_mla: bool, trees: bool) -> str:
+    """Which side serves speculative steps where nobody says: SGLang's "prefill".
+
+    Where `order` gives drafts with branches to another name, it is that name's side, "decode".
+    """
+    by_another = order(machine, is_mla, decodes=True, trees=trees) != order(machine, is_mla, decodes=True)
+    return "decode" if by_another else "prefill"
+
+
 _LATENTS = "reads latents, and cross attention needs K and V"
 _NOT_PLANNED = "plans whole requests on the host, which does not fit"
 

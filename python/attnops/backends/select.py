@@ -14,7 +14,7 @@ from attnops.backends.base import AttentionBackend
 from attnops.backends.hybrid import SPECULATIVE_MODES, HybridAttnBackend
 from attnops.backends.machine import Machine, detect_machine
 from attnops.backends.registry import NOT_BUILT, get_backend_class, registered_names
-from attnops.backends.rules import model_reasons, order
+from attnops.backends.rules import model_reasons, order, verifying_side
 from attnops.types import AttentionSpec, AttentionType, ForwardMode, Limits
 
 PREFILL_MODES = (ForwardMode.EXTEND, ForwardMode.MIXED)
@@ -131,7 +131,7 @@ def select(
     prefill_attention_backend: str | None = None,
     decode_attention_backend: str | None = None,
     mm_attention_backend: str | None = None,
-    speculative_attention_mode: str = "prefill",
+    speculative_attention_mode: str | None = None,
     model_kind: str | None = None,
     cpu_seq_lens: bool = False,
 ) -> Selection:
@@ -144,6 +144,8 @@ def select(
         speculative_num_steps: Tokens that a draft is deep; a verify step brings one more at least.
         attention_backend: Name wanted for everything; the next two win over it. Of a backend that only decodes
             (`Capability.delegates_prefill`), prefill is left to the first that serves it.
+        speculative_attention_mode: Which side serves speculative steps, "prefill" or "decode"; None: as
+            `rules.verifying_side` says, and "prefill" where any name is wanted.
         mm_attention_backend: Of a vision tower, that is of a `spec` of ENCODER_ONLY layers; None: as prefill's.
         model_kind: One of `rules.MODEL_KINDS`, for models that some backends cannot serve whatever their shapes.
         cpu_seq_lens: Batches bring their lengths to the host, too. A backend that needs them is chosen only then.
@@ -159,6 +161,10 @@ def select(
         model_kind=model_kind,
         cpu_seq_lens=cpu_seq_lens,
     )
+    if speculative_attention_mode is None:
+        named = attention_backend or prefill_attention_backend or decode_attention_backend
+        trees = (speculative_eagle_topk or 1) > 1
+        speculative_attention_mode = "prefill" if named else verifying_side(machine, spec.is_mla, trees)
     if speculative_attention_mode not in SPECULATIVE_MODES:
         raise ValueError(
             f"attnops: speculative_attention_mode must be prefill or decode, got {speculative_attention_mode}"
