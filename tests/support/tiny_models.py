@@ -61,9 +61,11 @@ def config(kind: str):
             num_experts_per_tok=2,
             **COMMON,
         )
-    if kind in ("deepseek", "deepseek_576"):
+    if kind in ("deepseek", "deepseek_576", "deepseek_yarn"):
         # MLA. transformers expands keys and values: head dims of 48 and 32. Engines absorb: latents of 512, 64 of rope.
         narrow = kind == "deepseek"
+        yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+        yarn |= {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
         return transformers.DeepseekV3Config(
             num_hidden_layers=2,
             num_attention_heads=4,
@@ -80,6 +82,7 @@ def config(kind: str):
             n_shared_experts=1,
             moe_intermediate_size=64,
             first_k_dense_replace=1 if narrow else 2,
+            rope_parameters=yarn if kind == "deepseek_yarn" else None,
             **COMMON,
         )
     raise ValueError(f"no tiny model of kind {kind!r}")

@@ -31,7 +31,9 @@ def declare_packages(place: Path) -> Path:
     counter = place / "site" / "counter-1.dist-info"
     counter.mkdir()
     (counter / "METADATA").write_text("Metadata-Version: 2.1\nName: counter\nVersion: 1\n")
-    (counter / "entry_points.txt").write_text("[vllm.general_plugins]\ncounter = vllm_program:count_calls\n")
+    groups = {"vllm.general_plugins": "vllm_program", "sglang.srt.plugins": "sglang_program"}
+    points = [f"[{group}]\ncounter = {module}:count_calls\n" for group, module in groups.items()]
+    (counter / "entry_points.txt").write_text("\n".join(points))
     return place
 
 

@@ -80,6 +80,7 @@ ENGINES = {
                 "pools but MHATokenToKVPool, MLATokenToKVPool, and SWAKVPool of the former, of layout nhd",
                 "modes PREBUILT, SPLIT_PREFILL and DLLM_EXTEND",
                 "draft models with a pool for their windows",
+                "Llama 4, by a list of SGLang's",
             ),
         ),
         Engine(

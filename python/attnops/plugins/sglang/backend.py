@@ -13,11 +13,13 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.runtime_context import get_spec
 from torch import Tensor
 
+from attnops import ops
 from attnops.backends import HybridAttnBackend, detect_machine, get_backend_class, select
 from attnops.backends.select import SLOW
 from attnops.layers import RadixAttention
+from attnops.metadata.fmha_plan import FmhaPlan
 from attnops.plugins.sglang.views import MLAPoolView, layer_view, pool_view
-from attnops.types import AttentionBatch, AttentionSpec, ForwardMode, Limits
+from attnops.types import MLA_KV_LORA_RANK, MLA_ROPE_DIM, AttentionBatch, AttentionSpec, ForwardMode, Limits
 
 # By the names of SGLang's modes: their numbers change between versions.
 MODES = {
@@ -67,6 +69,7 @@ class AttnopsAttnBackend(AttentionBackend):
         self._layers: dict[Any, RadixAttention] = {}
         self._batch: AttentionBatch | None = None
         self._step: Any = None
+        self._expanded: tuple[Tensor, FmhaPlan] | None = None  # of a step's MLA prompts
 
     def _make_backend(self, device: torch.device) -> Any:
         return build(self._spec, self._limits, device)
@@ -129,7 +132,7 @@ class AttnopsAttnBackend(AttentionBackend):
             tokens = 0
         elif getattr(fb, "extend_num_tokens", None) is not None:
             tokens = fb.extend_num_tokens
-        self._step = fb
+        self._step, self._expanded = fb, None
         self._batch = AttentionBatch(
             forward_mode=mode,
             req_pool_indices=fb.req_pool_indices[:size],
@@ -221,14 +224,47 @@ class AttnopsAttnBackend(AttentionBackend):
             if asked:
                 raise NotImplementedError(f"attnops: the SGLang backend does not take {', '.join(asked)}")
         batch = self._current(forward_batch)
-        ours, tokens = self._layer(layer, sinks), batch.num_tokens
+        tokens = batch.num_tokens
         out = written = q.new_empty(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
         if q.shape[0] > tokens:  # every slice costs the host a microsecond
             out[tokens:].zero_()
             q, written = q[:tokens], out[:tokens]
             k, v, q_rope, k_rope = (None if t is None else t[:tokens] for t in (k, v, q_rope, k_rope))
+        if isinstance(self._pool, MLAPoolView) and layer.qk_head_dim != MLA_KV_LORA_RANK + MLA_ROPE_DIM:
+            self._attend_expanded(q, k, v, layer, batch, written)
+            return out
+        ours = self._layer(layer, sinks)
         self._backend.forward(q, k, v, ours, batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope, out=written)
         return out
+
+    def _attend_expanded(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, batch: AttentionBatch, out: Tensor
+    ) -> None:
+        """Prompts of an MLA model, none of which has anything in the cache. Keys and values are made for each head, and
+        SGLang has stored the latents.
+        """
+        if k is None or v is None or batch.extend_seq_lens is None:
+            mode = batch.forward_mode.name
+            raise NotImplementedError(f"attnops: the SGLang backend serves no MLA layer unabsorbed in a {mode} batch")
+        heads, dims = layer.tp_q_head_num, (layer.qk_head_dim, layer.v_head_dim)
+        if self._expanded is None:
+            bounds = ops.build_cu_seqlens(batch.extend_seq_lens)
+            plan = FmhaPlan.allocate(
+                batch.num_tokens,
+                batch.batch_size,
+                causal=True,
+                window_left=-1,
+                num_q_heads=heads,
+                num_kv_heads=heads,
+                head_dim=max(dims),
+                device=q.device,
+            )
+            ops.fmha_plan(plan, bounds)
+            self._expanded = bounds, plan
+        bounds, plan = self._expanded
+        rows = [x.view(-1, heads, dim) for x, dim in ((q, dims[0]), (k, dims[0]), (v, dims[1]), (out, dims[1]))]
+        options: dict[str, Any] = {"softmax_scale": layer.scaling, "logit_cap": layer.logit_cap, "out": rows[3]}
+        ops.fmha_varlen(rows[0], rows[1], rows[2], bounds, bounds, plan, **options)
 
     def forward_decode(self, *args: Any, **options: Any) -> Tensor:
         return self.forward(*args, **options)
