@@ -15,31 +15,56 @@ from torch import Tensor
 from attnops.backends.gathered import CAPABILITY, Chunks, GatheredBackend, Queries, visible_keys
 from attnops.backends.registry import register_attention_backend
 from attnops.layers.radix_attention import RadixAttention
+from attnops.types import AttentionSpec, Limits
 
 
 @functools.cache
 def _compiled(device_type: str) -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return flex_attention if device_type == "cpu" else torch.compile(flex_attention, dynamic=True)
+    if device_type == "cpu":
+        return flex_attention
+    # One kernel is compiled: worker processes, one a core by default, would each import torch and have nothing to do.
+    return torch.compile(flex_attention, dynamic=True, options={"compile_threads": 1})
 
 
-# Of wide rows: for float32 torch tries tiles of 64 in three stages, which do not fit an SM's shared memory, and has no
-# other choice. A head dim is padded to a power of two, and values may be wider than keys.
-_SMALL_TILES: Any = {"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 1, "num_warps": 4}
-_WIDEST_OF_TORCHS_TILES = 64
-_SMALLEST_TILES: Any = {**_SMALL_TILES, "BLOCK_M": 16, "BLOCK_N": 16}  # of latents, 1024 wide when padded
-_WIDEST_OF_SMALL_TILES = 256
-# Of short queries torch takes all rows of a KV head in one tile, where it knows batch and heads: at most that many.
-_ROWS_OF_TORCHS_SHORT_QUERIES = 128
+# Tiles by the wider of keys and values, padded to a power of two: queries and keys (square), by 4 warps, in one stage.
+# torch's own of float32 do not fit an SM's shared memory above a head dim of 64, and it has no other choice then.
+_TILES = ((64, 64), (256, 32), (1024, 16))
+_LEAST_DIM = 16  # of a tile's product
+# float32 products by three of tf32: right to some 21 bits, on tensor cores. torch's default unrolls one instruction for
+# each product of a tile, and compiling these has taken above two minutes.
+_PRECISION = "'tf32x3'"
 
 
-def _kernel_options(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any] | None:
-    width = max(q.shape[-1], v.shape[-1])
-    if width > _WIDEST_OF_TORCHS_TILES:
-        return _SMALL_TILES if width <= _WIDEST_OF_SMALL_TILES else _SMALLEST_TILES
-    rows = q.shape[2] * q.shape[1] // k.shape[1]
-    return {"FORCE_USE_FLEX_ATTENTION": True} if rows > _ROWS_OF_TORCHS_SHORT_QUERIES else None
+def _tile(head_dim: int, v_head_dim: int) -> tuple[int, int]:
+    """Rows of a tile, and the bytes of shared memory that its queries, keys and values take."""
+    dim, v_dim = (1 << (d - 1).bit_length() for d in (head_dim, v_head_dim))
+    rows = next(rows for widest, rows in _TILES if max(dim, v_dim) <= widest)
+    return rows, 4 * rows * (2 * dim + v_dim)
+
+
+def _kernel_options(q: Tensor, v: Tensor) -> dict[str, Any]:
+    """Of a GPU: the same kernel for short queries as for others, so that nothing is left to torch's choice."""
+    rows, _ = _tile(q.shape[-1], v.shape[-1])
+    options = {"BLOCK_M": rows, "BLOCK_N": rows, "num_stages": 1, "num_warps": 4, "FORCE_USE_FLEX_ATTENTION": True}
+    return options if torch.version.hip else {**options, "FLOAT32_PRECISION": _PRECISION}
+
+
+def _reason_against(spec: AttentionSpec, shared_memory: int) -> str:
+    """Why torch's kernel for GPUs does not take a model's rows; empty: it does."""
+    dims = f"head_dim/v_head_dim {spec.head_dim}/{spec.v_head_dim}"
+    if min(spec.head_dim, spec.v_head_dim) < _LEAST_DIM:
+        return f"takes {_LEAST_DIM} dimensions and more on a GPU, got {dims}"
+    _, needs = _tile(spec.head_dim, spec.v_head_dim)
+    if needs > shared_memory:
+        return f"needs {needs} bytes of shared memory for {dims}, this GPU has {shared_memory}"
+    return ""
+
+
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a block may have."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
 
 
 def _flex(queries: Queries, chunks: Chunks, layer: RadixAttention) -> Tensor:
@@ -72,7 +97,7 @@ def _flex(queries: Queries, chunks: Chunks, layer: RadixAttention) -> Tensor:
         scale=layer.scaling,
         enable_gqa=layer.num_heads != layer.num_kv_heads,
         return_aux=AuxRequest(lse=True),
-        kernel_options=_kernel_options(q, k, v) if q.is_cuda else None,
+        kernel_options=_kernel_options(q, v) if q.is_cuda else None,
     )
     if layer.sinks is not None:  # a logit that takes probability and gives no value
         out = out * torch.sigmoid(aux.lse - layer.sinks.float().view(1, -1, 1)).unsqueeze(-1)
@@ -82,9 +107,18 @@ def _flex(queries: Queries, chunks: Chunks, layer: RadixAttention) -> Tensor:
 
 @register_attention_backend("flex_attention")
 class FlexAttentionBackend(GatheredBackend):
-    """Block masks for causal layers, windows, trees and ragged requests; the soft cap is a score function."""
+    """Block masks for causal layers, windows, trees and ragged requests; the soft cap is a score function.
+
+    Raises:
+        NotImplementedError: also of rows that are too narrow for a GPU's kernel, or too wide for its shared memory.
+    """
 
     capability = dataclasses.replace(
         CAPABILITY, chosen_on=frozenset(), compiles_at_run_time=True, needs_cuda_kernels=True
     )
     softmax = staticmethod(_flex)
+
+    def __init__(self, spec: AttentionSpec, limits: Limits, device: torch.device | str = "cpu") -> None:
+        super().__init__(spec, limits, device)
+        if self.device.type == "cuda" and (reason := _reason_against(spec, _shared_memory(self.device))):
+            raise NotImplementedError(f"attnops: backend flex_attention {reason}")
