@@ -162,7 +162,7 @@ def test_a_token_hidden_by_tree_or_window_may_hold_nan(dtype, arch, device, monk
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (96, 128), (128, 48)])
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (96, 128), (128, 48), (192, 128), (176, 192), (256, 256)])
 @pytest.mark.parametrize("options", [{}, {"causal": False}, {"window_left": 70, "logit_cap": 30.0}], ids=str)
 def test_fp8_queries(options, dims, device):
     """On the CPU they are bfloat16 rows, which hold every e4m3 value. Hopper rounds probabilities to e4m3, and its

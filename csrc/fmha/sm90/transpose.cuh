@@ -12,7 +12,7 @@ namespace hopper = attnops::sm90;
 // for each.
 template <int kKeys, int kHeadDim>
 __device__ __forceinline__ void transpose_tile(uint32_t from, uint32_t to, int warp, int lane) {
-  static_assert(kKeys == 128 && kHeadDim == 128, "one chunk of dims, one of keys");
+  static_assert(kKeys <= 128 && kKeys % 64 == 0 && kHeadDim % 64 == 0);
   constexpr int kDimBlocks = kHeadDim / 16, kKeyBlocks = kKeys / 32, kAtOnce = 4;
   const int row = lane % 8 * 2 + lane / 8 % 2;  // of a block of dims
   const uint32_t source = from + lane * 128;
@@ -25,7 +25,9 @@ __device__ __forceinline__ void transpose_tile(uint32_t from, uint32_t to, int w
       uint32_t pairs[kAtOnce][4];  // of dims, by key: matrices of keys 0 .., 8 .., 16 .., 24 ..
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        hopper::load_transposed(pairs[i], source + key_block * 4096 + (((first + i) ^ lane % 8) << 4));
+        const int block = first + i;
+        hopper::load_transposed(pairs[i], source + block / 8 * kKeys * 128 + key_block * 4096 +
+                                              ((block % 8 ^ lane % 8) << 4));
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
