@@ -26,8 +26,8 @@ __device__ __forceinline__ void transpose_tile(uint32_t from, uint32_t to, int w
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const int block = first + i;
-        hopper::load_transposed(pairs[i], source + block / 8 * kKeys * 128 + key_block * 4096 +
-                                              ((block % 8 ^ lane % 8) << 4));
+        hopper::load_transposed(pairs[i],
+                                source + block / 8 * kKeys * 128 + key_block * 4096 + ((block % 8 ^ lane % 8) << 4));
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
