@@ -39,7 +39,7 @@ class Consumer {
         group_(static_cast<int>(threadIdx.x) / 128 - 1),
         lane_(threadIdx.x % 32),
         warp_(threadIdx.x / 32 % 4),
-        peer_(hopper::address_in(shared_, s.cluster > 1 ? blockIdx.x % 2 ^ 1 : 0)),
+        everywhere_(hopper::address_in(shared_, lane_ < s.cluster ? lane_ : 0)),
         k_operand_(hopper::chunk_operand<Tr::kKeys>(shared_ + Layout::kK)),
         v_operand_(hopper::chunk_operand<kVRows>(shared_ + Layout::kV)) {}
 
@@ -91,11 +91,12 @@ class Consumer {
   }
 
   // A stage of keys or values, in both CTAs of a pair. The assembler lays an arrival through the cluster behind much of
-  // the softmax, even one at home: so that one goes without.
+  // the softmax, even one at home: so a CTA alone goes without.
   __device__ __forceinline__ void release_stage(int barrier) const {
+    const bool alone = s_.cluster == 1;
     __syncwarp();
-    hopper::mbarrier_arrive_if(shared_ + barrier, lane_ == 0);
-    hopper::mbarrier_arrive_remote_if(peer_ + barrier, lane_ < s_.cluster - 1);
+    hopper::mbarrier_arrive_if(shared_ + barrier, alone && lane_ == 0);
+    hopper::mbarrier_arrive_remote_if(everywhere_ + barrier, !alone && lane_ < 2);
   }
 
   // Of a work without rows for this warpgroup: the others multiply meanwhile.
@@ -412,7 +413,7 @@ class Consumer {
   char* base_;
   uint32_t shared_;
   int group_, lane_, warp_, column_ = 0;
-  uint32_t peer_;  // shared_ in the other CTA of a pair
+  uint32_t everywhere_;  // shared_ in CTA `lane` of the cluster
   bool transformed_ = false;
   float scale_ = 0.f, inner_scale_ = 0.f;
   uint32_t q_operand_ = 0, k_operand_, v_operand_;
