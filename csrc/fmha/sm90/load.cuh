@@ -247,8 +247,8 @@ template <class Tr>
 class BoxProducer : ProducerBase<Tr> {
   using Base = ProducerBase<Tr>;
   using Layout = typename Base::Layout;
-  using Base::arrive, Base::bring_boxes, Base::clear_unseen, Base::maps_, Base::page_of_box, Base::shared_,
-      Base::tell_works, Base::tid_, Base::work_done, Base::work_known, Base::work_ring_, Base::work_slot;
+  using Base::arrive, Base::clear_unseen, Base::maps_, Base::page_of_box, Base::shared_, Base::tell_works, Base::tid_,
+      Base::work_done, Base::work_known, Base::work_ring_, Base::work_slot;
 
  public:
   static constexpr int kOfValues = 2;  // warps that arrive for them
@@ -288,19 +288,19 @@ class BoxProducer : ProducerBase<Tr> {
 
   __device__ __forceinline__ void bring_keys(const Work& w, int tile, int page) {
     const uint32_t offset = 8 * k_ring_.stage;
-    bring_boxes<Tr::kQkChunks>(w, tile, page, maps_.k, shared_ + Layout::kK + k_ring_.stage * Tr::kKBytes,
-                               shared_ + Layout::kKEmpty + offset, k_ring_.phase ^ 1, shared_ + Layout::kKFull + offset,
-                               w.key_begin, w.key_end);
+    this->template bring_boxes<Tr::kQkChunks>(
+        w, tile, page, maps_.k, shared_ + Layout::kK + k_ring_.stage * Tr::kKBytes, shared_ + Layout::kKEmpty + offset,
+        k_ring_.phase ^ 1, shared_ + Layout::kKFull + offset, w.key_begin, w.key_end);
     k_ring_.advance();
   }
 
   __device__ __forceinline__ void bring_values(const Work& w, int tile, int page) {
     const uint32_t offset = 8 * v_ring_.stage, full = shared_ + Layout::kVFull + offset;
     const bool edge = is_edge<Tr::kKeys>(w, tile);
-    bring_boxes<Tr::kVChunks>(w, tile, page, maps_.v, shared_ + Layout::kV + v_ring_.stage * Tr::kVBytes,
-                              shared_ + Layout::kVEmpty + offset, v_ring_.phase ^ 1,
-                              edge ? shared_ + Layout::kRawFull + offset : full, edge ? w.key_begin : 0,
-                              edge ? w.key_end : INT32_MAX);
+    this->template bring_boxes<Tr::kVChunks>(w, tile, page, maps_.v, shared_ + Layout::kV + v_ring_.stage * Tr::kVBytes,
+                                             shared_ + Layout::kVEmpty + offset, v_ring_.phase ^ 1,
+                                             edge ? shared_ + Layout::kRawFull + offset : full, edge ? w.key_begin : 0,
+                                             edge ? w.key_end : INT32_MAX);
     if (edge) arrive(full);
     v_ring_.advance();
   }

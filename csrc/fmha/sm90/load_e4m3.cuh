@@ -15,9 +15,9 @@ template <class Tr>
 class E4m3Producer : ProducerBase<Tr> {
   using Base = ProducerBase<Tr>;
   using Layout = typename Base::Layout;
-  using Base::arrive, Base::bring_boxes, Base::bring_queries, Base::clear_unseen, Base::is_seen, Base::maps_,
-      Base::next_work, Base::p_, Base::page_at, Base::page_of_box, Base::s_, Base::shared_, Base::tell,
-      Base::tell_works, Base::work_done, Base::work_known, Base::work_ring_, Base::work_slot;
+  using Base::arrive, Base::bring_queries, Base::clear_unseen, Base::is_seen, Base::maps_, Base::next_work, Base::p_,
+      Base::page_at, Base::page_of_box, Base::s_, Base::shared_, Base::tell, Base::tell_works, Base::work_done,
+      Base::work_known, Base::work_ring_, Base::work_slot;
 
  public:
   __device__ __forceinline__ E4m3Producer(const Params& p, const Schedule& s, const Maps& maps, char* base)
@@ -101,14 +101,15 @@ class E4m3Producer : ProducerBase<Tr> {
         page = next_page;
         next_page = page_of_box(w, tile + 1);  // ahead, so that the table's latency is not the tiles'
         const uint32_t offset = 8 * ring_.stage;
-        bring_boxes<Tr::kQkChunks>(w, tile, page, maps_.k, shared_ + Layout::kK + ring_.stage * Tr::kKBytes,
-                                   shared_ + Layout::kKEmpty + offset, ring_.phase ^ 1,
-                                   shared_ + Layout::kKFull + offset, w.key_begin, w.key_end);
+        this->template bring_boxes<Tr::kQkChunks>(w, tile, page, maps_.k,
+                                                  shared_ + Layout::kK + ring_.stage * Tr::kKBytes,
+                                                  shared_ + Layout::kKEmpty + offset, ring_.phase ^ 1,
+                                                  shared_ + Layout::kKFull + offset, w.key_begin, w.key_end);
         ring_.advance();
       }
       if (tile > w.tile_begin) {
         const uint32_t offset = 8 * v_ring_.stage;
-        bring_boxes<Tr::kVChunks>(
+        this->template bring_boxes<Tr::kVChunks>(
             w, tile - 1, page_before, maps_.v, shared_ + Layout::kRawV + v_ring_.stage * Tr::kRawVBytes,
             shared_ + Layout::kRawEmpty + offset, v_ring_.phase ^ 1, shared_ + Layout::kRawFull + offset, 0, INT32_MAX);
         v_ring_.advance();
