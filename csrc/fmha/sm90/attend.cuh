@@ -289,6 +289,7 @@ class Consumer {
     issue_scores();
     if constexpr (kShape.overlap) {
       await_values();
+      hopper::wgmma_fence();  // the assembler packs probabilities behind the first fence
       issue_values(started);
       started = true;
       pass_turn();
