@@ -63,6 +63,29 @@ def test_edge_lengths(causal, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, FP8])
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)])
+@pytest.mark.parametrize("longest", [40, 300])
+def test_many_short_requests(longest, dims, dtype, device):
+    """Requests of a part of a tile, beside some without queries whose keys are NaN; Hopper brings small boxes."""
+    lengths = [20, 0, 33, 1, 7, 0, longest, 3, 31, 5, 0, *[2] * 12]
+    keys = [20, 9, 40, 1, 12, 31, longest, 3, 32, 5, 0, *[2] * 12]
+    bounds = {}
+    if dtype == FP8:
+        bounds = {"bound": MAX_RELATIVE_ERROR[torch.bfloat16]}
+        if device == "cuda":
+            bounds = {"bound": MAX_RELATIVE_ERROR_FP8, "lse_atol": 1e-2}
+    for num_q_heads, num_kv_heads in [(8, 2), (3, 3)]:
+        heads = {"num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads}
+        problem = ragged_problem(lengths, keys, dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], **heads)
+        for request in (1, 5):
+            mine = slice(*problem.cu_seqlens_k[request : request + 2].tolist())
+            problem.k.view(torch.uint8)[mine], problem.v.view(torch.uint8)[mine] = 255, 255
+        for options in ({}, {"causal": False, "window_left": 9}):
+            assert_right(problem.to(device), **bounds, **options)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_nothing_at_all(device):
     for lengths in ([], [0], [0, 0]):
         out, lse = run(ragged_problem(lengths, padding=0).to(device))
