@@ -9,13 +9,13 @@
 
 namespace attnops::fmha::sm90 {
 
-// Rows of a box that divides pages and tiles; 0 where pages are too small for one. Short ragged requests come in small
-// boxes, as only those are asked for that hold a key of the request.
+// Rows of a box that divides pages and tiles; 0 where pages are too small for one. Ragged requests that are short in
+// the mean come in small boxes, as only those are asked for that hold a key of the request.
 inline int keys_per_box(const Params& p, int tile_keys) {
-  constexpr int kSmall = 32;
+  constexpr int kSmallBox = 32, kShort = 40;
   if (!p.paged) {
-    const bool is_short = int64_t{2} * p.num_k_tokens <= int64_t{tile_keys} * p.batch_size;
-    return is_short ? std::gcd(kSmall, tile_keys) : tile_keys;
+    const bool is_short = p.num_k_tokens <= int64_t{kShort} * p.batch_size;
+    return is_short ? std::gcd(kSmallBox, tile_keys) : tile_keys;
   }
   const int common = std::gcd(p.page_table.page_size, tile_keys);
   return common % 8 == 0 ? common : 0;
