@@ -37,6 +37,7 @@ def call(problem, metadata, function=flash_mla.flash_mla_with_kvcache, **options
 
 
 def check(problem, out, lse):
+    out, lse = out.cpu(), lse.cpu()
     expected, expected_lse, _ = problem.expected()
     out, lse = out.cpu(), lse.cpu()
     assert relative_error(out.flatten(0, 1), expected) <= MAX_RELATIVE_ERROR[problem.q.dtype]

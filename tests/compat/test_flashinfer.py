@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import unittest.mock
 
@@ -58,6 +59,31 @@ def test_decode_wrapper(q_len, page_size, layout):
     given = torch.full_like(lse, math.nan)
     assert torch.equal(wrapper.run(problem.q, cache, q_scale=0.5, sinks=sinks, lse=given), out)
     assert torch.equal(given, lse), "an lse is written also where it is not returned"
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize(
+    ("given", "q_dtype", "kv_dtype"),
+    [
+        ({}, torch.float16, torch.float16),
+        ({"q_data_type": "bfloat16"}, torch.bfloat16, torch.bfloat16),
+        ({"kv_data_type": FP8}, torch.float16, FP8),
+        ({"data_type": FP8, "q_data_type": torch.float16}, torch.float16, FP8),
+        ({"data_type": torch.bfloat16, "q_data_type": None}, torch.bfloat16, torch.bfloat16),
+        ({"data_type": "bfloat16", "q_data_type": None, "kv_data_type": FP8}, torch.bfloat16, FP8),
+    ],
+)
+def test_data_type_fills_what_is_none(given, q_dtype, kv_dtype, fast):
+    problem = paged_problem([5, 20], dtype=q_dtype, kv_dtype=None if kv_dtype == q_dtype else kv_dtype, page_size=16)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+    plan = functools.partial(flashinfer.fast_decode_plan, wrapper) if fast else wrapper.plan
+    plan(*csr(problem, 16), 8, 2, 64, 16, sm_scale=0.2, **given)
+    scales = {} if kv_dtype == q_dtype else {"k_scale": problem.k_scale.item(), "v_scale": problem.v_scale.item()}
+    out = wrapper.run(problem.q, (problem.k_pages, problem.v_pages), **scales)
+    assert relative_error(out, problem.expected(softmax_scale=0.2)[0]) <= MAX_RELATIVE_ERROR[q_dtype]
+    other = torch.float16 if q_dtype == torch.bfloat16 else torch.bfloat16
+    with pytest.raises(ValueError, match="q's dtype"):
+        wrapper.run(problem.q.to(other), (problem.k_pages, problem.v_pages), **scales)
 
 
 def test_decode_wrapper_with_graph_buffers_keeps_its_addresses():
