@@ -13,8 +13,10 @@ struct Arguments {
   const OptionalTensor& report;
 };
 
-inline Params checked_params(const char* op, ReportOp report_op, const Arguments& given, Dim& batch, Dim& num_tokens) {
-  Dim channels("channels"), width("width"), num_slots("num_slots");
+// All but where the output goes, of which `given.out` is not looked at.
+inline Params checked_inputs(const char* op, ReportOp report_op, const Arguments& given, Dim& batch, Dim& num_tokens,
+                             Dim& channels) {
+  Dim width("width"), num_slots("num_slots");
   TensorCheck(op, "x", given.x)
       .dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16})
       .shape({num_tokens, channels})
@@ -22,7 +24,6 @@ inline Params checked_params(const char* op, ReportOp report_op, const Arguments
   const auto like_x = [&](const char* name, const Tensor& tensor) {
     return TensorCheck(op, name, tensor).device_as("x", given.x).dtype_as("x", given.x);
   };
-  like_x("out", given.out).shape({num_tokens, channels}).dense_last();
   like_x("weight", given.weight).shape({channels, width}).contiguous();
   check_range(op, "weight.shape[1] (width)", *width, 2, kMaxWidth);
   Dim history("width - 1", *width - 1, "weight");
@@ -31,11 +32,9 @@ inline Params checked_params(const char* op, ReportOp report_op, const Arguments
   Params p{};
   p.state_indices = checked_slots(op, "state_indices", given.state_indices, "x", given.x, batch);
   p.x = given.x.const_data_ptr();
-  p.out = given.out.mutable_data_ptr();
   p.num_tokens = *num_tokens;
   p.channels = *channels;
   p.stride_x = given.x.stride(0);
-  p.stride_out = given.out.stride(0);
   p.states = given.conv_states.mutable_data_ptr();
   p.num_slots = *num_slots;
   p.stride_slot = given.conv_states.stride(0);
@@ -49,6 +48,19 @@ inline Params checked_params(const char* op, ReportOp report_op, const Arguments
   p.batch_size = *batch;
   p.op = report_op;
   p.report = checked_report(op, given.report, "x", given.x);
+  return p;
+}
+
+inline Params checked_params(const char* op, ReportOp report_op, const Arguments& given, Dim& batch, Dim& num_tokens) {
+  Dim channels("channels");
+  Params p = checked_inputs(op, report_op, given, batch, num_tokens, channels);
+  TensorCheck(op, "out", given.out)
+      .device_as("x", given.x)
+      .dtype_as("x", given.x)
+      .shape({num_tokens, channels})
+      .dense_last();
+  p.out = given.out.mutable_data_ptr();
+  p.stride_out = given.out.stride(0);
   return p;
 }
 

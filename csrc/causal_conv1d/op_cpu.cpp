@@ -4,19 +4,19 @@
 #include <cstring>
 
 #include "causal_conv1d/checks.h"
-#include "causal_conv1d/cpu/reference.h"
+#include "causal_conv1d/cpu/launch.h"
 #include "core/math.h"
 #include "torch_bindings/cpu_faults.h"
 
 namespace attnops::causal_conv1d {
 namespace {
 
-template <typename T>
 void run_all(const Params& p) {
   const int64_t blocks = ceil_div<int64_t>(p.channels, cpu::kBlock);
   torch::stable::parallel_for(0, p.batch_size * blocks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
-      cpu::run_block<T>(p, task / blocks, task % blocks * cpu::kBlock);
+      const int64_t first = task % blocks * cpu::kBlock;
+      cpu::run_channels(p, task / blocks, first, min_of(first + cpu::kBlock, p.channels));
     }
   });
 }
@@ -38,9 +38,7 @@ void run(const char* op, const Params& p) {
   for (int64_t request = 0; request < p.batch_size; ++request) p.check(request, faults.report());
   faults.check();
   clear_padding(p);
-  if (p.dtype == DType::kFloat32) return run_all<float>(p);
-  if (p.dtype == DType::kFloat16) return run_all<attnops::cpu::Float16>(p);
-  run_all<attnops::cpu::BFloat16>(p);
+  run_all(p);
 }
 
 void causal_conv1d_cpu(const Tensor& out, const Tensor& conv_states, const Tensor& x, const Tensor& weight,

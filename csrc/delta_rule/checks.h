@@ -15,6 +15,68 @@ struct RowArguments {
   const OptionalTensor& report;
 };
 
+// What rows of any form bring beside q, k, v and out.
+struct RecurrenceArguments {
+  const Tensor &tokens, &states, &a, &b;
+  const char* tokens_name;
+  const OptionalTensor &a_log, &dt_bias;
+  const Tensor& state_indices;
+  const OptionalTensor& out_state_indices;
+  double scale, lower_bound;
+  bool normalize;
+  const OptionalTensor& report;
+};
+
+// Gates, states and options; where q, k, v and out lie is not filled in.
+inline LinearStep checked_recurrence(const char* op, const RecurrenceArguments& given, Dim& rows, Dim& batch,
+                                     Dim& groups, Dim& heads, Dim& key_dim, Dim& value_dim) {
+  const char* tokens_name = given.tokens_name;
+  const bool per_channel = given.a.dim() == 3;
+  const auto gate = [&](const char* name, const Tensor& tensor) {
+    return gate_check(op, name, tensor, tokens_name, given.tokens);
+  };
+  if (per_channel) {
+    gate("a", given.a).shape({rows, heads, key_dim}).dense_last();
+  } else {
+    gate("a", given.a).shape({rows, heads});
+  }
+  gate("b", given.b).shape({rows, heads});
+  LinearStep p =
+      checked_states(op, {given.states, given.tokens, tokens_name, given.state_indices, given.out_state_indices}, batch,
+                     groups, heads, key_dim, value_dim);
+  if (!given.a_log && (given.dt_bias || given.lower_bound != 0.)) {
+    fail(op,
+         "A_log must be given with dt_bias or lower_bound: without it a is the log of the decay; zeros stand for none");
+  }
+  if (given.dt_bias) {
+    const TensorCheck bias(op, "dt_bias", *given.dt_bias);
+    bias.device_as(tokens_name, given.tokens).dtype({DType::kFloat32}).contiguous();
+    per_channel ? bias.shape({heads, key_dim}) : bias.shape({heads});
+  }
+  check_finite(op, "scale", given.scale);
+  check_finite(op, "lower_bound", given.lower_bound);
+  if (given.lower_bound > 0.)
+    fail(op, "lower_bound must be 0 (none) or below, got " + std::to_string(given.lower_bound));
+
+  p.gate_dtype = same_gate_dtype(op, "a", given.a, "b", given.b);
+  p.a = step_rows(given.a);
+  p.b = step_rows(given.b);
+  p.gate_per_channel = per_channel;
+  p.a_log = checked_per_head(op, "A_log", given.a_log, tokens_name, given.tokens, heads);
+  p.dt_bias = data_or_null<const float>(given.dt_bias);
+  p.lower_bound = static_cast<float>(given.lower_bound);
+  p.scale = static_cast<float>(given.scale);
+  p.normalize = given.normalize;
+  p.report = checked_report(op, given.report, tokens_name, given.tokens);
+  return p;
+}
+
+inline void set_out(LinearStep& p, const Tensor& out) {
+  p.out = out.mutable_data_ptr();
+  p.out_stride_request = out.stride(0);
+  p.out_stride_head = out.stride(1);
+}
+
 // The contract of rows, for every op and device: one a request, or one a token.
 inline LinearStep checked_rows(const char* op, const RowArguments& given, Dim& rows, Dim& batch) {
   Dim groups("num_k_heads"), heads("num_v_heads"), key_dim("key_dim"), value_dim("value_dim");
@@ -28,46 +90,15 @@ inline LinearStep checked_rows(const char* op, const RowArguments& given, Dim& r
   like_q("k", given.k).shape({rows, groups, key_dim}).dense_last();
   like_q("v", given.v).shape({rows, heads, value_dim}).dense_last();
   like_q("out", given.out).shape({rows, heads, value_dim}).dense_last();
-  const bool per_channel = given.a.dim() == 3;
-  const auto gate = [&](const char* name, const Tensor& tensor) { return gate_check(op, name, tensor, "q", given.q); };
-  if (per_channel) {
-    gate("a", given.a).shape({rows, heads, key_dim}).dense_last();
-  } else {
-    gate("a", given.a).shape({rows, heads});
-  }
-  gate("b", given.b).shape({rows, heads});
-  LinearStep p = checked_states(op, {given.states, given.q, "q", given.state_indices, given.out_state_indices}, batch,
-                                groups, heads, key_dim, value_dim);
-  if (!given.a_log && (given.dt_bias || given.lower_bound != 0.)) {
-    fail(op,
-         "A_log must be given with dt_bias or lower_bound: without it a is the log of the decay; zeros stand for none");
-  }
-  if (given.dt_bias) {
-    const TensorCheck bias(op, "dt_bias", *given.dt_bias);
-    bias.device_as("q", given.q).dtype({DType::kFloat32}).contiguous();
-    per_channel ? bias.shape({heads, key_dim}) : bias.shape({heads});
-  }
-  check_finite(op, "scale", given.scale);
-  check_finite(op, "lower_bound", given.lower_bound);
-  if (given.lower_bound > 0.)
-    fail(op, "lower_bound must be 0 (none) or below, got " + std::to_string(given.lower_bound));
-
-  p.gate_dtype = same_gate_dtype(op, "a", given.a, "b", given.b);
+  LinearStep p =
+      checked_recurrence(op,
+                         {given.q, given.states, given.a, given.b, "q", given.a_log, given.dt_bias, given.state_indices,
+                          given.out_state_indices, given.scale, given.lower_bound, given.normalize, given.report},
+                         rows, batch, groups, heads, key_dim, value_dim);
   p.q = step_rows(given.q);
   p.k = step_rows(given.k);
   p.v = step_rows(given.v);
-  p.a = step_rows(given.a);
-  p.b = step_rows(given.b);
-  p.out = given.out.mutable_data_ptr();
-  p.out_stride_request = given.out.stride(0);
-  p.out_stride_head = given.out.stride(1);
-  p.gate_per_channel = per_channel;
-  p.a_log = checked_per_head(op, "A_log", given.a_log, "q", given.q, heads);
-  p.dt_bias = data_or_null<const float>(given.dt_bias);
-  p.lower_bound = static_cast<float>(given.lower_bound);
-  p.scale = static_cast<float>(given.scale);
-  p.normalize = given.normalize;
-  p.report = checked_report(op, given.report, "q", given.q);
+  set_out(p, given.out);
   return p;
 }
 

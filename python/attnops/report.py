@@ -61,6 +61,7 @@ OPS = (
     "label_scores",
     "compress_plan",
     "compress_kv",
+    "delta_conv_decode",
 )
 KINDS = (
     "none",

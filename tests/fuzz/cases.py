@@ -52,6 +52,7 @@ FAMILIES: dict[str, tuple[int, Callable[[Draw], None]]] = {
     "linear drafts": (3, linear_verify.right_drafts),
     "linear names": (3, linear_peers.right),
     "convolutions": (3, linear.right_convolution),
+    "convolutions in front": (2, linear.right_convolved_step),
     "states": (2, linear.right_states),
     "hostile states": (1, linear.hostile_slots),
     "selection": (4, indexer.right_select),

@@ -127,6 +127,35 @@ def right_step(draw: Draw) -> None:
     out.check("out")
 
 
+def right_convolved_step(draw: Draw) -> None:
+    """`delta_conv_decode`, against the two ops that it joins."""
+    io, kept, width = draw.pick(FLOATS), draw.pick(FLOATS), draw.pick([2, 3, 4])
+    batch, groups = draw.pick([0, 1, 3, 20]), draw.pick([1, 2, 3])
+    heads, keys, rows = groups * draw.pick([1, 2, 3]), draw.pick([1, 16, 64, 100]), draw.pick([1, 16, 50, 128])
+    channels, num_slots, silu = 2 * groups * keys + heads * rows, batch + 2, draw.chance(0.6)
+    draw.note(io=io, states=kept, W=width, B=batch, G=groups, H=heads, K=keys, V=rows)
+    shape = (batch, heads, keys) if draw.chance(0.4) else (batch, heads)
+    x, a, b = given_as(draw, *(draw.normal(*s).to(io) for s in ((batch, channels), shape, (batch, heads))))
+    weight = on_device(draw, draw.normal(channels, width).to(io))
+    bias = on_device(draw, draw.normal(channels).to(io)) if draw.chance(0.5) else None
+    gates = {"A_log": on_device(draw, draw.normal(heads)), "dt_bias": on_device(draw, draw.normal(*shape[1:]))}
+    states = strided(draw, draw.normal(num_slots, heads, rows, keys).to(kept))
+    inputs = _any_strides(draw, draw.normal(num_slots, channels, width - 1).to(io))
+    twins, slots = (states.clone(), inputs.clone()), index_tensor(draw, draw_slots(draw, batch, num_slots))
+    out = Guarded(draw, (batch, heads, rows), io)
+    draw.saw("op delta_conv_decode")
+    pools = {"states": states, "conv_states": inputs, "state_indices": slots}
+    ops.delta_conv_decode(x, weight, bias, a, b, num_k_heads=groups, silu=silu, out=out.view, **gates, **pools)
+    mixed = ops.causal_conv1d_update(x, weight, bias, conv_states=twins[1], state_indices=slots, silu=silu)
+    q, k, v = mixed.split([groups * keys, groups * keys, heads * rows], 1)
+    q, k, v = q.unflatten(1, (groups, keys)), k.unflatten(1, (groups, keys)), v.unflatten(1, (heads, rows))
+    expected = ops.delta_decode(q, k, v, a, b, states=twins[0], state_indices=slots, **gates)
+    for name, got, want in (("out", out.view, expected), ("states", states, twins[0]), ("inputs", inputs, twins[1])):
+        if not torch.equal(got, want):
+            raise Failure(f"{name} are not the bits of the two ops")
+    out.check("out")
+
+
 def right_convolution(draw: Draw) -> None:
     """`causal_conv1d` and its update."""
     io, width = draw.pick(FLOATS), draw.pick([2, 3, 4])

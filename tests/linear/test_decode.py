@@ -107,6 +107,74 @@ def test_the_delta_rule_equals_float64(seed, device, monkeypatch):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("seed", range(40))
+def test_a_convolution_in_front_gives_the_bits_of_the_two_ops(seed, device, monkeypatch):
+    draw = Draw(2000 + seed, device)
+    r = draw.random
+    if device == "cpu":
+        monkeypatch.setenv("ATTNOPS_CPU_ISA", r.choice(ISAS))
+    io, kept_as, width = r.choice(IO), r.choice(IO), r.choice([2, 3, 4])
+    batch, groups, channelwise = r.choice([0, 1, 2, 5, 33]), r.choice([1, 2, 3]), r.random() < 0.4
+    heads, keys, rows = groups * r.choice([1, 2, 3]), r.choice([64, 128, 16, 5, 100]), r.choice([64, 128, 7, 130])
+    channels = 2 * groups * keys + heads * rows
+    x = draw.tensor(batch, channels, dtype=io)
+    weight, bias = draw.per_head(channels, width).to(io), draw.per_head(channels).to(io) if r.random() < 0.5 else None
+    a = draw.tensor(batch, heads, keys, dtype=io) if channelwise else draw.tensor(batch, heads, dtype=io)
+    b, silu = draw.tensor(batch, heads, dtype=io), r.random() < 0.7
+    gates = {
+        "A_log": draw.per_head(heads),
+        "dt_bias": draw.per_head(*a.shape[1:]),
+        "lower_bound": r.choice([0.0, -5.0]),
+    }
+    gates |= {"scale": r.choice([None, 0.5]), "qk_l2norm": r.random() < 0.7}
+    num_slots = 2 * batch + 3
+    slots = torch.tensor(draw.slots(batch, num_slots), dtype=torch.int32, device=device)
+    states = draw.pool(num_slots, heads, rows, keys, kept_as)
+    conv_states = draw.tensor(num_slots, channels, width - 1, dtype=io)
+    twins = [states.clone(), conv_states.clone()]
+    mixed = ops.causal_conv1d_update(x, weight, bias, conv_states=twins[1], state_indices=slots, silu=silu)
+    q, k, v = mixed.split([groups * keys, groups * keys, heads * rows], 1)
+    q, k, v = q.unflatten(1, (groups, keys)), k.unflatten(1, (groups, keys)), v.unflatten(1, (heads, rows))
+    expected = ops.delta_decode(q, k, v, a, b, states=twins[0], state_indices=slots, **gates)
+    given = {"states": states, "conv_states": conv_states, "state_indices": slots, "num_k_heads": groups, "silu": silu}
+    out = ops.delta_conv_decode(x, weight, bias, a, b, **given, **gates)
+    assert torch.equal(out, expected) and torch.equal(states, twins[0]) and torch.equal(conv_states, twins[1])
+
+
+def conv_step(channels=36, conv_slots=3, groups=1, slots=(0, 1), report=None):
+    given = {"states": torch.zeros(3, 1, 4, 16), "conv_states": torch.zeros(conv_slots, channels, 3), "report": report}
+    indices, gates = torch.tensor(slots, dtype=torch.int32), torch.zeros(len(slots), 1)
+    x, weight = torch.ones(len(slots), channels), torch.ones(channels, 4)
+    return ops.delta_conv_decode(x, weight, None, gates, gates, state_indices=indices, num_k_heads=groups, **given)
+
+
+def test_schema_of_a_convolution_in_front():
+    x, weight, gate, kept = torch.randn(2, 36), torch.randn(36, 4), torch.randn(2, 1), torch.randn(3, 36, 3)
+    given = (torch.zeros(2, 1, 4), torch.randn(3, 1, 4, 16), kept, x, weight, None, gate, gate.clone(), None, None)
+    slots = torch.tensor([2, 0], dtype=torch.int32)
+    torch.library.opcheck(torch.ops.attnops.delta_conv_decode.default, (*given, slots, 1, True, 0.25))
+
+
+def test_errors_of_a_convolution_in_front_name_the_argument():
+    conv_step()
+    with pytest.raises(RuntimeError, match=r"delta_conv_decode: x.shape\[1\] must be 36 \(num_k_heads x key_dim twice"):
+        conv_step(channels=40)
+    with pytest.raises(RuntimeError, match=r"conv_states.shape\[0\] must be 3 \(num_slots of states\), got 5"):
+        conv_step(conv_slots=5)
+    with pytest.raises(RuntimeError, match="num_k_heads must be in"):
+        conv_step(groups=0)
+    with pytest.raises(RuntimeError, match="heads of values must be a multiple of those of keys"):
+        conv_step(groups=2, channels=68)
+    with pytest.raises(RuntimeError, match=r"delta_conv_decode: state, request 1, slot.* must be in \[0, 3\)"):
+        conv_step(slots=(0, 3))
+    with pytest.raises(RuntimeError, match="requests 0 and 1 write the same slot, 2"):
+        conv_step(slots=(2, 2))
+    report = new_report("cpu")
+    out = conv_step(slots=(0, 9), report=report)
+    assert not out[1].any() and "delta_conv_decode: state slot 9 at request 1" in first_fault(report)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("seed", range(40))
 def test_state_spaces_equal_float64(seed, device, monkeypatch):
     draw = Draw(1000 + seed, device)
     r = draw.random

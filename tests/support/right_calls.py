@@ -166,6 +166,11 @@ def linear_arguments() -> dict[str, dict[str, Any]]:
     ssd |= {"z": values.clone(), "dt_bias": heads, "dt_softplus": True}
     return {
         "delta_decode": delta,
+        "delta_conv_decode": {name: delta[name] for name in ("a", "b", "A_log", "dt_bias")}
+        | {"x": torch.randn(2, 96), "weight": torch.randn(96, 4), "bias": torch.randn(96), "num_k_heads": 2}
+        | {"conv_states": torch.randn(4, 96, 3)}
+        | states
+        | slots,
         "ssd_decode": ssd,
         "delta_prefill": delta | ragged,
         "ssd_prefill": ssd | ragged,

@@ -1,8 +1,9 @@
 #pragma once
 #include <cmath>
 
-#include "causal_conv1d/params.h"
+#include "causal_conv1d/cpu/launch.h"
 #include "core/linear_step.h"
+#include "core/math.h"
 #include "cpu/convert.h"
 
 // The definition of right, and the production kernel too: a request's channels run in blocks, token by token, with the
@@ -12,11 +13,9 @@ namespace attnops::causal_conv1d::cpu {
 using attnops::cpu::from_float;
 using attnops::cpu::to_float;
 
-inline constexpr int kBlock = 64;  // channels
-
 template <typename T>
 void run_block(const Params& p, int64_t request, int64_t first_channel) {
-  const int channels = static_cast<int>(p.channels - first_channel < kBlock ? p.channels - first_channel : kBlock);
+  const int channels = static_cast<int>(min_of(p.channels - first_channel, kBlock));
   const int history = p.width - 1;
   const int64_t begin = p.first_token(request), end = p.first_token(request + 1);
   T* out = static_cast<T*>(p.out) + first_channel;

@@ -14,6 +14,7 @@ from attnops.ops.linear import (
     causal_conv1d_update,
     clear_states,
     copy_states,
+    delta_conv_decode,
     delta_decode,
     ssd_decode,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "copy_page_tail",
     "copy_states",
     "delta_commit",
+    "delta_conv_decode",
     "delta_decode",
     "delta_plan",
     "delta_prefill",

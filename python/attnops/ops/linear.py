@@ -80,6 +80,73 @@ def delta_decode(
 
 
 @names_its_arguments
+def delta_conv_decode(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    *,
+    num_k_heads: int,
+    states: Tensor,
+    conv_states: Tensor,
+    state_indices: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    silu: bool = True,
+    scale: float | None = None,
+    lower_bound: float = 0.0,
+    qk_l2norm: bool = True,
+    out: Tensor | None = None,
+    report: Tensor | None = None,
+) -> Tensor:
+    """`causal_conv1d_update` of one token per request, then `delta_decode` of its output: bit for bit the two.
+
+    On the CPU no thread waits between them, and what is convolved stays in its core's cache. On CUDA it is one call of
+    two launches.
+
+    Args:
+        x: ``[B, C]`` (bf16, fp16, fp32), last dim dense: q of ``num_k_heads`` heads, then k, then v, side by side, so
+            C is ``2 H K + HV V``.
+        weight, bias, conv_states, silu: as in `causal_conv1d`.
+        a, b, A_log, dt_bias, lower_bound, qk_l2norm: as in `delta_decode`.
+        states: ``[num_slots, HV, V, K]``, as in `delta_decode`; `conv_states` has as many slots.
+        state_indices: int32 ``[B]``: the slots of both pools, each at most once; below 0: padding.
+        scale: Of q; ``K ** -0.5`` by default.
+        out: ``[B, HV, V]``; allocated when omitted.
+        report: int32 ``[8]`` of the checked mode.
+
+    Raises:
+        RuntimeError: naming the argument that does not fit; on the CPU also a slot outside the pool, or shared.
+    """
+    _, heads, rows, keys = states.shape
+    out = x.new_empty(x.shape[0], heads, rows) if out is None else out
+    scale = keys**-0.5 if scale is None else scale
+    mixed = x.new_empty(x.shape) if x.is_cuda else None  # what is convolved, between two launches
+    torch.ops.attnops.delta_conv_decode(
+        out,
+        states,
+        conv_states,
+        x,
+        weight,
+        bias,
+        a,
+        b,
+        A_log,
+        dt_bias,
+        state_indices,
+        num_k_heads,
+        silu,
+        scale,
+        lower_bound,
+        qk_l2norm,
+        mixed,
+        report,
+    )
+    return out
+
+
+@names_its_arguments
 def ssd_decode(
     x: Tensor,
     dt: Tensor | None,
@@ -226,5 +293,13 @@ def clear_states(states: Tensor, slots: Tensor, *, report: Tensor | None = None)
     torch.ops.attnops.clear_states(states, slots, report)
 
 
-for _op in ("delta_decode", "ssd_decode", "causal_conv1d", "causal_conv1d_update", "copy_states", "clear_states"):
+for _op in (
+    "delta_decode",
+    "delta_conv_decode",
+    "ssd_decode",
+    "causal_conv1d",
+    "causal_conv1d_update",
+    "copy_states",
+    "clear_states",
+):
     register_fake(_op)
