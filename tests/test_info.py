@@ -47,6 +47,7 @@ def test_plugins_names_every_engine_with_its_version_or_the_reason(capsys, monke
     text = printed(capsys, info.main, "--plugins")
     for name, engine in ENGINES.items():
         assert re.search(rf"^{name} +\S", text, re.MULTILINE) and engine.option in text
+    assert "  its own      layers of other head sizes, by TRITON_ATTN" in text
     assert "e4m3" in text and "32-256" in text, "what is served is what the backends declare"
     monkeypatch.setattr(Engine, "installed", lambda self: ("peer", "0.0.1.dev2"))
     assert re.search(r"peer 0\.0\.1\.dev2 is not served: attnops serves \d", printed(capsys, info.main, "--plugins"))

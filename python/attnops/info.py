@@ -176,6 +176,8 @@ def describe_plugins() -> list[str]:
         lines.append(f"  GQA          {_served(_SERVING_GQA)}")
         if engine.mla:
             lines.append(f"  MLA          {_served(_SERVING_MLA)}")
+        if engine.own:
+            lines.append(f"  its own      {'; '.join(engine.own)}")
         lines.append(f"  refused      {'; '.join(engine.refused)}")
     return lines
 

@@ -7,7 +7,9 @@ import runpy
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import attnops.compat.flash_attn
 import attnops.graphs
 import pytest
 import torch
@@ -79,7 +81,7 @@ def test_every_page_with_a_guide_is_tested():
 
 
 def test_the_snippet_for_transformers_runs(tmp_path):
-    """`attn_implementation="attnops"` on a tiny model. vLLM's line needs vLLM: tests/plugins/test_vllm.py."""
+    """`attn_implementation="attnops"` on a tiny model."""
     transformers = pytest.importorskip("transformers")
     from attnops.plugins.engines import unsupported
 
@@ -91,12 +93,26 @@ def test_the_snippet_for_transformers_runs(tmp_path):
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
     (code,) = [code for code, _ in examples("docs/engines.md") if "transformers" in code]
     names = {
-        "AutoModelForCausalLM": transformers.AutoModelForCausalLM,
         "path": tmp_path,
         "inputs": {"input_ids": torch.tensor([[1, 2, 3]]), "max_new_tokens": 2},
     }
     exec(compile(code, "docs/engines.md", "exec"), names)
     assert names["model"].config._attn_implementation == "attnops"
+
+
+@pytest.mark.parametrize("engine, given", [("vllm", {"attention_config": {"backend": "ATTNOPS"}}), ("nanovllm", {})])
+def test_the_snippets_for_other_engines_run(engine, given, monkeypatch, tmp_path):
+    """With a stand-in for the engine; tests/plugins has the engines themselves."""
+    calls = []
+    monkeypatch.setitem(
+        sys.modules, engine, SimpleNamespace(LLM=lambda *args, **options: calls.append((args, options)))
+    )
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    (code,) = [code for code, _ in examples("docs/engines.md") if f"from {engine} import" in code]
+    exec(compile(code, "docs/engines.md", "exec"), {"path": tmp_path})
+    assert calls == [((tmp_path,), given)]
+    if engine == "nanovllm":
+        assert sys.modules["flash_attn"] is attnops.compat.flash_attn
 
 
 def test_the_guide_to_graphs_runs_on_the_tape(monkeypatch):

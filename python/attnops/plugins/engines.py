@@ -22,6 +22,7 @@ class Engine:
         least, below: The versions served: from `least` to before `below`, by their numbers.
         option: What a user sets.
         mla: Absorbed MLA is served, besides GQA.
+        own: What the engine's own kernels serve beside attnops.
         refused: What the engine could ask for and gets an error for, with a reason.
     """
 
@@ -31,6 +32,7 @@ class Engine:
     below: tuple[int, ...]
     option: str
     mla: bool = False
+    own: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
 
     def installed(self) -> tuple[str, str] | None:
@@ -57,6 +59,7 @@ ENGINES = {
             below=(0, 34),
             option='LLM(attention_config={"backend": "ATTNOPS"}), or "ATTNOPS_MLA"; on a CPU ATTNOPS_VLLM_CPU=1',
             mla=True,
+            own=("layers of other head sizes, by TRITON_ATTN (on a CPU CPU_ATTN)", "prompts of MLA models"),
             refused=(
                 "ALiBi",
                 "prefix-LM masks",
@@ -65,7 +68,7 @@ ENGINES = {
                 "e5m2 and packed caches",
                 "fused output quantization",
                 "cross attention",
-                "windows under decode context parallelism",
+                "windows, and layers of other head sizes, under decode context parallelism",
             ),
         ),
         Engine(
@@ -75,6 +78,7 @@ ENGINES = {
             below=(0, 5, 24),
             option="--attention-backend attnops; --speculative-draft-attention-backend attnops",
             mla=True,
+            own=("prompts, by the backend that --prefill-attention-backend names",),
             refused=(
                 "cross attention",
                 "pools but MHATokenToKVPool, MLATokenToKVPool, and SWAKVPool of the former, of layout nhd",
