@@ -69,8 +69,8 @@ class Checker {
   }
 
   void check_tables() {
-    check("block_tables", a_.block_tables).shape({rows_, heads_, cells_}).dense_last();
-    check("block_seqlens", a_.block_seqlens).shape({rows_, heads_});
+    check("block_tables", a_.block_tables).shape({rows_, heads_, cells_}).dense_last().apart();
+    check("block_seqlens", a_.block_seqlens).shape({rows_, heads_}).apart();
     const bool by_token = !a_.cu_seqlens_q;
     if (*requests_ == 0 ? *rows_ != 0 : by_token ? *rows_ % *requests_ != 0 : *rows_ != *requests_) {
       fail(kOp, std::string("block_tables.shape[0] must be ") + (by_token ? "a multiple of " : "") +
@@ -172,7 +172,7 @@ inline ScoreParams checked_scores(const Tensor& scores, const Tensor& q_labels, 
   }
   check("page_table", page_table).dtype({DType::kInt32}).shape({requests, cells}).dense_last();
   check("cache_seqlens", cache_seqlens).dtype({DType::kInt32}).shape({requests}).contiguous();
-  check("scores", scores).dtype({DType::kFloat32}).shape({requests, kv_heads, columns}).dense_last();
+  check("scores", scores).dtype({DType::kFloat32}).shape({requests, kv_heads, columns}).dense_last().apart();
   check_range(kOp, "scores.shape[2] (num_columns)", *columns, 0, PageTable::kMostTokens);
   return {.num_requests = requests.as_int(),
           .num_q_heads = q_heads.as_int(),

@@ -27,7 +27,7 @@ inline Params checked_inputs(const char* op, ReportOp report_op, const Arguments
   like_x("weight", given.weight).shape({channels, width}).contiguous();
   check_range(op, "weight.shape[1] (width)", *width, 2, kMaxWidth);
   Dim history("width - 1", *width - 1, "weight");
-  like_x("conv_states", given.conv_states).shape({num_slots, channels, history});
+  like_x("conv_states", given.conv_states).shape({num_slots, channels, history}).apart();
   if (given.bias) like_x("bias", *given.bias).shape({channels}).contiguous();
   Params p{};
   p.state_indices = checked_slots(op, "state_indices", given.state_indices, "x", given.x, batch);
@@ -58,7 +58,8 @@ inline Params checked_params(const char* op, ReportOp report_op, const Arguments
       .device_as("x", given.x)
       .dtype_as("x", given.x)
       .shape({num_tokens, channels})
-      .dense_last();
+      .dense_last()
+      .apart();
   p.out = given.out.mutable_data_ptr();
   p.stride_out = given.out.stride(0);
   return p;

@@ -39,7 +39,7 @@ inline void check_pages(const char* op, const Tensor& pages, Params& p) {
   TensorCheck(op, "kv_pages", pages)
       .dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kUInt8})
       .shape({num_pages, page_size, row});
-  TensorCheck(op, "kv_pages", pages).size_at_least(1, "page_size", 1, "a page holds an entry").dense_last();
+  TensorCheck(op, "kv_pages", pages).size_at_least(1, "page_size", 1, "a page holds an entry").dense_last().apart();
   p.row_dtype = dtype_of(pages);
   p.kind = RowKind::kValues;
   p.dim = static_cast<int>(*row);

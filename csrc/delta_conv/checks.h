@@ -36,7 +36,8 @@ inline ConvDecode checked_conv_decode(const Tensor& out, const causal_conv1d::Ar
       .device_as("x", given.tokens)
       .dtype_as("x", given.tokens)
       .shape({batch, heads, value_dim})
-      .dense_last();
+      .dense_last()
+      .apart();
   p.step = delta_rule::checked_recurrence(op, given, batch, batch, groups, heads, key_dim, value_dim);
   delta_rule::set_out(p.step, out);
   const int64_t width = 2 * *groups * *key_dim + *heads * *value_dim;

@@ -89,7 +89,7 @@ inline LinearStep checked_rows(const char* op, const RowArguments& given, Dim& r
   };
   like_q("k", given.k).shape({rows, groups, key_dim}).dense_last();
   like_q("v", given.v).shape({rows, heads, value_dim}).dense_last();
-  like_q("out", given.out).shape({rows, heads, value_dim}).dense_last();
+  like_q("out", given.out).shape({rows, heads, value_dim}).dense_last().apart();
   LinearStep p =
       checked_recurrence(op,
                          {given.q, given.states, given.a, given.b, "q", given.a_log, given.dt_bias, given.state_indices,

@@ -209,7 +209,7 @@ class Checker {
     check_head_dim("q.shape[2] (head_dim_qk)", *dim_qk_);
     const TensorCheck out = check("out", a_.out);
     has_dtype(a_.q, DType::kFloat8E4M3) ? out.dtype({DType::kBFloat16}) : out.dtype_as("q", a_.q);
-    out.shape({tokens_, q_heads_, dim_v_}).dense_last();
+    out.shape({tokens_, q_heads_, dim_v_}).dense_last().apart();
     check_head_dim("out.shape[2] (head_dim_v)", *dim_v_);
     if (a_.lse) check("lse", *a_.lse).dtype({DType::kFloat32}).shape({tokens_, q_heads_}).contiguous();
   }

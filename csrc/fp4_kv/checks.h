@@ -23,12 +23,14 @@ inline Pages checked_pages(const char* op, const std::string& side, const Tensor
       .dtype({DType::kUInt8})
       .shape({num_pages, page_size, num_heads, bytes})
       .size_at_least(1, "page_size", 1, "a page holds a token")
-      .dense_last();
+      .dense_last()
+      .apart();
   TensorCheck(op, scales_name.c_str(), scales)
       .device_as(codes_name.c_str(), codes)
       .dtype({DType::kFloat8E4M3})
       .shape({num_pages, page_size, num_heads, blocks})
-      .dense_last();
+      .dense_last()
+      .apart();
   if (scale) {
     Dim one("num_scales", 1, "a tensor's scale");
     TensorCheck(op, scale_name.c_str(), *scale)
@@ -124,7 +126,7 @@ inline DecodeParams checked_decode(const DecodeArguments& a) {
       .shape({batch, seqlen_q, q_heads, dim})
       .size_at_least(1, "seqlen_q", 1, "a request brings a token")
       .dense_last();
-  check("out", a.out).dtype_as("q", a.q).shape({batch, seqlen_q, q_heads, dim_v}).dense_last();
+  check("out", a.out).dtype_as("q", a.q).shape({batch, seqlen_q, q_heads, dim_v}).dense_last().apart();
   if (a.lse) check("lse", *a.lse).dtype({DType::kFloat32}).shape({batch, seqlen_q, q_heads}).contiguous();
   check("k_pages", a.k_pages);
   const Pages k = checked_pages(op, "k", a.k_pages, a.k_block_scales, a.k_scale, num_pages, page_size, kv_heads, *dim);

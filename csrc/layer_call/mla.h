@@ -71,6 +71,7 @@ inline MlaCall checked_call(const MlaArguments& a, const MlaBound& bound) {
     p.q_pe_stride_request = pe.stride_token * p.seqlen_q;
   }
   const Rows out = queries("out", a.out, kHeadDimV);
+  TensorCheck(kMlaLayer, "out", a.out).apart();
   p.out = out.data, p.out_stride_token = out.stride_token, p.out_stride_head = out.stride_head;
   p.out_stride_request = out.stride_token * p.seqlen_q;
   p.cache_seqlens = checked_seqlens(kMlaLayer, a.cache_seqlens, a.q, p.batch_size);

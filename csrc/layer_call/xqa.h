@@ -60,6 +60,7 @@ inline XqaCall checked_call(const XqaArguments& a, const XqaBound& bound) {
       checked_queries(kXqaLayer, "q", a.q, a.q, p.dtype, p.batch_size, p.seqlen_q, p.num_q_heads, p.head_dim);
   const Rows out =
       checked_queries(kXqaLayer, "out", a.out, a.q, p.dtype, p.batch_size, p.seqlen_q, p.num_q_heads, p.head_dim);
+  TensorCheck(kXqaLayer, "out", a.out).apart();
   p.q = q.data, p.q_stride_token = q.stride_token, p.q_stride_head = q.stride_head;
   p.q_stride_request = q.stride_token * p.seqlen_q;
   p.out = out.data, p.out_stride_token = out.stride_token, p.out_stride_head = out.stride_head;

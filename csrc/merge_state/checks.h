@@ -27,6 +27,7 @@ inline Params checked_params(const Tensor& out, const Tensor& lse, const Tensor&
   check_out("out_a", out_a);
   check_out("out_b", out_b);
   check_out("out", out);
+  TensorCheck("merge_state", "out", out).apart();
   check_lse("lse_a", lse_a);
   check_lse("lse_b", lse_b);
   check_lse("lse", lse);
@@ -64,7 +65,8 @@ inline ManyParams checked_many_params(const Tensor& out, const Tensor& lse, cons
       .device_as("outs", outs)
       .dtype_as("outs", outs)
       .shape({num_tokens, num_heads, head_dim})
-      .dense_last();
+      .dense_last()
+      .apart();
   TensorCheck("merge_states", "lse", lse)
       .device_as("outs", outs)
       .dtype({DType::kFloat32})

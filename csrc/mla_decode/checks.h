@@ -88,7 +88,8 @@ inline void check_queries(const Arguments& a, Extents& e) {
       .device_as("q", a.q)
       .dtype_as("q", a.q)
       .shape({e.batch, e.seqlen_q, e.heads, dim_out})
-      .dense_last();
+      .dense_last()
+      .apart();
   if (a.lse) {
     TensorCheck(kOp, "lse", *a.lse)
         .device_as("q", a.q)

@@ -52,7 +52,8 @@ inline PageTableParams checked_page_table(const Tensor& page_table, const Tensor
       .device_as("req_to_token", req_to_token)
       .dtype({DType::kInt32})
       .shape({batch_size, max_pages})
-      .dense_last();
+      .dense_last()
+      .apart();
   params.page_table = static_cast<int32_t*>(page_table.mutable_data_ptr());
   params.page_table_stride = page_table.stride(0);
   params.max_pages = max_pages.as_int();
@@ -125,6 +126,7 @@ inline TranslateParams checked_translate(const Tensor& out, const Tensor& slots,
   const IndexArray from = checked_indices(op, "slots", slots, num_tokens, "slots", slots);
   const IndexArray map = checked_indices(op, "slot_map", slot_map, num_slots, "slots", slots);
   const IndexArray to = checked_indices(op, "out", out, num_tokens, "slots", slots);
+  TensorCheck(op, "out", out).apart();
   return {.num_slots = *num_tokens,
           .out = out.mutable_data_ptr(),
           .out_stride = to.stride,
@@ -192,7 +194,8 @@ inline StoreKvParams checked_store_kv(const Tensor& k_pages, const Tensor& v_pag
         .dtype_as("k_pages", k_pages)
         .shape({num_pages, page_size, num_heads, head_dim})
         .size_at_least(1, "page_size", 1, "a page holds a token")
-        .dense_last();
+        .dense_last()
+        .apart();
     check_page_dtype(op, pages_name, pages, rows_name, rows);
     check_scale(op, scale_name, scale, pages, pages_name, rows, *num_heads);
     return KvStore{.pages = pages.mutable_data_ptr(),
@@ -243,7 +246,8 @@ inline StoreMlaParams checked_store_mla(const Tensor& kv_pages, const Tensor& la
   TensorCheck(op, "kv_pages", kv_pages)
       .shape({num_pages, page_size, page_dim})
       .size_at_least(1, "page_size", 1, "a page holds a token")
-      .dense_last();
+      .dense_last()
+      .apart();
   if (fp8_rows) {
     TensorCheck(op, "latent", latent).dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16});
     if (kv_scale) fail(op, "kv_scale must be absent where kv_pages is uint8: a 656-byte row carries its own scales");

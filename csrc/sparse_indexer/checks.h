@@ -30,7 +30,12 @@ inline SelectParams checked_select(const SelectTensors& t) {
   TensorCheck(op, home, t.logits).dtype({DType::kFloat32, DType::kBFloat16}).shape({rows, columns}).dense_last();
   check_range(op, "num_rows of logits", *rows, 0, kMaxRows);
   const auto output = [&](const char* name, const Tensor& tensor) {
-    TensorCheck(op, name, tensor).device_as(home, t.logits).dtype({DType::kInt32}).shape({rows, k}).dense_last();
+    TensorCheck(op, name, tensor)
+        .device_as(home, t.logits)
+        .dtype({DType::kInt32})
+        .shape({rows, k})
+        .dense_last()
+        .apart();
     return static_cast<int32_t*>(tensor.mutable_data_ptr());
   };
   SelectParams p{};
@@ -48,7 +53,7 @@ inline SelectParams checked_select(const SelectTensors& t) {
         .dtype({DType::kInt32})
         .shape({requests, pages})
         .dense_last();
-    p.page_table = static_cast<const int32_t*>(t.page_table->const_data_ptr());
+    p.page_table = address_of<const int32_t>(*t.page_table);
     p.stride_table = t.page_table->stride(0);
     p.num_requests = *requests;
     p.max_pages = *pages;
@@ -86,6 +91,7 @@ inline IndexPages checked_index_pages(const char* op, const Tensor& pages) {
   TensorCheck(op, "index_pages", pages)
       .size_at_least(1, "page_size", 1, "a page holds a token")
       .dense_last()
+      .apart()
       .aligned(4);
   const int64_t dim = *width - 4;
   if (dim != 64 && dim != 128) {
@@ -142,12 +148,14 @@ inline QuantizeQueryParams checked_quantize_query(const Tensor& q_fp8, const Ten
       .device_as(home, q)
       .dtype({DType::kFloat8E4M3})
       .shape({tokens, heads, dim})
-      .dense_last();
+      .dense_last()
+      .apart();
   TensorCheck(op, "weights_out", weights_out)
       .device_as(home, q)
       .dtype({DType::kFloat32})
       .shape({tokens, heads})
-      .dense_last();
+      .dense_last()
+      .apart();
   check_finite(op, "scale", scale);
   return {.how = {hadamard, ue8m0},
           .q = q.const_data_ptr(),
@@ -186,7 +194,7 @@ inline GatherIndexParams checked_gather_index(const Tensor& k, const Tensor& k_s
       .shape({bounds})
       .contiguous();
   TensorCheck(op, "k", k).device_as(home, index_pages).dtype({DType::kFloat8E4M3, DType::kUInt8}).shape({keys, dim});
-  TensorCheck(op, "k", k).dense_last().aligned(4);
+  TensorCheck(op, "k", k).dense_last().apart().aligned(4);
   if (k.stride(0) % 4 != 0) fail(op, "k.stride(0) must be a multiple of 4, got " + std::to_string(k.stride(0)));
   TensorCheck(op, "k_scale", k_scale).device_as(home, index_pages).dtype({DType::kFloat32}).shape({keys}).contiguous();
   return {.pages = pages,
@@ -209,7 +217,8 @@ inline void check_logits(const char* op, const Tensor& logits, const Tensor& q, 
       .device_as("q", q)
       .dtype({DType::kFloat32, DType::kBFloat16})
       .shape({rows, columns})
-      .dense_last();
+      .dense_last()
+      .apart();
   p.logits = logits.mutable_data_ptr();
   p.stride_row = logits.stride(0);
   p.columns = *columns;
@@ -291,13 +300,18 @@ inline IndexTopkParams checked_index_topk(const Tensor& indices, const OptionalT
   LogitsParams logits = checked_paged_queries(op, q, index_pages, page_table, weights, cache_seqlens, report);
   logits.report_op = kReportIndexTopk;
   Dim rows("num_rows", logits.num_rows, "q"), k("k"), some("rows_at_once"), columns("num_columns");
-  TensorCheck(op, "scratch", scratch).device_as("q", q).dtype({DType::kFloat32}).shape({some, columns}).dense_last();
+  TensorCheck(op, "scratch", scratch)
+      .device_as("q", q)
+      .dtype({DType::kFloat32})
+      .shape({some, columns})
+      .dense_last()
+      .apart();
   if (*some < 1 && *rows > 0) fail(op, "scratch.shape[0] (rows at once) must be at least 1, got 0");
   logits.logits = scratch.mutable_data_ptr();
   logits.stride_row = scratch.stride(0);
   logits.columns = *columns;
   const auto output = [&](const char* name, const Tensor& tensor) {
-    TensorCheck(op, name, tensor).device_as("q", q).dtype({DType::kInt32}).shape({rows, k}).dense_last();
+    TensorCheck(op, name, tensor).device_as("q", q).dtype({DType::kInt32}).shape({rows, k}).dense_last().apart();
     return static_cast<int32_t*>(tensor.mutable_data_ptr());
   };
   SelectParams select{};

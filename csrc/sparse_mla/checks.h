@@ -161,7 +161,7 @@ inline void check_queries(const Arguments& a, Tokens& tokens, Params& p) {
     p.q_pe_stride_head = a.q_pe->stride(head_axis);
   }
   out.device_as("q", a.q).dtype_as("q", a.q);
-  tokens.shape(out, tokens.heads, dim_out).dense_last();
+  tokens.shape(out, tokens.heads, dim_out).dense_last().apart();
   p.out = a.out.mutable_data_ptr();
   p.out_stride_request = token_stride(tokens.op, "out", a.out, tokens.by_request);
   p.out_stride_head = a.out.stride(head_axis);

@@ -176,7 +176,7 @@ inline Rows checked_rows(const char* op, const char* name, const Tensor& pages, 
   } else {
     check.shape({num_pages, page_size, width});
   }
-  check.size_at_least(1, "page_size", 1, "a page holds a token").dense_last();
+  check.size_at_least(1, "page_size", 1, "a page holds a token").dense_last().apart();
   const int64_t size = size_of(dtype_of(pages));
   Rows rows{.pages = static_cast<char*>(pages.mutable_data_ptr()),
             .stride_page = pages.stride(0) * size,
@@ -250,12 +250,13 @@ inline MoveParams checked_move(const Tensor& accept_index, const Tensor& out_cac
   }
   if (req_to_token) {
     Dim requests("max_requests"), context("max_context");
-    params.req_to_token = static_cast<int32_t*>(req_to_token->mutable_data_ptr());
+    params.req_to_token = address_of<int32_t>(*req_to_token);
     TensorCheck(op, "req_to_token", *req_to_token)
         .device_as(home, same)
         .dtype({DType::kInt32})
         .shape({requests, context})
-        .dense_last();
+        .dense_last()
+        .apart();
     params.req_to_token_stride = req_to_token->stride(0);
     params.max_requests = *requests;
     params.max_context = *context;
@@ -326,7 +327,8 @@ inline DraftIndicesParams checked_draft_indices(const Tensor& kv_indptr, const T
         .device_as("req_to_token", req_to_token)
         .dtype({DType::kInt32})
         .shape({steps, columns})
-        .dense_last();
+        .dense_last()
+        .apart();
     return static_cast<int32_t*>(tensor.mutable_data_ptr());
   };
   DraftIndicesParams params{.requests = requests,

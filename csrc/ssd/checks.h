@@ -28,7 +28,7 @@ inline LinearStep checked_rows(const char* op, const RowArguments& given, Dim& r
   const auto like_x = [&](const char* name, const Tensor& tensor) {
     return TensorCheck(op, name, tensor).device_as("x", given.x).dtype_as("x", given.x);
   };
-  like_x("out", given.out).shape({rows, heads, value_dim}).dense_last();
+  like_x("out", given.out).shape({rows, heads, value_dim}).dense_last().apart();
   like_x("B", given.b).shape({rows, groups, key_dim}).dense_last();
   like_x("C", given.c).shape({rows, groups, key_dim}).dense_last();
   if (given.dt) gate_check(op, "dt", *given.dt, "x", given.x).shape({rows, heads});

@@ -3,6 +3,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <cmath>
+#include <cstdio>
 #include <stdexcept>
 
 namespace attnops {
@@ -142,6 +143,16 @@ const TensorCheck& TensorCheck::contiguous() const {
   return *this;
 }
 
+const TensorCheck& TensorCheck::apart() const {
+  const auto sizes = tensor_.sizes(), strides = tensor_.strides();
+  for (size_t axis = 0; axis < sizes.size(); ++axis) {
+    if (sizes[axis] <= 1 || strides[axis] != 0) continue;
+    fail(op_, label() + ".stride(" + std::to_string(axis) + ") must not be 0: it is written, and has " +
+                  std::to_string(sizes[axis]) + " elements there, shape " + shape_text(tensor_));
+  }
+  return *this;
+}
+
 const TensorCheck& TensorCheck::aligned(int bytes) const {
   if (reinterpret_cast<uintptr_t>(tensor_.const_data_ptr()) % bytes != 0) {
     fail(op_, label() + " must start on a " + std::to_string(bytes) + "-byte boundary, got an offset of " +
@@ -169,7 +180,10 @@ void check_range(const char* op, const char* name, int64_t value, int64_t low, i
 }
 
 void check_finite(const char* op, const char* name, double value) {
-  if (!std::isfinite(value)) fail(op, std::string(name) + " must be finite, got " + std::to_string(value));
+  if (std::isfinite(static_cast<float>(value))) return;
+  char text[32];
+  std::snprintf(text, sizeof text, "%g", value);
+  fail(op, std::string(name) + " must be finite" + (std::isfinite(value) ? " in float32" : "") + ", got " + text);
 }
 
 }  // namespace attnops

@@ -50,6 +50,7 @@ class TensorCheck {
   const TensorCheck& size_at_least(int64_t axis, const char* dim, int64_t least, const char* reason) const;
   const TensorCheck& dense_last() const;  // the last dimension has stride 1; every other stride is free
   const TensorCheck& contiguous() const;
+  const TensorCheck& apart() const;  // of what is written: no axis repeats its elements, as those of `expand` do
   const TensorCheck& aligned(int bytes) const;  // of the data pointer
 
  private:
@@ -63,7 +64,16 @@ class TensorCheck {
 
 // A scalar argument within [low, high].
 void check_range(const char* op, const char* name, int64_t value, int64_t low, int64_t high);
+// A scalar that kernels take as a float32, in which it must be finite, too.
 void check_finite(const char* op, const char* name, double value);
+
+// Where a tensor begins. Never null, for which a kernel takes what is absent: torch has no address where nothing lies.
+template <typename T>
+T* address_of(const Tensor& tensor) {
+  alignas(16) static char nothing[16];
+  void* data = tensor.mutable_data_ptr();
+  return static_cast<T*>(data != nullptr ? data : nothing);
+}
 
 template <typename T>
 T* data_or_null(const OptionalTensor& tensor) {

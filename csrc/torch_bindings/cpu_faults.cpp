@@ -146,8 +146,11 @@ void CpuFaults::check() const {
 void CpuFaults::check_lengths(ReportOp op, const PageTable& table, const int32_t* cache_seqlens, int batch_size) {
   for (int request = 0; request < batch_size; ++request) {
     const int64_t capacity = table.num_cells(request) * table.page_size, length = cache_seqlens[request];
-    if (length <= capacity) continue;
-    record_fault(report_, {op, ReportKind::kLength, request, 0, length, capacity + 1});
+    if (length > capacity) {
+      record_fault(report_, {op, ReportKind::kLength, request, 0, length, capacity + 1});
+    } else if (length > 0 && table.num_pages == 0) {  // kernels see no key then, and look up no page
+      record_fault(report_, {op, ReportKind::kPageIndex, request, 0, table.row(request)[0], 0});
+    }
     check();
   }
 }

@@ -21,7 +21,7 @@ class CpuFaults {
   // Fails if something was met that no caller asked to be told of.
   void check() const;
 
-  // Records lengths that no table holds, or fails at the first.
+  // Records lengths that no table holds, or for which the pool has no page at all; or fails at the first.
   void check_lengths(ReportOp op, const PageTable& table, const int32_t* cache_seqlens, int batch_size);
 
  private:

@@ -18,7 +18,7 @@ inline int32_t* checked_report(const char* op, const OptionalTensor& report, con
 inline IndexArray checked_indices(const char* op, const char* name, const Tensor& tensor, Dim& extent,
                                   const char* other_name, const Tensor& other) {
   TensorCheck(op, name, tensor).device_as(other_name, other).dtype({DType::kInt32, DType::kInt64}).shape({extent});
-  return {.data = tensor.const_data_ptr(),
+  return {.data = address_of<const void>(tensor),
           .stride = tensor.stride(0),
           .size = tensor.size(0),
           .wide = has_dtype(tensor, DType::kInt64)};

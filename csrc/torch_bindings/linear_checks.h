@@ -62,7 +62,8 @@ inline LinearStep checked_states(const char* op, const StateArguments& given, Di
       .device_as(given.tokens_name, given.tokens)
       .dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16})
       .shape({num_slots, heads, value_dim, key_dim})
-      .dense_last();
+      .dense_last()
+      .apart();
   check_range(op, "states.shape[3] (key_dim)", *key_dim, 1, kMaxStateDim);
   check_range(op, "states.shape[2] (value_dim)", *value_dim, 1, kMaxStateDim);
   if (!groups_share(*groups, *heads)) {

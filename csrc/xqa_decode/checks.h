@@ -93,7 +93,11 @@ class Checker {
         .dense_last();
     check_range(kOp, "q.shape[1] (seqlen_q)", *seqlen_q_, 1, kMaxSeqlenQ);
     check_range(kOp, "q.shape[3] (head_dim)", *head_dim_, 1, kMaxHeadDim);
-    check("out", a_.out).dtype_as("q", a_.q).shape({batch_size_, seqlen_q_, num_q_heads_, head_dim_}).dense_last();
+    check("out", a_.out)
+        .dtype_as("q", a_.q)
+        .shape({batch_size_, seqlen_q_, num_q_heads_, head_dim_})
+        .dense_last()
+        .apart();
     if (a_.lse) {
       check("lse", *a_.lse).dtype({DType::kFloat32}).shape({batch_size_, seqlen_q_, num_q_heads_}).contiguous();
     }

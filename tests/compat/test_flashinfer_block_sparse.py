@@ -88,6 +88,20 @@ def test_blocks_of_any_size_for_every_kv_head():
     assert torch.equal(again, out) and torch.equal(again_lse, lse)
 
 
+@pytest.mark.parametrize("size", [-1, 1 << 29, 2**31 - 1, -(2**63), 2**62])
+@pytest.mark.parametrize("side", ["block_row_sz", "block_col_sz"])
+def test_sizes_of_blocks_that_nothing_holds_are_refused(side, size):
+    """torch repeats its elements so often: it ended the process, or asked for the memory."""
+    sizes = {"block_row_sz": torch.tensor([[3, 9, 4]]), "block_col_sz": torch.tensor([[10, 1, 9, 12]])}
+    wrapper = flashinfer.VariableBlockSparseAttentionWrapper(WORKSPACE)
+    for where in (slice(0, 1), slice(None)):
+        wrong = sizes | {side: sizes[side].clone()}
+        wrong[side][:, where] = size
+        with pytest.raises(ValueError, match="block_row_sz and block_col_sz must hold sizes from 0"):
+            wrapper.plan(torch.ones(1, 3, 4), **wrong, num_qo_heads=2, num_kv_heads=1, head_dim=64)
+    wrapper.plan(torch.ones(1, 3, 4), **sizes, num_qo_heads=2, num_kv_heads=1, head_dim=64)
+
+
 def test_what_is_refused():
     wrapper = flashinfer.BlockSparseAttentionWrapper(WORKSPACE)
     q, k, v = tensors(16, 32, (4, 2, 2))

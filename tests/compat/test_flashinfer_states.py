@@ -137,3 +137,9 @@ def test_batch_attention():
     expected = problem.expected(softmax_scale=0.1)
     assert relative_error(out, 2 * expected[0]) <= BOUND
     assert_lse_close(lse * math.log(2), expected[1])
+
+
+@pytest.mark.parametrize("levels", [0, -1, 1 << 31])
+def test_a_cascade_has_levels_and_not_too_many(levels):
+    with pytest.raises(ValueError, match=rf"num_levels must be in \[1, 1024\], got {levels}"):
+        flashinfer.MultiLevelCascadeAttentionWrapper(levels, WORKSPACE)

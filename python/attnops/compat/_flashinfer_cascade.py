@@ -27,6 +27,9 @@ from attnops.compat._flashinfer_wrapper import BatchDecodeWithPagedKVCacheWrappe
 _NO_ROPE = "rotate q and k before they are stored"
 
 
+_MOST_LEVELS = 1 << 10
+
+
 class MultiLevelCascadeAttentionWrapper(Workspaces):
     """Levels of a shared prefix each attended to by their own requests, and merged.
 
@@ -49,6 +52,11 @@ class MultiLevelCascadeAttentionWrapper(Workspaces):
         paged_kv_last_page_len_buf_arr: list[Tensor] | None = None,
     ) -> None:
         check_kv_layout(type(self).__name__, kv_layout)
+        if not 1 <= num_levels <= _MOST_LEVELS:
+            raise ValueError(
+                f"attnops.compat: MultiLevelCascadeAttentionWrapper: num_levels must be in [1, {_MOST_LEVELS}], "
+                f"got {num_levels}"
+            )
         given = (qo_indptr_buf_arr, paged_kv_indptr_buf_arr, paged_kv_indices_buf_arr, paged_kv_last_page_len_buf_arr)
         if use_cuda_graph and any(buffers is None for buffers in given):
             raise ValueError("attnops.compat: use_cuda_graph=True needs the four lists of buffers")

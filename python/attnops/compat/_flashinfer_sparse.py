@@ -16,6 +16,8 @@ from attnops.compat._errors import names_the_peers
 from attnops.compat._flashinfer_paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 from attnops.compat._flashinfer_workspace import Workspaces
 
+_MOST_KEYS = 1 << 28  # a length counts as no more: docs/architecture.md
+
 
 class _BlockSparse(Workspaces):
     """What both wrappers keep: a wrapper of paged prefill, and a name."""
@@ -31,6 +33,20 @@ class _BlockSparse(Workspaces):
     def _check_planned(self, name: str) -> None:
         if self._paged._plan_info is None:
             raise RuntimeError(f"attnops.compat: {name}: plan must run first")
+
+
+def _checked_keys(name: str, seen: Tensor, heights: Tensor, widths: Tensor) -> int:
+    """The number of keys that all rows of blocks see, where no size is out of range. It is read on the host, once."""
+    sizes = torch.cat([heights.flatten(), widths.flatten()])
+    sane = sizes.clamp(0, _MOST_KEYS + 1)  # so that sums do not wrap around
+    keys = (seen * widths.clamp(0, _MOST_KEYS + 1).unsqueeze(1)).sum()
+    wrong, most, total = torch.stack([(sizes != sane).sum(), sane.sum(), keys]).tolist()
+    if wrong or max(most, total) > _MOST_KEYS:
+        raise ValueError(
+            f"attnops.compat: {name}: block_row_sz and block_col_sz must hold sizes from 0, in all at most "
+            f"{_MOST_KEYS}, got {wrong} out of range and {most} in all. Rows see {total} keys of at most {_MOST_KEYS}"
+        )
+    return int(total)
 
 
 class BlockSparseAttentionWrapper(_BlockSparse):
@@ -195,6 +211,9 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
             block_row_sz, block_col_sz: int ``[H_kv, MB]`` and ``[H_kv, NB]``; their sums are the same for all heads.
             causal: Among the keys that a row of blocks sees.
             use_fp16_qk_reduction, non_blocking: Accepted and ignored, since no result depends on it.
+
+        Raises:
+            ValueError: a size of a block is below 0, or all sizes or the keys that are seen come to more than 2^28.
         """
         name = f"{self._NAME}.plan"
         rows, columns = block_row_sz.shape[-1], block_col_sz.shape[-1]
@@ -205,11 +224,11 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
             )
         seen = block_mask_map.to(self._device, torch.bool)
         heights, widths = block_row_sz.to(self._device).long(), block_col_sz.to(self._device).long()
+        total = _checked_keys(name, seen, heights, widths)
         head, _, column = seen.nonzero(as_tuple=True)
         width = widths[head, column]
         first = widths.flatten().cumsum(0).view_as(widths) - widths  # among the keys of all heads
         ahead = width.cumsum(0) - width
-        total = int(width.sum())
         index = torch.arange(total, device=self._device)
         block = torch.repeat_interleave(torch.arange(width.shape[0], device=self._device), width, output_size=total)
         keys = first[head, column][block] + index - ahead[block]
