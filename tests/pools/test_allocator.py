@@ -176,3 +176,24 @@ def test_two_requests_cannot_grow_into_one_page():
             ValueError, match=rf"last_locs\[1\] = {last} lies in page {last // 4}, into which request 0"
         ):
             grow()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int16, torch.float32, torch.float64], ids=str)
+def test_slots_are_integers_that_hold_every_slot(dtype):
+    """A mask of a batch's tokens counted as slots 0 and 1, and gave back page 0 alone."""
+    allocator = PagedTokenToKVPoolAllocator(64, 4)
+    slots = allocator.alloc(10)
+    for given_back in (allocator.free, allocator.share, allocator.pages_of):
+        with pytest.raises(ValueError, match=f"slots of int32 or int64, got {dtype}"):
+            given_back(slots.to(dtype))
+    assert allocator.available_size() == 52
+
+
+def test_pages_that_are_none_are_named():
+    window = SWATokenToKVPoolAllocator(SWAKVPool(64, 32, 4, torch.bfloat16, 2, 64, [0], [1]))
+    for page in (-1, 16, 10**9):
+        with pytest.raises(ValueError, match=f"page {page} is none of the allocator's 16"):
+            window.holders(page)
+    for ask in (window.free_swa, window.is_window_resident):
+        with pytest.raises(ValueError, match="page 25000 is none of the allocator's 16"):
+            ask(torch.tensor([10**5]))

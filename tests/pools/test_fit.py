@@ -70,6 +70,16 @@ MISFITS = [
         "k_buffer must have 4 dimensions, got shape [4, 64]",
     ),
     (
+        GQA,
+        lambda: replaced(mha(), "k_buffer", torch.zeros(3, 16, 2, 32, dtype=BF16)),
+        "k_buffer's shape[0] (num_pages) must be at least 8, got 3",
+    ),
+    (
+        MLA,
+        lambda: replaced(mla(), "kv_buffer", torch.zeros(1, 64, 576, dtype=BF16)),
+        "kv_buffer's shape[0] (num_pages) must be at least 2, got 1",
+    ),
+    (
         MLA,
         lambda: replaced(mla(), "kv_buffer", torch.zeros(4, 64, 512, dtype=BF16)),
         "kv_buffer's shape[2] (row) must be 576, got 512",

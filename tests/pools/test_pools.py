@@ -9,6 +9,7 @@ import torch
 from attnops import reference
 from attnops.layers import RadixAttention
 from attnops.pools import (
+    MambaPool,
     MHATokenToKVPool,
     MLATokenToKVPool,
     ReqToTokenPool,
@@ -241,3 +242,30 @@ def test_a_pool_keeps_one_buffer_per_layer():
     before = pool.buffers_version
     copied.k_buffer[0] = pages
     assert pool.buffers_version == before < copied.buffers_version
+
+
+@pytest.mark.parametrize(
+    "wrong", [torch.tensor([1.7]), torch.tensor([True]), torch.tensor([2**31]), torch.tensor([-(2**40)])]
+)
+def test_slots_that_no_int32_holds_are_refused(wrong):
+    """They were cut to other slots."""
+    pool = ReqToTokenPool(4, 16)
+    with pytest.raises(ValueError, match="ReqToTokenPool takes slots"):
+        pool.write(0, 0, wrong)
+    with pytest.raises(ValueError, match="ReqToTokenPool takes slots"):
+        pool.write_each([0], [3], wrong)
+    assert not pool.host.any()
+    pool.write(0, 0, torch.tensor([2**31 - 1]))
+    pool.write(0, 1, torch.empty(0, dtype=torch.int64))
+
+
+def test_states_are_given_back_all_or_none():
+    pool = MambaPool(4, 1, (4, 3), (2, 4, 4))
+    one, other = pool.alloc(2)
+    pool.share([one])
+    for wrong in ([one, 3], [one, other, other], [one, one, one], [one, -1]):
+        with pytest.raises(ValueError, match="of MambaPool"):
+            pool.free(wrong)
+        assert pool.available_size() == 2
+    pool.free([one, one, other])
+    assert pool.available_size() == 4

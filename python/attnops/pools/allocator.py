@@ -47,6 +47,7 @@ class PagedTokenToKVPoolAllocator:
         return len(self._free)
 
     def holders(self, page: int) -> int:
+        self._check_pages([page])
         return self._holders[page]
 
     def alloc_pages(self, count: int) -> list[int] | None:
@@ -161,6 +162,8 @@ class PagedTokenToKVPoolAllocator:
     def _real(self, slots: Tensor) -> Tensor:
         if slots.device.type != "cpu":
             raise ValueError("attnops: the allocator takes slots in host memory (ReqToTokenPool.slots): it never syncs")
+        if slots.dtype not in (torch.int32, torch.int64):  # a mask or a fraction would name other pages
+            raise ValueError(f"attnops: the allocator takes slots of int32 or int64, got {slots.dtype}")
         return slots[slots >= 0]
 
     def _whole_pages_of(self, slots: Tensor) -> list[int]:
@@ -193,6 +196,11 @@ class PagedTokenToKVPoolAllocator:
                 f"attnops: last_locs[{request}] = {last} lies in page {page}, into which request {tails[page]} grows"
             )
         tails[page] = request
+
+    def _check_pages(self, pages: list[int]) -> None:
+        for page in pages:
+            if not 0 <= page < self.num_pages:
+                raise ValueError(f"attnops: page {page} is none of the allocator's {self.num_pages}")
 
     def _check_held(self, pages: list[int]) -> None:
         for page in pages:

@@ -22,23 +22,27 @@ def reason_against(pool: TokenPool, spec: AttentionSpec, device: torch.device) -
         wanted = "an MLATokenToKVPool" if spec.is_mla else "an MHATokenToKVPool or SWAKVPool"
         return f"the pool must be {wanted}, got {type(pool).__name__}"
     reasons = [_difference("the pool", "page_size", spec.page_size, pool.page_size)]
-    reasons += [_reason_against_pages(name, pages, spec, device) for name, pages in _buffers(pool)]
+    reasons += [_reason_against_pages(*buffer, spec, device) for buffer in _buffers(pool)]
     if isinstance(pool, DSATokenToKVPool):
         reasons += [_reason_against_index(pages, pool, device) for pages in pool.index_k_with_scale_buffer]
     return next(filter(None, reasons), "")
 
 
-def _buffers(pool: KVCache) -> list[tuple[str, torch.Tensor]]:
+def _buffers(pool: KVCache) -> list[tuple[str, torch.Tensor, int]]:
+    """Name, pages, and how many there must be: tokens of a page that is missing would be left out without a word."""
     if isinstance(pool, SWAKVPool):
         return [*_buffers(pool.full_kv_pool), *_buffers(pool.swa_kv_pool)]
     if isinstance(pool, MLATokenToKVPool):
-        return [("kv_buffer", pages) for pages in pool.kv_buffer]
+        return [("kv_buffer", pages, pool.num_pages) for pages in pool.kv_buffer]
     if isinstance(pool, MHATokenToKVPool):
-        return [*(("k_buffer", pages) for pages in pool.k_buffer), *(("v_buffer", pages) for pages in pool.v_buffer)]
+        sides = {"k_buffer": pool.k_buffer, "v_buffer": pool.v_buffer}
+        return [(name, pages, pool.num_pages) for name, side in sides.items() for pages in side]
     return []
 
 
-def _reason_against_pages(name: str, pages: torch.Tensor, spec: AttentionSpec, device: torch.device) -> str:
+def _reason_against_pages(
+    name: str, pages: torch.Tensor, num_pages: int, spec: AttentionSpec, device: torch.device
+) -> str:
     if spec.is_mla:
         row = MLA_FP8_ROW_BYTES if spec.cache_dtype == torch.uint8 else spec.head_dim
         dims = {"page_size": spec.page_size, "row": row}
@@ -54,6 +58,8 @@ def _reason_against_pages(name: str, pages: torch.Tensor, spec: AttentionSpec, d
         return reason or f"{name} must have {1 + len(dims)} dimensions, got shape {list(pages.shape)}"
     for axis, (dim, extent) in enumerate(dims.items(), 1):
         reason = reason or _difference(name, f"shape[{axis}] ({dim})", extent, pages.shape[axis])
+    if not reason and pages.shape[0] < num_pages:
+        return f"{name}'s shape[0] (num_pages) must be at least {num_pages}, got {pages.shape[0]}"
     return reason
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -187,10 +188,16 @@ class MambaPool:
         """One holder less for each slot; one without any is free.
 
         Raises:
-            ValueError: a slot has no holder.
+            ValueError: a slot has fewer holders than leave it; nothing is given back then.
         """
-        for slot in [slots] if isinstance(slots, int) else slots:
-            self._check_used([slot])
+        leaving = Counter([slots] if isinstance(slots, int) else slots)
+        self._check_used(list(leaving))
+        for slot, count in leaving.items():
+            if count > self._holders[slot]:
+                raise ValueError(
+                    f"attnops: slot {slot} of MambaPool has {self._holders[slot]} holders, and {count} leave"
+                )
+        for slot in leaving.elements():
             self._holders[slot] -= 1
             if self._holders[slot] == 0:
                 self._free.append(slot)

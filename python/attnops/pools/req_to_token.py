@@ -7,6 +7,8 @@ from torch import Tensor
 
 from attnops.types import device_of
 
+_INT32 = torch.iinfo(torch.int32)
+
 
 class ReqToTokenPool:
     """A row of token slots per running request.
@@ -62,7 +64,7 @@ class ReqToTokenPool:
         """Tokens ``start, start + 1, ...`` of one request are in `slots` (host tensor).
 
         Raises:
-            ValueError: no such row or token, or `slots` are on a device.
+            ValueError: no such row or token, or `slots` are on a device or no integers of 32 bits.
         """
         end = start + slots.shape[0]
         self._check_range(row, start, end)
@@ -76,7 +78,8 @@ class ReqToTokenPool:
         """Token ``positions[i]`` of request ``rows[i]`` is in ``slots[i]``: a decode step, all requests at once.
 
         Raises:
-            ValueError: no such row or token, arguments of unequal length, or `slots` are on a device.
+            ValueError: no such row or token, arguments of unequal length, or `slots` are on a device or no integers of
+                32 bits.
         """
         if not len(rows) == len(positions) == slots.shape[0]:
             raise ValueError(
@@ -116,4 +119,10 @@ class ReqToTokenPool:
 def _on_host(slots: Tensor) -> Tensor:
     if slots.device.type != "cpu":
         raise ValueError("attnops: ReqToTokenPool takes slots in host memory: it never waits for a device")
+    if slots.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"attnops: ReqToTokenPool takes slots of int32 or int64, got {slots.dtype}")
+    if slots.dtype == torch.int64 and slots.numel():  # as int32 another slot's number
+        least, most = (int(extreme) for extreme in slots.aminmax())
+        if least < _INT32.min or most > _INT32.max:
+            raise ValueError(f"attnops: ReqToTokenPool takes slots that an int32 holds, got {least} to {most}")
     return slots.to(torch.int32)

@@ -133,13 +133,17 @@ class SWATokenToKVPoolAllocator(PagedTokenToKVPoolAllocator):
         Returns:
             How many window pages became free.
         """
-        pages = [p for p in self.pages_of(slots) if self._holders[p] == 1 and self._window_page[p] >= 0]
+        pages = self.pages_of(slots)
+        self._check_pages(pages)
+        pages = [p for p in pages if self._holders[p] == 1 and self._window_page[p] >= 0]
         self._on_free(pages)
         return len(pages)
 
     def is_window_resident(self, slots: Tensor) -> bool:
         """Every page of `slots` still has its window page: what a request must know before it reuses a prefix."""
-        return all(self._window_page[page] >= 0 for page in self.pages_of(slots))
+        pages = self.pages_of(slots)
+        self._check_pages(pages)
+        return all(self._window_page[page] >= 0 for page in pages)
 
     def _on_alloc(self, pages: list[int]) -> None:
         window = self._window.alloc_pages(len(pages))
