@@ -135,6 +135,22 @@ def test_errors_name_the_argument(change, message, repeats):
             call(*case.arguments(**changes).values())
 
 
+@pytest.mark.parametrize("calls", [0, 3], ids=["op", "repeatable"])
+@pytest.mark.parametrize("kind", ["xqa", "mla"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_tensor_without_memory_is_refused(device, kind, calls):
+    """A meta tensor brought a call that does nothing: a step's rows were not stored, and out stayed what it was."""
+    case = Xqa(device) if kind == "xqa" else Mla(device, "bf16", apart=True)
+    call = repeatable(xqa_layer if kind == "xqa" else mla_layer, case.bind())
+    with torch.no_grad():
+        for _ in range(calls):
+            call(*case.arguments().values())
+        for name, tensor in case.arguments().items():
+            if tensor is not None:
+                with pytest.raises(RuntimeError, match=r"attnops::(xqa|mla)_layer: \w+ must be on .* as q, got "):
+                    call(*case.arguments(**{name: tensor.to("meta")}).values())
+
+
 def test_bound_bytes_are_those_of_a_bind_op():
     case = Xqa("cpu")
     with pytest.raises(RuntimeError, match="attnops::xqa_layer: bound must have been written by xqa_layer_bind"):

@@ -77,11 +77,14 @@ def add_sinks(lse: Tensor | None, sinks: Tensor | None) -> None:
         lse.copy_(torch.where(lse == -math.inf, lse, torch.logaddexp(lse, sinks)))
 
 
-def register_fake(op: str) -> None:
+def register_fake(op: str, on_host: tuple[str, ...] = ()) -> None:
     """Registers the fake of an op that writes into tensors that it is given and returns nothing.
 
     A meta tensor among real ones brings a real call here, where it would be accepted and do nothing: that is an error.
     The other devices have their own checks.
+
+    Args:
+        on_host: Tensors that lie in host memory whatever the device of the others.
     """
     names = [argument.name for argument in getattr(torch.ops.attnops, op).default._schema.arguments]
     home = "q" if "q" in names else names[0]
@@ -91,7 +94,7 @@ def register_fake(op: str) -> None:
         device = given[home].device
         for name, value in given.items():
             for tensor in value if isinstance(value, list) else [value]:
-                if isinstance(tensor, Tensor) and tensor.device.type != device.type:
+                if isinstance(tensor, Tensor) and name not in on_host and tensor.device.type != device.type:
                     raise RuntimeError(f"attnops::{op}: {name} must be on {device} as {home}, got {tensor.device}")
 
     torch.library.register_fake(f"attnops::{op}", fake)

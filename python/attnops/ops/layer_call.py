@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from attnops.metadata.plan import MlaDecodePlan, XqaDecodePlan
+from attnops.ops._arguments import register_fake
 
 BOUND_BYTES = 2048  # csrc/layer_call/header.h
 
@@ -139,9 +140,5 @@ def _bind(
     return bound
 
 
-def _writes_only(*args: object) -> None:
-    """The fake of every op here: each writes into tensors that it is given and returns nothing."""
-
-
 for _name in ("_xqa_layer_bind", "xqa_layer", "_mla_layer_bind", "mla_layer"):
-    torch.library.register_fake(f"attnops::{_name}", _writes_only)
+    register_fake(_name, on_host=("bound",))
