@@ -250,3 +250,16 @@ def test_a_decoder_asked_for_everything_serves_a_prompt_and_its_next_token(pool)
         keys, values = torch.cat([k, step.k[new]]), torch.cat([v, step.v[new]])
         expected, _ = reference.attention(step.q[new], keys, values, softmax_scale=model.scale, window_left=20)
         assert relative_error(out[new], expected) <= MAX_RELATIVE_ERROR[torch.bfloat16]
+
+
+@pytest.mark.parametrize("mode", [EXTEND, DECODE])
+@pytest.mark.parametrize("name", serving(SPEC, EXTEND, DECODE))
+def test_rows_that_do_not_belong_together_are_named(name, mode):
+    backend, new = get_backend_class(name)(SPEC, LIMITS), [1, 1] if mode is DECODE else [3, 4]
+    step = make_step(MODEL, mode, [20, 9], new)
+    backend.init_forward_metadata(step.batch)
+    with pytest.raises((ValueError, RuntimeError), match=r"attnops.*: v must be given with k"):
+        backend.forward(step.q, step.k, None, step.layer, step.batch)
+    for dtype in (torch.int16, torch.bool):
+        with pytest.raises((ValueError, RuntimeError), match=r"attnops.*\bq must (have dtype|be of a floating point)"):
+            backend.forward(step.q.to(dtype), None, None, step.layer, step.batch)

@@ -141,6 +141,8 @@ class AttentionBackend(ABC):
             raise ValueError(
                 f"attnops: q.shape[0] must be {batch.num_tokens} (num_tokens of the step), got {q.shape[0]}"
             )
+        if v is None and k is not None and not self.spec.is_mla:
+            raise ValueError("attnops: v must be given with k: only MLA's layers have no rows of v")
         if batch.multi_item is not None and not self.capability.multi_item:
             raise NotImplementedError(
                 f"attnops: backend {self.name} has no multi-item scoring (AttentionBatch.multi_item)"

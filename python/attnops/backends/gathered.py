@@ -89,6 +89,8 @@ class GatheredSteps:
     def attend(self, call: LayerCall) -> None:
         layer, batch = call.layer, call.batch
         step, q = self.prepared.of(batch), whole_queries(call)
+        if not q.dtype.is_floating_point:  # torch would compute, and cut the result to integers
+            raise ValueError(f"attnops: q must be of a floating point dtype, got {q.dtype}")
         out = call.out.view(q.shape[0], layer.num_heads, layer.v_head_dim)
         rows = _rows_of_requests(batch, step)
         if layer.attn_type is AttentionType.ENCODER_ONLY:
