@@ -37,6 +37,7 @@ FAMILIES: dict[str, tuple[int, Callable[[Draw], None]]] = {
     "xqa_decode": (20, xqa.right),
     "mla_decode": (15, mla.right),
     "fmha": (25, fmha.right),
+    "fp8 queries": (2, fmha.right_fp8_queries),
     "four bits": (3, fp4.right_decode),
     "stores of four bits": (2, fp4.right_store),
     "page tables": (4, paged.right_tables),
