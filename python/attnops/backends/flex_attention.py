@@ -33,7 +33,7 @@ def _compiled(device_type: str) -> Any:
 _TILES = ((64, 64), (256, 32), (1024, 16))
 _LEAST_DIM = 16  # of a tile's product
 # float32 products by three of tf32: right to some 21 bits, on tensor cores. torch's default unrolls one instruction for
-# each product of a tile, and compiling these has taken above two minutes.
+# each product of a tile, which takes longer to compile (`docs/log/triton.md`).
 _PRECISION = "'tf32x3'"
 
 
