@@ -8,7 +8,9 @@ export ATTNOPS_ARCHS ?= 90a
 ENGINES ?= transformers vllm sglang nano_vllm
 # Threads that spin while they wait take the cores that others compute on.
 export OMP_WAIT_POLICY ?= passive
-# Processes of tests that compute in Python: Triton's interpreter uses one core, and about 1 GB.
+# Compiled modules are kept, whatever the environment says: tests start many processes.
+export PYTHONDONTWRITEBYTECODE :=
+# Processes of tests, each about 1 GB. They share cores, so each computes with few threads.
 TEST_JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
 
 .PHONY: demo test docs dashboard engines engine-environments build check wheel sdist clean
@@ -17,7 +19,7 @@ demo: build
 	$(BIN)/python examples/demo.py
 
 test: check
-	$(BIN)/python -m pytest -m "not gpu and not triton" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal -m "not gpu and not triton" $(PYTEST_ARGS)
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal -m "triton and not gpu" $(PYTEST_ARGS)
 
 # Each engine pins a torch and a transformers of its own: an environment per engine, .venv-<engine>, from

@@ -1,5 +1,6 @@
 """One wheel for every Python from 3.10, and a source distribution that holds what it is built from."""
 
+import fcntl
 import json
 import os
 import re
@@ -54,8 +55,11 @@ def run(command, **kwargs):
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
+    (ROOT / "build").mkdir(exist_ok=True)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    run([sys.executable, ROOT / "tools/build_wheel.py", folder], env={**os.environ, "PATH": path}, cwd=folder)
+    with open(ROOT / "build/wheel.lock", "w") as lock:  # another process of this run may build as well
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        run([sys.executable, ROOT / "tools/build_wheel.py", folder], env={**os.environ, "PATH": path}, cwd=folder)
     (built,) = folder.glob("*.whl")
     return built
 
