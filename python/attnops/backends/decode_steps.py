@@ -146,14 +146,21 @@ class DecodeSteps:
         batch: AttentionBatch,
         save_kv_cache: bool = True,
         *,
-        q_rope: Tensor | None = None,
-        k_rope: Tensor | None = None,
         out: Tensor | None = None,
+        **ropes: Tensor | None,
     ) -> Tensor:
         """`AttentionBackend.forward` of a backend that only decodes: one layer, stored and attended in one call.
 
         Written in one piece: a server runs it once per layer, and each Python call costs a tenth of a kernel's launch.
+
+        Args:
+            ropes: `q_rope` and `k_rope` of MLA's layers.
         """
+        q_rope = k_rope = None
+        if ropes:
+            q_rope, k_rope = ropes.pop("q_rope", None), ropes.pop("k_rope", None)
+            if ropes:
+                raise TypeError(f"attnops: forward got an unexpected argument {next(iter(ropes))}")
         if out is None:
             like_q = q.dim() == 2 and layer.v_head_dim == layer.head_dim  # made sooner than by a shape
             out = torch.empty_like(q) if like_q else q.new_empty(q.shape[0], layer.num_heads * layer.v_head_dim)

@@ -219,7 +219,9 @@ class RadixAttention(torch.nn.Module):
             raise ValueError(_NO_BACKEND)
         if self._is_cross_attention:
             _check_serves_encoders(backend)
-        if topk_indices is None:  # a call without a dictionary takes less time, and there is one in every layer
+        if topk_indices is None:  # calls without a dictionary or names take less time, and there is one in every layer
+            if q_rope is None and k_rope is None:
+                return backend.forward(q, k, v, self, forward_batch, save_kv_cache)
             return backend.forward(q, k, v, self, forward_batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope)
         lists = lists_for(backend, topk_indices)
         return backend.forward(q, k, v, self, forward_batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope, **lists)
@@ -317,6 +319,9 @@ def _attend(
             key, value = _first(key, num_tokens), _first(value, num_tokens)
         q_rope, k_rope = _first(q_rope, num_tokens), _first(k_rope, num_tokens)
         topk_indices = _first(topk_indices, num_tokens)
+    if topk_indices is None and q_rope is None and k_rope is None:
+        backend.forward(query, key, value, layer, batch, save_kv_cache, out=output)
+        return
     if topk_indices is None:
         backend.forward(query, key, value, layer, batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope, out=output)
         return
