@@ -114,22 +114,29 @@ def test_a_captured_step_is_planned_again_before_each_replay(model, shape):
     assert len(buffers.wrappers) == len(buffers.plans) == 1 and not backend.wrappers._eager
 
 
-def test_fixed_splits_of_the_deterministic_mode(monkeypatch):
+@pytest.mark.parametrize(
+    ("shape", "wrapper", "side", "usual"),
+    [
+        ("decode", stand_in.BatchDecodeWithPagedKVCacheWrapper, "DECODE", 2048),
+        ("verify", stand_in.BatchPrefillWithPagedKVCacheWrapper, "PREFILL", 4096),
+    ],
+)
+def test_fixed_splits_of_the_deterministic_mode(monkeypatch, shape, wrapper, side, usual):
     seen = []
-    plan = stand_in.BatchDecodeWithPagedKVCacheWrapper.plan
+    plan = wrapper.plan
 
     def spy(self, *args, **options):
         seen.append(options)
         return plan(self, *args, **options)
 
-    monkeypatch.setattr(stand_in.BatchDecodeWithPagedKVCacheWrapper, "plan", spy)
+    monkeypatch.setattr(wrapper, "plan", spy)
     model = Model("gqa", gqa(deterministic=True, num_kv_heads=8))
-    for variable, pages in ((None, 2048 // 16), ("160", 10)):
+    for variable, pages in ((None, usual // 16), ("160", 10)):
         if variable:
-            monkeypatch.setenv("SGLANG_FLASHINFER_DECODE_SPLIT_TILE_SIZE", variable)
+            monkeypatch.setenv(f"SGLANG_FLASHINFER_{side}_SPLIT_TILE_SIZE", variable)
         backend = build(model.spec)
         assert backend.wrappers.use_tensor_cores  # fixed splits are theirs
-        step = step_of(model, "decode")
+        step = step_of(model, shape)
         backend.init_forward_metadata(step.batch)
         step.run(backend)
         assert seen[-1]["fixed_split_size"] == pages
