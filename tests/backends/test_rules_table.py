@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 from attnops.backends import Machine, get_backend_class, select
 from attnops.backends.machine import PACKAGES
+from attnops.backends.rules import order
+from attnops.environment import VARIABLES
 from attnops.types import AttentionSpec, ForwardMode
 
 GQA = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, page_size=64)
@@ -140,6 +144,30 @@ def test_reasons_name_what_to_install_and_what_is_untested():
     assert missing["fa3"][0].startswith("needs kernels for sm_100 (ATTNOPS_ARCHS), this build has those of sm_80 and")
     rejected = chosen(Machine(device="hip"), GQA, tuple(PACKAGES)).rejected
     assert rejected["aiter"][0].startswith("untested_on_hardware: nobody has run it")
+
+
+CHOOSING = (Path(__file__).parents[2] / "docs" / "choosing.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("row", "column", "machine"),
+    [
+        ("sm_90", 0, cuda(90)),
+        ("sm_90", 1, cuda(90)),
+        *(("sm_80 to sm_89, sm_120", 1, cuda(arch)) for arch in (80, 86, 87, 89, 120, 121)),
+        *(("sm_100, sm_103", 1, cuda(arch)) for arch in (100, 103)),
+        ("CPU", 0, Machine(device="cpu")),
+    ],
+)
+def test_the_page_tells_the_order(row, column, machine):
+    cells = next(line for line in CHOOSING.splitlines() if line.startswith(f"| {row} |")).split("|")[2:]
+    told = re.findall(r"`(\w+)`", cells[column].split(";")[0])
+    # A backend of sparse models is asked by its model's kind.
+    assert told == [name for name in order(machine, bool(column)) if name != "nsa"]
+
+
+def test_the_page_tells_of_every_environment_variable():
+    assert [one.name for one in VARIABLES if f"`{one.name}`" not in CHOOSING] == []
 
 
 BLOCKED = """
