@@ -30,6 +30,8 @@ def schema_of(name: str) -> str:
     """The registered schema, an argument a line."""
     schema = str(getattr(torch.ops.attnops, name).default._schema)
     head, arguments, tail = re.fullmatch(r"(.*?\()(.*)(\) -> .*)", schema).groups()
+    if not arguments:
+        return schema
     parts = re.split(r", (?![^(]*\))", arguments)
     return "\n".join([head, *(f"    {part}," for part in parts), tail])
 
@@ -47,6 +49,19 @@ class Ops(SphinxDirective):
         return self.parse_text_to_nodes("\n".join(lines), allow_section_headings=True)
 
 
+class OtherOps(SphinxDirective):
+    """Ops that no function of `attnops.ops` has for its own: a line "name: what it does" each, and its schema."""
+
+    has_content = True
+
+    def run(self) -> list[nodes.Node]:
+        lines: list[str] = []
+        for line in self.content:
+            name, _, text = line.partition(": ")
+            lines += [f"### {name}", "", text, "", "```{code-block} text", *schema_of(name).splitlines(), "```", ""]
+        return self.parse_text_to_nodes("\n".join(lines), allow_section_headings=True)
+
+
 def tidy(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
     """Docstrings write names of arguments as `name`; napoleon's own markup stays."""
     lines[:] = [re.sub(r"(?<![\w:`]):func:`", "`", line) for line in lines]
@@ -54,5 +69,6 @@ def tidy(app: Sphinx, what: str, name: str, obj: object, options: object, lines:
 
 def setup(app: Sphinx) -> dict:
     app.add_directive("attnops-ops", Ops)
+    app.add_directive("attnops-other-ops", OtherOps)
     app.connect("autodoc-process-docstring", tidy, priority=400)
     return {"version": "1", "parallel_read_safe": True}

@@ -50,6 +50,7 @@ def build_block_tables(
         kv_indptr: int32 ``[B + 1]``: request b owns the cells ``[kv_indptr[b], kv_indptr[b + 1])`` of `page_table`.
         cu_seqlens_q: int32 ``[B + 1]``: where each request's new tokens begin. The blocks that hold them are then in,
             listed or not, and come last. Where cells are missing, listed blocks are left out.
+        page_step, unit_step, head_step: Factors of a cell, as above.
         causal: Row i of S_q sees keys up to its own position; False: all of its request.
         report: int32 ``[8]`` of the checked mode: bad blocks, pages, and rows without room are recorded there.
 

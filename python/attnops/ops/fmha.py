@@ -196,7 +196,14 @@ def fmha_paged(
         report: int32 ``[8]`` of the checked mode: page indices outside the pool and lengths beyond the table are
             recorded there, and skipped.
 
-        The other arguments, results and errors are those of `fmha_varlen`.
+        The other arguments are those of `fmha_varlen`.
+
+    Returns:
+        ``(out, lse)`` as `fmha_varlen`.
+
+    Raises:
+        ValueError: the plan was allocated for another geometry.
+        RuntimeError: naming the argument whose shape, dtype, stride, device or range does not fit.
     """
     if block_list is not None or isinstance(plan, BlockPrefillPlan):
         _refuse_with_blocks(plan, block_list, window_left, window_right, hidden_keys)

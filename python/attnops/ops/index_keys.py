@@ -32,6 +32,8 @@ def store_index_k(
         index_pages: uint8 ``[num_pages, page_size, D + 4]``, each page without gaps.
         k: ``[T, D]`` float32, bf16 or fp16, last dim dense.
         out_cache_loc: int32 or int64 ``[T]``: token slots; below 0: padding.
+        hadamard: Multiply k by the Hadamard matrix and ``D ** -0.5`` first, in float32.
+        ue8m0: Round scales up to powers of two.
         report: int32 ``[8]`` of the checked mode.
 
     Raises:
@@ -57,6 +59,7 @@ def quantize_index_q(
         q: ``[T, H, D]`` float32, bf16 or fp16, last dim dense.
         weights: ``[T, H]`` float32, bf16 or fp16, last dim dense.
         scale: Of the weights: ``H ** -0.5 * D ** -0.5`` in DeepSeek's models.
+        hadamard, ue8m0: As in `store_index_k`.
         q_fp8: float8_e4m3fn ``[T, H, D]``; allocated when omitted.
         weights_out: float32 ``[T, H]``: ``weights * scale * q's scale``; allocated when omitted.
 

@@ -197,7 +197,15 @@ def delta_plan(cu_seqlens: Tensor, *, plan: Tensor | None = None) -> Tensor:
 
 @names_its_arguments
 def ssd_plan(cu_seqlens: Tensor, *, plan: Tensor | None = None) -> Tensor:
-    """`delta_plan`, for `ssd_prefill`."""
+    """`delta_plan`, for `ssd_prefill`.
+
+    Args:
+        cu_seqlens: int32 ``[B + 1]``.
+        plan: int32 ``[B]``; allocated when omitted.
+
+    Raises:
+        RuntimeError: naming the argument that does not fit.
+    """
     plan = cu_seqlens.new_empty(max(cu_seqlens.shape[0] - 1, 0)) if plan is None else plan
     torch.ops.attnops.ssd_plan(plan, cu_seqlens)
     return plan

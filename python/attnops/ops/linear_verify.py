@@ -195,7 +195,16 @@ def ssd_commit(
     fold: bool = False,
     report: Tensor | None = None,
 ) -> None:
-    """`delta_commit`, after `ssd_verify`."""
+    """`delta_commit`, after `ssd_verify`.
+
+    Args:
+        states: ``[num_slots, H, P, N]``, updated in place where a ring is folded.
+        accepted_path, accepted_len, state_indices, fold, report: as of `delta_commit`.
+        ring_u, ring_k, ring_decay, ring_len: as in `ssd_verify`, updated in place.
+
+    Raises:
+        RuntimeError: naming the argument that does not fit; on the CPU also a bad slot, length or path.
+    """
     torch.ops.attnops.ssd_commit(
         states, ring_u, ring_k, ring_decay, ring_len, state_indices, accepted_path, accepted_len, fold, report
     )

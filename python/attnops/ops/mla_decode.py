@@ -25,7 +25,11 @@ def mla_decode_plan(plan: MlaDecodePlan, cache_seqlens: Tensor) -> None:
     """Divide a batch's KV tiles over the parts of a plan, from the lengths alone, on the device.
 
     Args:
-        plan: Allocated by `MlaDecodePlan.allocate`. The rest, and errors, as of `xqa_decode_plan`.
+        plan: Allocated by `MlaDecodePlan.allocate`. `tile_scheduler_metadata` and `num_splits` are rewritten.
+        cache_seqlens: int32 ``[B]``, the new tokens included; below zero counts as zero.
+
+    Raises:
+        RuntimeError, ValueError: naming the argument that does not fit.
     """
     check_requests("mla_decode_plan", plan.batch_size, cache_seqlens)
     torch.ops.attnops.mla_decode_plan.default(
