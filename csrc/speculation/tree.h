@@ -75,7 +75,7 @@ class Walk {
   ATTNOPS_HOST_DEVICE int64_t row(int node) const {
     const int64_t row = links_.retrieve_index(node), first = static_cast<int64_t>(b_) * p_.num_tokens;
     if (row >= first && row < first + p_.num_tokens) return row;
-    record(kReportTreeIndex, node, row - first, p_.num_tokens);
+    record(kReportTreeIndex, node, max_of(row, INT64_MIN + first) - first, p_.num_tokens);
     return -1;
   }
 
@@ -235,8 +235,8 @@ struct AcceptedMoves {
   ATTNOPS_HOST_DEVICE int groups() const { return 1; }
   ATTNOPS_HOST_DEVICE int64_t count(int, int) const { return p.path_length; }
   ATTNOPS_HOST_DEVICE bool moves(int b, int64_t i) const {
-    const int64_t node = p.accept_index.at(b, i) - static_cast<int64_t>(b) * p.num_tokens;
-    return node >= i && node < p.num_tokens;
+    const int64_t row = p.accept_index.at(b, i), first = static_cast<int64_t>(b) * p.num_tokens;
+    return row >= first + i && row < first + p.num_tokens;
   }
   ATTNOPS_HOST_DEVICE Pair pair(int b, int, int64_t i) const {
     if (!moves(b, i)) return {-1, -1};
