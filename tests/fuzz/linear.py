@@ -16,15 +16,16 @@ OUT = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 HUGE = [10**6, 2**31 - 1]
 
 
-def compare(name: str, got: Tensor, expected: Tensor, bound: float) -> None:
+def compare(name: str, got: Tensor, expected: Tensor, bound: float, rounded: float = 0.0) -> None:
+    """A relative error of at most `bound`, in the norm; and `rounded` besides, of what was rounded on the way."""
     got = got.detach().cpu().double()
     if got.numel() == 0:
         return
     if not bool(got.isfinite().all()):
         raise Failure(f"{name} is not finite")
-    error = float((got - expected).norm()) / max(float(expected.norm()), 1e-6)
-    if error > bound:
-        raise Failure(f"{name} differs: relative error {error:.3g}")
+    difference, norm = float((got - expected).norm()), max(float(expected.norm()), 1e-6)
+    if difference > bound * norm + rounded:
+        raise Failure(f"{name} differs: relative error {difference / norm:.3g}")
 
 
 def draw_slots(draw: Draw, batch: int, num_slots: int) -> list[int]:

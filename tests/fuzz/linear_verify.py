@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from attnops import ops
 from linear_reference import delta_gates, delta_step, ssd_step
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from .draw import Draw, Failure
 from .linear import FLOATS, OUT, compare, doubles, draw_slots, given_as, index_tensor, on_device
@@ -65,8 +68,9 @@ def right_drafts(draw: Draw) -> None:
             ops.ssd_verify(x, dt, -rate.abs().to(draw.device, non_blocking=True), B, C, dt_softplus=True, **options)
             wide = doubles(v, a, k, q)
 
-        def walk(S: Tensor, i: int, path: list[int], wide: list[Tensor] = wide) -> tuple[Tensor, Tensor]:
-            row = torch.zeros(1, heads, rows, dtype=torch.float64)
+        def walk(S: Tensor, i: int, path: list[int], wide: list[Tensor] = wide) -> tuple[Tensor, Tensor, float]:
+            """The state behind a path, its last row of `out`, and the norm of that row's terms, which may cancel."""
+            row, terms = torch.zeros(1, heads, rows, dtype=torch.float64), 0.0
             for t in path:
                 one = [w[i * drafts + t][None] for w in wide]
                 if delta:
@@ -74,13 +78,18 @@ def right_drafts(draw: Draw) -> None:
                 else:
                     x, d, B, C = one
                     S, row = ssd_step(S, x, d, -rate.abs().double(), B, C, None, bias.double(), None, 1.0, True)
-            return S, row
+                q = 0.3 * normalize(one[0], dim=-1) if delta else one[3]
+                terms = float((S * q.repeat_interleave(heads // groups, 1).unsqueeze(2)).norm())
+            return S, row, terms
 
-        expected = torch.zeros(*shape, rows, dtype=torch.float64)
+        expected, terms = torch.zeros(*shape, rows, dtype=torch.float64), 0.0
         for i, slot in enumerate(slots):
             for t in range(drafts if slot >= 0 else 0):
-                expected[i * drafts + t] = walk(now[slot][None], i, paths[i][t])[1][0]
-        compare("out", out.view, expected, max(OUT[io], OUT[kept] if bool(folds.any()) else 0))
+                _, row, of_row = walk(now[slot][None], i, paths[i][t])
+                expected[i * drafts + t] = row[0]
+                terms = math.hypot(terms, of_row)
+        rounded = OUT[kept] * max(terms, float(expected.norm())) if bool(folds.any()) else 0.0
+        compare("out", out.view, expected, OUT[io], rounded)
         out.check("out")
         accepted = [paths[i][draw.number(0, drafts - 1)] if draw.chance(0.8) else [] for i in range(batch)]
         last = draw.chance(0.3)

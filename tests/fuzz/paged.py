@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .draw import Draw, Failure
 from .judge import ROW, check_lse, check_no_fault
-from .memory import FP8, HUGE_INDEX, Guarded, bytes_of, strided
+from .memory import E5M2, FP8, FP8_KINDS, HUGE_INDEX, Guarded, bytes_of, strided
 from .mla import QK, ROW_BYTES, V, packed_rows
 from .options import new_report
 from .xqa import PAGE_SIZES
@@ -196,8 +196,8 @@ def _same_bytes(name: str, got: Tensor, expected: Tensor) -> None:
 def right_store_kv(draw: Draw) -> None:
     """Rows into pages, copied or quantized."""
     draw.saw("op store_kv")
-    dtype = draw.pick([*FLOATS, *FLOATS, FP8, torch.float8_e5m2])
-    page_dtype = FP8 if dtype in FLOATS and draw.chance(0.5) else dtype
+    dtype = draw.pick([*FLOATS, *FLOATS, FP8, E5M2])
+    page_dtype = draw.pick([FP8, E5M2]) if dtype in FLOATS and draw.chance(0.5) else dtype
     heads, page_size, pages = draw.pick([1, 1, 2, 3, 8]), draw.pick(PAGE_SIZES), draw.number(0, 6)
     dims = [draw.pick([1, 3, 8, 16, 64, 72, 128, 256]) for _ in range(2)]
     tokens = draw.pick([0, 1, 2, 7, 33])
@@ -216,7 +216,7 @@ def right_store_kv(draw: Draw) -> None:
         stored = rows
         if page_dtype != dtype:
             quotient = rows.float() / (1.0 if scale is None else scale.view(1, -1, 1))
-            stored = quotient.clamp(-448, 448).to(FP8)
+            stored = _quantized(quotient, page_dtype)
         for token, slot in enumerate(slots):
             if slot >= 0:
                 bytes_of(whole)[slot // page_size, slot % page_size] = bytes_of(stored)[token].to(
@@ -232,6 +232,12 @@ def right_store_kv(draw: Draw) -> None:
     check_no_fault(report)
 
 
+def _quantized(quotient: Tensor, dtype: torch.dtype) -> Tensor:
+    """To the nearest, ties to even; what is too large becomes the largest."""
+    largest = torch.finfo(dtype).max
+    return quotient.clamp(-largest, largest).to(dtype)
+
+
 def _generator(draw: Draw) -> torch.Generator:
     return torch.Generator().manual_seed(draw.number(0, 1 << 40))
 
@@ -239,8 +245,8 @@ def _generator(draw: Draw) -> torch.Generator:
 def right_store_mla(draw: Draw) -> None:
     """Latents into pages of every kind."""
     draw.saw("op store_mla_kv")
-    dtype = draw.pick(FLOATS)
-    page_dtype = draw.pick([dtype, FP8, torch.uint8])
+    dtype = draw.pick([*FLOATS, *FLOATS, FP8])
+    page_dtype = draw.pick([dtype, FP8, E5M2, torch.uint8]) if dtype in FLOATS else dtype
     page_size, pages, tokens = draw.pick(PAGE_SIZES), draw.number(0, 4), draw.pick([0, 1, 2, 7, 33])
     slots = _draw_slots(draw, tokens, pages * page_size)
     width = ROW_BYTES if page_dtype == torch.uint8 else QK
@@ -251,11 +257,12 @@ def right_store_mla(draw: Draw) -> None:
             latent[draw.number(0, tokens - 1), :128] = 0
     else:
         latent = _hard_values(draw, tokens, QK).to(dtype)
-    scale = torch.tensor([10.0 ** draw.number(-3, 1)]) if page_dtype == FP8 and draw.chance(0.7) else None
+    quantizes = page_dtype in FP8_KINDS and page_dtype != dtype
+    scale = torch.tensor([10.0 ** draw.number(-3, 1)]) if quantizes and draw.chance(0.7) else None
     if page_dtype == torch.uint8:
         stored = packed_rows(latent.float())
-    elif page_dtype == FP8:
-        stored = (latent.float() / (1.0 if scale is None else scale)).clamp(-448, 448).to(FP8)
+    elif quantizes:
+        stored = _quantized(latent.float() / (1.0 if scale is None else scale), page_dtype)
     else:
         stored = latent
     odd = draw.device == "cpu" or page_dtype != torch.uint8

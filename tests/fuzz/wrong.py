@@ -72,6 +72,7 @@ FREE = {
     ("clear_states", "slots"): {0},
     ("pack_tree_mask", "mask"): {0},  # the device alone knows where a request's mask ends
     ("move_kv", "accept_index"): {1},
+    ("move_kv", "out_cache_loc"): {0},  # any number of tokens for each request, 0 too
     ("move_kv", "req_to_token"): {0, 1},
     ("copy_page_tail", "req_to_token"): {0, 1},
     ("generate_draft_decode_kv_indices", "req_to_token"): {0, 1},
@@ -90,7 +91,15 @@ FREE = {
     ("index_topk", "page_table"): {1},
     ("index_topk", "scratch"): {0, 1},
     ("context_parallel_slots", "slots"): {0},
+    ("compress_kv", "kv_pages"): {0, 1},
+    ("compress_kv", "state"): {0, 1},  # more tokens than an entry pools are room for drafts
+    ("compress_kv", "kv_score"): {0},  # more rows are padding
+    ("compress_kv", "cos_sin"): {0},
+    ("compress_kv", "page_table"): {1},
 }
+WRONG_DTYPES = [torch.float64, torch.int16, torch.bool, torch.complex64, torch.int8]
+# Arguments that have one of these dtypes, too.
+ANY_DTYPE = {("pack_tree_mask", "mask"): {torch.bool}}
 # Pools of slots that have any inner shape: a dimension more makes another right call.
 ANY_RANK = {("copy_states", "states"), ("clear_states", "states")}
 # Arguments that may have any stride.
@@ -118,7 +127,7 @@ def _another_rank(draw: Draw, value: Tensor, any_rank: bool) -> Tensor:
 
 
 def _another_dtype(draw: Draw, value: Tensor) -> Tensor:
-    wrong = draw.pick([torch.float64, torch.int16, torch.bool, torch.complex64, torch.int8])
+    wrong = draw.pick(WRONG_DTYPES)
     return torch.zeros(value.shape, dtype=wrong, device=value.device)
 
 
@@ -138,8 +147,14 @@ def _another_extent(draw: Draw, value: Tensor, free: set[int]) -> Tensor | None:
     axes = [axis for axis in range(value.dim()) if axis not in free]
     if not axes:
         return None
-    axis, shape = draw.pick(axes), list(value.shape)
-    shape[axis] = max(shape[axis] + draw.pick([-1, 1, 1, 7, -shape[axis]]), 0)
+    axis = draw.pick(axes)
+    return of_extent(value, axis, value.shape[axis] + draw.pick([-1, 1, 1, 7, -value.shape[axis]]))
+
+
+def of_extent(value: Tensor, axis: int, extent: int) -> Tensor | None:
+    """Zeros of `value`'s shape but for one extent; none where that is no other."""
+    shape = list(value.shape)
+    shape[axis] = max(extent, 0)
     if shape == list(value.shape):
         return None
     wider = bytes_of(torch.zeros(shape, dtype=torch.uint8, device=value.device))
@@ -156,7 +171,8 @@ def _spoil(draw: Draw, name: str, argument: str, value: Tensor, in_plan: bool) -
     if kind == "rank":
         return kind, _another_rank(draw, value, (name, argument) in ANY_RANK)
     if kind == "dtype":
-        return kind, _another_dtype(draw, value)
+        wrong = _another_dtype(draw, value)
+        return kind, None if wrong.dtype in ANY_DTYPE.get((name, argument), ()) else wrong
     if kind == "device":
         return kind, _another_device(draw, value)
     if kind == "stride":
@@ -193,7 +209,7 @@ def wrong_argument(draw: Draw) -> None:
         if not argument:
             raise Void
     draw.saw(f"wrong {kind}", f"wrong argument of {name}")
-    _expect_error(name, function, given, argument)
+    expect_error(name, function, given, argument)
     for key, value in before.items():
         if key in given and key != argument and not _same(given[key], value):
             raise Failure(f"{key} was written by a call that failed")
@@ -229,7 +245,7 @@ def _is_on_gpu(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_cuda
 
 
-def _expect_error(name: str, function: Callable[..., Any], given: dict[str, Any], argument: str) -> None:
+def expect_error(name: str, function: Callable[..., Any], given: dict[str, Any], argument: str) -> None:
     try:
         function(**given)
     except (RuntimeError, ValueError, TypeError) as error:
