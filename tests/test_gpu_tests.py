@@ -58,3 +58,17 @@ def test_the_end_of_the_time_leaves_a_summary(tmp_path):
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert result.returncode == 1
     assert "CUT" in result.stdout and "not reached in 1" in result.stdout.splitlines()[-1], result.stdout
+
+
+def test_a_later_call_goes_on_where_the_first_was_cut(tmp_path):
+    (tmp_path / "test_two.py").write_text(
+        f"import os\ndef test_one(): pass\ndef test_two(): assert os.path.exists({str(tmp_path / 'mended')!r})\n"
+    )
+    command = [sys.executable, "tools/gpu_tests.py", str(tmp_path), "--marks", "not gpu", "--jobs", "1"]
+    command += ["--state", str(tmp_path / "state.json")]
+    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    (tmp_path / "mended").touch()
+    second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert "1 passed, 1 failed" in first.stdout and first.returncode == 1
+    assert "1 tests ended well in calls before this one\n1 passed, 0 failed" in second.stdout
+    assert second.returncode == 0

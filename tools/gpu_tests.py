@@ -4,6 +4,7 @@
     python tools/gpu_tests.py --jobs 12 --seconds 300           what begins within so long
     python tools/gpu_tests.py tests/fmha tests/xqa_decode       some
     python tools/gpu_tests.py --times times.json                files that took longest first; writes what they took
+    python tools/gpu_tests.py --seconds 150 --state state.json  in calls of 150 s: each goes on where the last was cut
 
 A process of pytest-xdist collects every test of the tree before it runs one. Here a process collects one file, runs at
 most `--most` of its tests, for at most `--piece-seconds`, and says how many are left: those are a further piece of
@@ -66,14 +67,14 @@ class Reporter:
     """A plugin of pytest: chooses a piece's tests, and tells of each when it begins and ends."""
 
     def __init__(self, pipe: int, piece: Piece, options: argparse.Namespace) -> None:
-        self.pipe, self.piece, self.most = pipe, piece, options.most
+        self.pipe, self.piece, self.most, self.known = pipe, piece, options.most, options.known
         self.end = time.monotonic() + options.piece_seconds
 
     def tell(self, **what: Any) -> None:
         os.write(self.pipe, json.dumps(what).encode() + b"\n")
 
     def pytest_collection_finish(self, session) -> None:
-        items, begin = session.items, self.piece.begin
+        items, begin = [item for item in session.items if item.nodeid not in self.known], self.piece.begin
         end = min(begin + self.most, len(items)) if self.piece.end is None else self.piece.end
         self.tell(tests=len(items), last=end)
         session.items[:] = items[begin:end]
@@ -287,6 +288,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--most", type=int, default=200, help="tests of one process")
     parser.add_argument("--piece-seconds", type=float, default=20, help="that a process begins tests for")
     parser.add_argument("--times", help="a file of JSON, seconds by file of tests: read, and written")
+    parser.add_argument("--state", type=Path, help="a file of JSON: tests that passed before are left out; written")
     parser.add_argument("--marks", default="gpu", help="the expression of pytest's -m")
     parser.add_argument("-k", default="", help="that of its -k")
     return parser
@@ -300,6 +302,9 @@ def main() -> None:
     import pytest  # noqa: F401 (what the processes need is imported once, before they are made)
     import torch  # noqa: F401 (no context of a GPU is made here: a process could not use it)
 
+    # What the processes leave out: outcomes of calls before this one, by test.
+    before = json.loads(options.state.read_text()) if options.state and options.state.exists() else {}
+    options.known = {name: outcome for name, outcome in before.items() if outcome != "failed"}
     times_file = Path(options.times) if options.times else None
     times = json.loads(times_file.read_text()) if times_file and times_file.exists() else {}
     pieces = files_of(options.paths, times)
@@ -315,6 +320,10 @@ def main() -> None:
     run.work()
     if times_file:
         times_file.write_text(json.dumps({path: round(s, 1) for path, s in run.seconds.most_common()}, indent=1))
+    if options.state:
+        options.state.write_text(json.dumps(before | run.outcomes, indent=0))
+    if options.known:
+        print(f"{len(options.known)} tests ended well in calls before this one")
     print(run.report())
     sys.exit(not run.complete)
 

@@ -1,10 +1,13 @@
-"""Builds the CPU modules with gcc's sanitizers and runs tests and the fuzzer over them. A finding ends the process.
+"""Builds the CPU modules with gcc's sanitizers and runs tests and the fuzzer over them.
+
+A finding ends the process of a test, and is printed. The tests behind it go on in another process.
 
     python tools/sanitize_cpu.py                      both
     python tools/sanitize_cpu.py address,undefined    tests of every op, and the fuzzer
     python tools/sanitize_cpu.py thread               what threads share
     python tools/sanitize_cpu.py thread --cases 200 --paths tests/layer_call
-    python tools/sanitize_cpu.py --jobs 16            folders of tests side by side; by default as many as cores
+    python tools/sanitize_cpu.py --jobs 16            processes side by side; by default as many as cores
+    python tools/sanitize_cpu.py --seconds 600 --state build/sanitized   each call goes on where the last was cut
 
 torch itself is not instrumented, and neither is OpenMP, so:
 
@@ -18,11 +21,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,18 +65,32 @@ def build(sanitizers: str) -> Path:
     return library
 
 
-def parts_of(sanitizers: str, cases: int, paths: list[str], jobs: int) -> dict[str, list[str]]:
-    """Commands by name. A folder of tests each, so that the times show which of them takes long."""
-    options = ["-q", "-x", "-s", "-p", "no:cacheprovider", "--import-mode=importlib"]
-    chosen = paths or [f"tests/{name}" for name in PATHS[sanitizers]]
+def parts_of(sanitizers: str, options: argparse.Namespace, state: Path) -> dict[str, list[str]]:
+    """Commands by name. Those that were cut write what they did to files that start with `state`."""
+    cases = CASES[sanitizers] if options.cases is None else options.cases
+    paths = options.paths or [f"tests/{name}" for name in PATHS[sanitizers]]
+    # ThreadSanitizer takes some twenty times as long as plain code.
+    tests = [
+        sys.executable,
+        "tools/gpu_tests.py",
+        *paths,
+        "--marks",
+        "not gpu",
+        "--test-seconds",
+        "900",
+        "--most",
+        "40",
+    ]
     fuzzer = [sys.executable, "-m", "tests.fuzz", "--seed", "20", "--cases", str(cases), "--partial"]
-    parts = {"fuzzer": [*fuzzer, "--jobs", str(max(jobs // 4, 1))]} if cases else {}
-    return parts | {path: [sys.executable, "-m", "pytest", *options, path] for path in chosen}
+    parts = {"tests": tests} | ({"fuzzer": fuzzer} if cases else {})
+    return {
+        name: [*part, "--jobs", str(options.jobs), "--state", f"{state}-{name}.json"] for name, part in parts.items()
+    }
 
 
-def run(sanitizers: str, options: argparse.Namespace) -> bool:
-    """Whether tests and fuzzer found nothing."""
-    library = options.library
+def run(sanitizers: str, options: argparse.Namespace, end: float) -> str:
+    """Runs tests and fuzzer until `end`. "" where all were clean, or what came instead."""
+    library, kind = options.library, sanitizers.replace(",", "-")
     if library is None:
         begin = time.monotonic()
         library = build(sanitizers)
@@ -81,26 +99,42 @@ def run(sanitizers: str, options: argparse.Namespace) -> bool:
     if not runtime.exists():
         found = subprocess.run(["gcc", f"-print-file-name={runtime.name}"], capture_output=True, text=True, check=True)
         runtime = Path(found.stdout.strip())
+    reports = Path(tempfile.mkdtemp(prefix=f"attnops-{kind}-"))  # pytest would swallow what a process says at its end
     # libstdc++ beside it: the sanitizer looks for __cxa_throw before torch has brought it.
     preload = f"{runtime}:libstdc++.so.6"
-    environment = {**os.environ, **OPTIONS[sanitizers], "LD_PRELOAD": preload, "PYTHONPATH": str(library.resolve())}
+    environment = {**os.environ, "LD_PRELOAD": preload, "PYTHONPATH": str(library.resolve())}
+    environment |= {name: f"{flags}:log_path={reports}/report" for name, flags in OPTIONS[sanitizers].items()}
     environment |= {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": THREADS[sanitizers]}
-
-    def run_part(name: str, command: list[str]) -> bool:
-        begin = time.monotonic()
+    if options.state:
+        options.state.mkdir(parents=True, exist_ok=True)
+    failed: list[str] = []
+    late: list[str] = []  # no finding, and not at their ends
+    for name, command in parts_of(sanitizers, options, (options.state or reports) / kind).items():
+        begin, left = time.monotonic(), end - time.monotonic()
+        if left < 5:
+            late.append(name)
+            continue
+        command += [] if end == float("inf") else ["--seconds", f"{left:.0f}"]
         result = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        status, lines = result.returncode, result.stdout.decode(errors="replace").splitlines()
-        print(f"{sanitizers}: {name}: exit {status} after {time.monotonic() - begin:.0f} s; {' '.join(lines[-1:])}")
-        if status:
+        lines = result.stdout.decode(errors="replace").splitlines() or [""]
+        print(f"{sanitizers}: {name}: exit {result.returncode} after {time.monotonic() - begin:.0f} s; {lines[-1]}")
+        if name == "fuzzer":
+            counted = re.search(r": (\d+) cases counted", lines[-1])
+            cut = counted is not None and int(counted[1]) < int(command[command.index("--cases") + 1])
+        else:
+            cut = " 0 failed" in lines[-1] and lines[-1].endswith("s are over)")
+        if cut:
+            late.append(name)
+        if result.returncode and (name == "fuzzer" or not cut):
+            failed.append(name)
             print("\n".join(lines[-120:]))
         sys.stdout.flush()
-        return status == 0
-
-    cases = CASES[sanitizers] if options.cases is None else options.cases
-    with ThreadPoolExecutor(options.jobs) as pool:
-        parts = parts_of(sanitizers, cases, options.paths, options.jobs)
-        clean = [pool.submit(run_part, *part) for part in parts.items()]
-        return all([part.result() for part in clean])
+    for path in sorted(reports.glob("report.*")):
+        failed.append(path.name)
+        print("\n".join(path.read_text(errors="replace").splitlines()[:60]), flush=True)
+    shutil.rmtree(reports)
+    named = {"failed": failed, "not at an end": late}
+    return "; ".join(f"{how}: {', '.join(names)}" for how, names in named.items() if names)
 
 
 def main() -> None:
@@ -108,14 +142,18 @@ def main() -> None:
     parser.add_argument("sanitizers", nargs="*", default=list(LIBRARIES), help=", ".join(LIBRARIES))
     parser.add_argument("--cases", type=int, help=f"of the fuzzer, {CASES}; 0: without it")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 2, help="processes at a time")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="all end then")
+    parser.add_argument("--state", type=Path, help="a folder: what ended clean in an earlier call is left out")
     parser.add_argument("--library", type=Path, help="a folder that is built, and may hold the sanitizer's library")
     parser.add_argument("--paths", nargs="*", default=[], help="tests, instead of those that suit each sanitizer")
     options = parser.parse_args()
     if unknown := set(options.sanitizers) - set(LIBRARIES):
         sys.exit(f"no build for {', '.join(sorted(unknown))}; there are {', '.join(LIBRARIES)}")
-    failed = [name for name in options.sanitizers if not run(name, options)]
-    if failed:
-        sys.exit(f"failed: {', '.join(failed)}")
+    end = time.monotonic() + options.seconds
+    ends = {name: run(name, options, end) for name in options.sanitizers}
+    if any(ends.values()):
+        sys.exit("\n".join(f"{name}: {how}" for name, how in ends.items() if how))
+    print(f"{', '.join(options.sanitizers)}: clean")
 
 
 if __name__ == "__main__":
