@@ -22,6 +22,8 @@ from report import geometric_mean, versions
 OURS = "attnops"
 CEILINGS = {"ceiling", "ceilings"}
 NOT_PEERS = {"with plan"}  # attnops itself, with more in the call
+# Of attnops itself, under a name of its own in the rows.
+OWN = {"balanced", "five decodes", "xqa_decode"}
 SLOWEST = 12  # cells of the list that the page of performance shows
 # What is measured beside others, in the order of the page: file, and what a reader calls it.
 FAMILIES = {
@@ -188,8 +190,26 @@ def slowest(cells: list[tuple[str, Cell]]) -> str:
     return "\n".join(["", f"{len(behind)} of {len(cells)} cells are slower than a peer. The slowest:", "", *lines, ""])
 
 
+def beside(texts: dict[str, str]) -> str:
+    """A table of whom the result files have beside attnops, in which version, where a row says so.
+
+    Args:
+        texts: What a family is called, and the lines of its file.
+    """
+    lines = ["| measured | peer | version |", "| --- | --- | --- |"]
+    for title, text in texts.items():
+        found: dict[str, set[str]] = {}
+        for row in map(json.loads, text.splitlines()):
+            if not row["peer"].startswith("attnops") and row["peer"] not in OWN and row["case"] != "ceiling":
+                found.setdefault(row["peer"], set()).add(row.get("version", ""))
+        for peer, recorded in sorted(found.items()):
+            named = [*sorted(recorded - {""}), *(["not recorded"] if "" in recorded else [])]
+            lines.append(f"| {title} | {peer} | {'; '.join(named)} |")
+    return "\n".join(["", *lines, ""])
+
+
 def write(out: Path) -> Path:
-    """The page, its plots and the list of what is slow, into `out`; returns the page."""
+    """The page, its plots, and the lists of what is slow and of peers, into `out`; returns the page."""
     import dashboard_plots
 
     out.mkdir(parents=True, exist_ok=True)
@@ -201,12 +221,14 @@ def write(out: Path) -> Path:
         "",
     ]
     every: list[tuple[str, Cell]] = []
+    texts: dict[str, str] = {}
     for name, title in FAMILIES.items():
         path = records.RESULTS / f"{name}.jsonl"
         cells = cells_of(path.read_text(encoding="utf-8")) if path.exists() else []
         if not cells:
             continue
         every += [(title, cell) for cell in cells]
+        texts[title] = path.read_text(encoding="utf-8")
         plots = [dashboard_plots.ratios(cells, title, peers_of(cells), out / f"{name}.svg")]
         ceilings = ceilings_of(path.read_text(encoding="utf-8"))
         if any(cell.gbs and cell.tflops for cell in cells) and "gbs" in ceilings:
@@ -216,6 +238,7 @@ def write(out: Path) -> Path:
             plots.append(dashboard_plots.history(history, title, out / f"{name}-history.svg"))
         lines += section(name, title, cells, plots)
     (out / "slowest.txt").write_text(slowest(every), encoding="utf-8")
+    (out / "peers.txt").write_text(beside(texts), encoding="utf-8")
     page = out / "dashboard.md"
     page.write_text("\n".join(lines), encoding="utf-8")
     return page

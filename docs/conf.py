@@ -25,6 +25,7 @@ html_theme = "furo"
 html_title = "attnops"
 html_static_path = ["_static"]
 html_css_files = ["attnops.css"]
+html_js_files = ["attnops.js"]
 html_show_sourcelink = False
 highlight_language = "none"  # of fences that name none: commands
 pygments_style = "tango"

@@ -51,6 +51,21 @@ def test_a_cell_is_beside_its_best_peer_and_its_runs_ceiling(dashboard):
     assert "1 of 2 cells are slower" in listed and "0.50x" in listed and "2.00x" not in listed
 
 
+def test_peers_are_listed_with_their_versions(dashboard):
+    text = "\n".join(
+        [
+            row("ceiling", "read sweep", 0.0),
+            row("decode", "attnops", 1.0),
+            row("decode", "old", 1.0),
+            row("decode", "new", 1.0, version="2"),
+            row("decode", "both", 1.0, version="1"),
+            row("decode", "both", 1.0),
+        ]
+    )
+    lines = dashboard.beside({"F": text}).strip().splitlines()[2:]
+    assert lines == ["| F | both | 1; not recorded |", "| F | new | 2 |", "| F | old | not recorded |"]
+
+
 def test_a_cpus_ceiling_is_in_its_note(dashboard):
     text = "\n".join(
         [row("d", "attnops", 1.0, gbs=15.0, note="spread 1; read sweep 30.00 GB/s"), row("d", "torch", 2.0)]
