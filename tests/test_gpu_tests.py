@@ -72,3 +72,11 @@ def test_a_later_call_goes_on_where_the_first_was_cut(tmp_path):
     assert "1 passed, 1 failed" in first.stdout and first.returncode == 1
     assert "1 tests ended well in calls before this one\n1 passed, 0 failed" in second.stdout
     assert second.returncode == 0
+
+
+def test_what_a_sanitizer_says_at_the_end_of_a_process_is_shown(tmp_path):
+    words = "b'a.h:1: runtime error: null\\n' + b'#1 main\\n' * 999"
+    (tmp_path / "test_one.py").write_text(f"import os\ndef test_one():\n    os.write(2, {words})\n    os._exit(1)\n")
+    command = [sys.executable, "tools/gpu_tests.py", str(tmp_path), "--marks", "not gpu", "--jobs", "1", "-s"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert "a.h:1: runtime error: null" in result.stdout and "ends its process (1)" in result.stdout

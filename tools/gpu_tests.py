@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+SANITIZER = re.compile(r"^.*(runtime error:|(Address|Thread)Sanitizer:).*$", re.MULTILINE)  # what it says first
 DEAD_CONTEXT = re.compile(r"CUDA error|illegal memory access|misaligned address|cudaError|CUDA_ERROR")
 
 
@@ -112,6 +113,7 @@ def _child(piece: Piece, options: argparse.Namespace, pipe: int, words: int) -> 
     os.dup2(words, 2)
     arguments = [piece.path, "-m", options.marks, "-p", "no:cacheprovider", "--import-mode=importlib", "--tb=short"]
     arguments += ["-k", options.k] if options.k else []
+    arguments += ["-s"] if options.s else []
     if pytest.main(arguments, plugins=[Reporter(pipe, piece, options)]) in (3, 4):  # pytest itself has failed
         raise RuntimeError("pytest did not run")
 
@@ -219,8 +221,10 @@ class Run:
         """A test that has not ended, and will not."""
         process.words.seek(0)
         words = process.words.read().decode(errors="replace")
+        report = SANITIZER.search(words)
         *_, last = words.split("Current thread")  # faulthandler's: the newest frames come first
         last = "\n".join(last.splitlines()[:9]) if last is not words else words[-1500:]
+        last = "\n".join(words[report.start() :].splitlines()[:12]) if report else last
         self.outcomes[process.test] = "failed"
         self._failed(process.test, f"{last}\n{how}")
         self._count_lost(process)
@@ -290,6 +294,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--times", help="a file of JSON, seconds by file of tests: read, and written")
     parser.add_argument("--state", type=Path, help="a file of JSON: tests that passed before are left out; written")
     parser.add_argument("--marks", default="gpu", help="the expression of pytest's -m")
+    parser.add_argument(
+        "-s", action="store_true", help="pytest's -s: a tool's last words are not lost with the process"
+    )
     parser.add_argument("-k", default="", help="that of its -k")
     return parser
 

@@ -69,18 +69,9 @@ def parts_of(sanitizers: str, options: argparse.Namespace, state: Path) -> dict[
     """Commands by name. Those that were cut write what they did to files that start with `state`."""
     cases = CASES[sanitizers] if options.cases is None else options.cases
     paths = options.paths or [f"tests/{name}" for name in PATHS[sanitizers]]
-    # ThreadSanitizer takes some twenty times as long as plain code.
-    tests = [
-        sys.executable,
-        "tools/gpu_tests.py",
-        *paths,
-        "--marks",
-        "not gpu",
-        "--test-seconds",
-        "900",
-        "--most",
-        "40",
-    ]
+    # A test may take long: ThreadSanitizer makes some twenty times as much of it.
+    command = [sys.executable, "tools/gpu_tests.py", "-s", "--test-seconds", "900", "--most", "40"]
+    tests = [*command, "--marks", "not gpu", *paths]
     fuzzer = [sys.executable, "-m", "tests.fuzz", "--seed", "20", "--cases", str(cases), "--partial"]
     parts = {"tests": tests} | ({"fuzzer": fuzzer} if cases else {})
     return {
@@ -99,17 +90,15 @@ def run(sanitizers: str, options: argparse.Namespace, end: float) -> str:
     if not runtime.exists():
         found = subprocess.run(["gcc", f"-print-file-name={runtime.name}"], capture_output=True, text=True, check=True)
         runtime = Path(found.stdout.strip())
-    reports = Path(tempfile.mkdtemp(prefix=f"attnops-{kind}-"))  # pytest would swallow what a process says at its end
+    state = options.state or Path(tempfile.mkdtemp(prefix=f"attnops-{kind}-"))
+    state.mkdir(parents=True, exist_ok=True)
     # libstdc++ beside it: the sanitizer looks for __cxa_throw before torch has brought it.
     preload = f"{runtime}:libstdc++.so.6"
-    environment = {**os.environ, "LD_PRELOAD": preload, "PYTHONPATH": str(library.resolve())}
-    environment |= {name: f"{flags}:log_path={reports}/report" for name, flags in OPTIONS[sanitizers].items()}
+    environment = {**os.environ, **OPTIONS[sanitizers], "LD_PRELOAD": preload, "PYTHONPATH": str(library.resolve())}
     environment |= {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": THREADS[sanitizers]}
-    if options.state:
-        options.state.mkdir(parents=True, exist_ok=True)
     failed: list[str] = []
     late: list[str] = []  # no finding, and not at their ends
-    for name, command in parts_of(sanitizers, options, (options.state or reports) / kind).items():
+    for name, command in parts_of(sanitizers, options, state / kind).items():
         begin, left = time.monotonic(), end - time.monotonic()
         if left < 5:
             late.append(name)
@@ -129,10 +118,8 @@ def run(sanitizers: str, options: argparse.Namespace, end: float) -> str:
             failed.append(name)
             print("\n".join(lines[-120:]))
         sys.stdout.flush()
-    for path in sorted(reports.glob("report.*")):
-        failed.append(path.name)
-        print("\n".join(path.read_text(errors="replace").splitlines()[:60]), flush=True)
-    shutil.rmtree(reports)
+    if not options.state:
+        shutil.rmtree(state)
     named = {"failed": failed, "not at an end": late}
     return "; ".join(f"{how}: {', '.join(names)}" for how, names in named.items() if names)
 

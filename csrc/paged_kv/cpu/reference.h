@@ -89,6 +89,7 @@ void quantize_row(uint8_t* out, const T* in, int64_t count, float scale) {
 }
 
 inline void copy_rows(const KvStore& s, int num_heads, int element_size, const Place& place, int64_t token) {
+  if (s.head_dim == 0) return;  // and no address to copy from
   char* page =
       static_cast<char*>(s.pages) + (place.page * s.stride_page + place.offset * s.stride_page_token) * element_size;
   const char* row = static_cast<const char*>(s.rows) + token * s.stride_token * element_size;
