@@ -72,8 +72,9 @@ soak: build
 	$(BIN)/python tools/soak.py
 
 # The CPU modules under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer: tests, and the fuzzer.
+# In pieces: make sanitize SANITIZE="--seconds 900 --state build/sanitized", until nothing is cut any more.
 sanitize: $(VENV)/.packages
-	. $(BIN)/activate && python tools/sanitize_cpu.py
+	. $(BIN)/activate && python tools/sanitize_cpu.py $(SANITIZE)
 
 # One file for every Python from 3.10 and every torch from 2.10.
 wheel: $(VENV)/.packages
