@@ -1,4 +1,6 @@
 #pragma once
+#include <type_traits>
+
 #include "core/linear_chunk.h"
 #include "device/common/linear_token.cuh"
 #include "device/sm80/linear_chunk_local.cuh"
@@ -55,7 +57,7 @@ class ChunkPassBase {
     const int64_t count = chunks_.count();
     load_stage(0);
     cp_async_commit();
-    if (prefix != 0) each_element(slot, [&](float& s, int64_t at) { s = load_as(p_.state_dtype, p_.states, at); });
+    if (prefix != 0) restore(slot);
     for (int64_t c = 0; c < count; ++c) {
       if (c + 1 < count) load_stage(c + 1);
       cp_async_commit();
@@ -71,21 +73,54 @@ class ChunkPassBase {
   }
 
  protected:
-  __device__ void save(int64_t to) {
-    each_element(to, [&](float& s, int64_t at) { store_as(p_.state_dtype, p_.states, at, s); });
+  __device__ void save(int64_t slot) {
+    each_pair(slot, [](auto* at, float& low, float& high, auto pairs) {
+      using State = std::remove_pointer_t<decltype(at)>;
+      const Vec<State, 2> pair{{to_state<State>(low), to_state<State>(high)}};
+      if constexpr (pairs) {
+        store_vec(at, pair);
+      } else {
+        at[0] = pair.data[0], at[1] = pair.data[1];
+      }
+    });
   }
 
-  template <typename Body>
-  __device__ void each_element(int64_t slot, Body&& body) {
-#pragma unroll
-    for (int n = 0; n < kKeyTiles; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int row = first_row_ + 16 * warp_ + g_ + i / 2 * 8, column = 8 * n + 2 * t_ + i % 2;
-        if (row >= p_.value_dim || column >= p_.key_dim) continue;
-        body(state_[4 * n + i], state_at(p_, slot, head_) + row * p_.stride_row + column);
+  __device__ void restore(int64_t slot) {
+    each_pair(slot, [](auto* at, float& low, float& high, auto pairs) {
+      using State = std::remove_pointer_t<decltype(at)>;
+      Vec<State, 2> pair;
+      if constexpr (pairs) {
+        pair = load_vec<Vec<State, 2>>(at);
+      } else {
+        pair.data[0] = at[0], pair.data[1] = at[1];
       }
-    }
+      low = static_cast<float>(pair.data[0]), high = static_cast<float>(pair.data[1]);
+    });
+  }
+
+  // body(address of two neighbours in the pool, the two, whether one access takes both). Types and boundaries are told
+  // apart around all accesses, so that none waits for another.
+  template <typename Body>
+  __device__ void each_pair(int64_t slot, Body&& body) {
+    with_token_type(p_.state_dtype, [&](auto type) {
+      using State = decltype(type);
+      const int row = first_row_ + 16 * warp_ + g_;
+      State* base = static_cast<State*>(p_.states) + state_at(p_, slot, head_) + row * p_.stride_row + 2 * t_;
+      const bool pairs = reinterpret_cast<uintptr_t>(base) % (2 * sizeof(State)) == 0 && p_.stride_row % 2 == 0;
+      const auto walk = [&](auto whole) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (row + 8 * half >= p_.value_dim) break;
+          State* own = base + 8 * half * p_.stride_row;
+#pragma unroll
+          for (int n = 0; n < kKeyTiles; ++n) {
+            const int at = 4 * n + 2 * half;
+            if (8 * n + 2 * t_ < p_.key_dim) body(own + 8 * n, state_[at], state_[at + 1], whole);
+          }
+        }
+      };
+      pairs ? walk(std::true_type{}) : walk(std::false_type{});
+    });
   }
 
   __device__ void load_stage(int64_t c) {

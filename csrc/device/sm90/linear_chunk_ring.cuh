@@ -257,14 +257,11 @@ class ChunkRing
   }
 
   __device__ void begin_work(const ChunkNote& note) {
-    const LinearStep& p = this->p_;
     const int start = note.start;
     this->head_ = note.head, this->first_row_ = note.first_row;
 #pragma unroll
     for (int i = 0; i < kKeys / 2; ++i) this->state_[i] = 0.f;
-    if (start >= 0) {
-      this->each_element(start, [&](float& s, int64_t at) { s = load_as(p.state_dtype, p.states, at); });
-    }
+    if (start >= 0) this->restore(start);
   }
 
   // A warp's 16 rows and 16 columns of a panel.
