@@ -14,8 +14,11 @@ using Fragments = uint32_t[2][4];  // and as fp16
 template <typename T, class At>
 class ScoreConsumer {
   using Scores = float[At::kRows / 2];
-  static constexpr int kInFlight = 2, kAhead = At::kScaled ? 3 : 2;      // products; loads
-  static constexpr int kLoads = 2 * kPieces, kLatentLoads = kLoads - 2;  // of 32 columns each
+  using RowPairs = typename WideSoftmax<At>::RowPairs;
+  static constexpr bool kHolds = WideSoftmax<At>::kHolds;
+  static constexpr int kInFlight = kHolds ? 3 : 2, kAhead = At::kScaled || kHolds ? 3 : 2;  // products; loads
+  static constexpr int kLoads = 2 * kPieces, kLatentLoads = kLoads - 2;                     // of 32 columns each
+  static constexpr int kGiveAt = 14;  // of these, where no sum is scaled on the way
 
  public:
   __device__ ScoreConsumer(const Params& p, uint8_t* base, uint32_t shared)
@@ -24,7 +27,7 @@ class ScoreConsumer {
         shared_(shared),
         lane_(threadIdx.x % 32),
         warp_(threadIdx.x % kGroupThreads / 32),
-        softmax_(p, base, p.kv_scale ? *p.kv_scale : 1.f) {}
+        softmax_(p, base) {}
 
   __device__ void run() {
     PieceWalkFor<At::kOptions> walk(*reinterpret_cast<const SplitKvEntry*>(base_ + At::kEntry));
@@ -34,7 +37,7 @@ class ScoreConsumer {
       count_ += kQueryStages;
       softmax_.begin(piece);
       most_ = 0.f;
-      if constexpr (At::kScaled) {
+      if constexpr (At::kScaled || kHolds) {
         score_tiles(piece);
       } else {
         score_overlapped(piece);
@@ -48,18 +51,23 @@ class ScoreConsumer {
   }
 
  private:
-  // One tile after the other. The probabilities of a tile are given when the scores of the next are done: their
-  // products then lie under its softmax, in which the matrix units would be idle.
+  // One tile after the other. The probabilities of a tile are given late under the scores of the next, or behind them:
+  // their products then lie under its softmax, in which the matrix units would be idle.
   __device__ void score_tiles(const Piece& piece) {
 #pragma unroll 1
     for (int t = 0; t < piece.num_tiles; ++t, ++count_, ++given_) {
       Scores s;
-      multiply_queries(count_, t == 0, s, [](int) {});
-      if (t > 0) give(given_ - 1);
+      RowPairs pairs;
+      multiply_queries(count_, t == 0, s, [&](int i) {
+        if (kHolds && i == kGiveAt) give_if(given_ - 1, t > 0);
+      });
+      if constexpr (kHolds) attnops::sm90::wgmma_wait<1>();
+      softmax_.load(pairs);
+      if (!kHolds && t > 0) give(given_ - 1);
       attnops::sm90::wgmma_wait<0>(s);
-      prepare_tile(piece, (piece.first_tile + t) * kPlanTileTokens, s);
+      prepare_tile(piece, (piece.first_tile + t) * kPlanTileTokens, pairs, s);
 #pragma unroll
-      for (int j = 0; j < At::kRows / 8; ++j) softmax_.exponentiate(j, s);
+      for (int j = 0; j < At::kRows / 8; ++j) softmax_.exponentiate(j, pairs, s);
       const int buffer = given_ % kWideBuffers;
       if constexpr (At::kScaled) apply_powers(RingSlot<At>(count_).slot, buffer, s);
 #pragma unroll
@@ -77,10 +85,11 @@ class ScoreConsumer {
     int first_key = piece.first_tile * kPlanTileTokens;
 #pragma unroll 1
     for (int left = piece.num_tiles; left > 0; --left, first_key += kPlanTileTokens) {
-      prepare_tile(piece, first_key, s);
+      RowPairs pairs;
+      prepare_tile(piece, first_key, pairs, s);
       const int buffer = given_ % kWideBuffers;
       const auto finish = [&](int j) {
-        softmax_.exponentiate(j, s);
+        softmax_.exponentiate(j, pairs, s);
         if (j % 2 == 1) store_probabilities(buffer, 8 * (j - 1), s);
       };
       ++count_, ++given_;
@@ -177,6 +186,10 @@ class ScoreConsumer {
     attnops::sm90::fence_async_proxy();
     attnops::sm90::mbarrier_arrive(At::given_barrier(shared_, count % kWideBuffers));
   }
+  __device__ void give_if(int count, bool condition) const {
+    attnops::sm90::fence_async_proxy();
+    attnops::sm90::mbarrier_arrive_if(At::given_barrier(shared_, count % kWideBuffers), condition);
+  }
 
   __device__ float4 scales_of(int slot, int h) const {
     const uint8_t* row = base_ + At::kKv + slot * At::kTileBytes + key_of(h) * At::Rows::kRowBytes;
@@ -210,7 +223,7 @@ class ScoreConsumer {
   }
 
   // Before the exponentials of the tile that is scored: its buffer is free, and the factors are in it.
-  __device__ void prepare_tile(const Piece& piece, int first_key, Scores& s) {
+  __device__ void prepare_tile(const Piece& piece, int first_key, RowPairs& pairs, Scores& s) {
     const int slot = RingSlot<At>(count_).slot, buffer = given_ % kWideBuffers;
     float weight[2] = {};
     if constexpr (At::kScaled) {
@@ -222,7 +235,8 @@ class ScoreConsumer {
       }
     }
     attnops::sm90::mbarrier_wait(At::taken_barrier(shared_, buffer), (given_ / kWideBuffers & 1) ^ 1);
-    const bool moved = softmax_.prepare(piece, first_key, s, weight, factors(buffer), listed_keys<At>(base_, slot));
+    const bool moved =
+        softmax_.prepare(piece, first_key, s, weight, pairs, factors(buffer), listed_keys<At>(base_, slot));
     if (threadIdx.x % kGroupThreads == 0) reinterpret_cast<int*>(base_ + At::kMoved)[buffer] = moved;
   }
 
@@ -250,14 +264,16 @@ class ScoreConsumer {
 
   // Rounded, of 16 queries from `row` on, with keys along the rows: row is a query, its 64 keys are dense.
   __device__ void store_probabilities(int buffer, int row, const Scores& s) const {
-    const int chunk = 2 * warp_ + lane_ / 8 % 2;
+    int lane = lane_;
+    asm volatile("" : "+r"(lane));  // places that were kept from tile to tile would be spilled
+    const int chunk = 2 * warp_ + lane / 8 % 2;
     const uint32_t place = shared_ + At::kP + buffer * At::kQueryPiece;
     uint32_t pairs[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       pairs[i] = attnops::sm90::pack_pair<__half>(s[row / 2 + 2 * i], s[row / 2 + 2 * i + 1]);
     }
-    const int own_row = row + 8 * (lane_ / 16) + lane_ % 8;
+    const int own_row = row + 8 * (lane / 16) + lane % 8;
     attnops::sm90::store_transposed(pairs, place + attnops::sm90::swizzled(own_row, chunk));
   }
 

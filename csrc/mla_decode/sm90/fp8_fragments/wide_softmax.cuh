@@ -13,45 +13,62 @@ class WideSoftmax {
  public:
   static constexpr int kCount = At::kRows / 4;
   using Scores = float[At::kRows / 2];
-  __device__ WideSoftmax(const Params& p, uint8_t* base, float kv_scale)
-      : p_(p), base_(base), raw_scale_(p.softmax_scale * kv_scale * kLog2e) {}
+  // Rows' scales and references are held from the end of a tile's scores on, where there are registers: keys' scales
+  // take those.
+  static constexpr bool kHolds = !At::kScaled && At::kRows == kPlanRows;
+  using RowPairs = float4[kHolds ? At::kRows / 8 : 1];
+
+  __device__ WideSoftmax(const Params& p, uint8_t* base) : p_(p), base_(base) {}
 
   // After a barrier of the warpgroup; ends with one.
   __device__ void begin(const Piece& piece) {
     clear_ = few_rows::keys_of_all_rows(p_, piece);
+    const float raw_scale = this->raw_scale();
+    const bool scales_first = this->scales_first(raw_scale);
     const int row = threadIdx.x % kGroupThreads;
     bool is_bad = false;
     if (row < At::kRows) {
       const float own = query_scale(row);
       is_bad = isnan(own);
       float* pair = pair_entry(row);
-      pair[0] = scales_first() ? 1.f : (is_bad ? 1.f : own) * raw_scale_;  // times it, -infinity must stay what it is
+      pair[0] = scales_first ? 1.f : (is_bad ? 1.f : own) * raw_scale;  // times it, -infinity must stay what it is
       pair[1] = kUnset;
     }
-    some_bad_ = attnops::sm90::named_barrier_or(kScoreWarps, kGroupThreads, is_bad);
+    special_ = attnops::sm90::named_barrier_or(kScoreWarps, kGroupThreads, is_bad || scales_first);
 #pragma unroll
     for (float& x : sum_) x = 0.f;
+  }
+
+  // Of the thread's rows, for the next tile.
+  __device__ void load(RowPairs& pairs) const {
+    if constexpr (kHolds) {
+#pragma unroll
+      for (int j = 0; j < At::kRows / 8; ++j) pairs[j] = pair_of(j);
+    }
   }
 
   // Masks the raw scores of keys [first_key, first_key + 64) and moves the reference maxima where it must: says so, and
   // leaves the factors of what was accumulated before in `factors`. Where keys have scales, `weight` is the base-2
   // logarithm of the largest of a key: softmax.cuh.
-  __device__ bool prepare(const Piece& piece, int first_key, Scores& s, const float (&weight)[2], float* factors,
-                          uint32_t listed) {
-    if (scales_first()) scale(s);
-    if (some_bad_) spoil(s);
+  __device__ bool prepare(const Piece& piece, int first_key, Scores& s, const float (&weight)[2], RowPairs& pairs,
+                          float* factors, uint32_t listed) {
     if constexpr (At::kOptions == Options::kSelected) {
+      if (special_) scale_or_spoil(s);
       mask_unlisted<At, kCount>(listed, s);
-    } else if (first_key < clear_.begin || first_key + kPlanTileTokens > clear_.end ||
-               (At::kOptions == Options::kAll && p_.report)) {
-      mask(piece, first_key, s);
+    } else {
+      const bool some_masked = (At::kOptions == Options::kAll && (first_key < clear_.begin || p_.report)) ||
+                               first_key + kPlanTileTokens > clear_.end;
+      if (special_ || some_masked) {  // what is rare behind one branch: each costs registers of every tile
+        if (special_) scale_or_spoil(s);
+        if (some_masked) mask(piece, first_key, s);
+      }
     }
     // The largest exponent: by maxima, for a chain of predicates takes longer than all else here.
     constexpr int kTops = min_of(4, At::kRows / 8);
     float tops[kTops];
 #pragma unroll
     for (int j = 0; j < At::kRows / 8; ++j) {
-      const float4 pair = pair_of(j);
+      const float4 pair = kHolds ? pairs[j % kHeld] : pair_of(j);
       const float most = fmaxf(top(s, j, 0, pair.x, weight) - pair.y, top(s, j, 1, pair.z, weight) - pair.w);
       tops[j % kTops] = j < kTops ? most : fmaxf(tops[j % kTops], most);
     }
@@ -59,13 +76,16 @@ class WideSoftmax {
     if constexpr (kTops == 4) most = fmaxf(most, fmaxf(tops[2], tops[3]));
     const bool above = most > kLift + kSlack;
     const bool moved = attnops::sm90::named_barrier_or(kScoreWarps, kGroupThreads, above);
-    if (moved) move_references(s, weight, factors);
+    if (moved) {
+      move_references(s, weight, factors);
+      load(pairs);
+    }
     return moved;
   }
 
   // Prepared scores to probabilities: of the thread's rows 8 j + 2 (lane % 4) + {0, 1}.
-  __device__ void exponentiate(int j, Scores& s) {
-    const float4 pair = pair_of(j);
+  __device__ void exponentiate(int j, const RowPairs& pairs, Scores& s) {
+    const float4 pair = kHolds ? pairs[j % kHeld] : pair_of(j);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float &x = s[4 * j + 2 * h], &y = s[4 * j + 2 * h + 1];
@@ -91,6 +111,7 @@ class WideSoftmax {
   }
 
  private:
+  static constexpr int kHeld = kHolds ? At::kRows / 8 : 1;
   static constexpr float kUnset = -1e30f;  // of a row that saw no key yet: below every score
 
   __device__ static int warp() { return threadIdx.x % kGroupThreads / 32; }
@@ -106,7 +127,8 @@ class WideSoftmax {
 
   // Only a positive scale commutes with the maximum, and a soft cap needs scaled scores.
   __device__ bool capped() const { return At::kOptions == Options::kAll && p_.logit_cap > 0.f; }
-  __device__ bool scales_first() const { return capped() || raw_scale_ <= 0.f; }
+  __device__ bool scales_first(float raw_scale) const { return capped() || raw_scale <= 0.f; }
+  __device__ float raw_scale() const { return p_.softmax_scale * (p_.kv_scale ? *p_.kv_scale : 1.f) * kLog2e; }
 
   // The larger of a query's two scores; where keys have scales, of its probabilities times the largest of those.
   __device__ static float top(const Scores& s, int j, int e, float scale, const float (&weight)[2]) {
@@ -114,11 +136,17 @@ class WideSoftmax {
     return fmaxf(fmaf(s[4 * j + e], scale, weight[0]), fmaf(s[4 * j + 2 + e], scale, weight[1]));
   }
 
-  __device__ void scale(Scores& s) const {
+  __device__ void scale_or_spoil(Scores& s) const {
+    const float raw_scale = this->raw_scale();
+    if (scales_first(raw_scale)) scale(raw_scale, s);
+    spoil(s);
+  }
+
+  __device__ void scale(float raw_scale, Scores& s) const {
     const float cap = p_.logit_cap * kLog2e, inner = capped() ? kLn2 / p_.logit_cap : 0.f;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const float by = query_scale(query_of(i)) * raw_scale_;
+      const float by = query_scale(query_of(i)) * raw_scale;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         float& x = s[element_of(i, h)];
@@ -194,9 +222,8 @@ class WideSoftmax {
 
   const Params& p_;
   uint8_t* const base_;
-  const float raw_scale_;
   KvRange clear_;  // keys that need no mask
-  bool some_bad_;  // of the piece's queries
+  bool special_;   // some of the piece's queries are not finite, or scores are scaled ahead of their maximum
   float sum_[kCount];
 };
 
