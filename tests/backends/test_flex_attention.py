@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from attnops.backends import flex_attention, get_backend_class
@@ -53,4 +55,29 @@ def test_rows_that_a_gpus_kernel_does_not_take_are_refused(monkeypatch):
 
 def test_the_compiler_takes_the_options():
     """Whether torch knows them: a name that it does not know is an error where the function is wrapped."""
-    assert callable(flex_attention._compiled("cuda"))
+    assert callable(flex_attention._compiled(("options",)))
+
+
+def test_no_call_runs_uncompiled():
+    """More shapes than torch keeps for a function: each is compiled, and the user is told once that some are anew."""
+    ran = []
+
+    def backend(graph, inputs):
+        ran.append(graph)
+        return graph.forward
+
+    one = flex_attention._Compiled(("a kind",), backend=backend, dynamic=False)
+    other = flex_attention._Compiled(("another kind",), backend=backend, dynamic=False)
+    options = {"scale": 1.0, "return_aux": None, "kernel_options": None}
+    rows = [torch.randn(1, 1, n, 16) for n in range(2, 8)]
+    with warnings.catch_warnings(record=True) as said, torch._dynamo.config.patch(recompile_limit=2):
+        warnings.simplefilter("always")
+        for call, tensors in ((one, rows[:2]), (other, rows[:2]), (one, rows)):
+            for q in tensors:
+                before = len(ran)
+                arguments = (q, q, q, None, None, options)
+                torch.testing.assert_close(call(*arguments), flex_attention._attend(*arguments))
+                assert call is one or len(ran) == before + 1
+    texts = [str(w.message) for w in said if issubclass(w.category, RuntimeWarning)]
+    assert len(texts) == 1 and "for ('a kind',)" in texts[0] and "recompile_limit" in texts[0]
+    assert (one.made, other.made, len(ran)) == (3, 1, 8)

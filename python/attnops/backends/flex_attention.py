@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
+import warnings
 from typing import Any
 
 import torch
@@ -18,14 +20,62 @@ from attnops.layers.radix_attention import RadixAttention
 from attnops.types import AttentionSpec, Limits
 
 
-@functools.cache
-def _compiled(device_type: str) -> Any:
+def _attend(q: Tensor, k: Tensor, v: Tensor, cap: Any, block_mask: Any, options: dict[str, Any]) -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    if device_type == "cpu":
-        return flex_attention
+    return flex_attention(q, k, v, score_mod=cap, block_mask=block_mask, **options)
+
+
+class _Compiled:
+    """`_attend`, compiled for one kind of call. torch keeps a few versions for each code object (8, its
+    `recompile_limit`) and runs any further call uncompiled. So every kind has a code object of its own, and one that is
+    full gives way to a new one, with a warning."""
+
+    def __init__(self, kind: tuple[Any, ...], **options: Any) -> None:
+        self.kind, self.options, self.made = kind, options, 0
+        self.call = self._new()
+
+    def _new(self) -> Any:
+        self.made += 1
+        code = _attend.__code__.replace(co_name=f"flex_attention_{self.made}")
+        # A whole graph: where torch would go on uncompiled, it raises.
+        return torch.compile(types.FunctionType(code, _attend.__globals__), fullgraph=True, **self.options)
+
+    def __call__(self, *args: Any) -> Any:
+        from torch._dynamo.exc import FailOnRecompileLimitHit
+
+        try:
+            return self.call(*args)
+        except FailOnRecompileLimitHit:
+            if self.made == 1:
+                warnings.warn(
+                    f"attnops: torch keeps no more compiled versions of flex_attention for {self.kind}: attnops "
+                    "compiles anew, which takes seconds; torch._dynamo.config.recompile_limit sets how many it keeps",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            self.call = self._new()
+            return self.call(*args)
+
+
+@functools.cache
+def _compiled(kind: tuple[Any, ...]) -> _Compiled:
     # One kernel is compiled: worker processes, one a core by default, would each import torch and have nothing to do.
-    return torch.compile(flex_attention, dynamic=True, options={"compile_threads": 1})
+    return _Compiled(kind, dynamic=True, options={"compile_threads": 1})
+
+
+def _kind(q: Tensor, k: Tensor, v: Tensor, layer: RadixAttention) -> tuple[Any, ...]:
+    """What one compiled function serves: a kind of layer and, of its calls, those for one token or one request."""
+    heads = f"{q.shape[1]}/{k.shape[1]} heads of {q.shape[-1]}/{v.shape[-1]}"
+    return (
+        heads,
+        q.dtype,
+        q.device,
+        f"cap {layer.logit_cap}",
+        f"scale {layer.scaling}",
+        q.shape[0] == 1,
+        q.shape[2] == 1,
+    )
 
 
 # Tiles by the wider of keys and values, padded to a power of two: queries and keys (square), by 4 warps, in one stage.
@@ -88,17 +138,10 @@ def _flex(queries: Queries, chunks: Chunks, layer: RadixAttention) -> Tensor:
         return limit * torch.tanh(score / limit)
 
     block_mask = create_block_mask(mask, q.shape[0], None, q.shape[2], k.shape[2], device=str(q.device))
-    out, aux = _compiled(q.device.type)(
-        q,
-        k,
-        v,
-        score_mod=cap if layer.logit_cap else None,
-        block_mask=block_mask,
-        scale=layer.scaling,
-        enable_gqa=layer.num_heads != layer.num_kv_heads,
-        return_aux=AuxRequest(lse=True),
-        kernel_options=_kernel_options(q, v) if q.is_cuda else None,
-    )
+    options: dict[str, Any] = {"scale": layer.scaling, "enable_gqa": layer.num_heads != layer.num_kv_heads}
+    options |= {"return_aux": AuxRequest(lse=True), "kernel_options": _kernel_options(q, v) if q.is_cuda else None}
+    attend = _compiled(_kind(q, k, v, layer)) if q.is_cuda else _attend
+    out, aux = attend(q, k, v, cap if layer.logit_cap else None, block_mask, options)
     if layer.sinks is not None:  # a logit that takes probability and gives no value
         out = out * torch.sigmoid(aux.lse - layer.sinks.float().view(1, -1, 1)).unsqueeze(-1)
     seen = visible.any(-1).unsqueeze(1).unsqueeze(-1)
