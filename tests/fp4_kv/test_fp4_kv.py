@@ -13,8 +13,11 @@ from attnops.layers import RadixAttention
 from attnops.pools import MHATokenToKVPool, MHATokenToKVPoolFP4, MLATokenToKVPoolFP4
 from attnops.types import AttentionBatch, AttentionSpec, ForwardMode, Limits
 from checks import assert_attention_close, assert_lse_close
+from conformance import spec_of
 from draft_trees import attention_over
 from fp4_problems import E4M3, FP4, LENGTHS, pools, problem, real
+from gpu_steps import SHAPES
+from steps import LIMITS, Model, make_step
 
 VALUES = torch.tensor([*reference.FP4_VALUES, *(-value for value in reference.FP4_VALUES)], dtype=torch.float64)
 
@@ -199,3 +202,30 @@ def test_the_cpus_backend_decodes_codes_as_they_are_and_is_not_batch_invariant(m
     assert len(calls) == 1 and calls[0]["softmax_scale"] == 0.1
     with pytest.raises(NotImplementedError, match="intel_amx is not batch-invariant over an FP4 cache"):
         get_backend_class("intel_amx")(dataclasses.replace(spec, deterministic=True), limits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_every_code_has_its_value_and_sign(dtype):
+    codes, scales = torch.arange(256, dtype=torch.uint8), torch.ones(32).to(torch.float8_e4m3fn)
+    both = torch.stack([codes & 15, codes >> 4], -1).flatten().long()
+    got, expected = reference.dequantize_fp4(codes, scales, dtype=dtype), VALUES.to(dtype)[both]
+    assert torch.equal(got, expected) and torch.equal(got.signbit(), expected.signbit())
+
+
+@pytest.mark.parametrize("name", ["torch_native", "trtllm_mha", "flashmla", "fa3"])
+@pytest.mark.parametrize("shape", ["decode", "tree", "draft_extend_ragged"])
+def test_a_step_finds_another_steps_codes_and_scales(name, shape):
+    """What a replay on a GPU does (`gpu_steps.check_replay`), without a graph: new contents at the same addresses."""
+    spec = spec_of("mla_fp4" if name == "flashmla" else "fp4", 64)
+    mode, *lengths, options = SHAPES[shape]
+    static, other = (make_step(Model("one", spec, scale=0.1), mode, *lengths[i], seed=i, **options) for i in (0, 1))
+    backend = get_backend_class(name)(spec, LIMITS)
+
+    def run(step):
+        backend.init_forward_metadata(step.batch)
+        return step.run(backend).clone()
+
+    before = run(static)
+    static.overwrite(other)
+    after = run(static)
+    assert not torch.equal(before, after) and torch.equal(after, run(other))

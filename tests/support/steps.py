@@ -124,7 +124,9 @@ class Step:
         batch, pool = self.batch, self.batch.token_to_kv_pool
         tensors = [self.q, self.k, self.v, batch.req_pool_indices, batch.cache_seqlens]
         tensors += [batch.req_to_token, batch.out_cache_loc, batch.extend_seq_lens, batch.tree_mask]
-        if isinstance(pool, MLATokenToKVPool):
+        if hasattr(pool, "get_kv_scale_buffer"):  # of an FP4 pool: codes and scales
+            tensors += pool.all_buffers()[0]
+        elif isinstance(pool, MLATokenToKVPool):
             tensors += [pages.view(torch.uint8) for pages in pool.kv_buffer]
             tensors += pool.index_k_with_scale_buffer if isinstance(pool, DSATokenToKVPool) else []
         elif pool is not None:
