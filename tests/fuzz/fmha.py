@@ -67,7 +67,8 @@ def draw_call(draw: Draw, *, paged: bool, fp8_queries: bool = False) -> Call:
     set_arch(draw)
     heads, kv_heads = draw_heads(draw)
     dim = draw.pick(DIMS)
-    dim_v = dim if draw.chance(0.7) else draw.pick(DIMS)
+    pair = dim == 192 and draw.chance(0.5)  # 192 beside 128 has kernels of its own
+    dim_v = 128 if pair else dim if draw.chance(0.7) else draw.pick(DIMS)
     dtype, kv_dtype = (FP8, FP8) if fp8_queries else draw_dtypes(draw)
     batch = 0 if draw.chance(0.03) else draw.pick([1, 1, 2, 3, 4, 6])
     longest = max(min(50_000 // (kv_heads * max(dim, dim_v) * max(batch, 1)), 800), 8)
