@@ -27,6 +27,8 @@ MODELS = [
     Model("cuda_cores_page1", gqa(num_kv_heads=8, page_size=1)),
     Model("fp8_page64", gqa(kv_dtype=E4M3, page_size=64)),
     Model("deterministic", gqa(deterministic=True)),
+    Model("window", gqa(sliding_window_size=40)),
+    Model("cap", gqa(logit_cap=5.0)),
     Model("mla", AttentionSpec.mla(16, page_size=1), scale=0.1),
     Model("mla_page64", AttentionSpec.mla(128, page_size=64), scale=0.1),
 ]
