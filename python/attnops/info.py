@@ -129,6 +129,11 @@ def _archs(capability: Capability) -> str:
     return "" if capability.archs is None else " sm_" + ", sm_".join(map(str, sorted(capability.archs)))
 
 
+def _caches(capability: Capability) -> str:
+    kinds = capability.kv_dtypes | (capability.mla_kv_dtypes or set())
+    return ", ".join(["as q", *sorted(DTYPE_NAMES[dtype] for dtype in kinds)])
+
+
 # Row of the matrix -> its cell for a capability.
 _ROWS: dict[str, Callable[[Capability], str]] = {
     "device": _devices,
@@ -137,7 +142,7 @@ _ROWS: dict[str, Callable[[Capability], str]] = {
     "tested on its hardware": lambda c: "no: by name only" if c.untested_on_hardware else "yes",
     "modes": _modes,
     "q": lambda c: names(c.dtypes),
-    "cache": lambda c: ", ".join(["as q", *sorted(DTYPE_NAMES[d] for d in c.kv_dtypes | (c.mla_kv_dtypes or set()))]),
+    "cache": lambda c: "584-byte rows" if c.compressed else _caches(c),
     "head dims": lambda c: "-" if c.head_dims is None else str(c.head_dims),
     "MLA": lambda c: _yes(c.mla),
     "page size": lambda c: "any" if c.page_sizes is None else ", ".join(map(str, sorted(c.page_sizes))),

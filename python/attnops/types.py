@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from attnops.modes import AttentionType, ForwardMode
 
 MLA_KV_LORA_RANK = 512
 MLA_ROPE_DIM = 64
+COMPRESS_RATIOS = (0, 4, 128)  # of layers of DeepSeek-V4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,9 @@ class AttentionSpec:
         sparse_topk: MLA: of those layers whose query tokens attend to the rows that a list names
             (`RadixAttention.forward`, `topk_indices`): columns of a list. 0: no layer does. Others may stand beside
             them.
+        compress_ratios: DeepSeek-V4 (`layers.CompressedAttention`): 0, 4 or 128 of each layer, or of each kind:
+            how many tokens an entry pools, beside the window of `sliding_window_size`. Layers of ratio 4 attend to
+            `sparse_topk` entries, layers of ratio 128 to all. Rows are of 584 bytes. (): another model.
     """
 
     num_q_heads: int
@@ -64,6 +68,7 @@ class AttentionSpec:
     up_head_dims: tuple[int, int] | None = None
     attention_chunk_size: int = 0
     sparse_topk: int = 0
+    compress_ratios: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "page_size", "sliding_window_size"):
@@ -102,18 +107,48 @@ class AttentionSpec:
         )
         _require(self.is_mla or self.up_head_dims is None, f"up_head_dims belongs to MLA, got {self.up_head_dims}")
         if self.is_mla:
-            dims = (MLA_KV_LORA_RANK + MLA_ROPE_DIM, MLA_KV_LORA_RANK)
+            dims = (MLA_KV_LORA_RANK + (0 if self.compress_ratios else MLA_ROPE_DIM), MLA_KV_LORA_RANK)
             _require(self.num_kv_heads == 1, f"MLA has one latent head, got num_kv_heads {self.num_kv_heads}")
             _require(
                 (self.head_dim, self.v_head_dim) == dims,
                 f"MLA has head_dim {dims[0]} and v_head_dim {dims[1]}, got {self.head_dim} and {self.v_head_dim}",
             )
+        if self.compress_ratios:
+            self._check_compressed()
 
     @classmethod
     def mla(cls, num_q_heads: int, **options: object) -> AttentionSpec:
         """An MLA model with absorbed queries: 512 latent and 64 rotary dimensions. Options as of `AttentionSpec`."""
         dims = {"head_dim": MLA_KV_LORA_RANK + MLA_ROPE_DIM, "v_head_dim": MLA_KV_LORA_RANK}
         return cls(num_q_heads=num_q_heads, num_kv_heads=1, is_mla=True, **dims, **options)  # type: ignore[arg-type]
+
+    @classmethod
+    def deepseek_v4(cls, num_q_heads: int, compress_ratios: Sequence[int], **options: Any) -> AttentionSpec:
+        """A model of `compress_ratios`: 512 dimensions that are key and value, sinks, a window of 128 tokens.
+
+        Options as of `AttentionSpec`; `page_size` is 256 by default.
+        """
+        dims: dict[str, Any] = {"head_dim": MLA_KV_LORA_RANK, "v_head_dim": MLA_KV_LORA_RANK, "is_mla": True}
+        dims |= {"num_kv_heads": 1, "compress_ratios": tuple(compress_ratios), "kv_dtype": torch.uint8}
+        rest: dict[str, Any] = {"page_size": 256, "sliding_window_size": 127, "has_sinks": True}
+        return cls(num_q_heads=num_q_heads, **(dims | rest | options))
+
+    def _check_compressed(self) -> None:
+        ratios = self.compress_ratios
+        known = isinstance(ratios, tuple) and set(ratios) <= set(COMPRESS_RATIOS)
+        _require(known, f"compress_ratios must be a tuple of 0, 4 and 128, got {ratios!r}")
+        _require(self.is_mla, "compress_ratios belong to MLA")
+        _require(self.kv_dtype == torch.uint8, f"compress_ratios need kv_dtype uint8, got {self.kv_dtype}")
+        _require(self.sliding_window_size >= 0, "compress_ratios need sliding_window_size")
+        largest = max(ratios)
+        _require(
+            largest == 0 or self.page_size % largest == 0,
+            f"page_size ({self.page_size}) must be a multiple of compress_ratios, {largest} among them",
+        )
+        _require(
+            (4 in ratios) == (self.sparse_topk > 0),
+            f"sparse_topk belongs to compress_ratios of 4, got {self.sparse_topk} and {ratios}",
+        )
 
     @property
     def cache_dtype(self) -> torch.dtype:

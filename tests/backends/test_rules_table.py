@@ -162,8 +162,8 @@ CHOOSING = (Path(__file__).parents[2] / "docs" / "choosing.md").read_text()
 def test_the_page_tells_the_order(row, column, machine):
     cells = next(line for line in CHOOSING.splitlines() if line.startswith(f"| {row} |")).split("|")[2:]
     told = re.findall(r"`(\w+)`", cells[column].split(";")[0])
-    # A backend of sparse models is asked by its model's kind.
-    assert told == [name for name in order(machine, bool(column)) if name != "nsa"]
+    # Backends of sparse models and of DeepSeek-V4 serve no others.
+    assert told == [name for name in order(machine, bool(column)) if name not in ("nsa", "dsv4")]
 
 
 def test_the_page_tells_of_every_environment_variable():

@@ -20,6 +20,7 @@ def names_here(draw: Draw) -> list[str]:
     kinds = {name: get_backend_class(name).capability for name in registered_names()}
     names = [name for name, capability in kinds.items() if not capability.machine_reasons(machine)]
     names = [name for name in names if not kinds[name].needs_cpu_seq_lens]  # worlds keep lengths on the device
+    names = [name for name in names if not kinds[name].compressed]  # a world of its own
     slow = draw.chance(0.15 if draw.device == "cpu" else 0.03)
     return [name for name in names if slow or not (kinds[name].compiles_at_run_time or name == "flex_attention")]
 

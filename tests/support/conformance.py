@@ -93,7 +93,7 @@ def _sizes_cell(sizes: list[int]) -> str:
 
 def matrix() -> str:
     """The table of the README, from what the suite asks and the answers that it holds backends to."""
-    names = registered_names()
+    names = [name for name in registered_names() if not get_backend_class(name).capability.compressed]
     lines = [["", "steps", *_COLUMNS, "trees"], ["---"] * (len(_COLUMNS) + 3)]
     for name in names:
         capability = get_backend_class(name).capability

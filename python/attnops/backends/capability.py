@@ -91,6 +91,7 @@ class Capability:
         multi_item: Prompts of a prefix and items (`AttentionBatch.multi_item`).
         local_attention: Layers with `attention_chunk_size`; not beside a tree mask.
         sparse: MLA layers that bring lists of rows (`AttentionSpec.sparse_topk`).
+        compressed: It is for layers over compressed entries (`AttentionSpec.compress_ratios`), and no others.
         max_tokens_per_request: Of verify and uniform draft extend; None: any.
         deterministic: `AttentionSpec.deterministic` is honoured. deterministic_modes: In these modes; None: in all.
         cuda_graph: Steps can be captured.
@@ -128,6 +129,7 @@ class Capability:
     draft_trees: bool = False
     local_attention: bool = False
     sparse: bool = False
+    compressed: bool = False
     multi_item: bool = False
     max_tokens_per_request: int | None = None
     deterministic: bool = False
@@ -156,6 +158,8 @@ class Capability:
             (self.sliding_window or spec.sliding_window_size < 0, "has no sliding window"),
             (self.local_attention or not spec.attention_chunk_size, "has no local attention (attention_chunk_size)"),
             (self.sparse or not spec.sparse_topk, "attends to every key, not to lists of rows (sparse_topk)"),
+            (self.compressed or not spec.compress_ratios, "has no compressed entries (compress_ratios)"),
+            (not self.compressed or bool(spec.compress_ratios), "serves layers of compress_ratios alone"),
             (self.logit_cap or not spec.logit_cap, "has no soft cap on logits"),
             (self.sinks or not spec.has_sinks, "has no attention sinks"),
             (self.deterministic or not spec.deterministic, "is not batch-invariant (deterministic=True)"),

@@ -69,6 +69,11 @@ class MultiStepDraftBackend(AttentionBackend):
                 f"attnops: draft_steps must be below Limits.max_seqlen {limits.max_seqlen}, which counts a prefix and "
                 f"the drafts of a branch, got {draft_steps}"
             )
+        if any(spec.compress_ratios):
+            raise NotImplementedError(
+                "attnops: branches of a draft loop have no states of their own, which compress_ratios "
+                f"{spec.compress_ratios} need. A draft model of ratio 0 needs none"
+            )
         if topk > MAX_TREE_TOKENS:
             raise ValueError(f"attnops: topk must be at most {MAX_TREE_TOKENS}, the nodes of a tree, got {topk}")
         self.spec, self.limits, self.device = spec, limits, device_of(device)

@@ -20,12 +20,13 @@ _MODULES = {
     "flex_attention": "attnops.backends.flex_attention",
     "flashinfer": "attnops.backends.flashinfer",
     "nsa": "attnops.backends.nsa",
+    "dsv4": "attnops.backends.dsv4",
     "wave": "attnops.backends.wave",
     **dict.fromkeys(("fa4", "aiter", "intel_xpu", "ascend"), "attnops.backends.vendors"),
 }
 
 # Second names of backends.
-ALIASES = {"flashinfer_mla": "flashinfer", "dsa": "nsa"}
+ALIASES = {"flashinfer_mla": "flashinfer", "dsa": "nsa", "compressed": "dsv4"}
 
 # Names that users of SGLang know, whose classes need more than (spec, limits, device): each with what to write.
 NOT_BUILT = {

@@ -11,7 +11,7 @@ from attnops.backends.machine import Machine
 # of our own are the portable ones. torch_native serves everything, slowly, so it is last.
 # `fa3` and `trtllm_mha` decode by the same kernels. Prefill is the first's; `order` says when decode is the second's.
 _HOPPER_MHA = ("fa3", "trtllm_mha", "flashinfer", "triton", "torch_native")
-_HOPPER_MLA = ("flashmla", "cutlass_mla", "trtllm_mla", "fa3", "nsa", "flashinfer", "triton", "torch_native")
+_HOPPER_MLA = ("flashmla", "cutlass_mla", "trtllm_mla", "fa3", "nsa", "dsv4", "flashinfer", "triton", "torch_native")
 _AMPERE = (_HOPPER_MHA, ("triton", "flashinfer", "torch_native"))
 _BLACKWELL = (("flashinfer", "fa3", "trtllm_mha", "triton", "torch_native"), ("flashinfer", "triton", "torch_native"))
 
@@ -22,7 +22,7 @@ _CUDA = {
     **dict.fromkeys((100, 103), _BLACKWELL),
 }
 _DEVICES = {
-    "cpu": ("intel_amx", "nsa", "torch_native"),
+    "cpu": ("intel_amx", "nsa", "dsv4", "torch_native"),
     "hip": ("aiter", "triton", "torch_native"),
     "xpu": ("intel_xpu", "triton", "torch_native"),
     "npu": ("ascend", "torch_native"),
@@ -63,9 +63,10 @@ MODEL_KINDS: dict[str, dict[str, str]] = {
     "local_chunk": {"flashinfer": f"{_NOT_PLANNED} attention in local chunks (Llama 4)"},
     "hybrid_linear": {"flashinfer": f"{_NOT_PLANNED} models that join linear and softmax attention"},
     "encoder_decoder": {
-        **dict.fromkeys(("flashmla", "cutlass_mla", "trtllm_mla", "nsa"), _LATENTS),
+        **dict.fromkeys(("flashmla", "cutlass_mla", "trtllm_mla", "nsa", "dsv4"), _LATENTS),
     },
     "sparse": {"nsa": "", "*": "attends to every key; sparse models have a backend of their own (nsa, dsa)"},
+    "compressed": {"dsv4": "", "*": "knows no compressed entries; DeepSeek-V4 has a backend of its own (dsv4)"},
 }
 
 

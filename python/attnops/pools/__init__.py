@@ -5,6 +5,7 @@ waits for the device. Only what kernels read is on it: `req_to_token`, `slot_map
 """
 
 from attnops.pools.allocator import PagedTokenToKVPoolAllocator
+from attnops.pools.deepseek_v4 import DeepSeekV4TokenToKVPool
 from attnops.pools.double_sparse import DoubleSparseTokenToKVPool
 from attnops.pools.fit import reason_against
 from attnops.pools.fp4 import MHATokenToKVPoolFP4, MLATokenToKVPoolFP4
@@ -16,6 +17,7 @@ from attnops.pools.sparse import DSATokenToKVPool, NSATokenToKVPool
 
 __all__ = [
     "DSATokenToKVPool",
+    "DeepSeekV4TokenToKVPool",
     "DoubleSparseTokenToKVPool",
     "HybridLinearKVPool",
     "HybridReqToTokenPool",

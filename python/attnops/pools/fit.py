@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from attnops.pools.deepseek_v4 import DeepSeekV4TokenToKVPool
 from attnops.pools.kv_cache import MLA_FP8_ROW_BYTES, KVCache, MHATokenToKVPool, MLATokenToKVPool
 from attnops.pools.sliding_window import SWAKVPool
 from attnops.pools.sparse import SCALE_BYTES, DSATokenToKVPool
@@ -18,6 +19,8 @@ def reason_against(pool: TokenPool, spec: AttentionSpec, device: torch.device) -
     """
     if not isinstance(pool, KVCache):  # a pool of the engine's own: what it says of itself
         return _difference("the pool", "page_size", spec.page_size, pool.page_size)
+    if isinstance(pool, DeepSeekV4TokenToKVPool) or spec.compress_ratios:
+        return _reason_against_compressed(pool, spec, device)
     if isinstance(pool, MLATokenToKVPool) != spec.is_mla:
         wanted = "an MLATokenToKVPool" if spec.is_mla else "an MHATokenToKVPool or SWAKVPool"
         return f"the pool must be {wanted}, got {type(pool).__name__}"
@@ -69,6 +72,18 @@ def _reason_against_index(pages: torch.Tensor, pool: DSATokenToKVPool, device: t
     reason = reason or _difference(name, "shape[1:] (page_size, index_head_dim + 4)", shape, tuple(pages.shape[1:]))
     if not reason and (pages.stride(2) != 1 or (pages.shape[1] > 1 and pages.stride(1) != shape[1])):
         reason = f"{name} must have pages without gaps, got strides {list(pages.stride())}"
+    return reason
+
+
+def _reason_against_compressed(pool: KVCache, spec: AttentionSpec, device: torch.device) -> str:
+    if not isinstance(pool, DeepSeekV4TokenToKVPool):
+        return f"the pool must be a DeepSeekV4TokenToKVPool, got {type(pool).__name__}"
+    if not spec.compress_ratios:
+        return "the pool is a DeepSeekV4TokenToKVPool, and the model has no compress_ratios"
+    reason = _difference("the pool", "page_size", spec.page_size, pool.page_size)
+    reason = reason or _difference("the pool", "device", device, pool.device)
+    if others := sorted(set(pool.compress_ratios) - set(spec.compress_ratios)):
+        reason = reason or f"the pool has layers of ratio {others[0]}, compress_ratios are {spec.compress_ratios}"
     return reason
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,6 +11,9 @@ from torch import Tensor
 from attnops.pools.allocator import PagedTokenToKVPoolAllocator
 from attnops.pools.kv_cache import KVCache, MHATokenToKVPool
 from attnops.types import AttentionLayer
+
+if TYPE_CHECKING:
+    from attnops.pools.deepseek_v4 import DeepSeekV4TokenToKVPool
 
 
 class SWAKVPool(KVCache):
@@ -96,7 +100,7 @@ class SWATokenToKVPoolAllocator(PagedTokenToKVPoolAllocator):
     alone: another holder may still need them.
     """
 
-    def __init__(self, pool: SWAKVPool) -> None:
+    def __init__(self, pool: SWAKVPool | DeepSeekV4TokenToKVPool) -> None:
         self._pool = pool
         self._window = PagedTokenToKVPoolAllocator(pool.swa_kv_pool.size, pool.page_size)
         super().__init__(pool.size, pool.page_size)
