@@ -46,6 +46,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     }
     hopper::mbarrier_init(shared + Layout::kMailFull, 1);
     hopper::mbarrier_init(shared + Layout::kMailEmpty, 1);
+    if constexpr (Tr::kTakesLate && !kByRows) hopper::mbarrier_init(shared + Layout::kLastKeys, 1);
     hopper::mbarrier_init_fence();
     for (const CUtensorMap* map : {&q_map, &k_map, &v_map}) hopper::prefetch_map(map);
   }

@@ -60,7 +60,8 @@ class ProducerBase {
     *work_slot() = w;
   }
 
-  // By one thread. Without tokens: no work is left.
+  // By one thread. Without tokens: no work is left. kLate: the caller takes the work behind this one.
+  template <bool kLate = false>
   __device__ __forceinline__ Work next_work() {
     Work w;
     w.num_tokens = 0;
@@ -73,7 +74,7 @@ class ProducerBase {
       } else {
         // Whoever merges waits for all pieces, and those that cannot be among them.
         if (w.num_tokens == 0 && index < cuts_.pieces * s_.works_per_tile) count_piece(p_, 4 * Tr::kWarpgroups);
-        take_index();
+        if (!kLate || w.num_tokens == 0) take_index();
       }
     }
     return w;
@@ -127,15 +128,28 @@ class ProducerBase {
     q_ring_.advance();
   }
 
+  // Works differ in cost: whoever takes the next one long before it is free may hold what another CTA waits for. So it
+  // is taken with the last keys of a long work. Those of two tiles have both stages as soon as they are known.
+  static __device__ __forceinline__ bool is_long(const Work& w) { return w.tile_end - w.tile_begin > 2; }
+
   // A thread that does nothing else knows works before the others need them, and asks for their queries.
+  template <bool kLate>
   __device__ __forceinline__ void tell_works() {
+    uint32_t last_keys_phase = 0;
     for (;;) {
-      const Work w = next_work();  // while the others are busy with the last one
+      const Work w = next_work<kLate>();  // while the others are busy with the last one
       tell(w);
       hopper::mbarrier_arrive(work_known());
       bring_queries(w);
       if (w.num_tokens < 0) return;
       work_ring_.advance();
+      if constexpr (kLate) {
+        if (is_long(w)) {
+          hopper::mbarrier_wait(shared_ + Layout::kLastKeys, last_keys_phase);
+          last_keys_phase ^= 1;
+        }
+        take_index();
+      }
     }
   }
 
@@ -247,8 +261,8 @@ template <class Tr>
 class BoxProducer : ProducerBase<Tr> {
   using Base = ProducerBase<Tr>;
   using Layout = typename Base::Layout;
-  using Base::arrive, Base::clear_unseen, Base::maps_, Base::page_of_box, Base::shared_, Base::tell_works, Base::tid_,
-      Base::work_done, Base::work_known, Base::work_ring_, Base::work_slot;
+  using Base::arrive, Base::clear_unseen, Base::maps_, Base::page_of_box, Base::shared_, Base::tid_, Base::work_done,
+      Base::work_known, Base::work_ring_, Base::work_slot;
 
  public:
   static constexpr int kOfValues = 2;  // warps that arrive for them
@@ -259,7 +273,7 @@ class BoxProducer : ProducerBase<Tr> {
   __device__ __forceinline__ void run() {
     const int warp = tid_ / 32;
     if (warp == 2) {
-      if (tid_ % 32 == 0) tell_works();
+      if (tid_ % 32 == 0) this->template tell_works<Tr::kTakesLate>();
       return;
     }
     for (;;) {
@@ -280,6 +294,7 @@ class BoxProducer : ProducerBase<Tr> {
   __device__ __forceinline__ void ask(const Work& w, bool keys) {
     int next_page = page_of_box(w, w.tile_begin);
     for (int tile = w.tile_begin, tile_end = w.tile_end; tile < tile_end; ++tile) {
+      if (Tr::kTakesLate && keys && tile + 1 == tile_end && Base::is_long(w)) arrive(shared_ + Layout::kLastKeys);
       const int page = next_page;
       next_page = page_of_box(w, tile + 1);  // a tile ahead, so that the table's latency is not the tiles'
       keys ? bring_keys(w, tile, page) : bring_values(w, tile, page);

@@ -16,8 +16,8 @@ class E4m3Producer : ProducerBase<Tr> {
   using Base = ProducerBase<Tr>;
   using Layout = typename Base::Layout;
   using Base::arrive, Base::bring_queries, Base::clear_unseen, Base::is_seen, Base::maps_, Base::next_work, Base::p_,
-      Base::page_at, Base::page_of_box, Base::s_, Base::shared_, Base::tell, Base::tell_works, Base::work_done,
-      Base::work_known, Base::work_ring_, Base::work_slot;
+      Base::page_at, Base::page_of_box, Base::s_, Base::shared_, Base::tell, Base::work_done, Base::work_known,
+      Base::work_ring_, Base::work_slot;
 
  public:
   __device__ __forceinline__ E4m3Producer(const Params& p, const Schedule& s, const Maps& maps, char* base)
@@ -25,7 +25,7 @@ class E4m3Producer : ProducerBase<Tr> {
 
   __device__ __forceinline__ void run() {
     if (!by_rows() && warp_ == 1) {
-      if (lane_ == 0) tell_works();
+      if (lane_ == 0) this->template tell_works<false>();
       return;
     }
     const bool tells = by_rows() && warp_ == 0;

@@ -40,7 +40,11 @@ class Bar:
         return s.phase != parity
 
 
-def sim(seed, cluster, qs=2, kst=2, warps=8, ws=2):
+def is_long(w):
+    return w[2] - w[1] > 2
+
+
+def sim(seed, cluster, qs=2, kst=2, warps=8, ws=2, late=True):
     r = random.Random(seed)
     W = []
     for i in range(r.randint(1, 14)):
@@ -69,6 +73,7 @@ def sim(seed, cluster, qs=2, kst=2, warps=8, ws=2):
         x.raw = [Bar(1, f"raw{c}{i}") for i in range(kst)]
         x.mf = Bar(1, f"mf{c}")
         x.me = Bar(1, f"me{c}")
+        x.last = Bar(1, f"last{c}")
         x.mail = None
         x.slot = [None] * ws
         x.k = [[None] * cluster for _ in range(kst)]
@@ -115,6 +120,25 @@ def sim(seed, cluster, qs=2, kst=2, warps=8, ws=2):
         qp = 0
         s = 0
         sp = 0
+        lp = 0
+
+        def take():
+            nonlocal idx, mp, awaits
+            if cluster == 2 and c == 1:
+                awaits = True
+                return
+            idx = nclusters + sem[0]
+            sem[0] += 1
+            if cluster == 2:
+                yield wait(x.me, mp ^ 1)
+                mp ^= 1
+
+                def land(v=idx):
+                    C[1].mail = v
+                    C[1].mf.add(4)
+
+                inflight.append(land)
+
         while True:
             while True:
                 if awaits:
@@ -129,21 +153,8 @@ def sim(seed, cluster, qs=2, kst=2, warps=8, ws=2):
                     break
                 w = W[idx]
                 mine = idx
-                # take
-                if cluster == 2 and c == 1:
-                    awaits = True
-                else:
-                    idx = nclusters + sem[0]
-                    sem[0] += 1
-                    if cluster == 2:
-                        yield wait(x.me, mp ^ 1)
-                        mp ^= 1
-
-                        def land(v=idx):
-                            C[1].mail = v
-                            C[1].mf.add(4)
-
-                        inflight.append(land)
+                if not late or not w[0]:
+                    yield from take()
                 yield lambda: True
                 if w[0]:
                     break
@@ -164,6 +175,11 @@ def sim(seed, cluster, qs=2, kst=2, warps=8, ws=2):
             x.qf[q].expect(7)
             inflight.append(ql)
             q, qp = adv(q, qp, qs)
+            if late:
+                if is_long(w):
+                    yield wait(x.last, lp)
+                    lp ^= 1
+                yield from take()
 
     def asker(c, of_keys):
         x = C[c]
@@ -179,6 +195,8 @@ def sim(seed, cluster, qs=2, kst=2, warps=8, ws=2):
                 return
             q, qp = adv(q, qp, ws)
             for t in range(w[1], w[2]):
+                if of_keys and late and t + 1 == w[2] and is_long(w):
+                    x.last.arrive()
                 if of_keys:
                     yield wait(x.ke[k], kp ^ 1)
                     x.kf[k].expect(10 * cluster)
@@ -362,7 +380,8 @@ def main():
     for seed in range(int(sys.argv[1]), int(sys.argv[2])):
         for cl in (1, 2):
             for qs in (1, 2):
-                sim(seed, cl, qs)
+                for late in (False, True):
+                    sim(seed, cl, qs, late=late)
     print("ok")
 
 
