@@ -154,6 +154,10 @@ def test_a_prefix_of_whole_pages_is_shared_with_its_state(device):
     model.pool.snapshots.share(snapshot)
     with pytest.raises(ValueError, match=r"snapshot \d of the pool has 2 holders"):
         model.pool.save_state(first.row, int(snapshot))
+    rows = model.pool.max_num_reqs
+    for row in (-1, rows):  # the latter would be the first snapshot's slot
+        with pytest.raises(ValueError, match=rf"row must be in \[0, {rows}\) of the pool, got {row}"):
+            model.pool.load_state(int(snapshot), row)
     model.pool.snapshots.free(snapshot)
     model.pool.snapshots.free(snapshot)
     with pytest.raises(ValueError, match=r"snapshot \d of the pool has 0 holders"):
@@ -333,6 +337,10 @@ def test_wrong_drafts_and_pools_are_named():
     served = server(max_draft_tokens=2)
     with pytest.raises(ValueError, match=r"3 drafts of a TARGET_VERIFY .* above max_draft_tokens = 2"):
         served.backend.init_forward_metadata(served.batch(VERIFY, {0: 4}, True))
+    batch, rows = served.batch(VERIFY, {0: 2}, True), served.model.pool.max_num_reqs
+    more = torch.zeros(rows + 1, LIMITS.max_seqlen, dtype=torch.int32)
+    with pytest.raises(ValueError, match=rf"req_to_token\.shape\[0\] must be at most {rows} .*, got {rows + 1}"):
+        served.backend.init_forward_metadata(dataclasses.replace(batch, req_to_token=more))
     batch = served.batch(VERIFY, {0: 3}, True)
     batch.tree_mask = torch.zeros(1, 3, 1, dtype=torch.uint8)
     with pytest.raises(NotImplementedError, match="serves no trees of drafts"):

@@ -67,7 +67,7 @@ class DeepseekV4AttnBackend(AttentionBackend):
 
         Raises:
             NotImplementedError: drafts have branches.
-            ValueError: the batch exceeds the limits, or its pool does not fit.
+            ValueError: the batch exceeds the limits, its pool does not fit, or has fewer states than there are rows.
         """
         if batch.tree_mask is not None or batch.draft_steps:
             raise NotImplementedError(
@@ -77,13 +77,18 @@ class DeepseekV4AttnBackend(AttentionBackend):
         self.limits.check(batch)
         pool, drafts = batch.token_to_kv_pool, batch.tokens_per_request - 1
         paged = self._buffers.step(batch)
-        compresses = isinstance(pool, DeepSeekV4TokenToKVPool) and any(pool.compress_ratios)
-        if compresses and batch.forward_mode is ForwardMode.TARGET_VERIFY and drafts > pool.max_draft_tokens:  # type: ignore[union-attr]
-            most = pool.max_draft_tokens  # type: ignore[union-attr]
-            raise ValueError(
-                f"attnops: {drafts} drafts of a TARGET_VERIFY step may be rejected, above max_draft_tokens = {most} of "
-                "the pool: its states would have lost the tokens before them"
-            )
+        if isinstance(pool, DeepSeekV4TokenToKVPool) and any(pool.compress_ratios):
+            most, rows = pool.max_draft_tokens, 0 if batch.req_to_token is None else batch.req_to_token.shape[0]
+            if rows > pool.max_num_reqs:  # behind the states of requests lie snapshots
+                raise ValueError(
+                    f"attnops: req_to_token.shape[0] must be at most {pool.max_num_reqs} (max_num_reqs of the pool: a "
+                    f"row without states has no place for them), got {rows}"
+                )
+            if batch.forward_mode is ForwardMode.TARGET_VERIFY and drafts > most:
+                raise ValueError(
+                    f"attnops: {drafts} drafts of a TARGET_VERIFY step may be rejected, above max_draft_tokens = "
+                    f"{most} of the pool: its states would have lost the tokens before them"
+                )
         self._prepared.begin(batch, self._steps.step(batch, paged))
 
     @in_one_thread

@@ -184,11 +184,15 @@ class DeepSeekV4TokenToKVPool(KVCache):
         Raises:
             ValueError: no such row, or nobody or more than one holds `snapshot`.
         """
-        self._copy_states(row, self._slot_of(snapshot, writes=True))
+        self._copy_states(self._checked_row(row), self._slot_of(snapshot, writes=True))
 
     def load_state(self, snapshot: int, row: int) -> None:
-        """A request begins behind a prefix of whole pages whose state was saved."""
-        self._copy_states(self._slot_of(snapshot, writes=False), row)
+        """A request begins behind a prefix of whole pages whose state was saved.
+
+        Raises:
+            ValueError: no such row, or nobody holds `snapshot`.
+        """
+        self._copy_states(self._slot_of(snapshot, writes=False), self._checked_row(row))
 
     def _slot_of(self, snapshot: int, writes: bool) -> int:
         holders = 0 if self.snapshots is None else self.snapshots.holders(snapshot)
@@ -196,10 +200,12 @@ class DeepSeekV4TokenToKVPool(KVCache):
             raise ValueError(f"attnops: snapshot {snapshot} of the pool has {holders} holders")
         return self.max_num_reqs + snapshot
 
+    def _checked_row(self, row: int) -> int:
+        if not 0 <= row < self.max_num_reqs:  # the slots behind are snapshots'
+            raise ValueError(f"attnops: row must be in [0, {self.max_num_reqs}) of the pool, got {row}")
+        return row
+
     def _copy_states(self, source: int, target: int) -> None:
-        for slot in (source, target):
-            if not 0 <= slot < self.max_num_reqs + self.num_snapshots:
-                raise ValueError(f"attnops: row must be in [0, {self.max_num_reqs}) of the pool, got {slot}")
         for ratio, *states in zip(self.compress_ratios, self._states, self._index_states):
             for state in states if ratio == 4 else []:
                 assert state is not None
