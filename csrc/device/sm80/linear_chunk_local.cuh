@@ -93,8 +93,8 @@ __device__ __forceinline__ float row_product(const unsigned char* a, const unsig
   return sum + __shfl_xor_sync(0xffffffffu, sum, 1);
 }
 
-// A finite float to the nearest with 10 bits of mantissa: products take no notice of the others. (cvt.rna looks for
-// infinities by three more instructions.)
+// To the nearest with 10 bits of mantissa: products take no notice of the others. (cvt.rna looks for infinities by
+// three more instructions.) A NaN may become 0; what multiplies its token's own keys and values still has it.
 __device__ __forceinline__ uint32_t nearest_tf32(float x) { return __float_as_uint(x) + 0x1000u; }
 
 // c += a b for blocks of 16 rows, 8 columns and 16 k of float32 matrices in shared memory, rounded to 11 bits. Which k

@@ -29,13 +29,6 @@ __device__ __forceinline__ void mma_m16n8k16<__half>(float (&c)[4], const uint32
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// A float to the nearest with 10 bits of mantissa.
-__device__ __forceinline__ uint32_t round_tf32(float x) {
-  uint32_t y;
-  asm("cvt.rna.tf32.f32 %0, %1;\n" : "=r"(y) : "f"(x));
-  return y;
-}
-
 // A: (g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4); B: k = t and t + 4, column g; C as above.
 __device__ __forceinline__ void mma_m16n8k8_tf32(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile(

@@ -34,12 +34,6 @@ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
   }
 }
 
-inline uint32_t round_tf32(float x) {
-  uint32_t word;
-  std::memcpy(&word, &x, 4);
-  return (word + 0x1000u) & 0xffffe000u;
-}
-
 inline void mma_m16n8k8_tf32(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   struct Own {
     uint32_t a[4], b[2];
