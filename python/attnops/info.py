@@ -122,7 +122,8 @@ def _modes(capability: Capability) -> str:
 def _devices(capability: Capability) -> str:
     chosen = capability.devices if capability.chosen_on is None else capability.chosen_on
     by_name = [f"{device} by name" for device in sorted(capability.devices - chosen)]
-    return ", ".join(sorted(chosen)) + _archs(capability) + "".join(f", {text}" for text in by_name)
+    automatic = [", ".join(sorted(chosen)) + _archs(capability)] if chosen else []
+    return ", ".join([*automatic, *by_name])
 
 
 def _archs(capability: Capability) -> str:
