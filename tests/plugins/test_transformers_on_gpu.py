@@ -56,5 +56,8 @@ def test_continuous_batching_gives_the_tokens_of_generate(kind):
         expected.append(generated(model, row, torch.ones_like(row), "dynamic")[0].tolist())
     model.set_attn_implementation(plugin.CONTINUOUS_NAME)
     config = transformers.GenerationConfig(max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, eos_token_id=-1)
-    results = model.generate_batch(inputs, generation_config=config, progress_bar=False)
+    batching = transformers.ContinuousBatchingConfig(max_memory_percent=0.02)  # other tests share the GPU
+    results = model.generate_batch(
+        inputs, generation_config=config, continuous_batching_config=batching, progress_bar=False
+    )
     assert sorted(result.generated_tokens for result in results.values()) == sorted(expected)
