@@ -3,7 +3,7 @@
 A graph holds lengths, plan, stores, attention and the exchange. It is replayed with new lengths, queries and rows; each
 replay equals an eager call of the same step bit for bit. Some are also compared with plain attention in float32.
 
-Arguments: rank, world size, a file for the rendezvous, replays.
+Arguments: rank, world size, a file for the rendezvous, replays; then the kinds of steps, none for all.
 """
 
 from __future__ import annotations
@@ -172,7 +172,12 @@ def run(name: str, problem: Problem, made, replays: int) -> None:
     print(f"{name}: {replays} replays equal eager, {max(errors):.2e} to one rank in float32", flush=True)
 
 
-def main(rank: int, world_size: int, rendezvous: str, replays: int) -> None:
+def kinds() -> list[tuple[str, int, str]]:
+    """Attention, tokens of a request, and how ranks join: a way of `combine`, or "tp"."""
+    return list(itertools.product(("gqa", "mla"), (1, 4), (*distributed.HOW, "tp")))
+
+
+def main(rank: int, world_size: int, rendezvous: str, replays: int, only: list[str]) -> None:
     torch.cuda.set_device(rank)
     torch.distributed.init_process_group(
         "nccl",
@@ -183,15 +188,15 @@ def main(rank: int, world_size: int, rendezvous: str, replays: int) -> None:
         device_id=torch.device("cuda", rank),
     )
     done = 0
-    for kind, tokens in itertools.product(("gqa", "mla"), (1, 4)):
-        for how in distributed.HOW:
-            torch.manual_seed(tokens)  # both ranks draw the same
-            problem = Problem(kind, tokens)
-            run(f"dcp {kind} {tokens} {how}", problem, context_parallel(problem, how, rank, world_size), replays)
-            done += 1
-        torch.manual_seed(tokens)
+    for kind, tokens, how in kinds():
+        name = f"{kind} {tokens} {how}"
+        if only and name not in only:
+            continue
+        torch.manual_seed(tokens)  # both ranks draw the same
         problem = Problem(kind, tokens)
-        run(f"tp {kind} {tokens}", problem, tensor_parallel(problem, rank, world_size), replays)
+        sharing = (rank, world_size)
+        made = tensor_parallel(problem, *sharing) if how == "tp" else context_parallel(problem, how, *sharing)
+        run(name, problem, made, replays)
         done += 1
     torch.distributed.barrier()
     print(f"{done} cases are equal", flush=True)
@@ -199,4 +204,4 @@ def main(rank: int, world_size: int, rendezvous: str, replays: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5:])
