@@ -1,16 +1,24 @@
-"""A decode step of attention in vLLM on the CPU: ATTNOPS beside vLLM's own backend, in one run, in turns.
+"""Engines with attnops beside their own attention, in one run, in turns.
 
-Each side is its engine's own implementation class over its own metadata, as a step of one layer has it: metadata or
-plan, store of the new rows, attention. The pages hold the same values; both results are compared before a time counts.
-A time is the median over turns of the mean of some calls.
+Without a name: a decode step of attention in vLLM on the CPU, ATTNOPS beside vLLM's own backend. Each side is its
+engine's own implementation class over its own metadata, as a step of one layer has it: metadata or plan, store of the
+new rows, attention. The pages hold the same values; both results are compared before a time counts. A time is the
+median over turns of the mean of some calls.
 
     PYTHONPATH=python .venv-vllm/bin/python benchmarks/bench_engines.py
+
+With a name first, an engine on a GPU; further arguments are those of that benchmark:
+
+    PYTHONPATH=python python benchmarks/bench_engines.py vllm-step --model mla
+    PYTHONPATH=python python benchmarks/bench_engines.py nano-vllm CHECKOUT --shape 8B
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -18,6 +26,14 @@ from types import SimpleNamespace
 import torch
 
 CELLS = {"16 x 4096": [4096] * 16, "1 x 16384": [16384], "ragged 16": [100 + 523 * i for i in range(16)]}
+ON_A_GPU = {
+    "vllm": "bench_vllm_engine",
+    "vllm-step": "bench_vllm_step",
+    "sglang": "bench_sglang_step",
+    "transformers": "bench_transformers_batch",
+    "nano-vllm": "bench_nano_vllm",
+    "host": "bench_plugin_host",
+}
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 128
 
 
@@ -123,6 +139,11 @@ def mean_ms(step: Callable[[], torch.Tensor], calls: int) -> float:
 
 
 def main() -> None:
+    if len(sys.argv) > 1 and sys.argv[1] in ON_A_GPU:
+        module = importlib.import_module(ON_A_GPU[sys.argv.pop(1)])
+        sys.argv[0] = module.__file__
+        module.main()
+        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--turns", type=int, default=15)
