@@ -30,6 +30,7 @@ FAMILIES = {
     "h200-xqa_decode": "GQA decode, H200",
     "h200-mla_decode": "MLA decode, H200",
     "h200-fmha": "Prefill and extend, H200",
+    "h200-fmha-engine": "Steps of a model with chunked prefill, H200",
     "h200-decode_sampled": "Decode of sampled shapes, H200",
     "h200-triton": "Triton kernels, H200",
     "h200-flashinfer": "Backend flashinfer beside FlashInfer by hand, H200",
