@@ -72,7 +72,9 @@ inline Rows checked_rows(const char* op, const char* name, const Tensor& rows, i
   if (!flat && !(sizes.size() == 3 && sizes[1] == heads && sizes[2] == dim)) fail_rows(op, name, rows, heads, dim);
   const size_t last = sizes.size() - 1;
   if (strides[last] != 1 && sizes[last] > 1) TensorCheck(op, name, rows).dense_last();
-  return {rows.mutable_data_ptr(), sizes[0], strides[0], flat ? dim : strides[1]};
+  void* data = rows.mutable_data_ptr();
+  if (data == nullptr) TensorCheck(op, name, rows).has_memory();
+  return {data, sizes[0], strides[0], flat ? dim : strides[1]};
 }
 
 // The rows of q and out: as many as the plan has queries.

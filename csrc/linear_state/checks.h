@@ -12,7 +12,7 @@ inline Params checked_params(const char* op, ReportOp report_op, const Tensor& s
   if (states.dim() < 2) {
     fail(op, "states must have at least 2 dimensions, [num_layers, num_slots, ...], got shape " + shape_text(states));
   }
-  TensorCheck(op, "states", states).apart();
+  TensorCheck(op, "states", states).has_memory().apart();
   int64_t elements = 1;
   for (int64_t axis = states.dim() - 1; axis >= 2; --axis) {
     if (states.size(axis) != 1 && states.stride(axis) != elements && elements > 0) {

@@ -45,12 +45,13 @@ class TensorCheck {
   const TensorCheck& dtype(std::initializer_list<DType> allowed) const;
   const TensorCheck& dtype_as(const char* other_name, const Tensor& other) const;
   const TensorCheck& device_as(const char* other_name, const Tensor& other) const;
-  const TensorCheck& rank(int64_t rank) const;
+  const TensorCheck& has_memory() const;        // torch lets a tensor keep its shape when its storage is freed
+  const TensorCheck& rank(int64_t rank) const;  // and memory
   const TensorCheck& shape(std::initializer_list<std::reference_wrapper<Dim>> dims) const;
   const TensorCheck& size_at_least(int64_t axis, const char* dim, int64_t least, const char* reason) const;
   const TensorCheck& dense_last() const;  // the last dimension has stride 1; every other stride is free
   const TensorCheck& contiguous() const;
-  const TensorCheck& apart() const;  // of what is written: no axis repeats its elements, as those of `expand` do
+  const TensorCheck& apart() const;             // of what is written: no two elements share an address
   const TensorCheck& aligned(int bytes) const;  // of the data pointer
 
  private:

@@ -38,6 +38,86 @@ def test_what_is_written_does_not_lie_on_itself(name, argument, axis):
         function(**given)
 
 
+def halved(value: Tensor, axis: int) -> Tensor:
+    """The same shape, where the rows of an axis begin half a row apart."""
+    strides = list(value.stride())
+    strides[axis] //= 2
+    return torch.zeros(value.numel(), dtype=torch.uint8).to(value.dtype).as_strided(value.shape, strides)
+
+
+OVER = [
+    (name, key, axis)
+    for name, key, axis in WRITTEN
+    if calls()[name][1][key].stride(axis) > 1 and calls()[name][1][key].dim() > axis + 1
+]
+
+
+@pytest.mark.parametrize("name, argument, axis", OVER)
+def test_what_is_written_does_not_lie_on_its_neighbour(name, argument, axis):
+    """Rows half of which are those of the next row: half of what is written would be lost."""
+    function, given = calls()[name]
+    given = copied(given)
+    given[argument] = halved(given[argument], axis)
+    with pytest.raises(RuntimeError, match=re.escape(f"attnops::{name}: {argument}")):
+        function(**given)
+
+
+STRIDES = [
+    ((4, 3, 5), (15, 5, 1), True),
+    ((4, 3, 5), (5, 20, 1), True),  # another order
+    ((4, 3, 5), (1, 100, 5), True),
+    ((1, 1, 1), (0, 0, 0), True),
+    ((2, 3), (3, 2), True),  # 0 2 4, 3 5 7: neither axis steps over the other
+    ((3, 4), (3, 2), False),  # two steps of 3 are three of 2
+    ((4, 3, 5), (14, 5, 1), False),
+    ((4, 3, 5), (7, 5, 1), False),
+    ((2, 2, 2), (3, 2, 1), False),  # 3 is 2 + 1
+    ((2, 2, 2), (4, 2, 1), True),
+    ((1 << 20, 1 << 20), (1, 1), False),
+]
+
+
+@pytest.mark.parametrize("shape, strides, apart", STRIDES)
+def test_which_strides_lie_apart(shape, strides, apart):
+    """No slot is cleared: nothing but the strides is looked at."""
+    states = torch.zeros(1 << 21 if shape[0] > 100 else 1024).as_strided(shape, strides)
+    slots = torch.zeros(0, dtype=torch.int32)
+    if apart:
+        try:
+            torch.ops.attnops.clear_states(states, slots)
+        except RuntimeError as error:
+            assert "without gaps" in str(error)  # a rule of this op, after the one here
+        return
+    with pytest.raises(RuntimeError, match="attnops::clear_states: states must not lie on itself"):
+        torch.ops.attnops.clear_states(states, slots)
+
+
+WITH_MEMORY = [
+    (name, key) for name, (_, given) in calls().items() for key in tensors_of(name, set(given)) if given[key].numel()
+]
+
+
+@pytest.mark.parametrize("name, argument", WITH_MEMORY)
+def test_a_tensor_whose_storage_was_freed_is_refused(name, argument):
+    """As engines free caches and weights while they sleep. The tensor keeps its shape, and its address is null."""
+    function, given = calls()[name]
+    given = copied(given)
+    given[argument].untyped_storage().resize_(0)
+    message = re.escape(f"attnops::{name}: {argument} must have memory, and its storage was freed")
+    with pytest.raises(RuntimeError, match=message):
+        function(**given)
+
+
+@pytest.mark.parametrize("name", ["fp4_decode", "gather_index_k", "index_logits_paged", "index_topk"])
+def test_pages_that_are_only_read_may_repeat(name):
+    function, given = calls()[name]
+    pools = [key for key in given if key.endswith("_pages") or key.endswith("_block_scales")]
+    one = {key: given[key][:1] for key in pools}
+    repeated = {key: value.expand(given[key].shape) for key, value in one.items()}
+    right = {key: value.contiguous() for key, value in repeated.items()}
+    assert same(outcome((function, given), **repeated), outcome((function, given), **right))
+
+
 FLOATS = [(name, key) for name, (_, given) in calls().items() for key, value in given.items() if type(value) is float]
 
 

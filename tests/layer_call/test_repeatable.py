@@ -74,6 +74,20 @@ def test_a_repeated_call_gives_the_bits_of_the_op_without_asking_it(device, fp8)
     assert counted.asked == 1
 
 
+@pytest.mark.parametrize("name", ["out", "q", "k", "v", "slots", "seqlens", "sinks"])
+def test_a_tensor_whose_storage_was_freed_is_refused_by_name(name):
+    """Also where the same tensor served the call before: its shape is still there, its address is null."""
+    case = Xqa("cpu")
+    counted = Counted(case)
+    tensor = case.arguments()[name].clone()
+    counted(**{name: tensor})
+    tensor.untyped_storage().resize_(0)
+    argument = {"slots": "out_cache_loc", "seqlens": "cache_seqlens"}.get(name, name)
+    with pytest.raises(RuntimeError, match=f"attnops::xqa_layer: {argument} must have memory"):
+        counted(**{name: tensor})
+    assert torch.equal(counted(), case.expected())
+
+
 def strided(case: Xqa) -> torch.Tensor:
     return torch.zeros(TOKENS, HEADS * DIM + 64, device=case.device, dtype=case.q.dtype)[:, : HEADS * DIM]
 

@@ -58,7 +58,8 @@ def repeatable(op: Callable[..., None], bound: Tensor) -> Callable[..., None]:
         op: `xqa_layer` or `mla_layer`.
         bound: Of the matching bind function. The returned call keeps it alive, and so what it keeps.
 
-    The call takes the op's tensors by position, all but `bound`. It raises what the op raises.
+    The call takes the op's tensors by position, all but `bound`. It raises what the op raises. It reads memory as it
+    lies: of a view that torch negates only when it is read (`Tensor.is_neg`), the caller gives `resolve_neg()`.
     """
     if _REPEATS:
         return _layer_call.LayerCall(op, bound, bound.data_ptr()).run
