@@ -27,6 +27,7 @@ from . import (
     sparse,
     speculation,
     values,
+    words,
     wrong,
     xqa,
 )
@@ -78,6 +79,7 @@ FAMILIES: dict[str, tuple[int, Callable[[Draw], None]]] = {
     "hostile tables": (5, values.hostile_tables),
     "wrong argument": (8, wrong.wrong_argument),
     "runner": (3, backends.right_runner),
+    "any words": (8, words.any_words),
 }
 
 

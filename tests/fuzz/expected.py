@@ -26,7 +26,7 @@ COMPAT = [
     "selective_state_update",
     "trtllm_batch_decode_with_kv_cache",
 ]
-HOSTILE = ["row index", "state slot", "row", "slot", "store", "store mla", "seqlens", "selected row"]
+HOSTILE = ["words", "row index", "state slot", "row", "slot", "store", "store mla", "seqlens", "selected row"]
 HOSTILE += [f"index key of {op}" for op in ("store_index_k", "gather_index_k", "index_logits_paged")]
 HOSTILE += [f"{kind} of {op}" for kind in ("length", "page index") for op in ("xqa_decode", "mla_decode")]
 HOSTILE += ["page index of fmha_paged", "bounds of fmha_paged", "bounds of fmha_varlen"]
