@@ -2,13 +2,14 @@
 #include "device/common/pdl.cuh"
 #include "fmha/sm90/attend.cuh"
 #include "fmha/sm90/load_e4m3.cuh"
+#include "fmha/sm90/load_narrow.cuh"
 #include "fmha/sm90/load_rows.cuh"
 #include "fmha/sm90/merge.cuh"
 
 namespace attnops::fmha::sm90 {
 
-// One CTA an SM, until the plan has no more works: warpgroup 0 brings tiles, the others compute. kByRows: keys and
-// values of 16-bit queries come row by row; else in boxes.
+// One CTA an SM, until the plan has no more works: warpgroup 0 brings tiles, the others compute. kByRows: warps write
+// the keys and values of 16-bit queries, gathered rows or boxes of e4m3; else the copy engine does.
 template <class Tr, bool kByRows>
 __global__ void __launch_bounds__(Tr::kThreads, 1)
     fmha_sm90_kernel(const __grid_constant__ Params p, const __grid_constant__ Schedule s,
@@ -22,9 +23,10 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     constexpr int kWarps = 4 * Tr::kWarpgroups;
     // Arrivals for a tile of keys or values. Beside who computes, three warps read a work, and one wrote it.
     constexpr int kReaders = 3;
-    int of_keys = 1, of_values = kTransposers;
+    int of_keys = 1, of_values = kTransposers, of_raw = kTransposers;
     if constexpr (kByRows) {
       of_keys = of_values = RowProducer<Tr>::arrivals(p);
+      of_raw = NarrowProducer<Tr>::kWarps;
     } else if constexpr (!Tr::kFp8) {
       of_values = BoxProducer<Tr>::kOfValues;
     }
@@ -42,7 +44,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
       hopper::mbarrier_init(shared + Layout::kVFull + 8 * i, of_values);
       hopper::mbarrier_init(shared + Layout::kVEmpty + 8 * i, kWarps * s.cluster);
       hopper::mbarrier_init(shared + Layout::kRawFull + 8 * i, 1);
-      hopper::mbarrier_init(shared + Layout::kRawEmpty + 8 * i, kTransposers);
+      hopper::mbarrier_init(shared + Layout::kRawEmpty + 8 * i, of_raw);
     }
     hopper::mbarrier_init(shared + Layout::kMailFull, 1);
     hopper::mbarrier_init(shared + Layout::kMailEmpty, 1);
@@ -63,7 +65,12 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     if constexpr (Tr::kFp8) {
       E4m3Producer<Tr>(p, s, maps, base).run();
     } else if constexpr (kByRows) {
-      RowProducer<Tr>(p, s, maps, base).run();
+      bool gathered = true;
+      if constexpr (Layout::kNarrowStages > 0) {
+        gathered = s.box_keys == 0;
+        if (!gathered) NarrowProducer<Tr>(p, s, maps, base).run();
+      }
+      if (gathered) RowProducer<Tr>(p, s, maps, base).run();
     } else {
       BoxProducer<Tr>(p, s, maps, base).run();
     }

@@ -3,6 +3,7 @@
 
 #include "device/common/arch.h"
 #include "device/common/launch_dependent.cuh"
+#include "device/common/vec.h"
 #include "device/sm90/tensor_map.h"
 #include "fmha/sm90/kernel.cuh"
 #include "fmha/sm90/launch.h"
@@ -27,6 +28,14 @@ bool has_scratch(const Params& p, int works_per_tile) {
   return p.partial_size >= p.max_pieces * int64_t{works_per_tile} * Tr::kRows * (p.head_dim_v + 1);
 }
 
+// Whether e4m3 keys and values of 16-bit queries may come in boxes: else they are gathered.
+template <class Tr>
+bool takes_narrow_boxes(const Params& p) {
+  return SharedLayout<Tr>::kNarrowStages > 0 && p.kv_dtype == DType::kFloat8E4M3 &&
+         rows_aligned(p.k, 1, 16, p.k_stride_page, p.k_stride_token, p.k_stride_head) &&
+         rows_aligned(p.v, 1, 16, p.v_stride_page, p.v_stride_token, p.v_stride_head);
+}
+
 template <class Tr>
 Schedule make_schedule(const Params& p) {
   Schedule s = schedule_of(p, Tr::kRows, heads_per_tile(p.num_q_heads / p.num_kv_heads, p.tile_q, Tr::kRows));
@@ -34,8 +43,8 @@ Schedule make_schedule(const Params& p) {
   const bool may_cut = p.paged || p.num_k_tokens > kLeastUnitsOfPiece * kUnitKeys;
   s.max_pieces = may_cut && has_scratch<Tr>(p, s.works_per_tile) ? p.max_pieces : 0;
   s.num_works += s.max_pieces * s.works_per_tile;
-  s.box_keys = p.kv_dtype == p.dtype ? keys_per_box(p, Tr::kKeys) : 0;  // others are converted row by row
-  s.cluster = !Tr::kFp8 && s.box_keys > 0 && s.blocks_per_group % 2 == 0 ? 2 : 1;
+  s.box_keys = p.kv_dtype == p.dtype || takes_narrow_boxes<Tr>(p) ? keys_per_box(p, Tr::kKeys) : 0;
+  s.cluster = p.dtype == p.kv_dtype && !Tr::kFp8 && s.box_keys > 0 && s.blocks_per_group % 2 == 0 ? 2 : 1;
   return s;
 }
 
@@ -55,9 +64,10 @@ inline CUtensorMap query_map(const Params& p, const Schedule& s) {
   return attnops::sm90::encode_tensor_map(p.dtype, p.q, 3, extents, strides, box);
 }
 
-// K or V: dims, tokens of a page (or all tokens), heads, pages.
-inline CUtensorMap key_map(const Params& p, const Schedule& s, const void* base, int head_dim, int64_t stride_token,
-                           int64_t stride_head, int64_t stride_page) {
+// K or V: dims, tokens of a page (or all tokens), heads, pages. Boxes of `row` bytes of each token, under the 128-byte
+// swizzle where they are chunks that products read.
+inline CUtensorMap key_map(const Params& p, const Schedule& s, const void* base, int head_dim, int row,
+                           int64_t stride_token, int64_t stride_head, int64_t stride_page) {
   const int64_t tokens = p.paged ? p.page_table.page_size : p.num_k_tokens,
                 pages = p.paged ? p.page_table.num_pages : 1;
   if (s.box_keys == 0 || tokens == 0 || pages == 0) return {};
@@ -65,19 +75,26 @@ inline CUtensorMap key_map(const Params& p, const Schedule& s, const void* base,
   const cuuint64_t strides[3] = {byte_stride(stride_token, tokens, p.kv_dtype),
                                  byte_stride(stride_head, p.num_kv_heads, p.kv_dtype),
                                  byte_stride(stride_page, pages, p.kv_dtype)};
-  const cuuint32_t box[4] = {static_cast<cuuint32_t>(128 / size_of(p.kv_dtype)), static_cast<cuuint32_t>(s.box_keys), 1,
+  const cuuint32_t box[4] = {static_cast<cuuint32_t>(row / size_of(p.kv_dtype)), static_cast<cuuint32_t>(s.box_keys), 1,
                              1};
-  return attnops::sm90::encode_tensor_map(p.kv_dtype, base, 4, extents, strides, box);
+  if (p.kv_dtype == p.dtype) return attnops::sm90::encode_tensor_map(p.kv_dtype, base, 4, extents, strides, box);
+  return attnops::sm90::encode_tensor_map(p.kv_dtype, base, 4, extents, strides, box, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                                          CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
 template <class Tr, bool kByRows>
 void launch_kernel(const Params& p, const Schedule& s, cudaStream_t stream) {
   const CUtensorMap queries = query_map(p, s);
-  const CUtensorMap keys = key_map(p, s, p.k, p.head_dim_qk, p.k_stride_token, p.k_stride_head, p.k_stride_page);
-  const CUtensorMap values = key_map(p, s, p.v, p.head_dim_v, p.v_stride_token, p.v_stride_head, p.v_stride_page);
-  constexpr int kBytes = SharedLayout<Tr>::kAllBytes;
+  const bool narrow = p.kv_dtype != p.dtype;
+  const CUtensorMap keys = key_map(p, s, p.k, p.head_dim_qk, narrow ? Tr::kHeadDimQk : 128, p.k_stride_token,
+                                   p.k_stride_head, p.k_stride_page);
+  const CUtensorMap values = key_map(p, s, p.v, p.head_dim_v, narrow ? Tr::kHeadDimV : 128, p.v_stride_token,
+                                     p.v_stride_head, p.v_stride_page);
+  using Layout = SharedLayout<Tr>;
+  constexpr int kMost = kByRows ? Layout::kAllNarrowBytes : Layout::kAllBytes;
+  const int bytes = narrow && s.box_keys > 0 ? kMost : Layout::kAllBytes;
   const int ctas = max_of(min_of(s.num_works, device_sms("fmha") / s.cluster * s.cluster), 1);
-  launch_dependent<&fmha_sm90_kernel<Tr, kByRows>>("fmha", {ctas, Tr::kThreads, kBytes, kBytes, 1, 1, s.cluster},
+  launch_dependent<&fmha_sm90_kernel<Tr, kByRows>>("fmha", {ctas, Tr::kThreads, bytes, kMost, 1, 1, s.cluster},
                                                    stream, p, s, queries, keys, values);
 }
 
@@ -86,7 +103,7 @@ void launch_traits(const Params& p, cudaStream_t stream) {
   if (p.num_q_tokens == 0) return;
   const Schedule s = make_schedule<Tr>(p);
   if constexpr (!Tr::kFp8) {
-    if (s.box_keys == 0) return launch_kernel<Tr, true>(p, s, stream);
+    if (s.box_keys == 0 || p.kv_dtype != p.dtype) return launch_kernel<Tr, true>(p, s, stream);
   }
   launch_kernel<Tr, false>(p, s, stream);
 }

@@ -55,6 +55,8 @@ struct Traits {
   static constexpr int kKBytes = kQkChunks * kKeys * 128;
   static constexpr int kVBytes = kFp8 ? ceil_div(kKeys, 128) * kHeadDimV * 128 : kVChunks * kKeys * 128;
   static constexpr int kRawVBytes = kFp8 ? kVChunks * kKeys * 128 : 0;  // as they come
+  // A tile of e4m3 keys or values of 16-bit queries, as it comes.
+  static constexpr int kNarrowBytes = kKeys * max_of(kHeadDimQk, kHeadDimV);
 };
 
 struct WorkSlot;
@@ -76,7 +78,14 @@ struct SharedLayout {
   static constexpr int kLastKeys = kMail + 8;  // of a long work are asked for: the next one may be taken
   static constexpr int kBytes = kLastKeys + 8;
   static constexpr int kAllBytes = kBytes + 1008;  // the base, on 16 bytes, is rounded up
-  static_assert(kAllBytes <= 227 * 1024, "an SM has 227 KiB for a CTA");
+  static constexpr int kMost = 227 * 1024;        // an SM has so much for a CTA
+  static_assert(kAllBytes <= kMost);
+  // Tiles of e4m3 rows that await their widening, in what is left; without room for one, rows are gathered.
+  static constexpr int kNarrow = ceil_div(kBytes, 128) * 128;
+  static constexpr int kNarrowStages =
+      Tr::kFp8 ? 0 : min_of(Tr::kStages, (kMost - 1008 - kNarrow) / Tr::kNarrowBytes);
+  static constexpr int kAllNarrowBytes =
+      kNarrowStages > 0 ? kNarrow + kNarrowStages * Tr::kNarrowBytes + 1008 : kAllBytes;
 
   static constexpr int kQFull = kBarriers, kQEmpty = kQFull + 8 * Tr::kQStages;
   static constexpr int kWorkKnown = kQEmpty + 8 * Tr::kQStages, kWorkDone = kWorkKnown + 8 * Tr::kWorkStages;
