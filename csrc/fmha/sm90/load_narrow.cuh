@@ -153,18 +153,23 @@ class NarrowProducer : ProducerBase<Tr> {
       }
       __syncwarp();  // no load sinks below
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
+      for (int half = 0; half < 2; ++half) {
+        uint32_t values[kAtOnce][4];  // all before the first store: a lane alone would wait for each
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        for (int j = 0; j < kAtOnce; ++j) {
           const bool second = (half != 0) != swapped[j];
-          uint32_t eight[2] = {second ? raw[j][2] : raw[j][0], second ? raw[j][3] : raw[j][1]}, values[4];
-          sm90::widen<typename Tr::T>(eight, values);
-          asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to[j] ^ half * 16), "r"(values[0]),
-                       "r"(values[1]), "r"(values[2]), "r"(values[3])
+          uint32_t eight[2] = {second ? raw[j][2] : raw[j][0], second ? raw[j][3] : raw[j][1]};
+          sm90::widen<typename Tr::T>(eight, values[j]);
+        }
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to[j] ^ half * 16), "r"(values[j][0]),
+                       "r"(values[j][1]), "r"(values[j][2]), "r"(values[j][3])
                        : "memory");
         }
-        to[j] += kRows * 128;
       }
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) to[j] += kRows * 128;
       from += kAtOnce * 2048;
     }
     arrive(shared_ + Layout::kRawEmpty + 8 * narrow_.stage);
