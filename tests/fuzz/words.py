@@ -29,8 +29,8 @@ NUMBERS: dict[str, list[Any]] = {
     "bool": [False, True],
 }
 FLOATS = [math.nan, math.inf, -math.inf, 6e4]
-# On a GPU these follow the rows of a plan as they stand: see SECURITY.md.
-FOLLOW_PLANS = {"xqa_decode", "mla_decode", "sparse_mla_decode"}
+# On a GPU it follows the rows of a plan as they stand: see SECURITY.md.
+FOLLOW_PLANS = {"xqa_decode"}
 
 
 @functools.cache
