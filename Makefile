@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Processes of tests, each about 1 GB. They share cores, so each computes with few threads.
 TEST_JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
 
-.PHONY: demo test docs dashboard engines engine-environments build check wheel sdist clean
+.PHONY: demo test docs dashboard engines engine-environments build check soak sanitize sanitizers wheel sdist clean
 
 demo: build
 	$(BIN)/python examples/demo.py
@@ -75,6 +75,10 @@ soak: build
 # In pieces: make sanitize SANITIZE="--seconds 900 --state build/sanitized", until nothing is cut any more.
 sanitize: $(VENV)/.packages
 	. $(BIN)/activate && python tools/sanitize_cpu.py $(SANITIZE)
+
+# The modules for it alone.
+sanitizers: $(VENV)/.packages
+	. $(BIN)/activate && python tools/sanitize_cpu.py --build-only
 
 # One file for every Python from 3.10 and every torch from 2.10.
 wheel: $(VENV)/.packages

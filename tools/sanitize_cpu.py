@@ -9,6 +9,7 @@ is named, and is no failure.
     python tools/sanitize_cpu.py thread --cases 200 --paths tests/layer_call
     python tools/sanitize_cpu.py --jobs 16            processes side by side; by default as many as cores
     python tools/sanitize_cpu.py --seconds 600 --state build/sanitized   each call goes on where the last was cut
+    python tools/sanitize_cpu.py --build-only         the modules alone, for a later call
 
 torch itself is not instrumented, and neither is OpenMP, so:
 
@@ -57,12 +58,14 @@ def build(sanitizers: str) -> Path:
     """A copy of the package with instrumented modules; the folder to put on PYTHONPATH."""
     work = ROOT / "build" / f"sanitize-{sanitizers.replace(',', '-')}"
     library = work / "lib"
+    begin = time.monotonic()
     environment = {**os.environ, "ATTNOPS_SANITIZE": sanitizers, "ATTNOPS_BUILD_CUDA": "0"}
     environment["ATTNOPS_BUILD_DIR"] = str(work)
     command = [sys.executable, "-W", "ignore", "setup.py", "-q", "build_ext", "--build-lib", str(library)]
     subprocess.run(command, cwd=ROOT, env=environment, check=True)
     ignored = shutil.ignore_patterns("*.so", "__pycache__")
     shutil.copytree(ROOT / "python" / "attnops", library / "attnops", ignore=ignored, dirs_exist_ok=True)
+    print(f"{sanitizers}: built in {time.monotonic() - begin:.0f} s", flush=True)
     return library
 
 
@@ -82,11 +85,8 @@ def parts_of(sanitizers: str, options: argparse.Namespace, state: Path) -> dict[
 
 def run(sanitizers: str, options: argparse.Namespace, end: float) -> str:
     """Runs tests and fuzzer until `end`. "" where all ended clean, or what failed and what was cut."""
-    library, kind = options.library, sanitizers.replace(",", "-")
-    if library is None:
-        begin = time.monotonic()
-        library = build(sanitizers)
-        print(f"{sanitizers}: built in {time.monotonic() - begin:.0f} s", flush=True)
+    kind = sanitizers.replace(",", "-")
+    library = options.library or build(sanitizers)
     runtime = library.resolve() / LIBRARIES[sanitizers]
     if not runtime.exists():
         found = subprocess.run(["gcc", f"-print-file-name={runtime.name}"], capture_output=True, text=True, check=True)
@@ -132,11 +132,16 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 2, help="processes at a time")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="all end then")
     parser.add_argument("--state", type=Path, help="a folder: what ended clean in an earlier call is left out")
+    parser.add_argument("--build-only", action="store_true", help="compile, and run nothing")
     parser.add_argument("--library", type=Path, help="a folder that is built, and may hold the sanitizer's library")
     parser.add_argument("--paths", nargs="*", default=[], help="tests, instead of those that suit each sanitizer")
     options = parser.parse_args()
     if unknown := set(options.sanitizers) - set(LIBRARIES):
         sys.exit(f"no build for {', '.join(sorted(unknown))}; there are {', '.join(LIBRARIES)}")
+    if options.build_only:
+        for name in options.sanitizers:
+            build(name)
+        return
     end = time.monotonic() + options.seconds
     ends = {name: run(name, options, end) for name in options.sanitizers}
     for name, how in ends.items():
