@@ -26,9 +26,10 @@ from steps import LIMITS, Model, make_step
 SIGNATURES = {
     "fa4": """q k v qv=None cu_seqlens_q=None cu_seqlens_k=None max_seqlen_q=None max_seqlen_k=None min_seqlen_k=None
         seqused_q=None seqused_k=None gather_kv_indices=None page_table=None softmax_scale=None causal=False
-        window_size=None learnable_sink=None softcap=0.0 num_splits=1 pack_gqa=None deterministic=False score_mod=None
-        score_mod_bwd=None mask_mod=None block_sparse_tensors=None aux_tensors=None aux_scalars=None return_lse=False
-        scheduler_metadata=None seqlen_k_per_split=None disable_scheduler_metadata=False""",
+        window_size=(None,None) learnable_sink=None softcap=0.0 num_splits=1 pack_gqa=None deterministic=False
+        score_mod=None score_mod_bwd=None mask_mod=None block_sparse_tensors=None aux_tensors=None aux_scalars=None
+        return_lse=False scheduler_metadata=None seqlen_k_per_split=None disable_scheduler_metadata=False
+        gather_bwd_recompute_p=False gather_bwd_token_chunk=None""",
     "aiter": """q k v cu_seqlens_q kv_indptr kv_page_indices max_seqlen_q max_seqlen_k dropout_p=0.0 softmax_scale=None
         logits_soft_cap=0.0 causal=False window_size=None alibi_slopes=None deterministic=False return_lse=False
         return_attn_probs=False out=None""",
@@ -189,6 +190,13 @@ def test_latents_in_two_parts_over_pages_of_one(vendor):
     assert relative_error(step.run(backend), step.expected) <= MAX_RELATIVE_ERROR[torch.bfloat16]
     with pytest.raises(NotImplementedError, match="takes page_size 1, got 128"):
         get_backend_class(vendor)(AttentionSpec.mla(16, page_size=128), LIMITS, "cpu")
+
+
+@pytest.mark.parametrize(("arch", "served"), [(90, False), (100, True)])
+def test_latents_in_two_parts_need_blackwell(arch, served):
+    machine = Machine(device="cuda", arch=arch, packages=frozenset({"flash_attn.cute"}))
+    reasons = get_backend_class("fa4").capability.machine_reasons(machine, AttentionSpec.mla(16, page_size=1))
+    assert any("for MLA" in reason for reason in reasons) != served
 
 
 @pytest.mark.parametrize("name", ["fa4", "intel_xpu"])

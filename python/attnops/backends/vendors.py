@@ -346,7 +346,7 @@ def _capability(device: str, package: str, **options: Any) -> Capability:
 
 @register_attention_backend("fa4")
 class FA4Backend(VendorBackend):
-    """Prefill of FlashAttention-4 on Hopper and later, over pages of 128 tokens; MLA over pages of one."""
+    """Prefill of FlashAttention-4 on Hopper and later, over pages of 128; MLA on Blackwell, over pages of one."""
 
     capability = _capability(
         "cuda",
@@ -358,6 +358,7 @@ class FA4Backend(VendorBackend):
         head_dims=HeadDims(pairs=frozenset({(64, 64), (96, 96), (128, 128)})),
         page_sizes=frozenset({128}),
         mla=True,
+        mla_archs=frozenset({100, 103}),  # its kernels for Hopper take no `qv`
         mla_page_sizes=frozenset({1}),
         sliding_window=True,
         swa_pool=True,
