@@ -385,9 +385,10 @@ class Consumer {
     const int quarter = lane_ % 4;
     const bool odd = quarter & 1, upper = quarter & 2;
 #pragma unroll
-    for (int columns = 0; columns < Tr::kHeadDimV; columns += 32) {
+    for (int h = 0; h < 2; ++h) {
+      if (!__any_sync(0xffffffffu, rows[h] != nullptr)) continue;  // a short call's: each instruction costs
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
+      for (int columns = 0; columns < Tr::kHeadDimV; columns += 32) {
         uint32_t own[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {

@@ -10,7 +10,7 @@ namespace attnops::fmha::sm90 {
 // One CTA an SM, until the plan has no more works: warpgroup 0 brings tiles, the others compute. kByRows: keys and
 // values of 16-bit queries come row by row; else in boxes.
 template <class Tr, bool kByRows>
-__global__ void __launch_bounds__(Tr::kThreads, 1)
+__global__ void __launch_bounds__(Tr::kThreads, Tr::kShape.ctas)
     fmha_sm90_kernel(const __grid_constant__ Params p, const __grid_constant__ Schedule s,
                      const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
                      const __grid_constant__ CUtensorMap v_map) {
@@ -56,6 +56,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     hopper::cluster_wait();
   }
   wait_for_earlier_kernels();
+  if (threadIdx.x / 32 == 2) warm_first_work(p, s);
   let_next_kernel_start();
   if (threadIdx.x < 128) {
     hopper::registers_decrease<Tr::kProducerRegisters>();

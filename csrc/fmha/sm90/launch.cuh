@@ -6,6 +6,7 @@
 #include "device/sm90/tensor_map.h"
 #include "fmha/sm90/kernel.cuh"
 #include "fmha/sm90/launch.h"
+#include "fmha/sm90/short.h"
 
 namespace attnops::fmha::sm90 {
 
@@ -76,7 +77,7 @@ void launch_kernel(const Params& p, const Schedule& s, cudaStream_t stream) {
   const CUtensorMap keys = key_map(p, s, p.k, p.head_dim_qk, p.k_stride_token, p.k_stride_head, p.k_stride_page);
   const CUtensorMap values = key_map(p, s, p.v, p.head_dim_v, p.v_stride_token, p.v_stride_head, p.v_stride_page);
   constexpr int kBytes = SharedLayout<Tr>::kAllBytes;
-  const int ctas = max_of(min_of(s.num_works, device_sms("fmha") / s.cluster * s.cluster), 1);
+  const int ctas = max_of(min_of(s.num_works, Tr::kShape.ctas * device_sms("fmha") / s.cluster * s.cluster), 1);
   launch_dependent<&fmha_sm90_kernel<Tr, kByRows>>("fmha", {ctas, Tr::kThreads, kBytes, kBytes, 1, 1, s.cluster},
                                                    stream, p, s, queries, keys, values);
 }
@@ -89,6 +90,22 @@ void launch_traits(const Params& p, cudaStream_t stream) {
     if (s.box_keys == 0) return launch_kernel<Tr, true>(p, s, stream);
   }
   launch_kernel<Tr, false>(p, s, stream);
+}
+
+// Short calls have a shape of their own: half of the rows and keys, and two CTAs an SM. Where fewer heads then share a
+// tile, keys are read oftener: twice where they come in boxes, or more of them by few works. Rows are gathered once.
+template <class Tr, class Short>
+bool suits_short(const Params& p) {
+  constexpr int kFewWorks = 132;
+  if (!is_short(p)) return false;
+  const Schedule s = make_schedule<Tr>(p), small = make_schedule<Short>(p);
+  if (small.box_keys == 0) return small.blocks_per_group == s.blocks_per_group;
+  return small.blocks_per_group <= 2 * s.blocks_per_group || int64_t{p.num_tiles} * small.works_per_tile <= kFewWorks;
+}
+
+template <class Tr, class Short>
+void launch_by_size(const Params& p, cudaStream_t stream) {
+  suits_short<Tr, Short>(p) ? launch_traits<Short>(p, stream) : launch_traits<Tr>(p, stream);
 }
 
 }  // namespace attnops::fmha::sm90

@@ -18,6 +18,7 @@ struct Shape {
   bool overlap = true;         // the softmax of a tile runs under the values of the tile before
   bool largest_first = false;  // a tile looks for the largest score of each row before it knows of exponents
   bool turns = true;           // warpgroups issue their products one after another
+  int ctas = 1;                // that share an SM
 };
 
 // Tiles and shared memory of one instantiation. Head dims are those of the tile; smaller ones are filled with zeros.
@@ -45,7 +46,7 @@ struct Traits {
   static constexpr int kConsumerRegisters = kShape.registers;
   // Warpgroups start with equal shares and may trade what they were given together.
   static constexpr int kProducerRegisters =
-      65536 / kThreads / 8 * 8 * (kWarpgroups + 1) - kWarpgroups * kConsumerRegisters;
+      65536 / kShape.ctas / kThreads / 8 * 8 * (kWarpgroups + 1) - kWarpgroups * kConsumerRegisters;
   static_assert(kProducerRegisters >= 24);
 
   // A chunk: 128 bytes of each row of a tile, under the 128-byte swizzle.
@@ -76,7 +77,7 @@ struct SharedLayout {
   static constexpr int kLastKeys = kMail + 8;  // of a long work are asked for: the next one may be taken
   static constexpr int kBytes = kLastKeys + 8;
   static constexpr int kAllBytes = kBytes + 1008;  // the base, on 16 bytes, is rounded up
-  static_assert(kAllBytes <= 227 * 1024, "an SM has 227 KiB for a CTA");
+  static_assert(Tr::kShape.ctas * (kAllBytes + 1024) <= 228 * 1024, "an SM has 228 KiB, and keeps one for each CTA");
 
   static constexpr int kQFull = kBarriers, kQEmpty = kQFull + 8 * Tr::kQStages;
   static constexpr int kWorkKnown = kQEmpty + 8 * Tr::kQStages, kWorkDone = kWorkKnown + 8 * Tr::kWorkStages;

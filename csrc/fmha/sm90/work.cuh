@@ -9,6 +9,8 @@
 
 namespace attnops::fmha::sm90 {
 
+inline constexpr int64_t kSectionBytes = 24 << 20;  // of keys and values: half of L2
+
 // What the host derives from Params for a launch.
 struct Schedule {
   int num_works;       // (max_pieces + num_tiles) * works_per_tile
@@ -23,6 +25,9 @@ struct Schedule {
   int cluster;       // 2: neighbours in the works' order share their keys, and a pair of CTAs brings them once
   int box_keys;      // rows of a box of the copy engine; 0: rows are gathered
   int pack_inverse;  // ceil(2^16 / pack): row / pack = row * pack_inverse >> 16 below 2^8 rows
+  // Of the call, in 32 bits: rows of q, rows of k, tokens that a row of the page table has room for (-1: rows differ).
+  int q_tokens, k_tokens, room;
+  int whole_keys;  // with so many keys or fewer, all heads of a request are one section (heads_at_a_time)
   // A thread alone divides a work's number several times before its first tile can be asked for.
   Divisor page_size, tile_q, by_works_per_tile, by_head_blocks, by_blocks_per_group, by_chunks;
 };
@@ -46,6 +51,12 @@ inline Schedule schedule_of(const Params& p, int rows, int pack) {
   s.num_works = p.num_tiles * s.works_per_tile;
   s.cluster = 1;
   s.pack_inverse = ceil_div(1 << 16, pack);
+  constexpr int64_t kMost = INT32_MAX;
+  s.q_tokens = static_cast<int>(min_of(p.num_q_tokens, kMost));
+  s.k_tokens = static_cast<int>(min_of(p.num_k_tokens, kMost));
+  s.room = p.paged && p.page_table.kv_indptr == nullptr ? p.page_table.num_tokens(0) : -1;
+  const int64_t key_bytes = int64_t{p.num_kv_heads} * (p.head_dim_qk + p.head_dim_v) * size_of(p.kv_dtype);
+  s.whole_keys = static_cast<int>(min_of(kSectionBytes / max_of(key_bytes, int64_t{1}), kMost));
   s.page_size = Divisor(p.paged ? p.page_table.page_size : 1);
   s.tile_q = Divisor(p.tile_q);
   s.by_works_per_tile = Divisor(s.works_per_tile);
@@ -97,13 +108,16 @@ struct KeyRange {
   int begin, end;
 };
 
-__device__ __forceinline__ KeyRange keys_at(const Params& p, int64_t position, int seqlen_k) {
-  int64_t begin = 0, end = seqlen_k;
-  if (p.window_left >= 0) begin = max_of<int64_t>(position - p.window_left, 0);
-  if (p.causal && p.tree_mask == nullptr) end = min_of<int64_t>(end, position + 1);
-  if (p.window_right >= 0) end = min_of<int64_t>(end, position + p.window_right + 1);
-  begin = min_of<int64_t>(begin, seqlen_k);
-  return {static_cast<int>(begin), static_cast<int>(max_of(end, begin))};
+// In 32 bits, as both ends of a position's range lie within [0, seqlen_k]. A position is at most seqlen_k - 1.
+__device__ __forceinline__ KeyRange keys_at(const Params& p, int position, int seqlen_k) {
+  int begin = 0, end = seqlen_k;
+  if (p.window_left >= 0) begin = position > p.window_left ? position - p.window_left : 0;
+  if (p.causal && p.tree_mask == nullptr) end = position + 1;
+  if (p.window_right >= 0) {
+    const unsigned behind = static_cast<unsigned>(end) - static_cast<unsigned>(position) - 1;  // position may be < 0
+    if (static_cast<unsigned>(p.window_right) < behind) end = position + p.window_right + 1;
+  }
+  return {begin, max_of(end, begin)};
 }
 
 __device__ __forceinline__ int clamp(int64_t value, int64_t low, int64_t high) {
@@ -123,7 +137,7 @@ __device__ __forceinline__ int tree_begin(const Params& p, const Work& w, int to
 
 // keys_at of token `token` of the request, whose window may begin by its depth in a tree.
 __device__ __forceinline__ KeyRange keys_of_token(const Params& p, const Work& w, int token) {
-  KeyRange keys = keys_at(p, static_cast<int64_t>(w.draft) + token, w.seqlen_k);
+  KeyRange keys = keys_at(p, w.draft + token, w.seqlen_k);
   if (p.tree_mask != nullptr && p.window_left >= 0) {
     keys.begin = tree_begin(p, w, token);
     keys.end = max_of(keys.end, keys.begin);
@@ -147,12 +161,12 @@ __device__ __forceinline__ bool hides(const Params& p, const Work& w, int token,
 // Bounds of the keys that some of tokens [first, last] of the request see, and of keys that all of them see. In a tree
 // each may have any depth.
 __device__ __forceinline__ KeyRange keys_of_some(const Params& p, const Work& w, int first, int last) {
-  const int begin = keys_at(p, static_cast<int64_t>(w.draft) + (p.tree_mask != nullptr ? 0 : first), w.seqlen_k).begin;
-  return {begin, max_of(keys_at(p, static_cast<int64_t>(w.draft) + last, w.seqlen_k).end, begin)};
+  const int begin = keys_at(p, w.draft + (p.tree_mask != nullptr ? 0 : first), w.seqlen_k).begin;
+  return {begin, max_of(keys_at(p, w.draft + last, w.seqlen_k).end, begin)};
 }
 __device__ __forceinline__ KeyRange keys_of_all(const Params& p, const Work& w, int first, int last) {
-  const int64_t deepest = p.tree_mask != nullptr ? w.seqlen_k - 1 : static_cast<int64_t>(w.draft) + last;
-  int end = keys_at(p, static_cast<int64_t>(w.draft) + first, w.seqlen_k).end;
+  const int deepest = p.tree_mask != nullptr ? w.seqlen_k - 1 : w.draft + last;
+  int end = keys_at(p, w.draft + first, w.seqlen_k).end;
   if (p.tree_mask != nullptr) end = min_of(end, max_of(w.draft, 0));
   if (p.hidden_keys != nullptr) end = min_of(end, hidden_from(p, w, first).begin);  // no later token's is lower
   return {keys_at(p, deepest, w.seqlen_k).begin, end};
@@ -161,7 +175,7 @@ __device__ __forceinline__ KeyRange keys_of_all(const Params& p, const Work& w, 
 // How many blocks of heads take turns over a request's tiles: as many as have their keys in half of L2. The others
 // follow when these are done with all tiles.
 __device__ __forceinline__ int heads_at_a_time(const Params& p, const Schedule& s, int seqlen_k) {
-  constexpr float kBytes = 24 << 20;
+  constexpr float kBytes = kSectionBytes;
   const float bytes = static_cast<float>(max_of(seqlen_k, 1)) * ((p.head_dim_qk + p.head_dim_v) * size_of(p.kv_dtype));
   const int kv_heads = static_cast<int>(min_of(__fdividef(kBytes, bytes), static_cast<float>(p.num_kv_heads)));
   return min_of(max_of(kv_heads, 1) * s.blocks_per_group, s.head_blocks);
@@ -187,26 +201,28 @@ __device__ __forceinline__ bool is_cut(const Params& p, const Cuts& cuts, int se
 
 // What of a work its request decides. Returns the queries of the request.
 template <int kKeys>
-__device__ __forceinline__ int decode_request(const Params& p, int request, int64_t& planned_keys, Work& w) {
+__device__ __forceinline__ int decode_request(const Params& p, const Schedule& s, int request, int64_t& planned_keys,
+                                              Work& w) {
+  constexpr int kMostKeys = INT32_MAX - 2 * kKeys;
+  const auto within = [](int x, int low, int high) { return min_of(max_of(x, low), high); };
   w.request = request;
   const int first = p.cu_seqlens_q[request], end = p.cu_seqlens_q[request + 1];
   if (p.paged) {
-    planned_keys = p.cache_seqlens[request];
+    const int keys = p.cache_seqlens[request], room = s.room >= 0 ? s.room : p.page_table.num_tokens(request);
+    planned_keys = keys;
     w.first_k_token = 0;
-    const int64_t room = p.page_table.num_tokens(request);
-    if (planned_keys > room && p.report != nullptr) {
-      record_fault(p.report, {ReportOp::kFmhaPaged, ReportKind::kLength, request, 0, planned_keys, room + 1});
+    if (keys > room && p.report != nullptr) {
+      record_fault(p.report, {ReportOp::kFmhaPaged, ReportKind::kLength, request, 0, keys, room + int64_t{1}});
     }
-    w.seqlen_k = clamp(min_of(planned_keys, room), 0, INT32_MAX - 2 * kKeys);
+    w.seqlen_k = within(min_of(keys, room), 0, kMostKeys);
   } else {
     const int first_key = p.cu_seqlens_k[request], end_key = p.cu_seqlens_k[request + 1];
     planned_keys = static_cast<int64_t>(end_key) - first_key;
-    w.first_k_token = clamp(first_key, 0, p.num_k_tokens);
-    w.seqlen_k = clamp(static_cast<int64_t>(end_key) - w.first_k_token, 0,
-                       min_of<int64_t>(p.num_k_tokens - w.first_k_token, INT32_MAX - 2 * kKeys));
+    w.first_k_token = within(first_key, 0, s.k_tokens);
+    w.seqlen_k = min_of(within(end_key, w.first_k_token, s.k_tokens) - w.first_k_token, kMostKeys);
   }
-  w.first_q_token = clamp(first, 0, p.num_q_tokens);
-  return clamp(static_cast<int64_t>(end) - w.first_q_token, 0, p.num_q_tokens - w.first_q_token);
+  w.first_q_token = within(first, 0, s.q_tokens);
+  return within(end, w.first_q_token, s.q_tokens) - w.first_q_token;
 }
 
 // Leaves out tiles that are hidden from all tokens of the work. `tiles`: those from `tile_begin` on.
@@ -230,12 +246,12 @@ __device__ __forceinline__ void leave_gap(const Params& p, int tile_begin, int& 
 template <int kKeys>
 __device__ __forceinline__ void place_work(const Params& p, const Schedule& s, int seqlen_q, int tile, int chunk,
                                            int block, int piece, int pieces, Work& w) {
-  const int first_token = tile * p.tile_q + chunk * s.chunk_tokens;
-  const int limit = static_cast<int>(min_of<int64_t>(seqlen_q, (tile + 1ll) * p.tile_q));
+  const int inside = chunk * s.chunk_tokens;  // below tile_q; the tile is one of the request's
+  const int first_token = tile * p.tile_q + inside;
   w.num_tokens = 0;
-  if (tile < 0 || first_token >= limit) return;
+  if (tile < 0 || first_token >= seqlen_q) return;
   w.first_token = first_token;
-  w.num_tokens = min_of(s.chunk_tokens, limit - first_token);
+  w.num_tokens = min_of(s.chunk_tokens, min_of(p.tile_q - inside, seqlen_q - first_token));
   w.kv_head = s.by_blocks_per_group.divide(block);
   w.q_head = w.kv_head * s.group + (block - w.kv_head * s.blocks_per_group) * s.pack;
   w.draft = w.seqlen_k - seqlen_q;
@@ -245,7 +261,7 @@ __device__ __forceinline__ void place_work(const Params& p, const Schedule& s, i
   w.key_end = keys.end;
   w.known_begin = keys_at(p, w.draft, w.seqlen_k).begin;
   w.known_end = p.tree_mask != nullptr ? clamp(w.draft, 0, w.seqlen_k) : w.seqlen_k;
-  const int tile_begin = w.key_begin / kKeys;
+  const int tile_begin = static_cast<unsigned>(w.key_begin) / kKeys;
   int tiles = w.key_end > w.key_begin ? ceil_div(w.key_end, kKeys) - tile_begin : 0;
   leave_gap<kKeys>(p, tile_begin, tiles, w);
   w.tile_begin = tile_begin;
@@ -264,7 +280,7 @@ __device__ __forceinline__ void decode_piece(const Params& p, const Schedule& s,
   w.num_tokens = 0;
   if (entry.x < 0 || entry.x >= p.batch_size || entry.y < 0 || entry.z < 0 || entry.z >= entry.w) return;
   int64_t planned_keys;
-  const int seqlen_q = decode_request<kKeys>(p, entry.x, planned_keys, w);
+  const int seqlen_q = decode_request<kKeys>(p, s, entry.x, planned_keys, w);
   if (entry.y > s.tile_q.divide(seqlen_q)) return;
   const int chunk = s.by_head_blocks.divide(local);
   place_work<kKeys>(p, s, seqlen_q, entry.y, chunk, local - chunk * s.head_blocks, entry.z, entry.w, w);
@@ -290,29 +306,29 @@ __device__ __forceinline__ bool decode_work(const Params& p, const Schedule& s, 
     index -= cuts.pieces * s.works_per_tile;
     entry = entry_at(row);
   }
+  // Of a request whose heads are one section, where a row of the plan is a tile: known while the row is read.
+  const int own = index - row * s.works_per_tile, own_step = s.by_head_blocks.divide(own);
   if (row >= p.num_tiles) return false;
   w.num_tokens = 0;
   if (entry.x < 0) return false;
   if (entry.x >= p.batch_size) return true;
   int64_t planned_keys;
-  const int seqlen_q = decode_request<kKeys>(p, entry.x, planned_keys, w);
+  const int seqlen_q = decode_request<kKeys>(p, s, entry.x, planned_keys, w);
   const int num_tiles = seqlen_q > 0 ? s.tile_q.divide(seqlen_q - 1) + 1 : 0;
-  const int first_row = row - (num_tiles - 1 - entry.y);
-  if (entry.y < 0 || entry.y >= num_tiles || first_row < 0) return true;
-  const int section_heads = heads_at_a_time(p, s, w.seqlen_k), local = index - first_row * s.works_per_tile;
-  int step, block;
-  if (section_heads == s.head_blocks) {
-    step = s.by_head_blocks.divide(local);
-    block = local - step * s.head_blocks;
-  } else {
+  if (entry.y < 0 || entry.y >= num_tiles) return true;
+  int tile = entry.y, chunk = s.chunks - 1 - own_step, block = own - own_step * s.head_blocks;
+  if (w.seqlen_k > s.whole_keys) {
+    const int first_row = row - (num_tiles - 1 - entry.y);
+    if (first_row < 0) return true;
+    const int section_heads = heads_at_a_time(p, s, w.seqlen_k), local = index - first_row * s.works_per_tile;
     const int section_works = num_tiles * s.chunks * section_heads, section = local / section_works;
     const int heads = min_of(section_heads, s.head_blocks - section * section_heads);
     const int inside = local - section * section_works;
-    step = inside / heads;
+    const int step = inside / heads, from_last = s.by_chunks.divide(step);
     block = section * section_heads + inside - step * heads;
+    tile = num_tiles - 1 - from_last;
+    chunk = s.chunks - 1 - (step - from_last * s.chunks);
   }
-  const int from_last = s.by_chunks.divide(step);
-  const int tile = num_tiles - 1 - from_last, chunk = s.chunks - 1 - (step - from_last * s.chunks);
   if (cuts.limit != kNeverCut && is_cut(p, cuts, seqlen_q, planned_keys, tile)) return true;
   place_work<kKeys>(p, s, seqlen_q, tile, chunk, block, 0, 1, w);
   w.slab = -1;
