@@ -16,10 +16,7 @@ __device__ inline void init_wide_barriers(uint32_t shared) {
       const int first = i < 2 * At::kRingTiles ? 32 * kLoadingWarps : kGroupThreads;
       attnops::sm90::mbarrier_init(shared + At::kBarriers + 8 * i, i % 2 == 0 ? first : kValueThreads);
     }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      attnops::sm90::mbarrier_init(At::queries_barrier(shared, half), kValueThreads);
-    }
+    attnops::sm90::mbarrier_init(At::queries_barrier(shared), kValueThreads);
     attnops::sm90::mbarrier_init(At::sums_barrier(shared), At::kConsumerThreads);
   }
   attnops::sm90::mbarrier_init_fence();
@@ -37,6 +34,7 @@ __global__ void __launch_bounds__(At::kThreads, 1)
     const int lane = threadIdx.x % 32;
     if (lane == 8 && modes.use_boxes && !At::kScaled) attnops::sm90::prefetch_map(&maps.kv);
     if (lane == 9 && wide.queries_by_map) attnops::sm90::prefetch_map(&maps.queries.q);
+    if (lane == 10 && wide.queries_by_map) attnops::sm90::prefetch_map(&maps.queries.q_pe);
     attnops::sm90::wait_for_prerequisites();
     const SplitKvEntry entry = entry_for<At::kOptions>(p, blockIdx.x);
     if (lane == 0) *reinterpret_cast<SplitKvEntry*>(shared_bytes + At::kEntry) = entry;

@@ -56,7 +56,8 @@ struct WideShape {
   static constexpr int kTotalsBytes = 5 * kRows * 4;                  // float [4][kRows], sums by warp; references
   static constexpr int kRowPairs = kTotals + 2 * kTotalsBytes;        // float4 [kRows / 2]
   static constexpr int kQueryScale = kRowPairs + kRows / 2 * 16;      // float [kRows]
-  static constexpr int kEnds = kQueryScale + kRows * 4;               // TransposedEnds, 16 bytes a row of a block
+  static constexpr int kSeenEnds = kQueryScale + kRows * 4;           // int [kRows]: past the last key that a row sees
+  static constexpr int kEnds = kSeenEnds + kRows * 4;                 // TransposedEnds, 16 bytes a row of a block
   static constexpr int kRatios = kEnds + kPlanRows * 16;              // fp16 [kWideBuffers][4][64]
   static constexpr int kRatioBytes = kScaled ? 4 * kPlanTileTokens * 2 : 0;
   static constexpr int kMoved = kRatios + kWideBuffers * kRatioBytes;  // int [kWideBuffers]
@@ -67,7 +68,7 @@ struct WideShape {
   static constexpr int kBarriers = kEntry + 32;                      // of a slot: full, empty; of a buffer, too
   static constexpr int kPieceBarriers = kBarriers + 16 * (kRingTiles + kWideBuffers);
   // Of lists: uint16 [kRingTiles][4], by slot and loading warp: which of its keys there are.
-  static constexpr int kListed = kPieceBarriers + 3 * 8;
+  static constexpr int kListed = kPieceBarriers + 2 * 8;
   static constexpr int kBytes = kListed + (kOptions == Options::kSelected ? 8 * kRingTiles : 0);
   static_assert(kBytes <= 227 * 1024 && kBarriers % 16 == 0 && kEnds % 16 == 0);
 
@@ -81,9 +82,9 @@ struct WideShape {
     return shared + kBarriers + 16 * (kRingTiles + buffer);
   }
   __device__ static uint32_t taken_barrier(uint32_t shared, int buffer) { return given_barrier(shared, buffer) + 8; }
-  // Of a piece: half of its queries is there; all that multiply meet, and its sums are there.
-  __device__ static uint32_t queries_barrier(uint32_t shared, int half) { return shared + kPieceBarriers + 8 * half; }
-  __device__ static uint32_t sums_barrier(uint32_t shared) { return queries_barrier(shared, 2); }
+  // Of a piece: its queries are there; all that multiply meet, and its sums are there.
+  __device__ static uint32_t queries_barrier(uint32_t shared) { return shared + kPieceBarriers; }
+  __device__ static uint32_t sums_barrier(uint32_t shared) { return queries_barrier(shared) + 8; }
 };
 
 // Hardware barriers: within the warpgroup with the scores; of those with values. They pass different numbers of them,

@@ -20,9 +20,17 @@ class WideSoftmax {
 
   __device__ WideSoftmax(const Params& p, uint8_t* base) : p_(p), base_(base) {}
 
-  // After a barrier of the warpgroup; ends with one.
+  // What needs neither the piece's queries nor that all have left the one before, but for a barrier in its last tile.
   __device__ void begin(const Piece& piece) {
     clear_ = few_rows::keys_of_all_rows(p_, piece);
+    const int row = threadIdx.x % kGroupThreads;
+    if (row < At::kRows) reinterpret_cast<int*>(base_ + At::kSeenEnds)[row] = seen_end(piece, row);
+#pragma unroll
+    for (float& x : sum_) x = 0.f;
+  }
+
+  // When they are there; ends with a barrier.
+  __device__ void take_scales() {
     const float raw_scale = this->raw_scale();
     const bool scales_first = this->scales_first(raw_scale);
     const int row = threadIdx.x % kGroupThreads;
@@ -35,8 +43,6 @@ class WideSoftmax {
       pair[1] = kUnset;
     }
     special_ = attnops::sm90::named_barrier_or(kScoreWarps, kGroupThreads, is_bad || scales_first);
-#pragma unroll
-    for (float& x : sum_) x = 0.f;
   }
 
   // Of the thread's rows, for the next tile.
@@ -165,11 +171,32 @@ class WideSoftmax {
 
   __device__ void mask(const Piece& piece, int first_key, Scores& s) const {
     if constexpr (At::kOptions == Options::kCommon) {
-      few_rows::mask_ends<kCount>(p_, piece, 0, first_key, s);
+      mask_ends(first_key, s);
     } else if (few_rows::sees_to_an_end(p_)) {
-      few_rows::mask_ends<kCount>(p_, piece, 0, first_key, s);
+      mask_ends(first_key, s);
     } else {
       mask_each(piece, first_key, s);
+    }
+  }
+
+  // Past the last key that a row of the piece sees, where it sees all before it. Spare rows see what the last one sees.
+  __device__ int seen_end(const Piece& piece, int row) const {
+    if (!p_.causal) return piece.keys.end;
+    const int token = row_place(p_, piece.first_row + min_of(row, piece.num_rows - 1)).token;
+    return min_of(piece.length - p_.seqlen_q + 1 + token, piece.keys.end);
+  }
+
+  __device__ void mask_ends(int first_key, Scores& s) const {
+    const int2* ends = reinterpret_cast<const int2*>(base_ + At::kSeenEnds) + threadIdx.x % 4;
+    const int key = first_key + key_of(0);
+#pragma unroll
+    for (int j = 0; j < At::kRows / 8; ++j) {
+      const int2 end = ends[4 * j];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        if (key + 8 * h >= end.x) s[4 * j + 2 * h] = -INFINITY;
+        if (key + 8 * h >= end.y) s[4 * j + 2 * h + 1] = -INFINITY;
+      }
     }
   }
 
