@@ -52,8 +52,11 @@ LARGER = {  # the 8B model, where it differs
 
 
 def flash_attention_3() -> tuple:
-    """sglang-kernel's, by the arguments that nano-vllm gives."""
-    from sgl_kernel.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+    """sglang-kernel's, by the arguments that nano-vllm gives. Where it is not installed, vLLM's."""
+    try:
+        from sgl_kernel.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+    except ImportError:
+        return flash_attention_3_of_vllm()
 
     def varlen(q, k, v, *, block_table, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
         if block_table is None:
@@ -64,6 +67,27 @@ def flash_attention_3() -> tuple:
 
     def kvcache(q, k_cache, v_cache, *, block_table, **options):
         return flash_attn_with_kvcache(q, k_cache, v_cache, page_table=block_table, **options)
+
+    return varlen, kvcache
+
+
+def flash_attention_3_of_vllm() -> tuple:
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    starts = torch.arange(1025, dtype=torch.int32, device="cuda")
+
+    def varlen(q, k, v, *, block_table, cu_seqlens_k, **options):
+        keys = {"cu_seqlens_k": cu_seqlens_k}
+        if block_table is not None:
+            keys = {"seqused_k": cu_seqlens_k.diff(), "block_table": block_table}
+        return flash_attn_varlen_func(q, k, v, fa_version=3, **keys, **options)
+
+    def kvcache(q, k_cache, v_cache, *, cache_seqlens, block_table, **options):
+        longest = block_table.shape[1] * k_cache.shape[1]
+        queries = {"cu_seqlens_q": starts[: q.shape[0] + 1], "max_seqlen_q": 1, "max_seqlen_k": longest}
+        paged = {"seqused_k": cache_seqlens, "block_table": block_table}
+        rows = flash_attn_varlen_func(q.squeeze(1), k_cache, v_cache, fa_version=3, **queries, **paged, **options)
+        return rows.unsqueeze(1)
 
     return varlen, kvcache
 

@@ -39,6 +39,8 @@ FAMILIES = {
     "h200-linear": "Linear attention, H200",
     "h200-speculation": "Speculative decoding, H200",
     "h200-vllm": "Attention of vLLM's steps, H200",
+    "h200-nano-vllm": "nano-vllm as a whole, H200",
+    "h200-transformers": "transformers' generate_batch, H200",
     "cpu-decode": "Decode, AMD EPYC",
     "cpu-prefill": "Prefill, AMD EPYC",
     "cpu-mla": "MLA decode, AMD EPYC",

@@ -59,6 +59,14 @@ def test_lengths_and_masks_are_those_of_the_call(device):
     assert torch.equal(got, case.expected(tree_mask=mask))
 
 
+@pytest.mark.parametrize("make", [Xqa, lambda device: Mla(device, "bf16", apart=False)], ids=["xqa", "mla"])
+def test_binding_does_not_ask_torchs_default_device(make):
+    case = make("cpu")
+    with torch.device("meta"):  # as a program that says torch.set_default_device("cuda")
+        bound = case.bind()
+    assert bound.device.type == "cpu" and case.call(bound).isfinite().all()
+
+
 @pytest.mark.parametrize("apart", [False, True], ids=["whole", "apart"])
 @pytest.mark.parametrize("cache", MLA_CACHES)
 @pytest.mark.parametrize("device", DEVICES)

@@ -134,7 +134,7 @@ def _bind(
     """Calls a bind op: its tensors, the plan's, its options, in the schema's order.
 
     Each call brings rows and lengths of its own, so `bound` keeps the rest."""
-    bound = torch.zeros(BOUND_BYTES, dtype=torch.uint8)
+    bound = torch.zeros(BOUND_BYTES, dtype=torch.uint8, device="cpu")  # whatever torch's default device is
     of_plan = (plan.tile_scheduler_metadata, plan.num_splits, plan.out_partial, plan.lse_partial, plan.semaphores)
     op(bound, *rows, *memory, cache_seqlens, *of_plan, *options, plan.fixed_split_tokens, report, *more)
     bound.keeps = (memory, of_plan, report)  # type: ignore[attr-defined]
