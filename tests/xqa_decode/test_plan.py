@@ -1,10 +1,13 @@
 """Split-KV plans: the invariants of csrc/scheduler/split_kv.h, and the planning ops against the scheduler itself."""
 
+import types
+
 import pytest
 import torch
 from attnops import ops
 from attnops.metadata import MlaDecodePlan, XqaDecodePlan
 from attnops.metadata.plan_checks import cut_rule
+from attnops.metadata.plan_parts import xqa_num_sm_parts
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -286,3 +289,13 @@ def test_bounds_of_any_words(words, works, groups, balanced, data):
     assert group + row.last_num_splits <= groups and row.last_num_splits >= 1
     if balanced:
         assert row.first_part + row.begin_split == group and row.begin_split < row.begin_num_splits
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "kv_dtype", "parts"),
+    [(80, torch.bfloat16, 228), (64, torch.float8_e4m3fn, 228), (128, torch.bfloat16, 264), (64, torch.bfloat16, 264)],
+)
+def test_heads_that_share_lines_walk_side_by_side(monkeypatch, head_dim, kv_dtype, parts):
+    h200 = types.SimpleNamespace(multi_processor_count=132, major=9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: h200)
+    assert xqa_num_sm_parts(torch.device("cuda"), 11, 38, head_dim=head_dim, kv_dtype=kv_dtype) == parts
