@@ -165,6 +165,32 @@ def test_a_chain_gives_the_bits_of_decoding(kind, device):
     assert torch.equal(layer.states, layer.twin) if device == "cpu" else relative(layer.states, layer.twin) < 1e-6
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["gdn", "ssd"])
+def test_drafts_alone_have_the_bits_of_many(kind):
+    """A thread has more rows where requests are many."""
+    layer = Layer(4, "cuda", kind, drafts=4, dims=(128, 128), io=torch.bfloat16)
+    batch, layer.heads, layer.groups = 40, 16, 8
+    layer.batch, layer.num_slots, layer.slots = batch, batch, list(range(batch))
+    layer.states = layer.normal(batch, 16, 128, 128)
+    layer.rate, layer.bias, layer.skip = (layer.normal(16) for _ in range(3))
+    layer.rings = {
+        "ring_u": layer.normal(batch, 16, 12, 128),
+        "ring_k": layer.normal(batch, 8, 12, 128),
+        "ring_decay": layer.normal(batch, 16, 12).sigmoid(),
+        "ring_len": indices([i % 9 for i in range(batch)], "cuda"),
+    }
+    tokens = layer.tokens()
+    rings = {name: ring.clone() for name, ring in layer.rings.items()}
+    many = layer.call("verify", tokens, layer.slots, states=layer.states, **rings)
+    assert many.isfinite().all()
+    for i in range(0, batch, 7):
+        own = {name: ring.clone() for name, ring in layer.rings.items()}
+        alone = layer.call("verify", [t[i : i + 1] for t in tokens], [i], states=layer.states, **own)
+        assert torch.equal(alone, many[4 * i : 4 * i + 4])
+        assert all(torch.equal(own[name][i], rings[name][i]) for name in rings)
+
+
 def test_bad_values_are_errors_on_the_cpu():
     layer = Layer(0, "cpu", "gdn", drafts=4, dims=(16, 8))
     layer.slots = list(range(layer.batch))

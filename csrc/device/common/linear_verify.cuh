@@ -1,5 +1,6 @@
 #pragma once
 #include "core/linear_verify.h"
+#include "device/common/arch.h"
 #include "device/common/linear_token.cuh"
 
 // Drafts against states that are only read. A draft's S k and S q are those of the state in the pool, decayed, and a
@@ -8,7 +9,6 @@
 namespace attnops {
 
 inline constexpr int kVerifyThreads = 256;
-inline constexpr int kVerifyRows = 2;  // of a thread
 
 // Shared memory, by offsets in floats: extents are those of the call.
 struct VerifyLayout {
@@ -21,12 +21,15 @@ struct VerifyLayout {
   __host__ __device__ int row_keys() const { return 0; }                  // [rows, keys]
   __host__ __device__ int decays() const { return total_rows() * keys; }  // [rows, keys or 1]
   __host__ __device__ int queries() const { return decays() + total_rows() * (channels ? keys : 4); }  // [drafts, keys]
-  __host__ __device__ int vectors() const { return queries() + drafts * keys; }       // [2 drafts, keys]
-  __host__ __device__ int products() const { return vectors() + 2 * drafts * keys; }  // [rows, stride]
+  // What the state is multiplied with, with gates per channel: [2 drafts, keys]. Else it is a draft's own rows, and the
+  // state's decay up to it comes to their products.
+  __host__ __device__ int vectors() const { return queries() + drafts * keys; }
+  __host__ __device__ int products() const { return vectors() + (channels ? 2 * drafts * keys : 0); }  // [rows, stride]
   __host__ __device__ int values() const { return products() + total_rows() * product_stride(); }
   // Values are [rows, rows of a CTA]: updates of the ring, then what the drafts bring.
   __host__ __device__ int coefficients() const { return values() + total_rows() * cta_rows; }  // [drafts]
-  __host__ __device__ int dots() const { return coefficients() + drafts; }  // [rows of a CTA, 2 drafts]
+  __host__ __device__ int state_decays() const { return coefficients() + drafts; }             // [drafts]
+  __host__ __device__ int dots() const { return state_decays() + drafts; }  // [rows of a CTA, 2 drafts]
   __host__ __device__ int floats() const { return dots() + cta_rows * (2 * drafts + 1); }
 };
 
@@ -93,9 +96,9 @@ __device__ __forceinline__ void make_draft(const LinearStep& p, int64_t token, i
   if constexpr (!kChannels) decay[0] = expf(gate.log_decay);
 }
 
-// What a draft's key and query are multiplied with: the state's decay up to it, and of each row behind it the product
-// of the keys under the decays since. Rows are walked from the draft to the state. By one warp.
-template <int kMaxKeys, bool kChannels>
+// With gates per channel, what a draft's key and query are multiplied with: the state's decay up to it, and of each row
+// behind it the product of the keys under the decays since. Rows are walked from the draft to the state. By one warp.
+template <int kMaxKeys>
 __device__ __forceinline__ void walk_back(const VerifyLayout& at, float* shared, int draft, int length,
                                           uint32_t ancestors) {
   constexpr int kEach = kMaxKeys / 32;
@@ -111,14 +114,14 @@ __device__ __forceinline__ void walk_back(const VerifyLayout& at, float* shared,
   }
   const auto take = [&](int row, bool seen) {  // without branches, so that sums of several rows overlap
     const float* other = shared + at.row_keys() + row * kMaxKeys;
-    const float* decays = shared + at.decays() + row * (kChannels ? kMaxKeys : 4);
+    const float* decays = shared + at.decays() + row * kMaxKeys;
     float sums[2] = {};
 #pragma unroll
     for (int c = 0; c < kEach; ++c) {
       const float scaled = decay[c] * other[lane + 32 * c];
       sums[0] = fmaf(key[c], scaled, sums[0]);
       sums[1] = fmaf(query[c], scaled, sums[1]);
-      decay[c] *= seen ? decays[kChannels ? lane + 32 * c : 0] : 1.f;
+      decay[c] *= seen ? decays[lane + 32 * c] : 1.f;
     }
     const float2 pair = make_float2(sum_of_lanes<32>(sums[0]), sum_of_lanes<32>(sums[1]));
     float* to = shared + at.products() + row * at.product_stride() + 2 * draft;
@@ -133,6 +136,53 @@ __device__ __forceinline__ void walk_back(const VerifyLayout& at, float* shared,
   for (int c = 0; c < kEach; ++c) {
     vectors[lane + 32 * c] = key[c] * decay[c];
     vectors[kMaxKeys + lane + 32 * c] = query[c] * decay[c];
+  }
+}
+
+// The same where a row has one decay, by all threads: eight lanes take a row and a draft. The decays between them come
+// to the product.
+template <int kKeys>
+__device__ __forceinline__ void multiply_rows(const LinearVerify& p, const VerifyLayout& at, float* shared, int request,
+                                              int length) {
+  constexpr int kLanes = 8, kAtOnce = kVerifyThreads / kLanes;
+  const int lane = threadIdx.x % kLanes, drafts = at.drafts, count = drafts * (length + drafts);
+  const auto place = [&](int row) { return row < length ? row : at.rows_before + row - length; };
+  for (int first = 0; first < count; first += kAtOnce) {
+    const int own = first + static_cast<int>(threadIdx.x) / kLanes, task = min_of(own, count - 1);
+    const int draft = task % drafts, row = task / drafts;
+    const uint32_t ancestors = p.ancestors(request, draft) | 1u << draft;
+    const auto seen = [&](int other) { return other < length || (ancestors >> (other - length) & 1u) != 0; };
+    const float* key = shared + at.row_keys() + (at.rows_before + draft) * kKeys;
+    const float* query = shared + at.queries() + draft * kKeys;
+    const float* others = shared + at.row_keys() + place(row) * kKeys;
+    float by_key = 0.f, by_query = 0.f, decay = 1.f;
+#pragma unroll
+    for (int i = 0; i < kKeys / (4 * kLanes); ++i) {
+      const int column = 4 * (i * kLanes + lane);
+      float keys[4], queries[4], other[4];
+      load_shared(keys, key + column);
+      load_shared(queries, query + column);
+      load_shared(other, others + column);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        by_key = fmaf(keys[e], other[e], by_key);
+        by_query = fmaf(queries[e], other[e], by_query);
+      }
+    }
+    for (int later = row + 1 + lane; later <= length + draft; later += kLanes) {
+      if (seen(later)) decay *= shared[at.decays() + 4 * place(later)];
+    }
+    by_key = sum_of_lanes<kLanes>(by_key);
+    by_query = sum_of_lanes<kLanes>(by_query);
+#pragma unroll
+    for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+      decay *= __shfl_xor_sync(0xffffffffu, decay, distance);
+    }
+    if (lane != 0 || own >= count || row > length + draft) continue;
+    const bool here = seen(row);
+    *reinterpret_cast<float2*>(shared + at.products() + place(row) * at.product_stride() + 2 * draft) =
+        here ? make_float2(decay * by_key, decay * by_query) : make_float2(0.f, 0.f);
+    if (row == 0) shared[at.state_decays() + draft] = here ? decay * shared[at.decays() + 4 * place(0)] : decay;
   }
 }
 
@@ -151,7 +201,7 @@ __device__ __forceinline__ float sum_of_each(float (&x)[kLanes]) {
 
 // A row of values through the drafts: `sums` are the state's products with each draft's key and query. To each come
 // those of the rows behind it, of the ring and of the drafts.
-template <bool kDelta>
+template <bool kDelta, bool kChannels>
 __device__ __forceinline__ void finish_row(const LinearVerify& p, const VerifyLayout& at, const float* shared,
                                            const float* sums, int64_t slot, int request, int head, int length, int own,
                                            int row) {
@@ -161,8 +211,9 @@ __device__ __forceinline__ void finish_row(const LinearVerify& p, const VerifyLa
   float by_key[kMaxDrafts], by_query[kMaxDrafts];
 #pragma unroll
   for (int t = 0; t < kMaxDrafts; ++t) {
-    by_key[t] = kDelta && t < drafts ? sums[2 * t] : 0.f;
-    by_query[t] = t < drafts ? sums[2 * t + 1] : 0.f;
+    const float decay = kChannels || t >= drafts ? 1.f : shared[at.state_decays() + t];
+    by_key[t] = kDelta && t < drafts ? decay * sums[2 * t] : 0.f;
+    by_query[t] = t < drafts ? decay * sums[2 * t + 1] : 0.f;
   }
   for (int j = 0; j < length; ++j) {
     const float u = values[j * at.cta_rows];
@@ -207,11 +258,16 @@ __device__ __forceinline__ void finish_row(const LinearVerify& p, const VerifyLa
   }
 }
 
+// Rows of a CTA whose threads have kRows each.
+template <int kMaxKeys, int kRows>
+inline constexpr int kVerifyCtaRows = kVerifyThreads / (kMaxKeys / kLaneElements) * kRows;
+
 // Grid: row blocks x heads x requests, in one dimension.
-template <typename State, int kMaxKeys, bool kDelta, bool kChannels, bool kVectors>
-__global__ void __launch_bounds__(kVerifyThreads, 3)
+template <typename State, int kMaxKeys, bool kDelta, bool kChannels, bool kVectors, int kVerifyRows>
+__global__ void __launch_bounds__(kVerifyThreads, kVerifyRows == 2 ? 3 : 2)
     linear_verify_kernel(const __grid_constant__ LinearVerify p, int row_blocks) {
-  constexpr int kLanes = kMaxKeys / kLaneElements, kGroups = kVerifyThreads / kLanes, kCtaRows = kGroups * kVerifyRows;
+  constexpr int kLanes = kMaxKeys / kLaneElements, kGroups = kVerifyThreads / kLanes;
+  constexpr int kCtaRows = kVerifyCtaRows<kMaxKeys, kVerifyRows>;
   using Part = RowPart<State, kLanes>;
   extern __shared__ __align__(16) float shared[];
   wait_for_earlier_kernels();
@@ -278,8 +334,12 @@ __global__ void __launch_bounds__(kVerifyThreads, 3)
         shared + at.decays() + row * (kChannels ? kMaxKeys : 4), shared + at.coefficients() + t);
   }
   __syncthreads();
-  for (int t = warp; t < drafts; t += kVerifyThreads / 32) {
-    walk_back<kMaxKeys, kChannels>(at, shared, t, length, p.ancestors(request, t));
+  if constexpr (kChannels) {
+    for (int t = warp; t < drafts; t += kVerifyThreads / 32) {
+      walk_back<kMaxKeys>(at, shared, t, length, p.ancestors(request, t));
+    }
+  } else {
+    multiply_rows<kMaxKeys>(p, at, shared, request, length);
   }
   if (row_block == 0) {  // the ring's new rows
     for (int t = warp; t < drafts; t += kVerifyThreads / 32) {
@@ -294,7 +354,7 @@ __global__ void __launch_bounds__(kVerifyThreads, 3)
       if (!kChannels && threadIdx.x % 32 == 0) decay[0] = decays[0];
     }
   }
-  __syncthreads();
+  if constexpr (kChannels) __syncthreads();
 
   float* dots = shared + at.dots();
   constexpr int kAtOnce = kLanes / kVerifyRows;  // vectors, so that each lane ends with one sum
@@ -303,8 +363,11 @@ __global__ void __launch_bounds__(kVerifyThreads, 3)
     float sums[kLanes] = {};
 #pragma unroll
     for (int n = 0; n < kAtOnce; ++n) {
-      const int i = min_of(first + n, count - 1);
-      const float* vector = shared + at.vectors() + (kDelta ? i : 2 * i + 1) * kMaxKeys;
+      const int i = min_of(first + n, count - 1), t = kDelta ? i / 2 : i;
+      const bool by_query = !kDelta || i % 2 != 0;
+      const float* vector = shared + (kChannels  ? at.vectors() + (2 * t + by_query) * kMaxKeys
+                                      : by_query ? at.queries() + t * kMaxKeys
+                                                 : at.row_keys() + (at.rows_before + t) * kMaxKeys);
 #pragma unroll
       for (int j = 0; j < Part::kVecs; ++j) {
         constexpr int kVec = Part::kVec;
@@ -325,7 +388,8 @@ __global__ void __launch_bounds__(kVerifyThreads, 3)
   }
   __syncthreads();
   for (int own = threadIdx.x; own < kCtaRows && first_row + own < step.value_dim; own += kVerifyThreads) {
-    finish_row<kDelta>(p, at, shared, dots + own * stride, slot, request, head, length, own, first_row + own);
+    finish_row<kDelta, kChannels>(p, at, shared, dots + own * stride, slot, request, head, length, own,
+                                  first_row + own);
   }
 }
 
@@ -341,9 +405,9 @@ inline void check_shared_bytes(const char* what, int bytes) {
   }
 }
 
-template <typename State, int kMaxKeys, bool kDelta, bool kChannels>
-void launch_linear_verify(const char* what, const LinearVerify& p, cudaStream_t stream) {
-  constexpr int kCtaRows = kVerifyThreads / (kMaxKeys / kLaneElements) * kVerifyRows;
+template <typename State, int kMaxKeys, bool kDelta, bool kChannels, int kRows>
+void launch_linear_verify_of(const char* what, const LinearVerify& p, cudaStream_t stream) {
+  constexpr int kCtaRows = kVerifyCtaRows<kMaxKeys, kRows>;
   const LinearStep& step = p.step;
   const int row_blocks = ceil_div(step.value_dim, kCtaRows);
   const int64_t blocks = int64_t{step.batch_size} * step.num_heads * row_blocks;
@@ -363,12 +427,24 @@ void launch_linear_verify(const char* what, const LinearVerify& p, cudaStream_t 
       step.key_dim * sizeof(State) % 16 == 0 &&
       rows_aligned(step.states, sizeof(State), 16, step.stride_slot, step.stride_head, step.stride_row);
   if (vectors) {
-    launch_dependent<&linear_verify_kernel<State, kMaxKeys, kDelta, kChannels, true>>(what, shape, stream, p,
-                                                                                      row_blocks);
+    launch_dependent<&linear_verify_kernel<State, kMaxKeys, kDelta, kChannels, true, kRows>>(what, shape, stream, p,
+                                                                                             row_blocks);
   } else {
-    launch_dependent<&linear_verify_kernel<State, kMaxKeys, kDelta, kChannels, false>>(what, shape, stream, p,
-                                                                                       row_blocks);
+    launch_dependent<&linear_verify_kernel<State, kMaxKeys, kDelta, kChannels, false, kRows>>(what, shape, stream, p,
+                                                                                              row_blocks);
   }
+}
+
+// Where heads fill the GPU a thread has four rows: what a CTA makes of its drafts then serves twice as many.
+template <typename State, int kMaxKeys, bool kDelta, bool kChannels>
+void launch_linear_verify(const char* what, const LinearVerify& p, cudaStream_t stream) {
+  if constexpr (kMaxKeys == 128 && !kChannels) {
+    const int64_t heads = int64_t{p.step.batch_size} * p.step.num_heads;
+    if (p.step.value_dim > kVerifyCtaRows<kMaxKeys, 2> && heads >= 4 * device_sms(what)) {
+      return launch_linear_verify_of<State, kMaxKeys, kDelta, kChannels, 4>(what, p, stream);
+    }
+  }
+  launch_linear_verify_of<State, kMaxKeys, kDelta, kChannels, 2>(what, p, stream);
 }
 
 }  // namespace attnops

@@ -100,9 +100,9 @@ void prefill(const LinearPrefill& p) {
                 : tokens<256, kDelta, false>(p);
 }
 
-template <typename State, int kKeys, bool kDelta, bool kChannels>
-void verify_of(const LinearVerify& p) {
-  constexpr int kCtaRows = kVerifyThreads / (kKeys / kLaneElements) * kVerifyRows;
+template <typename State, int kKeys, bool kDelta, bool kChannels, int kRows>
+void verify_rows(const LinearVerify& p) {
+  constexpr int kCtaRows = kVerifyCtaRows<kKeys, kRows>;
   const int row_blocks = ceil_div(p.step.value_dim, kCtaRows);
   const VerifyLayout at{.drafts = p.drafts,
                         .keys = kKeys,
@@ -111,7 +111,14 @@ void verify_of(const LinearVerify& p) {
                         .channels = kChannels};
   if (4 * at.floats() > static_cast<int>(sizeof(memory))) std::abort();
   run_grid(int64_t{p.step.batch_size} * p.step.num_heads * row_blocks, kVerifyThreads,
-           [&] { linear_verify_kernel<State, kKeys, kDelta, kChannels, false>(p, row_blocks); });
+           [&] { linear_verify_kernel<State, kKeys, kDelta, kChannels, false, kRows>(p, row_blocks); });
+}
+
+template <typename State, int kKeys, bool kDelta, bool kChannels>
+void verify_of(const LinearVerify& p) {
+  static int turn = 0;
+  if (kKeys == 128 && turn++ % 2 == 0) return verify_rows<State, kKeys, kDelta, kChannels, 4>(p);
+  verify_rows<State, kKeys, kDelta, kChannels, 2>(p);
 }
 
 template <bool kDelta, bool kChannels>
