@@ -36,6 +36,9 @@ struct RequestChunks {
 inline constexpr int kPanelBytes = kChunk * 128;  // 64 rows of 64 16-bit elements
 // Floats of 64 tokens: for S k, S q, u; the chunk's decay (with gates per channel: of each in rows 0 to 3); beta.
 inline constexpr int kFactorRows = 5, kBetaRow = 4;
+// Without gates per channel: the place of a word that says whether a chunk is there, where it is read before the
+// kernel that makes it has ended. Its row holds one number.
+inline constexpr int kMarkAt = kBetaRow * kChunk - 1;
 
 // Bytes of one chunk and head, in order: [T], P, factors; with gates per channel also K, Q and K once more, each with
 // its decay.
@@ -45,6 +48,7 @@ struct ChunkScratch {
 
   ATTNOPS_HOST_DEVICE int p_at() const { return delta ? kPanelBytes : 0; }
   ATTNOPS_HOST_DEVICE int factors_at() const { return p_at() + kPanelBytes; }
+  ATTNOPS_HOST_DEVICE int mark_at() const { return factors_at() + kMarkAt * 4; }
   ATTNOPS_HOST_DEVICE int keys_at() const { return factors_at() + kFactorRows * kChunk * 4; }
   ATTNOPS_HOST_DEVICE int bytes() const { return keys_at() + (channels ? 3 * panels * kPanelBytes : 0); }
 };

@@ -189,6 +189,40 @@ def test_chunks_and_other_requests_change_no_bit(kind, io, device):
     assert torch.equal(out, whole[case.bounds[4] : end]) and torch.equal(alone[5], states[5])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["gdn", "ssd"])
+@pytest.mark.parametrize("keys, values", [(128, 128), (64, 64)])
+def test_prompts_alone_have_the_bits_of_many(keys, values, kind):
+    """Alone a prompt's chunks are made while others are taken, and among many before all of them."""
+    batch, tokens, heads, device = 48, 1000, 4, "cuda"
+    generator = torch.Generator(device).manual_seed(keys)
+    normal = lambda *shape: torch.randn(shape, generator=generator, device=device)  # noqa: E731
+    q, k = (0.3 * normal(batch * tokens, 2, keys).bfloat16() for _ in range(2))
+    v, a, b = (
+        normal(batch * tokens, heads, values).bfloat16(),
+        normal(batch * tokens, heads),
+        normal(batch * tokens, heads),
+    )
+    before, rate = normal(batch, heads, values, keys), normal(heads)
+
+    def run(first: int, last: int):
+        rows, states = slice(first * tokens, last * tokens), before[first:last].clone()
+        index = torch.arange(last - first + 1, dtype=torch.int32, device=device)
+        given = {"states": states, "cu_seqlens": index * tokens, "state_indices": index[:-1]}
+        given["prefix_lens"] = 7 * index[:-1] + 7 * first
+        if kind == "gdn":
+            out = ops.delta_prefill(q[rows], k[rows], v[rows], a[rows], b[rows], A_log=rate, dt_bias=rate, **given)
+        else:
+            out = ops.ssd_prefill(v[rows], a[rows], -rate.exp(), k[rows], q[rows], dt_softplus=True, **given)
+        return out, states
+
+    out, states = run(0, batch)
+    assert out.isfinite().all()
+    for first, last in [(0, 1), (7, 8), (20, 24), (47, 48)]:
+        alone, after = run(first, last)
+        assert torch.equal(alone, out[first * tokens : last * tokens]) and torch.equal(after, states[first:last])
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("gate", [-2000.0, -float("inf"), -30.0, 0.0])

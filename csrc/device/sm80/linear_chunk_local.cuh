@@ -11,6 +11,12 @@ namespace attnops {
 inline constexpr int kLocalThreads = 128, kLocalHeads = 4, kLocalPair = 2;  // heads of a CTA at most, and at once
 inline constexpr float kLeastLogDecay = -88.f;                              // of a token: its exponential is 0 in bf16
 
+// How the threads that make a chunk meet.
+struct MeetCta {
+  static constexpr bool kMarks = false;  // whether a chunk's word is left to others
+  __device__ static void meet() { __syncthreads(); }
+};
+
 struct ChunkPlace {
   int64_t request, begin;
   int count;  // of tokens; 0: nothing is here
@@ -120,11 +126,11 @@ __device__ __forceinline__ void put_block(const float (&c)[4], float sign, float
 }
 
 // (1 + L)^-1 in the place of L, of the first `heads`, by four warps. Above the diagonal blocks nothing is written.
-template <class Made>
+template <class Meet = MeetCta, class Made>
 __device__ __forceinline__ void invert(Made& s, int heads) {
   constexpr int kStride = Made::kStride, kHeads = Made::kHeadsAtOnce;
   static_assert(kHeads <= 2);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x % kLocalThreads / 32, lane = threadIdx.x % 32;
   {  // a diagonal block of each head a warp, a column a lane
     const int own = lane % 16, h = lane / 16 % kHeads;
     float* block = &s.l[h].at[16 * warp][16 * warp];
@@ -148,7 +154,7 @@ __device__ __forceinline__ void invert(Made& s, int heads) {
       for (int i = 0; i < 16; ++i) block[i * kStride + own] = column[i];
     }
   }
-  __syncthreads();
+  Meet::meet();
   {  // blocks (1, 0) and (3, 2), eight columns a warp
     const int upper = warp / 2 * 32, lower = upper + 16, column = warp % 2 * 8;
     float x[kHeads][4] = {}, y[kHeads][4] = {};
@@ -165,13 +171,13 @@ __device__ __forceinline__ void invert(Made& s, int heads) {
       if (h >= heads) break;
       multiply_block(y[h], &s.l[h].at[lower][lower], kStride, &s.x[h][warp / 2 * 16][column], 36);
     }
-    __syncthreads();
+    Meet::meet();
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
       if (h < heads) put_block(y[h], -1.f, &s.l[h].at[lower][upper + column], kStride);
     }
   }
-  __syncthreads();
+  Meet::meet();
   const int row = warp / 2 * 16, column = warp % 2 * 16;  // of the lower left half
   float x[kHeads][2][4] = {}, y[kHeads][2][4] = {};
   for (int k = column; k < 32; k += 16) {
@@ -187,7 +193,7 @@ __device__ __forceinline__ void invert(Made& s, int heads) {
   for (int i = 0; i < 2 * kHeads; ++i) {
     if (i / 2 < heads) put_block(x[i / 2][i % 2], 1.f, &s.x[i / 2][row][column + 8 * (i % 2)], 36);
   }
-  __syncthreads();
+  Meet::meet();
   for (int k = 0; k <= row; k += 16) {
 #pragma unroll
     for (int i = 0; i < 2 * kHeads; ++i) {
@@ -200,25 +206,28 @@ __device__ __forceinline__ void invert(Made& s, int heads) {
   for (int i = 0; i < 2 * kHeads; ++i) {
     if (i / 2 < heads) put_block(y[i / 2][i % 2], -1.f, &s.l[i / 2].at[32 + row][column + 8 * (i % 2)], kStride);
   }
-  __syncthreads();
+  Meet::meet();
 }
 
-// The inverse as a panel; zeros above the diagonal.
+// The inverse as a panel; zeros above the diagonal. A warp writes whole rows, and its reads of either half of 32 bytes
+// lie in different banks.
 template <class Lower>
 __device__ __forceinline__ void store_inverse(const Lower& l, unsigned char* to) {
-  const int row = threadIdx.x / 2;
+  const int chunk = threadIdx.x % 8, column = 8 * chunk;
+  const bool swap = chunk >= 4;
 #pragma unroll
-  for (int c = 0; c < 4; ++c) {
-    const int chunk_of_row = threadIdx.x % 2 * 4 + c, column = 8 * chunk_of_row;
-    uint32_t words[4];
+  for (int i = 0; i < kChunk * 8 / kLocalThreads; ++i) {
+    const int row = i * (kLocalThreads / 8) + threadIdx.x % kLocalThreads / 8;
+    uint2 halves[2];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int j = column + 4 * i;
+    for (int h = 0; h < 2; ++h) {
+      const int j = column + 4 * (h ^ swap);
       const float4 x = *reinterpret_cast<const float4*>(&l.at[row][j]);
-      words[2 * i] = pack2<__nv_bfloat16>(j > row ? 0.f : x.x, j + 1 > row ? 0.f : x.y);
-      words[2 * i + 1] = pack2<__nv_bfloat16>(j + 2 > row ? 0.f : x.z, j + 3 > row ? 0.f : x.w);
+      halves[h].x = pack2<__nv_bfloat16>(j > row ? 0.f : x.x, j + 1 > row ? 0.f : x.y);
+      halves[h].y = pack2<__nv_bfloat16>(j + 2 > row ? 0.f : x.z, j + 3 > row ? 0.f : x.w);
     }
-    *reinterpret_cast<uint4*>(to + panel_at(row, chunk_of_row)) = make_uint4(words[0], words[1], words[2], words[3]);
+    const uint2 low = swap ? halves[1] : halves[0], high = swap ? halves[0] : halves[1];
+    *reinterpret_cast<uint4*>(to + panel_at(row, chunk)) = make_uint4(low.x, low.y, high.x, high.y);
   }
 }
 
@@ -263,20 +272,14 @@ __device__ __forceinline__ void sum_gates(const LinearStep& p, const ChunkPlace&
   coefficients[2 * lane + 1] = coefficient[1];
 }
 
-// Grid: parts of a group's heads x groups x places, in one dimension.
-template <int kKeys, bool kDelta>
-__global__ void __launch_bounds__(kLocalThreads, kKeys <= 128 ? 4 : 2)
-    chunk_local_kernel(const __grid_constant__ LinearPrefill p, int groups, int parts) {
-  extern __shared__ __align__(1024) unsigned char memory[];
-  LocalShared<kKeys>& s = *reinterpret_cast<LocalShared<kKeys>*>(memory);
-  wait_for_earlier_kernels();
-  let_next_kernel_start();
+// A chunk of some of a group's heads, by kLocalThreads threads.
+template <int kKeys, bool kDelta, class Meet>
+__device__ __forceinline__ void make_chunk(const LinearPrefill& p, LocalShared<kKeys>& s, int64_t place, int group,
+                                           int part) {
   const LinearStep& step = p.step;
-  const int part = blockIdx.x % parts, group = blockIdx.x / parts % groups;
-  const int64_t place = blockIdx.x / parts / groups;
   const ChunkPlace chunk(p, place);
   if (chunk.count == 0) return;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int thread = threadIdx.x % kLocalThreads, warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
   const uint32_t keys = smem_address(s.rows), queries = keys + kKeys / 64 * kPanelBytes;
   copy_rows<kKeys / 64, kLocalThreads>(keys, step.k, group, chunk.begin, chunk.count, 0, step.key_dim);
   copy_rows<kKeys / 64, kLocalThreads>(queries, step.q, group, chunk.begin, chunk.count, 0, step.key_dim);
@@ -287,7 +290,7 @@ __global__ void __launch_bounds__(kLocalThreads, kKeys <= 128 ? 4 : 2)
     sum_gates<kDelta>(step, chunk, head_base + h, s.sums[h], s.coefficient[h]);
   }
   cp_async_wait_all();
-  __syncthreads();
+  Meet::meet();
   // Rows 16 warp + g and + 8, columns 8 n + 2 t and + 1.
   float key_key[8][4] = {}, query_key[8][4] = {}, query_query[2][4] = {};
 #pragma unroll
@@ -332,17 +335,17 @@ __global__ void __launch_bounds__(kLocalThreads, kKeys <= 128 ? 4 : 2)
       s.query_scale[row] = step.scale * (normalize ? rsqrtf(query_query[r][2 * r + i] + kNormEpsilon) : 1.f);
     }
   }
-  __syncthreads();
+  Meet::meet();
   auto& made = s.made;
   constexpr ChunkScratch kLayout{.panels = kKeys / 64, .delta = kDelta, .channels = false};
   for (int first = 0; first < heads; first += kLocalPair) {
     const int count = min_of(kLocalPair, heads - first);
     unsigned char* to =
         static_cast<unsigned char*>(p.scratch) + (place * step.num_heads + head_base + first) * kLayout.bytes();
-    for (int i = threadIdx.x; i < count * (kPanelBytes / 16); i += kLocalThreads) {  // what is above the diagonal stays
+    for (int i = thread; i < count * (kPanelBytes / 16); i += kLocalThreads) {  // what is above the diagonal stays
       reinterpret_cast<uint4*>(made.products(i / (kPanelBytes / 16)))[i % (kPanelBytes / 16)] = make_uint4(0, 0, 0, 0);
     }
-    __syncthreads();
+    Meet::meet();
 #pragma unroll 1
     for (int h = 0; h < count; ++h) {
       const float* sums = s.sums[first + h];
@@ -376,14 +379,14 @@ __global__ void __launch_bounds__(kLocalThreads, kKeys <= 128 ? 4 : 2)
         }
       }
     }
-    __syncthreads();
+    Meet::meet();
     for (int h = 0; h < count; ++h) {
       const uint4* products = reinterpret_cast<const uint4*>(made.products(h));
-      for (int i = threadIdx.x; i < kPanelBytes / 16; i += kLocalThreads) {
+      for (int i = thread; i < kPanelBytes / 16; i += kLocalThreads) {
         reinterpret_cast<uint4*>(to + h * kLayout.bytes() + kLayout.p_at())[i] = products[i];
       }
     }
-    for (int at = threadIdx.x; at < count * kChunk; at += kLocalThreads) {
+    for (int at = thread; at < count * kChunk; at += kLocalThreads) {
       const int h = at / kChunk, i = at % kChunk;
       const float* sums = s.sums[first + h];
       float* factors = reinterpret_cast<float*>(to + h * kLayout.bytes() + kLayout.factors_at());
@@ -391,15 +394,29 @@ __global__ void __launch_bounds__(kLocalThreads, kKeys <= 128 ? 4 : 2)
       factors[i] = s.key_scale[i] * decay;
       factors[kChunk + i] = s.query_scale[i] * decay;
       factors[2 * kChunk + i] = s.key_scale[i] * exp2_approx(of_all - of_token);
-      factors[3 * kChunk + i] = exp2_approx(of_all);
+      if (!Meet::kMarks || i != kMarkAt % kChunk) factors[3 * kChunk + i] = exp2_approx(of_all);
       factors[kBetaRow * kChunk + i] = s.coefficient[first + h][i];
     }
     if constexpr (kDelta) {
-      invert(made, count);
+      invert<Meet>(made, count);
       for (int h = 0; h < count; ++h) store_inverse(made.l[h], to + h * kLayout.bytes());
     }
-    __syncthreads();
+    Meet::meet();
+    if constexpr (Meet::kMarks) {
+      if (thread < count) Meet::mark(to + thread * kLayout.bytes() + kLayout.mark_at());
+    }
   }
+}
+
+// Grid: parts of a group's heads x groups x places, in one dimension.
+template <int kKeys, bool kDelta>
+__global__ void __launch_bounds__(kLocalThreads, kKeys <= 128 ? 4 : 2)
+    chunk_local_kernel(const __grid_constant__ LinearPrefill p, int groups, int parts) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
+  make_chunk<kKeys, kDelta, MeetCta>(p, *reinterpret_cast<LocalShared<kKeys>*>(memory), blockIdx.x / parts / groups,
+                                     blockIdx.x / parts % groups, blockIdx.x % parts);
 }
 
 template <int kKeys, bool kDelta>

@@ -1,7 +1,9 @@
 #pragma once
+#include "device/common/semaphore.cuh"
 #include "device/sm80/linear_chunk_pass.cuh"
 #include "device/sm90/barrier.cuh"
 #include "device/sm90/copy.cuh"
+#include "device/sm90/proxy.cuh"
 #include "device/sm90/tensor_map.h"
 #include "device/sm90/wgmma_rows_registers.cuh"
 
@@ -51,8 +53,9 @@ class ChunkRing
   static constexpr int kStages = Shared::kStages, kGroupThreads = 128;
   static constexpr int kThreads = (kGroups + 2) * kGroupThreads, kMeeting = (kGroups + 1) * kGroupThreads;
 
-  __device__ ChunkRing(const LinearPrefill& prefill, const RingMaps& maps, Shared& shared)
-      : Base(prefill, reinterpret_cast<typename Base::Shared&>(shared)), maps_(maps), ring_(shared) {}
+  // marked: whether chunks are made while this runs.
+  __device__ ChunkRing(const LinearPrefill& prefill, const RingMaps& maps, Shared& shared, bool marked)
+      : Base(prefill, reinterpret_cast<typename Base::Shared&>(shared)), maps_(maps), ring_(shared), marked_(marked) {}
 
   // works: of requests, heads and row_blocks blocks of rows; a CTA takes every gridDim.x-th.
   __device__ void run(int works, int row_blocks) {
@@ -92,7 +95,8 @@ class ChunkRing
   __device__ void run_loads(int works, int row_blocks) {
     const LinearStep& p = this->p_;
     Turn turn;
-    int64_t loaded = 0;  // chunks
+    int64_t loaded = 0;    // chunks
+    bool marks = marked_;  // whether they are to be waited for
     for (int work = blockIdx.x; work < works; work += gridDim.x) {
       const int row_block = work % row_blocks, head = work / row_blocks % p.num_heads;
       const int place = work / row_blocks / p.num_heads, first_row = row_block * Base::kRows;
@@ -108,6 +112,7 @@ class ChunkRing
         continue;
       }
       const int64_t prefix = this->prefill_.prefix(request), count = chunks.count();
+      int64_t made = marks ? 0 : count;
       for (int64_t c = 0; c < count; ++c, ++loaded, turn.next()) {
         ChunkNote note{chunks.begin(c), chunks.size(c), head, first_row, -1, -1, -1, c == 0};
         if (c == 0 && prefix != 0) note.start = slot;
@@ -115,6 +120,11 @@ class ChunkRing
         const int64_t seen = prefix + note.begin + note.size - chunks.first;
         note.kept = static_cast<int>(this->prefill_.checkpoint(request, seen));
         if (loaded >= kStages) mbarrier_wait(empty(turn), turn.phase ^ 1);
+        if (c == made && threadIdx.x % kGroupThreads < 32) {
+          const int more = wait_for_marks(chunks.place + c, head, count - c);
+          marks = more != 0;
+          made = marks ? made + more : count;
+        }
         load(turn, note, chunks.place + c);
       }
     }
@@ -130,6 +140,27 @@ class ChunkRing
       clear(head, this->prefill_.first_token(p.batch_size), this->prefill_.num_tokens, first_row);
     }
     wait_for_copies();
+    if (marked_) wait_for_earlier_kernels();  // so that what comes behind this kernel comes behind those, too
+  }
+
+  // How many of a head's next chunks have been made, up to 32 of `count`, as soon as the first has: by one warp, a mark
+  // a lane. Bounds that fall name chunks that nobody makes. So after some time it waits for the kernel that makes all,
+  // and says 0: no mark is to be waited for.
+  __device__ int wait_for_marks(int64_t place, int head, int64_t count) const {
+    constexpr ChunkScratch kLayout{.panels = kKeys / 64, .delta = kDelta, .channels = kChannels};
+    constexpr int kPatience = 1 << 12;  // reads of the L2, some 3 ms
+    const int64_t chunk = (place + threadIdx.x % 32) * this->p_.num_heads + head;
+    const auto* mark = reinterpret_cast<const int32_t*>(static_cast<const unsigned char*>(this->prefill_.scratch) +
+                                                        chunk * kLayout.bytes() + kLayout.mark_at());
+    const bool own = threadIdx.x % 32 < count;
+    for (int turn = 0; turn < kPatience; ++turn) {
+      const uint32_t there = __ballot_sync(0xffffffffu, own && load_acquire(mark) != 0);
+      if ((there & 1u) == 0) continue;
+      fence_async_proxy_everywhere();
+      return __ffs(~there) > 0 ? __ffs(~there) - 1 : 32;
+    }
+    wait_for_earlier_kernels();
+    return 0;
   }
 
   __device__ void clear(int head, int64_t begin, int64_t end, int first_row) const {
@@ -389,16 +420,17 @@ class ChunkRing
 
   const RingMaps& maps_;
   Shared& ring_;
+  bool marked_;
 };
 
 template <class Ring>
 __global__ void __launch_bounds__(Ring::kThreads, 1)
     chunk_ring_kernel(const __grid_constant__ LinearPrefill p, const __grid_constant__ RingMaps maps, int works,
-                      int row_blocks) {
+                      int row_blocks, bool marked) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  wait_for_earlier_kernels();
+  if (!marked) wait_for_earlier_kernels();  // else the kernel ahead has, before it let this one start
   let_next_kernel_start();
-  Ring(p, maps, *reinterpret_cast<typename Ring::Shared*>(memory)).run(works, row_blocks);
+  Ring(p, maps, *reinterpret_cast<typename Ring::Shared*>(memory), marked).run(works, row_blocks);
 }
 
 inline RingMaps make_ring_maps(const LinearPrefill& p) {
@@ -425,7 +457,7 @@ inline RingMaps make_ring_maps(const LinearPrefill& p) {
 }
 
 template <class Ring>
-void launch_chunk_ring(const char* what, const LinearPrefill& p, int sms, cudaStream_t stream) {
+void launch_chunk_ring(const char* what, const LinearPrefill& p, int sms, bool marked, cudaStream_t stream) {
   const int row_blocks = ceil_div(p.step.value_dim, Ring::kRows);
   const int64_t works = int64_t{p.step.batch_size} * p.step.num_heads * row_blocks;
   if (works > INT32_MAX - sms) throw std::runtime_error(std::string(what) + ": more than 2^31 blocks of rows");
@@ -435,7 +467,7 @@ void launch_chunk_ring(const char* what, const LinearPrefill& p, int sms, cudaSt
                           .shared_bytes = kBytes,
                           .max_shared_bytes = kBytes};
   launch_dependent<&chunk_ring_kernel<Ring>>(what, shape, stream, p, make_ring_maps(p), static_cast<int>(works),
-                                             row_blocks);
+                                             row_blocks, marked);
 }
 
 }  // namespace attnops::sm90

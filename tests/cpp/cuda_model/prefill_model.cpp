@@ -16,6 +16,7 @@
 #include "device/sm80/linear_chunk_channels.cuh"
 #include "device/sm80/linear_chunk_local.cuh"
 #include "device/sm80/linear_chunk_pass.cuh"
+#include "device/sm90/linear_chunk_ahead.cuh"
 #include "device/sm90/linear_chunk_ring.cuh"
 #include "ssd/checks.h"
 
@@ -40,18 +41,36 @@ void pass(const LinearPrefill& p) {
 }
 
 template <class Ring>
-void ring(const LinearPrefill& p, int ctas) {
+void ring(const LinearPrefill& p, int ctas, bool marked = false) {
   if (sizeof(typename Ring::Shared) > sizeof(memory)) std::abort();
   const int row_blocks = ceil_div(p.step.value_dim, Ring::kRows),
             works = p.step.batch_size * p.step.num_heads * row_blocks;
   sm90::RingMaps maps = sm90::make_ring_maps(p);
   if (ctas % 2 == 0) maps.there = false;
   run_grid(std::max(std::min(works, ctas), 1), Ring::kThreads,
-           [&] { sm90::chunk_ring_kernel<Ring>(p, maps, works, row_blocks); });
+           [&] { sm90::chunk_ring_kernel<Ring>(p, maps, works, row_blocks, marked); });
+}
+
+template <int kKeys, bool kDelta>
+void ahead(const LinearPrefill& p) {
+  constexpr ChunkScratch kLayout{.panels = kKeys / 64, .delta = kDelta, .channels = false};
+  if (sm90::kAheadWorkers * sizeof(LocalShared<kKeys>) > sizeof(memory)) std::abort();
+  const int groups = p.step.num_heads / p.step.heads_per_group, parts = ceil_div(p.step.heads_per_group, kLocalHeads);
+  const int64_t chunks = chunk_places(p.num_tokens, p.step.batch_size) * p.step.num_heads;
+  run_grid(ceil_div(chunks, int64_t{256}), 256,
+           [&] { sm90::clear_marks_kernel(p.scratch, chunks, kLayout.bytes(), kLayout.mark_at()); });
+  run_grid(3, sm90::kAheadWorkers * kLocalThreads, [&] { sm90::chunk_ahead_kernel<kKeys, kDelta>(p, groups, parts); });
 }
 
 template <int kKeys, bool kDelta, bool kChannels>
 void chunks(const LinearPrefill& p) {
+  static int turn = 0;
+  if constexpr (kKeys <= 128 && !kChannels) {
+    if (std::getenv("ATTNOPS_CUDA_MODEL_RING") != nullptr && turn % 3 == 0) {
+      ahead<kKeys, kDelta>(p);
+      return ring<sm90::ChunkRing<kKeys, kDelta, kChannels, 1>>(p, 1 + turn++ / 3 % 5, true);
+    }
+  }
   const int64_t places = chunk_places(p.num_tokens, p.step.batch_size);
   if constexpr (kChannels) {
     run_grid(places * p.step.num_heads, kLocalThreads, [&] { chunk_channels_kernel<kKeys>(p); });
@@ -60,7 +79,6 @@ void chunks(const LinearPrefill& p) {
     const int parts = ceil_div(p.step.heads_per_group, kLocalHeads);
     run_grid(places * groups * parts, kLocalThreads, [&] { chunk_local_kernel<kKeys, kDelta>(p, groups, parts); });
   }
-  static int turn = 0;
   if constexpr (kKeys <= 128) {
     if (std::getenv("ATTNOPS_CUDA_MODEL_RING") != nullptr) {
       if constexpr (!kChannels) {

@@ -173,6 +173,13 @@ inline float __shfl_xor_sync(unsigned, float x, int distance) {
   return cuda_model::Lanes<float>(x)[cuda_model::cta->current % 32 ^ distance];
 }
 inline float __shfl_sync(unsigned, float x, int lane) { return cuda_model::Lanes<float>(x)[lane]; }
+inline uint32_t __ballot_sync(unsigned, bool own) {
+  const cuda_model::Lanes<int> lanes(own);
+  uint32_t bits = 0;
+  for (int i = 0; i < 32; ++i) bits |= static_cast<uint32_t>(lanes[i] != 0) << i;
+  return bits;
+}
+inline int __ffs(int bits) { return __builtin_ffs(bits); }
 inline bool __all_sync(unsigned, bool own) {
   const cuda_model::Lanes<int> lanes(own);
   bool all = true;
