@@ -12,8 +12,8 @@ template <int kKeys, bool kDelta, bool kChannels, int kMostGroups = kChannels ? 
 inline constexpr int kChunkSharedBytes = static_cast<int>(
     max_of(sizeof(RingShared<kKeys, kDelta, kChannels, kMostGroups>), sizeof(RingShared<kKeys, kDelta, kChannels, 1>)));
 
-// Chunks are made ahead of the pass where it takes at most this many of eight SMs, and where prompts have so many
-// chunks.
+// Chunks of the delta rule are made ahead of the pass where it takes at most this many of eight SMs, and where prompts
+// have so many chunks.
 inline constexpr int kAheadSms = 5, kAheadChunks = 6;
 
 // Two warpgroups of states, 64 rows of values each, share the loads of a head. They save 4 % where works of 64 rows are
@@ -25,10 +25,12 @@ void launch_linear_chunks(const char* what, const LinearPrefill& p, cudaStream_t
     launch_chunk_channels<kKeys>(what, p, stream);
   } else {
     const int64_t works = int64_t{p.step.batch_size} * p.step.num_heads * ceil_div(p.step.value_dim, 64);
-    const int64_t chunks = chunk_places(p.num_tokens, p.step.batch_size);
-    if (works > 0 && works <= sms * kAheadSms / 8 && chunks >= kAheadChunks * p.step.batch_size && ahead_counts(p)) {
-      launch_chunk_ahead<kKeys, kDelta>(what, p, sms - static_cast<int>(works), stream);
-      return launch_chunk_ring<ChunkRing<kKeys, kDelta, kChannels, 1>>(what, p, sms, true, stream);
+    if constexpr (kDelta) {  // others have less to prepare, and the pass loses more by waiting for marks
+      const int64_t chunks = chunk_places(p.num_tokens, p.step.batch_size);
+      if (works > 0 && works <= sms * kAheadSms / 8 && chunks >= kAheadChunks * p.step.batch_size && ahead_counts(p)) {
+        launch_chunk_ahead<kKeys, kDelta>(what, p, sms - static_cast<int>(works), stream);
+        return launch_chunk_ring<ChunkRing<kKeys, kDelta, kChannels, 1>>(what, p, sms, true, stream);
+      }
     }
     launch_chunk_local<kKeys, kDelta>(what, p, stream);
     if (p.step.value_dim > 64 && works > sms) {
