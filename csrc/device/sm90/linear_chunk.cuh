@@ -12,8 +12,8 @@ template <int kKeys, bool kDelta, bool kChannels, int kMostGroups = kChannels ? 
 inline constexpr int kChunkSharedBytes = static_cast<int>(
     max_of(sizeof(RingShared<kKeys, kDelta, kChannels, kMostGroups>), sizeof(RingShared<kKeys, kDelta, kChannels, 1>)));
 
-// Chunks of the delta rule are made ahead of the pass where it takes at most this many of eight SMs, and where prompts have so many
-// chunks.
+// Chunks of the delta rule are made ahead of the pass where it takes at most this many of eight SMs, and where prompts
+// have so many chunks.
 inline constexpr int kAheadSms = 5, kAheadChunks = 6;
 
 // Two warpgroups of states, 64 rows of values each, share the loads of a head. They save 4 % where works of 64 rows are
