@@ -34,7 +34,7 @@ class QuarterPages {
     const int tile = first_tile + (use_boxes_ ? lane_ / kGroupsPerWarp : 0);
     const int token = use_boxes_ ? lane_ % kGroupsPerWarp * kGroupTokens : lane_ % kTokens;
     const int cell = paging_.cell(first_token(tile) + token);
-    return cell < p_.page_table.max_pages ? p_.page_table.row(request)[cell] : 0;
+    return cell < p_.page_table.max_pages ? read_ahead(p_.page_table.row(request) + cell) : 0;
   }
 
   // Calls, for each tile of a piece in turn, boxed(t, tile, pages, first_lane) with the pages of its groups in lanes

@@ -6,48 +6,57 @@
 
 #include "device/sm90/barrier.cuh"
 #include "device/sm90/copy.cuh"
+#include "device/sm90/wgmma.cuh"
 #include "mla_decode/sm90/layout.h"
 #include "mla_decode/sm90/pieces.cuh"
 
 // Queries on their way into the kernels for e4m3 caches, which multiply them in another type: they come through the
-// ring of KV tiles, as boxes of 32 dims of 64 rows (rows of 64 bytes, 4 KB each), nine boxes in each of two stages.
+// ring of KV tiles in two stages. A stage has 256 dims of the latent part, as one box of four tiles of 64 x 64 elements
+// under the 128-byte swizzle, and behind them 32 dims of the rope part, rows of 64 bytes. A thread takes a while for
+// each box that it asks for, and the copy engine for each row of one: so boxes are few, and their rows long.
 namespace attnops::mla_decode::sm90 {
 
-inline constexpr int kQueryBoxDims = 32, kQueryBoxBytes = kPlanRows * kQueryBoxDims * 2;
-inline constexpr int kQueryStages = 2, kQueryBoxes = kHeadDimQk / kQueryBoxDims / kQueryStages;  // of a stage
-static_assert(kQueryBoxes * kQueryStages * kQueryBoxDims == kHeadDimQk);
+inline constexpr int kQueryStages = 2;
+inline constexpr int kQueryTiles = kHeadDimV / 64 / kQueryStages, kQueryRopeDims = kHeadDimRope / kQueryStages;
+inline constexpr int kQueryRopeBytes = kPlanRows * kQueryRopeDims * 2;
+inline constexpr int kQueryStageBytes = kQueryTiles * kTileBytes + kQueryRopeBytes;
+inline constexpr int kQueryStageSteps = kQueryTiles * 2;  // of 32 dims of the latent part
 
 struct QueryMaps {
-  CUtensorMap q, q_pe;
+  CUtensorMap q, q_pe;  // the latent part; the rope part, wherever it is
 };
 
-// Boxes first, first + step, ... of stage `half`, by one thread; returns their bytes, which the caller has announced.
-__device__ inline void copy_query_boxes(const Params& p, const QueryMaps& maps, int request, int first_row, int half,
-                                        int first, int step, uint32_t stage, uint32_t barrier) {
-#pragma unroll 1
-  for (int i = first; i < kQueryBoxes; i += step) {
-    const int dim = (half * kQueryBoxes + i) * kQueryBoxDims;
-    const bool apart = p.q_pe && dim >= kHeadDimV;
-    attnops::sm90::copy_box(stage + i * kQueryBoxBytes, apart ? &maps.q_pe : &maps.q, barrier,
-                            apart ? dim - kHeadDimV : dim, first_row, request);
-  }
+// What loading warp `warp` asks for, by one thread: the first the latent part, the second the rope part of stage `half`.
+__device__ inline int query_bytes(int warp) {
+  return warp == 0 ? kQueryTiles * kTileBytes : warp == 1 ? kQueryRopeBytes : 0;
+}
+__device__ inline void copy_queries_of_warp(const QueryMaps& maps, int warp, int request, int first_row, int half,
+                                            uint32_t stage, uint32_t barrier) {
+  if (warp == 0) attnops::sm90::copy_box(stage, &maps.q, barrier, 0, first_row, half * kQueryTiles, request);
+  if (warp != 1) return;
+  attnops::sm90::copy_box(stage + kQueryTiles * kTileBytes, &maps.q_pe, barrier, half * kQueryRopeDims, first_row,
+                          request);
+}
+
+// Where 16 bytes of a row lie in a stage: chunk 0 .. 7 of a tile, chunk 0 .. 3 of the rope part.
+__device__ inline int query_chunk(int tile, int row, int chunk) {
+  return tile < kQueryTiles ? tile * kTileBytes + attnops::sm90::swizzled(row, chunk)
+                            : kQueryTiles * kTileBytes + row * 64 + chunk * 16;
 }
 
 // The same where the copy engine cannot fetch them, by kGroupThreads threads.
-__device__ inline void gather_query_boxes(const Params& p, const Piece& piece, int half, uint32_t stage) {
-  constexpr int kElement = 2;
+__device__ inline void gather_queries(const Params& p, const Piece& piece, int half, uint32_t stage) {
   const int thread = threadIdx.x % kGroupThreads, row = thread / 2;
   const bool valid = row < piece.num_rows;
   const RowPlace at = row_place(p, piece.first_row + (valid ? row : 0));
   const QueryPlace q = query_place(p, piece.request, at);
 #pragma unroll 1
-  for (int i = 0; i < kQueryBoxes; ++i) {
-    const int dim = (half * kQueryBoxes + i) * kQueryBoxDims;
-    const auto* source = dim >= kHeadDimV ? q.rope + (dim - kHeadDimV) * kElement : q.latent + dim * kElement;
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const int chunk = thread % 2 * 2 + c;
-      attnops::sm90::copy16(stage + i * kQueryBoxBytes + row * 64 + chunk * 16, source + chunk * 16, valid);
+  for (int tile = 0; tile <= kQueryTiles; ++tile) {
+    const auto* source = tile < kQueryTiles ? q.latent + (half * kQueryTiles + tile) * 128 : q.rope + half * 64;
+    const int chunks = tile < kQueryTiles ? 8 : 4;
+#pragma unroll 1
+    for (int chunk = thread % 2; chunk < chunks; chunk += 2) {
+      attnops::sm90::copy16(stage + query_chunk(tile, row, chunk), source + chunk * 16, valid);
     }
   }
 }
@@ -57,16 +66,27 @@ struct QueryChunk {
   uint32_t pair[4];
 };
 
-// A row of 16-bit queries in shared memory, by the four lanes of a quad: lane t has dims 8 t .. 8 t + 7 of each box.
+// A row of 16-bit queries in shared memory, by the four lanes of a quad.
 class RawQueryRow {
  public:
-  // Of row `row`; `stages` are the addresses of its two.
+  // Of row `row`; the addresses of its two stages.
   __device__ RawQueryRow(const uint8_t* first, const uint8_t* second, int row)
-      : stages_{first + place(row), second + place(row)} {}
+      : stages_{first, second}, row_(row), quad_(threadIdx.x % 4) {}
 
-  __device__ QueryChunk chunk(int half, int box) const {
-    const uint4 x = *reinterpret_cast<const uint4*>((half == 0 ? stages_[0] : stages_[1]) + box * kQueryBoxBytes);
-    return {x.x, x.y, x.z, x.w};
+  // Calls each(x, piece, upper) for all that a lane has of a stage: x is eight dims from 64 piece + 32 upper + 8 quad
+  // on, and piece 8 is the rope part. Neighbouring rows begin at different halves of a piece, for the banks.
+  template <int kUnroll, class Each>
+  __device__ void each_chunk(int half, const Each& each) const {
+    const uint8_t* stage = half == 0 ? stages_[0] : stages_[1];
+#pragma unroll kUnroll
+    for (int tile = 0; tile < kQueryTiles; ++tile) {
+#pragma unroll
+      for (int turn = 0; turn < 2; ++turn) {
+        const int upper = (turn ^ row_) & 1;
+        each(load(stage, tile, upper * 4 + quad_), half * kQueryTiles + tile, upper);
+      }
+    }
+    each(load(stage, kQueryTiles, quad_), kHeadDimV / 64, half);
   }
 
   // The bits of the largest magnitude of the row; a NaN is larger than all.
@@ -74,12 +94,10 @@ class RawQueryRow {
     uint32_t top = 0;
 #pragma unroll 1
     for (int half = 0; half < kQueryStages; ++half) {
-#pragma unroll 3
-      for (int box = 0; box < kQueryBoxes; ++box) {
-        const QueryChunk x = chunk(half, box);
+      each_chunk<2>(half, [&](const QueryChunk& x, int, int) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) top = __vmaxu2(top, x.pair[i] & 0x7fff7fffu);
-      }
+      });
     }
     top = __vmaxu2(top, __shfl_xor_sync(0xffffffffu, top, 1));
     top = __vmaxu2(top, __shfl_xor_sync(0xffffffffu, top, 2));
@@ -87,8 +105,13 @@ class RawQueryRow {
   }
 
  private:
-  __device__ static int place(int row) { return row * 64 + threadIdx.x % 4 * 16; }
+  __device__ QueryChunk load(const uint8_t* stage, int tile, int chunk) const {
+    const uint4 x = *reinterpret_cast<const uint4*>(stage + query_chunk(tile, row_, chunk));
+    return {x.x, x.y, x.z, x.w};
+  }
+
   const uint8_t* const stages_[kQueryStages];
+  const int row_, quad_;
 };
 
 __device__ inline float2 unpack_pair(uint32_t pair, __nv_bfloat16) {

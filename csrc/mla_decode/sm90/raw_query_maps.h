@@ -4,24 +4,29 @@
 
 namespace attnops::mla_decode::sm90 {
 
-inline CUtensorMap make_raw_query_map(const Params& p, const void* base, int width, int64_t head, int64_t request) {
-  const int rows = p.seqlen_q * p.num_q_heads;
-  const int64_t element = size_of(p.dtype);
-  const cuuint32_t box[3] = {kQueryBoxDims, kPlanRows, 1};
-  const cuuint64_t extents[3] = {static_cast<cuuint64_t>(width), static_cast<cuuint64_t>(rows),
-                                 static_cast<cuuint64_t>(p.batch_size)};
-  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(head * element),
-                                 static_cast<cuuint64_t>((p.batch_size == 1 ? head * rows : request) * element)};
-  return attnops::sm90::encode_tensor_map(p.dtype, base, 3, extents, strides, box, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                                          CU_TENSOR_MAP_SWIZZLE_NONE);
-}
-
 // Where queries_fit says so.
 inline QueryMaps make_raw_query_maps(const Params& p) {
-  QueryMaps maps{};
-  maps.q = make_raw_query_map(p, p.q, p.q_pe ? kHeadDimV : kHeadDimQk, p.q_stride_head, p.q_stride_request);
-  if (p.q_pe) maps.q_pe = make_raw_query_map(p, p.q_pe, kHeadDimRope, p.q_pe_stride_head, p.q_pe_stride_request);
-  return maps;
+  const auto rows = static_cast<cuuint64_t>(p.seqlen_q) * p.num_q_heads,
+             requests = static_cast<cuuint64_t>(p.batch_size);
+  const int64_t element = size_of(p.dtype);
+  // Bytes from row to row, and from request to request.
+  const auto row_stride = [&](int64_t head) { return static_cast<cuuint64_t>(head * element); };
+  const auto request_stride = [&](int64_t head, int64_t request) {
+    return p.batch_size == 1 ? row_stride(head) * rows : static_cast<cuuint64_t>(request * element);
+  };
+  const cuuint32_t latent_box[4] = {64, kPlanRows, kQueryTiles, 1}, rope_box[3] = {kQueryRopeDims, kPlanRows, 1};
+  const cuuint64_t latent_extents[4] = {64, rows, kHeadDimV / 64, requests},
+                   latent_strides[3] = {row_stride(p.q_stride_head), 64 * 2,
+                                        request_stride(p.q_stride_head, p.q_stride_request)};
+  const void* rope = p.q_pe ? p.q_pe : static_cast<const uint8_t*>(p.q) + kHeadDimV * element;
+  const int64_t head = p.q_pe ? p.q_pe_stride_head : p.q_stride_head,
+                request = p.q_pe ? p.q_pe_stride_request : p.q_stride_request;
+  const cuuint64_t rope_extents[3] = {kHeadDimRope, rows, requests},
+                   rope_strides[2] = {row_stride(head), request_stride(head, request)};
+  constexpr auto kFetch = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
+  return {attnops::sm90::encode_tensor_map(p.dtype, p.q, 4, latent_extents, latent_strides, latent_box, kFetch),
+          attnops::sm90::encode_tensor_map(p.dtype, rope, 3, rope_extents, rope_strides, rope_box, kFetch,
+                                           CU_TENSOR_MAP_SWIZZLE_NONE)};
 }
 
 }  // namespace attnops::mla_decode::sm90

@@ -29,8 +29,7 @@ template <class At>
 Modes modes_of(const Params& p) {
   constexpr bool kSelects = At::kOptions == Options::kSelected;
   const int page_size = kSelects ? p.selected.page_size : p.page_table.page_size;
-  const bool is_power = (page_size & (page_size - 1)) == 0;
-  return {.use_boxes = !kSelects && groups_fit<At>(p), .page_shift = is_power ? __builtin_ctz(page_size) : -1};
+  return {.use_boxes = !kSelects && groups_fit<At>(p), .by_page_size = Divisor(page_size)};
 }
 
 template <typename T, class At>

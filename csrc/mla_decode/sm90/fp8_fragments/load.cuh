@@ -43,9 +43,9 @@ class Loader : QuarterPages<Paging> {
  public:
   __device__ Loader(const Params& p, const CUtensorMap* map, const Modes& modes, uint8_t* base, uint32_t shared,
                     const QueryMaps* query_maps = nullptr, bool queries_by_map = false)
-      : QuarterPages(p, kSelects ? Paging(1, 0) : Paging(p.page_table.page_size, modes.page_shift),
+      : QuarterPages(p, kSelects ? Paging(1, Divisor()) : Paging(p.page_table.page_size, modes.by_page_size),
                      !kSelects && modes.use_boxes, threadIdx.x / 32 - At::kConsumerThreads / 32),
-        rows_(p.selected.page_size, modes.page_shift),
+        rows_(p.selected.page_size, modes.by_page_size),
         query_maps_(query_maps),
         queries_by_map_(queries_by_map),
         map_(map),
@@ -61,10 +61,14 @@ class Loader : QuarterPages<Paging> {
   // ahead of them: behind boxes a word takes some 2 us.
   __device__ void run(const SplitKvEntry& entry) {
     const BlockPlace at = block_place(p_, entry.begin_work);
-    const bool certain = queries_by_map_ && p_.fixed_split_tokens <= 0 && entry.begin_work <= last_work_of(entry) &&
+    const bool certain = (At::kOptions == Options::kCommon || queries_by_map_) && p_.fixed_split_tokens <= 0 && entry.begin_work <= last_work_of(entry) &&
                          at.request < p_.batch_size;
-    const int first_page = first_pages(entry, at.request);
-    if (certain) load_queries({.request = at.request, .first_row = at.block * kPlanRows});
+    int first_page = first_pages(entry, at.request);
+    if (certain) {
+      const int length = kSelects ? 0 : read_ahead(p_.cache_seqlens + at.request);
+      load_queries({.request = at.request, .first_row = at.block * kPlanRows});
+      if (length == kUnknown) first_page = kUnknown;  // it never is; but a word that nobody uses is not read
+    }
     run(Walk<At>(entry), first_page, certain);
   }
 
@@ -102,13 +106,12 @@ class Loader : QuarterPages<Paging> {
       const RingSlot<At> at(count_);
       const uint32_t full = At::full_barrier(shared_, at.slot), stage = shared_ + At::kKv + at.slot * At::kTileBytes;
       attnops::sm90::mbarrier_wait(At::empty_barrier(shared_, at.slot), at.parity ^ 1);
-      if (!queries_by_map_) {
-        gather_query_boxes(p_, piece, half, stage);
+      if (At::kOptions != Options::kCommon && !queries_by_map_) {
+        gather_queries(p_, piece, half, stage);
         attnops::sm90::arrive_after_copies(full);
       } else if (lane_ == 0) {
-        const int boxes = ceil_div(kQueryBoxes - warp_, kLoadingWarps);
-        attnops::sm90::mbarrier_arrive_expect(full, boxes * kQueryBoxBytes);
-        copy_query_boxes(p_, *query_maps_, piece.request, piece.first_row, half, warp_, kLoadingWarps, stage, full);
+        attnops::sm90::mbarrier_arrive_expect(full, query_bytes(warp_));
+        copy_queries_of_warp(*query_maps_, warp_, piece.request, piece.first_row, half, stage, full);
       } else {
         attnops::sm90::mbarrier_arrive(full);
       }

@@ -37,6 +37,7 @@ __global__ void __launch_bounds__(At::kThreads, 1)
     const int lane = threadIdx.x % 32;
     if (lane == 8 && modes.use_boxes && !At::kScaled) attnops::sm90::prefetch_map(&maps.kv);
     if (lane == 9 && wide.queries_by_map) attnops::sm90::prefetch_map(&maps.queries.q);
+    if (lane == 10 && wide.queries_by_map) attnops::sm90::prefetch_map(&maps.queries.q_pe);
     attnops::sm90::wait_for_prerequisites();
     if constexpr (At::kOptions == Options::kSelected) {
       const SplitKvEntry entry = entry_for<At::kOptions>(p, blockIdx.x);

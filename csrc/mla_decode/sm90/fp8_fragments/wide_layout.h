@@ -56,7 +56,8 @@ struct WideShape {
   static constexpr int kTotalsBytes = 5 * kRows * 4;                  // float [4][kRows], sums by warp; references
   static constexpr int kRowPairs = kTotals + 2 * kTotalsBytes;        // float4 [kRows / 2]
   static constexpr int kQueryScale = kRowPairs + kRows / 2 * 16;      // float [kRows]
-  static constexpr int kEnds = kQueryScale + kRows * 4;               // TransposedEnds, 16 bytes a row of a block
+  static constexpr int kSeenEnds = kQueryScale + kRows * 4;           // int [kRows]: past the last key that a row sees
+  static constexpr int kEnds = kSeenEnds + kRows * 4;                 // TransposedEnds, 16 bytes a row of a block
   static constexpr int kRatios = kEnds + kPlanRows * 16;              // fp16 [kWideBuffers][4][64]
   static constexpr int kRatioBytes = kScaled ? 4 * kPlanTileTokens * 2 : 0;
   static constexpr int kMoved = kRatios + kWideBuffers * kRatioBytes;  // int [kWideBuffers]

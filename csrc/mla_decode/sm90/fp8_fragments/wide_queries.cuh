@@ -21,25 +21,25 @@ __device__ inline void convert_queries(const uint8_t* first, const uint8_t* seco
   if (quad == 0 && has_row) scales[row] = inverse;
 #pragma unroll 1
   for (int half = 0; half < kQueryStages; ++half) {
-#pragma unroll 3
-    for (int box = 0; box < (has_row ? kQueryBoxes : 0); ++box) {
-      const QueryChunk x = raw.chunk(half, box);
-      const int number = half * kQueryBoxes + box, piece = number / 2, chunk = number % 2 * 4 + quad / 2 * 2;
-      const uint32_t place = queries + piece * At::kQueryPiece;
-      if (At::kScaled && piece == kPieces - 1) {  // K's rope part is 16 bit, and in order
-        const uint32_t own = place + attnops::sm90::swizzled(row, number % 2 * 4 + quad);
+    if (has_row) {
+      raw.each_chunk<1>(half, [&](const QueryChunk& x, int piece, int upper) {
+        const uint32_t place = queries + piece * At::kQueryPiece;
+        if (At::kScaled && piece == kPieces - 1) {  // K's rope part is 16 bit, and in order
+          const uint32_t own = place + attnops::sm90::swizzled(row, upper * 4 + quad);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float2 value = unpack_pair(x.pair[i], T{});
-          store_shared32(own + 4 * i, attnops::sm90::pack_pair<T>(value.x * factor, value.y * factor));
+          for (int i = 0; i < 4; ++i) {
+            const float2 value = unpack_pair(x.pair[i], T{});
+            store_shared32(own + 4 * i, attnops::sm90::pack_pair<T>(value.x * factor, value.y * factor));
+          }
+          return;
         }
-        continue;
-      }
-      uint32_t pairs[4];
+        const int chunk = upper * 4 + quad / 2 * 2;
+        uint32_t pairs[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) pairs[i] = query_pair<T>(x.pair[i], factor);
-      store_shared(place + attnops::sm90::swizzled(row, chunk) + quad % 2 * 8, pairs[0], pairs[2]);
-      store_shared(place + attnops::sm90::swizzled(row, chunk + 1) + quad % 2 * 8, pairs[1], pairs[3]);
+        for (int i = 0; i < 4; ++i) pairs[i] = query_pair<T>(x.pair[i], factor);
+        store_shared(place + attnops::sm90::swizzled(row, chunk) + quad % 2 * 8, pairs[0], pairs[2]);
+        store_shared(place + attnops::sm90::swizzled(row, chunk + 1) + quad % 2 * 8, pairs[1], pairs[3]);
+      });
     }
     done(half);
   }

@@ -149,7 +149,7 @@ class ScoreConsumer {
     for (int i = 0; i < kLoads; ++i) {
       Fragments& now = a[i % kInFlight];
       const bool is_rope = At::kScaled && i >= kLatentLoads;
-      if (i == kLoads / kQueryStages && is_first) wait_second_half();
+      if (i == kQueryStageSteps && is_first) wait_second_half();
       if (i + kAhead < (At::kScaled ? kLatentLoads : kLoads))
         load_keys(tile, i + kAhead, r[(i + kAhead) % (kAhead + 1)]);
       if (At::kScaled && i > 0 && i <= kLatentLoads && i % 4 == 0) {

@@ -33,6 +33,7 @@ class WideSoftmax {
       float* pair = pair_entry(row);
       pair[0] = scales_first ? 1.f : (is_bad ? 1.f : own) * raw_scale;  // times it, -infinity must stay what it is
       pair[1] = kUnset;
+      reinterpret_cast<int*>(base_ + At::kSeenEnds)[row] = seen_end(piece, row);
     }
     special_ = attnops::sm90::named_barrier_or(kScoreWarps, kGroupThreads, is_bad || scales_first);
 #pragma unroll
@@ -165,11 +166,32 @@ class WideSoftmax {
 
   __device__ void mask(const Piece& piece, int first_key, Scores& s) const {
     if constexpr (At::kOptions == Options::kCommon) {
-      few_rows::mask_ends<kCount>(p_, piece, 0, first_key, s);
+      mask_ends(first_key, s);
     } else if (few_rows::sees_to_an_end(p_)) {
-      few_rows::mask_ends<kCount>(p_, piece, 0, first_key, s);
+      mask_ends(first_key, s);
     } else {
       mask_each(piece, first_key, s);
+    }
+  }
+
+  // Past the last key that a row of the piece sees, where it sees all before it. Spare rows see what the last one sees.
+  __device__ int seen_end(const Piece& piece, int row) const {
+    if (!p_.causal) return piece.keys.end;
+    const int token = row_place(p_, piece.first_row + min_of(row, piece.num_rows - 1)).token;
+    return min_of(piece.length - p_.seqlen_q + 1 + token, piece.keys.end);
+  }
+
+  __device__ void mask_ends(int first_key, Scores& s) const {
+    const int2* ends = reinterpret_cast<const int2*>(base_ + At::kSeenEnds) + threadIdx.x % 4;
+    const int key = first_key + key_of(0);
+#pragma unroll
+    for (int j = 0; j < At::kRows / 8; ++j) {
+      const int2 end = ends[4 * j];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        if (key + 8 * h >= end.x) s[4 * j + 2 * h] = -INFINITY;
+        if (key + 8 * h >= end.y) s[4 * j + 2 * h + 1] = -INFINITY;
+      }
     }
   }
 

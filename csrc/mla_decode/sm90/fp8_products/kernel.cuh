@@ -35,6 +35,7 @@ __device__ inline void start(const Params& p, const Maps& maps, const Modes& mod
   if (lane == 8 && modes.use_boxes) attnops::sm90::prefetch_map(&maps.latent);
   if (lane == 9 && modes.use_boxes) attnops::sm90::prefetch_map(&maps.rope);
   if (lane == 10 && modes.queries_by_map) attnops::sm90::prefetch_map(&maps.queries.q);
+  if (lane == 11 && modes.queries_by_map) attnops::sm90::prefetch_map(&maps.queries.q_pe);
   init_barriers(shared);
   attnops::sm90::wait_for_prerequisites();
   if (lane < 8) entry[lane] = reinterpret_cast<const int*>(&entry_of(p, blockIdx.x))[lane];

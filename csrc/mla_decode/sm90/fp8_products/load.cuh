@@ -38,7 +38,7 @@ class Loader {
   __device__ void run() {
     PieceWalkFor<kOptions> walk(entry_);
     int first_pages = speculate();
-    bool asked = ask_early();
+    bool asked = ask_early(first_pages);
     Piece piece;
     while (walk.next(p_, piece)) {
       check_length(piece);
@@ -94,11 +94,13 @@ class Loader {
   }
 
   // The part's first queries, which need nothing but its row of the plan, where it is certain to have some.
-  __device__ bool ask_early() {
+  __device__ bool ask_early(int& first_pages) {
     if (!by_map() || p_.fixed_split_tokens > 0 || entry_.begin_work > last_work_of(entry_)) return false;
     const BlockPlace at = block_place(p_, entry_.begin_work);
     if (at.request >= p_.batch_size) return false;
+    const int length = read_ahead(p_.cache_seqlens + at.request);
     copy_queries(at.request, at.block * kPlanRows);
+    if (length == kUnknown) first_pages = kUnknown;  // it never is; but a word that nobody uses is not read
     return true;
   }
 
@@ -109,7 +111,7 @@ class Loader {
 #pragma unroll 1
     for (int half = 0; half < kQueryStages; ++half) {
       wait_empty();
-      gather_query_boxes(p_, piece, half, place());
+      gather_queries(p_, piece, half, place());
       attnops::sm90::arrive_after_copies(shared_ + L::barrier_full(stage_));
       advance();
     }
@@ -120,9 +122,10 @@ class Loader {
     for (int half = 0; half < kQueryStages; ++half) {
       wait_empty();
       const uint32_t full = shared_ + L::barrier_full(stage_);
-      if (threadIdx.x % kGroupThreads == 0) {
-        attnops::sm90::mbarrier_arrive_expect(full, kQueryBoxes * kQueryBoxBytes);
-        copy_query_boxes(p_, maps_.queries, request, first_row, half, 0, 1, place(), full);
+      if (lane_ == 0) {
+        const int warp = threadIdx.x % kGroupThreads / 32;
+        attnops::sm90::mbarrier_arrive_expect(full, query_bytes(warp));
+        copy_queries_of_warp(maps_.queries, warp, request, first_row, half, place(), full);
       } else {
         attnops::sm90::mbarrier_arrive(full);
       }
@@ -169,16 +172,14 @@ class Loader {
     const int request = block_place(p_, entry_.begin_work).request;
     if (request >= p_.batch_size) return kUnknown;
     const int cell = cell_of(entry_.begin_tile + lane_);
-    return cell < p_.page_table.max_pages ? p_.page_table.row(request)[cell] : 0;
+    return cell < p_.page_table.max_pages ? read_ahead(p_.page_table.row(request) + cell) : 0;
   }
 
   __device__ void load_boxes(int tile, int page) const {
     const int token = modes_.tiles_per_page == 1 ? 0 : tile % modes_.tiles_per_page * kPlanTileTokens;
     const uint32_t barrier = shared_ + L::barrier_full(stage_);
     attnops::sm90::mbarrier_arrive_expect(barrier, kStageBytes);
-    for (int k = 0; k < kLatentTiles; ++k) {
-      attnops::sm90::copy_box(place() + k * kTileBytes, &maps_.latent, barrier, k * 128, token, page, read_once_);
-    }
+    attnops::sm90::copy_box(place(), &maps_.latent, barrier, 0, token, 0, page, read_once_);
     attnops::sm90::copy_box(place() + kRope, &maps_.rope, barrier, kHeadDimV, token, page, read_once_);
   }
 

@@ -23,20 +23,19 @@ __device__ inline void convert_queries(const uint8_t* first, const uint8_t* seco
   if (quad == 0) scales[row] = scale.inverse;
 #pragma unroll 1
   for (int half = 0; half < kQueryStages; ++half) {
-#pragma unroll 3
-    for (int box = 0; box < kQueryBoxes; ++box) {
-      const QueryChunk x = raw.chunk(half, box);
+    raw.each_chunk<1>(half, [&](const QueryChunk& x, int piece, int upper) {
       uint32_t pairs[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float2 value = unpack_pair(x.pair[i], __nv_bfloat16{});
         pairs[i] = attnops::sm90::pack_e4m3(value.x * factor, value.y * factor);
       }
-      const int byte = (half * kQueryBoxes + box) * kQueryBoxDims + quad * 8, chunk = byte / 16;
-      const int place = byte < kHeadDimV ? byte / 128 * kTileBytes + attnops::sm90::swizzled(row, chunk % 8)
-                                         : kRope + swizzled_half(row, chunk % 4);
-      store_shared(queries + place + byte % 16, pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
-    }
+      const int chunk = 2 * upper + quad / 2;  // of 16 bytes of the piece
+      const int place = piece < kHeadDimV / 64
+                            ? piece / 2 * kTileBytes + attnops::sm90::swizzled(row, piece % 2 * 4 + chunk)
+                            : kRope + swizzled_half(row, chunk);
+      store_shared(queries + place + quad % 2 * 8, pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
+    });
     done(half);
   }
 }

@@ -21,7 +21,7 @@ class ScoreConsumer {
   using L = Layout;
   using Scores = float[32];
   static constexpr int kLatentSteps = kHeadDimV / 32;                  // of 32 columns
-  static constexpr int kFirstHalf = kQueryBoxes * kQueryBoxDims / 32;  // of these, in the first half of q
+  static constexpr int kFirstHalf = kQueryStageSteps;                       // of these, in the first half of q
   static constexpr int kGiveAt = 4;
 
  public:
