@@ -341,13 +341,13 @@ __device__ inline void init_barriers(uint32_t shared) {
 
 template <typename T, class At>
 __global__ void __launch_bounds__(At::kThreads, 1)
-    mla_decode_fp8_fragments_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap map,
+    mla_decode_fp8_fragments_kernel(const __grid_constant__ Params p, const __grid_constant__ KvMaps maps,
                                     const __grid_constant__ Modes modes, const bool out_aligned) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   const uint32_t shared = attnops::sm90::smem_address(shared_bytes);
   if (threadIdx.x == 0) {
     init_barriers<At>(shared);
-    if (modes.use_boxes) attnops::sm90::prefetch_map(&map);
+    if (modes.use_boxes) attnops::sm90::prefetch_map(&maps.latent), attnops::sm90::prefetch_map(&maps.rope);
   }
   __syncthreads();
   attnops::sm90::wait_for_prerequisites();
@@ -356,7 +356,7 @@ __global__ void __launch_bounds__(At::kThreads, 1)
     Consumer<T, At>(p, out_aligned, shared_bytes, shared).run();
   } else {
     attnops::sm90::registers_decrease<At::kLoaderRegisters>();
-    Loader<At>(p, &map, modes, shared_bytes, shared).run();
+    Loader<At>(p, maps, modes, shared_bytes, shared).run();
   }
 }
 

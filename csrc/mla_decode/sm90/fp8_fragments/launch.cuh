@@ -8,15 +8,18 @@
 
 namespace attnops::mla_decode::sm90::fp8_fragments {
 
-// Boxes of eight tokens, whole rows, which land piece by piece.
-inline CUtensorMap make_map(const Params& p) {
-  const auto page_size = static_cast<cuuint64_t>(p.page_table.page_size);
-  const cuuint32_t box[4] = {kPieceBytes, kGroupTokens, kPieces, 1};
-  const cuuint64_t extents[4] = {kPieceBytes, page_size, kPieces, static_cast<cuuint64_t>(p.page_table.num_pages)};
-  const cuuint64_t strides[3] = {static_cast<cuuint64_t>(p.kv_stride_token), kPieceBytes,
-                                 static_cast<cuuint64_t>(p.kv_stride_page)};
-  return attnops::sm90::encode_tensor_map(p.kv_dtype, p.kv_pages, 4, extents, strides, box,
-                                          CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_SWIZZLE_64B);
+inline KvMaps make_maps(const Params& p) {
+  const auto tokens = static_cast<cuuint64_t>(p.page_table.page_size),
+             pages = static_cast<cuuint64_t>(p.page_table.num_pages),
+             token = static_cast<cuuint64_t>(p.kv_stride_token), page = static_cast<cuuint64_t>(p.kv_stride_page);
+  const cuuint32_t latent_box[4] = {128, kGroupTokens, kHeadDimV / 128, 1}, rope_box[3] = {kPieceBytes, kGroupTokens, 1};
+  const cuuint64_t latent_extents[4] = {128, tokens, kHeadDimV / 128, pages}, latent_strides[3] = {token, 128, page};
+  const cuuint64_t rope_extents[3] = {kHeadDimQk, tokens, pages}, rope_strides[2] = {token, page};
+  constexpr auto kFetch = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
+  return {
+      attnops::sm90::encode_tensor_map(p.kv_dtype, p.kv_pages, 4, latent_extents, latent_strides, latent_box, kFetch),
+      attnops::sm90::encode_tensor_map(p.kv_dtype, p.kv_pages, 3, rope_extents, rope_strides, rope_box, kFetch,
+                                       CU_TENSOR_MAP_SWIZZLE_64B)};
 }
 
 // Groups of eight tokens come by the copy engine; of rows of 656 bytes, where they lie one after the other.
@@ -35,10 +38,10 @@ Modes modes_of(const Params& p) {
 template <typename T, class At>
 void launch_shape(const Params& p, cudaStream_t stream) {
   const Modes modes = modes_of<At>(p);
-  const CUtensorMap map = modes.use_boxes && !At::kScaled ? make_map(p) : CUtensorMap{};
+  const KvMaps maps = modes.use_boxes && !At::kScaled ? make_maps(p) : KvMaps{};
   constexpr int kBytes = At::kBytes;
   launch_dependent<&mla_decode_fp8_fragments_kernel<T, At>>(
-      "mla_decode_fp8_fragments_kernel", {p.num_sm_parts, At::kThreads, kBytes, kBytes}, stream, p, map, modes,
+      "mla_decode_fp8_fragments_kernel", {p.num_sm_parts, At::kThreads, kBytes, kBytes}, stream, p, maps, modes,
       rows_aligned(p.out, size_of(p.dtype), 4, p.out_stride_request, p.out_stride_token, p.out_stride_head));
   if (p.tile_scheduler_metadata) few_rows::launch_merge<T>(p, stream);
 }
@@ -47,7 +50,7 @@ template <typename T, class At>
 void launch_wide_shape(const Params& p, const WideModes& wide, cudaStream_t stream) {
   const Modes modes = modes_of<At>(p);
   WideMaps maps{};
-  if (modes.use_boxes && !At::kScaled) maps.kv = make_map(p);
+  if (modes.use_boxes && !At::kScaled) maps.kv = make_maps(p);
   if (wide.queries_by_map) maps.queries = make_raw_query_maps(p);
   constexpr int kBytes = At::kBytes;
   launch_dependent<&mla_decode_fp8_wide_kernel<T, At>>(

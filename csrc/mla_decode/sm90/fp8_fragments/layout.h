@@ -28,22 +28,26 @@ inline constexpr int kTeamThreads = kGroups * kGroupThreads;
 inline constexpr int kPieces = 9;
 inline constexpr int kPieceBytes = 64;  // of e4m3
 
-// How a KV tile lies in shared memory: in groups of eight tokens, whole rows together, each one contiguous run of
-// memory where the tokens share a page. Matrices of eight tokens x 16 bytes must spread over all banks.
+// How a KV tile lies in shared memory: in groups of eight tokens, each one contiguous run of memory where the tokens
+// share a page. Matrices of eight tokens x 16 bytes must spread over all banks.
 template <Format kFormat>
 struct Storage;
 
-// Rows of 576 bytes: nine pieces of 64 under the 64-byte swizzle.
+// Rows of 576 bytes: of each group four times 128 bytes of its rows, under the 128-byte swizzle, for what the copy
+// engine takes is time for each row of a box. The rope part behind all groups, under the 64-byte swizzle.
 template <>
 struct Storage<Format::kDense> {
   static constexpr int kRowBytes = 576;
   static constexpr int kGroupBytes = kGroupTokens * kRowBytes;
+  static constexpr int kLatentBytes = kGroupTokens * kHeadDimV, kRopeBytes = kGroupBytes - kLatentBytes;  // of a group
+  static constexpr int kRope = kPlanTileTokens / kGroupTokens * kLatentBytes;
 
   // Where 16 bytes of a token's piece lie: chunk 0 .. 3.
   __device__ static uint32_t place(int token, int piece, int chunk) {
-    const int row = token % kGroupTokens;
-    return token / kGroupTokens * kGroupBytes + piece * kGroupTokens * kPieceBytes + row * kPieceBytes +
-           ((chunk ^ (row / 2)) << 4);
+    const int group = token / kGroupTokens, row = token % kGroupTokens;
+    if (piece == kPieces - 1) return kRope + group * kRopeBytes + row * kPieceBytes + ((chunk ^ (row / 2)) << 4);
+    const int wide_chunk = piece % 2 * 4 + chunk;
+    return group * kLatentBytes + piece / 2 * kGroupTokens * 128 + row * 128 + ((wide_chunk ^ row) << 4);
   }
   // From chunk 0 or 1 of a piece to chunk 2 or 3.
   __device__ static uint32_t second_half(uint32_t place) { return place ^ 32; }

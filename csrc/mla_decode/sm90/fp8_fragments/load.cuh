@@ -41,14 +41,14 @@ struct RingSlot {
 template <class At>
 class Loader : QuarterPages<Paging> {
  public:
-  __device__ Loader(const Params& p, const CUtensorMap* map, const Modes& modes, uint8_t* base, uint32_t shared,
+  __device__ Loader(const Params& p, const KvMaps& maps, const Modes& modes, uint8_t* base, uint32_t shared,
                     const QueryMaps* query_maps = nullptr, bool queries_by_map = false)
       : QuarterPages(p, kSelects ? Paging(1, Divisor()) : Paging(p.page_table.page_size, modes.by_page_size),
                      !kSelects && modes.use_boxes, threadIdx.x / 32 - At::kConsumerThreads / 32),
         rows_(p.selected.page_size, modes.by_page_size),
         query_maps_(query_maps),
         queries_by_map_(queries_by_map),
-        map_(map),
+        maps_(maps),
         base_(base),
         shared_(shared) {}
 
@@ -160,14 +160,17 @@ class Loader : QuarterPages<Paging> {
 #pragma unroll
       for (int g = 0; g < kGroupsPerWarp; ++g) {
         const int token = paging_.offset(first_token(tile) + g * kGroupTokens);
-        const uint32_t target = place(at.slot) + g * At::Rows::kGroupBytes;
         if constexpr (At::kScaled) {
+          const uint32_t target = place(at.slot) + g * At::Rows::kGroupBytes;
           // A box outside the pool reads zeros; these bytes are of another page then.
           const int there = p_.page_table.has_page(page[g]) ? page[g] : 0;
           const uint8_t* source = pool() + there * p_.kv_stride_page + token * At::Rows::kRowBytes;
           attnops::sm90::copy_bytes(target, source, At::Rows::kGroupBytes, full, read_once_);
         } else {
-          attnops::sm90::copy_box(target, map_, full, 0, token, 0, page[g], read_once_);
+          const uint32_t latent = tile_place(at.slot) + At::Rows::place(warp_ * kTokens + g * kGroupTokens, 0, 0),
+                         rope = tile_place(at.slot) + At::Rows::place(warp_ * kTokens + g * kGroupTokens, kPieces - 1, 0);
+          attnops::sm90::copy_box(latent, &maps_.latent, full, 0, token, 0, page[g], read_once_);
+          attnops::sm90::copy_box(rope, &maps_.rope, full, kHeadDimV, token, page[g], read_once_);
         }
       }
     } else {
@@ -176,10 +179,9 @@ class Loader : QuarterPages<Paging> {
     __syncwarp();
   }
 
-  // Of this warp's part of a tile.
-  __device__ uint32_t place(int slot) const {
-    return shared_ + At::kKv + slot * At::kTileBytes + warp_ * At::kQuarterBytes;
-  }
+  __device__ uint32_t tile_place(int slot) const { return shared_ + At::kKv + slot * At::kTileBytes; }
+  // Of this warp's part of a tile, where rows lie one after the other.
+  __device__ uint32_t place(int slot) const { return tile_place(slot) + warp_ * At::kQuarterBytes; }
   __device__ const uint8_t* pool() const { return static_cast<const uint8_t*>(p_.kv_pages); }
 
   __device__ void gather(const Piece& piece, int tile, int page) const {
@@ -194,7 +196,7 @@ class Loader : QuarterPages<Paging> {
     if constexpr (At::kScaled) {
       gather_rows(place(at.slot), offset);
     } else {
-      gather_pieces(place(at.slot), offset);
+      gather_pieces(tile_place(at.slot), offset);
     }
     attnops::sm90::arrive_after_copies(At::full_barrier(shared_, at.slot));
   }
@@ -224,7 +226,7 @@ class Loader : QuarterPages<Paging> {
   }
 
   // Four lanes copy the 64 bytes of a row's piece.
-  __device__ void gather_pieces(uint32_t target, int64_t offset) const {
+  __device__ void gather_pieces(uint32_t tile, int64_t offset) const {
 #pragma unroll 1
     for (int g = 0; g < kGroupsPerWarp; ++g) {
       const int row = kGroupTokens * g + lane_ / 4;
@@ -232,7 +234,7 @@ class Loader : QuarterPages<Paging> {
       const uint8_t* source = pool() + max_of(begin, int64_t{0}) + lane_ % 4 * 16;
 #pragma unroll
       for (int k = 0; k < kPieces; ++k) {
-        attnops::sm90::copy16(target + At::Rows::place(row, k, lane_ % 4), source + k * kPieceBytes, begin >= 0);
+        attnops::sm90::copy16(tile + At::Rows::place(warp_ * kTokens + row, k, lane_ % 4), source + k * kPieceBytes, begin >= 0);
       }
     }
   }
@@ -258,7 +260,7 @@ class Loader : QuarterPages<Paging> {
   const Paging rows_;  // of lists: where a row is in its page
   const QueryMaps* query_maps_;
   const bool queries_by_map_;
-  const CUtensorMap* map_;
+  const KvMaps& maps_;
   uint8_t* const base_;
   const uint32_t shared_;
   const uint64_t read_once_ = attnops::sm90::l2_policy(true);

@@ -1,7 +1,14 @@
 #pragma once
+#include <cuda.h>
+
 #include "core/divisor.h"
 
 namespace attnops::mla_decode::sm90::fp8_fragments {
+
+// Boxes of eight tokens: of 512 bytes, and of the 64 behind them.
+struct KvMaps {
+  CUtensorMap latent, rope;
+};
 
 // What the host has found out about the arguments.
 struct Modes {

@@ -35,7 +35,8 @@ __global__ void __launch_bounds__(At::kThreads, 1)
   if (threadIdx.x / 32 == At::kConsumerThreads / 32) init_wide_barriers<At>(shared);
   if (threadIdx.x / 32 == At::kConsumerThreads / 32 + 1) {
     const int lane = threadIdx.x % 32;
-    if (lane == 8 && modes.use_boxes && !At::kScaled) attnops::sm90::prefetch_map(&maps.kv);
+    if (lane == 8 && modes.use_boxes && !At::kScaled) attnops::sm90::prefetch_map(&maps.kv.latent);
+    if (lane == 11 && modes.use_boxes && !At::kScaled) attnops::sm90::prefetch_map(&maps.kv.rope);
     if (lane == 9 && wide.queries_by_map) attnops::sm90::prefetch_map(&maps.queries.q);
     if (lane == 10 && wide.queries_by_map) attnops::sm90::prefetch_map(&maps.queries.q_pe);
     attnops::sm90::wait_for_prerequisites();
@@ -57,7 +58,7 @@ __global__ void __launch_bounds__(At::kThreads, 1)
     ScoreConsumer<T, At>(p, shared_bytes, shared).run();
   } else {
     attnops::sm90::registers_decrease<At::kLoaderRegisters>();
-    Loader<At>(p, &maps.kv, modes, shared_bytes, shared, &maps.queries, wide.queries_by_map)
+    Loader<At>(p, maps.kv, modes, shared_bytes, shared, &maps.queries, wide.queries_by_map)
         .run(*reinterpret_cast<const SplitKvEntry*>(shared_bytes + At::kEntry));
   }
 }

@@ -1,5 +1,6 @@
 #pragma once
 #include "mla_decode/sm90/fp8_fragments/layout.h"
+#include "mla_decode/sm90/fp8_fragments/paging.cuh"
 #include "mla_decode/sm90/pieces.cuh"
 #include "mla_decode/sm90/raw_queries.cuh"
 
@@ -15,7 +16,7 @@ struct alignas(16) StoredPiece {
 };
 
 struct WideMaps {
-  CUtensorMap kv;
+  KvMaps kv;
   QueryMaps queries;
 };
 

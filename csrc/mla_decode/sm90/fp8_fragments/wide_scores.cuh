@@ -112,7 +112,9 @@ class ScoreConsumer {
 
   // 16 keys of this warp, 32 columns of all 576.
   __device__ void load_keys(uint32_t tile, int i, Raw& r) const {
-    const uint32_t place = tile + At::Rows::place(16 * warp_ + lane_ % 16, i / 2, lane_ / 16);
+    int lane = lane_;
+    if (kHolds) asm volatile("" : "+r"(lane));  // a place that was kept from tile to tile would be spilled
+    const uint32_t place = tile + At::Rows::place(16 * warp_ + lane % 16, i / 2, lane / 16);
     attnops::sm90::load_fragment(r, i % 2 ? At::Rows::second_half(place) : place);
   }
 
