@@ -69,9 +69,9 @@ struct QueryChunk {
 // A row of 16-bit queries in shared memory, by the four lanes of a quad.
 class RawQueryRow {
  public:
-  // Of row `row`; the addresses of its two stages.
-  __device__ RawQueryRow(const uint8_t* first, const uint8_t* second, int row)
-      : stages_{first, second}, row_(row), quad_(threadIdx.x % 4) {}
+  // Of row `row` and lane `quad` of its four; the addresses of its two stages.
+  __device__ RawQueryRow(const uint8_t* first, const uint8_t* second, int row, int quad)
+      : stages_{first, second}, row_(row), quad_(quad) {}
 
   // Calls each(x, piece, upper) for all that a lane has of a stage: x is eight dims from 64 piece + 32 upper + 8 quad
   // on, and piece 8 is the rope part. Neighbouring rows begin at different halves of a piece, for the banks.
@@ -89,16 +89,23 @@ class RawQueryRow {
     each(load(stage, kQueryTiles, quad_), kHeadDimV / 64, half);
   }
 
+  // Of what a lane has seen, the bits of the largest magnitudes of even and odd dims.
+  __device__ static void follow(const QueryChunk& x, uint32_t& top) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) top = __vmaxu2(top, x.pair[i] & 0x7fff7fffu);
+  }
+
   // The bits of the largest magnitude of the row; a NaN is larger than all.
   __device__ uint32_t largest() const {
     uint32_t top = 0;
 #pragma unroll 1
     for (int half = 0; half < kQueryStages; ++half) {
-      each_chunk<2>(half, [&](const QueryChunk& x, int, int) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) top = __vmaxu2(top, x.pair[i] & 0x7fff7fffu);
-      });
+      each_chunk<2>(half, [&](const QueryChunk& x, int, int) { follow(x, top); });
     }
+    return largest(top);
+  }
+  // The same where each lane of the quad has seen all that it has.
+  __device__ static uint32_t largest(uint32_t top) {
     top = __vmaxu2(top, __shfl_xor_sync(0xffffffffu, top, 1));
     top = __vmaxu2(top, __shfl_xor_sync(0xffffffffu, top, 2));
     return max(top & 0xffffu, top >> 16);

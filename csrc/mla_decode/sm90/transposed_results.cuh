@@ -57,8 +57,7 @@ __device__ inline void store_transposed_partial(const Params& p, const Piece& pi
   auto* halves = reinterpret_cast<uint2*>(out + (group * kPartialVecs + warp) * kGroupThreads) +
                  2 * (8 * (lane % 4) + lane / 4 % 4) + lane / 16;
 #pragma unroll
-  for (int i = 0; i < kCount / 8; ++i) {  // 16 rows; those that there are not, nobody reads
-    if (16 * i >= piece.num_rows) break;
+  for (int i = 0; i < kCount / 8; ++i) {  // 16 rows
     const float2 upper = factors[8 * i], lower = factors[8 * i + 4];
 #pragma unroll
     for (int e = 0; e < 2; ++e) {

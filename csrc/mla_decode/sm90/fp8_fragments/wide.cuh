@@ -16,10 +16,7 @@ __device__ inline void init_wide_barriers(uint32_t shared) {
       const int first = i < 2 * At::kRingTiles ? 32 * kLoadingWarps : kGroupThreads;
       attnops::sm90::mbarrier_init(shared + At::kBarriers + 8 * i, i % 2 == 0 ? first : kValueThreads);
     }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      attnops::sm90::mbarrier_init(At::queries_barrier(shared, half), kValueThreads);
-    }
+    attnops::sm90::mbarrier_init(At::queries_barrier(shared), kValueThreads);
     attnops::sm90::mbarrier_init(At::sums_barrier(shared), At::kConsumerThreads);
   }
   attnops::sm90::mbarrier_init_fence();

@@ -69,7 +69,7 @@ struct WideShape {
   static constexpr int kBarriers = kEntry + 32;                      // of a slot: full, empty; of a buffer, too
   static constexpr int kPieceBarriers = kBarriers + 16 * (kRingTiles + kWideBuffers);
   // Of lists: uint16 [kRingTiles][4], by slot and loading warp: which of its keys there are.
-  static constexpr int kListed = kPieceBarriers + 3 * 8;
+  static constexpr int kListed = kPieceBarriers + 2 * 8;
   static constexpr int kBytes = kListed + (kOptions == Options::kSelected ? 8 * kRingTiles : 0);
   static_assert(kBytes <= 227 * 1024 && kBarriers % 16 == 0 && kEnds % 16 == 0);
 
@@ -83,9 +83,9 @@ struct WideShape {
     return shared + kBarriers + 16 * (kRingTiles + buffer);
   }
   __device__ static uint32_t taken_barrier(uint32_t shared, int buffer) { return given_barrier(shared, buffer) + 8; }
-  // Of a piece: half of its queries is there; all that multiply meet, and its sums are there.
-  __device__ static uint32_t queries_barrier(uint32_t shared, int half) { return shared + kPieceBarriers + 8 * half; }
-  __device__ static uint32_t sums_barrier(uint32_t shared) { return queries_barrier(shared, 2); }
+  // Of a piece: its queries are there; all that multiply meet, and its sums are there.
+  __device__ static uint32_t queries_barrier(uint32_t shared) { return shared + kPieceBarriers; }
+  __device__ static uint32_t sums_barrier(uint32_t shared) { return queries_barrier(shared) + 8; }
 };
 
 // Hardware barriers: within the warpgroup with the scores; of those with values. They pass different numbers of them,

@@ -33,9 +33,10 @@ class ScoreConsumer {
     PieceWalkFor<At::kOptions> walk(*reinterpret_cast<const SplitKvEntry*>(base_ + At::kEntry));
     Piece piece;
     while (walk.next(p_, piece)) {
-      attnops::sm90::mbarrier_wait(At::queries_barrier(shared_, 0), parity_);
-      count_ += kQueryStages;
       softmax_.begin(piece);
+      attnops::sm90::mbarrier_wait(At::queries_barrier(shared_), parity_);
+      count_ += kQueryStages;
+      softmax_.take_scales();
       most_ = 0.f;
       if constexpr (At::kScaled || kHolds) {
         score_tiles(piece);
@@ -58,7 +59,7 @@ class ScoreConsumer {
     for (int t = 0; t < piece.num_tiles; ++t, ++count_, ++given_) {
       Scores s;
       RowPairs pairs;
-      multiply_queries(count_, t == 0, s, [&](int i) {
+      multiply_queries(count_, s, [&](int i) {
         if (kHolds && i == kGiveAt) give_if(given_ - 1, t > 0);
       });
       if constexpr (kHolds) attnops::sm90::wgmma_wait<1>();
@@ -80,7 +81,7 @@ class ScoreConsumer {
   // matrix units, which leaves room. Early, for the ring's place of the tile is free when its values are multiplied.
   __device__ void score_overlapped(const Piece& piece) {
     Scores s;
-    multiply_queries(count_, true, s, [](int) {});
+    multiply_queries(count_, s, [](int) {});
     attnops::sm90::wgmma_wait<0>(s);
     int first_key = piece.first_tile * kPlanTileTokens;
 #pragma unroll 1
@@ -100,7 +101,7 @@ class ScoreConsumer {
         return;
       }
       Scores next;
-      multiply_queries(count_, false, next, [&](int i) {
+      multiply_queries(count_, next, [&](int i) {
         if (i < At::kRows / 8) finish(i);
         if (i == At::kRows / 8) give(given_ - 1);
       });
@@ -112,9 +113,7 @@ class ScoreConsumer {
 
   // 16 keys of this warp, 32 columns of all 576.
   __device__ void load_keys(uint32_t tile, int i, Raw& r) const {
-    int lane = lane_;
-    if (kHolds) asm volatile("" : "+r"(lane));  // a place that was kept from tile to tile would be spilled
-    const uint32_t place = tile + At::Rows::place(16 * warp_ + lane % 16, i / 2, lane / 16);
+    const uint32_t place = tile + At::Rows::place(16 * warp_ + lane_ % 16, i / 2, lane_ / 16);
     attnops::sm90::load_fragment(r, i % 2 ? At::Rows::second_half(place) : place);
   }
 
@@ -138,7 +137,7 @@ class ScoreConsumer {
   // multiplied between two blocks of 128 columns by the quotient of their scales, and at last by the last: one
   // accumulator is enough. `between` runs behind each step of 32 columns.
   template <class Between>
-  __device__ void multiply_queries(int count, bool is_first, Scores& s, const Between& between) const {
+  __device__ void multiply_queries(int count, Scores& s, const Between& between) const {
     const RingSlot<At> at(count);
     const uint32_t tile = shared_ + At::kKv + at.slot * At::kTileBytes;
     const uint32_t queries = attnops::sm90::uniform_operand(shared_ + At::kQ);
@@ -151,7 +150,6 @@ class ScoreConsumer {
     for (int i = 0; i < kLoads; ++i) {
       Fragments& now = a[i % kInFlight];
       const bool is_rope = At::kScaled && i >= kLatentLoads;
-      if (i == kQueryStageSteps && is_first) wait_second_half();
       if (i + kAhead < (At::kScaled ? kLatentLoads : kLoads))
         load_keys(tile, i + kAhead, r[(i + kAhead) % (kAhead + 1)]);
       if (At::kScaled && i > 0 && i <= kLatentLoads && i % 4 == 0) {
@@ -179,9 +177,6 @@ class ScoreConsumer {
       between(i);
     }
   }
-
-  // Of the piece's queries.
-  __device__ void wait_second_half() const { attnops::sm90::mbarrier_wait(At::queries_barrier(shared_, 1), parity_); }
 
   // To the groups with values: the probabilities of tile number `count`.
   __device__ void give(int count) const {

@@ -20,9 +20,17 @@ class WideSoftmax {
 
   __device__ WideSoftmax(const Params& p, uint8_t* base) : p_(p), base_(base) {}
 
-  // After a barrier of the warpgroup; ends with one.
+  // What needs neither the piece's queries nor that all have left the one before, but for a barrier in its last tile.
   __device__ void begin(const Piece& piece) {
     clear_ = few_rows::keys_of_all_rows(p_, piece);
+    const int row = threadIdx.x % kGroupThreads;
+    if (row < At::kRows) reinterpret_cast<int*>(base_ + At::kSeenEnds)[row] = seen_end(piece, row);
+#pragma unroll
+    for (float& x : sum_) x = 0.f;
+  }
+
+  // When they are there; ends with a barrier.
+  __device__ void take_scales() {
     const float raw_scale = this->raw_scale();
     const bool scales_first = this->scales_first(raw_scale);
     const int row = threadIdx.x % kGroupThreads;
@@ -33,11 +41,8 @@ class WideSoftmax {
       float* pair = pair_entry(row);
       pair[0] = scales_first ? 1.f : (is_bad ? 1.f : own) * raw_scale;  // times it, -infinity must stay what it is
       pair[1] = kUnset;
-      reinterpret_cast<int*>(base_ + At::kSeenEnds)[row] = seen_end(piece, row);
     }
     special_ = attnops::sm90::named_barrier_or(kScoreWarps, kGroupThreads, is_bad || scales_first);
-#pragma unroll
-    for (float& x : sum_) x = 0.f;
   }
 
   // Of the thread's rows, for the next tile.

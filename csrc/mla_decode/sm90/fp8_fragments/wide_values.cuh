@@ -64,12 +64,11 @@ class ValueConsumer {
       *stored(parity_ ^ 1) = {piece.request, piece.first_row, piece.num_rows, piece.partial};
     }
     convert_queries<T, At>(place(first.slot), place(second.slot), shared_ + At::kQ,
-                           reinterpret_cast<float*>(base_ + At::kQueryScale), [&](int half) {
-                             attnops::sm90::fence_async_proxy();
-                             const int slot = half == 0 ? first.slot : second.slot;
-                             attnops::sm90::mbarrier_arrive(At::empty_barrier(shared_, slot));
-                             attnops::sm90::mbarrier_arrive(At::queries_barrier(shared_, half));
-                           });
+                           reinterpret_cast<float*>(base_ + At::kQueryScale));
+    attnops::sm90::fence_async_proxy();
+    attnops::sm90::mbarrier_arrive(At::queries_barrier(shared_));
+    attnops::sm90::mbarrier_arrive(At::empty_barrier(shared_, first.slot));
+    attnops::sm90::mbarrier_arrive(At::empty_barrier(shared_, second.slot));
     count_ += kQueryStages;
   }
 

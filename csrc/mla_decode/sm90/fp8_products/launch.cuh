@@ -7,17 +7,6 @@
 
 namespace attnops::mla_decode::sm90::fp8_products {
 
-// Boxes of four tiles of 128 bytes x 64 rows for the latent part.
-inline CUtensorMap make_latent_map(const Params& p) {
-  const cuuint32_t box[4] = {128, kPlanTileTokens, kLatentTiles, 1};
-  const cuuint64_t extents[4] = {128, static_cast<cuuint64_t>(p.page_table.page_size), kLatentTiles,
-                                 static_cast<cuuint64_t>(p.page_table.num_pages)};
-  const cuuint64_t strides[3] = {static_cast<cuuint64_t>(p.kv_stride_token), 128,
-                                 static_cast<cuuint64_t>(p.kv_stride_page)};
-  return attnops::sm90::encode_tensor_map(p.kv_dtype, p.kv_pages, 4, extents, strides, box,
-                                          CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
-}
-
 // Boxes of 64 bytes x 64 rows for the rope part, under the 64-byte swizzle.
 inline CUtensorMap make_rope_map(const Params& p) {
   const cuuint32_t box[3] = {kHeadDimRope, kPlanTileTokens, 1};
@@ -31,7 +20,7 @@ inline CUtensorMap make_rope_map(const Params& p) {
 template <typename T, Options kOptions>
 void launch_attention(const Params& p, const Modes& modes, cudaStream_t stream) {
   Maps maps{};
-  if (modes.use_boxes) maps.latent = make_latent_map(p), maps.rope = make_rope_map(p);
+  if (modes.use_boxes) maps.latent = make_map(p), maps.rope = make_rope_map(p);
   if (modes.queries_by_map) maps.queries = make_raw_query_maps(p);
   constexpr int kBytes = Layout::kBytes;
   launch_dependent<&mla_decode_fp8_products_kernel<T, kOptions>>(

@@ -179,7 +179,9 @@ class Loader {
     const int token = modes_.tiles_per_page == 1 ? 0 : tile % modes_.tiles_per_page * kPlanTileTokens;
     const uint32_t barrier = shared_ + L::barrier_full(stage_);
     attnops::sm90::mbarrier_arrive_expect(barrier, kStageBytes);
-    attnops::sm90::copy_box(place(), &maps_.latent, barrier, 0, token, 0, page, read_once_);
+    for (int k = 0; k < kLatentTiles; ++k) {
+      attnops::sm90::copy_box(place() + k * kTileBytes, &maps_.latent, barrier, k * 128, token, page, read_once_);
+    }
     attnops::sm90::copy_box(place() + kRope, &maps_.rope, barrier, kHeadDimV, token, page, read_once_);
   }
 

@@ -17,7 +17,7 @@ template <class Done>
 __device__ inline void convert_queries(const uint8_t* first, const uint8_t* second, float sign, uint32_t queries,
                                        float* scales, const Done& done) {
   const int row = threadIdx.x / 4, quad = threadIdx.x % 4;
-  const RawQueryRow raw(first, second, row);
+  const RawQueryRow raw(first, second, row, quad);
   const QueryScale<7> scale(raw.largest());
   const float factor = sign * scale.factor;
   if (quad == 0) scales[row] = scale.inverse;
