@@ -156,7 +156,7 @@ class UnitMerge {
     bool valid[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int own = row + lane_ / 4 + 8 * h;
+      const int own = row + row_at_lane(lane_) + 8 * h;
       valid[h] = own < num_rows_;
       const RowPlace at = row_place(p_, first_row_ + (valid[h] ? own : 0));
       const float sum = total.sum[h];

@@ -10,11 +10,16 @@ namespace attnops::mla_decode::sm90 {
 inline constexpr int kStageBytes = 16 * 64;
 __device__ inline int staged(int row, int chunk) { return row * 64 + ((chunk ^ (row / 2 & 3)) << 4); }
 
-// A partial result lies in memory as the accumulators do: 16 bytes of each of 128 threads, 16 times, of each group.
+// A partial result lies in memory as the accumulators do: 16 bytes of each of 128 threads, 16 times, of each group; but
+// of each eight rows the even ones come first, so that what a transposed accumulator writes at a time is one run.
 // Values are 16-bit floats relative to the largest of the thread's row, which is several bits more than the output
 // will have; behind them, 16 bytes of each thread: the natural logs of its two rows' sums, and of what a value weighs.
 inline constexpr int kPartialVecs = 16;                                   // per thread
 inline constexpr int kPartialWeights = 2 * kPartialVecs * kGroupThreads;  // in units of 16 bytes from the block's start
+
+// The row at place `lane` / 4 of eight rows, and the place of the thread that has row `lane` / 4.
+__device__ inline int row_at_lane(int lane) { return lane / 4 % 4 * 2 + lane / 16; }
+__device__ inline int lane_of_row(int lane) { return lane / 4 % 2 * 16 + lane / 8 * 4 + lane % 4; }
 
 // A power of two that brings `largest` near the upper end of the 16-bit range, and its natural log.
 struct PartialScale {
@@ -36,7 +41,7 @@ __device__ inline float2 unpack_partial(uint32_t word) {
 
 __device__ inline void store_partial(const Params& p, const Piece& piece, const float (&lse)[kRowsPerThread],
                                      const float (&factor)[kRowsPerThread], int group, const float (&o)[128]) {
-  const int thread = threadIdx.x % kGroupThreads;
+  const int thread = threadIdx.x % kGroupThreads / 32 * 32 + lane_of_row(threadIdx.x % 32);
   auto* out = reinterpret_cast<uint4*>(p.out_partial + static_cast<int64_t>(piece.partial) * kPlanRows * kHeadDimV);
   float scaled[kRowsPerThread], weight[kRowsPerThread];
 #pragma unroll

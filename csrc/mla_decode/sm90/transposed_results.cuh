@@ -55,7 +55,7 @@ __device__ inline void store_transposed_partial(const Params& p, const Piece& pi
   const float2* factors = reinterpret_cast<const float2*>(ends.factor) + lane % 4;
   // Of a vector of 16 bytes, which is four pairs of columns, the thread has two: of rows eight apart.
   auto* halves = reinterpret_cast<uint2*>(out + (group * kPartialVecs + warp) * kGroupThreads) +
-                 2 * (8 * (lane % 4) + lane / 4 % 4) + lane / 16;
+                 2 * (4 * (lane % 4) + lane / 4 % 4) + lane / 16;
 #pragma unroll
   for (int i = 0; i < kCount / 8; ++i) {  // 16 rows
     const float2 upper = factors[8 * i], lower = factors[8 * i + 4];
@@ -65,13 +65,13 @@ __device__ inline void store_transposed_partial(const Params& p, const Piece& pi
 #pragma unroll
       for (int b = 0; b < 4; ++b) {
         const float* x = o[b] + 8 * i + e;
-        halves[2 * (4 * b * kGroupThreads + 32 * i + 4 * e)] = {
+        halves[2 * (4 * b * kGroupThreads + 32 * i + 16 * e)] = {
             attnops::sm90::pack_pair<__half>(x[0] * first, x[2] * first),
             attnops::sm90::pack_pair<__half>(x[4] * second, x[6] * second)};
       }
     }
   }
-  const int row = 16 * warp + lane / 4;
+  const int row = 16 * warp + row_at_lane(lane);
   if (2 * kCount < kPlanRows && row >= 2 * kCount) return;
   reinterpret_cast<float4*>(out + kPartialWeights)[group * kGroupThreads + thread] = {
       ends.lse[row], ends.lse[row + 8], ends.weight[row], ends.weight[row + 8]};
