@@ -7,6 +7,13 @@
 
 namespace attnops::xqa_decode::sm90 {
 
+// cp_async_16, but a miss in L2 fetches no more than the sectors that are asked for: rows need be no whole lines, and what
+// lies beside them belongs to other heads.
+__device__ __forceinline__ void copy_16_of_row(uint32_t destination, const void* source, bool take) {
+  const int bytes = take ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(destination), "l"(source), "r"(bytes) : "memory");
+}
+
 // What stands in for TileStream where a page holds too few tokens for a box: two warps copy row by row, one the keys
 // and one the values, each into every second unit of the ring; for two groups four warps, half of a unit each. Sixteen
 // bytes a lane, so that some lanes have a row's columns and a few rows go with one instruction; the rows' places, in
@@ -103,6 +110,7 @@ class GatherStream {
   static constexpr int kSize = sizeof(typename Tr::Element);
   static constexpr int kLanesPerRow = Tr::kHeadDim * kSize / 16;
   static constexpr int kRowsPerCopy = 32 / kLanesPerRow;
+  static constexpr int kIdleLanes = 32 % kLanesPerRow;
   static constexpr uint32_t kNowhere = ~0u;
   using Rows = uint32_t[Tr::kTileTokens / Tr::kBringersOfUnit / 32];  // this lane's of a tile
 
@@ -138,7 +146,8 @@ class GatherStream {
     for (int first = 0; first < kRowsOfWarp; first += kRowsPerCopy) {
       const uint32_t at = __shfl_sync(~0u, first < 32 ? rows[0] : rows[kHeld - 1], first % 32 + lane_ / kLanesPerRow);
       const bool take = inside_ && (kWhole || at != kNowhere);
-      cp_async_16((to ^ (first % 8 << 4)) + first * 128, base_ + uint64_t{take ? at : 0} * 16, take);
+      if (kIdleLanes > 0 && lane_ >= 32 - kIdleLanes) continue;
+      copy_16_of_row((to ^ (first % 8 << 4)) + first * 128, base_ + uint64_t{take ? at : 0} * 16, take);
     }
   }
 

@@ -5,14 +5,16 @@
 #include "device/common/vec.h"
 #include "device/sm90/tensor_map.h"
 #include "xqa_decode/cuda/launch.cuh"
+#include "xqa_decode/sm90/fetch.h"
 #include "xqa_decode/sm90/fold_run.cuh"
 #include "xqa_decode/sm90/kernel.cuh"
 #include "xqa_decode/sm90/launch.h"
 
 namespace attnops::xqa_decode::sm90 {
 
-// K or V as the copy engine sees it: dims, tokens of a page, KV heads, pages. A miss in L2 fetches 128 bytes, a row of
-// a box: what lies beyond belongs to other heads, and fetching it costs 6 %.
+// K or V as the copy engine sees it: dims, tokens of a page, KV heads, pages. L2 is asked for 128 bytes, a row of a box:
+// what lies beyond belongs to other heads, and fetching it costs 6 %. Of rows that are no whole lines it is asked for
+// the sectors alone.
 template <class Tr>
 CUtensorMap make_map(const Params& p, const void* base, int64_t stride_token, int64_t stride_head, int64_t stride_page,
                      bool wide = false) {
@@ -26,7 +28,9 @@ CUtensorMap make_map(const Params& p, const void* base, int64_t stride_token, in
                                  stride(stride_page, pages)};
   const cuuint32_t box[4] = {static_cast<cuuint32_t>(128 / size_of(p.kv_dtype)),
                              static_cast<cuuint32_t>(min_of(page_size, int64_t{64})), 1, 1};
-  return hopper::encode_tensor_map(p.kv_dtype, base, 4, extents, strides, box, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
+  const bool whole_lines = choose_fetch(p).whole_lines;
+  return hopper::encode_tensor_map(p.kv_dtype, base, 4, extents, strides, box,
+                                   whole_lines ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }
 
 template <class Tr>
@@ -38,13 +42,9 @@ Boxes make_boxes(const Params& p) {
   boxes.count = Tr::kColumns * boxes.runs * heads_of_cta<Tr>();
   boxes.units_of_long = Tr::kUnitsOfLong;
   boxes.row_blocks = 1;
-  // Rows that are no whole lines share some with those of the next head: heads must not drift apart, or DRAM is read
-  // twice. Measured over heads side by side, two, three and four units: d 80 197, 172, 206 us; d 112 242, 260, 286;
-  // over e4m3 pages d 96 142, 135, 150 us; d 112 155, 170, 177.
-  const bool heads_share_lines = p.num_kv_heads > 1 && p.k_stride_head < p.k_stride_token;
-  if (Tr::kHeadDim == 128 && p.head_dim < 128 && heads_share_lines) {
-    boxes.units_of_long = min_of(boxes.units_of_long, p.head_dim <= 96 ? 3 : 2);
-  }
+  const Fetch fetch = choose_fetch(p);
+  boxes.units_of_long = min_of(boxes.units_of_long, fetch.most_units);
+  boxes.read_once = fetch.read_once;
   const auto are_vectors = [&](const void* base, int64_t request, int64_t token, int64_t head) {
     const auto reach = [](int64_t stride, int64_t n) { return n > 1 ? (stride < 0 ? -stride : stride) * n : 0; };
     return p.head_dim % 8 == 0 && rows_aligned(base, size_of(p.dtype), 16, request, token, head) &&
@@ -78,6 +78,7 @@ void launch_traits(const Params& p, cudaStream_t stream) {
 template <typename Element, int kHeadDim, int kRows>
 constexpr int most_ctas() {
   if (sizeof(Element) == 1) return kHeadDim * kRows > 128 * 64 ? 1 : 2;
+  if (kHeadDim == 192 && kRows == 64) return 1;  // registers
   return kRows == 32 && kHeadDim <= 128 ? 3 : 2;
 }
 

@@ -11,11 +11,14 @@ namespace attnops::xqa_decode::sm90 {
 
 inline constexpr int kMostShortTokens = 128;  // of a short work
 inline constexpr int kFewestShortWorks = 4;   // of a part
+inline constexpr int kMostTokensOfFew = 64;   // of a part's two or three
 
-// The portable kernel's traits, for a warp alone.
+// The portable kernel's traits, for a warp alone. Its rows are a power of two.
+inline constexpr int portable_head_dim(int head_dim) { return head_dim == 192 ? 256 : head_dim; }
+
 template <class Tr>
-struct WarpTraits : xqa_decode::Traits<typename Tr::T, Tr::kFp8, Tr::kHeadDim, Tr::kRows / 8> {
-  using Base = xqa_decode::Traits<typename Tr::T, Tr::kFp8, Tr::kHeadDim, Tr::kRows / 8>;
+struct WarpTraits : xqa_decode::Traits<typename Tr::T, Tr::kFp8, portable_head_dim(Tr::kHeadDim), Tr::kRows / 8> {
+  using Base = xqa_decode::Traits<typename Tr::T, Tr::kFp8, portable_head_dim(Tr::kHeadDim), Tr::kRows / 8>;
   static constexpr int kWarps = 1;
   static constexpr int kThreads = 32;
   static constexpr int kStages = 2;
@@ -40,7 +43,8 @@ inline constexpr bool kHasShortWorks =
 // Whether the part has many works, all of them whole and short. Every warp finds that out by itself.
 template <class Tr>
 __device__ __forceinline__ bool all_short(const Params& p, const Shape& shape, const SplitKvEntry& entry, int lane) {
-  if (entry.end_work - entry.begin_work < kFewestShortWorks || p.fixed_split_tokens != 0) return false;
+  const int works = entry.end_work - entry.begin_work;
+  if (works < 2 || p.fixed_split_tokens != 0) return false;
   if (entry.begin_tile > 0 || entry.end_tile > 0) return false;
   if (entry.begin_num_splits > 1 || entry.last_num_splits > 1) return false;
   const bool whole_requests = shape.heads_side_by_side;
@@ -52,7 +56,7 @@ __device__ __forceinline__ bool all_short(const Params& p, const Shape& shape, c
     const KvRange keys = visible_keys(length_of(__ldg(p.cache_seqlens + request)), p.seqlen_q, p.window_left);
     longest = max_of(longest, keys.end - keys.begin);
   }
-  return __reduce_max_sync(~0u, longest) <= kMostShortTokens;
+  return __reduce_max_sync(~0u, longest) <= (works < kFewestShortWorks ? kMostTokensOfFew : kMostShortTokens);
 }
 
 // The queries of a warp's works, one after the other.

@@ -52,16 +52,19 @@ struct Traits {
   // Tiles of e4m3 become fp16 in shared memory, one of keys and one of values: fp8/widened_block.cuh.
   static constexpr bool kWidens = kFp8 && kRows >= 64;
   static constexpr int kOperandBytes = kWidens ? 2 * kTileTokens * kHeadDim * 2 : kProbBuffers * kProbBytes;
-  static constexpr int kSmallBytes =
-      256 + kWarps * kRows * 4 + (kFp8 ? 2 * kRows * 4 : 0) + (kFoldLevels_ != kNoFold ? 96 : 0);
   static constexpr int kInboxBytes = kInboxBytes_;  // of what other CTAs of a cluster send
   static constexpr bool kFolds = kFoldLevels_ != kNoFold;
+  // Where a pass leaves rows for out: of 16-bit pages where their queries were, else beside the next ones'.
+  static constexpr bool kStagesRows = !kFolds && kInboxBytes == 0 && kRows > 8;
+  // Of those a group that shares its rows ends each by one thread, and not in every lane that has values of it.
+  static constexpr bool kEndsOnce = kStagesRows && kRows <= 32;
+  static constexpr int kFactorBytes = kEndsOnce && !kFp8 ? kRows * 4 : 0;
+  static constexpr int kSmallBytes =
+      256 + kWarps * kRows * 4 + (kFp8 ? 2 * kRows * 4 : 0) + (kFoldLevels_ != kNoFold ? 96 : 0) + kFactorBytes;
   // The next piece's queries come while this one's tiles are multiplied, where that does not cost a CTA of the SM.
   // Over e4m3 pages they come as they lie in q, and change their type when the piece begins.
   static constexpr bool kFetchesAhead =
       !kFolds && kInboxBytes == 0 && (kFp8 || kHeadDim <= 128 || (kRows != 16 && kRows <= 64));
-  // Where a pass leaves rows for out: of 16-bit pages where their queries were, else beside the next ones'.
-  static constexpr bool kStagesRows = !kFolds && kInboxBytes == 0 && kRows > 8;
   // The merge has its scratch where probabilities lie, or queries that nobody needs any more.
   static constexpr int kScratchBytes =
       max_of(static_cast<int>(sizeof(PartialSum)) * kThreads, kFp8&& kStagesRows ? kQueryBytes : 0);
@@ -112,7 +115,9 @@ struct SharedLayout {
   static constexpr int kInboxFull = kNowhere + 16;                               // barrier
   static constexpr int kExchange = kFull + 256;                                  // float [kWarps][kRows]
   static constexpr int kRowScale = kExchange + Tr::kWarps * Tr::kRows * 4;       // over e4m3 pages float [2][kRows]
-  static constexpr int kPiece = kRowScale + (Tr::kFp8 ? 2 * Tr::kRows * 4 : 0);  // the walk's state where kernels fold
+  static constexpr int kFactors = kRowScale;  // float [kRows] of `end_rows`, over e4m3 pages in place of the scales
+  // The walk's state where kernels fold.
+  static constexpr int kPiece = kRowScale + (Tr::kFp8 ? 2 * Tr::kRows * 4 : Tr::kFactorBytes);
   static constexpr int kInbox = kPiece + (Tr::kFolds ? 96 : 0);
   static constexpr int kFoldSums = kInbox + Tr::kInboxBytes;            // float [kWarps][kRows]
   static constexpr int kFold = kFoldSums + Tr::kWarps * Tr::kRows * 4;  // [kFoldLevels - 1], where kernels fold
@@ -130,6 +135,7 @@ struct Boxes {
   int runs;           // of box tokens in a tile
   int count;          // of boxes in a unit
   int units_of_long;  // on their way at a time, of a long piece
+  bool read_once;     // lines leave L2 first, where they are read by one CTA
   int row_blocks;     // of a work, a CTA each; 1: a CTA passes over the keys for one block after the other
   // Rows of q, and of out, start on 16-byte boundaries, head_dim is a multiple of 8, and from one row of a request to
   // another it is a number of 32 bits. Strides in elements, where that is so.
