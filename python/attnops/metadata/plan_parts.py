@@ -13,6 +13,10 @@ MLA_PARTS_PER_SM = 1
 MLA_MOST_BLOCKS_PER_WORK = 13  # csrc/mla_decode/plan.h
 XQA_MOST_PARTS_PER_SM = 3  # of smaller CTAs: batch-invariant over FP8 pages, and many works of 17 to 32 rows
 
+# Tenths of the parts that must remain where KV heads get parts side by side: of any rows, and of rows that are no whole
+# lines of 128 bytes.
+XQA_SIDE_TENTHS, XQA_THIN_TENTHS = 9, 8
+
 XQA_CLUSTER_WORKS = 132  # of a call that clusters may take: csrc/xqa_decode/sm90/cluster_wgmma/limits.h
 
 # Query rows that have CTAs and merges of their own: csrc/xqa_decode/sm90/launch.cuh
@@ -73,12 +77,16 @@ def xqa_num_sm_parts(
     if fp8:
         fills_sm = on_sm90 and head_dim > 128 and rows > 32
     else:
-        fills_sm = (on_sm90 and rows > 64 and not small_blocks) or (head_dim > 128 and rows > 16)
+        wide = head_dim > (192 if on_sm90 and rows <= 32 else 128)
+        fills_sm = (on_sm90 and rows > 64 and not small_blocks) or (wide and rows > 16)
     most = default_num_sm_parts(device, 1 if fills_sm else parts_per_sm)
     if on_sm90:  # blocks of rows run side by side, each with all parts
         most = max(most // -(-rows // block), 1)
     groups = most // num_kv_heads
-    if device.type != "cuda" or num_kv_heads == 1 or groups * num_kv_heads * 10 < most * 9:
+    # Heads that share lines of memory should walk side by side even if some SMs get a part less: else lines come twice.
+    item = kv_dtype.itemsize if kv_dtype is not None else 2
+    tenths = XQA_THIN_TENTHS if on_sm90 and head_dim * item % 128 else XQA_SIDE_TENTHS
+    if device.type != "cuda" or num_kv_heads == 1 or groups * num_kv_heads * 10 < most * tenths:
         return most
     for fewer in range(groups, groups - groups // 10, -1):
         if batch_size and (batch_size % fewer == 0 or fewer % batch_size == 0):
