@@ -11,7 +11,7 @@ namespace attnops::xqa_decode::sm90 {
 
 inline constexpr int kMostShortTokens = 128;  // of a short work
 inline constexpr int kFewestShortWorks = 4;   // of a part
-inline constexpr int kMostTokensOfFew = 64;   // of a part's two or three
+inline constexpr int kTokensOfFew = 32;       // of two works of a part; twice as many of three
 
 // The portable kernel's traits, for a warp alone. Its rows are a power of two.
 inline constexpr int portable_head_dim(int head_dim) { return head_dim == 192 ? 256 : head_dim; }
@@ -56,7 +56,7 @@ __device__ __forceinline__ bool all_short(const Params& p, const Shape& shape, c
     const KvRange keys = visible_keys(length_of(__ldg(p.cache_seqlens + request)), p.seqlen_q, p.window_left);
     longest = max_of(longest, keys.end - keys.begin);
   }
-  return __reduce_max_sync(~0u, longest) <= (works < kFewestShortWorks ? kMostTokensOfFew : kMostShortTokens);
+  return __reduce_max_sync(~0u, longest) <= (works < kFewestShortWorks ? kTokensOfFew * (works - 1) : kMostShortTokens);
 }
 
 // The queries of a warp's works, one after the other.
