@@ -7,11 +7,12 @@
 
 namespace attnops::xqa_decode::sm90 {
 
-// cp_async_16, but a miss in L2 fetches no more than the sectors that are asked for: rows need be no whole lines, and what
-// lies beside them belongs to other heads.
+// cp_async_16, but a miss in L2 fetches no more than the sectors that are asked for: rows need be no whole lines, and
+// what lies beside them belongs to other heads.
 __device__ __forceinline__ void copy_16_of_row(uint32_t destination, const void* source, bool take) {
   const int bytes = take ? 16 : 0;
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(destination), "l"(source), "r"(bytes) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(destination), "l"(source), "r"(bytes)
+               : "memory");
 }
 
 // What stands in for TileStream where a page holds too few tokens for a box: two warps copy row by row, one the keys

@@ -12,9 +12,9 @@
 
 namespace attnops::xqa_decode::sm90 {
 
-// K or V as the copy engine sees it: dims, tokens of a page, KV heads, pages. L2 is asked for 128 bytes, a row of a box:
-// what lies beyond belongs to other heads, and fetching it costs 6 %. Of rows that are no whole lines it is asked for
-// the sectors alone.
+// K or V as the copy engine sees it: dims, tokens of a page, KV heads, pages. L2 is asked for 128 bytes, a row of a
+// box: what lies beyond belongs to other heads, and fetching it costs 6 %. Of rows that are no whole lines it is asked
+// for the sectors alone.
 template <class Tr>
 CUtensorMap make_map(const Params& p, const void* base, int64_t stride_token, int64_t stride_head, int64_t stride_page,
                      bool wide = false) {
@@ -44,7 +44,6 @@ Boxes make_boxes(const Params& p) {
   boxes.row_blocks = 1;
   const Fetch fetch = choose_fetch(p);
   boxes.units_of_long = min_of(boxes.units_of_long, fetch.most_units);
-  boxes.read_once = fetch.read_once;
   const auto are_vectors = [&](const void* base, int64_t request, int64_t token, int64_t head) {
     const auto reach = [](int64_t stride, int64_t n) { return n > 1 ? (stride < 0 ? -stride : stride) * n : 0; };
     return p.head_dim % 8 == 0 && rows_aligned(base, size_of(p.dtype), 16, request, token, head) &&

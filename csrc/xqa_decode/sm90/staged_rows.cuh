@@ -67,9 +67,9 @@ __device__ __forceinline__ void store_staged(const Params& p, const Shape& shape
   }
 }
 
-// Ends rows whose dims lie in several warps, a thread each: their sums are added up, their lse is stored, and what their
-// values must be multiplied by is in `factors`, [kRows] in shared memory, for all of them. `slot`: of a partial result;
-// below zero: the rows are whole.
+// Ends rows whose dims lie in several warps, a thread each: their sums are added up, their lse is stored, and what
+// their values must be multiplied by is in `factors`, [kRows] in shared memory, for all of them. `slot`: of a partial
+// result; below zero: the rows are whole.
 template <class Tr>
 __device__ __forceinline__ void end_rows(const Params& p, const Shape& shape, const WorkPlace& place,
                                          const RowState<Tr>& block, int first_row, int64_t slot, float* exchange,

@@ -106,8 +106,7 @@ class TileStream {
   template <class Piece, class BeforeTile>
   __device__ __forceinline__ void bring(const Piece& piece, int pages, const BeforeTile& before_tile) {
     const int tiles = num_tiles(piece);
-    const bool read_once =
-        boxes_.read_once && boxes_.row_blocks == 1 && (row_blocks_ == 1 || tiles > kTilesInL2);
+    const bool read_once = boxes_.row_blocks == 1 && (row_blocks_ == 1 || tiles > kTilesInL2);
     const uint64_t policy = hopper::l2_policy(read_once);
     int token = piece.first_token(), held = 0;
     int pages_ahead = look_up(token + 32 * boxes_.tokens);

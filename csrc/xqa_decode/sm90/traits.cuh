@@ -63,8 +63,7 @@ struct Traits {
   // and so would loads that nobody waits for.
   static constexpr bool kParksWalk = !kFolds && kInboxBytes == 0 && !kFp8 && kRows == 32 && kHeadDim <= 128;
   static constexpr int kWalkBytes = kFolds || kParksWalk ? 96 : 0;
-  static constexpr int kSmallBytes =
-      256 + kWarps * kRows * 4 + (kFp8 ? 2 * kRows * 4 : 0) + kWalkBytes + kFactorBytes;
+  static constexpr int kSmallBytes = 256 + kWarps * kRows * 4 + (kFp8 ? 2 * kRows * 4 : 0) + kWalkBytes + kFactorBytes;
   // The next piece's queries come while this one's tiles are multiplied, where that does not cost a CTA of the SM.
   // Over e4m3 pages they come as they lie in q, and change their type when the piece begins.
   static constexpr bool kFetchesAhead =
@@ -114,13 +113,13 @@ struct SharedLayout {
   static constexpr int kProbs =  // [kProbBuffers][kRowTiles][64 keys][8], or WidenedBlock's
       kQueries + (Tr::kFetchesAhead ? 2 : 1) * Tr::kQueryBytes;
   static constexpr int kMergeScratch = Tr::kFetchesAhead ? kProbs : kQueries;
-  static constexpr int kFull = kQueries + Tr::kWorkBytes;                        // barriers [kUnits]
-  static constexpr int kEmpty = kFull + 96;                                      // barriers [kUnits]
-  static constexpr int kFlag = kFull + 192;                                      // MergeFlag
-  static constexpr int kNowhere = kFlag + 16;                                    // 16 bytes that nobody reads
-  static constexpr int kInboxFull = kNowhere + 16;                               // barrier
-  static constexpr int kExchange = kFull + 256;                                  // float [kWarps][kRows]
-  static constexpr int kRowScale = kExchange + Tr::kWarps * Tr::kRows * 4;       // over e4m3 pages float [2][kRows]
+  static constexpr int kFull = kQueries + Tr::kWorkBytes;                   // barriers [kUnits]
+  static constexpr int kEmpty = kFull + 96;                                 // barriers [kUnits]
+  static constexpr int kFlag = kFull + 192;                                 // MergeFlag
+  static constexpr int kNowhere = kFlag + 16;                               // 16 bytes that nobody reads
+  static constexpr int kInboxFull = kNowhere + 16;                          // barrier
+  static constexpr int kExchange = kFull + 256;                             // float [kWarps][kRows]
+  static constexpr int kRowScale = kExchange + Tr::kWarps * Tr::kRows * 4;  // over e4m3 pages float [2][kRows]
   static constexpr int kFactors = kRowScale;  // float [kRows] of `end_rows`, over e4m3 pages in place of the scales
   // The walk's state where kernels fold or park it.
   static constexpr int kPiece = kRowScale + (Tr::kFp8 ? 2 * Tr::kRows * 4 : Tr::kFactorBytes);
@@ -141,7 +140,6 @@ struct Boxes {
   int runs;           // of box tokens in a tile
   int count;          // of boxes in a unit
   int units_of_long;  // on their way at a time, of a long piece
-  bool read_once;     // lines leave L2 first, where they are read by one CTA
   int row_blocks;     // of a work, a CTA each; 1: a CTA passes over the keys for one block after the other
   // Rows of q, and of out, start on 16-byte boundaries, head_dim is a multiple of 8, and from one row of a request to
   // another it is a number of 32 bits. Strides in elements, where that is so.

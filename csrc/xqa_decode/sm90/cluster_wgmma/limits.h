@@ -16,8 +16,8 @@ struct TeamSize {
 
 inline constexpr int kMaxLogCtas = 4, kMaxClusterCtas = 1 << kMaxLogCtas;  // of a cluster
 inline constexpr int kMaxTeamClusters = 16;
-// Rows of 16-bit pages; of FP8 pages and of kernels that fold: the plan's kernels are 5 % faster with more over FP8. Above
-// head dim 128 more leave an SM room for one CTA.
+// Rows of 16-bit pages; of FP8 pages and of kernels that fold: the plan's kernels are 5 % faster with more over FP8.
+// Above head dim 128 more leave an SM room for one CTA.
 inline constexpr int kMaxTeamRows = 32, kMaxFewTeamRows = 16;
 inline constexpr int kMaxTeams = 132;        // pairs, all at the same time
 inline constexpr int kMaxShareTokens = 512;  // of a batch, whose requests may differ in length
