@@ -1,5 +1,6 @@
 #include "core/impl_table.h"
 #include "delta_rule/cuda/launch.h"
+#include "delta_rule/sm90/drafts.h"
 #include "device/common/linear_commit.cuh"
 #include "device/common/linear_verify.cuh"
 
@@ -52,6 +53,9 @@ constexpr VerifyImpl kImpls[] = {
 
 void launch_verify(const LinearVerify& params, CUstream_st* stream) {
   if (int64_t{params.step.batch_size} * params.step.num_heads == 0) return;  // a grid of zero CTAs is a launch error
+#if defined(ATTNOPS_HAS_SM90)
+  if (sm90::launch_verify(params, stream)) return;
+#endif
   select_impl("delta_verify", kImpls, params.step).verify(params, stream);
 }
 

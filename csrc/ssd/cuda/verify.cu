@@ -2,6 +2,7 @@
 #include "device/common/linear_commit.cuh"
 #include "device/common/linear_verify.cuh"
 #include "ssd/cuda/launch.h"
+#include "ssd/sm90/drafts.h"
 
 namespace attnops::ssd {
 namespace {
@@ -51,6 +52,9 @@ constexpr VerifyImpl kImpls[] = {
 
 void launch_verify(const LinearVerify& params, CUstream_st* stream) {
   if (int64_t{params.step.batch_size} * params.step.num_heads == 0) return;  // a grid of zero CTAs is a launch error
+#if defined(ATTNOPS_HAS_SM90)
+  if (sm90::launch_verify(params, stream)) return;
+#endif
   select_impl("ssd_verify", kImpls, params.step).verify(params, stream);
 }
 
