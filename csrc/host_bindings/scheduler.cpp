@@ -2,9 +2,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <vector>
 
 #include "scheduler/split_kv.h"
+#include "scheduler/split_kv_bounds.h"
 #include "scheduler/varlen_tiles.h"
 
 namespace py = pybind11;
@@ -88,6 +90,14 @@ PYBIND11_MODULE(_scheduler, m) {
 
   m.def("plan_split_kv", &attnops::plan_split_kv, py::arg("geometry"), py::arg("cache_seqlens"),
         "Rows of the split-KV plan of a batch.");
+  m.def(
+      "bounded",
+      [](const std::array<int32_t, 8>& words, int works, int groups, bool balanced, int group) {
+        const SplitKvEntry row{words[0], words[1], words[2], words[3], words[4], words[5], words[6], words[7]};
+        return attnops::bounded(row, {works, groups, balanced}, group);
+      },
+      py::arg("words"), py::arg("works"), py::arg("groups"), py::arg("balanced"), py::arg("group"),
+      "A row of a plan as kernels on a GPU follow it, whatever it holds.");
   m.def(
       "num_tiles",
       [](const SplitKvGeometry& geometry, int cache_seqlen) { return attnops::num_tiles(geometry, cache_seqlen); },

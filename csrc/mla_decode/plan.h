@@ -26,10 +26,11 @@ inline int blocks_per_work(int seqlen_q, int num_q_heads, int num_sm_parts) {
 
 // What follows from the shape of a call, so that nobody on a GPU divides.
 struct WorkDivision {
-  int blocks = 1;     // of a work
-  Divisor by_heads;   // from rows of a request to tokens
-  Divisor by_blocks;  // from parts to groups
-  Divisor by_works;   // from works to requests
+  int blocks = 1;             // of a work
+  Divisor by_heads;           // from rows of a request to tokens
+  Divisor by_blocks;          // from parts to groups
+  Divisor by_works;           // from works to requests
+  int works = 1, groups = 1;  // of a request, of parts
 };
 
 inline WorkDivision work_division(int seqlen_q, int num_q_heads, int num_sm_parts) {
@@ -37,7 +38,9 @@ inline WorkDivision work_division(int seqlen_q, int num_q_heads, int num_sm_part
   return {.blocks = blocks,
           .by_heads = Divisor(num_q_heads),
           .by_blocks = Divisor(blocks),
-          .by_works = Divisor(blocks_per_request(seqlen_q, num_q_heads) / blocks)};
+          .by_works = Divisor(blocks_per_request(seqlen_q, num_q_heads) / blocks),
+          .works = blocks_per_request(seqlen_q, num_q_heads) / blocks,
+          .groups = num_sm_parts / blocks};
 }
 
 inline SplitKvGeometry plan_geometry(int batch_size, int seqlen_q, int num_q_heads, int window_left, int num_sm_parts,

@@ -238,3 +238,51 @@ def test_mla_plans_look_for_even_batches(lengths, heads, blocks, group, device):
     )
     rows = [[getattr(entry, name) for name in FIELDS] for entry in _scheduler.plan_split_kv(geometry, lengths)]
     assert plan.tile_scheduler_metadata.tolist() == rows
+
+
+def words_of(entry) -> list[int]:
+    return [getattr(entry, field) for field in FIELDS]
+
+
+@settings(max_examples=300, deadline=None)
+@given(LENGTHS, GEOMETRIES, st.sampled_from([0, 1, 4, -1, -16]), st.sampled_from([1, 2, 3]))
+def test_bounds_leave_what_the_planner_made(lengths, shape, fixed, per_group):
+    """All that is read of a part that has tiles: its splits in balanced plans alone."""
+    shape = {**shape, "num_sm_parts": shape["num_sm_parts"] * per_group, "parts_per_group": per_group}
+    geometry = _scheduler.SplitKvGeometry(**shape, tile_tokens=TILE_TOKENS, fixed_split_tiles=fixed)
+    tiles = works_of(geometry, lengths)
+    groups = geometry.num_sm_parts // per_group
+    for part, entry in enumerate(_scheduler.plan_split_kv(geometry, lengths)):
+        given_words = words_of(entry)
+        got = words_of(_scheduler.bounded(given_words, len(tiles), groups, fixed == 0, part // per_group))
+        assert got[:4] == given_words[:4]
+        pieces = pieces_of(entry, tiles)
+        if not pieces or fixed:
+            assert not pieces or got[4] == given_words[4]
+            continue
+        first_has_all = pieces[0][0] == pieces[-1][0]  # its splits are then those of the last, which nobody asks again
+        assert got[4:6] == given_words[4:6] and got[7] == given_words[7]
+        assert first_has_all or got[6] == given_words[6]
+
+
+@settings(max_examples=1000, deadline=None)
+@given(
+    st.lists(st.one_of(st.integers(-(2**31), 2**31 - 1), st.integers(-2, 12)), min_size=8, max_size=8),
+    st.integers(1, 12),
+    st.sampled_from([1, 2, 7, 132]),
+    st.booleans(),
+    st.data(),
+)
+def test_bounds_of_any_words(words, works, groups, balanced, data):
+    group = data.draw(st.integers(0, groups - 1))
+    row = _scheduler.bounded(words, works, groups, balanced, group)
+    assert 0 <= row.begin_work <= row.end_work <= works
+    assert 0 <= row.begin_tile <= 1 << 22 and 0 <= row.end_tile <= 1 << 22
+    assert row.begin_work < row.end_work or row.begin_tile <= row.end_tile
+    if row.end_work == works:
+        assert row.end_tile == 0 or (row.begin_work == works and row.begin_tile == row.end_tile)
+    assert 0 <= row.first_part <= group
+    assert row.first_part + row.begin_num_splits <= groups and row.begin_num_splits >= 1
+    assert group + row.last_num_splits <= groups and row.last_num_splits >= 1
+    if balanced:
+        assert row.first_part + row.begin_split == group and row.begin_split < row.begin_num_splits

@@ -1,4 +1,5 @@
 #pragma once
+#include "core/math.h"
 #include "device/common/semaphore.cuh"
 
 // How the splits of a work find each other. The low half of the work's semaphore counts the splits that have arrived,
@@ -41,9 +42,9 @@ __device__ inline TicketShares arrive_for_share(int32_t* semaphore, int splits, 
     complete = (seen & kTicketArrived) == all;
     came = seen / kTicketCame;
   }
-  if (came + 1 == all) *semaphore = 0;  // nobody comes any more
-  if (!complete) return {0, 0, 0};
-  const int early = last ? static_cast<int>(before / kTicketCame) : 0;
+  if (came + 1 == all) *semaphore = 0;             // nobody comes any more
+  if (!complete || came >= all) return {0, 0, 0};  // the latter where somebody else wrote the semaphore
+  const int early = last ? min_of(static_cast<int>(before / kTicketCame), splits) : 0;
   return {early, static_cast<int>(came), 1};
 }
 

@@ -29,7 +29,7 @@ __device__ inline Splits splits_of_cuts(const Params& p, int request, int block)
   const int tiles = tiles_of(p, keys).count;
   const int cuts = ceil_div(tiles, p.fixed_split_tokens / kPlanTileTokens);
   const int64_t first = first_cut(p, request, block, cuts);
-  return {cuts, first, first + 1, 1, first + cuts > p.num_partials};
+  return {cuts, first, first + 1, 1, !has_room(p, first, cuts)};
 }
 
 // Balanced plans, by CTAs (part, share of the part): calls merge(work, splits, share, shares) for each work that this
@@ -38,6 +38,7 @@ __device__ inline Splits splits_of_cuts(const Params& p, int request, int block)
 template <class Merge>
 __device__ inline void each_shared_work(const Params& p, const SplitKvEntry& entry, const Merge& merge) {
   const int last_work = last_work_of(entry), blocks = p.division.blocks;
+  if (last_work < entry.begin_work) return;  // idle, whatever the row says of splits
 #pragma unroll 1
   for (int i = 0; i < 2; ++i) {
     const int work = i == 0 ? entry.begin_work : last_work;

@@ -288,12 +288,8 @@ __device__ inline void start(const Params& p, const Maps& maps, const Modes& mod
   }
   __syncwarp();
   attnops::sm90::wait_for_prerequisites();
-  if constexpr (kOptions == Options::kSelected) {
-    const SplitKvEntry entry = entry_for<kOptions>(p, blockIdx.x);
-    if (lane == 0) *reinterpret_cast<SplitKvEntry*>(base + kEntry) = entry;
-  } else if (lane < 8) {
-    reinterpret_cast<int*>(base + kEntry)[lane] = reinterpret_cast<const int*>(&entry_of(p, blockIdx.x))[lane];
-  }
+  const SplitKvEntry entry = entry_for<kOptions>(p, blockIdx.x);
+  if (lane == 0) *reinterpret_cast<SplitKvEntry*>(base + kEntry) = entry;
 }
 
 template <typename T, Options kOptions, Loads kLoads>

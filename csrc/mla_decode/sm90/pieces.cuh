@@ -3,6 +3,7 @@
 #include "device/common/tree_rows.cuh"
 #include "mla_decode/params.h"
 #include "mla_decode/plan.h"
+#include "scheduler/split_kv_bounds.h"
 
 namespace attnops::mla_decode::sm90 {
 
@@ -57,11 +58,20 @@ __device__ inline int64_t first_cut(const Params& p, int request, int block, int
   return static_cast<int64_t>(p.num_splits[request]) * blocks_of_request(p) + static_cast<int64_t>(block) * cuts;
 }
 
-__device__ inline const SplitKvEntry& entry_of(const Params& p, int part) {
-  return reinterpret_cast<const SplitKvEntry*>(p.tile_scheduler_metadata)[part];
+// Whether a block's cuts find their rows among the partial results.
+__device__ inline bool has_room(const Params& p, int64_t first, int cuts) {
+  return first >= 0 && first + cuts <= p.num_partials;
 }
 
-// The same, by value. Lists without a plan are dealt out whole, as many works to each group of parts.
+// A row of the plan.
+__device__ inline SplitKvEntry entry_of(const Params& p, int part) {
+  const SplitKvEntry entry = reinterpret_cast<const SplitKvEntry*>(p.tile_scheduler_metadata)[part];
+  const WorkDivision& division = p.division;
+  const SplitKvExtent plan{p.batch_size * division.works, division.groups, p.fixed_split_tokens == 0};
+  return bounded(entry, plan, division.by_blocks.divide(part));
+}
+
+// The same. Lists without a plan are dealt out whole, as many works to each group of parts.
 template <Options kOptions>
 __device__ inline SplitKvEntry entry_for(const Params& p, int part) {
   if (kOptions != Options::kSelected || p.tile_scheduler_metadata) return entry_of(p, part);
@@ -105,9 +115,9 @@ __device__ inline TileRange describe_work(const Params& p, const BlockPlace& pla
 }
 
 // How many of `tiles` from the piece's first on are worth a look: not those beyond the page table, but one at least,
-// for somebody must write zeros.
+// for somebody must write zeros. So a piece beyond the work's tiles, which no planner makes, is one tile without keys.
 __device__ inline int tiles_in_table(const Piece& piece, int tiles) {
-  return min_of(tiles, max_of(ceil_div(piece.keys.end, kPlanTileTokens) - piece.first_tile, 1));
+  return max_of(min_of(tiles, ceil_div(piece.keys.end, kPlanTileTokens) - piece.first_tile), 1);
 }
 
 // Whether a key may be read: it is in the page table, and some row of the request sees it.
@@ -138,7 +148,6 @@ __device__ inline void check_list_length(const Params& p, const Piece& piece) {
 template <Options kOptions>
 class PieceWalkFor {
  public:
-  __device__ explicit PieceWalkFor(const Params& p) : PieceWalkFor(entry_of(p, blockIdx.x)) {}
   __device__ explicit PieceWalkFor(const SplitKvEntry& entry)
       : entry_(entry), work_(entry.begin_work), tile_(entry.begin_tile) {}
 
@@ -161,10 +170,10 @@ class PieceWalkFor {
       const int cuts = ceil_div(range.count, cut_tiles);
       const int64_t first = first_cut(p, piece.request, place.block, cuts);
       piece.num_tiles = tiles_in_table(piece, min_of(cut_tiles, end - begin));
-      piece.partial = cuts > 1 ? static_cast<int>(first + begin / cut_tiles) : -1;
+      piece.partial = cuts > 1 ? static_cast<int>(first + min_of(begin / cut_tiles, cuts - 1)) : -1;
       tile_ += cut_tiles;
-      if (tile_ >= end) advance();
-      if (cuts == 1 || first + cuts <= p.num_partials) return true;
+      if (tile_ >= min_of(end, range.count)) advance();
+      if (cuts == 1 || has_room(p, first, cuts)) return true;
       // More cuts than the caller has room for: the merge makes it seen.
     }
     return false;

@@ -7,10 +7,11 @@
 // CTA r of the two finishes group r's columns of V, and gets what the other one has of them.
 namespace attnops::mla_decode::sm90::few_rows {
 
-// Whether the odd part of a pair, whose plan row this is, and the even one end with the two splits of a request.
-__device__ inline bool shares_with_peer(const SplitKvEntry& odd) {
+// Whether the parts of a pair, whose rows of the plan these are, end with the two splits of a request. Both CTAs ask
+// that of both rows: who would wait for a peer that does not come, whatever the rows hold, would wait for ever.
+__device__ inline bool shares_with_peer(const SplitKvEntry& even, const SplitKvEntry& odd) {
   return odd.begin_num_splits == 2 && odd.begin_split == 1 && last_work_of(odd) == odd.begin_work &&
-         odd.first_part == static_cast<int>(blockIdx.x & ~1u);
+         last_work_of(even) == odd.begin_work && even.begin_work <= odd.begin_work;
 }
 
 // What comes lies in the place of the queries: accumulators of 128 threads, then RowState of all rows.

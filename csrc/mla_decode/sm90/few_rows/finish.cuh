@@ -295,7 +295,7 @@ __global__ void __launch_bounds__(kConsumerThreads) mla_merge_cuts_kernel(const 
   const int cuts = ceil_div(tiles, p.fixed_split_tokens / kPlanTileTokens), first = p.num_splits[request];
   if (cuts <= 1) return;
   const RowOutput<T> output{p, request, p.seqlen_q * p.num_q_heads};
-  const bool overflow = static_cast<int64_t>(first) + cuts > p.num_partials;
+  const bool overflow = !has_room(p, first, cuts);
   if (overflow && p.report && threadIdx.x == 0 && blockIdx.y == 0) {
     record_fault(p.report, {ReportOp::kMlaDecode, ReportKind::kLength, request, 0, static_cast<int64_t>(first) + cuts,
                             p.num_partials + 1});

@@ -42,7 +42,7 @@ class Consumer {
     int asked = guess_request();  // whose queries are there or on their way
     attnops::sm90::wait_for_prerequisites();
     walk.begin(p_);
-    const bool pairs = modes_.paired && shares_with_peer(entry_of(p_, blockIdx.x | 1));
+    const bool pairs = modes_.paired && shares_with_peer(entry_of(p_, blockIdx.x & ~1u), entry_of(p_, blockIdx.x | 1));
     if (asked >= 0) load_queries(asked);  // before the first tiles come, behind which they would have to wait
     while (walk.next(p_, piece)) {
       if (asked != piece.request) {

@@ -75,13 +75,13 @@ class RequestWalkFor {
       const int cut_tiles = p.fixed_split_tokens / kPlanTileTokens;
       const int cuts = ceil_div(range.count, cut_tiles);
       const int64_t first = p.num_splits[request_];
-      const int index = tile_ / cut_tiles;
+      const int index = min_of(tile_ / cut_tiles, cuts - 1);
       if constexpr (kSplits) piece.splits = {cuts, index, static_cast<int>(first), static_cast<int>(first) + 1, 1};
       piece.num_tiles = tiles_in_table(piece, min_of(cut_tiles, end - tile_));
       piece.partial = cuts > 1 ? static_cast<int>(first) + index : -1;
       tile_ += cut_tiles;
-      if (tile_ >= end) advance();
-      if (cuts == 1 || first + cuts <= p.num_partials) return true;
+      if (tile_ >= min_of(end, range.count)) advance();
+      if (cuts == 1 || has_room(p, first, cuts)) return true;
       // More cuts than the caller has room for: the merge makes it seen.
     }
     return false;

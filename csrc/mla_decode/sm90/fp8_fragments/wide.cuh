@@ -38,13 +38,8 @@ __global__ void __launch_bounds__(At::kThreads, 1)
     if (lane == 8 && modes.use_boxes && !At::kScaled) attnops::sm90::prefetch_map(&maps.kv);
     if (lane == 9 && wide.queries_by_map) attnops::sm90::prefetch_map(&maps.queries.q);
     attnops::sm90::wait_for_prerequisites();
-    if constexpr (At::kOptions == Options::kSelected) {
-      const SplitKvEntry entry = entry_for<At::kOptions>(p, blockIdx.x);
-      if (lane == 0) *reinterpret_cast<SplitKvEntry*>(shared_bytes + At::kEntry) = entry;
-    } else if (lane < 8) {
-      reinterpret_cast<int*>(shared_bytes + At::kEntry)[lane] =
-          reinterpret_cast<const int*>(&entry_of(p, blockIdx.x))[lane];
-    }
+    const SplitKvEntry entry = entry_for<At::kOptions>(p, blockIdx.x);
+    if (lane == 0) *reinterpret_cast<SplitKvEntry*>(shared_bytes + At::kEntry) = entry;
   }
   __syncthreads();
   attnops::sm90::wait_for_prerequisites();

@@ -31,13 +31,13 @@ __device__ inline void init_barriers(uint32_t shared) {
 // What one warp does before all others begin: the part's row of the plan, the barriers.
 __device__ inline void start(const Params& p, const Maps& maps, const Modes& modes, uint8_t* base, uint32_t shared) {
   const int lane = threadIdx.x % 32;
-  auto* entry = reinterpret_cast<int*>(base + Layout::kEntry);
   if (lane == 8 && modes.use_boxes) attnops::sm90::prefetch_map(&maps.latent);
   if (lane == 9 && modes.use_boxes) attnops::sm90::prefetch_map(&maps.rope);
   if (lane == 10 && modes.queries_by_map) attnops::sm90::prefetch_map(&maps.queries.q);
   init_barriers(shared);
   attnops::sm90::wait_for_prerequisites();
-  if (lane < 8) entry[lane] = reinterpret_cast<const int*>(&entry_of(p, blockIdx.x))[lane];
+  const SplitKvEntry entry = entry_of(p, blockIdx.x);
+  if (lane == 0) *reinterpret_cast<SplitKvEntry*>(base + Layout::kEntry) = entry;
 }
 
 template <typename T, Options kOptions>

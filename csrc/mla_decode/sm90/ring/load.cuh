@@ -33,7 +33,8 @@ class Walk {
     const int begin = is_first ? entry_.begin_tile : 0, end = work_ == entry_.end_work ? entry_.end_tile : range.count;
     piece.first_tile = range.first + begin;
     // Cuts are counted by the length, wherever the page table ends.
-    piece.num_tiles = p.fixed_split_tokens == 0 ? tiles_in_table(piece, end - begin) : end - begin;
+    piece.num_tiles =
+        p.fixed_split_tokens == 0 ? tiles_in_table(piece, end - begin) : max_of(min_of(end, range.count) - begin, 1);
     ++work_;
     return range;
   }
@@ -46,8 +47,9 @@ class Walk {
     }
     const int cut_tiles = p.fixed_split_tokens / kPlanTileTokens, cuts = ceil_div(range.count, cut_tiles);
     const int64_t first = first_cut(p, piece.request, piece.first_row / kPlanRows, cuts);
-    piece.partial = cuts > 1 ? static_cast<int>(first + (piece.first_tile - range.first) / cut_tiles) : -1;
-    if (cuts == 1 || first + cuts <= p.num_partials) return;
+    const int cut = min_of((piece.first_tile - range.first) / cut_tiles, cuts - 1);
+    piece.partial = cuts > 1 ? static_cast<int>(first + cut) : -1;
+    if (cuts == 1 || has_room(p, first, cuts)) return;
     // More cuts than the caller has room for: the merge makes it seen.
     piece.partial = -1;
     piece.num_rows = 0;
@@ -82,15 +84,14 @@ class Planner {
 
   // Reads the part's row of the plan, and at the same time what an even batch will want to know next. Everything here
   // is read before the first box is asked for: behind boxes, which all SMs ask for at once, a word takes 2 us.
-  __device__ void begin_part(int* entry) {
+  __device__ void begin_part(SplitKvEntry* entry) {
     State& state = state_;
     const int lane = threadIdx.x % 32;
-    int word = 0;
-    if (lane < 8) word = __ldcg(reinterpret_cast<const int*>(&entry_of(p_, blockIdx.x)) + lane);
+    const SplitKvEntry row = entry_of(p_, blockIdx.x);
     const int likely = likely_request();
     const int32_t* cells = p_.page_table.row(likely);
     int length = p_.cache_seqlens[likely], page = p_.page_table.max_pages > 0 ? cells[0] : 0;
-    if (lane < 8) entry[lane] = word;
+    if (lane == 0) *entry = row;
     __syncwarp();
     state.left = count_pieces(entry_);
     if (state.left == 0) return;

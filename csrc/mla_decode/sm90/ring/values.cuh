@@ -99,7 +99,7 @@ class Values {
     }
     attnops::sm90::mbarrier_init_fence();
     attnops::sm90::wait_for_prerequisites();
-    planner.begin_part(reinterpret_cast<int*>(base_ + kEntry));
+    planner.begin_part(reinterpret_cast<SplitKvEntry*>(base_ + kEntry));
     planner.write(item(0));  // queries
     planner.write(item(1));
   }
