@@ -244,8 +244,8 @@ __device__ inline sm90::Splits find_splits(const Params& p, int request, int blo
   if (p.fixed_split_tokens > 0) return sm90::splits_of_cuts(p, request, block);
   const int blocks = p.division.blocks, at = request * sm90::blocks_of_request(p) + block;
   const int work = at / blocks;
-  __shared__ int count, first_slot, second_slot;
-  if (threadIdx.x == 0) count = 0;
+  __shared__ int count, first_part;
+  if (threadIdx.x == 0) count = first_part = 0;
   __syncthreads();
   for (int part = at % blocks + threadIdx.x * blocks; part < p.num_sm_parts; part += kThreads * blocks) {
     const SplitKvEntry entry = sm90::entry_of(p, part);
@@ -253,11 +253,13 @@ __device__ inline sm90::Splits find_splits(const Params& p, int request, int blo
     if (last_work != work || last_work < entry.begin_work || entry.last_num_splits <= 1) continue;
     if (last_work == entry.begin_work && entry.begin_split != 0) continue;  // the work began in an earlier part
     count = entry.last_num_splits;
-    first_slot = partial_slot(part, false);
-    second_slot = partial_slot(part + blocks, true);
+    first_part = part;
   }
   __syncthreads();
-  return {count, first_slot, second_slot, 2 * blocks, false};
+  // In a plan that no planner made several parts may begin the work, and count and part come from two of them.
+  const int most = p.division.groups - p.division.by_blocks.divide(first_part);
+  return {min_of(count, most), partial_slot(first_part, false), partial_slot(first_part + blocks, true), 2 * blocks,
+          false};
 }
 
 // Merges the partial results of eight rows of a token, a warp each, in the order of their splits.
