@@ -13,8 +13,7 @@ from sparse_calls import plan_of as sparse_plan_of
 from xqa_decoding import make_plan
 
 gpu = pytest.mark.gpu
-OPS = ("mla_decode",)  # xqa_decode still follows its rows as they stand
-each_row = pytest.mark.parametrize("op,row", [row for row in ROWS.values() if row[0] in OPS])
+each_row = pytest.mark.parametrize("op,row", ROWS.values(), ids=ROWS)
 LENGTHS = [130, 64, 5, 517, 0, 66, 1900]
 
 

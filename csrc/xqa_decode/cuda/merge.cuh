@@ -326,8 +326,8 @@ __device__ inline Units arrive(int32_t* semaphore, int splits, int own, int unit
   if (last) early = gave_up ? units : min_of(static_cast<int>(may_wait ? left : left + own), units);
   if (!may_wait && left + own == all) *semaphore = 0;
   if (!may_wait || gave_up || (!last && !wait_for_splits(semaphore, all))) return {early, early, early, may_wait};
-  const int end = splits - static_cast<int>(waiting);
-  return {early, min_of(end - own, units), min_of(end, units), true};
+  const int end = splits - static_cast<int>(waiting);  // below 0 where somebody else wrote the semaphore
+  return {early, max_of(min_of(end - own, units), 0), min_of(end, units), true};
 }
 
 // A part that waited leaves, once it knows its units. `finish` may come much later, so that nobody waits for memory:

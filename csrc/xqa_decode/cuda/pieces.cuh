@@ -25,6 +25,24 @@ __device__ __forceinline__ int tokens_in_table(const Params& p, int request) {
   return p.page_table.kv_indptr ? tokens_in_csr(p, request) : p.table_tokens;
 }
 
+// A row of the plan.
+__device__ __forceinline__ SplitKvEntry load_entry(const Params& p, const Shape& shape, int part) {
+  const auto* words = reinterpret_cast<const int4*>(p.tile_scheduler_metadata) + 2 * static_cast<int64_t>(part);
+  const int4 a = __ldg(words), b = __ldg(words + 1);
+  SplitKvEntry entry = bounded({a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}, shape.plan,
+                               shape.heads_side_by_side ? shape.by_kv_heads.divide(part) : part);
+  // As if loaded: nothing that they were made of has to live on.
+  asm volatile("" : "+r"(entry.begin_work), "+r"(entry.begin_tile), "+r"(entry.end_work), "+r"(entry.end_tile));
+  asm volatile(""
+               : "+r"(entry.begin_split), "+r"(entry.begin_num_splits), "+r"(entry.last_num_splits),
+                 "+r"(entry.first_part));
+  return entry;
+}
+
+__device__ __forceinline__ bool is_idle(const SplitKvEntry& entry) {
+  return entry.begin_work == entry.end_work && entry.begin_tile >= entry.end_tile;
+}
+
 // The pieces of one part of the plan, in order: a run of keys of one work for one block of its rows. The keys' stream
 // and the arithmetic walk them independently, the stream ahead. All lanes of a warp hold the same state.
 //
@@ -182,8 +200,11 @@ class PieceWalk {
     overflows_ = false;
     if (p_.fixed_split_tokens != 0) {
       const int cuts = num_cuts();
+      // A planner's row has no tile that the work has not.
+      tile_ = min_of(tile_, num_tiles_ - 1), end_tile_ = min_of(end_tile_, num_tiles_);
       if (!cut_ends_round()) end_tile_ = min_of(end_tile_, tile_ + cut_tiles());
-      overflows_ = cuts > 1 && first_cut(cuts) + cuts > p_.num_partials;
+      const int64_t first = first_cut(cuts);
+      overflows_ = cuts > 1 && (first < 0 || first + cuts > p_.num_partials);
     }
   }
 
