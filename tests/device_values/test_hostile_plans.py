@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from attnops import ops
-from hostile_plans import WAYS, HostilePlan
+from fmha_calls import split_plan
+from hostile_plans import INT_MAX, INT_MIN, WAYS, Between, HostilePlan, spoil
 from kernel_rows import ROWS, Case, case_of, finite
 from mla_calls import SCALE, plan_for, queries
+from problems import FP8, paged_problem
 from sparse_calls import KINDS, sparse_problem
 from sparse_calls import plan_of as sparse_plan_of
 from xqa_decoding import make_plan
@@ -87,3 +91,81 @@ def test_a_plan_of_lists_of_any_words_ends_nothing(kind, heads, parts, fixed):
         torch.cuda.synchronize()
         assert hostile.unharmed(), (way, seed)
     assert torch.equal(decode(plan), good)
+
+
+PREFILLS = {
+    "hd128": {"head_dim": 128, "page_size": 64},
+    "pairs": {"head_dim": 128, "page_size": 64, "num_q_heads": 8, "num_kv_heads": 2},
+    "rows": {"head_dim": 64, "page_size": 1},
+    "e4m3": {"head_dim": 128, "page_size": 16, "kv_dtype": FP8},
+    "hd256": {"head_dim": 256, "page_size": 32},
+}
+COUNTERS = [(-1, 0, 0), (5, 0, 0), (0, 7, 0), (0, 0, -1), (0, 0, INT_MAX), (INT_MIN, INT_MIN, INT_MIN)]
+
+
+class HostileOrder:
+    """A copy of a plan of `fmha_paged` between guards."""
+
+    def __init__(self, plan):
+        self.tensors = {
+            name: Between(getattr(plan, name)) for name in ("tile_order", "pieces", "partial", "semaphores")
+        }
+        self.plan = dataclasses.replace(plan, **{name: tensor.view for name, tensor in self.tensors.items()})
+
+    def unharmed(self) -> bool:
+        return all(tensor.is_whole() for tensor in self.tensors.values())
+
+
+def prefill(kind: str):
+    """A problem with a long request, its plan, whose tiles are cut, and the call by any plan."""
+    problem = paged_problem([9000, 50, 300, 7], [130, 50, 300, 0], **PREFILLS[kind]).to("cuda")
+    plan = split_plan(problem)
+    ops.fmha_plan(plan, problem.cu_seqlens_q, cache_seqlens=problem.cache_seqlens)
+    assert plan.pieces[0, 0] > 1
+
+    def attend(plan):
+        pools = (problem.k_pages, problem.v_pages, problem.page_table, problem.cache_seqlens, problem.cu_seqlens_q)
+        return ops.fmha_paged(problem.q, *pools, plan, k_scale=problem.k_scale, v_scale=problem.v_scale)[0]
+
+    return plan, attend
+
+
+@gpu
+@pytest.mark.parametrize("kind", PREFILLS)
+def test_an_order_of_any_words_ends_nothing(kind):
+    plan, attend = prefill(kind)
+    good = attend(plan)
+    for seed, way in enumerate(WAYS):
+        for which in ("order", "pieces", "both", "head kept"):
+            generator = torch.Generator().manual_seed(seed)
+            hostile = HostileOrder(plan)
+            if which in ("order", "both"):
+                spoil(hostile.plan.tile_order, way, generator)
+            if which != "order":
+                spoil(hostile.plan.pieces[1 if which == "head kept" else 0 :], way, generator)
+            attend(hostile.plan)
+            torch.cuda.synchronize()
+            assert hostile.unharmed(), (way, which)
+            assert not hostile.plan.semaphores.any(), (way, which)
+    # One piece claims more than there are, behind pieces of its tile that there are.
+    hostile = HostileOrder(plan)
+    hostile.plan.pieces[2:, 3] = INT_MAX
+    attend(hostile.plan)
+    torch.cuda.synchronize()
+    assert torch.equal(attend(plan), good)
+
+
+@gpu
+@pytest.mark.parametrize("counters", COUNTERS, ids=str)
+@pytest.mark.parametrize("kind", ["pairs", "rows"])
+def test_counters_of_any_words_end_nothing(kind, counters):
+    plan, attend = prefill(kind)
+    good = attend(plan)
+    hostile = HostileOrder(plan)
+    hostile.plan.semaphores.copy_(torch.tensor(counters, dtype=torch.int32))
+    attend(hostile.plan)
+    torch.cuda.synchronize()
+    assert hostile.unharmed()
+    hostile.plan.semaphores.zero_()
+    assert torch.equal(attend(hostile.plan), good)
+    assert torch.equal(attend(plan), good)

@@ -9,7 +9,7 @@ from attnops import ops
 from attnops.explain_prefill import prefill_plan
 from attnops.metadata import FmhaPlan
 from checks import assert_attention_close, assert_lse_close
-from fmha_calls import plan_of
+from fmha_calls import plan_of, split_plan
 from problems import FP8, paged_problem, ragged_problem
 
 SMS, NEVER = 132, 2**31 - 1
@@ -91,27 +91,6 @@ def test_errors():
 
 def test_no_scratch_without_need():
     assert FmhaPlan.allocate(64, 2, num_q_heads=8, num_kv_heads=2).pieces is None
-
-
-def split_plan(problem, *, causal=True, window_left=-1, split_keys=True):
-    heads = {
-        "num_q_heads": problem.q.shape[1],
-        "num_kv_heads": getattr(problem, "k_pages", problem.__dict__.get("k")).shape[-2],
-    }
-    head_dim = max(problem.q.shape[-1], getattr(problem, "v_pages", problem.__dict__.get("v")).shape[-1])
-    batch = problem.cu_seqlens_q.numel() - 1
-    plan = FmhaPlan.allocate(
-        *(problem.q.shape[0], batch),
-        **heads,
-        head_dim=head_dim,
-        causal=causal,
-        window_left=window_left,
-        split_keys=split_keys,
-        device="cuda",
-    )
-    if plan.partial is not None:
-        plan.partial.fill_(float("nan"))
-    return plan
 
 
 def run_paged(problem, plan, **options):

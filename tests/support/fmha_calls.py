@@ -28,6 +28,30 @@ def plan_of(problem: RaggedProblem | PagedProblem, *, causal=True, window_left=-
     return plan
 
 
+def split_plan(
+    problem: RaggedProblem | PagedProblem, *, causal: bool = True, window_left: int = -1, split_keys: bool = True
+) -> FmhaPlan:
+    """A plan on a GPU that may cut tiles, not filled. Its scratch holds NaN."""
+    heads = {
+        "num_q_heads": problem.q.shape[1],
+        "num_kv_heads": getattr(problem, "k_pages", problem.__dict__.get("k")).shape[-2],
+    }
+    head_dim = max(problem.q.shape[-1], getattr(problem, "v_pages", problem.__dict__.get("v")).shape[-1])
+    batch = problem.cu_seqlens_q.numel() - 1
+    plan = FmhaPlan.allocate(
+        *(problem.q.shape[0], batch),
+        **heads,
+        head_dim=head_dim,
+        causal=causal,
+        window_left=window_left,
+        split_keys=split_keys,
+        device="cuda",
+    )
+    if plan.partial is not None:
+        plan.partial.fill_(float("nan"))
+    return plan
+
+
 def run(problem: RaggedProblem | PagedProblem, *, csr=False, tile_q=64, spare=0, **options) -> tuple[Tensor, Tensor]:
     """(out, lse) of `fmha_varlen` or `fmha_paged`."""
     options = {"k_scale": problem.k_scale, "v_scale": problem.v_scale, "return_lse": True, **options}
@@ -66,4 +90,4 @@ def assert_same_bits(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> None
         assert torch.equal(left, right), f"{(left != right).sum().item()} of {left.numel()} elements differ"
 
 
-__all__ = ["MAX_RELATIVE_ERROR", "assert_right", "assert_same_bits", "plan_of", "run"]
+__all__ = ["MAX_RELATIVE_ERROR", "assert_right", "assert_same_bits", "plan_of", "run", "split_plan"]

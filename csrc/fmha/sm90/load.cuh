@@ -88,7 +88,9 @@ class ProducerBase {
     } else if (rank_ > 0) {
       awaits_index_ = true;
     } else {
-      next_index_ = ctas + s_.cluster * atomicAdd(p_.semaphores, 1);
+      // Whatever the counter holds, no more works than there are.
+      const auto taken = static_cast<uint32_t>(atomicAdd(p_.semaphores, 1));
+      next_index_ = ctas + s_.cluster * static_cast<int>(min_of(taken, static_cast<uint32_t>(s_.num_works)));
       if (s_.cluster > 1) send_index();
     }
   }

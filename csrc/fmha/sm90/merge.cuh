@@ -1,4 +1,5 @@
 #pragma once
+#include "device/common/semaphore.cuh"
 #include "device/sm80/mma.cuh"
 #include "fmha/sm90/partial.cuh"
 
@@ -92,6 +93,18 @@ __device__ __forceinline__ void merge_row(const Params& p, const Schedule& s, co
   }
 }
 
+// Waits until so many warps have stored their rows. Pieces take milliseconds: a counter that stands still for seconds
+// was written by somebody else, and will never be there.
+__device__ inline void wait_for_pieces(const int32_t* counter, uint32_t needed) {
+  constexpr int kPatience = 1 << 23;  // looks of half a microsecond and more
+  uint32_t done = load_acquire(counter);
+  for (int looks = 0; done < needed && looks < kPatience; ++looks) {
+    const uint32_t seen = load_acquire(counter);
+    if (seen != done) looks = 0;
+    done = seen;
+  }
+}
+
 // When a CTA finds no more works, others may still compute: all pieces belong to CTAs that run, which wait for nothing.
 // Each CTA waits for them and merges its part: piece number i of n merges the i-th part of the tile's rows. Called by
 // all computing threads of a plan with `pieces`; `shared` is memory that nobody needs any more.
@@ -100,11 +113,7 @@ __device__ __forceinline__ void merge_pieces(const Params& p, const Schedule& s,
   constexpr int kWarps = 4 * Tr::kWarpgroups;
   const int slabs = pieces * s.works_per_tile, warp = static_cast<int>(threadIdx.x) / 32 - 4;
   if (threadIdx.x == 128) {
-    const auto needed = static_cast<uint32_t>(slabs) * kWarps;
-    uint32_t done = 0;
-    while (done < needed) {
-      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(done) : "l"(p.semaphores + 2) : "memory");
-    }
+    wait_for_pieces(p.semaphores + 2, static_cast<uint32_t>(slabs) * kWarps);
     leave(p);
   }
   hopper::named_barrier_sync(kMergeBarrier, 128 * Tr::kWarpgroups);
@@ -115,7 +124,7 @@ __device__ __forceinline__ void merge_pieces(const Params& p, const Schedule& s,
     const int piece = slab / s.works_per_tile;
     const int2 place =
         *reinterpret_cast<const int2*>(p.pieces + 4 * (piece + 1ll) + 2);  // piece of the tile, of how many
-    if (place.x > piece || piece - place.x + place.y > pieces) continue;
+    if (place.x > piece || place.y > pieces - (piece - place.x)) continue;
     const int first_slab = slab - place.x * s.works_per_tile;
     const int rows = w.num_tokens * s.pack;  // the tile's first ones
     const int begin = rows * place.x / place.y, end = rows * (place.x + 1) / place.y;
