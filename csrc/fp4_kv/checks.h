@@ -23,14 +23,12 @@ inline Pages checked_pages(const char* op, const std::string& side, const Tensor
       .dtype({DType::kUInt8})
       .shape({num_pages, page_size, num_heads, bytes})
       .size_at_least(1, "page_size", 1, "a page holds a token")
-      .dense_last()
-      .apart();
+      .dense_last();
   TensorCheck(op, scales_name.c_str(), scales)
       .device_as(codes_name.c_str(), codes)
       .dtype({DType::kFloat8E4M3})
       .shape({num_pages, page_size, num_heads, blocks})
-      .dense_last()
-      .apart();
+      .dense_last();
   if (scale) {
     Dim one("num_scales", 1, "a tensor's scale");
     TensorCheck(op, scale_name.c_str(), *scale)
@@ -74,6 +72,8 @@ inline StoreParams checked_store(const Tensor& k_pages, const OptionalTensor& v_
         .dense_last();
   };
   rows("k", k, dim_k);
+  TensorCheck(op, "k_pages", k_pages).apart();
+  TensorCheck(op, "k_block_scales", k_block_scales).apart();
   const bool has_v = checked_v(op, v_pages, v_block_scales);
   if (has_v != v.has_value()) fail(op, "v must be given with v_pages and only with them, as None without");
   const Pages pages_k =
@@ -81,7 +81,8 @@ inline StoreParams checked_store(const Tensor& k_pages, const OptionalTensor& v_
   StoreSide v_side{};
   if (has_v) {
     rows("v", *v, dim_v);
-    TensorCheck(op, "v_pages", *v_pages).device_as("k_pages", k_pages);
+    TensorCheck(op, "v_pages", *v_pages).device_as("k_pages", k_pages).apart();
+    TensorCheck(op, "v_block_scales", *v_block_scales).apart();
     v_side.pages = checked_pages(op, "v", *v_pages, *v_block_scales, v_scale, num_pages, page_size, num_heads, *dim_v);
     v_side.rows = v->const_data_ptr(), v_side.head_dim = dim_v.as_int();
     v_side.stride_token = v->stride(0), v_side.stride_head = v->stride(1);

@@ -24,7 +24,7 @@ constexpr int kMaxDims = 4;
 
 // What a tensor looks like, but for its address.
 struct Look {
-  bool present;
+  bool present, has_memory;
   DLDevice device;
   DLDataType dtype;
   int32_t ndim;
@@ -34,15 +34,20 @@ struct Look {
   static uint64_t alignment_of(const DLTensor& t) { return reinterpret_cast<uintptr_t>(t.data) % kAlignment; }
 
   explicit Look(const DLTensor& t)
-      : present(true), device(t.device), dtype(t.dtype), ndim(t.ndim), alignment(alignment_of(t)) {
+      : present(true),
+        has_memory(t.data != nullptr),
+        device(t.device),
+        dtype(t.dtype),
+        ndim(t.ndim),
+        alignment(alignment_of(t)) {
     std::copy_n(t.shape, ndim, shape);
     std::copy_n(t.strides, ndim, strides);
   }
 
   bool is_of(const DLTensor& t) const {
-    return present && t.ndim == ndim && std::equal(t.shape, t.shape + ndim, shape) &&
-           std::equal(t.strides, t.strides + ndim, strides) && t.dtype.code == dtype.code &&
-           t.dtype.bits == dtype.bits && t.device.device_type == device.device_type &&
+    return present && (t.data != nullptr) == has_memory && t.ndim == ndim &&
+           std::equal(t.shape, t.shape + ndim, shape) && std::equal(t.strides, t.strides + ndim, strides) &&
+           t.dtype.code == dtype.code && t.dtype.bits == dtype.bits && t.device.device_type == device.device_type &&
            t.device.device_id == device.device_id && alignment_of(t) == alignment;
   }
 };

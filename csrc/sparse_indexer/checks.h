@@ -91,7 +91,6 @@ inline IndexPages checked_index_pages(const char* op, const Tensor& pages) {
   TensorCheck(op, "index_pages", pages)
       .size_at_least(1, "page_size", 1, "a page holds a token")
       .dense_last()
-      .apart()
       .aligned(4);
   const int64_t dim = *width - 4;
   if (dim != 64 && dim != 128) {
@@ -114,6 +113,7 @@ inline StoreIndexParams checked_store_index(const Tensor& index_pages, const Ten
                                             bool hadamard, bool ue8m0, const OptionalTensor& report) {
   const char *op = "store_index_k", *home = "index_pages";
   const IndexPages pages = checked_index_pages(op, index_pages);
+  TensorCheck(op, home, index_pages).apart();
   Dim tokens("num_tokens"), dim("dim", pages.dim, home);
   TensorCheck(op, "k", k)
       .device_as(home, index_pages)

@@ -2,9 +2,12 @@
 
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <stdexcept>
+#include <utility>
+#include <vector>
 
 namespace attnops {
 namespace {
@@ -44,6 +47,56 @@ std::string device_text(const Tensor& tensor) {
          : tensor.is_cuda() ? "cuda:" + std::to_string(tensor.get_device_index())
                             : "another device type";
 }
+
+std::string strides_text(const Tensor& tensor) {
+  std::string text;
+  for (int64_t axis = 0; axis < tensor.dim(); ++axis) text += (axis ? ", " : "") + std::to_string(tensor.stride(axis));
+  return "[" + text + "]";
+}
+
+struct Axis {
+  int64_t stride, steps;  // of an element to the next; to the last
+  int64_t reach;          // of all axes with smaller strides
+};
+
+// Whether two elements of a tensor meet at one address: whether steps along its axes lead back to where they began.
+class Meeting {
+ public:
+  // Axes of more than one element, without a stride of 0.
+  explicit Meeting(std::vector<Axis> axes) : axes_(std::move(axes)) {
+    std::sort(axes_.begin(), axes_.end(), [](const Axis& a, const Axis& b) { return a.stride > b.stride; });
+    int64_t reach = 0;
+    for (auto axis = axes_.rbegin(); axis != axes_.rend(); ++axis) {
+      axis->reach = reach;
+      reach += axis->stride * axis->steps;
+    }
+  }
+
+  // What takes too many looks counts as meeting: nobody writes into such a tensor.
+  bool happens() { return leads_back(0, 0, false); }
+
+ private:
+  static constexpr int kMostLooks = 1 << 14;
+
+  // Whether steps along the axes from `first` on make up for `way`, behind axes along which some `moved`.
+  bool leads_back(size_t first, int64_t way, bool moved) {
+    if (first == axes_.size()) return way == 0 && moved;
+    const auto [stride, steps, reach] = axes_[first];
+    // Of a way and its opposite one is looked at.
+    const int64_t least = moved ? std::max(-steps, ceil_of(-way - reach, stride)) : 0;
+    const int64_t most = std::min(steps, floor_of(reach - way, stride));
+    for (int64_t step = least; step <= most; ++step) {
+      if (++looks_ > kMostLooks || leads_back(first + 1, way + step * stride, moved || step != 0)) return true;
+    }
+    return false;
+  }
+
+  static int64_t floor_of(int64_t a, int64_t b) { return a / b - (a % b < 0); }
+  static int64_t ceil_of(int64_t a, int64_t b) { return a / b + (a % b > 0); }
+
+  std::vector<Axis> axes_;
+  int looks_ = 0;
+};
 
 template <class Values, class ToText>
 std::string one_of(const Values& values, const ToText& to_text) {
@@ -112,9 +165,14 @@ const TensorCheck& TensorCheck::shape(std::initializer_list<std::reference_wrapp
   rank(static_cast<int64_t>(dims.size()));
   const auto sizes = tensor_.sizes();  // at once: each question to a tensor is a call into torch
   size_t axis = 0;
+  bool has_elements = true;
   for (Dim& dim : dims) {
     match(dim, axis, sizes[axis]);
+    has_elements = has_elements && sizes[axis] > 0;
     ++axis;
+  }
+  if (has_elements && tensor_.const_data_ptr() == nullptr && (tensor_.is_cpu() || tensor_.is_cuda())) {
+    fail(op_, label() + " must have memory, and its storage was freed, shape " + shape_text(tensor_));
   }
   return *this;
 }
@@ -145,10 +203,26 @@ const TensorCheck& TensorCheck::contiguous() const {
 
 const TensorCheck& TensorCheck::apart() const {
   const auto sizes = tensor_.sizes(), strides = tensor_.strides();
+  int64_t reach = 0;  // of the axes behind
+  bool nested = true;
+  for (size_t axis = sizes.size(); axis-- > 0;) {
+    if (sizes[axis] <= 1) continue;
+    if (strides[axis] == 0) {
+      fail(op_, label() + ".stride(" + std::to_string(axis) + ") must not be 0: it is written, and has " +
+                    std::to_string(sizes[axis]) + " elements there, shape " + shape_text(tensor_));
+    }
+    nested = nested && strides[axis] > reach;
+    reach += nested ? (sizes[axis] - 1) * strides[axis] : 0;
+  }
+  if (nested) return *this;
+  std::vector<Axis> axes;
   for (size_t axis = 0; axis < sizes.size(); ++axis) {
-    if (sizes[axis] <= 1 || strides[axis] != 0) continue;
-    fail(op_, label() + ".stride(" + std::to_string(axis) + ") must not be 0: it is written, and has " +
-                  std::to_string(sizes[axis]) + " elements there, shape " + shape_text(tensor_));
+    if (sizes[axis] == 0) return *this;
+    if (sizes[axis] > 1) axes.push_back({strides[axis], sizes[axis] - 1, 0});
+  }
+  if (Meeting(std::move(axes)).happens()) {
+    fail(op_, label() + " must not lie on itself: it is written, and two of its elements share an address, strides " +
+                  strides_text(tensor_) + ", shape " + shape_text(tensor_));
   }
   return *this;
 }

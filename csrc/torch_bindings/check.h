@@ -50,7 +50,7 @@ class TensorCheck {
   const TensorCheck& size_at_least(int64_t axis, const char* dim, int64_t least, const char* reason) const;
   const TensorCheck& dense_last() const;  // the last dimension has stride 1; every other stride is free
   const TensorCheck& contiguous() const;
-  const TensorCheck& apart() const;  // of what is written: no axis repeats its elements, as those of `expand` do
+  const TensorCheck& apart() const;  // of what is written: no two elements share an address
   const TensorCheck& aligned(int bytes) const;  // of the data pointer
 
  private:
