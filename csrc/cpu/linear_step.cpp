@@ -5,6 +5,7 @@
 #include "cpu/isa.h"
 #include "cpu/linear_head.h"
 #include "cpu/linear_step_rows.h"
+#include "cpu/slot_owners.h"
 
 namespace attnops::cpu {
 
@@ -46,15 +47,12 @@ void linear_step_heads(const LinearStep& p, bool delta, int64_t begin, int64_t e
 
 void check_step_slots(const LinearStep& p, ReportOp op, int32_t* report) {
   const int32_t* targets = p.out_state_indices == nullptr ? p.state_indices : p.out_state_indices;
+  SlotOwners owners = owners_of(targets, p.batch_size);
   for (int request = 0; request < p.batch_size; ++request) {
     for (const int64_t slot : {int64_t{p.state_indices[request]}, int64_t{targets[request]}}) {
       if (slot >= p.num_slots) record_fault(report, {op, kReportStateSlot, request, 0, slot, p.num_slots});
     }
-    for (int other = 0; other < request && targets[request] >= 0; ++other) {
-      if (targets[other] == targets[request]) {
-        record_fault(report, {op, kReportSharedSlot, request, other, targets[request], 0});
-      }
-    }
+    owners.check_next(op, targets[request], request, report);
   }
 }
 

@@ -3,15 +3,40 @@
 
 #include <cstring>
 
+#include "cpu/slot_owners.h"
 #include "linear_state/checks.h"
 #include "torch_bindings/cpu_faults.h"
 
 namespace attnops::linear_state {
 namespace {
 
+// What Params::check records, without a walk over all pairs for each of them.
+void check_pairs(const Params& p, int32_t* report) {
+  attnops::cpu::SlotOwners writers, readers;
+  for (int64_t i = 0; i < p.count; ++i) {
+    if (!p.moves(i)) continue;
+    writers.add(p.dst[i], i);
+    if (p.src != nullptr) readers.add(p.src[i], i);
+  }
+  writers.sort();
+  readers.sort();
+  const auto check_slot = [&](int64_t i, int64_t slot) {
+    if (slot >= p.num_slots) record_fault(report, {p.op, kReportStateSlot, i, 0, slot, p.num_slots});
+  };
+  for (int64_t i = 0; i < p.count; ++i) {
+    check_slot(i, p.dst[i]);
+    if (p.src != nullptr) check_slot(i, p.src[i]);
+    if (!p.moves(i)) continue;
+    int64_t other = readers.first(p.dst[i]);  // not this pair, whose slots differ
+    const int64_t writer = writers.first(p.dst[i]);
+    if (writer < i && (other < 0 || writer < other)) other = writer;
+    if (other >= 0) record_fault(report, {p.op, kReportSharedSlot, i, other, p.dst[i], 0});
+  }
+}
+
 void run(const char* op, Params p) {
   CpuFaults faults(op, "states", p.report);
-  for (int64_t i = 0; i < p.count; ++i) p.check(i, faults.report());
+  check_pairs(p, faults.report());
   faults.check();
   if (p.slot_bytes == 0) return;  // and no address to copy from
   torch::stable::parallel_for(0, p.num_layers * p.count, 1, [&](int64_t begin, int64_t end) {
