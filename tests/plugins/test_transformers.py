@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import pytest
@@ -16,6 +17,9 @@ if not unsupported("transformers"):
     from attnops.plugins import transformers as plugin
 
     plugin.register()
+    # Up to 5.23 a model calls its cache `past_key_values`.
+    NEW_NAME = "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).parameters
+    CACHE = "cache" if NEW_NAME else "past_key_values"
 
 CACHES = ["dynamic", "static"]
 OP = torch.ops.attnops.padded_attention.default if not unsupported("transformers") else None
@@ -145,7 +149,7 @@ def test_a_conversation_goes_on_after_its_cache(kind, cache, holes):
         for size in (9, 4, 1):
             now = slice(start, start + size)
             start += size
-            out = model(ids[:, now], attention_mask=mask[:, :start], past_key_values=past, use_cache=True)
+            out = model(ids[:, now], attention_mask=mask[:, :start], use_cache=True, **{CACHE: past})
             pieces.append(out.logits)
         results[implementation] = torch.cat(pieces, dim=1)
     torch.testing.assert_close(results["attnops"][mask.bool()], results["eager"][mask.bool()], rtol=1e-3, atol=1e-3)
@@ -185,7 +189,7 @@ def test_an_encoder_sees_both_sides(padded):
     torch.testing.assert_close(states[1], states[0], rtol=1e-4, atol=1e-4)
 
 
-# transformers 5.23 itself does not serve MLA in continuous batching: its paged cache has another head dim.
+# transformers 5.24 itself does not serve MLA in continuous batching: its paged cache has another head dim.
 @pytest.mark.parametrize("kind", ["llama", "gemma", "gpt_oss"])
 def test_continuous_batching_gives_the_tokens_of_generate(kind, monkeypatch):
     from attnops.plugins.transformers import continuous
@@ -233,6 +237,16 @@ def test_what_is_not_served_is_refused_by_name():
         layer.self_attn.attention_dropout = 0.1
     with torch.no_grad(), pytest.raises(NotImplementedError, match=r"dropout=0\.1"):
         model(ids)
+
+
+@pytest.mark.parametrize("name", ["cache", "read_index", "block_table"])
+def test_a_paged_cache_is_refused_by_every_name_that_it_had(name):
+    from attnops.plugins.transformers import masks
+
+    q, module = torch.zeros(1, 2, 3, 64), torch.nn.Module()
+    assert masks.attention_forward(module, q, q, q, None, **{name: None})[0].shape == (1, 3, 2, 64)
+    with pytest.raises(NotImplementedError, match=r"a paged cache .*attnops_flash_attention_3"):
+        masks.attention_forward(module, q, q, q, None, **{name: [torch.arange(3)]})
 
 
 def test_registering_again_changes_nothing():

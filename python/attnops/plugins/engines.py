@@ -91,7 +91,7 @@ ENGINES = {
             name="transformers",
             packages=("transformers",),
             least=(5, 17),
-            below=(5, 24),
+            below=(5, 25),
             option='attnops.plugins.transformers.register(), then attn_implementation="attnops"',
             refused=("dropout", "attention weights", "additive masks and biases", "head masks", "gradients"),
         ),

@@ -16,6 +16,7 @@ from transformers import masking_utils
 from attnops.plugins.transformers.attention import padded_attention
 
 _ADVICE = 'use attn_implementation="eager" or "sdpa" for it'
+_PAGED = ("cache", "read_index", "block_table")  # the first up to transformers 5.23, one of the others since
 
 
 def attention_forward(
@@ -74,7 +75,9 @@ def _refuse(
         "output_attentions=True": bool(options.get("output_attentions")),
         "position_bias": options.get("position_bias") is not None,
         "head_mask": options.get("head_mask") is not None,
-        'a paged cache (there the name is "attnops_flash_attention_3")': options.get("cache") is not None,
+        'a paged cache (there the name is "attnops_flash_attention_3")': any(
+            options.get(name) is not None for name in _PAGED
+        ),
         "gradients (use torch.no_grad())": torch.is_grad_enabled()
         and (query.requires_grad or key.requires_grad or value.requires_grad),
     }
