@@ -31,9 +31,11 @@ struct OwnedBatch {
 
 SplitKvGeometry of_batch(SplitKvGeometry geometry, const std::vector<int>& lengths) {
   geometry.num_requests = static_cast<int>(lengths.size());
+  geometry.all_short = geometry.short_tiles > 0;
   for (const int length : lengths) {
     const bool differs = num_tiles(geometry, length) != num_tiles(geometry, lengths[0]);
     if (geometry.even_shares > 0 && differs) geometry.uneven = true;
+    if (num_tiles(geometry, length) > geometry.short_tiles) geometry.all_short = false;
   }
   return geometry;
 }
@@ -58,7 +60,7 @@ PYBIND11_MODULE(_scheduler, m) {
 
   py::class_<SplitKvGeometry>(m, "SplitKvGeometry")
       .def(py::init([](int works_per_request, int seqlen_q, int tile_tokens, int window_left, int num_sm_parts,
-                       int work_overhead, int fixed_split_tiles, int parts_per_group, int even_shares) {
+                       int work_overhead, int fixed_split_tiles, int parts_per_group, int even_shares, int short_tiles) {
              return SplitKvGeometry{0,
                                     works_per_request,
                                     seqlen_q,
@@ -68,11 +70,13 @@ PYBIND11_MODULE(_scheduler, m) {
                                     work_overhead,
                                     fixed_split_tiles,
                                     parts_per_group,
-                                    even_shares};
+                                    even_shares,
+                                    short_tiles};
            }),
            py::kw_only(), py::arg("works_per_request"), py::arg("seqlen_q"), py::arg("tile_tokens"),
            py::arg("window_left") = -1, py::arg("num_sm_parts"), py::arg("work_overhead"),
-           py::arg("fixed_split_tiles") = 0, py::arg("parts_per_group") = 1, py::arg("even_shares") = 0)
+           py::arg("fixed_split_tiles") = 0, py::arg("parts_per_group") = 1, py::arg("even_shares") = 0,
+           py::arg("short_tiles") = 0)
       .def_readonly("works_per_request", &SplitKvGeometry::works_per_request)
       .def_readonly("tile_tokens", &SplitKvGeometry::tile_tokens)
       .def_readonly("num_sm_parts", &SplitKvGeometry::num_sm_parts)

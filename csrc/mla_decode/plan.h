@@ -8,6 +8,9 @@ inline constexpr int kPlanTileTokens = 64;  // KV tokens per tile of the plan
 inline constexpr int kPlanRows = 64;      // query rows (token, head) per block: one wgmma tile, one accumulator per SM
 inline constexpr int kWorkOverhead = 16;  // what a work costs besides its tiles, in eighths of a tile
 
+// Pieces of works of more rows than this are merged by a second kernel, which takes as long as two tiles.
+inline constexpr int kRowsMergedInside = 32, kShortTiles = 2;
+
 ATTNOPS_HOST_DEVICE inline int blocks_per_request(int seqlen_q, int num_q_heads) {
   return ceil_div(seqlen_q * num_q_heads, kPlanRows);
 }
@@ -56,7 +59,8 @@ inline SplitKvGeometry plan_geometry(int batch_size, int seqlen_q, int num_q_hea
           .work_overhead = kWorkOverhead,
           .fixed_split_tiles = fixed_split_tokens / kPlanTileTokens,
           .parts_per_group = blocks,
-          .even_shares = shares_of_even_works(int64_t{batch_size} * works, num_sm_parts / blocks)};
+          .even_shares = shares_of_even_works(int64_t{batch_size} * works, num_sm_parts / blocks),
+          .short_tiles = seqlen_q * num_q_heads > kRowsMergedInside ? kShortTiles : 0};
 }
 
 }  // namespace attnops::mla_decode

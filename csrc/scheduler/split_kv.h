@@ -27,6 +27,7 @@ namespace attnops {
 //
 // In balanced mode a point that would leave a piece of fewer than `least_piece` tiles moves to the work's end nearby: a
 // piece costs more than its tiles. So (w, t) with t below that becomes (w, 0), one as near to the end (w + 1, 0).
+// Where no work has more than `short_tiles`, none is cut at all: a merge costs more than the tiles that it saves.
 //
 // Batch-invariant mode (fixed_split_tiles != 0): where a work is cut depends on nothing but its own tiles. It is cut
 // every fixed_split_tiles of them, or, below zero, into at most so many cuts of even length (CutRule), so that a long
@@ -51,7 +52,9 @@ struct SplitKvGeometry {
   int fixed_split_tiles;    // 0: balanced; below 0: a CutRule
   int parts_per_group = 1;  // rows of the plan that one share takes, a divisor of num_sm_parts; see below
   int even_shares = 0;      // shares of a batch of works of one length, see below; 0: as many as there are
+  int short_tiles = 0;      // 0 or 2: a batch of works of no more tiles keeps them whole in balanced mode, see above
   bool uneven = false;      // found by the planner, where even_shares asks it to look: works differ in length
+  bool all_short = false;   // found by the planner, where short_tiles asks it to look: so they are
 };
 
 // What a length in a tensor counts as: one beyond any cache must not overflow what is computed from it.
@@ -168,10 +171,11 @@ ATTNOPS_HOST_DEVICE inline int64_t part_budget(const SplitKvGeometry& g, int64_t
   return overhead_cost(g) == 0 ? round_up(even, kTileCost) : even;
 }
 
-// Tiles of the smallest piece in balanced mode, at most half of what a part has.
+// Tiles of the smallest piece in balanced mode, at most half of what a part has; or of all works, if they are short.
 ATTNOPS_HOST_DEVICE inline int least_piece(const SplitKvGeometry& g, int64_t budget) {
   constexpr int kLeastPiece = 2;
-  return g.fixed_split_tiles == 0 && budget >= 2 * kLeastPiece * kTileCost ? kLeastPiece : 1;
+  const bool longer = budget >= 2 * kLeastPiece * kTileCost || g.all_short;
+  return g.fixed_split_tiles == 0 && longer ? kLeastPiece : 1;
 }
 
 struct SplitKvPoint {

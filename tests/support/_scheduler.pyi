@@ -13,6 +13,7 @@ class SplitKvGeometry:
         fixed_split_tiles: int = 0,
         parts_per_group: int = 1,
         even_shares: int = 0,
+        short_tiles: int = 0,
     ) -> None: ...
     @property
     def works_per_request(self) -> int: ...

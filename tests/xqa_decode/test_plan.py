@@ -41,6 +41,7 @@ GEOMETRIES = st.fixed_dictionaries(
         "num_sm_parts": st.sampled_from([1, 2, 3, 16, 132, 264]),
         "work_overhead": st.sampled_from([0, 1, 4, 16]),
         "even_shares": st.sampled_from([0, 0, 1, 3, 120]),
+        "short_tiles": st.sampled_from([0, 2]),
     }
 )
 
@@ -106,7 +107,8 @@ def test_balanced_plan(lengths, shape):
     shares = even_shares if even_shares and not uneven else geometry.num_sm_parts
     budget = max(-(-total // shares), TILE_COST)
     budget = -(-budget // TILE_COST) * TILE_COST if overhead == 0 else budget
-    least = 2 if budget >= 4 * TILE_COST else 1  # of a piece that a cut makes
+    all_short = max(tiles, default=0) <= shape.get("short_tiles", 0)
+    least = 2 if budget >= 4 * TILE_COST or all_short else 1  # of a piece that a cut makes
     for part in pieces:
         assert sum(end - begin for _, begin, end in part) <= -(-budget // TILE_COST) + 2 * (least - 1)
         for work, begin, end in part:
@@ -299,3 +301,18 @@ def test_heads_that_share_lines_walk_side_by_side(monkeypatch, head_dim, kv_dtyp
     h200 = types.SimpleNamespace(multi_processor_count=132, major=9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: h200)
     assert xqa_num_sm_parts(torch.device("cuda"), 11, 38, head_dim=head_dim, kv_dtype=kv_dtype) == parts
+
+
+@pytest.mark.parametrize("lengths", [[128] * 5, [1, 128, 0, 64, 128, 65], [64] * 40, [100] * 200, [0, 65], [128]])
+@pytest.mark.parametrize("overhead", [0, 16])
+@pytest.mark.parametrize("works", [1, 3])
+def test_works_of_two_tiles_stay_whole_where_none_is_longer(lengths, overhead, works):
+    shape = dict(seqlen_q=1, tile_tokens=64, num_sm_parts=132, work_overhead=overhead, even_shares=132, short_tiles=2)
+    geometry = _scheduler.SplitKvGeometry(works_per_request=works, **shape)
+    at = 0
+    for entry in _scheduler.plan_split_kv(geometry, lengths):
+        assert (entry.begin_work, entry.begin_tile, entry.end_tile) == (at, 0, 0)
+        at = entry.end_work
+    assert at == len(lengths) * works
+    longer = _scheduler.plan_split_kv(geometry, [*lengths, 132 * 64])
+    assert any(entry.end_tile for entry in longer), "the long one is cut"

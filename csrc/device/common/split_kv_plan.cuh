@@ -40,12 +40,14 @@ __global__ void __launch_bounds__(kThreads)
   const int begin = min_of(thread * each, g.num_requests);
   const int end = min_of(begin + each, g.num_requests);
   const int first_count = begin < end ? num_tiles(g, cache_seqlens[0]) : 0;
-  bool differs = false;
+  bool differs = false, longer = false;
   for (int b = begin; b < end; ++b) {
     tiles[b] = num_tiles(g, cache_seqlens[b]);
     differs |= tiles[b] != first_count;
+    longer |= tiles[b] > g.short_tiles;
   }
   if (g.even_shares > 0) g.uneven = __syncthreads_or(differs);
+  if (!kFixed && g.short_tiles > 0) g.all_short = !__syncthreads_or(longer);
   int64_t cost = 0, cuts = 0;
   for (int b = begin; b < end; ++b) {
     cost += g.works_per_request * work_cost(g, tiles[b]);

@@ -42,6 +42,7 @@ __global__ void __launch_bounds__(kThreads)
     const int first_count = __shfl_sync(~0u, count, 0);
     g.uneven = __any_sync(~0u, has_request && count != first_count);
   }
+  if (!kFixed && g.short_tiles > 0) g.all_short = !__any_sync(~0u, count > g.short_tiles);
   const int64_t cost = has_request ? g.works_per_request * work_cost(g, count) : 0;
   const int64_t through = warp_inclusive_sum(cost, g.num_requests, lane);
   const int64_t total = __shfl_sync(~0u, through, max_of(g.num_requests - 1, 0));
