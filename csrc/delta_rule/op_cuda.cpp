@@ -3,6 +3,7 @@
 #include "delta_rule/checks.h"
 #include "delta_rule/cuda/launch.h"
 #include "delta_rule/impls.h"
+#include "delta_rule/sm90/drafts.h"
 #include "torch_bindings/stream.h"
 
 namespace attnops::delta_rule {
@@ -48,6 +49,9 @@ void delta_verify_cuda(const Tensor& out, const Tensor& ring_u, const Tensor& ri
       {out, states, q, k, v, a, b, a_log, dt_bias, state_indices, elsewhere, scale, lower_bound, qk_l2norm, report},
       {ring_u, ring_k, ring_decay, ring_len}, tree_mask);
   const OnDevice guard(q);
+#if defined(ATTNOPS_HAS_SM90)
+  if (sm90::launch_verify(p, current_stream(q))) return;
+#endif
   launch_verify(p, current_stream(q));
 }
 

@@ -3,6 +3,7 @@
 #include "ssd/checks.h"
 #include "ssd/cuda/launch.h"
 #include "ssd/impls.h"
+#include "ssd/sm90/drafts.h"
 #include "torch_bindings/stream.h"
 
 namespace attnops::ssd {
@@ -49,6 +50,9 @@ void ssd_verify_cuda(const Tensor& out, const Tensor& ring_u, const Tensor& ring
       checked_verify({out, states, x, dt, a, b, c, d, dt_bias, z, state_indices, elsewhere, scale, dt_softplus, report},
                      {ring_u, ring_k, ring_decay, ring_len}, tree_mask);
   const OnDevice guard(x);
+#if defined(ATTNOPS_HAS_SM90)
+  if (sm90::launch_verify(p, current_stream(x))) return;
+#endif
   launch_verify(p, current_stream(x));
 }
 

@@ -33,65 +33,76 @@ struct VerifyLayout {
   __host__ __device__ int floats() const { return dots() + cta_rows * (2 * drafts + 1); }
 };
 
-// A draft's key, query and gates, by one warp. Types are told apart around all loads, so that none waits for another.
+// What a lane reads of a draft. Types are told apart around all loads, so that none waits for another.
 template <int kMaxKeys, bool kDelta, bool kChannels>
-__device__ __forceinline__ void make_draft(const LinearStep& p, int64_t token, int head, float* key, float* query,
-                                           float* decay, float* coefficient) {
-  constexpr int kEach = kMaxKeys / 32;
-  const int lane = threadIdx.x % 32, group = head / p.heads_per_group;
-  float keys[kEach] = {}, queries[kEach] = {}, gates[kEach] = {}, biases[kEach] = {}, sums[2] = {}, b = 0.f;
-  gates[0] = 1.f;
-  with_token_type(p.dtype, [&](auto type) {
-    using T = decltype(type);
-    const T* k = static_cast<const T*>(p.k.data) + token * p.k.stride_request + group * p.k.stride_head;
-    const T* q = static_cast<const T*>(p.q.data) + token * p.q.stride_request + group * p.q.stride_head;
+struct DraftInputs {
+  static constexpr int kEach = kMaxKeys / 32, kGates = kChannels ? kEach : 1;
+  float keys[kEach] = {}, queries[kEach] = {}, gates[kGates] = {}, biases[kGates] = {}, b = 0.f, a_log = 0.f;
+
+  __device__ __forceinline__ void load(const LinearStep& p, int64_t token, int head) {
+    const int lane = threadIdx.x % 32, group = head / p.heads_per_group;
+    gates[0] = 1.f;
+    with_token_type(p.dtype, [&](auto type) {
+      using T = decltype(type);
+      const T* k = static_cast<const T*>(p.k.data) + token * p.k.stride_request + group * p.k.stride_head;
+      const T* q = static_cast<const T*>(p.q.data) + token * p.q.stride_request + group * p.q.stride_head;
 #pragma unroll
-    for (int c = 0; c < kEach; ++c) {
-      const int column = lane + 32 * c;
-      if (column < p.key_dim) keys[c] = static_cast<float>(k[column]), queries[c] = static_cast<float>(q[column]);
-    }
-  });
-  with_token_type(p.gate_dtype, [&](auto type) {
-    using T = decltype(type);
-    if (p.a.data != nullptr) {
-      const T* a = static_cast<const T*>(p.a.data) + token * p.a.stride_request + head * p.a.stride_head;
+      for (int c = 0; c < kEach; ++c) {
+        const int column = lane + 32 * c;
+        if (column < p.key_dim) keys[c] = static_cast<float>(k[column]), queries[c] = static_cast<float>(q[column]);
+      }
+    });
+    with_token_type(p.gate_dtype, [&](auto type) {
+      using T = decltype(type);
+      if (p.a.data != nullptr) {
+        const T* a = static_cast<const T*>(p.a.data) + token * p.a.stride_request + head * p.a.stride_head;
 #pragma unroll
-      for (int c = 0; c < (kChannels ? kEach : 1); ++c) {
-        const int column = kChannels ? lane + 32 * c : 0;
-        if (column < p.key_dim) gates[c] = static_cast<float>(a[column]);
+        for (int c = 0; c < kGates; ++c) {
+          const int column = kChannels ? lane + 32 * c : 0;
+          if (column < p.key_dim) gates[c] = static_cast<float>(a[column]);
+        }
+      }
+      if (kDelta)
+        b = static_cast<float>(static_cast<const T*>(p.b.data)[token * p.b.stride_request + head * p.b.stride_head]);
+    });
+    if (p.a_log != nullptr) a_log = p.a_log[head];
+    if (p.dt_bias != nullptr) {
+#pragma unroll
+      for (int c = 0; c < kGates; ++c) {
+        const int column = lane + 32 * c;
+        if (!kChannels || column < p.key_dim)
+          biases[c] = p.dt_bias[kChannels ? int64_t{head} * p.key_dim + column : head];
       }
     }
-    if (kDelta)
-      b = static_cast<float>(static_cast<const T*>(p.b.data)[token * p.b.stride_request + head * p.b.stride_head]);
-  });
-  const float a_log = p.a_log != nullptr ? p.a_log[head] : 0.f;
-  if (p.dt_bias != nullptr) {
-#pragma unroll
-    for (int c = 0; c < (kChannels ? kEach : 1); ++c) {
-      const int column = lane + 32 * c;
-      if (!kChannels || column < p.key_dim)
-        biases[c] = p.dt_bias[kChannels ? int64_t{head} * p.key_dim + column : head];
-    }
   }
+};
+
+// A draft's key, query and gates, by one warp.
+template <int kMaxKeys, bool kDelta, bool kChannels>
+__device__ __forceinline__ void make_draft(const LinearStep& p, const DraftInputs<kMaxKeys, kDelta, kChannels>& draft,
+                                           float* key, float* query, float* decay, float* coefficient) {
+  constexpr int kEach = kMaxKeys / 32;
+  const int lane = threadIdx.x % 32;
+  float sums[2] = {};
 #pragma unroll
   for (int c = 0; c < kEach; ++c) {
     const int column = lane + 32 * c;
-    sums[0] += keys[c] * keys[c];
-    sums[1] += queries[c] * queries[c];
+    sums[0] += draft.keys[c] * draft.keys[c];
+    sums[1] += draft.queries[c] * draft.queries[c];
     if constexpr (kChannels) {
-      decay[column] =
-          column < p.key_dim ? expf(log_decay(gates[c], p.a_log != nullptr, a_log, biases[c], p.lower_bound)) : 0.f;
+      const float log = log_decay(draft.gates[c], p.a_log != nullptr, draft.a_log, draft.biases[c], p.lower_bound);
+      decay[column] = column < p.key_dim ? expf(log) : 0.f;
     }
   }
   const float key_scale = p.normalize ? rsqrtf(sum_of_lanes<32>(sums[0]) + kNormEpsilon) : 1.f;
   const float query_scale = p.scale * (p.normalize ? rsqrtf(sum_of_lanes<32>(sums[1]) + kNormEpsilon) : 1.f);
 #pragma unroll
   for (int c = 0; c < kEach; ++c) {
-    key[lane + 32 * c] = keys[c] * key_scale;
-    query[lane + 32 * c] = queries[c] * query_scale;
+    key[lane + 32 * c] = draft.keys[c] * key_scale;
+    query[lane + 32 * c] = draft.queries[c] * query_scale;
   }
   if (lane != 0) return;
-  const TokenGate gate = gate_of<kDelta>(p, gates[0], b, a_log, biases[0]);
+  const TokenGate gate = gate_of<kDelta>(p, draft.gates[0], draft.b, draft.a_log, draft.biases[0]);
   *coefficient = gate.coefficient;
   if constexpr (!kChannels) decay[0] = expf(gate.log_decay);
 }
@@ -139,18 +150,18 @@ __device__ __forceinline__ void walk_back(const VerifyLayout& at, float* shared,
   }
 }
 
-// The same where a row has one decay, by all threads: eight lanes take a row and a draft. The decays between them come
-// to the product.
-template <int kKeys>
-__device__ __forceinline__ void multiply_rows(const LinearVerify& p, const VerifyLayout& at, float* shared, int request,
-                                              int length) {
-  constexpr int kLanes = 8, kAtOnce = kVerifyThreads / kLanes;
-  const int lane = threadIdx.x % kLanes, drafts = at.drafts, count = drafts * (length + drafts);
+// The same where a row has one decay, by kThreads threads: eight lanes take a row and a draft. The decays between them
+// come to the product.
+template <int kKeys, int kThreads, typename Ancestors>
+__device__ __forceinline__ void multiply_rows(const VerifyLayout& at, float* shared, int thread, int length,
+                                              Ancestors&& ancestors_of) {
+  constexpr int kLanes = 8, kAtOnce = kThreads / kLanes;
+  const int lane = thread % kLanes, drafts = at.drafts, count = drafts * (length + drafts);
   const auto place = [&](int row) { return row < length ? row : at.rows_before + row - length; };
   for (int first = 0; first < count; first += kAtOnce) {
-    const int own = first + static_cast<int>(threadIdx.x) / kLanes, task = min_of(own, count - 1);
+    const int own = first + thread / kLanes, task = min_of(own, count - 1);
     const int draft = task % drafts, row = task / drafts;
-    const uint32_t ancestors = p.ancestors(request, draft) | 1u << draft;
+    const uint32_t ancestors = ancestors_of(draft) | 1u << draft;
     const auto seen = [&](int other) { return other < length || (ancestors >> (other - length) & 1u) != 0; };
     const float* key = shared + at.row_keys() + (at.rows_before + draft) * kKeys;
     const float* query = shared + at.queries() + draft * kKeys;
@@ -183,6 +194,24 @@ __device__ __forceinline__ void multiply_rows(const LinearVerify& p, const Verif
     *reinterpret_cast<float2*>(shared + at.products() + place(row) * at.product_stride() + 2 * draft) =
         here ? make_float2(decay * by_key, decay * by_query) : make_float2(0.f, 0.f);
     if (row == 0) shared[at.state_decays() + draft] = here ? decay * shared[at.decays() + 4 * place(0)] : decay;
+  }
+}
+
+// The ring's new rows, by kWarps warps.
+template <int kMaxKeys, bool kChannels, int kWarps>
+__device__ __forceinline__ void store_drafts(const LinearVerify& p, const VerifyLayout& at, const float* shared,
+                                             int warp, int64_t slot, int head, int length) {
+  const LinearStep& step = p.step;
+  for (int t = warp; t < at.drafts; t += kWarps) {
+    float* key = p.rings.k_row(step, slot, head, length + t);
+    float* decay = p.rings.decay_row(step, slot, head, length + t);
+    const float* from = shared + at.row_keys() + (at.rows_before + t) * kMaxKeys;
+    const float* decays = shared + at.decays() + (at.rows_before + t) * (kChannels ? kMaxKeys : 4);
+    for (int c = threadIdx.x % 32; c < step.key_dim; c += 32) {
+      if (head % step.heads_per_group == 0) key[c] = from[c];
+      if constexpr (kChannels) decay[c] = decays[c];
+    }
+    if (!kChannels && threadIdx.x % 32 == 0) decay[0] = decays[0];
   }
 }
 
@@ -329,9 +358,10 @@ __global__ void __launch_bounds__(kVerifyThreads, kVerifyRows == 2 ? 3 : 2)
   // The ring's keys are the first warps', drafts the last ones'.
   for (int t = kVerifyThreads / 32 - 1 - warp; t < drafts; t += kVerifyThreads / 32) {
     const int row = at.rows_before + t;
-    make_draft<kMaxKeys, kDelta, kChannels>(
-        step, first_token + t, head, shared + at.row_keys() + row * kMaxKeys, shared + at.queries() + t * kMaxKeys,
-        shared + at.decays() + row * (kChannels ? kMaxKeys : 4), shared + at.coefficients() + t);
+    DraftInputs<kMaxKeys, kDelta, kChannels> draft;
+    draft.load(step, first_token + t, head);
+    make_draft(step, draft, shared + at.row_keys() + row * kMaxKeys, shared + at.queries() + t * kMaxKeys,
+               shared + at.decays() + row * (kChannels ? kMaxKeys : 4), shared + at.coefficients() + t);
   }
   __syncthreads();
   if constexpr (kChannels) {
@@ -339,21 +369,10 @@ __global__ void __launch_bounds__(kVerifyThreads, kVerifyRows == 2 ? 3 : 2)
       walk_back<kMaxKeys>(at, shared, t, length, p.ancestors(request, t));
     }
   } else {
-    multiply_rows<kMaxKeys>(p, at, shared, request, length);
+    multiply_rows<kMaxKeys, kVerifyThreads>(at, shared, threadIdx.x, length,
+                                            [&](int t) { return p.ancestors(request, t); });
   }
-  if (row_block == 0) {  // the ring's new rows
-    for (int t = warp; t < drafts; t += kVerifyThreads / 32) {
-      float* key = p.rings.k_row(step, slot, head, length + t);
-      float* decay = p.rings.decay_row(step, slot, head, length + t);
-      const float* from = shared + at.row_keys() + (at.rows_before + t) * kMaxKeys;
-      const float* decays = shared + at.decays() + (at.rows_before + t) * (kChannels ? kMaxKeys : 4);
-      for (int c = threadIdx.x % 32; c < step.key_dim; c += 32) {
-        if (head % step.heads_per_group == 0) key[c] = from[c];
-        if constexpr (kChannels) decay[c] = decays[c];
-      }
-      if (!kChannels && threadIdx.x % 32 == 0) decay[0] = decays[0];
-    }
-  }
+  if (row_block == 0) store_drafts<kMaxKeys, kChannels, kVerifyThreads / 32>(p, at, shared, warp, slot, head, length);
   if constexpr (kChannels) __syncthreads();
 
   float* dots = shared + at.dots();

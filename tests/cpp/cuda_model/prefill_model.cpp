@@ -18,6 +18,7 @@
 #include "device/sm80/linear_chunk_pass.cuh"
 #include "device/sm90/linear_chunk_ahead.cuh"
 #include "device/sm90/linear_chunk_ring.cuh"
+#include "device/sm90/linear_verify_stream.cuh"
 #include "ssd/checks.h"
 
 namespace attnops {
@@ -132,9 +133,24 @@ void verify_rows(const LinearVerify& p) {
            [&] { linear_verify_kernel<State, kKeys, kDelta, kChannels, false, kRows>(p, row_blocks); });
 }
 
+// By CTAs that stay; false: the call is not one for them.
+template <int kRows, bool kDelta>
+bool verify_stream(const LinearVerify& p, int ctas) {
+  const int works = p.step.batch_size * p.step.num_heads;
+  const int smalls = std::min(sm90::stream_smalls<128, kRows>(p, sizeof(memory)), 2 + ctas % 2);
+  if (smalls < 2) return false;
+  run_grid(std::min(ctas, works), sm90::kStreamThreads,
+           [&] { sm90::verify_stream_kernel<128, kRows, kDelta>(p, smalls, works); });
+  return true;
+}
+
 template <typename State, int kKeys, bool kDelta, bool kChannels>
 void verify_of(const LinearVerify& p) {
-  static int turn = 0;
+  static int turn = 0, streamed = 0;
+  if (kKeys == 128 && !kChannels && streamed++ % 3 != 0 &&
+      (verify_stream<128, kDelta>(p, streamed % 4 + 1) || verify_stream<64, kDelta>(p, streamed % 4 + 1))) {
+    return;
+  }
   if (kKeys == 128 && turn++ % 2 == 0) return verify_rows<State, kKeys, kDelta, kChannels, 4>(p);
   verify_rows<State, kKeys, kDelta, kChannels, 2>(p);
 }

@@ -172,7 +172,10 @@ inline void __syncwarp() { cuda_model::Lanes<int> meet(0); }
 inline float __shfl_xor_sync(unsigned, float x, int distance) {
   return cuda_model::Lanes<float>(x)[cuda_model::cta->current % 32 ^ distance];
 }
-inline float __shfl_sync(unsigned, float x, int lane) { return cuda_model::Lanes<float>(x)[lane]; }
+template <typename T>
+T __shfl_sync(unsigned, T x, int lane) {
+  return cuda_model::Lanes<T>(x)[lane];
+}
 inline uint32_t __ballot_sync(unsigned, bool own) {
   const cuda_model::Lanes<int> lanes(own);
   uint32_t bits = 0;
@@ -186,12 +189,18 @@ inline bool __all_sync(unsigned, bool own) {
   for (int i = 0; i < 32; ++i) all = all && lanes[i] != 0;
   return all;
 }
-inline float __shfl_up_sync(unsigned, float x, int distance) {
+template <typename T>
+T __shfl_up_sync(unsigned, T x, int distance) {
   const int lane = cuda_model::cta->current % 32;
-  return cuda_model::Lanes<float>(x)[lane >= distance ? lane - distance : lane];
+  return cuda_model::Lanes<T>(x)[lane >= distance ? lane - distance : lane];
 }
 inline float __uint_as_float(uint32_t x) {
   float y;
+  std::memcpy(&y, &x, 4);
+  return y;
+}
+inline uint32_t __float_as_uint(float x) {
+  uint32_t y;
   std::memcpy(&y, &x, 4);
   return y;
 }

@@ -1,4 +1,5 @@
 #pragma once
+#include "device/sm80/cp_async.cuh"
 #include "device/sm80/mma.cuh"
 
 // Barriers in shared memory, by their definitions in the PTX ISA. What a barrier keeps is the model's own.
