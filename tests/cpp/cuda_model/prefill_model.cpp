@@ -168,9 +168,8 @@ void verify(const LinearVerify& p) {
 template <int kKeys>
 void commit_of(const LinearCommit& p, ReportOp op) {
   const int row_blocks = ceil_div(p.step.value_dim, kCommitThreads / (kKeys / kLaneElements) * kStepRows);
-  const int parts = p.step.batch_size > 1 ? 1 : row_blocks;  // both ways
-  run_grid(int64_t{p.step.batch_size} * p.step.num_heads * parts, kCommitThreads,
-           [&] { linear_commit_kernel<float, kKeys, false>(p, op, parts); });
+  const int ctas = std::min(p.step.batch_size * p.step.num_heads * row_blocks, p.step.batch_size > 1 ? 3 : 64);
+  run_grid(ctas, kCommitThreads, [&] { linear_commit_kernel<float, kKeys, false>(p, op, row_blocks); });
   run_grid(1, kCommitThreads, [&] { move_cursors_kernel(p); });
 }
 
