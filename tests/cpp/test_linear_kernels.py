@@ -97,3 +97,14 @@ def test_plans_take_the_longest_first(monkeypatch):
 @pytest.mark.parametrize("seed", range(16))
 def test_rings_give_what_decoding_the_accepted_drafts_gives(seed, kind, monkeypatch):
     test_verify.test_rings_give_what_decoding_the_accepted_drafts_gives(seed, kind, "cpu", monkeypatch)
+
+
+@pytest.mark.parametrize("kind", ["gdn", "ssd"])
+@pytest.mark.parametrize("drafts, before, rows", [(1, 0, 128), (3, 5, 64), (4, 12, 128), (8, 20, 128)])
+def test_drafts_alone_have_the_bits_of_many(drafts, before, rows, kind):
+    test_verify.test_drafts_alone_have_the_bits_of_many(drafts, before, rows, kind, "cpu", batch=14, heads=2)
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda", "ssd"])
+def test_commits_of_many_have_the_bits_of_commits_alone(kind):
+    test_verify.test_commits_of_many_have_the_bits_of_commits_alone(kind, "cpu")

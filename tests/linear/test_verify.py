@@ -165,30 +165,97 @@ def test_a_chain_gives_the_bits_of_decoding(kind, device):
     assert torch.equal(layer.states, layer.twin) if device == "cpu" else relative(layer.states, layer.twin) < 1e-6
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("device", DEVICES[1:])
 @pytest.mark.parametrize("kind", ["gdn", "ssd"])
-def test_drafts_alone_have_the_bits_of_many(kind):
-    """A thread has more rows where requests are many."""
-    layer = Layer(4, "cuda", kind, drafts=4, dims=(128, 128), io=torch.bfloat16)
-    batch, layer.heads, layer.groups = 40, 16, 8
-    layer.batch, layer.num_slots, layer.slots = batch, batch, list(range(batch))
-    layer.states = layer.normal(batch, 16, 128, 128)
-    layer.rate, layer.bias, layer.skip = (layer.normal(16) for _ in range(3))
+@pytest.mark.parametrize("drafts, before, rows", [(1, 0, 128), (3, 5, 64), (4, 12, 128), (8, 20, 128), (9, 3, 128)])
+def test_drafts_alone_have_the_bits_of_many(drafts, before, rows, kind, device, batch=40, heads=16):
+    """Where requests are many other kernels serve them. Slots outside the pool are padding, lengths are clamped."""
+    layer = Layer(4, device, kind, drafts=drafts, dims=(128, rows), io=torch.bfloat16)
+    layer.heads, layer.groups = heads, heads // 2
+    layer.batch, layer.num_slots, layer.slots = batch, batch + 3, layer.random.sample(range(batch + 3), batch)
+    padding = {0: -1, 6: batch + 3, 7: 2**31 - 1, 13: -(2**31), batch - 1: -1}
+    layer.slots = [padding.get(i, slot) for i, slot in enumerate(layer.slots)]
+    lengths = [i % (before + 1) for i in range(layer.num_slots)]
+    lengths[layer.slots[1]], lengths[layer.slots[2]] = -(2**31), 2**31 - 1
+    layer.states = layer.normal(layer.num_slots, heads, rows, 128)
+    layer.rate, layer.bias, layer.skip = (layer.normal(heads) for _ in range(3))
     layer.rings = {
-        "ring_u": layer.normal(batch, 16, 12, 128),
-        "ring_k": layer.normal(batch, 8, 12, 128),
-        "ring_decay": layer.normal(batch, 16, 12).sigmoid(),
-        "ring_len": indices([i % 9 for i in range(batch)], "cuda"),
+        "ring_u": layer.normal(layer.num_slots, heads, drafts + before, rows),
+        "ring_k": layer.normal(layer.num_slots, heads // 2, drafts + before, 128),
+        "ring_decay": layer.normal(layer.num_slots, heads, drafts + before).sigmoid(),
+        "ring_len": indices(lengths, device),
     }
-    tokens = layer.tokens()
-    rings = {name: ring.clone() for name, ring in layer.rings.items()}
-    many = layer.call("verify", tokens, layer.slots, states=layer.states, **rings)
-    assert many.isfinite().all()
-    for i in range(0, batch, 7):
-        own = {name: ring.clone() for name, ring in layer.rings.items()}
-        alone = layer.call("verify", [t[i : i + 1] for t in tokens], [i], states=layer.states, **own)
-        assert torch.equal(alone, many[4 * i : 4 * i + 4])
-        assert all(torch.equal(own[name][i], rings[name][i]) for name in rings)
+    for slot in range(layer.num_slots):  # what does not count may hold anything
+        for name in ("ring_u", "ring_k", "ring_decay"):
+            layer.rings[name][slot, :, min(max(lengths[slot], 0), before) :] = float("nan")
+    unnamed = [slot for slot in range(layer.num_slots) if slot not in layer.slots]
+    tokens, states = layer.tokens(), layer.states.clone()
+    for mask in (None, layer.trees()[1]):
+        rings = {name: ring.clone() for name, ring in layer.rings.items()}
+        hits = stream_hits() if device == "cuda" else 0
+        many = layer.call("verify", tokens, layer.slots, states=layer.states, tree_mask=mask, **rings)
+        if device == "cuda" and torch.cuda.get_device_capability() == (9, 0):
+            assert stream_hits() - hits == (drafts <= 8 and (kind == "ssd" or rows == 128))
+        assert many.isfinite().all() and torch.equal(layer.states, states)
+        assert all(
+            torch.equal(rings[name][unnamed].nan_to_num(), layer.rings[name][unnamed].nan_to_num()) for name in rings
+        )
+        for i in {*range(0, batch, 7), *padding, 1, 2}:
+            own = {name: ring.clone() for name, ring in layer.rings.items()}
+            options = {"tree_mask": None if mask is None else mask[i : i + 1], **own}
+            now = [t[i : i + 1] for t in tokens]
+            alone = layer.call("verify", now, layer.slots[i : i + 1], states=layer.states, **options)
+            assert torch.equal(alone, many[drafts * i : drafts * (i + 1)])
+            if i in padding:
+                assert not alone.any()
+            else:
+                slot = layer.slots[i]
+                assert all(same(own[name][slot], rings[name][slot]) for name in rings)
+
+
+def same(a, b):
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def stream_hits():
+    """How often CTAs that stay have served drafts."""
+    lines = (line.split() for line in torch.ops.attnops.impl_counts_cuda().splitlines())
+    return sum(int(count) for _, row, count in lines if row.startswith("sm90_stream"))
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("kind", ["gdn", "kda", "ssd"])
+def test_commits_of_many_have_the_bits_of_commits_alone(kind, device):
+    """Rings that fold, rings whose rows move and rings that stay, in one call of more requests than threads."""
+    layer = Layer(5, device, kind, drafts=3, dims=(64, 64), io=torch.bfloat16)
+    batch, layer.heads, layer.groups = 600, 2, 1
+    layer.batch, layer.num_slots = batch, batch + 2
+    order = layer.random.sample(range(batch + 2), batch)
+    layer.slots = [{0: -1, 5: batch + 2, 599: 2**31 - 1}.get(i, slot) for i, slot in enumerate(order)]
+    channels = [64] if kind == "kda" else []
+    layer.states = layer.normal(batch + 2, 2, 64, 64)
+    before = {
+        "ring_u": layer.normal(batch + 2, 2, 8, 64),
+        "ring_k": layer.normal(batch + 2, 1, 8, 64),
+        "ring_decay": layer.normal(batch + 2, 2, 8, *channels).sigmoid(),
+        "ring_len": indices([layer.random.randrange(-1, 8) for _ in range(batch + 2)], device),
+    }
+    paths = [sorted(layer.random.sample(range(3), layer.random.randrange(4))) for _ in range(batch)]
+    states, layer.rings = layer.states.clone(), {name: ring.clone() for name, ring in before.items()}
+    layer.commit(paths)
+    many, rings = layer.states, layer.rings
+    layer.states, layer.rings = states.clone(), {name: ring.clone() for name, ring in before.items()}
+    for first in range(0, batch, 50):  # a hundred works: each has a CTA
+        part = Layer(5, device, kind, drafts=3)
+        part.batch, part.slots = 50, layer.slots[first : first + 50]
+        part.states, part.rings = layer.states, layer.rings
+        part.commit(paths[first : first + 50])
+    assert torch.equal(many, layer.states)
+    assert all(torch.equal(rings[name], layer.rings[name]) for name in rings)
+    named = [slot for slot in layer.slots if 0 <= slot < batch + 2]
+    unnamed = [slot for slot in range(batch + 2) if slot not in named]
+    assert torch.equal(many[unnamed], states[unnamed]) and not torch.equal(many, states)
+    assert all(torch.equal(rings[name][unnamed], before[name][unnamed]) for name in rings)
 
 
 def test_bad_values_are_errors_on_the_cpu():

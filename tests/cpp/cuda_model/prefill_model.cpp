@@ -170,7 +170,7 @@ void commit_of(const LinearCommit& p, ReportOp op) {
   const int row_blocks = ceil_div(p.step.value_dim, kCommitThreads / (kKeys / kLaneElements) * kStepRows);
   const int ctas = std::min(p.step.batch_size * p.step.num_heads * row_blocks, p.step.batch_size > 1 ? 3 : 64);
   run_grid(ctas, kCommitThreads, [&] { linear_commit_kernel<float, kKeys, false>(p, op, row_blocks); });
-  run_grid(1, kCommitThreads, [&] { move_cursors_kernel(p); });
+  run_grid(ceil_div(p.step.batch_size, kCommitThreads), kCommitThreads, [&] { move_cursors_kernel(p); });
 }
 
 void delta_prefill_model(const Tensor& out, const Tensor& states, const Tensor& q, const Tensor& k, const Tensor& v,
