@@ -1,5 +1,6 @@
 #pragma once
 #include "core/report.h"
+#include "scheduler/split_kv_bounds.h"
 #include "xqa_decode/cuda/traits.cuh"
 #include "xqa_decode/plan.h"
 
@@ -25,6 +26,13 @@ __device__ __forceinline__ int tokens_in_table(const Params& p, int request) {
   return p.page_table.kv_indptr ? tokens_in_csr(p, request) : p.table_tokens;
 }
 
+// A row of the plan, as it stands.
+__device__ __forceinline__ SplitKvEntry load_entry(const Params& p, int part) {
+  const auto* words = reinterpret_cast<const int4*>(p.tile_scheduler_metadata) + 2 * static_cast<int64_t>(part);
+  const int4 a = __ldg(words), b = __ldg(words + 1);
+  return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+}
+
 // The pieces of one part of the plan, in order: a run of keys of one work for one block of its rows. The keys' stream
 // and the arithmetic walk them independently, the stream ahead. All lanes of a warp hold the same state.
 //
@@ -37,28 +45,42 @@ class PieceWalk {
         row_blocks_(shape.row_blocks),
         group_(shape.heads_side_by_side ? p.num_kv_heads : 1),
         entry_(entry),
-        work_(entry.begin_work),
-        end_tile_(entry.begin_tile) {
-    row_block_ = row_blocks_ - 1;
-    num_tiles_ = end_tile_ + 1;  // as if the piece before ended here, inside the work
+        work_(entry.begin_work) {
+    int group_index = part;
     if (group_ > 1) {
+      group_index = shape.by_kv_heads.divide(part);
       request_ = work_;
-      kv_head_ = part - shape.by_kv_heads.divide(part) * group_;
+      kv_head_ = part - group_index * group_;
     } else {
       request_ = shape.by_kv_heads.divide(work_);
       kv_head_ = work_ - request_ * p.num_kv_heads;
     }
-    next_length_ = __ldg(p.cache_seqlens + request_);
+    next_length_ = __ldg(p.cache_seqlens + min_of(static_cast<uint32_t>(request_), p.batch_size - 1u));
     // The part that holds the first tile of the first work may have begun with an earlier work.
-    first_part_begins_ =
-        __ldg(p.tile_scheduler_metadata + static_cast<int64_t>(entry.first_part) * group_ * kSplitKvEntrySize);
+    const uint32_t first = min_of(static_cast<uint32_t>(entry.first_part) * group_, p.num_sm_parts - 1u);
+    first_part_begins_ = __ldg(p.tile_scheduler_metadata + static_cast<int64_t>(first) * kSplitKvEntrySize);
+    broken_ = broken_bounds(entry, shape.plan_works, shape.plan_splits, group_index);
+    if (p.fixed_split_tokens == 0) entry_.begin_split = group_index - entry.first_part;
+  }
+
+  // Goes to the first piece; false when there is none.
+  __device__ __forceinline__ bool begin() {
+    row_block_ = 0, tile_ = entry_.begin_tile;
+    if (is_past_end()) return false;
+    // The row's bounds are looked at while the length is on its way. Were this branch for them alone, the length would
+    // be asked for behind it.
+    if (either_below_zero(next_length_, broken_)) {
+      if (broken_ < 0) return false;
+    }
+    open();
+    return true;
   }
 
   // From here on whole runs, where cuts end with a round of `round_tokens` (a power of two).
   __device__ void walk_runs(int round_tokens) {
     if (row_blocks_ > 1 || p_.fixed_split_tokens == 0) return;
     run_round_ = round_tokens;
-    if (length_ >= 0 && cut_ends_round()) end_tile_ = run_end();
+    if (length_ >= 0 && cut_ends_round()) end_tile_ = min_of(run_end(), num_tiles_);
   }
 
   // Goes to the next piece; false when there is none.
@@ -75,7 +97,7 @@ class PieceWalk {
         length_ = -1;
       }
     }
-    if (work_ > entry_.end_work || (work_ == entry_.end_work && tile_ >= entry_.end_tile)) return false;
+    if (is_past_end()) return false;
     open();
     return true;
   }
@@ -148,6 +170,22 @@ class PieceWalk {
   }
 
  private:
+  __device__ __forceinline__ static bool either_below_zero(int a, int b) {
+    int either;
+    asm("{\n"
+        ".reg .pred first, any;\n"
+        "setp.lt.s32 first, %2, 0;\n"
+        "setp.lt.or.s32 any, %1, 0, first;\n"
+        "selp.s32 %0, 1, 0, any;\n"
+        "}"
+        : "=r"(either)
+        : "r"(a), "r"(b));
+    return either != 0;
+  }
+  __device__ bool is_past_end() const {
+    return work_ > entry_.end_work || (work_ == entry_.end_work && tile_ >= entry_.end_tile);
+  }
+
   // The part's tiles of the work.
   __device__ int run_begin() const { return work_ == entry_.begin_work ? entry_.begin_tile : 0; }
   __device__ int run_end() const { return work_ == entry_.end_work ? entry_.end_tile : num_tiles_; }
@@ -164,8 +202,8 @@ class PieceWalk {
 
   // Row of the partial results.
   __device__ int64_t first_cut(int cuts) const {
-    return static_cast<int64_t>(__ldg(p_.num_splits + request_)) * p_.num_kv_heads +
-           static_cast<int64_t>(kv_head_) * cuts;
+    const auto before = static_cast<uint32_t>(__ldg(p_.num_splits + request_));  // one below 0 has no room, either
+    return static_cast<int64_t>(before) * p_.num_kv_heads + static_cast<int64_t>(kv_head_) * cuts;
   }
 
   __device__ void open() {
@@ -182,6 +220,7 @@ class PieceWalk {
     overflows_ = false;
     if (p_.fixed_split_tokens != 0) {
       const int cuts = num_cuts();
+      tile_ = min_of(tile_, num_tiles_ - 1), end_tile_ = min_of(end_tile_, num_tiles_);  // as they are by a planner
       if (!cut_ends_round()) end_tile_ = min_of(end_tile_, tile_ + cut_tiles());
       overflows_ = cuts > 1 && first_cut(cuts) + cuts > p_.num_partials;
     }
@@ -203,12 +242,13 @@ class PieceWalk {
   int row_blocks_;
   int group_;  // parts side by side, each with a KV head of its own: a work of the plan is then a whole request
   SplitKvEntry entry_;
-  int work_, end_tile_;
-  int tile_ = 0, row_block_;
+  int work_, end_tile_ = 0;
+  int tile_ = 0, row_block_ = 0;
   int run_round_ = 0;                    // of walk_runs
   int next_length_, first_part_begins_;  // loads that nobody has to wait for yet
-  int request_, kv_head_, length_ = -1, first_tile_ = 0, num_tiles_;
+  int request_, kv_head_, length_ = -1, first_tile_ = 0, num_tiles_ = 0;
   KvRange keys_{0, 0};
+  int broken_;  // below 0: no row of a planner
   bool overflows_ = false;
 };
 

@@ -48,9 +48,11 @@ __device__ __forceinline__ bool all_short(const Params& p, const Shape& shape, c
   const bool whole_requests = shape.heads_side_by_side;
   const int first = whole_requests ? entry.begin_work : shape.by_kv_heads.divide(entry.begin_work);
   const int last = whole_requests ? entry.end_work - 1 : shape.by_kv_heads.divide(entry.end_work - 1);
-  int longest = 0;
+  // Works that there are not may be as long as they like.
+  const bool are_works = entry.begin_work >= 0 && entry.end_work <= shape.plan_works;
+  int longest = are_works ? 0 : INT_MAX;
 #pragma unroll 1
-  for (int request = first + lane; request <= last; request += 32) {
+  for (int request = first + lane; are_works && request <= last; request += 32) {
     const KvRange keys = visible_keys(length_of(__ldg(p.cache_seqlens + request)), p.seqlen_q, p.window_left);
     longest = max_of(longest, keys.end - keys.begin);
   }

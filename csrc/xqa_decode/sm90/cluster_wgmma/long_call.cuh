@@ -47,9 +47,8 @@ __device__ __forceinline__ void with_part(const Params& p, const Shape& shape, u
   if (kOwnBarriers && threadIdx.x == 0) init_barriers<PartTraits<Tr>>(shared);
   const SplitKvEntry entry = load_entry(p, part);
   __syncthreads();
-  if (entry.begin_work == entry.end_work && entry.begin_tile >= entry.end_tile) return;
   PieceWalk piece(p, shape, entry, part);
-  if (piece.next()) walk(piece);
+  if (piece.begin()) walk(piece);
 }
 
 // What the warps that bring tiles do with the part, and those that multiply.
