@@ -103,6 +103,14 @@ PYBIND11_MODULE(_scheduler, m) {
       py::arg("words"), py::arg("works"), py::arg("groups"), py::arg("balanced"), py::arg("group"),
       "A row of a plan as kernels on a GPU follow it, whatever it holds.");
   m.def(
+      "broken_bounds",
+      [](const std::array<int32_t, 8>& words, int works, int any_splits, int group) {
+        const SplitKvEntry row{words[0], words[1], words[2], words[3], words[4], words[5], words[6], words[7]};
+        return attnops::broken_bounds(row, works, any_splits, group);
+      },
+      py::arg("words"), py::arg("works"), py::arg("any_splits"), py::arg("group"),
+      "Below 0 where kernels on a GPU must not follow a row of a plan as it stands.");
+  m.def(
       "num_tiles",
       [](const SplitKvGeometry& geometry, int cache_seqlen) { return attnops::num_tiles(geometry, cache_seqlen); },
       py::arg("geometry"), py::arg("cache_seqlen"), "KV tiles of one work of a request of this length.");

@@ -1,4 +1,4 @@
-"""No plan, whatever somebody wrote into its memory, ends a CUDA context, hangs a call or writes beside its tensors."""
+"""No plan, whatever somebody wrote into its memory, ends a process, hangs a call or writes beside its tensors."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from fmha_calls import split_plan
 from hostile_plans import INT_MAX, INT_MIN, WAYS, Between, HostilePlan, spoil
 from kernel_rows import ROWS, Case, case_of, finite
 from mla_calls import SCALE, plan_for, queries
-from problems import FP8, paged_problem
+from problems import FP8, mla_problem, paged_problem
 from sparse_calls import KINDS, sparse_problem
 from sparse_calls import plan_of as sparse_plan_of
 from xqa_decoding import make_plan
 
 gpu = pytest.mark.gpu
-OPS = ("mla_decode",)  # xqa_decode still follows its rows as they stand
-each_row = pytest.mark.parametrize("op,row", [row for row in ROWS.values() if row[0] in OPS])
+each_row = pytest.mark.parametrize("op,row", ROWS.values())
 LENGTHS = [130, 64, 5, 517, 0, 66, 1900]
 
 
@@ -57,7 +56,10 @@ def test_a_plan_of_any_words_ends_nothing(op, row, fixed):
     if op == "mla_decode" and fixed < 0:
         pytest.skip("takes no number of cuts")
     case = case_of(op, row, LENGTHS).with_pools(finite)
-    for number, (shape, parts) in enumerate([(case, 6), (wide(case), 33), (case, 2 if "ring" in row else 132)]):
+    shapes = [(case, 6), (wide(case), 33), (case, 2 if "ring" in row else 132)]
+    if op == "xqa_decode":  # heads side by side: a work is a request then; and neighbours of two heads in a CTA
+        shapes.append((case, 2 * case.pools[0].shape[2]))
+    for number, (shape, parts) in enumerate(shapes):
         good = attend(shape, plan_of(shape, parts, fixed))
         assert good.isfinite().all()
         plan = plan_of(shape, parts, fixed)
@@ -92,6 +94,43 @@ def test_a_plan_of_lists_of_any_words_ends_nothing(kind, heads, parts, fixed):
         torch.cuda.synchronize()
         assert hostile.unharmed(), (way, seed)
     assert torch.equal(decode(plan), good)
+
+
+CPU_CALLS = {
+    "xqa_decode": {"head_dim": 64},
+    "xqa_decode e4m3": {"head_dim": 64, "kv_dtype": FP8},
+    "xqa_decode heads": {"head_dim": 64, "num_q_heads": 9, "num_kv_heads": 3},
+    "mla_decode": {},
+    "mla_decode many": {"num_q_heads": 72},
+}
+
+
+@pytest.mark.parametrize("fixed", [0, 64, -16], ids=["balanced", "cuts", "sixteen cuts"])
+@pytest.mark.parametrize("name", CPU_CALLS)
+def test_a_plan_of_any_words_is_an_error_on_the_cpu(name, fixed):
+    """Or what the planner wrote, where the words happen to be that."""
+    op = name.split()[0]
+    if op == "mla_decode" and fixed < 0:
+        pytest.skip("takes no number of cuts")
+    if op == "xqa_decode":
+        case = Case(op, name, paged_problem(LENGTHS, page_size=16, **CPU_CALLS[name]), {"seqlen_q": 1})
+    else:
+        case = Case(op, name, mla_problem(LENGTHS, page_size=16, **CPU_CALLS[name]), {})
+    case = case.with_pools(finite)
+    refused = 0
+    for parts in (6, 33):
+        plan = plan_of(case, parts, fixed)
+        good = attend(case, plan)
+        for seed, way in enumerate(WAYS * 2):
+            hostile = HostilePlan(plan, way, seed)
+            try:
+                assert torch.equal(attend(case, hostile.plan), good), (parts, way, seed)
+            except RuntimeError as error:
+                assert f"attnops::{op}" in str(error), (parts, way, seed)
+                refused += 1
+            assert hostile.unharmed(), (parts, way, seed)
+        assert torch.equal(attend(case, plan), good)
+    assert refused > len(WAYS)
 
 
 PREFILLS = {

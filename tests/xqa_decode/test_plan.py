@@ -334,3 +334,48 @@ def test_wide_heads_fill_an_sm_with_fewer_rows(monkeypatch, head_dim, rows, page
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: h200)
     cuda = torch.device("cuda")
     assert xqa_num_sm_parts(cuda, 50, 1, rows=rows, head_dim=head_dim, page_size=page_size) == parts
+
+
+INT_MAX = 2**31 - 1
+
+
+@settings(max_examples=300, deadline=None)
+@given(LENGTHS, GEOMETRIES, st.sampled_from([0, 1, 4, -1, -16]), st.sampled_from([1, 2, 3]))
+def test_no_bound_is_broken_by_the_planner(lengths, shape, fixed, per_group):
+    """By parts that have tiles, and what they then take for their first split is what the planner wrote."""
+    shape = {**shape, "num_sm_parts": shape["num_sm_parts"] * per_group, "parts_per_group": per_group}
+    geometry = _scheduler.SplitKvGeometry(**shape, tile_tokens=TILE_TOKENS, fixed_split_tiles=fixed)
+    tiles = works_of(geometry, lengths)
+    groups = geometry.num_sm_parts // per_group
+    for part, entry in enumerate(_scheduler.plan_split_kv(geometry, lengths)):
+        if not pieces_of(entry, tiles):
+            continue
+        group = part // per_group
+        assert _scheduler.broken_bounds(words_of(entry), len(tiles), INT_MAX if fixed else groups, group) >= 0
+        assert fixed or entry.begin_split == group - entry.first_part
+
+
+@settings(max_examples=2000, deadline=None)
+@given(
+    st.lists(st.one_of(st.integers(-(2**31), INT_MAX), st.integers(-2, 12)), min_size=8, max_size=8),
+    st.integers(1, 12),
+    st.sampled_from([1, 2, 7, 132]),
+    st.booleans(),
+    st.data(),
+)
+def test_what_breaks_no_bound_stays_within_the_plan(words, works, groups, balanced, data):
+    group = data.draw(st.integers(0, groups - 1))
+    if data.draw(st.booleans()):  # near to what a planner writes, so that many pass
+        begin = data.draw(st.integers(0, works - 1))
+        end, first_part = data.draw(st.integers(begin, works)), data.draw(st.integers(0, group))
+        words = [begin, max(words[1], 0), end, *words[3:7], first_part]
+    if _scheduler.broken_bounds(words, works, groups if balanced else INT_MAX, group) < 0:
+        return
+    begin_work, begin_tile, end_work, end_tile, _, begin_splits, last_splits, first_part = words
+    last_work = end_work if end_tile > 0 else end_work - 1
+    assert 0 <= begin_work <= last_work < works and end_work <= works
+    assert 0 <= begin_tile <= 1 << 22 and end_tile <= 1 << 22
+    assert 0 <= first_part <= group
+    if balanced:
+        assert first_part + begin_splits <= groups
+        assert last_work == begin_work or group + last_splits <= groups

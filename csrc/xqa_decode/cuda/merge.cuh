@@ -323,7 +323,9 @@ __device__ inline Units arrive(int32_t* semaphore, int splits, int own, int unit
   const unsigned left = num_left(before), waiting = (before & kArrived) - left;
   const bool last = (before & kArrived) + own == all, gave_up = before & kGaveUp;
   // Below 0 is far above, too: by counts that somebody else wrote.
-  const auto up_to_all = [units](unsigned unit) { return static_cast<int>(min_of(unit, static_cast<unsigned>(units))); };
+  const auto up_to_all = [units](unsigned unit) {
+    return static_cast<int>(min_of(unit, static_cast<unsigned>(units)));
+  };
   int early = 0;
   if (last) early = gave_up ? units : up_to_all(may_wait ? left : left + own);
   if (!may_wait && left + own == all) *semaphore = 0;
