@@ -1,28 +1,44 @@
-"""Sparse MLA on a GPU: decode and prefill over lists of rows, alternately with FlashMLA where it is installed.
+"""Sparse MLA on a GPU: decode and prefill over lists of rows, alternately with FlashMLA and FA3 where they are found.
 
-    python benchmarks/bench_sparse_mla.py [--peer]
+    python benchmarks/bench_sparse_mla.py [--parts decode,v4,bf16,prefill,layer] [--sustained] [--write]
 
-Lists are 2048 of 16384 rows a request, at random. Calls rotate over some sets of queries and lists, in one CUDA graph.
-Times are the best and the mean of its replays.
+Lists are 2048 of 16384 rows a request, at random, ascending. Each contender is a captured graph of calls over some sets
+of queries and lists; plans and schedules are made before. Contenders replay in turns. A time is the median of a call.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import statistics
+import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 from attnops import ops, reference
 from attnops.metadata import SparseMlaPlan
+from records import RESULTS, Record, version_of, write
 from torch import Tensor
 
 TOPK, CONTEXT, REQUESTS, PAGE = 2048, 16384, 64, 64
-SCALE, SETS, REPLAYS = 0.04, 3, 20
-DECODE = [(heads, batch) for heads in (128, 64, 16, 8) for batch in (1, 16, 64, 128)]
+SCALE, SETS, ROUNDS, SUSTAINED_SECONDS = 0.04, 3, 21, 0.7
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+# (heads, requests, query tokens)
+DECODE = [(128, 64, 1), (128, 128, 1), (128, 64, 2), (64, 16, 1), (64, 64, 1), (64, 128, 1)]
+DECODE += [(16, 64, 1), (16, 128, 1), (8, 64, 1), (8, 128, 1), (16, 1, 1), (64, 1, 1), (128, 1, 1)]
+# (heads, requests, width of the window, of the compressed entries' list)
+V4 = [(64, 64, 128, 512), (128, 128, 128, 1024), (64, 16, 128, 8192), (16, 64, 128, 512), (64, 1, 128, 512)]
+# (kind of rows, heads, rows of the pool)
+PREFILL = [("bf16", 128, 8192), ("bf16", 64, 8192), ("bf16", 128, 32768), ("bf16", 64, 32768), ("bf16", 16, 8192)]
+PREFILL += [("fp8", 128, 8192), ("fp8", 64, 8192), ("fp8", 16, 8192)]
+# (heads, requests, keys)
+LAYER = [(16, 1, 65536), (16, 64, 65536)]
+Call = Callable[[], object]
 
 
-def timed(calls: list[Callable[[], object]]) -> tuple[float, float]:
-    """Microseconds of a call: best and mean."""
+def captured(calls: list[Call]) -> torch.cuda.CUDAGraph:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -33,87 +49,283 @@ def timed(calls: list[Callable[[], object]]) -> tuple[float, float]:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    times = []
-    for _ in range(REPLAYS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / len(calls))
-    return min(times), sum(times) / len(times)
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph
 
 
-def make_pool(kind: str) -> Tensor:
-    """``[P, 64, row]`` of all requests' rows: "fp8", 656 bytes, or "bf16"."""
-    pages = REQUESTS * CONTEXT // PAGE
+def milliseconds(graph: torch.cuda.CUDAGraph) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+def in_turns(contenders: dict[str, list[Call]], sustained: bool) -> dict[str, dict[str, float]]:
+    """Milliseconds of a call by state and contender."""
+    graphs = {name: captured(calls) for name, calls in contenders.items()}
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(ROUNDS):
+        for name, graph in graphs.items():
+            times[name].append(milliseconds(graph) / len(contenders[name]))
+    result = {"burst": {name: statistics.median(values) for name, values in times.items()}}
+    if sustained:
+        result["sustained"] = {}
+        for name, graph in graphs.items():
+            time.sleep(0.2)
+            values, until = [], time.monotonic() + SUSTAINED_SECONDS
+            while time.monotonic() < until:
+                values.append(milliseconds(graph) / len(contenders[name]))
+            result["sustained"][name] = statistics.median(values[len(values) // 2 :])
+        time.sleep(0.2)
+    return result
+
+
+def version(peer: str) -> str:
+    """Of the distribution, else of the pack of peers that the environment names."""
+    packed = dict(part.split("=", 1) for part in os.environ.get("PEER_VERSIONS", "").split(";") if "=" in part)
+    return version_of(peer) or packed.get(peer.split(",")[0].lower(), "")
+
+
+def paged_rows(kind: str, rows: int) -> Tensor:
+    """``[P, 64, row]``: "fp8", 656 bytes; "v4", 584 bytes; "bf16", 576 values."""
+    pages = rows // PAGE
     if kind == "bf16":
-        return torch.randn(pages, PAGE, 576, device="cuda", dtype=torch.bfloat16) * 0.3
-    part = reference.pack_mla_fp8_rows(torch.randn(4096, 576, device="cuda") * 0.3)
-    return part.repeat(pages * PAGE // len(part), 1).view(pages, PAGE, 656)
+        return torch.randn(pages, PAGE, 576, device="cuda", dtype=BF16) * 0.3
+    if kind == "fp8":
+        part = reference.pack_mla_fp8_rows(torch.randn(4096, 576, device="cuda") * 0.3)
+        return part.repeat(rows // len(part), 1).view(pages, PAGE, 656)
+    pool = torch.zeros(pages, -(-PAGE * 584 // 576) * 576, device="cuda", dtype=torch.uint8)
+    data = pool[:, : PAGE * 576].view(pages, PAGE, 576)
+    for first in range(0, pages, 1024):
+        some = data[first : first + 1024]
+        some[..., :448] = torch.randn(*some.shape[:2], 448, device="cuda").to(FP8).view(torch.uint8)
+        some[..., 448:] = (torch.randn(*some.shape[:2], 64, device="cuda") * 0.3).to(BF16).view(torch.uint8)
+    pool[:, PAGE * 576 : PAGE * 584] = torch.randint(123, 127, (pages, PAGE * 8), device="cuda", dtype=torch.uint8)
+    return pool[:, : PAGE * 584].view(pages, PAGE, 584)
 
 
-def lists_of(batch: int, tokens: int, rows: int) -> Tensor:
-    """int32 ``[batch, tokens, 2048]``, ascending rows of each request."""
-    chosen = [torch.randperm(rows, device="cuda")[:TOPK].sort()[0] for _ in range(batch * tokens)]
-    first = torch.arange(batch, device="cuda") % (REQUESTS * CONTEXT // rows) * rows
-    return (torch.stack(chosen).view(batch, tokens, TOPK) + first.view(batch, 1, 1)).int()
+def lists_of(batch: int, tokens: int, width: int, rows: int, pool_rows: int) -> Tensor:
+    """int32 ``[batch, tokens, width]``, ascending rows of each request, which has `rows` of the pool."""
+    chosen = torch.cat(
+        [torch.rand(min(256, batch * tokens - i), rows, device="cuda").topk(width)[1].sort()[0].int()
+         for i in range(0, batch * tokens, 256)]
+    )  # fmt: skip
+    first = torch.arange(batch, device="cuda", dtype=torch.int32) % (pool_rows // rows) * rows
+    return chosen.view(batch, tokens, width) + first.view(batch, 1, 1)
 
 
-def decode(pool: Tensor, heads: int, batch: int, peer: bool, tokens: int = 1) -> str:
-    ours: list[Callable[[], object]] = []
-    theirs: list[Callable[[], object]] = []
-    for _ in range(SETS):
-        q = torch.randn(batch, tokens, heads, 576, device="cuda", dtype=torch.bfloat16) * 0.2
-        indices = lists_of(batch, tokens, CONTEXT)
-        plan = SparseMlaPlan.allocate(batch, num_q_heads=heads, topk=TOPK, seqlen_q=tokens, device="cuda")
+def relative_error(out: Tensor, exact: Tensor) -> float:
+    return ((out.double() - exact.double()).norm() / exact.double().norm()).item()
+
+
+class SparseBench:
+    def __init__(self, sustained: bool) -> None:
+        self.sustained = sustained
+        self.records: list[Record] = []
+        self.peers: set[str] = set()
+        for peer, module in (("FlashMLA", "sgl_kernel.flash_mla"), ("FA3", "sgl_kernel.flash_attn")):
+            try:
+                __import__(module)
+                self.peers.add(peer)
+            except ImportError as error:
+                print(f"no {peer}: {error}", flush=True)
+
+    def cell(self, case: str, params: dict, contenders: dict[str, list[Call]], work: float = 0.0) -> None:
+        """Times the contenders' calls and notes how far the first call of each is from ours. `work`: operations."""
+        firsts = {}
+        for name, calls in list(contenders.items()):
+            try:
+                result: Any = calls[0]()
+                firsts[name] = (result[0] if isinstance(result, (tuple, list)) else result).clone()
+            except Exception as error:  # a peer that refuses the cell is named, and the others are timed
+                print(f"{case} {name} refused {params}: {str(error)[:200]}", flush=True)
+                del contenders[name]
+        for state, times in in_turns(contenders, self.sustained).items():
+            line = []
+            for name, ms in times.items():
+                tflops = work / ms / 1e9 if work else None
+                far = None
+                if name != "attnops" and "attnops" in firsts:
+                    theirs = firsts[name].view(-1, firsts[name].shape[-2], 512)[:, : params.get("heads", 0)]
+                    far = relative_error(theirs, firsts["attnops"].view_as(theirs))
+                note = "" if far is None else f"differs from ours by {far:.1e}"
+                self.records.append(
+                    Record(case, name, params, ms=ms, tflops=tflops, state=state, note=note, version=version(name))
+                )
+                line.append(f"{name} {ms * 1e3:.1f} us" + (f" {tflops:.0f} TFLOP/s" if work else "") + f" {note}")
+            print(f"{case} {state} {params}: " + ", ".join(line), flush=True)
+
+    def decode(self) -> None:
+        pool = paged_rows("fp8", REQUESTS * CONTEXT)
+        for heads, batch, tokens in DECODE:
+            ours, theirs = [], []
+            for _ in range(SETS):
+                q = torch.randn(batch, tokens, heads, 576, device="cuda", dtype=BF16) * 0.2
+                indices = lists_of(batch, tokens, TOPK, CONTEXT, REQUESTS * CONTEXT)
+                ours.append(self.our_decode(q, pool, indices))
+                theirs.append(self.flash_mla(q, pool, indices))
+            params = {"heads": heads, "batch_size": batch, "tokens": tokens, "k": TOPK, "rows": "656 bytes"}
+            contenders = {"attnops": ours, **({"FlashMLA": theirs} if "FlashMLA" in self.peers else {})}
+            self.cell("sparse_mla_decode", params, contenders, 2.0 * batch * tokens * heads * TOPK * 1088)
+
+    def v4(self) -> None:
+        rows = 2**18
+        pool, extra_pool = paged_rows("v4", rows), paged_rows("v4", 2 * rows)
+        for heads, batch, width, extra in V4:
+            ours, theirs = [], []
+            sinks = torch.randn(heads, device="cuda")
+            for _ in range(SETS):
+                q = torch.randn(batch, 1, heads, 512, device="cuda", dtype=BF16) * 0.2
+                window = lists_of(batch, 1, width, 2048, rows)
+                entries = lists_of(batch, 1, extra, CONTEXT, 2 * rows)
+                more = {"extra_kv_pages": extra_pool, "extra_indices": entries, "sinks": sinks}
+                ours.append(self.our_decode(q, pool, window, **more))
+                theirs.append(self.flash_mla(q, pool, window, sinks, extra_pool, entries))
+            params = {"heads": heads, "batch_size": batch, "k": width, "extra_k": extra, "rows": "584 bytes"}
+            contenders = {"attnops": ours, **({"FlashMLA": theirs} if "FlashMLA" in self.peers else {})}
+            self.cell("sparse_mla_decode, V4", params, contenders, 2.0 * batch * heads * (width + extra) * 1024)
+
+    def bf16(self) -> None:
+        pool = paged_rows("bf16", REQUESTS * CONTEXT // 2)
+        for heads in (64, 128):
+            ours, theirs = [], []
+            for _ in range(SETS):
+                q = torch.randn(64, 1, heads, 576, device="cuda", dtype=BF16) * 0.2
+                indices = lists_of(64, 1, TOPK, CONTEXT // 2, REQUESTS * CONTEXT // 2)
+                ours.append(self.our_decode(q, pool, indices))
+                theirs.append(self.fa3(q, pool, indices))
+            params = {"heads": heads, "batch_size": 64, "k": TOPK, "rows": "576 bf16"}
+            contenders = {"attnops": ours, **({"FA3, page 1": theirs} if "FA3" in self.peers else {})}
+            self.cell("sparse_mla_decode, bf16", params, contenders, 2.0 * 64 * heads * TOPK * 1088)
+
+    def prefill(self) -> None:
+        for kind, heads, rows in PREFILL:
+            self.prefill_cell(kind, heads, rows)
+
+    def prefill_cell(self, kind: str, heads: int, rows: int, tokens: int = 4096) -> None:
+        pool = paged_rows(kind, rows)
+        q = torch.randn(tokens, heads, 576, device="cuda", dtype=BF16) * 0.2
+        indices = lists_of(1, tokens, TOPK, rows, rows).view(tokens, TOPK)
+        out = q.new_empty(tokens, heads, 512)
+        contenders: dict[str, list[Call]] = {
+            "attnops": [lambda: ops.sparse_mla_prefill(q, pool, indices, softmax_scale=SCALE, out=out)]
+        }
+        if "FlashMLA" in self.peers:
+            from sgl_kernel.flash_mla import flash_mla_sparse_fwd
+
+            wide = padded(q, 1)
+            kv = pool.view(-1, 1, 576) if kind == "bf16" else torch.randn(rows, 1, 576, device="cuda", dtype=BF16)
+            name = "FlashMLA" if kind == "bf16" else "FlashMLA, bf16 rows"
+            contenders[name] = [lambda: flash_mla_sparse_fwd(wide, kv, indices.unsqueeze(1), SCALE)]
+        params = {"heads": heads, "tokens": tokens, "keys": rows, "k": TOPK, "rows": kind}
+        self.cell("sparse_mla_prefill", params, contenders, 2.0 * tokens * heads * TOPK * 1088)
+
+    def layer(self) -> None:
+        for heads, batch, keys in LAYER:
+            self.layer_cell(heads, batch, keys)
+
+    def layer_cell(self, heads: int, batch: int, keys: int) -> None:
+        """Store, quantize, logits, selection and attention of a layer, rows of 656 bytes."""
+        pages = batch * keys // PAGE
+        pool, index_pages = paged_rows("fp8", batch * keys), torch.zeros(pages, PAGE, 132, device="cuda").byte()
+        for first in range(0, pages, 4096):
+            flat = index_pages.view(pages, -1)[first : first + 4096]
+            flat[:, : PAGE * 128] = torch.randn(len(flat), PAGE * 128, device="cuda").to(FP8).view(torch.uint8)
+            flat[:, PAGE * 128 :] = torch.rand(len(flat), PAGE, device="cuda").view(torch.uint8)
+        table = torch.randperm(pages, device="cuda").int().view(batch, -1)
+        lengths = torch.full((batch,), keys, device="cuda", dtype=torch.int32)
+        slots = (table[:, -1].long() + 1) * PAGE - 1
+        k, latent = (torch.randn(batch, size, device="cuda", dtype=BF16) for size in (128, 576))
+        index_q = torch.randn(batch, 64, 128, device="cuda", dtype=BF16)
+        weights = torch.randn(batch, 64, device="cuda")
+        q_fp8, folded = torch.empty_like(index_q, dtype=FP8), torch.empty_like(weights)
+        logits = torch.empty(batch, keys, device="cuda")
+        chosen = torch.empty(batch, TOPK, device="cuda", dtype=torch.int32)
+        q = torch.randn(batch, 1, heads, 576, device="cuda", dtype=BF16) * 0.2
+        attend = self.our_decode(q, pool, chosen.view(batch, 1, TOPK))
+
+        def call() -> object:
+            ops.store_index_k(index_pages, k, slots)
+            ops.store_mla_kv(pool, latent, slots)
+            ops.quantize_index_q(index_q, weights, scale=0.01, q_fp8=q_fp8, weights_out=folded)
+            ops.index_logits_paged(q_fp8[:, None], index_pages, table, folded, lengths[:, None], logits=logits)
+            ops.topk_select(logits, lengths, TOPK, page_table=table, page_size=PAGE, indices=chosen)
+            return attend()
+
+        self.cell("a layer", {"heads": heads, "batch_size": batch, "keys": keys}, {"attnops": [call] * 5})
+
+    def our_decode(self, q: Tensor, pool: Tensor, indices: Tensor, **more: Any) -> Call:
+        batch, tokens, heads, _ = q.shape
+        extra = more["extra_indices"].shape[-1] if more else 0
+        shape = {"num_q_heads": heads, "topk": indices.shape[-1], "extra_topk": extra, "seqlen_q": tokens}
+        plan = SparseMlaPlan.allocate(batch, **shape, device="cuda")
         ops.sparse_mla_plan(plan)
         out = q.new_empty(batch, tokens, heads, 512)
+        return lambda: ops.sparse_mla_decode(q, pool, indices, plan, softmax_scale=SCALE, out=out, **more)
 
-        def call(q: Tensor = q, indices: Tensor = indices, plan: SparseMlaPlan = plan, out: Tensor = out) -> object:
-            return ops.sparse_mla_decode(q, pool, indices, plan, softmax_scale=SCALE, out=out)
+    def flash_mla(self, q: Tensor, pool: Tensor, indices: Tensor, sinks: Tensor | None = None, *extra: Tensor) -> Call:
+        """Their call, which makes its schedule when it first runs. Heads are padded to 64."""
+        if "FlashMLA" not in self.peers:
+            return lambda: None
+        from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
-        ours.append(call)
-        if peer and pool.dtype == torch.uint8 and heads >= 64:
-            theirs.append(peer_decode(q, pool, indices))
-    text = "{:.1f} / {:.1f}".format(*timed(ours))
-    return text + ("   FlashMLA {:.1f} / {:.1f}".format(*timed(theirs)) if theirs else "")
+        schedule, _ = get_mla_metadata()
+        wide = padded(q, 2)
+        options: dict = {"softmax_scale": SCALE, "is_fp8_kvcache": True, "indices": indices}
+        if extra:
+            assert sinks is not None
+            sinks = padded(sinks, 0)
+            entries, lists = extra
+            options |= {"attn_sink": sinks, "extra_k_cache": by_head(entries), "extra_indices_in_kvcache": lists}
+        return lambda: flash_mla_with_kvcache(wide, by_head(pool), None, None, 512, schedule, **options)
+
+    def fa3(self, q: Tensor, pool: Tensor, indices: Tensor) -> Call:
+        """The list as a table of pages of one row."""
+        if "FA3" not in self.peers:
+            return lambda: None
+        from sgl_kernel.flash_attn import flash_attn_with_kvcache
+
+        rows = pool.view(-1, 1, 1, 576)
+        q_nope, q_pe = q[..., :512].contiguous(), q[..., 512:].contiguous()
+        lengths = torch.full((len(q),), TOPK, device="cuda", dtype=torch.int32)
+        options: dict = {"qv": q_nope, "cache_seqlens": lengths, "page_table": indices.view(len(q), -1)}
+        options |= {"softmax_scale": SCALE, "causal": True, "num_splits": 0}
+        return lambda: flash_attn_with_kvcache(q_pe, rows[..., 512:], rows[..., :512], **options)
 
 
-def peer_decode(q: Tensor, pool: Tensor, indices: Tensor) -> Callable[[], object]:
-    from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
-
-    schedule, _ = get_mla_metadata()
-    pages = pool.view(torch.float8_e4m3fn).unsqueeze(2)
-    options = {"softmax_scale": SCALE, "is_fp8_kvcache": True, "indices": indices}
-    return lambda: flash_mla_with_kvcache(q, pages, None, None, 512, schedule, **options)
+def by_head(pool: Tensor) -> Tensor:
+    return pool.view(FP8).unsqueeze(2)
 
 
-def prefill(pool: Tensor, heads: int, peer: bool, tokens: int = 4096, rows: int = 8192) -> str:
-    q = torch.randn(tokens, heads, 576, device="cuda", dtype=torch.bfloat16) * 0.2
-    indices = torch.stack([torch.randperm(rows, device="cuda")[:TOPK] for _ in range(tokens)]).int()
-    out = q.new_empty(tokens, heads, 512)
-    best, _ = timed([lambda: ops.sparse_mla_prefill(q, pool, indices, softmax_scale=SCALE, out=out)])
-    text = f"{best / 1e3:.2f} ms, {tokens * TOPK * heads * 2 * 1088 / best / 1e6:.0f} TFLOP/s"
-    if peer and pool.dtype == torch.bfloat16 and heads >= 64:
-        from sgl_kernel.flash_mla import flash_mla_sparse_fwd
-
-        kv = pool.view(-1, 1, 576)[:rows]
-        best, _ = timed([lambda: flash_mla_sparse_fwd(q, kv, indices.unsqueeze(1), SCALE)])
-        text += f"   FlashMLA {best / 1e3:.2f} ms"
-    return text
+def padded(x: Tensor, dim: int) -> Tensor:
+    """With 64 or 128 heads in `dim`, the new ones zero."""
+    heads = x.shape[dim]
+    to = 64 if heads <= 64 else 128
+    if heads == to:
+        return x
+    shape = list(x.shape)
+    shape[dim] = to
+    wide = x.new_zeros(shape)
+    wide.narrow(dim, 0, heads).copy_(x)
+    return wide
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--peer", action="store_true", help="time FlashMLA of sgl_kernel, too")
-    peer = parser.parse_args().peer
-    for kind in ("fp8", "bf16"):
-        pool = make_pool(kind)
-        for heads, batch in DECODE:
-            print(f"{kind} rows, {heads} heads x {batch}: {decode(pool, heads, batch, peer)} us", flush=True)
-        for heads in (128, 64, 16):
-            print(f"{kind} rows, prefill 4096 x 8192, {heads} heads: {prefill(pool, heads, peer)}", flush=True)
+    parser.add_argument("--parts", default="decode,v4,bf16,prefill,layer", help="what to measure")
+    parser.add_argument("--sustained", action="store_true", help="also the second half of 0.7 s without a pause")
+    parser.add_argument("--write", action="store_true", help="write the results")
+    parser.add_argument("--out", default=RESULTS, help="folder of the results")
+    options = parser.parse_args()
+    bench = SparseBench(options.sustained)
+    for part in options.parts.split(","):
+        getattr(bench, part)()
+        torch.cuda.empty_cache()
+        if options.write:
+            write(bench.records, "h200-sparse_mla", Path(options.out))
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ FAMILIES = {
     "h200-triton": "Triton kernels, H200",
     "h200-flashinfer": "Backend flashinfer beside FlashInfer by hand, H200",
     "h200-paged_kv": "Stores and merges, H200",
+    "h200-sparse_mla": "Sparse MLA, H200",
     "h200-indexer": "Indexer of sparse MLA, H200",
     "h200-linear": "Linear attention, H200",
     "h200-speculation": "Speculative decoding, H200",

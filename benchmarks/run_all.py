@@ -56,6 +56,7 @@ def _jobs() -> list[Job]:
         Job("paged_kv", "bench_paged_kv.py", (), "cuda"),
         Job("speculation", "bench_speculation.py", ("--write",), "cuda"),
         Job("indexer", "bench_indexer.py", ("--write",), "cuda"),
+        Job("sparse_mla", "bench_sparse_mla.py", ("--write",), "cuda"),
         Job("decode_sampled", "bench_decode_sampled.py", ("--write",), "cuda"),
     ]
     return jobs
