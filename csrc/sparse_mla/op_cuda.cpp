@@ -27,6 +27,7 @@ struct ListImpl {
   DType kv_dtype;  // of the pool; of a portable row, also uint8
   bool portable;   // rows of every kind, a second list, max_logits
   Launch launch;
+  bool shared = false;  // rows of 584 bytes, and a second list of them
 
   std::string reject_device() const {
     const int sm = usable_sm("sparse_mla"), own = static_cast<int>(arch);
@@ -41,8 +42,8 @@ struct ListImpl {
       if (p.kv_dtype != kv_dtype) {
         return std::string("takes rows of ") + name_of(kv_dtype) + ", got " + name_of(p.kv_dtype);
       }
-      if (p.shared_rows) return "takes rows of 576 values or 656 bytes";
-      if (p.extra.count > 0) return "takes one list, got extra_indices";
+      if (p.shared_rows != shared) return shared ? "takes rows of 584 bytes" : "takes rows of 576 values or 656 bytes";
+      if (p.extra.count > 0 && !shared) return "takes one list, got extra_indices";
       if (p.max_logits) return "gives no max_logits";
     }
     return portable ? reject_shared_memory(p) : reject_alignment(p);
@@ -56,9 +57,12 @@ struct ListImpl {
     if (p.q_pe && !rows_aligned(p.q_pe, size, 16, p.q_pe_stride_request, p.q_pe_stride_head)) {
       return "rows of q_pe must start on 16-byte boundaries";
     }
-    const SelectedRows& rows = p.selected;
-    if (!rows_aligned(rows.pages, size_of(p.kv_dtype), 16, rows.stride_page, rows.stride_token)) {
-      return "rows of the pool must start on 16-byte boundaries";
+    for (const SelectedRows* rows : {&p.selected, &p.extra}) {
+      // Within a page, rows of 584 bytes lie 576 apart.
+      const int64_t stride_token = shared ? kSharedDataBytes : rows->stride_token;
+      if (rows->count > 0 && !rows_aligned(rows->pages, size_of(p.kv_dtype), 16, rows->stride_page, stride_token)) {
+        return "rows of the pool must start on 16-byte boundaries";
+      }
     }
     return reject_device();
   }
@@ -77,6 +81,8 @@ constexpr std::initializer_list<ListImpl> kListImpls = {
 #if defined(ATTNOPS_HAS_SM90)
     {"sm90_list_rows_bf16", Arch::kSm90, kBf16, kRows, false, &sm90::fp8_fragments::launch_selected_bf16},
     {"sm90_list_rows_fp16", Arch::kSm90, kFp16, kRows, false, &sm90::fp8_fragments::launch_selected_fp16},
+    {"sm90_list_shared_bf16", Arch::kSm90, kBf16, kRows, false, &sm90::fp8_fragments::launch_shared_bf16, true},
+    {"sm90_list_shared_fp16", Arch::kSm90, kFp16, kRows, false, &sm90::fp8_fragments::launch_shared_fp16, true},
     {"sm90_list_bf16", Arch::kSm90, kBf16, kBf16, false, &sm90::launch_selected_bf16},
     {"sm90_list_fp16", Arch::kSm90, kFp16, kFp16, false, &sm90::launch_selected_fp16},
 #endif

@@ -13,10 +13,12 @@ BF16, FP16 = torch.bfloat16, torch.float16
 ROWS = {
     "sm90_list_rows_bf16": {"kind": "bytes", "dtype": BF16},
     "sm90_list_rows_fp16": {"kind": "bytes", "dtype": FP16},
+    "sm90_list_shared_bf16": {"kind": "shared_bytes", "dtype": BF16},
+    "sm90_list_shared_fp16": {"kind": "shared_bytes", "dtype": FP16, "page_size": 64},
     "sm90_list_bf16": {"kind": "own", "dtype": BF16},
     "sm90_list_fp16": {"kind": "own", "dtype": FP16},
     "mma_lists_bf16": {"kind": "shared", "dtype": BF16},
-    "mma_lists_fp16": {"kind": "shared_bytes", "dtype": FP16},
+    "mma_lists_fp16": {"kind": "shared_bytes", "dtype": FP16, "page_size": 2},
 }
 
 

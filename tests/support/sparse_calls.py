@@ -41,7 +41,8 @@ def make_pool(
     values = torch.randn(rows, width, generator=generator)
     if kind == "shared_bytes":
         data, scales, exact = shared_bytes(values)
-        pool = torch.full((num_pages, page_size * 584 + 56), 0x7F, dtype=torch.uint8)
+        gap = 64 if page_size % 4 == 0 else 56  # pages of 2, 6, .. do not start on 16-byte boundaries
+        pool = torch.full((num_pages, page_size * 584 + gap), 0x7F, dtype=torch.uint8)
         data[~used], scales[~used] = 0x7F, 0xFF
         pool[:, : page_size * 576] = data.view(num_pages, -1)
         pool[:, page_size * 576 : page_size * 584] = scales.view(num_pages, -1)

@@ -43,7 +43,8 @@ inline bool queries_fit(const Params& p) {
            (p.seqlen_q == 1 || token == head * p.num_q_heads) &&
            (p.batch_size == 1 || (request % 8 == 0 && request > 0));
   };
-  return fits(p.q, p.q_pe ? kHeadDimV : kHeadDimQk, p.q_stride_head, p.q_stride_token, p.q_stride_request) &&
+  return fits(p.q, p.q_pe || p.shared_rows ? kHeadDimV : kHeadDimQk, p.q_stride_head, p.q_stride_token,
+              p.q_stride_request) &&
          (!p.q_pe || fits(p.q_pe, kHeadDimRope, p.q_pe_stride_head, p.q_pe_stride_token, p.q_pe_stride_request));
 }
 

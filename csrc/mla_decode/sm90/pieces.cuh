@@ -144,6 +144,12 @@ __device__ inline void check_list_length(const Params& p, const Piece& piece) {
                           int64_t{p.selected.count} + 1});
 }
 
+__device__ inline void check_extra_length(const Params& p, const Piece& piece) {
+  if (p.extra.lengths == nullptr || p.extra.lengths[piece.request] <= p.extra.count) return;
+  record_fault(p.report, {p.report_op, kReportExtraListLength, piece.request, 0, p.extra.lengths[piece.request],
+                          int64_t{p.extra.count} + 1});
+}
+
 // Walks what part blockIdx.x owns. Every warpgroup walks by itself and sees the same.
 template <Options kOptions>
 class PieceWalkFor {

@@ -27,14 +27,16 @@ struct QueryMaps {
 };
 
 // What loading warp `warp` asks for, by one thread: the first the latent part, the second the rope part of stage
-// `half`.
+// `half`. Without kRope queries are 512 wide and have no such part.
+template <bool kRope = true>
 __device__ inline int query_bytes(int warp) {
-  return warp == 0 ? kQueryTiles * kTileBytes : warp == 1 ? kQueryRopeBytes : 0;
+  return warp == 0 ? kQueryTiles * kTileBytes : kRope && warp == 1 ? kQueryRopeBytes : 0;
 }
+template <bool kRope = true>
 __device__ inline void copy_queries_of_warp(const QueryMaps& maps, int warp, int request, int first_row, int half,
                                             uint32_t stage, uint32_t barrier) {
   if (warp == 0) attnops::sm90::copy_box(stage, &maps.q, barrier, 0, first_row, half * kQueryTiles, request);
-  if (warp != 1) return;
+  if (!kRope || warp != 1) return;
   attnops::sm90::copy_box(stage + kQueryTiles * kTileBytes, &maps.q_pe, barrier, half * kQueryRopeDims, first_row,
                           request);
 }
@@ -46,13 +48,14 @@ __device__ inline int query_chunk(int tile, int row, int chunk) {
 }
 
 // The same where the copy engine cannot fetch them, by kGroupThreads threads.
+template <bool kRope = true>
 __device__ inline void gather_queries(const Params& p, const Piece& piece, int half, uint32_t stage) {
   const int thread = threadIdx.x % kGroupThreads, row = thread / 2;
   const bool valid = row < piece.num_rows;
   const RowPlace at = row_place(p, piece.first_row + (valid ? row : 0));
   const QueryPlace q = query_place(p, piece.request, at);
 #pragma unroll 1
-  for (int tile = 0; tile <= kQueryTiles; ++tile) {
+  for (int tile = 0; tile < kQueryTiles + kRope; ++tile) {
     const auto* source = tile < kQueryTiles ? q.latent + (half * kQueryTiles + tile) * 128 : q.rope + half * 64;
     const int chunks = tile < kQueryTiles ? 8 : 4;
 #pragma unroll 1
@@ -68,6 +71,7 @@ struct QueryChunk {
 };
 
 // A row of 16-bit queries in shared memory, by the four lanes of a quad.
+template <bool kRope = true>
 class RawQueryRow {
  public:
   // Of row `row` and lane `quad` of its four; the addresses of its two stages.
@@ -87,7 +91,7 @@ class RawQueryRow {
         each(load(stage, tile, upper * 4 + quad_), half * kQueryTiles + tile, upper);
       }
     }
-    each(load(stage, kQueryTiles, quad_), kHeadDimV / 64, half);
+    if constexpr (kRope) each(load(stage, kQueryTiles, quad_), kHeadDimV / 64, half);
   }
 
   // Of what a lane has seen, the bits of the largest magnitudes of even and odd dims.

@@ -18,7 +18,7 @@ inline QueryMaps make_raw_query_maps(const Params& p) {
   const cuuint64_t latent_extents[4] = {64, rows, kHeadDimV / 64, requests},
                    latent_strides[3] = {row_stride(p.q_stride_head), 64 * 2,
                                         request_stride(p.q_stride_head, p.q_stride_request)};
-  const void* rope = p.q_pe ? p.q_pe : static_cast<const uint8_t*>(p.q) + kHeadDimV * element;
+  const void* rope = p.q_pe ? p.q_pe : static_cast<const uint8_t*>(p.q) + (p.shared_rows ? 0 : kHeadDimV * element);
   const int64_t head = p.q_pe ? p.q_pe_stride_head : p.q_stride_head,
                 request = p.q_pe ? p.q_pe_stride_request : p.q_stride_request;
   const cuuint64_t rope_extents[3] = {kHeadDimRope, rows, requests},

@@ -10,7 +10,7 @@ inline Params as_page_table(Params p) {
   if (p.tile_scheduler_metadata == nullptr) p.num_sm_parts = device_sms("sparse_mla_prefill");
   p.division = work_division(1, p.num_q_heads, p.num_sm_parts);
   SelectedRows& rows = p.selected;
-  if (rows.page_size > 1 && rows.stride_page == rows.stride_token * rows.page_size) {
+  if (!p.shared_rows && rows.page_size > 1 && rows.stride_page == rows.stride_token * rows.page_size) {
     rows.page_size = 1;
     rows.stride_page = rows.stride_token;
   }
@@ -19,7 +19,7 @@ inline Params as_page_table(Params p) {
                   .stride_request = rows.stride_list,
                   .num_pages = rows.num_rows,
                   .page_size = 1,
-                  .max_pages = rows.count,
+                  .max_pages = p.extra.count > 0 ? round_up(rows.count, kListAlignment) + p.extra.count : rows.count,
                   .num_indices = 0};
   p.kv_pages = rows.pages;
   p.kv_stride_page = rows.stride_page;

@@ -29,7 +29,9 @@ template <class At>
 Modes modes_of(const Params& p) {
   constexpr bool kSelects = At::kOptions == Options::kSelected;
   const int page_size = kSelects ? p.selected.page_size : p.page_table.page_size;
-  return {.use_boxes = !kSelects && groups_fit<At>(p), .by_page_size = Divisor(page_size)};
+  return {.use_boxes = !kSelects && groups_fit<At>(p),
+          .by_page_size = Divisor(page_size),
+          .by_extra_size = kSelects ? Divisor(p.extra.page_size) : Divisor()};
 }
 
 template <typename T, class At>
@@ -67,16 +69,26 @@ void launch_wide(const Params& p, cudaStream_t stream) {
   }
 }
 
+template <typename T, Format kFormat, int kRows>
+void launch_selected_rows(const Params& p, cudaStream_t stream) {
+  const WideModes wide{
+      .queries_by_map = queries_fit(p),
+      .out_aligned = rows_aligned(p.out, size_of(p.dtype), 4, p.out_stride_request, p.out_stride_head)};
+  launch_wide_shape<T, WideShape<kFormat, Options::kSelected, kRows>>(p, wide, stream);
+}
+
 // Lists of rows.
 template <typename T, Format kFormat>
 void launch_selected(const Params& given, cudaStream_t stream) {
   if (given.batch_size == 0) return;
   const Params p = as_page_table(given);
-  if (p.num_q_heads <= kFewRows) return launch_shape<T, Shape<kFormat, Options::kSelected>>(p, stream);
-  const WideModes wide{
-      .queries_by_map = queries_fit(p),
-      .out_aligned = rows_aligned(p.out, size_of(p.dtype), 4, p.out_stride_request, p.out_stride_head)};
-  launch_wide_shape<T, WideShape<kFormat, Options::kSelected>>(p, wide, stream);
+  if constexpr (kFormat == Format::kShared) {
+    if (p.num_q_heads <= 16) return launch_selected_rows<T, kFormat, 16>(p, stream);
+    if (p.num_q_heads <= 32) return launch_selected_rows<T, kFormat, 32>(p, stream);
+  } else if (p.num_q_heads <= kFewRows) {
+    return launch_shape<T, Shape<kFormat, Options::kSelected>>(p, stream);
+  }
+  launch_selected_rows<T, kFormat, kPlanRows>(p, stream);
 }
 
 template <typename T, Format kFormat>

@@ -18,4 +18,8 @@ void launch_rows_fp16(const Params& p, CUstream_st* stream);
 void launch_selected_bf16(const Params& p, CUstream_st* stream);
 void launch_selected_fp16(const Params& p, CUstream_st* stream);
 
+// Rows of 584 bytes, of one list or two.
+void launch_shared_bf16(const Params& p, CUstream_st* stream);
+void launch_shared_fp16(const Params& p, CUstream_st* stream);
+
 }  // namespace attnops::mla_decode::sm90::fp8_fragments

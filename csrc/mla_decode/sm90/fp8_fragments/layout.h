@@ -13,10 +13,11 @@ namespace attnops::mla_decode::sm90::fp8_fragments {
 
 using few_rows::kGroupThreads;
 
-// The two FP8 formats of a cached token.
+// The FP8 formats of a cached token.
 enum class Format {
-  kDense,  // 576 e4m3; one scale for all, applied to scores and outputs, so that conversion is exact
-  kRow,    // 512 e4m3, 4 float32 scales (one per 128), 64 bf16 rope
+  kDense,   // 576 e4m3; one scale for all, applied to scores and outputs, so that conversion is exact
+  kRow,     // 512 e4m3, 4 float32 scales (one per 128), 64 bf16 rope
+  kShared,  // 448 e4m3, 64 bf16 rope, all of it the value; behind the page's rows 7 ue8m0 scales (one per 64) and a pad
 };
 
 // Teams of two warpgroups multiply: of two teams, team 0 the even tiles of a piece, team 1 the odd ones. Within a team,
@@ -55,6 +56,20 @@ struct Storage<Format::kRow> {
   static constexpr int kRowBytes = kFp8RowBytes;
   static constexpr int kGroupBytes = kGroupTokens * kRowBytes;
   static constexpr int kScales = 512, kRope = kScales + 4 * 4;  // offsets: float [4], bf16 [64]
+
+  __device__ static uint32_t place(int token, int piece, int chunk) {
+    return token * kRowBytes + piece * kPieceBytes + chunk * 16;
+  }
+  __device__ static uint32_t second_half(uint32_t place) { return place + 32; }
+};
+
+// Rows of 584 bytes, each with its scales, at an odd multiple of 16 bytes.
+template <>
+struct Storage<Format::kShared> {
+  static constexpr int kRowBytes = kSharedRowBytes + 8;
+  static constexpr int kGroupBytes = kGroupTokens * kRowBytes;
+  static constexpr int kRope = kSharedNope, kScales = kSharedDataBytes;  // offsets: bf16 [64], ue8m0 [7]
+  static_assert(kRowBytes % 32 == 16);
 
   __device__ static uint32_t place(int token, int piece, int chunk) {
     return token * kRowBytes + piece * kPieceBytes + chunk * 16;

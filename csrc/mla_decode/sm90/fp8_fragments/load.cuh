@@ -46,6 +46,7 @@ class Loader : QuarterPages<Paging> {
       : QuarterPages(p, kSelects ? Paging(1, Divisor()) : Paging(p.page_table.page_size, modes.by_page_size),
                      !kSelects && modes.use_boxes, threadIdx.x / 32 - At::kConsumerThreads / 32),
         rows_(p.selected.page_size, modes.by_page_size),
+        extra_rows_(p.extra.page_size, modes.by_extra_size),
         query_maps_(query_maps),
         queries_by_map_(queries_by_map),
         map_(map),
@@ -74,6 +75,9 @@ class Loader : QuarterPages<Paging> {
 
  private:
   static constexpr bool kSelects = At::kOptions == Options::kSelected;
+  static constexpr bool kTwoLists = kSelects && At::kFormat == Format::kShared;
+
+  static constexpr bool kRopeApart = At::kFormat != Format::kShared;  // of queries, behind the latent part
 
   __device__ int first_pages(const SplitKvEntry& entry, int first_request) const {
     return kSelects ? kUnknown : speculate(first_request, entry.begin_tile);
@@ -83,7 +87,10 @@ class Loader : QuarterPages<Paging> {
     Piece piece;
     while (walk.next(p_, piece)) {
       if constexpr (kSelects) {
-        if (p_.report && warp_ + lane_ == 0) check_list_length(p_, piece);
+        if (p_.report && warp_ + lane_ == 0) {
+          check_list_length(p_, piece);
+          if constexpr (kTwoLists) check_extra_length(p_, piece);
+        }
       } else {
         check_length(piece);
       }
@@ -107,11 +114,11 @@ class Loader : QuarterPages<Paging> {
       const uint32_t full = At::full_barrier(shared_, at.slot), stage = shared_ + At::kKv + at.slot * At::kTileBytes;
       attnops::sm90::mbarrier_wait(At::empty_barrier(shared_, at.slot), at.parity ^ 1);
       if (At::kOptions != Options::kCommon && !queries_by_map_) {
-        gather_queries(p_, piece, half, stage);
+        gather_queries<kRopeApart>(p_, piece, half, stage);
         attnops::sm90::arrive_after_copies(full);
       } else if (lane_ == 0) {
-        attnops::sm90::mbarrier_arrive_expect(full, query_bytes(warp_));
-        copy_queries_of_warp(*query_maps_, warp_, piece.request, piece.first_row, half, stage, full);
+        attnops::sm90::mbarrier_arrive_expect(full, query_bytes<kRopeApart>(warp_));
+        copy_queries_of_warp<kRopeApart>(*query_maps_, warp_, piece.request, piece.first_row, half, stage, full);
       } else {
         attnops::sm90::mbarrier_arrive(full);
       }
@@ -120,6 +127,7 @@ class Loader : QuarterPages<Paging> {
   }
 
   __device__ void load_piece(const Piece& piece, int first_page) {
+    if constexpr (kTwoLists) return load_two_lists(piece);
     if constexpr (kSelects) return load_listed(piece);
     constexpr Options kTrees = At::kOptions == Options::kCommon ? Options::kCommon : Options::kAll;
     each_tile<kTrees>(
@@ -139,6 +147,31 @@ class Loader : QuarterPages<Paging> {
       if (p_.report) check_row(piece, first_token(piece.first_tile + t) + lane_ % kTokens, row);
       copy_listed(row);
     }
+  }
+
+  // The same of two lists: no tile has keys of both.
+  __device__ void load_two_lists(const Piece& piece) {
+    const ListKeys keys(p_.selected, p_.extra, piece.request);
+    int next = listed_row(piece, keys, 0), rows = 0;
+    for (int t = 0; t < piece.num_tiles; ++t, ++count_) {
+      if (t % 2 == 0) {
+        rows = next;
+        next = listed_row(piece, keys, t + 2);
+      }
+      const int row = __shfl_sync(0xffffffffu, rows, t % 2 * kTokens + lane_ % kTokens);
+      const int key = first_token(piece.first_tile + t) + lane_ % kTokens;
+      const bool is_extra = key >= keys.second;
+      if (p_.report) check_row(piece, key, is_extra, is_extra ? key - keys.second : key, row);
+      copy_shared(is_extra, row);
+    }
+  }
+
+  __device__ int listed_row(const Piece& piece, const ListKeys& keys, int t) const {
+    t += lane_ / kTokens;
+    const int key = first_token(piece.first_tile + t) + lane_ % kTokens;
+    if (t >= piece.num_tiles) return -1;
+    if (key < keys.first) return p_.selected.list(piece.request)[key];
+    return key >= keys.second && key < keys.end ? p_.extra.list(piece.request)[key - keys.second] : -1;
   }
 
   __device__ int listed_row(const Piece& piece, int t) const {
@@ -217,7 +250,55 @@ class Loader : QuarterPages<Paging> {
     attnops::sm90::arrive_after_copies(At::full_barrier(shared_, at.slot));
   }
 
+  // Of rows of 584 bytes, of the first pool or the second.
+  __device__ void copy_shared(bool is_extra, int row) const {
+    const SelectedRows& pool = is_extra ? p_.extra : p_.selected;
+    const bool there = pool.has_row(row);
+    const uint32_t listed = __ballot_sync(0xffffffffu, there);
+    const auto* page = static_cast<const uint8_t*>(pool.pages);
+    int token = 0;
+    if (there) {
+      const Paging& paging = is_extra ? extra_rows_ : rows_;
+      page += paging.cell(row) * pool.stride_page;
+      token = paging.offset(row);
+    }
+    const RingSlot<At> at(count_);
+    attnops::sm90::mbarrier_wait(At::empty_barrier(shared_, at.slot), at.parity ^ 1);
+    if (lane_ == 0) {
+      reinterpret_cast<volatile uint16_t*>(base_ + At::kListed)[4 * at.slot + warp_] = static_cast<uint16_t>(listed);
+      __threadfence_block();  // before the arrival, which comes with the copies
+    }
+    gather_shared(place(at.slot), page + int64_t{token} * kSharedDataBytes, listed);
+    if (lane_ < kTokens) {
+      attnops::sm90::copy8(place(at.slot) + lane_ * At::Rows::kRowBytes + At::Rows::kScales,
+                           page + int64_t{pool.page_size} * kSharedDataBytes + token * kSharedScaleBytes, there);
+    }
+    attnops::sm90::arrive_after_copies(At::full_barrier(shared_, at.slot));
+  }
+
+  // 36 x 16 bytes of each row, of which lane % 16 says where it lies: 32 by all lanes, the last four of eight rows at a
+  // time.
+  __device__ void gather_shared(uint32_t target, const uint8_t* source, uint32_t listed) const {
+    constexpr int kChunks = kSharedDataBytes / 16, kRest = kChunks - 32, kTogether = 32 / kRest;
+    const auto copy = [&](int row, int chunk) {
+      const auto begin = __shfl_sync(0xffffffffu, reinterpret_cast<uintptr_t>(source), row);
+      attnops::sm90::copy16(target + row * At::Rows::kRowBytes + chunk * 16,
+                            reinterpret_cast<const uint8_t*>(begin) + chunk * 16, (listed >> row & 1) != 0);
+    };
+#pragma unroll 4
+    for (int row = 0; row < kTokens; ++row) copy(row, lane_);
+#pragma unroll
+    for (int first = 0; first < kTokens; first += kTogether) copy(first + lane_ / kRest, 32 + lane_ % kRest);
+  }
+
   // Checked mode, of lists: what is past the pool. It is left out in any case.
+  __device__ void check_row(const Piece& piece, int key, bool is_extra, int position, int row) const {
+    const int64_t num_rows = is_extra ? p_.extra.num_rows : p_.selected.num_rows;
+    if (lane_ >= kTokens || !is_readable(p_, piece, key) || row < num_rows) return;
+    const ReportKind kind = is_extra ? kReportExtraRowIndex : kReportRowIndex;
+    record_fault(p_.report, {p_.report_op, kind, piece.request, position, row, num_rows});
+  }
+
   __device__ void check_row(const Piece& piece, int key, int row) const {
     if (lane_ >= kTokens || !is_readable(p_, piece, key) || row < p_.selected.num_rows) return;
     record_fault(p_.report, {p_.report_op, kReportRowIndex, piece.request, key, row, p_.selected.num_rows});
@@ -255,7 +336,7 @@ class Loader : QuarterPages<Paging> {
     }
   }
 
-  const Paging rows_;  // of lists: where a row is in its page
+  const Paging rows_, extra_rows_;  // of lists: where a row is in its page
   const QueryMaps* query_maps_;
   const bool queries_by_map_;
   const CUtensorMap* map_;

@@ -5,8 +5,8 @@ namespace attnops::mla_decode::sm90::fp8_fragments {
 
 // What the host has found out about the arguments.
 struct Modes {
-  bool use_boxes;  // whole tiles come by the copy engine
-  Divisor by_page_size;
+  bool use_boxes;                       // whole tiles come by the copy engine
+  Divisor by_page_size, by_extra_size;  // the latter of a second pool
 };
 
 // Where a token is. A division is the better part of what is to be computed before the first load.

@@ -30,7 +30,8 @@ template <Format kFormat_, Options kOptions_, int kRows_ = kPlanRows>
 struct WideShape {
   static constexpr Format kFormat = kFormat_;
   static constexpr Options kOptions = kOptions_;
-  static constexpr bool kScaled = kFormat == Format::kRow;
+  static constexpr bool kShared = kFormat == Format::kShared, kScaled = kShared || kFormat == Format::kRow;
+  static constexpr int kPieces = kShared ? kHeadDimShared / 64 : fp8_fragments::kPieces;  // of 64 columns
   using Rows = Storage<kFormat>;
   static constexpr int kTileBytes = kPlanTileTokens * Rows::kRowBytes;
   static constexpr int kQuarterBytes = kGroupsPerWarp * Rows::kGroupBytes;
@@ -58,8 +59,9 @@ struct WideShape {
   static constexpr int kQueryScale = kRowPairs + kRows / 2 * 16;      // float [kRows]
   static constexpr int kSeenEnds = kQueryScale + kRows * 4;           // int [kRows]: past the last key that a row sees
   static constexpr int kEnds = kSeenEnds + kRows * 4;                 // TransposedEnds, 16 bytes a row of a block
-  static constexpr int kRatios = kEnds + kPlanRows * 16;              // fp16 [kWideBuffers][4][64]
-  static constexpr int kRatioBytes = kScaled ? 4 * kPlanTileTokens * 2 : 0;
+  // By block of 128 columns, or of 64 where values are shared, the last of which are bf16.
+  static constexpr int kRatios = kEnds + kPlanRows * 16;  // fp16 [kWideBuffers][4 or 8][64]
+  static constexpr int kRatioBytes = (kShared ? 8 : kScaled ? 4 : 0) * kPlanTileTokens * 2;
   static constexpr int kMoved = kRatios + kWideBuffers * kRatioBytes;  // int [kWideBuffers]
   static constexpr int kMost = kMoved + 16;   // float [2][4]: the largest scale, by parity of the piece and warp
   static constexpr int kStored = kMost + 32;  // StoredPiece [2], by parity of the piece

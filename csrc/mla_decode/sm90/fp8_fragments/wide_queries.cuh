@@ -17,13 +17,13 @@ __device__ inline void convert_queries(const uint8_t* first, const uint8_t* seco
   asm volatile("" : "+r"(thread));  // places that were kept from piece to piece would be spilled
   const int row = thread / 4, quad = thread % 4;
   if (At::kRows < kPlanRows && row >= At::kRows) return;
-  const RawQueryRow raw(first, second, row, quad);
+  const RawQueryRow<At::kFormat != Format::kShared> raw(first, second, row, quad);
   float factor = 1.f, inverse = 1.f;
   uint32_t top = 0;
   const auto convert = [&](const QueryChunk& x, int piece, int upper) {
     if (kScales) raw.follow(x, top);
     const uint32_t place = queries + piece * At::kQueryPiece;
-    if (At::kScaled && piece == kPieces - 1) {  // K's rope part is 16 bit, and in order
+    if (At::kScaled && piece == At::kPieces - 1) {  // K's rope part is 16 bit, and in order
       const uint32_t own = place + attnops::sm90::swizzled(row, upper * 4 + quad);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {

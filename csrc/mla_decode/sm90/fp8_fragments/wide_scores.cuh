@@ -3,6 +3,7 @@
 #include "mla_decode/sm90/fp8_fragments/convert.cuh"
 #include "mla_decode/sm90/fp8_fragments/load.cuh"
 #include "mla_decode/sm90/fp8_fragments/queries.cuh"
+#include "mla_decode/sm90/fp8_fragments/shared_scales.cuh"
 #include "mla_decode/sm90/fp8_fragments/wide_softmax.cuh"
 
 namespace attnops::mla_decode::sm90::fp8_fragments {
@@ -17,7 +18,7 @@ class ScoreConsumer {
   using RowPairs = typename WideSoftmax<At>::RowPairs;
   static constexpr bool kHolds = WideSoftmax<At>::kHolds;
   static constexpr int kInFlight = kHolds ? 3 : 2, kAhead = At::kScaled || kHolds ? 3 : 2;  // products; loads
-  static constexpr int kLoads = 2 * kPieces, kLatentLoads = kLoads - 2;                     // of 32 columns each
+  static constexpr int kLoads = 2 * At::kPieces, kLatentLoads = kLoads - 2;                 // of 32 columns each
   static constexpr int kGiveAt = 14;  // of these, where no sum is scaled on the way
 
  public:
@@ -59,9 +60,13 @@ class ScoreConsumer {
     for (int t = 0; t < piece.num_tiles; ++t, ++count_, ++given_) {
       Scores s;
       RowPairs pairs;
-      multiply_queries(count_, s, [&](int i) {
-        if (kHolds && i == kGiveAt) give_if(given_ - 1, t > 0);
-      });
+      if constexpr (At::kShared) {
+        multiply_shared(s);
+      } else {
+        multiply_queries(count_, s, [&](int i) {
+          if (kHolds && i == kGiveAt) give_if(given_ - 1, t > 0);
+        });
+      }
       if constexpr (kHolds) attnops::sm90::wgmma_wait<1>();
       softmax_.load(pairs);
       if (!kHolds && t > 0) give(given_ - 1);
@@ -178,6 +183,87 @@ class ScoreConsumer {
     }
   }
 
+  // The same of rows of 584 bytes. Scales are powers of two: K is multiplied by what they are beside the key's largest,
+  // the sum by that. Then comes the rope part. It leaves the powers that the keys' values are to be divided by.
+  __device__ void multiply_shared(Scores& s) {
+    const RingSlot<At> at(count_);
+    const uint32_t tile = shared_ + At::kKv + at.slot * At::kTileBytes;
+    const uint32_t queries = attnops::sm90::uniform_operand(shared_ + At::kQ);
+    attnops::sm90::mbarrier_wait(At::full_barrier(shared_, at.slot), at.parity);
+    Fragments a[kInFlight];
+    Raw r[kAhead + 1];
+    uint32_t ratio[2];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) load_keys(tile, i, r[i]);
+    SharedScales scales[2] = {shared_scales(at.slot, 0), shared_scales(at.slot, 1)};
+    uint32_t rope[2] = {};
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      Fragments& now = a[i % kInFlight];
+      const bool is_rope = i >= kLatentLoads;
+      if (i + kAhead < kLatentLoads) load_keys(tile, i + kAhead, r[(i + kAhead) % (kAhead + 1)]);
+      if (i == kLatentLoads) {
+        attnops::sm90::wgmma_wait<0>(s);
+        const float by[2] = {scales[0].largest_scale(), scales[1].largest_scale()};
+#pragma unroll
+        for (int k = 0; k < At::kRows / 2; ++k) s[k] *= by[k / 2 % 2];
+      } else if (i >= kInFlight) {
+        attnops::sm90::wgmma_wait<kInFlight - 1>();
+      }
+      if (is_rope) {
+        load_shared_rope(tile, i - kLatentLoads, rope, now);
+      } else {
+        if (i % 2 == 0) ratio[0] = scales[0].ratio(i / 2), ratio[1] = scales[1].ratio(i / 2);
+        convert_keys(r[i % (kAhead + 1)], now);
+        scale_keys(ratio, now);
+      }
+      attnops::sm90::wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const uint64_t operand = attnops::sm90::group_descriptor<1024>(queries + (i / 2 * At::kQueryPiece >> 4) +
+                                                                       (i % 2 * 2 + k) * attnops::sm90::kStepKMajor);
+        if (is_rope) {
+          attnops::sm90::wgmma_few<T, At::kRows>(s, now[k], operand, 1);
+        } else {
+          attnops::sm90::wgmma_few<__half, At::kRows>(s, now[k], operand, i + k > 0);
+        }
+      }
+      attnops::sm90::wgmma_commit();
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) exponent_[h] = scales[h].exponent_of_values(rope[h]);
+  }
+
+  __device__ SharedScales shared_scales(int slot, int h) const {
+    const uint8_t* row = base_ + At::kKv + slot * At::kTileBytes + key_of(h) * At::Rows::kRowBytes;
+    return SharedScales(*reinterpret_cast<const uint2*>(row + At::Rows::kScales));
+  }
+
+  // Two steps of the rope part, and the largest magnitudes so far of the thread's two keys, as bits of two bf16.
+  __device__ void load_shared_rope(uint32_t tile, int i, uint32_t (&largest)[2], Fragments& a) const {
+    const uint32_t row = tile + (16 * warp_ + lane_ % 16) * At::Rows::kRowBytes + At::Rows::kRope;
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      attnops::sm90::load_fragment(a[k], row + (4 * i + 2 * k + lane_ / 16) * 16);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        largest[j % 2] = __vmaxu2(largest[j % 2], a[k][j] & 0x7fff7fffu);
+        if constexpr (std::is_same_v<T, __half>) {
+          const float2 x = unpack_pair(a[k][j], __nv_bfloat16{});
+          a[k][j] = attnops::sm90::pack_pair<__half>(x.x, x.y);
+        }
+      }
+    }
+  }
+
+  __device__ static void scale_keys(const uint32_t (&ratio)[2], Fragments& a) {
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[k][i] = multiply_halves(a[k][i], ratio[i % 2]);
+    }
+  }
+
   // To the groups with values: the probabilities of tile number `count`.
   __device__ void give(int count) const {
     attnops::sm90::fence_async_proxy();
@@ -223,7 +309,13 @@ class ScoreConsumer {
   __device__ void prepare_tile(const Piece& piece, int first_key, RowPairs& pairs, Scores& s) {
     const int slot = RingSlot<At>(count_).slot, buffer = given_ % kWideBuffers;
     float weight[2] = {};
-    if constexpr (At::kScaled) {
+    if constexpr (At::kShared) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        weight[h] = static_cast<float>(exponent_[h] - 127);
+        most_ = fmaxf(most_, __uint_as_float(exponent_[h] << 23));
+      }
+    } else if constexpr (At::kScaled) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float largest = largest_scale(slot, h);
@@ -247,8 +339,20 @@ class ScoreConsumer {
     const int block = lane_ % 4;
     auto* ratios = reinterpret_cast<__half*>(base_ + At::kRatios + buffer * At::kRatioBytes) + block * kPlanTileTokens;
     float power[2];
+    if constexpr (At::kShared) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
+      for (int h = 0; h < 2; ++h) {
+        const SharedScales scales = shared_scales(slot, h);
+        power[h] = __uint_as_float(exponent_[h] << 23);
+        auto* own = reinterpret_cast<uint16_t*>(ratios + key_of(h));
+        own[0] = static_cast<uint16_t>(SharedScales::quotient(scales.exponent(block), exponent_[h]));
+        const uint32_t second = SharedScales::quotient(scales.exponent(4 + block), exponent_[h]);
+        const uint32_t rope = (254 - exponent_[h]) << 7;  // bf16
+        own[4 * kPlanTileTokens] = static_cast<uint16_t>(block == 3 ? rope : second);
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < 2 && !At::kShared; ++h) {
       const uint32_t exponent = __float_as_uint(largest_scale(slot, h)) & 0x7f800000u;
       power[h] = __uint_as_float(exponent);
       const float4 x = scales_of(slot, h);
@@ -286,6 +390,7 @@ class ScoreConsumer {
   const int lane_, warp_;
   WideSoftmax<At> softmax_;
   float most_ = 0.f;
+  int exponent_[2];      // of rows of 584 bytes: biased, of the powers that divide the values of the thread's keys
   int count_ = 0;        // slots of the ring so far
   int given_ = 0;        // tiles
   uint32_t parity_ = 0;  // of the piece

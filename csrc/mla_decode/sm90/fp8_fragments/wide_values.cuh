@@ -15,6 +15,7 @@ class ValueConsumer {
   static constexpr int kInFlight = 2, kAhead = 2;  // products; loads
   static constexpr int kBlocks = 4;                // of 64 columns
   using Output = TransposedOutput<At::kRows>;
+  using Ratios = uint32_t[At::kScaled ? 8 : 1];  // fp16 pairs, of two tokens each
 
  public:
   __device__ ValueConsumer(const Params& p, bool out_aligned, uint8_t* base, uint32_t shared)
@@ -78,8 +79,32 @@ class ValueConsumer {
     attnops::sm90::load_transposed(r, tile + At::Rows::place(token, piece, warp_));
   }
 
-  // Of tokens 8 i + 2 (lane % 4) + {0, 1}, for a block of 128 columns.
-  using Ratios = uint32_t[At::kScaled ? 8 : 1];
+  // The rope part of rows of 584 bytes, for half of the tile's tokens, 16 columns of this warp in the last block: as
+  // convert_values orders them.
+  __device__ void load_rope_values(int slot, int half, const Ratios& ratio, Fragments& a) const {
+    const uint8_t* first = base_ + At::kKv + slot * At::kTileBytes + (32 * half + lane_ % 4 * 2) * At::Rows::kRowBytes +
+                           At::Rows::kRope + 32 * warp_ + lane_ / 4 * 4;
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const uint32_t by = ratio[4 * half + 2 * k + j];
+        float2 x[2];
+#pragma unroll
+        for (int token = 0; token < 2; ++token) {
+          const auto* pair = first + (16 * k + 8 * j + token) * At::Rows::kRowBytes;
+          const uint32_t twice = __byte_perm(by, 0, token == 0 ? 0x1010 : 0x3232);
+          const auto scaled =
+              __hmul2(*reinterpret_cast<const __nv_bfloat162*>(pair), reinterpret_cast<const __nv_bfloat162&>(twice));
+          x[token] = unpack_pair(reinterpret_cast<const uint32_t&>(scaled), __nv_bfloat16{});
+        }
+        a[k][2 * j] = attnops::sm90::pack_pair<__half>(x[0].x, x[1].x);
+        a[k][2 * j + 1] = attnops::sm90::pack_pair<__half>(x[0].y, x[1].y);
+      }
+    }
+  }
+
+  // Of tokens 8 i + 2 (lane % 4) + {0, 1}, for a block of columns.
   __device__ void load_ratios(int buffer, int block, Ratios& ratio) const {
     const auto* pairs = reinterpret_cast<const uint32_t*>(base_ + At::kRatios + buffer * At::kRatioBytes) +
                         block * (kPlanTileTokens / 2) + lane_ % 4;
@@ -121,8 +146,18 @@ class ValueConsumer {
       Fragments& now = a[i % kInFlight];
       if (i + kAhead < kLoads) load_values(tile, i + kAhead, r[(i + kAhead) % (kAhead + 1)]);
       if (i >= kInFlight) attnops::sm90::wgmma_wait<kInFlight - 1>();
-      convert_values(r[i % (kAhead + 1)], now);
-      if constexpr (At::kScaled) {
+      if constexpr (At::kShared) {
+        if (i % 2 == 0) load_ratios(buffer, kBlocks * group_ + i / 2, ratio);
+        if (i / 2 == kBlocks - 1 && group_ == 1) {
+          load_rope_values(at.slot, i % 2, ratio, now);
+        } else {
+          convert_values(r[i % (kAhead + 1)], now);
+          scale_values(ratio, i % 2, now);
+        }
+      } else {
+        convert_values(r[i % (kAhead + 1)], now);
+      }
+      if constexpr (At::kScaled && !At::kShared) {
         if (i % 4 == 0) load_ratios(buffer, 2 * group_ + i / 4, ratio);
         scale_values(ratio, i % 2, now);
       }
@@ -159,7 +194,7 @@ class ValueConsumer {
     Piece piece;
     piece.request = stored(parity_)->request, piece.first_row = stored(parity_)->first_row;
     piece.num_rows = stored(parity_)->num_rows, piece.partial = stored(parity_)->partial;
-    constexpr float kMostValue = 448.f;
+    constexpr float kMostValue = At::kShared ? 0x1p15f : 448.f;
     TransposedEnds& ends = *reinterpret_cast<TransposedEnds*>(base_ + At::kEnds);
     if (threadIdx.x < At::kRows) {
       const int row = threadIdx.x;
