@@ -217,23 +217,27 @@ inline Params checked_arguments(const Arguments& a, Tokens& tokens, ReportOp rep
 }
 
 // The second list and its pool, of rows as the first one's.
-inline void check_extra(Tokens& tokens, Params& p, const Tensor& q, const Tensor& kv, const OptionalTensor& extra_kv,
-                        const OptionalTensor& extra_indices, const OptionalTensor& extra_topk_length) {
-  if (extra_kv.has_value() != extra_indices.has_value()) {
-    fail(tokens.op, std::string("extra_kv_pages and extra_indices must be given together, got ") +
-                        (extra_kv ? "extra_kv_pages" : "extra_indices") + " alone");
+struct ExtraArguments {
+  const char* kv_name;
+  const OptionalTensor &kv, &indices, &topk_length;
+};
+
+inline void check_extra(Tokens& tokens, Params& p, const Arguments& a, const ExtraArguments& extra) {
+  if (extra.kv.has_value() != extra.indices.has_value()) {
+    fail(tokens.op, std::string(extra.kv_name) + " and extra_indices must be given together, got " +
+                        (extra.kv ? extra.kv_name : "extra_indices") + " alone");
   }
-  if (!extra_kv) {
-    if (extra_topk_length) fail(tokens.op, "extra_topk_length belongs to extra_indices, which are not given");
+  if (!extra.kv) {
+    if (extra.topk_length) fail(tokens.op, "extra_topk_length belongs to extra_indices, which are not given");
     return;
   }
-  TensorCheck(tokens.op, "extra_kv_pages", *extra_kv).device_as("q", q).dtype_as("kv_pages", kv);
-  if (has_shared_rows(tokens.op, "extra_kv_pages", *extra_kv, q) != p.shared_rows) {
-    fail(tokens.op, "extra_kv_pages.shape[-1] must be " + std::to_string(kv.size(kv.dim() - 1)) +
-                        " as in kv_pages, got " + std::to_string(extra_kv->size(extra_kv->dim() - 1)));
+  TensorCheck(tokens.op, extra.kv_name, *extra.kv).device_as("q", a.q).dtype_as(a.kv_name, a.kv);
+  if (has_shared_rows(tokens.op, extra.kv_name, *extra.kv, a.q) != p.shared_rows) {
+    fail(tokens.op, std::string(extra.kv_name) + ".shape[-1] must be " + std::to_string(a.kv.size(a.kv.dim() - 1)) +
+                        " as in " + a.kv_name + ", got " + std::to_string(extra.kv->size(extra.kv->dim() - 1)));
   }
-  p.extra = checked_pool(tokens.op, "extra_kv_pages", *extra_kv, p.shared_rows);
-  check_lists(tokens, p.extra, "extra_indices", *extra_indices, "extra_topk_length", extra_topk_length, q);
+  p.extra = checked_pool(tokens.op, extra.kv_name, *extra.kv, p.shared_rows);
+  check_lists(tokens, p.extra, "extra_indices", *extra.indices, "extra_topk_length", extra.topk_length, a.q);
 }
 
 struct CallPlan {

@@ -13,19 +13,19 @@ void sparse_mla_decode(const Tensor& out, const OptionalTensor& lse, const Tenso
                        const Tensor& semaphores, double softmax_scale, const OptionalTensor& sinks,
                        int64_t fixed_split_tokens, const OptionalTensor& report) {
   Tokens tokens(kDecode, true);
-  Params p = checked_arguments({.out = out,
-                                .lse = lse,
-                                .q = q,
-                                .q_pe = q_pe,
-                                .kv_name = "kv_pages",
-                                .kv = kv_pages,
-                                .indices = indices,
-                                .topk_length = topk_length,
-                                .softmax_scale = softmax_scale,
-                                .sinks = sinks,
-                                .report = report},
-                               tokens, kReportSparseMlaDecode);
-  check_extra(tokens, p, q, kv_pages, extra_kv_pages, extra_indices, extra_topk_length);
+  const Arguments arguments{.out = out,
+                            .lse = lse,
+                            .q = q,
+                            .q_pe = q_pe,
+                            .kv_name = "kv_pages",
+                            .kv = kv_pages,
+                            .indices = indices,
+                            .topk_length = topk_length,
+                            .softmax_scale = softmax_scale,
+                            .sinks = sinks,
+                            .report = report};
+  Params p = checked_arguments(arguments, tokens, kReportSparseMlaDecode);
+  check_extra(tokens, p, arguments, {"extra_kv_pages", extra_kv_pages, extra_indices, extra_topk_length});
   check_call_plan(p, q,
                   {tile_scheduler_metadata, num_splits, out_partial, lse_partial, semaphores, fixed_split_tokens});
   kRun(p, q);
@@ -34,8 +34,9 @@ void sparse_mla_decode(const Tensor& out, const OptionalTensor& lse, const Tenso
 template <void (*kRun)(const Params&, const Tensor&)>
 void sparse_mla_prefill(const Tensor& out, const OptionalTensor& lse, const OptionalTensor& max_logits, const Tensor& q,
                         const OptionalTensor& q_pe, const Tensor& kv, const Tensor& indices,
-                        const OptionalTensor& topk_length, double softmax_scale, const OptionalTensor& sinks,
-                        const OptionalTensor& report) {
+                        const OptionalTensor& topk_length, const OptionalTensor& extra_kv,
+                        const OptionalTensor& extra_indices, const OptionalTensor& extra_topk_length,
+                        double softmax_scale, const OptionalTensor& sinks, const OptionalTensor& report) {
   Tokens tokens(kPrefill, false);
   const Arguments arguments{.out = out,
                             .lse = lse,
@@ -50,6 +51,7 @@ void sparse_mla_prefill(const Tensor& out, const OptionalTensor& lse, const Opti
                             .report = report};
   Params p = checked_arguments(arguments, tokens, kReportSparseMlaPrefill);
   p.max_logits = checked_per_head(arguments, tokens, "max_logits", max_logits);
+  check_extra(tokens, p, arguments, {"extra_kv", extra_kv, extra_indices, extra_topk_length});
   kRun(p, q);
 }
 

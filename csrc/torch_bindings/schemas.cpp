@@ -167,7 +167,8 @@ STABLE_TORCH_LIBRARY(attnops, m) {
       "Tensor(f!)? report=None) -> ()");
   m.def(
       "sparse_mla_prefill(Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? max_logits, Tensor q, Tensor? q_pe, Tensor kv, "
-      "Tensor indices, Tensor? topk_length, float softmax_scale, Tensor? sinks=None, Tensor(d!)? report=None) -> ()");
+      "Tensor indices, Tensor? topk_length, Tensor? extra_kv, Tensor? extra_indices, Tensor? extra_topk_length, "
+      "float softmax_scale, Tensor? sinks=None, Tensor(d!)? report=None) -> ()");
 
   // layer_call/: store and attend in one call, of what a layer's calls share and bound before. `bound` holds addresses,
   // so these write pages and scratch that are none of their arguments: for opaque callers only, not for traced code.

@@ -106,8 +106,8 @@ def right_prefill(draw: Draw) -> None:
     """`ops.sparse_mla_prefill`, over pages and ragged rows."""
     draw.saw("op sparse_mla_prefill")
     set_isa(draw)
-    problem = _draw_problem(draw, False)
-    q, lists = problem.q.flatten(0, 1), problem.selected
+    problem = _draw_problem(draw, draw.chance(0.3))
+    q, lists, extra = problem.q.flatten(0, 1), problem.selected, problem.extra
     kv = lists.kv_pages
     if kv.shape[1] == 1 and kv.shape[-1] != 584:
         kv = kv.squeeze(1)
@@ -123,6 +123,9 @@ def right_prefill(draw: Draw) -> None:
         out=out.view,
         lse=lse.view,
         max_logits=most.view if draw.chance(0.5) else None,
+        extra_kv=None if extra is None else extra.kv_pages,
+        extra_indices=None if extra is None else extra.indices.flatten(0, 1),
+        extra_topk_length=None if extra is None or extra.lengths is None else extra.lengths.flatten(),
     )
     _judge(draw, problem, out.view, lse.view)
     out.check("out")

@@ -28,6 +28,8 @@ FREE = {
     ("sparse_mla_decode", "extra_kv_pages"): {0, 1},
     ("sparse_mla_prefill", "kv"): {0, 1},
     ("sparse_mla_prefill", "indices"): {1},
+    ("sparse_mla_prefill", "extra_kv"): {0, 1},
+    ("sparse_mla_prefill", "extra_indices"): {1},
     ("fmha_paged", "page_table"): {1},
     ("fp4_decode", "page_table"): {1},
     ("fp4_decode", "q"): {1},

@@ -40,6 +40,7 @@ def test_a_second_list_and_sinks(device, kind, lengths):
     )
     assert_right(problem, *decode(problem))
     assert_right(problem, *decode(problem, plan_of(problem, fixed=64)))
+    assert_right(problem, *prefill(problem))
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -234,6 +235,9 @@ def test_schema_and_fake(device):
         lists.kv_pages,
         lists.indices[:, 0],
         lists.lengths[:, 0],
+        extra.kv_pages,
+        extra.indices[:, 0],
+        extra.lengths[:, 0],
         SCALE,
         problem.sinks,
         None,

@@ -144,7 +144,8 @@ def sparse_arguments() -> dict[str, dict[str, Any]]:
         | {"extra_kv_pages": extra.kv_pages, "extra_indices": extra.indices},
         "sparse_mla_prefill": {"q": problem.q[:, 0], "kv": lists.kv_pages, "topk_length": lists.lengths[:, 0]}
         | call
-        | {"indices": lists.indices[:, 0], "max_logits": torch.zeros(3, 5)},
+        | {"indices": lists.indices[:, 0], "max_logits": torch.zeros(3, 5), "extra_kv": extra.kv_pages}
+        | {"extra_indices": extra.indices[:, 0], "extra_topk_length": extra.lengths[:, 0]},
     }
 
 

@@ -234,6 +234,13 @@ def prefill(problem: SparseProblem, apart: bool = False, **options) -> tuple[Ten
     out = q.new_full((*q.shape[:-1], 512), math.nan)
     lse, most = (torch.full(q.shape[:-1], math.nan, device=q.device) for _ in range(2))
     lengths = problem.selected.lengths
+    if problem.extra is not None:
+        extra_lengths = problem.extra.lengths
+        options |= {
+            "extra_kv": problem.extra.kv_pages,
+            "extra_indices": problem.extra.indices.flatten(0, 1),
+            "extra_topk_length": None if extra_lengths is None else extra_lengths.flatten(),
+        }
     ops.sparse_mla_prefill(
         q[..., :512] if apart else q,
         problem.selected.kv_pages,

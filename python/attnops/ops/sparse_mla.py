@@ -153,6 +153,9 @@ def sparse_mla_prefill(
     softmax_scale: float,
     q_pe: Tensor | None = None,
     topk_length: Tensor | None = None,
+    extra_kv: Tensor | None = None,
+    extra_indices: Tensor | None = None,
+    extra_topk_length: Tensor | None = None,
     sinks: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
@@ -168,6 +171,8 @@ def sparse_mla_prefill(
         kv: Pages as of `sparse_mla_decode`, or ragged rows ``[S, row]``, not of 584 bytes.
         indices: int32 ``[T, topk]``, rows of `kv`: ``page * page_size + offset``, or the row of ragged ones.
         topk_length: int32 ``[T]``.
+        extra_kv, extra_indices, extra_topk_length: A second pool of such rows as `kv` may be, int32 ``[T, extra_topk]``
+            and ``[T]``. A token attends to both.
         max_logits: float32 destination ``[T, H_q]``: the largest ``softmax_scale * <q, k>``; -inf without keys.
 
     Returns:
@@ -181,7 +186,20 @@ def sparse_mla_prefill(
     out = q.new_empty(*q.shape[:-1], MLA_HEAD_DIM_V) if out is None else out
     lse = lse_like(q, lse, return_lse)
     torch.ops.attnops.sparse_mla_prefill.default(
-        out, lse, max_logits, q, q_pe, kv, indices, topk_length, softmax_scale, sinks, report
+        out,
+        lse,
+        max_logits,
+        q,
+        q_pe,
+        kv,
+        indices,
+        topk_length,
+        extra_kv,
+        extra_indices,
+        extra_topk_length,
+        softmax_scale,
+        sinks,
+        report,
     )
     return out, lse
 
