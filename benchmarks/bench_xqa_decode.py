@@ -111,6 +111,7 @@ def attnops_decode(cell: Cell, fixed_split_tokens: int = 0, plan_inside: bool = 
         fixed_split_tokens=fixed_split_tokens,
         max_seqlen_k=max(cell.lengths),
         kv_dtype=cell.kv_dtype,
+        page_size=cell.page_size,
         device=DEVICE,
     )
     ops.xqa_decode_plan(plan, cell.seqlens)

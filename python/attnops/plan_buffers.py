@@ -55,6 +55,7 @@ class DecodePlans:
                 rows=seqlen_q * (spec.num_q_heads // spec.num_kv_heads),
                 head_dim=spec.head_dim,
                 kv_dtype=kv_dtype,
+                page_size=spec.page_size,
                 fixed_split_tokens=cuts,
             )
 

@@ -316,3 +316,21 @@ def test_works_of_two_tiles_stay_whole_where_none_is_longer(lengths, overhead, w
     assert at == len(lengths) * works
     longer = _scheduler.plan_split_kv(geometry, [*lengths, 132 * 64])
     assert any(entry.end_tile for entry in longer), "the long one is cut"
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "rows", "page_size", "parts"),
+    [
+        (192, 24, 64, 264),
+        (192, 24, None, 264),
+        (192, 24, 5, 132),
+        (192, 16, 5, 264),
+        (192, 40, 64, 132),
+        (200, 24, 64, 132),
+    ],
+)
+def test_wide_heads_fill_an_sm_with_fewer_rows(monkeypatch, head_dim, rows, page_size, parts):
+    h200 = types.SimpleNamespace(multi_processor_count=132, major=9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: h200)
+    cuda = torch.device("cuda")
+    assert xqa_num_sm_parts(cuda, 50, 1, rows=rows, head_dim=head_dim, page_size=page_size) == parts

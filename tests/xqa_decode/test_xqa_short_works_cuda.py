@@ -108,7 +108,7 @@ def test_many_rows(heads, seqlen_q, kv_dtype, head_dim, page_size):
 
 @pytest.mark.parametrize("num_sm_parts", [2, None])
 @pytest.mark.parametrize(
-    ("head_dim", "kv_dtype"), [(64, None), (128, None), (256, None), (64, FP8), (128, FP8), (192, FP8)]
+    ("head_dim", "kv_dtype"), [(64, None), (128, None), (160, None), (256, None), (64, FP8), (128, FP8), (192, FP8)]
 )
 @pytest.mark.parametrize(
     "options",

@@ -103,6 +103,7 @@ class GatherStream {
   static constexpr int kSize = sizeof(typename Tr::Element);
   static constexpr int kLanesPerRow = Tr::kHeadDim * kSize / 16;
   static constexpr int kRowsPerCopy = 32 / kLanesPerRow;
+  static constexpr int kIdleLanes = 32 % kLanesPerRow;
   static constexpr uint32_t kNowhere = ~0u;
   using Rows = uint32_t[Tr::kTileTokens / Tr::kBringersOfUnit / 32];  // this lane's of a tile
 
@@ -138,6 +139,7 @@ class GatherStream {
     for (int first = 0; first < kRowsOfWarp; first += kRowsPerCopy) {
       const uint32_t at = __shfl_sync(~0u, first < 32 ? rows[0] : rows[kHeld - 1], first % 32 + lane_ / kLanesPerRow);
       const bool take = inside_ && (kWhole || at != kNowhere);
+      if (kIdleLanes > 0 && lane_ >= 32 - kIdleLanes) continue;
       cp_async_16((to ^ (first % 8 << 4)) + first * 128, base_ + uint64_t{take ? at : 0} * 16, take);
     }
   }

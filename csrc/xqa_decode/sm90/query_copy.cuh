@@ -27,6 +27,7 @@ __device__ __forceinline__ void copy_queries(const Params& p, const Shape& shape
   const uint32_t column = queries + d / 64 * (Tr::kGroupRows * 128);
   const T* q = static_cast<const T*>(p.q) + place.request * p.q_stride_request;
   const int first_head = place.kv_head * shape.group;
+  if (thread >= kRowsAtATime * kVecsPerRow) return;
   if (boxes.vector_queries) {
     const bool inside = d < p.head_dim;
     q += inside ? d : 0;

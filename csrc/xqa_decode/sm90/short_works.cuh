@@ -12,10 +12,12 @@ namespace attnops::xqa_decode::sm90 {
 inline constexpr int kMostShortTokens = 128;  // of a short work
 inline constexpr int kFewestShortWorks = 4;   // of a part
 
-// The portable kernel's traits, for a warp alone.
+// The portable kernel's traits, for a warp alone. Its rows are a power of two.
+inline constexpr int portable_head_dim(int head_dim) { return head_dim == 192 ? 256 : head_dim; }
+
 template <class Tr>
-struct WarpTraits : xqa_decode::Traits<typename Tr::T, Tr::kFp8, Tr::kHeadDim, Tr::kRows / 8> {
-  using Base = xqa_decode::Traits<typename Tr::T, Tr::kFp8, Tr::kHeadDim, Tr::kRows / 8>;
+struct WarpTraits : xqa_decode::Traits<typename Tr::T, Tr::kFp8, portable_head_dim(Tr::kHeadDim), Tr::kRows / 8> {
+  using Base = xqa_decode::Traits<typename Tr::T, Tr::kFp8, portable_head_dim(Tr::kHeadDim), Tr::kRows / 8>;
   static constexpr int kWarps = 1;
   static constexpr int kThreads = 32;
   static constexpr int kStages = 2;

@@ -48,7 +48,7 @@ __device__ __forceinline__ void store_staged(const Params& p, const Shape& shape
                                              int thread) {
   constexpr int kVecs = Tr::kHeadDim / 8, kRowsAtATime = kThreads / kVecs;
   const int vec = thread % kVecs, d = vec * 8;
-  if (d >= p.head_dim) return;
+  if (d >= p.head_dim || thread >= kRowsAtATime * kVecs) return;
   auto* const base = static_cast<uint16_t*>(p.out) + place.request * p.out_stride_request + d;
 #pragma unroll 4
   for (int i = thread / kVecs; i < count; i += kRowsAtATime) {

@@ -43,6 +43,7 @@ def new_plan(
         seqlen_q=seqlen_q,
         window_left=window_left,
         fixed_split_tokens=-cuts,
+        page_size=k_pages.shape[1],
         device=q.device,
     )
     ops.xqa_decode_plan(plan, lens)

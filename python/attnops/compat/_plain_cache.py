@@ -66,6 +66,7 @@ def plain_call(
             seqlen_q=q.shape[1],
             window_left=left,
             fixed_split_tokens=-min(num_splits, MAX_CUTS),
+            page_size=k_cache.shape[1],
             device=q.device,
         )
         ops.xqa_decode_plan(plan, lens)

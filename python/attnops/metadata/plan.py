@@ -126,6 +126,7 @@ class XqaDecodePlan(SplitKvPlan):
         max_seqlen_k: int | None = None,
         num_sm_parts: int | None = None,
         kv_dtype: torch.dtype | None = None,
+        page_size: int | None = None,
         device: torch.device | str = "cpu",
     ) -> XqaDecodePlan:
         """Allocate a plan and its scratch.
@@ -142,6 +143,7 @@ class XqaDecodePlan(SplitKvPlan):
             num_sm_parts: Shares; when None `xqa_num_sm_parts`: on CUDA at most SM count times `XQA_PARTS_PER_SM`, else
                 the number of threads.
             kv_dtype: Of the pages, where it is known: batch-invariant plans have more shares over FP8.
+            page_size: Of the pages, where it is known: sizes that are no power of two may get fewer shares.
 
         Raises:
             TypeError, ValueError: naming the argument that is out of its range.
@@ -164,6 +166,7 @@ class XqaDecodePlan(SplitKvPlan):
             rows=seqlen_q * (num_q_heads // num_kv_heads),
             head_dim=head_dim,
             kv_dtype=kv_dtype,
+            page_size=page_size,
             fixed_split_tokens=fixed_split_tokens,
         )
         num_partials = num_partials_of(kind, batch_size * num_kv_heads, num_sm_parts, fixed_split_tokens, max_seqlen_k)

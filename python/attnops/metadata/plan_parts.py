@@ -43,6 +43,11 @@ def _num_threads() -> int:
 _num_threads._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def _in_boxes(page_size: int | None) -> bool:
+    """Whether the copy engine takes such pages: csrc/xqa_decode/sm90/limits.h."""
+    return page_size is None or (page_size >= 8 and page_size & (page_size - 1) == 0)
+
+
 def xqa_num_sm_parts(
     device: torch.device,
     batch_size: int,
@@ -51,6 +56,7 @@ def xqa_num_sm_parts(
     rows: int = 1,
     head_dim: int = 128,
     kv_dtype: torch.dtype | None = None,
+    page_size: int | None = None,
     fixed_split_tokens: int = 0,
 ) -> int:
     """Parts for `batch_size` requests, likely of equal length; measured on an H200.
@@ -62,6 +68,7 @@ def xqa_num_sm_parts(
         rows: Query rows (token, head) of a request and KV head.
         head_dim: Of K and V.
         kv_dtype: Of the pages; None: the type of q.
+        page_size: Of the pages; None: one that suits the copy engine.
         fixed_split_tokens: Of the plan.
     """
     fp8 = kv_dtype is not None and kv_dtype.itemsize == 1
@@ -77,7 +84,8 @@ def xqa_num_sm_parts(
     if fp8:
         fills_sm = on_sm90 and head_dim > 128 and rows > 32
     else:
-        fills_sm = (on_sm90 and rows > 64 and not small_blocks) or (head_dim > 128 and rows > 16)
+        wide = head_dim > (192 if on_sm90 and rows <= 32 and _in_boxes(page_size) else 128)
+        fills_sm = (on_sm90 and rows > 64 and not small_blocks) or (wide and rows > 16)
     most = default_num_sm_parts(device, 1 if fills_sm else parts_per_sm)
     if on_sm90:  # blocks of rows run side by side, each with all parts
         most = max(most // -(-rows // block), 1)
@@ -116,7 +124,7 @@ def xqa_invariant_cuts(
         head_dim: Of K and V.
         kv_dtype, page_size: Of the pages.
     """
-    in_boxes = page_size >= 8 and page_size & (page_size - 1) == 0
+    in_boxes = _in_boxes(page_size)
     rows = seqlen_q * ((num_q_heads or num_kv_heads) // num_kv_heads)
     fp8 = kv_dtype.itemsize == 1
     if (kv_dtype.itemsize == 2 or (fp8 and in_boxes)) and 64 < head_dim <= 128 and rows <= 16:

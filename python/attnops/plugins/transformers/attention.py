@@ -151,6 +151,7 @@ def _decode_plan(seen: _Seen, window_left: int) -> XqaDecodePlan:
         head_dim=head_dim,
         seqlen_q=seqlen_q,
         window_left=window_left,
+        page_size=seen.k_pages.shape[1],
         device=seen.queries.device,
     )
     if on_cpu:

@@ -1,0 +1,5 @@
+#include "xqa_decode/sm90/launch.cuh"
+
+namespace attnops::xqa_decode::sm90 {
+void launch_bf16_hd192(const Params& params, cudaStream_t stream) { launch<__nv_bfloat16, 192>(params, stream); }
+}  // namespace attnops::xqa_decode::sm90
