@@ -19,7 +19,7 @@ from xqa_decoding import decode as decode_xqa
 CSRC = Path(__file__).parent.parent / "csrc"
 gpu = pytest.mark.gpu
 each_row = pytest.mark.parametrize("op,row", ROWS.values(), ids=ROWS)
-BALANCED_ROWS = r"sm90_cluster_(.*_hd64|gather_fp8)"  # of balanced plans alone
+BALANCED_ROWS = r"sm90_cluster_(.*_hd(64|192)|gather_fp8)"  # of balanced plans alone
 BAD_PAGES = {0: -1, 2: None, 3: 2**31 - 1, 4: -(2**31)}  # by request; None: the first behind the pool
 
 

@@ -93,6 +93,8 @@ constexpr Impl kImpls[] = {
     {"sm90_bf16_hd128", DType::kBFloat16, DType::kBFloat16, 128, &sm90::launch_bf16_hd128, &sm90::reject},
     {"sm90_gather_bf16_hd128", DType::kBFloat16, DType::kBFloat16, 128, &sm90::launch_gather_bf16_hd128,
      &sm90::reject_gather},
+    {"sm90_cluster_wgmma_bf16_hd192", DType::kBFloat16, DType::kBFloat16, 192, &sm90::launch_cluster_wgmma_bf16_hd192,
+     &sm90::reject_balanced_cluster},
     {"sm90_bf16_hd192", DType::kBFloat16, DType::kBFloat16, 192, &sm90::launch_bf16_hd192, &sm90::reject},
     {"sm90_gather_bf16_hd192", DType::kBFloat16, DType::kBFloat16, 192, &sm90::launch_gather_bf16_hd192,
      &sm90::reject_gather},

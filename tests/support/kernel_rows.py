@@ -49,6 +49,7 @@ XQA_ROWS = {
     "sm90_gather_fp8_rows_hd128": {"head_dim": 128, "kv_dtype": FP8, **MANY_ROWS, "page_size": 3},
     "sm90_bf16_hd128": {"head_dim": 128, **MANY_ROWS},
     "sm90_gather_bf16_hd128": {"head_dim": 128, **MANY_ROWS, "page_size": 3},
+    "sm90_cluster_wgmma_bf16_hd192": {"head_dim": 192},
     "sm90_bf16_hd192": {"head_dim": 192, **MANY_ROWS},
     "sm90_gather_bf16_hd192": {"head_dim": 192, **MANY_ROWS, "page_size": 3},
     "sm90_bf16_hd256": {"head_dim": 256},

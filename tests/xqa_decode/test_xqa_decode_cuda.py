@@ -31,7 +31,7 @@ either_mode = pytest.mark.parametrize("mode", ["plain", "checked"])
 @either_mode
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("seqlen_q", [1, 4])
 def test_every_kernel(dtype, kv_dtype, head_dim, seqlen_q, mode):
     problem = on_gpu(LENGTHS, seqlen_q, head_dim=head_dim, dtype=dtype, kv_dtype=kv_dtype)
@@ -151,7 +151,7 @@ def test_long_requests_with_many_splits(rows, length):
         assert_decodes(problem, seqlen_q=seqlen_q, num_sm_parts=parts)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_skewed_batch(head_dim):
     problem = on_gpu([9000, 1, 70, 0, 400, 64, 2], num_q_heads=8, num_kv_heads=2, head_dim=head_dim, page_size=16)
     for parts in (264, 132, 17, 2):
@@ -160,7 +160,7 @@ def test_skewed_batch(head_dim):
 
 @pytest.mark.parametrize("dtype, kv_dtype", [(BF16, None), (FP16, None), (BF16, FP8), (FP16, FP8)])
 @pytest.mark.parametrize("heads", [(8, 1), (32, 8), (64, 4), (30, 1)])
-@pytest.mark.parametrize("head_dim, page_size", [(128, 16), (64, 16), (80, 5)])
+@pytest.mark.parametrize("head_dim, page_size", [(128, 16), (64, 16), (80, 5), (192, 16)])
 @pytest.mark.parametrize("batch", [1, 2, 5, 9, 17, 40, 66])
 def test_clusters_of_every_size(batch, head_dim, page_size, heads, dtype, kv_dtype):
     """Few works have many CTAs each, in one cluster or several; most requests do not fill the page table."""
@@ -357,7 +357,15 @@ def test_lengths_decide_between_teams_and_parts(requests, tokens, heads, page_si
 @pytest.mark.parametrize("page_size", [64, 3])
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "kv_dtype"),
-    [(64, BF16, None), (64, BF16, FP8), (128, BF16, None), (128, FP16, None), (128, BF16, FP8)],
+    [
+        (64, BF16, None),
+        (64, BF16, FP8),
+        (128, BF16, None),
+        (128, FP16, None),
+        (128, BF16, FP8),
+        (136, BF16, None),
+        (192, BF16, None),
+    ],
 )
 def test_short_calls(head_dim, dtype, kv_dtype, page_size, lengths, heads):
     """What clusters serve on Hopper (csrc/xqa_decode/sm90/cluster_wgmma/limits.h), for a sanitizer to look at alone."""

@@ -94,7 +94,7 @@ void launch_cluster_wgmma(const Params& p, cudaStream_t stream) {
   const TeamSize size = team_size(p);
   const int rows = p.seqlen_q * (p.num_q_heads / p.num_kv_heads);
   constexpr auto inbox = &team_inbox_bytes<kHeadDim>;
-  if constexpr (sizeof(Element) == 2) {
+  if constexpr (sizeof(Element) == 2 && kHeadDim <= 128) {
     if (rows > 16) {
       return launch_team_rows<Traits<T, kHeadDim, 32, inbox(32, 16), 2, kGathers, kNoFold, Element>>(p, size, stream);
     }
@@ -102,8 +102,10 @@ void launch_cluster_wgmma(const Params& p, cudaStream_t stream) {
   if (rows > 8) {
     return launch_team_rows<Traits<T, kHeadDim, 16, inbox(16, 16), 2, kGathers, kNoFold, Element>>(p, size, stream);
   }
-  if (size.small) {
-    return launch_team_rows<Traits<T, kHeadDim, 8, inbox(8, 0), 3, kGathers, kNoFold, Element>>(p, size, stream);
+  if constexpr (kHeadDim <= 128) {
+    if (size.small) {
+      return launch_team_rows<Traits<T, kHeadDim, 8, inbox(8, 0), 3, kGathers, kNoFold, Element>>(p, size, stream);
+    }
   }
   launch_team_rows<Traits<T, kHeadDim, 8, inbox(8, 16), 2, kGathers, kNoFold, Element>>(p, size, stream);
 }

@@ -17,6 +17,7 @@ struct TeamSize {
 inline constexpr int kMaxLogCtas = 4, kMaxClusterCtas = 1 << kMaxLogCtas;  // of a cluster
 inline constexpr int kMaxTeamClusters = 16;
 // Rows of 16-bit pages; of FP8 pages and of kernels that fold: the plan's kernels are 5 % faster with more over FP8.
+// Above head dim 128 more leave an SM room for one CTA.
 inline constexpr int kMaxTeamRows = 32, kMaxFewTeamRows = 16;
 inline constexpr int kMaxTeams = 132;        // pairs, all at the same time
 inline constexpr int kMaxShareTokens = 512;  // of a batch, whose requests may differ in length
@@ -40,7 +41,7 @@ inline bool clusters_can_meet(const Params& p, int works, int clusters) {
 inline TeamSize short_team_size(const Params& p) {
   const int works = p.batch_size * p.num_kv_heads, rows = p.seqlen_q * (p.num_q_heads / p.num_kv_heads);
   const int64_t tiles = max_of<int64_t>((most_visible_tokens(p) + 63) / 64, 1);  // of a table without a cell, too
-  const bool small = rows <= 8;  // more leave too little of a third of an SM
+  const bool small = rows <= 8 && p.head_dim <= 128;  // more leave too little of a third of an SM
   if (works > 62) return {2, 1, false};
   if (works > (small ? 32 : 30)) return {4, 1, false};
   if (works > (small ? 16 : 14)) return {8, 1, small};
@@ -118,7 +119,7 @@ inline std::string reject_team(const Params& p) {
   if (works > kMaxTeams) {
     return "takes batch_size * num_kv_heads up to " + std::to_string(kMaxTeams) + ", got " + std::to_string(works);
   }
-  const bool few = p.fixed_split_tokens != 0 || size_of(p.kv_dtype) == 1;
+  const bool few = p.fixed_split_tokens != 0 || size_of(p.kv_dtype) == 1 || p.head_dim > 128;
   const int most_rows = few ? kMaxFewTeamRows : kMaxTeamRows;
   if (rows > most_rows) {
     return "takes seqlen_q * group up to " + std::to_string(most_rows) + ", got " + std::to_string(rows);

@@ -9,7 +9,7 @@ namespace attnops::xqa_decode::sm90 {
 
 // The merge of a work's shares. An item is what a lane holds of a row in two blocks of 64 dims: d, d + 8, d + 64 and
 // d + 72, or d, d + 1, d + 64 and d + 65 over e4m3 pages. The eight items of a unit lie side by side in the eight lanes
-// that hold one warp's dims of a row. A single block has items half empty.
+// that hold one warp's dims of a row. An odd block has items half empty.
 template <class Tr>
 struct TeamInbox {
   static constexpr int kUnitsPerRow = team_units_per_row(Tr::kHeadDim), kPairs = kUnitsPerRow / Tr::kWarps;
@@ -65,8 +65,9 @@ __device__ __forceinline__ void send_units(const Shape& shape, const Team& team,
         const int at = (rank * team.slice + unit - owner * team.slice) * kUnitItems + g;
         const uint32_t there = address_in(shared, owner), barrier = there + SharedLayout<Tr>::kInboxFull;
         float4 values = make_float4(block.out[2 * pair][4 * n + i], block.out[2 * pair][4 * n + 2 + i], 0.f, 0.f);
-        if constexpr (Tr::kBlocks > 1) {
-          values.z = block.out[2 * pair + 1][4 * n + i], values.w = block.out[2 * pair + 1][4 * n + 2 + i];
+        if (2 * pair + 1 < Tr::kBlocks) {
+          const float(&more)[RowState<Tr>::kScores] = block.out[min_of(2 * pair + 1, Tr::kBlocks - 1)];
+          values.z = more[4 * n + i], values.w = more[4 * n + 2 + i];
         }
         // A row that saw no key here may hold NaN, from keys of other rows.
         if (!Tr::kFolds && block.sum[n][i] == 0.f) values = make_float4(0.f, 0.f, 0.f, 0.f);
