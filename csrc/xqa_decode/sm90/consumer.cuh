@@ -65,11 +65,20 @@ class Consumer {
       } else {
         begin(place, first_row, block, piece.continues_run());
       }
-      attend(piece, first_row, block);
+      attend_keys(piece, first_row, block);
+      if constexpr (!Tr::kEndsOnce) block.add_up(exchange_);
       if constexpr (Tr::kFetchesAhead && !Tr::kFp8) queries_ = other_queries();
       const Splits splits = piece.splits();
+      float* const factors = reinterpret_cast<float*>(smem_ + Shared::kFactors);
+      if constexpr (Tr::kEndsOnce) {
+        const int64_t slot = splits.count == 1 ? -1 : splits.slot(splits.index);
+        end_rows(p_, shape_, place, block, first_row, slot, exchange_, factors);
+      }
       if (splits.count == 1) {
-        if constexpr (Tr::kStagesRows) {
+        if constexpr (Tr::kEndsOnce) {
+          store_rows(p_, shape_, boxes_, place, block, first_row, stage_of_rows(), factors);
+          if constexpr (!Tr::kFetchesAhead) sync_group<Tr>();  // the next queries come there at once
+        } else if constexpr (Tr::kStagesRows) {
           store_rows(p_, shape_, boxes_, place, block, first_row, stage_of_rows());
           if constexpr (!Tr::kFetchesAhead) sync_group<Tr>();  // the next queries come there at once
         } else {
@@ -77,7 +86,12 @@ class Consumer {
         }
         continue;
       }
-      store_partials(p_, shape_, block, first_row, splits.slot(splits.index));
+      if constexpr (Tr::kEndsOnce) {
+        store_partials(p_, shape_, block, first_row, splits.slot(splits.index), factors);
+        if constexpr (Tr::kFp8) sync_group<Tr>();  // the next scales come there
+      } else {
+        store_partials(p_, shape_, block, first_row, splits.slot(splits.index));
+      }
       if (!piece.last_row_block() || splits.arrivals == 0) continue;
       arrive_and_merge<Tr::kThreads, false, (Tr::kRows > 32)>(p_, shape_, place, splits, piece.is_last(),
                                                               reinterpret_cast<MergeFlag*>(smem_ + Shared::kFlag),
@@ -106,9 +120,15 @@ class Consumer {
     if constexpr (Tr::kKeepsQueries) block.load_queries(queries());
   }
 
-  // All keys of a piece.
+  // All keys of a piece, and the sums of its rows.
   template <class Piece>
   __device__ __forceinline__ void attend(const Piece& piece, int first_row, Block<Tr>& block) {
+    attend_keys(piece, first_row, block);
+    block.add_up(exchange_);
+  }
+
+  template <class Piece>
+  __device__ __forceinline__ void attend_keys(const Piece& piece, int first_row, Block<Tr>& block) {
     const int tiles = num_tiles(piece);
     if (tiles > 0) {
       multiply_keys(block, scores_);
@@ -117,7 +137,6 @@ class Consumer {
       block.template wait_for_values<0>();
       release(values);
     }
-    block.add_up(exchange_);
   }
 
   // The same of a piece that is divided every `leaf_tiles` tiles: `end_leaf` is called with each leaf's rows, whose

@@ -36,10 +36,11 @@ __device__ __forceinline__ RowEnd end_of(const RowState<Tr>& block, int n, int i
   return row_end<Tr>(block.sum[n][i], block.reference[n][i]);
 }
 
-// Stores the pass's rows as the partial result in row `slot`. Eight lanes write 32 neighbouring bytes.
+// Stores the pass's rows as the partial result in row `slot`. Eight lanes write 32 neighbouring bytes. `factors`: where
+// `end_rows` has ended them.
 template <bool kIsNode = false, class Tr>
 __device__ __forceinline__ void store_partials(const Params& p, const Shape& shape, const RowState<Tr>& block,
-                                               int first_row, int64_t slot) {
+                                               int first_row, int64_t slot, const float* factors = nullptr) {
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
   for (int n = 0; n < Tr::kRowTiles; ++n) {
@@ -47,16 +48,22 @@ __device__ __forceinline__ void store_partials(const Params& p, const Shape& sha
     for (int i = 0; i < 2; ++i) {
       const int row = first_row + 8 * n + 2 * t + i;
       if (row >= shape.rows) continue;
-      const RowEnd end = end_of<kIsNode>(block, n, i);
       const int64_t at = slot * shape.rows + row;
-      if (warp == 0 && g == 0) p.lse_partial[at] = end.lse;
+      float factor;
+      if constexpr (Tr::kEndsOnce && !kIsNode) {
+        factor = factors[8 * n + 2 * t + i];
+      } else {
+        const RowEnd end = end_of<kIsNode>(block, n, i);
+        factor = end.factor;
+        if (warp == 0 && g == 0) p.lse_partial[at] = end.lse;
+      }
       float* out = p.out_partial + at * p.head_dim;
 #pragma unroll
       for (int b = 0; b < Tr::kBlocks; ++b) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const int d = 64 * b + 16 * warp + lane_dim<Tr>(g, h);
-          if (d < p.head_dim) out[d] = end.factor * block.out[b][4 * n + 2 * h + i];
+          if (d < p.head_dim) out[d] = factor * block.out[b][4 * n + 2 * h + i];
         }
       }
     }

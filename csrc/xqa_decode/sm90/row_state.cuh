@@ -125,7 +125,8 @@ struct RowState {
   template <class Piece>
   __device__ __forceinline__ static void mask_scores(const Params& p, const Shape& shape, const Piece& piece,
                                                      int first_row, int first_key, Scores& scores) {
-    const int own_key = first_key + threadIdx.x / 32 % Tr::kWarps * 16 + threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const int own = threadIdx.x / 32 % Tr::kWarps * 16 + threadIdx.x % 32 / 4, own_key = first_key + own;
+    const int t = threadIdx.x % 4;
     if (Tr::kRowTiles > 1 && p.seqlen_q == 1 && p.tree_mask == nullptr) {  // all rows see the same
       const RowMask mask(p, shape, piece, 0);
 #pragma unroll
@@ -133,6 +134,23 @@ struct RowState {
         if (mask.in_range(own_key + 8 * h)) continue;
 #pragma unroll
         for (int n = 0; n < Tr::kRowTiles; ++n) scores[4 * n + 2 * h] = scores[4 * n + 2 * h + 1] = -INFINITY;
+      }
+      return;
+    }
+    if (Tr::kRowTiles > 1 && p.tree_mask == nullptr) {  // a lane finds a row's range for all
+      const RowMask mask(p, shape, piece, first_row + threadIdx.x % 32 % Tr::kRows);
+      const auto in_tile = [&](int key) { return min_of(max_of(key - first_key, 0), Tr::kTileTokens); };
+      const int range = in_tile(mask.begin) << 8 | in_tile(mask.end);
+#pragma unroll
+      for (int n = 0; n < Tr::kRowTiles; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int seen = __shfl_sync(~0u, range, 8 * n + 2 * t + i), begin = seen >> 8, end = seen & 255;
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            if (own + 8 * h < begin || own + 8 * h >= end) scores[4 * n + 2 * h + i] = -INFINITY;
+          }
+        }
       }
       return;
     }

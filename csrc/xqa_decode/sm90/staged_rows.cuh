@@ -67,24 +67,49 @@ __device__ __forceinline__ void store_staged(const Params& p, const Shape& shape
   }
 }
 
-// Rows whose dims lie in several warps. `stage` is free for all of them, and then until a barrier of theirs.
+// Ends rows whose dims lie in several warps, a thread each: their sums are added up, their lse is stored, and what
+// their values must be multiplied by is in `factors`, [kRows] in shared memory, for all of them. `slot`: of a partial
+// result; below zero: the rows are whole.
+template <class Tr>
+__device__ __forceinline__ void end_rows(const Params& p, const Shape& shape, const WorkPlace& place,
+                                         const RowState<Tr>& block, int first_row, int64_t slot, float* exchange,
+                                         float* factors) {
+  static_assert(Tr::kRowTiles <= Tr::kWarps);
+  const int warp = threadIdx.x / 32 % Tr::kWarps, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  block.share_sums({warp, lane, exchange});
+  sync_group<Tr>();
+  const int own = 8 * warp + 2 * t + g, row = first_row + own;
+  if (warp < Tr::kRowTiles && g < 2 && row < shape.rows) {
+    float reference = 0.f;
+#pragma unroll
+    for (int n = 0; n < Tr::kRowTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) reference = n == warp && i == g ? block.reference[n][i] : reference;
+    }
+    const RowEnd end = row_end<Tr>(RowState<Tr>::whole_sum(exchange, own), reference);
+    if (slot < 0) {
+      const float v_scale = p.v_scale ? __ldg(p.v_scale + place.kv_head * p.v_scale_stride) : 1.f;
+      factors[own] = finish_row(p, shape, place, row, end, v_scale, true);
+    } else {
+      factors[own] = end.factor;
+      p.lse_partial[slot * shape.rows + row] = end.lse;
+    }
+  }
+  sync_group<Tr>();
+}
+
+// Such rows, ended. `stage` is free for all warps, and then until a barrier of theirs.
 template <class Tr>
 __device__ __forceinline__ void store_rows(const Params& p, const Shape& shape, const Boxes& boxes,
                                            const WorkPlace& place, const RowState<Tr>& block, int first_row,
-                                           uint32_t stage) {
+                                           uint32_t stage, const float* factors) {
   const int warp = threadIdx.x / 32 % Tr::kWarps, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int count = min_of(shape.rows - first_row, Tr::kRows);
-  const float v_scale = p.v_scale ? __ldg(p.v_scale + place.kv_head * p.v_scale_stride) : 1.f;
   const bool bf16 = p.dtype == DType::kBFloat16;
 #pragma unroll
   for (int n = 0; n < Tr::kRowTiles; ++n) {
     if (8 * n >= count) break;
-    float factor[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int own = 8 * n + 2 * t + i, row = first_row + min_of(own, count - 1);
-      factor[i] = finish_row(p, shape, place, row, end_of(block, n, i), v_scale, own < count && warp == 0 && g == 0);
-    }
+    const float factor[2] = {factors[8 * n + 2 * t], factors[8 * n + 2 * t + 1]};
 #pragma unroll
     for (int b = 0; b < Tr::kBlocks; ++b) {
       const float(&out)[RowState<Tr>::kScores] = block.out[b];

@@ -52,16 +52,19 @@ struct Traits {
   // Tiles of e4m3 become fp16 in shared memory, one of keys and one of values: fp8/widened_block.cuh.
   static constexpr bool kWidens = kFp8 && kRows >= 64;
   static constexpr int kOperandBytes = kWidens ? 2 * kTileTokens * kHeadDim * 2 : kProbBuffers * kProbBytes;
-  static constexpr int kSmallBytes =
-      256 + kWarps * kRows * 4 + (kFp8 ? 2 * kRows * 4 : 0) + (kFoldLevels_ != kNoFold ? 96 : 0);
   static constexpr int kInboxBytes = kInboxBytes_;  // of what other CTAs of a cluster send
   static constexpr bool kFolds = kFoldLevels_ != kNoFold;
+  // Where a pass leaves rows for out: of 16-bit pages where their queries were, else beside the next ones'.
+  static constexpr bool kStagesRows = !kFolds && kInboxBytes == 0 && kRows > 8;
+  // Of those a group that shares its rows ends each by one thread, and not in every lane that has values of it.
+  static constexpr bool kEndsOnce = kStagesRows && kRows <= 32;
+  static constexpr int kFactorBytes = kEndsOnce && !kFp8 ? kRows * 4 : 0;
+  static constexpr int kSmallBytes =
+      256 + kWarps * kRows * 4 + (kFp8 ? 2 * kRows * 4 : 0) + (kFoldLevels_ != kNoFold ? 96 : 0) + kFactorBytes;
   // The next piece's queries come while this one's tiles are multiplied, where that does not cost a CTA of the SM.
   // Over e4m3 pages they come as they lie in q, and change their type when the piece begins.
   static constexpr bool kFetchesAhead =
       !kFolds && kInboxBytes == 0 && (kFp8 || kHeadDim <= 128 || (kRows != 16 && kRows <= 64));
-  // Where a pass leaves rows for out: of 16-bit pages where their queries were, else beside the next ones'.
-  static constexpr bool kStagesRows = !kFolds && kInboxBytes == 0 && kRows > 8;
   // The merge has its scratch where probabilities lie, or queries that nobody needs any more.
   static constexpr int kScratchBytes =
       max_of(static_cast<int>(sizeof(PartialSum)) * kThreads, kFp8&& kStagesRows ? kQueryBytes : 0);
@@ -105,14 +108,16 @@ struct SharedLayout {
   static constexpr int kProbs =  // [kProbBuffers][kRowTiles][64 keys][8], or WidenedBlock's
       kQueries + (Tr::kFetchesAhead ? 2 : 1) * Tr::kQueryBytes;
   static constexpr int kMergeScratch = Tr::kFetchesAhead ? kProbs : kQueries;
-  static constexpr int kFull = kQueries + Tr::kWorkBytes;                        // barriers [kUnits]
-  static constexpr int kEmpty = kFull + 96;                                      // barriers [kUnits]
-  static constexpr int kFlag = kFull + 192;                                      // MergeFlag
-  static constexpr int kNowhere = kFlag + 16;                                    // 16 bytes that nobody reads
-  static constexpr int kInboxFull = kNowhere + 16;                               // barrier
-  static constexpr int kExchange = kFull + 256;                                  // float [kWarps][kRows]
-  static constexpr int kRowScale = kExchange + Tr::kWarps * Tr::kRows * 4;       // over e4m3 pages float [2][kRows]
-  static constexpr int kPiece = kRowScale + (Tr::kFp8 ? 2 * Tr::kRows * 4 : 0);  // the walk's state where kernels fold
+  static constexpr int kFull = kQueries + Tr::kWorkBytes;                   // barriers [kUnits]
+  static constexpr int kEmpty = kFull + 96;                                 // barriers [kUnits]
+  static constexpr int kFlag = kFull + 192;                                 // MergeFlag
+  static constexpr int kNowhere = kFlag + 16;                               // 16 bytes that nobody reads
+  static constexpr int kInboxFull = kNowhere + 16;                          // barrier
+  static constexpr int kExchange = kFull + 256;                             // float [kWarps][kRows]
+  static constexpr int kRowScale = kExchange + Tr::kWarps * Tr::kRows * 4;  // over e4m3 pages float [2][kRows]
+  static constexpr int kFactors = kRowScale;  // float [kRows] of `end_rows`, over e4m3 pages in place of the scales
+  // The walk's state where kernels fold.
+  static constexpr int kPiece = kRowScale + (Tr::kFp8 ? 2 * Tr::kRows * 4 : Tr::kFactorBytes);
   static constexpr int kInbox = kPiece + (Tr::kFolds ? 96 : 0);
   static constexpr int kFoldSums = kInbox + Tr::kInboxBytes;            // float [kWarps][kRows]
   static constexpr int kFold = kFoldSums + Tr::kWarps * Tr::kRows * 4;  // [kFoldLevels - 1], where kernels fold
