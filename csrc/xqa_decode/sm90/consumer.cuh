@@ -35,7 +35,7 @@ class Consumer {
   __device__ __forceinline__ void run(PieceWalk& piece) {
     bool fetched = false;  // this piece's queries are on their way
     do {
-      const WorkPlace place = place_of(piece);
+      WorkPlace place = place_of(piece);
       if (piece.overflows()) {
         if (piece.starts_work() && piece.last_row_block()) {
           store_nan(p_, shape_, place, piece.splits(), Tr::kThreads);
@@ -44,7 +44,7 @@ class Consumer {
         fetched = false;
         continue;
       }
-      const int first_row = first_row_of(piece.row_block());
+      int first_row = first_row_of(piece.row_block());
       Block<Tr> block;
       if constexpr (Tr::kFetchesAhead && Tr::kFp8) {
         const fp8::Queries<Tr> rows(p_, shape_, boxes_, smem_);
@@ -65,7 +65,17 @@ class Consumer {
       } else {
         begin(place, first_row, block, piece.continues_run());
       }
-      attend_keys(piece, first_row, block);
+      if constexpr (Tr::kParksWalk) {
+        const PlacedKeys keys(piece);
+        const int tiles = num_tiles(piece);
+        park(piece);
+        attend_keys(keys, tiles, first_row, block);
+        if (tiles == 0) sync_group<Tr>();
+        take_back(piece);
+        place = place_of(piece), first_row = first_row_of(piece.row_block());
+      } else {
+        attend_keys(piece, num_tiles(piece), first_row, block);
+      }
       if constexpr (!Tr::kEndsOnce) block.add_up(exchange_);
       if constexpr (Tr::kFetchesAhead && !Tr::kFp8) queries_ = other_queries();
       const Splits splits = piece.splits();
@@ -93,15 +103,17 @@ class Consumer {
         store_partials(p_, shape_, block, first_row, splits.slot(splits.index));
       }
       if (!piece.last_row_block() || splits.arrivals == 0) continue;
-      arrive_and_merge<Tr::kThreads, false, (Tr::kRows > 32)>(p_, shape_, place, splits, piece.is_last(),
-                                                              reinterpret_cast<MergeFlag*>(smem_ + Shared::kFlag),
-                                                              reinterpret_cast<float*>(smem_ + Shared::kMergeScratch));
+      sync_threads<Tr::kThreads>();
+      merge_after_sync<MergingCta<Tr::kThreads>, Tr::kMergeBatch, false, (Tr::kRows > 32)>(
+          p_, shape_, place, splits, piece.is_last(), reinterpret_cast<MergeFlag*>(smem_ + Shared::kFlag),
+          reinterpret_cast<float*>(smem_ + Shared::kMergeScratch));
       // The next queries or probabilities lie where the merge has its scratch.
       if constexpr (Tr::kGroups > 1) {
         sync_threads<Tr::kThreads>();
       } else {
         sync_group<Tr>();
       }
+      if constexpr (Tr::kParksWalk) take_back(piece);
     } while (piece.next());
   }
 
@@ -123,13 +135,12 @@ class Consumer {
   // All keys of a piece, and the sums of its rows.
   template <class Piece>
   __device__ __forceinline__ void attend(const Piece& piece, int first_row, Block<Tr>& block) {
-    attend_keys(piece, first_row, block);
+    attend_keys(piece, num_tiles(piece), first_row, block);
     block.add_up(exchange_);
   }
 
   template <class Piece>
-  __device__ __forceinline__ void attend_keys(const Piece& piece, int first_row, Block<Tr>& block) {
-    const int tiles = num_tiles(piece);
+  __device__ __forceinline__ void attend_keys(const Piece& piece, int tiles, int first_row, Block<Tr>& block) {
     if (tiles > 0) {
       multiply_keys(block, scores_);
       attend_tiles(piece, first_row, 0, tiles, block);
@@ -181,6 +192,33 @@ class Consumer {
 
  private:
   using Shared = SharedLayout<Tr>;
+
+  // What a piece's tiles must know of it.
+  struct PlacedKeys : SeenKeys {
+    int first_token_;
+
+    __device__ __forceinline__ explicit PlacedKeys(const PieceWalk& piece)
+        : SeenKeys{piece.request(), piece.length(), piece.keys()}, first_token_(piece.first_token()) {}
+    __device__ __forceinline__ int first_token() const { return first_token_; }
+  };
+
+  // One thread writes the walk's state, behind a barrier since all have read the last, and all read it behind another.
+  __device__ __forceinline__ void park(PieceWalk& piece) const {
+    if (threadIdx.x != 0) return;
+    uint32_t place = shared_ + Shared::kPiece;
+    piece.visit_state([&](int word) {
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(place), "r"(word) : "memory");
+      place += 4;
+    });
+  }
+  __device__ __forceinline__ void take_back(PieceWalk& piece) const {
+    uint32_t place = shared_ + Shared::kPiece;
+    piece.visit_state([&](int& word) {
+      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(place) : "memory");
+      place += 4;
+    });
+  }
+
   using Scores = float[Block<Tr>::kScores];
   static constexpr int kGroupQueryBytes = Tr::kQueryBytes / Tr::kGroups;
 

@@ -59,8 +59,11 @@ struct Traits {
   // Of those a group that shares its rows ends each by one thread, and not in every lane that has values of it.
   static constexpr bool kEndsOnce = kStagesRows && kRows <= 32;
   static constexpr int kFactorBytes = kEndsOnce && !kFp8 ? kRows * 4 : 0;
-  static constexpr int kSmallBytes =
-      256 + kWarps * kRows * 4 + (kFp8 ? 2 * kRows * 4 : 0) + (kFoldLevels_ != kNoFold ? 96 : 0) + kFactorBytes;
+  // The walk over pieces lies in shared memory while a piece is attended and merged: in registers it would be spilled,
+  // and so would loads that nobody waits for.
+  static constexpr bool kParksWalk = !kFolds && kInboxBytes == 0 && !kFp8 && kRows == 32 && kHeadDim <= 128;
+  static constexpr int kWalkBytes = kFolds || kParksWalk ? 96 : 0;
+  static constexpr int kSmallBytes = 256 + kWarps * kRows * 4 + (kFp8 ? 2 * kRows * 4 : 0) + kWalkBytes + kFactorBytes;
   // The next piece's queries come while this one's tiles are multiplied, where that does not cost a CTA of the SM.
   // Over e4m3 pages they come as they lie in q, and change their type when the piece begins.
   static constexpr bool kFetchesAhead =
@@ -76,6 +79,8 @@ struct Traits {
   static constexpr int kRestBytes = kWorkBytes + kSmallBytes + kInboxBytes + kFoldBytes;
   static constexpr int kPartOfSm = (228 - kMostCtas) * 1024 / kMostCtas, kWholeSm = 227 * 1024;
   static constexpr int kCtasPerSm = kGroups == 1 && kPartOfSm - kRestBytes >= 3 * kUnitBytes ? kMostCtas : 1;
+  // Splits that a merge loads at a time: more would spill what lives on.
+  static constexpr int kMergeBatch = kParksWalk ? 8 : 16;
   static constexpr int kUnits = min_of(((kCtasPerSm > 1 ? kPartOfSm : kWholeSm) - kRestBytes) / kUnitBytes, 12);
   static_assert(kUnits >= 3);
   // Of a long piece parts of the plan ask for no more than four units of 16 KB at a time, measured at head dim 128:
@@ -116,9 +121,9 @@ struct SharedLayout {
   static constexpr int kExchange = kFull + 256;                             // float [kWarps][kRows]
   static constexpr int kRowScale = kExchange + Tr::kWarps * Tr::kRows * 4;  // over e4m3 pages float [2][kRows]
   static constexpr int kFactors = kRowScale;  // float [kRows] of `end_rows`, over e4m3 pages in place of the scales
-  // The walk's state where kernels fold.
+  // The walk's state where kernels fold or park it.
   static constexpr int kPiece = kRowScale + (Tr::kFp8 ? 2 * Tr::kRows * 4 : Tr::kFactorBytes);
-  static constexpr int kInbox = kPiece + (Tr::kFolds ? 96 : 0);
+  static constexpr int kInbox = kPiece + Tr::kWalkBytes;
   static constexpr int kFoldSums = kInbox + Tr::kInboxBytes;            // float [kWarps][kRows]
   static constexpr int kFold = kFoldSums + Tr::kWarps * Tr::kRows * 4;  // [kFoldLevels - 1], where kernels fold
   static constexpr int kBytes = kInbox + Tr::kInboxBytes + Tr::kFoldBytes;
