@@ -158,6 +158,29 @@ def test_skewed_batch(head_dim):
         assert_decodes(problem, num_sm_parts=parts)
 
 
+@either_mode
+@pytest.mark.parametrize("parts", [5, 264])
+@pytest.mark.parametrize(
+    ("head_dim", "page_size", "dtype", "kv_dtype", "requests"),
+    [
+        (64, 16, FP16, None, 6),
+        (64, 3, FP16, None, 6),
+        (128, 64, BF16, None, 67),
+        (96, 5, BF16, None, 67),
+        (160, 5, BF16, None, 6),
+        (192, 16, BF16, None, 6),
+        (256, 16, BF16, FP8, 6),
+    ],
+)
+def test_24_rows(head_dim, page_size, dtype, kv_dtype, requests, parts, mode):
+    """Two groups of warps in the portable kernel; no clusters: of fp16 there are none to head dim 64, or many works."""
+    lengths = [700, 2, 0, 64, 65, 130, *[3] * 61][:requests]
+    geometry = {"num_q_heads": 24, "num_kv_heads": 2, "head_dim": head_dim, "page_size": page_size}
+    problem = on_gpu(lengths, 2, dtype=dtype, kv_dtype=kv_dtype, **geometry)
+    assert_decodes(problem, seqlen_q=2, num_sm_parts=parts, **in_mode(mode))
+    assert_decodes(problem, seqlen_q=2, num_sm_parts=parts, window_left=70, **in_mode(mode))
+
+
 @pytest.mark.parametrize("dtype, kv_dtype", [(BF16, None), (FP16, None), (BF16, FP8), (FP16, FP8)])
 @pytest.mark.parametrize("heads", [(8, 1), (32, 8), (64, 4), (30, 1)])
 @pytest.mark.parametrize("head_dim, page_size", [(128, 16), (64, 16), (80, 5), (192, 16)])
