@@ -74,18 +74,16 @@ void launch_traits(const Params& p, cudaStream_t stream) {
 }
 
 // CTAs of an SM. Many rows of wide e4m3 pages hold their sums in nearly all registers of a thread; up to 32 rows of
-// 16-bit pages, which take long between tiles, leave room for a third. 17 to 32 gathered rows of head dim 192 want a
-// longer ring than the half of an SM holds. As in metadata/plan_parts.py.
-template <typename Element, int kHeadDim, int kRows, bool kGathers>
+// 16-bit pages, which take long between tiles, leave room for a third. As in metadata/plan_parts.py.
+template <typename Element, int kHeadDim, int kRows>
 constexpr int most_ctas() {
   if (sizeof(Element) == 1) return kHeadDim * kRows > 128 * 64 ? 1 : 2;
-  if (kHeadDim == 192 && kRows >= (kGathers ? 32 : 64)) return 1;
+  if (kHeadDim == 192 && kRows >= 64) return 1;
   return kRows == 32 && kHeadDim <= 128 ? 3 : 2;
 }
 
 template <typename T, int kHeadDim, int kRows, bool kGathers, typename Element = T>
-using PlanTraits =
-    Traits<T, kHeadDim, kRows, 0, most_ctas<Element, kHeadDim, kRows, kGathers>(), kGathers, kNoFold, Element>;
+using PlanTraits = Traits<T, kHeadDim, kRows, 0, most_ctas<Element, kHeadDim, kRows>(), kGathers, kNoFold, Element>;
 
 // Whether these kernels have clusters beside them, and so compute batch-invariant plans by folding.
 template <int kHeadDim>

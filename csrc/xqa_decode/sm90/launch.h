@@ -20,9 +20,7 @@ void launch_gather_bf16_hd64(const Params& params, CUstream_st* stream);
 void launch_gather_fp16_hd64(const Params& params, CUstream_st* stream);
 void launch_gather_bf16_hd128(const Params& params, CUstream_st* stream);
 void launch_gather_fp16_hd128(const Params& params, CUstream_st* stream);
-void launch_gather_bf16_hd192(const Params& params, CUstream_st* stream);
 void launch_gather_bf16_hd256(const Params& params, CUstream_st* stream);
-void launch_gather_fp16_hd192(const Params& params, CUstream_st* stream);
 void launch_gather_fp16_hd256(const Params& params, CUstream_st* stream);
 
 // Over e4m3 pages. Head dims up to 128 have two kernels more, for up to 16 rows (fp8/).
