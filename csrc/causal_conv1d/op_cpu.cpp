@@ -34,24 +34,13 @@ void clear_padding(const Params& p) {
   clear(p.first_token(p.batch_size), p.num_tokens);
 }
 
-// What Params::check records, without a walk over all requests for each of them.
-void check_requests(const Params& p, int32_t* report) {
-  attnops::cpu::SlotOwners owners = attnops::cpu::owners_of(p.state_indices, p.batch_size);
-  for (int64_t request = 0; request < p.batch_size; ++request) {
-    const int64_t slot = p.state_indices[request];
-    if (slot >= p.num_slots) record_fault(report, {p.op, kReportStateSlot, request, 0, slot, p.num_slots});
-    owners.check_next(p.op, slot, request, report);
-    if (p.cu_seqlens == nullptr) continue;
-    const int64_t begin = p.cu_seqlens[request], end = p.cu_seqlens[request + 1];
-    if (end < begin || begin < 0 || end > p.num_tokens) {
-      record_fault(report, {p.op, kReportTokenBounds, request, begin, end, p.num_tokens});
-    }
-  }
-}
-
 void run(const char* op, const Params& p) {
   CpuFaults faults(op, "conv_states", p.report);
-  check_requests(p, faults.report());
+  attnops::cpu::SlotOwners owners = attnops::cpu::owners_of(p.state_indices, p.batch_size);
+  for (int64_t request = 0; request < p.batch_size; ++request) {
+    p.check_with(request, faults.report(),
+                 [&](int64_t slot) { owners.check_next(p.op, slot, request, faults.report()); });
+  }
   faults.check();
   clear_padding(p);
   run_all(p);

@@ -36,12 +36,21 @@ struct Params {
     return state_indices[request] >= 0 && state_indices[request] < num_slots;
   }
 
+  // Records what a request names out of range, and a slot that an earlier one names.
   ATTNOPS_HOST_DEVICE void check(int64_t request, int32_t* to) const {
+    check_with(request, to, [&](int64_t slot) {
+      for (int64_t other = 0; other < request; ++other) {
+        if (state_indices[other] == slot) record_fault(to, {op, kReportSharedSlot, request, other, slot, 0});
+      }
+    });
+  }
+
+  // The same, where `find_shared` records the earlier request that names a slot.
+  template <typename FindShared>
+  ATTNOPS_HOST_DEVICE void check_with(int64_t request, int32_t* to, const FindShared& find_shared) const {
     const int64_t slot = state_indices[request];
     if (slot >= num_slots) record_fault(to, {op, kReportStateSlot, request, 0, slot, num_slots});
-    for (int64_t other = 0; other < request && slot >= 0; ++other) {
-      if (state_indices[other] == slot) record_fault(to, {op, kReportSharedSlot, request, other, slot, 0});
-    }
+    if (slot >= 0) find_shared(slot);
     if (cu_seqlens == nullptr) return;
     const int64_t begin = cu_seqlens[request], end = cu_seqlens[request + 1];
     if (end < begin || begin < 0 || end > num_tokens) {

@@ -47,31 +47,44 @@ struct LinearPrefill {
 
   // Records what a request names out of range, and slots that it writes with another one or twice.
   ATTNOPS_HOST_DEVICE void check(ReportOp op, int64_t request, int32_t* to) const {
+    const auto is_planned_before = [&] {
+      bool found = false;
+      for (int64_t other = 0; other < request; ++other) found = found || plan[other] == plan[request];
+      return found;
+    };
+    check_with(op, request, to, is_planned_before, [&](int64_t slot, int64_t cell) {
+      for (int64_t other = 0; other <= request; ++other) {
+        const int64_t cells = other == request ? cell : num_checkpoints(other);
+        for (int64_t i = -1; i < cells; ++i) {
+          if (slot_of(other, i) == slot) record_fault(to, {op, kReportSharedSlot, request, other, slot, 0});
+        }
+      }
+    });
+  }
+
+  // The same, where `is_planned_before` says whether an earlier entry of the plan is the same, and `find_shared`
+  // records what names the slot of a cell before it does.
+  template <typename IsPlannedBefore, typename FindShared>
+  ATTNOPS_HOST_DEVICE void check_with(ReportOp op, int64_t request, int32_t* to,
+                                      const IsPlannedBefore& is_planned_before, const FindShared& find_shared) const {
     const int64_t begin = cu_seqlens[request], end = cu_seqlens[request + 1];
     if (end < begin || begin < 0 || end > num_tokens) {
       record_fault(to, {op, kReportTokenBounds, request, begin, end, num_tokens});
     }
     if (prefix_lens[request] < 0) record_fault(to, {op, kReportPrefix, request, 0, prefix_lens[request], 0});
     if (plan != nullptr) {
-      bool fits = plan[request] >= 0 && plan[request] < step.batch_size;
-      for (int64_t other = 0; other < request; ++other) fits = fits && plan[other] != plan[request];
+      const bool fits = plan[request] >= 0 && plan[request] < step.batch_size && !is_planned_before();
       if (!fits) record_fault(to, {op, kReportPlan, request, 0, plan[request], step.batch_size});
     }
     const int64_t own = num_checkpoints(request);
     for (int64_t cell = -1; cell < own; ++cell) {
       const int64_t slot = slot_of(request, cell);
       if (slot >= step.num_slots) record_fault(to, {op, kReportStateSlot, request, 0, slot, step.num_slots});
-      for (int64_t other = 0; other <= request && slot >= 0; ++other) {
-        const int64_t cells = other == request ? cell : num_checkpoints(other);
-        for (int64_t i = -1; i < cells; ++i) {
-          if (slot_of(other, i) == slot) record_fault(to, {op, kReportSharedSlot, request, other, slot, 0});
-        }
-      }
+      if (slot >= 0) find_shared(slot, cell);
     }
   }
 
- private:
-  // Cell -1 is the state itself.
+  // Of a checkpoint; cell -1 is the state itself.
   ATTNOPS_HOST_DEVICE int64_t slot_of(int64_t request, int64_t cell) const {
     return cell < 0 ? step.state_indices[request] : checkpoint_slots[request * stride_checkpoints + cell];
   }

@@ -33,6 +33,20 @@ struct StateRings {
   }
 };
 
+// Records the requests before one that name its slot.
+struct SharedSlots {
+  ReportOp op;
+  const LinearStep& step;
+  int64_t request;
+  int32_t* to;
+
+  ATTNOPS_HOST_DEVICE void operator()(int64_t slot) const {
+    for (int64_t other = 0; other < request; ++other) {
+      if (step.state_indices[other] == slot) record_fault(to, {op, kReportSharedSlot, request, other, slot, 0});
+    }
+  }
+};
+
 // Draft tokens of each request, the rows of `step`, from states that are only read.
 struct LinearVerify {
   LinearStep step;
@@ -50,17 +64,22 @@ struct LinearVerify {
   }
 
   ATTNOPS_HOST_DEVICE void check(ReportOp op, int64_t request, int32_t* to) const {
-    check_ring(op, step, rings, drafts, request, to);
+    check_with(op, request, to, SharedSlots{op, step, request, to});
   }
 
+  // The same, where `find_shared` records the earlier request that names a slot of the pool.
+  template <typename FindShared>
+  ATTNOPS_HOST_DEVICE void check_with(ReportOp op, int64_t request, int32_t* to, const FindShared& find_shared) const {
+    check_ring(op, step, rings, drafts, request, to, find_shared);
+  }
+
+  template <typename FindShared>
   ATTNOPS_HOST_DEVICE static void check_ring(ReportOp op, const LinearStep& p, const StateRings& rings, int drafts,
-                                             int64_t request, int32_t* to) {
+                                             int64_t request, int32_t* to, const FindShared& find_shared) {
     const int64_t slot = p.state_indices[request];
     if (slot < 0) return;
     if (slot >= p.num_slots) return record_fault(to, {op, kReportStateSlot, request, 0, slot, p.num_slots});
-    for (int64_t other = 0; other < request; ++other) {
-      if (p.state_indices[other] == slot) record_fault(to, {op, kReportSharedSlot, request, other, slot, 0});
-    }
+    find_shared(slot);
     const int64_t most = rings.rows - drafts, length = rings.lengths[slot];
     if (length < 0 || length > most) record_fault(to, {op, kReportRingLength, request, 0, length, most + 1});
   }
@@ -96,7 +115,12 @@ struct LinearCommit {
   }
 
   ATTNOPS_HOST_DEVICE void check(ReportOp op, int64_t request, int32_t* to) const {
-    LinearVerify::check_ring(op, step, rings, drafts, request, to);
+    check_with(op, request, to, SharedSlots{op, step, request, to});
+  }
+
+  template <typename FindShared>
+  ATTNOPS_HOST_DEVICE void check_with(ReportOp op, int64_t request, int32_t* to, const FindShared& find_shared) const {
+    LinearVerify::check_ring(op, step, rings, drafts, request, to, find_shared);
     if (step.state_indices[request] < 0) return;
     if (accepted[request] < 0 || accepted[request] > drafts) {
       return record_fault(to, {op, kReportAccepted, request, 0, accepted[request], drafts + 1});

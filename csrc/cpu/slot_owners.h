@@ -54,10 +54,12 @@ class SlotOwners {
   int64_t next_ = 0;
 };
 
-// The owners of what rows [0, count) name, one slot each.
-inline SlotOwners owners_of(const int32_t* slots, int64_t count) {
+// The owners of what rows [0, count) name below `num_slots`, one slot each.
+inline SlotOwners owners_of(const int32_t* slots, int64_t count, int64_t num_slots = INT64_MAX) {
   SlotOwners owners;
-  for (int64_t row = 0; row < count; ++row) owners.add(slots[row], row);
+  for (int64_t row = 0; row < count; ++row) {
+    if (slots[row] < num_slots) owners.add(slots[row], row);
+  }
   owners.sort();
   return owners;
 }

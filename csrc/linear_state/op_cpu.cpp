@@ -20,17 +20,13 @@ void check_pairs(const Params& p, int32_t* report) {
   }
   writers.sort();
   readers.sort();
-  const auto check_slot = [&](int64_t i, int64_t slot) {
-    if (slot >= p.num_slots) record_fault(report, {p.op, kReportStateSlot, i, 0, slot, p.num_slots});
-  };
   for (int64_t i = 0; i < p.count; ++i) {
-    check_slot(i, p.dst[i]);
-    if (p.src != nullptr) check_slot(i, p.src[i]);
-    if (!p.moves(i)) continue;
-    int64_t other = readers.first(p.dst[i]);  // not this pair, whose slots differ
-    const int64_t writer = writers.first(p.dst[i]);
-    if (writer < i && (other < 0 || writer < other)) other = writer;
-    if (other >= 0) record_fault(report, {p.op, kReportSharedSlot, i, other, p.dst[i], 0});
+    p.check_with(i, report, [&] {
+      int64_t other = readers.first(p.dst[i]);  // not this pair, whose slots differ
+      const int64_t writer = writers.first(p.dst[i]);
+      if (writer < i && (other < 0 || writer < other)) other = writer;
+      if (other >= 0) record_fault(report, {p.op, kReportSharedSlot, i, other, p.dst[i], 0});
+    });
   }
 }
 

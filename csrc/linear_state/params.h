@@ -28,17 +28,25 @@ struct Params {
 
   // Records what is wrong with pair i: a slot outside the pool, or one that another pair writes or reads.
   ATTNOPS_HOST_DEVICE void check(int64_t i, int32_t* to) const {
+    check_with(i, to, [&] {
+      for (int64_t other = 0; other < count; ++other) {
+        if (other == i || !moves(other)) continue;
+        const bool writes = other < i && dst[other] == dst[i];
+        const bool reads = src != nullptr && src[other] == dst[i];
+        if (writes || reads) record_fault(to, {op, kReportSharedSlot, i, other, dst[i], 0});
+      }
+    });
+  }
+
+  // The same, where `find_shared` records the other pairs of one that moves.
+  template <typename FindShared>
+  ATTNOPS_HOST_DEVICE void check_with(int64_t i, int32_t* to, const FindShared& find_shared) const {
     const auto outside = [&](int64_t slot) {
       if (slot >= num_slots) record_fault(to, {op, kReportStateSlot, i, 0, slot, num_slots});
     };
     outside(dst[i]);
     if (src != nullptr) outside(src[i]);
-    for (int64_t other = 0; other < count && moves(i); ++other) {
-      if (other == i || !moves(other)) continue;
-      const bool writes = other < i && dst[other] == dst[i];
-      const bool reads = src != nullptr && src[other] == dst[i];
-      if (writes || reads) record_fault(to, {op, kReportSharedSlot, i, other, dst[i], 0});
-    }
+    if (moves(i)) find_shared();
   }
 };
 
