@@ -138,6 +138,23 @@ class ScoreConsumer {
     }
   }
 
+  // Adds step i, 32 columns of keys, to the scores: one group of products, in flight.
+  __device__ __forceinline__ static void multiply_columns(uint32_t queries, int i, bool is_rope, const Fragments& keys,
+                                                          Scores& s) {
+    attnops::sm90::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const uint64_t operand = attnops::sm90::group_descriptor<1024>(queries + (i / 2 * At::kQueryPiece >> 4) +
+                                                                     (i % 2 * 2 + k) * attnops::sm90::kStepKMajor);
+      if (is_rope) {
+        attnops::sm90::wgmma_few<T, At::kRows>(s, keys[k], operand, 1);
+      } else {
+        attnops::sm90::wgmma_few<__half, At::kRows>(s, keys[k], operand, i + k > 0);
+      }
+    }
+    attnops::sm90::wgmma_commit();
+  }
+
   // s = scores of the ring's tile number `count`, in flight. Where keys have scales, what there is of the sum is
   // multiplied between two blocks of 128 columns by the quotient of their scales, and at last by the last: one
   // accumulator is enough. `between` runs behind each step of 32 columns.
@@ -167,18 +184,7 @@ class ScoreConsumer {
         if (is_rope) load_rope(tile, i - kLatentLoads, now);
       }
       if (!is_rope) convert_keys(r[i % (kAhead + 1)], now);
-      attnops::sm90::wgmma_fence();
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const uint64_t operand = attnops::sm90::group_descriptor<1024>(queries + (i / 2 * At::kQueryPiece >> 4) +
-                                                                       (i % 2 * 2 + k) * attnops::sm90::kStepKMajor);
-        if (is_rope) {
-          attnops::sm90::wgmma_few<T, At::kRows>(s, now[k], operand, 1);
-        } else {
-          attnops::sm90::wgmma_few<__half, At::kRows>(s, now[k], operand, i + k > 0);
-        }
-      }
-      attnops::sm90::wgmma_commit();
+      multiply_columns(queries, i, is_rope, now, s);
       between(i);
     }
   }
@@ -217,18 +223,7 @@ class ScoreConsumer {
         convert_keys(r[i % (kAhead + 1)], now);
         scale_keys(ratio, now);
       }
-      attnops::sm90::wgmma_fence();
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const uint64_t operand = attnops::sm90::group_descriptor<1024>(queries + (i / 2 * At::kQueryPiece >> 4) +
-                                                                       (i % 2 * 2 + k) * attnops::sm90::kStepKMajor);
-        if (is_rope) {
-          attnops::sm90::wgmma_few<T, At::kRows>(s, now[k], operand, 1);
-        } else {
-          attnops::sm90::wgmma_few<__half, At::kRows>(s, now[k], operand, i + k > 0);
-        }
-      }
-      attnops::sm90::wgmma_commit();
+      multiply_columns(queries, i, is_rope, now, s);
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) exponent_[h] = scales[h].exponent_of_values(rope[h]);
