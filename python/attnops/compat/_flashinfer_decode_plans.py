@@ -30,7 +30,7 @@ class DecodePlans:
         self.device, self._graph = device, graph
         self._by_window: dict[int, Plan] = {}
 
-    def set(self, key: dict[str, Any], cuts: int, lengths: Tensor) -> None:
+    def set(self, key: dict[str, Any], cuts: int, lengths: Tensor, page_size: int) -> None:
         """Plans for these lengths.
 
         Raises:
@@ -40,7 +40,7 @@ class DecodePlans:
         if last is None or last.key != key or last.fixed_split_tokens != -cuts:
             if last is not None and self._graph:
                 raise ValueError("attnops.compat: use_cuda_graph fixes the geometry: make a wrapper for each")
-            self.cuts, self.lens = cuts, lengths
+            self.cuts, self.lens, self._page_size = cuts, lengths, page_size
             self.planned = self._new(key)
             self._by_window = {key["window_left"]: self.planned}
         else:
@@ -60,7 +60,9 @@ class DecodePlans:
     def _new(self, key: dict[str, Any]) -> Plan:
         if is_wide(key["head_dim"], key["head_dim"]):
             return WidePlan(key, -self.cuts)
-        return XqaDecodePlan.allocate(device=self.device, fixed_split_tokens=-self.cuts, **key)
+        return XqaDecodePlan.allocate(
+            device=self.device, fixed_split_tokens=-self.cuts, page_size=self._page_size, **key
+        )
 
     def _fill(self, plan: Plan) -> None:
         if isinstance(plan, XqaDecodePlan):

@@ -185,7 +185,7 @@ class BatchDecodeWithPagedKVCacheWrapper(ReturnsLse):
             "head_dim": head_dim,
             "window_left": window_left,
         }
-        self._plans.set(key, cuts, lengths)
+        self._plans.set(key, cuts, lengths, page_size)
 
     begin_forward = plan
 

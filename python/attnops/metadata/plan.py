@@ -143,7 +143,7 @@ class XqaDecodePlan(SplitKvPlan):
             num_sm_parts: Shares; when None `xqa_num_sm_parts`: on CUDA at most SM count times `XQA_PARTS_PER_SM`, else
                 the number of threads.
             kv_dtype: Of the pages, where it is known: batch-invariant plans have more shares over FP8.
-            page_size: Of the pages, where it is known: sizes that are no power of two may get fewer shares.
+            page_size: Tokens of a page, where it is known: sizes below 8 or no power of two may get fewer shares.
 
         Raises:
             TypeError, ValueError: naming the argument that is out of its range.

@@ -68,7 +68,7 @@ def xqa_num_sm_parts(
         rows: Query rows (token, head) of a request and KV head.
         head_dim: Of K and V.
         kv_dtype: Of the pages; None: the type of q.
-        page_size: Of the pages; None: one that suits the copy engine.
+        page_size: Tokens of a page; None: one that suits the copy engine, a power of two from 8.
         fixed_split_tokens: Of the plan.
     """
     fp8 = kv_dtype is not None and kv_dtype.itemsize == 1

@@ -171,8 +171,8 @@ def sparse_mla_prefill(
         kv: Pages as of `sparse_mla_decode`, or ragged rows ``[S, row]``, not of 584 bytes.
         indices: int32 ``[T, topk]``, rows of `kv`: ``page * page_size + offset``, or the row of ragged ones.
         topk_length: int32 ``[T]``.
-        extra_kv, extra_indices, extra_topk_length: A second pool of such rows as `kv` may be, int32 ``[T, extra_topk]``
-            and ``[T]``. A token attends to both.
+        extra_kv: A second pool, of rows of the kind and dtype of `kv`; a token attends to what both lists name.
+        extra_indices, extra_topk_length: int32 ``[T, extra_topk]``, rows of `extra_kv`, and ``[T]``.
         max_logits: float32 destination ``[T, H_q]``: the largest ``softmax_scale * <q, k>``; -inf without keys.
 
     Returns:
