@@ -29,6 +29,7 @@ def test_equals_attention_over_the_listed_rows(device, kind, dtype, shape, heads
     problem = sparse_problem(kind, dtype, shape, heads, topk, page_size, lengths=True, holes=True, device=device)
     assert_right(problem, *decode(problem))
     assert_right(problem, *prefill(problem))
+    assert_right(problem, *prefill(problem, with_most=False))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -34,3 +34,21 @@ def test_every_row(row):
         assert_right(problem, *decode(problem))
     assert_right(problem, *decode(problem, plan_of(problem, fixed=64)))
     assert_right(problem, *prefill(problem))
+    with reaches("sparse_mla", row):
+        assert_right(problem, *prefill(problem, with_most=False))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [False, True])
+@pytest.mark.parametrize("heads", [8, 20, 64, 130])
+@pytest.mark.parametrize("row", [row for row in ROWS if "shared" in row])
+def test_every_row_of_two_lists(row, heads, lengths):
+    """The window and the entries of DeepSeek-V4, by blocks of 16, 32 and 64 heads."""
+    kind = {**ROWS[row], "page_size": 64, "extra_page_size": 4}
+    lists = {"topk": 150, "extra_topk": 200, "lengths": lengths, "holes": True, "sinks": True}
+    problem = sparse_problem(**kind, **lists, shape=(3, 2), heads=heads, device="cuda")
+    with reaches("sparse_mla", row):
+        assert_right(problem, *decode(problem))
+    assert_right(problem, *decode(problem, plan_of(problem, fixed=64)))
+    with reaches("sparse_mla", row):
+        assert_right(problem, *prefill(problem, with_most=False))

@@ -228,11 +228,14 @@ def decode(
     return out.flatten(0, 1), lse.flatten(0, 1)
 
 
-def prefill(problem: SparseProblem, apart: bool = False, **options) -> tuple[Tensor, Tensor, Tensor]:
-    """(out [T, H, 512], lse [T, H], max_logits [T, H])."""
+def prefill(
+    problem: SparseProblem, apart: bool = False, with_most: bool = True, **options
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(out [T, H, 512], lse [T, H], max_logits [T, H] or None). On CUDA the portable kernel alone gives max_logits."""
     q = problem.q.flatten(0, 1)
     out = q.new_full((*q.shape[:-1], 512), math.nan)
     lse, most = (torch.full(q.shape[:-1], math.nan, device=q.device) for _ in range(2))
+    most = most if with_most else None
     lengths = problem.selected.lengths
     if problem.extra is not None:
         extra_lengths = problem.extra.lengths
