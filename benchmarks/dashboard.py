@@ -21,9 +21,8 @@ from report import geometric_mean, versions
 
 OURS = "attnops"
 CEILINGS = {"ceiling", "ceilings"}
-NOT_PEERS = {"with plan"}  # attnops itself, with more in the call
-# Of attnops itself, under a name of its own in the rows.
-OWN = {"balanced", "five decodes", "xqa_decode"}
+# attnops itself under another name: with more in the call, or another way of its own.
+OWN = {"with plan", "balanced", "five decodes", "xqa_decode"}
 SLOWEST = 12  # cells of the list that the page of performance shows
 # What is measured beside others, in the order of the page: file, and what a reader calls it.
 FAMILIES = {
@@ -49,11 +48,42 @@ FAMILIES = {
     "cpu-amx-prefill": "Prefill, Intel Xeon with AMX",
     "cpu-amx-mla": "MLA decode, Intel Xeon with AMX",
 }
+# Names of parameters that the scripts use, and what a reader calls them.
+HEADS = (("h_q", "h_kv"), ("num_q_heads", "num_kv_heads"), ("heads", ""))
+WORDS = {
+    "batch_size": "batch",
+    "batch": "batch",
+    "s_q": "query tokens",
+    "seqlen_q": "query tokens",
+    "s_k": "keys",
+    "seqlen": "keys",
+    "d": "head dim",
+    "d_v": "of values",
+    "page": "pages of",
+    "page_size": "pages of",
+    "kv": "cache",
+    "kv_dtype": "cache",
+    "law": "lengths",
+    "window_left": "window",
+    "context": "table for",
+    "table": "table for",
+    "k": "keys chosen",
+}
+TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
+CASES = {"table": "chosen shapes", "skew": "one long request", "speculative": "1 to 8 tokens", "page": "other pages"}
+DRAWN = {
+    "xqa16": "GQA in 16 bits",
+    "fp8": "GQA over FP8",
+    "tokens": "GQA, 2 to 16 tokens",
+    "mla16": "MLA in 16 bits",
+    "mla8": "MLA over FP8",
+    "invariant": "batch-invariant",
+}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell that attnops and at least one peer measured. Times are in microseconds."""
+    """One cell that attnops measured, and its best peer ("": none). Times are in microseconds."""
 
     case: str
     params: dict
@@ -74,7 +104,17 @@ class Cell:
 
 
 def cells_of(text: str) -> list[Cell]:
-    """The cells of a result file, in its order. Rows without a peer beside them are left out."""
+    """The cells of a result file, in its order. Rows without a peer beside them are left out: `alone_in` has these."""
+    return [cell for cell in every_cell(text) if cell.peer]
+
+
+def alone_in(text: str) -> list[Cell]:
+    """The cells that attnops measured without a peer."""
+    return [cell for cell in every_cell(text) if not cell.peer]
+
+
+def every_cell(text: str) -> list[Cell]:
+    """The cells of a result file that attnops measured, in its order."""
     groups: dict[tuple[str, str], list[dict]] = defaultdict(list)
     ceilings: dict[str, dict] = defaultdict(dict)
     for line in text.splitlines():
@@ -86,10 +126,10 @@ def cells_of(text: str) -> list[Cell]:
     cells = []
     for (case, _), rows in groups.items():
         ours = next((row for row in rows if row["peer"] == OURS), None)
-        peers = [row for row in rows if is_peer(row["peer"]) and row["ms"] > 0]
-        if ours is None or not peers or not ours["ms"]:
+        if ours is None or not ours["ms"]:
             continue
-        best = min(peers, key=lambda row: row["ms"])
+        peers = [row for row in rows if is_peer(row["peer"]) and row["ms"] > 0]
+        best = min(peers, key=lambda row: row["ms"], default={"peer": "", "ms": 0.0})
         times = ours["ms"] * 1e3, best["peer"], best["ms"] * 1e3
         share = _share(ours, ceilings[ours["commit"]])
         rates = ours.get("gbs"), ours.get("tflops"), best.get("version", "")
@@ -109,7 +149,7 @@ def ceilings_of(text: str) -> dict[str, float]:
 
 
 def is_peer(name: str) -> bool:
-    return not name.startswith(OURS) and name not in NOT_PEERS
+    return not name.startswith(OURS) and name not in OWN
 
 
 def _share(row: dict, ceiling: dict) -> float | None:
@@ -142,55 +182,90 @@ def history_of(name: str) -> list[tuple[str, float]]:
 def described(params: dict) -> str:
     """A cell's parameters in a line: what says nothing new is left out."""
     left = {key: value for key, value in params.items() if value not in (None, "", False)}
-    words = []
-    if "h_q" in left:
-        words.append(f"heads {left.pop('h_q')}" + (f"/{left.pop('h_kv')}" if "h_kv" in left else ""))
+    if left.get("window_left") == -1:
+        del left["window_left"]
     if left.get("d_v") == left.get("d"):
         left.pop("d_v", None)
     if left.get("kv") == left.get("dtype"):
         left.pop("kv", None)
     left.pop("tokens", None)  # of all requests together
+    words = []
+    for many, few in HEADS:
+        if many in left:
+            words.append(f"heads {_value(left.pop(many))}" + (f"/{left.pop(few)}" if few in left else ""))
     for key, value in left.items():
-        words.append(key if value is True else f"{key} {value}" if key != "dtype" else str(value))
+        if key == "dtype" or value is True:
+            words.append(_value(value if key == "dtype" else key))
+        else:
+            words.append(f"{WORDS.get(key, key.replace('_', ' '))} {_value(value)}")
     return ", ".join(words)
+
+
+def called(case: str) -> str:
+    """The name of a group of cells, as a reader takes it: "sampled xqa16 seed 31" is "drawn, 16 bit, seed 31"."""
+    drawn = re.fullmatch(r"sampled? (?:(\w+) seed )?(\d+)", case)
+    if drawn:
+        kind = f", {DRAWN.get(drawn[1], drawn[1])}" if drawn[1] else ""
+        return f"drawn{kind}, seed {drawn[2]}"
+    return CASES.get(case, case)
+
+
+def _value(value: object) -> str:
+    if isinstance(value, list):
+        return "/".join(map(str, value))
+    return TYPES.get(str(value), str(value))
 
 
 def peers_of(cells: list[Cell]) -> str:
     return versions((cell.peer, cell.peer_version) for cell in cells)
 
 
-def section(name: str, title: str, cells: list[Cell], plots: list[str]) -> list[str]:
+def section(title: str, cells: list[Cell], alone: list[Cell], plots: list[str]) -> list[str]:
+    """A family's part of the page: the sum in words, its plots, and every cell in lists that open."""
     ratios = [cell.ratio for cell in cells]
-    slower = sum(ratio < 1 for ratio in ratios)
-    lines = [
-        f"## {title}",
-        "",
-        f"{len(cells)} cells. Geometric mean {geometric_mean(ratios):.2f}x the best peer's speed, "
-        f"from {min(ratios):.2f}x to {max(ratios):.2f}x. attnops is slower in {slower}.",
-        "",
-        f"Device: {'; '.join(sorted({cell.device for cell in cells}))}. {peers_of(cells)}",
-        "",
-        *(line for plot in plots for line in (f"![{title}]({plot})", "")),
-        f"<details><summary>Every cell of {title}</summary>",
-        "",
-        "| case | cell | attnops, us | best peer | its us | ratio | share of the ceiling | commit |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for cell in cells:
-        share = "" if cell.share is None else f"{cell.share:.2f}"
-        lines.append(
-            f"| {cell.case} | {described(cell.params)} | {cell.ours:.1f} | {cell.peer} | {cell.best:.1f} "
-            f"| {cell.ratio:.2f} | {share} | {cell.commit} |"
-        )
-    return [*lines, "", "</details>", ""]
+    lines = [f"## {title}", ""]
+    if cells:
+        slower = sum(ratio < 1 for ratio in ratios)
+        lines += [
+            f"{len(cells)} cells. Geometric mean {geometric_mean(ratios):.2f}x the best peer's speed, "
+            f"from {min(ratios):.2f}x to {max(ratios):.2f}x. attnops is slower in {slower}.",
+            "",
+        ]
+    lines += [f"Device: {'; '.join(sorted({cell.device for cell in cells or alone}))}. {peers_of(cells)}", ""]
+    lines += [line for plot in plots for line in (f"![{title}]({plot})", "")]
+    if cells:
+        lines += [f"<details><summary>Every cell of {title}</summary>", ""]
+        lines += ["| case | cell | attnops, us | best peer | its us | ratio | share of the ceiling | commit |"]
+        lines += ["| --- | --- | --- | --- | --- | --- | --- | --- |"]
+        lines += [
+            f"| {called(cell.case)} | {described(cell.params)} | {cell.ours:.1f} | {cell.peer} | {cell.best:.1f} "
+            f"| {cell.ratio:.2f} | {_number(cell.share)} | {cell.commit} |"
+            for cell in cells
+        ]
+        lines += ["", "</details>", ""]
+    if alone:
+        lines += [f"<details><summary>{len(alone)} cells of {title} without a peer</summary>", ""]
+        lines += ["| case | cell | attnops, us | GB/s | TFLOP/s | share of the ceiling | commit |"]
+        lines += ["| --- | --- | --- | --- | --- | --- | --- |"]
+        lines += [
+            f"| {called(cell.case)} | {described(cell.params)} | {cell.ours:.1f} | {_number(cell.gbs, 0)} "
+            f"| {_number(cell.tflops, 1)} | {_number(cell.share)} | {cell.commit} |"
+            for cell in alone
+        ]
+        lines += ["", "</details>", ""]
+    return lines
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
 
 
 def slowest(cells: list[tuple[str, Cell]]) -> str:
     """A table of the cells that lag most behind their best peer."""
-    lines = ["| family | cell | ratio | best peer |", "| --- | --- | --- | --- |"]
+    lines = ["| family | cell | ratio | best peer | commit |", "| --- | --- | --- | --- | --- |"]
     behind = sorted((pair for pair in cells if pair[1].ratio < 1), key=lambda pair: pair[1].ratio)
     for title, cell in behind[:SLOWEST]:
-        lines.append(f"| {title} | {described(cell.params)} | {cell.ratio:.2f}x | {cell.peer} |")
+        lines.append(f"| {title} | {described(cell.params)} | {cell.ratio:.2f}x | {cell.peer} | {cell.commit} |")
     return "\n".join(["", f"{len(behind)} of {len(cells)} cells are slower than a peer. The slowest:", "", *lines, ""])
 
 
@@ -204,7 +279,7 @@ def beside(texts: dict[str, str]) -> str:
     for title, text in texts.items():
         found: dict[str, set[str]] = {}
         for row in map(json.loads, text.splitlines()):
-            if not row["peer"].startswith("attnops") and row["peer"] not in OWN and row["case"] != "ceiling":
+            if is_peer(row["peer"]) and row["case"] not in CEILINGS:
                 found.setdefault(row["peer"], set()).add(row.get("version", ""))
         for peer, recorded in sorted(found.items()):
             named = [*sorted(recorded - {""}), *(["not recorded"] if "" in recorded else [])]
@@ -222,25 +297,29 @@ def write(out: Path) -> Path:
         "",
         "Every measured cell beside the fastest peer of the same run. A ratio above 1 means that attnops is faster.",
         "The share is that of the ceiling measured in the same run: reading memory, or multiplying matrices.",
+        "Drawn cells come from a seed. Each cell names its commit: cells of an older commit show older kernels.",
         "",
     ]
     every: list[tuple[str, Cell]] = []
     texts: dict[str, str] = {}
     for name, title in FAMILIES.items():
         path = records.RESULTS / f"{name}.jsonl"
-        cells = cells_of(path.read_text(encoding="utf-8")) if path.exists() else []
-        if not cells:
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        cells, alone = cells_of(text), alone_in(text)
+        if not cells and not alone:
             continue
-        every += [(title, cell) for cell in cells]
-        texts[title] = path.read_text(encoding="utf-8")
-        plots = [dashboard_plots.ratios(cells, title, peers_of(cells), out / f"{name}.svg")]
-        ceilings = ceilings_of(path.read_text(encoding="utf-8"))
+        plots = []
+        if cells:
+            every += [(title, cell) for cell in cells]
+            texts[title] = text
+            plots.append(dashboard_plots.ratios(cells, title, peers_of(cells), out / f"{name}.svg", called))
+        ceilings = ceilings_of(text)
         if any(cell.gbs and cell.tflops for cell in cells) and "gbs" in ceilings:
             plots.append(dashboard_plots.roofline(cells, ceilings, title, out / f"{name}-roofline.svg"))
         history = history_of(name)
         if len(history) > 1:
             plots.append(dashboard_plots.history(history, title, out / f"{name}-history.svg"))
-        lines += section(name, title, cells, plots)
+        lines += section(title, cells, alone, plots)
     (out / "slowest.txt").write_text(slowest(every), encoding="utf-8")
     (out / "peers.txt").write_text(beside(texts), encoding="utf-8")
     page = out / "dashboard.md"

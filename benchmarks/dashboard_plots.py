@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,10 +20,10 @@ from matplotlib import pyplot  # noqa: E402
 FASTER, SLOWER, LINE = "#0072b2", "#d55e00", "#777777"
 
 
-def ratios(cells: list[Cell], title: str, peers: str, path: Path) -> str:
+def ratios(cells: list[Cell], title: str, peers: str, path: Path, called: Callable[[str], str] = str) -> str:
     """A dot per cell, a row per case: how fast beside the best peer, and what share of the ceiling.
 
-    `peers` stands below the axes: whom the cells are beside, with versions.
+    `peers` stands below the axes: whom the cells are beside, with versions. `called` names a case for readers.
     """
     cases = list(dict.fromkeys(cell.case for cell in cells))
     shared = any(cell.share is not None for cell in cells)
@@ -41,9 +42,12 @@ def ratios(cells: list[Cell], title: str, peers: str, path: Path) -> str:
     left.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
     most = max(max(cell.ratio for cell in cells), 1.1)
     least = min(min(cell.ratio for cell in cells), 0.9)
-    ticks = [tick for tick in (0.25, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 30, 60) if least * 0.7 <= tick <= most * 1.4]
+    choice = (0.25, 0.5, 0.7, 1, 1.5, 2, 3, 5) if most < 8 * least else (0.25, 0.5, 1, 2, 5, 10, 30, 60)
+    if most > 25 * least:
+        choice = (0.1, 0.3, 1, 3, 10, 30, 100)
+    ticks = [tick for tick in choice if least * 0.7 <= tick <= most * 1.4]
     left.set_xticks(ticks)
-    left.set_yticks(range(len(cases)), cases, fontsize=9)
+    left.set_yticks(range(len(cases)), map(called, cases), fontsize=9)
     left.set_ylim(len(cases) - 0.5, -0.5)
     left.set_xlabel("speed beside the best peer (right: attnops is faster)")
     if shared:

@@ -47,6 +47,7 @@ def test_a_cell_is_beside_its_best_peer_and_its_runs_ceiling(dashboard):
     first, second = dashboard.cells_of(text)
     assert (first.peer, first.best, first.ratio, first.share) == ("quick", 20.0, 2.0, 0.5)
     assert second.ratio == pytest.approx(0.5) and second.share is None
+    assert [cell.case for cell in dashboard.alone_in(text)] == ["alone"]
     listed = dashboard.slowest([("F", first), ("F", second)])
     assert "1 of 2 cells are slower" in listed and "0.50x" in listed and "2.00x" not in listed
 
@@ -64,6 +65,18 @@ def test_peers_are_listed_with_their_versions(dashboard):
     )
     lines = dashboard.beside({"F": text}).strip().splitlines()[2:]
     assert lines == ["| F | both | 1; not recorded |", "| F | new | 2 |", "| F | old | not recorded |"]
+
+
+def test_cells_are_named_for_readers(dashboard):
+    assert dashboard.called("sampled xqa16 seed 31") == "drawn, GQA in 16 bits, seed 31"
+    assert dashboard.called("sample 51") == "drawn, seed 51" and dashboard.called("store_kv") == "store_kv"
+    params = {"heads": [32, 8], "head_dim": 128, "window_left": -1, "kv": "float8_e4m3fn", "causal": True, "tokens": 9}
+    assert dashboard.described(params) == "heads 32/8, head dim 128, cache e4m3, causal"
+
+
+def test_attnops_is_no_peer_of_itself(dashboard):
+    text = "\n".join([row("d", "attnops", 0.02), row("d", "balanced", 0.01)])
+    assert not dashboard.cells_of(text) and len(dashboard.alone_in(text)) == 1
 
 
 def test_a_cpus_ceiling_is_in_its_note(dashboard):
