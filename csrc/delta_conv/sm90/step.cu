@@ -1,0 +1,50 @@
+#include "core/impl_table.h"
+#include "delta_conv/sm90/step.cuh"
+#include "delta_conv/sm90/step.h"
+#include "device/common/capability.h"
+
+namespace attnops::delta_conv::sm90 {
+namespace {
+
+constexpr const char* kOp = "delta_conv_decode";
+
+template <typename State, int kMaxKeys>
+bool launch_of(const causal_conv1d::Params& conv, const LinearStep& p, cudaStream_t stream) {
+  constexpr int kRowsPerBlock = kStepThreads / (kMaxKeys / kLaneElements) * kStepRows;
+  const int row_blocks = ceil_div(p.value_dim, kRowsPerBlock);
+  const int64_t blocks = int64_t{p.batch_size} * p.num_heads * row_blocks, cluster = p.heads_per_group * row_blocks;
+  const bool vectors = p.key_dim * sizeof(State) % 16 == 0 &&
+                       rows_aligned(p.states, sizeof(State), 16, p.stride_slot, p.stride_head, p.stride_row);
+  if (!vectors || cluster > kMostCtas || blocks > INT32_MAX) return false;
+  static ImplCounts chosen(kOp, {kMaxKeys == 64 ? "sm90_one_launch_64" : "sm90_one_launch_128"});
+  chosen.counts[0].fetch_add(1, std::memory_order_relaxed);
+  const LaunchShape shape{.blocks = static_cast<int>(blocks),
+                          .threads = kStepThreads,
+                          .shared_bytes = 0,
+                          .max_shared_bytes = 0,
+                          .cluster = static_cast<int>(cluster)};
+  if (p.gate_per_channel) {
+    launch_dependent<&conv_step_kernel<State, kMaxKeys, true>>(kOp, shape, stream, conv, p, row_blocks);
+  } else {
+    launch_dependent<&conv_step_kernel<State, kMaxKeys, false>>(kOp, shape, stream, conv, p, row_blocks);
+  }
+  return true;
+}
+
+template <typename State>
+bool launch_state(const causal_conv1d::Params& conv, const LinearStep& p, cudaStream_t stream) {
+  return p.key_dim <= 64 ? launch_of<State, 64>(conv, p, stream) : launch_of<State, 128>(conv, p, stream);
+}
+
+}  // namespace
+
+bool launch(const causal_conv1d::Params& conv, const LinearStep& step, CUstream_st* stream) {
+  const bool tokens = step.dtype == DType::kBFloat16 && conv.width == kWidth && rows_aligned(conv.weight, 2, 8);
+  if (!tokens || step.batch_size == 0 || step.value_dim == 0 || step.key_dim > 128) return false;
+  if (usable_sm(kOp) != 90) return false;
+  if (step.state_dtype == DType::kFloat32) return launch_state<float>(conv, step, stream);
+  if (step.state_dtype == DType::kBFloat16) return launch_state<__nv_bfloat16>(conv, step, stream);
+  return false;
+}
+
+}  // namespace attnops::delta_conv::sm90
