@@ -7,6 +7,7 @@ is over when it is asked for, a product when it is issued), and what a GPU's exp
 from __future__ import annotations
 
 import os
+import random
 import sys
 from pathlib import Path
 
@@ -21,7 +22,7 @@ sys.path.append(str(Path(__file__).parent.parent / "linear"))
 import test_prefill  # noqa: E402
 import test_verify  # noqa: E402
 
-OPS = ["delta_prefill", "ssd_prefill", "delta_plan", "delta_verify", "ssd_verify", "delta_commit"]
+OPS = ["delta_prefill", "ssd_prefill", "delta_plan", "delta_verify", "ssd_verify", "delta_commit", "delta_conv_decode"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -97,3 +98,33 @@ def test_plans_take_the_longest_first(monkeypatch):
 @pytest.mark.parametrize("seed", range(16))
 def test_rings_give_what_decoding_the_accepted_drafts_gives(seed, kind, monkeypatch):
     test_verify.test_rings_give_what_decoding_the_accepted_drafts_gives(seed, kind, "cpu", monkeypatch)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_convolution_in_front_equals_the_two_ops(seed):
+    """The CPU's ops one behind the other; a slot outside the pool is padding, and touches nothing."""
+    r, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    normal = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
+    groups, width, batch, io = r.choice([1, 2, 3]), 4, 4, torch.bfloat16
+    heads, keys, rows = groups * r.choice([1, 2]), r.choice([64, 128, 16, 100]), r.choice([64, 128, 7, 30])
+    channels, slots = 2 * groups * keys + heads * rows, [5, -1, 0, r.choice([7, 2**31 - 1])]
+    per_channel = [keys] if seed % 2 else []
+    x, weight, bias = normal(batch, channels).to(io), normal(channels, width).to(io), normal(channels).to(io)
+    a, b = normal(batch, heads, *per_channel).to(io), normal(batch, heads).to(io)
+    gates = {"A_log": 0.5 * normal(heads), "dt_bias": normal(heads, *per_channel), "lower_bound": r.choice([0.0, -5.0])}
+    gates["qk_l2norm"], silu, bias = r.random() < 0.7, r.random() < 0.7, bias if r.random() < 0.6 else None
+    states, conv = 0.1 * normal(7, heads, rows, keys), normal(7, channels, width - 1).to(io)
+    twins = [states.clone(), conv.clone()]
+    given = {"states": states, "conv_states": conv, "num_k_heads": groups, "silu": silu}
+    indices = torch.tensor(slots, dtype=torch.int32)
+    out = ops.delta_conv_decode(x, weight, bias, a, b, state_indices=indices, **given, **gates)
+    indices[3] = -1
+    mixed = ops.causal_conv1d_update(x, weight, bias, conv_states=twins[1], state_indices=indices, silu=silu)
+    q, k, v = mixed.split([groups * keys, groups * keys, heads * rows], 1)
+    q, k, v = q.unflatten(1, (groups, keys)), k.unflatten(1, (groups, keys)), v.unflatten(1, (heads, rows))
+    expected = ops.delta_decode(q, k, v, a, b, states=twins[0], state_indices=indices, **gates)
+    assert torch.equal(conv, twins[1]) and not out[1].any() and not out[3].any()
+    assert test_verify.relative(out[::2], expected[::2]) < 6e-3
+    assert test_verify.relative(states[[0, 5]], twins[0][[0, 5]]) < 6e-3
+    rest = [1, 2, 3, 4, 6]
+    assert torch.equal(states[rest], twins[0][rest])

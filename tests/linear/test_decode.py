@@ -140,6 +140,38 @@ def test_a_convolution_in_front_gives_the_bits_of_the_two_ops(seed, device, monk
     assert torch.equal(out, expected) and torch.equal(states, twins[0]) and torch.equal(conv_states, twins[1])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kept_as", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads, keys, channelwise", [((2, 4), 128, False), ((2, 2), 128, True), ((3, 6), 64, False)])
+@pytest.mark.parametrize("batch", [5, 64])
+def test_a_convolution_in_front_is_one_launch(batch, heads, keys, channelwise, kept_as):
+    """By a kernel of its own on Hopper. Slots outside the pool are padding."""
+    draw, (groups, heads), io = Draw(batch, "cuda"), heads, torch.bfloat16
+    channels, num_slots = (2 * groups + heads) * keys, batch + 3
+    slots = draw.random.sample(range(num_slots), batch)
+    slots[1], slots[3], slots[4] = -1, num_slots, 2**31 - 1
+    named = torch.tensor([s if 0 <= s < num_slots else -1 for s in slots], dtype=torch.int32, device="cuda")
+    slots = torch.tensor(slots, dtype=torch.int32, device="cuda")
+    x, b = draw.tensor(batch, channels, dtype=io), draw.tensor(batch, heads, dtype=io)
+    a = draw.tensor(batch, heads, *([keys] if channelwise else []), dtype=io)
+    gates = {"A_log": draw.per_head(heads), "dt_bias": draw.per_head(*a.shape[1:])}
+    weight, bias = draw.per_head(channels, 4).to(io), draw.per_head(channels).to(io)
+    states = torch.randn(num_slots, heads, keys, keys, device="cuda").to(kept_as)
+    conv_states = torch.randn(num_slots, channels, 3, device="cuda").to(io)
+    twins = [states.clone(), conv_states.clone()]
+    counts = torch.ops.attnops.impl_counts_cuda
+    hits = lambda: sum(int(c) for _, row, c in map(str.split, counts().splitlines()) if "one_launch" in row)  # noqa: E731
+    before = hits()
+    given = {"states": states, "conv_states": conv_states, "state_indices": slots, "num_k_heads": groups}
+    out = ops.delta_conv_decode(x, weight, bias, a, b, **given, **gates)
+    assert hits() - before == (torch.cuda.get_device_capability() == (9, 0))
+    mixed = ops.causal_conv1d_update(x, weight, bias, conv_states=twins[1], state_indices=named)
+    q, k, v = (t.unflatten(1, (-1, keys)) for t in mixed.split([groups * keys, groups * keys, heads * keys], 1))
+    expected = ops.delta_decode(q, k, v, a, b, states=twins[0], state_indices=named, **gates)
+    assert torch.equal(out, expected) and torch.equal(states, twins[0]) and torch.equal(conv_states, twins[1])
+    assert not out[named < 0].any() and out.isfinite().all()
+
+
 def conv_step(channels=36, conv_slots=3, groups=1, slots=(0, 1), report=None):
     given = {"states": torch.zeros(3, 1, 4, 16), "conv_states": torch.zeros(conv_slots, channels, 3), "report": report}
     indices, gates = torch.tensor(slots, dtype=torch.int32), torch.zeros(len(slots), 1)

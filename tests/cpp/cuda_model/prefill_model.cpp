@@ -8,6 +8,8 @@
 
 #include <cmath>
 
+#include "delta_conv/checks.h"
+#include "delta_conv/sm90/step.cuh"
 #include "delta_rule/checks.h"
 #include "device/common/linear_commit.cuh"
 #include "device/common/linear_recurrence.cuh"
@@ -158,6 +160,34 @@ void commit_of(const LinearCommit& p, ReportOp op) {
   run_grid(1, kCommitThreads, [&] { move_cursors_kernel(p); });
 }
 
+// A cluster's CTAs run one after another, the first one last: it alone writes what the others read.
+template <typename State, int kKeys, bool kChannels>
+void conv_step(const delta_conv::ConvDecode& p) {
+  const int row_blocks = ceil_div(p.step.value_dim, kStepThreads / (kKeys / kLaneElements) * kStepRows);
+  const unsigned blocks = p.step.batch_size * p.step.num_heads * row_blocks;
+  gridDim.x = blocks;
+  for (unsigned i = blocks; i > 0; --i) {
+    blockIdx.x = i - 1;
+    cuda_model::run_cta(
+        kStepThreads, [&] { delta_conv::sm90::conv_step_kernel<State, kKeys, kChannels>(p.conv, p.step, row_blocks); });
+  }
+}
+
+void delta_conv_decode_model(const Tensor& out, const Tensor& states, const Tensor& conv_states, const Tensor& x,
+                             const Tensor& weight, const OptionalTensor& bias, const Tensor& a, const Tensor& b,
+                             const OptionalTensor& a_log, const OptionalTensor& dt_bias, const Tensor& state_indices,
+                             int64_t num_k_heads, bool silu, double scale, double lower_bound, bool qk_l2norm,
+                             const OptionalTensor& /*mixed*/, const OptionalTensor& report) {
+  const OptionalTensor elsewhere;
+  const delta_conv::ConvDecode p = delta_conv::checked_conv_decode(
+      out, {out, conv_states, x, weight, bias, state_indices, silu, report},
+      {x, states, a, b, "x", a_log, dt_bias, state_indices, elsewhere, scale, lower_bound, qk_l2norm, report},
+      num_k_heads);
+  const bool channels = p.step.gate_per_channel;
+  if (p.step.key_dim <= 64) return channels ? conv_step<float, 64, true>(p) : conv_step<float, 64, false>(p);
+  channels ? conv_step<float, 128, true>(p) : conv_step<float, 128, false>(p);
+}
+
 void delta_prefill_model(const Tensor& out, const Tensor& states, const Tensor& q, const Tensor& k, const Tensor& v,
                          const Tensor& a, const Tensor& b, const OptionalTensor& a_log, const OptionalTensor& dt_bias,
                          const Tensor& cu_seqlens, const Tensor& prefix_lens, const Tensor& state_indices,
@@ -231,6 +261,7 @@ STABLE_TORCH_LIBRARY_IMPL(attnops_model, CPU, m) {
   m.impl("delta_verify", TORCH_BOX(&delta_verify_model));
   m.impl("ssd_verify", TORCH_BOX(&ssd_verify_model));
   m.impl("delta_commit", TORCH_BOX(&delta_commit_model));
+  m.impl("delta_conv_decode", TORCH_BOX(&delta_conv_decode_model));
 }
 
 }  // namespace attnops
