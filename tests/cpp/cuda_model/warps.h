@@ -190,6 +190,11 @@ inline float __shfl_up_sync(unsigned, float x, int distance) {
   const int lane = cuda_model::cta->current % 32;
   return cuda_model::Lanes<float>(x)[lane >= distance ? lane - distance : lane];
 }
+inline uint32_t __float_as_uint(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
 inline float __uint_as_float(uint32_t x) {
   float y;
   std::memcpy(&y, &x, 4);
