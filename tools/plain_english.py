@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MOST_WORDS = 25
-TEXTS = ("*.md", "python/*.py", "csrc/*.cpp", "csrc/*.h")
+TEXTS = ("*.md", "python/*.py", "csrc/*.cpp", "csrc/*.h", "csrc/*.cu", "csrc/*.cuh")
 # Logs of experiments are notes of their day; the changelog of a release is a list of names.
 LEFT_OUT = ("docs/log/", "benchmarks/results/", "examples/weights/", "CHANGELOG.md")
 # Sentences that stay long, each by its first words: at most 20.
@@ -29,6 +29,9 @@ LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
 END = re.compile(r"(?<!e\.g)(?<!i\.e)(?<!cf)(?<!vs)[.!?][)\"']*\s+(?=[A-Z`\"'(\[*_\d-])")
 ENTRY = re.compile(r"^\s*(?:[-*+]|\d+\.)\s+")  # an item of a list
 FIELD = re.compile(r"^\s*[\w`*][\w`*, ./]*:\s+(?=\S)")  # "name, other: what it is"
+CPP_COMMENT = re.compile(r"//.*")
+LITERAL = re.compile(r'"((?:[^"\\\n]|\\.)*)"')
+STATEMENT = re.compile(r"(?:fail|STD_TORCH_CHECK|reject|return|throw)\b[^;]*?;", re.DOTALL)
 RULE = re.compile(r"^\s*(?:\|[-:| ]+\||[-=]{3,}|#+ .*|:::.*|\(.+\)=)\s*$")
 
 
@@ -142,11 +145,24 @@ def literal(node: ast.expr) -> str:
 
 
 def cpp_messages(text: str) -> Iterator[tuple[int, str]]:
-    """String literals of a statement that fails or refuses; neighbours are one message."""
-    for found in re.finditer(r"(?:fail|STD_TORCH_CHECK|reject|return)\b[^;]*?;", text, re.DOTALL):
-        parts = re.findall(r'"((?:[^"\\]|\\.)*)"', found[0])
+    """String literals of a statement that fails or refuses, as one message; and every other literal of some words."""
+    text = CPP_COMMENT.sub("", text)  # ends before its line does: places stay
+    told = 0
+    for found in STATEMENT.finditer(text):
+        yield from cpp_literals(text, told, found.start())
+        told = found.end()
+        parts = LITERAL.findall(found[0])
         if parts and " " in "".join(parts):
             yield text.count("\n", 0, found.start()) + 1, " X ".join(parts).replace("\\n", " ")
+    yield from cpp_literals(text, told, len(text))
+
+
+def cpp_literals(text: str, start: int, end: int) -> Iterator[tuple[int, str]]:
+    """Literals between two places, neighbours joined. What has an arrow or operands is code: schemas and assembly."""
+    for found in re.finditer(rf"(?:{LITERAL.pattern}\s*)+", text[start:end]):
+        message = "".join(LITERAL.findall(found[0])).replace("\\n", " ")
+        if " " in message and "->" not in message and "%" not in message:
+            yield text.count("\n", 0, start + found.start()) + 1, message
 
 
 def files(paths: list[str]) -> list[Path]:

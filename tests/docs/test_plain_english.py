@@ -34,6 +34,8 @@ def test_no_sentence_is_longer_than_25_words(plain_english):
         ("a.py", f'def f(x):\n    raise ValueError(f"{LONG} {{x}}")\n'),
         ("a.py", f'def f(x):\n    require(x, "{LONG[:80]}"\n        "{LONG[80:]}")\n'),
         ("a.cpp", f'void f() {{ fail(op, "{LONG[:60]}"\n  "{LONG[60:]}"); }}\n'),
+        ("a.cuh", f'void f() {{\n  const char* text = "{LONG[:60]}"\n  "{LONG[60:]}"; }}\n'),
+        ("a.cu", f'if (x) throw std::runtime_error("{LONG}");\n'),
     ],
 )
 def test_a_long_sentence_is_found(plain_english, monkeypatch, tmp_path, name, text):

@@ -97,8 +97,8 @@ inline void check_batch_fits(const char* op, int num_requests) {
   if (plan_bytes(num_requests) <= static_cast<size_t>(most_bytes)) return;
   const int most = (most_bytes - static_cast<int>(plan_bytes(0))) / static_cast<int>(plan_bytes(1) - plan_bytes(0));
   throw std::runtime_error(std::string("attnops::") + op + ": cache_seqlens.shape[0] (batch_size) must be at most " +
-                           std::to_string(most) + " (what the shared memory of this device holds), got " +
-                           std::to_string(num_requests) + ": plan and decode the batch in parts");
+                           std::to_string(most) + ", which fills this GPU's shared memory, got " +
+                           std::to_string(num_requests) + ". Plan and decode the batch in parts");
 }
 
 template <int kThreads, int kTileTokens, bool kFixed, class Lengths>
