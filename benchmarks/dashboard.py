@@ -70,7 +70,13 @@ WORDS = {
     "k": "keys chosen",
 }
 TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
-CASES = {"table": "chosen shapes", "skew": "one long request", "speculative": "1 to 8 tokens", "page": "other pages"}
+CASES = {
+    "table": "chosen shapes",
+    "skew": "one long request",
+    "speculative": "1 to 8 tokens",
+    "page": "other pages",
+    "hopper": "prompts and extends",
+}
 DRAWN = {
     "xqa16": "GQA in 16 bits",
     "fp8": "GQA over FP8",

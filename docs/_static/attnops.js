@@ -6,4 +6,9 @@ document.addEventListener("DOMContentLoaded", () => {
     picture.replaceWith(box);
     box.append(picture);
   }
+  // A cell of many words keeps a width on a phone at which it reads as text. The table scrolls.
+  for (const cell of document.querySelectorAll(".content td")) {
+    const letters = cell.textContent.length;
+    if (letters > 12) cell.classList.add(letters > 50 ? "wordy" : "words");
+  }
 });
