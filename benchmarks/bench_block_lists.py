@@ -3,17 +3,17 @@
 A time is the median over replays of a CUDA graph that holds calls over several lists and page tables of a pool far
 larger than the L2 cache, over their number. Dense calls have the same heads, and as many keys for each KV head.
 
-    python benchmarks/bench_block_lists.py --seconds 40
+    python benchmarks/bench_block_lists.py --seconds 40 [--write]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
 
+import records
 import torch
 from attnops import ops
 from attnops.metadata import BlockDecodePlan, BlockPrefillPlan, FmhaPlan, XqaDecodePlan
@@ -23,14 +23,14 @@ from attnops.ops.block_lists import unit_pages
 BF16, INT32, DEVICE = torch.bfloat16, torch.int32, "cuda"
 PAGE, DIM, CALLS, REPLAYS = 64, 128, 8, 12
 POOL_TOKENS = 1 << 19
-# (query heads, KV heads, requests, keys of a list, tokens of a block)
-DECODE = [
+DECODE_NAMES = ("num_q_heads", "num_kv_heads", "batch", "list_keys", "block")
+PREFILL_NAMES = ("num_q_heads", "num_kv_heads", "batch", "new", "list_keys", "block")
+DECODE = [  # by DECODE_NAMES
     (32, 8, batch, keys, block)
     for batch in (64, 16, 1)
     for keys, block in [(4096, 64), (2048, 1), (4096, 128), (4096, 16)]
 ] + [(64, 4, 64, 2048, 128), (64, 4, 16, 2048, 128), (32, 8, 128, 1024, 64), (16, 1, 64, 4096, 64)]
-# (query heads, KV heads, requests, new tokens of each, keys of a list, tokens of a block)
-PREFILL = [(64, 4, 1, 4096, 2048, 128), (32, 8, 1, 2048, 4096, 64), (32, 8, 8, 64, 4096, 64)]
+PREFILL = [(64, 4, 1, 4096, 2048, 128), (32, 8, 1, 2048, 4096, 64), (32, 8, 8, 64, 4096, 64)]  # by PREFILL_NAMES
 
 
 def median_us(step: Callable[[int], object]) -> float:
@@ -127,7 +127,7 @@ def prefill_cell(pools: list, h_q: int, h_kv: int, batch: int, new: int, keys: i
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no cell after so long")
-    parser.add_argument("--json", help="write all rows there")
+    parser.add_argument("--write", action="store_true", help="results/h200-block_lists.jsonl")
     options = parser.parse_args()
     begin, rows = time.monotonic(), []
     torch.manual_seed(0)
@@ -138,13 +138,16 @@ def main() -> None:
         if time.monotonic() - begin > options.seconds:
             break
         times = run(pools, *cell)
-        rows.append({"case": run.__name__, "cell": cell, **times})
+        case = "block lists, " + run.__name__.removesuffix("_cell")
+        params = dict(zip(DECODE_NAMES if run is decode_cell else PREFILL_NAMES, cell))
+        for name, us in times.items():
+            peer = "attnops" if name == "whole" else f"attnops {name}"
+            rows.append(records.Record(case, peer, params, us / 1e3, version=records.version_of("attnops")))
         text = "  ".join(f"{name} {us:.1f}" for name, us in times.items())
         ratio = times["whole"] / times["dense"]
         print(f"{run.__name__} {cell}: {text}  whole/dense {ratio:.3f}", flush=True)
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(rows, file, indent=1)
+    if options.write:
+        print(records.write(rows, "h200-block_lists"))
 
 
 if __name__ == "__main__":

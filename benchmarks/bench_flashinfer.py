@@ -1,6 +1,6 @@
 """Backend flashinfer beside FlashInfer called by hand, in one process: a layer in a graph and eager, and host times.
 
-    python benchmarks/bench_flashinfer.py [--out results.jsonl] [--commit <hash>]
+    python benchmarks/bench_flashinfer.py [--write]
 
 By hand: the same wrapper, planned with the same lengths, whose `run` is all that a layer does. Ours stores nothing
 either. Both are captured and replayed in turns; the median of the rounds counts. The bar is 3 % on each.
@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import statistics
 import time
 
+import records
 import torch
 from attnops.backends import get_backend_class
 from attnops.layers import RadixAttention
@@ -174,17 +174,14 @@ def measure(cell, page_size, device):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", help="append JSON lines here")
-    parser.add_argument("--commit", default="")
+    parser.add_argument("--write", action="store_true", help="results/h200-flashinfer.jsonl")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--device", default="cuda", help="cpu: a dry run over whatever is imported as flashinfer")
     parser.add_argument("--cells", type=int, default=len(CELLS), help="so many of them")
     options = parser.parse_args()
     ratios = {}
     version = getattr(importlib.import_module("flashinfer"), "__version__", "")
-    shared = {"commit": options.commit, "state": "burst", "version": f"FlashInfer {version}"}
-    if options.device == "cuda":
-        shared["device"] = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    rows = []
     for cell in CELLS[: options.cells]:
         times, error = measure(cell, options.page_size, options.device)
         for what, pair in times.items():
@@ -193,12 +190,12 @@ def main() -> None:
             ratios.setdefault(what, []).append(pair["attnops"] / pair["by hand"])
             print(f"{what} {cell}: {pair['attnops']:.1f} us, by hand {pair['by hand']:.1f}; differ by {error:.2g}")
             for peer, value in pair.items():
-                row = {"case": f"flashinfer {what}", "peer": peer, "params": dict(zip(NAMES, cell)), "ms": value / 1e3}
-                if options.out:
-                    with open(options.out, "a") as file:
-                        file.write(json.dumps(row | shared) + "\n")
+                case, params = f"flashinfer {what}", dict(zip(NAMES, cell))
+                rows.append(records.Record(case, peer, params, value / 1e3, version=f"FlashInfer {version}"))
     for what, values in ratios.items():
         print(f"{what}: {statistics.geometric_mean(values):.3f}x the time by hand, worst {max(values):.3f}x")
+    if options.write:
+        print(records.write(rows, "h200-flashinfer"))
 
 
 if __name__ == "__main__":

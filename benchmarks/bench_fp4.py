@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+import records
 import torch
 from attnops import ops
 from attnops.metadata import MlaDecodePlan, XqaDecodePlan
@@ -33,8 +34,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--length", type=int, default=8192)
+    parser.add_argument("--write", action="store_true", help="results/h200-fp4.jsonl")
     options = parser.parse_args()
     batch, length, page, device = options.batch, options.length, 64, "cuda"
+    rows = []
+
+    def tell(what: str, params: dict, fp8: float, fp4: float) -> None:
+        print(f"{what} {batch} x {length}: e4m3 {fp8:.1f} us, fp4 {fp4:.1f} us, {fp8 / fp4:.2f}x", flush=True)
+        cell = params | {"batch": batch, "seqlen": length}
+        for peer, us in (("attnops", fp4), ("attnops over e4m3", fp8)):
+            rows.append(records.Record("fp4_decode", peer, cell, us / 1e3, version=records.version_of("attnops")))
+
     for heads, kv_heads in ((32, 8), (8, 1), (64, 8)):
         count = batch * length // page
         table = torch.randperm(count, device=device).int().view(batch, -1)
@@ -51,9 +61,7 @@ def main() -> None:
         ops.xqa_decode_plan(plan, lengths)
         fp8 = time_of(lambda q=q, p=pages, t=table, n=lengths, plan=plan: ops.xqa_decode(q, *p, t, n, plan))
         fp4 = time_of(lambda q=q, c=codes, s=scales, t=table, n=lengths: ops.fp4_decode(q, *c, *s, t, n))
-        print(
-            f"{heads}/{kv_heads} {batch} x {length}: e4m3 {fp8:.1f} us, fp4 {fp4:.1f} us, {fp8 / fp4:.2f}x", flush=True
-        )
+        tell(f"{heads}/{kv_heads}", {"num_q_heads": heads, "num_kv_heads": kv_heads, "head_dim": 128}, fp8, fp4)
     for heads in (16, 128):
         count = batch * length // page
         table = torch.randperm(count, device=device).int().view(batch, -1)
@@ -68,7 +76,9 @@ def main() -> None:
             lambda q=q, p=latents, t=table, n=lengths, plan=plan: ops.mla_decode(q, p, t, n, plan, softmax_scale=0.1)
         )
         fp4 = time_of(lambda q=q, c=codes, s=scales, t=table, n=lengths: ops.fp4_decode(q, c, None, s, None, t, n))
-        print(f"MLA {heads} {batch} x {length}: e4m3 {fp8:.1f} us, fp4 {fp4:.1f} us, {fp8 / fp4:.2f}x", flush=True)
+        tell(f"MLA {heads}", {"heads": heads, "head_dim": 576}, fp8, fp4)
+    if options.write:
+        print(records.write(rows, "h200-fp4"))
 
 
 if __name__ == "__main__":

@@ -357,6 +357,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, help="cells that this seed draws, in place of the fixed ones")
     parser.add_argument("--cells", type=int, default=40, help="how many of them")
     parser.add_argument("--write", action="store_true", help="record the results")
+    parser.add_argument("--name", default="cpu", help="prefix of the CPU's result file")
     options = parser.parse_args()
     bench = Bench("cpu" if options.cpu else "cuda", options.rounds, Peers() if options.peers else None)
     if options.cpu:
@@ -370,7 +371,7 @@ def main() -> None:
     else:
         bench.fixed(options.only)
     if options.write:
-        write(bench.records, "cpu-linear" if options.cpu else "h200-linear")
+        write(bench.records, f"{options.name}-linear" if options.cpu else "h200-linear")
 
 
 if __name__ == "__main__":

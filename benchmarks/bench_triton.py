@@ -1,6 +1,6 @@
 """attnops' Triton kernels beside SGLang's, in one process: decode, MLA decode, extend, and the price of fixed splits.
 
-    python benchmarks/bench_triton.py [--out results.jsonl] [--commit <hash>]
+    python benchmarks/bench_triton.py [--write]
 
 SGLang's kernels are looked for as `sglang.kernels.ops.attention` (0.5.23); without them only ours are measured. Each
 cell is captured in a CUDA graph and replayed in turns; the median of the rounds counts. SGLang's decode is given every
@@ -10,9 +10,10 @@ number of splits from 1 to 8 that is a power of two, and its best one counts.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
+from importlib import metadata
 
+import records
 import torch
 import triton
 
@@ -174,10 +175,10 @@ def bench_extend(cell, theirs):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", help="append JSON lines here")
-    parser.add_argument("--commit", default="")
+    parser.add_argument("--write", action="store_true", help="results/h200-triton.jsonl")
     options = parser.parse_args()
     decode, extend = peer()
+    version = f"sglang {metadata.version('sglang')}" if decode is not None else ""
     rows, ratios = [], []
     for case, cells, bench, theirs in (
         ("triton_decode", DECODE, bench_decode, decode),
@@ -199,15 +200,14 @@ def main() -> None:
             print(f"{case} {cell}: {shown} us; {ratio:.3f}x; outputs differ by {spread:.2g}", flush=True)
             for name, value in times.items():
                 params = dict(zip(EXTEND_NAMES if case == "triton_extend" else DECODE_NAMES, cell))
-                row = {"case": case, "peer": name, "params": params, "ms": value / 1e3, "commit": options.commit}
-                rows.append(row | {"device": DEVICE, "state": "burst"})
+                known = version if name.startswith("sglang") else records.version_of(name)
+                rows.append(records.Record(case, name, params, value / 1e3, version=known, device=DEVICE))
     for case in dict.fromkeys(name for name, *_ in ratios):
         values = [(ratio, price) for name, ratio, price in ratios if name == case]
         means = [statistics.geometric_mean(column) for column in zip(*values)]
         print(f"{case}: geometric mean {means[0]:.3f}x SGLang; deterministic costs {100 * (means[1] - 1):.0f} %")
-    if options.out:
-        with open(options.out, "a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+    if options.write:
+        print(records.write(rows, "h200-triton"))
 
 
 if __name__ == "__main__":

@@ -34,6 +34,8 @@ FAMILIES = {
     "h200-triton": "Triton kernels, H200",
     "h200-flashinfer": "Backend flashinfer beside FlashInfer by hand, H200",
     "h200-paged_kv": "Stores and merges, H200",
+    "h200-block_lists": "Lists of blocks, H200",
+    "h200-fp4": "FP4 caches, H200",
     "h200-sparse_mla": "Sparse MLA, H200",
     "h200-indexer": "Indexer of sparse MLA, H200",
     "h200-linear": "Linear attention, H200",
@@ -44,6 +46,7 @@ FAMILIES = {
     "cpu-decode": "Decode, AMD EPYC",
     "cpu-prefill": "Prefill, AMD EPYC",
     "cpu-mla": "MLA decode, AMD EPYC",
+    "cpu-linear": "Linear attention, AMD EPYC",
     "cpu-amx-decode": "Decode, Intel Xeon with AMX",
     "cpu-amx-prefill": "Prefill, Intel Xeon with AMX",
     "cpu-amx-mla": "MLA decode, Intel Xeon with AMX",
@@ -159,8 +162,12 @@ def is_peer(name: str) -> bool:
 
 
 def _share(row: dict, ceiling: dict) -> float | None:
-    """The larger share of the run's ceilings: of reading, or of products. On a CPU the row's note has the first."""
-    found = re.search(r"read sweep ([\d.]+) GB/s", row.get("note", ""))
+    """The larger share of the run's ceilings: of reading, or of products. Some rows have theirs in the note."""
+    note = row.get("note", "")
+    floor = re.search(r"floor ([\d.]+) us, ([\d.]+) of it", note)
+    if floor and float(floor[1]):
+        return float(floor[2])
+    found = re.search(r"read sweep ([\d.]+) GB/s", note)
     limits = {**ceiling, **({"gbs": float(found[1])} if found else {})}
     shares = [row[unit] / limit for unit, limit in limits.items() if row.get(unit)]
     return max(shares, default=None)

@@ -10,6 +10,7 @@ Each job writes its rows to `results/`. What is done is kept in build/run_all.js
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import subprocess
 import sys
@@ -33,6 +34,7 @@ class Job:
     script: str
     options: tuple[str, ...]
     device: str  # "cpu" or "cuda"
+    needs: str = ""  # a package without which it has nothing to measure
 
     def command(self, cpu_name: str) -> list[str]:
         options = [cpu_name if option == "CPU_NAME" else option for option in self.options]
@@ -44,6 +46,7 @@ def _jobs() -> list[Job]:
     for group in ("decode", "prefill", "mla"):
         options = ("--only", group, "--write", "--name", "CPU_NAME")
         jobs.append(Job(f"cpu_{group}", "bench_cpu.py", options, "cpu"))
+    jobs.append(Job("cpu_linear", "bench_linear.py", ("--cpu", "--write", "--name", "CPU_NAME"), "cpu"))
     for script, flag, groups in (
         ("bench_xqa_decode.py", "--groups", ("latency", "bf16", "fp8", "page", "speculative", "skew", "invariant")),
         ("bench_fmha.py", "--groups", ("table", "hopper", "plan", "sustained")),
@@ -51,13 +54,23 @@ def _jobs() -> list[Job]:
     ):
         family = script.removeprefix("bench_").removesuffix(".py")
         jobs += [Job(f"{family}_{group}", script, (flag, group, "--write"), "cuda") for group in groups]
+    for group in ("decode", "convolve", "prefill", "verify"):
+        jobs.append(Job(f"linear_{group}", "bench_linear.py", ("--only", group, "--write"), "cuda"))
     jobs += [
         Job("mla_decode", "bench_mla_decode.py", ("--write",), "cuda"),
         Job("paged_kv", "bench_paged_kv.py", (), "cuda"),
         Job("speculation", "bench_speculation.py", ("--write",), "cuda"),
         Job("indexer", "bench_indexer.py", ("--write",), "cuda"),
         Job("sparse_mla", "bench_sparse_mla.py", ("--write",), "cuda"),
+        Job("block_lists", "bench_block_lists.py", ("--write",), "cuda"),
+        Job("fp4", "bench_fp4.py", ("--write",), "cuda"),
         Job("decode_sampled", "bench_decode_sampled.py", ("--write",), "cuda"),
+        Job("fmha_engine", "bench_fmha_engine.py", ("--write",), "cuda"),
+        Job("triton", "bench_triton.py", ("--write",), "cuda", "triton"),
+        Job("flashinfer", "bench_flashinfer.py", ("--write",), "cuda", "flashinfer"),
+        Job("vllm_step", "bench_vllm_step.py", ("--write",), "cuda", "vllm"),
+        Job("sglang_step", "bench_sglang_step.py", ("--write",), "cuda", "sglang"),
+        Job("transformers_batch", "bench_transformers_batch.py", ("--write",), "cuda", "transformers"),
     ]
     return jobs
 
@@ -67,6 +80,8 @@ JOBS = tuple(_jobs())
 
 def cannot_run(job: Job) -> str:
     """Why a job does not run here; empty where it does."""
+    if job.needs and importlib.util.find_spec(job.needs) is None:
+        return f"{job.needs} is not installed"
     if job.device == "cpu":
         return ""
     if not torch.cuda.is_available():

@@ -79,11 +79,13 @@ def test_attnops_is_no_peer_of_itself(dashboard):
     assert not dashboard.cells_of(text) and len(dashboard.alone_in(text)) == 1
 
 
-def test_a_cpus_ceiling_is_in_its_note(dashboard):
+def test_a_ceiling_may_be_in_a_rows_note(dashboard):
     text = "\n".join(
         [row("d", "attnops", 1.0, gbs=15.0, note="spread 1; read sweep 30.00 GB/s"), row("d", "torch", 2.0)]
     )
     assert dashboard.cells_of(text)[0].share == 0.5
+    (alone,) = dashboard.alone_in(row("d", "attnops", 1.0, note="floor 640.0 us, 0.64 of it"))
+    assert alone.share == 0.64
 
 
 def test_every_result_file_with_peers_has_a_place_on_the_page(dashboard):
