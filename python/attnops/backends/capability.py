@@ -83,7 +83,8 @@ class Capability:
         mla: MLA with absorbed queries is served.
         mla_lacks: Fields of this class that do not hold for MLA: "logit_cap", "kv_dtypes", ...
         mla_archs, mla_dtypes, mla_kv_dtypes: Those of `archs`, `dtypes` and `kv_dtypes` for which it is; None: all.
-        page_sizes: None: all. mla_page_sizes: Of MLA; None: `page_sizes`.
+        page_sizes: None: all.
+        mla_page_sizes: Of MLA; None: `page_sizes`.
         widens_pages: Its kernels know pages of one token only: tables of any page size become tables of tokens.
         sliding_window, swa_pool, logit_cap, sinks, tree_mask: Options.
         draft_trees: The branches of a draft step are tokens of one request (`AttentionBatch.draft_steps`). In layers
@@ -93,7 +94,8 @@ class Capability:
         sparse: MLA layers that bring lists of rows (`AttentionSpec.sparse_topk`).
         compressed: It is for layers over compressed entries (`AttentionSpec.compress_ratios`), and no others.
         max_tokens_per_request: Of verify and uniform draft extend; None: any.
-        deterministic: `AttentionSpec.deterministic` is honoured. deterministic_modes: In these modes; None: in all.
+        deterministic: `AttentionSpec.deterministic` is honoured.
+        deterministic_modes: In these modes; None: in all.
         cuda_graph: Steps can be captured.
         package: Key of `machine.PACKAGES`: what it wraps and needs.
         interpreted_on_cpu: On "cpu" it runs in Triton's interpreter only: right, and very slow.

@@ -57,7 +57,8 @@ class CompressedStep:
         states: int32 ``[B]``: rows of states; -1: the request is padding, or brings nothing.
         lengths: int32 ``[B]``: `cache_seqlens`, 0 of padding.
         positions, rows: int32 ``[T]``: tokens up to a token, itself included; its request. 0 of padding.
-        windows: int32 ``[T, window]``: slots of window rows, oldest first, then -1. window_lengths: int32 ``[T]``.
+        windows: int32 ``[T, window]``: slots of window rows, oldest first, then -1.
+        window_lengths: int32 ``[T]``.
         entries: By ratio, int32 ``[B + 1]``: `ops.compress_plan`.
         entry_seqlens, entry_lengths: By ratio, int32 ``[T]``: entries that a token sees, and attends to.
     """

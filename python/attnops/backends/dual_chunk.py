@@ -35,7 +35,8 @@ class Chunks:
     """One call's keys of the virtual requests.
 
     Attributes:
-        page_table: int32 ``[V, n]``. seqlens: int32 ``[V]``.
+        page_table: int32 ``[V, n]``.
+        seqlens: int32 ``[V]``.
     """
 
     page_table: Tensor

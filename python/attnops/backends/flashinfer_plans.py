@@ -85,7 +85,8 @@ class GraphBuffers:
     """Of a captured shape: what its wrappers read on the device, and how each is planned.
 
     Attributes:
-        bounds_q, bounds_k: int32 ``[B + 1]``. last_page_len, seqlens: int32 ``[B]``.
+        bounds_q, bounds_k: int32 ``[B + 1]``.
+        last_page_len, seqlens: int32 ``[B]``.
         plans: By kind of layer; of all that the capture met.
     """
 
@@ -102,7 +103,8 @@ class FlashInferStep:
     """A step: its metadata, its lengths on the host, and the layer kinds that are planned for it.
 
     Attributes:
-        bounds_q, bounds_k: Of queries and of pages, on the host. num_pages: The last of the second.
+        bounds_q, bounds_k: Of queries and of pages, on the host.
+        num_pages: The last of the second.
         prefixes: Pages before the new tokens: bounds, and tokens in each last page; None where nothing is cached.
         merged: The new tokens and their prefixes are attended to apart.
         graph: The buffers of a captured shape; None: the step is eager.

@@ -23,7 +23,8 @@ class LocalAttentionMetadata:
     """Views for one shape of a step; `ops.build_local_batches` fills them.
 
     Attributes:
-        local_query_start_loc: int32 ``[V + 1]``. local_seqused_k: int32 ``[V]``.
+        local_query_start_loc: int32 ``[V + 1]``.
+        local_seqused_k: int32 ``[V]``.
         local_block_table: int32 ``[V, chunk_size / page_size]``.
         cu_seqlens_q: int32 ``[B + 1]``, of the requests themselves.
     """

@@ -50,12 +50,15 @@ class VendorCall:
     """One layer's call, in the forms that vendors take it.
 
     Attributes:
-        q: ``[T, H_q, D]``. k_pages, v_pages: ``[P, page_size, H_kv, D]``.
-        table: int32 ``[B, max_pages]``. indptr, indices: The same as CSR, by tokens; only where pages are widened.
+        q: ``[T, H_q, D]``.
+        k_pages, v_pages: ``[P, page_size, H_kv, D]``.
+        table: int32 ``[B, max_pages]``.
+        indptr, indices: The same as CSR, by tokens; only where pages are widened.
         new: k and v of the step's tokens, of backends with `reads_new_tokens`, but in decode: tables are then of the
             tokens before them.
         q_pe: MLA: the rotary part of queries, and q the rest; k_pages the rotary part of the cache, v_pages the rest.
-        lens: int32 ``[B]``. window: Keys to the left of a query that it sees; -1: all.
+        lens: int32 ``[B]``.
+        window: Keys to the left of a query that it sees; -1: all.
     """
 
     q: Tensor

@@ -22,7 +22,8 @@ def extend_chunks(
     device: the number of rows bounds the number of chunks.
 
     Args:
-        table: ``[B, max_pages]``. chunk: Tokens, above 0.
+        table: ``[B, max_pages]``.
+        chunk: Tokens, above 0.
     """
     batch_size, size = table.shape[0], k_pages.shape[1]
     if batch_size == 0:

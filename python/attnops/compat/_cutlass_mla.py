@@ -59,7 +59,8 @@ def cutlass_mla_decode(
     Args:
         q_nope, q_pe: ``[B, H, 512]`` and ``[B, H, 64]``, any H and strides; not copied and not padded.
         kv_c_and_k_pe_cache: ``[P, page_size, 576]``, any page size.
-        seq_lens: int32 ``[B]``. page_table: int32 ``[B, max_pages]``.
+        seq_lens: int32 ``[B]``.
+        page_table: int32 ``[B, max_pages]``.
         workspace: uint8, at least `cutlass_mla_get_workspace_size` bytes: the plan and the splits' partial results.
         num_kv_splits: 1, the peer's default, or -1, automatic. Either way splits are planned on the device, and a graph
             may hold the call.

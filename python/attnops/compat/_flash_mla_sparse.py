@@ -92,7 +92,8 @@ def flash_mla_sparse_fwd(
         kv: ``[s_kv, 1, 576]`` or 512 wide, in q's dtype.
         indices: int32 ``[s_q, 1, topk]``, any topk; below 0 or from s_kv on: no key.
         d_v: 512.
-        attn_sink: ``[H_q]``, any float dtype. topk_length: int32 ``[s_q]``.
+        attn_sink: ``[H_q]``, any float dtype.
+        topk_length: int32 ``[s_q]``.
 
     Returns:
         ``(out [s_q, H_q, 512], max_logits [s_q, H_q], lse [s_q, H_q])``. A row without a key has lse ``+inf`` and

@@ -24,7 +24,8 @@ class BatchAttention:
     """Decode and prefill in one batch, on `attnops.ops.fmha_paged`.
 
     Args:
-        kv_layout: "NHD" or "HND". device: Of the tensors to come.
+        kv_layout: "NHD" or "HND".
+        device: Of the tensors to come.
     """
 
     @names_the_peers("BatchAttention")
@@ -55,7 +56,9 @@ class BatchAttention:
         """Prepares `run`, from tensors on any device; nothing is read on the host.
 
         Args:
-            qo_indptr, kv_indptr: int32 ``[B + 1]``. kv_indices: int32. kv_len_arr: int32 ``[B]``.
+            qo_indptr, kv_indptr: int32 ``[B + 1]``.
+            kv_indices: int32.
+            kv_len_arr: int32 ``[B]``.
             sm_scale: None: ``head_dim_qk ** -0.5``.
         """
         name = "BatchAttention.plan"
@@ -85,7 +88,9 @@ class BatchAttention:
         """Attends.
 
         Args:
-            q: ``[T, H_q, D]``. kv_cache: Joint or a pair. k_scale, v_scale: Numbers or tensors of one.
+            q: ``[T, H_q, D]``.
+            kv_cache: Joint or a pair.
+            k_scale, v_scale: Numbers or tensors of one.
             logits_soft_cap: 0: that of `plan`.
 
         Returns:

@@ -211,7 +211,8 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(Workspaces):
         """Attends.
 
         Args:
-            q: ``[B, H_q, D]``. k_shared, v_shared: ``[S, H_kv, D]`` (NHD) or ``[H_kv, S, D]`` (HND).
+            q: ``[B, H_q, D]``.
+            k_shared, v_shared: ``[S, H_kv, D]`` (NHD) or ``[H_kv, S, D]`` (HND).
         """
         name = "BatchDecodeWithSharedPrefixPagedKVCacheWrapper.forward"
         shared, shared_lse = _over_shared(name, q, k_shared, v_shared, self._kv_layout)
@@ -270,7 +271,8 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(Workspaces):
         """Attends; `use_fp16_qk_reduction` is taken, products are summed in float32.
 
         Args:
-            q: ``[T, H_q, D]``. k_shared, v_shared: ``[S, H_kv, D]`` (NHD) or ``[H_kv, S, D]`` (HND).
+            q: ``[T, H_q, D]``.
+            k_shared, v_shared: ``[S, H_kv, D]`` (NHD) or ``[H_kv, S, D]`` (HND).
             causal: Of the requests' own keys.
         """
         name = "BatchPrefillWithSharedPrefixPagedKVCacheWrapper.forward"

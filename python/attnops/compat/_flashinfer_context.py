@@ -68,10 +68,13 @@ def trtllm_batch_context_with_kv_cache(
     """Prefill and extend over a paged cache that holds the new tokens already.
 
     Args:
-        query: ``[T, H_q, D]``. kv_cache: joint or a pair, HND by default.
+        query: ``[T, H_q, D]``.
+        kv_cache: joint or a pair, HND by default.
         workspace_buffer, multi_ctas_kv_counter_buffer: Their memory is not needed. max_q_len, max_kv_len,
             cum_seq_lens_kv: Nothing depends on them.
-        block_tables: int32 ``[B, max_pages]``. seq_lens: ``[B]``. cum_seq_lens_q: int32 ``[B + 1]``.
+        block_tables: int32 ``[B, max_pages]``.
+        seq_lens: ``[B]``.
+        cum_seq_lens_q: int32 ``[B + 1]``.
         bmm1_scale: q scale x k scale x softmax scale. bmm2_scale: v scale. Numbers, or float32 tensors of one.
         out_dtype: Of the output; None: as `out`, else as `query`. enable_pdl, use_fp16_softmax, uses_spcompress: Taken.
         sinks: ``[H_q]``, or a list of one.
@@ -160,7 +163,9 @@ def trtllm_ragged_attention_deepseek(
     """Prefill over ragged keys and values, whose head dims may differ (192 and 128 of MLA).
 
     Args:
-        query: ``[T, H, D]``. key: ``[T_k, H_kv, D]``. value: ``[T_k, H_kv, D_v]``.
+        query: ``[T, H, D]``.
+        key: ``[T_k, H_kv, D]``.
+        value: ``[T_k, H_kv, D_v]``.
         workspace_buffer: Its memory is not needed. seq_lens, max_q_len, max_kv_len, o_sf_scale, q_seq_lens_cpu,
             kv_seq_lens_cpu: Nothing depends on them beside the two cum_seq_lens.
         bmm1_scale, bmm2_scale: Of the scores and of the output. Numbers, or float32 tensors of one.

@@ -56,10 +56,13 @@ def cudnn_batch_prefill_with_kv_cache(
     """Prompts over a paged cache or over ragged keys, requests one after the other without gaps.
 
     Args:
-        q: ``[T, H_q, D]``. k_cache, v_cache: ``[P, H_kv, page_size, D]`` with `block_tables`, else ``[T_k, H_kv, D]``.
-        scale: Of the scores. q_scale, k_scale, v_scale: Of FP8: numbers, or tensors of one.
+        q: ``[T, H_q, D]``.
+        k_cache, v_cache: ``[P, H_kv, page_size, D]`` with `block_tables`, else ``[T_k, H_kv, D]``.
+        scale: Of the scores.
+        q_scale, k_scale, v_scale: Of FP8: numbers, or tensors of one.
         workspace_buffer: Its memory is not needed. max_sequence_kv, batch_offsets_o, batch_offsets_v,
-            batch_offsets_stats: Nothing depends on them. is_cuda_graph_compatible, backend: Taken.
+            batch_offsets_stats: Nothing depends on them.
+        is_cuda_graph_compatible, backend: Taken.
         max_token_per_sequence: The second extent of lse.
         actual_seq_lens_q, actual_seq_lens_kv: ``[B]`` or ``[B, 1, 1, 1]``. None: offsets in tokens say it.
         batch_offsets_q, batch_offsets_k: int32 ``[B + 1]``, read where they are in tokens.

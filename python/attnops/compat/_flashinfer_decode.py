@@ -50,8 +50,11 @@ def single_decode_with_kv_cache(
     """One request's newest token, on `attnops.ops.xqa_decode`.
 
     Args:
-        q: ``[H_q, D]``. k, v: ``[S, H_kv, D]`` (NHD) or ``[H_kv, S, D]`` (HND).
-        use_tensor_cores: Taken. q_scale, k_scale: Multiply the scores. v_scale: Multiplies the output.
+        q: ``[H_q, D]``.
+        k, v: ``[S, H_kv, D]`` (NHD) or ``[H_kv, S, D]`` (HND).
+        use_tensor_cores: Taken.
+        q_scale, k_scale: Multiply the scores.
+        v_scale: Multiplies the output.
         pos_encoding_mode: "NONE"; "ROPE_LLAMA" and "ALIBI" act on a copy of k and v.
 
     Returns:
@@ -132,8 +135,10 @@ def trtllm_batch_decode_with_kv_cache(
     Args:
         query: ``[B * q_len_per_req, H_q, D]``; or ``[T, H_q, D]`` with `cum_seq_lens_q` ``[B + 1]`` and `max_q_len`.
         kv_cache: joint or a pair, HND by default.
-        workspace_buffer, multi_ctas_kv_counter_buffer: Their memory is not needed. max_seq_len: Nothing depends on it.
-        block_tables: int32 ``[B, max_pages]``. seq_lens: ``[B]`` int32 or uint32.
+        workspace_buffer, multi_ctas_kv_counter_buffer: Their memory is not needed.
+        max_seq_len: Nothing depends on it.
+        block_tables: int32 ``[B, max_pages]``.
+        seq_lens: ``[B]`` int32 or uint32.
         bmm1_scale: q scale x k scale x softmax scale. bmm2_scale: v scale over that of the output. Numbers, or float32
             tensors of one.
         out_dtype: Of the output; None: as `out`, else as `query`. float8_e4m3fn saturates.

@@ -19,7 +19,8 @@ class DecodePlans:
 
     Attributes:
         planned: Of the window that `plan` named; None before it.
-        lens: int32 ``[B]``: where a captured run reads them. cuts: Of batch-invariant plans; 0: balanced.
+        lens: int32 ``[B]``: where a captured run reads them.
+        cuts: Of batch-invariant plans; 0: balanced.
     """
 
     planned: Plan | None = None

@@ -62,9 +62,11 @@ def trtllm_fmha_v2_prefill(
         qkv: By `input_layout`. ``PACKED_QKV``: ``[T, 3, H, D]``. ``CONTIGUOUS_Q_KV``: q ``[T, H_q, D]`` and
             ``[T_k, 2, H_kv, D]``. ``SEPARATE_Q_K_V``: three tensors. ``Q_PAGED_KV_NHD``, ``Q_PAGED_KV_HND``: q and
             pages, joint or as two tensors of one allocation.
-        workspace_buffer: Its memory is not needed. max_q_len: Nothing depends on it. max_kv_len: Of keys that are not
-            paged, with chunks.
-        seq_lens: ``[B]``, of paged keys; others take cum_seq_lens_kv. cum_seq_lens_q, cum_seq_lens_kv: ``[B + 1]``.
+        workspace_buffer: Its memory is not needed.
+        max_q_len: Nothing depends on it.
+        max_kv_len: Of keys that are not paged, with chunks.
+        seq_lens: ``[B]``, of paged keys; others take cum_seq_lens_kv.
+        cum_seq_lens_q, cum_seq_lens_kv: ``[B + 1]``.
         bmm1_scale: q scale x k scale x softmax scale. bmm2_scale: v scale. Numbers, or float32 tensors of one.
         block_tables: int32 ``[B, max_pages]``. For two tensors ``[B, 2, max_pages]``: K's and V's pages, counted from
             K's first. Their pages in use are copied.

@@ -109,9 +109,13 @@ def gated_delta_rule_decode_pretranspose(
     """Tokens of each request through the gated delta rule: `attnops.ops.delta_decode`.
 
     Args:
-        q, k: ``[B, T, H, K]``. v: ``[B, T, HV, V]``. a, b: ``[B, T, HV]``. A_log, dt_bias: ``[HV]``.
+        q, k: ``[B, T, H, K]``.
+        v: ``[B, T, HV, V]``.
+        a, b: ``[B, T, HV]``.
+        A_log, dt_bias: ``[HV]``.
         state: ``[B, HV, V, K]``, updated in place; None with `initial_state`.
-        initial_state: A pool ``[N, HV, V, K]``. initial_state_indices, output_state_indices: ``[B]``, slots that are
+        initial_state: A pool ``[N, HV, V, K]``.
+        initial_state_indices, output_state_indices: ``[B]``, slots that are
             read and written. Below 0: nothing is touched, and the output is 0, whatever the states' type.
         intermediate_states_buffer: ``[B, >= T, HV, V, K]``: the states after each token, where T is above 1.
         disable_state_update: States are only read, where T is above 1.
@@ -211,8 +215,11 @@ def gated_delta_rule_mtp(
     """Drafts of each request through the gated delta rule, with their states if asked for.
 
     Args:
-        q, k: ``[B, T, H, K]``. v: ``[B, T, HV, V]``. a, b: ``[B, T, HV]``.
-        initial_state: A pool ``[N, HV, V, K]``. initial_state_indices: ``[B]``; below 0: nothing is touched, output 0.
+        q, k: ``[B, T, H, K]``.
+        v: ``[B, T, HV, V]``.
+        a, b: ``[B, T, HV]``.
+        initial_state: A pool ``[N, HV, V, K]``.
+        initial_state_indices: ``[B]``; below 0: nothing is touched, output 0.
         intermediate_states_buffer: ``[B, >= T, HV, V, K]``: the states after each token.
         ssm_state_indices: ``[B, T]``: slots of the pool for these states instead.
         disable_state_update: Leave the pool's own slots as they are. None: yes.
@@ -270,8 +277,11 @@ def chunk_gated_delta_rule(
     """Prompts through the gated delta rule: `attnops.ops.delta_prefill`.
 
     Args:
-        q: ``[T, HQ, D]``. k: ``[T, H, D]``. v: ``[T, HV, D]``. Where HQ is above HV, keys and values are repeated.
-        g: ``[T, max(HQ, HV)]``: the decay itself, not its log; None: 1. beta: the same shape; None: 1.
+        q: ``[T, HQ, D]``.
+        k: ``[T, H, D]``.
+        v: ``[T, HV, D]``. Where HQ is above HV, keys and values are repeated.
+        g: ``[T, max(HQ, HV)]``: the decay itself, not its log; None: 1.
+        beta: In g's shape; None: 1.
         initial_state: A state ``[heads, V, K]`` for each sequence, or with `state_indices` a pool of them.
         output_final_state: Return the final states, too, in `output_state` if it is given.
         output_state: For final states: in order, or with `state_indices` a pool, which may be `initial_state`.
@@ -384,7 +394,8 @@ def selective_state_update(
 
     Args:
         state: ``[N, H, P, S]``, or ``[N, P, S]`` of one head; updated in place.
-        x: ``[B, H, P]``, ``[B, P]`` of one head, or ``[B, T, H, P]``. z: the same.
+        x: ``[B, H, P]``, ``[B, P]`` of one head, or ``[B, T, H, P]``.
+        z: As x.
         dt: As x, one number a head, expanded; so are A ``[H, P, S]``, D and dt_bias ``[H, P]``.
         B, C: ``[B, G, S]``, ``[B, S]`` of one group, or ``[B, T, G, S]``.
         state_batch_indices: ``[B]``: slots; `pad_slot_id`: nothing is touched, and the output is 0.

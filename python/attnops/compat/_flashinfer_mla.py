@@ -124,7 +124,9 @@ class BatchMLAPagedAttentionWrapper:
         """Prepares `run`.
 
         Args:
-            qo_indptr, kv_indptr: int32 ``[B + 1]``. kv_indices: int32. kv_len_arr: int32 ``[B]``, tokens per request.
+            qo_indptr, kv_indptr: int32 ``[B + 1]``.
+            kv_indices: int32.
+            kv_len_arr: int32 ``[B]``, tokens per request.
             head_dim_ckv, head_dim_kpe: 512 and 64; others, up to 576 together, take a slow row of `fmha_paged`.
 
         Raises:
@@ -207,8 +209,8 @@ class BatchMLAPagedAttentionWrapper:
             ckv_cache, kpe_cache: ``[P, page_size, 512]`` and ``[P, page_size, 64]``. Neighbours in one pool of 576 are
                 read where they lie; of two pools the pages in use are copied.
             return_lse_base_on_e: Natural log; base 2 otherwise.
-            ckv_scale, kpe_scale: Of a float8_e4m3fn cache's two parts. ckv_scale_arr: instead of the first, float32
-                ``[P, page_size, 4]``, one per 128 latents of a token.
+            ckv_scale, kpe_scale: Of a float8_e4m3fn cache's two parts.
+            ckv_scale_arr: instead of the first, float32 ``[P, page_size, 4]``, one per 128 latents of a token.
 
         Returns:
             ``out [T, H, 512]``, or ``(out, lse)``: float32 ``[T, H]``, -inf for an empty row.

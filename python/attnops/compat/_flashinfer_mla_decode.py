@@ -75,7 +75,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
         workspace_buffer, multi_ctas_kv_counter_buffer: Their memory is not needed. qk_nope_head_dim, max_seq_len,
             kv_scale_format: Nothing depends on them.
         kv_lora_rank, qk_rope_head_dim: 512 and 64.
-        block_tables: int32 ``[B, max_pages]``. seq_lens: int32 ``[B]``; None: all that the tables hold.
+        block_tables: int32 ``[B, max_pages]``.
+        seq_lens: int32 ``[B]``; None: all that the tables hold.
         bmm1_scale: q scale x k scale x softmax scale. bmm2_scale: of the values. Numbers, or float32 tensors of one,
             which are multiplied into a copy of `query`.
         enable_pdl, backend, cute_dsl_impl, use_fp16_softmax: Taken: choices among kernels; softmax is float32 here.
@@ -224,10 +225,14 @@ def xqa_mla(
 
     Args:
         q, output: ``[B, 1, H, 576]`` and ``[B, 1, H, 512]``.
-        k_cache: ``[P, page_size, 1, 576]`` or ``[P, page_size, 576]``. v_cache: its first 512, which are read there.
-        page_table: int32 ``[B, max_pages]``. seq_lens: uint32 ``[B, 1]``.
-        workspace_buffer, semaphores: Their memory is not needed. sm_count, enable_pdl: Taken: choices.
-        q_scale: Scores are ``q_scale * kv_scale / sqrt(576) * <q, k>``. kv_scale: of latents as keys and values.
+        k_cache: ``[P, page_size, 1, 576]`` or ``[P, page_size, 576]``.
+        v_cache: its first 512, which are read there.
+        page_table: int32 ``[B, max_pages]``.
+        seq_lens: uint32 ``[B, 1]``.
+        workspace_buffer, semaphores: Their memory is not needed.
+        sm_count, enable_pdl: Taken: choices.
+        q_scale: Scores are ``q_scale * kv_scale / sqrt(576) * <q, k>``.
+        kv_scale: of latents as keys and values.
     """
     pages = k_cache.squeeze(2) if k_cache.dim() == 4 else k_cache
     if pages.shape[1] != page_size:

@@ -121,7 +121,8 @@ class BatchDecodeMlaWithPagedKVCacheWrapper(Workspaces):
         """`BatchMLAPagedAttentionWrapper.run`; `enable_pdl` is taken.
 
         Args:
-            q_scale, k_scale: Multiply the scores. v_scale: Multiplies the output.
+            q_scale, k_scale: Multiply the scores.
+            v_scale: Multiplies the output.
         """
         name = "BatchDecodeMlaWithPagedKVCacheWrapper.run"
         wrapper, scale = self._wrapper, self._wrapper._scale if self._wrapper._plan else 1.0

@@ -35,7 +35,8 @@ class BatchPrefillWithPagedKVCacheWrapper(ReturnsLse):
 
     Args:
         float_workspace_buffer: Names the device; its memory is not needed.
-        kv_layout: "NHD" or "HND". backend: Taken, but "cudnn" has offsets in elements, and pages in HND.
+        kv_layout: "NHD" or "HND".
+        backend: Taken, but "cudnn" has offsets in elements, and pages in HND.
         jit_args, jit_kwargs: None, or of FlashInfer's variant "AttentionSink", whose `run` takes sink and sm_scale.
         custom_mask_buf, mask_indptr_buf: Taken: custom masks are planned without a graph.
     """
@@ -183,9 +184,11 @@ class BatchPrefillWithPagedKVCacheWrapper(ReturnsLse):
         """Attends.
 
         Args:
-            q: ``[T, H_q, D]``. paged_kv_cache: As of `BatchDecodeWithPagedKVCacheWrapper.run`.
+            q: ``[T, H_q, D]``.
+            paged_kv_cache: As of `BatchDecodeWithPagedKVCacheWrapper.run`.
             args: Of FP8, three scales per head, of q, k and v. With the variant: float32 ``[H_q]``, and a number.
-            q_scale, k_scale: Multiply the scores. v_scale: Multiplies the output. Numbers, or tensors of one.
+            q_scale, k_scale: Multiply the scores.
+            v_scale: Multiplies the output. All three are numbers, or tensors of one.
             enable_pdl, use_fp16_softmax, uses_spcompress: Taken: choices among kernels.
 
         Returns:

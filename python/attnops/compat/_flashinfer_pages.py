@@ -27,7 +27,9 @@ def get_batch_indices_positions(
     """Request and position of every appended token: a request's are its last ones.
 
     Args:
-        append_indptr: ``[B + 1]``. seq_lens: ``[B]``, with the appended tokens. nnz: Rows of the results.
+        append_indptr: ``[B + 1]``.
+        seq_lens: ``[B]``, with the appended tokens.
+        nnz: Rows of the results.
         batch_indices, positions: int32 destinations ``[nnz]``; allocated when None.
 
     Returns:
@@ -95,7 +97,9 @@ def append_paged_kv_cache(
     Args:
         append_key, append_value: In the cache's dtype, or to be rounded to float8_e4m3fn.
         batch_indices, positions: ``[T]``; a negative request: not stored.
-        paged_kv_cache: Joint or a pair. kv_indices, kv_indptr: Its CSR table. kv_last_page_len: Taken.
+        paged_kv_cache: Joint or a pair.
+        kv_indices, kv_indptr: Its CSR table.
+        kv_last_page_len: Taken.
     """
     k_pages, v_pages = split_kv("append_paged_kv_cache", paged_kv_cache, kv_layout)
     slots = _slots(
@@ -164,8 +168,9 @@ def variable_length_merge_states(v: Tensor, s: Tensor, indptr: Tensor) -> tuple[
     """Merges each token's states, as many as it has.
 
     Args:
-        v: ``[nnz, H, D]``. s: float32 ``[nnz, H]``, base 2. indptr: int32 ``[T + 1]``: the states of token t are the
-            rows ``[indptr[t], indptr[t + 1])``.
+        v: ``[nnz, H, D]``.
+        s: float32 ``[nnz, H]``, base 2.
+        indptr: int32 ``[T + 1]``: the states of token t are the rows ``[indptr[t], indptr[t + 1])``.
 
     Returns:
         ``[T, H, D]`` and ``[T, H]``; zeros and -inf for a token without states.

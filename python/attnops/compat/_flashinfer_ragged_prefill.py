@@ -218,7 +218,8 @@ def single_prefill_with_kv_cache(
 
     Args:
         scale_q, scale_k, scale_v: Of FP8: float32 ``[H_q]``, ``[H_kv]``, ``[H_kv]``.
-        custom_mask: bool ``[S_q, S_k]``. packed_custom_mask: Its bits. Others as of the wrappers.
+        custom_mask: bool ``[S_q, S_k]``.
+        packed_custom_mask: Its bits. Others as of the wrappers.
 
     Returns:
         ``out``, or ``(out, lse)``: base 2.

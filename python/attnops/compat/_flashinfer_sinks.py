@@ -15,7 +15,8 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
 
     Args:
         q_data_type, kv_data_type, head_dim_qk, head_dim_vo, window_left: Taken: `plan` says them again.
-        use_fp16_qk_reduction: Taken: sums are float32. pos_encoding_mode: As of `plan`, which must say the same.
+        use_fp16_qk_reduction: Taken: sums are float32.
+        pos_encoding_mode: As of `plan`, which must say the same.
     """
 
     _NAME = "BatchAttentionWithAttentionSinkWrapper"

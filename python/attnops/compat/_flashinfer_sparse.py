@@ -90,8 +90,9 @@ class BlockSparseAttentionWrapper(_BlockSparse):
         Args:
             indptr, indices: Of the matrix in blocks of R rows and C columns: int32 ``[MB + 1]`` and ``[nnz]``.
             M, N: Rows and columns; C divides N.
-            mask: bool ``[nnz, R, C]``, inside blocks. packed_mask: The bits of all rows of blocks, as of
-                `BatchPrefillWithPagedKVCacheWrapper.plan`. causal: Among the keys that a row of blocks sees.
+            mask: bool ``[nnz, R, C]``, inside blocks.
+            packed_mask: The bits of all rows of blocks, as of `BatchPrefillWithPagedKVCacheWrapper.plan`.
+            causal: Among the keys that a row of blocks sees.
             use_fp16_qk_reduction, non_blocking: Accepted and ignored, since no result depends on it.
         """
         name = f"{self._NAME}.plan"

@@ -58,7 +58,8 @@ class BatchDecodeWithPagedKVCacheWrapper(ReturnsLse):
     Args:
         float_workspace_buffer: Names the device; its memory is not needed.
         kv_layout: "NHD" or "HND".
-        use_tensor_cores, backend: Taken: attnops chooses among its kernels. jit_args: None.
+        use_tensor_cores, backend: Taken: attnops chooses among its kernels.
+        jit_args: None.
     """
 
     @names_the_peers("BatchDecodeWithPagedKVCacheWrapper")
@@ -138,10 +139,12 @@ class BatchDecodeWithPagedKVCacheWrapper(ReturnsLse):
         """Prepares `run`, from tensors on any device; nothing is read on the host.
 
         Args:
-            indptr: int32 ``[B + 1]`` or longer. indices: int32 ``[num_indices]``. last_page_len: int32 ``[B]``, 1 to
-                `page_size`.
+            indptr: int32 ``[B + 1]`` or longer.
+            indices: int32 ``[num_indices]``.
+            last_page_len: int32 ``[B]``, 1 to `page_size`.
             pos_encoding_mode: "NONE"; "ROPE_LLAMA" and "ALIBI" act on a copy of the pages in use, at every `run`.
-            window_left: Keys at ``[p - window_left, p]``; -1: off. logits_soft_cap: None or 0: off.
+            window_left: Keys at ``[p - window_left, p]``; -1: off.
+            logits_soft_cap: None or 0: off.
             o_data_type: Of the output; None: as q.
             data_type: Of whichever of q and the cache has none.
             non_blocking, block_tables: Taken; the CSR table says what `block_tables` does.
@@ -214,7 +217,8 @@ class BatchDecodeWithPagedKVCacheWrapper(ReturnsLse):
             q: ``[B * q_len_per_req, H_q, D]``.
             paged_kv_cache: ``[P, 2, page_size, H_kv, D]`` (NHD), ``[P, 2, H_kv, page_size, D]`` (HND), or a pair.
             args: Of FP8, three scales per head, of q, k and v: float32 ``[H_q]``, ``[H_kv]``, ``[H_kv]``.
-            q_scale, k_scale: Multiply the scores. v_scale: Multiplies the output. Numbers, or tensors of one.
+            q_scale, k_scale: Multiply the scores.
+            v_scale: Multiplies the output. All three are numbers, or tensors of one.
             enable_pdl: Taken: a choice among launches.
             window_left, q_len_per_req: None, or as planned.
 
@@ -353,7 +357,8 @@ class BatchDecodeWithPagedKVCacheWrapper(ReturnsLse):
         """`run` with options that replace those of `plan`, also where they are left out, as in the peer.
 
         Args:
-            window_left: Another than the planned one costs a plan at its first call. sm_scale: None: ``D ** -0.5``.
+            window_left: Another than the planned one costs a plan at its first call.
+            sm_scale: None: ``D ** -0.5``.
         """
         name = "BatchDecodeWithPagedKVCacheWrapper.forward"
         check_mode(name, pos_encoding_mode)

@@ -107,10 +107,13 @@ def xqa(
         q, output: ``[B, 1, H_q, D]``, or ``[B, 1, q_seq_len, H_q, D]``: the second axis is the beam, of one; or, with
             `q_cu_seq_lens` ``[B + 1]``, ``[T, H_q, D]``, at most `q_seq_len` of a request. `output` may be e4m3.
         k_cache, v_cache: ``[P, page_size, H_kv, D]`` (NHD) or ``[P, H_kv, page_size, D]`` (HND).
-        page_table: int32 ``[B, max_pages]``. seq_lens: uint32 ``[B, 1]``.
-        workspace_buffer, semaphores: Their memory is not needed. sm_count, enable_pdl: Taken: choices.
+        page_table: int32 ``[B, max_pages]``.
+        seq_lens: uint32 ``[B, 1]``.
+        workspace_buffer, semaphores: Their memory is not needed.
+        sm_count, enable_pdl: Taken: choices.
         sinks: float32 ``[H_kv, group]``.
-        q_scale: Scores are ``q_scale * kv_scale / sqrt(D) * <q, k>``. kv_scale: K and V. Numbers or tensors of one.
+        q_scale: Scores are ``q_scale * kv_scale / sqrt(D) * <q, k>``.
+        kv_scale: Of K and V. Both are numbers or tensors of one.
         sliding_win_size: Keys that a query sees, itself included; 0: off.
         rcp_out_scale: Multiplies the output.
         mask: uint16 ``[B, q_seq_len, ceil(q_seq_len / 32) * 2]``, or ``[T, ...]``.
@@ -177,10 +180,14 @@ def cudnn_batch_decode_with_kv_cache(
     """`attnops.ops.xqa_decode` of one token per request over a paged cache.
 
     Args:
-        q: ``[B, H_q, D]``. k_cache, v_cache: ``[P, H_kv, page_size, D]``.
-        workspace_buffer: Its memory is not needed. max_sequence_kv: Nothing depends on it.
-        actual_seq_lens_kv: ``[B]`` or ``[B, 1, 1, 1]``. block_tables: int32 ``[B, max_pages]``.
-        is_cuda_graph_compatible: Taken. batch_offsets_q, batch_offsets_o: Taken where q is dense, as it must be.
+        q: ``[B, H_q, D]``.
+        k_cache, v_cache: ``[P, H_kv, page_size, D]``.
+        workspace_buffer: Its memory is not needed.
+        max_sequence_kv: Nothing depends on it.
+        actual_seq_lens_kv: ``[B]`` or ``[B, 1, 1, 1]``.
+        block_tables: int32 ``[B, max_pages]``.
+        is_cuda_graph_compatible: Taken.
+        batch_offsets_q, batch_offsets_o: Taken where q is dense, as it must be.
     """
     name = "cudnn_batch_decode_with_kv_cache"
     dense = "the cache is paged: give block_tables, and leave it None"

@@ -17,7 +17,8 @@ class MaskedRows:
     """Queries of a batch, each request's filled up to one per key.
 
     Attributes:
-        bounds: int32 ``[B + 1]``, of the rows. num_rows: Of all of them.
+        bounds: int32 ``[B + 1]``, of the rows.
+        num_rows: Of all of them.
         row_of_query: int64 ``[T]``: where each query stands.
         tree_mask: uint8 ``[num_rows, bytes]``, as the ops take it.
     """

@@ -25,7 +25,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """The first ``2 * cos.shape[-1]`` dimensions of rows turned by angles of which `cos` and `sin` are given.
 
     Args:
-        x: ``[..., D]``. cos, sin: Broadcast against ``[..., R / 2]``.
+        x: ``[..., D]``.
+        cos, sin: Broadcast against ``[..., R / 2]``.
         interleaved: Pairs are neighbours; else halves.
     """
     width = 2 * cos.shape[-1]
@@ -93,7 +94,8 @@ def with_rope(
     """q and a copy of the cache in q's dtype with ROPE_LLAMA applied, and its page table.
 
     Args:
-        q: ``[B * S_q, H, D]``. cells: ``[B, max_pages]``, or flat with `indptr`.
+        q: ``[B * S_q, H, D]``.
+        cells: ``[B, max_pages]``, or flat with `indptr`.
     """
     positions, _ = key_positions(cells, indptr, lens, k_pages.shape[1])
     angles = llama_angles(positions, k_pages.shape[-1], scale, theta)
@@ -139,7 +141,9 @@ def biased_queries(q: Tensor, slope: Tensor, ahead: Tensor) -> Tensor:
     """float32 queries with ALiBi's dimensions.
 
     Args:
-        q: ``[T, H, D]``. slope: ``[T, H]``, over the softmax scale. ahead: ``[T]``: tokens behind each in its request.
+        q: ``[T, H, D]``.
+        slope: ``[T, H]``, over the softmax scale.
+        ahead: ``[T]``: tokens behind each in its request.
     """
     more = q.new_zeros(*q.shape[:-1], _BIAS_DIMS, dtype=torch.float32)
     more[..., 0] = slope

@@ -30,7 +30,8 @@ def convert_vertical_slash_indexes(
 
     Args:
         q_seqlens, kv_seqlens: int32 ``[B]``.
-        vertical_indexes: int32 ``[B, H, V]``, rising: keys. slash_indexes: int32 ``[B, H, S]``, falling.
+        vertical_indexes: int32 ``[B, H, V]``, rising: keys.
+        slash_indexes: int32 ``[B, H, S]``, falling.
         context_size: The most queries of a request; there are ``R = ceil(context_size / block_size_M)`` lists a head.
         block_size_M, block_size_N: Queries that share a list, and keys of a block: not fewer.
 

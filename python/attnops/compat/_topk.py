@@ -27,7 +27,9 @@ def fast_topk_v2(score: Tensor, lengths: Tensor, topk: int, row_starts: Tensor |
     """Positions of the largest scores: int32 ``[T, topk]``, then -1.
 
     Args:
-        score: ``[T, N]``. lengths: ``[T]``. row_starts: ``[T]``: a row's first column.
+        score: ``[T, N]``.
+        lengths: ``[T]``.
+        row_starts: ``[T]``: a row's first column.
     """
     return ops.topk_select(_logits(score), lengths.to(torch.int32), topk, row_starts=_int32(row_starts))
 
@@ -111,7 +113,10 @@ def top_k_page_table_transform(
     """The largest of each row as token slots; always deterministic and fit for graphs.
 
     Args:
-        input: ``[T, N]``. src_page_table: int32 ``[B, max_pages]``. lengths: ``[T]``. row_to_batch: ``[T]``.
+        input: ``[T, N]``.
+        src_page_table: int32 ``[B, max_pages]``.
+        lengths: ``[T]``.
+        row_to_batch: ``[T]``.
         row_starts: ``[T]``: a row's first column.
         out, out_raw_indices: int32 ``[T, k]``: slots and positions.
 

@@ -42,7 +42,8 @@ def tokens_seen(
     before the new ones, and new token j where bit j of the row's mask is set.
 
     Args:
-        table: int32 ``[B, max_pages]``. mask: uint8 ``[B, S_q, bytes]``, or ``[B * S_q, bytes]``.
+        table: int32 ``[B, max_pages]``.
+        mask: uint8 ``[B, S_q, bytes]``, or ``[B * S_q, bytes]``.
         pitch: Tokens from a page to the next, as of `tokens_of_pages`.
     """
     batch, device = table.shape[0], table.device

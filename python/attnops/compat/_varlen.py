@@ -41,7 +41,8 @@ def attend_varlen(
     """Out and natural lse of ``[T, H, D]``.
 
     Args:
-        k, v: ``[T_k, H_kv, D]``, ``[T_k, H_kv, D_v]``. cu_seqlens_q, cu_seqlens_k: int32 ``[B + 1]``.
+        k, v: ``[T_k, H_kv, D]``, ``[T_k, H_kv, D_v]``.
+        cu_seqlens_q, cu_seqlens_k: int32 ``[B + 1]``.
         seqused_q, seqused_k: int32 ``[B]``: the tokens in use of each request's, the first ones.
         num_splits: Other than 0: keys are not split, so that bits do not depend on the batch.
         more: Others of `Call`; they cost tables of tokens, as `seqused_k` does.

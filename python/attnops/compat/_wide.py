@@ -73,7 +73,8 @@ def wide_latents(
     """MLA of any two dims: out ``[T, H, C]`` and natural lse.
 
     Args:
-        q: ``[T, H, C]`` and ``[T, H, R]``. caches: ``[P, page_size, C]`` and ``[P, page_size, R]``; R may be 0.
+        q: ``[T, H, C]`` and ``[T, H, R]``.
+        caches: ``[P, page_size, C]`` and ``[P, page_size, R]``; R may be 0.
         bounds: int32 ``[B + 1]``: where each request's queries begin.
     """
     pages = caches[0]

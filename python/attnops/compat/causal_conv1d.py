@@ -38,7 +38,9 @@ def causal_conv1d_fn(
     """A convolution over the tokens of each sequence: `attnops.ops.causal_conv1d`.
 
     Args:
-        x: ``[B, C, T]``; without a copy where channels are dense. weight: ``[C, W]``. bias: ``[C]``.
+        x: ``[B, C, T]``; without a copy where channels are dense.
+        weight: ``[C, W]``.
+        bias: ``[C]``.
         seq_idx: Not honoured.
         initial_states: ``[B, C, W - 1]``; None: zeros.
         return_final_states: Return the last inputs, too, in `final_states_out` where it is given.

@@ -35,7 +35,8 @@ def fp8_mqa_logits(
     """Logits of ragged keys: `attnops.ops.index_logits`.
 
     Args:
-        q: float8_e4m3fn ``[T, H, D]``. kv: keys float8_e4m3fn ``[N, D]`` and their float32 scales ``[N]``.
+        q: float8_e4m3fn ``[T, H, D]``.
+        kv: keys float8_e4m3fn ``[N, D]`` and their float32 scales ``[N]``.
         weights: float32 ``[T, H]``.
         cu_seq_len_k_start, cu_seq_len_k_end: int32 ``[T]``: the keys of each row.
         clean_logits: ``-inf`` in the other columns; else they hold anything.

@@ -88,7 +88,9 @@ def chunk_gated_delta_rule(
     """The gated delta rule over whole sequences: `attnops.ops.delta_prefill`.
 
     Args:
-        q, k: ``[B, T, H, K]``. v: ``[B, T, HV, V]``. g, beta: ``[B, T, HV]``, the log of the decay, and beta itself.
+        q, k: ``[B, T, H, K]``.
+        v: ``[B, T, HV, V]``.
+        g, beta: ``[B, T, HV]``, the log of the decay, and beta itself.
         scale: Of q; ``K ** -0.5`` by default.
         initial_state: ``[N, HV, K, V]``, or ``[N, HV, V, K]`` with `state_v_first`; not written.
         output_final_state: Return the states after the last tokens.
@@ -160,7 +162,9 @@ def chunk_kda(
 
     Args:
         use_gate_in_kernel: g is raw: ``-exp(A_log) softplus(g + dt_bias)``, or with `lower_bound`
-            ``lower_bound sigmoid(exp(A_log) (g + dt_bias))``. A_log: ``[HV]``. dt_bias: ``[HV * K]``.
+            ``lower_bound sigmoid(exp(A_log) (g + dt_bias))``.
+        A_log: ``[HV]``.
+        dt_bias: ``[HV * K]``.
         use_beta_sigmoid_in_kernel: beta is raw.
         safe_gate: Chooses a kernel there; the gate is what `lower_bound` says.
     """

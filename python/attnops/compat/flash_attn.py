@@ -41,8 +41,11 @@ def flash_attn_func(
     """`attnops.ops.fmha_varlen` of sequences of one length; no backward pass.
 
     Args:
-        q: ``[B, S, H_q, D]``. k, v: ``[B, S_k, H_kv, D]``, ``[B, S_k, H_kv, D_v]``.
-        dropout_p: 0. window_size: (left, right), both inclusive; -1: off. softcap: 0: off.
+        q: ``[B, S, H_q, D]``.
+        k, v: ``[B, S_k, H_kv, D]``, ``[B, S_k, H_kv, D_v]``.
+        dropout_p: 0.
+        window_size: (left, right), both inclusive; -1: off.
+        softcap: 0: off.
         alibi_slopes: float32 ``[H_q]`` or ``[B, H_q]``, with `causal` or one query: ``slope * (j - p)`` of key j.
         deterministic: Taken: the same call always gives the same bits.
 
@@ -87,9 +90,11 @@ def flash_attn_varlen_func(
     """`attnops.ops.fmha_varlen`, or with `block_table` `attnops.ops.fmha_paged`; no backward pass.
 
     Args:
-        q: ``[T, H_q, D]``. k, v: ``[T_k, H_kv, D]``, ``[T_k, H_kv, D_v]``; with `block_table` int32 ``[B, max_pages]``
+        q: ``[T, H_q, D]``.
+        k, v: ``[T_k, H_kv, D]``, ``[T_k, H_kv, D_v]``; with `block_table` int32 ``[B, max_pages]``
             pages ``[P, page_size, H_kv, D]``, any page size.
-        cu_seqlens_q, cu_seqlens_k: int32 ``[B + 1]``. max_seqlen_q, max_seqlen_k: Bounds of their lengths.
+        cu_seqlens_q, cu_seqlens_k: int32 ``[B + 1]``.
+        max_seqlen_q, max_seqlen_k: Bounds of their lengths.
         The others are those of `flash_attn_func`.
 
     Returns:

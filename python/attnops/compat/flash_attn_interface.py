@@ -79,7 +79,8 @@ def flash_attn_with_kvcache(
         cache_leftpad: int32 ``[B]``: a request's keys begin there.
         q_descale, k_descale, v_descale: float32 ``[B, H_kv]``, of an FP8 cache. The same for all requests, expanded
             from ``[H_kv]`` or one number, they cost nothing; else queries are float32.
-        window_size: (left, right), both inclusive; -1: off; also a tensor of two on the CPU. softcap: 0: off.
+        window_size: (left, right), both inclusive; -1: off; also a tensor of two on the CPU.
+        softcap: 0: off.
         attention_chunk: A query sees only keys of its own chunk of so many tokens; 0: off. Rows are then decoded one by
             one.
         scheduler_metadata, pack_gqa, sm_margin, ver: Taken: schedules and kernels are attnops'.
@@ -122,9 +123,10 @@ def flash_attn_combine(
     """`attnops.ops.merge_states` of splits.
 
     Args:
-        out_partial: ``[num_splits, B, S, H, D]`` or ``[num_splits, T, H, D]`` float32. lse_partial: float32, in that
-            shape without D; any strides.
-        out: Destination ``[B, S, H, D]`` or ``[T, H, D]``. out_dtype: Of the output; None: as `out`, else float32.
+        out_partial: ``[num_splits, B, S, H, D]`` or ``[num_splits, T, H, D]`` float32.
+        lse_partial: float32, in that shape without D; any strides.
+        out: Destination ``[B, S, H, D]`` or ``[T, H, D]``.
+        out_dtype: Of the output; None: as `out`, else float32.
 
     Returns:
         ``(out, lse)``: natural log ``[B, S, H]`` or ``[T, H]``, -inf for a row without keys.
@@ -174,9 +176,11 @@ def flash_attn_varlen_func(
     """`attnops.ops.fmha_varlen`; no backward pass.
 
     Args:
-        q: ``[T, H_q, D]``. k, v: ``[T_k, H_kv, D]``, ``[T_k, H_kv, D_v]``. cu_seqlens_q, cu_seqlens_k: int32
-            ``[B + 1]``.
-        max_seqlen_q, max_seqlen_k: Bounds of the lengths. seqused_q, seqused_k: int32 ``[B]``: the tokens in use of
+        q: ``[T, H_q, D]``.
+        k, v: ``[T_k, H_kv, D]``, ``[T_k, H_kv, D_v]``.
+        cu_seqlens_q, cu_seqlens_k: int32 ``[B + 1]``.
+        max_seqlen_q, max_seqlen_k: Bounds of the lengths.
+        seqused_q, seqused_k: int32 ``[B]``: the tokens in use of
             each request's, the first ones; outputs of the others are 0.
         num_splits: 0: balanced. n: keys are not split, so that bits do not depend on the batch.
         pack_gqa, deterministic, sm_margin: Taken: schedules are attnops', and the same call always gives the same bits.
@@ -271,7 +275,9 @@ def flash_attn_func(
     """`attnops.ops.fmha_varlen` of requests of one length; no backward pass.
 
     Args:
-        q: ``[B, S_q, H_q, D]``. k, v: ``[B, S_k, H_kv, D]``, ``[B, S_k, H_kv, D_v]``. qv: ``[B, S_q, H_q, 512]``.
+        q: ``[B, S_q, H_q, D]``.
+        k, v: ``[B, S_k, H_kv, D]``, ``[B, S_k, H_kv, D_v]``.
+        qv: ``[B, S_q, H_q, 512]``.
         The others are those of `flash_attn_varlen_func`.
 
     Returns:
@@ -339,7 +345,8 @@ def get_scheduler_metadata(
     1]`` of zeros. It is right for any step, and for a captured graph whose lengths change.
 
     Args:
-        batch_size: Requests. cache_seqlens: int32 ``[B]``; it names the device. The others change nothing.
+        batch_size: Requests.
+        cache_seqlens: int32 ``[B]``; it names the device. The others change nothing.
 
     Raises:
         ValueError: `cache_seqlens` is not ``[B]``.

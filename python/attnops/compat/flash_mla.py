@@ -121,7 +121,8 @@ def flash_mla_with_kvcache(
         k_cache: ``[P, page_size, H_k, 576]``, any page size; float8_e4m3fn with `descale_k`, where `is_fp8_kvcache`
             may be left out; with `is_fp8_kvcache` rows ``[P, page_size, 1, 656]`` of a one-byte dtype. Of several
             heads, each is a call of the op with its share of the query heads.
-        block_table: int32 ``[B, max_blocks]``. cache_seqlens: int32 ``[B]``.
+        block_table: int32 ``[B, max_blocks]``.
+        cache_seqlens: int32 ``[B]``.
         head_dim_v: 512.
         tile_scheduler_metadata, num_splits: What `get_mla_metadata` returned. Tensors hold for the lengths that they
             were made for; a `FlashMLASchedMeta` follows the lengths.

@@ -84,7 +84,9 @@ class BlockDecodePlan:
         Args:
             batch_size, seqlen_q: Requests, and query tokens of each. A token attends by itself.
             num_q_heads, num_kv_heads, head_dim: Of the attention; `num_q_heads` is a multiple of `num_kv_heads`.
-            num_blocks: Columns of `block_list`. block_size: Tokens of a block. page_size: Of the pages.
+            num_blocks: Columns of `block_list`.
+            block_size: Tokens of a block.
+            page_size: Of the pages.
             fixed_split_tokens, num_sm_parts, kv_dtype: As of `XqaDecodePlan`; a request is here a token and KV head.
 
         Raises:
@@ -163,7 +165,9 @@ class BlockPrefillPlan:
         Args:
             max_num_tokens, max_batch_size: Rows of q, and requests, of the largest batch.
             num_q_heads, num_kv_heads, head_dim: Of the attention, the larger head dim.
-            num_blocks: Columns of `block_list`. block_size: Tokens of a block. page_size: Of the pages.
+            num_blocks: Columns of `block_list`.
+            block_size: Tokens of a block.
+            page_size: Of the pages.
             max_seqlen_q: New tokens of a request, at most; `max_num_tokens` when None. Their blocks need cells, too.
             causal, split_keys: As of `FmhaPlan`.
 

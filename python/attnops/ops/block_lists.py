@@ -43,7 +43,8 @@ def build_block_tables(
             as often as they are listed, the last one once.
         page_table: int32 ``[B, max_pages]``; or, with `kv_indptr`, the flat ``[num_indices]``.
         cache_seqlens: int32 ``[B]``, the new tokens included; below zero counts as zero.
-        block_size: 1 to 2^20. page_size, num_pages: Of the pool.
+        block_size: 1 to 2^20.
+        page_size, num_pages: Of the pool.
         block_tables: int32 ``[R, H_kv, cells]``, written, last dim dense. Cells that no block needs are left as they
             are. R is ``B * S_q``: rows of a request follow each other. With `cu_seqlens_q` it is B.
         block_seqlens: int32 ``[R, H_kv]``, written: keys of each row.

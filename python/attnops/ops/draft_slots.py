@@ -120,8 +120,11 @@ def generate_draft_decode_kv_indices(
 
     Args:
         req_to_token: int32 ``[max_requests, max_context]``, last dim dense. ``topk * draft_steps`` cells fit a row.
-        req_pool_indices: int32 or int64 ``[B]``. cache_seqlens: int32 ``[B]``, without drafts; negative counts as 0.
-        topk: Branches, 1 to 1024. draft_steps: Drafts of a branch. page_size: Tokens per page.
+        req_pool_indices: int32 or int64 ``[B]``.
+        cache_seqlens: int32 ``[B]``, without drafts; negative counts as 0.
+        topk: Branches, 1 to 1024.
+        draft_steps: Drafts of a branch.
+        page_size: Tokens per page.
         num_steps: Steps to make indices of, at most `draft_steps`, which it is where omitted.
         kv_indptr: Destination int32 ``[num_steps, B * topk + 1]``, last dim dense.
         kv_indices: Destination int32 ``[num_steps, num_indices]``, last dim dense. What does not fit is not written;

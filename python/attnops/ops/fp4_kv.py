@@ -82,10 +82,12 @@ def fp4_decode(
         page_table: int32 ``[B, max_pages]``; with `kv_indptr` flat ``[num_indices]``.
         cache_seqlens: int32 ``[B]``, the new tokens included.
         softmax_scale: ``head_dim ** -0.5`` when None.
-        window_left: Keys at positions ``[p - window_left, p]``; -1: off. logit_cap: 0: off.
+        window_left: Keys at positions ``[p - window_left, p]``; -1: off.
+        logit_cap: 0: off.
         sinks: float32 ``[H_q]``, or None.
         head_dim_v: Without `v_pages`: how many of a K row's first values are V.
-        out: Destination ``[B, S_q, H_q, head_dim of V]``. lse: float32 ``[B, S_q, H_q]``, natural log.
+        out: Destination ``[B, S_q, H_q, head_dim of V]``.
+        lse: float32 ``[B, S_q, H_q]``, natural log.
         report: Checked mode (`attnops.report`).
 
     Returns:

@@ -72,7 +72,8 @@ def index_logits(
 
     Args:
         q: float8_e4m3fn ``[T, H, D]``, H up to 64, D 64 or 128, last dim dense.
-        k: float8_e4m3fn or uint8 ``[N, D]``, last dim dense. k_scale: float32 ``[N]``.
+        k: float8_e4m3fn or uint8 ``[N, D]``, last dim dense.
+        k_scale: float32 ``[N]``.
         weights: float32 ``[T, H]``, q's scales in them.
         k_start, k_end: int32 ``[T]``: a row sees keys ``[k_start, k_end)``. Other columns are not written.
         compressed: Column 0 of a row is its first key. Else column j is key j.

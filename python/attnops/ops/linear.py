@@ -38,12 +38,14 @@ def delta_decode(
     ``beta = sigmoid(b)``. Value head h uses key head ``h // (HV / H)``.
 
     Args:
-        q, k: ``[B, H, K]``, one dtype (bf16, fp16, fp32), last dim dense. v: ``[B, HV, V]``. K and V at most 256.
-        a: ``[B, HV]``, or ``[B, HV, K]`` for a gate per channel. b: ``[B, HV]``. Of q's dtype,
-            or on the CPU float32 both. Without `A_log` they are g and beta.
+        q, k: ``[B, H, K]``, one dtype (bf16, fp16, fp32), last dim dense.
+        v: ``[B, HV, V]``. K and V at most 256.
+        a: ``[B, HV]``, or ``[B, HV, K]`` for a gate per channel.
+        b: ``[B, HV]``. a and b are of q's dtype, or on the CPU float32 both. Without `A_log` they are g and beta.
         states: ``[num_slots, HV, V, K]`` float32, bf16 or fp16, last dim dense; updated in place.
         state_indices: int32 ``[B]``: slots, each at most once; below 0: padding.
-        A_log: float32 ``[HV]``. dt_bias: float32 ``[HV]``, or ``[HV, K]`` for a gate per channel.
+        A_log: float32 ``[HV]``.
+        dt_bias: float32 ``[HV]``, or ``[HV, K]`` for a gate per channel.
         out_state_indices: int32 ``[B]``: where the new states go instead; below 0: nowhere. No slot that another row
             reads or writes.
         scale: Of q; ``K ** -0.5`` by default.
@@ -170,13 +172,16 @@ def ssd_decode(
     Per head: ``S = e^(dt A) S + dt x B^T; y = scale S C + D x``, in float32, and ``out = y silu(z)`` where z is given.
 
     Args:
-        x: ``[B, H, P]`` (bf16, fp16, fp32), last dim dense. z: the same shape.
-        dt: ``[B, H]`` of x's dtype, on the CPU also float32; None: 1. A: float32 ``[H]``, below 0: for Lightning
-            the negative slope.
+        x: ``[B, H, P]`` (bf16, fp16, fp32), last dim dense.
+        z: In x's shape.
+        dt: ``[B, H]`` of x's dtype, on the CPU also float32; None: 1.
+        A: float32 ``[H]``, below 0: for Lightning the negative slope.
         B, C: ``[B, G, N]``: keys and queries, a group serves ``H / G`` heads. P and N at most 256.
         states: ``[num_slots, H, P, N]`` float32, bf16 or fp16, last dim dense; updated in place.
         state_indices, out_state_indices, report: as in `delta_decode`.
-        D: float32 ``[H]``. dt_bias: float32 ``[H]``, added to dt. dt_softplus: dt is ``softplus(dt + dt_bias)``.
+        D: float32 ``[H]``.
+        dt_bias: float32 ``[H]``, added to dt.
+        dt_softplus: dt is ``softplus(dt + dt_bias)``.
         scale: Of C.
         out: ``[B, H, P]``; allocated when omitted.
 
@@ -215,9 +220,11 @@ def causal_conv1d(
 
     Args:
         x: ``[T, C]`` (bf16, fp16, fp32), last dim dense. Tokens of no request give 0.
-        weight: ``[C, W]`` of x's dtype, W from 2 to 4. bias: ``[C]``.
+        weight: ``[C, W]`` of x's dtype, W from 2 to 4.
+        bias: ``[C]``.
         conv_states: ``[num_slots, C, W - 1]`` of x's dtype, the newest input at the end; updated in place.
-        cu_seqlens: int32 ``[B + 1]``, rising. state_indices: int32 ``[B]``, as in `delta_decode`.
+        cu_seqlens: int32 ``[B + 1]``, rising.
+        state_indices: int32 ``[B]``, as in `delta_decode`.
         has_initial_state: uint8 ``[B]``; 0: the inputs before are zeros. None: all have one.
         silu: Apply ``y * sigmoid(y)``.
         out: ``[T, C]``, not x itself; allocated when omitted.

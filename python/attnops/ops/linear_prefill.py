@@ -64,9 +64,10 @@ def delta_prefill(
     A request's tokens count from its prefix. A prompt resumed at a multiple of 64 tokens gives the bits of the whole.
 
     Args:
-        q, k: ``[T, H, K]``, one dtype (bf16, fp16, fp32), last dim dense. v: ``[T, HV, V]``. K and V at most 256.
-        a: ``[T, HV]``, or ``[T, HV, K]`` for a gate per channel. b: ``[T, HV]``. Of q's dtype,
-            or float32 both. Without `A_log` they are g and beta.
+        q, k: ``[T, H, K]``, one dtype (bf16, fp16, fp32), last dim dense.
+        v: ``[T, HV, V]``. K and V at most 256.
+        a: ``[T, HV]``, or ``[T, HV, K]`` for a gate per channel.
+        b: ``[T, HV]``. a and b are of q's dtype, or float32 both. Without `A_log` they are g and beta.
         states: ``[num_slots, HV, V, K]`` float32, bf16 or fp16, last dim dense; updated in place.
         cu_seqlens: int32 ``[B + 1]``, rising. Tokens of no request give 0.
         prefix_lens: int32 ``[B]``: tokens that the state has seen already. 0: the state starts at zero, whatever its
@@ -139,12 +140,15 @@ def ssd_prefill(
     """Ragged requests through a state space with a scalar decay: `ssd_decode`, token by token, in one call.
 
     Args:
-        x: ``[T, H, P]`` (bf16, fp16, fp32), last dim dense. z: the same shape.
-        dt: ``[T, H]`` of x's dtype or float32; None: 1. A: float32 ``[H]``.
+        x: ``[T, H, P]`` (bf16, fp16, fp32), last dim dense.
+        z: In x's shape.
+        dt: ``[T, H]`` of x's dtype or float32; None: 1.
+        A: float32 ``[H]``.
         B, C: ``[T, G, N]``: a group serves ``H / G`` heads. P and N at most 256.
         states: ``[num_slots, H, P, N]`` float32, bf16 or fp16, last dim dense; updated in place.
         cu_seqlens, prefix_lens, state_indices, checkpoint_slots, report: as in `delta_prefill`.
-        plan: int32 ``[B]``, by `ssd_plan`. scratch: uint8 ``[ssd_prefill_scratch_size(...)]``, as in `delta_prefill`.
+        plan: int32 ``[B]``, by `ssd_plan`.
+        scratch: uint8 ``[ssd_prefill_scratch_size(...)]``, as in `delta_prefill`.
         D, dt_bias, scale, dt_softplus: as in `ssd_decode`.
         out: ``[T, H, P]``; allocated when omitted.
 

@@ -42,8 +42,8 @@ def delta_verify(
         q, k, v, a, b: as in `delta_decode`, of ``B * T`` tokens, those of a request side by side; T from 1 to 16.
         states: ``[num_slots, HV, V, K]``, only read.
         ring_u: float32 ``[num_slots, HV, R, V]``, dense. Rows ``ring_len + t`` become those of draft t.
-        ring_k: float32 ``[num_slots, H, R, K]``. ring_decay: float32 ``[num_slots, HV, R]``, or
-            ``[num_slots, HV, R, K]`` for a gate per channel.
+        ring_k: float32 ``[num_slots, H, R, K]``.
+        ring_decay: float32 ``[num_slots, HV, R]``, or ``[num_slots, HV, R, K]`` for a gate per channel.
         ring_len: int32 ``[num_slots]``: rows of each ring that count, at most ``R - T``.
         state_indices: int32 ``[B]``: slots, each at most once; below 0: padding, nothing is touched and out is 0.
         tree_mask: uint8 ``[B, T, ceil(T / 8)]``, bits packed from the low end: the drafts that a draft sees. The drafts
@@ -111,8 +111,9 @@ def ssd_verify(
     Args:
         x, dt, A, B, C, D, dt_bias, z, scale, dt_softplus: as in `ssd_decode`, of ``B * T`` tokens.
         states: ``[num_slots, H, P, N]``, only read.
-        ring_u: float32 ``[num_slots, H, R, P]``, dense. ring_k: float32 ``[num_slots, G, R, N]``. ring_decay: float32
-            ``[num_slots, H, R]``.
+        ring_u: float32 ``[num_slots, H, R, P]``, dense.
+        ring_k: float32 ``[num_slots, G, R, N]``.
+        ring_decay: float32 ``[num_slots, H, R]``.
         ring_len, state_indices, tree_mask, report: as in `delta_verify`.
         out: ``[B * T, H, P]``; allocated when omitted.
 

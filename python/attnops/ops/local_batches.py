@@ -34,9 +34,11 @@ def build_local_batches(
     requests is that; the queries stay where they are.
 
     Args:
-        cu_seqlens_q: int32 ``[B + 1]``. cache_seqlens: int32 ``[B]``, the new tokens included.
+        cu_seqlens_q: int32 ``[B + 1]``.
+        cache_seqlens: int32 ``[B]``, the new tokens included.
         page_table: int32 ``[B, max_pages]``, last dim dense.
-        page_size: Tokens per page. chunk_size: A multiple of it.
+        page_size: Tokens per page.
+        chunk_size: A multiple of it.
         local_cu_seqlens_q: int32 ``[V + 1]``, written: ``V >= max_local_batches(...)``; what a batch needs no longer is
             empty requests at its end.
         local_cache_seqlens: int32 ``[V]``, written; 0 for those.

@@ -33,7 +33,8 @@ class DraftRings(NamedTuple):
     """Updates of drafts beside the states of linear layers, of one or of all: `attnops.ops.delta_verify`.
 
     Attributes:
-        ring_u: float32 ``[..., slots, heads, rows, V]``. ring_k: float32 ``[..., slots, groups, rows, K]``.
+        ring_u: float32 ``[..., slots, heads, rows, V]``.
+        ring_k: float32 ``[..., slots, groups, rows, K]``.
         ring_decay: float32 ``[..., slots, heads, rows]``, or ``[..., slots, heads, rows, K]``.
         ring_len: int32 ``[..., slots]``.
     """

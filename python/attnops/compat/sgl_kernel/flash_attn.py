@@ -49,12 +49,15 @@ def flash_attn_varlen_func(
     """`attnops.ops.fmha_varlen`; no backward pass.
 
     Args:
-        q: ``[T, H_q, D]``. k, v: ``[T_k, H_kv, D]``, ``[T_k, H_kv, D_v]``. cu_seqlens_q, cu_seqlens_k: ``[B + 1]``.
+        q: ``[T, H_q, D]``.
+        k, v: ``[T_k, H_kv, D]``, ``[T_k, H_kv, D_v]``.
+        cu_seqlens_q, cu_seqlens_k: ``[B + 1]``.
         max_seqlen_q, max_seqlen_k: Bounds of the lengths; None: any.
         seqused_q, seqused_k: int32 ``[B]``: the tokens in use of each request's, the first ones.
         num_splits: 0: balanced. n: keys are not split, so that bits do not depend on the batch.
         pack_gqa, sm_margin, ver: Taken: schedules and kernels are attnops'.
-        sinks: ``[H_q]``. out: Destination.
+        sinks: ``[H_q]``.
+        out: Destination.
         The others are those of `attnops.compat.flash_attn_interface.flash_attn_with_kvcache`.
 
     Returns:
@@ -123,7 +126,8 @@ def get_scheduler_metadata(
     """`attnops.compat.flash_attn_interface.get_scheduler_metadata`, with the arguments of this fork.
 
     Args:
-        batch_size: Requests. cache_seqlens: int32 ``[B]``; it names the device. The others change nothing.
+        batch_size: Requests.
+        cache_seqlens: int32 ``[B]``; it names the device. The others change nothing.
 
     Returns:
         int32 ``[B + 1]``; SGLang copies it to the front of a longer buffer.

@@ -48,7 +48,8 @@ def sparse_attn_func(
     """Attention of a batch of equal lengths; the other arguments are those of `sparse_attn_varlen_func`.
 
     Args:
-        q: ``[B, S_q, H_q, D]``. k, v: ``[B, S_k, H_kv, D]``.
+        q: ``[B, S_q, H_q, D]``.
+        k, v: ``[B, S_k, H_kv, D]``.
 
     Returns:
         ``out`` like q, or with `return_softmax_lse` ``(out, lse)``: natural log ``[B, H_q, S_q]``.
@@ -99,10 +100,13 @@ def sparse_attn_varlen_func(
     """Attention of ragged queries over the keys that their lists name; a key that two entries name counts twice.
 
     Args:
-        q: ``[T, H_q, D]``. k, v: ``[T_k, H_kv, D]``. cu_seqlens_q, cu_seqlens_k: int32 ``[B + 1]``.
+        q: ``[T, H_q, D]``.
+        k, v: ``[T_k, H_kv, D]``.
+        cu_seqlens_q, cu_seqlens_k: int32 ``[B + 1]``.
         block_count, column_count: int32 ``[B, H_q, R]``: entries in use of every 64 queries' lists, ``R >=
             ceil(max_seqlen_q / 64)``.
-        block_offset: int32 ``[B, H_q, R, n]``: first keys of blocks of 64. column_index: ``[B, H_q, R, m]``: keys.
+        block_offset: int32 ``[B, H_q, R, n]``: first keys of blocks of 64.
+        column_index: ``[B, H_q, R, m]``: keys.
         max_seqlen_q, max_seqlen_k: Bounds of the lengths.
         causal: A listed key that follows its query is not seen. Every query is then a request with lists of its own.
         deterministic, return_attn_probs: Accepted and ignored, since no result depends on it.

@@ -36,7 +36,8 @@ def attention_forward(
     """The attention function "attnops".
 
     Args:
-        query: ``[B, H_q, S, D]``. key, value: ``[B, H_kv, K, D]``, ``[B, H_kv, K, D_v]``.
+        query: ``[B, H_q, S, D]``.
+        key, value: ``[B, H_kv, K, D]``, ``[B, H_kv, K, D_v]``.
         attention_mask: Of `key_lists`; or bool ``[B, 1, S, K]``, a user's own; or None: every key is there, and
             `is_causal`, or the module's, says what a query sees.
         sliding_window: Keys that a query sees, itself included.

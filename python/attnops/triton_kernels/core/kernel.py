@@ -99,7 +99,8 @@ def accumulate(
         nearest: First key in the window of each row.
         k_row, v_row, k_step, v_step: Elements from page to page and from token to token; without pages, of tokens.
         scale: Of products; SIGNED: it may be negative.
-        ONE_PAGE: The keys of a step lie in one page. SHARED: values are the first DV dimensions of keys, and D is DV.
+        ONE_PAGE: The keys of a step lie in one page.
+        SHARED: values are the first DV dimensions of keys, and D is DV.
         MASKED: Some row may not see some key of [begin, end); otherwise every row sees all.
 
     Both ways of MASKED do the same arithmetic to a key that is seen, so a row's bits do not depend on it.
