@@ -118,14 +118,14 @@ def test_wishes_that_cannot_be_are_errors():
         ([64, 128, 192], slots, "one place each, at most 2"),
         ([65], slots[:1], "positive multiples of 64, got 65"),
         ([0], slots[:1], "positive multiples of 64, got 0"),
-        ([64, 128], [slots[0]] * 2, "is not one writer's alone"),
-        ([64], [rows.mamba_slot(row)], "is not one writer's alone"),
+        ([64, 128], [slots[0]] * 2, "is given twice"),
+        ([64], [rows.mamba_slot(row)], "or is the row's own"),
         ([64], [11], "is not in use"),
     ):
         with pytest.raises(ValueError, match=message):
             rows.keep_at(row, tokens, given)
     pool.share(slots[:1])
-    with pytest.raises(ValueError, match="is not one writer's alone"):
+    with pytest.raises(ValueError, match="has 2 holders: copy it before you write to it"):
         rows.keep_at(row, [64], slots[:1])
     rows.keep_at(row, [64], slots[1:2])
     assert rows.checkpoints[row].tolist() == [[64, slots[1]], [-1, -1]]
@@ -209,7 +209,7 @@ def test_states_have_holders():
     branch = pool.fork(first)
     assert pool.states.temporal[:, branch].eq(5).all() and pool.alloc() is None and pool.fork(first) is None
     pool.share([first])
-    with pytest.raises(ValueError, match=f"slot {first} of MambaPool is not one writer's alone"):
+    with pytest.raises(ValueError, match=f"slot {first} of MambaPool has 2 holders"):
         pool.copy_from([second], [first])
     pool.free(first)
     assert pool.available_size() == 0

@@ -170,7 +170,7 @@ class MambaPool:
         for slot in dst:
             self.check_writable(slot)
             if slot in src or list(dst).count(slot) > 1:
-                raise ValueError(f"attnops: slot {slot} of MambaPool is not one writer's alone")
+                raise ValueError(f"attnops: slot {slot} of MambaPool is in dst twice, or in src as well")
         if self.rings is not None and len(src):
             self.fold(self._indices(sorted(set(src))))
             self.rings.ring_len[:, self._indices(dst)] = 0
@@ -196,7 +196,7 @@ class MambaPool:
         for slot, count in leaving.items():
             if count > self._holders[slot]:
                 raise ValueError(
-                    f"attnops: slot {slot} of MambaPool has {self._holders[slot]} holders, and {count} leave"
+                    f"attnops: slot {slot} of MambaPool has {self._holders[slot]} holders, got {count} to free"
                 )
         for slot in leaving.elements():
             self._holders[slot] -= 1
@@ -211,7 +211,9 @@ class MambaPool:
         """Raises ValueError unless the slot has one holder, who may write it."""
         self._check_used([slot])
         if self._holders[slot] > 1:
-            raise ValueError(f"attnops: slot {slot} of MambaPool is not one writer's alone")
+            raise ValueError(
+                f"attnops: slot {slot} of MambaPool has {self._holders[slot]} holders: copy it before you write to it"
+            )
 
     def _take(self, need_size: int) -> list[int] | None:
         if need_size < 0:
@@ -317,7 +319,7 @@ class HybridReqToTokenPool(ReqToTokenPool):
         for slot in slots:
             self.mamba_pool.check_writable(slot)
             if slot == self._slots[row] or list(slots).count(slot) > 1:
-                raise ValueError(f"attnops: slot {slot} of MambaPool is not one writer's alone")
+                raise ValueError(f"attnops: slot {slot} of MambaPool is given twice, or is the row's own")
         pairs = [*zip(tokens, slots, strict=True)] + [(-1, -1)] * (self.max_checkpoints - len(slots))
         given = torch.tensor(pairs, dtype=torch.int32).view(-1, 2)
         self.checkpoints[row] = given.to(self.device, non_blocking=True)
