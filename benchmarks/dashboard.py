@@ -237,11 +237,13 @@ def section(title: str, cells: list[Cell], alone: list[Cell], plots: list[str]) 
     """A family's part of the page: the sum in words, its plots, and every cell in lists that open."""
     ratios = [cell.ratio for cell in cells]
     lines = [f"## {title}", ""]
-    if cells:
+    if len(cells) == 1:
+        lines += [f"1 cell: {ratios[0]:.2f}x the best peer's speed.", ""]
+    elif cells:
         slower = sum(ratio < 1 for ratio in ratios)
         lines += [
             f"{len(cells)} cells. Geometric mean {geometric_mean(ratios):.2f}x the best peer's speed, "
-            f"from {min(ratios):.2f}x to {max(ratios):.2f}x. attnops is slower in {slower}.",
+            f"from {min(ratios):.2f}x to {max(ratios):.2f}x. attnops is slower in {slower or 'none'}.",
             "",
         ]
     lines += [f"Device: {'; '.join(sorted({cell.device for cell in cells or alone}))}. {peers_of(cells)}", ""]
