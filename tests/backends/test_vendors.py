@@ -64,6 +64,10 @@ def paged(q, k, v, table, lens, bounds, max_q, scale, causal, window, cap, sinks
 def fa4(a):
     sinks = a["learnable_sink"]
     assert sinks is None or sinks.dtype == torch.bfloat16, "FlashAttention-4 takes bfloat16 sinks"
+    size = a["v"].shape[1]
+    for row, length in enumerate(a["seqused_k"].tolist()):
+        behind = a["v"][int(a["page_table"][row, max(length - 1, 0) // size]), (length - 1) % size + 1 :]
+        assert not length or behind.isfinite().all(), "FlashAttention-4 multiplies what it masks"
     rest = (a["softmax_scale"], a["causal"], a["window_size"], a["softcap"], sinks)
     if a["qv"] is not None:
         a["q"], a["k"] = torch.cat([a["qv"], a["q"]], -1), torch.cat([a["v"], a["k"]], -1)

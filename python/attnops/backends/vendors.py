@@ -257,7 +257,23 @@ def _first(result: Any) -> Tensor:
     return result[0] if isinstance(result, tuple | list) else result
 
 
+def _clear_behind_requests(c: VendorCall) -> None:
+    """Writes zeros over the values behind each request's end in its last page.
+
+    No request has anything there, but NaN may lie there, and FlashAttention-4 multiplies it by a probability of 0.
+    Requests without keys repeat the longest one.
+    """
+    page_size = c.v_pages.shape[1]
+    lens = c.lens.long()
+    row = torch.where(lens > 0, torch.arange(len(lens), device=lens.device), lens.argmax())
+    last = lens[row] - 1  # -1 where no request has keys: then nothing is hidden
+    pages = c.table[row, last.clamp_min(0) // page_size].long()
+    hidden = torch.arange(page_size, device=lens.device) > last.remainder(page_size).unsqueeze(1)
+    c.v_pages[pages] = c.v_pages[pages].masked_fill(hidden[..., None, None], 0)
+
+
 def _fa4(function: Any, c: VendorCall) -> Tensor:
+    _clear_behind_requests(c)
     result = function(
         c.q if c.q_pe is None else c.q_pe.contiguous(),
         c.k_pages,
