@@ -231,9 +231,27 @@ class LinearAttnBackend(ABC):
             )
         place = self._places[layer.layer_id]
         states = self.pool.mamba_pool.layer(place)
+        where = self._where(step, place, states)
+        one_token = step.query_start_loc is None and not step.drafts and batch.num_tokens == batch.batch_size
+        joins = one_token and states.conv is not None and z is None and bool(where)
+        if joins and self.decode_mixed(layer, mixed_qkv, a, b, states.conv, where, out):
+            return out
         mixed = self._convolve(layer, place, mixed_qkv, states, step)
-        self.attend(layer, mixed, a, b, z, self._where(step, place, states), step, out)
+        self.attend(layer, mixed, a, b, z, where, step, out)
         return out
+
+    def decode_mixed(
+        self,
+        layer: RadixLinearAttention,
+        mixed_qkv: Tensor,
+        a: Tensor | None,
+        b: Tensor | None,
+        conv_states: Tensor | None,
+        where: dict[str, Any],
+        out: Tensor,
+    ) -> bool:
+        """Convolution and recurrence of a token per request in one op, where the rule has one: whether it did."""
+        return False
 
     def _convolve(
         self, layer: RadixLinearAttention, place: int, x: Tensor, states: MambaState, step: ForwardMetadata
@@ -312,6 +330,18 @@ class _DeltaRule(LinearAttnBackend):
 
     gate_dims: ClassVar[int]
 
+    def decode_mixed(self, layer, mixed_qkv, a, b, conv_states, where, out) -> bool:  # type: ignore[no-untyped-def]
+        if layer.conv_weights is None or a is None or b is None or a.dim() != self.gate_dims:
+            return False
+        options = {**self._options(layer, out), "silu": layer.activation == "silu", "conv_states": conv_states, **where}
+        ops.delta_conv_decode(mixed_qkv, layer.conv_weights, layer.bias, a, b, num_k_heads=layer.num_k_heads, **options)
+        return True
+
+    def _options(self, layer: RadixLinearAttention, out: Tensor) -> dict[str, Any]:
+        given: dict[str, Any] = {"A_log": layer.A_log, "dt_bias": layer.dt_bias, "scale": layer.scaling}
+        given |= {"lower_bound": layer.lower_bound, "qk_l2norm": layer.qk_l2norm}
+        return given | {"out": out.unflatten(-1, (layer.num_v_heads, layer.head_v_dim))}
+
     def attend(self, layer, mixed, a, b, z, where, step, out) -> None:  # type: ignore[no-untyped-def]
         if a is None or b is None or z is not None or a.dim() != self.gate_dims:
             gate = "[num_tokens, num_v_heads]" if self.gate_dims == 2 else "[num_tokens, num_v_heads, head_k_dim]"
@@ -319,11 +349,8 @@ class _DeltaRule(LinearAttnBackend):
         widths = [layer.num_k_heads * layer.head_k_dim] * 2 + [layer.out_width]
         q, k, v = _split(layer, mixed, widths)
         q, k = (x.unflatten(-1, (layer.num_k_heads, layer.head_k_dim)) for x in (q, k))
-        heads = (layer.num_v_heads, layer.head_v_dim)
-        options: dict[str, Any] = {"A_log": layer.A_log, "dt_bias": layer.dt_bias, "scale": layer.scaling}
-        options |= {"lower_bound": layer.lower_bound, "qk_l2norm": layer.qk_l2norm, "out": out.unflatten(-1, heads)}
-        op = self._op("delta", step, where)
-        op(q, k, v.unflatten(-1, heads), a, b, **options, **where)
+        v = v.unflatten(-1, (layer.num_v_heads, layer.head_v_dim))
+        self._op("delta", step, where)(q, k, v, a, b, **self._options(layer, out), **where)
 
 
 class GDNAttnBackend(_DeltaRule):
