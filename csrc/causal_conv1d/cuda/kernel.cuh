@@ -1,22 +1,155 @@
 #pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <type_traits>
+
 #include "causal_conv1d/params.h"
 #include "core/linear_step.h"
+#include "core/math.h"
 #include "device/common/pdl.cuh"
-#include "device/common/row_vec.cuh"
-#include "device/common/vec.h"
 
+// Bound by memory: a thread walks along some neighbouring channels, an access a token, with the window in registers.
+// The next tokens' inputs are asked for before the last ones are used. No load stands in a branch of its own, since
+// it would be waited for there: loads behind a thread's last token read that token again.
 namespace attnops::causal_conv1d {
 
-inline constexpr int kThreads = 128;
-inline constexpr int kAhead = 4;  // tokens whose inputs a thread asks for at once
+// How the states lie.
+enum class StateLayout {
+  kAny,
+  kChannels,  // a channel's inputs side by side, channel after channel
+  kTimes,     // channels side by side, a row for each time
+};
 
-// The last request that begins at or before token t; -1: none does. Bounds that decrease give some request.
+template <int kBytes>
+struct AccessOf;
+template <>
+struct AccessOf<16> {
+  using Type = uint4;
+};
+template <>
+struct AccessOf<8> {
+  using Type = uint2;
+};
+template <>
+struct AccessOf<4> {
+  using Type = uint32_t;
+};
+template <>
+struct AccessOf<2> {
+  using Type = uint16_t;
+};
+
+// kVec elements as an access brings and takes them, two of 16 bits in a word.
+template <typename T, int kVec>
+class Elements {
+ public:
+  using Access = typename AccessOf<static_cast<int>(sizeof(T)) * kVec>::Type;
+
+  __device__ static Elements zero() { return Elements{}; }
+  __device__ static Elements load(const T* from) {
+    Elements x;
+    x.set(*reinterpret_cast<const Access*>(from));
+    return x;
+  }
+  __device__ void store(T* to) const { *reinterpret_cast<Access*>(to) = access(); }
+
+  // Element i is the one whose bits are `bits(i)`.
+  template <typename Bits>
+  __device__ static Elements of(const Bits& bits) {
+    Elements x;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      if constexpr (kPairs) {
+        x.words_[w] = bits(2 * w) | bits(2 * w + 1) << 16;
+      } else {
+        x.words_[w] = bits(w);
+      }
+    }
+    return x;
+  }
+  __device__ static Elements round(const float (&from)[kVec]) {
+    if constexpr (kPairs) {
+      Elements x;
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) x.words_[w] = round_pair(from[2 * w], from[2 * w + 1]);
+      return x;
+    } else {
+      return of([&](int i) { return bits_of(from[i]); });
+    }
+  }
+
+  __device__ uint32_t bits(int i) const {
+    if constexpr (!kPairs) return words_[i];
+    return i % 2 == 0 ? words_[i / 2] & 0xffffu : words_[i / 2] >> 16;
+  }
+  __device__ float at(int i) const {
+    if constexpr (sizeof(T) == 4) {
+      return __uint_as_float(words_[i]);
+    } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      return __uint_as_float(kPairs && i % 2 == 1 ? words_[i / 2] & 0xffff0000u : words_[kPairs ? i / 2 : i] << 16);
+    } else {
+      return __half2float(__ushort_as_half(static_cast<uint16_t>(bits(i))));
+    }
+  }
+
+ private:
+  static constexpr bool kPairs = sizeof(T) == 2 && kVec % 2 == 0;
+  static constexpr int kWords = kPairs ? kVec / 2 : kVec;
+  uint32_t words_[kWords];
+
+  __device__ static uint32_t bits_of(float x) {
+    if constexpr (sizeof(T) == 4) return __float_as_uint(x);
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) return __bfloat16_as_ushort(__float2bfloat16(x));
+    if constexpr (std::is_same_v<T, __half>) return __half_as_ushort(__float2half(x));
+  }
+  __device__ static uint32_t round_pair(float low, float high) {
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+      return *reinterpret_cast<const uint32_t*>(&pair);
+    } else {
+      const __half2 pair = __floats2half2_rn(low, high);
+      return *reinterpret_cast<const uint32_t*>(&pair);
+    }
+  }
+  __device__ void set(const uint4& x) { words_[0] = x.x, words_[1] = x.y, words_[2] = x.z, words_[3] = x.w; }
+  __device__ void set(const uint2& x) { words_[0] = x.x, words_[1] = x.y; }
+  __device__ void set(uint32_t x) { words_[0] = x; }
+  __device__ void set(uint16_t x) { words_[0] = x; }
+  __device__ Access access() const {
+    if constexpr (sizeof(Access) == 16) {
+      return {words_[0], words_[1], words_[2], words_[3]};
+    } else if constexpr (sizeof(Access) == 8) {
+      return {words_[0], words_[1]};
+    } else {
+      return static_cast<Access>(words_[0]);
+    }
+  }
+};
+
+// x sigmoid(x) by the two approximations of the hardware. An exponential below 2^-126 may be 0: 1 is added to it.
+__device__ __forceinline__ float silu_of(float x) {
+#if defined(__CUDA_ARCH__)
+  float power, inverse;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * -1.4426950408889634f));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.f + power));
+  return x * inverse;
+#else
+  return x / (1.f + expf(-x));
+#endif
+}
+
+// The last request that begins at or before token t; -1: none does. Bounds that decrease give some request of which
+// that is true. Asked by a whole warp, which looks at 32 bounds at once.
 __device__ __forceinline__ int64_t request_of(const Params& p, int64_t t) {
   if (p.cu_seqlens == nullptr) return t / p.tokens_per_request;
   int64_t low = -1, high = p.batch_size;
   while (high - low > 1) {
-    const int64_t middle = (low + high) / 2;
-    (p.first_token(middle) <= t ? low : high) = middle;
+    const int64_t step = ceil_div<int64_t>(high - low, 33), probe = low + (threadIdx.x % 32 + 1) * step;
+    const unsigned before = __ballot_sync(0xffffffffu, probe < high && p.first_token(probe) <= t);
+    const int last = 32 - __clz(static_cast<int>(before));  // of the probes, counted from 1
+    high = min_of(high, low + (last + 1) * step);
+    low += last * step;
   }
   return low;
 }
@@ -40,142 +173,232 @@ struct Span {
   }
 };
 
-// kVec channels of a thread, in float.
-template <typename T, int kVec>
-struct Channels {
-  float at[kVec];
-
-  __device__ static Channels zero() {
-    Channels x;
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) x.at[i] = 0.f;
-    return x;
-  }
-  __device__ static Channels load(const T* pointer) {
-    const auto vec = load_vec<RowVec<T, kVec>>(pointer);
-    Channels x;
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) x.at[i] = vec.at(i);
-    return x;
-  }
-  __device__ static Channels load_strided(const T* pointer, int64_t stride) {
-    Channels x;
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) x.at[i] = static_cast<float>(pointer[i * stride]);
-    return x;
-  }
-  __device__ void store_strided(T* pointer, int64_t stride) const {
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) pointer[i * stride] = static_cast<T>(at[i]);
-  }
-  __device__ void store(T* pointer) const {
-    Vec<T, kVec> vec;
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) vec.data[i] = static_cast<T>(at[i]);
-    store_vec(pointer, vec);
-  }
-};
-
-// A thread's channels, and the tokens that it computes of them.
-template <typename T, int kVec, int kWidth>
+// A thread's channels, and the tokens that it computes of them. It asks for the inputs of kAhead tokens at once.
+template <typename T, int kVec, int kWidth, int kAhead>
 struct Walk {
   static constexpr int kHistory = kWidth - 1;
-  using Lane = Channels<T, kVec>;
+  using Lane = Elements<T, kVec>;
   const Params& p;
   int64_t channel;
-  Lane weights[kWidth], bias;
+  float weights[kWidth][kVec], bias[kVec];
 
-  __device__ Walk(const Params& params, int64_t first_channel) : p(params), channel(first_channel), bias(Lane::zero()) {
+  // The kRows elements of each channel, which lie side by side, as one vector for each row.
+  template <int kRows>
+  __device__ static void load_rows(Lane (&rows)[kRows], const T* from) {
+    Lane flat[kRows];
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-      weights[j] = Lane::load_strided(static_cast<const T*>(p.weight) + channel * kWidth + j, kWidth);
+    for (int v = 0; v < kRows; ++v) flat[v] = Lane::load(from + v * kVec);
+#pragma unroll
+    for (int j = 0; j < kRows; ++j) {
+      rows[j] = Lane::of([&](int i) { return flat[(i * kRows + j) / kVec].bits((i * kRows + j) % kVec); });
     }
-    if (p.bias != nullptr) bias = Lane::load_strided(static_cast<const T*>(p.bias) + channel, 1);
+  }
+
+  __device__ Walk(const Params& params, int64_t first_channel) : p(params), channel(first_channel) {
+    Lane flat[kWidth], added = Lane::zero();
+#pragma unroll
+    for (int v = 0; v < kWidth; ++v) {
+      flat[v] = Lane::load(static_cast<const T*>(p.weight) + channel * kWidth + v * kVec);
+    }
+    if (p.bias != nullptr) added = Lane::load(static_cast<const T*>(p.bias) + channel);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) weights[j][i] = flat[(i * kWidth + j) / kVec].at((i * kWidth + j) % kVec);
+      bias[i] = added.at(i);
+    }
   }
 
   __device__ const T* x(int64_t t) const { return static_cast<const T*>(p.x) + channel + t * p.stride_x; }
   __device__ T* out(int64_t t) const { return static_cast<T*>(p.out) + channel + t * p.stride_out; }
+  __device__ T* states(int64_t slot) const {
+    return static_cast<T*>(p.states) + slot * p.stride_slot + channel * p.stride_channel;
+  }
 
   __device__ void clear(int64_t begin, int64_t end) const {
     for (int64_t t = begin; t < end; ++t) Lane::zero().store(out(t));
   }
 
-  // Tokens [begin, end) of a request whose tokens are [first, last). The thread of its first token writes its new
-  // state.
-  __device__ void convolve(int64_t request, int64_t first, int64_t last, int64_t begin, int64_t end) const {
-    T* states = static_cast<T*>(p.states) + p.state_indices[request] * p.stride_slot + channel * p.stride_channel;
-    const bool starts_at_zero = p.has_initial_state != nullptr && p.has_initial_state[request] == 0;
-    const auto input = [&](int64_t t) {
-      if (t >= first) return Lane::load(x(t));
-      if (starts_at_zero) return Lane::zero();
-      return Lane::load_strided(states + (kHistory - (first - t)) * p.stride_time, p.stride_channel);
-    };
-    Lane window[kWidth];
+  __device__ void load_state(Lane (&state)[kHistory], const T* from, StateLayout layout) const {
+    if (layout == StateLayout::kChannels) return load_rows(state, from);
+    if (layout == StateLayout::kTimes) {
 #pragma unroll
-    for (int j = 0; j < kHistory; ++j) window[j] = input(begin - kHistory + j);
-    if (begin == first) {
-      Lane newest[kHistory];
-#pragma unroll
-      for (int j = 0; j < kHistory; ++j) newest[j] = input(last - kHistory + j);
-#pragma unroll
-      for (int j = 0; j < kHistory; ++j) newest[j].store_strided(states + j * p.stride_time, p.stride_channel);
+      for (int j = 0; j < kHistory; ++j) state[j] = Lane::load(from + j * p.stride_time);
+      return;
     }
-    for (int64_t t = begin; t < end; t += kAhead) {
-      Lane ahead[kAhead];
 #pragma unroll
-      for (int a = 0; a < kAhead; ++a) {
-        if (t + a < end) ahead[a] = Lane::load(x(t + a));
+    for (int j = 0; j < kHistory; ++j) {
+      state[j] = Lane::of(
+          [&](int i) { return Elements<T, 1>::load(from + i * p.stride_channel + j * p.stride_time).bits(0); });
+    }
+  }
+
+  __device__ void store_state(const Lane (&state)[kHistory], T* to, StateLayout layout) const {
+    if (layout == StateLayout::kChannels) {
+#pragma unroll
+      for (int v = 0; v < kHistory; ++v) {
+        const auto bits = [&](int i) { return state[(v * kVec + i) % kHistory].bits((v * kVec + i) / kHistory); };
+        Lane::of(bits).store(to + v * kVec);
+      }
+      return;
+    }
+#pragma unroll
+    for (int j = 0; j < kHistory; ++j) {
+      if (layout == StateLayout::kTimes) {
+        state[j].store(to + j * p.stride_time);
+        continue;
       }
 #pragma unroll
-      for (int a = 0; a < kAhead; ++a) {
-        if (t + a >= end) break;
-        window[kHistory] = ahead[a];
-        sum_of(window).store(out(t + a));
-#pragma unroll
-        for (int j = 0; j < kHistory; ++j) window[j] = window[j + 1];
+      for (int i = 0; i < kVec; ++i) {
+        Elements<T, 1>::of([&](int) { return state[j].bits(i); }).store(to + i * p.stride_channel + j * p.stride_time);
       }
     }
   }
 
-  __device__ Lane sum_of(const Lane (&window)[kWidth]) const {
-    Lane sum = bias;
+  // Tokens [begin, end) of a request whose tokens are [first, last). The thread of its first token writes its new
+  // state.
+  __device__ void convolve(int64_t request, int64_t first, int64_t last, int64_t begin, int64_t end,
+                           StateLayout layout) const {
+    Lane ahead[kAhead], window[kHistory];
+    load_tokens(ahead, begin, end - begin);
+    if (begin == first) {
+      T* slot = states(p.state_indices[request]);
+      const bool starts_at_zero = p.has_initial_state != nullptr && p.has_initial_state[request] == 0;
+      Lane newest[kHistory];
+#pragma unroll
+      for (int j = 0; j < kHistory; ++j) newest[j] = Lane::load(x(max_of(last - kHistory + j, first)));
+      if (starts_at_zero) {
+#pragma unroll
+        for (int j = 0; j < kHistory; ++j) window[j] = Lane::zero();
+      } else {
+        load_state(window, slot, layout);
+      }
+      const int64_t count = last - first;
+#pragma unroll
+      for (int j = 0; j < kHistory; ++j) {
+#pragma unroll
+        for (int moved = 1; j + moved < kHistory; ++moved) {
+          if (count == moved) newest[j] = window[j + moved];
+        }
+      }
+      store_state(newest, slot, layout);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kHistory; ++j) window[j] = Lane::load(x(max_of(begin - kHistory + j, first)));
+    }
+    p.silu ? run<true>(window, ahead, begin, end) : run<false>(window, ahead, begin, end);
+  }
+
+  // Token `begin` and those after it, of `left` in all.
+  __device__ void load_tokens(Lane (&lanes)[kAhead], int64_t begin, int64_t left) const {
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a) lanes[a] = Lane::load(x(begin + min_of<int64_t>(a, left - 1)));
+  }
+
+  template <bool kSilu>
+  __device__ void run(const Lane (&before)[kHistory], Lane (&ahead)[kAhead], int64_t begin, int64_t end) const {
+    int left = static_cast<int>(end - begin);
+    const T* from = x(begin);
+    T* to = out(begin);
+    float window[kHistory + kAhead][kVec];
+#pragma unroll
+    for (int j = 0; j < kHistory; ++j) unpack(window[j], before[j]);
+    while (true) {
+      Lane now[kAhead];
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a) now[a] = ahead[a];
+      const int here = left;
+      left -= kAhead;
+      from += kAhead * p.stride_x;
+      if (left > 0) {
+#pragma unroll
+        for (int a = 0; a < kAhead; ++a) ahead[a] = Lane::load(from + min_of(a, left - 1) * p.stride_x);
+      }
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a) {
+        unpack(window[kHistory + a], now[a]);
+        const Lane result = sum_of<kSilu>(window, a);
+        if (a < here) result.store(to + a * p.stride_out);
+      }
+      if (left <= 0) return;
+      to += kAhead * p.stride_out;
+#pragma unroll
+      for (int j = 0; j < kHistory; ++j) {
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) window[j][i] = window[kAhead + j][i];
+      }
+    }
+  }
+
+  __device__ static void unpack(float (&to)[kVec], const Lane& from) {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) to[i] = from.at(i);
+  }
+
+  template <bool kSilu>
+  __device__ Lane sum_of(const float (&window)[kHistory + kAhead][kVec], int a) const {
+    float sum[kVec];
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
+      sum[i] = bias[i];
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) sum.at[i] = fmaf(weights[j].at[i], window[j].at[i], sum.at[i]);
-      if (p.silu) sum.at[i] = __fdividef(sum.at[i], 1.f + __expf(-sum.at[i]));
+      for (int j = 0; j < kWidth; ++j) sum[i] = fmaf(weights[j][i], window[a + j][i], sum[i]);
+      if constexpr (kSilu) sum[i] = silu_of(sum[i]);
     }
-    return sum;
+    return Lane::round(sum);
   }
 };
 
-// A CTA per tile of tokens and block of channels; a thread walks along its channels with the window in registers.
-template <typename T, int kVec, int kWidth>
-__global__ void __launch_bounds__(kThreads) conv_kernel(const __grid_constant__ Params p, int tile) {
+__device__ __forceinline__ void check_requests(const Params& p) {
+  if (p.report == nullptr) return;
+  const int64_t threads = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t r = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; r < p.batch_size; r += threads) {
+    p.check(r, p.report);
+  }
+}
+
+// A CTA for each tile of tokens and block of channels, those of the same tokens side by side.
+template <typename T, int kVec, int kWidth, int kAhead, int kThreads, int kBlocks>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    conv_kernel(const __grid_constant__ Params p, StateLayout layout, int tile, int across) {
   wait_for_earlier_kernels();
   let_next_kernel_start();
-  if (p.report != nullptr && blockIdx.y == 0) {
-    const int64_t threads = int64_t{gridDim.x} * kThreads;
-    for (int64_t r = int64_t{blockIdx.x} * kThreads + threadIdx.x; r < p.batch_size; r += threads) p.check(r, p.report);
-  }
-  const int64_t channel = (int64_t{blockIdx.y} * kThreads + threadIdx.x) * kVec;
-  if (channel >= p.channels) return;
-  const int64_t tile_begin = int64_t{blockIdx.x} * tile;
+  check_requests(p);
+  const int64_t tile_begin = int64_t{blockIdx.x / across} * tile;
   const Span span(p, tile_begin, tile_begin + tile);
-  const Walk<T, kVec, kWidth> walk(p, channel);
   int64_t t = span.begin;
-  for (int64_t request = t < span.end ? request_of(p, t) : 0; t < span.end; ++request) {
+  int64_t request = t < span.end ? request_of(p, t) : 0;
+  const int64_t channel = (int64_t{blockIdx.x % across} * kThreads + threadIdx.x) * kVec;
+  if (channel >= p.channels) return;
+  const Walk<T, kVec, kWidth, kAhead> walk(p, channel);
+  for (; t < span.end; ++request) {
     const bool exists = request >= 0 && request < p.batch_size;
     const int64_t last = exists || request < 0 ? p.first_token(request + 1) : span.end;
-    const int64_t end = last < span.end ? last : span.end;
+    const int64_t end = min_of(last, span.end);
     if (end <= t) continue;
     if (exists && p.in_pool(request)) {
-      walk.convolve(request, p.first_token(request), last, t, end);
+      walk.convolve(request, p.first_token(request), last, t, end, layout);
     } else {
       walk.clear(t, end);
     }
     t = end;
   }
+}
+
+// The same number of tokens for each request: a CTA for each request and block of channels.
+template <typename T, int kVec, int kWidth, int kAhead, int kThreads>
+__global__ void __launch_bounds__(kThreads)
+    update_kernel(const __grid_constant__ Params p, StateLayout layout, int across) {
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
+  check_requests(p);
+  const int64_t request = blockIdx.x / across;
+  const int64_t channel = (int64_t{blockIdx.x % across} * kThreads + threadIdx.x) * kVec;
+  if (channel >= p.channels) return;
+  const bool exists = p.in_pool(request);
+  const Walk<T, kVec, kWidth, kAhead> walk(p, channel);
+  const int64_t first = p.first_token(request), last = p.first_token(request + 1);
+  exists ? walk.convolve(request, first, last, first, last, layout) : walk.clear(first, last);
 }
 
 }  // namespace attnops::causal_conv1d

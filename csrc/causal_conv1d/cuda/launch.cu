@@ -3,24 +3,47 @@
 #include "core/impl_table.h"
 #include "core/math.h"
 #include "device/common/launch_dependent.cuh"
+#include "device/common/vec.h"
 
 namespace attnops::causal_conv1d {
 namespace {
 
-constexpr int kMostTile = 32;         // tokens that a thread walks: each CTA reads the width - 1 before them, too
-constexpr int64_t kBusyBlocks = 528;  // four for each SM of a large GPU
+constexpr int kAhead = 4;
+constexpr int kThreads = 128, kBlocks = 3;  // of an SM: 170 registers a thread
+constexpr int kMostTile = 32;               // tokens that a thread walks: each CTA reads the width - 1 before them, too
+constexpr int64_t kBusyBlocks = 528;        // four for each SM of a large GPU
+constexpr int kUpdateThreads = 64;
+constexpr int64_t kUpdateTokens = 16;  // more of a request are shared out among CTAs
+
+StateLayout layout_of(const Params& p, int vec) {
+  const int size = size_of(p.dtype), history = p.width - 1;
+  const bool slots = rows_aligned(p.states, size, vec * size, p.stride_slot);
+  if (slots && p.stride_channel == history && (history == 1 || p.stride_time == 1)) return StateLayout::kChannels;
+  if (slots && p.stride_channel == 1 && p.stride_time % vec == 0) return StateLayout::kTimes;
+  return StateLayout::kAny;
+}
+
+LaunchShape shape_of(int64_t blocks, int threads) {
+  if (blocks > INT32_MAX) throw std::runtime_error("causal_conv1d: more than 2^31 blocks of tokens and channels");
+  return {.blocks = static_cast<int>(blocks), .threads = threads, .shared_bytes = 0, .max_shared_bytes = 0};
+}
 
 template <typename T, int kVec, int kWidth>
 void launch_width(const Params& p, CUstream_st* stream) {
-  const int64_t across = ceil_div<int64_t>(p.channels, int64_t{kVec} * kThreads);
-  int64_t tile = p.num_tokens * across / kBusyBlocks;
-  tile = min_of<int64_t>(max_of<int64_t>(tile, 1), kMostTile);
-  const LaunchShape shape{.blocks = static_cast<int>(ceil_div(p.num_tokens, tile)),
-                          .threads = kThreads,
-                          .shared_bytes = 0,
-                          .max_shared_bytes = 0,
-                          .blocks_y = static_cast<int>(across)};
-  launch_dependent<&conv_kernel<T, kVec, kWidth>>("conv_kernel", shape, stream, p, static_cast<int>(tile));
+  const StateLayout layout = layout_of(p, kVec);
+  const auto blocks_across = [&](int threads) { return ceil_div<int64_t>(p.channels, int64_t{kVec} * threads); };
+  if (p.cu_seqlens == nullptr && p.tokens_per_request <= kUpdateTokens) {
+    const int64_t across = blocks_across(kUpdateThreads);
+    launch_dependent<&update_kernel<T, kVec, kWidth, kAhead, kUpdateThreads>>(
+        "update_kernel", shape_of(p.batch_size * across, kUpdateThreads), stream, p, layout, static_cast<int>(across));
+    return;
+  }
+  const int64_t across = blocks_across(kThreads);
+  const int64_t tile =
+      min_of<int64_t>(max_of<int64_t>(p.num_tokens * across / kBusyBlocks / kAhead, 1) * kAhead, kMostTile);
+  launch_dependent<&conv_kernel<T, kVec, kWidth, kAhead, kThreads, kBlocks>>(
+      "conv_kernel", shape_of(ceil_div(p.num_tokens, tile) * across, kThreads), stream, p, layout,
+      static_cast<int>(tile), static_cast<int>(across));
 }
 
 template <typename T, int kVec>
@@ -38,10 +61,11 @@ struct Impl {
 
   std::string reject(const Params& p) const {
     if (p.dtype != dtype) return std::string("takes ") + name_of(dtype) + ", got " + name_of(p.dtype);
-    const int size = size_of(p.dtype);
-    const bool fits = p.channels % vec == 0 && rows_aligned(p.x, size, vec * size, p.stride_x) &&
-                      rows_aligned(p.out, size, vec * size, p.stride_out);
-    return fits ? "" : "rows must start on 16-byte boundaries";
+    const int size = size_of(p.dtype), bytes = vec * size;
+    const bool fits = p.channels % vec == 0 && rows_aligned(p.x, size, bytes, p.stride_x) &&
+                      rows_aligned(p.out, size, bytes, p.stride_out) && rows_aligned(p.weight, size, bytes) &&
+                      rows_aligned(p.bias, size, bytes);
+    return fits ? "" : "rows, weights and bias must start on " + std::to_string(bytes) + "-byte boundaries";
   }
 };
 
