@@ -2,6 +2,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <cstring>
 #include <string>
 #include <type_traits>
 
@@ -155,6 +156,26 @@ __device__ __forceinline__ void with_token_type(DType dtype, Body&& body) {
   }
 }
 
+// Asked for here, not where it is used: the compiler would move it behind the branch that needs it.
+template <typename T>
+__device__ __forceinline__ float load_here(const T* from) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (sizeof(T) == 4) {
+    uint32_t bits;
+    asm volatile("ld.global.b32 %0, [%1];" : "=r"(bits) : "l"(from));
+    return __uint_as_float(bits);
+  } else {
+    T x;
+    uint16_t bits;
+    asm volatile("ld.global.b16 %0, [%1];" : "=h"(bits) : "l"(from));
+    memcpy(&x, &bits, 2);
+    return static_cast<float>(x);
+  }
+#else
+  return static_cast<float>(*from);
+#endif
+}
+
 // What the rows of a head share: key, query and decay of each column, zero behind key_dim. A thread makes every
 // kStepThreads-th column, and all threads have the sums.
 template <int kMaxKeys>
@@ -182,19 +203,30 @@ __device__ __forceinline__ void load_shared(float (&x)[kElements], const float* 
   }
 }
 
-// Grid: row blocks x heads x requests, in one dimension.
-template <typename State, int kMaxKeys, bool kDelta, bool kChannels, bool kVectors>
+// What a kernel may count on.
+enum class StepCase {
+  kAny,
+  kVectors,  // rows of states start on 16-byte boundaries
+  kWhole,    // that, bf16 tokens, keys as long as the kernel's, and rows that fill the CTAs
+};
+
+// Grid: row blocks x heads x requests, in one dimension; of whole CTAs in three.
+template <typename State, int kMaxKeys, bool kDelta, bool kChannels, StepCase kCase>
 __global__ void __launch_bounds__(kStepThreads)
     linear_step_kernel(const __grid_constant__ LinearStep p, int row_blocks) {
+  constexpr bool kWhole = kCase == StepCase::kWhole, kVectors = kCase != StepCase::kAny;
   constexpr int kLanes = kMaxKeys / kLaneElements, kGroups = kStepThreads / kLanes;
   constexpr int kRows = kStepRows;
   using Part = RowPart<State, kLanes>;
   using Columns = StepColumns<kMaxKeys>;
   __shared__ Columns columns;
+  __shared__ float2 gates;
   wait_for_earlier_kernels();
   let_next_kernel_start();
-  const int row_block = blockIdx.x % row_blocks, work = blockIdx.x / row_blocks;
-  const int head = work % p.num_heads, request = work / p.num_heads;
+  const int work = blockIdx.x / row_blocks, row_block = kWhole ? blockIdx.x : blockIdx.x % row_blocks;
+  const int head = kWhole ? blockIdx.y : work % p.num_heads, request = kWhole ? blockIdx.z : work / p.num_heads;
+  const int key_dim = kWhole ? kMaxKeys : p.key_dim;
+  const auto has_row = [&](int row) { return kWhole || row < p.value_dim; };
   const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
   const int first_row = row_block * kGroups * kRows + group;
   const StepSlots<State> slots(p, kDelta ? kReportDeltaDecode : kReportSsdDecode, request, head,
@@ -204,39 +236,55 @@ __global__ void __launch_bounds__(kStepThreads)
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const int row = first_row + r * kGroups;
-    const bool has_row = slots.from != nullptr && row < p.value_dim;
-    Part::template load<kVectors>(state[r], slots.from + int64_t{row} * p.stride_row, lane, has_row ? p.key_dim : 0);
+    const bool reads = slots.from != nullptr && has_row(row);
+    Part::template load<kVectors>(state[r], slots.from + int64_t{row} * p.stride_row, lane, reads ? key_dim : 0);
   }
 
   float key[Columns::kEach], query[Columns::kEach], gate[Columns::kEach], value[kRows], z[kRows];
   float rate = 1.f, beta = 1.f;  // a of the head, or dt; b
-  with_token_type(p.dtype, [&](auto token) {
+  const bool logits = p.a_log != nullptr;
+  const float a_log = logits ? load_here(p.a_log + head) : 0.f;
+  const float skip = !kDelta && p.skip != nullptr ? load_here(p.skip + head) : 0.f;
+  float biases[Columns::kEach] = {};  // of the columns, or the head's
+  if (p.dt_bias != nullptr) {
+#pragma unroll
+    for (int c = 0; c < (kChannels ? Columns::kEach : 1); ++c) {
+      const int column = c * kStepThreads + threadIdx.x;
+      if (!kChannels || column < key_dim) {
+        biases[c] = load_here(p.dt_bias + (kChannels ? int64_t{head} * key_dim + column : head));
+      }
+    }
+  }
+  const auto load_tokens = [&](auto token) {
     using T = decltype(token);
-    const auto at = [&](const StepRows& rows, int of, int64_t i) {
-      return static_cast<float>(
-          static_cast<const T*>(rows.data)[request * rows.stride_request + of * rows.stride_head + i]);
+    const auto pointer = [&](const StepRows& rows, int of, int64_t i) {
+      return static_cast<const T*>(rows.data) + request * rows.stride_request + of * rows.stride_head + i;
     };
+    const auto at = [&](const StepRows& rows, int of, int64_t i) { return static_cast<float>(*pointer(rows, of, i)); };
     const int shared = head / p.heads_per_group;
 #pragma unroll
     for (int c = 0; c < Columns::kEach; ++c) {
       const int column = c * kStepThreads + threadIdx.x;
-      const bool inside = column < p.key_dim;
+      const bool inside = column < key_dim;
       key[c] = inside ? at(p.k, shared, column) : 0.f;
       query[c] = inside ? at(p.q, shared, column) : 0.f;
       gate[c] = kChannels && inside ? at(p.a, head, column) : 0.f;
     }
-    if (!kChannels && p.a.data != nullptr) rate = at(p.a, head, 0);
-    if (kDelta) beta = at(p.b, head, 0);
+    if (!kChannels && p.a.data != nullptr) rate = load_here(pointer(p.a, head, 0));
+    if (kDelta) beta = load_here(pointer(p.b, head, 0));
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int row = first_row + r * kGroups;
-      value[r] = row < p.value_dim ? at(p.v, head, row) : 0.f;
-      z[r] = !kDelta && p.z.data != nullptr && row < p.value_dim ? at(p.z, head, row) : 0.f;
+      value[r] = has_row(row) ? at(p.v, head, row) : 0.f;
+      z[r] = !kDelta && p.z.data != nullptr && has_row(row) ? at(p.z, head, row) : 0.f;
     }
-  });
+  };
+  if constexpr (kWhole) {
+    load_tokens(__nv_bfloat16{});
+  } else {
+    with_token_type(p.dtype, load_tokens);
+  }
 
-  const bool logits = p.a_log != nullptr;
-  const float a_log = logits ? p.a_log[head] : 0.f;
   float sums[3] = {};
 #pragma unroll
   for (int c = 0; c < Columns::kEach; ++c) {
@@ -248,9 +296,8 @@ __global__ void __launch_bounds__(kStepThreads)
     columns.key[column] = key[c];
     columns.query[column] = query[c];
     if constexpr (kChannels) {
-      const float bias =
-          p.dt_bias != nullptr && column < p.key_dim ? p.dt_bias[int64_t{head} * p.key_dim + column] : 0.f;
-      columns.decay[column] = column < p.key_dim ? expf(log_decay(gate[c], logits, a_log, bias, p.lower_bound)) : 0.f;
+      columns.decay[column] =
+          column < key_dim ? expf(log_decay(gate[c], logits, a_log, biases[c], p.lower_bound)) : 0.f;
     }
   }
 #pragma unroll
@@ -258,17 +305,21 @@ __global__ void __launch_bounds__(kStepThreads)
     sums[i] = sum_of_lanes<32>(sums[i]);
     if (threadIdx.x % 32 == 0) columns.sums[i][threadIdx.x / 32] = sums[i];
   }
-  float factor, coefficient;
-  const float head_bias = !kChannels && p.dt_bias != nullptr ? p.dt_bias[head] : 0.f;
-  if constexpr (kDelta) {
-    coefficient = logits ? sigmoid(beta) : beta;
-    factor = kChannels ? 1.f : expf(log_decay(rate, logits, a_log, head_bias, p.lower_bound));
-  } else {
-    const float dt = rate + head_bias;
-    coefficient = p.softplus ? softplus(dt) : dt;
-    factor = expf(rate_times(a_log, coefficient));
+  // Each thread needs the gate. One warp makes what takes long of it.
+  if (threadIdx.x < 32) {
+    float factor, coefficient = 0.f;
+    if constexpr (kDelta) {
+      factor = kChannels ? 1.f : expf(log_decay(rate, logits, a_log, biases[0], p.lower_bound));
+    } else {
+      const float dt = rate + biases[0];
+      coefficient = p.softplus ? softplus(dt) : dt;
+      factor = expf(rate_times(a_log, coefficient));
+    }
+    if (threadIdx.x == 0) gates = make_float2(factor, coefficient);
   }
+  if (kDelta && logits) beta = sigmoid(beta);
   __syncthreads();
+  const float factor = gates.x, coefficient = kDelta ? beta : gates.y;
   const float key_scale = p.normalize ? rsqrtf(columns.sum(0) + kNormEpsilon) : 1.f;
   const float query_scale = p.scale * (p.normalize ? rsqrtf(columns.sum(1) + kNormEpsilon) : 1.f);
 
@@ -317,17 +368,17 @@ __global__ void __launch_bounds__(kStepThreads)
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const int row = first_row + r * kGroups;
-    if (row >= p.value_dim) continue;
+    if (!has_row(row)) continue;
     if (slots.to != nullptr) {
-      Part::template store<kVectors>(state[r], slots.to + int64_t{row} * p.stride_row, lane, p.key_dim);
+      Part::template store<kVectors>(state[r], slots.to + int64_t{row} * p.stride_row, lane, key_dim);
     }
     float out = fmaf(update[r], key_query, by_query[r]);
     if constexpr (!kDelta) {
-      if (p.skip != nullptr) out = fmaf(p.skip[head], value[r], out);
+      if (p.skip != nullptr) out = fmaf(skip, value[r], out);
       if (p.z.data != nullptr) out *= z[r] * sigmoid(z[r]);
     }
     const int64_t to = request * p.out_stride_request + head * p.out_stride_head + row;
-    if (lane == 0) store_as(p.dtype, p.out, to, slots.from == nullptr ? 0.f : out);
+    if (lane == 0) store_as(kWhole ? DType::kBFloat16 : p.dtype, p.out, to, slots.from == nullptr ? 0.f : out);
   }
 }
 
@@ -338,16 +389,25 @@ void launch_linear_step(const char* what, const LinearStep& p, cudaStream_t stre
   const int row_blocks = ceil_div(p.value_dim, kRowsPerBlock);
   const int64_t blocks = int64_t{p.batch_size} * p.num_heads * row_blocks;
   if (blocks > INT32_MAX) throw std::runtime_error(std::string(what) + ": more than 2^31 blocks of rows");
-  const LaunchShape shape{
+  LaunchShape shape{
       .blocks = static_cast<int>(blocks), .threads = kStepThreads, .shared_bytes = 0, .max_shared_bytes = 0};
+  const auto run = [&](auto which) {
+    launch_dependent<&linear_step_kernel<State, kMaxKeys, kDelta, kChannels, decltype(which)::value>>(
+        what, shape, stream, p, row_blocks);
+  };
+  using Case = StepCase;
   const bool vectors = p.key_dim * sizeof(State) % 16 == 0 &&
                        rows_aligned(p.states, sizeof(State), 16, p.stride_slot, p.stride_head, p.stride_row);
-  if (vectors) {
-    launch_dependent<&linear_step_kernel<State, kMaxKeys, kDelta, kChannels, true>>(what, shape, stream, p, row_blocks);
-  } else {
-    launch_dependent<&linear_step_kernel<State, kMaxKeys, kDelta, kChannels, false>>(what, shape, stream, p,
-                                                                                     row_blocks);
+  if (!vectors) return run(std::integral_constant<Case, Case::kAny>{});
+  if constexpr (!std::is_same_v<State, __half> && kMaxKeys <= 128) {
+    constexpr int kMostAcross = 65535;  // blocks in the grid's other dimensions
+    if (p.dtype == DType::kBFloat16 && p.key_dim == kMaxKeys && p.value_dim % kRowsPerBlock == 0 &&
+        p.num_heads <= kMostAcross && p.batch_size <= kMostAcross) {
+      shape.blocks = row_blocks, shape.blocks_y = p.num_heads, shape.blocks_z = p.batch_size;
+      return run(std::integral_constant<Case, Case::kWhole>{});
+    }
   }
+  run(std::integral_constant<Case, Case::kVectors>{});
 }
 
 // A row of a decode op's table of kernels: one type of states, and keys up to a bound.
