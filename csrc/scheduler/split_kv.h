@@ -27,10 +27,10 @@ namespace attnops {
 //
 // In balanced mode a point that would leave a piece of fewer than `least_piece` tiles moves to the work's end nearby: a
 // piece costs more than its tiles. So (w, t) with t below that becomes (w, 0), one as near to the end (w + 1, 0).
-// Where `short_tiles` is not 0, the planner looks whether cuts are worth their merge (`most_whole_tiles`). If not, works
-// stay whole. Works that outnumber the shares are then dealt out by cost, each to the share that its last tile falls
-// into; any others have a share each. And works of one length that the shares hold twice are cut into `cuts` equal
-// pieces, a share each, where that costs no more than second pieces of shares do.
+// Where `short_tiles` is not 0, the planner looks whether cuts are worth their merge (`most_whole_tiles`). If not,
+// works stay whole. Works that outnumber the shares are then dealt out by cost, each to the share that its last tile
+// falls into; any others have a share each. And works of one length that the shares hold twice are cut into `cuts`
+// equal pieces, a share each, where that costs no more than second pieces of shares do.
 //
 // Batch-invariant mode (fixed_split_tiles != 0): where a work is cut depends on nothing but its own tiles. It is cut
 // every fixed_split_tiles of them, or, below zero, into at most so many cuts of even length (CutRule), so that a long
