@@ -47,6 +47,8 @@ KERNELS = {
     "e4m3, 16 rows": {"num_q_heads": 16, "kv_dtype": FP8},
     "e4m3, 16 rows, gathered": {"num_q_heads": 16, "kv_dtype": FP8, **GATHERED},
     "e4m3, 32 rows, tree": {**FEW_TREE, "kv_dtype": FP8},
+    "e4m3, 48 rows": {"num_q_heads": 48, "kv_dtype": FP8},
+    "e4m3, 39 rows, gathered, tree": {"tree": True, "seqlen_q": 3, "num_q_heads": 13, **GATHERED, "kv_dtype": FP8},
     "e4m3, 72 rows": {"num_q_heads": 72, "kv_dtype": FP8},
     "e4m3, 40 rows, equal pieces": {"num_q_heads": 40, "num_sm_parts": 5, "lengths": [450, 450], "kv_dtype": FP8},
     "e4m3, 72 rows, gathered, tree": {**TREE, **GATHERED, "kv_dtype": FP8},
