@@ -146,14 +146,6 @@ class Planner {
     state.token = key - cell * p_.page_table.page_size;
     // A request without keys has a tile all the same: of a page that does not exist, which reads as zeros.
     state.page = key >= piece.keys.end ? -1 : page;
-    if (state.left > 1) ask_for_lookups(min_of(piece.request + 1, p_.batch_size - 1));
-  }
-
-  // What `end_piece` will read of this request comes near while the piece before it is computed: behind boxes a word
-  // takes 2 us, for which this warp's products would stand still.
-  __device__ void ask_for_lookups(int request) const {
-    asm volatile("prefetch.global.L1 [%0];" ::"l"(p_.cache_seqlens + request));
-    if (p_.page_table.max_pages > 0) asm volatile("prefetch.global.L1 [%0];" ::"l"(p_.page_table.row(request)));
   }
 
   __device__ void end_piece() {
