@@ -31,8 +31,7 @@ class Consumer {
     PieceWalkFor<kOptions> walk(*reinterpret_cast<const SplitKvEntry*>(base_ + kEntry));
     Piece piece;
     float s[32], o[128];
-    for (int count = 0; walk.next(p_, piece);) {
-      if (is_passed_over<kOptions>(piece, count)) continue;
+    for (int count = 0; walk.next(p_, piece); ++count) {
       // Both groups stage their rows in the place of P0.
       if (count > 0) {
         if (kGroup == 0) {
@@ -58,7 +57,6 @@ class Consumer {
       const RowSums sums =
           exchange_sums(rows_, reinterpret_cast<float*>(base_ + kSums), shared_ + kRowSums, count & 1, kGroup);
       store_rows<T, kOptions>(p_, piece, rows_, sums, kGroup, modes_.out_aligned, base_ + kP0, shared_ + kP0, o);
-      ++count;
     }
   }
 

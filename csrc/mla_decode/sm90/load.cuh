@@ -29,16 +29,11 @@ class Loader : BoxLoads {
     PieceWalkFor<kOptions> walk(entry_);
     int first_pages = speculate();
     Piece piece;
-    for (int count = 0; walk.next(p_, piece);) {
-      if (is_passed_over<kOptions>(piece, count)) {
-        store_zeros(piece);
-        continue;
-      }
+    for (int count = 0; walk.next(p_, piece); ++count) {
       check_length(piece);
       load_queries(piece, count);
       load_tiles(piece, count, first_pages);
       first_pages = kUnknown;
-      ++count;
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
   }
@@ -55,23 +50,6 @@ class Loader : BoxLoads {
     }
     attnops::sm90::named_barrier_sync(kAskedKnown, kGroupThreads);
     asked_ = *asked;
-  }
-
-  // The output of a work without keys. Its rows start on 16 bytes.
-  __device__ void store_zeros(const Piece& piece) const {
-    constexpr int kChunks = kHeadDimV * kElement / 16;  // of a row, two of each lane
-#pragma unroll 1
-    for (int row = warp_; row < piece.num_rows; row += 4) {
-      const RowPlace at = row_place(p_, piece.first_row + row);
-      auto* out = reinterpret_cast<uint4*>(static_cast<uint8_t*>(p_.out) +
-                                           kElement * (piece.request * p_.out_stride_request +
-                                                       at.token * p_.out_stride_token + at.head * p_.out_stride_head));
-#pragma unroll
-      for (int chunk = lane_; chunk < kChunks; chunk += 32) out[chunk] = {};
-      if (p_.lse && lane_ == 0) {
-        p_.lse[(static_cast<int64_t>(piece.request) * p_.seqlen_q + at.token) * p_.num_q_heads + at.head] = -INFINITY;
-      }
-    }
   }
 
   // Every second tile of the piece. Pages are looked up before they are needed.

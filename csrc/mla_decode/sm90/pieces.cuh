@@ -197,13 +197,6 @@ class PieceWalkFor {
 
 using PieceWalk = PieceWalkFor<Options::kAll>;
 
-// Whether a piece is a whole work without keys, of which only zeros are left to write. Not a part's first one: its
-// queries are asked for before its length is known.
-template <Options kOptions>
-__device__ inline bool is_passed_over(const Piece& piece, int pieces_before) {
-  return kOptions == Options::kCommon && pieces_before > 0 && piece.keys.end <= 0 && piece.partial < 0;
-}
-
 // Where tiles end that come as boxes: of the drafts of a tree some may be seen by no row.
 template <Options kOptions = Options::kAll>
 __device__ inline int boxes_end(const Params& p, const Piece& piece) {
