@@ -13,15 +13,18 @@ class SplitKvPlanner {
  public:
   SplitKvPlanner(const SplitKvGeometry& geometry, const int32_t* cache_seqlens)
       : geometry_(geometry), prefix_(geometry.num_requests + 1, 0), tiles_(geometry.num_requests) {
-    geometry_.all_short = geometry.short_tiles > 0;
+    int longest = 0;
     for (int b = 0; b < geometry.num_requests; ++b) {
       tiles_[b] = num_tiles(geometry, cache_seqlens[b]);
       if (geometry.even_shares > 0 && tiles_[b] != tiles_[0]) geometry_.uneven = true;
-      if (tiles_[b] > geometry.short_tiles) geometry_.all_short = false;
+      longest = std::max(longest, tiles_[b]);
     }
     for (int b = 0; b < geometry.num_requests; ++b) {
       prefix_[b + 1] = prefix_[b] + geometry.works_per_request * work_cost(geometry_, tiles_[b]);
     }
+    const int64_t budget = part_budget(geometry_, prefix_.back());
+    geometry_.whole = longest <= most_whole_tiles(geometry_, budget);
+    geometry_.cuts = cuts_of_works(geometry_, budget, tiles_.empty() ? 0 : tiles_[0]);
   }
 
   SplitKvEntry entry(int part) const {

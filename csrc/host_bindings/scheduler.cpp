@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
 #include <vector>
 
@@ -31,18 +32,26 @@ struct OwnedBatch {
 
 SplitKvGeometry of_batch(SplitKvGeometry geometry, const std::vector<int>& lengths) {
   geometry.num_requests = static_cast<int>(lengths.size());
-  geometry.all_short = geometry.short_tiles > 0;
   for (const int length : lengths) {
     const bool differs = num_tiles(geometry, length) != num_tiles(geometry, lengths[0]);
     if (geometry.even_shares > 0 && differs) geometry.uneven = true;
-    if (num_tiles(geometry, length) > geometry.short_tiles) geometry.all_short = false;
   }
   return geometry;
 }
 
+// The same, and what the planner finds by the cost of all.
+SplitKvGeometry with_cuts(SplitKvGeometry geometry, const OwnedBatch& batch) {
+  const int64_t budget = part_budget(geometry, batch.prefix.back());
+  const int longest = batch.tiles.empty() ? 0 : *std::max_element(batch.tiles.begin(), batch.tiles.end());
+  geometry.whole = longest <= most_whole_tiles(geometry, budget);
+  geometry.cuts = cuts_of_works(geometry, budget, batch.tiles.empty() ? 0 : batch.tiles[0]);
+  return geometry;
+}
+
 std::vector<SplitKvEntry> plan_split_kv(const SplitKvGeometry& shape, const std::vector<int>& lengths) {
-  const SplitKvGeometry geometry = of_batch(shape, lengths);
-  const OwnedBatch batch(geometry, lengths);
+  const SplitKvGeometry counted = of_batch(shape, lengths);
+  const OwnedBatch batch(counted, lengths);
+  const SplitKvGeometry geometry = with_cuts(counted, batch);
   std::vector<SplitKvEntry> entries;
   for (int part = 0; part < geometry.num_sm_parts; ++part) {
     entries.push_back(split_kv_entry(geometry, batch.view(), part / geometry.parts_per_group));

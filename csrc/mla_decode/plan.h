@@ -8,7 +8,8 @@ inline constexpr int kPlanTileTokens = 64;  // KV tokens per tile of the plan
 inline constexpr int kPlanRows = 64;      // query rows (token, head) per block: one wgmma tile, one accumulator per SM
 inline constexpr int kWorkOverhead = 16;  // what a work costs besides its tiles, in eighths of a tile
 
-// Pieces of works of more rows than this are merged by a second kernel, which takes as long as two tiles.
+// Pieces of works of more rows than this are merged by a second kernel, which takes as long as two tiles: the planner
+// then looks whether cuts are worth it.
 inline constexpr int kRowsMergedInside = 32, kShortTiles = 2;
 
 ATTNOPS_HOST_DEVICE inline int blocks_per_request(int seqlen_q, int num_q_heads) {
@@ -44,6 +45,13 @@ inline WorkDivision work_division(int seqlen_q, int num_q_heads, int num_sm_part
           .by_works = Divisor(blocks_per_request(seqlen_q, num_q_heads) / blocks),
           .works = blocks_per_request(seqlen_q, num_q_heads) / blocks,
           .groups = num_sm_parts / blocks};
+}
+
+// The shares among which a batch of works of one length is most likely divided evenly.
+inline int likely_shares(int batch_size, const WorkDivision& division) {
+  const int64_t works = int64_t{batch_size} * division.works;
+  if (works > 0 && works <= division.groups) return static_cast<int>(division.groups / works * works);
+  return shares_of_even_works(works, division.groups);
 }
 
 inline SplitKvGeometry plan_geometry(int batch_size, int seqlen_q, int num_q_heads, int window_left, int num_sm_parts,

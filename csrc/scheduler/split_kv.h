@@ -23,11 +23,14 @@ namespace attnops {
 //  3. Balanced mode: the parts between the first and the last of a work hold at least one tile each, so its splits
 //     are numbered without gaps. Proof: C >= U, and a slice of length >= U inside the work covers a multiple of U.
 //  4. No part holds more than ceil(C / kTileCost) tiles in balanced mode, and a work without overhead at most
-//     C / kTileCost; and two tiles more where pieces have a least size.
+//     C / kTileCost; and two tiles more where pieces have a least size. Where works stay whole it is C and a work.
 //
 // In balanced mode a point that would leave a piece of fewer than `least_piece` tiles moves to the work's end nearby: a
 // piece costs more than its tiles. So (w, t) with t below that becomes (w, 0), one as near to the end (w + 1, 0).
-// Where no work has more than `short_tiles`, none is cut at all: a merge costs more than the tiles that it saves.
+// Where `short_tiles` is not 0, the planner looks whether cuts are worth their merge (`most_whole_tiles`). If not,
+// works stay whole. Works that outnumber the shares are then dealt out by cost, each to the share that its last tile
+// falls into; any others have a share each. And works of one length that the shares hold twice are cut into `cuts`
+// equal pieces, a share each, where that costs no more than second pieces of shares do.
 //
 // Batch-invariant mode (fixed_split_tiles != 0): where a work is cut depends on nothing but its own tiles. It is cut
 // every fixed_split_tiles of them, or, below zero, into at most so many cuts of even length (CutRule), so that a long
@@ -52,9 +55,10 @@ struct SplitKvGeometry {
   int fixed_split_tiles;    // 0: balanced; below 0: a CutRule
   int parts_per_group = 1;  // rows of the plan that one share takes, a divisor of num_sm_parts; see below
   int even_shares = 0;      // shares of a batch of works of one length, see below; 0: as many as there are
-  int short_tiles = 0;      // 0 or 2: a batch of works of no more tiles keeps them whole in balanced mode, see above
+  int short_tiles = 0;      // 0 or 2: works of no more tiles stay whole in balanced mode, and see above
   bool uneven = false;      // found by the planner, where even_shares asks it to look: works differ in length
-  bool all_short = false;   // found by the planner, where short_tiles asks it to look: so they are
+  bool whole = false;       // found by the planner, where short_tiles asks it to look: no work is cut
+  int cuts = 0;             // so found: share s has piece s % cuts of work s / cuts; 0: shares are by cost
 };
 
 // What a length in a tensor counts as: one beyond any cache must not overflow what is computed from it.
@@ -174,8 +178,47 @@ ATTNOPS_HOST_DEVICE inline int64_t part_budget(const SplitKvGeometry& g, int64_t
 // Tiles of the smallest piece in balanced mode, at most half of what a part has; or of all works, if they are short.
 ATTNOPS_HOST_DEVICE inline int least_piece(const SplitKvGeometry& g, int64_t budget) {
   constexpr int kLeastPiece = 2;
-  const bool longer = budget >= 2 * kLeastPiece * kTileCost || g.all_short;
-  return g.fixed_split_tiles == 0 && longer ? kLeastPiece : 1;
+  if (g.whole) return kMostCacheTokens;
+  return g.fixed_split_tiles == 0 && budget >= 2 * kLeastPiece * kTileCost ? kLeastPiece : 1;
+}
+
+ATTNOPS_HOST_DEVICE inline int num_works(const SplitKvGeometry& g) { return g.num_requests * g.works_per_request; }
+
+// What shares pay where works are cut, in cost units: a second piece, and the merge behind all of them.
+inline constexpr int kSecondPieceCost = 2 * kTileCost, kCutsCost = 4 * kTileCost;
+
+// Works of no more tiles than this all stay whole, by the cost of the batch. A thread of the planner looks for longer
+// ones.
+ATTNOPS_HOST_DEVICE inline int most_whole_tiles(const SplitKvGeometry& g, int64_t budget) {
+  if (g.short_tiles == 0 || g.fixed_split_tiles != 0) return 0;
+  const int works = num_works(g), shares = num_shares(g);
+  const bool even = g.even_shares > 0 && !g.uneven;
+  const int64_t overhead = overhead_cost(g);
+  int64_t most;
+  if (works > shares) {
+    const int idle = ceil_div(works, shares) * shares - works;  // works that would fit beside, if they are even
+    const int work = !even ? kCutsCost + kTileCost : idle > 0 ? kCutsCost * shares / idle : INT32_MAX;
+    most = (work - overhead) / kTileCost;
+  } else if (works * 2 > shares) {
+    most = (budget - overhead + kCutsCost) / kTileCost;
+  } else if (!even) {
+    most = (budget - overhead + kCutsCost - kSecondPieceCost) / kTileCost;  // few shares have pieces of two works
+  } else {
+    most = works * 3 > shares ? 3 : 2;  // cut into equal pieces, one a share
+  }
+  return static_cast<int>(max_of(min_of(most, int64_t{kMostCacheTokens}), int64_t{g.short_tiles}));
+}
+
+// The pieces of each work that shares are made of, one a share, or 0; `whole` and the tiles of the first request are
+// known.
+ATTNOPS_HOST_DEVICE inline int cuts_of_works(const SplitKvGeometry& g, int64_t budget, int first_tiles) {
+  const int works = num_works(g), shares = num_shares(g);
+  if (g.short_tiles == 0 || g.fixed_split_tiles != 0 || works > shares || works == 0) return 0;
+  if (g.whole) return 1;
+  if (g.even_shares == 0 || g.uneven || works * 2 > shares) return 0;
+  const int cuts = min_of(shares / works, first_tiles);
+  const int64_t piece = kTileCost * ceil_div(first_tiles, cuts);
+  return piece <= budget + kSecondPieceCost ? cuts : 0;
 }
 
 struct SplitKvPoint {
@@ -214,6 +257,15 @@ ATTNOPS_HOST_DEVICE inline SplitKvPoint point_at(const SplitKvGeometry& g, const
   return {work, static_cast<int>(tile)};
 }
 
+// Where a share begins; behind the last, where the works end.
+ATTNOPS_HOST_DEVICE inline SplitKvPoint share_begin(const SplitKvGeometry& g, const SplitKvBatch& batch, int64_t budget,
+                                                    int share) {
+  if (g.cuts == 0) return point_at(g, batch, share * budget, least_piece(g, budget));
+  const int work = share / g.cuts, cut = share - work * g.cuts;
+  if (work >= num_works(g)) return {num_works(g), 0};
+  return {work, cut == 0 ? 0 : static_cast<int>(int64_t{batch.tiles[0]} * cut / g.cuts)};
+}
+
 // Coordinate of a tile that starts a step.
 ATTNOPS_HOST_DEVICE inline int64_t cost_at(const SplitKvGeometry& g, const SplitKvBatch& batch, SplitKvPoint point) {
   const int request = point.work / g.works_per_request;
@@ -228,6 +280,7 @@ struct SplitKvSpan {
 // Which parts share a work (balanced), or into how many it is cut (batch-invariant).
 ATTNOPS_HOST_DEVICE inline SplitKvSpan work_span(const SplitKvGeometry& g, const SplitKvBatch& batch, int64_t budget,
                                                  int work) {
+  if (g.cuts > 0) return {work * g.cuts, g.cuts};
   const int tiles = batch.tiles[work / g.works_per_request];
   const int least = least_piece(g, budget);
   const int first = static_cast<int>(cost_at(g, batch, {work, min_of(least, tiles) - 1}) / budget);
@@ -256,9 +309,8 @@ ATTNOPS_HOST_DEVICE inline SplitKvEntry split_kv_entry(const SplitKvGeometry& g,
 // Shares are independent of one another, so a GPU thread makes one each.
 ATTNOPS_HOST_DEVICE inline SplitKvEntry split_kv_entry(const SplitKvGeometry& g, const SplitKvBatch& batch, int part) {
   const int64_t budget = part_budget(g, batch.prefix[g.num_requests]);
-  const int least = least_piece(g, budget);
-  return split_kv_entry(g, batch, budget, part, point_at(g, batch, part * budget, least),
-                        point_at(g, batch, (part + 1) * budget, least));
+  return split_kv_entry(g, batch, budget, part, share_begin(g, batch, budget, part),
+                        share_begin(g, batch, budget, part + 1));
 }
 
 // Where part `part` puts its piece of `work`, in balanced mode: at most the first and the last work of a part are

@@ -107,12 +107,14 @@ def test_balanced_plan(lengths, shape):
     shares = even_shares if even_shares and not uneven else geometry.num_sm_parts
     budget = max(-(-total // shares), TILE_COST)
     budget = -(-budget // TILE_COST) * TILE_COST if overhead == 0 else budget
-    all_short = max(tiles, default=0) <= shape.get("short_tiles", 0)
-    least = 2 if budget >= 4 * TILE_COST or all_short else 1  # of a piece that a cut makes
+    looks = shape.get("short_tiles", 0) > 0  # whether cuts are worth their merge
+    whole = looks and all((begin, end) == (0, tiles[work]) for part in pieces for work, begin, end in part)
+    least = 2 if budget >= 4 * TILE_COST else 1  # of a piece that a cut makes
+    more = max(tiles, default=0) if whole else 2 if looks else 2 * (least - 1)
     for part in pieces:
-        assert sum(end - begin for _, begin, end in part) <= -(-budget // TILE_COST) + 2 * (least - 1)
+        assert sum(end - begin for _, begin, end in part) <= -(-budget // TILE_COST) + more
         for work, begin, end in part:
-            assert end - begin >= min(least, tiles[work])
+            assert whole or end - begin >= min(least, tiles[work])
 
     # 3. Splits are numbered without gaps, and their rows of out_partial are unique.
     holders: dict[int, list[int]] = {}
@@ -240,6 +242,7 @@ def test_mla_plans_look_for_even_batches(lengths, heads, blocks, group, device):
         work_overhead=16,  # csrc/mla_decode/plan.h
         parts_per_group=group,
         even_shares=_scheduler.shares_of_even_works(len(lengths) * blocks // group, 42 // group),
+        short_tiles=2,
     )
     rows = [[getattr(entry, name) for name in FIELDS] for entry in _scheduler.plan_split_kv(geometry, lengths)]
     assert plan.tile_scheduler_metadata.tolist() == rows
@@ -316,6 +319,42 @@ def test_works_of_two_tiles_stay_whole_where_none_is_longer(lengths, overhead, w
     assert at == len(lengths) * works
     longer = _scheduler.plan_split_kv(geometry, [*lengths, 132 * 64])
     assert any(entry.end_tile for entry in longer), "the long one is cut"
+
+
+def tiles_of_parts(lengths: list[int], parts: int) -> list[list[tuple[int, int]]]:
+    """(work, tiles) of each part that has any, by the rule of MLA's plans."""
+    geometry = _scheduler.SplitKvGeometry(
+        works_per_request=1,
+        seqlen_q=1,
+        tile_tokens=64,
+        num_sm_parts=parts,
+        work_overhead=16,
+        even_shares=_scheduler.shares_of_even_works(len(lengths), parts),
+        short_tiles=2,
+    )
+    tiles = works_of(geometry, lengths)
+    shares = [pieces_of(entry, tiles) for entry in _scheduler.plan_split_kv(geometry, lengths)]
+    return [[(work, end - begin) for work, begin, end in part] for part in shares if part]
+
+
+def test_cuts_must_be_worth_their_merge():
+    assert tiles_of_parts([227] * 79, 132) == [[(work, 4)] for work in range(79)]
+    assert tiles_of_parts([640] * 100, 132) == [[(work, 10)] for work in range(100)]
+    assert tiles_of_parts([227, 1, 0, 200, 130] * 16, 132) == [[(i, n)] for i, n in enumerate([4, 1, 1, 4, 3] * 16)]
+    longer = tiles_of_parts([64 * 64] * 90, 132)
+    assert len(longer) >= 131 and any(len(part) > 1 for part in longer)
+
+
+def test_even_works_that_shares_hold_twice_are_cut_into_equal_pieces():
+    assert tiles_of_parts([394] * 24, 66) == [[(work, n)] for work in range(24) for n in (3, 4)]
+    assert tiles_of_parts([300] * 33, 66) == [[(work, n)] for work in range(33) for n in (2, 3)]
+    assert tiles_of_parts([190] * 2, 44) == [[(work, 1)] for work in range(2) for _ in range(3)]
+
+
+def test_works_that_nearly_fill_the_parts_stay_whole():
+    parts = tiles_of_parts([500] * 592, 66)
+    assert {len(part) for part in parts} == {8, 9} and all(n == 8 for part in parts for _, n in part)
+    assert any(n < 6 for part in tiles_of_parts([344] * 84, 66) for _, n in part), "two works each are too many"
 
 
 @pytest.mark.parametrize(

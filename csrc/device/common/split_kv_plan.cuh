@@ -40,14 +40,14 @@ __global__ void __launch_bounds__(kThreads)
   const int begin = min_of(thread * each, g.num_requests);
   const int end = min_of(begin + each, g.num_requests);
   const int first_count = begin < end ? num_tiles(g, cache_seqlens[0]) : 0;
-  bool differs = false, longer = false;
+  bool differs = false;
+  int longest = 0;
   for (int b = begin; b < end; ++b) {
     tiles[b] = num_tiles(g, cache_seqlens[b]);
     differs |= tiles[b] != first_count;
-    longer |= tiles[b] > g.short_tiles;
+    longest = max_of(longest, tiles[b]);
   }
   if (g.even_shares > 0) g.uneven = __syncthreads_or(differs);
-  if (!kFixed && g.short_tiles > 0) g.all_short = !__syncthreads_or(longer);
   int64_t cost = 0, cuts = 0;
   for (int b = begin; b < end; ++b) {
     cost += g.works_per_request * work_cost(g, tiles[b]);
@@ -67,12 +67,16 @@ __global__ void __launch_bounds__(kThreads)
     num_splits[g.num_requests] = splits_before(all_cuts);
   }
   const int64_t budget = part_budget(g, total);
+  if (!kFixed && g.short_tiles > 0) {
+    g.whole = !__syncthreads_or(longest > most_whole_tiles(g, budget));
+    g.cuts = cuts_of_works(g, budget, tiles[0]);  // there is one: batches of few go elsewhere
+  }
   const SplitKvBatch batch{prefix, tiles};
   // A round serves one group less than it finds points: a row needs the next group's beginning, too.
   const int groups = num_groups(g);
   for (int first = 0; first < groups; first += kThreads - 1) {
     __syncthreads();  // the prefix is whole; the last round's points are read
-    points[thread] = point_at(g, batch, min_of(first + thread, groups) * budget, least_piece(g, budget));
+    points[thread] = share_begin(g, batch, budget, min_of(first + thread, groups));
     __syncthreads();
     const int rows = min_of(kThreads - 1, groups - first) * g.parts_per_group;
     for (int row = thread; row < rows; row += kThreads) {

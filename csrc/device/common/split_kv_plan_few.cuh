@@ -38,14 +38,16 @@ __global__ void __launch_bounds__(kThreads)
 
   const bool has_request = lane < g.num_requests;
   const int count = has_request ? num_tiles(g, cache_seqlens[lane]) : 0;
-  if (g.even_shares > 0) {
-    const int first_count = __shfl_sync(~0u, count, 0);
-    g.uneven = __any_sync(~0u, has_request && count != first_count);
-  }
-  if (!kFixed && g.short_tiles > 0) g.all_short = !__any_sync(~0u, count > g.short_tiles);
+  const int first_count = __shfl_sync(~0u, count, 0);
+  if (g.even_shares > 0) g.uneven = __any_sync(~0u, has_request && count != first_count);
   const int64_t cost = has_request ? g.works_per_request * work_cost(g, count) : 0;
   const int64_t through = warp_inclusive_sum(cost, g.num_requests, lane);
   const int64_t total = __shfl_sync(~0u, through, max_of(g.num_requests - 1, 0));
+  const int64_t budget = part_budget(g, total);
+  if (!kFixed && g.short_tiles > 0) {
+    g.whole = !__any_sync(~0u, count > most_whole_tiles(g, budget));
+    g.cuts = cuts_of_works(g, budget, first_count);
+  }
   if (has_request) {
     prefix[lane + 1] = through;
     tile_counts[warp][lane] = count;
@@ -60,13 +62,12 @@ __global__ void __launch_bounds__(kThreads)
     if (lane == 0) num_splits[0] = 0;
   }
   __syncwarp();
-  const int64_t budget = part_budget(g, total);
   const SplitKvBatch batch{prefix, tile_counts[warp]};
   const int groups = num_groups(g);
   // Few groups are spread over all warps: what takes time is how many rows a lane makes one after another.
   const int groups_per_warp = min_of(31, (groups + kWarps - 1) / kWarps);
   for (int first = warp * groups_per_warp; first < groups; first += kWarps * groups_per_warp) {
-    points[warp][lane] = point_at(g, batch, min_of(first + lane, groups) * budget, least_piece(g, budget));
+    points[warp][lane] = share_begin(g, batch, budget, min_of(first + lane, groups));
     __syncwarp();
     const int rows = min_of(groups_per_warp, groups - first) * g.parts_per_group;
     for (int row = lane; row < rows; row += 32) {

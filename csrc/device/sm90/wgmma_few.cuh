@@ -64,9 +64,12 @@ __device__ inline void wgmma_few(float (&d)[kColumns / 2], uint64_t a, uint64_t 
   if constexpr (kColumns == 16) {                                                                          \
     ATTNOPS_WGMMA_FEW_RS("16", types, ATTNOPS_R8, "8", "9", "10", "11", "12", "13", ATTNOPS_F4(d, 0),      \
                          ATTNOPS_F4(d, 4));                                                                \
-  } else {                                                                                                 \
-    static_assert(kColumns == 32);                                                                         \
+  } else if constexpr (kColumns == 32) {                                                                   \
     ATTNOPS_WGMMA_FEW_RS("32", types, ATTNOPS_R16, "16", "17", "18", "19", "20", "21", ATTNOPS_F16(d, 0)); \
+  } else {                                                                                                 \
+    static_assert(kColumns == 48);                                                                         \
+    ATTNOPS_WGMMA_FEW_RS("48", types, ATTNOPS_R24, "24", "25", "26", "27", "28", "29", ATTNOPS_F16(d, 0),  \
+                         ATTNOPS_F4(d, 16), ATTNOPS_F4(d, 20));                                            \
   }
 
 // The same with a in registers, also for 64 columns: rows lane / 4 and + 8 of the warp's sixteen, columns 2 (lane % 4)

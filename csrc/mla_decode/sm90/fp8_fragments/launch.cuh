@@ -97,6 +97,9 @@ void launch(const Params& p, cudaStream_t stream) {
   const int rows = p.seqlen_q * p.num_q_heads;
   if (rows <= kFewRows) return launch_shape<T, Shape<kFormat>>(p, stream);
   if (rows <= 32) return launch_wide<T, kFormat, 32>(p, stream);
+  if constexpr (kFormat == Format::kDense) {
+    if (rows <= 48) return launch_wide<T, kFormat, 48>(p, stream);
+  }
   launch_wide<T, kFormat, kPlanRows>(p, stream);
 }
 

@@ -2,9 +2,9 @@
 #include "mla_decode/sm90/fp8_fragments/wide_scores.cuh"
 #include "mla_decode/sm90/fp8_fragments/wide_values.cuh"
 
-// Blocks of 64 query rows. Warpgroups have roles: one computes the scores and probabilities of every tile, two multiply
-// them by V, 256 columns each, and the fourth loads. So the softmax of a tile lies under the products of the one
-// before. docs/kernels/mla_decode_fp8.md.
+// Blocks of up to 64 query rows. Warpgroups have roles: one computes the scores and probabilities of every tile, two
+// multiply them by V, 256 columns each, and the fourth loads. So the softmax of a tile lies under the products of the
+// one before. docs/kernels/mla_decode_fp8.md.
 namespace attnops::mla_decode::sm90::fp8_fragments {
 
 // By one thread: with a barrier a lane the compiler makes a loop over the lanes.

@@ -25,7 +25,7 @@ struct WideModes {
   bool out_aligned;     // rows of the output start on 4-byte boundaries
 };
 
-// For blocks of kRows_ query rows, 16, 32 or 64.
+// For blocks of kRows_ query rows, 16, 32, 48 or 64.
 template <Format kFormat_, Options kOptions_, int kRows_ = kPlanRows>
 struct WideShape {
   static constexpr Format kFormat = kFormat_;
@@ -38,7 +38,7 @@ struct WideShape {
   static constexpr int kRows = kRows_;
   static constexpr bool kQueriesInRing = true;
   // What shared memory has room for beside the queries.
-  static constexpr int kRingTiles = kRows == 64 ? 3 : kRows == 32 || kScaled ? 4 : 5;
+  static constexpr int kRingTiles = kRows == 64 ? 3 : kRows >= 32 || kScaled ? 4 : 5;
 
   static constexpr int kConsumerThreads = kValueThreads + kGroupThreads;
   static constexpr int kThreads = kConsumerThreads + 32 * kLoadingWarps;

@@ -15,7 +15,7 @@ class WideSoftmax {
   using Scores = float[At::kRows / 2];
   // Rows' scales and references are held from the end of a tile's scores on, where there are registers: keys' scales
   // take those.
-  static constexpr bool kHolds = !At::kScaled && At::kRows == kPlanRows;
+  static constexpr bool kHolds = !At::kScaled && At::kRows >= 48;
   using RowPairs = float4[kHolds ? At::kRows / 8 : 1];
 
   __device__ WideSoftmax(const Params& p, uint8_t* base) : p_(p), base_(base) {}
