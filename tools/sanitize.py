@@ -96,6 +96,8 @@ SETS = {
     "memcheck xqa_decode rows24": (XQA, "test_24_rows"),
     "racecheck xqa_decode rows24": (XQA, "test_24_rows and (6-5- or 67-5-)"),
     "racecheck xqa_decode portable_fp8": (XQA, "test_every_kernel and 4-256 and kv_dtype1 and checked"),
+    "memcheck xqa_decode short_works": (XQA_SHORT, "test_parts_of_many or test_rules_of_short"),
+    "racecheck xqa_decode short_works": (XQA_SHORT, "test_parts_of_many and 5"),
     "racecheck xqa_decode blocks_of_rows": (XQA_SHORT, "test_blocks_of_rows and None"),
     "memcheck xqa_decode blocks_of_rows": (XQA_SHORT, "test_many_rows and None"),
     "racecheck xqa_decode widened": (XQA_SHORT, "test_blocks_of_rows and kv_dtype1"),

@@ -37,6 +37,11 @@ def short_lengths(batch: int, longest: int = 128) -> list[int]:
         ((7, 7), 128, 64, BF16, FP8),
         ((24, 8), 112, 5, FP16, FP8),
         ((16, 8), 128, 128, BF16, FP8),
+        ((88, 8), 64, 64, BF16, FP8),
+        ((32, 2), 128, 16, FP16, FP8),
+        ((27, 3), 112, 7, BF16, FP8),
+        ((20, 2), 80, 3, BF16, None),
+        ((12, 6), 48, 32, FP16, None),
         ((9, 9), 192, 16, BF16, FP8),
         ((12, 4), 256, 33, BF16, FP8),
     ],
@@ -59,14 +64,15 @@ def test_parts_of_many_short_works(heads, head_dim, page_size, dtype, kv_dtype, 
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
 @pytest.mark.parametrize("options", [{"window_left": 20}, {"logit_cap": 5.0}, {"sinks": True}, {"tree": True}, {}])
 @pytest.mark.parametrize("seqlen_q", [1, 2, 4])
-def test_rules_of_short_works(options, seqlen_q, kv_dtype):
+@pytest.mark.parametrize("heads", [6, 12])
+def test_rules_of_short_works(options, seqlen_q, kv_dtype, heads):
     lengths = [max(n, seqlen_q) for n in short_lengths(50)]
     problem = paged_problem(
-        lengths, seqlen_q, num_q_heads=6, num_kv_heads=3, head_dim=128, page_size=16, kv_dtype=kv_dtype
+        lengths, seqlen_q, num_q_heads=heads, num_kv_heads=3, head_dim=128, page_size=16, kv_dtype=kv_dtype
     ).to("cuda")
     rules = dict(options)
     if rules.pop("sinks", False):
-        rules["sinks"] = torch.randn(6, device="cuda")
+        rules["sinks"] = torch.randn(heads, device="cuda")
     if rules.pop("tree", False):
         visible = torch.rand(50, seqlen_q, seqlen_q) < 0.5
         rules["tree_mask"] = (

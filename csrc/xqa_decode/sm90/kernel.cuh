@@ -155,9 +155,7 @@ __device__ __forceinline__ void run_parts(const Params& p, const Shape& shape, c
   const SplitKvEntry entry = load_entry(p, part);
   if (entry.begin_work == entry.end_work && entry.begin_tile >= entry.end_tile) return;
   if constexpr (kHasShortWorks<Tr>) {
-    if (all_short<Tr>(p, shape, entry, lane)) {
-      return attend_short_works<Tr>(p, shape, boxes, entry, part, smem, warp, lane);
-    }
+    if (take_short_works<Tr>(p, shape, boxes, entry, part, smem, warp, lane)) return;
   }
   PieceWalk piece(p, shape, entry, part);
   if (!piece.next()) return;

@@ -1,6 +1,7 @@
 #pragma once
 #include "xqa_decode/cuda/kernel.cuh"
 #include "xqa_decode/cuda/work_walk.cuh"
+#include "xqa_decode/sm90/lone_warp.cuh"
 #include "xqa_decode/sm90/query_copy.cuh"
 #include "xqa_decode/sm90/tile_stream.cuh"
 
@@ -9,8 +10,10 @@
 // portable kernel's arithmetic: more works wait at the same time.
 namespace attnops::xqa_decode::sm90 {
 
-inline constexpr int kMostShortTokens = 128;  // of a short work
-inline constexpr int kFewestShortWorks = 4;   // of a part
+inline constexpr int kMostShortTokens = 128;   // of a short work
+inline constexpr int kMostTokensOfMany = 192;  // where LoneWarp has so many works a warp that none is long beside them
+inline constexpr int kManyWorksOfWarp = 4;
+inline constexpr int kFewestShortWorks = 4;  // of a part
 
 // The portable kernel's traits, for a warp alone. Its rows are a power of two.
 inline constexpr int portable_head_dim(int head_dim) { return head_dim == 192 ? 256 : head_dim; }
@@ -37,11 +40,19 @@ struct ShortWorks {
 // slower; kernels that fold add cuts up in an order of their own, and those of two KV heads have another ring.
 template <class Tr>
 inline constexpr bool kHasShortWorks =
-    !Tr::kFolds && Tr::kHeads == 1 && (Tr::kRows == 8 || (Tr::kRows == 16 && Tr::kHeadDim <= 128 && !Tr::kFp8));
-
-// Whether the part has many works, all of them whole and short. Every warp finds that out by itself.
+    !Tr::kFolds && Tr::kHeads == 1 && (Tr::kRows == 8 || (Tr::kRows == 16 && Tr::kHeadDim <= 128));
+// Those of the usual kind by LoneWarp, and all others by the portable kernel's arithmetic, but for two row tiles over
+// e4m3 pages: registers are short.
 template <class Tr>
-__device__ __forceinline__ bool all_short(const Params& p, const Shape& shape, const SplitKvEntry& entry, int lane) {
+inline constexpr bool kHasLoneWarps = kHasShortWorks<Tr>&& Tr::kHeadDim <= 128;
+template <class Tr>
+inline constexpr bool kHasAnyShortWorks = kHasShortWorks<Tr> && (Tr::kRows == 8 || !Tr::kFp8);
+
+// Whether the part has many works, all of them whole and of so many tokens at most. Every warp finds that out by
+// itself.
+template <class Tr>
+__device__ __forceinline__ bool all_short(const Params& p, const Shape& shape, const SplitKvEntry& entry,
+                                          int most_tokens, int lane) {
   if (entry.end_work - entry.begin_work < kFewestShortWorks || p.fixed_split_tokens != 0) return false;
   if (entry.begin_tile > 0 || entry.end_tile > 0) return false;
   if (entry.begin_num_splits > 1 || entry.last_num_splits > 1) return false;
@@ -54,7 +65,7 @@ __device__ __forceinline__ bool all_short(const Params& p, const Shape& shape, c
     const KvRange keys = visible_keys(length_of(__ldg(p.cache_seqlens + request)), p.seqlen_q, p.window_left);
     longest = max_of(longest, keys.end - keys.begin);
   }
-  return __reduce_max_sync(~0u, longest) <= kMostShortTokens;
+  return __reduce_max_sync(~0u, longest) <= most_tokens;
 }
 
 // The queries of a warp's works, one after the other.
@@ -112,7 +123,7 @@ class WarpQueries {
   const int lane_;
 };
 
-// What a warp does with its works of the part.
+// What a warp does with its works of the part, of any kind.
 template <class Tr>
 __device__ __forceinline__ void attend_short_works(const Params& p, const Shape& shape, const Boxes& boxes,
                                                    const SplitKvEntry& entry, int part, uint8_t* smem, int warp,
@@ -180,6 +191,30 @@ __device__ __forceinline__ void attend_short_works(const Params& p, const Shape&
     store_piece<Warp>(p, shape, place, {0, 1, 0, 0, 0, 1}, 0, own, lane);
     __syncwarp();  // the results are read
   }
+}
+
+// Whether the part was one of short works, and this warp has done its own.
+template <class Tr>
+__device__ __forceinline__ bool take_short_works(const Params& p, const Shape& shape, const Boxes& boxes,
+                                                 const SplitKvEntry& entry, int part, uint8_t* smem, int warp,
+                                                 int lane) {
+  bool lone = false;
+  if constexpr (kHasLoneWarps<Tr>) lone = LoneWarp<Tr>::serves(p, shape, boxes);
+  if (!lone && !kHasAnyShortWorks<Tr>) return false;
+  constexpr int kWarps = Tr::kAllThreads / 32;
+  // Over 16-bit pages, whose works are bytes more than instructions.
+  const bool many =
+      lone && !Tr::kFp8 && Tr::kRows == 8 && entry.end_work - entry.begin_work >= kManyWorksOfWarp * kWarps;
+  if (!all_short<Tr>(p, shape, entry, many ? kMostTokensOfMany : kMostShortTokens, lane)) return false;
+  if constexpr (kHasLoneWarps<Tr>) {
+    if (lone) {
+      auto* const queue = reinterpret_cast<int4*>(smem + warp * LoneWarp<Tr>::kQueueBytes);
+      LoneWarp<Tr>(p, shape, boxes, part, warp, kWarps, queue, lane).run(entry);
+      return true;
+    }
+  }
+  if constexpr (kHasAnyShortWorks<Tr>) attend_short_works<Tr>(p, shape, boxes, entry, part, smem, warp, lane);
+  return true;
 }
 
 }  // namespace attnops::xqa_decode::sm90
