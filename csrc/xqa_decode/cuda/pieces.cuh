@@ -187,8 +187,10 @@ class PieceWalk {
 
   // Row of the partial results.
   __device__ int64_t first_cut(int cuts) const {
-    const auto before = static_cast<uint32_t>(__ldg(p_.num_splits + request_));  // one below zero has no room, either
-    return static_cast<int64_t>(before) * p_.num_kv_heads + static_cast<int64_t>(kv_head_) * cuts;
+    // What is below zero is far above, and has no room, either.
+    const uint64_t before = static_cast<uint32_t>(__ldg(p_.num_splits + request_));
+    return static_cast<int64_t>(before * static_cast<uint32_t>(p_.num_kv_heads)) +
+           static_cast<int64_t>(kv_head_) * cuts;
   }
 
   __device__ void open() {

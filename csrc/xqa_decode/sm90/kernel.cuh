@@ -121,11 +121,22 @@ constexpr bool moves_registers() {
   }
 }
 
+// Kernels that no launch gives a batch-invariant plan: what is for those alone falls away.
+template <class Tr>
+constexpr bool only_balanced() {
+  if constexpr (requires { Tr::kOnlyBalanced; }) {
+    return Tr::kOnlyBalanced;
+  } else {
+    return false;
+  }
+}
+
 // What a CTA does: a part of the plan, or one for each of its KV heads, which are neighbours and walk the same tiles.
 // Units of keys and values stream through the ring, and a `Multiplier` for each head takes them out.
 template <class Tr, class Multiplier>
 __device__ __forceinline__ void run_parts(const Params& p, const Shape& shape, const Boxes& boxes,
                                           const CUtensorMap& key_map, const CUtensorMap& value_map, uint8_t* smem) {
+  if constexpr (only_balanced<Tr>()) __builtin_assume(p.fixed_split_tokens == 0);
   using Shared = SharedLayout<Tr>;
   constexpr int kHeads = heads_of_cta<Tr>(), kWarpsOfHead = Tr::kThreads / 32;
   const uint32_t shared = hopper::smem_address(smem);
