@@ -51,10 +51,13 @@ struct PartEntry : SplitKvEntry {
 //
 // In batch-invariant mode a piece is one cut of a work. A part often makes several cuts of a work in a row, a *run*; a
 // stream that only brings keys may walk whole runs.
-class PieceWalk {
+//
+// kMayCut: whether there may be such a plan. Kernels that none is given to leave out what is for cuts alone.
+template <bool kMayCut>
+class PieceWalkOf {
  public:
   // Of a part that has work.
-  __device__ PieceWalk(const Params& p, const Shape& shape, const PartEntry& entry, int part)
+  __device__ PieceWalkOf(const Params& p, const Shape& shape, const PartEntry& entry, int part)
       : p_(p),
         row_blocks_(shape.row_blocks),
         group_(shape.heads_side_by_side ? p.num_kv_heads : 1),
@@ -69,7 +72,7 @@ class PieceWalk {
       kv_head_ = work_ - request_ * p.num_kv_heads;
     }
     next_length_ = __ldg(p.cache_seqlens + request_);
-    entry_ = clamped(entry, {shape.plan_works, shape.plan_groups, p.fixed_split_tokens == 0}, group);
+    entry_ = clamped(entry, {shape.plan_works, shape.plan_groups, !cuts_works()}, group);
     row_block_ = row_blocks_ - 1, end_tile_ = entry_.begin_tile;
     num_tiles_ = end_tile_ + 1;  // as if the piece before ended here, inside the work
     // The part that holds the first tile of the first work may have begun with an earlier work.
@@ -79,7 +82,7 @@ class PieceWalk {
 
   // From here on whole runs, where cuts end with a round of `round_tokens` (a power of two).
   __device__ void walk_runs(int round_tokens) {
-    if (row_blocks_ > 1 || p_.fixed_split_tokens == 0) return;
+    if (row_blocks_ > 1 || !cuts_works()) return;
     run_round_ = round_tokens;
     if (length_ >= 0 && cut_ends_round()) end_tile_ = min_of(run_end(), num_tiles_);
   }
@@ -150,7 +153,7 @@ class PieceWalk {
   }
 
   __device__ Splits splits() const {
-    if (p_.fixed_split_tokens != 0) {
+    if (cuts_works()) {
       const int index = tile_ / cut_tiles(), cuts = num_cuts();
       const int64_t first = first_cut(cuts);
       return {index, cuts, first, first + 1, 1, end_tile_ == run_end() ? index - run_begin_cut() + 1 : 0};
@@ -171,6 +174,8 @@ class PieceWalk {
   }
 
  private:
+  __device__ bool cuts_works() const { return kMayCut && p_.fixed_split_tokens != 0; }
+
   // The part's tiles of the work.
   __device__ int run_begin() const { return work_ == entry_.begin_work ? entry_.begin_tile : 0; }
   __device__ int run_end() const { return work_ == entry_.end_work ? entry_.end_tile : num_tiles_; }
@@ -205,7 +210,7 @@ class PieceWalk {
     }
     end_tile_ = run_end();
     overflows_ = false;
-    if (p_.fixed_split_tokens != 0) {
+    if (cuts_works()) {
       const int cuts = num_cuts();
       // No more than the work has, as a planner's rows say themselves.
       tile_ = min_of(tile_, num_tiles_ - 1), end_tile_ = min_of(end_tile_, num_tiles_);
@@ -238,6 +243,8 @@ class PieceWalk {
   KvRange keys_{0, 0};
   bool overflows_ = false;
 };
+
+using PieceWalk = PieceWalkOf<true>;
 
 // How many chunks a piece has.
 template <class Tr, class Piece>

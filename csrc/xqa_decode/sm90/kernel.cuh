@@ -92,9 +92,9 @@ __device__ __forceinline__ LikelyStart prefetch_first_tile(const Params& p, cons
 }
 
 // What the warps beyond those that multiply do; `warp` is the number among them.
-template <class Tr>
+template <class Tr, class Pieces>
 __device__ __forceinline__ void bring_pieces(const Params& p, const Shape& shape, const Boxes& boxes,
-                                             const CUtensorMap& key_map, const CUtensorMap& value_map, PieceWalk& piece,
+                                             const CUtensorMap& key_map, const CUtensorMap& value_map, Pieces& piece,
                                              uint32_t shared, int warp, int lane) {
   if constexpr (Tr::kGathers) {
     GatherStream<Tr> stream(p, shape, shared, warp, lane);
@@ -121,22 +121,23 @@ constexpr bool moves_registers() {
   }
 }
 
-// Kernels that no launch gives a batch-invariant plan: what is for those alone falls away.
+// The walk over a part's pieces, by whether the kernel may be given a batch-invariant plan.
 template <class Tr>
-constexpr bool only_balanced() {
-  if constexpr (requires { Tr::kOnlyBalanced; }) {
-    return Tr::kOnlyBalanced;
+constexpr bool may_cut() {
+  if constexpr (requires { Tr::kMayCut; }) {
+    return Tr::kMayCut;
   } else {
-    return false;
+    return true;
   }
 }
+template <class Tr>
+using Walk = PieceWalkOf<may_cut<Tr>()>;
 
 // What a CTA does: a part of the plan, or one for each of its KV heads, which are neighbours and walk the same tiles.
 // Units of keys and values stream through the ring, and a `Multiplier` for each head takes them out.
 template <class Tr, class Multiplier>
 __device__ __forceinline__ void run_parts(const Params& p, const Shape& shape, const Boxes& boxes,
                                           const CUtensorMap& key_map, const CUtensorMap& value_map, uint8_t* smem) {
-  if constexpr (only_balanced<Tr>()) __builtin_assume(p.fixed_split_tokens == 0);
   using Shared = SharedLayout<Tr>;
   constexpr int kHeads = heads_of_cta<Tr>(), kWarpsOfHead = Tr::kThreads / 32;
   const uint32_t shared = hopper::smem_address(smem);
@@ -167,7 +168,7 @@ __device__ __forceinline__ void run_parts(const Params& p, const Shape& shape, c
       return attend_short_works<Tr>(p, shape, boxes, entry, part, smem, warp, lane);
     }
   }
-  PieceWalk piece(p, shape, entry, part);
+  Walk<Tr> piece(p, shape, entry, part);
   if (!piece.next()) return;
   if (Tr::kFolds || brings) piece.walk_runs(Tr::kTileTokens);
   if (brings) {
