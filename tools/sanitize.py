@@ -63,6 +63,7 @@ SETS = {
     # What a value in a tensor may lead to: nothing outside the pools.
     "memcheck hostile pages": (ROWS, "test_bad_pages or test_kv_indptr or test_lengths_below"),
     "memcheck hostile lengths": (ROWS, "test_a_length_beyond and balanced"),
+    "memcheck hostile plans": (["tests/device_values/test_hostile_plans.py"], "hd128 or fp32 or e4m3 or pairs or wrap"),
     "memcheck trees": (ROWS, "test_what_no_row_sees"),
     "memcheck speculation": (SPECULATION, "not schemas and not sampled_paths and not errors and not one_graph"),
     "memcheck sparse_indexer": (INDEXER, "not schemas and not errors and not long_rows"),

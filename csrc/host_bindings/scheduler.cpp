@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <optional>
 #include <vector>
 
 #include "scheduler/split_kv.h"
@@ -112,6 +113,16 @@ PYBIND11_MODULE(_scheduler, m) {
       },
       py::arg("words"), py::arg("works"), py::arg("groups"), py::arg("balanced"), py::arg("group"),
       "A row of a plan as kernels on a GPU follow it, whatever it holds.");
+  m.def(
+      "clamped",
+      [](const std::array<int32_t, 8>& words, int works, int groups, bool balanced,
+         int group) -> std::optional<SplitKvEntry> {
+        const SplitKvEntry row{words[0], words[1], words[2], words[3], words[4], words[5], words[6], words[7]};
+        if (!attnops::has_work(row, works, groups)) return std::nullopt;
+        return attnops::clamped(row, {works, groups, balanced}, group);
+      },
+      py::arg("words"), py::arg("works"), py::arg("groups"), py::arg("balanced"), py::arg("group"),
+      "The same of kernels that ask first whether a part has work; None where it has none.");
   m.def(
       "num_tiles",
       [](const SplitKvGeometry& geometry, int cache_seqlen) { return attnops::num_tiles(geometry, cache_seqlen); },

@@ -1,4 +1,4 @@
-"""No plan, whatever somebody wrote into its memory, ends a CUDA context, hangs a call or writes beside its tensors."""
+"""No plan, whatever somebody wrote into its memory, ends a process, hangs a call or writes beside its tensors."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from fmha_calls import split_plan
 from hostile_plans import INT_MAX, INT_MIN, WAYS, Between, HostilePlan, spoil
 from kernel_rows import ROWS, Case, case_of, finite
 from mla_calls import SCALE, plan_for, queries
-from problems import FP8, paged_problem
+from problems import FP8, mla_problem, paged_problem
 from sparse_calls import KINDS, sparse_problem
 from sparse_calls import plan_of as sparse_plan_of
 from xqa_decoding import make_plan
 
 gpu = pytest.mark.gpu
-OPS = ("mla_decode",)  # xqa_decode still follows its rows as they stand
-each_row = pytest.mark.parametrize("op,row", [row for row in ROWS.values() if row[0] in OPS])
+BF16, FP16 = torch.bfloat16, torch.float16
+each_row = pytest.mark.parametrize("op,row", ROWS.values())
 LENGTHS = [130, 64, 5, 517, 0, 66, 1900]
 
 
@@ -30,7 +30,7 @@ def plan_of(case: Case, parts: int, fixed: int):
 
 
 def attend(case: Case, plan) -> torch.Tensor:
-    """The output by a plan as it is, whatever its counters say afterwards."""
+    """The output by a plan as it is, whatever its counters say afterwards. Nothing is written beside it."""
     problem, call = case.problem, {k: v for k, v in case.call.items() if k not in ("seqlen_q", "num_sm_parts")}
     if call.pop("checked", False):
         call["report"] = torch.zeros(8, dtype=torch.int32, device="cuda")
@@ -38,8 +38,11 @@ def attend(case: Case, plan) -> torch.Tensor:
     if case.op == "mla_decode":
         call |= {"kv_scale": problem.kv_scale, "softmax_scale": SCALE}
         return ops.mla_decode(queries(problem), problem.kv_pages, *table, **call)[0]
-    call |= {"k_scale": problem.k_scale, "v_scale": problem.v_scale}
-    return ops.xqa_decode(problem.q, problem.k_pages, problem.v_pages, *table, **call)[0]
+    out = Between(torch.zeros_like(problem.q))
+    call |= {"k_scale": problem.k_scale, "v_scale": problem.v_scale, "out": out.view}
+    ops.xqa_decode(problem.q, problem.k_pages, problem.v_pages, *table, **call)
+    assert out.is_whole()
+    return out.view
 
 
 def wide(case: Case) -> Case:
@@ -57,7 +60,10 @@ def test_a_plan_of_any_words_ends_nothing(op, row, fixed):
     if op == "mla_decode" and fixed < 0:
         pytest.skip("takes no number of cuts")
     case = case_of(op, row, LENGTHS).with_pools(finite)
-    for number, (shape, parts) in enumerate([(case, 6), (wide(case), 33), (case, 2 if "ring" in row else 132)]):
+    shapes = [(case, 6), (wide(case), 33), (case, 2 if "ring" in row else 132)]
+    if op == "xqa_decode":  # heads side by side: a work is a request then; and neighbours of two heads in a CTA
+        shapes.append((case, 2 * case.pools[0].shape[2]))
+    for number, (shape, parts) in enumerate(shapes):
         good = attend(shape, plan_of(shape, parts, fixed))
         assert good.isfinite().all()
         plan = plan_of(shape, parts, fixed)
@@ -68,6 +74,64 @@ def test_a_plan_of_any_words_ends_nothing(op, row, fixed):
             assert hostile.unharmed(), (parts, way, seed)
         # The plan's own scratch holds what it did: a clean call of the same kernel is right.
         assert torch.equal(attend(shape, plan), good)
+
+
+# (query heads, KV heads): by the rows of a KV head kernels differ, within a row of the table, too. Of 28 KV heads there
+# are more works than clusters take.
+HEADS = [(28, 28), (56, 4), (96, 4), (200, 4), (400, 4)]
+EDGES = ["edges", "words", "some", "rows", "least"]
+
+
+@gpu
+@pytest.mark.parametrize("head_dim,dtype,kv_dtype", [(128, BF16, BF16), (128, BF16, FP8), (192, FP16, FP16)], ids=str)
+@pytest.mark.parametrize("page_size", [64, 3])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("fixed", [0, -16], ids=["balanced", "sixteen cuts"])
+def test_any_words_by_the_rows_of_q(head_dim, dtype, kv_dtype, page_size, heads, fixed):
+    options = {"head_dim": head_dim, "dtype": dtype, "kv_dtype": kv_dtype, "page_size": page_size}
+    problem = paged_problem(LENGTHS, num_q_heads=heads[0], num_kv_heads=heads[1], **options).to("cuda")
+    case = Case("xqa_decode", "any", problem, {"seqlen_q": 1}).with_pools(finite)
+    short = case.having(cache_seqlens=case.problem.cache_seqlens.clamp(max=100))  # parts of many short works
+    for number, (shape, parts) in enumerate([(case, 132), (short, 10), (short, 2 * heads[1])]):
+        plan = plan_of(shape, parts, fixed)
+        good = attend(shape, plan)
+        assert good.isfinite().all()
+        for seed, way in enumerate(EDGES * 3):
+            hostile = HostilePlan(plan, way, seed + 1000 * number, counters=seed % 2 == 1)
+            attend(shape, hostile.plan)
+            torch.cuda.synchronize()
+            assert hostile.unharmed(), (parts, way, seed)
+        assert torch.equal(attend(shape, plan), good)
+
+
+WRAPS = [
+    (INT_MAX - 8, 0, INT_MIN, 0, 0, 0, 0, 0),  # its works are eight, by subtraction
+    (INT_MAX, -1, INT_MIN, 0, 0, 1, 1, 0),
+    (0, INT_MAX, 1, 0, 0, 1, 1, 0),  # its first token is -64
+    (0, INT_MAX - 64, 1, 0, 0, 1, 1, 0),
+    (1, 1 << 26, 3, INT_MAX, 0, 1, 1, 0),
+    (0, 0, INT_MAX, INT_MAX, INT_MIN, INT_MAX, INT_MAX, INT_MIN),
+    (0, 0, 2, -1, INT_MAX, INT_MIN, INT_MIN, 1),
+    (0, 1, 0, INT_MIN, 0, 2, 2, 0),
+    (-1, 0, 1, 0, 0, 1, 1, 0),
+]
+
+
+@gpu
+@pytest.mark.parametrize("row", ["sm90_bf16_hd128", "sm90_fp8_hd128", "sm90_gather_fp8_hd128", "bf16_hd128", "fp32"])
+def test_ends_of_numbers_that_wrap(row):
+    """Where one number of a row less another, or a tile's first token, is beyond 32 bits."""
+    case = case_of("xqa_decode", row, LENGTHS).with_pools(finite)
+    for parts in (6, 2 * case.pools[0].shape[2]):
+        plan = plan_of(case, parts, 0)
+        good = attend(case, plan)
+        for words in WRAPS:
+            hostile = HostilePlan(plan, "zeros", 0)
+            hostile.plan.tile_scheduler_metadata.copy_(torch.tensor(words, dtype=torch.int32))
+            attend(case, hostile.plan)
+            torch.cuda.synchronize()
+            assert hostile.unharmed(), (parts, words)
+        assert torch.equal(attend(case, plan), good)
 
 
 @gpu
@@ -92,6 +156,43 @@ def test_a_plan_of_lists_of_any_words_ends_nothing(kind, heads, parts, fixed):
         torch.cuda.synchronize()
         assert hostile.unharmed(), (way, seed)
     assert torch.equal(decode(plan), good)
+
+
+CPU_CALLS = {
+    "xqa_decode": {"head_dim": 64},
+    "xqa_decode e4m3": {"head_dim": 64, "kv_dtype": FP8},
+    "xqa_decode heads": {"head_dim": 64, "num_q_heads": 9, "num_kv_heads": 3},
+    "mla_decode": {},
+    "mla_decode many": {"num_q_heads": 72},
+}
+
+
+@pytest.mark.parametrize("fixed", [0, 64, -16], ids=["balanced", "cuts", "sixteen cuts"])
+@pytest.mark.parametrize("name", CPU_CALLS)
+def test_a_plan_of_any_words_is_an_error_on_the_cpu(name, fixed):
+    """Or what the planner wrote, where the words happen to be that."""
+    op = name.split()[0]
+    if op == "mla_decode" and fixed < 0:
+        pytest.skip("takes no number of cuts")
+    if op == "xqa_decode":
+        case = Case(op, name, paged_problem(LENGTHS, page_size=16, **CPU_CALLS[name]), {"seqlen_q": 1})
+    else:
+        case = Case(op, name, mla_problem(LENGTHS, page_size=16, **CPU_CALLS[name]), {})
+    case = case.with_pools(finite)
+    refused = 0
+    for parts in (6, 33):
+        plan = plan_of(case, parts, fixed)
+        good = attend(case, plan)
+        for seed, way in enumerate(WAYS * 2):
+            hostile = HostilePlan(plan, way, seed)
+            try:
+                assert torch.equal(attend(case, hostile.plan), good), (parts, way, seed)
+            except RuntimeError as error:
+                assert f"attnops::{op}" in str(error), (parts, way, seed)
+                refused += 1
+            assert hostile.unharmed(), (parts, way, seed)
+        assert torch.equal(attend(case, plan), good)
+    assert refused > len(WAYS)
 
 
 PREFILLS = {

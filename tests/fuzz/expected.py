@@ -30,6 +30,7 @@ HOSTILE = ["words", "row index", "state slot", "row", "slot", "store", "store ml
 HOSTILE += [f"index key of {op}" for op in ("store_index_k", "gather_index_k", "index_logits_paged")]
 HOSTILE += [f"{kind} of {op}" for kind in ("length", "page index") for op in ("xqa_decode", "mla_decode")]
 HOSTILE += ["page index of fmha_paged", "bounds of fmha_paged", "bounds of fmha_varlen"]
+HOSTILE += [f"plan of {op}" for op in ("xqa_decode", "mla_decode", "fmha_paged", "fmha_varlen")]
 WRONG = ["rank", "dtype", "device", "stride", "extent", "number"]
 
 

@@ -22,8 +22,6 @@ def hostile_plans(draw: Draw) -> None:
     if draw.chance(0.25):
         return _hostile_order(draw)
     family, op = draw.pick([(xqa, "xqa_decode"), (mla, "mla_decode")])
-    if op == "xqa_decode" and draw.device != "cpu":
-        raise Void  # it still follows its rows as they stand
     call = family.draw_call(draw)
     if not call.lengths:
         raise Void

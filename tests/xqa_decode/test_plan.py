@@ -296,6 +296,54 @@ def test_bounds_of_any_words(words, works, groups, balanced, data):
         assert row.first_part + row.begin_split == group and row.begin_split < row.begin_num_splits
 
 
+@settings(max_examples=300, deadline=None)
+@given(LENGTHS, GEOMETRIES, st.sampled_from([0, 1, 4, -1, -16]), st.sampled_from([1, 2, 3]))
+def test_clamps_leave_what_the_planner_made(lengths, shape, fixed, per_group):
+    """A part has work where it has tiles, and all that is then read of its row stays."""
+    shape = {**shape, "num_sm_parts": shape["num_sm_parts"] * per_group, "parts_per_group": per_group}
+    geometry = _scheduler.SplitKvGeometry(**shape, tile_tokens=TILE_TOKENS, fixed_split_tiles=fixed)
+    tiles = works_of(geometry, lengths)
+    groups = geometry.num_sm_parts // per_group
+    for part, entry in enumerate(_scheduler.plan_split_kv(geometry, lengths)):
+        given_words = words_of(entry)
+        row = _scheduler.clamped(given_words, len(tiles), groups, fixed == 0, part // per_group)
+        pieces = pieces_of(entry, tiles)
+        assert (row is not None) == bool(pieces)
+        if row is None:
+            continue
+        got = words_of(row)
+        assert got[:5] == given_words[:5]
+        if fixed:
+            continue  # its splits are cuts, which the walk finds by itself
+        first_has_all = pieces[0][0] == pieces[-1][0]  # its splits are then those of the last, which nobody asks again
+        assert got[5] == given_words[5] and got[7] == given_words[7]
+        assert first_has_all or got[6] == given_words[6]
+
+
+@settings(max_examples=3000, deadline=None)
+@given(
+    st.lists(st.one_of(st.integers(-(2**31), 2**31 - 1), st.integers(-2, 12)), min_size=8, max_size=8),
+    st.integers(1, 12),
+    st.sampled_from([1, 2, 7, 132]),
+    st.booleans(),
+    st.data(),
+)
+def test_clamps_of_any_words(words, works, groups, balanced, data):
+    group = data.draw(st.integers(0, groups - 1))
+    if data.draw(st.booleans()):  # near to what a planner writes, so that many have work
+        words = [data.draw(st.integers(0, works - 1)), *words[1:7], data.draw(st.integers(0, groups - 1))]
+    row = _scheduler.clamped(words, works, groups, balanced, group)
+    if row is None:
+        return
+    assert 0 <= row.begin_work <= row.end_work <= works and row.begin_work < works
+    assert 0 <= row.begin_tile <= 1 << 22 and 0 <= row.end_tile <= 1 << 22
+    assert row.end_work < works or row.end_tile == 0
+    assert 0 <= row.first_part <= group
+    assert row.first_part + row.begin_num_splits <= groups and group + row.last_num_splits <= groups
+    if balanced:
+        assert row.first_part + row.begin_split == group
+
+
 @pytest.mark.parametrize(
     ("head_dim", "kv_dtype", "parts"),
     [(80, torch.bfloat16, 228), (64, torch.float8_e4m3fn, 228), (128, torch.bfloat16, 264), (64, torch.bfloat16, 264)],

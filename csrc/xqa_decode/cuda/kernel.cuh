@@ -83,13 +83,8 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kCtasPerSm)
   wait_for_earlier_kernels();
   let_next_kernel_start();
 
-  SplitKvEntry entry;
-  {
-    const auto* words = reinterpret_cast<const int4*>(p.tile_scheduler_metadata) + 2 * static_cast<int64_t>(blockIdx.x);
-    const int4 a = __ldg(words), b = __ldg(words + 1);
-    entry = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-  }
-  if (entry.begin_work == entry.end_work && entry.begin_tile >= entry.end_tile) return;
+  const PartEntry entry(p, shape, static_cast<int>(blockIdx.x));
+  if (!entry.has_work) return;
 
   const uint32_t ring = smem_address(smem) + Shared::kRing;
   const auto* good_keys = reinterpret_cast<const uint32_t*>(smem + Shared::kGoodKeys);

@@ -18,6 +18,9 @@ inline Shape make_shape(const Params& p, int rows_per_warp, int warps) {
   shape.group = p.num_q_heads / p.num_kv_heads;
   shape.rows = p.seqlen_q * shape.group;
   shape.heads_side_by_side = heads_side_by_side(p.num_sm_parts, p.num_kv_heads);
+  const int heads_of_work = shape.heads_side_by_side ? p.num_kv_heads : 1;
+  shape.plan_works = p.batch_size * (p.num_kv_heads / heads_of_work);
+  shape.plan_groups = p.num_sm_parts / heads_of_work;
   shape.by_group = Divisor(shape.group);
   shape.by_kv_heads = Divisor(p.num_kv_heads);
   shape.by_page_size = Divisor(p.page_table.page_size);

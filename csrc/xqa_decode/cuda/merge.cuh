@@ -322,12 +322,16 @@ __device__ inline Units arrive(int32_t* semaphore, int splits, int own, int unit
   const unsigned before = add_acq_rel(semaphore, may_wait ? own : own * (1 + kLeft));
   const unsigned left = num_left(before), waiting = (before & kArrived) - left;
   const bool last = (before & kArrived) + own == all, gave_up = before & kGaveUp;
+  // Below zero is far above, too: by counts that somebody else wrote.
+  const auto up_to_all = [units](unsigned unit) {
+    return static_cast<int>(min_of(unit, static_cast<unsigned>(units)));
+  };
   int early = 0;
-  if (last) early = gave_up ? units : min_of(static_cast<int>(may_wait ? left : left + own), units);
+  if (last) early = gave_up ? units : up_to_all(may_wait ? left : left + own);
   if (!may_wait && left + own == all) *semaphore = 0;
   if (!may_wait || gave_up || (!last && !wait_for_splits(semaphore, all))) return {early, early, early, may_wait};
-  const int end = splits - static_cast<int>(waiting);
-  return {early, min_of(end - own, units), min_of(end, units), true};
+  const unsigned end = all - waiting;
+  return {early, up_to_all(end - own), up_to_all(end), true};
 }
 
 // A part that waited leaves, once it knows its units. `finish` may come much later, so that nobody waits for memory:

@@ -1,5 +1,6 @@
 #pragma once
 #include "core/report.h"
+#include "scheduler/split_kv_bounds.h"
 #include "xqa_decode/cuda/traits.cuh"
 #include "xqa_decode/plan.h"
 
@@ -25,40 +26,65 @@ __device__ __forceinline__ int tokens_in_table(const Params& p, int request) {
   return p.page_table.kv_indptr ? tokens_in_csr(p, request) : p.table_tokens;
 }
 
+// A part's row of the plan, whoever wrote it: its works are works that there are. The rest is brought within bounds by
+// PieceWalk, while it waits for a length.
+struct PartEntry : SplitKvEntry {
+  bool has_work;
+
+  __device__ __forceinline__ PartEntry(const Params& p, const Shape& shape, int part) {
+    const int32_t* row = p.tile_scheduler_metadata + static_cast<int64_t>(part) * kSplitKvEntrySize;
+    load(row, begin_work, begin_tile, end_work, end_tile);
+    load(row + 4, begin_split, begin_num_splits, last_num_splits, first_part);
+    has_work = attnops::has_work(*this, shape.plan_works, shape.plan_groups);
+    end_work = at_most(end_work, shape.plan_works);
+  }
+
+ private:
+  // Volatile: the second half would else be asked for once the first has been looked at.
+  __device__ __forceinline__ static void load(const int32_t* at, int& a, int& b, int& c, int& d) {
+    asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "l"(at));
+  }
+};
+
 // The pieces of one part of the plan, in order: a run of keys of one work for one block of its rows. The keys' stream
 // and the arithmetic walk them independently, the stream ahead. All lanes of a warp hold the same state.
 //
 // In batch-invariant mode a piece is one cut of a work. A part often makes several cuts of a work in a row, a *run*; a
 // stream that only brings keys may walk whole runs.
-class PieceWalk {
+//
+// kMayCut: whether there may be such a plan. Kernels that none is given to leave out what is for cuts alone.
+template <bool kMayCut>
+class PieceWalkOf {
  public:
-  __device__ PieceWalk(const Params& p, const Shape& shape, const SplitKvEntry& entry, int part)
+  // Of a part that has work.
+  __device__ PieceWalkOf(const Params& p, const Shape& shape, const PartEntry& entry, int part)
       : p_(p),
         row_blocks_(shape.row_blocks),
         group_(shape.heads_side_by_side ? p.num_kv_heads : 1),
-        entry_(entry),
-        work_(entry.begin_work),
-        end_tile_(entry.begin_tile) {
-    row_block_ = row_blocks_ - 1;
-    num_tiles_ = end_tile_ + 1;  // as if the piece before ended here, inside the work
+        work_(entry.begin_work) {
+    int group = part;  // of the plan
     if (group_ > 1) {
+      group = shape.by_kv_heads.divide(part);
       request_ = work_;
-      kv_head_ = part - shape.by_kv_heads.divide(part) * group_;
+      kv_head_ = part - group * group_;
     } else {
       request_ = shape.by_kv_heads.divide(work_);
       kv_head_ = work_ - request_ * p.num_kv_heads;
     }
     next_length_ = __ldg(p.cache_seqlens + request_);
+    entry_ = clamped(entry, {shape.plan_works, shape.plan_groups, !cuts_works()}, group);
+    row_block_ = row_blocks_ - 1, end_tile_ = entry_.begin_tile;
+    num_tiles_ = end_tile_ + 1;  // as if the piece before ended here, inside the work
     // The part that holds the first tile of the first work may have begun with an earlier work.
     first_part_begins_ =
-        __ldg(p.tile_scheduler_metadata + static_cast<int64_t>(entry.first_part) * group_ * kSplitKvEntrySize);
+        __ldg(p.tile_scheduler_metadata + static_cast<int64_t>(entry_.first_part) * group_ * kSplitKvEntrySize);
   }
 
   // From here on whole runs, where cuts end with a round of `round_tokens` (a power of two).
   __device__ void walk_runs(int round_tokens) {
-    if (row_blocks_ > 1 || p_.fixed_split_tokens == 0) return;
+    if (row_blocks_ > 1 || !cuts_works()) return;
     run_round_ = round_tokens;
-    if (length_ >= 0 && cut_ends_round()) end_tile_ = run_end();
+    if (length_ >= 0 && cut_ends_round()) end_tile_ = min_of(run_end(), num_tiles_);
   }
 
   // Goes to the next piece; false when there is none.
@@ -127,7 +153,7 @@ class PieceWalk {
   }
 
   __device__ Splits splits() const {
-    if (p_.fixed_split_tokens != 0) {
+    if (cuts_works()) {
       const int index = tile_ / cut_tiles(), cuts = num_cuts();
       const int64_t first = first_cut(cuts);
       return {index, cuts, first, first + 1, 1, end_tile_ == run_end() ? index - run_begin_cut() + 1 : 0};
@@ -148,6 +174,8 @@ class PieceWalk {
   }
 
  private:
+  __device__ bool cuts_works() const { return kMayCut && p_.fixed_split_tokens != 0; }
+
   // The part's tiles of the work.
   __device__ int run_begin() const { return work_ == entry_.begin_work ? entry_.begin_tile : 0; }
   __device__ int run_end() const { return work_ == entry_.end_work ? entry_.end_tile : num_tiles_; }
@@ -164,7 +192,9 @@ class PieceWalk {
 
   // Row of the partial results.
   __device__ int64_t first_cut(int cuts) const {
-    return static_cast<int64_t>(__ldg(p_.num_splits + request_)) * p_.num_kv_heads +
+    // What is below zero is far above, and has no room, either.
+    const uint64_t before = static_cast<uint32_t>(__ldg(p_.num_splits + request_));
+    return static_cast<int64_t>(before * static_cast<uint32_t>(p_.num_kv_heads)) +
            static_cast<int64_t>(kv_head_) * cuts;
   }
 
@@ -180,8 +210,10 @@ class PieceWalk {
     }
     end_tile_ = run_end();
     overflows_ = false;
-    if (p_.fixed_split_tokens != 0) {
+    if (cuts_works()) {
       const int cuts = num_cuts();
+      // No more than the work has, as a planner's rows say themselves.
+      tile_ = min_of(tile_, num_tiles_ - 1), end_tile_ = min_of(end_tile_, num_tiles_);
       if (!cut_ends_round()) end_tile_ = min_of(end_tile_, tile_ + cut_tiles());
       overflows_ = cuts > 1 && first_cut(cuts) + cuts > p_.num_partials;
     }
@@ -211,6 +243,8 @@ class PieceWalk {
   KvRange keys_{0, 0};
   bool overflows_ = false;
 };
+
+using PieceWalk = PieceWalkOf<true>;
 
 // How many chunks a piece has.
 template <class Tr, class Piece>

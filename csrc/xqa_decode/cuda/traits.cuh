@@ -62,6 +62,7 @@ struct Shape {
   Divisor by_group, by_kv_heads, by_page_size;
   int64_t k_page, k_token, v_page, v_token;  // strides in bytes
   bool heads_side_by_side;                   // of the plan: see plan.h
+  int plan_works, plan_groups;               // what its rows number: see SplitKvExtent
   bool vector_keys;                          // rows of K and V start on 16-byte boundaries
   bool same_strides;                         // of K and V
   bool pair_queries;                         // rows of q start on 4-byte boundaries, and head_dim is even

@@ -8,12 +8,6 @@
 
 namespace attnops::xqa_decode::sm90 {
 
-__device__ __forceinline__ SplitKvEntry load_entry(const Params& p, int part) {
-  const auto* words = reinterpret_cast<const int4*>(p.tile_scheduler_metadata) + 2 * static_cast<int64_t>(part);
-  const int4 a = __ldg(words), b = __ldg(words + 1);
-  return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-}
-
 template <class Tr>
 __device__ __forceinline__ void init_barriers(uint32_t shared) {
   using Shared = SharedLayout<Tr>;
@@ -59,7 +53,9 @@ class GuessedPiece {
     const int length = hopper::load_guess(p.cache_seqlens + request_);
     length_ = length_of(length), keys_ = visible_keys(length, p.seqlen_q, p.window_left);
     keys_.end = min_of(keys_.end, p.table_tokens);
-    first_token_ = (keys_.begin / kPlanTileTokens + begin.y) * kPlanTileTokens;
+    // Any words may stand there: unsigned, so that what wraps is seen below.
+    const uint32_t tile = static_cast<uint32_t>(keys_.begin / kPlanTileTokens) + static_cast<uint32_t>(begin.y);
+    first_token_ = static_cast<int>(tile * kPlanTileTokens);
     is_one_ = first_token_ >= 0 && first_token_ < keys_.end;
   }
 
@@ -96,9 +92,9 @@ __device__ __forceinline__ LikelyStart prefetch_first_tile(const Params& p, cons
 }
 
 // What the warps beyond those that multiply do; `warp` is the number among them.
-template <class Tr>
+template <class Tr, class Pieces>
 __device__ __forceinline__ void bring_pieces(const Params& p, const Shape& shape, const Boxes& boxes,
-                                             const CUtensorMap& key_map, const CUtensorMap& value_map, PieceWalk& piece,
+                                             const CUtensorMap& key_map, const CUtensorMap& value_map, Pieces& piece,
                                              uint32_t shared, int warp, int lane) {
   if constexpr (Tr::kGathers) {
     GatherStream<Tr> stream(p, shape, shared, warp, lane);
@@ -124,6 +120,18 @@ constexpr bool moves_registers() {
     return false;
   }
 }
+
+// The walk over a part's pieces, by whether the kernel may be given a batch-invariant plan.
+template <class Tr>
+constexpr bool may_cut() {
+  if constexpr (requires { Tr::kMayCut; }) {
+    return Tr::kMayCut;
+  } else {
+    return true;
+  }
+}
+template <class Tr>
+using Walk = PieceWalkOf<may_cut<Tr>()>;
 
 // What a CTA does: a part of the plan, or one for each of its KV heads, which are neighbours and walk the same tiles.
 // Units of keys and values stream through the ring, and a `Multiplier` for each head takes them out.
@@ -152,12 +160,13 @@ __device__ __forceinline__ void run_parts(const Params& p, const Shape& shape, c
   let_next_kernel_start();
 
   if (warp == kHeads * kWarpsOfHead) look_up_ahead(p, start, shared + Shared::kNowhere, lane);
-  const SplitKvEntry entry = load_entry(p, part);
-  if (entry.begin_work == entry.end_work && entry.begin_tile >= entry.end_tile) return;
+  // Neighbouring heads follow one row, so that all of the CTA count the same tiles, whatever the rows hold.
+  const PartEntry entry(p, shape, kHeads == 1 ? part : static_cast<int>(blockIdx.x) * kHeads);
+  if (!entry.has_work) return;
   if constexpr (kHasShortWorks<Tr>) {
     if (take_short_works<Tr>(p, shape, boxes, entry, part, smem, warp, lane)) return;
   }
-  PieceWalk piece(p, shape, entry, part);
+  Walk<Tr> piece(p, shape, entry, part);
   if (!piece.next()) return;
   if (Tr::kFolds || brings) piece.walk_runs(Tr::kTileTokens);
   if (brings) {

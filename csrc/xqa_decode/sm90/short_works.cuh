@@ -42,9 +42,9 @@ template <class Tr>
 inline constexpr bool kHasShortWorks =
     !Tr::kFolds && Tr::kHeads == 1 && (Tr::kRows == 8 || (Tr::kRows == 16 && Tr::kHeadDim <= 128));
 // Those of the usual kind by LoneWarp, and all others by the portable kernel's arithmetic, but for two row tiles over
-// e4m3 pages: registers are short.
+// e4m3 pages: registers are short. Over e4m3 pages of head dim 128 LoneWarp's registers slow all other parts down.
 template <class Tr>
-inline constexpr bool kHasLoneWarps = kHasShortWorks<Tr>&& Tr::kHeadDim <= 128;
+inline constexpr bool kHasLoneWarps = kHasShortWorks<Tr>&& Tr::kHeadDim <= (Tr::kFp8 ? 64 : 128);
 template <class Tr>
 inline constexpr bool kHasAnyShortWorks = kHasShortWorks<Tr> && (Tr::kRows == 8 || !Tr::kFp8);
 

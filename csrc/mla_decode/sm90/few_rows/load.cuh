@@ -67,8 +67,9 @@ class Loader : QuarterPages<Paging> {
     if (!use_boxes_ || !may_speculate()) return;
     const int4 row = attnops::sm90::load_guess(part_row());  // the same for all lanes, though it may be changing
     const int4 entry{from_first(row.x), from_first(row.y), from_first(row.z), from_first(row.w)};
-    if (entry.x < 0 || entry.x >= p_.batch_size || entry.y < 0) return;
-    const int end = entry.z == entry.x ? entry.w : entry.z > entry.x ? INT_MAX : 0;
+    // Any words may stand there: what is computed of them must not overflow.
+    if (entry.x < 0 || entry.x >= p_.batch_size || entry.y < 0 || entry.y > kMostTiles) return;
+    const int end = entry.z == entry.x ? max_of(entry.w, 0) : entry.z > entry.x ? INT_MAX : 0;
     const int length = from_first(attnops::sm90::load_guess(p_.cache_seqlens + entry.x));
     int boxes = min_of(length_of(length), p_.page_table.num_tokens(entry.x));
     if (p_.tree_mask) boxes = min_of(boxes, length_of(length) - p_.tree_keys);

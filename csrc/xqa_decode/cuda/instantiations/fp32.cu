@@ -130,11 +130,8 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ int64_t values[kKeys];
   __shared__ MergeFlag flag;
   wait_for_earlier_kernels();
-  SplitKvEntry entry;
-  const auto* words = reinterpret_cast<const int4*>(p.tile_scheduler_metadata) + 2 * static_cast<int64_t>(blockIdx.x);
-  const int4 a = words[0], b = words[1];
-  entry = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-  if (entry.begin_work == entry.end_work && entry.begin_tile >= entry.end_tile) return;
+  const PartEntry entry(p, shape, static_cast<int>(blockIdx.x));
+  if (!entry.has_work) return;
   for (PieceWalk piece(p, shape, entry, static_cast<int>(blockIdx.x)); piece.next();) {
     const WorkPlace place{piece.work(), piece.request(), piece.kv_head()};
     const Splits splits = piece.splits();

@@ -45,9 +45,9 @@ __device__ __forceinline__ void with_part(const Params& p, const Shape& shape, u
   if (part >= p.num_sm_parts) return;
   constexpr bool kOwnBarriers = PartTraits<Tr>::kUnits != Tr::kUnits;
   if (kOwnBarriers && threadIdx.x == 0) init_barriers<PartTraits<Tr>>(shared);
-  const SplitKvEntry entry = load_entry(p, part);
+  const PartEntry entry(p, shape, part);
   __syncthreads();
-  if (entry.begin_work == entry.end_work && entry.begin_tile >= entry.end_tile) return;
+  if (!entry.has_work) return;
   PieceWalk piece(p, shape, entry, part);
   if (piece.next()) walk(piece);
 }
