@@ -10,10 +10,8 @@
 // portable kernel's arithmetic: more works wait at the same time.
 namespace attnops::xqa_decode::sm90 {
 
-inline constexpr int kMostShortTokens = 128;   // of a short work
-inline constexpr int kMostTokensOfMany = 192;  // where LoneWarp has so many works a warp that none is long beside them
-inline constexpr int kManyWorksOfWarp = 4;
-inline constexpr int kFewestShortWorks = 4;  // of a part
+inline constexpr int kMostShortTokens = 128;  // of a short work
+inline constexpr int kFewestShortWorks = 4;   // of a part
 
 // The portable kernel's traits, for a warp alone. Its rows are a power of two.
 inline constexpr int portable_head_dim(int head_dim) { return head_dim == 192 ? 256 : head_dim; }
@@ -48,11 +46,9 @@ inline constexpr bool kHasLoneWarps = kHasShortWorks<Tr> && Tr::kHeadDim <= (Tr:
 template <class Tr>
 inline constexpr bool kHasAnyShortWorks = kHasShortWorks<Tr> && (Tr::kRows == 8 || !Tr::kFp8);
 
-// Whether the part has many works, all of them whole and of so many tokens at most. Every warp finds that out by
-// itself.
+// Whether the part has many works, all of them whole and short. Every warp finds that out by itself.
 template <class Tr>
-__device__ __forceinline__ bool all_short(const Params& p, const Shape& shape, const SplitKvEntry& entry,
-                                          int most_tokens, int lane) {
+__device__ __forceinline__ bool all_short(const Params& p, const Shape& shape, const SplitKvEntry& entry, int lane) {
   if (entry.end_work - entry.begin_work < kFewestShortWorks || p.fixed_split_tokens != 0) return false;
   if (entry.begin_tile > 0 || entry.end_tile > 0) return false;
   if (entry.begin_num_splits > 1 || entry.last_num_splits > 1) return false;
@@ -65,7 +61,7 @@ __device__ __forceinline__ bool all_short(const Params& p, const Shape& shape, c
     const KvRange keys = visible_keys(length_of(__ldg(p.cache_seqlens + request)), p.seqlen_q, p.window_left);
     longest = max_of(longest, keys.end - keys.begin);
   }
-  return __reduce_max_sync(~0u, longest) <= most_tokens;
+  return __reduce_max_sync(~0u, longest) <= kMostShortTokens;
 }
 
 // The queries of a warp's works, one after the other.
@@ -201,15 +197,11 @@ __device__ __forceinline__ bool take_short_works(const Params& p, const Shape& s
   bool lone = false;
   if constexpr (kHasLoneWarps<Tr>) lone = LoneWarp<Tr>::serves(p, shape, boxes);
   if (!lone && !kHasAnyShortWorks<Tr>) return false;
-  constexpr int kWarps = Tr::kAllThreads / 32;
-  // Over 16-bit pages, whose works are bytes more than instructions.
-  const bool many =
-      lone && !Tr::kFp8 && Tr::kRows == 8 && entry.end_work - entry.begin_work >= kManyWorksOfWarp * kWarps;
-  if (!all_short<Tr>(p, shape, entry, many ? kMostTokensOfMany : kMostShortTokens, lane)) return false;
+  if (!all_short<Tr>(p, shape, entry, lane)) return false;
   if constexpr (kHasLoneWarps<Tr>) {
     if (lone) {
       auto* const queue = reinterpret_cast<int4*>(smem + warp * LoneWarp<Tr>::kQueueBytes);
-      LoneWarp<Tr>(p, shape, boxes, part, warp, kWarps, queue, lane).run(entry);
+      LoneWarp<Tr>(p, shape, boxes, part, warp, Tr::kAllThreads / 32, queue, lane).run(entry);
       return true;
     }
   }
