@@ -69,6 +69,12 @@ __device__ __forceinline__ void gmma_registers(float (&d)[kCount], const uint32_
                                                std::integer_sequence<int, kIndex...>) {
   Op::fma(a[0], a[1], a[2], a[3], b, d[kIndex]..., scale);
 }
+
+template <class Op, int kBlocks, int kCount, int... kIndex>
+__device__ __forceinline__ void gmma_registers(float (&d)[kBlocks][kCount], const uint32_t* a, uint64_t b, Scale scale,
+                                               std::integer_sequence<int, kIndex...>) {
+  Op::fma(a[0], a[1], a[2], a[3], b, d[kIndex / kCount][kIndex % kCount]..., scale);
+}
 }  // namespace detail
 
 // d [64, 2 * kCount] = a b, or += where `accumulate`; a in shared memory, rows are m.
@@ -84,6 +90,14 @@ template <typename T, cute::SM90::GMMA::Major kMajorB, int kCount>
 __device__ __forceinline__ void gmma(float (&d)[kCount], const uint32_t* a, uint64_t b, bool accumulate) {
   detail::gmma_registers<typename Gmma<T, 2 * kCount, kMajorB>::Registers>(
       d, a, b, accumulate ? detail::Scale::One : detail::Scale::Zero, std::make_integer_sequence<int, kCount>());
+}
+
+// The same with d in blocks of columns.
+template <typename T, cute::SM90::GMMA::Major kMajorB, int kBlocks, int kCount>
+__device__ __forceinline__ void gmma(float (&d)[kBlocks][kCount], const uint32_t* a, uint64_t b, bool accumulate) {
+  detail::gmma_registers<typename Gmma<T, 2 * kBlocks * kCount, kMajorB>::Registers>(
+      d, a, b, accumulate ? detail::Scale::One : detail::Scale::Zero,
+      std::make_integer_sequence<int, kBlocks * kCount>());
 }
 
 // The low word of the descriptor of an operand of rows of 128 bytes under the 128-byte swizzle, kRows rows to a chunk

@@ -34,6 +34,7 @@ class Consumer {
 
   __device__ __forceinline__ void run(PieceWalk& piece) {
     bool fetched = false;  // this piece's queries are on their way
+    if (Tr::kTakesTurns && own_group<Tr>() == Tr::kGroups - 1) pass_turn();  // the first turn is the first group's
     do {
       WorkPlace place = place_of(piece);
       if (piece.overflows()) {
@@ -73,6 +74,8 @@ class Consumer {
         if (tiles == 0) sync_group<Tr>();
         take_back(piece);
         place = place_of(piece), first_row = first_row_of(piece.row_block());
+      } else if constexpr (Tr::kTakesTurns) {
+        attend_in_turns(PlacedKeys(piece), num_tiles<Tr::kTileTokens>(piece), first_row, block);
       } else {
         attend_keys(piece, num_tiles(piece), first_row, block);
       }
@@ -115,6 +118,7 @@ class Consumer {
       }
       if constexpr (Tr::kParksWalk) take_back(piece);
     } while (piece.next());
+    if (Tr::kTakesTurns && own_group<Tr>() == 0) take_turn();
   }
 
   // The rows, before any key. Their queries may lie there still.
@@ -129,7 +133,6 @@ class Consumer {
     cp_async_wait<0>();
     hopper::fence_async_proxy();
     sync_group<Tr>();
-    if constexpr (Tr::kKeepsQueries) block.load_queries(queries());
   }
 
   // All keys of a piece, and the sums of its rows.
@@ -198,7 +201,10 @@ class Consumer {
     int first_token_;
 
     __device__ __forceinline__ explicit PlacedKeys(const PieceWalk& piece)
-        : SeenKeys{piece.request(), piece.length(), piece.keys()}, first_token_(piece.first_token()) {}
+        : SeenKeys{piece.request(), piece.length(), piece.keys()}, first_token_(piece.first_token()) {
+      // A tile of two tiles of the plan may reach into the next piece.
+      if constexpr (Tr::kTileTokens > kPlanTileTokens) keys_.end = min_of(keys_.end, piece.end_token());
+    }
     __device__ __forceinline__ int first_token() const { return first_token_; }
   };
 
@@ -282,6 +288,92 @@ class Consumer {
     }
   }
 
+  __device__ __forceinline__ void take_turn() const {
+    hopper::named_barrier_sync(kTurn + own_group<Tr>(), Tr::kThreads);
+  }
+  __device__ __forceinline__ void pass_turn() const {
+    hopper::named_barrier_arrive(kTurn + (own_group<Tr>() + 1) % Tr::kGroups, Tr::kThreads);
+  }
+
+  // All tiles of a piece, by groups that take turns in asking for products. Scores of a tile are asked for before the
+  // product with the values of the one before.
+  __device__ __forceinline__ void attend_in_turns(const PlacedKeys& keys, int tiles, int first_row, Block<Tr>& block) {
+    if (tiles == 0) return;
+    // Tiles that all rows see.
+    const bool plain = p_.logit_cap == 0.f && !block.scales_apart();
+    const KvRange all = seen_by_all(keys);
+    const int whole_begin = ceil_div(max_of(all.begin - keys.first_token(), 0), Tr::kTileTokens);
+    const int whole_end = plain ? max_of(all.end - keys.first_token(), 0) / Tr::kTileTokens : 0;
+    wait_for_unit();
+    take_turn();
+    block.multiply_keys(unit(place_), queries(), scores_);
+    pass_turn();
+    hopper::wgmma_wait<0>(scores_);
+    release(place_);
+    place_.advance();
+    if (0 < whole_begin || 0 >= whole_end) treat_tile(keys, first_row, 0, block);
+    block.soften(scores_, [] {});
+#pragma unroll 1
+    for (int tile = 1; tile < tiles; ++tile) {
+      const RingPlace<Tr> values = place_;
+      place_.advance();
+      wait_for_unit();
+      take_turn();
+      block.multiply_keys(unit(place_), queries(), scores_);
+      wait_for_unit(values);
+      block.multiply_values(unit(values));
+      pass_turn();
+      if (tile >= whole_begin && tile < whole_end) {
+        hopper::wgmma_wait<1>(scores_);
+        release(place_);
+        place_.advance();
+        block.soften(scores_, [&] {
+          // The assembler would move the wait ahead of the exponentials that are to hide it. It does not move it across
+          // a loop: here one on a barrier whose phase is over.
+          values.wait(shared_ + Shared::kFull);
+          block.template wait_for_values<0>();
+          release(values);
+        });
+      } else {
+        hopper::wgmma_wait<0>(scores_);
+        block.template wait_for_values<0>();
+        release(place_);
+        release(values);
+        place_.advance();
+        treat_tile(keys, first_row, tile, block);
+        block.soften(scores_, [] {});
+      }
+    }
+    wait_for_unit();
+    block.multiply_values(unit(place_));
+    block.template wait_for_values<0>();
+    release(place_);
+    place_.advance();
+  }
+
+  // Masks, soft cap and scale of a tile's scores; and zeros for those of its values, which come next, that no row sees.
+  __device__ __forceinline__ void treat_tile(const PlacedKeys& keys, int first_row, int tile, const Block<Tr>& block) {
+    const int first_key = keys.first_token() + tile * Tr::kTileTokens;
+    const bool is_edge = this->is_edge(keys, tile);
+    if (!block.scales_apart() && p_.logit_cap == 0.f && p_.tree_mask == nullptr) {
+      if (is_edge) Block<Tr>::mask_ranges(p_, shape_, keys, first_row, first_key, scores_);
+    } else {
+      treat_edge(keys, first_row, first_key, is_edge, block);
+    }
+    if (Tr::kGathers || !is_edge) return;
+#pragma unroll 1
+    for (int part = 0; part < Tr::kTileTokens; part += 64) {
+      const uint64_t seen = seen_keys(p_, keys, first_key + part);
+      if (seen == kAllSeen) continue;
+      place_.wait(shared_ + Shared::kFull);
+      Block<Tr>::clear_values(unit(place_) + part * 128, seen);
+    }
+  }
+
+  __device__ __forceinline__ uint32_t unit(const RingPlace<Tr>& place) const {
+    return shared_ + Shared::kRing + place.slot * Tr::kUnitBytes;
+  }
+
   // A tile that all rows see: its probabilities are computed while the values of the one before are multiplied.
   __device__ __forceinline__ void attend_whole_tile(Block<Tr>& block) {
     const RingPlace<Tr> values = place_;
@@ -303,12 +395,17 @@ class Consumer {
   template <class Piece>
   __device__ __forceinline__ bool is_edge(const Piece& piece, int tile) const {
     const int first_key = piece.first_token() + tile * Tr::kTileTokens;
-    // Keys [all_begin, all_end) are seen by every row.
-    const int all_end = p_.causal || p_.tree_mask
-                            ? min_of(piece.length() - (p_.tree_mask ? p_.tree_keys : p_.seqlen_q - 1), piece.keys().end)
-                            : piece.keys().end;
-    const int all_begin = p_.window_left < 0 ? 0 : piece.length() - 1 - p_.window_left;
-    return first_key + Tr::kTileTokens > all_end || first_key < all_begin;
+    const KvRange all = seen_by_all(piece);
+    return first_key + Tr::kTileTokens > all.end || first_key < all.begin;
+  }
+
+  // Keys that every row sees.
+  template <class Piece>
+  __device__ __forceinline__ KvRange seen_by_all(const Piece& piece) const {
+    const int end = p_.causal || p_.tree_mask
+                        ? min_of(piece.length() - (p_.tree_mask ? p_.tree_keys : p_.seqlen_q - 1), piece.keys().end)
+                        : piece.keys().end;
+    return {p_.window_left < 0 ? 0 : piece.length() - 1 - p_.window_left, end};
   }
 
   // The scores of the tile whose keys come next, in flight.
@@ -414,10 +511,13 @@ class Consumer {
   }
   __device__ __forceinline__ uint32_t probs() const { return shared_ + Shared::kProbs + prob_buffer_ * Tr::kProbBytes; }
 
-  // A warp is done with a unit. Where rows are gathered, ordinary writes come next, which are ordered only behind the
-  // reads of lanes that arrive.
+  // A warp is done with a unit.
   __device__ __forceinline__ void release(const RingPlace<Tr>& place) const {
-    if (Tr::kGathers || threadIdx.x % 32 == 0) hopper::mbarrier_arrive(shared_ + Shared::kEmpty + place.slot * 8);
+    if constexpr (Tr::kTakesTurns) {
+      __syncwarp();
+      return hopper::mbarrier_arrive_if(shared_ + Shared::kEmpty + place.slot * 8, threadIdx.x % 32 == 0);
+    }
+    if (arrives_by_lanes<Tr>() || threadIdx.x % 32 == 0) hopper::mbarrier_arrive(shared_ + Shared::kEmpty + place.slot * 8);
   }
 
   const Params& p_;

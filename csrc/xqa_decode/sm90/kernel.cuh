@@ -19,7 +19,7 @@ __device__ __forceinline__ void init_barriers(uint32_t shared) {
   using Shared = SharedLayout<Tr>;
   for (int i = 0; i < Tr::kUnits; ++i) {
     hopper::mbarrier_init(shared + Shared::kFull + 8 * i, Tr::kGathers ? 32 * Tr::kBringersOfUnit : 1);
-    hopper::mbarrier_init(shared + Shared::kEmpty + 8 * i, Tr::kGathers ? Tr::kReaders : Tr::kReaders / 32);
+    hopper::mbarrier_init(shared + Shared::kEmpty + 8 * i, arrives_by_lanes<Tr>() ? Tr::kReaders : Tr::kReaders / 32);
   }
   hopper::mbarrier_init_fence();
 }

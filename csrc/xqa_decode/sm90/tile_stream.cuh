@@ -7,9 +7,9 @@
 namespace attnops::xqa_decode::sm90 {
 
 // How many tiles of keys a piece has.
-template <class Piece>
+template <int kTokens = kPlanTileTokens, class Piece>
 __device__ int num_tiles(const Piece& piece) {
-  return piece.overflows() ? 0 : ceil_div(max_of(piece.end_token() - piece.first_token(), 0), 64);
+  return piece.overflows() ? 0 : ceil_div(max_of(piece.end_token() - piece.first_token(), 0), kTokens);
 }
 
 // A place in the ring, and the parity of its barriers' phase.
@@ -23,6 +23,17 @@ struct RingPlace {
     if (++slot == Tr::kUnits) slot = 0, parity ^= 1;
   }
 };
+
+// Whether every lane that has read a unit says so, and not one for its warp. Where rows are gathered, ordinary writes
+// come next, which are ordered only behind the reads of lanes that arrive, or meet one that does.
+template <class Tr>
+constexpr bool arrives_by_lanes() {
+  if constexpr (requires { Tr::kTakesTurns; }) {
+    return Tr::kGathers && !Tr::kTakesTurns;
+  } else {
+    return Tr::kGathers;
+  }
+}
 
 // KV heads of a CTA, neighbours, each with all of SharedLayout for itself.
 template <class Tr>
@@ -66,7 +77,7 @@ class TileStream {
         sub_(lane / (Tr::kColumns * kHeads)),
         column_(lane % Tr::kColumns * (128 / static_cast<int>(sizeof(typename Tr::Element)))),
         head_(kHeads == 1 ? 0 : lane % kHeads),
-        offset_(lane % Tr::kColumns * hopper::kTileBytes + sub_ * boxes.tokens * 128) {
+        offset_(lane % Tr::kColumns * Tr::kColumnBytes + sub_ * boxes.tokens * 128) {
     static_assert(kHeads == 1 || Tr::kColumns == 1);
   }
 
@@ -105,7 +116,7 @@ class TileStream {
   }
   template <class Piece, class BeforeTile>
   __device__ __forceinline__ void bring(const Piece& piece, int pages, const BeforeTile& before_tile) {
-    const int tiles = num_tiles(piece);
+    const int tiles = num_tiles<Tr::kTileTokens>(piece);
     const bool read_once = boxes_.row_blocks == 1 && (row_blocks_ == 1 || tiles > kTilesInL2);
     const uint64_t policy = hopper::l2_policy(read_once);
     int token = piece.first_token(), held = 0;

@@ -33,19 +33,20 @@ struct Traits {
   // Two groups of wide rows need more registers than there are for all: those that bring tiles give them some. They are
   // then a whole warpgroup, of which one warp or four do anything.
   static constexpr bool kMovesRegisters = kGroups > 1;
-  static constexpr int kGroupRegisters = kHeadDim > 128 ? 224 : 200, kBringerRegisters = 504 - 2 * kGroupRegisters;
-  static constexpr bool kKeepsQueries = kMovesRegisters && kHeadDim <= 128;  // in registers
+  static constexpr bool kTakesTurns = kGroups > 1;  // see TurnBlock
+  static constexpr int kGroupRegisters = kHeadDim > 128 ? 224 : 216, kBringerRegisters = 504 - 2 * kGroupRegisters;
   static constexpr int kBringersOfUnit = kGathers && kGroups > 1 ? 2 : 1;    // warps
   static constexpr int kBringers = kGathers ? 2 * kBringersOfUnit : 1;
   static constexpr int kAllThreads = kThreads + (kMovesRegisters ? 128 : 32 * kBringers);
-  static constexpr int kTileTokens = 64;
+  static constexpr int kTileTokens = kGroups > 1 && kHeadDim <= 128 ? 128 : 64;
+  static constexpr int kColumnBytes = kTileTokens * 128;  // of 128 bytes of each row of a tile
   static constexpr int kBlocks = kHeadDim / 64;  // 64 x 64 blocks of a tile of keys or of values
   // Of boxes in a tile: lines of 128 bytes, of which rows of 64 fill a half.
   static constexpr int kColumns = max_of(kHeadDim * static_cast<int>(sizeof(Element)) / 128, 1);
 
   // A unit is a tile of keys or of values; units come and go by turns. Probabilities lie in two buffers where there is
   // room, so that a warp may write those of the next tile while another still multiplies.
-  static constexpr int kUnitBytes = kColumns * hopper::kTileBytes;
+  static constexpr int kUnitBytes = kColumns * kColumnBytes;
   static constexpr int kQueryBytes = kRows * kHeadDim * 2;
   static constexpr int kProbBytes = kRows * kTileTokens * 2;
   static constexpr int kProbBuffers = kRows <= 32 ? 2 : 0;  // see WideBlock
@@ -130,8 +131,8 @@ struct SharedLayout {
 };
 
 // Barriers of the hardware; 0 is that of the merge. All are for the threads that multiply: kMultiply and those behind
-// it for one group each.
-enum NamedBarrier : int { kMultiply = 1 };
+// it for one group each, and from kTurn on what a group waits at for its turn to multiply.
+enum NamedBarrier : int { kMultiply = 1, kTurn = 3 };
 
 // What a launch knows besides the arguments and the shape.
 struct Boxes {
