@@ -312,7 +312,7 @@ class Consumer {
     release(place_);
     place_.advance();
     if (0 < whole_begin || 0 >= whole_end) treat_tile(keys, first_row, 0, block);
-    block.soften(scores_, [] {});
+    block.soften(scores_, [](bool) {});
 #pragma unroll 1
     for (int tile = 1; tile < tiles; ++tile) {
       const RingPlace<Tr> values = place_;
@@ -327,10 +327,12 @@ class Consumer {
         hopper::wgmma_wait<1>(scores_);
         release(place_);
         place_.advance();
-        block.soften(scores_, [&] {
+        block.soften(scores_, [&](bool never) {
           // The assembler would move the wait ahead of the exponentials that are to hide it. It does not move it across
-          // a loop: here one on a barrier whose phase is over.
-          values.wait(shared_ + Shared::kFull);
+          // a loop, here one on a barrier whose phase is over, which seems to need the sums of all of them.
+          RingPlace<Tr> over = values;
+          over.parity ^= never ? 1 : 0;
+          over.wait(shared_ + Shared::kFull);
           block.template wait_for_values<0>();
           release(values);
         });
@@ -341,7 +343,7 @@ class Consumer {
         release(values);
         place_.advance();
         treat_tile(keys, first_row, tile, block);
-        block.soften(scores_, [] {});
+        block.soften(scores_, [](bool) {});
       }
     }
     wait_for_unit();

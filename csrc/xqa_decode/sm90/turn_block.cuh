@@ -66,7 +66,7 @@ struct TurnBlock : WideRows<Tr> {
 
   // Turns scores, `x`, into probabilities and brings the state up to date. The old reference is tried first: only when
   // some row of the warp grew far beyond it, or has none, the warp moves it. The operand's registers, and `out`, change
-  // behind `wait`, which is for the product with the values before.
+  // behind `wait`, which is for the product with the values before. It is told what is never so, by the sums.
   template <class Wait>
   __device__ __forceinline__ void soften(float (&x)[kScores], const Wait& wait) {
     const bool seen[2] = {reference[0] > kNothingSeen, reference[1] > kNothingSeen};
@@ -103,8 +103,7 @@ struct TurnBlock : WideRows<Tr> {
       x[i] = exp2_approx(x[i]);
       sum[i / 2 & 1] += x[i];
     }
-    hopper::pin(x);
-    wait();
+    wait(sum[0] + sum[1] < 0.f);
     if (moves) Rows::scale_out(factor);
 #pragma unroll
     for (int i = 0; i < kScores; i += 2) probs[i / 8][i / 2 % 4] = hopper::pack_pair<T>(x[i], x[i + 1]);
