@@ -362,13 +362,15 @@ class Consumer {
     } else {
       treat_edge(keys, first_row, first_key, is_edge, block);
     }
-    if (Tr::kGathers || !is_edge) return;
+    if constexpr (!Tr::kGathers) {
+      if (!is_edge) return;
 #pragma unroll 1
-    for (int part = 0; part < Tr::kTileTokens; part += 64) {
-      const uint64_t seen = seen_keys(p_, keys, first_key + part);
-      if (seen == kAllSeen) continue;
-      place_.wait(shared_ + Shared::kFull);
-      Block<Tr>::clear_values(unit(place_) + part * 128, seen);
+      for (int part = 0; part < Tr::kTileTokens; part += 64) {
+        const uint64_t seen = seen_keys(p_, keys, first_key + part);
+        if (seen == kAllSeen) continue;
+        place_.wait(shared_ + Shared::kFull);
+        Block<Tr>::clear_values(unit(place_) + part * 128, seen);
+      }
     }
   }
 
