@@ -77,11 +77,18 @@ __device__ __forceinline__ void gmma_registers(float (&d)[kBlocks][kCount], cons
 }
 }  // namespace detail
 
-// d [64, 2 * kCount] = a b, or += where `accumulate`; a in shared memory, rows are m.
+// d [64, kColumns] = a b, or += where `accumulate`; a in shared memory, rows are m. Of d the first kColumns / 2.
+template <typename T, cute::SM90::GMMA::Major kMajorB, int kColumns, int kCount>
+__device__ __forceinline__ void gmma_columns(float (&d)[kCount], uint64_t a, uint64_t b, bool accumulate) {
+  static_assert(kColumns <= 2 * kCount);
+  detail::gmma_shared<typename Gmma<T, kColumns, kMajorB>::Shared>(
+      d, a, b, accumulate ? detail::Scale::One : detail::Scale::Zero, std::make_integer_sequence<int, kColumns / 2>());
+}
+
+// The same of all of d.
 template <typename T, cute::SM90::GMMA::Major kMajorB, int kCount>
 __device__ __forceinline__ void gmma(float (&d)[kCount], uint64_t a, uint64_t b, bool accumulate) {
-  detail::gmma_shared<typename Gmma<T, 2 * kCount, kMajorB>::Shared>(
-      d, a, b, accumulate ? detail::Scale::One : detail::Scale::Zero, std::make_integer_sequence<int, kCount>());
+  gmma_columns<T, kMajorB, 2 * kCount>(d, a, b, accumulate);
 }
 
 // The same with a in four registers: rows lane / 4 and + 8 of the warp's sixteen, k 2 (lane % 4) + {0, 1} and + 8

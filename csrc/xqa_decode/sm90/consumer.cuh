@@ -33,7 +33,7 @@ class Consumer {
         exchange_(reinterpret_cast<float*>(smem + Shared::kExchange)) {}
 
   __device__ __forceinline__ void run(PieceWalk& piece) {
-    bool fetched = false;  // this piece's queries are on their way
+    bool fetched = false;                                                    // this piece's queries are on their way
     if (Tr::kTakesTurns && own_group<Tr>() == Tr::kGroups - 1) pass_turn();  // the first turn is the first group's
     do {
       WorkPlace place = place_of(piece);
@@ -296,76 +296,120 @@ class Consumer {
   }
 
   // All tiles of a piece, by groups that take turns in asking for products. Scores of a tile are asked for before the
-  // product with the values of the one before.
+  // product with the values of the one before. Of a last tile that is half empty half is multiplied.
   __device__ __forceinline__ void attend_in_turns(const PlacedKeys& keys, int tiles, int first_row, Block<Tr>& block) {
     if (tiles == 0) return;
+    constexpr int kTile = Tr::kTileTokens;
+    const bool ends_early = kTile > 64 && keys.keys().end - keys.first_token() <= tiles * kTile - 64;
     // Tiles that all rows see.
     const bool plain = p_.logit_cap == 0.f && !block.scales_apart();
     const KvRange all = seen_by_all(keys);
-    const int whole_begin = ceil_div(max_of(all.begin - keys.first_token(), 0), Tr::kTileTokens);
-    const int whole_end = plain ? max_of(all.end - keys.first_token(), 0) / Tr::kTileTokens : 0;
-    wait_for_unit();
-    take_turn();
-    block.multiply_keys(unit(place_), queries(), scores_);
-    pass_turn();
-    hopper::wgmma_wait<0>(scores_);
-    release(place_);
-    place_.advance();
-    if (0 < whole_begin || 0 >= whole_end) treat_tile(keys, first_row, 0, block);
-    block.soften(scores_, [](bool) {});
+    const int whole_begin = max_of(ceil_div(max_of(all.begin - keys.first_token(), 0), kTile), 1);
+    const int whole_end = plain ? max_of(all.end - keys.first_token(), 0) / kTile : 0;
 #pragma unroll 1
-    for (int tile = 1; tile < tiles; ++tile) {
-      const RingPlace<Tr> values = place_;
-      place_.advance();
-      wait_for_unit();
-      take_turn();
-      block.multiply_keys(unit(place_), queries(), scores_);
-      wait_for_unit(values);
-      block.multiply_values(unit(values));
-      pass_turn();
+    for (int tile = 0; tile < tiles; ++tile) {
       if (tile >= whole_begin && tile < whole_end) {
-        hopper::wgmma_wait<1>(scores_);
-        release(place_);
-        place_.advance();
-        block.soften(scores_, [&](bool never) {
-          // The assembler would move the wait ahead of the exponentials that are to hide it. It does not move it across
-          // a loop, here one on a barrier whose phase is over, which seems to need the sums of all of them.
-          RingPlace<Tr> over = values;
-          over.parity ^= never ? 1 : 0;
-          over.wait(shared_ + Shared::kFull);
-          block.template wait_for_values<0>();
-          release(values);
-        });
+        attend_whole_tile_in_turn(block);
+      } else if (ends_early && tile + 1 == tiles) {
+        attend_edge_in_turn<64>(keys, first_row, tile, block);
       } else {
-        hopper::wgmma_wait<0>(scores_);
-        block.template wait_for_values<0>();
-        release(place_);
-        release(values);
-        place_.advance();
-        treat_tile(keys, first_row, tile, block);
-        block.soften(scores_, [](bool) {});
+        attend_edge_in_turn<kTile>(keys, first_row, tile, block);
       }
     }
+    if (ends_early) {
+      multiply_last_values<64>(block);
+    } else {
+      multiply_last_values<kTile>(block);
+    }
+  }
+
+  template <int kKeys>
+  __device__ __forceinline__ void multiply_last_values(Block<Tr>& block) {
     wait_for_unit();
-    block.multiply_values(unit(place_));
+    block.template multiply_values<kKeys>(unit(place_));
     block.template wait_for_values<0>();
     release(place_);
     place_.advance();
   }
 
-  // Masks, soft cap and scale of a tile's scores; and zeros for those of its values, which come next, that no row sees.
+  // A tile that all rows see, and not the first: its probabilities are computed while the values of the one before are
+  // multiplied.
+  __device__ __forceinline__ void attend_whole_tile_in_turn(Block<Tr>& block) {
+    constexpr int kTile = Tr::kTileTokens;
+    const RingPlace<Tr> values = place_;
+    place_.advance();
+    wait_for_unit();
+    take_turn();
+    block.template multiply_keys<kTile>(unit(place_), queries(), scores_);
+    wait_for_unit(values);
+    block.template multiply_values<kTile>(unit(values));
+    pass_turn();
+    hopper::wgmma_wait<1>(scores_);
+    release(place_);
+    place_.advance();
+    block.template soften<kTile / 2>(scores_, [&](bool never) {
+      // The assembler would move the wait ahead of the exponentials that are to hide it. It does not move it across a
+      // loop, here one on a barrier whose phase is over, which seems to need the sums of all of them.
+      RingPlace<Tr> over = values;
+      over.parity ^= never ? 1 : 0;
+      over.wait(shared_ + Shared::kFull);
+      block.template wait_for_values<0>();
+      release(values);
+    });
+  }
+
+  // Any tile of which the first kKeys are wanted.
+  template <int kKeys>
+  __device__ __forceinline__ void attend_edge_in_turn(const PlacedKeys& keys, int first_row, int tile,
+                                                      Block<Tr>& block) {
+    if (tile == 0) {
+      multiply_in_turn<kKeys, false>(block);
+    } else {
+      multiply_in_turn<kKeys, true>(block);
+    }
+#pragma unroll
+    for (int i = kKeys / 2; i < Block<Tr>::kScores; ++i) scores_[i] = 0.f;  // no older ones need to be kept
+    treat_tile<kKeys>(keys, first_row, tile, block);
+    block.template soften<kKeys / 2>(scores_, [](bool) {});
+  }
+
+  // The scores of the first kKeys of a tile; and the product with the values of the one before.
+  template <int kKeys, bool kWithValues>
+  __device__ __forceinline__ void multiply_in_turn(Block<Tr>& block) {
+    const RingPlace<Tr> values = place_;
+    if constexpr (kWithValues) place_.advance();
+    wait_for_unit();
+    take_turn();
+    block.template multiply_keys<kKeys>(unit(place_), queries(), scores_);
+    if constexpr (kWithValues) {
+      wait_for_unit(values);
+      block.template multiply_values<Tr::kTileTokens>(unit(values));
+    }
+    pass_turn();
+    hopper::wgmma_wait<0>(scores_);
+    if constexpr (kWithValues) block.template wait_for_values<0>();
+    release(place_);
+    if constexpr (kWithValues) release(values);
+    place_.advance();
+  }
+
+  // Masks, soft cap and scale of the scores of a tile's first kKeys; and zeros for those of its values, which come
+  // next, that no row sees.
+  template <int kKeys>
   __device__ __forceinline__ void treat_tile(const PlacedKeys& keys, int first_row, int tile, const Block<Tr>& block) {
     const int first_key = keys.first_token() + tile * Tr::kTileTokens;
     const bool is_edge = this->is_edge(keys, tile);
     if (!block.scales_apart() && p_.logit_cap == 0.f && p_.tree_mask == nullptr) {
-      if (is_edge) Block<Tr>::mask_ranges(p_, shape_, keys, first_row, first_key, scores_);
+      if (is_edge) {
+        Block<Tr>::template mask_ranges<kKeys / 2>(p_, shape_, keys, first_row, first_key, scores_);
+      }
     } else {
       treat_edge(keys, first_row, first_key, is_edge, block);
     }
     if constexpr (!Tr::kGathers) {
       if (!is_edge) return;
 #pragma unroll 1
-      for (int part = 0; part < Tr::kTileTokens; part += 64) {
+      for (int part = 0; part < kKeys; part += 64) {
         const uint64_t seen = seen_keys(p_, keys, first_key + part);
         if (seen == kAllSeen) continue;
         place_.wait(shared_ + Shared::kFull);
@@ -521,7 +565,8 @@ class Consumer {
       __syncwarp();
       return hopper::mbarrier_arrive_if(shared_ + Shared::kEmpty + place.slot * 8, threadIdx.x % 32 == 0);
     }
-    if (arrives_by_lanes<Tr>() || threadIdx.x % 32 == 0) hopper::mbarrier_arrive(shared_ + Shared::kEmpty + place.slot * 8);
+    if (arrives_by_lanes<Tr>() || threadIdx.x % 32 == 0)
+      hopper::mbarrier_arrive(shared_ + Shared::kEmpty + place.slot * 8);
   }
 
   const Params& p_;

@@ -11,10 +11,9 @@ namespace attnops::xqa_decode::sm90 {
 template <class Tr>
 using Block = std::conditional_t<
     Tr::kWidens, fp8::WidenedBlock<Tr>,
-    std::conditional_t<
-        Tr::kFp8, fp8::LoneBlock<Tr>,
-        std::conditional_t<Tr::kTakesTurns, TurnBlock<Tr>,
-                           std::conditional_t<Tr::kRows >= 64, WideBlock<Tr>, RowBlock<Tr>>>>>;
+    std::conditional_t<Tr::kFp8, fp8::LoneBlock<Tr>,
+                       std::conditional_t<Tr::kTakesTurns, TurnBlock<Tr>,
+                                          std::conditional_t<Tr::kRows >= 64, WideBlock<Tr>, RowBlock<Tr>>>>>;
 
 // Of the two dims 64 b + 16 warp + .. that a lane holds, by g = lane / 4.
 template <class Tr>

@@ -34,13 +34,13 @@ struct Traits {
   // then a whole warpgroup, of which one warp or four do anything.
   static constexpr bool kMovesRegisters = kGroups > 1;
   static constexpr bool kTakesTurns = kGroups > 1;  // see TurnBlock
-  static constexpr int kGroupRegisters = kHeadDim > 128 ? 224 : 216, kBringerRegisters = 504 - 2 * kGroupRegisters;
-  static constexpr int kBringersOfUnit = kGathers && kGroups > 1 ? 2 : 1;    // warps
+  static constexpr int kGroupRegisters = 224, kBringerRegisters = 504 - 2 * kGroupRegisters;
+  static constexpr int kBringersOfUnit = kGathers && kGroups > 1 ? 2 : 1;  // warps
   static constexpr int kBringers = kGathers ? 2 * kBringersOfUnit : 1;
   static constexpr int kAllThreads = kThreads + (kMovesRegisters ? 128 : 32 * kBringers);
   static constexpr int kTileTokens = kGroups > 1 && kHeadDim <= 128 ? 128 : 64;
   static constexpr int kColumnBytes = kTileTokens * 128;  // of 128 bytes of each row of a tile
-  static constexpr int kBlocks = kHeadDim / 64;  // 64 x 64 blocks of a tile of keys or of values
+  static constexpr int kBlocks = kHeadDim / 64;           // 64 x 64 blocks of a tile of keys or of values
   // Of boxes in a tile: lines of 128 bytes, of which rows of 64 fill a half.
   static constexpr int kColumns = max_of(kHeadDim * static_cast<int>(sizeof(Element)) / 128, 1);
 

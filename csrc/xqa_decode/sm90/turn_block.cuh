@@ -29,7 +29,8 @@ struct TurnBlock : WideRows<Tr> {
   // See WideBlock.
   __device__ __forceinline__ bool scales_apart() const { return scale[0] != score_scale[0]; }
 
-  // scores = queries x keys^T, in flight.
+  // scores = queries x keys^T, in flight, of the first kKeys of a tile.
+  template <int kKeys>
   __device__ __forceinline__ void multiply_keys(uint32_t keys, uint32_t queries, float (&scores)[kScores]) const {
     const uint32_t query = hopper::chunk_operand<Tr::kGroupRows>(queries);
     const uint32_t key = hopper::chunk_operand<Tr::kTileTokens>(keys);
@@ -37,19 +38,20 @@ struct TurnBlock : WideRows<Tr> {
 #pragma unroll
     for (int k = 0; k < Tr::kHeadDim / 16; ++k) {
       const int inside = k % 4 * hopper::kStepKMajor;
-      hopper::gmma<T, hopper::kRowsAreN>(
+      hopper::gmma_columns<T, hopper::kRowsAreN, kKeys>(
           scores, hopper::chunk_descriptor(query + (k / 4 * (Tr::kGroupRows * 128) >> 4) + inside),
           hopper::chunk_descriptor(key + (k / 4 * Tr::kColumnBytes >> 4) + inside), k > 0);
     }
     hopper::wgmma_commit();
   }
 
-  // out += probabilities x values, in flight.
+  // out += probabilities x values, in flight, of the first kKeys of a tile.
+  template <int kKeys>
   __device__ __forceinline__ void multiply_values(uint32_t values) {
     const uint32_t value = hopper::chunk_operand<Tr::kTileTokens>(values);
     hopper::wgmma_fence();  // the assembler packs probabilities behind the fence before the scores
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
+    for (int k = 0; k < kKeys / 16; ++k) {
       hopper::gmma<T, hopper::kRowsAreK>(out, probs[k], hopper::chunk_descriptor(value + k * hopper::kStepMnMajor),
                                          true);
     }
@@ -64,20 +66,21 @@ struct TurnBlock : WideRows<Tr> {
     for (int b = 0; b < Tr::kBlocks; ++b) hopper::pin(out[b]);
   }
 
-  // Turns scores, `x`, into probabilities and brings the state up to date. The old reference is tried first: only when
-  // some row of the warp grew far beyond it, or has none, the warp moves it. The operand's registers, and `out`, change
-  // behind `wait`, which is for the product with the values before. It is told what is never so, by the sums.
-  template <class Wait>
+  // Turns the first kCount scores, `x`, into probabilities and brings the state up to date. The old reference is tried
+  // first: only when some row of the warp grew far beyond it, or has none, the warp moves it. The operand's registers,
+  // and `out`, change behind `wait`, which is for the product with the values before. It is told what is never so, by
+  // the sums.
+  template <int kCount, class Wait>
   __device__ __forceinline__ void soften(float (&x)[kScores], const Wait& wait) {
     const bool seen[2] = {reference[0] > kNothingSeen, reference[1] > kNothingSeen};
     const float base[2] = {seen[0] ? reference[0] : 0.f, seen[1] ? reference[1] : 0.f};
     const float shift[2] = {Tr::kProbShift - base[0], Tr::kProbShift - base[1]};
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) x[i] = fmaf(x[i], scale[0], shift[i / 2 & 1]);
+    for (int i = 0; i < kCount; ++i) x[i] = fmaf(x[i], scale[0], shift[i / 2 & 1]);
     // Positive floats are ordered like their bits, and negative ones are below them. Three are compared at once.
     int highest[2] = {0, 0};
 #pragma unroll
-    for (int i = 0; i < kScores; i += 2) {
+    for (int i = 0; i < kCount; i += 2) {
       int& top = highest[i / 2 & 1];
       top = __vimax3_s32(top, __float_as_int(x[i]), __float_as_int(x[i + 1]));
     }
@@ -89,24 +92,24 @@ struct TurnBlock : WideRows<Tr> {
       for (int h = 0; h < 2; ++h) {
         float top = seen[h] ? Tr::kProbShift : kNothingSeen;
 #pragma unroll
-        for (int i = 2 * h; i < kScores; i += 4) top = fmaxf(top, fmaxf(x[i], x[i + 1]));
+        for (int i = 2 * h; i < kCount; i += 4) top = fmaxf(top, fmaxf(x[i], x[i + 1]));
         top = Rows::whole_max(top) - Tr::kProbShift;
         reference[h] = max_of(base[h] + top, kNothingSeen);
         factor[h] = seen[h] ? exp2_approx(-top) : 1.f;
         sum[h] *= factor[h];
 #pragma unroll
-        for (int i = 2 * h; i < kScores; i += 4) x[i] -= top, x[i + 1] -= top;
+        for (int i = 2 * h; i < kCount; i += 4) x[i] -= top, x[i + 1] -= top;
       }
     }
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) {
+    for (int i = 0; i < kCount; ++i) {
       x[i] = exp2_approx(x[i]);
       sum[i / 2 & 1] += x[i];
     }
     wait(sum[0] + sum[1] < 0.f);
     if (moves) Rows::scale_out(factor);
 #pragma unroll
-    for (int i = 0; i < kScores; i += 2) probs[i / 8][i / 2 % 4] = hopper::pack_pair<T>(x[i], x[i + 1]);
+    for (int i = 0; i < kCount; i += 2) probs[i / 8][i / 2 % 4] = hopper::pack_pair<T>(x[i], x[i + 1]);
   }
 };
 

@@ -35,9 +35,9 @@ struct WideRows {
   }
 
   // Hides the keys that a row may not see where there is no tree: a row sees a range of keys.
-  template <int kScores, class Piece>
+  template <int kScores = 32, int kAll, class Piece>
   __device__ __forceinline__ static void mask_ranges(const Params& p, const Shape& shape, const Piece& piece,
-                                                     int first_row, int first_key, float (&scores)[kScores]) {
+                                                     int first_row, int first_key, float (&scores)[kAll]) {
     const int own_row = first_row + threadIdx.x / 32 % Tr::kWarps * 16 + threadIdx.x % 32 / 4;
     const int own_key = first_key + threadIdx.x % 4 * 2;
 #pragma unroll
@@ -126,10 +126,10 @@ struct WideBlock : WideRows<Tr> {
   static_assert(Tr::kGroups == 1 && Tr::kGroupRows == 64 && Tr::kTileTokens == 64);
   static constexpr int kScores = 32;
   static constexpr bool kEdgesOutOfLine = true;
-  static constexpr bool kOverlaps = true;  // softmax may run beside the product with the values before
+  static constexpr bool kOverlaps = true;              // softmax may run beside the product with the values before
   static constexpr int kSteps = Tr::kTileTokens / 16;  // of the second product
 
-  uint32_t probs[kSteps][4];                             // of the tile at hand, the second product's operand
+  uint32_t probs[kSteps][4];  // of the tile at hand, the second product's operand
   // Of raw scores, to units of log2, and what is left of it when scores become probabilities. Over e4m3 pages rows g
   // and g + 8 have their own.
   static constexpr int kScales = Tr::kFp8 ? 2 : 1;
