@@ -105,7 +105,7 @@ __device__ __forceinline__ void bring_pieces(const Params& p, const Shape& shape
     do stream.bring(piece);
     while (piece.next());
   } else {
-    TileStream<Tr> stream(p, boxes, &key_map, &value_map, shape, shared, lane);
+    TileStream<Tr> stream(p, boxes, &key_map, &value_map, shape, shared, lane, warp);
     do stream.bring(piece);
     while (piece.next());
   }
