@@ -1,5 +1,4 @@
 #pragma once
-#include "device/sm80/mma.cuh"
 #include "xqa_decode/sm90/wide_block.cuh"
 
 namespace attnops::xqa_decode::sm90::fp8 {
@@ -11,22 +10,14 @@ __device__ __forceinline__ float range_of_half(float top) {
   return __uint_as_float(static_cast<uint32_t>(min_of(max_of(14 + 127 - exponent, -100), 100) + 127) << 23);
 }
 
-// What sm90::WideBlock is for 16-bit pages, over e4m3: the warpgroup turns each tile into fp16 in shared memory, where
-// its products read it. With many rows that is cheaper than operands in registers, whose scores and probabilities would
-// go through shared memory.
+// What sm90::WideBlock is for 16-bit pages, over tiles of e4m3 that have become fp16: rows have scales of their own.
 template <class Tr>
 struct WidenedBlock : WideBlock<Tr> {
   using Base = WideBlock<Tr>;
   using Base::kScores;
-  static_assert(Tr::kGroups == 1);
-
-  static constexpr int kTileBytes = Tr::kTileTokens * Tr::kHeadDim * 2;
-
-  uint32_t widened;  // a tile of keys and one of values, in shared memory
 
   // `scales`: in shared memory, float [2][kRows]: of raw scores to units of log2, and what is left for the exponent.
-  __device__ __forceinline__ void begin(uint32_t scales, uint32_t tiles) {
-    widened = tiles;
+  __device__ __forceinline__ void begin(uint32_t scales) {
     const uint32_t own = scales + (threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4) * 4;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -36,58 +27,10 @@ struct WidenedBlock : WideBlock<Tr> {
     Base::clear();
   }
 
-  __device__ __forceinline__ void multiply_keys(uint32_t tile, uint32_t queries, float (&scores)[kScores]) {
-    sync_group<Tr>();  // all warps have the scores before
-    widen(tile, widened);
-    Base::multiply_keys(widened, queries, scores);
-  }
-
-  __device__ __forceinline__ void multiply_values(uint32_t tile, uint32_t) {
-    sync_group<Tr>();  // all warps are done with the values before
-    widen(tile, widened + kTileBytes);
-    Base::multiply_values(widened + kTileBytes, 0);
-  }
-
-  // Behind the product with newer keys: a barrier there says that all warps are done with the values before.
-  __device__ __forceinline__ void multiply_pinned_values(uint32_t tile) {
-    widen(tile, widened + kTileBytes);
-    hopper::wgmma_fence();
-    Base::multiply_pinned_values(widened + kTileBytes);
-  }
-
   // Where a soft cap, or a scale below zero, comes before the exponent.
   __device__ __forceinline__ void scale_scores(float (&scores)[kScores]) const {
 #pragma unroll
     for (int i = 0; i < kScores; ++i) scores[i] *= Base::score_scale[i / 2 & 1];
-  }
-
- private:
-  // A tile of 64 rows under the 128-byte swizzle to one of fp16, in blocks of 64 columns.
-  __device__ __forceinline__ static void widen(uint32_t from, uint32_t to) {
-    constexpr int kChunks = Tr::kHeadDim / 16;  // of a row, 16 elements each; a thread has every second
-    const int row = threadIdx.x % 64, first = threadIdx.x / 64;
-    from += hopper::swizzled(row, first), to += hopper::swizzled(row, 2 * first);
-    // So that the other places are found anew for each tile: they would lie in registers from tile to tile.
-    asm volatile("" : "+r"(from), "+r"(to));
-#pragma unroll
-    for (int chunk = 0; chunk < kChunks; chunk += 2) {
-      uint32_t raw[4], wide[8];
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(raw[0]), "=r"(raw[1]), "=r"(raw[2]), "=r"(raw[3])
-                   : "r"((from ^ (chunk % 8 * 16)) + chunk / 8 * hopper::kTileBytes)
-                   : "memory");
-#pragma unroll
-      for (int k = 0; k < 4; ++k) e4m3x4_to_half(raw[k], wide[2 * k], wide[2 * k + 1]);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint32_t at = (to ^ ((chunk % 4 * 2 + half) * 16)) + chunk / 4 * hopper::kTileBytes;
-        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(wide[4 * half]), "r"(wide[4 * half + 1]),
-                     "r"(wide[4 * half + 2]), "r"(wide[4 * half + 3])
-                     : "memory");
-      }
-    }
-    hopper::fence_async_proxy();
-    sync_group<Tr>();
   }
 };
 
