@@ -108,9 +108,7 @@ struct LoneBlock : RowBlock<Tr> {
   template <bool kFirst>
   __device__ __forceinline__ void soften(const Scores& scores, uint32_t probs, float* exchange) {
     State::soften(kFirst, scores, Scale(scales + Tr::kRows * 4), probs + State::prob_offset(warp(), lane()), kMultiply,
-                  [&] {
-                    return GroupPlace{warp(), lane(), exchange};
-                  });
+                  [&] { return GroupPlace{warp(), lane(), exchange}; });
   }
 
   // The whole sums of the rows, in `sum`.
