@@ -35,7 +35,10 @@ struct Traits {
   // Two groups of wide rows need more registers than there are for all, and so does one where two CTAs share an SM:
   // those that bring tiles give them some. They are then a whole warpgroup, of which some warps may do nothing.
   static constexpr bool kMovesRegisters = kGroups > 1 || (kWidens && kMostCtas > 1);
-  static constexpr int kGroupRegisters = kGroups == 1 ? 168 : kHeadDim > 128 ? 224 : 200;
+  static constexpr int kGroupRegisters = kGroups == 1                 ? 168
+                                         : kWidens && kHeadDim == 192 ? 208
+                                         : kHeadDim > 128             ? 224
+                                                                      : 200;
   static constexpr int kBringerRegisters = kGroups == 1 ? 256 - kGroupRegisters : 504 - 2 * kGroupRegisters;
   static constexpr bool kKeepsQueries = kGroups > 1 && kHeadDim <= 128;                // in registers
   static constexpr int kBringersOfUnit = kGathers && kGroups > 1 && !kWidens ? 2 : 1;  // warps

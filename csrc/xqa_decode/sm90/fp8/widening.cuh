@@ -31,11 +31,13 @@ class WideningWarp {
   static constexpr int kParts = Tr::kTileTokens / 32, kColumnBytes = Tr::kTileTokens * 128;
   static constexpr int kItems = kParts * Tr::kHeadDim / 16;
   static constexpr int kItemsOfWarp = ceil_div(kItems, kWarps);
-  static constexpr int kPasses = ceil_div(kItemsOfWarp, 6);
+  static constexpr int kPasses = ceil_div(kItemsOfWarp, Tr::kMovesRegisters&& Tr::kBringerRegisters < 80 ? 3 : 6);
   static constexpr int kAtOnce = ceil_div(kItemsOfWarp, kPasses);
 
   __device__ __forceinline__ void widen_unit() {
     const uint32_t own = lane_ * 128 + lane_ % 8 * 16;
+    int warp = warp_;
+    asm volatile("" : "+r"(warp));  // places of items are found anew: they would lie in registers from unit to unit
     const uint32_t from = shared_ + SharedLayout<Raw>::kRing + from_.slot * Raw::kUnitBytes + own;
     const uint32_t to = shared_ + SharedLayout<Tr>::kRing + to_.slot * Tr::kUnitBytes + own;
     from_.wait(shared_ + SharedLayout<Raw>::kFull);
@@ -45,7 +47,7 @@ class WideningWarp {
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         if (!has_item(pass * kAtOnce + i)) continue;
-        const int item = warp_ + (pass * kAtOnce + i) * kWarps, part = item % kParts, chunk = item / kParts;
+        const int item = warp + (pass * kAtOnce + i) * kWarps, part = item % kParts, chunk = item / kParts;
         asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                      : "=r"(raw[i][0]), "=r"(raw[i][1]), "=r"(raw[i][2]), "=r"(raw[i][3])
                      : "r"((from ^ (chunk % 8 * 16)) + chunk / 8 * kColumnBytes + part * (32 * 128))
@@ -60,7 +62,7 @@ class WideningWarp {
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         if (!has_item(pass * kAtOnce + i)) continue;
-        const int item = warp_ + (pass * kAtOnce + i) * kWarps, part = item % kParts, chunk = item / kParts;
+        const int item = warp + (pass * kAtOnce + i) * kWarps, part = item % kParts, chunk = item / kParts;
         const uint32_t at = to + chunk / 4 * kColumnBytes + part * (32 * 128);
         uint32_t wide[8];
 #pragma unroll
