@@ -2,6 +2,7 @@
 #include <cmath>
 
 #include "core/math.h"
+#include "device/sm80/cp_async.cuh"
 #include "device/sm80/fp8_rows.cuh"
 #include "device/sm80/mma.cuh"
 #include "xqa_decode/plan.h"
@@ -25,7 +26,10 @@ template <class Tr>
 class LoneWarp {
  public:
   static constexpr int kMostBlocks = Tr::kRows / 8;
-  static constexpr int kQueueBytes = 32 * 32;  // shared memory of a warp
+  // Of shared memory, of a warp: the queue, and queries that find no room in registers.
+  static constexpr int kQueueBytes = 32 * 32;
+  static constexpr bool kFewRegisters = Tr::kFp8 && Tr::kHeadDim == 128;
+  static constexpr int kBytes = kQueueBytes + (kFewRegisters ? 32 * Tr::kHeadDim / 2 : 0);
 
   // Whether a call is of this kind: the same for all CTAs.
   __device__ static __forceinline__ bool serves(const Params& p, const Shape& shape, const Boxes& boxes) {
@@ -35,9 +39,10 @@ class LoneWarp {
 
   // Warp number `warp` of `warps` that share the part, and its shared memory.
   __device__ __forceinline__ LoneWarp(const Params& p, const Shape& shape, const Boxes& boxes, int part, int warp,
-                                      int warps, int4* queue, int lane)
-      : p_(p), shape_(shape), boxes_(boxes), queue_(queue), part_(part), warp_(warp), warps_(warps) {
+                                      int warps, int4* memory, int lane)
+      : p_(p), shape_(shape), boxes_(boxes), queue_(memory), part_(part), warp_(warp), warps_(warps) {
     lane_ = __shfl_sync(~0u, lane, lane);  // kept, and not read from its slow register time and again
+    own_queries_ = reinterpret_cast<uint4*>(memory + kQueueBytes / 16) + lane_;
   }
 
   // All works of the part that are this warp's.
@@ -63,7 +68,7 @@ class LoneWarp {
     load_keys<kWhole>(row, keys);
     if constexpr (kValuesAhead) load_values<kWhole>(row, values);
     bool more = advance();  // whether there is a group behind the one at hand
-    uint32_t queries[kQuads][4];
+    Queries queries;
     fetch_queries<kWhole>(0, queries);
 #pragma unroll 1
     for (unsigned unit = 0;; ++unit) {
@@ -129,13 +134,15 @@ class LoneWarp {
   static constexpr int kKeyLoads = kRowBytes / 64;
   static constexpr int kQuads = kHeadDim / 32;  // of registers with queries
   static constexpr int kDimTiles = kHeadDim / 16;
+  // Or each lane's in shared memory, of which nobody else reads or writes any.
+  using Queries = uint32_t[kFewRegisters ? 1 : kQuads][4];
   static constexpr int kValueLoads = max_of(kRowBytes / 128, 1);
   using Value = std::conditional_t<kRowBytes >= 128, uint4, uint2>;
   static constexpr int kStores = kHeadDim / 64;  // of 8 dims of a row
   // fp16 probabilities are scaled up by this power of two, so that small ones keep their digits.
   static constexpr float kProbShift = std::is_same_v<T, __half> ? 14.f : 0.f;
   // The next group's values are on their way, too, where registers suffice.
-  static constexpr bool kValuesAhead = !kFp8 || kHeadDim < 128;
+  static constexpr bool kValuesAhead = !kFewRegisters;
   static constexpr int kQueue = kQueueBytes / 32;  // units
   static_assert(kHeadDim == 64 || kHeadDim == 128);
 
@@ -255,7 +262,7 @@ class LoneWarp {
 
   // Asks for the queries of a unit that has been entered.
   template <bool kWhole>
-  __device__ __forceinline__ void fetch_queries(unsigned unit, uint32_t (&queries)[kQuads][4]) const {
+  __device__ __forceinline__ void fetch_queries(unsigned unit, Queries& queries) const {
     const int4 place = queue_[unit % kQueue * 2];
     const int row = place.z * 8 + g(), t = this->t();
     const int token = shape_.by_group.divide(row);
@@ -263,87 +270,117 @@ class LoneWarp {
     const auto* const zeros = reinterpret_cast<const uint16_t*>(kZeroRow);
     const auto* q = static_cast<const uint16_t*>(p_.q) + place.x * p_.q_stride_request +
                     (token * boxes_.q_token + head * boxes_.q_head);
-    if (row >= shape_.rows) q = zeros;
+    const bool is_row = row < shape_.rows;
+    if (!is_row && !kFewRegisters) q = zeros;
     q += t * (kFp8 ? 16 : 8);
 #pragma unroll
     for (int i = 0; i < kQuads; ++i) {
       const int d = kFp8 ? i / 2 * 64 + i % 2 * 8 : i * 32;
       const bool inside = kWhole || d + t * (kFp8 ? 16 : 8) < p_.head_dim;
-      const uint4 quad = __ldg(reinterpret_cast<const uint4*>(inside ? q + d : zeros));
-      queries[i][0] = quad.x, queries[i][1] = quad.y, queries[i][2] = quad.z, queries[i][3] = quad.w;
+      if constexpr (kFewRegisters) {
+        const bool take = is_row && inside;
+        cp_async_16(smem_address(own_queries_ + i * 32), take ? q + d : zeros, take);
+      } else {
+        const uint4 quad = __ldg(reinterpret_cast<const uint4*>(inside ? q + d : zeros));
+        queries[i][0] = quad.x, queries[i][1] = quad.y, queries[i][2] = quad.z, queries[i][3] = quad.w;
+      }
     }
   }
 
   // Makes operands of them. Returns what row g's scores are to be multiplied by, in units of log2. Over e4m3 pages bf16
   // becomes fp16, whose range is smaller: rows are scaled by a power of two, as in QueryRow.
-  __device__ __forceinline__ float place_queries(int kv_head, uint32_t (&queries)[kQuads][4]) const {
+  __device__ __forceinline__ float place_queries(int kv_head, Queries& queries) const {
     float scale = p_.softmax_scale * kLog2e;
     if (p_.k_scale) scale *= __ldg(p_.k_scale + kv_head * p_.k_scale_stride);
-    const uint32_t nothing = threadIdx.y;  // 0, which the compiler does not know: else it moves them at every product
+    if constexpr (!kFewRegisters) {
+      scale *= make_operands(queries);
+    } else {
+      cp_async_wait_all();
+      uint32_t quads[kQuads][4];
 #pragma unroll
-    for (int i = 0; i < kQuads; ++i) {
-      const uint32_t second = queries[i][1];
-      queries[i][1] = queries[i][2] | nothing, queries[i][2] = second | nothing;
-    }
-    if constexpr (kFp8) {
-      if (p_.dtype == DType::kBFloat16) {
-        uint32_t top = 0;
+      for (int i = 0; i < kQuads; ++i) {
+        const uint4 quad = own_queries_[i * 32];
+        quads[i][0] = quad.x, quads[i][1] = quad.y, quads[i][2] = quad.z, quads[i][3] = quad.w;
+      }
+      scale *= make_operands(quads);
 #pragma unroll
-        for (int i = 0; i < kQuads; ++i) {
-#pragma unroll
-          for (int k = 0; k < 4; ++k) top = __vmaxu2(top, queries[i][k] & 0x7fff7fffu);
-        }
-        top = max_of(top & 0xffffu, top >> 16);
-        top = max_of(top, __shfl_xor_sync(~0u, top, 1));
-        top = max_of(top, __shfl_xor_sync(~0u, top, 2));
-        int shift = min_of(max_of(14 - (static_cast<int>(top >> 7) - 127), -100), 100);
-        if (top == 0 || top >= 0x7f80u) shift = 0;
-        const float up = __uint_as_float(static_cast<uint32_t>(127 + shift) << 23);
-#pragma unroll
-        for (int i = 0; i < kQuads; ++i) {
-#pragma unroll
-          for (int k = 0; k < 4; ++k) {
-            const uint32_t pair = queries[i][k];
-            queries[i][k] = pack2<T>(__uint_as_float(pair << 16) * up, __uint_as_float(pair & 0xffff0000u) * up);
-          }
-        }
-        scale *= __uint_as_float(static_cast<uint32_t>(127 - shift) << 23);
+      for (int i = 0; i < kQuads; ++i) {
+        own_queries_[i * 32] = make_uint4(quads[i][0], quads[i][1], quads[i][2], quads[i][3]);
       }
     }
     return scale;
   }
 
+  // Returns what undoes the scale of row g.
+  __device__ __forceinline__ float make_operands(uint32_t (&quads)[kQuads][4]) const {
+    const uint32_t nothing = threadIdx.y;  // 0, which the compiler does not know: else it moves them at every product
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) {
+      const uint32_t second = quads[i][1];
+      quads[i][1] = quads[i][2] | nothing, quads[i][2] = second | nothing;
+    }
+    if constexpr (!kFp8) return 1.f;
+    if (p_.dtype != DType::kBFloat16) return 1.f;
+    uint32_t top = 0;
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) top = __vmaxu2(top, quads[i][k] & 0x7fff7fffu);
+    }
+    top = max_of(top & 0xffffu, top >> 16);
+    top = max_of(top, __shfl_xor_sync(~0u, top, 1));
+    top = max_of(top, __shfl_xor_sync(~0u, top, 2));
+    int shift = min_of(max_of(14 - (static_cast<int>(top >> 7) - 127), -100), 100);
+    if (top == 0 || top >= 0x7f80u) shift = 0;
+    const float up = __uint_as_float(static_cast<uint32_t>(127 + shift) << 23);
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const uint32_t pair = quads[i][k];
+        quads[i][k] = pack2<T>(__uint_as_float(pair << 16) * up, __uint_as_float(pair & 0xffff0000u) * up);
+      }
+    }
+    return __uint_as_float(static_cast<uint32_t>(127 - shift) << 23);
+  }
+
   // Queries are the M of this product. A quad of them holds two steps of 16 dims, one in rows 0 to 7 and one in rows 8
   // to 15: each step has sums of its own, of which the other half means nothing.
   template <bool kWhole>
-  __device__ __forceinline__ void multiply_keys(const uint4 (&keys)[2][kKeyLoads], const uint32_t (&queries)[kQuads][4],
+  __device__ __forceinline__ void multiply_keys(const uint4 (&keys)[2][kKeyLoads], const Queries& queries,
                                                 float (&scores)[4]) const {
+    float even[2][4] = {}, odd[2][4] = {};
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float even[4] = {}, odd[4] = {};
+    for (int i = 0; i < kQuads; ++i) {
+      if (!kWhole && !kFp8 && i * 32 >= p_.head_dim) break;
+      uint32_t quad[4];
+      if constexpr (kFewRegisters) {
+        const uint4 own = own_queries_[i * 32];
+        quad[0] = own.x, quad[1] = own.y, quad[2] = own.z, quad[3] = own.w;
+      } else {
 #pragma unroll
-      for (int b = 0; b < kKeyLoads; ++b) {
-        if (!kWhole && !kFp8 && b * 32 >= p_.head_dim) break;
-        const uint4 key = keys[h][b];
+        for (int k = 0; k < 4; ++k) quad[k] = queries[i][k];
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const uint4 key = keys[h][kFp8 ? i / 2 : i];
         if constexpr (kFp8) {
-          uint32_t k[8];
-          fp8x4_to_half<__nv_fp8_e4m3>(key.x, k[0], k[1]);
-          fp8x4_to_half<__nv_fp8_e4m3>(key.y, k[2], k[3]);
-          fp8x4_to_half<__nv_fp8_e4m3>(key.z, k[4], k[5]);
-          fp8x4_to_half<__nv_fp8_e4m3>(key.w, k[6], k[7]);
-          mma_m16n8k16<T>(even, queries[2 * b], k[0], k[1]);
-          mma_m16n8k16<T>(odd, queries[2 * b], k[2], k[3]);
-          mma_m16n8k16<T>(even, queries[2 * b + 1], k[4], k[5]);
-          mma_m16n8k16<T>(odd, queries[2 * b + 1], k[6], k[7]);
+          uint32_t k[4];
+          fp8x4_to_half<__nv_fp8_e4m3>(i % 2 ? key.z : key.x, k[0], k[1]);
+          fp8x4_to_half<__nv_fp8_e4m3>(i % 2 ? key.w : key.y, k[2], k[3]);
+          mma_m16n8k16<T>(even[h], quad, k[0], k[1]);
+          mma_m16n8k16<T>(odd[h], quad, k[2], k[3]);
         } else {
-          mma_m16n8k16<T>(even, queries[b], key.x, key.y);
-          mma_m16n8k16<T>(odd, queries[b], key.z, key.w);
+          mma_m16n8k16<T>(even[h], quad, key.x, key.y);
+          mma_m16n8k16<T>(odd[h], quad, key.z, key.w);
         }
       }
-      scores[2 * h] = even[0] + odd[2], scores[2 * h + 1] = even[1] + odd[3];
-      // Two registers from here on, and not the eight of the sums that they are added up from, where registers are
-      // short.
-      if constexpr (!kValuesAhead) asm volatile("" : "+f"(scores[2 * h]), "+f"(scores[2 * h + 1]));
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      scores[i] = even[i / 2][i % 2] + odd[i / 2][2 + i % 2];
+      // Four registers from here on, and not the sixteen that they are added up from.
+      if constexpr (kFewRegisters) asm volatile("" : "+f"(scores[i]));
     }
   }
 
@@ -455,6 +492,7 @@ class LoneWarp {
   const Shape& shape_;
   const Boxes& boxes_;
   int4* const queue_;
+  uint4* own_queries_;
   uint32_t lane_;
   const int part_, warp_, warps_;
   int begin_work_ = 0;

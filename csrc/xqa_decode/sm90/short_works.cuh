@@ -208,8 +208,8 @@ __device__ __forceinline__ bool take_short_works(const Params& p, const Shape& s
   if (!all_short<Tr>(p, shape, entry, many ? kMostTokensOfMany : kMostShortTokens, lane)) return false;
   if constexpr (kHasLoneWarps<Tr>) {
     if (lone) {
-      auto* const queue = reinterpret_cast<int4*>(smem + warp * LoneWarp<Tr>::kQueueBytes);
-      LoneWarp<Tr>(p, shape, boxes, part, warp, kWarps, queue, lane).run(entry);
+      auto* const memory = reinterpret_cast<int4*>(smem + warp * LoneWarp<Tr>::kBytes);
+      LoneWarp<Tr>(p, shape, boxes, part, warp, kWarps, memory, lane).run(entry);
       return true;
     }
   }
