@@ -2,6 +2,7 @@
 #include "device/common/pdl.cuh"
 #include "fmha/sm90/attend.cuh"
 #include "fmha/sm90/load_e4m3.cuh"
+#include "fmha/sm90/load_narrow.cuh"
 #include "fmha/sm90/load_rows.cuh"
 #include "fmha/sm90/merge.cuh"
 
@@ -24,7 +25,7 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kShape.ctas)
     constexpr int kReaders = 3;
     int of_keys = 1, of_values = kTransposers;
     if constexpr (kByRows) {
-      of_keys = of_values = RowProducer<Tr>::arrivals(p);
+      of_keys = of_values = Tr::kNarrow ? NarrowProducer<Tr>::kArrivals : RowProducer<Tr>::kArrivals;
     } else if constexpr (!Tr::kFp8) {
       of_values = BoxProducer<Tr>::kOfValues;
     }
@@ -63,6 +64,8 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kShape.ctas)
     const Maps maps{&q_map, &k_map, &v_map};
     if constexpr (Tr::kFp8) {
       E4m3Producer<Tr>(p, s, maps, base).run();
+    } else if constexpr (Tr::kNarrow) {
+      NarrowProducer<Tr>(p, s, maps, base).run();
     } else if constexpr (kByRows) {
       RowProducer<Tr>(p, s, maps, base).run();
     } else {

@@ -87,6 +87,7 @@ void launch_traits(const Params& p, cudaStream_t stream) {
   if (p.num_q_tokens == 0) return;
   const Schedule s = make_schedule<Tr>(p);
   if constexpr (!Tr::kFp8) {
+    if (p.kv_dtype != p.dtype) return launch_kernel<typename Tr::Narrow, true>(p, s, stream);
     if (s.box_keys == 0) return launch_kernel<Tr, true>(p, s, stream);
   }
   launch_kernel<Tr, false>(p, s, stream);

@@ -28,11 +28,16 @@ struct Shape {
 //
 // Where T is e4m3, values are brought as they are, and two other warps transpose them: the matrix units take 8-bit
 // operands along the summed dimension alone.
-template <typename T_, Shape kShape_>
+//
+// kNarrow: e4m3 keys and values become fp16 where they are brought. All products are fp16 then. So queries of another
+// type (Caller) become fp16 as well, each row scaled by a power of two.
+template <typename T_, Shape kShape_, typename Caller_ = T_, bool kNarrow_ = false>
 struct Traits {
-  using T = T_;
-  static constexpr bool kFp8 = std::is_same_v<T, __nv_fp8_e4m3>;
-  using Out = std::conditional_t<kFp8, __nv_bfloat16, T>;
+  using T = T_;            // of both products
+  using Caller = Caller_;  // of queries
+  static constexpr bool kNarrow = kNarrow_, kFp8 = std::is_same_v<T, __nv_fp8_e4m3>;
+  using Out = std::conditional_t<kFp8, __nv_bfloat16, Caller>;
+  using Narrow = Traits<__half, kShape_, Caller, true>;  // for e4m3 keys
   static constexpr Shape kShape = kShape_;
   static constexpr int kHeadDimQk = kShape.head_dim_qk, kHeadDimV = kShape.head_dim_v;
   static constexpr int kKeys = kShape.keys;
