@@ -59,12 +59,9 @@ class NarrowProducer : ProducerBase<Tr> {
   // k16: rows, and pieces of them, start on 16 bytes; else on 8.
   template <bool k16>
   __device__ __forceinline__ void run_as() {
-    bool pending = false;
 #pragma unroll 1
     for (;;) {
       if (tid_ == 0) tell(next_work());
-      __syncwarp();
-      if (pending) exchange<k16, kValues, batches_of(kValues) - 1, kNone, 0>(nullptr);
       hopper::named_barrier_sync(kProducerBarrier, 128);
       const Work& w = *work_slot();
       const uint32_t done = work_done();
@@ -72,17 +69,17 @@ class NarrowProducer : ProducerBase<Tr> {
       if (w.num_tokens < 0) return;
       work_ring_.advance();
       __syncwarp();
-      pending = w.tile_begin < w.tile_end;
-      if (pending) bring_tiles<k16>(w);
+      bring_tiles<k16>(w);
       if (tid_ >= 32) hopper::mbarrier_arrive(done);
     }
   }
 
   // The scores of a tile are multiplied before the values of the tile ahead of it, so keys are asked for first. Cells
-  // of the page table are asked for a tile ahead.
+  // of the page table are asked for a tile ahead. Nothing is under way at the end: decoding a work takes all registers.
   template <bool k16>
   __device__ __forceinline__ void bring_tiles(const Work& w) {
     const int begin = w.tile_begin, end = w.tile_end;
+    if (begin == end) return;
     Cell here = cell_of(w, begin), next = cell_of(w, begin + 1);
     bring<k16, kNone, kKeys>(row_of<kKeys>(w, begin, here));
 #pragma unroll 1
@@ -104,6 +101,7 @@ class NarrowProducer : ProducerBase<Tr> {
     } else {
       bring<k16, kKeys, kValues>(values);
     }
+    exchange<k16, kValues, batches_of(kValues) - 1, kNone, 0>(nullptr);
   }
 
   // Asks for a tile, and stores what was asked for before. The tile's last batch stays under way. `looked_up`: the row
