@@ -5,6 +5,10 @@
 
 namespace attnops::fmha::sm90 {
 
+// What is read in place of rows that are not there, up to head dim 256. A load that a predicate guards would go through
+// registers of its own, and wait.
+static __device__ const uint4 kZeroRow[16] = {};
+
 // e4m3 keys and values of 16-bit queries, by four warps together. A lane holds sixteen values of each of its rows in
 // registers. It stores them as fp16 when their stage is free, and asks for those of the next tile as their registers
 // become free. So the next tile is under way without a place in shared memory.
@@ -146,8 +150,7 @@ class NarrowProducer : ProducerBase<Tr> {
                 __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(looked_up), kRowsOfWarp * pass + row_));
           }
           const int column = column_ + c * (kPairs ? 128 : 64);
-          const int left = (kNew == kKeys ? p_.head_dim_qk : p_.head_dim_v) - column;  // of the row
-          load<k16>(i, from + column, from != nullptr && left > 0, from != nullptr && left > 8);
+          load<k16>(i, from, column, kNew == kKeys ? p_.head_dim_qk : p_.head_dim_v);
         }
       }
     }
@@ -156,25 +159,26 @@ class NarrowProducer : ProducerBase<Tr> {
     }
   }
 
-  // What is not there is zeros. L1 is passed by: it may hold what was there before kernels ahead wrote.
+  // Sixteen values of a row, zeros behind its end. L1 is passed by: it may hold what was there before kernels ahead
+  // wrote.
   template <bool k16>
-  __device__ __forceinline__ void load(int i, const char* from, bool exists, bool second_exists) {
+  __device__ __forceinline__ void load(int i, const char* row, int column, int head_dim) {
     uint32_t(&r)[4] = raw_[i];
+    const char* const zeros = reinterpret_cast<const char*>(kZeroRow);
     if constexpr (k16) {
-      asm volatile(
-          "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
-          "@p ld.global.cg.v4.b32 {%0, %1, %2, %3}, [%4];\n}\n"
-          : "=&r"(r[0]), "=&r"(r[1]), "=&r"(r[2]), "=&r"(r[3])
-          : "l"(from), "r"(static_cast<int>(exists))
-          : "memory");
+      asm volatile("ld.global.cg.v4.b32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                   : "l"(column < head_dim ? row + column : zeros)
+                   : "memory");
     } else {
-      asm volatile(
-          "{\n.reg .pred p, q;\nsetp.ne.b32 p, %5, 0;\nsetp.ne.b32 q, %6, 0;\n"
-          "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
-          "@p ld.global.cg.v2.b32 {%0, %1}, [%4];\n@q ld.global.cg.v2.b32 {%2, %3}, [%4 + 8];\n}\n"
-          : "=&r"(r[0]), "=&r"(r[1]), "=&r"(r[2]), "=&r"(r[3])
-          : "l"(from), "r"(static_cast<int>(exists)), "r"(static_cast<int>(second_exists))
-          : "memory");
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int at = column + 8 * half;
+        asm volatile("ld.global.cg.v2.b32 {%0, %1}, [%2];"
+                     : "=r"(r[2 * half]), "=r"(r[2 * half + 1])
+                     : "l"(at < head_dim ? row + at : zeros)
+                     : "memory");
+      }
     }
   }
 
@@ -212,15 +216,16 @@ class NarrowProducer : ProducerBase<Tr> {
     return {p_.page_table.row(w.request)[cell], key - cell * p_.page_table.page_size};
   }
 
-  // Null: nobody's row, or one of a page outside the pool.
+  // Zeros: nobody's row, or one of a page outside the pool.
   template <Kind kKind>
   __device__ __forceinline__ const char* row_of(const Work& w, int tile, const Cell& at) const {
-    if (at.token < 0) return nullptr;
+    const char* const zeros = reinterpret_cast<const char*>(kZeroRow);
+    if (at.token < 0) return zeros;
     if (p_.paged) {
       if (kKind == kKeys) {
         check_page(w, s_.page_size.divide(w.place_of(tile) * Tr::kKeys + looked_up_row()), at.page);
       }
-      if (at.page < 0 || at.page >= p_.page_table.num_pages) return nullptr;
+      if (at.page < 0 || at.page >= p_.page_table.num_pages) return zeros;
     }
     if constexpr (kKind == kKeys) {
       return static_cast<const char*>(p_.k) + at.page * p_.k_stride_page + at.token * p_.k_stride_token +

@@ -64,18 +64,25 @@ def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True):
             own_slot = s
             s, sp = (0, sp ^ 1) if s == 1 else (1, sp)
 
-            def finish(newer):
+            def store():  # of what lies in registers
                 nonlocal pend
                 if pend is None:
                     return
-                cells, bar, copy = pend
-                yield lambda: copy[0]  # wait_group
-                cells[wp] = (cells[wp][0], "wide")
-                bar.arrive()
+                keys, content, copy = pend
+                ring = rk if keys else rv
+                st, ph = ring
+                yield wait((ke if keys else ve)[st], ph ^ 1)
+                ring[0] += 1
+                if ring[0] == kst:
+                    ring[0] = 0
+                    ring[1] ^= 1
+                yield lambda: copy[0]
+                assert (kr if keys else vr)[st] == 0, "overwritten while read"
+                (K if keys else V)[st][wp] = (content, "wide")
+                (kf if keys else vf)[st].arrive()
                 pend = None
 
             if w is None:
-                yield from finish(0)
                 if wp == 0:
                     yield wait(qe[q], qp ^ 1)
                     qf[q].arrive()
@@ -97,6 +104,12 @@ def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True):
 
             def bring(keys, tile):
                 nonlocal pend
+                if narrow:
+                    yield from store()
+                    copy = [False]
+                    inflight.append(lambda: copy.__setitem__(0, True))
+                    pend = (keys, (mine, tile), copy)
+                    return
                 ring = rk if keys else rv
                 st, ph = ring
                 yield wait((ke if keys else ve)[st], ph ^ 1)
@@ -107,21 +120,14 @@ def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True):
                 cells = (K if keys else V)[st]
                 rd = kr if keys else vr
                 bar = (kf if keys else vf)[st]
-                copy = [False]
                 content = (mine, tile)
 
                 def land():
                     assert rd[st] == 0, "overwritten while read"
-                    cells[wp] = (content, "raw" if narrow else "wide")
-                    copy[0] = True
-                    if not narrow:
-                        bar.arrive(2)
+                    cells[wp] = (content, "wide")
+                    bar.arrive(2)
 
                 inflight.append(land)
-                if narrow:
-                    yield lambda: True
-                    yield from finish(1)
-                    pend = (cells, bar, copy)
 
             t, t_end = w[1], w[2]
             if t < t_end:
@@ -131,11 +137,10 @@ def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True):
                         yield from bring(True, t + 1)
                     yield from bring(False, t)
                     t += 1
+            yield from store()
             assert slot[own_slot] == (w, mine)
             if wp > 0:
                 wd[own_slot].arrive()
-            if w[1] == w[2]:
-                yield from finish(0)
 
     def cons(g):
         q = 0
