@@ -159,14 +159,14 @@ class NarrowProducer : ProducerBase<Tr> {
     }
   }
 
-  // Sixteen values of a row, zeros behind its end. L1 is passed by: it may hold what was there before kernels ahead
-  // wrote.
+  // Sixteen values of a row, zeros behind its end. Through L1: in one part of L2 all SMs would ask for the row of
+  // zeros.
   template <bool k16>
   __device__ __forceinline__ void load(int i, const char* row, int column, int head_dim) {
     uint32_t(&r)[4] = raw_[i];
     const char* const zeros = reinterpret_cast<const char*>(kZeroRow);
     if constexpr (k16) {
-      asm volatile("ld.global.cg.v4.b32 {%0, %1, %2, %3}, [%4];"
+      asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
                    : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                    : "l"(column < head_dim ? row + column : zeros)
                    : "memory");
@@ -174,7 +174,7 @@ class NarrowProducer : ProducerBase<Tr> {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int at = column + 8 * half;
-        asm volatile("ld.global.cg.v2.b32 {%0, %1}, [%2];"
+        asm volatile("ld.global.v2.b32 {%0, %1}, [%2];"
                      : "=r"(r[2 * half]), "=r"(r[2 * half + 1])
                      : "l"(at < head_dim ? row + at : zeros)
                      : "memory");
