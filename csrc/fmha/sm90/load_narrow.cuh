@@ -40,25 +40,20 @@ class NarrowProducer : ProducerBase<Tr> {
   }
 
  private:
-  enum Kind { kNone, kKeys, kValues };
-
   // Four lanes share 64 values of a row, which become a chunk. Where chunks are even in number, eight lanes share two.
   // Eight neighbours store to two rows, one of them even: never two of them to the same banks.
   static constexpr bool kPairs = Tr::kQkChunks % 2 == 0 && Tr::kVChunks % 2 == 0;
   static constexpr int kRowsOfWarp = kPairs ? 4 : 8, kRowsOfPass = 4 * kRowsOfWarp;
   static_assert(Tr::kKeys % kRowsOfPass == 0);
+  static constexpr int kKeyColumns = Tr::kQkChunks / (kPairs ? 2 : 1);  // pieces of a lane in one pass
+  static constexpr int kValueColumns = Tr::kVChunks / (kPairs ? 2 : 1);
+  static constexpr int kColumns = max_of(kKeyColumns, kValueColumns), kPasses = Tr::kKeys / kRowsOfPass;
 
-  static constexpr int columns_of(Kind kind) {  // pieces of a lane in one pass
-    return (kind == kKeys ? Tr::kQkChunks : Tr::kVChunks) / (kPairs ? 2 : 1);
-  }
-  static constexpr int pieces_of(Kind kind) { return Tr::kKeys / kRowsOfPass * columns_of(kind); }
+  // A tile is held in one batch of passes or two, as there are registers.
+  static constexpr int kBatches = kPasses * kColumns > 8 ? 2 : 1, kPassesOfBatch = ceil_div(kPasses, kBatches);
 
-  // A tile is held in batches of as many pieces as there are registers for.
-  static constexpr int kMostPieces = Tr::kProducerRegisters >= 72 ? 8 : 5;
-  static constexpr int batches_of(Kind kind) { return ceil_div(pieces_of(kind), kMostPieces); }
-  static constexpr int batch_of(Kind kind) { return ceil_div(pieces_of(kind), batches_of(kind)); }
-  static constexpr int kHeld = max_of(batch_of(kKeys), batch_of(kValues));
-  static constexpr bool kAlike = Tr::kQkChunks == Tr::kVChunks;
+  static constexpr int kNoBatch = -1;
+  using Held = uint32_t[kPassesOfBatch * kColumns][4];
 
   // k16: rows, and pieces of them, start on 16 bytes; else on 8.
   template <bool k16>
@@ -78,92 +73,85 @@ class NarrowProducer : ProducerBase<Tr> {
     }
   }
 
-  // The scores of a tile are multiplied before the values of the tile ahead of it, so keys are asked for first. Cells
-  // of the page table are asked for a tile ahead. Nothing is under way at the end: decoding a work takes all registers.
+  // The scores of a tile are multiplied before the values of the tile ahead of it. So tiles come as K0, K1, V0, K2, V1
+  // and so on, by one loop: what is under way stays in its registers. Cells of the page table are asked for a tile
+  // ahead. Nothing is under way at the end: decoding a work takes all registers.
   template <bool k16>
   __device__ __forceinline__ void bring_tiles(const Work& w) {
-    const int begin = w.tile_begin, end = w.tile_end;
-    if (begin == end) return;
-    Cell here = cell_of(w, begin), next = cell_of(w, begin + 1);
-    bring<k16, kNone, kKeys>(row_of<kKeys>(w, begin, here));
+    const int end = w.tile_end;
+    int keys = w.tile_begin, values = keys;  // asked for next
+    if (keys == end) return;
+    Held raw;
+    Cell here = cell_of(w, keys), before = here, next = cell_of(w, keys + 1);
+    exchange<k16, kNoBatch, 0>(raw, false, true, row_of(w, keys, here, true));
+    expect(true);
+    if constexpr (kBatches == 2) exchange<k16, 0, 1>(raw, true, true, row_of(w, keys, here, true));
+    bool were_keys = true;
+    ++keys;
 #pragma unroll 1
-    for (int tile = begin + 1; tile < end; ++tile) {
-      const Cell before = here;
-      here = next;
-      next = cell_of(w, tile + 1);
-      const char* const keys = row_of<kKeys>(w, tile, here);
-      if (kAlike || tile > begin + 1) {
-        bring<k16, kValues, kKeys>(keys);
-      } else {
-        bring<k16, kKeys, kKeys>(keys);
+    while (values < end) {
+      const bool newest = keys - values == 1, are_keys = newest && keys < end;
+      if (are_keys) {
+        before = here;
+        here = next;
+        next = cell_of(w, keys + 1);
       }
-      bring<k16, kKeys, kValues>(row_of<kValues>(w, tile - 1, before));
+      const char* const row = row_of(w, are_keys ? keys : values, newest ? here : before, are_keys);
+      exchange<k16, kBatches - 1, 0>(raw, were_keys, are_keys, row);
+      expect(are_keys);
+      if constexpr (kBatches == 2) exchange<k16, 0, 1>(raw, are_keys, are_keys, row);
+      were_keys = are_keys;
+      are_keys ? ++keys : ++values;
     }
-    const char* const values = row_of<kValues>(w, end - 1, here);
-    if (kAlike || end - begin > 1) {
-      bring<k16, kValues, kValues>(values);
-    } else {
-      bring<k16, kKeys, kValues>(values);
-    }
-    exchange<k16, kValues, batches_of(kValues) - 1, kNone, 0>(nullptr);
+    exchange<k16, kBatches - 1, kNoBatch>(raw, false, false, nullptr);
   }
 
-  // Asks for a tile, and stores what was asked for before. The tile's last batch stays under way. `looked_up`: the row
-  // that this lane looked up.
-  template <bool k16, Kind kOld, Kind kNew>
-  __device__ __forceinline__ void bring(const char* looked_up) {
-    exchange<k16, kOld, kOld == kNone ? 0 : batches_of(kOld) - 1, kNew, 0>(looked_up);
-    Ring<Tr::kStages>& ring = kNew == kKeys ? k_ring_ : v_ring_;
-    tile_ = shared_ + own_ +
-            (kNew == kKeys ? Layout::kK + ring.stage * Tr::kKBytes : Layout::kV + ring.stage * Tr::kVBytes);
-    full_ = shared_ + (kNew == kKeys ? Layout::kKFull : Layout::kVFull) + 8 * ring.stage;
-    empty_phase_ = ring.phase ^ 1;
-    ring.advance();
-    static_assert(batches_of(kNew) <= 2);
-    if constexpr (batches_of(kNew) == 2) exchange<k16, kNew, 0, kNew, 1>(looked_up);
+  // What is under way is keys or values for the next stage of their ring.
+  __device__ __forceinline__ void expect(bool keys) {
+    const int stage = keys ? k_ring_.stage : v_ring_.stage;
+    const uint32_t phase = keys ? k_ring_.phase : v_ring_.phase;
+    tile_ = shared_ + own_ + (keys ? Layout::kK + stage * Tr::kKBytes : Layout::kV + stage * Tr::kVBytes);
+    full_ = shared_ + (keys ? Layout::kKFull : Layout::kVFull) + 8 * stage;
+    empty_phase_ = phase ^ 1;
+    keys ? k_ring_.advance() : v_ring_.advance();
   }
 
-  // Stores the batch that is under way, and asks for another one in its registers.
-  template <bool k16, Kind kOld, int kOldBatch, Kind kNew, int kNewBatch>
-  __device__ __forceinline__ void exchange(const char* looked_up) {
+  // Stores the batch that is under way, and asks for another one in its registers. `looked_up`: the row that this lane
+  // looked up.
+  template <bool k16, int kOld, int kNew>
+  __device__ __forceinline__ void exchange(Held& raw, bool old_keys, bool keys, const char* looked_up) {
     static_assert(Layout::kKEmpty - Layout::kKFull == 8 * Tr::kStages);
     static_assert(Layout::kVEmpty - Layout::kVFull == 8 * Tr::kStages);
-    if constexpr (kOld != kNone && kOldBatch == 0) {
-      hopper::mbarrier_wait(full_ + 8 * Tr::kStages, empty_phase_);
-    }
-    const char* from = nullptr;
+    if constexpr (kOld == 0) hopper::mbarrier_wait(full_ + 8 * Tr::kStages, empty_phase_);
+    const int head_dim = keys ? p_.head_dim_qk : p_.head_dim_v;
+    const uint32_t second = tile_ ^ 16;  // of two neighbouring pieces
 #pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
-      if constexpr (kOld != kNone) {
-        const int piece = kOldBatch * batch_of(kOld) + i;
-        if (i < batch_of(kOld) && piece < pieces_of(kOld)) {
-          const int pass = piece / columns_of(kOld), c = piece % columns_of(kOld);
-          store(i, tile_ + pass * kRowsOfPass * 128 + c * (kPairs ? 2 : 1) * Tr::kKeys * 128);
-        }
+    for (int n = 0; n < kPassesOfBatch; ++n) {
+      const char* row = nullptr;
+      if (kNew != kNoBatch && kNew * kPassesOfBatch + n < kPasses) {
+        const int lane = kRowsOfWarp * (kNew * kPassesOfBatch + n) + row_;
+        row = reinterpret_cast<const char*>(
+            __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(looked_up), lane));
       }
-      if constexpr (kNew != kNone) {
-        const int piece = kNewBatch * batch_of(kNew) + i;
-        if (i < batch_of(kNew) && piece < pieces_of(kNew)) {
-          const int pass = piece / columns_of(kNew), c = piece % columns_of(kNew);
-          if (i == 0 || c == 0) {
-            from = reinterpret_cast<const char*>(
-                __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(looked_up), kRowsOfWarp * pass + row_));
-          }
-          const int column = column_ + c * (kPairs ? 128 : 64);
-          load<k16>(i, from, column, kNew == kKeys ? p_.head_dim_qk : p_.head_dim_v);
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        uint32_t(&piece)[4] = raw[n * kColumns + c];
+        if (kOld != kNoBatch && kOld * kPassesOfBatch + n < kPasses) {
+          const int at = (kOld * kPassesOfBatch + n) * kRowsOfPass * 128 + c * (kPairs ? 2 : 1) * Tr::kKeys * 128;
+          if (c < (old_keys ? kKeyColumns : kValueColumns)) store(piece, tile_ + at, second + at);
+        }
+        if (kNew != kNoBatch && kNew * kPassesOfBatch + n < kPasses) {
+          load<k16>(piece, row, column_ + c * (kPairs ? 128 : 64), head_dim);
         }
       }
     }
-    if constexpr (kOld != kNone) {
-      if constexpr (kOldBatch == batches_of(kOld) - 1) arrive(full_);
-    }
+    if constexpr (kOld == kBatches - 1) arrive(full_);
   }
 
   // Sixteen values of a row, zeros behind its end. Through L1: in one part of L2 all SMs would ask for the row of
   // zeros.
   template <bool k16>
-  __device__ __forceinline__ void load(int i, const char* row, int column, int head_dim) {
-    uint32_t(&r)[4] = raw_[i];
+  __device__ __forceinline__ void load(uint32_t (&r)[4], const char* row, int column, int head_dim) {
     const char* const zeros = reinterpret_cast<const char*>(kZeroRow);
     if constexpr (k16) {
       asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -183,15 +171,15 @@ class NarrowProducer : ProducerBase<Tr> {
   }
 
   // Every e4m3 value is exact in fp16; scales are the softmax's and the epilogue's.
-  __device__ __forceinline__ void store(int i, uint32_t to) {
+  __device__ __forceinline__ void store(const uint32_t (&raw)[4], uint32_t first, uint32_t second) {
     uint32_t wide[8];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) e4m3x4_to_half(raw_[i][j], wide[2 * j], wide[2 * j + 1]);
+    for (int j = 0; j < 4; ++j) e4m3x4_to_half(raw[j], wide[2 * j], wide[2 * j + 1]);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint32_t* w = wide + 4 * half;
-      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to ^ 16 * half), "r"(w[0]), "r"(w[1]), "r"(w[2]),
-                   "r"(w[3])
+      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(half == 0 ? first : second), "r"(w[0]), "r"(w[1]),
+                   "r"(w[2]), "r"(w[3])
                    : "memory");
     }
   }
@@ -217,29 +205,24 @@ class NarrowProducer : ProducerBase<Tr> {
   }
 
   // Zeros: nobody's row, or one of a page outside the pool.
-  template <Kind kKind>
-  __device__ __forceinline__ const char* row_of(const Work& w, int tile, const Cell& at) const {
+  __device__ __forceinline__ const char* row_of(const Work& w, int tile, const Cell& at, bool keys) const {
     const char* const zeros = reinterpret_cast<const char*>(kZeroRow);
     if (at.token < 0) return zeros;
     if (p_.paged) {
-      if (kKind == kKeys) {
+      if (keys) {
         check_page(w, s_.page_size.divide(w.place_of(tile) * Tr::kKeys + looked_up_row()), at.page);
       }
       if (at.page < 0 || at.page >= p_.page_table.num_pages) return zeros;
     }
-    if constexpr (kKind == kKeys) {
-      return static_cast<const char*>(p_.k) + at.page * p_.k_stride_page + at.token * p_.k_stride_token +
-             w.kv_head * p_.k_stride_head;
-    } else {
-      return static_cast<const char*>(p_.v) + at.page * p_.v_stride_page + at.token * p_.v_stride_token +
-             w.kv_head * p_.v_stride_head;
-    }
+    const int64_t page = keys ? p_.k_stride_page : p_.v_stride_page;
+    const int64_t token = keys ? p_.k_stride_token : p_.v_stride_token;
+    const int64_t head = keys ? p_.k_stride_head : p_.v_stride_head;
+    return static_cast<const char*>(keys ? p_.k : p_.v) + at.page * page + at.token * token + w.kv_head * head;
   }
 
   int row_, column_;                                // of a pass, in this warp; of this lane's first piece
   uint32_t own_;                                    // byte of this lane's first piece in a wide tile
   uint32_t tile_ = 0, full_ = 0, empty_phase_ = 0;  // of what is under way: place of this lane, barrier, parity
-  uint32_t raw_[kHeld][4];
   Ring<Tr::kStages> k_ring_, v_ring_;
 };
 

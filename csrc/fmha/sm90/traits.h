@@ -21,6 +21,12 @@ struct Shape {
   int ctas = 1;                // that share an SM
 };
 
+// For e4m3 keys: who brings tiles takes sixteen registers of who computes, to hold what is under way.
+constexpr Shape of_narrow(Shape s) {
+  if (s.warpgroups <= 2) s.registers -= 16 / s.warpgroups;
+  return s;
+}
+
 // Tiles and shared memory of one instantiation. Head dims are those of the tile; smaller ones are filled with zeros.
 //
 // A CTA is one warpgroup that brings tiles and kWarpgroups that compute, 64 rows each. A row is a query token and one
@@ -37,7 +43,7 @@ struct Traits {
   using Caller = Caller_;  // of queries
   static constexpr bool kNarrow = kNarrow_, kFp8 = std::is_same_v<T, __nv_fp8_e4m3>;
   using Out = std::conditional_t<kFp8, __nv_bfloat16, Caller>;
-  using Narrow = Traits<__half, kShape_, Caller, true>;  // for e4m3 keys
+  using Narrow = Traits<__half, of_narrow(kShape_), Caller, true>;  // for e4m3 keys
   static constexpr Shape kShape = kShape_;
   static constexpr int kHeadDimQk = kShape.head_dim_qk, kHeadDimV = kShape.head_dim_v;
   static constexpr int kKeys = kShape.keys;
