@@ -52,7 +52,7 @@ class NarrowProducer : ProducerBase<Tr> {
   // A tile is held in one batch of passes or two, as there are registers.
   static constexpr int kBatches = kPasses * kColumns > 8 ? 2 : 1, kPassesOfBatch = ceil_div(kPasses, kBatches);
 
-  static constexpr int kNoBatch = -1;
+  static constexpr int kAtOnce = ceil_div(kPassesOfBatch, 2);  // passes that are stored before some are asked for
   using Held = uint32_t[kPassesOfBatch * kColumns][4];
 
   // k16: rows, and pieces of them, start on 16 bytes; else on 8.
@@ -74,36 +74,33 @@ class NarrowProducer : ProducerBase<Tr> {
   }
 
   // The scores of a tile are multiplied before the values of the tile ahead of it. So tiles come as K0, K1, V0, K2, V1
-  // and so on, by one loop: what is under way stays in its registers. Cells of the page table are asked for a tile
-  // ahead. Nothing is under way at the end: decoding a work takes all registers.
+  // and so on. What is under way is loaded and stored at one place each: else the assembler moves it, and waits. Cells
+  // of the page table are asked for a tile ahead. Nothing is under way at the end: decoding a work takes all registers.
   template <bool k16>
   __device__ __forceinline__ void bring_tiles(const Work& w) {
     const int end = w.tile_end;
     int keys = w.tile_begin, values = keys;  // asked for next
     if (keys == end) return;
     Held raw;
-    Cell here = cell_of(w, keys), before = here, next = cell_of(w, keys + 1);
-    exchange<k16, kNoBatch, 0>(raw, false, true, row_of(w, keys, here, true));
-    expect(true);
-    if constexpr (kBatches == 2) exchange<k16, 0, 1>(raw, true, true, row_of(w, keys, here, true));
-    bool were_keys = true;
-    ++keys;
+    Cell here{}, before{}, next = cell_of(w, keys);
+    bool under_way = false, were_keys = false;
 #pragma unroll 1
-    while (values < end) {
-      const bool newest = keys - values == 1, are_keys = newest && keys < end;
+    for (;;) {
+      const bool newest = keys - values <= 1, are_keys = newest && keys < end, more = values < end;
       if (are_keys) {
         before = here;
         here = next;
         next = cell_of(w, keys + 1);
       }
-      const char* const row = row_of(w, are_keys ? keys : values, newest ? here : before, are_keys);
-      exchange<k16, kBatches - 1, 0>(raw, were_keys, are_keys, row);
+      const char* const row = row_of(w, are_keys ? keys : values, newest ? here : before, are_keys, more);
+      exchange<k16, kBatches - 1, 0>(raw, under_way, were_keys, are_keys, row);
+      if (!more) return;
       expect(are_keys);
-      if constexpr (kBatches == 2) exchange<k16, 0, 1>(raw, are_keys, are_keys, row);
+      if constexpr (kBatches == 2) exchange<k16, 0, 1>(raw, true, are_keys, are_keys, row);
+      under_way = true;
       were_keys = are_keys;
       are_keys ? ++keys : ++values;
     }
-    exchange<k16, kBatches - 1, kNoBatch>(raw, false, false, nullptr);
   }
 
   // What is under way is keys or values for the next stage of their ring.
@@ -116,36 +113,42 @@ class NarrowProducer : ProducerBase<Tr> {
     keys ? k_ring_.advance() : v_ring_.advance();
   }
 
-  // Stores the batch that is under way, and asks for another one in its registers. `looked_up`: the row that this lane
-  // looked up.
+  // Stores the batch that is under way, if any, and asks for another one in its registers. `looked_up`: the row that
+  // this lane looked up.
   template <bool k16, int kOld, int kNew>
-  __device__ __forceinline__ void exchange(Held& raw, bool old_keys, bool keys, const char* looked_up) {
+  __device__ __forceinline__ void exchange(Held& raw, bool under_way, bool old_keys, bool keys, const char* looked_up) {
     static_assert(Layout::kKEmpty - Layout::kKFull == 8 * Tr::kStages);
     static_assert(Layout::kVEmpty - Layout::kVFull == 8 * Tr::kStages);
-    if constexpr (kOld == 0) hopper::mbarrier_wait(full_ + 8 * Tr::kStages, empty_phase_);
+    if (kOld == 0 && under_way) hopper::mbarrier_wait(full_ + 8 * Tr::kStages, empty_phase_);
     const int head_dim = keys ? p_.head_dim_qk : p_.head_dim_v;
     const uint32_t second = tile_ ^ 16;  // of two neighbouring pieces
 #pragma unroll
-    for (int n = 0; n < kPassesOfBatch; ++n) {
-      const char* row = nullptr;
-      if (kNew != kNoBatch && kNew * kPassesOfBatch + n < kPasses) {
-        const int lane = kRowsOfWarp * (kNew * kPassesOfBatch + n) + row_;
-        row = reinterpret_cast<const char*>(
-            __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(looked_up), lane));
+    for (int first = 0; first < kPassesOfBatch; first += kAtOnce) {
+      if (under_way) {
+#pragma unroll
+        for (int n = first; n < min_of(first + kAtOnce, kPassesOfBatch); ++n) {
+#pragma unroll
+          for (int c = 0; c < kColumns; ++c) {
+            const int at = (kOld * kPassesOfBatch + n) * kRowsOfPass * 128 + c * (kPairs ? 2 : 1) * Tr::kKeys * 128;
+            if (kOld * kPassesOfBatch + n < kPasses && c < (old_keys ? kKeyColumns : kValueColumns)) {
+              store(raw[n * kColumns + c], tile_ + at, second + at);
+            }
+          }
+        }
       }
 #pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
-        uint32_t(&piece)[4] = raw[n * kColumns + c];
-        if (kOld != kNoBatch && kOld * kPassesOfBatch + n < kPasses) {
-          const int at = (kOld * kPassesOfBatch + n) * kRowsOfPass * 128 + c * (kPairs ? 2 : 1) * Tr::kKeys * 128;
-          if (c < (old_keys ? kKeyColumns : kValueColumns)) store(piece, tile_ + at, second + at);
-        }
-        if (kNew != kNoBatch && kNew * kPassesOfBatch + n < kPasses) {
-          load<k16>(piece, row, column_ + c * (kPairs ? 128 : 64), head_dim);
+      for (int n = first; n < min_of(first + kAtOnce, kPassesOfBatch); ++n) {
+        if (kNew * kPassesOfBatch + n >= kPasses) continue;
+        const int lane = kRowsOfWarp * (kNew * kPassesOfBatch + n) + row_;
+        const auto row = reinterpret_cast<const char*>(
+            __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(looked_up), lane));
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) {
+          load<k16>(raw[n * kColumns + c], row, column_ + c * (kPairs ? 128 : 64), head_dim);
         }
       }
     }
-    if constexpr (kOld == kBatches - 1) arrive(full_);
+    if (kOld == kBatches - 1 && under_way) arrive(full_);
   }
 
   // Sixteen values of a row, zeros behind its end. Through L1: in one part of L2 all SMs would ask for the row of
@@ -204,10 +207,10 @@ class NarrowProducer : ProducerBase<Tr> {
     return {p_.page_table.row(w.request)[cell], key - cell * p_.page_table.page_size};
   }
 
-  // Zeros: nobody's row, or one of a page outside the pool.
-  __device__ __forceinline__ const char* row_of(const Work& w, int tile, const Cell& at, bool keys) const {
+  // Zeros: nobody's row, or one of a page outside the pool; also where no tile is left.
+  __device__ __forceinline__ const char* row_of(const Work& w, int tile, const Cell& at, bool keys, bool exists) const {
     const char* const zeros = reinterpret_cast<const char*>(kZeroRow);
-    if (at.token < 0) return zeros;
+    if (at.token < 0 || !exists) return zeros;
     if (p_.paged) {
       if (keys) {
         check_page(w, s_.page_size.divide(w.place_of(tile) * Tr::kKeys + looked_up_row()), at.page);
