@@ -105,12 +105,13 @@ class NarrowProducer : ProducerBase<Tr> {
 
   // What is under way is keys or values for the next stage of their ring.
   __device__ __forceinline__ void expect(bool keys) {
-    const int stage = keys ? k_ring_.stage : v_ring_.stage;
-    const uint32_t phase = keys ? k_ring_.phase : v_ring_.phase;
+    static_assert(Tr::kStages == 2);
+    const uint32_t n = keys ? num_keys_ : num_values_, stage = n % 2;
     tile_ = shared_ + own_ + (keys ? Layout::kK + stage * Tr::kKBytes : Layout::kV + stage * Tr::kVBytes);
     full_ = shared_ + (keys ? Layout::kKFull : Layout::kVFull) + 8 * stage;
-    empty_phase_ = phase ^ 1;
-    keys ? k_ring_.advance() : v_ring_.advance();
+    empty_phase_ = n / 2 % 2 ^ 1;
+    num_keys_ += keys;
+    num_values_ += !keys;
   }
 
   // Stores the batch that is under way, if any, and asks for another one in its registers. `looked_up`: the row that
@@ -226,7 +227,7 @@ class NarrowProducer : ProducerBase<Tr> {
   int row_, column_;                                // of a pass, in this warp; of this lane's first piece
   uint32_t own_;                                    // byte of this lane's first piece in a wide tile
   uint32_t tile_ = 0, full_ = 0, empty_phase_ = 0;  // of what is under way: place of this lane, barrier, parity
-  Ring<Tr::kStages> k_ring_, v_ring_;
+  uint32_t num_keys_ = 0, num_values_ = 0;          // tiles asked for, of all works: a Ring takes more registers
 };
 
 }  // namespace attnops::fmha::sm90
