@@ -33,68 +33,95 @@ struct VerifyLayout {
   __host__ __device__ int floats() const { return dots() + cta_rows * (2 * drafts + 1); }
 };
 
-// A draft's key, query and gates, by one warp. Types are told apart around all loads, so that none waits for another.
+// A token's element as it lies. It is made a float where it is used, since a conversion waits for its load.
+template <typename T>
+__device__ __forceinline__ uint32_t load_bits(const T* from) {
+  if constexpr (sizeof(T) == 4) return *reinterpret_cast<const uint32_t*>(from);
+  if constexpr (sizeof(T) == 2) return *reinterpret_cast<const uint16_t*>(from);
+}
+
+__device__ __forceinline__ float float_of_bits(DType dtype, uint32_t bits) {
+  if (dtype == DType::kBFloat16) return __uint_as_float(bits << 16);
+  if (dtype == DType::kFloat16) return __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
+  return __uint_as_float(bits);
+}
+
+// What a draft brings, by one warp: asked for at once, and made its key, query and gates later. Types are told apart
+// around all loads, so that none waits for another.
 template <int kMaxKeys, bool kDelta, bool kChannels>
-__device__ __forceinline__ void make_draft(const LinearStep& p, int64_t token, int head, float* key, float* query,
-                                           float* decay, float* coefficient) {
-  constexpr int kEach = kMaxKeys / 32;
-  const int lane = threadIdx.x % 32, group = head / p.heads_per_group;
-  float keys[kEach] = {}, queries[kEach] = {}, gates[kEach] = {}, biases[kEach] = {}, sums[2] = {}, b = 0.f;
-  gates[0] = 1.f;
-  with_token_type(p.dtype, [&](auto type) {
-    using T = decltype(type);
-    const T* k = static_cast<const T*>(p.k.data) + token * p.k.stride_request + group * p.k.stride_head;
-    const T* q = static_cast<const T*>(p.q.data) + token * p.q.stride_request + group * p.q.stride_head;
+struct Draft {
+  static constexpr int kEach = kMaxKeys / 32, kGates = kChannels ? kEach : 1;
+  uint32_t keys[kEach] = {}, queries[kEach] = {}, gates[kGates] = {}, b = 0;
+  float biases[kGates] = {}, a_log = 0.f;
+
+  __device__ __forceinline__ void load(const LinearStep& p, int64_t token, int head) {
+    const int lane = threadIdx.x % 32, group = head / p.heads_per_group;
+    with_token_type(p.dtype, [&](auto type) {
+      using T = decltype(type);
+      const T* k = static_cast<const T*>(p.k.data) + token * p.k.stride_request + group * p.k.stride_head;
+      const T* q = static_cast<const T*>(p.q.data) + token * p.q.stride_request + group * p.q.stride_head;
+#pragma unroll
+      for (int c = 0; c < kEach; ++c) {
+        const int column = lane + 32 * c;
+        if (column < p.key_dim) keys[c] = load_bits(k + column), queries[c] = load_bits(q + column);
+      }
+    });
+    with_token_type(p.gate_dtype, [&](auto type) {
+      using T = decltype(type);
+      if (p.a.data != nullptr) {
+        const T* a = static_cast<const T*>(p.a.data) + token * p.a.stride_request + head * p.a.stride_head;
+#pragma unroll
+        for (int c = 0; c < kGates; ++c) {
+          const int column = kChannels ? lane + 32 * c : 0;
+          if (column < p.key_dim) gates[c] = load_bits(a + column);
+        }
+      }
+      if (kDelta) {
+        b = load_bits(static_cast<const T*>(p.b.data) + token * p.b.stride_request + head * p.b.stride_head);
+      }
+    });
+    if (p.a_log != nullptr) a_log = p.a_log[head];
+    if (p.dt_bias != nullptr) {
+#pragma unroll
+      for (int c = 0; c < kGates; ++c) {
+        const int column = lane + 32 * c;
+        if (!kChannels || column < p.key_dim)
+          biases[c] = p.dt_bias[kChannels ? int64_t{head} * p.key_dim + column : head];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void make(const LinearStep& p, float* key, float* query, float* decay,
+                                       float* coefficient) const {
+    const int lane = threadIdx.x % 32;
+    float own_keys[kEach], own_queries[kEach], sums[2] = {};
 #pragma unroll
     for (int c = 0; c < kEach; ++c) {
       const int column = lane + 32 * c;
-      if (column < p.key_dim) keys[c] = static_cast<float>(k[column]), queries[c] = static_cast<float>(q[column]);
-    }
-  });
-  with_token_type(p.gate_dtype, [&](auto type) {
-    using T = decltype(type);
-    if (p.a.data != nullptr) {
-      const T* a = static_cast<const T*>(p.a.data) + token * p.a.stride_request + head * p.a.stride_head;
-#pragma unroll
-      for (int c = 0; c < (kChannels ? kEach : 1); ++c) {
-        const int column = kChannels ? lane + 32 * c : 0;
-        if (column < p.key_dim) gates[c] = static_cast<float>(a[column]);
+      own_keys[c] = float_of_bits(p.dtype, keys[c]);
+      own_queries[c] = float_of_bits(p.dtype, queries[c]);
+      sums[0] += own_keys[c] * own_keys[c];
+      sums[1] += own_queries[c] * own_queries[c];
+      if constexpr (kChannels) {
+        const float gate = float_of_bits(p.gate_dtype, gates[c]);
+        decay[column] =
+            column < p.key_dim ? expf(log_decay(gate, p.a_log != nullptr, a_log, biases[c], p.lower_bound)) : 0.f;
       }
     }
-    if (kDelta)
-      b = static_cast<float>(static_cast<const T*>(p.b.data)[token * p.b.stride_request + head * p.b.stride_head]);
-  });
-  const float a_log = p.a_log != nullptr ? p.a_log[head] : 0.f;
-  if (p.dt_bias != nullptr) {
+    const float key_scale = p.normalize ? rsqrtf(sum_of_lanes<32>(sums[0]) + kNormEpsilon) : 1.f;
+    const float query_scale = p.scale * (p.normalize ? rsqrtf(sum_of_lanes<32>(sums[1]) + kNormEpsilon) : 1.f);
 #pragma unroll
-    for (int c = 0; c < (kChannels ? kEach : 1); ++c) {
-      const int column = lane + 32 * c;
-      if (!kChannels || column < p.key_dim)
-        biases[c] = p.dt_bias[kChannels ? int64_t{head} * p.key_dim + column : head];
+    for (int c = 0; c < kEach; ++c) {
+      key[lane + 32 * c] = own_keys[c] * key_scale;
+      query[lane + 32 * c] = own_queries[c] * query_scale;
     }
+    if (lane != 0) return;
+    const float a = p.a.data != nullptr ? float_of_bits(p.gate_dtype, gates[0]) : 1.f;
+    const TokenGate gate = gate_of<kDelta>(p, a, float_of_bits(p.gate_dtype, b), a_log, biases[0]);
+    *coefficient = gate.coefficient;
+    if constexpr (!kChannels) decay[0] = expf(gate.log_decay);
   }
-#pragma unroll
-  for (int c = 0; c < kEach; ++c) {
-    const int column = lane + 32 * c;
-    sums[0] += keys[c] * keys[c];
-    sums[1] += queries[c] * queries[c];
-    if constexpr (kChannels) {
-      decay[column] =
-          column < p.key_dim ? expf(log_decay(gates[c], p.a_log != nullptr, a_log, biases[c], p.lower_bound)) : 0.f;
-    }
-  }
-  const float key_scale = p.normalize ? rsqrtf(sum_of_lanes<32>(sums[0]) + kNormEpsilon) : 1.f;
-  const float query_scale = p.scale * (p.normalize ? rsqrtf(sum_of_lanes<32>(sums[1]) + kNormEpsilon) : 1.f);
-#pragma unroll
-  for (int c = 0; c < kEach; ++c) {
-    key[lane + 32 * c] = keys[c] * key_scale;
-    query[lane + 32 * c] = queries[c] * query_scale;
-  }
-  if (lane != 0) return;
-  const TokenGate gate = gate_of<kDelta>(p, gates[0], b, a_log, biases[0]);
-  *coefficient = gate.coefficient;
-  if constexpr (!kChannels) decay[0] = expf(gate.log_decay);
-}
+};
 
 // With gates per channel, what a draft's key and query are multiplied with: the state's decay up to it, and of each row
 // behind it the product of the keys under the decays since. Rows are walked from the draft to the state. By one warp.
@@ -199,9 +226,45 @@ __device__ __forceinline__ float sum_of_each(float (&x)[kLanes]) {
   return x[0];
 }
 
-// A row of values through the drafts: `sums` are the state's products with each draft's key and query. To each come
-// those of the rows behind it, of the ring and of the drafts.
+// To the state's products with each draft's key and query come those of the ring's rows: by all threads, two drafts of
+// a row of values each.
 template <bool kDelta, bool kChannels>
+__device__ __forceinline__ void add_ring(const VerifyLayout& at, float* shared, int length) {
+  const int drafts = at.drafts, pairs = (drafts + 1) / 2;
+  for (int i = threadIdx.x; i < at.cta_rows * pairs; i += kVerifyThreads) {
+    const int own = i % at.cta_rows, t = i / at.cta_rows * 2;
+    const bool two = t + 1 < drafts;
+    float* dots = shared + at.dots() + own * (2 * drafts + 1) + 2 * t;
+    float decays[2] = {1.f, 1.f}, sums[4] = {};
+    if constexpr (!kChannels) {
+      decays[0] = shared[at.state_decays() + t];
+      if (two) decays[1] = shared[at.state_decays() + t + 1];
+    }
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      if ((kDelta || n % 2 == 1) && (n < 2 || two)) sums[n] = decays[n / 2] * dots[n];
+    }
+    const float* values = shared + at.values() + own;
+    const float* products = shared + at.products() + 2 * t;
+#pragma unroll 4
+    for (int j = 0; j < length; ++j) {
+      const float u = values[j * at.cta_rows];
+      const float4 both = *reinterpret_cast<const float4*>(products + j * at.product_stride());
+      sums[0] = fmaf(u, both.x, sums[0]);
+      sums[1] = fmaf(u, both.y, sums[1]);
+      sums[2] = fmaf(u, both.z, sums[2]);
+      sums[3] = fmaf(u, both.w, sums[3]);
+    }
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      if (n < 2 || two) dots[n] = sums[n];
+    }
+  }
+}
+
+// A row of values through the drafts: `sums` are the products of all before them with each draft's key and query. To
+// these come those of the drafts.
+template <bool kDelta>
 __device__ __forceinline__ void finish_row(const LinearVerify& p, const VerifyLayout& at, const float* shared,
                                            const float* sums, int64_t slot, int request, int head, int length, int own,
                                            int row) {
@@ -211,22 +274,8 @@ __device__ __forceinline__ void finish_row(const LinearVerify& p, const VerifyLa
   float by_key[kMaxDrafts], by_query[kMaxDrafts];
 #pragma unroll
   for (int t = 0; t < kMaxDrafts; ++t) {
-    const float decay = kChannels || t >= drafts ? 1.f : shared[at.state_decays() + t];
-    by_key[t] = kDelta && t < drafts ? decay * sums[2 * t] : 0.f;
-    by_query[t] = t < drafts ? decay * sums[2 * t + 1] : 0.f;
-  }
-  for (int j = 0; j < length; ++j) {
-    const float u = values[j * at.cta_rows];
-    const float* products = shared + at.products() + j * at.product_stride();
-#pragma unroll
-    for (int t = 0; t < kMaxDrafts; t += 2) {
-      if (t >= drafts) break;
-      const float4 two = *reinterpret_cast<const float4*>(products + 2 * t);
-      by_key[t] = fmaf(u, two.x, by_key[t]);
-      by_query[t] = fmaf(u, two.y, by_query[t]);
-      by_key[t + 1] = fmaf(u, two.z, by_key[t + 1]);
-      by_query[t + 1] = fmaf(u, two.w, by_query[t + 1]);
-    }
+    by_key[t] = kDelta && t < drafts ? sums[2 * t] : 0.f;
+    by_query[t] = t < drafts ? sums[2 * t + 1] : 0.f;
   }
   const int64_t first_token = int64_t{request} * drafts;
 #pragma unroll
@@ -264,7 +313,7 @@ inline constexpr int kVerifyCtaRows = kVerifyThreads / (kMaxKeys / kLaneElements
 
 // Grid: row blocks x heads x requests, in one dimension.
 template <typename State, int kMaxKeys, bool kDelta, bool kChannels, bool kVectors, int kVerifyRows>
-__global__ void __launch_bounds__(kVerifyThreads, kVerifyRows == 2 ? 3 : 2)
+__global__ void __launch_bounds__(kVerifyThreads, kVerifyRows == 2 && kMaxKeys <= 128 && !kChannels ? 3 : 2)
     linear_verify_kernel(const __grid_constant__ LinearVerify p, int row_blocks) {
   constexpr int kLanes = kMaxKeys / kLaneElements, kGroups = kVerifyThreads / kLanes;
   constexpr int kCtaRows = kVerifyCtaRows<kMaxKeys, kVerifyRows>;
@@ -285,6 +334,25 @@ __global__ void __launch_bounds__(kVerifyThreads, kVerifyRows == 2 ? 3 : 2)
     p.check(kDelta ? kReportDeltaVerify : kReportSsdVerify, request, step.report);
   }
   const int64_t slot = step.state_indices[request], first_token = int64_t{request} * drafts;
+  // All loads come before what is made of them. Those of the drafts do not wait for the slot.
+  constexpr int kWarps = kVerifyThreads / 32, kHeld = kVerifyRows;
+  const int own_draft = kWarps - 1 - warp;  // drafts are the last warps', the ring's keys the first ones'
+  Draft<kMaxKeys, kDelta, kChannels> draft;
+  if (own_draft < drafts) draft.load(step, first_token + own_draft, head);
+  const auto has_value = [&](int i) { return i < drafts * kCtaRows && first_row + i % kCtaRows < step.value_dim; };
+  const auto value_bits = [&](auto type, int i) {
+    const auto* v =
+        static_cast<const decltype(type)*>(step.v.data) + (first_token + i / kCtaRows) * step.v.stride_request;
+    return load_bits(v + head * step.v.stride_head + first_row + i % kCtaRows);
+  };
+  uint32_t values[kHeld] = {};
+  with_token_type(step.dtype, [&](auto type) {
+#pragma unroll
+    for (int n = 0; n < kHeld; ++n) {
+      const int i = threadIdx.x + n * kVerifyThreads;
+      if (has_value(i)) values[n] = value_bits(type, i);
+    }
+  });
   if (slot < 0 || slot >= step.num_slots) {
     return clear_tokens(step, head, first_token, first_token + drafts, first_row, kCtaRows);
   }
@@ -297,41 +365,65 @@ __global__ void __launch_bounds__(kVerifyThreads, kVerifyRows == 2 ? 3 : 2)
     Part::template load<kVectors>(state[r], states + int64_t{row} * step.stride_row, lane,
                                   row < step.value_dim ? step.key_dim : 0);
   }
-
   const int length = p.rings.length(slot, drafts);
-  for (int row = warp; row < length; row += kVerifyThreads / 32) {
+  const auto has_update = [&](int i) { return i < length * kCtaRows && first_row + i % kCtaRows < step.value_dim; };
+  const auto update_at = [&](int i) { return p.rings.u_row(step, slot, head, i / kCtaRows)[first_row + i % kCtaRows]; };
+  float updates[kHeld] = {};
+#pragma unroll
+  for (int n = 0; n < kHeld; ++n) {
+    const int i = threadIdx.x + n * kVerifyThreads;
+    if (has_update(i)) updates[n] = update_at(i);
+  }
+  for (int row = warp; row < length; row += kWarps) {
+    constexpr int kEach = kMaxKeys / 32;
     const float* key = p.rings.k_row(step, slot, head, row);
     const float* decay = p.rings.decay_row(step, slot, head, row);
-    for (int c = threadIdx.x % 32; c < kMaxKeys; c += 32) {
-      shared[at.row_keys() + row * kMaxKeys + c] = c < step.key_dim ? key[c] : 0.f;
-      if constexpr (kChannels) shared[at.decays() + row * kMaxKeys + c] = c < step.key_dim ? decay[c] : 0.f;
+    float keys[kEach], decays[kChannels ? kEach : 1];
+#pragma unroll
+    for (int n = 0; n < kEach; ++n) {
+      const int c = threadIdx.x % 32 + 32 * n;
+      keys[n] = c < step.key_dim ? key[c] : 0.f;
+      if constexpr (kChannels) decays[n] = c < step.key_dim ? decay[c] : 0.f;
     }
-    if (!kChannels && threadIdx.x % 32 == 0) shared[at.decays() + row * 4] = decay[0];
-  }
-#pragma unroll 4
-  for (int i = threadIdx.x; i < length * kCtaRows; i += kVerifyThreads) {
-    const int own = i % kCtaRows, row = first_row + own;
-    if (row < step.value_dim) shared[at.values() + i] = p.rings.u_row(step, slot, head, i / kCtaRows)[row];
-  }
-  with_token_type(step.dtype, [&](auto type) {
-    using T = decltype(type);
-    const T* from = static_cast<const T*>(step.v.data) + first_token * step.v.stride_request +
-                    head * step.v.stride_head + first_row;
-    float* to = shared + at.values() + at.rows_before * kCtaRows;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < drafts * kCtaRows; i += kVerifyThreads) {
-      const int own = i % kCtaRows;
-      if (first_row + own < step.value_dim) {
-        to[i] = static_cast<float>(from[i / kCtaRows * step.v.stride_request + own]);
-      }
+    if constexpr (!kChannels) decays[0] = decay[0];
+#pragma unroll
+    for (int n = 0; n < kEach; ++n) {
+      const int c = threadIdx.x % 32 + 32 * n;
+      shared[at.row_keys() + row * kMaxKeys + c] = keys[n];
+      if constexpr (kChannels) shared[at.decays() + row * kMaxKeys + c] = decays[n];
     }
-  });
-  // The ring's keys are the first warps', drafts the last ones'.
-  for (int t = kVerifyThreads / 32 - 1 - warp; t < drafts; t += kVerifyThreads / 32) {
+    if (!kChannels && threadIdx.x % 32 == 0) shared[at.decays() + row * 4] = decays[0];
+  }
+  const auto make = [&](const auto& one, int t) {
     const int row = at.rows_before + t;
-    make_draft<kMaxKeys, kDelta, kChannels>(
-        step, first_token + t, head, shared + at.row_keys() + row * kMaxKeys, shared + at.queries() + t * kMaxKeys,
-        shared + at.decays() + row * (kChannels ? kMaxKeys : 4), shared + at.coefficients() + t);
+    one.make(step, shared + at.row_keys() + row * kMaxKeys, shared + at.queries() + t * kMaxKeys,
+             shared + at.decays() + row * (kChannels ? kMaxKeys : 4), shared + at.coefficients() + t);
+  };
+  if (own_draft < drafts) make(draft, own_draft);
+  float* draft_values = shared + at.values() + at.rows_before * kCtaRows;
+#pragma unroll
+  for (int n = 0; n < kHeld; ++n) {
+    const int i = threadIdx.x + n * kVerifyThreads;
+    if (has_value(i)) draft_values[i] = float_of_bits(step.dtype, values[n]);
+    if (has_update(i)) shared[at.values() + i] = updates[n];
+  }
+  // What more drafts and longer rings have.
+  for (int t = own_draft + kWarps; t < drafts; t += kWarps) {
+    Draft<kMaxKeys, kDelta, kChannels> more;
+    more.load(step, first_token + t, head);
+    make(more, t);
+  }
+  if (drafts * kCtaRows > kHeld * kVerifyThreads) {
+    with_token_type(step.dtype, [&](auto type) {
+#pragma unroll 4
+      for (int i = threadIdx.x + kHeld * kVerifyThreads; i < drafts * kCtaRows; i += kVerifyThreads) {
+        if (has_value(i)) draft_values[i] = float_of_bits(step.dtype, value_bits(type, i));
+      }
+    });
+  }
+#pragma unroll 4
+  for (int i = threadIdx.x + kHeld * kVerifyThreads; i < length * kCtaRows; i += kVerifyThreads) {
+    if (has_update(i)) shared[at.values() + i] = update_at(i);
   }
   __syncthreads();
   if constexpr (kChannels) {
@@ -387,9 +479,10 @@ __global__ void __launch_bounds__(kVerifyThreads, kVerifyRows == 2 ? 3 : 2)
     if (i < count) dots[own * stride + (kDelta ? i : 2 * i + 1)] = sum;
   }
   __syncthreads();
+  add_ring<kDelta, kChannels>(at, shared, length);
+  __syncthreads();
   for (int own = threadIdx.x; own < kCtaRows && first_row + own < step.value_dim; own += kVerifyThreads) {
-    finish_row<kDelta, kChannels>(p, at, shared, dots + own * stride, slot, request, head, length, own,
-                                  first_row + own);
+    finish_row<kDelta>(p, at, shared, dots + own * stride, slot, request, head, length, own, first_row + own);
   }
 }
 
