@@ -63,14 +63,19 @@ __global__ void __launch_bounds__(kCommitThreads)
   if (count == 0) return;
   const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
   State* states = static_cast<State*>(step.states) + state_at(step, slot, head);
-  for (int first_row = part * kCtaRows; first_row < step.value_dim; first_row += parts * kCtaRows) {
-    float state[kStepRows][kLaneElements];
+  const auto load_rows = [&](float(&to)[kStepRows][kLaneElements], int first_row) {
 #pragma unroll
     for (int r = 0; r < kStepRows; ++r) {
       const int row = first_row + group + r * kGroups;
-      Part::template load<kVectors>(state[r], states + int64_t{row} * step.stride_row, lane,
+      Part::template load<kVectors>(to[r], states + int64_t{row} * step.stride_row, lane,
                                     row < step.value_dim ? step.key_dim : 0);
     }
+  };
+  float state[kStepRows][kLaneElements], next[kStepRows][kLaneElements];
+  load_rows(state, part * kCtaRows);
+  for (int first_row = part * kCtaRows; first_row < step.value_dim; first_row += parts * kCtaRows) {
+    const bool more = first_row + parts * kCtaRows < step.value_dim;
+    if (more) load_rows(next, first_row + parts * kCtaRows);
     for (int first = 0; first < count; first += kCommitRows) {
       const int some = min_of(count - first, kCommitRows);
       __syncthreads();
@@ -119,6 +124,12 @@ __global__ void __launch_bounds__(kCommitThreads)
       if (row < step.value_dim) {
         Part::template store<kVectors>(state[r], states + int64_t{row} * step.stride_row, lane, step.key_dim);
       }
+    }
+    if (!more) return;
+#pragma unroll
+    for (int r = 0; r < kStepRows; ++r) {
+#pragma unroll
+      for (int i = 0; i < kLaneElements; ++i) state[r][i] = next[r][i];
     }
   }
 }
