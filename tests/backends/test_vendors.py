@@ -65,6 +65,7 @@ def fa4(a):
     sinks = a["learnable_sink"]
     assert sinks is None or sinks.dtype == torch.bfloat16, "FlashAttention-4 takes bfloat16 sinks"
     size = a["v"].shape[1]
+    assert size == (128 if a["qv"] is None else 1), "pages that FlashAttention-4 knows"
     for row, length in enumerate(a["seqused_k"].tolist()):
         behind = a["v"][int(a["page_table"][row, max(length - 1, 0) // size]), (length - 1) % size + 1 :]
         assert not length or behind.isfinite().all(), "FlashAttention-4 multiplies what it masks"
@@ -185,15 +186,16 @@ def test_equals_the_reference(vendor, options, shape):
         assert relative_error(step.run(backend), step.expected) <= MAX_RELATIVE_ERROR[torch.bfloat16]
 
 
+@pytest.mark.parametrize("page_size", [1, 16, 64, 128])
 @pytest.mark.parametrize("vendor", ["fa4"], indirect=True)
-def test_latents_in_two_parts_over_pages_of_one(vendor):
-    model = Model("mla", AttentionSpec.mla(16, page_size=1), scale=0.1)
+def test_latents_in_two_parts_over_tables_of_tokens(vendor, page_size):
+    """The kernels know pages of one token: tables of any page size are widened."""
+    model = Model("mla", AttentionSpec.mla(16, page_size=page_size), scale=0.1)
     backend = build(vendor, model.spec)
-    step = make_step(model, ForwardMode.EXTEND, [0, 65, 30], [33, 1, 20])
-    backend.init_forward_metadata(step.batch)
-    assert relative_error(step.run(backend), step.expected) <= MAX_RELATIVE_ERROR[torch.bfloat16]
-    with pytest.raises(NotImplementedError, match="takes page_size 1, got 128"):
-        get_backend_class(vendor)(AttentionSpec.mla(16, page_size=128), LIMITS, "cpu")
+    for prefix in ([0, 65, 30], [70, 0, 3]):
+        step = make_step(model, ForwardMode.EXTEND, prefix, [33, 1, 20])
+        backend.init_forward_metadata(step.batch)
+        assert relative_error(step.run(backend), step.expected) <= MAX_RELATIVE_ERROR[torch.bfloat16]
 
 
 @pytest.mark.parametrize(("arch", "served"), [(90, False), (100, True)])

@@ -84,8 +84,9 @@ class Capability:
         mla_lacks: Fields of this class that do not hold for MLA: "logit_cap", "kv_dtypes", ...
         mla_archs, mla_dtypes, mla_kv_dtypes: Those of `archs`, `dtypes` and `kv_dtypes` for which it is; None: all.
         page_sizes: None: all.
-        mla_page_sizes: Of MLA; None: `page_sizes`.
+        mla_page_sizes: Of MLA; None: `page_sizes`; empty: all.
         widens_pages: Its kernels know pages of one token only: tables of any page size become tables of tokens.
+        mla_widens_pages: So do those for MLA.
         sliding_window, swa_pool, logit_cap, sinks, tree_mask: Options.
         draft_trees: The branches of a draft step are tokens of one request (`AttentionBatch.draft_steps`). In layers
             with K and V of one head dim, and without a window.
@@ -123,6 +124,7 @@ class Capability:
     page_sizes: frozenset[int] | None = None
     mla_page_sizes: frozenset[int] | None = None
     widens_pages: bool = False
+    mla_widens_pages: bool = False
     sliding_window: bool = False
     swa_pool: bool = False
     logit_cap: bool = False

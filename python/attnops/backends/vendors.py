@@ -52,8 +52,8 @@ class VendorCall:
     Attributes:
         q: ``[T, H_q, D]``.
         k_pages, v_pages: ``[P, page_size, H_kv, D]``.
-        table: int32 ``[B, max_pages]``.
-        indptr, indices: The same as CSR, by tokens; only where pages are widened.
+        table: int32 ``[B, max_pages]``; of MLA where pages are widened, by tokens, and pages are of one.
+        indptr, indices: The same as CSR, by tokens; only where pages of K and V are widened.
         new: k and v of the step's tokens, of backends with `reads_new_tokens`, but in decode: tables are then of the
             tokens before them.
         q_pe: MLA: the rotary part of queries, and q the rest; k_pages the rotary part of the cache, v_pages the rest.
@@ -108,9 +108,11 @@ class VendorBackend(AttentionBackend):
         size = limits.max_batch_size
         self._index = torch.arange(size + 1, dtype=torch.int32, device=self.device)
         self._bounds_q = torch.zeros_like(self._index)
-        widened = size * limits.max_seqlen if self.capability.widens_pages else 0
+        self._widens = self.capability.mla_widens_pages if spec.is_mla else self.capability.widens_pages
+        shape = (size, limits.max_seqlen) if self._widens else (0, 0)
         self._indptr = torch.zeros_like(self._index)
-        self._indices = {w: torch.zeros(widened, dtype=torch.int32, device=self.device) for w in (False, True)}
+        tables = {w: torch.zeros(shape, dtype=torch.int32, device=self.device) for w in (False, True)}
+        self._token_table, self._indices = tables[False], {w: table.view(-1) for w, table in tables.items()}
         self._prepared: PreparedStep[VendorStep] = PreparedStep()
 
     def _say_untested(self) -> None:
@@ -164,10 +166,14 @@ class VendorBackend(AttentionBackend):
         self._buffers.build(step.paged, batch)
         if batch.is_uniform:
             torch.mul(self._index[: batch.batch_size + 1], batch.tokens_per_request, out=step.bounds_q)
-        if not self.capability.widens_pages:
+        if not self._widens:
             return
         assert batch.req_to_token is not None and batch.token_to_kv_pool is not None, "PagedBuffers.build has checked"
         slot_map, lens = batch.token_to_kv_pool.slot_map, batch.cache_seqlens
+        if self.spec.is_mla:
+            table, report = self._token_table[: batch.batch_size], self._buffers.report
+            ops.build_page_table(batch.req_to_token, batch.req_pool_indices, lens, 1, page_table=table, report=report)
+            return
         if self._takes_new(batch):
             new = batch.tokens_per_request if batch.is_uniform else batch.extend_seq_lens
             lens = lens - new  # type: ignore[operator]
@@ -223,18 +229,20 @@ class VendorBackend(AttentionBackend):
         windowed = uses_window_slots(layer, pool)
         table = step.paged.window_page_table if windowed else step.paged.page_table
         assert table is not None
-        widened = self.capability.widens_pages
+        lists = self._widens and not self.spec.is_mla
         k_pages, v_pages = pool.get_kv_buffer(layer.layer_id)
         q, q_pe = self._queries(call)
         if q_pe is not None:
+            if self._widens:
+                table, k_pages = self._token_table[: batch.batch_size], k_pages.flatten(0, 1).unsqueeze(1)
             v_pages, k_pages = k_pages[..., :MLA_KV_LORA_RANK], k_pages[..., MLA_KV_LORA_RANK:]
         made = VendorCall(
             q=q,
             k_pages=k_pages,
             v_pages=v_pages,
             table=table,
-            indptr=self._indptr[: batch.batch_size + 1] if widened else None,
-            indices=self._indices[windowed] if widened else None,
+            indptr=self._indptr[: batch.batch_size + 1] if lists else None,
+            indices=self._indices[windowed] if lists else None,
             lens=batch.cache_seqlens,
             step=step,
             scale=layer.scaling,
@@ -273,7 +281,8 @@ def _clear_behind_requests(c: VendorCall) -> None:
 
 
 def _fa4(function: Any, c: VendorCall) -> Tensor:
-    _clear_behind_requests(c)
+    if c.q_pe is None:  # pages of one token have nothing behind it
+        _clear_behind_requests(c)
     result = function(
         c.q if c.q_pe is None else c.q_pe.contiguous(),
         c.k_pages,
@@ -365,7 +374,7 @@ def _capability(device: str, package: str, **options: Any) -> Capability:
 
 @register_attention_backend("fa4")
 class FA4Backend(VendorBackend):
-    """Prefill of FlashAttention-4 on Hopper and later, over pages of 128; MLA on Blackwell, over pages of one."""
+    """Prefill of FlashAttention-4 on Hopper and later, over pages of 128; MLA on Blackwell, over tables of tokens."""
 
     capability = _capability(
         "cuda",
@@ -378,7 +387,8 @@ class FA4Backend(VendorBackend):
         page_sizes=frozenset({128}),
         mla=True,
         mla_archs=frozenset({100, 103}),  # its kernels for Hopper take no `qv`
-        mla_page_sizes=frozenset({1}),
+        mla_page_sizes=frozenset(),
+        mla_widens_pages=True,  # they know pages of one token
         sliding_window=True,
         swa_pool=True,
         logit_cap=True,
