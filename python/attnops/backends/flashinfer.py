@@ -280,8 +280,8 @@ class FlashInferAttnBackend(AttentionBackend):
             ragged.run(q, k, v, out=out)
             return
         cached = self.wrappers.prefix(step, layer).run(q, bound.pages, return_lse=True, **bound.options)
-        merged, _ = self.wrappers.flashinfer.merge_state(*ragged.run(q, k, v, return_lse=True), *cached)
-        out.copy_(merged)
+        _, lse = ragged.run(q, k, v, out=out, return_lse=True)
+        self.wrappers.flashinfer.merge_state_in_place(out, lse, *cached)
 
     def _encode(self, call: LayerCall, step: FlashInferStep) -> None:
         layer = call.layer
