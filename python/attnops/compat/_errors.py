@@ -15,7 +15,20 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _UNKNOWN = re.compile(r"\w+\(\) got an unexpected keyword argument '(\w+)'")
+_TOO_MANY = re.compile(r"\w+\(\) takes (?:from \d+ to )?\d+ positional arguments? but \d+ ")
 _OURS = ("attnops::", "XqaDecodePlan.", "MlaDecodePlan.", "SparseMlaPlan", "FmhaPlan.")
+
+
+def _newer(function: Callable, args: tuple, options: dict, error: TypeError) -> str | None:
+    """The argument, if any, that the function itself does not know."""
+    known = inspect.signature(function).parameters.values()
+    unknown = _UNKNOWN.search(str(error))
+    if unknown and unknown[1] in options and unknown[1] not in (parameter.name for parameter in known):
+        return f"{unknown[1]}="
+    most = [parameter.name for parameter in known if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    if _TOO_MANY.search(str(error)) and len(args) > len(most):
+        return f"a positional argument behind {most[-1]}"
+    return None
 
 
 def names_the_peers(name: str, **peers: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -32,11 +45,9 @@ def names_the_peers(name: str, **peers: str) -> Callable[[Callable[P, R]], Calla
             try:
                 return function(*args, **options)
             except Exception as error:
-                unknown = _UNKNOWN.search(str(error)) if isinstance(error, TypeError) else None
-                if unknown and unknown[1] not in inspect.signature(function).parameters and unknown[1] in options:
-                    raise refuse(
-                        name, f"{unknown[1]}=", "leave it out: its library may know it, this does not"
-                    ) from error
+                newer = _newer(function, args, options, error) if isinstance(error, TypeError) else None
+                if newer:
+                    raise refuse(name, newer, "leave it out: its library may know it, this does not") from error
                 explain(error, f"attnops.compat: {name}", function, given_arguments(function, args, options))
                 text = str(error)
                 if not text.startswith(_OURS):

@@ -70,6 +70,7 @@ class MultiLevelCascadeAttentionWrapper(Workspaces):
     def is_cuda_graph_enabled(self) -> bool:
         return self._graph
 
+    @names_the_peers("MultiLevelCascadeAttentionWrapper.reset_workspace_buffer")
     def reset_workspace_buffer(  # type: ignore[override]
         self, float_workspace_buffer: Tensor, int_workspace_buffers: list[Tensor]
     ) -> None:

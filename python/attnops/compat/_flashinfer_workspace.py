@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from attnops.compat._errors import names_the_peers
+
 
 class Workspaces:
     """Taken from users of FlashInfer: attnops keeps its own small buffers."""
@@ -14,9 +16,11 @@ class Workspaces:
         """Bytes of the two buffers for a `plan` of these arguments: none are needed, so the least."""
         return 1, 1
 
+    @names_the_peers("reset_workspace_buffer")
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
         """Taken: no memory of a workspace is needed."""
 
+    @names_the_peers("end_forward")
     def end_forward(self) -> None:
         """Taken: a plan needs no end."""
 

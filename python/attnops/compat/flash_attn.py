@@ -12,6 +12,8 @@ from attnops.compat._errors import names_the_peers
 from attnops.compat._kvcache import Call, window_of
 from attnops.compat._varlen import attend_varlen, check_no_grad
 
+__all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
+
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]
 
 

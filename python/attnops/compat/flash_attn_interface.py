@@ -15,6 +15,14 @@ from attnops.compat._kvcache import Call
 from attnops.compat._plain_cache import plain_call
 from attnops.compat._varlen import attend_varlen, check_no_grad
 
+__all__ = [
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
+]
+
 
 @names_the_peers(
     "flash_attn_with_kvcache",

@@ -36,6 +36,7 @@ class FlashMLASchedMeta:
     change between replays. Its memory is kept for the last geometry: share one object among calls of one stream only.
     """
 
+    @names_the_peers("FlashMLASchedMeta")
     def __init__(self) -> None:
         self._plan: MlaDecodePlan | None = None
         self.lists = SparsePlans()

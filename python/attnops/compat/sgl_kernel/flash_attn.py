@@ -140,6 +140,7 @@ def get_scheduler_metadata(
     )
 
 
+@names_the_peers("is_fa3_supported")
 def is_fa3_supported(device: Any = None) -> bool:
     """True: attnops has a kernel for these calls on every device that it runs on."""
     return True
