@@ -184,8 +184,14 @@ class Runner:
     def pytest_runtest_protocol(self, item):
         self.write(test=item.nodeid, outcome="started", seeds=self.of_case[item.nodeid])
         self.started = time.time()
-        with time_limit(self.limit(4 if "compile" in item.nodeid else 1)):
-            return (yield)
+        dtype, device = torch.get_default_dtype(), torch.get_default_device()
+        try:
+            with time_limit(self.limit(4 if "compile" in item.nodeid else 1)):
+                return (yield)
+        finally:  # of the next file, too, where a process runs several: the peers' conftest does it
+            torch.set_default_dtype(dtype)
+            if torch.get_default_device() != device:
+                torch.set_default_device(device)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item) -> None:
