@@ -193,19 +193,26 @@ def joined_latents(function: str, latent: Tensor, rope: Tensor, cells: Tensor) -
 
     A view and `cells` themselves where the parts lie side by side in one pool; else a copy of the pages in `cells`.
     """
-    if latent.shape[:-1] != rope.shape[:-1] or latent.dtype != rope.dtype:
+    (*rows, latent_dim), (*rope_rows, rope_dim) = latent.shape, rope.shape
+    if rows != rope_rows or latent.dtype != rope.dtype:
         raise ValueError(
             f"attnops.compat: {function}: ckv_cache and kpe_cache must agree in pages, page_size and dtype, got "
             f"{latent.dtype} {list(latent.shape)} and {rope.dtype} {list(rope.shape)}"
         )
-    shape = (*latent.shape[:-1], latent.shape[-1] + rope.shape[-1])
-    offset = latent.shape[-1] * latent.element_size()
-    same_rows = not torch.compiler.is_compiling() and latent.stride() == rope.stride()
-    if same_rows and latent.data_ptr() + offset == rope.data_ptr():
-        return latent.as_strided(shape, latent.stride()), cells
+    shape = (*rows, latent_dim + rope_dim)
+    if not torch.compiler.is_compiling():
+        strides = latent.stride()
+        beside = latent.data_ptr() + latent_dim * latent.element_size()
+        if strides == rope.stride() and beside == rope.data_ptr():
+            return latent.as_strided(shape, strides), cells
     if latent.shape[0] == 0:
         return latent.new_empty(shape), cells
     return torch.cat([gathered(latent, cells), gathered(rope, cells)], -1), own_cells(cells)
+
+
+def first_of(values: Tensor, count: int) -> Tensor:
+    """The first so many. Without a slice, a microsecond, where there are no more."""
+    return values if values.dim() == 1 and values.shape[0] == count else values[:count]
 
 
 def keep_in(buffer: Tensor | None, values: Tensor, name: str, exact: bool) -> Tensor:

@@ -184,7 +184,7 @@ def trtllm_batch_decode_with_kv_cache(
         out,
         softmax_scale=scale,
         window_left=window_left,
-        sinks=as_sinks(sinks, query.shape[1], name),
+        sinks=None if sinks is None else as_sinks(sinks, query.shape[1], name),
         k_scale=on_device,
         v_scale=as_scale(name, "bmm2_scale", bmm2_scale, query.device),
         return_lse=return_lse or lse is not None,

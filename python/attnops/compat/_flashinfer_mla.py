@@ -14,6 +14,7 @@ from attnops.compat._convert import (
     as_int32,
     as_scale,
     check_lse,
+    first_of,
     joined_latents,
     keep_in,
     refuse,
@@ -140,7 +141,7 @@ class BatchMLAPagedAttentionWrapper:
             dims = f"head_dim_ckv={head_dim_ckv}, head_dim_kpe={head_dim_kpe}"
             raise refuse(name, f"{dims} with kv_data_type={kv_data_type}", "q's dtype or float8_e4m3fn")
         bounds = (kv_len_arr.shape[0] + 1,) if kv_len_arr.dim() == 1 else None
-        kv_indptr = kv_indptr[: kv_len_arr.numel() + 1]  # the peer reads no further
+        kv_indptr = first_of(kv_indptr, kv_len_arr.numel() + 1)  # the peer reads no further
         if qo_indptr.shape != bounds or kv_indptr.shape != bounds or kv_indices.dim() != 1:
             raise ValueError(
                 f"attnops.compat: {name}: qo_indptr and kv_indptr must be [B + 1], kv_indices [n] and kv_len_arr [B], "

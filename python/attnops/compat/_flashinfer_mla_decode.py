@@ -134,12 +134,15 @@ def trtllm_batch_decode_with_kv_cache_mla(
             return finish(q.new_empty(0, q.shape[1], 512), out, None)
         q = q[rows].unflatten(0, (block_tables.shape[0], max_q_len))
     batch_size, seqlen_q, num_q_heads, _ = q.shape
-    flat_lse = lse.view(-1, num_q_heads) if lse is not None and lse.shape == query.shape[:-1] else lse
-    check_lse(name, flat_lse, query.flatten(0, -3))
+    flat_lse = lse
+    if lse is not None:
+        flat_lse = lse.view(-1, num_q_heads) if lse.shape == query.shape[:-1] else lse
+        check_lse(name, flat_lse, query.flatten(0, -3))
     if seq_lens is None:
         lens = torch.full((batch_size,), block_tables.shape[1] * pages.shape[1], dtype=torch.int32, device=q.device)
     else:
-        lens = as_int32(name, "seq_lens", seq_lens.reshape(-1), q.device)
+        flat = seq_lens if seq_lens.dim() == 1 else seq_lens.reshape(-1)
+        lens = as_int32(name, "seq_lens", flat, q.device)
     plan = MlaDecodePlan.allocate(batch_size, seqlen_q=seqlen_q, num_q_heads=num_q_heads, device=q.device)
     ops.mla_decode_plan(plan, lens)
     direct = places is None and out is not None and out.dtype == q.dtype

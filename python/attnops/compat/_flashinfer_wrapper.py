@@ -20,6 +20,7 @@ from attnops.compat._convert import (
     check_lse,
     dequantized,
     finish,
+    first_of,
     fold_scale,
     head_scales,
     keep_in,
@@ -163,7 +164,7 @@ class BatchDecodeWithPagedKVCacheWrapper(ReturnsLse):
         if indices.dim() != 1:
             raise ValueError(f"attnops.compat: {name}: indices must be [num_indices], got {list(indices.shape)}")
         names = ("indptr", "indices", "last_page_len")
-        given = (indptr[: last_page_len.shape[0] + 1], indices, last_page_len)
+        given = (first_of(indptr, last_page_len.shape[0] + 1), indices, last_page_len)
         tensors = [as_int32(name, what, tensor, self._device) for what, tensor in zip(names, given)]
         exact = (True, False, True)
         self._indptr, self._indices, last = map(keep_in, self._buffers, tensors, names, exact)
@@ -264,7 +265,7 @@ class BatchDecodeWithPagedKVCacheWrapper(ReturnsLse):
             out,
             lse,
             return_lse,
-            as_sinks(sinks, q.shape[1], name),
+            None if sinks is None else as_sinks(sinks, q.shape[1], name),
             k_heads,
             v_heads,
         )

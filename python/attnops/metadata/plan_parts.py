@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from attnops.metadata.plan_checks import cut_rule
@@ -27,11 +29,29 @@ XQA_LEAST_CUT = 8  # tiles of a cut, where it writes a partial result
 XQA_FOLDED_CUTS = {4: 32, 8: 28}  # the same of one KV head, where 256 over all heads do not suit the clusters
 
 
+class _Gpu(NamedTuple):
+    major: int  # of its compute capability
+    sms: int
+
+
+_GPUS: dict[int, _Gpu] = {}
+
+
+def _gpu(device: torch.device) -> _Gpu:
+    """What plans must know of a GPU. torch takes 2 us to say it, so a GPU that has a number is asked once."""
+    index = None if torch.compiler.is_compiling() else device.index
+    known = None if index is None else _GPUS.get(index)
+    if known is None:
+        properties = torch.cuda.get_device_properties(device)
+        known = _Gpu(properties.major, properties.multi_processor_count)
+        if index is not None:
+            _GPUS[index] = known
+    return known
+
+
 def default_num_sm_parts(device: torch.device, parts_per_sm: int) -> int:
     """SMs of a CUDA device times `parts_per_sm`; elsewhere the threads of torch's pool."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).multi_processor_count * parts_per_sm
-    return _num_threads()
+    return _gpu(device).sms * parts_per_sm if device.type == "cuda" else _num_threads()
 
 
 def _num_threads() -> int:
@@ -71,8 +91,11 @@ def xqa_num_sm_parts(
         page_size: Tokens of a page; None: one that suits the copy engine, a power of two from 8.
         fixed_split_tokens: Of the plan.
     """
+    if device.type != "cuda":
+        return _num_threads()
+    gpu = _gpu(device)
     fp8 = kv_dtype is not None and kv_dtype.itemsize == 1
-    on_sm90 = device.type == "cuda" and torch.cuda.get_device_properties(device).major == 9
+    on_sm90 = gpu.major == 9
     folds_fp8 = fp8 and fixed_split_tokens != 0 and rows <= 16
     many_works = batch_size * num_kv_heads > XQA_CLUSTER_WORKS
     three = folds_fp8 or (on_sm90 and not fp8 and many_works and 16 < rows <= 32 and head_dim <= 128)
@@ -86,14 +109,14 @@ def xqa_num_sm_parts(
     else:
         wide = head_dim > (192 if on_sm90 and rows <= 32 and _in_boxes(page_size) else 128)
         fills_sm = (on_sm90 and rows > 64 and not small_blocks) or (wide and rows > 16)
-    most = default_num_sm_parts(device, 1 if fills_sm else parts_per_sm)
+    most = gpu.sms * (1 if fills_sm else parts_per_sm)
     if on_sm90:  # blocks of rows run side by side, each with all parts
         most = max(most // -(-rows // block), 1)
     groups = most // num_kv_heads
     # Heads that share lines of memory walk side by side even if some SMs get a part less: else lines are read twice.
     item = 2 if kv_dtype is None else kv_dtype.itemsize
     tenths = XQA_THIN_TENTHS if on_sm90 and head_dim * item % 128 else XQA_SIDE_TENTHS
-    if device.type != "cuda" or num_kv_heads == 1 or groups * num_kv_heads * 10 < most * tenths:
+    if num_kv_heads == 1 or groups * num_kv_heads * 10 < most * tenths:
         return most
     for fewer in range(groups, groups - groups // 10, -1):
         if batch_size and (batch_size % fewer == 0 or fewer % batch_size == 0):
@@ -139,6 +162,8 @@ def _mla_parts(num_sms: int, blocks: int) -> int:
 
     A group reads the same tiles side by side (csrc/mla_decode/plan.h).
     """
+    if blocks == 1:
+        return num_sms
     group = next((n for n in range(2, min(blocks, MLA_MOST_BLOCKS_PER_WORK) + 1) if blocks % n == 0), 1)
     return num_sms // group * group or num_sms
 

@@ -36,10 +36,11 @@ def shape_by_request(op: str, q: Tensor, seqlen_q: int) -> Sequence[int]:
     Raises:
         ValueError: they are neither.
     """
-    if q.dim() == 4:
-        return q.shape
-    if q.dim() == 3 and q.shape[0] % seqlen_q == 0:
-        return (q.shape[0] // seqlen_q, seqlen_q, *q.shape[1:])
+    shape = q.shape
+    if len(shape) == 4:
+        return shape
+    if len(shape) == 3 and shape[0] % seqlen_q == 0:
+        return (shape[0] // seqlen_q, seqlen_q, *shape[1:])
     raise ValueError(
         f"attnops::{op}: q must be [B, {seqlen_q}, H_q, D] or [B * {seqlen_q}, H_q, D] as its plan, got {list(q.shape)}"
     )
@@ -48,14 +49,15 @@ def shape_by_request(op: str, q: Tensor, seqlen_q: int) -> Sequence[int]:
 def by_request(op: str, name: str, tensor: Tensor, shape: Sequence[int], flat_dims: int) -> Tensor:
     """A tensor of `flat_dims` dimensions whose first is ``B * S_q``, with the two apart. Any other is as it was: the op
     judges it."""
-    if tensor.dim() != flat_dims:
+    own = tensor.shape
+    if len(own) != flat_dims:
         return tensor
-    if tensor.shape[0] != shape[0] * shape[1]:
+    if own[0] != shape[0] * shape[1]:
         raise ValueError(
             f"attnops::{op}: {name}.shape[0] must be {shape[0] * shape[1]} (batch_size * seqlen_q as in q), "
-            f"got {tensor.shape[0]}, shape {list(tensor.shape)}"
+            f"got {own[0]}, shape {list(own)}"
         )
-    return tensor.view(*shape[:2], *tensor.shape[1:])
+    return tensor.view(*shape[:2], *own[1:])
 
 
 def check_requests(op: str, batch_size: int, cache_seqlens: Tensor) -> None:
