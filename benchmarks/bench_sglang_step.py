@@ -76,6 +76,7 @@ class Side:
             enable_memory_saver=False,
             enable_alt_stream=False,
         )
+        runner.init_kv_index_translator()  # Triton reads slots through it: of this table, not of the one it replaces
         generator = torch.Generator(device).manual_seed(1)
         for layer in range(LAYERS):
             for rows in runner.token_to_kv_pool.get_kv_buffer(layer):
