@@ -37,12 +37,15 @@ class VendorStep:
         bounds_q: int32 ``[B + 1]``: where each request's queries begin.
         max_q: Most queries of a request.
         lengths: Queries and keys of each request, for functions that plan on the host.
+        behind: By whether the table is that of a sliding-window pool: each request's last page, and its tokens that
+            lie behind the request. Made by the first layer that needs them.
     """
 
     paged: PagedStep
     bounds_q: Tensor
     max_q: int
     lengths: tuple[list[int], list[int]] = ([], [])
+    behind: dict[bool, tuple[Tensor, Tensor]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +59,7 @@ class VendorCall:
         indptr, indices: The same as CSR, by tokens; only where pages of K and V are widened.
         new: k and v of the step's tokens, of backends with `reads_new_tokens`, but in decode: tables are then of the
             tokens before them.
+        windowed: The table and pages are those of a sliding-window pool.
         q_pe: MLA: the rotary part of queries, and q the rest; k_pages the rotary part of the cache, v_pages the rest.
         lens: int32 ``[B]``.
         window: Keys to the left of a query that it sees; -1: all.
@@ -76,6 +80,7 @@ class VendorCall:
     sinks: Tensor | None
     max_seqlen_k: int
     is_decode: bool
+    windowed: bool = False
     new: tuple[Tensor, Tensor] | None = None
     q_pe: Tensor | None = None
 
@@ -252,6 +257,7 @@ class VendorBackend(AttentionBackend):
             sinks=layer.sinks,
             max_seqlen_k=self.limits.max_seqlen,
             is_decode=batch.forward_mode.is_decode(),
+            windowed=windowed,
             q_pe=q_pe,
         )
         if self._takes_new(batch) and call.k is not None and call.v is not None:
@@ -269,15 +275,20 @@ def _clear_behind_requests(c: VendorCall) -> None:
     """Writes zeros over the values behind each request's end in its last page.
 
     No request has anything there, but NaN may lie there, and FlashAttention-4 multiplies it by a probability of 0.
-    Requests without keys repeat the longest one.
     """
-    page_size = c.v_pages.shape[1]
-    lens = c.lens.long()
+    if c.windowed not in c.step.behind:
+        c.step.behind[c.windowed] = _behind_requests(c.table, c.lens, c.v_pages.shape[1])
+    pages, hidden = c.step.behind[c.windowed]
+    c.v_pages[pages] = c.v_pages[pages].masked_fill(hidden, 0)
+
+
+def _behind_requests(table: Tensor, lens: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
+    """Last pages ``[B]``, and bool ``[B, page_size, 1, 1]``. Requests without keys repeat the longest one."""
     row = torch.where(lens > 0, torch.arange(len(lens), device=lens.device), lens.argmax())
-    last = lens[row] - 1  # -1 where no request has keys: then nothing is hidden
-    pages = c.table[row, last.clamp_min(0) // page_size].long()
+    last = lens.long()[row] - 1  # -1 where no request has keys: then nothing is hidden
+    pages = table[row, last.clamp_min(0) // page_size].long()
     hidden = torch.arange(page_size, device=lens.device) > last.remainder(page_size).unsqueeze(1)
-    c.v_pages[pages] = c.v_pages[pages].masked_fill(hidden[..., None, None], 0)
+    return pages, hidden[..., None, None]
 
 
 def _fa4(function: Any, c: VendorCall) -> Tensor:
