@@ -74,9 +74,10 @@ def check_replay(name: str, model: Model, shape: str, replays: int = 2) -> None:
     with torch.cuda.graph(graph):
         backend.init_forward_metadata_in_graph(static.batch)
         out = static.run(backend)
+    differing = torch.zeros((), dtype=torch.int32, device="cuda")  # read once: a replay waits for none before it
     for _ in range(replays):
         static.overwrite(other)
         backend.init_forward_metadata_out_graph(static.batch)
         graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(out, expected)
+        differing += (out != expected).any()
+    assert int(differing) == 0, f"{int(differing)} of {replays} replays differ from the eager step"
