@@ -301,7 +301,7 @@ class FlashInferAttnBackend(AttentionBackend):
             store_mla(layer, call.batch, call.k, call.k_rope, self._buffers.report)
         if call.q_rope is None:
             whole = heads("q", call.q, layer.num_heads, layer.head_dim)
-            q_nope, q_pe = whole[..., :MLA_KV_LORA_RANK], whole[..., MLA_KV_LORA_RANK:]
+            q_nope, q_pe = whole.split_with_sizes((MLA_KV_LORA_RANK, layer.head_dim - MLA_KV_LORA_RANK), -1)
         else:
             q_nope = heads("q", call.q, layer.num_heads, MLA_KV_LORA_RANK)
             q_pe = heads("q_rope", call.q_rope, layer.num_heads, layer.head_dim - MLA_KV_LORA_RANK)

@@ -339,11 +339,11 @@ def _kind(layer: RadixAttention) -> Key:
 
 def paged_key(layer: RadixAttention, windowed: bool, decodes: bool) -> Key:
     """Of the wrapper that serves a layer over pages. windowed: Those of a sliding-window pool."""
-    return "decode" if decodes else "extend", *_kind(layer), windowed, layer.attn_type
+    return "decode" if decodes else "extend", *_kind(layer), windowed, layer.attn_type.name
 
 
 def latent_key(layer: RadixAttention) -> Key:
-    return "mla", layer.scaling, layer.attn_type
+    return "mla", layer.scaling, layer.attn_type.name
 
 
 def cumulative(lengths: Tensor) -> Tensor:
