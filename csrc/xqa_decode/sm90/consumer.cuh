@@ -339,7 +339,7 @@ class Consumer {
       if (is_edge) Block<Tr>::mask_scores(MaskRules(p_, shape_), piece, first_row, first_key, scores_);
     }
     if (!Tr::kGathers && is_edge) {
-      const uint64_t seen = seen_keys(p_, piece, first_key);
+      const uint64_t seen = seen_keys(p_, shape_, piece, first_key);
       if (seen != kAllSeen) {
         place_.wait(shared_ + Shared::kFull);
         Block<Tr>::clear_values(shared_ + Shared::kRing + place_.slot * Tr::kUnitBytes, seen);
@@ -362,8 +362,8 @@ class Consumer {
       if (block.scales_apart() || p_.logit_cap != 0.f) block.scale_scores(copy);
       treat_scores({p_, shape_}, seen, first_row, first_key, masked, 1.f, copy);
     } else if constexpr (Tr::kFp8) {
-      treat_scaled_scores({p_, shape_}, seen, first_row, first_key, masked, block.scales_apart() ? block.scales : 0,
-                          copy);
+      const ScaledEdge edge{{p_, shape_}, seen, first_row, first_key, block.scales_apart() ? block.scales : 0, masked};
+      treat_scaled_scores(edge, copy);
     } else {
       treat_scores({p_, shape_}, seen, first_row, first_key, masked, block.scales_apart() ? block.score_scale[0] : 1.f,
                    copy);
@@ -377,10 +377,17 @@ class Consumer {
     if (masked) Block<Tr>::mask_scores(rules, seen, first_row, first_key, scores);
   }
   // Where every row has a scale of its own, at `scales` in shared memory; 0: it joins the exponent.
-  __device__ __noinline__ static void treat_scaled_scores(MaskRules rules, SeenKeys seen, int first_row, int first_key,
-                                                          bool masked, uint32_t scales, Scores& scores) {
-    if (scales != 0) Block<Tr>::scale_scores(rules.logit_cap, typename Block<Tr>::Scale(scales), scores);
-    if (masked) Block<Tr>::mask_scores(rules, seen, first_row, first_key, scores);
+  struct ScaledEdge {
+    MaskRules rules;
+    SeenKeys seen;
+    int first_row, first_key;
+    uint32_t scales;
+    bool masked;
+  };
+  __device__ __noinline__ static void treat_scaled_scores(const ScaledEdge& edge, Scores& scores) {
+    const MaskRules rules = edge.rules;
+    if (edge.scales != 0) Block<Tr>::scale_scores(rules.logit_cap, typename Block<Tr>::Scale(edge.scales), scores);
+    if (edge.masked) Block<Tr>::mask_scores(rules, edge.seen, edge.first_row, edge.first_key, scores);
   }
 
   // The product with the values that come next, in flight. Returns their place.

@@ -54,26 +54,42 @@ struct RowMask {
   }
 };
 
-// Which keys of the tile from `first_key` on some row of the request sees, a bit each. For all lanes of a warp.
 inline constexpr uint64_t kAllSeen = ~uint64_t{0};
-__device__ __noinline__ inline uint64_t find_seen_keys(TreeRules rules, int request, int first_draft, int begin,
-                                                       int end, int first_key) {
+
+// Of 64 keys from `first_key` on those in `keys`, a bit each.
+__device__ __forceinline__ uint64_t keys_in_range(KvRange keys, int first_key) {
+  const int begin = min_of(max_of(keys.begin - first_key, 0), 64), end = min_of(max_of(keys.end - first_key, 0), 64);
+  return end <= begin ? 0 : kAllSeen >> (64 - (end - begin)) << begin;
+}
+
+// What masks of a tree must know, where they are out of line. It goes through memory of the thread's own: registers are
+// short where they are called, and through references to a kernel's parameters each word would be a round trip.
+struct TreeCall {
+  TreeRules rules;
+  Divisor by_group;
+  int request, first_draft;
+};
+
+// Which of the keys in `in_range`, from `first_key` on, some row of the request sees. For all lanes of a warp.
+__device__ __noinline__ inline uint64_t find_seen_keys(const TreeCall& call, uint64_t in_range, int first_key) {
   uint32_t seen[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int key = first_key + 32 * half + static_cast<int>(threadIdx.x % 32);
-    bool is_seen = key >= begin && key < end;
-    if (is_seen && rules.tree_mask && key >= first_draft) is_seen = some_row_sees(rules, request, key - first_draft);
+    const int place = 32 * half + static_cast<int>(threadIdx.x % 32), draft = first_key + place - call.first_draft;
+    bool is_seen = (in_range >> place & 1) != 0;
+    if (is_seen && draft >= 0) is_seen = some_row_sees(call.rules, call.request, draft);
     seen[half] = __ballot_sync(~0u, is_seen);
   }
   return uint64_t{seen[1]} << 32 | seen[0];
 }
 
+// Which keys of the tile from `first_key` on some row of the request sees, a bit each. For all lanes of a warp.
 template <class Piece>
-__device__ __forceinline__ uint64_t seen_keys(const Params& p, const Piece& piece, int first_key) {
-  const KvRange keys = piece.keys();
-  if (!p.tree_mask && first_key >= keys.begin && first_key + 64 <= keys.end) return kAllSeen;
-  return find_seen_keys(TreeRules(p), piece.request(), piece.length() - p.tree_keys, keys.begin, keys.end, first_key);
+__device__ __forceinline__ uint64_t seen_keys(const Params& p, const Shape& shape, const Piece& piece, int first_key) {
+  const uint64_t in_range = keys_in_range(piece.keys(), first_key);
+  if (!p.tree_mask) return in_range;
+  const TreeCall call{TreeRules(p), shape.by_group, piece.request(), piece.length() - p.tree_keys};
+  return find_seen_keys(call, in_range, first_key);
 }
 
 // A thread's warpgroup, of those with rows of their own.
@@ -170,15 +186,13 @@ struct RowState {
       }
     }
     if (rules.tree_mask == nullptr) return;
-    const int first_draft = piece.length() - rules.tree_keys;
-    const uint32_t hidden =
-        hidden_by_tree(rules.tree_mask + piece.request() * rules.tree_mask_stride_request, rules.tree_mask_stride_token,
-                       rules.tree_keys, rules.window_left, rules.seqlen_q - 1, rules.by_group, first_row + 2 * t,
-                       own_key - first_draft);
+    const TreeCall call{rules, rules.by_group, piece.request(), piece.length() - rules.tree_keys};
+    Scores copy;
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-      if (hidden >> i & 1) scores[i] = -INFINITY;
-    }
+    for (int i = 0; i < kScores; ++i) copy[i] = scores[i];
+    mask_tree_scores(call, first_row + 2 * t, own_key, copy);
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) scores[i] = copy[i];
   }
 
   // Where a lane's probabilities begin in a buffer of them.
@@ -234,16 +248,15 @@ struct RowState {
   }
 
  private:
-  // Which of a lane's scores a tree hides, a bit each. `tree`: the request's mask; `row`: the lane's first; `draft`:
-  // what its first key is. Out of line: trees are seldom.
-  __device__ __noinline__ static uint32_t hidden_by_tree(const uint8_t* tree, int64_t stride_token, int tree_keys,
-                                                         int window_left, int last_token, Divisor by_group, int row,
-                                                         int draft) {
-    static_assert(kScores <= 32);
+  // Hides what a tree hides of a lane's scores; `row`: its first. Out of line: trees are seldom.
+  __device__ __noinline__ static void mask_tree_scores(const TreeCall& call, int row, int own_key, Scores& scores) {
+    const TreeRules rules = call.rules;
+    const Divisor by_group = call.by_group;
+    const uint8_t* const tree = rules.tree_mask + call.request * rules.tree_mask_stride_request;
     const auto row_of = [&](int n, int i) {
-      return tree + min_of(by_group.divide(row + 8 * n + i), last_token) * stride_token;
+      return tree + min_of(by_group.divide(row + 8 * n + i), rules.seqlen_q - 1) * rules.tree_mask_stride_token;
     };
-    const int last = (tree_keys - 1) / 8;
+    const int draft = own_key - call.first_draft, last = (rules.tree_keys - 1) / 8;
     uint32_t bytes[Tr::kRowTiles][2][2];
 #pragma unroll
     for (int n = 0; n < Tr::kRowTiles; ++n) {  // all are asked for before one is looked at
@@ -253,27 +266,26 @@ struct RowState {
         for (int h = 0; h < 2; ++h) bytes[n][i][h] = row_of(n, i)[min_of(max_of((draft >> 3) + h, 0), last)];
       }
     }
-    uint32_t hidden = 0;
 #pragma unroll
     for (int n = 0; n < Tr::kRowTiles; ++n) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          if (draft + 8 * h >= 0 && !(bytes[n][i][h] >> (draft & 7) & 1)) hidden |= 1u << (4 * n + 2 * h + i);
+          const bool is_seen = (bytes[n][i][h] >> (draft & 7) & 1) != 0;
+          if (draft + 8 * h >= 0 && !is_seen) scores[4 * n + 2 * h + i] = -INFINITY;
         }
       }
     }
-    if (window_left < 0) return hidden;
+    if (rules.window_left < 0) return;
 #pragma unroll 1
     for (int j = 0; j < 2 * Tr::kRowTiles; ++j) {
-      const int64_t begin = tree_window_begin(row_of(j / 2, j % 2), tree_keys, 0, window_left);
+      const int64_t begin = tree_window_begin(row_of(j / 2, j % 2), rules.tree_keys, 0, rules.window_left);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        if (draft + 8 * h < begin) hidden |= 1u << (4 * (j / 2) + 2 * h + j % 2);
+        if (draft + 8 * h < begin) scores[4 * (j / 2) + 2 * h + j % 2] = -INFINITY;
       }
     }
-    return hidden;
   }
 
   __device__ __forceinline__ void add(const float (&added)[Tr::kRowTiles][2]) {
