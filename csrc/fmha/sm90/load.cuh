@@ -83,13 +83,18 @@ class ProducerBase {
     w.num_tokens = 0;
     while (w.num_tokens == 0) {
       if (awaits_index_) receive_index();
-      const int index = next_index_;
+      int index = next_index_;
+      if constexpr (Tr::kInTurn) index = index_in_turn(s_, index, turn_);
       if (index >= s_.num_works || !decode_work<Tr::kKeys>(p_, s_, cuts_, index, w)) {
         w.num_tokens = -1;
         w.slab = cuts_.pieces;
       } else {
         // Whoever merges waits for all pieces, and those that cannot be among them.
         if (w.num_tokens == 0 && index < cuts_.pieces * s_.works_per_tile) count_piece(p_, 4 * Tr::kWarpgroups);
+        if constexpr (Tr::kInTurn) {
+          turn_ = turn_ + 1 == s_.turns || ends_request(s_, w) ? 0 : turn_ + 1;
+          if (turn_ > 0) continue;
+        }
         if (!kLate || w.num_tokens == 0) take_index();
       }
     }
@@ -262,6 +267,7 @@ class ProducerBase {
   uint32_t shared_;
   int tid_, rank_;  // of the CTA in its pair
   int next_index_ = static_cast<int>(blockIdx.x);
+  int turn_ = 0;
   uint32_t mail_phase_ = 0;
   bool awaits_index_ = false;
   Cuts cuts_;
