@@ -1,5 +1,6 @@
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "device/common/arch.h"
 #include "device/common/block_scan.cuh"
@@ -53,41 +54,64 @@ __device__ void write_head(const TilePlan& p, int pieces, int limit) {
   *reinterpret_cast<int4*>(p.pieces) = {pieces, limit, 0, 0};
 }
 
-// The limit of scheduler/varlen_cuts.h: a warp for each candidate, a lane for every 32nd tile. `units` of all tiles lie
-// in shared memory. Called by the whole block; all get the limit.
+// The limit of scheduler/varlen_cuts.h: a warp for some candidates, a lane for every 32nd tile. `units` of all tiles
+// lie in shared memory. Called by the whole block; all get the limit.
 template <int kThreads>
 __device__ int find_limit(const TilePlan& p, int num_sms, const int32_t* units, int num_tiles) {
-  constexpr int kWarps = kThreads / 32;
-  static_assert(kCutCandidates == 32 && kWarps == 32 && kMostTilesToCut <= kThreads);
-  __shared__ int warp_sum[kWarps], warp_longest[kWarps], warp_shortest[kWarps], limits[kWarps];
-  __shared__ int64_t estimates[kWarps];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, own = static_cast<int>(threadIdx.x);
-  const int own_units = own < num_tiles ? units[own] : 0;
-  const int sum = __reduce_add_sync(~0u, own_units), longest = __reduce_max_sync(~0u, own_units);
-  const int shortest = __reduce_min_sync(~0u, own < num_tiles ? own_units : kNeverCut);
+  constexpr int kWarps = kThreads / 32, kEach = kCutCandidates / kWarps;  // candidates of a warp
+  static_assert(kCutCandidates == 32 && kCutCandidates % kWarps == 0);
+  __shared__ int warp_sum[kWarps], warp_longest[kWarps], warp_shortest[kWarps], limits[kCutCandidates];
+  __shared__ int64_t estimates[kCutCandidates];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  int sum = 0, longest = 0, shortest = kNeverCut;
+  for (int tile = static_cast<int>(threadIdx.x); tile < num_tiles; tile += kThreads) {
+    sum += units[tile];
+    longest = max_of(longest, units[tile]);
+    shortest = min_of(shortest, units[tile]);
+  }
+  sum = __reduce_add_sync(~0u, sum);
+  longest = __reduce_max_sync(~0u, longest);
+  shortest = __reduce_min_sync(~0u, shortest);
   if (lane == 0) {
     warp_sum[warp] = sum;
     warp_longest[warp] = longest;
     warp_shortest[warp] = shortest;
   }
   __syncthreads();
+  const int other = lane % kWarps;
   const CutProblem problem{.works_per_tile = p.works_per_tile,
                            .num_sms = num_sms,
                            .max_pieces = p.max_pieces,
                            .num_tiles = num_tiles,
-                           .longest = __reduce_max_sync(~0u, warp_longest[lane]),
-                           .total_units = __reduce_add_sync(~0u, warp_sum[lane])};  // 512 tiles of 2^21 units at most
-  if (num_tiles == 0 || !worth_cutting(problem, __reduce_min_sync(~0u, warp_shortest[lane]))) return kNeverCut;
-  const int limit = cut_limit(problem, warp);
+                           .longest = __reduce_max_sync(~0u, warp_longest[other]),
+                           // 512 tiles of 2^21 units at most
+                           .total_units = __reduce_add_sync(~0u, lane < kWarps ? warp_sum[other] : 0)};
+  if (num_tiles == 0 || !worth_cutting(problem, __reduce_min_sync(~0u, warp_shortest[other]))) return kNeverCut;
+  const int own_limit = cut_limit(problem, warp * kEach + lane % kEach);
+  CutTally tallies[kEach];
+  int limit[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) limit[i] = __shfl_sync(~0u, own_limit, i);
+  for (int tile = lane; tile < num_tiles; tile += 32) {
+    const int of_tile = units[tile];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) tallies[i].add(of_tile, limit[i]);
+  }
   CutTally tally;
-  for (int tile = lane; tile < num_tiles; tile += 32) tally.add(units[tile], limit);
-  tally.pieces = __reduce_add_sync(~0u, tally.pieces);
-  tally.cut = __reduce_add_sync(~0u, tally.cut);
-  tally.shortest = __reduce_min_sync(~0u, tally.shortest);
-  if (lane == 0) {
-    const int64_t estimate = cut_estimate(problem, tally, limit);
-    estimates[warp] = estimate < 0 ? INT64_MAX : estimate;
-    limits[warp] = tally.cut > 0 ? limit : kNeverCut;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int pieces = __reduce_add_sync(~0u, tallies[i].pieces), cut = __reduce_add_sync(~0u, tallies[i].cut);
+    const int least = __reduce_min_sync(~0u, tallies[i].shortest);
+    if (lane == i) {
+      tally.pieces = pieces;
+      tally.cut = cut;
+      tally.shortest = least;
+    }
+  }
+  if (lane < kEach) {
+    const int64_t estimate = cut_estimate(problem, tally, own_limit);
+    estimates[warp * kEach + lane] = estimate < 0 ? INT64_MAX : estimate;
+    limits[warp * kEach + lane] = tally.cut > 0 ? own_limit : kNeverCut;
   }
   __syncthreads();
   int64_t least = estimates[lane];
@@ -108,20 +132,26 @@ __device__ void cut_tiles(const TilePlan& p, int num_sms, const int32_t* units, 
     if (threadIdx.x == 0) write_head(p, 0, kNeverCut);
     return;
   }
-  const int own = static_cast<int>(threadIdx.x), lane = own % 32;
-  const int pieces = own < num_tiles ? pieces_of(units[own], limit) : 1;
-  int first;
-  const int total = block_exclusive_sum<kThreads>(pieces > 1 ? pieces : 0, &first);
-  if (own == 0) write_head(p, total, limit);
-  const int2 tile = pieces > 1 ? reinterpret_cast<const int2*>(p.tile_order)[own] : int2{0, 0};
-  for (unsigned rest = __ballot_sync(~0u, pieces > 1); rest != 0; rest &= rest - 1) {
-    const int from = __ffs(static_cast<int>(rest)) - 1, count = __shfl_sync(~0u, pieces, from);
-    const int row = __shfl_sync(~0u, first, from), request = __shfl_sync(~0u, tile.x, from),
-              query_tile = __shfl_sync(~0u, tile.y, from);
-    for (int i = lane; i < count && row + i < p.max_pieces; i += 32) {
-      reinterpret_cast<int4*>(p.pieces)[1 + row + i] = {request, query_tile, i, count};
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  int total = 0;
+#pragma unroll 1
+  for (int base = 0; base < num_tiles; base += kThreads) {
+    const int own = base + static_cast<int>(threadIdx.x), pieces = own < num_tiles ? pieces_of(units[own], limit) : 1;
+    int first;
+    const int here = block_exclusive_sum<kThreads>(pieces > 1 ? pieces : 0, &first);
+    first += total;
+    total += here;
+    const int2 tile = pieces > 1 ? reinterpret_cast<const int2*>(p.tile_order)[own] : int2{0, 0};
+    for (unsigned rest = __ballot_sync(~0u, pieces > 1); rest != 0; rest &= rest - 1) {
+      const int from = __ffs(static_cast<int>(rest)) - 1, count = __shfl_sync(~0u, pieces, from);
+      const int row = __shfl_sync(~0u, first, from), request = __shfl_sync(~0u, tile.x, from),
+                query_tile = __shfl_sync(~0u, tile.y, from);
+      for (int i = lane; i < count && row + i < p.max_pieces; i += 32) {
+        reinterpret_cast<int4*>(p.pieces)[1 + row + i] = {request, query_tile, i, count};
+      }
     }
   }
+  if (threadIdx.x == 0) write_head(p, total, limit);
 }
 
 // Tiles of requests `from`, `from` + `step` and so on that come before the one of order `own`. Requests: order, tiles.
@@ -264,15 +294,23 @@ __global__ void __launch_bounds__(kThreads) fmha_plan_many_kernel(const __grid_c
 
 void launch_plan(const TilePlan& p, CUstream_st* stream) {
   constexpr int kMaxRequests = 16384;  // 64 KB of shared memory beside the counts
-  constexpr int kFewThreads = 1024, kManyThreads = 512;
+  constexpr int kFewRequests = 128, kFewThreads = 256, kMoreThreads = 1024, kManyThreads = 512;
   const int requests = p.geometry.num_requests;
   if (requests > kMaxRequests) {
     throw std::runtime_error("attnops::fmha_plan: cu_seqlens_q.shape[0] (batch_size + 1) must be at most " +
                              std::to_string(kMaxRequests + 1) + ", got " + std::to_string(requests + 1));
   }
-  if (requests <= kFewThreads) {
+  if (requests <= kMoreThreads) {
     const int num_sms = p.num_sms > 0 ? p.num_sms : device_sms("fmha_plan");
-    launch_dependent<&fmha_plan_few_kernel<kFewThreads>>("fmha_plan", {1, kFewThreads, 0, 0}, stream, p, num_sms);
+    const auto launch = [&](auto threads) {
+      launch_dependent<&fmha_plan_few_kernel<decltype(threads)::value>>("fmha_plan", {1, threads, 0, 0}, stream, p,
+                                                                        num_sms);
+    };
+    if (requests <= kFewRequests) {
+      launch(std::integral_constant<int, kFewThreads>());  // one SM issues it all: fewer warps wait less for each other
+    } else {
+      launch(std::integral_constant<int, kMoreThreads>());
+    }
   } else {
     launch_dependent<&fmha_plan_many_kernel<kManyThreads>>(
         "fmha_plan", {1, kManyThreads, requests * 4, kMaxRequests * 4}, stream, p);
