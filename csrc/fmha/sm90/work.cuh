@@ -23,6 +23,7 @@ struct Schedule {
   int chunks;        // tiles of the CTA in a tile of the plan
   int chunk_tokens;  // query tokens of a CTA's tile
   int turns;         // works that a CTA takes at once: 1, or all chunks of a tile, of which as a rule one has tokens
+  int takes;         // num_works / turns
   int cluster;       // 2: neighbours in the works' order share their keys, and a pair of CTAs brings them once
   int box_keys;      // rows of a box of the copy engine; 0: rows are gathered
   int pack_inverse;  // ceil(2^16 / pack): row / pack = row * pack_inverse >> 16 below 2^8 rows
@@ -51,6 +52,7 @@ inline Schedule schedule_of(const Params& p, int rows, int pack) {
   s.works_per_tile = s.head_blocks * s.chunks;
   s.num_works = p.num_tiles * s.works_per_tile;
   s.turns = 1;
+  s.takes = s.num_works;
   s.cluster = 1;
   s.pack_inverse = ceil_div(1 << 16, pack);
   constexpr int64_t kMost = INT32_MAX;
