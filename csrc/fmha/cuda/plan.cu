@@ -114,15 +114,19 @@ __device__ int find_limit(const TilePlan& p, int num_sms, const int32_t* units, 
     limits[warp * kEach + lane] = tally.cut > 0 ? own_limit : kNeverCut;
   }
   __syncthreads();
-  int64_t least = estimates[lane];
-  for (int step = 16; step > 0; step /= 2) least = min_of<int64_t>(least, __shfl_xor_sync(~0u, least, step));
-  const int best = __ffs(static_cast<int>(__ballot_sync(~0u, estimates[lane] == least))) - 1;
-  return least == INT64_MAX ? kNeverCut : limits[best];
+  // The first of the least: by the upper halves, then the lower ones of those.
+  const uint64_t estimate = static_cast<uint64_t>(estimates[lane]);  // not negative
+  const auto upper = static_cast<unsigned>(estimate >> 32), lower = static_cast<unsigned>(estimate);
+  const unsigned least_upper = __reduce_min_sync(~0u, upper);
+  const unsigned least_lower = __reduce_min_sync(~0u, upper == least_upper ? lower : ~0u);
+  const int best = __ffs(static_cast<int>(__ballot_sync(~0u, upper == least_upper && lower == least_lower))) - 1;
+  return estimates[best] == INT64_MAX ? kNeverCut : limits[best];
 }
 
-// Cuts the tiles that are written.
+// Cuts the tiles that are written. `rows`: what of them is in shared memory, too.
 template <int kThreads>
-__device__ void cut_tiles(const TilePlan& p, int num_sms, const int32_t* units, int num_tiles) {
+__device__ void cut_tiles(const TilePlan& p, int num_sms, const int32_t* units, int num_tiles,
+                          const int2* rows = nullptr) {
   if (num_tiles > kMostTilesToCut) {
     if (threadIdx.x == 0) write_head(p, 0, kNeverCut);
     return;
@@ -141,7 +145,8 @@ __device__ void cut_tiles(const TilePlan& p, int num_sms, const int32_t* units, 
     const int here = block_exclusive_sum<kThreads>(pieces > 1 ? pieces : 0, &first);
     first += total;
     total += here;
-    const int2 tile = pieces > 1 ? reinterpret_cast<const int2*>(p.tile_order)[own] : int2{0, 0};
+    const int2* const tiles = rows != nullptr ? rows : reinterpret_cast<const int2*>(p.tile_order);
+    const int2 tile = pieces > 1 ? tiles[own] : int2{0, 0};
     for (unsigned rest = __ballot_sync(~0u, pieces > 1); rest != 0; rest &= rest - 1) {
       const int from = __ffs(static_cast<int>(rest)) - 1, count = __shfl_sync(~0u, pieces, from);
       const int row = __shfl_sync(~0u, first, from), request = __shfl_sync(~0u, tile.x, from),
@@ -154,7 +159,8 @@ __device__ void cut_tiles(const TilePlan& p, int num_sms, const int32_t* units, 
   if (threadIdx.x == 0) write_head(p, total, limit);
 }
 
-// Tiles of requests `from`, `from` + `step` and so on that come before the one of order `own`. Requests: order, tiles.
+// Tiles of all requests that come before the one of order `own`, by `step` lanes: this one looks at requests `from`,
+// `from` + `step` and so on. Requests: order, tiles.
 template <typename Sum>
 __device__ int64_t tiles_before(const int2* requests, int own, int from, int step, int num_requests) {
   Sum sum = 0;
@@ -163,6 +169,7 @@ __device__ int64_t tiles_before(const int2* requests, int own, int from, int ste
     const int2 other = requests[i];
     if (other.x > own) sum += other.y;
   }
+  for (int lanes = step / 2; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
   return sum;
 }
 
@@ -174,9 +181,12 @@ __global__ void __launch_bounds__(kThreads) fmha_plan_few_kernel(const __grid_co
   __shared__ int2 requests[kThreads];  // order, tiles; larger orders come first: of longer bins, then of earlier ones
   __shared__ Lengths lengths[kThreads];
   __shared__ int32_t units[kMostTilesToCut];
+  __shared__ int2 rows[kMostTilesToCut];
   __shared__ unsigned long long total;
   const int num_requests = p.geometry.num_requests, own = static_cast<int>(threadIdx.x), lane = own % 32;
   if (own == 0) total = 0;
+  int lanes = 32;
+  while (lanes > 1 && lanes * num_requests > kThreads) lanes /= 2;
   wait_for_earlier_kernels();
   let_next_kernel_start();
   int own_tiles = 0;
@@ -187,23 +197,26 @@ __global__ void __launch_bounds__(kThreads) fmha_plan_few_kernel(const __grid_co
     requests[own] = {bin * kThreads + kThreads - 1 - own, own_tiles};
   }
   __syncthreads();
+  const bool fits = p.max_tiles < INT32_MAX / kThreads;  // sums of tiles have 31 bits
   if (own - lane < num_requests) {
-    int64_t sum = own_tiles;
-    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-    if (lane == 0) atomicAdd(&total, static_cast<unsigned long long>(sum));
+    if (fits) {
+      const unsigned sum = __reduce_add_sync(~0u, static_cast<unsigned>(own_tiles));
+      if (lane == 0) atomicAdd(reinterpret_cast<unsigned*>(&total), sum);
+    } else {
+      int64_t sum = own_tiles;
+      for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+      if (lane == 0) atomicAdd(&total, static_cast<unsigned long long>(sum));
+    }
   }
-  int lanes = 32;
-  while (lanes > 1 && lanes * num_requests > kThreads) lanes /= 2;
   const int request = own / lanes, part = own % lanes;
   const int2 mine = request < num_requests ? requests[request] : int2{INT32_MAX, 0};
-  int64_t first = p.max_tiles < INT32_MAX / kThreads
-                      ? tiles_before<int>(requests, mine.x, part, lanes, num_requests)
-                      : tiles_before<int64_t>(requests, mine.x, part, lanes, num_requests);
-  for (int step = lanes / 2; step > 0; step /= 2) first += __shfl_xor_sync(~0u, first, step);
+  const int64_t first = fits ? tiles_before<int>(requests, mine.x, part, lanes, num_requests)
+                             : tiles_before<int64_t>(requests, mine.x, part, lanes, num_requests);
   const auto write_row = [&](int r, int tiles, int64_t row, int i) {
     if (row + i >= p.max_tiles) return;
     reinterpret_cast<int2*>(p.tile_order)[row + i] = {r, tiles - 1 - i};
     if (row + i < kMostTilesToCut && p.pieces != nullptr) {
+      rows[row + i] = {r, tiles - 1 - i};
       units[row + i] = cost_units(varlen_tile_cost(p.geometry, lengths[r].queries, lengths[r].keys, tiles - 1 - i));
     }
   };
@@ -219,7 +232,7 @@ __global__ void __launch_bounds__(kThreads) fmha_plan_few_kernel(const __grid_co
   __syncthreads();
   const int num_tiles = static_cast<int>(min_of<int64_t>(static_cast<int64_t>(total), p.max_tiles));
   write_no_rows<kThreads>(p, num_tiles);
-  if (p.pieces != nullptr) cut_tiles<kThreads>(p, num_sms, units, num_tiles);
+  if (p.pieces != nullptr) cut_tiles<kThreads>(p, num_sms, units, num_tiles, rows);
 }
 
 // The same for any number of requests, whose tiles are left whole: a stable counting sort in one CTA, weighted by their
