@@ -1,6 +1,5 @@
 #include <stdexcept>
 #include <string>
-#include <type_traits>
 
 #include "device/common/arch.h"
 #include "device/common/block_scan.cuh"
@@ -313,17 +312,11 @@ void launch_plan(const TilePlan& p, CUstream_st* stream) {
     throw std::runtime_error("attnops::fmha_plan: cu_seqlens_q.shape[0] (batch_size + 1) must be at most " +
                              std::to_string(kMaxRequests + 1) + ", got " + std::to_string(requests + 1));
   }
-  if (requests <= kMoreThreads) {
-    const int num_sms = p.num_sms > 0 ? p.num_sms : device_sms("fmha_plan");
-    const auto launch = [&](auto threads) {
-      launch_dependent<&fmha_plan_few_kernel<decltype(threads)::value>>("fmha_plan", {1, threads, 0, 0}, stream, p,
-                                                                        num_sms);
-    };
-    if (requests <= kFewRequests) {
-      launch(std::integral_constant<int, kFewThreads>());  // one SM issues it all: fewer warps wait less for each other
-    } else {
-      launch(std::integral_constant<int, kMoreThreads>());
-    }
+  const int num_sms = p.num_sms > 0 ? p.num_sms : device_sms("fmha_plan");
+  if (requests <= kFewRequests) {  // one SM issues it all: fewer warps wait less for each other
+    launch_dependent<&fmha_plan_few_kernel<kFewThreads>>("fmha_plan", {1, kFewThreads, 0, 0}, stream, p, num_sms);
+  } else if (requests <= kMoreThreads) {
+    launch_dependent<&fmha_plan_few_kernel<kMoreThreads>>("fmha_plan", {1, kMoreThreads, 0, 0}, stream, p, num_sms);
   } else {
     launch_dependent<&fmha_plan_many_kernel<kManyThreads>>(
         "fmha_plan", {1, kManyThreads, requests * 4, kMaxRequests * 4}, stream, p);
