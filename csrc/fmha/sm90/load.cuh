@@ -120,8 +120,9 @@ class ProducerBase {
     } else if (rank_ > 0) {
       awaits_index_ = true;
     } else if (Tr::kShort && s_.cluster == 1) {
-      // The compiler adds up what a warp wants, and waits for the answer at once. Here nobody does until it is needed.
-      asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], 1;\n"
+      // An addition is summed up over a warp, whose lanes wait for the answer at once. Here nobody waits until the
+      // number is needed.
+      asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0xffffffff;\n"
                    : "=r"(next_index_)
                    : "l"(p_.semaphores)
                    : "memory");
