@@ -120,9 +120,9 @@ class ProducerBase {
     } else if (rank_ > 0) {
       awaits_index_ = true;
     } else if (Tr::kShort && s_.cluster == 1) {
-      // An addition is summed up over a warp, whose lanes wait for the answer at once. Here nobody waits until the
-      // number is needed.
-      asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0xffffffff;\n"
+      // An addition is summed up over a warp, whose lanes wait for the answer at once. An increment up to a bound is
+      // not: nobody waits until the number is needed.
+      asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0x7fffffff;\n"
                    : "=r"(next_index_)
                    : "l"(p_.semaphores)
                    : "memory");
