@@ -20,7 +20,9 @@ struct alignas(16) int4 {
   int x, y, z, w;
 };
 inline float __fdividef(float a, float b) { return a / b; }
-static struct { unsigned x = 0; } blockIdx, threadIdx, gridDim;
+static struct {
+  unsigned x = 0;
+} blockIdx, threadIdx, gridDim;
 #include "fmha/sm90/work.cuh"
 
 namespace {
