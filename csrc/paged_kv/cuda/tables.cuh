@@ -39,14 +39,27 @@ class Cells {
 
   // Of cells below `end`, which is no more than there are pages.
   __device__ __forceinline__ void store(int first, int end, int32_t* cells) const {
+    if (!r_.checked && r_.slot_map.data == nullptr && r_.page_shift >= 0) {  // what page_of_slot says then
+#pragma unroll
+      for (int i = 0; i < kCells; ++i) {
+        const int cell = first + i * step_, slot = slots_[i];
+        if (cell < end) cells[cell] = slot < 0 || slot == INT32_MAX ? 0 : slot >> r_.page_shift;
+      }
+      return;
+    }
     const int request = static_cast<int>(blockIdx.x);
+    int32_t pages[kCells];
+#pragma unroll
+    for (int i = 0; i < kCells; ++i) {
+      const int cell = first + i * step_;
+      if (cell < end) pages[i] = page_of_slot(r_, kOp, request, position_of(r_, tokens_, cell), slots_[i]);
+    }
 #pragma unroll
     for (int i = 0; i < kCells; ++i) {
       const int cell = first + i * step_;
       if (cell >= end) return;
-      const int32_t page = page_of_slot(r_, kOp, request, position_of(r_, tokens_, cell), slots_[i]);
-      cells[cell] = page;
-      if (r_.checked) report_order(r_, kOp, request, row_, tokens_, cell, page);
+      cells[cell] = pages[i];
+      if (r_.checked) report_order(r_, kOp, request, row_, tokens_, cell, pages[i]);
     }
   }
 
@@ -64,7 +77,8 @@ class Cells {
 };
 
 template <int kThreads, bool kChecked>
-__global__ void __launch_bounds__(kThreads) page_table_kernel(const __grid_constant__ PageTableParams p) {
+__global__ void __launch_bounds__(kThreads, kChecked ? 1 : 8)
+    page_table_kernel(const __grid_constant__ PageTableParams p) {
   const Requests r = requests_of<kChecked>(p.requests);
   const int request = static_cast<int>(blockIdx.x);
   wait_for_earlier_kernels();
@@ -98,7 +112,8 @@ __device__ __forceinline__ int64_t sum_of_block(int64_t value, bool narrow) {
 // Every CTA adds up the pages of the requests before its own: lengths are small and stay in L2, and no CTA has to wait
 // for another one, so one launch does. What tells of its own request and of the first others is asked for at once.
 template <int kThreads, bool kChecked>
-__global__ void __launch_bounds__(kThreads) kv_indices_kernel(const __grid_constant__ KvIndicesParams p) {
+__global__ void __launch_bounds__(kThreads, kChecked ? 1 : 8)
+    kv_indices_kernel(const __grid_constant__ KvIndicesParams p) {
   const Requests r = requests_of<kChecked>(p.requests);
   const int request = static_cast<int>(blockIdx.x), own = static_cast<int>(threadIdx.x);
   wait_for_earlier_kernels();
