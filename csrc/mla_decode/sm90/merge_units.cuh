@@ -239,19 +239,28 @@ class UnitMerge {
   const int lane_;
 };
 
-// Balanced plans. Grid: (parts, shares of a part). Where nothing is split, all that this costs is its launch.
+// Balanced plans. Grid: (parts, shares of a part). Where nothing is split, all that this costs is its launch. Units are
+// smaller, with more splits in flight, where there are more CTAs than large ones: works of many splits.
 template <typename T>
 __global__ void __launch_bounds__(kCombineWarps * 32, 2)
     mla_merge_shares_kernel(const __grid_constant__ Params p, bool aligned) {
-  using Merge = UnitMerge<T, 2, 4>;
-  __shared__ typename Merge::Shared shared;
+  using Large = UnitMerge<T, 2, 4>;
+  using Small = UnitMerge<T, 1, 8>;
+  __shared__ union {
+    typename Large::Shared large;
+    typename Small::Shared small;
+  } shared;
   const SplitKvEntry entry = entry_of(p, blockIdx.x);
   attnops::sm90::wait_for_prerequisites();
   each_shared_work(p, entry, [&](int work, const Splits& splits, int share, int shares) {
     const BlockPlace place = block_place(p, work);
-    const Merge merge(p, place.request, place.block, splits, aligned, shared);
-    const int units = merge.count_units(), first = units * share / shares;
-    merge.run(first, units * (share + 1) / shares - first);
+    const auto run = [share, shares](const auto& merge) {
+      const int units = merge.count_units(), first = units * share / shares;
+      merge.run(first, units * (share + 1) / shares - first);
+    };
+    const Large large(p, place.request, place.block, splits, aligned, shared.large);
+    if (shares <= large.count_units()) return run(large);
+    run(Small(p, place.request, place.block, splits, aligned, shared.small));
   });
 }
 
