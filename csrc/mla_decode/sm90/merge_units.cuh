@@ -245,7 +245,7 @@ template <typename T>
 __global__ void __launch_bounds__(kCombineWarps * 32, 2)
     mla_merge_shares_kernel(const __grid_constant__ Params p, bool aligned) {
   using Large = UnitMerge<T, 2, 4>;
-  using Small = UnitMerge<T, 1, 8>;
+  using Small = UnitMerge<T, 1, 6>;
   __shared__ union {
     typename Large::Shared large;
     typename Small::Shared small;
@@ -258,9 +258,11 @@ __global__ void __launch_bounds__(kCombineWarps * 32, 2)
       const int units = merge.count_units(), first = units * share / shares;
       merge.run(first, units * (share + 1) / shares - first);
     };
-    const Large large(p, place.request, place.block, splits, aligned, shared.large);
-    if (shares <= large.count_units()) return run(large);
-    run(Small(p, place.request, place.block, splits, aligned, shared.small));
+    if (shares > Large::kUnits) {
+      run(Small(p, place.request, place.block, splits, aligned, shared.small));
+    } else {
+      run(Large(p, place.request, place.block, splits, aligned, shared.large));
+    }
   });
 }
 

@@ -186,7 +186,7 @@ __device__ inline void merge_rows(const Params& p, int request, const Splits& sp
 // Balanced plans. Grid: (parts, shares of a part): the parts that have the splits of a request merge it together
 // (merge_units.cuh), an equal share of its rows each; or, where rows are few for so many, of blocks of their columns.
 template <typename T>
-__global__ void __maxnreg__(88) mla_merge_shared_rows_kernel(const __grid_constant__ Params p, bool aligned) {
+__global__ void __maxnreg__(96) mla_merge_shared_rows_kernel(const __grid_constant__ Params p, bool aligned) {
   using Wide = MergeShared<true>;
   __shared__ union {
     MergeShared<false> rows;
