@@ -239,30 +239,19 @@ class UnitMerge {
   const int lane_;
 };
 
-// Balanced plans. Grid: (parts, shares of a part). Where nothing is split, all that this costs is its launch. Units are
-// smaller, with more splits in flight, where there are more CTAs than large ones: works of many splits.
+// Balanced plans. Grid: (parts, shares of a part). Where nothing is split, all that this costs is its launch.
 template <typename T>
 __global__ void __launch_bounds__(kCombineWarps * 32, 2)
     mla_merge_shares_kernel(const __grid_constant__ Params p, bool aligned) {
-  using Large = UnitMerge<T, 2, 4>;
-  using Small = UnitMerge<T, 1, 6>;
-  __shared__ union {
-    typename Large::Shared large;
-    typename Small::Shared small;
-  } shared;
+  using Merge = UnitMerge<T, 2, 4>;
+  __shared__ typename Merge::Shared shared;
   const SplitKvEntry entry = entry_of(p, blockIdx.x);
   attnops::sm90::wait_for_prerequisites();
   each_shared_work(p, entry, [&](int work, const Splits& splits, int share, int shares) {
     const BlockPlace place = block_place(p, work);
-    const auto run = [share, shares](const auto& merge) {
-      const int units = merge.count_units(), first = units * share / shares;
-      merge.run(first, units * (share + 1) / shares - first);
-    };
-    if (shares > Large::kUnits) {
-      run(Small(p, place.request, place.block, splits, aligned, shared.small));
-    } else {
-      run(Large(p, place.request, place.block, splits, aligned, shared.large));
-    }
+    const Merge merge(p, place.request, place.block, splits, aligned, shared);
+    const int units = merge.count_units(), first = units * share / shares;
+    merge.run(first, units * (share + 1) / shares - first);
   });
 }
 
