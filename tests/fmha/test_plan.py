@@ -1,5 +1,7 @@
 """attnops::fmha_plan: requests by falling cost, tiles of each from the last, as csrc/scheduler/varlen_tiles.h says."""
 
+import random
+
 import pytest
 import torch
 from attnops import ops
@@ -62,6 +64,20 @@ def test_keys_default_to_queries_and_a_plan_is_used_again(device):
         expected = expected_order(lengths, lengths, plan.tile_q, True, -1)
         order = [tuple(row) for row in plan.tile_order.tolist()]
         assert order == expected + [(-1, -1)] * (len(order) - len(expected))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("count", [128, 129, 160, 1000, 1024, 1025, 4096, 5001])
+@pytest.mark.parametrize("lengths", [[1], [0, 1, 1, 5, 64, 65, 700], [0] * 50 + [3000]], ids=["ones", "mixed", "few"])
+def test_order_of_many_requests(lengths, count, device):
+    r = random.Random(count)
+    seqlens_q = [r.choice(lengths) for _ in range(count)]
+    seqlens_k = [n + r.choice([0, 3, 900, 40000]) for n in seqlens_q]
+    plan = FmhaPlan.allocate(sum(seqlens_q), count, tile_q=64, device=device)
+    ops.fmha_plan(plan, bounds(seqlens_q, device), bounds(seqlens_k, device))
+    order = [tuple(row) for row in plan.tile_order.tolist()]
+    expected = expected_order(seqlens_q, seqlens_k, 64, True, -1)
+    assert order == expected + [(-1, -1)] * (len(order) - len(expected))
 
 
 def test_default_tile_follows_the_group():
