@@ -6,6 +6,7 @@ import pytest
 import torch
 from attnops import ops
 from attnops.metadata import FmhaPlan
+from attnops.metadata.fmha_plan import cuda_tile_q
 
 # Built in a checkout, for these tests and for one Python version: tests/support/.
 _scheduler = pytest.importorskip("_scheduler", exc_type=ImportError)
@@ -78,6 +79,16 @@ def test_order_of_many_requests(lengths, count, device):
     order = [tuple(row) for row in plan.tile_order.tolist()]
     expected = expected_order(seqlens_q, seqlens_k, 64, True, -1)
     assert order == expected + [(-1, -1)] * (len(order) - len(expected))
+
+
+@pytest.mark.parametrize(
+    ("group", "tokens", "head_dim", "tile_q"), [(1, 1, 128, 128), (4, 16, 128, 32), (5, 12, 128, 24)]
+)
+def test_a_tile_of_few_rows_is_whole_short_tiles(group, tokens, head_dim, tile_q):
+    """All heads of a group share 64 rows: csrc/fmha/sm90/short.h. With more tokens it is as for any call."""
+    assert cuda_tile_q(group, head_dim, tokens) == tile_q
+    assert cuda_tile_q(5, 128, 13) == 25
+    assert cuda_tile_q(6, 64, 10) == 30 and cuda_tile_q(6, 256, 10) == 21
 
 
 def test_default_tile_follows_the_group():
