@@ -8,27 +8,33 @@
 // read or write outside an array, whatever the indices are.
 namespace attnops::paged_kv {
 
-ATTNOPS_HOST_DEVICE inline bool has_row(const Requests& r, int request) {
-  const int64_t row = r.req_pool_indices[request];
-  return row >= 0 && row < r.max_requests;
+// What the arrays say about a request: read at once, so that a kernel waits for memory once.
+struct RequestWords {
+  int64_t row;        // of req_to_token
+  int length, first;  // where in its row it begins
+};
+
+ATTNOPS_HOST_DEVICE inline RequestWords words_of(const Requests& r, int request) {
+  return {r.req_pool_indices[request], r.cache_seqlens[request],
+          r.first_tokens == nullptr ? 0 : r.first_tokens[request]};
+}
+
+ATTNOPS_HOST_DEVICE inline bool has_row(const Requests& r, const RequestWords& w) {
+  return w.row >= 0 && w.row < r.max_requests;
 }
 
 // Where in its row a request begins.
-ATTNOPS_HOST_DEVICE inline int first_token(const Requests& r, int request) {
-  return r.first_tokens == nullptr ? 0 : min_of(max_of(r.first_tokens[request], 0), r.max_tokens);
-}
-
-ATTNOPS_HOST_DEVICE inline bool begins_in_its_row(const Requests& r, int request) {
-  return r.first_tokens == nullptr || r.first_tokens[request] == first_token(r, request);
+ATTNOPS_HOST_DEVICE inline int first_token(const Requests& r, const RequestWords& w) {
+  return min_of(max_of(w.first, 0), r.max_tokens);
 }
 
 // Tokens of a request that get pages: none of one without a row. Checked mode leaves out a length or a beginning out of
 // range, too; production clamps it.
-ATTNOPS_HOST_DEVICE inline int num_tokens(const Requests& r, int request) {
-  const int length = r.cache_seqlens[request], most = r.max_tokens - first_token(r, request);
-  if (!has_row(r, request)) return 0;
-  if (r.checked && (length < 0 || length > most || !begins_in_its_row(r, request))) return 0;
-  return min_of(max_of(length, 0), most);
+ATTNOPS_HOST_DEVICE inline int num_tokens(const Requests& r, const RequestWords& w) {
+  const int most = r.max_tokens - first_token(r, w);
+  if (!has_row(r, w)) return 0;
+  if (r.checked && (w.length < 0 || w.length > most || w.first != first_token(r, w))) return 0;
+  return min_of(max_of(w.length, 0), most);
 }
 
 ATTNOPS_HOST_DEVICE inline int num_pages(const Requests& r, int tokens) {
@@ -37,14 +43,13 @@ ATTNOPS_HOST_DEVICE inline int num_pages(const Requests& r, int tokens) {
 }
 
 // To be called once per request where there is a report.
-ATTNOPS_HOST_DEVICE inline void report_request(const Requests& r, ReportOp op, int request) {
-  const int length = r.cache_seqlens[request];
-  if (!has_row(r, request)) {
-    record_fault(r.report, {op, ReportKind::kRequestSlot, request, 0, r.req_pool_indices[request], r.max_requests});
-  } else if (r.checked && !begins_in_its_row(r, request)) {
-    record_fault(r.report, {op, kReportRowStart, request, 0, r.first_tokens[request], int64_t{r.max_tokens} + 1});
-  } else if (const int most = r.max_tokens - first_token(r, request); r.checked && (length < 0 || length > most)) {
-    record_fault(r.report, {op, ReportKind::kLength, request, 0, length, int64_t{most} + 1});
+ATTNOPS_HOST_DEVICE inline void report_request(const Requests& r, ReportOp op, int request, const RequestWords& w) {
+  if (!has_row(r, w)) {
+    record_fault(r.report, {op, ReportKind::kRequestSlot, request, 0, w.row, r.max_requests});
+  } else if (r.checked && w.first != first_token(r, w)) {
+    record_fault(r.report, {op, kReportRowStart, request, 0, w.first, int64_t{r.max_tokens} + 1});
+  } else if (const int most = r.max_tokens - first_token(r, w); r.checked && (w.length < 0 || w.length > most)) {
+    record_fault(r.report, {op, ReportKind::kLength, request, 0, w.length, int64_t{most} + 1});
   }
 }
 
@@ -91,8 +96,9 @@ ATTNOPS_HOST_DEVICE inline void report_order(const Requests& r, ReportOp op, int
   }
 }
 
-ATTNOPS_HOST_DEVICE inline const int32_t* tokens_of(const Requests& r, int request) {
-  return r.req_to_token + r.req_pool_indices[request] * r.req_to_token_stride + first_token(r, request);
+// Of a request that has a row.
+ATTNOPS_HOST_DEVICE inline const int32_t* tokens_of(const Requests& r, const RequestWords& w) {
+  return r.req_to_token + w.row * r.req_to_token_stride + first_token(r, w);
 }
 
 ATTNOPS_HOST_DEVICE inline int32_t last_page_len(const Requests& r, int tokens) {

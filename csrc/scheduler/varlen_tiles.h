@@ -33,10 +33,14 @@ ATTNOPS_HOST_DEVICE inline int64_t varlen_tile_cost(const VarlenGeometry& g, int
   return max_of(end - begin, int64_t{1});
 }
 
-// Bin of a cost, larger for longer: exponent and three mantissa bits.
+// Bin of a cost of at least 1, larger for longer: exponent and three mantissa bits.
 ATTNOPS_HOST_DEVICE inline int cost_bin(int64_t cost) {
+#if defined(__CUDA_ARCH__)
+  const int exponent = 63 - __clzll(cost);
+#else
   int exponent = 0;
   for (int64_t rest = cost; rest > 1; rest >>= 1) ++exponent;
+#endif
   const int64_t mantissa = exponent >= 3 ? (cost >> (exponent - 3)) & 7 : (cost << (3 - exponent)) & 7;
   return min_of(exponent * 8 + static_cast<int>(mantissa), kCostBins - 1);
 }

@@ -100,6 +100,20 @@ Schedule schedule_of(const Batch& b, int rows) {
   return s;
 }
 
+// The numbers of all works, as CTAs come to them that take a tile's chunks at once.
+std::vector<int> in_turn(const Params& p, Schedule s, const Cuts& cuts) {
+  s.turns = s.chunks;
+  std::vector<int> found;
+  for (int taken = 0; taken < s.num_works / s.turns; ++taken) {
+    for (int turn = 0; turn < s.turns; ++turn) {
+      Work w{};
+      found.push_back(index_in_turn(s, taken, turn));
+      if (!decode_work<kKeys>(p, s, cuts, found.back(), w) || ends_request(s, w)) break;
+    }
+  }
+  return found;
+}
+
 void check(int seed) {
   Batch b;
   int rows;
@@ -131,6 +145,13 @@ void check(int seed) {
       EXPECT(token < w.num_tokens && head < p.num_q_heads && head / group == w.kv_head);
       tiles[{w.first_q_token + w.first_token + token, head}].push_back({w.tile_begin, w.tile_end});
     }
+  }
+  std::vector<int> taken = in_turn(p, s, b.cuts);
+  std::sort(taken.begin(), taken.end());
+  EXPECT(std::adjacent_find(taken.begin(), taken.end()) == taken.end());
+  for (int index = 0; index < s.num_works; ++index) {  // nobody comes to what has no tokens, and is no piece
+    const bool is_piece = index < b.cuts.pieces * s.works_per_tile;
+    EXPECT((decode(index).num_tokens <= 0 && !is_piece) || std::binary_search(taken.begin(), taken.end(), index));
   }
   for (int request = 0; request < p.batch_size; ++request) {
     const int queries = b.first_q[request + 1] - b.first_q[request], keys = b.first_k[request + 1] - b.first_k[request];

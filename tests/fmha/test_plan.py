@@ -1,9 +1,12 @@
 """attnops::fmha_plan: requests by falling cost, tiles of each from the last, as csrc/scheduler/varlen_tiles.h says."""
 
+import random
+
 import pytest
 import torch
 from attnops import ops
 from attnops.metadata import FmhaPlan
+from attnops.metadata.fmha_plan import cuda_tile_q
 
 # Built in a checkout, for these tests and for one Python version: tests/support/.
 _scheduler = pytest.importorskip("_scheduler", exc_type=ImportError)
@@ -62,6 +65,30 @@ def test_keys_default_to_queries_and_a_plan_is_used_again(device):
         expected = expected_order(lengths, lengths, plan.tile_q, True, -1)
         order = [tuple(row) for row in plan.tile_order.tolist()]
         assert order == expected + [(-1, -1)] * (len(order) - len(expected))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("count", [128, 129, 160, 1000, 1024, 1025, 4096, 5001])
+@pytest.mark.parametrize("lengths", [[1], [0, 1, 1, 5, 64, 65, 700], [0] * 50 + [3000]], ids=["ones", "mixed", "few"])
+def test_order_of_many_requests(lengths, count, device):
+    r = random.Random(count)
+    seqlens_q = [r.choice(lengths) for _ in range(count)]
+    seqlens_k = [n + r.choice([0, 3, 900, 40000]) for n in seqlens_q]
+    plan = FmhaPlan.allocate(sum(seqlens_q), count, tile_q=64, device=device)
+    ops.fmha_plan(plan, bounds(seqlens_q, device), bounds(seqlens_k, device))
+    order = [tuple(row) for row in plan.tile_order.tolist()]
+    expected = expected_order(seqlens_q, seqlens_k, 64, True, -1)
+    assert order == expected + [(-1, -1)] * (len(order) - len(expected))
+
+
+@pytest.mark.parametrize(
+    ("group", "tokens", "head_dim", "tile_q"), [(1, 1, 128, 128), (4, 16, 128, 32), (5, 12, 128, 24)]
+)
+def test_a_tile_of_few_rows_is_whole_short_tiles(group, tokens, head_dim, tile_q):
+    """All heads of a group share 64 rows: csrc/fmha/sm90/short.h. With more tokens it is as for any call."""
+    assert cuda_tile_q(group, head_dim, tokens) == tile_q
+    assert cuda_tile_q(5, 128, 13) == 25
+    assert cuda_tile_q(6, 64, 10) == 30 and cuda_tile_q(6, 256, 10) == 21
 
 
 def test_default_tile_follows_the_group():

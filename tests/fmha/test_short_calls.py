@@ -88,6 +88,30 @@ def test_any_batch(seed, lengths):
     assert_right(problem, plan_for(problem, r.choice([0, 0, 300]), **options), **options)
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_few_rows_of_long_requests(seed):
+    """Some requests have more tokens than a chunk, and some keys are cut, or so long that heads are in sections."""
+    r = random.Random(seed)
+    new = [r.choice(FEW) for _ in range(r.choice([1, 2, 5, 9]))]
+    if r.random() < 0.5:
+        new[r.randrange(len(new))] = r.choice([9, 17, 33])
+    keys = [n + r.choice([0, 40, 700, 1500, 4000, 9000]) for n in new]
+    kv_heads, group = r.choice([1, 2, 8]), r.choice([1, 2, 3, 4, 5, 6, 7, 8, 16])
+    head_dim, head_dim_v = DIMS[seed % 7]
+    common = {"num_q_heads": kv_heads * group, "num_kv_heads": kv_heads, "kv_dtype": r.choice([None, None, FP8])}
+    if head_dim == head_dim_v and r.random() < 0.7:
+        page_size = r.choice([1, 16, 24, 64])
+        problem = paged_problem(keys, new, head_dim=head_dim, page_size=page_size, seed=seed, **common)
+    else:
+        shape = {"head_dim": head_dim, "head_dim_v": head_dim_v, "padding": r.choice([0, 3])}
+        problem = ragged_problem(new, keys, seed=seed, **shape, **common)
+    problem = problem.to("cuda")
+    options = {"causal": r.random() < 0.7, "window_left": r.choice([-1, -1, 128, 2000])}
+    plan = plan_for(problem, r.choice([0, 0, 300]), **options)
+    for _ in range(2):  # counters are as they were
+        assert_right(problem, plan, **options)
+
+
 def test_a_plan_for_more_than_the_call_serves_every_length():
     """One graph, whose batch and plan are captured for more tokens and requests."""
     plan = FmhaPlan.allocate(2048, 64, num_q_heads=8, num_kv_heads=2, head_dim=128, device="cuda")

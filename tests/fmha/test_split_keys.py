@@ -168,6 +168,24 @@ def test_cuts_happen_and_replays_follow_the_lengths():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 40, 128, 129, 300, 1024])
+def test_a_gpu_cuts_as_the_planner_says(count):
+    for seed in range(20):
+        r = random.Random(seed)
+        new = [r.choice([1, 64, 1000, 3000]) if r.random() < 12 / count else 0 for _ in range(count)]
+        keys = [n + r.choice([0, 100, 5000, 100000]) for n in new]
+        bounds = [torch.tensor([0, *n], dtype=torch.int32).cumsum(0, dtype=torch.int32) for n in (new, keys)]
+        found = []
+        for device in ("cpu", "cuda"):
+            order = torch.zeros(sum(-(-n // 64) for n in new) + 9, 2, dtype=torch.int32, device=device)
+            pieces = torch.zeros(265, 4, dtype=torch.int32, device=device)
+            limits = (*(b.to(device) for b in bounds), None, 64, True, -1)
+            torch.ops.attnops.fmha_plan(order, *limits, pieces, 2, SMS)
+            found.append((order.cpu(), pieces[: 1 + int(pieces[0, 0])].cpu()))
+        assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+
+
+@pytest.mark.gpu
 def test_hostile_pieces_end_nothing():
     problem = paged_problem([3000, 50], [40, 50], head_dim=128, page_size=64).to("cuda")
     plan = split_plan(problem)

@@ -6,7 +6,6 @@
 #include <string>
 
 #include "core/math.h"
-#include "device/common/block_scan.cuh"
 #include "device/common/launch_dependent.cuh"
 #include "device/common/pdl.cuh"
 #include "device/common/split_kv_plan_few.cuh"
@@ -14,13 +13,65 @@
 
 namespace attnops {
 
+// What a run of requests adds up to: their tiles, their cuts in batch-invariant mode, the longest and the shortest.
+struct PlanSums {
+  int64_t tiles = 0, cuts = 0;
+  int longest = 0, shortest = INT32_MAX;
+};
+
+// The sums of all threads, in one scan; `before` gets tiles and cuts of the threads before this one.
+template <int kThreads, bool kFixed>
+__device__ PlanSums scan_sums(const PlanSums& own, PlanSums& before) {
+  constexpr int kWarps = kThreads / 32;
+  __shared__ int64_t warp_tiles[kWarps], warp_cuts[kFixed ? kWarps : 1];
+  __shared__ int warp_longest[kWarps], warp_shortest[kWarps];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const auto add_earlier = [lane](int64_t& sum, int step) {
+    const int64_t other = __shfl_up_sync(~0u, sum, step);
+    if (lane >= step) sum += other;
+  };
+  int64_t tiles = own.tiles, cuts = own.cuts;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    add_earlier(tiles, step);
+    if constexpr (kFixed) add_earlier(cuts, step);
+  }
+  const int longest = __reduce_max_sync(~0u, own.longest), shortest = __reduce_min_sync(~0u, own.shortest);
+  if (lane == 31) {
+    warp_tiles[warp] = tiles;
+    if constexpr (kFixed) warp_cuts[warp] = cuts;
+    warp_longest[warp] = longest;
+    warp_shortest[warp] = shortest;
+  }
+  __syncthreads();
+  // Every warp adds up the totals for itself: one barrier less than electing a warp to do it.
+  const bool has_warp = lane < kWarps;
+  int64_t all_tiles = has_warp ? warp_tiles[lane] : 0, all_cuts = kFixed && has_warp ? warp_cuts[lane] : 0;
+  PlanSums all;
+  all.longest = __reduce_max_sync(~0u, has_warp ? warp_longest[lane] : 0);
+  all.shortest = __reduce_min_sync(~0u, has_warp ? warp_shortest[lane] : INT32_MAX);
+#pragma unroll
+  for (int step = 1; step < kWarps; step *= 2) {
+    add_earlier(all_tiles, step);
+    if constexpr (kFixed) add_earlier(all_cuts, step);
+  }
+  all.tiles = __shfl_sync(~0u, all_tiles, kWarps - 1);
+  before.tiles = tiles - own.tiles + (warp == 0 ? 0 : __shfl_sync(~0u, all_tiles, warp - 1));
+  if constexpr (kFixed) {
+    all.cuts = __shfl_sync(~0u, all_cuts, kWarps - 1);
+    before.cuts = cuts - own.cuts + (warp == 0 ? 0 : __shfl_sync(~0u, all_cuts, warp - 1));
+  }
+  return all;
+}
+
 // The split-KV plan in one small launch: the rows and num_splits of scheduler/split_kv.h, bit for bit.
 //
-// One CTA. Every thread adds up the costs of a run of neighbouring requests, a block scan turns the sums into the cost
+// One CTA. Every thread adds up the tiles of a run of neighbouring requests, a block scan turns the sums into the cost
 // prefix in shared memory, every thread finds where one group of parts begins, and every thread makes one part's row.
 //
 // What takes time in so small a kernel is its instructions: each is fetched and executed once. So the tile size and
-// "balanced" are compile-time constants (divisions become shifts), and neighbours share the points between them.
+// "balanced" are compile-time constants (divisions become shifts), neighbours share the points between them, and one
+// scan tells all that the planner wants to know of the batch.
 template <int kThreads, int kTileTokens, bool kFixed, class Lengths>
 __global__ void __launch_bounds__(kThreads)
     split_kv_plan_kernel(const __grid_constant__ SplitKvGeometry shape, const Lengths cache_seqlens,
@@ -39,36 +90,36 @@ __global__ void __launch_bounds__(kThreads)
   const int each = (g.num_requests + kThreads - 1) / kThreads;
   const int begin = min_of(thread * each, g.num_requests);
   const int end = min_of(begin + each, g.num_requests);
-  const int first_count = begin < end ? num_tiles(g, cache_seqlens[0]) : 0;
-  bool differs = false;
-  int longest = 0;
+  PlanSums own, before;
   for (int b = begin; b < end; ++b) {
-    tiles[b] = num_tiles(g, cache_seqlens[b]);
-    differs |= tiles[b] != first_count;
-    longest = max_of(longest, tiles[b]);
+    const int count = num_tiles(g, cache_seqlens[b]);
+    tiles[b] = count;
+    own.tiles += count;
+    if constexpr (kFixed) own.cuts += num_fixed_splits(g, count);
+    own.longest = max_of(own.longest, count);
+    own.shortest = min_of(own.shortest, count);
   }
-  if (g.even_shares > 0) g.uneven = __syncthreads_or(differs);
-  int64_t cost = 0, cuts = 0;
+  const PlanSums all = scan_sums<kThreads, kFixed>(own, before);
+  if (g.even_shares > 0) g.uneven = all.longest != all.shortest;
+  // Of the requests before one, which have so many tiles.
+  const auto cost_before = [&](int request, int64_t count) {
+    return g.works_per_request * (overhead_cost(g) * request + kTileCost * count);
+  };
   for (int b = begin; b < end; ++b) {
-    cost += g.works_per_request * work_cost(g, tiles[b]);
-    if constexpr (kFixed) cuts += num_fixed_splits(g, tiles[b]);
+    prefix[b] = cost_before(b, before.tiles);
+    num_splits[b] = splits_before(before.cuts);
+    if (b + 1 == end) break;
+    before.tiles += tiles[b];
+    if constexpr (kFixed) before.cuts += num_fixed_splits(g, tiles[b]);
   }
-  int64_t cost_before = 0, cuts_before = 0;
-  const int64_t total = block_exclusive_sum<kThreads>(cost, &cost_before);
-  const int64_t all_cuts = kFixed ? block_exclusive_sum<kThreads>(cuts, &cuts_before) : 0;
-  for (int b = begin; b < end; ++b) {
-    prefix[b] = cost_before;
-    num_splits[b] = splits_before(cuts_before);
-    cost_before += g.works_per_request * work_cost(g, tiles[b]);
-    if constexpr (kFixed) cuts_before += num_fixed_splits(g, tiles[b]);
-  }
+  const int64_t total = cost_before(g.num_requests, all.tiles);
   if (thread == 0) {
     prefix[g.num_requests] = total;
-    num_splits[g.num_requests] = splits_before(all_cuts);
+    num_splits[g.num_requests] = splits_before(all.cuts);
   }
   const int64_t budget = part_budget(g, total);
   if (!kFixed && g.short_tiles > 0) {
-    g.whole = !__syncthreads_or(longest > most_whole_tiles(g, budget));
+    g.whole = all.longest <= most_whole_tiles(g, budget);
     g.cuts = cuts_of_works(g, budget, tiles[0]);  // there is one: batches of few go elsewhere
   }
   const SplitKvBatch batch{prefix, tiles};

@@ -55,11 +55,13 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kShape.ctas)
     hopper::cluster_arrive();
     hopper::cluster_wait();
   }
-  wait_for_earlier_kernels();
-  if (threadIdx.x / 32 == 2) warm_first_work(p, s);
-  let_next_kernel_start();
+  // What can be done before the kernels ahead are done costs nothing.
   if (threadIdx.x < 128) {
     hopper::registers_decrease<Tr::kProducerRegisters>();
+    const FirstReads first(p, s);
+    wait_for_earlier_kernels();
+    if (threadIdx.x / 32 == 3) first.prefetch();
+    let_next_kernel_start();
     const Maps maps{&q_map, &k_map, &v_map};
     if constexpr (Tr::kFp8) {
       E4m3Producer<Tr>(p, s, maps, base).run();
@@ -71,6 +73,8 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kShape.ctas)
     clear_padding<typename Tr::Out>(p);
   } else {
     hopper::registers_increase<Tr::kConsumerRegisters>();
+    wait_for_earlier_kernels();
+    let_next_kernel_start();
     const int pieces = Consumer<Tr, kByRows>(p, s, base).run();
     if (__any_sync(0xffffffffu, pieces > 0)) merge_pieces<Tr>(p, s, pieces, base);
   }

@@ -30,11 +30,15 @@ bool has_scratch(const Params& p, int works_per_tile) {
 
 template <class Tr>
 Schedule make_schedule(const Params& p) {
-  Schedule s = schedule_of(p, Tr::kRows, heads_per_tile(p.num_q_heads / p.num_kv_heads, p.tile_q, Tr::kRows));
+  const bool few_rows = Tr::kShort && has_few_rows(p, Tr::kRows);
+  const int group = p.num_q_heads / p.num_kv_heads;
+  Schedule s = schedule_of(p, Tr::kRows, few_rows ? group : heads_per_tile(group, p.tile_q, Tr::kRows));
+  if (few_rows) s.turns = s.chunks;
   // Tiles of few keys are never cut.
   const bool may_cut = p.paged || p.num_k_tokens > kLeastUnitsOfPiece * kUnitKeys;
   s.max_pieces = may_cut && has_scratch<Tr>(p, s.works_per_tile) ? p.max_pieces : 0;
   s.num_works += s.max_pieces * s.works_per_tile;
+  s.takes = s.num_works / s.turns;
   s.box_keys = p.kv_dtype == p.dtype ? keys_per_box(p, Tr::kKeys) : 0;  // others are converted row by row
   s.cluster = !Tr::kFp8 && s.box_keys > 0 && s.blocks_per_group % 2 == 0 ? 2 : 1;
   return s;
@@ -77,7 +81,7 @@ void launch_kernel(const Params& p, const Schedule& s, cudaStream_t stream) {
   const CUtensorMap keys = key_map(p, s, p.k, p.head_dim_qk, p.k_stride_token, p.k_stride_head, p.k_stride_page);
   const CUtensorMap values = key_map(p, s, p.v, p.head_dim_v, p.v_stride_token, p.v_stride_head, p.v_stride_page);
   constexpr int kBytes = SharedLayout<Tr>::kAllBytes;
-  const int ctas = max_of(min_of(s.num_works, Tr::kShape.ctas * device_sms("fmha") / s.cluster * s.cluster), 1);
+  const int ctas = max_of(min_of(s.takes, Tr::kShape.ctas * device_sms("fmha") / s.cluster * s.cluster), 1);
   launch_dependent<&fmha_sm90_kernel<Tr, kByRows>>("fmha", {ctas, Tr::kThreads, kBytes, kBytes, 1, 1, s.cluster},
                                                    stream, p, s, queries, keys, values);
 }
@@ -94,9 +98,13 @@ void launch_traits(const Params& p, cudaStream_t stream) {
 
 // Short calls have a shape of their own: half of the rows and keys, and two CTAs an SM. Where fewer heads then share a
 // tile, keys are read oftener: twice where they come in boxes, or more of them by few works. Rows are gathered once.
+// So does whatever has few rows a request: half of a long tile would be empty.
 template <class Tr, class Short>
 bool suits_short(const Params& p) {
   constexpr int kFewWorks = 132;
+  if (may_have_short_shape(p) && has_few_rows(p, Short::kRows)) {
+    return is_short(p) || has_scratch<Short>(p, make_schedule<Short>(p).works_per_tile);
+  }
   if (!is_short(p)) return false;
   const Schedule s = make_schedule<Tr>(p), small = make_schedule<Short>(p);
   if (small.box_keys == 0) return small.blocks_per_group == s.blocks_per_group;

@@ -31,21 +31,32 @@ struct Ring {
   }
 };
 
-// Brings to L1 what a CTA's first work is decoded from, by a warp: else three reads wait for each other. The lengths of
-// up to 256 requests.
-__device__ __forceinline__ void warm_first_work(const Params& p, const Schedule& s) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, request = lane % 8 * 32;
-  const int32_t* at = nullptr;
-  if (lane < 8) {
-    at = p.cu_seqlens_q + request;
-  } else if (lane < 16) {
-    at = (p.paged ? p.cache_seqlens : p.cu_seqlens_k) + request;
-  } else if (lane == 16) {
-    at = p.tile_order + 2 * min_of(s.by_works_per_tile.divide(static_cast<int>(blockIdx.x)), p.num_tiles - 1);
+// Brings to L1 what a CTA's first work is decoded from, by a warp: else the reads wait for each other. The lengths of
+// up to 256 requests, and where rows of the page table begin, of up to 32. Addresses are known before the kernels ahead
+// are done.
+class FirstReads {
+ public:
+  __device__ __forceinline__ FirstReads(const Params& p, const Schedule& s) {
+    const int lane = static_cast<int>(threadIdx.x) % 32, request = lane % 8 * 32;
+    if (p.num_tiles == 0) return;
+    if (lane < 16 && request < p.batch_size) {
+      lengths_ = (lane < 8 ? p.cu_seqlens_q : p.paged ? p.cache_seqlens : p.cu_seqlens_k) + request;
+    } else if (lane == 16) {
+      const int row = s.by_works_per_tile.divide(index_in_turn(s, static_cast<int>(blockIdx.x), 0));
+      lengths_ = p.tile_order + 2 * min_of(row, p.num_tiles - 1);
+    }
+    const bool has_rows = p.paged && p.page_table.kv_indptr == nullptr && p.page_table.max_pages > 0;
+    if (has_rows && lane < p.batch_size) pages_ = p.page_table.row(lane);
+    asm volatile("" : "+l"(lengths_), "+l"(pages_));  // not later
   }
-  if (at == nullptr || (lane < 16 && request >= p.batch_size) || p.num_tiles == 0) return;
-  asm volatile("prefetch.global.L1 [%0];\n" ::"l"(at) : "memory");
-}
+  __device__ __forceinline__ void prefetch() const {
+    if (lengths_ != nullptr) asm volatile("prefetch.global.L1 [%0];\n" ::"l"(lengths_) : "memory");
+    if (pages_ != nullptr) asm volatile("prefetch.global.L1 [%0];\n" ::"l"(pages_) : "memory");
+  }
+
+ private:
+  const int32_t *lengths_ = nullptr, *pages_ = nullptr;
+};
 
 // What both kinds of producers share. A producer is the warpgroup that brings queries, keys and values.
 template <class Tr>
@@ -83,13 +94,15 @@ class ProducerBase {
     w.num_tokens = 0;
     while (w.num_tokens == 0) {
       if (awaits_index_) receive_index();
-      const int index = next_index_;
+      int index = next_index_;
+      if constexpr (Tr::kShort) index = index_in_turn(s_, index, turn_);
       if (index >= s_.num_works || !decode_work<Tr::kKeys>(p_, s_, cuts_, index, w)) {
         w.num_tokens = -1;
         w.slab = cuts_.pieces;
       } else {
         // Whoever merges waits for all pieces, and those that cannot be among them.
         if (w.num_tokens == 0 && index < cuts_.pieces * s_.works_per_tile) count_piece(p_, 4 * Tr::kWarpgroups);
+        if constexpr (Tr::kShort) turn_ = turn_ + 1 == s_.turns || ends_request(s_, w) ? 0 : turn_ + 1;
         if (!kLate || w.num_tokens == 0) take_index();
       }
     }
@@ -98,17 +111,33 @@ class ProducerBase {
 
   // CTAs take works in their order, whoever is free the next: costs differ, and SMs do not run alike.
   __device__ __forceinline__ void take_index() {
+    if (Tr::kShort && turn_ > 0) return;
     const int ctas = static_cast<int>(gridDim.x);
-    if (p_.semaphores == nullptr) {
+    if (Tr::kShort && ctas >= s_.takes) {  // each CTA has had its own
+      next_index_ = s_.num_works;
+    } else if (p_.semaphores == nullptr) {
       next_index_ += ctas;
     } else if (rank_ > 0) {
       awaits_index_ = true;
+    } else if (Tr::kShort && s_.cluster == 1) {
+      // An addition is summed up over a warp, whose lanes wait for the answer at once. An increment up to a bound is
+      // not: nobody waits until the number is needed.
+      asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0x7fffffff;\n"
+                   : "=r"(next_index_)
+                   : "l"(p_.semaphores)
+                   : "memory");
+      awaits_index_ = true;
     } else {
-      // Whatever the counter holds, no more works than there are.
-      const auto taken = static_cast<uint32_t>(atomicAdd(p_.semaphores, 1));
-      next_index_ = ctas + s_.cluster * static_cast<int>(min_of(taken, static_cast<uint32_t>(s_.num_works)));
+      next_index_ = behind_first(atomicAdd(p_.semaphores, 1));
       if (s_.cluster > 1) send_index();
     }
+  }
+
+  // Whatever the counter holds, no more works than there are.
+  __device__ __forceinline__ int behind_first(int counted) const {
+    const auto taken = static_cast<uint32_t>(counted);
+    return static_cast<int>(gridDim.x) +
+           s_.cluster * static_cast<int>(min_of(taken, static_cast<uint32_t>(s_.num_works)));
   }
 
   // CTA 0 of a pair takes works for both. CTA 1 has the one behind.
@@ -119,12 +148,16 @@ class ProducerBase {
                         hopper::address_in(shared_ + Layout::kMailFull, 1));
   }
   __device__ __forceinline__ void receive_index() {
+    awaits_index_ = false;
+    if (Tr::kShort && s_.cluster == 1) {
+      next_index_ = behind_first(next_index_);
+      return;
+    }
     hopper::mbarrier_arrive_expect(shared_ + Layout::kMailFull, 4);
     hopper::mbarrier_wait_cluster(shared_ + Layout::kMailFull, mail_phase_);
     mail_phase_ ^= 1;
     next_index_ = *reinterpret_cast<const volatile int*>(base_ + Layout::kMail);
     hopper::mbarrier_arrive_remote_if(hopper::address_in(shared_ + Layout::kMailEmpty, 0), true);
-    awaits_index_ = false;
   }
 
   // A work's queries, by the thread that told of it. When no work is left, only who waits for them is told.
@@ -150,7 +183,8 @@ class ProducerBase {
   // is taken with the last keys of a long work. Those of two tiles have both stages as soon as they are known.
   static __device__ __forceinline__ bool is_long(const Work& w) { return w.tile_end - w.tile_begin > 2; }
 
-  // A thread that does nothing else knows works before the others need them, and asks for their queries.
+  // A thread that does nothing else knows works before the others need them, and asks for their queries. kLate: it
+  // takes the next one when it has told of the last, so that nobody waits for the counter before the first.
   template <bool kLate>
   __device__ __forceinline__ void tell_works() {
     uint32_t last_keys_phase = 0;
@@ -162,7 +196,7 @@ class ProducerBase {
       if (w.num_tokens < 0) return;
       work_ring_.advance();
       if constexpr (kLate) {
-        if (is_long(w)) {
+        if (!Tr::kShort && is_long(w)) {
           hopper::mbarrier_wait(shared_ + Layout::kLastKeys, last_keys_phase);
           last_keys_phase ^= 1;
         }
@@ -262,6 +296,7 @@ class ProducerBase {
   uint32_t shared_;
   int tid_, rank_;  // of the CTA in its pair
   int next_index_ = static_cast<int>(blockIdx.x);
+  int turn_ = 0;
   uint32_t mail_phase_ = 0;
   bool awaits_index_ = false;
   Cuts cuts_;
@@ -291,7 +326,7 @@ class BoxProducer : ProducerBase<Tr> {
   __device__ __forceinline__ void run() {
     const int warp = tid_ / 32;
     if (warp == 2) {
-      if (tid_ % 32 == 0) this->template tell_works<Tr::kTakesLate>();
+      if (tid_ % 32 == 0) this->template tell_works<Tr::kTakesLate || Tr::kShort>();
       return;
     }
     for (;;) {

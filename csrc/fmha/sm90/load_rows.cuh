@@ -13,7 +13,7 @@ class RowProducer : ProducerBase<Tr> {
   using Base = ProducerBase<Tr>;
   using Layout = typename Base::Layout;
   using Base::arrive, Base::bring_queries, Base::check_page, Base::is_seen, Base::next_work, Base::p_, Base::s_,
-      Base::shared_, Base::tell, Base::tid_, Base::work_done, Base::work_ring_, Base::work_slot;
+      Base::shared_, Base::take_index, Base::tell, Base::tid_, Base::work_done, Base::work_ring_, Base::work_slot;
 
  public:
   __device__ __forceinline__ RowProducer(const Params& p, const Schedule& s, const Maps& maps, char* base)
@@ -36,13 +36,14 @@ class RowProducer : ProducerBase<Tr> {
   __device__ __forceinline__ void run_as() {
 #pragma unroll 1
     for (;;) {
-      if (tid_ == 0) tell(next_work());
+      if (tid_ == 0) tell(this->template next_work<Tr::kShort>());
       hopper::named_barrier_sync(kProducerBarrier, 128);
       const Work& w = *work_slot();
       const uint32_t done = work_done();
       if (kNarrow && w.num_tokens < 0) finish_pending<0>();
       if (tid_ == 0) bring_queries(w);  // those of the last work are free when its last keys are multiplied
       if (w.num_tokens < 0) return;
+      if (Tr::kShort && tid_ == 0) take_index();
       work_ring_.advance();
       bring_tiles<kNarrow>(w);
       if (tid_ >= 32) hopper::mbarrier_arrive(done);

@@ -4,13 +4,21 @@
 
 namespace attnops::fmha::sm90 {
 
+// Bits depend on the batch then, so only plans that may cut keys have the short shape.
+inline bool may_have_short_shape(const Params& p) { return p.pieces != nullptr && p.batch_size > 0; }
+
+// Whether a request's tokens, in the mean, and all heads of a group share `rows` rows.
+inline bool has_few_rows(const Params& p, int rows) {
+  const int64_t tokens = max_of(ceil_div(p.num_q_tokens, int64_t{p.batch_size}), int64_t{1});
+  return tokens * (p.num_q_heads / p.num_kv_heads) <= rows;
+}
+
 // Whether a call has so few products that a CTA's way to its first tile and from its last one binds, by what the host
-// knows of it. Ragged requests are taken to be alike in length. Bits then depend on the batch, so only plans that may
-// cut keys ask. The bounds are by measurement: docs/log/fmha_sm90.md.
+// knows of it. Ragged requests are taken to be alike in length. The bounds are by measurement: docs/log/fmha_sm90.md.
 inline bool is_short(const Params& p) {
   constexpr int64_t kMostKeys = 1024;
   constexpr double kMostFlops = 2.5e9, kMostFlopsOfNarrow = 0.6e9;  // to head dim 64
-  if (p.pieces == nullptr || p.batch_size == 0 || (p.paged && p.page_table.kv_indptr != nullptr)) return false;
+  if (!may_have_short_shape(p) || (p.paged && p.page_table.kv_indptr != nullptr)) return false;
   const int64_t keys =
       p.paged ? p.page_table.max_pages * p.page_table.page_size : ceil_div(p.num_k_tokens, int64_t{p.batch_size});
   if (keys > kMostKeys) return false;

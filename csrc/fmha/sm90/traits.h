@@ -43,6 +43,7 @@ struct Traits {
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
   // In boxes, CTAs take the next work late. By measurement: e4m3 and head dim 64 lose by it.
   static constexpr bool kTakesLate = !kFp8 && kWarpgroups == 2;
+  static constexpr bool kShort = kShape.ctas > 1;  // for short calls
   static constexpr int kConsumerRegisters = kShape.registers;
   // Warpgroups start with equal shares and may trade what they were given together.
   static constexpr int kProducerRegisters =

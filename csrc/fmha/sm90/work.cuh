@@ -22,6 +22,8 @@ struct Schedule {
   int pack;          // query heads of a group in a tile's rows; the last block of a group may have fewer
   int chunks;        // tiles of the CTA in a tile of the plan
   int chunk_tokens;  // query tokens of a CTA's tile
+  int turns;         // works that a CTA takes at once: 1, or all chunks of a tile, of which as a rule one has tokens
+  int takes;         // num_works / turns
   int cluster;       // 2: neighbours in the works' order share their keys, and a pair of CTAs brings them once
   int box_keys;      // rows of a box of the copy engine; 0: rows are gathered
   int pack_inverse;  // ceil(2^16 / pack): row / pack = row * pack_inverse >> 16 below 2^8 rows
@@ -49,6 +51,8 @@ inline Schedule schedule_of(const Params& p, int rows, int pack) {
   s.chunks = ceil_div(p.tile_q, s.chunk_tokens);
   s.works_per_tile = s.head_blocks * s.chunks;
   s.num_works = p.num_tiles * s.works_per_tile;
+  s.turns = 1;
+  s.takes = s.num_works;
   s.cluster = 1;
   s.pack_inverse = ceil_div(1 << 16, pack);
   constexpr int64_t kMost = INT32_MAX;
@@ -333,6 +337,19 @@ __device__ __forceinline__ bool decode_work(const Params& p, const Schedule& s, 
   place_work<kKeys>(p, s, seqlen_q, tile, chunk, block, 0, 1, w);
   w.slab = -1;
   return true;
+}
+
+// Work number `turn` of those that are taken at once: of a tile that is whole, its chunks from the first.
+__device__ __forceinline__ int index_in_turn(const Schedule& s, int taken, int turn) {
+  if (s.turns == 1) return taken;
+  const int tile = s.by_head_blocks.divide(taken);
+  return taken + tile * (s.works_per_tile - s.head_blocks) + (s.turns - 1 - turn) * s.head_blocks;
+}
+
+// Whether a work is the last chunk with tokens of a whole tile, whose chunks follow each other.
+__device__ __forceinline__ bool ends_request(const Schedule& s, const Work& w) {
+  return w.num_tokens > 0 && w.slab < 0 && w.seqlen_k <= s.whole_keys &&
+         w.first_token + w.num_tokens >= w.seqlen_k - w.draft;
 }
 
 // Whether a tile has keys that no query of the request sees: memory behind the request, before every window, or of a

@@ -16,8 +16,9 @@ using attnops::cpu::from_float;
 using attnops::cpu::to_float;
 
 // Pages of the first `count` cells of a request, whose row of req_to_token is there.
-inline void write_pages(const Requests& r, ReportOp op, int request, int tokens, int count, int32_t* cells) {
-  const int32_t* row = tokens_of(r, request);
+inline void write_pages(const Requests& r, ReportOp op, int request, const RequestWords& words, int tokens, int count,
+                        int32_t* cells) {
+  const int32_t* row = tokens_of(r, words);
   for (int cell = 0; cell < count; ++cell) {
     const int position = position_of(r, tokens, cell);
     cells[cell] = page_of_slot(r, op, request, position, row[position]);
@@ -28,10 +29,11 @@ inline void write_pages(const Requests& r, ReportOp op, int request, int tokens,
 inline void build_page_table(const PageTableParams& p, int64_t begin, int64_t end) {
   const Requests& r = p.requests;
   for (int request = static_cast<int>(begin); request < end; ++request) {
-    report_request(r, ReportOp::kBuildPageTable, request);
-    const int tokens = num_tokens(r, request);
+    const RequestWords words = words_of(r, request);
+    report_request(r, ReportOp::kBuildPageTable, request, words);
+    const int tokens = num_tokens(r, words);
     if (tokens == 0) continue;
-    write_pages(r, ReportOp::kBuildPageTable, request, tokens, num_pages(r, tokens),
+    write_pages(r, ReportOp::kBuildPageTable, request, words, tokens, num_pages(r, tokens),
                 p.page_table + request * p.page_table_stride);
   }
 }
@@ -40,9 +42,10 @@ inline void build_page_table(const PageTableParams& p, int64_t begin, int64_t en
 inline void build_kv_indptr(const KvIndicesParams& p) {
   int64_t total = 0;
   for (int request = 0; request < p.requests.batch_size; ++request) {
-    report_request(p.requests, ReportOp::kBuildKvIndices, request);
+    const RequestWords words = words_of(p.requests, request);
+    report_request(p.requests, ReportOp::kBuildKvIndices, request, words);
     p.kv_indptr[request] = clamp_to_int32(total);
-    const int tokens = num_tokens(p.requests, request);
+    const int tokens = num_tokens(p.requests, words);
     total += num_pages(p.requests, tokens);
     if (p.kv_last_page_len != nullptr) p.kv_last_page_len[request] = last_page_len(p.requests, tokens);
   }
@@ -52,12 +55,13 @@ inline void build_kv_indptr(const KvIndicesParams& p) {
 inline void build_kv_indices(const KvIndicesParams& p, int64_t begin, int64_t end) {
   const Requests& r = p.requests;
   for (int request = static_cast<int>(begin); request < end; ++request) {
-    const int tokens = num_tokens(r, request);
+    const RequestWords words = words_of(r, request);
+    const int tokens = num_tokens(r, words);
     if (tokens == 0) continue;
     const int64_t start = p.kv_indptr[request];
     const int pages =
         static_cast<int>(max_of<int64_t>(min_of<int64_t>(num_pages(r, tokens), p.num_indices - start), 0));
-    write_pages(r, ReportOp::kBuildKvIndices, request, tokens, pages, p.kv_indices + start);
+    write_pages(r, ReportOp::kBuildKvIndices, request, words, tokens, pages, p.kv_indices + start);
   }
 }
 

@@ -20,18 +20,29 @@ void launch_plain(const char* what, int blocks, CUstream_st* stream, const Argum
   launch_dependent<kKernel>(what, {blocks, kThreads, 0, 0}, stream, arguments...);
 }
 
+// A CTA for each request and chunk of it.
+template <auto kKernel, class Params>
+void launch_chunks(const char* what, const Params& p, int requests, CUstream_st* stream) {
+  LaunchShape shape{requests, kThreads, 0, 0};
+  shape.blocks_y = chunks_of(p.requests);
+  launch_dependent<kKernel>(what, shape, stream, p);
+}
+
 }  // namespace
 
 void launch(const PageTableParams& p, CUstream_st* stream) {
-  const int chunks = chunks_of(p.requests);
-  if (p.requests.batch_size == 0) return;  // a grid of zero CTAs is a launch error
-  launch_plain<&page_table_kernel<kThreads>>("page_table_kernel", p.requests.batch_size * chunks, stream, p, chunks);
+  const int requests = p.requests.batch_size;
+  if (requests == 0) return;  // a grid of zero CTAs is a launch error
+  p.requests.report != nullptr
+      ? launch_chunks<&page_table_kernel<kThreads, true>>("page_table_kernel", p, requests, stream)
+      : launch_chunks<&page_table_kernel<kThreads, false>>("page_table_kernel", p, requests, stream);
 }
 
 void launch(const KvIndicesParams& p, CUstream_st* stream) {
-  const int chunks = chunks_of(p.requests);
-  const int blocks = max_of(p.requests.batch_size, 1) * chunks;
-  launch_plain<&kv_indices_kernel<kThreads>>("kv_indices_kernel", blocks, stream, p, chunks);
+  const int requests = max_of(p.requests.batch_size, 1);
+  p.requests.report != nullptr
+      ? launch_chunks<&kv_indices_kernel<kThreads, true>>("kv_indices_kernel", p, requests, stream)
+      : launch_chunks<&kv_indices_kernel<kThreads, false>>("kv_indices_kernel", p, requests, stream);
 }
 
 void launch(const CuSeqlensParams& p, CUstream_st* stream) {

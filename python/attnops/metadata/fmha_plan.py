@@ -17,6 +17,9 @@ MIN_CPU_TILE_Q, MAX_CPU_TILE_Q = 16, 256
 MOST_PIECE_WORKS_PER_SM = 2  # works of cut tiles that there is scratch for
 
 
+SHORT_ROWS = 64  # of a CTA's tile where requests have few rows: csrc/fmha/sm90/short.h
+
+
 def cuda_tile_rows(head_dim: int) -> int:
     """Rows of a CTA's tile: csrc/fmha/sm90/instantiations, cuda/instantiations."""
     return 192 if head_dim <= 64 else 128
@@ -28,6 +31,8 @@ def cuda_tile_q(group: int, head_dim: int, tokens: int = 1024) -> int:
     `tokens`: of a request. With few of them, one head alone fills no tile, and each would read all keys again.
     """
     rows = cuda_tile_rows(head_dim)
+    if max(tokens, 1) * group <= SHORT_ROWS and head_dim <= 192:  # whole short tiles, with all heads of a group
+        return rows // SHORT_ROWS * (SHORT_ROWS // group)
     blocks = {blocked_heads(group, n): -(-group // n) for n in range(1, min(group, rows) + 1)}
     used = {n: min(rows // n, max(tokens, 1)) * group / blocks[n] for n in blocks}
     full = [n for n in used if used[n] >= 0.97 * max(used.values())]

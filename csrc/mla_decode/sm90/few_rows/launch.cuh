@@ -37,7 +37,7 @@ void launch_merge(const Params& p, cudaStream_t stream) {
   const bool aligned =
       rows_aligned(p.out, size_of(p.dtype), 8, p.out_stride_request, p.out_stride_token, p.out_stride_head);
   if (p.fixed_split_tokens == 0) {
-    constexpr int kShares = 4;  // of a part
+    constexpr int kShares = 2;  // of a part: as many CTAs as run at a time
     launch_dependent<&mla_merge_shared_rows_kernel<T>>(
         "mla_merge_shared_rows_kernel", {p.num_sm_parts, kMergeThreads, 0, 0, kShares}, stream, p, aligned);
     return;

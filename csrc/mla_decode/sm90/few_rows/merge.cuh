@@ -184,19 +184,29 @@ __device__ inline void merge_rows(const Params& p, int request, const Splits& sp
 }
 
 // Balanced plans. Grid: (parts, shares of a part): the parts that have the splits of a request merge it together
-// (merge_units.cuh), an equal share of its rows each.
+// (merge_units.cuh), an equal share of its rows each; or, where rows are few for so many, of blocks of their columns.
 template <typename T>
-__global__ void __maxnreg__(88) mla_merge_shared_rows_kernel(const __grid_constant__ Params p, bool aligned) {
-  __shared__ MergeShared<false> shared;
+__global__ void __maxnreg__(96) mla_merge_shared_rows_kernel(const __grid_constant__ Params p, bool aligned) {
+  using Wide = MergeShared<true>;
+  __shared__ union {
+    MergeShared<false> rows;
+    Wide columns;
+  } shared;
   attnops::sm90::launch_dependents();
   const SplitKvEntry entry = entry_of(p, blockIdx.x);
   attnops::sm90::wait_for_prerequisites();
   const int num_rows = p.seqlen_q * p.num_q_heads;
   each_shared_work(p, entry, [&](int work, const Splits& splits, int share, int shares) {
-    const int end = num_rows * (share + 1) / shares;
+    const bool wide = shares > 2 * num_rows;
+    constexpr int kBlocks = kHeadDimV / (4 * Wide::kLanes);  // of columns
+    const int units = wide ? num_rows * kBlocks : num_rows, end = units * (share + 1) / shares;
 #pragma unroll 1
-    for (int row = num_rows * share / shares; row < end; row += MergeRows::kRows) {
-      merge_rows<T, false>(p, work, splits, row, min_of(end - row, MergeRows::kRows), 0, aligned, shared);
+    for (int unit = units * share / shares; unit < end; unit += wide ? 1 : MergeRows::kRows) {
+      if (wide) {
+        merge_rows<T, true>(p, work, splits, unit / kBlocks, 1, unit % kBlocks, aligned, shared.columns);
+      } else {
+        merge_rows<T, false>(p, work, splits, unit, min_of(end - unit, MergeRows::kRows), 0, aligned, shared.rows);
+      }
       __syncthreads();  // what is staged has been read
     }
   });

@@ -29,6 +29,10 @@ inline Team make_team(const Params& p, const TeamSize& size, int rows) {
 
 template <class Tr>
 void launch_team_rows(const Params& p, TeamSize size, cudaStream_t stream) {
+  // Over e4m3 pages a tile takes the time of its instructions, of which the compiler makes more beside another loop.
+  if constexpr (Tr::kFp8 && !Tr::kGathers && kMayBeLong<Tr>) {
+    if (!device_chooses(p)) return launch_team_rows<ShortTraits<Tr>>(p, size, stream);
+  }
   constexpr const char* kWhat = "xqa_decode (clusters, wgmma)";
   constexpr int kBytes = SharedLayout<Tr>::kBytes;
   constexpr auto kKernel = &xqa_cluster_wgmma_kernel<Tr>;

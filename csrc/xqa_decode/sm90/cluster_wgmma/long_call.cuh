@@ -5,9 +5,20 @@
 
 namespace attnops::xqa_decode::sm90 {
 
+// A kernel without the parts of the plan, for calls of which the host knows that none is long.
+template <class Tr>
+struct ShortTraits : Tr {
+  static constexpr bool kNeverLong = true;
+};
+
 // Kernels of calls that may be long: those of pairs of CTAs. With three CTAs per SM they are of larger clusters.
 template <class Tr>
-inline constexpr bool kMayBeLong = !Tr::kFolds && Tr::kCtasPerSm < 3;
+constexpr bool may_be_long_call() {
+  if constexpr (requires { Tr::kNeverLong; }) return false;
+  return !Tr::kFolds && Tr::kCtasPerSm < 3;
+}
+template <class Tr>
+inline constexpr bool kMayBeLong = may_be_long_call<Tr>();
 
 // Whether some request is so long that a team of it would keep all others waiting: the call is then done by the parts
 // of the plan. Every warp finds that out by itself, from all lengths, and all find the same. All loads go out together,
