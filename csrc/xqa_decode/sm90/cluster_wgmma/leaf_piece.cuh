@@ -23,7 +23,7 @@ class LeafPiece {
         kv_head_(kv_head),
         length_(length_of(length)),
         keys_(visible_keys(length_, p.seqlen_q, p.window_left)) {
-    keys_.end = min_of(keys_.end, tokens_in_table(p, request));
+    keys_.end = min_of(keys_.end, tokens_in_table_inline(p, request));
     const TileRange tiles = tiles_over(keys_, kPlanTileTokens);
     tiles_ = tiles.count;
     leaf_tiles_ = min_of(team.cut_tiles, tiles_);

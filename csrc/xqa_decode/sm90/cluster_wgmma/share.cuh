@@ -33,7 +33,7 @@ class SharePiece {
         kv_head_(kv_head),
         length_(length_of(length)),
         keys_(visible_keys(length_, p.seqlen_q, p.window_left)) {
-    keys_.end = min_of(keys_.end, tokens_in_table(p, request));
+    keys_.end = min_of(keys_.end, tokens_in_table_inline(p, request));
     tiles_ = tiles_over(keys_, kPlanTileTokens);
   }
 
