@@ -151,48 +151,11 @@ __global__ void __launch_bounds__(kStepThreads) conv_step_kernel(const __grid_co
   const float key_scale = p.normalize ? rsqrtf(columns.sum(0) + kNormEpsilon) : 1.f;
   const float query_scale = p.scale * (p.normalize ? rsqrtf(columns.sum(1) + kNormEpsilon) : 1.f);
 
-  // From here on as in linear_step_kernel.
-  float by_key[kRows] = {}, by_query[kRows] = {}, key_query = 0.f;
+  float value[kRows], out[kRows];
 #pragma unroll
-  for (int j = 0; j < Part::kVecs; ++j) {
-    constexpr int kVec = Part::kVec;
-    const int first = Part::column(lane, j * kVec);
-    float keys[kVec], queries[kVec], decays[kVec];
-    load_shared(keys, columns.key + first);
-    load_shared(queries, columns.query + first);
-    if constexpr (kChannels) load_shared(decays, columns.decay + first);
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-      const float scaled_key = keys[i] * key_scale, scaled_query = queries[i] * query_scale;
-      key_query = fmaf(scaled_key, scaled_query, key_query);
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        float& s = state[r][j * kVec + i];
-        s *= kChannels ? decays[i] : factor;
-        by_key[r] = fmaf(s, scaled_key, by_key[r]);
-        by_query[r] = fmaf(s, scaled_query, by_query[r]);
-      }
-    }
-  }
-  key_query = sum_of_lanes<kLanes>(key_query);
-  float update[kRows];
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    by_query[r] = sum_of_lanes<kLanes>(by_query[r]);
-    update[r] = coefficient * (values[group + r * kGroups] - sum_of_lanes<kLanes>(by_key[r]));
-  }
-#pragma unroll
-  for (int j = 0; j < Part::kVecs; ++j) {
-    constexpr int kVec = Part::kVec;
-    float keys[kVec];
-    load_shared(keys, columns.key + Part::column(lane, j * kVec));
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-      const float scaled_key = keys[i] * key_scale;
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) state[r][j * kVec + i] = fmaf(update[r], scaled_key, state[r][j * kVec + i]);
-    }
-  }
+  for (int r = 0; r < kRows; ++r) value[r] = values[group + r * kGroups];
+  step_rows<Part, true, kChannels, kLanes>(state, columns, lane, factor, coefficient, key_scale, query_scale, value,
+                                           out);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const int row = first_row + r * kGroups;
@@ -200,9 +163,8 @@ __global__ void __launch_bounds__(kStepThreads) conv_step_kernel(const __grid_co
     if (slots.to != nullptr) {
       Part::template store<true>(state[r], slots.to + int64_t{row} * p.stride_row, lane, p.key_dim);
     }
-    const float out = fmaf(update[r], key_query, by_query[r]);
     const int64_t to = request * p.out_stride_request + head * p.out_stride_head + row;
-    if (lane == 0) store_as(p.dtype, p.out, to, live ? out : 0.f);
+    if (lane == 0) store_as(p.dtype, p.out, to, live ? out[r] : 0.f);
   }
   __syncwarp();
   attnops::sm90::cluster_wait();
