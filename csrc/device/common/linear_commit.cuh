@@ -188,7 +188,7 @@ __device__ __forceinline__ void fold_rows(const LinearCommit& p, int64_t request
 
 // Grid: any number of CTAs.
 template <typename State, int kMaxKeys, bool kVectors>
-__global__ void __launch_bounds__(kCommitThreads, kCommitCtas)
+__global__ void __launch_bounds__(kCommitThreads, kVectors ? kCommitCtas : 1)
     linear_commit_kernel(const __grid_constant__ LinearCommit p, ReportOp op) {
   __shared__ CommitWorks works;
   __shared__ FoldShared<kMaxKeys> rows;

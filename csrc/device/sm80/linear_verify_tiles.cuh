@@ -178,7 +178,7 @@ __device__ __forceinline__ void multiply_tile(const Rows& rows, const float* fac
   constexpr bool kWide = sizeof(T) == 4;
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const float* own = factors + g * kTileStride + t * kVec;
-#pragma unroll
+#pragma unroll 4
   for (int c = 0; c < kChunks; ++c) {
     uint32_t upper[2][kVec], lower[2][kVec];
 #pragma unroll
@@ -462,7 +462,7 @@ __global__ void __launch_bounds__(kTileThreads<kDelta>, 16 / kTileWarps<kDelta>)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         if (kDelta && pair.x != 0.f && draft_of(i) > s) by_key[i][r] = fmaf(own[r], pair.x, by_key[i][r]);
-        if (pair.y != 0.f) by_query[i][r] = fmaf(own[r], pair.y, by_query[i][r]);
+        if (pair.y != 0.f && draft_of(i) >= s) by_query[i][r] = fmaf(own[r], pair.y, by_query[i][r]);
       }
     }
   }
