@@ -151,11 +151,11 @@ __global__ void __launch_bounds__(kStepThreads) conv_step_kernel(const __grid_co
   const float key_scale = p.normalize ? rsqrtf(columns.sum(0) + kNormEpsilon) : 1.f;
   const float query_scale = p.scale * (p.normalize ? rsqrtf(columns.sum(1) + kNormEpsilon) : 1.f);
 
-  float value[kRows], out[kRows];
+  float value[kRows], update[kRows], by_query[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) value[r] = values[group + r * kGroups];
-  step_rows<Part, true, kChannels, kLanes>(state, columns, lane, factor, coefficient, key_scale, query_scale, value,
-                                           out);
+  const float key_query = step_rows<Part, true, kChannels, kLanes>(state, columns, lane, factor, coefficient, key_scale,
+                                                                   query_scale, value, update, by_query);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const int row = first_row + r * kGroups;
@@ -163,8 +163,9 @@ __global__ void __launch_bounds__(kStepThreads) conv_step_kernel(const __grid_co
     if (slots.to != nullptr) {
       Part::template store<true>(state[r], slots.to + int64_t{row} * p.stride_row, lane, p.key_dim);
     }
+    const float out = fmaf(update[r], key_query, by_query[r]);
     const int64_t to = request * p.out_stride_request + head * p.out_stride_head + row;
-    if (lane == 0) store_as(p.dtype, p.out, to, live ? out[r] : 0.f);
+    if (lane == 0) store_as(p.dtype, p.out, to, live ? out : 0.f);
   }
   __syncwarp();
   attnops::sm90::cluster_wait();

@@ -238,12 +238,15 @@ __device__ __forceinline__ void load_shared(float (&x)[kElements], const float* 
 }
 
 // A token through a thread's rows of a state: they decay as they are multiplied, each part once, and a part's key and
-// query serve all of them. `out` is the state's product with the query.
+// query serve all of them. The new state's product with the query is by_query + update x what is returned.
 template <typename Part, bool kDelta, bool kChannels, int kLanes, int kRows, int kMaxKeys>
-__device__ __forceinline__ void step_rows(float (&state)[kRows][kLaneElements], const StepColumns<kMaxKeys>& columns,
-                                          int lane, float factor, float coefficient, float key_scale, float query_scale,
-                                          const float (&value)[kRows], float (&out)[kRows]) {
-  float by_key[kRows] = {}, by_query[kRows] = {}, key_query = 0.f;
+__device__ __forceinline__ float step_rows(float (&state)[kRows][kLaneElements], const StepColumns<kMaxKeys>& columns,
+                                           int lane, float factor, float coefficient, float key_scale,
+                                           float query_scale, const float (&value)[kRows], float (&update)[kRows],
+                                           float (&by_query)[kRows]) {
+  float by_key[kRows] = {}, key_query = 0.f;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) by_query[r] = 0.f;
 #pragma unroll
   for (int j = 0; j < Part::kVecs; ++j) {
     constexpr int kVec = Part::kVec;
@@ -266,7 +269,6 @@ __device__ __forceinline__ void step_rows(float (&state)[kRows][kLaneElements], 
     }
   }
   key_query = sum_of_lanes<kLanes>(key_query);
-  float update[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     by_query[r] = sum_of_lanes<kLanes>(by_query[r]);
@@ -284,8 +286,7 @@ __device__ __forceinline__ void step_rows(float (&state)[kRows][kLaneElements], 
       for (int r = 0; r < kRows; ++r) state[r][j * kVec + i] = fmaf(update[r], scaled_key, state[r][j * kVec + i]);
     }
   }
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) out[r] = fmaf(update[r], key_query, by_query[r]);
+  return key_query;
 }
 
 // What a kernel may count on.
@@ -412,9 +413,9 @@ __global__ void __launch_bounds__(kStepThreads)
   const float key_scale = p.normalize ? rsqrtf(columns.sum(0) + kNormEpsilon) : 1.f;
   const float query_scale = p.scale * (p.normalize ? rsqrtf(columns.sum(1) + kNormEpsilon) : 1.f);
 
-  float out[kRows];
-  step_rows<Part, kDelta, kChannels, kLanes>(state, columns, lane, factor, coefficient, key_scale, query_scale, value,
-                                             out);
+  float update[kRows], by_query[kRows];
+  const float key_query = step_rows<Part, kDelta, kChannels, kLanes>(state, columns, lane, factor, coefficient,
+                                                                     key_scale, query_scale, value, update, by_query);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const int row = first_row + r * kGroups;
@@ -422,12 +423,13 @@ __global__ void __launch_bounds__(kStepThreads)
     if (slots.to != nullptr) {
       Part::template store<kVectors>(state[r], slots.to + int64_t{row} * p.stride_row, lane, key_dim);
     }
+    float out = fmaf(update[r], key_query, by_query[r]);
     if constexpr (!kDelta) {
-      if (p.skip != nullptr) out[r] = fmaf(skip, value[r], out[r]);
-      if (p.z.data != nullptr) out[r] *= z[r] * sigmoid(z[r]);
+      if (p.skip != nullptr) out = fmaf(skip, value[r], out);
+      if (p.z.data != nullptr) out *= z[r] * sigmoid(z[r]);
     }
     const int64_t to = request * p.out_stride_request + head * p.out_stride_head + row;
-    if (lane == 0) store_as(kWhole ? DType::kBFloat16 : p.dtype, p.out, to, slots.from == nullptr ? 0.f : out[r]);
+    if (lane == 0) store_as(kWhole ? DType::kBFloat16 : p.dtype, p.out, to, slots.from == nullptr ? 0.f : out);
   }
 }
 
