@@ -66,8 +66,9 @@ struct Channels {
 
 // Grid: row blocks x heads x requests, in one dimension; clusters of a group's heads.
 template <typename State, int kMaxKeys, bool kChannels>
-__global__ void __launch_bounds__(kStepThreads) conv_step_kernel(const __grid_constant__ causal_conv1d::Params conv,
-                                                                 const __grid_constant__ LinearStep p, int row_blocks) {
+__global__ void __launch_bounds__(kStepThreads)
+    conv_step_kernel(const __grid_constant__ causal_conv1d::Params conv, const __grid_constant__ LinearStep p,
+                     int row_blocks, int ahead) {
   constexpr int kLanes = kMaxKeys / kLaneElements, kGroups = kStepThreads / kLanes;
   constexpr int kRows = kStepRows;
   static_assert(kMaxKeys <= kStepThreads && kGroups * kRows <= kStepThreads, "a thread has one column and one value");
@@ -114,6 +115,9 @@ __global__ void __launch_bounds__(kStepThreads) conv_step_kernel(const __grid_co
   if (kChannels && column < p.key_dim) gate = static_cast<float>(at(p.a, column));
   if (!kChannels) rate = static_cast<float>(at(p.a, 0));
   const float beta = static_cast<float>(at(p.b, 0));
+  if (ahead > 0 && threadIdx.x == kStepThreads - 1) {
+    ask_for_state<State>(p, request + ahead, head, row_block * kGroups * kRows, kGroups * kRows);
+  }
   const float key = channels.convolve(key_window), query = channels.convolve(query_window);
   if (own < kGroups * kRows) values[own] = channels.convolve(value_window);
   if (has_value) channels.move_on(value_channel, value_window);

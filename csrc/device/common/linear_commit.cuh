@@ -26,10 +26,12 @@ struct CommitRows {
 // Requests of some that fold, from the front, and those whose rows move, from the back.
 struct CommitWorks {
   int requests[kCommitThreads];
+  int2 counts[kCommitThreads / 32];  // by warp
   int folds, moves;
 };
 
-// One request a thread. All threads of the CTA come here together.
+// One request a thread. All threads of the CTA come here together. The order is that of the requests, so all CTAs see
+// the same.
 __device__ __forceinline__ void find_works(const LinearCommit& p, int64_t request, CommitWorks& works) {
   bool folds = false, moves = false;
   if (request < p.step.batch_size) {
@@ -37,27 +39,30 @@ __device__ __forceinline__ void find_works(const LinearCommit& p, int64_t reques
     if (slot >= 0 && slot < p.step.num_slots) {
       const CommitRows rows(p, request, slot);
       folds = p.folds(rows.length, rows.more);
-      for (int i = 0; i < rows.more; ++i) moves |= p.draft_row(request, 0, i) != i;
-      moves &= !folds;
+      if (!folds) {
+#pragma unroll 4
+        for (int i = 0; i < rows.more; ++i) moves |= p.draft_row(request, 0, i) != i;
+      }
       folds &= rows.length + rows.more > 0;
     }
   }
-  if (threadIdx.x == 0) works.folds = works.moves = 0;
-  __syncthreads();
-  // Their order is that of the requests, whichever warp comes first: all CTAs must see the same.
+  constexpr int kWarps = kCommitThreads / 32;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint32_t before = (1u << lane) - 1, fold_bits = __ballot_sync(0xffffffffu, folds),
                  move_bits = __ballot_sync(0xffffffffu, moves);
-  for (int w = 0; w < kCommitThreads / 32; ++w) {
-    if (w == warp) {
-      if (folds) works.requests[works.folds + __popc(fold_bits & before)] = static_cast<int>(request);
-      if (moves)
-        works.requests[kCommitThreads - 1 - works.moves - __popc(move_bits & before)] = static_cast<int>(request);
-      __syncwarp();
-      if (lane == 0) works.folds += __popc(fold_bits), works.moves += __popc(move_bits);
-    }
-    __syncthreads();
+  if (lane == 0) works.counts[warp] = make_int2(__popc(fold_bits), __popc(move_bits));
+  __syncthreads();
+  int2 first = make_int2(0, 0), all = make_int2(0, 0);
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    const int2 own = works.counts[w];
+    if (w < warp) first.x += own.x, first.y += own.y;
+    all.x += own.x, all.y += own.y;
   }
+  if (folds) works.requests[first.x + __popc(fold_bits & before)] = static_cast<int>(request);
+  if (moves) works.requests[kCommitThreads - 1 - first.y - __popc(move_bits & before)] = static_cast<int>(request);
+  if (threadIdx.x == 0) works.folds = all.x, works.moves = all.y;
+  __syncthreads();
 }
 
 // Rows of drafts to those that count.
@@ -196,6 +201,7 @@ __global__ void __launch_bounds__(kCommitThreads, kVectors ? kCommitCtas : 1)
   let_next_kernel_start();
   const LinearStep& step = p.step;
   const int parts = ceil_div(step.value_dim, kFoldCtaRows<kMaxKeys>), heads = step.num_heads;
+  const bool dense = kVectors && step.stride_row == step.key_dim;
   int own = blockIdx.x;  // of the works that are still to come
   for (int first = 0; first < step.batch_size; first += kCommitThreads) {
     const int64_t request = int64_t{first} + threadIdx.x;
@@ -203,9 +209,14 @@ __global__ void __launch_bounds__(kCommitThreads, kVectors ? kCommitCtas : 1)
     __syncthreads();
     find_works(p, request, works);
     const int folds = works.folds * heads * parts, all = folds + works.moves * heads;
+    const auto request_of = [&](int fold) { return works.requests[fold / (heads * parts)]; };
     for (; own < all; own += gridDim.x) {
+      if (const int next = own + gridDim.x; dense && next < folds && threadIdx.x == kCommitThreads - 1) {
+        ask_for_state<State>(step, request_of(next), next / parts % heads, next % parts * kFoldCtaRows<kMaxKeys>,
+                             kFoldCtaRows<kMaxKeys>);
+      }
       if (own < folds) {
-        fold_rows<State, kMaxKeys, kVectors>(p, works.requests[own / (heads * parts)], own / parts % heads,
+        fold_rows<State, kMaxKeys, kVectors>(p, request_of(own), own / parts % heads,
                                              own % parts * kFoldCtaRows<kMaxKeys>, rows);
       } else {
         move_rows(p, works.requests[kCommitThreads - 1 - (own - folds) / heads], (own - folds) % heads);

@@ -9,6 +9,7 @@
 #include "core/linear_step.h"
 #include "core/math.h"
 #include "core/state_report.h"
+#include "device/common/arch.h"
 #include "device/common/launch_dependent.cuh"
 #include "device/common/pdl.cuh"
 #include "device/common/row_vec.cuh"
@@ -51,12 +52,13 @@ __device__ __forceinline__ uint64_t used_once() {
   return policy;
 }
 
-// 16 bytes of a state. Those of float32 leave L2 first: batches of 64 took 73 us for 76. Those of 16 bits are written
-// as what is used once, and read as others are: 41 us for 43.
-template <typename V, typename State>
-__device__ __forceinline__ V load_once(const State* from) {
+// 16 bytes of a state. Those of 16 bits are written as what is used once, and read as others are: batches of 64 took
+// 41 us for 43. kOnce: of float32, what leaves L2 first; decode took 73 us for 76, with a convolution in front 95
+// for 91.
+template <bool kOnce, typename V, typename State>
+__device__ __forceinline__ V load_state(const State* from) {
 #if __CUDA_ARCH__ >= 800
-  if constexpr (sizeof(State) == 4) {
+  if constexpr (kOnce && sizeof(State) == 4) {
     uint4 words;
     asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
                  : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
@@ -67,18 +69,19 @@ __device__ __forceinline__ V load_once(const State* from) {
   return load_vec<V>(from);
 }
 
-template <typename V, typename State>
-__device__ __forceinline__ void store_once(State* to, const V& vec) {
+template <bool kOnce, typename V, typename State>
+__device__ __forceinline__ void store_state(State* to, const V& vec) {
   const uint4 words = *reinterpret_cast<const uint4*>(&vec);
+  if constexpr (sizeof(State) == 2) return __stcs(reinterpret_cast<uint4*>(to), words);
 #if __CUDA_ARCH__ >= 800
-  if constexpr (sizeof(State) == 4) {
+  if constexpr (kOnce) {
     asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to), "r"(words.x), "r"(words.y),
                  "r"(words.z), "r"(words.w), "l"(used_once())
                  : "memory");
     return;
   }
 #endif
-  __stcs(reinterpret_cast<uint4*>(to), words);
+  store_vec(to, vec);
 }
 
 // What a group of kLanes lanes holds of a row of `State`: element i of a lane is column `column(i)`.
@@ -90,14 +93,14 @@ struct RowPart {
   __device__ static int column(int lane, int i) { return (i / kVec * kLanes + lane) * kVec + i % kVec; }
 
   // Columns from `dim` on are 0 and are not read.
-  template <bool kVectors>
+  template <bool kVectors, bool kOnce = false>
   __device__ static void load(float (&x)[kLaneElements], const State* row, int lane, int dim) {
 #pragma unroll
     for (int j = 0; j < kVecs; ++j) {
       const int first = column(lane, j * kVec);
       if constexpr (kVectors) {
         RowVec<State, kVec> vec{};
-        if (first < dim) vec = load_once<RowVec<State, kVec>>(row + first);
+        if (first < dim) vec = load_state<kOnce, RowVec<State, kVec>>(row + first);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) x[j * kVec + i] = vec.at(i);
       } else {
@@ -109,7 +112,7 @@ struct RowPart {
     }
   }
 
-  template <bool kVectors>
+  template <bool kVectors, bool kOnce = false>
   __device__ static void store(const float (&x)[kLaneElements], State* row, int lane, int dim) {
 #pragma unroll
     for (int j = 0; j < kVecs; ++j) {
@@ -118,7 +121,7 @@ struct RowPart {
 #pragma unroll
       for (int i = 0; i < kVec; ++i) vec.data[i] = to_state<State>(x[j * kVec + i]);
       if constexpr (kVectors) {
-        if (first < dim) store_once(row + first, vec);
+        if (first < dim) store_state<kOnce>(row + first, vec);
       } else {
 #pragma unroll
         for (int i = 0; i < kVec; ++i) {
@@ -175,6 +178,14 @@ __device__ __forceinline__ void ask_for_state(const LinearStep& p, int request, 
                "r"(here * p.key_dim * static_cast<int>(sizeof(State)))
                : "memory");
 #endif
+}
+
+// How many requests ahead CTAs ask for states: about as many as run at the same time. More would drive out of L2 what
+// is still to come.
+inline int requests_ahead(const char* what, const LinearStep& p, int ctas_of_request) {
+  constexpr int kCtas = 5;                       // of an SM
+  const bool dense = p.stride_row == p.key_dim;  // what is asked for is one piece
+  return dense ? ceil_div(kCtas * device_sms(what), max_of(ctas_of_request, 1)) : 0;
 }
 
 // Calls `body` with a value of the tokens' type. One branch around all of a thread's loads, so that none waits for
@@ -323,7 +334,7 @@ __global__ void __launch_bounds__(kStepThreads)
   for (int r = 0; r < kRows; ++r) {
     const int row = first_row + r * kGroups;
     const bool reads = slots.from != nullptr && has_row(row);
-    Part::template load<kVectors>(state[r], slots.from + int64_t{row} * p.stride_row, lane, reads ? key_dim : 0);
+    Part::template load<kVectors, true>(state[r], slots.from + int64_t{row} * p.stride_row, lane, reads ? key_dim : 0);
   }
 
   float key[Columns::kEach], query[Columns::kEach], gate[Columns::kEach], value[kRows], z[kRows];
@@ -421,7 +432,7 @@ __global__ void __launch_bounds__(kStepThreads)
     const int row = first_row + r * kGroups;
     if (!has_row(row)) continue;
     if (slots.to != nullptr) {
-      Part::template store<kVectors>(state[r], slots.to + int64_t{row} * p.stride_row, lane, key_dim);
+      Part::template store<kVectors, true>(state[r], slots.to + int64_t{row} * p.stride_row, lane, key_dim);
     }
     float out = fmaf(update[r], key_query, by_query[r]);
     if constexpr (!kDelta) {
@@ -434,9 +445,8 @@ __global__ void __launch_bounds__(kStepThreads)
 }
 
 // A launch over all of a call's rows. Vectors of 16 bytes where every row of the states starts on such a boundary.
-// `ahead`: requests whose states are asked for into L2.
 template <bool kDelta, bool kChannels, typename State, int kMaxKeys>
-void launch_linear_step(const char* what, const LinearStep& p, cudaStream_t stream, int ahead = 0) {
+void launch_linear_step(const char* what, const LinearStep& p, cudaStream_t stream) {
   constexpr int kRowsPerBlock = kStepThreads / (kMaxKeys / kLaneElements) * kStepRows;
   const int row_blocks = ceil_div(p.value_dim, kRowsPerBlock);
   const int64_t blocks = int64_t{p.batch_size} * p.num_heads * row_blocks;
@@ -445,7 +455,7 @@ void launch_linear_step(const char* what, const LinearStep& p, cudaStream_t stre
       .blocks = static_cast<int>(blocks), .threads = kStepThreads, .shared_bytes = 0, .max_shared_bytes = 0};
   const auto run = [&](auto which) {
     launch_dependent<&linear_step_kernel<State, kMaxKeys, kDelta, kChannels, decltype(which)::value>>(
-        what, shape, stream, p, row_blocks, ahead);
+        what, shape, stream, p, row_blocks, requests_ahead(what, p, row_blocks * p.num_heads));
   };
   using Case = StepCase;
   const bool vectors = p.key_dim * sizeof(State) % 16 == 0 &&

@@ -27,8 +27,9 @@ inline constexpr int kBlockDrafts = kDelta ? 4 : 8;
 
 // Shared memory, by offsets in floats.
 struct VerifyTileLayout {
-  int drafts, blocks, cta_rows, rows_before;  // blocks: of columns; rows_before: of a ring, at most
-  int state_stride;                           // of its rows
+  int drafts, blocks, columns;  // what the state is multiplied with, in blocks of eight
+  int cta_rows, rows_before;    // rows_before: of a ring, at most
+  int state_stride;             // of its rows
   bool channels;
 
   __host__ __device__ int total_rows() const { return rows_before + drafts; }
@@ -36,10 +37,9 @@ struct VerifyTileLayout {
   __host__ __device__ int product_stride() const { return 8 * blocks; }
   __host__ __device__ int key_stride() const { return kTileStride; }
   __host__ __device__ int row_keys() const { return cta_rows * state_stride; }  // behind the state: [rows, stride]
-  __host__ __device__ int factors() const {
-    return row_keys() + whole_rows() * kTileStride;
-  }  // [8 blocks, stride] twice
-  __host__ __device__ int products() const { return factors() + 2 * 8 * blocks * kTileStride; }    // [rows, 8 blocks]
+  // [columns, stride] twice
+  __host__ __device__ int factors() const { return row_keys() + whole_rows() * kTileStride; }
+  __host__ __device__ int products() const { return factors() + 2 * columns * kTileStride; }       // [rows, 8 blocks]
   __host__ __device__ int values() const { return products() + whole_rows() * product_stride(); }  // [ring, CTA's rows]
   __host__ __device__ int decays() const { return values() + rows_before * cta_rows; }  // [rows], or [rows, keys]
   __host__ __device__ int coefficients() const { return decays() + total_rows() * (channels ? kTileKeys : 1); }
@@ -54,6 +54,7 @@ template <typename State, bool kDelta, bool kChannels, int kBlocks>
 __host__ __device__ VerifyTileLayout verify_tiles(const LinearVerify& p) {
   return {.drafts = p.drafts,
           .blocks = kBlocks,
+          .columns = (kDelta ? 2 : 1) * p.drafts,
           .cta_rows = kTileCtaRows<kDelta>,
           .rows_before = p.rings.rows - p.drafts,
           .state_stride = kTileKeys * static_cast<int>(sizeof(State)) / 4 + 16,
@@ -73,13 +74,13 @@ __device__ __forceinline__ int column_of(int draft, bool by_query) {
 }
 
 // Four numbers of such a column.
-__device__ __forceinline__ void store_factors(float* factors, int blocks, int n, int column, const float (&x)[4]) {
+__device__ __forceinline__ void store_factors(float* factors, int columns, int n, int column, const float (&x)[4]) {
   float large[4], small[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) split(x[i], large[i], small[i]);
   float* to = factors + n * kTileStride + column;
   *reinterpret_cast<float4*>(to) = make_float4(large[0], large[1], large[2], large[3]);
-  *reinterpret_cast<float4*>(to + 8 * blocks * kTileStride) = make_float4(small[0], small[1], small[2], small[3]);
+  *reinterpret_cast<float4*>(to + columns * kTileStride) = make_float4(small[0], small[1], small[2], small[3]);
 }
 
 // What a draft of bf16 brings, by one warp, four columns a lane: asked for at once, and made its key, query and gates
@@ -157,8 +158,8 @@ struct TileDraft {
         if (ring_decay != nullptr) ring_decay[4 * lane + i] = decay;
       }
     } else {
-      if constexpr (kDelta) store_factors(shared + at.factors(), at.blocks, 2 * draft, 4 * lane, key);
-      store_factors(shared + at.factors(), at.blocks, column_of<kDelta>(draft, true), 4 * lane, query);
+      if constexpr (kDelta) store_factors(shared + at.factors(), at.columns, 2 * draft, 4 * lane, key);
+      store_factors(shared + at.factors(), at.columns, column_of<kDelta>(draft, true), 4 * lane, query);
       if (lane == 0) {
         const float decay = expf(own.log_decay);
         shared[at.decays() + row] = decay;
@@ -172,12 +173,14 @@ struct TileDraft {
 // column 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1) of each block: the large parts' here, what the small ones add
 // apart.
 template <typename T, int kBlocks, typename Rows>
-__device__ __forceinline__ void multiply_tile(const Rows& rows, const float* factors, float (&sums)[kBlocks][4],
-                                              float (&rest)[kBlocks][4]) {
+__device__ __forceinline__ void multiply_tile(const Rows& rows, const float* factors, int columns,
+                                              float (&sums)[kBlocks][4], float (&rest)[kBlocks][4]) {
   constexpr int kVec = 16 / static_cast<int>(sizeof(T)), kChunks = kTileKeys / (4 * kVec);
   constexpr bool kWide = sizeof(T) == 4;
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const float* own = factors + g * kTileStride + t * kVec;
+  const float* own[kBlocks];  // sums of columns that are not there are not used
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) own[b] = factors + min_of(8 * b + g, columns - 1) * kTileStride + t * kVec;
 #pragma unroll 4
   for (int c = 0; c < kChunks; ++c) {
     uint32_t upper[2][kVec], lower[2][kVec];
@@ -195,8 +198,8 @@ __device__ __forceinline__ void multiply_tile(const Rows& rows, const float* fac
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
       float large[kVec], small[kVec];
-      load_shared(large, own + 8 * b * kTileStride + c * 4 * kVec);
-      load_shared(small, own + 8 * (kBlocks + b) * kTileStride + c * 4 * kVec);
+      load_shared(large, own[b] + c * 4 * kVec);
+      load_shared(small, own[b] + columns * kTileStride + c * 4 * kVec);
 #pragma unroll
       for (int e = 0; e < kVec; e += 2) {
         const uint32_t high[4] = {upper[0][e], upper[1][e], upper[0][e + 1], upper[1][e + 1]};
@@ -220,7 +223,7 @@ __device__ __forceinline__ void multiply_keys(const LinearVerify& p, const Verif
   float sums[kBlocks][4] = {}, rest[kBlocks][4] = {};
   multiply_tile<float, kBlocks>(
       [&](int r, int c) { return load_vec<RowVec<float, 4>>(keys + 8 * r * kTileStride + 16 * c); },
-      shared + at.factors(), sums, rest);
+      shared + at.factors(), at.columns, sums, rest);
   const float* decays = shared + at.decays();
   float behind[2] = {1.f, 1.f};  // the ring's rows behind one's own
   const int first = tile * kTileRows + g;
@@ -280,6 +283,16 @@ __device__ __forceinline__ void ask_for_drafts(const LinearVerify& p, int reques
 #endif
 }
 
+// All of a CTA's warps meet, each kind from its own place.
+template <bool kDelta>
+__device__ __forceinline__ void meet_tiles() {
+#if defined(__CUDA_ARCH__)
+  asm volatile("bar.sync 1, %0;" ::"n"(kTileThreads<kDelta>) : "memory");
+#else
+  __syncthreads();
+#endif
+}
+
 // What the warp without rows does: it brings the ring, and multiplies keys.
 template <typename State, bool kDelta, bool kChannels, int kBlocks>
 __device__ __forceinline__ void take_ring(const LinearVerify& p, const VerifyTileLayout& at, float* shared,
@@ -306,9 +319,12 @@ __device__ __forceinline__ void take_ring(const LinearVerify& p, const VerifyTil
     for (int row = lane; row < length; row += 32) shared[at.decays() + row] = ring_decay[row];
   }
   if (ahead > 0 && lane == 0) ask_for_drafts<State>(p, request + ahead, head, first_row, at.cta_rows);
-  cp_async_wait_all();
-  __syncthreads();
+  // With gates per channel the other warps walk along the ring, else it is this one's until it has multiplied.
+  if constexpr (kChannels) cp_async_wait_all();
+  meet_tiles<kDelta>();
   if constexpr (!kChannels) {
+    cp_async_wait_all();
+    __syncwarp();
     for (int tile = 0; tile * kTileRows < at.total_rows(); ++tile) {
       multiply_keys<kDelta, kBlocks>(p, at, shared, request, length, tile);
     }
@@ -321,7 +337,7 @@ __device__ __forceinline__ void take_ring(const LinearVerify& p, const VerifyTil
       shared[at.state_decays() + lane] = decay;
     }
   }
-  __syncthreads();
+  meet_tiles<kDelta>();
 }
 
 // Grid: row blocks, heads, requests. `ahead`: requests whose states are asked for into L2.
@@ -393,24 +409,25 @@ __global__ void __launch_bounds__(kTileThreads<kDelta>, 16 / kTileWarps<kDelta>)
       if (draft_of(i) < drafts && rows[r] < step.value_dim) values[i][r] = from[rows[r]];
     }
   }
-  cp_async_wait_all();
-  __syncthreads();
+  meet_tiles<kDelta>();
   if constexpr (kChannels) {
     for (int d = warp; d < drafts; d += kWarps) {
       float* factors = shared + at.factors() + 2 * d * kTileStride;
       walk_back<kTileKeys>(at, shared, d, length, p.ancestors(request, d), [&](int column, float key, float query) {
-        float* rest = factors + 8 * kBlocks * kTileStride;
+        float* rest = factors + at.columns * kTileStride;
         split(key, factors[column], rest[column]);
         split(query, factors[kTileStride + column], rest[kTileStride + column]);
       });
     }
-    __syncthreads();
+    meet_tiles<kDelta>();
   }
+  cp_async_wait_all();  // a warp's rows are its own
+  __syncwarp();
   float sums[kBlocks][4] = {}, rest[kBlocks][4] = {};
   const float* state = shared + (warp * kTileRows + g) * at.state_stride + 4 * t;
   multiply_tile<State, kBlocks>([&](int r, int c) { return load_vec<Part>(state + 8 * r * at.state_stride + 16 * c); },
-                                shared + at.factors(), sums, rest);
-  if constexpr (!kChannels) __syncthreads();
+                                shared + at.factors(), at.columns, sums, rest);
+  if constexpr (!kChannels) meet_tiles<kDelta>();
 
   // To each product of the state come those of the rows behind the draft, of the ring and of the drafts.
   const float* updates = shared + at.values() + warp * kTileRows + g;
@@ -512,10 +529,9 @@ void launch_verify_tiles_of(const char* what, const LinearVerify& p, cudaStream_
   const VerifyTileLayout at = verify_tiles<State, kDelta, kChannels, kBlocks>(p);
   const int bytes = 4 * at.floats(), row_blocks = ceil_div(step.value_dim, at.cta_rows);
   check_shared_bytes(what, bytes);
-  // While a CTA works, the states of those come that will run when it has ended.
-  const int ahead = step.stride_row == kTileKeys
-                        ? ceil_div(16 / kTileWarps<kDelta> * device_sms(what), row_blocks * step.num_heads)
-                        : 0;
+  // While CTAs work, states come for half of those that will run when they have ended. More would not stay in L2.
+  const int half = 8 / kTileWarps<kDelta> * device_sms(what), of_request = row_blocks * step.num_heads;
+  const int ahead = step.stride_row == kTileKeys ? max_of(half / max_of(of_request, 1), 1) : 0;
   const LaunchShape shape{.blocks = row_blocks,
                           .threads = kTileThreads<kDelta>,
                           .shared_bytes = bytes,

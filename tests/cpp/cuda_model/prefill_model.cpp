@@ -187,7 +187,7 @@ void conv_step(const delta_conv::ConvDecode& p) {
   for (unsigned i = blocks; i > 0; --i) {
     blockIdx.x = i - 1;
     cuda_model::run_cta(
-        kStepThreads, [&] { delta_conv::sm90::conv_step_kernel<State, kKeys, kChannels>(p.conv, p.step, row_blocks); });
+        kStepThreads, [&] { delta_conv::sm90::conv_step_kernel<State, kKeys, kChannels>(p.conv, p.step, row_blocks, 0); });
   }
 }
 
