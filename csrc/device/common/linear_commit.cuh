@@ -12,20 +12,21 @@ inline constexpr int kCommitThreads = 256;
 inline constexpr int kCommitRows = 16;  // of a ring, in shared memory at a time
 inline constexpr int kCommitCtas = 2;   // of an SM
 
-// Rows of a ring, and how far it reaches after the commit.
-struct CommitRows {
+// A request's ring: rows that count, drafts that come to them, and the drafts' places.
+struct CommitRing {
+  int64_t slot;
   int length, more;
+  uint8_t drafts[kMaxDrafts];
 
-  __device__ CommitRows(const LinearCommit& p, int64_t request, int64_t slot)
-      : length(p.rings.length(slot, p.drafts)), more(p.num_accepted(request)) {}
-  __device__ int at(const LinearCommit& p, int64_t request, int i) const {
-    return i < length ? i : p.draft_row(request, length, i - length);
-  }
+  // Of row i after the commit.
+  __device__ int row(int i) const { return i < length ? i : length + drafts[i - length]; }
+  __device__ int rows() const { return length + more; }
 };
 
-// Requests of some that fold, from the front, and those whose rows move, from the back.
+// Some requests. The list names those that fold, from the front, and those whose rows move, from the back.
 struct CommitWorks {
-  int requests[kCommitThreads];
+  CommitRing rings[kCommitThreads];
+  int list[kCommitThreads];
   int2 counts[kCommitThreads / 32];  // by warp
   int folds, moves;
 };
@@ -35,19 +36,29 @@ struct CommitWorks {
 __device__ __forceinline__ void find_works(const LinearCommit& p, int64_t request, CommitWorks& works) {
   bool folds = false, moves = false;
   if (request < p.step.batch_size) {
+    CommitRing& ring = works.rings[threadIdx.x];
     const int64_t slot = p.step.state_indices[request];
+    const int more = p.num_accepted(request);
+#pragma unroll
+    for (int i = 0; i < kMaxDrafts; ++i) {
+      if (i >= p.drafts) break;
+      const int draft = p.draft_row(request, 0, i);
+      ring.drafts[i] = static_cast<uint8_t>(draft);
+      moves |= i < more && draft != i;
+    }
     if (slot >= 0 && slot < p.step.num_slots) {
-      const CommitRows rows(p, request, slot);
-      folds = p.folds(rows.length, rows.more);
-      if (!folds) {
-#pragma unroll 4
-        for (int i = 0; i < rows.more; ++i) moves |= p.draft_row(request, 0, i) != i;
-      }
-      folds &= rows.length + rows.more > 0;
+      ring.slot = slot;
+      ring.length = p.rings.length(slot, p.drafts);
+      ring.more = more;
+      folds = p.folds(ring.length, more);
+      moves &= !folds;
+      folds &= ring.rows() > 0;
+    } else {
+      moves = false;
     }
   }
   constexpr int kWarps = kCommitThreads / 32;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, own = threadIdx.x;
   const uint32_t before = (1u << lane) - 1, fold_bits = __ballot_sync(0xffffffffu, folds),
                  move_bits = __ballot_sync(0xffffffffu, moves);
   if (lane == 0) works.counts[warp] = make_int2(__popc(fold_bits), __popc(move_bits));
@@ -55,23 +66,22 @@ __device__ __forceinline__ void find_works(const LinearCommit& p, int64_t reques
   int2 first = make_int2(0, 0), all = make_int2(0, 0);
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) {
-    const int2 own = works.counts[w];
-    if (w < warp) first.x += own.x, first.y += own.y;
-    all.x += own.x, all.y += own.y;
+    const int2 some = works.counts[w];
+    if (w < warp) first.x += some.x, first.y += some.y;
+    all.x += some.x, all.y += some.y;
   }
-  if (folds) works.requests[first.x + __popc(fold_bits & before)] = static_cast<int>(request);
-  if (moves) works.requests[kCommitThreads - 1 - first.y - __popc(move_bits & before)] = static_cast<int>(request);
-  if (threadIdx.x == 0) works.folds = all.x, works.moves = all.y;
+  if (folds) works.list[first.x + __popc(fold_bits & before)] = own;
+  if (moves) works.list[kCommitThreads - 1 - first.y - __popc(move_bits & before)] = own;
+  if (own == 0) works.folds = all.x, works.moves = all.y;
   __syncthreads();
 }
 
 // Rows of drafts to those that count.
-__device__ __forceinline__ void move_rows(const LinearCommit& p, int64_t request, int head) {
+__device__ __forceinline__ void move_rows(const LinearCommit& p, const CommitRing& ring, int head) {
   const LinearStep& step = p.step;
-  const int64_t slot = step.state_indices[request];
-  const CommitRows rows(p, request, slot);
-  for (int i = rows.length; i < rows.length + rows.more; ++i) {  // rising, so that no row is lost before it has moved
-    const int from = rows.at(p, request, i);
+  const int64_t slot = ring.slot;
+  for (int i = ring.length; i < ring.rows(); ++i) {  // rising, so that no row is lost before it has moved
+    const int from = ring.row(i);
     if (from == i) continue;
     const auto move = [&](float* to, const float* source, int count) {
       for (int c = threadIdx.x; c < count; c += kCommitThreads) to[c] = source[c];
@@ -100,13 +110,13 @@ struct alignas(16) FoldShared {
 // Rows [first_row, first_row + kFoldCtaRows) of a head's state after its ring: each row's update decays by what comes
 // behind it, and so does the state.
 template <typename State, int kMaxKeys, bool kVectors>
-__device__ __forceinline__ void fold_rows(const LinearCommit& p, int64_t request, int head, int first_row,
+__device__ __forceinline__ void fold_rows(const LinearCommit& p, const CommitRing& ring, int head, int first_row,
                                           FoldShared<kMaxKeys>& shared) {
   constexpr int kLanes = kMaxKeys / kLaneElements, kGroups = kCommitThreads / kLanes;
   constexpr int kCtaRows = kFoldCtaRows<kMaxKeys>;
   using Part = RowPart<State, kLanes>;
   const LinearStep& step = p.step;
-  const int64_t slot = step.state_indices[request];
+  const int64_t slot = ring.slot;
   const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
   State* states = static_cast<State*>(step.states) + state_at(step, slot, head);
   float state[kStepRows][kLaneElements];
@@ -116,8 +126,7 @@ __device__ __forceinline__ void fold_rows(const LinearCommit& p, int64_t request
     Part::template load<kVectors>(state[r], states + int64_t{row} * step.stride_row, lane,
                                   row < step.value_dim ? step.key_dim : 0);
   }
-  const CommitRows rows(p, request, slot);
-  const int count = rows.length + rows.more;
+  const int count = ring.rows();
   for (int first = 0; first < count; first += kCommitRows) {
     const int some = min_of(count - first, kCommitRows);
     __syncthreads();  // those before have been used
@@ -130,7 +139,7 @@ __device__ __forceinline__ void fold_rows(const LinearCommit& p, int64_t request
       for (int i = 0; i < kCommitRows; ++i) {
         keys[i] = 0.f, decays[i] = 1.f;
         if (i >= some || !inside) continue;
-        const int from = rows.at(p, request, first + i);
+        const int from = ring.row(first + i);
         keys[i] = p.rings.k_row(step, slot, head, from)[c];
         decays[i] = p.rings.decay_row(step, slot, head, from)[p.rings.per_channel ? c : 0];
       }
@@ -146,7 +155,7 @@ __device__ __forceinline__ void fold_rows(const LinearCommit& p, int64_t request
     if (const int own = kCommitThreads - 1 - static_cast<int>(threadIdx.x); own < kUpdateThreads) {
 #pragma unroll 4
       for (int i = own; i < some * kCtaRows; i += kUpdateThreads) {
-        const int row = first_row + i % kCtaRows, from = rows.at(p, request, first + i / kCtaRows);
+        const int row = first_row + i % kCtaRows, from = ring.row(first + i / kCtaRows);
         shared.updates[i / kCtaRows][i % kCtaRows] =
             row < step.value_dim ? p.rings.u_row(step, slot, head, from)[row] : 0.f;
       }
@@ -209,17 +218,18 @@ __global__ void __launch_bounds__(kCommitThreads, kVectors ? kCommitCtas : 1)
     __syncthreads();
     find_works(p, request, works);
     const int folds = works.folds * heads * parts, all = folds + works.moves * heads;
-    const auto request_of = [&](int fold) { return works.requests[fold / (heads * parts)]; };
+    const auto ring_of = [&](int fold) -> const CommitRing& { return works.rings[works.list[fold / (heads * parts)]]; };
     for (; own < all; own += gridDim.x) {
       if (const int next = own + gridDim.x; dense && next < folds && threadIdx.x == kCommitThreads - 1) {
-        ask_for_state<State>(step, request_of(next), next / parts % heads, next % parts * kFoldCtaRows<kMaxKeys>,
-                             kFoldCtaRows<kMaxKeys>);
+        ask_for_rows<State>(step, ring_of(next).slot, next / parts % heads, next % parts * kFoldCtaRows<kMaxKeys>,
+                            kFoldCtaRows<kMaxKeys>);
       }
       if (own < folds) {
-        fold_rows<State, kMaxKeys, kVectors>(p, request_of(own), own / parts % heads,
-                                             own % parts * kFoldCtaRows<kMaxKeys>, rows);
+        fold_rows<State, kMaxKeys, kVectors>(p, ring_of(own), own / parts % heads, own % parts * kFoldCtaRows<kMaxKeys>,
+                                             rows);
       } else {
-        move_rows(p, works.requests[kCommitThreads - 1 - (own - folds) / heads], (own - folds) % heads);
+        const int move = own - folds;
+        move_rows(p, works.rings[works.list[kCommitThreads - 1 - move / heads]], move % heads);
       }
     }
     own -= all;

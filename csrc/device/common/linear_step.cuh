@@ -164,12 +164,10 @@ struct StepSlots {
   }
 };
 
-// Asks for some rows of a later request's state to be in L2 when their CTA comes. By one thread.
+// Asks for some rows of a slot's state to be in L2 soon. By one thread.
 template <typename State>
-__device__ __forceinline__ void ask_for_state(const LinearStep& p, int request, int head, int first_row, int rows) {
+__device__ __forceinline__ void ask_for_rows(const LinearStep& p, int64_t slot, int head, int first_row, int rows) {
 #if __CUDA_ARCH__ >= 900
-  if (request >= p.batch_size) return;
-  const int64_t slot = p.state_indices[request];
   const int here = min_of(rows, p.value_dim - first_row);
   if (slot < 0 || slot >= p.num_slots || here <= 0) return;
   const State* from =
@@ -178,6 +176,12 @@ __device__ __forceinline__ void ask_for_state(const LinearStep& p, int request, 
                "r"(here * p.key_dim * static_cast<int>(sizeof(State)))
                : "memory");
 #endif
+}
+
+// The same of a later request.
+template <typename State>
+__device__ __forceinline__ void ask_for_state(const LinearStep& p, int request, int head, int first_row, int rows) {
+  if (request < p.batch_size) ask_for_rows<State>(p, p.state_indices[request], head, first_row, rows);
 }
 
 // How many requests ahead CTAs ask for states: about as many as run at the same time. More would drive out of L2 what
