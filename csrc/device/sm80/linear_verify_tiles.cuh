@@ -181,7 +181,7 @@ __device__ __forceinline__ void multiply_tile(const Rows& rows, const float* fac
   const float* own[kBlocks];  // sums of columns that are not there are not used
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) own[b] = factors + min_of(8 * b + g, columns - 1) * kTileStride + t * kVec;
-#pragma unroll 4
+#pragma unroll(kBlocks == 1 ? 4 : 2)
   for (int c = 0; c < kChunks; ++c) {
     uint32_t upper[2][kVec], lower[2][kVec];
 #pragma unroll
