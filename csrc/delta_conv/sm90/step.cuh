@@ -119,9 +119,6 @@ __global__ void __launch_bounds__(kStepThreads, kStepCtas<State, kMaxKeys>)
   if (kChannels && column < p.key_dim) gate = static_cast<float>(at(p.a, column));
   if (!kChannels) rate = static_cast<float>(at(p.a, 0));
   const float beta = static_cast<float>(at(p.b, 0));
-  if (ahead > 0 && threadIdx.x == kStepThreads - 1) {
-    ask_for_state<State>(p, request + ahead, head, row_block * kGroups * kRows, kGroups * kRows);
-  }
   const float key = channels.convolve(key_window), query = channels.convolve(query_window);
   if (own < kGroups * kRows) values[own] = channels.convolve(value_window);
   if (has_value) channels.move_on(value_channel, value_window);
@@ -156,14 +153,16 @@ __global__ void __launch_bounds__(kStepThreads, kStepCtas<State, kMaxKeys>)
   __syncthreads();
   // What was read of the convolution's state has been used, so it is over, and needs no fence of the whole GPU.
   attnops::sm90::cluster_arrive_relaxed();
+  if (ahead > 0 && threadIdx.x == kStepThreads - 1) {
+    ask_for_state<State>(p, request + ahead, head, row_block * kGroups * kRows, kGroups * kRows);
+  }
   const float key_scale = p.normalize ? rsqrtf(columns.sum(0) + kNormEpsilon) : 1.f;
   const float query_scale = p.scale * (p.normalize ? rsqrtf(columns.sum(1) + kNormEpsilon) : 1.f);
 
-  float value[kRows], update[kRows], by_query[kRows];
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) value[r] = values[group + r * kGroups];
-  const float key_query = step_rows<Part, true, kChannels, kLanes>(state, columns, lane, factor, coefficient, key_scale,
-                                                                   query_scale, value, update, by_query);
+  float update[kRows], by_query[kRows];
+  const float key_query = step_rows<Part, true, kChannels, kLanes>(
+      state, columns, lane, factor, coefficient, key_scale, query_scale,
+      [&](int r) { return values[group + r * kGroups]; }, update, by_query);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const int row = first_row + r * kGroups;

@@ -253,11 +253,12 @@ __device__ __forceinline__ void load_shared(float (&x)[kElements], const float* 
 }
 
 // A token through a thread's rows of a state: they decay as they are multiplied, each part once, and a part's key and
-// query serve all of them. The new state's product with the query is by_query + update x what is returned.
-template <typename Part, bool kDelta, bool kChannels, int kLanes, int kRows, int kMaxKeys>
+// query serve all of them. The new state's product with the query is by_query + update x what is returned. `value(r)`:
+// of a row, read where it is used.
+template <typename Part, bool kDelta, bool kChannels, int kLanes, int kRows, int kMaxKeys, typename Value>
 __device__ __forceinline__ float step_rows(float (&state)[kRows][kLaneElements], const StepColumns<kMaxKeys>& columns,
                                            int lane, float factor, float coefficient, float key_scale,
-                                           float query_scale, const float (&value)[kRows], float (&update)[kRows],
+                                           float query_scale, const Value& value, float (&update)[kRows],
                                            float (&by_query)[kRows]) {
   float by_key[kRows] = {}, key_query = 0.f;
 #pragma unroll
@@ -287,7 +288,7 @@ __device__ __forceinline__ float step_rows(float (&state)[kRows][kLaneElements],
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     by_query[r] = sum_of_lanes<kLanes>(by_query[r]);
-    update[r] = coefficient * (kDelta ? value[r] - sum_of_lanes<kLanes>(by_key[r]) : value[r]);
+    update[r] = coefficient * (kDelta ? value(r) - sum_of_lanes<kLanes>(by_key[r]) : value(r));
   }
 #pragma unroll
   for (int j = 0; j < Part::kVecs; ++j) {
@@ -429,8 +430,9 @@ __global__ void __launch_bounds__(kStepThreads)
   const float query_scale = p.scale * (p.normalize ? rsqrtf(columns.sum(1) + kNormEpsilon) : 1.f);
 
   float update[kRows], by_query[kRows];
-  const float key_query = step_rows<Part, kDelta, kChannels, kLanes>(state, columns, lane, factor, coefficient,
-                                                                     key_scale, query_scale, value, update, by_query);
+  const float key_query = step_rows<Part, kDelta, kChannels, kLanes>(
+      state, columns, lane, factor, coefficient, key_scale, query_scale, [&](int r) { return value[r]; }, update,
+      by_query);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const int row = first_row + r * kGroups;
