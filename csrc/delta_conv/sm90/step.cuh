@@ -64,13 +64,11 @@ struct Channels {
   }
 };
 
-// Of an SM: what else the kernel does must not cost registers that hide the latency of states.
-template <typename State, int kMaxKeys>
-inline constexpr int kStepCtas = sizeof(State) == 2 && kMaxKeys == 128 ? 6 : 5;
+inline constexpr int kStepCtas = 5;  // of an SM, which bounds registers
 
 // Grid: row blocks x heads x requests, in one dimension; clusters of a group's heads.
 template <typename State, int kMaxKeys, bool kChannels>
-__global__ void __launch_bounds__(kStepThreads, kStepCtas<State, kMaxKeys>)
+__global__ void __launch_bounds__(kStepThreads, kStepCtas)
     conv_step_kernel(const __grid_constant__ causal_conv1d::Params conv, const __grid_constant__ LinearStep p,
                      int row_blocks, int ahead) {
   constexpr int kLanes = kMaxKeys / kLaneElements, kGroups = kStepThreads / kLanes;
