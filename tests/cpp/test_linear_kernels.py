@@ -100,6 +100,12 @@ def test_rings_give_what_decoding_the_accepted_drafts_gives(seed, kind, monkeypa
     test_verify.test_rings_give_what_decoding_the_accepted_drafts_gives(seed, kind, "cpu", monkeypatch)
 
 
+@pytest.mark.parametrize("kind", ["gdn", "kda", "ssd"])
+@pytest.mark.parametrize("seed", range(8))
+def test_rings_of_keys_of_128_elements(seed, kind):
+    test_verify.test_rings_of_keys_of_128_elements(seed, kind, "cpu")
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_a_convolution_in_front_equals_the_two_ops(seed):
     """The CPU's ops one behind the other; a slot outside the pool is padding, and touches nothing."""

@@ -114,10 +114,23 @@ def decode_paths(layer, tokens, paths, pool):
 @pytest.mark.parametrize("kind", ["gdn", "kda", "ssd"])
 @pytest.mark.parametrize("seed", range(16))
 def test_rings_give_what_decoding_the_accepted_drafts_gives(seed, kind, device, monkeypatch):
-    """Several steps of trees or chains; each draft against decoding its path; then a fold."""
     layer = Layer(seed, device, kind)
     if device == "cpu":
         monkeypatch.setenv("ATTNOPS_CPU_ISA", layer.random.choice(ISAS))
+    steps_give_what_decoding_gives(layer)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["gdn", "kda", "ssd"])
+@pytest.mark.parametrize("seed", range(8))
+def test_rings_of_keys_of_128_elements(seed, kind, device):
+    """Whose products are made by matrix units, on a GPU: one to eight drafts, rows that fill CTAs or do not."""
+    dims = (128, [128, 64, 20, 132][seed % 4])
+    steps_give_what_decoding_gives(Layer(seed, device, kind, drafts=seed + 1, dims=dims, io=torch.bfloat16))
+
+
+def steps_give_what_decoding_gives(layer):
+    """Several steps of trees or chains; each draft against decoding its path; then a fold."""
     before = layer.states.clone()
     for _ in range(5):
         tokens = layer.tokens()
@@ -189,6 +202,27 @@ def test_drafts_alone_have_the_bits_of_many(kind):
         alone = layer.call("verify", [t[i : i + 1] for t in tokens], [i], states=layer.states, **own)
         assert torch.equal(alone, many[4 * i : 4 * i + 4])
         assert all(torch.equal(own[name][i], rings[name][i]) for name in rings)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["gdn", "kda", "ssd"])
+@pytest.mark.parametrize("drafts", [3, 4, 7, 8])
+def test_drafts_from_states_of_16_bits(kind, drafts):
+    """Those of the CPU: states of bf16 are only read, so they round nothing."""
+    cpu = Layer(drafts, "cpu", kind, drafts=drafts, dims=(128, 128), io=torch.bfloat16, kept=torch.bfloat16)
+    for name, ring in cpu.rings.items():
+        if name != "ring_len":
+            cpu.rings[name] = cpu.normal(*ring.shape).sigmoid()
+    cpu.rings["ring_len"].fill_(cpu.rings["ring_u"].shape[2] - drafts)
+    gpu = Layer(drafts, "cuda", kind, drafts=drafts, dims=(128, 128), io=torch.bfloat16, kept=torch.bfloat16)
+    gpu.states, gpu.rings = cpu.states.cuda(), {name: ring.cuda() for name, ring in cpu.rings.items()}
+    gpu.rate, gpu.bias, gpu.skip = cpu.rate.cuda(), cpu.bias.cuda(), cpu.skip.cuda()
+    tokens = cpu.tokens()
+    expected = cpu.call("verify", tokens, cpu.slots, states=cpu.states, **cpu.rings)
+    out = gpu.call("verify", [t.cuda() for t in tokens], cpu.slots, states=gpu.states, **gpu.rings)
+    assert relative(out.cpu(), expected) < 3e-3
+    for name in ("ring_u", "ring_k", "ring_decay"):
+        assert relative(gpu.rings[name].cpu(), cpu.rings[name]) < 1e-6
 
 
 def test_bad_values_are_errors_on_the_cpu():

@@ -23,10 +23,11 @@ bool launch_of(const causal_conv1d::Params& conv, const LinearStep& p, cudaStrea
                           .shared_bytes = 0,
                           .max_shared_bytes = 0,
                           .cluster = static_cast<int>(cluster)};
+  const int ahead = requests_ahead(kOp, p, row_blocks * p.num_heads);
   if (p.gate_per_channel) {
-    launch_dependent<&conv_step_kernel<State, kMaxKeys, true>>(kOp, shape, stream, conv, p, row_blocks);
+    launch_dependent<&conv_step_kernel<State, kMaxKeys, true>>(kOp, shape, stream, conv, p, row_blocks, ahead);
   } else {
-    launch_dependent<&conv_step_kernel<State, kMaxKeys, false>>(kOp, shape, stream, conv, p, row_blocks);
+    launch_dependent<&conv_step_kernel<State, kMaxKeys, false>>(kOp, shape, stream, conv, p, row_blocks, ahead);
   }
   return true;
 }

@@ -64,10 +64,13 @@ struct Channels {
   }
 };
 
+inline constexpr int kStepCtas = 5;  // of an SM, which bounds registers
+
 // Grid: row blocks x heads x requests, in one dimension; clusters of a group's heads.
 template <typename State, int kMaxKeys, bool kChannels>
-__global__ void __launch_bounds__(kStepThreads) conv_step_kernel(const __grid_constant__ causal_conv1d::Params conv,
-                                                                 const __grid_constant__ LinearStep p, int row_blocks) {
+__global__ void __launch_bounds__(kStepThreads, kStepCtas)
+    conv_step_kernel(const __grid_constant__ causal_conv1d::Params conv, const __grid_constant__ LinearStep p,
+                     int row_blocks, int ahead) {
   constexpr int kLanes = kMaxKeys / kLaneElements, kGroups = kStepThreads / kLanes;
   constexpr int kRows = kStepRows;
   static_assert(kMaxKeys <= kStepThreads && kGroups * kRows <= kStepThreads, "a thread has one column and one value");
@@ -148,51 +151,16 @@ __global__ void __launch_bounds__(kStepThreads) conv_step_kernel(const __grid_co
   __syncthreads();
   // What was read of the convolution's state has been used, so it is over, and needs no fence of the whole GPU.
   attnops::sm90::cluster_arrive_relaxed();
+  if (ahead > 0 && threadIdx.x == kStepThreads - 1) {
+    ask_for_state<State>(p, request + ahead, head, row_block * kGroups * kRows, kGroups * kRows);
+  }
   const float key_scale = p.normalize ? rsqrtf(columns.sum(0) + kNormEpsilon) : 1.f;
   const float query_scale = p.scale * (p.normalize ? rsqrtf(columns.sum(1) + kNormEpsilon) : 1.f);
 
-  // From here on as in linear_step_kernel.
-  float by_key[kRows] = {}, by_query[kRows] = {}, key_query = 0.f;
-#pragma unroll
-  for (int j = 0; j < Part::kVecs; ++j) {
-    constexpr int kVec = Part::kVec;
-    const int first = Part::column(lane, j * kVec);
-    float keys[kVec], queries[kVec], decays[kVec];
-    load_shared(keys, columns.key + first);
-    load_shared(queries, columns.query + first);
-    if constexpr (kChannels) load_shared(decays, columns.decay + first);
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-      const float scaled_key = keys[i] * key_scale, scaled_query = queries[i] * query_scale;
-      key_query = fmaf(scaled_key, scaled_query, key_query);
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        float& s = state[r][j * kVec + i];
-        s *= kChannels ? decays[i] : factor;
-        by_key[r] = fmaf(s, scaled_key, by_key[r]);
-        by_query[r] = fmaf(s, scaled_query, by_query[r]);
-      }
-    }
-  }
-  key_query = sum_of_lanes<kLanes>(key_query);
-  float update[kRows];
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    by_query[r] = sum_of_lanes<kLanes>(by_query[r]);
-    update[r] = coefficient * (values[group + r * kGroups] - sum_of_lanes<kLanes>(by_key[r]));
-  }
-#pragma unroll
-  for (int j = 0; j < Part::kVecs; ++j) {
-    constexpr int kVec = Part::kVec;
-    float keys[kVec];
-    load_shared(keys, columns.key + Part::column(lane, j * kVec));
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-      const float scaled_key = keys[i] * key_scale;
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) state[r][j * kVec + i] = fmaf(update[r], scaled_key, state[r][j * kVec + i]);
-    }
-  }
+  float update[kRows], by_query[kRows];
+  const float key_query = step_rows<Part, true, kChannels, kLanes>(
+      state, columns, lane, factor, coefficient, key_scale, query_scale,
+      [&](int r) { return values[group + r * kGroups]; }, update, by_query);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const int row = first_row + r * kGroups;

@@ -1,7 +1,7 @@
 #include "core/impl_table.h"
 #include "delta_rule/cuda/launch.h"
 #include "device/common/linear_commit.cuh"
-#include "device/common/linear_verify.cuh"
+#include "device/sm80/linear_verify_tiles.cuh"
 
 namespace attnops::delta_rule {
 namespace {
@@ -24,8 +24,8 @@ struct VerifyImpl {
 
 template <typename State, int kMaxKeys>
 void verify_of(const LinearVerify& p, cudaStream_t stream) {
-  p.step.gate_per_channel ? launch_linear_verify<State, kMaxKeys, true, true>("delta_verify", p, stream)
-                          : launch_linear_verify<State, kMaxKeys, true, false>("delta_verify", p, stream);
+  p.step.gate_per_channel ? launch_linear_drafts<State, kMaxKeys, true, true>("delta_verify", p, stream)
+                          : launch_linear_drafts<State, kMaxKeys, true, false>("delta_verify", p, stream);
 }
 
 template <typename State, int kMaxKeys>

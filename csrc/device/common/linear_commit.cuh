@@ -3,123 +3,236 @@
 #include "device/common/arch.h"
 #include "device/common/linear_token.cuh"
 
-// Accepted drafts: rows of a ring move to those that count, or all of them go into the state, one after another as
-// decoding takes them.
+// Accepted drafts: rows of a ring move to those that count, or all of them go into the state. Few rings are folded in
+// most calls, and a chain's rows lie where they belong. So CTAs that stay find the requests that have work, and share
+// the heads of these.
 namespace attnops {
 
-inline constexpr int kCommitThreads = kStepThreads;
+inline constexpr int kCommitThreads = 256;
 inline constexpr int kCommitRows = 16;  // of a ring, in shared memory at a time
+inline constexpr int kCommitCtas = 2;   // of an SM
 
-// Rows of a ring, and how far it reaches after the commit.
-struct CommitRows {
+// A request's ring: rows that count, drafts that come to them, and the drafts' places.
+struct CommitRing {
+  int64_t slot;
   int length, more;
+  uint8_t drafts[kMaxDrafts];
 
-  __device__ CommitRows(const LinearCommit& p, int64_t request, int64_t slot)
-      : length(p.rings.length(slot, p.drafts)), more(p.num_accepted(request)) {}
-  __device__ int at(const LinearCommit& p, int64_t request, int i) const {
-    return i < length ? i : p.draft_row(request, length, i - length);
-  }
+  // Of row i after the commit.
+  __device__ int row(int i) const { return i < length ? i : length + drafts[i - length]; }
+  __device__ int rows() const { return length + more; }
 };
 
-// Grid: parts of the row blocks x heads x requests, in one dimension. The first part of a head moves its rows.
-template <typename State, int kMaxKeys, bool kVectors>
-__global__ void __launch_bounds__(kCommitThreads)
-    linear_commit_kernel(const __grid_constant__ LinearCommit p, ReportOp op, int parts) {
-  constexpr int kLanes = kMaxKeys / kLaneElements, kGroups = kCommitThreads / kLanes;
-  using Part = RowPart<State, kLanes>;
-  constexpr int kCtaRows = kGroups * kStepRows;
-  alignas(16) __shared__ float keys[kCommitRows][kMaxKeys], decays[kCommitRows][kMaxKeys];
-  __shared__ float updates[kCommitRows][kCtaRows];
-  __shared__ int from[kCommitRows];
-  wait_for_earlier_kernels();
-  let_next_kernel_start();
-  const LinearStep& step = p.step;
-  const int part = blockIdx.x % parts, work = blockIdx.x / parts;
-  const int head = work % step.num_heads, request = work / step.num_heads;
-  if (step.report != nullptr && part == 0 && head == 0 && threadIdx.x == 0) p.check(op, request, step.report);
-  const int64_t slot = step.state_indices[request];
-  if (slot < 0 || slot >= step.num_slots) return;
-  const CommitRows rows(p, request, slot);
-  const bool channels = p.rings.per_channel;
-  if (!p.folds(rows.length, rows.more)) {
-    if (part != 0) return;
-    for (int i = rows.length; i < rows.length + rows.more; ++i) {  // rising, so that no row is lost before it has moved
-      const int from = rows.at(p, request, i);
-      if (from == i) continue;
-      const auto move = [&](float* to, const float* source, int count) {
-        for (int c = threadIdx.x; c < count; c += kCommitThreads) to[c] = source[c];
-      };
-      move(p.rings.u_row(step, slot, head, i), p.rings.u_row(step, slot, head, from), step.value_dim);
-      move(p.rings.decay_row(step, slot, head, i), p.rings.decay_row(step, slot, head, from),
-           channels ? step.key_dim : 1);
-      if (head % step.heads_per_group == 0) {
-        move(p.rings.k_row(step, slot, head, i), p.rings.k_row(step, slot, head, from), step.key_dim);
-      }
-      // A path may name a row that an earlier one has overwritten only where it does not rise, which is an error.
+// Some requests. The list names those that fold, from the front, and those whose rows move, from the back.
+struct CommitWorks {
+  CommitRing rings[kCommitThreads];
+  int list[kCommitThreads];
+  int2 counts[kCommitThreads / 32];  // by warp
+  int folds, moves;
+};
+
+// One request a thread. All threads of the CTA come here together. The order is that of the requests, so all CTAs see
+// the same.
+__device__ __forceinline__ void find_works(const LinearCommit& p, int64_t request, CommitWorks& works) {
+  bool folds = false, moves = false;
+  if (request < p.step.batch_size) {
+    CommitRing& ring = works.rings[threadIdx.x];
+    const int64_t slot = p.step.state_indices[request];
+    const int more = p.num_accepted(request);
+#pragma unroll
+    for (int i = 0; i < kMaxDrafts; ++i) {
+      if (i >= p.drafts) break;
+      const int draft = p.draft_row(request, 0, i);
+      ring.drafts[i] = static_cast<uint8_t>(draft);
+      moves |= i < more && draft != i;
     }
-    return;
+    if (slot >= 0 && slot < p.step.num_slots) {
+      ring.slot = slot;
+      ring.length = p.rings.length(slot, p.drafts);
+      ring.more = more;
+      folds = p.folds(ring.length, more);
+      moves &= !folds;
+      folds &= ring.rows() > 0;
+    } else {
+      moves = false;
+    }
   }
-  const int count = rows.length + rows.more;
-  if (count == 0) return;
+  constexpr int kWarps = kCommitThreads / 32;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, own = threadIdx.x;
+  const uint32_t before = (1u << lane) - 1, fold_bits = __ballot_sync(0xffffffffu, folds),
+                 move_bits = __ballot_sync(0xffffffffu, moves);
+  if (lane == 0) works.counts[warp] = make_int2(__popc(fold_bits), __popc(move_bits));
+  __syncthreads();
+  int2 first = make_int2(0, 0), all = make_int2(0, 0);
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    const int2 some = works.counts[w];
+    if (w < warp) first.x += some.x, first.y += some.y;
+    all.x += some.x, all.y += some.y;
+  }
+  if (folds) works.list[first.x + __popc(fold_bits & before)] = own;
+  if (moves) works.list[kCommitThreads - 1 - first.y - __popc(move_bits & before)] = own;
+  if (own == 0) works.folds = all.x, works.moves = all.y;
+  __syncthreads();
+}
+
+// Rows of drafts to those that count.
+__device__ __forceinline__ void move_rows(const LinearCommit& p, const CommitRing& ring, int head) {
+  const LinearStep& step = p.step;
+  const int64_t slot = ring.slot;
+  for (int i = ring.length; i < ring.rows(); ++i) {  // rising, so that no row is lost before it has moved
+    const int from = ring.row(i);
+    if (from == i) continue;
+    const auto move = [&](float* to, const float* source, int count) {
+      for (int c = threadIdx.x; c < count; c += kCommitThreads) to[c] = source[c];
+    };
+    move(p.rings.u_row(step, slot, head, i), p.rings.u_row(step, slot, head, from), step.value_dim);
+    move(p.rings.decay_row(step, slot, head, i), p.rings.decay_row(step, slot, head, from),
+         p.rings.per_channel ? step.key_dim : 1);
+    if (head % step.heads_per_group == 0) {
+      move(p.rings.k_row(step, slot, head, i), p.rings.k_row(step, slot, head, from), step.key_dim);
+    }
+    // A path may name a row that an earlier one has overwritten only where it does not rise, which is an error.
+  }
+}
+
+// Rows of a state that a CTA folds at a time.
+template <int kMaxKeys>
+inline constexpr int kFoldCtaRows = kCommitThreads / (kMaxKeys / kLaneElements) * kStepRows;
+
+template <int kMaxKeys>
+struct alignas(16) FoldShared {
+  float keys[kCommitRows][kMaxKeys];  // under the decays behind them
+  float decay[kMaxKeys];              // of all rows
+  float updates[kCommitRows][kFoldCtaRows<kMaxKeys>];
+};
+
+// Rows [first_row, first_row + kFoldCtaRows) of a head's state after its ring: each row's update decays by what comes
+// behind it, and so does the state.
+template <typename State, int kMaxKeys, bool kVectors>
+__device__ __forceinline__ void fold_rows(const LinearCommit& p, const CommitRing& ring, int head, int first_row,
+                                          FoldShared<kMaxKeys>& shared) {
+  constexpr int kLanes = kMaxKeys / kLaneElements, kGroups = kCommitThreads / kLanes;
+  constexpr int kCtaRows = kFoldCtaRows<kMaxKeys>;
+  using Part = RowPart<State, kLanes>;
+  const LinearStep& step = p.step;
+  const int64_t slot = ring.slot;
   const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
   State* states = static_cast<State*>(step.states) + state_at(step, slot, head);
-  for (int first_row = part * kCtaRows; first_row < step.value_dim; first_row += parts * kCtaRows) {
-    float state[kStepRows][kLaneElements];
+  float state[kStepRows][kLaneElements];
 #pragma unroll
-    for (int r = 0; r < kStepRows; ++r) {
-      const int row = first_row + group + r * kGroups;
-      Part::template load<kVectors>(state[r], states + int64_t{row} * step.stride_row, lane,
-                                    row < step.value_dim ? step.key_dim : 0);
+  for (int r = 0; r < kStepRows; ++r) {
+    const int row = first_row + group + r * kGroups;
+    Part::template load<kVectors>(state[r], states + int64_t{row} * step.stride_row, lane,
+                                  row < step.value_dim ? step.key_dim : 0);
+  }
+  const int count = ring.rows();
+  for (int first = 0; first < count; first += kCommitRows) {
+    const int some = min_of(count - first, kCommitRows);
+    __syncthreads();  // those before have been used
+    // Columns from the first thread on, updates from the last one on.
+    if (static_cast<int>(threadIdx.x) < kMaxKeys) {
+      const int c = threadIdx.x;
+      const bool inside = c < step.key_dim;
+      float keys[kCommitRows], decays[kCommitRows];
+#pragma unroll
+      for (int i = 0; i < kCommitRows; ++i) {
+        keys[i] = 0.f, decays[i] = 1.f;
+        if (i >= some || !inside) continue;
+        const int from = ring.row(first + i);
+        keys[i] = p.rings.k_row(step, slot, head, from)[c];
+        decays[i] = p.rings.decay_row(step, slot, head, from)[p.rings.per_channel ? c : 0];
+      }
+      float behind = 1.f;
+#pragma unroll
+      for (int i = kCommitRows - 1; i >= 0; --i) {
+        shared.keys[i][c] = behind * keys[i];
+        behind *= decays[i];
+      }
+      shared.decay[c] = behind;
     }
-    for (int first = 0; first < count; first += kCommitRows) {
-      const int some = min_of(count - first, kCommitRows);
-      __syncthreads();
-      if (static_cast<int>(threadIdx.x) < some) from[threadIdx.x] = rows.at(p, request, first + threadIdx.x);
-      __syncthreads();
+    constexpr int kUpdateThreads = kMaxKeys < kCommitThreads ? kCommitThreads - kMaxKeys : kCommitThreads;
+    if (const int own = kCommitThreads - 1 - static_cast<int>(threadIdx.x); own < kUpdateThreads) {
 #pragma unroll 4
-      for (int i = threadIdx.x; i < some * kCtaRows; i += kCommitThreads) {
-        const int row = first_row + i % kCtaRows;
-        updates[i / kCtaRows][i % kCtaRows] =
-            row < step.value_dim ? p.rings.u_row(step, slot, head, from[i / kCtaRows])[row] : 0.f;
+      for (int i = own; i < some * kCtaRows; i += kUpdateThreads) {
+        const int row = first_row + i % kCtaRows, from = ring.row(first + i / kCtaRows);
+        shared.updates[i / kCtaRows][i % kCtaRows] =
+            row < step.value_dim ? p.rings.u_row(step, slot, head, from)[row] : 0.f;
       }
-      if (first_row == part * kCtaRows || count > kCommitRows) {  // else they are there
-#pragma unroll 4
-        for (int i = threadIdx.x; i < some * kMaxKeys; i += kCommitThreads) {
-          const int c = i % kMaxKeys, own = from[i / kMaxKeys];
-          const bool inside = c < step.key_dim;
-          keys[i / kMaxKeys][c] = inside ? p.rings.k_row(step, slot, head, own)[c] : 0.f;
-          decays[i / kMaxKeys][c] = inside ? p.rings.decay_row(step, slot, head, own)[channels ? c : 0] : 0.f;
-        }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < Part::kVecs; ++j) {
+      float decays[Part::kVec];
+      load_shared(decays, shared.decay + Part::column(lane, j * Part::kVec));
+#pragma unroll
+      for (int e = 0; e < Part::kVec; ++e) {
+#pragma unroll
+        for (int r = 0; r < kStepRows; ++r) state[r][j * Part::kVec + e] *= decays[e];
       }
-      __syncthreads();
-      for (int i = 0; i < some; ++i) {
-        float update[kStepRows];
+    }
+#pragma unroll 2
+    for (int i = 0; i < some; ++i) {
+      float update[kStepRows];
 #pragma unroll
-        for (int r = 0; r < kStepRows; ++r) update[r] = updates[i][group + r * kGroups];
+      for (int r = 0; r < kStepRows; ++r) update[r] = shared.updates[i][group + r * kGroups];
 #pragma unroll
-        for (int j = 0; j < Part::kVecs; ++j) {
-          constexpr int kVec = Part::kVec;
-          float some_keys[kVec], some_decays[kVec];
-          load_shared(some_keys, keys[i] + Part::column(lane, j * kVec));
-          load_shared(some_decays, decays[i] + Part::column(lane, j * kVec));
+      for (int j = 0; j < Part::kVecs; ++j) {
+        constexpr int kVec = Part::kVec;
+        float keys[kVec];
+        load_shared(keys, shared.keys[i] + Part::column(lane, j * kVec));
 #pragma unroll
-          for (int e = 0; e < kVec; ++e) {
+        for (int e = 0; e < kVec; ++e) {
 #pragma unroll
-            for (int r = 0; r < kStepRows; ++r) {
-              float& s = state[r][j * kVec + e];
-              s = fmaf(update[r], some_keys[e], s * some_decays[e]);
-            }
+          for (int r = 0; r < kStepRows; ++r) {
+            state[r][j * kVec + e] = fmaf(update[r], keys[e], state[r][j * kVec + e]);
           }
         }
       }
     }
+  }
 #pragma unroll
-    for (int r = 0; r < kStepRows; ++r) {
-      const int row = first_row + group + r * kGroups;
-      if (row < step.value_dim) {
-        Part::template store<kVectors>(state[r], states + int64_t{row} * step.stride_row, lane, step.key_dim);
+  for (int r = 0; r < kStepRows; ++r) {
+    const int row = first_row + group + r * kGroups;
+    if (row < step.value_dim) {
+      Part::template store<kVectors>(state[r], states + int64_t{row} * step.stride_row, lane, step.key_dim);
+    }
+  }
+}
+
+// Grid: any number of CTAs.
+template <typename State, int kMaxKeys, bool kVectors>
+__global__ void __launch_bounds__(kCommitThreads, kVectors ? kCommitCtas : 1)
+    linear_commit_kernel(const __grid_constant__ LinearCommit p, ReportOp op) {
+  __shared__ CommitWorks works;
+  __shared__ FoldShared<kMaxKeys> rows;
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
+  const LinearStep& step = p.step;
+  const int parts = ceil_div(step.value_dim, kFoldCtaRows<kMaxKeys>), heads = step.num_heads;
+  const bool dense = kVectors && step.stride_row == step.key_dim;
+  int own = blockIdx.x;  // of the works that are still to come
+  for (int first = 0; first < step.batch_size; first += kCommitThreads) {
+    const int64_t request = int64_t{first} + threadIdx.x;
+    if (step.report != nullptr && blockIdx.x == 0 && request < step.batch_size) p.check(op, request, step.report);
+    __syncthreads();
+    find_works(p, request, works);
+    const int folds = works.folds * heads * parts, all = folds + works.moves * heads;
+    const auto ring_of = [&](int fold) -> const CommitRing& { return works.rings[works.list[fold / (heads * parts)]]; };
+    for (; own < all; own += gridDim.x) {
+      if (const int next = own + gridDim.x; dense && next < folds && threadIdx.x == kCommitThreads - 1) {
+        ask_for_rows<State>(step, ring_of(next).slot, next / parts % heads, next % parts * kFoldCtaRows<kMaxKeys>,
+                            kFoldCtaRows<kMaxKeys>);
+      }
+      if (own < folds) {
+        fold_rows<State, kMaxKeys, kVectors>(p, ring_of(own), own / parts % heads, own % parts * kFoldCtaRows<kMaxKeys>,
+                                             rows);
+      } else {
+        const int move = own - folds;
+        move_rows(p, works.rings[works.list[kCommitThreads - 1 - move / heads]], move % heads);
       }
     }
+    own -= all;
   }
 }
 
@@ -133,22 +246,20 @@ static __global__ void move_cursors_kernel(const __grid_constant__ LinearCommit 
 
 template <typename State, int kMaxKeys>
 void launch_linear_commit(const char* what, ReportOp op, const LinearCommit& p, cudaStream_t stream) {
-  constexpr int kRowsPerBlock = kCommitThreads / (kMaxKeys / kLaneElements) * kStepRows;
   const LinearStep& step = p.step;
-  // Few rings are folded in most calls: where heads fill the GPU, a CTA has all rows of one, and most have none.
-  const int64_t heads = int64_t{step.batch_size} * step.num_heads;
-  const int parts = heads >= 2 * device_sms(what) ? 1 : ceil_div(step.value_dim, kRowsPerBlock);
-  const int64_t blocks = heads * parts;
-  if (blocks > INT32_MAX) throw std::runtime_error(std::string(what) + ": more than 2^31 blocks of rows");
-  LaunchShape shape{
-      .blocks = static_cast<int>(blocks), .threads = kCommitThreads, .shared_bytes = 0, .max_shared_bytes = 0};
+  const int64_t most = int64_t{step.batch_size} * step.num_heads * ceil_div(step.value_dim, kFoldCtaRows<kMaxKeys>);
+  const int64_t resident = int64_t{kCommitCtas} * device_sms(what);
+  LaunchShape shape{.blocks = static_cast<int>(most < resident ? most : resident),
+                    .threads = kCommitThreads,
+                    .shared_bytes = 0,
+                    .max_shared_bytes = 0};
   const bool vectors =
       step.key_dim * sizeof(State) % 16 == 0 &&
       rows_aligned(step.states, sizeof(State), 16, step.stride_slot, step.stride_head, step.stride_row);
   if (vectors) {
-    launch_dependent<&linear_commit_kernel<State, kMaxKeys, true>>(what, shape, stream, p, op, parts);
+    launch_dependent<&linear_commit_kernel<State, kMaxKeys, true>>(what, shape, stream, p, op);
   } else {
-    launch_dependent<&linear_commit_kernel<State, kMaxKeys, false>>(what, shape, stream, p, op, parts);
+    launch_dependent<&linear_commit_kernel<State, kMaxKeys, false>>(what, shape, stream, p, op);
   }
   shape.blocks = ceil_div(step.batch_size, kCommitThreads);
   launch_dependent<&move_cursors_kernel>(what, shape, stream, p);

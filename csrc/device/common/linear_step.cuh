@@ -9,6 +9,7 @@
 #include "core/linear_step.h"
 #include "core/math.h"
 #include "core/state_report.h"
+#include "device/common/arch.h"
 #include "device/common/launch_dependent.cuh"
 #include "device/common/pdl.cuh"
 #include "device/common/row_vec.cuh"
@@ -42,25 +43,45 @@ __device__ __forceinline__ State to_state(float x) {
   if constexpr (std::is_same_v<State, __half>) return __float2half(x);
 }
 
-// 16 bytes of a state. Those of 16-bit elements are told to the caches as used once: batches of 64 took 50 us for 53,
-// and those of float32 308 for 294.
-template <typename V, typename State>
-__device__ __forceinline__ V load_once(const State* from) {
-  if constexpr (sizeof(State) == 4) {
-    return load_vec<V>(from);
-  } else {
-    const uint4 words = __ldcs(reinterpret_cast<const uint4*>(from));
-    return *reinterpret_cast<const V*>(&words);
-  }
+// Of what is used once: it leaves L2 first.
+__device__ __forceinline__ uint64_t used_once() {
+  uint64_t policy = 0;
+#if __CUDA_ARCH__ >= 800
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+#endif
+  return policy;
 }
 
-template <typename V, typename State>
-__device__ __forceinline__ void store_once(State* to, const V& vec) {
-  if constexpr (sizeof(State) == 4) {
-    store_vec(to, vec);
-  } else {
-    __stcs(reinterpret_cast<uint4*>(to), *reinterpret_cast<const uint4*>(&vec));
+// 16 bytes of a state. Those of 16 bits are written as what is used once, and read as others are: batches of 64 took
+// 41 us for 43. kOnce: of float32, what leaves L2 first; decode took 73 us for 76, with a convolution in front 95
+// for 91.
+template <bool kOnce, typename V, typename State>
+__device__ __forceinline__ V load_state(const State* from) {
+#if __CUDA_ARCH__ >= 800
+  if constexpr (kOnce && sizeof(State) == 4) {
+    uint4 words;
+    asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+                 : "l"(from), "l"(used_once()));
+    return *reinterpret_cast<const V*>(&words);
   }
+#endif
+  return load_vec<V>(from);
+}
+
+template <bool kOnce, typename V, typename State>
+__device__ __forceinline__ void store_state(State* to, const V& vec) {
+  const uint4 words = *reinterpret_cast<const uint4*>(&vec);
+  if constexpr (sizeof(State) == 2) return __stcs(reinterpret_cast<uint4*>(to), words);
+#if __CUDA_ARCH__ >= 800
+  if constexpr (kOnce) {
+    asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to), "r"(words.x), "r"(words.y),
+                 "r"(words.z), "r"(words.w), "l"(used_once())
+                 : "memory");
+    return;
+  }
+#endif
+  store_vec(to, vec);
 }
 
 // What a group of kLanes lanes holds of a row of `State`: element i of a lane is column `column(i)`.
@@ -72,14 +93,14 @@ struct RowPart {
   __device__ static int column(int lane, int i) { return (i / kVec * kLanes + lane) * kVec + i % kVec; }
 
   // Columns from `dim` on are 0 and are not read.
-  template <bool kVectors>
+  template <bool kVectors, bool kOnce = false>
   __device__ static void load(float (&x)[kLaneElements], const State* row, int lane, int dim) {
 #pragma unroll
     for (int j = 0; j < kVecs; ++j) {
       const int first = column(lane, j * kVec);
       if constexpr (kVectors) {
         RowVec<State, kVec> vec{};
-        if (first < dim) vec = load_once<RowVec<State, kVec>>(row + first);
+        if (first < dim) vec = load_state<kOnce, RowVec<State, kVec>>(row + first);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) x[j * kVec + i] = vec.at(i);
       } else {
@@ -91,7 +112,7 @@ struct RowPart {
     }
   }
 
-  template <bool kVectors>
+  template <bool kVectors, bool kOnce = false>
   __device__ static void store(const float (&x)[kLaneElements], State* row, int lane, int dim) {
 #pragma unroll
     for (int j = 0; j < kVecs; ++j) {
@@ -100,7 +121,7 @@ struct RowPart {
 #pragma unroll
       for (int i = 0; i < kVec; ++i) vec.data[i] = to_state<State>(x[j * kVec + i]);
       if constexpr (kVectors) {
-        if (first < dim) store_once(row + first, vec);
+        if (first < dim) store_state<kOnce>(row + first, vec);
       } else {
 #pragma unroll
         for (int i = 0; i < kVec; ++i) {
@@ -142,6 +163,34 @@ struct StepSlots {
     }
   }
 };
+
+// Asks for some rows of a slot's state to be in L2 soon. By one thread.
+template <typename State>
+__device__ __forceinline__ void ask_for_rows(const LinearStep& p, int64_t slot, int head, int first_row, int rows) {
+#if __CUDA_ARCH__ >= 900
+  const int here = min_of(rows, p.value_dim - first_row);
+  if (slot < 0 || slot >= p.num_slots || here <= 0) return;
+  const State* from =
+      static_cast<const State*>(p.states) + slot * p.stride_slot + head * p.stride_head + first_row * p.stride_row;
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from),
+               "r"(here * p.key_dim * static_cast<int>(sizeof(State)))
+               : "memory");
+#endif
+}
+
+// The same of a later request.
+template <typename State>
+__device__ __forceinline__ void ask_for_state(const LinearStep& p, int request, int head, int first_row, int rows) {
+  if (request < p.batch_size) ask_for_rows<State>(p, p.state_indices[request], head, first_row, rows);
+}
+
+// How many requests ahead CTAs ask for states: about as many as run at the same time. More would drive out of L2 what
+// is still to come.
+inline int requests_ahead(const char* what, const LinearStep& p, int ctas_of_request) {
+  constexpr int kCtas = 5;                       // of an SM
+  const bool dense = p.stride_row == p.key_dim;  // what is asked for is one piece
+  return dense ? ceil_div(kCtas * device_sms(what), max_of(ctas_of_request, 1)) : 0;
+}
 
 // Calls `body` with a value of the tokens' type. One branch around all of a thread's loads, so that none waits for
 // another.
@@ -203,6 +252,59 @@ __device__ __forceinline__ void load_shared(float (&x)[kElements], const float* 
   }
 }
 
+// A token through a thread's rows of a state: they decay as they are multiplied, each part once, and a part's key and
+// query serve all of them. The new state's product with the query is by_query + update x what is returned. `value(r)`:
+// of a row, read where it is used.
+template <typename Part, bool kDelta, bool kChannels, int kLanes, int kRows, int kMaxKeys, typename Value>
+__device__ __forceinline__ float step_rows(float (&state)[kRows][kLaneElements], const StepColumns<kMaxKeys>& columns,
+                                           int lane, float factor, float coefficient, float key_scale,
+                                           float query_scale, const Value& value, float (&update)[kRows],
+                                           float (&by_query)[kRows]) {
+  float by_key[kRows] = {}, key_query = 0.f;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) by_query[r] = 0.f;
+#pragma unroll
+  for (int j = 0; j < Part::kVecs; ++j) {
+    constexpr int kVec = Part::kVec;
+    const int column = Part::column(lane, j * kVec);
+    float keys[kVec], queries[kVec], decays[kVec];
+    load_shared(keys, columns.key + column);
+    load_shared(queries, columns.query + column);
+    if constexpr (kChannels) load_shared(decays, columns.decay + column);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      const float scaled_key = keys[i] * key_scale, scaled_query = queries[i] * query_scale;
+      key_query = fmaf(scaled_key, scaled_query, key_query);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        float& s = state[r][j * kVec + i];
+        s *= kChannels ? decays[i] : factor;
+        by_key[r] = fmaf(s, scaled_key, by_key[r]);
+        by_query[r] = fmaf(s, scaled_query, by_query[r]);
+      }
+    }
+  }
+  key_query = sum_of_lanes<kLanes>(key_query);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    by_query[r] = sum_of_lanes<kLanes>(by_query[r]);
+    update[r] = coefficient * (kDelta ? value(r) - sum_of_lanes<kLanes>(by_key[r]) : value(r));
+  }
+#pragma unroll
+  for (int j = 0; j < Part::kVecs; ++j) {
+    constexpr int kVec = Part::kVec;
+    float keys[kVec];
+    load_shared(keys, columns.key + Part::column(lane, j * kVec));
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      const float scaled_key = keys[i] * key_scale;
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) state[r][j * kVec + i] = fmaf(update[r], scaled_key, state[r][j * kVec + i]);
+    }
+  }
+  return key_query;
+}
+
 // What a kernel may count on.
 enum class StepCase {
   kAny,
@@ -213,7 +315,7 @@ enum class StepCase {
 // Grid: row blocks x heads x requests, in one dimension; of whole CTAs in three.
 template <typename State, int kMaxKeys, bool kDelta, bool kChannels, StepCase kCase>
 __global__ void __launch_bounds__(kStepThreads)
-    linear_step_kernel(const __grid_constant__ LinearStep p, int row_blocks) {
+    linear_step_kernel(const __grid_constant__ LinearStep p, int row_blocks, int ahead) {
   constexpr bool kWhole = kCase == StepCase::kWhole, kVectors = kCase != StepCase::kAny;
   constexpr int kLanes = kMaxKeys / kLaneElements, kGroups = kStepThreads / kLanes;
   constexpr int kRows = kStepRows;
@@ -237,7 +339,7 @@ __global__ void __launch_bounds__(kStepThreads)
   for (int r = 0; r < kRows; ++r) {
     const int row = first_row + r * kGroups;
     const bool reads = slots.from != nullptr && has_row(row);
-    Part::template load<kVectors>(state[r], slots.from + int64_t{row} * p.stride_row, lane, reads ? key_dim : 0);
+    Part::template load<kVectors, true>(state[r], slots.from + int64_t{row} * p.stride_row, lane, reads ? key_dim : 0);
   }
 
   float key[Columns::kEach], query[Columns::kEach], gate[Columns::kEach], value[kRows], z[kRows];
@@ -285,6 +387,10 @@ __global__ void __launch_bounds__(kStepThreads)
     with_token_type(p.dtype, load_tokens);
   }
 
+  if (kWhole && ahead > 0 && threadIdx.x == kStepThreads - 1) {
+    ask_for_state<State>(p, request + ahead, head, row_block * kGroups * kRows, kGroups * kRows);
+  }
+
   float sums[3] = {};
 #pragma unroll
   for (int c = 0; c < Columns::kEach; ++c) {
@@ -323,54 +429,16 @@ __global__ void __launch_bounds__(kStepThreads)
   const float key_scale = p.normalize ? rsqrtf(columns.sum(0) + kNormEpsilon) : 1.f;
   const float query_scale = p.scale * (p.normalize ? rsqrtf(columns.sum(1) + kNormEpsilon) : 1.f);
 
-  // The state decays as it is multiplied, each part once; a part's key and query serve all rows.
-  float by_key[kRows] = {}, by_query[kRows] = {}, key_query = 0.f;
-#pragma unroll
-  for (int j = 0; j < Part::kVecs; ++j) {
-    constexpr int kVec = Part::kVec;
-    const int column = Part::column(lane, j * kVec);
-    float keys[kVec], queries[kVec], decays[kVec];
-    load_shared(keys, columns.key + column);
-    load_shared(queries, columns.query + column);
-    if constexpr (kChannels) load_shared(decays, columns.decay + column);
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-      const float scaled_key = keys[i] * key_scale, scaled_query = queries[i] * query_scale;
-      key_query = fmaf(scaled_key, scaled_query, key_query);
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        float& s = state[r][j * kVec + i];
-        s *= kChannels ? decays[i] : factor;
-        by_key[r] = fmaf(s, scaled_key, by_key[r]);
-        by_query[r] = fmaf(s, scaled_query, by_query[r]);
-      }
-    }
-  }
-  key_query = sum_of_lanes<kLanes>(key_query);
-  float update[kRows];
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    by_query[r] = sum_of_lanes<kLanes>(by_query[r]);
-    update[r] = coefficient * (kDelta ? value[r] - sum_of_lanes<kLanes>(by_key[r]) : value[r]);
-  }
-#pragma unroll
-  for (int j = 0; j < Part::kVecs; ++j) {
-    constexpr int kVec = Part::kVec;
-    float keys[kVec];
-    load_shared(keys, columns.key + Part::column(lane, j * kVec));
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-      const float scaled_key = keys[i] * key_scale;
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) state[r][j * kVec + i] = fmaf(update[r], scaled_key, state[r][j * kVec + i]);
-    }
-  }
+  float update[kRows], by_query[kRows];
+  const float key_query = step_rows<Part, kDelta, kChannels, kLanes>(
+      state, columns, lane, factor, coefficient, key_scale, query_scale, [&](int r) { return value[r]; }, update,
+      by_query);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const int row = first_row + r * kGroups;
     if (!has_row(row)) continue;
     if (slots.to != nullptr) {
-      Part::template store<kVectors>(state[r], slots.to + int64_t{row} * p.stride_row, lane, key_dim);
+      Part::template store<kVectors, true>(state[r], slots.to + int64_t{row} * p.stride_row, lane, key_dim);
     }
     float out = fmaf(update[r], key_query, by_query[r]);
     if constexpr (!kDelta) {
@@ -393,7 +461,7 @@ void launch_linear_step(const char* what, const LinearStep& p, cudaStream_t stre
       .blocks = static_cast<int>(blocks), .threads = kStepThreads, .shared_bytes = 0, .max_shared_bytes = 0};
   const auto run = [&](auto which) {
     launch_dependent<&linear_step_kernel<State, kMaxKeys, kDelta, kChannels, decltype(which)::value>>(
-        what, shape, stream, p, row_blocks);
+        what, shape, stream, p, row_blocks, requests_ahead(what, p, row_blocks * p.num_heads));
   };
   using Case = StepCase;
   const bool vectors = p.key_dim * sizeof(State) % 16 == 0 &&

@@ -16,6 +16,8 @@ struct VerifyLayout {
   bool channels;
 
   __host__ __device__ int total_rows() const { return rows_before + drafts; }
+  __host__ __device__ int key_stride() const { return keys; }
+  __host__ __device__ int query_stride() const { return keys; }
   // Products of a row's key with each draft's key and query, in pairs; two drafts are four floats.
   __host__ __device__ int product_stride() const { return round_up(2 * drafts, 4); }
   __host__ __device__ int row_keys() const { return 0; }                  // [rows, keys]
@@ -98,13 +100,13 @@ __device__ __forceinline__ void make_draft(const LinearStep& p, int64_t token, i
 
 // With gates per channel, what a draft's key and query are multiplied with: the state's decay up to it, and of each row
 // behind it the product of the keys under the decays since. Rows are walked from the draft to the state. By one warp.
-template <int kMaxKeys>
-__device__ __forceinline__ void walk_back(const VerifyLayout& at, float* shared, int draft, int length,
-                                          uint32_t ancestors) {
+template <int kMaxKeys, typename Layout, typename Put>
+__device__ __forceinline__ void walk_back(const Layout& at, float* shared, int draft, int length, uint32_t ancestors,
+                                          const Put& put) {
   constexpr int kEach = kMaxKeys / 32;
   const int lane = threadIdx.x % 32;
-  const float* own_key = shared + at.row_keys() + (at.rows_before + draft) * kMaxKeys;
-  const float* own_query = shared + at.queries() + draft * kMaxKeys;
+  const float* own_key = shared + at.row_keys() + (at.rows_before + draft) * at.key_stride();
+  const float* own_query = shared + at.queries() + draft * at.query_stride();
   float key[kEach], query[kEach], decay[kEach];
 #pragma unroll
   for (int c = 0; c < kEach; ++c) {
@@ -113,7 +115,7 @@ __device__ __forceinline__ void walk_back(const VerifyLayout& at, float* shared,
     decay[c] = 1.f;
   }
   const auto take = [&](int row, bool seen) {  // without branches, so that sums of several rows overlap
-    const float* other = shared + at.row_keys() + row * kMaxKeys;
+    const float* other = shared + at.row_keys() + row * at.key_stride();
     const float* decays = shared + at.decays() + row * kMaxKeys;
     float sums[2] = {};
 #pragma unroll
@@ -131,12 +133,8 @@ __device__ __forceinline__ void walk_back(const VerifyLayout& at, float* shared,
   for (int t = draft; t >= 0; --t) take(at.rows_before + t, t == draft || (ancestors >> t & 1u) != 0);
 #pragma unroll 4
   for (int row = length - 1; row >= 0; --row) take(row, true);
-  float* vectors = shared + at.vectors() + 2 * draft * kMaxKeys;
 #pragma unroll
-  for (int c = 0; c < kEach; ++c) {
-    vectors[lane + 32 * c] = key[c] * decay[c];
-    vectors[kMaxKeys + lane + 32 * c] = query[c] * decay[c];
-  }
+  for (int c = 0; c < kEach; ++c) put(lane + 32 * c, key[c] * decay[c], query[c] * decay[c]);
 }
 
 // The same where a row has one decay, by all threads: eight lanes take a row and a draft. The decays between them come
@@ -336,7 +334,11 @@ __global__ void __launch_bounds__(kVerifyThreads, kVerifyRows == 2 ? 3 : 2)
   __syncthreads();
   if constexpr (kChannels) {
     for (int t = warp; t < drafts; t += kVerifyThreads / 32) {
-      walk_back<kMaxKeys>(at, shared, t, length, p.ancestors(request, t));
+      float* vectors = shared + at.vectors() + 2 * t * kMaxKeys;
+      walk_back<kMaxKeys>(at, shared, t, length, p.ancestors(request, t), [&](int column, float key, float query) {
+        vectors[column] = key;
+        vectors[kMaxKeys + column] = query;
+      });
     }
   } else {
     multiply_rows<kMaxKeys>(p, at, shared, request, length);

@@ -1,6 +1,6 @@
 #include "core/impl_table.h"
 #include "device/common/linear_commit.cuh"
-#include "device/common/linear_verify.cuh"
+#include "device/sm80/linear_verify_tiles.cuh"
 #include "ssd/cuda/launch.h"
 
 namespace attnops::ssd {
@@ -24,7 +24,7 @@ struct VerifyImpl {
 
 template <typename State, int kMaxKeys>
 void verify_of(const LinearVerify& p, cudaStream_t stream) {
-  launch_linear_verify<State, kMaxKeys, false, false>("ssd_verify", p, stream);
+  launch_linear_drafts<State, kMaxKeys, false, false>("ssd_verify", p, stream);
 }
 
 template <typename State, int kMaxKeys>

@@ -18,6 +18,7 @@
 #include "device/sm80/linear_chunk_channels.cuh"
 #include "device/sm80/linear_chunk_local.cuh"
 #include "device/sm80/linear_chunk_pass.cuh"
+#include "device/sm80/linear_verify_tiles.cuh"
 #include "device/sm90/linear_chunk_ahead.cuh"
 #include "device/sm90/linear_chunk_ring.cuh"
 #include "ssd/checks.h"
@@ -134,9 +135,28 @@ void verify_rows(const LinearVerify& p) {
            [&] { linear_verify_kernel<State, kKeys, kDelta, kChannels, false, kRows>(p, row_blocks); });
 }
 
+template <typename State, bool kDelta, bool kChannels, int kBlocks>
+void run_tiles(const LinearVerify& p) {
+  const VerifyTileLayout at = attnops::verify_tiles<State, kDelta, kChannels, kBlocks>(p);
+  if (4 * at.floats() > static_cast<int>(sizeof(memory))) std::abort();
+  for (int request = 0; request < p.step.batch_size; ++request) {
+    for (int head = 0; head < p.step.num_heads; ++head) {
+      blockIdx.y = head, blockIdx.z = request;
+      run_grid(ceil_div(p.step.value_dim, at.cta_rows), kTileThreads<kDelta>,
+               [&] { linear_verify_tile_kernel<State, kDelta, kChannels, kBlocks>(p, 0); });
+    }
+  }
+}
+
 template <typename State, int kKeys, bool kDelta, bool kChannels>
 void verify_of(const LinearVerify& p) {
   static int turn = 0;
+  if constexpr (kKeys == kTileKeys) {
+    if (verify_tiles_take<State>(p)) {
+      if (p.drafts <= kBlockDrafts<kDelta>) return run_tiles<State, kDelta, kChannels, 1>(p);
+      if constexpr (kDelta) return run_tiles<State, kDelta, kChannels, 2>(p);
+    }
+  }
   if (kKeys == 128 && turn++ % 2 == 0) return verify_rows<State, kKeys, kDelta, kChannels, 4>(p);
   verify_rows<State, kKeys, kDelta, kChannels, 2>(p);
 }
@@ -153,10 +173,8 @@ void verify(const LinearVerify& p) {
 
 template <int kKeys>
 void commit_of(const LinearCommit& p, ReportOp op) {
-  const int row_blocks = ceil_div(p.step.value_dim, kCommitThreads / (kKeys / kLaneElements) * kStepRows);
-  const int parts = p.step.batch_size > 1 ? 1 : row_blocks;  // both ways
-  run_grid(int64_t{p.step.batch_size} * p.step.num_heads * parts, kCommitThreads,
-           [&] { linear_commit_kernel<float, kKeys, false>(p, op, parts); });
+  static int turn = 0;
+  run_grid(1 + turn++ % 5, kCommitThreads, [&] { linear_commit_kernel<float, kKeys, false>(p, op); });
   run_grid(1, kCommitThreads, [&] { move_cursors_kernel(p); });
 }
 
@@ -169,7 +187,7 @@ void conv_step(const delta_conv::ConvDecode& p) {
   for (unsigned i = blocks; i > 0; --i) {
     blockIdx.x = i - 1;
     cuda_model::run_cta(
-        kStepThreads, [&] { delta_conv::sm90::conv_step_kernel<State, kKeys, kChannels>(p.conv, p.step, row_blocks); });
+        kStepThreads, [&] { delta_conv::sm90::conv_step_kernel<State, kKeys, kChannels>(p.conv, p.step, row_blocks, 0); });
   }
 }
 

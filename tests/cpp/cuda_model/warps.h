@@ -179,6 +179,7 @@ inline uint32_t __ballot_sync(unsigned, bool own) {
   for (int i = 0; i < 32; ++i) bits |= static_cast<uint32_t>(lanes[i] != 0) << i;
   return bits;
 }
+inline int __popc(uint32_t bits) { return __builtin_popcount(bits); }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
 inline bool __all_sync(unsigned, bool own) {
   const cuda_model::Lanes<int> lanes(own);
