@@ -30,8 +30,8 @@ struct Traits {
   static constexpr int kThreads = kGroups * kGroupThreads;  // that multiply
   static constexpr int kReaders = kThreads;                 // of every unit
   static constexpr bool kGathers = kGathers_;
-  // Tiles of e4m3 become fp16 in shared memory: by the warpgroup that multiplies (fp8/widened_block.cuh), or between two
-  // rings, by warps of their own (fp8/widening.cuh).
+  // Tiles of e4m3 become fp16 in shared memory: by the warpgroup that multiplies (fp8/widened_block.cuh), or between
+  // two rings, by warps of their own (fp8/widening.cuh).
   static constexpr bool kWidens = kFp8 && kRows >= 64;
   static constexpr bool kWidensAhead = kWidens && (kRows > 64 || kHeadDim > 128);
   // Two groups of wide rows need more registers than there are for all: those that bring tiles give them some. They are
@@ -164,7 +164,7 @@ struct SharedLayout {
   static constexpr int kFoldSums = kInbox + Tr::kInboxBytes;                  // float [kWarps][kRows]
   static constexpr int kFold = kFoldSums + Tr::kWarps * Tr::kRows * 4;        // [kFoldLevels - 1], where kernels fold
   static constexpr int kRawFull = kInbox + Tr::kInboxBytes + Tr::kFoldBytes;  // barriers [kRawUnits]
-  static constexpr int kRawEmpty = kRawFull + (Tr::kWidensAhead ? 96 : 0);         // barriers [kRawUnits]
+  static constexpr int kRawEmpty = kRawFull + (Tr::kWidensAhead ? 96 : 0);    // barriers [kRawUnits]
   static constexpr int kBytes = kRawEmpty + (Tr::kWidensAhead ? 96 : 0);
 };
 template <class Tr>

@@ -32,7 +32,7 @@ class WideningWarp {
   static constexpr int kParts = Tr::kTileTokens / 32, kColumnBytes = Tr::kTileTokens * 128;
   static constexpr int kItems = kParts * Tr::kHeadDim / 16;
   static constexpr int kItemsOfWarp = ceil_div(kItems, kWarps);
-  static constexpr int kPasses = ceil_div(kItemsOfWarp, Tr::kMovesRegisters && Tr::kBringerRegisters < 80 ? 3 : 6);
+  static constexpr int kPasses = ceil_div(kItemsOfWarp, Tr::kMovesRegisters&& Tr::kBringerRegisters < 80 ? 3 : 6);
   static constexpr int kAtOnce = ceil_div(kItemsOfWarp, kPasses);
 
   __device__ __forceinline__ void widen_unit() {
