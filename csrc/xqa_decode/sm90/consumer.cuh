@@ -70,13 +70,17 @@ class Consumer {
         const int tiles = num_tiles(piece);
         park(piece);
         attend_keys(keys, tiles, first_row, block);
-        if (tiles == 0) sync_group<Tr>();
+        if constexpr (!Tr::kEndsOnce) {
+          block.add_up(exchange_);  // the group meets
+        } else if (tiles == 0) {
+          sync_group<Tr>();
+        }
         take_back(piece);
         place = place_of(piece), first_row = first_row_of(piece.row_block());
       } else {
         attend_keys(piece, num_tiles(piece), first_row, block);
+        if constexpr (!Tr::kEndsOnce) block.add_up(exchange_);
       }
-      if constexpr (!Tr::kEndsOnce) block.add_up(exchange_);
       if constexpr (Tr::kFetchesAhead && !Tr::kFp8) queries_ = other_queries();
       const Splits splits = piece.splits();
       float* const factors = reinterpret_cast<float*>(smem_ + Shared::kFactors);
@@ -207,19 +211,23 @@ class Consumer {
 
   // One thread writes the walk's state, behind a barrier since all have read the last, and all read it behind another.
   __device__ __forceinline__ void park(PieceWalk& piece) const {
-    if (threadIdx.x != 0) return;
-    uint32_t place = shared_ + Shared::kPiece;
+    if (threadIdx.x % Tr::kGroupThreads != 0) return;
+    uint32_t place = place_of_walk();
     piece.visit_state([&](int word) {
       asm volatile("st.shared.b32 [%0], %1;" ::"r"(place), "r"(word) : "memory");
       place += 4;
     });
   }
   __device__ __forceinline__ void take_back(PieceWalk& piece) const {
-    uint32_t place = shared_ + Shared::kPiece;
+    uint32_t place = place_of_walk();
     piece.visit_state([&](int& word) {
       asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(place) : "memory");
       place += 4;
     });
+  }
+  // Each group has its own: they are not at the same piece.
+  __device__ __forceinline__ uint32_t place_of_walk() const {
+    return shared_ + Shared::kPiece + own_group<Tr>() * (Tr::kWalkBytes / Tr::kGroups);
   }
 
   using Scores = float[Block<Tr>::kScores];

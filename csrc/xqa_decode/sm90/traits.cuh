@@ -67,8 +67,9 @@ struct Traits {
   static constexpr int kFactorBytes = kEndsOnce && !kFp8 ? kRows * 4 : 0;
   // The walk over pieces lies in shared memory while a piece is attended and merged: in registers it would be spilled,
   // and so would loads that nobody waits for.
-  static constexpr bool kParksWalk = !kFolds && kInboxBytes == 0 && !kFp8 && kRows == 32 && kHeadDim <= 128;
-  static constexpr int kWalkBytes = kFolds || kParksWalk ? 96 : 0;
+  static constexpr bool kParksWalk =
+      !kFolds && kInboxBytes == 0 && (kRows >= 64 || (!kFp8 && kRows == 32 && kHeadDim <= 128));
+  static constexpr int kWalkBytes = kFolds || kParksWalk ? 96 * kGroups : 0;
   static constexpr int kExchangeBytes = kWidensAhead ? 0 : kWarps * kRows * 4;
   static constexpr int kSmallBytes = 256 + kExchangeBytes + (kFp8 ? 2 * kRows * 4 : 0) + kWalkBytes + kFactorBytes;
   // The next piece's queries come while this one's tiles are multiplied, where that does not cost a CTA of the SM, or
@@ -89,7 +90,7 @@ struct Traits {
   static constexpr int kPartOfSm = (228 - kMostCtas) * 1024 / kMostCtas, kWholeSm = 227 * 1024;
   static constexpr int kCtasPerSm = kGroups == 1 && kPartOfSm - kRestBytes >= 3 * kUnitBytes ? kMostCtas : 1;
   // Splits that a merge loads at a time: more would spill what lives on.
-  static constexpr int kMergeBatch = kParksWalk ? 8 : 16;
+  static constexpr int kMergeBatch = kParksWalk && kRows == 32 ? 8 : 16;
   static constexpr int kRingBytes = (kCtasPerSm > 1 ? kPartOfSm : kWholeSm) - kRestBytes;
   // Units of e4m3 have a ring of their own, of four places or more.
   static constexpr int kRawUnitBytes = kWidensAhead ? ceil_div(kHeadDim, 128) * (kTileTokens * 128) : 0;
