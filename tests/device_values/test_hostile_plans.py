@@ -11,7 +11,7 @@ from fmha_calls import split_plan
 from hostile_plans import INT_MAX, INT_MIN, WAYS, Between, HostilePlan, spoil
 from kernel_rows import ROWS, Case, case_of, finite
 from mla_calls import SCALE, plan_for, queries
-from problems import FP8, mla_problem, paged_problem
+from problems import FP8, RaggedProblem, mla_problem, paged_problem, ragged_problem
 from sparse_calls import KINDS, sparse_problem
 from sparse_calls import plan_of as sparse_plan_of
 from xqa_decoding import make_plan
@@ -195,18 +195,23 @@ def test_a_plan_of_any_words_is_an_error_on_the_cpu(name, fixed):
     assert refused > len(WAYS)
 
 
+# Paged and, where there is no page size, ragged prefills.
 PREFILLS = {
     "hd128": {"head_dim": 128, "page_size": 64},
     "pairs": {"head_dim": 128, "page_size": 64, "num_q_heads": 8, "num_kv_heads": 2},
     "rows": {"head_dim": 64, "page_size": 1},
     "e4m3": {"head_dim": 128, "page_size": 16, "kv_dtype": FP8},
     "hd256": {"head_dim": 256, "page_size": 32},
+    "ragged": {"head_dim": 128},
+    "ragged pairs": {"head_dim": 64, "num_q_heads": 8, "num_kv_heads": 2},
+    "ragged hd192 beside 128": {"head_dim": 192, "head_dim_v": 128},
+    "ragged float16": {"head_dim": 96, "dtype": FP16},
 }
 COUNTERS = [(-1, 0, 0), (5, 0, 0), (0, 7, 0), (0, 0, -1), (0, 0, INT_MAX), (INT_MIN, INT_MIN, INT_MIN)]
 
 
 class HostileOrder:
-    """A copy of a plan of `fmha_paged` between guards."""
+    """A copy of a plan of `fmha_paged` or `fmha_varlen` between guards."""
 
     def __init__(self, plan):
         self.tensors = {
@@ -220,12 +225,20 @@ class HostileOrder:
 
 def prefill(kind: str):
     """A problem with a long request, its plan, whose tiles are cut, and the call by any plan."""
-    problem = paged_problem([9000, 50, 300, 7], [130, 50, 300, 0], **PREFILLS[kind]).to("cuda")
-    plan = split_plan(problem)
-    ops.fmha_plan(plan, problem.cu_seqlens_q, cache_seqlens=problem.cache_seqlens)
+    lengths = ([9000, 50, 300, 7], [130, 50, 300, 0])
+    if "page_size" not in PREFILLS[kind]:
+        problem = ragged_problem(lengths[1], lengths[0], **PREFILLS[kind]).to("cuda")
+        plan = split_plan(problem)
+        ops.fmha_plan(plan, problem.cu_seqlens_q, problem.cu_seqlens_k)
+    else:
+        problem = paged_problem(*lengths, **PREFILLS[kind]).to("cuda")
+        plan = split_plan(problem)
+        ops.fmha_plan(plan, problem.cu_seqlens_q, cache_seqlens=problem.cache_seqlens)
     assert plan.pieces[0, 0] > 1
 
     def attend(plan):
+        if isinstance(problem, RaggedProblem):
+            return ops.fmha_varlen(problem.q, problem.k, problem.v, problem.cu_seqlens_q, problem.cu_seqlens_k, plan)[0]
         pools = (problem.k_pages, problem.v_pages, problem.page_table, problem.cache_seqlens, problem.cu_seqlens_q)
         return ops.fmha_paged(problem.q, *pools, plan, k_scale=problem.k_scale, v_scale=problem.v_scale)[0]
 
@@ -259,7 +272,7 @@ def test_an_order_of_any_words_ends_nothing(kind):
 
 @gpu
 @pytest.mark.parametrize("counters", COUNTERS, ids=str)
-@pytest.mark.parametrize("kind", ["pairs", "rows"])
+@pytest.mark.parametrize("kind", ["pairs", "rows", "ragged pairs"])
 def test_counters_of_any_words_end_nothing(kind, counters):
     plan, attend = prefill(kind)
     good = attend(plan)

@@ -11,13 +11,13 @@ namespace attnops::fp4_kv {
 
 inline constexpr float kUnit = 128.f;  // what dequantized values are to be multiplied by
 
-// Codes `i` and `i` + 4 of eight, i in 0 .. 3, times 2^-14.
-template <int i>
-__device__ __forceinline__ uint32_t code_pair(uint32_t codes) {
-  constexpr uint32_t kSigns = 0x80008000u, kSizes = 0x0E000E00u;
-  const uint32_t signs = codes << (12 - 4 * i);
-  const uint32_t sizes = i < 3 ? codes << (9 - 4 * (i < 3 ? i : 0)) : codes >> 3;
-  return (signs & kSigns) | (sizes & kSizes);
+// Codes i and i + 4 of eight as pair i, times 2^-14. First they become the upper bytes of fp16, four at a time.
+__device__ __forceinline__ void code_pairs(uint32_t codes, uint32_t (&pairs)[4]) {
+  constexpr uint32_t kSigns = 0x80808080u, kSizes = 0x0E0E0E0Eu, kUpper = 0xFF00FF00u;
+  const uint32_t even = (codes << 4 & kSigns) | (codes << 1 & kSizes);
+  const uint32_t odd = (codes & kSigns) | (codes >> 3 & kSizes);
+  pairs[0] = __byte_perm(even, 0, 0x2404), pairs[1] = __byte_perm(odd, 0, 0x2404);
+  pairs[2] = even & kUpper, pairs[3] = odd & kUpper;
 }
 
 __device__ __forceinline__ uint32_t times(uint32_t pair, __half2 scale) {

@@ -13,8 +13,12 @@ void launch_decode(const DecodeParams& p, cudaStream_t stream) {
   const int64_t works = int64_t{p.batch_size} * p.num_kv_heads * p.num_splits;
   const int blocks = static_cast<int>(ceil_div<int64_t>(works, kWarps));
   if (blocks > 0) {
-    launch_dependent<&fp4_decode_kernel<T, kDim, kRowTiles>>("fp4_decode_kernel", {blocks, 32 * kWarps, 0, 0}, stream,
-                                                             p);
+    const LaunchShape shape{blocks, 32 * kWarps, 0, 0};
+    if (tiles_in_pages(p, kTileKeys)) {
+      launch_dependent<&fp4_decode_kernel<T, kDim, kRowTiles, true>>("fp4_decode_kernel", shape, stream, p);
+    } else {
+      launch_dependent<&fp4_decode_kernel<T, kDim, kRowTiles, false>>("fp4_decode_kernel", shape, stream, p);
+    }
   }
   launch_merge<T>(p, stream);
 }
@@ -24,8 +28,12 @@ void launch_latents(const DecodeParams& p, cudaStream_t stream) {
   const int blocks = ceil_div(p.seqlen_q * p.num_q_heads, kLatentRows);
   const int64_t works = int64_t{p.batch_size} * blocks * p.num_splits;
   if (works > 0) {
-    launch_dependent<&fp4_latent_kernel<T>>("fp4_latent_kernel", {static_cast<int>(works), 32 * kLatentWarps, 0, 0},
-                                            stream, p);
+    const LaunchShape shape{static_cast<int>(works), 32 * kLatentWarps, 0, 0};
+    if (tiles_in_pages(p, kLatentKeys)) {
+      launch_dependent<&fp4_latent_kernel<T, true>>("fp4_latent_kernel", shape, stream, p);
+    } else {
+      launch_dependent<&fp4_latent_kernel<T, false>>("fp4_latent_kernel", shape, stream, p);
+    }
   }
   launch_merge<T>(p, stream);
 }

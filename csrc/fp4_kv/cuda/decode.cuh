@@ -16,8 +16,16 @@ namespace attnops::fp4_kv {
 
 inline constexpr int kTileKeys = 32, kWarps = 4, kRowsOfTile = 8;
 
+// Whether a tile of keys lies in one page, and its rows within 31 bits of each other.
+__host__ __device__ inline bool tiles_in_pages(const DecodeParams& p, int tile_keys) {
+  const auto near = [&](int64_t stride) { return stride >= 0 && stride < INT_MAX / tile_keys; };
+  return p.page_table.page_size % tile_keys == 0 && near(p.k.codes_stride_token) && near(p.k.scales_stride_token) &&
+         near(p.v.codes_stride_token) && near(p.v.scales_stride_token);
+}
+
 // Lane = 4 g + t. Keys of a tile that a lane holds of K: 16 m + g + 8 h. Of V: 16 s + 2 t + {0, 1, 8, 9}.
-template <typename T, int kDim, int kRowTiles>
+// kInPages: `tiles_in_pages`, so that a tile has one address. Else each key has its own.
+template <typename T, int kDim, int kRowTiles, bool kInPages>
 class WarpDecode {
  public:
   static constexpr int kKeyWords = kDim / 32;    // of a key in a lane: dims [kDim / 4 t, ..)
@@ -31,7 +39,9 @@ class WarpDecode {
       : p_(p), request_(request), kv_head_(kv_head), split_(split), lane_(threadIdx.x % 32) {
     length_ = min_of(length_of(p.cache_seqlens[request]), p.page_table.num_tokens(request));
     keys_ = visible_keys(length_, p.seqlen_q, p.window_left);
+    if (p.page_table.num_pages == 0) keys_.end = keys_.begin;
     cells_ = p.page_table.row(request);
+    score_scale_ = p.softmax_scale * (p.k.scale ? *p.k.scale : 1.f) * kUnit;
   }
 
   __device__ void run() {
@@ -51,9 +61,11 @@ class WarpDecode {
       }
     }
     if (begin < end) {
+      look_up(begin, end);
       place(begin);
-      load_keys(begin);
-      load_values(begin);
+      look_up(begin + 1, end);
+      load_keys();
+      load_values();
     }
 #pragma unroll 1
     for (int tile = begin; tile < end; ++tile) {
@@ -62,11 +74,12 @@ class WarpDecode {
       const uint32_t good = good_;
       if (tile + 1 < end) {
         place(tile + 1);
-        load_keys(tile + 1);
+        look_up(tile + 2, end);
+        load_keys();
       }
       soften(tile, good, scores);
       multiply_values(scores);
-      if (tile + 1 < end) load_values(tile + 1);
+      if (tile + 1 < end) load_values();
     }
     store();
   }
@@ -75,34 +88,64 @@ class WarpDecode {
   __device__ __forceinline__ int g() const { return lane_ / 4; }
   __device__ __forceinline__ int t() const { return lane_ % 4; }
 
-  // Where the tile's key `lane_` lies, and which keys there are.
-  __device__ __forceinline__ void place(int tile) {
-    const int key = tile * kTileKeys + lane_;
-    int page = -1, offset = 0;
-    if (key >= keys_.begin && key < keys_.end) {
-      const int cell = key / p_.page_table.page_size;
-      page = __ldg(cells_ + cell);
-      offset = key - cell * p_.page_table.page_size;
-      if (!p_.page_table.has_page(page)) {
-        if (p_.report && kv_head_ == 0 && (offset == 0 || key == keys_.begin)) {
-          record_fault(p_.report,
-                       {kReportFp4Decode, ReportKind::kPageIndex, request_, cell, page, p_.page_table.num_pages});
-        }
-        page = -1;
-      }
-    }
-    good_ = __ballot_sync(~0u, page >= 0);
-    page_ = page >= 0 ? page : 0;
-    offset_ = offset;
+  // Asks for the page of a tile's key (kInPages: its first, else `lane_`), a tile before its place is wanted.
+  __device__ __forceinline__ void look_up(int tile, int end) {
+    if (tile >= end) return;
+    const int key = tile * kTileKeys + (kInPages ? 0 : lane_);
+    const int cell = key / p_.page_table.page_size;
+    offset_ahead_ = key - cell * p_.page_table.page_size;
+    page_ahead_ = key < keys_.end ? __ldg(cells_ + cell) : -1;
   }
 
-  __device__ __forceinline__ void address(const Pages& pages, int key, const uint8_t*& codes,
+  // Where the tile's keys lie, and which of them there are.
+  __device__ __forceinline__ void place(int tile) {
+    const int key = tile * kTileKeys + lane_;
+    const bool wanted = key >= keys_.begin && key < keys_.end, has_page = p_.page_table.has_page(page_ahead_);
+    if (p_.report && wanted && !has_page) {
+      const int cell = key / p_.page_table.page_size;
+      if (kv_head_ == 0 && (key == cell * p_.page_table.page_size || key == keys_.begin)) {
+        record_fault(p_.report,
+                     {kReportFp4Decode, ReportKind::kPageIndex, request_, cell, page_ahead_, p_.page_table.num_pages});
+      }
+    }
+    good_ = __ballot_sync(~0u, wanted && has_page);
+    const int page = has_page ? page_ahead_ : 0;
+    if constexpr (kInPages) {
+      key_codes_at_ =
+          p_.k.codes + place_of(p_.k.codes_stride_page, p_.k.codes_stride_token, p_.k.codes_stride_head, page);
+      key_scales_at_ =
+          p_.k.scales + place_of(p_.k.scales_stride_page, p_.k.scales_stride_token, p_.k.scales_stride_head, page);
+      value_codes_at_ =
+          p_.v.codes + place_of(p_.v.codes_stride_page, p_.v.codes_stride_token, p_.v.codes_stride_head, page);
+      value_scales_at_ =
+          p_.v.scales + place_of(p_.v.scales_stride_page, p_.v.scales_stride_token, p_.v.scales_stride_head, page);
+    } else {
+      page_ = page, offset_ = offset_ahead_;
+    }
+  }
+
+  __device__ __forceinline__ int64_t place_of(int64_t page_stride, int64_t token_stride, int64_t head_stride,
+                                              int page) const {
+    return page * page_stride + offset_ahead_ * token_stride + kv_head_ * head_stride;
+  }
+
+  // Of key `lane_key` + `fixed_key` of the tile.
+  __device__ __forceinline__ void address(const Pages& pages, const uint8_t* codes_at, const uint8_t* scales_at,
+                                          int lane_key, int fixed_key, const uint8_t*& codes,
                                           const uint8_t*& scales) const {
-    const int64_t page = __shfl_sync(~0u, page_, key), offset = __shfl_sync(~0u, offset_, key);
-    codes = pages.codes + page * pages.codes_stride_page + offset * pages.codes_stride_token +
-            kv_head_ * pages.codes_stride_head;
-    scales = pages.scales + page * pages.scales_stride_page + offset * pages.scales_stride_token +
-             kv_head_ * pages.scales_stride_head;
+    if constexpr (kInPages) {
+      const int codes_stride = static_cast<int>(pages.codes_stride_token);
+      const int scales_stride = static_cast<int>(pages.scales_stride_token);
+      codes = codes_at + (lane_key * codes_stride + fixed_key * codes_stride);
+      scales = scales_at + (lane_key * scales_stride + fixed_key * scales_stride);
+    } else {
+      const int key = lane_key + fixed_key;
+      const int64_t page = __shfl_sync(~0u, page_, key), offset = __shfl_sync(~0u, offset_, key);
+      codes = pages.codes + page * pages.codes_stride_page + offset * pages.codes_stride_token +
+              kv_head_ * pages.codes_stride_head;
+      scales = pages.scales + page * pages.scales_stride_page + offset * pages.scales_stride_token +
+               kv_head_ * pages.scales_stride_head;
+    }
   }
 
   template <int kWords>
@@ -125,43 +168,45 @@ class WarpDecode {
     }
   }
 
-  // Keys that are not there have scales of zero: what lies in their place may be anything.
-  __device__ __forceinline__ void load_keys(int) {
+  // Scores of keys that are not there are hidden later, whatever lies in their place.
+  __device__ __forceinline__ void load_keys() {
 #pragma unroll
     for (int i = 0; i < kKeyRows; ++i) {
-      const int key = 8 * i + g();
       const uint8_t *codes, *scales;
-      address(p_.k, key, codes, scales);
+      address(p_.k, key_codes_at_, key_scales_at_, g(), 8 * i, codes, scales);
       load_words(key_codes_[i], codes + kDim / 8 * t());
-      key_scales_[i] = load_scales<kDim / 64>(scales + kDim / 64 * t(), good_ >> key & 1);
+      key_scales_[i] = load_scales<kDim / 64>(scales + kDim / 64 * t());
     }
   }
 
   // kCount scales, 1, 2 or 4, in the low bytes.
   template <int kCount>
-  __device__ __forceinline__ static uint32_t load_scales(const uint8_t* from, bool take) {
+  __device__ __forceinline__ static uint32_t load_scales(const uint8_t* from) {
     if constexpr (kCount == 1) {
-      const uint32_t x = __ldg(from);
-      return take ? x : 0;
+      return __ldg(from);
     } else if constexpr (kCount == 2) {
-      const uint32_t x = __ldg(reinterpret_cast<const uint16_t*>(from));
-      return take ? x : 0;
+      return __ldg(reinterpret_cast<const uint16_t*>(from));
     } else {
-      const uint32_t x = __ldg(reinterpret_cast<const uint32_t*>(from));
-      return take ? x : 0;
+      return __ldg(reinterpret_cast<const uint32_t*>(from));
     }
   }
 
   static constexpr int kValueScales = kDim / 128 > 0 ? kDim / 128 : 1;  // of a key in a lane
 
-  __device__ __forceinline__ void load_values(int) {
+  // Values that are not there have scales of zero: what lies in their place may be NaN.
+  __device__ __forceinline__ void load_values() {
+    const auto fixed_key = [](int i) { return 16 * (i / 4) + 8 * (i / 2 % 2) + i % 2; };
 #pragma unroll
     for (int i = 0; i < kValueRows; ++i) {
-      const int key = 16 * (i / 4) + 2 * t() + 8 * (i / 2 % 2) + i % 2;
       const uint8_t *codes, *scales;
-      address(p_.v, key, codes, scales);
+      address(p_.v, value_codes_at_, value_scales_at_, 2 * t(), fixed_key(i), codes, scales);
       load_words(value_codes_[i], codes + kDim / 16 * g());
-      value_scales_[i] = load_scales<kValueScales>(scales + kDim / 8 * g() / kBlock, good_ >> key & 1);
+      value_scales_[i] = load_scales<kValueScales>(scales + kDim / 8 * g() / kBlock);
+    }
+    if (good_ == ~0u) return;
+#pragma unroll
+    for (int i = 0; i < kValueRows; ++i) {
+      if (!(good_ >> (2 * t() + fixed_key(i)) & 1)) value_scales_[i] = 0;
     }
   }
 
@@ -183,13 +228,6 @@ class WarpDecode {
     }
   }
 
-  template <int i>
-  __device__ __forceinline__ static void key_fragment(uint32_t low, uint32_t high, __half2 scale_low,
-                                                      __half2 scale_high, uint32_t (&a)[4]) {
-    a[0] = times(code_pair<i>(low), scale_low), a[1] = times(code_pair<i>(high), scale_high);
-    a[2] = times(code_pair<i + 1>(low), scale_low), a[3] = times(code_pair<i + 1>(high), scale_high);
-  }
-
   // The scale of word `word` of a lane's key, in both halves. Two words share one.
   __device__ __forceinline__ static __half2 scale_of_word(uint32_t scales, int word) {
     const __half2 pair = scale_pair(scales >> (word / 4 * 16) & 0xffff);
@@ -207,16 +245,18 @@ class WarpDecode {
 #pragma unroll
       for (int word = 0; word < kKeyWords; ++word) {
         const __half2 low = scale_of_word(key_scales_[2 * m], word), high = scale_of_word(key_scales_[2 * m + 1], word);
-        uint32_t a[4];
-        key_fragment<0>(key_codes_[2 * m][word], key_codes_[2 * m + 1][word], low, high, a);
+        uint32_t first[4], second[4];
+        code_pairs(key_codes_[2 * m][word], first);
+        code_pairs(key_codes_[2 * m + 1][word], second);
 #pragma unroll
-        for (int n = 0; n < kRowTiles; ++n) {
-          mma_m16n8k16<__half>(scores[m][n], a, query_[2 * word][n][0], query_[2 * word][n][1]);
-        }
-        key_fragment<2>(key_codes_[2 * m][word], key_codes_[2 * m + 1][word], low, high, a);
+        for (int half = 0; half < 2; ++half) {
+          const uint32_t a[4] = {times(first[2 * half], low), times(second[2 * half], high),
+                                 times(first[2 * half + 1], low), times(second[2 * half + 1], high)};
+          const int step = 2 * word + half;
 #pragma unroll
-        for (int n = 0; n < kRowTiles; ++n) {
-          mma_m16n8k16<__half>(scores[m][n], a, query_[2 * word + 1][n][0], query_[2 * word + 1][n][1]);
+          for (int n = 0; n < kRowTiles; ++n) {
+            mma_m16n8k16<__half>(scores[m][n], a, query_[step][n][0], query_[step][n][1]);
+          }
         }
       }
     }
@@ -245,16 +285,22 @@ class WarpDecode {
   }
 
   __device__ __forceinline__ void soften(int tile, uint32_t good, float (&scores)[kTileKeys / 16][kRowTiles][4]) {
-    const float scale = p_.softmax_scale * (p_.k.scale ? *p_.k.scale : 1.f) * kUnit;
-    const float cap = p_.logit_cap;
+    const float factor = p_.logit_cap > 0.f ? score_scale_ / p_.logit_cap : score_scale_ * kLog2e;
 #pragma unroll
     for (int m = 0; m < kTileKeys / 16; ++m) {
 #pragma unroll
       for (int n = 0; n < kRowTiles; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float& x = scores[m][n][i];
-          x = cap > 0.f ? cap * tanhf(x * scale / cap) * kLog2e : x * (scale * kLog2e);
+        for (int i = 0; i < 4; ++i) scores[m][n][i] *= factor;
+      }
+    }
+    if (p_.logit_cap > 0.f) {
+#pragma unroll
+      for (int m = 0; m < kTileKeys / 16; ++m) {
+#pragma unroll
+        for (int n = 0; n < kRowTiles; ++n) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) scores[m][n][i] = p_.logit_cap * kLog2e * tanhf(scores[m][n][i]);
         }
       }
     }
@@ -314,16 +360,6 @@ class WarpDecode {
     }
   }
 
-  // Codes of dims 8 u + i and 8 u + 4 + i of two pairs of keys.
-  template <int i>
-  __device__ __forceinline__ void multiply_tile(int u, const uint32_t (&low)[2], const uint32_t (&high)[2],
-                                                const __half2 (&scales)[2], const uint32_t (&probs)[kRowTiles][2]) {
-    const uint32_t a[4] = {times(code_pair<i>(low[0]), scales[0]), times(code_pair<i>(high[0]), scales[0]),
-                           times(code_pair<i>(low[1]), scales[1]), times(code_pair<i>(high[1]), scales[1])};
-#pragma unroll
-    for (int n = 0; n < kRowTiles; ++n) mma_m16n8k16<__half>(out_[4 * u + i][n], a, probs[n][0], probs[n][1]);
-  }
-
   __device__ __forceinline__ void multiply_values(const float (&scores)[kTileKeys / 16][kRowTiles][4]) {
 #pragma unroll
     for (int s = 0; s < kTileKeys / 16; ++s) {
@@ -335,20 +371,23 @@ class WarpDecode {
       }
 #pragma unroll
       for (int u = 0; u < kValueWords; ++u) {
-        uint32_t low[2], high[2];
+        // Dims 8 u + i and 8 u + 4 + i of two pairs of keys.
+        uint32_t low[2][4], high[2][4];
         __half2 scales[2];
 #pragma unroll
         for (int pair = 0; pair < 2; ++pair) {
-          const int row = 4 * s + 2 * pair, shift = u / 2 * 8;
-          low[pair] = __byte_perm(value_codes_[row][u], value_codes_[row + 1][u], 0x5410);
-          high[pair] = __byte_perm(value_codes_[row][u], value_codes_[row + 1][u], 0x7632);
-          scales[pair] =
-              scale_pair((value_scales_[row] >> shift & 0xff) | (value_scales_[row + 1] >> shift & 0xff) << 8);
+          const int row = 4 * s + 2 * pair;
+          code_pairs(__byte_perm(value_codes_[row][u], value_codes_[row + 1][u], 0x5410), low[pair]);
+          code_pairs(__byte_perm(value_codes_[row][u], value_codes_[row + 1][u], 0x7632), high[pair]);
+          scales[pair] = scale_pair(__byte_perm(value_scales_[row], value_scales_[row + 1], u / 2 == 0 ? 0x40 : 0x51));
         }
-        multiply_tile<0>(u, low, high, scales, probs);
-        multiply_tile<1>(u, low, high, scales, probs);
-        multiply_tile<2>(u, low, high, scales, probs);
-        multiply_tile<3>(u, low, high, scales, probs);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const uint32_t a[4] = {times(low[0][i], scales[0]), times(high[0][i], scales[0]), times(low[1][i], scales[1]),
+                                 times(high[1][i], scales[1])};
+#pragma unroll
+          for (int n = 0; n < kRowTiles; ++n) mma_m16n8k16<__half>(out_[4 * u + i][n], a, probs[n][0], probs[n][1]);
+        }
       }
     }
   }
@@ -389,8 +428,12 @@ class WarpDecode {
   int length_;
   KvRange keys_;
   const int32_t* cells_;
-  int page_ = 0, offset_ = 0;  // of key `lane_` of the tile that is loaded next
-  uint32_t good_ = 0;          // which of its keys there are
+  float score_scale_;
+  int page_ahead_ = -1, offset_ahead_ = 0;  // where the tile after that which is loaded next lies
+  int page_ = 0, offset_ = 0;  // of key `lane_` of the tile that is loaded next; or, kInPages, of its first:
+  const uint8_t *key_codes_at_ = nullptr, *key_scales_at_ = nullptr;
+  const uint8_t *value_codes_at_ = nullptr, *value_scales_at_ = nullptr;
+  uint32_t good_ = 0;  // which of its keys there are
   uint32_t key_codes_[kKeyRows][kKeyWords], key_scales_[kKeyRows];
   uint32_t value_codes_[kValueRows][kValueWords], value_scales_[kValueRows];
   uint32_t query_[kSteps][kRowTiles][2];
@@ -398,7 +441,7 @@ class WarpDecode {
   float top_[kRowTiles][2], sum_[kRowTiles][2];  // of rows 2 t and 2 t + 1; sums of this lane's keys
 };
 
-template <typename T, int kDim, int kRowTiles>
+template <typename T, int kDim, int kRowTiles, bool kInPages>
 __global__ void __launch_bounds__(kWarps * 32) fp4_decode_kernel(const __grid_constant__ DecodeParams p) {
   wait_for_earlier_kernels();
   const int64_t work = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
@@ -407,7 +450,7 @@ __global__ void __launch_bounds__(kWarps * 32) fp4_decode_kernel(const __grid_co
     const int kv_head = static_cast<int>(work % p.num_kv_heads);
     const int64_t rest = work / p.num_kv_heads;
     const int split = static_cast<int>(rest % p.num_splits), request = static_cast<int>(rest / p.num_splits);
-    WarpDecode<T, kDim, kRowTiles>(p, request, kv_head, split).run();
+    WarpDecode<T, kDim, kRowTiles, kInPages>(p, request, kv_head, split).run();
   }
   let_next_kernel_start();
 }

@@ -25,7 +25,8 @@ struct LatentShared {
 
 // Lane = 4 g + t. Of K a lane has keys g and g + 8 of its warp's sixteen, dims 64 c + 16 t + 0 .. 15. Of V it has dims
 // 128 warp + 16 g + 0 .. 15 of keys 16 s + 2 t + {0, 1, 8, 9}.
-template <typename T>
+// kInPages: a tile lies in one page (`tiles_in_pages`), so that it has one address. Else each key has its own.
+template <typename T, bool kInPages>
 class LatentDecode {
  public:
   static constexpr int kChunks = kLatentDim / 64, kValueRows = kLatentKeys / 4;
@@ -41,7 +42,9 @@ class LatentDecode {
         warp_(threadIdx.x / 32) {
     length_ = min_of(length_of(p.cache_seqlens[request]), p.page_table.num_tokens(request));
     keys_ = visible_keys(length_, p.seqlen_q, p.window_left);
+    if (p.page_table.num_pages == 0) keys_.end = keys_.begin;
     cells_ = p.page_table.row(request);
+    score_scale_ = p.softmax_scale * (p.k.scale ? *p.k.scale : 1.f) * kUnit;
   }
 
   __device__ void run() {
@@ -50,7 +53,9 @@ class LatentDecode {
     const int begin = first + static_cast<int>(int64_t{count} * split_ / p_.num_splits);
     const int end = first + static_cast<int>(int64_t{count} * (split_ + 1) / p_.num_splits);
     if (begin < end) {
+      look_up(begin, end);
       place(begin);
+      look_up(begin + 1, end);
       load_keys();
     }
     load_queries();
@@ -73,6 +78,7 @@ class LatentDecode {
       const uint32_t good = warp_ < 2 ? good_[0] >> (16 * warp_) : good_[1] >> (16 * warp_ - 32);
       if (tile + 1 < end) {
         place(tile + 1);
+        look_up(tile + 2, end);
         load_keys();
       }
       soften(tile, good, scores);
@@ -87,61 +93,94 @@ class LatentDecode {
   __device__ __forceinline__ int t() const { return lane_ % 4; }
   __device__ __forceinline__ int rows() const { return p_.seqlen_q * p_.num_q_heads; }
 
-  // Where keys `lane` and 32 + `lane` of a tile lie, and which keys there are. Every warp asks for all.
-  __device__ __forceinline__ void place(int tile) {
+  // Asks for the pages of a tile (kInPages: of its first key; else of keys `lane` and 32 + `lane`), a tile before its
+  // place is wanted. Every warp asks for all.
+  __device__ __forceinline__ void look_up(int tile, int end) {
+    if (tile >= end) return;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int key = tile * kLatentKeys + 32 * half + lane_;
-      int page = -1, offset = 0;
-      if (key >= keys_.begin && key < keys_.end) {
-        const int cell = key / p_.page_table.page_size;
-        page = __ldg(cells_ + cell);
-        offset = key - cell * p_.page_table.page_size;
-        if (!p_.page_table.has_page(page)) {
-          if (p_.report && warp_ == 0 && first_row_ == 0 && (offset == 0 || key == keys_.begin)) {
-            record_fault(p_.report,
-                         {kReportFp4Decode, ReportKind::kPageIndex, request_, cell, page, p_.page_table.num_pages});
-          }
-          page = -1;
-        }
-      }
-      good_[half] = __ballot_sync(~0u, page >= 0);
-      page_[half] = page;
-      offset_[half] = offset;
+    for (int half = 0; half < kParts; ++half) {
+      const int key = tile * kLatentKeys + (kInPages ? 0 : 32 * half + lane_);
+      const int cell = key / p_.page_table.page_size;
+      offset_ahead_[half] = key - cell * p_.page_table.page_size;
+      page_ahead_[half] = key < keys_.end ? __ldg(cells_ + cell) : -1;
     }
   }
 
-  // The rows of key `half` * 32 + `key` of the tile. Without a page: there is no such key.
-  __device__ __forceinline__ bool address(int half, int key, const uint8_t*& codes, const uint8_t*& scales) const {
-    const int64_t page = __shfl_sync(~0u, page_[half], key), offset = __shfl_sync(~0u, offset_[half], key);
-    codes = p_.k.codes + page * p_.k.codes_stride_page + offset * p_.k.codes_stride_token;
-    scales = p_.k.scales + page * p_.k.scales_stride_page + offset * p_.k.scales_stride_token;
-    return page >= 0;
+  // Where the tile's keys lie, and which of them there are.
+  __device__ __forceinline__ void place(int tile) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int part = kInPages ? 0 : half, key = tile * kLatentKeys + 32 * half + lane_;
+      const bool wanted = key >= keys_.begin && key < keys_.end, has_page = p_.page_table.has_page(page_ahead_[part]);
+      if (p_.report && wanted && !has_page && warp_ == 0 && first_row_ == 0) {
+        const int cell = key / p_.page_table.page_size;
+        if (key == cell * p_.page_table.page_size || key == keys_.begin) {
+          record_fault(p_.report, {kReportFp4Decode, ReportKind::kPageIndex, request_, cell, page_ahead_[part],
+                                   p_.page_table.num_pages});
+        }
+      }
+      good_[half] = __ballot_sync(~0u, wanted && has_page);
+      page_[part] = has_page ? page_ahead_[part] : 0;
+      offset_[part] = offset_ahead_[part];
+    }
+    if constexpr (kInPages) {
+      codes_at_ = p_.k.codes + page_[0] * p_.k.codes_stride_page + offset_[0] * p_.k.codes_stride_token;
+      scales_at_ = p_.k.scales + page_[0] * p_.k.scales_stride_page + offset_[0] * p_.k.scales_stride_token;
+    }
   }
 
-  // Keys that are not there have scales of zero.
+  // Of key `lane_key` + `fixed_key` of the tile's half.
+  __device__ __forceinline__ void address(int half, int lane_key, int fixed_key, const uint8_t*& codes,
+                                          const uint8_t*& scales) const {
+    if constexpr (kInPages) {
+      const int codes_stride = static_cast<int>(p_.k.codes_stride_token);
+      const int scales_stride = static_cast<int>(p_.k.scales_stride_token);
+      codes = codes_at_ + (lane_key * codes_stride + (32 * half + fixed_key) * codes_stride);
+      scales = scales_at_ + (lane_key * scales_stride + (32 * half + fixed_key) * scales_stride);
+    } else {
+      const int key = lane_key + fixed_key;
+      const int64_t page = __shfl_sync(~0u, page_[half], key), offset = __shfl_sync(~0u, offset_[half], key);
+      codes = p_.k.codes + page * p_.k.codes_stride_page + offset * p_.k.codes_stride_token;
+      scales = p_.k.scales + page * p_.k.scales_stride_page + offset * p_.k.scales_stride_token;
+    }
+  }
+
+  // Scores of keys that are not there are hidden later, whatever lies in their place.
   __device__ __forceinline__ void load_keys() {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const uint8_t *codes, *scales;
-      const int key = 16 * (warp_ % 2) + 8 * h + g();
-      const bool exists = warp_ < 2 ? address(0, key, codes, scales) : address(1, key, codes, scales);
-#pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
-        key_codes_[h][c] = exists ? __ldg(reinterpret_cast<const uint2*>(codes + 32 * c + 8 * t())) : uint2{0, 0};
+      const int key = 16 * (warp_ % 2) + g();
+      if (kInPages) {
+        address(0, key + 32 * (warp_ / 2), 8 * h, codes, scales);
+      } else if (warp_ < 2) {
+        address(0, key, 8 * h, codes, scales);
+      } else {
+        address(1, key, 8 * h, codes, scales);
       }
 #pragma unroll
-      for (int c = 0; c < kChunks; ++c) key_scales_[h][c] = exists ? __ldg(scales + 4 * c + t()) : 0;
+      for (int c = 0; c < kChunks; ++c) {
+        key_codes_[h][c] = __ldg(reinterpret_cast<const uint2*>(codes + 32 * c + 8 * t()));
+      }
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) key_scales_[h][c] = __ldg(scales + 4 * c + t());
     }
   }
 
+  // Values that are not there have scales of zero: what lies in their place may be NaN.
   __device__ __forceinline__ void load_values() {
+    const auto fixed_key = [](int i) { return 16 * (i / 4 % 2) + 8 * (i / 2 % 2) + i % 2; };
 #pragma unroll
     for (int i = 0; i < kValueRows; ++i) {
       const uint8_t *codes, *scales;
-      const bool exists = address(i / 8, 16 * (i / 4 % 2) + 2 * t() + 8 * (i / 2 % 2) + i % 2, codes, scales);
-      value_codes_[i] = exists ? __ldg(reinterpret_cast<const uint2*>(codes + 64 * warp_ + 8 * g())) : uint2{0, 0};
-      value_scales_[i] = exists ? __ldg(scales + 8 * warp_ + g()) : 0;
+      address(i / 8, 2 * t(), fixed_key(i), codes, scales);
+      value_codes_[i] = __ldg(reinterpret_cast<const uint2*>(codes + 64 * warp_ + 8 * g()));
+      value_scales_[i] = __ldg(scales + 8 * warp_ + g());
+    }
+    if ((good_[0] & good_[1]) == ~0u) return;
+#pragma unroll
+    for (int i = 0; i < kValueRows; ++i) {
+      if (!(good_[i / 8] >> (2 * t() + fixed_key(i)) & 1)) value_scales_[i] = 0;
     }
   }
 
@@ -157,18 +196,6 @@ class LatentDecode {
     }
   }
 
-  template <int i>
-  __device__ __forceinline__ void multiply_step(int step, uint32_t low, uint32_t high, __half2 scale_low,
-                                                __half2 scale_high, float (&scores)[2][4]) const {
-    const uint32_t a[4] = {times(code_pair<i>(low), scale_low), times(code_pair<i>(high), scale_high),
-                           times(code_pair<i + 1>(low), scale_low), times(code_pair<i + 1>(high), scale_high)};
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      const uint2 q = shared_.queries[step][n][lane_];
-      mma_m16n8k16<__half>(scores[n], a, q.x, q.y);
-    }
-  }
-
   __device__ __forceinline__ void multiply_keys(float (&scores)[2][4]) const {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -179,10 +206,22 @@ class LatentDecode {
     for (int c = 0; c < kChunks; ++c) {
       const __half2 scales = scale_pair(key_scales_[0][c] | key_scales_[1][c] << 8);
       const __half2 low = __low2half2(scales), high = __high2half2(scales);
-      multiply_step<0>(4 * c, key_codes_[0][c].x, key_codes_[1][c].x, low, high, scores);
-      multiply_step<2>(4 * c + 1, key_codes_[0][c].x, key_codes_[1][c].x, low, high, scores);
-      multiply_step<0>(4 * c + 2, key_codes_[0][c].y, key_codes_[1][c].y, low, high, scores);
-      multiply_step<2>(4 * c + 3, key_codes_[0][c].y, key_codes_[1][c].y, low, high, scores);
+#pragma unroll
+      for (int word = 0; word < 2; ++word) {
+        uint32_t first[4], second[4];
+        code_pairs(word == 0 ? key_codes_[0][c].x : key_codes_[0][c].y, first);
+        code_pairs(word == 0 ? key_codes_[1][c].x : key_codes_[1][c].y, second);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const uint32_t a[4] = {times(first[2 * half], low), times(second[2 * half], high),
+                                 times(first[2 * half + 1], low), times(second[2 * half + 1], high)};
+#pragma unroll
+          for (int n = 0; n < 2; ++n) {
+            const uint2 q = shared_.queries[4 * c + 2 * word + half][n][lane_];
+            mma_m16n8k16<__half>(scores[n], a, q.x, q.y);
+          }
+        }
+      }
     }
   }
 
@@ -206,13 +245,17 @@ class LatentDecode {
 
   // Scores become probabilities, in shared memory. All warps have the same references.
   __device__ __forceinline__ void soften(int tile, uint32_t good, float (&scores)[2][4]) {
-    const float scale = p_.softmax_scale * (p_.k.scale ? *p_.k.scale : 1.f) * kUnit, cap = p_.logit_cap;
+    const float factor = p_.logit_cap > 0.f ? score_scale_ / p_.logit_cap : score_scale_ * kLog2e;
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float& x = scores[n][i];
-        x = cap > 0.f ? cap * tanhf(x * scale / cap) * kLog2e : x * (scale * kLog2e);
+      for (int i = 0; i < 4; ++i) scores[n][i] *= factor;
+    }
+    if (p_.logit_cap > 0.f) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) scores[n][i] = p_.logit_cap * kLog2e * tanhf(scores[n][i]);
       }
     }
     const int all_begin = p_.window_left < 0 ? 0 : length_ - 1 - p_.window_left;
@@ -280,16 +323,6 @@ class LatentDecode {
     }
   }
 
-  // Codes of dims 8 u + i and 8 u + 4 + i of two pairs of keys.
-  template <int i>
-  __device__ __forceinline__ void multiply_dims(int u, const uint32_t (&low)[2], const uint32_t (&high)[2],
-                                                const __half2 (&scales)[2], const uint2 (&probs)[2]) {
-    const uint32_t a[4] = {times(code_pair<i>(low[0]), scales[0]), times(code_pair<i>(high[0]), scales[0]),
-                           times(code_pair<i>(low[1]), scales[1]), times(code_pair<i>(high[1]), scales[1])};
-#pragma unroll
-    for (int n = 0; n < 2; ++n) mma_m16n8k16<__half>(out_[4 * u + i][n], a, probs[n].x, probs[n].y);
-  }
-
   __device__ __forceinline__ void multiply_values() {
 #pragma unroll
     for (int s = 0; s < kLatentKeys / 16; ++s) {
@@ -302,17 +335,22 @@ class LatentDecode {
       }
 #pragma unroll
       for (int u = 0; u < 2; ++u) {
-        uint32_t low[2], high[2];
+        // Dims 8 u + i and 8 u + 4 + i of two pairs of keys.
+        uint32_t low[2][4], high[2][4];
 #pragma unroll
         for (int pair = 0; pair < 2; ++pair) {
           const uint2 first = value_codes_[4 * s + 2 * pair], second = value_codes_[4 * s + 2 * pair + 1];
-          low[pair] = __byte_perm(u == 0 ? first.x : first.y, u == 0 ? second.x : second.y, 0x5410);
-          high[pair] = __byte_perm(u == 0 ? first.x : first.y, u == 0 ? second.x : second.y, 0x7632);
+          const uint32_t one = u == 0 ? first.x : first.y, other = u == 0 ? second.x : second.y;
+          code_pairs(__byte_perm(one, other, 0x5410), low[pair]);
+          code_pairs(__byte_perm(one, other, 0x7632), high[pair]);
         }
-        multiply_dims<0>(u, low, high, scales, probs);
-        multiply_dims<1>(u, low, high, scales, probs);
-        multiply_dims<2>(u, low, high, scales, probs);
-        multiply_dims<3>(u, low, high, scales, probs);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const uint32_t a[4] = {times(low[0][i], scales[0]), times(high[0][i], scales[0]), times(low[1][i], scales[1]),
+                                 times(high[1][i], scales[1])};
+#pragma unroll
+          for (int n = 0; n < 2; ++n) mma_m16n8k16<__half>(out_[4 * u + i][n], a, probs[n].x, probs[n].y);
+        }
       }
     }
   }
@@ -371,21 +409,25 @@ class LatentDecode {
   int length_;
   KvRange keys_;
   const int32_t* cells_;
-  int page_[2] = {-1, -1}, offset_[2] = {0, 0};  // of keys `lane` and 32 + `lane` of the tile that is loaded next
-  uint32_t good_[2] = {0, 0};                    // which of its keys there are
+  static constexpr int kParts = kInPages ? 1 : 2;
+  float score_scale_;
+  int page_ahead_[kParts], offset_ahead_[kParts];  // where the tile after that which is loaded next lies
+  int page_[kParts], offset_[kParts];              // of keys `lane` and 32 + `lane` of the tile that is loaded next
+  const uint8_t *codes_at_ = nullptr, *scales_at_ = nullptr;  // or, kInPages, of its first
+  uint32_t good_[2] = {0, 0};                                 // which of its keys there are
   uint2 key_codes_[2][kChunks], value_codes_[kValueRows];
   uint32_t key_scales_[2][kChunks], value_scales_[kValueRows];
   float out_[8][2][4];
   float top_[2][2], sum_[2][2];  // of rows 2 t and 2 t + 1 of eight; sums of this lane's keys
 };
 
-template <typename T>
+template <typename T, bool kInPages>
 __global__ void __launch_bounds__(32 * kLatentWarps, 2) fp4_latent_kernel(const __grid_constant__ DecodeParams p) {
   __shared__ LatentShared shared;
   wait_for_earlier_kernels();
   const int blocks = ceil_div(p.seqlen_q * p.num_q_heads, kLatentRows), work = static_cast<int>(blockIdx.x);
   const int block = work % blocks, rest = work / blocks, split = rest % p.num_splits;
-  LatentDecode<T>(p, shared, rest / p.num_splits, kLatentRows * block, split).run();
+  LatentDecode<T, kInPages>(p, shared, rest / p.num_splits, kLatentRows * block, split).run();
   let_next_kernel_start();
 }
 

@@ -126,7 +126,7 @@ __device__ inline bool is_readable(const Params& p, const Piece& piece, int key)
   if (key < piece.keys.begin || key >= piece.keys.end) return false;
   if (kOptions == Options::kCommon || p.tree_mask == nullptr) return true;
   const int draft = key - (piece.length - p.tree_keys);
-  return draft < 0 || some_row_sees(p, piece.request, draft);
+  return draft < 0 || some_row_sees(TreeRules(p), piece.request, draft);
 }
 
 // Checked mode: a length beyond the page table, by one lane.

@@ -201,13 +201,14 @@ class KeyStream {
   }
 
   // Of a tree: the keys from `token` on that are no drafts, or that some row sees.
-  __device__ __noinline__ static unsigned shown_keys(const Params& p, int request, int token, int end,
+  __device__ __noinline__ static unsigned shown_keys(TreeRules rules, int request, int token, int end,
                                                      int first_draft) {
     token += static_cast<int>(threadIdx.x % 32);
-    return __ballot_sync(~0u, token >= end || token < first_draft || some_row_sees(p, request, token - first_draft));
+    return __ballot_sync(~0u,
+                         token >= end || token < first_draft || some_row_sees(rules, request, token - first_draft));
   }
   __device__ unsigned shown_keys() const {
-    return shown_keys(p_, walk_.request(), token_, end_token_, walk_.length() - p_.tree_keys);
+    return shown_keys(TreeRules(p_), walk_.request(), token_, end_token_, walk_.length() - p_.tree_keys);
   }
 
   __device__ __noinline__ static void record_bad_page(const Params& p, int request, int cell, int page) {

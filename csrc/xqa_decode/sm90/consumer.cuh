@@ -340,17 +340,17 @@ class Consumer {
       constexpr bool kRanges = !Tr::kFp8 || Tr::kWidens;
       const bool ranges = kRanges && !block.scales_apart() && p_.logit_cap == 0.f && p_.tree_mask == nullptr;
       if constexpr (kRanges) {
-        if (is_edge && ranges) Block<Tr>::mask_ranges(p_, shape_, piece, first_row, first_key, scores_);
+        if (is_edge && ranges) Block<Tr>::mask_ranges(MaskRules(p_, shape_), piece, first_row, first_key, scores_);
       }
       if (!ranges && (is_edge || block.scales_apart() || p_.logit_cap != 0.f)) {
         treat_edge(piece, first_row, first_key, is_edge, block);
       }
     } else {
       block.scale_scores(p_.logit_cap, scores_);
-      if (is_edge) Block<Tr>::mask_scores(p_, shape_, piece, first_row, first_key, scores_);
+      if (is_edge) Block<Tr>::mask_scores(MaskRules(p_, shape_), piece, first_row, first_key, scores_);
     }
     if (!Tr::kGathers && is_edge) {
-      const uint64_t seen = seen_keys(p_, piece, first_key);
+      const uint64_t seen = seen_keys(p_, shape_, piece, first_key);
       if (seen != kAllSeen) {
         place_.wait(shared_ + Shared::kFull);
         Block<Tr>::clear_values(shared_ + Shared::kRing + place_.slot * Tr::kUnitBytes, seen);
@@ -371,29 +371,34 @@ class Consumer {
     if constexpr (Tr::kWidens) {
       // Each row has a scale of its own, and one that is 1 says nothing of the lane's other row.
       if (block.scales_apart() || p_.logit_cap != 0.f) block.scale_scores(copy);
-      treat_scores(p_, shape_, seen, first_row, first_key, masked, 1.f, copy);
+      treat_scores({p_, shape_}, seen, first_row, first_key, masked, 1.f, copy);
     } else if constexpr (Tr::kFp8) {
-      treat_scaled_scores(p_, shape_, seen, first_row, first_key, masked, block.scales_apart() ? block.scales : 0,
-                          copy);
+      const ScaledEdge edge{{p_, shape_}, seen, first_row, first_key, block.scales_apart() ? block.scales : 0, masked};
+      treat_scaled_scores(edge, copy);
     } else {
-      treat_scores(p_, shape_, seen, first_row, first_key, masked, block.scales_apart() ? block.score_scale[0] : 1.f,
+      treat_scores({p_, shape_}, seen, first_row, first_key, masked, block.scales_apart() ? block.score_scale[0] : 1.f,
                    copy);
     }
 #pragma unroll
     for (int i = 0; i < Block<Tr>::kScores; ++i) scores_[i] = copy[i];
   }
-  __device__ __noinline__ static void treat_scores(const Params& p, const Shape& shape, const SeenKeys& seen,
-                                                   int first_row, int first_key, bool masked, float scale,
-                                                   Scores& scores) {
-    if (scale != 1.f || p.logit_cap != 0.f) Block<Tr>::Narrow::cap_scores(scale, p.logit_cap, scores);
-    if (masked) Block<Tr>::mask_scores(p, shape, seen, first_row, first_key, scores);
+  __device__ __noinline__ static void treat_scores(MaskRules rules, SeenKeys seen, int first_row, int first_key,
+                                                   bool masked, float scale, Scores& scores) {
+    if (scale != 1.f || rules.logit_cap != 0.f) Block<Tr>::Narrow::cap_scores(scale, rules.logit_cap, scores);
+    if (masked) Block<Tr>::mask_scores(rules, seen, first_row, first_key, scores);
   }
   // Where every row has a scale of its own, at `scales` in shared memory; 0: it joins the exponent.
-  __device__ __noinline__ static void treat_scaled_scores(const Params& p, const Shape& shape, const SeenKeys& seen,
-                                                          int first_row, int first_key, bool masked, uint32_t scales,
-                                                          Scores& scores) {
-    if (scales != 0) Block<Tr>::scale_scores(p.logit_cap, typename Block<Tr>::Scale(scales), scores);
-    if (masked) Block<Tr>::mask_scores(p, shape, seen, first_row, first_key, scores);
+  struct ScaledEdge {
+    MaskRules rules;
+    SeenKeys seen;
+    int first_row, first_key;
+    uint32_t scales;
+    bool masked;
+  };
+  __device__ __noinline__ static void treat_scaled_scores(const ScaledEdge& edge, Scores& scores) {
+    const MaskRules rules = edge.rules;
+    if (edge.scales != 0) Block<Tr>::scale_scores(rules.logit_cap, typename Block<Tr>::Scale(edge.scales), scores);
+    if (edge.masked) Block<Tr>::mask_scores(rules, edge.seen, edge.first_row, edge.first_key, scores);
   }
 
   // The product with the values that come next, in flight. Returns their place.

@@ -128,7 +128,7 @@ class GatherStream {
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
       const int draft = token + 32 * i - first_draft_;
-      if (rows[i] != kNowhere && draft >= 0 && !some_row_sees(p_, request_, draft)) rows[i] = kNowhere;
+      if (rows[i] != kNowhere && draft >= 0 && !some_row_sees(TreeRules(p_), request_, draft)) rows[i] = kNowhere;
     }
   }
 

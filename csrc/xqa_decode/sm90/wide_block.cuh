@@ -130,13 +130,13 @@ struct WideBlock {
 
   // The same where there is no tree: a row sees a range of keys.
   template <class Piece>
-  __device__ __forceinline__ static void mask_ranges(const Params& p, const Shape& shape, const Piece& piece,
-                                                     int first_row, int first_key, float (&scores)[kScores]) {
+  __device__ __forceinline__ static void mask_ranges(const MaskRules& rules, const Piece& piece, int first_row,
+                                                     int first_key, float (&scores)[kScores]) {
     const int own_row = first_row + threadIdx.x / 32 % Tr::kWarps * 16 + threadIdx.x % 32 / 4;
     const int own_key = first_key + threadIdx.x % 4 * 2;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const RowMask mask(p, shape, piece, own_row + 8 * h);
+      const RowMask mask(rules, piece, own_row + 8 * h);
       const int begin = mask.begin - own_key, end = mask.end - own_key;
 #pragma unroll
       for (int n = 0; n < kScores / 4; ++n) {
@@ -150,13 +150,13 @@ struct WideBlock {
 
   // Hides the keys that a row may not see; the rules are those of the reference.
   template <class Piece>
-  __device__ __forceinline__ static void mask_scores(const Params& p, const Shape& shape, const Piece& piece,
-                                                     int first_row, int first_key, float (&scores)[kScores]) {
+  __device__ __forceinline__ static void mask_scores(const MaskRules& rules, const Piece& piece, int first_row,
+                                                     int first_key, float (&scores)[kScores]) {
     const int own_row = first_row + threadIdx.x / 32 % Tr::kWarps * 16 + threadIdx.x % 32 / 4;
     const int own_key = first_key + threadIdx.x % 4 * 2;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const RowMask mask(p, shape, piece, own_row + 8 * h);
+      const RowMask mask(rules, piece, own_row + 8 * h);
 #pragma unroll
       for (int n = 0; n < kScores / 4; ++n) {
 #pragma unroll
@@ -166,10 +166,15 @@ struct WideBlock {
         }
       }
       if (mask.tree == nullptr) continue;
-      const int window_begin = mask.window_begin(p);
-#pragma unroll 1
-      for (int j = 0; j < kScores / 2; ++j) {
-        if (!mask.in_tree(own_key + j / 2 * 8 + j % 2, window_begin)) scores[j / 2 * 4 + 2 * h + j % 2] = -INFINITY;
+      const int window_begin = mask.window_begin(rules);
+      const uint64_t seen = seen_drafts(mask.tree, rules.tree_keys, own_key - mask.first_draft);
+      static_assert(kScores / 4 * 8 <= 64);
+#pragma unroll
+      for (int n = 0; n < kScores / 4; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (!(seen >> (8 * n + i) & 1) || own_key + 8 * n + i < window_begin) scores[4 * n + 2 * h + i] = -INFINITY;
+        }
       }
     }
   }

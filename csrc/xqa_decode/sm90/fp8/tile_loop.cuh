@@ -111,7 +111,7 @@ class TileLoop {
   __device__ __forceinline__ void clear_values(int tile) {
     if constexpr (Tr::kGathers) return;
     const Edges edges = load_edges();
-    const uint64_t seen = seen_keys(p_, edges, edges.first_token_ + tile * Tr::kTileTokens);
+    const uint64_t seen = seen_keys(p_, shape_, edges, edges.first_token_ + tile * Tr::kTileTokens);
     if (seen == kAllSeen) return;
     place_.wait(shared_ + Shared::kFull);
     // All lanes of the group's warps have read what was here before: `release` says so of one lane of each.
@@ -125,20 +125,20 @@ class TileLoop {
     Scores copy;
 #pragma unroll
     for (int i = 0; i < Tr::kRows / 2; ++i) copy[i] = scores[i];
-    treat_edge_scores(p_, shape_, smem_, tile, copy);
+    treat_edge_scores({p_, shape_}, smem_, tile, copy);
 #pragma unroll
     for (int i = 0; i < Tr::kRows / 2; ++i) scores[i] = copy[i];
   }
 
   // Soft cap and masks. Out of line: it needs more registers than there are beside the loop.
-  __device__ __noinline__ static void treat_edge_scores(const Params& p, const Shape& shape, const uint8_t* smem,
-                                                        int tile, Scores& scores) {
+  __device__ __noinline__ static void treat_edge_scores(MaskRules rules, const uint8_t* smem, int tile,
+                                                        Scores& scores) {
     const Edges edges = *reinterpret_cast<const Edges*>(smem + Shared::kEdges);
     if (!edges.joined_) {
       const uint32_t scales = hopper::smem_address(smem) + Shared::kRowScale;
-      RowBlock<Tr>::scale_scores(p.logit_cap, Scale(scales + threadIdx.x % 4 * 8), scores);
+      RowBlock<Tr>::scale_scores(rules.logit_cap, Scale(scales + threadIdx.x % 4 * 8), scores);
     }
-    RowBlock<Tr>::mask_scores(p, shape, edges, edges.first_row_, edges.first_token_ + tile * Tr::kTileTokens, scores);
+    RowBlock<Tr>::mask_scores(rules, edges, edges.first_row_, edges.first_token_ + tile * Tr::kTileTokens, scores);
   }
 
   // Read by every tile that needs them, so that they take no registers from the others.
