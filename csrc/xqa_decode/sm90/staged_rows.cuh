@@ -50,20 +50,36 @@ __device__ __forceinline__ void store_staged(const Params& p, const Shape& shape
   const int vec = thread % kVecs, d = vec * 8;
   if (d >= p.head_dim || thread >= kRowsAtATime * kVecs) return;
   auto* const base = static_cast<uint16_t*>(p.out) + place.request * p.out_stride_request + d;
-#pragma unroll 4
-  for (int i = thread / kVecs; i < count; i += kRowsAtATime) {
-    const int row = first_row + i;
-    const int token = shape.by_group.divide(row), head = place.kv_head * shape.group + row - token * shape.group;
+  const auto load = [&](int i) {
     uint4 values;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(values.x), "=r"(values.y), "=r"(values.z), "=r"(values.w)
                  : "r"(stage + staged<Tr>(i, vec))
                  : "memory");
-    if (boxes.vector_out) {
-      *reinterpret_cast<uint4*>(base + token * boxes.out_token + head * boxes.out_head) = values;
-    } else {
-      store_odd_values(base + token * p.out_stride_token + head * p.out_stride_head, values, p.head_dim - d);
+    return values;
+  };
+  const auto place_of_row = [&](int i, int& token, int& head) {
+    token = shape.by_group.divide(first_row + i);
+    head = place.kv_head * shape.group + first_row + i - token * shape.group;
+  };
+  int token, head;
+  if (boxes.vector_out) {
+#pragma unroll 4
+    for (int i = thread / kVecs; i < count; i += kRowsAtATime) {
+      const uint4 values = load(i);
+      place_of_row(i, token, head);
+      // Not by a pointer: the compiler would make four stores of it.
+      asm volatile(
+          "st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(base + token * boxes.out_token + head * boxes.out_head),
+          "r"(values.x), "r"(values.y), "r"(values.z), "r"(values.w)
+          : "memory");
     }
+    return;
+  }
+#pragma unroll 1
+  for (int i = thread / kVecs; i < count; i += kRowsAtATime) {
+    place_of_row(i, token, head);
+    store_odd_values(base + token * p.out_stride_token + head * p.out_stride_head, load(i), p.head_dim - d);
   }
 }
 
