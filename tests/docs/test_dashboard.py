@@ -50,6 +50,8 @@ def test_a_cell_is_beside_its_best_peer_and_its_runs_ceiling(dashboard):
     assert [cell.case for cell in dashboard.alone_in(text)] == ["alone"]
     listed = dashboard.slowest([("F", first), ("F", second)])
     assert "1 of 2 cells are slower" in listed and "0.50x" in listed and "2.00x" not in listed
+    crowded = dashboard.slowest([("F", second)] * 5 + [("G", second)])
+    assert crowded.count("| F |") == dashboard.OF_A_CASE and crowded.count("| G |") == 1
 
 
 def test_peers_are_listed_with_their_versions(dashboard):

@@ -175,4 +175,7 @@ def _hint_text(hint: Any) -> str:
 def _text(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    return "None" if value is None else f"{type(value).__name__} {value!r:.80}"
+    if value is None:
+        return "None"
+    kind, text = type(value).__name__, f"{value!r:.80}"
+    return text if text.startswith(kind) else f"{kind} {text}"  # a dataclass says its own name
