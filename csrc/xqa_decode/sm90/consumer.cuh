@@ -347,10 +347,10 @@ class Consumer {
       }
     } else {
       block.scale_scores(p_.logit_cap, scores_);
-      if (is_edge) Block<Tr>::mask_scores(MaskRules(p_, shape_), piece, first_row, first_key, scores_);
+      if (is_edge) Block<Tr>::mask_scores(p_, shape_, piece, first_row, first_key, scores_);
     }
     if (!Tr::kGathers && is_edge) {
-      const uint64_t seen = seen_keys(p_, shape_, piece, first_key);
+      const uint64_t seen = seen_keys<const Params&>(p_, piece, first_key);
       if (seen != kAllSeen) {
         place_.wait(shared_ + Shared::kFull);
         Block<Tr>::clear_values(shared_ + Shared::kRing + place_.slot * Tr::kUnitBytes, seen);

@@ -1,4 +1,6 @@
 #pragma once
+#include <type_traits>
+
 #include "device/common/tree_rows.cuh"
 #include "device/sm80/mma.cuh"
 #include "device/sm90/barrier.cuh"
@@ -27,69 +29,58 @@ struct MaskRules : TreeRules {
       : TreeRules(p), causal(p.causal), logit_cap(p.logit_cap), by_group(shape.by_group) {}
 };
 
-// Which keys a query row may see, but for what a tree hides; the rules are those of the reference.
+// Which keys a query row may see, but for what a tree hides; the rules are those of the reference. They are a kernel's
+// Params and Shape, or a MaskRules as both.
 struct RowMask {
   int begin, end, first_draft;
   const uint8_t* tree;
 
-  template <class Piece>
-  __device__ __forceinline__ RowMask(const MaskRules& rules, const Piece& piece, int row) {
-    const int token = min_of(rules.by_group.divide(row), rules.seqlen_q - 1);
-    first_draft = piece.length() - rules.tree_keys;
-    const int position = piece.length() - rules.seqlen_q + token;
-    begin = max_of(rules.window_left < 0 || rules.tree_mask ? 0 : position - rules.window_left, piece.keys().begin);
-    end = rules.causal && !rules.tree_mask ? min_of(position + 1, piece.keys().end) : piece.keys().end;
-    tree = rules.tree_mask ? rules.tree_mask + piece.request() * rules.tree_mask_stride_request +
-                                 token * rules.tree_mask_stride_token
-                           : nullptr;
+  template <class Rules, class Group, class Piece>
+  __device__ __forceinline__ RowMask(const Rules& p, const Group& shape, const Piece& piece, int row) {
+    const int token = min_of(shape.by_group.divide(row), p.seqlen_q - 1);
+    first_draft = piece.length() - p.tree_keys;
+    const int position = piece.length() - p.seqlen_q + token;
+    begin = max_of(p.window_left < 0 || p.tree_mask ? 0 : position - p.window_left, piece.keys().begin);
+    end = p.causal && !p.tree_mask ? min_of(position + 1, piece.keys().end) : piece.keys().end;
+    tree = p.tree_mask ? p.tree_mask + piece.request() * p.tree_mask_stride_request + token * p.tree_mask_stride_token
+                       : nullptr;
   }
 
   __device__ __forceinline__ bool in_range(int key) const { return key >= begin && key < end; }
 
   // Where the row's window begins, where there is a tree.
-  __device__ __forceinline__ int window_begin(const MaskRules& rules) const {
+  __device__ __forceinline__ int window_begin(const TreeRules& rules) const {
     if (rules.window_left < 0) return begin;
     const int64_t first = tree_window_begin(tree, rules.tree_keys, first_draft, rules.window_left);
     return static_cast<int>(max_of<int64_t>(first, begin));
   }
 };
 
+// Which keys of the tile from `first_key` on some row of the request sees, a bit each. For all lanes of a warp.
+// `Rules`: TreeRules, or a reference to Params where registers for a call are short.
 inline constexpr uint64_t kAllSeen = ~uint64_t{0};
-
-// Of 64 keys from `first_key` on those in `keys`, a bit each.
-__device__ __forceinline__ uint64_t keys_in_range(KvRange keys, int first_key) {
-  const int begin = min_of(max_of(keys.begin - first_key, 0), 64), end = min_of(max_of(keys.end - first_key, 0), 64);
-  return end <= begin ? 0 : kAllSeen >> (64 - (end - begin)) << begin;
-}
-
-// What masks of a tree must know, where they are out of line. It goes through memory of the thread's own: registers are
-// short where they are called, and through references to a kernel's parameters each word would be a round trip.
-struct TreeCall {
-  TreeRules rules;
-  Divisor by_group;
-  int request, first_draft;
-};
-
-// Which of the keys in `in_range`, from `first_key` on, some row of the request sees. For all lanes of a warp.
-__device__ __noinline__ inline uint64_t find_seen_keys(const TreeCall& call, uint64_t in_range, int first_key) {
+template <class Rules>
+__device__ __noinline__ uint64_t find_seen_keys(Rules p, int request, int first_draft, int begin, int end,
+                                                int first_key) {
   uint32_t seen[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int place = 32 * half + static_cast<int>(threadIdx.x % 32), draft = first_key + place - call.first_draft;
-    bool is_seen = (in_range >> place & 1) != 0;
-    if (is_seen && draft >= 0) is_seen = some_row_sees(call.rules, call.request, draft);
+    const int key = first_key + 32 * half + static_cast<int>(threadIdx.x % 32);
+    bool is_seen = key >= begin && key < end;
+    if (is_seen && p.tree_mask && key >= first_draft) {
+      is_seen = some_row_sees(TreeRules(p), request, key - first_draft);
+    }
     seen[half] = __ballot_sync(~0u, is_seen);
   }
   return uint64_t{seen[1]} << 32 | seen[0];
 }
 
-// Which keys of the tile from `first_key` on some row of the request sees, a bit each. For all lanes of a warp.
-template <class Piece>
-__device__ __forceinline__ uint64_t seen_keys(const Params& p, const Shape& shape, const Piece& piece, int first_key) {
-  const uint64_t in_range = keys_in_range(piece.keys(), first_key);
-  if (!p.tree_mask) return in_range;
-  const TreeCall call{TreeRules(p), shape.by_group, piece.request(), piece.length() - p.tree_keys};
-  return find_seen_keys(call, in_range, first_key);
+template <class Rules, class Piece>
+__device__ __forceinline__ uint64_t seen_keys(const Params& p, const Piece& piece, int first_key) {
+  const KvRange keys = piece.keys();
+  if (!p.tree_mask && first_key >= keys.begin && first_key + 64 <= keys.end) return kAllSeen;
+  return find_seen_keys<Rules>(static_cast<Rules>(p), piece.request(), piece.length() - p.tree_keys, keys.begin,
+                               keys.end, first_key);
 }
 
 // A thread's warpgroup, of those with rows of their own.
@@ -141,14 +132,14 @@ struct RowState {
     }
   }
 
-  // Hides the keys that a row may not see.
-  template <class Piece>
-  __device__ __forceinline__ static void mask_scores(const MaskRules& rules, const Piece& piece, int first_row,
-                                                     int first_key, Scores& scores) {
+  // Hides the keys that a row may not see. Those that a tree hides out of line: trees are seldom.
+  template <class Rules, class Group, class Piece>
+  __device__ __forceinline__ static void mask_scores(const Rules& p, const Group& shape, const Piece& piece,
+                                                     int first_row, int first_key, Scores& scores) {
     const int own = threadIdx.x / 32 % Tr::kWarps * 16 + threadIdx.x % 32 / 4, own_key = first_key + own;
     const int t = threadIdx.x % 4;
-    if (Tr::kRowTiles > 1 && rules.seqlen_q == 1 && rules.tree_mask == nullptr) {  // all rows see the same
-      const RowMask mask(rules, piece, 0);
+    if (Tr::kRowTiles > 1 && p.seqlen_q == 1 && p.tree_mask == nullptr) {  // all rows see the same
+      const RowMask mask(p, shape, piece, 0);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         if (mask.in_range(own_key + 8 * h)) continue;
@@ -157,8 +148,8 @@ struct RowState {
       }
       return;
     }
-    if (Tr::kRowTiles > 1 && rules.tree_mask == nullptr) {  // a lane finds a row's range for all
-      const RowMask mask(rules, piece, first_row + threadIdx.x % 32 % Tr::kRows);
+    if (Tr::kRowTiles > 1 && p.tree_mask == nullptr) {  // a lane finds a row's range for all
+      const RowMask mask(p, shape, piece, first_row + threadIdx.x % 32 % Tr::kRows);
       const auto in_tile = [&](int key) { return min_of(max_of(key - first_key, 0), Tr::kTileTokens); };
       const int range = in_tile(mask.begin) << 8 | in_tile(mask.end);
 #pragma unroll
@@ -178,21 +169,37 @@ struct RowState {
     for (int n = 0; n < Tr::kRowTiles; ++n) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const RowMask mask(rules, piece, first_row + 8 * n + 2 * t + i);
+        const RowMask mask(p, shape, piece, first_row + 8 * n + 2 * t + i);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           if (!mask.in_range(own_key + 8 * h)) scores[4 * n + 2 * h + i] = -INFINITY;
         }
       }
     }
-    if (rules.tree_mask == nullptr) return;
-    const TreeCall call{rules, rules.by_group, piece.request(), piece.length() - rules.tree_keys};
-    Scores copy;
+    if (p.tree_mask == nullptr) return;
+    const SeenKeys seen{piece.request(), piece.length(), piece.keys()};
+    if constexpr (std::is_same_v<Rules, MaskRules>) {
+      const uint32_t hidden = hidden_by_tree(p.tree_mask + seen.request() * p.tree_mask_stride_request,
+                                             p.tree_mask_stride_token, p.tree_keys, p.window_left, p.seqlen_q - 1,
+                                             p.by_group, first_row + 2 * t, own_key - (seen.length() - p.tree_keys));
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) copy[i] = scores[i];
-    mask_tree_scores(call, first_row + 2 * t, own_key, copy);
+      for (int i = 0; i < kScores; ++i) {
+        if (hidden >> i & 1) scores[i] = -INFINITY;
+      }
+    } else {
+      Scores copy;
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) scores[i] = copy[i];
+      for (int i = 0; i < kScores; ++i) copy[i] = scores[i];
+      mask_tree_scores(p, shape, seen, first_row, own_key, copy);
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) scores[i] = copy[i];
+    }
+  }
+
+  template <class Piece>
+  __device__ __forceinline__ static void mask_scores(const MaskRules& rules, const Piece& piece, int first_row,
+                                                     int first_key, Scores& scores) {
+    mask_scores(rules, rules, piece, first_row, first_key, scores);
   }
 
   // Where a lane's probabilities begin in a buffer of them.
@@ -248,15 +255,16 @@ struct RowState {
   }
 
  private:
-  // Hides what a tree hides of a lane's scores; `row`: its first. Out of line: trees are seldom.
-  __device__ __noinline__ static void mask_tree_scores(const TreeCall& call, int row, int own_key, Scores& scores) {
-    const TreeRules rules = call.rules;
-    const Divisor by_group = call.by_group;
-    const uint8_t* const tree = rules.tree_mask + call.request * rules.tree_mask_stride_request;
+  // Which of a lane's scores a tree hides, a bit each. `tree`: the request's mask; `row`: the lane's first; `draft`:
+  // what its first key is.
+  __device__ __forceinline__ static uint32_t find_hidden(const uint8_t* tree, int64_t stride_token, int tree_keys,
+                                                         int window_left, int last_token, Divisor by_group, int row,
+                                                         int draft) {
+    static_assert(kScores <= 32);
     const auto row_of = [&](int n, int i) {
-      return tree + min_of(by_group.divide(row + 8 * n + i), rules.seqlen_q - 1) * rules.tree_mask_stride_token;
+      return tree + min_of(by_group.divide(row + 8 * n + i), last_token) * stride_token;
     };
-    const int draft = own_key - call.first_draft, last = (rules.tree_keys - 1) / 8;
+    const int last = (tree_keys - 1) / 8;
     uint32_t bytes[Tr::kRowTiles][2][2];
 #pragma unroll
     for (int n = 0; n < Tr::kRowTiles; ++n) {  // all are asked for before one is looked at
@@ -266,25 +274,47 @@ struct RowState {
         for (int h = 0; h < 2; ++h) bytes[n][i][h] = row_of(n, i)[min_of(max_of((draft >> 3) + h, 0), last)];
       }
     }
+    uint32_t hidden = 0;
 #pragma unroll
     for (int n = 0; n < Tr::kRowTiles; ++n) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const bool is_seen = (bytes[n][i][h] >> (draft & 7) & 1) != 0;
-          if (draft + 8 * h >= 0 && !is_seen) scores[4 * n + 2 * h + i] = -INFINITY;
+          if (draft + 8 * h >= 0 && !(bytes[n][i][h] >> (draft & 7) & 1)) hidden |= 1u << (4 * n + 2 * h + i);
         }
       }
     }
-    if (rules.window_left < 0) return;
+    if (window_left < 0) return hidden;
 #pragma unroll 1
     for (int j = 0; j < 2 * Tr::kRowTiles; ++j) {
-      const int64_t begin = tree_window_begin(row_of(j / 2, j % 2), rules.tree_keys, 0, rules.window_left);
+      const int64_t begin = tree_window_begin(row_of(j / 2, j % 2), tree_keys, 0, window_left);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        if (draft + 8 * h < begin) scores[4 * (j / 2) + 2 * h + j % 2] = -INFINITY;
+        if (draft + 8 * h < begin) hidden |= 1u << (4 * (j / 2) + 2 * h + j % 2);
       }
+    }
+    return hidden;
+  }
+
+  // The same out of line: trees are seldom.
+  __device__ __noinline__ static uint32_t hidden_by_tree(const uint8_t* tree, int64_t stride_token, int tree_keys,
+                                                         int window_left, int last_token, Divisor by_group, int row,
+                                                         int draft) {
+    return find_hidden(tree, stride_token, tree_keys, window_left, last_token, by_group, row, draft);
+  }
+
+  // And where registers for a call are short. The parameters, which lie in memory here, are read once.
+  __device__ __noinline__ static void mask_tree_scores(const Params& p, const Shape& shape, const SeenKeys& seen,
+                                                       int first_row, int own_key, Scores& scores) {
+    const TreeRules rules(p);
+    const uint32_t hidden =
+        find_hidden(rules.tree_mask + seen.request() * rules.tree_mask_stride_request, rules.tree_mask_stride_token,
+                    rules.tree_keys, rules.window_left, rules.seqlen_q - 1, shape.by_group,
+                    first_row + threadIdx.x % 4 * 2, own_key - (seen.length() - rules.tree_keys));
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+      if (hidden >> i & 1) scores[i] = -INFINITY;
     }
   }
 

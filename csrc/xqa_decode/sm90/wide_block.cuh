@@ -136,7 +136,7 @@ struct WideBlock {
     const int own_key = first_key + threadIdx.x % 4 * 2;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const RowMask mask(rules, piece, own_row + 8 * h);
+      const RowMask mask(rules, rules, piece, own_row + 8 * h);
       const int begin = mask.begin - own_key, end = mask.end - own_key;
 #pragma unroll
       for (int n = 0; n < kScores / 4; ++n) {
@@ -156,7 +156,7 @@ struct WideBlock {
     const int own_key = first_key + threadIdx.x % 4 * 2;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const RowMask mask(rules, piece, own_row + 8 * h);
+      const RowMask mask(rules, rules, piece, own_row + 8 * h);
 #pragma unroll
       for (int n = 0; n < kScores / 4; ++n) {
 #pragma unroll

@@ -111,7 +111,7 @@ class TileLoop {
   __device__ __forceinline__ void clear_values(int tile) {
     if constexpr (Tr::kGathers) return;
     const Edges edges = load_edges();
-    const uint64_t seen = seen_keys(p_, shape_, edges, edges.first_token_ + tile * Tr::kTileTokens);
+    const uint64_t seen = seen_keys<TreeRules>(p_, edges, edges.first_token_ + tile * Tr::kTileTokens);
     if (seen == kAllSeen) return;
     place_.wait(shared_ + Shared::kFull);
     // All lanes of the group's warps have read what was here before: `release` says so of one lane of each.
