@@ -186,8 +186,9 @@ void conv_step(const delta_conv::ConvDecode& p) {
   gridDim.x = blocks;
   for (unsigned i = blocks; i > 0; --i) {
     blockIdx.x = i - 1;
-    cuda_model::run_cta(
-        kStepThreads, [&] { delta_conv::sm90::conv_step_kernel<State, kKeys, kChannels>(p.conv, p.step, row_blocks, 0); });
+    cuda_model::run_cta(kStepThreads, [&] {
+      delta_conv::sm90::conv_step_kernel<State, kKeys, kChannels>(p.conv, p.step, row_blocks, 0);
+    });
   }
 }
 
