@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -137,9 +139,11 @@ def append_paged_mla_kv_cache(
 @names_the_peers("merge_state", out_a="v_a", lse_a="s_a", out_b="v_b", lse_b="s_b")
 def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
     """`attnops.ops.merge_state` of ``[T, H, D]`` and base-2 lse float32 ``[T, H]``."""
-    natural = from_log2(s_a.float())
-    out, lse = ops.merge_state(v_a, natural, v_b, from_log2(s_b.float()), lse=natural)
-    return out, to_log2(lse)
+    if s_a.dtype != torch.float32 or s_b.dtype != torch.float32:
+        s_a, s_b = s_a.float(), s_b.float()
+    natural = from_log2(s_a)
+    out, lse = ops.merge_state(v_a, natural, v_b, from_log2(s_b), lse=natural)
+    return out, lse.mul_(1 / math.log(2))
 
 
 @names_the_peers("merge_state_in_place", out_a="v", lse_a="s", out_b="v_other", lse_b="s_other")
