@@ -26,8 +26,8 @@ __device__ __forceinline__ int tokens_in_table(const Params& p, int request) {
   return p.page_table.kv_indptr ? tokens_in_csr(p, request) : p.table_tokens;
 }
 
-// The same in kernels of short calls. Behind a call the compiler takes ring places and addresses for different from
-// lane to lane, and computes them so, tile after tile.
+// The same in kernels of short calls over e4m3 pages. Behind a call the compiler takes ring places and addresses for
+// different from lane to lane, and computes them so, tile after tile.
 __device__ __forceinline__ int tokens_in_table_inline(const Params& p, int request) {
   return p.page_table.kv_indptr ? p.page_table.num_tokens(request) : p.table_tokens;
 }

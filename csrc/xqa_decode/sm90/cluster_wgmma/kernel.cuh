@@ -12,10 +12,10 @@ template <class Tr>
 __device__ __forceinline__ auto share_piece(const Params& p, const Team& team, const WorkPlace& place, int length,
                                             int share) {
   if constexpr (Tr::kFolds) {
-    return LeafPiece(p, team, place.request, place.kv_head, length, share);
+    return LeafPiece(p, team, place.request, place.kv_head, length, share, Tr::kFp8);
   } else {
     return SharePiece(p, place.request, place.kv_head, length, share, team.lone_tiles, team.ctas, team.by_ctas,
-                      team.shares, team.by_shares);
+                      team.shares, team.by_shares, Tr::kFp8);
   }
 }
 

@@ -18,12 +18,12 @@ __device__ __forceinline__ int ceil_div_small(int a, int b) {
 class LeafPiece {
  public:
   __device__ __forceinline__ LeafPiece(const Params& p, const Team& team, int request, int kv_head, int length,
-                                       int share)
+                                       int share, bool inlines)
       : request_(request),
         kv_head_(kv_head),
         length_(length_of(length)),
         keys_(visible_keys(length_, p.seqlen_q, p.window_left)) {
-    keys_.end = min_of(keys_.end, tokens_in_table_inline(p, request));
+    keys_.end = min_of(keys_.end, inlines ? tokens_in_table_inline(p, request) : tokens_in_table(p, request));
     const TileRange tiles = tiles_over(keys_, kPlanTileTokens);
     tiles_ = tiles.count;
     leaf_tiles_ = min_of(team.cut_tiles, tiles_);

@@ -7,10 +7,10 @@ namespace attnops::xqa_decode::sm90 {
 // One share of a work, as a walk of a single piece: the tiles that the work's queries may see, evenly divided.
 class SharePiece {
  public:
-  // `few` shares of works of up to `few_tiles` tiles, else `shares`.
+  // `few` shares of works of up to `few_tiles` tiles, else `shares`. `inlines`: see tokens_in_table_inline.
   __device__ SharePiece(const Params& p, int request, int kv_head, int length, int share, int few_tiles, int few,
-                        const Divisor& by_few, int shares, const Divisor& by_shares)
-      : SharePiece(p, request, kv_head, length) {
+                        const Divisor& by_few, int shares, const Divisor& by_shares, bool inlines)
+      : SharePiece(p, request, kv_head, length, inlines) {
     if (tiles_.count <= few_tiles) {
       divide(share, few, by_few.divide(tiles_.count));
     } else {
@@ -28,12 +28,12 @@ class SharePiece {
   __device__ int used_shares() const { return used_shares_; }  // the first ones; the others hold no tile
 
  private:
-  __device__ SharePiece(const Params& p, int request, int kv_head, int length)
+  __device__ SharePiece(const Params& p, int request, int kv_head, int length, bool inlines)
       : request_(request),
         kv_head_(kv_head),
         length_(length_of(length)),
         keys_(visible_keys(length_, p.seqlen_q, p.window_left)) {
-    keys_.end = min_of(keys_.end, tokens_in_table_inline(p, request));
+    keys_.end = min_of(keys_.end, inlines ? tokens_in_table_inline(p, request) : tokens_in_table(p, request));
     tiles_ = tiles_over(keys_, kPlanTileTokens);
   }
 
