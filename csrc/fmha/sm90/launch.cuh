@@ -98,14 +98,12 @@ void launch_traits(const Params& p, cudaStream_t stream) {
 
 // Short calls have a shape of their own: half of the rows and keys, and two CTAs an SM. Where fewer heads then share a
 // tile, keys are read oftener: twice where they come in boxes, or more of them by few works. Rows are gathered once.
-// So does whatever has few rows a request: half of a long tile would be empty.
+// A call of few rows has all heads of a group in a tile.
 template <class Tr, class Short>
 bool suits_short(const Params& p) {
   constexpr int kFewWorks = 132;
-  if (may_have_short_shape(p) && has_few_rows(p, Short::kRows)) {
-    return is_short(p) || has_scratch<Short>(p, make_schedule<Short>(p).works_per_tile);
-  }
   if (!is_short(p)) return false;
+  if (has_few_rows(p, Short::kRows)) return true;
   const Schedule s = make_schedule<Tr>(p), small = make_schedule<Short>(p);
   if (small.box_keys == 0) return small.blocks_per_group == s.blocks_per_group;
   return small.blocks_per_group <= 2 * s.blocks_per_group || int64_t{p.num_tiles} * small.works_per_tile <= kFewWorks;

@@ -7,10 +7,9 @@ namespace attnops::fmha::sm90 {
 // Bits depend on the batch then, so only plans that may cut keys have the short shape.
 inline bool may_have_short_shape(const Params& p) { return p.pieces != nullptr && p.batch_size > 0; }
 
-// Whether a request's tokens, in the mean, and all heads of a group share `rows` rows.
+// Whether all tokens of the call, and all heads of a group, share `rows` rows: so do those of each request.
 inline bool has_few_rows(const Params& p, int rows) {
-  const int64_t tokens = max_of(ceil_div(p.num_q_tokens, int64_t{p.batch_size}), int64_t{1});
-  return tokens * (p.num_q_heads / p.num_kv_heads) <= rows;
+  return max_of(p.num_q_tokens, int64_t{1}) * (p.num_q_heads / p.num_kv_heads) <= rows;
 }
 
 // Whether a call has so few products that a CTA's way to its first tile and from its last one binds, by what the host
