@@ -87,8 +87,8 @@ class ProducerBase {
     *work_slot() = w;
   }
 
-  // By one thread. Without tokens: no work is left. kLate: the caller takes the work behind this one.
-  template <bool kLate = false>
+  // By one thread. Without tokens: no work is left. Else the caller takes the work behind this one (take_index) when it
+  // has told of it: nobody waits for the counter before the first.
   __device__ __forceinline__ Work next_work() {
     Work w;
     w.num_tokens = 0;
@@ -103,7 +103,7 @@ class ProducerBase {
         // Whoever merges waits for all pieces, and those that cannot be among them.
         if (w.num_tokens == 0 && index < cuts_.pieces * s_.works_per_tile) count_piece(p_, 4 * Tr::kWarpgroups);
         if constexpr (Tr::kShort) turn_ = turn_ + 1 == s_.turns || ends_request(s_, w) ? 0 : turn_ + 1;
-        if (!kLate || w.num_tokens == 0) take_index();
+        if (w.num_tokens == 0) take_index();
       }
     }
     return w;
@@ -113,13 +113,13 @@ class ProducerBase {
   __device__ __forceinline__ void take_index() {
     if (Tr::kShort && turn_ > 0) return;
     const int ctas = static_cast<int>(gridDim.x);
-    if (Tr::kShort && ctas >= s_.takes) {  // each CTA has had its own
+    if (ctas >= s_.takes) {  // each CTA has had its own
       next_index_ = s_.num_works;
     } else if (p_.semaphores == nullptr) {
       next_index_ += ctas;
     } else if (rank_ > 0) {
       awaits_index_ = true;
-    } else if (Tr::kShort && s_.cluster == 1) {
+    } else if (s_.cluster == 1) {
       // An addition is summed up over a warp, whose lanes wait for the answer at once. An increment up to a bound is
       // not: nobody waits until the number is needed.
       asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0x7fffffff;\n"
@@ -129,7 +129,7 @@ class ProducerBase {
       awaits_index_ = true;
     } else {
       next_index_ = behind_first(atomicAdd(p_.semaphores, 1));
-      if (s_.cluster > 1) send_index();
+      send_index();
     }
   }
 
@@ -149,7 +149,7 @@ class ProducerBase {
   }
   __device__ __forceinline__ void receive_index() {
     awaits_index_ = false;
-    if (Tr::kShort && s_.cluster == 1) {
+    if (s_.cluster == 1) {
       next_index_ = behind_first(next_index_);
       return;
     }
@@ -184,24 +184,24 @@ class ProducerBase {
   static __device__ __forceinline__ bool is_long(const Work& w) { return w.tile_end - w.tile_begin > 2; }
 
   // A thread that does nothing else knows works before the others need them, and asks for their queries. kLate: it
-  // takes the next one when it has told of the last, so that nobody waits for the counter before the first.
+  // takes the work behind a long one with that one's last keys.
   template <bool kLate>
   __device__ __forceinline__ void tell_works() {
     uint32_t last_keys_phase = 0;
     for (;;) {
-      const Work w = next_work<kLate>();  // while the others are busy with the last one
+      const Work w = next_work();  // while the others are busy with the last one
       tell(w);
       hopper::mbarrier_arrive(work_known());
       bring_queries(w);
       if (w.num_tokens < 0) return;
       work_ring_.advance();
       if constexpr (kLate) {
-        if (!Tr::kShort && is_long(w)) {
+        if (is_long(w)) {
           hopper::mbarrier_wait(shared_ + Layout::kLastKeys, last_keys_phase);
           last_keys_phase ^= 1;
         }
-        take_index();
       }
+      take_index();
     }
   }
 
@@ -326,7 +326,7 @@ class BoxProducer : ProducerBase<Tr> {
   __device__ __forceinline__ void run() {
     const int warp = tid_ / 32;
     if (warp == 2) {
-      if (tid_ % 32 == 0) this->template tell_works<Tr::kTakesLate || Tr::kShort>();
+      if (tid_ % 32 == 0) this->template tell_works<Tr::kTakesLate>();
       return;
     }
     for (;;) {

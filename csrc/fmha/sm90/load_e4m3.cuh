@@ -16,8 +16,8 @@ class E4m3Producer : ProducerBase<Tr> {
   using Base = ProducerBase<Tr>;
   using Layout = typename Base::Layout;
   using Base::arrive, Base::bring_queries, Base::clear_unseen, Base::is_seen, Base::maps_, Base::next_work, Base::p_,
-      Base::page_at, Base::page_of_box, Base::s_, Base::shared_, Base::tell, Base::work_done, Base::work_known,
-      Base::work_ring_, Base::work_slot;
+      Base::page_at, Base::page_of_box, Base::s_, Base::shared_, Base::take_index, Base::tell, Base::work_done,
+      Base::work_known, Base::work_ring_, Base::work_slot;
 
  public:
   __device__ __forceinline__ E4m3Producer(const Params& p, const Schedule& s, const Maps& maps, char* base)
@@ -43,6 +43,7 @@ class E4m3Producer : ProducerBase<Tr> {
       const Work& w = *work_slot();
       if (tells && lane_ == 0) bring_queries(w);
       if (w.num_tokens < 0) return;
+      if (tells && lane_ == 0) take_index();
       work_ring_.advance();
       if (warp_ >= 2) {
         transpose_values(w);

@@ -36,14 +36,14 @@ class RowProducer : ProducerBase<Tr> {
   __device__ __forceinline__ void run_as() {
 #pragma unroll 1
     for (;;) {
-      if (tid_ == 0) tell(this->template next_work<Tr::kShort>());
+      if (tid_ == 0) tell(next_work());
       hopper::named_barrier_sync(kProducerBarrier, 128);
       const Work& w = *work_slot();
       const uint32_t done = work_done();
       if (kNarrow && w.num_tokens < 0) finish_pending<0>();
       if (tid_ == 0) bring_queries(w);  // those of the last work are free when its last keys are multiplied
       if (w.num_tokens < 0) return;
-      if (Tr::kShort && tid_ == 0) take_index();
+      if (tid_ == 0) take_index();
       work_ring_.advance();
       bring_tiles<kNarrow>(w);
       if (tid_ >= 32) hopper::mbarrier_arrive(done);
