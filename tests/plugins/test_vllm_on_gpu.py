@@ -44,13 +44,16 @@ def run(folder):
     return functools.cache(of)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["llama", "gemma", "gpt_oss", "gemma4"])
 def test_tokens_are_those_of_vllms_own_backend(kind, run):
+    """Of `gemma4` the layers of head size 512 are TRITON_ATTN's on both sides, and the log says so."""
     got, expected = run(kind, "ATTNOPS", 2), run(kind, "TRITON_ATTN", 2)
     equal = vllm_engine.check_tokens(got, expected)
     print(f"{kind}: {equal} of {len(expected['tokens'][0])} requests are equal to their end")
     assert got["calls"]["xqa_decode"] and got["calls"]["fmha_paged"] and got["calls"]["store_kv"]
     assert not any(expected["calls"].values())
+    said = [line for line in got["log"] if "attnops does not serve head size 512" in line]
+    assert len(said) == (kind == "gemma4") and all("TRITON_ATTN serves those layers" in line for line in said)
 
 
 def test_mla_tokens_are_those_of_vllms_own_backend(run):
