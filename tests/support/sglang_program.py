@@ -1,7 +1,7 @@
 """A whole engine of SGLang, run as a program: greedy tokens of some prompts, and calls of attnops.
 
 Argument: a JSON object: `options` (of `Engine`), `prompts` (token ids), `rounds`, `max_tokens`, `device` (the CPU's by
-default). Prints a JSON object: `tokens` and `logprobs` by round and prompt, `calls` by mode and pool.
+default). Prints a JSON object: `tokens` and, of a GPU, `logprobs` by round and prompt, `calls` by mode and pool.
 
 With PLAIN_OPS set, all but attention is plain PyTorch: no compiled module of SGLang is needed.
 """
@@ -38,12 +38,12 @@ def main(request: dict) -> None:
     device = request.get("device", "cpu")
     engine = Engine(device=device, skip_tokenizer_init=True, log_level="error", **request["options"])
     greedy = {"temperature": 0, "max_new_tokens": request["max_tokens"], "ignore_eos": True}
-    best = {"return_logprob": True, "top_logprobs_num": 2}
+    best = {} if device == "cpu" else {"return_logprob": True, "top_logprobs_num": 2}
     tokens, logprobs = [], []
     for _ in range(request["rounds"]):
         results = engine.generate(input_ids=request["prompts"], sampling_params=greedy, **best)
         tokens.append([result["output_ids"] for result in results])
-        made = [result["meta_info"]["output_top_logprobs"] for result in results]
+        made = [result["meta_info"]["output_top_logprobs"] for result in results] if best else []
         logprobs.append([[[pair[0] for pair in step] for step in steps] for steps in made])
     with open(os.environ["CALLS"]) as lines:
         calls = collections.Counter(lines.read().split())
