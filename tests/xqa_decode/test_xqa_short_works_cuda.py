@@ -146,6 +146,19 @@ def test_rules_of_many_rows(options, head_dim, kv_dtype, num_sm_parts):
     assert_decodes(problem, seqlen_q=tokens, num_sm_parts=num_sm_parts, **rules)
 
 
+@pytest.mark.parametrize("page_size", [8, 64, 128, 256, 1, 125])
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, BF16), (96, BF16), (128, FP16), (256, FP16)])
+@pytest.mark.parametrize("window_left", [-1, 100])
+def test_pieces_that_end_inside_a_tile(window_left, head_dim, dtype, page_size):
+    """More than 64 rows take tiles of 128 keys, two of the plan's, whose parts may end at any of those."""
+    lengths = [0, 3, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 320, 1000]
+    problem = paged_problem(
+        lengths, 3, num_q_heads=66, num_kv_heads=2, head_dim=head_dim, page_size=page_size, dtype=dtype
+    ).to("cuda")
+    for num_sm_parts in (2, 6, 22, None):
+        assert_decodes(problem, seqlen_q=3, num_sm_parts=num_sm_parts, window_left=window_left)
+
+
 def test_a_soft_cap_where_the_scale_of_some_rows_is_one():
     """Over FP8 pages every row has a scale of its own; a lane has two rows."""
     problem = paged_problem([300, 64, 777], num_q_heads=48, num_kv_heads=1, head_dim=128, kv_dtype=FP8, scales="none")

@@ -69,13 +69,26 @@ __device__ __forceinline__ void gmma_registers(float (&d)[kCount], const uint32_
                                                std::integer_sequence<int, kIndex...>) {
   Op::fma(a[0], a[1], a[2], a[3], b, d[kIndex]..., scale);
 }
+
+template <class Op, int kBlocks, int kCount, int... kIndex>
+__device__ __forceinline__ void gmma_registers(float (&d)[kBlocks][kCount], const uint32_t* a, uint64_t b, Scale scale,
+                                               std::integer_sequence<int, kIndex...>) {
+  Op::fma(a[0], a[1], a[2], a[3], b, d[kIndex / kCount][kIndex % kCount]..., scale);
+}
 }  // namespace detail
 
-// d [64, 2 * kCount] = a b, or += where `accumulate`; a in shared memory, rows are m.
+// d [64, kColumns] = a b, or += where `accumulate`; a in shared memory, rows are m. Of d the first kColumns / 2.
+template <typename T, cute::SM90::GMMA::Major kMajorB, int kColumns, int kCount>
+__device__ __forceinline__ void gmma_columns(float (&d)[kCount], uint64_t a, uint64_t b, bool accumulate) {
+  static_assert(kColumns <= 2 * kCount);
+  detail::gmma_shared<typename Gmma<T, kColumns, kMajorB>::Shared>(
+      d, a, b, accumulate ? detail::Scale::One : detail::Scale::Zero, std::make_integer_sequence<int, kColumns / 2>());
+}
+
+// The same of all of d.
 template <typename T, cute::SM90::GMMA::Major kMajorB, int kCount>
 __device__ __forceinline__ void gmma(float (&d)[kCount], uint64_t a, uint64_t b, bool accumulate) {
-  detail::gmma_shared<typename Gmma<T, 2 * kCount, kMajorB>::Shared>(
-      d, a, b, accumulate ? detail::Scale::One : detail::Scale::Zero, std::make_integer_sequence<int, kCount>());
+  gmma_columns<T, kMajorB, 2 * kCount>(d, a, b, accumulate);
 }
 
 // The same with a in four registers: rows lane / 4 and + 8 of the warp's sixteen, k 2 (lane % 4) + {0, 1} and + 8
@@ -84,6 +97,14 @@ template <typename T, cute::SM90::GMMA::Major kMajorB, int kCount>
 __device__ __forceinline__ void gmma(float (&d)[kCount], const uint32_t* a, uint64_t b, bool accumulate) {
   detail::gmma_registers<typename Gmma<T, 2 * kCount, kMajorB>::Registers>(
       d, a, b, accumulate ? detail::Scale::One : detail::Scale::Zero, std::make_integer_sequence<int, kCount>());
+}
+
+// The same with d in blocks of columns.
+template <typename T, cute::SM90::GMMA::Major kMajorB, int kBlocks, int kCount>
+__device__ __forceinline__ void gmma(float (&d)[kBlocks][kCount], const uint32_t* a, uint64_t b, bool accumulate) {
+  detail::gmma_registers<typename Gmma<T, 2 * kBlocks * kCount, kMajorB>::Registers>(
+      d, a, b, accumulate ? detail::Scale::One : detail::Scale::Zero,
+      std::make_integer_sequence<int, kBlocks * kCount>());
 }
 
 // The low word of the descriptor of an operand of rows of 128 bytes under the 128-byte swizzle, kRows rows to a chunk

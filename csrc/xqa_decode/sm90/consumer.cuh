@@ -33,7 +33,8 @@ class Consumer {
         exchange_(reinterpret_cast<float*>(smem + Shared::kExchange)) {}
 
   __device__ __forceinline__ void run(PieceWalk& piece) {
-    bool fetched = false;  // this piece's queries are on their way
+    bool fetched = false;                                                    // this piece's queries are on their way
+    if (Tr::kTakesTurns && own_group<Tr>() == Tr::kGroups - 1) pass_turn();  // the first turn is the first group's
     do {
       WorkPlace place = place_of(piece);
       if (piece.overflows()) {
@@ -67,9 +68,13 @@ class Consumer {
       }
       if constexpr (Tr::kParksWalk) {
         const PlacedKeys keys(piece);
-        const int tiles = num_tiles(piece);
+        const int tiles = num_tiles<Tr::kTileTokens>(piece);
         park(piece);
-        attend_keys(keys, tiles, first_row, block);
+        if constexpr (Tr::kTakesTurns) {
+          attend_in_turns(keys, tiles, first_row, block);
+        } else {
+          attend_keys(keys, tiles, first_row, block);
+        }
         if (tiles == 0) sync_group<Tr>();
         take_back(piece);
         place = place_of(piece), first_row = first_row_of(piece.row_block());
@@ -115,6 +120,7 @@ class Consumer {
       }
       if constexpr (Tr::kParksWalk) take_back(piece);
     } while (piece.next());
+    if (Tr::kTakesTurns && own_group<Tr>() == 0) take_turn();
   }
 
   // The rows, before any key. Their queries may lie there still.
@@ -129,7 +135,6 @@ class Consumer {
     cp_async_wait<0>();
     hopper::fence_async_proxy();
     sync_group<Tr>();
-    if constexpr (Tr::kKeepsQueries) block.load_queries(queries());
   }
 
   // All keys of a piece, and the sums of its rows.
@@ -198,25 +203,33 @@ class Consumer {
     int first_token_;
 
     __device__ __forceinline__ explicit PlacedKeys(const PieceWalk& piece)
-        : SeenKeys{piece.request(), piece.length(), piece.keys()}, first_token_(piece.first_token()) {}
+        : SeenKeys{piece.request(), piece.length(), piece.keys()}, first_token_(piece.first_token()) {
+      // A tile of two tiles of the plan may reach into the next piece.
+      if constexpr (Tr::kTileTokens > kPlanTileTokens) keys_.end = min_of(keys_.end, piece.end_token());
+    }
     __device__ __forceinline__ int first_token() const { return first_token_; }
   };
 
   // One thread writes the walk's state, behind a barrier since all have read the last, and all read it behind another.
   __device__ __forceinline__ void park(PieceWalk& piece) const {
-    if (threadIdx.x != 0) return;
-    uint32_t place = shared_ + Shared::kPiece;
+    if (threadIdx.x % Tr::kGroupThreads != 0) return;
+    uint32_t place = place_of_walk();
     piece.visit_state([&](int word) {
       asm volatile("st.shared.b32 [%0], %1;" ::"r"(place), "r"(word) : "memory");
       place += 4;
     });
   }
   __device__ __forceinline__ void take_back(PieceWalk& piece) const {
-    uint32_t place = shared_ + Shared::kPiece;
+    uint32_t place = place_of_walk();
     piece.visit_state([&](int& word) {
       asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(place) : "memory");
       place += 4;
     });
+  }
+
+  // Each group has its own: they are not at the same piece.
+  __device__ __forceinline__ uint32_t place_of_walk() const {
+    return shared_ + Shared::kPiece + own_group<Tr>() * (Tr::kWalkBytes / Tr::kGroups);
   }
 
   using Scores = float[Block<Tr>::kScores];
@@ -282,6 +295,140 @@ class Consumer {
     }
   }
 
+  __device__ __forceinline__ void take_turn() const {
+    hopper::named_barrier_sync(kTurn + own_group<Tr>(), Tr::kThreads);
+  }
+  __device__ __forceinline__ void pass_turn() const {
+    hopper::named_barrier_arrive(kTurn + (own_group<Tr>() + 1) % Tr::kGroups, Tr::kThreads);
+  }
+
+  // All tiles of a piece, by groups that take turns in asking for products. Scores of a tile are asked for before the
+  // product with the values of the one before. Of a last tile that is half empty half is multiplied.
+  __device__ __forceinline__ void attend_in_turns(const PlacedKeys& keys, int tiles, int first_row, Block<Tr>& block) {
+    if (tiles == 0) return;
+    constexpr int kTile = Tr::kTileTokens;
+    const bool ends_early = kTile > 64 && keys.keys().end - keys.first_token() <= tiles * kTile - 64;
+    // Tiles that all rows see.
+    const bool plain = p_.logit_cap == 0.f && !block.scales_apart();
+    const KvRange all = seen_by_all(keys);
+    const int whole_begin = max_of(ceil_div(max_of(all.begin - keys.first_token(), 0), kTile), 1);
+    const int whole_end = plain ? max_of(all.end - keys.first_token(), 0) / kTile : 0;
+#pragma unroll 1
+    for (int tile = 0; tile < tiles; ++tile) {
+      if (tile >= whole_begin && tile < whole_end) {
+        attend_whole_tile_in_turn(block);
+      } else if (ends_early && tile + 1 == tiles) {
+        attend_edge_in_turn<64>(keys, first_row, tile, block);
+      } else {
+        attend_edge_in_turn<kTile>(keys, first_row, tile, block);
+      }
+    }
+    if (ends_early) {
+      multiply_last_values<64>(block);
+    } else {
+      multiply_last_values<kTile>(block);
+    }
+  }
+
+  template <int kKeys>
+  __device__ __forceinline__ void multiply_last_values(Block<Tr>& block) {
+    wait_for_unit();
+    block.template multiply_values<kKeys>(unit(place_));
+    block.template wait_for_values<0>();
+    release(place_);
+    place_.advance();
+  }
+
+  // A tile that all rows see, and not the first: its probabilities are computed while the values of the one before are
+  // multiplied.
+  __device__ __forceinline__ void attend_whole_tile_in_turn(Block<Tr>& block) {
+    constexpr int kTile = Tr::kTileTokens;
+    const RingPlace<Tr> values = place_;
+    place_.advance();
+    wait_for_unit();
+    take_turn();
+    block.template multiply_keys<kTile>(unit(place_), queries(), scores_);
+    wait_for_unit(values);
+    block.template multiply_values<kTile>(unit(values));
+    pass_turn();
+    hopper::wgmma_wait<1>(scores_);
+    release(place_);
+    place_.advance();
+    block.template soften<kTile / 2>(scores_, [&](bool never) {
+      // The assembler would move the wait ahead of the exponentials that are to hide it. It does not move it across a
+      // loop, here one on a barrier whose phase is over, which seems to need the sums of all of them.
+      RingPlace<Tr> over = values;
+      over.parity ^= never ? 1 : 0;
+      over.wait(shared_ + Shared::kFull);
+      block.template wait_for_values<0>();
+      release(values);
+    });
+  }
+
+  // Any tile of which the first kKeys are wanted.
+  template <int kKeys>
+  __device__ __forceinline__ void attend_edge_in_turn(const PlacedKeys& keys, int first_row, int tile,
+                                                      Block<Tr>& block) {
+    if (tile == 0) {
+      multiply_in_turn<kKeys, false>(block);
+    } else {
+      multiply_in_turn<kKeys, true>(block);
+    }
+#pragma unroll
+    for (int i = kKeys / 2; i < Block<Tr>::kScores; ++i) scores_[i] = 0.f;  // no older ones need to be kept
+    treat_tile<kKeys>(keys, first_row, tile, block);
+    block.template soften<kKeys / 2>(scores_, [](bool) {});
+  }
+
+  // The scores of the first kKeys of a tile; and the product with the values of the one before.
+  template <int kKeys, bool kWithValues>
+  __device__ __forceinline__ void multiply_in_turn(Block<Tr>& block) {
+    const RingPlace<Tr> values = place_;
+    if constexpr (kWithValues) place_.advance();
+    wait_for_unit();
+    take_turn();
+    block.template multiply_keys<kKeys>(unit(place_), queries(), scores_);
+    if constexpr (kWithValues) {
+      wait_for_unit(values);
+      block.template multiply_values<Tr::kTileTokens>(unit(values));
+    }
+    pass_turn();
+    hopper::wgmma_wait<0>(scores_);
+    if constexpr (kWithValues) block.template wait_for_values<0>();
+    release(place_);
+    if constexpr (kWithValues) release(values);
+    place_.advance();
+  }
+
+  // Masks, soft cap and scale of the scores of a tile's first kKeys; and zeros for those of its values, which come
+  // next, that no row sees.
+  template <int kKeys>
+  __device__ __forceinline__ void treat_tile(const PlacedKeys& keys, int first_row, int tile, const Block<Tr>& block) {
+    const int first_key = keys.first_token() + tile * Tr::kTileTokens;
+    const bool is_edge = this->is_edge(keys, tile);
+    if (!block.scales_apart() && p_.logit_cap == 0.f && p_.tree_mask == nullptr) {
+      if (is_edge) {
+        Block<Tr>::template mask_ranges<kKeys / 2>(p_, shape_, keys, first_row, first_key, scores_);
+      }
+    } else {
+      treat_edge(keys, first_row, first_key, is_edge, block);
+    }
+    if constexpr (!Tr::kGathers) {
+      if (!is_edge) return;
+#pragma unroll 1
+      for (int part = 0; part < kKeys; part += 64) {
+        const uint64_t seen = seen_keys(p_, keys, first_key + part);
+        if (seen == kAllSeen) continue;
+        place_.wait(shared_ + Shared::kFull);
+        Block<Tr>::clear_values(unit(place_) + part * 128, seen);
+      }
+    }
+  }
+
+  __device__ __forceinline__ uint32_t unit(const RingPlace<Tr>& place) const {
+    return shared_ + Shared::kRing + place.slot * Tr::kUnitBytes;
+  }
+
   // A tile that all rows see: its probabilities are computed while the values of the one before are multiplied.
   __device__ __forceinline__ void attend_whole_tile(Block<Tr>& block) {
     const RingPlace<Tr> values = place_;
@@ -303,12 +450,17 @@ class Consumer {
   template <class Piece>
   __device__ __forceinline__ bool is_edge(const Piece& piece, int tile) const {
     const int first_key = piece.first_token() + tile * Tr::kTileTokens;
-    // Keys [all_begin, all_end) are seen by every row.
-    const int all_end = p_.causal || p_.tree_mask
-                            ? min_of(piece.length() - (p_.tree_mask ? p_.tree_keys : p_.seqlen_q - 1), piece.keys().end)
-                            : piece.keys().end;
-    const int all_begin = p_.window_left < 0 ? 0 : piece.length() - 1 - p_.window_left;
-    return first_key + Tr::kTileTokens > all_end || first_key < all_begin;
+    const KvRange all = seen_by_all(piece);
+    return first_key + Tr::kTileTokens > all.end || first_key < all.begin;
+  }
+
+  // Keys that every row sees.
+  template <class Piece>
+  __device__ __forceinline__ KvRange seen_by_all(const Piece& piece) const {
+    const int end = p_.causal || p_.tree_mask
+                        ? min_of(piece.length() - (p_.tree_mask ? p_.tree_keys : p_.seqlen_q - 1), piece.keys().end)
+                        : piece.keys().end;
+    return {p_.window_left < 0 ? 0 : piece.length() - 1 - p_.window_left, end};
   }
 
   // The scores of the tile whose keys come next, in flight.
@@ -414,10 +566,14 @@ class Consumer {
   }
   __device__ __forceinline__ uint32_t probs() const { return shared_ + Shared::kProbs + prob_buffer_ * Tr::kProbBytes; }
 
-  // A warp is done with a unit. Where rows are gathered, ordinary writes come next, which are ordered only behind the
-  // reads of lanes that arrive.
+  // A warp is done with a unit.
   __device__ __forceinline__ void release(const RingPlace<Tr>& place) const {
-    if (Tr::kGathers || threadIdx.x % 32 == 0) hopper::mbarrier_arrive(shared_ + Shared::kEmpty + place.slot * 8);
+    if constexpr (Tr::kTakesTurns) {
+      __syncwarp();
+      return hopper::mbarrier_arrive_if(shared_ + Shared::kEmpty + place.slot * 8, threadIdx.x % 32 == 0);
+    }
+    if (arrives_by_lanes<Tr>() || threadIdx.x % 32 == 0)
+      hopper::mbarrier_arrive(shared_ + Shared::kEmpty + place.slot * 8);
   }
 
   const Params& p_;

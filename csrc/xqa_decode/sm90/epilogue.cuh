@@ -3,6 +3,7 @@
 #include "xqa_decode/sm90/fp8/lone_block.cuh"
 #include "xqa_decode/sm90/fp8/widened_block.cuh"
 #include "xqa_decode/sm90/row_block.cuh"
+#include "xqa_decode/sm90/turn_block.cuh"
 #include "xqa_decode/sm90/wide_block.cuh"
 
 namespace attnops::xqa_decode::sm90 {
@@ -10,7 +11,9 @@ namespace attnops::xqa_decode::sm90 {
 template <class Tr>
 using Block = std::conditional_t<
     Tr::kWidens, fp8::WidenedBlock<Tr>,
-    std::conditional_t<Tr::kFp8, fp8::LoneBlock<Tr>, std::conditional_t<Tr::kRows >= 64, WideBlock<Tr>, RowBlock<Tr>>>>;
+    std::conditional_t<Tr::kFp8, fp8::LoneBlock<Tr>,
+                       std::conditional_t<Tr::kTakesTurns, TurnBlock<Tr>,
+                                          std::conditional_t<Tr::kRows >= 64, WideBlock<Tr>, RowBlock<Tr>>>>>;
 
 // Of the two dims 64 b + 16 warp + .. that a lane holds, by g = lane / 4.
 template <class Tr>
@@ -166,7 +169,7 @@ __device__ __forceinline__ void store_rows(const Params& p, const Shape& shape, 
 
 // The same of 64 rows: a row's dims lie in four lanes, which write 32 neighbouring bytes.
 template <class Tr>
-__device__ __forceinline__ void store_partials(const Params& p, const Shape& shape, const WideBlock<Tr>& block,
+__device__ __forceinline__ void store_partials(const Params& p, const Shape& shape, const WideRows<Tr>& block,
                                                int first_row, int64_t slot) {
   const int warp = threadIdx.x / 32 % Tr::kWarps, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll

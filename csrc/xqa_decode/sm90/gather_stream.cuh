@@ -33,7 +33,7 @@ class GatherStream {
         token_step_(static_cast<uint32_t>((values_ ? shape.v_token : shape.k_token) / 16)) {
     const int row = first_row_ + lane / kLanesPerRow;
     inside_ = column_ * 16 < p.head_dim * kSize;
-    destination_ = ring_ + column_ / 8 * hopper::kTileBytes + hopper::swizzled(row, column_ % 8);
+    destination_ = ring_ + column_ / 8 * Tr::kColumnBytes + hopper::swizzled(row, column_ % 8);
     if (values_) place_.advance();
   }
 
@@ -72,7 +72,7 @@ class GatherStream {
   // All tiles of the piece that is open; `pages` are those of the lane's two rows of the first tile.
   template <class Piece>
   __device__ __forceinline__ void bring(const Piece& piece, int (&pages)[kHeld]) {
-    const int tiles = num_tiles(piece);
+    const int tiles = num_tiles<Tr::kTileTokens>(piece);
     int token = piece.first_token() + first_row_ + lane_;
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile, token += Tr::kTileTokens) {

@@ -13,7 +13,7 @@ __device__ __forceinline__ void init_barriers(uint32_t shared) {
   using Shared = SharedLayout<Tr>;
   for (int i = 0; i < Tr::kUnits; ++i) {
     hopper::mbarrier_init(shared + Shared::kFull + 8 * i, Tr::kGathers ? 32 * Tr::kBringersOfUnit : 1);
-    hopper::mbarrier_init(shared + Shared::kEmpty + 8 * i, Tr::kGathers ? Tr::kReaders : Tr::kReaders / 32);
+    hopper::mbarrier_init(shared + Shared::kEmpty + 8 * i, arrives_by_lanes<Tr>() ? Tr::kReaders : Tr::kReaders / 32);
   }
   hopper::mbarrier_init_fence();
 }
@@ -101,7 +101,7 @@ __device__ __forceinline__ void bring_pieces(const Params& p, const Shape& shape
     do stream.bring(piece);
     while (piece.next());
   } else {
-    TileStream<Tr> stream(p, boxes, &key_map, &value_map, shape, shared, lane);
+    TileStream<Tr> stream(p, boxes, &key_map, &value_map, shape, shared, lane, warp);
     do stream.bring(piece);
     while (piece.next());
   }

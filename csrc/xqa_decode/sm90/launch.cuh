@@ -32,7 +32,7 @@ CUtensorMap make_map(const Params& p, const void* base, int64_t stride_token, in
 template <class Tr>
 Boxes make_boxes(const Params& p) {
   Boxes boxes{};
-  boxes.tokens = Tr::kGathers ? 1 : min_of(p.page_table.page_size, Tr::kTileTokens);
+  boxes.tokens = Tr::kGathers ? 1 : min_of(p.page_table.page_size, kPlanTileTokens);  // tiles may begin inside a page
   boxes.bytes = boxes.tokens * 128;
   boxes.runs = Tr::kTileTokens / boxes.tokens;
   boxes.count = Tr::kColumns * boxes.runs * heads_of_cta<Tr>();

@@ -86,14 +86,15 @@ struct RowBlock : RowState<Tr> {
     cap_scores(score_scale, logit_cap, scores);
   }
 
-  __device__ __forceinline__ static void cap_scores(float score_scale, float logit_cap, float (&scores)[kScores]) {
+  template <int kCount>
+  __device__ __forceinline__ static void cap_scores(float score_scale, float logit_cap, float (&scores)[kCount]) {
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) scores[i] *= score_scale;
+    for (int i = 0; i < kCount; ++i) scores[i] *= score_scale;
     if (logit_cap == 0.f) return;
     const float to_cap = 2.f / logit_cap;  // tanh(x) = 1 - 2 / (1 + e^2x), and the scores are in log2 already
     const float from_cap = logit_cap * kLog2e;
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) {
+    for (int i = 0; i < kCount; ++i) {
       scores[i] = from_cap * (1.f - __fdividef(2.f, 1.f + exp2_approx(scores[i] * to_cap)));
     }
   }
@@ -107,7 +108,7 @@ struct RowBlock : RowState<Tr> {
       if (seen >> 16 * step & 1) continue;
 #pragma unroll
       for (int column = 0; column < Tr::kColumns; ++column) {
-        const uint32_t at = values + column * hopper::kTileBytes + step * 2048 + thread * 16;
+        const uint32_t at = values + column * Tr::kColumnBytes + step * 2048 + thread * 16;
         asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
       }
     }

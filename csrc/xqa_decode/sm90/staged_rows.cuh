@@ -139,7 +139,7 @@ __device__ __forceinline__ void store_rows(const Params& p, const Shape& shape, 
 // Rows that are a warp's own, sixteen each.
 template <class Tr>
 __device__ __forceinline__ void store_rows(const Params& p, const Shape& shape, const Boxes& boxes,
-                                           const WorkPlace& place, const WideBlock<Tr>& block, int first_row,
+                                           const WorkPlace& place, const WideRows<Tr>& block, int first_row,
                                            uint32_t stage) {
   using T = typename Tr::T;
   const int warp = threadIdx.x / 32 % Tr::kWarps, lane = threadIdx.x % 32;

@@ -7,9 +7,9 @@
 namespace attnops::xqa_decode::sm90 {
 
 // How many tiles of keys a piece has.
-template <class Piece>
+template <int kTokens = kPlanTileTokens, class Piece>
 __device__ int num_tiles(const Piece& piece) {
-  return piece.overflows() ? 0 : ceil_div(max_of(piece.end_token() - piece.first_token(), 0), 64);
+  return piece.overflows() ? 0 : ceil_div(max_of(piece.end_token() - piece.first_token(), 0), kTokens);
 }
 
 // A place in the ring, and the parity of its barriers' phase.
@@ -23,6 +23,28 @@ struct RingPlace {
     if (++slot == Tr::kUnits) slot = 0, parity ^= 1;
   }
 };
+
+// Whether every lane that has read a unit says so, and not one for its warp. Where rows are gathered, ordinary writes
+// come next, which are ordered only behind the reads of lanes that arrive, or meet one that does.
+template <class Tr>
+constexpr bool arrives_by_lanes() {
+  if constexpr (requires { Tr::kTakesTurns; }) {
+    return Tr::kGathers && !Tr::kTakesTurns;
+  } else {
+    return Tr::kGathers;
+  }
+}
+
+// Whether one warp asks for boxes of keys and another for those of values: a box takes some 50 cycles of a warp, and of
+// small pages a tile has many.
+template <class Tr>
+constexpr bool brings_one_kind() {
+  if constexpr (requires { Tr::kTakesTurns; }) {
+    return Tr::kTakesTurns && !Tr::kGathers;
+  } else {
+    return false;
+  }
+}
 
 // KV heads of a CTA, neighbours, each with all of SharedLayout for itself.
 template <class Tr>
@@ -47,12 +69,12 @@ constexpr uint32_t head_stride() {
 // The fifth warp: asks the copy engine for tile after tile of keys and values, piece after piece without a break, each
 // as soon as a place in the ring is free. A tile comes in boxes of one page each (or of 64 tokens of a larger page) and
 // 128 bytes of columns, a box per lane. Lane l holds the page of the l-th run of box tokens from here on, and the 32
-// after those are on their way.
+// after those are on their way. `warp`: of two that share this, see brings_one_kind.
 template <class Tr>
 class TileStream {
  public:
   __device__ TileStream(const Params& p, const Boxes& boxes, const CUtensorMap* keys, const CUtensorMap* values,
-                        const Shape& shape, uint32_t shared, int lane)
+                        const Shape& shape, uint32_t shared, int lane, int warp = 0)
       : p_(p),
         boxes_(boxes),
         keys_(keys),
@@ -62,11 +84,12 @@ class TileStream {
         ring_(shared + SharedLayout<Tr>::kRing),
         full_(shared + SharedLayout<Tr>::kFull),
         empty_(shared + SharedLayout<Tr>::kEmpty),
+        warp_(warp),
         lane_(lane),
         sub_(lane / (Tr::kColumns * kHeads)),
         column_(lane % Tr::kColumns * (128 / static_cast<int>(sizeof(typename Tr::Element)))),
         head_(kHeads == 1 ? 0 : lane % kHeads),
-        offset_(lane % Tr::kColumns * hopper::kTileBytes + sub_ * boxes.tokens * 128) {
+        offset_(lane % Tr::kColumns * Tr::kColumnBytes + sub_ * boxes.tokens * 128) {
     static_assert(kHeads == 1 || Tr::kColumns == 1);
   }
 
@@ -105,7 +128,7 @@ class TileStream {
   }
   template <class Piece, class BeforeTile>
   __device__ __forceinline__ void bring(const Piece& piece, int pages, const BeforeTile& before_tile) {
-    const int tiles = num_tiles(piece);
+    const int tiles = num_tiles<Tr::kTileTokens>(piece);
     const bool read_once = boxes_.row_blocks == 1 && (row_blocks_ == 1 || tiles > kTilesInL2);
     const uint64_t policy = hopper::l2_policy(read_once);
     int token = piece.first_token(), held = 0;
@@ -121,6 +144,10 @@ class TileStream {
       const int in_page = own_token & (p_.page_table.page_size - 1);
 #pragma unroll
       for (int unit = 0; unit < 2; ++unit) {
+        if (brings_one_kind<Tr>() && unit != warp_) {
+          place_.advance();
+          continue;
+        }
         const uint32_t of_head = head_ * head_stride<Tr>();
         const uint32_t barrier = full_ + place_.slot * 8 + of_head;
         hopper::mbarrier_wait(empty_ + place_.slot * 8 + of_head, place_.parity ^ 1);
@@ -176,7 +203,7 @@ class TileStream {
   const int page_shift_;
   const int row_blocks_;
   const uint32_t ring_, full_, empty_;
-  const int lane_, sub_, column_, head_, offset_;
+  const int warp_, lane_, sub_, column_, head_, offset_;
   RingPlace<Tr> place_;
   int begin_token_ = 0, end_token_ = 0;
   const int32_t* row_ = nullptr;

@@ -31,21 +31,22 @@ struct Traits {
   static constexpr int kReaders = kThreads;                 // of every unit
   static constexpr bool kGathers = kGathers_;
   // Two groups of wide rows need more registers than there are for all: those that bring tiles give them some. They are
-  // then a whole warpgroup, of which one warp or four do anything.
+  // then a whole warpgroup, of which two warps or four do anything.
   static constexpr bool kMovesRegisters = kGroups > 1;
-  static constexpr int kGroupRegisters = kHeadDim > 128 ? 224 : 200, kBringerRegisters = 504 - 2 * kGroupRegisters;
-  static constexpr bool kKeepsQueries = kMovesRegisters && kHeadDim <= 128;  // in registers
-  static constexpr int kBringersOfUnit = kGathers && kGroups > 1 ? 2 : 1;    // warps
-  static constexpr int kBringers = kGathers ? 2 * kBringersOfUnit : 1;
+  static constexpr bool kTakesTurns = kGroups > 1;  // see TurnBlock
+  static constexpr int kGroupRegisters = 224, kBringerRegisters = 504 - 2 * kGroupRegisters;
+  static constexpr int kBringersOfUnit = kGathers && kGroups > 1 ? 2 : 1;  // warps
+  static constexpr int kBringers = kGathers ? 2 * kBringersOfUnit : kTakesTurns ? 2 : 1;
   static constexpr int kAllThreads = kThreads + (kMovesRegisters ? 128 : 32 * kBringers);
-  static constexpr int kTileTokens = 64;
-  static constexpr int kBlocks = kHeadDim / 64;  // 64 x 64 blocks of a tile of keys or of values
+  static constexpr int kTileTokens = kGroups > 1 && kHeadDim <= 128 ? 128 : 64;
+  static constexpr int kColumnBytes = kTileTokens * 128;  // of 128 bytes of each row of a tile
+  static constexpr int kBlocks = kHeadDim / 64;           // 64 x 64 blocks of a tile of keys or of values
   // Of boxes in a tile: lines of 128 bytes, of which rows of 64 fill a half.
   static constexpr int kColumns = max_of(kHeadDim * static_cast<int>(sizeof(Element)) / 128, 1);
 
   // A unit is a tile of keys or of values; units come and go by turns. Probabilities lie in two buffers where there is
   // room, so that a warp may write those of the next tile while another still multiplies.
-  static constexpr int kUnitBytes = kColumns * hopper::kTileBytes;
+  static constexpr int kUnitBytes = kColumns * kColumnBytes;
   static constexpr int kQueryBytes = kRows * kHeadDim * 2;
   static constexpr int kProbBytes = kRows * kTileTokens * 2;
   static constexpr int kProbBuffers = kRows <= 32 ? 2 : 0;  // see WideBlock
@@ -61,8 +62,9 @@ struct Traits {
   static constexpr int kFactorBytes = kEndsOnce && !kFp8 ? kRows * 4 : 0;
   // The walk over pieces lies in shared memory while a piece is attended and merged: in registers it would be spilled,
   // and so would loads that nobody waits for.
-  static constexpr bool kParksWalk = !kFolds && kInboxBytes == 0 && !kFp8 && kRows == 32 && kHeadDim <= 128;
-  static constexpr int kWalkBytes = kFolds || kParksWalk ? 96 : 0;
+  static constexpr bool kParksWalk =
+      kTakesTurns || (!kFolds && kInboxBytes == 0 && !kFp8 && kRows == 32 && kHeadDim <= 128);
+  static constexpr int kWalkBytes = kFolds || kParksWalk ? 96 * kGroups : 0;
   static constexpr int kSmallBytes = 256 + kWarps * kRows * 4 + (kFp8 ? 2 * kRows * 4 : 0) + kWalkBytes + kFactorBytes;
   // The next piece's queries come while this one's tiles are multiplied, where that does not cost a CTA of the SM.
   // Over e4m3 pages they come as they lie in q, and change their type when the piece begins.
@@ -80,7 +82,7 @@ struct Traits {
   static constexpr int kPartOfSm = (228 - kMostCtas) * 1024 / kMostCtas, kWholeSm = 227 * 1024;
   static constexpr int kCtasPerSm = kGroups == 1 && kPartOfSm - kRestBytes >= 3 * kUnitBytes ? kMostCtas : 1;
   // Splits that a merge loads at a time: more would spill what lives on.
-  static constexpr int kMergeBatch = kParksWalk ? 8 : 16;
+  static constexpr int kMergeBatch = kParksWalk && !kTakesTurns ? 8 : 16;
   static constexpr int kUnits = min_of(((kCtasPerSm > 1 ? kPartOfSm : kWholeSm) - kRestBytes) / kUnitBytes, 12);
   static_assert(kUnits >= 3);
   // Of a long piece parts of the plan ask for no more than four units of 16 KB at a time, measured at head dim 128:
@@ -90,8 +92,8 @@ struct Traits {
       !kFewOfLong ? kUnits : min_of(kFp8 ? 4 : max_of(4 * 16 * 1024 / kUnitBytes, 3), kUnits);
 
   // fp16 probabilities are scaled up by this power of two, so that small ones keep their digits; with kSlack more they
-  // stay in range.
-  static constexpr float kProbShift = std::is_same_v<T, __half> ? 6.f : 0.f;
+  // stay in range. Not where groups take turns: with one more constant ptxas takes products of fp16 apart (C7511).
+  static constexpr float kProbShift = std::is_same_v<T, __half> && !kTakesTurns ? 6.f : 0.f;
 
   // Over e4m3 pages, see fp8/.
   static constexpr int kHeads = 1;
@@ -130,8 +132,8 @@ struct SharedLayout {
 };
 
 // Barriers of the hardware; 0 is that of the merge. All are for the threads that multiply: kMultiply and those behind
-// it for one group each.
-enum NamedBarrier : int { kMultiply = 1 };
+// it for one group each, and from kTurn on what a group waits at for its turn to multiply.
+enum NamedBarrier : int { kMultiply = 1, kTurn = 3 };
 
 // What a launch knows besides the arguments and the shape.
 struct Boxes {

@@ -11,32 +11,125 @@ struct OneGroup : Tr {
   static constexpr int kRowTiles = kRows / 8;
 };
 
-// What RowBlock is for few rows, for 64: query rows are the M of both products, keys and output dims their N. A row
-// then lies in four lanes of one warp, and its probabilities go from the registers of the first product to those of the
-// second: warps need neither shared memory nor barriers for them.
-// In a lane with g = lane / 4, t = lane % 4 of warp w:
+// Rows that lie in four lanes of one warp. In a lane with g = lane / 4, t = lane % 4 of warp w:
 //   scores[4 n + 2 h + i]: row 16 w + g + 8 h, key 8 n + 2 t + i of the tile;
 //   out[b][4 n + 2 h + i]: the same row, dim 64 b + 8 n + 2 t + i.
 // Sums are those of a lane's own keys until `add_up`.
 template <class Tr>
-struct WideBlock {
+struct WideRows {
+  using Narrow = RowBlock<OneGroup<Tr>>;
+  static constexpr float kNothingSeen = Narrow::kNothingSeen;
+
+  float out[Tr::kBlocks][32];
+  float reference[2];  // in units of log2; kNothingSeen before the first visible key
+  float sum[2];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int b = 0; b < Tr::kBlocks; ++b) {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) out[b][i] = 0.f;
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) reference[h] = kNothingSeen, sum[h] = 0.f;
+  }
+
+  // Hides the keys that a row may not see where there is no tree: a row sees a range of keys.
+  template <int kScores = 32, int kAll, class Piece>
+  __device__ __forceinline__ static void mask_ranges(const Params& p, const Shape& shape, const Piece& piece,
+                                                     int first_row, int first_key, float (&scores)[kAll]) {
+    const int own_row = first_row + threadIdx.x / 32 % Tr::kWarps * 16 + threadIdx.x % 32 / 4;
+    const int own_key = first_key + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const RowMask mask(p, shape, piece, own_row + 8 * h);
+      const int begin = mask.begin - own_key, end = mask.end - own_key;
+#pragma unroll
+      for (int n = 0; n < kScores / 4; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (8 * n + i < begin || 8 * n + i >= end) scores[4 * n + 2 * h + i] = -INFINITY;
+        }
+      }
+    }
+  }
+
+  // The same of all calls; the rules are those of the reference.
+  template <int kScores, class Piece>
+  __device__ __forceinline__ static void mask_scores(const Params& p, const Shape& shape, const Piece& piece,
+                                                     int first_row, int first_key, float (&scores)[kScores]) {
+    const int own_row = first_row + threadIdx.x / 32 % Tr::kWarps * 16 + threadIdx.x % 32 / 4;
+    const int own_key = first_key + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const RowMask mask(p, shape, piece, own_row + 8 * h);
+#pragma unroll
+      for (int n = 0; n < kScores / 4; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int key = own_key + 8 * n + i;
+          if (!mask.in_range(key)) scores[4 * n + 2 * h + i] = -INFINITY;
+        }
+      }
+      if (mask.tree == nullptr) continue;
+      const int window_begin = mask.window_begin(p);
+#pragma unroll 1
+      for (int j = 0; j < kScores / 2; ++j) {
+        if (!mask.in_tree(own_key + j / 2 * 8 + j % 2, window_begin)) scores[j / 2 * 4 + 2 * h + j % 2] = -INFINITY;
+      }
+    }
+  }
+
+  // Zeros for the values of 64 keys of which no row sees all, in all warps' view.
+  __device__ static void clear_values(uint32_t values, uint64_t seen) {
+    Narrow::clear_values(values, seen);
+    hopper::fence_async_proxy();
+    sync_group<Tr>();
+  }
+
+  // The whole sums of the rows, in `sum`. All warps are then done with the queries.
+  __device__ __forceinline__ void add_up(float*) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      sum[h] += __shfl_xor_sync(~0u, sum[h], 1);
+      sum[h] += __shfl_xor_sync(~0u, sum[h], 2);
+    }
+    sync_group<Tr>();
+  }
+
+ protected:
+  // Of a row's four lanes.
+  __device__ __forceinline__ static float whole_max(float top) {
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+    return fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+  }
+
+  __device__ __forceinline__ void scale_out(const float (&factor)[2]) {
+#pragma unroll
+    for (int b = 0; b < Tr::kBlocks; ++b) {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) out[b][i] *= factor[i / 2 & 1];
+    }
+  }
+};
+
+// What RowBlock is for few rows, for 64: query rows are the M of both products, keys and output dims their N. A row
+// then lies in four lanes of one warp, and its probabilities go from the registers of the first product to those of the
+// second: warps need neither shared memory nor barriers for them.
+template <class Tr>
+struct WideBlock : WideRows<Tr> {
+  using Rows = WideRows<Tr>;
+  using Rows::out, Rows::reference, Rows::sum, Rows::clear, Rows::kNothingSeen, Rows::whole_max, Rows::scale_out;
   using T = typename Tr::T;
   using Narrow = RowBlock<OneGroup<Tr>>;
   using Descriptor = typename Narrow::Descriptor;
-  static_assert(Tr::kGroupRows == 64 && Tr::kTileTokens == 64);
+  static_assert(Tr::kGroups == 1 && Tr::kGroupRows == 64 && Tr::kTileTokens == 64);
   static constexpr int kScores = 32;
   static constexpr bool kEdgesOutOfLine = true;
-  // Whether softmax may run beside the product with the values before. Two groups that share a ring are 2 to 4 % slower
-  // with it: each is busy while the other waits.
-  static constexpr bool kOverlaps = Tr::kGroups == 1;
+  static constexpr bool kOverlaps = true;              // softmax may run beside the product with the values before
   static constexpr int kSteps = Tr::kTileTokens / 16;  // of the second product
 
-  float out[Tr::kBlocks][kScores];
-  float reference[2];  // in units of log2; kNothingSeen before the first visible key
-  float sum[2];
-  uint32_t probs[kSteps][4];                             // of the tile at hand, the second product's operand
-  static constexpr int kQuerySteps = Tr::kHeadDim / 16;  // of the first product
-  uint32_t query[Tr::kKeepsQueries ? kQuerySteps : 1][4];
+  uint32_t probs[kSteps][4];  // of the tile at hand, the second product's operand
   // Of raw scores, to units of log2, and what is left of it when scores become probabilities. Over e4m3 pages rows g
   // and g + 8 have their own.
   static constexpr int kScales = Tr::kFp8 ? 2 : 1;
@@ -48,41 +141,9 @@ struct WideBlock {
     clear();
   }
 
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int b = 0; b < Tr::kBlocks; ++b) {
-#pragma unroll
-      for (int i = 0; i < kScores; ++i) out[b][i] = 0.f;
-    }
-#pragma unroll
-    for (int h = 0; h < 2; ++h) reference[h] = Narrow::kNothingSeen, sum[h] = 0.f;
-  }
-
-  // The queries stay in registers where there is room: as an operand in shared memory they would be read again for
-  // every tile, as many bytes as its keys.
-  __device__ __forceinline__ void load_queries(uint32_t queries) {
-    const int warp = threadIdx.x / 32 % Tr::kWarps, lane = threadIdx.x % 32;
-#pragma unroll
-    for (int k = 0; k < kQuerySteps; ++k) {
-      const int at = hopper::swizzled(16 * warp + lane % 16, k % 4 * 2 + lane / 16);
-      hopper::load_fragment(query[k], queries + k / 4 * hopper::kTileBytes + at);
-    }
-  }
-
   // scores = queries x keys^T, in flight.
   __device__ __forceinline__ void multiply_keys(uint32_t keys, uint32_t queries, float (&scores)[kScores]) {
-    if constexpr (!Tr::kKeepsQueries) {
-      Narrow::multiply_keys(queries, keys, scores);  // both have 64 rows
-    } else {
-      const Descriptor key(hopper::operand_descriptor(keys));
-      hopper::wgmma_fence();
-#pragma unroll
-      for (int k = 0; k < kQuerySteps; ++k) {
-        hopper::wgmma_rows<T, 0>(scores, query[k],
-                                 key.at(k / 4 * (hopper::kTileBytes >> 4) + k % 4 * hopper::kStepKMajor), k > 0);
-      }
-      hopper::wgmma_commit();
-    }
+    Narrow::multiply_keys(queries, keys, scores);  // both have 64 rows
   }
 
   // out += probabilities x values, in flight.
@@ -128,68 +189,9 @@ struct WideBlock {
   // exponent's subtraction: both are one instruction there.
   __device__ __forceinline__ bool scales_apart() const { return scale[0] != score_scale[0]; }
 
-  // The same where there is no tree: a row sees a range of keys.
-  template <class Piece>
-  __device__ __forceinline__ static void mask_ranges(const Params& p, const Shape& shape, const Piece& piece,
-                                                     int first_row, int first_key, float (&scores)[kScores]) {
-    const int own_row = first_row + threadIdx.x / 32 % Tr::kWarps * 16 + threadIdx.x % 32 / 4;
-    const int own_key = first_key + threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const RowMask mask(p, shape, piece, own_row + 8 * h);
-      const int begin = mask.begin - own_key, end = mask.end - own_key;
-#pragma unroll
-      for (int n = 0; n < kScores / 4; ++n) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          if (8 * n + i < begin || 8 * n + i >= end) scores[4 * n + 2 * h + i] = -INFINITY;
-        }
-      }
-    }
-  }
-
-  // Hides the keys that a row may not see; the rules are those of the reference.
-  template <class Piece>
-  __device__ __forceinline__ static void mask_scores(const Params& p, const Shape& shape, const Piece& piece,
-                                                     int first_row, int first_key, float (&scores)[kScores]) {
-    const int own_row = first_row + threadIdx.x / 32 % Tr::kWarps * 16 + threadIdx.x % 32 / 4;
-    const int own_key = first_key + threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const RowMask mask(p, shape, piece, own_row + 8 * h);
-#pragma unroll
-      for (int n = 0; n < kScores / 4; ++n) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int key = own_key + 8 * n + i;
-          if (!mask.in_range(key)) scores[4 * n + 2 * h + i] = -INFINITY;
-        }
-      }
-      if (mask.tree == nullptr) continue;
-      const int window_begin = mask.window_begin(p);
-#pragma unroll 1
-      for (int j = 0; j < kScores / 2; ++j) {
-        if (!mask.in_tree(own_key + j / 2 * 8 + j % 2, window_begin)) scores[j / 2 * 4 + 2 * h + j % 2] = -INFINITY;
-      }
-    }
-  }
-
-  // Zeros for the values of keys that no row sees, in all warps' view.
-  __device__ static void clear_values(uint32_t values, uint64_t seen) {
-    Narrow::clear_values(values, seen);
-    hopper::fence_async_proxy();
-    sync_group<Tr>();
-  }
-
-  // Turns scores into probabilities and brings the state up to date, when no product is in flight. The old reference is
-  // tried first where most tiles come this way: only when some row of the warp grew far beyond it the warp moves it.
+  // Turns scores into probabilities and brings the state up to date, when no product is in flight.
   template <bool kFirst>
   __device__ __forceinline__ void soften(const float (&scores)[kScores], uint32_t, float*) {
-    if constexpr (!kFirst && !kOverlaps) {
-      const float before[2] = {sum[0], sum[1]};
-      if (!__any_sync(~0u, take_probs(scores) > kSlack + Tr::kProbShift)) return;
-      sum[0] = before[0], sum[1] = before[1];
-    }
     move_reference<kFirst>(scores);
     take_probs(scores);
   }
@@ -237,19 +239,7 @@ struct WideBlock {
     if (moves) scale_out(factor);
   }
 
-  // The whole sums of the rows, in `sum`. All warps are then done with the queries.
-  __device__ __forceinline__ void add_up(float*) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      sum[h] += __shfl_xor_sync(~0u, sum[h], 1);
-      sum[h] += __shfl_xor_sync(~0u, sum[h], 2);
-    }
-    sync_group<Tr>();
-  }
-
  private:
-  static constexpr float kNothingSeen = Narrow::kNothingSeen;
-
   // Returns the highest exponent.
   __device__ __forceinline__ float take_probs(const float (&scores)[kScores]) {
     float highest = -INFINITY;
@@ -267,20 +257,6 @@ struct WideBlock {
       probs[pair / 4][pair % 4] = hopper::pack_pair<T>(x[0], x[1]);
     }
     return highest;
-  }
-
-  // Of a row's four lanes.
-  __device__ __forceinline__ static float whole_max(float top) {
-    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-    return fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-  }
-
-  __device__ __forceinline__ void scale_out(const float (&factor)[2]) {
-#pragma unroll
-    for (int b = 0; b < Tr::kBlocks; ++b) {
-#pragma unroll
-      for (int i = 0; i < kScores; ++i) out[b][i] *= factor[i / 2 & 1];
-    }
   }
 
   // Moves the reference to the true maximum of what has been seen; kFirst: there are no sums yet.
