@@ -32,6 +32,7 @@ struct Traits {
   static constexpr int kTileTokens = 64;
   static constexpr int kColumns = 1;  // columns of boxes in a tile: a row is one line of 128 bytes
 
+  static constexpr int kColumnBytes = hopper::kTileBytes;
   static constexpr int kUnitBytes = hopper::kTileBytes;  // a tile of keys or of values
   static constexpr int kQueryBytes = kRows * kHeadDim * 2;
   static constexpr int kProbBytes = kRows * kTileTokens * 2;
