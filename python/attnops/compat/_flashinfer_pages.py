@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -143,7 +141,7 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Ten
         s_a, s_b = s_a.float(), s_b.float()
     natural = from_log2(s_a)
     out, lse = ops.merge_state(v_a, natural, v_b, from_log2(s_b), lse=natural)
-    return out, lse.mul_(1 / math.log(2))
+    return out, to_log2(lse)
 
 
 @names_the_peers("merge_state_in_place", out_a="v", lse_a="s", out_b="v_other", lse_b="s_other")
