@@ -100,7 +100,7 @@ class Runner:
         self.of_call: dict[int, list[int]] = {}
         self.of_case: dict[str, list[int]] = {}
         self.place: dict[int, int] = {}
-        self.wanted = set(options["cases"])
+        self.rank = {case: i for i, case in enumerate(options["cases"])}
         self.started = 0.0
         self.ended: set[str] = set()
 
@@ -171,11 +171,13 @@ class Runner:
         items[:] = sorted(kept, key=self.turn)
 
     def asked(self, test: str) -> bool:
-        wanted = not self.wanted or test in self.wanted or test.partition("[")[0] in self.wanted
+        wanted = not self.rank or test in self.rank or test.partition("[")[0] in self.rank
         return wanted and test not in self.done
 
     def turn(self, item) -> tuple[int, int]:
         """A run that is cut has whole seeds; with `breadth` the last seed has cases of every function."""
+        if self.options["in_order"]:
+            return self.rank.get(item.nodeid, self.rank.get(item.nodeid.partition("[")[0], 0)), 0
         seed = self.options["seeds"].index(self.of_case[item.nodeid][0])
         place = self.place.get(id(getattr(item, "callspec", None)), 0)
         return seed, place // CASES_IN_TURN if self.options["breadth"] else 0

@@ -148,7 +148,8 @@ def run_file(task: Task, options: argparse.Namespace) -> list[dict]:
         return list(outcomes(out).values())
     for _ in range(options.most_crashes + 1):
         done = outcomes(out)
-        again = {test for test, line in done.items() if line["outcome"] == "not run" and options.again}
+        cut = {test for test, line in done.items() if line["outcome"] in ("not run", "started")}
+        again = cut if options.again else set()
         files = [str(task.directory / name) for name in task.names]
         given = {"kind": task.kind, "directory": str(task.directory), "files": files}
         given |= {"out": str(out), "errors": str(out.with_suffix(".txt")), "done": sorted(done.keys() - again)}
@@ -156,6 +157,7 @@ def run_file(task: Task, options: argparse.Namespace) -> list[dict]:
         given |= {"timeout": options.timeout, "verbose": options.verbose, "deadline": options.deadline}
         given |= {"functions": options.functions, "shard": task.shard, "shards": task.shards}
         given |= {"cases": options.cases.read_text().splitlines() if options.cases else [], "breadth": options.breadth}
+        given |= {"in_order": options.in_order}
         began = out.stat().st_size if out.exists() else 0
         child = options.processes.Process(target=peer_child_run, args=(given,))
         child.start()
@@ -248,11 +250,12 @@ def main() -> int:
     parser.add_argument("--functions", nargs="+", default=[], help="run these alone, in files that have one of them")
     parser.add_argument("--cases", type=Path, help="a file of functions and cases (`FILE::TEST`); run these alone")
     parser.add_argument("--breadth", action="store_true", help="a few cases of every function in turn, seed by seed")
+    parser.add_argument("--in-order", action="store_true", help="run cases as the file of --cases lists them")
     parser.add_argument("--json", type=Path, help="where to write a line for every test")
     parser.add_argument(
         "--keep", type=Path, help="a folder for what every file's tests write; what it has is not rerun"
     )
-    parser.add_argument("--again", action="store_true", help="rerun what was not run for want of time or memory")
+    parser.add_argument("--again", action="store_true", help="rerun what time or memory cut")
     parser.add_argument("--report", type=Path, help="print the table of such a folder, and run nothing")
     parser.add_argument("--verbose", action="store_true", help="print tracebacks")
     parser.add_argument("-j", "--jobs", type=int, default=1, help="files at a time")
