@@ -6,39 +6,14 @@ decodes; in a second round they are found in the prefix cache.
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+import sglang_engine
 import tiny_models
 import torch
-from attnops.plugins import unsupported
-from vllm_engine import LENGTHS, ROOT, declare_packages
+from vllm_engine import declare_packages
 
-MISSING = unsupported("sglang")
-if not MISSING:
-    needed = ("uvloop", "xgrammar", "tiktoken", "watchfiles", "zstandard", "python_multipart", "scipy", "soundfile")
-    absent = [name for name in needed if importlib.util.find_spec(name) is None]
-    MISSING = f"SGLang's engine needs {', '.join(absent)}" if absent else ""
+MISSING = sglang_engine.missing()
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING or "-")
-
-NEW = 20
-OPTIONS = {
-    "attention_backend": "attnops",
-    "dtype": "float32",
-    "context_length": 512,
-    "max_total_tokens": 2048,
-    "max_running_requests": 4,
-    "chunked_prefill_size": 64,
-    "disable_cuda_graph": True,
-    "disable_overlap_schedule": True,
-}
-# What SGLang reads of a configuration, and transformers has otherwise.
-MORE = {"gemma": {"hidden_act": "gelu_pytorch_tanh"}, "deepseek_yarn": {"moe_layer_freq": 1}}
 
 
 @pytest.fixture(scope="module")
@@ -46,32 +21,15 @@ def folder(tmp_path_factory):
     return declare_packages(tmp_path_factory.mktemp("sglang"))
 
 
-def prompts() -> list[list[int]]:
-    return [tiny_models.prompts(1, length, seed=length)[0].tolist() for length in LENGTHS]
-
-
 def expected(model) -> list[list[int]]:
     model.set_attn_implementation("eager")
-    given = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+    new = sglang_engine.NEW
+    given = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
     rows = []
-    for prompt in prompts():
+    for prompt in sglang_engine.prompts():
         ids = torch.tensor([prompt])
         rows.append(model.generate(ids, attention_mask=torch.ones_like(ids), **given)[0, len(prompt) :].tolist())
     return rows
-
-
-def run(place: Path, model: Path, rounds: int, options: dict) -> dict:
-    request = {"options": OPTIONS | {"model_path": str(model)} | options, "prompts": prompts(), "rounds": rounds}
-    support = ROOT / "tests" / "support"
-    paths = [str(place / "site"), str(support / "sglang_site"), str(ROOT / "python"), str(support), *sys.path]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CALLS": str(place / "calls")}
-    environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    (place / "calls").write_text("")
-    command = [sys.executable, str(support / "sglang_program.py"), json.dumps(request | {"max_tokens": NEW})]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, cwd=place)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, done.stdout[-2000:] + done.stderr[-6000:]
-    return json.loads(lines[-1].removeprefix("RESULT "))
 
 
 CASES = {  # a model, options, rounds, and what must have served which layers
@@ -96,11 +54,8 @@ CASES = {  # a model, options, rounds, and what must have served which layers
 @pytest.mark.parametrize("case", CASES)
 def test_every_token_is_that_of_eager_attention(case, folder):
     kind, options, rounds, served = CASES[case]
-    model, place = tiny_models.model(kind), folder / kind
-    model.save_pretrained(place)
-    config = place / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | MORE.get(kind, {})))
-    got = run(folder, place, rounds, options)
+    model = tiny_models.model(kind)
+    got = sglang_engine.run(folder, sglang_engine.save(model, kind, folder / kind), rounds, options)
     assert got["tokens"] == [expected(model)] * rounds
     assert served <= set(got["calls"]), got["calls"]
     if "prefill_attention_backend" in options:

@@ -1,0 +1,48 @@
+"""SGLang's whole engine on a GPU, with graphs of decodes: the tokens of its own backend `triton`."""
+
+from __future__ import annotations
+
+import pytest
+import sglang_engine
+import tiny_models
+import torch
+from vllm_engine import check_tokens, declare_packages
+
+# What a GPU's engine imports. The compiled module may be a stand-in: all but attention is plain PyTorch.
+MISSING = sglang_engine.missing(("uvloop", "xgrammar", "tiktoken", "python_multipart", "scipy", "sgl_kernel"))
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(bool(MISSING), reason=MISSING or "-"),
+]
+OPTIONS = {
+    "dtype": "bfloat16",
+    "sampling_backend": "pytorch",
+    "disable_cuda_graph": False,
+    "cuda_graph_bs": [1, 2, 4],
+    "mem_fraction_static": 0.05,  # other tests share the GPU
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return declare_packages(tmp_path_factory.mktemp("sglang"))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma", "gpt_oss", "deepseek_yarn"])
+def test_tokens_are_those_of_triton(kind, folder, monkeypatch):
+    """Prompts in pieces, then from the prefix cache. A decode in a graph calls no Python: captures are counted."""
+    monkeypatch.setenv("PLAIN_OPS", "1")
+    monkeypatch.setenv("SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK", "1")
+    model = sglang_engine.save(tiny_models.model(kind).to(torch.bfloat16), kind, folder / kind)
+    results = []
+    for backend in ("attnops", "triton"):
+        options = OPTIONS | {"attention_backend": backend}
+        results.append(sglang_engine.run(folder, model, 2, options, device="cuda"))
+    got, theirs = results
+    for turn in range(2):
+        one, other = ({name: got_or[name][turn:] for name in ("tokens", "logprobs")} for got_or in results)
+        equal = check_tokens(one, other)
+        print(f"{kind}, round {turn}: {equal} of {len(one['tokens'][0])} requests are equal to their end")
+    assert any(call.startswith("DECODE") for call in got["calls"])
+    assert any(call.startswith("EXTEND") for call in got["calls"])
+    assert not theirs["calls"]
