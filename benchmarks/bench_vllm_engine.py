@@ -1,8 +1,10 @@
 """vLLM's whole engine on a GPU: the time of a decode step with attnops, and with vLLM's own backends, in turns.
 
 Each side is a process that holds one engine with the same random weights and full decode graphs. A cell's prompts are
-computed once and stay in the prefix cache. Then the sides take turns: each decodes some tokens of every request, and
-the median of its steps counts. A step is all of the engine: scheduler, builder, graph, sampling.
+computed once and stay in the prefix cache. Then the sides take turns, each the first in its own: each decodes some
+tokens of every request, and the median of its steps counts. A step is all of the engine: scheduler, builder, graph,
+sampling. `build` is the backend's part of it on the host. With `--profile`, steps of some cells run again at the end:
+eight with times of kernels, twenty with times of Python functions.
 
     PYTHONPATH=python python benchmarks/bench_vllm_engine.py --model gqa        # and --model mla
 """
@@ -10,9 +12,11 @@ the median of its steps counts. A step is all of the engine: scheduler, builder,
 from __future__ import annotations
 
 import argparse
+import cProfile
 import functools
 import json
 import os
+import pstats
 import random
 import statistics
 import subprocess
@@ -31,6 +35,7 @@ CELLS = {
     "ragged 64": sorted(random.Random(0).randint(256, 8192) for _ in range(64)),
     "8 x 1024": [1024] * 8,
 }
+FIRST_TOKENS, TOKENS = 40, 104  # of a request: those that are compared, and those that are timed
 COMMON = {
     "vocab_size": 32000,
     "max_position_embeddings": CONTEXT,
@@ -85,8 +90,60 @@ def prompt(seed: int, length: int) -> list[int]:
     return random.Random(seed).choices(range(3, 32000), k=length)
 
 
+def timed_builds(backend: str) -> list[float]:
+    """Where the host's microseconds of each `build` of the backend's metadata will be."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    times: list[float] = []
+    builder = AttentionBackendEnum[backend].get_class().get_builder_cls()
+    build = builder.build
+
+    @functools.wraps(build)
+    def timed(*args, **options):
+        begin = time.perf_counter()
+        made = build(*args, **options)
+        times.append((time.perf_counter() - begin) * 1e6)
+        return made
+
+    builder.build = timed
+    return times
+
+
+class Profile:
+    """Eight steps with times of kernels, then twenty with times of functions. The result: microseconds of a step."""
+
+    def __init__(self) -> None:
+        self.kernels, self.functions = None, cProfile.Profile()
+        self.step, self.result = 0, {}
+
+    def run(self, step):
+        import torch
+
+        self.step += 1
+        if self.step == 1:
+            self.kernels = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            self.kernels.start()
+        outputs = self.functions.runcall(step) if 8 < self.step <= 28 else step()
+        if self.step == 8:
+            torch.cuda.synchronize()
+            self.kernels.stop()
+            rows = [
+                (row.key[:48], row.self_device_time_total / 8, row.count / 8)
+                for row in self.kernels.key_averages()
+                if row.self_device_time_total
+            ]
+            self.result["kernels"] = sorted(rows, key=lambda row: -row[1])
+        if self.step == 28:
+            rows = [
+                (f"{Path(file).stem}.{name}", own / 20 * 1e6, calls / 20)
+                for (file, _, name), (_, calls, own, _, _) in pstats.Stats(self.functions).stats.items()
+            ]
+            self.result["functions"] = sorted(rows, key=lambda row: -row[1])
+        return outputs
+
+
 def serve(backend: str, folder: str, gigabytes: float) -> None:
-    """A side: reads a cell's name a line, decodes, and prints the microseconds of each step and the first tokens."""
+    """A side: reads a request a line, decodes, and prints the microseconds of each step and the tokens."""
     os.environ |= {
         "HF_HUB_OFFLINE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -99,6 +156,7 @@ def serve(backend: str, folder: str, gigabytes: float) -> None:
 
     if backend.startswith("ATTNOPS"):
         plugin.register()  # a source tree has no entry points
+    builds = timed_builds(backend)
     engine = LLM(
         folder,
         skip_tokenizer_init=True,
@@ -118,23 +176,33 @@ def serve(backend: str, folder: str, gigabytes: float) -> None:
             "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64],
         },
     ).llm_engine
-    greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
     print("READY", file=answers, flush=True)
     for count, line in enumerate(sys.stdin):
-        lengths = CELLS[line.strip()]
+        wanted = json.loads(line)
+        lengths, last = CELLS[wanted["cell"]], wanted["tokens"] - 2
+        greedy = SamplingParams(temperature=0, max_tokens=wanted["tokens"], ignore_eos=True, detokenize=False)
+        profile = Profile() if wanted["profile"] else None
         for i, n in enumerate(lengths):
             engine.add_request(f"{count}.{i}", {"prompt_token_ids": prompt(i, n)}, greedy)
-        steps, tokens = [], {}
+        steps, tokens, every = [], {}, False
+        builds.clear()
         while engine.has_unfinished_requests():
             begin = time.perf_counter()
-            outputs = engine.step()
+            outputs = profile.run(engine.step) if profile and every else engine.step()
             taken = time.perf_counter() - begin
             for output in outputs:
                 tokens[output.request_id.split(".")[-1]] = list(output.outputs[0].token_ids)
             made = [len(t) for t in tokens.values()]
-            if len(made) == len(lengths) and min(made) > 4 and max(made) < 38:  # every request decodes
+            every = len(made) == len(lengths) and min(made) > 4 and max(made) < last
+            if every:
                 steps.append(taken * 1e6)
-        print("RESULT " + json.dumps({"steps": steps, "tokens": tokens}), file=answers, flush=True)
+        result = {
+            "steps": steps,
+            "tokens": tokens,
+            "builds": builds[-len(steps) :],
+            **(profile.result if profile else {}),
+        }
+        print("RESULT " + json.dumps(result), file=answers, flush=True)
 
 
 class Side:
@@ -151,12 +219,12 @@ class Side:
                 return line.removeprefix(word)
         raise RuntimeError(f"{self.name} ended with status {self.process.wait()}")
 
-    def begin(self, cell: str) -> None:
-        self.process.stdin.write(cell + "\n")
+    def begin(self, cell: str, tokens: int = FIRST_TOKENS, profile: bool = False) -> None:
+        self.process.stdin.write(json.dumps({"cell": cell, "tokens": tokens, "profile": profile}) + "\n")
         self.process.stdin.flush()
 
-    def decode(self, cell: str) -> dict:
-        self.begin(cell)
+    def decode(self, cell: str, tokens: int = FIRST_TOKENS, profile: bool = False) -> dict:
+        self.begin(cell, tokens, profile)
         return json.loads(self.answer("RESULT "))
 
 
@@ -184,6 +252,18 @@ def equal_share(one: dict, other: dict) -> float:
     return same / total
 
 
+def quartile(values: list[float], which: int) -> float:
+    return sorted(values)[min(len(values) * which // 4, len(values) - 1)]
+
+
+def show(what: str, profiled: dict) -> None:
+    """The largest parts of a step, of kernels and of functions: microseconds, and calls of each."""
+    for kind in ("kernels", "functions"):
+        rows = profiled.get(kind, [])
+        parts = "; ".join(f"{name} {us:.0f} ({calls:.0f})" for name, us, calls in rows[:10])
+        print(f"{what}: {kind} {sum(us for _, us, _ in rows):.0f} us: {parts}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="gqa")
@@ -194,6 +274,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600, help="no further turn begins after that")
     parser.add_argument("--signal", type=Path, help="a file: sides are prepared, then nothing begins before it exists")
     parser.add_argument("--gigabytes", type=float, default=24, help="of a side's KV cache")
+    parser.add_argument("--profile", nargs="*", default=[], choices=list(CELLS), help="cells to look into at the end")
     parser.add_argument("--write", action="store_true", help="results/h200-vllm-engine-MODEL.jsonl")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
@@ -220,19 +301,23 @@ def main() -> None:
         for cell in reversed(options.cells) if options.signal else options.cells:
             first = {side.name: side.decode(cell)["tokens"] for side in running}  # prompts, and warm-up
             steps: dict[str, list[float]] = {side.name: [] for side in running}
+            builds: dict[str, list[float]] = {side.name: [] for side in running}
             for turn in range(options.turns):
                 if turn and time.perf_counter() - begin > options.seconds:
                     break
-                for side in running:
-                    steps[side.name] += side.decode(cell)["steps"]
+                at = turn % len(running)
+                for side in running[at:] + running[:at]:
+                    made = side.decode(cell, TOKENS)
+                    steps[side.name] += made["steps"]
+                    builds[side.name] += made["builds"]
             times = {name: statistics.median(values) for name, values in steps.items()}
             ours = running[0].name
             for name, us in times.items():
                 share = equal_share(first[ours], first[name])
-                ratio = us / times[ours]
+                low, high, part = quartile(steps[name], 1), quartile(steps[name], 3), quartile(builds[name], 2)
                 print(
-                    f"{options.model} {cell:<12} {name:<16} {us:9.1f} us a step  {ratio:.3f}x  equal {share:.2f}"
-                    f"  ({len(steps[name])} steps)"
+                    f"{options.model} {cell:<12} {name:<16} {us:9.1f} us a step  {us / times[ours]:.3f}x"
+                    f"  equal {share:.2f}  quartiles {low:.0f} {high:.0f}  build {part:.1f}  ({len(steps[name])} steps)"
                 )
                 shape = {"step": cell, "model": options.model, "layers": config["num_hidden_layers"]}
                 peer, release = ("attnops", "") if name == ours else (f"vLLM {name}", version("vllm"))
@@ -240,7 +325,13 @@ def main() -> None:
                 kept.append(records.Record(f"vLLM engine {options.model}", peer, shape, us / 1e3, release, note=note))
             sys.stdout.flush()
             if options.write:
-                print(records.write(kept, f"h200-vllm-engine-{options.model}"), flush=True)
+                records.write(kept, f"h200-vllm-engine-{options.model}")
+        for cell in options.profile:
+            for side in running:
+                try:
+                    show(f"{options.model} {cell} {side.name}", side.decode(cell, TOKENS, profile=True))
+                except (RuntimeError, OSError) as error:
+                    print(f"{side.name} could not be profiled: {error}", flush=True)
         for side in running:
             side.process.stdin.close()
 
