@@ -176,6 +176,7 @@ class ReferenceStep:
     def forward(self, q, k, v, layer, forward_batch, save_kv_cache=True, **options):
         pool = self.runner.token_to_kv_pool
         if self.runner.use_mla_backend:  # latents, which the model has stored
+            assert forward_batch.out_cache_loc.is_contiguous(), "SGLang's CUDA store of latents ignores strides"
             keys = pool.get_key_buffer(layer.layer_id)
             values = keys[..., : layer.v_head_dim]
         else:
@@ -266,7 +267,7 @@ def test_steps_of_draft_chains_and_trees(kind, topk, page_size, device, sglang, 
         assert steps[0].loop.has_trees == (page_size == 1)
     results = [run(steps), run([ReferenceStep(runner, topk, slots) for _ in range(3)])]
     for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(one, other, atol=1e-2, rtol=1e-2, msg=lambda said: f"{said}\n{results}")
 
 
 def test_a_draft_model_with_a_windows_pool_is_refused_by_name(device, sglang, draft_loop):

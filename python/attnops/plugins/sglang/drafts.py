@@ -116,6 +116,8 @@ class AttnopsMultiStepDraftBackend:
     def __init__(self, runner: Any, topk: int, speculative_num_steps: int) -> None:
         if type(runner.token_to_kv_pool).__name__ == "SWAKVPool":
             raise NotImplementedError("attnops: SGLang's draft model is served over one pool, got an SWAKVPool")
+        if runner.use_mla_backend:
+            _give_stores_dense_slots()
         self.topk, self.speculative_num_steps = topk, speculative_num_steps
         self.attn_backends: list[DraftStepBackend | BranchStepBackend] = []
         loop: Branches | None = None
@@ -148,6 +150,25 @@ class AttnopsMultiStepDraftBackend:
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         for backend in self._planned:
             backend.plan_step(forward_batch)
+
+
+def _give_stores_dense_slots() -> None:
+    """SGLang's loop gives each step's store a strided view of slots, and its CUDA store of latents ignores the stride.
+
+    Rows of all requests but the first would go to slots of the first one's later steps.
+    """
+    from sglang.srt.speculative import eagle_worker_v2
+
+    slots_of_steps = eagle_worker_v2.per_step_draft_out_cache_loc
+    if getattr(slots_of_steps, "is_dense", False):
+        return
+
+    def dense(*args: Any, **options: Any) -> Tensor:
+        slots: Tensor = slots_of_steps(*args, **options)
+        return slots.contiguous()
+
+    dense.is_dense = True  # type: ignore[attr-defined]
+    eagle_worker_v2.per_step_draft_out_cache_loc = dense
 
 
 def around_create_backend(
