@@ -82,7 +82,8 @@ def sglang() -> Callable[[], object]:
         get_kv_buffer=lambda layer_id: (k, v),
     )
     adapter, layer, step = object.__new__(AttnopsAttnBackend), Layer(), SimpleNamespace()
-    adapter._batch = decode_batch(MHAPoolView(pool, PAGE))
+    adapter._pool = MHAPoolView(pool, PAGE)
+    adapter._batch = decode_batch(adapter._pool)
     adapter._backend, adapter._layers, adapter._step = adapter._batch.attn_backend, {}, step
     new = [x.flatten(1) for x in rows()]
     return lambda: adapter.forward_decode(*new, layer, step)

@@ -9,7 +9,7 @@ import torch
 from vllm_engine import check_tokens, declare_packages
 
 # What a GPU's engine imports. The compiled module may be a stand-in: all but attention is plain PyTorch.
-MISSING = sglang_engine.missing(("uvloop", "xgrammar", "tiktoken", "python_multipart", "scipy", "sgl_kernel"))
+MISSING = sglang_engine.missing(("uvloop", "xgrammar", "tiktoken", "python_multipart", "sgl_kernel"))
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(bool(MISSING), reason=MISSING or "-"),
