@@ -1,7 +1,7 @@
 """Adapters of other vendors' packages: every keyword is in the vendor's signature, and what it says is what is meant.
 
 Stand-ins have the published signatures, and compute with attnops' own functions. What the vendors' kernels do is not
-tested here: nobody ran them, and the adapters say so.
+tested here: nobody ran them, but for `fa4` on Hopper (`test_conformance_on_gpu.py`), and the adapters say so.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import warnings
 
 import pytest
 import torch
-from attnops.backends import Machine, get_backend_class, select
+from attnops.backends import Machine, get_backend_class, select, vendors
 from attnops.backends.registry import NOT_BUILT
 from attnops.compat import flash_attn_interface, flashinfer
 from attnops.types import AttentionSpec, ForwardMode
@@ -242,7 +242,8 @@ def test_lengths_that_the_host_lacks_are_named(monkeypatch):
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_taken_by_name_only_and_a_missing_package_is_named(name):
     cls = get_backend_class(name)
-    assert cls.capability.untested_on_hardware
+    assert cls.capability.untested_on_hardware != (name == "fa4")
+    assert name != "fa4" or cls.capability.chosen_on == frozenset()
     if importlib.util.find_spec(cls.module.split(".")[0]) is None:
         with pytest.raises(ImportError, match=f"backend {name} needs the package"):
             cls(gqa(name), LIMITS, "cpu")
@@ -274,3 +275,15 @@ def test_selection_lists_them_first_with_the_reason():
     hopper = Machine(device="cuda", arch=90, has_cuda_kernels=True, packages=frozenset({"flash_attn.cute"}))
     chosen = select(gqa("fa4"), hopper, prefill_attention_backend="fa4")
     assert (chosen.prefill, chosen.decode) == ("fa4", "fa3")
+    assert select(gqa("fa4"), hopper).prefill == "fa3"
+
+
+@pytest.mark.parametrize(("arch", "said"), [(90, False), (100, True)])
+def test_fa4_says_so_but_on_hopper(arch, said, monkeypatch):
+    backend = object.__new__(get_backend_class("fa4"))
+    backend.device = torch.device("cuda")
+    monkeypatch.setattr(vendors, "detect_machine", lambda device: Machine(device="cuda", arch=arch))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        backend._say_untested()
+    assert bool(warned) == said

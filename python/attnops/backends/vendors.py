@@ -1,4 +1,4 @@
-"""Attention packages of other vendors as backends: thin, taken by name only, and untested on their hardware.
+"""Attention packages of other vendors as backends: thin, taken by name only, and but for `fa4` on Hopper untested.
 
 Each is one call of a function that its vendor published, over pages that attnops fills.
 `tests/backends/test_vendors.py` holds every keyword to that function's signature.
@@ -19,7 +19,7 @@ from torch import Tensor
 from attnops import ops
 from attnops.backends.base import AttentionBackend, LayerCall, is_causal
 from attnops.backends.capability import DECODER_MODES, SIXTEEN_BIT, Capability, HeadDims
-from attnops.backends.machine import PACKAGES
+from attnops.backends.machine import PACKAGES, detect_machine
 from attnops.backends.prepared import PreparedStep
 from attnops.backends.registry import register_attention_backend
 from attnops.backends.store import heads, store_kv, store_mla, uses_window_slots
@@ -97,12 +97,14 @@ class VendorBackend(AttentionBackend):
         module, function: Where the vendor's function is.
         call: From the function and a `VendorCall` to the output ``[T, H_q, D]``.
         reads_new_tokens: Its steps other than decode take their own tokens from k and v.
+        tested_archs: GPUs that it has run on, as of `Machine.arch`; on others it says that nobody has.
     """
 
     module: ClassVar[str]
     function: ClassVar[str]
     call: ClassVar[Any]
     reads_new_tokens: ClassVar[bool] = False
+    tested_archs: ClassVar[frozenset[int]] = frozenset()
 
     def __init__(self, spec: AttentionSpec, limits: Limits, device: torch.device | str = "cpu") -> None:
         super().__init__(spec, limits, device)
@@ -122,6 +124,8 @@ class VendorBackend(AttentionBackend):
 
     def _say_untested(self) -> None:
         """When it is built, and again at its first call: a server may have been built by somebody else."""
+        if self.device.type == "cuda" and detect_machine(self.device).arch in self.tested_archs:
+            return
         warnings.warn(
             f"attnops: nobody has run backend {self.name} on its hardware; compare its results with another backend's",
             stacklevel=3,
@@ -377,9 +381,8 @@ def _capability(device: str, package: str, **options: Any) -> Capability:
     return Capability(
         devices=frozenset({device}),
         package=package,
-        untested_on_hardware=True,
         dtypes=SIXTEEN_BIT,
-        **{"modes": DECODER_MODES, "head_dims": HeadDims(64, 256, 8), **options},
+        **{"untested_on_hardware": True, "modes": DECODER_MODES, "head_dims": HeadDims(64, 256, 8), **options},
     )
 
 
@@ -390,6 +393,8 @@ class FA4Backend(VendorBackend):
     capability = _capability(
         "cuda",
         "flash_attn.cute",
+        untested_on_hardware=False,
+        chosen_on=frozenset(),
         archs=frozenset({90, 100, 103}),
         needs_cuda_kernels=False,
         compiles_at_run_time=True,
@@ -406,6 +411,7 @@ class FA4Backend(VendorBackend):
         sinks=True,
     )
     module, function, call = "flash_attn.cute.interface", "flash_attn_varlen_func", staticmethod(_fa4)
+    tested_archs = frozenset({90})
 
 
 @register_attention_backend("aiter")
