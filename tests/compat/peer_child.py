@@ -76,7 +76,7 @@ def classify(error: BaseException) -> tuple[str, str]:
         return "absent", first
     if type(error).__name__ == "XFailed":
         return "skipped", "the peer expects it to fail"
-    if re.search("allocate memory|compiled without CUDA|none is available", text):
+    if re.search("allocate memory|out of memory|compiled without CUDA|none is available", text):
         return "not run", "memory, or no GPU"
     if "no kernel fits" in text:
         return "refused", re.sub(r"\d+", "n", text.split("\n")[-1])[:160]
