@@ -161,6 +161,7 @@ def main() -> None:
         made["vLLM: AttnopsImpl"] = vllm()
     if not unsupported("transformers"):
         made |= {"transformers: attnops": transformers(), "transformers: its sdpa": sdpa()}
+    torch.set_default_device(None)  # no engine has one: with it, every function of torch takes microseconds more
     taken: dict[str, list[float]] = {name: [] for name in made}
     for _ in range(options.rounds):
         for name, call in made.items():

@@ -100,7 +100,7 @@ def test_the_snippet_for_transformers_runs(tmp_path):
     assert names["model"].config._attn_implementation == "attnops"
 
 
-@pytest.mark.parametrize("engine, given", [("vllm", {"attention_config": {"backend": "ATTNOPS"}}), ("nanovllm", {})])
+@pytest.mark.parametrize("engine, given", [("vllm", {"attention_backend": "ATTNOPS"}), ("nanovllm", {})])
 def test_the_snippets_for_other_engines_run(engine, given, monkeypatch, tmp_path):
     """With a stand-in for the engine; tests/plugins has the engines themselves."""
     calls = []

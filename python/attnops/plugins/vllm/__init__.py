@@ -1,6 +1,6 @@
 """attnops in vLLM: the backends ATTNOPS and ATTNOPS_MLA, found through the entry point `vllm.general_plugins`.
 
-``LLM(attention_config={"backend": "ATTNOPS"})`` chooses one. vLLM's CPU platform takes no backend but its own: with
+``LLM(attention_backend="ATTNOPS")`` chooses one. vLLM's CPU platform takes no backend but its own: with
 ATTNOPS_VLLM_CPU=1 attnops stands in for those there.
 """
 

@@ -8,6 +8,7 @@ both are `context_parallel.py`'s. Layers with a head size that no kernel has are
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -33,6 +34,7 @@ from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec, KVCacheLayout
 from attnops import ops
 from attnops.backends import Capability, get_backend_class
 from attnops.metadata.fmha_plan import FmhaPlan
+from attnops.ops.layer_call import bind_xqa_layer, repeatable, xqa_layer
 from attnops.plan_buffers import DecodePlan
 from attnops.plugins.vllm import context_parallel, own_kernels
 from attnops.plugins.vllm.plans import (
@@ -231,7 +233,7 @@ class AttnopsMetadataBuilder(AttentionMetadataBuilder[AttnopsMetadata]):
         if self._own is not None and not self._is_encoder and (flags is not None or not causal):
             raise NotImplementedError("attnops: decode context parallelism without a causal mask")
         if decodes and decode_tokens:
-            lens, tokens = seq_lens[:decodes], decode_tokens // decodes
+            lens, tokens = first_rows(seq_lens, decodes), decode_tokens // decodes
             if self._own is not None:
                 lens = own = self._own.of_decodes(lens, tokens)
                 tokens = 1
@@ -268,6 +270,47 @@ class AttnopsMetadataBuilder(AttentionMetadataBuilder[AttnopsMetadata]):
             unmasked=unmasked,
             causal_tokens=causal_tokens,
         )
+
+
+def first_rows(rows: Tensor, count: int) -> Tensor:
+    """``rows[:count]``, which costs the host some microseconds where it is all of them."""
+    return rows if rows.shape[0] == count else rows[:count]
+
+
+class BoundDecode:
+    """A layer's `xqa_decode`. With the second call of a shape it is bound to pages, table and plan, which vLLM keeps where
+    they are. Later calls bring addresses alone.
+    """
+
+    def __init__(self) -> None:
+        self._key: tuple[Any, ...] = ()
+        self._call: Callable[..., None] | None = None
+
+    def run(
+        self,
+        query: Tensor,
+        output: Tensor,
+        memory: tuple[Tensor, Tensor, Tensor],
+        lens: Tensor,
+        plan: Any,
+        options: dict[str, Any],
+    ) -> None:
+        """`memory`: K pages, V pages, page table."""
+        k_pages, _, table = memory
+        key = (plan, k_pages, table.data_ptr(), table.shape, table.stride(), options["causal"])
+        known = len(self._key) == len(key) and all(one is other for one, other in zip(key[:2], self._key))
+        if not known or key[2:] != self._key[2:]:
+            self._key, self._call = key, None
+            ops.xqa_decode(query, *memory, lens, plan, out=output, **options)
+            return
+        if self._call is None:
+            queries = query.view(plan.batch_size, plan.seqlen_q, *query.shape[1:])
+            names = ("softmax_scale", "causal", "window_left", "logit_cap")
+            shared = {name: options[name] for name in names}
+            bound = bind_xqa_layer(output.view(queries.shape), queries, *memory, lens, plan, report=None, **shared)
+            self._call = repeatable(xqa_layer, bound)
+        scales = options.get("k_scale"), options.get("v_scale")
+        self._call(output, query, None, None, None, lens, None, options["sinks"], *scales)
 
 
 class AttnopsImpl(AttentionImpl[AttnopsMetadata]):
@@ -321,20 +364,26 @@ class AttnopsImpl(AttentionImpl[AttnopsMetadata]):
         self.sinks = sinks
         self._float_sinks: Tensor | None = None
         self._is_fp8 = kv_cache_dtype.startswith("fp8")
+        self._kept_pages: tuple[Tensor, tuple[Tensor, Tensor]] | None = None
+        self._decoder = BoundDecode()
+        self._kept_options: dict[bool, dict[str, Any]] = {}
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Sinks as the kernels take them: converted once, at an address that graphs keep when weights change."""
+        self._kept_options.clear()
         if self.sinks is not None and self._float_sinks is None:
             self._float_sinks = self.sinks.float()
         elif self.sinks is not None and self._float_sinks is not None:
             self._float_sinks.copy_(self.sinks)
 
     def _pages(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V pages ``[P, page_size, H_kv, D]`` of ``[P, H_kv, page_size, 2 * D]``: views."""
-        if self._is_fp8:
-            kv_cache = kv_cache.view(torch.float8_e4m3fn)
-        pages = kv_cache.transpose(1, 2)
-        return pages[..., : self.head_size], pages[..., self.head_size :]
+        """K and V pages ``[P, page_size, H_kv, D]`` of ``[P, H_kv, page_size, 2 * D]``: views, kept with the cache."""
+        if self._kept_pages is not None and self._kept_pages[0] is kv_cache:
+            return self._kept_pages[1]
+        pages = (kv_cache.view(torch.float8_e4m3fn) if self._is_fp8 else kv_cache).transpose(1, 2)
+        views = pages[..., : self.head_size], pages[..., self.head_size :]
+        self._kept_pages = kv_cache, views
+        return views
 
     def _scales(self, layer: Any) -> dict[str, Tensor]:
         if not self._is_fp8:
@@ -349,7 +398,8 @@ class AttnopsImpl(AttentionImpl[AttnopsMetadata]):
             return
         size = slot_mapping.shape[0]
         k_pages, v_pages = self._pages(kv_cache)
-        ops.store_kv(k_pages, v_pages, key[:size], value[:size], slot_mapping, **self._scales(layer))
+        rows = first_rows(key, size), first_rows(value, size)
+        ops.store_kv(k_pages, v_pages, *rows, slot_mapping, **self._scales(layer))
 
     def forward(
         self,
@@ -367,6 +417,7 @@ class AttnopsImpl(AttentionImpl[AttnopsMetadata]):
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("attnops: the vLLM backend ATTNOPS does not quantize its output")
         if attn_metadata is None:  # vLLM measures its memory
+            self._kept_pages, self._decoder = None, BoundDecode()
             return output.fill_(0)
         step, options = attn_metadata, self._options(layer, attn_metadata.causal)
         if self.attn_type in ENCODERS:
@@ -378,9 +429,9 @@ class AttnopsImpl(AttentionImpl[AttnopsMetadata]):
             self._share(query[:end], key[:end], value[:end], (k_pages, v_pages), output[:end], step, options)
             return output
         if step.decode:
-            lens, table = step.seq_lens[: step.num_decodes], step.block_table[: step.num_decodes]
-            plan: Any = step.decode[self.window_left]
-            ops.xqa_decode(query[:first], k_pages, v_pages, table, lens, plan, out=output[:first], **options)
+            lens, table = first_rows(step.seq_lens, step.num_decodes), first_rows(step.block_table, step.num_decodes)
+            rows, plan = (first_rows(query, first), first_rows(output, first)), step.decode[self.window_left]
+            self._decoder.run(*rows, (k_pages, v_pages, table), lens, plan, options)
         if step.prompts:
             self._attend_prompts(query[first:end], (k_pages, v_pages), step, step.prompts, output[first:end], options)
         if step.unmasked is not None:
@@ -453,9 +504,16 @@ class AttnopsImpl(AttentionImpl[AttnopsMetadata]):
         )
 
     def _options(self, layer: Any, causal: bool) -> dict[str, Any]:
+        """Of every call with as much to see; kept where the layer has no scales."""
+        if causal in self._kept_options:
+            return self._kept_options[causal]
         sinks = self._float_sinks
         if sinks is None and self.sinks is not None:  # a layer that nothing was loaded into
             sinks = self.sinks.float()
-        shared = {"softmax_scale": self.scale, "window_left": self.window_left, "logit_cap": self.logit_cap}
-        scales = self._scales(layer) if self.attn_type not in ENCODERS else {}
-        return {**shared, "sinks": sinks, "causal": causal, **scales}
+        options: dict[str, Any] = {"softmax_scale": self.scale, "window_left": self.window_left}
+        options |= {"logit_cap": self.logit_cap, "sinks": sinks, "causal": causal}
+        if self._is_fp8 and self.attn_type not in ENCODERS:
+            options |= self._scales(layer)
+        elif sinks is self._float_sinks:
+            self._kept_options[causal] = options
+        return options
