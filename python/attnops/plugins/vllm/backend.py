@@ -278,8 +278,8 @@ def first_rows(rows: Tensor, count: int) -> Tensor:
 
 
 class BoundDecode:
-    """A layer's `xqa_decode`. With the second call of a shape it is bound to pages, table and plan, which vLLM keeps where
-    they are. Later calls bring addresses alone.
+    """A layer's `xqa_decode`. A shape's second call binds it to pages, table and plan, which vLLM keeps where they are.
+    Later calls bring addresses alone.
     """
 
     def __init__(self) -> None:
