@@ -42,6 +42,7 @@ MADE_UP = {
     "triton": {"jit": lambda function: function},
     "cudnn": {"backend_version": lambda: 92000},
     "scipy": {"sparse": peer_shims.SparseMatrices},
+    "tvm_ffi": {"use_torch_stream": lambda context: context},
 }
 TOLD = ("serves more", "refused", "absent", "wrong", "error")  # with the case: its name is a number
 OURS = ("attnops.compat", "attnops::")

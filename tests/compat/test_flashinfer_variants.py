@@ -258,3 +258,25 @@ def test_fp8_mla_of_other_dims(dims, grouped):
     check(out, lse, expected_of(torch.cat([problem.q, q_pe], -1), bounds, rows_of(whole), 0.1, None))
     with pytest.raises(ValueError, match="Exactly one of ckv_scale or ckv_scale_arr"):
         wrapper.run(problem.q, q_pe, ckv, kpe, kpe_scale=0.5)
+
+
+def test_workspaces_at_odd_addresses_are_refused_as_in_flashinfer():
+    aligned = torch.zeros(64, dtype=torch.uint8)
+    odd = aligned[1:]
+    wrappers = (
+        flashinfer.BatchDecodeWithPagedKVCacheWrapper,
+        flashinfer.BatchPrefillWithPagedKVCacheWrapper,
+        flashinfer.BatchPrefillWithRaggedKVCacheWrapper,
+    )
+    for wrapper in wrappers:
+        with pytest.raises(ValueError, match="float_workspace_buffer must be 16-byte aligned"):
+            wrapper(odd)
+        made = wrapper(aligned)
+        made.reset_workspace_buffer(aligned, aligned)
+        with pytest.raises(ValueError, match="float_workspace_buffer must be 16-byte aligned"):
+            made.reset_workspace_buffer(odd, aligned)
+        with pytest.raises(ValueError, match="int_workspace_buffer must be 16-byte aligned"):
+            made.reset_workspace_buffer(aligned, odd)
+    levels = flashinfer.MultiLevelCascadeAttentionWrapper(2, aligned)
+    with pytest.raises(ValueError, match="int_workspace_buffers must be 16-byte aligned"):
+        levels.reset_workspace_buffer(aligned, [aligned, odd])

@@ -21,7 +21,7 @@ from attnops.compat._convert import (
 )
 from attnops.compat._errors import names_the_peers
 from attnops.compat._extend import extend
-from attnops.compat._flashinfer_workspace import Workspaces
+from attnops.compat._flashinfer_workspace import Workspaces, check_workspace
 from attnops.compat._flashinfer_wrapper import BatchDecodeWithPagedKVCacheWrapper, lengths_of
 
 _NO_ROPE = "rotate q and k before they are stored"
@@ -74,7 +74,14 @@ class MultiLevelCascadeAttentionWrapper(Workspaces):
     def reset_workspace_buffer(  # type: ignore[override]
         self, float_workspace_buffer: Tensor, int_workspace_buffers: list[Tensor]
     ) -> None:
-        """Taken: no memory of a workspace is needed."""
+        """Taken: no memory of a workspace is needed.
+
+        Raises:
+            ValueError: an address is no multiple of 16 bytes.
+        """
+        check_workspace("float_workspace_buffer", float_workspace_buffer)
+        for buffer in int_workspace_buffers:
+            check_workspace("int_workspace_buffers", buffer)
 
     @names_the_peers("MultiLevelCascadeAttentionWrapper.plan")
     def plan(

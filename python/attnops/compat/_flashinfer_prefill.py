@@ -20,6 +20,7 @@ from attnops.compat._convert import (
     with_lse,
 )
 from attnops.compat._extend import new_fmha_plan
+from attnops.compat._flashinfer_workspace import check_workspace
 from attnops.compat._masks import MaskedRows, items_mask, masked_rows
 from attnops.compat._positions import alibi_slopes, biased_queries, check_mode, llama_angles, owner_of, rotate
 from attnops.metadata.fmha_plan import FmhaPlan
@@ -51,6 +52,7 @@ class Prefill:
         jit_kwargs: Any,
     ) -> None:
         check_kv_layout(name, kv_layout)
+        check_workspace("float_workspace_buffer", buffer)
         self.takes_sink = _asks_for_sinks(name, jit_args, jit_kwargs)
         self.cudnn = backend == "cudnn"  # offsets are in elements, pages have heads first
         self.name, self.device, self.kv_layout, self.graph = name, buffer.device, kv_layout, graph

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attnops.compat._errors import names_the_peers
+
+
+def check_workspace(name: str, buffer: Tensor) -> None:
+    """attnops needs no workspace, but refuses one where FlashInfer does."""
+    if not torch.compiler.is_compiling() and buffer.data_ptr() % 16:
+        raise ValueError(f"attnops.compat: {name} must be 16-byte aligned, got an address of {buffer.data_ptr()}")
 
 
 class Workspaces:
@@ -18,7 +25,13 @@ class Workspaces:
 
     @names_the_peers("reset_workspace_buffer")
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
-        """Taken: no memory of a workspace is needed."""
+        """Taken: no memory of a workspace is needed.
+
+        Raises:
+            ValueError: an address is no multiple of 16 bytes.
+        """
+        check_workspace("float_workspace_buffer", float_workspace_buffer)
+        check_workspace("int_workspace_buffer", int_workspace_buffer)
 
     @names_the_peers("end_forward")
     def end_forward(self) -> None:

@@ -32,7 +32,7 @@ from attnops.compat._convert import (
 )
 from attnops.compat._errors import names_the_peers
 from attnops.compat._flashinfer_decode_plans import DecodePlans, Plan
-from attnops.compat._flashinfer_workspace import ReturnsLse
+from attnops.compat._flashinfer_workspace import ReturnsLse, check_workspace
 from attnops.compat._positions import check_mode
 from attnops.metadata.plan import XqaDecodePlan
 
@@ -82,6 +82,7 @@ class BatchDecodeWithPagedKVCacheWrapper(ReturnsLse):
         if use_cuda_graph and any(buffer is None for buffer in buffers):
             raise ValueError("attnops.compat: use_cuda_graph=True needs the three paged_kv buffers")
         check_kv_layout(type(self).__name__, kv_layout)
+        check_workspace("float_workspace_buffer", float_workspace_buffer)
         self._device = float_workspace_buffer.device
         self._kv_layout = kv_layout
         self._buffers = buffers if use_cuda_graph else (None, None, None)
