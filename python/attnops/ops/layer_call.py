@@ -53,7 +53,8 @@ except ImportError:  # a build of the op modules alone
 
 def is_watched() -> bool:
     """Whether somebody watches torch's ops: what a caller may skip where nobody does, they would miss."""
-    return any(watches() for watches in _WATCHERS)
+    in_dispatch, in_function, profiles, traces = _WATCHERS
+    return bool(in_dispatch() or in_function() or profiles() or traces())
 
 
 def repeatable(op: Callable[..., None], bound: Tensor) -> Callable[..., None]:

@@ -17,6 +17,7 @@ from attnops.plugins.transformers.attention import padded_attention
 
 _ADVICE = 'use attn_implementation="eager" or "sdpa" for it'
 _PAGED = ("cache", "read_index", "block_table")  # the first up to transformers 5.23, one of the others since
+_REFUSED = {"output_attentions", "position_bias", "head_mask", *_PAGED}  # where they say something
 
 
 def attention_forward(
@@ -71,6 +72,9 @@ def attention_forward(
 def _refuse(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, options: dict[str, Any]
 ) -> None:
+    plain = dropout == 0.0 and not torch.is_grad_enabled() and not _REFUSED.intersection(options)
+    if plain and (mask is None or (mask.dtype == torch.int32 and mask.dim() == 4 and mask.shape[1] == 1)):
+        return
     reasons = {
         f"dropout={dropout}": dropout != 0.0,
         "output_attentions=True": bool(options.get("output_attentions")),
