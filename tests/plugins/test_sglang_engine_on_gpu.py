@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import sglang_engine
 import tiny_models
@@ -20,7 +22,7 @@ OPTIONS = {
     "disable_cuda_graph": False,
     "cuda_graph_bs_decode": [1, 2, 4],
     "disable_prefill_cuda_graph": True,
-    "mem_fraction_static": 0.05,  # other tests share the GPU
+    "mem_fraction_static": 0.5,  # of what is free now; other tests take of it, too
 }
 
 
@@ -35,13 +37,15 @@ def test_tokens_are_those_of_triton(kind, folder, monkeypatch):
     monkeypatch.setenv("PLAIN_OPS", "1")
     monkeypatch.setenv("SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK", "1")
     model = sglang_engine.save(tiny_models.model(kind).to(torch.bfloat16), kind, folder / kind)
-    results = []
-    for backend in ("attnops", "triton"):
+
+    def run(backend: str) -> dict:
         options = OPTIONS | {"attention_backend": backend}
-        results.append(sglang_engine.run(folder, model, 2, options, device="cuda"))
-    got, theirs = results
+        return sglang_engine.run(folder, model, 2, options, calls=f"calls-{kind}-{backend}", device="cuda")
+
+    with ThreadPoolExecutor() as pool:
+        got, theirs = pool.map(run, ("attnops", "triton"))
     for turn in range(2):
-        one, other = ({name: got_or[name][turn:] for name in ("tokens", "logprobs")} for got_or in results)
+        one, other = ({name: got_or[name][turn:] for name in ("tokens", "logprobs")} for got_or in (got, theirs))
         equal = check_tokens(one, other)
         print(f"{kind}, round {turn}: {equal} of {len(one['tokens'][0])} requests are equal to their end")
     assert any(call.startswith("DECODE") for call in got["calls"])

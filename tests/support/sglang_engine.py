@@ -47,14 +47,17 @@ def save(model, kind: str, place: Path) -> Path:
     return place
 
 
-def run(place: Path, model: Path, rounds: int, options: dict, **more: object) -> dict:
-    """The program's result: tokens, the two best log-probabilities of each, calls of attnops by mode and pool."""
+def run(place: Path, model: Path, rounds: int, options: dict, calls: str = "calls", **more: object) -> dict:
+    """The program's result: tokens, the two best log-probabilities of each, calls of attnops by mode and pool.
+
+    Programs that run at once need names of their own for the file of `calls`.
+    """
     request = {"options": OPTIONS | {"model_path": str(model)} | options, "prompts": prompts(), "rounds": rounds}
     support = ROOT / "tests" / "support"
     paths = [str(place / "site"), str(support / "sglang_site"), str(ROOT / "python"), str(support), *sys.path]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CALLS": str(place / "calls")}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CALLS": str(place / calls)}
     environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    (place / "calls").write_text("")
+    (place / calls).write_text("")
     request |= {"max_tokens": NEW, **more}
     command = [sys.executable, str(support / "sglang_program.py"), json.dumps(request)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, cwd=place)
