@@ -220,9 +220,13 @@ class AttnopsMetadataBuilder(AttentionMetadataBuilder[AttnopsMetadata]):
         decodes, prompts, decode_tokens, prompt_tokens = 0, common.num_reqs, 0, common.num_actual_tokens
         # Without a mask, a window is on both sides, which xqa_decode does not know.
         if flags is None and (causal or common.max_query_len <= 1):
-            decodes, prompts, decode_tokens, prompt_tokens = split_decodes_and_prefills(
-                common, decode_threshold=self.reorder_batch_threshold or 1, require_uniform=True
-            )
+            most, longest = self.reorder_batch_threshold or 1, common.max_query_len
+            if longest <= most and longest * prompts == prompt_tokens:  # all have as many: no need to look at each
+                decodes, prompts, decode_tokens, prompt_tokens = prompts, 0, prompt_tokens, 0
+            else:
+                decodes, prompts, decode_tokens, prompt_tokens = split_decodes_and_prefills(
+                    common, decode_threshold=most, require_uniform=True
+                )
         seq_lens, starts = common.seq_lens, common.query_start_loc
         if decodes and decode_tokens % decodes:  # vLLM pads tokens of a graph, and not always requests with them
             raise NotImplementedError(f"attnops: {decode_tokens} tokens of {decodes} uniform requests")
