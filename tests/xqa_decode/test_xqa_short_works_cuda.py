@@ -47,8 +47,9 @@ def short_lengths(batch: int, longest: int = 128) -> list[int]:
     ],
 )
 def test_parts_of_many_short_works(heads, head_dim, page_size, dtype, kv_dtype, num_sm_parts):
-    """A warp takes a whole work; parts with a longer one beside them do not."""
-    for lengths in (short_lengths(60), [*short_lengths(40), 700, *short_lengths(19)]):
+    """A warp takes a whole work, now and then a longer one; parts of few works do not."""
+    some_longer = [20] * 60 + [700] + [33, 0, 5] * 10 + [300] + [17] * 8
+    for lengths in (short_lengths(60), [*short_lengths(40), 700, *short_lengths(19)], some_longer):
         problem = paged_problem(
             lengths,
             num_q_heads=heads[0],

@@ -10,8 +10,11 @@
 // portable kernel's arithmetic: more works wait at the same time.
 namespace attnops::xqa_decode::sm90 {
 
-inline constexpr int kMostShortTokens = 128;  // of a short work
+inline constexpr int kMostShortTokens = 128;  // of a short work; half of them in the mean, where some are longer
 inline constexpr int kFewestShortWorks = 4;   // of a part
+// Of the longest work, for each work of the part: in the time that a warp needs for it the others do theirs, of which
+// each would keep all of the CTA waiting.
+inline constexpr int kMostTokensBesideWork = 16;
 
 // The portable kernel's traits, for a warp alone. Its rows are a power of two.
 inline constexpr int portable_head_dim(int head_dim) { return head_dim == 192 ? 256 : head_dim; }
@@ -42,11 +45,11 @@ inline constexpr bool kHasShortWorks =
 // Those of the usual kind by LoneWarp, and all others by the portable kernel's arithmetic, but for two row tiles over
 // e4m3 pages: registers are short. Over e4m3 pages of head dim 128 LoneWarp's registers slow all other parts down.
 template <class Tr>
-inline constexpr bool kHasLoneWarps = kHasShortWorks<Tr> && Tr::kHeadDim <= (Tr::kFp8 ? 64 : 128);
+inline constexpr bool kHasLoneWarps = kHasShortWorks<Tr>&& Tr::kHeadDim <= (Tr::kFp8 ? 64 : 128);
 template <class Tr>
 inline constexpr bool kHasAnyShortWorks = kHasShortWorks<Tr> && (Tr::kRows == 8 || !Tr::kFp8);
 
-// Whether the part has many works, all of them whole and short. Every warp finds that out by itself.
+// Whether the part has many works, all of them whole, and short but for some. Every warp finds that out by itself.
 template <class Tr>
 __device__ __forceinline__ bool all_short(const Params& p, const Shape& shape, const SplitKvEntry& entry, int lane) {
   if (entry.end_work - entry.begin_work < kFewestShortWorks || p.fixed_split_tokens != 0) return false;
@@ -56,12 +59,17 @@ __device__ __forceinline__ bool all_short(const Params& p, const Shape& shape, c
   const int first = whole_requests ? entry.begin_work : shape.by_kv_heads.divide(entry.begin_work);
   const int last = whole_requests ? entry.end_work - 1 : shape.by_kv_heads.divide(entry.end_work - 1);
   int longest = 0;
+  unsigned total = 0;
 #pragma unroll 1
   for (int request = first + lane; request <= last; request += 32) {
     const KvRange keys = visible_keys(length_of(__ldg(p.cache_seqlens + request)), p.seqlen_q, p.window_left);
-    longest = max_of(longest, keys.end - keys.begin);
+    const int tokens = min_of(keys.end - keys.begin, 1 << 16);
+    longest = max_of(longest, tokens), total += tokens;
   }
-  return __reduce_max_sync(~0u, longest) <= kMostShortTokens;
+  longest = __reduce_max_sync(~0u, longest);
+  if (longest <= kMostShortTokens) return true;
+  return longest <= kMostTokensBesideWork * (entry.end_work - entry.begin_work) &&
+         __reduce_add_sync(~0u, total) <= static_cast<unsigned>(kMostShortTokens / 2) * (last - first + 1);
 }
 
 // The queries of a warp's works, one after the other.
