@@ -11,7 +11,7 @@
 namespace attnops::xqa_decode::sm90 {
 
 inline constexpr int kMostShortTokens = 128;  // of a short work; half of them in the mean, where some are longer
-inline constexpr int kFewestShortWorks = 4;   // of a part
+inline constexpr int kFewestShortWorks = 4;   // of a part; of half their tokens LoneWarp takes two, too
 // Of the longest work, for each work of the part: in the time that a warp needs for it the others do theirs, of which
 // each would keep all of the CTA waiting.
 inline constexpr int kMostTokensBesideWork = 16;
@@ -51,8 +51,10 @@ inline constexpr bool kHasAnyShortWorks = kHasShortWorks<Tr> && (Tr::kRows == 8 
 
 // Whether the part has many works, all of them whole, and short but for some. Every warp finds that out by itself.
 template <class Tr>
-__device__ __forceinline__ bool all_short(const Params& p, const Shape& shape, const SplitKvEntry& entry, int lane) {
-  if (entry.end_work - entry.begin_work < kFewestShortWorks || p.fixed_split_tokens != 0) return false;
+__device__ __forceinline__ bool all_short(const Params& p, const Shape& shape, const SplitKvEntry& entry, bool lone,
+                                          int lane) {
+  const int works = entry.end_work - entry.begin_work;
+  if (works < (lone ? kFewestShortWorks / 2 : kFewestShortWorks) || p.fixed_split_tokens != 0) return false;
   if (entry.begin_tile > 0 || entry.end_tile > 0) return false;
   if (entry.begin_num_splits > 1 || entry.last_num_splits > 1) return false;
   const bool whole_requests = shape.heads_side_by_side;
@@ -67,8 +69,8 @@ __device__ __forceinline__ bool all_short(const Params& p, const Shape& shape, c
     longest = max_of(longest, tokens), total += tokens;
   }
   longest = __reduce_max_sync(~0u, longest);
-  if (longest <= kMostShortTokens) return true;
-  return longest <= kMostTokensBesideWork * (entry.end_work - entry.begin_work) &&
+  if (longest <= (works < kFewestShortWorks ? kMostShortTokens / 2 : kMostShortTokens)) return true;
+  return longest <= kMostTokensBesideWork * works &&
          __reduce_add_sync(~0u, total) <= static_cast<unsigned>(kMostShortTokens / 2) * (last - first + 1);
 }
 
@@ -205,7 +207,7 @@ __device__ __forceinline__ bool take_short_works(const Params& p, const Shape& s
   bool lone = false;
   if constexpr (kHasLoneWarps<Tr>) lone = LoneWarp<Tr>::serves(p, shape, boxes);
   if (!lone && !kHasAnyShortWorks<Tr>) return false;
-  if (!all_short<Tr>(p, shape, entry, lane)) return false;
+  if (!all_short<Tr>(p, shape, entry, lone, lane)) return false;
   if constexpr (kHasLoneWarps<Tr>) {
     if (lone) {
       auto* const queue = reinterpret_cast<int4*>(smem + warp * LoneWarp<Tr>::kQueueBytes);
