@@ -45,7 +45,7 @@ inline constexpr bool kHasShortWorks =
 // Those of the usual kind by LoneWarp, and all others by the portable kernel's arithmetic, but for two row tiles over
 // e4m3 pages: registers are short. Over e4m3 pages of head dim 128 LoneWarp's registers slow all other parts down.
 template <class Tr>
-inline constexpr bool kHasLoneWarps = kHasShortWorks<Tr>&& Tr::kHeadDim <= (Tr::kFp8 ? 64 : 128);
+inline constexpr bool kHasLoneWarps = kHasShortWorks<Tr> && Tr::kHeadDim <= (Tr::kFp8 ? 64 : 128);
 template <class Tr>
 inline constexpr bool kHasAnyShortWorks = kHasShortWorks<Tr> && (Tr::kRows == 8 || !Tr::kFp8);
 
