@@ -129,9 +129,10 @@ def test_many_rows(heads, seqlen_q, kv_dtype, head_dim, page_size):
         {"softmax_scale": 2.0},  # maxima grow from tile to tile
     ],
 )
-def test_rules_of_many_rows(options, head_dim, kv_dtype, num_sm_parts):
+@pytest.mark.parametrize("heads", [48, 36, 6])
+def test_rules_of_many_rows(heads, options, head_dim, kv_dtype, num_sm_parts):
     """Rows of a work are divided among warpgroups and CTAs, each of which merges its own splits."""
-    tokens, heads = 9, 48
+    tokens = 9
     lengths = [tokens, 500, 64, 1200, 0, 130]
     problem = paged_problem(
         lengths, tokens, num_q_heads=heads, num_kv_heads=3, head_dim=head_dim, page_size=32, kv_dtype=kv_dtype

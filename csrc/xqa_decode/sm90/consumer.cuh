@@ -124,15 +124,18 @@ class Consumer {
   // The rows, before any key. Their queries may lie there still.
   __device__ __forceinline__ void begin(const WorkPlace& place, int first_row, Block<Tr>& block,
                                         bool queries_are_there = false) const {
-    if constexpr (Tr::kFp8) return begin_fp8(place, first_row, block, queries_are_there);
-    if (!queries_are_there) {
-      copy_queries<Tr>(p_, shape_, boxes_, place, first_row, queries());
+    if constexpr (Tr::kFp8) {
+      begin_fp8(place, first_row, block, queries_are_there);
+    } else {
+      if (!queries_are_there) {
+        copy_queries<Tr>(p_, shape_, boxes_, place, first_row, queries());
+      }
+      cp_async_commit();
+      block.begin(score_scale(place), p_.logit_cap);
+      cp_async_wait<0>();
+      hopper::fence_async_proxy();
+      sync_group<Tr>();
     }
-    cp_async_commit();
-    block.begin(score_scale(place), p_.logit_cap);
-    cp_async_wait<0>();
-    hopper::fence_async_proxy();
-    sync_group<Tr>();
     if constexpr (Tr::kKeepsQueries) block.load_queries(queries());
   }
 
@@ -256,7 +259,7 @@ class Consumer {
     const fp8::Queries<Tr> rows(p_, shape_, boxes_, smem_);
     const float to_log2 = score_scale(place);
     if constexpr (Tr::kWidens) {
-      rows.convert_vectors(place, first_row, to_log2);
+      if (!queries_are_there) rows.convert_vectors(place, first_row, to_log2);
       block.begin(shared_ + Shared::kRowScale, shared_ + Shared::kProbs);
     } else {
       rows.convert(place, first_row, to_log2, queries_are_there);
@@ -411,7 +414,8 @@ class Consumer {
   __device__ __forceinline__ void wait_for_unit() const { wait_for_unit(place_); }
   __device__ __forceinline__ void wait_for_unit(const RingPlace<Tr>& place) const {
     place.wait(shared_ + Shared::kFull);
-    if constexpr (Tr::kGathers) hopper::fence_async_proxy();  // rows arrive by ordinary writes
+    // Rows arrive by ordinary writes. Warps that widen a tile have done the same.
+    if constexpr (Tr::kGathers && !Tr::kWidensAhead) hopper::fence_async_proxy();
   }
 
   __device__ __forceinline__ uint32_t queries() const {
@@ -422,15 +426,17 @@ class Consumer {
   }
   // Nobody reads these queries any more; or probabilities.
   __device__ __forceinline__ uint32_t stage_of_rows() const {
+    if constexpr (Tr::kWidensAhead) return queries();
     if constexpr (Tr::kFp8) return shared_ + Shared::kProbs;
     return Tr::kFetchesAhead ? other_queries() : queries();
   }
   __device__ __forceinline__ uint32_t probs() const { return shared_ + Shared::kProbs + prob_buffer_ * Tr::kProbBytes; }
 
-  // A warp is done with a unit. Where rows are gathered, ordinary writes come next, which are ordered only behind the
-  // reads of lanes that arrive.
+  // A warp is done with a unit.
   __device__ __forceinline__ void release(const RingPlace<Tr>& place) const {
-    if (Tr::kGathers || threadIdx.x % 32 == 0) hopper::mbarrier_arrive(shared_ + Shared::kEmpty + place.slot * 8);
+    if (arrives_by_lanes<Tr>() || threadIdx.x % 32 == 0) {
+      hopper::mbarrier_arrive(shared_ + Shared::kEmpty + place.slot * 8);
+    }
   }
 
   const Params& p_;

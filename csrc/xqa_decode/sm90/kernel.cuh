@@ -3,17 +3,35 @@
 #include "device/common/vec.h"
 #include "device/sm90/guess.cuh"
 #include "xqa_decode/sm90/consumer.cuh"
+#include "xqa_decode/sm90/fp8/widening.cuh"
 #include "xqa_decode/sm90/gather_stream.cuh"
 #include "xqa_decode/sm90/short_works.cuh"
 
 namespace attnops::xqa_decode::sm90 {
 
+// Arrivals that make a unit full: of lanes that copy its rows, of the warp that asks for its boxes, or of lanes that
+// widen it.
+template <class Tr>
+constexpr int arrivals_of_full() {
+  if constexpr (widens_ahead<Tr>()) {
+    return 32 * Tr::kWideners;
+  } else {
+    return Tr::kGathers ? 32 * Tr::kBringersOfUnit : 1;
+  }
+}
+
 template <class Tr>
 __device__ __forceinline__ void init_barriers(uint32_t shared) {
   using Shared = SharedLayout<Tr>;
   for (int i = 0; i < Tr::kUnits; ++i) {
-    hopper::mbarrier_init(shared + Shared::kFull + 8 * i, Tr::kGathers ? 32 * Tr::kBringersOfUnit : 1);
-    hopper::mbarrier_init(shared + Shared::kEmpty + 8 * i, Tr::kGathers ? Tr::kReaders : Tr::kReaders / 32);
+    hopper::mbarrier_init(shared + Shared::kFull + 8 * i, arrivals_of_full<Tr>());
+    hopper::mbarrier_init(shared + Shared::kEmpty + 8 * i, arrives_by_lanes<Tr>() ? Tr::kReaders : Tr::kReaders / 32);
+  }
+  if constexpr (widens_ahead<Tr>()) {
+    for (int i = 0; i < Tr::kRawUnits; ++i) {
+      hopper::mbarrier_init(shared + Shared::kRawFull + 8 * i, arrivals_of_full<RawTraits<Tr>>());
+      hopper::mbarrier_init(shared + Shared::kRawEmpty + 8 * i, 32 * Tr::kWideners);
+    }
   }
   hopper::mbarrier_init_fence();
 }
@@ -85,7 +103,7 @@ __device__ __forceinline__ LikelyStart prefetch_first_tile(const Params& p, cons
   if (!piece.is_one()) return start;
   const int cell = (piece.first_token() + lane * boxes.tokens) >> shape.page_shift;
   const int page = cell < p.page_table.max_pages ? hopper::load_guess(p.page_table.row(piece.request()) + cell) : -1;
-  TileStream<Tr> stream(p, boxes, &key_map, &value_map, shape, shared, lane);
+  TileStream<Bringer<Tr>> stream(p, boxes, &key_map, &value_map, shape, shared, lane);
   stream.open(piece);
   stream.prefetch(piece, page);
   return {piece.request(), piece.first_token() >> shape.page_shift};
@@ -97,11 +115,11 @@ __device__ __forceinline__ void bring_pieces(const Params& p, const Shape& shape
                                              const CUtensorMap& key_map, const CUtensorMap& value_map, Pieces& piece,
                                              uint32_t shared, int warp, int lane) {
   if constexpr (Tr::kGathers) {
-    GatherStream<Tr> stream(p, shape, shared, warp, lane);
+    GatherStream<Bringer<Tr>> stream(p, shape, shared, warp, lane);
     do stream.bring(piece);
     while (piece.next());
   } else {
-    TileStream<Tr> stream(p, boxes, &key_map, &value_map, shape, shared, lane);
+    TileStream<Bringer<Tr>> stream(p, boxes, &key_map, &value_map, shape, shared, lane);
     do stream.bring(piece);
     while (piece.next());
   }
@@ -154,7 +172,8 @@ __device__ __forceinline__ void run_parts(const Params& p, const Shape& shape, c
   }
   __syncthreads();
   if constexpr (!Tr::kGathers) {
-    if (brings) start = prefetch_first_tile<Tr>(p, shape, boxes, key_map, value_map, part, shared, lane, start);
+    const bool prefetches = widens_ahead<Tr>() ? warp == kHeads * kWarpsOfHead : brings;
+    if (prefetches) start = prefetch_first_tile<Tr>(p, shape, boxes, key_map, value_map, part, shared, lane, start);
   }
   wait_for_earlier_kernels();
   let_next_kernel_start();
@@ -172,7 +191,11 @@ __device__ __forceinline__ void run_parts(const Params& p, const Shape& shape, c
   if (brings) {
     if constexpr (moves_registers<Tr>()) {
       hopper::registers_decrease<Tr::kBringerRegisters>();
-      if (warp >= kWarpsOfHead + Tr::kBringers) return;
+      if (!widens_ahead<Tr>() && warp >= kWarpsOfHead + Tr::kBringers) return;
+    }
+    if constexpr (widens_ahead<Tr>()) {
+      const int widener = warp - kWarpsOfHead - Tr::kBringers;
+      if (widener >= 0) return fp8::WideningWarp<Tr>(shared, widener, lane).widen_pieces(piece);
     }
     bring_pieces<Tr>(p, shape, boxes, key_map, value_map, piece, shared, warp - kHeads * kWarpsOfHead, lane);
   } else if constexpr (Tr::kFolds) {

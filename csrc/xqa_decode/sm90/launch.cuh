@@ -60,7 +60,7 @@ Boxes make_boxes(const Params& p) {
 template <class Tr>
 void launch_traits(const Params& p, cudaStream_t stream) {
   Shape shape = make_shape(p, Tr::kRows, 1);
-  Boxes boxes = make_boxes<Tr>(p);
+  Boxes boxes = make_boxes<Bringer<Tr>>(p);
   // A CTA for every block of rows, if they find their semaphores, one beside the other: the keys are then in L2.
   if (shape.row_blocks > 1 && p.num_semaphores >= int64_t{p.batch_size} * p.num_kv_heads * shape.row_blocks) {
     std::swap(shape.row_blocks, boxes.row_blocks);
@@ -73,11 +73,12 @@ void launch_traits(const Params& p, cudaStream_t stream) {
                                                 stream, p, shape, boxes, keys, values);
 }
 
-// CTAs of an SM. Many rows of wide e4m3 pages hold their sums in nearly all registers of a thread; up to 32 rows of
-// 16-bit pages, which take long between tiles, leave room for a third. As in metadata/plan_parts.py.
+// CTAs of an SM. Many rows of wide e4m3 pages hold their sums in nearly all registers of a thread, and need most of
+// shared memory as fp16; up to 32 rows of 16-bit pages, which take long between tiles, leave room for a third. As in
+// metadata/plan_parts.py.
 template <typename Element, int kHeadDim, int kRows>
 constexpr int most_ctas() {
-  if (sizeof(Element) == 1) return kHeadDim * kRows > 128 * 64 ? 1 : 2;
+  if (sizeof(Element) == 1) return kRows > 64 || kHeadDim * kRows > 128 * 64 ? 1 : 2;
   if (kHeadDim == 192 && kRows >= 64) return 1;
   return kRows == 32 && kHeadDim <= 128 ? 3 : 2;
 }
@@ -114,7 +115,16 @@ void launch(const Params& p, cudaStream_t stream) {
   launch_traits<PlanTraits<T, kHeadDim, 128, kGathers>>(p, stream);
 }
 
-// Over e4m3 pages. Blocks of rows are those of one warpgroup.
+// Over e4m3 pages, more than 32 rows.
+template <int kHeadDim, bool kGathers>
+void launch_fp8_rows(const Params& p, int rows, cudaStream_t stream) {
+  if (in_small_blocks<kHeadDim>(rows)) {
+    return launch_traits<PlanTraits<__half, kHeadDim, 64, kGathers, uint8_t>>(p, stream);
+  }
+  launch_traits<PlanTraits<__half, kHeadDim, 128, kGathers, uint8_t>>(p, stream);
+}
+
+// Over e4m3 pages.
 template <int kHeadDim, bool kGathers>
 void launch_fp8(const Params& p, cudaStream_t stream) {
   if (p.batch_size == 0) return;
@@ -122,7 +132,10 @@ void launch_fp8(const Params& p, cudaStream_t stream) {
   if (rows <= 8) return launch_traits<PlanTraits<__half, kHeadDim, 8, kGathers, uint8_t>>(p, stream);
   if (rows <= 16) return launch_traits<PlanTraits<__half, kHeadDim, 16, kGathers, uint8_t>>(p, stream);
   if (rows <= 32) return launch_traits<PlanTraits<__half, kHeadDim, 32, kGathers, uint8_t>>(p, stream);
-  launch_traits<PlanTraits<__half, kHeadDim, 64, kGathers, uint8_t>>(p, stream);
+  if constexpr (kHeadDim == 256) {
+    if (p.head_dim <= 192) return launch_fp8_rows<192, kGathers>(p, rows, stream);
+  }
+  launch_fp8_rows<kHeadDim, kGathers>(p, rows, stream);
 }
 
 }  // namespace attnops::xqa_decode::sm90

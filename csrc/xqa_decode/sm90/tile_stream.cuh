@@ -24,6 +24,13 @@ struct RingPlace {
   }
 };
 
+// Whether every lane that has read a unit says so, and not one for its warp. Ordinary writes that come next are ordered
+// only behind the reads of lanes that arrive.
+template <class Tr>
+constexpr bool arrives_by_lanes() {
+  return Tr::kGathers || widens_ahead<Tr>();
+}
+
 // KV heads of a CTA, neighbours, each with all of SharedLayout for itself.
 template <class Tr>
 constexpr int heads_of_cta() {

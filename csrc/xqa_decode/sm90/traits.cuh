@@ -30,18 +30,24 @@ struct Traits {
   static constexpr int kThreads = kGroups * kGroupThreads;  // that multiply
   static constexpr int kReaders = kThreads;                 // of every unit
   static constexpr bool kGathers = kGathers_;
+  // Tiles of e4m3 become fp16 in shared memory: by the warpgroup that multiplies (fp8/widened_block.cuh), or between
+  // two rings, by warps of their own (fp8/widening.cuh).
+  static constexpr bool kWidens = kFp8 && kRows >= 64;
+  static constexpr bool kWidensAhead = kWidens && (kRows > 64 || kHeadDim > 128);
   // Two groups of wide rows need more registers than there are for all: those that bring tiles give them some. They are
-  // then a whole warpgroup, of which one warp or four do anything.
+  // then a whole warpgroup, of which some warps may do nothing.
   static constexpr bool kMovesRegisters = kGroups > 1;
-  static constexpr int kGroupRegisters = kHeadDim > 128 ? 224 : 200, kBringerRegisters = 504 - 2 * kGroupRegisters;
-  static constexpr bool kKeepsQueries = kMovesRegisters && kHeadDim <= 128;  // in registers
-  static constexpr int kBringersOfUnit = kGathers && kGroups > 1 ? 2 : 1;    // warps
+  static constexpr int kGroupRegisters = kHeadDim <= 128 ? 200 : kWidens && kHeadDim == 192 ? 208 : 224;
+  static constexpr int kBringerRegisters = 504 - 2 * kGroupRegisters;
+  static constexpr bool kKeepsQueries = kMovesRegisters && kHeadDim <= 128;                 // in registers
+  static constexpr int kBringersOfUnit = kGathers && kGroups > 1 && !kWidensAhead ? 2 : 1;  // warps
   static constexpr int kBringers = kGathers ? 2 * kBringersOfUnit : 1;
-  static constexpr int kAllThreads = kThreads + (kMovesRegisters ? 128 : 32 * kBringers);
+  static constexpr int kWideners = kWidensAhead ? 4 - kBringers : 0;
+  static constexpr int kAllThreads = kThreads + (kMovesRegisters || kWidensAhead ? 128 : 32 * kBringers);
   static constexpr int kTileTokens = 64;
   static constexpr int kBlocks = kHeadDim / 64;  // 64 x 64 blocks of a tile of keys or of values
-  // Of boxes in a tile: lines of 128 bytes, of which rows of 64 fill a half.
-  static constexpr int kColumns = max_of(kHeadDim * static_cast<int>(sizeof(Element)) / 128, 1);
+  // Lines of 128 bytes in a tile's row, of which rows of 64 bytes fill a half.
+  static constexpr int kColumns = ceil_div(kHeadDim * (kWidensAhead ? 2 : static_cast<int>(sizeof(Element))), 128);
 
   // A unit is a tile of keys or of values; units come and go by turns. Probabilities lie in two buffers where there is
   // room, so that a warp may write those of the next tile while another still multiplies.
@@ -49,9 +55,9 @@ struct Traits {
   static constexpr int kQueryBytes = kRows * kHeadDim * 2;
   static constexpr int kProbBytes = kRows * kTileTokens * 2;
   static constexpr int kProbBuffers = kRows <= 32 ? 2 : 0;  // see WideBlock
-  // Tiles of e4m3 become fp16 in shared memory, one of keys and one of values: fp8/widened_block.cuh.
-  static constexpr bool kWidens = kFp8 && kRows >= 64;
-  static constexpr int kOperandBytes = kWidens ? 2 * kTileTokens * kHeadDim * 2 : kProbBuffers * kProbBytes;
+  // Of tiles that the warpgroup itself turns into fp16, one of keys and one of values.
+  static constexpr int kOperandBytes =
+      kWidens && !kWidensAhead ? 2 * kTileTokens * kHeadDim * 2 : kProbBuffers * kProbBytes;
   static constexpr int kInboxBytes = kInboxBytes_;  // of what other CTAs of a cluster send
   static constexpr bool kFolds = kFoldLevels_ != kNoFold;
   // Where a pass leaves rows for out: of 16-bit pages where their queries were, else beside the next ones'.
@@ -62,13 +68,15 @@ struct Traits {
   // The walk over pieces lies in shared memory while a piece is attended and merged: in registers it would be spilled,
   // and so would loads that nobody waits for.
   static constexpr bool kParksWalk =
-      !kFolds && kInboxBytes == 0 && (kHeadDim <= 128 ? kRows >= (kFp8 ? 64 : 32) : kRows >= 64 && !kFp8);
+      !kFolds && kInboxBytes == 0 && (kRows >= 64 || (!kFp8 && kRows == 32 && kHeadDim <= 128));
   static constexpr int kWalkBytes = kFolds || kParksWalk ? 96 * kGroups : 0;
-  static constexpr int kSmallBytes = 256 + kWarps * kRows * 4 + (kFp8 ? 2 * kRows * 4 : 0) + kWalkBytes + kFactorBytes;
-  // The next piece's queries come while this one's tiles are multiplied, where that does not cost a CTA of the SM.
-  // Over e4m3 pages they come as they lie in q, and change their type when the piece begins.
+  static constexpr int kExchangeBytes = kWidensAhead ? 0 : kWarps * kRows * 4;
+  static constexpr int kSmallBytes = 256 + kExchangeBytes + (kFp8 ? 2 * kRows * 4 : 0) + kWalkBytes + kFactorBytes;
+  // The next piece's queries come while this one's tiles are multiplied, where that does not cost a CTA of the SM, or
+  // the fourth tile of a ring that others fill. Over e4m3 pages they come as they lie in q, and change their type when
+  // the piece begins.
   static constexpr bool kFetchesAhead =
-      !kFolds && kInboxBytes == 0 && (kFp8 || kHeadDim <= 128 || (kRows != 16 && kRows <= 64));
+      !kFolds && kInboxBytes == 0 && !kWidensAhead && (kFp8 || kHeadDim <= 128 || (kRows != 16 && kRows <= 64));
   // The merge has its scratch where probabilities lie, or queries that nobody needs any more.
   static constexpr int kScratchBytes =
       max_of(static_cast<int>(sizeof(PartialSum)) * kThreads, kFp8&& kStagesRows ? kQueryBytes : 0);
@@ -77,12 +85,18 @@ struct Traits {
   static constexpr int kFoldLevels = max_of(kFoldLevels_, 0);
   static constexpr int kFoldLevelBytes = (kBlocks * kRows / 2 + 2 * kRowTiles) * 4 * kThreads;
   static constexpr int kFoldBytes = kFolds ? kWarps * kRows * 4 + max_of(kFoldLevels - 1, 0) * kFoldLevelBytes : 0;
-  static constexpr int kRestBytes = kWorkBytes + kSmallBytes + kInboxBytes + kFoldBytes;
+  static constexpr int kRestBytes =
+      kWorkBytes + kSmallBytes + kInboxBytes + kFoldBytes + (kWidensAhead ? 2 * 96 : 0);  // barriers
   static constexpr int kPartOfSm = (228 - kMostCtas) * 1024 / kMostCtas, kWholeSm = 227 * 1024;
   static constexpr int kCtasPerSm = kGroups == 1 && kPartOfSm - kRestBytes >= 3 * kUnitBytes ? kMostCtas : 1;
   // Splits that a merge loads at a time: more would spill what lives on.
   static constexpr int kMergeBatch = kParksWalk && kRows == 32 ? 8 : 16;
-  static constexpr int kUnits = min_of(((kCtasPerSm > 1 ? kPartOfSm : kWholeSm) - kRestBytes) / kUnitBytes, 12);
+  static constexpr int kRingBytes = (kCtasPerSm > 1 ? kPartOfSm : kWholeSm) - kRestBytes;
+  // Units of e4m3 have a ring of their own, of four places or more.
+  static constexpr int kRawUnitBytes = kWidensAhead ? ceil_div(kHeadDim, 128) * (kTileTokens * 128) : 0;
+  static constexpr int kUnits = min_of((kRingBytes - 4 * kRawUnitBytes) / kUnitBytes, kWidensAhead ? 6 : 12);
+  static constexpr int kRawUnits =
+      kWidensAhead ? min_of((kRingBytes - kUnits * kUnitBytes) / max_of(kRawUnitBytes, 1), 12) : 0;
   static_assert(kUnits >= 3);
   // Of a long piece parts of the plan ask for no more than four units of 16 KB at a time, measured at head dim 128:
   // with six some CTAs get their tiles sooner at the cost of others, which then end later.
@@ -106,28 +120,59 @@ struct Traits {
 // same, since numerator and denominator share the reference, and the accumulators are hardly ever rescaled.
 inline constexpr float kSlack = 8.f;
 
+template <class Tr>
+constexpr bool widens_ahead() {
+  if constexpr (requires { Tr::kWidensAhead; }) {
+    return Tr::kWidensAhead;
+  } else {
+    return false;
+  }
+}
+
+// What warps know that bring tiles: where those become fp16 on the way, of the ring before that.
+template <class Tr>
+struct RawTraits : Tr {
+  static constexpr bool kWidensAhead = false;
+  static constexpr int kUnitBytes = Tr::kRawUnitBytes;
+  static constexpr int kColumns = kUnitBytes / (Tr::kTileTokens * 128);
+  static constexpr int kUnits = Tr::kRawUnits;
+  static constexpr int kUnitsOfLong = Tr::kFewOfLong ? min_of(kUnits, 4) : kUnits;
+};
+
+template <class Tr>
+using Bringer = std::conditional_t<widens_ahead<Tr>(), RawTraits<Tr>, Tr>;
+
 // Where things lie in shared memory, from a 1 KB boundary.
 template <class Tr>
 struct SharedLayout {
   static constexpr int kRing = 0;
-  static constexpr int kQueries = Tr::kUnits * Tr::kUnitBytes;  // [kBlocks][kRows][64], swizzled
+  static constexpr int kRawRing = Tr::kUnits * Tr::kUnitBytes;
+  static constexpr int kQueries = kRawRing + Tr::kRawUnits * Tr::kRawUnitBytes;  // [kBlocks][kRows][64], swizzled
   static constexpr int kProbs =  // [kProbBuffers][kRowTiles][64 keys][8], or WidenedBlock's
       kQueries + (Tr::kFetchesAhead ? 2 : 1) * Tr::kQueryBytes;
   static constexpr int kMergeScratch = Tr::kFetchesAhead ? kProbs : kQueries;
-  static constexpr int kFull = kQueries + Tr::kWorkBytes;                   // barriers [kUnits]
-  static constexpr int kEmpty = kFull + 96;                                 // barriers [kUnits]
-  static constexpr int kFlag = kFull + 192;                                 // MergeFlag
-  static constexpr int kNowhere = kFlag + 16;                               // 16 bytes that nobody reads
-  static constexpr int kInboxFull = kNowhere + 16;                          // barrier
-  static constexpr int kExchange = kFull + 256;                             // float [kWarps][kRows]
-  static constexpr int kRowScale = kExchange + Tr::kWarps * Tr::kRows * 4;  // over e4m3 pages float [2][kRows]
+  static constexpr int kFull = kQueries + Tr::kWorkBytes;           // barriers [kUnits]
+  static constexpr int kEmpty = kFull + 96;                         // barriers [kUnits]
+  static constexpr int kFlag = kFull + 192;                         // MergeFlag
+  static constexpr int kNowhere = kFlag + 16;                       // 16 bytes that nobody reads
+  static constexpr int kInboxFull = kNowhere + 16;                  // barrier
+  static constexpr int kExchange = kFull + 256;                     // float [kWarps][kRows]
+  static constexpr int kRowScale = kExchange + Tr::kExchangeBytes;  // over e4m3 pages float [2][kRows]
   static constexpr int kFactors = kRowScale;  // float [kRows] of `end_rows`, over e4m3 pages in place of the scales
   // The walk's state where kernels fold or park it.
   static constexpr int kPiece = kRowScale + (Tr::kFp8 ? 2 * Tr::kRows * 4 : Tr::kFactorBytes);
   static constexpr int kInbox = kPiece + Tr::kWalkBytes;
-  static constexpr int kFoldSums = kInbox + Tr::kInboxBytes;            // float [kWarps][kRows]
-  static constexpr int kFold = kFoldSums + Tr::kWarps * Tr::kRows * 4;  // [kFoldLevels - 1], where kernels fold
-  static constexpr int kBytes = kInbox + Tr::kInboxBytes + Tr::kFoldBytes;
+  static constexpr int kFoldSums = kInbox + Tr::kInboxBytes;                  // float [kWarps][kRows]
+  static constexpr int kFold = kFoldSums + Tr::kWarps * Tr::kRows * 4;        // [kFoldLevels - 1], where kernels fold
+  static constexpr int kRawFull = kInbox + Tr::kInboxBytes + Tr::kFoldBytes;  // barriers [kRawUnits]
+  static constexpr int kRawEmpty = kRawFull + (Tr::kWidensAhead ? 96 : 0);    // barriers [kRawUnits]
+  static constexpr int kBytes = kRawEmpty + (Tr::kWidensAhead ? 96 : 0);
+};
+template <class Tr>
+struct SharedLayout<RawTraits<Tr>> {
+  static constexpr int kRing = SharedLayout<Tr>::kRawRing;
+  static constexpr int kFull = SharedLayout<Tr>::kRawFull;
+  static constexpr int kEmpty = SharedLayout<Tr>::kRawEmpty;
 };
 
 // Barriers of the hardware; 0 is that of the merge. All are for the threads that multiply: kMultiply and those behind

@@ -101,14 +101,15 @@ def xqa_num_sm_parts(
     three = folds_fp8 or (on_sm90 and not fp8 and many_works and 16 < rows <= 32 and head_dim <= 128)
     parts_per_sm = XQA_MOST_PARTS_PER_SM if three else XQA_PARTS_PER_SM
     # Blocks of rows: csrc/xqa_decode/sm90/launch.cuh, in_small_blocks.
-    small_blocks = fp8 or (head_dim <= 128 and 128 < rows <= 192)
+    small_blocks = head_dim <= 128 and 128 < rows <= 192
     block = XQA_SMALL_BLOCK if small_blocks else XQA_ROWS_PER_BLOCK
     # A CTA of these kernels fills an SM; parts of a second round would keep merges waiting.
+    fills_sm = on_sm90 and rows > 64 and not small_blocks
     if fp8:
-        fills_sm = on_sm90 and head_dim > 128 and rows > 32
+        fills_sm = fills_sm or (on_sm90 and head_dim > 128 and rows > 32)
     else:
         wide = head_dim > (192 if on_sm90 and rows <= 32 and _in_boxes(page_size) else 128)
-        fills_sm = (on_sm90 and rows > 64 and not small_blocks) or (wide and rows > 16)
+        fills_sm = fills_sm or (wide and rows > 16)
     most = gpu.sms * (1 if fills_sm else parts_per_sm)
     if on_sm90:  # blocks of rows run side by side, each with all parts
         most = max(most // -(-rows // block), 1)

@@ -17,15 +17,16 @@ class Queries {
   // Starts the copies of a warp's rows as they are. Rows that are no vectors do not come ahead.
   __device__ __forceinline__ void fetch(const WorkPlace& place, int first_row) const {
     if (boxes_.vector_queries) {
-      const int lane = threadIdx.x % 32, d = lane % kVecs * 8, first_head = place.kv_head * shape_.group;
+      const int lane = threadIdx.x % 32, d = lane % kLanes * 8, first_head = place.kv_head * shape_.group;
       const bool inside = d < p_.head_dim;
       const auto* q = static_cast<const uint16_t*>(p_.q) + place.request * p_.q_stride_request + (inside ? d : 0);
-      const int first = threadIdx.x / 32 * kRowsOfWarp;
-      const uint32_t to = raw() + first * (Tr::kHeadDim * 2) + lane * 16;
+      const int first = first_of_warp();
+      const uint32_t to = raw() + raw_place(first, lane);
 #pragma unroll
       for (int i = 0; i < kRowsOfWarp; i += kRowsAtATime) {
-        const int own = first_row + first + i + lane / kVecs, row = min_of(own, shape_.rows - 1);
-        if (kRowsOfWarp < kRowsAtATime && lane / kVecs >= kRowsOfWarp) break;
+        const int own = first_row + first % kRowsOfGroup + i + lane / kLanes, row = min_of(own, shape_.rows - 1);
+        if (kRowsOfWarp < kRowsAtATime && lane / kLanes >= kRowsOfWarp) break;
+        if (kLanes > kVecs && lane % kLanes >= kVecs) break;
         const int token = shape_.by_group.divide(row);
         const int at = token * boxes_.q_token + (first_head + row - token * shape_.group) * boxes_.q_head;
         cp_async_16(to + i * (Tr::kHeadDim * 2), q + at, inside && own < shape_.rows);
@@ -64,50 +65,93 @@ class Queries {
   }
 
   // The same where tiles become fp16 in shared memory: sixteen bytes a lane, in the order of their dims. A warp's
-  // scales are there for all its lanes.
+  // scales are there for all its lanes. Rows that do not come ahead come now, to where those before were.
   __device__ __forceinline__ void convert_vectors(const WorkPlace& place, int first_row, float to_log2) const {
-    const int first = threadIdx.x / 32 * kRowsOfWarp, lane = threadIdx.x % 32, vec = lane % kVecs;
-    const uint32_t from = raw() + first * (Tr::kHeadDim * 2);
-    const bool joined = scale_joins(to_log2), bf16 = p_.dtype == DType::kBFloat16;
+    constexpr int kSteps = kRowsOfWarp / kRowsAtATime;
+    const int first = first_of_warp(), lane = threadIdx.x % 32;
+    const bool joined = scale_joins(to_log2);
+    if constexpr (!Tr::kFetchesAhead) fetch(place, first_row);
     cp_async_wait<0>();
-    if (!boxes_.vector_queries) copy_odd_rows(p_, shape_, place.request, place.kv_head, first_row + first, from);
+    if (!boxes_.vector_queries) {
+      copy_odd_rows(p_, shape_, place.request, place.kv_head, first_row + first % kRowsOfGroup,
+                    raw() + first * (Tr::kHeadDim * 2));
+    }
     __syncwarp();
+    if constexpr (Tr::kFetchesAhead) {
 #pragma unroll 4
-    for (int i = 0; i < kRowsOfWarp; i += kRowsAtATime) {
-      const int row = first + i + lane / kVecs;
-      uint32_t words[4], top = 0;
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                   : "r"(from + i * (Tr::kHeadDim * 2) + lane * 16)
-                   : "memory");
-#pragma unroll
-      for (int k = 0; k < 4; ++k) top = __vmaxu2(top, words[k] & 0x7fff7fffu);  // of both halves: ordered as numbers
-#pragma unroll
-      for (int step = kVecs / 2; step > 0; step /= 2) top = __vmaxu2(top, __shfl_xor_sync(~0u, top, step));
-      const float scale = range_of_half(unpack(max_of(top >> 16, top & 0xffffu), bf16).x);
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const float2 pair = unpack(words[k], bf16);
-        words[k] = pack2<__half>(pair.x * scale, pair.y * scale);
+      for (int i = 0; i < kSteps; ++i) {
+        uint32_t words[4];
+        load_vector(words, first + i * kRowsAtATime, lane);
+        place_vector(words, first + i * kRowsAtATime + lane / kLanes, lane % kLanes, to_log2, joined);
       }
-      const uint32_t to = shared_ + Shared::kQueries + vec / 8 * (Tr::kRows * 128) + hopper::swizzled(row, vec % 8);
-      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]),
-                   "r"(words[3])
-                   : "memory");
-      if (vec > 0) continue;
-      const float of_scores = __fdividef(to_log2, scale);
-      scales()[row] = of_scores;
-      scales()[Tr::kRows + row] = joined ? of_scores : 1.f;
+    } else {
+      uint32_t words[kSteps][4];
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) load_vector(words[i], first + i * kRowsAtATime, lane);
+      sync_group<Tr>();  // all warps have theirs
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        place_vector(words[i], first + i * kRowsAtATime + lane / kLanes, lane % kLanes, to_log2, joined);
+      }
     }
     __syncwarp();
   }
 
  private:
   using Shared = SharedLayout<Tr>;
-  static constexpr int kVecs = Tr::kHeadDim / 8;  // of a row
-  static constexpr int kRowsOfWarp = Tr::kRows / Tr::kWarps, kRowsAtATime = 32 / kVecs;
+  static constexpr int kVecs = Tr::kHeadDim / 8;          // of a row
+  static constexpr int kLanes = kVecs > 16 ? 32 : kVecs;  // that share a row
+  static constexpr int kWarps = Tr::kWidens ? Tr::kThreads / 32 : Tr::kWarps;
+  static constexpr int kRowsOfWarp = Tr::kRows / kWarps, kRowsAtATime = 32 / kLanes;
+  static constexpr int kRowsOfGroup = Tr::kWidens ? Tr::kGroupRows : Tr::kRows;
 
-  __device__ __forceinline__ uint32_t raw() const { return shared_ + Shared::kQueries + Tr::kQueryBytes; }
+  __device__ __forceinline__ uint32_t raw() const {
+    return shared_ + Shared::kQueries + (Tr::kFetchesAhead ? Tr::kQueryBytes : 0);
+  }
+  // Of the rows of all groups.
+  __device__ __forceinline__ static int first_of_warp() { return threadIdx.x / 32 * kRowsOfWarp; }
+  __device__ __forceinline__ static int raw_place(int row, int lane) {
+    return (row + lane / kLanes) * (Tr::kHeadDim * 2) + lane % kLanes * 16;
+  }
+
+  // Eight elements of a row as they lie in q, of the rows from `row` on that warps have at a time.
+  __device__ __forceinline__ void load_vector(uint32_t (&words)[4], int row, int lane) const {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) words[k] = 0;
+    if (lane % kLanes >= kVecs) return;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(raw() + raw_place(row, lane))
+                 : "memory");
+  }
+
+  // The same as numbers of fp16, to where products read them.
+  __device__ __forceinline__ void place_vector(uint32_t (&words)[4], int row, int vec, float to_log2,
+                                               bool joined) const {
+    const bool bf16 = p_.dtype == DType::kBFloat16;
+    uint32_t top = 0;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) top = __vmaxu2(top, words[k] & 0x7fff7fffu);  // of both halves: ordered as numbers
+#pragma unroll
+    for (int step = kLanes / 2; step > 0; step /= 2) top = __vmaxu2(top, __shfl_xor_sync(~0u, top, step));
+    const float scale = range_of_half(unpack(max_of(top >> 16, top & 0xffffu), bf16).x);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const float2 pair = unpack(words[k], bf16);
+      words[k] = pack2<__half>(pair.x * scale, pair.y * scale);
+    }
+    const uint32_t group = shared_ + Shared::kQueries + row / kRowsOfGroup * (kRowsOfGroup * Tr::kHeadDim * 2);
+    const uint32_t to = group + vec / 8 * (kRowsOfGroup * 128) + hopper::swizzled(row % kRowsOfGroup, vec % 8);
+    if (vec < kVecs) {
+      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]),
+                   "r"(words[3])
+                   : "memory");
+    }
+    if (vec > 0) return;
+    const float of_scores = __fdividef(to_log2, scale);
+    scales()[row] = of_scores;
+    scales()[Tr::kRows + row] = joined ? of_scores : 1.f;
+  }
   __device__ __forceinline__ float* scales() const { return reinterpret_cast<float*>(smem_ + Shared::kRowScale); }
 
   // A row that came ahead; or straight from q.

@@ -11,11 +11,34 @@ __device__ __forceinline__ float range_of_half(float top) {
   return __uint_as_float(static_cast<uint32_t>(min_of(max_of(14 + 127 - exponent, -100), 100) + 127) << 23);
 }
 
-// What sm90::WideBlock is for 16-bit pages, over e4m3: the warpgroup turns each tile into fp16 in shared memory, where
-// its products read it. With many rows that is cheaper than operands in registers, whose scores and probabilities would
-// go through shared memory.
+// What sm90::WideBlock is for 16-bit pages, over tiles of e4m3 that have become fp16: rows have scales of their own.
 template <class Tr>
-struct WidenedBlock : WideBlock<Tr> {
+struct ScaledBlock : WideBlock<Tr> {
+  using Base = WideBlock<Tr>;
+  using Base::kScores;
+
+  // `scales`: in shared memory, float [2][kRows]: of raw scores to units of log2, and what is left for the exponent.
+  __device__ __forceinline__ void begin(uint32_t scales, uint32_t) {
+    const uint32_t own = scales + (threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4) * 4;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      asm volatile("ld.shared.f32 %0, [%1];" : "=f"(Base::score_scale[h]) : "r"(own + h * 32) : "memory");
+      asm volatile("ld.shared.f32 %0, [%1];" : "=f"(Base::scale[h]) : "r"(own + h * 32 + Tr::kRows * 4) : "memory");
+    }
+    Base::clear();
+  }
+
+  // Where a soft cap, or a scale below zero, comes before the exponent.
+  __device__ __forceinline__ void scale_scores(float (&scores)[kScores]) const {
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) scores[i] *= Base::score_scale[i / 2 & 1];
+  }
+};
+
+// The same where the warpgroup turns each tile into fp16 in shared memory, where its products read it. With many rows
+// that is cheaper than operands in registers, whose scores and probabilities would go through shared memory.
+template <class Tr>
+struct WidenedBlock : ScaledBlock<Tr> {
   using Base = WideBlock<Tr>;
   using Base::kScores;
   static_assert(Tr::kGroups == 1);
@@ -24,16 +47,9 @@ struct WidenedBlock : WideBlock<Tr> {
 
   uint32_t widened;  // a tile of keys and one of values, in shared memory
 
-  // `scales`: in shared memory, float [2][kRows]: of raw scores to units of log2, and what is left for the exponent.
   __device__ __forceinline__ void begin(uint32_t scales, uint32_t tiles) {
     widened = tiles;
-    const uint32_t own = scales + (threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4) * 4;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      asm volatile("ld.shared.f32 %0, [%1];" : "=f"(Base::score_scale[h]) : "r"(own + h * 32) : "memory");
-      asm volatile("ld.shared.f32 %0, [%1];" : "=f"(Base::scale[h]) : "r"(own + h * 32 + Tr::kRows * 4) : "memory");
-    }
-    Base::clear();
+    ScaledBlock<Tr>::begin(scales, tiles);
   }
 
   __device__ __forceinline__ void multiply_keys(uint32_t tile, uint32_t queries, float (&scores)[kScores]) {
@@ -53,12 +69,6 @@ struct WidenedBlock : WideBlock<Tr> {
     widen(tile, widened + kTileBytes);
     hopper::wgmma_fence();
     Base::multiply_pinned_values(widened + kTileBytes);
-  }
-
-  // Where a soft cap, or a scale below zero, comes before the exponent.
-  __device__ __forceinline__ void scale_scores(float (&scores)[kScores]) const {
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) scores[i] *= Base::score_scale[i / 2 & 1];
   }
 
  private:

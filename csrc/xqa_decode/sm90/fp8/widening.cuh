@@ -1,0 +1,94 @@
+#pragma once
+#include "device/sm80/mma.cuh"
+#include "xqa_decode/sm90/tile_stream.cuh"
+
+namespace attnops::xqa_decode::sm90::fp8 {
+
+// With many rows tiles of e4m3 become fp16 once for all of them, between two rings: warps that bring tiles fill one,
+// kWideners warps take each unit out of it and write it into the other, from which warpgroups multiply as over 16-bit
+// pages.
+//
+//   bringing warps     ring of e4m3     widening warps     ring of fp16     warpgroups that multiply
+//
+// A unit is a tile's rows under the 128-byte swizzle, in blocks of 128 columns of e4m3, then of 64 of fp16. Sixteen
+// elements of 32 rows are an item, a lane for each row; warps take the items of a unit by turns. Every lane arrives for
+// itself, both for what it has read and for what it has written.
+template <class Tr>
+class WideningWarp {
+ public:
+  __device__ __forceinline__ WideningWarp(uint32_t shared, int warp, int lane)
+      : shared_(shared), warp_(warp), lane_(lane) {}
+
+  __device__ __forceinline__ void widen_pieces(PieceWalk& piece) {
+    do {
+#pragma unroll 1
+      for (int units = 2 * num_tiles(piece); units > 0; --units) widen_unit();
+    } while (piece.next());
+  }
+
+ private:
+  using Raw = RawTraits<Tr>;
+  static constexpr int kWarps = Tr::kWideners;
+  static constexpr int kParts = Tr::kTileTokens / 32, kColumnBytes = Tr::kTileTokens * 128;
+  static constexpr int kItems = kParts * Tr::kHeadDim / 16;
+  static constexpr int kItemsOfWarp = ceil_div(kItems, kWarps);
+  static constexpr int kPasses = ceil_div(kItemsOfWarp, Tr::kMovesRegisters&& Tr::kBringerRegisters < 80 ? 3 : 6);
+  static constexpr int kAtOnce = ceil_div(kItemsOfWarp, kPasses);
+
+  __device__ __forceinline__ void widen_unit() {
+    const uint32_t own = lane_ * 128 + lane_ % 8 * 16;
+    int warp = warp_;
+    asm volatile("" : "+r"(warp));  // places of items are found anew: they would lie in registers from unit to unit
+    const uint32_t from = shared_ + SharedLayout<Raw>::kRing + from_.slot * Raw::kUnitBytes + own;
+    const uint32_t to = shared_ + SharedLayout<Tr>::kRing + to_.slot * Tr::kUnitBytes + own;
+    from_.wait(shared_ + SharedLayout<Raw>::kFull);
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      uint32_t raw[kAtOnce][4];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (!has_item(pass * kAtOnce + i)) continue;
+        const int item = warp + (pass * kAtOnce + i) * kWarps, part = item % kParts, chunk = item / kParts;
+        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(raw[i][0]), "=r"(raw[i][1]), "=r"(raw[i][2]), "=r"(raw[i][3])
+                     : "r"((from ^ (chunk % 8 * 16)) + chunk / 8 * kColumnBytes + part * (32 * 128))
+                     : "memory");
+      }
+      if (pass + 1 == kPasses) {
+        hopper::mbarrier_arrive(shared_ + SharedLayout<Raw>::kEmpty + from_.slot * 8);
+        from_.advance();
+      }
+      if (pass == 0) hopper::mbarrier_wait(shared_ + SharedLayout<Tr>::kEmpty + to_.slot * 8, to_.parity ^ 1);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (!has_item(pass * kAtOnce + i)) continue;
+        const int item = warp + (pass * kAtOnce + i) * kWarps, part = item % kParts, chunk = item / kParts;
+        const uint32_t at = to + chunk / 4 * kColumnBytes + part * (32 * 128);
+        uint32_t wide[8];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) e4m3x4_to_half(raw[i][k], wide[2 * k], wide[2 * k + 1]);
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at ^ ((chunk % 4 * 2 + k) * 16)),
+                       "r"(wide[4 * k]), "r"(wide[4 * k + 1]), "r"(wide[4 * k + 2]), "r"(wide[4 * k + 3])
+                       : "memory");
+        }
+      }
+    }
+    hopper::fence_async_proxy();
+    hopper::mbarrier_arrive(shared_ + SharedLayout<Tr>::kFull + to_.slot * 8);
+    to_.advance();
+  }
+
+  // Whether this warp has an `i`th item.
+  __device__ __forceinline__ bool has_item(int i) const {
+    return (i + 1) * kWarps <= kItems || warp_ + i * kWarps < kItems;
+  }
+
+  const uint32_t shared_;
+  const int warp_, lane_;
+  RingPlace<Raw> from_;
+  RingPlace<Tr> to_;
+};
+
+}  // namespace attnops::xqa_decode::sm90::fp8
