@@ -54,10 +54,6 @@ class WideningWarp {
                      : "r"((from ^ (chunk % 8 * 16)) + chunk / 8 * kColumnBytes + part * (32 * 128))
                      : "memory");
       }
-      if (pass + 1 == kPasses) {
-        hopper::mbarrier_arrive(shared_ + SharedLayout<Raw>::kEmpty + from_.slot * 8);
-        from_.advance();
-      }
       if (pass == 0) hopper::mbarrier_wait(shared_ + SharedLayout<Tr>::kEmpty + to_.slot * 8, to_.parity ^ 1);
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
@@ -75,7 +71,11 @@ class WideningWarp {
         }
       }
     }
+    // Behind the stores, and so behind the reads that they wait for. The copy engine may write into the one place next,
+    // and matrix units read the other: the fence orders both behind these ordinary accesses.
     hopper::fence_async_proxy();
+    hopper::mbarrier_arrive(shared_ + SharedLayout<Raw>::kEmpty + from_.slot * 8);
+    from_.advance();
     hopper::mbarrier_arrive(shared_ + SharedLayout<Tr>::kFull + to_.slot * 8);
     to_.advance();
   }
