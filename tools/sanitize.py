@@ -105,7 +105,7 @@ SETS = {
         XQA_SHORT,
         "(test_blocks_of_rows and kv_dtype1) or (test_many_rows and kv_dtype1 and heads0 and (128-5 or 192-16))",
     ),
-    "memcheck xqa_decode widened": (XQA_SHORT, "test_many_rows and kv_dtype1"),
+    "memcheck xqa_decode widened": (XQA_SHORT, "(test_many_rows and kv_dtype1) or test_long_works_of_many"),
     "racecheck xqa_decode gathers": (XQA, "test_masks_by_page_size and None and -3 and (heads2 or heads3)"),
     "racecheck xqa_decode fp8_gathers": (XQA, "test_masks_by_page_size and kv_dtype1 and -3 and (heads2 or heads3)"),
     "racecheck xqa_decode pairs": (XQA, "test_pairs_of_heads and heads0 and not 256"),

@@ -148,6 +148,21 @@ def test_rules_of_many_rows(heads, options, head_dim, kv_dtype, num_sm_parts):
     assert_decodes(problem, seqlen_q=tokens, num_sm_parts=num_sm_parts, **rules)
 
 
+@pytest.mark.parametrize("num_sm_parts", [1, 7])
+@pytest.mark.parametrize("options", [{"logit_cap": 9.06, "window_left": 1815}, {"softmax_scale": -0.25}, {}])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "page_size"),
+    [(32, 16, 32), (10, 64, 8), (10, 64, 5), (32, 128, 16), (10, 192, 16), (10, 256, 64)],
+)
+def test_long_works_of_many_fp8_rows(heads, head_dim, page_size, options, num_sm_parts):
+    """Tiles go round both rings many times, and warps that widen them wait most where scores take longest."""
+    tokens = 17
+    problem = paged_problem(
+        [2303, 1952], tokens, num_q_heads=heads, num_kv_heads=2, head_dim=head_dim, page_size=page_size, kv_dtype=FP8
+    ).to("cuda")
+    assert_decodes(problem, seqlen_q=tokens, num_sm_parts=num_sm_parts, **options)
+
+
 def test_a_soft_cap_where_the_scale_of_some_rows_is_one():
     """Over FP8 pages every row has a scale of its own; a lane has two rows."""
     problem = paged_problem([300, 64, 777], num_q_heads=48, num_kv_heads=1, head_dim=128, kv_dtype=FP8, scales="none")
