@@ -68,6 +68,7 @@ class TileLoop {
     typename RowBlock<Tr>::Values values;
     take_keys(raw);
     RowBlock<Tr>::multiply_keys(raw, shared_ + Shared::kQueries, keys, scores);
+    release();
     int tile = own;
 #pragma unroll 1
     while (true) {
@@ -83,28 +84,29 @@ class TileLoop {
                    reinterpret_cast<float*>(smem_ + Shared::kExchange));
       take_values(raw);  // no sooner: registers are short
       block.multiply_values(raw, probs_, values);
+      release();
       tile += Tr::kGroups;
       if (tile >= tiles) break;
       skip_tile();
       take_keys(raw);
       block.template wait_for_values<0>();
       RowBlock<Tr>::multiply_keys(raw, shared_ + Shared::kQueries, keys, scores);
+      release();
     }
     block.template wait_for_values<0>();
     if (tile == tiles) skip_tile();  // the other group has the piece's last
   }
 
-  // The next keys, in registers; their place in the ring is free again.
-  __device__ __forceinline__ void take_keys(uint32_t (&raw)[4][4]) {
+  // The next keys, on their way to registers. `release` comes once they have been converted: the copy engine's writes
+  // are not ordered behind loads that nobody has waited for.
+  __device__ __forceinline__ void take_keys(uint32_t (&raw)[4][4]) const {
     place_.wait(shared_ + Shared::kFull);
     load_keys(key_place_ + place_.slot * Tr::kUnitBytes, raw);
-    release();
   }
 
-  __device__ __forceinline__ void take_values(uint32_t (&raw)[4][4]) {
+  __device__ __forceinline__ void take_values(uint32_t (&raw)[4][4]) const {
     place_.wait(shared_ + Shared::kFull);
     load_values(value_place_ + place_.slot * Tr::kUnitBytes, raw);
-    release();
   }
 
   // Zeros for values that nobody sees, before they are taken.
@@ -155,7 +157,7 @@ class TileLoop {
 
   // A warp is done with a unit: all lanes say so where rows are gathered, as in the kernel of 16-bit pages.
   __device__ __forceinline__ void release() {
-    if (Tr::kGathers || first_lane_) hopper::mbarrier_arrive(shared_ + Shared::kEmpty + place_.slot * 8);
+    hopper::mbarrier_arrive_if(shared_ + Shared::kEmpty + place_.slot * 8, Tr::kGathers || first_lane_);
     place_.advance();
   }
 
