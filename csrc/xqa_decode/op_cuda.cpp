@@ -10,16 +10,11 @@ namespace {
 
 void xqa_decode_plan_cuda(const Tensor& tile_scheduler_metadata, const Tensor& num_splits, const Tensor& cache_seqlens,
                           int64_t seqlen_q, int64_t num_kv_heads, int64_t window_left, int64_t fixed_split_tokens) {
-  PlanParams plan = checked_plan_params(tile_scheduler_metadata, num_splits, cache_seqlens, seqlen_q, num_kv_heads,
-                                        window_left, fixed_split_tokens);
-  SplitKvGeometry& geometry = plan.geometry;
-  if (heads_side_by_side(geometry.num_sm_parts, geometry.works_per_request)) {
-    geometry.parts_per_group = geometry.works_per_request;
-    geometry.works_per_request = 1;
-  }
+  const PlanParams plan = checked_plan_params(tile_scheduler_metadata, num_splits, cache_seqlens, seqlen_q,
+                                              num_kv_heads, window_left, fixed_split_tokens);
   const OnDevice guard(cache_seqlens);
-  launch_plan(plan.geometry, plan.tensors.cache_seqlens, plan.tensors.tile_scheduler_metadata, plan.tensors.num_splits,
-              current_stream(cache_seqlens));
+  launch_plan(gpu_plan_geometry(plan.geometry), plan.tensors.cache_seqlens, plan.tensors.tile_scheduler_metadata,
+              plan.tensors.num_splits, current_stream(cache_seqlens));
 }
 
 void run_cuda(const Params& params, const Tensor& q) {

@@ -37,4 +37,19 @@ inline SplitKvGeometry plan_geometry(int batch_size, int seqlen_q, int num_kv_he
           .fixed_split_tiles = fixed_split_tiles(fixed_split_tokens, kPlanTileTokens)};
 }
 
+// Works of no more tiles stay whole on a GPU, and longer ones where a cut is not worth its merge
+// (SplitKvGeometry::short_tiles).
+inline constexpr int kShortTiles = 2;
+
+// The same on a GPU: parts in groups, and no cuts that cost more than they save. A merge there takes as long as four
+// tiles, beside threads of a CPU next to nothing.
+inline SplitKvGeometry gpu_plan_geometry(SplitKvGeometry geometry) {
+  geometry.short_tiles = kShortTiles;
+  if (heads_side_by_side(geometry.num_sm_parts, geometry.works_per_request)) {
+    geometry.parts_per_group = geometry.works_per_request;
+    geometry.works_per_request = 1;
+  }
+  return geometry;
+}
+
 }  // namespace attnops::xqa_decode

@@ -31,6 +31,40 @@ def on_both(run):
     return cpu
 
 
+def xqa_rows_on_a_gpu(lengths, cpu_rows, seqlen_q, num_heads, window_left, shares):
+    """What the GPU plans where the CPU's rows are these: no cuts, where they are not worth their merge."""
+    tiles = []
+    for length in lengths:
+        begin = max(length - seqlen_q - window_left, 0) if window_left >= 0 else 0
+        tiles.append(max(-(-max(length, 0) // 64) - begin // 64, 1))
+    works = [count for count in tiles for _ in range(num_heads)]
+    overhead = 4 if len(works) > shares else 0
+    total = sum(overhead + 8 * count for count in works)
+    budget = max(-(-total // shares), 8)
+    budget = -(-budget // 8) * 8 if overhead == 0 else budget
+    if len(works) > shares:
+        most = (32 + 8 - overhead) // 8
+    else:
+        most = (budget + (32 if 2 * len(works) > shares else 16)) // 8
+    if max(works, default=0) > max(most, 2):
+        return cpu_rows
+    begins, before, share = [], 0, 0
+    for work, count in enumerate(works):  # a share begins with the first work whose last tile it has
+        last_tile = before + overhead + 8 * (count - 1)
+        while len(works) > shares and share * budget <= last_tile:
+            begins.append(work)
+            share += 1
+        before += overhead + 8 * count
+    if len(works) <= shares:
+        begins = list(range(len(works)))
+    begins = (begins + [len(works)] * (shares + 1))[: shares + 1]
+    rows = [
+        [begin, 0, end, 0, 0, int(begin < end), int(begin < end), part]
+        for part, (begin, end) in enumerate(zip(begins, begins[1:], strict=False))
+    ]
+    return torch.tensor(rows, dtype=torch.int32)
+
+
 def int32(values, device):
     return torch.tensor(values, dtype=torch.int32, device=device)
 
@@ -54,8 +88,12 @@ def test_split_kv_plan(batch, window_left, num_sm_parts, seqlen_q, num_heads, fi
         getattr(OPS, op)(*args)
         return metadata, num_splits
 
-    metadata, num_splits = on_both(run)
+    (metadata, num_splits), (gpu_metadata, gpu_splits) = run("cpu"), run("cuda")
     assert (metadata != POISON).all() and (num_splits != POISON).all()
+    if op == "xqa_decode_plan" and fixed_split_tokens == 0:
+        metadata = xqa_rows_on_a_gpu(lengths, metadata, seqlen_q, num_heads, window_left, num_sm_parts)
+    assert torch.equal(gpu_metadata.cpu(), metadata)
+    assert torch.equal(gpu_splits.cpu(), num_splits)
 
 
 @pytest.mark.parametrize("fixed_split_tokens", [0, 256, -5])
@@ -71,7 +109,10 @@ def test_xqa_parts_of_a_gpu_come_in_groups_of_a_head_each(batch, num_sm_parts, n
         OPS.xqa_decode_plan(metadata, num_splits, int32(lengths, device), 2, heads, 511, fixed_split_tokens)
         return metadata.cpu()
 
-    shares = plan("cpu", num_sm_parts // num_heads, 1)
+    groups = num_sm_parts // num_heads
+    shares = plan("cpu", groups, 1)
+    if fixed_split_tokens == 0:
+        shares = xqa_rows_on_a_gpu(lengths, shares, 2, 1, 511, groups)
     assert torch.equal(plan("cuda", num_sm_parts, num_heads), shares.repeat_interleave(num_heads, 0))
 
 

@@ -3,6 +3,8 @@
 
 #include "device/common/tree_rows.cuh"
 #include "device/sm80/cp_async.cuh"
+#include "device/sm90/cluster.cuh"
+#include "device/sm90/guess.cuh"
 #include "xqa_decode/sm90/tile_stream.cuh"
 
 namespace attnops::xqa_decode::sm90 {
@@ -69,6 +71,30 @@ class GatherStream {
     return wanted ? row_ + cell_of(token) : nullptr;
   }
 
+  // Asks for this warp's rows of the first tile of the piece that is open to be in L2: only a guess, and what are no
+  // pages is not read.
+  template <class Piece>
+  __device__ __forceinline__ void prefetch(const Piece& piece) const {
+    const int32_t* cells[kHeld];
+    int pages[kHeld];
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      cells[i] = first_cell(piece, i);
+      pages[i] = cells[i] ? hopper::load_guess(cells[i]) : -1;
+    }
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const uint32_t row = row_place(piece.first_token() + first_row_ + lane_ + 32 * i, pages[i]);
+      if (row == kNowhere) continue;
+      hopper::prefetch_to_l2(base_ - column_ * 16 + uint64_t{row} * 16, p_.head_dim * kSize);
+    }
+  }
+
+  // Of the request's row of the page table.
+  __device__ int cell_of(int token) const {
+    return shape_.page_shift >= 0 ? token >> shape_.page_shift : shape_.by_page_size.divide(token);
+  }
+
   // All tiles of the piece that is open; `pages` are those of the lane's two rows of the first tile.
   template <class Piece>
   __device__ __forceinline__ void bring(const Piece& piece, int (&pages)[kHeld]) {
@@ -112,10 +138,6 @@ class GatherStream {
   // The page of a token, or its cell's: read well before it is needed. Cells of keys that no row sees may hold
   // anything.
   __device__ int page_of(int token) const { return is_seen(token) ? __ldg(row_ + cell_of(token)) : 0; }
-
-  __device__ int cell_of(int token) const {
-    return shape_.page_shift >= 0 ? token >> shape_.page_shift : shape_.by_page_size.divide(token);
-  }
 
   __device__ uint32_t row_place(int token, int page) const {
     if (!is_seen(token) || !p_.page_table.has_page(page)) return kNowhere;

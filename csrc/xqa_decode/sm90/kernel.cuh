@@ -91,6 +91,20 @@ __device__ __forceinline__ LikelyStart prefetch_first_tile(const Params& p, cons
   return {piece.request(), piece.first_token() >> shape.page_shift};
 }
 
+// The same of rows that are gathered, by each warp that copies some. Where nothing can be known, `start`.
+template <class Tr>
+__device__ __forceinline__ LikelyStart prefetch_first_rows(const Params& p, const Shape& shape, int part,
+                                                           uint32_t shared, int warp, int lane,
+                                                           const LikelyStart& start) {
+  if (part >= p.num_sm_parts) return start;
+  const GuessedPiece piece(p, shape, part);
+  if (!piece.is_one()) return start;
+  GatherStream<Tr> stream(p, shape, shared, warp, lane);
+  stream.open(piece);
+  stream.prefetch(piece);
+  return {piece.request(), stream.cell_of(piece.first_token())};
+}
+
 // What the warps beyond those that multiply do; `warp` is the number among them.
 template <class Tr, class Pieces>
 __device__ __forceinline__ void bring_pieces(const Params& p, const Shape& shape, const Boxes& boxes,
@@ -155,6 +169,8 @@ __device__ __forceinline__ void run_parts(const Params& p, const Shape& shape, c
   __syncthreads();
   if constexpr (!Tr::kGathers) {
     if (brings) start = prefetch_first_tile<Tr>(p, shape, boxes, key_map, value_map, part, shared, lane, start);
+  } else if (brings && warp < kWarpsOfHead + 2 * Tr::kBringersOfUnit) {
+    start = prefetch_first_rows<Tr>(p, shape, part, shared, warp - kWarpsOfHead, lane, start);
   }
   wait_for_earlier_kernels();
   let_next_kernel_start();
