@@ -1,5 +1,7 @@
 """The planners of the three families on the GPU: bit for bit what the CPU plans, whatever the batch."""
 
+import itertools
+
 import pytest
 import torch
 from attnops import ops  # noqa: F401  (loads the ops)
@@ -42,10 +44,8 @@ def xqa_rows_on_a_gpu(lengths, cpu_rows, seqlen_q, num_heads, window_left, share
     total = sum(overhead + 8 * count for count in works)
     budget = max(-(-total // shares), 8)
     budget = -(-budget // 8) * 8 if overhead == 0 else budget
-    if len(works) > shares:
-        most = (32 + 8 - overhead) // 8
-    else:
-        most = (budget + (32 if 2 * len(works) > shares else 16)) // 8
+    beside = budget + (32 if 2 * len(works) > shares else 16)  # what a share may have that is not cut
+    most = (32 + 8 - overhead if len(works) > shares else beside) // 8
     if max(works, default=0) > max(most, 2):
         return cpu_rows
     begins, before, share = [], 0, 0
@@ -60,7 +60,7 @@ def xqa_rows_on_a_gpu(lengths, cpu_rows, seqlen_q, num_heads, window_left, share
     begins = (begins + [len(works)] * (shares + 1))[: shares + 1]
     rows = [
         [begin, 0, end, 0, 0, int(begin < end), int(begin < end), part]
-        for part, (begin, end) in enumerate(zip(begins, begins[1:], strict=False))
+        for part, (begin, end) in enumerate(itertools.pairwise(begins))
     ]
     return torch.tensor(rows, dtype=torch.int32)
 

@@ -404,10 +404,15 @@ def test_short_calls(head_dim, dtype, kv_dtype, page_size, lengths, heads):
     assert_decodes(problem, num_sm_parts=None)
 
 
-def test_lengths_written_by_the_kernel_before():
+# Clusters over boxes, and the plan's kernels over boxes and over rows that are gathered.
+GUESSES = pytest.mark.parametrize(("heads", "page_size"), [((32, 8), 64), ((64, 1), 64), ((64, 1), 24), ((32, 8), 24)])
+
+
+@GUESSES
+def test_lengths_written_by_the_kernel_before(heads, page_size):
     """What a kernel reads ahead of its turn, while the one before may still write it, must not reach the result."""
     lengths = [1000, 3, 640, 1, 999, 64, 1000, 1024]
-    problem = on_gpu([1024], num_q_heads=32, num_kv_heads=8, head_dim=128, page_size=64)
+    problem = on_gpu([1024], num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=128, page_size=page_size)
     now = [dataclasses.replace(problem, cache_seqlens=torch.tensor([n], dtype=torch.int32).cuda()) for n in lengths]
     plans = [make_plan(one, num_sm_parts=None) for one in now]
     outs = [torch.full_like(problem.q, math.nan) for _ in lengths]
@@ -423,12 +428,13 @@ def test_lengths_written_by_the_kernel_before():
         torch.testing.assert_close(out.cpu().double(), expected, rtol=2e-2, atol=4e-3)
 
 
-def test_pages_written_by_the_kernel_before():
+@GUESSES
+def test_pages_written_by_the_kernel_before(heads, page_size):
     """As above, of a page table: tiles copied from guessed pages must not reach the result."""
     pages = [3, 1, 2, 2, 5, 1, 4]
-    problem = on_gpu([384], num_q_heads=32, num_kv_heads=8, head_dim=128, page_size=64)  # six pages
+    problem = on_gpu([6 * page_size], num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=128, page_size=page_size)
     problem.k_pages.nan_to_num_(0.5), problem.v_pages.nan_to_num_(0.5)
-    one_page = torch.tensor([64], dtype=torch.int32, device="cuda")
+    one_page = torch.tensor([page_size], dtype=torch.int32, device="cuda")
     bounds, row = torch.zeros(2, dtype=torch.int32, device="cuda"), torch.zeros(1, 8, dtype=torch.int32, device="cuda")
     tables = [torch.tensor([[page]], dtype=torch.int32, device="cuda") for page in pages]
     now = [dataclasses.replace(problem, cache_seqlens=one_page, page_table=table) for table in tables]
