@@ -29,10 +29,12 @@ __device__ __forceinline__ LikelyStart likely_start(const Params& p, int part) {
 }
 
 // The length and the first pages that it needs, into L1 while the plan is on its way: each would cost a round trip to
-// L2 of its own. For three lanes; sixteen bytes at `nowhere` take the copies.
-__device__ __forceinline__ void look_up_ahead(const Params& p, const LikelyStart& start, uint32_t nowhere, int lane) {
+// L2 of its own. For three lanes; sixteen bytes at `nowhere` take the copies. `ahead`: cells from the first to the last
+// that a warp looks up at a time.
+__device__ __forceinline__ void look_up_ahead(const Params& p, const LikelyStart& start, int ahead, uint32_t nowhere,
+                                              int lane) {
   if (lane == 0) return hopper::copy4(nowhere, p.cache_seqlens + start.request);
-  const int cell = lane == 1 ? start.cell : start.cell + 31;  // of the 32 that a warp looks up at a time
+  const int cell = lane == 1 ? start.cell : start.cell + ahead;
   if (lane > 2 || p.page_table.kv_indptr || cell >= p.page_table.max_pages) return;
   hopper::copy4(nowhere + 4 * lane, p.page_table.row(start.request) + cell);
 }
@@ -175,7 +177,8 @@ __device__ __forceinline__ void run_parts(const Params& p, const Shape& shape, c
   wait_for_earlier_kernels();
   let_next_kernel_start();
 
-  if (warp == kHeads * kWarpsOfHead) look_up_ahead(p, start, shared + Shared::kNowhere, lane);
+  const int ahead = Tr::kGathers && p.page_table.page_size == 1 ? Tr::kTileTokens - 1 : 31;
+  if (warp == kHeads * kWarpsOfHead) look_up_ahead(p, start, ahead, shared + Shared::kNowhere, lane);
   // Neighbouring heads follow one row, so that all of the CTA count the same tiles, whatever the rows hold.
   const PartEntry entry(p, shape, kHeads == 1 ? part : static_cast<int>(blockIdx.x) * kHeads);
   if (!entry.has_work) return;
