@@ -206,6 +206,34 @@ def test_drafts_alone_have_the_bits_of_many(kind):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["gdn", "kda", "ssd"])
+def test_folds_alone_have_the_bits_of_many(kind):
+    """A CTA has several of them."""
+    layer = Layer(5, "cuda", kind, drafts=4, dims=(128, 128))
+    batch, layer.heads, layer.groups = 50, 16, 8
+    layer.batch, layer.num_slots, layer.slots = batch, batch, list(range(batch))
+    layer.states = layer.normal(batch, 16, 128, 128)
+    per_channel = [128] if kind == "kda" else []
+    layer.rings = {
+        "ring_u": layer.normal(batch, 16, 12, 128),
+        "ring_k": layer.normal(batch, 8, 12, 128),
+        "ring_decay": layer.normal(batch, 16, 12, *per_channel).sigmoid(),
+        "ring_len": indices([i % 9 for i in range(batch)], "cuda"),
+    }
+    rings = {name: ring.clone() for name, ring in layer.rings.items()}
+    states, paths = layer.states.clone(), [list(range(i % 5)) for i in range(batch)]
+    layer.commit(paths)
+    many, lengths = layer.states, layer.rings["ring_len"]
+    for i in range(0, batch, 7):
+        layer.batch, layer.slots, layer.states = 1, [i], states.clone()
+        layer.rings = {name: ring.clone() for name, ring in rings.items()}
+        layer.commit(paths[i : i + 1])
+        assert torch.equal(layer.states[i], many[i]) and layer.rings["ring_len"][i] == lengths[i]
+    folds = torch.tensor([i % 9 + i % 5 > 8 for i in range(batch)], device="cuda")
+    assert torch.equal((many != states).flatten(1).any(1), folds) and not lengths[folds].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["gdn", "kda", "ssd"])
 @pytest.mark.parametrize("drafts", [3, 4, 7, 8])
 def test_drafts_from_states_of_16_bits(kind, drafts):
     """Those of the CPU: states of bf16 are only read, so they round nothing."""
