@@ -106,12 +106,21 @@ struct LinearCommit {
   // A ring without room for the next drafts is folded.
   ATTNOPS_HOST_DEVICE bool folds(int length, int more) const { return fold || length + more + drafts > rings.rows; }
 
+  // Where a request's length is, null without one, and what it will be.
+  struct Cursor {
+    int32_t* length;
+    int32_t moved;
+  };
+  ATTNOPS_HOST_DEVICE Cursor cursor(int64_t request) const {
+    const int64_t slot = step.state_indices[request];
+    if (slot < 0 || slot >= step.num_slots) return {nullptr, 0};
+    const int length = rings.length(slot, drafts), more = num_accepted(request);
+    return {rings.lengths + slot, folds(length, more) ? 0 : length + more};
+  }
   // After all heads of a request.
   ATTNOPS_HOST_DEVICE void move_cursor(int64_t request) const {
-    const int64_t slot = step.state_indices[request];
-    if (slot < 0 || slot >= step.num_slots) return;
-    const int length = rings.length(slot, drafts), more = num_accepted(request);
-    rings.lengths[slot] = folds(length, more) ? 0 : length + more;
+    const Cursor own = cursor(request);
+    if (own.length != nullptr) *own.length = own.moved;
   }
 
   ATTNOPS_HOST_DEVICE void check(ReportOp op, int64_t request, int32_t* to) const {

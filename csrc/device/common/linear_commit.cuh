@@ -8,9 +8,9 @@
 // the heads of these.
 namespace attnops {
 
-inline constexpr int kCommitThreads = 256;
+inline constexpr int kCommitThreads = 128;
 inline constexpr int kCommitRows = 16;  // of a ring, in shared memory at a time
-inline constexpr int kCommitCtas = 2;   // of an SM
+inline constexpr int kCommitCtas = 5;   // of an SM: as many as decode has
 
 // A request's ring: rows that count, drafts that come to them, and the drafts' places.
 struct CommitRing {
@@ -101,17 +101,17 @@ template <int kMaxKeys>
 inline constexpr int kFoldCtaRows = kCommitThreads / (kMaxKeys / kLaneElements) * kStepRows;
 
 template <int kMaxKeys>
-struct alignas(16) FoldShared {
+struct alignas(16) FoldRing {
   float keys[kCommitRows][kMaxKeys];  // under the decays behind them
   float decay[kMaxKeys];              // of all rows
   float updates[kCommitRows][kFoldCtaRows<kMaxKeys>];
 };
 
 // Rows [first_row, first_row + kFoldCtaRows) of a head's state after its ring: each row's update decays by what comes
-// behind it, and so does the state.
+// behind it, and so does the state. `turn`: which of the two places is free.
 template <typename State, int kMaxKeys, bool kVectors>
 __device__ __forceinline__ void fold_rows(const LinearCommit& p, const CommitRing& ring, int head, int first_row,
-                                          FoldShared<kMaxKeys>& shared) {
+                                          FoldRing<kMaxKeys> (&both)[2], int& turn) {
   constexpr int kLanes = kMaxKeys / kLaneElements, kGroups = kCommitThreads / kLanes;
   constexpr int kCtaRows = kFoldCtaRows<kMaxKeys>;
   using Part = RowPart<State, kLanes>;
@@ -129,36 +129,40 @@ __device__ __forceinline__ void fold_rows(const LinearCommit& p, const CommitRin
   const int count = ring.rows();
   for (int first = 0; first < count; first += kCommitRows) {
     const int some = min_of(count - first, kCommitRows);
-    __syncthreads();  // those before have been used
-    // Columns from the first thread on, updates from the last one on.
-    if (static_cast<int>(threadIdx.x) < kMaxKeys) {
-      const int c = threadIdx.x;
-      const bool inside = c < step.key_dim;
+    FoldRing<kMaxKeys>& shared = both[turn];  // the others may still read that of the turn before
+    turn ^= 1;
+    // All of a thread's loads come before what is made of them, and without branches: rows behind the last one are the
+    // last one again.
+    constexpr int kUpdates = kCommitRows * kCtaRows / kCommitThreads;
+    float updates[kUpdates];
+#pragma unroll
+    for (int n = 0; n < kUpdates; ++n) {
+      const int at = n * kCommitThreads + static_cast<int>(threadIdx.x), i = min_of(at / kCtaRows, some - 1);
+      const int row = min_of(first_row + at % kCtaRows, step.value_dim - 1);  // rows behind it are not stored
+      updates[n] = load_here(p.rings.u_row(step, slot, head, ring.row(first + i)) + row);
+    }
+    for (int c = threadIdx.x; c < kMaxKeys; c += kCommitThreads) {
+      const int column = min_of(c, step.key_dim - 1);  // columns behind it are not stored
       float keys[kCommitRows], decays[kCommitRows];
 #pragma unroll
       for (int i = 0; i < kCommitRows; ++i) {
-        keys[i] = 0.f, decays[i] = 1.f;
-        if (i >= some || !inside) continue;
-        const int from = ring.row(first + i);
-        keys[i] = p.rings.k_row(step, slot, head, from)[c];
-        decays[i] = p.rings.decay_row(step, slot, head, from)[p.rings.per_channel ? c : 0];
+        const int from = ring.row(first + min_of(i, some - 1));
+        keys[i] = load_here(p.rings.k_row(step, slot, head, from) + column);
+        decays[i] = load_here(p.rings.decay_row(step, slot, head, from) + (p.rings.per_channel ? column : 0));
       }
       float behind = 1.f;
 #pragma unroll
       for (int i = kCommitRows - 1; i >= 0; --i) {
+        if (i >= some) continue;
         shared.keys[i][c] = behind * keys[i];
         behind *= decays[i];
       }
       shared.decay[c] = behind;
     }
-    constexpr int kUpdateThreads = kMaxKeys < kCommitThreads ? kCommitThreads - kMaxKeys : kCommitThreads;
-    if (const int own = kCommitThreads - 1 - static_cast<int>(threadIdx.x); own < kUpdateThreads) {
-#pragma unroll 4
-      for (int i = own; i < some * kCtaRows; i += kUpdateThreads) {
-        const int row = first_row + i % kCtaRows, from = ring.row(first + i / kCtaRows);
-        shared.updates[i / kCtaRows][i % kCtaRows] =
-            row < step.value_dim ? p.rings.u_row(step, slot, head, from)[row] : 0.f;
-      }
+#pragma unroll
+    for (int n = 0; n < kUpdates; ++n) {
+      const int at = n * kCommitThreads + static_cast<int>(threadIdx.x);
+      shared.updates[at / kCtaRows][at % kCtaRows] = updates[n];
     }
     __syncthreads();
 #pragma unroll
@@ -205,7 +209,8 @@ template <typename State, int kMaxKeys, bool kVectors>
 __global__ void __launch_bounds__(kCommitThreads, kVectors ? kCommitCtas : 1)
     linear_commit_kernel(const __grid_constant__ LinearCommit p, ReportOp op) {
   __shared__ CommitWorks works;
-  __shared__ FoldShared<kMaxKeys> rows;
+  __shared__ FoldRing<kMaxKeys> rows[2];
+  int turn = 0;
   wait_for_earlier_kernels();
   let_next_kernel_start();
   const LinearStep& step = p.step;
@@ -226,7 +231,7 @@ __global__ void __launch_bounds__(kCommitThreads, kVectors ? kCommitCtas : 1)
       }
       if (own < folds) {
         fold_rows<State, kMaxKeys, kVectors>(p, ring_of(own), own / parts % heads, own % parts * kFoldCtaRows<kMaxKeys>,
-                                             rows);
+                                             rows, turn);
       } else {
         const int move = own - folds;
         move_rows(p, works.rings[works.list[kCommitThreads - 1 - move / heads]], move % heads);
@@ -236,12 +241,15 @@ __global__ void __launch_bounds__(kCommitThreads, kVectors ? kCommitCtas : 1)
   }
 }
 
-// After all heads.
+// After all heads. The kernel that folds has waited for those ahead of it before this one starts, and writes nothing
+// that is read here.
 static __global__ void move_cursors_kernel(const __grid_constant__ LinearCommit p) {
+  const int64_t request = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  LinearCommit::Cursor cursor{};
+  if (request < p.step.batch_size) cursor = p.cursor(request);
   wait_for_earlier_kernels();
   let_next_kernel_start();
-  const int64_t request = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  if (request < p.step.batch_size) p.move_cursor(request);
+  if (cursor.length != nullptr) *cursor.length = cursor.moved;
 }
 
 template <typename State, int kMaxKeys>
