@@ -10,7 +10,6 @@ namespace attnops {
 
 inline constexpr int kCommitThreads = 128;
 inline constexpr int kCommitRows = 16;  // of a ring, in shared memory at a time
-inline constexpr int kCommitCtas = 5;   // of an SM: as many as decode has
 
 // A request's ring: rows that count, drafts that come to them, and the drafts' places.
 struct CommitRing {
@@ -96,6 +95,18 @@ __device__ __forceinline__ void move_rows(const LinearCommit& p, const CommitRin
   }
 }
 
+// What a kernel may count on.
+enum class FoldCase {
+  kAny,
+  kVectors,  // rows of states start on 16-byte boundaries
+  kHeads,    // that, those of rings too, keys as long as the kernel's, and one decay a row
+};
+
+// Of an SM: as many as registers allow. Decode has five.
+inline constexpr int fold_ctas(FoldCase fold_case) {
+  return fold_case == FoldCase::kHeads ? 5 : fold_case == FoldCase::kVectors ? 3 : 1;
+}
+
 // Rows of a state that a CTA folds at a time.
 template <int kMaxKeys>
 inline constexpr int kFoldCtaRows = kCommitThreads / (kMaxKeys / kLaneElements) * kStepRows;
@@ -107,62 +118,121 @@ struct alignas(16) FoldRing {
   float updates[kCommitRows][kFoldCtaRows<kMaxKeys>];
 };
 
+// Rows [first, first + some) of a ring to shared memory, keys under the decays behind them. All of a thread's loads
+// come before what is made of them, and without branches: rows behind the last one are the last one again, columns too.
+template <int kMaxKeys>
+__device__ __forceinline__ void bring_ring(const LinearCommit& p, const CommitRing& ring, int head, int first_row,
+                                           int first, int some, FoldRing<kMaxKeys>& to) {
+  constexpr int kCtaRows = kFoldCtaRows<kMaxKeys>, kUpdates = kCommitRows * kCtaRows / kCommitThreads;
+  const LinearStep& step = p.step;
+  float updates[kUpdates];
+#pragma unroll
+  for (int n = 0; n < kUpdates; ++n) {
+    const int at = n * kCommitThreads + static_cast<int>(threadIdx.x), i = min_of(at / kCtaRows, some - 1);
+    const int row = min_of(first_row + at % kCtaRows, step.value_dim - 1);
+    updates[n] = load_here(p.rings.u_row(step, ring.slot, head, ring.row(first + i)) + row);
+  }
+  for (int c = threadIdx.x; c < kMaxKeys; c += kCommitThreads) {
+    const int column = min_of(c, step.key_dim - 1);
+    float keys[kCommitRows], decays[kCommitRows];
+#pragma unroll
+    for (int i = 0; i < kCommitRows; ++i) {
+      const int from = ring.row(first + min_of(i, some - 1));
+      keys[i] = load_here(p.rings.k_row(step, ring.slot, head, from) + column);
+      decays[i] = load_here(p.rings.decay_row(step, ring.slot, head, from) + (p.rings.per_channel ? column : 0));
+    }
+    float behind = 1.f;
+#pragma unroll
+    for (int i = kCommitRows - 1; i >= 0; --i) {
+      if (i >= some) continue;
+      to.keys[i][c] = behind * keys[i];
+      behind *= decays[i];
+    }
+    to.decay[c] = behind;
+  }
+#pragma unroll
+  for (int n = 0; n < kUpdates; ++n) {
+    const int at = n * kCommitThreads + static_cast<int>(threadIdx.x);
+    to.updates[at / kCtaRows][at % kCtaRows] = updates[n];
+  }
+}
+
+// The same with one decay a row, by accesses of 16 bytes. A lane has a row's decay, and those behind it by shuffles.
+template <int kMaxKeys>
+__device__ __forceinline__ void bring_vectors(const LinearCommit& p, const CommitRing& ring, int head, int first_row,
+                                              int first, int some, FoldRing<kMaxKeys>& to) {
+  constexpr int kCtaRows = kFoldCtaRows<kMaxKeys>, kKeyVecs = kMaxKeys / 4, kRowVecs = kCtaRows / 4;
+  constexpr int kKeys = kCommitRows * kKeyVecs / kCommitThreads;
+  constexpr int kUpdates = (kCommitRows * kRowVecs + kCommitThreads - 1) / kCommitThreads;
+  static_assert(kCommitRows <= 32 && kCommitThreads % kKeyVecs == 0);
+  const LinearStep& step = p.step;
+  const int own = threadIdx.x, lane = own % 32;
+  const auto row_of = [&](int i) { return ring.row(first + min_of(i, some - 1)); };
+  float behind = load_here(p.rings.decay_row(step, ring.slot, head, row_of(lane)));
+  float4 updates[kUpdates], keys[kKeys];
+#pragma unroll
+  for (int n = 0; n < kUpdates; ++n) {
+    const int at = n * kCommitThreads + own, row = min_of(first_row + at % kRowVecs * 4, step.value_dim - 4);
+    updates[n] = *reinterpret_cast<const float4*>(
+        p.rings.u_row(step, ring.slot, head, row_of(min_of(at / kRowVecs, kCommitRows - 1))) + row);
+  }
+#pragma unroll
+  for (int n = 0; n < kKeys; ++n) {
+    const int at = n * kCommitThreads + own;
+    keys[n] = *reinterpret_cast<const float4*>(p.rings.k_row(step, ring.slot, head, row_of(at / kKeyVecs)) +
+                                               at % kKeyVecs * 4);
+  }
+  if (lane >= some) behind = 1.f;
+#pragma unroll
+  for (int distance = 1; distance < kCommitRows; distance *= 2) {  // of this row and those behind it
+    const float more = __shfl_down_sync(0xffffffffu, behind, distance);
+    if (lane + distance < 32) behind *= more;
+  }
+  const float all = __shfl_sync(0xffffffffu, behind, 0);
+#pragma unroll
+  for (int n = 0; n < kUpdates; ++n) {
+    const int at = n * kCommitThreads + own;
+    if (at < kCommitRows * kRowVecs)
+      *reinterpret_cast<float4*>(&to.updates[at / kRowVecs][at % kRowVecs * 4]) = updates[n];
+  }
+#pragma unroll
+  for (int n = 0; n < kKeys; ++n) {
+    const int at = n * kCommitThreads + own, i = at / kKeyVecs;
+    const float after = __shfl_sync(0xffffffffu, behind, min_of(i + 1, 31)), scale = i + 1 < some ? after : 1.f;
+    *reinterpret_cast<float4*>(&to.keys[i][at % kKeyVecs * 4]) =
+        make_float4(scale * keys[n].x, scale * keys[n].y, scale * keys[n].z, scale * keys[n].w);
+  }
+  for (int c = own; c < kMaxKeys; c += kCommitThreads) to.decay[c] = all;
+}
+
 // Rows [first_row, first_row + kFoldCtaRows) of a head's state after its ring: each row's update decays by what comes
 // behind it, and so does the state. `turn`: which of the two places is free.
-template <typename State, int kMaxKeys, bool kVectors>
+template <typename State, int kMaxKeys, FoldCase kCase>
 __device__ __forceinline__ void fold_rows(const LinearCommit& p, const CommitRing& ring, int head, int first_row,
                                           FoldRing<kMaxKeys> (&both)[2], int& turn) {
+  constexpr bool kVectors = kCase != FoldCase::kAny;
   constexpr int kLanes = kMaxKeys / kLaneElements, kGroups = kCommitThreads / kLanes;
-  constexpr int kCtaRows = kFoldCtaRows<kMaxKeys>;
   using Part = RowPart<State, kLanes>;
   const LinearStep& step = p.step;
-  const int64_t slot = ring.slot;
   const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
-  State* states = static_cast<State*>(step.states) + state_at(step, slot, head);
+  const int key_dim = kCase == FoldCase::kHeads ? kMaxKeys : step.key_dim;
+  State* states = static_cast<State*>(step.states) + state_at(step, ring.slot, head);
   float state[kStepRows][kLaneElements];
 #pragma unroll
   for (int r = 0; r < kStepRows; ++r) {
     const int row = first_row + group + r * kGroups;
     Part::template load<kVectors>(state[r], states + int64_t{row} * step.stride_row, lane,
-                                  row < step.value_dim ? step.key_dim : 0);
+                                  row < step.value_dim ? key_dim : 0);
   }
   const int count = ring.rows();
   for (int first = 0; first < count; first += kCommitRows) {
     const int some = min_of(count - first, kCommitRows);
     FoldRing<kMaxKeys>& shared = both[turn];  // the others may still read that of the turn before
     turn ^= 1;
-    // All of a thread's loads come before what is made of them, and without branches: rows behind the last one are the
-    // last one again.
-    constexpr int kUpdates = kCommitRows * kCtaRows / kCommitThreads;
-    float updates[kUpdates];
-#pragma unroll
-    for (int n = 0; n < kUpdates; ++n) {
-      const int at = n * kCommitThreads + static_cast<int>(threadIdx.x), i = min_of(at / kCtaRows, some - 1);
-      const int row = min_of(first_row + at % kCtaRows, step.value_dim - 1);  // rows behind it are not stored
-      updates[n] = load_here(p.rings.u_row(step, slot, head, ring.row(first + i)) + row);
-    }
-    for (int c = threadIdx.x; c < kMaxKeys; c += kCommitThreads) {
-      const int column = min_of(c, step.key_dim - 1);  // columns behind it are not stored
-      float keys[kCommitRows], decays[kCommitRows];
-#pragma unroll
-      for (int i = 0; i < kCommitRows; ++i) {
-        const int from = ring.row(first + min_of(i, some - 1));
-        keys[i] = load_here(p.rings.k_row(step, slot, head, from) + column);
-        decays[i] = load_here(p.rings.decay_row(step, slot, head, from) + (p.rings.per_channel ? column : 0));
-      }
-      float behind = 1.f;
-#pragma unroll
-      for (int i = kCommitRows - 1; i >= 0; --i) {
-        if (i >= some) continue;
-        shared.keys[i][c] = behind * keys[i];
-        behind *= decays[i];
-      }
-      shared.decay[c] = behind;
-    }
-#pragma unroll
-    for (int n = 0; n < kUpdates; ++n) {
-      const int at = n * kCommitThreads + static_cast<int>(threadIdx.x);
-      shared.updates[at / kCtaRows][at % kCtaRows] = updates[n];
+    if constexpr (kCase == FoldCase::kHeads) {
+      bring_vectors<kMaxKeys>(p, ring, head, first_row, first, some, shared);
+    } else {
+      bring_ring<kMaxKeys>(p, ring, head, first_row, first, some, shared);
     }
     __syncthreads();
 #pragma unroll
@@ -199,14 +269,14 @@ __device__ __forceinline__ void fold_rows(const LinearCommit& p, const CommitRin
   for (int r = 0; r < kStepRows; ++r) {
     const int row = first_row + group + r * kGroups;
     if (row < step.value_dim) {
-      Part::template store<kVectors>(state[r], states + int64_t{row} * step.stride_row, lane, step.key_dim);
+      Part::template store<kVectors>(state[r], states + int64_t{row} * step.stride_row, lane, key_dim);
     }
   }
 }
 
 // Grid: any number of CTAs.
-template <typename State, int kMaxKeys, bool kVectors>
-__global__ void __launch_bounds__(kCommitThreads, kVectors ? kCommitCtas : 1)
+template <typename State, int kMaxKeys, FoldCase kCase>
+__global__ void __launch_bounds__(kCommitThreads, fold_ctas(kCase))
     linear_commit_kernel(const __grid_constant__ LinearCommit p, ReportOp op) {
   __shared__ CommitWorks works;
   __shared__ FoldRing<kMaxKeys> rows[2];
@@ -215,7 +285,7 @@ __global__ void __launch_bounds__(kCommitThreads, kVectors ? kCommitCtas : 1)
   let_next_kernel_start();
   const LinearStep& step = p.step;
   const int parts = ceil_div(step.value_dim, kFoldCtaRows<kMaxKeys>), heads = step.num_heads;
-  const bool dense = kVectors && step.stride_row == step.key_dim;
+  const bool dense = kCase != FoldCase::kAny && step.stride_row == step.key_dim;
   int own = blockIdx.x;  // of the works that are still to come
   for (int first = 0; first < step.batch_size; first += kCommitThreads) {
     const int64_t request = int64_t{first} + threadIdx.x;
@@ -230,8 +300,8 @@ __global__ void __launch_bounds__(kCommitThreads, kVectors ? kCommitCtas : 1)
                             kFoldCtaRows<kMaxKeys>);
       }
       if (own < folds) {
-        fold_rows<State, kMaxKeys, kVectors>(p, ring_of(own), own / parts % heads, own % parts * kFoldCtaRows<kMaxKeys>,
-                                             rows, turn);
+        fold_rows<State, kMaxKeys, kCase>(p, ring_of(own), own / parts % heads, own % parts * kFoldCtaRows<kMaxKeys>,
+                                          rows, turn);
       } else {
         const int move = own - folds;
         move_rows(p, works.rings[works.list[kCommitThreads - 1 - move / heads]], move % heads);
@@ -256,18 +326,24 @@ template <typename State, int kMaxKeys>
 void launch_linear_commit(const char* what, ReportOp op, const LinearCommit& p, cudaStream_t stream) {
   const LinearStep& step = p.step;
   const int64_t most = int64_t{step.batch_size} * step.num_heads * ceil_div(step.value_dim, kFoldCtaRows<kMaxKeys>);
-  const int64_t resident = int64_t{kCommitCtas} * device_sms(what);
-  LaunchShape shape{.blocks = static_cast<int>(most < resident ? most : resident),
-                    .threads = kCommitThreads,
-                    .shared_bytes = 0,
-                    .max_shared_bytes = 0};
+  LaunchShape shape{.blocks = 0, .threads = kCommitThreads, .shared_bytes = 0, .max_shared_bytes = 0};
+  const auto run = [&](auto which) {
+    constexpr FoldCase kCase = decltype(which)::value;
+    const int64_t resident = int64_t{max_of(fold_ctas(kCase), 2)} * device_sms(what);
+    shape.blocks = static_cast<int>(most < resident ? most : resident);
+    launch_dependent<&linear_commit_kernel<State, kMaxKeys, kCase>>(what, shape, stream, p, op);
+  };
+  using Case = FoldCase;
   const bool vectors =
       step.key_dim * sizeof(State) % 16 == 0 &&
       rows_aligned(step.states, sizeof(State), 16, step.stride_slot, step.stride_head, step.stride_row);
-  if (vectors) {
-    launch_dependent<&linear_commit_kernel<State, kMaxKeys, true>>(what, shape, stream, p, op);
+  if (!vectors) {
+    run(std::integral_constant<Case, Case::kAny>{});
+  } else if (p.rings.per_channel || step.key_dim != kMaxKeys || step.value_dim % 4 != 0 ||
+             !rows_aligned(p.rings.u, 4, 16) || !rows_aligned(p.rings.k, 4, 16)) {
+    run(std::integral_constant<Case, Case::kVectors>{});
   } else {
-    launch_dependent<&linear_commit_kernel<State, kMaxKeys, false>>(what, shape, stream, p, op);
+    run(std::integral_constant<Case, Case::kHeads>{});
   }
   shape.blocks = ceil_div(step.batch_size, kCommitThreads);
   launch_dependent<&move_cursors_kernel>(what, shape, stream, p);

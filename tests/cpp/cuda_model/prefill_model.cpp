@@ -1,8 +1,8 @@
 // The CUDA kernels of linear prefill and drafts on the model of a CTA, as ops of `attnops_model` with the schemas of
 // `attnops`.
 // clang-format off: the model's own headers come before the kernels
-#include "warps.h"
 #include "device/sm80/mma.cuh"
+#include "warps.h"
 // clang-format on
 #include <torch/csrc/stable/library.h>
 
@@ -174,7 +174,21 @@ void verify(const LinearVerify& p) {
 template <int kKeys>
 void commit_of(const LinearCommit& p, ReportOp op) {
   static int turn = 0;
-  run_grid(1 + turn++ % 5, kCommitThreads, [&] { linear_commit_kernel<float, kKeys, false>(p, op); });
+  const LinearStep& step = p.step;
+  const int ctas = 1 + turn++ % 5;
+  const auto run = [&](auto which) {
+    run_grid(ctas, kCommitThreads, [&] { linear_commit_kernel<float, kKeys, decltype(which)::value>(p, op); });
+  };
+  const bool vectors =
+      step.key_dim % 4 == 0 && rows_aligned(step.states, 4, 16, step.stride_slot, step.stride_head, step.stride_row);
+  if (turn % 4 == 0 || !vectors) {
+    run(std::integral_constant<FoldCase, FoldCase::kAny>{});
+  } else if (p.rings.per_channel || step.key_dim != kKeys || step.value_dim % 4 != 0 ||
+             !rows_aligned(p.rings.u, 4, 16) || !rows_aligned(p.rings.k, 4, 16)) {
+    run(std::integral_constant<FoldCase, FoldCase::kVectors>{});
+  } else {
+    run(std::integral_constant<FoldCase, FoldCase::kHeads>{});
+  }
   run_grid(1, kCommitThreads, [&] { move_cursors_kernel(p); });
 }
 
