@@ -23,8 +23,7 @@ __device__ __forceinline__ void meet_tiles() {
 
 // A block of rows of a request's head.
 struct TileWork {
-  int number, request, head, first_row;
-  int64_t slot;
+  int number, request, head, first_row, slot;
 };
 
 // Those of a CTA: every gridDim.x-th one.
@@ -209,13 +208,14 @@ __global__ void __launch_bounds__(kTileThreads<kDelta>, kTileCtas<kDelta>)
     const TileWork work = next;
     const int ahead = work.number + gridDim.x, ahead_slot = works.slot_of(ahead);
     const int head = work.head, group = head / step.heads_per_group, length = p.rings.within(ring_rows, drafts);
-    const int64_t slot = work.slot, first_token = int64_t{work.request} * drafts;
+    const int first_token = work.request * drafts;
     const int rows[2] = {work.first_row + warp * kTileRows + g, work.first_row + warp * kTileRows + g + 8};
     const auto make = [&](const TileDraft<kDelta, kChannels>& one, int d) {
       const bool first = work.first_row == 0;  // writes the ring's new rows
-      one.make(step, at, shared, d,
-               first && head == group * step.heads_per_group ? p.rings.k_row(step, slot, head, length + d) : nullptr,
-               first ? p.rings.decay_row(step, slot, head, length + d) : nullptr);
+      one.make(
+          step, at, shared, d,
+          first && head == group * step.heads_per_group ? p.rings.k_row(step, work.slot, head, length + d) : nullptr,
+          first ? p.rings.decay_row(step, work.slot, head, length + d) : nullptr);
     };
     if (warp < drafts) make(draft, warp);
     if constexpr (kDrafts > kWarps) {
@@ -229,7 +229,7 @@ __global__ void __launch_bounds__(kTileThreads<kDelta>, kTileCtas<kDelta>)
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const uint16_t* from = static_cast<const uint16_t*>(step.v.data) +
-                             (first_token + draft_of(i)) * step.v.stride_request + head * step.v.stride_head;
+                             int64_t{first_token + draft_of(i)} * step.v.stride_request + head * step.v.stride_head;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         if (draft_of(i) < drafts && rows[r] < step.value_dim) values[i][r] = from[rows[r]];
@@ -320,10 +320,10 @@ __global__ void __launch_bounds__(kTileThreads<kDelta>, kTileCtas<kDelta>)
         }
       }
     }
-    float* ring_u = p.rings.u_row(step, slot, head, length);
+    float* ring_u = p.rings.u_row(step, work.slot, head, length);
     const float skip = !kDelta && step.skip != nullptr ? step.skip[head] : 0.f;
-    __nv_bfloat16* out =
-        static_cast<__nv_bfloat16*>(step.out) + first_token * step.out_stride_request + head * step.out_stride_head;
+    __nv_bfloat16* out = static_cast<__nv_bfloat16*>(step.out) + int64_t{first_token} * step.out_stride_request +
+                         head * step.out_stride_head;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const int own = draft_of(i);
