@@ -26,11 +26,13 @@ struct StateRings {
   ATTNOPS_HOST_DEVICE float* decay_row(const LinearStep& p, int64_t slot, int head, int row) const {
     return decay + ((slot * p.num_heads + head) * rows + row) * (per_channel ? p.key_dim : 1);
   }
-  // Rows before the drafts; a length without room for them counts as the longest that has it.
-  ATTNOPS_HOST_DEVICE int length(int64_t slot, int drafts) const {
-    const int most = rows - drafts, own = lengths[slot];
-    return own < 0 ? 0 : own > most ? most : own;
+  // A length without room for the drafts counts as the longest that has it.
+  ATTNOPS_HOST_DEVICE int within(int length, int drafts) const {
+    const int most = rows - drafts;
+    return length < 0 ? 0 : length > most ? most : length;
   }
+  // Rows before the drafts.
+  ATTNOPS_HOST_DEVICE int length(int64_t slot, int drafts) const { return within(lengths[slot], drafts); }
 };
 
 // Records the requests before one that name its slot.

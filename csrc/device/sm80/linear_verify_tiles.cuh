@@ -1,287 +1,15 @@
 #pragma once
-#include "device/common/linear_verify.cuh"
 #include "device/sm80/cp_async.cuh"
-#include "device/sm80/mma.cuh"
+#include "device/sm80/linear_verify_draft.cuh"
+#include "device/sm80/linear_verify_products.cuh"
 
 // linear_verify_kernel with products by matrix units: a warp multiplies 16 rows of a state, all its columns, with the
 // keys and queries of all drafts. Numbers are split into two of 11 bits each, so three products (two, where the state
 // has 16 bits) have about float32's accuracy. Sums need no shuffles: a lane has one draft of each four, and two rows.
-// Keys of the ring and of the drafts are a tile of their own, which one more warp takes.
+// Keys of the ring and of the drafts are a tile of their own, which one more warp takes. CTAs stay: as soon as a warp
+// has multiplied its rows it asks for those of the CTA's next work, so memory is busy while drafts wait for one
+// another.
 namespace attnops {
-
-inline constexpr int kTileRows = 16;  // of a warp
-inline constexpr int kTileKeys = 128;
-inline constexpr int kTileStride = kTileKeys + 16;  // two rows that are read at the same time have different banks
-
-// Of a CTA, that have rows. Mamba2 has 64 rows a head, models of the delta rule 128.
-template <bool kDelta>
-inline constexpr int kTileWarps = kDelta ? 8 : 4;
-template <bool kDelta>
-inline constexpr int kTileCtaRows = kTileRows * kTileWarps<kDelta>;
-template <bool kDelta>
-inline constexpr int kTileThreads = 32 * (kTileWarps<kDelta> + 1);
-
-// Drafts of eight columns: each with its key and its query, or with its query alone.
-template <bool kDelta>
-inline constexpr int kBlockDrafts = kDelta ? 4 : 8;
-
-// Shared memory, by offsets in floats.
-struct VerifyTileLayout {
-  int drafts, blocks, columns;  // what the state is multiplied with, in blocks of eight
-  int cta_rows, rows_before;    // rows_before: of a ring, at most
-  int state_stride;             // of its rows
-  bool channels;
-
-  __host__ __device__ int total_rows() const { return rows_before + drafts; }
-  __host__ __device__ int whole_rows() const { return round_up(total_rows(), kTileRows); }
-  __host__ __device__ int product_stride() const { return 8 * blocks; }
-  __host__ __device__ int key_stride() const { return kTileStride; }
-  __host__ __device__ int row_keys() const { return cta_rows * state_stride; }  // behind the state: [rows, stride]
-  // [columns, stride] twice
-  __host__ __device__ int factors() const { return row_keys() + whole_rows() * kTileStride; }
-  __host__ __device__ int products() const { return factors() + 2 * columns * kTileStride; }       // [rows, 8 blocks]
-  __host__ __device__ int values() const { return products() + whole_rows() * product_stride(); }  // [ring, CTA's rows]
-  __host__ __device__ int decays() const { return values() + rows_before * cta_rows; }  // [rows], or [rows, keys]
-  __host__ __device__ int coefficients() const { return decays() + total_rows() * (channels ? kTileKeys : 1); }
-  __host__ __device__ int state_decays() const { return coefficients() + drafts; }
-  __host__ __device__ int floats() const { return round_up(state_decays() + drafts, 4); }
-  // With gates per channel, until walk_back puts there what it has made of them.
-  __host__ __device__ int queries() const { return factors() + kTileStride; }
-  __host__ __device__ int query_stride() const { return 2 * kTileStride; }
-};
-
-template <typename State, bool kDelta, bool kChannels, int kBlocks>
-__host__ __device__ VerifyTileLayout verify_tiles(const LinearVerify& p) {
-  return {.drafts = p.drafts,
-          .blocks = kBlocks,
-          .columns = (kDelta ? 2 : 1) * p.drafts,
-          .cta_rows = kTileCtaRows<kDelta>,
-          .rows_before = p.rings.rows - p.drafts,
-          .state_stride = kTileKeys * static_cast<int>(sizeof(State)) / 4 + 16,
-          .channels = kChannels};
-}
-
-// A number as a sum of two that the product reads whole: its nearest of 11 bits, and what is left of it.
-__device__ __forceinline__ void split(float x, float& large, float& small) {
-  large = __uint_as_float((__float_as_uint(x) + 0x1000u) & 0xffffe000u);
-  small = x - large;
-}
-
-// A column's place among those that the state is multiplied with.
-template <bool kDelta>
-__device__ __forceinline__ int column_of(int draft, bool by_query) {
-  return kDelta ? 2 * draft + by_query : draft;
-}
-
-// Four numbers of such a column.
-__device__ __forceinline__ void store_factors(float* factors, int columns, int n, int column, const float (&x)[4]) {
-  float large[4], small[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) split(x[i], large[i], small[i]);
-  float* to = factors + n * kTileStride + column;
-  *reinterpret_cast<float4*>(to) = make_float4(large[0], large[1], large[2], large[3]);
-  *reinterpret_cast<float4*>(to + columns * kTileStride) = make_float4(small[0], small[1], small[2], small[3]);
-}
-
-// What a draft of bf16 brings, by one warp, four columns a lane: asked for at once, and made its key, query and gates
-// later, since a conversion waits for its load.
-template <bool kDelta, bool kChannels>
-struct TileDraft {
-  static constexpr int kGates = kChannels ? 4 : 1;
-  uint2 keys, queries;
-  uint32_t gates[kGates] = {}, b = 0;
-  float biases[kGates] = {}, a_log = 0.f;
-
-  __device__ __forceinline__ void load(const LinearStep& p, int64_t token, int head, int group) {
-    const int lane = threadIdx.x % 32;
-    const auto pair = [&](const StepRows& rows) {
-      return *reinterpret_cast<const uint2*>(static_cast<const __nv_bfloat16*>(rows.data) +
-                                             token * rows.stride_request + group * rows.stride_head + 4 * lane);
-    };
-    keys = pair(p.k);
-    queries = pair(p.q);
-    const bool wide = p.gate_dtype == DType::kFloat32;
-    const auto bits = [&](const StepRows& rows, int i) -> uint32_t {
-      const int64_t at = token * rows.stride_request + head * rows.stride_head + i;
-      if (wide) return static_cast<const uint32_t*>(rows.data)[at];
-      return static_cast<const uint16_t*>(rows.data)[at];
-    };
-#pragma unroll
-    for (int i = 0; i < kGates; ++i) {
-      const int column = kChannels ? 4 * lane + i : 0;
-      if (p.a.data != nullptr) gates[i] = bits(p.a, column);
-      if (p.dt_bias != nullptr) biases[i] = p.dt_bias[kChannels ? head * kTileKeys + column : head];
-    }
-    if (kDelta) b = bits(p.b, 0);
-    if (p.a_log != nullptr) a_log = p.a_log[head];
-  }
-
-  __device__ __forceinline__ float gate(const LinearStep& p, uint32_t bits) const {
-    return __uint_as_float(p.gate_dtype == DType::kFloat32 ? bits : bits << 16);
-  }
-
-  // To shared memory, and the key and decay to the ring's new row where `ring_key` and `ring_decay` are given.
-  __device__ __forceinline__ void make(const LinearStep& p, const VerifyTileLayout& at, float* shared, int draft,
-                                       float* ring_key, float* ring_decay) const {
-    const int lane = threadIdx.x % 32, row = at.rows_before + draft;
-    const auto four = [](uint2 words, float(&x)[4]) {
-      x[0] = __uint_as_float(words.x << 16), x[1] = __uint_as_float(words.x & 0xffff0000u);
-      x[2] = __uint_as_float(words.y << 16), x[3] = __uint_as_float(words.y & 0xffff0000u);
-    };
-    float key[4], query[4], sums[2] = {};
-    four(keys, key);
-    four(queries, query);
-    float query_scale = p.scale;
-    if (p.normalize) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sums[0] = fmaf(key[i], key[i], sums[0]), sums[1] = fmaf(query[i], query[i], sums[1]);
-      const float key_scale = rsqrtf(sum_of_lanes<32>(sums[0]) + kNormEpsilon);
-      query_scale *= rsqrtf(sum_of_lanes<32>(sums[1]) + kNormEpsilon);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) key[i] *= key_scale;
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) query[i] *= query_scale;
-    const float4 as_vec = make_float4(key[0], key[1], key[2], key[3]);
-    *reinterpret_cast<float4*>(shared + at.row_keys() + row * kTileStride + 4 * lane) = as_vec;
-    if (ring_key != nullptr) *reinterpret_cast<float4*>(ring_key + 4 * lane) = as_vec;
-    const float a = p.a.data != nullptr ? gate(p, gates[0]) : 1.f;
-    const TokenGate own = gate_of<kDelta>(p, a, gate(p, b), a_log, biases[0]);
-    if (lane == 0) shared[at.coefficients() + draft] = own.coefficient;
-    if constexpr (kChannels) {
-      *reinterpret_cast<float4*>(shared + at.queries() + draft * at.query_stride() + 4 * lane) =
-          make_float4(query[0], query[1], query[2], query[3]);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float decay = expf(log_decay(gate(p, gates[i]), p.a_log != nullptr, a_log, biases[i], p.lower_bound));
-        shared[at.decays() + row * kTileKeys + 4 * lane + i] = decay;
-        if (ring_decay != nullptr) ring_decay[4 * lane + i] = decay;
-      }
-    } else {
-      if constexpr (kDelta) store_factors(shared + at.factors(), at.columns, 2 * draft, 4 * lane, key);
-      store_factors(shared + at.factors(), at.columns, column_of<kDelta>(draft, true), 4 * lane, query);
-      if (lane == 0) {
-        const float decay = expf(own.log_decay);
-        shared[at.decays() + row] = decay;
-        if (ring_decay != nullptr) *ring_decay = decay;
-      }
-    }
-  }
-};
-
-// 16 rows of `T` with all columns. `rows(r, c)` is a lane's vector c of row g + 8 r. Of the sums a lane has (row g,
-// column 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1) of each block: the large parts' here, what the small ones add
-// apart.
-template <typename T, int kBlocks, typename Rows>
-__device__ __forceinline__ void multiply_tile(const Rows& rows, const float* factors, int columns,
-                                              float (&sums)[kBlocks][4], float (&rest)[kBlocks][4]) {
-  constexpr int kVec = 16 / static_cast<int>(sizeof(T)), kChunks = kTileKeys / (4 * kVec);
-  constexpr bool kWide = sizeof(T) == 4;
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const float* own[kBlocks];  // sums of columns that are not there are not used
-#pragma unroll
-  for (int b = 0; b < kBlocks; ++b) own[b] = factors + min_of(8 * b + g, columns - 1) * kTileStride + t * kVec;
-#pragma unroll(kBlocks == 1 ? 4 : 2)
-  for (int c = 0; c < kChunks; ++c) {
-    uint32_t upper[2][kVec], lower[2][kVec];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const auto vec = rows(r, c);
-#pragma unroll
-      for (int e = 0; e < kVec; ++e) {
-        const float x = vec.at(e);
-        // Of what is left 11 bits of at most 13 are read.
-        upper[r][e] = kWide ? __float_as_uint(x) & 0xffffe000u : __float_as_uint(x);
-        lower[r][e] = kWide ? __float_as_uint(x - __uint_as_float(upper[r][e])) : 0u;
-      }
-    }
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      float large[kVec], small[kVec];
-      load_shared(large, own[b] + c * 4 * kVec);
-      load_shared(small, own[b] + columns * kTileStride + c * 4 * kVec);
-#pragma unroll
-      for (int e = 0; e < kVec; e += 2) {
-        const uint32_t high[4] = {upper[0][e], upper[1][e], upper[0][e + 1], upper[1][e + 1]};
-        mma_m16n8k8_tf32(sums[b], high, __float_as_uint(large[e]), __float_as_uint(large[e + 1]));
-        mma_m16n8k8_tf32(rest[b], high, __float_as_uint(small[e]), __float_as_uint(small[e + 1]));
-        if constexpr (kWide) {
-          const uint32_t low[4] = {lower[0][e], lower[1][e], lower[0][e + 1], lower[1][e + 1]};
-          mma_m16n8k8_tf32(rest[b], low, __float_as_uint(large[e]), __float_as_uint(large[e + 1]));
-        }
-      }
-    }
-  }
-}
-
-// Products of rows' keys with the drafts' keys and queries, under the decays between them. By one warp for 16 rows.
-template <bool kDelta, int kBlocks>
-__device__ __forceinline__ void multiply_keys(const LinearVerify& p, const VerifyTileLayout& at, float* shared,
-                                              int request, int length, int tile) {
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, drafts = at.drafts;
-  const float* keys = shared + at.row_keys() + (tile * kTileRows + g) * kTileStride + 4 * t;
-  float sums[kBlocks][4] = {}, rest[kBlocks][4] = {};
-  multiply_tile<float, kBlocks>(
-      [&](int r, int c) { return load_vec<RowVec<float, 4>>(keys + 8 * r * kTileStride + 16 * c); },
-      shared + at.factors(), at.columns, sums, rest);
-  const float* decays = shared + at.decays();
-  float behind[2] = {1.f, 1.f};  // the ring's rows behind one's own
-  const int first = tile * kTileRows + g;
-  for (int i = length - 1; i > first; --i) {
-    behind[0] *= decays[i];
-    if (i > first + 8) behind[1] *= decays[i];
-  }
-#pragma unroll
-  for (int b = 0; b < kBlocks; ++b) {
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      if (kDelta && n == 1) break;  // a lane's two columns are one draft's
-      const int draft = kDelta ? 4 * b + t : 8 * b + 2 * t + n;
-      if (draft >= drafts) continue;
-      const uint32_t path = p.ancestors(request, draft) | 1u << draft;
-      float after[2] = {1.f, 1.f};  // the path's drafts behind one's own row
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int own = first + 8 * r - at.rows_before;
-        for (int d = draft; d >= 0 && d > own; --d) after[r] *= path >> d & 1u ? decays[at.rows_before + d] : 1.f;
-      }
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = first + 8 * r, own = row - at.rows_before;
-        const bool seen = row < length || (own >= 0 && own <= draft && (path >> own & 1u) != 0);
-        const float decay = own >= 0 ? after[r] : after[r] * behind[r];
-        float* to = shared + at.products() + row * at.product_stride() + 8 * b + 2 * t;
-        if constexpr (kDelta) {
-          *reinterpret_cast<float2*>(to) = seen ? make_float2(decay * (sums[b][2 * r] + rest[b][2 * r]),
-                                                              decay * (sums[b][2 * r + 1] + rest[b][2 * r + 1]))
-                                                : make_float2(0.f, 0.f);
-        } else {
-          to[n] = seen ? decay * (sums[b][2 * r + n] + rest[b][2 * r + n]) : 0.f;
-        }
-      }
-    }
-  }
-}
-
-// Asks for a later request's state and ring to be in L2 when its CTA comes. By one thread.
-template <typename State>
-__device__ __forceinline__ void ask_for_drafts(const LinearVerify& p, int request, int head, int first_row, int rows) {
-#if __CUDA_ARCH__ >= 900
-  const LinearStep& step = p.step;
-  ask_for_state<State>(step, request, head, first_row, rows);
-  if (request >= step.batch_size || first_row > 0) return;
-  const int64_t slot = step.state_indices[request];
-  if (slot < 0 || slot >= step.num_slots) return;
-  const int length = p.rings.length(slot, p.drafts);
-  const auto ask = [](const float* from, int floats) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(4 * floats) : "memory");
-  };
-  if (length == 0) return;
-  ask(p.rings.u_row(step, slot, head, 0), length * step.value_dim);
-  if (head % step.heads_per_group == 0) ask(p.rings.k_row(step, slot, head, 0), length * kTileKeys);
-  if (p.rings.per_channel) ask(p.rings.decay_row(step, slot, head, 0), length * kTileKeys);
-#endif
-}
 
 // All of a CTA's warps meet, each kind from its own place.
 template <bool kDelta>
@@ -293,57 +21,151 @@ __device__ __forceinline__ void meet_tiles() {
 #endif
 }
 
-// What the warp without rows does: it brings the ring, and multiplies keys.
-template <typename State, bool kDelta, bool kChannels, int kBlocks>
-__device__ __forceinline__ void take_ring(const LinearVerify& p, const VerifyTileLayout& at, float* shared,
-                                          int64_t slot, int head, int request, int first_row, int ahead) {
-  const LinearStep& step = p.step;
-  const int lane = threadIdx.x % 32, length = p.rings.length(slot, at.drafts);
-  const float* ring_u = p.rings.u_row(step, slot, head, 0);
-  const float* ring_k = p.rings.k_row(step, slot, head, 0);
-  const float* ring_decay = p.rings.decay_row(step, slot, head, 0);
-  const bool own = 4 * lane < at.cta_rows, has = own && first_row + 4 * lane < step.value_dim;
-  for (int row = 0; row < length; ++row) {
-    if (own) {
-      cp_async_16(smem_address(shared + at.values() + row * at.cta_rows + 4 * lane),
-                  ring_u + row * step.value_dim + (has ? first_row + 4 * lane : 0), has);
-    }
-    cp_async_16(smem_address(shared + at.row_keys() + row * kTileStride + 4 * lane),
-                ring_k + row * kTileKeys + 4 * lane, true);
-    if constexpr (kChannels) {
-      cp_async_16(smem_address(shared + at.decays() + row * kTileKeys + 4 * lane),
-                  ring_decay + row * kTileKeys + 4 * lane, true);
+// A block of rows of a request's head.
+struct TileWork {
+  int number, request, head, first_row, slot;
+};
+
+// Those of a CTA: every gridDim.x-th one.
+template <int kCtaRows>
+struct TileWorks {
+  const LinearStep& step;
+  int row_blocks, count;
+
+  // Asked for early.
+  __device__ __forceinline__ int slot_of(int number) const {
+    return number < count ? step.state_indices[number / row_blocks / step.num_heads] : 0;
+  }
+  // The first one from `number` on that is no padding, with a number of at least `count` if there is none. `clear` gets
+  // the padding before it.
+  template <typename Clear>
+  __device__ __forceinline__ TileWork from(int number, int slot, const Clear& clear) const {
+    for (;; number += gridDim.x, slot = slot_of(number)) {
+      const int block = number / row_blocks, request = block / step.num_heads;
+      const TileWork work{number, request, block - request * step.num_heads, (number - block * row_blocks) * kCtaRows,
+                          slot};
+      if (number >= count || (slot >= 0 && slot < step.num_slots)) return work;
+      clear(work);
     }
   }
-  if constexpr (!kChannels) {
-    for (int row = lane; row < length; row += 32) shared[at.decays() + row] = ring_decay[row];
+};
+
+// Asks for a warp's rows of a state.
+template <typename State>
+__device__ __forceinline__ void ask_for_tile(const LinearStep& step, const VerifyTileLayout& at, float* shared,
+                                             const TileWork& work, int warp) {
+  constexpr int kVec = 16 / static_cast<int>(sizeof(State));
+  const int lane = threadIdx.x % 32, row = warp * kTileRows + lane / 8, vec = lane % 8;  // 128 bytes of four rows
+  const State* states = static_cast<const State*>(step.states) + state_at(step, work.slot, work.head) + vec * kVec;
+  const uint32_t to = smem_address(shared + row * at.state_stride) + 16 * state_vec(row, vec);
+#pragma unroll
+  for (int r = 0; r < kTileRows; r += 4) {
+    const bool has = work.first_row + row + r < step.value_dim;
+    const State* from = states + (has ? work.first_row + row + r : 0) * step.stride_row;
+#pragma unroll
+    for (int c = 0; c < kTileKeys / kVec; c += 8) {
+      cp_async_16(to + 4 * r * at.state_stride + 16 * c, from + c * kVec, has);
+    }
   }
-  if (ahead > 0 && lane == 0) ask_for_drafts<State>(p, request + ahead, head, first_row, at.cta_rows);
-  // With gates per channel the other warps walk along the ring, else it is this one's until it has multiplied.
-  if constexpr (kChannels) cp_async_wait_all();
-  meet_tiles<kDelta>();
-  if constexpr (!kChannels) {
+}
+
+// What the warp without rows does: it brings rings, those of the next work while the others use this one's, and
+// multiplies keys.
+template <bool kDelta, bool kChannels, int kBlocks>
+struct TileRing {
+  static constexpr int kCtaRows = kTileCtaRows<kDelta>;
+  const LinearVerify& p;
+  const VerifyTileLayout& at;
+  float* shared;
+  int length = 0;
+  float decay = 1.f;  // of the ring's row that has the lane's number
+
+  // `rows`: what the slot says of its ring.
+  __device__ __forceinline__ void ask(const TileWork& work, int rows, int turn) {
+    const LinearStep& step = p.step;
+    const int lane = threadIdx.x % 32;
+    length = p.rings.within(rows, at.drafts);
+    const float* ring_u = p.rings.u_row(step, work.slot, work.head, 0);
+    const float* ring_k = p.rings.k_row(step, work.slot, work.head, 0);
+    const float* ring_decay = p.rings.decay_row(step, work.slot, work.head, 0);
+    float* values = shared + at.values() + turn * at.value_floats();
+    const bool own = 4 * lane < kCtaRows, has = own && work.first_row + 4 * lane < step.value_dim;
+    if (!kChannels && lane < length) decay = ring_decay[lane];
+    for (int row = 0; row < length; ++row) {
+      if (own) {
+        cp_async_16(smem_address(values + row * kCtaRows + 4 * lane),
+                    ring_u + row * step.value_dim + (has ? work.first_row + 4 * lane : 0), has);
+      }
+      cp_async_16(smem_address(shared + at.row_keys() + row * kTileStride + 4 * lane),
+                  ring_k + row * kTileKeys + 4 * lane, true);
+      if constexpr (kChannels) {
+        cp_async_16(smem_address(shared + at.decays() + row * kTileKeys + 4 * lane),
+                    ring_decay + row * kTileKeys + 4 * lane, true);
+      }
+    }
+  }
+
+  // Before the drafts are there.
+  __device__ __forceinline__ void put_decays(const TileWork& work) const {
+    if constexpr (kChannels) return;
+    const int lane = threadIdx.x % 32;
+    if (lane < length) shared[at.decays() + lane] = decay;
+    const float* more = p.rings.decay_row(p.step, work.slot, work.head, 0);
+    for (int row = lane + 32; row < length; row += 32) shared[at.decays() + row] = more[row];
+    __syncwarp();
+  }
+
+  // When they are.
+  __device__ __forceinline__ void multiply(const TileWork& work) const {
+    const int lane = threadIdx.x % 32;
     cp_async_wait_all();
     __syncwarp();
     for (int tile = 0; tile * kTileRows < at.total_rows(); ++tile) {
-      multiply_keys<kDelta, kBlocks>(p, at, shared, request, length, tile);
+      multiply_keys<kDelta, kBlocks>(p, at, shared, work.request, length, tile);
     }
     if (lane < at.drafts) {
       const float* decays = shared + at.decays();
-      const uint32_t path = p.ancestors(request, lane) | 1u << lane;
-      float decay = 1.f;
-      for (int i = 0; i < length; ++i) decay *= decays[i];
-      for (int d = 0; d <= lane; ++d) decay *= path >> d & 1u ? decays[at.rows_before + d] : 1.f;
-      shared[at.state_decays() + lane] = decay;
+      const uint32_t path = p.ancestors(work.request, lane) | 1u << lane;
+      float all = 1.f;
+      for (int i = 0; i < length; ++i) all *= decays[i];
+      for (int d = 0; d <= lane; ++d) all *= path >> d & 1u ? decays[at.rows_before + d] : 1.f;
+      shared[at.state_decays() + lane] = all;
     }
+    __syncwarp();  // before the ring's next rows come here
   }
-  meet_tiles<kDelta>();
+};
+
+template <bool kDelta, bool kChannels, int kBlocks>
+__device__ __forceinline__ void take_rings(const LinearVerify& p, const VerifyTileLayout& at, float* shared,
+                                           const TileWorks<kTileCtaRows<kDelta>>& works) {
+  const auto pass_over = [](const TileWork&) {};
+  TileRing<kDelta, kChannels, kBlocks> ring{p, at, shared};
+  TileWork work = works.from(blockIdx.x, works.slot_of(blockIdx.x), pass_over);
+  if (work.number < works.count) ring.ask(work, p.rings.lengths[work.slot], 0);
+  for (int turn = 0; work.number < works.count; turn ^= 1) {
+    const int ahead = work.number + gridDim.x, slot = works.slot_of(ahead);
+    ring.put_decays(work);
+    // With gates per channel the other warps walk along the ring, else its keys are this one's.
+    if constexpr (kChannels) cp_async_wait_all();
+    meet_tiles<kDelta>();
+    const TileWork next = works.from(ahead, slot, pass_over);
+    const bool more = next.number < works.count;
+    const int rows = more ? p.rings.lengths[next.slot] : 0;  // has come when the products are made
+    if constexpr (kChannels) {
+      meet_tiles<kDelta>();
+    } else {
+      ring.multiply(work);
+    }
+    work = next;
+    if (more) ring.ask(work, rows, turn ^ 1);
+    meet_tiles<kDelta>();
+  }
 }
 
-// Grid: row blocks, heads, requests. `ahead`: requests whose states are asked for into L2.
+// Grid: any number of CTAs.
 template <typename State, bool kDelta, bool kChannels, int kBlocks>
-__global__ void __launch_bounds__(kTileThreads<kDelta>, 16 / kTileWarps<kDelta>)
-    linear_verify_tile_kernel(const __grid_constant__ LinearVerify p, int ahead) {
+__global__ void __launch_bounds__(kTileThreads<kDelta>, kTileCtas<kDelta>)
+    linear_verify_tile_kernel(const __grid_constant__ LinearVerify p, int row_blocks) {
   constexpr int kWarps = kTileWarps<kDelta>, kCtaRows = kTileCtaRows<kDelta>;
   constexpr int kVec = 16 / static_cast<int>(sizeof(State));
   constexpr int kDrafts = kBlocks * kBlockDrafts<kDelta>, kEach = kDrafts / 4;  // of a lane
@@ -352,158 +174,174 @@ __global__ void __launch_bounds__(kTileThreads<kDelta>, 16 / kTileWarps<kDelta>)
   wait_for_earlier_kernels();
   let_next_kernel_start();
   const LinearStep& step = p.step;
-  const int head = blockIdx.y, request = blockIdx.z, drafts = p.drafts, first_row = blockIdx.x * kCtaRows;
+  const int drafts = p.drafts;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const VerifyTileLayout at = verify_tiles<State, kDelta, kChannels, kBlocks>(p);
-  if (step.report != nullptr && blockIdx.x == 0 && head == 0 && threadIdx.x == 0) {
-    p.check(kDelta ? kReportDeltaVerify : kReportSsdVerify, request, step.report);
+  if (step.report != nullptr && blockIdx.x == 0) {
+    for (int request = threadIdx.x; request < step.batch_size; request += kTileThreads<kDelta>) {
+      p.check(kDelta ? kReportDeltaVerify : kReportSsdVerify, request, step.report);
+    }
   }
-  const int64_t slot = step.state_indices[request], first_token = int64_t{request} * drafts;
-  const bool padding = slot < 0 || slot >= step.num_slots;
-  if (warp == kWarps && !padding) {
-    return take_ring<State, kDelta, kChannels, kBlocks>(p, at, shared, slot, head, request, first_row, ahead);
-  }
-  // All loads come before what is made of them. Those of the drafts do not wait for the slot.
-  const int group = head / step.heads_per_group;
+  const TileWorks<kCtaRows> works{step, row_blocks, step.batch_size * step.num_heads * row_blocks};
+  if (warp == kWarps) return take_rings<kDelta, kChannels, kBlocks>(p, at, shared, works);
+
+  const auto clear = [&](const TileWork& work) {
+    const int64_t first = int64_t{work.request} * drafts;
+    clear_tokens(step, work.head, first, first + drafts, work.first_row, kCtaRows, threadIdx.x, 32 * kWarps);
+  };
   TileDraft<kDelta, kChannels> draft;
-  if (warp < drafts) draft.load(step, first_token + warp, head, group);
-  const int rows[2] = {first_row + warp * kTileRows + g, first_row + warp * kTileRows + g + 8};
+  int ring_rows = 0;  // as the slot says
+  // What a work needs from memory, asked for before anything is made of it.
+  const auto ask = [&](const TileWork& work, int rows) {
+    if (work.number >= works.count) return;
+    ring_rows = rows;
+    ask_for_tile<State>(step, at, shared, work, warp);
+    if (warp < drafts) {
+      draft.load(step, int64_t{work.request} * drafts + warp, work.head, work.head / step.heads_per_group);
+    }
+  };
+  const auto rows_of = [&](const TileWork& work) { return work.number < works.count ? p.rings.lengths[work.slot] : 0; };
   const auto draft_of = [&](int i) { return kDelta ? 4 * i + t : i / 2 * 8 + 2 * t + i % 2; };
-  if (padding) return clear_tokens(step, head, first_token, first_token + drafts, first_row, kCtaRows);
-  const int length = p.rings.length(slot, drafts);
-  {
-    const int row = warp * kTileRows + lane / 8, vec = lane % 8;  // 128 bytes of each of four rows
-    const State* states = static_cast<const State*>(step.states) + state_at(step, slot, head) + vec * kVec;
-    const uint32_t to = smem_address(shared + row * at.state_stride) + 16 * vec;
-#pragma unroll
-    for (int r = 0; r < kTileRows; r += 4) {
-      const bool has = first_row + row + r < step.value_dim;
-      const State* from = states + (has ? first_row + row + r : 0) * step.stride_row;
-#pragma unroll
-      for (int c = 0; c < kTileKeys / kVec; c += 8) {
-        cp_async_16(to + 4 * r * at.state_stride + 16 * c, from + c * kVec, has);
+  TileWork next = works.from(blockIdx.x, works.slot_of(blockIdx.x), clear);
+  ask(next, rows_of(next));
+  for (int turn = 0; next.number < works.count; turn ^= 1) {
+    const TileWork work = next;
+    const int ahead = work.number + gridDim.x, ahead_slot = works.slot_of(ahead);
+    const int head = work.head, group = head / step.heads_per_group, length = p.rings.within(ring_rows, drafts);
+    const int first_token = work.request * drafts;
+    const int rows[2] = {work.first_row + warp * kTileRows + g, work.first_row + warp * kTileRows + g + 8};
+    const auto make = [&](const TileDraft<kDelta, kChannels>& one, int d) {
+      const bool first = work.first_row == 0;  // writes the ring's new rows
+      one.make(
+          step, at, shared, d,
+          first && head == group * step.heads_per_group ? p.rings.k_row(step, work.slot, head, length + d) : nullptr,
+          first ? p.rings.decay_row(step, work.slot, head, length + d) : nullptr);
+    };
+    if (warp < drafts) make(draft, warp);
+    if constexpr (kDrafts > kWarps) {
+      for (int d = warp + kWarps; d < drafts; d += kWarps) {
+        TileDraft<kDelta, kChannels> more;
+        more.load(step, first_token + d, head, group);
+        make(more, d);
       }
     }
-  }
-  const auto make = [&](const TileDraft<kDelta, kChannels>& one, int d) {
-    const bool first = blockIdx.x == 0;  // writes the ring's new rows
-    one.make(step, at, shared, d,
-             first && head == group * step.heads_per_group ? p.rings.k_row(step, slot, head, length + d) : nullptr,
-             first ? p.rings.decay_row(step, slot, head, length + d) : nullptr);
-  };
-  if (warp < drafts) make(draft, warp);
-  if constexpr (kDrafts > kWarps) {
-    for (int d = warp + kWarps; d < drafts; d += kWarps) {
-      TileDraft<kDelta, kChannels> more;
-      more.load(step, first_token + d, head, group);
-      make(more, d);
-    }
-  }
-  uint16_t values[kEach][2] = {};
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    const uint16_t* from = static_cast<const uint16_t*>(step.v.data) +
-                           (first_token + draft_of(i)) * step.v.stride_request + head * step.v.stride_head;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      if (draft_of(i) < drafts && rows[r] < step.value_dim) values[i][r] = from[rows[r]];
-    }
-  }
-  meet_tiles<kDelta>();
-  if constexpr (kChannels) {
-    for (int d = warp; d < drafts; d += kWarps) {
-      float* factors = shared + at.factors() + 2 * d * kTileStride;
-      walk_back<kTileKeys>(at, shared, d, length, p.ancestors(request, d), [&](int column, float key, float query) {
-        float* rest = factors + at.columns * kTileStride;
-        split(key, factors[column], rest[column]);
-        split(query, factors[kTileStride + column], rest[kTileStride + column]);
-      });
-    }
-    meet_tiles<kDelta>();
-  }
-  cp_async_wait_all();  // a warp's rows are its own
-  __syncwarp();
-  float sums[kBlocks][4] = {}, rest[kBlocks][4] = {};
-  const float* state = shared + (warp * kTileRows + g) * at.state_stride + 4 * t;
-  multiply_tile<State, kBlocks>([&](int r, int c) { return load_vec<Part>(state + 8 * r * at.state_stride + 16 * c); },
-                                shared + at.factors(), at.columns, sums, rest);
-  if constexpr (!kChannels) meet_tiles<kDelta>();
-
-  // To each product of the state come those of the rows behind the draft, of the ring and of the drafts.
-  const float* updates = shared + at.values() + warp * kTileRows + g;
-  const auto value = [&](int i, int r) { return __uint_as_float(uint32_t{values[i][r]} << 16); };
-  float by_key[kEach][2] = {}, by_query[kEach][2], u[kEach][2], coefficients[kEach];
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    const int known = min_of(draft_of(i), drafts - 1);
-    const float decay = kChannels ? 1.f : shared[at.state_decays() + known];
-    coefficients[i] = shared[at.coefficients() + known];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int block = kDelta ? i : i / 2, n = 2 * r + (kDelta ? 1 : i % 2);
-      if constexpr (kDelta) by_key[i][r] = decay * (sums[block][2 * r] + rest[block][2 * r]);
-      by_query[i][r] = decay * (sums[block][n] + rest[block][n]);
-    }
-  }
-  const auto products = [&](int row, int i) {  // of a row's key with the draft's key and query
-    const float* from = shared + at.products() + row * at.product_stride() + (kDelta ? 8 * i + 2 * t : draft_of(i));
-    return kDelta ? *reinterpret_cast<const float2*>(from) : make_float2(0.f, *from);
-  };
-#pragma unroll 2
-  for (int j = 0; j < length; ++j, updates += kCtaRows) {
-    const float own[2] = {updates[0], updates[8]};
+    uint16_t values[kEach][2] = {};
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      const float2 pair = products(j, i);
+      const uint16_t* from = static_cast<const uint16_t*>(step.v.data) +
+                             int64_t{first_token + draft_of(i)} * step.v.stride_request + head * step.v.stride_head;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        if constexpr (kDelta) by_key[i][r] = fmaf(own[r], pair.x, by_key[i][r]);
-        by_query[i][r] = fmaf(own[r], pair.y, by_query[i][r]);
+        if (draft_of(i) < drafts && rows[r] < step.value_dim) values[i][r] = from[rows[r]];
       }
     }
-  }
-#pragma unroll
-  for (int s = 0; s < kDrafts; ++s) {
-    if (s >= drafts) break;
-    const int place = kDelta ? s / 4 : s / 8 * 2 + s % 2, from = lane - t + (kDelta ? s % 4 : s % 8 / 2);
-    float own[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      u[place][r] = coefficients[place] * (value(place, r) - by_key[place][r]);
-      own[r] = __shfl_sync(0xffffffffu, u[place][r], from);
+    meet_tiles<kDelta>();
+    if constexpr (kChannels) {
+      for (int d = warp; d < drafts; d += kWarps) {
+        float* factors = shared + at.factors() + 2 * d * kTileStride;
+        walk_back<kTileKeys>(at, shared, d, length, p.ancestors(work.request, d),
+                             [&](int column, float key, float query) {
+                               float* rest = factors + at.columns * kTileStride;
+                               split(key, factors[column], rest[column]);
+                               split(query, factors[kTileStride + column], rest[kTileStride + column]);
+                             });
+      }
+      meet_tiles<kDelta>();
     }
+    next = works.from(ahead, ahead_slot, clear);
+    const int next_rows = rows_of(next);  // has come when the products are made
+    cp_async_wait_all();                  // a warp's rows are its own
+    __syncwarp();
+    float sums[kBlocks][4] = {}, rest[kBlocks][4] = {};
+    const float* state = shared + (warp * kTileRows + g) * at.state_stride + 4 * t;
+    const int odd = 4 * state_vec(g, 0);
+    multiply_tile<State, kBlocks>(
+        [&](int r, int c) {
+          return load_vec<Part>(state + 8 * r * at.state_stride + 16 * c + (c % 2 == 0 ? odd : -odd));
+        },
+        shared + at.factors(), at.columns, sums, rest);
+    float coefficients[kEach];
 #pragma unroll
-    for (int i = kDelta ? place : place / 2 * 2; i < kEach; ++i) {
-      const float2 pair = products(at.rows_before + s, i);
-      // A draft that is no ancestor may hold anything, and its products are 0.
+    for (int i = 0; i < kEach; ++i) coefficients[i] = shared[at.coefficients() + min_of(draft_of(i), drafts - 1)];
+    __syncwarp();
+    ask(next, next_rows);
+    meet_tiles<kDelta>();
+
+    // To each product of the state come those of the rows behind the draft, of the ring and of the drafts.
+    const float* updates = shared + at.values() + turn * at.value_floats() + warp * kTileRows + g;
+    const auto value = [&](int i, int r) { return __uint_as_float(uint32_t{values[i][r]} << 16); };
+    float by_key[kEach][2] = {}, by_query[kEach][2], u[kEach][2];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int known = min_of(draft_of(i), drafts - 1);
+      const float decay = kChannels ? 1.f : shared[at.state_decays() + known];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        if (kDelta && pair.x != 0.f && draft_of(i) > s) by_key[i][r] = fmaf(own[r], pair.x, by_key[i][r]);
-        if (pair.y != 0.f && draft_of(i) >= s) by_query[i][r] = fmaf(own[r], pair.y, by_query[i][r]);
+        const int block = kDelta ? i : i / 2, n = 2 * r + (kDelta ? 1 : i % 2);
+        if constexpr (kDelta) by_key[i][r] = decay * (sums[block][2 * r] + rest[block][2 * r]);
+        by_query[i][r] = decay * (sums[block][n] + rest[block][n]);
       }
     }
-  }
-  float* ring_u = p.rings.u_row(step, slot, head, length);
-  const float skip = !kDelta && step.skip != nullptr ? step.skip[head] : 0.f;
-  __nv_bfloat16* out =
-      static_cast<__nv_bfloat16*>(step.out) + first_token * step.out_stride_request + head * step.out_stride_head;
+    const auto products = [&](int row, int i) {  // of a row's key with the draft's key and query
+      const float* from = shared + at.products() + row * at.product_stride() + (kDelta ? 8 * i + 2 * t : draft_of(i));
+      return kDelta ? *reinterpret_cast<const float2*>(from) : make_float2(0.f, *from);
+    };
+#pragma unroll 2
+    for (int j = 0; j < length; ++j, updates += kCtaRows) {
+      const float own[2] = {updates[0], updates[8]};
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    const int own = draft_of(i);
-    if (own >= drafts) continue;
+      for (int i = 0; i < kEach; ++i) {
+        const float2 pair = products(j, i);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      if (rows[r] >= step.value_dim) continue;
-      ring_u[own * step.value_dim + rows[r]] = coefficients[i] * (value(i, r) - by_key[i][r]);
-      float result = by_query[i][r];
-      if constexpr (!kDelta) {
-        if (step.skip != nullptr) result = fmaf(skip, value(i, r), result);
-        if (step.z.data != nullptr) {
-          const float z = load_row(DType::kBFloat16, step.z, first_token + own, head, rows[r]);
-          result *= z * sigmoid(z);
+        for (int r = 0; r < 2; ++r) {
+          if constexpr (kDelta) by_key[i][r] = fmaf(own[r], pair.x, by_key[i][r]);
+          by_query[i][r] = fmaf(own[r], pair.y, by_query[i][r]);
         }
       }
-      out[own * step.out_stride_request + rows[r]] = __float2bfloat16(result);
+    }
+#pragma unroll
+    for (int s = 0; s < kDrafts; ++s) {
+      if (s >= drafts) break;
+      const int place = kDelta ? s / 4 : s / 8 * 2 + s % 2, from = lane - t + (kDelta ? s % 4 : s % 8 / 2);
+      float own[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        u[place][r] = coefficients[place] * (value(place, r) - by_key[place][r]);
+        own[r] = __shfl_sync(0xffffffffu, u[place][r], from);
+      }
+#pragma unroll
+      for (int i = kDelta ? place : place / 2 * 2; i < kEach; ++i) {
+        const float2 pair = products(at.rows_before + s, i);
+        // A draft that is no ancestor may hold anything, and its products are 0.
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          if (kDelta && pair.x != 0.f && draft_of(i) > s) by_key[i][r] = fmaf(own[r], pair.x, by_key[i][r]);
+          if (pair.y != 0.f && draft_of(i) >= s) by_query[i][r] = fmaf(own[r], pair.y, by_query[i][r]);
+        }
+      }
+    }
+    float* ring_u = p.rings.u_row(step, work.slot, head, length);
+    const float skip = !kDelta && step.skip != nullptr ? step.skip[head] : 0.f;
+    __nv_bfloat16* out = static_cast<__nv_bfloat16*>(step.out) + int64_t{first_token} * step.out_stride_request +
+                         head * step.out_stride_head;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int own = draft_of(i);
+      if (own >= drafts) continue;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (rows[r] >= step.value_dim) continue;
+        ring_u[own * step.value_dim + rows[r]] = coefficients[i] * (value(i, r) - by_key[i][r]);
+        float result = by_query[i][r];
+        if constexpr (!kDelta) {
+          if (step.skip != nullptr) result = fmaf(skip, value(i, r), result);
+          if (step.z.data != nullptr) {
+            const float z = load_row(DType::kBFloat16, step.z, first_token + own, head, rows[r]);
+            result *= z * sigmoid(z);
+          }
+        }
+        out[own * step.out_stride_request + rows[r]] = __float2bfloat16(result);
+      }
     }
   }
 }
@@ -511,13 +349,13 @@ __global__ void __launch_bounds__(kTileThreads<kDelta>, 16 / kTileWarps<kDelta>)
 // Where tokens are of bf16, keys of 128 elements, and all rows on the boundaries of its accesses.
 template <typename State>
 bool verify_tiles_take(const LinearVerify& p) {
-  constexpr int kMostAcross = 65535;  // blocks in the grid's other dimensions
+  constexpr int64_t kMostWorks = 1 << 30;
   const LinearStep& s = p.step;
   const auto aligned = [](const StepRows& rows) {
     return rows_aligned(rows.data, 2, 8, rows.stride_request, rows.stride_head);
   };
   return s.dtype == DType::kBFloat16 && s.key_dim == kTileKeys && s.value_dim % 4 == 0 && p.drafts <= 8 &&
-         s.num_heads <= kMostAcross && s.batch_size <= kMostAcross && aligned(s.q) && aligned(s.k) &&
+         int64_t{s.batch_size} * s.num_heads * s.value_dim <= kMostWorks && aligned(s.q) && aligned(s.k) &&
          rows_aligned(s.states, sizeof(State), 16, s.stride_slot, s.stride_head, s.stride_row) &&
          rows_aligned(p.rings.u, 4, 16) && rows_aligned(p.rings.k, 4, 16) &&
          (!p.rings.per_channel || rows_aligned(p.rings.decay, 4, 16));
@@ -529,16 +367,12 @@ void launch_verify_tiles_of(const char* what, const LinearVerify& p, cudaStream_
   const VerifyTileLayout at = verify_tiles<State, kDelta, kChannels, kBlocks>(p);
   const int bytes = 4 * at.floats(), row_blocks = ceil_div(step.value_dim, at.cta_rows);
   check_shared_bytes(what, bytes);
-  // While CTAs work, states come for half of those that will run when they have ended. More would not stay in L2.
-  const int half = 8 / kTileWarps<kDelta> * device_sms(what), of_request = row_blocks * step.num_heads;
-  const int ahead = step.stride_row == kTileKeys ? max_of(half / max_of(of_request, 1), 1) : 0;
-  const LaunchShape shape{.blocks = row_blocks,
+  const int works = step.batch_size * step.num_heads * row_blocks, resident = kTileCtas<kDelta> * device_sms(what);
+  const LaunchShape shape{.blocks = min_of(works, resident),
                           .threads = kTileThreads<kDelta>,
                           .shared_bytes = bytes,
-                          .max_shared_bytes = INT32_MAX,
-                          .blocks_y = step.num_heads,
-                          .blocks_z = step.batch_size};
-  launch_dependent<&linear_verify_tile_kernel<State, kDelta, kChannels, kBlocks>>(what, shape, stream, p, ahead);
+                          .max_shared_bytes = INT32_MAX};
+  launch_dependent<&linear_verify_tile_kernel<State, kDelta, kChannels, kBlocks>>(what, shape, stream, p, row_blocks);
 }
 
 template <typename State, int kMaxKeys, bool kDelta, bool kChannels>
