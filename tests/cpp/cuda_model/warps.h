@@ -187,6 +187,10 @@ inline bool __all_sync(unsigned, bool own) {
   for (int i = 0; i < 32; ++i) all = all && lanes[i] != 0;
   return all;
 }
+inline float __shfl_down_sync(unsigned, float x, int distance) {
+  const int lane = cuda_model::cta->current % 32;
+  return cuda_model::Lanes<float>(x)[lane + distance < 32 ? lane + distance : lane];
+}
 inline float __shfl_up_sync(unsigned, float x, int distance) {
   const int lane = cuda_model::cta->current % 32;
   return cuda_model::Lanes<float>(x)[lane >= distance ? lane - distance : lane];
