@@ -12,9 +12,12 @@ inline constexpr int kTileStride = kTileKeys + 16;  // two rows that are read at
 template <bool kDelta>
 inline constexpr int kTileWarps = kDelta ? 8 : 4;
 template <bool kDelta>
-inline constexpr int kTileCtaRows = kTileRows * kTileWarps<kDelta>;
+inline constexpr int kTileCtaRows = kTileRows* kTileWarps<kDelta>;
+// And that make keys, queries and what the ring brings.
 template <bool kDelta>
-inline constexpr int kTileThreads = 32 * (kTileWarps<kDelta> + 1);
+inline constexpr int kTileMakers = kDelta ? 4 : 2;
+template <bool kDelta>
+inline constexpr int kTileThreads = 32 * (kTileWarps<kDelta> + kTileMakers<kDelta>);
 template <bool kDelta>
 inline constexpr int kTileCtas = 16 / kTileWarps<kDelta>;  // of an SM
 
@@ -22,12 +25,13 @@ inline constexpr int kTileCtas = 16 / kTileWarps<kDelta>;  // of an SM
 template <bool kDelta>
 inline constexpr int kBlockDrafts = kDelta ? 4 : 8;
 
-// Shared memory, by offsets in floats.
+// Shared memory, by offsets in floats. What comes with products is there twice: of this work and the next.
 struct VerifyTileLayout {
   int drafts, blocks, columns;  // what the state is multiplied with, in blocks of eight
   int cta_rows, rows_before;    // rows_before: of a ring, at most
   int state_stride;             // of its rows, whose vectors of 16 bytes lie where state_vec says
   bool channels;
+  int turn = 0;  // of the two
 
   __host__ __device__ int total_rows() const { return rows_before + drafts; }
   __host__ __device__ int whole_rows() const { return round_up(total_rows(), kTileRows); }
@@ -36,13 +40,20 @@ struct VerifyTileLayout {
   __host__ __device__ int row_keys() const { return cta_rows * state_stride; }  // behind the state: [rows, stride]
   // [columns, stride] twice
   __host__ __device__ int factors() const { return row_keys() + whole_rows() * kTileStride; }
-  __host__ __device__ int products() const { return factors() + 2 * columns * kTileStride; }       // [rows, 8 blocks]
+  __host__ __device__ int decays() const {
+    return factors() + 2 * columns * kTileStride;
+  }  // [rows + 1], or [rows, keys]
+  __host__ __device__ int stages() const {
+    return decays() + round_up(channels ? total_rows() * kTileKeys : total_rows() + 1, 4);
+  }
+  __host__ __device__ int stage_floats() const {
+    return whole_rows() * product_stride() + rows_before * cta_rows + round_up(2 * drafts, 4);
+  }
+  __host__ __device__ int products() const { return stages() + turn * stage_floats(); }            // [rows, 8 blocks]
   __host__ __device__ int values() const { return products() + whole_rows() * product_stride(); }  // [ring, CTA's rows]
-  __host__ __device__ int value_floats() const { return rows_before * cta_rows; }   // twice: of this work and the next
-  __host__ __device__ int decays() const { return values() + 2 * value_floats(); }  // [rows], or [rows, keys]
-  __host__ __device__ int coefficients() const { return decays() + total_rows() * (channels ? kTileKeys : 1); }
+  __host__ __device__ int coefficients() const { return values() + rows_before * cta_rows; }
   __host__ __device__ int state_decays() const { return coefficients() + drafts; }
-  __host__ __device__ int floats() const { return round_up(state_decays() + drafts, 4); }
+  __host__ __device__ int floats() const { return stages() + 2 * stage_floats(); }
   // With gates per channel, until walk_back puts there what it has made of them.
   __host__ __device__ int queries() const { return factors() + kTileStride; }
   __host__ __device__ int query_stride() const { return 2 * kTileStride; }
@@ -121,9 +132,11 @@ struct TileDraft {
     return __uint_as_float(p.gate_dtype == DType::kFloat32 ? bits : bits << 16);
   }
 
-  // To shared memory, and the key and decay to the ring's new row where `ring_key` and `ring_decay` are given.
+  // To shared memory, and the key and decay to the ring's new row where `ring_key` and `ring_decay` are given. `wait`
+  // is called before anything is written that the warps with rows read.
+  template <typename Wait>
   __device__ __forceinline__ void make(const LinearStep& p, const VerifyTileLayout& at, float* shared, int draft,
-                                       float* ring_key, float* ring_decay) const {
+                                       float* ring_key, float* ring_decay, const Wait& wait) const {
     const int lane = threadIdx.x % 32, row = at.rows_before + draft;
     const auto four = [](uint2 words, float(&x)[4]) {
       x[0] = __uint_as_float(words.x << 16), x[1] = __uint_as_float(words.x & 0xffff0000u);
@@ -148,6 +161,7 @@ struct TileDraft {
     if (ring_key != nullptr) *reinterpret_cast<float4*>(ring_key + 4 * lane) = as_vec;
     const float a = p.a.data != nullptr ? gate(p, gates[0]) : 1.f;
     const TokenGate own = gate_of<kDelta>(p, a, gate(p, b), a_log, biases[0]);
+    wait();
     if (lane == 0) shared[at.coefficients() + draft] = own.coefficient;
     if constexpr (kChannels) {
       *reinterpret_cast<float4*>(shared + at.queries() + draft * at.query_stride() + 4 * lane) =

@@ -10,13 +10,15 @@ namespace attnops {
 // apart.
 template <typename T, int kBlocks, typename Rows>
 __device__ __forceinline__ void multiply_tile(const Rows& rows, const float* factors, int columns,
-                                              float (&sums)[kBlocks][4], float (&rest)[kBlocks][4]) {
+                                              float (&sums)[kBlocks][4], float (&rest)[kBlocks][4],
+                                              int first_column = 0) {
   constexpr int kVec = 16 / static_cast<int>(sizeof(T)), kChunks = kTileKeys / (4 * kVec);
   constexpr bool kWide = sizeof(T) == 4;
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const float* own[kBlocks];  // sums of columns that are not there are not used
 #pragma unroll
-  for (int b = 0; b < kBlocks; ++b) own[b] = factors + min_of(8 * b + g, columns - 1) * kTileStride + t * kVec;
+  for (int b = 0; b < kBlocks; ++b)
+    own[b] = factors + min_of(first_column + 8 * b + g, columns - 1) * kTileStride + t * kVec;
 #pragma unroll(kBlocks == 1 ? 4 : 2)
   for (int c = 0; c < kChunks; ++c) {
     uint32_t upper[2][kVec], lower[2][kVec];
@@ -50,50 +52,83 @@ __device__ __forceinline__ void multiply_tile(const Rows& rows, const float* fac
   }
 }
 
-// Products of rows' keys with the drafts' keys and queries, under the decays between them. By one warp for 16 rows.
-template <bool kDelta, int kBlocks>
-__device__ __forceinline__ void multiply_keys(const LinearVerify& p, const VerifyTileLayout& at, float* shared,
-                                              int request, int length, int tile) {
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, drafts = at.drafts;
-  const float* keys = shared + at.row_keys() + (tile * kTileRows + g) * kTileStride + 4 * t;
-  float sums[kBlocks][4] = {}, rest[kBlocks][4] = {};
-  multiply_tile<float, kBlocks>(
-      [&](int r, int c) { return load_vec<RowVec<float, 4>>(keys + 8 * r * kTileStride + 16 * c); },
-      shared + at.factors(), at.columns, sums, rest);
-  const float* decays = shared + at.decays();
-  float behind[2] = {1.f, 1.f};  // the ring's rows behind one's own
-  const int first = tile * kTileRows + g;
-  for (int i = length - 1; i > first; --i) {
-    behind[0] *= decays[i];
-    if (i > first + 8) behind[1] *= decays[i];
+// Of each row of a ring what the rows behind it decay by, behind the last one what all do. By one warp; a lane's first
+// row has come before.
+__device__ __forceinline__ void put_decays(const VerifyTileLayout& at, float* shared, const float* ring_decay,
+                                           float first, int length) {
+  const int lane = threadIdx.x % 32;
+  float all = 1.f;
+  for (int row = (length - 1) / 32 * 32; row >= 0 && length > 0; row -= 32) {
+    float behind = 1.f;  // with its own
+    if (row + lane < length) behind = row == 0 ? first : ring_decay[row + lane];
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const float more = __shfl_down_sync(0xffffffffu, behind, distance);
+      if (lane + distance < 32) behind *= more;
+    }
+    const float next = __shfl_down_sync(0xffffffffu, behind, 1);
+    if (row + lane < length) shared[at.decays() + row + lane] = lane < 31 ? next * all : all;
+    all *= __shfl_sync(0xffffffffu, behind, 0);
   }
+  if (lane == 0) shared[at.decays() + at.total_rows()] = all;
+}
+
+// The decay of the drafts behind `own` up to one, of those on its path.
+template <int kDrafts>
+__device__ __forceinline__ float path_decay(const float (&decays)[kDrafts], uint32_t path, int own, int draft) {
+  float all = 1.f;
 #pragma unroll
-  for (int b = 0; b < kBlocks; ++b) {
+  for (int d = 0; d < kDrafts; ++d) all *= d > own && d <= draft && (path >> d & 1u) != 0 ? decays[d] : 1.f;
+  return all;
+}
+
+template <int kDrafts>
+__device__ __forceinline__ void load_decays(const VerifyTileLayout& at, const float* shared, float (&decays)[kDrafts]) {
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      if (kDelta && n == 1) break;  // a lane's two columns are one draft's
-      const int draft = kDelta ? 4 * b + t : 8 * b + 2 * t + n;
-      if (draft >= drafts) continue;
-      const uint32_t path = p.ancestors(request, draft) | 1u << draft;
-      float after[2] = {1.f, 1.f};  // the path's drafts behind one's own row
+  for (int d = 0; d < kDrafts; ++d) {
+    decays[d] = d < at.drafts ? shared[at.decays() + at.rows_before + d] : 1.f;
+  }
+}
+
+// Products of 16 rows' keys with a block of the drafts' keys and queries, under the decays between them. By one warp.
+template <bool kDelta, int kDrafts>
+__device__ __forceinline__ void multiply_keys(const LinearVerify& p, const VerifyTileLayout& at, float* shared,
+                                              int request, int length, int tile, int block) {
+  constexpr int kEach = kDelta ? 1 : 2;  // drafts of a lane
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, drafts = at.drafts;
+  const int first = tile * kTileRows + g;
+  const auto draft_of = [&](int n) { return kDelta ? 4 * block + t : 8 * block + 2 * t + n; };
+  float decays[kDrafts], between[kEach][2];
+  load_decays(at, shared, decays);
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int own = first + 8 * r - at.rows_before;
-        for (int d = draft; d >= 0 && d > own; --d) after[r] *= path >> d & 1u ? decays[at.rows_before + d] : 1.f;
-      }
+  for (int n = 0; n < kEach; ++n) {
+    const int draft = draft_of(n);
+    const uint32_t path = draft < drafts ? p.ancestors(request, draft) | 1u << draft : 0;
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = first + 8 * r, own = row - at.rows_before;
-        const bool seen = row < length || (own >= 0 && own <= draft && (path >> own & 1u) != 0);
-        const float decay = own >= 0 ? after[r] : after[r] * behind[r];
-        float* to = shared + at.products() + row * at.product_stride() + 8 * b + 2 * t;
-        if constexpr (kDelta) {
-          *reinterpret_cast<float2*>(to) = seen ? make_float2(decay * (sums[b][2 * r] + rest[b][2 * r]),
-                                                              decay * (sums[b][2 * r + 1] + rest[b][2 * r + 1]))
-                                                : make_float2(0.f, 0.f);
-        } else {
-          to[n] = seen ? decay * (sums[b][2 * r + n] + rest[b][2 * r + n]) : 0.f;
-        }
+    for (int r = 0; r < 2; ++r) {
+      const int row = first + 8 * r, own = row - at.rows_before;
+      const bool seen = draft < drafts && (row < length || (own >= 0 && own <= draft && (path >> own & 1u) != 0));
+      const float behind = row < length ? shared[at.decays() + row] : 1.f;
+      between[n][r] = seen ? behind * path_decay(decays, path, max_of(own, -1), draft) : -1.f;
+    }
+  }
+  const float* keys = shared + at.row_keys() + first * kTileStride + 4 * t;
+  float sums[1][4] = {}, rest[1][4] = {};
+  multiply_tile<float, 1>([&](int r, int c) { return load_vec<RowVec<float, 4>>(keys + 8 * r * kTileStride + 16 * c); },
+                          shared + at.factors(), at.columns, sums, rest, 8 * block);
+#pragma unroll
+  for (int n = 0; n < kEach; ++n) {
+    if (draft_of(n) >= drafts) continue;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float decay = between[n][r];
+      float* to = shared + at.products() + (first + 8 * r) * at.product_stride() + 8 * block + 2 * t;
+      if constexpr (kDelta) {
+        *reinterpret_cast<float2*>(to) = decay < 0.f ? make_float2(0.f, 0.f)
+                                                     : make_float2(decay * (sums[0][2 * r] + rest[0][2 * r]),
+                                                                   decay * (sums[0][2 * r + 1] + rest[0][2 * r + 1]));
+      } else {
+        to[n] = decay < 0.f ? 0.f : decay * (sums[0][2 * r + n] + rest[0][2 * r + n]);
       }
     }
   }

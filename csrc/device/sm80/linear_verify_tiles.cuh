@@ -1,4 +1,5 @@
 #pragma once
+#include "device/common/named_barrier.cuh"
 #include "device/sm80/cp_async.cuh"
 #include "device/sm80/linear_verify_draft.cuh"
 #include "device/sm80/linear_verify_products.cuh"
@@ -6,20 +7,18 @@
 // linear_verify_kernel with products by matrix units: a warp multiplies 16 rows of a state, all its columns, with the
 // keys and queries of all drafts. Numbers are split into two of 11 bits each, so three products (two, where the state
 // has 16 bits) have about float32's accuracy. Sums need no shuffles: a lane has one draft of each four, and two rows.
-// Keys of the ring and of the drafts are a tile of their own, which one more warp takes. CTAs stay: as soon as a warp
-// has multiplied its rows it asks for those of the CTA's next work, so memory is busy while drafts wait for one
-// another.
+// CTAs stay. Some warps make keys and queries of the drafts and multiply them with those of the ring, for the CTA's
+// next work while those with rows are at this one. These ask for their next rows as soon as they have multiplied.
 namespace attnops {
 
-// All of a CTA's warps meet, each kind from its own place.
-template <bool kDelta>
-__device__ __forceinline__ void meet_tiles() {
-#if defined(__CUDA_ARCH__)
-  asm volatile("bar.sync 1, %0;" ::"n"(kTileThreads<kDelta>) : "memory");
-#else
-  __syncthreads();
-#endif
-}
+// What the two kinds of warps tell each other.
+enum TileBarrier : int {
+  kFactorsThere = 1,  // what states are multiplied with
+  kFactorsFree,
+  kProductsThere,                      // all else, of either turn
+  kProductsFree = kProductsThere + 2,  // of either turn
+  kMakersMeet = kProductsFree + 2,
+};
 
 // A block of rows of a request's head.
 struct TileWork {
@@ -69,31 +68,34 @@ __device__ __forceinline__ void ask_for_tile(const LinearStep& step, const Verif
   }
 }
 
-// What the warp without rows does: it brings rings, those of the next work while the others use this one's, and
-// multiplies keys.
+// What the warps without rows do: they bring rings, make keys and queries of drafts, and multiply keys.
 template <bool kDelta, bool kChannels, int kBlocks>
-struct TileRing {
-  static constexpr int kCtaRows = kTileCtaRows<kDelta>;
+struct TileMakers {
+  static constexpr int kCtaRows = kTileCtaRows<kDelta>, kAll = kTileThreads<kDelta>;
+  static constexpr int kMakers = kTileMakers<kDelta>, kDrafts = kBlocks * kBlockDrafts<kDelta>;
+  static constexpr int kOwn = (kDrafts + kMakers - 1) / kMakers;  // drafts of a warp, at most
   const LinearVerify& p;
-  const VerifyTileLayout& at;
+  VerifyTileLayout& at;
   float* shared;
+  int warp;  // of those that make
   int length = 0;
   float decay = 1.f;  // of the ring's row that has the lane's number
 
+  __device__ __forceinline__ void meet() const { sync_named(kMakersMeet, 32 * kMakers); }
+
   // `rows`: what the slot says of its ring.
-  __device__ __forceinline__ void ask(const TileWork& work, int rows, int turn) {
+  __device__ __forceinline__ void ask(const TileWork& work, int rows) {
     const LinearStep& step = p.step;
     const int lane = threadIdx.x % 32;
     length = p.rings.within(rows, at.drafts);
     const float* ring_u = p.rings.u_row(step, work.slot, work.head, 0);
     const float* ring_k = p.rings.k_row(step, work.slot, work.head, 0);
     const float* ring_decay = p.rings.decay_row(step, work.slot, work.head, 0);
-    float* values = shared + at.values() + turn * at.value_floats();
     const bool own = 4 * lane < kCtaRows, has = own && work.first_row + 4 * lane < step.value_dim;
-    if (!kChannels && lane < length) decay = ring_decay[lane];
-    for (int row = 0; row < length; ++row) {
+    if (!kChannels && warp == 0 && lane < length) decay = ring_decay[lane];
+    for (int row = warp; row < length; row += kMakers) {
       if (own) {
-        cp_async_16(smem_address(values + row * kCtaRows + 4 * lane),
+        cp_async_16(smem_address(shared + at.values() + row * kCtaRows + 4 * lane),
                     ring_u + row * step.value_dim + (has ? work.first_row + 4 * lane : 0), has);
       }
       cp_async_16(smem_address(shared + at.row_keys() + row * kTileStride + 4 * lane),
@@ -105,68 +107,113 @@ struct TileRing {
     }
   }
 
-  // Before the drafts are there.
-  __device__ __forceinline__ void put_decays(const TileWork& work) const {
-    if constexpr (kChannels) return;
-    const int lane = threadIdx.x % 32;
-    if (lane < length) shared[at.decays() + lane] = decay;
-    const float* more = p.rings.decay_row(p.step, work.slot, work.head, 0);
-    for (int row = lane + 32; row < length; row += 32) shared[at.decays() + row] = more[row];
-    __syncwarp();
+  // A warp's drafts, the first of which has been asked for. Before anything is written `wait` is called, once.
+  template <typename Wait>
+  __device__ __forceinline__ void make(const TileWork& work, const TileDraft<kDelta, kChannels>& first,
+                                       const Wait& wait) {
+    const LinearStep& step = p.step;
+    const int group = work.head / step.heads_per_group;
+    const bool writes = work.first_row == 0, writes_key = writes && work.head == group * step.heads_per_group;
+    bool waited = false;
+    const auto once = [&] {
+      if (!waited) wait();
+      waited = true;
+    };
+    const auto one = [&](const TileDraft<kDelta, kChannels>& draft, int d) {
+      draft.make(step, at, shared, d, writes_key ? p.rings.k_row(step, work.slot, work.head, length + d) : nullptr,
+                 writes ? p.rings.decay_row(step, work.slot, work.head, length + d) : nullptr, once);
+    };
+    if (warp < at.drafts) one(first, warp);
+    once();
+    if constexpr (kOwn > 1) {
+      TileDraft<kDelta, kChannels> more;
+#pragma unroll 1
+      for (int d = warp + kMakers; d < at.drafts; d += kMakers) {
+        more.load(step, int64_t{work.request} * at.drafts + d, work.head, group);
+        one(more, d);
+      }
+    }
   }
 
-  // When they are.
+  // Of all rows' keys with all drafts, a block of a tile a warp. The last warp has what the state decays by.
   __device__ __forceinline__ void multiply(const TileWork& work) const {
-    const int lane = threadIdx.x % 32;
-    cp_async_wait_all();
-    __syncwarp();
-    for (int tile = 0; tile * kTileRows < at.total_rows(); ++tile) {
-      multiply_keys<kDelta, kBlocks>(p, at, shared, work.request, length, tile);
+    const int tiles = at.whole_rows() / kTileRows, lane = threadIdx.x % 32;
+    for (int i = warp; i < tiles * kBlocks; i += kMakers) {
+      multiply_keys<kDelta, kDrafts>(p, at, shared, work.request, length, i / kBlocks, i % kBlocks);
     }
-    if (lane < at.drafts) {
-      const float* decays = shared + at.decays();
+    if (warp == kMakers - 1 && lane < at.drafts) {
+      float decays[kDrafts];
+      load_decays(at, shared, decays);
       const uint32_t path = p.ancestors(work.request, lane) | 1u << lane;
-      float all = 1.f;
-      for (int i = 0; i < length; ++i) all *= decays[i];
-      for (int d = 0; d <= lane; ++d) all *= path >> d & 1u ? decays[at.rows_before + d] : 1.f;
-      shared[at.state_decays() + lane] = all;
+      shared[at.state_decays() + lane] = shared[at.decays() + at.total_rows()] * path_decay(decays, path, -1, lane);
     }
-    __syncwarp();  // before the ring's next rows come here
+  }
+
+  // With gates per channel, in place of it.
+  __device__ __forceinline__ void walk(const TileWork& work) const {
+    for (int d = warp; d < at.drafts; d += kMakers) {
+      float* factors = shared + at.factors() + 2 * d * kTileStride;
+      walk_back<kTileKeys>(at, shared, d, length, p.ancestors(work.request, d),
+                           [&](int column, float key, float query) {
+                             float* rest = factors + at.columns * kTileStride;
+                             split(key, factors[column], rest[column]);
+                             split(query, factors[kTileStride + column], rest[kTileStride + column]);
+                           });
+    }
+  }
+
+  __device__ __forceinline__ void run(const TileWorks<kCtaRows>& works) {
+    const auto pass_over = [](const TileWork&) {};
+    TileDraft<kDelta, kChannels> draft;
+    const auto ask_draft = [&](const TileWork& work) {
+      if (warp < at.drafts) {
+        draft.load(p.step, int64_t{work.request} * at.drafts + warp, work.head, work.head / p.step.heads_per_group);
+      }
+    };
+    TileWork work = works.from(blockIdx.x, works.slot_of(blockIdx.x), pass_over);
+    if (work.number >= works.count) return;
+    const int rows = p.rings.lengths[work.slot];
+    ask_draft(work);
+    ask(work, rows);
+    for (bool first = true;; first = false) {
+      const int ahead = work.number + gridDim.x, slot = works.slot_of(ahead);
+      if (!kChannels && warp == 0) {
+        put_decays(at, shared, p.rings.decay_row(p.step, work.slot, work.head, 0), decay, length);
+      }
+      make(work, draft, [&] {
+        if (!first) sync_named(kFactorsFree, kAll);
+      });
+      if constexpr (!kChannels) arrive_named(kFactorsThere, kAll);
+      const TileWork next = works.from(ahead, slot, pass_over);
+      const bool more = next.number < works.count;
+      const int next_rows = more ? p.rings.lengths[next.slot] : 0;  // has come when the products are made
+      if (more) ask_draft(next);
+      cp_async_wait_all();
+      meet();
+      if constexpr (kChannels) {
+        walk(work);
+        arrive_named(kFactorsThere, kAll);
+      } else {
+        multiply(work);
+      }
+      arrive_named(kProductsThere + at.turn, kAll);
+      meet();  // before rows of the next ring come where keys were
+      at.turn ^= 1;
+      if (!first) sync_named(kProductsFree + at.turn, kAll);
+      if (!more) break;
+      work = next;
+      ask(work, next_rows);
+    }
+    sync_named(kFactorsFree, kAll);  // what those with rows have told last
+    sync_named(kProductsFree + (at.turn ^ 1), kAll);
   }
 };
-
-template <bool kDelta, bool kChannels, int kBlocks>
-__device__ __forceinline__ void take_rings(const LinearVerify& p, const VerifyTileLayout& at, float* shared,
-                                           const TileWorks<kTileCtaRows<kDelta>>& works) {
-  const auto pass_over = [](const TileWork&) {};
-  TileRing<kDelta, kChannels, kBlocks> ring{p, at, shared};
-  TileWork work = works.from(blockIdx.x, works.slot_of(blockIdx.x), pass_over);
-  if (work.number < works.count) ring.ask(work, p.rings.lengths[work.slot], 0);
-  for (int turn = 0; work.number < works.count; turn ^= 1) {
-    const int ahead = work.number + gridDim.x, slot = works.slot_of(ahead);
-    ring.put_decays(work);
-    // With gates per channel the other warps walk along the ring, else its keys are this one's.
-    if constexpr (kChannels) cp_async_wait_all();
-    meet_tiles<kDelta>();
-    const TileWork next = works.from(ahead, slot, pass_over);
-    const bool more = next.number < works.count;
-    const int rows = more ? p.rings.lengths[next.slot] : 0;  // has come when the products are made
-    if constexpr (kChannels) {
-      meet_tiles<kDelta>();
-    } else {
-      ring.multiply(work);
-    }
-    work = next;
-    if (more) ring.ask(work, rows, turn ^ 1);
-    meet_tiles<kDelta>();
-  }
-}
 
 // Grid: any number of CTAs.
 template <typename State, bool kDelta, bool kChannels, int kBlocks>
 __global__ void __launch_bounds__(kTileThreads<kDelta>, kTileCtas<kDelta>)
     linear_verify_tile_kernel(const __grid_constant__ LinearVerify p, int row_blocks) {
-  constexpr int kWarps = kTileWarps<kDelta>, kCtaRows = kTileCtaRows<kDelta>;
+  constexpr int kWarps = kTileWarps<kDelta>, kCtaRows = kTileCtaRows<kDelta>, kAll = kTileThreads<kDelta>;
   constexpr int kVec = 16 / static_cast<int>(sizeof(State));
   constexpr int kDrafts = kBlocks * kBlockDrafts<kDelta>, kEach = kDrafts / 4;  // of a lane
   using Part = RowVec<State, kVec>;
@@ -176,55 +223,29 @@ __global__ void __launch_bounds__(kTileThreads<kDelta>, kTileCtas<kDelta>)
   const LinearStep& step = p.step;
   const int drafts = p.drafts;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const VerifyTileLayout at = verify_tiles<State, kDelta, kChannels, kBlocks>(p);
+  VerifyTileLayout at = verify_tiles<State, kDelta, kChannels, kBlocks>(p);
   if (step.report != nullptr && blockIdx.x == 0) {
     for (int request = threadIdx.x; request < step.batch_size; request += kTileThreads<kDelta>) {
       p.check(kDelta ? kReportDeltaVerify : kReportSsdVerify, request, step.report);
     }
   }
   const TileWorks<kCtaRows> works{step, row_blocks, step.batch_size * step.num_heads * row_blocks};
-  if (warp == kWarps) return take_rings<kDelta, kChannels, kBlocks>(p, at, shared, works);
-
+  if (warp >= kWarps) {
+    return TileMakers<kDelta, kChannels, kBlocks>{p, at, shared, warp - kWarps}.run(works);
+  }
   const auto clear = [&](const TileWork& work) {
     const int64_t first = int64_t{work.request} * drafts;
     clear_tokens(step, work.head, first, first + drafts, work.first_row, kCtaRows, threadIdx.x, 32 * kWarps);
   };
-  TileDraft<kDelta, kChannels> draft;
-  int ring_rows = 0;  // as the slot says
-  // What a work needs from memory, asked for before anything is made of it.
-  const auto ask = [&](const TileWork& work, int rows) {
-    if (work.number >= works.count) return;
-    ring_rows = rows;
-    ask_for_tile<State>(step, at, shared, work, warp);
-    if (warp < drafts) {
-      draft.load(step, int64_t{work.request} * drafts + warp, work.head, work.head / step.heads_per_group);
-    }
-  };
-  const auto rows_of = [&](const TileWork& work) { return work.number < works.count ? p.rings.lengths[work.slot] : 0; };
   const auto draft_of = [&](int i) { return kDelta ? 4 * i + t : i / 2 * 8 + 2 * t + i % 2; };
   TileWork next = works.from(blockIdx.x, works.slot_of(blockIdx.x), clear);
-  ask(next, rows_of(next));
-  for (int turn = 0; next.number < works.count; turn ^= 1) {
+  if (next.number < works.count) ask_for_tile<State>(step, at, shared, next, warp);
+  for (; next.number < works.count; at.turn ^= 1) {
     const TileWork work = next;
-    const int ahead = work.number + gridDim.x, ahead_slot = works.slot_of(ahead);
-    const int head = work.head, group = head / step.heads_per_group, length = p.rings.within(ring_rows, drafts);
-    const int first_token = work.request * drafts;
+    const int ahead = work.number + gridDim.x, ahead_slot = works.slot_of(ahead),
+              rows_before = p.rings.lengths[work.slot];
+    const int head = work.head, first_token = work.request * drafts;
     const int rows[2] = {work.first_row + warp * kTileRows + g, work.first_row + warp * kTileRows + g + 8};
-    const auto make = [&](const TileDraft<kDelta, kChannels>& one, int d) {
-      const bool first = work.first_row == 0;  // writes the ring's new rows
-      one.make(
-          step, at, shared, d,
-          first && head == group * step.heads_per_group ? p.rings.k_row(step, work.slot, head, length + d) : nullptr,
-          first ? p.rings.decay_row(step, work.slot, head, length + d) : nullptr);
-    };
-    if (warp < drafts) make(draft, warp);
-    if constexpr (kDrafts > kWarps) {
-      for (int d = warp + kWarps; d < drafts; d += kWarps) {
-        TileDraft<kDelta, kChannels> more;
-        more.load(step, first_token + d, head, group);
-        make(more, d);
-      }
-    }
     uint16_t values[kEach][2] = {};
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
@@ -235,22 +256,8 @@ __global__ void __launch_bounds__(kTileThreads<kDelta>, kTileCtas<kDelta>)
         if (draft_of(i) < drafts && rows[r] < step.value_dim) values[i][r] = from[rows[r]];
       }
     }
-    meet_tiles<kDelta>();
-    if constexpr (kChannels) {
-      for (int d = warp; d < drafts; d += kWarps) {
-        float* factors = shared + at.factors() + 2 * d * kTileStride;
-        walk_back<kTileKeys>(at, shared, d, length, p.ancestors(work.request, d),
-                             [&](int column, float key, float query) {
-                               float* rest = factors + at.columns * kTileStride;
-                               split(key, factors[column], rest[column]);
-                               split(query, factors[kTileStride + column], rest[kTileStride + column]);
-                             });
-      }
-      meet_tiles<kDelta>();
-    }
-    next = works.from(ahead, ahead_slot, clear);
-    const int next_rows = rows_of(next);  // has come when the products are made
-    cp_async_wait_all();                  // a warp's rows are its own
+    sync_named(kFactorsThere, kAll);
+    cp_async_wait_all();  // a warp's rows are its own
     __syncwarp();
     float sums[kBlocks][4] = {}, rest[kBlocks][4] = {};
     const float* state = shared + (warp * kTileRows + g) * at.state_stride + 4 * t;
@@ -260,21 +267,22 @@ __global__ void __launch_bounds__(kTileThreads<kDelta>, kTileCtas<kDelta>)
           return load_vec<Part>(state + 8 * r * at.state_stride + 16 * c + (c % 2 == 0 ? odd : -odd));
         },
         shared + at.factors(), at.columns, sums, rest);
-    float coefficients[kEach];
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) coefficients[i] = shared[at.coefficients() + min_of(draft_of(i), drafts - 1)];
+    arrive_named(kFactorsFree, kAll);
     __syncwarp();
-    ask(next, next_rows);
-    meet_tiles<kDelta>();
+    next = works.from(ahead, ahead_slot, clear);
+    if (next.number < works.count) ask_for_tile<State>(step, at, shared, next, warp);
+    const int length = p.rings.within(rows_before, drafts);
+    sync_named(kProductsThere + at.turn, kAll);
 
     // To each product of the state come those of the rows behind the draft, of the ring and of the drafts.
-    const float* updates = shared + at.values() + turn * at.value_floats() + warp * kTileRows + g;
+    const float* updates = shared + at.values() + warp * kTileRows + g;
     const auto value = [&](int i, int r) { return __uint_as_float(uint32_t{values[i][r]} << 16); };
-    float by_key[kEach][2] = {}, by_query[kEach][2], u[kEach][2];
+    float by_key[kEach][2] = {}, by_query[kEach][2], u[kEach][2], coefficients[kEach];
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const int known = min_of(draft_of(i), drafts - 1);
       const float decay = kChannels ? 1.f : shared[at.state_decays() + known];
+      coefficients[i] = shared[at.coefficients() + known];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int block = kDelta ? i : i / 2, n = 2 * r + (kDelta ? 1 : i % 2);
@@ -320,6 +328,7 @@ __global__ void __launch_bounds__(kTileThreads<kDelta>, kTileCtas<kDelta>)
         }
       }
     }
+    arrive_named(kProductsFree + at.turn, kAll);
     float* ring_u = p.rings.u_row(step, work.slot, head, length);
     const float skip = !kDelta && step.skip != nullptr ? step.skip[head] : 0.f;
     __nv_bfloat16* out = static_cast<__nv_bfloat16*>(step.out) + int64_t{first_token} * step.out_stride_request +
