@@ -221,8 +221,8 @@ __device__ __forceinline__ void fold_rows(const LinearCommit& p, const CommitRin
 #pragma unroll
   for (int r = 0; r < kStepRows; ++r) {
     const int row = first_row + group + r * kGroups;
-    Part::template load<kVectors>(state[r], states + int64_t{row} * step.stride_row, lane,
-                                  row < step.value_dim ? key_dim : 0);
+    Part::template load<kVectors, true>(state[r], states + int64_t{row} * step.stride_row, lane,
+                                        row < step.value_dim ? key_dim : 0);
   }
   const int count = ring.rows();
   for (int first = 0; first < count; first += kCommitRows) {
@@ -269,7 +269,7 @@ __device__ __forceinline__ void fold_rows(const LinearCommit& p, const CommitRin
   for (int r = 0; r < kStepRows; ++r) {
     const int row = first_row + group + r * kGroups;
     if (row < step.value_dim) {
-      Part::template store<kVectors>(state[r], states + int64_t{row} * step.stride_row, lane, key_dim);
+      Part::template store<kVectors, true>(state[r], states + int64_t{row} * step.stride_row, lane, key_dim);
     }
   }
 }
@@ -285,7 +285,6 @@ __global__ void __launch_bounds__(kCommitThreads, fold_ctas(kCase))
   let_next_kernel_start();
   const LinearStep& step = p.step;
   const int parts = ceil_div(step.value_dim, kFoldCtaRows<kMaxKeys>), heads = step.num_heads;
-  const bool dense = kCase != FoldCase::kAny && step.stride_row == step.key_dim;
   int own = blockIdx.x;  // of the works that are still to come
   for (int first = 0; first < step.batch_size; first += kCommitThreads) {
     const int64_t request = int64_t{first} + threadIdx.x;
@@ -295,10 +294,6 @@ __global__ void __launch_bounds__(kCommitThreads, fold_ctas(kCase))
     const int folds = works.folds * heads * parts, all = folds + works.moves * heads;
     const auto ring_of = [&](int fold) -> const CommitRing& { return works.rings[works.list[fold / (heads * parts)]]; };
     for (; own < all; own += gridDim.x) {
-      if (const int next = own + gridDim.x; dense && next < folds && threadIdx.x == kCommitThreads - 1) {
-        ask_for_rows<State>(step, ring_of(next).slot, next / parts % heads, next % parts * kFoldCtaRows<kMaxKeys>,
-                            kFoldCtaRows<kMaxKeys>);
-      }
       if (own < folds) {
         fold_rows<State, kMaxKeys, kCase>(p, ring_of(own), own / parts % heads, own % parts * kFoldCtaRows<kMaxKeys>,
                                           rows, turn);

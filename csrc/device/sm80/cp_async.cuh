@@ -15,6 +15,14 @@ __device__ __forceinline__ void cp_async_16(uint32_t destination, const void* so
                : "memory");
 }
 
+// The same with a policy of L2.
+__device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source, bool take, uint64_t policy) {
+  const int bytes = take ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;\n" ::"r"(destination),
+               "l"(source), "r"(bytes), "l"(policy)
+               : "memory");
+}
+
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 
 // Until at most kPending of this thread's newest groups are still under way.

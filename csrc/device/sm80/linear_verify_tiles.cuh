@@ -49,21 +49,22 @@ struct TileWorks {
   }
 };
 
-// Asks for a warp's rows of a state.
+// Asks for a warp's rows of a state. It stays in L2 where the commit is likely to fold its ring.
 template <typename State>
 __device__ __forceinline__ void ask_for_tile(const LinearStep& step, const VerifyTileLayout& at, float* shared,
-                                             const TileWork& work, int warp) {
+                                             const TileWork& work, int warp, bool stays) {
   constexpr int kVec = 16 / static_cast<int>(sizeof(State));
   const int lane = threadIdx.x % 32, row = warp * kTileRows + lane / 8, vec = lane % 8;  // 128 bytes of four rows
   const State* states = static_cast<const State*>(step.states) + state_at(step, work.slot, work.head) + vec * kVec;
   const uint32_t to = smem_address(shared + row * at.state_stride) + 16 * state_vec(row, vec);
+  const uint64_t policy = stays ? used_again() : used_once();
 #pragma unroll
   for (int r = 0; r < kTileRows; r += 4) {
     const bool has = work.first_row + row + r < step.value_dim;
     const State* from = states + (has ? work.first_row + row + r : 0) * step.stride_row;
 #pragma unroll
     for (int c = 0; c < kTileKeys / kVec; c += 8) {
-      cp_async_16(to + 4 * r * at.state_stride + 16 * c, from + c * kVec, has);
+      cp_async_16(to + 4 * r * at.state_stride + 16 * c, from + c * kVec, has, policy);
     }
   }
 }
@@ -92,7 +93,7 @@ struct TileMakers {
     const float* ring_k = p.rings.k_row(step, work.slot, work.head, 0);
     const float* ring_decay = p.rings.decay_row(step, work.slot, work.head, 0);
     const bool own = 4 * lane < kCtaRows, has = own && work.first_row + 4 * lane < step.value_dim;
-    if (!kChannels && warp == 0 && lane < length) decay = ring_decay[lane];
+    if (!kChannels && warp == kMakers - 1 && lane < length) decay = ring_decay[lane];
     for (int row = warp; row < length; row += kMakers) {
       if (own) {
         cp_async_16(smem_address(shared + at.values() + row * kCtaRows + 4 * lane),
@@ -177,9 +178,6 @@ struct TileMakers {
     ask(work, rows);
     for (bool first = true;; first = false) {
       const int ahead = work.number + gridDim.x, slot = works.slot_of(ahead);
-      if (!kChannels && warp == 0) {
-        put_decays(at, shared, p.rings.decay_row(p.step, work.slot, work.head, 0), decay, length);
-      }
       make(work, draft, [&] {
         if (!first) sync_named(kFactorsFree, kAll);
       });
@@ -188,6 +186,9 @@ struct TileMakers {
       const bool more = next.number < works.count;
       const int next_rows = more ? p.rings.lengths[next.slot] : 0;  // has come when the products are made
       if (more) ask_draft(next);
+      if (!kChannels && warp == kMakers - 1) {
+        put_decays(at, shared, p.rings.decay_row(p.step, work.slot, work.head, 0), decay, length);
+      }
       cp_async_wait_all();
       meet();
       if constexpr (kChannels) {
@@ -239,12 +240,13 @@ __global__ void __launch_bounds__(kTileThreads<kDelta>, kTileCtas<kDelta>)
   };
   const auto draft_of = [&](int i) { return kDelta ? 4 * i + t : i / 2 * 8 + 2 * t + i % 2; };
   TileWork next = works.from(blockIdx.x, works.slot_of(blockIdx.x), clear);
-  if (next.number < works.count) ask_for_tile<State>(step, at, shared, next, warp);
+  const auto rows_of = [&](const TileWork& work) { return work.number < works.count ? p.rings.lengths[work.slot] : 0; };
+  int next_rows = rows_of(next);
+  if (next.number < works.count) ask_for_tile<State>(step, at, shared, next, warp, false);
   for (; next.number < works.count; at.turn ^= 1) {
     const TileWork work = next;
-    const int ahead = work.number + gridDim.x, ahead_slot = works.slot_of(ahead),
-              rows_before = p.rings.lengths[work.slot];
-    const int head = work.head, first_token = work.request * drafts;
+    const int ahead = work.number + gridDim.x, ahead_slot = works.slot_of(ahead);
+    const int head = work.head, first_token = work.request * drafts, length = p.rings.within(next_rows, drafts);
     const int rows[2] = {work.first_row + warp * kTileRows + g, work.first_row + warp * kTileRows + g + 8};
     uint16_t values[kEach][2] = {};
 #pragma unroll
@@ -256,6 +258,8 @@ __global__ void __launch_bounds__(kTileThreads<kDelta>, kTileCtas<kDelta>)
         if (draft_of(i) < drafts && rows[r] < step.value_dim) values[i][r] = from[rows[r]];
       }
     }
+    next = works.from(ahead, ahead_slot, clear);
+    next_rows = rows_of(next);  // has come when the products are made
     sync_named(kFactorsThere, kAll);
     cp_async_wait_all();  // a warp's rows are its own
     __syncwarp();
@@ -269,9 +273,9 @@ __global__ void __launch_bounds__(kTileThreads<kDelta>, kTileCtas<kDelta>)
         shared + at.factors(), at.columns, sums, rest);
     arrive_named(kFactorsFree, kAll);
     __syncwarp();
-    next = works.from(ahead, ahead_slot, clear);
-    if (next.number < works.count) ask_for_tile<State>(step, at, shared, next, warp);
-    const int length = p.rings.within(rows_before, drafts);
+    if (next.number < works.count) {
+      ask_for_tile<State>(step, at, shared, next, warp, next_rows + drafts + drafts / 2 > p.rings.rows);
+    }
     sync_named(kProductsThere + at.turn, kAll);
 
     // To each product of the state come those of the rows behind the draft, of the ring and of the drafts.

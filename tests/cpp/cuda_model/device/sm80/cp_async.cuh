@@ -15,6 +15,9 @@ inline void cp_async_16(uint32_t destination, const void* source, bool take) {
     std::memset(memory + destination, 0, 16);
   }
 }
+inline void cp_async_16(uint32_t destination, const void* source, bool take, uint64_t) {
+  cp_async_16(destination, source, take);
+}
 inline void cp_async_commit() {}
 template <int kPending>
 void cp_async_wait() {}
