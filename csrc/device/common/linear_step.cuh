@@ -313,12 +313,11 @@ enum class StepCase {
 };
 
 // Grid: row blocks x heads x requests, in one dimension; of whole CTAs in three.
-template <typename State, int kMaxKeys, bool kDelta, bool kChannels, StepCase kCase>
+template <typename State, int kMaxKeys, bool kDelta, bool kChannels, StepCase kCase, int kRows = kStepRows>
 __global__ void __launch_bounds__(kStepThreads)
     linear_step_kernel(const __grid_constant__ LinearStep p, int row_blocks, int ahead) {
   constexpr bool kWhole = kCase == StepCase::kWhole, kVectors = kCase != StepCase::kAny;
   constexpr int kLanes = kMaxKeys / kLaneElements, kGroups = kStepThreads / kLanes;
-  constexpr int kRows = kStepRows;
   using Part = RowPart<State, kLanes>;
   using Columns = StepColumns<kMaxKeys>;
   __shared__ Columns columns;
@@ -453,29 +452,42 @@ __global__ void __launch_bounds__(kStepThreads)
 // A launch over all of a call's rows. Vectors of 16 bytes where every row of the states starts on such a boundary.
 template <bool kDelta, bool kChannels, typename State, int kMaxKeys>
 void launch_linear_step(const char* what, const LinearStep& p, cudaStream_t stream) {
-  constexpr int kRowsPerBlock = kStepThreads / (kMaxKeys / kLaneElements) * kStepRows;
+  constexpr int kGroupRows = kStepThreads / (kMaxKeys / kLaneElements), kRowsPerBlock = kGroupRows * kStepRows;
   const int row_blocks = ceil_div(p.value_dim, kRowsPerBlock);
   const int64_t blocks = int64_t{p.batch_size} * p.num_heads * row_blocks;
   if (blocks > INT32_MAX) throw std::runtime_error(std::string(what) + ": more than 2^31 blocks of rows");
   LaunchShape shape{
       .blocks = static_cast<int>(blocks), .threads = kStepThreads, .shared_bytes = 0, .max_shared_bytes = 0};
-  const auto run = [&](auto which) {
-    launch_dependent<&linear_step_kernel<State, kMaxKeys, kDelta, kChannels, decltype(which)::value>>(
-        what, shape, stream, p, row_blocks, requests_ahead(what, p, row_blocks * p.num_heads));
-  };
   using Case = StepCase;
   const bool vectors = p.key_dim * sizeof(State) % 16 == 0 &&
                        rows_aligned(p.states, sizeof(State), 16, p.stride_slot, p.stride_head, p.stride_row);
-  if (!vectors) return run(std::integral_constant<Case, Case::kAny>{});
   if constexpr (!std::is_same_v<State, __half> && kMaxKeys <= 128) {
     constexpr int kMostAcross = 65535;  // blocks in the grid's other dimensions
-    if (p.dtype == DType::kBFloat16 && p.key_dim == kMaxKeys && p.value_dim % kRowsPerBlock == 0 &&
+    if (vectors && p.dtype == DType::kBFloat16 && p.key_dim == kMaxKeys && p.value_dim % kRowsPerBlock == 0 &&
         p.num_heads <= kMostAcross && p.batch_size <= kMostAcross) {
-      shape.blocks = row_blocks, shape.blocks_y = p.num_heads, shape.blocks_z = p.batch_size;
-      return run(std::integral_constant<Case, Case::kWhole>{});
+      const auto whole = [&](auto rows) {
+        constexpr int kRows = decltype(rows)::value;
+        shape.blocks = p.value_dim / (kGroupRows * kRows), shape.blocks_y = p.num_heads, shape.blocks_z = p.batch_size;
+        launch_dependent<&linear_step_kernel<State, kMaxKeys, kDelta, kChannels, Case::kWhole, kRows>>(
+            what, shape, stream, p, shape.blocks, requests_ahead(what, p, shape.blocks * p.num_heads));
+      };
+      // States of 16 bits are half the bytes of a row, and what comes before the rows is the same. So a thread has
+      // twice as many where CTAs are still many.
+      if constexpr (sizeof(State) == 2) {
+        if (p.value_dim % (2 * kRowsPerBlock) == 0 && blocks >= int64_t{16} * device_sms(what)) {
+          return whole(std::integral_constant<int, 2 * kStepRows>{});
+        }
+      }
+      return whole(std::integral_constant<int, kStepRows>{});
     }
   }
-  run(std::integral_constant<Case, Case::kVectors>{});
+  if (vectors) {
+    launch_dependent<&linear_step_kernel<State, kMaxKeys, kDelta, kChannels, Case::kVectors>>(what, shape, stream, p,
+                                                                                              row_blocks, 0);
+  } else {
+    launch_dependent<&linear_step_kernel<State, kMaxKeys, kDelta, kChannels, Case::kAny>>(what, shape, stream, p,
+                                                                                          row_blocks, 0);
+  }
 }
 
 // A row of a decode op's table of kernels: one type of states, and keys up to a bound.
@@ -494,17 +506,16 @@ struct LinearStepImpl {
   }
 };
 
-#define ATTNOPS_LINEAR_STEP_IMPLS(launch)                               \
-  {                                                                     \
-      {"fp32_64", DType::kFloat32, 64, &launch<float, 64>},             \
-      {"fp32_128", DType::kFloat32, 128, &launch<float, 128>},          \
-      {"fp32_256", DType::kFloat32, 256, &launch<float, 256>},          \
-      {"bf16_64", DType::kBFloat16, 64, &launch<__nv_bfloat16, 64>},    \
-      {"bf16_128", DType::kBFloat16, 128, &launch<__nv_bfloat16, 128>}, \
-      {"bf16_256", DType::kBFloat16, 256, &launch<__nv_bfloat16, 256>}, \
-      {"fp16_64", DType::kFloat16, 64, &launch<__half, 64>},            \
-      {"fp16_128", DType::kFloat16, 128, &launch<__half, 128>},         \
-      {"fp16_256", DType::kFloat16, 256, &launch<__half, 256>},         \
+#define ATTNOPS_LINEAR_STEP_IMPLS(launch)                                                                          \
+  {                                                                                                                \
+    {"fp32_64", DType::kFloat32, 64, &launch<float, 64>}, {"fp32_128", DType::kFloat32, 128, &launch<float, 128>}, \
+        {"fp32_256", DType::kFloat32, 256, &launch<float, 256>},                                                   \
+        {"bf16_64", DType::kBFloat16, 64, &launch<__nv_bfloat16, 64>},                                             \
+        {"bf16_128", DType::kBFloat16, 128, &launch<__nv_bfloat16, 128>},                                          \
+        {"bf16_256", DType::kBFloat16, 256, &launch<__nv_bfloat16, 256>},                                          \
+        {"fp16_64", DType::kFloat16, 64, &launch<__half, 64>},                                                     \
+        {"fp16_128", DType::kFloat16, 128, &launch<__half, 128>},                                                  \
+        {"fp16_256", DType::kFloat16, 256, &launch<__half, 256>},                                                  \
   }
 
 }  // namespace attnops
