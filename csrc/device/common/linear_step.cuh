@@ -25,6 +25,9 @@ inline constexpr int kStepThreads = 128;
 inline constexpr int kLaneElements = 16;
 inline constexpr int kStepRows = 2;  // of a thread: 128 bytes in flight
 
+// Of an SM, where a thread has so many rows.
+inline constexpr int step_ctas(int rows) { return rows > kStepRows ? 4 : 5; }
+
 // To an element of a tensor of any of the three types that tokens have.
 __device__ __forceinline__ void store_as(DType dtype, void* data, int64_t i, float x) {
   if (dtype == DType::kBFloat16) {
@@ -184,12 +187,11 @@ __device__ __forceinline__ void ask_for_state(const LinearStep& p, int request, 
   if (request < p.batch_size) ask_for_rows<State>(p, p.state_indices[request], head, first_row, rows);
 }
 
-// How many requests ahead CTAs ask for states: about as many as run at the same time. More would drive out of L2 what
-// is still to come.
-inline int requests_ahead(const char* what, const LinearStep& p, int ctas_of_request) {
-  constexpr int kCtas = 5;                       // of an SM
+// How many requests ahead CTAs ask for states: about as many as run at the same time, `ctas` an SM. More would drive
+// out of L2 what is still to come.
+inline int requests_ahead(const char* what, const LinearStep& p, int ctas_of_request, int ctas) {
   const bool dense = p.stride_row == p.key_dim;  // what is asked for is one piece
-  return dense ? ceil_div(kCtas * device_sms(what), max_of(ctas_of_request, 1)) : 0;
+  return dense ? ceil_div(ctas * device_sms(what), max_of(ctas_of_request, 1)) : 0;
 }
 
 // Calls `body` with a value of the tokens' type. One branch around all of a thread's loads, so that none waits for
@@ -469,7 +471,8 @@ void launch_linear_step(const char* what, const LinearStep& p, cudaStream_t stre
         constexpr int kRows = decltype(rows)::value;
         shape.blocks = p.value_dim / (kGroupRows * kRows), shape.blocks_y = p.num_heads, shape.blocks_z = p.batch_size;
         launch_dependent<&linear_step_kernel<State, kMaxKeys, kDelta, kChannels, Case::kWhole, kRows>>(
-            what, shape, stream, p, shape.blocks, requests_ahead(what, p, shape.blocks * p.num_heads));
+            what, shape, stream, p, shape.blocks,
+            requests_ahead(what, p, shape.blocks * p.num_heads, step_ctas(kRows)));
       };
       // States of 16 bits are half the bytes of a row, and what comes before the rows is the same. So a thread has
       // twice as many where CTAs are still many.
