@@ -10,26 +10,36 @@ constexpr const char* kOp = "delta_conv_decode";
 
 template <typename State, int kMaxKeys>
 bool launch_of(const causal_conv1d::Params& conv, const LinearStep& p, cudaStream_t stream) {
-  constexpr int kRowsPerBlock = kStepThreads / (kMaxKeys / kLaneElements) * kStepRows;
-  const int row_blocks = ceil_div(p.value_dim, kRowsPerBlock);
-  const int64_t blocks = int64_t{p.batch_size} * p.num_heads * row_blocks, cluster = p.heads_per_group * row_blocks;
+  constexpr int kGroupRows = kStepThreads / (kMaxKeys / kLaneElements);
   const bool vectors = p.key_dim * sizeof(State) % 16 == 0 &&
                        rows_aligned(p.states, sizeof(State), 16, p.stride_slot, p.stride_head, p.stride_row);
-  if (!vectors || cluster > kMostCtas || blocks > INT32_MAX) return false;
   static ImplCounts chosen(kOp, {kMaxKeys == 64 ? "sm90_one_launch_64" : "sm90_one_launch_128"});
-  chosen.counts[0].fetch_add(1, std::memory_order_relaxed);
-  const LaunchShape shape{.blocks = static_cast<int>(blocks),
-                          .threads = kStepThreads,
-                          .shared_bytes = 0,
-                          .max_shared_bytes = 0,
-                          .cluster = static_cast<int>(cluster)};
-  const int ahead = requests_ahead(kOp, p, row_blocks * p.num_heads);
-  if (p.gate_per_channel) {
-    launch_dependent<&conv_step_kernel<State, kMaxKeys, true>>(kOp, shape, stream, conv, p, row_blocks, ahead);
-  } else {
-    launch_dependent<&conv_step_kernel<State, kMaxKeys, false>>(kOp, shape, stream, conv, p, row_blocks, ahead);
-  }
-  return true;
+  const auto take = [&](auto rows) {
+    constexpr int kRows = decltype(rows)::value;
+    const int row_blocks = ceil_div(p.value_dim, kGroupRows * kRows);
+    const int64_t blocks = int64_t{p.batch_size} * p.num_heads * row_blocks, cluster = p.heads_per_group * row_blocks;
+    // The convolution of a CTA's keys and queries takes as long for twice as many rows. They pay where CTAs stay many.
+    if (cluster > kMostCtas || blocks > INT32_MAX) return false;
+    if (kRows == kStepRows && blocks >= int64_t{48} * device_sms(kOp) && p.value_dim % (2 * kGroupRows * kRows) == 0) {
+      return false;
+    }
+    chosen.counts[0].fetch_add(1, std::memory_order_relaxed);
+    const LaunchShape shape{.blocks = static_cast<int>(blocks),
+                            .threads = kStepThreads,
+                            .shared_bytes = 0,
+                            .max_shared_bytes = 0,
+                            .cluster = static_cast<int>(cluster)};
+    const int ahead = requests_ahead(kOp, p, row_blocks * p.num_heads, step_ctas(kRows));
+    if (p.gate_per_channel) {
+      launch_dependent<&conv_step_kernel<State, kMaxKeys, true, kRows>>(kOp, shape, stream, conv, p, row_blocks, ahead);
+    } else {
+      launch_dependent<&conv_step_kernel<State, kMaxKeys, false, kRows>>(kOp, shape, stream, conv, p, row_blocks,
+                                                                         ahead);
+    }
+    return true;
+  };
+  return vectors &&
+         (take(std::integral_constant<int, kStepRows>{}) || take(std::integral_constant<int, 2 * kStepRows>{}));
 }
 
 template <typename State>

@@ -64,15 +64,12 @@ struct Channels {
   }
 };
 
-inline constexpr int kStepCtas = 5;  // of an SM, which bounds registers
-
 // Grid: row blocks x heads x requests, in one dimension; clusters of a group's heads.
-template <typename State, int kMaxKeys, bool kChannels>
-__global__ void __launch_bounds__(kStepThreads, kStepCtas)
+template <typename State, int kMaxKeys, bool kChannels, int kRows>
+__global__ void __launch_bounds__(kStepThreads, step_ctas(kRows))
     conv_step_kernel(const __grid_constant__ causal_conv1d::Params conv, const __grid_constant__ LinearStep p,
                      int row_blocks, int ahead) {
   constexpr int kLanes = kMaxKeys / kLaneElements, kGroups = kStepThreads / kLanes;
-  constexpr int kRows = kStepRows;
   static_assert(kMaxKeys <= kStepThreads && kGroups * kRows <= kStepThreads, "a thread has one column and one value");
   using Part = RowPart<State, kLanes>;
   __shared__ StepColumns<kMaxKeys> columns;

@@ -12,7 +12,7 @@ inline constexpr int kTileStride = kTileKeys + 16;  // two rows that are read at
 template <bool kDelta>
 inline constexpr int kTileWarps = kDelta ? 8 : 4;
 template <bool kDelta>
-inline constexpr int kTileCtaRows = kTileRows* kTileWarps<kDelta>;
+inline constexpr int kTileCtaRows = kTileRows * kTileWarps<kDelta>;
 // And that make keys, queries and what the ring brings.
 template <bool kDelta>
 inline constexpr int kTileMakers = kDelta ? 4 : 2;

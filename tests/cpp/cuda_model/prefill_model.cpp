@@ -190,17 +190,24 @@ void commit_of(const LinearCommit& p, ReportOp op) {
 }
 
 // A cluster's CTAs run one after another, the first one last: it alone writes what the others read.
-template <typename State, int kKeys, bool kChannels>
-void conv_step(const delta_conv::ConvDecode& p) {
-  const int row_blocks = ceil_div(p.step.value_dim, kStepThreads / (kKeys / kLaneElements) * kStepRows);
+template <typename State, int kKeys, bool kChannels, int kRows>
+void conv_step_rows(const delta_conv::ConvDecode& p) {
+  const int row_blocks = ceil_div(p.step.value_dim, kStepThreads / (kKeys / kLaneElements) * kRows);
   const unsigned blocks = p.step.batch_size * p.step.num_heads * row_blocks;
   gridDim.x = blocks;
   for (unsigned i = blocks; i > 0; --i) {
     blockIdx.x = i - 1;
     cuda_model::run_cta(kStepThreads, [&] {
-      delta_conv::sm90::conv_step_kernel<State, kKeys, kChannels>(p.conv, p.step, row_blocks, 0);
+      delta_conv::sm90::conv_step_kernel<State, kKeys, kChannels, kRows>(p.conv, p.step, row_blocks, 0);
     });
   }
+}
+
+template <typename State, int kKeys, bool kChannels>
+void conv_step(const delta_conv::ConvDecode& p) {
+  static int turn = 0;
+  turn++ % 2 == 0 ? conv_step_rows<State, kKeys, kChannels, kStepRows>(p)
+                  : conv_step_rows<State, kKeys, kChannels, 2 * kStepRows>(p);
 }
 
 void delta_conv_decode_model(const Tensor& out, const Tensor& states, const Tensor& conv_states, const Tensor& x,
