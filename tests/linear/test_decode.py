@@ -142,10 +142,13 @@ def test_a_convolution_in_front_gives_the_bits_of_the_two_ops(seed, device, monk
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kept_as", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("heads, keys, channelwise", [((2, 4), 128, False), ((2, 2), 128, True), ((3, 6), 64, False)])
-@pytest.mark.parametrize("batch", [5, 64])
+@pytest.mark.parametrize(
+    "heads, keys, channelwise",
+    [((2, 4), 128, False), ((2, 2), 128, True), ((3, 6), 64, False), ((1, 4), 128, False)],
+)
+@pytest.mark.parametrize("batch", [5, 64, 900])
 def test_a_convolution_in_front_is_one_launch(batch, heads, keys, channelwise, kept_as):
-    """By a kernel of its own on Hopper. Slots outside the pool are padding."""
+    """By a kernel of its own on Hopper, whose threads may have four rows. Slots outside the pool are padding."""
     draw, (groups, heads), io = Draw(batch, "cuda"), heads, torch.bfloat16
     channels, num_slots = (2 * groups + heads) * keys, batch + 3
     slots = draw.random.sample(range(num_slots), batch)
@@ -170,6 +173,25 @@ def test_a_convolution_in_front_is_one_launch(batch, heads, keys, channelwise, k
     expected = ops.delta_decode(q, k, v, a, b, states=twins[0], state_indices=named, **gates)
     assert torch.equal(out, expected) and torch.equal(states, twins[0]) and torch.equal(conv_states, twins[1])
     assert not out[named < 0].any() and out.isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("channelwise", [False, True])
+def test_requests_alone_have_the_bits_of_many(channelwise):
+    """A thread has more rows of 16-bit states where requests are many."""
+    draw, batch, heads, io = Draw(7, "cuda"), 900, 4, torch.bfloat16
+    q, k, v = (draw.tensor(batch, heads, 128, dtype=io) for _ in range(3))
+    a = draw.tensor(batch, heads, *([128] if channelwise else []), dtype=io)
+    b, slots = draw.tensor(batch, heads, dtype=io), torch.arange(batch, dtype=torch.int32, device="cuda")
+    gates = {"A_log": draw.per_head(heads), "dt_bias": draw.per_head(*a.shape[1:])}
+    states = torch.randn(batch, heads, 128, 128, device="cuda").to(io)
+    twin = states.clone()
+    out = ops.delta_decode(q, k, v, a, b, states=states, state_indices=slots, **gates)
+    for first in range(0, batch, 60):
+        own = slice(first, first + 60)
+        few = ops.delta_decode(q[own], k[own], v[own], a[own], b[own], states=twin, state_indices=slots[own], **gates)
+        assert torch.equal(out[own], few)
+    assert torch.equal(states, twin)
 
 
 def conv_step(channels=36, conv_slots=3, groups=1, slots=(0, 1), report=None):

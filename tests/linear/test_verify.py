@@ -179,29 +179,59 @@ def test_a_chain_gives_the_bits_of_decoding(kind, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["gdn", "ssd"])
-def test_drafts_alone_have_the_bits_of_many(kind):
-    """A thread has more rows where requests are many."""
-    layer = Layer(4, "cuda", kind, drafts=4, dims=(128, 128), io=torch.bfloat16)
-    batch, layer.heads, layer.groups = 40, 16, 8
-    layer.batch, layer.num_slots, layer.slots = batch, batch, list(range(batch))
+@pytest.mark.parametrize("kind", ["gdn", "kda", "ssd"])
+@pytest.mark.parametrize("drafts", [4, 7])
+def test_drafts_alone_have_the_bits_of_many(kind, drafts):
+    """A thread has more rows where requests are many, and a CTA several requests, some of them padding."""
+    layer = Layer(4, "cuda", kind, drafts=drafts, dims=(128, 128), io=torch.bfloat16)
+    batch, layer.heads, layer.groups = 100, 16, 8
+    layer.batch, layer.num_slots, layer.slots = batch, batch, [-1 if i % 11 == 6 else i for i in range(batch)]
     layer.states = layer.normal(batch, 16, 128, 128)
-    layer.rate, layer.bias, layer.skip = (layer.normal(16) for _ in range(3))
+    per_channel = [128] if kind == "kda" else []
+    layer.rate, layer.skip, layer.bias = layer.normal(16), layer.normal(16), layer.normal(16, *per_channel)
     layer.rings = {
-        "ring_u": layer.normal(batch, 16, 12, 128),
-        "ring_k": layer.normal(batch, 8, 12, 128),
-        "ring_decay": layer.normal(batch, 16, 12).sigmoid(),
+        "ring_u": layer.normal(batch, 16, 8 + drafts, 128),
+        "ring_k": layer.normal(batch, 8, 8 + drafts, 128),
+        "ring_decay": layer.normal(batch, 16, 8 + drafts, *per_channel).sigmoid(),
         "ring_len": indices([i % 9 for i in range(batch)], "cuda"),
     }
     tokens = layer.tokens()
     rings = {name: ring.clone() for name, ring in layer.rings.items()}
     many = layer.call("verify", tokens, layer.slots, states=layer.states, **rings)
-    assert many.isfinite().all()
+    assert many.isfinite().all() and not many.unflatten(0, (batch, drafts))[6::11].any()
     for i in range(0, batch, 7):
         own = {name: ring.clone() for name, ring in layer.rings.items()}
-        alone = layer.call("verify", [t[i : i + 1] for t in tokens], [i], states=layer.states, **own)
-        assert torch.equal(alone, many[4 * i : 4 * i + 4])
+        alone = layer.call("verify", [t[i : i + 1] for t in tokens], layer.slots[i : i + 1], states=layer.states, **own)
+        assert torch.equal(alone, many[drafts * i : drafts * (i + 1)])
         assert all(torch.equal(own[name][i], rings[name][i]) for name in rings)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["gdn", "kda", "ssd"])
+def test_folds_alone_have_the_bits_of_many(kind):
+    """A CTA has several of them."""
+    layer = Layer(5, "cuda", kind, drafts=4, dims=(128, 128))
+    batch, layer.heads, layer.groups = 100, 16, 8
+    layer.batch, layer.num_slots, layer.slots = batch, batch, list(range(batch))
+    layer.states = layer.normal(batch, 16, 128, 128)
+    per_channel = [128] if kind == "kda" else []
+    layer.rings = {
+        "ring_u": layer.normal(batch, 16, 12, 128),
+        "ring_k": layer.normal(batch, 8, 12, 128),
+        "ring_decay": layer.normal(batch, 16, 12, *per_channel).sigmoid(),
+        "ring_len": indices([i % 9 for i in range(batch)], "cuda"),
+    }
+    rings = {name: ring.clone() for name, ring in layer.rings.items()}
+    states, paths = layer.states.clone(), [list(range(i % 5)) for i in range(batch)]
+    layer.commit(paths)
+    many, lengths = layer.states, layer.rings["ring_len"]
+    for i in range(0, batch, 7):
+        layer.batch, layer.slots, layer.states = 1, [i], states.clone()
+        layer.rings = {name: ring.clone() for name, ring in rings.items()}
+        layer.commit(paths[i : i + 1])
+        assert torch.equal(layer.states[i], many[i]) and layer.rings["ring_len"][i] == lengths[i]
+    folds = torch.tensor([i % 9 + i % 5 > 8 for i in range(batch)], device="cuda")
+    assert torch.equal((many != states).flatten(1).any(1), folds) and not lengths[folds].any()
 
 
 @pytest.mark.gpu
