@@ -184,7 +184,7 @@ def test_a_chain_gives_the_bits_of_decoding(kind, device):
 def test_drafts_alone_have_the_bits_of_many(kind, drafts):
     """A thread has more rows where requests are many, and a CTA several requests, some of them padding."""
     layer = Layer(4, "cuda", kind, drafts=drafts, dims=(128, 128), io=torch.bfloat16)
-    batch, layer.heads, layer.groups = 100, 16, 8
+    batch, layer.heads, layer.groups = 50, 16, 8
     layer.batch, layer.num_slots, layer.slots = batch, batch, [-1 if i % 11 == 6 else i for i in range(batch)]
     layer.states = layer.normal(batch, 16, 128, 128)
     per_channel = [128] if kind == "kda" else []
@@ -211,7 +211,7 @@ def test_drafts_alone_have_the_bits_of_many(kind, drafts):
 def test_folds_alone_have_the_bits_of_many(kind):
     """A CTA has several of them."""
     layer = Layer(5, "cuda", kind, drafts=4, dims=(128, 128))
-    batch, layer.heads, layer.groups = 100, 16, 8
+    batch, layer.heads, layer.groups = 50, 16, 8
     layer.batch, layer.num_slots, layer.slots = batch, batch, list(range(batch))
     layer.states = layer.normal(batch, 16, 128, 128)
     per_channel = [128] if kind == "kda" else []
