@@ -35,14 +35,16 @@ struct TileWorks {
   __device__ __forceinline__ int slot_of(int number) const {
     return number < count ? step.state_indices[number / row_blocks / step.num_heads] : 0;
   }
+  __device__ __forceinline__ TileWork at(int number, int slot) const {
+    const int block = number / row_blocks, request = block / step.num_heads;
+    return {number, request, block - request * step.num_heads, (number - block * row_blocks) * kCtaRows, slot};
+  }
   // The first one from `number` on that is no padding, with a number of at least `count` if there is none. `clear` gets
   // the padding before it.
   template <typename Clear>
   __device__ __forceinline__ TileWork from(int number, int slot, const Clear& clear) const {
     for (;; number += gridDim.x, slot = slot_of(number)) {
-      const int block = number / row_blocks, request = block / step.num_heads;
-      const TileWork work{number, request, block - request * step.num_heads, (number - block * row_blocks) * kCtaRows,
-                          slot};
+      const TileWork work = at(number, slot);
       if (number >= count || (slot >= 0 && slot < step.num_slots)) return work;
       clear(work);
     }
@@ -171,10 +173,12 @@ struct TileMakers {
         draft.load(p.step, int64_t{work.request} * at.drafts + warp, work.head, work.head / p.step.heads_per_group);
       }
     };
-    TileWork work = works.from(blockIdx.x, works.slot_of(blockIdx.x), pass_over);
+    const int first_slot = works.slot_of(blockIdx.x);
+    ask_draft(works.at(blockIdx.x, 0));  // what it brings does not wait for its slot
+    TileWork work = works.from(blockIdx.x, first_slot, pass_over);
     if (work.number >= works.count) return;
     const int rows = p.rings.lengths[work.slot];
-    ask_draft(work);
+    if (work.number != static_cast<int>(blockIdx.x)) ask_draft(work);
     ask(work, rows);
     for (bool first = true;; first = false) {
       const int ahead = work.number + gridDim.x, slot = works.slot_of(ahead);
