@@ -267,6 +267,22 @@ class ProducerBase {
     }
   }
 
+  // Brings to L1, by a warp, which keys are hidden from a work's tokens, before who computes reads it; and those of the
+  // first and last tokens of the tiles before it, of which one is likely the next that is taken.
+  __device__ __forceinline__ void prefetch_hidden(const Work& w) const {
+    if (p_.hidden_keys == nullptr) return;
+    const auto prefetch = [&](int token) {
+      asm volatile("prefetch.global.L1 [%0];\n" ::"l"(p_.hidden_keys + 2 * (int64_t{w.first_q_token} + token))
+                   : "memory");
+    };
+    constexpr int kTokens = 4;  // of a sector
+    const int lane = tid_ % 32, ahead = w.first_token - (lane / 2 + 1) * s_.chunk_tokens;
+    for (int i = lane * kTokens; i < w.num_tokens + kTokens - 1; i += 32 * kTokens) {
+      prefetch(w.first_token + min_of(i, w.num_tokens - 1));
+    }
+    if (lane < 16 && ahead >= 0) prefetch(ahead + (lane % 2 == 0 ? 0 : s_.chunk_tokens - 1));
+  }
+
   // Whether a tree mask leaves a key to some row of the tile.
   __device__ __forceinline__ bool is_seen(const Work& w, int key) const { return sm90::is_seen(p_, w, key); }
 
@@ -377,6 +393,7 @@ class BoxProducer : ProducerBase<Tr> {
 
   // What a tile of values needs beside its boxes.
   __device__ __forceinline__ void look_after(const Work& w) {
+    this->prefetch_hidden(w);
     for (int tile = w.tile_begin, tile_end = w.tile_end; tile < tile_end; ++tile) {
       const uint32_t offset = 8 * v_ring_.stage;
       if (is_edge<Tr::kKeys>(w, tile)) {

@@ -161,13 +161,16 @@ struct RowPair {
   static __device__ __forceinline__ float of_row(float scale, int) { return scale; }
   static __device__ __forceinline__ float of_row(const float (&scale)[2], int h) { return scale[h]; }
 
+  // As a rule one of a work's tiles has hidden keys, its last.
   template <int kCount>
   __device__ __forceinline__ void hide(float (&scores)[kCount], const Params& p, const Work& w, int column) const {
+    const KeyRange hidden[2] = {hidden_from(p, w, w.first_token + token[0]),
+                                hidden_from(p, w, w.first_token + token[1])};
+    if (!__any_sync(0xffffffffu, column + 2 * kCount > min_of(hidden[0].begin, hidden[1].begin))) return;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const KeyRange hidden = hidden_from(p, w, w.first_token + token[h]);
-      const unsigned size = max_of(hidden.end - hidden.begin, 0);
-      const int from = column - hidden.begin;
+      const unsigned size = max_of(hidden[h].end - hidden[h].begin, 0);
+      const int from = column - hidden[h].begin;
 #pragma unroll
       for (int i = 0; i < kCount / 2; ++i) {
         if (static_cast<unsigned>(from + i / 2 * 8 + i % 2) < size) scores[i / 2 * 4 + h * 2 + i % 2] = -INFINITY;
