@@ -15,6 +15,13 @@ __device__ __forceinline__ void cp_async_16(uint32_t destination, const void* so
                : "memory");
 }
 
+// 4 or 8 bytes from global to shared memory.
+template <int kBytes>
+__device__ __forceinline__ void cp_async_few(uint32_t destination, const void* source) {
+  static_assert(kBytes == 4 || kBytes == 8);
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;\n" ::"r"(destination), "l"(source), "n"(kBytes) : "memory");
+}
+
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 
 // Until at most kPending of this thread's newest groups are still under way.

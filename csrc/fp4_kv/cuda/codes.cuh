@@ -5,11 +5,10 @@
 #include <cstdint>
 
 // Codes of four bits to fp16, exactly: a sign, two exponent bits and one of mantissa stand in an fp16 as they are,
-// which is the value times 2^-14. A block's scale times 2^7 brings it to the value times 2^-7, of which every product
-// is exact.
+// which is the value times 2^-14. A block's scale follows. Their products are exact: multiples of 2^-24 of six bits.
 namespace attnops::fp4_kv {
 
-inline constexpr float kUnit = 128.f;  // what dequantized values are to be multiplied by
+inline constexpr float kUnit = 16384.f;  // what dequantized values are to be multiplied by
 
 // Codes i and i + 4 of eight as pair i, times 2^-14. First they become the upper bytes of fp16, four at a time.
 __device__ __forceinline__ void code_pairs(uint32_t codes, uint32_t (&pairs)[4]) {
@@ -25,10 +24,9 @@ __device__ __forceinline__ uint32_t times(uint32_t pair, __half2 scale) {
   return *reinterpret_cast<const uint32_t*>(&product);
 }
 
-// Two e4m3 scales times 2^7.
+// Two e4m3 scales.
 __device__ __forceinline__ __half2 scale_pair(uint32_t bytes) {
-  const __half2_raw raw = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(bytes), __NV_E4M3);
-  return __hmul2(__half2(raw), __float2half2_rn(128.f));
+  return __half2(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(bytes), __NV_E4M3));
 }
 
 }  // namespace attnops::fp4_kv

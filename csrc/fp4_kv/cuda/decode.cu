@@ -8,13 +8,22 @@
 namespace attnops::fp4_kv {
 namespace {
 
+bool aligned(const Pages& pages, int64_t codes, int64_t scales) {
+  const auto fits = [](const void* at, int64_t a, int64_t b, int64_t c, int64_t bytes) {
+    return reinterpret_cast<uintptr_t>(at) % bytes == 0 && a % bytes == 0 && b % bytes == 0 && c % bytes == 0;
+  };
+  return fits(pages.codes, pages.codes_stride_page, pages.codes_stride_token, pages.codes_stride_head, codes) &&
+         fits(pages.scales, pages.scales_stride_page, pages.scales_stride_token, pages.scales_stride_head, scales);
+}
+
 template <typename T, int kDim, int kRowTiles>
 void launch_decode(const DecodeParams& p, cudaStream_t stream) {
   const int64_t works = int64_t{p.batch_size} * p.num_kv_heads * p.num_splits;
   const int blocks = static_cast<int>(ceil_div<int64_t>(works, kWarps));
   if (blocks > 0) {
-    const LaunchShape shape{blocks, 32 * kWarps, 0, 0};
-    if (tiles_in_pages(p, kTileKeys)) {
+    constexpr int kBytes = kWarps * kWarpBytes<kDim>;
+    const LaunchShape shape{blocks, 32 * kWarps, kBytes, kBytes};
+    if (tiles_in_pages(p, kTileKeys) && scales_on(p.k, kDim / 16) && scales_on(p.v, kDim / 16)) {
       launch_dependent<&fp4_decode_kernel<T, kDim, kRowTiles, true>>("fp4_decode_kernel", shape, stream, p);
     } else {
       launch_dependent<&fp4_decode_kernel<T, kDim, kRowTiles, false>>("fp4_decode_kernel", shape, stream, p);
@@ -28,22 +37,15 @@ void launch_latents(const DecodeParams& p, cudaStream_t stream) {
   const int blocks = ceil_div(p.seqlen_q * p.num_q_heads, kLatentRows);
   const int64_t works = int64_t{p.batch_size} * blocks * p.num_splits;
   if (works > 0) {
-    const LaunchShape shape{static_cast<int>(works), 32 * kLatentWarps, 0, 0};
-    if (tiles_in_pages(p, kLatentKeys)) {
+    constexpr int kBytes = sizeof(LatentShared);
+    const LaunchShape shape{static_cast<int>(works), 32 * kLatentWarps, kBytes, kBytes};
+    if (tiles_in_pages(p, kLatentKeys) && aligned(p.k, 16, 2)) {
       launch_dependent<&fp4_latent_kernel<T, true>>("fp4_latent_kernel", shape, stream, p);
     } else {
       launch_dependent<&fp4_latent_kernel<T, false>>("fp4_latent_kernel", shape, stream, p);
     }
   }
   launch_merge<T>(p, stream);
-}
-
-bool aligned(const Pages& pages, int64_t codes, int64_t scales) {
-  const auto fits = [](const void* at, int64_t a, int64_t b, int64_t c, int64_t bytes) {
-    return reinterpret_cast<uintptr_t>(at) % bytes == 0 && a % bytes == 0 && b % bytes == 0 && c % bytes == 0;
-  };
-  return fits(pages.codes, pages.codes_stride_page, pages.codes_stride_token, pages.codes_stride_head, codes) &&
-         fits(pages.scales, pages.scales_stride_page, pages.scales_stride_token, pages.scales_stride_head, scales);
 }
 
 struct Impl {

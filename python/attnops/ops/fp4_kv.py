@@ -114,11 +114,15 @@ def fp4_decode(
 
 
 def _scratch(q: Tensor, k_pages: Tensor, v_pages: Tensor | None, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for as many shares of a request's keys as fill the GPU once: twelve warps an SM, of latents two CTAs."""
+    """Room for as many shares of a request's keys as fill the GPU once.
+
+    That is sixteen warps an SM, eight of more than eight rows, and of latents two CTAs.
+    """
     if v_pages is None:
         works, places = q.shape[0] * -(-q.shape[1] * q.shape[2] // 16), 2
     else:
-        works, places = q.shape[0] * k_pages.shape[2], 12
+        rows = q.shape[1] * q.shape[2] // max(k_pages.shape[2], 1)
+        works, places = q.shape[0] * k_pages.shape[2], 16 if rows <= 8 else 8
     places *= torch.cuda.get_device_properties(q.device).multi_processor_count
     splits = min(max(places // max(works, 1), 1), 64)
     partial = torch.empty(splits, *out.shape, dtype=torch.float32, device=q.device)
