@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fp4_problems
 import pytest
 import torch
 from attnops import ops
@@ -67,3 +68,40 @@ def test_latents_are_those_of_the_cpu(page_size, heads, seqlen_q, window, dtype)
     )
     assert relative_error(out.cpu(), expected.double()) <= MAX_RELATIVE_ERROR[dtype]
     torch.testing.assert_close(got.cpu(), lse, rtol=1e-4, atol=1e-3)
+
+
+def _apart(rows, gap, begin):
+    """`rows`, with `gap` bytes between one and the next, of which `begin` come first."""
+    n = rows.shape[-1]
+    whole = torch.full((*rows.shape[:-1], n + gap), 0x7F, dtype=torch.uint8, device=rows.device)
+    whole[..., begin : begin + n] = rows.view(torch.uint8)
+    return whole[..., begin : begin + n].view(rows.dtype)
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("heads, kv_heads, dim", [(32, 8, 128), (16, 1, 128), (8, 2, 64), (16, 1, 576)])
+@pytest.mark.parametrize("scale", [0.1, -0.1, 0.0])
+@pytest.mark.parametrize("odd", [False, True])
+def test_shares_of_many_tiles(page_size, heads, kv_heads, dim, scale, odd, monkeypatch):
+    """A share has so many tiles that stages come round, and rows need not stand on boundaries of their size."""
+    monkeypatch.setattr(fp4_problems, "LENGTHS", [0, 70, 700, 1001])
+    mla, dtype = dim == 576, torch.bfloat16
+    q, k, v, table, lengths, scales, _ = problem(page_size, heads, kv_heads, dim, 1, dtype, mla=mla)
+    of_v = (None, None) if mla else (v[0], v[1])
+    expected = ops.fp4_decode(
+        q.float(), k[0], of_v[0], k[1], of_v[1], table, lengths, softmax_scale=scale, k_scale=scales[0]
+    )
+
+    def one_share(q, k_pages, v_pages, out):
+        return torch.empty(1, *out.shape, device="cuda"), torch.empty(1, *out.shape[:-1], device="cuda")
+
+    monkeypatch.setattr("attnops.ops.fp4_kv._scratch", one_share)
+    sides = [on_gpu(side) for side in (k, v) if side is not None]
+    if odd:  # codes on 16 bytes, of latents on 8; scales on 4, of latents on any
+        sides = [(_apart(c, 8 if mla else 16, 8 if mla else 0), _apart(s, 1 if mla else 4, 0)) for c, s in sides]
+    (k_pages, k_scales), (v_pages, v_scales) = sides if len(sides) == 2 else (sides[0], (None, None))
+    out = ops.fp4_decode(
+        q.cuda(), k_pages, v_pages, k_scales, v_scales, table.cuda(), lengths.cuda(), softmax_scale=scale,
+        k_scale=scales[0].cuda(),
+    )  # fmt: skip
+    assert relative_error(out.cpu(), expected.double()) <= MAX_RELATIVE_ERROR[dtype]
