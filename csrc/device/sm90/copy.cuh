@@ -12,6 +12,12 @@ __device__ inline void copy16(uint32_t shared, const void* global, bool valid) {
                : "memory");
 }
 
+// `bytes` of 16, then zeros; nothing is read of none.
+__device__ inline void copy16_of(uint32_t shared, const void* global, int bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes)
+               : "memory");
+}
+
 // 16 bytes, always.
 __device__ inline void copy16(uint32_t shared, const void* global) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");

@@ -26,7 +26,9 @@ class Consumer {
   using T = typename Tr::T;
   using Out = typename Tr::Out;
   using Layout = SharedLayout<Tr>;
-  static constexpr int kTurnBarrier = 2;  // + warpgroup
+  static constexpr int kTurnBarrier = 2;                                                   // + warpgroup
+  static constexpr int kQueriesBarrier = 8;                                                // + warpgroup
+  static constexpr bool kConverts = !Tr::kFp8 && !std::is_same_v<T, typename Tr::Caller>;  // queries
   static constexpr Shape kShape = Tr::kShape;
   static constexpr int kVRows = Tr::kFp8 ? Tr::kHeadDimV : Tr::kKeys;    // of a chunk of values in shared memory
   static constexpr int kProbabilities = Tr::kKeys * int{sizeof(T)} / 8;  // registers
@@ -130,6 +132,7 @@ class Consumer {
     }
     const uint32_t queries = shared_ + Layout::kQ + q_ring_.stage * Tr::kQBytes + first_row * 128;
     q_operand_ = hopper::chunk_operand<Tr::kRows>(queries);
+    if constexpr (kConverts) convert_queries(queries, 16 * warp_ + lane_ / 4);
 
     int tile = w.tile_begin;
     const int tile_end = w.tile_end;
@@ -160,6 +163,49 @@ class Consumer {
     }
     if (tile_end == w.tile_begin) release(shared_ + Layout::kQEmpty + 8 * q_ring_.stage);
     finish(w, tile_end > w.tile_begin);
+  }
+
+  // bfloat16 queries become fp16 in their place. Four lanes have a row, and scale it by the power of two that brings
+  // its largest value below 2^16: all values above 2^-30 of that one stay exact. Scores are multiplied by the inverse.
+  __device__ __forceinline__ void convert_queries(uint32_t queries, int own_row) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = own_row + 8 * h;
+      uint32_t values[Tr::kQkChunks * 2][4], largest = 0;
+      const auto at = [&](int i) {
+        return queries + i / 2 * Tr::kRows * 128 + hopper::swizzled(row, lane_ % 4 * 2 + i % 2);
+      };
+#pragma unroll
+      for (int i = 0; i < Tr::kQkChunks * 2; ++i) {
+        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(values[i][0]), "=r"(values[i][1]), "=r"(values[i][2]), "=r"(values[i][3])
+                     : "r"(at(i))
+                     : "memory");
+      }
+#pragma unroll
+      for (int i = 0; i < Tr::kQkChunks * 8; ++i) largest = __vmaxu2(largest, values[i / 4][i % 4] & 0x7fff7fffu);
+      largest = __vmaxu2(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+      largest = __vmaxu2(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+      const int exponent = static_cast<int>(max_of(largest >> 16, largest & 0xffffu) >> 7);  // biased by 127
+      const int power = min_of(127 + 15 + 127 - exponent, 227);                              // likewise
+      const float scale = __int_as_float(power << 23), inverse = __int_as_float((254 - power) << 23);
+#pragma unroll
+      for (int i = 0; i < Tr::kQkChunks * 2; ++i) {
+        uint32_t pairs[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          pairs[j] = hopper::pack_pair<T>(__uint_as_float(values[i][j] << 16) * scale,
+                                          __uint_as_float(values[i][j] & 0xffff0000u) * scale);
+        }
+        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at(i)), "r"(pairs[0]), "r"(pairs[1]),
+                     "r"(pairs[2]), "r"(pairs[3])
+                     : "memory");
+      }
+      row_factor_[h] = inverse;
+      row_scale_[h] = transformed_ ? scale_ : scale_ * inverse;
+    }
+    hopper::fence_async_proxy();  // the matrix units read through another proxy
+    hopper::named_barrier_sync(kQueriesBarrier + group_, 128);
   }
 
   // Tiles that all rows of the warpgroup see whole: [begin, end).
@@ -230,6 +276,10 @@ class Consumer {
   template <Tile kTile>
   __device__ __forceinline__ void treat(const Work& w, int tile, bool masked) {
     if constexpr (kTile == Tile::kTransformed) {
+      if constexpr (kConverts) {
+#pragma unroll
+        for (int i = 0; i < Tr::kKeys / 2; ++i) scores_[i] *= row_factor_[i / 2 % 2];
+      }
       if (p_.logit_cap > 0.f) {
         cap_scores(scores_, inner_scale_);
       } else {
@@ -239,6 +289,14 @@ class Consumer {
     }
     if constexpr (kTile != Tile::kFull) {
       if (kTile == Tile::kMasked || masked) rows_.mask(scores_, p_, w, w.place_of(tile) * Tr::kKeys + column_);
+    }
+  }
+
+  __device__ __forceinline__ bool to_exponents(float (&shrink)[2]) {
+    if constexpr (kConverts) {
+      return rows_.template to_exponents<kShape.largest_first>(scores_, row_scale_, shrink);
+    } else {
+      return rows_.template to_exponents<kShape.largest_first>(scores_, scale_, shrink);
     }
   }
 
@@ -275,7 +333,7 @@ class Consumer {
       treat<Tile::kMasked>(w, tile, true);
     }
     float shrink[2];
-    rows_.template to_exponents<kShape.largest_first>(scores_, scale_, shrink);
+    to_exponents(shrink);
     rows_.exponentiate(scores_);
     pack();
   }
@@ -297,7 +355,7 @@ class Consumer {
       release_keys();
       release_queries(tile + 1 == w.tile_end);
       treat<kTile>(w, tile, masked);
-      const bool moved = rows_.template to_exponents<kShape.largest_first>(scores_, scale_, shrink);
+      const bool moved = to_exponents(shrink);
       rows_.exponentiate(scores_);
       keep_before_wait();
       hopper::wgmma_wait<0>(out_);
@@ -310,7 +368,7 @@ class Consumer {
       release_keys();
       release_queries(tile + 1 == w.tile_end);
       treat<kTile>(w, tile, masked);
-      const bool moved = rows_.template to_exponents<kShape.largest_first>(scores_, scale_, shrink);
+      const bool moved = to_exponents(shrink);
       if (moved) shrink_out(shrink);
       rows_.exponentiate(scores_);
       pack();
@@ -418,6 +476,7 @@ class Consumer {
   uint32_t everywhere_;  // shared_ in CTA `lane` of the cluster
   bool transformed_ = false;
   float scale_ = 0.f, inner_scale_ = 0.f;
+  float row_scale_[2] = {}, row_factor_[2] = {};  // kConverts: scale_, and what a row's queries were divided by
   uint32_t q_operand_ = 0, k_operand_, v_operand_;
   Ring<Tr::kWorkStages> work_ring_;
   Ring<Tr::kQStages> q_ring_;

@@ -2,13 +2,14 @@
 #include "device/common/pdl.cuh"
 #include "fmha/sm90/attend.cuh"
 #include "fmha/sm90/load_e4m3.cuh"
+#include "fmha/sm90/load_narrow.cuh"
 #include "fmha/sm90/load_rows.cuh"
 #include "fmha/sm90/merge.cuh"
 
 namespace attnops::fmha::sm90 {
 
 // One CTA an SM, until the plan has no more works: warpgroup 0 brings tiles, the others compute. kByRows: keys and
-// values of 16-bit queries come row by row; else in boxes.
+// values of 16 bits come row by row; else in boxes, or, of e4m3 under 16-bit queries, either way.
 template <class Tr, bool kByRows>
 __global__ void __launch_bounds__(Tr::kThreads, Tr::kShape.ctas)
     fmha_sm90_kernel(const __grid_constant__ Params p, const __grid_constant__ Schedule s,
@@ -22,9 +23,12 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kShape.ctas)
     constexpr int kWarps = 4 * Tr::kWarpgroups;
     // Arrivals for a tile of keys or values. Beside who computes, three warps read a work, and one wrote it.
     constexpr int kReaders = 3;
-    int of_keys = 1, of_values = kTransposers;
-    if constexpr (kByRows) {
-      of_keys = of_values = RowProducer<Tr>::arrivals(p);
+    int of_keys = 1, of_values = kTransposers, of_raw = 1, readers_of_raw = kTransposers;
+    if constexpr (Tr::kNarrow) {
+      of_keys = of_values = readers_of_raw = NarrowProducer<Tr>::kWideners;
+      of_raw = NarrowProducer<Tr>::arrivals(s);
+    } else if constexpr (kByRows) {
+      of_keys = of_values = RowProducer<Tr>::kArrivals;
     } else if constexpr (!Tr::kFp8) {
       of_values = BoxProducer<Tr>::kOfValues;
     }
@@ -41,8 +45,10 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kShape.ctas)
       hopper::mbarrier_init(shared + Layout::kKEmpty + 8 * i, kWarps * s.cluster);
       hopper::mbarrier_init(shared + Layout::kVFull + 8 * i, of_values);
       hopper::mbarrier_init(shared + Layout::kVEmpty + 8 * i, kWarps * s.cluster);
-      hopper::mbarrier_init(shared + Layout::kRawFull + 8 * i, 1);
-      hopper::mbarrier_init(shared + Layout::kRawEmpty + 8 * i, kTransposers);
+    }
+    for (int i = 0; i < Tr::kRawStages; ++i) {
+      hopper::mbarrier_init(shared + Layout::kRawFull + 8 * i, of_raw);
+      hopper::mbarrier_init(shared + Layout::kRawEmpty + 8 * i, readers_of_raw);
     }
     hopper::mbarrier_init(shared + Layout::kMailFull, 1);
     hopper::mbarrier_init(shared + Layout::kMailEmpty, 1);
@@ -65,6 +71,8 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kShape.ctas)
     const Maps maps{&q_map, &k_map, &v_map};
     if constexpr (Tr::kFp8) {
       E4m3Producer<Tr>(p, s, maps, base).run();
+    } else if constexpr (Tr::kNarrow) {
+      NarrowProducer<Tr>(p, s, maps, base).run();
     } else if constexpr (kByRows) {
       RowProducer<Tr>(p, s, maps, base).run();
     } else {

@@ -22,6 +22,15 @@ inline int keys_per_box(const Params& p, int tile_keys) {
   return common % 8 == 0 ? common : 0;
 }
 
+// Whether rows of keys and values start on 16 bytes, as boxes must. e4m3 ones may start on 8.
+inline bool starts_on_16(const Params& p) {
+  if (p.kv_dtype == p.dtype) return true;
+  const auto bits = reinterpret_cast<uintptr_t>(p.k) | reinterpret_cast<uintptr_t>(p.v);
+  const int64_t strides =
+      p.k_stride_page | p.k_stride_token | p.k_stride_head | p.v_stride_page | p.v_stride_token | p.v_stride_head;
+  return bits % 16 == 0 && strides % 16 == 0;
+}
+
 // Without scratch for all pieces of the plan, tiles are left whole: the plan's order has them all.
 template <class Tr>
 bool has_scratch(const Params& p, int works_per_tile) {
@@ -39,8 +48,9 @@ Schedule make_schedule(const Params& p) {
   s.max_pieces = may_cut && has_scratch<Tr>(p, s.works_per_tile) ? p.max_pieces : 0;
   s.num_works += s.max_pieces * s.works_per_tile;
   s.takes = s.num_works / s.turns;
-  s.box_keys = p.kv_dtype == p.dtype ? keys_per_box(p, Tr::kKeys) : 0;  // others are converted row by row
-  s.cluster = !Tr::kFp8 && s.box_keys > 0 && s.blocks_per_group % 2 == 0 ? 2 : 1;
+  s.starts_on_16 = starts_on_16(p);
+  s.box_keys = s.starts_on_16 ? keys_per_box(p, Tr::kKeys) : 0;
+  s.cluster = !Tr::kFp8 && !Tr::kNarrow && s.box_keys > 0 && s.blocks_per_group % 2 == 0 ? 2 : 1;
   return s;
 }
 
@@ -60,9 +70,11 @@ inline CUtensorMap query_map(const Params& p, const Schedule& s) {
   return attnops::sm90::encode_tensor_map(p.dtype, p.q, 3, extents, strides, box);
 }
 
-// K or V: dims, tokens of a page (or all tokens), heads, pages.
-inline CUtensorMap key_map(const Params& p, const Schedule& s, const void* base, int head_dim, int64_t stride_token,
-                           int64_t stride_head, int64_t stride_page) {
+// K or V: dims, tokens of a page (or all tokens), heads, pages. A box has a chunk of its rows under the swizzle; e4m3
+// rows that are made wide come whole, 64 bytes for each of `chunks`.
+template <class Tr>
+CUtensorMap key_map(const Params& p, const Schedule& s, const void* base, int head_dim, int chunks,
+                    int64_t stride_token, int64_t stride_head, int64_t stride_page) {
   const int64_t tokens = p.paged ? p.page_table.page_size : p.num_k_tokens,
                 pages = p.paged ? p.page_table.num_pages : 1;
   if (s.box_keys == 0 || tokens == 0 || pages == 0) return {};
@@ -70,16 +82,20 @@ inline CUtensorMap key_map(const Params& p, const Schedule& s, const void* base,
   const cuuint64_t strides[3] = {byte_stride(stride_token, tokens, p.kv_dtype),
                                  byte_stride(stride_head, p.num_kv_heads, p.kv_dtype),
                                  byte_stride(stride_page, pages, p.kv_dtype)};
-  const cuuint32_t box[4] = {static_cast<cuuint32_t>(128 / size_of(p.kv_dtype)), static_cast<cuuint32_t>(s.box_keys), 1,
-                             1};
-  return attnops::sm90::encode_tensor_map(p.kv_dtype, base, 4, extents, strides, box);
+  const int columns = Tr::kNarrow ? 64 * chunks : 128 / size_of(p.kv_dtype);
+  const cuuint32_t box[4] = {static_cast<cuuint32_t>(columns), static_cast<cuuint32_t>(s.box_keys), 1, 1};
+  return attnops::sm90::encode_tensor_map(p.kv_dtype, base, 4, extents, strides, box,
+                                          CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                          Tr::kNarrow ? CU_TENSOR_MAP_SWIZZLE_NONE : CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
 template <class Tr, bool kByRows>
 void launch_kernel(const Params& p, const Schedule& s, cudaStream_t stream) {
   const CUtensorMap queries = query_map(p, s);
-  const CUtensorMap keys = key_map(p, s, p.k, p.head_dim_qk, p.k_stride_token, p.k_stride_head, p.k_stride_page);
-  const CUtensorMap values = key_map(p, s, p.v, p.head_dim_v, p.v_stride_token, p.v_stride_head, p.v_stride_page);
+  const CUtensorMap keys =
+      key_map<Tr>(p, s, p.k, p.head_dim_qk, Tr::kQkChunks, p.k_stride_token, p.k_stride_head, p.k_stride_page);
+  const CUtensorMap values =
+      key_map<Tr>(p, s, p.v, p.head_dim_v, Tr::kVChunks, p.v_stride_token, p.v_stride_head, p.v_stride_page);
   constexpr int kBytes = SharedLayout<Tr>::kAllBytes;
   const int ctas = max_of(min_of(s.takes, Tr::kShape.ctas * device_sms("fmha") / s.cluster * s.cluster), 1);
   launch_dependent<&fmha_sm90_kernel<Tr, kByRows>>("fmha", {ctas, Tr::kThreads, kBytes, kBytes, 1, 1, s.cluster},
@@ -90,7 +106,7 @@ template <class Tr>
 void launch_traits(const Params& p, cudaStream_t stream) {
   if (p.num_q_tokens == 0) return;
   const Schedule s = make_schedule<Tr>(p);
-  if constexpr (!Tr::kFp8) {
+  if constexpr (!Tr::kFp8 && !Tr::kNarrow) {
     if (s.box_keys == 0) return launch_kernel<Tr, true>(p, s, stream);
   }
   launch_kernel<Tr, false>(p, s, stream);
@@ -109,9 +125,24 @@ bool suits_short(const Params& p) {
   return small.blocks_per_group <= 2 * s.blocks_per_group || int64_t{p.num_tiles} * small.works_per_tile <= kFewWorks;
 }
 
+// Calls of one shape: keys of 16 bits, or e4m3 ones under 16-bit queries.
+template <class Tr>
+void launch(const Params& p, cudaStream_t stream) {
+  if constexpr (!Tr::kFp8) {
+    if (p.kv_dtype != p.dtype) return launch_traits<typename Tr::Narrow>(p, stream);
+  }
+  launch_traits<Tr>(p, stream);
+}
+
 template <class Tr, class Short>
 void launch_by_size(const Params& p, cudaStream_t stream) {
-  suits_short<Tr, Short>(p) ? launch_traits<Short>(p, stream) : launch_traits<Tr>(p, stream);
+  if (p.kv_dtype == p.dtype)
+    return suits_short<Tr, Short>(p) ? launch_traits<Short>(p, stream) : launch_traits<Tr>(p, stream);
+  if constexpr (Tr::kHeadDimQk <= 128) {  // else two CTAs of an SM have no room for tiles as they come
+    using Narrow = typename Short::Narrow;
+    if (suits_short<typename Tr::Narrow, Narrow>(p)) return launch_traits<Narrow>(p, stream);
+  }
+  launch_traits<typename Tr::Narrow>(p, stream);
 }
 
 }  // namespace attnops::fmha::sm90

@@ -86,8 +86,8 @@ class E4m3Producer : ProducerBase<Tr> {
             p_.v_stride_token * size,
             p_.v_stride_head * size,
             p_.head_dim_v,
-            shared_ + Layout::kRawV,
-            Tr::kRawVBytes,
+            shared_ + Layout::kRaw,
+            Tr::kRawBytes,
             shared_ + Layout::kRawFull,
             shared_ + Layout::kRawEmpty};
   }
@@ -110,7 +110,7 @@ class E4m3Producer : ProducerBase<Tr> {
       if (tile > w.tile_begin) {
         const uint32_t offset = 8 * v_ring_.stage;
         this->template bring_boxes<Tr::kVChunks>(
-            w, tile - 1, page_before, maps_.v, shared_ + Layout::kRawV + v_ring_.stage * Tr::kRawVBytes,
+            w, tile - 1, page_before, maps_.v, shared_ + Layout::kRaw + v_ring_.stage * Tr::kRawBytes,
             shared_ + Layout::kRawEmpty + offset, v_ring_.phase ^ 1, shared_ + Layout::kRawFull + offset, 0, INT32_MAX);
         v_ring_.advance();
       }
@@ -134,7 +134,7 @@ class E4m3Producer : ProducerBase<Tr> {
   // Half of each tile of values, by one of two warps.
   __device__ __forceinline__ void transpose_values(const Work& w) {
     for (int tile = w.tile_begin, end = w.tile_end; tile < end; ++tile) {
-      const uint32_t raw = shared_ + Layout::kRawV + ring_.stage * Tr::kRawVBytes, offset = 8 * ring_.stage;
+      const uint32_t raw = shared_ + Layout::kRaw + ring_.stage * Tr::kRawBytes, offset = 8 * ring_.stage;
       hopper::mbarrier_wait(shared_ + Layout::kRawFull + offset, ring_.phase);
       if (!by_rows() && is_edge<Tr::kKeys>(w, tile)) {
         clear_unseen(w, tile, raw, 32 * (warp_ % 2) + lane_, 32 * kTransposers);

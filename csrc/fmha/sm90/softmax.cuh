@@ -98,26 +98,27 @@ struct RowPair {
 
   // Scores become exponents, at most kTop. Returns whether references have moved, and by which factors values shrink.
   // `kAlways`: as if no row had a reference, which suits tiles of few products.
-  template <bool kAlways, int kCount>
-  __device__ __forceinline__ bool to_exponents(float (&scores)[kCount], float scale, float (&shrink)[2]) {
+  // `scale`: one of all rows, or one of each.
+  template <bool kAlways, class Scale, int kCount>
+  __device__ __forceinline__ bool to_exponents(float (&scores)[kCount], const Scale& scale, float (&shrink)[2]) {
     if (kAlways || !settled) {
       const float lowest[2] = {reference[0], reference[1]};
       bool moved = false;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float largest = row_max(scores, h) * scale;
+        const float largest = row_max(scores, h) * of_row(scale, h);
         shrink[h] = 1.f;
         if (largest - lowest[h] > kTop) {  // false for -inf less -inf
           move_to(h, largest - kLift, lowest[h], shrink[h]);
           moved = true;
         }
-        add_to_row(scores, h, scale, reference[h] == -INFINITY ? 0.f : -reference[h]);
+        add_to_row(scores, h, of_row(scale, h), reference[h] == -INFINITY ? 0.f : -reference[h]);
       }
       settled = __all_sync(0xffffffffu, reference[0] > -INFINITY && reference[1] > -INFINITY);
       return __any_sync(0xffffffffu, moved);
     }
-    add_to_row(scores, 0, scale, -reference[0]);
-    add_to_row(scores, 1, scale, -reference[1]);
+    add_to_row(scores, 0, of_row(scale, 0), -reference[0]);
+    add_to_row(scores, 1, of_row(scale, 1), -reference[1]);
     // Positive floats are ordered like their bits, and a negative one's are below them. Three are compared at once.
     int top[2] = {0, 0};
 #pragma unroll
@@ -157,6 +158,9 @@ struct RowPair {
   }
 
  private:
+  static __device__ __forceinline__ float of_row(float scale, int) { return scale; }
+  static __device__ __forceinline__ float of_row(const float (&scale)[2], int h) { return scale[h]; }
+
   template <int kCount>
   __device__ __forceinline__ void hide(float (&scores)[kCount], const Params& p, const Work& w, int column) const {
 #pragma unroll

@@ -21,6 +21,27 @@ struct Shape {
   int ctas = 1;                // that share an SM
 };
 
+// What tiles may take of an SM's shared memory, divided among its CTAs: it keeps 1 KiB for each, the base is rounded up
+// to another, and works and barriers take the rest.
+constexpr int most_tile_bytes(int ctas) { return 228 * 1024 / ctas - 1024 - 1008 - 512; }
+
+// The places of a tile of queries, and of keys and values, all of 16 bits, and one of a tile as e4m3.
+constexpr int chunks_of(int head_dim) { return ceil_div(head_dim, 64); }
+constexpr int wide_tile_bytes(const Shape& s) {
+  return s.q_stages * chunks_of(s.head_dim_qk) * 64 * s.warpgroups * 128 +
+         s.stages * (chunks_of(s.head_dim_qk) + chunks_of(s.head_dim_v)) * s.keys * 128;
+}
+constexpr int narrow_tile_bytes(const Shape& s) {
+  return max_of(chunks_of(s.head_dim_qk), chunks_of(s.head_dim_v)) * s.keys * 64;
+}
+
+// For e4m3 keys: as many of them as leave room for two tiles as they come.
+constexpr Shape of_narrow(Shape s) {
+  if (s.ctas > 1) s.q_stages = 1;
+  while (s.keys > 16 && wide_tile_bytes(s) + 2 * narrow_tile_bytes(s) > most_tile_bytes(s.ctas)) s.keys -= 16;
+  return s;
+}
+
 // Tiles and shared memory of one instantiation. Head dims are those of the tile; smaller ones are filled with zeros.
 //
 // A CTA is one warpgroup that brings tiles and kWarpgroups that compute, 64 rows each. A row is a query token and one
@@ -28,11 +49,16 @@ struct Shape {
 //
 // Where T is e4m3, values are brought as they are, and two other warps transpose them: the matrix units take 8-bit
 // operands along the summed dimension alone.
-template <typename T_, Shape kShape_>
+//
+// kNarrow: e4m3 keys and values become fp16 on their way. All products are fp16 then. So queries of another type
+// (Caller) become fp16 as well, each row scaled by a power of two.
+template <typename T_, Shape kShape_, typename Caller_ = T_, bool kNarrow_ = false>
 struct Traits {
-  using T = T_;
-  static constexpr bool kFp8 = std::is_same_v<T, __nv_fp8_e4m3>;
-  using Out = std::conditional_t<kFp8, __nv_bfloat16, T>;
+  using T = T_;            // of both products
+  using Caller = Caller_;  // of queries
+  static constexpr bool kNarrow = kNarrow_, kFp8 = std::is_same_v<T, __nv_fp8_e4m3>;
+  using Out = std::conditional_t<kFp8, __nv_bfloat16, Caller>;
+  using Narrow = Traits<__half, of_narrow(kShape_), Caller, true>;  // for e4m3 keys
   static constexpr Shape kShape = kShape_;
   static constexpr int kHeadDimQk = kShape.head_dim_qk, kHeadDimV = kShape.head_dim_v;
   static constexpr int kKeys = kShape.keys;
@@ -42,7 +68,7 @@ struct Traits {
   static constexpr int kWorkStages = 2;  // a work is known before its queries have a place
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
   // In boxes, CTAs take the next work late. By measurement: e4m3 and head dim 64 lose by it.
-  static constexpr bool kTakesLate = !kFp8 && kWarpgroups == 2;
+  static constexpr bool kTakesLate = !kFp8 && !kNarrow && kWarpgroups == 2;
   static constexpr bool kShort = kShape.ctas > 1;  // for short calls
   static constexpr int kConsumerRegisters = kShape.registers;
   // Warpgroups start with equal shares and may trade what they were given together.
@@ -56,7 +82,11 @@ struct Traits {
   static constexpr int kQBytes = kQkChunks * kRows * 128;
   static constexpr int kKBytes = kQkChunks * kKeys * 128;
   static constexpr int kVBytes = kFp8 ? ceil_div(kKeys, 128) * kHeadDimV * 128 : kVChunks * kKeys * 128;
-  static constexpr int kRawVBytes = kFp8 ? kVChunks * kKeys * 128 : 0;  // as they come
+  // Tiles as they come: e4m3 values to be transposed, or e4m3 keys and values to be made wide.
+  static constexpr int kRawBytes = kFp8 ? kVChunks * kKeys * 128 : kNarrow ? narrow_tile_bytes(kShape) : 0;
+  static constexpr int kRawStages =
+      kNarrow ? min_of(4, (most_tile_bytes(kShape.ctas) - wide_tile_bytes(kShape)) / narrow_tile_bytes(kShape))
+              : kStages;
 };
 
 struct WorkSlot;
@@ -67,12 +97,12 @@ struct SharedLayout {
   static constexpr int kQ = 0;
   static constexpr int kK = kQ + Tr::kQStages * Tr::kQBytes;
   static constexpr int kV = kK + Tr::kStages * Tr::kKBytes;
-  static constexpr int kRawV = kV + Tr::kStages * Tr::kVBytes;
-  static constexpr int kWorks = kRawV + Tr::kStages * Tr::kRawVBytes;  // Work [kWorkStages]
+  static constexpr int kRaw = kV + Tr::kStages * Tr::kVBytes;
+  static constexpr int kWorks = kRaw + Tr::kRawStages * Tr::kRawBytes;  // Work [kWorkStages]
   static constexpr int kWorkBytes = 72;
   static constexpr int kBarriers = kWorks + Tr::kWorkStages * kWorkBytes;
-  // q full, q empty; work known, work done; k full, k empty, v full, v empty, raw v full, raw v empty.
-  static constexpr int kNumBarriers = 2 * Tr::kQStages + 2 * Tr::kWorkStages + 6 * Tr::kStages;
+  // q full, q empty; work known, work done; k full, k empty, v full, v empty; raw full, raw empty.
+  static constexpr int kNumBarriers = 2 * Tr::kQStages + 2 * Tr::kWorkStages + 4 * Tr::kStages + 2 * Tr::kRawStages;
   // What CTA 0 of a pair tells CTA 1: the next works. Full, empty, an int.
   static constexpr int kMailFull = kBarriers + 8 * kNumBarriers, kMailEmpty = kMailFull + 8, kMail = kMailEmpty + 8;
   static constexpr int kLastKeys = kMail + 8;  // of a long work are asked for: the next one may be taken
@@ -84,8 +114,8 @@ struct SharedLayout {
   static constexpr int kWorkKnown = kQEmpty + 8 * Tr::kQStages, kWorkDone = kWorkKnown + 8 * Tr::kWorkStages;
   static constexpr int kKFull = kWorkDone + 8 * Tr::kWorkStages, kKEmpty = kKFull + 8 * Tr::kStages;
   static constexpr int kVFull = kKEmpty + 8 * Tr::kStages, kVEmpty = kVFull + 8 * Tr::kStages;
-  // Of values as they come, which await their transpose, or zeros in place of keys that nobody sees.
-  static constexpr int kRawFull = kVEmpty + 8 * Tr::kStages, kRawEmpty = kRawFull + 8 * Tr::kStages;
+  // Of tiles as they come, which await their transpose, or to be made wide, or zeros in place of keys that nobody sees.
+  static constexpr int kRawFull = kVEmpty + 8 * Tr::kStages, kRawEmpty = kRawFull + 8 * Tr::kRawStages;
 };
 
 }  // namespace attnops::fmha::sm90
