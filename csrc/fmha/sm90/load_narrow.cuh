@@ -14,15 +14,17 @@ template <class Tr>
 class NarrowProducer : ProducerBase<Tr> {
   using Base = ProducerBase<Tr>;
   using Layout = typename Base::Layout;
-  using Base::arrive, Base::bring_queries, Base::check_page, Base::is_seen, Base::maps_, Base::next_work, Base::p_,
-      Base::page_of_box, Base::s_, Base::shared_, Base::take_index, Base::tell, Base::tid_, Base::work_done,
-      Base::work_known, Base::work_ring_, Base::work_slot;
+  using Base::bring_queries, Base::check_page, Base::is_seen, Base::maps_, Base::next_work, Base::p_, Base::page_of_box,
+      Base::s_, Base::shared_, Base::take_index, Base::tell, Base::tid_, Base::work_done, Base::work_known,
+      Base::work_ring_, Base::work_slot;
 
  public:
   static constexpr int kWideners = 3;  // warps that arrive for a wide tile
 
   __device__ __forceinline__ NarrowProducer(const Params& p, const Schedule& s, const Maps& maps, char* base)
-      : Base(p, s, maps, base), lane_(static_cast<int>(threadIdx.x) % 32) {}
+      : Base(p, s, maps, base), lane_(static_cast<int>(threadIdx.x) % 32) {
+    asm volatile("" : "+r"(lane_));  // not read again for each tile
+  }
 
   // Arrivals for a tile as it comes: of who asks for boxes, or of the lanes that copy its rows.
   static __device__ __forceinline__ int arrivals(const Schedule& s) { return s.box_keys > 0 ? 1 : 32; }
@@ -55,7 +57,7 @@ class NarrowProducer : ProducerBase<Tr> {
 #pragma unroll 1
     for (;;) {
       if (lane_ == 0) {
-        tell(this->template next_work<Tr::kShort>());
+        tell(this->template next_work<true>());
         hopper::mbarrier_arrive(work_known());
       }
       __syncwarp();
@@ -65,7 +67,7 @@ class NarrowProducer : ProducerBase<Tr> {
       if (lane_ == 0 && (kTilesFirst == 0 || tiles == 0)) bring_queries(w);
       __syncwarp();
       if (last) return;
-      if (Tr::kShort && lane_ == 0) take_index();
+      if ((Tr::kShort || tiles == 0) && lane_ == 0) take_index();
       work_ring_.advance();
       if constexpr (kWay == kBoxes) {
         bring_by_boxes(w, tiles);
@@ -73,6 +75,12 @@ class NarrowProducer : ProducerBase<Tr> {
         bring_by_rows<kWay == kRowsOn16>(w, tiles);
       }
     }
+  }
+
+  // Works differ in cost: the next one is taken with the last keys of this one.
+  __device__ __forceinline__ void take_index_at(const Work& w, int tile) {
+    if (!Tr::kShort && tile + 1 == w.tile_end && lane_ == 0) take_index();
+    __syncwarp();
   }
 
   // Behind tile number `asked` of a work with so many tiles.
@@ -95,6 +103,7 @@ class NarrowProducer : ProducerBase<Tr> {
       if (tile < w.tile_end) {
         page = next_page;
         next_page = page_of_box(w, tile + 1);  // ahead, so that the table's latency is not the tiles'
+        take_index_at(w, tile);
         ask<Tr::kQkChunks>(w, tile, page, maps_.k, w.key_begin, w.key_end);
         bring_queries_behind(w, ++asked, tiles);
       }
@@ -134,6 +143,7 @@ class NarrowProducer : ProducerBase<Tr> {
     for (int tile = w.tile_begin; tile <= w.tile_end; ++tile) {
       const Cells next = look_up(w, tile + 1);
       if (tile < w.tile_end) {
+        take_index_at(w, tile);
         check(w, tile, here);
         copy<Tr::kQkChunks, k16>(p_.k, here, p_.k_stride_page, p_.k_stride_token, w.kv_head * p_.k_stride_head,
                                  p_.head_dim_qk);
@@ -350,6 +360,12 @@ class NarrowProducer : ProducerBase<Tr> {
     raw_.advance();
     hopper::fence_async_proxy();  // the matrix units read through another proxy
     arrive(full);
+  }
+
+  // One lane for its warp.
+  __device__ __forceinline__ void arrive(uint32_t barrier) const {
+    __syncwarp();
+    hopper::mbarrier_arrive_if(barrier, lane_ == 0);
   }
 
   static __device__ __forceinline__ void store(uint32_t to, const uint32_t* v) {

@@ -1,4 +1,6 @@
-"""Model of the barriers of the kernel of rows: no deadlock, no stage overwritten while read.
+"""Model of the barriers of the kernels of rows and of e4m3 keys under 16-bit queries.
+
+No deadlock, no stage overwritten while read, no e4m3 tile overwritten before all have read it.
 
 python tests/fmha/barrier_models/rows.py 0 150
 """
@@ -9,10 +11,16 @@ import random, sys
 from boxes import Bar
 
 
-def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True):
+def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True, rst=2):
     r = random.Random(seed)
     W = [(r.random() < 0.85, 0, r.choice([0, 1, 1, 2, 3, 4, 6])) for _ in range(r.randint(1, 12))]
-    A = 4 if narrow else 8  # arrivals a tile (8 stands for 128)
+    A = 3 if narrow else 8  # arrivals a tile (8 stands for 128): of three warps that widen, or of all lanes
+    parts = 3 if narrow else 4
+    copies = r.random() < 0.5  # narrow: rows by the lanes of a warp (2 stand for 32), else boxes
+    rf = [Bar(2 if copies else 1, f"rf{i}") for i in range(rst)]
+    re_ = [Bar(3, f"re{i}") for i in range(rst)]
+    raw = [None] * rst
+    wk = [Bar(1, f"wk{i}") for i in range(2)]
     qf = [Bar(1, f"qf{i}") for i in range(qs)]
     qe = [Bar(groups, f"qe{i}") for i in range(qs)]
     wd = [Bar(groups + 3, f"wd{i}") for i in range(2)]
@@ -43,8 +51,6 @@ def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True):
         sp = 0
         rk = [0, 0]
         rv = [0, 0]
-        pend = None
-        outstanding = []  # copies of this warp in order: [landed]
         while True:
             if wp == 0:
                 yield wait(wd[s], sp ^ 1)
@@ -64,18 +70,7 @@ def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True):
             own_slot = s
             s, sp = (0, sp ^ 1) if s == 1 else (1, sp)
 
-            def finish(newer):
-                nonlocal pend
-                if pend is None:
-                    return
-                cells, bar, copy = pend
-                yield lambda: copy[0]  # wait_group
-                cells[wp] = (cells[wp][0], "wide")
-                bar.arrive()
-                pend = None
-
             if w is None:
-                yield from finish(0)
                 if wp == 0:
                     yield wait(qe[q], qp ^ 1)
                     qf[q].arrive()
@@ -96,7 +91,6 @@ def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True):
                 qp ^= 1
 
             def bring(keys, tile):
-                nonlocal pend
                 ring = rk if keys else rv
                 st, ph = ring
                 yield wait((ke if keys else ve)[st], ph ^ 1)
@@ -107,21 +101,14 @@ def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True):
                 cells = (K if keys else V)[st]
                 rd = kr if keys else vr
                 bar = (kf if keys else vf)[st]
-                copy = [False]
                 content = (mine, tile)
 
                 def land():
                     assert rd[st] == 0, "overwritten while read"
-                    cells[wp] = (content, "raw" if narrow else "wide")
-                    copy[0] = True
-                    if not narrow:
-                        bar.arrive(2)
+                    cells[wp] = (content, "wide")
+                    bar.arrive(2)
 
                 inflight.append(land)
-                if narrow:
-                    yield lambda: True
-                    yield from finish(1)
-                    pend = (cells, bar, copy)
 
             t, t_end = w[1], w[2]
             if t < t_end:
@@ -134,8 +121,112 @@ def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True):
             assert slot[own_slot] == (w, mine)
             if wp > 0:
                 wd[own_slot].arrive()
-            if w[1] == w[2]:
-                yield from finish(0)
+
+    def asker():
+        q = qp = s = sp = a = ap = 0
+        first = rst if qs == 1 else 0  # so many tiles are asked for before the queries
+        while True:
+            yield wait(wd[s], sp ^ 1)
+            while idx[0] < len(W) and not W[idx[0]][0]:
+                idx[0] += 1
+            w, mine = slot[s] = (W[idx[0]], idx[0]) if idx[0] < len(W) else (None, None)
+            idx[0] += 1
+            wk[s].arrive()
+            yield lambda: True
+
+            def bring_queries():
+                nonlocal q, qp
+                yield wait(qe[q], qp ^ 1)
+                if w is None:
+                    qf[q].arrive()
+                    return
+                qf[q].expect(7)
+
+                def ql(q=q, mine=mine):
+                    assert qread[q] == 0, "queries overwritten while read"
+                    queries[q] = mine
+                    qf[q].add(7)
+
+                inflight.append(ql)
+                q += 1
+                if q == qs:
+                    q, qp = 0, qp ^ 1
+
+            n = 0 if w is None else w[2] - w[1]
+            if first == 0 or n == 0:
+                yield from bring_queries()
+            if w is None:
+                return
+            own_slot = s
+            s, sp = (0, sp ^ 1) if s == 1 else (1, sp)
+            items = [("k", 0)] if n else []
+            for t in range(n):
+                items += ([("k", t + 1)] if t + 1 < n else []) + [("v", t)]
+            for i, item in enumerate(items):
+                yield wait(re_[a], ap ^ 1)
+                if not copies:
+                    rf[a].expect(5)
+
+                def land(a=a, item=item, mine=mine):
+                    assert rawread[a] == 0, "e4m3 tile overwritten while read"
+                    raw[a] = (mine, item)
+                    if copies:
+                        rf[a].arrive(2)
+                    else:
+                        rf[a].add(5)
+
+                inflight.append(land)
+                a += 1
+                if a == rst:
+                    a, ap = 0, ap ^ 1
+                yield lambda: True
+                if first and i + 1 == min(first, len(items)):
+                    yield from bring_queries()
+            assert slot[own_slot] == (w, mine)
+
+    def widener(wp):
+        s = sp = a = ap = 0
+        rk = [0, 0]
+        rv = [0, 0]
+        while True:
+            yield wait(wk[s], sp)
+            w, mine = slot[s]
+            if w is None:
+                return
+            own_slot = s
+            s, sp = (0, sp ^ 1) if s == 1 else (1, sp)
+            n = w[2] - w[1]
+            items = [("k", 0)] if n else []
+            for t in range(n):
+                items += ([("k", t + 1)] if t + 1 < n else []) + [("v", t)]
+            for kind, t in items:
+                yield wait(rf[a], ap)
+                assert raw[a] == (mine, (kind, t)), (raw[a], mine, kind, t)
+                rawread[a] += 1
+                ring, cells, rd, f, e = (rk, K, kr, kf, ke) if kind == "k" else (rv, V, vr, vf, ve)
+                st, ph = ring
+                yield wait(e[st], ph ^ 1)
+                for _ in range(2):
+                    assert rd[st] == 0, "overwritten while read"
+                    cells[st][wp] = ((mine, t), "half")
+                    yield lambda: True
+                assert raw[a] == (mine, (kind, t))
+                rawread[a] -= 1
+                re_[a].arrive()
+                yield lambda: True
+                cells[st][wp] = ((mine, t), "wide")
+                f[st].arrive()
+                a += 1
+                if a == rst:
+                    a, ap = 0, ap ^ 1
+                ring[0] += 1
+                if ring[0] == kst:
+                    ring[0] = 0
+                    ring[1] ^= 1
+            assert slot[own_slot] == (w, mine)
+            wd[own_slot].arrive()
+
+    rawread = [0] * rst
 
     def cons(g):
         q = 0
@@ -186,7 +277,7 @@ def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True):
                 qe[q].arrive()
 
             def chk(cells, t):
-                assert cells == {i: ((mine, t), "wide") for i in range(4)}, (cells, mine, t)
+                assert cells == {i: ((mine, t), "wide") for i in range(parts)}, (cells, mine, t)
 
             def useK(t):
                 yield wait(kf[k[0]], k[1])
@@ -280,7 +371,8 @@ def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True):
         if turns and g == 0:
             yield from take()
 
-    alive = [[prod(i), None] for i in range(4)] + [[cons(i), None] for i in range(groups)]
+    bring = [asker()] + [widener(i) for i in range(3)] if narrow else [prod(i) for i in range(4)]
+    alive = [[b, None] for b in bring] + [[cons(i), None] for i in range(groups)]
     bias = r.random()
     while alive:
         moved = False
@@ -311,5 +403,5 @@ if __name__ == "__main__":
         for n in (0, 1):
             for o in (0, 1):
                 for qs in (1, 2):
-                    sim(seed, n, o, qs)
+                    sim(seed, n, o, qs, rst=2 + seed % 3)
     print("ok")
