@@ -108,6 +108,18 @@ def test_pages_of_any_size(page_size, kv_dtype, csr):
         assert_right(problem, csr=csr, window_left=window_left, tile_q=32)
 
 
+@pytest.mark.parametrize("page_size", [3, 64])
+def test_queries_of_any_size_over_e4m3_keys(page_size):
+    """Products may be fp16. A power of two in bfloat16 queries that the scale takes back changes no bit."""
+    problem = paged_problem([300, 70], [90, 70], head_dim=128, page_size=page_size, kv_dtype=FP8).to("cuda")
+    problem.q[::3, :, ::5] *= 2.0**-12
+    assert_right(problem)
+    expected = run(problem, softmax_scale=0.1)
+    for power in (-60, -20, 20, 60):
+        moved = dataclasses.replace(problem, q=problem.q * 2.0**power)
+        assert_same_bits(expected, run(moved, softmax_scale=math.ldexp(0.1, -power)))
+
+
 def test_bits_do_not_depend_on_the_batch_or_the_plan():
     alone = paged_problem([900], [300], head_dim=128, page_size=64).to("cuda")
     assert_same_bits(run(alone, tile_q=32), run(alone, tile_q=32))
