@@ -35,9 +35,10 @@ constexpr int narrow_tile_bytes(const Shape& s) {
   return max_of(chunks_of(s.head_dim_qk), chunks_of(s.head_dim_v)) * s.keys * 64;
 }
 
-// For e4m3 keys: as many of them as leave room for two tiles as they come.
+// For e4m3 keys: as many of them as leave room for two tiles as they come. Who brings them needs some 70 registers.
 constexpr Shape of_narrow(Shape s) {
   if (s.ctas > 1) s.q_stages = 1;
+  s.registers = min_of(s.registers, 216);
   while (s.keys > 16 && wide_tile_bytes(s) + 2 * narrow_tile_bytes(s) > most_tile_bytes(s.ctas)) s.keys -= 16;
   return s;
 }
