@@ -25,10 +25,11 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kShape.ctas)
     constexpr int kReaders = 3;
     int of_keys = 1, of_values = kTransposers, of_raw = 1, readers_of_raw = kTransposers;
     if constexpr (Tr::kNarrow) {
-      of_keys = of_values = readers_of_raw = NarrowProducer<Tr>::kWideners;
-      of_raw = NarrowProducer<Tr>::arrivals(s);
+      of_keys = of_values = NarrowProducer<Tr>::arrivals(s);
+      of_raw = NarrowProducer<Tr>::arrivals_of_raw(s);
+      readers_of_raw = NarrowProducer<Tr>::kWideners;
     } else if constexpr (kByRows) {
-      of_keys = of_values = RowProducer<Tr>::kArrivals;
+      of_keys = of_values = RowProducer<Tr>::arrivals(p);
     } else if constexpr (!Tr::kFp8) {
       of_values = BoxProducer<Tr>::kOfValues;
     }

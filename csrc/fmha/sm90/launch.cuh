@@ -49,7 +49,7 @@ Schedule make_schedule(const Params& p) {
   s.num_works += s.max_pieces * s.works_per_tile;
   s.takes = s.num_works / s.turns;
   s.starts_on_16 = starts_on_16(p);
-  s.box_keys = s.starts_on_16 ? keys_per_box(p, Tr::kKeys) : 0;
+  s.box_keys = s.starts_on_16 && (Tr::kNarrow || p.kv_dtype == p.dtype) ? keys_per_box(p, Tr::kKeys) : 0;
   s.cluster = !Tr::kFp8 && !Tr::kNarrow && s.box_keys > 0 && s.blocks_per_group % 2 == 0 ? 2 : 1;
   return s;
 }
@@ -136,13 +136,7 @@ void launch(const Params& p, cudaStream_t stream) {
 
 template <class Tr, class Short>
 void launch_by_size(const Params& p, cudaStream_t stream) {
-  if (p.kv_dtype == p.dtype)
-    return suits_short<Tr, Short>(p) ? launch_traits<Short>(p, stream) : launch_traits<Tr>(p, stream);
-  if constexpr (Tr::kHeadDimQk <= 128) {  // else two CTAs of an SM have no room for tiles as they come
-    using Narrow = typename Short::Narrow;
-    if (suits_short<typename Tr::Narrow, Narrow>(p)) return launch_traits<Narrow>(p, stream);
-  }
-  launch_traits<typename Tr::Narrow>(p, stream);
+  suits_short<Tr, Short>(p) ? launch_traits<Short>(p, stream) : launch<Tr>(p, stream);
 }
 
 }  // namespace attnops::fmha::sm90

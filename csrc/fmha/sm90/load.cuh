@@ -109,8 +109,6 @@ class ProducerBase {
     return w;
   }
 
-  static constexpr bool kAsksAhead = Tr::kShort || Tr::kNarrow;  // of the counter, and waits when it needs the answer
-
   // CTAs take works in their order, whoever is free the next: costs differ, and SMs do not run alike.
   __device__ __forceinline__ void take_index() {
     if (Tr::kShort && turn_ > 0) return;
@@ -121,7 +119,7 @@ class ProducerBase {
       next_index_ += ctas;
     } else if (rank_ > 0) {
       awaits_index_ = true;
-    } else if (kAsksAhead && s_.cluster == 1) {
+    } else if (Tr::kShort && s_.cluster == 1) {
       // An addition is summed up over a warp, whose lanes wait for the answer at once. An increment up to a bound is
       // not: nobody waits until the number is needed.
       asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0x7fffffff;\n"
@@ -151,7 +149,7 @@ class ProducerBase {
   }
   __device__ __forceinline__ void receive_index() {
     awaits_index_ = false;
-    if (kAsksAhead && s_.cluster == 1) {
+    if (Tr::kShort && s_.cluster == 1) {
       next_index_ = behind_first(next_index_);
       return;
     }

@@ -5,230 +5,142 @@
 
 namespace attnops::fmha::sm90 {
 
-// e4m3 keys and values of 16-bit queries. Warp 0 tells of works and asks for tiles, which land as they are: rows of
-// 64 bytes for each chunk of the wide tile. Warps 1 to 3 make them fp16 where the products read. So a place is free
-// as soon as it has been read, and asking never waits for widening of the same tile.
+// e4m3 keys and values of 16-bit queries. They land as they are, rows of 64 bytes for each chunk of the wide tile, and
+// warps 2 and 3 make them fp16 where the products read. So a place is free as soon as it has been read. A thread of
+// warp 1 tells of works.
+//
+// Boxes are asked for by warp 0, and the warps that widen fence what they store. Rows of other pages are copied by the
+// lanes that will widen them, which wait for nobody. A fence of theirs would wait for the next copies, so warp 0 does.
 //
 // Tiles come in the order in which they are multiplied: the keys of a tile, then the values of the tile before.
 template <class Tr>
 class NarrowProducer : ProducerBase<Tr> {
   using Base = ProducerBase<Tr>;
   using Layout = typename Base::Layout;
-  using Base::bring_queries, Base::check_page, Base::is_seen, Base::maps_, Base::next_work, Base::p_, Base::page_of_box,
-      Base::s_, Base::shared_, Base::take_index, Base::tell, Base::tid_, Base::work_done, Base::work_known,
-      Base::work_ring_, Base::work_slot;
+  using Base::check_page, Base::is_seen, Base::maps_, Base::p_, Base::page_of_box, Base::s_, Base::shared_, Base::tid_,
+      Base::work_done, Base::work_known, Base::work_ring_, Base::work_slot;
 
  public:
-  static constexpr int kWideners = 3;  // warps that arrive for a wide tile
+  static constexpr int kWideners = 2;  // warps
 
   __device__ __forceinline__ NarrowProducer(const Params& p, const Schedule& s, const Maps& maps, char* base)
       : Base(p, s, maps, base), lane_(static_cast<int>(threadIdx.x) % 32) {
     asm volatile("" : "+r"(lane_));  // not read again for each tile
   }
 
-  // Arrivals for a tile as it comes: of who asks for boxes, or of the lanes that copy its rows.
-  static __device__ __forceinline__ int arrivals(const Schedule& s) { return s.box_keys > 0 ? 1 : 32; }
+  // Arrivals for a wide tile: of who has fenced it. For one as it comes: of who asks for boxes; else who widened it.
+  static __device__ __forceinline__ int arrivals(const Schedule& s) { return s.box_keys > 0 ? kWideners : 1; }
+  static __device__ __forceinline__ int arrivals_of_raw(const Schedule& s) { return s.box_keys > 0 ? 1 : kWideners; }
 
   __device__ __forceinline__ void run() {
-    if (tid_ / 32 > 0) {
-      widen_works();
+    const int warp = tid_ / 32;
+    if (warp == 1) {
+      if (lane_ == 0) this->template tell_works<Tr::kTakesLate>();
     } else if (s_.box_keys > 0) {
-      bring_works<kBoxes>();
+      warp == 0 ? each_work([&](const Work& w) { ask(w); }) : widen_works<kBoxes>();
+    } else if (warp == 0) {
+      each_work([&](const Work& w) { fence(w); });
     } else if (s_.starts_on_16) {
-      bring_works<kRowsOn16>();
+      widen_works<kRowsOn16>();
     } else {
-      bring_works<kRowsOn8>();
+      widen_works<kRowsOn8>();
     }
   }
 
  private:
   enum Way { kBoxes, kRowsOn16, kRowsOn8 };
-  // With one place of queries, those of the last work are free late: so many tiles are asked for before.
-  static constexpr int kTilesFirst = Tr::kQStages == 1 ? Tr::kRawStages : 0;
-  static constexpr int kLookUps = ceil_div(Tr::kKeys, 32);  // rows of a tile that a lane looks up
 
-  // Page and token of rows 32 j + lane of a tile; token -1: no row of the work sees the key.
-  struct Cells {
-    int page[kLookUps], token[kLookUps];
-  };
-
-  template <Way kWay>
-  __device__ __forceinline__ void bring_works() {
+  template <class Do>
+  __device__ __forceinline__ void each_work(const Do& with) {
 #pragma unroll 1
     for (;;) {
-      if (lane_ == 0) {
-        tell(this->template next_work<true>());
-        hopper::mbarrier_arrive(work_known());
-      }
-      __syncwarp();
+      hopper::mbarrier_wait(work_known(), work_ring_.phase);
       const Work& w = *work_slot();
-      const bool last = w.num_tokens < 0;
-      const int tiles = last ? 0 : 2 * (w.tile_end - w.tile_begin);
-      if (lane_ == 0 && (kTilesFirst == 0 || tiles == 0)) bring_queries(w);
-      __syncwarp();
-      if (last) return;
-      if ((Tr::kShort || tiles == 0) && lane_ == 0) take_index();
+      if (w.num_tokens < 0) return;
+      const uint32_t done = work_done();
       work_ring_.advance();
-      if constexpr (kWay == kBoxes) {
-        bring_by_boxes(w, tiles);
-      } else {
-        bring_by_rows<kWay == kRowsOn16>(w, tiles);
-      }
+      with(w);
+      hopper::mbarrier_arrive(done);
     }
   }
 
-  // Works differ in cost: the next one is taken with the last keys of this one.
-  __device__ __forceinline__ void take_index_at(const Work& w, int tile) {
-    if (!Tr::kShort && tile + 1 == w.tile_end && lane_ == 0) take_index();
+  // One lane for its warp.
+  __device__ __forceinline__ void arrive(uint32_t barrier) const {
     __syncwarp();
+    hopper::mbarrier_arrive_if(barrier, lane_ == 0);
   }
 
-  // Behind tile number `asked` of a work with so many tiles.
-  __device__ __forceinline__ void bring_queries_behind(const Work& w, int asked, int tiles) {
-    if constexpr (kTilesFirst > 0) {
-      if (asked == min_of(kTilesFirst, tiles) && lane_ == 0) bring_queries(w);
-      __syncwarp();
-    }
+  __device__ __forceinline__ uint32_t raw_place(int stage) const {
+    return shared_ + Layout::kRaw + stage * Tr::kRawBytes;
   }
-
-  __device__ __forceinline__ uint32_t raw_place() const { return shared_ + Layout::kRaw + raw_.stage * Tr::kRawBytes; }
   __device__ __forceinline__ uint32_t raw_full() const { return shared_ + Layout::kRawFull + 8 * raw_.stage; }
   __device__ __forceinline__ uint32_t raw_empty() const { return shared_ + Layout::kRawEmpty + 8 * raw_.stage; }
 
-  __device__ __forceinline__ void bring_by_boxes(const Work& w, int tiles) {
-    int page = 0, next_page = page_of_box(w, w.tile_begin), asked = 0;
+  // Works differ in cost: the next one is taken with the last keys of a long one.
+  __device__ __forceinline__ void tell_of_last_keys(const Work& w, int tile) const {
+    if (Tr::kTakesLate && tile + 1 == w.tile_end && Base::is_long(w)) arrive(shared_ + Layout::kLastKeys);
+  }
+
+  __device__ __forceinline__ void ask(const Work& w) {
+    int page = 0, next_page = page_of_box(w, w.tile_begin);
 #pragma unroll 1
-    for (int tile = w.tile_begin; tile <= w.tile_end && tiles > 0; ++tile) {
+    for (int tile = w.tile_begin, end = w.tile_end; tile <= end && w.tile_begin < end; ++tile) {
       const int page_before = page;
-      if (tile < w.tile_end) {
+      if (tile < end) {
         page = next_page;
         next_page = page_of_box(w, tile + 1);  // ahead, so that the table's latency is not the tiles'
-        take_index_at(w, tile);
-        ask<Tr::kQkChunks>(w, tile, page, maps_.k, w.key_begin, w.key_end);
-        bring_queries_behind(w, ++asked, tiles);
+        tell_of_last_keys(w, tile);
+        ask_for<Tr::kQkChunks>(w, tile, page, maps_.k, w.key_begin, w.key_end);
       }
       if (tile > w.tile_begin) {
         const bool edge = is_edge<Tr::kKeys>(w, tile - 1);
-        ask<Tr::kVChunks>(w, tile - 1, page_before, maps_.v, edge ? w.key_begin : 0, edge ? w.key_end : INT32_MAX);
-        bring_queries_behind(w, ++asked, tiles);
+        ask_for<Tr::kVChunks>(w, tile - 1, page_before, maps_.v, edge ? w.key_begin : 0, edge ? w.key_end : INT32_MAX);
       }
     }
   }
 
   // The boxes of a tile that hold keys of [begin, end): a lane has at most one.
   template <int kChunks>
-  __device__ __forceinline__ void ask(const Work& w, int tile, int page, const CUtensorMap* map, int begin, int end) {
+  __device__ __forceinline__ void ask_for(const Work& w, int tile, int page, const CUtensorMap* map, int begin,
+                                          int end) {
     constexpr int kRowBytes = 64 * kChunks;
     const int row = lane_ * s_.box_keys, key = w.place_of(tile) * Tr::kKeys + row;
     int token = w.first_k_token + key;
     if (p_.paged) token = key - s_.page_size.divide(key) * p_.page_table.page_size;
     const bool wanted = row < Tr::kKeys && key < end && key + s_.box_keys > begin;
-    const int boxes = __popc(__ballot_sync(0xffffffffu, wanted));
+    const int boxes = __popc(__ballot_sync(0xffffffffu, wanted)), kv_head = w.kv_head;
     hopper::mbarrier_wait(raw_empty(), raw_.phase ^ 1);
     if (lane_ == 0) hopper::mbarrier_arrive_expect(raw_full(), boxes * s_.box_keys * kRowBytes);
     __syncwarp();
     if (wanted) {
-      hopper::copy_box(raw_place() + row * kRowBytes, map, raw_full(), 0, token, w.kv_head, page);
+      hopper::copy_box(raw_place(raw_.stage) + row * kRowBytes, map, raw_full(), 0, token, kv_head, page);
     }
     raw_.advance();
   }
 
-  // Cells of the page table are asked for a tile ahead.
-  template <bool k16>
-  __device__ __forceinline__ void bring_by_rows(const Work& w, int tiles) {
-    if (tiles == 0) return;
-    Cells before{}, here = look_up(w, w.tile_begin);
-    int asked = 0;
+  // Where rows are copied, two barriers of a place as it comes count who has stored a stage of keys, or of values.
+  static_assert(Tr::kRawStages >= Tr::kStages);
+  __device__ __forceinline__ uint32_t stored(bool keys) const {
+    return shared_ + (keys ? Layout::kRawFull + 8 * k_ring_.stage : Layout::kRawEmpty + 8 * v_ring_.stage);
+  }
+
+  __device__ __forceinline__ void fence(const Work& w) {
+    const int tiles = 2 * (w.tile_end - w.tile_begin);
 #pragma unroll 1
-    for (int tile = w.tile_begin; tile <= w.tile_end; ++tile) {
-      const Cells next = look_up(w, tile + 1);
-      if (tile < w.tile_end) {
-        take_index_at(w, tile);
-        check(w, tile, here);
-        copy<Tr::kQkChunks, k16>(p_.k, here, p_.k_stride_page, p_.k_stride_token, w.kv_head * p_.k_stride_head,
-                                 p_.head_dim_qk);
-        bring_queries_behind(w, ++asked, tiles);
-      }
-      if (tile > w.tile_begin) {
-        copy<Tr::kVChunks, k16>(p_.v, before, p_.v_stride_page, p_.v_stride_token, w.kv_head * p_.v_stride_head,
-                                p_.head_dim_v);
-        bring_queries_behind(w, ++asked, tiles);
-      }
-      before = here;
-      here = next;
+    for (int i = 0; i < tiles; ++i) {
+      const bool keys = is_keys(i, tiles);
+      Ring<Tr::kStages>& ring = keys ? k_ring_ : v_ring_;
+      hopper::mbarrier_wait(stored(keys), ring.phase);
+      hopper::fence_async_proxy();  // the matrix units read through another proxy
+      arrive(shared_ + (keys ? Layout::kKFull : Layout::kVFull) + 8 * ring.stage);
+      ring.advance();
     }
   }
 
-  __device__ __forceinline__ int key_of(const Work& w, int tile, int j) const {
-    return w.place_of(tile) * Tr::kKeys + 32 * j + lane_;
-  }
-
-  __device__ __forceinline__ Cells look_up(const Work& w, int tile) const {
-    Cells cells;
-#pragma unroll
-    for (int j = 0; j < kLookUps; ++j) {
-      const int key = key_of(w, tile, j);
-      cells.page[j] = 0;
-      cells.token[j] = -1;
-      if (tile >= w.tile_end || 32 * j + lane_ >= Tr::kKeys || key < w.key_begin || key >= w.key_end ||
-          !is_seen(w, key)) {
-        continue;
-      }
-      cells.token[j] = w.first_k_token + key;
-      if (p_.paged) {
-        const int cell = s_.page_size.divide(key);
-        cells.page[j] = p_.page_table.row(w.request)[cell];
-        cells.token[j] = key - cell * p_.page_table.page_size;
-      }
-    }
-    return cells;
-  }
-
-  // Rows of pages outside the pool are as if nobody saw them.
-  __device__ __forceinline__ void check(const Work& w, int tile, Cells& cells) const {
-    if (!p_.paged) return;
-#pragma unroll
-    for (int j = 0; j < kLookUps; ++j) {
-      if (cells.token[j] < 0) continue;
-      check_page(w, s_.page_size.divide(key_of(w, tile, j)), cells.page[j]);
-      if (cells.page[j] < 0 || cells.page[j] >= p_.page_table.num_pages) cells.token[j] = -1;
-    }
-  }
-
-  // Begins to copy the rows of a tile: four lanes share the 64 bytes of a chunk. Where chunks are even in number,
-  // neighbouring rows take them in turns, so that eight lanes write to all banks. Copies arrive for their lanes.
-  template <int kChunks, bool k16>
-  __device__ __forceinline__ void copy(const void* pool, const Cells& cells, int64_t stride_page, int64_t stride_token,
-                                       int64_t head, int head_dim) {
-    constexpr int kRowBytes = 64 * kChunks;
-    int64_t offsets[kLookUps];
-#pragma unroll
-    for (int j = 0; j < kLookUps; ++j) {
-      offsets[j] = cells.token[j] < 0 ? kNobody : cells.page[j] * stride_page + cells.token[j] * stride_token + head;
-    }
-    int column[kChunks];
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) column[c] = 64 * (kChunks % 2 == 0 ? c ^ lane_ / 4 % 2 : c) + lane_ % 4 * 16;
-    const uint32_t full = raw_full(), own = raw_place() + lane_ / 4 * kRowBytes;
-    hopper::mbarrier_wait(raw_empty(), raw_.phase ^ 1);
-#pragma unroll
-    for (int pass = 0; pass < Tr::kKeys / 8; ++pass) {
-      const int64_t offset = __shfl_sync(0xffffffffu, offsets[pass / 4], 8 * (pass % 4) + lane_ / 4);
-      const char* const row = static_cast<const char*>(pool) + offset;  // not read where no row is
-#pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
-        const int bytes = offset < 0 ? 0 : head_dim - column[c];
-        const uint32_t to = own + pass * 8 * kRowBytes + column[c];
-        if constexpr (k16) {
-          hopper::copy16_of(to, row + column[c], min_of(max_of(bytes, 0), 16));
-        } else {
-          hopper::copy8(to, row + column[c], bytes > 0);
-          hopper::copy8(to + 8, row + column[c] + 8, bytes > 8);
-        }
-      }
-    }
-    hopper::arrive_after_copies(full);
-    raw_.advance();
+  // Of `tiles` in their order: keys of the first, then in turns keys of the next and values of the last.
+  static __device__ __forceinline__ bool is_keys(int i, int tiles) { return i == 0 || (i % 2 == 1 && i + 1 < tiles); }
+  static __device__ __forceinline__ int tile_of(const Work& w, int i, int tiles) {
+    return w.tile_begin + (is_keys(i, tiles) ? (i + 1) / 2 : i + 1 == tiles ? tiles / 2 - 1 : i / 2 - 1);
   }
 
   // What a lane makes wide of a tile with kChunks chunks: sixteen values of a row at a time, four lanes a chunk. Eight
@@ -239,77 +151,143 @@ class NarrowProducer : ProducerBase<Tr> {
   struct Part {
     static constexpr bool kPairs = kChunks % 2 == 0;
     static constexpr int kRowBytes = 64 * kChunks;
-    static constexpr int kRows = kPairs ? 4 : 8;                     // of a warp's group
-    static constexpr int kOfGroup = kPairs ? kChunks / 2 : kChunks;  // pieces of a lane in a group
-    static constexpr int kGroups = Tr::kKeys / kRows, kStep = kWideners * kRows;
-    static constexpr int kPieces = ceil_div(kGroups, kWideners) * kOfGroup;
-    static constexpr int kOfAll = kGroups / kWideners * kOfGroup;  // the rest is not every warp's
+    static constexpr int kRows = kPairs ? 4 : 8;                                  // of a warp's group
+    static constexpr int kOfGroup = kPairs ? kChunks / 2 : kChunks;               // pieces of a lane in a group
+    static constexpr int kStep = kWideners * kRows, kGroups = Tr::kKeys / kStep;  // of a warp
+    static constexpr int kPieces = kGroups * kOfGroup;
+    static constexpr int kLookUps = ceil_div(kGroups * kRows, 32);  // rows that a lane looks up
+    static_assert(Tr::kKeys % kStep == 0 && kStep % 8 == 0);
 
-    int row;            // the first
-    uint32_t from, to;  // bytes in a tile as it comes, and in a wide one
-    bool has_rest;
+    int warp, row, column;  // of the first piece
+    uint32_t from, to;      // its bytes in a tile as it comes, and in a wide one
 
-    __device__ __forceinline__ Part() {
-      const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32 - 1;
+    __device__ __forceinline__ explicit Part(int lane) {
       const int chunk = kPairs ? (lane / 4 ^ lane / 8) % 2 : 0;
-      row = warp * kRows + (kPairs ? lane / 16 * 2 + lane / 4 % 2 : lane / 4);
-      from = row * kRowBytes + 64 * chunk + lane % 4 * 16;
+      warp = static_cast<int>(threadIdx.x) / 32 % kWideners;
+      row = warp * kRows + row_of_group(lane);
+      column = 64 * chunk + lane % 4 * 16;
+      from = row * kRowBytes + column;
       to = chunk * Tr::kKeys * 128 + hopper::swizzled(row, lane % 4 * 2);
-      has_rest = warp < kGroups % kWideners;
     }
 
-    static __device__ __forceinline__ constexpr int group_of(int piece) { return piece / kOfGroup; }
+    static __device__ __forceinline__ int row_of_group(int lane) {
+      return kPairs ? lane / 16 * 2 + lane / 4 % 2 : lane / 4;
+    }
+    static constexpr int kColumnStep = kPairs ? 128 : 64;
     // Bytes from the first piece.
-    static __device__ __forceinline__ constexpr int source_of(int piece) {
-      return group_of(piece) * kStep * kRowBytes + piece % kOfGroup * (kPairs ? 128 : 64);
+    static constexpr int source_of(int piece) {
+      return piece / kOfGroup * kStep * kRowBytes + piece % kOfGroup * kColumnStep;
     }
-    static __device__ __forceinline__ constexpr int target_of(int piece) {
-      return group_of(piece) * kStep * 128 + piece % kOfGroup * (kPairs ? 2 : 1) * Tr::kKeys * 128;
-    }
-    // Groups of four rows take the swizzle's upper half in turns.
-    static __device__ __forceinline__ constexpr int flip_of(int piece) {
-      return kPairs && group_of(piece) % 2 ? 64 : 0;
+    static constexpr int target_of(int piece) {
+      return piece / kOfGroup * kStep * 128 + piece % kOfGroup * (kPairs ? 2 : 1) * Tr::kKeys * 128;
     }
   };
+  using KPart = Part<Tr::kQkChunks>;
+  using VPart = Part<Tr::kVChunks>;
 
+  template <Way kWay>
   __device__ __forceinline__ void widen_works() {
-    const Part<Tr::kQkChunks> k_part;
-    const Part<Tr::kVChunks> v_part;
-#pragma unroll 1
-    for (;;) {
-      hopper::mbarrier_wait(work_known(), work_ring_.phase);
-      const Work& w = *work_slot();
-      if (w.num_tokens < 0) return;
-      const uint32_t done = work_done();
-      work_ring_.advance();
-      const int begin = w.tile_begin, end = w.tile_end;
-#pragma unroll 1
-      for (int tile = begin; tile <= end && begin < end; ++tile) {
-        if (tile < end) widen_keys(k_part);
-        if (tile == begin) continue;
-        if (s_.box_keys > 0 && is_edge<Tr::kKeys>(w, tile - 1)) {
-          widen_values<true>(v_part, unseen(v_part, w, tile - 1));
-        } else {
-          widen_values<false>(v_part, 0);
-        }
+    const KPart k_part(lane_);
+    const VPart v_part(lane_);
+    each_work([&](const Work& w) {
+      if constexpr (kWay == kBoxes) {
+        widen_boxes(w, k_part, v_part);
+      } else {
+        widen_rows<kWay == kRowsOn16>(w, k_part, v_part);
       }
-      hopper::mbarrier_arrive(done);
+    });
+  }
+
+  __device__ __forceinline__ void widen_boxes(const Work& w, const KPart& k_part, const VPart& v_part) {
+    const int begin = w.tile_begin, end = w.tile_end;
+#pragma unroll 1
+    for (int tile = begin; tile <= end && begin < end; ++tile) {
+      if (tile < end) widen<kBoxes, true, false>(k_part, 0);
+      if (tile == begin) continue;
+      if (is_edge<Tr::kKeys>(w, tile - 1)) {
+        widen<kBoxes, false, true>(v_part, unseen(v_part, w, tile - 1));
+      } else {
+        widen<kBoxes, false, false>(v_part, 0);
+      }
     }
   }
 
-  __device__ __forceinline__ void widen_keys(const Part<Tr::kQkChunks>& part) {
-    const uint32_t offset = 8 * k_ring_.stage;
-    widen<false>(part, 0, shared_ + Layout::kK + k_ring_.stage * Tr::kKBytes, shared_ + Layout::kKFull + offset,
-                 shared_ + Layout::kKEmpty + offset, k_ring_.phase ^ 1);
-    k_ring_.advance();
+  // Copies are as many tiles ahead as there are places.
+  template <bool k16>
+  __device__ __forceinline__ void widen_rows(const Work& w, const KPart& k_part, const VPart& v_part) {
+    constexpr int kAhead = Tr::kRawStages;
+    const int tiles = 2 * (w.tile_end - w.tile_begin);
+    int copied = raw_.stage;  // the next place
+#pragma unroll 1
+    for (int i = 0; i < tiles + kAhead && tiles > 0; ++i) {
+      if (i >= kAhead) {
+        cp_async_wait<kAhead - 1>();
+        if (is_keys(i - kAhead, tiles)) {
+          widen<kRowsOn16, true, false>(k_part, 0);
+        } else {
+          widen<kRowsOn16, false, false>(v_part, 0);
+        }
+      }
+      if (i < tiles) {
+        const int tile = tile_of(w, i, tiles);
+        if (is_keys(i, tiles)) {
+          if (k_part.warp == 0) tell_of_last_keys(w, tile);
+          copy<k16, true>(w, tile, k_part, p_.k, p_.k_stride_page, p_.k_stride_token, p_.k_stride_head, p_.head_dim_qk,
+                          raw_place(copied));
+        } else {
+          copy<k16, false>(w, tile, v_part, p_.v, p_.v_stride_page, p_.v_stride_token, p_.v_stride_head, p_.head_dim_v,
+                           raw_place(copied));
+        }
+        copied = copied + 1 == Tr::kRawStages ? 0 : copied + 1;
+      }
+      cp_async_commit();  // of nothing at the end, so that as many are newer
+    }
   }
 
-  template <bool kClears>
-  __device__ __forceinline__ void widen_values(const Part<Tr::kVChunks>& part, uint32_t unseen) {
-    const uint32_t offset = 8 * v_ring_.stage;
-    widen<kClears>(part, unseen, shared_ + Layout::kV + v_ring_.stage * Tr::kVBytes, shared_ + Layout::kVFull + offset,
-                   shared_ + Layout::kVEmpty + offset, v_ring_.phase ^ 1);
-    v_ring_.advance();
+  // Begins to copy what this lane will make wide of a tile. It looks up some of its warp's rows; those of pages outside
+  // the pool are as if nobody saw them.
+  template <bool k16, bool kKeys, int kChunks>
+  __device__ __forceinline__ void copy(const Work& w, int tile, const Part<kChunks>& part, const void* pool,
+                                       int64_t stride_page, int64_t stride_token, int64_t stride_head, int head_dim,
+                                       uint32_t place) {
+    using P = Part<kChunks>;
+    int64_t offsets[P::kLookUps];
+#pragma unroll
+    for (int j = 0; j < P::kLookUps; ++j) {
+      const int n = 32 * j + lane_, row = n / P::kRows * P::kStep + part.warp * P::kRows + n % P::kRows;
+      const int key = w.place_of(tile) * Tr::kKeys + row;
+      offsets[j] = kNobody;
+      if (row >= Tr::kKeys || key < w.key_begin || key >= w.key_end || !is_seen(w, key)) continue;
+      int page = 0, token = w.first_k_token + key;
+      if (p_.paged) {
+        const int cell = s_.page_size.divide(key);
+        page = p_.page_table.row(w.request)[cell];
+        if (kKeys) check_page(w, cell, page);
+        if (page < 0 || page >= p_.page_table.num_pages) continue;
+        token = key - cell * p_.page_table.page_size;
+      }
+      offsets[j] = page * stride_page + token * stride_token + w.kv_head * stride_head;
+    }
+    const uint32_t own = place + part.from;
+    const char* const source = static_cast<const char*>(pool) + part.column;
+#pragma unroll
+    for (int g = 0; g < P::kGroups; ++g) {
+      const int lane = g * P::kRows % 32 + P::row_of_group(lane_);
+      const int64_t offset = __shfl_sync(0xffffffffu, offsets[g * P::kRows / 32], lane);
+      const char* const row = source + offset;  // not read where no row is
+#pragma unroll
+      for (int c = 0; c < P::kOfGroup; ++c) {
+        const int bytes = offset < 0 ? 0 : head_dim - part.column - c * P::kColumnStep;
+        const uint32_t to = own + P::source_of(g * P::kOfGroup + c);
+        const char* const piece = row + c * P::kColumnStep;
+        if constexpr (k16) {
+          hopper::copy16_of(to, piece, min_of(max_of(bytes, 0), 16));
+        } else {
+          hopper::copy8(to, piece, bytes > 0);
+          hopper::copy8(to + 8, piece + 8, bytes > 8);
+        }
+      }
+    }
   }
 
   // Groups whose key no row of the work sees, a bit each: its value may be NaN.
@@ -318,7 +296,7 @@ class NarrowProducer : ProducerBase<Tr> {
     uint32_t groups = 0;
     int key = w.place_of(tile) * Tr::kKeys + part.row;
 #pragma unroll 1
-    for (int i = 0; i < ceil_div(Part<kChunks>::kGroups, kWideners); ++i, key += Part<kChunks>::kStep) {
+    for (int i = 0; i < Part<kChunks>::kGroups; ++i, key += Part<kChunks>::kStep) {
       if (key < w.key_begin || key >= w.key_end || !is_seen(w, key)) groups |= 1u << i;
     }
     return groups;
@@ -326,12 +304,14 @@ class NarrowProducer : ProducerBase<Tr> {
 
   // This warp's part of a tile. Pieces are loaded some ahead of the one that is stored, the first of them before the
   // wide place is free: a lane would wait for each.
-  template <bool kClears, int kChunks>
-  __device__ __forceinline__ void widen(const Part<kChunks>& part, uint32_t unseen, uint32_t wide, uint32_t full,
-                                        uint32_t empty, uint32_t phase) {
+  template <Way kWay, bool kKeys, bool kClears, int kChunks>
+  __device__ __forceinline__ void widen(const Part<kChunks>& part, uint32_t unseen) {
     using P = Part<kChunks>;
-    constexpr int kAhead = min_of(4, P::kOfAll);
-    const uint32_t from = raw_place() + part.from, to = wide + part.to, flipped = to ^ 64;
+    constexpr int kAhead = min_of(4, P::kPieces);
+    Ring<Tr::kStages>& ring = kKeys ? k_ring_ : v_ring_;
+    const uint32_t from = raw_place(raw_.stage) + part.from, full = raw_full(), empty = raw_empty();
+    const uint32_t to =
+        shared_ + (kKeys ? Layout::kK + ring.stage * Tr::kKBytes : Layout::kV + ring.stage * Tr::kVBytes) + part.to;
     uint32_t raw[kAhead][4];
     const auto load = [&](int n) {
       uint32_t(&r)[4] = raw[n % kAhead];
@@ -340,32 +320,29 @@ class NarrowProducer : ProducerBase<Tr> {
                    : "r"(from + P::source_of(n))
                    : "memory");
     };
-    hopper::mbarrier_wait(raw_full(), raw_.phase);
+    if constexpr (kWay == kBoxes) hopper::mbarrier_wait(full, raw_.phase);
 #pragma unroll
     for (int n = 0; n < kAhead; ++n) load(n);
-    hopper::mbarrier_wait(empty, phase);
+    hopper::mbarrier_wait(shared_ + (kKeys ? Layout::kKEmpty : Layout::kVEmpty) + 8 * ring.stage, ring.phase ^ 1);
 #pragma unroll
     for (int n = 0; n < P::kPieces; ++n) {
-      if (n >= P::kOfAll && !part.has_rest) continue;
       uint32_t(&r)[4] = raw[n % kAhead], values[8];
-      if (kClears && unseen >> P::group_of(n) & 1) r[0] = r[1] = r[2] = r[3] = 0;
+      if (kClears && unseen >> n / P::kOfGroup & 1) r[0] = r[1] = r[2] = r[3] = 0;
 #pragma unroll
       for (int i = 0; i < 4; ++i) e4m3x4_to_half(r[i], values[2 * i], values[2 * i + 1]);
-      if (n + kAhead < P::kPieces && (n + kAhead < P::kOfAll || part.has_rest)) load(n + kAhead);
-      const uint32_t base = P::flip_of(n) ? flipped : to;
-      store(base + P::target_of(n), values);
-      store((base ^ 16) + P::target_of(n), values + 4);
+      if (n + kAhead < P::kPieces) load(n + kAhead);
+      store(to + P::target_of(n), values);
+      store((to ^ 16) + P::target_of(n), values + 4);
     }
-    arrive(raw_empty());
+    if constexpr (kWay == kBoxes) {
+      arrive(empty);
+      hopper::fence_async_proxy();  // the matrix units read through another proxy
+      arrive(shared_ + (kKeys ? Layout::kKFull : Layout::kVFull) + 8 * ring.stage);
+    } else {
+      arrive(stored(kKeys));
+    }
     raw_.advance();
-    hopper::fence_async_proxy();  // the matrix units read through another proxy
-    arrive(full);
-  }
-
-  // One lane for its warp.
-  __device__ __forceinline__ void arrive(uint32_t barrier) const {
-    __syncwarp();
-    hopper::mbarrier_arrive_if(barrier, lane_ == 0);
+    ring.advance();
   }
 
   static __device__ __forceinline__ void store(uint32_t to, const uint32_t* v) {

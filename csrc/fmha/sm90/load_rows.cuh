@@ -4,36 +4,28 @@
 
 namespace attnops::fmha::sm90 {
 
-// Keys and values of pages that are no boxes, by four warps together. Nobody waits for their copies, which arrive for
-// their threads. Who computes fences them: here a fence would wait for the next ones, too.
+// Keys and values of pages that are no boxes, and e4m3 ones of short calls for 16-bit queries, by four warps together.
+//
+// Nobody waits for copies of 16-bit rows: they arrive for their threads. e4m3 rows become wide ones in their place
+// while the copies of the next tile come. Who computes fences both: here a fence would wait for those copies, too.
 template <class Tr>
 class RowProducer : ProducerBase<Tr> {
   using Base = ProducerBase<Tr>;
   using Layout = typename Base::Layout;
-  using Base::bring_queries, Base::check_page, Base::is_seen, Base::next_work, Base::p_, Base::s_, Base::shared_,
-      Base::take_index, Base::tell, Base::tid_, Base::work_done, Base::work_ring_, Base::work_slot;
+  using Base::arrive, Base::bring_queries, Base::check_page, Base::is_seen, Base::next_work, Base::p_, Base::s_,
+      Base::shared_, Base::take_index, Base::tell, Base::tid_, Base::work_done, Base::work_ring_, Base::work_slot;
 
  public:
   __device__ __forceinline__ RowProducer(const Params& p, const Schedule& s, const Maps& maps, char* base)
-      : Base(p, s, maps, base) {}
+      : Base(p, s, maps, base), narrow_(is_narrow(p)) {}
 
-  static constexpr int kArrivals = 128;  // for a tile
-
-  __device__ __forceinline__ void run() {
-#pragma unroll 1
-    for (;;) {
-      if (tid_ == 0) tell(this->template next_work<Tr::kShort>());
-      hopper::named_barrier_sync(kProducerBarrier, 128);
-      const Work& w = *work_slot();
-      const uint32_t done = work_done();
-      if (tid_ == 0) bring_queries(w);  // those of the last work are free when its last keys are multiplied
-      if (w.num_tokens < 0) return;
-      if (Tr::kShort && tid_ == 0) take_index();
-      work_ring_.advance();
-      bring_tiles(w);
-      if (tid_ >= 32) hopper::mbarrier_arrive(done);
-    }
+  static __device__ __forceinline__ bool is_narrow(const Params& p) {
+    return Tr::kShort && p.kv_dtype == DType::kFloat8E4M3;
   }
+  // Arrivals for a tile.
+  static __device__ __forceinline__ int arrivals(const Params& p) { return is_narrow(p) ? 4 : 128; }
+
+  __device__ __forceinline__ void run() { narrow_ ? run_as<true>() : run_as<false>(); }
 
  private:
   // Byte offsets of a row of keys and of values; negative: no row of the tile sees the key, or its page is outside the
@@ -42,8 +34,29 @@ class RowProducer : ProducerBase<Tr> {
     int64_t key, value;
   };
 
+  template <bool kNarrow>
+  __device__ __forceinline__ void run_as() {
+#pragma unroll 1
+    for (;;) {
+      if (tid_ == 0) tell(this->template next_work<Tr::kShort>());
+      hopper::named_barrier_sync(kProducerBarrier, 128);
+      const Work& w = *work_slot();
+      const uint32_t done = work_done();
+      if (kNarrow && w.num_tokens < 0) finish_pending<0>();
+      if (tid_ == 0) bring_queries(w);  // those of the last work are free when its last keys are multiplied
+      if (w.num_tokens < 0) return;
+      if (Tr::kShort && tid_ == 0) take_index();
+      work_ring_.advance();
+      bring_tiles<kNarrow>(w);
+      if (tid_ >= 32) hopper::mbarrier_arrive(done);
+      // Whoever waits for the last tile of values keeps the place of a work.
+      if (kNarrow && w.tile_begin == w.tile_end) finish_pending<0>();
+    }
+  }
+
   // The scores of a tile are multiplied before the values of the tile ahead of it, so keys are asked for first. Cells
   // of the page table are asked for two tiles ahead, and looked at a tile later.
+  template <bool kNarrow>
   __device__ __forceinline__ void bring_tiles(const Work& w) {
     const int tile_end = w.tile_end;
     if (w.tile_begin == tile_end) return;
@@ -53,16 +66,16 @@ class RowProducer : ProducerBase<Tr> {
     int64_t values = kNobody;
 #pragma unroll 1
     for (int tile = w.tile_begin; tile <= tile_end; ++tile) {
-      if (tile < tile_end) bring<true>(here.key);
+      if (tile < tile_end) bring<true, kNarrow>(here.key);
       after = cell_of(w, tile + 2);
-      if (tile > w.tile_begin) bring<false>(values);
+      if (tile > w.tile_begin) bring<false, kNarrow>(values);
       values = here.value;
       here = place_of(w, tile + 1, next);
       next = after;
     }
   }
 
-  template <bool kKeys>
+  template <bool kKeys, bool kNarrow>
   __device__ __forceinline__ void bring(int64_t offset) {
     constexpr int kChunks = kKeys ? Tr::kQkChunks : Tr::kVChunks;
     Ring<Tr::kStages>& ring = kKeys ? k_ring_ : v_ring_;
@@ -71,8 +84,29 @@ class RowProducer : ProducerBase<Tr> {
     const uint32_t full = shared_ + (kKeys ? Layout::kKFull : Layout::kVFull) + 8 * ring.stage;
     hopper::mbarrier_wait(shared_ + (kKeys ? Layout::kKEmpty : Layout::kVEmpty) + 8 * ring.stage, ring.phase ^ 1);
     ring.advance();
-    copy_pieces<Tr, kChunks>(kKeys ? p_.k : p_.v, offset, kKeys ? p_.head_dim_qk : p_.head_dim_v, tile, piece_);
-    hopper::arrive_after_copies(full);
+    copy_pieces<Tr, kChunks, kNarrow>(kKeys ? p_.k : p_.v, offset, kKeys ? p_.head_dim_qk : p_.head_dim_v, tile,
+                                      piece_);
+    if constexpr (kNarrow) {
+      cp_async_commit();
+      finish_pending<1>();
+      pending_ = {full, tile, kKeys};
+    } else {
+      hopper::arrive_after_copies(full);
+    }
+  }
+
+  // Makes wide values of the tile whose copies began before, and tells of it.
+  template <int kNewer>
+  __device__ __forceinline__ void finish_pending() {
+    if (pending_.full == 0) return;
+    cp_async_wait<kNewer>();
+    if (Tr::kQkChunks == Tr::kVChunks || pending_.keys) {
+      widen_pieces<Tr, Tr::kQkChunks>(pending_.tile, piece_);
+    } else {
+      widen_pieces<Tr, Tr::kVChunks>(pending_.tile, piece_);
+    }
+    arrive(pending_.full);
+    pending_.full = 0;
   }
 
   // Page and token of this lane's row of a tile; token -1: no row of the tile sees the key.
@@ -106,7 +140,14 @@ class RowProducer : ProducerBase<Tr> {
             (at.page * p_.v_stride_page + at.token * p_.v_stride_token + w.kv_head * p_.v_stride_head) * size};
   }
 
+  struct Pending {
+    uint32_t full = 0, tile = 0;
+    bool keys = false;
+  };
+
+  bool narrow_;
   PieceOfRow piece_;
+  Pending pending_;
   Ring<Tr::kStages> k_ring_, v_ring_;
 };
 

@@ -1,5 +1,8 @@
 #pragma once
+#include <type_traits>
+
 #include "core/math.h"
+#include "device/sm80/mma.cuh"
 #include "device/sm90/copy.cuh"
 #include "device/sm90/wgmma.cuh"
 
@@ -74,11 +77,13 @@ struct PieceOfRow {
   }
 };
 
-// Begins to copy this lane's pieces of a tile of 16-bit rows.
-template <class Tr, int kChunks>
+// Begins to copy this lane's pieces of a tile: 16-bit rows, or e4m3 rows that `widen_pieces` finishes. Eight e4m3 lie
+// at the place of the eight wide values that the same lane makes of them.
+template <class Tr, int kChunks, bool kNarrow>
 __device__ __forceinline__ void copy_pieces(const void* pool, int64_t looked_up, int head_dim, uint32_t tile,
                                             const PieceOfRow& piece) {
-  const char* const source = static_cast<const char*>(pool) + piece.number * 16;
+  constexpr int kBytes = kNarrow ? 8 : 16;
+  const char* const source = static_cast<const char*>(pool) + piece.number * kBytes;
   const uint32_t own = tile + piece.byte;
 #pragma unroll
   for (int pass = 0; pass < Tr::kKeys / kRowsOfPass; ++pass) {
@@ -88,8 +93,54 @@ __device__ __forceinline__ void copy_pieces(const void* pool, int64_t looked_up,
     for (int c = 0; c < kChunks; ++c) {
       const uint32_t to = own + pass * kRowsOfPass * 128 + c * Tr::kKeys * 128;
       const bool exists = offset >= 0 && (c * 8 + piece.number) * 8 < head_dim;
-      hopper::copy16(to, from + c * 128, exists);
+      if constexpr (kNarrow) {
+        hopper::copy8(to, from + c * 8 * kBytes, exists);
+      } else {
+        hopper::copy16(to, from + c * 8 * kBytes, exists);
+      }
     }
+  }
+}
+
+// Every e4m3 value is exact in fp16 and bf16; scales are the softmax's and the epilogue's.
+template <typename T>
+__device__ __forceinline__ void widen(uint32_t (&raw)[2], uint32_t (&wide)[4]) {
+  e4m3x4_to_half(raw[0], wide[0], wide[1]);
+  e4m3x4_to_half(raw[1], wide[2], wide[3]);
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+#pragma unroll
+    for (uint32_t& pair : wide) {
+      const float2 values = __half22float2(reinterpret_cast<const __half2&>(pair));
+      pair = pack2<__nv_bfloat16>(values.x, values.y);
+    }
+  }
+}
+
+// Makes wide values of this lane's pieces of a tile. Several are read before the first is stored: one by one, each
+// costs some 150 cycles of waiting.
+template <class Tr, int kChunks>
+__device__ __forceinline__ void widen_pieces(uint32_t tile, const PieceOfRow& piece) {
+  constexpr int kPasses = kChunks < 4 ? 4 / kChunks : 1, kAtOnce = kPasses * kChunks;
+  static_assert(Tr::kKeys % (kRowsOfPass * kPasses) == 0);
+  uint32_t own = tile + piece.byte;
+#pragma unroll 1
+  for (int i = 0; i < Tr::kKeys / (kRowsOfPass * kPasses); ++i) {
+    uint32_t raw[kAtOnce][2];
+    const auto at = [own](int j) { return own + j / kChunks * kRowsOfPass * 128 + j % kChunks * Tr::kKeys * 128; };
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(raw[j][0]), "=r"(raw[j][1]) : "r"(at(j)) : "memory");
+    }
+    __syncwarp();  // no load sinks below
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      uint32_t wide[4];
+      widen<typename Tr::T>(raw[j], wide);
+      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at(j)), "r"(wide[0]), "r"(wide[1]), "r"(wide[2]),
+                   "r"(wide[3])
+                   : "memory");
+    }
+    own += kPasses * kRowsOfPass * 128;
   }
 }
 

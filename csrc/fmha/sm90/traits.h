@@ -37,7 +37,6 @@ constexpr int narrow_tile_bytes(const Shape& s) {
 
 // For e4m3 keys: as many of them as leave room for two tiles as they come. Who brings them needs some 70 registers.
 constexpr Shape of_narrow(Shape s) {
-  if (s.ctas > 1) s.q_stages = 1;
   s.registers = min_of(s.registers, 216);
   while (s.keys > 16 && wide_tile_bytes(s) + 2 * narrow_tile_bytes(s) > most_tile_bytes(s.ctas)) s.keys -= 16;
   return s;
@@ -69,7 +68,7 @@ struct Traits {
   static constexpr int kWorkStages = 2;  // a work is known before its queries have a place
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
   // In boxes, CTAs take the next work late. By measurement: e4m3 and head dim 64 lose by it.
-  static constexpr bool kTakesLate = !kFp8 && !kNarrow && kWarpgroups == 2;
+  static constexpr bool kTakesLate = !kFp8 && kWarpgroups == 2;
   static constexpr bool kShort = kShape.ctas > 1;  // for short calls
   static constexpr int kConsumerRegisters = kShape.registers;
   // Warpgroups start with equal shares and may trade what they were given together.

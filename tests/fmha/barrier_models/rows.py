@@ -14,11 +14,13 @@ from boxes import Bar
 def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True, rst=2):
     r = random.Random(seed)
     W = [(r.random() < 0.85, 0, r.choice([0, 1, 1, 2, 3, 4, 6])) for _ in range(r.randint(1, 12))]
-    A = 3 if narrow else 8  # arrivals a tile (8 stands for 128): of three warps that widen, or of all lanes
-    parts = 3 if narrow else 4
-    copies = r.random() < 0.5  # narrow: rows by the lanes of a warp (2 stand for 32), else boxes
+    late = r.random() < 0.5  # narrow: the next work is taken with the last keys of a long one
+    copies = r.random() < 0.5  # narrow: rows are copied by who widens them, else boxes
+    A = (1 if copies else 2) if narrow else 8  # arrivals a tile (8 stands for 128): of who fences, or of all lanes
+    parts = 2 if narrow else 4
     rf = [Bar(2 if copies else 1, f"rf{i}") for i in range(rst)]
-    re_ = [Bar(3, f"re{i}") for i in range(rst)]
+    re_ = [Bar(2, f"re{i}") for i in range(rst)]
+    last = Bar(1, "last")
     raw = [None] * rst
     wk = [Bar(1, f"wk{i}") for i in range(2)]
     qf = [Bar(1, f"qf{i}") for i in range(qs)]
@@ -122,9 +124,15 @@ def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True, rst=2):
             if wp > 0:
                 wd[own_slot].arrive()
 
-    def asker():
-        q = qp = s = sp = a = ap = 0
-        first = rst if qs == 1 else 0  # so many tiles are asked for before the queries
+    def items_of(w):
+        n = w[2] - w[1]
+        items = [("k", 0)] if n else []
+        for t in range(n):
+            items += ([("k", t + 1)] if t + 1 < n else []) + [("v", t)]
+        return items
+
+    def teller():
+        q = qp = s = sp = lp = 0
         while True:
             yield wait(wd[s], sp ^ 1)
             while idx[0] < len(W) and not W[idx[0]][0]:
@@ -132,62 +140,28 @@ def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True, rst=2):
             w, mine = slot[s] = (W[idx[0]], idx[0]) if idx[0] < len(W) else (None, None)
             idx[0] += 1
             wk[s].arrive()
-            yield lambda: True
-
-            def bring_queries():
-                nonlocal q, qp
-                yield wait(qe[q], qp ^ 1)
-                if w is None:
-                    qf[q].arrive()
-                    return
-                qf[q].expect(7)
-
-                def ql(q=q, mine=mine):
-                    assert qread[q] == 0, "queries overwritten while read"
-                    queries[q] = mine
-                    qf[q].add(7)
-
-                inflight.append(ql)
-                q += 1
-                if q == qs:
-                    q, qp = 0, qp ^ 1
-
-            n = 0 if w is None else w[2] - w[1]
-            if first == 0 or n == 0:
-                yield from bring_queries()
+            yield wait(qe[q], qp ^ 1)
             if w is None:
+                qf[q].arrive()
                 return
-            own_slot = s
+            qf[q].expect(7)
+
+            def ql(q=q, mine=mine):
+                assert qread[q] == 0, "queries overwritten while read"
+                queries[q] = mine
+                qf[q].add(7)
+
+            inflight.append(ql)
+            q += 1
+            if q == qs:
+                q, qp = 0, qp ^ 1
             s, sp = (0, sp ^ 1) if s == 1 else (1, sp)
-            items = [("k", 0)] if n else []
-            for t in range(n):
-                items += ([("k", t + 1)] if t + 1 < n else []) + [("v", t)]
-            for i, item in enumerate(items):
-                yield wait(re_[a], ap ^ 1)
-                if not copies:
-                    rf[a].expect(5)
+            if late and w[2] - w[1] > 2:
+                yield wait(last, lp)
+                lp ^= 1
 
-                def land(a=a, item=item, mine=mine):
-                    assert rawread[a] == 0, "e4m3 tile overwritten while read"
-                    raw[a] = (mine, item)
-                    if copies:
-                        rf[a].arrive(2)
-                    else:
-                        rf[a].add(5)
-
-                inflight.append(land)
-                a += 1
-                if a == rst:
-                    a, ap = 0, ap ^ 1
-                yield lambda: True
-                if first and i + 1 == min(first, len(items)):
-                    yield from bring_queries()
-            assert slot[own_slot] == (w, mine)
-
-    def widener(wp):
-        s = sp = a = ap = 0
-        rk = [0, 0]
-        rv = [0, 0]
+    def each_work(do):
+        s = sp = 0
         while True:
             yield wait(wk[s], sp)
             w, mine = slot[s]
@@ -195,36 +169,94 @@ def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True, rst=2):
                 return
             own_slot = s
             s, sp = (0, sp ^ 1) if s == 1 else (1, sp)
-            n = w[2] - w[1]
-            items = [("k", 0)] if n else []
-            for t in range(n):
-                items += ([("k", t + 1)] if t + 1 < n else []) + [("v", t)]
+            yield from do(w, mine)
+            assert slot[own_slot] == (w, mine)
+            wd[own_slot].arrive()
+
+    def tell_of_last_keys(w, item):
+        if late and w[2] - w[1] > 2 and item == ("k", w[2] - w[1] - 1):
+            last.arrive()
+
+    def asker():
+        a = [0, 0]
+
+        def ask(w, mine):
+            for item in items_of(w):
+                tell_of_last_keys(w, item)
+                yield wait(re_[a[0]], a[1] ^ 1)
+                rf[a[0]].expect(5)
+
+                def land(a=a[0], item=item):
+                    assert rawread[a] == 0, "e4m3 tile overwritten while read"
+                    raw[a] = (mine, item)
+                    rf[a].add(5)
+
+                inflight.append(land)
+                advance(a, rst)
+                yield lambda: True
+
+        yield from each_work(ask)
+
+    def advance(ring, n):
+        ring[0] += 1
+        if ring[0] == n:
+            ring[0] = 0
+            ring[1] ^= 1
+
+    def ring_of(kind, rk, rv):
+        return (rk, K, kr, kf, ke, rf) if kind == "k" else (rv, V, vr, vf, ve, re_)
+
+    # Rows: what widens a part has copied it. Barriers of a raw place count who has stored.
+    def fencer():
+        rk, rv = [0, 0], [0, 0]
+
+        def fence(w, mine):
+            for kind, t in items_of(w):
+                ring, cells, rd, f, e, stored = ring_of(kind, rk, rv)
+                yield wait(stored[ring[0]], ring[1])
+                assert all(c == ((mine, t), "stored") for c in cells[ring[0]].values())
+                yield lambda: True
+                for i in range(parts):
+                    cells[ring[0]][i] = ((mine, t), "wide")
+                f[ring[0]].arrive()
+                advance(ring, kst)
+
+        yield from each_work(fence)
+
+    def widener(wp):
+        a, rk, rv = [0, 0], [0, 0], [0, 0]
+
+        def widen(w, mine):
+            items = items_of(w)
+            if copies and wp == 0:
+                for item in items:
+                    tell_of_last_keys(w, item)
             for kind, t in items:
-                yield wait(rf[a], ap)
-                assert raw[a] == (mine, (kind, t)), (raw[a], mine, kind, t)
-                rawread[a] += 1
-                ring, cells, rd, f, e = (rk, K, kr, kf, ke) if kind == "k" else (rv, V, vr, vf, ve)
-                st, ph = ring
-                yield wait(e[st], ph ^ 1)
+                ring, cells, rd, f, e, stored = ring_of(kind, rk, rv)
+                if not copies:
+                    yield wait(rf[a[0]], a[1])
+                    assert raw[a[0]] == (mine, (kind, t)), (raw[a[0]], mine, kind, t)
+                    rawread[a[0]] += 1
+                st = ring[0]
+                yield wait(e[st], ring[1] ^ 1)
                 for _ in range(2):
                     assert rd[st] == 0, "overwritten while read"
                     cells[st][wp] = ((mine, t), "half")
                     yield lambda: True
-                assert raw[a] == (mine, (kind, t))
-                rawread[a] -= 1
-                re_[a].arrive()
-                yield lambda: True
-                cells[st][wp] = ((mine, t), "wide")
-                f[st].arrive()
-                a += 1
-                if a == rst:
-                    a, ap = 0, ap ^ 1
-                ring[0] += 1
-                if ring[0] == kst:
-                    ring[0] = 0
-                    ring[1] ^= 1
-            assert slot[own_slot] == (w, mine)
-            wd[own_slot].arrive()
+                if not copies:
+                    assert raw[a[0]] == (mine, (kind, t))
+                    rawread[a[0]] -= 1
+                    re_[a[0]].arrive()
+                    yield lambda: True
+                    cells[st][wp] = ((mine, t), "wide")
+                    f[st].arrive()
+                    advance(a, rst)
+                else:
+                    cells[st][wp] = ((mine, t), "stored")
+                    stored[st].arrive()
+                advance(ring, kst)
+
+        yield from each_work(widen)
 
     rawread = [0] * rst
 
@@ -371,7 +403,9 @@ def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True, rst=2):
         if turns and g == 0:
             yield from take()
 
-    bring = [asker()] + [widener(i) for i in range(3)] if narrow else [prod(i) for i in range(4)]
+    bring = [prod(i) for i in range(4)]
+    if narrow:
+        bring = [teller(), fencer() if copies else asker(), widener(0), widener(1)]
     alive = [[b, None] for b in bring] + [[cons(i), None] for i in range(groups)]
     bias = r.random()
     while alive:
