@@ -26,9 +26,8 @@ class Consumer {
   using T = typename Tr::T;
   using Out = typename Tr::Out;
   using Layout = SharedLayout<Tr>;
-  static constexpr int kTurnBarrier = 2;                                                   // + warpgroup
-  static constexpr int kQueriesBarrier = 8;                                                // + warpgroup
-  static constexpr bool kConverts = !Tr::kFp8 && !std::is_same_v<T, typename Tr::Caller>;  // queries
+  static constexpr int kTurnBarrier = 2;  // + warpgroup
+  static constexpr int kQueriesReady = Tr::kConverts ? Layout::kQConverted : Layout::kQFull;
   static constexpr Shape kShape = Tr::kShape;
   static constexpr int kVRows = Tr::kFp8 ? Tr::kHeadDimV : Tr::kKeys;    // of a chunk of values in shared memory
   static constexpr int kProbabilities = Tr::kKeys * int{sizeof(T)} / 8;  // registers
@@ -50,7 +49,7 @@ class Consumer {
     int pieces = 0;
     if (kShape.turns && group_ == Tr::kWarpgroups - 1) pass_turn();  // the first turn is group 0's
     for (;;) {
-      hopper::mbarrier_wait(shared_ + Layout::kQFull + 8 * q_ring_.stage, q_ring_.phase);
+      hopper::mbarrier_wait(shared_ + kQueriesReady + 8 * q_ring_.stage, q_ring_.phase);
       const Work& w = *reinterpret_cast<const Work*>(base_ + Layout::kWorks + work_ring_.stage * Layout::kWorkBytes);
       if (w.num_tokens < 0) {
         pieces = w.slab;
@@ -132,7 +131,14 @@ class Consumer {
     }
     const uint32_t queries = shared_ + Layout::kQ + q_ring_.stage * Tr::kQBytes + first_row * 128;
     q_operand_ = hopper::chunk_operand<Tr::kRows>(queries);
-    if constexpr (kConverts) convert_queries(queries, 16 * warp_ + lane_ / 4);
+    if constexpr (Tr::kConverts) {
+      const auto* factors = reinterpret_cast<const float*>(base_ + Layout::kRowFactors) + q_ring_.stage * Tr::kRows;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        row_factor_[h] = factors[first_row + 16 * warp_ + lane_ / 4 + 8 * h];
+        row_scale_[h] = transformed_ ? scale_ : scale_ * row_factor_[h];
+      }
+    }
 
     int tile = w.tile_begin;
     const int tile_end = w.tile_end;
@@ -163,49 +169,6 @@ class Consumer {
     }
     if (tile_end == w.tile_begin) release(shared_ + Layout::kQEmpty + 8 * q_ring_.stage);
     finish(w, tile_end > w.tile_begin);
-  }
-
-  // bfloat16 queries become fp16 in their place. Four lanes have a row, and scale it by the power of two that brings
-  // its largest value below 2^16: all values above 2^-30 of that one stay exact. Scores are multiplied by the inverse.
-  __device__ __forceinline__ void convert_queries(uint32_t queries, int own_row) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = own_row + 8 * h;
-      uint32_t values[Tr::kQkChunks * 2][4], largest = 0;
-      const auto at = [&](int i) {
-        return queries + i / 2 * Tr::kRows * 128 + hopper::swizzled(row, lane_ % 4 * 2 + i % 2);
-      };
-#pragma unroll
-      for (int i = 0; i < Tr::kQkChunks * 2; ++i) {
-        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(values[i][0]), "=r"(values[i][1]), "=r"(values[i][2]), "=r"(values[i][3])
-                     : "r"(at(i))
-                     : "memory");
-      }
-#pragma unroll
-      for (int i = 0; i < Tr::kQkChunks * 8; ++i) largest = __vmaxu2(largest, values[i / 4][i % 4] & 0x7fff7fffu);
-      largest = __vmaxu2(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-      largest = __vmaxu2(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-      const int exponent = static_cast<int>(max_of(largest >> 16, largest & 0xffffu) >> 7);  // biased by 127
-      const int power = min_of(127 + 15 + 127 - exponent, 227);                              // likewise
-      const float scale = __int_as_float(power << 23), inverse = __int_as_float((254 - power) << 23);
-#pragma unroll
-      for (int i = 0; i < Tr::kQkChunks * 2; ++i) {
-        uint32_t pairs[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          pairs[j] = hopper::pack_pair<T>(__uint_as_float(values[i][j] << 16) * scale,
-                                          __uint_as_float(values[i][j] & 0xffff0000u) * scale);
-        }
-        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at(i)), "r"(pairs[0]), "r"(pairs[1]),
-                     "r"(pairs[2]), "r"(pairs[3])
-                     : "memory");
-      }
-      row_factor_[h] = inverse;
-      row_scale_[h] = transformed_ ? scale_ : scale_ * inverse;
-    }
-    hopper::fence_async_proxy();  // the matrix units read through another proxy
-    hopper::named_barrier_sync(kQueriesBarrier + group_, 128);
   }
 
   // Tiles that all rows of the warpgroup see whole: [begin, end).
@@ -276,7 +239,7 @@ class Consumer {
   template <Tile kTile>
   __device__ __forceinline__ void treat(const Work& w, int tile, bool masked) {
     if constexpr (kTile == Tile::kTransformed) {
-      if constexpr (kConverts) {
+      if constexpr (Tr::kConverts) {
 #pragma unroll
         for (int i = 0; i < Tr::kKeys / 2; ++i) scores_[i] *= row_factor_[i / 2 % 2];
       }
@@ -293,7 +256,7 @@ class Consumer {
   }
 
   __device__ __forceinline__ bool to_exponents(float (&shrink)[2]) {
-    if constexpr (kConverts) {
+    if constexpr (Tr::kConverts) {
       return rows_.template to_exponents<kShape.largest_first>(scores_, row_scale_, shrink);
     } else {
       return rows_.template to_exponents<kShape.largest_first>(scores_, scale_, shrink);

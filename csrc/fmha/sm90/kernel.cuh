@@ -36,6 +36,9 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kShape.ctas)
     for (int i = 0; i < Tr::kQStages; ++i) {
       hopper::mbarrier_init(shared + Layout::kQFull + 8 * i, 1);
       hopper::mbarrier_init(shared + Layout::kQEmpty + 8 * i, kWarps);
+      if constexpr (Tr::kConverts) {
+        hopper::mbarrier_init(shared + Layout::kQConverted + 8 * i, NarrowProducer<Tr>::kWideners);
+      }
     }
     for (int i = 0; i < Tr::kWorkStages; ++i) {
       hopper::mbarrier_init(shared + Layout::kWorkKnown + 8 * i, 1);

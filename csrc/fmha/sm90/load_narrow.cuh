@@ -17,8 +17,8 @@ template <class Tr>
 class NarrowProducer : ProducerBase<Tr> {
   using Base = ProducerBase<Tr>;
   using Layout = typename Base::Layout;
-  using Base::check_page, Base::is_seen, Base::maps_, Base::p_, Base::page_of_box, Base::s_, Base::shared_, Base::tid_,
-      Base::work_done, Base::work_known, Base::work_ring_, Base::work_slot;
+  using Base::check_page, Base::is_seen, Base::maps_, Base::p_, Base::page_of_box, Base::q_ring_, Base::s_,
+      Base::shared_, Base::tid_, Base::work_done, Base::work_known, Base::work_ring_, Base::work_slot;
 
  public:
   static constexpr int kWideners = 2;  // warps
@@ -56,6 +56,7 @@ class NarrowProducer : ProducerBase<Tr> {
     for (;;) {
       hopper::mbarrier_wait(work_known(), work_ring_.phase);
       const Work& w = *work_slot();
+      if (Tr::kConverts && tid_ / 32 >= 2) convert_queries(w);
       if (w.num_tokens < 0) return;
       const uint32_t done = work_done();
       work_ring_.advance();
@@ -141,6 +142,56 @@ class NarrowProducer : ProducerBase<Tr> {
   static __device__ __forceinline__ bool is_keys(int i, int tiles) { return i == 0 || (i % 2 == 1 && i + 1 < tiles); }
   static __device__ __forceinline__ int tile_of(const Work& w, int i, int tiles) {
     return w.tile_begin + (is_keys(i, tiles) ? (i + 1) / 2 : i + 1 == tiles ? tiles / 2 - 1 : i / 2 - 1);
+  }
+
+  // bfloat16 queries become fp16 in their place, before the first keys of their work. Four lanes have a row, and scale
+  // it by the power of two that brings its largest value below 2^16: all values above 2^-30 of that one stay exact.
+  // Scores are multiplied by the inverse. Who computes learns from here that no work is left, too.
+  __device__ __forceinline__ void convert_queries(const Work& w) {
+    const uint32_t offset = 8 * q_ring_.stage, queries = shared_ + Layout::kQ + q_ring_.stage * Tr::kQBytes;
+    auto* const factors = reinterpret_cast<float*>(this->base_ + Layout::kRowFactors) + q_ring_.stage * Tr::kRows;
+    const int rows = w.num_tokens < 0 ? 0 : min_of(round_up(w.num_tokens * s_.pack, 64), Tr::kRows);
+    hopper::mbarrier_wait(shared_ + Layout::kQFull + offset, q_ring_.phase);
+#pragma unroll 1
+    for (int row = tid_ / 32 % kWideners * 8 + lane_ / 4; row < rows; row += 8 * kWideners) {
+      const float factor = convert_row(queries + row * 128, row);
+      if (lane_ % 4 == 0) factors[row] = factor;
+    }
+    hopper::fence_async_proxy();  // the matrix units read through another proxy
+    arrive(shared_ + Layout::kQConverted + offset);
+    q_ring_.advance();
+  }
+
+  __device__ __forceinline__ float convert_row(uint32_t queries, int row) const {
+    constexpr int kPieces = Tr::kQkChunks * 2;
+    uint32_t values[kPieces][4], largest = 0;
+    const uint32_t first = queries + ((lane_ % 4 * 2 ^ row % 8) << 4);
+    const auto at = [&](int i) { return (i % 2 ? first ^ 16 : first) + i / 2 * Tr::kRows * 128; };
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(values[i][0]), "=r"(values[i][1]), "=r"(values[i][2]), "=r"(values[i][3])
+                   : "r"(at(i))
+                   : "memory");
+    }
+#pragma unroll
+    for (int i = 0; i < kPieces * 4; ++i) largest = __vmaxu2(largest, values[i / 4][i % 4] & 0x7fff7fffu);
+    largest = __vmaxu2(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+    largest = __vmaxu2(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+    const int exponent = static_cast<int>(max_of(largest >> 16, largest & 0xffffu) >> 7);  // biased by 127
+    const int power = min_of(127 + 15 + 127 - exponent, 227);                              // likewise
+    const float scale = __int_as_float(power << 23);
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      uint32_t pairs[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        pairs[j] = hopper::pack_pair<__half>(__uint_as_float(values[i][j] << 16) * scale,
+                                             __uint_as_float(values[i][j] & 0xffff0000u) * scale);
+      }
+      store(at(i), pairs);
+    }
+    return __int_as_float((254 - power) << 23);
   }
 
   // What a lane makes wide of a tile with kChunks chunks: sixteen values of a row at a time, four lanes a chunk. Eight

@@ -22,8 +22,8 @@ struct Shape {
 };
 
 // What tiles may take of an SM's shared memory, divided among its CTAs: it keeps 1 KiB for each, the base is rounded up
-// to another, and works and barriers take the rest.
-constexpr int most_tile_bytes(int ctas) { return 228 * 1024 / ctas - 1024 - 1008 - 512; }
+// to another, and works, barriers and what rows of queries were scaled by take the rest.
+constexpr int most_tile_bytes(int ctas) { return 228 * 1024 / ctas - 1024 - 1008 - 2048; }
 
 // The places of a tile of queries, and of keys and values, all of 16 bits, and one of a tile as e4m3.
 constexpr int chunks_of(int head_dim) { return ceil_div(head_dim, 64); }
@@ -58,7 +58,8 @@ struct Traits {
   using Caller = Caller_;  // of queries
   static constexpr bool kNarrow = kNarrow_, kFp8 = std::is_same_v<T, __nv_fp8_e4m3>;
   using Out = std::conditional_t<kFp8, __nv_bfloat16, Caller>;
-  using Narrow = Traits<__half, of_narrow(kShape_), Caller, true>;  // for e4m3 keys
+  static constexpr bool kConverts = kNarrow && !std::is_same_v<T, Caller>;  // queries
+  using Narrow = Traits<__half, of_narrow(kShape_), Caller, true>;          // for e4m3 keys
   static constexpr Shape kShape = kShape_;
   static constexpr int kHeadDimQk = kShape.head_dim_qk, kHeadDimV = kShape.head_dim_v;
   static constexpr int kKeys = kShape.keys;
@@ -101,12 +102,15 @@ struct SharedLayout {
   static constexpr int kWorks = kRaw + Tr::kRawStages * Tr::kRawBytes;  // Work [kWorkStages]
   static constexpr int kWorkBytes = 72;
   static constexpr int kBarriers = kWorks + Tr::kWorkStages * kWorkBytes;
-  // q full, q empty; work known, work done; k full, k empty, v full, v empty; raw full, raw empty.
-  static constexpr int kNumBarriers = 2 * Tr::kQStages + 2 * Tr::kWorkStages + 4 * Tr::kStages + 2 * Tr::kRawStages;
+  // q full, q empty; work known, work done; k full, k empty, v full, v empty; raw full, raw empty; q converted.
+  static constexpr int kNumBarriers =
+      (Tr::kConverts ? 3 : 2) * Tr::kQStages + 2 * Tr::kWorkStages + 4 * Tr::kStages + 2 * Tr::kRawStages;
   // What CTA 0 of a pair tells CTA 1: the next works. Full, empty, an int.
   static constexpr int kMailFull = kBarriers + 8 * kNumBarriers, kMailEmpty = kMailFull + 8, kMail = kMailEmpty + 8;
   static constexpr int kLastKeys = kMail + 8;  // of a long work are asked for: the next one may be taken
-  static constexpr int kBytes = kLastKeys + 8;
+  static constexpr int kRowFactors =
+      kLastKeys + 8;  // float [kQStages][kRows]: the inverse of what queries were scaled by
+  static constexpr int kBytes = kRowFactors + (Tr::kConverts ? Tr::kQStages * Tr::kRows * 4 : 0);
   static constexpr int kAllBytes = kBytes + 1008;  // the base, on 16 bytes, is rounded up
   static_assert(Tr::kShape.ctas * (kAllBytes + 1024) <= 228 * 1024, "an SM has 228 KiB, and keeps one for each CTA");
 
@@ -116,6 +120,7 @@ struct SharedLayout {
   static constexpr int kVFull = kKEmpty + 8 * Tr::kStages, kVEmpty = kVFull + 8 * Tr::kStages;
   // Of tiles as they come, which await their transpose, or to be made wide, or zeros in place of keys that nobody sees.
   static constexpr int kRawFull = kVEmpty + 8 * Tr::kStages, kRawEmpty = kRawFull + 8 * Tr::kRawStages;
+  static constexpr int kQConverted = kRawEmpty + 8 * Tr::kRawStages;
 };
 
 }  // namespace attnops::fmha::sm90

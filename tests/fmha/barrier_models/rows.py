@@ -21,6 +21,8 @@ def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True, rst=2):
     rf = [Bar(2 if copies else 1, f"rf{i}") for i in range(rst)]
     re_ = [Bar(2, f"re{i}") for i in range(rst)]
     last = Bar(1, "last")
+    converts = narrow and r.random() < 0.7  # queries, by who widens
+    qc = [Bar(2, f"qc{i}") for i in range(qs)]
     raw = [None] * rst
     wk = [Bar(1, f"wk{i}") for i in range(2)]
     qf = [Bar(1, f"qf{i}") for i in range(qs)]
@@ -160,11 +162,22 @@ def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True, rst=2):
                 yield wait(last, lp)
                 lp ^= 1
 
-    def each_work(do):
-        s = sp = 0
+    def each_work(do, widens=False):
+        s = sp = q = qp = 0
         while True:
             yield wait(wk[s], sp)
             w, mine = slot[s]
+            if converts and widens:
+                yield wait(qf[q], qp)
+                assert w is None or queries[q] in (mine, (mine, 1))
+                yield lambda: True
+                assert qread[q] == 0
+                if w is not None:
+                    queries[q] = mine if queries[q] == (mine, 1) else (mine, 1)  # converted by one, by both
+                qc[q].arrive()
+                q += 1
+                if q == qs:
+                    q, qp = 0, qp ^ 1
             if w is None:
                 return
             own_slot = s
@@ -256,7 +269,7 @@ def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True, rst=2):
                     stored[st].arrive()
                 advance(ring, kst)
 
-        yield from each_work(widen)
+        yield from each_work(widen, True)
 
     rawread = [0] * rst
 
@@ -296,7 +309,7 @@ def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True, rst=2):
                 x[1] ^= 1
 
         while True:
-            yield wait(qf[q], qp)
+            yield wait((qc if converts else qf)[q], qp)
             w, mine = slot[s]
             if w is None:
                 break
