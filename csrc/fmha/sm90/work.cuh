@@ -19,20 +19,20 @@ struct Schedule {
   int head_blocks;     // KV heads times blocks of `pack` heads in a group
   int blocks_per_group;
   int group;
-  int pack;           // query heads of a group in a tile's rows; the last block of a group may have fewer
-  int chunks;         // tiles of the CTA in a tile of the plan
-  int chunk_tokens;   // query tokens of a CTA's tile
-  int turns;          // works that a CTA takes at once: 1, or all chunks of a tile, of which as a rule one has tokens
-  int takes;          // num_works / turns
-  int cluster;        // 2: neighbours in the works' order share their keys, and a pair of CTAs brings them once
-  int box_keys;       // rows of a box of the copy engine; 0: rows are gathered
-  bool starts_on_16;  // rows of keys and values; else on 8 bytes
-  int pack_inverse;   // ceil(2^16 / pack): row / pack = row * pack_inverse >> 16 below 2^8 rows
+  int pack;          // query heads of a group in a tile's rows; the last block of a group may have fewer
+  int chunks;        // tiles of the CTA in a tile of the plan
+  int chunk_tokens;  // query tokens of a CTA's tile
+  int turns;         // works that a CTA takes at once: 1, or all chunks of a tile, of which as a rule one has tokens
+  int takes;         // num_works / turns
+  int cluster;       // 2: neighbours in the works' order share their keys, and a pair of CTAs brings them once
+  int box_keys;      // rows of a box of the copy engine; 0: rows are gathered
+  int pack_inverse;  // ceil(2^16 / pack): row / pack = row * pack_inverse >> 16 below 2^8 rows
   // Of the call, in 32 bits: rows of q, rows of k, tokens that a row of the page table has room for (-1: rows differ).
   int q_tokens, k_tokens, room;
   int whole_keys;  // with so many keys or fewer, all heads of a request are one section (heads_at_a_time)
   // A thread alone divides a work's number several times before its first tile can be asked for.
   Divisor page_size, tile_q, by_works_per_tile, by_head_blocks, by_blocks_per_group, by_chunks;
+  bool starts_on_16;  // rows of keys and values; else on 8 bytes. Last, so that divisors stay aligned
 };
 
 // As many heads of a group as fill `rows` beside a tile's tokens, in blocks that are as alike as can be.
