@@ -11,12 +11,14 @@ import random, sys
 from boxes import Bar
 
 
-def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True, rst=2):
+def sim(seed, kind, overlap, qs, kst=2, groups=2, turns=True, rst=2):
     r = random.Random(seed)
+    in_place, narrow = kind == "in place", kind == "narrow"
     W = [(r.random() < 0.85, 0, r.choice([0, 1, 1, 2, 3, 4, 6])) for _ in range(r.randint(1, 12))]
     late = r.random() < 0.5  # narrow: the next work is taken with the last keys of a long one
     copies = r.random() < 0.5  # narrow: rows are copied by who widens them, else boxes
-    A = (1 if copies else 2) if narrow else 8  # arrivals a tile (8 stands for 128): of who fences, or of all lanes
+    # Arrivals a tile (8 stands for 128): of who fences, of warps that widen rows in place, of all lanes.
+    A = (1 if copies else 2) if narrow else 4 if in_place else 8
     parts = 2 if narrow else 4
     rf = [Bar(2 if copies else 1, f"rf{i}") for i in range(rst)]
     re_ = [Bar(2, f"re{i}") for i in range(rst)]
@@ -55,6 +57,8 @@ def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True, rst=2):
         sp = 0
         rk = [0, 0]
         rv = [0, 0]
+        pend = None
+        outstanding = []  # copies of this warp in order: [landed]
         while True:
             if wp == 0:
                 yield wait(wd[s], sp ^ 1)
@@ -74,7 +78,18 @@ def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True, rst=2):
             own_slot = s
             s, sp = (0, sp ^ 1) if s == 1 else (1, sp)
 
+            def finish(newer):
+                nonlocal pend
+                if pend is None:
+                    return
+                cells, bar, copy = pend
+                yield lambda: copy[0]  # wait_group
+                cells[wp] = (cells[wp][0], "wide")
+                bar.arrive()
+                pend = None
+
             if w is None:
+                yield from finish(0)
                 if wp == 0:
                     yield wait(qe[q], qp ^ 1)
                     qf[q].arrive()
@@ -95,6 +110,7 @@ def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True, rst=2):
                 qp ^= 1
 
             def bring(keys, tile):
+                nonlocal pend
                 ring = rk if keys else rv
                 st, ph = ring
                 yield wait((ke if keys else ve)[st], ph ^ 1)
@@ -105,14 +121,21 @@ def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True, rst=2):
                 cells = (K if keys else V)[st]
                 rd = kr if keys else vr
                 bar = (kf if keys else vf)[st]
+                copy = [False]
                 content = (mine, tile)
 
                 def land():
                     assert rd[st] == 0, "overwritten while read"
-                    cells[wp] = (content, "wide")
-                    bar.arrive(2)
+                    cells[wp] = (content, "raw" if in_place else "wide")
+                    copy[0] = True
+                    if not in_place:
+                        bar.arrive(2)
 
                 inflight.append(land)
+                if in_place:
+                    yield lambda: True
+                    yield from finish(1)
+                    pend = (cells, bar, copy)
 
             t, t_end = w[1], w[2]
             if t < t_end:
@@ -125,6 +148,8 @@ def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True, rst=2):
             assert slot[own_slot] == (w, mine)
             if wp > 0:
                 wd[own_slot].arrive()
+            if w[1] == w[2]:
+                yield from finish(0)
 
     def items_of(w):
         n = w[2] - w[1]
@@ -441,13 +466,13 @@ def sim(seed, narrow, overlap, qs, kst=2, groups=2, turns=True, rst=2):
             if inflight:
                 inflight.pop(0)()
                 continue
-            raise RuntimeError(f"deadlock {seed} narrow {narrow} overlap {overlap} qs {qs} {W}")
+            raise RuntimeError(f"deadlock {seed} {kind} overlap {overlap} qs {qs} {W}")
     assert done == [i for i, w in enumerate(W) if w[0]]
 
 
 if __name__ == "__main__":
     for seed in range(int(sys.argv[1]), int(sys.argv[2])):
-        for n in (0, 1):
+        for n in ("wide", "in place", "narrow"):
             for o in (0, 1):
                 for qs in (1, 2):
                     sim(seed, n, o, qs, rst=2 + seed % 3)
