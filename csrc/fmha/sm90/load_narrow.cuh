@@ -49,6 +49,9 @@ class NarrowProducer : ProducerBase<Tr> {
 
  private:
   enum Way { kBoxes, kRowsOn16, kRowsOn8 };
+  // With one place of queries, those of a work come when the last work is nearly done: its first keys are made wide
+  // before them.
+  static constexpr bool kQueriesLate = Tr::kConverts && Tr::kQStages == 1;
 
   template <class Do>
   __device__ __forceinline__ void each_work(const Do& with) {
@@ -56,7 +59,8 @@ class NarrowProducer : ProducerBase<Tr> {
     for (;;) {
       hopper::mbarrier_wait(work_known(), work_ring_.phase);
       const Work& w = *work_slot();
-      if (Tr::kConverts && tid_ / 32 >= 2) convert_queries(w);
+      const bool has_tiles = w.num_tokens >= 0 && w.tile_begin < w.tile_end;
+      if (Tr::kConverts && tid_ / 32 >= 2 && !(kQueriesLate && has_tiles)) convert_queries(w);
       if (w.num_tokens < 0) return;
       const uint32_t done = work_done();
       work_ring_.advance();
@@ -254,6 +258,7 @@ class NarrowProducer : ProducerBase<Tr> {
 #pragma unroll 1
     for (int tile = begin; tile <= end && begin < end; ++tile) {
       if (tile < end) widen<kBoxes, true, false>(k_part, 0);
+      if (kQueriesLate && tile == begin) convert_queries(w);
       if (tile == begin) continue;
       if (is_edge<Tr::kKeys>(w, tile - 1)) {
         widen<kBoxes, false, true>(v_part, unseen(v_part, w, tile - 1));
@@ -278,6 +283,7 @@ class NarrowProducer : ProducerBase<Tr> {
         } else {
           widen<kRowsOn16, false, false>(v_part, 0);
         }
+        if (kQueriesLate && i == kAhead) convert_queries(w);
       }
       if (i < tiles) {
         const int tile = tile_of(w, i, tiles);

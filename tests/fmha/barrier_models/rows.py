@@ -192,7 +192,9 @@ def sim(seed, kind, overlap, qs, kst=2, groups=2, turns=True, rst=2):
         while True:
             yield wait(wk[s], sp)
             w, mine = slot[s]
-            if converts and widens:
+
+            def convert():
+                nonlocal q, qp
                 yield wait(qf[q], qp)
                 assert w is None or queries[q] in (mine, (mine, 1))
                 yield lambda: True
@@ -203,11 +205,16 @@ def sim(seed, kind, overlap, qs, kst=2, groups=2, turns=True, rst=2):
                 q += 1
                 if q == qs:
                     q, qp = 0, qp ^ 1
+
+            has_tiles = w is not None and w[1] < w[2]
+            first = converts and widens and not (qs == 1 and has_tiles)
+            if first:
+                yield from convert()
             if w is None:
                 return
             own_slot = s
             s, sp = (0, sp ^ 1) if s == 1 else (1, sp)
-            yield from do(w, mine)
+            yield from do(w, mine, convert if converts and widens and not first else None)
             assert slot[own_slot] == (w, mine)
             wd[own_slot].arrive()
 
@@ -218,7 +225,7 @@ def sim(seed, kind, overlap, qs, kst=2, groups=2, turns=True, rst=2):
     def asker():
         a = [0, 0]
 
-        def ask(w, mine):
+        def ask(w, mine, convert):
             for item in items_of(w):
                 tell_of_last_keys(w, item)
                 yield wait(re_[a[0]], a[1] ^ 1)
@@ -248,7 +255,7 @@ def sim(seed, kind, overlap, qs, kst=2, groups=2, turns=True, rst=2):
     def fencer():
         rk, rv = [0, 0], [0, 0]
 
-        def fence(w, mine):
+        def fence(w, mine, convert):
             for kind, t in items_of(w):
                 ring, cells, rd, f, e, stored = ring_of(kind, rk, rv)
                 yield wait(stored[ring[0]], ring[1])
@@ -264,7 +271,7 @@ def sim(seed, kind, overlap, qs, kst=2, groups=2, turns=True, rst=2):
     def widener(wp):
         a, rk, rv = [0, 0], [0, 0], [0, 0]
 
-        def widen(w, mine):
+        def widen(w, mine, convert):
             items = items_of(w)
             if copies and wp == 0:
                 for item in items:
@@ -293,6 +300,9 @@ def sim(seed, kind, overlap, qs, kst=2, groups=2, turns=True, rst=2):
                     cells[st][wp] = ((mine, t), "stored")
                     stored[st].arrive()
                 advance(ring, kst)
+                if convert:
+                    yield from convert()
+                    convert = None
 
         yield from each_work(widen, True)
 
