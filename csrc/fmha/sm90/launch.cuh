@@ -50,6 +50,8 @@ Schedule make_schedule(const Params& p) {
   s.takes = s.num_works / s.turns;
   s.starts_on_16 = starts_on_16(p);
   s.box_keys = s.starts_on_16 && (Tr::kNarrow || p.kv_dtype == p.dtype) ? keys_per_box(p, Tr::kKeys) : 0;
+  constexpr int kLeastBox = 16;  // of e4m3 rows: one warp asks for all boxes
+  if (Tr::kNarrow && s.box_keys < kLeastBox) s.box_keys = 0;
   s.cluster = !Tr::kFp8 && !Tr::kNarrow && s.box_keys > 0 && s.blocks_per_group % 2 == 0 ? 2 : 1;
   return s;
 }

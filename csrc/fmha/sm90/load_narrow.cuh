@@ -274,6 +274,10 @@ class NarrowProducer : ProducerBase<Tr> {
     constexpr int kAhead = Tr::kRawStages;
     const int tiles = 2 * (w.tile_end - w.tile_begin);
     int copied = raw_.stage;  // the next place
+    Pages<Tr::kQkChunks> k_pages;
+    Pages<Tr::kVChunks> v_pages;
+    look_up(w, w.tile_begin, k_part, k_pages);
+    look_up(w, w.tile_begin, v_part, v_pages);
 #pragma unroll 1
     for (int i = 0; i < tiles + kAhead && tiles > 0; ++i) {
       if (i >= kAhead) {
@@ -289,11 +293,11 @@ class NarrowProducer : ProducerBase<Tr> {
         const int tile = tile_of(w, i, tiles);
         if (is_keys(i, tiles)) {
           if (k_part.warp == 0) tell_of_last_keys(w, tile);
-          copy<k16, true>(w, tile, k_part, p_.k, p_.k_stride_page, p_.k_stride_token, p_.k_stride_head, p_.head_dim_qk,
-                          raw_place(copied));
+          copy<k16, true>(w, tile, k_part, k_pages, p_.k, p_.k_stride_page, p_.k_stride_token, p_.k_stride_head,
+                          p_.head_dim_qk, raw_place(copied));
         } else {
-          copy<k16, false>(w, tile, v_part, p_.v, p_.v_stride_page, p_.v_stride_token, p_.v_stride_head, p_.head_dim_v,
-                           raw_place(copied));
+          copy<k16, false>(w, tile, v_part, v_pages, p_.v, p_.v_stride_page, p_.v_stride_token, p_.v_stride_head,
+                           p_.head_dim_v, raw_place(copied));
         }
         copied = copied + 1 == Tr::kRawStages ? 0 : copied + 1;
       }
@@ -301,30 +305,54 @@ class NarrowProducer : ProducerBase<Tr> {
     }
   }
 
-  // Begins to copy what this lane will make wide of a tile. It looks up some of its warp's rows; those of pages outside
-  // the pool are as if nobody saw them.
+  // Pages of the rows of a tile that a lane looks up: some of its warp's.
+  template <int kChunks>
+  struct Pages {
+    int of[Part<kChunks>::kLookUps];
+  };
+
+  template <class P>
+  __device__ __forceinline__ int looked_up_row(const P& part, int j) const {
+    const int n = 32 * j + lane_;
+    return n / P::kRows * P::kStep + part.warp * P::kRows + n % P::kRows;
+  }
+
+  // Asked for a tile ahead, so that the table's latency is not the tile's.
+  template <int kChunks>
+  __device__ __forceinline__ void look_up(const Work& w, int tile, const Part<kChunks>& part,
+                                          Pages<kChunks>& pages) const {
+#pragma unroll
+    for (int j = 0; j < Part<kChunks>::kLookUps; ++j) {
+      const int row = looked_up_row(part, j), key = w.place_of(tile) * Tr::kKeys + row;
+      pages.of[j] = 0;
+      if (!p_.paged || tile >= w.tile_end || row >= Tr::kKeys || key < w.key_begin || key >= w.key_end) continue;
+      pages.of[j] = p_.page_table.row(w.request)[s_.page_size.divide(key)];
+    }
+  }
+
+  // Begins to copy what this lane will make wide of a tile, and asks for the pages of the next one. Rows of pages
+  // outside the pool are as if nobody saw them.
   template <bool k16, bool kKeys, int kChunks>
-  __device__ __forceinline__ void copy(const Work& w, int tile, const Part<kChunks>& part, const void* pool,
-                                       int64_t stride_page, int64_t stride_token, int64_t stride_head, int head_dim,
-                                       uint32_t place) {
+  __device__ __forceinline__ void copy(const Work& w, int tile, const Part<kChunks>& part, Pages<kChunks>& pages,
+                                       const void* pool, int64_t stride_page, int64_t stride_token, int64_t stride_head,
+                                       int head_dim, uint32_t place) {
     using P = Part<kChunks>;
     int64_t offsets[P::kLookUps];
 #pragma unroll
     for (int j = 0; j < P::kLookUps; ++j) {
-      const int n = 32 * j + lane_, row = n / P::kRows * P::kStep + part.warp * P::kRows + n % P::kRows;
-      const int key = w.place_of(tile) * Tr::kKeys + row;
+      const int row = looked_up_row(part, j), key = w.place_of(tile) * Tr::kKeys + row, page = pages.of[j];
       offsets[j] = kNobody;
       if (row >= Tr::kKeys || key < w.key_begin || key >= w.key_end || !is_seen(w, key)) continue;
-      int page = 0, token = w.first_k_token + key;
+      int token = w.first_k_token + key;
       if (p_.paged) {
         const int cell = s_.page_size.divide(key);
-        page = p_.page_table.row(w.request)[cell];
         if (kKeys) check_page(w, cell, page);
         if (page < 0 || page >= p_.page_table.num_pages) continue;
         token = key - cell * p_.page_table.page_size;
       }
       offsets[j] = page * stride_page + token * stride_token + w.kv_head * stride_head;
     }
+    look_up(w, tile + 1, part, pages);
     const uint32_t own = place + part.from;
     const char* const source = static_cast<const char*>(pool) + part.column;
 #pragma unroll
