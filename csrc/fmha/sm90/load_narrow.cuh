@@ -392,7 +392,7 @@ class NarrowProducer : ProducerBase<Tr> {
   template <Way kWay, bool kKeys, bool kClears, int kChunks>
   __device__ __forceinline__ void widen(const Part<kChunks>& part, uint32_t unseen) {
     using P = Part<kChunks>;
-    constexpr int kAhead = min_of(4, P::kPieces);
+    constexpr int kAhead = min_of(Tr::kShape.ahead, P::kPieces);
     Ring<Tr::kStages>& ring = kKeys ? k_ring_ : v_ring_;
     const uint32_t from = raw_place(raw_.stage) + part.from, full = raw_full(), empty = raw_empty();
     const uint32_t to =

@@ -19,6 +19,7 @@ struct Shape {
   bool largest_first = false;  // a tile looks for the largest score of each row before it knows of exponents
   bool turns = true;           // warpgroups issue their products one after another
   int ctas = 1;                // that share an SM
+  int ahead = 4;               // pieces of e4m3 that a lane loads ahead
 };
 
 // What tiles may take of an SM's shared memory, divided among its CTAs: it keeps 1 KiB for each, the base is rounded up
