@@ -96,12 +96,21 @@ class NarrowProducer : ProducerBase<Tr> {
         next_page = page_of_box(w, tile + 1);  // ahead, so that the table's latency is not the tiles'
         tell_of_last_keys(w, tile);
         ask_for<Tr::kQkChunks>(w, tile, page, maps_.k, w.key_begin, w.key_end);
+        if (Tr::kShape.prefetch && tile + 1 < end) prefetch(w, tile + 1, next_page, maps_.k);
       }
       if (tile > w.tile_begin) {
         const bool edge = is_edge<Tr::kKeys>(w, tile - 1);
         ask_for<Tr::kVChunks>(w, tile - 1, page_before, maps_.v, edge ? w.key_begin : 0, edge ? w.key_end : INT32_MAX);
+        if (Tr::kShape.prefetch && tile < end) prefetch(w, tile, page, maps_.v);
       }
     }
+  }
+
+  __device__ __forceinline__ void prefetch(const Work& w, int tile, int page, const CUtensorMap* map) const {
+    const int row = lane_ * s_.box_keys, key = w.place_of(tile) * Tr::kKeys + row;
+    int token = w.first_k_token + key;
+    if (p_.paged) token = key - s_.page_size.divide(key) * p_.page_table.page_size;
+    if (row < Tr::kKeys && key < w.key_end) hopper::prefetch_box(map, 0, token, w.kv_head, page);
   }
 
   // The boxes of a tile that hold keys of [begin, end): a lane has at most one.

@@ -20,6 +20,7 @@ struct Shape {
   bool turns = true;           // warpgroups issue their products one after another
   int ctas = 1;                // that share an SM
   int ahead = 4;               // pieces of e4m3 that a lane loads ahead
+  bool prefetch = false;       // boxes of e4m3 into L2, a tile ahead
 };
 
 // What tiles may take of an SM's shared memory, divided among its CTAs: it keeps 1 KiB for each, the base is rounded up

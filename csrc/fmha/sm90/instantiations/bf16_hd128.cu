@@ -26,6 +26,16 @@ void launch_bf16_hd128(const Params& p, CUstream_st* stream) {
                                                      .registers = 216,
                                                      .ahead = 1}>::Narrow>(p, stream);
   }
+  if (p.kv_dtype != p.dtype && variant != nullptr && *variant == 'd') {
+    return launch_traits<Traits<__nv_bfloat16, Shape{.head_dim_qk = 128,
+                                                     .head_dim_v = 128,
+                                                     .keys = 128,
+                                                     .warpgroups = 2,
+                                                     .q_stages = 2,
+                                                     .stages = 2,
+                                                     .registers = 216,
+                                                     .prefetch = true}>::Narrow>(p, stream);
+  }
   launch_by_size<Traits<__nv_bfloat16, Shape{.head_dim_qk = 128,
                                              .head_dim_v = 128,
                                              .keys = 128,
