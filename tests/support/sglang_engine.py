@@ -26,7 +26,11 @@ OPTIONS = {
     "disable_overlap_schedule": True,
 }
 # What SGLang reads of a configuration, and transformers has otherwise.
-MORE = {"gemma": {"hidden_act": "gelu_pytorch_tanh"}, "deepseek_yarn": {"moe_layer_freq": 1}}
+MORE = {
+    "gemma": {"hidden_act": "gelu_pytorch_tanh"},
+    "deepseek_yarn": {"moe_layer_freq": 1},
+    "gpt_oss": {"swiglu_limit": 7.0},
+}
 
 
 def missing(needed=NEEDED) -> str:
