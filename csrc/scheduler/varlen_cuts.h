@@ -33,11 +33,14 @@ struct CutProblem {
 
 // Candidate 0 cuts nothing, the others cut the longest tile into 2 to 160 pieces, the last three so that all tiles,
 // were they alike, would fill all SMs once, twice and three times.
-ATTNOPS_HOST_DEVICE inline int cut_limit(const CutProblem& p, int candidate) {
+// `divide`: the quotient of two ints, rounded down.
+template <class Divide>
+ATTNOPS_HOST_DEVICE int cut_limit(const CutProblem& p, int candidate, const Divide& divide) {
   int pieces = candidate + 1;
   if (candidate >= 16) pieces = (20 + 4 * (candidate % 4)) << (candidate - 16) / 4;
-  if (candidate >= 29) pieces = (candidate - 28) * p.num_sms / max_of(p.num_tiles * p.works_per_tile, 1);
-  return max_of(ceil_div(p.longest, max_of(pieces, 1)), kLeastUnitsOfPiece);
+  if (candidate >= 29) pieces = divide((candidate - 28) * p.num_sms, max_of(p.num_tiles * p.works_per_tile, 1));
+  pieces = max_of(pieces, 1);
+  return max_of(divide(p.longest + pieces - 1, pieces), kLeastUnitsOfPiece);
 }
 
 ATTNOPS_HOST_DEVICE inline int pieces_of(int units, int limit) {
@@ -51,8 +54,8 @@ struct CutTally {
   int cut = 0;     // of tiles that are cut
   int shortest = kNeverCut;
 
-  ATTNOPS_HOST_DEVICE void add(int units, int limit) {
-    const int count = pieces_of(units, limit);
+  // A tile of so many units, cut into `count`.
+  ATTNOPS_HOST_DEVICE void add(int units, int limit, int count) {
     pieces += count;
     if (count > 1) cut += count;
     shortest = min_of(shortest, min_of(units, limit));
@@ -70,11 +73,15 @@ ATTNOPS_HOST_DEVICE inline int64_t cut_estimate(const CutProblem& p, const CutTa
   return max_of(busy + idle, longest) + (t.cut > 0 ? 2 * p.num_sms : 0);
 }
 
+// Estimate of whole tiles: that of candidate 0, too.
+ATTNOPS_HOST_DEVICE inline int64_t whole_estimate(const CutProblem& p, int shortest) {
+  return cut_estimate(p, {p.num_tiles, 0, shortest}, p.longest);
+}
+
 // Whether whole tiles take so much longer than all SMs could, that cuts are looked for.
-ATTNOPS_HOST_DEVICE inline bool worth_cutting(const CutProblem& p, int shortest) {
-  const CutTally whole{p.num_tiles, 0, shortest};
+ATTNOPS_HOST_DEVICE inline bool worth_cutting(const CutProblem& p, int64_t whole) {
   const int64_t least = (p.total_units + p.num_tiles) * p.works_per_tile;
-  return cut_estimate(p, whole, p.longest) > least + least / 16 + 2 * p.num_sms;
+  return whole > least + least / 16 + 2 * p.num_sms;
 }
 
 // The limit for tiles of so many units each, on the host. A GPU finds the same one in fmha/cuda/plan.cu.
@@ -87,13 +94,13 @@ inline int find_cut_limit(const std::vector<int>& units, int works_per_tile, int
     problem.total_units += n;
     shortest = min_of(shortest, n);
   }
-  if (units.empty() || !worth_cutting(problem, shortest)) return kNeverCut;
+  if (units.empty() || !worth_cutting(problem, whole_estimate(problem, shortest))) return kNeverCut;
   int chosen = kNeverCut;
   int64_t least = INT64_MAX;
   for (int candidate = 0; candidate < kCutCandidates; ++candidate) {
-    const int limit = cut_limit(problem, candidate);
+    const int limit = cut_limit(problem, candidate, [](int a, int b) { return a / b; });
     CutTally tally;
-    for (const int n : units) tally.add(n, limit);
+    for (const int n : units) tally.add(n, limit, pieces_of(n, limit));
     const int64_t estimate = cut_estimate(problem, tally, limit);
     if (estimate < 0 || estimate >= least) continue;
     least = estimate;

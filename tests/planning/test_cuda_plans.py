@@ -16,6 +16,8 @@ BATCHES = {
     "one long among short": [65_536] + [4096] * 31,
     "zeros between": [0, 100, 0, 0, 3000, 0],
     "64 ragged": torch.randint(256, 16_385, (64,), generator=torch.Generator().manual_seed(1)).tolist(),
+    "65 short and one long": [1] * 64 + [40_000],
+    "256 ragged": torch.randint(0, 5000, (256,), generator=torch.Generator().manual_seed(6)).tolist(),
     "257 skewed": (torch.rand(257, generator=torch.Generator().manual_seed(2)) ** 8 * 50_000).int().tolist(),
     "4096 random": torch.randint(0, 3000, (4096,), generator=torch.Generator().manual_seed(3)).tolist(),
     "7777 random": torch.randint(0, 900, (7777,), generator=torch.Generator().manual_seed(4)).tolist(),

@@ -17,13 +17,25 @@ struct Lengths {
   int queries, keys;
 };
 
-__device__ Lengths lengths_of(const TilePlan& p, int request) {
-  const int queries = p.cu_seqlens_q[request + 1] - p.cu_seqlens_q[request];
-  const int keys = p.cu_seqlens_k != nullptr    ? p.cu_seqlens_k[request + 1] - p.cu_seqlens_k[request]
-                   : p.cache_seqlens != nullptr ? p.cache_seqlens[request]
-                                                : queries;
-  return {queries, keys};
-}
+// Where they lie, chosen by the host: all is asked for at once, and no read waits for another.
+struct LengthReads {
+  const int32_t *first_query, *first_key, *end_key;
+  bool has_lengths;  // end_key is them
+
+  explicit LengthReads(const TilePlan& p)
+      : first_query(p.cu_seqlens_q),
+        first_key(p.cu_seqlens_k != nullptr ? p.cu_seqlens_k : p.cu_seqlens_q),
+        end_key(first_key + 1),
+        has_lengths(p.cu_seqlens_k == nullptr && p.cache_seqlens != nullptr) {
+    if (has_lengths) end_key = p.cache_seqlens;
+  }
+
+  __device__ Lengths of(int request) const {
+    const int first = first_query[request], end = first_query[request + 1];
+    const int first_of_keys = first_key[request], end_of_keys = end_key[request];
+    return {end - first, has_lengths ? end_of_keys : end_of_keys - first_of_keys};
+  }
+};
 
 __device__ int num_query_tiles(const TilePlan& p, int queries) {
   // No more than the plan has rows for: hostile lengths must not overflow.
@@ -39,6 +51,7 @@ __device__ int bin_of(const TilePlan& p, const Lengths& lengths, int num_tiles) 
 
 template <int kThreads>
 __device__ void write_no_rows(const TilePlan& p, int from) {
+#pragma unroll 1
   for (int n = max_of(from, 0) + static_cast<int>(threadIdx.x); n < p.max_tiles; n += kThreads) {
     reinterpret_cast<int2*>(p.tile_order)[n] = {-1, -1};
   }
@@ -48,185 +61,226 @@ __device__ void write_head(const TilePlan& p, int pieces, int limit) {
   *reinterpret_cast<int4*>(p.pieces) = {pieces, limit, 0, 0};
 }
 
-// The limit of scheduler/varlen_cuts.h: a warp for some candidates, a lane for every 32nd tile. `units` of all tiles
-// lie in shared memory. Called by the whole block; all get the limit.
-template <int kThreads>
-__device__ int find_limit(const TilePlan& p, int num_sms, const int32_t* units, int num_tiles) {
-  constexpr int kWarps = kThreads / 32, kEach = kCutCandidates / kWarps;  // candidates of a warp
-  static_assert(kCutCandidates == 32 && kCutCandidates % kWarps == 0);
-  __shared__ int warp_sum[kWarps], warp_longest[kWarps], warp_shortest[kWarps], limits[kCutCandidates];
-  __shared__ int64_t estimates[kCutCandidates];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  int sum = 0, longest = 0, shortest = kNeverCut;
-  for (int tile = static_cast<int>(threadIdx.x); tile < num_tiles; tile += kThreads) {
-    sum += units[tile];
-    longest = max_of(longest, units[tile]);
-    shortest = min_of(shortest, units[tile]);
+// What tiles are cut by, in shared memory.
+struct CutScratch {
+  int32_t units[kMostTilesToCut];
+  int2 rows[kMostTilesToCut];  // as in the plan
+  int pieces[kCutCandidates], cut[kCutCandidates], shortest[kCutCandidates];
+
+  // Before the block's last barrier ahead of cut_tiles.
+  __device__ void clear() {
+    if (threadIdx.x < kCutCandidates) {
+      pieces[threadIdx.x] = cut[threadIdx.x] = 0;
+      shortest[threadIdx.x] = kNeverCut;
+    }
   }
-  sum = __reduce_add_sync(~0u, sum);
-  longest = __reduce_max_sync(~0u, longest);
-  shortest = __reduce_min_sync(~0u, shortest);
-  if (lane == 0) {
-    warp_sum[warp] = sum;
-    warp_longest[warp] = longest;
-    warp_shortest[warp] = shortest;
+};
+
+// Row `row` + `i` of the plan: tile `tiles` - 1 - `i` of a request.
+__device__ void write_row(const TilePlan& p, bool cuts, CutScratch& scratch, int request, const Lengths& lengths,
+                          int tiles, int row, int i) {
+  const int2 tile{request, tiles - 1 - i};
+  reinterpret_cast<int2*>(p.tile_order)[row + i] = tile;
+  if (cuts && row + i < kMostTilesToCut) {
+    scratch.rows[row + i] = tile;
+    scratch.units[row + i] = cost_units(varlen_tile_cost(p.geometry, lengths.queries, lengths.keys, tile.y));
   }
-  __syncthreads();
-  const int other = lane % kWarps;
+}
+
+// Quotients by one divisor in a third of a division's instructions: exact where they are below 2^21.
+struct Divisor {
+  int value;
+  float inverse;
+
+  __device__ explicit Divisor(int v) : value(v) {
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(static_cast<float>(v)));
+  }
+  __device__ int divide(int n) const {
+    const int guess = static_cast<int>(static_cast<float>(n) * inverse);  // one off at most
+    const int rest = n - guess * value;
+    return guess + (rest >= value ? 1 : 0) - (rest < 0 ? 1 : 0);
+  }
+  __device__ int pieces_of(int units) const { return units > value ? divide(units + value - 1) : 1; }
+};
+
+// One SM runs all of this once, so what takes time is how many different instructions there are, and what waits for
+// what. Warps do the same rather than wait for each other.
+constexpr int kCutThreads = 256, kCutWarps = kCutThreads / 32;
+
+// The limit of scheduler/varlen_cuts.h: a lane for each candidate. Called by the first kCutThreads threads.
+__device__ int find_limit(const TilePlan& p, int num_sms, CutScratch& scratch, int num_tiles) {
+  static_assert(kCutCandidates == 32);
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  int sum = 0, longest = 0;
+  unsigned shortest = kNeverCut;  // less one: whoever has no tile has the largest
+#pragma unroll 1
+  for (int tile = lane; tile < num_tiles; tile += 128) {
+#pragma unroll
+    for (int i = 0; i < 128; i += 32) {
+      const int units = tile + i < num_tiles ? scratch.units[tile + i] : 0;
+      sum += units;
+      longest = max_of(longest, units);
+      shortest = min_of(shortest, static_cast<unsigned>(units) - 1);
+    }
+  }
   const CutProblem problem{.works_per_tile = p.works_per_tile,
                            .num_sms = num_sms,
                            .max_pieces = p.max_pieces,
                            .num_tiles = num_tiles,
-                           .longest = __reduce_max_sync(~0u, warp_longest[other]),
-                           // 512 tiles of 2^21 units at most
-                           .total_units = __reduce_add_sync(~0u, lane < kWarps ? warp_sum[other] : 0)};
-  if (num_tiles == 0 || !worth_cutting(problem, __reduce_min_sync(~0u, warp_shortest[other]))) return kNeverCut;
-  const int own_limit = cut_limit(problem, warp * kEach + lane % kEach);
-  CutTally tallies[kEach];
-  int limit[kEach];
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) limit[i] = __shfl_sync(~0u, own_limit, i);
-  for (int tile = lane; tile < num_tiles; tile += 32) {
-    const int of_tile = units[tile];
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) tallies[i].add(of_tile, limit[i]);
+                           .longest = __reduce_max_sync(~0u, longest),
+                           .total_units = __reduce_add_sync(~0u, sum)};  // 512 tiles of 2^21 units at most
+  if (num_tiles == 0) return kNeverCut;
+  const bool few = num_tiles <= kCutWarps;  // then candidate 0 tells whether cuts are worth it
+  if (!few) {
+    const int least = static_cast<int>(__reduce_min_sync(~0u, shortest)) + 1;
+    if (!worth_cutting(problem, whole_estimate(problem, least))) return kNeverCut;
   }
+
+  const int limit = cut_limit(problem, lane, [](int n, int d) { return Divisor(d).divide(n); });
+  const Divisor by_limit(limit);
   CutTally tally;
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    const int pieces = __reduce_add_sync(~0u, tallies[i].pieces), cut = __reduce_add_sync(~0u, tallies[i].cut);
-    const int least = __reduce_min_sync(~0u, tallies[i].shortest);
-    if (lane == i) {
-      tally.pieces = pieces;
-      tally.cut = cut;
-      tally.shortest = least;
-    }
+#pragma unroll 1
+  for (int tile = few ? 0 : warp; tile < num_tiles; tile += few ? 1 : kCutWarps) {
+    const int units = scratch.units[tile];
+    tally.add(units, limit, by_limit.pieces_of(units));
   }
-  if (lane < kEach) {
-    const int64_t estimate = cut_estimate(problem, tally, own_limit);
-    estimates[warp * kEach + lane] = estimate < 0 ? INT64_MAX : estimate;
-    limits[warp * kEach + lane] = tally.cut > 0 ? own_limit : kNeverCut;
+  if (!few) {
+    atomicAdd(&scratch.pieces[lane], tally.pieces);
+    atomicAdd(&scratch.cut[lane], tally.cut);
+    atomicMin(&scratch.shortest[lane], tally.shortest);
+    asm volatile("bar.sync 1, %0;" ::"n"(kCutThreads) : "memory");
+    tally.pieces = scratch.pieces[lane];
+    tally.cut = scratch.cut[lane];
+    tally.shortest = scratch.shortest[lane];
   }
-  __syncthreads();
-  // The first of the least: by the upper halves, then the lower ones of those.
-  const uint64_t estimate = static_cast<uint64_t>(estimates[lane]);  // not negative
-  const auto upper = static_cast<unsigned>(estimate >> 32), lower = static_cast<unsigned>(estimate);
+  // The first of the least: by the upper halves, then the lower ones of those. -1 is the largest.
+  const int64_t estimate = cut_estimate(problem, tally, limit);
+  const auto upper = static_cast<unsigned>(static_cast<uint64_t>(estimate) >> 32),
+             lower = static_cast<unsigned>(estimate);
   const unsigned least_upper = __reduce_min_sync(~0u, upper);
   const unsigned least_lower = __reduce_min_sync(~0u, upper == least_upper ? lower : ~0u);
   const int best = __ffs(static_cast<int>(__ballot_sync(~0u, upper == least_upper && lower == least_lower))) - 1;
-  return estimates[best] == INT64_MAX ? kNeverCut : limits[best];
+  const bool worth = !few || __any_sync(~0u, lane == 0 && worth_cutting(problem, estimate));
+  const int chosen = __shfl_sync(~0u, tally.cut > 0 ? limit : kNeverCut, best);
+  return worth ? chosen : kNeverCut;
 }
 
-// Cuts the tiles that are written. `rows`: what of them is in shared memory, too.
-template <int kThreads>
-__device__ void cut_tiles(const TilePlan& p, int num_sms, const int32_t* units, int num_tiles,
-                          const int2* rows = nullptr) {
-  if (num_tiles > kMostTilesToCut) {
-    if (threadIdx.x == 0) write_head(p, 0, kNeverCut);
-    return;
-  }
-  const int limit = find_limit<kThreads>(p, num_sms, units, num_tiles);
+// Cuts the tiles that are written. Called by the first kCutThreads threads.
+__device__ void cut_tiles(const TilePlan& p, int num_sms, CutScratch& scratch, int num_tiles) {
+  const int limit = num_tiles > kMostTilesToCut ? kNeverCut : find_limit(p, num_sms, scratch, num_tiles);
   if (limit == kNeverCut) {
     if (threadIdx.x == 0) write_head(p, 0, kNeverCut);
     return;
   }
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  int total = 0;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const Divisor by_limit(limit);
+  int before = 0;
 #pragma unroll 1
-  for (int base = 0; base < num_tiles; base += kThreads) {
-    const int own = base + static_cast<int>(threadIdx.x), pieces = own < num_tiles ? pieces_of(units[own], limit) : 1;
-    int first;
-    const int here = block_exclusive_sum<kThreads>(pieces > 1 ? pieces : 0, &first);
-    first += total;
-    total += here;
-    const int2* const tiles = rows != nullptr ? rows : reinterpret_cast<const int2*>(p.tile_order);
-    const int2 tile = pieces > 1 ? tiles[own] : int2{0, 0};
-    for (unsigned rest = __ballot_sync(~0u, pieces > 1); rest != 0; rest &= rest - 1) {
-      const int from = __ffs(static_cast<int>(rest)) - 1, count = __shfl_sync(~0u, pieces, from);
-      const int row = __shfl_sync(~0u, first, from), request = __shfl_sync(~0u, tile.x, from),
-                query_tile = __shfl_sync(~0u, tile.y, from);
+  for (int base = 0; base < num_tiles; base += 32) {  // every warp adds them all up, and writes each eighth tile's
+    const int own = base + lane, pieces = own < num_tiles ? by_limit.pieces_of(scratch.units[own]) : 1;
+    const int more = pieces > 1 ? pieces : 0;
+    int through = more;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = __shfl_up_sync(~0u, through, step);
+      if (lane >= step) through += other;
+    }
+    const int first = before + through - more;
+    before += __shfl_sync(~0u, through, 31);
+    for (unsigned rest = __ballot_sync(~0u, more > 0) & (0x01010101u << warp); rest != 0; rest &= rest - 1) {
+      const int from = __ffs(static_cast<int>(rest)) - 1;
+      const int row = __shfl_sync(~0u, first, from), count = __shfl_sync(~0u, pieces, from);
+      const int2 tile = scratch.rows[base + from];
+#pragma unroll 1
       for (int i = lane; i < count && row + i < p.max_pieces; i += 32) {
-        reinterpret_cast<int4*>(p.pieces)[1 + row + i] = {request, query_tile, i, count};
+        reinterpret_cast<int4*>(p.pieces)[1 + row + i] = {tile.x, tile.y, i, count};
       }
     }
   }
-  if (threadIdx.x == 0) write_head(p, total, limit);
+  if (threadIdx.x == 0) write_head(p, before, limit);
 }
 
-// Tiles of all requests that come before the one of order `own`, by `step` lanes: this one looks at requests `from`,
-// `from` + `step` and so on. Requests: order, tiles.
-template <typename Sum>
-__device__ int64_t tiles_before(const int2* requests, int own, int from, int step, int num_requests) {
-  Sum sum = 0;
-#pragma unroll 8
-  for (int i = from; i < num_requests; i += step) {
-    const int2 other = requests[i];
-    if (other.x > own) sum += other.y;
+// Requests that a warp brings rows of, each lane's own from `row` on: `room` of them are in the plan.
+__device__ void write_rows_of_warp(const TilePlan& p, bool cuts, CutScratch& scratch, int request,
+                                   const Lengths& lengths, int tiles, int row, int room) {
+  if (__all_sync(~0u, room <= 4)) {  // each lane writes its own rows
+#pragma unroll 1
+    for (int i = 0; i < room; ++i) write_row(p, cuts, scratch, request, lengths, tiles, row, i);
+    return;
   }
-  for (int lanes = step / 2; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
-  return sum;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  for (unsigned rest = __ballot_sync(~0u, room > 0); rest != 0; rest &= rest - 1) {  // the warp writes all
+    const int from = __ffs(static_cast<int>(rest)) - 1;
+    const int of = __shfl_sync(~0u, request, from), count = __shfl_sync(~0u, tiles, from),
+              shown = __shfl_sync(~0u, room, from), at = __shfl_sync(~0u, row, from);
+    const Lengths its{__shfl_sync(~0u, lengths.queries, from), __shfl_sync(~0u, lengths.keys, from)};
+#pragma unroll 1
+    for (int i = lane; i < shown; i += 32) write_row(p, cuts, scratch, of, its, count, at, i);
+  }
 }
 
-// The order of scheduler/varlen_tiles.h for few requests, up to kThreads: a request's first row is the sum of the tiles
-// of all that come before it. 2^n neighbouring lanes add up one request's.
-template <int kThreads>
-__global__ void __launch_bounds__(kThreads) fmha_plan_few_kernel(const __grid_constant__ TilePlan p, int num_sms) {
-  static_assert(int64_t{kCostBins} * kThreads <= INT32_MAX);
-  __shared__ int2 requests[kThreads];  // order, tiles; larger orders come first: of longer bins, then of earlier ones
-  __shared__ Lengths lengths[kThreads];
-  __shared__ int32_t units[kMostTilesToCut];
-  __shared__ int2 rows[kMostTilesToCut];
-  __shared__ unsigned long long total;
-  const int num_requests = p.geometry.num_requests, own = static_cast<int>(threadIdx.x), lane = own % 32;
+// The order of scheduler/varlen_tiles.h for few requests: a request's first row is the sum of the tiles of all that
+// come before it. 2^n neighbouring lanes add up one request's. Sums of all tiles have 31 bits.
+template <int kThreads, int kRequests>
+__global__ void __launch_bounds__(kThreads)
+    fmha_plan_few_kernel(const __grid_constant__ TilePlan p, const __grid_constant__ LengthReads reads, int num_sms) {
+  constexpr int kAtOnce = 4;  // requests that a lane looks at together
+  static_assert(kRequests + 32 * kAtOnce <= kThreads && kThreads == kCutThreads);
+  // Order, tiles; larger orders come first: of longer bins, then of earlier ones. Nobody comes after those behind.
+  __shared__ int2 requests[kRequests + 32 * kAtOnce];
+  __shared__ Lengths lengths[kRequests];
+  __shared__ CutScratch scratch;
+  __shared__ unsigned total;
+  const int num_requests = p.geometry.num_requests, own = static_cast<int>(threadIdx.x);
   if (own == 0) total = 0;
-  int lanes = 32;
-  while (lanes > 1 && lanes * num_requests > kThreads) lanes /= 2;
+  scratch.clear();
+  int shift = 5;
+  while (shift > 0 && num_requests << shift > kThreads) --shift;
+  const int lanes = 1 << shift, request = own >> shift, part = own & (lanes - 1);
   wait_for_earlier_kernels();
   let_next_kernel_start();
-  int own_tiles = 0;
+  int own_tiles = 0, order = -1;
   if (own < num_requests) {
-    lengths[own] = lengths_of(p, own);
-    own_tiles = num_query_tiles(p, lengths[own].queries);
-    const int bin = own_tiles > 0 ? bin_of(p, lengths[own], own_tiles) : 0;
-    requests[own] = {bin * kThreads + kThreads - 1 - own, own_tiles};
+    const Lengths its = reads.of(own);
+    lengths[own] = its;
+    own_tiles = num_query_tiles(p, its.queries);
+    order = (own_tiles > 0 ? bin_of(p, its, own_tiles) : 0) * kRequests + kRequests - 1 - own;
   }
+  if (own < kRequests + 32 * kAtOnce) requests[own] = {order, own_tiles};
   __syncthreads();
-  const bool fits = p.max_tiles < INT32_MAX / kThreads;  // sums of tiles have 31 bits
-  if (own - lane < num_requests) {
-    if (fits) {
-      const unsigned sum = __reduce_add_sync(~0u, static_cast<unsigned>(own_tiles));
-      if (lane == 0) atomicAdd(reinterpret_cast<unsigned*>(&total), sum);
-    } else {
-      int64_t sum = own_tiles;
-      for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-      if (lane == 0) atomicAdd(&total, static_cast<unsigned long long>(sum));
+  if (own < kRequests) {
+    const unsigned sum = __reduce_add_sync(~0u, static_cast<unsigned>(own_tiles));
+    if ((own & 31) == 0) atomicAdd(&total, sum);
+  }
+  const bool has_request = request < num_requests;
+  const int2 mine = has_request ? requests[request] : int2{INT32_MAX, 0};
+  int first = 0;
+#pragma unroll 1
+  for (int i = part; i < num_requests; i += kAtOnce << shift) {
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int2 other = requests[i + (j << shift)];
+      if (other.x > mine.x) first += other.y;
     }
   }
-  const int request = own / lanes, part = own % lanes;
-  const int2 mine = request < num_requests ? requests[request] : int2{INT32_MAX, 0};
-  const int64_t first = fits ? tiles_before<int>(requests, mine.x, part, lanes, num_requests)
-                             : tiles_before<int64_t>(requests, mine.x, part, lanes, num_requests);
-  const auto write_row = [&](int r, int tiles, int64_t row, int i) {
-    if (row + i >= p.max_tiles) return;
-    reinterpret_cast<int2*>(p.tile_order)[row + i] = {r, tiles - 1 - i};
-    if (row + i < kMostTilesToCut && p.pieces != nullptr) {
-      rows[row + i] = {r, tiles - 1 - i};
-      units[row + i] = cost_units(varlen_tile_cost(p.geometry, lengths[r].queries, lengths[r].keys, tiles - 1 - i));
+#pragma unroll 1
+  for (int step = lanes / 2; step > 0; step /= 2) first += __shfl_xor_sync(~0u, first, step);
+  const bool cuts = p.pieces != nullptr;
+  const int room = min_of(mine.y, p.max_tiles - first);
+  if (__all_sync(~0u, room <= 4 * lanes)) {  // a request's lanes write its rows
+#pragma unroll 1
+    for (int i = part; i < room; i += lanes) {
+      write_row(p, cuts, scratch, request, lengths[request], mine.y, first, i);
     }
-  };
-  if (__all_sync(~0u, mine.y <= 4 * lanes)) {  // a request's lanes write its rows
-    for (int i = part; i < mine.y; i += lanes) write_row(request, mine.y, first, i);
   } else {  // the warp writes those of all its requests
-    for (int from = 0; from < 32; from += lanes) {
-      const int tiles = __shfl_sync(~0u, mine.y, from);
-      const int64_t row = __shfl_sync(~0u, first, from);
-      for (int i = lane; i < tiles; i += 32) write_row((own - lane + from) / lanes, tiles, row, i);
-    }
+    const bool leads = part == 0 && has_request;
+    write_rows_of_warp(p, cuts, scratch, request, leads ? lengths[request] : Lengths{0, 0}, mine.y, first,
+                       leads ? room : 0);
   }
   __syncthreads();
-  const int num_tiles = static_cast<int>(min_of<int64_t>(static_cast<int64_t>(total), p.max_tiles));
+  const int num_tiles = min_of(static_cast<int>(total), p.max_tiles);
   write_no_rows<kThreads>(p, num_tiles);
-  if (p.pieces != nullptr) cut_tiles<kThreads>(p, num_sms, units, num_tiles, rows);
+  if (cuts) cut_tiles(p, num_sms, scratch, num_tiles);
 }
 
 // Tiles of a bin that a warp's requests bring, and those of its lanes before this one: all of `same_bin` have `bin`.
@@ -246,21 +300,86 @@ __device__ BinTiles tiles_of_bin(unsigned same_bin, unsigned tiles) {
   return sum;
 }
 
+// The same for as many requests as the block has threads: a stable counting sort, weighted by tiles. A bin's first row
+// is what longer bins took; earlier warps' tiles of the same bin come before a request's own. Sums have 31 bits.
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads)
+    fmha_plan_some_kernel(const __grid_constant__ TilePlan p, const __grid_constant__ LengthReads reads, int num_sms) {
+  constexpr int kWarps = kThreads / 32, kGroups = kCostBins / 32;
+  static_assert(kThreads == kCostBins && kThreads == kCutThreads && kCostBins % 128 == 0);
+  alignas(16) __shared__ unsigned in_warp[kWarps][kCostBins];  // tiles of a bin in a warp
+  __shared__ unsigned in_bin[kCostBins], before_in_group[kCostBins];
+  alignas(16) __shared__ unsigned in_group[kGroups];  // of 32 bins
+  __shared__ CutScratch scratch;
+  const int own = static_cast<int>(threadIdx.x), warp = own / 32, lane = own % 32;
+  for (int i = 4 * lane; i < kCostBins; i += 128) *reinterpret_cast<uint4*>(&in_warp[warp][i]) = {0, 0, 0, 0};
+  in_bin[own] = 0;
+  scratch.clear();
+  __syncthreads();
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
+
+  const Lengths lengths = own < p.geometry.num_requests ? reads.of(own) : Lengths{0, 0};
+  const int tiles = num_query_tiles(p, lengths.queries);
+  const int bin = tiles > 0 ? bin_of(p, lengths, tiles) : -1;
+  const unsigned same_bin = __match_any_sync(~0u, bin);
+  const BinTiles sum = tiles_of_bin(same_bin, tiles);
+  if (bin >= 0 && __ffs(static_cast<int>(same_bin)) - 1 == lane) {
+    in_warp[warp][bin] = sum.all;
+    atomicAdd(&in_bin[bin], sum.all);
+  }
+  __syncthreads();
+
+  // A thread for each bin, the longest first, a warp for each group.
+  const unsigned count = in_bin[kCostBins - 1 - own];
+  unsigned through = count;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const unsigned other = __shfl_up_sync(~0u, through, step);
+    if (lane >= step) through += other;
+  }
+  before_in_group[kCostBins - 1 - own] = through - count;
+  if (lane == 31) in_group[warp] = through;
+  __syncthreads();
+
+  const int from_longest = kCostBins - 1 - max_of(bin, 0);
+  unsigned row = before_in_group[max_of(bin, 0)] + sum.before, total = 0;
+#pragma unroll
+  for (int i = 0; i < kGroups; ++i) {
+    if (i < from_longest / 32) row += in_group[i];
+    total += in_group[i];
+  }
+#pragma unroll
+  for (int w = 0; w < kWarps - 1; ++w) {
+    if (w < warp) row += in_warp[w][max_of(bin, 0)];
+  }
+  const bool cuts = p.pieces != nullptr;
+  const int first = static_cast<int>(row), room = max_of(min_of(tiles, p.max_tiles - first), 0);
+  write_rows_of_warp(p, cuts, scratch, own, lengths, tiles, first, room);
+  const int num_tiles = min_of(static_cast<int>(total), p.max_tiles);
+  write_no_rows<kThreads>(p, num_tiles);
+  if (!cuts) return;
+  __syncthreads();
+  cut_tiles(p, num_sms, scratch, num_tiles);
+}
+
 // The same for any number of requests: a stable counting sort in one CTA, weighted by their tiles. A warp has a run of
 // neighbouring requests. It counts the tiles of each bin; a bin's first row in a warp is what longer bins, and earlier
 // warps of the same bin, took. Then the warp goes through its requests again, in order.
 template <int kThreads>
-__global__ void __launch_bounds__(kThreads) fmha_plan_many_kernel(const __grid_constant__ TilePlan p, int num_sms) {
+__global__ void __launch_bounds__(kThreads)
+    fmha_plan_many_kernel(const __grid_constant__ TilePlan p, const __grid_constant__ LengthReads reads, int num_sms) {
   constexpr int kWarps = kThreads / 32, kAhead = 4;
   static_assert(kThreads >= kCostBins && kCostBins % 32 == 0);
   __shared__ unsigned next_row[kWarps][kCostBins];  // tiles of a bin in a warp, then its next row
-  __shared__ int32_t units[kMostTilesToCut];
+  __shared__ CutScratch scratch;
   const int num_requests = p.geometry.num_requests;
   const bool cuts = p.pieces != nullptr && num_requests <= kMostRequestsToCut;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   unsigned* const own_rows = next_row[warp];
 
   for (int i = lane; i < kCostBins; i += 32) own_rows[i] = 0;
+  scratch.clear();
   __syncwarp();
   wait_for_earlier_kernels();
   let_next_kernel_start();
@@ -274,7 +393,7 @@ __global__ void __launch_bounds__(kThreads) fmha_plan_many_kernel(const __grid_c
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
         const int b = base + 32 * i + lane;
-        lengths[i] = b < end ? lengths_of(p, b) : Lengths{0, 0};
+        lengths[i] = b < end ? reads.of(b) : Lengths{0, 0};
       }
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
@@ -311,12 +430,6 @@ __global__ void __launch_bounds__(kThreads) fmha_plan_many_kernel(const __grid_c
   }
   __syncthreads();
 
-  const auto write_row = [&](int request, const Lengths& lengths, int tiles, int row, int i) {
-    reinterpret_cast<int2*>(p.tile_order)[row + i] = {request, tiles - 1 - i};
-    if (cuts && row + i < kMostTilesToCut) {
-      units[row + i] = cost_units(varlen_tile_cost(p.geometry, lengths.queries, lengths.keys, tiles - 1 - i));
-    }
-  };
   for_each_request([&](int request, const Lengths& lengths, int tiles, int bin) {
     const unsigned same_bin = __match_any_sync(~0u, bin);
     const BinTiles sum = tiles_of_bin(same_bin, tiles);
@@ -326,23 +439,14 @@ __global__ void __launch_bounds__(kThreads) fmha_plan_many_kernel(const __grid_c
     __syncwarp();
     // Rows that there is room for: sums of hostile lengths go round.
     const int room = row < static_cast<unsigned>(p.max_tiles) ? min_of(tiles, p.max_tiles - static_cast<int>(row)) : 0;
-    if (__all_sync(~0u, room <= 4)) {  // each lane writes its own rows
-      for (int i = 0; i < room; ++i) write_row(request, lengths, tiles, static_cast<int>(row), i);
-      return;
-    }
-    for (unsigned rest = __ballot_sync(~0u, room > 0); rest != 0; rest &= rest - 1) {  // the warp writes all
-      const int from = __ffs(static_cast<int>(rest)) - 1;
-      const int of = __shfl_sync(~0u, request, from), count = __shfl_sync(~0u, tiles, from),
-                shown = __shfl_sync(~0u, room, from), at = __shfl_sync(~0u, static_cast<int>(row), from);
-      const Lengths its{__shfl_sync(~0u, lengths.queries, from), __shfl_sync(~0u, lengths.keys, from)};
-      for (int i = lane; i < shown; i += 32) write_row(of, its, count, at, i);
-    }
+    write_rows_of_warp(p, cuts, scratch, request, lengths, tiles, static_cast<int>(row), room);
   });
   write_no_rows<kThreads>(p, total);
   if (cuts) {
-    __syncthreads();  // units, and rows that are read again
-    cut_tiles<kThreads>(p, num_sms, units,
-                        static_cast<int>(min_of(static_cast<unsigned>(total), static_cast<unsigned>(p.max_tiles))));
+    __syncthreads();
+    if (threadIdx.x >= kCutThreads) return;
+    cut_tiles(p, num_sms, scratch,
+              static_cast<int>(min_of(static_cast<unsigned>(total), static_cast<unsigned>(p.max_tiles))));
   } else if (p.pieces != nullptr && threadIdx.x == 0) {
     write_head(p, 0, kNeverCut);
   }
@@ -351,17 +455,23 @@ __global__ void __launch_bounds__(kThreads) fmha_plan_many_kernel(const __grid_c
 }  // namespace
 
 void launch_plan(const TilePlan& p, CUstream_st* stream) {
-  constexpr int kMaxRequests = 16384, kFewRequests = 128, kFewThreads = 256, kManyThreads = 1024;
+  constexpr int kMaxRequests = 16384, kFewRequests = 64, kThreads = kCutThreads, kManyThreads = 1024;
   const int requests = p.geometry.num_requests;
   if (requests > kMaxRequests) {
     throw std::runtime_error("attnops::fmha_plan: cu_seqlens_q.shape[0] (batch_size + 1) must be at most " +
                              std::to_string(kMaxRequests + 1) + ", got " + std::to_string(requests + 1));
   }
   const int num_sms = p.num_sms > 0 ? p.num_sms : device_sms("fmha_plan");
-  if (requests <= kFewRequests) {  // one SM issues it all: fewer warps wait less for each other
-    launch_dependent<&fmha_plan_few_kernel<kFewThreads>>("fmha_plan", {1, kFewThreads, 0, 0}, stream, p, num_sms);
+  const LengthReads reads(p);
+  // One SM issues it all: fewer warps wait less for each other.
+  if (requests > kThreads || p.max_tiles >= INT32_MAX / kThreads) {  // sums of hostile lengths go round
+    launch_dependent<&fmha_plan_many_kernel<kManyThreads>>("fmha_plan", {1, kManyThreads, 0, 0}, stream, p, reads,
+                                                           num_sms);
+  } else if (requests <= kFewRequests) {
+    launch_dependent<&fmha_plan_few_kernel<kThreads, kFewRequests>>("fmha_plan", {1, kThreads, 0, 0}, stream, p, reads,
+                                                                    num_sms);
   } else {
-    launch_dependent<&fmha_plan_many_kernel<kManyThreads>>("fmha_plan", {1, kManyThreads, 0, 0}, stream, p, num_sms);
+    launch_dependent<&fmha_plan_some_kernel<kThreads>>("fmha_plan", {1, kThreads, 0, 0}, stream, p, reads, num_sms);
   }
 }
 
