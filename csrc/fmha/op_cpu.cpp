@@ -39,7 +39,7 @@ int seqlen_k_of(const PlanParams& p, int request) {
 }
 
 // What a GPU cuts of the tiles in tile_order (scheduler/varlen_cuts.h).
-void cut_tiles(const PlanParams& p, int64_t num_tiles) {
+void cut_tiles(const PlanParams& p, int64_t num_tiles, int64_t narrow) {
   std::vector<int> units;
   for (int64_t i = 0; i < num_tiles; ++i) {
     const int request = p.tile_order[2 * i], seqlen_q = p.cu_seqlens_q[request + 1] - p.cu_seqlens_q[request];
@@ -61,6 +61,10 @@ void cut_tiles(const PlanParams& p, int64_t num_tiles) {
   p.pieces[0] = rows;
   p.pieces[1] = limit;
   p.pieces[2] = p.pieces[3] = 0;
+  if (rows == 0 && narrow > 0 && narrow < num_tiles) {
+    p.pieces[2] = static_cast<int>(narrow);
+    p.pieces[3] = static_cast<int>(turns_share(static_cast<int>(narrow), static_cast<int>(num_tiles)));
+  }
 }
 
 // The stable counting sort of scheduler/varlen_tiles.h.
@@ -84,13 +88,16 @@ void fmha_plan_cpu(const Tensor& tile_order, const Tensor& cu_seqlens_q, const O
       const int seqlen_q = p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b];
       const int seqlen_k = seqlen_k_of(p, b);
       const int tiles = num_tiles_of(seqlen_q, p.geometry.tile_q);
-      if (tiles > 0) visit(b, tiles, cost_bin(varlen_tile_cost(p.geometry, seqlen_q, seqlen_k, tiles - 1)));
+      if (tiles == 0) continue;
+      const int64_t cost = varlen_tile_cost(p.geometry, seqlen_q, seqlen_k, tiles - 1);
+      visit(b, tiles, request_bin(cost, is_narrow(p.geometry, seqlen_q)));
     }
   };
 
   int64_t first_of_bin[kCostBins + 1] = {};  // longest first: bin kCostBins - 1 comes at 0
   for_each_request([&](int, int tiles, int bin) { first_of_bin[kCostBins - bin] += tiles; });
   for (int i = 1; i <= kCostBins; ++i) first_of_bin[i] += first_of_bin[i - 1];
+  const int64_t narrow = first_of_bin[kNarrowBins];
   for_each_request([&](int request, int tiles, int bin) {
     for (int tile = tiles - 1; tile >= 0; --tile) {
       int32_t* row = p.tile_order + 2 * first_of_bin[kCostBins - 1 - bin]++;
@@ -99,7 +106,7 @@ void fmha_plan_cpu(const Tensor& tile_order, const Tensor& cu_seqlens_q, const O
     }
   });
   std::fill(p.tile_order + 2 * num_tiles, p.tile_order + 2 * p.max_tiles, -1);
-  if (p.pieces) cut_tiles(p, num_tiles);
+  if (p.pieces) cut_tiles(p, num_tiles, narrow);
 }
 
 // What a GPU kernel cannot afford to ask: the CPU sees the lengths and the plan, so a wrong one is an error at once.

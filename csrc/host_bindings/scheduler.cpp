@@ -132,4 +132,10 @@ PYBIND11_MODULE(_scheduler, m) {
   m.def("shares_of_even_works", &attnops::shares_of_even_works, py::arg("works"), py::arg("groups"),
         "Shares of a batch of works of one length.");
   m.def("cost_bin", &attnops::cost_bin, py::arg("cost"), "Bin of a prefill tile's cost; larger is longer.");
+  m.def("request_bin", &attnops::request_bin, py::arg("cost"), py::arg("narrow"),
+        "Bin of a prefill request, by its last tile's cost; larger comes earlier.");
+  m.def("row_in_turn", &attnops::row_in_turn, py::arg("row"), py::arg("narrow"), py::arg("share"),
+        "Row of a prefill plan that comes in place of another, where narrow ones and others take turns.");
+  m.def("turns_share", &attnops::turns_share, py::arg("narrow"), py::arg("rows"),
+        "Part of narrow rows, for row_in_turn.");
 }

@@ -12,8 +12,9 @@ namespace attnops {
 // into as few pieces as keep to the limit. The limit is the candidate with the least estimate of the time that all SMs
 // need.
 //
-// Pieces are int32 [1 + max_pieces, 4]. Row 0: number of pieces, limit. Row 1 + i, piece i: request, tile, its number
-// among the tile's pieces, how many these are. The pieces of a tile follow each other.
+// Pieces are int32 [1 + max_pieces, 4]. Row 0: number of pieces, limit, and where narrow rows and others take turns
+// their number and share (scheduler/varlen_tiles.h), else zeros. Row 1 + i, piece i: request, tile, its number among
+// the tile's pieces, how many these are. The pieces of a tile follow each other.
 inline constexpr int kUnitKeys = 128;        // keys of a unit of cost: about a step of a kernel's main loop
 inline constexpr int kMostTilesToCut = 512;  // batches with more tiles are left whole
 inline constexpr int kCutCandidates = 32;    // a lane each

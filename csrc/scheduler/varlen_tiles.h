@@ -11,6 +11,9 @@ namespace attnops {
 // time read the same keys: with tiles of all requests mixed by cost, a GPU's cache held too few of them (16 x 1024
 // tokens with 8 KV heads: 67 MB at a time).
 //
+// Requests of half a tile's rows or fewer are narrow: memory binds them, and products bind the others. They come first,
+// and kernels that know how let both take turns (row_in_turn), so that neither memory nor products wait for the other.
+//
 // A row of the plan is (request, tile of the request). Costs are binned to about 9 % (3 mantissa bits), and requests of
 // one bin keep their order: a stable counting sort, which a GPU block does in parallel with the same result.
 
@@ -21,7 +24,7 @@ struct VarlenGeometry {
   bool causal;
 };
 
-inline constexpr int kCostBins = 32 * 8;
+inline constexpr int kCostBins = 32 * 8, kNarrowBins = 64;  // the last of them
 
 // KV tokens that tile `tile` of a request visits, at least 1.
 ATTNOPS_HOST_DEVICE inline int64_t varlen_tile_cost(const VarlenGeometry& g, int seqlen_q, int seqlen_k, int tile) {
@@ -43,6 +46,27 @@ ATTNOPS_HOST_DEVICE inline int cost_bin(int64_t cost) {
 #endif
   const int64_t mantissa = exponent >= 3 ? (cost >> (exponent - 3)) & 7 : (cost << (3 - exponent)) & 7;
   return min_of(exponent * 8 + static_cast<int>(mantissa), kCostBins - 1);
+}
+
+ATTNOPS_HOST_DEVICE inline bool is_narrow(const VarlenGeometry& g, int seqlen_q) { return seqlen_q <= g.tile_q / 2; }
+
+// Bin of a request, larger for an earlier one: all narrow ones are above the others, in bins of 19 % from 256 keys on.
+ATTNOPS_HOST_DEVICE inline int request_bin(int64_t cost, bool narrow) {
+  constexpr int kWide = kCostBins - kNarrowBins;
+  const int bin = cost_bin(cost);
+  return narrow ? kWide + min_of(max_of(bin / 2 - 32, 0), kNarrowBins - 1) : min_of(bin, kWide - 1);
+}
+
+// Where the first `narrow` rows and the others take turns: the row that comes in place of `row`. `share` is 2^32 times
+// the narrow rows' part of all, rounded up by turns_share; every row comes once.
+ATTNOPS_HOST_DEVICE inline int row_in_turn(int row, int narrow, uint32_t share) {
+  const auto before = [share](int n) { return static_cast<int>(uint64_t{static_cast<uint32_t>(n)} * share >> 32); };
+  const int taken = min_of(before(row), narrow);
+  return taken < narrow && before(row + 1) > taken ? taken
+                                                   : static_cast<int>(static_cast<uint32_t>(narrow) + row - taken);
+}
+ATTNOPS_HOST_DEVICE inline uint32_t turns_share(int narrow, int rows) {
+  return static_cast<uint32_t>(narrow * 4294967296.0 / rows) + 1;
 }
 
 }  // namespace attnops

@@ -81,7 +81,13 @@ void draw(int seed, Batch& b, int& rows) {
   }
   b.order.insert(b.order.end(), {-1, -1});
   b.cuts.pieces = static_cast<int>(b.pieces.size()) - 1;
-  if (b.cuts.pieces == 0) b.cuts.limit = kNeverCut;
+  if (b.cuts.pieces == 0) {
+    const int tiles = static_cast<int>(b.order.size()) / 2 - 1,
+              narrow = tiles > 1 ? pick({0, 1, tiles / 2, tiles - 1}) : 0;
+    b.cuts.limit = kNeverCut;
+    b.cuts.in_turns = true;  // as if the first ones were narrow
+    if (narrow > 0) b.pieces[0] = {0, kNeverCut, narrow, static_cast<int>(turns_share(narrow, tiles))};
+  }
   p.num_q_tokens = b.first_q.back();
   p.num_k_tokens = b.first_k.back();
   p.cu_seqlens_q = b.first_q.data();
@@ -146,9 +152,12 @@ void check(int seed) {
       tiles[{w.first_q_token + w.first_token + token, head}].push_back({w.tile_begin, w.tile_end});
     }
   }
-  std::vector<int> taken = in_turn(p, s, b.cuts);
+  Cuts cuts = b.cuts;
+  cuts.in_turns = s.chunks == 1;
+  std::vector<int> taken = in_turn(p, s, cuts);
   std::sort(taken.begin(), taken.end());
   EXPECT(std::adjacent_find(taken.begin(), taken.end()) == taken.end());
+  b.cuts.in_turns = cuts.in_turns;                     // chunks that are taken at once come in the plan's order
   for (int index = 0; index < s.num_works; ++index) {  // nobody comes to what has no tokens, and is no piece
     const bool is_piece = index < b.cuts.pieces * s.works_per_tile;
     EXPECT((decode(index).num_tokens <= 0 && !is_piece) || std::binary_search(taken.begin(), taken.end(), index));

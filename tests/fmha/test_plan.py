@@ -26,7 +26,7 @@ def expected_order(seqlens_q, seqlens_k, tile_q, causal, window_left):
         tiles = -(-seqlen_q // tile_q)
         first, offset = (tiles - 1) * tile_q, seqlen_k - seqlen_q
         begin = 0 if window_left < 0 else max(offset + first - window_left, 0)
-        requests.append((_scheduler.cost_bin(max(seqlen_k - begin, 1)), request, tiles))
+        requests.append((_scheduler.request_bin(max(seqlen_k - begin, 1), seqlen_q <= tile_q // 2), request, tiles))
     return [
         (request, tile)
         for _, request, tiles in sorted(requests, key=lambda r: -r[0])
@@ -79,6 +79,37 @@ def test_order_of_many_requests(lengths, count, device):
     order = [tuple(row) for row in plan.tile_order.tolist()]
     expected = expected_order(seqlens_q, seqlens_k, 64, True, -1)
     assert order == expected + [(-1, -1)] * (len(order) - len(expected))
+
+
+@pytest.mark.parametrize(("narrow", "rows"), [(1, 2), (1, 3), (2, 3), (32, 96), (7, 4096), (4095, 4096), (64, 65)])
+def test_narrow_rows_and_others_take_turns(narrow, rows):
+    """Each row comes once, narrow ones evenly among the others; those behind the last stay where they are."""
+    share = _scheduler.turns_share(narrow, rows)
+    order = [_scheduler.row_in_turn(row, narrow, share) for row in range(rows + 5)]
+    assert sorted(order) == list(range(rows + 5)) and order[rows:] == list(range(rows, rows + 5))
+    for begin in (0, rows // 3, rows // 2):
+        taken = sum(row < narrow for row in order[:begin])
+        assert abs(taken - begin * narrow / rows) <= 1
+    for kind in ([r for r in order if r < narrow], [r for r in order if r >= narrow]):
+        assert kind == sorted(kind)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("count", [20, 100, 300])
+def test_narrow_requests_come_first_and_are_counted(count, device):
+    """The head of pieces tells how many take turns with the others, where no tile is cut."""
+    seqlens_q = [1 if i % 3 else 200 for i in range(count)]
+    seqlens_k = [n + 50 * i for i, n in enumerate(seqlens_q)]
+    pieces = torch.zeros(9, 4, dtype=torch.int32, device=device)
+    for lengths in (seqlens_q, [1] * count, [200] * count):
+        order = torch.zeros(4 * count, 2, dtype=torch.int32, device=device)
+        args = (bounds(lengths, device), bounds(seqlens_k, device), None)
+        torch.ops.attnops.fmha_plan(order, *args, 64, True, -1, pieces, 140, 132)
+        narrow, rows = sum(n == 1 for n in lengths), int((order[:, 0] >= 0).sum())
+        assert all(lengths[request] == 1 for request in order[:narrow, 0].tolist())
+        turns = [narrow, _scheduler.turns_share(narrow, rows)] if 0 < narrow < rows else [0, 0]
+        head = [n % 2**32 for n in pieces[0].tolist()]
+        assert head == [0, 2**31 - 1, *turns]
 
 
 @pytest.mark.parametrize(

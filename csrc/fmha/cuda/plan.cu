@@ -46,7 +46,8 @@ __device__ int num_query_tiles(const TilePlan& p, int queries) {
 
 // Bin of a request: of its last tile.
 __device__ int bin_of(const TilePlan& p, const Lengths& lengths, int num_tiles) {
-  return cost_bin(varlen_tile_cost(p.geometry, lengths.queries, lengths.keys, num_tiles - 1));
+  const int64_t cost = varlen_tile_cost(p.geometry, lengths.queries, lengths.keys, num_tiles - 1);
+  return request_bin(cost, is_narrow(p.geometry, lengths.queries));
 }
 
 template <int kThreads>
@@ -57,8 +58,14 @@ __device__ void write_no_rows(const TilePlan& p, int from) {
   }
 }
 
+// Row 0 of pieces, where tiles are cut and where they are not.
 __device__ void write_head(const TilePlan& p, int pieces, int limit) {
   *reinterpret_cast<int4*>(p.pieces) = {pieces, limit, 0, 0};
+}
+__device__ void write_whole(const TilePlan& p, int narrow, int num_tiles) {
+  const bool turns = narrow > 0 && narrow < num_tiles;
+  *reinterpret_cast<int4*>(p.pieces) = {0, kNeverCut, turns ? narrow : 0,
+                                        turns ? static_cast<int>(turns_share(narrow, num_tiles)) : 0};
 }
 
 // What tiles are cut by, in shared memory.
@@ -166,10 +173,10 @@ __device__ int find_limit(const TilePlan& p, int num_sms, CutScratch& scratch, i
 }
 
 // Cuts the tiles that are written. Called by the first kCutThreads threads.
-__device__ void cut_tiles(const TilePlan& p, int num_sms, CutScratch& scratch, int num_tiles) {
+__device__ void cut_tiles(const TilePlan& p, int num_sms, CutScratch& scratch, int num_tiles, int narrow) {
   const int limit = num_tiles > kMostTilesToCut ? kNeverCut : find_limit(p, num_sms, scratch, num_tiles);
   if (limit == kNeverCut) {
-    if (threadIdx.x == 0) write_head(p, 0, kNeverCut);
+    if (threadIdx.x == 0) write_whole(p, narrow, num_tiles);
     return;
   }
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
@@ -230,9 +237,9 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ int2 requests[kRequests + 32 * kAtOnce];
   __shared__ Lengths lengths[kRequests];
   __shared__ CutScratch scratch;
-  __shared__ unsigned total;
+  __shared__ unsigned total, narrow;
   const int num_requests = p.geometry.num_requests, own = static_cast<int>(threadIdx.x);
-  if (own == 0) total = 0;
+  if (own == 0) total = narrow = 0;
   scratch.clear();
   int shift = 5;
   while (shift > 0 && num_requests << shift > kThreads) --shift;
@@ -250,7 +257,11 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   if (own < kRequests) {
     const unsigned sum = __reduce_add_sync(~0u, static_cast<unsigned>(own_tiles));
-    if ((own & 31) == 0) atomicAdd(&total, sum);
+    const unsigned alone = __popc(__ballot_sync(~0u, own_tiles > 0 && order / kRequests >= kCostBins - kNarrowBins));
+    if ((own & 31) == 0) {
+      atomicAdd(&total, sum);
+      atomicAdd(&narrow, alone);
+    }
   }
   const bool has_request = request < num_requests;
   const int2 mine = has_request ? requests[request] : int2{INT32_MAX, 0};
@@ -280,7 +291,7 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   const int num_tiles = min_of(static_cast<int>(total), p.max_tiles);
   write_no_rows<kThreads>(p, num_tiles);
-  if (cuts) cut_tiles(p, num_sms, scratch, num_tiles);
+  if (cuts) cut_tiles(p, num_sms, scratch, num_tiles, min_of(static_cast<int>(narrow), num_tiles));
 }
 
 // Tiles of a bin that a warp's requests bring, and those of its lanes before this one: all of `same_bin` have `bin`.
@@ -343,11 +354,12 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
 
   const int from_longest = kCostBins - 1 - max_of(bin, 0);
-  unsigned row = before_in_group[max_of(bin, 0)] + sum.before, total = 0;
+  unsigned row = before_in_group[max_of(bin, 0)] + sum.before, total = 0, narrow = 0;
 #pragma unroll
   for (int i = 0; i < kGroups; ++i) {
     if (i < from_longest / 32) row += in_group[i];
     total += in_group[i];
+    if (i < kNarrowBins / 32) narrow += in_group[i];
   }
 #pragma unroll
   for (int w = 0; w < kWarps - 1; ++w) {
@@ -360,7 +372,7 @@ __global__ void __launch_bounds__(kThreads)
   write_no_rows<kThreads>(p, num_tiles);
   if (!cuts) return;
   __syncthreads();
-  cut_tiles(p, num_sms, scratch, num_tiles);
+  cut_tiles(p, num_sms, scratch, num_tiles, min_of(static_cast<int>(narrow), num_tiles));
 }
 
 // The same for any number of requests: a stable counting sort in one CTA, weighted by their tiles. A warp has a run of
@@ -374,6 +386,7 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ unsigned next_row[kWarps][kCostBins];  // tiles of a bin in a warp, then its next row
   __shared__ CutScratch scratch;
   const int num_requests = p.geometry.num_requests;
+  __shared__ unsigned narrow;  // rows
   const bool cuts = p.pieces != nullptr && num_requests <= kMostRequestsToCut;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   unsigned* const own_rows = next_row[warp];
@@ -420,6 +433,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   unsigned first;
   const int total = static_cast<int>(block_exclusive_sum<kThreads>(in_bin, &first));
+  const unsigned first_behind = first + in_bin;
   if (own_bin >= 0) {
 #pragma unroll 8
     for (int w = 0; w < warps; ++w) {
@@ -428,6 +442,7 @@ __global__ void __launch_bounds__(kThreads)
       first += count;
     }
   }
+  if (own_bin == kCostBins - kNarrowBins) narrow = first_behind;
   __syncthreads();
 
   for_each_request([&](int request, const Lengths& lengths, int tiles, int bin) {
@@ -442,13 +457,14 @@ __global__ void __launch_bounds__(kThreads)
     write_rows_of_warp(p, cuts, scratch, request, lengths, tiles, static_cast<int>(row), room);
   });
   write_no_rows<kThreads>(p, total);
+  const int num_tiles = static_cast<int>(min_of(static_cast<unsigned>(total), static_cast<unsigned>(p.max_tiles))),
+            narrow_tiles = static_cast<int>(min_of(narrow, static_cast<unsigned>(num_tiles)));
   if (cuts) {
     __syncthreads();
     if (threadIdx.x >= kCutThreads) return;
-    cut_tiles(p, num_sms, scratch,
-              static_cast<int>(min_of(static_cast<unsigned>(total), static_cast<unsigned>(p.max_tiles))));
+    cut_tiles(p, num_sms, scratch, num_tiles, narrow_tiles);
   } else if (p.pieces != nullptr && threadIdx.x == 0) {
-    write_head(p, 0, kNeverCut);
+    write_whole(p, narrow_tiles, num_tiles);
   }
 }
 

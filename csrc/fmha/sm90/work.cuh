@@ -188,12 +188,13 @@ __device__ __forceinline__ int heads_at_a_time(const Params& p, const Schedule& 
 // How the plan cuts tiles: its pieces come before all tiles that are whole.
 struct Cuts {
   int pieces = 0, limit = kNeverCut;
+  bool in_turns = false;  // narrow rows and others may take turns
 };
 
 __device__ __forceinline__ Cuts cuts_of(const Params& p, const Schedule& s) {
   if (s.max_pieces == 0) return {};
   const int2 head = *reinterpret_cast<const int2*>(p.pieces);
-  return {clamp(head.x, 0, s.max_pieces), head.x > 0 ? head.y : kNeverCut};
+  return {clamp(head.x, 0, s.max_pieces), head.x > 0 ? head.y : kNeverCut, head.x <= 0};
 }
 
 // As the plan decided it.
@@ -301,6 +302,7 @@ __device__ __forceinline__ bool decode_work(const Params& p, const Schedule& s, 
   };
   int row = s.by_works_per_tile.divide(index);
   int2 entry = entry_at(row);  // read before it is known whether there are pieces: most plans have none
+  const int2 turns = cuts.in_turns && s.turns == 1 ? *reinterpret_cast<const int2*>(p.pieces + 2) : int2{0, 0};
   if (cuts.pieces > 0) {
     if (row < cuts.pieces) {
       decode_piece<kKeys>(p, s, index, w);
@@ -308,6 +310,11 @@ __device__ __forceinline__ bool decode_work(const Params& p, const Schedule& s, 
     }
     row -= cuts.pieces;
     index -= cuts.pieces * s.works_per_tile;
+    entry = entry_at(row);
+  } else if (turns.x > 0 && row < p.num_tiles) {
+    const int other = clamp(row_in_turn(row, turns.x, static_cast<uint32_t>(turns.y)), 0, p.num_tiles - 1);
+    index += (other - row) * s.works_per_tile;
+    row = other;
     entry = entry_at(row);
   }
   // Of a request whose heads are one section, where a row of the plan is a tile: known while the row is read.
