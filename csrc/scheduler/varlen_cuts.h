@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/divisor.h"
 #include "core/math.h"
 #include "scheduler/varlen_tiles.h"
 
@@ -29,7 +30,8 @@ struct CutProblem {
   int works_per_tile;  // that share its keys: KV heads, blocks of query heads
   int num_sms, max_pieces;
   int num_tiles, longest;  // units of the longest tile
-  int64_t total_units;     // of all tiles
+  Divisor by_sms;
+  int64_t total_units;  // of all tiles
 };
 
 // Candidate 0 cuts nothing, the others cut the longest tile into 2 to 160 pieces, the last three so that all tiles,
@@ -67,9 +69,9 @@ struct CutTally {
 // a piece of a cut tile another one, the merge two. The last works to start are the shortest.
 ATTNOPS_HOST_DEVICE inline int64_t cut_estimate(const CutProblem& p, const CutTally& t, int limit) {
   if (t.cut > p.max_pieces) return -1;
-  const unsigned works = t.pieces * p.works_per_tile, sms = p.num_sms;  // below 2^29
+  const int works = t.pieces * p.works_per_tile;  // below 2^29
   const int64_t busy = (p.total_units + t.pieces + t.cut) * p.works_per_tile;
-  const int64_t idle = static_cast<int64_t>((works + sms - 1) / sms * sms - works) * t.shortest;
+  const int64_t idle = int64_t{p.by_sms.divide(works + p.num_sms - 1) * p.num_sms - works} * t.shortest;
   const int64_t longest = (min_of(limit, p.longest) + int64_t{1}) * p.num_sms;
   return max_of(busy + idle, longest) + (t.cut > 0 ? 2 * p.num_sms : 0);
 }
@@ -88,7 +90,7 @@ ATTNOPS_HOST_DEVICE inline bool worth_cutting(const CutProblem& p, int64_t whole
 // The limit for tiles of so many units each, on the host. A GPU finds the same one in fmha/cuda/plan.cu.
 inline int find_cut_limit(const std::vector<int>& units, int works_per_tile, int num_sms, int max_pieces) {
   if (units.size() > kMostTilesToCut) return kNeverCut;
-  CutProblem problem{works_per_tile, num_sms, max_pieces, static_cast<int>(units.size()), 0, 0};
+  CutProblem problem{works_per_tile, num_sms, max_pieces, static_cast<int>(units.size()), 0, Divisor(num_sms), 0};
   int shortest = kNeverCut;
   for (const int n : units) {
     problem.longest = max_of(problem.longest, n);

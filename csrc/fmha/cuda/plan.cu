@@ -17,31 +17,34 @@ struct Lengths {
   int queries, keys;
 };
 
-// Where they lie, chosen by the host: all is asked for at once, and no read waits for another.
-struct LengthReads {
+// What the host knows beside the plan. Lengths are asked for at once: no read waits for another.
+struct HostKnows {
   const int32_t *first_query, *first_key, *end_key;
   bool has_lengths;  // end_key is them
+  Divisor by_tile_q, by_sms;
+  int num_sms;
 
-  explicit LengthReads(const TilePlan& p)
+  HostKnows(const TilePlan& p, int sms)
       : first_query(p.cu_seqlens_q),
         first_key(p.cu_seqlens_k != nullptr ? p.cu_seqlens_k : p.cu_seqlens_q),
         end_key(first_key + 1),
-        has_lengths(p.cu_seqlens_k == nullptr && p.cache_seqlens != nullptr) {
+        has_lengths(p.cu_seqlens_k == nullptr && p.cache_seqlens != nullptr),
+        by_tile_q(p.geometry.tile_q),
+        by_sms(sms),
+        num_sms(sms) {
     if (has_lengths) end_key = p.cache_seqlens;
   }
 
-  __device__ Lengths of(int request) const {
+  __device__ Lengths lengths_of(int request) const {
     const int first = first_query[request], end = first_query[request + 1];
     const int first_of_keys = first_key[request], end_of_keys = end_key[request];
     return {end - first, has_lengths ? end_of_keys : end_of_keys - first_of_keys};
   }
 };
 
-__device__ int num_query_tiles(const TilePlan& p, int queries) {
-  // No more than the plan has rows for: hostile lengths must not overflow.
-  if (queries <= p.geometry.tile_q) return queries > 0 ? 1 : 0;  // divisions are long
-  return min_of(static_cast<int>(static_cast<unsigned>(queries - 1) / static_cast<unsigned>(p.geometry.tile_q)) + 1,
-                p.max_tiles + 1);
+// No more than the plan has rows for: hostile lengths must not overflow.
+__device__ int num_query_tiles(const TilePlan& p, const HostKnows& known, int queries) {
+  return queries > 0 ? min_of(known.by_tile_q.divide(queries - 1), p.max_tiles) + 1 : 0;
 }
 
 // Bin of a request: of its last tile.
@@ -95,11 +98,11 @@ __device__ void write_row(const TilePlan& p, bool cuts, CutScratch& scratch, int
 }
 
 // Quotients by one divisor in a third of a division's instructions: exact where they are below 2^21.
-struct Divisor {
+struct Reciprocal {
   int value;
   float inverse;
 
-  __device__ explicit Divisor(int v) : value(v) {
+  __device__ explicit Reciprocal(int v) : value(v) {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(static_cast<float>(v)));
   }
   __device__ int divide(int n) const {
@@ -115,7 +118,7 @@ struct Divisor {
 constexpr int kCutThreads = 256, kCutWarps = kCutThreads / 32;
 
 // The limit of scheduler/varlen_cuts.h: a lane for each candidate. Called by the first kCutThreads threads.
-__device__ int find_limit(const TilePlan& p, int num_sms, CutScratch& scratch, int num_tiles) {
+__device__ int find_limit(const TilePlan& p, const HostKnows& known, CutScratch& scratch, int num_tiles) {
   static_assert(kCutCandidates == 32);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   int sum = 0, longest = 0;
@@ -131,10 +134,11 @@ __device__ int find_limit(const TilePlan& p, int num_sms, CutScratch& scratch, i
     }
   }
   const CutProblem problem{.works_per_tile = p.works_per_tile,
-                           .num_sms = num_sms,
+                           .num_sms = known.num_sms,
                            .max_pieces = p.max_pieces,
                            .num_tiles = num_tiles,
                            .longest = __reduce_max_sync(~0u, longest),
+                           .by_sms = known.by_sms,
                            .total_units = __reduce_add_sync(~0u, sum)};  // 512 tiles of 2^21 units at most
   if (num_tiles == 0) return kNeverCut;
   const bool few = num_tiles <= kCutWarps;  // then candidate 0 tells whether cuts are worth it
@@ -143,8 +147,8 @@ __device__ int find_limit(const TilePlan& p, int num_sms, CutScratch& scratch, i
     if (!worth_cutting(problem, whole_estimate(problem, least))) return kNeverCut;
   }
 
-  const int limit = cut_limit(problem, lane, [](int n, int d) { return Divisor(d).divide(n); });
-  const Divisor by_limit(limit);
+  const int limit = cut_limit(problem, lane, [](int n, int d) { return Reciprocal(d).divide(n); });
+  const Reciprocal by_limit(limit);
   CutTally tally;
 #pragma unroll 1
   for (int tile = few ? 0 : warp; tile < num_tiles; tile += few ? 1 : kCutWarps) {
@@ -167,33 +171,34 @@ __device__ int find_limit(const TilePlan& p, int num_sms, CutScratch& scratch, i
   const unsigned least_upper = __reduce_min_sync(~0u, upper);
   const unsigned least_lower = __reduce_min_sync(~0u, upper == least_upper ? lower : ~0u);
   const int best = __ffs(static_cast<int>(__ballot_sync(~0u, upper == least_upper && lower == least_lower))) - 1;
-  const bool worth = !few || __any_sync(~0u, lane == 0 && worth_cutting(problem, estimate));
+  const bool worth = !few || (__ballot_sync(~0u, worth_cutting(problem, estimate)) & 1) != 0;
   const int chosen = __shfl_sync(~0u, tally.cut > 0 ? limit : kNeverCut, best);
   return worth ? chosen : kNeverCut;
 }
 
 // Cuts the tiles that are written. Called by the first kCutThreads threads.
-__device__ void cut_tiles(const TilePlan& p, int num_sms, CutScratch& scratch, int num_tiles, int narrow) {
-  const int limit = num_tiles > kMostTilesToCut ? kNeverCut : find_limit(p, num_sms, scratch, num_tiles);
+__device__ void cut_tiles(const TilePlan& p, const HostKnows& known, CutScratch& scratch, int num_tiles, int narrow) {
+  const int limit = num_tiles > kMostTilesToCut ? kNeverCut : find_limit(p, known, scratch, num_tiles);
   if (limit == kNeverCut) {
     if (threadIdx.x == 0) write_whole(p, narrow, num_tiles);
     return;
   }
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const Divisor by_limit(limit);
+  const Reciprocal by_limit(limit);
   int before = 0;
 #pragma unroll 1
   for (int base = 0; base < num_tiles; base += 32) {  // every warp adds them all up, and writes each eighth tile's
     const int own = base + lane, pieces = own < num_tiles ? by_limit.pieces_of(scratch.units[own]) : 1;
     const int more = pieces > 1 ? pieces : 0;
     int through = more;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
+    const int last = min_of(num_tiles - base, 32) - 1;
+#pragma unroll 1
+    for (int step = 1; step <= last; step *= 2) {
       const int other = __shfl_up_sync(~0u, through, step);
       if (lane >= step) through += other;
     }
     const int first = before + through - more;
-    before += __shfl_sync(~0u, through, 31);
+    before += __shfl_sync(~0u, through, last);
     for (unsigned rest = __ballot_sync(~0u, more > 0) & (0x01010101u << warp); rest != 0; rest &= rest - 1) {
       const int from = __ffs(static_cast<int>(rest)) - 1;
       const int row = __shfl_sync(~0u, first, from), count = __shfl_sync(~0u, pieces, from);
@@ -230,7 +235,7 @@ __device__ void write_rows_of_warp(const TilePlan& p, bool cuts, CutScratch& scr
 // come before it. 2^n neighbouring lanes add up one request's. Sums of all tiles have 31 bits.
 template <int kThreads, int kRequests>
 __global__ void __launch_bounds__(kThreads)
-    fmha_plan_few_kernel(const __grid_constant__ TilePlan p, const __grid_constant__ LengthReads reads, int num_sms) {
+    fmha_plan_few_kernel(const __grid_constant__ TilePlan p, const __grid_constant__ HostKnows known) {
   constexpr int kAtOnce = 4;  // requests that a lane looks at together
   static_assert(kRequests + 32 * kAtOnce <= kThreads && kThreads == kCutThreads);
   // Order, tiles; larger orders come first: of longer bins, then of earlier ones. Nobody comes after those behind.
@@ -244,13 +249,15 @@ __global__ void __launch_bounds__(kThreads)
   int shift = 5;
   while (shift > 0 && num_requests << shift > kThreads) --shift;
   const int lanes = 1 << shift, request = own >> shift, part = own & (lanes - 1);
+  int adders = 1;  // neighbouring lanes that add up for all of them: few requests are looked at by each
+  while (adders < lanes && adders * kAtOnce < num_requests) adders *= 2;
   wait_for_earlier_kernels();
   let_next_kernel_start();
   int own_tiles = 0, order = -1;
   if (own < num_requests) {
-    const Lengths its = reads.of(own);
+    const Lengths its = known.lengths_of(own);
     lengths[own] = its;
-    own_tiles = num_query_tiles(p, its.queries);
+    own_tiles = num_query_tiles(p, known, its.queries);
     order = (own_tiles > 0 ? bin_of(p, its, own_tiles) : 0) * kRequests + kRequests - 1 - own;
   }
   if (own < kRequests + 32 * kAtOnce) requests[own] = {order, own_tiles};
@@ -267,15 +274,15 @@ __global__ void __launch_bounds__(kThreads)
   const int2 mine = has_request ? requests[request] : int2{INT32_MAX, 0};
   int first = 0;
 #pragma unroll 1
-  for (int i = part; i < num_requests; i += kAtOnce << shift) {
+  for (int i = part & (adders - 1); i < num_requests; i += kAtOnce * adders) {
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
-      const int2 other = requests[i + (j << shift)];
+      const int2 other = requests[i + j * adders];
       if (other.x > mine.x) first += other.y;
     }
   }
 #pragma unroll 1
-  for (int step = lanes / 2; step > 0; step /= 2) first += __shfl_xor_sync(~0u, first, step);
+  for (int step = adders / 2; step > 0; step /= 2) first += __shfl_xor_sync(~0u, first, step);
   const bool cuts = p.pieces != nullptr;
   const int room = min_of(mine.y, p.max_tiles - first);
   if (__all_sync(~0u, room <= 4 * lanes)) {  // a request's lanes write its rows
@@ -291,7 +298,7 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   const int num_tiles = min_of(static_cast<int>(total), p.max_tiles);
   write_no_rows<kThreads>(p, num_tiles);
-  if (cuts) cut_tiles(p, num_sms, scratch, num_tiles, min_of(static_cast<int>(narrow), num_tiles));
+  if (cuts) cut_tiles(p, known, scratch, num_tiles, min_of(static_cast<int>(narrow), num_tiles));
 }
 
 // Tiles of a bin that a warp's requests bring, and those of its lanes before this one: all of `same_bin` have `bin`.
@@ -315,7 +322,7 @@ __device__ BinTiles tiles_of_bin(unsigned same_bin, unsigned tiles) {
 // is what longer bins took; earlier warps' tiles of the same bin come before a request's own. Sums have 31 bits.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads)
-    fmha_plan_some_kernel(const __grid_constant__ TilePlan p, const __grid_constant__ LengthReads reads, int num_sms) {
+    fmha_plan_some_kernel(const __grid_constant__ TilePlan p, const __grid_constant__ HostKnows known) {
   constexpr int kWarps = kThreads / 32, kGroups = kCostBins / 32;
   static_assert(kThreads == kCostBins && kThreads == kCutThreads && kCostBins % 128 == 0);
   alignas(16) __shared__ unsigned in_warp[kWarps][kCostBins];  // tiles of a bin in a warp
@@ -330,8 +337,8 @@ __global__ void __launch_bounds__(kThreads)
   wait_for_earlier_kernels();
   let_next_kernel_start();
 
-  const Lengths lengths = own < p.geometry.num_requests ? reads.of(own) : Lengths{0, 0};
-  const int tiles = num_query_tiles(p, lengths.queries);
+  const Lengths lengths = own < p.geometry.num_requests ? known.lengths_of(own) : Lengths{0, 0};
+  const int tiles = num_query_tiles(p, known, lengths.queries);
   const int bin = tiles > 0 ? bin_of(p, lengths, tiles) : -1;
   const unsigned same_bin = __match_any_sync(~0u, bin);
   const BinTiles sum = tiles_of_bin(same_bin, tiles);
@@ -372,7 +379,7 @@ __global__ void __launch_bounds__(kThreads)
   write_no_rows<kThreads>(p, num_tiles);
   if (!cuts) return;
   __syncthreads();
-  cut_tiles(p, num_sms, scratch, num_tiles, min_of(static_cast<int>(narrow), num_tiles));
+  cut_tiles(p, known, scratch, num_tiles, min_of(static_cast<int>(narrow), num_tiles));
 }
 
 // The same for any number of requests: a stable counting sort in one CTA, weighted by their tiles. A warp has a run of
@@ -380,7 +387,7 @@ __global__ void __launch_bounds__(kThreads)
 // warps of the same bin, took. Then the warp goes through its requests again, in order.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads)
-    fmha_plan_many_kernel(const __grid_constant__ TilePlan p, const __grid_constant__ LengthReads reads, int num_sms) {
+    fmha_plan_many_kernel(const __grid_constant__ TilePlan p, const __grid_constant__ HostKnows known) {
   constexpr int kWarps = kThreads / 32, kAhead = 4;
   static_assert(kThreads >= kCostBins && kCostBins % 32 == 0);
   __shared__ unsigned next_row[kWarps][kCostBins];  // tiles of a bin in a warp, then its next row
@@ -406,12 +413,12 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
         const int b = base + 32 * i + lane;
-        lengths[i] = b < end ? reads.of(b) : Lengths{0, 0};
+        lengths[i] = b < end ? known.lengths_of(b) : Lengths{0, 0};
       }
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
         if (base + 32 * i >= end) break;
-        const int tiles = num_query_tiles(p, lengths[i].queries);
+        const int tiles = num_query_tiles(p, known, lengths[i].queries);
         visit(base + 32 * i + lane, lengths[i], tiles, tiles > 0 ? bin_of(p, lengths[i], tiles) : -1);
       }
     }
@@ -462,7 +469,7 @@ __global__ void __launch_bounds__(kThreads)
   if (cuts) {
     __syncthreads();
     if (threadIdx.x >= kCutThreads) return;
-    cut_tiles(p, num_sms, scratch, num_tiles, narrow_tiles);
+    cut_tiles(p, known, scratch, num_tiles, narrow_tiles);
   } else if (p.pieces != nullptr && threadIdx.x == 0) {
     write_whole(p, narrow_tiles, num_tiles);
   }
@@ -478,16 +485,14 @@ void launch_plan(const TilePlan& p, CUstream_st* stream) {
                              std::to_string(kMaxRequests + 1) + ", got " + std::to_string(requests + 1));
   }
   const int num_sms = p.num_sms > 0 ? p.num_sms : device_sms("fmha_plan");
-  const LengthReads reads(p);
+  const HostKnows known(p, num_sms);
   // One SM issues it all: fewer warps wait less for each other.
   if (requests > kThreads || p.max_tiles >= INT32_MAX / kThreads) {  // sums of hostile lengths go round
-    launch_dependent<&fmha_plan_many_kernel<kManyThreads>>("fmha_plan", {1, kManyThreads, 0, 0}, stream, p, reads,
-                                                           num_sms);
+    launch_dependent<&fmha_plan_many_kernel<kManyThreads>>("fmha_plan", {1, kManyThreads, 0, 0}, stream, p, known);
   } else if (requests <= kFewRequests) {
-    launch_dependent<&fmha_plan_few_kernel<kThreads, kFewRequests>>("fmha_plan", {1, kThreads, 0, 0}, stream, p, reads,
-                                                                    num_sms);
+    launch_dependent<&fmha_plan_few_kernel<kThreads, kFewRequests>>("fmha_plan", {1, kThreads, 0, 0}, stream, p, known);
   } else {
-    launch_dependent<&fmha_plan_some_kernel<kThreads>>("fmha_plan", {1, kThreads, 0, 0}, stream, p, reads, num_sms);
+    launch_dependent<&fmha_plan_some_kernel<kThreads>>("fmha_plan", {1, kThreads, 0, 0}, stream, p, known);
   }
 }
 
