@@ -73,7 +73,7 @@ class FmhaPlan:
     tile_q: int
     causal: bool
     window_left: int
-    tile_order: Tensor  # int32 [max_tiles, 2]: (request, query tile of it), longest first; the rest is (-1, -1)
+    tile_order: Tensor  # int32 [max_tiles, 2]: (request, query tile of it), narrow and long first; the rest is (-1, -1)
     semaphores: Tensor | None = None  # int32 [3], zeros between calls: a GPU's CTAs take works by it
     works_per_tile: int = 1
     pieces: Tensor | None = None  # int32 [1 + max_pieces, 4] of tiles whose keys are cut (csrc/scheduler/varlen_cuts.h)

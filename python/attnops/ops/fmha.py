@@ -19,7 +19,7 @@ from attnops.ops.block_lists import build_block_tables, unit_pages
 def fmha_plan(
     plan: FmhaPlan, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, cache_seqlens: Tensor | None = None
 ) -> None:
-    """Order a batch's query tiles, longest first, from the lengths alone, on the device; a GPU also cuts long ones.
+    """Order a batch's query tiles, long ones first, from the lengths alone, on the device; a GPU also cuts long ones.
 
     Args:
         plan: Allocated by `FmhaPlan.allocate`; `tile_order` and `pieces` are rewritten.
