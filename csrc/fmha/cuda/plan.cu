@@ -73,7 +73,7 @@ __device__ void write_whole(const TilePlan& p, int narrow, int num_tiles) {
 
 // What tiles are cut by, in shared memory.
 struct CutScratch {
-  int32_t units[kMostTilesToCut];
+  alignas(16) int32_t units[kMostTilesToCut];
   int2 rows[kMostTilesToCut];  // as in the plan
   int pieces[kCutCandidates], cut[kCutCandidates], shortest[kCutCandidates];
 
@@ -110,7 +110,7 @@ struct Reciprocal {
     const int rest = n - guess * value;
     return guess + (rest >= value ? 1 : 0) - (rest < 0 ? 1 : 0);
   }
-  __device__ int pieces_of(int units) const { return units > value ? divide(units + value - 1) : 1; }
+  __device__ int pieces_of(int units) const { return divide(units + value - 1); }  // of 1 and more
 };
 
 // One SM runs all of this once, so what takes time is how many different instructions there are, and what waits for
@@ -141,21 +141,28 @@ __device__ int find_limit(const TilePlan& p, const HostKnows& known, CutScratch&
                            .by_sms = known.by_sms,
                            .total_units = __reduce_add_sync(~0u, sum)};  // 512 tiles of 2^21 units at most
   if (num_tiles == 0) return kNeverCut;
-  const bool few = num_tiles <= kCutWarps;  // then candidate 0 tells whether cuts are worth it
-  if (!few) {
+  const bool checked = num_tiles > 2;  // else candidate 0 tells whether cuts are worth it
+  if (checked) {
     const int least = static_cast<int>(__reduce_min_sync(~0u, shortest)) + 1;
     if (!worth_cutting(problem, whole_estimate(problem, least))) return kNeverCut;
   }
-
   const int limit = cut_limit(problem, lane, [](int n, int d) { return Reciprocal(d).divide(n); });
   const Reciprocal by_limit(limit);
   CutTally tally;
+  const bool alone = num_tiles <= 8;  // each warp looks at all tiles
 #pragma unroll 1
-  for (int tile = few ? 0 : warp; tile < num_tiles; tile += few ? 1 : kCutWarps) {
-    const int units = scratch.units[tile];
-    tally.add(units, limit, by_limit.pieces_of(units));
+  for (int tile = alone ? 0 : 4 * warp; tile < num_tiles; tile += alone ? 4 : 4 * kCutWarps) {
+    const int4 four = *reinterpret_cast<const int4*>(&scratch.units[tile]);
+    const int of_tile[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const bool is_tile = tile + i < num_tiles;
+      const int units = is_tile ? of_tile[i] : limit;  // a whole one more, that is no shorter than any
+      tally.add(units, limit, by_limit.pieces_of(units));
+      if (!is_tile) --tally.pieces;
+    }
   }
-  if (!few) {
+  if (!alone) {
     atomicAdd(&scratch.pieces[lane], tally.pieces);
     atomicAdd(&scratch.cut[lane], tally.cut);
     atomicMin(&scratch.shortest[lane], tally.shortest);
@@ -171,7 +178,7 @@ __device__ int find_limit(const TilePlan& p, const HostKnows& known, CutScratch&
   const unsigned least_upper = __reduce_min_sync(~0u, upper);
   const unsigned least_lower = __reduce_min_sync(~0u, upper == least_upper ? lower : ~0u);
   const int best = __ffs(static_cast<int>(__ballot_sync(~0u, upper == least_upper && lower == least_lower))) - 1;
-  const bool worth = !few || (__ballot_sync(~0u, worth_cutting(problem, estimate)) & 1) != 0;
+  const bool worth = checked || (__ballot_sync(~0u, worth_cutting(problem, estimate)) & 1) != 0;
   const int chosen = __shfl_sync(~0u, tally.cut > 0 ? limit : kNeverCut, best);
   return worth ? chosen : kNeverCut;
 }
@@ -212,16 +219,13 @@ __device__ void cut_tiles(const TilePlan& p, const HostKnows& known, CutScratch&
   if (threadIdx.x == 0) write_head(p, before, limit);
 }
 
-// Requests that a warp brings rows of, each lane's own from `row` on: `room` of them are in the plan.
+// The rows of a warp's requests, each lane's own from `row` on, of which `room` are in the plan.
 __device__ void write_rows_of_warp(const TilePlan& p, bool cuts, CutScratch& scratch, int request,
                                    const Lengths& lengths, int tiles, int row, int room) {
-  if (__all_sync(~0u, room <= 4)) {  // each lane writes its own rows
-#pragma unroll 1
-    for (int i = 0; i < room; ++i) write_row(p, cuts, scratch, request, lengths, tiles, row, i);
-    return;
-  }
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  for (unsigned rest = __ballot_sync(~0u, room > 0); rest != 0; rest &= rest - 1) {  // the warp writes all
+  constexpr int kMostOwn = 8;
+#pragma unroll 1
+  for (unsigned rest = __ballot_sync(~0u, room > kMostOwn); rest != 0; rest &= rest - 1) {  // the warp writes all
     const int from = __ffs(static_cast<int>(rest)) - 1;
     const int of = __shfl_sync(~0u, request, from), count = __shfl_sync(~0u, tiles, from),
               shown = __shfl_sync(~0u, room, from), at = __shfl_sync(~0u, row, from);
@@ -229,6 +233,9 @@ __device__ void write_rows_of_warp(const TilePlan& p, bool cuts, CutScratch& scr
 #pragma unroll 1
     for (int i = lane; i < shown; i += 32) write_row(p, cuts, scratch, of, its, count, at, i);
   }
+  const int own = room > kMostOwn ? 0 : room;
+#pragma unroll 1
+  for (int i = 0; i < own; ++i) write_row(p, cuts, scratch, request, lengths, tiles, row, i);
 }
 
 // The order of scheduler/varlen_tiles.h for few requests: a request's first row is the sum of the tiles of all that
@@ -374,8 +381,8 @@ __global__ void __launch_bounds__(kThreads)
   }
   const bool cuts = p.pieces != nullptr;
   const int first = static_cast<int>(row), room = max_of(min_of(tiles, p.max_tiles - first), 0);
-  write_rows_of_warp(p, cuts, scratch, own, lengths, tiles, first, room);
   const int num_tiles = min_of(static_cast<int>(total), p.max_tiles);
+  write_rows_of_warp(p, cuts && num_tiles <= kMostTilesToCut, scratch, own, lengths, tiles, first, room);
   write_no_rows<kThreads>(p, num_tiles);
   if (!cuts) return;
   __syncthreads();
@@ -452,6 +459,7 @@ __global__ void __launch_bounds__(kThreads)
   if (own_bin == kCostBins - kNarrowBins) narrow = first_behind;
   __syncthreads();
 
+  const bool notes = cuts && static_cast<unsigned>(total) <= kMostTilesToCut;  // tiles may be cut
   for_each_request([&](int request, const Lengths& lengths, int tiles, int bin) {
     const unsigned same_bin = __match_any_sync(~0u, bin);
     const BinTiles sum = tiles_of_bin(same_bin, tiles);
@@ -461,7 +469,7 @@ __global__ void __launch_bounds__(kThreads)
     __syncwarp();
     // Rows that there is room for: sums of hostile lengths go round.
     const int room = row < static_cast<unsigned>(p.max_tiles) ? min_of(tiles, p.max_tiles - static_cast<int>(row)) : 0;
-    write_rows_of_warp(p, cuts, scratch, request, lengths, tiles, static_cast<int>(row), room);
+    write_rows_of_warp(p, notes, scratch, request, lengths, tiles, static_cast<int>(row), room);
   });
   write_no_rows<kThreads>(p, total);
   const int num_tiles = static_cast<int>(min_of(static_cast<unsigned>(total), static_cast<unsigned>(p.max_tiles))),
