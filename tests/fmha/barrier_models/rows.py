@@ -45,6 +45,16 @@ def sim(seed, kind, overlap, qs, kst=2, groups=2, turns=True, rst=2):
     def wait(b, par):
         return lambda: b.done(par)
 
+    def ask_for_queries(place, work):
+        qf[place].expect(7)
+
+        def land():
+            assert qread[place] == 0, "queries overwritten while read"
+            queries[place] = work
+            qf[place].add(7)
+
+        inflight.append(land)
+
     def prod(wp):
         q = 0
         qp = 0
@@ -91,14 +101,7 @@ def sim(seed, kind, overlap, qs, kst=2, groups=2, turns=True, rst=2):
                 return
             if wp == 0:
                 yield wait(qe[q], qp ^ 1)
-                qf[q].expect(7)
-
-                def ql(q=q, mine=mine):
-                    assert qread[q] == 0, "queries overwritten while read"
-                    queries[q] = mine
-                    qf[q].add(7)
-
-                inflight.append(ql)
+                ask_for_queries(q, mine)
             q += 1
             if q == qs:
                 q = 0
@@ -164,14 +167,7 @@ def sim(seed, kind, overlap, qs, kst=2, groups=2, turns=True, rst=2):
                 if w is None:
                     qf[q].arrive()
                     return
-                qf[q].expect(7)
-
-                def ql(q=q, mine=mine):
-                    assert qread[q] == 0, "queries overwritten while read"
-                    queries[q] = mine
-                    qf[q].add(7)
-
-                inflight.append(ql)
+                ask_for_queries(q, mine)
                 q += 1
                 if q == qs:
                     q, qp = 0, qp ^ 1
