@@ -57,7 +57,7 @@ def test_tokens_are_those_of_vllms_own_backend(kind, run):
 
 
 def test_mla_tokens_are_those_of_vllms_own_backend(run):
-    got, expected = run("deepseek_576", "ATTNOPS_MLA"), run("deepseek_576", "TRITON_MLA")
+    got, expected = run("deepseek_192", "ATTNOPS_MLA"), run("deepseek_192", "TRITON_MLA")
     equal = vllm_engine.check_tokens(got, expected)
     print(f"MLA: {equal} of {len(expected['tokens'][0])} requests are equal to their end")
     assert got["calls"]["mla_decode"] and got["calls"]["store_mla_kv"]

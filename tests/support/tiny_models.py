@@ -61,9 +61,10 @@ def config(kind: str):
             num_experts_per_tok=2,
             **COMMON,
         )
-    if kind in ("deepseek", "deepseek_576", "deepseek_yarn"):
+    if kind in ("deepseek", "deepseek_576", "deepseek_192", "deepseek_yarn"):
         # MLA. transformers expands keys and values: head dims of 48 and 32. Engines absorb: latents of 512, 64 of rope.
-        narrow = kind == "deepseek"
+        # Prompts of vLLM on a GPU: head dims of 192 and 128 alone.
+        narrow, head_dim = kind == "deepseek", 128 if kind == "deepseek_192" else 64
         yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
         yarn |= {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
         return transformers.DeepseekV3Config(
@@ -72,9 +73,9 @@ def config(kind: str):
             num_key_value_heads=4,
             q_lora_rank=64,
             kv_lora_rank=64 if narrow else 512,
-            qk_nope_head_dim=32 if narrow else 64,
+            qk_nope_head_dim=32 if narrow else head_dim,
             qk_rope_head_dim=16 if narrow else 64,
-            v_head_dim=32 if narrow else 64,
+            v_head_dim=32 if narrow else head_dim,
             n_routed_experts=4,
             num_experts_per_tok=2,
             n_group=1,
