@@ -3,8 +3,10 @@
 Each side is a process that holds one engine with the same random weights and full decode graphs. A cell's prompts are
 computed once and stay in the prefix cache. Then the sides take turns, each the first in its own: each decodes some
 tokens of every request, and the median of its steps counts. A step is all of the engine: scheduler, builder, graph,
-sampling. `build` is the backend's part of it on the host. With `--profile`, steps of some cells run again at the end:
-eight with times of kernels, twenty with times of Python functions.
+sampling. `host` is what the engine's thread computes of it, since vLLM sleeps while it waits for the GPU, and `build`
+the backend's part of that. All sides step on the same cores, the last `--cores` of the machine's, so that none has
+faster ones. With `--profile`, steps of some cells run again at the end: eight with times of kernels, twenty with times
+of Python functions.
 
     PYTHONPATH=python python benchmarks/bench_vllm_engine.py --model gqa        # and --model mla
 """
@@ -142,7 +144,7 @@ class Profile:
         return outputs
 
 
-def serve(backend: str, folder: str, gigabytes: float) -> None:
+def serve(backend: str, folder: str, gigabytes: float, cores: int) -> None:
     """A side: reads a request a line, decodes, and prints the microseconds of each step and the tokens."""
     os.environ |= {
         "HF_HUB_OFFLINE": "1",
@@ -177,6 +179,8 @@ def serve(backend: str, folder: str, gigabytes: float) -> None:
         },
     ).llm_engine
     print("READY", file=answers, flush=True)
+    if cores:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-cores:])
     for count, line in enumerate(sys.stdin):
         wanted = json.loads(line)
         lengths, last = CELLS[wanted["cell"]], wanted["tokens"] - 2
@@ -184,20 +188,22 @@ def serve(backend: str, folder: str, gigabytes: float) -> None:
         profile = Profile() if wanted["profile"] else None
         for i, n in enumerate(lengths):
             engine.add_request(f"{count}.{i}", {"prompt_token_ids": prompt(i, n)}, greedy)
-        steps, tokens, every = [], {}, False
+        steps, hosts, tokens, every = [], [], {}, False
         builds.clear()
         while engine.has_unfinished_requests():
-            begin = time.perf_counter()
+            begin, host = time.perf_counter(), time.thread_time()
             outputs = profile.run(engine.step) if profile and every else engine.step()
-            taken = time.perf_counter() - begin
+            taken, host = time.perf_counter() - begin, time.thread_time() - host
             for output in outputs:
                 tokens[output.request_id.split(".")[-1]] = list(output.outputs[0].token_ids)
             made = [len(t) for t in tokens.values()]
             every = len(made) == len(lengths) and min(made) > 4 and max(made) < last
             if every:
                 steps.append(taken * 1e6)
+                hosts.append(host * 1e6)
         result = {
             "steps": steps,
+            "hosts": hosts,
             "tokens": tokens,
             "builds": builds[-len(steps) :],
             **(profile.result if profile else {}),
@@ -208,8 +214,9 @@ def serve(backend: str, folder: str, gigabytes: float) -> None:
 class Side:
     """A process that serves one backend."""
 
-    def __init__(self, backend: str, folder: str, gigabytes: float) -> None:
+    def __init__(self, backend: str, folder: str, gigabytes: float, cores: int) -> None:
         command = [sys.executable, __file__, "--serve", backend, "--folder", folder, "--gigabytes", str(gigabytes)]
+        command += ["--cores", str(cores)]
         self.name = backend
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -274,18 +281,20 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600, help="no further turn begins after that")
     parser.add_argument("--signal", type=Path, help="a file: sides are prepared, then nothing begins before it exists")
     parser.add_argument("--gigabytes", type=float, default=24, help="of a side's KV cache")
+    parser.add_argument("--cores", type=int, default=2, help="that the sides step on; 0: any")
     parser.add_argument("--profile", nargs="*", default=[], choices=list(CELLS), help="cells to look into at the end")
     parser.add_argument("--write", action="store_true", help="results/h200-vllm-engine-MODEL.jsonl")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        serve(options.serve, options.folder, options.gigabytes)
+        serve(options.serve, options.folder, options.gigabytes, options.cores)
         return
     kept, config = [], MODELS[options.model] | {"num_hidden_layers": options.layers}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config))
-        sides = [Side(name, folder, options.gigabytes) for name in options.sides or SIDES[options.model]]
+        given = (folder, options.gigabytes, options.cores)
+        sides = [Side(name, *given) for name in options.sides or SIDES[options.model]]
         running = []
         for side in sides:
             try:
@@ -302,6 +311,7 @@ def main() -> None:
             first = {side.name: side.decode(cell)["tokens"] for side in running}  # prompts, and warm-up
             steps: dict[str, list[float]] = {side.name: [] for side in running}
             builds: dict[str, list[float]] = {side.name: [] for side in running}
+            hosts: dict[str, list[float]] = {side.name: [] for side in running}
             for turn in range(options.turns):
                 if turn and time.perf_counter() - begin > options.seconds:
                     break
@@ -310,14 +320,17 @@ def main() -> None:
                     made = side.decode(cell, TOKENS)
                     steps[side.name] += made["steps"]
                     builds[side.name] += made["builds"]
+                    hosts[side.name] += made["hosts"]
             times = {name: statistics.median(values) for name, values in steps.items()}
             ours = running[0].name
             for name, us in times.items():
                 share = equal_share(first[ours], first[name])
                 low, high, part = quartile(steps[name], 1), quartile(steps[name], 3), quartile(builds[name], 2)
+                host = quartile(hosts[name], 2)
                 print(
                     f"{options.model} {cell:<12} {name:<16} {us:9.1f} us a step  {us / times[ours]:.3f}x"
-                    f"  equal {share:.2f}  quartiles {low:.0f} {high:.0f}  build {part:.1f}  ({len(steps[name])} steps)"
+                    f"  equal {share:.2f}  quartiles {low:.0f} {high:.0f}  host {host:.0f}  build {part:.1f}"
+                    f"  ({len(steps[name])} steps)"
                 )
                 shape = {"step": cell, "model": options.model, "layers": config["num_hidden_layers"]}
                 peer, release = ("attnops", "") if name == ours else (f"vLLM {name}", version("vllm"))
