@@ -84,7 +84,6 @@ def ours(p: SimpleNamespace) -> Callable[[], torch.Tensor]:
             slot_mapping=p.slots,
             causal=True,
         )
-        impl.do_kv_cache_update(p.layer, p.k, p.v, cache, p.slots)
         return impl.forward(p.layer, p.q, p.k, p.v, cache, metadata, out)
 
     return step

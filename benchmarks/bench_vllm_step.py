@@ -118,6 +118,7 @@ class Side:
         more = {}
         if self.is_mla:
             given, more = (*given, None, "decoder", None), MLA | {"qk_head_dim": 128 + ROPE, "kv_b_proj": None}
+        self.stores = backend.forward_includes_kv_cache_update
         self.impls = [backend.get_impl_cls()(*given, **more) for _ in caches]
         for impl in self.impls:
             impl.need_to_return_lse_for_decode = False  # as without context parallelism
@@ -146,7 +147,8 @@ class Side:
                 self.out.append(impl.forward_mqa(b.q, cache, metadata, self.layer)[0])
             return
         for impl, cache, out in zip(self.impls, self.caches, self.out, strict=True):
-            impl.do_kv_cache_update(self.layer, b.k, b.v, cache, b.slots)
+            if not self.stores:
+                impl.do_kv_cache_update(self.layer, b.k, b.v, cache, b.slots)
             impl.forward(self.layer, b.q, b.k, b.v, cache, metadata, out)
 
     def capture(self) -> None:

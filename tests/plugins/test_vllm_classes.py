@@ -70,7 +70,7 @@ def test_a_step_of_gqa(batch, options, kv_dtype, device):
         for t in (problem.q, problem.k_exact[rows], problem.v_exact[rows])
     )
     out = torch.full_like(q, 7.0)
-    impl.do_kv_cache_update(holder, k, v, cache, step.slot_mapping)
+    assert AttnopsBackend.forward_includes_kv_cache_update, "the runner stores nothing itself"
     impl.forward(holder, q, k, v, cache, step, out)
     given = {"window_left": window, "logit_cap": cap, "sinks": sinks}
     expected, _ = problem.expected_unquantized(softmax_scale=head_dim**-0.5, causal=True, **given)
@@ -80,6 +80,9 @@ def test_a_step_of_gqa(batch, options, kv_dtype, device):
     with torch.no_grad():
         for _ in range(3):  # a shape that comes again is bound, and then repeated with other addresses
             q, again = q.clone(), torch.full_like(q, 7.0)
+            flat[slots] = 0xFF
+            if device != "cpu":
+                cache.view(torch.uint8).transpose(1, 2).flatten(0, 1)[slots.to(device)] = 0xFF
             impl.forward(holder, q, k, v, cache, step, again)
             assert relative_error(again[:-padding].cpu(), expected) <= bound and (again[-padding:] == 7.0).all()
 
@@ -170,7 +173,7 @@ def test_a_head_size_that_we_have_not_is_vllms_own(own_backend, caplog):
 
     impl, builder = AttnopsBackend.get_impl_cls(), AttnopsBackend.get_builder_cls()
     own = impl(8, 512, 0.1, 2, None, None, "auto")
-    assert type(own) is own_backend.get_impl_cls() and (own.head_size, own.num_kv_heads) == (512, 2)
+    assert isinstance(own, own_backend.get_impl_cls()) and (own.head_size, own.num_kv_heads) == (512, 2)
     whole = configuration((8, 2), 512, "auto")
     assert isinstance(made_builder(own, whole, "cpu"), own_backend.get_builder_cls())
     assert [record.getMessage() for record in caplog.records] == [
@@ -184,6 +187,71 @@ def test_a_head_size_that_we_have_not_is_vllms_own(own_backend, caplog):
     assert AttnopsBackend.supports_head_size(512) and not AttnopsBackend.supports_head_size(20)
     ours = impl(8, 64, 0.1, 2, None, None, "auto")
     assert type(ours) is impl and isinstance(made_builder(ours, whole, "cpu"), builder)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_layers_that_are_vllms_own_store_their_rows(shares):
+    """vLLM asks the backend who stores, and ours does: so these do, too, unless they read another layer's cache."""
+    from attnops.plugins.vllm import own_kernels
+
+    class Impl:
+        kv_sharing_target_layer_name = "another" if shares else None
+
+        def do_kv_cache_update(self, layer, key, value, kv_cache, slots):
+            kv_cache[slots] = key + value
+
+        def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, scale=None):
+            return output.copy_(query + kv_cache.sum() + scale)
+
+    impl = own_kernels.storing_impl(Impl)()
+    assert own_kernels.storing_impl(Impl) is own_kernels.storing_impl(Impl) and isinstance(impl, Impl)
+    key, cache, output = torch.tensor([1.0, 2.0, 64.0]), torch.zeros(8), torch.empty(1)  # the last is padding
+    given = (None, torch.ones(1), key, key, cache)
+    impl.forward(*given, None, output, scale=0.5)
+    assert output.item() == 1.5
+    impl.forward(*given, SimpleNamespace(slot_mapping=torch.tensor([5, 3])), output, scale=0.5)
+    assert output.item() == (1.5 if shares else 7.5)
+    impl.forward(None, torch.ones(1), None, None, cache, SimpleNamespace(slot_mapping=None), output, scale=0.5)
+
+
+def test_a_layer_that_reads_anothers_cache_stores_nothing():
+    """With keys and values that are its own, or none."""
+    from attnops.plugins.vllm.backend import AttnopsBackend
+
+    lengths, counts = BATCHES["decode"]
+    problem = paged_problem(lengths, counts, num_q_heads=8, num_kv_heads=2, page_size=BLOCK)
+    _, slots = new_tokens(problem, counts)
+    cache = torch.cat([problem.k_pages, problem.v_pages], -1).transpose(1, 2)
+    impl = AttnopsBackend.get_impl_cls()(8, 64, 0.125, 2, None, None, "auto", kv_sharing_target_layer_name="another")
+    step = made_builder(impl, configuration((8, 2), 64, "auto"), "cpu").build(
+        0, common_metadata(problem, counts, slots, "cpu")
+    )
+    before, garbage = cache.clone(), torch.full((3, 2, 64), torch.nan).bfloat16()
+    expected, _ = problem.expected_unquantized(softmax_scale=0.125, causal=True)
+    with torch.no_grad():
+        for new in (garbage, None, garbage, None):
+            out = torch.empty_like(problem.q)
+            impl.forward(SimpleNamespace(), problem.q, new, new, cache, step, out)
+            assert relative_error(out, expected) <= MAX_RELATIVE_ERROR[torch.bfloat16]
+    assert torch.equal(cache.view(torch.int16), before.view(torch.int16))
+
+
+def test_an_encoders_requests_of_one_token_are_prompts(monkeypatch):
+    """They have no cache to decode from."""
+    from attnops.plugins.vllm import metadata
+    from attnops.plugins.vllm.backend import AttnopsBackend
+
+    problem = paged_problem([1, 1], [1, 1], num_q_heads=8, num_kv_heads=2, page_size=BLOCK)
+    impl = AttnopsBackend.get_impl_cls()(8, 64, 0.125, 2, None, None, "auto", attn_type="encoder_only")
+    monkeypatch.setattr(metadata, "EncoderOnlyAttentionSpec", object)
+    builder = made_builder(impl, configuration((8, 2), 64, "auto"), "cpu")
+    common = common_metadata(problem, [1, 1], torch.arange(2), "cpu")
+    common.causal = False
+    step = builder.build(0, common)
+    q, v = problem.q, torch.randn(2, 2, 64).bfloat16()
+    out = torch.empty_like(q)
+    impl.forward(SimpleNamespace(), q, v, v, torch.empty(0), step, out)
+    assert torch.equal(out, v.repeat_interleave(4, dim=1)), "a token that sees itself alone has its own value"
 
 
 def test_what_cannot_be_vllms_own_is_refused_by_name(own_backend, monkeypatch):

@@ -57,7 +57,6 @@ def check(batch: str, options: dict, kv_dtype: torch.dtype, interleave: int, ran
     builder = made_builder(impl, whole, "cpu")
     step = builder.build(0, common_metadata(problem, counts, slots[rows], "cpu"))
     out = torch.full((len(rows), len(heads), HEAD_DIM), 7.0).bfloat16()
-    impl.do_kv_cache_update(layer, k[rows], v[rows], view, step.slot_mapping)
     impl.forward(layer, problem.q[:, mine], k[rows], v[rows], view, step, out)
     expected, _ = problem.expected_unquantized(
         softmax_scale=HEAD_DIM**-0.5, causal=True, logit_cap=options.get("logit_cap", 0.0), sinks=sinks
