@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -272,6 +273,21 @@ def test_what_cannot_be_vllms_own_is_refused_by_name(own_backend, monkeypatch):
     monkeypatch.setattr("vllm.distributed.parallel_state.get_dcp_world_size_and_rank", lambda *config: (2, 0))
     with pytest.raises(NotImplementedError, match="decode context parallelism is not served with head_size 512"):
         backend.AttnopsImpl(*given)
+
+
+@pytest.mark.parametrize("name", ["ATTNOPS", "ATTNOPS_MLA"])
+def test_a_name_reaches_a_process_that_has_loaded_no_plug_in(name):
+    """vLLM's engine is a process of its own. It reads its configuration first, which has the name."""
+    from attnops.plugins import vllm as plugin
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    assert plugin.register()
+    member = AttentionBackendEnum[name]
+    assert pickle.loads(pickle.dumps(member)) is member
+    code = f"import pickle; member = pickle.loads({pickle.dumps(member)!r}); print(member.name, member.get_path())"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "VLLM_PLUGINS": ""}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.split()[-2:] == [name, plugin.BACKENDS[name]], done.stderr
 
 
 def test_what_the_backend_says_of_itself():

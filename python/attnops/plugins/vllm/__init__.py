@@ -4,6 +4,9 @@
 ATTNOPS_VLLM_CPU=1 attnops stands in for those there.
 """
 
+import functools
+from typing import Any
+
 from attnops import environment
 from attnops.plugins.engines import registers
 
@@ -23,6 +26,21 @@ def register() -> None:
 
     for name, path in BACKENDS.items():
         register_backend(name, path)
+        # vLLM pickles its configuration for new processes. They read it before they load plug-ins.
+        member: Any = AttentionBackendEnum[name]
+        member.__reduce_ex__ = functools.partial(_reduced, name)
     if environment.VLLM_CPU.value():
         for name, ours in CPU_NAMES.items():
             register_backend(AttentionBackendEnum[name], BACKENDS[ours])
+
+
+def backend_named(name: str) -> Any:
+    """A member of vLLM's enumeration of backends, in a process that may not have loaded plug-ins yet."""
+    register()
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    return AttentionBackendEnum[name]
+
+
+def _reduced(name: str, protocol: object) -> tuple[Any, tuple[str]]:
+    return backend_named, (name,)
