@@ -2,6 +2,7 @@
 #include "device/sm80/cp_async.cuh"
 #include "xqa_decode/sm90/epilogue.cuh"
 #include "xqa_decode/sm90/fp8/queries.cuh"
+#include "xqa_decode/sm90/merge_items.cuh"
 #include "xqa_decode/sm90/query_copy.cuh"
 #include "xqa_decode/sm90/staged_rows.cuh"
 #include "xqa_decode/sm90/tile_stream.cuh"
@@ -108,7 +109,7 @@ class Consumer {
       }
       if (!piece.last_row_block() || splits.arrivals == 0) continue;
       sync_threads<Tr::kThreads>();
-      merge_after_sync<MergingCta<Tr::kThreads>, Tr::kMergeBatch, false, (Tr::kRows > 32)>(
+      merge_items_after_sync<MergingCta<Tr::kThreads>, Tr::kMergeBatch, (Tr::kRows > 16)>(
           p_, shape_, place, splits, piece.is_last(), reinterpret_cast<MergeFlag*>(smem_ + Shared::kFlag),
           reinterpret_cast<float*>(smem_ + Shared::kMergeScratch));
       // The next queries or probabilities lie where the merge has its scratch.

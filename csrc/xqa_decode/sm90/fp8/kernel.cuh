@@ -56,8 +56,8 @@ class Consumer {
       sync_head<Tr>();  // the partial results are written, and the walk's state is read
       put_away(piece);
       // Few splits at a time: more would spill what lives on.
-      merge_after_sync<MergingHead<Tr>, 8>(p_, shape_, place, splits, last, at<MergeFlag>(Shared::kFlag),
-                                           at<float>(Shared::kSwap));
+      merge_items_after_sync<MergingHead<Tr>, 8, false>(p_, shape_, place, splits, last, at<MergeFlag>(Shared::kFlag),
+                                                        at<float>(Shared::kSwap));
       take_back(piece);
     }
   }
