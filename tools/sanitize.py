@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MLA = ["tests/mla_decode/test_mla_decode_kernels.py"]
 XQA = ["tests/xqa_decode/test_xqa_decode_cuda.py"]
 XQA_INVARIANT = ["tests/xqa_decode/test_xqa_invariant_cuda.py"]
+XQA_MERGES = ["tests/xqa_decode/test_xqa_merges_cuda.py"]
 XQA_SHORT = ["tests/xqa_decode/test_xqa_short_works_cuda.py"]
 ROWS = ["tests/test_kernel_rows.py"]
 FMHA = ["tests/fmha/test_fmha_cuda.py"]
@@ -106,6 +107,8 @@ SETS = {
         "(test_blocks_of_rows and kv_dtype1) or (test_many_rows and kv_dtype1 and heads0 and (128-5 or 192-16))",
     ),
     "memcheck xqa_decode widened": (XQA_SHORT, "(test_many_rows and kv_dtype1) or test_long_works_of_many"),
+    "racecheck xqa_decode merges": (XQA_MERGES, "beside_many or (test_merges and -20 and not see_different)"),
+    "memcheck xqa_decode merges": (XQA_MERGES, "test_merges and (-2 or -12 or -20)"),
     "racecheck xqa_decode gathers": (XQA, "test_masks_by_page_size and None and -3 and (heads2 or heads3)"),
     "racecheck xqa_decode fp8_gathers": (XQA, "test_masks_by_page_size and kv_dtype1 and -3 and (heads2 or heads3)"),
     "racecheck xqa_decode pairs": (XQA, "test_pairs_of_heads and heads0 and not 256"),
