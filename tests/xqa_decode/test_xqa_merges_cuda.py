@@ -36,7 +36,7 @@ TILE = 64
 def test_merges(heads, head_dim, page_size, kv_dtype, splits):
     """Parts of one tile or a few, the last of them torn."""
     tiles = max(splits, 12)
-    options = dict(head_dim=head_dim, page_size=page_size, kv_dtype=kv_dtype)
+    options = {"head_dim": head_dim, "page_size": page_size, "kv_dtype": kv_dtype}
     problem = paged_problem([tiles * TILE - 10], num_q_heads=heads[0], num_kv_heads=heads[1], **options).to("cuda")
     assert_decodes(problem, num_sm_parts=splits)
 
@@ -60,12 +60,19 @@ def test_merges_of_rows_that_see_different_keys(heads, head_dim, options, splits
 @pytest.mark.parametrize("splits", [2, 9, 20])
 @pytest.mark.parametrize(
     ("heads", "head_dim", "page_size", "kv_dtype"),
-    [((8, 1), 128, 64, None), ((16, 1), 112, 6, None), ((24, 1), 128, 16, None), ((5, 1), 64, 32, None)]
-    + [((8, 1), 128, 64, FP8), ((14, 1), 96, 3, FP8), ((7, 1), 256, 16, FP8)],
+    [
+        ((8, 1), 128, 64, None),
+        ((16, 1), 112, 6, None),
+        ((24, 1), 128, 16, None),
+        ((5, 1), 64, 32, None),
+        ((8, 1), 128, 64, FP8),
+        ((14, 1), 96, 3, FP8),
+        ((7, 1), 256, 16, FP8),
+    ],
 )
 def test_merges_beside_many_works(heads, head_dim, page_size, kv_dtype, splits):
     """Works outnumber what clusters take: the plan's kernels merge few rows, too."""
     lengths = [*[splits * 4 * TILE - 10] * 3, *[3] * 140]
-    options = dict(head_dim=head_dim, page_size=page_size, kv_dtype=kv_dtype)
+    options = {"head_dim": head_dim, "page_size": page_size, "kv_dtype": kv_dtype}
     problem = paged_problem(lengths, num_q_heads=heads[0], num_kv_heads=heads[1], **options).to("cuda")
     assert_decodes(problem, num_sm_parts=3 * splits + 50)

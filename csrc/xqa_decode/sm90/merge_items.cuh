@@ -78,7 +78,8 @@ __device__ __forceinline__ void store_values(const Params& p, const Shape& shape
   }
 }
 
-// Merges a unit of items of kVecs vectors; a lane loads up to kMost of their splits at a time, all before the first use.
+// Merges a unit of items of kVecs vectors. A lane loads up to kMost of their splits at a time, all before the first
+// use.
 template <class Team, int kVecs, int kMost, bool kWide>
 __device__ __forceinline__ void merge_items(const Params& p, const Shape& shape, const WorkPlace& place,
                                             const Splits& splits, const ItemShares& shares, int unit, float* scratch) {
@@ -116,10 +117,10 @@ __device__ __forceinline__ void merge_items(const Params& p, const Shape& shape,
       int later = next_at + (first + 1) * row_step;
 #pragma unroll
       for (int b = 0; b < kMost; ++b) {
-        // Of several vectors the last split is loaded again where there is none: a predicate for each would be too many,
-        // and loads would wait for each other.
         const float* from = base + static_cast<int64_t>(at) * p.head_dim;
         if constexpr (kVecs > 1) {
+          // The last split again where there is none: there are too few predicates, and loads would wait for each
+          // other.
           lse[b] = __ldcg(lse_base + at);
 #pragma unroll
           for (int k = 0; k < kVecs; ++k, from += apart) values[b][k] = load_values<true>(from, 4);
