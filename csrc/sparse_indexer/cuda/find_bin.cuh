@@ -6,11 +6,22 @@ namespace attnops::sparse_indexer {
 inline constexpr int kThreads = 512, kWarps = kThreads / 32;
 inline constexpr int kBins = 2048, kRounds = 4;
 inline constexpr int kFine = 32, kCoarse = kBins / kFine;  // bins that count as one at first
+inline constexpr int kMostCtas = 8;                        // of a row
 inline constexpr uint32_t kNone = ~0u;
+
+// What each CTA of a row has sent to this one, in two letters a round. All have read the one before when they send the
+// next, for each needs all others' other letter first.
+struct Inbox {
+  uint32_t coarse[kMostCtas][kCoarse];  // sums of 32 bins
+  uint32_t fine[kMostCtas][kFine];      // the bins of one of those
+  uint32_t most[kMostCtas];             // the largest key, with the sums
+  uint64_t coarse_full, fine_full;      // barriers
+  uint32_t parity;                      // of both, in the round to come
+};
 
 struct Shared {
   uint32_t bins[kRounds][kBins];
-  uint32_t coarse[kRounds][kCoarse];
+  Inbox inbox;
   uint2 warp_sums[kWarps];
   // What find_bin finds.
   uint32_t found_bin, found_above, found_count;  // of the whole row
@@ -23,6 +34,12 @@ __device__ inline void clear_bins(Shared& shared) {
     reinterpret_cast<uint4*>(shared.bins)[i] = make_uint4(0, 0, 0, 0);
   }
   if (threadIdx.x == 0) shared.max_key = 0;
+}
+
+// By one thread.
+__device__ inline void make_inbox(Shared& shared) {
+  shared.inbox.parity = 0;
+  Cluster::make(&shared.inbox.coarse_full, &shared.inbox.fine_full);
 }
 
 // The sum of `value` over the threads before this one. To be called once between two barriers of `sums`.
@@ -84,55 +101,80 @@ __device__ inline void find_own_bin(Shared& shared, int round, uint32_t rank) {
   __syncthreads();
 }
 
-// Finds, from the counts of all CTAs, the bin with the key of rank `rank` from the top, counted from 1. found_bin is
-// kNone where there are fewer keys. One warp reads other CTAs' counts: sums of 32 bins, then those 32.
-__device__ inline void find_bin(Shared& shared, const Cluster& cluster, int round, uint32_t rank) {
-  static_assert(kBins == 4 * kThreads && kCoarse == 64);
+// Where a row has more: by one warp, once all warps have sent their sums.
+__device__ inline void find_common_bin(Shared& shared, const Cluster& cluster, int round, uint32_t rank) {
+  Inbox& inbox = shared.inbox;
   const int lane = threadIdx.x % 32;
+  if (lane < cluster.size) {
+    cluster.send(&inbox.most[cluster.rank], shared.max_key, &inbox.coarse_full, lane);
+  }
+  if (lane == 0) cluster.expect(&inbox.coarse_full, cluster.size * (kCoarse + 1) * 4);
+  const uint32_t parity = inbox.parity;
+  cluster.await(&inbox.coarse_full, parity);
+  const uint32_t row_max = __reduce_max_sync(~0u, lane < cluster.size ? inbox.most[lane] : 0);
+  uint2 high{0, 0}, low{0, 0};  // of the lane's two sums
+#pragma unroll 1
+  for (int other = 0; other < cluster.size; ++other) {
+    const uint2 v = reinterpret_cast<const uint2*>(inbox.coarse[other])[31 - lane];
+    const bool is_earlier = other < cluster.rank;
+    high = {high.x + v.y, high.y + (is_earlier ? v.y : 0)};
+    low = {low.x + v.x, low.y + (is_earlier ? v.x : 0)};
+  }
+  uint2 above;
+  const int found = find_lane({high.x + low.x, high.y + low.y}, {0, 0}, rank, above);
+  const bool is_low = above.x + high.x < rank;
+  const uint2 before{above.x + (is_low ? high.x : 0), above.y + (is_low ? high.y : 0)};
+  const uint2 start{__shfl_sync(~0u, before.x, found), __shfl_sync(~0u, before.y, found)};
+  // Where there is none the second letter is sent, too, or a next first one might come too early.
+  const int coarse =
+      found < 0 ? 0 : kCoarse - 1 - 2 * found - (__shfl_sync(~0u, static_cast<int>(is_low), found) ? 1 : 0);
+
+  const int vec = lane % 8;  // eight lanes send the 32 bins
+  const uint4 own = reinterpret_cast<const uint4*>(shared.bins[round])[coarse * (kFine / 4) + vec];
+#pragma unroll 1
+  for (int other = lane / 8; other < cluster.size; other += 4) {
+    cluster.send(&inbox.fine[cluster.rank][4 * vec], own, &inbox.fine_full, other);
+  }
+  if (lane == 0) cluster.expect(&inbox.fine_full, cluster.size * kFine * 4);
+  cluster.await(&inbox.fine_full, parity);
+  uint2 counts{0, 0};
+#pragma unroll 1
+  for (int other = 0; other < cluster.size; ++other) {
+    const uint32_t v = inbox.fine[other][kFine - 1 - lane];
+    counts = {counts.x + v, counts.y + (other < cluster.rank ? v : 0)};
+  }
+  const int at = find_lane(counts, start, rank, above);
+  if (lane == 0) {
+    inbox.parity = parity ^ 1;
+    shared.row_max = row_max;
+    if (found < 0) shared.found_bin = kNone;
+  }
+  if (found >= 0 && at == lane) {
+    shared.found_bin = static_cast<uint32_t>(coarse * kFine + kFine - 1 - lane);
+    shared.found_above = above.x;
+    shared.found_count = counts.x;
+    shared.earlier_above = above.y;
+    shared.earlier_count = counts.y;
+  }
+}
+
+// Finds, from the counts of all CTAs, the bin with the key of rank `rank` from the top, counted from 1. found_bin is
+// kNone where there are fewer keys.
+__device__ inline void find_bin(Shared& shared, const Cluster& cluster, int round, uint32_t rank) {
+  static_assert(kBins == 4 * kThreads && kCoarse == 4 * kWarps);
   __syncthreads();
   if (cluster.size == 1) return find_own_bin(shared, round, rank);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const uint4 own = reinterpret_cast<const uint4*>(shared.bins[round])[threadIdx.x];
   uint32_t sum = own.x + own.y + own.z + own.w;
 #pragma unroll
   for (int step = 1; step < 8; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
-  if (lane % 8 == 0) shared.coarse[round][threadIdx.x / 8] = sum;
-  if (threadIdx.x == 0) shared.found_bin = kNone;
-  cluster.sync();
-  if (threadIdx.x < 32) {
-    const uint32_t most = lane < cluster.size ? cluster.load(&shared.max_key, lane) : 0;
-    uint2 high{0, 0}, low{0, 0};  // of the lane's two sums
-#pragma unroll 4
-    for (int other = 0; other < cluster.size; ++other) {
-      const uint2 v = cluster.load(reinterpret_cast<const uint2*>(shared.coarse[round]) + 31 - lane, other);
-      const bool is_earlier = other < cluster.rank;
-      high = {high.x + v.y, high.y + (is_earlier ? v.y : 0)};
-      low = {low.x + v.x, low.y + (is_earlier ? v.x : 0)};
-    }
-    uint2 above;
-    const int found = find_lane({high.x + low.x, high.y + low.y}, {0, 0}, rank, above);
-    if (found >= 0) {
-      const bool is_low = above.x + high.x < rank;
-      const uint2 before{above.x + (is_low ? high.x : 0), above.y + (is_low ? high.y : 0)};
-      const uint2 start{__shfl_sync(~0u, before.x, found), __shfl_sync(~0u, before.y, found)};
-      const int coarse = kCoarse - 1 - 2 * found - (__shfl_sync(~0u, static_cast<int>(is_low), found) ? 1 : 0);
-      const int bin = coarse * kFine + kFine - 1 - lane;
-      uint2 counts{0, 0};
-#pragma unroll 4
-      for (int other = 0; other < cluster.size; ++other) {
-        const uint32_t v = cluster.load(&shared.bins[round][bin], other);
-        counts = {counts.x + v, counts.y + (other < cluster.rank ? v : 0)};
-      }
-      if (find_lane(counts, start, rank, above) == lane) {
-        shared.found_bin = static_cast<uint32_t>(bin);
-        shared.found_above = above.x;
-        shared.found_count = counts.x;
-        shared.earlier_above = above.y;
-        shared.earlier_count = counts.y;
-      }
-    }
-    const uint32_t row_max = __reduce_max_sync(~0u, most);
-    if (lane == 0) shared.row_max = row_max;
+  const uint4 sums{__shfl_sync(~0u, sum, 0), __shfl_sync(~0u, sum, 8), __shfl_sync(~0u, sum, 16),
+                   __shfl_sync(~0u, sum, 24)};
+  if (lane < cluster.size) {
+    cluster.send(&shared.inbox.coarse[cluster.rank][4 * warp], sums, &shared.inbox.coarse_full, lane);
   }
+  if (warp == 0) find_common_bin(shared, cluster, round, rank);
   __syncthreads();
 }
 

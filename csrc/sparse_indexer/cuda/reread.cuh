@@ -16,10 +16,11 @@ struct Share {
   int64_t begin, end;   // elements from base on that are the row's
   int64_t first, last;  // accesses of this CTA: [first, last)
 
-  __device__ Share(const T* row, int64_t count, const Cluster& cluster) {
-    begin = static_cast<int64_t>(reinterpret_cast<uintptr_t>(row) / sizeof(T) % kVec);
-    base = row - begin;
-    end = begin + count;
+  __device__ Share(const SelectParams& p, int64_t row, const RowKeys& keys, const Cluster& cluster) {
+    const T* const logits = static_cast<const T*>(p.logits) + row * p.stride_row + keys.start;
+    begin = static_cast<int64_t>(reinterpret_cast<uintptr_t>(logits) / sizeof(T) % kVec);
+    base = logits - begin;
+    end = begin + keys.count;
     const int64_t accesses = ceil_div(end, int64_t{kVec});
     const int64_t each = ceil_div(accesses, int64_t{cluster.size});
     first = min_of(accesses, each * cluster.rank);
@@ -77,10 +78,13 @@ __device__ inline void write_positions(const SelectParams& p, int64_t row, int64
   }
 }
 
-// Any row: each round reads it again, and so do the last two passes. Counts are zero at the start.
+// Any row: each round reads it again, and so do the last two passes. Counts are zero at the start. A function of its
+// own, so that a row in registers keeps nothing for it.
 template <typename T>
-__device__ void select_rereading(const SelectParams& p, int64_t row, int64_t request, const Share<T>& share,
-                                 const Cluster& cluster, Shared& shared, int32_t* staged) {
+__device__ __noinline__ void select_rereading(const SelectParams& p, int64_t row, const Cluster& cluster,
+                                              Shared& shared, int32_t* staged) {
+  const RowKeys keys = keys_of(p, row);
+  const Share<T> share(p, row, keys, cluster);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   // A warp has accesses side by side, so places are sums over the warps before.
   const int64_t each = round_up(ceil_div(share.last - share.first, int64_t{kWarps}), int64_t{32});
@@ -111,8 +115,6 @@ __device__ void select_rereading(const SelectParams& p, int64_t row, int64_t req
     find_bin(shared, cluster, round, s.rank);
     s.narrow(shared, next);
   }
-  cluster.arrive();  // no CTA ends while others may read its counts
-
   const uint32_t low = max_of(s.low, 1u), span = (1u << s.bits) - 1;
   uint2 mine{0, 0};  // keys above the bin, and in it
   for_each_access([&](int64_t, const uint32_t(&keys)[kVec]) {
@@ -154,8 +156,7 @@ __device__ void select_rereading(const SelectParams& p, int64_t row, int64_t req
     place = {place.x + __shfl_sync(~0u, inclusive.x, 31), place.y + __shfl_sync(~0u, inclusive.y, 31)};
   });
   __syncthreads();
-  write_positions(p, row, request, staged, cta_first, shared.found_count);
-  cluster.wait();
+  write_positions(p, row, keys.request, staged, cta_first, shared.found_count);
 }
 
 }  // namespace attnops::sparse_indexer

@@ -1,6 +1,9 @@
 #pragma once
 #include <cstdint>
 
+#include "device/sm90/barrier.cuh"
+#include "device/sm90/cluster.cuh"
+
 // The CTAs that select from one row together.
 namespace attnops::sparse_indexer {
 
@@ -9,56 +12,56 @@ struct Cluster {
   int rank, size;
 
 #if __CUDA_ARCH__ >= 900
-  __device__ static int own_rank() {
-    uint32_t rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return static_cast<int>(rank);
-  }
+  __device__ static int own_rank() { return attnops::sm90::cluster_rank(); }
   __device__ static int launched() {
     uint32_t size;
     asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
     return static_cast<int>(size);
   }
-  __device__ void arrive() const {
-    if (size > 1) asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+
+  // By one thread: barriers that count the bytes which all CTAs of a row send to this one.
+  __device__ static void make(uint64_t* first, uint64_t* second) {
+    attnops::sm90::mbarrier_init(address(first), 1);
+    attnops::sm90::mbarrier_init(address(second), 1);
+    attnops::sm90::mbarrier_init_fence();
   }
-  __device__ void wait() const {
-    if (size > 1) asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+  // By all threads, behind it: all CTAs have begun, and have their barriers.
+  __device__ void meet() const {
+    if (size == 1) return;
+    attnops::sm90::cluster_arrive_relaxed();
+    attnops::sm90::cluster_wait();
   }
-  // Threads that have ended count as arrived.
-  __device__ void sync() const {
-    if (size == 1) return __syncthreads();
-    arrive();
-    wait();
+  __device__ static void expect(uint64_t* barrier, uint32_t bytes) {
+    attnops::sm90::mbarrier_arrive_expect(address(barrier), static_cast<int>(bytes));
   }
-  template <typename T>
-  __device__ uint32_t address(const T* local, int other) const {
-    uint32_t remote;
-    const uint32_t own = static_cast<uint32_t>(__cvta_generic_to_shared(local));
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(own), "r"(other));
-    return remote;
+  __device__ static void await(uint64_t* barrier, uint32_t parity) {
+    attnops::sm90::mbarrier_wait_cluster(address(barrier), parity);
   }
-  __device__ uint2 load(const uint2* local, int other) const {
-    uint2 v;
-    asm volatile("ld.shared::cluster.v2.u32 {%0, %1}, [%2];"
-                 : "=r"(v.x), "=r"(v.y)
-                 : "r"(address(local, other))
-                 : "memory");
-    return v;
+  // To where `to` is in another CTA, or in this one. A fence of the whole GPU, as a barrier of the cluster would need
+  // for it, takes longer than all else here.
+  __device__ static void send(uint32_t* to, uint32_t value, uint64_t* barrier, int other) {
+    attnops::sm90::store_async(address(to, other), static_cast<int>(value), address(barrier, other));
   }
-  __device__ uint32_t load(const uint32_t* local, int other) const {
-    uint32_t v;
-    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(v) : "r"(address(local, other)) : "memory");
-    return v;
+  __device__ static void send(uint32_t* to, const uint4& value, uint64_t* barrier, int other) {
+    const float4 v{__uint_as_float(value.x), __uint_as_float(value.y), __uint_as_float(value.z),
+                   __uint_as_float(value.w)};
+    attnops::sm90::store_async(address(to, other), v, address(barrier, other));
+  }
+
+ private:
+  __device__ static uint32_t address(const void* own) { return attnops::sm90::smem_address(own); }
+  __device__ static uint32_t address(const void* own, int other) {
+    return attnops::sm90::address_in(address(own), other);
   }
 #else
   __device__ static int own_rank() { return 0; }
   __device__ static int launched() { return 1; }
-  __device__ void arrive() const {}
-  __device__ void wait() const {}
-  __device__ void sync() const { __syncthreads(); }
-  __device__ uint2 load(const uint2* local, int) const { return *local; }
-  __device__ uint32_t load(const uint32_t* local, int) const { return *local; }
+  __device__ static void make(uint64_t*, uint64_t*) {}
+  __device__ void meet() const {}
+  __device__ static void expect(uint64_t*, uint32_t) {}
+  __device__ static void await(uint64_t*, uint32_t) {}
+  __device__ static void send(uint32_t*, uint32_t, uint64_t*, int) {}
+  __device__ static void send(uint32_t*, const uint4&, uint64_t*, int) {}
 #endif
 };
 

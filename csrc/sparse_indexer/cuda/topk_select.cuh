@@ -19,6 +19,14 @@ __device__ inline float number_of(uint32_t key) {
   return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
 }
 
+// The same value, of which the compiler keeps nothing that it has computed: there are no registers for it.
+__device__ inline float opaque(float x) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("" : "+f"(x));
+#endif
+  return x;
+}
+
 inline constexpr int kListed = 4096;  // candidates that a CTA has room for
 
 struct SelectShared {
@@ -72,16 +80,32 @@ struct HeldKeys {
 __device__ inline void bound_keys(const HeldKeys& held, const Cluster& cluster, int64_t count, SelectShared& s,
                                   Selection& found) {
   const int64_t groups = count / kVec, k = found.rank;
-  const int merged = groups >= 8 * k ? 4 : groups >= 4 * k ? 2 : 1;  // accesses of a group
-  float most = __int_as_float(0x7FFFFFFF), group = most;
-  held.for_each_step([&](int step, const float(&x)[kVec]) {
-    group = fmaxf(group, fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3])));
-    if ((step + 1) % merged != 0 && step + 1 != held.steps) return;
+  float most[kHeld];  // of an access
+#pragma unroll
+  for (int step = 0; step < kHeld; ++step) {
+    const float(&x)[kVec] = held.x[step];
+    most[step] = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
+  }
+  const auto count_group = [&](float group) {
     if (group == group) atomicAdd(&s.shared.bins[0][ordered(group) >> 21], 1u);
-    most = fmaxf(most, group);
-    group = __int_as_float(0x7FFFFFFF);
-  });
-  const uint32_t max_key = __reduce_max_sync(~0u, most == most ? ordered(most) : 0u);
+  };
+  const auto merge = [&](int distance) {
+#pragma unroll
+    for (int step = 0; step < distance; ++step) most[step] = fmaxf(most[step], most[step + distance]);
+  };
+  if (groups < 4 * k) {
+#pragma unroll
+    for (int step = 0; step < kHeld; ++step) count_group(most[step]);
+  }
+  merge(4);
+  if (groups >= 4 * k && groups < 8 * k) {
+#pragma unroll
+    for (int step = 0; step < 4; ++step) count_group(most[step]);
+  }
+  merge(2);
+  if (groups >= 8 * k) count_group(most[0]), count_group(most[1]);
+  merge(1);
+  const uint32_t max_key = __reduce_max_sync(~0u, most[0] == most[0] ? ordered(most[0]) : 0u);
   if (threadIdx.x % 32 == 0) atomicMax(&s.shared.max_key, max_key);
   find_bin(s.shared, cluster, 0, found.rank);
   if (s.shared.found_bin == kNone) return;
@@ -89,14 +113,16 @@ __device__ inline void bound_keys(const HeldKeys& held, const Cluster& cluster, 
   found.bits = 32 - __clz(s.shared.row_max - found.low);
 }
 
-// Lists the keys from `least` on. False: there are too many.
-__device__ inline bool list_keys(const HeldKeys& held, float least, SelectShared& s) {
-  const int lane = threadIdx.x % 32;
-  uint32_t mine = 0;
-  held.for_each_step([&](int, const float(&x)[kVec]) {
+// Lists the keys from `least` on, read again from `first` on: a thread's are found by a set of bits, and registers have
+// no index. False: there are too many.
+template <typename T>
+__device__ inline bool list_keys(const HeldKeys& held, float least, const T* first, SelectShared& s) {
+  static_assert(kHeld * kVec == 32);
+  const int lane = threadIdx.x % 32, thread = threadIdx.x;
+  uint32_t set = 0;
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) mine += x[i] >= least ? 1 : 0;
-  });
+  for (int i = 0; i < 32; ++i) set |= held.x[i / kVec][i % kVec] >= least ? 1u << i : 0u;
+  const uint32_t mine = __popc(set);
   uint32_t slot = mine;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
@@ -107,19 +133,17 @@ __device__ inline bool list_keys(const HeldKeys& held, float least, SelectShared
   if (lane == 31) base = atomicAdd(&s.num_listed, slot);
   slot += __shfl_sync(~0u, base, 31) - mine;
   if (slot + mine <= kListed) {
-    held.for_each_step([&](int step, const float(&x)[kVec]) {
-      const int at = (step * kThreads + static_cast<int>(threadIdx.x)) * kVec;
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        if (x[i] >= least) {
-          s.listed[slot] = x[i];
-          s.places[slot++] = static_cast<uint16_t>(at + i);
-        }
-      }
-    });
+#pragma unroll 1
+    for (; set != 0; set &= set - 1) {
+      const int i = __ffs(set) - 1;
+      s.places[slot++] = static_cast<uint16_t>((i / kVec * kThreads + thread) * kVec + i % kVec);
+    }
   }
   __syncthreads();
-  return s.num_listed <= kListed;
+  if (s.num_listed > kListed) return false;
+  // Each key by the thread that asks for it later.
+  for (uint32_t i = thread; i < s.num_listed; i += kThreads) s.listed[i] = static_cast<float>(first[s.places[i]]);
+  return true;
 }
 
 // Calls run(key, place in the CTA) for all keys that may be selected.
@@ -131,7 +155,7 @@ __device__ void for_each_candidate(const HeldKeys& held, const SelectShared& s, 
     held.for_each_step([&](int step, const float(&x)[kVec]) {
       const int at = (step * kThreads + static_cast<int>(threadIdx.x)) * kVec;
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) run(x[i], at + i);
+      for (int i = 0; i < kVec; ++i) run(opaque(x[i]), at + i);
     });
   }
 }
@@ -154,7 +178,6 @@ __device__ bool mark_selected(const HeldKeys& held, const Cluster& cluster, Sele
     found.narrow(s.shared, next);
     ++round;
   } while (found.bits > 0 && !found.whole);
-  cluster.arrive();  // no CTA ends while others may read its counts
 
   const float least = number_of(found.low);
   const bool ties = !found.whole;  // of those equal to the k-th, not all are selected
@@ -166,13 +189,14 @@ __device__ bool mark_selected(const HeldKeys& held, const Cluster& cluster, Sele
 }
 
 // A row whose keys stay in registers. False: NaN are among the selected, and nothing has been written.
+template <typename T>
 __device__ inline bool select_held(const SelectParams& p, int64_t row, const RowKeys& keys, const HeldKeys& held,
-                                   const Cluster& cluster, SelectShared& s, int first_position) {
+                                   const T* first, int first_position, const Cluster& cluster, SelectShared& s) {
   const int thread = threadIdx.x;
   Selection found{kLeastKey, 32, static_cast<uint32_t>(p.k), false, 0, 0};
   const bool is_long = keys.count >= int64_t{5} * p.k;
   if (is_long) bound_keys(held, cluster, keys.count, s, found);
-  const bool listed = is_long && list_keys(held, number_of(found.low), s);
+  const bool listed = is_long && list_keys(held, number_of(found.low), first, s);
   const int round = is_long ? 1 : 0;
   const bool marked = listed ? mark_selected<true>(held, cluster, s, round, found)
                              : mark_selected<false>(held, cluster, s, round, found);
@@ -199,7 +223,6 @@ __device__ inline bool select_held(const SelectParams& p, int64_t row, const Row
   }
   __syncthreads();
   write_positions(p, row, keys.request, s.staged, cta_first, s.shared.found_count);
-  cluster.wait();
   return true;
 }
 
@@ -213,7 +236,12 @@ __global__ void __launch_bounds__(kThreads, 2) topk_select_kernel(const __grid_c
   const int64_t row = blockIdx.x / cluster.size;
   clear_bins(s.shared);
   s.above[thread] = s.equal[thread] = 0;
-  if (thread == 0) s.num_listed = 0;
+  if (thread == 0) {
+    s.num_listed = 0;
+    make_inbox(s.shared);
+  }
+  __syncwarp();
+  cluster.meet();
   wait_for_earlier_kernels();
   let_next_kernel_start();
   if (p.report != nullptr && cluster.rank == 0 && thread == 0) report_row(p, row);
@@ -232,17 +260,17 @@ __global__ void __launch_bounds__(kThreads, 2) topk_select_kernel(const __grid_c
   const int ctas = static_cast<int>(min_of<int64_t>(ceil_div<int64_t>(keys.count, kMinShare), cluster.size));
   if (cluster.rank >= ctas) return;
   cluster.size = ctas;
-  const Share<T> share(static_cast<const T*>(p.logits) + row * p.stride_row + keys.start, keys.count, cluster);
   if constexpr (kStays) {
     HeldKeys held;
+    const Share<T> share(p, row, keys, cluster);
     held.load(share);
     __syncthreads();  // the counts are zero
-    if (select_held(p, row, keys, held, cluster, s, share.position(share.first, 0))) return;
-    cluster.sync();  // all have read the counts
+    const T* const first = share.base + share.first * kVec;
+    if (select_held(p, row, keys, held, first, share.position(share.first, 0), cluster, s)) return;
     clear_bins(s.shared);
   }
   __syncthreads();
-  select_rereading(p, row, keys.request, share, cluster, s.shared, s.staged);
+  select_rereading<T>(p, row, cluster, s.shared, s.staged);
 }
 
 }  // namespace attnops::sparse_indexer

@@ -8,19 +8,39 @@ CSRC = Path(sys.argv[1])
 CLUSTER = """#pragma once
 #include <cstdint>
 namespace attnops::sparse_indexer {
+// Letters between CTAs come at random times. A barrier of theirs is what is missing, and its phase.
+struct LetterBarrier { int32_t bytes; int16_t pending, phase; };
+static_assert(sizeof(LetterBarrier) == 8);
 struct Cluster {
   int rank, size;
   static int own_rank() { return cta_(); }
   static int launched() { return M.size; }
-  void arrive() const { if (size > 1) M.phase[M.current] = arrive_(M.cluster); }
-  void wait() const { if (size > 1) await_(M.cluster, M.phase[M.current]); }
-  void sync() const { if (size == 1) return __syncthreads(); arrive(); wait(); }
-  template <typename T> T load(const T* local, int other) const {
-    const size_t at = reinterpret_cast<const unsigned char*>(local) - aligned_of_(cta_());
-    if (at >= M.memory[other].size()) abort();
-    T v;
-    memcpy(&v, aligned_of_(other) + at, sizeof(T));
-    return v;
+  static void make(uint64_t* first, uint64_t* second) {
+    for (auto* b : {first, second}) *(LetterBarrier*)b = {0, 1, 0};
+  }
+  void meet() const { if (size > 1) await_(M.cluster, arrive_(M.cluster)); }
+  static void turn_(LetterBarrier& b) { if (b.pending == 0 && b.bytes == 0) b = {0, 1, int16_t(b.phase ^ 1)}; }
+  static void expect(uint64_t* barrier, uint32_t bytes) {
+    auto& b = *(LetterBarrier*)barrier;
+    if (b.pending != 1) abort();
+    b.bytes += bytes, --b.pending, turn_(b);
+  }
+  static void await(uint64_t* barrier, uint32_t parity) {
+    while (uint32_t(((LetterBarrier*)barrier)->phase) == parity) yield_();
+  }
+  template <typename T> static T* in_(const void* own, int other) {
+    const size_t at = reinterpret_cast<const unsigned char*>(own) - aligned_of_(cta_());
+    if (at >= M.memory[other].size() || at % sizeof(T)) abort();
+    return (T*)(aligned_of_(other) + at);
+  }
+  template <typename T> static void send(uint32_t* to, const T& value, uint64_t* barrier, int other) {
+    if (other >= M.size || M.ended(other)) { printf("a letter to a CTA that is not there\\n"); abort(); }
+    T* place = in_<T>(to, other);
+    auto* b = in_<LetterBarrier>(barrier, other);
+    M.letters.push_back([=] {
+      if (M.ended(other)) { printf("a letter comes too late\\n"); abort(); }
+      *place = value, b->bytes -= sizeof(T), turn_(*b);
+    });
   }
   static const unsigned char* aligned_of_(int c) {
     return (const unsigned char*)(((uintptr_t)M.memory[c].data() + 15) & ~uintptr_t{15});

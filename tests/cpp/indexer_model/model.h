@@ -20,7 +20,14 @@ struct Model {
   std::vector<WarpM> warps; std::vector<Meet> ctas; Meet cluster; std::vector<uint64_t> turns;
   ucontext_t scheduler; int current = 0, threads = 0, size = 1, first = 0;
   std::vector<std::vector<unsigned char>> memory; std::function<void()> body;
-  std::vector<uint64_t> phase;  // cluster arrivals of a thread
+  std::vector<std::function<void()>> letters;  // between CTAs, on their way
+  bool ended(int cta) const { return ctas[cta].alive == 0; }
+  void deliver() {
+    for (size_t i = 0; i < letters.size();) {
+      if (rand() % 3) { ++i; continue; }
+      auto letter = letters[i]; letters.erase(letters.begin() + i); letter();
+    }
+  }
 };
 inline Model M;
 inline void yield_() { swapcontext(&M.contexts[M.current], &M.scheduler); }
@@ -39,6 +46,7 @@ template <typename T> T __shfl_xor_sync(unsigned, T x, int d) { return Lanes<T>(
 template <typename T> T __shfl_up_sync(unsigned, T x, int d) { Lanes<T> l(x); return l[lane_() >= d ? lane_() - d : lane_()]; }
 template <typename T> T __shfl_sync(unsigned, T x, int s) { return Lanes<T>(x)[s & 31]; }
 inline unsigned __ballot_sync(unsigned, bool p) { Lanes<int> l(p); unsigned b = 0; for (int i = 0; i < 32; ++i) b |= unsigned(l[i] != 0) << i; return b; }
+inline void __syncwarp() { Lanes<int> l(0); }
 inline bool __any_sync(unsigned m, bool p) { return __ballot_sync(m, p) != 0; }
 inline unsigned __reduce_add_sync(unsigned, unsigned x) { Lanes<unsigned> l(x); unsigned s = 0; for (int i = 0; i < 32; ++i) s += l[i]; return s; }
 inline unsigned __reduce_max_sync(unsigned, unsigned x) { Lanes<unsigned> l(x); unsigned s = 0; for (int i = 0; i < 32; ++i) s = l[i] > s ? l[i] : s; return s; }
@@ -62,7 +70,7 @@ inline std::function<void()> extra_ = [] {};
 inline void run_cluster(int first_block, int size, int threads, size_t bytes, std::function<void()> body, unsigned seed) {
   const int n = size * threads; M.threads = threads; M.size = size; M.first = first_block; M.body = body;
   M.contexts.resize(n); while ((int)M.stacks.size() < n) M.stacks.push_back((unsigned char*)malloc(96 << 10));
-  M.done.assign(n, 0); M.warps.assign(n / 32, WarpM{}); M.ctas.assign(size, Meet{}); M.cluster = Meet{}; M.cluster.alive = n; M.turns.assign(n, 0); M.phase.assign(n, 0);
+  M.done.assign(n, 0); M.warps.assign(n / 32, WarpM{}); M.ctas.assign(size, Meet{}); M.cluster = Meet{}; M.cluster.alive = n; M.turns.assign(n, 0);
   M.memory.assign(size, std::vector<unsigned char>(bytes + 64)); for (auto& m : M.memory) for (auto& b : m) b = rand();
   for (int i = 0; i < n; ++i) { ++M.warps[i / 32].alive; ++M.ctas[i / threads].alive; getcontext(&M.contexts[i]); M.contexts[i].uc_stack.ss_sp = M.stacks[i]; M.contexts[i].uc_stack.ss_size = 96 << 10; M.contexts[i].uc_link = nullptr; makecontext(&M.contexts[i], enter_, 0); }
   int left = n; std::vector<int> order(n); for (int i = 0; i < n; ++i) order[i] = i;
@@ -71,6 +79,6 @@ inline void run_cluster(int first_block, int size, int threads, size_t bytes, st
     // whole CTAs in random order, so that some run ahead
     bool any = false; const int shift = rand() % n; const bool back = rand() & 1;
     for (int k = 0; k < n; ++k) { int i = (k + shift) % n; if (back) i = n - 1 - i; if (M.done[i]) continue; any = true; M.current = i; threadIdx.x = i % threads; blockIdx.x = first_block + i / threads; swapcontext(&M.scheduler, &M.contexts[i]); }
-    if (!any) break; extra_(); if (++idle > 200000) { printf("hangs\n"); abort(); }
+    if (!any) break; M.deliver(); extra_(); if (++idle > 200000) { printf("hangs\n"); abort(); }
   }
 }
