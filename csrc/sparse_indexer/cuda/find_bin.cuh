@@ -60,18 +60,21 @@ __device__ inline uint2 sum_before(uint2 value, uint2 (&sums)[kWarps]) {
   return before;
 }
 
-// Where the key of rank `rank` from the top is, counted from 1, among the bins of the lanes, lane 0 the highest. Counts
-// are of all CTAs, and of those before this one. The lane that has it is told what is above; -1 where none has.
-__device__ inline int find_lane(uint2 counts, uint2 above_all, uint32_t rank, uint2& above) {
+// Where the key of rank `rank` from the top is, counted from 1, among the bins of the lanes, lane 0 the highest; -1 where
+// none has it. Counts are of all CTAs, and of those before this one. `above` becomes what is above the lane's bin; of
+// the CTAs before, above that with the key.
+__device__ inline int find_lane(uint2 counts, uint32_t rank, uint2& above) {
   const int lane = threadIdx.x % 32;
-  uint2 inclusive = counts;
+  uint32_t inclusive = counts.x;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
-    const uint32_t x = __shfl_up_sync(~0u, inclusive.x, step), y = __shfl_up_sync(~0u, inclusive.y, step);
-    if (lane >= step) inclusive = {inclusive.x + x, inclusive.y + y};
+    const uint32_t x = __shfl_up_sync(~0u, inclusive, step);
+    if (lane >= step) inclusive += x;
   }
-  above = {above_all.x + inclusive.x - counts.x, above_all.y + inclusive.y - counts.y};
-  return __ffs(__ballot_sync(~0u, above.x < rank && above.x + counts.x >= rank)) - 1;
+  const uint32_t first = above.x + inclusive - counts.x;
+  const int found = __ffs(__ballot_sync(~0u, first < rank && first + counts.x >= rank)) - 1;
+  above = {first, above.y + __reduce_add_sync(~0u, lane < found ? counts.y : 0u)};
+  return found;
 }
 
 // find_bin where a row has one CTA: by all threads, four bins each, which then takes less time.
@@ -113,21 +116,21 @@ __device__ inline void find_common_bin(Shared& shared, const Cluster& cluster, i
   cluster.await(&inbox.coarse_full, parity);
   const uint32_t row_max = __reduce_max_sync(~0u, lane < cluster.size ? inbox.most[lane] : 0);
   uint2 high{0, 0}, low{0, 0};  // of the lane's two sums
-#pragma unroll 1
+#pragma unroll 2
   for (int other = 0; other < cluster.size; ++other) {
     const uint2 v = reinterpret_cast<const uint2*>(inbox.coarse[other])[31 - lane];
     const bool is_earlier = other < cluster.rank;
     high = {high.x + v.y, high.y + (is_earlier ? v.y : 0)};
     low = {low.x + v.x, low.y + (is_earlier ? v.x : 0)};
   }
-  uint2 above;
-  const int found = find_lane({high.x + low.x, high.y + low.y}, {0, 0}, rank, above);
+  uint2 above{0, 0};
+  const int found = find_lane({high.x + low.x, high.y + low.y}, rank, above);
   const bool is_low = above.x + high.x < rank;
-  const uint2 before{above.x + (is_low ? high.x : 0), above.y + (is_low ? high.y : 0)};
-  const uint2 start{__shfl_sync(~0u, before.x, found), __shfl_sync(~0u, before.y, found)};
+  const bool takes_low = __shfl_sync(~0u, static_cast<int>(is_low), found) != 0;
+  above = {__shfl_sync(~0u, above.x + (is_low ? high.x : 0), found),
+           above.y + (takes_low ? __shfl_sync(~0u, high.y, found) : 0)};
   // Where there is none the second letter is sent, too, or a next first one might come too early.
-  const int coarse =
-      found < 0 ? 0 : kCoarse - 1 - 2 * found - (__shfl_sync(~0u, static_cast<int>(is_low), found) ? 1 : 0);
+  const int coarse = found < 0 ? 0 : kCoarse - 1 - 2 * found - (takes_low ? 1 : 0);
 
   const int vec = lane % 8;  // eight lanes send the 32 bins
   const uint4 own = reinterpret_cast<const uint4*>(shared.bins[round])[coarse * (kFine / 4) + vec];
@@ -138,12 +141,12 @@ __device__ inline void find_common_bin(Shared& shared, const Cluster& cluster, i
   if (lane == 0) cluster.expect(&inbox.fine_full, cluster.size * kFine * 4);
   cluster.await(&inbox.fine_full, parity);
   uint2 counts{0, 0};
-#pragma unroll 1
+#pragma unroll 2
   for (int other = 0; other < cluster.size; ++other) {
     const uint32_t v = inbox.fine[other][kFine - 1 - lane];
     counts = {counts.x + v, counts.y + (other < cluster.rank ? v : 0)};
   }
-  const int at = find_lane(counts, start, rank, above);
+  const int at = find_lane(counts, rank, above);
   if (lane == 0) {
     inbox.parity = parity ^ 1;
     shared.row_max = row_max;
