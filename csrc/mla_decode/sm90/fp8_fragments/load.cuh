@@ -28,6 +28,16 @@ struct WalkOf<At> {
 template <class At>
 using Walk = typename WalkOf<At>::Type;
 
+// More bytes to come in this phase of the barrier, and no arrival.
+__device__ inline void expect_bytes(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// 16 bytes of zeros.
+__device__ inline void clear16(uint32_t shared) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(shared), "r"(0) : "memory");
+}
+
 // Slot of the ring's tile number `count`, and the parity of its round.
 template <class At>
 struct RingSlot {
@@ -235,26 +245,21 @@ class Loader : QuarterPages<Paging> {
   // Rows that a list names, of row lane % 16; zeros where there is none.
   __device__ void copy_listed(int row) const {
     const bool there = p_.selected.has_row(row);
-    const uint32_t listed = __ballot_sync(0xffffffffu, there);
-    int64_t offset = -1;
+    const uint32_t listed = __ballot_sync(0xffffffffu, there && lane_ < kTokens);
+    const uint8_t* source = pool();
     if (there) {
-      offset = rows_.cell(row) * p_.kv_stride_page + static_cast<int64_t>(rows_.offset(row)) * p_.kv_stride_token;
+      source += rows_.cell(row) * p_.kv_stride_page + static_cast<int64_t>(rows_.offset(row)) * p_.kv_stride_token;
     }
     const RingSlot<At> at(count_);
-    attnops::sm90::mbarrier_wait(At::empty_barrier(shared_, at.slot), at.parity ^ 1);
-    if (lane_ == 0) {
-      reinterpret_cast<volatile uint16_t*>(base_ + At::kListed)[4 * at.slot + warp_] = static_cast<uint16_t>(listed);
-      __threadfence_block();  // before the arrival, which comes with the copies
-    }
-    gather_rows(place(at.slot), offset);
-    attnops::sm90::arrive_after_copies(At::full_barrier(shared_, at.slot));
+    bring_rows<At::Rows::kRowBytes>(at, source, there, listed);
+    attnops::sm90::mbarrier_arrive(At::full_barrier(shared_, at.slot));
   }
 
   // Of rows of 584 bytes, of the first pool or the second.
   __device__ void copy_shared(bool is_extra, int row) const {
     const SelectedRows& pool = is_extra ? p_.extra : p_.selected;
     const bool there = pool.has_row(row);
-    const uint32_t listed = __ballot_sync(0xffffffffu, there);
+    const uint32_t listed = __ballot_sync(0xffffffffu, there && lane_ < kTokens);
     const auto* page = static_cast<const uint8_t*>(pool.pages);
     int token = 0;
     if (there) {
@@ -263,32 +268,41 @@ class Loader : QuarterPages<Paging> {
       token = paging.offset(row);
     }
     const RingSlot<At> at(count_);
+    bring_rows<kSharedDataBytes>(at, page + int64_t{token} * kSharedDataBytes, there, listed);
+    const uint32_t full = At::full_barrier(shared_, at.slot);
+    if (lane_ < kTokens) {
+      attnops::sm90::mbarrier_arrive(full);
+    } else {  // not by lane 0: only a plain arrival comes behind what it has stored
+      attnops::sm90::copy8(place(at.slot) + lane_ % kTokens * At::Rows::kRowBytes + At::Rows::kScales,
+                           page + int64_t{pool.page_size} * kSharedDataBytes + token * kSharedScaleBytes, there);
+      attnops::sm90::arrive_after_copies(full);
+    }
+    __syncwarp();
+  }
+
+  // When the slot is free: the first kBytes of 16 rows, each by one copy of the copy engine; lane % 16 says where it
+  // lies. And which of them there are. No arrival: that of lane 0 must be a plain one, for a fence behind what it has
+  // stored would wait for the indices that are on their way.
+  template <int kBytes>
+  __device__ void bring_rows(const RingSlot<At>& at, const uint8_t* source, bool there, uint32_t listed) const {
+    const uint32_t full = At::full_barrier(shared_, at.slot);
+    const uint32_t first = place(at.slot), target = first + lane_ * At::Rows::kRowBytes;
     attnops::sm90::mbarrier_wait(At::empty_barrier(shared_, at.slot), at.parity ^ 1);
     if (lane_ == 0) {
       reinterpret_cast<volatile uint16_t*>(base_ + At::kListed)[4 * at.slot + warp_] = static_cast<uint16_t>(listed);
-      __threadfence_block();  // before the arrival, which comes with the copies
+      expect_bytes(full, __popc(listed) * kBytes);
     }
-    gather_shared(place(at.slot), page + int64_t{token} * kSharedDataBytes, listed);
-    if (lane_ < kTokens) {
-      attnops::sm90::copy8(place(at.slot) + lane_ * At::Rows::kRowBytes + At::Rows::kScales,
-                           page + int64_t{pool.page_size} * kSharedDataBytes + token * kSharedScaleBytes, there);
+    __syncwarp();
+    if (lane_ < kTokens && there) attnops::sm90::copy_bytes(target, source, kBytes, full);
+    uint32_t missing = ~listed & ((1u << kTokens) - 1);
+    if (missing == 0) return;
+#pragma unroll 1
+    for (; missing != 0; missing &= missing - 1) {
+      const uint32_t row = first + (__ffs(missing) - 1) * At::Rows::kRowBytes;
+#pragma unroll 1
+      for (int i = lane_ * 16; i < kBytes; i += 32 * 16) clear16(row + i);
     }
-    attnops::sm90::arrive_after_copies(At::full_barrier(shared_, at.slot));
-  }
-
-  // 36 x 16 bytes of each row, of which lane % 16 says where it lies: 32 by all lanes, the last four of eight rows at a
-  // time.
-  __device__ void gather_shared(uint32_t target, const uint8_t* source, uint32_t listed) const {
-    constexpr int kChunks = kSharedDataBytes / 16, kRest = kChunks - 32, kTogether = 32 / kRest;
-    const auto copy = [&](int row, int chunk) {
-      const auto begin = __shfl_sync(0xffffffffu, reinterpret_cast<uintptr_t>(source), row);
-      attnops::sm90::copy16(target + row * At::Rows::kRowBytes + chunk * 16,
-                            reinterpret_cast<const uint8_t*>(begin) + chunk * 16, (listed >> row & 1) != 0);
-    };
-#pragma unroll 4
-    for (int row = 0; row < kTokens; ++row) copy(row, lane_);
-#pragma unroll
-    for (int first = 0; first < kTokens; first += kTogether) copy(first + lane_ / kRest, 32 + lane_ % kRest);
+    attnops::sm90::fence_async_proxy();  // the copy engine writes there next
   }
 
   // Checked mode, of lists: what is past the pool. It is left out in any case.
