@@ -37,10 +37,11 @@ __device__ void copy_group(const Walk& walk, Shared& shared, int slot, int threa
   }
 }
 
-// One warp. Lane l asks for box l of a tile, so it knows the page of that box.
+// A warp for each stage: what a tile takes it is a chain of some 2000 cycles, longer than the memory takes for a tile.
+// Lane l asks for box l of a tile, so it knows the page of that box.
 template <int kHeads>
 struct BoxCopier {
-  static constexpr int kThreads = 32;
+  static constexpr int kThreads = 32;  // of a tile
 
   const LogitsParams& p;
   const Memory& memory;
@@ -49,22 +50,28 @@ struct BoxCopier {
   uint32_t keys, queries;  // shared-memory addresses
 
   __device__ void run(const Groups& groups) const {
-    if (shared.num_tiles == 0) return;
+    const int stage = (static_cast<int>(threadIdx.x) - kMultiply) / 32;
+    if (stage >= memory.stages || stage >= shared.num_tiles) return;
     Walk walk{p, memory};
     walk.start(groups, shared);
-    int stage = 0, slot = -1;
+    int slot = 0;
+    const auto advance = [&](int tiles) {
+#pragma unroll 1
+      for (; tiles > 0; --tiles) {
+        walk.advance();
+        if (walk.is_new && ++slot == memory.stages) slot = 0;
+      }
+    };
+    advance(stage);
     uint32_t phase = 1;
     int cell = read_cell(walk);
-    for (int64_t left = shared.num_tiles;;) {
+    for (int64_t tile = stage;;) {
       attnops::sm90::mbarrier_wait(attnops::sm90::smem_address(&shared.empty[stage]), phase);
-      if (walk.is_new && ++slot == memory.stages) slot = 0;
       copy_tile(walk, stage, slot, cell);
-      if (--left == 0) return;
-      if (++stage == memory.stages) {
-        stage = 0;
-        phase ^= 1;
-      }
-      walk.advance();
+      tile += memory.stages;
+      if (tile >= shared.num_tiles) return;
+      phase ^= 1;
+      advance(memory.stages);
       cell = read_cell(walk);
     }
   }
@@ -127,17 +134,34 @@ struct BoxCopier {
     }
   }
 
-  // `of_box`: where the scales of the lane's box begin.
+  // `of_box`: where the scales of the lane's box begin. Those of a page come four at a time, also behind what the
+  // request has: no logit is made of these.
   __device__ void copy_scales(const Walk& walk, int stage, const float* of_box) const {
     const int lane = threadIdx.x % 32;
+    if (!p.ragged) {
+#pragma unroll
+      for (int i = 0; i < kTileKeys / 128; ++i) {
+        const int row = 4 * (lane + 32 * i);
+        const void* scales = scales_of(of_box, row);
+        attnops::sm90::copy16(attnops::sm90::smem_address(&shared.scales[stage][row]),
+                              scales != nullptr ? scales : p.pages.data, scales != nullptr);
+      }
+      return;
+    }
     const int64_t left = walk.end - walk.first_key;
 #pragma unroll
     for (int i = 0; i < kTileKeys / 32; ++i) {
-      const int row = lane + 32 * i, box = row >> memory.box_shift;
-      const float* scales = reinterpret_cast<const float*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(of_box), box));
+      const int row = lane + 32 * i;
+      const float* scales = scales_of(of_box, row);
       const bool valid = scales != nullptr && row < left;
-      copy_word(&shared.scales[stage][row], valid ? scales + (row - (box << memory.box_shift)) : p.weights, valid);
+      copy_word(&shared.scales[stage][row], valid ? scales : p.weights, valid);
     }
+  }
+  // Of a row of the tile; null where it has no box.
+  __device__ const float* scales_of(const float* of_box, int row) const {
+    const int box = row >> memory.box_shift;
+    const auto* first = reinterpret_cast<const float*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(of_box), box));
+    return first != nullptr ? first + (row - (box << memory.box_shift)) : nullptr;
   }
 };
 

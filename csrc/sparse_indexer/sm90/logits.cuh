@@ -188,7 +188,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   if (threadIdx.x >= kMultiply) {
     if constexpr (kAhead) registers_decrease<kCopierRegisters>();
-    if (threadIdx.x >= kMultiply + kCopying) return;
     Copier<kHeads>{p, memory, maps, shared, keys, queries}.run(groups);
   } else {
     if constexpr (kAhead) registers_increase<kMultiplierRegisters>();

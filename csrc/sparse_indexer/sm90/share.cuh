@@ -28,7 +28,7 @@ struct Seen {
 // Behind the dynamic memory's tiles of keys and queries, which start on 1 KB.
 struct Shared {
   Tile tiles[kMaxStages];
-  float scales[kMaxStages][kTileKeys];
+  alignas(16) float scales[kMaxStages][kTileKeys];
   float weights[kMaxStages][kMaxBlocks * kBlockColumns];
   Seen seen[kMaxStages][kMaxTokens];
   uint64_t full[kMaxStages], empty[kMaxStages];
