@@ -33,6 +33,19 @@ __device__ inline void expect_bytes(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+// True for one lane of a warp. The compiler makes no loop over lanes for a copy by that one.
+__device__ inline bool elected() {
+  uint32_t yes;
+  asm volatile(
+      "{\n"
+      ".reg .pred mine;\n"
+      "elect.sync _|mine, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, mine;\n"
+      "}\n"
+      : "=r"(yes));
+  return yes != 0;
+}
+
 // 16 bytes of zeros.
 __device__ inline void clear16(uint32_t shared) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(shared), "r"(0) : "memory");
@@ -251,7 +264,7 @@ class Loader : QuarterPages<Paging> {
       source += rows_.cell(row) * p_.kv_stride_page + static_cast<int64_t>(rows_.offset(row)) * p_.kv_stride_token;
     }
     const RingSlot<At> at(count_);
-    bring_rows<At::Rows::kRowBytes>(at, source, there, listed);
+    bring_rows<At::Rows::kRowBytes>(at, source, listed);
     attnops::sm90::mbarrier_arrive(At::full_barrier(shared_, at.slot));
   }
 
@@ -268,7 +281,7 @@ class Loader : QuarterPages<Paging> {
       token = paging.offset(row);
     }
     const RingSlot<At> at(count_);
-    bring_rows<kSharedDataBytes>(at, page + int64_t{token} * kSharedDataBytes, there, listed);
+    bring_rows<kSharedDataBytes>(at, page + int64_t{token} * kSharedDataBytes, listed);
     const uint32_t full = At::full_barrier(shared_, at.slot);
     if (lane_ < kTokens) {
       attnops::sm90::mbarrier_arrive(full);
@@ -284,16 +297,23 @@ class Loader : QuarterPages<Paging> {
   // lies. And which of them there are. No arrival: that of lane 0 must be a plain one, for a fence behind what it has
   // stored would wait for the indices that are on their way.
   template <int kBytes>
-  __device__ void bring_rows(const RingSlot<At>& at, const uint8_t* source, bool there, uint32_t listed) const {
+  __device__ void bring_rows(const RingSlot<At>& at, const uint8_t* source, uint32_t listed) const {
     const uint32_t full = At::full_barrier(shared_, at.slot);
-    const uint32_t first = place(at.slot), target = first + lane_ * At::Rows::kRowBytes;
+    const uint32_t first = place(at.slot);
     attnops::sm90::mbarrier_wait(At::empty_barrier(shared_, at.slot), at.parity ^ 1);
     if (lane_ == 0) {
       reinterpret_cast<volatile uint16_t*>(base_ + At::kListed)[4 * at.slot + warp_] = static_cast<uint16_t>(listed);
       expect_bytes(full, __popc(listed) * kBytes);
     }
     __syncwarp();
-    if (lane_ < kTokens && there) attnops::sm90::copy_bytes(target, source, kBytes, full);
+    const bool leads = elected();
+#pragma unroll
+    for (int row = 0; row < kTokens; ++row) {
+      const auto begin = __shfl_sync(0xffffffffu, reinterpret_cast<uintptr_t>(source), row);
+      if (leads && (listed >> row & 1) != 0) {
+        attnops::sm90::copy_bytes(first + row * At::Rows::kRowBytes, reinterpret_cast<const void*>(begin), kBytes, full);
+      }
+    }
     uint32_t missing = ~listed & ((1u << kTokens) - 1);
     if (missing == 0) return;
 #pragma unroll 1
