@@ -60,9 +60,9 @@ __device__ inline uint2 sum_before(uint2 value, uint2 (&sums)[kWarps]) {
   return before;
 }
 
-// Where the key of rank `rank` from the top is, counted from 1, among the bins of the lanes, lane 0 the highest; -1 where
-// none has it. Counts are of all CTAs, and of those before this one. `above` becomes what is above the lane's bin; of
-// the CTAs before, above that with the key.
+// Where the key of rank `rank` from the top is, counted from 1, among the bins of the lanes, lane 0 the highest; -1
+// where none has it. Counts are of all CTAs, and of those before this one. `above` becomes what is above the lane's
+// bin; of the CTAs before, above that with the key.
 __device__ inline int find_lane(uint2 counts, uint32_t rank, uint2& above) {
   const int lane = threadIdx.x % 32;
   uint32_t inclusive = counts.x;

@@ -21,8 +21,7 @@ struct WalkOf {
   using Type = few_rows::RequestWalkFor<At::kOptions>;
 };
 template <class At>
-  requires(At::kQueriesInRing)
-struct WalkOf<At> {
+requires(At::kQueriesInRing) struct WalkOf<At> {
   using Type = PieceWalkFor<At::kOptions>;
 };
 template <class At>
@@ -311,7 +310,8 @@ class Loader : QuarterPages<Paging> {
     for (int row = 0; row < kTokens; ++row) {
       const auto begin = __shfl_sync(0xffffffffu, reinterpret_cast<uintptr_t>(source), row);
       if (leads && (listed >> row & 1) != 0) {
-        attnops::sm90::copy_bytes(first + row * At::Rows::kRowBytes, reinterpret_cast<const void*>(begin), kBytes, full);
+        attnops::sm90::copy_bytes(first + row * At::Rows::kRowBytes, reinterpret_cast<const void*>(begin), kBytes,
+                                  full);
       }
     }
     uint32_t missing = ~listed & ((1u << kTokens) - 1);
