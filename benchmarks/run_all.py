@@ -62,6 +62,7 @@ def _jobs() -> list[Job]:
         Job("speculation", "bench_speculation.py", ("--write",), "cuda"),
         Job("indexer", "bench_indexer.py", ("--write",), "cuda"),
         Job("sparse_mla", "bench_sparse_mla.py", ("--write",), "cuda"),
+        Job("sparse_sampled", "bench_sparse_sampled.py", ("--write",), "cuda"),
         Job("block_lists", "bench_block_lists.py", ("--write",), "cuda"),
         Job("fp4", "bench_fp4.py", ("--write",), "cuda"),
         Job("decode_sampled", "bench_decode_sampled.py", ("--write",), "cuda"),
