@@ -20,6 +20,7 @@ namespace attnops::layer_call {
 struct XqaCall {
   xqa_decode::Params decode;
   std::optional<paged_kv::StoreKvParams> store;
+  bool brings_pages;  // xqa_pages_layer: pages and page table are the call's own
   void (*launch_decode)(const xqa_decode::Params&, CUstream_st*);
 };
 
@@ -31,13 +32,16 @@ struct MlaCall {
 
 struct XqaBound {
   static constexpr uint64_t kMagic = 0x31617178756f6221;
+  static constexpr const char* kBoundBy = "xqa_layer_bind";
   BoundHeader header;
   xqa_decode::Params decode;  // without q, out, cache_seqlens, tree_mask, sinks and scales
+  bool heads_first;           // of q and the pages of xqa_pages_layer: dims 1 and 2 are heads and tokens
   XqaCall last;
 };
 
 struct MlaBound {
   static constexpr uint64_t kMagic = 0x31616c6d756f6221;
+  static constexpr const char* kBoundBy = "mla_layer_bind";
   BoundHeader header;
   mla_decode::Params decode;  // without q, q_pe, out, cache_seqlens, tree_mask, sinks and kv_scale
   MlaCall last;

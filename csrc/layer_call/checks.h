@@ -25,12 +25,13 @@ inline void check_bound_tensor(const char* op, const Tensor& bound) {
 }
 
 template <class Bound, class Params>
-void write_bound(const char* op, const Tensor& tensor, int32_t device, const Params& decode) {
+Bound& write_bound(const char* op, const Tensor& tensor, int32_t device, const Params& decode) {
   check_bound_tensor(op, tensor);
-  const Bound bound{.header = {.magic = Bound::kMagic, .device = device, .taken = 0, .calls = 0, .repeat = nullptr},
-                    .decode = decode,
-                    .last = {}};
+  Bound bound{};
+  bound.header = {.magic = Bound::kMagic, .device = device, .taken = 0, .calls = 0, .repeat = nullptr};
+  bound.decode = decode;
   std::memcpy(tensor.mutable_data_ptr(), &bound, sizeof(Bound));
+  return *static_cast<Bound*>(tensor.mutable_data_ptr());
 }
 
 inline int32_t device_of(const Tensor& tensor) { return tensor.is_cpu() ? -1 : tensor.get_device_index(); }
@@ -39,7 +40,7 @@ template <class Bound>
 Bound& checked_bound(const char* op, const Tensor& tensor, const Tensor& q) {
   check_bound_tensor(op, tensor);
   Bound& bound = *static_cast<Bound*>(tensor.mutable_data_ptr());
-  if (bound.header.magic != Bound::kMagic) fail(op, std::string("bound must have been written by ") + op + "_bind");
+  if (bound.header.magic != Bound::kMagic) fail(op, std::string("bound must have been written by ") + Bound::kBoundBy);
   if (bound.header.device != device_of(q)) {
     const auto name = [](int32_t device) { return device < 0 ? "cpu" : "cuda:" + std::to_string(device); };
     fail(op, "q must be on " + name(bound.header.device) + " as the bound pages, got " + name(device_of(q)));

@@ -21,6 +21,7 @@ struct Cpu {
 STABLE_TORCH_LIBRARY_IMPL(attnops, CPU, m) {
   m.impl("_xqa_layer_bind", TORCH_BOX(&xqa_layer_bind));
   m.impl("xqa_layer", TORCH_BOX(&xqa_layer<Cpu>));
+  m.impl("xqa_pages_layer", TORCH_BOX(&xqa_pages_layer<Cpu>));
   m.impl("_mla_layer_bind", TORCH_BOX(&mla_layer_bind));
   m.impl("mla_layer", TORCH_BOX(&mla_layer<Cpu>));
 }

@@ -30,6 +30,7 @@ struct Cuda {
 STABLE_TORCH_LIBRARY_IMPL(attnops, CUDA, m) {
   m.impl("_xqa_layer_bind", TORCH_BOX(&xqa_layer_bind));
   m.impl("xqa_layer", TORCH_BOX(&xqa_layer<Cuda>));
+  m.impl("xqa_pages_layer", TORCH_BOX(&xqa_pages_layer<Cuda>));
   m.impl("_mla_layer_bind", TORCH_BOX(&mla_layer_bind));
   m.impl("mla_layer", TORCH_BOX(&mla_layer<Cuda>));
 }

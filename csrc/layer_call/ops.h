@@ -42,7 +42,7 @@ inline void xqa_layer_bind(const Tensor& bound, const Tensor& out, const Tensor&
                            const Tensor& tile_scheduler_metadata, const Tensor& num_splits, const Tensor& out_partial,
                            const Tensor& lse_partial, const Tensor& semaphores, double softmax_scale, bool causal,
                            int64_t window_left, double logit_cap, int64_t fixed_split_tokens,
-                           const OptionalTensor& report, int64_t tree_keys) {
+                           const OptionalTensor& report, int64_t tree_keys, bool heads_first) {
   write_bound<XqaBound>(kXqaLayer, bound, device_of(q),
                         xqa_decode::checked_params({.out = out,
                                                     .q = q,
@@ -61,7 +61,8 @@ inline void xqa_layer_bind(const Tensor& bound, const Tensor& out, const Tensor&
                                                     .logit_cap = logit_cap,
                                                     .fixed_split_tokens = fixed_split_tokens,
                                                     .report = report,
-                                                    .tree_keys = tree_keys}));
+                                                    .tree_keys = tree_keys}))
+      .heads_first = heads_first;
 }
 
 inline void mla_layer_bind(const Tensor& bound, const Tensor& out, const Tensor& q, const OptionalTensor& q_pe,
@@ -101,6 +102,17 @@ void xqa_layer(const Tensor& out, const Tensor& q, const OptionalTensor& k, cons
   run_and_keep<Device>(
       bound, checked_call(XqaArguments{out, q, k, v, out_cache_loc, cache_seqlens, tree_mask, sinks, k_scale, v_scale},
                           bound));
+}
+
+template <class Device>
+void xqa_pages_layer(const Tensor& out, const Tensor& q, const Tensor& k_pages, const Tensor& v_pages,
+                     const Tensor& page_table, const Tensor& cache_seqlens, const OptionalTensor& tree_mask,
+                     const OptionalTensor& sinks, const OptionalTensor& k_scale, const OptionalTensor& v_scale,
+                     const Tensor& bound_bytes) {
+  XqaBound& bound = checked_bound<XqaBound>(kXqaPagesLayer, bound_bytes, q);
+  run_and_keep<Device>(bound, checked_call(XqaPagesArguments{out, q, k_pages, v_pages, page_table, cache_seqlens,
+                                                             tree_mask, sinks, k_scale, v_scale},
+                                           bound));
 }
 
 template <class Device>

@@ -176,10 +176,15 @@ STABLE_TORCH_LIBRARY(attnops, m) {
       "_xqa_layer_bind(Tensor(a!) bound, Tensor out, Tensor q, Tensor k_pages, Tensor v_pages, Tensor page_table, "
       "Tensor cache_seqlens, Tensor tile_scheduler_metadata, Tensor num_splits, Tensor out_partial, "
       "Tensor lse_partial, Tensor semaphores, float softmax_scale, bool causal=True, int window_left=-1, "
-      "float logit_cap=0.0, int fixed_split_tokens=0, Tensor? report=None, int tree_keys=0) -> ()");
+      "float logit_cap=0.0, int fixed_split_tokens=0, Tensor? report=None, int tree_keys=0, "
+      "bool heads_first=False) -> ()");
   m.def(
       "xqa_layer(Tensor(a!) out, Tensor q, Tensor? k, Tensor? v, Tensor? out_cache_loc, Tensor cache_seqlens, "
       "Tensor? tree_mask, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, Tensor(b!) bound) -> ()");
+  m.def(
+      "xqa_pages_layer(Tensor(a!) out, Tensor q, Tensor k_pages, Tensor v_pages, Tensor page_table, "
+      "Tensor cache_seqlens, Tensor? tree_mask, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, "
+      "Tensor(b!) bound) -> ()");
   m.def(
       "_mla_layer_bind(Tensor(a!) bound, Tensor out, Tensor q, Tensor? q_pe, Tensor kv_pages, Tensor page_table, "
       "Tensor cache_seqlens, Tensor tile_scheduler_metadata, Tensor num_splits, Tensor out_partial, "

@@ -28,9 +28,12 @@ BOUND_BYTES = 2048  # csrc/layer_call/header.h
 # Called by position: keyword arguments cost a lookup each.
 #   xqa_layer(out, q, k, v, out_cache_loc, cache_seqlens, tree_mask, sinks, k_scale, v_scale, bound)
 #   mla_layer(out, q, q_pe, latent, k_pe, out_cache_loc, cache_seqlens, tree_mask, sinks, kv_scale, bound)
+#   xqa_pages_layer(out, q, k_pages, v_pages, page_table, cache_seqlens, tree_mask, sinks, k_scale, v_scale, bound)
 # Rows of tokens are [num_tokens, heads * dim] or [num_tokens, heads, dim], the last dimension dense. k None: nothing to
-# store. out_cache_loc as of `ops.store_kv`, all else as of `ops.xqa_decode` and `ops.mla_decode`.
+# store. out_cache_loc as of `ops.store_kv`, all else as of `ops.xqa_decode` and `ops.mla_decode`. A call of
+# xqa_pages_layer stores nothing and brings its own pages: out and q are [B, S_q, H_q, D], any strides but the last.
 xqa_layer = torch.ops.attnops.xqa_layer.default
+xqa_pages_layer = torch.ops.attnops.xqa_pages_layer.default
 mla_layer = torch.ops.attnops.mla_layer.default
 
 
@@ -61,7 +64,7 @@ def repeatable(op: Callable[..., None], bound: Tensor) -> Callable[..., None]:
     """``call(*tensors)``: ``op(*tensors, bound)``, at a fraction of its host time where it only repeats the last call.
 
     Args:
-        op: `xqa_layer` or `mla_layer`.
+        op: `xqa_layer`, `xqa_pages_layer` or `mla_layer`.
         bound: Of the matching bind function. The returned call keeps it alive, and so what it keeps.
 
     The call takes the op's tensors by position, all but `bound`. It raises what the op raises. It reads memory as it
@@ -102,6 +105,37 @@ def bind_xqa_layer(
     memory, options = (k_pages, v_pages, page_table), (softmax_scale, causal, window_left, logit_cap)
     op = torch.ops.attnops._xqa_layer_bind.default
     return _bind(op, (out, q), memory, cache_seqlens, plan, options, report, tree_keys)
+
+
+def bind_xqa_pages_layer(
+    out: Tensor,
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    plan: XqaDecodePlan,
+    *,
+    softmax_scale: float,
+    causal: bool,
+    window_left: int,
+    logit_cap: float,
+    heads_first: bool = False,
+) -> Tensor:
+    """What calls of `xqa_pages_layer` share: plan and options. Not of a plan with cuts of so many tokens.
+
+    Args:
+        out, q, k_pages, v_pages, page_table, cache_seqlens: Of any such call, in the shapes of `ops.xqa_decode`. None
+            is kept.
+        heads_first: Calls bring q, k_pages and v_pages with dims 1 and 2 swapped, as Hugging Face's caches are.
+
+    Returns and raises as `bind_xqa_layer`.
+    """
+    options = (softmax_scale, causal, window_left, logit_cap)
+    op, memory = torch.ops.attnops._xqa_layer_bind.default, (k_pages, v_pages, page_table)
+    bound = _bind(op, (out, q), memory, cache_seqlens, plan, options, None, 0, heads_first)
+    bound.keeps = bound.keeps[1:]  # type: ignore[attr-defined]
+    return bound
 
 
 def bind_mla_layer(
@@ -147,5 +181,5 @@ def _bind(
     return bound
 
 
-for _name in ("_xqa_layer_bind", "xqa_layer", "_mla_layer_bind", "mla_layer"):
+for _name in ("_xqa_layer_bind", "xqa_layer", "xqa_pages_layer", "_mla_layer_bind", "mla_layer"):
     register_fake(_name, on_host=("bound",))

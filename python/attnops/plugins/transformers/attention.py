@@ -18,7 +18,7 @@ from torch import Tensor
 from attnops import ops
 from attnops.metadata.fmha_plan import FmhaPlan
 from attnops.metadata.plan import XqaDecodePlan
-from attnops.ops.layer_call import is_watched
+from attnops.ops.layer_call import bind_xqa_pages_layer, is_watched, repeatable, xqa_pages_layer
 
 MAX_DECODE_QUERIES = 16  # per request; more are a prompt
 MAX_PAGES = 2**31 - 1
@@ -93,23 +93,26 @@ def _padded_attention(
     """`eager`: no compiler or graph is about, whose memory a plan may not outlive."""
     if out.numel() == 0:
         return
-    _check_keys(keys, q.shape[0], q.shape[2], k.shape[2])
-    seen = _whole_requests(q, k, v, keys) if keys is None or keys.shape[3] == 1 else _listed_keys(q, k, v, keys)
-    if keys is not None and keys.shape[2] > 1:
-        causal, window_left = False, -1
-    rows = out.view(*seen.queries.shape[:3], out.shape[3])
-    options: dict[str, Any] = {"softmax_scale": softmax_scale, "logit_cap": logit_cap, "sinks": sinks}
-    options |= {"causal": causal, "window_left": window_left}
-    one_sided = causal or window_left < 0
-    if seen.queries.shape[1] <= MAX_DECODE_QUERIES and one_sided and q.shape[3] == v.shape[3]:
-        _decode(seen, rows, options, eager)
+    if keys is not None:
+        _check_keys(keys, q.shape[0], q.shape[2], k.shape[2])
+        if keys.shape[2] > 1:
+            causal, window_left = False, -1
+    if keys is None or keys.shape[3] == 1:
+        seen, seqlen_q, rows = _whole_requests(q, k, v, keys), q.shape[2], out
     else:
-        _prompt(seen, rows, options | {"window_right": -1 if causal else window_left})
+        seen = _listed_keys(q, k, v, keys)
+        seqlen_q, rows = seen.queries.shape[1], out.view(*seen.queries.shape[:3], out.shape[3])
+    if seqlen_q <= MAX_DECODE_QUERIES and (causal or window_left < 0) and q.shape[3] == v.shape[3]:
+        _decode(seen, rows, _Options(softmax_scale, causal, window_left, logit_cap), sinks, eager)
+    else:
+        options: dict[str, Any] = {"softmax_scale": softmax_scale, "logit_cap": logit_cap, "sinks": sinks}
+        options |= {"causal": causal, "window_left": window_left, "window_right": -1 if causal else window_left}
+        _prompt(seen, rows, options)
 
 
 class _Seen(NamedTuple):
-    """What the ops take: ``[requests, queries, H_q, D]`` and pages. `tables` makes a page table and lengths, of `keys`
-    and of what `place` holds besides."""
+    """What the ops take: ``[requests, queries, H_q, D]`` and pages; or, with `heads_first`, these with dims 1 and 2
+    swapped. `tables` makes a page table and lengths, of `keys` and of what `place` holds besides."""
 
     queries: Tensor
     k_pages: Tensor
@@ -117,6 +120,12 @@ class _Seen(NamedTuple):
     tables: Callable[[], tuple[Tensor, Tensor]]
     keys: Tensor | None
     place: tuple[int, ...]
+    heads_first: bool
+
+    def by_token(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and pages as the ops take them."""
+        tensors = self.queries, self.k_pages, self.v_pages
+        return tuple(tensor.transpose(1, 2) for tensor in tensors) if self.heads_first else tensors  # type: ignore
 
 
 def _whole_requests(q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None) -> _Seen:
@@ -127,7 +136,7 @@ def _whole_requests(q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None) -> _Se
         lens = table.new_full((q.shape[0],), k.shape[2]) if keys is None else keys[:, 0, 0, 0].contiguous()
         return table, lens
 
-    return _Seen(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), tables, keys, (k.shape[2],))
+    return _Seen(q, k, v, tables, keys, (k.shape[2],), True)
 
 
 def _listed_keys(q: Tensor, k: Tensor, v: Tensor, keys: Tensor) -> _Seen:
@@ -144,18 +153,28 @@ def _listed_keys(q: Tensor, k: Tensor, v: Tensor, keys: Tensor) -> _Seen:
         table = (lists[:, 0, :, 1:] * token_step + first.view(-1, 1, 1)).flatten(0, 1)
         return table, lists[:, 0, :, 0].flatten().contiguous()
 
-    return _Seen(queries, k_pages, v_pages, tables, keys, (batch_step, token_step))
+    return _Seen(queries, k_pages, v_pages, tables, keys, (batch_step, token_step), False)
+
+
+class _Options(NamedTuple):
+    """Of a decode, besides its tensors."""
+
+    softmax_scale: float
+    causal: bool
+    window_left: int
+    logit_cap: float
 
 
 @dataclass
 class _Kind:
-    """What calls of one kind share: a plan's memory, and what it was planned for."""
+    """What calls of one kind share: a plan's memory, what it was planned for, and the call that was bound to it."""
 
     plan: XqaDecodePlan
     place: tuple[int, ...] = ()
     keys: Tensor | None = None
     version: int = -1
     tables: tuple[Tensor, Tensor] | None = None
+    call: Callable[..., None] | None = None
 
 
 class _Kinds(threading.local):
@@ -170,47 +189,64 @@ MAX_KINDS = 4
 
 
 def _allocate(seen: _Seen, window_left: int) -> XqaDecodePlan:
-    requests, seqlen_q, num_q_heads, head_dim = seen.queries.shape
+    queries, k_pages, _ = seen.by_token()
+    requests, seqlen_q, num_q_heads, head_dim = queries.shape
     return XqaDecodePlan.allocate(
         requests,
         num_q_heads=num_q_heads,
-        num_kv_heads=seen.k_pages.shape[2],
+        num_kv_heads=k_pages.shape[2],
         head_dim=head_dim,
         seqlen_q=seqlen_q,
         window_left=window_left,
-        page_size=seen.k_pages.shape[1],
-        device=seen.queries.device,
+        page_size=k_pages.shape[1],
+        device=queries.device,
     )
 
 
-def _kind_of(seen: _Seen, window_left: int, eager: bool) -> _Kind:
-    """On a GPU eager calls of one stream share, since they run one after the other. A graph's call shares nothing."""
-    device, stream = seen.queries.device, 0
-    if device.type == "cuda":
-        if not eager or torch.cuda.is_current_stream_capturing():
-            return _Kind(_allocate(seen, window_left))
-        stream = torch.cuda.current_stream(device).cuda_stream
-    key = (device, stream, seen.queries.shape, seen.k_pages.shape[1:3], window_left)
+def _kind_of(seen: _Seen, options: _Options) -> _Kind:
+    """On a GPU, calls of one stream share, since they run one after the other. Of the size of pages a plan asks only
+    whether it is a power of two; so it stays while a cache grows."""
+    queries, pages = seen.queries, seen.k_pages
+    _, heads, page_size, _ = pages.shape
+    if not seen.heads_first:
+        heads, page_size = page_size, heads
+    odd = page_size < 8 or page_size & (page_size - 1) != 0
+    stream = torch._C._cuda_getCurrentRawStream(queries.device.index) if queries.is_cuda else 0
+    shapes = (queries.shape, heads, odd, seen.heads_first)
+    key = (queries.device, stream, queries.dtype, pages.dtype, shapes, options)
     kind = _kinds.kept.get(key)
     if kind is None:
         while len(_kinds.kept) >= MAX_KINDS:
             del _kinds.kept[next(iter(_kinds.kept))]
-        kind = _kinds.kept[key] = _Kind(_allocate(seen, window_left))
+        kind = _kinds.kept[key] = _Kind(_allocate(seen, options.window_left))
     return kind
 
 
-def _decode(seen: _Seen, out: Tensor, options: dict[str, Any], eager: bool) -> None:
-    kind, keys = _kind_of(seen, options["window_left"], eager), seen.keys
+def _decode(seen: _Seen, out: Tensor, options: _Options, sinks: Tensor | None, eager: bool) -> None:
+    """A graph's call shares nothing: its memory is the graph's."""
+    keys = seen.keys
+    if seen.queries.is_cuda and (not eager or torch.cuda.is_current_stream_capturing()):
+        plan, (table, lens) = _allocate(seen, options.window_left), seen.tables()
+        ops.xqa_decode_plan(plan, lens)
+        ops.xqa_decode(*seen.by_token(), table, lens, plan, out=out, sinks=sinks, **options._asdict())
+        return
+    kind = _kind_of(seen, options)
     version = -1 if keys is None or keys.is_inference() else keys._version
     known = kind.place == seen.place and kind.keys is keys and kind.version == version
     if kind.tables is None or not known or (keys is not None and version < 0):
         kind.tables, kind.place, kind.keys, kind.version = seen.tables(), seen.place, keys, version
         ops.xqa_decode_plan(kind.plan, kind.tables[1])
-    ops.xqa_decode(seen.queries, seen.k_pages, seen.v_pages, *kind.tables, kind.plan, out=out, **options)
+    table, lens = kind.tables
+    if kind.call is None:
+        given = {**options._asdict(), "heads_first": seen.heads_first}
+        bound = bind_xqa_pages_layer(out, *seen.by_token(), table, lens, kind.plan, **given)
+        kind.call = repeatable(xqa_pages_layer, bound)
+    kind.call(out, seen.queries, seen.k_pages, seen.v_pages, table, lens, None, sinks, None, None)
 
 
 def _prompt(seen: _Seen, out: Tensor, options: dict[str, Any]) -> None:
-    requests, seqlen_q, num_q_heads, _ = seen.queries.shape
+    queries, k_pages, v_pages = seen.by_token()
+    requests, seqlen_q, num_q_heads, _ = queries.shape
     bounds = torch.arange(requests + 1, dtype=torch.int32, device=out.device) * seqlen_q
     plan = FmhaPlan.allocate(
         requests * seqlen_q,
@@ -218,19 +254,17 @@ def _prompt(seen: _Seen, out: Tensor, options: dict[str, Any]) -> None:
         causal=options["causal"],
         window_left=options["window_left"],
         num_q_heads=num_q_heads,
-        num_kv_heads=seen.k_pages.shape[2],
-        head_dim=max(seen.k_pages.shape[-1], out.shape[-1]),
+        num_kv_heads=k_pages.shape[2],
+        head_dim=max(k_pages.shape[-1], out.shape[-1]),
         device=out.device,
     )
     table, lens = seen.tables()
     ops.fmha_plan(plan, bounds, cache_seqlens=lens)
-    queries, pages = seen.queries.flatten(0, 1), (seen.k_pages, seen.v_pages)
-    ops.fmha_paged(queries, *pages, table, lens, bounds, plan, out=out.flatten(0, 1), **options)
+    pages = (k_pages, v_pages)
+    ops.fmha_paged(queries.flatten(0, 1), *pages, table, lens, bounds, plan, out=out.flatten(0, 1), **options)
 
 
-def _check_keys(keys: Tensor | None, requests: int, seqlen_q: int, num_keys: int) -> None:
-    if keys is None:
-        return
+def _check_keys(keys: Tensor, requests: int, seqlen_q: int, num_keys: int) -> None:
     per_request = [(requests, 1, 1, 1), (requests, 1, 1, 1 + num_keys)]
     if tuple(keys.shape) not in [*per_request, (requests, 1, seqlen_q, 1 + num_keys)]:
         raise ValueError(
