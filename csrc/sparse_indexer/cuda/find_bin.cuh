@@ -147,6 +147,7 @@ __device__ inline void find_common_bin(Shared& shared, const Cluster& cluster, i
     counts = {counts.x + v, counts.y + (other < cluster.rank ? v : 0)};
   }
   const int at = find_lane(counts, rank, above);
+  __syncwarp();  // all lanes have read the parity
   if (lane == 0) {
     inbox.parity = parity ^ 1;
     shared.row_max = row_max;

@@ -21,7 +21,8 @@ struct WalkOf {
   using Type = few_rows::RequestWalkFor<At::kOptions>;
 };
 template <class At>
-requires(At::kQueriesInRing) struct WalkOf<At> {
+  requires(At::kQueriesInRing)
+struct WalkOf<At> {
   using Type = PieceWalkFor<At::kOptions>;
 };
 template <class At>
