@@ -238,14 +238,15 @@ struct RowScratch {
 };
 
 // The rows of a warp's requests, each lane's own from `row` on, of which `room` are in the plan. Half a warp writes
-// those of a request that has many.
+// those of a request that has many; all of it, where there is one.
 template <int kWarps>
 __device__ void write_rows_of_warp(const TilePlan& p, bool cuts, CutScratch& scratch, RowScratch<kWarps>& shared,
                                    int request, const Lengths& lengths, int tiles, int row, int room) {
-  constexpr int kMostOwn = 4, kAtOnce = RowScratch<kWarps>::kAtOnce, kHalf = 16;
+  constexpr int kMostOwn = 4, kAtOnce = RowScratch<kWarps>::kAtOnce;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const unsigned many = __ballot_sync(~0u, room > kMostOwn);
   const int rank = __popc(many & ((1u << lane) - 1)), count = __popc(many);
+  const int team = count > 1 ? 16 : 32, own_team = lane / team, of_team = lane % team;
 #pragma unroll 1
   for (int base = 0; base < count; base += kAtOnce) {
     if (room > kMostOwn && rank >= base && rank < base + kAtOnce) {
@@ -255,22 +256,22 @@ __device__ void write_rows_of_warp(const TilePlan& p, bool cuts, CutScratch& scr
     __syncwarp();
     if (cuts) {
 #pragma unroll 1
-      for (int at = lane / kHalf; at < min_of(count - base, kAtOnce); at += 2) {
+      for (int at = own_team; at < min_of(count - base, kAtOnce); at += 2) {
         const int4 of = shared.rows[warp][at];
 #pragma unroll 1
-        for (int i = lane % kHalf; i < of.w; i += kHalf) {
+        for (int i = of_team; i < of.w; i += team) {
           write_row(p, true, scratch, of.x, shared.lengths[warp][at], of.y, of.z, i);
         }
       }
     } else {
       int4 of[kAtOnce / 2];
 #pragma unroll
-      for (int i = 0; i < kAtOnce / 2; ++i) of[i] = shared.rows[warp][2 * i + lane / kHalf];
+      for (int i = 0; i < kAtOnce / 2; ++i) of[i] = shared.rows[warp][2 * i + own_team];
 #pragma unroll
       for (int i = 0; i < kAtOnce / 2; ++i) {
-        const int shown = base + 2 * i + lane / kHalf < count ? of[i].w : 0;
+        const int shown = base + 2 * i + own_team < count ? of[i].w : 0;
 #pragma unroll 1
-        for (int j = lane % kHalf; j < shown; j += kHalf) {
+        for (int j = of_team; j < shown; j += team) {
           write_row(p, false, scratch, of[i].x, lengths, of[i].y, of[i].z, j);
         }
       }
