@@ -3,13 +3,14 @@
 #include "fmha/sm90/attend.cuh"
 #include "fmha/sm90/load_e4m3.cuh"
 #include "fmha/sm90/load_narrow.cuh"
+#include "fmha/sm90/load_narrow_rows.cuh"
 #include "fmha/sm90/load_rows.cuh"
 #include "fmha/sm90/merge.cuh"
 
 namespace attnops::fmha::sm90 {
 
 // One CTA an SM, until the plan has no more works: warpgroup 0 brings tiles, the others compute. kByRows: keys and
-// values of 16 bits come row by row; else in boxes, or, of e4m3 under 16-bit queries, either way.
+// values come row by row; else in boxes, or, of e4m3 queries, either way.
 template <class Tr, bool kByRows>
 __global__ void __launch_bounds__(Tr::kThreads, Tr::kShape.ctas)
     fmha_sm90_kernel(const __grid_constant__ Params p, const __grid_constant__ Schedule s,
@@ -24,7 +25,9 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kShape.ctas)
     // Arrivals for a tile of keys or values. Beside who computes, three warps read a work, and one wrote it.
     constexpr int kReaders = 3;
     int of_keys = 1, of_values = kTransposers, readers_of_raw = kTransposers;
-    if constexpr (Tr::kNarrow) {
+    if constexpr (Tr::kNarrow && kByRows) {
+      of_keys = of_values = NarrowRowProducer<Tr>::kWarps;
+    } else if constexpr (Tr::kNarrow) {
       of_keys = of_values = readers_of_raw = NarrowProducer<Tr>::kWideners;
     } else if constexpr (kByRows) {
       of_keys = of_values = RowProducer<Tr>::arrivals(p);
@@ -70,6 +73,8 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kShape.ctas)
     const Maps maps{&q_map, &k_map, &v_map};
     if constexpr (Tr::kFp8) {
       E4m3Producer<Tr>(p, s, maps, base).run();
+    } else if constexpr (Tr::kNarrow && kByRows) {
+      NarrowRowProducer<Tr>(p, s, maps, base).run();
     } else if constexpr (Tr::kNarrow) {
       NarrowProducer<Tr>(p, s, maps, base).run();
     } else if constexpr (kByRows) {

@@ -10,16 +10,16 @@
 
 namespace attnops::fmha::sm90 {
 
-// Rows of a box that divides pages and tiles; 0 where pages are too small for one. Ragged requests that are short in
+// Rows of a box that divides pages and tiles; 0 where that is not a multiple of `least_box`. Ragged requests that are short in
 // the mean come in small boxes, as only those are asked for that hold a key of the request.
-inline int keys_per_box(const Params& p, int tile_keys) {
+inline int keys_per_box(const Params& p, int tile_keys, int least_box) {
   constexpr int kSmallBox = 32, kShort = 40;
   if (!p.paged) {
     const bool is_short = p.num_k_tokens <= int64_t{kShort} * p.batch_size;
     return is_short ? std::gcd(kSmallBox, tile_keys) : tile_keys;
   }
   const int common = std::gcd(p.page_table.page_size, tile_keys);
-  return common % 8 == 0 ? common : 0;
+  return common % least_box == 0 ? common : 0;
 }
 
 // Whether rows of e4m3 keys and values start on 16 bytes, as boxes must.
@@ -47,7 +47,8 @@ Schedule make_schedule(const Params& p) {
   s.max_pieces = may_cut && has_scratch<Tr>(p, s.works_per_tile) ? p.max_pieces : 0;
   s.num_works += s.max_pieces * s.works_per_tile;
   s.takes = s.num_works / s.turns;
-  s.box_keys = Tr::kNarrow || p.kv_dtype == p.dtype ? keys_per_box(p, Tr::kKeys) : 0;
+  const bool boxes = Tr::kNarrow ? starts_on_16(p) : p.kv_dtype == p.dtype;
+  s.box_keys = boxes ? keys_per_box(p, Tr::kKeys, Tr::kFp8 || Tr::kShort ? 8 : 16) : 0;
   s.cluster = !Tr::kFp8 && !Tr::kNarrow && s.box_keys > 0 && s.blocks_per_group % 2 == 0 ? 2 : 1;
   return s;
 }
@@ -104,8 +105,8 @@ template <class Tr>
 void launch_traits(const Params& p, cudaStream_t stream) {
   if (p.num_q_tokens == 0) return;
   const Schedule s = make_schedule<Tr>(p);
-  if constexpr (!Tr::kFp8 && !Tr::kNarrow) {
-    if (s.box_keys == 0) return launch_kernel<Tr, true>(p, s, stream);
+  if constexpr (!Tr::kFp8) {
+    if (s.box_keys == 0) return launch_kernel<typename Tr::Rows, true>(p, s, stream);
   }
   launch_kernel<Tr, false>(p, s, stream);
 }
@@ -123,15 +124,10 @@ bool suits_short(const Params& p) {
   return small.blocks_per_group <= 2 * s.blocks_per_group || int64_t{p.num_tiles} * small.works_per_tile <= kFewWorks;
 }
 
-// Calls of one shape. e4m3 keys of 16-bit queries have a kernel of their own where they come in boxes, and else that of
-// rows.
+// Calls of one shape. e4m3 keys of 16-bit queries have kernels of their own.
 template <class Tr>
 void launch(const Params& p, cudaStream_t stream) {
-  if constexpr (!Tr::kFp8) {
-    using Narrow = typename Tr::Narrow;
-    const bool boxes = p.kv_dtype != p.dtype && starts_on_16(p) && keys_per_box(p, Narrow::kKeys) > 0;
-    if (boxes) return launch_traits<Narrow>(p, stream);
-  }
+  if (p.kv_dtype != p.dtype) return launch_traits<typename Tr::Narrow>(p, stream);
   launch_traits<Tr>(p, stream);
 }
 

@@ -4,34 +4,110 @@
 
 namespace attnops::fmha::sm90 {
 
-// Keys and values of pages that are no boxes, and e4m3 ones for 16-bit queries, by four warps together.
-//
-// Nobody waits for copies of 16-bit rows: they arrive for their threads. e4m3 rows become wide ones in their place
-// while the copies of the next tile come. Who computes fences both: here a fence would wait for those copies, too.
+// Which rows a lane looks up, for producers of rows.
 template <class Tr>
-class RowProducer : ProducerBase<Tr> {
+class RowLookups : protected ProducerBase<Tr> {
   using Base = ProducerBase<Tr>;
-  using Layout = typename Base::Layout;
-  using Base::arrive, Base::bring_queries, Base::check_page, Base::is_seen, Base::next_work, Base::p_, Base::s_,
-      Base::shared_, Base::take_index, Base::tell, Base::tid_, Base::work_done, Base::work_ring_, Base::work_slot;
 
- public:
-  __device__ __forceinline__ RowProducer(const Params& p, const Schedule& s, const Maps& maps, char* base)
-      : Base(p, s, maps, base), narrow_(is_narrow(p)) {}
+ protected:
+  using Base::Base, Base::p_, Base::s_;
 
-  static __device__ __forceinline__ bool is_narrow(const Params& p) { return p.kv_dtype == DType::kFloat8E4M3; }
-  // Arrivals for a tile.
-  static __device__ __forceinline__ int arrivals(const Params& p) { return is_narrow(p) ? 4 : 128; }
+  // What look-ups need of a work, in registers: read where the work lies, each would wait for the one before.
+  struct View {
+    const Work& work;
+    const int32_t* cells;  // of the request's pages
+    int tile_begin, tile_end, gap_begin, gap_tiles, key_begin, key_end, first_k_token;
+    int64_t key_head, value_head;  // bytes
+  };
 
-  __device__ __forceinline__ void run() { narrow_ ? run_as<true>() : run_as<false>(); }
+  // Page and token of a row of a tile; token -1: no row of the tile sees the key.
+  struct Cell {
+    int page, token;
+  };
 
- private:
   // Byte offsets of a row of keys and of values; negative: no row of the tile sees the key, or its page is outside the
   // pool.
   struct Place {
     int64_t key, value;
   };
 
+  __device__ __forceinline__ View view_of(const Work& w) const {
+    const int size = size_of(p_.kv_dtype);
+    return {w,
+            p_.paged ? p_.page_table.row(w.request) : nullptr,
+            w.tile_begin,
+            w.tile_end,
+            w.gap_begin,
+            w.gap_tiles,
+            w.key_begin,
+            w.key_end,
+            w.first_k_token,
+            w.kv_head * p_.k_stride_head * size,
+            w.kv_head * p_.v_stride_head * size};
+  }
+
+  __device__ __forceinline__ static int key_of(const View& v, int tile, int row) {
+    return (tile < v.gap_begin ? tile : tile + v.gap_tiles) * Tr::kKeys + row;
+  }
+
+  __device__ __forceinline__ Cell cell_of(const View& v, int tile, int row) const {
+    const int key = key_of(v, tile, row);
+    if (tile >= v.tile_end || row >= Tr::kKeys || key < v.key_begin || key >= v.key_end ||
+        (p_.tree_mask != nullptr && !Base::is_seen(v.work, key))) {
+      return {0, -1};
+    }
+    if (!p_.paged) return {0, v.first_k_token + key};
+    const int cell = s_.page_size.divide(key);
+    return {v.cells[cell], key - cell * p_.page_table.page_size};
+  }
+
+  __device__ __forceinline__ Place place_of(const View& v, int tile, int row, const Cell& at) const {
+    if (at.token < 0) return {kNobody, kNobody};
+    if (p_.paged) {
+      if (p_.report != nullptr) Base::check_page(v.work, s_.page_size.divide(key_of(v, tile, row)), at.page);
+      if (at.page < 0 || at.page >= p_.page_table.num_pages) return {kNobody, kNobody};
+    }
+    const int size = size_of(p_.kv_dtype);
+    return {(at.page * p_.k_stride_page + at.token * p_.k_stride_token) * size + v.key_head,
+            (at.page * p_.v_stride_page + at.token * p_.v_stride_token) * size + v.value_head};
+  }
+};
+
+// Keys and values of pages that are no boxes, and those of e4m3 for 16-bit queries of short calls, by four warps
+// together.
+//
+// Nobody waits for copies of 16-bit rows: they arrive for their threads. e4m3 rows become wide ones in their place
+// while the copies of the next tile come. Who computes fences both: here a fence would wait for those copies, too.
+template <class Tr>
+class RowProducer : RowLookups<Tr> {
+  using Base = ProducerBase<Tr>;
+  using Lookups = RowLookups<Tr>;
+  using Layout = typename Base::Layout;
+  using Cell = typename Lookups::Cell;
+  using Place = typename Lookups::Place;
+  using View = typename Lookups::View;
+  using Base::arrive, Base::bring_queries, Base::next_work, Base::p_, Base::shared_, Base::take_index, Base::tell,
+      Base::tid_, Base::work_done, Base::work_ring_, Base::work_slot;
+
+ public:
+  __device__ __forceinline__ RowProducer(const Params& p, const Schedule& s, const Maps& maps, char* base)
+      : Lookups(p, s, maps, base) {}
+
+  // Others are made wide by a producer of their own.
+  static __device__ __forceinline__ bool is_narrow(const Params& p) {
+    return Tr::kShort && p.kv_dtype == DType::kFloat8E4M3;
+  }
+  // Arrivals for a tile.
+  static __device__ __forceinline__ int arrivals(const Params& p) { return is_narrow(p) ? 4 : 128; }
+
+  __device__ __forceinline__ void run() {
+    if constexpr (Tr::kShort) {
+      if (is_narrow(p_)) return run_as<true>();
+    }
+    run_as<false>();
+  }
+
+ private:
   template <bool kNarrow>
   __device__ __forceinline__ void run_as() {
 #pragma unroll 1
@@ -40,35 +116,43 @@ class RowProducer : ProducerBase<Tr> {
       hopper::named_barrier_sync(kProducerBarrier, 128);
       const Work& w = *work_slot();
       const uint32_t done = work_done();
-      if (kNarrow && w.num_tokens < 0) finish_pending<0>();
-      if (tid_ == 0) bring_queries(w);  // those of the last work are free when its last keys are multiplied
-      if (w.num_tokens < 0) return;
+      const bool last = w.num_tokens < 0, has_tiles = !last && w.tile_begin < w.tile_end;
+      if (kNarrow && last) finish_pending<0>();
+      if (tid_ == 0 && !(kQueriesLater && has_tiles)) bring_queries(w);
+      if (last) return;
       if (Tr::kShort && tid_ == 0) take_index();
       work_ring_.advance();
-      bring_tiles<kNarrow>(w);
+      if (has_tiles) bring_tiles<kNarrow>(w);
       if (tid_ >= 32) hopper::mbarrier_arrive(done);
       // Whoever waits for the last tile of values keeps the place of a work.
-      if (kNarrow && w.tile_begin == w.tile_end) finish_pending<0>();
+      if (kNarrow && !has_tiles) finish_pending<0>();
     }
   }
+
+  // With one place, those of the last work are free when its last keys are multiplied. So keys are asked for before.
+  static constexpr bool kQueriesLater = Tr::kQStages == 1;
 
   // The scores of a tile are multiplied before the values of the tile ahead of it, so keys are asked for first. Cells
   // of the page table are asked for two tiles ahead, and looked at a tile later.
   template <bool kNarrow>
   __device__ __forceinline__ void bring_tiles(const Work& w) {
-    const int tile_end = w.tile_end;
-    if (w.tile_begin == tile_end) return;
-    Cell next = cell_of(w, w.tile_begin), after = cell_of(w, w.tile_begin + 1);
-    Place here = place_of(w, w.tile_begin, next);
+    const View v = this->view_of(w);
+    const int row = looked_up_row(), tile_end = v.tile_end;
+    Cell next = this->cell_of(v, v.tile_begin, row), after = this->cell_of(v, v.tile_begin + 1, row);
+    Place here = this->place_of(v, v.tile_begin, row, next);
     next = after;
     int64_t values = kNobody;
 #pragma unroll 1
-    for (int tile = w.tile_begin; tile <= tile_end; ++tile) {
+    for (int tile = v.tile_begin; tile <= tile_end; ++tile) {
       if (tile < tile_end) bring<true, kNarrow>(here.key);
-      after = cell_of(w, tile + 2);
-      if (tile > w.tile_begin) bring<false, kNarrow>(values);
+      if (kQueriesLater && tile == v.tile_begin) {
+        if (tid_ == 0) bring_queries(w);
+        __syncwarp();
+      }
+      after = this->cell_of(v, tile + 2, row);
+      if (tile > v.tile_begin) bring<false, kNarrow>(values);
       values = here.value;
-      here = place_of(w, tile + 1, next);
+      here = this->place_of(v, tile + 1, row, next);
       next = after;
     }
   }
@@ -107,43 +191,11 @@ class RowProducer : ProducerBase<Tr> {
     pending_.full = 0;
   }
 
-  // Page and token of this lane's row of a tile; token -1: no row of the tile sees the key.
-  struct Cell {
-    int page, token;
-  };
-
-  __device__ __forceinline__ int key_of(const Work& w, int tile) const {
-    return w.place_of(tile) * Tr::kKeys + looked_up_row();
-  }
-
-  __device__ __forceinline__ Cell cell_of(const Work& w, int tile) const {
-    const int key = key_of(w, tile);
-    if (tile >= w.tile_end || looked_up_row() >= Tr::kKeys || key < w.key_begin || key >= w.key_end ||
-        !is_seen(w, key)) {
-      return {0, -1};
-    }
-    if (!p_.paged) return {0, w.first_k_token + key};
-    const int cell = s_.page_size.divide(key);
-    return {p_.page_table.row(w.request)[cell], key - cell * p_.page_table.page_size};
-  }
-
-  __device__ __forceinline__ Place place_of(const Work& w, int tile, const Cell& at) const {
-    if (at.token < 0) return {kNobody, kNobody};
-    if (p_.paged) {
-      check_page(w, s_.page_size.divide(key_of(w, tile)), at.page);
-      if (at.page < 0 || at.page >= p_.page_table.num_pages) return {kNobody, kNobody};
-    }
-    const int size = size_of(p_.kv_dtype);
-    return {(at.page * p_.k_stride_page + at.token * p_.k_stride_token + w.kv_head * p_.k_stride_head) * size,
-            (at.page * p_.v_stride_page + at.token * p_.v_stride_token + w.kv_head * p_.v_stride_head) * size};
-  }
-
   struct Pending {
     uint32_t full = 0, tile = 0;
     bool keys = false;
   };
 
-  bool narrow_;
   PieceOfRow piece_;
   Pending pending_;
   Ring<Tr::kStages> k_ring_, v_ring_;

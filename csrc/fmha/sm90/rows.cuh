@@ -13,6 +13,7 @@ namespace hopper = attnops::sm90;
 // Byte offset of a key's row from the pool, of its head; negative: no row of the tile sees the key, or its page is
 // outside the pool. Such rows become zeros.
 inline constexpr int64_t kNobody = -1;
+__device__ __forceinline__ bool is_row(int64_t offset) { return static_cast<int>(offset >> 32) >= 0; }
 
 // The rows of a tile that a lane looks up: lane, 32 + lane, and so on.
 template <class Tr>
@@ -78,25 +79,33 @@ struct PieceOfRow {
 };
 
 // Begins to copy this lane's pieces of a tile: 16-bit rows, or e4m3 rows that `widen_pieces` finishes. Eight e4m3 lie
-// at the place of the eight wide values that the same lane makes of them.
+// at the place of the eight wide values that the same lane makes of them. Several rows are asked of other lanes before
+// any is copied: a lane would wait for each, and for the copies before it to read their addresses.
 template <class Tr, int kChunks, bool kNarrow>
 __device__ __forceinline__ void copy_pieces(const void* pool, int64_t looked_up, int head_dim, uint32_t tile,
                                             const PieceOfRow& piece) {
-  constexpr int kBytes = kNarrow ? 8 : 16;
+  constexpr int kBytes = kNarrow ? 8 : 16, kPasses = Tr::kKeys / kRowsOfPass, kAtOnce = kNarrow ? 1 : 4;
   const char* const source = static_cast<const char*>(pool) + piece.number * kBytes;
   const uint32_t own = tile + piece.byte;
 #pragma unroll
-  for (int pass = 0; pass < Tr::kKeys / kRowsOfPass; ++pass) {
-    const int64_t offset = __shfl_sync(0xffffffffu, looked_up, 4 * pass + piece.group);
-    const char* const from = source + offset;  // not read where no row is
+  for (int first = 0; first < kPasses; first += kAtOnce) {
+    int64_t offset[kAtOnce];
 #pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-      const uint32_t to = own + pass * kRowsOfPass * 128 + c * Tr::kKeys * 128;
-      const bool exists = offset >= 0 && (c * 8 + piece.number) * 8 < head_dim;
-      if constexpr (kNarrow) {
-        hopper::copy8(to, from + c * 8 * kBytes, exists);
-      } else {
-        hopper::copy16(to, from + c * 8 * kBytes, exists);
+    for (int i = 0; i < kAtOnce && first + i < kPasses; ++i) {
+      offset[i] = __shfl_sync(0xffffffffu, looked_up, 4 * (first + i) + piece.group);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce && first + i < kPasses; ++i) {
+      const char* const from = source + offset[i];  // not read where no row is
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        const uint32_t to = own + (first + i) * kRowsOfPass * 128 + c * Tr::kKeys * 128;
+        const bool exists = is_row(offset[i]) && (c * 8 + piece.number) * 8 < head_dim;
+        if constexpr (kNarrow) {
+          hopper::copy8(to, from + c * 8 * kBytes, exists);
+        } else {
+          hopper::copy16(to, from + c * 8 * kBytes, exists);
+        }
       }
     }
   }

@@ -42,6 +42,18 @@ constexpr Shape of_narrow(Shape s) {
   return s;
 }
 
+// For keys and values that come row by row: a third stage of each, where it fits. Copies of rows take longer than boxes,
+// so those of a tile must begin earlier. Queries then have one place.
+// e4m3 rows that become wide have a place of their own beside them: 32 of a tile have a part for each warp.
+constexpr Shape of_rows(Shape s, bool narrow) {
+  if (narrow) s.keys -= s.keys % 32;
+  if (narrow || s.ctas > 1) return s;
+  Shape more = s;
+  more.stages = 3;
+  if (wide_tile_bytes(more) > most_tile_bytes(s.ctas)) more.q_stages = 1;
+  return wide_tile_bytes(more) > most_tile_bytes(s.ctas) ? s : more;
+}
+
 // Tiles and shared memory of one instantiation. Head dims are those of the tile; smaller ones are filled with zeros.
 //
 // A CTA is one warpgroup that brings tiles and kWarpgroups that compute, 64 rows each. A row is a query token and one
@@ -59,6 +71,7 @@ struct Traits {
   static constexpr bool kNarrow = kNarrow_, kFp8 = std::is_same_v<T, __nv_fp8_e4m3>;
   using Out = std::conditional_t<kFp8, __nv_bfloat16, Caller>;
   using Narrow = Traits<__half, of_narrow(kShape_), Caller, true>;  // for e4m3 keys
+  using Rows = Traits<T, of_rows(kShape_, kNarrow_), Caller, kNarrow_>;
   static constexpr Shape kShape = kShape_;
   static constexpr int kHeadDimQk = kShape.head_dim_qk, kHeadDimV = kShape.head_dim_v;
   static constexpr int kKeys = kShape.keys;
