@@ -9,6 +9,7 @@
 #include "fmha/cuda/any.h"
 #include "fmha/cuda/launch.h"
 #include "fmha/sm90/launch.h"
+#include "fmha/sm90/row_units.h"
 
 namespace attnops::fmha {
 namespace {
@@ -52,6 +53,10 @@ struct Impl {
   if (!rows_aligned(p.k, size, bytes, p.k_stride_page, p.k_stride_token, p.k_stride_head) ||
       !rows_aligned(p.v, size, bytes, p.v_stride_page, p.v_stride_token, p.v_stride_head)) {
     return "rows of k and v must start on " + std::to_string(bytes) + "-byte boundaries";
+  }
+  sm90::RowUnits units;
+  if (!sm90::find_row_units(p, true, units) || !sm90::find_row_units(p, false, units)) {
+    return "strides of k and v leave too many places for a row to count them in 32 bits";
   }
   const int sm = usable_sm("fmha");
   if (sm != 90) return "runs on sm_90, this device is sm_" + std::to_string(sm);

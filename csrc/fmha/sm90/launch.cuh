@@ -10,8 +10,8 @@
 
 namespace attnops::fmha::sm90 {
 
-// Rows of a box that divides pages and tiles; 0 where that is not a multiple of `least_box`. Ragged requests that are short in
-// the mean come in small boxes, as only those are asked for that hold a key of the request.
+// Rows of a box that divides pages and tiles; 0 where that is not a multiple of `least_box`. Ragged requests that are
+// short in the mean come in small boxes, as only those are asked for that hold a key of the request.
 inline int keys_per_box(const Params& p, int tile_keys, int least_box) {
   constexpr int kSmallBox = 32, kShort = 40;
   if (!p.paged) {
@@ -49,6 +49,10 @@ Schedule make_schedule(const Params& p) {
   s.takes = s.num_works / s.turns;
   const bool boxes = Tr::kNarrow ? starts_on_16(p) : p.kv_dtype == p.dtype;
   s.box_keys = boxes ? keys_per_box(p, Tr::kKeys, Tr::kFp8 || Tr::kShort ? 8 : 16) : 0;
+  if (s.box_keys == 0) {
+    find_row_units(p, true, s.key_rows);
+    find_row_units(p, false, s.value_rows);
+  }
   s.cluster = !Tr::kFp8 && !Tr::kNarrow && s.box_keys > 0 && s.blocks_per_group % 2 == 0 ? 2 : 1;
   return s;
 }

@@ -167,7 +167,7 @@ class E4m3Producer : ProducerBase<Tr> {
 #pragma unroll
     for (int j = 0; j < RowOffsets<Tr>::kCount; ++j) {
       const int row = 32 * j + lane_, key = w.place_of(tile) * Tr::kKeys + row;
-      offsets.of[j] = kNobody;
+      offsets.of[j] = RowOffsets<Tr>::kNone;
       if (row >= Tr::kKeys || key < w.key_begin || key >= w.key_end || !is_seen(w, key)) continue;
       int page = 0, token = w.first_k_token + key;
       if (p_.paged) {

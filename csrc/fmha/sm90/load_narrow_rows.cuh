@@ -19,7 +19,7 @@ class NarrowRowProducer : RowLookups<Tr> {
   using Cell = typename Lookups::Cell;
   using Place = typename Lookups::Place;
   using View = typename Lookups::View;
-  using Base::arrive, Base::bring_queries, Base::next_work, Base::p_, Base::shared_, Base::tell, Base::tid_,
+  using Base::arrive, Base::bring_queries, Base::next_work, Base::p_, Base::s_, Base::shared_, Base::tell, Base::tid_,
       Base::work_done, Base::work_ring_, Base::work_slot;
 
  public:
@@ -95,61 +95,63 @@ class NarrowRowProducer : RowLookups<Tr> {
   template <int kCopyBytes>
   __device__ __forceinline__ void bring_tiles(const Work& w, const KPart& k_part, const VPart& v_part) {
     const View v = this->view_of(w);
-    const int lane = tid_ % 32, row = lane / 8 * 32 + tid_ / 32 * 8 + lane % 8, begin = v.tile_begin, end = v.tile_end;
+    const int lane = tid_ % 32, row = lane / 8 * 32 + tid_ / 32 * 8 + lane % 8;
     const uint32_t raw = shared_ + Layout::kRaw + tid_ * 16;
-    const Cell first = this->cell_of(v, begin, row);
-    Cell next = this->cell_of(v, begin + 1, row);
-    Place here = this->place_of(v, begin, row, first);
-    copy<kCopyBytes>(k_part, p_.k, here.key, p_.head_dim_qk, raw);
-    cp_async_commit();  // in place of the values of the tile before
-    if (tid_ == 0) bring_queries(w);  // with one place, when the last work's last keys are multiplied
-    __syncwarp();
+    Cell next{0, -1};
+    Place here{kNobody, kNobody};
 #pragma unroll 1
-    for (int tile = begin; tile <= end; ++tile) {
-      const int64_t value = here.value;
+    for (int tile = v.tile_begin - 2; tile <= v.tile_end; ++tile) {
+      const uint32_t value = here.value;
+      const Cell after = this->cell_of(v, tile + 2, row);
       here = this->place_of(v, tile + 1, row, next);
-      next = this->cell_of(v, tile + 2, row);
-      if (tile < end) {
+      next = after;
+      if (tile >= v.tile_begin && tile < v.tile_end) {
         widen(k_part, raw, shared_ + Layout::kK + k_ring_.stage * Tr::kKBytes, Layout::kKFull, Layout::kKEmpty,
               k_ring_);
       }
-      copy<kCopyBytes>(k_part, p_.k, here.key, p_.head_dim_qk, raw, tile + 1 < end);
-      if (tile > begin) {
+      const bool more = tile + 1 >= v.tile_begin && tile + 1 < v.tile_end;
+      copy<kCopyBytes>(k_part, p_.k, s_.key_rows.unit, here.key, p_.head_dim_qk, raw, more);
+      if (tile + 1 == v.tile_begin) {  // with one place, when the last work's last keys are multiplied
+        if (tid_ == 0) bring_queries(w);
+        __syncwarp();
+      }
+      if (tile > v.tile_begin) {
         widen(v_part, raw + Tr::kRawBytes, shared_ + Layout::kV + v_ring_.stage * Tr::kVBytes, Layout::kVFull,
               Layout::kVEmpty, v_ring_);
       }
-      copy<kCopyBytes>(v_part, p_.v, value, p_.head_dim_v, raw + Tr::kRawBytes, tile < end);
+      copy<kCopyBytes>(v_part, p_.v, s_.value_rows.unit, value, p_.head_dim_v, raw + Tr::kRawBytes,
+                       tile >= v.tile_begin && tile < v.tile_end);
     }
   }
 
   // Begins to copy this lane's pieces of a tile, or nothing: as many groups of copies are newer than those waited for.
   template <int kCopyBytes, class P>
-  __device__ __forceinline__ void copy(const P& part, const void* pool, int64_t looked_up, int head_dim, uint32_t raw,
-                                       bool any = true) const {
+  __device__ __forceinline__ void copy(const P& part, const void* pool, uint32_t unit, uint32_t looked_up, int head_dim,
+                                       uint32_t raw, bool any) const {
     if (any) {
       const char* const source = static_cast<const char*>(pool) + part.column;
       const int width = head_dim - part.column;
       constexpr int kAtOnce = min_of(4, P::kBlocks * P::kHalves);
 #pragma unroll
       for (int n = 0; n < P::kBlocks * P::kHalves; n += kAtOnce) {
-        int64_t offset[kAtOnce];
+        uint32_t place[kAtOnce];
 #pragma unroll
         for (int i = 0; i < kAtOnce && n + i < P::kBlocks * P::kHalves; ++i) {
           const int block = (n + i) / P::kHalves, half = (n + i) % P::kHalves;
-          offset[i] = __shfl_sync(0xffffffffu, looked_up, 8 * block + 4 * half + part.row);
+          place[i] = __shfl_sync(0xffffffffu, looked_up, 8 * block + 4 * half + part.row);
         }
 #pragma unroll
         for (int i = 0; i < kAtOnce && n + i < P::kBlocks * P::kHalves; ++i) {
-          const char* const from = source + offset[i];  // not read where no row is
+          const char* const from = source + uint64_t{place[i]} * unit;  // not read where no row is
 #pragma unroll
           for (int c = 0; c < P::kOfRow; ++c) {
             const uint32_t to = raw + ((n + i) * P::kOfRow + c) * 2048;
             const int column = c * P::kColumnStep;
             if constexpr (kCopyBytes == 16) {
-              hopper::copy16(to, from + column, is_row(offset[i]) && column < width);
+              hopper::copy16(to, from + column, place[i] != kNobody && column < width);
             } else {
-              hopper::copy8(to, from + column, is_row(offset[i]) && column < width);
-              hopper::copy8(to + 8, from + column + 8, is_row(offset[i]) && column + 8 < width);
+              hopper::copy8(to, from + column, place[i] != kNobody && column < width);
+              hopper::copy8(to + 8, from + column + 8, place[i] != kNobody && column + 8 < width);
             }
           }
         }

@@ -16,8 +16,7 @@ class RowLookups : protected ProducerBase<Tr> {
   struct View {
     const Work& work;
     const int32_t* cells;  // of the request's pages
-    int tile_begin, tile_end, gap_begin, gap_tiles, key_begin, key_end, first_k_token;
-    int64_t key_head, value_head;  // bytes
+    int tile_begin, tile_end, key_begin, key_end;
   };
 
   // Page and token of a row of a tile; token -1: no row of the tile sees the key.
@@ -25,38 +24,22 @@ class RowLookups : protected ProducerBase<Tr> {
     int page, token;
   };
 
-  // Byte offsets of a row of keys and of values; negative: no row of the tile sees the key, or its page is outside the
-  // pool.
+  // Where a row of keys and one of values lie, in units from the pool.
   struct Place {
-    int64_t key, value;
+    uint32_t key, value;
   };
 
   __device__ __forceinline__ View view_of(const Work& w) const {
-    const int size = size_of(p_.kv_dtype);
-    return {w,
-            p_.paged ? p_.page_table.row(w.request) : nullptr,
-            w.tile_begin,
-            w.tile_end,
-            w.gap_begin,
-            w.gap_tiles,
-            w.key_begin,
-            w.key_end,
-            w.first_k_token,
-            w.kv_head * p_.k_stride_head * size,
-            w.kv_head * p_.v_stride_head * size};
-  }
-
-  __device__ __forceinline__ static int key_of(const View& v, int tile, int row) {
-    return (tile < v.gap_begin ? tile : tile + v.gap_tiles) * Tr::kKeys + row;
+    return {w, p_.paged ? p_.page_table.row(w.request) : nullptr, w.tile_begin, w.tile_end, w.key_begin, w.key_end};
   }
 
   __device__ __forceinline__ Cell cell_of(const View& v, int tile, int row) const {
-    const int key = key_of(v, tile, row);
+    const int key = v.work.place_of(tile) * Tr::kKeys + row;
     if (tile >= v.tile_end || row >= Tr::kKeys || key < v.key_begin || key >= v.key_end ||
         (p_.tree_mask != nullptr && !Base::is_seen(v.work, key))) {
       return {0, -1};
     }
-    if (!p_.paged) return {0, v.first_k_token + key};
+    if (!p_.paged) return {0, v.work.first_k_token + key};
     const int cell = s_.page_size.divide(key);
     return {v.cells[cell], key - cell * p_.page_table.page_size};
   }
@@ -64,12 +47,13 @@ class RowLookups : protected ProducerBase<Tr> {
   __device__ __forceinline__ Place place_of(const View& v, int tile, int row, const Cell& at) const {
     if (at.token < 0) return {kNobody, kNobody};
     if (p_.paged) {
-      if (p_.report != nullptr) Base::check_page(v.work, s_.page_size.divide(key_of(v, tile, row)), at.page);
+      if (p_.report != nullptr) {
+        Base::check_page(v.work, s_.page_size.divide(v.work.place_of(tile) * Tr::kKeys + row), at.page);
+      }
       if (at.page < 0 || at.page >= p_.page_table.num_pages) return {kNobody, kNobody};
     }
-    const int size = size_of(p_.kv_dtype);
-    return {(at.page * p_.k_stride_page + at.token * p_.k_stride_token) * size + v.key_head,
-            (at.page * p_.v_stride_page + at.token * p_.v_stride_token) * size + v.value_head};
+    const int head = v.work.kv_head;
+    return {s_.key_rows.place_of(at.page, at.token, head), s_.value_rows.place_of(at.page, at.token, head)};
   }
 };
 
@@ -86,8 +70,8 @@ class RowProducer : RowLookups<Tr> {
   using Cell = typename Lookups::Cell;
   using Place = typename Lookups::Place;
   using View = typename Lookups::View;
-  using Base::arrive, Base::bring_queries, Base::next_work, Base::p_, Base::shared_, Base::take_index, Base::tell,
-      Base::tid_, Base::work_done, Base::work_ring_, Base::work_slot;
+  using Base::arrive, Base::bring_queries, Base::next_work, Base::p_, Base::s_, Base::shared_, Base::take_index,
+      Base::tell, Base::tid_, Base::work_done, Base::work_ring_, Base::work_slot;
 
  public:
   __device__ __forceinline__ RowProducer(const Params& p, const Schedule& s, const Maps& maps, char* base)
@@ -137,28 +121,28 @@ class RowProducer : RowLookups<Tr> {
   template <bool kNarrow>
   __device__ __forceinline__ void bring_tiles(const Work& w) {
     const View v = this->view_of(w);
-    const int row = looked_up_row(), tile_end = v.tile_end;
-    Cell next = this->cell_of(v, v.tile_begin, row), after = this->cell_of(v, v.tile_begin + 1, row);
-    Place here = this->place_of(v, v.tile_begin, row, next);
-    next = after;
-    int64_t values = kNobody;
+    const int row = looked_up_row();
+    Cell next{0, -1};
+    Place here{kNobody, kNobody};
+    uint32_t values = kNobody;  // of the tile before
 #pragma unroll 1
-    for (int tile = v.tile_begin; tile <= tile_end; ++tile) {
-      if (tile < tile_end) bring<true, kNarrow>(here.key);
+    for (int tile = v.tile_begin - 2; tile <= v.tile_end; ++tile) {
+      if (tile >= v.tile_begin && tile < v.tile_end) bring<true, kNarrow>(here.key);
       if (kQueriesLater && tile == v.tile_begin) {
         if (tid_ == 0) bring_queries(w);
         __syncwarp();
       }
-      after = this->cell_of(v, tile + 2, row);
-      if (tile > v.tile_begin) bring<false, kNarrow>(values);
-      values = here.value;
+      const Cell after = this->cell_of(v, tile + 2, row);
+      const uint32_t value = here.value;
       here = this->place_of(v, tile + 1, row, next);
       next = after;
+      if (tile > v.tile_begin) bring<false, kNarrow>(values);
+      values = value;
     }
   }
 
   template <bool kKeys, bool kNarrow>
-  __device__ __forceinline__ void bring(int64_t offset) {
+  __device__ __forceinline__ void bring(uint32_t place) {
     constexpr int kChunks = kKeys ? Tr::kQkChunks : Tr::kVChunks;
     Ring<Tr::kStages>& ring = kKeys ? k_ring_ : v_ring_;
     const uint32_t tile =
@@ -166,8 +150,8 @@ class RowProducer : RowLookups<Tr> {
     const uint32_t full = shared_ + (kKeys ? Layout::kKFull : Layout::kVFull) + 8 * ring.stage;
     hopper::mbarrier_wait(shared_ + (kKeys ? Layout::kKEmpty : Layout::kVEmpty) + 8 * ring.stage, ring.phase ^ 1);
     ring.advance();
-    copy_pieces<Tr, kChunks, kNarrow>(kKeys ? p_.k : p_.v, offset, kKeys ? p_.head_dim_qk : p_.head_dim_v, tile,
-                                      piece_);
+    copy_pieces<Tr, kChunks, kNarrow>(kKeys ? p_.k : p_.v, kKeys ? s_.key_rows.unit : s_.value_rows.unit, place,
+                                      kKeys ? p_.head_dim_qk : p_.head_dim_v, tile, piece_);
     if constexpr (kNarrow) {
       cp_async_commit();
       finish_pending<1>();

@@ -5,19 +5,17 @@
 #include "device/sm80/mma.cuh"
 #include "device/sm90/copy.cuh"
 #include "device/sm90/wgmma.cuh"
+#include "fmha/sm90/row_units.h"
 
 namespace attnops::fmha::sm90 {
 
 namespace hopper = attnops::sm90;
 
-// Byte offset of a key's row from the pool, of its head; negative: no row of the tile sees the key, or its page is
-// outside the pool. Such rows become zeros.
-inline constexpr int64_t kNobody = -1;
-__device__ __forceinline__ bool is_row(int64_t offset) { return static_cast<int>(offset >> 32) >= 0; }
-
-// The rows of a tile that a lane looks up: lane, 32 + lane, and so on.
+// The rows of a tile that a lane looks up: lane, 32 + lane, and so on. Byte offsets from the pool; negative: no row of
+// the tile sees the key, or its page is outside the pool. Such rows become zeros.
 template <class Tr>
 struct RowOffsets {
+  static constexpr int64_t kNone = -1;
   static constexpr int kCount = ceil_div(Tr::kKeys, 32);
   int64_t of[kCount];
 };
@@ -82,25 +80,25 @@ struct PieceOfRow {
 // at the place of the eight wide values that the same lane makes of them. Several rows are asked of other lanes before
 // any is copied: a lane would wait for each, and for the copies before it to read their addresses.
 template <class Tr, int kChunks, bool kNarrow>
-__device__ __forceinline__ void copy_pieces(const void* pool, int64_t looked_up, int head_dim, uint32_t tile,
-                                            const PieceOfRow& piece) {
+__device__ __forceinline__ void copy_pieces(const void* pool, uint32_t unit, uint32_t looked_up, int head_dim,
+                                            uint32_t tile, const PieceOfRow& piece) {
   constexpr int kBytes = kNarrow ? 8 : 16, kPasses = Tr::kKeys / kRowsOfPass, kAtOnce = kNarrow ? 1 : 4;
   const char* const source = static_cast<const char*>(pool) + piece.number * kBytes;
   const uint32_t own = tile + piece.byte;
 #pragma unroll
   for (int first = 0; first < kPasses; first += kAtOnce) {
-    int64_t offset[kAtOnce];
+    uint32_t place[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce && first + i < kPasses; ++i) {
-      offset[i] = __shfl_sync(0xffffffffu, looked_up, 4 * (first + i) + piece.group);
+      place[i] = __shfl_sync(0xffffffffu, looked_up, 4 * (first + i) + piece.group);
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce && first + i < kPasses; ++i) {
-      const char* const from = source + offset[i];  // not read where no row is
+      const char* const from = source + uint64_t{place[i]} * unit;  // not read where no row is
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
         const uint32_t to = own + (first + i) * kRowsOfPass * 128 + c * Tr::kKeys * 128;
-        const bool exists = is_row(offset[i]) && (c * 8 + piece.number) * 8 < head_dim;
+        const bool exists = place[i] != kNobody && (c * 8 + piece.number) * 8 < head_dim;
         if constexpr (kNarrow) {
           hopper::copy8(to, from + c * 8 * kBytes, exists);
         } else {

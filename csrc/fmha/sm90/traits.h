@@ -42,9 +42,9 @@ constexpr Shape of_narrow(Shape s) {
   return s;
 }
 
-// For keys and values that come row by row: a third stage of each, where it fits. Copies of rows take longer than boxes,
-// so those of a tile must begin earlier. Queries then have one place.
-// e4m3 rows that become wide have a place of their own beside them: 32 of a tile have a part for each warp.
+// For keys and values that come row by row: a third stage of each, where it fits. Copies of rows take longer than
+// boxes, so those of a tile must begin earlier. Queries then have one place. e4m3 rows that become wide have a place of
+// their own beside them: 32 of a tile have a part for each warp.
 constexpr Shape of_rows(Shape s, bool narrow) {
   if (narrow) s.keys -= s.keys % 32;
   if (narrow || s.ctas > 1) return s;

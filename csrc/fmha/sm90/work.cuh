@@ -5,6 +5,7 @@
 #include "core/tree_window.h"
 #include "core/types.h"
 #include "fmha/params.h"
+#include "fmha/sm90/row_units.h"
 #include "scheduler/varlen_cuts.h"
 
 namespace attnops::fmha::sm90 {
@@ -27,6 +28,7 @@ struct Schedule {
   int cluster;       // 2: neighbours in the works' order share their keys, and a pair of CTAs brings them once
   int box_keys;      // rows of a box of the copy engine; 0: rows are gathered
   int pack_inverse;  // ceil(2^16 / pack): row / pack = row * pack_inverse >> 16 below 2^8 rows
+  RowUnits key_rows, value_rows;  // where rows are gathered
   // Of the call, in 32 bits: rows of q, rows of k, tokens that a row of the page table has room for (-1: rows differ).
   int q_tokens, k_tokens, room;
   int whole_keys;  // with so many keys or fewer, all heads of a request are one section (heads_at_a_time)
