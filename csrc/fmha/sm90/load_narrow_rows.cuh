@@ -96,7 +96,8 @@ class NarrowRowProducer : RowLookups<Tr> {
   __device__ __forceinline__ void bring_tiles(const Work& w, const KPart& k_part, const VPart& v_part) {
     const View v = this->view_of(w);
     const int lane = tid_ % 32, row = lane / 8 * 32 + tid_ / 32 * 8 + lane % 8;
-    const uint32_t raw = shared_ + Layout::kRaw + tid_ * 16;
+    uint32_t raw = shared_ + Layout::kRaw + tid_ * 16;
+    asm volatile("" : "+r"(raw));  // not made anew for each piece
     Cell next{0, -1};
     Place here{kNobody, kNobody};
 #pragma unroll 1
@@ -129,7 +130,8 @@ class NarrowRowProducer : RowLookups<Tr> {
   __device__ __forceinline__ void copy(const P& part, const void* pool, uint32_t unit, uint32_t looked_up, int head_dim,
                                        uint32_t raw, bool any) const {
     if (any) {
-      const char* const source = static_cast<const char*>(pool) + part.column;
+      const char* source = static_cast<const char*>(pool) + part.column;
+      asm volatile("" : "+l"(source));  // one addend of all addresses
       const int width = head_dim - part.column;
       constexpr int kAtOnce = min_of(4, P::kBlocks * P::kHalves);
 #pragma unroll

@@ -83,7 +83,8 @@ template <class Tr, int kChunks, bool kNarrow>
 __device__ __forceinline__ void copy_pieces(const void* pool, uint32_t unit, uint32_t looked_up, int head_dim,
                                             uint32_t tile, const PieceOfRow& piece) {
   constexpr int kBytes = kNarrow ? 8 : 16, kPasses = Tr::kKeys / kRowsOfPass, kAtOnce = kNarrow ? 1 : 4;
-  const char* const source = static_cast<const char*>(pool) + piece.number * kBytes;
+  const char* source = static_cast<const char*>(pool) + piece.number * kBytes;
+  asm volatile("" : "+l"(source));  // one addend of all addresses
   const uint32_t own = tile + piece.byte;
 #pragma unroll
   for (int first = 0; first < kPasses; first += kAtOnce) {

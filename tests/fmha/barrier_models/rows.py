@@ -13,10 +13,10 @@ from boxes import Bar
 
 def sim(seed, kind, overlap, qs, kst=2, groups=2, turns=True, rst=2):
     r = random.Random(seed)
-    in_place, narrow = kind == "rows in place", kind == "narrow boxes"
+    in_place, narrow, own = kind == "rows in place", kind == "narrow boxes", kind == "narrow rows"
     W = [(r.random() < 0.85, 0, r.choice([0, 1, 1, 2, 3, 4, 6])) for _ in range(r.randint(1, 12))]
-    # Arrivals a tile (8 stands for 128): of warps that widen boxes, or rows in place, or of all lanes.
-    A = 3 if narrow else 4 if in_place else 8
+    # Arrivals a tile (8 stands for 128): of warps that widen boxes, or rows, or of all lanes.
+    A = 3 if narrow else 4 if in_place or own else 8
     parts = 3 if narrow else 4
     rf = [Bar(1, f"rf{i}") for i in range(rst)]
     re_ = [Bar(3, f"re{i}") for i in range(rst)]
@@ -56,6 +56,50 @@ def sim(seed, kind, overlap, qs, kst=2, groups=2, turns=True, rst=2):
         inflight.append(land)
 
     def prod(wp):
+        own_raw = [None, None]  # of keys, of values
+
+        # Copies of a tile's keys, and of its values, are a step ahead of their conversion.
+        def bring_own(w, mine, rk, rv, bring_queries):
+            n = w[2] - w[1]
+
+            def copy(i, t):
+                place = own_raw[i] = [(mine, t), False]
+
+                def land():
+                    place[1] = True
+
+                inflight.append(land)
+
+            def widen(i, t):
+                place = own_raw[i]
+                yield lambda: place[1]  # wait_group
+                assert place is own_raw[i] and place[0] == (mine, t)
+                ring, cells, rd, f, e = (rv, V, vr, vf, ve) if i else (rk, K, kr, kf, ke)
+                st, ph = ring
+                yield wait(e[st], ph ^ 1)
+                for step in ("half", "wide"):
+                    assert rd[st] == 0, "overwritten while read"
+                    cells[st][wp] = ((mine, t), step)
+                    yield lambda: True
+                f[st].arrive()
+                ring[0] += 1
+                if ring[0] == kst:
+                    ring[0] = 0
+                    ring[1] ^= 1
+
+            for t in range(-1, n + 1 if n else -1):
+                if 0 <= t < n:
+                    yield from widen(0, t)
+                if t + 1 < n:
+                    copy(0, t + 1)
+                if t == -1:
+                    yield from bring_queries()
+                if t > 0:
+                    yield from widen(1, t - 1)
+                if 0 <= t < n:
+                    copy(1, t)
+                yield lambda: True
+
         q = 0
         qp = 0
         s = 0
@@ -99,13 +143,26 @@ def sim(seed, kind, overlap, qs, kst=2, groups=2, turns=True, rst=2):
                     yield wait(qe[q], qp ^ 1)
                     qf[q].arrive()
                 return
-            if wp == 0:
-                yield wait(qe[q], qp ^ 1)
-                ask_for_queries(q, mine)
-            q += 1
-            if q == qs:
-                q = 0
-                qp ^= 1
+            later = (own or qs == 1) and w[1] < w[2]  # behind the first keys
+
+            def bring_queries():
+                nonlocal q, qp
+                if wp == 0:
+                    yield wait(qe[q], qp ^ 1)
+                    ask_for_queries(q, mine)
+                q += 1
+                if q == qs:
+                    q = 0
+                    qp ^= 1
+
+            if not later:
+                yield from bring_queries()
+            if own:
+                yield from bring_own(w, mine, rk, rv, bring_queries)
+                assert slot[own_slot] == (w, mine)
+                if wp > 0:
+                    wd[own_slot].arrive()
+                continue
 
             def bring(keys, tile):
                 nonlocal pend
@@ -138,6 +195,8 @@ def sim(seed, kind, overlap, qs, kst=2, groups=2, turns=True, rst=2):
             t, t_end = w[1], w[2]
             if t < t_end:
                 yield from bring(True, t)
+                if later:
+                    yield from bring_queries()
                 while t < t_end:
                     if t + 1 < t_end:
                         yield from bring(True, t + 1)
@@ -416,8 +475,8 @@ def sim(seed, kind, overlap, qs, kst=2, groups=2, turns=True, rst=2):
 
 if __name__ == "__main__":
     for seed in range(int(sys.argv[1]), int(sys.argv[2])):
-        for n in ("rows", "rows in place", "narrow boxes"):
+        for n in ("rows", "rows in place", "narrow boxes", "narrow rows"):
             for o in (0, 1):
                 for qs in (1, 2):
-                    sim(seed, n, o, qs, rst=2 + seed % 3)
+                    sim(seed, n, o, qs, kst=2 + seed // 3 % 2, rst=2 + seed % 3)
     print("ok")
