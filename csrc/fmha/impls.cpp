@@ -101,6 +101,7 @@ constexpr Impl kImpls[] = {
     {"sm90_fp16_hd192", DType::kFloat16, 192, 192, &sm90::launch_fp16_hd192, &reject_sm90},
     {"sm90_fp16_hd256", DType::kFloat16, 256, 256, &sm90::launch_fp16_hd256, &reject_sm90},
     {"sm90_e4m3_hd128", DType::kFloat8E4M3, 128, 128, &sm90::launch_e4m3_hd128, &reject_e4m3},
+    {"sm90_e4m3_hd192", DType::kFloat8E4M3, 192, 192, &sm90::launch_e4m3_hd192, &reject_e4m3},
     {"sm90_e4m3_hd256", DType::kFloat8E4M3, 256, 256, &sm90::launch_e4m3_hd256, &reject_e4m3},
 #endif
     {"bf16_hd64", DType::kBFloat16, 64, 64, &launch_bf16_hd64},
