@@ -30,6 +30,8 @@ struct Gmma;
     using Shared = cute::SM90::GMMA::MMA_64x##n##x16_F32F16F16_SS<cute::SM90::GMMA::Major::K, kMajorB>;      \
     using Registers = cute::SM90::GMMA::MMA_64x##n##x16_F32F16F16_RS<cute::SM90::GMMA::Major::K, kMajorB>;   \
   };
+ATTNOPS_GMMA(32)
+ATTNOPS_GMMA(48)
 ATTNOPS_GMMA(64)
 ATTNOPS_GMMA(80)
 ATTNOPS_GMMA(96)

@@ -29,6 +29,7 @@ class Consumer {
   static constexpr int kTurnBarrier = 2;                                                   // + warpgroup
   static constexpr int kQueriesBarrier = 8;                                                // + warpgroup
   static constexpr bool kConverts = !Tr::kFp8 && !std::is_same_v<T, typename Tr::Caller>;  // queries
+  static constexpr bool kHasOnly = Tr::kFewKeys > 0 && !kFence;  // a path for works of one tile
   static constexpr Shape kShape = Tr::kShape;
   static constexpr int kVRows = Tr::kFp8 ? Tr::kHeadDimV : Tr::kKeys;    // of a chunk of values in shared memory
   static constexpr int kProbabilities = Tr::kKeys * int{sizeof(T)} / 8;  // registers
@@ -58,7 +59,19 @@ class Consumer {
       }
       // A vote: what the compiler takes for a branch of single threads keeps descriptors out of uniform registers.
       if (__any_sync(0xffffffffu, 64 * group_ < w.num_tokens * s_.pack)) {
-        attend(w);
+        if constexpr (kHasOnly) {
+          const int only = s_.plain != 0 ? keys_of_only_tile<Tr::kKeys>(w) : 0;
+          if (!__any_sync(0xffffffffu, only > 0)) {
+            attend(w);
+          } else if (__any_sync(0xffffffffu, only <= Tr::kFewKeys)) {
+            attend_only<Tr::kFewKeys>(w);
+          } else {
+            attend_only<Tr::kKeys>(w);
+          }
+        } else {
+          attend(w);
+        }
+        finish(w, w.tile_end > w.tile_begin);
       } else {
         release_queries(true);
         pass_by(w);
@@ -162,7 +175,44 @@ class Consumer {
       }
     }
     if (tile_end == w.tile_begin) release(shared_ + Layout::kQEmpty + 8 * q_ring_.stage);
-    finish(w, tile_end > w.tile_begin);
+  }
+
+  // A work of one tile, of which `kColumns` keys are multiplied, in a plain call. Nothing waits for what its rows may
+  // see but the masks: that is found out under the scores' product.
+  template <int kColumns>
+  __device__ __forceinline__ void attend_only(const Work& w) {
+    float scores[kColumns / 2], shrink[2];
+    uint32_t probabilities[kColumns / 4];
+    const int first_row = 64 * group_;
+    q_operand_ = hopper::chunk_operand<Tr::kRows>(shared_ + Layout::kQ + q_ring_.stage * Tr::kQBytes + first_row * 128);
+    await_keys();
+    take_turn();
+    hopper::wgmma_fence();
+    issue_scores(scores);
+    pass_turn();
+    rows_.template start<true>(p_, s_, w, first_row + 16 * warp_ + lane_ / 4);
+    const int column = w.tile_begin * Tr::kKeys + lane_ % 4 * 2;
+    const float scale = p_.softmax_scale * kLog2E;
+    hopper::wgmma_wait<0>(scores);
+    release_keys();
+    release_queries(true);
+    rows_.mask_ranges(scores, column);
+    rows_.template to_exponents<true>(scores, scale, shrink);
+    rows_.exponentiate(scores);
+#pragma unroll
+    for (int i = 0; i < kColumns / 4; ++i) {
+      probabilities[i] = hopper::pack_pair<T>(scores[2 * i], scores[2 * i + 1]);
+    }
+    await_values();
+    hopper::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kColumns / 16; ++step) {
+      hopper::gmma<T, hopper::kRowsAreK>(out_, probabilities + 4 * step,
+                                         hopper::chunk_descriptor(v_operand_ + step * hopper::kStepMnMajor), step != 0);
+    }
+    hopper::wgmma_commit();
+    hopper::wgmma_wait<0>(out_);
+    release_values();
   }
 
   // bfloat16 queries become fp16 in their place. Four lanes have a row, and scale it by the power of two that brings
@@ -217,12 +267,15 @@ class Consumer {
     end = min_of(keys.end / Tr::kKeys, w.tile_end);  // before any gap
   }
 
-  __device__ __forceinline__ void issue_scores() {
+  __device__ __forceinline__ void issue_scores() { issue_scores(scores_); }
+
+  template <int kCount>
+  __device__ __forceinline__ void issue_scores(float (&scores)[kCount]) {
 #pragma unroll
     for (int step = 0; step < Tr::kHeadDimQk * int{sizeof(T)} / 32; ++step) {
       const int chunk = step / 4, inside = step % 4 * hopper::kStepKMajor;
       hopper::gmma<T, hopper::kRowsAreN>(
-          scores_, hopper::chunk_descriptor(q_operand_ + (chunk * Tr::kRows * 128 >> 4) + inside),
+          scores, hopper::chunk_descriptor(q_operand_ + (chunk * Tr::kRows * 128 >> 4) + inside),
           hopper::chunk_descriptor(k_operand_ + (chunk * Tr::kKeys * 128 >> 4) + inside), step != 0);
     }
     hopper::wgmma_commit();
@@ -390,6 +443,7 @@ class Consumer {
     const float v_scale = p_.v_scale != nullptr ? p_.v_scale[w.kv_head * p_.v_scale_stride] : 1.f;
     const int own_row = 64 * group_ + 16 * warp_ + lane_ / 4;
     const bool is_piece = __any_sync(0xffffffffu, w.slab >= 0);
+    const bool wants_lse = is_piece || p_.lse != nullptr || p_.sinks != nullptr;
     float factor[2];
     Out* rows[2] = {};
 #pragma unroll
@@ -398,7 +452,8 @@ class Consumer {
       const RowPlace at = place_of_row(s_, w, row);
       const float total = any_tile ? rows_.total(h) : 0.f;
       const bool empty = total == 0.f;  // NaN is not empty: it must show
-      const float lse = empty ? -INFINITY : rows_.reference[h] / kLog2E + logf(total);
+      float lse = -INFINITY;
+      if (wants_lse && !empty) lse = rows_.reference[h] / kLog2E + logf(total);
       factor[h] = empty ? 0.f : v_scale / total;
       if (!at.exists) continue;
       if (is_piece) {

@@ -1,4 +1,5 @@
 #pragma once
+#include <cstdlib>
 #include <numeric>
 
 #include "device/common/arch.h"
@@ -54,6 +55,11 @@ Schedule make_schedule(const Params& p) {
     find_row_units(p, false, s.value_rows);
   }
   s.cluster = !Tr::kFp8 && !Tr::kNarrow && s.box_keys > 0 && s.blocks_per_group % 2 == 0 ? 2 : 1;
+  s.together = Tr::kTogether;
+  if (const char* trial = std::getenv("ATTNOPS_TRIAL"); trial != nullptr) {  // for one measurement
+    if (trial[0] == '0') s.plain = 0;
+    if (trial[0] != '\0' && trial[1] == '0') s.together = 1;
+  }
   return s;
 }
 

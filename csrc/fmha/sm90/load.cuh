@@ -164,6 +164,11 @@ class ProducerBase {
 
   // A work's queries, by the thread that told of it. When no work is left, only who waits for them is told.
   __device__ __forceinline__ void bring_queries(const Work& w) {
+    ask_for_queries(w);
+    if (w.num_tokens >= 0) q_ring_.advance();
+  }
+
+  __device__ __forceinline__ void ask_for_queries(const Work& w) const {
     const uint32_t full = shared_ + Layout::kQFull + 8 * q_ring_.stage;
     hopper::mbarrier_wait(shared_ + Layout::kQEmpty + 8 * q_ring_.stage, q_ring_.phase ^ 1);
     if (w.num_tokens < 0) {
@@ -178,7 +183,6 @@ class ProducerBase {
       hopper::copy_box(destination + c * Tr::kRows * 128, maps_.q, full, Tr::kChunk * c, w.q_head,
                        w.first_q_token + w.first_token);
     }
-    q_ring_.advance();
   }
 
   // Works differ in cost: whoever takes the next one long before it is free may hold what another CTA waits for. So it
@@ -204,6 +208,61 @@ class ProducerBase {
         }
         take_index();
       }
+    }
+  }
+
+  // The same by a warp: works of few tiles are soon done, and their decoding would bind. So lanes take and decode
+  // several of them at once. Then one after another tells of its own. Near the end of the plan they are taken one by
+  // one.
+  __device__ __forceinline__ void tell_works_together() {
+    const int lane = tid_ % 32, ctas = static_cast<int>(gridDim.x);
+    int first = next_index_, count = 1;
+    uint32_t last_keys_phase = 0;
+    for (;;) {
+      Work w;
+      w.num_tokens = 0;
+      if (lane < count) {
+        const int index = first + s_.cluster * lane;
+        if (index >= s_.num_works || !decode_work<Tr::kKeys>(p_, s_, cuts_, index, w)) {
+          w.num_tokens = -1;
+          w.slab = cuts_.pieces;
+        } else if (w.num_tokens == 0 && index < cuts_.pieces * s_.works_per_tile) {
+          count_piece(p_, 4 * Tr::kWarpgroups);
+        }
+      }
+      bool short_works = true;
+      for (unsigned left = __ballot_sync(0xffffffffu, w.num_tokens != 0); left != 0; left &= left - 1) {
+        const int teller = __ffs(static_cast<int>(left)) - 1;
+        if (lane == teller) {
+          tell(w);
+          hopper::mbarrier_arrive(work_known());
+          ask_for_queries(w);
+        }
+        if (__shfl_sync(0xffffffffu, w.num_tokens, teller) < 0) return;
+        work_ring_.advance();
+        q_ring_.advance();
+        short_works = __shfl_sync(0xffffffffu, is_long(w) ? 0 : 1, teller) != 0;
+        if (!short_works) {
+          hopper::mbarrier_wait(shared_ + Layout::kLastKeys, last_keys_phase);
+          last_keys_phase ^= 1;
+        }
+      }
+      const int left_each = (s_.num_works - (first - rank_)) / 4;  // both CTAs of a pair take as many
+      count = !short_works || s_.together == 1 ? 1 : left_each >= 2 * ctas ? Tr::kTogether : left_each >= ctas ? 2 : 1;
+      if (p_.semaphores == nullptr) {
+        first += ctas;
+        count = 1;
+        continue;
+      }
+      if (lane == 0) {
+        if (rank_ > 0) {
+          receive_index();
+        } else {
+          next_index_ = behind_first(atomicAdd(p_.semaphores, count));
+          if (s_.cluster > 1) send_index();
+        }
+      }
+      first = __shfl_sync(0xffffffffu, next_index_, 0);
     }
   }
 
@@ -287,8 +346,9 @@ class ProducerBase {
   __device__ __forceinline__ bool is_seen(const Work& w, int key) const { return sm90::is_seen(p_, w, key); }
 
   // Zeros in place of a tile's values that no row sees, which may be NaN, by every `count`th of its rows.
-  __device__ __forceinline__ void clear_unseen(const Work& w, int tile, uint32_t values, int first, int count) const {
-    for (int row = first; row < Tr::kKeys; row += count) {
+  __device__ __forceinline__ void clear_unseen(const Work& w, int tile, uint32_t values, int first, int count,
+                                               int rows = Tr::kKeys) const {
+    for (int row = first; row < rows; row += count) {
       const int key = w.place_of(tile) * Tr::kKeys + row;
       if (key >= w.key_begin && key < w.key_end && is_seen(w, key)) continue;
 #pragma unroll
@@ -332,8 +392,8 @@ template <class Tr>
 class BoxProducer : ProducerBase<Tr> {
   using Base = ProducerBase<Tr>;
   using Layout = typename Base::Layout;
-  using Base::arrive, Base::clear_unseen, Base::maps_, Base::page_of_box, Base::shared_, Base::tid_, Base::work_done,
-      Base::work_known, Base::work_ring_, Base::work_slot;
+  using Base::arrive, Base::clear_unseen, Base::maps_, Base::page_of_box, Base::s_, Base::shared_, Base::tid_,
+      Base::work_done, Base::work_known, Base::work_ring_, Base::work_slot;
 
  public:
   static constexpr int kOfValues = 2;  // warps that arrive for them
@@ -344,7 +404,11 @@ class BoxProducer : ProducerBase<Tr> {
   __device__ __forceinline__ void run() {
     const int warp = tid_ / 32;
     if (warp == 2) {
-      if (tid_ % 32 == 0) this->template tell_works<Tr::kTakesLate || Tr::kShort>();
+      if constexpr (Tr::kTogether > 1) {
+        this->tell_works_together();
+      } else if (tid_ % 32 == 0) {
+        this->template tell_works<Tr::kTakesLate || Tr::kShort>();
+      }
       return;
     }
     for (;;) {
@@ -394,12 +458,14 @@ class BoxProducer : ProducerBase<Tr> {
   // What a tile of values needs beside its boxes.
   __device__ __forceinline__ void look_after(const Work& w) {
     this->prefetch_hidden(w);
+    const int only = Tr::kFewKeys > 0 && s_.plain != 0 ? keys_of_only_tile<Tr::kKeys>(w) : 0;
+    const int rows = only > 0 && only <= Tr::kFewKeys ? Tr::kFewKeys : Tr::kKeys;  // that are multiplied
     for (int tile = w.tile_begin, tile_end = w.tile_end; tile < tile_end; ++tile) {
       const uint32_t offset = 8 * v_ring_.stage;
       if (is_edge<Tr::kKeys>(w, tile)) {
         hopper::mbarrier_wait(shared_ + Layout::kRawFull + offset, raw_phases_ >> v_ring_.stage & 1);
         raw_phases_ ^= 1 << v_ring_.stage;
-        clear_unseen(w, tile, shared_ + Layout::kV + v_ring_.stage * Tr::kVBytes, tid_ % 32, 32);
+        clear_unseen(w, tile, shared_ + Layout::kV + v_ring_.stage * Tr::kVBytes, tid_ % 32, 32, rows);
         hopper::fence_async_proxy();  // the matrix units read through another proxy
       } else {
         hopper::mbarrier_wait(shared_ + Layout::kVEmpty + offset, v_ring_.phase ^ 1);

@@ -54,13 +54,16 @@ struct RowPair {
   float sum[2];        // of this lane's columns
   bool settled;        // no reference of the warp's rows is -inf
 
+  // kPlain: without a tree mask.
+  template <bool kPlain = false>
   __device__ __forceinline__ void start(const Params& p, const Schedule& s, const Work& w, int first_row) {
     settled = false;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = first_row + 8 * h;
       token[h] = min_of(row * s.pack_inverse >> 16, w.num_tokens - 1);
-      const KeyRange keys = keys_of_token(p, w, w.first_token + token[h]);
+      const int in_request = w.first_token + token[h];
+      const KeyRange keys = kPlain ? keys_at(p, w.draft + in_request, w.seqlen_k) : keys_of_token(p, w, in_request);
       begin[h] = keys.begin;
       end[h] = keys.end;
       reference[h] = -INFINITY;
@@ -68,9 +71,9 @@ struct RowPair {
     }
   }
 
-  // Replaces scores of keys that a row may not see. `column`: key of scores[0].
+  // Replaces scores of keys outside the range of a row. `column`: key of scores[0].
   template <int kCount>
-  __device__ __forceinline__ void mask(float (&scores)[kCount], const Params& p, const Work& w, int column) const {
+  __device__ __forceinline__ void mask_ranges(float (&scores)[kCount], int column) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const unsigned size = end[h] - begin[h];
@@ -81,6 +84,12 @@ struct RowPair {
         if (static_cast<unsigned>(from + i / 2 * 8 + i % 2) >= size) score = -INFINITY;
       }
     }
+  }
+
+  // Replaces scores of keys that a row may not see.
+  template <int kCount>
+  __device__ __forceinline__ void mask(float (&scores)[kCount], const Params& p, const Work& w, int column) const {
+    mask_ranges(scores, column);
     if (p.hidden_keys != nullptr) hide(scores, p, w, column);
     if (p.tree_mask == nullptr || column + 4 * kCount <= w.draft) return;
 #pragma unroll

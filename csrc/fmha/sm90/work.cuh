@@ -26,6 +26,8 @@ struct Schedule {
   int turns;         // works that a CTA takes at once: 1, or all chunks of a tile, of which as a rule one has tokens
   int takes;         // num_works / turns
   int cluster;       // 2: neighbours in the works' order share their keys, and a pair of CTAs brings them once
+  int plain;         // 1: rows see ranges of keys, and scores have one positive scale that the host knows
+  int together;      // short works that a CTA may take at once
   int box_keys;      // rows of a box of the copy engine; 0: rows are gathered
   int pack_inverse;  // ceil(2^16 / pack): row / pack = row * pack_inverse >> 16 below 2^8 rows
   RowUnits key_rows, value_rows;  // where rows are gathered
@@ -56,6 +58,9 @@ inline Schedule schedule_of(const Params& p, int rows, int pack) {
   s.turns = 1;
   s.takes = s.num_works;
   s.cluster = 1;
+  s.plain = p.tree_mask == nullptr && p.hidden_keys == nullptr && p.logit_cap == 0.f && p.k_scale == nullptr &&
+            p.softmax_scale > 0.f;
+  s.together = 1;
   s.pack_inverse = ceil_div(1 << 16, pack);
   constexpr int64_t kMost = INT32_MAX;
   s.q_tokens = static_cast<int>(min_of(p.num_q_tokens, kMost));
@@ -352,6 +357,13 @@ __device__ __forceinline__ int index_in_turn(const Schedule& s, int taken, int t
 __device__ __forceinline__ bool ends_request(const Schedule& s, const Work& w) {
   return w.num_tokens > 0 && w.slab < 0 && w.seqlen_k <= s.whole_keys &&
          w.first_token + w.num_tokens >= w.seqlen_k - w.draft;
+}
+
+// How many keys of its only tile a work has, from the tile's first on; 0 where it has another number of tiles. Of plain
+// calls alone: they have no gaps.
+template <int kKeys>
+__device__ __forceinline__ int keys_of_only_tile(const Work& w) {
+  return w.tile_end - w.tile_begin == 1 ? min_of(w.key_end - w.tile_begin * kKeys, kKeys) : 0;
 }
 
 // Whether a tile has keys that no query of the request sees: memory behind the request, before every window, or of a
