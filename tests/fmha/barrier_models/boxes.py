@@ -44,10 +44,10 @@ def is_long(w):
     return w[2] - w[1] > 2
 
 
-def sim(seed, cluster, qs=2, kst=2, warps=8, ws=2, late=True):
+def sim(seed, cluster, qs=2, kst=2, warps=8, ws=2, late=True, together=1):
     r = random.Random(seed)
     W = []
-    for i in range(r.randint(1, 14)):
+    for i in range(r.randint(1, 24)):
         t0 = r.randint(0, 3)
         n = r.choice([0, 1, 1, 2, 3, 5, 8])
         valid = r.random() < 0.85
@@ -139,6 +139,9 @@ def sim(seed, cluster, qs=2, kst=2, warps=8, ws=2, late=True):
 
                 inflight.append(land)
 
+        if together > 1:
+            yield from tellers(c)
+            return
         while True:
             while True:
                 if awaits:
@@ -180,6 +183,61 @@ def sim(seed, cluster, qs=2, kst=2, warps=8, ws=2, late=True):
                     yield wait(x.last, lp)
                     lp ^= 1
                 yield from take()
+
+    # A warp that takes and decodes several short works at once: lanes then tell of them in turn.
+    def tellers(c):
+        x = C[c]
+        first, count = myc, 1
+        mp = q = qp = s = sp = lp = 0
+        while True:
+            lanes = [first + i for i in range(count)]
+            works = [(i, W[i]) if i < npairs else (None, None) for i in lanes]
+            short_works = True
+            yield lambda: True
+            for mine, w in works:
+                if w is not None and not w[0]:
+                    continue
+                yield wait(x.wd[s], sp ^ 1)
+                x.slot[s] = (w, mine)
+                x.wk[s].arrive()
+                s, sp = adv(s, sp, ws)
+                yield wait(x.qe[q], qp ^ 1)
+                if w is None:
+                    x.qf[q].arrive()
+                    return
+
+                def ql(b=x.qf[q], q=q, mine=mine):
+                    assert x.qread[q] == 0, "queries overwritten while read"
+                    x.q[q] = mine
+                    b.add(7)
+
+                x.qf[q].expect(7)
+                inflight.append(ql)
+                q, qp = adv(q, qp, qs)
+                short_works = not is_long(w)
+                if not short_works:
+                    yield wait(x.last, lp)
+                    lp ^= 1
+            left = npairs - first
+            count = 1 if not short_works else together if left >= 2 * together * nclusters else 2 if left > 2 else 1
+            if cluster == 2 and c == 1:
+                x.mf.expect(4)
+                yield wait(x.mf, mp)
+                mp ^= 1
+                first = x.mail
+                C[0].me.arrive()
+                continue
+            first = nclusters + sem[0]
+            sem[0] += count
+            if cluster == 2:
+                yield wait(x.me, mp ^ 1)
+                mp ^= 1
+
+                def land(v=first):
+                    C[1].mail = v
+                    C[1].mf.add(4)
+
+                inflight.append(land)
 
     def asker(c, of_keys):
         x = C[c]
@@ -382,6 +440,7 @@ def main():
             for qs in (1, 2):
                 for late in (False, True):
                     sim(seed, cl, qs, late=late)
+                sim(seed, cl, qs, together=4)
     print("ok")
 
 
