@@ -83,8 +83,9 @@ struct Traits {
   // In boxes, CTAs take the next work late. By measurement: e4m3 and head dim 64 lose by it.
   static constexpr bool kTakesLate = !kFp8 && !kNarrow && kWarpgroups == 2;
   static constexpr bool kShort = kShape.ctas > 1;  // for short calls
-  // Keys of a tile that are multiplied where a work has no more than these, or 0.
-  static constexpr int kFewKeys = !kFp8 && !kNarrow ? ceil_div(kKeys / 2, 16) * 16 : 0;
+  // Keys of a tile that are multiplied where a work has no more than these; 0: works of one tile have no path of their
+  // own. Beside three warpgroups it would take rings of the main loop out of uniform registers.
+  static constexpr int kFewKeys = !kFp8 && !kNarrow && kWarpgroups < 3 ? ceil_div(kKeys / 2, 16) * 16 : 0;
   static constexpr int kTogether =
       kTakesLate ? 4 : 1;  // works that a CTA takes and decodes at once, where they are short
   static constexpr int kConsumerRegisters = kShape.registers;
