@@ -211,6 +211,14 @@ class ProducerBase {
     }
   }
 
+  // Which request a work is of; that of a piece is not looked up. Negative: the plan has no such work.
+  __device__ __forceinline__ int request_of_work(int index) const {
+    if (index >= s_.num_works) return -1;
+    const int row = s_.by_works_per_tile.divide(index) - cuts_.pieces;
+    if (row < 0) return 0;
+    return row < p_.num_tiles ? p_.tile_order[2 * static_cast<int64_t>(row)] : -1;
+  }
+
   // The same by a warp: works of few tiles are soon done, and their decoding would bind. So lanes take and decode
   // several of them at once. Then one after another tells of its own. Near the end of the plan they are taken one by
   // one.
@@ -230,6 +238,8 @@ class ProducerBase {
           count_piece(p_, 4 * Tr::kWarpgroups);
         }
       }
+      // Plans may have room for far more works than they have. Both CTAs of a pair ask for the same, behind the works.
+      const int ahead = request_of_work(first - rank_ + (lane == 0 ? 2 * Tr::kTogether : Tr::kTogether) * ctas);
       bool short_works = true;
       for (unsigned left = __ballot_sync(0xffffffffu, w.num_tokens != 0); left != 0; left &= left - 1) {
         const int teller = __ffs(static_cast<int>(left)) - 1;
@@ -247,8 +257,8 @@ class ProducerBase {
           last_keys_phase ^= 1;
         }
       }
-      const int left_each = (s_.num_works - (first - rank_)) / 4;  // both CTAs of a pair take as many
-      count = !short_works || s_.together == 1 ? 1 : left_each >= 2 * ctas ? Tr::kTogether : left_each >= ctas ? 2 : 1;
+      const unsigned exist = __ballot_sync(0xffffffffu, ahead >= 0);
+      count = !short_works || s_.together == 1 ? 1 : (exist & 1) != 0 ? Tr::kTogether : (exist & 2) != 0 ? 2 : 1;
       if (p_.semaphores == nullptr) {
         first += ctas;
         count = 1;
