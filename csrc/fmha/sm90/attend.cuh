@@ -63,17 +63,17 @@ class Consumer {
           const int only = s_.plain != 0 ? keys_of_only_tile<Tr::kKeys>(w) : 0;
           if (!__any_sync(0xffffffffu, only > 0)) {
             attend(w);
-            prepare(w, w.tile_end > w.tile_begin);
-          } else if (__any_sync(0xffffffffu, only <= Tr::kFewKeys)) {
-            attend_only<Tr::kFewKeys>(w);
           } else {
-            attend_only<Tr::kKeys>(w);
+            if (__any_sync(0xffffffffu, only <= Tr::kFewKeys)) {
+              attend_only<Tr::kFewKeys>(w);
+            } else {
+              attend_only<Tr::kKeys>(w);
+            }
+            finish(w);
           }
         } else {
           attend(w);
-          prepare(w, w.tile_end > w.tile_begin);
         }
-        finish(w);
       } else {
         release_queries(true);
         pass_by(w);
@@ -177,6 +177,7 @@ class Consumer {
       }
     }
     if (tile_end == w.tile_begin) release(shared_ + Layout::kQEmpty + 8 * q_ring_.stage);
+    divide_and_store(w, tile_end > w.tile_begin);
   }
 
   // A work of one tile, of which `kColumns` keys are multiplied, in a plain call. Nothing waits for what its rows may
@@ -441,8 +442,35 @@ class Consumer {
     release_values();
   }
 
+  // Divides by the sums and stores rows.
+  __device__ __forceinline__ void divide_and_store(const Work& w, bool any_tile) {
+    const float v_scale = p_.v_scale != nullptr ? p_.v_scale[w.kv_head * p_.v_scale_stride] : 1.f;
+    const int own_row = 64 * group_ + 16 * warp_ + lane_ / 4;
+    const bool is_piece = __any_sync(0xffffffffu, w.slab >= 0);
+    float factor[2];
+    Out* rows[2] = {};
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = own_row + 8 * h;
+      const RowPlace at = place_of_row(s_, w, row);
+      const float total = any_tile ? rows_.total(h) : 0.f;
+      const bool empty = total == 0.f;  // NaN is not empty: it must show
+      const float lse = empty ? -INFINITY : rows_.reference[h] / kLog2E + logf(total);
+      factor[h] = empty ? 0.f : v_scale / total;
+      if (!at.exists) continue;
+      if (is_piece) {
+        store_piece(w, row, lse, factor[h], h);
+        continue;
+      }
+      if (p_.sinks != nullptr && !empty) factor[h] /= 1.f + expf(p_.sinks[at.head] - lse);
+      const int64_t token = static_cast<int64_t>(w.first_q_token) + w.first_token + at.token;
+      if (p_.lse != nullptr && lane_ % 4 == 0) p_.lse[token * p_.num_q_heads + at.head] = lse;
+      rows[h] = static_cast<Out*>(p_.out) + token * p_.out_stride_token + at.head * p_.out_stride_head;
+    }
+    if (!is_piece) store_rows(rows, factor);
+  }
+
   // By what a lane's two rows are multiplied, and where they go: all that can be known before values are multiplied.
-  // Sums are far from where the fast division ends.
   __device__ __forceinline__ void prepare(const Work& w, bool any_tile) {
     const float v_scale = p_.v_scale != nullptr ? p_.v_scale[w.kv_head * p_.v_scale_stride] : 1.f;
     const bool is_piece = __any_sync(0xffffffffu, w.slab >= 0);
@@ -454,11 +482,11 @@ class Consumer {
       const bool empty = total == 0.f;  // NaN is not empty: it must show
       lse_[h] = -INFINITY;
       if (wants_lse && !empty) lse_[h] = rows_.reference[h] / kLog2E + logf(total);
-      factor_[h] = empty ? 0.f : __fdividef(v_scale, total);
+      factor_[h] = empty ? 0.f : v_scale / total;
       to_[h] = nullptr;
       if (is_piece || !at.exists) continue;
       if (p_.sinks != nullptr && !empty) {
-        factor_[h] = __fdividef(factor_[h], 1.f + expf(p_.sinks[at.head] - lse_[h]));
+        factor_[h] /= 1.f + expf(p_.sinks[at.head] - lse_[h]);
       }
       const int64_t token = static_cast<int64_t>(w.first_q_token) + w.first_token + at.token;
       if (p_.lse != nullptr && lane_ % 4 == 0) p_.lse[token * p_.num_q_heads + at.head] = lse_[h];
