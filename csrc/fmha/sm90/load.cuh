@@ -164,11 +164,6 @@ class ProducerBase {
 
   // A work's queries, by the thread that told of it. When no work is left, only who waits for them is told.
   __device__ __forceinline__ void bring_queries(const Work& w) {
-    ask_for_queries(w);
-    if (w.num_tokens >= 0) q_ring_.advance();
-  }
-
-  __device__ __forceinline__ void ask_for_queries(const Work& w) const {
     const uint32_t full = shared_ + Layout::kQFull + 8 * q_ring_.stage;
     hopper::mbarrier_wait(shared_ + Layout::kQEmpty + 8 * q_ring_.stage, q_ring_.phase ^ 1);
     if (w.num_tokens < 0) {
@@ -183,6 +178,7 @@ class ProducerBase {
       hopper::copy_box(destination + c * Tr::kRows * 128, maps_.q, full, Tr::kChunk * c, w.q_head,
                        w.first_q_token + w.first_token);
     }
+    q_ring_.advance();
   }
 
   // Works differ in cost: whoever takes the next one long before it is free may hold what another CTA waits for. So it
@@ -246,11 +242,12 @@ class ProducerBase {
         if (lane == teller) {
           tell(w);
           hopper::mbarrier_arrive(work_known());
-          ask_for_queries(w);
+          bring_queries(w);
+        } else {
+          q_ring_.advance();
         }
         if (__shfl_sync(0xffffffffu, w.num_tokens, teller) < 0) return;
         work_ring_.advance();
-        q_ring_.advance();
         short_works = __shfl_sync(0xffffffffu, is_long(w) ? 0 : 1, teller) != 0;
         if (!short_works) {
           hopper::mbarrier_wait(shared_ + Layout::kLastKeys, last_keys_phase);

@@ -62,8 +62,12 @@ struct RowPair {
     for (int h = 0; h < 2; ++h) {
       const int row = first_row + 8 * h;
       token[h] = min_of(row * s.pack_inverse >> 16, w.num_tokens - 1);
-      const int in_request = w.first_token + token[h];
-      const KeyRange keys = kPlain ? keys_at(p, w.draft + in_request, w.seqlen_k) : keys_of_token(p, w, in_request);
+      KeyRange keys;
+      if constexpr (kPlain) {
+        keys = keys_at(p, w.draft + w.first_token + token[h], w.seqlen_k);
+      } else {
+        keys = keys_of_token(p, w, w.first_token + token[h]);
+      }
       begin[h] = keys.begin;
       end[h] = keys.end;
       reference[h] = -INFINITY;

@@ -26,8 +26,6 @@ struct Schedule {
   int turns;         // works that a CTA takes at once: 1, or all chunks of a tile, of which as a rule one has tokens
   int takes;         // num_works / turns
   int cluster;       // 2: neighbours in the works' order share their keys, and a pair of CTAs brings them once
-  int plain;         // 1: rows see ranges of keys, and scores have one positive scale that the host knows
-  int together;      // short works that a CTA may take at once
   int box_keys;      // rows of a box of the copy engine; 0: rows are gathered
   int pack_inverse;  // ceil(2^16 / pack): row / pack = row * pack_inverse >> 16 below 2^8 rows
   RowUnits key_rows, value_rows;  // where rows are gathered
@@ -36,6 +34,8 @@ struct Schedule {
   int whole_keys;  // with so many keys or fewer, all heads of a request are one section (heads_at_a_time)
   // A thread alone divides a work's number several times before its first tile can be asked for.
   Divisor page_size, tile_q, by_works_per_tile, by_head_blocks, by_blocks_per_group, by_chunks;
+  int plain;     // 1: rows see ranges of keys, and scores have one positive scale that the host knows
+  int together;  // short works that a CTA may take at once
 };
 
 // As many heads of a group as fill `rows` beside a tile's tokens, in blocks that are as alike as can be.
