@@ -1,5 +1,4 @@
 #pragma once
-#include <cstdlib>
 #include <numeric>
 
 #include "device/common/arch.h"
@@ -55,11 +54,7 @@ Schedule make_schedule(const Params& p) {
     find_row_units(p, false, s.value_rows);
   }
   s.cluster = !Tr::kFp8 && !Tr::kNarrow && s.box_keys > 0 && s.blocks_per_group % 2 == 0 ? 2 : 1;
-  s.together = Tr::kTogether;
-  if (const char* trial = std::getenv("ATTNOPS_TRIAL"); trial != nullptr) {  // for one measurement
-    if (trial[0] == '0') s.plain = 0;
-    if (trial[0] != '\0' && trial[1] == '0') s.together = 1;
-  }
+  s.together = 1;
   return s;
 }
 
@@ -114,9 +109,16 @@ void launch_kernel(const Params& p, const Schedule& s, cudaStream_t stream) {
 template <class Tr>
 void launch_traits(const Params& p, cudaStream_t stream) {
   if (p.num_q_tokens == 0) return;
-  const Schedule s = make_schedule<Tr>(p);
+  Schedule s = make_schedule<Tr>(p);
   if constexpr (!Tr::kFp8) {
     if (s.box_keys == 0) return launch_kernel<typename Tr::Rows, true>(p, s, stream);
+  }
+  if constexpr (Tr::kHasOneTile) {
+    using OneTile = typename Tr::OneTile;
+    if (s.plain != 0 && has_one_tile(p, Tr::kKeys, Tr::kHeadDimV)) {
+      s.together = OneTile::kTogether;
+      return launch_kernel<OneTile, false>(p, s, stream);
+    }
   }
   launch_kernel<Tr, false>(p, s, stream);
 }

@@ -26,4 +26,20 @@ inline bool is_short(const Params& p) {
   return 2 * pairs * p.num_q_heads * (p.head_dim_qk + p.head_dim_v) < (narrow ? kMostFlopsOfNarrow : kMostFlops);
 }
 
+// Whether works have one tile of keys as a rule, by what the host knows: the mean of ragged lengths, or the width of
+// the table. Tables of an engine are wide and tell nothing: then calls of few new tokens are taken to be so. They gain
+// up to 1.8x if they are, and lose 5 % at most if they are not. Above head dim 128 they lose more, so the rule is
+// narrower.
+inline bool has_one_tile(const Params& p, int tile_keys, int head_dim_v) {
+  constexpr int64_t kWide = 1024, kFewTokens = 32;
+  if (p.batch_size == 0) return false;
+  const int64_t batch = p.batch_size, most = head_dim_v > 128 ? tile_keys / 2 : tile_keys;
+  if (!p.paged) return p.num_k_tokens <= most * batch;
+  if (p.page_table.kv_indptr == nullptr) {
+    const int64_t width = p.page_table.max_pages * int64_t{p.page_table.page_size};
+    if (width <= kWide) return width <= most;
+  }
+  return head_dim_v <= 128 && p.num_q_tokens <= kFewTokens * batch;
+}
+
 }  // namespace attnops::fmha::sm90

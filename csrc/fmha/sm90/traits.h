@@ -19,6 +19,7 @@ struct Shape {
   bool largest_first = false;  // a tile looks for the largest score of each row before it knows of exponents
   bool turns = true;           // warpgroups issue their products one after another
   int ctas = 1;                // that share an SM
+  bool one_tile = false;       // works of one tile have a path of their own, and are told of several at once
 };
 
 // What tiles may take of an SM's shared memory, divided among its CTAs: it keeps 1 KiB for each, the base is rounded up
@@ -54,6 +55,12 @@ constexpr Shape of_rows(Shape s, bool narrow) {
   return wide_tile_bytes(more) > most_tile_bytes(s.ctas) ? s : more;
 }
 
+// For calls whose works have one tile as a rule. Works of more pay for it: it is more machine code.
+constexpr Shape of_one_tile(Shape s) {
+  s.one_tile = true;
+  return s;
+}
+
 // Tiles and shared memory of one instantiation. Head dims are those of the tile; smaller ones are filled with zeros.
 //
 // A CTA is one warpgroup that brings tiles and kWarpgroups that compute, 64 rows each. A row is a query token and one
@@ -72,6 +79,7 @@ struct Traits {
   using Out = std::conditional_t<kFp8, __nv_bfloat16, Caller>;
   using Narrow = Traits<__half, of_narrow(kShape_), Caller, true>;  // for e4m3 keys
   using Rows = Traits<T, of_rows(kShape_, kNarrow_), Caller, kNarrow_>;
+  using OneTile = Traits<T, of_one_tile(kShape_), Caller>;
   static constexpr Shape kShape = kShape_;
   static constexpr int kHeadDimQk = kShape.head_dim_qk, kHeadDimV = kShape.head_dim_v;
   static constexpr int kKeys = kShape.keys;
@@ -83,11 +91,12 @@ struct Traits {
   // In boxes, CTAs take the next work late. By measurement: e4m3 and head dim 64 lose by it.
   static constexpr bool kTakesLate = !kFp8 && !kNarrow && kWarpgroups == 2;
   static constexpr bool kShort = kShape.ctas > 1;  // for short calls
-  // Keys of a tile that are multiplied where a work has no more than these; 0: works of one tile have no path of their
-  // own. Beside three warpgroups it would take rings of the main loop out of uniform registers.
-  static constexpr int kFewKeys = !kFp8 && !kNarrow && kWarpgroups < 3 ? ceil_div(kKeys / 2, 16) * 16 : 0;
-  static constexpr int kTogether =
-      kTakesLate ? 4 : 1;  // works that a CTA takes and decodes at once, where they are short
+  // Keys of a tile that are multiplied where a work has no more than these; 0: works of one tile have no path.
+  static constexpr int kFewKeys = kShape.one_tile ? ceil_div(kKeys / 2, 16) * 16 : 0;
+  // Works that a CTA takes and decodes at once, where they are short.
+  static constexpr int kTogether = kShape.one_tile && kTakesLate ? 4 : 1;
+  // Beside three warpgroups that path would take rings of the main loop out of uniform registers.
+  static constexpr bool kHasOneTile = !kFp8 && !kNarrow && kWarpgroups < 3 && !kShape.one_tile;
   static constexpr int kConsumerRegisters = kShape.registers;
   // Warpgroups start with equal shares and may trade what they were given together.
   static constexpr int kProducerRegisters =
