@@ -10,16 +10,16 @@
 
 namespace attnops::fmha::sm90 {
 
-// Rows of a box that divides pages and tiles; 0 where that is not a multiple of `least_box`. Ragged requests that are
+// Rows of a box that divides pages and tiles; 0 where that is not a multiple of 8. Ragged requests that are
 // short in the mean come in small boxes, as only those are asked for that hold a key of the request.
-inline int keys_per_box(const Params& p, int tile_keys, int least_box) {
+inline int keys_per_box(const Params& p, int tile_keys) {
   constexpr int kSmallBox = 32, kShort = 40;
   if (!p.paged) {
     const bool is_short = p.num_k_tokens <= int64_t{kShort} * p.batch_size;
     return is_short ? std::gcd(kSmallBox, tile_keys) : tile_keys;
   }
   const int common = std::gcd(p.page_table.page_size, tile_keys);
-  return common % least_box == 0 ? common : 0;
+  return common % 8 == 0 ? common : 0;
 }
 
 // Whether rows of e4m3 keys and values start on 16 bytes, as boxes must.
@@ -48,7 +48,7 @@ Schedule make_schedule(const Params& p) {
   s.num_works += s.max_pieces * s.works_per_tile;
   s.takes = s.num_works / s.turns;
   const bool boxes = Tr::kNarrow ? starts_on_16(p) : p.kv_dtype == p.dtype;
-  s.box_keys = boxes ? keys_per_box(p, Tr::kKeys, Tr::kFp8 || Tr::kShort ? 8 : 16) : 0;
+  s.box_keys = boxes ? keys_per_box(p, Tr::kKeys) : 0;
   if (s.box_keys == 0) {
     find_row_units(p, true, s.key_rows);
     find_row_units(p, false, s.value_rows);
