@@ -273,8 +273,9 @@ class Consumer {
   template <class Piece>
   __device__ __forceinline__ void attend_tiles(const Piece& piece, int first_row, int begin, int end,
                                                Block<Tr>& block) {
+    uint64_t seen = seen_keys_of_row(piece, first_row, begin);
     hopper::wgmma_wait<0>(scores_);
-    soften<true>(piece, first_row, begin, block);
+    soften<true>(piece, first_row, begin, seen, block);
 #pragma unroll 1
     for (int tile = begin + 1; tile < end; ++tile) {
       if constexpr (overlaps_softmax<Tr>()) {
@@ -286,10 +287,11 @@ class Consumer {
       // The next scores follow at once, so that the matrix units need not wait for a round trip.
       const RingPlace<Tr> values = multiply_values(block);
       multiply_keys(block, scores_);
+      seen = seen_keys_of_row(piece, first_row, tile);
       block.template wait_for_values<1>();
       release(values);
       hopper::wgmma_wait<0>(scores_);
-      soften<false>(piece, first_row, tile, block);
+      soften<false>(piece, first_row, tile, seen, block);
     }
   }
 
@@ -322,6 +324,19 @@ class Consumer {
     return first_key + Tr::kTileTokens > all_end || first_key < all_begin;
   }
 
+  // What a lane's known row sees of a tile that is an edge: a tree's mask is read while products are in flight.
+  static constexpr bool kMasksByWords = !Block<Tr>::kEdgesOutOfLine;
+  template <class Piece>
+  __device__ __forceinline__ uint64_t seen_keys_of_row(const Piece& piece, int first_row, int tile) const {
+    if constexpr (kMasksByWords) {
+      if (is_edge(piece, tile)) {
+        const int first_key = piece.first_token() + tile * Tr::kTileTokens;
+        return seen_by_row(p_, shape_, piece, first_row + Block<Tr>::known_row(), first_key);
+      }
+    }
+    return kAllSeen;
+  }
+
   // The scores of the tile whose keys come next, in flight.
   __device__ __forceinline__ void multiply_keys(Block<Tr>& block, Scores& scores) {
     wait_for_unit();
@@ -330,7 +345,7 @@ class Consumer {
 
   // From the scores of a tile, which are complete, to its probabilities.
   template <bool kFirst, class Piece>
-  __device__ __forceinline__ void soften(const Piece& piece, int first_row, int tile, Block<Tr>& block) {
+  __device__ __forceinline__ void soften(const Piece& piece, int first_row, int tile, uint64_t seen, Block<Tr>& block) {
     release(place_);
     place_.advance();
     const int first_key = piece.first_token() + tile * Tr::kTileTokens;
@@ -347,10 +362,14 @@ class Consumer {
       }
     } else {
       block.scale_scores(p_.logit_cap, scores_);
-      if (is_edge) Block<Tr>::mask_scores(p_, shape_, piece, first_row, first_key, scores_);
+      if (is_edge) Block<Tr>::mask_unseen(seen, scores_);
     }
     if (!Tr::kGathers && is_edge) {
-      const uint64_t seen = seen_keys<const Params&>(p_, piece, first_key);
+      if constexpr (kMasksByWords) {
+        seen = Block<Tr>::seen_by_some(seen);
+      } else {
+        seen = seen_keys<const Params&>(p_, piece, first_key);
+      }
       if (seen != kAllSeen) {
         place_.wait(shared_ + Shared::kFull);
         Block<Tr>::clear_values(shared_ + Shared::kRing + place_.slot * Tr::kUnitBytes, seen);

@@ -56,9 +56,27 @@ struct RowMask {
   }
 };
 
+inline constexpr uint64_t kAllSeen = ~uint64_t{0};
+
+// Keys [begin, end) of the 64 from `first_key` on, a bit each.
+__device__ __forceinline__ uint64_t keys_in_tile(int begin, int end, int first_key) {
+  const int from = min_of(max_of(begin - first_key, 0), 64), count = min_of(end - first_key, 64) - from;
+  return count <= 0 ? 0 : kAllSeen >> (64 - count) << from;
+}
+
+// What row `row` sees of the tile from `first_key` on, a bit a key. Few instructions, in line and from parameters that
+// are constants: a tile that masks cut is mostly a CTA's only one, and neither code nor parameters are in a cache then.
+template <class Piece>
+__device__ __forceinline__ uint64_t seen_by_row(const Params& p, const Shape& shape, const Piece& piece, int row,
+                                                int first_key) {
+  const RowMask mask(p, shape, piece, row);
+  if (p.tree_mask == nullptr) return keys_in_tile(mask.begin, mask.end, first_key);
+  const uint64_t drafts = seen_drafts(mask.tree, p.tree_keys, first_key - mask.first_draft);
+  return drafts & keys_in_tile(mask.window_begin(TreeRules(p)), mask.end, first_key);
+}
+
 // Which keys of the tile from `first_key` on some row of the request sees, a bit each. For all lanes of a warp.
 // `Rules`: TreeRules, or a reference to Params where registers for a call are short.
-inline constexpr uint64_t kAllSeen = ~uint64_t{0};
 template <class Rules>
 __device__ __noinline__ uint64_t find_seen_keys(Rules p, int request, int first_draft, int begin, int end,
                                                 int first_key) {
@@ -177,22 +195,14 @@ struct RowState {
       }
     }
     if (p.tree_mask == nullptr) return;
-    const SeenKeys seen{piece.request(), piece.length(), piece.keys()};
     if constexpr (std::is_same_v<Rules, MaskRules>) {
-      const uint32_t hidden = hidden_by_tree(p.tree_mask + seen.request() * p.tree_mask_stride_request,
+      const uint32_t hidden = hidden_by_tree(p.tree_mask + piece.request() * p.tree_mask_stride_request,
                                              p.tree_mask_stride_token, p.tree_keys, p.window_left, p.seqlen_q - 1,
-                                             p.by_group, first_row + 2 * t, own_key - (seen.length() - p.tree_keys));
+                                             p.by_group, first_row + 2 * t, own_key - (piece.length() - p.tree_keys));
 #pragma unroll
       for (int i = 0; i < kScores; ++i) {
         if (hidden >> i & 1) scores[i] = -INFINITY;
       }
-    } else {
-      Scores copy;
-#pragma unroll
-      for (int i = 0; i < kScores; ++i) copy[i] = scores[i];
-      mask_tree_scores(p, shape, seen, first_row, own_key, copy);
-#pragma unroll
-      for (int i = 0; i < kScores; ++i) scores[i] = copy[i];
     }
   }
 
@@ -200,6 +210,33 @@ struct RowState {
   __device__ __forceinline__ static void mask_scores(const MaskRules& rules, const Piece& piece, int first_row,
                                                      int first_key, Scores& scores) {
     mask_scores(rules, rules, piece, first_row, first_key, scores);
+  }
+
+  // The row whose keys a lane knows for all lanes, of up to 32.
+  __device__ __forceinline__ static int known_row() { return threadIdx.x % 32 % Tr::kRows; }
+
+  // Hides what rows do not see, where a lane has `seen`, what its known row sees of the tile.
+  __device__ __forceinline__ static void mask_unseen(uint64_t seen, Scores& scores) {
+    static_assert(Tr::kRows <= 32);
+    const int lane = threadIdx.x % 32, t = lane % 4;
+    const uint32_t of_warp = static_cast<uint32_t>(seen >> threadIdx.x / 32 % Tr::kWarps * 16);
+#pragma unroll
+    for (int n = 0; n < Tr::kRowTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t own = __shfl_sync(~0u, of_warp, 8 * n + 2 * t + i) >> lane / 4;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          if (!(own >> 8 * h & 1)) scores[4 * n + 2 * h + i] = -INFINITY;
+        }
+      }
+    }
+  }
+
+  // What some row sees.
+  __device__ __forceinline__ static uint64_t seen_by_some(uint64_t seen) {
+    const uint32_t low = __reduce_or_sync(~0u, static_cast<uint32_t>(seen));
+    return uint64_t{__reduce_or_sync(~0u, static_cast<uint32_t>(seen >> 32))} << 32 | low;
   }
 
   // Where a lane's probabilities begin in a buffer of them.
@@ -302,20 +339,6 @@ struct RowState {
                                                          int window_left, int last_token, Divisor by_group, int row,
                                                          int draft) {
     return find_hidden(tree, stride_token, tree_keys, window_left, last_token, by_group, row, draft);
-  }
-
-  // And where registers for a call are short. The parameters, which lie in memory here, are read once.
-  __device__ __noinline__ static void mask_tree_scores(const Params& p, const Shape& shape, const SeenKeys& seen,
-                                                       int first_row, int own_key, Scores& scores) {
-    const TreeRules rules(p);
-    const uint32_t hidden =
-        find_hidden(rules.tree_mask + seen.request() * rules.tree_mask_stride_request, rules.tree_mask_stride_token,
-                    rules.tree_keys, rules.window_left, rules.seqlen_q - 1, shape.by_group,
-                    first_row + threadIdx.x % 4 * 2, own_key - (seen.length() - rules.tree_keys));
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-      if (hidden >> i & 1) scores[i] = -INFINITY;
-    }
   }
 
   __device__ __forceinline__ void add(const float (&added)[Tr::kRowTiles][2]) {
