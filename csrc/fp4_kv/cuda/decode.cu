@@ -1,4 +1,3 @@
-#include "core/impl_table.h"
 #include "device/common/launch_dependent.cuh"
 #include "fp4_kv/cuda/decode.cuh"
 #include "fp4_kv/cuda/latents.cuh"
@@ -7,14 +6,6 @@
 
 namespace attnops::fp4_kv {
 namespace {
-
-bool aligned(const Pages& pages, int64_t codes, int64_t scales) {
-  const auto fits = [](const void* at, int64_t a, int64_t b, int64_t c, int64_t bytes) {
-    return reinterpret_cast<uintptr_t>(at) % bytes == 0 && a % bytes == 0 && b % bytes == 0 && c % bytes == 0;
-  };
-  return fits(pages.codes, pages.codes_stride_page, pages.codes_stride_token, pages.codes_stride_head, codes) &&
-         fits(pages.scales, pages.scales_stride_page, pages.scales_stride_token, pages.scales_stride_head, scales);
-}
 
 template <typename T, int kDim, int kRowTiles>
 void launch_decode(const DecodeParams& p, cudaStream_t stream) {
@@ -29,7 +20,7 @@ void launch_decode(const DecodeParams& p, cudaStream_t stream) {
       launch_dependent<&fp4_decode_kernel<T, kDim, kRowTiles, false>>("fp4_decode_kernel", shape, stream, p);
     }
   }
-  launch_merge<T>(p, stream);
+  launch_merge(p, stream);
 }
 
 template <typename T>
@@ -39,72 +30,30 @@ void launch_latents(const DecodeParams& p, cudaStream_t stream) {
   if (works > 0) {
     constexpr int kBytes = sizeof(LatentShared);
     const LaunchShape shape{static_cast<int>(works), 32 * kLatentWarps, kBytes, kBytes};
-    if (tiles_in_pages(p, kLatentKeys) && aligned(p.k, 16, 2)) {
+    if (tiles_in_pages(p, kLatentKeys) && rows_on(p.k, 16, 2)) {
       launch_dependent<&fp4_latent_kernel<T, true>>("fp4_latent_kernel", shape, stream, p);
     } else {
       launch_dependent<&fp4_latent_kernel<T, false>>("fp4_latent_kernel", shape, stream, p);
     }
   }
-  launch_merge<T>(p, stream);
+  launch_merge(p, stream);
 }
-
-struct Impl {
-  const char* name;
-  DType dtype;
-  int head_dim, rows;  // 0: any number of rows
-  void (*run)(const DecodeParams&, cudaStream_t);
-
-  std::string reject(const DecodeParams& p) const {
-    if (p.dtype != dtype) return std::string("takes q of ") + name_of(dtype) + ", got " + name_of(p.dtype);
-    if (p.head_dim != head_dim) {
-      return "takes head_dim " + std::to_string(head_dim) + ", got " + std::to_string(p.head_dim);
-    }
-    const int rows_here = p.num_q_heads / p.num_kv_heads * p.seqlen_q;
-    if (rows > 0 && rows_here > rows) {
-      return "takes up to " + std::to_string(rows) + " query rows (tokens times heads of a group), got " +
-             std::to_string(rows_here);
-    }
-    const bool latents = head_dim == kLatentDim;
-    if (latents && (p.v.codes || p.num_kv_heads != 1 || p.head_dim_v != kLatentDimV)) {
-      return "takes one KV head and V of its first 512 values, got " + std::to_string(p.num_kv_heads) + " and " +
-             (p.v.codes ? "V of its own" : std::to_string(p.head_dim_v));
-    }
-    if (!latents && !p.v.codes) return "takes V of its own, got none";
-    if (!latents && p.head_dim_v != p.head_dim) {
-      return "takes V of K's head_dim, got " + std::to_string(p.head_dim_v) + " and " + std::to_string(p.head_dim);
-    }
-    if (p.num_splits == 0) return "needs out_partial and lse_partial";
-    const int codes = latents ? 8 : 16, scales = latents ? 1 : head_dim / 64;
-    if (!aligned(p.k, codes, scales) || !aligned(p.v, codes, scales)) {
-      return "rows of codes must start on " + std::to_string(codes) + "-byte boundaries, those of scales on " +
-             std::to_string(scales);
-    }
-    return "";
-  }
-};
-
-template <typename T, int kDim, int kRowTiles>
-constexpr Impl row(const char* name, DType dtype) {
-  return {name, dtype, kDim, kRowsOfTile * kRowTiles, &launch_decode<T, kDim, kRowTiles>};
-}
-
-constexpr Impl kImpls[] = {
-    row<__nv_bfloat16, 128, 1>("bf16_hd128_rows8", DType::kBFloat16),
-    row<__nv_bfloat16, 128, 2>("bf16_hd128_rows16", DType::kBFloat16),
-    row<__nv_bfloat16, 64, 1>("bf16_hd64_rows8", DType::kBFloat16),
-    row<__nv_bfloat16, 64, 2>("bf16_hd64_rows16", DType::kBFloat16),
-    row<__half, 128, 1>("fp16_hd128_rows8", DType::kFloat16),
-    row<__half, 128, 2>("fp16_hd128_rows16", DType::kFloat16),
-    row<__half, 64, 1>("fp16_hd64_rows8", DType::kFloat16),
-    row<__half, 64, 2>("fp16_hd64_rows16", DType::kFloat16),
-    {"bf16_latents", DType::kBFloat16, kLatentDim, 0, &launch_latents<__nv_bfloat16>},
-    {"fp16_latents", DType::kFloat16, kLatentDim, 0, &launch_latents<__half>},
-};
 
 }  // namespace
 
-void launch(const DecodeParams& params, cudaStream_t stream) {
-  select_impl("fp4_decode", kImpls, params).run(params, stream);
+#define ATTNOPS_FP4_LAUNCH(name, type)                                                                            \
+  void launch_##name##_hd128_rows8(const DecodeParams& p, cudaStream_t s) { launch_decode<type, 128, 1>(p, s); }  \
+  void launch_##name##_hd128_rows16(const DecodeParams& p, cudaStream_t s) { launch_decode<type, 128, 2>(p, s); } \
+  void launch_##name##_hd64_rows8(const DecodeParams& p, cudaStream_t s) { launch_decode<type, 64, 1>(p, s); }    \
+  void launch_##name##_hd64_rows16(const DecodeParams& p, cudaStream_t s) { launch_decode<type, 64, 2>(p, s); }   \
+  void launch_##name##_latents(const DecodeParams& p, cudaStream_t s) { launch_latents<type>(p, s); }
+ATTNOPS_FP4_LAUNCH(bf16, __nv_bfloat16)
+ATTNOPS_FP4_LAUNCH(fp16, __half)
+#undef ATTNOPS_FP4_LAUNCH
+
+void launch_merge(const DecodeParams& p, cudaStream_t stream) {
+  if (p.dtype == DType::kBFloat16) return launch_merge_of<__nv_bfloat16>(p, stream);
+  launch_merge_of<__half>(p, stream);
 }
 
 }  // namespace attnops::fp4_kv

@@ -1,11 +1,9 @@
 #pragma once
-#include <climits>
-
 #include "device/common/pdl.cuh"
 #include "device/sm80/cp_async.cuh"
 #include "device/sm80/mma.cuh"
 #include "fp4_kv/cuda/codes.cuh"
-#include "fp4_kv/params.h"
+#include "fp4_kv/shapes.h"
 #include "scheduler/split_kv.h"
 
 // Decode over pages of four bits. A warp has a KV head of a request and a share of its keys, all its query rows, and
@@ -15,24 +13,7 @@
 // fragments want them: which dims a step of the first product holds, and which a tile of the second, is free.
 namespace attnops::fp4_kv {
 
-inline constexpr int kTileKeys = 32, kWarps = 4, kRowsOfTile = 8, kStages = 3;
-
-// Whether a tile of keys lies in one page, and all strides within 31 bits.
-__host__ __device__ inline bool tiles_in_pages(const DecodeParams& p, int tile_keys) {
-  const auto near = [&](int64_t stride) { return stride >= 0 && stride < INT_MAX / tile_keys; };
-  const auto all_near = [&](const Pages& pages) {
-    return near(pages.codes_stride_page) && near(pages.scales_stride_page) && near(pages.codes_stride_token) &&
-           near(pages.scales_stride_token);
-  };
-  return p.page_table.page_size % tile_keys == 0 && all_near(p.k) && all_near(p.v);
-}
-
-// Whether rows of scales start on boundaries of so many bytes.
-__host__ __device__ inline bool scales_on(const Pages& pages, int bytes) {
-  const int64_t all = reinterpret_cast<intptr_t>(pages.scales) | pages.scales_stride_page | pages.scales_stride_token |
-                      pages.scales_stride_head;
-  return all % bytes == 0;
-}
+inline constexpr int kWarps = 4, kStages = 3;
 
 // A tile of one side in shared memory: rows of codes, rows of scales. Of values, see `value_chunk`.
 template <int kDim>

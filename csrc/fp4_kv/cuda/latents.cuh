@@ -1,10 +1,8 @@
 #pragma once
-#include <climits>
-
 #include "device/common/pdl.cuh"
 #include "device/sm80/mma.cuh"
 #include "fp4_kv/cuda/codes.cuh"
-#include "fp4_kv/params.h"
+#include "fp4_kv/shapes.h"
 #include "scheduler/split_kv.h"
 
 // MLA decode over latents of four bits: rows of 576 values, whose first 512 are V, too. A CTA of four warps has up to
@@ -14,8 +12,6 @@
 // Codes come from memory into the registers of who multiplies them, and become fp16 once: their first 512 go into
 // shared memory for the second product. Queries and probabilities lie there, too, as fragments.
 namespace attnops::fp4_kv {
-
-inline constexpr int kLatentDim = 576, kLatentDimV = 512, kLatentRows = 16, kLatentKeys = 64, kLatentWarps = 4;
 
 // Chunks of values are eight dims, in the order 0, 4, 1, 5, 2, 6, 3, 7, in the places that
 // `LatentDecode::place_of_chunk` gives.

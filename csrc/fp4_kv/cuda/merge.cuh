@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(128) fp4_merge_kernel(const __grid_constant__ 
 }
 
 template <typename T>
-void launch_merge(const DecodeParams& p, cudaStream_t stream) {
+void launch_merge_of(const DecodeParams& p, cudaStream_t stream) {
   const int64_t rows = int64_t{p.batch_size} * p.seqlen_q * p.num_q_heads;
   if (rows == 0) return;
   const int blocks = static_cast<int>(ceil_div<int64_t>(rows, 4));
