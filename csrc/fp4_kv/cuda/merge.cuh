@@ -10,6 +10,7 @@ namespace attnops::fp4_kv {
 template <typename T>
 __global__ void __launch_bounds__(128) fp4_merge_kernel(const __grid_constant__ DecodeParams p) {
   wait_for_earlier_kernels();
+  let_next_kernel_start();
   const int lane = threadIdx.x % 32;
   const int64_t rows = int64_t{p.batch_size} * p.seqlen_q * p.num_q_heads;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * 4 + threadIdx.x / 32;
@@ -21,17 +22,22 @@ __global__ void __launch_bounds__(128) fp4_merge_kernel(const __grid_constant__ 
   const bool empty = top == -INFINITY;
   float sum = 0.f;
   float acc[kMaxHeadDim / 32] = {};
-  for (int split = 0; split < p.num_splits && !empty; ++split) {
-    const float lse = p.lse_partial[split * rows + row];
-    if (lse == -INFINITY) continue;
-    const float weight = exp2f(lse - top);
-    sum += weight;
-    const float* from = p.out_partial + (split * rows + row) * p.head_dim_v;
+  for (int first = 0; first < p.num_splits && !empty; first += 32) {
+    const int count = min_of(p.num_splits - first, 32);
+    const float own = lane < count ? exp2f(p.lse_partial[(first + lane) * rows + row] - top) : 0.f;
+    sum += own;
+#pragma unroll 2
+    for (int i = 0; i < count; ++i) {  // nothing of a share decides whether the next one is read
+      const float weight = __shfl_sync(~0u, own, i);
+      const float* from = p.out_partial + ((first + i) * rows + row) * p.head_dim_v;
 #pragma unroll
-    for (int i = 0; i < kMaxHeadDim / 32; ++i) {
-      if (lane + 32 * i < p.head_dim_v) acc[i] += weight * from[lane + 32 * i];
+      for (int d = 0; d < kMaxHeadDim / 32; ++d) {
+        if (lane + 32 * d < p.head_dim_v) acc[d] += weight * from[lane + 32 * d];
+      }
     }
   }
+#pragma unroll
+  for (int lanes = 1; lanes < 32; lanes *= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
   const int head = static_cast<int>(row % p.num_q_heads);
   const int64_t token = row / p.num_q_heads;
   const float lse = empty ? -INFINITY : (top + log2f(sum)) * kLn2;

@@ -29,7 +29,7 @@ struct alignas(1024) LatentShared {
 // Lane = 4 g + t of warp w. Of a tile a lane has keys 16 w + g + 8 h, of each dims 128 c + 32 t + 0 .. 31 for c below
 // 4, and 512 + 16 t + 0 .. 15, eight dims a word. Scores and results are in the lanes of wgmma:
 //   scores[4 n + 2 h + i]: key 16 w + g + 8 h, row 8 n + 2 t + i;
-//   out[b][4 n + 2 h + i]: dim `dim_of_result(b, h)`, the same row.
+//   out[b][4 n + 2 h + i]: dim `dim_of_result(b)` + h, the same row.
 // A tile lies in one page (`tiles_in_pages`), so that it has one address.
 template <typename T>
 class LatentDecode {
@@ -51,7 +51,7 @@ class LatentDecode {
     if (p.page_table.num_pages == 0) keys_.end = keys_.begin;
     cells_ = p.page_table.row(request);
     score_scale_ = p.softmax_scale * (p.k.scale ? *p.k.scale : 1.f) * kUnit;
-    write_at_ = hopper::smem_address(shared.values) + hopper::swizzled(16 * warp_ + g(), 2 * t());
+    write_at_ = hopper::smem_address(shared.values) + hopper::swizzled(16 * warp_ + lane_ % 16, lane_ / 16);
     asm volatile("" : "+r"(write_at_));
   }
 
@@ -217,18 +217,15 @@ class LatentDecode {
         uint32_t pairs[4];
         code_pairs(codes_[h][word], pairs);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) now[i / 2][h + i % 2 * 2] = pairs[i] = times(pairs[i], scale);
-        if (word < 16) {
-          const uint32_t at = (write_at_ ^ 16 * (word % 2)) + word / 2 * hopper::kTileBytes + h * 8 * 128;
-          asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(at), "r"(pairs[0]), "r"(pairs[1]),
-                       "r"(pairs[2]), "r"(pairs[3])
-                       : "memory");
-        }
+        for (int i = 0; i < 4; ++i) now[i / 2][h + i % 2 * 2] = times(pairs[i], scale);
       }
       hopper::wgmma_fence();
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int step = 2 * word + half;
+        if (word < 16) {
+          hopper::store_fragment(now[half], (write_at_ ^ 32 * (step % 4)) + step / 4 * hopper::kTileBytes);
+        }
         hopper::wgmma_rows<1>(scores, now[half], queries.at(step * hopper::kStepPlain), step > 0);
       }
       hopper::wgmma_commit();
@@ -368,10 +365,10 @@ class LatentDecode {
     for (int b = 0; b < kBlocksV; ++b) hopper::pin(out_[b]);
   }
 
-  // Chunks of sixteen bytes are words: place q of block b is word 4 (b / 2) + 2 (b % 2) + q % 2 of lanes t = q / 2, its
-  // dims in the order 0, 4, 1, 5, 2, 6, 3, 7.
-  __device__ __forceinline__ int dim_of_result(int b, int h) const {
-    return 128 * (b / 2) + 32 * warp_ + 8 * (2 * (b % 2) + h) + g() % 2 * 4 + g() / 2;
+  // A step of the first product is two chunks of a row of values, of two dims of each t: chunks 2 w + h of block b are
+  // step 4 b + w.
+  __device__ __forceinline__ int dim_of_result(int b) const {
+    return dim_of(2 * b + warp_ / 2, g() / 2) + 2 * (warp_ % 2) + 4 * (g() % 2);
   }
 
   // The share's result, divided by its sum; -inf where it has no key.
@@ -405,8 +402,8 @@ class LatentDecode {
         float* const to = p_.out_partial + at * kLatentDimV;
 #pragma unroll
         for (int b = 0; b < kBlocksV; ++b) {
-#pragma unroll
-          for (int h = 0; h < 2; ++h) to[dim_of_result(b, h)] = empty ? 0.f : out_[b][4 * n + 2 * h + i] * factor;
+          const auto value = [&](int h) { return empty ? 0.f : out_[b][4 * n + 2 * h + i] * factor; };
+          *reinterpret_cast<float2*>(to + dim_of_result(b)) = make_float2(value(0), value(1));
         }
       }
     }
