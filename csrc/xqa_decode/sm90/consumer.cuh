@@ -273,9 +273,9 @@ class Consumer {
   template <class Piece>
   __device__ __forceinline__ void attend_tiles(const Piece& piece, int first_row, int begin, int end,
                                                Block<Tr>& block) {
-    uint64_t seen = seen_keys_of_row(piece, first_row, begin);
+    TileMask mask = find_mask(piece, first_row, begin);
     hopper::wgmma_wait<0>(scores_);
-    soften<true>(piece, first_row, begin, seen, block);
+    soften<true>(piece, first_row, begin, mask, block);
 #pragma unroll 1
     for (int tile = begin + 1; tile < end; ++tile) {
       if constexpr (overlaps_softmax<Tr>()) {
@@ -287,11 +287,11 @@ class Consumer {
       // The next scores follow at once, so that the matrix units need not wait for a round trip.
       const RingPlace<Tr> values = multiply_values(block);
       multiply_keys(block, scores_);
-      seen = seen_keys_of_row(piece, first_row, tile);
+      mask = find_mask(piece, first_row, tile);
       block.template wait_for_values<1>();
       release(values);
       hopper::wgmma_wait<0>(scores_);
-      soften<false>(piece, first_row, tile, seen, block);
+      soften<false>(piece, first_row, tile, mask, block);
     }
   }
 
@@ -324,17 +324,24 @@ class Consumer {
     return first_key + Tr::kTileTokens > all_end || first_key < all_begin;
   }
 
-  // What a lane's known row sees of a tile that is an edge: a tree's mask is read while products are in flight.
+  // Of a tile, where masks are words: whether it is an edge, and what a lane's known row sees of one. Found while
+  // products are in flight, as a tree's mask takes a while to come.
   static constexpr bool kMasksByWords = !Block<Tr>::kEdgesOutOfLine;
+  struct TileMask {
+    bool is_edge;
+    uint64_t seen;
+  };
   template <class Piece>
-  __device__ __forceinline__ uint64_t seen_keys_of_row(const Piece& piece, int first_row, int tile) const {
+  __device__ __forceinline__ TileMask find_mask(const Piece& piece, int first_row, int tile) const {
+    TileMask mask{false, kAllSeen};
     if constexpr (kMasksByWords) {
-      if (is_edge(piece, tile)) {
+      mask.is_edge = is_edge(piece, tile);
+      if (mask.is_edge) {
         const int first_key = piece.first_token() + tile * Tr::kTileTokens;
-        return seen_by_row(p_, shape_, piece, first_row + Block<Tr>::known_row(), first_key);
+        mask.seen = seen_by_row(p_, shape_, piece, first_row + Block<Tr>::known_row(), first_key);
       }
     }
-    return kAllSeen;
+    return mask;
   }
 
   // The scores of the tile whose keys come next, in flight.
@@ -345,11 +352,12 @@ class Consumer {
 
   // From the scores of a tile, which are complete, to its probabilities.
   template <bool kFirst, class Piece>
-  __device__ __forceinline__ void soften(const Piece& piece, int first_row, int tile, uint64_t seen, Block<Tr>& block) {
+  __device__ __forceinline__ void soften(const Piece& piece, int first_row, int tile, const TileMask& mask,
+                                         Block<Tr>& block) {
     release(place_);
     place_.advance();
     const int first_key = piece.first_token() + tile * Tr::kTileTokens;
-    const bool is_edge = this->is_edge(piece, tile);
+    const bool is_edge = kMasksByWords ? mask.is_edge : this->is_edge(piece, tile);
     if constexpr (Tr::kFp8 && !Tr::kWidens) block.end_scores();
     if constexpr (Block<Tr>::kEdgesOutOfLine) {
       constexpr bool kRanges = !Tr::kFp8 || Tr::kWidens;
@@ -362,11 +370,12 @@ class Consumer {
       }
     } else {
       block.scale_scores(p_.logit_cap, scores_);
-      if (is_edge) Block<Tr>::mask_unseen(seen, scores_);
+      if (is_edge) Block<Tr>::mask_unseen(mask.seen, scores_);
     }
     if (!Tr::kGathers && is_edge) {
+      uint64_t seen;
       if constexpr (kMasksByWords) {
-        seen = Block<Tr>::seen_by_some(seen);
+        seen = Block<Tr>::seen_by_some(mask.seen);
       } else {
         seen = seen_keys<const Params&>(p_, piece, first_key);
       }
