@@ -1,6 +1,4 @@
 #pragma once
-#include <type_traits>
-
 #include "device/common/tree_rows.cuh"
 #include "device/sm80/mma.cuh"
 #include "device/sm90/barrier.cuh"
@@ -151,13 +149,13 @@ struct RowState {
   }
 
   // Hides the keys that a row may not see. Those that a tree hides out of line: trees are seldom.
-  template <class Rules, class Group, class Piece>
-  __device__ __forceinline__ static void mask_scores(const Rules& p, const Group& shape, const Piece& piece,
-                                                     int first_row, int first_key, Scores& scores) {
+  template <class Piece>
+  __device__ __forceinline__ static void mask_scores(const MaskRules& rules, const Piece& piece, int first_row,
+                                                     int first_key, Scores& scores) {
     const int own = threadIdx.x / 32 % Tr::kWarps * 16 + threadIdx.x % 32 / 4, own_key = first_key + own;
     const int t = threadIdx.x % 4;
-    if (Tr::kRowTiles > 1 && p.seqlen_q == 1 && p.tree_mask == nullptr) {  // all rows see the same
-      const RowMask mask(p, shape, piece, 0);
+    if (Tr::kRowTiles > 1 && rules.seqlen_q == 1 && rules.tree_mask == nullptr) {  // all rows see the same
+      const RowMask mask(rules, rules, piece, 0);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         if (mask.in_range(own_key + 8 * h)) continue;
@@ -166,8 +164,8 @@ struct RowState {
       }
       return;
     }
-    if (Tr::kRowTiles > 1 && p.tree_mask == nullptr) {  // a lane finds a row's range for all
-      const RowMask mask(p, shape, piece, first_row + threadIdx.x % 32 % Tr::kRows);
+    if (Tr::kRowTiles > 1 && rules.tree_mask == nullptr) {  // a lane finds a row's range for all
+      const RowMask mask(rules, rules, piece, first_row + threadIdx.x % 32 % Tr::kRows);
       const auto in_tile = [&](int key) { return min_of(max_of(key - first_key, 0), Tr::kTileTokens); };
       const int range = in_tile(mask.begin) << 8 | in_tile(mask.end);
 #pragma unroll
@@ -187,29 +185,22 @@ struct RowState {
     for (int n = 0; n < Tr::kRowTiles; ++n) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const RowMask mask(p, shape, piece, first_row + 8 * n + 2 * t + i);
+        const RowMask mask(rules, rules, piece, first_row + 8 * n + 2 * t + i);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           if (!mask.in_range(own_key + 8 * h)) scores[4 * n + 2 * h + i] = -INFINITY;
         }
       }
     }
-    if (p.tree_mask == nullptr) return;
-    if constexpr (std::is_same_v<Rules, MaskRules>) {
-      const uint32_t hidden = hidden_by_tree(p.tree_mask + piece.request() * p.tree_mask_stride_request,
-                                             p.tree_mask_stride_token, p.tree_keys, p.window_left, p.seqlen_q - 1,
-                                             p.by_group, first_row + 2 * t, own_key - (piece.length() - p.tree_keys));
+    if (rules.tree_mask == nullptr) return;
+    const uint8_t* const tree = rules.tree_mask + piece.request() * rules.tree_mask_stride_request;
+    const uint32_t hidden =
+        hidden_by_tree(tree, rules.tree_mask_stride_token, rules.tree_keys, rules.window_left, rules.seqlen_q - 1,
+                       rules.by_group, first_row + 2 * t, own_key - (piece.length() - rules.tree_keys));
 #pragma unroll
-      for (int i = 0; i < kScores; ++i) {
-        if (hidden >> i & 1) scores[i] = -INFINITY;
-      }
+    for (int i = 0; i < kScores; ++i) {
+      if (hidden >> i & 1) scores[i] = -INFINITY;
     }
-  }
-
-  template <class Piece>
-  __device__ __forceinline__ static void mask_scores(const MaskRules& rules, const Piece& piece, int first_row,
-                                                     int first_key, Scores& scores) {
-    mask_scores(rules, rules, piece, first_row, first_key, scores);
   }
 
   // The row whose keys a lane knows for all lanes, of up to 32.
@@ -294,7 +285,7 @@ struct RowState {
  private:
   // Which of a lane's scores a tree hides, a bit each. `tree`: the request's mask; `row`: the lane's first; `draft`:
   // what its first key is.
-  __device__ __forceinline__ static uint32_t find_hidden(const uint8_t* tree, int64_t stride_token, int tree_keys,
+  __device__ __noinline__ static uint32_t hidden_by_tree(const uint8_t* tree, int64_t stride_token, int tree_keys,
                                                          int window_left, int last_token, Divisor by_group, int row,
                                                          int draft) {
     static_assert(kScores <= 32);
@@ -332,13 +323,6 @@ struct RowState {
       }
     }
     return hidden;
-  }
-
-  // The same out of line: trees are seldom.
-  __device__ __noinline__ static uint32_t hidden_by_tree(const uint8_t* tree, int64_t stride_token, int tree_keys,
-                                                         int window_left, int last_token, Divisor by_group, int row,
-                                                         int draft) {
-    return find_hidden(tree, stride_token, tree_keys, window_left, last_token, by_group, row, draft);
   }
 
   __device__ __forceinline__ void add(const float (&added)[Tr::kRowTiles][2]) {
