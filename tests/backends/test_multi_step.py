@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from attnops import ops
 from attnops.backends import MultiStepDraftBackend, get_backend_class
 from attnops.types import AttentionBatch, AttentionSpec, ForwardMode, Limits
 from draft_loops import REQUESTS, Loop, check_replays, close, run_eagerly
@@ -79,6 +80,17 @@ def test_branches_in_one_request_and_apart_give_the_same(name, topk):
         outs.append(run_eagerly(loop, loop.batch(lengths, rows), *loop.inputs(4)))
     for out in outs[1:]:
         assert close(out, outs[0].double())
+
+
+@pytest.mark.parametrize("trees, times", [(True, 1), (False, 3)])
+def test_steps_of_trees_share_tables_and_plans(trees, times, monkeypatch):
+    """Their lengths and slots are the same; steps of branches differ in length."""
+    loop, calls = Loop("trtllm_mha", 16, 2, 4, trees=trees), []
+    for name in ("build_page_table", "xqa_decode_plan"):
+        op = getattr(ops, name)
+        monkeypatch.setattr(ops, name, lambda *a, op=op, name=name, **k: calls.append(name) or op(*a, **k))
+    loop.backend.init_forward_metadata(loop.batch([0, 17, 40], [3, 1, 2]))
+    assert calls.count("build_page_table") == calls.count("xqa_decode_plan") == times
 
 
 def test_a_draft_step_says_what_it_needs():

@@ -82,6 +82,14 @@ class AttentionBackend(ABC):
     def init_forward_metadata_in_graph(self, batch: AttentionBatch) -> None:
         """Device work before a step's layers: static shapes, fixed addresses, no value read on the host."""
 
+    def prepare_with(self, other: AttentionBackend) -> None:
+        """Leaves the device work before steps to `other`, of the same model and limits, as far as both can share it.
+
+        From now on `other` prepares each step first, with the same requests, lengths, slots and number of tokens.
+        Called before any step. Where nothing can be shared, all is as before.
+        """
+        return
+
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Called once before the first capture: all buffers exist, so this only compares with the limits.
 

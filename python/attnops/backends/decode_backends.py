@@ -75,6 +75,10 @@ class DecodeBackend(AttentionBackend):
         self.limits.check(batch)
         self._steps.out_graph(batch)
 
+    def prepare_with(self, other: AttentionBackend) -> None:
+        if isinstance(other, DecodeBackend) and isinstance(self._steps, DecodeSteps):
+            self._steps.borrow(other._steps)
+
     def init_forward_metadata_in_graph(self, batch: AttentionBatch) -> None:
         self._steps.in_graph(batch)
 

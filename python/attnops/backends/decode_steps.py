@@ -81,9 +81,15 @@ class DecodeSteps:
         for seqlen_q in {1, limits.max_tokens_per_request}:
             self._plans_for(seqlen_q)
         self._steps: dict[tuple[int, int, int, int, bool], DecodeStep] = {}
+        self._borrows = False
         self.prepared: PreparedStep[DecodeStep] = PreparedStep() if prepared is None else prepared
         if device.type == "cpu":  # where a layer is done when its call returns; on a GPU the stream keeps the order
             self.forward = self._alone(self.forward)  # type: ignore[method-assign]
+
+    def borrow(self, other: object) -> None:
+        """Page tables and plans of uniform steps: see `AttentionBackend.prepare_with`."""
+        if isinstance(other, DecodeSteps):
+            self.buffers, self._plans, self._borrows = other.buffers, other._plans, True
 
     def out_graph(self, batch: AttentionBatch) -> None:
         """Host work of a step: limits and views.
@@ -124,7 +130,7 @@ class DecodeSteps:
     def in_graph(self, batch: AttentionBatch) -> None:
         """Device work of a step: page tables, blocks, plans."""
         step = self.prepared.plan(batch)
-        if batch.num_tokens == 0:
+        if batch.num_tokens == 0 or (self._borrows and step.blocks is None):
             return
         self.buffers.build(step.paged, batch)
         cache_seqlens = batch.cache_seqlens

@@ -91,6 +91,9 @@ class MultiStepDraftBackend(AttentionBackend):
         made = self.backends if self.has_trees else []
         self.backends = [*made, *(make(spec, per_step, self.device) for _ in range(count - len(made)))]
         self.capability = _decoder(self.backends[0]).capability  # type: ignore[misc]
+        if self.has_trees:  # all steps have the same lengths and slots, and masks hide what is still to come
+            for backend in self.backends[1:]:
+                _decoder(backend).prepare_with(_decoder(self.backends[0]))
         options: dict[str, Any] = {"device": self.device}
         self._rows = torch.arange(rows, **options)
         if self.has_trees:
