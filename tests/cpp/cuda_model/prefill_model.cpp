@@ -21,6 +21,7 @@
 #include "device/sm80/linear_verify_tiles.cuh"
 #include "device/sm90/linear_chunk_ahead.cuh"
 #include "device/sm90/linear_chunk_ring.cuh"
+#include "device/sm90/linear_chunk_whole.cuh"
 #include "ssd/checks.h"
 
 namespace attnops {
@@ -73,6 +74,11 @@ void chunks(const LinearPrefill& p) {
       ahead<kKeys, kDelta>(p);
       return ring<sm90::ChunkRing<kKeys, kDelta, kChannels, 1>>(p, 1 + turn++ / 3 % 5, true);
     }
+    if constexpr (kDelta) {
+      if (std::getenv("ATTNOPS_CUDA_MODEL_RING") != nullptr && turn % 3 == 1) {
+        return ring<sm90::ChunkWhole<kKeys>>(p, 1 + turn++ / 3 % 5);
+      }
+    }
   }
   const int64_t places = chunk_places(p.num_tokens, p.step.batch_size);
   if constexpr (kChannels) {
@@ -80,7 +86,8 @@ void chunks(const LinearPrefill& p) {
   } else {
     const int groups = p.step.num_heads / p.step.heads_per_group;
     const int parts = ceil_div(p.step.heads_per_group, kLocalHeads);
-    run_grid(places * groups * parts, kLocalThreads, [&] { chunk_local_kernel<kKeys, kDelta>(p, groups, parts); });
+    using Meet = std::conditional_t<kKeys <= 128, sm90::MeetGroup, MeetCta>;
+    run_grid(places * groups * parts, kLocalThreads, [&] { chunk_local_kernel<kKeys, kDelta, Meet>(p, groups, parts); });
   }
   if constexpr (kKeys <= 128) {
     if (std::getenv("ATTNOPS_CUDA_MODEL_RING") != nullptr) {

@@ -1,0 +1,220 @@
+#pragma once
+#include "device/sm90/linear_chunk_multiply.cuh"
+#include "device/sm90/linear_chunk_ring.cuh"
+
+// Prompts of the delta rule in one launch, for more heads than SMs take at once: a warpgroup makes a chunk while the
+// ones of linear_chunk_consume.cuh take the chunk before. Nothing of a chunk leaves its SM. What it makes has the bits
+// of linear_chunk_local.cuh.
+namespace attnops::sm90 {
+
+template <int kKeys_>
+struct WholeShared {
+  static constexpr int kKeys = kKeys_, kGroups = 2, kStages = 2, kRowStages = 3;
+  static constexpr bool kDelta = true, kChannels = false, kMakes = true;
+  // Updates lie where values were, outputs where queries were.
+  struct Rows {
+    alignas(1024) unsigned char k[kKeys / 64 * kPanelBytes];
+    unsigned char q[(kKeys / 64 > kGroups ? kKeys / 64 : kGroups) * kPanelBytes];
+  };
+  struct Stage {
+    alignas(1024) unsigned char t[kPanelBytes];
+    unsigned char p[kPanelBytes];
+    unsigned char v[kGroups * kPanelBytes];
+    float factors[kFactorRows][kChunk];
+  };
+  // What an inverse is made in.
+  struct Work {
+    static constexpr int kStride = LocalProducts<1>::kStride, kHeadsAtOnce = 1;
+    typename LocalProducts<1>::Lower l[1];
+    float x[1][32][36];
+  };
+  // Rows are asked for a chunk earlier than what is made of them.
+  struct Turn {
+    int stage = 0, rows = 0;
+    uint32_t phase = 0, rows_phase = 0;
+
+    __device__ void next() {
+      if (++stage == kStages) stage = 0, phase ^= 1;
+      if (++rows == kRowStages) rows = 0, rows_phase ^= 1;
+    }
+  };
+
+  Rows rows_[kRowStages];
+  Stage stages[kStages];
+  alignas(1024) unsigned char state[kGroups][kKeys / 64 * kPanelBytes];  // [values, keys], at the chunk's begin
+  alignas(16) Work work;
+  float sums[2][kChunk], coefficient[2][kChunk];  // of a chunk and the next one
+  float key_scale[kChunk], query_scale[kChunk];
+  ChunkNote notes[kStages];
+  alignas(8) uint64_t full_[kStages], empty_[kStages], rows_full_[kRowStages];
+
+  __device__ uint32_t full(const Turn& turn) { return smem_address(&full_[turn.stage]); }
+  __device__ uint32_t empty(const Turn& turn) { return smem_address(&empty_[turn.stage]); }
+  __device__ uint32_t rows_full(int rows) { return smem_address(&rows_full_[rows]); }
+  __device__ void wait_for_rows(const Turn& turn) { mbarrier_wait(rows_full(turn.rows), turn.rows_phase); }
+  __device__ unsigned char* keys(const Turn& turn) { return rows_[turn.rows].k; }
+  __device__ unsigned char* last_keys(const Turn& turn) { return keys(turn); }
+  __device__ unsigned char* queries(const Turn& turn) { return rows_[turn.rows].q; }
+  __device__ unsigned char* updates(const Turn& turn, int group) {
+    return stages[turn.stage].v + group * kPanelBytes;
+  }
+  __device__ unsigned char* out(const Turn& turn, int group) { return queries(turn) + group * kPanelBytes; }
+};
+
+template <int kKeys_>
+class ChunkWhole : public ChunkConsumers<WholeShared<kKeys_>> {
+ public:
+  using Base = ChunkConsumers<WholeShared<kKeys_>>;
+  using typename Base::Shared;
+  using typename Base::Stage;
+  using typename Base::Turn;
+  using Base::kGroups;
+  using Base::kGroupThreads;
+  using Base::kKeys;
+  using Base::kMeeting;
+  static constexpr int kStages = Shared::kStages;
+
+  __device__ ChunkWhole(const LinearPrefill& prefill, const RingMaps& maps, Shared& shared, bool /*marked*/)
+      : Base(prefill, shared), maps_(maps) {}
+
+  __device__ void run(int works, int row_blocks) {
+    auto& s = this->ring_;
+    if (threadIdx.x < kStages) {
+      mbarrier_init(smem_address(&s.full_[threadIdx.x]), 2 * kGroupThreads + 1);
+      mbarrier_init(smem_address(&s.empty_[threadIdx.x]), kMeeting);
+    }
+    if (threadIdx.x < Shared::kRowStages) mbarrier_init(s.rows_full(threadIdx.x), kGroupThreads + 1);
+    if (threadIdx.x < Shared::kRowStages) mbarrier_init_fence();
+    __syncthreads();
+    const int group = threadIdx.x / kGroupThreads;
+    if (group < kGroups) {
+      registers_increase<kStateRegisters>();
+      this->run_states(group);
+    } else if (group == kGroups) {
+      registers_decrease<kOutRegisters>();
+      this->run_outputs();
+    } else {
+      registers_decrease<kMakeRegisters>();
+      run_makes(works, row_blocks);
+    }
+  }
+
+ private:
+  static constexpr int kStateRegisters = 160, kOutRegisters = 96, kMakeRegisters = 96;
+  static_assert(2 * kStateRegisters + kOutRegisters + kMakeRegisters <= 512);
+
+  struct MeetMakers : MultiplyGroup {
+    static constexpr bool kMarks = false;
+    __device__ static void meet() { named_barrier_sync(Base::kMakers, kGroupThreads); }
+  };
+
+  __device__ void run_makes(int works, int row_blocks) {
+    auto& s = this->ring_;
+    const int thread = threadIdx.x % kGroupThreads, warp = thread / 32;
+    ChunkWalk<true, Base::kRows> walk(this->prefill_, works, row_blocks);
+    for (Stage& stage : s.stages) {  // what is above the diagonal stays
+      for (int i = thread; i < kPanelBytes / 16; i += kGroupThreads) {
+        reinterpret_cast<uint4*>(stage.p)[i] = make_uint4(0, 0, 0, 0);
+      }
+    }
+    ChunkNote note, next;
+    Turn turn;
+    int64_t made = -1;
+    int rows = 0;
+    for (;; ++made) {
+      if (made >= kStages) mbarrier_wait(s.empty(turn), turn.phase ^ 1);
+      const bool more = walk.next(next);
+      GateWords gates{};
+      if (more) {
+        load_rows(rows, next);
+        if (++rows == Shared::kRowStages) rows = 0;
+        if (warp == 0) gates = load(next);
+      }
+      if (made < 0) {
+        if (!more) break;
+        if (warp == 0) sum(next, gates, 0);
+        note = next;
+        continue;
+      }
+      load_values(turn, note);
+      s.wait_for_rows(turn);
+      fence_async_proxy();  // rows may arrive by ordinary writes
+      Stage& stage = s.stages[turn.stage];
+      const TokenScales scales{s.sums[turn.stage], s.coefficient[turn.stage], s.key_scale, s.query_scale};
+      {
+        TokenProducts products;
+        MeetMakers::template multiply<kKeys, true>(products, smem_address(s.keys(turn)),
+                                                   smem_address(s.queries(turn)));
+        put_scales<true>(this->p_, products, s.key_scale, s.query_scale);
+        MeetMakers::meet();
+        put_products<true>(products, scales, stage.p, s.work.l[0]);
+      }
+      if (more && warp == 0) sum(next, gates, turn.stage ^ 1);  // it has the fewest products
+      MeetMakers::meet();
+      if (thread < kChunk) put_factors<false>(scales, thread, &stage.factors[0][0]);
+      invert<MeetMakers>(s.work, 1);
+      store_inverse(s.work.l[0], stage.t);
+      fence_async_proxy();
+      mbarrier_arrive(s.full(turn));
+      turn.next();
+      note = next;
+      if (!more) break;
+    }
+    made = made < 0 ? 0 : made + 1;
+    if (made >= kStages) mbarrier_wait(s.empty(turn), turn.phase ^ 1);
+    if (thread == 0) {
+      s.notes[turn.stage].size = 0;
+      mbarrier_arrive(s.full(turn));
+    }
+    mbarrier_arrive(s.full(turn));
+    mbarrier_arrive(s.full(turn));
+    walk.clear_rest();
+    wait_for_copies();
+  }
+
+  __device__ GateWords load(const ChunkNote& note) const {
+    return load_gates<true>(this->p_, note.begin, note.size, note.head);
+  }
+  __device__ void sum(const ChunkNote& note, const GateWords& gates, int to) {
+    sum_gates<true>(this->p_, gates, note.size, note.head, this->ring_.sums[to], this->ring_.coefficient[to]);
+  }
+
+  // A whole chunk's rows come as boxes. Others by row: what lies behind them is another request's, and must be zeros.
+  __device__ bool boxes(const ChunkNote& note) const { return maps_.there && note.size == kChunk; }
+
+  __device__ void load_rows(int place, const ChunkNote& note) {
+    const LinearStep& p = this->p_;
+    auto& rows = this->ring_.rows_[place];
+    const uint32_t full = this->ring_.rows_full(place), keys = smem_address(rows.k), queries = smem_address(rows.q);
+    const int group = note.head / p.heads_per_group;
+    if (threadIdx.x % kGroupThreads == 0) {
+      mbarrier_arrive_expect(full, boxes(note) ? 2 * (kKeys / 64) * kPanelBytes : 0);
+      if (boxes(note)) {
+        copy_boxes<kKeys / 64>(keys, maps_.k, full, 0, note, group);
+        copy_boxes<kKeys / 64>(queries, maps_.q, full, 0, note, group);
+      }
+    }
+    if (boxes(note)) return mbarrier_arrive(full);
+    copy_rows<kKeys / 64, kGroupThreads>(keys, p.k, group, note.begin, note.size, 0, p.key_dim);
+    copy_rows<kKeys / 64, kGroupThreads>(queries, p.q, group, note.begin, note.size, 0, p.key_dim);
+    arrive_after_copies(full);
+  }
+
+  __device__ void load_values(const Turn& turn, const ChunkNote& note) {
+    const LinearStep& p = this->p_;
+    const uint32_t full = this->ring_.full(turn), values = smem_address(this->ring_.stages[turn.stage].v);
+    if (threadIdx.x % kGroupThreads == 0) {
+      this->ring_.notes[turn.stage] = note;
+      mbarrier_arrive_expect(full, boxes(note) ? kGroups * kPanelBytes : 0);
+      if (boxes(note)) copy_boxes<kGroups>(values, maps_.v, full, note.first_row, note, note.head);
+    }
+    if (boxes(note)) return mbarrier_arrive(full);
+    const int columns = min_of(p.value_dim, note.first_row + Base::kRows);
+    copy_rows<kGroups, kGroupThreads>(values, p.v, note.head, note.begin, note.size, note.first_row, columns);
+    arrive_after_copies(full);
+  }
+
+  const RingMaps& maps_;
+};
+
+}  // namespace attnops::sm90
