@@ -16,7 +16,7 @@ inline constexpr float kLeastLogDecay = -88.f;                              // o
 // What tokens are of one another, of the rows of a warp: 16 warp + g and + 8, columns 8 n + 2 t and + 1 at 4 n.
 struct TokenProducts {
   float key_key[32], query_key[32];
-  float query_query[2][4];  // of the warp's own 16 columns
+  float query_query[2][4];  // square_queries
 };
 
 struct ChunkPlace {
@@ -333,45 +333,93 @@ __device__ __forceinline__ void multiply_tokens(TokenProducts& made, uint32_t ke
   }
 }
 
-// Queries times themselves, for their norms.
+// Queries of a warp's rows times themselves, for their norms: of either 8 columns.
 template <int kKeys>
-__device__ __forceinline__ void square_queries(TokenProducts& made, uint32_t queries) {
+__device__ __forceinline__ void square_queries(float (&squares)[2][4], uint32_t queries) {
   const int warp = threadIdx.x % kLocalThreads / 32;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) made.query_query[i / 4][i % 4] = 0.f;
+  for (int i = 0; i < 8; ++i) squares[i / 4][i % 4] = 0.f;
 #pragma unroll
   for (int i = 0; i < kKeys / 16; ++i) {
     uint32_t a[4];
     load_a(a, queries + i / 4 * kPanelBytes, 16 * warp, i % 4);
     const uint32_t columns[4] = {a[0], a[2], a[1], a[3]};  // the same rows as columns
-    multiply_tile(made.query_query[0], a, columns);
-    multiply_tile(made.query_query[1], a, columns + 2);
+    multiply_tile(squares[0], a, columns);
+    multiply_tile(squares[1], a, columns + 2);
   }
 }
 
-// What keys and queries are multiplied with: their norms' inverses, and the scale.
+__device__ __forceinline__ float query_scale_of(const LinearStep& step, bool normalize, float norm) {
+  return step.scale * (normalize ? rsqrtf(norm + kNormEpsilon) : 1.f);
+}
+
+// What keys are multiplied with: their norms' inverses. A row's product with itself is with one lane.
 template <bool kDelta>
-__device__ __forceinline__ void put_scales(const LinearStep& step, const TokenProducts& made, float* key_scale,
-                                           float* query_scale) {
+__device__ __forceinline__ void put_key_scales(const LinearStep& step, const float (&key_key)[32], float* to) {
   const int warp = threadIdx.x % kLocalThreads / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {  // a row's product with itself is with one lane
+  for (int r = 0; r < 2; ++r) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (2 * t + i != g) continue;
-      const int row = 16 * warp + g + 8 * r;
-      float key_norm = 0.f;
+      float norm = 0.f;
       if constexpr (kDelta) {
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
-          if (n == warp) key_norm = made.key_key[4 * (2 * n + r) + 2 * r + i];
+          if (n == warp) norm = key_key[4 * (2 * n + r) + 2 * r + i];
         }
       }
-      const bool normalize = kDelta && step.normalize;
-      key_scale[row] = normalize ? rsqrtf(key_norm + kNormEpsilon) : 1.f;
-      query_scale[row] = step.scale * (normalize ? rsqrtf(made.query_query[r][2 * r + i] + kNormEpsilon) : 1.f);
+      to[16 * warp + g + 8 * r] = kDelta && step.normalize ? rsqrtf(norm + kNormEpsilon) : 1.f;
     }
   }
+}
+
+template <bool kDelta>
+__device__ __forceinline__ void put_query_scales(const LinearStep& step, const float (&squares)[2][4], float* to) {
+  const int warp = threadIdx.x % kLocalThreads / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (2 * t + i != g) continue;
+      to[16 * warp + g + 8 * r] = query_scale_of(step, kDelta && step.normalize, squares[r][2 * r + i]);
+    }
+  }
+}
+
+// body(n, r, row, column, what products of the row with keys of the column and the next one have of decay and scale),
+// for the warp's rows and what is not above the diagonal.
+template <typename Body>
+__device__ __forceinline__ void each_pair_of_tokens(const float* sums, const float* key_scale, Body&& body) {
+  const int warp = threadIdx.x % kLocalThreads / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const float of_row[2] = {sums[16 * warp + g], sums[16 * warp + g + 8]};
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+    if (n > 2 * warp + 1) break;
+    const int column = 8 * n + 2 * t;
+    const float2 of_column = *reinterpret_cast<const float2*>(&sums[column]);
+    const float2 scale = *reinterpret_cast<const float2*>(&key_scale[column]);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      body(n, r, 16 * warp + g + 8 * r, column,
+           make_float2(scale.x * exp2_approx(of_row[r] - of_column.x), scale.y * exp2_approx(of_row[r] - of_column.y)));
+    }
+  }
+}
+
+// Two neighbours of the masked products of queries with keys.
+__device__ __forceinline__ uint32_t query_pair(const float* product, int row, int column, float2 decay, float scale) {
+  return pack2<__nv_bfloat16>(column > row ? 0.f : scale * decay.x * product[0],
+                              column + 1 > row ? 0.f : scale * decay.y * product[1]);
+}
+
+// Two neighbours of the strict lower triangle of keys with keys.
+template <class Lower>
+__device__ __forceinline__ void put_key_pair(Lower& lower, const float* product, int row, int column, float2 decay,
+                                             float scale) {
+  *reinterpret_cast<float2*>(&lower.at[row][column]) =
+      make_float2(column >= row ? 0.f : scale * decay.x * product[0],
+                  column + 1 >= row ? 0.f : scale * decay.y * product[1]);
 }
 
 // A head's numbers of each token, in shared memory.
@@ -383,43 +431,27 @@ struct TokenScales {
 template <bool kDelta, class Lower>
 __device__ __forceinline__ void put_products(const TokenProducts& made, const TokenScales& scales,
                                              unsigned char* products, Lower& lower) {
-  const int warp = threadIdx.x % kLocalThreads / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  float of_row[2], key_scale[2], query_scale[2];
+  const int first = threadIdx.x % kLocalThreads / 32 * 16 + threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  float key_scale[2], query_scale[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row = 16 * warp + g + 8 * r;
-    of_row[r] = scales.sums[row], query_scale[r] = scales.query[row];
-    key_scale[r] = scales.key[row] * scales.coefficient[row];
+    query_scale[r] = scales.query[first + 8 * r];
+    key_scale[r] = scales.key[first + 8 * r] * scales.coefficient[first + 8 * r];
   }
-#pragma unroll
-  for (int n = 0; n < 8; ++n) {
-    if (n > 2 * warp + 1) break;
-    const int column = 8 * n + 2 * t;
-    const float2 of_column = *reinterpret_cast<const float2*>(&scales.sums[column]);
-    const float2 scale = *reinterpret_cast<const float2*>(&scales.key[column]);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = 16 * warp + g + 8 * r;
-      const float low = scale.x * exp2_approx(of_row[r] - of_column.x);
-      const float high = scale.y * exp2_approx(of_row[r] - of_column.y);
-      *reinterpret_cast<uint32_t*>(products + panel_at(row, n) + 4 * t) =
-          pack2<__nv_bfloat16>(column > row ? 0.f : query_scale[r] * low * made.query_key[4 * n + 2 * r],
-                               column + 1 > row ? 0.f : query_scale[r] * high * made.query_key[4 * n + 2 * r + 1]);
-      if constexpr (kDelta) {
-        *reinterpret_cast<float2*>(&lower.at[row][column]) =
-            make_float2(column >= row ? 0.f : key_scale[r] * low * made.key_key[4 * n + 2 * r],
-                        column + 1 >= row ? 0.f : key_scale[r] * high * made.key_key[4 * n + 2 * r + 1]);
-      }
-    }
-  }
+  each_pair_of_tokens(scales.sums, scales.key, [&](int n, int r, int row, int column, float2 decay) {
+    const int at = 4 * n + 2 * r;
+    *reinterpret_cast<uint32_t*>(products + panel_at(row, n) + 4 * t) =
+        query_pair(made.query_key + at, row, column, decay, query_scale[r]);
+    if constexpr (kDelta) put_key_pair(lower, made.key_key + at, row, column, decay, key_scale[r]);
+  });
 }
 
 // A token's factors in the chunk.
-template <bool kMarks>
+template <bool kMarks, bool kQueries = true>
 __device__ __forceinline__ void put_factors(const TokenScales& scales, int i, float* factors) {
   const float of_token = scales.sums[i], of_all = scales.sums[kChunk - 1], decay = exp2_approx(of_token);
   factors[i] = scales.key[i] * decay;
-  factors[kChunk + i] = scales.query[i] * decay;
+  if constexpr (kQueries) factors[kChunk + i] = scales.query[i] * decay;
   factors[2 * kChunk + i] = scales.key[i] * exp2_approx(of_all - of_token);
   if (!kMarks || i != kMarkAt % kChunk) factors[3 * kChunk + i] = exp2_approx(of_all);
   factors[kBetaRow * kChunk + i] = scales.coefficient[i];
@@ -431,7 +463,7 @@ struct MeetCta {
   __device__ static void meet() { __syncthreads(); }
   template <int kKeys, bool kDelta>
   __device__ static void multiply(TokenProducts& made, uint32_t keys, uint32_t queries) {
-    if constexpr (kDelta) square_queries<kKeys>(made, queries);
+    if constexpr (kDelta) square_queries<kKeys>(made.query_query, queries);
     multiply_tokens<kKeys, kDelta>(made, keys, queries);
   }
   __device__ static void rows_are_there() {}  // before they meet
@@ -460,7 +492,8 @@ __device__ __forceinline__ void make_chunk(const LinearPrefill& p, LocalShared<k
   Meet::meet();
   TokenProducts products;
   Meet::template multiply<kKeys, kDelta>(products, keys, queries);
-  put_scales<kDelta>(step, products, s.key_scale, s.query_scale);
+  put_key_scales<kDelta>(step, products.key_key, s.key_scale);
+  put_query_scales<kDelta>(step, products.query_query, s.query_scale);
   Meet::meet();
   auto& made = s.made;
   constexpr ChunkScratch kLayout{.panels = kKeys / 64, .delta = kDelta, .channels = false};

@@ -3,6 +3,7 @@
 
 #include "device/sm80/linear_chunk_pass.cuh"
 #include "device/sm90/barrier.cuh"
+#include "device/sm90/linear_chunk_multiply.cuh"
 #include "device/sm90/linear_chunk_walk.cuh"
 #include "device/sm90/wgmma_rows_registers.cuh"
 
@@ -131,6 +132,14 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
       if (note.size == 0) break;
       ring_.wait_for_rows(turn);
       fence_async_proxy();
+      [[maybe_unused]] uint32_t own[4][4];  // products of queries with keys, where a chunk has none
+      float decays[2] = {1.f, 1.f};
+      if constexpr (Shared::kMakes) {
+        multiply_queries(turn, own, decays);
+      } else if constexpr (!kChannels) {
+        decays[0] = stage.factors[1][16 * this->warp_ + this->g_];
+        decays[1] = stage.factors[1][16 * this->warp_ + this->g_ + 8];
+      }
       named_barrier_sync(kStateThere, kMeeting);
       wgmma_fence();
       const uint32_t queries = smem_address(ring_.queries(turn));
@@ -148,21 +157,22 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
       wait(o);
       named_barrier_arrive(kStateFree, kMeeting);
       if constexpr (!kChannels) {
-        const int token = 16 * this->warp_ + this->g_;
-        const float decays[2] = {stage.factors[1][token], stage.factors[1][token + 8]};
 #pragma unroll
         for (int i = 0; i < 32 * kGroups; ++i) o[i / 32][i % 32] *= decays[i / 2 % 2];
       }
       named_barrier_sync(kUpdatesThere, kMeeting);
       wgmma_fence();
-      const uint32_t products = smem_address(stage.p);
 #pragma unroll
       for (int v = 0; v < kGroups; ++v) {
-        const uint32_t updates = smem_address(ring_.updates(turn, v));
+        const uint64_t updates = operand_descriptor(smem_address(ring_.updates(turn, v)));
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          wgmma_n64<Bf16>(o[v], operand_descriptor(products) + j * kStepKMajor,
-                          operand_descriptor(updates) + j * kStepKMajor, 1);
+          if constexpr (Shared::kMakes) {
+            wgmma_n64<Bf16>(o[v], own[j], updates + j * kStepKMajor, 1);
+          } else {
+            wgmma_n64<Bf16>(o[v], operand_descriptor(smem_address(stage.p)) + j * kStepKMajor,
+                            updates + j * kStepKMajor, 1);
+          }
         }
       }
       wgmma_commit();
@@ -193,6 +203,30 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
         mbarrier_arrive(ring_.empty(turn));
       }
     }
+  }
+
+  // The masked products of queries with keys, as an operand, and what the state says of queries is multiplied with.
+  __device__ void multiply_queries(const Turn& turn, uint32_t (&to)[4][4], float (&decays)[2]) {
+    const Stage& stage = ring_.stages[turn.stage];
+    const uint32_t queries = smem_address(ring_.queries(turn));
+    float products[32], squares[2][4], scale[2];
+    wgmma_fence();
+    multiply_by_keys<kKeys>(products, queries, smem_address(ring_.keys(turn)));
+    wgmma_commit();
+    square_queries<kKeys>(squares, queries);
+    wgmma_wait<0>(products);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {  // a row's square is with one lane
+      const float square = this->g_ % 2 == 0 ? squares[r][2 * r] : squares[r][2 * r + 1];
+      const float norm = __shfl_sync(0xffffffffu, square, 4 * this->g_ + this->g_ / 2);
+      scale[r] = query_scale_of(this->p_, this->p_.normalize, norm);
+      decays[r] = scale[r] * exp2_approx(stage.sums[16 * this->warp_ + this->g_ + 8 * r]);
+    }
+#pragma unroll
+    for (int i = 0; i < 16; ++i) to[i / 4][i % 4] = 0;
+    each_pair_of_tokens(stage.sums, stage.key_scale, [&](int n, int r, int row, int column, float2 decay) {
+      to[n / 2][n % 2 * 2 + r] = query_pair(products + 4 * n + 2 * r, row, column, decay, scale[r]);
+    });
   }
 
   __device__ static void wait(float (&o)[kGroups][32]) {

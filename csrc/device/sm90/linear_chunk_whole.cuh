@@ -18,9 +18,9 @@ struct WholeShared {
   };
   struct Stage {
     alignas(1024) unsigned char t[kPanelBytes];
-    unsigned char p[kPanelBytes];
     unsigned char v[kGroups * kPanelBytes];
-    float factors[kFactorRows][kChunk];
+    float factors[kFactorRows][kChunk];  // without those of queries
+    float sums[kChunk], key_scale[kChunk];
   };
   // What an inverse is made in.
   struct Work {
@@ -44,7 +44,6 @@ struct WholeShared {
   alignas(1024) unsigned char state[kGroups][kKeys / 64 * kPanelBytes];  // [values, keys], at the chunk's begin
   alignas(16) Work work;
   float sums[2][kChunk], coefficient[2][kChunk];  // of a chunk and the next one
-  float key_scale[kChunk], query_scale[kChunk];
   ChunkNote notes[kStages];
   alignas(8) uint64_t full_[kStages], empty_[kStages], rows_full_[kRowStages];
 
@@ -77,6 +76,8 @@ class ChunkWhole : public ChunkConsumers<WholeShared<kKeys_>> {
   __device__ ChunkWhole(const LinearPrefill& prefill, const RingMaps& maps, Shared& shared, bool /*marked*/)
       : Base(prefill, shared), maps_(maps) {}
 
+  __device__ static void meet() { named_barrier_sync(Base::kMakers, kGroupThreads); }  // of those that make
+
   __device__ void run(int works, int row_blocks) {
     auto& s = this->ring_;
     if (threadIdx.x < kStages) {
@@ -100,23 +101,13 @@ class ChunkWhole : public ChunkConsumers<WholeShared<kKeys_>> {
   }
 
  private:
-  static constexpr int kStateRegisters = 160, kOutRegisters = 96, kMakeRegisters = 96;
+  static constexpr int kStateRegisters = 160, kOutRegisters = 104, kMakeRegisters = 88;
   static_assert(2 * kStateRegisters + kOutRegisters + kMakeRegisters <= 512);
-
-  struct MeetMakers : MultiplyGroup {
-    static constexpr bool kMarks = false;
-    __device__ static void meet() { named_barrier_sync(Base::kMakers, kGroupThreads); }
-  };
 
   __device__ void run_makes(int works, int row_blocks) {
     auto& s = this->ring_;
     const int thread = threadIdx.x % kGroupThreads, warp = thread / 32;
     ChunkWalk<true, Base::kRows> walk(this->prefill_, works, row_blocks);
-    for (Stage& stage : s.stages) {  // what is above the diagonal stays
-      for (int i = thread; i < kPanelBytes / 16; i += kGroupThreads) {
-        reinterpret_cast<uint4*>(stage.p)[i] = make_uint4(0, 0, 0, 0);
-      }
-    }
     ChunkNote note, next;
     Turn turn;
     int64_t made = -1;
@@ -140,19 +131,25 @@ class ChunkWhole : public ChunkConsumers<WholeShared<kKeys_>> {
       s.wait_for_rows(turn);
       fence_async_proxy();  // rows may arrive by ordinary writes
       Stage& stage = s.stages[turn.stage];
-      const TokenScales scales{s.sums[turn.stage], s.coefficient[turn.stage], s.key_scale, s.query_scale};
+      const TokenScales scales{s.sums[turn.stage], s.coefficient[turn.stage], stage.key_scale, nullptr};
       {
-        TokenProducts products;
-        MeetMakers::template multiply<kKeys, true>(products, smem_address(s.keys(turn)),
-                                                   smem_address(s.queries(turn)));
-        put_scales<true>(this->p_, products, s.key_scale, s.query_scale);
-        MeetMakers::meet();
-        put_products<true>(products, scales, stage.p, s.work.l[0]);
+        float products[32];
+        const uint32_t keys = smem_address(s.keys(turn));
+        wgmma_fence();
+        multiply_by_keys<kKeys>(products, keys, keys);
+        wgmma_commit();
+        wgmma_wait<0>(products);
+        put_key_scales<true>(this->p_, products, stage.key_scale);
+        meet();
+        put_lower(products, scales);
       }
       if (more && warp == 0) sum(next, gates, turn.stage ^ 1);  // it has the fewest products
-      MeetMakers::meet();
-      if (thread < kChunk) put_factors<false>(scales, thread, &stage.factors[0][0]);
-      invert<MeetMakers>(s.work, 1);
+      meet();
+      if (thread < kChunk) {
+        put_factors<false, false>(scales, thread, &stage.factors[0][0]);
+        stage.sums[thread] = scales.sums[thread];
+      }
+      invert<ChunkWhole>(s.work, 1);
       store_inverse(s.work.l[0], stage.t);
       fence_async_proxy();
       mbarrier_arrive(s.full(turn));
@@ -170,6 +167,15 @@ class ChunkWhole : public ChunkConsumers<WholeShared<kKeys_>> {
     mbarrier_arrive(s.full(turn));
     walk.clear_rest();
     wait_for_copies();
+  }
+
+  __device__ void put_lower(const float (&products)[32], const TokenScales& scales) {
+    const int first = 16 * (threadIdx.x % kGroupThreads / 32) + threadIdx.x % 32 / 4;
+    const float of_row[2] = {scales.key[first] * scales.coefficient[first],
+                             scales.key[first + 8] * scales.coefficient[first + 8]};
+    each_pair_of_tokens(scales.sums, scales.key, [&](int n, int r, int row, int column, float2 decay) {
+      put_key_pair(this->ring_.work.l[0], products + 4 * n + 2 * r, row, column, decay, of_row[r]);
+    });
   }
 
   __device__ GateWords load(const ChunkNote& note) const {
