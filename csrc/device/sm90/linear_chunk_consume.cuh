@@ -132,10 +132,9 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
       if (note.size == 0) break;
       ring_.wait_for_rows(turn);
       fence_async_proxy();
-      [[maybe_unused]] uint32_t own[4][4];  // products of queries with keys, where a chunk has none
       float decays[2] = {1.f, 1.f};
       if constexpr (Shared::kMakes) {
-        multiply_queries(turn, own, decays);
+        multiply_queries(turn, decays);
       } else if constexpr (!kChannels) {
         decays[0] = stage.factors[1][16 * this->warp_ + this->g_];
         decays[1] = stage.factors[1][16 * this->warp_ + this->g_ + 8];
@@ -162,17 +161,14 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
       }
       named_barrier_sync(kUpdatesThere, kMeeting);
       wgmma_fence();
+      const uint32_t products = smem_address(stage.p);
 #pragma unroll
       for (int v = 0; v < kGroups; ++v) {
-        const uint64_t updates = operand_descriptor(smem_address(ring_.updates(turn, v)));
+        const uint32_t updates = smem_address(ring_.updates(turn, v));
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          if constexpr (Shared::kMakes) {
-            wgmma_n64<Bf16>(o[v], own[j], updates + j * kStepKMajor, 1);
-          } else {
-            wgmma_n64<Bf16>(o[v], operand_descriptor(smem_address(stage.p)) + j * kStepKMajor,
-                            updates + j * kStepKMajor, 1);
-          }
+          wgmma_n64<Bf16>(o[v], operand_descriptor(products) + j * kStepKMajor,
+                          operand_descriptor(updates) + j * kStepKMajor, 1);
         }
       }
       wgmma_commit();
@@ -205,9 +201,9 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
     }
   }
 
-  // The masked products of queries with keys, as an operand, and what the state says of queries is multiplied with.
-  __device__ void multiply_queries(const Turn& turn, uint32_t (&to)[4][4], float (&decays)[2]) {
-    const Stage& stage = ring_.stages[turn.stage];
+  // The masked products of queries with keys, and what the state says of queries is multiplied with.
+  __device__ void multiply_queries(const Turn& turn, float (&decays)[2]) {
+    Stage& stage = ring_.stages[turn.stage];
     const uint32_t queries = smem_address(ring_.queries(turn));
     float products[32], squares[2][4], scale[2];
     wgmma_fence();
@@ -222,11 +218,13 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
       scale[r] = query_scale_of(this->p_, this->p_.normalize, norm);
       decays[r] = scale[r] * exp2_approx(stage.sums[16 * this->warp_ + this->g_ + 8 * r]);
     }
-#pragma unroll
-    for (int i = 0; i < 16; ++i) to[i / 4][i % 4] = 0;
+    uint32_t to[4][4] = {};
     each_pair_of_tokens(stage.sums, stage.key_scale, [&](int n, int r, int row, int column, float2 decay) {
       to[n / 2][n % 2 * 2 + r] = query_pair(products + 4 * n + 2 * r, row, column, decay, scale[r]);
     });
+#pragma unroll
+    for (int j = 0; j < 4; ++j) put(to[j], stage.p, j);
+    fence_async_proxy();
   }
 
   __device__ static void wait(float (&o)[kGroups][32]) {

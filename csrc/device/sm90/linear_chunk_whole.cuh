@@ -18,6 +18,7 @@ struct WholeShared {
   };
   struct Stage {
     alignas(1024) unsigned char t[kPanelBytes];
+    unsigned char p[kPanelBytes];  // by those who make outputs
     unsigned char v[kGroups * kPanelBytes];
     float factors[kFactorRows][kChunk];  // without those of queries
     float sums[kChunk], key_scale[kChunk];
@@ -101,7 +102,7 @@ class ChunkWhole : public ChunkConsumers<WholeShared<kKeys_>> {
   }
 
  private:
-  static constexpr int kStateRegisters = 160, kOutRegisters = 104, kMakeRegisters = 88;
+  static constexpr int kStateRegisters = 160, kOutRegisters = 96, kMakeRegisters = 96;
   static_assert(2 * kStateRegisters + kOutRegisters + kMakeRegisters <= 512);
 
   __device__ void run_makes(int works, int row_blocks) {
