@@ -8,17 +8,22 @@
 
 namespace attnops::sm90 {
 
+// The kernel for more works than SMs: two warpgroups of states, 64 rows of values each, share the loads of a head.
+template <int kKeys, bool kDelta>
+using ChunksOfMany = std::conditional_t<kDelta, ChunkWhole<kKeys>, ChunkRing<kKeys, kDelta, false, 2>>;
+
 // Bytes of shared memory of the largest kernel for keys of kKeys elements.
-template <int kKeys, bool kDelta, bool kChannels, int kMostGroups = kChannels ? 1 : 2>
+template <int kKeys, bool kDelta, bool kChannels>
 inline constexpr int kChunkSharedBytes = static_cast<int>(
-    max_of(sizeof(RingShared<kKeys, kDelta, kChannels, kMostGroups>), sizeof(RingShared<kKeys, kDelta, kChannels, 1>)));
+    max_of(sizeof(typename std::conditional_t<kChannels, ChunkRing<kKeys, kDelta, true, 1>,
+                                              ChunksOfMany<kKeys, kDelta>>::Shared),
+           sizeof(RingShared<kKeys, kDelta, kChannels, 1>)));
 
 // Chunks of the delta rule are made ahead of the pass where it takes at most this many of eight SMs, and where prompts
 // have so many chunks.
 inline constexpr int kAheadSms = 5, kAheadChunks = 6;
 
-// Two warpgroups of states, 64 rows of values each, share the loads of a head. They save 4 % where works of 64 rows are
-// more than SMs, and take half as long again where they are few.
+// Two warpgroups of states take half as long again where works of 64 rows are fewer than SMs.
 template <int kKeys, bool kDelta, bool kChannels>
 void launch_linear_chunks(const char* what, const LinearPrefill& p, cudaStream_t stream) {
   const int sms = device_sms(what);
@@ -33,10 +38,9 @@ void launch_linear_chunks(const char* what, const LinearPrefill& p, cudaStream_t
         return launch_chunk_ring<ChunkRing<kKeys, kDelta, kChannels, 1>>(what, p, sms, true, stream);
       }
     }
-    launch_chunk_local<kKeys, kDelta, MeetGroup>(what, p, stream);
-    if (p.step.value_dim > 64 && works > sms) {
-      return launch_chunk_ring<ChunkRing<kKeys, kDelta, kChannels, 2>>(what, p, sms, false, stream);
-    }
+    const bool many = p.step.value_dim > 64 && works > sms;
+    if (!many || !kDelta) launch_chunk_local<kKeys, kDelta, MeetGroup>(what, p, stream);
+    if (many) return launch_chunk_ring<ChunksOfMany<kKeys, kDelta>>(what, p, sms, false, stream);
   }
   launch_chunk_ring<ChunkRing<kKeys, kDelta, kChannels, 1>>(what, p, sms, false, stream);
 }
