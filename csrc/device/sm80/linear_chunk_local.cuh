@@ -417,9 +417,8 @@ __device__ __forceinline__ uint32_t query_pair(const float* product, int row, in
 template <class Lower>
 __device__ __forceinline__ void put_key_pair(Lower& lower, const float* product, int row, int column, float2 decay,
                                              float scale) {
-  *reinterpret_cast<float2*>(&lower.at[row][column]) =
-      make_float2(column >= row ? 0.f : scale * decay.x * product[0],
-                  column + 1 >= row ? 0.f : scale * decay.y * product[1]);
+  *reinterpret_cast<float2*>(&lower.at[row][column]) = make_float2(
+      column >= row ? 0.f : scale * decay.x * product[0], column + 1 >= row ? 0.f : scale * decay.y * product[1]);
 }
 
 // A head's numbers of each token, in shared memory.

@@ -14,10 +14,10 @@ using ChunksOfMany = std::conditional_t<kDelta, ChunkWhole<kKeys>, ChunkRing<kKe
 
 // Bytes of shared memory of the largest kernel for keys of kKeys elements.
 template <int kKeys, bool kDelta, bool kChannels>
-inline constexpr int kChunkSharedBytes = static_cast<int>(
-    max_of(sizeof(typename std::conditional_t<kChannels, ChunkRing<kKeys, kDelta, true, 1>,
-                                              ChunksOfMany<kKeys, kDelta>>::Shared),
-           sizeof(RingShared<kKeys, kDelta, kChannels, 1>)));
+inline constexpr int kChunkSharedBytes = static_cast<int>(max_of(
+    sizeof(
+        typename std::conditional_t<kChannels, ChunkRing<kKeys, kDelta, true, 1>, ChunksOfMany<kKeys, kDelta>>::Shared),
+    sizeof(RingShared<kKeys, kDelta, kChannels, 1>)));
 
 // Chunks of the delta rule are made ahead of the pass where it takes at most this many of eight SMs, and where prompts
 // have so many chunks.

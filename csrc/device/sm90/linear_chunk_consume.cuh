@@ -83,7 +83,8 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
         float(&part)[32] = reinterpret_cast<float(&)[32]>(this->state_[32 * panel]);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          wgmma_rows<Bf16, 1>(part, decayed[j], operand_descriptor(last_keys + panel * kPanelBytes) + j * kStepMnMajor, 1);
+          wgmma_rows<Bf16, 1>(part, decayed[j], operand_descriptor(last_keys + panel * kPanelBytes) + j * kStepMnMajor,
+                              1);
         }
       }
       wgmma_commit();

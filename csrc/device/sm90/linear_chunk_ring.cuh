@@ -49,15 +49,15 @@ template <int kKeys_, bool kDelta_, bool kChannels_, int kGroups_>
 class ChunkRing : public ChunkConsumers<RingShared<kKeys_, kDelta_, kChannels_, kGroups_>> {
  public:
   using Base = ChunkConsumers<RingShared<kKeys_, kDelta_, kChannels_, kGroups_>>;
-  using typename Base::Shared;
-  using typename Base::Stage;
-  using typename Base::Turn;
   using Base::kChannels;
   using Base::kDelta;
   using Base::kGroups;
   using Base::kGroupThreads;
   using Base::kKeys;
   using Base::kMeeting;
+  using typename Base::Shared;
+  using typename Base::Stage;
+  using typename Base::Turn;
   static constexpr int kStages = Shared::kStages;
 
   // marked: whether chunks are made while this runs.

@@ -55,9 +55,7 @@ struct WholeShared {
   __device__ unsigned char* keys(const Turn& turn) { return rows_[turn.rows].k; }
   __device__ unsigned char* last_keys(const Turn& turn) { return keys(turn); }
   __device__ unsigned char* queries(const Turn& turn) { return rows_[turn.rows].q; }
-  __device__ unsigned char* updates(const Turn& turn, int group) {
-    return stages[turn.stage].v + group * kPanelBytes;
-  }
+  __device__ unsigned char* updates(const Turn& turn, int group) { return stages[turn.stage].v + group * kPanelBytes; }
   __device__ unsigned char* out(const Turn& turn, int group) { return queries(turn) + group * kPanelBytes; }
 };
 
@@ -65,13 +63,13 @@ template <int kKeys_>
 class ChunkWhole : public ChunkConsumers<WholeShared<kKeys_>> {
  public:
   using Base = ChunkConsumers<WholeShared<kKeys_>>;
-  using typename Base::Shared;
-  using typename Base::Stage;
-  using typename Base::Turn;
   using Base::kGroups;
   using Base::kGroupThreads;
   using Base::kKeys;
   using Base::kMeeting;
+  using typename Base::Shared;
+  using typename Base::Stage;
+  using typename Base::Turn;
   static constexpr int kStages = Shared::kStages;
 
   __device__ ChunkWhole(const LinearPrefill& prefill, const RingMaps& maps, Shared& shared, bool /*marked*/)

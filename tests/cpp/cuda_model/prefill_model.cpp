@@ -87,7 +87,8 @@ void chunks(const LinearPrefill& p) {
     const int groups = p.step.num_heads / p.step.heads_per_group;
     const int parts = ceil_div(p.step.heads_per_group, kLocalHeads);
     using Meet = std::conditional_t<kKeys <= 128, sm90::MeetGroup, MeetCta>;
-    run_grid(places * groups * parts, kLocalThreads, [&] { chunk_local_kernel<kKeys, kDelta, Meet>(p, groups, parts); });
+    run_grid(places * groups * parts, kLocalThreads,
+             [&] { chunk_local_kernel<kKeys, kDelta, Meet>(p, groups, parts); });
   }
   if constexpr (kKeys <= 128) {
     if (std::getenv("ATTNOPS_CUDA_MODEL_RING") != nullptr) {
