@@ -8,16 +8,17 @@
 
 namespace attnops::sm90 {
 
-// The kernel for more works than SMs: two warpgroups of states, 64 rows of values each, share the loads of a head.
-template <int kKeys, bool kDelta>
-using ChunksOfMany = std::conditional_t<kDelta, ChunkWhole<kKeys>, ChunkRing<kKeys, kDelta, false, 2>>;
+// Of kGroups warpgroups of states, which share the loads of a head.
+template <int kKeys, bool kDelta, bool kChannels, int kGroups>
+using ChunksInTurn =
+    std::conditional_t<kChannels || (kDelta && kGroups == 1), ChunkRing<kKeys, kDelta, kChannels, kGroups>,
+                       ChunkWhole<kKeys, kDelta, kGroups>>;
 
 // Bytes of shared memory of the largest kernel for keys of kKeys elements.
-template <int kKeys, bool kDelta, bool kChannels>
-inline constexpr int kChunkSharedBytes = static_cast<int>(max_of(
-    sizeof(
-        typename std::conditional_t<kChannels, ChunkRing<kKeys, kDelta, true, 1>, ChunksOfMany<kKeys, kDelta>>::Shared),
-    sizeof(RingShared<kKeys, kDelta, kChannels, 1>)));
+template <int kKeys, bool kDelta, bool kChannels, int kMostGroups = kChannels ? 1 : 2>
+inline constexpr int kChunkSharedBytes =
+    static_cast<int>(max_of(sizeof(typename ChunksInTurn<kKeys, kDelta, kChannels, kMostGroups>::Shared),
+                            sizeof(typename ChunksInTurn<kKeys, kDelta, kChannels, 1>::Shared)));
 
 // Chunks of the delta rule are made ahead of the pass where it takes at most this many of eight SMs, and where prompts
 // have so many chunks.
@@ -31,18 +32,19 @@ void launch_linear_chunks(const char* what, const LinearPrefill& p, cudaStream_t
     launch_chunk_channels<kKeys>(what, p, stream);
   } else {
     const int64_t works = int64_t{p.step.batch_size} * p.step.num_heads * ceil_div(p.step.value_dim, 64);
-    if constexpr (kDelta) {  // others have less to prepare, and the pass loses more by waiting for marks
+    if (p.step.value_dim > 64 && works > sms) {
+      return launch_chunk_ring<ChunksInTurn<kKeys, kDelta, false, 2>>(what, p, sms, false, stream);
+    }
+    if constexpr (kDelta) {
       const int64_t chunks = chunk_places(p.num_tokens, p.step.batch_size);
       if (works > 0 && works <= sms * kAheadSms / 8 && chunks >= kAheadChunks * p.step.batch_size && ahead_counts(p)) {
         launch_chunk_ahead<kKeys, kDelta>(what, p, sms - static_cast<int>(works), stream);
         return launch_chunk_ring<ChunkRing<kKeys, kDelta, kChannels, 1>>(what, p, sms, true, stream);
       }
+      launch_chunk_local<kKeys, kDelta, MeetGroup>(what, p, stream);
     }
-    const bool many = p.step.value_dim > 64 && works > sms;
-    if (!many || !kDelta) launch_chunk_local<kKeys, kDelta, MeetGroup>(what, p, stream);
-    if (many) return launch_chunk_ring<ChunksOfMany<kKeys, kDelta>>(what, p, sms, false, stream);
   }
-  launch_chunk_ring<ChunkRing<kKeys, kDelta, kChannels, 1>>(what, p, sms, false, stream);
+  launch_chunk_ring<ChunksInTurn<kKeys, kDelta, kChannels, 1>>(what, p, sms, false, stream);
 }
 
 }  // namespace attnops::sm90

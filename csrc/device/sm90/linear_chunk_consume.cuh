@@ -206,17 +206,17 @@ class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kK
   __device__ void multiply_queries(const Turn& turn, float (&decays)[2]) {
     Stage& stage = ring_.stages[turn.stage];
     const uint32_t queries = smem_address(ring_.queries(turn));
-    float products[32], squares[2][4], scale[2];
+    float products[32], squares[2][4] = {}, scale[2];
     wgmma_fence();
     multiply_by_keys<kKeys>(products, queries, smem_address(ring_.keys(turn)));
     wgmma_commit();
-    square_queries<kKeys>(squares, queries);
+    if constexpr (kDelta) square_queries<kKeys>(squares, queries);
     wgmma_wait<0>(products);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {  // a row's square is with one lane
-      const float square = this->g_ % 2 == 0 ? squares[r][2 * r] : squares[r][2 * r + 1];
-      const float norm = __shfl_sync(0xffffffffu, square, 4 * this->g_ + this->g_ / 2);
-      scale[r] = query_scale_of(this->p_, this->p_.normalize, norm);
+      float norm = this->g_ % 2 == 0 ? squares[r][2 * r] : squares[r][2 * r + 1];
+      if constexpr (kDelta) norm = __shfl_sync(0xffffffffu, norm, 4 * this->g_ + this->g_ / 2);
+      scale[r] = query_scale_of(this->p_, kDelta && this->p_.normalize, norm);
       decays[r] = scale[r] * exp2_approx(stage.sums[16 * this->warp_ + this->g_ + 8 * r]);
     }
     uint32_t to[4][4] = {};

@@ -2,22 +2,22 @@
 #include "device/sm90/linear_chunk_multiply.cuh"
 #include "device/sm90/linear_chunk_ring.cuh"
 
-// Prompts of the delta rule in one launch, for more heads than SMs take at once: a warpgroup makes a chunk while the
-// ones of linear_chunk_consume.cuh take the chunk before. Nothing of a chunk leaves its SM. What it makes has the bits
-// of linear_chunk_local.cuh.
+// Prompts in one launch: a warpgroup makes a chunk while the ones of linear_chunk_consume.cuh take the chunk before.
+// Nothing of a chunk leaves its SM. What it makes has the bits of linear_chunk_local.cuh. In the delta rule an inverse
+// takes longer than a chunk's way from state to state, so that is for more heads than SMs.
 namespace attnops::sm90 {
 
-template <int kKeys_>
+template <int kKeys_, bool kDelta_, int kGroups_>
 struct WholeShared {
-  static constexpr int kKeys = kKeys_, kGroups = 2, kStages = 2, kRowStages = 3;
-  static constexpr bool kDelta = true, kChannels = false, kMakes = true;
-  // Updates lie where values were, outputs where queries were.
+  static constexpr int kKeys = kKeys_, kGroups = kGroups_, kStages = 2, kRowStages = 3;
+  static constexpr bool kDelta = kDelta_, kChannels = false, kMakes = true;
+  // Outputs lie where queries were, updates of the delta rule where values were. State spaces add values to outputs.
   struct Rows {
     alignas(1024) unsigned char k[kKeys / 64 * kPanelBytes];
     unsigned char q[(kKeys / 64 > kGroups ? kKeys / 64 : kGroups) * kPanelBytes];
   };
   struct Stage {
-    alignas(1024) unsigned char t[kPanelBytes];
+    alignas(1024) unsigned char t[kDelta ? kPanelBytes : 1024];
     unsigned char p[kPanelBytes];  // by those who make outputs
     unsigned char v[kGroups * kPanelBytes];
     float factors[kFactorRows][kChunk];  // without those of queries
@@ -29,6 +29,7 @@ struct WholeShared {
     typename LocalProducts<1>::Lower l[1];
     float x[1][32][36];
   };
+  struct None {};
   // Rows are asked for a chunk earlier than what is made of them.
   struct Turn {
     int stage = 0, rows = 0;
@@ -43,7 +44,8 @@ struct WholeShared {
   Rows rows_[kRowStages];
   Stage stages[kStages];
   alignas(1024) unsigned char state[kGroups][kKeys / 64 * kPanelBytes];  // [values, keys], at the chunk's begin
-  alignas(16) Work work;
+  alignas(1024) unsigned char u[kDelta ? 1 : kGroups][kDelta ? 1024 : kPanelBytes];  // [values, tokens]
+  alignas(16) std::conditional_t<kDelta, Work, None> work;
   float sums[2][kChunk], coefficient[2][kChunk];  // of a chunk and the next one
   ChunkNote notes[kStages];
   alignas(8) uint64_t full_[kStages], empty_[kStages], rows_full_[kRowStages];
@@ -59,10 +61,11 @@ struct WholeShared {
   __device__ unsigned char* out(const Turn& turn, int group) { return queries(turn) + group * kPanelBytes; }
 };
 
-template <int kKeys_>
-class ChunkWhole : public ChunkConsumers<WholeShared<kKeys_>> {
+template <int kKeys_, bool kDelta_, int kGroups_>
+class ChunkWhole : public ChunkConsumers<WholeShared<kKeys_, kDelta_, kGroups_>> {
  public:
-  using Base = ChunkConsumers<WholeShared<kKeys_>>;
+  using Base = ChunkConsumers<WholeShared<kKeys_, kDelta_, kGroups_>>;
+  using Base::kDelta;
   using Base::kGroups;
   using Base::kGroupThreads;
   using Base::kKeys;
@@ -100,13 +103,16 @@ class ChunkWhole : public ChunkConsumers<WholeShared<kKeys_>> {
   }
 
  private:
-  static constexpr int kStateRegisters = 160, kOutRegisters = 96, kMakeRegisters = 96;
-  static_assert(2 * kStateRegisters + kOutRegisters + kMakeRegisters <= 512);
+  // Of 128 a thread, or of 168 where the CTA has 384 threads.
+  static constexpr int kStateRegisters = kGroups == 1 ? 216 : 160;
+  static constexpr int kOutRegisters = kGroups == 1 ? 144 : kDelta ? 96 : 104;
+  static constexpr int kMakeRegisters = kGroups == 1 ? 144 : kDelta ? 96 : 88;
+  static_assert(kGroups * kStateRegisters + kOutRegisters + kMakeRegisters <= (kGroups == 1 ? 504 : 512));
 
   __device__ void run_makes(int works, int row_blocks) {
     auto& s = this->ring_;
     const int thread = threadIdx.x % kGroupThreads, warp = thread / 32;
-    ChunkWalk<true, Base::kRows> walk(this->prefill_, works, row_blocks);
+    ChunkWalk<kDelta, Base::kRows> walk(this->prefill_, works, row_blocks);
     ChunkNote note, next;
     Turn turn;
     int64_t made = -1;
@@ -127,29 +133,7 @@ class ChunkWhole : public ChunkConsumers<WholeShared<kKeys_>> {
         continue;
       }
       load_values(turn, note);
-      s.wait_for_rows(turn);
-      fence_async_proxy();  // rows may arrive by ordinary writes
-      Stage& stage = s.stages[turn.stage];
-      const TokenScales scales{s.sums[turn.stage], s.coefficient[turn.stage], stage.key_scale, nullptr};
-      {
-        float products[32];
-        const uint32_t keys = smem_address(s.keys(turn));
-        wgmma_fence();
-        multiply_by_keys<kKeys>(products, keys, keys);
-        wgmma_commit();
-        wgmma_wait<0>(products);
-        put_key_scales<true>(this->p_, products, stage.key_scale);
-        meet();
-        put_lower(products, scales);
-      }
-      if (more && warp == 0) sum(next, gates, turn.stage ^ 1);  // it has the fewest products
-      meet();
-      if (thread < kChunk) {
-        put_factors<false, false>(scales, thread, &stage.factors[0][0]);
-        stage.sums[thread] = scales.sums[thread];
-      }
-      invert<ChunkWhole>(s.work, 1);
-      store_inverse(s.work.l[0], stage.t);
+      make(turn, more, next, gates);
       fence_async_proxy();
       mbarrier_arrive(s.full(turn));
       turn.next();
@@ -168,6 +152,44 @@ class ChunkWhole : public ChunkConsumers<WholeShared<kKeys_>> {
     wait_for_copies();
   }
 
+  // What the consumers read of a chunk, and the sums of the next one's gates.
+  __device__ void make(const Turn& turn, bool more, const ChunkNote& next, const GateWords& gates) {
+    auto& s = this->ring_;
+    Stage& stage = s.stages[turn.stage];
+    const int thread = threadIdx.x % kGroupThreads, warp = thread / 32;
+    const TokenScales scales{s.sums[turn.stage], s.coefficient[turn.stage], stage.key_scale, nullptr};
+    const auto put_token = [&](int token) {
+      put_factors<false, false>(scales, token, &stage.factors[0][0]);
+      stage.sums[token] = scales.sums[token];
+    };
+    if constexpr (kDelta) {
+      s.wait_for_rows(turn);
+      fence_async_proxy();  // rows may arrive by ordinary writes
+      {
+        float products[32];
+        const uint32_t keys = smem_address(s.keys(turn));
+        wgmma_fence();
+        multiply_by_keys<kKeys>(products, keys, keys);
+        wgmma_commit();
+        wgmma_wait<0>(products);
+        put_key_scales<true>(this->p_, products, stage.key_scale);
+        meet();
+        put_lower(products, scales);
+      }
+      if (more && warp == 0) sum(next, gates, turn.stage ^ 1);  // it has the fewest products
+      meet();
+      if (thread < kChunk) put_token(thread);
+      invert<ChunkWhole>(s.work, 1);
+      store_inverse(s.work.l[0], stage.t);
+    } else if (warp == 0) {
+      __syncwarp();
+      stage.key_scale[thread] = stage.key_scale[thread + 32] = 1.f;
+      put_token(thread);
+      put_token(thread + 32);
+      if (more) sum(next, gates, turn.stage ^ 1);
+    }
+  }
+
   __device__ void put_lower(const float (&products)[32], const TokenScales& scales) {
     const int first = 16 * (threadIdx.x % kGroupThreads / 32) + threadIdx.x % 32 / 4;
     const float of_row[2] = {scales.key[first] * scales.coefficient[first],
@@ -178,10 +200,10 @@ class ChunkWhole : public ChunkConsumers<WholeShared<kKeys_>> {
   }
 
   __device__ GateWords load(const ChunkNote& note) const {
-    return load_gates<true>(this->p_, note.begin, note.size, note.head);
+    return load_gates<kDelta>(this->p_, note.begin, note.size, note.head);
   }
   __device__ void sum(const ChunkNote& note, const GateWords& gates, int to) {
-    sum_gates<true>(this->p_, gates, note.size, note.head, this->ring_.sums[to], this->ring_.coefficient[to]);
+    sum_gates<kDelta>(this->p_, gates, note.size, note.head, this->ring_.sums[to], this->ring_.coefficient[to]);
   }
 
   // A whole chunk's rows come as boxes. Others by row: what lies behind them is another request's, and must be zeros.

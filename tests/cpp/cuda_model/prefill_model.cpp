@@ -74,10 +74,11 @@ void chunks(const LinearPrefill& p) {
       ahead<kKeys, kDelta>(p);
       return ring<sm90::ChunkRing<kKeys, kDelta, kChannels, 1>>(p, 1 + turn++ / 3 % 5, true);
     }
-    if constexpr (kDelta) {
-      if (std::getenv("ATTNOPS_CUDA_MODEL_RING") != nullptr && turn % 3 == 1) {
-        return ring<sm90::ChunkWhole<kKeys>>(p, 1 + turn++ / 3 % 5);
+    if (std::getenv("ATTNOPS_CUDA_MODEL_RING") != nullptr && turn % 3 == 1) {
+      if constexpr (!kDelta) {
+        if (turn % 2 == 0) return ring<sm90::ChunkWhole<kKeys, kDelta, 1>>(p, 1 + turn++ / 3 % 5);
       }
+      return ring<sm90::ChunkWhole<kKeys, kDelta, 2>>(p, 1 + turn++ / 3 % 5);
     }
   }
   const int64_t places = chunk_places(p.num_tokens, p.step.batch_size);
