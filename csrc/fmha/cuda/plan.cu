@@ -47,9 +47,19 @@ __device__ int num_query_tiles(const TilePlan& p, const HostKnows& known, int qu
   return queries > 0 ? min_of(known.by_tile_q.divide(queries - 1), p.max_tiles) + 1 : 0;
 }
 
+// Of lengths of 31 bits, so it has no more.
+__device__ unsigned cost_of(const TilePlan& p, const Lengths& lengths, int tile) {
+  return static_cast<unsigned>(varlen_tile_cost(p.geometry, lengths.queries, lengths.keys, tile));
+}
+
+// cost_units of such a cost.
+__device__ int units_of(unsigned cost) {
+  return static_cast<int>(min_of((cost + kUnitKeys - 1) / kUnitKeys, 1u << 21));
+}
+
 // Bin of a request: of its last tile.
 __device__ int bin_of(const TilePlan& p, const Lengths& lengths, int num_tiles) {
-  return cost_bin(varlen_tile_cost(p.geometry, lengths.queries, lengths.keys, num_tiles - 1));
+  return cost_bin(cost_of(p, lengths, num_tiles - 1));
 }
 
 template <int kThreads>
@@ -66,16 +76,14 @@ __device__ void write_head(const TilePlan& p, int pieces, int limit) {
 
 // What tiles are cut by, in shared memory.
 struct CutScratch {
-  alignas(16) int32_t units[kMostTilesToCut];
-  int2 rows[kMostTilesToCut];  // as in the plan
-  int pieces[kCutCandidates], cut[kCutCandidates], shortest[kCutCandidates];
+  alignas(16) int32_t units[kMostTilesToCut];  // 0: no such tile
+  int2 rows[kMostTilesToCut];                  // as in the plan
+  int pieces[kCutCandidates], cut[kCutCandidates];
 
-  // Before the block's last barrier ahead of cut_tiles.
+  // By 256 threads or more, before a barrier ahead of the first row.
   __device__ void clear() {
-    if (threadIdx.x < kCutCandidates) {
-      pieces[threadIdx.x] = cut[threadIdx.x] = 0;
-      shortest[threadIdx.x] = kNeverCut;
-    }
+    if (threadIdx.x < kMostTilesToCut / 2) reinterpret_cast<int2*>(units)[threadIdx.x] = {0, 0};
+    if (threadIdx.x < kCutCandidates) pieces[threadIdx.x] = cut[threadIdx.x] = 0;
   }
 };
 
@@ -86,12 +94,14 @@ __device__ void write_row(const TilePlan& p, bool cuts, CutScratch& scratch, int
   reinterpret_cast<int2*>(p.tile_order)[row + i] = tile;
   if (cuts && row + i < kMostTilesToCut) {
     scratch.rows[row + i] = tile;
-    scratch.units[row + i] = cost_units(varlen_tile_cost(p.geometry, lengths.queries, lengths.keys, tile.y));
+    scratch.units[row + i] = units_of(cost_of(p, lengths, tile.y));
   }
 }
 
-// Quotients by one divisor in a third of a division's instructions: exact where they are below 2^21.
+// Quotients by one divisor in a quarter of a division's instructions: exact where they are below 2^21. A float that is
+// 2^23 more than the quotient has it in its lowest bits, rounded to the nearest: so it is right, or one too large.
 struct Reciprocal {
+  static constexpr int kBits = 0x4b000000;  // of 2^23
   int value;
   float inverse;
 
@@ -99,16 +109,16 @@ struct Reciprocal {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(static_cast<float>(v)));
   }
   __device__ int divide(int n) const {
-    const int guess = static_cast<int>(static_cast<float>(n) * inverse);  // one off at most
-    const int rest = n - guess * value;
-    return guess + (rest >= value ? 1 : 0) - (rest < 0 ? 1 : 0);
+    const int guess = __float_as_int(__fmaf_rn(static_cast<float>(n), inverse, 8388608.f)) - kBits;
+    return guess + ((n - guess * value) >> 31);
   }
-  __device__ int pieces_of(int units) const { return divide(units + value - 1); }  // of 1 and more
+  __device__ int pieces_of(int units) const { return divide(units + value - 1); }
 };
 
 // One SM runs all of this once, so what takes time is how many different instructions there are, and what waits for
 // what. Warps do the same rather than wait for each other.
 constexpr int kCutThreads = 256, kCutWarps = kCutThreads / 32;
+constexpr int kFewCut = 2;  // tiles that are cut, of 32
 
 // The limit of scheduler/varlen_cuts.h: a lane for each candidate. Called by the first kCutThreads threads.
 __device__ int find_limit(const TilePlan& p, const HostKnows& known, CutScratch& scratch, int num_tiles) {
@@ -120,7 +130,7 @@ __device__ int find_limit(const TilePlan& p, const HostKnows& known, CutScratch&
   for (int tile = lane; tile < num_tiles; tile += 128) {
 #pragma unroll
     for (int i = 0; i < 128; i += 32) {
-      const int units = tile + i < num_tiles ? scratch.units[tile + i] : 0;
+      const int units = scratch.units[tile + i];
       sum += units;
       longest = max_of(longest, units);
       shortest = min_of(shortest, static_cast<unsigned>(units) - 1);
@@ -133,15 +143,13 @@ __device__ int find_limit(const TilePlan& p, const HostKnows& known, CutScratch&
                            .longest = __reduce_max_sync(~0u, longest),
                            .by_sms = known.by_sms,
                            .total_units = __reduce_add_sync(~0u, sum)};  // 512 tiles of 2^21 units at most
+  const int least = static_cast<int>(__reduce_min_sync(~0u, shortest)) + 1;
   if (num_tiles == 0) return kNeverCut;
   const bool checked = num_tiles > 2;  // else candidate 0 tells whether cuts are worth it
-  if (checked) {
-    const int least = static_cast<int>(__reduce_min_sync(~0u, shortest)) + 1;
-    if (!worth_cutting(problem, whole_estimate(problem, least))) return kNeverCut;
-  }
+  if (checked && !worth_cutting(problem, whole_estimate(problem, least))) return kNeverCut;
   const int limit = cut_limit(problem, lane, [](int n, int d) { return Reciprocal(d).divide(n); });
   const Reciprocal by_limit(limit);
-  CutTally tally;
+  CutTally tally{.shortest = min_of(least, limit)};
   const bool alone = num_tiles <= 8;  // each warp looks at all tiles
 #pragma unroll 1
   for (int tile = alone ? 0 : 4 * warp; tile < num_tiles; tile += alone ? 4 : 4 * kCutWarps) {
@@ -149,20 +157,17 @@ __device__ int find_limit(const TilePlan& p, const HostKnows& known, CutScratch&
     const int of_tile[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const bool is_tile = tile + i < num_tiles;
-      const int units = is_tile ? of_tile[i] : limit;  // a whole one more, that is no shorter than any
-      tally.add(units, limit, by_limit.pieces_of(units));
-      if (!is_tile) --tally.pieces;
+      const int count = by_limit.pieces_of(of_tile[i]);  // 0 where there is no tile
+      tally.pieces += count;
+      if (count > 1) tally.cut += count;
     }
   }
   if (!alone) {
     atomicAdd(&scratch.pieces[lane], tally.pieces);
     atomicAdd(&scratch.cut[lane], tally.cut);
-    atomicMin(&scratch.shortest[lane], tally.shortest);
     asm volatile("bar.sync 1, %0;" ::"n"(kCutThreads) : "memory");
     tally.pieces = scratch.pieces[lane];
     tally.cut = scratch.cut[lane];
-    tally.shortest = scratch.shortest[lane];
   }
   // The first of the least: by the upper halves, then the lower ones of those. -1 is the largest.
   const int64_t estimate = cut_estimate(problem, tally, limit);
@@ -183,12 +188,28 @@ __device__ void cut_tiles(const TilePlan& p, const HostKnows& known, CutScratch&
     if (threadIdx.x == 0) write_head(p, 0, kNeverCut);
     return;
   }
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int own_thread = static_cast<int>(threadIdx.x), warp = own_thread / 32, lane = own_thread % 32;
   const Reciprocal by_limit(limit);
+  const auto write = [&p](const int2& tile, int row, int count, int from, int step) {
+#pragma unroll 1
+    for (int i = from; i < count && row + i < p.max_pieces; i += step) {
+      reinterpret_cast<int4*>(p.pieces)[1 + row + i] = {tile.x, tile.y, i, count};
+    }
+  };
   int before = 0;
 #pragma unroll 1
-  for (int base = 0; base < num_tiles; base += 32) {  // every warp adds them all up, and writes each eighth tile's
-    const int own = base + lane, pieces = own < num_tiles ? by_limit.pieces_of(scratch.units[own]) : 1;
+  for (int base = 0; base < num_tiles; base += 32) {  // every warp adds them all up
+    const int pieces = by_limit.pieces_of(scratch.units[base + lane]);
+    unsigned rest = __ballot_sync(~0u, pieces > 1);
+    if (__popc(rest) <= kFewCut) {  // all write each one's
+#pragma unroll 1
+      for (; rest != 0; rest &= rest - 1) {
+        const int from = __ffs(static_cast<int>(rest)) - 1, count = __shfl_sync(~0u, pieces, from);
+        write(scratch.rows[base + from], before, count, own_thread, kCutThreads);
+        before += count;
+      }
+      continue;
+    }
     const int more = pieces > 1 ? pieces : 0;
     int through = more;
     const int last = min_of(num_tiles - base, 32) - 1;
@@ -199,32 +220,62 @@ __device__ void cut_tiles(const TilePlan& p, const HostKnows& known, CutScratch&
     }
     const int first = before + through - more;
     before += __shfl_sync(~0u, through, last);
-    for (unsigned rest = __ballot_sync(~0u, more > 0) & (0x01010101u << warp); rest != 0; rest &= rest - 1) {
+    for (rest &= 0x01010101u << warp; rest != 0; rest &= rest - 1) {  // a warp writes each eighth tile's
       const int from = __ffs(static_cast<int>(rest)) - 1;
       const int row = __shfl_sync(~0u, first, from), count = __shfl_sync(~0u, pieces, from);
-      const int2 tile = scratch.rows[base + from];
-#pragma unroll 1
-      for (int i = lane; i < count && row + i < p.max_pieces; i += 32) {
-        reinterpret_cast<int4*>(p.pieces)[1 + row + i] = {tile.x, tile.y, i, count};
-      }
+      write(scratch.rows[base + from], row, count, lane, 32);
     }
   }
   if (threadIdx.x == 0) write_head(p, before, limit);
 }
 
-// The rows of a warp's requests, each lane's own from `row` on, of which `room` are in the plan.
-__device__ void write_rows_of_warp(const TilePlan& p, bool cuts, CutScratch& scratch, int request,
-                                   const Lengths& lengths, int tiles, int row, int room) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  constexpr int kMostOwn = 8;
+// What warps tell their lanes of requests with many rows, in shared memory.
+template <int kWarps>
+struct RowScratch {
+  static constexpr int kAtOnce = 8;
+  int4 rows[kWarps][kAtOnce];  // request, tiles, first row, rows that are in the plan
+  Lengths lengths[kWarps][kAtOnce];
+};
+
+// The rows of a warp's requests, each lane's own from `row` on, of which `room` are in the plan. Half a warp writes
+// those of a request that has many.
+template <int kWarps>
+__device__ void write_rows_of_warp(const TilePlan& p, bool cuts, CutScratch& scratch, RowScratch<kWarps>& shared,
+                                   int request, const Lengths& lengths, int tiles, int row, int room) {
+  constexpr int kMostOwn = 4, kAtOnce = RowScratch<kWarps>::kAtOnce, kHalf = 16;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const unsigned many = __ballot_sync(~0u, room > kMostOwn);
+  const int rank = __popc(many & ((1u << lane) - 1)), count = __popc(many);
 #pragma unroll 1
-  for (unsigned rest = __ballot_sync(~0u, room > kMostOwn); rest != 0; rest &= rest - 1) {  // the warp writes all
-    const int from = __ffs(static_cast<int>(rest)) - 1;
-    const int of = __shfl_sync(~0u, request, from), count = __shfl_sync(~0u, tiles, from),
-              shown = __shfl_sync(~0u, room, from), at = __shfl_sync(~0u, row, from);
-    const Lengths its{__shfl_sync(~0u, lengths.queries, from), __shfl_sync(~0u, lengths.keys, from)};
+  for (int base = 0; base < count; base += kAtOnce) {
+    if (room > kMostOwn && rank >= base && rank < base + kAtOnce) {
+      shared.rows[warp][rank - base] = {request, tiles, row, room};
+      if (cuts) shared.lengths[warp][rank - base] = lengths;
+    }
+    __syncwarp();
+    if (cuts) {
 #pragma unroll 1
-    for (int i = lane; i < shown; i += 32) write_row(p, cuts, scratch, of, its, count, at, i);
+      for (int at = lane / kHalf; at < min_of(count - base, kAtOnce); at += 2) {
+        const int4 of = shared.rows[warp][at];
+#pragma unroll 1
+        for (int i = lane % kHalf; i < of.w; i += kHalf) {
+          write_row(p, true, scratch, of.x, shared.lengths[warp][at], of.y, of.z, i);
+        }
+      }
+    } else {
+      int4 of[kAtOnce / 2];
+#pragma unroll
+      for (int i = 0; i < kAtOnce / 2; ++i) of[i] = shared.rows[warp][2 * i + lane / kHalf];
+#pragma unroll
+      for (int i = 0; i < kAtOnce / 2; ++i) {
+        const int shown = base + 2 * i + lane / kHalf < count ? of[i].w : 0;
+#pragma unroll 1
+        for (int j = lane % kHalf; j < shown; j += kHalf) {
+          write_row(p, false, scratch, of[i].x, lengths, of[i].y, of[i].z, j);
+        }
+      }
+    }
+    __syncwarp();
   }
   const int own = room > kMostOwn ? 0 : room;
 #pragma unroll 1
@@ -242,6 +293,7 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ int2 requests[kRequests + 32 * kAtOnce];
   __shared__ Lengths lengths[kRequests];
   __shared__ CutScratch scratch;
+  __shared__ RowScratch<kThreads / 32> shared;
   __shared__ unsigned total;
   const int num_requests = p.geometry.num_requests, own = static_cast<int>(threadIdx.x);
   if (own == 0) total = 0;
@@ -288,7 +340,7 @@ __global__ void __launch_bounds__(kThreads)
     }
   } else {  // the warp writes those of all its requests
     const bool leads = part == 0 && has_request;
-    write_rows_of_warp(p, cuts, scratch, request, leads ? lengths[request] : Lengths{0, 0}, mine.y, first,
+    write_rows_of_warp(p, cuts, scratch, shared, request, leads ? lengths[request] : Lengths{0, 0}, mine.y, first,
                        leads ? room : 0);
   }
   __syncthreads();
@@ -325,6 +377,7 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ unsigned in_bin[kCostBins], before_in_group[kCostBins];
   alignas(16) __shared__ unsigned in_group[kGroups];  // of 32 bins
   __shared__ CutScratch scratch;
+  __shared__ RowScratch<kWarps> shared;
   const int own = static_cast<int>(threadIdx.x), warp = own / 32, lane = own % 32;
   for (int i = 4 * lane; i < kCostBins; i += 128) *reinterpret_cast<uint4*>(&in_warp[warp][i]) = {0, 0, 0, 0};
   in_bin[own] = 0;
@@ -370,7 +423,7 @@ __global__ void __launch_bounds__(kThreads)
   const bool cuts = p.pieces != nullptr;
   const int first = static_cast<int>(row), room = max_of(min_of(tiles, p.max_tiles - first), 0);
   const int num_tiles = min_of(static_cast<int>(total), p.max_tiles);
-  write_rows_of_warp(p, cuts && num_tiles <= kMostTilesToCut, scratch, own, lengths, tiles, first, room);
+  write_rows_of_warp(p, cuts && num_tiles <= kMostTilesToCut, scratch, shared, own, lengths, tiles, first, room);
   write_no_rows<kThreads>(p, num_tiles);
   if (!cuts) return;
   __syncthreads();
@@ -387,6 +440,7 @@ __global__ void __launch_bounds__(kThreads)
   static_assert(kThreads >= kCostBins && kCostBins % 32 == 0);
   __shared__ unsigned next_row[kWarps][kCostBins];  // tiles of a bin in a warp, then its next row
   __shared__ CutScratch scratch;
+  __shared__ RowScratch<kWarps> shared;
   const int num_requests = p.geometry.num_requests;
   const bool cuts = p.pieces != nullptr && num_requests <= kMostRequestsToCut;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -454,7 +508,7 @@ __global__ void __launch_bounds__(kThreads)
     __syncwarp();
     // Rows that there is room for: sums of hostile lengths go round.
     const int room = row < static_cast<unsigned>(p.max_tiles) ? min_of(tiles, p.max_tiles - static_cast<int>(row)) : 0;
-    write_rows_of_warp(p, notes, scratch, request, lengths, tiles, static_cast<int>(row), room);
+    write_rows_of_warp(p, notes, scratch, shared, request, lengths, tiles, static_cast<int>(row), room);
   });
   write_no_rows<kThreads>(p, total);
   if (cuts) {
