@@ -26,6 +26,10 @@ class RowProducer : ProducerBase<Tr> {
   __device__ __forceinline__ void run() { narrow_ ? run_as<true>() : run_as<false>(); }
 
  private:
+  // Passes over a tile, and those whose addresses registers hold while their place is not free.
+  static constexpr int kPasses = Tr::kKeys / kRowsOfPass;
+  static constexpr int kAhead = Tr::kProducerRegisters >= 72 || kPasses <= 4 ? kPasses : 4;
+
   // Byte offsets of a row of keys and of values; negative: no row of the tile sees the key, or its page is outside the
   // pool.
   struct Place {
@@ -59,7 +63,7 @@ class RowProducer : ProducerBase<Tr> {
     const int tile_end = w.tile_end;
     if (w.tile_begin == tile_end) return;
     Cell next = cell_of(w, w.tile_begin), after = cell_of(w, w.tile_begin + 1);
-    Place here = place_of(w, w.tile_begin, next);
+    Place here = place_of<kNarrow>(w, w.tile_begin, next);
     next = after;
     int64_t values = kNobody;
 #pragma unroll 1
@@ -68,7 +72,7 @@ class RowProducer : ProducerBase<Tr> {
       after = cell_of(w, tile + 2);
       if (tile > w.tile_begin) bring<false, kNarrow>(values);
       values = here.value;
-      here = place_of(w, tile + 1, next);
+      here = place_of<kNarrow>(w, tile + 1, next);
       next = after;
     }
   }
@@ -80,10 +84,18 @@ class RowProducer : ProducerBase<Tr> {
     const uint32_t tile =
         shared_ + (kKeys ? Layout::kK + ring.stage * Tr::kKBytes : Layout::kV + ring.stage * Tr::kVBytes);
     const uint32_t full = shared_ + (kKeys ? Layout::kKFull : Layout::kVFull) + 8 * ring.stage;
+    const void* const pool = kKeys ? p_.k : p_.v;
+    const int head_dim = kKeys ? p_.head_dim_qk : p_.head_dim_v;
+    PieceSources<kAhead> sources;
+    sources.template look_up<kNarrow ? 8 : 16>(pool, offset, 0, piece_);
     hopper::mbarrier_wait(shared_ + (kKeys ? Layout::kKEmpty : Layout::kVEmpty) + 8 * ring.stage, ring.phase ^ 1);
     ring.advance();
-    copy_pieces<Tr, kChunks, kNarrow>(kKeys ? p_.k : p_.v, offset, kKeys ? p_.head_dim_qk : p_.head_dim_v, tile,
-                                      piece_);
+    copy_pieces<Tr, kChunks, kNarrow>(sources, 0, head_dim, tile, piece_);
+    if constexpr (kAhead < kPasses) {
+      PieceSources<kPasses - kAhead> rest;
+      rest.template look_up<kNarrow ? 8 : 16>(pool, offset, kAhead, piece_);
+      copy_pieces<Tr, kChunks, kNarrow>(rest, kAhead, head_dim, tile, piece_);
+    }
     if constexpr (kNarrow) {
       cp_async_commit();
       finish_pending<1>();
@@ -127,15 +139,16 @@ class RowProducer : ProducerBase<Tr> {
     return {p_.page_table.row(w.request)[cell], key - cell * p_.page_table.page_size};
   }
 
+  template <bool kNarrow>
   __device__ __forceinline__ Place place_of(const Work& w, int tile, const Cell& at) const {
     if (at.token < 0) return {kNobody, kNobody};
     if (p_.paged) {
       check_page(w, s_.page_size.divide(key_of(w, tile)), at.page);
       if (at.page < 0 || at.page >= p_.page_table.num_pages) return {kNobody, kNobody};
     }
-    const int size = size_of(p_.kv_dtype);
-    return {(at.page * p_.k_stride_page + at.token * p_.k_stride_token + w.kv_head * p_.k_stride_head) * size,
-            (at.page * p_.v_stride_page + at.token * p_.v_stride_token + w.kv_head * p_.v_stride_head) * size};
+    constexpr int kSize = kNarrow ? 1 : sizeof(typename Tr::Caller);
+    return {(at.page * p_.k_stride_page + at.token * p_.k_stride_token + w.kv_head * p_.k_stride_head) * kSize,
+            (at.page * p_.v_stride_page + at.token * p_.v_stride_token + w.kv_head * p_.v_stride_head) * kSize};
   }
 
   struct Pending {

@@ -1,5 +1,6 @@
 #pragma once
 #include <type_traits>
+#include <utility>
 
 #include "core/math.h"
 #include "device/sm80/mma.cuh"
@@ -77,29 +78,79 @@ struct PieceOfRow {
   }
 };
 
-// Begins to copy this lane's pieces of a tile: 16-bit rows, or e4m3 rows that `widen_pieces` finishes. Eight e4m3 lie
-// at the place of the eight wide values that the same lane makes of them.
-template <class Tr, int kChunks, bool kNarrow>
-__device__ __forceinline__ void copy_pieces(const void* pool, int64_t looked_up, int head_dim, uint32_t tile,
-                                            const PieceOfRow& piece) {
-  constexpr int kBytes = kNarrow ? 8 : 16;
-  const char* const source = static_cast<const char*>(pool) + piece.number * kBytes;
-  const uint32_t own = tile + piece.byte;
+// 16 or 8 bytes; zeros, and nothing is read, unless `there` has the bit. The test is of the bit where it lies: what
+// shifts it takes registers that an earlier copy's address has not left yet.
+template <int kBytes, uint32_t kBit>
+__device__ __forceinline__ void copy_where(uint32_t shared, const void* global, uint32_t there) {
+  static_assert(kBytes == 16 || kBytes == 8);
+  if constexpr (kBytes == 16) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        ".reg .b32 n;\n"
+        "and.b32 n, %2, %3;\n"
+        "setp.ne.b32 p, n, 0;\n"
+        "selp.b32 n, 16, 0, p;\n"
+        "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, n;\n"
+        "}\n" ::"r"(shared),
+        "l"(global), "r"(there), "n"(kBit)
+        : "memory");
+  } else {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        ".reg .b32 n;\n"
+        "and.b32 n, %2, %3;\n"
+        "setp.ne.b32 p, n, 0;\n"
+        "selp.b32 n, 8, 0, p;\n"
+        "cp.async.ca.shared.global [%0], [%1], 8, n;\n"
+        "}\n" ::"r"(shared),
+        "l"(global), "r"(there), "n"(kBit)
+        : "memory");
+  }
+}
+
+// Where this lane's pieces of some passes come from. Known before their place is free: a copy reads its address late,
+// so copies whose addresses take turns in one register wait for each other.
+template <int kPasses>
+struct PieceSources {
+  const char* from[kPasses];
+  uint32_t there = 0;  // bit 4 i: pass i
+
+  // kBytes: of a piece. `first`: of the passes.
+  template <int kBytes>
+  __device__ __forceinline__ void look_up(const void* pool, int64_t looked_up, int first, const PieceOfRow& piece) {
+    const char* const source = static_cast<const char*>(pool) + piece.number * kBytes;
+    there = __ballot_sync(0xffffffffu, looked_up >= 0) >> (4 * first + piece.group);
 #pragma unroll
-  for (int pass = 0; pass < Tr::kKeys / kRowsOfPass; ++pass) {
-    const int64_t offset = __shfl_sync(0xffffffffu, looked_up, 4 * pass + piece.group);
-    const char* const from = source + offset;  // not read where no row is
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-      const uint32_t to = own + pass * kRowsOfPass * 128 + c * Tr::kKeys * 128;
-      const bool exists = offset >= 0 && (c * 8 + piece.number) * 8 < head_dim;
-      if constexpr (kNarrow) {
-        hopper::copy8(to, from + c * 8 * kBytes, exists);
-      } else {
-        hopper::copy16(to, from + c * 8 * kBytes, exists);
-      }
+    for (int i = 0; i < kPasses; ++i) {
+      const int64_t offset = __shfl_sync(0xffffffffu, looked_up, 4 * (first + i) + piece.group);
+      from[i] = source + offset;  // not read where no row is
     }
   }
+};
+
+// Begins to copy this lane's pieces of them: 16-bit rows, or e4m3 rows that `widen_pieces` finishes. Eight e4m3 lie at
+// the place of the eight wide values that the same lane makes of them.
+template <class Tr, int kChunks, bool kNarrow, int kPasses>
+__device__ __forceinline__ void copy_pieces(const PieceSources<kPasses>& sources, int first, int head_dim,
+                                            uint32_t tile, const PieceOfRow& piece) {
+  constexpr int kBytes = kNarrow ? 8 : 16;
+  uint32_t there[kChunks];
+#pragma unroll
+  for (int c = 0; c < kChunks; ++c) there[c] = (c * 8 + piece.number) * 8 < head_dim ? sources.there : 0;
+  const uint32_t own = tile + piece.byte + first * kRowsOfPass * 128;
+  const auto copy_pass = [&](auto pass) {
+    constexpr int kPass = decltype(pass)::value;
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      copy_where<kBytes, 1u << 4 * kPass>(own + kPass * kRowsOfPass * 128 + c * Tr::kKeys * 128,
+                                          sources.from[kPass] + c * 8 * kBytes, there[c]);
+    }
+  };
+  [&]<int... kPass>(std::integer_sequence<int, kPass...>) {
+    (copy_pass(std::integral_constant<int, kPass>{}), ...);
+  }(std::make_integer_sequence<int, kPasses>{});
 }
 
 // Every e4m3 value is exact in fp16 and bf16; scales are the softmax's and the epilogue's.
