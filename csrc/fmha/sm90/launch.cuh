@@ -49,6 +49,13 @@ Schedule make_schedule(const Params& p) {
   s.takes = s.num_works / s.turns;
   s.box_keys = Tr::kNarrow || p.kv_dtype == p.dtype ? keys_per_box(p, Tr::kKeys) : 0;
   s.cluster = !Tr::kFp8 && !Tr::kNarrow && s.box_keys > 0 && s.blocks_per_group % 2 == 0 ? 2 : 1;
+  // A warp takes some 50 cycles for a box. A tile of many that one CTA asks for alone comes later than rows by four
+  // warps.
+  constexpr int kMostBoxes = 24;
+  if constexpr (!Tr::kFp8 && !Tr::kNarrow && !Tr::kShort && Tr::kProducerRegisters >= 72) {
+    const bool many = s.box_keys > 0 && Tr::kKeys / s.box_keys * Tr::kQkChunks > kMostBoxes;
+    if (p.paged && s.cluster == 1 && many) s.box_keys = 0;
+  }
   return s;
 }
 
