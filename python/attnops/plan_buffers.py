@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from attnops.graph_buffers import PagedStep
-from attnops.metadata.fmha_plan import FmhaPlan
+from attnops.metadata.fmha_plan import FmhaPlan, cuda_tile_qs, default_tile_q
 from attnops.metadata.plan import MLA_ROWS_PER_WORK, MlaDecodePlan, XqaDecodePlan
 from attnops.metadata.plan_parts import mla_num_sm_parts, xqa_invariant_cuts, xqa_num_sm_parts
 from attnops.types import AttentionBatch, AttentionSpec, AttentionType, Limits
@@ -105,6 +105,46 @@ class DecodePlans:
         }
 
 
+class StepTiles:
+    """`FmhaPlan.tile_q` of each step up to some limits.
+
+    A GPU's tiles suit the tokens of a request in the mean over the step. Limits of many requests say little of a step
+    that has few. A deterministic model's tiles are those of the limits, whatever the step.
+
+    Attributes:
+        all: What `of_step` may answer.
+    """
+
+    def __init__(self, spec: AttentionSpec, max_num_tokens: int, max_batch_size: int, device: torch.device) -> None:
+        head_dim = max(spec.head_dim, spec.v_head_dim)
+        self._model = (device, spec.num_q_heads, spec.num_kv_heads, head_dim)
+        self._adapts = device.type == "cuda" and not spec.deterministic
+        self.all: tuple[int, ...] = (self._suited(max_batch_size, max_num_tokens),)
+        if self._adapts:
+            self.all = cuda_tile_qs(max(spec.num_q_heads // spec.num_kv_heads, 1), head_dim)
+
+    def of_step(self, batch_size: int, num_tokens: int) -> int:
+        """The same for all steps of a shape, so that a CUDA graph may hold them: host numbers alone."""
+        return self._suited(batch_size, num_tokens) if self._adapts else self.all[0]
+
+    def _suited(self, batch_size: int, num_tokens: int) -> int:
+        return default_tile_q(*self._model, -(-num_tokens // max(batch_size, 1)))
+
+
+_Key = TypeVar("_Key")
+
+
+def share_scratch(plans: dict[_Key, FmhaPlan]) -> dict[_Key, FmhaPlan]:
+    """The same plans, whose calls run one after another."""
+    scratch = [plan.partial for plan in plans.values() if plan.partial is not None]
+    if not scratch:
+        return plans
+    partial = max(scratch, key=Tensor.numel)
+    return {
+        key: plan if plan.partial is None else dataclasses.replace(plan, partial=partial) for key, plan in plans.items()
+    }
+
+
 class FmhaPlans:
     """Plans of `fmha_paged` and `fmha_varlen`, one per window of the model, for every shape of a step up to the limits.
 
@@ -123,28 +163,33 @@ class FmhaPlans:
         windows: tuple[int, ...] | None = None,
     ) -> None:
         size = limits.max_batch_size if max_batch_size is None else max_batch_size
-        self._whole = {
-            window: FmhaPlan.allocate(
-                limits.max_num_tokens,
-                size,
-                causal=spec.attn_type is AttentionType.DECODER,
-                window_left=window,
-                num_q_heads=spec.num_q_heads,
-                num_kv_heads=spec.num_kv_heads,
-                head_dim=max(spec.head_dim, spec.v_head_dim),
-                split_keys=not spec.deterministic,
-                device=device,
-            )
-            for window in (spec.windows if windows is None else windows)
-        }
-        partial = next(iter(self._whole.values())).partial  # one call at a time
-        self._whole = {window: dataclasses.replace(plan, partial=partial) for window, plan in self._whole.items()}
+        self._tiles = StepTiles(spec, limits.max_num_tokens, size, device)
+        self._whole = share_scratch(
+            {
+                (window, tile_q): FmhaPlan.allocate(
+                    limits.max_num_tokens,
+                    size,
+                    causal=spec.attn_type is AttentionType.DECODER,
+                    window_left=window,
+                    num_q_heads=spec.num_q_heads,
+                    num_kv_heads=spec.num_kv_heads,
+                    head_dim=max(spec.head_dim, spec.v_head_dim),
+                    tile_q=tile_q,
+                    split_keys=not spec.deterministic,
+                    device=device,
+                )
+                for window in (spec.windows if windows is None else windows)
+                for tile_q in self._tiles.all
+            }
+        )
 
     def views(self, batch_size: int, num_tokens: int) -> dict[int, FmhaPlan]:
         """A plan per window, of as many tiles as a step of this shape can have, whatever its lengths."""
+        tile_q = self._tiles.of_step(batch_size, num_tokens)
         return {
-            window: dataclasses.replace(plan, tile_order=plan.tile_order[: -(-num_tokens // plan.tile_q) + batch_size])
-            for window, plan in self._whole.items()
+            window: dataclasses.replace(plan, tile_order=plan.tile_order[: -(-num_tokens // tile_q) + batch_size])
+            for (window, own), plan in self._whole.items()
+            if own == tile_q
         }
 
 

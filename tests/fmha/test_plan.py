@@ -6,7 +6,9 @@ import pytest
 import torch
 from attnops import ops
 from attnops.metadata import FmhaPlan
-from attnops.metadata.fmha_plan import cuda_tile_q
+from attnops.metadata.fmha_plan import cuda_tile_q, cuda_tile_qs
+from attnops.plan_buffers import FmhaPlans, StepTiles
+from attnops.types import AttentionSpec, Limits
 
 # Built in a checkout, for these tests and for one Python version: tests/support/.
 _scheduler = pytest.importorskip("_scheduler", exc_type=ImportError)
@@ -129,6 +131,42 @@ def test_errors():
     fails("tile_order must have dtype int32, got int64", queries, None, None, order=plan.tile_order.long())
     fails(r"tile_order\.shape\[1\] .* must be 2", queries, None, None, order=plan.tile_order[:, :1].contiguous())
     fails("tile_order must be contiguous", queries, None, None, order=torch.zeros(2, 9, dtype=torch.int32).t())
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_tiles_suit_a_step_whatever_the_limits(heads, deterministic):
+    """On a GPU: those of the requests' mean. Of a deterministic model, one for all steps."""
+    spec = AttentionSpec(*heads, head_dim=128, dtype=torch.bfloat16, page_size=64, deterministic=deterministic)
+    tiles = StepTiles(spec, 8192, 256, torch.device("cuda"))
+    steps = [(1, 8192), (8, 4096), (256, 8192), (256, 256), (33, 2080), (1, 1), (7, 0), (0, 0)]
+    found = [tiles.of_step(*step) for step in steps]
+    assert set(found) <= set(tiles.all)
+    group = heads[0] // heads[1]
+    if deterministic:
+        assert set(found) == {cuda_tile_q(group, 128, 32)}
+    else:
+        assert tiles.all == cuda_tile_qs(group, 128)
+        assert found == [cuda_tile_q(group, 128, -(-tokens // max(requests, 1))) for requests, tokens in steps]
+
+
+def test_the_plans_of_a_backend_share_scratch():
+    """Without a GPU there is none, and one size of tiles."""
+    spec = AttentionSpec(32, 8, head_dim=128, dtype=torch.bfloat16, page_size=64, sliding_window_size=100)
+    plans = FmhaPlans(spec, Limits(4, 1000, 300), torch.device("cpu"))
+    views = plans.views(3, 200)
+    assert set(views) == set(spec.windows) and all(plan.partial is None for plan in views.values())
+    assert all(len(plan.tile_order) == -(-200 // plan.tile_q) + 3 for plan in views.values())
+
+
+@pytest.mark.gpu
+def test_the_plans_of_a_gpu_share_scratch():
+    spec = AttentionSpec(32, 8, head_dim=128, dtype=torch.bfloat16, page_size=64, sliding_window_size=100)
+    plans = FmhaPlans(spec, Limits(256, 1000, 8192), torch.device("cuda"))
+    wide, narrow = plans.views(1, 8192), plans.views(256, 256)
+    assert {plan.tile_q for plan in wide.values()} == {64} and {plan.tile_q for plan in narrow.values()} == {32}
+    assert len({plan.partial.data_ptr() for plan in [*wide.values(), *narrow.values()]}) == 1
+    assert len(narrow[-1].tile_order) == 8 + 256
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 from torch import Tensor
@@ -43,6 +44,12 @@ def cuda_tile_q(group: int, head_dim: int, tokens: int = 1024) -> int:
 def blocked_heads(group: int, most: int) -> int:
     """Heads of a block of a group: as few blocks as can be, of `most` heads or less, and alike."""
     return -(-group // -(-group // most))
+
+
+@functools.cache
+def cuda_tile_qs(group: int, head_dim: int) -> tuple[int, ...]:
+    """All that `cuda_tile_q` may choose: it is the same for all requests that alone fill a tile's rows."""
+    return tuple(sorted({cuda_tile_q(group, head_dim, n) for n in range(1, cuda_tile_rows(head_dim) + 1)}))
 
 
 def works_per_tile(group: int, num_kv_heads: int, head_dim: int, tile_q: int) -> int:

@@ -13,7 +13,7 @@ from vllm.config import VllmConfig
 from attnops import ops
 from attnops.metadata.fmha_plan import FmhaPlan
 from attnops.metadata.plan import MlaDecodePlan, XqaDecodePlan
-from attnops.plan_buffers import DecodePlan, DecodePlans
+from attnops.plan_buffers import DecodePlan, DecodePlans, StepTiles, share_scratch
 from attnops.types import AttentionSpec, Limits
 
 
@@ -95,19 +95,23 @@ class PromptPlanner:
             "head_dim": max(spec.head_dim, spec.v_head_dim),
             "device": device,
         }
-        self._plans: dict[tuple[int, bool], FmhaPlan] = {}
+        self._tiles = StepTiles(spec, *self._size, device)
+        self._plans: dict[tuple[int, bool], dict[int, FmhaPlan]] = {}  # then by tile_q
 
     def plan(
         self, cu_seqlens_q: Tensor, num_tokens: int, causal: bool, cache_seqlens: Tensor | None
     ) -> dict[int, FmhaPlan]:
         """A plan per window; `cache_seqlens` is None for an encoder, whose keys are its queries' tokens."""
-        plans = {}
+        plans, requests = {}, cu_seqlens_q.shape[0] - 1
+        tile_q = self._tiles.of_step(requests, num_tokens)
+        tiles = -(-num_tokens // tile_q) + requests
         for window in self._windows:
             if (window, causal) not in self._plans:
                 options = self._options | {"causal": causal, "window_left": window}
-                self._plans[window, causal] = FmhaPlan.allocate(*self._size, **options)
-            whole = self._plans[window, causal]
-            tiles = -(-num_tokens // whole.tile_q) + cu_seqlens_q.shape[0] - 1
+                self._plans[window, causal] = share_scratch(
+                    {n: FmhaPlan.allocate(*self._size, **options, tile_q=n) for n in self._tiles.all}
+                )
+            whole = self._plans[window, causal][tile_q]
             plans[window] = dataclasses.replace(whole, tile_order=whole.tile_order[:tiles])
             ops.fmha_plan(plans[window], cu_seqlens_q, cache_seqlens=cache_seqlens)
         return plans
