@@ -4,7 +4,7 @@
 
 namespace attnops::fmha::sm90 {
 
-// Bits depend on the batch then, so only plans that may cut keys have the short shape.
+// Bits may depend on the batch then, so only plans that may cut keys have a shape that is chosen by the batch.
 inline bool may_have_short_shape(const Params& p) { return p.pieces != nullptr && p.batch_size > 0; }
 
 // Whether all tokens of the call, and all heads of a group, share `rows` rows: so do those of each request.
@@ -32,7 +32,7 @@ inline bool is_short(const Params& p) {
 // narrower.
 inline bool has_one_tile(const Params& p, int tile_keys, int head_dim_v) {
   constexpr int64_t kWide = 1024, kFewTokens = 32;
-  if (p.batch_size == 0) return false;
+  if (!may_have_short_shape(p)) return false;
   const int64_t batch = p.batch_size, most = head_dim_v > 128 ? tile_keys / 2 : tile_keys;
   if (!p.paged) return p.num_k_tokens <= most * batch;
   if (p.page_table.kv_indptr == nullptr) {
