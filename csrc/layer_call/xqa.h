@@ -142,7 +142,9 @@ inline XqaCall checked_call(const XqaPagesArguments& a, const XqaBound& bound) {
   constexpr const char* kOp = kXqaPagesLayer;
   XqaCall call{bound.decode, std::nullopt, true, nullptr};
   xqa_decode::Params& p = call.decode;
-  if (p.fixed_split_tokens > 0) fail(kOp, "bound must have a plan without cuts of so many tokens");
+  if (p.fixed_split_tokens > 0) {
+    fail(kOp, "bound must have a plan with fixed_split_tokens 0, got " + std::to_string(p.fixed_split_tokens));
+  }
   Dim batch("batch_size", p.batch_size, "the bound plan"), tokens("seqlen_q", p.seqlen_q, "the bound plan");
   Dim heads("num_q_heads", p.num_q_heads, "the bound plan"), dim("head_dim", p.head_dim, "the bound plan");
   const TensorCheck q_check(kOp, "q", a.q), out_check(kOp, "out", a.out);

@@ -122,7 +122,7 @@ def bind_xqa_pages_layer(
     logit_cap: float,
     heads_first: bool = False,
 ) -> Tensor:
-    """What calls of `xqa_pages_layer` share: plan and options. Not of a plan with cuts of so many tokens.
+    """What calls of `xqa_pages_layer` share: plan and options. The plan must have `fixed_split_tokens` 0.
 
     Args:
         out, q, k_pages, v_pages, page_table, cache_seqlens: Of any such call, in the shapes of `ops.xqa_decode`. None
