@@ -9,7 +9,6 @@ from __future__ import annotations
 import pytest
 import sglang_engine
 import tiny_models
-import torch
 from vllm_engine import declare_packages
 
 MISSING = sglang_engine.missing()
@@ -19,17 +18,6 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING or "-")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return declare_packages(tmp_path_factory.mktemp("sglang"))
-
-
-def expected(model) -> list[list[int]]:
-    model.set_attn_implementation("eager")
-    new = sglang_engine.NEW
-    given = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
-    rows = []
-    for prompt in sglang_engine.prompts():
-        ids = torch.tensor([prompt])
-        rows.append(model.generate(ids, attention_mask=torch.ones_like(ids), **given)[0, len(prompt) :].tolist())
-    return rows
 
 
 CASES = {  # a model, options, rounds, and what must have served which layers
@@ -56,7 +44,7 @@ def test_every_token_is_that_of_eager_attention(case, folder):
     kind, options, rounds, served = CASES[case]
     model = tiny_models.model(kind)
     got = sglang_engine.run(folder, sglang_engine.save(model, kind, folder / kind), rounds, options)
-    assert got["tokens"] == [expected(model)] * rounds
+    assert got["tokens"] == [sglang_engine.eager_tokens(model)] * rounds
     assert served <= set(got["calls"]), got["calls"]
     if "prefill_attention_backend" in options:
         assert not any(call.startswith("EXTEND") for call in got["calls"])

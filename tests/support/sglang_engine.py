@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import tiny_models
+import torch
 from attnops.plugins import unsupported
 from vllm_engine import LENGTHS, ROOT
 
@@ -41,6 +42,17 @@ def missing(needed=NEEDED) -> str:
 
 def prompts() -> list[list[int]]:
     return [tiny_models.prompts(1, length, seed=length)[0].tolist() for length in LENGTHS]
+
+
+def eager_tokens(model) -> list[list[int]]:
+    """What transformers' own attention, in plain PyTorch, generates from the prompts."""
+    model.set_attn_implementation("eager")
+    given = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+    rows = []
+    for prompt in prompts():
+        ids = torch.tensor([prompt])
+        rows.append(model.generate(ids, attention_mask=torch.ones_like(ids), **given)[0, len(prompt) :].tolist())
+    return rows
 
 
 def save(model, kind: str, place: Path) -> Path:
