@@ -281,6 +281,63 @@ def test_new_tokens_are_attended_to_apart_by_sglangs_rule(prefix, calls, kv_dtyp
         assert planned == (set(calls) if apart else {"extend"})
 
 
+@pytest.fixture
+def runs(monkeypatch, flashinfer_stand_in):
+    """Calls of `run`, of a stand-in that goes through a module as the package does."""
+    seen = []
+    for name in ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"):
+        cls = getattr(stand_in, name)
+
+        class Module:
+            def __init__(self, wrapper, run) -> None:
+                self.wrapper, self.original = wrapper, run
+
+            def paged_run(self, plan, q, k, v, out, options) -> None:
+                self.original(self.wrapper, q, (k, v), out=out, **options)
+
+        def plan(self, *args, original=cls.plan, run=cls.run, module=Module, **options):
+            original(self, *args, **options)
+            self._cached_module = module(self, run)
+
+        def run(self, q, pages, out=None, **options):
+            seen.append(q)
+            self._cached_module.paged_run("plan", q, *pages, out, options)
+
+        monkeypatch.setattr(cls, "plan", plan)
+        monkeypatch.setattr(cls, "run", run)
+    return seen
+
+
+@pytest.mark.parametrize("shape", ["decode", "verify"])
+def test_only_the_first_layer_of_a_step_goes_through_run(shape, runs):
+    backend = build(gqa())
+    for turn in range(2):  # another step is another plan
+        step = step_of(MODELS[0], shape)
+        backend.init_forward_metadata(step.batch)
+        outs = [step.run(backend) for _ in range(3)]
+        assert len(runs) == turn + 1
+        for out in outs:
+            assert relative_error(out, step.expected) <= MAX_RELATIVE_ERROR[BF16]
+    other = torch.randn_like(step.q)  # the call has the layer's own q, and not the first one's
+    out = backend.forward(other, None, None, step.layer, step.batch, save_kv_cache=False)
+    assert len(runs) == 2 and not torch.equal(out, outs[0])
+    again, storing = step_of(MODELS[0], shape), build(gqa())
+    storing.init_forward_metadata(again.batch)
+    again.run(storing)
+    backend.init_forward_metadata(again.batch)
+    assert torch.equal(backend.forward(other, None, None, again.layer, again.batch, save_kv_cache=False), out)
+
+
+def test_a_layer_with_scales_goes_through_run(runs):
+    model = Model("fp8", gqa(kv_dtype=E4M3, head_dim=128))
+    backend, step = build(model.spec), step_of(model, "decode")
+    step.layer.register_buffer("k_scale", torch.tensor([1.0]))
+    backend.init_forward_metadata(step.batch)
+    for _ in range(3):
+        step.run(backend)
+    assert len(runs) == 3
+
+
 # Parameters of flashinfer-python 0.7.2, as published. A keyword that it does not have would be a TypeError there.
 _GRAPH = "qo_indptr_buf=0 paged_kv_indptr_buf=0 paged_kv_indices_buf=0 paged_kv_last_page_len_buf=0"
 _PLANNED = """pos_encoding_mode=0 window_left=0 logits_soft_cap=0 sm_scale=0 rope_scale=0 rope_theta=0 q_data_type=0

@@ -17,6 +17,7 @@ from torch import Tensor
 from attnops import ops
 from attnops.backends.base import AttentionBackend, LayerCall, is_causal
 from attnops.backends.capability import DECODER_MODES, SIXTEEN_BIT, Capability, HeadDims
+from attnops.backends.flashinfer_calls import record_run
 from attnops.backends.flashinfer_plans import (
     FlashInferStep,
     Key,
@@ -67,6 +68,7 @@ class _BoundLayer:
         pages: What the wrapper takes them as: K and V, or the two parts of latents.
         options: Scales of an FP8 cache, for `run`.
         keys: Of the wrappers that serve it: in DECODE, and in other steps.
+        repeats: Its calls are those of every layer with its key: it has no scales of its own.
     """
 
     version: int
@@ -76,6 +78,7 @@ class _BoundLayer:
     pages: tuple[Tensor, Tensor]
     options: dict[str, Any]
     keys: tuple[Key, Key]
+    repeats: bool
 
 
 @register_attention_backend("flashinfer")
@@ -225,11 +228,19 @@ class FlashInferAttnBackend(AttentionBackend):
             self._attend_ragged(call, step, q, out, bound)
             return
         decodes = batch.forward_mode.is_decode()
-        wrapper = step.planned.get(bound.keys[not decodes])
+        key, pages = bound.keys[not decodes], bound.pages
+        repeated = step.repeated.get(key) if bound.repeats else None
+        if repeated is not None and repeated.takes(q, out):
+            repeated(q, *pages, out)
+            return
+        wrapper = step.planned.get(key)
         if wrapper is None:
             planned = self.wrappers.decode if decodes else self.wrappers.extend
             wrapper = planned(step, layer, bound.windowed)
-        wrapper.run(q, bound.pages, out=out, **bound.options)
+        if bound.repeats and key not in step.repeated:
+            step.repeated[key] = record_run(wrapper, lambda: wrapper.run(q, pages, out=out), (q, *pages, out))
+        else:
+            wrapper.run(q, pages, out=out, **bound.options)
 
     def _bound_of(self, layer: RadixAttention, batch: AttentionBatch) -> _BoundLayer:
         bound, pool = self._bound.get(layer), batch.token_to_kv_pool
@@ -254,7 +265,8 @@ class FlashInferAttnBackend(AttentionBackend):
                 options = {"k_scale": layer.k_scale_float, "v_scale": layer.v_scale_float}
             pages = pool.get_kv_buffer(layer.layer_id)
             keys = (paged_key(layer, windowed, True), paged_key(layer, windowed, False))
-        bound = _BoundLayer(layer.version, pool, pool.buffers_version, windowed, pages, options, keys)
+        repeats = all(scale is None for scale in options.values())
+        bound = _BoundLayer(layer.version, pool, pool.buffers_version, windowed, pages, options, keys, repeats)
         self._bound[layer] = bound
         return bound
 
@@ -306,7 +318,15 @@ class FlashInferAttnBackend(AttentionBackend):
             q_nope = heads("q", call.q, layer.num_heads, MLA_KV_LORA_RANK)
             q_pe = heads("q_rope", call.q_rope, layer.num_heads, layer.head_dim - MLA_KV_LORA_RANK)
         out = heads("out", call.out, layer.num_heads, layer.v_head_dim)
-        wrapper = step.planned.get(bound.keys[0])
+        key, tensors = bound.keys[0], (q_nope, q_pe, *bound.pages, out)
+        repeated = step.repeated.get(key)
+        if repeated is not None and repeated.takes(q_nope, out):
+            repeated(*tensors)
+            return
+        wrapper = step.planned.get(key)
         if wrapper is None:
             wrapper = self.wrappers.mla(step, layer, bound.pages[1].shape[-1], bound.pool.dtype)
-        wrapper.run(q_nope, q_pe, *bound.pages, out=out)
+        if key not in step.repeated:
+            step.repeated[key] = record_run(wrapper, lambda: wrapper.run(*tensors[:-1], out=out), tensors)
+        else:
+            wrapper.run(*tensors[:-1], out=out)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from attnops.backends.capability import SIXTEEN_BIT
+from attnops.backends.flashinfer_calls import RepeatedRun
 from attnops.backends.store import FP8
 from attnops.environment import (
     FLASHINFER_DECODE_SPLIT_TILE,
@@ -109,6 +110,7 @@ class FlashInferStep:
         merged: The new tokens and their prefixes are attended to apart.
         graph: The buffers of a captured shape; None: the step is eager.
         planned: The wrapper of each kind of layer that has its plan.
+        repeated: How the layers of a kind repeat its first one's call; None: by the wrapper's `run`.
     """
 
     paged: PagedStep
@@ -121,6 +123,7 @@ class FlashInferStep:
     merged: bool = False
     graph: GraphBuffers | None = None
     planned: dict[Key, Any] = field(default_factory=dict)
+    repeated: dict[Key, RepeatedRun | None] = field(default_factory=dict)
 
 
 def make_step(paged: PagedStep, seqlens_q: Tensor | int, seqlens_k: Tensor, page_size: int) -> FlashInferStep:
