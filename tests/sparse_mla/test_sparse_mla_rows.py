@@ -15,9 +15,11 @@ ROWS = {
     "sm90_list_rows_fp16": {"kind": "bytes", "dtype": FP16},
     "sm90_list_shared_bf16": {"kind": "shared_bytes", "dtype": BF16},
     "sm90_list_shared_fp16": {"kind": "shared_bytes", "dtype": FP16, "page_size": 64},
-    "sm90_list_bf16": {"kind": "own", "dtype": BF16},
-    "sm90_list_fp16": {"kind": "own", "dtype": FP16},
-    "mma_lists_bf16": {"kind": "shared", "dtype": BF16},
+    "sm90_list_few_bf16": {"kind": "own", "dtype": BF16},
+    "sm90_list_few_fp16": {"kind": "shared", "dtype": FP16},
+    "sm90_list_bf16": {"kind": "own", "dtype": BF16, "heads": 70},
+    "sm90_list_fp16": {"kind": "shared", "dtype": FP16, "heads": 70},
+    "mma_lists_bf16": {"kind": "shared", "dtype": BF16, "extra_topk": 70},
     "mma_lists_fp16": {"kind": "shared_bytes", "dtype": FP16, "page_size": 2},
 }
 
@@ -29,13 +31,50 @@ def test_the_rows_are_those_of_the_table():
 @pytest.mark.gpu
 @pytest.mark.parametrize("row", ROWS)
 def test_every_row(row):
-    problem = sparse_problem(**ROWS[row], shape=(3, 2), heads=20, topk=150, lengths=True, holes=True, device="cuda")
+    lists = {"shape": (3, 2), "heads": 20, "topk": 150, "lengths": True, "holes": True}
+    problem = sparse_problem(**lists | ROWS[row], device="cuda")
     with reaches("sparse_mla", row):
         assert_right(problem, *decode(problem))
     assert_right(problem, *decode(problem, plan_of(problem, fixed=64)))
     assert_right(problem, *prefill(problem))
     with reaches("sparse_mla", row):
         assert_right(problem, *prefill(problem, with_most=False))
+
+
+# 8 and 16 heads are one block of 16 rows, 20 and 32 one of 32, the others blocks of 64.
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [1, 8, 16, 20, 32, 33, 64, 128])
+@pytest.mark.parametrize("kind", ["own", "shared"])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("holes", [False, True])
+def test_max_logits_come_from_the_kernels_of_16_bit_rows(heads, kind, dtype, holes):
+    """What `compat.flash_mla.flash_mla_sparse_fwd` calls, for rows of 576 and of 512 values."""
+    row = f"sm90_list_{'few_' if heads <= 32 else ''}{'bf16' if dtype == BF16 else 'fp16'}"
+    lists = {"shape": (7, 1), "heads": heads, "topk": 330, "lengths": holes, "holes": holes, "sinks": holes}
+    problem = sparse_problem(kind, dtype, page_size=1, device="cuda", **lists)
+    with reaches("sparse_mla", row):
+        out, lse, most = prefill(problem)
+    assert_right(problem, out, lse, most)
+    without = prefill(problem, with_most=False)
+    assert torch.equal(out, without[0]) and torch.equal(lse, without[1])
+    out, lse = decode(problem)
+    assert_right(problem, out, lse)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 32])
+@pytest.mark.parametrize("requests", [1, 2, 7, 40, 300])
+@pytest.mark.parametrize("topk", [64, 700, 2048])
+@pytest.mark.parametrize("parts", [None, 7])
+def test_lists_of_few_heads_in_pieces_of_every_count(heads, requests, topk, parts):
+    """Two parts of a pair, a few, or many share a token. Its bits are the same the second time."""
+    problem = sparse_problem("own", BF16, (requests, 1), heads, topk, lengths=True, holes=True, sinks=True, device="cuda")
+    plan = plan_of(problem, num_sm_parts=parts)
+    with reaches("sparse_mla", "sm90_list_few_bf16"):
+        out, lse = decode(problem, plan)
+    assert_right(problem, out, lse)
+    again = decode(problem, plan)
+    assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
 
 
 @pytest.mark.gpu

@@ -151,7 +151,7 @@ class Loader : BoxLoads {
         if (has_rope() && lane_ == 0) *masks = there[0] | static_cast<uint64_t>(there[1]) << 32;
       };
       if (modes_.units.bytes != 0 && (there[0] & there[1]) == 0xffffffffu) {
-        write_row_list(units_of_row(rows[warp_ % 2]));
+        write_row_list(units_of_row(warp_ % 2 == 0 ? rows[0] : rows[1]));
         copy_half(true, with_rope());
         tell();
         listed_rows(piece, list, t + 2, next);

@@ -21,8 +21,7 @@ struct WalkOf {
   using Type = few_rows::RequestWalkFor<At::kOptions>;
 };
 template <class At>
-  requires(At::kQueriesInRing)
-struct WalkOf<At> {
+requires(At::kQueriesInRing) struct WalkOf<At> {
   using Type = PieceWalkFor<At::kOptions>;
 };
 template <class At>
@@ -44,11 +43,6 @@ __device__ inline bool elected() {
       "}\n"
       : "=r"(yes));
   return yes != 0;
-}
-
-// 16 bytes of zeros.
-__device__ inline void clear16(uint32_t shared) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(shared), "r"(0) : "memory");
 }
 
 // Slot of the ring's tile number `count`, and the parity of its round.
@@ -321,7 +315,7 @@ class Loader : QuarterPages<Paging> {
     for (; missing != 0; missing &= missing - 1) {
       const uint32_t row = first + (__ffs(missing) - 1) * At::Rows::kRowBytes;
 #pragma unroll 1
-      for (int i = lane_ * 16; i < kBytes; i += 32 * 16) clear16(row + i);
+      for (int i = lane_ * 16; i < kBytes; i += 32 * 16) attnops::sm90::clear16(row + i);
     }
     attnops::sm90::fence_async_proxy();  // the copy engine writes there next
   }
