@@ -68,7 +68,9 @@ def test_max_logits_come_from_the_kernels_of_16_bit_rows(heads, kind, dtype, hol
 @pytest.mark.parametrize("parts", [None, 7])
 def test_lists_of_few_heads_in_pieces_of_every_count(heads, requests, topk, parts):
     """Two parts of a pair, a few, or many share a token. Its bits are the same the second time."""
-    problem = sparse_problem("own", BF16, (requests, 1), heads, topk, lengths=True, holes=True, sinks=True, device="cuda")
+    problem = sparse_problem(
+        "own", BF16, (requests, 1), heads, topk, lengths=True, holes=True, sinks=True, device="cuda"
+    )
     plan = plan_of(problem, num_sm_parts=parts)
     with reaches("sparse_mla", "sm90_list_few_bf16"):
         out, lse = decode(problem, plan)
@@ -91,3 +93,23 @@ def test_every_row_of_two_lists(row, heads, lengths):
     assert_right(problem, *decode(problem, plan_of(problem, fixed=64)))
     with reaches("sparse_mla", row):
         assert_right(problem, *prefill(problem, with_most=False))
+
+
+# Few works for the parts of the plan: blocks of 16 heads, whole or in pieces. More: blocks of 32 and 64.
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [3, 16, 17, 32, 61, 64, 128])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 1), (1, 6), (20, 1), (150, 2)])
+@pytest.mark.parametrize("topk", [60, 192, 512, 1329])
+@pytest.mark.parametrize("lengths", [False, True])
+def test_short_calls_over_rows_of_656_bytes(heads, shape, topk, lengths):
+    if shape[0] > 20 and topk > 192:
+        pytest.skip("float64 takes long")
+    lists = {"lengths": lengths, "holes": lengths, "sinks": lengths, "page_size": 64 if lengths else 7}
+    problem = sparse_problem("bytes", BF16 if heads != 61 else FP16, shape, heads, topk, device="cuda", **lists)
+    for parts in (None, 6):
+        plan = plan_of(problem, num_sm_parts=parts)
+        out, lse = decode(problem, plan)
+        assert_right(problem, out, lse)
+        again = decode(problem, plan)
+        assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+    assert_right(problem, *prefill(problem, with_most=False))

@@ -53,6 +53,23 @@ void launch_merge(const Params& p, cudaStream_t stream) {
   }
 }
 
+// Of short calls (Params::list_cuts), `works` of them.
+template <typename T>
+void launch_short_merge(const Params& p, int works, cudaStream_t stream) {
+  constexpr int kFewRows = 128, kManyRows = 528;  // as above
+  const int rows = works * kShortRows, rows_per_block = rows <= kManyRows ? 1 : kMergeWarps;
+  const bool aligned = rows_aligned(p.out, size_of(p.dtype), 8, p.out_stride_request, p.out_stride_head);
+  LaunchShape shape{works, kMergeThreads, 0, 0, kShortRows / rows_per_block};
+  if (rows <= kFewRows) {
+    shape.blocks_z = 8;
+    launch_dependent<&mla_merge_short_kernel<T, true>>("mla_merge_short_kernel", shape, stream, p, rows_per_block,
+                                                       aligned);
+  } else {
+    launch_dependent<&mla_merge_short_kernel<T, false>>("mla_merge_short_kernel", shape, stream, p, rows_per_block,
+                                                        aligned);
+  }
+}
+
 // Batch-invariant mode: balanced plans are merged by the parts themselves.
 template <typename T, class At>
 void launch_merge_cuts(const Params& p, cudaStream_t stream) {

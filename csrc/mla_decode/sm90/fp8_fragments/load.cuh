@@ -25,6 +25,10 @@ requires(At::kQueriesInRing) struct WalkOf<At> {
   using Type = PieceWalkFor<At::kOptions>;
 };
 template <class At>
+requires(At::kShort) struct WalkOf<At> {
+  using Type = few_rows::ShortWalk;
+};
+template <class At>
 using Walk = typename WalkOf<At>::Type;
 
 // More bytes to come in this phase of the barrier, and no arrival.
