@@ -97,13 +97,12 @@ def test_every_row_of_two_lists(row, heads, lengths):
 
 # Few works for the parts of the plan: blocks of 16 heads, whole or in pieces. More: blocks of 32 and 64.
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads", [3, 16, 17, 32, 61, 64, 128])
-@pytest.mark.parametrize("shape", [(1, 1), (5, 1), (1, 6), (20, 1), (150, 2)])
-@pytest.mark.parametrize("topk", [60, 192, 512, 1329])
+@pytest.mark.parametrize("heads", [3, 17, 61, 128])
+@pytest.mark.parametrize(
+    "shape,topk", [((1, 1), 60), ((1, 1), 1329), ((5, 1), 192), ((1, 6), 512), ((20, 1), 330), ((150, 2), 130)]
+)
 @pytest.mark.parametrize("lengths", [False, True])
 def test_short_calls_over_rows_of_656_bytes(heads, shape, topk, lengths):
-    if shape[0] > 20 and topk > 192:
-        pytest.skip("float64 takes long")
     lists = {"lengths": lengths, "holes": lengths, "sinks": lengths, "page_size": 64 if lengths else 7}
     problem = sparse_problem("bytes", BF16 if heads != 61 else FP16, shape, heads, topk, device="cuda", **lists)
     for parts in (None, 6):
