@@ -35,11 +35,6 @@ __device__ inline void copy4(uint32_t shared, const void* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
 }
 
-// 16 bytes of zeros, by an ordinary write.
-__device__ inline void clear16(uint32_t shared) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(shared), "r"(0) : "memory");
-}
-
 // Waits until all earlier copies of this thread have landed.
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 

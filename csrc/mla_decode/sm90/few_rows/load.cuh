@@ -6,6 +6,7 @@
 #include "device/sm90/cluster.cuh"
 #include "device/sm90/copy.cuh"
 #include "device/sm90/wgmma.cuh"
+#include "mla_decode/sm90/clear.cuh"
 #include "mla_decode/sm90/few_rows/epilogue.cuh"
 #include "mla_decode/sm90/few_rows/layout.h"
 #include "mla_decode/sm90/few_rows/walk.cuh"
@@ -203,7 +204,7 @@ class Loader : QuarterPages<Paging> {
     for (int t = 0; t < kRingTiles; ++t) {
       for (int i = lane_ * 16; i < kGroupsPerWarp * kPieceStride; i += 32 * 16) {
         const uint32_t group = group_place(ring_place(t, warp_), i / kPieceStride);
-        attnops::sm90::clear16(group + kPiecesV * kPieceStride + i % kPieceStride);
+        clear16(group + kPiecesV * kPieceStride + i % kPieceStride);
       }
     }
     __syncwarp();
