@@ -160,13 +160,26 @@ class Consumer {
   __device__ Moved exchange_probabilities(const Piece& piece, int t, const Scores& s) {
     SoftmaxScores own;
     exchange_scores(s, own);
-    rows_.tile(p_, piece, (piece.first_tile + t) * kPlanTileTokens, own, listed_keys<At>(base_, count_ % kRingTiles),
-               base_, shared_);
+    rows_.tile(p_, piece, (piece.first_tile + t) * kPlanTileTokens, own, listed_keys(), base_, shared_);
     if (t == piece.num_tiles - 1) publish_rows(rows_, base_);
     store_probabilities(own);
     attnops::sm90::named_barrier_sync(kProbabilities, kConsumerThreads);
     const volatile int* moved = reinterpret_cast<const volatile int*>(base_ + At::kMoved);
     return {moved[0] != 0, moved[1] != 0};
+  }
+
+  // Of lists: which of the thread's two keys there are. Lane 0 reads for its warp, for it gives the tile back as well:
+  // compute-sanitizer's racecheck goes by threads.
+  __device__ uint32_t listed_keys() const {
+    if constexpr (!At::kSelects) return 3;
+    const int warp = threadIdx.x % kGroupThreads / 32, lane = threadIdx.x % 32;
+    uint32_t keys = 0;
+    if (lane == 0) {
+      const auto* listed = reinterpret_cast<const volatile uint16_t*>(base_ + At::kListed);
+      keys = listed[ring_place(count_, warp).position];
+    }
+    keys = __shfl_sync(0xffffffffu, keys, 0) >> lane / 4;
+    return (keys & 1) | (keys >> 7 & 2);
   }
 
   // Gives the other group its half of the rows, and completes the own half.

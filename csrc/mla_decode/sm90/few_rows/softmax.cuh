@@ -16,15 +16,6 @@ __device__ inline int query_of(int i) { return i / 2 * 8 + 2 * (threadIdx.x % 4)
 __device__ constexpr int element_of(int i, int h) { return i / 2 * 4 + 2 * h + i % 2; }
 __device__ inline int key_of(int h) { return threadIdx.x % kGroupThreads / 32 * 16 + threadIdx.x % 32 / 4 + 8 * h; }
 
-// Of lists: which of the thread's two keys there are, bits h, as the loading warp of its keys has left it.
-template <class At>
-__device__ inline uint32_t listed_keys(const uint8_t* base, int slot) {
-  if constexpr (At::kOptions != Options::kSelected) return 3;
-  const int warp = threadIdx.x % kGroupThreads / 32, key = threadIdx.x % 32 / 4;
-  const uint32_t keys = reinterpret_cast<const volatile uint16_t*>(base + At::kListed)[4 * slot + warp] >> key;
-  return (keys & 1) | (keys >> 7 & 2);
-}
-
 // Of the scores of keys that there are not.
 template <class At, int kCount, class Scores>
 __device__ inline void mask_unlisted(uint32_t listed, Scores& s) {

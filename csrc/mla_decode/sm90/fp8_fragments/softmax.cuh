@@ -13,13 +13,21 @@ using few_rows::column_max;
 using few_rows::column_sum;
 using few_rows::element_of;
 using few_rows::key_of;
-using few_rows::listed_keys;
 using few_rows::mask_unlisted;
 using few_rows::query_of;
 
 // The reference maximum may be 2^kSlack behind: below 2^15 all the same.
 inline constexpr float kLift = 7.f;
 static_assert(kLift + kSlack <= 15.f);
+
+// Of lists: which of the thread's two keys there are, bits h, as the loading warp of its keys has left it.
+template <class At>
+__device__ inline uint32_t listed_keys(const uint8_t* base, int slot) {
+  if constexpr (At::kOptions != Options::kSelected) return 3;
+  const int warp = threadIdx.x % kGroupThreads / 32, key = threadIdx.x % 32 / 4;
+  const uint32_t keys = reinterpret_cast<const volatile uint16_t*>(base + At::kListed)[4 * slot + warp] >> key;
+  return (keys & 1) | (keys >> 7 & 2);
+}
 
 // Which of the warpgroups that multiply a thread is in.
 struct Place {
