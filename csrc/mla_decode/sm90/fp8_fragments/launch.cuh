@@ -79,18 +79,18 @@ void launch_selected_rows(const Params& p, cudaStream_t stream) {
 
 // Into how many pieces a short call over rows of 656 bytes cuts works of 16 heads; 0: it is none. More CTAs then read
 // the same rows, but a tile of 16 heads takes a third of the time that one of 64 does, and a piece begins and ends
-// sooner. By microseconds as measured, of lists that are full: the host sees no lengths.
+// sooner. By microseconds as measured, of lists that are full: the host sees no lengths. Batch-invariant plans and
+// prefill are never short: a token's bits may not depend on how many there are.
 inline int short_cuts(const Params& p) {
   constexpr int kWholeTiles = 3;  // not worth a merge
   const int64_t works = int64_t{p.batch_size} * ceil_div(p.num_q_heads, kShortRows);
   const int64_t wide_works = int64_t{p.batch_size} * ceil_div(p.num_q_heads, kPlanRows);
-  if (p.fixed_split_tokens != 0 || works > p.num_sm_parts) return 0;
-  const bool planned = p.tile_scheduler_metadata != nullptr;
+  if (p.tile_scheduler_metadata == nullptr || p.fixed_split_tokens != 0 || works > p.num_sm_parts) return 0;
   const int tiles = max_of(ceil_div(p.selected.count, kPlanTileTokens), 1);
-  const int cuts = planned && tiles > kWholeTiles ? min_of(p.num_sm_parts / static_cast<int>(works), tiles) : 1;
+  const int cuts = tiles > kWholeTiles ? min_of(p.num_sm_parts / static_cast<int>(works), tiles) : 1;
   // A plan cuts works of few heads as much. But its merge goes over rows and columns in turns, where pieces are many.
   if (p.num_q_heads <= kShortRows) return cuts > 1 && works * 2 <= p.num_sm_parts && tiles <= 2 * cuts ? cuts : 0;
-  const int64_t wide_tiles = planned ? ceil_div(wide_works * tiles, int64_t{p.num_sm_parts}) : tiles;
+  const int64_t wide_tiles = ceil_div(wide_works * tiles, int64_t{p.num_sm_parts});
   const float wide_start = p.num_q_heads <= 32 ? 12.f : 13.5f, wide_tile = p.num_q_heads <= 32 ? 1.9f : 2.7f;
   const float time = 9.f + static_cast<float>(ceil_div(tiles, cuts)) + (cuts > 1 ? 2.f : 0.f);
   return time < wide_start + wide_tile * static_cast<float>(wide_tiles) ? cuts : 0;
