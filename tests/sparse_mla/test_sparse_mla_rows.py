@@ -112,3 +112,17 @@ def test_short_calls_over_rows_of_656_bytes(heads, shape, topk, lengths):
         again = decode(problem, plan)
         assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
     assert_right(problem, *prefill(problem, with_most=False))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 20, 64, 128])
+@pytest.mark.parametrize("kind", ["own", "shared", "bytes", "shared_bytes"])
+def test_a_token_of_prefill_has_the_same_bits_alone(heads, kind):
+    problem = sparse_problem(kind, BF16, (30, 1), heads, 150, 64, lengths=True, holes=True, device="cuda")
+    whole = prefill(problem)
+    fast = prefill(problem, with_most=False)
+    problem.q, lists = problem.q[5:6], problem.selected
+    lists.indices, lists.lengths = lists.indices[5:6], lists.lengths[5:6]
+    for results, with_most in ((whole, True), (fast, False)):
+        for of_all, alone in zip(results, prefill(problem, with_most=with_most), strict=True):
+            assert of_all is None or torch.equal(of_all[5:6], alone)
