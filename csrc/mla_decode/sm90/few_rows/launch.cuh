@@ -56,7 +56,8 @@ void launch_merge(const Params& p, cudaStream_t stream) {
 // Of short calls (Params::list_cuts), `works` of them.
 template <typename T>
 void launch_short_merge(const Params& p, int works, cudaStream_t stream) {
-  constexpr int kFewRows = 128, kManyRows = 528;  // as above
+  // Of few rows each 64 columns have a CTA, up to as many as a GPU holds at once. Else each row has, or eight rows.
+  constexpr int kFewRows = 32, kManyRows = 528;
   const int rows = works * kShortRows, rows_per_block = rows <= kManyRows ? 1 : kMergeWarps;
   const bool aligned = rows_aligned(p.out, size_of(p.dtype), 8, p.out_stride_request, p.out_stride_head);
   LaunchShape shape{works, kMergeThreads, 0, 0, kShortRows / rows_per_block};

@@ -89,11 +89,15 @@ inline int short_cuts(const Params& p) {
   const int tiles = max_of(ceil_div(p.selected.count, kPlanTileTokens), 1);
   const int cuts = tiles > kWholeTiles ? min_of(p.num_sm_parts / static_cast<int>(works), tiles) : 1;
   // A plan cuts works of few heads as much. But its merge goes over rows and columns in turns, where pieces are many.
-  if (p.num_q_heads <= kShortRows) return cuts > 1 && works * 2 <= p.num_sm_parts && tiles <= 2 * cuts ? cuts : 0;
+  if (p.num_q_heads <= kShortRows) {
+    const bool many_pieces = cuts > 1 && tiles > 8 && works * 8 <= p.num_sm_parts;
+    return p.num_q_heads < kShortRows && many_pieces ? cuts : 0;
+  }
   const int64_t wide_tiles = ceil_div(wide_works * tiles, int64_t{p.num_sm_parts});
   const float wide_start = p.num_q_heads <= 32 ? 12.f : 13.5f, wide_tile = p.num_q_heads <= 32 ? 1.9f : 2.7f;
-  const float time = 9.f + static_cast<float>(ceil_div(tiles, cuts)) + (cuts > 1 ? 2.f : 0.f);
-  return time < wide_start + wide_tile * static_cast<float>(wide_tiles) ? cuts : 0;
+  const float merge = cuts == 1 ? 0.f : works > 16 ? 4.f : 2.f;
+  const float time = 9.f + static_cast<float>(ceil_div(tiles, cuts)) + merge;
+  return time * 1.05f < wide_start + wide_tile * static_cast<float>(wide_tiles) ? cuts : 0;
 }
 
 template <typename T>
