@@ -261,7 +261,8 @@ inline Params checked_params(const Arguments& a) {
           .extra = {},
           .max_logits = nullptr,
           .report_op = ReportOp::kMlaDecode,
-          .tree_keys = static_cast<int>(tree_keys_of(a.tree_keys, *e.seqlen_q))};
+          .tree_keys = static_cast<int>(tree_keys_of(a.tree_keys, *e.seqlen_q)),
+          .list_cuts = 0};
 }
 
 void run_cpu(Params p);  // op_cpu.cpp; throws when the plan is another step's, and on faults without a report

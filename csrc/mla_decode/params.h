@@ -73,6 +73,10 @@ struct Params {
   ReportOp report_op;  // who selects
 
   int tree_keys;  // keys that tree_mask is over, at least S_q
+
+  // Above 0: lists whose works are blocks of kShortRows heads, and CTA u has piece u % list_cuts of work u / list_cuts,
+  // whose partial result is number u. There is no plan then.
+  int list_cuts;
 };
 
 }  // namespace attnops::mla_decode

@@ -10,6 +10,9 @@ namespace attnops::mla_decode {
 // Keys of a list begin at a multiple of this, so that no tile has keys of both.
 inline constexpr int kListAlignment = 64;
 
+// Heads of a block of short calls (Params::list_cuts).
+inline constexpr int kShortRows = 16;
+
 // A pool, and the rows that each request's list selects from it. Row i is token i % page_size of page i / page_size.
 struct SelectedRows {
   const void* pages;                  // [P, page_size, row]

@@ -9,6 +9,7 @@
 #include "mla_decode/cuda/lists.h"
 #include "mla_decode/cuda/plan.h"
 #include "mla_decode/impls.h"
+#include "mla_decode/sm90/few_rows/launch.h"
 #include "mla_decode/sm90/fp8_fragments/launch.h"
 #include "mla_decode/sm90/launch.h"
 #include "sparse_mla/op.h"
@@ -17,6 +18,7 @@
 namespace attnops::sparse_mla {
 namespace {
 
+constexpr int kFewHeads = sm90::few_rows::kMaxRows;
 constexpr DType kBf16 = DType::kBFloat16, kFp16 = DType::kFloat16, kRows = DType::kUInt8;
 
 // Kernels that take lists of rows.
@@ -28,6 +30,7 @@ struct ListImpl {
   bool portable;   // rows of every kind, a second list, max_logits
   Launch launch;
   bool shared = false;  // rows of 584 bytes, and a second list of them
+  int max_heads = 0;    // 0: any number
 
   std::string reject_device() const {
     const int sm = usable_sm("sparse_mla"), own = static_cast<int>(arch);
@@ -42,9 +45,13 @@ struct ListImpl {
       if (p.kv_dtype != kv_dtype) {
         return std::string("takes rows of ") + name_of(kv_dtype) + ", got " + name_of(p.kv_dtype);
       }
-      if (p.shared_rows != shared) return shared ? "takes rows of 584 bytes" : "takes rows of 576 values or 656 bytes";
+      if (kv_dtype == kRows && p.shared_rows != shared)
+        return shared ? "takes rows of 584 bytes" : "takes rows of 656 bytes";
       if (p.extra.count > 0 && !shared) return "takes one list, got extra_indices";
-      if (p.max_logits) return "gives no max_logits";
+      if (p.max_logits && kv_dtype == kRows) return "gives no max_logits";
+      if (max_heads > 0 && p.num_q_heads > max_heads) {
+        return "takes at most " + std::to_string(max_heads) + " heads, got " + std::to_string(p.num_q_heads);
+      }
     }
     return portable ? reject_shared_memory(p) : reject_alignment(p);
   }
@@ -53,6 +60,9 @@ struct ListImpl {
     const int size = size_of(dtype);
     if (!rows_aligned(p.q, size, 16, p.q_stride_request, p.q_stride_head)) {
       return "rows of q must start on 16-byte boundaries";
+    }
+    if (max_heads > 0 && !rows_aligned(p.out, size, 4, p.out_stride_request, p.out_stride_head)) {
+      return "rows of out must start on 4-byte boundaries";
     }
     if (p.q_pe && !rows_aligned(p.q_pe, size, 16, p.q_pe_stride_request, p.q_pe_stride_head)) {
       return "rows of q_pe must start on 16-byte boundaries";
@@ -83,6 +93,8 @@ constexpr std::initializer_list<ListImpl> kListImpls = {
     {"sm90_list_rows_fp16", Arch::kSm90, kFp16, kRows, false, &sm90::fp8_fragments::launch_selected_fp16},
     {"sm90_list_shared_bf16", Arch::kSm90, kBf16, kRows, false, &sm90::fp8_fragments::launch_shared_bf16, true},
     {"sm90_list_shared_fp16", Arch::kSm90, kFp16, kRows, false, &sm90::fp8_fragments::launch_shared_fp16, true},
+    {"sm90_list_few_bf16", Arch::kSm90, kBf16, kBf16, false, &sm90::few_rows::launch_selected_bf16, false, kFewHeads},
+    {"sm90_list_few_fp16", Arch::kSm90, kFp16, kFp16, false, &sm90::few_rows::launch_selected_fp16, false, kFewHeads},
     {"sm90_list_bf16", Arch::kSm90, kBf16, kBf16, false, &sm90::launch_selected_bf16},
     {"sm90_list_fp16", Arch::kSm90, kFp16, kFp16, false, &sm90::launch_selected_fp16},
 #endif

@@ -37,8 +37,10 @@ def _draw_problem(draw: Draw, second: bool) -> SparseProblem:
     return sparse_problem(**options, device=draw.device)
 
 
-def _judge(draw: Draw, problem: SparseProblem, out: torch.Tensor, lse: torch.Tensor) -> None:
-    expected, expected_lse, _ = problem.expected()
+def _judge(
+    draw: Draw, problem: SparseProblem, out: torch.Tensor, lse: torch.Tensor, most: torch.Tensor | None = None
+) -> None:
+    expected, expected_lse, expected_most = problem.expected()
     got, got_lse = out.detach().cpu().double(), lse.detach().cpu().double()
     if not bool(got.isfinite().all()):
         raise Failure("out is not finite")
@@ -55,6 +57,11 @@ def _judge(draw: Draw, problem: SparseProblem, out: torch.Tensor, lse: torch.Ten
     worst = float((got_lse - expected_lse)[~empty].abs().max())
     if worst > looser * lse_tolerance(problem):
         raise Failure(f"lse differs by {worst:.3g}")
+    if most is None:
+        return
+    worst = float((most.detach().cpu().double() - expected_most)[~empty].abs().max())
+    if not worst <= 3 * looser * lse_tolerance(problem):
+        raise Failure(f"max_logits differ by {worst:.3g}")
 
 
 def right_decode(draw: Draw) -> None:
@@ -113,6 +120,7 @@ def right_prefill(draw: Draw) -> None:
         kv = kv.squeeze(1)
     out = Guarded(draw, (*q.shape[:2], 512), q.dtype, dense=True)
     lse, most = (Guarded(draw, tuple(q.shape[:2]), torch.float32, dense=True) for _ in range(2))
+    with_most = draw.chance(0.5)
     ops.sparse_mla_prefill(
         q,
         kv,
@@ -122,14 +130,15 @@ def right_prefill(draw: Draw) -> None:
         sinks=problem.sinks,
         out=out.view,
         lse=lse.view,
-        max_logits=most.view if draw.chance(0.5) else None,
+        max_logits=most.view if with_most else None,
         extra_kv=None if extra is None else extra.kv_pages,
         extra_indices=None if extra is None else extra.indices.flatten(0, 1),
         extra_topk_length=None if extra is None or extra.lengths is None else extra.lengths.flatten(),
     )
-    _judge(draw, problem, out.view, lse.view)
+    _judge(draw, problem, out.view, lse.view, most.view if with_most else None)
     out.check("out")
     lse.check("lse")
+    most.check("max_logits")
 
 
 def hostile_lists(draw: Draw) -> None:

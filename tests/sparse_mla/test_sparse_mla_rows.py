@@ -15,9 +15,11 @@ ROWS = {
     "sm90_list_rows_fp16": {"kind": "bytes", "dtype": FP16},
     "sm90_list_shared_bf16": {"kind": "shared_bytes", "dtype": BF16},
     "sm90_list_shared_fp16": {"kind": "shared_bytes", "dtype": FP16, "page_size": 64},
-    "sm90_list_bf16": {"kind": "own", "dtype": BF16},
-    "sm90_list_fp16": {"kind": "own", "dtype": FP16},
-    "mma_lists_bf16": {"kind": "shared", "dtype": BF16},
+    "sm90_list_few_bf16": {"kind": "own", "dtype": BF16},
+    "sm90_list_few_fp16": {"kind": "shared", "dtype": FP16},
+    "sm90_list_bf16": {"kind": "own", "dtype": BF16, "heads": 70},
+    "sm90_list_fp16": {"kind": "shared", "dtype": FP16, "heads": 70},
+    "mma_lists_bf16": {"kind": "shared", "dtype": BF16, "extra_topk": 70},
     "mma_lists_fp16": {"kind": "shared_bytes", "dtype": FP16, "page_size": 2},
 }
 
@@ -29,13 +31,52 @@ def test_the_rows_are_those_of_the_table():
 @pytest.mark.gpu
 @pytest.mark.parametrize("row", ROWS)
 def test_every_row(row):
-    problem = sparse_problem(**ROWS[row], shape=(3, 2), heads=20, topk=150, lengths=True, holes=True, device="cuda")
+    lists = {"shape": (3, 2), "heads": 20, "topk": 150, "lengths": True, "holes": True}
+    problem = sparse_problem(**lists | ROWS[row], device="cuda")
     with reaches("sparse_mla", row):
         assert_right(problem, *decode(problem))
     assert_right(problem, *decode(problem, plan_of(problem, fixed=64)))
     assert_right(problem, *prefill(problem))
     with reaches("sparse_mla", row):
         assert_right(problem, *prefill(problem, with_most=False))
+
+
+# 8 and 16 heads are one block of 16 rows, 20 and 32 one of 32, the others blocks of 64.
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [1, 8, 16, 20, 32, 33, 64, 128])
+@pytest.mark.parametrize("kind", ["own", "shared"])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("holes", [False, True])
+def test_max_logits_come_from_the_kernels_of_16_bit_rows(heads, kind, dtype, holes):
+    """What `compat.flash_mla.flash_mla_sparse_fwd` calls, for rows of 576 and of 512 values."""
+    row = f"sm90_list_{'few_' if heads <= 32 else ''}{'bf16' if dtype == BF16 else 'fp16'}"
+    lists = {"shape": (7, 1), "heads": heads, "topk": 330, "lengths": holes, "holes": holes, "sinks": holes}
+    problem = sparse_problem(kind, dtype, page_size=1, device="cuda", **lists)
+    with reaches("sparse_mla", row):
+        out, lse, most = prefill(problem)
+    assert_right(problem, out, lse, most)
+    without = prefill(problem, with_most=False)
+    assert torch.equal(out, without[0]) and torch.equal(lse, without[1])
+    out, lse = decode(problem)
+    assert_right(problem, out, lse)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 32])
+@pytest.mark.parametrize("requests", [1, 2, 7, 40, 300])
+@pytest.mark.parametrize("topk", [64, 700, 2048])
+@pytest.mark.parametrize("parts", [None, 7])
+def test_lists_of_few_heads_in_pieces_of_every_count(heads, requests, topk, parts):
+    """Two parts of a pair, a few, or many share a token. Its bits are the same the second time."""
+    problem = sparse_problem(
+        "own", BF16, (requests, 1), heads, topk, lengths=True, holes=True, sinks=True, device="cuda"
+    )
+    plan = plan_of(problem, num_sm_parts=parts)
+    with reaches("sparse_mla", "sm90_list_few_bf16"):
+        out, lse = decode(problem, plan)
+    assert_right(problem, out, lse)
+    again = decode(problem, plan)
+    assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
 
 
 @pytest.mark.gpu
@@ -52,3 +93,36 @@ def test_every_row_of_two_lists(row, heads, lengths):
     assert_right(problem, *decode(problem, plan_of(problem, fixed=64)))
     with reaches("sparse_mla", row):
         assert_right(problem, *prefill(problem, with_most=False))
+
+
+# Few works for the parts of the plan: blocks of 16 heads, whole or in pieces. More: blocks of 32 and 64.
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [3, 17, 61, 128])
+@pytest.mark.parametrize(
+    "shape,topk", [((1, 1), 60), ((1, 1), 1329), ((5, 1), 192), ((1, 6), 512), ((20, 1), 330), ((150, 2), 130)]
+)
+@pytest.mark.parametrize("lengths", [False, True])
+def test_short_calls_over_rows_of_656_bytes(heads, shape, topk, lengths):
+    lists = {"lengths": lengths, "holes": lengths, "sinks": lengths, "page_size": 64 if lengths else 7}
+    problem = sparse_problem("bytes", BF16 if heads != 61 else FP16, shape, heads, topk, device="cuda", **lists)
+    for parts in (None, 6):
+        plan = plan_of(problem, num_sm_parts=parts)
+        out, lse = decode(problem, plan)
+        assert_right(problem, out, lse)
+        again = decode(problem, plan)
+        assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+    assert_right(problem, *prefill(problem, with_most=False))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 20, 64, 128])
+@pytest.mark.parametrize("kind", ["own", "shared", "bytes", "shared_bytes"])
+def test_a_token_of_prefill_has_the_same_bits_alone(heads, kind):
+    problem = sparse_problem(kind, BF16, (30, 1), heads, 150, 64, lengths=True, holes=True, device="cuda")
+    whole = prefill(problem)
+    fast = prefill(problem, with_most=False)
+    problem.q, lists = problem.q[5:6], problem.selected
+    lists.indices, lists.lengths = lists.indices[5:6], lists.lengths[5:6]
+    for results, with_most in ((whole, True), (fast, False)):
+        for of_all, alone in zip(results, prefill(problem, with_most=with_most), strict=True):
+            assert of_all is None or torch.equal(of_all[5:6], alone)

@@ -54,8 +54,10 @@ class Consumer {
         }
       }
       if (piece.num_tiles % 2 == 0) release(kQueriesEmpty);
+      if constexpr (kOptions == Options::kSelected && kGroup == 1) give_tops(count & 1);
       const RowSums sums =
           exchange_sums(rows_, reinterpret_cast<float*>(base_ + kSums), shared_ + kRowSums, count & 1, kGroup);
+      if constexpr (kOptions == Options::kSelected && kGroup == 0) store_tops(piece, count & 1);
       store_rows<T, kOptions>(p_, piece, rows_, sums, kGroup, modes_.out_aligned, base_ + kP0, shared_ + kP0, o);
     }
   }
@@ -163,6 +165,29 @@ class Consumer {
     }
     fence_async_proxy();
     attnops::sm90::mbarrier_meet(shared_ + barrier_cleared(kGroup));
+  }
+
+  // The largest score of each row of a piece: group 1 leaves what its tiles have before the groups meet, group 0 stores
+  // it. By one of the four lanes that have a row.
+  __device__ float* tops(int parity) const {
+    return reinterpret_cast<float*>(base_ + kTops) + parity * 64 + threadIdx.x % kGroupThreads / 32 * 16 + lane_ / 4;
+  }
+
+  __device__ void give_tops(int parity) const {
+    if (lane_ % 4 != 0) return;
+#pragma unroll
+    for (int h = 0; h < kRowsPerThread; ++h) tops(parity)[8 * h] = rows_.top[h];
+  }
+
+  __device__ void store_tops(const Piece& piece, int parity) const {
+    if (p_.max_logits == nullptr || lane_ % 4 != 0) return;
+#pragma unroll
+    for (int h = 0; h < kRowsPerThread; ++h) {
+      const int row = threadIdx.x % kGroupThreads / 32 * 16 + lane_ / 4 + 8 * h;
+      if (row >= piece.num_rows) continue;
+      const float top = fmaxf(rows_.top[h], tops(parity)[8 * h]);
+      p_.max_logits[static_cast<int64_t>(piece.request) * p_.num_q_heads + piece.first_row + row] = top * kLn2;
+    }
   }
 
   // Of a list, which keys of the buffer's tile there are: as its loaders have left it.

@@ -74,7 +74,9 @@ inline Maps make_maps(const Params& p, const Modes& modes) {
   Maps maps{};
   if (modes.use_boxes) maps.kv = make_map(p, kPlanTileTokens >> modes.box_shift);
   if (modes.queries_by_map) {
-    maps.q = make_query_map(p, p.q, p.q_pe ? kHeadDimV : kHeadDimQk, p.q_stride_head, p.q_stride_request);
+    // Of rows of 512 values, the box of the rope part lies behind the last column, and is zeros.
+    const int width = p.q_pe || p.shared_rows ? kHeadDimV : kHeadDimQk;
+    maps.q = make_query_map(p, p.q, width, p.q_stride_head, p.q_stride_request);
     if (p.q_pe) maps.q_pe = make_query_map(p, p.q_pe, kHeadDimRope, p.q_pe_stride_head, p.q_pe_stride_request);
   }
   return maps;

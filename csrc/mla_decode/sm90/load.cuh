@@ -22,10 +22,13 @@ class Loader : BoxLoads {
  public:
   __device__ Loader(const Params& p, const Maps& maps, const Modes& modes, const SplitKvEntry& entry, uint8_t* base,
                     uint32_t shared)
-      : BoxLoads(p, maps, modes, base, shared), entry_(entry) {}
+      // Without a plan, in prefill, tokens share rows.
+      : BoxLoads(p, maps, modes, base, shared, kOptions != Options::kSelected || p.tile_scheduler_metadata),
+        entry_(entry) {}
 
   __device__ void run() {
     if constexpr (kLoads == Loads::kBoxes) ask_first_loads();
+    if constexpr (kOptions == Options::kSelected) clear_rope();
     PieceWalkFor<kOptions> walk(entry_);
     int first_pages = speculate();
     Piece piece;
@@ -118,6 +121,16 @@ class Loader : BoxLoads {
     }
   }
 
+  // Rows of 512 values have no rope part. They are multiplied as if it were zeros, which nobody overwrites.
+  __device__ bool with_rope() const { return !p_.shared_rows; }
+
+  __device__ void clear_rope() const {
+    if (with_rope() || !has_rope()) return;
+    uint8_t* tile = base_ + kKv + buffer_ * kOperandBytes + kRopeTile * kTileBytes;
+#pragma unroll 1
+    for (int i = lane_ * 16; i < kTileBytes; i += 32 * 16) *reinterpret_cast<uint4*>(tile + i) = {};
+  }
+
   // The same of rows that a list names. Where one of a tile's 64 is no key, both warps bring zeros for it.
   __device__ void load_listed_tiles(const Piece& piece, const int32_t* list, int count) {
     int next[kRowsPerLane];
@@ -138,8 +151,8 @@ class Loader : BoxLoads {
         if (has_rope() && lane_ == 0) *masks = there[0] | static_cast<uint64_t>(there[1]) << 32;
       };
       if (modes_.units.bytes != 0 && (there[0] & there[1]) == 0xffffffffu) {
-        write_row_list(units_of_row(rows[warp_ % 2]));
-        copy_half(true);
+        write_row_list(units_of_row(warp_ % 2 == 0 ? rows[0] : rows[1]));
+        copy_half(true, with_rope());
         tell();
         listed_rows(piece, list, t + 2, next);
         hand_over_half();
@@ -148,7 +161,7 @@ class Loader : BoxLoads {
 #pragma unroll
         for (int i = 0; i < kRowsPerLane; ++i) offset[i] = rows[i] < 0 ? -1 : kElement * p_.selected.offset(rows[i]);
         listed_rows(piece, list, t + 2, next);
-        gather_rows(offset, tell);
+        gather_rows(offset, tell, with_rope());
       }
       empty_parity_ ^= 1;
       if (t == 0) let_odd_tiles_begin(count);
@@ -315,7 +328,8 @@ class Loader : BoxLoads {
       for (int k = 0; k < kTilesV; ++k) {
         attnops::sm90::copy16(place + k * kTileBytes, q + k * 128 + chunk * 16, valid);
       }
-      attnops::sm90::copy16(place + kRopeTile * kTileBytes, rope + chunk * 16, valid);
+      const bool has_rope_part = kOptions != Options::kSelected || with_rope();
+      attnops::sm90::copy16(place + kRopeTile * kTileBytes, rope + chunk * 16, valid && has_rope_part);
     }
     attnops::sm90::arrive_after_copies(shared_ + kQueriesFull);
   }

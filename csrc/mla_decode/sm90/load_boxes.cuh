@@ -6,8 +6,9 @@ namespace attnops::mla_decode::sm90 {
 
 class BoxLoads : protected RowLoads {
  protected:
-  __device__ BoxLoads(const Params& p, const Maps& maps, const Modes& modes, uint8_t* base, uint32_t shared)
-      : RowLoads(p, modes, base, shared), maps_(maps) {}
+  __device__ BoxLoads(const Params& p, const Maps& maps, const Modes& modes, uint8_t* base, uint32_t shared,
+                      bool read_once)
+      : RowLoads(p, modes, base, shared, read_once), maps_(maps) {}
 
   // From a page of whole tiles: all of tile `tile`, or its first half.
   __device__ void load_boxes(int tile, int page, bool half) const {

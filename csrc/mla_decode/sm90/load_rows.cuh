@@ -14,8 +14,8 @@ class RowLoads : protected TilePlace {
   static constexpr int kHalfRows = 32;             // of a whole tile, by each of a buffer's two warps
   static constexpr int kRowSteps = kHalfRows / 4;  // of four rows, which a warp copies at once
 
-  __device__ RowLoads(const Params& p, const Modes& modes, uint8_t* base, uint32_t shared)
-      : TilePlace(base, shared), p_(p), modes_(modes) {}
+  __device__ RowLoads(const Params& p, const Modes& modes, uint8_t* base, uint32_t shared, bool read_once)
+      : TilePlace(base, shared, read_once), p_(p), modes_(modes) {}
 
   __device__ int page_cell(int key) const { return modes_.by_page_size.divide(key); }
   __device__ int token_of(int key) const { return key - page_cell(key) * p_.page_table.page_size; }
@@ -29,10 +29,10 @@ class RowLoads : protected TilePlace {
   }
 
   // The warp's half of a tile, in flight, each unit a group of copies; the part first that is given back first. Nothing
-  // but the order of the groups where none of its rows is a key.
-  __device__ void copy_half(bool has_keys) const {
+  // but the order of the groups where none of its rows is a key. Rows without a rope part leave its place as it is.
+  __device__ void copy_half(bool has_keys, bool with_rope = true) const {
     wait_empty(kPartRope);
-    copy_columns<1>(kRopeTile, has_keys);
+    copy_columns<1>(kRopeTile, has_keys && with_rope);
 #pragma unroll 1
     for (int i = 0; i < kParts - 1; ++i) {
       const int part = i == 0 ? first_part() : second_part();
@@ -53,10 +53,10 @@ class RowLoads : protected TilePlace {
   // The warp's half of the columns; `offset` says where rows lane and lane + 32 begin, in bytes from the pool, or that
   // they are zeros: below 0. `tell` runs when the place is free, before it is handed over.
   template <class Tell>
-  __device__ void gather_rows(const int64_t (&offset)[kRowsPerLane], const Tell& tell) const {
+  __device__ void gather_rows(const int64_t (&offset)[kRowsPerLane], const Tell& tell, bool with_rope = true) const {
     if (has_rope()) {
       wait_empty(kPartRope);
-      copy_rows(offset, kRopeTile, 1);
+      if (with_rope) copy_rows(offset, kRopeTile, 1);
     }
     wait_empty(part_);
     tell();

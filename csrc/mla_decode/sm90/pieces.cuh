@@ -102,6 +102,22 @@ __device__ inline int balanced_partial(const SplitKvEntry& entry, int work) {
   return splits > 1 ? partial_slot(blockIdx.x, is_first && entry.begin_split > 0) : -1;
 }
 
+// A piece of a short call (Params::list_cuts).
+struct ShortPiece {
+  int work, request, first_row;  // of the request
+  int cut, cuts;                 // which one of how many; none where it is not below
+  int tiles;                     // of the work
+
+  __device__ ShortPiece(const Params& p, int number) {
+    const int blocks = ceil_div(p.num_q_heads, kShortRows);
+    work = number / p.list_cuts, cut = number - work * p.list_cuts;
+    request = work / blocks, first_row = (work - request * blocks) * kShortRows;
+    tiles = tiles_of(p, keys_of<Options::kSelected>(p, request)).count;
+    cuts = min_of(p.list_cuts, tiles);
+  }
+  __device__ int num_rows(const Params& p) const { return min_of(p.num_q_heads - first_row, kShortRows); }
+};
+
 // Describes the rows of a block and their keys. Returns the tiles of the whole work.
 template <Options kOptions>
 __device__ inline TileRange describe_work(const Params& p, const BlockPlace& place, int cache_seqlen, Piece& piece) {

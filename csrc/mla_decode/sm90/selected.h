@@ -10,7 +10,8 @@ inline Params as_page_table(Params p) {
   if (p.tile_scheduler_metadata == nullptr) p.num_sm_parts = device_sms("sparse_mla_prefill");
   p.division = work_division(1, p.num_q_heads, p.num_sm_parts);
   SelectedRows& rows = p.selected;
-  if (!p.shared_rows && rows.page_size > 1 && rows.stride_page == rows.stride_token * rows.page_size) {
+  const bool has_scales_behind = p.shared_rows && p.kv_dtype == DType::kUInt8;
+  if (!has_scales_behind && rows.page_size > 1 && rows.stride_page == rows.stride_token * rows.page_size) {
     rows.page_size = 1;
     rows.stride_page = rows.stride_token;
   }

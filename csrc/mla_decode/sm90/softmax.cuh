@@ -48,6 +48,7 @@ struct RowState {
   KvRange keys[kRowsPerThread];
   float maximum[kRowsPerThread];
   float sum[kRowsPerThread];  // of this thread's columns, of this group's tiles
+  float top[kRowsPerThread];  // of lists: the largest score of this group's tiles, in the base-2 logarithm
 
   template <Options kOptions = Options::kAll>
   __device__ void begin(const Params& p, const Piece& piece) {
@@ -67,6 +68,7 @@ struct RowState {
       keys[h].end = min_of(end, piece.keys.end);
       maximum[h] = -INFINITY;
       sum[h] = 0.f;
+      if constexpr (kOptions == Options::kSelected) top[h] = -INFINITY;
     }
   }
 };
@@ -201,6 +203,7 @@ __device__ inline void softmax_tile(const Params& p, const Piece& piece, RowStat
 #pragma unroll
   for (int h = 0; h < kRowsPerThread; ++h) {
     const float top = scale * quad_max(row_top(s, h));
+    if constexpr (kOptions == Options::kSelected) rows.top[h] = fmaxf(rows.top[h], top);
     const float before = rows.maximum[h];
     const float after = top > before + kSlack ? top : before;
     factor[h] = rescale_factor(before, after);

@@ -11,9 +11,10 @@ using attnops::sm90::mbarrier_wait;
 
 class TilePlace {
  protected:
-  __device__ TilePlace(uint8_t* base, uint32_t shared)
+  __device__ TilePlace(uint8_t* base, uint32_t shared, bool read_once)
       : base_(base),
         shared_(shared),
+        read_once_(attnops::sm90::l2_policy(read_once)),
         warp_(threadIdx.x % kGroupThreads / 32),
         lane_(threadIdx.x % 32),
         buffer_(warp_ / 2),
@@ -44,7 +45,7 @@ class TilePlace {
 
   uint8_t* const base_;
   const uint32_t shared_;
-  const uint64_t read_once_ = attnops::sm90::l2_policy(true);
+  const uint64_t read_once_;
   const int warp_, lane_;
   const int buffer_;           // 0: even tiles of a piece, 1: odd ones
   const int part_;             // of the columns

@@ -18,6 +18,15 @@ __device__ inline void publish_rows(const Softmax<At>& rows, uint8_t* base) {
   float* sums = reinterpret_cast<float*>(base + At::kSums) + At::first_softmax_row(rows.group);
   float* references = reinterpret_cast<float*>(base + At::kReference) + At::first_softmax_row(rows.group);
   publish_states<At>(rows.reference, rows.sum, sums, references);
+  if constexpr (At::kSelects) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % kGroupThreads / 32;
+    float* tops = reinterpret_cast<float*>(base + At::kTops) + warp * At::kRows + At::first_softmax_row(rows.group);
+#pragma unroll
+    for (int i = 0; i < Softmax<At>::kCount; ++i) {
+      const float most = column_max(rows.most[i]);
+      if (lane < 4) tops[query_of(i)] = most;
+    }
+  }
 }
 
 // What a softmax knows of a row: the sum of its exponentials under a reference, in the base-2 logarithm.

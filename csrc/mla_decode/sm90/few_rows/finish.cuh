@@ -212,10 +212,20 @@ class Finish {
       if (!comes_last()) return;
       add_splits(rows, o);
     }
+    if constexpr (At::kSelects) store_tops();
     store_output<T, At>(output_, group_, rows, o);
   }
 
  private:
+  // Of lists: the largest scores, of unsplit works.
+  __device__ void store_tops() const {
+    const int row = threadIdx.x;
+    if (p_.max_logits == nullptr || row >= piece_.num_rows) return;
+    const float* tops = reinterpret_cast<const float*>(base_ + At::kTops) + row;
+    const float top = fmaxf(fmaxf(tops[0], tops[At::kRows]), fmaxf(tops[2 * At::kRows], tops[3 * At::kRows]));
+    p_.max_logits[static_cast<int64_t>(piece_.request) * p_.num_q_heads + row] = top * kLn2;
+  }
+
   __device__ volatile int* answer() const { return reinterpret_cast<volatile int*>(base_ + At::kShares); }
   __device__ int32_t* semaphore() const { return p_.semaphores + piece_.request; }
   __device__ static void sync() { attnops::sm90::named_barrier_sync(kMerge, kConsumerThreads); }
@@ -291,14 +301,15 @@ __global__ void __launch_bounds__(kConsumerThreads) mla_merge_cuts_kernel(const 
   attnops::sm90::launch_dependents();
   attnops::sm90::wait_for_prerequisites();
   const int request = blockIdx.x;
-  const int tiles = tiles_of(p, max_of(p.cache_seqlens[request], 0)).count;
+  const int tiles = tiles_of(p, max_of(keys_of<At::kOptions>(p, request), 0)).count;
   const int cuts = ceil_div(tiles, p.fixed_split_tokens / kPlanTileTokens), first = p.num_splits[request];
   if (cuts <= 1) return;
   const RowOutput<T> output{p, request, p.seqlen_q * p.num_q_heads};
   const bool overflow = !has_room(p, first, cuts);
   if (overflow && p.report && threadIdx.x == 0 && blockIdx.y == 0) {
-    record_fault(p.report, {ReportOp::kMlaDecode, ReportKind::kLength, request, 0, static_cast<int64_t>(first) + cuts,
-                            p.num_partials + 1});
+    const ReportOp op = At::kSelects ? p.report_op : ReportOp::kMlaDecode;
+    record_fault(p.report,
+                 {op, ReportKind::kLength, request, 0, static_cast<int64_t>(first) + cuts, p.num_partials + 1});
   }
   const MergeShape<At> shape(cuts);
   for (int unit = blockIdx.y; unit < shape.units; unit += gridDim.y) {

@@ -35,7 +35,7 @@ class Consumer {
       : p_(p), modes_(modes), base_(base), shared_(shared), group_(group), rows_(group) {}
 
   __device__ void run() {
-    RequestWalk walk;
+    RequestWalkFor<At::kOptions> walk;
     RequestPiece piece;
     Scores s;
     Output o;
@@ -58,7 +58,7 @@ class Consumer {
       await_queries();
       const bool exchanges = pairs && piece.is_last;
       for (int t = 0; t < piece.num_tiles; ++t, ++count_) {
-        multiply_queries(s, !is_boxed(p_, piece, piece.first_tile + t, modes_.use_boxes));
+        multiply_queries(s, At::kSelects || !is_boxed(p_, piece, piece.first_tile + t, modes_.use_boxes));
         rescale(o, exchange_probabilities(piece, t, s));
         if (exchanges && t == piece.num_tiles - 1 && threadIdx.x == 0) Exchange<At>(shared_).let_peer_send();
         multiply_values(o);
@@ -75,6 +75,7 @@ class Consumer {
 
   // The request that the part will probably begin with, before the kernels ahead have ended.
   __device__ int guess_request() const {
+    if (At::kSelects && p_.tile_scheduler_metadata == nullptr) return -1;
     const int request = attnops::sm90::load_guess(p_.tile_scheduler_metadata + blockIdx.x * kSplitKvEntrySize);
     return request >= 0 && request < p_.batch_size ? request : -1;
   }
@@ -95,13 +96,15 @@ class Consumer {
              kElement *
                  (request * p_.q_pe_stride_request + at.token * p_.q_pe_stride_token + at.head * p_.q_pe_stride_head);
     }
+    const bool has_rope = valid && !(At::kSelects && p_.shared_rows);
     const uint32_t target = shared_ + At::kQ;
 #pragma unroll
     for (int first = 0; first < 8 * kPieces; first += kLanes) {
       const int chunk = first + lane;  // of 16 bytes
       if (chunk >= 8 * kPieces) break;
       attnops::sm90::copy16(target + chunk / 8 * At::kQueryPiece + attnops::sm90::swizzled(row, chunk % 8),
-                            first < 8 * kPiecesV ? q + chunk * 16 : rope + (chunk - 8 * kPiecesV) * 16, valid);
+                            first < 8 * kPiecesV ? q + chunk * 16 : rope + (chunk - 8 * kPiecesV) * 16,
+                            first < 8 * kPiecesV ? valid : has_rope);
     }
   }
 
@@ -157,12 +160,26 @@ class Consumer {
   __device__ Moved exchange_probabilities(const Piece& piece, int t, const Scores& s) {
     SoftmaxScores own;
     exchange_scores(s, own);
-    rows_.tile(p_, piece, (piece.first_tile + t) * kPlanTileTokens, own, base_, shared_);
+    rows_.tile(p_, piece, (piece.first_tile + t) * kPlanTileTokens, own, listed_keys(), base_, shared_);
     if (t == piece.num_tiles - 1) publish_rows(rows_, base_);
     store_probabilities(own);
     attnops::sm90::named_barrier_sync(kProbabilities, kConsumerThreads);
     const volatile int* moved = reinterpret_cast<const volatile int*>(base_ + At::kMoved);
     return {moved[0] != 0, moved[1] != 0};
+  }
+
+  // Of lists: which of the thread's two keys there are. Lane 0 reads for its warp, for it gives the tile back as well:
+  // compute-sanitizer's racecheck goes by threads.
+  __device__ uint32_t listed_keys() const {
+    if constexpr (!At::kSelects) return 3;
+    const int warp = threadIdx.x % kGroupThreads / 32, lane = threadIdx.x % 32;
+    uint32_t keys = 0;
+    if (lane == 0) {
+      const auto* listed = reinterpret_cast<const volatile uint16_t*>(base_ + At::kListed);
+      keys = listed[ring_place(count_, warp).position];
+    }
+    keys = __shfl_sync(0xffffffffu, keys, 0) >> lane / 4;
+    return (keys & 1) | (keys >> 7 & 2);
   }
 
   // Gives the other group its half of the rows, and completes the own half.
@@ -258,7 +275,7 @@ class Consumer {
 template <class At>
 __device__ inline void init_barriers(uint32_t shared) {
   for (int position = 0; position < kQuarters; ++position) {
-    attnops::sm90::mbarrier_init(full_barrier<At>(shared, position), 32);
+    attnops::sm90::mbarrier_init(full_barrier<At>(shared, position), kFullArrivals<At>);
     attnops::sm90::mbarrier_init(empty_barrier<At>(shared, position), kConsumerThreads / 32);
   }
   for (int group = 0; group < 2; ++group)
@@ -288,7 +305,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     Consumer<T, At>(p, modes, shared_bytes, shared, group).run();
   } else {
     if constexpr (kMoveRegisters) attnops::sm90::registers_decrease<88>();
-    Loader<At> loader(p, &map, modes, shared);
+    Loader<At> loader(p, &map, modes, shared_bytes, shared);
     loader.guess();
     attnops::sm90::wait_for_prerequisites();
     loader.confirm();

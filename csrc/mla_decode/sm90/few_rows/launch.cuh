@@ -53,6 +53,24 @@ void launch_merge(const Params& p, cudaStream_t stream) {
   }
 }
 
+// Of short calls (Params::list_cuts), `works` of them.
+template <typename T>
+void launch_short_merge(const Params& p, int works, cudaStream_t stream) {
+  // Of few rows each 64 columns have a CTA, up to as many as a GPU holds at once. Else each row has, or eight rows.
+  constexpr int kFewRows = 32, kManyRows = 528;
+  const int rows = works * kShortRows, rows_per_block = rows <= kManyRows ? 1 : kMergeWarps;
+  const bool aligned = rows_aligned(p.out, size_of(p.dtype), 8, p.out_stride_request, p.out_stride_head);
+  LaunchShape shape{works, kMergeThreads, 0, 0, kShortRows / rows_per_block};
+  if (rows <= kFewRows) {
+    shape.blocks_z = 8;
+    launch_dependent<&mla_merge_short_kernel<T, true>>("mla_merge_short_kernel", shape, stream, p, rows_per_block,
+                                                       aligned);
+  } else {
+    launch_dependent<&mla_merge_short_kernel<T, false>>("mla_merge_short_kernel", shape, stream, p, rows_per_block,
+                                                        aligned);
+  }
+}
+
 // Batch-invariant mode: balanced plans are merged by the parts themselves.
 template <typename T, class At>
 void launch_merge_cuts(const Params& p, cudaStream_t stream) {
@@ -64,9 +82,10 @@ void launch_merge_cuts(const Params& p, cudaStream_t stream) {
 
 template <typename T, class At>
 void launch_shape(const Params& p, cudaStream_t stream) {
-  const CallModes modes{.use_boxes = groups_fit(p),
-                        .by_page_size = Divisor(p.page_table.page_size),
-                        .paired = p.num_sm_parts % 2 == 0 && p.fixed_split_tokens == 0};
+  const CallModes modes{
+      .use_boxes = !At::kSelects && groups_fit(p),
+      .by_page_size = Divisor(At::kSelects ? p.selected.page_size : p.page_table.page_size),
+      .paired = p.num_sm_parts % 2 == 0 && p.fixed_split_tokens == 0 && p.tile_scheduler_metadata != nullptr};
   const CUtensorMap map = modes.use_boxes ? make_map(p) : CUtensorMap{};
   constexpr int kBytes = At::kBytes;
   LaunchShape shape{p.num_sm_parts, kThreads, kBytes, kBytes};
@@ -81,6 +100,15 @@ void launch(const Params& p, cudaStream_t stream) {
   const int rows = p.seqlen_q * p.num_q_heads;
   if (rows <= 16) return launch_shape<T, Shape<16>>(p, stream);
   launch_shape<T, Shape<32>>(p, stream);
+}
+
+// Lists of rows of 16 bits.
+template <typename T>
+void launch_selected(const Params& given, cudaStream_t stream) {
+  if (given.batch_size == 0) return;
+  const Params p = as_page_table(given);
+  if (p.num_q_heads <= 16) return launch_shape<T, Shape<16, Options::kSelected>>(p, stream);
+  launch_shape<T, Shape<32, Options::kSelected>>(p, stream);
 }
 
 }  // namespace attnops::mla_decode::sm90::few_rows

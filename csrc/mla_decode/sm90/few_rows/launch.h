@@ -11,4 +11,8 @@ inline constexpr int kMaxRows = 32;  // query rows (token, head) of a request
 void launch_bf16(const Params& p, CUstream_st* stream);
 void launch_fp16(const Params& p, CUstream_st* stream);
 
+// Rows of 576 or 512 values that lists select; without a plan each work is one piece.
+void launch_selected_bf16(const Params& p, CUstream_st* stream);
+void launch_selected_fp16(const Params& p, CUstream_st* stream);
+
 }  // namespace attnops::mla_decode::sm90::few_rows

@@ -2,6 +2,7 @@
 #include <cstdint>
 
 #include "mla_decode/plan.h"
+#include "mla_decode/sm90/pieces.cuh"
 #include "mla_decode/sm90/quarters.h"
 
 // Sizes and shared memory of the kernel for few query rows.
@@ -29,9 +30,10 @@ inline constexpr int kQuarters = kRingTiles * kLoadingWarps;
 inline constexpr int kMergeBytes = kConsumerThreads * 8 * 4;
 
 // A kernel for up to kRows query rows, a multiple of 16, and its shared memory in bytes from a 1 KB boundary.
-template <int kRows_>
+template <int kRows_, Options kOptions_ = Options::kAll>
 struct Shape {
   static constexpr int kRows = kRows_;
+  static constexpr Options kOptions = kOptions_;
   static constexpr int kQueries = kRows / 4;  // rows that a thread's fragment of a product holds a part of
 
   // The softmax of a row is one group's: group 0 has the first half of the rows.
@@ -54,7 +56,12 @@ struct Shape {
   static constexpr int kShares = kMoved + 16;                        // int [4]: what this CTA merges
   static constexpr int kBarriers = kShares + 16;                     // see load.cuh
   static constexpr int kMoveBarriers = kBarriers + (2 * kQuarters + 2) * 8 + 16;  // by group
-  static constexpr int kBytes = kMoveBarriers + 2 * 8;
+  // Of lists: uint16 [kRingTiles][4], by slot and loading warp: which of its keys there are; float [4][kRows], the
+  // largest scores by warp.
+  static constexpr bool kSelects = kOptions == Options::kSelected;
+  static constexpr int kListed = kMoveBarriers + 2 * 8;
+  static constexpr int kTops = kListed + (kSelects ? 2 * kLoadingWarps * kRingTiles : 0);
+  static constexpr int kBytes = kTops + (kSelects ? 4 * kRows * 4 : 0);
   static_assert(kBytes <= 227 * 1024);
 };
 

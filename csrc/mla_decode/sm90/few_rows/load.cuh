@@ -6,6 +6,7 @@
 #include "device/sm90/cluster.cuh"
 #include "device/sm90/copy.cuh"
 #include "device/sm90/wgmma.cuh"
+#include "mla_decode/sm90/clear.cuh"
 #include "mla_decode/sm90/few_rows/epilogue.cuh"
 #include "mla_decode/sm90/few_rows/layout.h"
 #include "mla_decode/sm90/few_rows/walk.cuh"
@@ -26,6 +27,10 @@ __device__ inline RingPlace ring_place(int count, int quarter) {
 }
 
 // Barriers: a quarter is full when all lanes of its loading warp have arrived, and empty when all consumer warps have.
+// Of lists, lane 0 arrives once more, behind the bits of the keys: its copies' arrival does not order what it stores.
+template <class At>
+inline constexpr int kFullArrivals = At::kSelects ? 33 : 32;
+
 template <class At>
 __device__ inline uint32_t full_barrier(uint32_t shared, int position) {
   return shared + At::kBarriers + 16 * position;
@@ -55,16 +60,19 @@ struct Paging {
 template <class At>
 class Loader : QuarterPages<Paging> {
  public:
-  __device__ Loader(const Params& p, const CUtensorMap* map, const CallModes& modes, uint32_t shared)
-      : QuarterPages(p, {modes.by_page_size, p.page_table.page_size}, modes.use_boxes,
-                     threadIdx.x / 32 - kConsumerThreads / 32),
+  __device__ Loader(const Params& p, const CUtensorMap* map, const CallModes& modes, uint8_t* base, uint32_t shared)
+      : QuarterPages(p, {modes.by_page_size, At::kSelects ? p.selected.page_size : p.page_table.page_size},
+                     modes.use_boxes, threadIdx.x / 32 - kConsumerThreads / 32),
         map_(map),
-        shared_(shared) {}
+        base_(base),
+        shared_(shared),
+        // Without a plan, in prefill, tokens share rows.
+        read_once_(attnops::sm90::l2_policy(!At::kSelects || p.tile_scheduler_metadata)) {}
 
   // Before the kernels ahead have ended: looks up what the part will probably begin with, by a plan and a page table
   // that have mostly been there for long, and asks for its first tile into L2. Nothing but time depends on it.
   __device__ void guess() {
-    if (!use_boxes_ || !may_speculate()) return;
+    if (At::kSelects || !use_boxes_ || !may_speculate()) return;
     const int4 row = attnops::sm90::load_guess(part_row());  // the same for all lanes, though it may be changing
     const int4 entry{from_first(row.x), from_first(row.y), from_first(row.z), from_first(row.w)};
     // Any words may stand there: what is computed of them must not overflow.
@@ -88,7 +96,7 @@ class Loader : QuarterPages<Paging> {
   // After them: if the guess was right the first tiles can be asked for at once, all that it was made of in one round
   // trip.
   __device__ void confirm() {
-    if (guess_.tiles <= 0) return;
+    if (At::kSelects || guess_.tiles <= 0) return;
     const int4 entry = *part_row();
     const int length = p_.cache_seqlens[guess_.entry.x];
     const int page = lane_ < kGroupsPerWarp * guess_.tiles ? *guess_.cell : 0;
@@ -100,15 +108,23 @@ class Loader : QuarterPages<Paging> {
   }
 
   __device__ void run() {
-    RequestWalk walk;
+    RequestWalkFor<At::kOptions> walk;
     walk.begin(p_);
-    int first_page = speculate(walk.entry().begin_work, walk.entry().begin_tile);
     RequestPiece piece;
-    while (walk.next(p_, piece)) {
-      check_length(piece);
-      load_piece(piece, first_page);
-      first_page = kUnknown;
-      loaded_ = 0;
+    if constexpr (At::kSelects) {
+      if (p_.shared_rows) clear_rope();
+      while (walk.next(p_, piece)) {
+        if (p_.report && warp_ + lane_ == 0) check_list_length(p_, piece);
+        load_listed(piece);
+      }
+    } else {
+      int first_page = speculate(walk.entry().begin_work, walk.entry().begin_tile);
+      while (walk.next(p_, piece)) {
+        check_length(piece);
+        load_piece(piece, first_page);
+        first_page = kUnknown;
+        loaded_ = 0;
+      }
     }
     attnops::sm90::wait_for_copies();
   }
@@ -136,6 +152,62 @@ class Loader : QuarterPages<Paging> {
           if (t >= loaded_) load_boxes(tile, count_, pages, first_lane);
         },
         [&](int tile, int page) { gather(piece, tile, page); });
+  }
+
+  // Lists: an index a lane, of two tiles at a time, and those of the next two are on their way.
+  __device__ void load_listed(const Piece& piece) {
+    int next = listed_row(piece, 0), rows = 0;
+    for (int t = 0; t < piece.num_tiles; ++t, ++count_) {
+      if (t % 2 == 0) {
+        rows = next;
+        next = listed_row(piece, t + 2);
+      }
+      const int row = __shfl_sync(0xffffffffu, rows, t % 2 * kTokens + lane_ % kTokens);
+      if (p_.report) check_row(piece, first_token(piece.first_tile + t) + lane_ % kTokens, row);
+      gather_listed(row);
+    }
+  }
+
+  __device__ int listed_row(const Piece& piece, int t) const {
+    t += lane_ / kTokens;
+    const int key = first_token(piece.first_tile + t) + lane_ % kTokens;
+    return t < piece.num_tiles && key < piece.keys.end ? p_.selected.list(piece.request)[key] : -1;
+  }
+
+  // Checked mode: what is past the pool. It is left out in any case.
+  __device__ void check_row(const Piece& piece, int key, int row) const {
+    if (lane_ >= kTokens || key >= piece.keys.end || row < p_.selected.num_rows) return;
+    record_fault(p_.report, {p_.report_op, kReportRowIndex, piece.request, key, row, p_.selected.num_rows});
+  }
+
+  // Rows that a list names, of row lane % 16; zeros where there is none. Rows of 512 values have no rope part.
+  __device__ void gather_listed(int row) const {
+    const bool there = p_.selected.has_row(row);
+    const uint32_t listed = __ballot_sync(0xffffffffu, there && lane_ < kTokens);
+    const int64_t offset = there ? kElement * (paging_.cell(row) * p_.kv_stride_page +
+                                               static_cast<int64_t>(paging_.offset(row)) * p_.kv_stride_token)
+                                 : -1;
+    const RingPlace place = ring_place(count_, warp_);
+    const uint32_t full = full_barrier<At>(shared_, place.position);
+    attnops::sm90::mbarrier_wait(empty_barrier<At>(shared_, place.position), place.parity ^ 1);
+    if (lane_ == 0) {
+      reinterpret_cast<volatile uint16_t*>(base_ + At::kListed)[place.position] = static_cast<uint16_t>(listed);
+    }
+    copy_rows(place, offset, !p_.shared_rows);
+    attnops::sm90::arrive_after_copies(full);
+    if (lane_ == 0) attnops::sm90::mbarrier_arrive(full);
+    __syncwarp();
+  }
+
+  // Rows of 512 values are multiplied as if they had a rope part of zeros, which nobody overwrites.
+  __device__ void clear_rope() const {
+    for (int t = 0; t < kRingTiles; ++t) {
+      for (int i = lane_ * 16; i < kGroupsPerWarp * kPieceStride; i += 32 * 16) {
+        const uint32_t group = group_place(ring_place(t, warp_), i / kPieceStride);
+        clear16(group + kPiecesV * kPieceStride + i % kPieceStride);
+      }
+    }
+    __syncwarp();
   }
 
   __device__ void load_boxes(int tile, int count, int pages, int first_lane) const {
@@ -171,9 +243,15 @@ class Loader : QuarterPages<Paging> {
         !p_.page_table.has_page(page)
             ? -1
             : kElement * (page * p_.kv_stride_page + static_cast<int64_t>(paging_.offset(key)) * p_.kv_stride_token);
-    const uint8_t* pool = static_cast<const uint8_t*>(p_.kv_pages) + lane_ % 8 * 16;
     const RingPlace place = ring_place(count_, warp_);
     attnops::sm90::mbarrier_wait(empty_barrier<At>(shared_, place.position), place.parity ^ 1);
+    copy_rows(place, offset, true);
+    attnops::sm90::arrive_after_copies(full_barrier<At>(shared_, place.position));
+  }
+
+  // `offset` is where row lane % 16 begins, in bytes from the pool, or below 0: zeros.
+  __device__ void copy_rows(const RingPlace& place, int64_t offset, bool with_rope) const {
+    const uint8_t* pool = static_cast<const uint8_t*>(p_.kv_pages) + lane_ % 8 * 16;
 #pragma unroll 1
     for (int i = 0; i < kTokens / 4; ++i) {
       const int row = 4 * i + lane_ / 8;
@@ -182,9 +260,10 @@ class Loader : QuarterPages<Paging> {
       const uint32_t target =
           group_place(place, row / kGroupTokens) + attnops::sm90::swizzled(row % kGroupTokens, lane_ % 8);
 #pragma unroll
-      for (int k = 0; k < kPieces; ++k) copy_once(target + k * kPieceStride, source + k * 128, begin >= 0);
+      for (int k = 0; k < kPieces; ++k) {
+        if (k < kPiecesV || with_rope) copy_once(target + k * kPieceStride, source + k * 128, begin >= 0);
+      }
     }
-    attnops::sm90::arrive_after_copies(full_barrier<At>(shared_, place.position));
   }
 
   // As copy16, of what is the first to be evicted from L2.
@@ -195,8 +274,9 @@ class Loader : QuarterPages<Paging> {
   }
 
   const CUtensorMap* map_;
+  uint8_t* const base_;
   const uint32_t shared_;
-  const uint64_t read_once_ = attnops::sm90::l2_policy(true);
+  const uint64_t read_once_;
   Guess guess_{{0, 0, 0, 0}, 0, nullptr, 0};
   int loaded_ = 0;  // tiles of the first piece, by a guess
 };

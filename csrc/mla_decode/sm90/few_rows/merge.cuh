@@ -124,10 +124,10 @@ struct MergeShared {
   float staged[kWide ? 1 : MergeRows::kRows][MergeRows::kStaged];
 };
 
-// Merges rows [first_row, first_row + num_rows) of a request.
+// Merges rows [first_row, first_row + num_rows) of a request, or of a block that begins at row `block_row` of it.
 template <typename T, bool kWide>
 __device__ inline void merge_rows(const Params& p, int request, const Splits& splits, int first_row, int num_rows,
-                                  int block_of_columns, bool aligned, MergeShared<kWide>& shared) {
+                                  int block_of_columns, bool aligned, MergeShared<kWide>& shared, int block_row = 0) {
   constexpr int kVecs = MergeShared<kWide>::kVecs, kLanes = MergeShared<kWide>::kLanes, kBatch = kWide ? 8 : 1;
   using Part = Chain<kVecs, kBatch>;
   auto& shared_sums = shared.sums;
@@ -178,7 +178,7 @@ __device__ inline void merge_rows(const Params& p, int request, const Splits& sp
       __syncthreads();
     }
     if (valid && slice == 0 && lane < kLanes) {
-      write_row<T>(p, request, first_row + row, column, all, splits.overflow, aligned, total);
+      write_row<T>(p, request, block_row + first_row + row, column, all, splits.overflow, aligned, total);
     }
   }
 }
@@ -227,6 +227,21 @@ __global__ void __maxnreg__(88) mla_merge_kernel(const __grid_constant__ Params 
   }
   merge_rows<T, kWide>(p, request, splits, first_row, min_of(p.seqlen_q * p.num_q_heads - first_row, rows_per_block),
                        blockIdx.z, aligned, shared);
+}
+
+// Pieces of short calls (Params::list_cuts). Grid: (works, blocks of rows, blocks of columns).
+template <typename T, bool kWide>
+__global__ void __maxnreg__(88)
+    mla_merge_short_kernel(const __grid_constant__ Params p, int rows_per_block, bool aligned) {
+  __shared__ MergeShared<kWide> shared;
+  attnops::sm90::launch_dependents();
+  const int first = blockIdx.x * p.list_cuts, first_row = blockIdx.y * rows_per_block;
+  const ShortPiece at(p, first);
+  const int num_rows = min_of(at.num_rows(p) - first_row, rows_per_block);
+  attnops::sm90::wait_for_prerequisites();
+  if (at.cuts <= 1 || num_rows <= 0) return;
+  const Splits splits{at.cuts, first, first + 1, 1, false};
+  merge_rows<T, kWide>(p, at.request, splits, first_row, num_rows, blockIdx.z, aligned, shared, at.first_row);
 }
 
 }  // namespace attnops::mla_decode::sm90::few_rows

@@ -16,6 +16,17 @@ __device__ inline int query_of(int i) { return i / 2 * 8 + 2 * (threadIdx.x % 4)
 __device__ constexpr int element_of(int i, int h) { return i / 2 * 4 + 2 * h + i % 2; }
 __device__ inline int key_of(int h) { return threadIdx.x % kGroupThreads / 32 * 16 + threadIdx.x % 32 / 4 + 8 * h; }
 
+// Of the scores of keys that there are not.
+template <class At, int kCount, class Scores>
+__device__ inline void mask_unlisted(uint32_t listed, Scores& s) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    if (listed >> h & 1) continue;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) s[element_of(i, h)] = -INFINITY;
+  }
+}
+
 // The largest of the eight lanes that hold the same queries.
 __device__ inline float column_max(float x) {
 #pragma unroll
@@ -155,7 +166,8 @@ struct Softmax {
   static constexpr int kCount = At::kSoftmaxRows / 4;
   using Scores = float[At::kSoftmaxRows / 2];
   float reference[kCount], sum[kCount];
-  KvRange clear;  // keys that need no mask
+  float most[kCount];  // of lists: the largest scores of this thread's keys
+  KvRange clear;       // keys that need no mask
   const int group;
 
   __device__ explicit Softmax(int group) : group(group) {}
@@ -166,12 +178,14 @@ struct Softmax {
     for (int i = 0; i < kCount; ++i) {
       reference[i] = -INFINITY;
       sum[i] = 0.f;
+      if constexpr (At::kSelects) most[i] = -INFINITY;
     }
   }
 
   // Raw scores to probabilities of keys [first_key, first_key + 64) under the reference, which may move: then the
-  // factors of what was accumulated before are left in shared memory, and the answer is true.
-  __device__ bool tile(const Params& p, const Piece& piece, int first_key, Scores& s, uint8_t* base, uint32_t shared) {
+  // factors of what was accumulated before are left in shared memory, and the answer is true. `listed` is of lists.
+  __device__ bool tile(const Params& p, const Piece& piece, int first_key, Scores& s, uint32_t listed, uint8_t* base,
+                       uint32_t shared) {
     float scale = p.softmax_scale * kLog2e;
     if (p.logit_cap > 0.f || scale <= 0.f) {
       const float cap = p.logit_cap * kLog2e, inner = p.logit_cap > 0.f ? p.softmax_scale / p.logit_cap : 0.f;
@@ -179,7 +193,9 @@ struct Softmax {
       for (float& x : s) x = p.logit_cap > 0.f ? soft_capped(x * inner, cap) : x * scale;
       scale = 1.f;
     }
-    if (first_key < clear.begin || first_key + kPlanTileTokens > clear.end || p.report) {
+    if constexpr (At::kSelects) {
+      mask_unlisted<At, kCount>(listed, s);
+    } else if (first_key < clear.begin || first_key + kPlanTileTokens > clear.end || p.report) {
       if (sees_to_an_end(p)) {
         mask_ends<kCount>(p, piece, At::first_softmax_row(group), first_key, s);
       } else {
@@ -192,6 +208,7 @@ struct Softmax {
     for (int i = 0; i < kCount; ++i) {
       top[i] = scale * fmaxf(s[element_of(i, 0)], s[element_of(i, 1)]);
       above |= top[i] > reference[i] + kSlack;
+      if constexpr (At::kSelects) most[i] = fmaxf(most[i], top[i]);
     }
     const bool moved = attnops::sm90::named_barrier_or(kGroup0 + group, kGroupThreads, above);
     if (moved) move_reference(top, base, shared);

@@ -99,4 +99,28 @@ class RequestWalkFor {
 
 using RequestWalk = RequestWalkFor<Options::kAll>;
 
+// The same of a short call, where a CTA has one piece or none.
+class ShortWalk {
+ public:
+  __device__ explicit ShortWalk(const Params&) {}
+
+  __device__ bool next(const Params& p, Piece& piece) {
+    const ShortPiece at(p, blockIdx.x);
+    if (done_ || at.cut >= at.cuts) return false;
+    done_ = true;
+    piece.request = at.request;
+    piece.first_row = at.first_row;
+    piece.num_rows = at.num_rows(p);
+    piece.length = length_of(keys_of<Options::kSelected>(p, at.request));
+    piece.keys = {0, min_of(piece.length, p.page_table.num_tokens(at.request))};
+    piece.first_tile = at.tiles * at.cut / at.cuts;
+    piece.num_tiles = tiles_in_table(piece, at.tiles * (at.cut + 1) / at.cuts - piece.first_tile);
+    piece.partial = at.cuts > 1 ? static_cast<int>(blockIdx.x) : -1;
+    return true;
+  }
+
+ private:
+  bool done_ = false;
+};
+
 }  // namespace attnops::mla_decode::sm90::few_rows

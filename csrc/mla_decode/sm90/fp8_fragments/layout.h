@@ -78,8 +78,10 @@ struct Storage<Format::kShared> {
 };
 
 // The kernel for up to 16 query rows, and its shared memory in bytes from a 1 KB boundary.
-template <Format kFormat_, Options kOptions_ = Options::kAll>
+// kShort: of short calls (Params::list_cuts).
+template <Format kFormat_, Options kOptions_ = Options::kAll, bool kShort_ = false>
 struct Shape {
+  static constexpr bool kShort = kShort_;
   static constexpr Format kFormat = kFormat_;
   static constexpr Options kOptions = kOptions_;
   static constexpr bool kScaled = kFormat == Format::kRow;  // 128 columns of a row have a scale

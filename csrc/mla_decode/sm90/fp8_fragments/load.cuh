@@ -3,6 +3,7 @@
 
 #include "device/sm90/barrier.cuh"
 #include "device/sm90/copy.cuh"
+#include "mla_decode/sm90/clear.cuh"
 #include "mla_decode/sm90/few_rows/launch.h"
 #include "mla_decode/sm90/few_rows/walk.cuh"
 #include "mla_decode/sm90/fp8_fragments/layout.h"
@@ -21,9 +22,12 @@ struct WalkOf {
   using Type = few_rows::RequestWalkFor<At::kOptions>;
 };
 template <class At>
-  requires(At::kQueriesInRing)
-struct WalkOf<At> {
+requires(At::kQueriesInRing) struct WalkOf<At> {
   using Type = PieceWalkFor<At::kOptions>;
+};
+template <class At>
+requires(At::kShort) struct WalkOf<At> {
+  using Type = few_rows::ShortWalk;
 };
 template <class At>
 using Walk = typename WalkOf<At>::Type;
@@ -44,11 +48,6 @@ __device__ inline bool elected() {
       "}\n"
       : "=r"(yes));
   return yes != 0;
-}
-
-// 16 bytes of zeros.
-__device__ inline void clear16(uint32_t shared) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(shared), "r"(0) : "memory");
 }
 
 // Slot of the ring's tile number `count`, and the parity of its round.

@@ -13,6 +13,7 @@ using few_rows::column_max;
 using few_rows::column_sum;
 using few_rows::element_of;
 using few_rows::key_of;
+using few_rows::mask_unlisted;
 using few_rows::query_of;
 
 // The reference maximum may be 2^kSlack behind: below 2^15 all the same.
@@ -26,17 +27,6 @@ __device__ inline uint32_t listed_keys(const uint8_t* base, int slot) {
   const int warp = threadIdx.x % kGroupThreads / 32, key = threadIdx.x % 32 / 4;
   const uint32_t keys = reinterpret_cast<const volatile uint16_t*>(base + At::kListed)[4 * slot + warp] >> key;
   return (keys & 1) | (keys >> 7 & 2);
-}
-
-// Of the scores of keys that there are not.
-template <class At, int kCount, class Scores>
-__device__ inline void mask_unlisted(uint32_t listed, Scores& s) {
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    if (listed >> h & 1) continue;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) s[element_of(i, h)] = -INFINITY;
-  }
 }
 
 // Which of the warpgroups that multiply a thread is in.

@@ -29,6 +29,7 @@ struct WideModes {
 template <Format kFormat_, Options kOptions_, int kRows_ = kPlanRows>
 struct WideShape {
   static constexpr Format kFormat = kFormat_;
+  static constexpr bool kShort = false;
   static constexpr Options kOptions = kOptions_;
   static constexpr bool kShared = kFormat == Format::kShared, kScaled = kShared || kFormat == Format::kRow;
   static constexpr int kPieces = kShared ? kHeadDimShared / 64 : fp8_fragments::kPieces;  // of 64 columns
