@@ -414,8 +414,8 @@ class Consumer {
     if (scale != 1.f || rules.logit_cap != 0.f) Block<Tr>::Narrow::cap_scores(scale, rules.logit_cap, scores);
     if (masked) Block<Tr>::mask_scores(rules, seen, first_row, first_key, scores);
   }
-  // Soft cap over e4m3 pages, and scales that do not join the exponent: every row has one of its own. Seldom, and out of
-  // line.
+  // Soft cap over e4m3 pages, and scales that do not join the exponent: every row has one of its own. Seldom, and out
+  // of line.
   __device__ __forceinline__ void scale_and_cap(const Block<Tr>& block) {
     Scores copy;
 #pragma unroll
