@@ -361,16 +361,17 @@ class Consumer {
     const bool is_edge = kMasksByWords ? mask.is_edge : this->is_edge(piece, tile);
     if constexpr (Tr::kFp8 && !Tr::kWidens) block.end_scores();
     if constexpr (Block<Tr>::kEdgesOutOfLine) {
-      constexpr bool kRanges = !Tr::kFp8 || Tr::kWidens;
-      const bool ranges = kRanges && !block.scales_apart() && p_.logit_cap == 0.f && p_.tree_mask == nullptr;
-      if constexpr (kRanges) {
-        if (is_edge && ranges) Block<Tr>::mask_ranges(MaskRules(p_, shape_), piece, first_row, first_key, scores_);
-      }
+      const bool ranges = !block.scales_apart() && p_.logit_cap == 0.f && p_.tree_mask == nullptr;
+      if (is_edge && ranges) Block<Tr>::mask_ranges(MaskRules(p_, shape_), piece, first_row, first_key, scores_);
       if (!ranges && (is_edge || block.scales_apart() || p_.logit_cap != 0.f)) {
         treat_edge(piece, first_row, first_key, is_edge, block);
       }
     } else {
-      block.scale_scores(p_.logit_cap, scores_);
+      if constexpr (Tr::kFp8) {
+        if (block.scales_apart() || p_.logit_cap != 0.f) scale_and_cap(block);
+      } else {
+        block.scale_scores(p_.logit_cap, scores_);
+      }
       if (is_edge) Block<Tr>::mask_unseen(mask.seen, scores_);
     }
     if (!Tr::kGathers && is_edge) {
@@ -401,9 +402,6 @@ class Consumer {
       // Each row has a scale of its own, and one that is 1 says nothing of the lane's other row.
       if (block.scales_apart() || p_.logit_cap != 0.f) block.scale_scores(copy);
       treat_scores({p_, shape_}, seen, first_row, first_key, masked, 1.f, copy);
-    } else if constexpr (Tr::kFp8) {
-      const ScaledEdge edge{{p_, shape_}, seen, first_row, first_key, block.scales_apart() ? block.scales : 0, masked};
-      treat_scaled_scores(edge, copy);
     } else {
       treat_scores({p_, shape_}, seen, first_row, first_key, masked, block.scales_apart() ? block.score_scale[0] : 1.f,
                    copy);
@@ -416,18 +414,18 @@ class Consumer {
     if (scale != 1.f || rules.logit_cap != 0.f) Block<Tr>::Narrow::cap_scores(scale, rules.logit_cap, scores);
     if (masked) Block<Tr>::mask_scores(rules, seen, first_row, first_key, scores);
   }
-  // Where every row has a scale of its own, at `scales` in shared memory; 0: it joins the exponent.
-  struct ScaledEdge {
-    MaskRules rules;
-    SeenKeys seen;
-    int first_row, first_key;
-    uint32_t scales;
-    bool masked;
-  };
-  __device__ __noinline__ static void treat_scaled_scores(const ScaledEdge& edge, Scores& scores) {
-    const MaskRules rules = edge.rules;
-    if (edge.scales != 0) Block<Tr>::scale_scores(rules.logit_cap, typename Block<Tr>::Scale(edge.scales), scores);
-    if (edge.masked) Block<Tr>::mask_scores(rules, edge.seen, edge.first_row, edge.first_key, scores);
+  // Soft cap over e4m3 pages, and scales that do not join the exponent: every row has one of its own. Seldom, and out
+  // of line.
+  __device__ __forceinline__ void scale_and_cap(const Block<Tr>& block) {
+    Scores copy;
+#pragma unroll
+    for (int i = 0; i < Block<Tr>::kScores; ++i) copy[i] = scores_[i];
+    scale_and_cap(p_.logit_cap, block.scales, copy);
+#pragma unroll
+    for (int i = 0; i < Block<Tr>::kScores; ++i) scores_[i] = copy[i];
+  }
+  __device__ __noinline__ static void scale_and_cap(float logit_cap, uint32_t scales, Scores& scores) {
+    Block<Tr>::scale_scores(logit_cap, typename Block<Tr>::Scale(scales), scores);
   }
 
   // The product with the values that come next, in flight. Returns their place.

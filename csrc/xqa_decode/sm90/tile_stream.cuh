@@ -113,13 +113,75 @@ class TileStream {
   template <class Piece, class BeforeTile>
   __device__ __forceinline__ void bring(const Piece& piece, int pages, const BeforeTile& before_tile) {
     const int tiles = num_tiles(piece);
+    bring_from(piece, 0, tiles, pages, policy_of(tiles), before_tile);
+  }
+
+  // What the first tile of the piece that is open needs besides its page, for a ring that nothing has been asked for.
+  // Found ahead, so that hardly an instruction stands between the page and the request.
+  struct FirstTile {
+    int tiles, bytes, in_page, takes;
+    uint64_t policy;
+  };
+  template <class Piece>
+  __device__ __forceinline__ FirstTile first_tile(const Piece& piece) const {
+    const int own_token = piece.first_token() + sub_ * boxes_.tokens, tiles = num_tiles(piece);
+    const bool take = takes(own_token);
+    FirstTile first{tiles, __popc(__ballot_sync(~0u, take)) * boxes_.bytes / kHeads,
+                    own_token & (p_.page_table.page_size - 1), take, policy_of(tiles)};
+    // Here, and not where it is used.
+    asm volatile("" : "+r"(first.bytes), "+r"(first.in_page), "+r"(first.takes), "+l"(first.policy));
+    return first;
+  }
+
+  // As `bring`, of a piece whose first tile is known.
+  template <class Piece, class BeforeTile>
+  __device__ __forceinline__ void bring(const Piece& piece, const FirstTile& first, int pages,
+                                        const BeforeTile& before_tile) {
+    if (first.tiles == 0) return;
+    before_tile(first.tiles);
+    const int page = __shfl_sync(~0u, pages, sub_);
+    const uint32_t of_head = head_ * head_stride<Tr>();
+#pragma unroll
+    for (int unit = 0; unit < 2; ++unit) {
+      const uint32_t barrier = full_ + unit * 8 + of_head;
+      if (lane_ < kHeads) hopper::mbarrier_arrive_expect(barrier, first.bytes);
+      __syncwarp();
+      if (first.takes) {
+        hopper::copy_box(ring_ + unit * Tr::kUnitBytes + offset_ + of_head, unit ? values_ : keys_, barrier, column_,
+                         first.in_page, piece.kv_head() + head_, page, first.policy);
+      }
+      place_.advance();
+    }
+    if (first.tiles > 1) bring_from(piece, 1, first.tiles, pages, first.policy, before_tile);
+  }
+
+ private:
+  static constexpr int kHeads = heads_of_cta<Tr>();
+  static constexpr int kLongPiece = 4;  // tiles; of longer pieces fewer units are on their way
+  // Of a piece that row blocks walk one after the other: as many as L2 holds for all CTAs until the next one comes.
+  static constexpr int kTilesInL2 = 128 * 1024 / (2 * Tr::kUnitBytes);
+
+  // Until the unit so many before the next one has been taken out of the ring.
+  __device__ __forceinline__ void wait_for_earlier_unit(int before) const {
+    const bool wraps = place_.slot < before;
+    const int slot = place_.slot - before + (wraps ? Tr::kUnits : 0);
+    hopper::mbarrier_wait(empty_ + slot * 8, wraps ? place_.parity ^ 1 : place_.parity);
+  }
+
+  __device__ __forceinline__ uint64_t policy_of(int tiles) const {
     const bool read_once = boxes_.row_blocks == 1 && (row_blocks_ == 1 || tiles > kTilesInL2);
-    const uint64_t policy = hopper::l2_policy(read_once);
-    int token = piece.first_token(), held = 0;
-    int pages_ahead = look_up(token + 32 * boxes_.tokens);
+    return hopper::l2_policy(read_once);
+  }
+
+  // The tiles of a piece from one on, of the first 32 boxes.
+  template <class Piece, class BeforeTile>
+  __device__ __forceinline__ void bring_from(const Piece& piece, int first, int tiles, int pages, uint64_t policy,
+                                             const BeforeTile& before_tile) {
+    int token = piece.first_token() + first * Tr::kTileTokens, held = first * boxes_.runs;
+    int pages_ahead = look_up(piece.first_token() + 32 * boxes_.tokens);
     const bool is_long = tiles > kLongPiece;
 #pragma unroll 1
-    for (int tile = 0; tile < tiles; ++tile) {
+    for (int tile = first; tile < tiles; ++tile) {
       before_tile(tiles - tile);
       const int own_token = token + sub_ * boxes_.tokens;
       const int page = __shfl_sync(~0u, pages, held + sub_);
@@ -150,19 +212,6 @@ class TileStream {
         held = 0;
       }
     }
-  }
-
- private:
-  static constexpr int kHeads = heads_of_cta<Tr>();
-  static constexpr int kLongPiece = 4;  // tiles; of longer pieces fewer units are on their way
-  // Of a piece that row blocks walk one after the other: as many as L2 holds for all CTAs until the next one comes.
-  static constexpr int kTilesInL2 = 128 * 1024 / (2 * Tr::kUnitBytes);
-
-  // Until the unit so many before the next one has been taken out of the ring.
-  __device__ __forceinline__ void wait_for_earlier_unit(int before) const {
-    const bool wraps = place_.slot < before;
-    const int slot = place_.slot - before + (wraps ? Tr::kUnits : 0);
-    hopper::mbarrier_wait(empty_ + slot * 8, wraps ? place_.parity ^ 1 : place_.parity);
   }
 
   // Boxes of keys that no row sees are not read: their cells of the table may hold anything.

@@ -68,7 +68,7 @@ class ScoreConsumer {
     for (int h = 0; h < kRowsPerThread; ++h) {
       const float scale = query[row(h)] * raw_scale_;
       rows_.maximum[h] = kUnset;
-      is_bad_[h] = isnan(scale);  // of a query that is not finite: shown wherever it sees a key, and only there
+      is_bad_[h] = isnan(scale);  // of a query that is not finite: shown where it sees a key, and only there
       scale_.row[h] = scale == 0.f || is_bad_[h] ? 1e-30f : scale;  // -infinity times it must stay what it is
     }
   }
@@ -113,10 +113,6 @@ class ScoreConsumer {
   // From scores to probabilities.
   __device__ void store_tile(const Piece& piece, int first_key, Scores& s) {
     const int buffer = given_ % L::kBuffers;
-    if (is_bad_[0] || is_bad_[1]) {
-#pragma unroll
-      for (int i = 0; i < 32; ++i) s[i] = is_bad_[i / 2 % 2] ? NAN : s[i];
-    }
     const ScoreScale scale = prepare_scores<kOptions>(p_, piece, rows_, scale_, seen_by_all_, first_key, s);
     float factor[kRowsPerThread], sums[kRowsPerThread];
     Words words;
@@ -149,7 +145,8 @@ class ScoreConsumer {
 #pragma unroll
     for (int h = 0; h < kRowsPerThread; ++h) {
       const float sum = quad_sum(rows_.sum[h]);
-      if (lane_ % 4 == 0) totals[row(h)] = sum;
+      // Here, and not in each tile's scores: a sum is above zero where the row has seen a key.
+      if (lane_ % 4 == 0) totals[row(h)] = is_bad_[h] && sum != 0.f ? NAN : sum;
       if (lane_ % 4 == 0) totals[64 + row(h)] = rows_.maximum[h];
     }
   }

@@ -54,6 +54,7 @@ __device__ __forceinline__ void bring_share(const Params& p, const Shape& shape,
     stream.open(piece);
     stream.prefetch(piece, page_at ? hopper::load_guess(page_at) : -1);
   }
+  const auto first = stream.first_tile(piece);
   // Of a short share the next kernel's first tiles, which it asks for ahead, should not come before this one's last.
   const int tiles = num_tiles(piece);
   const bool is_short = tiles > 0 && tiles <= kShortShare;
@@ -66,7 +67,7 @@ __device__ __forceinline__ void bring_share(const Params& p, const Shape& shape,
     return bring_part<Tr>(p, shape, boxes, keys, values, shared, 0, lane);
   }
   if (guessed && length == guess) {
-    stream.bring(piece, pages, [is_short](int tiles_left) {
+    stream.bring(piece, first, pages, [is_short](int tiles_left) {
       if (is_short && tiles_left == 1) let_next_kernel_start();
     });
   } else {

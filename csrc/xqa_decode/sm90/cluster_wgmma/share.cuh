@@ -11,11 +11,10 @@ class SharePiece {
   __device__ SharePiece(const Params& p, int request, int kv_head, int length, int share, int few_tiles, int few,
                         const Divisor& by_few, int shares, const Divisor& by_shares, bool inlines)
       : SharePiece(p, request, kv_head, length, inlines) {
-    if (tiles_.count <= few_tiles) {
-      divide(share, few, by_few.divide(tiles_.count));
-    } else {
-      divide(share, shares, by_shares.divide(tiles_.count));
-    }
+    // Both quotients: to choose a divisor would be a load from parameters by an address that the length decides.
+    const int least_of_few = by_few.divide(tiles_.count), least = by_shares.divide(tiles_.count);
+    const bool is_few = tiles_.count <= few_tiles;
+    divide(share, is_few ? few : shares, is_few ? least_of_few : least);
   }
 
   __device__ int request() const { return request_; }

@@ -13,7 +13,7 @@ struct LoneBlock : RowBlock<Tr> {
   using Scores = typename State::Scores;
   using State::sum;
 
-  static constexpr bool kEdgesOutOfLine = true;
+  static constexpr bool kEdgesOutOfLine = false;
 
   // Operands in registers, as many steps of a product as find room.
   static constexpr int kSteps = min_of(Tr::kHalves ? 4 : 8, Tr::kHeadDim / 16);
