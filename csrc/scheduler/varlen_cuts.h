@@ -86,7 +86,7 @@ ATTNOPS_HOST_DEVICE inline bool worth_cutting(const CutProblem& p, int64_t whole
   return whole > least + least / 16 + 2 * p.num_sms;
 }
 
-// The limit for tiles of so many units each, on the host. A GPU finds the same one in fmha/cuda/plan.cu.
+// The limit for tiles of so many units each, on the host. A GPU finds the same one in fmha/cuda/plan_cuts.cuh.
 inline int find_cut_limit(const std::vector<int>& units, int works_per_tile, int num_sms, int max_pieces) {
   if (units.size() > kMostTilesToCut) return kNeverCut;
   CutProblem problem{works_per_tile, num_sms, max_pieces, static_cast<int>(units.size()), 0, Divisor(num_sms), 0};
