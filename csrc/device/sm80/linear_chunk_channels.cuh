@@ -319,7 +319,7 @@ __global__ void __launch_bounds__(kLocalThreads, 3) chunk_channels_kernel(const 
   for (int i = threadIdx.x; i < kPanelBytes / 16; i += kLocalThreads) {
     reinterpret_cast<uint4*>(to + kLayout.p_at())[i] = reinterpret_cast<const uint4*>(s.made.p)[i];
   }
-  invert(s.made, 1);
+  invert<MeetCta>(s.made, 1);
   store_inverse(s.made.l[0], to);
 }
 

@@ -1,4 +1,6 @@
 #pragma once
+#include <type_traits>
+
 #include "core/linear_chunk.h"
 #include "device/common/linear_token.cuh"
 #include "device/sm80/panel.cuh"
@@ -11,10 +13,10 @@ namespace attnops {
 inline constexpr int kLocalThreads = 128, kLocalHeads = 4, kLocalPair = 2;  // heads of a CTA at most, and at once
 inline constexpr float kLeastLogDecay = -88.f;                              // of a token: its exponential is 0 in bf16
 
-// How the threads that make a chunk meet.
-struct MeetCta {
-  static constexpr bool kMarks = false;  // whether a chunk's word is left to others
-  __device__ static void meet() { __syncthreads(); }
+// What tokens are of one another, of the rows of a warp: 16 warp + g and + 8, columns 8 n + 2 t and + 1 at 4 n.
+struct TokenProducts {
+  float key_key[32], query_key[32];
+  float query_query[2][4];  // square_queries
 };
 
 struct ChunkPlace {
@@ -126,7 +128,7 @@ __device__ __forceinline__ void put_block(const float (&c)[4], float sign, float
 }
 
 // (1 + L)^-1 in the place of L, of the first `heads`, by four warps. Above the diagonal blocks nothing is written.
-template <class Meet = MeetCta, class Made>
+template <class Meet, class Made>
 __device__ __forceinline__ void invert(Made& s, int heads) {
   constexpr int kStride = Made::kStride, kHeads = Made::kHeadsAtOnce;
   static_assert(kHeads <= 2);
@@ -231,28 +233,56 @@ __device__ __forceinline__ void store_inverse(const Lower& l, unsigned char* to)
   }
 }
 
+// Gates of two tokens a lane, as they lie.
+struct GateWords {
+  uint32_t a[2], b[2];
+};
+
+template <bool kDelta>
+__device__ __forceinline__ GateWords load_gates(const LinearStep& p, int64_t begin, int count, int head) {
+  GateWords words{};
+  with_token_type(p.gate_dtype, [&](auto type) {  // so that no load waits for another
+    using Bits = std::conditional_t<sizeof(type) == 2, uint16_t, uint32_t>;
+    const auto at = [&](const StepRows& rows, int i) -> uint32_t {
+      const int64_t token = begin + 2 * static_cast<int>(threadIdx.x % 32) + i;
+      return static_cast<const Bits*>(rows.data)[token * rows.stride_request + head * rows.stride_head];
+    };
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const bool there = 2 * static_cast<int>(threadIdx.x % 32) + i < count;
+      if (p.a.data != nullptr && there) words.a[i] = at(p.a, i);
+      if (kDelta && there) words.b[i] = at(p.b, i);
+    }
+  });
+  return words;
+}
+
 // Log-decays of a head as running sums, to base 2, and the tokens' coefficients, by one warp: two tokens a lane.
 template <bool kDelta>
-__device__ __forceinline__ void sum_gates(const LinearStep& p, const ChunkPlace& chunk, int head, float* sums,
+__device__ __forceinline__ void sum_gates(const LinearStep& p, const GateWords& words, int count, int head, float* sums,
                                           float* coefficients) {
   const int lane = threadIdx.x % 32;
   float decay[2] = {}, coefficient[2] = {}, a[2] = {1.f, 1.f}, b[2] = {};
   const float a_log = p.a_log != nullptr ? p.a_log[head] : 0.f, bias = p.dt_bias != nullptr ? p.dt_bias[head] : 0.f;
-  with_token_type(p.gate_dtype, [&](auto type) {  // so that no load waits for another
+  with_token_type(p.gate_dtype, [&](auto type) {
     using Gate = decltype(type);
-    const auto at = [&](const StepRows& rows, int i) {
-      const int64_t token = chunk.begin + 2 * lane + i;
-      return static_cast<const Gate*>(rows.data)[token * rows.stride_request + head * rows.stride_head];
+    const auto number = [](uint32_t word) {
+      if constexpr (sizeof(Gate) == 4) {
+        return __uint_as_float(word);
+      } else {
+        const auto bits = static_cast<uint16_t>(word);
+        return static_cast<float>(reinterpret_cast<const Gate&>(bits));
+      }
     };
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (p.a.data != nullptr && 2 * lane + i < chunk.count) a[i] = static_cast<float>(at(p.a, i));
-      if (kDelta && 2 * lane + i < chunk.count) b[i] = static_cast<float>(at(p.b, i));
+      if (p.a.data != nullptr) a[i] = number(words.a[i]);
+      if (kDelta) b[i] = number(words.b[i]);
     }
   });
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    if (2 * lane + i >= chunk.count) continue;
+    if (2 * lane + i >= count) continue;
     const TokenGate gate = gate_of<kDelta>(p, a[i], b[i], a_log, bias);
     decay[i] = fmaxf(gate.log_decay, kLeastLogDecay);
     coefficient[i] = gate.coefficient;
@@ -272,39 +302,22 @@ __device__ __forceinline__ void sum_gates(const LinearStep& p, const ChunkPlace&
   coefficients[2 * lane + 1] = coefficient[1];
 }
 
-// A chunk of some of a group's heads, by kLocalThreads threads.
-template <int kKeys, bool kDelta, class Meet>
-__device__ __forceinline__ void make_chunk(const LinearPrefill& p, LocalShared<kKeys>& s, int64_t place, int group,
-                                           int part) {
-  const LinearStep& step = p.step;
-  const ChunkPlace chunk(p, place);
-  if (chunk.count == 0) return;
-  const int thread = threadIdx.x % kLocalThreads, warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
-  const uint32_t keys = smem_address(s.rows), queries = keys + kKeys / 64 * kPanelBytes;
-  copy_rows<kKeys / 64, kLocalThreads>(keys, step.k, group, chunk.begin, chunk.count, 0, step.key_dim);
-  copy_rows<kKeys / 64, kLocalThreads>(queries, step.q, group, chunk.begin, chunk.count, 0, step.key_dim);
-  const int first_head = part * kLocalHeads;
-  const int heads = min_of(kLocalHeads, step.heads_per_group - first_head);
-  const int head_base = group * step.heads_per_group + first_head;
-  for (int h = warp; h < heads; h += kLocalThreads / 32) {
-    sum_gates<kDelta>(step, chunk, head_base + h, s.sums[h], s.coefficient[h]);
-  }
-  cp_async_wait_all();
-  Meet::meet();
-  // Rows 16 warp + g and + 8, columns 8 n + 2 t and + 1.
-  float key_key[8][4] = {}, query_key[8][4] = {}, query_query[2][4] = {};
+__device__ __forceinline__ void multiply_tile(float* c, const uint32_t (&a)[4], const uint32_t* b) {
+  mma_m16n8k16<__nv_bfloat16>(reinterpret_cast<float(&)[4]>(*c), a, b[0], b[1]);
+}
+
+// The products by mma.sync, of what is not above the diagonal.
+template <int kKeys, bool kDelta>
+__device__ __forceinline__ void multiply_tokens(TokenProducts& made, uint32_t keys, uint32_t queries) {
+  const int warp = threadIdx.x % kLocalThreads / 32;
+#pragma unroll
+  for (int i = 0; i < 32; ++i) made.key_key[i] = made.query_key[i] = 0.f;
 #pragma unroll
   for (int i = 0; i < kKeys / 16; ++i) {
     uint32_t a_keys[4], a_queries[4];
     const uint32_t panel = i / 4 * kPanelBytes;
     if constexpr (kDelta) load_a(a_keys, keys + panel, 16 * warp, i % 4);
     load_a(a_queries, queries + panel, 16 * warp, i % 4);
-    if constexpr (kDelta) {  // for the norms
-      uint32_t b[4];
-      load_b(b, queries + panel, 16 * warp, i % 4);
-      mma_m16n8k16<__nv_bfloat16>(query_query[0], a_queries, b[0], b[1]);
-      mma_m16n8k16<__nv_bfloat16>(query_query[1], a_queries, b[2], b[3]);
-    }
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       if (n > warp) break;
@@ -312,29 +325,174 @@ __device__ __forceinline__ void make_chunk(const LinearPrefill& p, LocalShared<k
       load_b(b, keys + panel, 16 * n, i % 4);
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        if constexpr (kDelta) mma_m16n8k16<__nv_bfloat16>(key_key[2 * n + j], a_keys, b[2 * j], b[2 * j + 1]);
-        mma_m16n8k16<__nv_bfloat16>(query_key[2 * n + j], a_queries, b[2 * j], b[2 * j + 1]);
+        const int at = 4 * (2 * n + j);
+        if constexpr (kDelta) multiply_tile(made.key_key + at, a_keys, b + 2 * j);
+        multiply_tile(made.query_key + at, a_queries, b + 2 * j);
       }
     }
   }
+}
+
+// Queries of a warp's rows times themselves, for their norms: of either 8 columns.
+template <int kKeys>
+__device__ __forceinline__ void square_queries(float (&squares)[2][4], uint32_t queries) {
+  const int warp = threadIdx.x % kLocalThreads / 32;
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {  // a row's product with itself is with one lane
+  for (int i = 0; i < 8; ++i) squares[i / 4][i % 4] = 0.f;
+#pragma unroll
+  for (int i = 0; i < kKeys / 16; ++i) {
+    uint32_t a[4];
+    load_a(a, queries + i / 4 * kPanelBytes, 16 * warp, i % 4);
+    const uint32_t columns[4] = {a[0], a[2], a[1], a[3]};  // the same rows as columns
+    multiply_tile(squares[0], a, columns);
+    multiply_tile(squares[1], a, columns + 2);
+  }
+}
+
+__device__ __forceinline__ float query_scale_of(const LinearStep& step, bool normalize, float norm) {
+  return step.scale * (normalize ? rsqrtf(norm + kNormEpsilon) : 1.f);
+}
+
+// What keys are multiplied with: their norms' inverses. A row's product with itself is with one lane.
+template <bool kDelta>
+__device__ __forceinline__ void put_key_scales(const LinearStep& step, const float (&key_key)[32], float* to) {
+  const int warp = threadIdx.x % kLocalThreads / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (2 * t + i != g) continue;
-      const int row = 16 * warp + g + 8 * r;
-      float key_norm = 0.f;
+      float norm = 0.f;
       if constexpr (kDelta) {
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
-          if (n == warp) key_norm = key_key[2 * n + r][2 * r + i];
+          if (n == warp) norm = key_key[4 * (2 * n + r) + 2 * r + i];
         }
       }
-      const bool normalize = kDelta && step.normalize;
-      s.key_scale[row] = normalize ? rsqrtf(key_norm + kNormEpsilon) : 1.f;
-      s.query_scale[row] = step.scale * (normalize ? rsqrtf(query_query[r][2 * r + i] + kNormEpsilon) : 1.f);
+      to[16 * warp + g + 8 * r] = kDelta && step.normalize ? rsqrtf(norm + kNormEpsilon) : 1.f;
     }
   }
+}
+
+template <bool kDelta>
+__device__ __forceinline__ void put_query_scales(const LinearStep& step, const float (&squares)[2][4], float* to) {
+  const int warp = threadIdx.x % kLocalThreads / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (2 * t + i != g) continue;
+      to[16 * warp + g + 8 * r] = query_scale_of(step, kDelta && step.normalize, squares[r][2 * r + i]);
+    }
+  }
+}
+
+// body(n, r, row, column, what products of the row with keys of the column and the next one have of decay and scale),
+// for the warp's rows and what is not above the diagonal.
+template <typename Body>
+__device__ __forceinline__ void each_pair_of_tokens(const float* sums, const float* key_scale, Body&& body) {
+  const int warp = threadIdx.x % kLocalThreads / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const float of_row[2] = {sums[16 * warp + g], sums[16 * warp + g + 8]};
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+    if (n > 2 * warp + 1) break;
+    const int column = 8 * n + 2 * t;
+    const float2 of_column = *reinterpret_cast<const float2*>(&sums[column]);
+    const float2 scale = *reinterpret_cast<const float2*>(&key_scale[column]);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      body(n, r, 16 * warp + g + 8 * r, column,
+           make_float2(scale.x * exp2_approx(of_row[r] - of_column.x), scale.y * exp2_approx(of_row[r] - of_column.y)));
+    }
+  }
+}
+
+// Two neighbours of the masked products of queries with keys.
+__device__ __forceinline__ uint32_t query_pair(const float* product, int row, int column, float2 decay, float scale) {
+  return pack2<__nv_bfloat16>(column > row ? 0.f : scale * decay.x * product[0],
+                              column + 1 > row ? 0.f : scale * decay.y * product[1]);
+}
+
+// Two neighbours of the strict lower triangle of keys with keys.
+template <class Lower>
+__device__ __forceinline__ void put_key_pair(Lower& lower, const float* product, int row, int column, float2 decay,
+                                             float scale) {
+  *reinterpret_cast<float2*>(&lower.at[row][column]) = make_float2(
+      column >= row ? 0.f : scale * decay.x * product[0], column + 1 >= row ? 0.f : scale * decay.y * product[1]);
+}
+
+// A head's numbers of each token, in shared memory.
+struct TokenScales {
+  const float *sums, *coefficient, *key, *query;
+};
+
+// The masked products of a head: queries times keys as a panel, and the strict lower triangle of keys times keys.
+template <bool kDelta, class Lower>
+__device__ __forceinline__ void put_products(const TokenProducts& made, const TokenScales& scales,
+                                             unsigned char* products, Lower& lower) {
+  const int first = threadIdx.x % kLocalThreads / 32 * 16 + threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  float key_scale[2], query_scale[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    query_scale[r] = scales.query[first + 8 * r];
+    key_scale[r] = scales.key[first + 8 * r] * scales.coefficient[first + 8 * r];
+  }
+  each_pair_of_tokens(scales.sums, scales.key, [&](int n, int r, int row, int column, float2 decay) {
+    const int at = 4 * n + 2 * r;
+    *reinterpret_cast<uint32_t*>(products + panel_at(row, n) + 4 * t) =
+        query_pair(made.query_key + at, row, column, decay, query_scale[r]);
+    if constexpr (kDelta) put_key_pair(lower, made.key_key + at, row, column, decay, key_scale[r]);
+  });
+}
+
+// A token's factors in the chunk.
+template <bool kMarks, bool kQueries = true>
+__device__ __forceinline__ void put_factors(const TokenScales& scales, int i, float* factors) {
+  const float of_token = scales.sums[i], of_all = scales.sums[kChunk - 1], decay = exp2_approx(of_token);
+  factors[i] = scales.key[i] * decay;
+  if constexpr (kQueries) factors[kChunk + i] = scales.query[i] * decay;
+  factors[2 * kChunk + i] = scales.key[i] * exp2_approx(of_all - of_token);
+  if (!kMarks || i != kMarkAt % kChunk) factors[3 * kChunk + i] = exp2_approx(of_all);
+  factors[kBetaRow * kChunk + i] = scales.coefficient[i];
+}
+
+// How the threads that make a chunk meet, and multiply.
+struct MeetCta {
+  static constexpr bool kMarks = false;  // whether a chunk's word is left to others
+  __device__ static void meet() { __syncthreads(); }
+  template <int kKeys, bool kDelta>
+  __device__ static void multiply(TokenProducts& made, uint32_t keys, uint32_t queries) {
+    if constexpr (kDelta) square_queries<kKeys>(made.query_query, queries);
+    multiply_tokens<kKeys, kDelta>(made, keys, queries);
+  }
+  __device__ static void rows_are_there() {}  // before they meet
+};
+
+// A chunk of some of a group's heads, by kLocalThreads threads.
+template <int kKeys, bool kDelta, class Meet>
+__device__ __forceinline__ void make_chunk(const LinearPrefill& p, LocalShared<kKeys>& s, int64_t place, int group,
+                                           int part) {
+  const LinearStep& step = p.step;
+  const ChunkPlace chunk(p, place);
+  if (chunk.count == 0) return;
+  const int thread = threadIdx.x % kLocalThreads, warp = thread / 32;
+  const uint32_t keys = smem_address(s.rows), queries = keys + kKeys / 64 * kPanelBytes;
+  copy_rows<kKeys / 64, kLocalThreads>(keys, step.k, group, chunk.begin, chunk.count, 0, step.key_dim);
+  copy_rows<kKeys / 64, kLocalThreads>(queries, step.q, group, chunk.begin, chunk.count, 0, step.key_dim);
+  const int first_head = part * kLocalHeads;
+  const int heads = min_of(kLocalHeads, step.heads_per_group - first_head);
+  const int head_base = group * step.heads_per_group + first_head;
+  for (int h = warp; h < heads; h += kLocalThreads / 32) {
+    const GateWords words = load_gates<kDelta>(step, chunk.begin, chunk.count, head_base + h);
+    sum_gates<kDelta>(step, words, chunk.count, head_base + h, s.sums[h], s.coefficient[h]);
+  }
+  cp_async_wait_all();
+  Meet::rows_are_there();
+  Meet::meet();
+  TokenProducts products;
+  Meet::template multiply<kKeys, kDelta>(products, keys, queries);
+  put_key_scales<kDelta>(step, products.key_key, s.key_scale);
+  put_query_scales<kDelta>(step, products.query_query, s.query_scale);
   Meet::meet();
   auto& made = s.made;
   constexpr ChunkScratch kLayout{.panels = kKeys / 64, .delta = kDelta, .channels = false};
@@ -342,60 +500,26 @@ __device__ __forceinline__ void make_chunk(const LinearPrefill& p, LocalShared<k
     const int count = min_of(kLocalPair, heads - first);
     unsigned char* to =
         static_cast<unsigned char*>(p.scratch) + (place * step.num_heads + head_base + first) * kLayout.bytes();
+    const auto scales = [&](int h) {
+      return TokenScales{s.sums[first + h], s.coefficient[first + h], s.key_scale, s.query_scale};
+    };
     for (int i = thread; i < count * (kPanelBytes / 16); i += kLocalThreads) {  // what is above the diagonal stays
       reinterpret_cast<uint4*>(made.products(i / (kPanelBytes / 16)))[i % (kPanelBytes / 16)] = make_uint4(0, 0, 0, 0);
     }
     Meet::meet();
 #pragma unroll 1
-    for (int h = 0; h < count; ++h) {
-      const float* sums = s.sums[first + h];
-      unsigned char* products = made.products(h);
-      float of_row[2], key_scale[2], query_scale[2];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = 16 * warp + g + 8 * r;
-        of_row[r] = sums[row], query_scale[r] = s.query_scale[row];
-        key_scale[r] = s.key_scale[row] * s.coefficient[first + h][row];
-      }
-#pragma unroll
-      for (int n = 0; n < 8; ++n) {
-        if (n > 2 * warp + 1) break;
-        const int column = 8 * n + 2 * t;
-        const float2 of_column = *reinterpret_cast<const float2*>(&sums[column]);
-        const float2 scale = *reinterpret_cast<const float2*>(&s.key_scale[column]);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const int row = 16 * warp + g + 8 * r;
-          const float low = scale.x * exp2_approx(of_row[r] - of_column.x);
-          const float high = scale.y * exp2_approx(of_row[r] - of_column.y);
-          *reinterpret_cast<uint32_t*>(products + panel_at(row, n) + 4 * t) =
-              pack2<__nv_bfloat16>(column > row ? 0.f : query_scale[r] * low * query_key[n][2 * r],
-                                   column + 1 > row ? 0.f : query_scale[r] * high * query_key[n][2 * r + 1]);
-          if constexpr (kDelta) {
-            *reinterpret_cast<float2*>(&made.l[h].at[row][column]) =
-                make_float2(column >= row ? 0.f : key_scale[r] * low * key_key[n][2 * r],
-                            column + 1 >= row ? 0.f : key_scale[r] * high * key_key[n][2 * r + 1]);
-          }
-        }
-      }
-    }
+    for (int h = 0; h < count; ++h) put_products<kDelta>(products, scales(h), made.products(h), made.l[h]);
     Meet::meet();
     for (int h = 0; h < count; ++h) {
-      const uint4* products = reinterpret_cast<const uint4*>(made.products(h));
+      const uint4* of_head = reinterpret_cast<const uint4*>(made.products(h));
       for (int i = thread; i < kPanelBytes / 16; i += kLocalThreads) {
-        reinterpret_cast<uint4*>(to + h * kLayout.bytes() + kLayout.p_at())[i] = products[i];
+        reinterpret_cast<uint4*>(to + h * kLayout.bytes() + kLayout.p_at())[i] = of_head[i];
       }
     }
     for (int at = thread; at < count * kChunk; at += kLocalThreads) {
-      const int h = at / kChunk, i = at % kChunk;
-      const float* sums = s.sums[first + h];
-      float* factors = reinterpret_cast<float*>(to + h * kLayout.bytes() + kLayout.factors_at());
-      const float of_token = sums[i], of_all = sums[kChunk - 1], decay = exp2_approx(of_token);
-      factors[i] = s.key_scale[i] * decay;
-      factors[kChunk + i] = s.query_scale[i] * decay;
-      factors[2 * kChunk + i] = s.key_scale[i] * exp2_approx(of_all - of_token);
-      if (!Meet::kMarks || i != kMarkAt % kChunk) factors[3 * kChunk + i] = exp2_approx(of_all);
-      factors[kBetaRow * kChunk + i] = s.coefficient[first + h][i];
+      const int h = at / kChunk;
+      put_factors<Meet::kMarks>(scales(h), at % kChunk,
+                                reinterpret_cast<float*>(to + h * kLayout.bytes() + kLayout.factors_at()));
     }
     if constexpr (kDelta) {
       invert<Meet>(made, count);
@@ -409,17 +533,17 @@ __device__ __forceinline__ void make_chunk(const LinearPrefill& p, LocalShared<k
 }
 
 // Grid: parts of a group's heads x groups x places, in one dimension.
-template <int kKeys, bool kDelta>
+template <int kKeys, bool kDelta, class Meet>
 __global__ void __launch_bounds__(kLocalThreads, kKeys <= 128 ? 4 : 2)
     chunk_local_kernel(const __grid_constant__ LinearPrefill p, int groups, int parts) {
   extern __shared__ __align__(1024) unsigned char memory[];
   wait_for_earlier_kernels();
   let_next_kernel_start();
-  make_chunk<kKeys, kDelta, MeetCta>(p, *reinterpret_cast<LocalShared<kKeys>*>(memory), blockIdx.x / parts / groups,
-                                     blockIdx.x / parts % groups, blockIdx.x % parts);
+  make_chunk<kKeys, kDelta, Meet>(p, *reinterpret_cast<LocalShared<kKeys>*>(memory), blockIdx.x / parts / groups,
+                                  blockIdx.x / parts % groups, blockIdx.x % parts);
 }
 
-template <int kKeys, bool kDelta>
+template <int kKeys, bool kDelta, class Meet = MeetCta>
 void launch_chunk_local(const char* what, const LinearPrefill& p, cudaStream_t stream) {
   const int groups = p.step.num_heads / p.step.heads_per_group, parts = ceil_div(p.step.heads_per_group, kLocalHeads);
   const int64_t blocks = chunk_places(p.num_tokens, p.step.batch_size) * groups * parts;
@@ -428,7 +552,7 @@ void launch_chunk_local(const char* what, const LinearPrefill& p, cudaStream_t s
   constexpr int kBytes = static_cast<int>(sizeof(LocalShared<kKeys>));
   const LaunchShape shape{
       .blocks = static_cast<int>(blocks), .threads = kLocalThreads, .shared_bytes = kBytes, .max_shared_bytes = kBytes};
-  launch_dependent<&chunk_local_kernel<kKeys, kDelta>>(what, shape, stream, p, groups, parts);
+  launch_dependent<&chunk_local_kernel<kKeys, kDelta, Meet>>(what, shape, stream, p, groups, parts);
 }
 
 }  // namespace attnops

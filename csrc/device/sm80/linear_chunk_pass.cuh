@@ -155,7 +155,7 @@ class ChunkPassBase {
 
   // body(accumulator of a value, factors' tile, the value, and that of the next token, which is the next accumulator).
   template <typename Body>
-  __device__ void each_value(const Stage& stage, Body&& body) const {
+  __device__ void each_value(const auto& stage, Body&& body) const {
     const uint32_t panel = smem_address(stage.v) + warp_ / 4 * kPanelBytes;
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
@@ -168,13 +168,13 @@ class ChunkPassBase {
     }
   }
 
-  __device__ float2 factor(const Stage& stage, int row, int tile) const {
+  __device__ float2 factor(const auto& stage, int row, int tile) const {
     return *reinterpret_cast<const float2*>(&stage.factors[row][8 * tile + 2 * t_]);
   }
 
   // What the values are, less what the state says of them, times beta; from there on `u` are updates, or in the delta
   // rule what the inverse makes them of.
-  __device__ void take_values(const Stage& stage, float (&u)[32]) const {
+  __device__ void take_values(const auto& stage, float (&u)[32]) const {
     each_value(stage, [&](int i, int tile, float low, float high) {
       const float2 beta = factor(stage, kBetaRow, tile);
       if constexpr (kDelta) {
@@ -194,7 +194,7 @@ class ChunkPassBase {
   }
 
   // Updates under the decay to the chunk's end.
-  __device__ void pack_decayed(const Stage& stage, uint32_t (&a)[4][4], const float (&u)[32]) const {
+  __device__ void pack_decayed(const auto& stage, uint32_t (&a)[4][4], const float (&u)[32]) const {
     float decayed[32];
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
@@ -214,7 +214,7 @@ class ChunkPassBase {
     }
   }
 
-  __device__ void decay_state(const Stage& stage) {
+  __device__ void decay_state(const auto& stage) {
 #pragma unroll
     for (int n = 0; n < kKeyTiles; ++n) {
       const float2 decay =

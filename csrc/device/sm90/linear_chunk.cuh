@@ -3,6 +3,7 @@
 #include "device/sm80/linear_chunk_channels.cuh"
 #include "device/sm80/linear_chunk_local.cuh"
 #include "device/sm90/linear_chunk_ahead.cuh"
+#include "device/sm90/linear_chunk_multiply.cuh"
 #include "device/sm90/linear_chunk_ring.cuh"
 
 namespace attnops::sm90 {
@@ -32,7 +33,7 @@ void launch_linear_chunks(const char* what, const LinearPrefill& p, cudaStream_t
         return launch_chunk_ring<ChunkRing<kKeys, kDelta, kChannels, 1>>(what, p, sms, true, stream);
       }
     }
-    launch_chunk_local<kKeys, kDelta>(what, p, stream);
+    launch_chunk_local<kKeys, kDelta, MeetGroup>(what, p, stream);
     if (p.step.value_dim > 64 && works > sms) {
       return launch_chunk_ring<ChunkRing<kKeys, kDelta, kChannels, 2>>(what, p, sms, false, stream);
     }

@@ -2,6 +2,7 @@
 #include "device/common/semaphore.cuh"
 #include "device/sm80/linear_chunk_local.cuh"
 #include "device/sm90/barrier.cuh"
+#include "device/sm90/linear_chunk_multiply.cuh"
 #include "device/sm90/proxy.cuh"
 
 // Chunks made while the pass takes earlier ones, where heads are too few for all SMs: CTAs that stay, one an SM, on the
@@ -10,7 +11,7 @@ namespace attnops::sm90 {
 
 inline constexpr int kAheadWorkers = 4;  // of a CTA, each with a chunk of its own
 
-struct MeetWorker {
+struct MeetWorker : MultiplyGroup {
   static constexpr bool kMarks = true;
   __device__ static void meet() { named_barrier_sync(1 + threadIdx.x / kLocalThreads, kLocalThreads); }
   // What all threads of a worker have written before they met.

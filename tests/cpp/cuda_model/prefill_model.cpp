@@ -20,6 +20,7 @@
 #include "device/sm80/linear_chunk_pass.cuh"
 #include "device/sm80/linear_verify_tiles.cuh"
 #include "device/sm90/linear_chunk_ahead.cuh"
+#include "device/sm90/linear_chunk_multiply.cuh"
 #include "device/sm90/linear_chunk_ring.cuh"
 #include "ssd/checks.h"
 
@@ -80,7 +81,9 @@ void chunks(const LinearPrefill& p) {
   } else {
     const int groups = p.step.num_heads / p.step.heads_per_group;
     const int parts = ceil_div(p.step.heads_per_group, kLocalHeads);
-    run_grid(places * groups * parts, kLocalThreads, [&] { chunk_local_kernel<kKeys, kDelta>(p, groups, parts); });
+    using Meet = std::conditional_t<kKeys <= 128, sm90::MeetGroup, MeetCta>;
+    run_grid(places * groups * parts, kLocalThreads,
+             [&] { chunk_local_kernel<kKeys, kDelta, Meet>(p, groups, parts); });
   }
   if constexpr (kKeys <= 128) {
     if (std::getenv("ATTNOPS_CUDA_MODEL_RING") != nullptr) {

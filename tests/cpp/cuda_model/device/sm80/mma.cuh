@@ -20,9 +20,7 @@ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
   struct Own {
     uint32_t a[4], b[2];
   };
-  constexpr uint32_t kRead = 0xffffe000u;  // bits of a number that the product reads
-  const cuda_model::Lanes<Own> lanes(
-      Own{{a[0] & kRead, a[1] & kRead, a[2] & kRead, a[3] & kRead}, {b0 & kRead, b1 & kRead}});
+  const cuda_model::Lanes<Own> lanes(Own{{a[0], a[1], a[2], a[3]}, {b0, b1}});
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   for (int i = 0; i < 4; ++i) {
     const int row = g + i / 2 * 8, column = 2 * t + i % 2;

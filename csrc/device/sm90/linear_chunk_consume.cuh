@@ -1,0 +1,279 @@
+#pragma once
+#include <type_traits>
+
+#include "device/sm80/linear_chunk_pass.cuh"
+#include "device/sm90/barrier.cuh"
+#include "device/sm90/linear_chunk_multiply.cuh"
+#include "device/sm90/linear_chunk_walk.cuh"
+#include "device/sm90/wgmma_rows_registers.cuh"
+
+namespace attnops::sm90 {
+
+// The pass of device/sm80/linear_chunk_pass.cuh, divided: one or two warpgroups go from state to state, and one makes
+// outputs of copies of the states and updates. What goes from chunk to chunk is then as short as it can be: three
+// products, and what lies between them. `Shared` says where a chunk lies (RingShared).
+template <class Shared_>
+class ChunkConsumers : public ChunkPassBase<ChunkConsumers<Shared_>, Shared_::kKeys, Shared_::kDelta,
+                                            Shared_::kChannels, 4 * Shared_::kGroups> {
+ public:
+  using Shared = Shared_;
+  static constexpr int kKeys = Shared::kKeys, kGroups = Shared::kGroups;
+  static constexpr bool kDelta = Shared::kDelta, kChannels = Shared::kChannels;
+  using Base = ChunkPassBase<ChunkConsumers, kKeys, kDelta, kChannels, 4 * kGroups>;
+  using Stage = typename Shared::Stage;
+  using Turn = typename Shared::Turn;
+  using Bf16 = __nv_bfloat16;
+  static constexpr int kGroupThreads = 128;
+  static constexpr int kThreads = (kGroups + 2) * kGroupThreads, kMeeting = (kGroups + 1) * kGroupThreads;
+
+  __device__ ChunkConsumers(const LinearPrefill& prefill, Shared& shared)
+      : Base(prefill, reinterpret_cast<typename Base::Shared&>(shared)), ring_(shared) {}
+
+ protected:
+  enum Barrier { kStateThere = 1, kStateFree, kUpdatesThere, kUpdatesFree };
+
+  __device__ void run_states(int group) {
+    const LinearStep& p = this->p_;
+    for (Turn turn;; turn.next()) {
+      Stage& stage = ring_.stages[turn.stage];
+      const ChunkNote& note = ring_.notes[turn.stage];
+      uint32_t state[kKeys / 16][4], a[4][4], decayed[4][4];
+      float u[32];
+      mbarrier_wait(ring_.full(turn), turn.phase);
+      if (note.size == 0) break;
+      ring_.wait_for_rows(turn);
+      if (note.first) begin_work(note);
+#pragma unroll
+      for (int i = 0; i < kKeys / 16; ++i) Base::pack(state[i], this->state_ + 8 * i, this->state_ + 8 * i + 4);
+      fence_async_proxy();  // rows may arrive by ordinary writes
+      if constexpr (kDelta) {
+        wgmma_fence();
+        const uint32_t keys = smem_address(ring_.keys(turn));
+#pragma unroll
+        for (int i = 0; i < kKeys / 16; ++i) {
+          wgmma_n64<Bf16>(u, state[i], operand_descriptor(keys + i / 4 * kPanelBytes) + i % 4 * kStepKMajor, i > 0);
+        }
+        wgmma_commit();
+      }
+      named_barrier_sync(kStateFree, kMeeting);  // no branch: products are in flight
+#pragma unroll
+      for (int i = 0; i < kKeys / 16; ++i) put(state[i], ring_.state[group] + i / 4 * kPanelBytes, i % 4);
+      fence_async_proxy();
+      named_barrier_arrive(kStateThere, kMeeting);
+      this->decay_state(stage);
+      if constexpr (kDelta) wgmma_wait<0>(u);
+      this->take_values(stage, u);
+      Base::pack_tokens(a, u);
+      if constexpr (kDelta) {
+        wgmma_fence();
+        const uint32_t inverse = smem_address(stage.t);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          wgmma_n64<Bf16>(u, a[j], operand_descriptor(inverse) + j * kStepKMajor, j > 0);
+        }
+        wgmma_commit();
+        wgmma_wait<0>(u);
+        Base::pack_tokens(a, u);
+      }
+      this->pack_decayed(stage, decayed, u);
+      wgmma_fence();
+      const uint32_t last_keys = smem_address(ring_.last_keys(turn));
+#pragma unroll
+      for (int panel = 0; panel < kKeys / 64; ++panel) {
+        float(&part)[32] = reinterpret_cast<float(&)[32]>(this->state_[32 * panel]);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          wgmma_rows<Bf16, 1>(part, decayed[j], operand_descriptor(last_keys + panel * kPanelBytes) + j * kStepMnMajor,
+                              1);
+        }
+      }
+      wgmma_commit();
+      named_barrier_sync(kUpdatesFree, kMeeting);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) put(a[j], ring_.updates(turn, group), j);
+      fence_async_proxy();
+      named_barrier_arrive(kUpdatesThere, kMeeting);
+      wgmma_wait<0>(this->state_);
+      const int kept = note.kept, written = note.written;
+      mbarrier_arrive(ring_.empty(turn));
+#pragma unroll 1
+      for (int i = 0; i < 2; ++i) {
+        const int slot = i == 0 ? kept : written;
+        if (slot >= 0) this->save(slot);
+      }
+    }
+    named_barrier_sync(kStateFree, kMeeting);  // what the outputs have told last
+    named_barrier_sync(kUpdatesFree, kMeeting);
+  }
+
+  __device__ void begin_work(const ChunkNote& note) {
+    const int start = note.start;
+    this->head_ = note.head, this->first_row_ = note.first_row;
+#pragma unroll
+    for (int i = 0; i < kKeys / 2; ++i) this->state_[i] = 0.f;
+    if (start >= 0) this->restore(start);
+  }
+
+  // A warp's 16 rows and 16 columns of a panel.
+  __device__ void put(const uint32_t (&a)[4], unsigned char* panel, int step) const {
+    const int lane = threadIdx.x % 32;
+    store_fragment(a, smem_address(panel) + panel_at(16 * (this->warp_ % 4) + lane % 16, 2 * step + lane / 16));
+  }
+
+  // A warp has 16 tokens.
+  __device__ void run_outputs() {
+    const LinearStep& p = this->p_;
+    named_barrier_arrive(kStateFree, kMeeting);
+    named_barrier_arrive(kUpdatesFree, kMeeting);
+    for (Turn turn;; turn.next()) {
+      Stage& stage = ring_.stages[turn.stage];
+      float o[kGroups][32];
+      mbarrier_wait(ring_.full(turn), turn.phase);
+      const std::conditional_t<Shared::kMakes, const ChunkNote&, ChunkNote> note = ring_.notes[turn.stage];
+      if (note.size == 0) break;
+      ring_.wait_for_rows(turn);
+      fence_async_proxy();
+      float decays[2] = {1.f, 1.f};
+      if constexpr (Shared::kMakes) {
+        multiply_queries(turn, decays);
+      } else if constexpr (!kChannels) {
+        decays[0] = stage.factors[1][16 * this->warp_ + this->g_];
+        decays[1] = stage.factors[1][16 * this->warp_ + this->g_ + 8];
+      }
+      named_barrier_sync(kStateThere, kMeeting);
+      wgmma_fence();
+      const uint32_t queries = smem_address(ring_.queries(turn));
+#pragma unroll
+      for (int v = 0; v < kGroups; ++v) {
+        const uint32_t state = smem_address(ring_.state[v]);
+#pragma unroll
+        for (int i = 0; i < kKeys / 16; ++i) {
+          const uint32_t panel = i / 4 * kPanelBytes;
+          wgmma_n64<Bf16>(o[v], operand_descriptor(queries + panel) + i % 4 * kStepKMajor,
+                          operand_descriptor(state + panel) + i % 4 * kStepKMajor, i > 0);
+        }
+      }
+      wgmma_commit();
+      wait(o);
+      named_barrier_arrive(kStateFree, kMeeting);
+      if constexpr (!kChannels) {
+#pragma unroll
+        for (int i = 0; i < 32 * kGroups; ++i) o[i / 32][i % 32] *= decays[i / 2 % 2];
+      }
+      named_barrier_sync(kUpdatesThere, kMeeting);
+      wgmma_fence();
+      const uint32_t products = smem_address(stage.p);
+#pragma unroll
+      for (int v = 0; v < kGroups; ++v) {
+        const uint32_t updates = smem_address(ring_.updates(turn, v));
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          wgmma_n64<Bf16>(o[v], operand_descriptor(products) + j * kStepKMajor,
+                          operand_descriptor(updates) + j * kStepKMajor, 1);
+        }
+      }
+      wgmma_commit();
+      wait(o);
+      named_barrier_arrive(kUpdatesFree, kMeeting);
+      if constexpr (!kDelta) {
+        if (p.skip != nullptr) {
+#pragma unroll
+          for (int v = 0; v < kGroups; ++v) add_values(stage.v + v * kPanelBytes, p.skip[note.head], o[v]);
+        }
+      }
+      if constexpr (!Shared::kMakes) mbarrier_arrive(ring_.empty(turn));
+      __syncwarp();  // the chunk before has been read
+#pragma unroll
+      for (int v = 0; v < kGroups; ++v) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          uint32_t a[4];
+          Base::pack(a, o[v] + 8 * j, o[v] + 8 * j + 4);
+          put(a, ring_.out(turn, v), j);
+        }
+      }
+      __syncwarp();
+#pragma unroll
+      for (int v = 0; v < kGroups; ++v) store_tokens(note, ring_.out(turn, v), v);
+      if constexpr (Shared::kMakes) {  // outputs lie where queries were
+        fence_async_proxy();
+        mbarrier_arrive(ring_.empty(turn));
+      }
+    }
+  }
+
+  // The masked products of queries with keys, and what the state says of queries is multiplied with.
+  __device__ void multiply_queries(const Turn& turn, float (&decays)[2]) {
+    Stage& stage = ring_.stages[turn.stage];
+    const uint32_t queries = smem_address(ring_.queries(turn));
+    float products[32], squares[2][4], scale[2];
+    wgmma_fence();
+    multiply_by_keys<kKeys>(products, queries, smem_address(ring_.keys(turn)));
+    wgmma_commit();
+    square_queries<kKeys>(squares, queries);
+    wgmma_wait<0>(products);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {  // a row's square is with one lane
+      const float square = this->g_ % 2 == 0 ? squares[r][2 * r] : squares[r][2 * r + 1];
+      const float norm = __shfl_sync(0xffffffffu, square, 4 * this->g_ + this->g_ / 2);
+      scale[r] = query_scale_of(this->p_, this->p_.normalize, norm);
+      decays[r] = scale[r] * exp2_approx(stage.sums[16 * this->warp_ + this->g_ + 8 * r]);
+    }
+    uint32_t to[4][4] = {};
+    each_pair_of_tokens(stage.sums, stage.key_scale, [&](int n, int r, int row, int column, float2 decay) {
+      to[n / 2][n % 2 * 2 + r] = query_pair(products + 4 * n + 2 * r, row, column, decay, scale[r]);
+    });
+#pragma unroll
+    for (int j = 0; j < 4; ++j) put(to[j], stage.p, j);
+    fence_async_proxy();
+  }
+
+  __device__ static void wait(float (&o)[kGroups][32]) {
+    if constexpr (kGroups == 1) {
+      wgmma_wait<0>(o[0]);
+    } else {
+      wgmma_wait<0>(o[0], o[1]);
+    }
+  }
+
+  __device__ void add_values(const unsigned char* values, float skip, float (&o)[32]) const {
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const uint32_t pair = *reinterpret_cast<const uint32_t*>(
+            values + panel_at(16 * this->warp_ + this->g_ + 8 * h, n) + 4 * this->t_);
+        o[4 * n + 2 * h] = fmaf(skip, __uint_as_float(pair << 16), o[4 * n + 2 * h]);
+        o[4 * n + 2 * h + 1] = fmaf(skip, __uint_as_float(pair & 0xffff0000u), o[4 * n + 2 * h + 1]);
+      }
+    }
+  }
+
+  __device__ void store_tokens(const ChunkNote& note, const unsigned char* out, int panel) const {
+    const LinearStep& p = this->p_;
+    const int lane = threadIdx.x % 32, row = note.first_row + 64 * panel + lane % 8 * 8;
+    if (row >= p.value_dim) return;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int token = 16 * this->warp_ + 4 * i + lane / 8;
+      if (token >= note.size) break;
+      auto values = load_vec<Vec<Bf16, 8>>(reinterpret_cast<const Bf16*>(out + panel_at(token, lane % 8)));
+      if (!kDelta && p.z.data != nullptr) {
+        const Bf16* gates = static_cast<const Bf16*>(p.z.data) + (note.begin + token) * p.z.stride_request +
+                            note.head * p.z.stride_head + row;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          const float z = static_cast<float>(gates[j]);
+          values.data[j] = __float2bfloat16(static_cast<float>(values.data[j]) * z * sigmoid(z));
+        }
+      }
+      store_vec(
+          static_cast<Bf16*>(p.out) + (note.begin + token) * p.out_stride_request + note.head * p.out_stride_head + row,
+          values);
+    }
+  }
+
+  Shared& ring_;
+};
+
+}  // namespace attnops::sm90

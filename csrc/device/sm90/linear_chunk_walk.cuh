@@ -1,0 +1,121 @@
+#pragma once
+#include "device/sm80/linear_chunk_pass.cuh"
+#include "device/sm90/barrier.cuh"
+#include "device/sm90/copy.cuh"
+#include "device/sm90/tensor_map.h"
+
+// How the chunks of prompts come to CTAs that stay, whose warpgroups share the work (linear_chunk_consume.cuh).
+namespace attnops::sm90 {
+
+// Tokens as boxes of 64 columns of one head and 64 tokens. Without `there` strides are none that a map takes.
+struct RingMaps {
+  CUtensorMap q, k, v;
+  bool there;
+};
+
+inline RingMaps make_ring_maps(const LinearPrefill& p) {
+  const LinearStep& step = p.step;
+  RingMaps maps{};
+  maps.there = step.key_dim > 0 && step.value_dim > 0;
+  for (const StepRows* rows : {&step.q, &step.k, &step.v}) {
+    maps.there = maps.there && rows->stride_request > 0 && rows->stride_head > 0;
+  }
+  if (!maps.there) return maps;
+  const auto map_of = [&](const StepRows& rows, int columns, int heads) {
+    return make_tensor_map(
+        {.dtype = DType::kBFloat16,
+         .base = rows.data,
+         .extents = {static_cast<uint64_t>(columns), static_cast<uint64_t>(p.num_tokens), static_cast<uint64_t>(heads)},
+         .strides = {static_cast<uint64_t>(2 * rows.stride_request), static_cast<uint64_t>(2 * rows.stride_head)},
+         .box_rows = kChunk});
+  };
+  const int groups = step.num_heads / step.heads_per_group;
+  maps.q = map_of(step.q, step.key_dim, groups);
+  maps.k = map_of(step.k, step.key_dim, groups);
+  maps.v = map_of(step.v, step.value_dim, step.num_heads);
+  return maps;
+}
+
+// What a stage holds.
+struct ChunkNote {
+  int64_t begin;             // of its first token
+  int size;                  // of tokens; 0: no work is left
+  int head, first_row;       // of the work
+  int start, kept, written;  // slots: read before the chunk, written after it; below 0: none
+  bool first;                // of its request's chunks
+};
+
+// The chunks of a CTA's works, one after another: of requests, heads and blocks of kRows rows every gridDim.x-th. By a
+// warpgroup, whose threads all ask for the next one.
+template <bool kDelta, int kRows>
+class ChunkWalk {
+ public:
+  __device__ ChunkWalk(const LinearPrefill& prefill, int works, int row_blocks)
+      : prefill_(prefill), works_(works), row_blocks_(row_blocks), work_(blockIdx.x - gridDim.x) {}
+
+  // False: none is left.
+  __device__ bool next(ChunkNote& note) {
+    while (chunk_ == count_) {
+      work_ += static_cast<int>(gridDim.x);
+      if (work_ >= works_) return false;
+      begin_work();
+    }
+    const int64_t c = chunk_++;
+    note = {chunks_.begin(c), chunks_.size(c), head_, first_row_, -1, -1, -1, c == 0};
+    if (c == 0 && prefix_ != 0) note.start = slot_;
+    if (c == count_ - 1) note.written = slot_;
+    note.kept = static_cast<int>(prefill_.checkpoint(request_, prefix_ + note.begin + note.size - chunks_.first));
+    return true;
+  }
+
+  // Of the last chunk: its place in scratch, and how many follow of its request.
+  __device__ int64_t place() const { return chunks_.place + chunk_ - 1; }
+  __device__ int64_t left() const { return count_ - chunk_; }
+
+  // Zeros for tokens of no request, when none is left.
+  __device__ void clear_rest() const {
+    for (int i = blockIdx.x; i < row_blocks_ * prefill_.step.num_heads; i += gridDim.x) {
+      const int head = i / row_blocks_, first_row = i % row_blocks_ * kRows;
+      clear(head, 0, prefill_.first_token(0), first_row);
+      clear(head, prefill_.first_token(prefill_.step.batch_size), prefill_.num_tokens, first_row);
+    }
+  }
+
+ private:
+  __device__ void begin_work() {
+    const LinearStep& p = prefill_.step;
+    const int row_block = work_ % row_blocks_, place = work_ / row_blocks_ / p.num_heads;
+    head_ = work_ / row_blocks_ % p.num_heads, first_row_ = row_block * kRows;
+    chunk_ = count_ = 0;
+    if (p.report != nullptr && row_block == 0 && head_ == 0 && threadIdx.x % 128 == 0) {
+      prefill_.check(kDelta ? kReportDeltaPrefill : kReportSsdPrefill, place, p.report);
+    }
+    request_ = prefill_.plan != nullptr ? prefill_.plan[place] : place;
+    if (request_ < 0 || request_ >= p.batch_size) return;
+    chunks_ = RequestChunks(prefill_, request_);
+    slot_ = p.state_indices[request_];
+    if (!prefill_.in_pool(slot_)) return clear(head_, chunks_.first, chunks_.first + chunks_.tokens, first_row_);
+    prefix_ = prefill_.prefix(request_), count_ = chunks_.count();
+  }
+
+  __device__ void clear(int head, int64_t begin, int64_t end, int first_row) const {
+    clear_tokens(prefill_.step, head, begin, end, first_row, kRows, threadIdx.x % 128, 128);
+  }
+
+  const LinearPrefill& prefill_;
+  int works_, row_blocks_, work_, request_ = 0, head_ = 0, first_row_ = 0, slot_ = 0;
+  int64_t prefix_ = 0, chunk_ = 0, count_ = 0;
+  RequestChunks chunks_;
+};
+
+// kBoxes neighbours of a chunk's tokens, from a column on.
+template <int kBoxes>
+__device__ __forceinline__ void copy_boxes(uint32_t to, const CUtensorMap& map, uint32_t barrier, int column,
+                                           const ChunkNote& note, int plane) {
+#pragma unroll
+  for (int i = 0; i < kBoxes; ++i) {
+    copy_box(to + i * kPanelBytes, &map, barrier, column + 64 * i, static_cast<int>(note.begin), plane);
+  }
+}
+
+}  // namespace attnops::sm90
