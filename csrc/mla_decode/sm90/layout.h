@@ -31,7 +31,7 @@ inline constexpr int kEntry = kBarriers + 8 * kBarrierCount;  // the part's row 
 inline constexpr int kRowLists = (kEntry + 32 + 15) / 16 * 16;
 inline constexpr int kAsked = kRowLists + 4 * 32 * 4;  // int: what the part has asked for before its loaders begin
 inline constexpr int kKeyMasks = kAsked + 16;          // uint64 [2], by buffer: which keys of a list there are
-inline constexpr int kTops = kKeyMasks + 16;            // float [2][64], by parity of the piece: group 1's, of lists
+inline constexpr int kTops = kKeyMasks + 16;           // float [2][64], by parity of the piece: group 1's, of lists
 inline constexpr int kSharedBytes = kTops + 2 * 64 * 4;
 static_assert(kSharedBytes <= 227 * 1024);
 

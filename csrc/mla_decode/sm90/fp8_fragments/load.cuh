@@ -22,11 +22,13 @@ struct WalkOf {
   using Type = few_rows::RequestWalkFor<At::kOptions>;
 };
 template <class At>
-requires(At::kQueriesInRing) struct WalkOf<At> {
+  requires(At::kQueriesInRing)
+struct WalkOf<At> {
   using Type = PieceWalkFor<At::kOptions>;
 };
 template <class At>
-requires(At::kShort) struct WalkOf<At> {
+  requires(At::kShort)
+struct WalkOf<At> {
   using Type = few_rows::ShortWalk;
 };
 template <class At>
