@@ -14,7 +14,7 @@ CPU_TILE_ROWS = 256  # rows (token, head of a group) that the CPU kernels carry 
 MIN_CPU_TILE_Q, MAX_CPU_TILE_Q = 16, 256
 
 
-MOST_PIECE_WORKS_PER_SM = 2  # works of cut tiles that there is scratch for
+MOST_PIECE_WORKS_PER_SM = 6  # works of cut tiles that there is scratch for: tiles that are alike are cut all or none
 
 
 SHORT_ROWS = 64  # of a CTA's tile where requests have few rows: csrc/fmha/sm90/short.h

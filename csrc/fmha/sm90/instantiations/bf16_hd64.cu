@@ -8,7 +8,7 @@ void launch_bf16_hd64(const Params& p, CUstream_st* stream) {
                                              .keys = 128,
                                              .warpgroups = 3,
                                              .q_stages = 2,
-                                             .stages = 2,
+                                             .stages = 4,
                                              .registers = 152,
                                              .overlap = false,
                                              .largest_first = true}>,

@@ -8,7 +8,7 @@ void launch_e4m3_hd128(const Params& p, CUstream_st* stream) {
                                             .keys = 128,
                                             .warpgroups = 2,
                                             .q_stages = 2,
-                                            .stages = 2,
+                                            .stages = 3,
                                             .registers = 216}>>(p, stream);
 }
 
