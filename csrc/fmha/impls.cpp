@@ -75,6 +75,10 @@ struct Impl {
       !rows_aligned(p.out, 2, 16, p.out_stride_token, p.out_stride_head)) {
     return "rows of q, k, v and out must start on 16-byte boundaries";
   }
+  sm90::RowUnits units;
+  if (!sm90::find_row_units(p, true, units) || !sm90::find_row_units(p, false, units)) {
+    return "strides of k and v leave too many places for a row to count them in 32 bits";
+  }
   const int sm = usable_sm("fmha");
   if (sm != 90) return "runs on sm_90, this device is sm_" + std::to_string(sm);
   return "";
