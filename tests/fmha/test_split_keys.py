@@ -8,6 +8,7 @@ import torch
 from attnops import ops
 from attnops.explain_prefill import prefill_plan
 from attnops.metadata import FmhaPlan
+from attnops.metadata.fmha_plan import MOST_PIECE_WORKS_PER_SM
 from checks import assert_attention_close, assert_lse_close
 from fmha_calls import plan_of, split_plan
 from problems import FP8, paged_problem, ragged_problem
@@ -58,7 +59,7 @@ def test_the_estimate_never_grows_by_cutting():
         new = [r.choice([0, 1, 30, 64, 300, 1000]) for _ in range(batch)]
         keys = [n + r.choice([0, 100, 3000, 30000, 100000]) for n in new]
         works, tile_q = r.choice([1, 2, 8, 32, 100]), r.choice([16, 32, 128])
-        max_pieces = 2 * SMS // works
+        max_pieces = MOST_PIECE_WORKS_PER_SM * SMS // works
         cuts, limit = cuts_of(new, keys, tile_q=tile_q, works=works, causal=r.random() < 0.7)
         assert sum(cuts.values()) <= max_pieces and (limit == NEVER) == (not cuts)
         assert all(n > 1 for n in cuts.values())
