@@ -1,4 +1,4 @@
-"""Model of the barriers of the kernels of rows and of e4m3 keys under 16-bit queries.
+"""Model of the barriers of the kernels of rows, and of e4m3 keys under 16-bit and e4m3 queries.
 
 No deadlock, no stage overwritten while read, no e4m3 tile overwritten before all have read it.
 
@@ -14,6 +14,7 @@ from boxes import Bar
 def sim(seed, kind, overlap, qs, kst=2, groups=2, turns=True, rst=2):
     r = random.Random(seed)
     in_place, narrow, own = kind == "rows in place", kind == "narrow boxes", kind == "narrow rows"
+    e4m3 = kind == "e4m3 rows"  # of e4m3 queries
     W = [(r.random() < 0.85, 0, r.choice([0, 1, 1, 2, 3, 4, 6])) for _ in range(r.randint(1, 12))]
     # Arrivals a tile (8 stands for 128): of warps that widen boxes, or rows, or of all lanes.
     A = 3 if narrow else 4 if in_place or own else 8
@@ -29,7 +30,7 @@ def sim(seed, kind, overlap, qs, kst=2, groups=2, turns=True, rst=2):
     qread = [0] * qs
     kf = [Bar(A, f"kf{i}") for i in range(kst)]
     ke = [Bar(groups, f"ke{i}") for i in range(kst)]
-    vf = [Bar(A, f"vf{i}") for i in range(kst)]
+    vf = [Bar(4 if e4m3 else A, f"vf{i}") for i in range(kst)]
     ve = [Bar(groups, f"ve{i}") for i in range(kst)]
     K = [{} for _ in range(kst)]
     V = [{} for _ in range(kst)]
@@ -100,6 +101,58 @@ def sim(seed, kind, overlap, qs, kst=2, groups=2, turns=True, rst=2):
                     copy(1, t)
                 yield lambda: True
 
+        # Copies of keys and of values are a tile ahead, and whoever has copied values transposes them.
+        e4m3_raw, e4m3_next = [None] * kst, [0, 0]  # place of the next tile to copy, to transpose
+
+        def bring_e4m3(w, mine, rk, rv, bring_queries):
+            n = w[2] - w[1]
+            landed = {}  # tile: copies that are under way
+            for t in range(-1, n + 1 if n else -1):
+                if t > 0:
+                    at = e4m3_next[1]
+                    yield lambda t=t: landed[t - 1] == 0  # wait_group
+                    assert e4m3_raw[at] == (mine, t - 1)
+                    st, ph = rv
+                    yield wait(ve[st], ph ^ 1)
+                    for step in ("half", "wide"):
+                        assert vr[st] == 0, "overwritten while read"
+                        V[st][wp] = ((mine, t - 1), step)
+                        yield lambda: True
+                    e4m3_raw[at] = None
+                    vf[st].arrive()
+                    e4m3_next[1] = (at + 1) % kst
+                    rv[0] += 1
+                    if rv[0] == kst:
+                        rv[0], rv[1] = 0, rv[1] ^ 1
+                if t + 1 < n:
+                    landed[t + 1] = 2
+                    at = e4m3_next[0]
+                    assert e4m3_raw[at] is None, "values overwritten before they are transposed"
+                    e4m3_raw[at] = "under way"
+                    e4m3_next[0] = (at + 1) % kst
+
+                    def land_values(t=t, at=at):
+                        e4m3_raw[at] = (mine, t + 1)
+                        landed[t + 1] -= 1
+
+                    inflight.append(land_values)
+                    st, ph = rk
+                    yield wait(ke[st], ph ^ 1)
+
+                    def land_keys(t=t, st=st):
+                        assert kr[st] == 0, "overwritten while read"
+                        K[st][wp] = ((mine, t + 1), "wide")
+                        landed[t + 1] -= 1
+                        kf[st].arrive(2)
+
+                    inflight.append(land_keys)
+                    rk[0] += 1
+                    if rk[0] == kst:
+                        rk[0], rk[1] = 0, rk[1] ^ 1
+                if t == -1:
+                    yield from bring_queries()
+                yield lambda: True
+
         q = 0
         qp = 0
         s = 0
@@ -143,7 +196,7 @@ def sim(seed, kind, overlap, qs, kst=2, groups=2, turns=True, rst=2):
                     yield wait(qe[q], qp ^ 1)
                     qf[q].arrive()
                 return
-            later = (own or qs == 1) and w[1] < w[2]  # behind the first keys
+            later = (own or e4m3 or qs == 1) and w[1] < w[2]  # behind the first keys
 
             def bring_queries():
                 nonlocal q, qp
@@ -157,8 +210,8 @@ def sim(seed, kind, overlap, qs, kst=2, groups=2, turns=True, rst=2):
 
             if not later:
                 yield from bring_queries()
-            if own:
-                yield from bring_own(w, mine, rk, rv, bring_queries)
+            if own or e4m3:
+                yield from (bring_e4m3 if e4m3 else bring_own)(w, mine, rk, rv, bring_queries)
                 assert slot[own_slot] == (w, mine)
                 if wp > 0:
                     wd[own_slot].arrive()
@@ -475,7 +528,7 @@ def sim(seed, kind, overlap, qs, kst=2, groups=2, turns=True, rst=2):
 
 if __name__ == "__main__":
     for seed in range(int(sys.argv[1]), int(sys.argv[2])):
-        for n in ("rows", "rows in place", "narrow boxes", "narrow rows"):
+        for n in ("rows", "rows in place", "narrow boxes", "narrow rows", "e4m3 rows"):
             for o in (0, 1):
                 for qs in (1, 2):
                     sim(seed, n, o, qs, kst=2 + seed // 3 % 2, rst=2 + seed % 3)
