@@ -50,39 +50,59 @@ ATTNOPS_HOST_DEVICE inline int pieces_of(int units, int limit) {
                        : 1;
 }
 
-// What a limit makes of the tiles.
+// What a limit makes of the tiles. A work is large if it has more than a third of the limit: all pieces have.
 struct CutTally {
-  int pieces = 0;  // whole tiles among them
-  int cut = 0;     // of tiles that are cut
-  int shortest = kNeverCut;
+  int pieces = 0;            // whole tiles among them
+  int cut = 0;               // of tiles that are cut
+  int large = 0;             // works of a tile
+  unsigned large_units = 0;  // and what each costs besides
 
-  // A tile of so many units, cut into `count`.
+  // A tile of so many units, cut into `count`; none if that is 0.
   ATTNOPS_HOST_DEVICE void add(int units, int limit, int count) {
     pieces += count;
-    if (count > 1) cut += count;
-    shortest = min_of(shortest, min_of(units, limit));
+    if (count > 1) {
+      cut += count;
+      large += count;
+      large_units += static_cast<unsigned>(units) + 2u * static_cast<unsigned>(count);
+    } else if (int64_t{3} * units > limit) {
+      ++large;
+      large_units += static_cast<unsigned>(units) + 1u;
+    }
   }
 };
 
-// Estimated time in units, times the SMs: a GPU divides slowly. -1: not possible. A work costs a unit besides its keys,
-// a piece of a cut tile another one, the merge two. The last works to start are the shortest.
-ATTNOPS_HOST_DEVICE inline int64_t cut_estimate(const CutProblem& p, const CutTally& t, int limit) {
-  if (t.cut > p.max_pieces) return -1;
-  const int works = t.pieces * p.works_per_tile;  // below 2^29
-  const int64_t busy = (p.total_units + t.pieces + t.cut) * p.works_per_tile;
-  const int64_t idle = int64_t{p.by_sms.divide(works + p.num_sms - 1) * p.num_sms - works} * t.shortest;
-  const int64_t longest = (min_of(limit, p.longest) + int64_t{1}) * p.num_sms;
-  return max_of(busy + idle, longest) + (t.cut > 0 ? 2 * p.num_sms : 0);
+// Time of all works without a pause, times the SMs. A work costs a unit besides its keys, a piece of a cut tile
+// another.
+ATTNOPS_HOST_DEVICE inline int64_t busy_units(const CutProblem& p, int pieces, int cut) {
+  return (p.total_units + pieces + cut) * p.works_per_tile;
 }
 
-// Estimate of whole tiles: that of candidate 0, too.
+// Estimated time in units, times the SMs: a GPU divides slowly. -1: not possible.
+//
+// Large works, pieces first, are dealt out in turns. If the last turn is not full, SMs differ by half of such a work,
+// or by as much as the idle ones would do. Small works come last and fill that, as far as they go. A merge costs two
+// units. The smaller large works are, the more alike SMs end: an eighth of one.
+ATTNOPS_HOST_DEVICE inline int64_t cut_estimate(const CutProblem& p, const CutTally& t, int limit) {
+  if (t.cut > p.max_pieces) return -1;
+  const int works = t.large * p.works_per_tile;  // below 2^29
+  const int idle = p.by_sms.divide(works + p.num_sms - 1) * p.num_sms - works;
+  const int64_t mean = t.large_units / static_cast<unsigned>(max_of(t.large, 1));
+  const int64_t large = int64_t{t.large_units} * p.works_per_tile + min_of(p.num_sms / 2, idle) * mean;
+  const int64_t longest = (min_of(limit, p.longest) + int64_t{1}) * p.num_sms;
+  return max_of(max_of(busy_units(p, t.pieces, t.cut), large), longest) + mean * p.num_sms / 8 +
+         (t.cut > 0 ? 2 * p.num_sms : 0);
+}
+
+// A simpler estimate of whole tiles: the last works to start are the shortest.
 ATTNOPS_HOST_DEVICE inline int64_t whole_estimate(const CutProblem& p, int shortest) {
-  return cut_estimate(p, {p.num_tiles, 0, shortest}, p.longest);
+  const int works = p.num_tiles * p.works_per_tile;
+  const int64_t idle = int64_t{p.by_sms.divide(works + p.num_sms - 1) * p.num_sms - works} * shortest;
+  return max_of(busy_units(p, p.num_tiles, 0) + idle, (p.longest + int64_t{1}) * p.num_sms);
 }
 
 // Whether whole tiles take so much longer than all SMs could, that cuts are looked for.
 ATTNOPS_HOST_DEVICE inline bool worth_cutting(const CutProblem& p, int64_t whole) {
-  const int64_t least = (p.total_units + p.num_tiles) * p.works_per_tile;
+  const int64_t least = busy_units(p, p.num_tiles, 0);
   return whole > least + least / 16 + 2 * p.num_sms;
 }
 

@@ -78,12 +78,12 @@ __device__ void write_head(const TilePlan& p, int pieces, int limit) {
 struct CutScratch {
   alignas(16) int32_t units[kMostTilesToCut];  // 0: no such tile
   int2 rows[kMostTilesToCut];                  // as in the plan
-  int pieces[kCutCandidates], cut[kCutCandidates];
+  CutTally tally[kCutCandidates];
 
   // By 256 threads or more, before a barrier ahead of the first row.
   __device__ void clear() {
     if (threadIdx.x < kMostTilesToCut / 2) reinterpret_cast<int2*>(units)[threadIdx.x] = {0, 0};
-    if (threadIdx.x < kCutCandidates) pieces[threadIdx.x] = cut[threadIdx.x] = 0;
+    if (threadIdx.x < kCutCandidates) tally[threadIdx.x] = {};
   }
 };
 
@@ -145,11 +145,10 @@ __device__ int find_limit(const TilePlan& p, const HostKnows& known, CutScratch&
                            .total_units = __reduce_add_sync(~0u, sum)};  // 512 tiles of 2^21 units at most
   const int least = static_cast<int>(__reduce_min_sync(~0u, shortest)) + 1;
   if (num_tiles == 0) return kNeverCut;
-  const bool checked = num_tiles > 2;  // else candidate 0 tells whether cuts are worth it
-  if (checked && !worth_cutting(problem, whole_estimate(problem, least))) return kNeverCut;
+  if (!worth_cutting(problem, whole_estimate(problem, least))) return kNeverCut;
   const int limit = cut_limit(problem, lane, [](int n, int d) { return Reciprocal(d).divide(n); });
   const Reciprocal by_limit(limit);
-  CutTally tally{.shortest = min_of(least, limit)};
+  CutTally tally;
   const bool alone = num_tiles <= 8;  // each warp looks at all tiles
 #pragma unroll 1
   for (int tile = alone ? 0 : 4 * warp; tile < num_tiles; tile += alone ? 4 : 4 * kCutWarps) {
@@ -157,17 +156,17 @@ __device__ int find_limit(const TilePlan& p, const HostKnows& known, CutScratch&
     const int of_tile[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int count = by_limit.pieces_of(of_tile[i]);  // 0 where there is no tile
-      tally.pieces += count;
-      if (count > 1) tally.cut += count;
+      tally.add(of_tile[i], limit, by_limit.pieces_of(of_tile[i]));  // of no tile 0
     }
   }
   if (!alone) {
-    atomicAdd(&scratch.pieces[lane], tally.pieces);
-    atomicAdd(&scratch.cut[lane], tally.cut);
+    CutTally& all = scratch.tally[lane];
+    atomicAdd(&all.pieces, tally.pieces);
+    atomicAdd(&all.cut, tally.cut);
+    atomicAdd(&all.large, tally.large);
+    atomicAdd(&all.large_units, tally.large_units);
     asm volatile("bar.sync 1, %0;" ::"n"(kCutThreads) : "memory");
-    tally.pieces = scratch.pieces[lane];
-    tally.cut = scratch.cut[lane];
+    tally = all;
   }
   // The first of the least: by the upper halves, then the lower ones of those. -1 is the largest.
   const int64_t estimate = cut_estimate(problem, tally, limit);
@@ -176,9 +175,7 @@ __device__ int find_limit(const TilePlan& p, const HostKnows& known, CutScratch&
   const unsigned least_upper = __reduce_min_sync(~0u, upper);
   const unsigned least_lower = __reduce_min_sync(~0u, upper == least_upper ? lower : ~0u);
   const int best = __ffs(static_cast<int>(__ballot_sync(~0u, upper == least_upper && lower == least_lower))) - 1;
-  const bool worth = checked || (__ballot_sync(~0u, worth_cutting(problem, estimate)) & 1) != 0;
-  const int chosen = __shfl_sync(~0u, tally.cut > 0 ? limit : kNeverCut, best);
-  return worth ? chosen : kNeverCut;
+  return __shfl_sync(~0u, tally.cut > 0 ? limit : kNeverCut, best);
 }
 
 // Cuts the tiles that are written. Called by the first kCutThreads threads.
