@@ -1,8 +1,10 @@
 #pragma once
 #include "device/sm90/gmma.cuh"
 #include "device/sm90/wgmma_fp8.cuh"
+#include "fmha/sm90/convert_queries.cuh"
 #include "fmha/sm90/load.cuh"
 #include "fmha/sm90/softmax.cuh"
+#include "fmha/sm90/store.cuh"
 
 namespace attnops::fmha::sm90 {
 
@@ -147,7 +149,13 @@ class Consumer {
     }
     const uint32_t queries = shared_ + Layout::kQ + q_ring_.stage * Tr::kQBytes + first_row * 128;
     q_operand_ = hopper::chunk_operand<Tr::kRows>(queries);
-    if constexpr (kConverts) convert_queries(queries, 16 * warp_ + lane_ / 4);
+    if constexpr (kConverts) {
+      convert_queries<Tr>(queries, 16 * warp_ + lane_ / 4, lane_, row_factor_);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) row_scale_[h] = transformed_ ? scale_ : scale_ * row_factor_[h];
+      hopper::fence_async_proxy();  // the matrix units read through another proxy
+      hopper::named_barrier_sync(kQueriesBarrier + group_, 128);
+    }
 
     int tile = w.tile_begin;
     const int tile_end = w.tile_end;
@@ -219,49 +227,6 @@ class Consumer {
     release_values();
   }
 
-  // bfloat16 queries become fp16 in their place. Four lanes have a row, and scale it by the power of two that brings
-  // its largest value below 2^16: all values above 2^-30 of that one stay exact. Scores are multiplied by the inverse.
-  __device__ __forceinline__ void convert_queries(uint32_t queries, int own_row) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = own_row + 8 * h;
-      uint32_t values[Tr::kQkChunks * 2][4], largest = 0;
-      const auto at = [&](int i) {
-        return queries + i / 2 * Tr::kRows * 128 + hopper::swizzled(row, lane_ % 4 * 2 + i % 2);
-      };
-#pragma unroll
-      for (int i = 0; i < Tr::kQkChunks * 2; ++i) {
-        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(values[i][0]), "=r"(values[i][1]), "=r"(values[i][2]), "=r"(values[i][3])
-                     : "r"(at(i))
-                     : "memory");
-      }
-#pragma unroll
-      for (int i = 0; i < Tr::kQkChunks * 8; ++i) largest = __vmaxu2(largest, values[i / 4][i % 4] & 0x7fff7fffu);
-      largest = __vmaxu2(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-      largest = __vmaxu2(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-      const int exponent = static_cast<int>(max_of(largest >> 16, largest & 0xffffu) >> 7);  // biased by 127
-      const int power = min_of(127 + 15 + 127 - exponent, 227);                              // likewise
-      const float scale = __int_as_float(power << 23), inverse = __int_as_float((254 - power) << 23);
-#pragma unroll
-      for (int i = 0; i < Tr::kQkChunks * 2; ++i) {
-        uint32_t pairs[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          pairs[j] = hopper::pack_pair<T>(__uint_as_float(values[i][j] << 16) * scale,
-                                          __uint_as_float(values[i][j] & 0xffff0000u) * scale);
-        }
-        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at(i)), "r"(pairs[0]), "r"(pairs[1]),
-                     "r"(pairs[2]), "r"(pairs[3])
-                     : "memory");
-      }
-      row_factor_[h] = inverse;
-      row_scale_[h] = transformed_ ? scale_ : scale_ * inverse;
-    }
-    hopper::fence_async_proxy();  // the matrix units read through another proxy
-    hopper::named_barrier_sync(kQueriesBarrier + group_, 128);
-  }
-
   // Tiles that all rows of the warpgroup see whole: [begin, end).
   __device__ __forceinline__ void full_tiles(const Work& w, int first_row, int& begin, int& end) const {
     const int first = min_of(first_row * s_.pack_inverse >> 16, w.num_tokens - 1);
@@ -270,8 +235,6 @@ class Consumer {
     begin = ceil_div(keys.begin, Tr::kKeys);
     end = min_of(keys.end / Tr::kKeys, w.tile_end);  // before any gap
   }
-
-  __device__ __forceinline__ void issue_scores() { issue_scores(scores_); }
 
   template <int kCount>
   __device__ __forceinline__ void issue_scores(float (&scores)[kCount]) {
@@ -379,7 +342,7 @@ class Consumer {
     await_keys();
     take_turn();
     hopper::wgmma_fence();
-    issue_scores();
+    issue_scores(scores_);
     pass_turn();
     hopper::wgmma_wait<0>(scores_);
     release_keys();
@@ -401,7 +364,7 @@ class Consumer {
     await_keys();
     take_turn();
     hopper::wgmma_fence();
-    issue_scores();
+    issue_scores(scores_);
     if constexpr (kShape.overlap) {
       await_values();
       hopper::wgmma_fence();  // the assembler packs probabilities behind the first fence
@@ -459,7 +422,7 @@ class Consumer {
       factor[h] = empty ? 0.f : v_scale / total;
       if (!at.exists) continue;
       if (is_piece) {
-        store_piece(w, row, lse, factor[h], h);
+        store_piece<Tr>(p_, s_, w, row, lse, factor[h], h, lane_, out_);
         continue;
       }
       if (p_.sinks != nullptr && !empty) factor[h] /= 1.f + expf(p_.sinks[at.head] - lse);
@@ -467,7 +430,7 @@ class Consumer {
       if (p_.lse != nullptr && lane_ % 4 == 0) p_.lse[token * p_.num_q_heads + at.head] = lse;
       rows[h] = static_cast<Out*>(p_.out) + token * p_.out_stride_token + at.head * p_.out_stride_head;
     }
-    if (!is_piece) store_rows(rows, factor);
+    if (!is_piece) store_rows<Tr>(p_, rows, factor, lane_, out_);
   }
 
   // By what a lane's two rows are multiplied, and where they go: all that can be known before values are multiplied.
@@ -496,26 +459,11 @@ class Consumer {
 
   // Stores rows as they were prepared.
   __device__ __forceinline__ void finish(const Work& w) const {
-    if (!__any_sync(0xffffffffu, w.slab >= 0)) return store_rows(to_, factor_);
+    if (!__any_sync(0xffffffffu, w.slab >= 0)) return store_rows<Tr>(p_, to_, factor_, lane_, out_);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = 64 * group_ + 16 * warp_ + lane_ / 4 + 8 * h;
-      if (place_of_row(s_, w, row).exists) store_piece(w, row, lse_[h], factor_[h], h);
-    }
-  }
-
-  // A row of a piece, as it is before the merge.
-  __device__ __forceinline__ void store_piece(const Work& w, int row, float lse, float factor, int h) const {
-    const int64_t at = static_cast<int64_t>(w.slab) * Tr::kRows + row;
-    if (lane_ % 4 == 0) partial_lse<Tr::kRows>(p_, s_)[at] = lse;
-    float* to = p_.partial + at * p_.head_dim_v + lane_ % 4 * 2;
-#pragma unroll
-    for (int j = 0; j < Tr::kHeadDimV / 8; ++j) {
-      const float* o = out_ + 4 * j + 2 * h;
-      if (8 * j < p_.head_dim_v) {
-        *reinterpret_cast<float2*>(to + 8 * j) =
-            factor == 0.f ? float2{0.f, 0.f} : float2{o[0] * factor, o[1] * factor};
-      }
+      if (place_of_row(s_, w, row).exists) store_piece<Tr>(p_, s_, w, row, lse_[h], factor_[h], h, lane_, out_);
     }
   }
 
@@ -524,38 +472,6 @@ class Consumer {
     if (__any_sync(0xffffffffu, w.slab >= 0)) {
       __syncwarp();
       if (lane_ == 0) count_piece(p_, 1);
-    }
-  }
-
-  // Four lanes hold a row, two neighbours of eight columns each. They trade, so that each stores sixteen bytes: of 32
-  // columns lane i gets the i-th eight.
-  __device__ __forceinline__ void store_rows(Out* const (&rows)[2], const float (&factor)[2]) const {
-    static_assert(Tr::kHeadDimV % 32 == 0);
-    const int quarter = lane_ % 4;
-    const bool odd = quarter & 1, upper = quarter & 2;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      if (!__any_sync(0xffffffffu, rows[h] != nullptr)) continue;  // a short call's: each instruction costs
-#pragma unroll
-      for (int columns = 0; columns < Tr::kHeadDimV; columns += 32) {
-        uint32_t own[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float* o = out_ + columns / 2 + 4 * i + 2 * h;
-          // Selected, not multiplied: without a key the accumulators hold anything.
-          own[i] = factor[h] == 0.f ? 0u : hopper::pack_pair<Out>(o[0] * factor[h], o[1] * factor[h]);
-        }
-        // A transpose of four by four: first in blocks of two, then inside.
-        const uint32_t a = __shfl_xor_sync(0xffffffffu, upper ? own[0] : own[2], 2),
-                       b = __shfl_xor_sync(0xffffffffu, upper ? own[1] : own[3], 2);
-        uint32_t left[2] = {upper ? a : own[0], upper ? b : own[1]};   // columns of lanes 0 and 1
-        uint32_t right[2] = {upper ? own[2] : a, upper ? own[3] : b};  // of lanes 2 and 3
-        const uint32_t c = __shfl_xor_sync(0xffffffffu, odd ? left[0] : left[1], 1),
-                       d = __shfl_xor_sync(0xffffffffu, odd ? right[0] : right[1], 1);
-        const uint4 piece{odd ? c : left[0], odd ? left[1] : c, odd ? d : right[0], odd ? right[1] : d};
-        const int column = columns + 8 * quarter;
-        if (rows[h] != nullptr && column < p_.head_dim_v) *reinterpret_cast<uint4*>(rows[h] + column) = piece;
-      }
     }
   }
 
