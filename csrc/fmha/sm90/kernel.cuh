@@ -2,6 +2,7 @@
 #include "device/common/pdl.cuh"
 #include "fmha/sm90/attend.cuh"
 #include "fmha/sm90/load_e4m3.cuh"
+#include "fmha/sm90/load_e4m3_rows.cuh"
 #include "fmha/sm90/load_narrow.cuh"
 #include "fmha/sm90/load_narrow_rows.cuh"
 #include "fmha/sm90/load_rows.cuh"
@@ -10,7 +11,7 @@
 namespace attnops::fmha::sm90 {
 
 // One CTA an SM, until the plan has no more works: warpgroup 0 brings tiles, the others compute. kByRows: keys and
-// values come row by row; else in boxes, or, of e4m3 queries, either way.
+// values come row by row, else in boxes.
 template <class Tr, bool kByRows>
 __global__ void __launch_bounds__(Tr::kThreads, Tr::kShape.ctas)
     fmha_sm90_kernel(const __grid_constant__ Params p, const __grid_constant__ Schedule s,
@@ -29,6 +30,9 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kShape.ctas)
       of_keys = of_values = NarrowRowProducer<Tr>::kWarps;
     } else if constexpr (Tr::kNarrow) {
       of_keys = of_values = readers_of_raw = NarrowProducer<Tr>::kWideners;
+    } else if constexpr (Tr::kFp8 && kByRows) {
+      of_keys = E4m3RowProducer<Tr>::kOfKeys;
+      of_values = E4m3RowProducer<Tr>::kOfValues;
     } else if constexpr (kByRows) {
       of_keys = of_values = RowProducer<Tr>::arrivals(p);
     } else if constexpr (!Tr::kFp8) {
@@ -71,7 +75,9 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kShape.ctas)
     if (threadIdx.x / 32 == 3) first.prefetch();
     let_next_kernel_start();
     const Maps maps{&q_map, &k_map, &v_map};
-    if constexpr (Tr::kFp8) {
+    if constexpr (Tr::kFp8 && kByRows) {
+      E4m3RowProducer<Tr>(p, s, maps, base).run();
+    } else if constexpr (Tr::kFp8) {
       E4m3Producer<Tr>(p, s, maps, base).run();
     } else if constexpr (Tr::kNarrow && kByRows) {
       NarrowRowProducer<Tr>(p, s, maps, base).run();

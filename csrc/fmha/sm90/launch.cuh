@@ -110,9 +110,7 @@ template <class Tr>
 void launch_traits(const Params& p, cudaStream_t stream) {
   if (p.num_q_tokens == 0) return;
   Schedule s = make_schedule<Tr>(p);
-  if constexpr (!Tr::kFp8) {
-    if (s.box_keys == 0) return launch_kernel<typename Tr::Rows, true>(p, s, stream);
-  }
+  if (s.box_keys == 0) return launch_kernel<typename Tr::Rows, true>(p, s, stream);
   if constexpr (Tr::kHasOneTile) {
     using OneTile = typename Tr::OneTile;
     if (s.plain != 0 && has_one_tile(p, Tr::kKeys, Tr::kHeadDimV)) {

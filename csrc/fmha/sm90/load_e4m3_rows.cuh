@@ -1,9 +1,9 @@
 #pragma once
 #include "device/sm80/cp_async.cuh"
-#include "device/sm90/wgmma_fp8.cuh"
 #include "fmha/sm90/load.cuh"
 #include "fmha/sm90/load_rows.cuh"
 #include "fmha/sm90/rows.cuh"
+#include "fmha/sm90/transpose.cuh"
 
 namespace attnops::fmha::sm90 {
 
@@ -123,43 +123,16 @@ class E4m3RowProducer : RowLookups<Tr> {
   }
 
   // This warp's part of the oldest tile of values that is not transposed. Copies of one newer tile may be under way.
-  // The order of keys is that of transpose_tile.
   __device__ __forceinline__ void transpose() {
-    constexpr int kAtOnce = 4;
-    static_assert(kDimBlocks % kAtOnce == 0);
-    const int lane = tid_ % 32, row = lane % 8 * 2 + lane / 8 % 2;  // of a block of dims
     const uint32_t offset = 8 * v_ring_.stage;
-    const uint32_t source = shared_ + Layout::kRaw + v_ring_.stage * Tr::kRawBytes +
-                            share_ * kValueChunks * Tr::kKeys * 128 + block_ * kBlockBytes + lane * 128;
-    const uint32_t target = shared_ + Layout::kV + v_ring_.stage * Tr::kVBytes + share_ * kDimBlocks * 16 * 128 +
-                            hopper::swizzled(row, 2 * block_ + lane / 16);
+    const uint32_t raw = shared_ + Layout::kRaw + v_ring_.stage * Tr::kRawBytes +
+                         share_ * kValueChunks * Tr::kKeys * 128 + block_ * kBlockBytes;
+    const uint32_t values = shared_ + Layout::kV + v_ring_.stage * Tr::kVBytes + share_ * kDimBlocks * 16 * 128;
     cp_async_wait<1>();
     __syncwarp();  // those of other lanes have landed, too
-    uint32_t pairs[kAtOnce][4];
-    const auto load = [&](int first) {
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int block = first + i;
-        hopper::load_transposed(pairs[i], source + block / 8 * Tr::kKeys * 128 + ((block % 8 ^ lane % 8) << 4));
-      }
-    };
-    load(0);
-    hopper::mbarrier_wait(shared_ + Layout::kVEmpty + offset, v_ring_.phase ^ 1);
-#pragma unroll
-    for (int first = 0; first < kDimBlocks; first += kAtOnce) {
-      if (first > 0) load(first);
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const uint32_t(&p)[4] = pairs[i];
-        const uint32_t rows[4] = {
-            __byte_perm(p[0], p[1], 0x6420),  // even dims, keys 0 .. 15
-            __byte_perm(p[0], p[1], 0x7531),  // odd dims
-            __byte_perm(p[2], p[3], 0x6420),
-            __byte_perm(p[2], p[3], 0x7531),
-        };
-        hopper::store_fragment(rows, target + (first + i) * 16 * 128);
-      }
-    }
+    transpose_rows<Tr::kKeys, kDimBlocks>(raw, values, block_, tid_ % 32, [&] {
+      hopper::mbarrier_wait(shared_ + Layout::kVEmpty + offset, v_ring_.phase ^ 1);
+    });
     arrive(shared_ + Layout::kVFull + offset);
     v_ring_.advance();
   }

@@ -11,47 +11,6 @@ namespace attnops::fmha::sm90 {
 
 namespace hopper = attnops::sm90;
 
-// The rows of a tile that a lane looks up: lane, 32 + lane, and so on. Byte offsets from the pool; negative: no row of
-// the tile sees the key, or its page is outside the pool. Such rows become zeros.
-template <class Tr>
-struct RowOffsets {
-  static constexpr int64_t kNone = -1;
-  static constexpr int kCount = ceil_div(Tr::kKeys, 32);
-  int64_t of[kCount];
-};
-
-// Begins to copy the rows of a tile, by a warp; eight lanes share a chunk of a row. The offsets of several rows are
-// asked of other lanes before any is used: a warp alone would wait for each.
-template <class Tr, int kChunks>
-__device__ __forceinline__ void copy_rows(const void* pool, const RowOffsets<Tr>& offsets, int head_dim,
-                                          uint32_t tile) {
-  constexpr int kElements = 16 / sizeof(typename Tr::T), kAtOnce = 4;
-  const int lane = threadIdx.x % 32, piece = lane % 8;
-  const char* const source = static_cast<const char*>(pool) + piece * 16;
-#pragma unroll
-  for (int j = 0; j < RowOffsets<Tr>::kCount; ++j) {
-    const int passes = min_of(8, Tr::kKeys / 4 - 8 * j);
-#pragma unroll
-    for (int first = 0; first < passes; first += kAtOnce) {
-      int64_t offset[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        offset[i] = __shfl_sync(0xffffffffu, offsets.of[j], 4 * (first + i) + lane / 8);
-      }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const uint32_t to = tile + j * 4096 + hopper::swizzled(4 * (first + i) + lane / 8, piece);
-        const char* const from = source + offset[i];  // not read where no row is
-#pragma unroll
-        for (int c = 0; c < kChunks; ++c) {
-          const bool exists = offset[i] >= 0 && (c * 8 + piece) * kElements < head_dim;
-          hopper::copy16(to + c * Tr::kKeys * 128, from + c * 128, exists);
-        }
-      }
-    }
-  }
-}
-
 // Four warps bring a tile together. In pass n a lane has a piece of row 16 n + 4 warp + lane / 8, and it looks up row
 // 16 (lane / 4) + 4 warp + lane % 4: no warp asks another one.
 inline constexpr int kRowsOfPass = 16;

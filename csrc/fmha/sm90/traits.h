@@ -78,7 +78,7 @@ struct Traits {
   static constexpr bool kNarrow = kNarrow_, kFp8 = std::is_same_v<T, __nv_fp8_e4m3>;
   using Out = std::conditional_t<kFp8, __nv_bfloat16, Caller>;
   using Narrow = Traits<__half, of_narrow(kShape_), Caller, true>;  // for e4m3 keys
-  using Rows = Traits<T, of_rows(kShape_, kNarrow_), Caller, kNarrow_>;
+  using Rows = Traits<T, kFp8 ? kShape_ : of_rows(kShape_, kNarrow_), Caller, kNarrow_>;
   using OneTile = Traits<T, of_one_tile(kShape_), Caller>;
   static constexpr Shape kShape = kShape_;
   static constexpr int kHeadDimQk = kShape.head_dim_qk, kHeadDimV = kShape.head_dim_v;

@@ -1,15 +1,15 @@
-#include "fmha/sm90/launch_e4m3.cuh"
+#include "fmha/sm90/launch.cuh"
 
 namespace attnops::fmha::sm90 {
 
 void launch_e4m3_hd256(const Params& p, CUstream_st* stream) {
-  launch_e4m3<Traits<__nv_fp8_e4m3, Shape{.head_dim_qk = 256,
-                                          .head_dim_v = 256,
-                                          .keys = 64,
-                                          .warpgroups = 2,
-                                          .q_stages = 2,
-                                          .stages = 2,
-                                          .registers = 224}>>(p, stream);
+  launch_traits<Traits<__nv_fp8_e4m3, Shape{.head_dim_qk = 256,
+                                            .head_dim_v = 256,
+                                            .keys = 64,
+                                            .warpgroups = 2,
+                                            .q_stages = 2,
+                                            .stages = 2,
+                                            .registers = 224}>>(p, stream);
 }
 
 }  // namespace attnops::fmha::sm90
