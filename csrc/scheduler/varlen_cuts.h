@@ -71,8 +71,7 @@ struct CutTally {
   }
 };
 
-// Time of all works without a pause, times the SMs. A work costs a unit besides its keys, a piece of a cut tile
-// another.
+// Time of all works without a pause, times the SMs. A work costs a unit besides its keys, and a piece another one.
 ATTNOPS_HOST_DEVICE inline int64_t busy_units(const CutProblem& p, int pieces, int cut) {
   return (p.total_units + pieces + cut) * p.works_per_tile;
 }
@@ -81,7 +80,7 @@ ATTNOPS_HOST_DEVICE inline int64_t busy_units(const CutProblem& p, int pieces, i
 //
 // Large works, pieces first, are dealt out in turns. If the last turn is not full, SMs differ by half of such a work,
 // or by as much as the idle ones would do. Small works come last and fill that, as far as they go. A merge costs two
-// units. The smaller large works are, the more alike SMs end: an eighth of one.
+// units. Where there is more than a turn, SMs end apart by an eighth of a large work.
 ATTNOPS_HOST_DEVICE inline int64_t cut_estimate(const CutProblem& p, const CutTally& t, int limit) {
   if (t.cut > p.max_pieces) return -1;
   const int works = t.large * p.works_per_tile;  // below 2^29
@@ -89,8 +88,8 @@ ATTNOPS_HOST_DEVICE inline int64_t cut_estimate(const CutProblem& p, const CutTa
   const int64_t mean = t.large_units / static_cast<unsigned>(max_of(t.large, 1));
   const int64_t large = int64_t{t.large_units} * p.works_per_tile + min_of(p.num_sms / 2, idle) * mean;
   const int64_t longest = (min_of(limit, p.longest) + int64_t{1}) * p.num_sms;
-  return max_of(max_of(busy_units(p, t.pieces, t.cut), large), longest) + mean * p.num_sms / 8 +
-         (t.cut > 0 ? 2 * p.num_sms : 0);
+  return max_of(max_of(busy_units(p, t.pieces, t.cut), large), longest) +
+         (works > p.num_sms ? mean * p.num_sms / 8 : 0) + (t.cut > 0 ? 2 * p.num_sms : 0);
 }
 
 // A simpler estimate of whole tiles: the last works to start are the shortest.
@@ -106,7 +105,7 @@ ATTNOPS_HOST_DEVICE inline bool worth_cutting(const CutProblem& p, int64_t whole
   return whole > least + least / 16 + 2 * p.num_sms;
 }
 
-// The limit for tiles of so many units each, on the host. A GPU finds the same one in fmha/cuda/plan.cu.
+// The limit for tiles of so many units each, on the host. A GPU finds the same one in fmha/cuda/plan_cuts.cuh.
 inline int find_cut_limit(const std::vector<int>& units, int works_per_tile, int num_sms, int max_pieces) {
   if (units.size() > kMostTilesToCut) return kNeverCut;
   CutProblem problem{works_per_tile, num_sms, max_pieces, static_cast<int>(units.size()), 0, Divisor(num_sms), 0};
