@@ -284,6 +284,7 @@ def test_new_tokens_are_attended_to_apart_by_sglangs_rule(prefix, calls, kv_dtyp
 @pytest.fixture
 def runs(monkeypatch, flashinfer_stand_in):
     """Calls of `run`, of a stand-in that goes through a module as the package does."""
+    monkeypatch.setattr(stand_in, "__version__", "0.7.2.post1", raising=False)
     seen = []
     for name in ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"):
         cls = getattr(stand_in, name)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from attnops import ops
-from attnops.backends.base import AttentionBackend, LayerCall, is_causal
+from attnops.backends.base import DECODE, AttentionBackend, LayerCall, is_causal
 from attnops.backends.capability import DECODER_MODES, SIXTEEN_BIT, Capability, HeadDims
-from attnops.backends.flashinfer_calls import record_run
+from attnops.backends.flashinfer_calls import record_run, repeats
 from attnops.backends.flashinfer_plans import (
     FlashInferStep,
     Key,
@@ -33,7 +33,7 @@ from attnops.backends.registry import register_attention_backend
 from attnops.backends.store import FP8, heads, store_kv, store_mla, uses_window_slots
 from attnops.graph_buffers import PagedBuffers
 from attnops.layers.radix_attention import RadixAttention
-from attnops.pools import MLATokenToKVPool
+from attnops.pools import MHATokenToKVPool, MLATokenToKVPool
 from attnops.types import MLA_KV_LORA_RANK, AttentionBatch, AttentionSpec, AttentionType, ForwardMode, Limits, TokenPool
 
 MERGED_FROM_TOKENS = 4096  # new tokens of a step from which cached prefixes are attended to apart: SGLang's
@@ -60,6 +60,9 @@ _CAPABILITY = Capability(
 )
 
 
+_STORE = torch.ops.attnops.store_kv.default
+
+
 @dataclass(slots=True)
 class _BoundLayer:
     """What a layer brings to every step alike, until its `version` or its pool's buffers change.
@@ -69,6 +72,8 @@ class _BoundLayer:
         options: Scales of an FP8 cache, for `run`.
         keys: Of the wrappers that serve it: in DECODE, and in other steps.
         repeats: Its calls are those of every layer with its key: it has no scales of its own.
+        widths: Of q and out, heads side by side.
+        stores: K and V go into `pages` by the op itself; False: by `store_kv`.
     """
 
     version: int
@@ -79,6 +84,8 @@ class _BoundLayer:
     options: dict[str, Any]
     keys: tuple[Key, Key]
     repeats: bool
+    widths: tuple[int, int]
+    stores: bool
 
 
 @register_attention_backend("flashinfer")
@@ -122,6 +129,8 @@ class FlashInferAttnBackend(AttentionBackend):
         self.wrappers = Wrappers(spec, limits, self.device, size, self._indices, self._prefix_indices)
         self._prepared: PreparedStep[FlashInferStep] = PreparedStep()
         self._bound: dict[RadixAttention, _BoundLayer] = {}  # by layer, not by id: two models may take turns
+        self._is_mla = spec.is_mla
+        self._repeats = repeats(self.wrappers.flashinfer)
 
     @property
     def fault_report(self) -> Tensor | None:
@@ -204,6 +213,65 @@ class FlashInferAttnBackend(AttentionBackend):
                 report=self._buffers.report,
             )
 
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: RadixAttention,
+        batch: AttentionBatch,
+        save_kv_cache: bool = True,
+        *,
+        out: Tensor | None = None,
+        **ropes: Tensor | None,
+    ) -> Tensor:
+        """`AttentionBackend.forward`; in one piece where a layer repeats the call of one before it in the step."""
+        bound, pool, mla = self._bound.get(layer), batch.token_to_kv_pool, self._is_mla
+        if (
+            bound is None
+            or not bound.repeats
+            or bound.pool is not pool
+            or bound.version != layer.version
+            or bound.buffers_version != pool.buffers_version
+            or ropes
+            or self._prepared.planned is not batch
+            or not batch.tokens_per_request
+            or batch.tree_mask is not None
+            or batch.multi_item is not None
+        ):
+            return super().forward(q, k, v, layer, batch, save_kv_cache, out=out, **ropes)
+        step = self._prepared.of(batch)
+        repeated = step.repeated.get(bound.keys[batch.forward_mode is not DECODE])
+        heads_q, width, out_width = layer.num_heads, *bound.widths
+        if (
+            repeated is None
+            or q.shape != (tokens := repeated.tokens, width)
+            or (v is None and k is not None and not mla)
+            or (out is not None and out.shape != (tokens, out_width))
+        ):
+            return super().forward(q, k, v, layer, batch, save_kv_cache, out=out)
+        if out is None:
+            out = q.new_empty(tokens, out_width)
+        queries, rows = q.view(tokens, heads_q, layer.head_dim), out.view(tokens, heads_q, layer.v_head_dim)
+        if mla:
+            q_nope, q_pe = queries.split_with_sizes((MLA_KV_LORA_RANK, layer.head_dim - MLA_KV_LORA_RANK), -1)
+            tensors: tuple[Tensor, ...] = (q_nope, q_pe, *bound.pages, rows)
+        else:
+            tensors = (queries, *bound.pages, rows)
+        if not repeated.takes(tensors[0], rows):
+            return super().forward(q, k, v, layer, batch, save_kv_cache, out=out)
+        if save_kv_cache and k is not None:
+            if mla:
+                store_mla(layer, batch, k, None, self._buffers.report)
+            elif bound.stores and batch.out_cache_loc is not None:
+                k = heads("k", k, layer.num_kv_heads, layer.head_dim)
+                v = heads("v", v, layer.num_kv_heads, layer.v_head_dim)  # type: ignore[arg-type]
+                _STORE(*bound.pages, k, v, batch.out_cache_loc, None, None, self._buffers.report)
+            else:
+                store_kv(layer, batch, step.paged, k, v, self._buffers.report)  # type: ignore[arg-type]
+        repeated(*tensors)
+        return out
+
     def attend(self, call: LayerCall) -> None:
         step = self._prepared.of(call.batch)
         if call.batch.tree_mask is not None:
@@ -265,8 +333,12 @@ class FlashInferAttnBackend(AttentionBackend):
                 options = {"k_scale": layer.k_scale_float, "v_scale": layer.v_scale_float}
             pages = pool.get_kv_buffer(layer.layer_id)
             keys = (paged_key(layer, windowed, True), paged_key(layer, windowed, False))
-        repeats = all(scale is None for scale in options.values())
-        bound = _BoundLayer(layer.version, pool, pool.buffers_version, windowed, pages, options, keys, repeats)
+        again = self._repeats and all(scale is None for scale in options.values())
+        widths = (layer.num_heads * layer.head_dim, layer.num_heads * layer.v_head_dim)
+        plain = type(pool).__dict__.get("set_kv_buffer") is MHATokenToKVPool.set_kv_buffer
+        stores = plain and pool.dtype not in FP8
+        known = (layer.version, pool, pool.buffers_version)
+        bound = _BoundLayer(*known, windowed, pages, options, keys, again, widths, stores)
         self._bound[layer] = bound
         return bound
 
@@ -319,14 +391,14 @@ class FlashInferAttnBackend(AttentionBackend):
             q_pe = heads("q_rope", call.q_rope, layer.num_heads, layer.head_dim - MLA_KV_LORA_RANK)
         out = heads("out", call.out, layer.num_heads, layer.v_head_dim)
         key, tensors = bound.keys[0], (q_nope, q_pe, *bound.pages, out)
-        repeated = step.repeated.get(key)
+        repeated = step.repeated.get(key) if bound.repeats else None
         if repeated is not None and repeated.takes(q_nope, out):
             repeated(*tensors)
             return
         wrapper = step.planned.get(key)
         if wrapper is None:
             wrapper = self.wrappers.mla(step, layer, bound.pages[1].shape[-1], bound.pool.dtype)
-        if key not in step.repeated:
+        if bound.repeats and key not in step.repeated:
             step.repeated[key] = record_run(wrapper, lambda: wrapper.run(*tensors[:-1], out=out), tensors)
         else:
             wrapper.run(*tensors[:-1], out=out)

@@ -6,11 +6,21 @@ layer's own tensors alone. So the first layer's is recorded, and the others' are
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+# Whose `run` was read: behind the module's call it multiplies by v's scale, where there is one, and does no more.
+VERSIONS = frozenset({"0.7.2.post1"})
+
+
+def repeats(flashinfer: Any) -> bool:
+    """Whether calls of the package may be repeated: its version is known, and it logs no calls."""
+    log = sys.modules.get("flashinfer.api_logging")
+    return getattr(flashinfer, "__version__", "") in VERSIONS and getattr(log, "_API_LOG_LEVEL", 0) == 0
 
 
 class _Recorder:
@@ -31,19 +41,25 @@ class _Recorder:
 
 
 class RepeatedRun:
-    """The call of the module that a `run` ended in, with room for the tensors of another layer."""
+    """The call of the module that a `run` ended in, with room for the tensors of another layer.
 
-    __slots__ = ("_arguments", "_dtype", "_function", "_out_dtype", "_places", "_shape")
+    Attributes:
+        tokens: Of q and out.
+    """
+
+    __slots__ = ("_arguments", "_device", "_dtype", "_function", "_out_dtype", "_places", "_shape", "tokens")
 
     def __init__(self, function: Callable[..., Any], arguments: list[Any], places: list[int], q: Tensor, out: Tensor):
         for place in places:
             arguments[place] = None  # no layer's tensors outlive it
         self._function, self._arguments, self._places = function, arguments, places
-        self._shape, self._dtype, self._out_dtype = q.shape, q.dtype, out.dtype
+        self._shape, self._dtype, self._out_dtype, self._device = q.shape, q.dtype, out.dtype, q.device
+        self.tokens = q.shape[0]
 
     def takes(self, q: Tensor, out: Tensor) -> bool:
         """Whether the layer brings what the recorded one did; else `run` says what is wrong."""
-        return q.shape == self._shape and q.dtype is self._dtype and out.dtype is self._out_dtype
+        alike = q.shape == self._shape and q.dtype is self._dtype and out.dtype is self._out_dtype
+        return alike and q.device == self._device == out.device
 
     def __call__(self, *tensors: Tensor) -> None:
         arguments = self._arguments.copy()
