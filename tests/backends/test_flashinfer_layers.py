@@ -5,6 +5,7 @@ The stand-in for the package gets a module between `run` and its kernels, as the
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import sys
 import types
@@ -14,6 +15,7 @@ import pytest
 import torch
 from attnops.backends import get_backend_class
 from attnops.compat import flashinfer as stand_in
+from attnops.layers import RadixAttention
 from attnops.types import AttentionSpec, ForwardMode
 from checks import MAX_RELATIVE_ERROR, relative_error
 from steps import LIMITS, Model, make_step
@@ -155,8 +157,14 @@ def test_what_does_not_fit_is_refused_as_in_the_first_layer(package):
         backend.forward(q, None, None, layer, batch, q_rope=q)
     with pytest.raises(ValueError, match="out must have shape"):
         backend.forward(q, None, None, layer, batch, out=q.new_empty(4, 64))
+    package.runs = 0
     with pytest.raises(ValueError, match=r"planned was torch\.bfloat16"):  # the package's own refusal
         backend.forward(q.half(), None, None, layer, batch)
+    assert package.runs == 1
+    batch.multi_item = object()
+    with pytest.raises(NotImplementedError, match="multi-item"):
+        backend.forward(q, None, None, layer, batch)
+    batch.multi_item = None
     batch.tree_mask = torch.ones(4, 1, dtype=torch.uint8)
     with pytest.raises(NotImplementedError, match="tree_mask"):
         backend.forward(q, None, None, layer, batch)
@@ -188,3 +196,76 @@ def test_nothing_of_a_layer_is_kept_alive(package):
         del q
         gc.collect()
         assert [ref() for ref in kept] == [None, None]
+
+
+def test_a_layer_with_scales_does_not_repeat_one_without(package):
+    spec = AttentionSpec(**{**SIZES, "head_dim": 128}, kv_dtype=torch.float8_e4m3fn)
+    backend, step = build(spec), step_of(Model("fp8", spec))
+    backend.init_forward_metadata(step.batch)
+    sizes = (8, 128, step.layer.scaling, 2, step.layer.layer_id)
+    plain = RadixAttention(*sizes)
+    scaled = RadixAttention(*sizes, k_scale=torch.tensor([0.5]), v_scale=torch.tensor([2.0]))
+    q, k, v = (torch.randn(4, heads * 128, dtype=BF16) for heads in (8, 2, 2))
+    for layer in (plain, scaled):  # the first calls bind
+        backend.forward(q, k, v, layer, step.batch)
+    package.runs = 0
+    outs = [backend.forward(q, k, v, layer, step.batch) for layer in (plain, scaled)]
+    assert package.runs == 1
+    slow = build(spec, "0")
+    slow.init_forward_metadata(step.batch)
+    for layer, out in zip((plain, scaled), outs):
+        assert torch.equal(out, slow.forward(q, k, v, layer, step.batch))
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_a_repeated_layer_stores_where_the_first_one_does(model, package):
+    backend, step = build(model.spec), step_of(model)
+    backend.init_forward_metadata(step.batch)
+    step.run(backend)
+    step.k, step.v = torch.randn_like(step.k), torch.randn_like(step.v)
+    package.runs, pool = 0, step.batch.token_to_kv_pool
+    out = step.run(backend)
+    assert package.runs == 0
+    stored = [buffer.clone() for buffer in pool.all_buffers()[0]]
+    slow = build(model.spec, "0")
+    slow.init_forward_metadata(step.batch)
+    assert torch.equal(step.run(slow), out)
+    for mine, expected in zip(stored, pool.all_buffers()[0], strict=True):
+        assert torch.equal(mine.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+def test_an_idle_batch_needs_no_plan(package):
+    backend, step = build(MODELS[0].spec), step_of(MODELS[0])
+    backend.init_forward_metadata(step.batch)
+    step.run(backend)
+    idle = dataclasses.replace(step.batch, forward_mode=ForwardMode.IDLE)
+    assert not backend.forward(step.q.flatten(1), None, None, step.layer, idle).any()
+
+
+def test_new_tokens_of_a_ragged_step_stay_apart_behind_a_layer_over_pages(package):
+    model = MODELS[0]
+    step = make_step(model, ForwardMode.EXTEND, [0, 0, 0], [33, 1, 20])
+    step.batch.cache_seqlens_cpu = step.batch.cache_seqlens.clone()
+    step.batch.extend_seq_lens_cpu = step.batch.extend_seq_lens.clone()
+    backend = build(model.spec)
+    backend.init_forward_metadata(step.batch)
+    q, k, v = (rows.flatten(1) for rows in (step.q, step.k, step.v))
+    backend.forward(q, k, v, step.layer, step.batch)
+    backend.forward(q, None, None, step.layer, step.batch)
+    launches = package.launches
+    backend.forward(q, k, v, step.layer, step.batch)
+    assert launches == package.launches == 1
+
+
+def test_a_pool_whose_buffers_were_replaced_is_bound_again(package):
+    backend, step = build(MODELS[0].spec), step_of(MODELS[0])
+    backend.init_forward_metadata(step.batch)
+    step.run(backend)
+    pool, layer = step.batch.token_to_kv_pool, step.layer.layer_id
+    for buffers in (pool.k_buffer, pool.v_buffer):
+        buffers[layer] = buffers[layer].clone()
+    pages = pool.get_kv_buffer(layer)
+    for rows in pages:
+        rows.flatten(0, 1)[step.batch.out_cache_loc] = 0
+    step.run(backend)
+    assert torch.equal(pages[0].flatten(0, 1)[step.batch.out_cache_loc], step.k)

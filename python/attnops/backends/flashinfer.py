@@ -242,19 +242,20 @@ class FlashInferAttnBackend(AttentionBackend):
             return super().forward(q, k, v, layer, batch, save_kv_cache, out=out, **ropes)
         step = self._prepared.of(batch)
         repeated = step.repeated.get(bound.keys[batch.forward_mode is not DECODE])
-        heads_q, width, out_width = layer.num_heads, *bound.widths
+        (width, out_width), heads_q, dim = bound.widths, layer.num_heads, layer.head_dim
         if (
             repeated is None
-            or q.shape != (tokens := repeated.tokens, width)
+            or q.shape not in ((tokens := repeated.tokens, width), (tokens, heads_q, dim))
             or (v is None and k is not None and not mla)
             or (out is not None and out.shape != (tokens, out_width))
         ):
             return super().forward(q, k, v, layer, batch, save_kv_cache, out=out)
         if out is None:
             out = q.new_empty(tokens, out_width)
-        queries, rows = q.view(tokens, heads_q, layer.head_dim), out.view(tokens, heads_q, layer.v_head_dim)
+        queries = q.view(tokens, heads_q, dim) if q.dim() == 2 else q
+        rows = out.view(tokens, heads_q, layer.v_head_dim)
         if mla:
-            q_nope, q_pe = queries.split_with_sizes((MLA_KV_LORA_RANK, layer.head_dim - MLA_KV_LORA_RANK), -1)
+            q_nope, q_pe = queries.split_with_sizes((MLA_KV_LORA_RANK, dim - MLA_KV_LORA_RANK), -1)
             tensors: tuple[Tensor, ...] = (q_nope, q_pe, *bound.pages, rows)
         else:
             tensors = (queries, *bound.pages, rows)
@@ -335,8 +336,7 @@ class FlashInferAttnBackend(AttentionBackend):
             keys = (paged_key(layer, windowed, True), paged_key(layer, windowed, False))
         again = self._repeats and all(scale is None for scale in options.values())
         widths = (layer.num_heads * layer.head_dim, layer.num_heads * layer.v_head_dim)
-        plain = type(pool).__dict__.get("set_kv_buffer") is MHATokenToKVPool.set_kv_buffer
-        stores = plain and pool.dtype not in FP8
+        stores = type(pool).__dict__.get("set_kv_buffer") is MHATokenToKVPool.set_kv_buffer
         known = (layer.version, pool, pool.buffers_version)
         bound = _BoundLayer(*known, windowed, pages, options, keys, again, widths, stores)
         self._bound[layer] = bound
