@@ -5,6 +5,7 @@ The stand-in for the package gets a module between `run` and its kernels, as the
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import sys
@@ -269,3 +270,14 @@ def test_a_pool_whose_buffers_were_replaced_is_bound_again(package):
         rows.flatten(0, 1)[step.batch.out_cache_loc] = 0
     step.run(backend)
     assert torch.equal(pages[0].flatten(0, 1)[step.batch.out_cache_loc], step.k)
+
+
+def test_another_pool_of_the_batch_is_bound_again(package):
+    backend, step = build(MODELS[0].spec), step_of(MODELS[0])
+    backend.init_forward_metadata(step.batch)
+    step.run(backend)
+    pool = copy.deepcopy(step.batch.token_to_kv_pool)
+    step.batch.token_to_kv_pool, step.k = pool, torch.randn_like(step.k)
+    step.run(backend)
+    stored = pool.get_kv_buffer(step.layer.layer_id)[0].flatten(0, 1)
+    assert torch.equal(stored[step.batch.out_cache_loc], step.k)
