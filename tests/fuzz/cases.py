@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -84,6 +85,10 @@ FAMILIES: dict[str, tuple[int, Callable[[Draw], None]]] = {
     "hostile plans": (4, plans.hostile_plans),
 }
 
+NO_MEMORY = ("out of memory", "ALLOC_FAILED")  # words of an allocator, and of a library that asked it
+PAUSES = (1, 5, 20)  # seconds
+LARGE = 1 << 30  # bytes
+
 
 @dataclass
 class Result:
@@ -112,10 +117,22 @@ def family_of(draw: Draw, only: tuple[str, ...] = ()) -> str:
 def run_case(seed: int, index: int, device: str = "cpu", only: tuple[str, ...] = ()) -> Result:
     """Runs case `index` of a seed.
 
+    Where other processes fill the card, it is drawn and run again a little later.
+
     Args:
         only: Families to draw from; empty: all.
     """
-    draw = Draw(seed, index, device)
+    for pause in (*PAUSES, None):
+        result = _run_case(Draw(seed, index, device), only)
+        _give_back(device)
+        if pause is None or result.fatal or not any(text in result.message for text in NO_MEMORY):
+            return result
+        time.sleep(pause)
+    raise AssertionError  # the last pause is None
+
+
+def _run_case(draw: Draw, only: tuple[str, ...]) -> Result:
+    device = draw.device
     family = family_of(draw, only)
     os.environ.pop("ATTNOPS_CPU_ISA", None)
     os.environ.pop("ATTNOPS_CUDA_ARCH", None)
@@ -136,6 +153,12 @@ def run_case(seed: int, index: int, device: str = "cpu", only: tuple[str, ...] =
         text = f"{type(error).__name__}: {first} (at {os.path.basename(where.filename)}:{where.lineno})"
         return Result("failed", family, f"{text} | {_notes(draw)}", draw.seen, fatal=_is_dead(device))
     return Result("ok", family, "", draw.seen)
+
+
+def _give_back(device: str) -> None:
+    """Large memory of a case, which other processes of the run would lack: tables for hostile values take gigabytes."""
+    if device != "cpu" and torch.cuda.memory_reserved() > LARGE:
+        torch.cuda.empty_cache()
 
 
 def _wait(device: str) -> None:

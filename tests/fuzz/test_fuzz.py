@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from . import cases
 from .cases import run_case
 from .draw import Draw
 from .expected import cannot_run_here
@@ -19,8 +20,8 @@ FIXED = 22  # a seed whose first cases hit everything: another one takes twice a
 def test_a_fixed_seed():
     """What these cases happen not to hit, further ones do: a new family draws all cases anew."""
     run = Run(FIXED, jobs=2)
-    for cases in (CASES, 2 * CASES, 3 * CASES):
-        run.work(cases, None)
+    for count in (CASES, 2 * CASES, 3 * CASES):
+        run.work(count, None)
         if run.failures or not run.never_hit():
             break
     assert not run.failures, run.report()
@@ -42,6 +43,23 @@ def test_rows_that_a_processor_lacks_instructions_for_need_no_hit(monkeypatch):
         rows = {row: f"row cpu xqa_decode {row}_bfloat16" for row in ("scalar", "avx2", "avx512", "avx512bf16")}
         assert {row for row, name in rows.items() if cannot_run_here(name)} == lacking
     assert not cannot_run_here("row cuda xqa_decode bf16_hd64") and not cannot_run_here("op merge_state")
+
+
+@pytest.mark.parametrize(("times", "status"), [(0, "ok"), (2, "ok"), (3, "failed")])
+def test_a_case_that_finds_no_memory_is_run_again(times, status, monkeypatch):
+    """Another process may hold it for a moment. Each run draws the same case."""
+    drawn = []
+
+    def needs_memory(draw: Draw) -> None:
+        drawn.append(draw.number(0, 1 << 30))
+        if len(drawn) <= times:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB")
+
+    monkeypatch.setattr(cases, "FAMILIES", {"one": (1, needs_memory)})
+    monkeypatch.setattr(cases, "PAUSES", (0, 0))
+    assert run_case(SEED, 0).status == status
+    assert len(drawn) == min(times, 2) + 1
+    assert len(set(drawn)) == 1
 
 
 @pytest.mark.parametrize("name", MUTANTS)
