@@ -57,8 +57,10 @@ def expected(device: str) -> set[str]:
     return names
 
 
-def cannot_run_here(name: str) -> bool:
-    """A row of a CPU table, as a run counts it, whose instructions this processor lacks."""
+def cannot_run_here(name: str, device: str = "cpu") -> bool:
+    """A row of a CPU table, as a run counts it, in a run of another device or without its instructions here."""
+    if name.startswith("row ") and device != "cpu":
+        return not name.startswith(f"row {device} ")
     op_and_row = name.removeprefix("row cpu ").split()
     if len(op_and_row) != 2 or not name.startswith("row cpu "):
         return False

@@ -231,7 +231,7 @@ class Run:
         if self.counted < 5000:  # a short run has some five wrong calls of each function, and may have none
             wanted = {name for name in wanted if not name.startswith("wrong argument of")}
         missed = (name for name in wanted | set(self.seen) if not self.seen[name])
-        return sorted(name for name in missed if not cannot_run_here(name))
+        return sorted(name for name in missed if not cannot_run_here(name, self.device))
 
     def summary(self) -> str:
         rate = self.counted / max(self.elapsed, 1e-9)

@@ -42,6 +42,8 @@ def test_rows_that_a_processor_lacks_instructions_for_need_no_hit(monkeypatch):
         monkeypatch.setattr(torch.ops.attnops, "cpu_isa", lambda isa=isa: isa)
         rows = {row: f"row cpu xqa_decode {row}_bfloat16" for row in ("scalar", "avx2", "avx512", "avx512bf16")}
         assert {row for row, name in rows.items() if cannot_run_here(name)} == lacking
+    assert cannot_run_here("row cpu xqa_decode scalar_float32", "cuda")  # a run on a GPU calls it by chance
+    assert not cannot_run_here("row cuda xqa_decode bf16_hd64", "cuda")
     assert not cannot_run_here("row cuda xqa_decode bf16_hd64") and not cannot_run_here("op merge_state")
 
 

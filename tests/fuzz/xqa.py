@@ -17,7 +17,10 @@ from .memory import E5M2, FP8, Guarded, Paging, Untouched, fill_pages, poisoned,
 from .options import call_options, draw_rules, draw_scales, new_report, pack, real, set_isa, stored, widened
 from .oracle import Answer, Rules, attend, used_keys
 
-DIMS = {"cpu": [8, 16, 32, 40, 64, 64, 64, 72, 80, 96, 128, 128, 192, 256], "cuda": [64, 64, 128, 128, 128, 128, 256]}
+DIMS = {
+    "cpu": [8, 16, 32, 40, 64, 64, 64, 72, 80, 96, 128, 128, 192, 256],
+    "cuda": [64, 64, 128, 128, 128, 128, 192, 256],
+}
 PAGE_SIZES = [1, 2, 3, 5, 7, 8, 16, 16, 32, 32, 48, 64, 64, 64, 100, 128, 256]
 
 
