@@ -28,7 +28,7 @@ import tempfile
 from pathlib import Path
 
 # Of no use to a program that runs an engine: tests, types, sources, and lists of files.
-WITHOUT = ["*.dist-info/RECORD", "*.dist-info/sboms/*", "*/tests/*", "*/3rdparty/*"]
+WITHOUT = ["*.dist-info/sboms/*", "*/tests/*", "*/3rdparty/*"]
 WITHOUT += ["*.pyi", "*.pyx", "*.h", "*.hpp", "*.cuh", "*.cu", "*.a"]
 NEWEST_GLIBC = 39
 WINDOW = 64 << 20

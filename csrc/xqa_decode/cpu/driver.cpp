@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <new>
@@ -209,7 +210,7 @@ class Part {
 
   // Fills fetch_rows_ with what head h's turn fetches ahead, in the order of memory: where a token's heads are
   // neighbours, its share of the next tile's tokens with all heads; else the next head's rows of this tile, or the
-  // first of the next.
+  // first of the next. A token's values follow its keys where a page has them side by side.
   int rows_to_fetch(const Piece& piece, int h, const TileAddresses& now, const TileAddresses& next) {
     const int64_t element = size_of(p_.kv_dtype);
     const int64_t k_step = p_.k_stride_head * element, v_step = p_.v_stride_head * element;
@@ -221,12 +222,15 @@ class Part {
     const int head = piece.head + (by_token || last ? 0 : h + 1);
     const int heads = by_token ? piece.num_heads : 1;
     const char** to = fetch_rows_;
+    const auto add = [&](const char* const* rows, int64_t head_step, int t) {
+      for (int i = 0; i < heads; ++i) *to++ = rows[t] + (head + i) * head_step;
+    };
+    const bool side_by_side = begin < end && std::abs(from.v[begin] - from.k[begin]) < p_.k_stride_token * element;
     for (int t = begin; t < end; ++t) {
-      for (int i = 0; i < heads; ++i) *to++ = from.k[t] + (head + i) * k_step;
+      add(from.k, k_step, t);
+      if (side_by_side) add(from.v, v_step, t);
     }
-    for (int t = begin; t < end; ++t) {
-      for (int i = 0; i < heads; ++i) *to++ = from.v[t] + (head + i) * v_step;
-    }
+    for (int t = begin; t < end && !side_by_side; ++t) add(from.v, v_step, t);
     return static_cast<int>(to - fetch_rows_);
   }
 

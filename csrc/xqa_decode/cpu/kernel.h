@@ -9,6 +9,11 @@
 #include "xqa_decode/cpu/elements.h"
 #include "xqa_decode/cpu/tile.h"
 
+// The cache that rows are fetched to ahead: an including file may choose another.
+#ifndef ATTNOPS_FETCH_HINT
+#define ATTNOPS_FETCH_HINT _MM_HINT_T0
+#endif
+
 namespace attnops::xqa_decode::cpu {
 namespace {
 
@@ -61,7 +66,7 @@ class Ahead {
 
   void fetch() {
     for (int i = 0; i < each_ && next_ < end_; ++i) {
-      _mm_prefetch(*next_ + at_, _MM_HINT_T0);
+      _mm_prefetch(*next_ + at_, ATTNOPS_FETCH_HINT);
       at_ += kCacheLine;
       if (at_ >= bytes_) at_ = 0, ++next_;
     }

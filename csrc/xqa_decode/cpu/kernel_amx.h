@@ -30,6 +30,7 @@ inline void begin_amx(int num_rows, int head_dim) {
   config.rows[5] = kAmxTokens, config.bytes_per_row[5] = static_cast<uint16_t>(rest * 2);
   config.rows[6] = kPairs / 2, config.bytes_per_row[6] = columns;
   config.rows[7] = static_cast<uint8_t>(rest / 2), config.bytes_per_row[7] = columns;
+  __asm__ volatile("" ::"r"(&config) : "memory");  // some compilers' intrinsic does not say that it reads all of it
   _tile_loadconfig(&config);
 }
 
