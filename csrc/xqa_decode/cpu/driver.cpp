@@ -71,8 +71,7 @@ class Part {
         kernel_(kernel),
         group_(params.num_q_heads / params.num_kv_heads),
         num_rows_(params.seqlen_q * group_),
-        q_bytes_(Scratch::size(round_up<int64_t>(num_rows_, block_rows(num_rows_)) *
-                               kernel.q_row_bytes(params.head_dim))),
+        q_bytes_(Scratch::size(round_up<int64_t>(num_rows_, kPackedRows) * kernel.q_row_bytes(params.head_dim))),
         acc_stride_(kernel.acc_stride(params.head_dim)),
         acc_bytes_(Scratch::size(static_cast<int64_t>(num_rows_) * acc_stride_ * sizeof(float))),
         max_heads_(heads_at_once(params, q_bytes_ + acc_bytes_)),
@@ -89,7 +88,7 @@ class Part {
         row_max_(scratch_.take<float>(max_heads_ * Scratch::size(num_rows_ * sizeof(float)) / sizeof(float))),
         row_sum_(scratch_.take<float>(max_heads_ * Scratch::size(num_rows_ * sizeof(float)) / sizeof(float))) {
     std::memset(zeros_, 0, zero_bytes_);
-    if (kernel.begin) kernel.begin(num_rows_, params.head_dim);
+    if (kernel.begin) kernel.begin();
   }
   Part(const Part&) = delete;
   ~Part() {

@@ -10,10 +10,7 @@
 namespace attnops::xqa_decode::cpu {
 
 inline constexpr int kTileTokens = 64;  // as in the plan: one bit of a uint64 per token
-inline constexpr int kMaxBlockRows = 16;
-
-// Query rows that a kernel may pack together. Packed queries have room for whole blocks of them.
-constexpr int block_rows(int num_rows) { return num_rows <= 4 ? 4 : num_rows <= 8 ? 8 : kMaxBlockRows; }
+inline constexpr int kPackedRows = 16;  // packed queries have room for a multiple of
 
 // One tile of tokens against the query rows of one (request, KV head), and the online softmax state of these rows.
 struct Tile {
@@ -50,7 +47,7 @@ struct TileKernel {
   void (*round)(const float* row, int head_dim, void* out);                         // float32, in order, to the dtype
 
   // Null where a kernel has nothing to do: around all calls of `attend` in a thread, and once the rows are packed.
-  void (*begin)(int num_rows, int head_dim) = nullptr;
+  void (*begin)() = nullptr;
   void (*end)() = nullptr;
   void (*arrange_q)(char* q, int num_rows, int head_dim) = nullptr;
 };

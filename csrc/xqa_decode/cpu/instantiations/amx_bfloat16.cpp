@@ -3,6 +3,7 @@
 
 // To L2: these cores have sixteen places for misses of L1, and three times as many for those of L2.
 #define ATTNOPS_FETCH_HINT _MM_HINT_T1
+#define ATTNOPS_FETCH_WITH_SCORES 2
 #include "xqa_decode/cpu/instantiations.h"
 #include "xqa_decode/cpu/kernel_amx.h"
 
