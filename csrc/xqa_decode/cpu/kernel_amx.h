@@ -10,11 +10,17 @@
 // Tiles 0-3 are sums, 4 and 5 what changes fastest, 6 and 7 what is kept. All have sixteen rows of 64 bytes.
 #include <type_traits>
 
+#include "cpu/tile/amx.h"
 #include "xqa_decode/cpu/kernel_bf16.h"
 #include "xqa_decode/params.h"
 
 namespace attnops::xqa_decode::cpu {
 namespace {
+
+#if defined(ATTNOPS_EMULATE_AMX)
+using attnops::cpu::amx_model;
+#endif
+using attnops::cpu::memory_barrier;
 
 constexpr int kAmxRows = 16;   // of a tile
 constexpr int kAmxBytes = 64;  // of a row of a tile
@@ -22,22 +28,6 @@ constexpr int kAmxPanel = kAmxRows * kAmxBytes;
 constexpr int kAmxSums = 4;  // tiles of sums
 constexpr int kAmxGroups = kTileTokens / kAmxRows;
 static_assert(kAmxRows == kPackedRows && kAmxGroups == 4);
-
-struct alignas(64) AmxConfig {
-  uint8_t palette = 1;
-  uint8_t start_row = 0;
-  uint8_t reserved[14] = {};
-  uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-static_assert(sizeof(AmxConfig) == 64);
-constexpr AmxConfig kAmxConfig;
-
-inline void begin_amx() { _tile_loadconfig(&kAmxConfig); }
-inline void end_amx() { _tile_release(); }
-
-// The intrinsics of some compilers do not say that they read memory.
-inline void memory_barrier() { __asm__ volatile("" ::: "memory"); }
 
 constexpr int amx_columns(int head_dim) { return up_to_multiple(head_dim, kPairs); }
 
@@ -303,8 +293,8 @@ constexpr TileKernel amx_kernel() {
   TileKernel kernel = pair_kernel<false>();
   kernel.scratch_bytes = AmxScratch::bytes;
   kernel.attend = attend_amx;
-  kernel.begin = begin_amx;
-  kernel.end = end_amx;
+  kernel.begin = attnops::cpu::configure_tiles;
+  kernel.end = attnops::cpu::release_tiles;
   kernel.arrange_q = pair_queries;
   return kernel;
 }
