@@ -27,9 +27,9 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-# Of no use to a program that runs an engine: tests, types, sources, and lists of files.
+# Of no use to a program that runs an engine. Sources stay, as some engines look for theirs: `--without` drops others.
 WITHOUT = ["*.dist-info/sboms/*", "*/tests/*", "*/3rdparty/*"]
-WITHOUT += ["*.pyi", "*.pyx", "*.h", "*.hpp", "*.cuh", "*.cu", "*.a"]
+WITHOUT += ["*.pyi", "*.pyx", "*.a"]
 NEWEST_GLIBC = 39
 WINDOW = 64 << 20
 STAND_IN = '''"""Stands in for a package that is imported and not used: any name and any module beneath it is there."""
