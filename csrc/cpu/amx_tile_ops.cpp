@@ -1,34 +1,14 @@
 #include "cpu/tile/vec_avx512.h"
 // Vec comes first.
+#include "cpu/tile/amx.h"
 #include "cpu/tile/bf16.h"
-
-#if defined(ATTNOPS_EMULATE_AMX)
-#include "cpu/tile/amx_model.h"
-#endif
 
 namespace attnops::cpu {
 namespace {
 
-// Palette 1: all eight tiles with 16 rows of 64 bytes, that is 16 x 16 floats or 16 x 32 bf16.
-struct alignas(64) TileConfig {
-  uint8_t palette = 1;
-  uint8_t start_row = 0;
-  uint8_t reserved[14] = {};
-  uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-static_assert(sizeof(TileConfig) == 64);
-
-constexpr TileConfig kTileConfig;
 constexpr int kTile = 16;         // rows, and columns of floats
 constexpr int kTileK = 32;        // elements of k in one product
 constexpr int kPanelStride = 64;  // bytes between the rows of a panel
-
-void configure_tiles() { _tile_loadconfig(&kTileConfig); }
-void release_tiles() { _tile_release(); }
-
-// The intrinsics of some compilers do not say that they read memory.
-inline void memory_barrier() { __asm__ volatile("" ::: "memory"); }
 
 // Tiles 0-3 accumulate, 4 and 5 hold rows of a, 6 and 7 panels of b. A 16 x 32 block of `a` times 32 x 16 of `b`, the
 // latter as 16 rows of 16 pairs, is one instruction.

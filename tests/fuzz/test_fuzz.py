@@ -38,9 +38,9 @@ def test_all_backends_of_a_world_verify_alike():
 
 
 def test_rows_that_a_processor_lacks_instructions_for_need_no_hit(monkeypatch):
-    for isa, lacking in (("avx2", {"avx512", "avx512bf16"}), ("avx512", {"avx512bf16"}), ("amx", set())):
+    for isa, lacking in (("avx2", {"avx512", "avx512bf16", "amx"}), ("avx512", {"avx512bf16", "amx"}), ("amx", set())):
         monkeypatch.setattr(torch.ops.attnops, "cpu_isa", lambda isa=isa: isa)
-        rows = {row: f"row cpu xqa_decode {row}_bfloat16" for row in ("scalar", "avx2", "avx512", "avx512bf16")}
+        rows = {row: f"row cpu xqa_decode {row}_bfloat16" for row in ("scalar", "avx2", "avx512", "avx512bf16", "amx")}
         assert {row for row, name in rows.items() if cannot_run_here(name)} == lacking
     assert cannot_run_here("row cpu xqa_decode scalar_float32", "cuda")  # a run on a GPU calls it by chance
     assert not cannot_run_here("row cuda xqa_decode bf16_hd64", "cuda")

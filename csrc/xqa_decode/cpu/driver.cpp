@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <new>
@@ -70,7 +71,7 @@ class Part {
         kernel_(kernel),
         group_(params.num_q_heads / params.num_kv_heads),
         num_rows_(params.seqlen_q * group_),
-        q_bytes_(Scratch::size(static_cast<int64_t>(num_rows_) * kernel.q_row_bytes(params.head_dim))),
+        q_bytes_(Scratch::size(round_up<int64_t>(num_rows_, kPackedRows) * kernel.q_row_bytes(params.head_dim))),
         acc_stride_(kernel.acc_stride(params.head_dim)),
         acc_bytes_(Scratch::size(static_cast<int64_t>(num_rows_) * acc_stride_ * sizeof(float))),
         max_heads_(heads_at_once(params, q_bytes_ + acc_bytes_)),
@@ -87,6 +88,11 @@ class Part {
         row_max_(scratch_.take<float>(max_heads_ * Scratch::size(num_rows_ * sizeof(float)) / sizeof(float))),
         row_sum_(scratch_.take<float>(max_heads_ * Scratch::size(num_rows_ * sizeof(float)) / sizeof(float))) {
     std::memset(zeros_, 0, zero_bytes_);
+    if (kernel.begin) kernel.begin();
+  }
+  Part(const Part&) = delete;
+  ~Part() {
+    if (kernel_.end) kernel_.end();
   }
 
   void run(const SplitKvEntry& entry, int part) {
@@ -164,6 +170,7 @@ class Part {
       row_max(h)[row] = -INFINITY;
       row_sum(h)[row] = 0.f;
     }
+    if (kernel_.arrange_q) kernel_.arrange_q(q_ + h * q_bytes_, num_rows_, p_.head_dim);
     std::memset(acc(h), 0, acc_bytes_);
   }
 
@@ -202,7 +209,7 @@ class Part {
 
   // Fills fetch_rows_ with what head h's turn fetches ahead, in the order of memory: where a token's heads are
   // neighbours, its share of the next tile's tokens with all heads; else the next head's rows of this tile, or the
-  // first of the next.
+  // first of the next. A token's values follow its keys where a page has them side by side.
   int rows_to_fetch(const Piece& piece, int h, const TileAddresses& now, const TileAddresses& next) {
     const int64_t element = size_of(p_.kv_dtype);
     const int64_t k_step = p_.k_stride_head * element, v_step = p_.v_stride_head * element;
@@ -214,12 +221,15 @@ class Part {
     const int head = piece.head + (by_token || last ? 0 : h + 1);
     const int heads = by_token ? piece.num_heads : 1;
     const char** to = fetch_rows_;
+    const auto add = [&](const char* const* rows, int64_t head_step, int t) {
+      for (int i = 0; i < heads; ++i) *to++ = rows[t] + (head + i) * head_step;
+    };
+    const bool side_by_side = begin < end && std::abs(from.v[begin] - from.k[begin]) < p_.k_stride_token * element;
     for (int t = begin; t < end; ++t) {
-      for (int i = 0; i < heads; ++i) *to++ = from.k[t] + (head + i) * k_step;
+      add(from.k, k_step, t);
+      if (side_by_side) add(from.v, v_step, t);
     }
-    for (int t = begin; t < end; ++t) {
-      for (int i = 0; i < heads; ++i) *to++ = from.v[t] + (head + i) * v_step;
-    }
+    for (int t = begin; t < end && !side_by_side; ++t) add(from.v, v_step, t);
     return static_cast<int>(to - fetch_rows_);
   }
 

@@ -10,8 +10,9 @@ using attnops::cpu::Float16;
 using attnops::cpu::Float8E4M3;
 using attnops::cpu::Float8E5M2;
 
-// Best first. Decode waits for memory, so avx512_bf16 is the top row: AMX tiles would idle.
+// Best first.
 const Impl kImpls[] = {
+    {"amx_bfloat16", Isa::kAmx, DType::kBFloat16, 8, &amx_bfloat16, &amx_bfloat16_fp8, nullptr},
     {"avx512bf16_bfloat16", Isa::kAvx512Bf16, DType::kBFloat16, 8, &avx512bf16_bfloat16, &avx512bf16_bfloat16_fp8,
      nullptr},
     {"avx512_float32", Isa::kAvx512, DType::kFloat32, 8, &avx512_float32, &avx512_float32_fp8, nullptr},

@@ -12,5 +12,6 @@ extern const TileKernel avx512_float32, avx512_float32_fp8;
 extern const TileKernel avx512_float16, avx512_float16_fp8;
 extern const TileKernel avx512_bfloat16, avx512_bfloat16_fp8;
 extern const TileKernel avx512bf16_bfloat16, avx512bf16_bfloat16_fp8;
+extern const TileKernel amx_bfloat16, amx_bfloat16_fp8;
 
 }  // namespace attnops::xqa_decode::cpu

@@ -9,6 +9,13 @@
 #include "xqa_decode/cpu/elements.h"
 #include "xqa_decode/cpu/tile.h"
 
+// An including file may choose otherwise: the cache that rows are fetched to ahead, and how many eighths of them step 1
+// asks for.
+#ifndef ATTNOPS_FETCH_HINT
+#define ATTNOPS_FETCH_HINT _MM_HINT_T0
+#define ATTNOPS_FETCH_WITH_SCORES 4
+#endif
+
 namespace attnops::xqa_decode::cpu {
 namespace {
 
@@ -54,14 +61,14 @@ class Ahead {
       : next_(tile.fetch_rows),
         end_(next_ + tile.num_fetch),
         bytes_(tile.fetch_bytes),
-        half_((tile.num_fetch + 1) / 2) {}
+        lines_(tile.num_fetch * ((tile.fetch_bytes + kCacheLine - 1) / kCacheLine)) {}
 
-  // From now on each `fetch` takes so many lines that half of all take `steps` of them.
-  void spread_half(int steps) { each_ = (half_ * ((bytes_ + kCacheLine - 1) / kCacheLine) + steps - 1) / steps; }
+  // From now on each `fetch` takes so many lines that so many eighths of all take `steps` of them.
+  void spread(int eighths, int steps) { each_ = (lines_ * eighths + 8 * steps - 1) / (8 * steps); }
 
   void fetch() {
     for (int i = 0; i < each_ && next_ < end_; ++i) {
-      _mm_prefetch(*next_ + at_, _MM_HINT_T0);
+      _mm_prefetch(*next_ + at_, ATTNOPS_FETCH_HINT);
       at_ += kCacheLine;
       if (at_ >= bytes_) at_ = 0, ++next_;
     }
@@ -70,7 +77,7 @@ class Ahead {
  private:
   const char* const* next_;
   const char* const* const end_;
-  const int bytes_, half_;
+  const int bytes_, lines_;
   int each_ = 0, at_ = 0;
 };
 
@@ -135,7 +142,7 @@ void dot_products(const Tile& tile, const char* const* k_rows, const char* q, in
   constexpr int kPlaces = kRows == 3 ? 4 : kRows;        // of the accumulators
   constexpr int kTokens = Vec::kAccumulators / kPlaces;  // at a time
   const int full = tile.head_dim / Math::kChunk, rest = tile.head_dim % Math::kChunk;
-  ahead.spread_half(up_to_multiple(tile.num_tokens, kTokens) / kTokens * (full + (rest > 0)));
+  ahead.spread(ATTNOPS_FETCH_WITH_SCORES, up_to_multiple(tile.num_tokens, kTokens) / kTokens * (full + (rest > 0)));
   for (int t0 = 0; t0 < tile.num_tokens; t0 += kTokens) {
     Vec::Reg sum[Vec::kAccumulators];
 #pragma GCC unroll 16
@@ -193,7 +200,8 @@ void add_all_values(const Tile& tile, const char* const* v_rows, const typename 
                     float* acc, int acc_stride, Ahead& ahead) {
   const int tokens = up_to_multiple(tile.num_tokens, Math::kTokenStep);
   constexpr int kWide = Math::kColumnRegisters * Math::kColumns / Math::kChunk;  // chunks of the widest block
-  ahead.spread_half(tokens / Math::kTokenStep * ((tile.head_dim - 1) / (kWide * Math::kChunk) + 1));
+  ahead.spread(8 - ATTNOPS_FETCH_WITH_SCORES,
+               tokens / Math::kTokenStep * ((tile.head_dim - 1) / (kWide * Math::kChunk) + 1));
   int column = 0;
   for (; column + kWide * Math::kChunk <= tile.head_dim; column += kWide * Math::kChunk) {
     Math::template add_values<kRows, kWide, false>(v_rows, tokens, p, rescale, acc, acc_stride, column, 0, ahead);

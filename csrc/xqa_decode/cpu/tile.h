@@ -10,6 +10,7 @@
 namespace attnops::xqa_decode::cpu {
 
 inline constexpr int kTileTokens = 64;  // as in the plan: one bit of a uint64 per token
+inline constexpr int kPackedRows = 16;  // packed queries have room for a multiple of
 
 // One tile of tokens against the query rows of one (request, KV head), and the online softmax state of these rows.
 struct Tile {
@@ -44,6 +45,11 @@ struct TileKernel {
   void (*store)(const float* acc, int head_dim, float factor, void* out);           // in the op's dtype
   void (*store_partial)(const float* acc, int head_dim, float factor, float* out);  // float32
   void (*round)(const float* row, int head_dim, void* out);                         // float32, in order, to the dtype
+
+  // Null where a kernel has nothing to do: around all calls of `attend` in a thread, and once the rows are packed.
+  void (*begin)() = nullptr;
+  void (*end)() = nullptr;
+  void (*arrange_q)(char* q, int num_rows, int head_dim) = nullptr;
 };
 
 // A row of the table of impls.cpp.
