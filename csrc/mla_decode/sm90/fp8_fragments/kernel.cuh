@@ -336,6 +336,7 @@ __device__ inline void init_barriers(uint32_t shared) {
   for (int group = 0; group < At::kTeams * kGroups; ++group) {
     attnops::sm90::mbarrier_init(shared + At::kMoveBarriers + 8 * group, kGroupThreads);
   }
+  if constexpr (At::kCluster) attnops::sm90::mbarrier_init(shared + At::kMergeBarrier, 1);
   attnops::sm90::mbarrier_init_fence();
 }
 
@@ -350,13 +351,19 @@ __global__ void __launch_bounds__(At::kThreads, 1)
     if (modes.use_boxes) attnops::sm90::prefetch_map(&map);
   }
   __syncthreads();
+  if constexpr (At::kCluster) attnops::sm90::cluster_arrive_relaxed();
   attnops::sm90::wait_for_prerequisites();
   if (threadIdx.x < At::kConsumerThreads) {
     attnops::sm90::registers_increase<At::kConsumerRegisters>();
     Consumer<T, At>(p, out_aligned, shared_bytes, shared).run();
   } else {
     attnops::sm90::registers_decrease<At::kLoaderRegisters>();
-    Loader<At>(p, &map, modes, shared_bytes, shared).run();
+    Loader<At> loader(p, &map, modes, shared_bytes, shared);
+    if constexpr (At::kShort) {
+      loader.run_short();
+    } else {
+      loader.run();
+    }
   }
 }
 

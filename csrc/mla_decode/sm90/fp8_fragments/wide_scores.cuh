@@ -31,7 +31,7 @@ class ScoreConsumer {
         softmax_(p, base) {}
 
   __device__ void run() {
-    PieceWalkFor<At::kOptions> walk(*reinterpret_cast<const SplitKvEntry*>(base_ + At::kEntry));
+    Walk<At> walk = wide_walk<At>(p_, base_);
     Piece piece;
     while (walk.next(p_, piece)) {
       softmax_.begin(piece);
