@@ -4,8 +4,8 @@
 #include "mla_decode/sm90/fp8_fragments/convert.cuh"
 #include "mla_decode/sm90/fp8_fragments/layout.h"
 
-// Scores over keys rounded to bf16, of tiles of a list with few keys. What rounding adds to each key is multiplied apart,
-// on top of the scores. A warp with its 16 keys needs no other for that, so these products are not wgmma's.
+// Scores over keys rounded to bf16, of tiles of a list with few keys. What rounding adds to each key is multiplied
+// apart, on top of the scores. A warp with its 16 keys needs no other for that, so these products are not wgmma's.
 namespace attnops::mla_decode::sm90::fp8_fragments {
 
 template <class At>
