@@ -6,6 +6,7 @@
 #include "mla_decode/sm90/fp8_fragments/layout.h"
 #include "mla_decode/sm90/fp8_fragments/load.cuh"
 #include "mla_decode/sm90/fp8_fragments/queries.cuh"
+#include "mla_decode/sm90/fp8_fragments/rounding.cuh"
 #include "mla_decode/sm90/fp8_fragments/softmax.cuh"
 
 // MLA decode on Hopper for few query rows over FP8 caches, in fp16 arithmetic; docs/kernels/mla_decode_fp8.md.
@@ -68,6 +69,11 @@ class Consumer {
         mbarrier_wait(At::full_barrier(shared_, at.slot), at.parity);
         Scores s;
         multiply_queries(at.slot, s);
+        if constexpr (kMayRound<At>) {
+          if (rounds_keys(p_) && has_few_keys<At>(base_, at.slot, warp_)) {
+            round_keys<At, kLatentLoads>(base_, shared_, at.slot, kLatentLoads * place().group, s);
+          }
+        }
         SoftmaxScores own;
         exchange_scores(s, own);
         const KeyScales scales = load_scales(at.slot);
