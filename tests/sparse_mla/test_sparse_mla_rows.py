@@ -114,6 +114,34 @@ def test_short_calls_over_rows_of_656_bytes(heads, shape, topk, lengths):
     assert_right(problem, *prefill(problem, with_most=False))
 
 
+# The same of rows of 584 bytes; some calls by CTAs of a cluster, which merge their pieces themselves.
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [3, 17, 61, 64, 128])
+@pytest.mark.parametrize(
+    "shape,topk,extra",
+    [
+        ((1, 1), 128, 64),
+        ((1, 1), 60, 0),
+        ((1, 1), 128, 1329),
+        ((5, 1), 128, 192),
+        ((2, 6), 128, 300),
+        ((17, 1), 128, 512),
+    ],
+)
+@pytest.mark.parametrize("lengths", [False, True])
+def test_short_calls_over_rows_of_584_bytes(heads, shape, topk, extra, lengths):
+    lists = {"lengths": lengths, "holes": lengths, "sinks": lengths, "page_size": 64, "extra_page_size": 4}
+    dtype = BF16 if heads != 61 else FP16
+    problem = sparse_problem("shared_bytes", dtype, shape, heads, topk, extra_topk=extra, device="cuda", **lists)
+    for parts in (None, 40):
+        plan = plan_of(problem, num_sm_parts=parts)
+        out, lse = decode(problem, plan)
+        assert_right(problem, out, lse)
+        for _ in range(3):
+            again = decode(problem, plan)
+            assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [16, 20, 64, 128])
 @pytest.mark.parametrize("kind", ["own", "shared", "bytes", "shared_bytes"])

@@ -1,5 +1,6 @@
 #include "mla_decode/cpu/pieces.h"
 
+#include <bit>
 #include <cmath>
 #include <cstring>
 
@@ -7,6 +8,7 @@
 #include "core/softmax_state.h"
 #include "core/tree_window.h"
 #include "cpu/convert.h"
+#include "mla_decode/rounded_keys.h"
 
 namespace attnops::mla_decode::cpu {
 namespace {
@@ -209,6 +211,9 @@ KeyTile selected_tile(const Params& p, const Piece& piece, int first_key) {
       tile.key[k].scales = first + int64_t{rows.page_size} * kSharedDataBytes + token * kSharedScaleBytes;
     }
     seen |= uint64_t{1} << k;
+  }
+  if (rounds_keys(p) && std::popcount(seen) <= kFewKeys) {
+    for (Key& key : tile.key) key.rounded = true;
   }
   for (int row = 0; row < piece.num_rows; ++row) tile.visible[row] = seen;
   tile.any_visible = seen != 0;

@@ -27,10 +27,16 @@ class UnitMerge {
   };
 
   __device__ UnitMerge(const Params& p, int request, int block, const Splits& splits, bool aligned, Shared& shared)
+      : UnitMerge(p, request, block * kPlanRows, min_of(p.seqlen_q * p.num_q_heads - block * kPlanRows, kPlanRows),
+                  splits, aligned, shared) {}
+
+  // Of any rows of a request.
+  __device__ UnitMerge(const Params& p, int request, int first_row, int num_rows, const Splits& splits, bool aligned,
+                       Shared& shared)
       : p_(p),
         request_(request),
-        first_row_(block * kPlanRows),
-        num_rows_(min_of(p.seqlen_q * p.num_q_heads - first_row_, kPlanRows)),
+        first_row_(first_row),
+        num_rows_(num_rows),
         splits_(splits),
         count_(splits.overflow ? 0 : splits.count),
         aligned_(aligned),
@@ -39,6 +45,11 @@ class UnitMerge {
         warp_(threadIdx.x / 32),
         slice_(warp_ % warps_),
         lane_(threadIdx.x % 32) {}
+
+  // Warps that share a unit: a function of the number of splits alone, so that a request's bits depend on nothing else.
+  ATTNOPS_HOST_DEVICE static int warps_per_unit(int splits) {
+    return splits <= 8 ? 1 : splits <= 16 ? 2 : splits <= 48 ? 4 : 8;
+  }
 
   // Of rows that there are.
   __device__ int count_units() const { return ceil_div(num_rows_, 16) * kUnitsPerRows; }
@@ -56,9 +67,6 @@ class UnitMerge {
   }
 
  private:
-  // Warps that share a unit: a function of the number of splits alone, so that a request's bits depend on nothing else.
-  __device__ static int warps_per_unit(int splits) { return splits <= 8 ? 1 : splits <= 16 ? 2 : splits <= 48 ? 4 : 8; }
-
   static __device__ float reference_of(float maximum) { return maximum == -INFINITY ? 0.f : maximum; }
 
   // This warp's splits of a unit.
@@ -253,6 +261,23 @@ __global__ void __launch_bounds__(kCombineWarps * 32, 2)
     const int units = merge.count_units(), first = units * share / shares;
     merge.run(first, units * (share + 1) / shares - first);
   });
+}
+
+// Pieces of short calls (Params::list_cuts), of blocks of kRows heads. Grid: (works, equal parts of a work's units).
+template <typename T, int kRows>
+__global__ void __launch_bounds__(kCombineWarps * 32, 2)
+    mla_merge_short_units_kernel(const __grid_constant__ Params p, bool aligned) {
+  using Merge = UnitMerge<T, 2, 4>;
+  __shared__ typename Merge::Shared shared;
+  attnops::sm90::launch_dependents();
+  const int first = static_cast<int>(blockIdx.x) * p.list_cuts, parts = static_cast<int>(gridDim.y);
+  const ShortPiece<kRows> at(p, first);
+  attnops::sm90::wait_for_prerequisites();
+  if (at.cuts <= 1) return;
+  const Splits splits{at.cuts, first, first + 1, 1, false};
+  const Merge merge(p, at.request, at.first_row, at.num_rows(p), splits, aligned, shared);
+  const int units = merge.count_units(), part = static_cast<int>(blockIdx.y), begin = units * part / parts;
+  merge.run(begin, units * (part + 1) / parts - begin);
 }
 
 // Batch-invariant plans. Grid: (requests, blocks of a request, equal parts of a block's units).

@@ -102,20 +102,32 @@ __device__ inline int balanced_partial(const SplitKvEntry& entry, int work) {
   return splits > 1 ? partial_slot(blockIdx.x, is_first && entry.begin_split > 0) : -1;
 }
 
-// A piece of a short call (Params::list_cuts).
-struct ShortPiece {
-  int work, request, first_row;  // of the request
-  int cut, cuts;                 // which one of how many; none where it is not below
-  int tiles;                     // of the work
+// What CTA `number` of a short call (Params::list_cuts) has to do, of blocks of kRows heads: the host has set
+// p.division for it. This much is known without a list's length, the rest of ShortPiece is not.
+template <int kRows>
+struct ShortBlock {
+  int request, first_row, cut;  // the first row of the request; which piece of the block's
 
-  __device__ ShortPiece(const Params& p, int number) {
-    const int blocks = ceil_div(p.num_q_heads, kShortRows);
-    work = number / p.list_cuts, cut = number - work * p.list_cuts;
-    request = work / blocks, first_row = (work - request * blocks) * kShortRows;
-    tiles = tiles_of(p, keys_of<Options::kSelected>(p, request)).count;
+  __device__ ShortBlock(const Params& p, int number) {
+    const int work = p.division.by_blocks.divide(number);
+    cut = number - work * p.list_cuts;
+    request = p.division.by_works.divide(work);
+    first_row = (work - request * p.division.works) * kRows;
+  }
+  __device__ int num_rows(const Params& p) const { return min_of(p.num_q_heads - first_row, kRows); }
+};
+
+template <int kRows>
+struct ShortPiece : ShortBlock<kRows> {
+  ListKeys keys;
+  int tiles, cuts;  // of the work; there is no piece where `cut` is not below
+
+  __device__ ShortPiece(const Params& p, const ShortBlock<kRows>& block)
+      : ShortBlock<kRows>(block), keys(p.selected, p.extra, block.request) {
+    tiles = max_of(ceil_div(keys.end, kPlanTileTokens), 1);
     cuts = min_of(p.list_cuts, tiles);
   }
-  __device__ int num_rows(const Params& p) const { return min_of(p.num_q_heads - first_row, kShortRows); }
+  __device__ ShortPiece(const Params& p, int number) : ShortPiece(p, ShortBlock<kRows>(p, number)) {}
 };
 
 // Describes the rows of a block and their keys. Returns the tiles of the whole work.

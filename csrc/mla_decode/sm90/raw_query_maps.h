@@ -4,8 +4,8 @@
 
 namespace attnops::mla_decode::sm90 {
 
-// Where queries_fit says so.
-inline QueryMaps make_raw_query_maps(const Params& p) {
+// Where queries_fit says so. The latent part comes as boxes of so many rows and tiles of 64 columns.
+inline QueryMaps make_raw_query_maps(const Params& p, int latent_rows = kPlanRows, int latent_tiles = kQueryTiles) {
   const auto rows = static_cast<cuuint64_t>(p.seqlen_q) * p.num_q_heads,
              requests = static_cast<cuuint64_t>(p.batch_size);
   const int64_t element = size_of(p.dtype);
@@ -14,7 +14,8 @@ inline QueryMaps make_raw_query_maps(const Params& p) {
   const auto request_stride = [&](int64_t head, int64_t request) {
     return p.batch_size == 1 ? row_stride(head) * rows : static_cast<cuuint64_t>(request * element);
   };
-  const cuuint32_t latent_box[4] = {64, kPlanRows, kQueryTiles, 1}, rope_box[3] = {kQueryRopeDims, kPlanRows, 1};
+  const cuuint32_t latent_box[4] = {64, static_cast<cuuint32_t>(latent_rows), static_cast<cuuint32_t>(latent_tiles), 1},
+                   rope_box[3] = {kQueryRopeDims, kPlanRows, 1};
   const cuuint64_t latent_extents[4] = {64, rows, kHeadDimV / 64, requests},
                    latent_strides[3] = {row_stride(p.q_stride_head), 64 * 2,
                                         request_stride(p.q_stride_head, p.q_stride_request)};

@@ -56,9 +56,10 @@ void launch_merge(const Params& p, cudaStream_t stream) {
 // Of short calls (Params::list_cuts), `works` of them.
 template <typename T>
 void launch_short_merge(const Params& p, int works, cudaStream_t stream) {
-  // Of few rows each 64 columns have a CTA, up to as many as a GPU holds at once. Else each row has, or eight rows.
-  constexpr int kFewRows = 32, kManyRows = 528;
-  const int rows = works * kShortRows, rows_per_block = rows <= kManyRows ? 1 : kMergeWarps;
+  // Of few rows each 64 columns have a CTA, up to as many as a GPU holds at once. Else a CTA has as many rows as its
+  // warps take at a time: fewer would come in rounds.
+  constexpr int kFewRows = 32;
+  const int rows = works * kShortRows, rows_per_block = rows <= kFewRows ? 1 : kMergeWarps / merging_warps(p.list_cuts);
   const bool aligned = rows_aligned(p.out, size_of(p.dtype), 8, p.out_stride_request, p.out_stride_head);
   LaunchShape shape{works, kMergeThreads, 0, 0, kShortRows / rows_per_block};
   if (rows <= kFewRows) {

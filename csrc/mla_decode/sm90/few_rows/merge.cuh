@@ -15,7 +15,9 @@ namespace attnops::mla_decode::sm90::few_rows {
 inline constexpr int kMergeThreads = 256;
 inline constexpr int kMergeWarps = kMergeThreads / 32;
 
-__device__ inline int merging_warps(int splits) { return splits <= 4 ? 1 : splits <= 8 ? 2 : splits <= 16 ? 4 : 8; }
+ATTNOPS_HOST_DEVICE inline int merging_warps(int splits) {
+  return splits <= 4 ? 1 : splits <= 8 ? 2 : splits <= 16 ? 4 : 8;
+}
 
 __device__ inline void add_weighted(float4& total, float weight, const float4& x) {
   total.x += weight * x.x;
@@ -236,7 +238,7 @@ __global__ void __maxnreg__(88)
   __shared__ MergeShared<kWide> shared;
   attnops::sm90::launch_dependents();
   const int first = blockIdx.x * p.list_cuts, first_row = blockIdx.y * rows_per_block;
-  const ShortPiece at(p, first);
+  const ShortPiece<kShortRows> at(p, first);
   const int num_rows = min_of(at.num_rows(p) - first_row, rows_per_block);
   attnops::sm90::wait_for_prerequisites();
   if (at.cuts <= 1 || num_rows <= 0) return;

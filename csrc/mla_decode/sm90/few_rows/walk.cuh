@@ -99,24 +99,30 @@ class RequestWalkFor {
 
 using RequestWalk = RequestWalkFor<Options::kAll>;
 
-// The same of a short call, where a CTA has one piece or none.
+// The same of a short call, where a CTA has one piece or none. Of a work that is cut, `partial` says where the result
+// goes; where a cluster merges the pieces, how many they are.
+template <int kRows, bool kCluster = false>
 class ShortWalk {
  public:
   __device__ explicit ShortWalk(const Params&) {}
 
   __device__ bool next(const Params& p, Piece& piece) {
-    const ShortPiece at(p, blockIdx.x);
+    const ShortPiece<kRows> at(p, blockIdx.x);
     if (done_ || at.cut >= at.cuts) return false;
     done_ = true;
+    describe(p, at, piece);
+    return true;
+  }
+
+  __device__ static void describe(const Params& p, const ShortPiece<kRows>& at, Piece& piece) {
     piece.request = at.request;
     piece.first_row = at.first_row;
     piece.num_rows = at.num_rows(p);
-    piece.length = length_of(keys_of<Options::kSelected>(p, at.request));
-    piece.keys = {0, min_of(piece.length, p.page_table.num_tokens(at.request))};
+    piece.length = at.keys.end;
+    piece.keys = {0, at.keys.end};
     piece.first_tile = at.tiles * at.cut / at.cuts;
-    piece.num_tiles = tiles_in_table(piece, at.tiles * (at.cut + 1) / at.cuts - piece.first_tile);
-    piece.partial = at.cuts > 1 ? static_cast<int>(blockIdx.x) : -1;
-    return true;
+    piece.num_tiles = at.tiles * (at.cut + 1) / at.cuts - piece.first_tile;
+    piece.partial = at.cuts == 1 ? -1 : kCluster ? at.cuts : static_cast<int>(blockIdx.x);
   }
 
  private:

@@ -1,7 +1,7 @@
 #pragma once
 #include <cmath>
 
-#include "mla_decode/sm90/fp8_fragments/softmax.cuh"
+#include "mla_decode/sm90/fp8_fragments/cluster_merge.cuh"
 
 // The end of a piece: both teams' sums become one, and then the output or a partial result. Of its group's 256 columns
 // of V a team writes two of the four blocks of 64: team 0 the first.
@@ -47,7 +47,9 @@ __device__ inline RowEnd end_of_row(const Params& p, const Piece& piece, const u
   const float lse = sum == 0.f ? -INFINITY : (most - kLift + log2f(sum)) * kLn2;  // a NaN sum goes on: it must show
   float common = sum == 0.f ? 0.f : kv_scale / sum;
   RowEnd end;
-  if (piece.partial >= 0) {
+  if (At::kCluster && piece.partial >= 0) {
+    end.offset = __float_as_int(sum == 0.f ? -INFINITY : most - kLift + log2f(sum));  // the reference of a sum of 1
+  } else if (piece.partial >= 0) {
     const int64_t partial_row = static_cast<int64_t>(piece.partial) * kPlanRows + row;
     end.offset = partial_row * kHeadDimV;
     if (valid) p.lse_partial[partial_row] = lse;
@@ -122,6 +124,10 @@ __device__ inline void finish_piece(const Params& p, const Piece& piece, const P
                                     float kv_scale, bool out_aligned, float (&o)[kColumnTiles][At::kRows / 2]) {
   RowEnd* ends = reinterpret_cast<RowEnd*>(base + At::kRowEnds);
   named_barrier_sync(kAll, At::kConsumerThreads);
+  if (At::kCluster && piece.partial >= 0) {
+    attnops::sm90::cluster_wait();            // all CTAs have their barriers
+    attnops::sm90::cluster_arrive_relaxed();  // the ring is free for what others send
+  }
   if (threadIdx.x < At::kRows) ends[threadIdx.x] = end_of_row<At>(p, piece, base, threadIdx.x, kv_scale);
   named_barrier_sync(kAll, At::kConsumerThreads);
 #pragma unroll
@@ -139,6 +145,25 @@ __device__ inline void finish_piece(const Params& p, const Piece& piece, const P
   }
   float total[kOwnColumnTiles<At>][At::kRows / 2];
   exchange_outputs<At>(base, place.team, o, total);
+  if constexpr (At::kCluster) {
+    if (piece.partial >= 0) {
+      float reference = 0.f, sum = 0.f;
+      if (threadIdx.x < At::kRows) {
+        reference = __int_as_float(static_cast<int>(ends[threadIdx.x].offset));
+        sum = reference == -INFINITY ? 0.f : 1.f;
+      }
+      typename ClusterMerge<T, At>::Vectors own;
+#pragma unroll
+      for (int v = 0; v < 2 * kOwnColumnTiles<At>; ++v) {
+        const float* x = total[v / 2] + v % 2 * 4;
+        own[v] = make_float4(x[0], x[1], x[2], x[3]);
+      }
+      attnops::sm90::cluster_wait();
+      ClusterMerge<T, At>(p, piece, piece.partial, base, attnops::sm90::smem_address(base))
+          .run(sum, reference, own, out_aligned);
+      return;
+    }
+  }
   if (piece.partial >= 0) {
     for_columns<At>(piece, place, ends, total,
                     [&](int64_t at, float x, float y) { *reinterpret_cast<float2*>(p.out_partial + at) = {x, y}; });

@@ -6,6 +6,7 @@
 #include "mla_decode/sm90/fp8_fragments/layout.h"
 #include "mla_decode/sm90/fp8_fragments/load.cuh"
 #include "mla_decode/sm90/fp8_fragments/queries.cuh"
+#include "mla_decode/sm90/fp8_fragments/rounding.cuh"
 #include "mla_decode/sm90/fp8_fragments/softmax.cuh"
 
 // MLA decode on Hopper for few query rows over FP8 caches, in fp16 arithmetic; docs/kernels/mla_decode_fp8.md.
@@ -68,6 +69,11 @@ class Consumer {
         mbarrier_wait(At::full_barrier(shared_, at.slot), at.parity);
         Scores s;
         multiply_queries(at.slot, s);
+        if constexpr (kMayRound<At>) {
+          if (rounds_keys(p_) && has_few_keys<At>(base_, at.slot, warp_)) {
+            round_keys<At, kLatentLoads>(base_, shared_, at.slot, kLatentLoads * place().group, s);
+          }
+        }
         SoftmaxScores own;
         exchange_scores(s, own);
         const KeyScales scales = load_scales(at.slot);
@@ -336,6 +342,7 @@ __device__ inline void init_barriers(uint32_t shared) {
   for (int group = 0; group < At::kTeams * kGroups; ++group) {
     attnops::sm90::mbarrier_init(shared + At::kMoveBarriers + 8 * group, kGroupThreads);
   }
+  if constexpr (At::kCluster) attnops::sm90::mbarrier_init(shared + At::kMergeBarrier, 1);
   attnops::sm90::mbarrier_init_fence();
 }
 
@@ -350,13 +357,19 @@ __global__ void __launch_bounds__(At::kThreads, 1)
     if (modes.use_boxes) attnops::sm90::prefetch_map(&map);
   }
   __syncthreads();
+  if constexpr (At::kCluster) attnops::sm90::cluster_arrive_relaxed();
   attnops::sm90::wait_for_prerequisites();
   if (threadIdx.x < At::kConsumerThreads) {
     attnops::sm90::registers_increase<At::kConsumerRegisters>();
     Consumer<T, At>(p, out_aligned, shared_bytes, shared).run();
   } else {
     attnops::sm90::registers_decrease<At::kLoaderRegisters>();
-    Loader<At>(p, &map, modes, shared_bytes, shared).run();
+    Loader<At> loader(p, &map, modes, shared_bytes, shared);
+    if constexpr (At::kShort) {
+      loader.run_short();
+    } else {
+      loader.run();
+    }
   }
 }
 

@@ -77,11 +77,19 @@ struct Storage<Format::kShared> {
   __device__ static uint32_t second_half(uint32_t place) { return place + 32; }
 };
 
+// How pieces of a work are cut and merged: by the plan; in short calls (Params::list_cuts), merged by a kernel; the
+// same, the pieces of a work being the CTAs of a cluster, which merge them.
+enum class Cuts { kPlan, kShort, kCluster };
+
+// What comes from the CTAs of a cluster: by piece, the states of 16 rows, float2 [kMostInCluster][16]; 64 units of
+// accumulators of 512 bytes, divided evenly, of each piece (cluster_merge.cuh). Seven take most.
+inline constexpr int kMostInCluster = 8, kClusterUnits = 64;
+inline constexpr int kReceivedBytes = kMostInCluster * 16 * 8 + 7 * ceil_div(kClusterUnits, 7) * 512;
+
 // The kernel for up to 16 query rows, and its shared memory in bytes from a 1 KB boundary.
-// kShort: of short calls (Params::list_cuts).
-template <Format kFormat_, Options kOptions_ = Options::kAll, bool kShort_ = false>
+template <Format kFormat_, Options kOptions_ = Options::kAll, Cuts kCuts = Cuts::kPlan>
 struct Shape {
-  static constexpr bool kShort = kShort_;
+  static constexpr bool kShort = kCuts != Cuts::kPlan, kCluster = kCuts == Cuts::kCluster;
   static constexpr Format kFormat = kFormat_;
   static constexpr Options kOptions = kOptions_;
   static constexpr bool kScaled = kFormat == Format::kRow;  // 128 columns of a row have a scale
@@ -133,7 +141,11 @@ struct Shape {
   static constexpr int kMoveBarriers = kBarriers + 16 * kRingTiles;   // by group of all teams
   // Of lists: uint16 [kRingTiles][4], by slot and loading warp: which of its keys there are.
   static constexpr int kListed = kMoveBarriers + 8 * kTeams * kGroups;
-  static constexpr int kBytes = kListed + (kOptions == Options::kSelected ? 8 * kRingTiles : 0);
+  static constexpr int kEnd = kListed + (kOptions == Options::kSelected ? 8 * kRingTiles : 0);
+  // What comes from a cluster lies in the ring.
+  static constexpr int kMergeBarrier = kEnd, kReceived = kKv, kMergeWarps = kConsumerThreads / 32;
+  static constexpr int kBytes = kEnd + (kCluster ? 8 : 0);
+  static_assert(!kCluster || kRingTiles * kTileBytes >= kReceivedBytes);
   static_assert(kBytes <= 227 * 1024);
 
   // Full when all lanes of the loading warps have arrived, empty when all threads of a team have.

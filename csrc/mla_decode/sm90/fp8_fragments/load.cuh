@@ -22,17 +22,27 @@ struct WalkOf {
   using Type = few_rows::RequestWalkFor<At::kOptions>;
 };
 template <class At>
-  requires(At::kQueriesInRing)
+  requires(At::kQueriesInRing && !At::kShort)
 struct WalkOf<At> {
   using Type = PieceWalkFor<At::kOptions>;
 };
 template <class At>
   requires(At::kShort)
 struct WalkOf<At> {
-  using Type = few_rows::ShortWalk;
+  using Type = few_rows::ShortWalk<At::kRows, At::kCluster>;
 };
 template <class At>
 using Walk = typename WalkOf<At>::Type;
+
+// The same of the kernel with roles, whose part's row of the plan is in shared memory.
+template <class At>
+__device__ inline Walk<At> wide_walk(const Params& p, const uint8_t* base) {
+  if constexpr (At::kShort) {
+    return Walk<At>(p);
+  } else {
+    return Walk<At>(*reinterpret_cast<const SplitKvEntry*>(base + At::kEntry));
+  }
+}
 
 // More bytes to come in this phase of the barrier, and no arrival.
 __device__ inline void expect_bytes(uint32_t barrier, int bytes) {
@@ -97,6 +107,33 @@ class Loader : QuarterPages<Paging> {
     run(Walk<At>(entry), first_page, certain);
   }
 
+  // Of a short call. Where queries come through the ring, they are asked for while lengths are on their way, and a CTA
+  // without a piece may not end before they have come.
+  __device__ void run_short() {
+    const ShortBlock<At::kRows> block(p_, blockIdx.x);
+    if constexpr (At::kQueriesInRing) {
+      load_queries({.request = block.request, .first_row = block.first_row, .num_rows = block.num_rows(p_)});
+    }
+    const ShortPiece<At::kRows> at(p_, block);
+    if (at.cut < at.cuts) {
+      Piece piece;
+      Walk<At>::describe(p_, at, piece);
+      if (p_.report && warp_ + lane_ == 0) {
+        check_list_length(p_, piece);
+        if constexpr (kTwoLists) check_extra_length(p_, piece);
+      }
+      if constexpr (kTwoLists) {
+        load_two_lists(piece, at.keys);
+      } else {
+        load_listed(piece);
+      }
+    } else if constexpr (At::kQueriesInRing) {
+      for (int i = 0; i < kQueryStages; ++i) attnops::sm90::mbarrier_wait(At::full_barrier(shared_, i), 0);
+    }
+    attnops::sm90::launch_dependents();
+    asm volatile("cp.async.wait_all;" ::: "memory");
+  }
+
  private:
   static constexpr bool kSelects = At::kOptions == Options::kSelected;
   static constexpr bool kTwoLists = kSelects && At::kFormat == Format::kShared;
@@ -140,6 +177,10 @@ class Loader : QuarterPages<Paging> {
       if (At::kOptions != Options::kCommon && !queries_by_map_) {
         gather_queries<kRopeApart>(p_, piece, half, stage);
         attnops::sm90::arrive_after_copies(full);
+      } else if (At::kShort && lane_ == 0) {
+        attnops::sm90::mbarrier_arrive_expect(full, At::kRows * 128);
+        attnops::sm90::copy_box(stage + warp_ * kTileBytes, &query_maps_->q, full, 0, piece.first_row,
+                                half * kQueryTiles + warp_, piece.request);
       } else if (lane_ == 0) {
         attnops::sm90::mbarrier_arrive_expect(full, query_bytes<kRopeApart>(warp_));
         copy_queries_of_warp<kRopeApart>(*query_maps_, warp_, piece.request, piece.first_row, half, stage, full);
@@ -151,7 +192,7 @@ class Loader : QuarterPages<Paging> {
   }
 
   __device__ void load_piece(const Piece& piece, int first_page) {
-    if constexpr (kTwoLists) return load_two_lists(piece);
+    if constexpr (kTwoLists) return load_two_lists(piece, ListKeys(p_.selected, p_.extra, piece.request));
     if constexpr (kSelects) return load_listed(piece);
     constexpr Options kTrees = At::kOptions == Options::kCommon ? Options::kCommon : Options::kAll;
     each_tile<kTrees>(
@@ -174,8 +215,7 @@ class Loader : QuarterPages<Paging> {
   }
 
   // The same of two lists: no tile has keys of both.
-  __device__ void load_two_lists(const Piece& piece) {
-    const ListKeys keys(p_.selected, p_.extra, piece.request);
+  __device__ void load_two_lists(const Piece& piece, const ListKeys& keys) {
     int next = listed_row(piece, keys, 0), rows = 0;
     for (int t = 0; t < piece.num_tiles; ++t, ++count_) {
       if (t % 2 == 0) {

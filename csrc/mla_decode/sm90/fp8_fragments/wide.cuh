@@ -18,6 +18,7 @@ __device__ inline void init_wide_barriers(uint32_t shared) {
     }
     attnops::sm90::mbarrier_init(At::queries_barrier(shared), kValueThreads);
     attnops::sm90::mbarrier_init(At::sums_barrier(shared), At::kConsumerThreads);
+    if constexpr (At::kCluster) attnops::sm90::mbarrier_init(shared + At::kMergeBarrier, 1);
   }
   attnops::sm90::mbarrier_init_fence();
 }
@@ -36,10 +37,13 @@ __global__ void __launch_bounds__(At::kThreads, 1)
     if (lane == 9 && wide.queries_by_map) attnops::sm90::prefetch_map(&maps.queries.q);
     if (lane == 10 && wide.queries_by_map) attnops::sm90::prefetch_map(&maps.queries.q_pe);
     attnops::sm90::wait_for_prerequisites();
-    const SplitKvEntry entry = entry_for<At::kOptions>(p, blockIdx.x);
-    if (lane == 0) *reinterpret_cast<SplitKvEntry*>(shared_bytes + At::kEntry) = entry;
+    if constexpr (!At::kShort) {
+      const SplitKvEntry entry = entry_for<At::kOptions>(p, blockIdx.x);
+      if (lane == 0) *reinterpret_cast<SplitKvEntry*>(shared_bytes + At::kEntry) = entry;
+    }
   }
   __syncthreads();
+  if constexpr (At::kCluster) attnops::sm90::cluster_arrive_relaxed();
   attnops::sm90::wait_for_prerequisites();
   if (group < 2) {
     attnops::sm90::registers_increase<At::kValueRegisters>();
@@ -49,8 +53,12 @@ __global__ void __launch_bounds__(At::kThreads, 1)
     ScoreConsumer<T, At>(p, shared_bytes, shared).run();
   } else {
     attnops::sm90::registers_decrease<At::kLoaderRegisters>();
-    Loader<At>(p, &maps.kv, modes, shared_bytes, shared, &maps.queries, wide.queries_by_map)
-        .run(*reinterpret_cast<const SplitKvEntry*>(shared_bytes + At::kEntry));
+    Loader<At> loader(p, &maps.kv, modes, shared_bytes, shared, &maps.queries, wide.queries_by_map);
+    if constexpr (At::kShort) {
+      loader.run_short();
+    } else {
+      loader.run(*reinterpret_cast<const SplitKvEntry*>(shared_bytes + At::kEntry));
+    }
   }
 }
 

@@ -26,10 +26,10 @@ struct WideModes {
 };
 
 // For blocks of kRows_ query rows, 16, 32, 48 or 64.
-template <Format kFormat_, Options kOptions_, int kRows_ = kPlanRows>
+template <Format kFormat_, Options kOptions_, int kRows_ = kPlanRows, Cuts kCuts = Cuts::kPlan>
 struct WideShape {
   static constexpr Format kFormat = kFormat_;
-  static constexpr bool kShort = false;
+  static constexpr bool kShort = kCuts != Cuts::kPlan, kCluster = kCuts == Cuts::kCluster;
   static constexpr Options kOptions = kOptions_;
   static constexpr bool kShared = kFormat == Format::kShared, kScaled = kShared || kFormat == Format::kRow;
   static constexpr int kPieces = kShared ? kHeadDimShared / 64 : fp8_fragments::kPieces;  // of 64 columns
@@ -72,7 +72,9 @@ struct WideShape {
   static constexpr int kPieceBarriers = kBarriers + 16 * (kRingTiles + kWideBuffers);
   // Of lists: uint16 [kRingTiles][4], by slot and loading warp: which of its keys there are.
   static constexpr int kListed = kPieceBarriers + 2 * 8;
-  static constexpr int kBytes = kListed + (kOptions == Options::kSelected ? 8 * kRingTiles : 0);
+  static constexpr int kEnd = kListed + (kOptions == Options::kSelected ? 8 * kRingTiles : 0);
+  static constexpr int kMergeBarrier = kEnd, kReceived = (kEnd + 8 + 15) / 16 * 16, kMergeWarps = kValueThreads / 32;
+  static constexpr int kBytes = kCluster ? kReceived + kReceivedBytes : kEnd;
   static_assert(kBytes <= 227 * 1024 && kBarriers % 16 == 0 && kEnds % 16 == 0);
 
   __device__ static int totals(int parity) { return kTotals + parity * kTotalsBytes; }

@@ -3,6 +3,7 @@
 #include "mla_decode/sm90/fp8_fragments/convert.cuh"
 #include "mla_decode/sm90/fp8_fragments/load.cuh"
 #include "mla_decode/sm90/fp8_fragments/queries.cuh"
+#include "mla_decode/sm90/fp8_fragments/rounding.cuh"
 #include "mla_decode/sm90/fp8_fragments/shared_scales.cuh"
 #include "mla_decode/sm90/fp8_fragments/wide_softmax.cuh"
 
@@ -31,7 +32,7 @@ class ScoreConsumer {
         softmax_(p, base) {}
 
   __device__ void run() {
-    PieceWalkFor<At::kOptions> walk(*reinterpret_cast<const SplitKvEntry*>(base_ + At::kEntry));
+    Walk<At> walk = wide_walk<At>(p_, base_);
     Piece piece;
     while (walk.next(p_, piece)) {
       softmax_.begin(piece);
@@ -71,6 +72,12 @@ class ScoreConsumer {
       softmax_.load(pairs);
       if (!kHolds && t > 0) give(given_ - 1);
       attnops::sm90::wgmma_wait<0>(s);
+      if constexpr (kMayRound<At>) {
+        const int slot = RingSlot<At>(count_).slot;
+        if (rounds_keys(p_) && has_few_keys<At>(base_, slot, warp_)) {
+          round_keys<At, kLatentLoads>(base_, shared_, slot, 0, s);
+        }
+      }
       prepare_tile(piece, (piece.first_tile + t) * kPlanTileTokens, pairs, s);
 #pragma unroll
       for (int j = 0; j < At::kRows / 8; ++j) softmax_.exponentiate(j, pairs, s);

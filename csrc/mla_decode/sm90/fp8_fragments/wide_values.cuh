@@ -1,6 +1,7 @@
 #pragma once
 #include "device/sm90/wgmma_few.cuh"
 #include "device/sm90/wgmma_fp8.cuh"
+#include "mla_decode/sm90/fp8_fragments/cluster_merge.cuh"
 #include "mla_decode/sm90/fp8_fragments/convert.cuh"
 #include "mla_decode/sm90/fp8_fragments/wide_queries.cuh"
 #include "mla_decode/sm90/fp8_fragments/wide_scores.cuh"
@@ -28,7 +29,7 @@ class ValueConsumer {
         group_(__shfl_sync(0xffffffffu, threadIdx.x / kGroupThreads, 0)) {}
 
   __device__ void run() {
-    PieceWalkFor<At::kOptions> walk(*reinterpret_cast<const SplitKvEntry*>(base_ + At::kEntry));
+    Walk<At> walk = wide_walk<At>(p_, base_);
     Piece piece;
     Output o;
     bool more = walk.next(p_, piece);
@@ -195,6 +196,9 @@ class ValueConsumer {
     piece.request = stored(parity_)->request, piece.first_row = stored(parity_)->first_row;
     piece.num_rows = stored(parity_)->num_rows, piece.partial = stored(parity_)->partial;
     constexpr float kMostValue = At::kShared ? 0x1p15f : 448.f;
+    if constexpr (At::kCluster) {
+      if (piece.partial > 0) return finish_in_cluster(piece, o);
+    }
     TransposedEnds& ends = *reinterpret_cast<TransposedEnds*>(base_ + At::kEnds);
     if (threadIdx.x < At::kRows) {
       const int row = threadIdx.x;
@@ -210,6 +214,24 @@ class ValueConsumer {
     }
     named_barrier_sync(kValueWarps, kValueThreads);
     store_transposed<T, At::kOptions>(p_, piece, ends, group_, out_aligned_, o);
+  }
+
+  __device__ void finish_in_cluster(const Piece& piece, const Output& o) const {
+    float sum = 0.f, reference = 0.f;
+    if (threadIdx.x < At::kRows) {
+      const float* sums = reinterpret_cast<const float*>(base_ + At::totals(parity_)) + threadIdx.x;
+#pragma unroll
+      for (int warp = 0; warp < 4; ++warp) sum += sums[warp * At::kRows];
+      reference = sums[4 * At::kRows];
+    }
+    typename ClusterMerge<T, At>::Vectors own;
+#pragma unroll
+    for (int v = 0; v < 2 * kBlocks; ++v) {
+      const float* x = o[v / 2] + v % 2 * 4;
+      own[v] = make_float4(x[0], x[1], x[2], x[3]);
+    }
+    attnops::sm90::cluster_wait();  // all CTAs have their barriers
+    ClusterMerge<T, At>(p_, piece, piece.partial, base_, shared_).run(sum, reference, own, out_aligned_);
   }
 
   const Params& p_;
