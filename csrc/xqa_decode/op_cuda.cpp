@@ -8,13 +8,23 @@
 namespace attnops::xqa_decode {
 namespace {
 
+// Works of no more tiles stay whole where there is a share for each of them: a merge of many rows, and a second piece,
+// take as long as so many tiles.
+int short_tiles(const SplitKvGeometry& geometry, int64_t rows) {
+  if (rows <= 32 || num_works(geometry) > num_groups(geometry)) return geometry.short_tiles;
+  return rows <= 64 ? 6 : 8;
+}
+
 void xqa_decode_plan_cuda(const Tensor& tile_scheduler_metadata, const Tensor& num_splits, const Tensor& cache_seqlens,
-                          int64_t seqlen_q, int64_t num_kv_heads, int64_t window_left, int64_t fixed_split_tokens) {
+                          int64_t seqlen_q, int64_t num_kv_heads, int64_t window_left, int64_t fixed_split_tokens,
+                          int64_t rows) {
   const PlanParams plan = checked_plan_params(tile_scheduler_metadata, num_splits, cache_seqlens, seqlen_q,
-                                              num_kv_heads, window_left, fixed_split_tokens);
+                                              num_kv_heads, window_left, fixed_split_tokens, rows);
+  SplitKvGeometry geometry = gpu_plan_geometry(plan.geometry);
+  geometry.short_tiles = short_tiles(geometry, rows);
   const OnDevice guard(cache_seqlens);
-  launch_plan(gpu_plan_geometry(plan.geometry), plan.tensors.cache_seqlens, plan.tensors.tile_scheduler_metadata,
-              plan.tensors.num_splits, current_stream(cache_seqlens));
+  launch_plan(geometry, plan.tensors.cache_seqlens, plan.tensors.tile_scheduler_metadata, plan.tensors.num_splits,
+              current_stream(cache_seqlens));
 }
 
 void run_cuda(const Params& params, const Tensor& q) {

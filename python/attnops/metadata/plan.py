@@ -101,6 +101,11 @@ class XqaDecodePlan(SplitKvPlan):
     head_dim: int
 
     @property
+    def rows(self) -> int:
+        """Query rows (token, head) of a request and KV head."""
+        return self.seqlen_q * (self.num_q_heads // self.num_kv_heads)
+
+    @property
     def key(self) -> dict[str, int]:
         """What a call must agree with."""
         return {

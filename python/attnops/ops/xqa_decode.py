@@ -43,6 +43,7 @@ def xqa_decode_plan(plan: XqaDecodePlan, cache_seqlens: Tensor) -> None:
         plan.num_kv_heads,
         plan.window_left,
         plan.fixed_split_tokens,
+        plan.rows,
     )
 
 
