@@ -118,6 +118,20 @@ def test_xqa_parts_of_a_gpu_come_in_groups_of_a_head_each(batch, num_sm_parts, n
     assert torch.equal(plan("cuda", num_sm_parts, num_heads), shares.repeat_interleave(num_heads, 0))
 
 
+@pytest.mark.parametrize(("rows", "most"), [(32, 4), (33, 6), (64, 6), (65, 8), (256, 8)])
+@pytest.mark.parametrize("longest", [4, 6, 7, 8, 9])
+def test_works_of_many_rows_stay_whole(longest, rows, most):
+    """Where each may have a share, and a merge of so many rows takes longer than their tiles."""
+    lengths, heads, groups = [64 * longest, 100, 64, 1], 8, 16
+    metadata = torch.full((groups * heads, 8), POISON, dtype=torch.int32, device="cuda")
+    num_splits = torch.zeros(len(lengths) + 1, dtype=torch.int32, device="cuda")
+    OPS.xqa_decode_plan(metadata, num_splits, int32(lengths, "cuda"), 1, heads, -1, 0, rows)
+    shares = metadata.cpu()[::heads]
+    used = shares[shares[:, 0] * 4096 + shares[:, 1] < shares[:, 2] * 4096 + shares[:, 3]]
+    whole = torch.tensor([[i, 0, i + 1, 0] for i in range(len(lengths))], dtype=torch.int32)
+    assert torch.equal(used[:, :4], whole) == (longest <= most)
+
+
 @pytest.mark.parametrize("keys", ["cu_seqlens_k", "cache_seqlens", "as queries"])
 @pytest.mark.parametrize("tile_q", [1, 16, 64, 128])
 @pytest.mark.parametrize(("causal", "window_left"), [(True, -1), (True, 100), (False, -1)])

@@ -211,6 +211,7 @@ PLAN_CASES = [
     ({"window_left": -5}, "window_left must be in [-1, "),
     ({"fixed_split_tokens": -(66 * 1024)}, f"{SPLITS_MUST_BE}, got -67584"),
     ({"fixed_split_tokens": 63}, f"{SPLITS_MUST_BE}, got 63"),
+    ({"rows": 0}, "rows must be in [1, "),
 ]
 
 
