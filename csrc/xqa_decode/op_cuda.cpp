@@ -8,11 +8,13 @@
 namespace attnops::xqa_decode {
 namespace {
 
-// Works of no more tiles stay whole where there is a share for each of them: a merge of many rows, and a second piece,
-// take as long as so many tiles.
+// Of more rows, works of so many tiles stay whole where there is a share for each of them: a merge of many rows, and a
+// second piece, take as long.
+constexpr int kManyRows = 64, kShortTilesOfMany = 8;
+
 int short_tiles(const SplitKvGeometry& geometry, int64_t rows) {
-  if (rows <= 32 || num_works(geometry) > num_groups(geometry)) return geometry.short_tiles;
-  return rows <= 64 ? 6 : 8;
+  const bool each_has_a_share = num_works(geometry) <= num_groups(geometry);
+  return rows > kManyRows && each_has_a_share ? kShortTilesOfMany : geometry.short_tiles;
 }
 
 void xqa_decode_plan_cuda(const Tensor& tile_scheduler_metadata, const Tensor& num_splits, const Tensor& cache_seqlens,
