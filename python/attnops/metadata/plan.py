@@ -12,6 +12,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from attnops.metadata.fmha_plan import FmhaPlan
 from attnops.metadata.plan_checks import MAX_CUTS, MAX_LEAST_CUT, check_range, check_shared, cuts_of_rule
 from attnops.metadata.plan_parts import XQA_SMALL_BLOCK, mla_num_sm_parts, xqa_num_sm_parts
 
@@ -95,10 +96,17 @@ def allocate_tensors(
 
 @dataclasses.dataclass(frozen=True)
 class XqaDecodePlan(SplitKvPlan):
-    """Plan of `ops.xqa_decode` for one geometry; works are (request, KV head)."""
+    """Plan of `ops.xqa_decode` for one geometry; works are (request, KV head).
+
+    Attributes:
+        prefill, cu_seqlens_q: Where `ops.fmha_paged` is faster (`suits_prefill`): its plan, and int32 ``[B + 1]``,
+            where each request's tokens begin. Calls that it does not serve go by the rest of the plan.
+    """
 
     num_kv_heads: int
     head_dim: int
+    prefill: FmhaPlan | None = None
+    cu_seqlens_q: Tensor | None = None
 
     @property
     def rows(self) -> int:

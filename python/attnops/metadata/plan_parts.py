@@ -24,6 +24,9 @@ XQA_CLUSTER_WORKS = 132  # of a call that clusters may take: csrc/xqa_decode/sm9
 # Query rows that have CTAs and merges of their own: csrc/xqa_decode/sm90/launch.cuh
 XQA_ROWS_PER_BLOCK, XQA_SMALL_BLOCK = 128, 64
 
+# Works for each SM from which on prefill's kernel serves decode of more rows than a block, and its least head dim.
+XQA_PREFILL_WORKS_PER_SM, XQA_LEAST_PREFILL_DIM = 2, 32
+
 XQA_INVARIANT_CUTS = 96  # of a long request over all KV heads: docs/kernels/xqa_decode.md
 XQA_LEAST_CUT = 8  # tiles of a cut, where it writes a partial result
 XQA_FOLDED_CUTS = {4: 32, 8: 28}  # the same of one KV head, where 256 over all heads do not suit the clusters
@@ -123,6 +126,34 @@ def xqa_num_sm_parts(
         if batch_size and (batch_size % fewer == 0 or fewer % batch_size == 0):
             return fewer * num_kv_heads
     return groups * num_kv_heads
+
+
+def suits_prefill(
+    device: torch.device,
+    batch_size: int,
+    num_kv_heads: int,
+    *,
+    rows: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    fixed_split_tokens: int = 0,
+) -> bool:
+    """Whether `fmha_paged` serves such decode calls faster than the kernels of `xqa_decode`, whatever the lengths.
+
+    Above 128 rows a tile of keys is read more than once, and products bind. Prefill's tiles have twice as many keys.
+    But a plan of `xqa_decode` divides few works better. Measured on an H200.
+
+    Args:
+        rows: Query rows (token, head) of a request and KV head.
+        dtype, kv_dtype: Of q and of the pages.
+    """
+    if device.type != "cuda" or rows <= XQA_ROWS_PER_BLOCK or fixed_split_tokens or dtype != kv_dtype:
+        return False
+    if dtype.itemsize != 2 or head_dim % 8 or head_dim < XQA_LEAST_PREFILL_DIM:
+        return False
+    gpu = _gpu(device)
+    return gpu.major == 9 and batch_size * num_kv_heads >= XQA_PREFILL_WORKS_PER_SM * gpu.sms
 
 
 def xqa_invariant_cuts(

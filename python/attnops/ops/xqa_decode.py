@@ -21,6 +21,7 @@ from attnops.ops._arguments import (
     shape_by_request,
 )
 from attnops.ops.block_lists import build_block_tables, unit_pages
+from attnops.ops.fmha import fmha_paged, fmha_plan
 
 
 @names_its_arguments
@@ -45,6 +46,8 @@ def xqa_decode_plan(plan: XqaDecodePlan, cache_seqlens: Tensor) -> None:
         plan.fixed_split_tokens,
         plan.rows,
     )
+    if plan.prefill is not None and plan.cu_seqlens_q is not None:
+        fmha_plan(plan.prefill, plan.cu_seqlens_q, cache_seqlens=cache_seqlens)
 
 
 def xqa_decode(
@@ -140,6 +143,14 @@ def xqa_decode(
         if out is None:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = lse_like(q, lse, return_lse or sinks_in_lse)
+        by_rule = causal and logit_cap == 0.0 and tree_mask is None and report is None
+        if plan.prefill is not None and by_rule and plan.prefill.causal:
+            pages = (k_pages, v_pages, page_table, kv_indptr, cache_seqlens)
+            scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+            if _decode_by_prefill(q, *pages, plan, scale, sinks, k_scale, v_scale, out, lse):
+                if sinks_in_lse:
+                    add_sinks(lse, sinks)
+                return out, lse
         if tree_mask is not None:
             tree_mask = by_request("xqa_decode", "tree_mask", tree_mask, shape, 2)
 
@@ -175,6 +186,55 @@ def xqa_decode(
     except Exception as error:
         explain(error, "attnops::xqa_decode", xqa_decode, locals())
         raise
+
+
+def _decode_by_prefill(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    kv_indptr: Tensor | None,
+    cache_seqlens: Tensor,
+    plan: XqaDecodePlan,
+    softmax_scale: float,
+    sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    out: Tensor,
+    lse: Tensor | None,
+) -> bool:
+    """The call by `fmha_paged`, if its tensors suit that: pages of q's type, and tokens at one distance."""
+    queries, rows = _tokens_in_a_row(q), _tokens_in_a_row(out)
+    if queries is None or rows is None or k_pages.dtype != q.dtype or v_pages.dtype != q.dtype:
+        return False
+    assert plan.prefill is not None and plan.cu_seqlens_q is not None
+    fmha_paged(
+        queries,
+        k_pages,
+        v_pages,
+        page_table,
+        cache_seqlens,
+        plan.cu_seqlens_q,
+        plan.prefill,
+        kv_indptr=kv_indptr,
+        softmax_scale=softmax_scale,
+        window_left=plan.window_left,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        out=rows,
+        lse=None if lse is None else lse.view(-1, q.shape[-2]),
+    )
+    return True
+
+
+def _tokens_in_a_row(tensor: Tensor) -> Tensor | None:
+    """``[B * S_q, H_q, D]``; None where no view is that."""
+    if tensor.dim() == 3:
+        return tensor
+    if tensor.dim() != 4 or tensor.stride(0) != tensor.shape[1] * tensor.stride(1):
+        return None
+    return tensor.flatten(0, 1)
 
 
 def _refuse_with_blocks(
