@@ -121,16 +121,13 @@ class DecodePlans:
             )
             for window, plan in self._whole.items()
         }
-        if not self._by_prefill[batch_size]:
-            return views
-        return {
-            window: dataclasses.replace(
-                plan,
-                prefill=view_of(self._prefill[window], batch_size, batch_size * self._seqlen_q),
-                cu_seqlens_q=self._cu_seqlens_q[: batch_size + 1],
-            )
-            for window, plan in views.items()
-        }
+        if self._by_prefill[batch_size]:
+            for window, plan in views.items():
+                assert isinstance(plan, XqaDecodePlan)
+                prefill = view_of(self._prefill[window], batch_size, batch_size * self._seqlen_q)
+                begins = self._cu_seqlens_q[: batch_size + 1]
+                views[window] = dataclasses.replace(plan, prefill=prefill, cu_seqlens_q=begins)
+        return views
 
 
 def fmha_plans(

@@ -1,4 +1,4 @@
-"""Decode of many rows that goes by `fmha_paged`: as by its own kernels, and by these where that does not serve a call."""
+"""Decode of many rows that goes by `fmha_paged`, or by its own kernels where that does not serve a call."""
 
 import dataclasses
 import sys

@@ -83,7 +83,13 @@ def _stores_then_attends(
             )
             ops.store_kv(k_pages, v_pages, k, v, slots, report=options["report"])
         queries, rows = by_request("q", q, layer.head_dim), by_request("out", out, layer.v_head_dim)
-        given = {"sinks": sinks, "tree_mask": tree_mask, "k_scale": k_scale, "v_scale": v_scale, "out": rows}
+        given: dict[str, Any] = {
+            "sinks": sinks,
+            "tree_mask": tree_mask,
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+            "out": rows,
+        }
         ops.xqa_decode(queries, k_pages, v_pages, table, cache_seqlens, plan, **given, **options)
 
     return call

@@ -8,6 +8,7 @@ graph may hold both calls.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,7 +85,7 @@ def allocate_tensors(
     num_partials: int,
     num_semaphores: int,
     device: torch.device,
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     return {
         "tile_scheduler_metadata": torch.zeros(num_sm_parts, _ENTRY_SIZE, dtype=torch.int32, device=device),
         "num_splits": torch.zeros(batch_size + 1, dtype=torch.int32, device=device),
