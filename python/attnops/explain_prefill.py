@@ -67,7 +67,7 @@ def prefill_schedule(
     from attnops.explain import Piece
 
     group = max(num_q_heads // num_kv_heads, 1)
-    tile_q = cuda_tile_q(group, head_dim, -(-sum(seqlens_q) // max(len(seqlens_q), 1)))
+    tile_q = cuda_tile_q(group, head_dim, sum(seqlens_q) / max(len(seqlens_q), 1))
     works = works_per_tile(group, num_kv_heads, head_dim, tile_q)
     shape: dict[str, Any] = {"tile_q": tile_q, "causal": causal, "window_left": window_left}
     order, pieces = prefill_plan(seqlens_q, seqlens_k, works=works, num_sms=num_sms, **shape)

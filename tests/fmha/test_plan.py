@@ -91,6 +91,11 @@ def test_a_tile_of_few_rows_is_whole_short_tiles(group, tokens, head_dim, tile_q
     assert cuda_tile_q(6, 64, 10) == 30 and cuda_tile_q(6, 256, 10) == 21
 
 
+def test_one_token_of_many_heads_has_a_tile_alone():
+    """71 heads share a tile if requests have one token as a rule. With two of each, pairs of CTAs have 36 heads."""
+    assert cuda_tile_q(71, 256, 58 / 57) == 1 and cuda_tile_q(71, 256, 2) == 3
+
+
 def test_default_tile_follows_the_group():
     tile_q = {heads: FmhaPlan.allocate(9, 1, num_q_heads=heads[0], num_kv_heads=heads[1]).tile_q for heads in HEADS}
     assert tile_q == {(32, 8): 64, (8, 8): 256, (28, 4): 36, (128, 1): 16}

@@ -50,6 +50,15 @@ def test_one_long_request_among_short_ones_is_cut_alone():
     assert set(cuts) == {(1, 0)}
 
 
+def test_of_alike_tiles_only_those_are_cut_that_fill_no_turn():
+    """41 tiles of 4 works: 33 fill 132 SMs once, the 8 others become 128 pieces."""
+    cuts, limit = cuts_of([727], [79556], tile_q=18, works=4, causal=False)
+    assert cuts == {(0, tile): 4 for tile in range(33, 41)} and limit == 156
+    cuts, _ = cuts_of([16] * 150, [30000] * 150, tile_q=16, works=1)
+    assert len(cuts) == 18 and {request for request, _ in cuts} == set(range(18))
+    assert cuts_of([2] * 150, [30000] * 150, tile_q=16, works=1) == ({}, NEVER)  # few rows wait for memory
+
+
 def test_the_estimate_never_grows_by_cutting():
     """The longest work, and all units over all SMs, bound what cuts may do."""
     for seed in range(200):
@@ -174,13 +183,16 @@ def test_a_gpu_cuts_as_the_planner_says(count):
         r = random.Random(seed)
         new = [r.choice([1, 64, 1000, 3000]) if r.random() < 12 / count else 0 for _ in range(count)]
         keys = [n + r.choice([0, 100, 5000, 100000]) for n in new]
+        if seed % 4 == 0:  # alike: some of them are cut
+            new, keys = [r.choice([9, 1000])] * count, [r.choice([3000, 50000])] * count
+        works = r.choice([1, 2, 3, 16])
         bounds = [torch.tensor([0, *n], dtype=torch.int32).cumsum(0, dtype=torch.int32) for n in (new, keys)]
         found = []
         for device in ("cpu", "cuda"):
             order = torch.zeros(sum(-(-n // 64) for n in new) + 9, 2, dtype=torch.int32, device=device)
-            pieces = torch.zeros(265, 4, dtype=torch.int32, device=device)
+            pieces = torch.zeros(264 // works + 1, 4, dtype=torch.int32, device=device)
             limits = (*(b.to(device) for b in bounds), None, 64, True, -1)
-            torch.ops.attnops.fmha_plan(order, *limits, pieces, 2, SMS)
+            torch.ops.attnops.fmha_plan(order, *limits, pieces, works, SMS)
             found.append((order.cpu(), pieces[: 1 + int(pieces[0, 0])].cpu()))
         assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
 

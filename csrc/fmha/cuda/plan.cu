@@ -250,7 +250,7 @@ __global__ void __launch_bounds__(kThreads)
     cut_tiles(p, known, scratch,
               static_cast<int>(min_of(static_cast<unsigned>(total), static_cast<unsigned>(p.max_tiles))));
   } else if (p.pieces != nullptr && threadIdx.x == 0) {
-    write_head(p, 0, kNeverCut);
+    write_head(p, 0, {kNeverCut, 0});
   }
 }
 

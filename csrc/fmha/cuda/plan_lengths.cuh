@@ -14,7 +14,7 @@ struct Lengths {
 struct HostKnows {
   const int32_t *first_query, *first_key, *end_key;
   bool has_lengths;  // end_key is them
-  Divisor by_tile_q, by_sms;
+  Divisor by_tile_q, by_sms, by_works;
   int num_sms;
 
   HostKnows(const TilePlan& p, int sms)
@@ -24,6 +24,7 @@ struct HostKnows {
         has_lengths(p.cu_seqlens_k == nullptr && p.cache_seqlens != nullptr),
         by_tile_q(p.geometry.tile_q),
         by_sms(sms),
+        by_works(p.works_per_tile),
         num_sms(sms) {
     if (has_lengths) end_key = p.cache_seqlens;
   }

@@ -81,6 +81,7 @@ class ProducerBase {
   __device__ __forceinline__ uint32_t work_known() const { return shared_ + Layout::kWorkKnown + 8 * work_ring_.stage; }
   __device__ __forceinline__ uint32_t work_done() const { return shared_ + Layout::kWorkDone + 8 * work_ring_.stage; }
 
+  static constexpr bool kAsksAhead = Tr::kShort || Tr::kNarrow;  // of the counter, and waits when it needs the answer
   // Writes a work where all will read it, by the one thread that knows it.
   __device__ __forceinline__ void tell(const Work& w) {
     hopper::mbarrier_wait(work_done(), work_ring_.phase ^ 1);
@@ -88,12 +89,12 @@ class ProducerBase {
   }
 
   // By one thread. Without tokens: no work is left. kLate: the caller takes the work behind this one.
-  template <bool kLate = false>
+  template <bool kLate = false, bool kAhead = kAsksAhead>
   __device__ __forceinline__ Work next_work() {
     Work w;
     w.num_tokens = 0;
     while (w.num_tokens == 0) {
-      if (awaits_index_) receive_index();
+      if (awaits_index_) receive_index<kAhead>();
       int index = next_index_;
       if constexpr (Tr::kShort) index = index_in_turn(s_, index, turn_);
       if (index >= s_.num_works || !decode_work<Tr::kKeys>(p_, s_, cuts_, index, w)) {
@@ -103,15 +104,14 @@ class ProducerBase {
         // Whoever merges waits for all pieces, and those that cannot be among them.
         if (w.num_tokens == 0 && index < cuts_.pieces * s_.works_per_tile) count_piece(p_, 4 * Tr::kWarpgroups);
         if constexpr (Tr::kShort) turn_ = turn_ + 1 == s_.turns || ends_request(s_, w) ? 0 : turn_ + 1;
-        if (!kLate || w.num_tokens == 0) take_index();
+        if (!kLate || w.num_tokens == 0) take_index<kAhead>();
       }
     }
     return w;
   }
 
-  static constexpr bool kAsksAhead = Tr::kShort || Tr::kNarrow;  // of the counter, and waits when it needs the answer
-
   // CTAs take works in their order, whoever is free the next: costs differ, and SMs do not run alike.
+  template <bool kAhead = kAsksAhead>
   __device__ __forceinline__ void take_index() {
     if (Tr::kShort && turn_ > 0) return;
     const int ctas = static_cast<int>(gridDim.x);
@@ -121,7 +121,7 @@ class ProducerBase {
       next_index_ += ctas;
     } else if (rank_ > 0) {
       awaits_index_ = true;
-    } else if (kAsksAhead && s_.cluster == 1) {
+    } else if (kAhead && s_.cluster == 1) {
       // An addition is summed up over a warp, whose lanes wait for the answer at once. An increment up to a bound is
       // not: nobody waits until the number is needed.
       asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0x7fffffff;\n"
@@ -149,9 +149,10 @@ class ProducerBase {
     hopper::store_async(hopper::address_in(shared_ + Layout::kMail, 1), next_index_ + 1,
                         hopper::address_in(shared_ + Layout::kMailFull, 1));
   }
+  template <bool kAhead = kAsksAhead>
   __device__ __forceinline__ void receive_index() {
     awaits_index_ = false;
-    if (kAsksAhead && s_.cluster == 1) {
+    if (kAhead && s_.cluster == 1) {
       next_index_ = behind_first(next_index_);
       return;
     }
@@ -181,17 +182,21 @@ class ProducerBase {
     q_ring_.advance();
   }
 
-  // Works differ in cost: whoever takes the next one long before it is free may hold what another CTA waits for. So it
-  // is taken with the last keys of a long work. Those of two tiles have both stages as soon as they are known.
+  // Whoever takes a work long before it is free may hold what another CTA waits for. So the next one is taken with the
+  // last keys of a long work. Those of two tiles have both stages as soon as they are known.
   static __device__ __forceinline__ bool is_long(const Work& w) { return w.tile_end - w.tile_begin > 2; }
 
   // A thread that does nothing else knows works before the others need them, and asks for their queries. kLate: it
-  // takes the next one when it has told of the last, so that nobody waits for the counter before the first.
+  // takes the next one when it has told of the last, so that nobody waits for the counter before the first. Else it
+  // does so behind longer works alone, when the one before is done.
   template <bool kLate>
   __device__ __forceinline__ void tell_works() {
+    constexpr int kTilesToTake = 4;  // of a work, while which the next one is taken, decoded and asked for
     uint32_t last_keys_phase = 0;
     for (;;) {
-      const Work w = next_work<kLate>();  // while the others are busy with the last one
+      const Work w = next_work<true>();  // while the others are busy with the last one
+      const int tiles = w.num_tokens > 0 ? w.tile_end - w.tile_begin : INT32_MAX;
+      if (!kLate && tiles <= kTilesToTake) take_index();
       tell(w);
       hopper::mbarrier_arrive(work_known());
       bring_queries(w);
@@ -202,6 +207,9 @@ class ProducerBase {
           hopper::mbarrier_wait(shared_ + Layout::kLastKeys, last_keys_phase);
           last_keys_phase ^= 1;
         }
+        take_index();
+      } else if (tiles > kTilesToTake) {
+        hopper::mbarrier_wait(work_done(), work_ring_.phase ^ 1);
         take_index();
       }
     }

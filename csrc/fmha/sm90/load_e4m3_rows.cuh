@@ -42,13 +42,14 @@ class E4m3RowProducer : RowLookups<Tr> {
   __device__ __forceinline__ void run() {
 #pragma unroll 1
     for (;;) {
-      if (tid_ == 0) tell(this->template next_work<false>());
+      if (tid_ == 0) tell(this->template next_work<true, true>());
       hopper::named_barrier_sync(kProducerBarrier, 128);
       const Work& w = *work_slot();
       const uint32_t done = work_done();
       const bool last = w.num_tokens < 0, has_tiles = !last && w.tile_begin < w.tile_end;
       if (tid_ == 0 && !has_tiles) bring_queries(w);
       if (last) return;
+      if (tid_ == 0 && !has_tiles) this->template take_index<true>();
       work_ring_.advance();
       if (has_tiles) bring_tiles(w);
       if (tid_ >= 32) hopper::mbarrier_arrive(done);
@@ -71,6 +72,7 @@ class E4m3RowProducer : RowLookups<Tr> {
     Place here{kNobody, kNobody};
 #pragma unroll 1
     for (int tile = v.tile_begin - 2; tile <= v.tile_end; ++tile) {
+      if (tile + 1 == v.tile_end && tid_ == 0) this->template take_index<true>();  // with the last keys
       const Cell after = this->cell_of(v, tile + 2, row);
       here = this->place_of(v, tile + 1, row, next);
       next = after;

@@ -96,7 +96,7 @@ class RowProducer : RowLookups<Tr> {
   __device__ __forceinline__ void run_as() {
 #pragma unroll 1
     for (;;) {
-      if (tid_ == 0) tell(this->template next_work<Tr::kShort>());
+      if (tid_ == 0) tell(this->template next_work<true, true>());
       hopper::named_barrier_sync(kProducerBarrier, 128);
       const Work& w = *work_slot();
       const uint32_t done = work_done();
@@ -104,7 +104,7 @@ class RowProducer : RowLookups<Tr> {
       if (kNarrow && last) finish_pending<0>();
       if (tid_ == 0 && !(kQueriesLater && has_tiles)) bring_queries(w);
       if (last) return;
-      if (Tr::kShort && tid_ == 0) take_index();
+      if ((Tr::kShort || !has_tiles) && tid_ == 0) this->template take_index<true>();
       work_ring_.advance();
       if (has_tiles) bring_tiles<kNarrow>(w);
       if (tid_ >= 32) hopper::mbarrier_arrive(done);
@@ -132,6 +132,7 @@ class RowProducer : RowLookups<Tr> {
         if (tid_ == 0) bring_queries(w);
         __syncwarp();
       }
+      if (!Tr::kShort && tile + 1 == v.tile_end && tid_ == 0) this->template take_index<true>();  // with the last keys
       const Cell after = this->cell_of(v, tile + 2, row);
       const uint32_t value = here.value;
       here = this->place_of(v, tile + 1, row, next);

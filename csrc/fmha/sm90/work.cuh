@@ -192,15 +192,15 @@ __device__ __forceinline__ int heads_at_a_time(const Params& p, const Schedule& 
   return min_of(max_of(kv_heads, 1) * s.blocks_per_group, s.head_blocks);
 }
 
-// How the plan cuts tiles: its pieces come before all tiles that are whole.
+// How the plan cuts tiles: its pieces come before all tiles that are whole. Those of rows [0, rows) may be cut.
 struct Cuts {
-  int pieces = 0, limit = kNeverCut;
+  int pieces = 0, limit = kNeverCut, rows = 0;
 };
 
 __device__ __forceinline__ Cuts cuts_of(const Params& p, const Schedule& s) {
   if (s.max_pieces == 0) return {};
-  const int2 head = *reinterpret_cast<const int2*>(p.pieces);
-  return {clamp(head.x, 0, s.max_pieces), head.x > 0 ? head.y : kNeverCut};
+  const int4 head = *reinterpret_cast<const int4*>(p.pieces);
+  return {clamp(head.x, 0, s.max_pieces), head.x > 0 ? head.y : kNeverCut, head.z};
 }
 
 // As the plan decided it.
@@ -327,7 +327,7 @@ __device__ __forceinline__ bool decode_work(const Params& p, const Schedule& s, 
   const int seqlen_q = decode_request<kKeys>(p, s, entry.x, planned_keys, w);
   const int num_tiles = seqlen_q > 0 ? s.tile_q.divide(seqlen_q - 1) + 1 : 0;
   if (entry.y < 0 || entry.y >= num_tiles) return true;
-  int tile = entry.y, chunk = s.chunks - 1 - own_step, block = own - own_step * s.head_blocks;
+  int tile = entry.y, chunk = s.chunks - 1 - own_step, block = own - own_step * s.head_blocks, tile_row = row;
   if (w.seqlen_k > s.whole_keys) {
     const int first_row = row - (num_tiles - 1 - entry.y);
     if (first_row < 0) return true;
@@ -338,9 +338,10 @@ __device__ __forceinline__ bool decode_work(const Params& p, const Schedule& s, 
     const int step = inside / heads, from_last = s.by_chunks.divide(step);
     block = section * section_heads + inside - step * heads;
     tile = num_tiles - 1 - from_last;
+    tile_row = first_row + from_last;
     chunk = s.chunks - 1 - (step - from_last * s.chunks);
   }
-  if (cuts.limit != kNeverCut && is_cut(p, cuts, seqlen_q, planned_keys, tile)) return true;
+  if (cuts.limit != kNeverCut && tile_row < cuts.rows && is_cut(p, cuts, seqlen_q, planned_keys, tile)) return true;
   place_work<kKeys>(p, s, seqlen_q, tile, chunk, block, 0, 1, w);
   w.slab = -1;
   return true;

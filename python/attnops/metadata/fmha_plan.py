@@ -25,10 +25,11 @@ def cuda_tile_rows(head_dim: int) -> int:
     return 192 if head_dim <= 64 else 128
 
 
-def cuda_tile_q(group: int, head_dim: int, tokens: int = 1024) -> int:
+def cuda_tile_q(group: int, head_dim: int, tokens: float = 1024) -> int:
     """Query tokens that fill the rows of a CTA, with as many heads of a group beside each other as divide it well.
 
-    `tokens`: of a request. With few of them, one head alone fills no tile, and each would read all keys again.
+    `tokens`: of a request, in the mean. With few of them, one head alone fills no tile, and each would read all keys
+    again.
     """
     rows = cuda_tile_rows(head_dim)
     if max(tokens, 1) * group <= SHORT_ROWS and head_dim <= 192:  # whole short tiles, with all heads of a group
@@ -53,7 +54,7 @@ def works_per_tile(group: int, num_kv_heads: int, head_dim: int, tile_q: int) ->
 
 
 def default_tile_q(
-    device: torch.device, num_q_heads: int | None, num_kv_heads: int | None, head_dim: int, tokens: int
+    device: torch.device, num_q_heads: int | None, num_kv_heads: int | None, head_dim: int, tokens: float
 ) -> int:
     """On the CPU, a tile of `CPU_TILE_ROWS` rows when the heads are known: packing keys then costs the least."""
     if not num_q_heads or not num_kv_heads:
@@ -117,7 +118,7 @@ class FmhaPlan:
         """
         device = torch.device(device)
         if tile_q is None:
-            tokens = -(-max_num_tokens // max(max_batch_size, 1))
+            tokens = max_num_tokens / max(max_batch_size, 1)
             tile_q = default_tile_q(device, num_q_heads, num_kv_heads, head_dim, tokens)
         if not 1 <= tile_q <= 1024:
             raise ValueError(f"tile_q must be in [1, 1024], got {tile_q}")

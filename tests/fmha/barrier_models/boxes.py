@@ -44,6 +44,10 @@ def is_long(w):
     return w[2] - w[1] > 2
 
 
+def has_time(w):
+    return w[2] - w[1] > 4
+
+
 def sim(seed, cluster, qs=2, kst=2, warps=8, ws=2, late=True, together=1):
     r = random.Random(seed)
     W = []
@@ -156,7 +160,7 @@ def sim(seed, cluster, qs=2, kst=2, warps=8, ws=2, late=True, together=1):
                     break
                 w = W[idx]
                 mine = idx
-                if not late or not w[0]:
+                if not w[0] or (not late and not has_time(w)):
                     yield from take()
                 yield lambda: True
                 if w[0]:
@@ -182,6 +186,9 @@ def sim(seed, cluster, qs=2, kst=2, warps=8, ws=2, late=True, together=1):
                 if is_long(w):
                     yield wait(x.last, lp)
                     lp ^= 1
+                yield from take()
+            elif has_time(w):
+                yield wait(x.wd[s], sp ^ 1)
                 yield from take()
 
     # A warp that takes and decodes several short works at once: lanes then tell of them in turn.
