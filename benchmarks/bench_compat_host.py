@@ -55,7 +55,11 @@ def calls(device: str, empty: bool, dim: int = 64, mla_heads: int = 1) -> dict:
     ranks = {"qk_nope_head_dim": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
     sized = {"num_kv_heads": 1, "page_size": 16}
     written = torch.empty_like(q).unsqueeze(1)
-    schedule = flash_mla.get_mla_metadata()[0]
+    schedule, list_schedule = (flash_mla.get_mla_metadata()[0] for _ in range(2))
+    rows = torch.zeros(4, 64, 1, 656, dtype=torch.uint8, device=device)
+    lists = torch.full((4, 1, 64), -1, dtype=torch.int32, device=device)
+    lists[..., : 0 if empty else 1] = 0
+    of_lists = {"is_fp8_kvcache": True, "indices": lists}
     ragged = {"cu_seqlens_q": indptr, "cu_seqlens_k": indptr * (not empty), "max_seqlen_q": 1, "max_seqlen_k": 1}
     return {
         "wrapper.plan": lambda: wrapper.plan(**page, **heads, q_data_type=torch.bfloat16),
@@ -79,6 +83,9 @@ def calls(device: str, empty: bool, dim: int = 64, mla_heads: int = 1) -> dict:
         "get_mla_metadata": lambda: flash_mla.get_mla_metadata(lens, mla_heads, 1),
         "FlashMLA": lambda: flash_mla.flash_mla_with_kvcache(*of_mla, metadata, splits),
         "FlashMLA, schedule object": lambda: flash_mla.flash_mla_with_kvcache(*of_mla, schedule),
+        "FlashMLA, lists of rows": lambda: flash_mla.flash_mla_with_kvcache(
+            mla_q, rows, None, None, 512, list_schedule, None, **of_lists
+        ),
         "merge_state_v2": lambda: sgl_kernel.merge_state_v2(out, lse, out, lse),
     }
 

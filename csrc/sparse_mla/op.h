@@ -11,7 +11,7 @@ void sparse_mla_decode(const Tensor& out, const OptionalTensor& lse, const Tenso
                        const OptionalTensor& extra_topk_length, const Tensor& tile_scheduler_metadata,
                        const Tensor& num_splits, const Tensor& out_partial, const Tensor& lse_partial,
                        const Tensor& semaphores, double softmax_scale, const OptionalTensor& sinks,
-                       int64_t fixed_split_tokens, const OptionalTensor& report) {
+                       int64_t fixed_split_tokens, const OptionalTensor& report, bool rounded_keys) {
   Tokens tokens(kDecode, true);
   const Arguments arguments{.out = out,
                             .lse = lse,
@@ -26,6 +26,7 @@ void sparse_mla_decode(const Tensor& out, const OptionalTensor& lse, const Tenso
                             .report = report};
   Params p = checked_arguments(arguments, tokens, kReportSparseMlaDecode);
   check_extra(tokens, p, arguments, {"extra_kv_pages", extra_kv_pages, extra_indices, extra_topk_length});
+  p.fp8_products = rounded_keys;  // rounded_keys.h
   check_call_plan(p, q,
                   {tile_scheduler_metadata, num_splits, out_partial, lse_partial, semaphores, fixed_split_tokens});
   kRun(p, q);

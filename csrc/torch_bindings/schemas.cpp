@@ -164,7 +164,7 @@ STABLE_TORCH_LIBRARY(attnops, m) {
       "Tensor? topk_length, Tensor? extra_kv_pages, Tensor? extra_indices, Tensor? extra_topk_length, "
       "Tensor tile_scheduler_metadata, Tensor num_splits, Tensor(c!) out_partial, Tensor(d!) lse_partial, "
       "Tensor(e!) semaphores, float softmax_scale, Tensor? sinks=None, int fixed_split_tokens=0, "
-      "Tensor(f!)? report=None) -> ()");
+      "Tensor(f!)? report=None, bool rounded_keys=False) -> ()");
   m.def(
       "sparse_mla_prefill(Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? max_logits, Tensor q, Tensor? q_pe, Tensor kv, "
       "Tensor indices, Tensor? topk_length, Tensor? extra_kv, Tensor? extra_indices, Tensor? extra_topk_length, "

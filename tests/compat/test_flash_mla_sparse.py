@@ -112,20 +112,26 @@ def test_a_replay_follows_other_lists_and_lengths():
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rows_rounded_as_the_peer_rounds_them(monkeypatch, device, dtype):
-    """sgl_kernel's tests judge lists of one key by a bound of lse that exact rows miss, and the peer's rows keep."""
-    problem = sparse_problem("bytes", shape=(64, 1), heads=128, topk=1, dtype=dtype, device=device)
+@pytest.mark.parametrize("all_rows", [False, True])
+@pytest.mark.parametrize("topk", [1, 3])
+def test_rows_rounded_as_the_peer_rounds_them(monkeypatch, device, dtype, all_rows, topk):
+    """sgl_kernel's tests judge lists of few keys by a bound of lse that exact rows miss, and the peer's rows keep."""
+    problem = sparse_problem("bytes", shape=(64, 1), heads=128, topk=topk, dtype=dtype, device=device)
     exact = problem.expected()[1]
     problem.selected.values = problem.selected.values.to(torch.bfloat16).double()
     rounded = problem.expected()[1]
 
     def misses(lse):
-        return ((lse - rounded).abs() > 1e-6 + 8.01 / 65536 * rounded.abs()).sum().item()
+        return ((lse - rounded).abs() > 1e-5 + 8.01 / 65536 * rounded.abs()).sum().item()
 
     assert misses(exact) > 1000  # float64 over what is stored
-    monkeypatch.setattr(_flash_mla_sparse, "BF16_ROWS", True)
+    monkeypatch.setattr(_flash_mla_sparse, "BF16_ROWS", all_rows)
     out, lse = call(problem, flash_mla.get_mla_metadata())
-    check(problem, out, lse)
+    if all_rows:
+        check(problem, out, lse)
+    else:  # scores alone are over rounded keys on a GPU
+        error = relative_error(out.cpu().flatten(0, 1), problem.expected()[0])
+        assert error <= max(MAX_RELATIVE_ERROR[dtype], 4e-3)
     assert misses(lse.cpu().transpose(1, 2).flatten(0, 1).double()) == 0
 
 

@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "core/math.h"
+#include "cpu/convert.h"
 #include "cpu/isa.h"
 #include "cpu/tile_ops.h"
 #include "mla_decode/cpu/reference.h"
@@ -14,6 +15,8 @@
 namespace attnops::mla_decode::cpu {
 namespace {
 
+using attnops::cpu::BFloat16;
+using attnops::cpu::from_float;
 using attnops::cpu::kPanel;
 using attnops::cpu::kRowMultiple;
 using attnops::cpu::kSumLanes;
@@ -21,6 +24,7 @@ using attnops::cpu::RowsAhead;
 using attnops::cpu::SoftmaxTile;
 using attnops::cpu::TileOps;
 using attnops::cpu::TileScope;
+using attnops::cpu::to_float;
 
 // Tiles of the plan per step of the online softmax: more keys per step spread the loads and stores of the 512-wide
 // accumulator over more products, fewer keep the packed keys and values in the second-level cache.
@@ -87,6 +91,10 @@ void dequantize_part(const TileOps& ops, const uint8_t* source, int count, DType
   ops.load_rows(static_cast<std::byte*>(dst) + column * ops.element_size, count, &row, 1, count, count, dtype, scale);
 }
 
+void round_to_bf16(float* values, int count) {
+  for (int d = 0; d < count; ++d) values[d] = to_float(from_float<BFloat16>(values[d]));
+}
+
 // A row of bytes into elements of the compute type.
 void dequantize_row(const Params& p, const TileOps& ops, const Key& key, void* dst) {
   if (p.shared_rows) {
@@ -103,6 +111,7 @@ void dequantize_row(const Params& p, const TileOps& ops, const Key& key, void* d
                     i * kValuesPerScale);
   }
   dequantize_part(ops, key.row + kHeadDimV + sizeof(scales), kHeadDimRope, DType::kBFloat16, 1.f, dst, kHeadDimV);
+  if (key.rounded && compute_dtype(ops) == DType::kFloat32) round_to_bf16(static_cast<float*>(dst), kHeadDimV);
 }
 
 // The rows of kChunkKeys keys as a matrix, in the pool when all of them are seen and follow one another there, else in

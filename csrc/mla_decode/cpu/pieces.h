@@ -41,6 +41,7 @@ inline int head_dim_qk(const Params& p) { return p.shared_rows ? kHeadDimShared 
 struct Key {
   const uint8_t* row;
   const uint8_t* scales;
+  bool rounded = false;  // rounded_keys.h
 };
 
 // The float32 of a ue8m0 scale.

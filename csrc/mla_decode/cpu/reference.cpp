@@ -44,7 +44,10 @@ void load_key(const Params& p, const Key& key, float* values) {
   float scales[4];
   std::memcpy(scales, key.row + kHeadDimV, sizeof(scales));
   load_values<Float8E4M3>(key.row, kHeadDimV, values);
-  for (int d = 0; d < kHeadDimV; ++d) values[d] *= scales[d / 128];
+  for (int d = 0; d < kHeadDimV; ++d) {
+    values[d] *= scales[d / 128];
+    if (key.rounded) values[d] = attnops::cpu::to_float(attnops::cpu::from_float<BFloat16>(values[d]));
+  }
   load_values<BFloat16>(key.row + kHeadDimV + sizeof(scales), kHeadDimRope, values + kHeadDimV);
 }
 

@@ -70,6 +70,7 @@ def decode_lists(
         extra_topk_length=extra_lengths,
         sinks=as_sinks(attn_sink, num_q_heads, name, "attn_sink"),
         return_lse=True,
+        rounded_keys=True,
     )
     assert lse is not None
     return out, heads_first(empty_is_plus_inf(lse))

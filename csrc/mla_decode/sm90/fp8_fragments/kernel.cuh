@@ -6,6 +6,7 @@
 #include "mla_decode/sm90/fp8_fragments/layout.h"
 #include "mla_decode/sm90/fp8_fragments/load.cuh"
 #include "mla_decode/sm90/fp8_fragments/queries.cuh"
+#include "mla_decode/sm90/fp8_fragments/rounding.cuh"
 #include "mla_decode/sm90/fp8_fragments/softmax.cuh"
 
 // MLA decode on Hopper for few query rows over FP8 caches, in fp16 arithmetic; docs/kernels/mla_decode_fp8.md.
@@ -57,6 +58,7 @@ class Consumer {
       fence_async_proxy();
       named_barrier_sync(kAll, At::kConsumerThreads);
       rows_.begin(p_, piece, base_, kv_scale_);
+      few_keys_.begin();
 #pragma unroll
       for (int m = 0; m < kColumnTiles; ++m) {
 #pragma unroll
@@ -68,6 +70,11 @@ class Consumer {
         mbarrier_wait(At::full_barrier(shared_, at.slot), at.parity);
         Scores s;
         multiply_queries(at.slot, s);
+        if constexpr (At::kRounds) {
+          if (rounds_keys(p_) && few_keys_.template in_tile<At>(base_, at.slot, warp_)) {
+            round_keys<At, kLatentLoads>(base_, shared_, at.slot, kLatentLoads * place().group, s);
+          }
+        }
         SoftmaxScores own;
         exchange_scores(s, own);
         const KeyScales scales = load_scales(at.slot);
@@ -324,6 +331,7 @@ class Consumer {
   const int lane_, warp_;
   const float kv_scale_;
   Softmax<At> rows_;
+  FewKeys few_keys_;
   int count_ = 0;  // tiles of the ring before this piece
 };
 
