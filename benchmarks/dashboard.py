@@ -38,6 +38,7 @@ FAMILIES = {
     "h200-block_lists": "Lists of blocks, H200",
     "h200-fp4": "FP4 caches, H200",
     "h200-sparse_mla": "Sparse MLA, H200",
+    "h200-sparse_sampled": "Sparse MLA of sampled shapes, H200",
     "h200-indexer": "Indexer of sparse MLA, H200",
     "h200-linear": "Linear attention, H200",
     "h200-speculation": "Speculative decoding, H200",

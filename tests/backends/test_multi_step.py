@@ -137,15 +137,16 @@ def test_errors_name_what_is_wrong():
 
 @pytest.mark.parametrize("name", ["intel_amx", "trtllm_mha", "flashmla"])
 @pytest.mark.parametrize("page_size", [16, 64])
-def test_a_row_of_a_chain_has_the_bits_of_its_decode(name, page_size):
+@pytest.mark.parametrize("heads", [(4, 2), (8, 1)])
+def test_a_row_of_a_chain_has_the_bits_of_its_decode(name, page_size, heads):
     """Deterministic: a verify step's row i is the decode step of the same token over the same keys."""
     mla = name == "flashmla"
     if mla and page_size != 64:
         pytest.skip("takes pages of 64")
     options = {"page_size": page_size, "deterministic": True}
-    spec = (
-        AttentionSpec.mla(4, **options) if mla else AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64, **options)
-    )
+    num_q_heads, num_kv_heads = heads
+    shape = {"num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads, "head_dim": 64}
+    spec = AttentionSpec.mla(num_q_heads, **options) if mla else AttentionSpec(**shape, **options)
     prefixes, nodes = [0, 70, 9], 4
     chain = [[-1, 0, 1, 2]] * 3
     step = make_step(

@@ -190,6 +190,7 @@ class Part {
       const bool capped = p_.logit_cap != 0.f;
       kernel_.attend({.num_rows = num_rows_,
                       .head_dim = p_.head_dim,
+                      .group = group_,
                       .num_tokens = now.count,
                       .k_rows = k_rows_,
                       .v_rows = v_rows_,

@@ -235,17 +235,28 @@ inline void amx_softmax(const Tile& tile, int block, int rows, const AmxScratch&
   }
 }
 
-// Rows of a block that are too few for a product of tiles: interleaved values are used from registers.
-inline void add_few_values(const Tile& tile, const AmxScratch& scratch, const float* rescale, Ahead& ahead) {
+// Where a token has too few rows for a product of tiles: values are interleaved in registers, for four rows at a time.
+inline void add_few_values(const Tile& tile, int block, int rows, const AmxScratch& scratch, const float* rescale,
+                           Ahead& ahead) {
   using Math = PairMath<BHalf>;
   const int stride = amx_columns(tile.head_dim);
-  const auto add = [&](auto rows) {
-    add_all_values<Math, decltype(rows)::value>(tile, tile.v_rows, scratch.p, rescale, tile.acc, stride, ahead);
-  };
-  if (tile.num_rows == 4) return add(std::integral_constant<int, 4>());
-  if (tile.num_rows == 3) return add(std::integral_constant<int, 3>());
-  if (tile.num_rows == 2) return add(std::integral_constant<int, 2>());
-  add(std::integral_constant<int, 1>());
+  for (int row = 0; row < rows; row += kBlockRows) {
+    const auto add = [&](auto count) {
+      add_all_values<Math, decltype(count)::value>(tile, tile.v_rows, scratch.p + row * kTileTokens, rescale + row,
+                                                   tile.acc + static_cast<int64_t>(block + row) * stride, stride,
+                                                   ahead);
+    };
+    const int left = rows - row;
+    if (left >= kBlockRows) {
+      add(std::integral_constant<int, kBlockRows>());
+    } else if (left == 3) {
+      add(std::integral_constant<int, 3>());
+    } else if (left == 2) {
+      add(std::integral_constant<int, 2>());
+    } else {
+      add(std::integral_constant<int, 1>());
+    }
+  }
 }
 
 inline void add_block_of_values(const Tile& tile, int block, int rows, const AmxScratch& scratch, const float* rescale,
@@ -284,8 +295,12 @@ inline void attend_amx(const Tile& tile) {
     float rescale[kAmxRows];
     amx_scores(tile, tile.q + block * q_bytes, scratch, ahead);
     amx_softmax(tile, block, rows, scratch, rescale);
-    if (tile.num_rows <= kBlockRows) return add_few_values(tile, scratch, rescale, ahead);
-    add_block_of_values(tile, block, rows, scratch, rescale, ahead);
+    // By the rows of a token, not of the tile: a token has the same bits alone and among the others of its request.
+    if (tile.group <= kBlockRows) {
+      add_few_values(tile, block, rows, scratch, rescale, ahead);
+    } else {
+      add_block_of_values(tile, block, rows, scratch, rescale, ahead);
+    }
   }
 }
 

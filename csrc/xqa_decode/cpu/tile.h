@@ -15,6 +15,7 @@ inline constexpr int kPackedRows = 16;  // packed queries have room for a multip
 // One tile of tokens against the query rows of one (request, KV head), and the online softmax state of these rows.
 struct Tile {
   int num_rows, head_dim;
+  int group;       // rows of a query token: heads that share this KV head
   int num_tokens;  // 1 .. kTileTokens
 
   // Addresses of the tokens' keys and values for this head. The arrays have kTileTokens cells; those from num_tokens on
