@@ -141,7 +141,8 @@ STABLE_TORCH_LIBRARY(attnops, m) {
       "Tensor? kv_indptr, Tensor cache_seqlens, Tensor tile_scheduler_metadata, Tensor num_splits, "
       "Tensor(c!) out_partial, Tensor(d!) lse_partial, Tensor(e!) semaphores, float softmax_scale, bool causal=True, "
       "int window_left=-1, float logit_cap=0.0, Tensor? sinks=None, Tensor? tree_mask=None, Tensor? k_scale=None, "
-      "Tensor? v_scale=None, int fixed_split_tokens=0, Tensor(f!)? report=None, int tree_keys=0) -> ()");
+      "Tensor? v_scale=None, int fixed_split_tokens=0, Tensor(f!)? report=None, int tree_keys=0, "
+      "Tensor? cu_seqlens_q=None, int max_seqlen_q=0) -> ()");
 
   // mla_decode/
   m.def(

@@ -52,6 +52,8 @@ struct Arguments {
   int64_t fixed_split_tokens;
   const OptionalTensor& report = kAbsent;
   int64_t tree_keys = 0;  // 0: as many as new tokens
+  const OptionalTensor& cu_seqlens_q = kAbsent;
+  int64_t max_seqlen_q = 0;  // with cu_seqlens_q alone
 };
 
 // The op's whole contract, checked once for all devices. Params exist only when the arguments are right. The good path
@@ -86,7 +88,46 @@ class Checker {
     check_splits(kOp, a_.fixed_split_tokens, kPlanTileTokens);
   }
 
+  // A ragged batch says how many tokens a request has at most.
+  void check_ragged() {
+    if (!a_.cu_seqlens_q) {
+      if (a_.max_seqlen_q)
+        fail(kOp, "max_seqlen_q must be 0 without cu_seqlens_q, got " + std::to_string(a_.max_seqlen_q));
+      return;
+    }
+    check_range(kOp, "max_seqlen_q", a_.max_seqlen_q, 1, kMaxSeqlenQ);
+    seqlen_q_ = Dim("seqlen_q", a_.max_seqlen_q, "max_seqlen_q");
+    // Rows of nobody would see keys before every window, and the pages of those may be another's.
+    if (a_.window_left >= 0)
+      fail(kOp, "window_left must be -1 with cu_seqlens_q, got " + std::to_string(a_.window_left));
+    if (a_.tree_mask) fail(kOp, "tree_mask must be absent with cu_seqlens_q, whose requests have no mask of one size");
+    const TensorCheck bounds = check("cu_seqlens_q", *a_.cu_seqlens_q);
+    Dim size("batch_size + 1");
+    bounds.dtype({DType::kInt32})
+        .shape({size})
+        .size_at_least(0, "batch_size + 1", 1, "a batch has a beginning")
+        .contiguous();
+    batch_size_ = Dim("batch_size", *size - 1, "cu_seqlens_q");
+  }
+
+  void check_rows() {
+    TensorCheck(kOp, "q", a_.q)
+        .dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16})
+        .shape({num_tokens_, num_q_heads_, head_dim_})
+        .dense_last();
+    check_range(kOp, "q.shape[0] (num_tokens)", *num_tokens_, 0, INT32_MAX);
+    if (*batch_size_ == 0 && *num_tokens_ > 0) {
+      fail(kOp,
+           "q.shape[0] (num_tokens) must be 0 where cu_seqlens_q has no request, got " + std::to_string(*num_tokens_));
+    }
+    check_range(kOp, "q.shape[2] (head_dim)", *head_dim_, 1, kMaxHeadDim);
+    check("out", a_.out).dtype_as("q", a_.q).shape({num_tokens_, num_q_heads_, head_dim_}).dense_last().apart();
+    if (a_.lse) check("lse", *a_.lse).dtype({DType::kFloat32}).shape({num_tokens_, num_q_heads_}).contiguous();
+  }
+
   void check_queries() {
+    check_ragged();
+    if (a_.cu_seqlens_q) return check_rows();
     TensorCheck(kOp, "q", a_.q)
         .dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16})
         .shape({batch_size_, seqlen_q_, num_q_heads_, head_dim_})
@@ -206,7 +247,8 @@ class Checker {
   }
 
   Params params() const {
-    const bool csr = a_.kv_indptr.has_value();
+    const bool csr = a_.kv_indptr.has_value(), ragged = a_.cu_seqlens_q.has_value();
+    const int token_axis = ragged ? 0 : 1;
     const auto stride_of = [](const OptionalTensor& tensor, int64_t axis) { return tensor ? tensor->stride(axis) : 0; };
     const auto scale_stride = [](const OptionalTensor& scale) { return scale && scale->size(0) > 1 ? 1 : 0; };
     Params p{.batch_size = batch_size_.as_int(),
@@ -215,9 +257,9 @@ class Checker {
              .num_kv_heads = num_kv_heads_.as_int(),
              .head_dim = head_dim_.as_int(),
              .q = a_.q.const_data_ptr(),
-             .q_stride_request = a_.q.stride(0),
-             .q_stride_token = a_.q.stride(1),
-             .q_stride_head = a_.q.stride(2),
+             .q_stride_request = ragged ? 0 : a_.q.stride(0),
+             .q_stride_token = a_.q.stride(token_axis),
+             .q_stride_head = a_.q.stride(token_axis + 1),
              .k_pages = a_.k_pages.const_data_ptr(),
              .k_stride_page = a_.k_pages.stride(0),
              .k_stride_token = a_.k_pages.stride(1),
@@ -236,9 +278,9 @@ class Checker {
              .table_tokens = 0,
              .cache_seqlens = static_cast<const int32_t*>(a_.cache_seqlens.const_data_ptr()),
              .out = a_.out.mutable_data_ptr(),
-             .out_stride_request = a_.out.stride(0),
-             .out_stride_token = a_.out.stride(1),
-             .out_stride_head = a_.out.stride(2),
+             .out_stride_request = ragged ? 0 : a_.out.stride(0),
+             .out_stride_token = a_.out.stride(token_axis),
+             .out_stride_head = a_.out.stride(token_axis + 1),
              .lse = data_or_null<float>(a_.lse),
              .tile_scheduler_metadata = static_cast<const int32_t*>(a_.tile_scheduler_metadata.const_data_ptr()),
              .num_splits = static_cast<const int32_t*>(a_.num_splits.const_data_ptr()),
@@ -250,6 +292,7 @@ class Checker {
              .semaphores = static_cast<int32_t*>(a_.semaphores.mutable_data_ptr()),
              .softmax_scale = static_cast<float>(a_.softmax_scale),
              .causal = a_.causal,
+             .ragged = ragged,
              .window_left = static_cast<int>(a_.window_left),
              .logit_cap = static_cast<float>(a_.logit_cap),
              .sinks = data_or_null<const float>(a_.sinks),
@@ -265,6 +308,10 @@ class Checker {
              .report = data_or_null<int32_t>(a_.report),
              .num_semaphores = a_.semaphores.size(0),
              .tree_keys = static_cast<int>(tree_keys_of(a_.tree_keys, *seqlen_q_))};
+    if (ragged) {
+      p.cu_seqlens_q = static_cast<const int32_t*>(a_.cu_seqlens_q->const_data_ptr());
+      p.num_tokens = *num_tokens_;
+    }
     if (!csr) p.table_tokens = p.page_table.num_tokens(0);
     return p;
   }
@@ -272,7 +319,7 @@ class Checker {
   const Arguments& a_;
   Dim batch_size_{"batch_size"}, seqlen_q_{"seqlen_q"}, num_q_heads_{"num_q_heads"}, head_dim_{"head_dim"};
   Dim num_pages_{"num_pages"}, page_size_{"page_size"}, num_kv_heads_{"num_kv_heads"};
-  Dim num_sm_parts_{"num_sm_parts"}, num_partials_{"num_partials"};
+  Dim num_sm_parts_{"num_sm_parts"}, num_partials_{"num_partials"}, num_tokens_{"num_tokens"};
 };
 
 inline Params checked_params(const Arguments& arguments) { return Checker(arguments).run(); }

@@ -23,14 +23,16 @@ struct Impl {
   int max_head_dim;
   Launch launch;
   std::string (*reject_more)(const Params&) = nullptr;  // limits of one architecture's kernels
+  bool ragged = false;                                  // for ragged batches alone, which the others do not know
 
   bool takes(const Params& p) const {
-    if (p.head_dim > max_head_dim) return false;
+    if (p.ragged != ragged || p.head_dim > max_head_dim) return false;
     if (dtype == DType::kFloat32) return p.dtype == dtype;
     return p.kv_dtype == kv_dtype && (kv_dtype == dtype ? p.dtype == dtype : p.dtype != DType::kFloat32);
   }
 
   std::string reject(const Params& p) const {
+    if (p.ragged != ragged) return ragged ? "takes ragged batches, got no cu_seqlens_q" : "takes no cu_seqlens_q";
     const bool fp8 = size_of(p.kv_dtype) == 1, q_is_wide = p.dtype == DType::kFloat32;
     if (dtype == DType::kFloat32) {
       if (!q_is_wide) return std::string("takes q of float32, got ") + name_of(p.dtype);
@@ -49,6 +51,46 @@ struct Impl {
 // A head dim is served by the smallest kernels that hold it, short calls by clusters.
 constexpr Impl kImpls[] = {
 #if defined(ATTNOPS_HAS_SM90)
+    {"sm90_ragged_bf16_hd64", DType::kBFloat16, DType::kBFloat16, 64, &sm90::launch_ragged_bf16_hd64,
+     &sm90::reject_ragged, true},
+    {"sm90_ragged_gather_bf16_hd64", DType::kBFloat16, DType::kBFloat16, 64, &sm90::launch_ragged_gather_bf16_hd64,
+     &sm90::reject_ragged_gather, true},
+    {"sm90_ragged_fp16_hd64", DType::kFloat16, DType::kFloat16, 64, &sm90::launch_ragged_fp16_hd64,
+     &sm90::reject_ragged, true},
+    {"sm90_ragged_gather_fp16_hd64", DType::kFloat16, DType::kFloat16, 64, &sm90::launch_ragged_gather_fp16_hd64,
+     &sm90::reject_ragged_gather, true},
+    {"sm90_ragged_fp8_hd64", DType::kFloat16, DType::kFloat8E4M3, 64, &sm90::launch_ragged_fp8_hd64,
+     &sm90::reject_ragged, true},
+    {"sm90_ragged_gather_fp8_hd64", DType::kFloat16, DType::kFloat8E4M3, 64, &sm90::launch_ragged_gather_fp8_hd64,
+     &sm90::reject_ragged_gather, true},
+    {"sm90_ragged_bf16_hd128", DType::kBFloat16, DType::kBFloat16, 128, &sm90::launch_ragged_bf16_hd128,
+     &sm90::reject_ragged, true},
+    {"sm90_ragged_gather_bf16_hd128", DType::kBFloat16, DType::kBFloat16, 128, &sm90::launch_ragged_gather_bf16_hd128,
+     &sm90::reject_ragged_gather, true},
+    {"sm90_ragged_fp16_hd128", DType::kFloat16, DType::kFloat16, 128, &sm90::launch_ragged_fp16_hd128,
+     &sm90::reject_ragged, true},
+    {"sm90_ragged_gather_fp16_hd128", DType::kFloat16, DType::kFloat16, 128, &sm90::launch_ragged_gather_fp16_hd128,
+     &sm90::reject_ragged_gather, true},
+    {"sm90_ragged_fp8_hd128", DType::kFloat16, DType::kFloat8E4M3, 128, &sm90::launch_ragged_fp8_hd128,
+     &sm90::reject_ragged, true},
+    {"sm90_ragged_gather_fp8_hd128", DType::kFloat16, DType::kFloat8E4M3, 128, &sm90::launch_ragged_gather_fp8_hd128,
+     &sm90::reject_ragged_gather, true},
+    {"sm90_ragged_bf16_hd192", DType::kBFloat16, DType::kBFloat16, 192, &sm90::launch_ragged_bf16_hd192,
+     &sm90::reject_ragged, true},
+    {"sm90_ragged_fp16_hd192", DType::kFloat16, DType::kFloat16, 192, &sm90::launch_ragged_fp16_hd192,
+     &sm90::reject_ragged, true},
+    {"sm90_ragged_bf16_hd256", DType::kBFloat16, DType::kBFloat16, 256, &sm90::launch_ragged_bf16_hd256,
+     &sm90::reject_ragged, true},
+    {"sm90_ragged_gather_bf16_hd256", DType::kBFloat16, DType::kBFloat16, 256, &sm90::launch_ragged_gather_bf16_hd256,
+     &sm90::reject_ragged_gather, true},
+    {"sm90_ragged_fp16_hd256", DType::kFloat16, DType::kFloat16, 256, &sm90::launch_ragged_fp16_hd256,
+     &sm90::reject_ragged, true},
+    {"sm90_ragged_gather_fp16_hd256", DType::kFloat16, DType::kFloat16, 256, &sm90::launch_ragged_gather_fp16_hd256,
+     &sm90::reject_ragged_gather, true},
+    {"sm90_ragged_fp8_hd256", DType::kFloat16, DType::kFloat8E4M3, 256, &sm90::launch_ragged_fp8_hd256,
+     &sm90::reject_ragged, true},
+    {"sm90_ragged_gather_fp8_hd256", DType::kFloat16, DType::kFloat8E4M3, 256, &sm90::launch_ragged_gather_fp8_hd256,
+     &sm90::reject_ragged_gather, true},
     {"sm90_cluster_wgmma_bf16_hd64", DType::kBFloat16, DType::kBFloat16, 64, &sm90::launch_cluster_wgmma_bf16_hd64,
      &sm90::reject_balanced_cluster},
     {"sm90_cluster_gather_bf16_hd64", DType::kBFloat16, DType::kBFloat16, 64, &sm90::launch_cluster_gather_bf16_hd64,

@@ -11,7 +11,8 @@ void xqa_decode(const Tensor& out, const OptionalTensor& lse, const Tensor& q, c
                 const Tensor& out_partial, const Tensor& lse_partial, const Tensor& semaphores, double softmax_scale,
                 bool causal, int64_t window_left, double logit_cap, const OptionalTensor& sinks,
                 const OptionalTensor& tree_mask, const OptionalTensor& k_scale, const OptionalTensor& v_scale,
-                int64_t fixed_split_tokens, const OptionalTensor& report, int64_t tree_keys) {
+                int64_t fixed_split_tokens, const OptionalTensor& report, int64_t tree_keys,
+                const OptionalTensor& cu_seqlens_q, int64_t max_seqlen_q) {
   check_tree_keys_have_mask("xqa_decode", tree_keys, tree_mask.has_value());
   kRun(checked_params({.out = out,
                        .lse = lse,
@@ -36,7 +37,9 @@ void xqa_decode(const Tensor& out, const OptionalTensor& lse, const Tensor& q, c
                        .v_scale = v_scale,
                        .fixed_split_tokens = fixed_split_tokens,
                        .report = report,
-                       .tree_keys = tree_keys}),
+                       .tree_keys = tree_keys,
+                       .cu_seqlens_q = cu_seqlens_q,
+                       .max_seqlen_q = max_seqlen_q}),
        q);
 }
 

@@ -1,6 +1,10 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <cmath>
+#include <cstring>
+#include <string>
+
 #include "cpu/isa.h"
 #include "cpu/partials.h"
 #include "cpu/split_kv_plan.h"
@@ -38,11 +42,42 @@ attnops::cpu::SplitKvPlanner::Plan checked_plan_of(const Params& params) {
   return plan;
 }
 
+// On a CPU a value that would have the kernel read past the batch is an error.
+void check_ragged(const Params& p) {
+  int before = 0;
+  for (int b = 0; b <= p.batch_size; ++b) {
+    const int at = p.cu_seqlens_q[b];
+    if (at < before || at > p.num_tokens || at - before > (b == 0 ? p.num_tokens : p.seqlen_q)) {
+      fail("xqa_decode", "cu_seqlens_q[" + std::to_string(b) + "] must be in [" + std::to_string(before) + ", " +
+                             std::to_string(b == 0 ? p.num_tokens : min_of(before + p.seqlen_q, p.num_tokens)) +
+                             "] (max_seqlen_q tokens at most for a request), got " + std::to_string(at));
+    }
+    before = at;
+  }
+}
+
+// Rows behind the last request: those of a row without keys.
+void clear_rows_of_nobody(const Params& p) {
+  const int64_t size = size_of(p.dtype);
+  for (int64_t token = p.cu_seqlens_q[p.batch_size]; token < p.num_tokens; ++token) {
+    for (int head = 0; head < p.num_q_heads; ++head) {
+      char* const out = static_cast<char*>(p.out) + (token * p.out_stride_token + head * p.out_stride_head) * size;
+      std::memset(out, 0, p.head_dim * size);
+      if (p.lse) p.lse[token * p.num_q_heads + head] = -INFINITY;
+    }
+  }
+}
+
 }  // namespace
 
 void run_cpu(Params params) {
   const cpu::TileKernel& kernel =
       cpu::select_tile_kernel({attnops::cpu::current_isa(), params.dtype, params.kv_dtype, params.head_dim});
+  if (params.ragged) {
+    check_ragged(params);
+    clear_rows_of_nobody(params);
+    if (params.num_tokens == 0) return;
+  }
   if (params.batch_size == 0) return;
   CpuFaults faults("xqa_decode", "k_pages", params.report);
   const auto plan = checked_plan_of(params);

@@ -30,6 +30,7 @@ void xqa_decode_plan_cuda(const Tensor& tile_scheduler_metadata, const Tensor& n
 }
 
 void run_cuda(const Params& params, const Tensor& q) {
+  if (params.ragged && params.num_tokens == 0) return;
   const OnDevice guard(q);
   select_launch(params)(params, current_stream(q));
 }

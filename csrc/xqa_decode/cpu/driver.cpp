@@ -162,8 +162,9 @@ class Part {
   void start(const Piece& piece, int h) {
     const int row_bytes = kernel_.q_row_bytes(p_.head_dim);
     const int64_t element = size_of(p_.dtype);
+    const RequestTokens tokens(p_, piece.request);
     for (int row = 0; row < num_rows_; ++row) {
-      const int64_t offset = piece.request * p_.q_stride_request + (row / group_) * p_.q_stride_token +
+      const int64_t offset = tokens.query_offset(p_, row / group_) +
                              static_cast<int64_t>((piece.head + h) * group_ + row % group_) * p_.q_stride_head;
       kernel_.pack_q(static_cast<const char*>(p_.q) + offset * element, p_.head_dim,
                      q_ + h * q_bytes_ + static_cast<int64_t>(row) * row_bytes);
@@ -259,6 +260,7 @@ class Part {
       const float* values = acc(h) + static_cast<int64_t>(row) * acc_stride_;
       if (piece.to.direct) {
         const OutputRow to(p_, piece.request, piece.head + h, row);
+        if (!to.exists) continue;
         kernel_.store(values, p_.head_dim, factor * to.sink_factor(lse), to.out);
         if (to.lse) *to.lse = lse;
       } else {
@@ -321,6 +323,7 @@ void merge_work(const Params& p, const TileKernel& kernel, int work, int num_spl
     }
     const float lse = sum > 0.f ? lse_max + logf(sum) : lse_max;
     const OutputRow to(p, work / p.num_kv_heads, work % p.num_kv_heads, row);
+    if (!to.exists) continue;
     const float factor = sum > 0.f ? to.sink_factor(lse) / sum : 0.f;
     for (int d = 0; d < p.head_dim; ++d) total[d] *= factor;
     kernel.round(total, p.head_dim, to.out);
@@ -338,6 +341,7 @@ void store_nan(const Params& p, const TileKernel& kernel, int work, int64_t part
   std::fill(nan, nan + p.head_dim, NAN);
   for (int row = 0; row < rows; ++row) {
     const OutputRow to(p, request, work % p.num_kv_heads, row);
+    if (!to.exists) continue;
     kernel.round(nan, p.head_dim, to.out);
     if (to.lse) *to.lse = NAN;
   }

@@ -23,6 +23,29 @@ struct TileAddresses {
   uint64_t readable;  // bit t: k[t] and v[t] are addresses; all of them but for bad page indices
 };
 
+// Where the seqlen_q tokens of a request lie in q, out and lse. A request of a ragged batch may have fewer, the last of
+// them: those before `first` are nobody's.
+struct RequestTokens {
+  RequestTokens(const Params& p, int request) {
+    if (!p.ragged) {
+      q = request * p.q_stride_request, out = request * p.out_stride_request;
+      lse = static_cast<int64_t>(request) * p.seqlen_q;
+      return;
+    }
+    const int begin = p.cu_seqlens_q[request], end = p.cu_seqlens_q[request + 1];
+    first = p.seqlen_q - (end - begin);
+    lse = int64_t{end} - p.seqlen_q;
+    q = lse * p.q_stride_token, out = lse * p.out_stride_token;
+    least = static_cast<int>(max_of<int64_t>(-lse, 0));
+  }
+
+  int64_t query_offset(const Params& p, int token) const { return q + max_of(token, least) * p.q_stride_token; }
+
+  int64_t q, out, lse;  // of token 0: elements, and tokens
+  int first = 0;
+  int least = 0;  // tokens before it lie before q
+};
+
 // Which tokens of a request's cache are visited, where they are, and which of them each new token sees. Lengths and
 // page indices are always checked: on a CPU that costs one comparison per page.
 class RequestKeys {
@@ -37,6 +60,7 @@ class RequestKeys {
     const int64_t capacity = p_.page_table.num_cells(request) * p_.page_table.page_size;
     if (length_ > capacity) fault(ReportKind::kLength, 0, length_, capacity + 1);
     keys_.end = static_cast<int>(min_of<int64_t>(keys_.end, capacity));
+    if (RequestTokens(params, request).first == params.seqlen_q) keys_.end = 0;  // nobody asks
   }
 
   // Tiles of the plan, from its first one on, that hold keys; a length beyond the table has others.
@@ -114,14 +138,16 @@ class RequestKeys {
   int32_t* report_;
 };
 
-// Where row `row` of work (request, kv_head) is written.
+// Where row `row` of work (request, kv_head) is written, if it is somebody's.
 struct OutputRow {
   OutputRow(const Params& p, int request, int kv_head, int row) {
+    const RequestTokens tokens(p, request);
     const int group = p.num_q_heads / p.num_kv_heads;
     const int token = row / group, head = kv_head * group + row % group;
-    const int64_t offset = request * p.out_stride_request + token * p.out_stride_token + head * p.out_stride_head;
+    exists = token >= tokens.first;
+    const int64_t offset = tokens.out + token * p.out_stride_token + head * p.out_stride_head;
     out = static_cast<char*>(p.out) + offset * size_of(p.dtype);
-    lse = p.lse ? p.lse + (static_cast<int64_t>(request) * p.seqlen_q + token) * p.num_q_heads + head : nullptr;
+    lse = p.lse && exists ? p.lse + (tokens.lse + token) * p.num_q_heads + head : nullptr;
     sink = p.sinks ? p.sinks[head] : -INFINITY;
   }
 
@@ -130,6 +156,7 @@ struct OutputRow {
     return sink == -INFINITY ? 1.f : 1.f / (1.f + expf(sink - lse_of_keys));
   }
 
+  bool exists;
   void* out;
   float* lse;
   float sink;

@@ -109,7 +109,7 @@ class Consumer {
       }
       if (!piece.last_row_block() || splits.arrivals == 0) continue;
       sync_threads<Tr::kThreads>();
-      merge_items_after_sync<MergingCta<Tr::kThreads>, Tr::kMergeBatch, (Tr::kRows > 16)>(
+      merge_items_after_sync<MergingCta<Tr::kThreads>, Tr::kMergeBatch, (Tr::kRows > 16), is_ragged<Tr>()>(
           p_, shape_, place, splits, piece.is_last(), reinterpret_cast<MergeFlag*>(smem_ + Shared::kFlag),
           reinterpret_cast<float*>(smem_ + Shared::kMergeScratch));
       // The next queries or probabilities lie where the merge has its scratch.

@@ -2,6 +2,7 @@
 #include "xqa_decode/cuda/merge.cuh"
 #include "xqa_decode/sm90/fp8/lone_block.cuh"
 #include "xqa_decode/sm90/fp8/widened_block.cuh"
+#include "xqa_decode/sm90/request_rows.cuh"
 #include "xqa_decode/sm90/row_block.cuh"
 #include "xqa_decode/sm90/wide_block.cuh"
 
@@ -77,22 +78,22 @@ __device__ __forceinline__ void store_row_pairs(const Params& p, const Shape& sh
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const float v_scale = p.v_scale ? __ldg(p.v_scale + place.kv_head * p.v_scale_stride) : 1.f;
   const bool bf16 = p.dtype == DType::kBFloat16;
+  const ResultPlace<is_ragged<Tr>()> to(p, shape, place.request);
 #pragma unroll
   for (int n = 0; n < Tr::kRowTiles; ++n) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = first_row + 8 * n + 2 * t + i;
-      if (row >= shape.rows) continue;
+      if (row >= shape.rows || to.is_nobodys(row)) continue;
       const int token = shape.by_group.divide(row);
       const int head = place.kv_head * shape.group + row - token * shape.group;
       const RowEnd end = end_of<kIsNode>(block, n, i);
       if (p.lse && warp == 0 && g == 0) {
-        p.lse[(static_cast<int64_t>(place.request) * p.seqlen_q + token) * p.num_q_heads + head] = end.lse;
+        p.lse[(to.token + token) * p.num_q_heads + head] = end.lse;
       }
       float factor = end.factor * v_scale;
       if (p.sinks && end.lse != -INFINITY) factor = __fdividef(factor, 1.f + __expf(__ldg(p.sinks + head) - end.lse));
-      auto* out = static_cast<uint16_t*>(p.out) + place.request * p.out_stride_request + token * p.out_stride_token +
-                  head * p.out_stride_head;
+      auto* out = static_cast<uint16_t*>(p.out) + to.at + token * p.out_stride_token + head * p.out_stride_head;
 #pragma unroll
       for (int b = 0; b < Tr::kBlocks; ++b) {
         const int d = 64 * b + 16 * warp + 2 * g;
@@ -118,6 +119,7 @@ __device__ __forceinline__ void store_rows(const Params& p, const Shape& shape, 
   using T = typename Tr::T;
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const int odd = g & 1;
+  const ResultPlace<is_ragged<Tr>()> to(p, shape, place.request);
   const float v_scale = p.v_scale ? __ldg(p.v_scale + place.kv_head * p.v_scale_stride) : 1.f;
 #pragma unroll
   for (int n = 0; n < Tr::kRowTiles; ++n) {
@@ -136,9 +138,9 @@ __device__ __forceinline__ void store_rows(const Params& p, const Shape& shape, 
         factor[i] = __fdividef(factor[i], 1.f + __expf(__ldg(p.sinks + head) - end.lse));
       }
       if (i != odd) continue;
-      own = place.request * p.out_stride_request + token * p.out_stride_token + head * p.out_stride_head;
-      if (p.lse && warp == 0 && g < 2 && own_row < shape.rows) {
-        p.lse[(static_cast<int64_t>(place.request) * p.seqlen_q + token) * p.num_q_heads + head] = end.lse;
+      own = to.at + token * p.out_stride_token + head * p.out_stride_head;
+      if (p.lse && warp == 0 && g < 2 && own_row < shape.rows && !to.is_nobodys(own_row)) {
+        p.lse[(to.token + token) * p.num_q_heads + head] = end.lse;
       }
     }
     auto* out = static_cast<T*>(p.out) + own;
@@ -151,7 +153,7 @@ __device__ __forceinline__ void store_rows(const Params& p, const Shape& shape, 
         const float other = __shfl_xor_sync(~0u, odd ? even_row : odd_row, 4);
         const uint32_t pair = odd ? hopper::pack_pair<T>(other, odd_row) : hopper::pack_pair<T>(even_row, other);
         const int d = 64 * b + 16 * warp + 8 * h + g - odd;
-        if (own_row >= shape.rows || d >= p.head_dim) continue;
+        if (own_row >= shape.rows || to.is_nobodys(own_row) || d >= p.head_dim) continue;
         if (shape.vector_out) {
           *reinterpret_cast<uint32_t*>(out + d) = pair;
         } else {

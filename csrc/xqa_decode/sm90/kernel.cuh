@@ -181,6 +181,7 @@ __device__ __forceinline__ void run_parts(const Params& p, const Shape& shape, c
   if (warp == kHeads * kWarpsOfHead) look_up_ahead(p, start, shared + Shared::kNowhere, lane);
   // Neighbouring heads follow one row, so that all of the CTA count the same tiles, whatever the rows hold.
   const PartEntry entry(p, shape, kHeads == 1 ? part : static_cast<int>(blockIdx.x) * kHeads);
+  if constexpr (is_ragged<Tr>()) clear_rows_behind(p);
   if (!entry.has_work) return;
   if constexpr (kHasShortWorks<Tr>) {
     if (take_short_works<Tr>(p, shape, boxes, entry, part, smem, warp, lane)) return;

@@ -31,4 +31,26 @@ void launch_gather_fp8_hd128(const Params& params, CUstream_st* stream);
 void launch_fp8_hd256(const Params& params, CUstream_st* stream);
 void launch_gather_fp8_hd256(const Params& params, CUstream_st* stream);
 
+// Ragged requests of few rows, over boxes and over gathered rows.
+void launch_ragged_bf16_hd64(const Params& params, CUstream_st* stream);
+void launch_ragged_gather_bf16_hd64(const Params& params, CUstream_st* stream);
+void launch_ragged_bf16_hd128(const Params& params, CUstream_st* stream);
+void launch_ragged_gather_bf16_hd128(const Params& params, CUstream_st* stream);
+void launch_ragged_bf16_hd192(const Params& params, CUstream_st* stream);
+void launch_ragged_bf16_hd256(const Params& params, CUstream_st* stream);
+void launch_ragged_gather_bf16_hd256(const Params& params, CUstream_st* stream);
+void launch_ragged_fp16_hd64(const Params& params, CUstream_st* stream);
+void launch_ragged_gather_fp16_hd64(const Params& params, CUstream_st* stream);
+void launch_ragged_fp16_hd128(const Params& params, CUstream_st* stream);
+void launch_ragged_gather_fp16_hd128(const Params& params, CUstream_st* stream);
+void launch_ragged_fp16_hd192(const Params& params, CUstream_st* stream);
+void launch_ragged_fp16_hd256(const Params& params, CUstream_st* stream);
+void launch_ragged_gather_fp16_hd256(const Params& params, CUstream_st* stream);
+void launch_ragged_fp8_hd64(const Params& params, CUstream_st* stream);
+void launch_ragged_gather_fp8_hd64(const Params& params, CUstream_st* stream);
+void launch_ragged_fp8_hd128(const Params& params, CUstream_st* stream);
+void launch_ragged_gather_fp8_hd128(const Params& params, CUstream_st* stream);
+void launch_ragged_fp8_hd256(const Params& params, CUstream_st* stream);
+void launch_ragged_gather_fp8_hd256(const Params& params, CUstream_st* stream);
+
 }  // namespace attnops::xqa_decode::sm90

@@ -76,6 +76,29 @@ inline std::string reject_gather(const Params& p) {
   return reject_any(p);
 }
 
+// Ragged batches: of few rows, in vectors, by balanced plans.
+inline constexpr int kMostRaggedRows = 32;
+
+inline std::string reject_ragged_rows(const Params& p) {
+  const int rows = p.seqlen_q * (p.num_q_heads / p.num_kv_heads);
+  if (rows > kMostRaggedRows) {
+    return "takes max_seqlen_q * group up to " + std::to_string(kMostRaggedRows) + ", got " + std::to_string(rows);
+  }
+  if (p.fixed_split_tokens != 0) return "takes balanced plans, got fixed_split_tokens";
+  const bool vectors = p.head_dim % 8 == 0 && rows_aligned(p.q, 2, 16, 0, p.q_stride_token, p.q_stride_head);
+  return vectors ? "" : "takes q whose rows start on 16-byte boundaries, of whole 16 bytes";
+}
+
+inline std::string reject_ragged(const Params& p) {
+  const std::string reason = reject_ragged_rows(p);
+  return reason.empty() ? reject(p) : reason;
+}
+
+inline std::string reject_ragged_gather(const Params& p) {
+  const std::string reason = reject_ragged_rows(p);
+  return reason.empty() ? reject_gather(p) : reason;
+}
+
 // Over e4m3 pages these kernels hold few rows.
 inline std::string reject_fp8_rows(const Params& p) {
   const int rows = p.seqlen_q * (p.num_q_heads / p.num_kv_heads);

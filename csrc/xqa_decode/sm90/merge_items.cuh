@@ -1,5 +1,6 @@
 #pragma once
 #include "xqa_decode/cuda/merge.cuh"
+#include "xqa_decode/sm90/request_rows.cuh"
 
 // The merge of partial results by the kernels of this folder: the protocol and the order of its sums are those of
 // cuda/merge.cuh. A CTA merges once or twice, so each of its instructions is fetched for that one use, and takes a warp
@@ -80,7 +81,7 @@ __device__ __forceinline__ void store_values(const Params& p, const Shape& shape
 
 // Merges a unit of items of kVecs vectors. A lane loads up to kMost of their splits at a time, all before the first
 // use.
-template <class Team, int kVecs, int kMost, bool kWide>
+template <class Team, int kVecs, int kMost, bool kWide, bool kRagged>
 __device__ __forceinline__ void merge_items(const Params& p, const Shape& shape, const WorkPlace& place,
                                             const Splits& splits, const ItemShares& shares, int unit, float* scratch) {
   static_assert(kVecs == 1 || kWide);
@@ -95,6 +96,7 @@ __device__ __forceinline__ void merge_items(const Params& p, const Shape& shape,
   const int own = (splits.count - split_lane + lanes - 1) >> shares.lanes_shift;
   const int nothing = shares.items >> 31;  // 0, which the compiler does not know
   const float v_scale = p.v_scale ? __ldg(p.v_scale + place.kv_head * p.v_scale_stride) : 1.f;
+  const ResultPlace<kRagged> to(p, shape, place.request);
 #pragma unroll 1
   for (int step = 0; step < shares.steps; ++step) {
     int item = ((unit * shares.steps + step) << shares.width_shift) + item_lane;
@@ -175,18 +177,15 @@ __device__ __forceinline__ void merge_items(const Params& p, const Shape& shape,
       for (int lane = 1; lane < lanes; ++lane) all.add(shared[(lane << shares.width_shift) + item_lane]);
       top = all.lse_max, sum = all.sum, total[0] = all.values;
     }
-    if (!live) continue;
+    if (!live || to.is_nobodys(row)) continue;
     const int token = shape.by_group.divide(row);
     const int head = place.kv_head * shape.group + row - token * shape.group;
     const bool empty = sum == 0.f;
     const float lse = empty ? -INFINITY : top + __logf(sum);
     float factor = empty ? 0.f : __fdividef(v_scale, sum);
-    if (d == 0 && p.lse) {
-      p.lse[(static_cast<int64_t>(place.request) * p.seqlen_q + token) * p.num_q_heads + head] = lse;
-    }
+    if (d == 0 && p.lse) p.lse[(to.token + token) * p.num_q_heads + head] = lse;
     if (p.sinks && lse != -INFINITY) factor = __fdividef(factor, 1.f + __expf(__ldg(p.sinks + head) - lse));
-    auto* const out = static_cast<uint16_t*>(p.out) + place.request * p.out_stride_request +
-                      token * p.out_stride_token + head * p.out_stride_head;
+    auto* const out = static_cast<uint16_t*>(p.out) + to.at + token * p.out_stride_token + head * p.out_stride_head;
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) store_values(p, shape, out, d + k * apart, total[k], factor);
   }
@@ -194,7 +193,7 @@ __device__ __forceinline__ void merge_items(const Params& p, const Shape& shape,
 
 // `merge_after_sync` of cuda/merge.cuh. kLoads: of 16 bytes that a thread has on their way at a time. kManyItems:
 // whether a work may have more than its CTAs have threads.
-template <class Team, int kLoads, bool kManyItems>
+template <class Team, int kLoads, bool kManyItems, bool kRagged = false>
 __device__ __forceinline__ void merge_items_after_sync(const Params& p, const Shape& shape, const WorkPlace& place,
                                                        const Splits& splits, bool may_wait, MergeFlag* flag,
                                                        float* scratch) {
@@ -216,7 +215,7 @@ __device__ __forceinline__ void merge_items_after_sync(const Params& p, const Sh
   for (int i = 0; i < early + end - begin; ++i) {
     const int unit = i < early ? i : begin + i - early;
     const auto merge = [&]<int kVecs, int kMost, bool kWide>() {
-      merge_items<Team, kVecs, kMost, kWide>(p, shape, place, splits, shares, unit, scratch);
+      merge_items<Team, kVecs, kMost, kWide, kRagged>(p, shape, place, splits, shares, unit, scratch);
     };
     if (!shape.wide_partials) {
       merge.template operator()<1, 4, false>();

@@ -1,6 +1,7 @@
 #pragma once
 #include "device/sm80/cp_async.cuh"
 #include "xqa_decode/cuda/merge.cuh"
+#include "xqa_decode/sm90/request_rows.cuh"
 #include "xqa_decode/sm90/traits.cuh"
 
 namespace attnops::xqa_decode::sm90 {
@@ -25,7 +26,8 @@ __device__ __forceinline__ void copy_queries(const Params& p, const Shape& shape
   using T = typename Tr::T;
   const int thread = threadIdx.x % Tr::kGroupThreads, d = thread % kVecsPerRow * 8;
   const uint32_t column = queries + d / 64 * (Tr::kGroupRows * 128);
-  const T* q = static_cast<const T*>(p.q) + place.request * p.q_stride_request;
+  const QueryPlace<is_ragged<Tr>()> request(p, place.request);
+  const T* q = static_cast<const T*>(p.q) + request.at;
   const int first_head = place.kv_head * shape.group;
   if (thread >= kRowsAtATime * kVecsPerRow) return;
   if (boxes.vector_queries) {
@@ -34,7 +36,7 @@ __device__ __forceinline__ void copy_queries(const Params& p, const Shape& shape
 #pragma unroll
     for (int i = thread / kVecsPerRow; i < Tr::kGroupRows; i += kRowsAtATime) {
       const int row = min_of(first_row + i, shape.rows - 1), token = shape.by_group.divide(row);
-      const int at = token * boxes.q_token + (first_head + row - token * shape.group) * boxes.q_head;
+      const int at = request.token(token) * boxes.q_token + (first_head + row - token * shape.group) * boxes.q_head;
       cp_async_16(column + hopper::swizzled(i, d / 8 % 8), q + at, inside && first_row + i < shape.rows);
     }
     return;
@@ -42,7 +44,8 @@ __device__ __forceinline__ void copy_queries(const Params& p, const Shape& shape
 #pragma unroll 1
   for (int i = thread / kVecsPerRow; i < Tr::kGroupRows; i += kRowsAtATime) {
     const int row = min_of(first_row + i, shape.rows - 1), token = shape.by_group.divide(row);
-    const T* from = q + token * p.q_stride_token + (first_head + row - token * shape.group) * p.q_stride_head + d;
+    const int head = first_head + row - token * shape.group;
+    const T* from = q + request.token(token) * p.q_stride_token + head * p.q_stride_head + d;
     copy_odd_queries(column + hopper::swizzled(i, d / 8 % 8), from, first_row + i < shape.rows ? p.head_dim - d : 0);
   }
 }

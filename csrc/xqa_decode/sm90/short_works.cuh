@@ -41,7 +41,7 @@ struct ShortWorks {
 // slower; kernels that fold add cuts up in an order of their own, and those of two KV heads have another ring.
 template <class Tr>
 inline constexpr bool kHasShortWorks =
-    !Tr::kFolds && Tr::kHeads == 1 && (Tr::kRows == 8 || (Tr::kRows == 16 && Tr::kHeadDim <= 128));
+    !Tr::kFolds && !is_ragged<Tr>() && Tr::kHeads == 1 && (Tr::kRows == 8 || (Tr::kRows == 16 && Tr::kHeadDim <= 128));
 // Those of the usual kind by LoneWarp, and all others by the portable kernel's arithmetic, but for two row tiles over
 // e4m3 pages: registers are short. Over e4m3 pages of head dim 128 LoneWarp's registers slow all other parts down.
 template <class Tr>

@@ -19,13 +19,15 @@ __device__ __forceinline__ void store_two_transposed(const uint32_t (&a)[2], uin
 }
 
 // What a row's values must be multiplied by. Its lse is stored on the way, if `stores_lse`.
+template <bool kRagged>
 __device__ __forceinline__ float finish_row(const Params& p, const Shape& shape, const WorkPlace& place, int row,
                                             const RowEnd& end, float v_scale, bool stores_lse) {
   float factor = end.factor * v_scale;
   if (p.lse == nullptr && p.sinks == nullptr) return factor;
   const int token = shape.by_group.divide(row), head = place.kv_head * shape.group + row - token * shape.group;
   if (p.lse && stores_lse) {
-    p.lse[(static_cast<int64_t>(place.request) * p.seqlen_q + token) * p.num_q_heads + head] = end.lse;
+    const ResultPlace<kRagged> to(p, shape, place.request);
+    if (!to.is_nobodys(row)) p.lse[(to.token + token) * p.num_q_heads + head] = end.lse;
   }
   if (p.sinks && end.lse != -INFINITY) factor = __fdividef(factor, 1.f + __expf(__ldg(p.sinks + head) - end.lse));
   return factor;
@@ -49,7 +51,8 @@ __device__ __forceinline__ void store_staged(const Params& p, const Shape& shape
   constexpr int kVecs = Tr::kHeadDim / 8, kRowsAtATime = kThreads / kVecs;
   const int vec = thread % kVecs, d = vec * 8;
   if (d >= p.head_dim || thread >= kRowsAtATime * kVecs) return;
-  auto* const base = static_cast<uint16_t*>(p.out) + place.request * p.out_stride_request + d;
+  const ResultPlace<is_ragged<Tr>()> to(p, shape, place.request);
+  auto* const base = static_cast<uint16_t*>(p.out) + to.at + d;
   const auto load = [&](int i) {
     uint4 values;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -67,6 +70,7 @@ __device__ __forceinline__ void store_staged(const Params& p, const Shape& shape
 #pragma unroll 4
     for (int i = thread / kVecs; i < count; i += kRowsAtATime) {
       const uint4 values = load(i);
+      if (to.is_nobodys(first_row + i)) continue;
       place_of_row(i, token, head);
       // Not by a pointer: the compiler would make four stores of it.
       asm volatile(
@@ -78,6 +82,7 @@ __device__ __forceinline__ void store_staged(const Params& p, const Shape& shape
   }
 #pragma unroll 1
   for (int i = thread / kVecs; i < count; i += kRowsAtATime) {
+    if (to.is_nobodys(first_row + i)) continue;
     place_of_row(i, token, head);
     store_odd_values(base + token * p.out_stride_token + head * p.out_stride_head, load(i), p.head_dim - d);
   }
@@ -105,7 +110,7 @@ __device__ __forceinline__ void end_rows(const Params& p, const Shape& shape, co
     const RowEnd end = row_end<Tr>(RowState<Tr>::whole_sum(exchange, own), reference);
     if (slot < 0) {
       const float v_scale = p.v_scale ? __ldg(p.v_scale + place.kv_head * p.v_scale_stride) : 1.f;
-      factors[own] = finish_row(p, shape, place, row, end, v_scale, true);
+      factors[own] = finish_row<is_ragged<Tr>()>(p, shape, place, row, end, v_scale, true);
     } else {
       factors[own] = end.factor;
       p.lse_partial[slot * shape.rows + row] = end.lse;
@@ -168,8 +173,8 @@ __device__ __forceinline__ void store_rows(const Params& p, const Shape& shape, 
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int own = lane / 4 + 8 * h, row = own_first + min_of(own, count - 1);
-    factor[h] = finish_row(p, shape, place, row, row_end<Tr>(block.sum[h], block.reference[h]), v_scale,
-                           own < count && lane % 4 == 0);
+    factor[h] = finish_row<is_ragged<Tr>()>(p, shape, place, row, row_end<Tr>(block.sum[h], block.reference[h]),
+                                            v_scale, own < count && lane % 4 == 0);
   }
 #pragma unroll
   for (int b = 0; b < Tr::kBlocks; ++b) {

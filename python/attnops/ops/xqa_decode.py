@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -57,6 +58,7 @@ def xqa_decode(
     *,
     block_list: Tensor | None = None,
     kv_indptr: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = True,
     window_left: int = -1,
@@ -76,7 +78,7 @@ def xqa_decode(
 
     Args:
         q: ``[B, S_q, H_q, D]`` or ``[B * S_q, H_q, D]`` (float32, float16, bfloat16), last dim dense. Row i of a
-            request is its token ``cache_seqlens - S_q + i``.
+            request is its token ``cache_seqlens - S_q + i``. With `cu_seqlens_q`: ``[T, H_q, D]``.
         k_pages, v_pages: ``[P, page_size, H_kv, D]`` in q's dtype, or float8_e4m3fn or float8_e5m2 (slower), last dim
             dense, any other strides, any page size. The new tokens are stored already (`ops.store_kv`).
         page_table: int32 ``[B, max_pages]``; or, with `kv_indptr`, the flat ``[num_indices]``. Cells beyond a request's
@@ -87,6 +89,9 @@ def xqa_decode(
             `build_block_tables`. The plan is a `BlockDecodePlan` then, which the call fills. Tokens and heads of q, out
             and lse lie at one distance. Without windows, sinks, trees and scales per head.
         kv_indptr: int32 ``[B + 1]``: request b owns the cells ``[kv_indptr[b], kv_indptr[b + 1])`` of `page_table`.
+        cu_seqlens_q: int32 ``[B + 1]``, of a ragged batch: request b brings the tokens ``[cu_seqlens_q[b],
+            cu_seqlens_q[b + 1])`` of q. They are its newest, up to the plan's `seqlen_q`, and may be none. Rows of q
+            behind the last request get zeros and ``-inf``. Without windows, trees and block lists.
         softmax_scale: Multiplies ``<q, k>``; ``1 / sqrt(D)`` when None.
         causal: Row i sees keys up to its own position; False: all keys of the request.
         window_left: Keys at positions ``[p - window_left, p]``; -1: off. Must be the plan's.
@@ -117,6 +122,8 @@ def xqa_decode(
     try:
         if block_list is not None or isinstance(plan, BlockDecodePlan):
             _refuse_with_blocks(plan, block_list, window_left, sinks, tree_mask, k_scale, v_scale, tree_keys)
+            if cu_seqlens_q is not None:
+                raise ValueError("attnops::xqa_decode: cu_seqlens_q must be None with block_list")
             assert block_list is not None and isinstance(plan, BlockDecodePlan)
             if out is None:
                 out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -125,7 +132,11 @@ def xqa_decode(
             pages = (k_pages, v_pages, page_table, kv_indptr, cache_seqlens)
             _decode_blocks(q, *pages, plan, block_list, causal, out, lse, report, options)
             return out, lse
-        shape = shape_by_request("xqa_decode", q, plan.seqlen_q)
+        seqlen_q = plan.seqlen_q
+        if cu_seqlens_q is None:
+            shape = shape_by_request("xqa_decode", q, seqlen_q)
+        else:
+            shape = _shape_of_ragged(q, cu_seqlens_q, seqlen_q)
         requests, seqlen_q, num_q_heads, head_dim = shape
         if (
             requests != plan.batch_size
@@ -140,13 +151,14 @@ def xqa_decode(
         if out is None:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = lse_like(q, lse, return_lse or sinks_in_lse)
-        if tree_mask is not None:
+        if tree_mask is not None and cu_seqlens_q is None:
             tree_mask = by_request("xqa_decode", "tree_mask", tree_mask, shape, 2)
 
+        is_ragged = cu_seqlens_q is not None
         torch.ops.attnops.xqa_decode.default(
-            out if out.dim() == 4 else by_request("xqa_decode", "out", out, shape, 3),
-            lse if lse is None or lse.dim() == 3 else by_request("xqa_decode", "lse", lse, shape, 2),
-            q if q.dim() == 4 else q.view(shape),
+            out if is_ragged or out.dim() == 4 else by_request("xqa_decode", "out", out, shape, 3),
+            lse if lse is None or is_ragged or lse.dim() == 3 else by_request("xqa_decode", "lse", lse, shape, 2),
+            q if is_ragged or q.dim() == 4 else q.view(shape),
             k_pages,
             v_pages,
             page_table,
@@ -168,6 +180,8 @@ def xqa_decode(
             plan.fixed_split_tokens,
             report,
             tree_keys,
+            cu_seqlens_q,
+            seqlen_q if is_ragged else 0,
         )
         if sinks_in_lse:
             add_sinks(lse, sinks)
@@ -175,6 +189,16 @@ def xqa_decode(
     except Exception as error:
         explain(error, "attnops::xqa_decode", xqa_decode, locals())
         raise
+
+
+def _shape_of_ragged(q: Tensor, cu_seqlens_q: Tensor, seqlen_q: int) -> Sequence[int]:
+    """``[B, S_q, H_q, D]`` of the rows of a ragged batch."""
+    if q.dim() != 3 or cu_seqlens_q.dim() != 1:
+        raise ValueError(
+            "attnops::xqa_decode: with cu_seqlens_q [B + 1] q must be [T, H_q, D], "
+            f"got {list(cu_seqlens_q.shape)} and {list(q.shape)}"
+        )
+    return (cu_seqlens_q.shape[0] - 1, seqlen_q, *q.shape[1:])
 
 
 def _refuse_with_blocks(

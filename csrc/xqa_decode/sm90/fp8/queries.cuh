@@ -19,7 +19,8 @@ class Queries {
     if (boxes_.vector_queries) {
       const int lane = threadIdx.x % 32, d = lane % kLanes * 8, first_head = place.kv_head * shape_.group;
       const bool inside = d < p_.head_dim;
-      const auto* q = static_cast<const uint16_t*>(p_.q) + place.request * p_.q_stride_request + (inside ? d : 0);
+      const QueryPlace<is_ragged<Tr>()> request(p_, place.request);
+      const auto* q = static_cast<const uint16_t*>(p_.q) + request.at + (inside ? d : 0);
       const int first = first_of_warp();
       const uint32_t to = raw() + raw_place(first, lane);
 #pragma unroll
@@ -28,7 +29,8 @@ class Queries {
         if (kRowsOfWarp < kRowsAtATime && lane / kLanes >= kRowsOfWarp) break;
         if (kLanes > kVecs && lane % kLanes >= kVecs) break;
         const int token = shape_.by_group.divide(row);
-        const int at = token * boxes_.q_token + (first_head + row - token * shape_.group) * boxes_.q_head;
+        const int at =
+            request.token(token) * boxes_.q_token + (first_head + row - token * shape_.group) * boxes_.q_head;
         cp_async_16(to + i * (Tr::kHeadDim * 2), q + at, inside && own < shape_.rows);
       }
     }
@@ -179,11 +181,12 @@ class Queries {
   // A warp's rows of q that are no vectors, as they are.
   __device__ __noinline__ static void copy_odd_rows(const Params& p, const Shape& shape, int request, int kv_head,
                                                     int first_row, uint32_t to) {
-    const __half* q = static_cast<const __half*>(p.q) + request * p.q_stride_request;
+    const QueryPlace<is_ragged<Tr>()> place(p, request);
+    const __half* q = static_cast<const __half*>(p.q) + place.at;
     for (int item = threadIdx.x % 32; item < kRowsOfWarp * kVecs; item += 32) {
       const int row = min_of(first_row + item / kVecs, shape.rows - 1), token = shape.by_group.divide(row);
       const int head = kv_head * shape.group + row - token * shape.group, d = item % kVecs * 8;
-      copy_odd_queries(to + item * 16, q + token * p.q_stride_token + head * p.q_stride_head + d,
+      copy_odd_queries(to + item * 16, q + place.token(token) * p.q_stride_token + head * p.q_stride_head + d,
                        first_row + item / kVecs < shape.rows ? p.head_dim - d : 0);
     }
   }
