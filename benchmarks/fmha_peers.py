@@ -32,6 +32,7 @@ def allocate_plan(cell: Cell) -> FmhaPlan:
         num_q_heads=cell.heads[0],
         num_kv_heads=cell.heads[1],
         head_dim=max(cell.head_dim, cell.head_dim_v),
+        max_seqlen_q=max(cell.q_lens),
         device=DEVICE,
     )
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnops.graph_buffers import PagedStep
-from attnops.metadata.fmha_plan import FmhaPlan
+from attnops.metadata.fmha_plan import FmhaPlan, tokens_for_decode
 from attnops.metadata.plan import MLA_ROWS_PER_WORK, MlaDecodePlan, XqaDecodePlan
 from attnops.metadata.plan_parts import mla_num_sm_parts, xqa_invariant_cuts, xqa_num_sm_parts
 from attnops.types import AttentionBatch, AttentionSpec, AttentionType, Limits
@@ -137,15 +137,39 @@ class FmhaPlans:
             )
             for window in (spec.windows if windows is None else windows)
         }
+        self._spec, self._limits, self._device, self._max_batch_size = spec, limits, device, size
+        self._decode: dict[int, DecodePlans] = {}  # by tokens of a request, where they are few
         partial = next(iter(self._whole.values())).partial  # one call at a time
         self._whole = {window: dataclasses.replace(plan, partial=partial) for window, plan in self._whole.items()}
 
-    def views(self, batch_size: int, num_tokens: int) -> dict[int, FmhaPlan]:
-        """A plan per window, of as many tiles as a step of this shape can have, whatever its lengths."""
+    def views(self, batch_size: int, num_tokens: int, max_seqlen_q: int = 0) -> dict[int, FmhaPlan]:
+        """A plan per window, of as many tiles as a step of this shape can have, whatever its lengths.
+
+        `max_seqlen_q`: No request brings more tokens; 0: unknown. A step of few may go by `xqa_decode`'s kernels.
+        """
+        few = self._decode_plans(batch_size, max_seqlen_q) if -1 in self._whole and batch_size else None
         return {
-            window: dataclasses.replace(plan, tile_order=plan.tile_order[: -(-num_tokens // plan.tile_q) + batch_size])
+            window: dataclasses.replace(
+                plan,
+                tile_order=plan.tile_order[: -(-num_tokens // plan.tile_q) + batch_size],
+                decode=few if window < 0 else None,
+            )
             for window, plan in self._whole.items()
         }
+
+    def _decode_plans(self, batch_size: int, max_seqlen_q: int) -> XqaDecodePlan | None:
+        spec = self._spec
+        if spec.is_mla or spec.attn_type is not AttentionType.DECODER or spec.head_dim != spec.v_head_dim:
+            return None
+        heads = (spec.num_q_heads, spec.num_kv_heads, spec.head_dim)
+        tokens = tokens_for_decode(max_seqlen_q, *heads, not spec.deterministic, self._device)
+        if not tokens:
+            return None
+        if tokens not in self._decode:
+            self._decode[tokens] = DecodePlans(spec, self._limits, self._max_batch_size, tokens, self._device)
+        plan = self._decode[tokens].views(batch_size).get(-1)
+        assert plan is None or isinstance(plan, XqaDecodePlan)
+        return plan
 
 
 class BlockBuffers:

@@ -45,7 +45,7 @@ class FmhaSteps:
         self._has_cache = spec.attn_type is not AttentionType.ENCODER_ONLY
         self._plans = FmhaPlans(spec, limits, device)
         self._even_bounds: dict[int, Tensor] = {}
-        self._steps: dict[tuple[int, int, int, bool], FmhaStep] = {}
+        self._steps: dict[tuple[int, int, int, int, bool], FmhaStep] = {}
         self._spec = spec
         self._hidden_keys: Tensor | None = None  # of a step with items
 
@@ -57,12 +57,14 @@ class FmhaSteps:
         """
         if batch.draft_steps:
             raise NotImplementedError("attnops: a batch with draft_steps needs layers with K and V of one head dim")
-        key = (batch.batch_size, batch.num_tokens, batch.tokens_per_request, paged.window_out_cache_loc is not None)
+        most = batch.max_seqlen_q
+        windowed = paged.window_out_cache_loc is not None
+        key = (batch.batch_size, batch.num_tokens, batch.tokens_per_request, most, windowed)
         if key not in self._steps:
             if len(self._steps) >= MAX_CACHED_STEPS:
                 self._steps.clear()
             bounds = self.bounds(batch, paged)
-            self._steps[key] = FmhaStep(paged, bounds, self._plans.views(batch.batch_size, batch.num_tokens))
+            self._steps[key] = FmhaStep(paged, bounds, self._plans.views(batch.batch_size, batch.num_tokens, most))
         return self._steps[key]
 
     def plan(self, step: FmhaStep, batch: AttentionBatch) -> None:

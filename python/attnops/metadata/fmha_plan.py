@@ -7,7 +7,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from attnops.metadata.plan_parts import default_num_sm_parts
+from attnops.metadata.plan import MAX_HEAD_DIM, XqaDecodePlan
+from attnops.metadata.plan_parts import default_num_sm_parts, runs_hopper_kernels
 
 DEFAULT_TILE_Q = 64
 CPU_TILE_ROWS = 256  # rows (token, head of a group) that the CPU kernels carry over one packed tile of keys
@@ -18,6 +19,10 @@ MOST_PIECE_WORKS_PER_SM = 2  # works of cut tiles that there is scratch for
 
 
 SHORT_ROWS = 64  # of a CTA's tile where requests have few rows: csrc/fmha/sm90/short.h
+
+# Rows (token, head of a group) of requests whose calls over pages `xqa_decode` serves: its kernels wait for memory, and
+# spread each request over the GPU. More rows keep the products busy. As kMostRaggedRows of xqa_decode/sm90/limits.h.
+MOST_DECODE_ROWS = 32
 
 
 def cuda_tile_rows(head_dim: int) -> int:
@@ -64,6 +69,20 @@ def default_tile_q(
     return min(max(CPU_TILE_ROWS // group, MIN_CPU_TILE_Q), MAX_CPU_TILE_Q)
 
 
+def tokens_for_decode(
+    max_seqlen_q: int, num_q_heads: int, num_kv_heads: int, head_dim: int, split_keys: bool, device: torch.device
+) -> int:
+    """Query tokens of a request that a plan of `xqa_decode` is for, where its kernels serve `fmha_paged`; else 0.
+
+    A power of two where it can be, so that a server's steps need few plans.
+    """
+    group = max(num_q_heads // num_kv_heads, 1)
+    most = MOST_DECODE_ROWS // group
+    if not 0 < max_seqlen_q <= most or head_dim > MAX_HEAD_DIM or not split_keys or not runs_hopper_kernels(device):
+        return 0
+    return min(1 << (max_seqlen_q - 1).bit_length(), most)
+
+
 @dataclasses.dataclass(frozen=True)
 class FmhaPlan:
     """Plan of `ops.fmha_varlen` and `ops.fmha_paged`, allocated once for a limit. `ops.fmha_plan` fills it on the
@@ -78,6 +97,7 @@ class FmhaPlan:
     works_per_tile: int = 1
     pieces: Tensor | None = None  # int32 [1 + max_pieces, 4] of tiles whose keys are cut (csrc/scheduler/varlen_cuts.h)
     partial: Tensor | None = None  # float32, scratch of their results
+    decode: XqaDecodePlan | None = None  # where `fmha_paged` goes by `xqa_decode`'s kernels
 
     @property
     def key(self) -> dict[str, int]:
@@ -97,6 +117,7 @@ class FmhaPlan:
         head_dim: int = 128,
         tile_q: int | None = None,
         split_keys: bool = True,
+        max_seqlen_q: int | None = None,
         device: torch.device | str = "cpu",
     ) -> FmhaPlan:
         """Allocate a plan.
@@ -111,6 +132,9 @@ class FmhaPlan:
             split_keys: Whether a GPU may cut the keys of long tiles where its SMs would idle. The last bits of a
                 request's result then depend on the batch. Only with heads given; takes scratch of
                 `MOST_PIECE_WORKS_PER_SM` tiles of results for each SM.
+
+            max_seqlen_q: No request has more query tokens, if given. Where they are few, Hopper serves `fmha_paged` by
+                the kernels of `xqa_decode`, if the batch has `max_batch_size` requests, no window, and cuts of keys.
 
         Raises:
             ValueError: `tile_q` or a limit is out of range.
@@ -131,6 +155,17 @@ class FmhaPlan:
         whole = cls(tile_q, causal, window_left, tile_order, semaphores)
         if not split_keys or not num_q_heads or not num_kv_heads:
             return whole
+        few = (max_seqlen_q or 0, num_q_heads, num_kv_heads, head_dim, split_keys)
+        if window_left < 0 and max_batch_size and tokens_for_decode(*few, device):
+            decode = XqaDecodePlan.allocate(
+                max_batch_size,
+                num_q_heads=num_q_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                seqlen_q=max_seqlen_q or 1,
+                device=device,
+            )
+            whole = dataclasses.replace(whole, decode=decode)
         works = works_per_tile(max(num_q_heads // num_kv_heads, 1), num_kv_heads, head_dim, tile_q)
         max_pieces = default_num_sm_parts(device, MOST_PIECE_WORKS_PER_SM) // works
         if max_pieces < 2:

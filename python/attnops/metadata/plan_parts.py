@@ -49,6 +49,10 @@ def _gpu(device: torch.device) -> _Gpu:
     return known
 
 
+def runs_hopper_kernels(device: torch.device) -> bool:
+    return device.type == "cuda" and _gpu(device).major == 9
+
+
 def default_num_sm_parts(device: torch.device, parts_per_sm: int) -> int:
     """SMs of a CUDA device times `parts_per_sm`; elsewhere the threads of torch's pool."""
     return _gpu(device).sms * parts_per_sm if device.type == "cuda" else _num_threads()

@@ -10,9 +10,13 @@ from torch import Tensor
 
 from attnops.metadata.block_plan import BlockPrefillPlan, unit_size
 from attnops.metadata.fmha_plan import FmhaPlan
+from attnops.metadata.plan import XqaDecodePlan
 from attnops.metadata.plan_checks import check_plan_key
 from attnops.ops._arguments import names_its_arguments, register_fake
 from attnops.ops.block_lists import build_block_tables, unit_pages
+from attnops.ops.xqa_decode import xqa_decode, xqa_decode_plan
+
+_DECODE_DTYPES = (torch.bfloat16, torch.float16)
 
 
 @names_its_arguments
@@ -43,6 +47,9 @@ def fmha_plan(
         plan.pieces,
         plan.works_per_tile,
     )
+    decode = plan.decode
+    if decode is not None and cache_seqlens is not None and cache_seqlens.shape[0] == decode.batch_size:
+        xqa_decode_plan(decode, cache_seqlens)
 
 
 def _destinations(
@@ -216,6 +223,29 @@ def fmha_paged(
         return out, lse
     if causal != plan.causal or window_left != plan.window_left:
         check_plan_key("fmha_paged", plan, {"causal": causal, "window_left": window_left}, "causal and window_left")
+    if plan.decode is not None and _suits_decode(
+        plan.decode, q, k_pages, v_pages, cu_seqlens_q, causal, window_right, tree_mask, hidden_keys, report
+    ):
+        return xqa_decode(
+            q,
+            k_pages,
+            v_pages,
+            page_table,
+            cache_seqlens,
+            plan.decode,
+            kv_indptr=kv_indptr,
+            cu_seqlens_q=cu_seqlens_q,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_left=window_left,
+            logit_cap=logit_cap,
+            sinks=sinks,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            out=out,
+            lse=lse,
+            return_lse=return_lse,
+        )
     out, lse = _destinations(q, v_pages.shape[-1], out, lse, return_lse)
     torch.ops.attnops.fmha_paged.default(
         out,
@@ -245,6 +275,49 @@ def fmha_paged(
         hidden_keys,
     )
     return out, lse
+
+
+def _suits_decode(
+    decode: XqaDecodePlan,
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    cu_seqlens_q: Tensor,
+    causal: bool,
+    window_right: int,
+    tree_mask: Tensor | None,
+    hidden_keys: Tensor | None,
+    report: Tensor | None,
+) -> bool:
+    """Whether `xqa_decode` has a kernel for a call of few tokens: csrc/xqa_decode/sm90/limits.h, reject_ragged.
+
+    A compiler does not know addresses, so what it traces goes by prefill's kernels.
+    """
+    shape, keys = q.shape, k_pages.shape
+    return (
+        not torch.compiler.is_compiling()
+        and tree_mask is None
+        and hidden_keys is None
+        and report is None
+        and (causal or window_right < 0)
+        and len(shape) == 3
+        and len(keys) == 4
+        and shape[0] > 0
+        and cu_seqlens_q.shape[0] == decode.batch_size + 1
+        and (shape[1], keys[2]) == (decode.num_q_heads, decode.num_kv_heads)
+        and shape[2] == keys[3] == v_pages.shape[3] == decode.head_dim
+        and q.dtype in _DECODE_DTYPES
+        and k_pages.dtype in (q.dtype, torch.float8_e4m3fn)
+        and shape[2] * k_pages.element_size() % 16 == 0
+        and all(map(_in_vectors, (q, k_pages, v_pages)))
+    )
+
+
+def _in_vectors(rows: Tensor) -> bool:
+    """Whether rows start on 16 bytes, and are within 64 GB."""
+    steps, size = rows.stride(), rows.element_size()
+    whole = all(step * size % 16 == 0 for step in steps[:-1]) and rows.data_ptr() % 16 == 0
+    return whole and rows.shape[0] * steps[0] * size < 1 << 36
 
 
 def _refuse_with_blocks(
