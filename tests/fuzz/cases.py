@@ -26,6 +26,7 @@ from . import (
     paged,
     peers,
     plans,
+    ragged,
     sparse,
     speculation,
     values,
@@ -38,6 +39,7 @@ from .draw import NO_KERNEL, Draw, Failure, Refused, Void
 # Name: weight, and what draws and runs a case of it.
 FAMILIES: dict[str, tuple[int, Callable[[Draw], None]]] = {
     "xqa_decode": (20, xqa.right),
+    "ragged decode": (6, ragged.right),
     "mla_decode": (15, mla.right),
     "fmha": (25, fmha.right),
     "fp8 queries": (6, fmha.right_fp8_queries),

@@ -105,14 +105,17 @@ def draw_call(draw: Draw, *, paged: bool, fp8_queries: bool = False) -> Call:
     if rules.hidden is not None:
         garbage = torch.full((padding, 2), HUGE_INDEX, dtype=torch.int64)
         options["hidden_keys"] = torch.cat([rules.hidden, garbage]).int().to(draw.device, non_blocking=True)
+    known, spare = draw.chance(0.5), draw.pick([0, 0, 1, 2])
     plan = FmhaPlan.allocate(
         q.shape[0] + draw.number(0, 40),
-        batch + draw.number(0, 2),
+        batch + spare,
         causal=rules.causal,
         window_left=rules.window_left,
         tile_q=draw.pick([None, 1, 16, 64, 128, 200]),
         num_q_heads=heads,
         num_kv_heads=kv_heads,
+        head_dim=max(dim, dim_v) if known else 128,
+        max_seqlen_q=max(lengths_q, default=0) if known else None,
         device=draw.device,
     )
     cu_seqlens_q = _int32(draw, _bounds(lengths_q))

@@ -69,7 +69,7 @@ def mode_of_pages(kv_dtype: torch.dtype) -> str:
     return {FP8: "mode fp8", E5M2: "mode e5m2"}.get(kv_dtype, "mode plain")
 
 
-def _draw_pools(draw: Draw, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def draw_pools(draw: Draw, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Poisoned K and V pools ``[P, page_size, H_kv, D]`` in one of many layouts."""
     pages, size, heads, dim = shape
     layout = draw.pick(["nhd", "hnd", "joint", "free", "free"])
@@ -109,7 +109,7 @@ def draw_call(draw: Draw, *, heads: tuple[int, int] | None = None) -> Call:
     tokens = sum(lengths)
     k_scale, v_scale = (draw_scales(draw, kv_heads, kv_dtype) for _ in range(2))
     k, v = (stored(draw.normal(tokens, kv_heads, dim), kv_dtype, s) for s in (k_scale, v_scale))
-    k_pages, v_pages = _draw_pools(draw, (paging.num_pages, page_size, kv_heads, dim), kv_dtype)
+    k_pages, v_pages = draw_pools(draw, (paging.num_pages, page_size, kv_heads, dim), kv_dtype)
     used = used_keys([seqlen] * batch, lengths, rules)
     fill_pages(k_pages, paging.slots[used], k[used])
     fill_pages(v_pages, paging.slots[used], v[used])
