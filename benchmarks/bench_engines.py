@@ -3,9 +3,9 @@
 Without a name: a decode step of attention in vLLM on the CPU, ATTNOPS beside vLLM's own backend. Each side is its
 engine's own implementation class over its own metadata, as a step of one layer has it: metadata or plan, store of the
 new rows, attention. The pages hold the same values; both results are compared before a time counts. A time is the
-median over turns of the mean of some calls.
+median over turns of the mean of some calls. A sweep over memory takes a turn, too: the ceiling of what the cores read.
 
-    PYTHONPATH=python .venv-vllm/bin/python benchmarks/bench_engines.py
+    PYTHONPATH=python .venv-vllm/bin/python benchmarks/bench_engines.py [--write] [--name cpu-amx]
 
 With a name first, an engine on a GPU; further arguments are those of that benchmark:
 
@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
 
+import records
 import torch
 
 CELLS = {"16 x 4096": [4096] * 16, "1 x 16384": [16384], "ragged 16": [100 + 523 * i for i in range(16)]}
@@ -35,6 +37,8 @@ ON_A_GPU = {
     "host": "bench_plugin_host",
 }
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 128
+PEERS = {"ATTNOPS": "attnops", "CPU_ATTN": "vLLM CPU_ATTN"}
+SWEEP_BYTES = 2**30
 
 
 def problem(lengths: list[int], dtype: torch.dtype) -> SimpleNamespace:
@@ -137,6 +141,40 @@ def mean_ms(step: Callable[[], torch.Tensor], calls: int) -> float:
     return (time.perf_counter() - start) / calls * 1e3
 
 
+def read_sweep() -> Callable[[], torch.Tensor]:
+    """A pass over memory that only reads, by the same threads."""
+    data = torch.ones(SWEEP_BYTES // 4, dtype=torch.float32)
+    return lambda: data.sum()
+
+
+def rows(
+    name: str, dtype: str, turns: dict[str, list[float]], error: float, gbs: float, how: str
+) -> list[records.Record]:
+    """A record of each side.
+
+    Args:
+        turns: What each side took, in milliseconds.
+        gbs: What the cores read in the same turns, GB/s.
+        how: The times were taken.
+    """
+    shape = {"heads": [NUM_Q_HEADS, NUM_KV_HEADS], "head_dim": HEAD_DIM, "block": BLOCK, "dtype": dtype}
+    size = 2 * sum(CELLS[name]) * NUM_KV_HEADS * HEAD_DIM * getattr(torch, dtype).itemsize
+    found = []
+    for side, taken in turns.items():
+        ms = statistics.median(taken)
+        low, _, high = statistics.quantiles(taken, n=4)
+        record = records.Record(f"vLLM step, {dtype}", PEERS[side], {"step": name, **shape}, ms, rel_err=error)
+        record.note = f"quartiles {low:.2f} to {high:.2f} ms; {how}; read sweep {gbs:.2f} GB/s"
+        record.version, record.gbs = version_of(side), size / ms / 1e6
+        record.device = f"{records.cpu_name()}, kernels for {torch.ops.attnops.cpu_isa()}"
+        found.append(record)
+    return found
+
+
+def version_of(side: str) -> str:
+    return records.version_of("attnops") if side == "ATTNOPS" else importlib.import_module("vllm").__version__
+
+
 def main() -> None:
     if len(sys.argv) > 1 and sys.argv[1] in ON_A_GPU:
         module = importlib.import_module(ON_A_GPU[sys.argv.pop(1)])
@@ -147,6 +185,8 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--calls", type=int, default=5)
+    parser.add_argument("--write", action="store_true", help="results/NAME-vllm.jsonl")
+    parser.add_argument("--name", default="cpu", help="prefix of the result file, for another machine")
     options = parser.parse_args()
     from vllm.config import VllmConfig, set_current_vllm_config
 
@@ -154,7 +194,9 @@ def main() -> None:
     config = VllmConfig()
     config.model_config = SimpleNamespace(dtype=getattr(torch, options.dtype))
     shape = f"{NUM_Q_HEADS}/{NUM_KV_HEADS} heads of {HEAD_DIM}"
-    print(f"one layer, {shape}, {options.dtype}, {torch.get_num_threads()} threads")
+    load = os.getloadavg()[0]
+    print(f"one layer, {shape}, {options.dtype}, {torch.get_num_threads()} threads, load {load:.1f}")
+    sweep, kept = read_sweep(), []
     with set_current_vllm_config(config), torch.inference_mode():
         for name, lengths in CELLS.items():
             p = problem(lengths, config.model_config.dtype)
@@ -162,13 +204,19 @@ def main() -> None:
             results = [step().float().clone() for step in steps.values()]
             error = float((results[0] - results[1]).norm() / results[1].norm())
             assert error < 2e-2, f"{name}: the two differ by {error:.3g}"
-            turns = {side: [] for side in steps}
+            turns, sweeps = {side: [] for side in steps}, []
             for _ in range(options.turns):
                 for side, step in steps.items():
                     turns[side].append(mean_ms(step, options.calls))
+                sweeps.append(mean_ms(sweep, 1))
             medians = {side: statistics.median(times) for side, times in turns.items()}
             ratio = medians["CPU_ATTN"] / medians["ATTNOPS"]
             print(f"{name:<10} " + "  ".join(f"{side} {ms:8.3f} ms" for side, ms in medians.items()), f" {ratio:.2f}x")
+            gbs = SWEEP_BYTES / statistics.median(sweeps) / 1e6
+            how = f"{options.turns} turns of {options.calls} calls, load {load:.1f} before"
+            kept += rows(name, options.dtype, turns, error, gbs, how)
+    if options.write:
+        print(records.write(kept, f"{options.name}-vllm"))
 
 
 if __name__ == "__main__":

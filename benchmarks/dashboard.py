@@ -52,9 +52,11 @@ FAMILIES = {
     "cpu-prefill": "Prefill, AMD EPYC",
     "cpu-mla": "MLA decode, AMD EPYC",
     "cpu-linear": "Linear attention, AMD EPYC",
+    "cpu-vllm": "Attention of vLLM's steps, AMD EPYC",
     "cpu-amx-decode": "Decode, Intel Xeon with AMX",
     "cpu-amx-prefill": "Prefill, Intel Xeon with AMX",
     "cpu-amx-mla": "MLA decode, Intel Xeon with AMX",
+    "cpu-amx-vllm": "Attention of vLLM's steps, Intel Xeon with AMX",
 }
 # Names of parameters that the scripts use, and what a reader calls them.
 HEADS = (("h_q", "h_kv"), ("num_q_heads", "num_kv_heads"), ("heads", ""))
