@@ -44,13 +44,14 @@ attnops::cpu::SplitKvPlanner::Plan checked_plan_of(const Params& params) {
 
 // On a CPU a value that would have the kernel read past the batch is an error.
 void check_ragged(const Params& p) {
+  const int tokens = static_cast<int>(p.num_tokens);
   int before = 0;
   for (int b = 0; b <= p.batch_size; ++b) {
-    const int at = p.cu_seqlens_q[b];
-    if (at < before || at > p.num_tokens || at - before > (b == 0 ? p.num_tokens : p.seqlen_q)) {
+    const int at = p.cu_seqlens_q[b], most = b == 0 ? tokens : min_of(tokens - before, p.seqlen_q) + before;
+    if (at < before || at > most) {
       fail("xqa_decode", "cu_seqlens_q[" + std::to_string(b) + "] must be in [" + std::to_string(before) + ", " +
-                             std::to_string(b == 0 ? p.num_tokens : min_of(before + p.seqlen_q, p.num_tokens)) +
-                             "] (max_seqlen_q tokens at most for a request), got " + std::to_string(at));
+                             std::to_string(most) + "] (max_seqlen_q tokens at most for a request), got " +
+                             std::to_string(at));
     }
     before = at;
   }

@@ -69,6 +69,26 @@ XQA_ROWS = {
     "e5m2_hd128": {"head_dim": 128, "kv_dtype": E5M2},
     "e5m2_hd256": {"head_dim": 256, "kv_dtype": E5M2},
     "fp32": {"dtype": FP32},
+    "sm90_ragged_bf16_hd64": {"ragged": True, "head_dim": 64},
+    "sm90_ragged_gather_bf16_hd64": {"ragged": True, "head_dim": 64, "page_size": 3},
+    "sm90_ragged_bf16_hd128": {"ragged": True, "head_dim": 128},
+    "sm90_ragged_gather_bf16_hd128": {"ragged": True, "head_dim": 128, "page_size": 3},
+    "sm90_ragged_bf16_hd192": {"ragged": True, "head_dim": 192},
+    "sm90_ragged_bf16_hd256": {"ragged": True, "head_dim": 256},
+    "sm90_ragged_gather_bf16_hd256": {"ragged": True, "head_dim": 256, "page_size": 3},
+    "sm90_ragged_fp16_hd64": {"ragged": True, "dtype": FP16, "head_dim": 64},
+    "sm90_ragged_gather_fp16_hd64": {"ragged": True, "dtype": FP16, "head_dim": 64, "page_size": 3},
+    "sm90_ragged_fp16_hd128": {"ragged": True, "dtype": FP16, "head_dim": 128},
+    "sm90_ragged_gather_fp16_hd128": {"ragged": True, "dtype": FP16, "head_dim": 128, "page_size": 3},
+    "sm90_ragged_fp16_hd192": {"ragged": True, "dtype": FP16, "head_dim": 192},
+    "sm90_ragged_fp16_hd256": {"ragged": True, "dtype": FP16, "head_dim": 256},
+    "sm90_ragged_gather_fp16_hd256": {"ragged": True, "dtype": FP16, "head_dim": 256, "page_size": 3},
+    "sm90_ragged_fp8_hd64": {"ragged": True, "kv_dtype": FP8, "head_dim": 64},
+    "sm90_ragged_gather_fp8_hd64": {"ragged": True, "kv_dtype": FP8, "head_dim": 64, "page_size": 3},
+    "sm90_ragged_fp8_hd128": {"ragged": True, "kv_dtype": FP8, "head_dim": 128},
+    "sm90_ragged_gather_fp8_hd128": {"ragged": True, "kv_dtype": FP8, "head_dim": 128, "page_size": 3},
+    "sm90_ragged_fp8_hd256": {"ragged": True, "kv_dtype": FP8, "head_dim": 256},
+    "sm90_ragged_gather_fp8_hd256": {"ragged": True, "kv_dtype": FP8, "head_dim": 256, "page_size": 3},
 }
 # Kernels that a row chooses among by the rows of q, the pages and what the call asks for have a word more.
 MLA_ROWS = {
@@ -125,6 +145,8 @@ class Case:
     def decode(self, any_row: bool = False, **options) -> tuple[Tensor, Tensor]:
         """(out, lse) on the CPU. Fails where another row served the call, unless `any_row`."""
         call = {**self.call, **options}
+        if call.pop("ragged", False):
+            call["cu_seqlens_q"] = self.problem.cu_seqlens_q
         if call.pop("checked", False):
             call["report"] = torch.zeros(8, dtype=torch.int32, device="cuda")
         with nullcontext() if any_row else reaches(self.op, self.row.split()[0]):
@@ -169,7 +191,7 @@ def reaches(op: str, row: str):
 def case_of(op: str, row: str, lengths=LENGTHS, seqlen_q: int = 1) -> Case:
     options = dict((XQA_ROWS if op == "xqa_decode" else MLA_ROWS)[row])
     odd = options.pop("odd", False)
-    names = ("checked", "fp8_products", "num_sm_parts")
+    names = ("checked", "fp8_products", "num_sm_parts", "ragged")
     call = {name: options.pop(name) for name in names if name in options}
     problem = (paged_problem if op == "xqa_decode" else mla_problem)(lengths, seqlen_q, **options)
     if op == "xqa_decode":

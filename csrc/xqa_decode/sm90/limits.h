@@ -37,12 +37,15 @@ inline bool places_fit(const Params& p, int64_t page, int64_t token) {
   return (pages * page + tokens * token) * size / 16 < 0xffffffff;
 }
 
-inline std::string reject_any(const Params& p) {
-  if (p.page_table.num_pages < 1) return "takes at least one page, got none";
+inline std::string reject_here(const Params& p) {
   if (p.report) return "has no checked mode, got report";
   const int sm = usable_sm("xqa_decode");
   if (sm != 90) return "runs on sm_90, this device is sm_" + std::to_string(sm);
   return "";
+}
+
+inline std::string reject_any(const Params& p) {
+  return p.page_table.num_pages < 1 ? "takes at least one page, got none" : reject_here(p);
 }
 
 // Why the Hopper kernels do not serve these arguments; "" when they do.
@@ -60,8 +63,8 @@ inline std::string reject(const Params& p) {
   return reject_any(p);
 }
 
-// The same of those that copy row by row.
-inline std::string reject_gather(const Params& p) {
+// Why rows cannot be copied one by one.
+inline std::string reject_gathered_rows(const Params& p) {
   if (p.head_dim * size_of(p.kv_dtype) % 16 != 0) {
     return "takes rows of whole 16 bytes, got head_dim " + std::to_string(p.head_dim);
   }
@@ -73,7 +76,13 @@ inline std::string reject_gather(const Params& p) {
       !places_fit(p, p.v_stride_page, p.v_stride_token)) {
     return "takes v_pages of up to 64 GB whose rows start on 16-byte boundaries";
   }
-  return reject_any(p);
+  return "";
+}
+
+// The same as `reject` of those that copy row by row.
+inline std::string reject_gather(const Params& p) {
+  const std::string reason = reject_gathered_rows(p);
+  return reason.empty() ? reject_any(p) : reason;
 }
 
 // Ragged batches: of few rows, in vectors, by balanced plans.
@@ -94,9 +103,11 @@ inline std::string reject_ragged(const Params& p) {
   return reason.empty() ? reject(p) : reason;
 }
 
+// Where there is no page, none is looked for.
 inline std::string reject_ragged_gather(const Params& p) {
-  const std::string reason = reject_ragged_rows(p);
-  return reason.empty() ? reject_gather(p) : reason;
+  std::string reason = reject_ragged_rows(p);
+  if (reason.empty()) reason = reject_gathered_rows(p);
+  return reason.empty() ? reject_here(p) : reason;
 }
 
 // Over e4m3 pages these kernels hold few rows.
