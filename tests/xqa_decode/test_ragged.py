@@ -208,18 +208,9 @@ def _decodes() -> int:
     return sum(count for row, count in info.kernel_counts().items() if row.startswith("cuda xqa_decode "))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("kv_dtype", [None, FP8])
-@pytest.mark.parametrize("padding", [0, 3])
-def test_prefill_of_few_tokens_goes_this_way(padding, kv_dtype):
-    problem = paged_problem(LENGTHS, TOKENS, head_dim=128, kv_dtype=kv_dtype).to("cuda")
+def prefill(problem, plan, padding=0, **options):
     q = torch.cat([problem.q, problem.q.new_full((padding, *problem.q.shape[1:]), math.nan)])
-    heads = {"num_q_heads": q.shape[1], "num_kv_heads": problem.k_pages.shape[2], "head_dim": 128}
-    plan = FmhaPlan.allocate(q.shape[0], problem.batch_size, **heads, max_seqlen_q=4, device="cuda")
-    assert plan.decode is not None and plan.decode.seqlen_q == 4
-    ops.fmha_plan(plan, problem.cu_seqlens_q, cache_seqlens=problem.cache_seqlens)
-    before = _decodes()
-    out, lse = ops.fmha_paged(
+    return ops.fmha_paged(
         q,
         problem.k_pages,
         problem.v_pages,
@@ -230,9 +221,60 @@ def test_prefill_of_few_tokens_goes_this_way(padding, kv_dtype):
         k_scale=problem.k_scale,
         v_scale=problem.v_scale,
         return_lse=True,
+        **options,
     )
+
+
+def prefill_plan(problem, most, **options) -> FmhaPlan:
+    heads = {"num_q_heads": problem.q.shape[1], "num_kv_heads": problem.k_pages.shape[2], "head_dim": 128}
+    return FmhaPlan.allocate(100, problem.batch_size, **heads, max_seqlen_q=most, device="cuda", **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+@pytest.mark.parametrize("padding", [0, 3])
+def test_prefill_of_few_tokens_goes_this_way(padding, kv_dtype):
+    problem = paged_problem(LENGTHS, TOKENS, head_dim=128, kv_dtype=kv_dtype).to("cuda")
+    plan = prefill_plan(problem, 4)
+    assert plan.decode is not None and plan.decode.seqlen_q == 4
+    ops.fmha_plan(plan, problem.cu_seqlens_q, cache_seqlens=problem.cache_seqlens)
+    before, tokens = _decodes(), problem.q.shape[0]
+    out, lse = prefill(problem, plan, padding)
     assert _decodes() == before + 1
     expected_out, expected_lse = problem.expected()
-    assert_attention_close(out[: problem.q.shape[0]].cpu(), expected_out, BF16)
-    assert_lse_close(lse[: problem.q.shape[0]].cpu(), expected_lse, 1e-3)
-    assert (out[problem.q.shape[0] :] == 0).all()
+    assert_attention_close(out[:tokens].cpu(), expected_out, BF16)
+    assert_lse_close(lse[:tokens].cpu(), expected_lse, 1e-3)
+    assert (out[tokens:] == 0).all() and (lse[tokens:] == -math.inf).all()
+
+
+@pytest.mark.gpu
+def test_a_plan_without_lengths_is_of_prompts_alone():
+    problem = paged_problem([3, 1, 4, 2], [3, 1, 4, 2], head_dim=128).to("cuda")
+    plan = prefill_plan(problem, 4)
+    ops.fmha_plan(plan, problem.cu_seqlens_q)
+    before = _decodes()
+    out, _ = prefill(problem, plan)
+    assert _decodes() == before + 1
+    assert_attention_close(out.cpu(), problem.expected()[0], BF16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("why", ["many rows", "a window", "no cuts", "hidden keys", "odd rows", "checked", "traced"])
+def test_prefill_goes_its_own_way(why):
+    problem = paged_problem(LENGTHS, TOKENS, head_dim=128).to("cuda")
+    window = 5 if why == "a window" else -1
+    plan = prefill_plan(problem, 9 if why == "many rows" else 4, window_left=window, split_keys=why != "no cuts")
+    ops.fmha_plan(plan, problem.cu_seqlens_q, cache_seqlens=problem.cache_seqlens)
+    options = {"window_left": window}
+    if why == "hidden keys":
+        options["hidden_keys"] = torch.zeros(problem.q.shape[0], 2, dtype=torch.int32, device="cuda")
+    if why == "checked":
+        options["report"] = torch.zeros(8, dtype=torch.int32, device="cuda")
+    if why == "odd rows":
+        pages = [torch.nn.functional.pad(pool, (0, 4))[..., :128] for pool in (problem.k_pages, problem.v_pages)]
+        problem = dataclasses.replace(problem, k_pages=pages[0], v_pages=pages[1])
+    before = _decodes()
+    call = torch.compile(prefill, backend="eager", fullgraph=True) if why == "traced" else prefill
+    out, _ = call(problem, plan, **options)
+    assert _decodes() == before
+    assert_attention_close(out.cpu(), problem.expected(window_left=window)[0], BF16)

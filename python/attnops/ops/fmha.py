@@ -48,7 +48,9 @@ def fmha_plan(
         plan.works_per_tile,
     )
     decode = plan.decode
-    if decode is not None and cache_seqlens is not None and cache_seqlens.shape[0] == decode.batch_size:
+    if decode is not None and cu_seqlens_q.shape[0] == decode.batch_size + 1:
+        if cache_seqlens is None:
+            cache_seqlens = (cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k).diff()
         xqa_decode_plan(decode, cache_seqlens)
 
 
