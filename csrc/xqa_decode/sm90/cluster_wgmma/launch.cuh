@@ -1,7 +1,7 @@
 #pragma once
 #include <stdexcept>
 
-#include "xqa_decode/sm90/cluster_wgmma/clusters_held.h"
+#include "device/common/clusters_at_once.cuh"
 #include "xqa_decode/sm90/cluster_wgmma/kernel.cuh"
 #include "xqa_decode/sm90/cluster_wgmma/launch.h"
 #include "xqa_decode/sm90/cluster_wgmma/limits.h"
@@ -36,13 +36,13 @@ void launch_team_rows(const Params& p, TeamSize size, cudaStream_t stream) {
   constexpr const char* kWhat = "xqa_decode (clusters, wgmma)";
   constexpr int kBytes = SharedLayout<Tr>::kBytes;
   constexpr auto kKernel = &xqa_cluster_wgmma_kernel<Tr>;
-  launch_dependent_prepare<kKernel>(kWhat, kBytes);
   // Other devices than an H200 may not hold the largest clusters.
-  for (int log_ctas = kMaxLogCtas; log_ctas > 0; --log_ctas) {
-    const bool held =
-        1 << log_ctas != size.ctas || most_clusters<kKernel>(kWhat, log_ctas, Tr::kAllThreads, kBytes) > 0;
-    if (!held) size.ctas /= 2;
-  }
+  const auto held = [](int ctas) {
+    LaunchShape shape{ctas, Tr::kAllThreads, kBytes, kBytes};
+    shape.cluster = ctas;
+    return clusters_at_once<kKernel, kMaxClusterCtas>(kWhat, shape) > 0;
+  };
+  while (size.ctas > 1 && !held(size.ctas)) size.ctas /= 2;
   if (Tr::kFolds && most_leaves(p) > int64_t{size.shares()} << Tr::kFoldLevels) {
     throw std::runtime_error(
         "attnops::xqa_decode: this device holds no clusters that take the cuts of fixed_split_tokens " +

@@ -14,7 +14,7 @@ struct TeamSize {
   int shares() const { return ctas * clusters; }
 };
 
-inline constexpr int kMaxLogCtas = 4, kMaxClusterCtas = 1 << kMaxLogCtas;  // of a cluster
+inline constexpr int kMaxClusterCtas = 16;
 inline constexpr int kMaxTeamClusters = 16;
 // Rows of 16-bit pages; of FP8 pages and of kernels that fold: the plan's kernels are 5 % faster with more over FP8.
 // Above head dim 128 more leave an SM room for one CTA.
