@@ -3,6 +3,7 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <initializer_list>
 
 #include "core/report.h"
 #include "core/softmax_state.h"
@@ -179,6 +180,15 @@ void run_tiles(const Params& p, Piece piece, int begin, int end, int64_t balance
   }
 }
 
+bool has_few_keys(const Params& p, int request) {
+  int count = 0;
+  for (const SelectedRows* rows : {&p.selected, &p.extra}) {
+    const int length = rows->length(request);
+    for (int i = 0; i < length && count <= kFewKeys; ++i) count += rows->has_row(rows->list(request)[i]) ? 1 : 0;
+  }
+  return count <= kFewKeys;
+}
+
 // The keys of the tile from `first_key` on that lists select.
 KeyTile selected_tile(const Params& p, const Piece& piece, int first_key) {
   KeyTile tile;
@@ -212,7 +222,7 @@ KeyTile selected_tile(const Params& p, const Piece& piece, int first_key) {
     }
     seen |= uint64_t{1} << k;
   }
-  if (rounds_keys(p) && std::popcount(seen) <= kFewKeys) {
+  if (rounds_keys(p) && std::popcount(seen) <= kFewKeys && has_few_keys(p, piece.request)) {
     for (Key& key : tile.key) key.rounded = true;
   }
   for (int row = 0; row < piece.num_rows; ++row) tile.visible[row] = seen;

@@ -88,8 +88,8 @@ def sparse_mla_decode(
         out: Destination in q's leading shape and dtype with 512, last dim dense; allocated when None.
         lse: float32 destination in q's leading shape with heads; `return_lse` allocates one.
         report: int32 ``[8]`` of the checked mode: an index past its pool, a length beyond its list.
-        rounded_keys: Of 64 entries in turn of a list, of which at most 8 are keys, scores are those over keys rounded
-            to bfloat16. FlashMLA rounds every row of 656 bytes. The tests of its callers can tell in short lists.
+        rounded_keys: Of lists with at most 8 keys, scores are those over keys rounded to bfloat16; values may be
+            rounded, too. FlashMLA rounds every row of 656 bytes. The tests of its callers can tell in short lists.
 
     Returns:
         ``(out, lse)``, lse natural log, None unless asked for. A token without keys has ``out = 0``, ``lse = -inf``.

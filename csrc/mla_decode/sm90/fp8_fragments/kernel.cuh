@@ -69,8 +69,9 @@ class Consumer {
         mbarrier_wait(At::full_barrier(shared_, at.slot), at.parity);
         Scores s;
         multiply_queries(at.slot, s);
-        if constexpr (kMayRound<At>) {
-          if (rounds_keys(p_) && has_few_keys<At>(base_, at.slot, warp_)) {
+        if constexpr (At::kRounds) {
+          // By tile: a count that goes on would cost calls that do not ask a register.
+          if (rounds_keys(p_) && FewKeys().template in_tile<At>(base_, at.slot, warp_)) {
             round_keys<At, kLatentLoads>(base_, shared_, at.slot, kLatentLoads * place().group, s);
           }
         }

@@ -49,6 +49,12 @@ void launch_selected_rows(const Params& p, cudaStream_t stream) {
   const WideModes wide{
       .queries_by_map = queries_fit(p),
       .out_aligned = rows_aligned(p.out, size_of(p.dtype), 4, p.out_stride_request, p.out_stride_head)};
+  if constexpr (kFormat == Format::kRow) {
+    if (rounds_keys(p)) {
+      using Rounding = WideShape<kFormat, Options::kSelected, kRows, Cuts::kPlan, true>;
+      return launch_wide_shape<T, Rounding>(p, wide, stream);
+    }
+  }
   launch_wide_shape<T, WideShape<kFormat, Options::kSelected, kRows>>(p, wide, stream);
 }
 

@@ -92,7 +92,8 @@ struct Shape {
   static constexpr bool kShort = kCuts != Cuts::kPlan, kCluster = kCuts == Cuts::kCluster;
   static constexpr Format kFormat = kFormat_;
   static constexpr Options kOptions = kOptions_;
-  static constexpr bool kScaled = kFormat == Format::kRow;  // 128 columns of a row have a scale
+  static constexpr bool kScaled = kFormat == Format::kRow;                    // 128 columns of a row have a scale
+  static constexpr bool kRounds = kScaled && kOptions == Options::kSelected;  // where asked to: rounded_keys.h
   using Rows = Storage<kFormat>;
   static constexpr int kTileBytes = kPlanTileTokens * Rows::kRowBytes;
   static constexpr int kQuarterBytes = kGroupsPerWarp * Rows::kGroupBytes;

@@ -25,9 +25,10 @@ struct WideModes {
   bool out_aligned;     // rows of the output start on 4-byte boundaries
 };
 
-// For blocks of kRows_ query rows, 16, 32, 48 or 64.
-template <Format kFormat_, Options kOptions_, int kRows_ = kPlanRows, Cuts kCuts = Cuts::kPlan>
+// For blocks of kRows_ query rows, 16, 32, 48 or 64. kRounds: rounded_keys.h.
+template <Format kFormat_, Options kOptions_, int kRows_ = kPlanRows, Cuts kCuts = Cuts::kPlan, bool kRounds_ = false>
 struct WideShape {
+  static constexpr bool kRounds = kRounds_;
   static constexpr Format kFormat = kFormat_;
   static constexpr bool kShort = kCuts != Cuts::kPlan, kCluster = kCuts == Cuts::kCluster;
   static constexpr Options kOptions = kOptions_;

@@ -57,6 +57,7 @@ class ScoreConsumer {
   // One tile after the other. The probabilities of a tile are given late under the scores of the next, or behind them:
   // their products then lie under its softmax, in which the matrix units would be idle.
   __device__ void score_tiles(const Piece& piece) {
+    FewKeys few_keys;
 #pragma unroll 1
     for (int t = 0; t < piece.num_tiles; ++t, ++count_, ++given_) {
       Scores s;
@@ -71,12 +72,11 @@ class ScoreConsumer {
       if constexpr (kHolds) attnops::sm90::wgmma_wait<1>();
       softmax_.load(pairs);
       if (!kHolds && t > 0) give(given_ - 1);
+      bool rounds = false;
+      if constexpr (At::kRounds) rounds = few_keys.in_tile<At>(base_, RingSlot<At>(count_).slot, warp_);
       attnops::sm90::wgmma_wait<0>(s);
-      if constexpr (kMayRound<At>) {
-        const int slot = RingSlot<At>(count_).slot;
-        if (rounds_keys(p_) && has_few_keys<At>(base_, slot, warp_)) {
-          round_keys<At, kLatentLoads>(base_, shared_, slot, 0, s);
-        }
+      if constexpr (At::kRounds) {
+        if (rounds) round_keys<At, kLatentLoads>(base_, shared_, RingSlot<At>(count_).slot, 0, s);
       }
       prepare_tile(piece, (piece.first_tile + t) * kPlanTileTokens, pairs, s);
 #pragma unroll
