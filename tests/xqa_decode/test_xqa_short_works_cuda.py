@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 from attnops import ops, reference
+from attnops.info import kernel_counts
 from checks import assert_attention_close
 from problems import FP8, paged_problem
 from xqa_decoding import assert_decodes, check_replays, make_plan
@@ -198,9 +199,10 @@ def test_one_graph_serves_every_length_of_many_rows():
 
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("head_dim", [80, 96, 112])
-@pytest.mark.parametrize("heads", [(8, 4), (16, 2), (6, 6)])
+@pytest.mark.parametrize("heads", [(8, 4), (16, 2), (6, 6), (40, 40), (120, 30)])
 def test_thin_rows_of_fp8_pages(heads, head_dim, page_size):
-    """Neighbouring heads share lines of memory: a CTA takes two, or has few tiles on their way."""
+    """Neighbouring heads share lines of memory: a CTA takes two, or has few tiles on their way. Many works whose rows
+    are no whole 32 bytes are gathered."""
     problem = paged_problem(
         [2000, 3, 0, 640, 777],
         num_q_heads=heads[0],
@@ -209,8 +211,30 @@ def test_thin_rows_of_fp8_pages(heads, head_dim, page_size):
         page_size=page_size,
         kv_dtype=FP8,
     ).to("cuda")
+    before = kernel_counts()
     assert_decodes(problem, num_sm_parts=2 * heads[1])
     assert_decodes(problem, num_sm_parts=None)
+    used = {name for name, count in kernel_counts().items() if count != before.get(name, 0)}
+    gathers = heads[1] >= 30 and head_dim == 80
+    assert any("gather_fp8_hd128" in name for name in used) == gathers
+
+
+@pytest.mark.parametrize("page_size", [16, 5])
+@pytest.mark.parametrize("head_dim", [48, 144, 160, 192, 208, 240])
+@pytest.mark.parametrize("heads", [(8, 8), (16, 2), (24, 1)])
+def test_wide_rows_of_fp8_pages(heads, head_dim, page_size):
+    """Rows that lack the last columns of a tile, and those that are no whole 32 bytes, in tables short and long."""
+    for lengths in ([1500, 3, 0, 640, 777], [64, 900, 65]):
+        problem = paged_problem(
+            lengths,
+            num_q_heads=heads[0],
+            num_kv_heads=heads[1],
+            head_dim=head_dim,
+            page_size=page_size,
+            kv_dtype=FP8,
+        ).to("cuda")
+        assert_decodes(problem, num_sm_parts=2 * heads[1] + 1)
+        assert_decodes(problem, num_sm_parts=None, window_left=100)
 
 
 @pytest.mark.parametrize("kv_dtype", [None, FP8])

@@ -264,7 +264,7 @@ class Consumer {
       block.begin(shared_ + Shared::kRowScale, shared_ + Shared::kProbs);
     } else {
       rows.convert(place, first_row, to_log2, queries_are_there);
-      block.begin(shared_ + Shared::kRowScale, rows.scale_joins(to_log2));
+      block.begin(shared_ + Shared::kRowScale, rows.scale_joins(to_log2), p_.head_dim);
     }
     hopper::fence_async_proxy();
     sync_group<Tr>();

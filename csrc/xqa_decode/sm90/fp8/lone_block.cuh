@@ -21,9 +21,15 @@ struct LoneBlock : RowBlock<Tr> {
   uint32_t values[kSteps][4];  // of that with probabilities
   uint32_t scales;             // where the scales of this lane's rows are, and behind kRows floats what is left of them
   bool joined;                 // whether all of them is left for the exponent
+  bool has_tail;               // whether rows have columns from kTail on
 
-  __device__ __forceinline__ void begin(uint32_t row_scales, bool scales_join) {
-    scales = row_scales + threadIdx.x % 4 * 8, joined = scales_join;
+  // Of the widest tiles the last block of columns, and the steps of keys that it takes, are left out where rows end
+  // before it. A wait stands before them: jumps elsewhere within a product would make the assembler wait after each
+  // instruction of it.
+  static constexpr int kTail = Tr::kHeadDim == 256 ? 192 : Tr::kHeadDim;
+
+  __device__ __forceinline__ void begin(uint32_t row_scales, bool scales_join, int head_dim) {
+    scales = row_scales + threadIdx.x % 4 * 8, joined = scales_join, has_tail = head_dim > kTail;
     State::clear();
   }
 
@@ -33,6 +39,7 @@ struct LoneBlock : RowBlock<Tr> {
     const uint32_t own = tile + key_offset(warp(), lane());
 #pragma unroll
     for (int first = 0; first < Tr::kHeadDim / 16; first += kSteps) {
+      if (16 * first >= kTail && !has_tail) continue;
       uint32_t raw[kSteps / 2][4];  // two steps each
 #pragma unroll
       for (int i = 0; i < kSteps / 2; ++i) {
@@ -61,6 +68,7 @@ struct LoneBlock : RowBlock<Tr> {
     const uint32_t own = tile + value_offset(warp(), lane());
 #pragma unroll
     for (int first = 0; first < Tr::kBlocks; first += kBlocks) {
+      if (64 * first >= kTail && !has_tail) continue;
       uint32_t raw[kBlocks][2][4];  // 32 keys each
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
