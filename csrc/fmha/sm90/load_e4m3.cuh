@@ -12,8 +12,8 @@ template <class Tr>
 class E4m3Producer : ProducerBase<Tr> {
   using Base = ProducerBase<Tr>;
   using Layout = typename Base::Layout;
-  using Base::arrive, Base::clear_unseen, Base::maps_, Base::page_of_box, Base::shared_, Base::work_done,
-      Base::work_known, Base::work_ring_, Base::work_slot;
+  using Base::arrive, Base::bring_queries, Base::clear_unseen, Base::maps_, Base::page_of_box, Base::shared_,
+      Base::take_index, Base::tell, Base::work_done, Base::work_known, Base::work_ring_, Base::work_slot;
 
  public:
   __device__ __forceinline__ E4m3Producer(const Params& p, const Schedule& s, const Maps& maps, char* base)
@@ -21,7 +21,7 @@ class E4m3Producer : ProducerBase<Tr> {
 
   __device__ __forceinline__ void run() {
     if (warp_ == 1) {
-      if (lane_ == 0) this->template tell_works<false>();
+      if (lane_ == 0) tell_works();
       return;
     }
     for (;;) {
@@ -36,6 +36,25 @@ class E4m3Producer : ProducerBase<Tr> {
   }
 
  private:
+  // Whoever holds works that it does not compute may keep what another CTA waits for. So the work behind a long one is
+  // taken when the one before that is done: there is time to decode it, and for its queries. Short works leave none.
+  __device__ __forceinline__ void tell_works() {
+    constexpr int kMostTilesOfShort = 8;
+    for (;;) {
+      const Work w = this->template next_work<true>();
+      const bool exists = w.num_tokens > 0, is_short = exists && w.tile_end - w.tile_begin <= kMostTilesOfShort;
+      if (is_short) take_index();
+      tell(w);
+      hopper::mbarrier_arrive(work_known());
+      bring_queries(w);
+      if (!exists) return;
+      work_ring_.advance();
+      if (is_short) continue;
+      hopper::mbarrier_wait(work_done(), work_ring_.phase ^ 1);
+      take_index();
+    }
+  }
+
   // The scores of a tile are multiplied before the values of the tile ahead of it, so keys are asked for first.
   __device__ __forceinline__ void bring_by_boxes(const Work& w) {
     int page = 0, next_page = page_of_box(w, w.tile_begin);

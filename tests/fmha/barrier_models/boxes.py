@@ -44,7 +44,12 @@ def is_long(w):
     return w[2] - w[1] > 2
 
 
-def sim(seed, cluster, qs=2, kst=2, warps=8, ws=2, late=True, together=1):
+def is_short(w):
+    return w[2] - w[1] <= 4
+
+
+# `late`: the next work is taken with the last keys of a long one; `when_done`: when the one before is done.
+def sim(seed, cluster, qs=2, kst=2, warps=8, ws=2, late=True, together=1, when_done=False):
     r = random.Random(seed)
     W = []
     for i in range(r.randint(1, 24)):
@@ -156,11 +161,13 @@ def sim(seed, cluster, qs=2, kst=2, warps=8, ws=2, late=True, together=1):
                     break
                 w = W[idx]
                 mine = idx
-                if not late or not w[0]:
+                if not w[0] or not (late or when_done):
                     yield from take()
                 yield lambda: True
                 if w[0]:
                     break
+            if when_done and w is not None and is_short(w):
+                yield from take()
             yield wait(x.wd[s], sp ^ 1)
             x.slot[s] = (w, None if w is None else mine)
             x.wk[s].arrive()
@@ -182,6 +189,9 @@ def sim(seed, cluster, qs=2, kst=2, warps=8, ws=2, late=True, together=1):
                 if is_long(w):
                     yield wait(x.last, lp)
                     lp ^= 1
+                yield from take()
+            if when_done and not is_short(w):
+                yield wait(x.wd[s], sp ^ 1)
                 yield from take()
 
     # A warp that takes and decodes several short works at once: lanes then tell of them in turn.
@@ -441,6 +451,7 @@ def main():
                 for late in (False, True):
                     sim(seed, cl, qs, late=late)
                 sim(seed, cl, qs, together=4)
+                sim(seed, cl, qs, late=False, when_done=True)
     print("ok")
 
 
