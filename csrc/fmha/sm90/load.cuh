@@ -87,13 +87,15 @@ class ProducerBase {
     *work_slot() = w;
   }
 
+  static constexpr bool kAsksAhead = Tr::kShort || Tr::kNarrow;  // of the counter, and waits when it needs the answer
+
   // By one thread. Without tokens: no work is left. kLate: the caller takes the work behind this one.
-  template <bool kLate = false>
+  template <bool kLate = false, bool kAhead = kAsksAhead>
   __device__ __forceinline__ Work next_work() {
     Work w;
     w.num_tokens = 0;
     while (w.num_tokens == 0) {
-      if (awaits_index_) receive_index();
+      if (awaits_index_) receive_index<kAhead>();
       int index = next_index_;
       if constexpr (Tr::kShort) index = index_in_turn(s_, index, turn_);
       if (index >= s_.num_works || !decode_work<Tr::kKeys>(p_, s_, cuts_, index, w)) {
@@ -103,15 +105,14 @@ class ProducerBase {
         // Whoever merges waits for all pieces, and those that cannot be among them.
         if (w.num_tokens == 0 && index < cuts_.pieces * s_.works_per_tile) count_piece(p_, 4 * Tr::kWarpgroups);
         if constexpr (Tr::kShort) turn_ = turn_ + 1 == s_.turns || ends_request(s_, w) ? 0 : turn_ + 1;
-        if (!kLate || w.num_tokens == 0) take_index();
+        if (!kLate || w.num_tokens == 0) take_index<kAhead>();
       }
     }
     return w;
   }
 
-  static constexpr bool kAsksAhead = Tr::kShort || Tr::kNarrow;  // of the counter, and waits when it needs the answer
-
   // CTAs take works in their order, whoever is free the next: costs differ, and SMs do not run alike.
+  template <bool kAhead = kAsksAhead>
   __device__ __forceinline__ void take_index() {
     if (Tr::kShort && turn_ > 0) return;
     const int ctas = static_cast<int>(gridDim.x);
@@ -121,7 +122,7 @@ class ProducerBase {
       next_index_ += ctas;
     } else if (rank_ > 0) {
       awaits_index_ = true;
-    } else if (kAsksAhead && s_.cluster == 1) {
+    } else if (kAhead && s_.cluster == 1) {
       // An addition is summed up over a warp, whose lanes wait for the answer at once. An increment up to a bound is
       // not: nobody waits until the number is needed.
       asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0x7fffffff;\n"
@@ -149,9 +150,10 @@ class ProducerBase {
     hopper::store_async(hopper::address_in(shared_ + Layout::kMail, 1), next_index_ + 1,
                         hopper::address_in(shared_ + Layout::kMailFull, 1));
   }
+  template <bool kAhead = kAsksAhead>
   __device__ __forceinline__ void receive_index() {
     awaits_index_ = false;
-    if (kAsksAhead && s_.cluster == 1) {
+    if (kAhead && s_.cluster == 1) {
       next_index_ = behind_first(next_index_);
       return;
     }

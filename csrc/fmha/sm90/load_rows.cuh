@@ -70,8 +70,8 @@ class RowProducer : RowLookups<Tr> {
   using Cell = typename Lookups::Cell;
   using Place = typename Lookups::Place;
   using View = typename Lookups::View;
-  using Base::arrive, Base::bring_queries, Base::next_work, Base::p_, Base::s_, Base::shared_, Base::take_index,
-      Base::tell, Base::tid_, Base::work_done, Base::work_ring_, Base::work_slot;
+  using Base::arrive, Base::bring_queries, Base::next_work, Base::p_, Base::s_, Base::shared_, Base::tell, Base::tid_,
+      Base::work_done, Base::work_ring_, Base::work_slot;
 
  public:
   __device__ __forceinline__ RowProducer(const Params& p, const Schedule& s, const Maps& maps, char* base)
@@ -96,7 +96,7 @@ class RowProducer : RowLookups<Tr> {
   __device__ __forceinline__ void run_as() {
 #pragma unroll 1
     for (;;) {
-      if (tid_ == 0) tell(this->template next_work<Tr::kShort>());
+      if (tid_ == 0) tell(this->template next_work<true, true>());
       hopper::named_barrier_sync(kProducerBarrier, 128);
       const Work& w = *work_slot();
       const uint32_t done = work_done();
@@ -104,7 +104,7 @@ class RowProducer : RowLookups<Tr> {
       if (kNarrow && last) finish_pending<0>();
       if (tid_ == 0 && !(kQueriesLater && has_tiles)) bring_queries(w);
       if (last) return;
-      if (Tr::kShort && tid_ == 0) take_index();
+      if (tid_ == 0 && (Tr::kShort || !Base::is_long(w))) this->template take_index<true>();
       work_ring_.advance();
       if (has_tiles) bring_tiles<kNarrow>(w);
       if (tid_ >= 32) hopper::mbarrier_arrive(done);
@@ -132,6 +132,8 @@ class RowProducer : RowLookups<Tr> {
         if (tid_ == 0) bring_queries(w);
         __syncwarp();
       }
+      const bool last_keys = !Tr::kShort && tile + 1 == v.tile_end && v.tile_end - v.tile_begin > 2;  // of a long work
+      if (last_keys && tid_ == 0) this->template take_index<true>();
       const Cell after = this->cell_of(v, tile + 2, row);
       const uint32_t value = here.value;
       here = this->place_of(v, tile + 1, row, next);
