@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from attnops.metadata.fmha_plan import MOST_PIECE_WORKS_PER_SM, cuda_tile_q, works_per_tile
+from attnops.metadata.fmha_plan import MOST_PIECE_WORKS_PER_SM, cuda_tile_q, tokens_as_a_rule, works_per_tile
 
 if TYPE_CHECKING:
     from attnops.explain import Piece
@@ -67,7 +67,7 @@ def prefill_schedule(
     from attnops.explain import Piece
 
     group = max(num_q_heads // num_kv_heads, 1)
-    tile_q = cuda_tile_q(group, head_dim, -(-sum(seqlens_q) // max(len(seqlens_q), 1)))
+    tile_q = cuda_tile_q(group, head_dim, tokens_as_a_rule(sum(seqlens_q), len(seqlens_q)))
     works = works_per_tile(group, num_kv_heads, head_dim, tile_q)
     shape: dict[str, Any] = {"tile_q": tile_q, "causal": causal, "window_left": window_left}
     order, pieces = prefill_plan(seqlens_q, seqlens_k, works=works, num_sms=num_sms, **shape)

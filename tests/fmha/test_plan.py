@@ -6,7 +6,7 @@ import pytest
 import torch
 from attnops import ops
 from attnops.metadata import FmhaPlan
-from attnops.metadata.fmha_plan import cuda_tile_q
+from attnops.metadata.fmha_plan import cuda_tile_q, tokens_as_a_rule
 
 # Built in a checkout, for these tests and for one Python version: tests/support/.
 _scheduler = pytest.importorskip("_scheduler", exc_type=ImportError)
@@ -89,6 +89,13 @@ def test_a_tile_of_few_rows_is_whole_short_tiles(group, tokens, head_dim, tile_q
     assert cuda_tile_q(group, head_dim, tokens) == tile_q
     assert cuda_tile_q(5, 128, 13) == 25
     assert cuda_tile_q(6, 64, 10) == 30 and cuda_tile_q(6, 256, 10) == 21
+
+
+def test_a_second_token_of_few_requests_chooses_no_tile():
+    """71 heads share a tile if requests have one token as a rule. With two of each, pairs of CTAs have 36 heads."""
+    assert [tokens_as_a_rule(n, 16) for n in (0, 1, 16, 24, 25, 32, 33, 37)] == [1, 1, 1, 1, 2, 2, 3, 3]
+    assert tokens_as_a_rule(9, 0) == 9 and tokens_as_a_rule(58, 57) == 1
+    assert cuda_tile_q(71, 256, 1) == 1 and cuda_tile_q(71, 256, 2) == 3
 
 
 def test_default_tile_follows_the_group():

@@ -45,6 +45,11 @@ def cuda_tile_q(group: int, head_dim: int, tokens: int = 1024) -> int:
     return rows // max(in_pairs or full)
 
 
+def tokens_as_a_rule(num_tokens: int, batch: int) -> int:
+    """Of a request: the mean, rounded up; one, if half of the requests or fewer have two."""
+    return 1 if 2 * num_tokens <= 3 * batch else -(-num_tokens // max(batch, 1))
+
+
 def blocked_heads(group: int, most: int) -> int:
     """Heads of a block of a group: as few blocks as can be, of `most` heads or less, and alike."""
     return -(-group // -(-group // most))
@@ -141,7 +146,7 @@ class FmhaPlan:
         """
         device = torch.device(device)
         if tile_q is None:
-            tokens = -(-max_num_tokens // max(max_batch_size, 1))
+            tokens = tokens_as_a_rule(max_num_tokens, max_batch_size)
             tile_q = default_tile_q(device, num_q_heads, num_kv_heads, head_dim, tokens)
         if not 1 <= tile_q <= 1024:
             raise ValueError(f"tile_q must be in [1, 1024], got {tile_q}")
