@@ -7,6 +7,86 @@ namespace attnops::fmha::sm90 {
 
 inline constexpr int kMergeBarrier = 12;
 
+// A row that is merged: the sum of its pieces, and of their weights beside the largest log-sum-exp.
+template <class Tr>
+__device__ __forceinline__ void store_merged(const Params& p, const Work& w, const RowPlace& place, float largest,
+                                             float total, const float4 (&own)[ceil_div(Tr::kHeadDimV, 128)]) {
+  const int lane = threadIdx.x % 32;
+  const bool empty = total == 0.f;
+  const float lse = empty ? -INFINITY : largest + logf(total);
+  float factor = empty ? 0.f : 1.f / total;
+  if (p.sinks != nullptr && !empty) factor /= 1.f + expf(p.sinks[place.head] - lse);
+  const int64_t q_token = static_cast<int64_t>(w.first_q_token) + w.first_token + place.token;
+  if (p.lse != nullptr && lane == 0) p.lse[q_token * p.num_q_heads + place.head] = lse;
+  typename Tr::Out* out =
+      static_cast<typename Tr::Out*>(p.out) + q_token * p.out_stride_token + place.head * p.out_stride_head;
+#pragma unroll
+  for (int part = 0; part < ceil_div(Tr::kHeadDimV, 128); ++part) {
+    if (part * 128 + lane * 4 < p.head_dim_v) {
+      const float4 x = own[part];
+      const uint2 packed{pack2<typename Tr::Out>(x.x * factor, x.y * factor),
+                         pack2<typename Tr::Out>(x.z * factor, x.w * factor)};
+      *reinterpret_cast<uint2*>(out + part * 128 + lane * 4) = packed;
+    }
+  }
+}
+
+// Where a warp has several rows of a cut tile, it merges `kCount` at once, which then wait for the same reads. Machine
+// code is short: each instruction runs a few times at most, and most of its time is until it is there.
+template <class Tr, int kCount>
+__device__ __forceinline__ void merge_rows(const Params& p, const Schedule& s, const Work& w, int first_row, int step,
+                                           int end_row, int first_slab, int stride, int pieces) {
+  constexpr int kParts = ceil_div(Tr::kHeadDimV, 128);
+  const int lane = threadIdx.x % 32;
+  const float* lses = partial_lse<Tr::kRows>(p, s);
+  float4 own[kCount][kParts] = {};
+  float largest[kCount], total[kCount] = {};
+  int64_t at[kCount];  // of the first piece
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    at[i] = int64_t{first_slab} * Tr::kRows + min_of(first_row + i * step, end_row - 1);
+    largest[i] = -INFINITY;
+  }
+  const int64_t piece_rows = int64_t{stride} * Tr::kRows;
+#pragma unroll 1
+  for (int j = lane; j < pieces; j += 32) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) largest[i] = fmaxf(largest[i], __ldcg(lses + at[i] + j * piece_rows));
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      largest[i] = fmaxf(largest[i], __shfl_xor_sync(0xffffffffu, largest[i], distance));
+    }
+  }
+#pragma unroll 2
+  for (int j = 0; j < pieces; ++j) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const float weight = expf(__ldcg(lses + at[i] + j * piece_rows) - (largest[i] == -INFINITY ? 0.f : largest[i]));
+      total[i] += weight;
+      const float4* from = reinterpret_cast<const float4*>(p.partial + (at[i] + j * piece_rows) * p.head_dim_v) + lane;
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        if (part * 128 + lane * 4 < p.head_dim_v) {
+          const float4 x = __ldcg(from + part * 32);
+          own[i][part].x = fmaf(weight, x.x, own[i][part].x);
+          own[i][part].y = fmaf(weight, x.y, own[i][part].y);
+          own[i][part].z = fmaf(weight, x.z, own[i][part].z);
+          own[i][part].w = fmaf(weight, x.w, own[i][part].w);
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int row = first_row + i * step;
+    const RowPlace place = place_of_row(s, w, row);
+    if (row < end_row && place.exists) store_merged<Tr>(p, w, place, largest[i], total[i], own[i]);
+  }
+}
+
 // Row `row` of a cut tile from its pieces, whose slabs are `stride` apart. `warps` warps share it, each with pieces of
 // its own. They add up in `sums`, [warps][head_dim_v] in shared memory, in the order of the pieces. Without a row, a
 // warp only keeps the others company.
@@ -74,23 +154,7 @@ __device__ __forceinline__ void merge_row(const Params& p, const Schedule& s, co
     hopper::named_barrier_sync(kMergeBarrier, 128 * Tr::kWarpgroups);
   }
   if (!exists || warp != 0) return;
-  const bool empty = total == 0.f;
-  const float lse = empty ? -INFINITY : largest + logf(total);
-  float factor = empty ? 0.f : 1.f / total;
-  if (p.sinks != nullptr && !empty) factor /= 1.f + expf(p.sinks[place.head] - lse);
-  const int64_t q_token = static_cast<int64_t>(w.first_q_token) + w.first_token + place.token;
-  if (p.lse != nullptr && lane == 0) p.lse[q_token * p.num_q_heads + place.head] = lse;
-  typename Tr::Out* out =
-      static_cast<typename Tr::Out*>(p.out) + q_token * p.out_stride_token + place.head * p.out_stride_head;
-#pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    if (part * 128 + lane * 4 < p.head_dim_v) {
-      const float4 x = own[part];
-      const uint2 packed{pack2<typename Tr::Out>(x.x * factor, x.y * factor),
-                         pack2<typename Tr::Out>(x.z * factor, x.w * factor)};
-      *reinterpret_cast<uint2*>(out + part * 128 + lane * 4) = packed;
-    }
-  }
+  store_merged<Tr>(p, w, place, largest, total, own);
 }
 
 // Waits until so many warps have stored their rows. Pieces take milliseconds: a counter that stands still for seconds
@@ -111,6 +175,8 @@ __device__ inline void wait_for_pieces(const int32_t* counter, uint32_t needed) 
 template <class Tr>
 __device__ __forceinline__ void merge_pieces(const Params& p, const Schedule& s, int pieces, char* shared) {
   constexpr int kWarps = 4 * Tr::kWarpgroups;
+  // Beside three warpgroups, or the softmax of wide tiles, it would take registers from the main loop.
+  constexpr bool kMergesTogether = Tr::kWarpgroups < 3 && !Tr::kNarrow;
   const int slabs = pieces * s.works_per_tile, warp = static_cast<int>(threadIdx.x) / 32 - 4;
   if (threadIdx.x == 128) {
     wait_for_pieces(p.semaphores + 2, static_cast<uint32_t>(slabs) * kWarps);
@@ -131,6 +197,14 @@ __device__ __forceinline__ void merge_pieces(const Params& p, const Schedule& s,
     const int together = clamp(kWarps / max_of(end - begin, 1), 1, min_of(kWarps, place.y)),
               at_once = kWarps / together;
     const int team = warp / together;
+    if (kMergesTogether && end - begin > kWarps) {
+      constexpr int kAtOnce = Tr::kHeadDimV > 128 ? 2 : 4;
+#pragma unroll 1
+      for (int first = begin + warp; first < end; first += kAtOnce * kWarps) {
+        merge_rows<Tr, kAtOnce>(p, s, w, first, kWarps, end, first_slab, s.works_per_tile, place.y);
+      }
+      continue;
+    }
     float* const sums = reinterpret_cast<float*>(shared) + team * together * Tr::kHeadDimV;
     for (int first = begin; first < end; first += at_once) {
       const int row = team < at_once && first + team < end ? first + team : -1;
