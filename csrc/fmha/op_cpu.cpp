@@ -46,10 +46,11 @@ void cut_tiles(const PlanParams& p, int64_t num_tiles) {
     const int64_t cost = varlen_tile_cost(p.geometry, seqlen_q, seqlen_k_of(p, request), p.tile_order[2 * i + 1]);
     units.push_back(cost_units(cost));
   }
-  const int limit = find_cut_limit(units, p.works_per_tile, p.num_sms, p.max_pieces);
+  const int tokens = p.cu_seqlens_q[p.geometry.num_requests] - p.cu_seqlens_q[0];
+  const Cut cut = find_cut(units, p.works_per_tile, p.num_sms, p.max_pieces, tokens, p.geometry.tile_q);
   int rows = 0;
-  for (int64_t i = 0; i < num_tiles && limit != kNeverCut; ++i) {
-    const int count = pieces_of(units[i], limit);
+  for (int64_t i = cut.first; i < num_tiles && cut.limit != kNeverCut; ++i) {
+    const int count = pieces_of(units[i], cut.limit);
     for (int piece = 0; count > 1 && piece < count; ++piece) {
       int32_t* row = p.pieces + 4 * int64_t{++rows};
       row[0] = p.tile_order[2 * i];
@@ -59,8 +60,9 @@ void cut_tiles(const PlanParams& p, int64_t num_tiles) {
     }
   }
   p.pieces[0] = rows;
-  p.pieces[1] = limit;
-  p.pieces[2] = p.pieces[3] = 0;
+  p.pieces[1] = cut.limit;
+  p.pieces[2] = cut.first;
+  p.pieces[3] = 0;
 }
 
 // The stable counting sort of scheduler/varlen_tiles.h.

@@ -48,7 +48,8 @@ struct Batch {
   Cuts cuts;
 };
 
-// What fmha_varlen and fmha_plan make of random lengths, cut at a random limit. Pieces of a tile follow each other.
+// What fmha_varlen and fmha_plan make of random lengths. Tiles of some rows are cut at a random limit. Pieces of a tile
+// follow each other.
 void draw(int seed, Batch& b, int& rows) {
   std::mt19937 generator(seed);
   const auto pick = [&](std::vector<int> of) { return of[generator() % of.size()]; };
@@ -70,12 +71,14 @@ void draw(int seed, Batch& b, int& rows) {
   }
   const VarlenGeometry geometry{p.batch_size, p.tile_q, p.window_left, p.causal};
   b.cuts.limit = pick({2, 4, 20, kNeverCut});
+  b.pieces[0].z = pick({0, 0, 1, 2, 5});
   for (int request = p.batch_size - 1; request >= 0; --request) {
     const int queries = b.first_q[request + 1] - b.first_q[request], keys = b.first_k[request + 1] - b.first_k[request];
     for (int tile = ceil_div(queries, p.tile_q) - 1; tile >= 0; --tile) {
+      const bool may_cut = static_cast<int>(b.order.size()) / 2 >= b.pieces[0].z;
       b.order.insert(b.order.end(), {request, tile});
       const int units = cost_units(varlen_tile_cost(geometry, queries, keys, tile));
-      const int count = units > b.cuts.limit ? pieces_of(units, b.cuts.limit) : 0;
+      const int count = may_cut && units > b.cuts.limit ? pieces_of(units, b.cuts.limit) : 0;
       for (int piece = 0; piece < count; ++piece) b.pieces.push_back({request, tile, piece, count});
     }
   }

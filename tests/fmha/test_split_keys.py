@@ -8,7 +8,7 @@ import torch
 from attnops import ops
 from attnops.explain_prefill import prefill_plan
 from attnops.metadata import FmhaPlan
-from checks import assert_attention_close, assert_lse_close
+from checks import MAX_RELATIVE_ERROR_FP8, assert_attention_close, assert_lse_close
 from fmha_calls import plan_of, split_plan
 from problems import FP8, paged_problem, ragged_problem
 
@@ -48,6 +48,15 @@ def test_what_fills_the_sms_is_left_whole(new, keys):
 def test_one_long_request_among_short_ones_is_cut_alone():
     cuts, _ = cuts_of([2048, *[1] * 3], [2048, 60000, 100, 100])
     assert set(cuts) == {(1, 0)}
+
+
+def test_of_alike_tiles_only_those_are_cut_that_fill_no_turn():
+    """41 tiles of 4 works: 33 fill 132 SMs once, the 8 others become pieces."""
+    cuts, limit = cuts_of([727], [79556], tile_q=18, works=4, causal=False)
+    assert cuts == {(0, tile): 4 for tile in range(7, -1, -1)} and limit == 156
+    cuts, _ = cuts_of([16] * 150, [30000] * 150, tile_q=16, works=1)
+    assert len(cuts) == 18 and {request for request, _ in cuts} == set(range(132, 150))
+    assert cuts_of([2] * 150, [30000] * 150, tile_q=16, works=1) == ({}, NEVER)  # few rows wait for memory
 
 
 def test_the_estimate_never_grows_by_cutting():
@@ -145,6 +154,44 @@ def test_cut_tiles_are_right(seed):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(40))
+def test_tiles_before_full_turns_are_cut_alone(seed):
+    """With an SM less than works, the works of one tile are cut. Kernels run a plan for any number of SMs."""
+    r = random.Random(seed)
+    dtype = r.choice([torch.bfloat16, torch.bfloat16, torch.float16, FP8])
+    heads = {"num_q_heads": 2 * r.choice([1, 4, 7]), "num_kv_heads": 2}
+    batch, new = r.choice([(1, 300), (2, 270), (5, 130)])
+    problem = paged_problem(
+        [new + r.choice([1500, 2900])] * batch,
+        new,
+        **heads,
+        head_dim=r.choice([64, 80, 128, 192, 256]),
+        page_size=r.choice([1, 16, 24, 64]),
+        dtype=dtype,
+        kv_dtype=r.choice([None, FP8]),
+        seed=seed,
+    ).to("cuda")
+    options = {"causal": r.random() < 0.6, "logit_cap": r.choice([0.0, 0.0, 30.0])}
+    plan = split_plan(problem, causal=options["causal"])
+    tiles, works = batch * -(-new // plan.tile_q), plan.works_per_tile
+    keys = (problem.cu_seqlens_q, None, problem.cache_seqlens)
+    shape = (plan.tile_q, plan.causal, -1, plan.pieces, works, tiles * works - 1)
+    torch.ops.attnops.fmha_plan(plan.tile_order, *keys, *shape)
+    count, _, first, _ = plan.pieces[0].tolist()
+    assert count > 0 and first == tiles - 1 > 0
+    scales = {"k_scale": problem.k_scale, "v_scale": problem.v_scale}
+    args = (problem.q, problem.k_pages, problem.v_pages, problem.page_table, problem.cache_seqlens)
+    found = [ops.fmha_paged(*args, keys[0], plan, return_lse=True, **scales, **options) for _ in range(3)]
+    expected_out, expected_lse = problem.expected(**options)
+    fp8 = dtype == FP8
+    bound = MAX_RELATIVE_ERROR_FP8 if fp8 else None
+    assert_attention_close(found[0][0].cpu(), expected_out, problem.q.dtype, bound)
+    assert_lse_close(found[0][1].cpu(), expected_lse, 1e-2 if fp8 else 1e-4)
+    assert all(torch.equal(out, found[0][0]) for out, _ in found[1:])
+    assert not plan.semaphores.any()
+
+
+@pytest.mark.gpu
 def test_cuts_happen_and_replays_follow_the_lengths():
     """One graph of plan and call serves any lengths: with cuts and without."""
     problem = paged_problem([9000, 50], [40, 50], head_dim=128, num_q_heads=8, num_kv_heads=2, page_size=64).to("cuda")
@@ -174,13 +221,16 @@ def test_a_gpu_cuts_as_the_planner_says(count):
         r = random.Random(seed)
         new = [r.choice([1, 64, 1000, 3000]) if r.random() < 12 / count else 0 for _ in range(count)]
         keys = [n + r.choice([0, 100, 5000, 100000]) for n in new]
+        if seed % 4 == 0:  # alike: some of them are cut
+            new, keys = [r.choice([9, 1000])] * count, [r.choice([3000, 50000])] * count
+        works = r.choice([1, 2, 3, 16])
         bounds = [torch.tensor([0, *n], dtype=torch.int32).cumsum(0, dtype=torch.int32) for n in (new, keys)]
         found = []
         for device in ("cpu", "cuda"):
             order = torch.zeros(sum(-(-n // 64) for n in new) + 9, 2, dtype=torch.int32, device=device)
-            pieces = torch.zeros(265, 4, dtype=torch.int32, device=device)
+            pieces = torch.zeros(264 // works + 1, 4, dtype=torch.int32, device=device)
             limits = (*(b.to(device) for b in bounds), None, 64, True, -1)
-            torch.ops.attnops.fmha_plan(order, *limits, pieces, 2, SMS)
+            torch.ops.attnops.fmha_plan(order, *limits, pieces, works, SMS)
             found.append((order.cpu(), pieces[: 1 + int(pieces[0, 0])].cpu()))
         assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
 

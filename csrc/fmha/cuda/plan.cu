@@ -27,9 +27,9 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ Lengths lengths[kRequests];
   __shared__ CutScratch scratch;
   __shared__ RowScratch<kThreads / 32> shared;
-  __shared__ unsigned total;
+  __shared__ unsigned total, tokens;  // of all requests
   const int num_requests = p.geometry.num_requests, own = static_cast<int>(threadIdx.x);
-  if (own == 0) total = 0;
+  if (own == 0) total = tokens = 0;
   scratch.clear();
   int shift = 5;
   while (shift > 0 && num_requests << shift > kThreads) --shift;
@@ -49,7 +49,12 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   if (own < kRequests) {
     const unsigned sum = __reduce_add_sync(~0u, static_cast<unsigned>(own_tiles));
-    if ((own & 31) == 0) atomicAdd(&total, sum);
+    const unsigned own_tokens = own < num_requests ? static_cast<unsigned>(lengths[own].queries) : 0;
+    const unsigned sum_of_tokens = __reduce_add_sync(~0u, own_tokens);
+    if ((own & 31) == 0) {
+      atomicAdd(&total, sum);
+      atomicAdd(&tokens, sum_of_tokens);
+    }
   }
   const bool has_request = request < num_requests;
   const int2 mine = has_request ? requests[request] : int2{INT32_MAX, 0};
@@ -79,7 +84,7 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   const int num_tiles = min_of(static_cast<int>(total), p.max_tiles);
   write_no_rows<kThreads>(p, num_tiles);
-  if (cuts) cut_tiles(p, known, scratch, num_tiles);
+  if (cuts) cut_tiles(p, known, scratch, num_tiles, static_cast<int>(tokens));
 }
 
 // Tiles of a bin that a warp's requests bring, and those of its lanes before this one: all of `same_bin` have `bin`.
@@ -120,6 +125,7 @@ __global__ void __launch_bounds__(kThreads)
   let_next_kernel_start();
 
   const Lengths lengths = own < p.geometry.num_requests ? known.lengths_of(own) : Lengths{0, 0};
+  const int tokens = known.tokens_of(p.geometry.num_requests);
   const int tiles = num_query_tiles(p, known, lengths.queries);
   const int bin = tiles > 0 ? bin_of(p, lengths, tiles) : -1;
   const unsigned same_bin = __match_any_sync(~0u, bin);
@@ -160,7 +166,7 @@ __global__ void __launch_bounds__(kThreads)
   write_no_rows<kThreads>(p, num_tiles);
   if (!cuts) return;
   __syncthreads();
-  cut_tiles(p, known, scratch, num_tiles);
+  cut_tiles(p, known, scratch, num_tiles, tokens);
 }
 
 // The same for any number of requests: a stable counting sort in one CTA, weighted by their tiles. A warp has a run of
@@ -184,6 +190,7 @@ __global__ void __launch_bounds__(kThreads)
   __syncwarp();
   wait_for_earlier_kernels();
   let_next_kernel_start();
+  const int tokens = known.tokens_of(num_requests);
   const int each = ceil_div(ceil_div(num_requests, kWarps), 32) * 32;  // requests of a warp
   const int begin = min_of(warp * each, num_requests), end = min_of(begin + each, num_requests);
   // visit(request, its lengths, tiles and bin) for 32 requests at a time, in order; whoever has no tile has bin -1.
@@ -248,9 +255,9 @@ __global__ void __launch_bounds__(kThreads)
     __syncthreads();
     if (threadIdx.x >= kCutThreads) return;
     cut_tiles(p, known, scratch,
-              static_cast<int>(min_of(static_cast<unsigned>(total), static_cast<unsigned>(p.max_tiles))));
+              static_cast<int>(min_of(static_cast<unsigned>(total), static_cast<unsigned>(p.max_tiles))), tokens);
   } else if (p.pieces != nullptr && threadIdx.x == 0) {
-    write_head(p, 0, kNeverCut);
+    write_head(p, 0, Cut{});
   }
 }
 

@@ -17,8 +17,8 @@ struct CutScratch {
   }
 };
 
-__device__ inline void write_head(const TilePlan& p, int pieces, int limit) {
-  *reinterpret_cast<int4*>(p.pieces) = {pieces, limit, 0, 0};
+__device__ inline void write_head(const TilePlan& p, int pieces, const Cut& cut) {
+  *reinterpret_cast<int4*>(p.pieces) = {pieces, cut.limit, cut.first, 0};
 }
 
 // Quotients by one divisor in a quarter of a division's instructions: exact where they are below 2^21. A float that is
@@ -43,8 +43,9 @@ struct Reciprocal {
 constexpr int kCutThreads = 256, kCutWarps = kCutThreads / 32;
 constexpr int kFewCut = 2;  // tiles that are cut, of 32
 
-// The limit of scheduler/varlen_cuts.h: a lane for each candidate. Called by the first kCutThreads threads.
-__device__ inline int find_limit(const TilePlan& p, const HostKnows& known, CutScratch& scratch, int num_tiles) {
+// find_cut of scheduler/varlen_cuts.h: a lane for each candidate. Called by the first kCutThreads threads.
+__device__ inline Cut find_cut(const TilePlan& p, const HostKnows& known, CutScratch& scratch, int num_tiles,
+                               int tokens) {
   static_assert(kCutCandidates == 32);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   int sum = 0, longest = 0;
@@ -65,14 +66,23 @@ __device__ inline int find_limit(const TilePlan& p, const HostKnows& known, CutS
                            .num_tiles = num_tiles,
                            .longest = __reduce_max_sync(~0u, longest),
                            .by_sms = known.by_sms,
-                           .total_units = __reduce_add_sync(~0u, sum)};  // 512 tiles of 2^21 units at most
+                           .by_works = known.by_works,
+                           .total_units = __reduce_add_sync(~0u, sum),  // 512 tiles of 2^21 units at most
+                           .full = has_full_tiles(num_tiles, tokens, p.geometry.tile_q)};
   const int least = static_cast<int>(__reduce_min_sync(~0u, shortest)) + 1;
-  if (num_tiles == 0) return kNeverCut;
+  if (num_tiles == 0) return {};
   const bool checked = num_tiles > 2;  // else candidate 0 tells whether cuts are worth it
-  if (checked && !worth_cutting(problem, whole_estimate(problem, least))) return kNeverCut;
-  const int limit = cut_limit(problem, lane, [](int n, int d) { return Reciprocal(d).divide(n); });
+  if (checked && !worth_cutting(problem, whole_estimate(problem, least))) return {};
+  const int full_rows = rows_of_full_turns(problem), first = first_row_of(lane, full_rows);
+  int before = 0;
+#pragma unroll 1
+  for (int tile = lane; tile < full_rows; tile += 32) before = max_of(before, scratch.units[tile]);
+  const int longest_before = __reduce_max_sync(~0u, before);
+  const int limit = cut_limit(problem, full_rows, lane, [](int n, int d) { return Reciprocal(d).divide(n); });
   const Reciprocal by_limit(limit);
-  CutTally tally{.shortest = min_of(least, limit)};
+  CutTally tally{.longest = min_of(limit, problem.longest),
+                 .shortest = min_of(least, limit),
+                 .before = first > 0 ? longest_before : 0};
   const bool alone = num_tiles <= 8;  // each warp looks at all tiles
 #pragma unroll 1
   for (int tile = alone ? 0 : 4 * warp; tile < num_tiles; tile += alone ? 4 : 4 * kCutWarps) {
@@ -81,8 +91,7 @@ __device__ inline int find_limit(const TilePlan& p, const HostKnows& known, CutS
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int count = by_limit.pieces_of(of_tile[i]);  // 0 where there is no tile
-      tally.pieces += count;
-      if (count > 1) tally.cut += count;
+      tally.add(tile + i < first ? 1 : count);
     }
   }
   if (!alone) {
@@ -92,27 +101,27 @@ __device__ inline int find_limit(const TilePlan& p, const HostKnows& known, CutS
     tally.pieces = scratch.pieces[lane];
     tally.cut = scratch.cut[lane];
   }
-  // The first of the least: by the upper halves, then the lower ones of those. -1 is the largest.
-  const int64_t estimate = cut_estimate(problem, tally, limit);
-  const auto upper = static_cast<unsigned>(static_cast<uint64_t>(estimate) >> 32),
-             lower = static_cast<unsigned>(estimate);
+  // The first of the least: by the upper halves, then the lower ones of those. What is not possible is the largest.
+  const uint64_t estimate = cut_estimate(problem, tally, first);
+  const auto upper = static_cast<unsigned>(estimate >> 32), lower = static_cast<unsigned>(estimate);
   const unsigned least_upper = __reduce_min_sync(~0u, upper);
   const unsigned least_lower = __reduce_min_sync(~0u, upper == least_upper ? lower : ~0u);
   const int best = __ffs(static_cast<int>(__ballot_sync(~0u, upper == least_upper && lower == least_lower))) - 1;
   const bool worth = checked || (__ballot_sync(~0u, worth_cutting(problem, estimate)) & 1) != 0;
-  const int chosen = __shfl_sync(~0u, tally.cut > 0 ? limit : kNeverCut, best);
-  return worth ? chosen : kNeverCut;
+  const Cut chosen{__shfl_sync(~0u, tally.cut > 0 ? limit : kNeverCut, best), __shfl_sync(~0u, first, best)};
+  return worth ? chosen : Cut{};
 }
 
 // Cuts the tiles that are written. Called by the first kCutThreads threads.
-__device__ inline void cut_tiles(const TilePlan& p, const HostKnows& known, CutScratch& scratch, int num_tiles) {
-  const int limit = num_tiles > kMostTilesToCut ? kNeverCut : find_limit(p, known, scratch, num_tiles);
-  if (limit == kNeverCut) {
-    if (threadIdx.x == 0) write_head(p, 0, kNeverCut);
+__device__ inline void cut_tiles(const TilePlan& p, const HostKnows& known, CutScratch& scratch, int num_tiles,
+                                 int tokens) {
+  const Cut cut = num_tiles > kMostTilesToCut ? Cut{} : find_cut(p, known, scratch, num_tiles, tokens);
+  if (cut.limit == kNeverCut) {
+    if (threadIdx.x == 0) write_head(p, 0, Cut{});
     return;
   }
   const int own_thread = static_cast<int>(threadIdx.x), warp = own_thread / 32, lane = own_thread % 32;
-  const Reciprocal by_limit(limit);
+  const Reciprocal by_limit(cut.limit);
   const auto write = [&p](const int2& tile, int row, int count, int from, int step) {
 #pragma unroll 1
     for (int i = from; i < count && row + i < p.max_pieces; i += step) {
@@ -121,8 +130,8 @@ __device__ inline void cut_tiles(const TilePlan& p, const HostKnows& known, CutS
   };
   int before = 0;
 #pragma unroll 1
-  for (int base = 0; base < num_tiles; base += 32) {  // every warp adds them all up
-    const int pieces = by_limit.pieces_of(scratch.units[base + lane]);
+  for (int base = cut.first & ~31; base < num_tiles; base += 32) {  // every warp adds them all up
+    const int pieces = base + lane < cut.first ? 0 : by_limit.pieces_of(scratch.units[base + lane]);
     unsigned rest = __ballot_sync(~0u, pieces > 1);
     if (__popc(rest) <= kFewCut) {  // all write each one's
 #pragma unroll 1
@@ -149,7 +158,7 @@ __device__ inline void cut_tiles(const TilePlan& p, const HostKnows& known, CutS
       write(scratch.rows[base + from], row, count, lane, 32);
     }
   }
-  if (threadIdx.x == 0) write_head(p, before, limit);
+  if (threadIdx.x == 0) write_head(p, before, cut);
 }
 
 }  // namespace attnops::fmha

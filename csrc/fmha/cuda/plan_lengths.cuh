@@ -14,7 +14,7 @@ struct Lengths {
 struct HostKnows {
   const int32_t *first_query, *first_key, *end_key;
   bool has_lengths;  // end_key is them
-  Divisor by_tile_q, by_sms;
+  Divisor by_tile_q, by_sms, by_works;
   int num_sms;
 
   HostKnows(const TilePlan& p, int sms)
@@ -24,10 +24,15 @@ struct HostKnows {
         has_lengths(p.cu_seqlens_k == nullptr && p.cache_seqlens != nullptr),
         by_tile_q(p.geometry.tile_q),
         by_sms(sms),
+        by_works(p.works_per_tile),
         num_sms(sms) {
     if (has_lengths) end_key = p.cache_seqlens;
   }
 
+  // Of all requests. Asked for together with lengths: nobody waits for it.
+  __device__ int tokens_of(int num_requests) const {
+    return static_cast<int>(static_cast<unsigned>(first_query[num_requests]) - static_cast<unsigned>(first_query[0]));
+  }
   __device__ Lengths lengths_of(int request) const {
     const int first = first_query[request], end = first_query[request + 1];
     const int first_of_keys = first_key[request], end_of_keys = end_key[request];

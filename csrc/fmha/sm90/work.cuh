@@ -192,7 +192,7 @@ __device__ __forceinline__ int heads_at_a_time(const Params& p, const Schedule& 
   return min_of(max_of(kv_heads, 1) * s.blocks_per_group, s.head_blocks);
 }
 
-// How the plan cuts tiles: its pieces come before all tiles that are whole.
+// How the plan cuts tiles (scheduler/varlen_cuts.h): its pieces come before all tiles that are whole.
 struct Cuts {
   int pieces = 0, limit = kNeverCut;
 };
@@ -203,8 +203,10 @@ __device__ __forceinline__ Cuts cuts_of(const Params& p, const Schedule& s) {
   return {clamp(head.x, 0, s.max_pieces), head.x > 0 ? head.y : kNeverCut};
 }
 
-// As the plan decided it.
-__device__ __forceinline__ bool is_cut(const Params& p, const Cuts& cuts, int seqlen_q, int64_t seqlen_k, int tile) {
+// As the plan decided it, of the tile of row `row`.
+__device__ __forceinline__ bool is_cut(const Params& p, const Cuts& cuts, int row, int seqlen_q, int64_t seqlen_k,
+                                       int tile) {
+  if (row < p.pieces[2]) return false;
   const VarlenGeometry geometry{p.batch_size, p.tile_q, p.window_left, p.causal};
   const int keys = clamp(seqlen_k, INT32_MIN, INT32_MAX);
   return cost_units(varlen_tile_cost(geometry, seqlen_q, keys, tile)) > cuts.limit;
@@ -327,7 +329,7 @@ __device__ __forceinline__ bool decode_work(const Params& p, const Schedule& s, 
   const int seqlen_q = decode_request<kKeys>(p, s, entry.x, planned_keys, w);
   const int num_tiles = seqlen_q > 0 ? s.tile_q.divide(seqlen_q - 1) + 1 : 0;
   if (entry.y < 0 || entry.y >= num_tiles) return true;
-  int tile = entry.y, chunk = s.chunks - 1 - own_step, block = own - own_step * s.head_blocks;
+  int tile = entry.y, tile_row = row, chunk = s.chunks - 1 - own_step, block = own - own_step * s.head_blocks;
   if (w.seqlen_k > s.whole_keys) {
     const int first_row = row - (num_tiles - 1 - entry.y);
     if (first_row < 0) return true;
@@ -338,9 +340,10 @@ __device__ __forceinline__ bool decode_work(const Params& p, const Schedule& s, 
     const int step = inside / heads, from_last = s.by_chunks.divide(step);
     block = section * section_heads + inside - step * heads;
     tile = num_tiles - 1 - from_last;
+    tile_row = first_row + from_last;
     chunk = s.chunks - 1 - (step - from_last * s.chunks);
   }
-  if (cuts.limit != kNeverCut && is_cut(p, cuts, seqlen_q, planned_keys, tile)) return true;
+  if (cuts.limit != kNeverCut && is_cut(p, cuts, tile_row, seqlen_q, planned_keys, tile)) return true;
   place_work<kKeys>(p, s, seqlen_q, tile, chunk, block, 0, 1, w);
   w.slab = -1;
   return true;
