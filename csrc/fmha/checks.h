@@ -24,6 +24,7 @@ struct PlanParams {
   const int32_t* cache_seqlens;  // [B], or null; neither: as many keys as queries
   int32_t* pieces;               // [1 + max_pieces, 4], or null
   int max_pieces, works_per_tile, num_sms;
+  bool cut_in_part;  // scheduler/varlen_cuts.h
 };
 
 inline const int32_t* int32_data(const Tensor& tensor) { return static_cast<const int32_t*>(tensor.const_data_ptr()); }
@@ -61,7 +62,7 @@ inline Dim checked_batch(const char* op, const char* name, const Tensor& bounds)
 inline PlanParams checked_plan_params(const Tensor& tile_order, const Tensor& cu_seqlens_q,
                                       const OptionalTensor& cu_seqlens_k, const OptionalTensor& cache_seqlens,
                                       int64_t tile_q, bool causal, int64_t window_left, const OptionalTensor& pieces,
-                                      int64_t works_per_tile, int64_t num_sms) {
+                                      int64_t works_per_tile, int64_t num_sms, bool cut_in_part) {
   constexpr const char* kOp = "fmha_plan";
   Dim batch = checked_batch(kOp, "cu_seqlens_q", cu_seqlens_q);
   check_tile_order(kOp, tile_order, cu_seqlens_q, "cu_seqlens_q");
@@ -99,7 +100,8 @@ inline PlanParams checked_plan_params(const Tensor& tile_order, const Tensor& cu
           .pieces = data_or_null<int32_t>(pieces),
           .max_pieces = pieces ? static_cast<int>(pieces->size(0)) - 1 : 0,
           .works_per_tile = static_cast<int>(works_per_tile),
-          .num_sms = static_cast<int>(num_sms)};
+          .num_sms = static_cast<int>(num_sms),
+          .cut_in_part = cut_in_part};
 }
 
 // What fmha_varlen and fmha_paged share, by the schema's names; k and v are the rows or the pages.

@@ -47,7 +47,7 @@ void cut_tiles(const PlanParams& p, int64_t num_tiles) {
     units.push_back(cost_units(cost));
   }
   const int tokens = p.cu_seqlens_q[p.geometry.num_requests] - p.cu_seqlens_q[0];
-  const Cut cut = find_cut(units, p.works_per_tile, p.num_sms, p.max_pieces, tokens, p.geometry.tile_q);
+  const Cut cut = find_cut(units, p.works_per_tile, p.num_sms, p.max_pieces, tokens, p.geometry.tile_q, p.cut_in_part);
   int rows = 0;
   for (int64_t i = cut.first; i < num_tiles && cut.limit != kNeverCut; ++i) {
     const int count = pieces_of(units[i], cut.limit);
@@ -68,9 +68,9 @@ void cut_tiles(const PlanParams& p, int64_t num_tiles) {
 // The stable counting sort of scheduler/varlen_tiles.h.
 void fmha_plan_cpu(const Tensor& tile_order, const Tensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
                    const OptionalTensor& cache_seqlens, int64_t tile_q, bool causal, int64_t window_left,
-                   const OptionalTensor& pieces, int64_t works_per_tile, int64_t num_sms) {
+                   const OptionalTensor& pieces, int64_t works_per_tile, int64_t num_sms, bool cut_in_part) {
   const PlanParams p = checked_plan_params(tile_order, cu_seqlens_q, cu_seqlens_k, cache_seqlens, tile_q, causal,
-                                           window_left, pieces, works_per_tile, num_sms);
+                                           window_left, pieces, works_per_tile, num_sms, cut_in_part);
   check_bounds("fmha_plan", "cu_seqlens_q", p.cu_seqlens_q, p.geometry.num_requests, kMaxInt32);
   if (p.cu_seqlens_k) check_bounds("fmha_plan", "cu_seqlens_k", p.cu_seqlens_k, p.geometry.num_requests, kMaxInt32);
   int64_t num_tiles = 0;

@@ -10,9 +10,9 @@ namespace {
 
 void fmha_plan_cuda(const Tensor& tile_order, const Tensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
                     const OptionalTensor& cache_seqlens, int64_t tile_q, bool causal, int64_t window_left,
-                    const OptionalTensor& pieces, int64_t works_per_tile, int64_t num_sms) {
+                    const OptionalTensor& pieces, int64_t works_per_tile, int64_t num_sms, bool cut_in_part) {
   const PlanParams p = checked_plan_params(tile_order, cu_seqlens_q, cu_seqlens_k, cache_seqlens, tile_q, causal,
-                                           window_left, pieces, works_per_tile, num_sms);
+                                           window_left, pieces, works_per_tile, num_sms, cut_in_part);
   const OnDevice guard(cu_seqlens_q);
   launch_plan({.geometry = p.geometry,
                .cu_seqlens_q = p.cu_seqlens_q,
@@ -23,7 +23,8 @@ void fmha_plan_cuda(const Tensor& tile_order, const Tensor& cu_seqlens_q, const 
                .pieces = p.pieces,
                .max_pieces = p.max_pieces,
                .works_per_tile = p.works_per_tile,
-               .num_sms = p.num_sms},
+               .num_sms = p.num_sms,
+               .cut_in_part = p.cut_in_part},
               current_stream(cu_seqlens_q));
 }
 

@@ -127,7 +127,7 @@ ATTNOPS_HOST_DEVICE inline bool worth_cutting(const CutProblem& p, uint64_t whol
 // What to cut of tiles of so many units each, on the host. A GPU finds the same in fmha/cuda/plan_cuts.cuh. `tokens`:
 // of all tiles.
 inline Cut find_cut(const std::vector<int>& units, int works_per_tile, int num_sms, int max_pieces, int tokens,
-                    int tile_q) {
+                    int tile_q, bool cut_in_part) {
   if (units.empty() || units.size() > kMostTilesToCut) return {};
   const int num_tiles = static_cast<int>(units.size());
   CutProblem problem{.works_per_tile = works_per_tile,
@@ -138,7 +138,7 @@ inline Cut find_cut(const std::vector<int>& units, int works_per_tile, int num_s
                      .by_sms = Divisor(num_sms),
                      .by_works = Divisor(works_per_tile),
                      .total_units = 0,
-                     .full = has_full_tiles(num_tiles, tokens, tile_q)};
+                     .full = cut_in_part && has_full_tiles(num_tiles, tokens, tile_q)};
   int shortest = kNeverCut;
   for (const int n : units) {
     problem.longest = max_of(problem.longest, n);

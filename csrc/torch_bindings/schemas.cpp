@@ -200,7 +200,7 @@ STABLE_TORCH_LIBRARY(attnops, m) {
   m.def(
       "fmha_plan(Tensor(a!) tile_order, Tensor cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? cache_seqlens, int tile_q, "
       "bool causal=True, int window_left=-1, Tensor(b!)? pieces=None, int works_per_tile=1, "
-      "int num_sms=0) -> ()");
+      "int num_sms=0, bool cut_in_part=True) -> ()");
   m.def(
       "fmha_varlen(Tensor(a!) out, Tensor(b!)? lse, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, "
       "Tensor cu_seqlens_k, Tensor tile_order, int tile_q, float softmax_scale, bool causal=True, int window_left=-1, "

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from attnops.metadata.fmha_plan import MOST_PIECE_WORKS_PER_SM, cuda_tile_q, tokens_as_a_rule, works_per_tile
+from attnops.metadata.fmha_plan import (
+    MOST_PIECE_WORKS_PER_SM,
+    cuda_tile_q,
+    cuts_in_part,
+    tokens_as_a_rule,
+    works_per_tile,
+)
 
 if TYPE_CHECKING:
     from attnops.explain import Piece
@@ -26,6 +32,7 @@ def prefill_plan(
     num_sms: int,
     causal: bool = True,
     window_left: int = -1,
+    cut_in_part: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """What `fmha_plan` writes for a GPU: the tiles ``[n, 2]``, and `FmhaPlan.pieces` where works of a tile are few."""
     bounds = torch.tensor([0, *seqlens_q], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -33,7 +40,8 @@ def prefill_plan(
     max_pieces = MOST_PIECE_WORKS_PER_SM * num_sms // works
     pieces = torch.zeros(max_pieces + 1, 4, dtype=torch.int32) if max_pieces >= 2 else None
     lengths = torch.tensor(list(seqlens_k), dtype=torch.int32)
-    torch.ops.attnops.fmha_plan(order, bounds, None, lengths, tile_q, causal, window_left, pieces, works, num_sms)
+    rules = (tile_q, causal, window_left, pieces, works, num_sms, cut_in_part)
+    torch.ops.attnops.fmha_plan(order, bounds, None, lengths, *rules)
     return order, pieces
 
 
@@ -70,7 +78,8 @@ def prefill_schedule(
     tile_q = cuda_tile_q(group, head_dim, tokens_as_a_rule(sum(seqlens_q), len(seqlens_q)))
     works = works_per_tile(group, num_kv_heads, head_dim, tile_q)
     shape: dict[str, Any] = {"tile_q": tile_q, "causal": causal, "window_left": window_left}
-    order, pieces = prefill_plan(seqlens_q, seqlens_k, works=works, num_sms=num_sms, **shape)
+    in_part = cuts_in_part(head_dim)
+    order, pieces = prefill_plan(seqlens_q, seqlens_k, works=works, num_sms=num_sms, cut_in_part=in_part, **shape)
     cut = [] if pieces is None else pieces[1 : 1 + int(pieces[0, 0])].tolist()
     whole = {(request, tile) for request, tile, _, _ in cut}
     rows = cut + [[*tile, 0, 1] for tile in order.tolist() if tuple(tile) not in whole]

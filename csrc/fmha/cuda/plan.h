@@ -17,6 +17,7 @@ struct TilePlan {
   int max_tiles;
   int32_t* pieces = nullptr;  // [1 + max_pieces, 4] (scheduler/varlen_cuts.h), or null: no tile is cut
   int max_pieces = 0, works_per_tile = 1, num_sms = 0;  // 0: those of the device
+  bool cut_in_part = true;
 };
 
 void launch_plan(const TilePlan& plan, CUstream_st* stream);

@@ -68,7 +68,7 @@ __device__ inline Cut find_cut(const TilePlan& p, const HostKnows& known, CutScr
                            .by_sms = known.by_sms,
                            .by_works = known.by_works,
                            .total_units = __reduce_add_sync(~0u, sum),  // 512 tiles of 2^21 units at most
-                           .full = has_full_tiles(num_tiles, tokens, p.geometry.tile_q)};
+                           .full = p.cut_in_part && has_full_tiles(num_tiles, tokens, p.geometry.tile_q)};
   const int least = static_cast<int>(__reduce_min_sync(~0u, shortest)) + 1;
   if (num_tiles == 0) return {};
   const bool checked = num_tiles > 2;  // else candidate 0 tells whether cuts are worth it

@@ -18,6 +18,7 @@ MIN_CPU_TILE_Q, MAX_CPU_TILE_Q = 16, 256
 MOST_PIECE_WORKS_PER_SM = 2  # works of cut tiles that there is scratch for
 
 
+FEW_REQUESTS = 32  # fewer than that leave SMs idle if tiles take one token
 SHORT_ROWS = 64  # of a CTA's tile where requests have few rows: csrc/fmha/sm90/short.h
 
 # Rows (token, head of a group) of requests whose calls over pages `xqa_decode` serves: its kernels wait for memory, and
@@ -46,8 +47,13 @@ def cuda_tile_q(group: int, head_dim: int, tokens: int = 1024) -> int:
 
 
 def tokens_as_a_rule(num_tokens: int, batch: int) -> int:
-    """Of a request: the mean, rounded up; one, if half of the requests or fewer have two."""
-    return 1 if 2 * num_tokens <= 3 * batch else -(-num_tokens // max(batch, 1))
+    """Of a request: the mean, rounded up; one, if half of many requests or fewer have two."""
+    return 1 if batch > FEW_REQUESTS and 2 * num_tokens <= 3 * batch else -(-num_tokens // max(batch, 1))
+
+
+def cuts_in_part(head_dim: int) -> bool:
+    """Not up to head dim 64: cuts of its tiles were slower than the estimate says (docs/log/fmha_sm90.md)."""
+    return head_dim > 64
 
 
 def blocked_heads(group: int, most: int) -> int:
@@ -100,6 +106,7 @@ class FmhaPlan:
     tile_order: Tensor  # int32 [max_tiles, 2]: (request, query tile of it), longest first; the rest is (-1, -1)
     semaphores: Tensor | None = None  # int32 [3], zeros between calls: a GPU's CTAs take works by it
     works_per_tile: int = 1
+    cut_in_part: bool = True  # whether the first tiles may stay whole where others are cut
     pieces: Tensor | None = None  # int32 [1 + max_pieces, 4] of tiles whose keys are cut (csrc/scheduler/varlen_cuts.h)
     partial: Tensor | None = None  # float32, scratch of their results
     decode: XqaDecodePlan | None = None  # where `fmha_paged` goes by `xqa_decode`'s kernels
@@ -179,6 +186,7 @@ class FmhaPlan:
         return dataclasses.replace(
             whole,
             works_per_tile=works,
+            cut_in_part=cuts_in_part(head_dim),
             pieces=torch.zeros(max_pieces + 1, 4, dtype=torch.int32, device=device),
             partial=torch.empty(rows * (head_dim + 1), dtype=torch.float32, device=device),
         )

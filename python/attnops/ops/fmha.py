@@ -46,6 +46,8 @@ def fmha_plan(
         plan.window_left,
         plan.pieces,
         plan.works_per_tile,
+        0,
+        plan.cut_in_part,
     )
     decode = plan.decode
     if decode is not None and cu_seqlens_q.shape[0] == decode.batch_size + 1:
