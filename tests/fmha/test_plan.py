@@ -91,10 +91,10 @@ def test_a_tile_of_few_rows_is_whole_short_tiles(group, tokens, head_dim, tile_q
     assert cuda_tile_q(6, 64, 10) == 30 and cuda_tile_q(6, 256, 10) == 21
 
 
-def test_a_second_token_of_few_requests_chooses_no_tile():
+def test_a_second_token_of_some_requests_chooses_no_tile():
     """71 heads share a tile if requests have one token as a rule. With two of each, pairs of CTAs have 36 heads."""
-    assert [tokens_as_a_rule(n, 16) for n in (0, 1, 16, 24, 25, 32, 33, 37)] == [1, 1, 1, 1, 2, 2, 3, 3]
-    assert tokens_as_a_rule(9, 0) == 9 and tokens_as_a_rule(58, 57) == 1
+    assert [tokens_as_a_rule(n, 64) for n in (0, 1, 64, 96, 97, 128, 129)] == [1, 1, 1, 1, 2, 2, 3]
+    assert tokens_as_a_rule(9, 0) == 9 and tokens_as_a_rule(58, 57) == 1 and tokens_as_a_rule(17, 16) == 2
     assert cuda_tile_q(71, 256, 1) == 1 and cuda_tile_q(71, 256, 2) == 3
 
 

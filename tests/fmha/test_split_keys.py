@@ -57,6 +57,7 @@ def test_of_alike_tiles_only_those_are_cut_that_fill_no_turn():
     cuts, _ = cuts_of([16] * 150, [30000] * 150, tile_q=16, works=1)
     assert len(cuts) == 18 and {request for request, _ in cuts} == set(range(132, 150))
     assert cuts_of([2] * 150, [30000] * 150, tile_q=16, works=1) == ({}, NEVER)  # few rows wait for memory
+    assert cuts_of([16] * 150, [30000] * 150, tile_q=16, works=1, cut_in_part=False) == ({}, NEVER)  # head dim 64
 
 
 def test_the_estimate_never_grows_by_cutting():
