@@ -74,8 +74,8 @@ struct Params {
 
   int tree_keys;  // keys that tree_mask is over, at least S_q
 
-  // Above 0: lists whose works are blocks of kShortRows heads, and CTA u has piece u % list_cuts of work u / list_cuts,
-  // whose partial result is number u. There is no plan then.
+  // Above 0: lists whose works are blocks of kShortRows heads, or of kPlanRows. CTA u has piece u % list_cuts of work
+  // u / list_cuts, whose partial result is number u. There is no plan then.
   int list_cuts;
 };
 

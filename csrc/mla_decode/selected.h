@@ -10,7 +10,7 @@ namespace attnops::mla_decode {
 // Keys of a list begin at a multiple of this, so that no tile has keys of both.
 inline constexpr int kListAlignment = 64;
 
-// Heads of a block of short calls (Params::list_cuts).
+// Heads of the smaller blocks of short calls (Params::list_cuts).
 inline constexpr int kShortRows = 16;
 
 // A pool, and the rows that each request's list selects from it. Row i is token i % page_size of page i / page_size.

@@ -177,7 +177,7 @@ class Loader : QuarterPages<Paging> {
       if (At::kOptions != Options::kCommon && !queries_by_map_) {
         gather_queries<kRopeApart>(p_, piece, half, stage);
         attnops::sm90::arrive_after_copies(full);
-      } else if (At::kShort && lane_ == 0) {
+      } else if (At::kQueriesByTile && lane_ == 0) {
         attnops::sm90::mbarrier_arrive_expect(full, At::kRows * 128);
         attnops::sm90::copy_box(stage + warp_ * kTileBytes, &query_maps_->q, full, 0, piece.first_row,
                                 half * kQueryTiles + warp_, piece.request);

@@ -39,6 +39,8 @@ struct WideShape {
   static constexpr int kQuarterBytes = kGroupsPerWarp * Rows::kGroupBytes;
   static constexpr int kRows = kRows_;
   static constexpr bool kQueriesInRing = true;
+  // In short calls of few rows each loading warp brings a tile of 64 columns of the queries.
+  static constexpr bool kQueriesByTile = kShort && kRows < kPlanRows;
   // What shared memory has room for beside the queries.
   static constexpr int kRingTiles = kRows == 64 ? 3 : kRows >= 32 || kScaled ? 4 : 5;
 
