@@ -129,6 +129,12 @@ void launch_attention(const Params& p, const Modes& modes, cudaStream_t stream) 
       "mla_decode_kernel", {p.num_sm_parts, kThreads, kSharedBytes, kSharedBytes}, stream, p, maps, modes);
 }
 
+// Whether the ring takes lists: by nothing that differs between tokens, whose bits may not depend on each other.
+inline bool ring_fits_lists(const Params& p, const Modes& modes) {
+  return modes.queries_by_map && modes.out_aligned && modes.units.bytes != 0 && p.softmax_scale > 0.f &&
+         p.report == nullptr && !p.shared_rows;
+}
+
 // Lists of rows.
 template <typename T>
 void launch_selected(const Params& given, cudaStream_t stream) {
@@ -142,6 +148,9 @@ void launch_selected(const Params& given, cudaStream_t stream) {
                     .box_shift = 0,
                     .by_page_size = Divisor(rows.page_size),
                     .units = row_units(p, rows.page_size, rows.num_rows / rows.page_size)};
+  if (p.tile_scheduler_metadata == nullptr && ring_fits_lists(p, modes)) {
+    return ring::launch_lists<T>(p, make_maps(p, modes), {modes.by_page_size, modes.units}, stream);
+  }
   launch_attention<T, Options::kSelected, Loads::kGathered>(p, modes, stream);
   if (p.tile_scheduler_metadata) launch_merge<T>(p, stream);
 }

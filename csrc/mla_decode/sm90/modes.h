@@ -22,6 +22,14 @@ struct Modes {
   RowUnits units;
 };
 
+namespace ring {
+// Where the pool's rows lie.
+struct ListedRows {
+  Divisor by_page_size;
+  RowUnits units;
+};
+}  // namespace ring
+
 struct Maps {
   CUtensorMap kv, q, q_pe;
   CUtensorMap kv_half;  // boxes of half as many rows, of common calls

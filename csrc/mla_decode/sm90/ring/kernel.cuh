@@ -27,4 +27,24 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
+// The same of lists of rows, without a plan.
+template <typename T>
+__global__ void __launch_bounds__(kThreads, 1)
+    mla_list_ring_kernel(const __grid_constant__ Params p, const __grid_constant__ Maps maps,
+                         const __grid_constant__ ListedRows rows) {
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  const uint32_t shared = attnops::sm90::smem_address(shared_bytes);
+  const int group = threadIdx.x / kGroupThreads;
+  if (group == 0) {
+    attnops::sm90::registers_decrease<kValuesRegisters>();
+    Values<T, 0, ListFeed>(p, maps, rows, shared_bytes, shared).run();
+  } else if (group == 1) {
+    attnops::sm90::registers_decrease<kValuesRegisters>();
+    Values<T, 1, ListFeed>(p, maps, rows, shared_bytes, shared).run();
+  } else {
+    attnops::sm90::registers_increase<kScoresRegisters>();
+    Scores<T, false, true>(p, shared_bytes, shared).run();
+  }
+}
+
 }  // namespace attnops::mla_decode::sm90::ring

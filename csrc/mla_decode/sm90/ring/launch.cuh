@@ -16,4 +16,10 @@ void launch_attention(const Params& p, const Maps& maps, cudaStream_t stream) {
   }
 }
 
+template <typename T>
+void launch_lists(const Params& p, const Maps& maps, const ListedRows& rows, cudaStream_t stream) {
+  const LaunchShape shape{p.num_sm_parts, kThreads, kListedSharedBytes, kListedSharedBytes};
+  launch_dependent<&mla_list_ring_kernel<T>>("mla_list_ring_kernel", shape, stream, p, maps, rows);
+}
+
 }  // namespace attnops::mla_decode::sm90::ring

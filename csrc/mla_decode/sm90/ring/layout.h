@@ -24,8 +24,10 @@ inline constexpr int kBarriersPerSlot = 3;                       // full; given 
 inline constexpr int kBarrierCount = kSlots * kBarriersPerSlot + 2;
 inline constexpr int kScoresRead = kBarriers + 8 * (kBarrierCount - 2);  // by the warps of the scoring group
 inline constexpr int kTotalsRead = kBarriers + 8 * (kBarrierCount - 1);  // of a piece, by the values groups
-inline constexpr int kSharedBytes = kBarriers + 8 * kBarrierCount;
-static_assert(kSharedBytes <= 227 * 1024);
+inline constexpr int kListedKeys = kBarriers + 8 * kBarrierCount;  // uint64 [kSlots]: which keys of a list there are
+inline constexpr int kSharedBytes = kListedKeys;
+inline constexpr int kListedSharedBytes = kListedKeys + 8 * kSlots;  // of lists
+static_assert(kListedSharedBytes <= 227 * 1024);
 
 inline constexpr int full_slot(int slot) { return kBarriers + 8 * slot; }
 inline constexpr int empty_half(int slot, int half) { return kBarriers + 8 * (kSlots + 2 * slot + half); }

@@ -165,10 +165,15 @@ class Planner {
 template <int kGroup>
 class Loader {
  public:
-  __device__ Loader(const Params& p, const Maps& maps, uint32_t shared) : p_(p), maps_(maps), shared_(shared) {}
+  struct Asked {};  // ahead of an item's place: nothing
+
+  __device__ Loader(const Params& p, const Maps& maps, int, uint8_t*, uint32_t shared)
+      : p_(p), maps_(maps), shared_(shared) {}
+
+  __device__ Asked ask(const Item&) const { return {}; }
 
   // Loads an item but for its rope part, as soon as its slot has been given back in phase `parity`.
-  __device__ void load_half(const Item& item, int slot, uint32_t parity) const {
+  __device__ void load_half(const Item& item, int slot, uint32_t parity, const Asked&) const {
     if (threadIdx.x % 32 == 0 && item.kind != Item::kNothing) {
       const int column = kGroup * 4 + warp();
       const uint32_t barrier = shared_ + full_slot(slot);
@@ -180,7 +185,7 @@ class Loader {
   }
 
   // The rope part, whose place both groups read probabilities from.
-  __device__ void load_rope(const Item& item, int slot, uint32_t parity) const {
+  __device__ void load_rope(const Item& item, int slot, uint32_t parity, const Asked&) const {
     if (kGroup == 0 || !has_rope()) return;
     if (threadIdx.x % 32 == 0 && item.kind != Item::kNothing) {
       wait_empty(slot, 0, parity);
@@ -213,6 +218,17 @@ class Loader {
   const Params& p_;
   const Maps& maps_;
   const uint32_t shared_;
+};
+
+// What fills the ring, and what for: tiles of pages.
+struct BoxFeed {
+  using Item = ring::Item;
+  using Planner = ring::Planner;
+  template <int kGroup>
+  using Loader = ring::Loader<kGroup>;
+  using Given = int;  // shares of an even plan
+  static constexpr Options kOptions = Options::kCommon;
+  static constexpr int kFullArrivals = 2 * kGroupThreads / 32;  // of a slot
 };
 
 }  // namespace attnops::mla_decode::sm90::ring

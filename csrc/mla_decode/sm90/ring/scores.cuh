@@ -9,9 +9,11 @@ namespace attnops::mla_decode::sm90::ring {
 // The third group computes the scores and probabilities of every tile. It holds the piece's 64 queries in registers, as
 // the fragments that its products take, but for the rope part and the first step: scores then read shared memory at
 // half of what it can give, and a third KV tile lies where queries would. kTrees: a tree mask says which of the last
-// keys a row sees.
-template <typename T, bool kTrees>
+// keys a row sees. kLists: tiles are those of lists, any of whose entries may be no key, for all rows alike.
+template <typename T, bool kTrees, bool kLists = false>
 class Scores {
+  static_assert(!kTrees || !kLists);
+
  public:
   __device__ Scores(const Params& p, uint8_t* base, uint32_t shared)
       : p_(p),
@@ -37,7 +39,7 @@ class Scores {
 #pragma unroll 1
     for (; left > 0; --left) {
       const BlockPlace place = walk.block(p_);
-      walk.place(p_, walk.next(p_, place, p_.cache_seqlens[place.request], piece), piece);
+      walk.place(p_, walk.next(p_, place, length_of_request(place.request), piece), piece);
       rest = piece.num_tiles;
       if constexpr (kTrees) ask_for_mask(piece);
       take_queries(q);
@@ -45,7 +47,12 @@ class Scores {
       while (rest > 0) {
         piece.num_tiles = p_.fixed_split_tokens == 0 ? rest : min_of(p_.fixed_split_tokens / kPlanTileTokens, rest);
         rest -= piece.num_tiles;
-        score_piece(q, piece, kLastOfPiece | (rest > 0 ? kSameQueries : left > 1 ? 0 : kLastOfAll));
+        const int last_flags = kLastOfPiece | (rest > 0 ? kSameQueries : left > 1 ? 0 : kLastOfAll);
+        if constexpr (kLists) {
+          score_list(q, piece, last_flags);
+        } else {
+          score_piece(q, piece, last_flags);
+        }
         if (given > 0) attnops::sm90::mbarrier_wait(shared_ + kTotalsRead, given & 1 ^ 1);
         ++given;
         give_totals(piece);
@@ -57,6 +64,11 @@ class Scores {
 
  private:
   static constexpr int kKeptSteps = kTilesV * 4 - 1;  // of 16 columns of q, in registers
+
+  __device__ int length_of_request(int request) const {
+    if constexpr (kLists) return keys_of<Options::kSelected>(p_, request);
+    return p_.cache_seqlens[request];
+  }
 
   // The values of a tile are multiplied while this group is in the softmax of the next: they may start when the scores
   // of that tile are done.
@@ -78,7 +90,7 @@ class Scores {
       } else {
         if (key + kPlanTileTokens > piece.keys.end) clear_tail(piece.keys.end - key);
       }
-      compute_scores(q, s, keys_of(slot()), uniform(shared_), follows, flags);
+      compute_scores(q, s, keys_of_slot(slot()), uniform(shared_), follows, flags);
       if (key + kPlanTileTokens > seen_by_all(piece)) mask(piece, key, s);
       if (!follows) {
         set_references(s);
@@ -106,6 +118,42 @@ class Scores {
     let_values_go();
   }
 
+  // The same of a list. The first tile that has keys sets the references.
+  __device__ void score_list(const uint32_t (&q)[kKeptSteps][4], const Piece& piece, int last_flags) {
+#pragma unroll
+    for (int h = 0; h < kRowsPerThread; ++h) {
+      maximum_[h] = -INFINITY;
+      sum_[h] = 0.f;
+      top_[h] = -INFINITY;
+    }
+    int flags = 0, left = piece.num_tiles;
+    bool referenced = false;
+    float s[32];
+    wait_full();
+    attnops::sm90::fence_async_proxy();  // rows arrive by ordinary writes
+    compute_scores(q, s, keys_of_slot(slot()), uniform(shared_), false, flags);
+#pragma unroll 1
+    while (true) {
+      const uint64_t seen = *reinterpret_cast<const volatile uint64_t*>(base_ + kListedKeys + 8 * slot());
+      mask_unlisted(seen, s);
+      if (!referenced) {
+        set_references(s);
+        referenced = seen != 0;
+      }
+#pragma unroll
+      for (int h = 0; h < kRowsPerThread; ++h) top_[h] = fmaxf(top_[h], row_top(s, h));
+      const Ahead ahead = look_ahead();
+      const bool ready = finish_tile(s, flags, ahead);
+      if (--left == 0) break;
+      if (!ready) wait_full();
+      attnops::sm90::fence_async_proxy();
+      compute_scores(q, s, ahead.keys, ahead.base, true, flags);
+    }
+    tell_values(flags | last_flags);
+    attnops::sm90::fence_async_proxy();
+    let_values_go();
+  }
+
   __device__ void wait_full() const { attnops::sm90::mbarrier_wait(shared_ + full_slot(slot()), turn_ >= kSlots); }
 
   // The values of the tile before, whose probabilities are there, may be multiplied.
@@ -121,7 +169,7 @@ class Scores {
     uint32_t base;   // shared memory
   };
 
-  __device__ uint64_t keys_of(int slot) const {
+  __device__ uint64_t keys_of_slot(int slot) const {
     return uniform(attnops::sm90::operand_descriptor(shared_ + slot * kOperandBytes));
   }
 
@@ -129,7 +177,7 @@ class Scores {
     Ahead ahead;
     ahead.place = own_ + slot() * kOperandBytes;
     asm volatile("" : "+r"(ahead.place));
-    ahead.keys = keys_of(next_slot(slot()));
+    ahead.keys = keys_of_slot(next_slot(slot()));
     ahead.base = uniform(shared_);
     return ahead;
   }
@@ -370,11 +418,25 @@ class Scores {
         totals[64 + 8 * h] = maximum_[h];
       }
     }
+    if constexpr (kLists) store_tops(piece);
     if (threadIdx.x % kGroupThreads == 0) {
       *reinterpret_cast<StoredPiece*>(base_ + kFinished) = {piece.request, piece.first_row, piece.num_rows,
                                                             piece.partial};
     }
     attnops::sm90::named_barrier_arrive(kTotalsWritten, kThreads);
+  }
+
+  // The largest scores of a piece's rows, by one of the four lanes that have a row.
+  __device__ void store_tops(const Piece& piece) const {
+    if (p_.max_logits == nullptr) return;
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int h = 0; h < kRowsPerThread; ++h) {
+      const float top = quad_max(top_[h]) * p_.softmax_scale;
+      const int row = threadIdx.x % kGroupThreads / 32 * 16 + lane / 4 + 8 * h;
+      if (lane % 4 != 0 || row >= piece.num_rows) continue;
+      p_.max_logits[static_cast<int64_t>(piece.request) * p_.num_q_heads + piece.first_row + row] = top;
+    }
   }
 
   const Params& p_;
@@ -385,6 +447,7 @@ class Scores {
   int turn_ = 0;
   float maximum_[kRowsPerThread];  // the reference, in the base-2 logarithm
   float sum_[kRowsPerThread];      // of this thread's columns
+  float top_[kRowsPerThread];      // of lists: the largest score of these, not scaled yet
 };
 
 }  // namespace attnops::mla_decode::sm90::ring

@@ -1,23 +1,26 @@
 #pragma once
 #include "mla_decode/sm90/results.cuh"
-#include "mla_decode/sm90/ring/load.cuh"
+#include "mla_decode/sm90/ring/load_lists.cuh"
 #include "mla_decode/sm90/ring/products.cuh"
 #include "mla_decode/sm90/tile_products.cuh"
 
 namespace attnops::mla_decode::sm90::ring {
 
 // Group 0 accumulates columns 0 .. 255 of the output, group 1 the others: probabilities, from shared memory, times V.
-template <typename T, int kGroup>
+template <typename T, int kGroup, class Feed = BoxFeed>
 class Values {
+  using Item = typename Feed::Item;
+  using Planner = typename Feed::Planner;
+
  public:
-  __device__ Values(const Params& p, const Maps& maps, int even_shares, uint8_t* base, uint32_t shared)
-      : p_(p), maps_(maps), even_shares_(even_shares), base_(base), shared_(shared) {}
+  __device__ Values(const Params& p, const Maps& maps, typename Feed::Given given, uint8_t* base, uint32_t shared)
+      : p_(p), maps_(maps), given_(given), base_(base), shared_(shared) {}
 
   __device__ void run() {
     const SplitKvEntry& entry = *reinterpret_cast<const SplitKvEntry*>(base_ + kEntry);
-    Planner::State state{.walk = Walk(entry)};
-    Planner planner(p_, entry, even_shares_, state);
-    const Loader<kGroup> loader(p_, maps_, shared_);
+    typename Planner::State state{.walk = Walk(entry)};
+    Planner planner(p_, entry, given_, state);
+    const typename Feed::template Loader<kGroup> loader(p_, maps_, given_, base_, shared_);
     const bool plans = kGroup == 1 && threadIdx.x % kGroupThreads / 32 == 3;
     if (plans) start(planner);
     park(state);
@@ -30,7 +33,7 @@ class Values {
       slot = next_slot(slot);
       parity ^= slot == 0;
     };
-    Item late{Item::kNothing, 0, 0};  // whose rope part is not yet loaded, into the slot before
+    Item late{ring::Item::kNothing, 0, 0};  // whose rope part is not yet loaded, into the slot before
     park(late);
     // What comes next into the ring has been written before the barrier that a thread has just passed. Once round the
     // ring to fill it; then every item is used and what comes next is loaded in its place.
@@ -43,13 +46,14 @@ class Values {
 #pragma unroll 1
       for (; loads > 0; --loads) {
         attnops::sm90::named_barrier_sync(kItemReady, 2 * kGroupThreads);
-        loader.load_rope(late, before_slot(slot), parity ^ (slot == 0));
-        late.kind = Item::kNothing;
+        loader.load_rope(late, before_slot(slot), parity ^ (slot == 0), loader.ask(late));
+        late.kind = ring::Item::kNothing;
         if (flags & kSameQueries) continue;
         const Item next = *item(which);  // the last in place of the piece's queries
         which ^= 1;
-        loader.load_half(next, slot, parity);
-        loader.load_rope(next, slot, parity);
+        const auto asked = loader.ask(next);
+        loader.load_half(next, slot, parity, asked);
+        loader.load_rope(next, slot, parity, asked);
         advance();
         if (plans && loads <= kSlots) planner.write(item(which));  // the first two have been there
       }
@@ -62,15 +66,16 @@ class Values {
         multiply(at, o);
         const Item next = *item(which);
         which ^= 1;
+        const auto asked = loader.ask(next);
         if (plans) planner.write(item(which));
         attnops::sm90::wgmma_wait<0>(o);
         release(slot);
-        loader.load_half(next, slot, parity);
+        loader.load_half(next, slot, parity, asked);
         if (flags & kLastOfPiece) {
           late = next;
           store(slot, o);
         } else {
-          loader.load_rope(next, slot, parity);
+          loader.load_rope(next, slot, parity, asked);
         }
         advance();
       } while (!(flags & kLastOfPiece));
@@ -91,7 +96,7 @@ class Values {
       for (int i = 0; i < kBarrierCount; ++i) {
         const int at = kBarriers + 8 * i;
         int arrivals = kGroupThreads;
-        if (at < empty_half(0, 0)) arrivals = 2 * kWarps;
+        if (at < empty_half(0, 0)) arrivals = Feed::kFullArrivals;
         if (at == kScoresRead) arrivals = kWarps;
         if (at == kTotalsRead) arrivals = 2 * kGroupThreads;
         attnops::sm90::mbarrier_init(shared_ + at, arrivals);
@@ -150,13 +155,13 @@ class Values {
     piece.partial = stored.partial;
     attnops::sm90::mbarrier_arrive(shared_ + kTotalsRead);
     const int stage = slot * kOperandBytes + kRopeTile * kTileBytes;
-    store_rows<T, Options::kCommon>(p_, piece, rows, sums, kGroup, true, base_ + stage, shared_ + stage, o);
+    store_rows<T, Feed::kOptions>(p_, piece, rows, sums, kGroup, true, base_ + stage, shared_ + stage, o);
     attnops::sm90::fence_async_proxy();
   }
 
   const Params& p_;
   const Maps& maps_;
-  const int even_shares_;
+  const typename Feed::Given given_;
   uint8_t* const base_;
   const uint32_t shared_;
 };
