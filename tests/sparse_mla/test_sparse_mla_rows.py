@@ -143,6 +143,22 @@ def test_short_calls_over_rows_of_584_bytes(heads, shape, topk, extra, lengths):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("heads", [9, 40, 64, 128])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("holes", [False, True])
+def test_scores_far_below_zero_behind_tiles_without_keys(heads, dtype, holes):
+    """A row's reference is of its first key, whatever tile that is in. Tokens have few, many or no keys."""
+    problem = sparse_problem("own", dtype, (300, 1), heads, 700, 64, holes=holes, lengths=True, device="cuda")
+    lists = problem.selected
+    problem.q[..., 0], lists.kv_pages[..., 0], lists.values[:, 0] = 30, -100, -100
+    lists.indices[::3, :, :130] = -1
+    lists.indices[1::3, :, 64:] = -1
+    for with_most in (False, True):
+        assert_right(problem, *prefill(problem, with_most=with_most))
+    assert_right(problem, *decode(problem))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("heads", [16, 20, 64, 128])
 @pytest.mark.parametrize("kind", ["own", "shared", "bytes", "shared_bytes"])
 def test_a_token_of_prefill_has_the_same_bits_alone(heads, kind):
