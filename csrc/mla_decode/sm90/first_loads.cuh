@@ -20,6 +20,22 @@ __device__ inline void copy_queries(const Params& p, const Maps& maps, uint32_t 
   }
 }
 
+// The same in two: what is multiplied from shared memory, and what consumers hold in registers.
+__device__ inline void copy_latent_queries(const Params& p, const Maps& maps, uint32_t shared, int request,
+                                           int first_row) {
+  const uint32_t full = shared + kQueriesFull;
+  attnops::sm90::mbarrier_arrive_expect(full, kOperandBytes);
+#pragma unroll 1
+  for (int k = 0; k < kTilesV; ++k) {
+    attnops::sm90::copy_box(shared + kQ + k * kTileBytes, &maps.q, full, k * 64, first_row, request);
+  }
+}
+__device__ inline void copy_rope_queries(const Params& p, const Maps& maps, uint32_t shared, int request,
+                                         int first_row) {
+  attnops::sm90::copy_box(shared + kQ + kRopeTile * kTileBytes, p.q_pe ? &maps.q_pe : &maps.q, shared + kQueriesFull,
+                          p.q_pe ? 0 : kHeadDimV, first_row, request);
+}
+
 // What a part has asked for before its loaders begin, as bits.
 enum Asked : int { kAskedQueries = 1, kAskedEven = 2, kAskedOdd = 4 };
 

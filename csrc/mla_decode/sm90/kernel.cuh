@@ -53,7 +53,11 @@ class Consumer {
           step_odd(piece, t, s, o);
         }
       }
-      if (piece.num_tiles % 2 == 0) release(kQueriesEmpty);
+      if constexpr (kEarly) {
+        if (kGroup == 0) release(kQueryRopeEmpty);
+      } else {
+        if (piece.num_tiles % 2 == 0) release(kQueriesEmpty);
+      }
       if constexpr (kOptions == Options::kSelected && kGroup == 1) give_tops(count & 1);
       const RowSums sums =
           exchange_sums(rows_, reinterpret_cast<float*>(base_ + kSums), shared_ + kRowSums, count & 1, kGroup);
@@ -63,6 +67,9 @@ class Consumer {
   }
 
  private:
+  // Queries but for their rope part are given back when they have been multiplied, not when the piece ends.
+  static constexpr bool kEarly = kOptions == Options::kSelected;
+
   // The steps take a pair of tiles, t and t + 1.
 
   // Group 0: scores and softmax of tile t, its product, then that of tile t + 1 with the other group's probabilities.
@@ -74,7 +81,8 @@ class Consumer {
     if (has_odd) attnops::sm90::named_barrier_arrive(kScores0, kConsumerThreads);
     wgmma_wait<0>(s);
     release(0, kPartRope);
-    if (!has_odd) release(kQueriesEmpty);  // ahead of the products, for the next piece
+    // Ahead of the products, for the next piece.
+    if (kEarly ? t + 2 >= piece.num_tiles : !has_odd) release(kQueriesEmpty);
 
     float factor[kRowsPerThread];
     softmax_tile<kOptions>(p_, piece, rows_, tile * kPlanTileTokens, s, factor, [] {}, listed_keys(0));
@@ -118,6 +126,7 @@ class Consumer {
       multiply_queries(1, s);
       wgmma_wait<0>(s);
       release(1, kPartRope);
+      if (kEarly && t + 2 >= piece.num_tiles) release(kQueriesEmpty);
     } else {
       release(kQueriesEmpty);
     }
@@ -288,6 +297,7 @@ class Consumer {
 };
 
 // By one thread: a barrier for each lane becomes a loop over the lanes, of a thousand cycles.
+template <Options kOptions>
 __device__ inline void init_barriers(uint32_t shared, bool queries_by_map) {
 #pragma unroll
   for (int i = 0; i < kBarrierCount; ++i) {
@@ -298,6 +308,7 @@ __device__ inline void init_barriers(uint32_t shared, bool queries_by_map) {
     if (at == kQueriesEmpty || at == kRowSums) arrivals = kConsumerThreads;
     attnops::sm90::mbarrier_init(shared + at, arrivals);
   }
+  if (kOptions == Options::kSelected) attnops::sm90::mbarrier_init(shared + kQueryRopeEmpty, kGroupThreads);
   attnops::sm90::mbarrier_init_fence();
 }
 
@@ -309,7 +320,7 @@ __device__ inline void start(const Params& p, const Maps& maps, const Modes& mod
   if (lane == 0) {
     if (modes.use_boxes) attnops::sm90::prefetch_map(&maps.kv);
     if (modes.queries_by_map) attnops::sm90::prefetch_map(&maps.q);
-    init_barriers(shared, modes.queries_by_map);
+    init_barriers<kOptions>(shared, modes.queries_by_map);
   }
   __syncwarp();
   attnops::sm90::wait_for_prerequisites();

@@ -113,6 +113,21 @@ __device__ inline void store_rows(const Params& p, const Piece& piece, const Row
       attnops::sm90::store_fragment(words, stage + offset + staged(lane % 16, 2 * k + lane / 16));
     }
     __syncwarp();
+    if constexpr (kOptions == Options::kSelected) {
+      uint4 own[kRowsPerThread];
+#pragma unroll
+      for (int h = 0; h < kRowsPerThread; ++h) {
+        own[h] = *reinterpret_cast<const uint4*>(stage_base + offset + staged(lane / 4 + 8 * h, lane % 4));
+      }
+      if (aligned) {
+#pragma unroll
+        for (int h = 0; h < kRowsPerThread; ++h) {
+          if (valid[h]) *reinterpret_cast<uint4*>(out[h] + 32 * c) = own[h];
+        }
+        __syncwarp();
+        continue;
+      }
+    }
 #pragma unroll
     for (int h = 0; h < kRowsPerThread; ++h) {
       const T* from = reinterpret_cast<const T*>(stage_base + offset + staged(lane / 4 + 8 * h, lane % 4));
