@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 from attnops import ops, reference
+from attnops.info import kernel_counts
 from checks import assert_attention_close
 from problems import FP8, paged_problem
 from xqa_decoding import assert_decodes, check_replays, make_plan
@@ -80,6 +81,42 @@ def test_rules_of_short_works(options, seqlen_q, kv_dtype, heads):
             reference.pack_tree_mask(visible | torch.eye(seqlen_q, dtype=torch.bool)).flatten(0, 1).cuda()
         )
     assert_decodes(problem, seqlen_q=seqlen_q, num_sm_parts=5, **rules)
+
+
+@pytest.mark.parametrize("num_sm_parts", [3, 16, None])
+@pytest.mark.parametrize("options", [{}, {"window_left": 200}, {"logit_cap": 5.0}, {"sinks": True}, {"csr": True}])
+@pytest.mark.parametrize(
+    ("heads", "seqlen_q", "head_dim", "page_size", "dtype", "kv_dtype"),
+    [
+        ((8, 8), 1, 128, 16, BF16, None),
+        ((12, 4), 1, 112, 5, FP16, None),
+        ((6, 3), 3, 64, 32, BF16, None),
+        ((32, 2), 1, 128, 64, FP16, None),
+        ((5, 5), 2, 80, 1, BF16, None),
+        ((7, 7), 1, 64, 64, BF16, FP8),
+        ((24, 8), 1, 48, 3, FP16, FP8),
+        ((7, 7), 1, 128, 16, BF16, FP8),
+    ],
+)
+def test_short_works_beside_long_ones(heads, seqlen_q, head_dim, page_size, dtype, kv_dtype, options, num_sm_parts):
+    """Warps take the short works of a part, whole ones alone, and the group what is left: long works, and cut ones."""
+    lengths = [max(1500 // (i + 1), seqlen_q) for i in range(60)]
+    random.Random(len(options)).shuffle(lengths)
+    lengths[7] = 0
+    problem = paged_problem(
+        lengths,
+        seqlen_q,
+        num_q_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=head_dim,
+        page_size=page_size,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+    ).to("cuda")
+    rules = dict(options)
+    if rules.pop("sinks", False):
+        rules["sinks"] = torch.randn(heads[0], device="cuda")
+    assert_decodes(problem, seqlen_q=seqlen_q, num_sm_parts=num_sm_parts, **rules)
 
 
 @pytest.mark.parametrize("heads", [(12, 12), (20, 4)])
@@ -198,9 +235,10 @@ def test_one_graph_serves_every_length_of_many_rows():
 
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("head_dim", [80, 96, 112])
-@pytest.mark.parametrize("heads", [(8, 4), (16, 2), (6, 6)])
+@pytest.mark.parametrize("heads", [(8, 4), (16, 2), (6, 6), (40, 40), (120, 30)])
 def test_thin_rows_of_fp8_pages(heads, head_dim, page_size):
-    """Neighbouring heads share lines of memory: a CTA takes two, or has few tiles on their way."""
+    """Neighbouring heads share lines of memory: a CTA takes two, or has few tiles on their way. Many works whose rows
+    are no whole 32 bytes are gathered."""
     problem = paged_problem(
         [2000, 3, 0, 640, 777],
         num_q_heads=heads[0],
@@ -209,8 +247,12 @@ def test_thin_rows_of_fp8_pages(heads, head_dim, page_size):
         page_size=page_size,
         kv_dtype=FP8,
     ).to("cuda")
+    before = kernel_counts()
     assert_decodes(problem, num_sm_parts=2 * heads[1])
     assert_decodes(problem, num_sm_parts=None)
+    used = {name for name, count in kernel_counts().items() if count != before.get(name, 0)}
+    gathers = heads[1] >= 30 and head_dim == 80
+    assert any("gather_fp8_hd128" in name for name in used) == gathers
 
 
 @pytest.mark.parametrize("kv_dtype", [None, FP8])

@@ -59,7 +59,8 @@ struct PartEntry : SplitKvEntry {
 // stream that only brings keys may walk whole runs.
 //
 // kMayCut: whether there may be such a plan. Kernels that none is given to leave out what is for cuts alone.
-template <bool kMayCut>
+// kMaySkip: whether somebody else may have done the part's short works.
+template <bool kMayCut, bool kMaySkip = false>
 class PieceWalkOf {
  public:
   // Of a part that has work.
@@ -93,6 +94,9 @@ class PieceWalkOf {
     if (length_ >= 0 && cut_ends_round()) end_tile_ = min_of(run_end(), num_tiles_);
   }
 
+  // Whole works of up to so many tokens are left out, in balanced mode: somebody else has done them.
+  __device__ void skip_short_works(int most_tokens) { run_round_ = -most_tokens; }
+
   // Goes to the next piece; false when there is none.
   __device__ bool next() {
     if (++row_block_ < row_blocks_) return true;
@@ -123,6 +127,8 @@ class PieceWalkOf {
   __device__ int end_token() const { return min_of((first_tile_ + end_tile_) * kPlanTileTokens, keys_.end); }
   // More cuts than the caller has room for: nothing is computed, and that must not pass for an answer.
   __device__ bool overflows() const { return overflows_; }
+  // Then there is nothing to compute, either.
+  __device__ bool is_left_out() const { return skips() && overflows_; }
   __device__ bool starts_work() const { return tile_ == 0; }
   // Batch-invariant mode: tiles of a cut, the piece's own and the work's.
   __device__ int tiles_of_one_cut() const { return cut_tiles(); }
@@ -137,11 +143,11 @@ class PieceWalkOf {
     return next_work > entry_.end_work || (next_work == entry_.end_work && next_tile >= entry_.end_tile);
   }
 
-  // Calls `visit` with request, KV head and row block of the piece after this one, if there is one.
+  // Calls `visit` with request, KV head and row block of the piece after this one, if there is one and it is known.
   template <class Visit>
   __device__ __forceinline__ void look_ahead(const Visit& visit) const {
     if (row_block_ + 1 < row_blocks_) return visit(request_, kv_head_, row_block_ + 1);
-    if (is_last()) return;
+    if (skips() || is_last()) return;
     if (end_tile_ < num_tiles_) return visit(request_, kv_head_, 0);
     if (group_ > 1) return visit(request_ + 1, kv_head_, 0);
     const bool same_request = kv_head_ + 1 < p_.num_kv_heads;
@@ -156,6 +162,7 @@ class PieceWalkOf {
     visit(work_), visit(tile_), visit(end_tile_), visit(num_tiles_), visit(first_tile_), visit(row_block_);
     visit(next_length_), visit(first_part_begins_), visit(request_), visit(kv_head_), visit(length_);
     visit(keys_.begin), visit(keys_.end);
+    if constexpr (kMaySkip) visit(run_round_);
   }
 
   __device__ Splits splits() const {
@@ -180,6 +187,15 @@ class PieceWalkOf {
   }
 
  private:
+  __device__ bool skips() const { return kMaySkip && run_round_ < 0; }
+
+  // Whether the piece is a whole work that is left out: `WholeWorks` says the same of a part's works.
+  __device__ bool is_short() const {
+    const bool is_cut = (work_ == entry_.begin_work && entry_.begin_num_splits > 1) ||
+                        (work_ + 1 == entry_.end_work && entry_.end_tile == 0 && entry_.last_num_splits > 1);
+    return tile_ == 0 && end_tile_ == num_tiles_ && !is_cut && keys_.end - keys_.begin <= -run_round_;
+  }
+
   __device__ bool cuts_works() const { return kMayCut && p_.fixed_split_tokens != 0; }
 
   // The part's tiles of the work.
@@ -215,7 +231,7 @@ class PieceWalkOf {
       clip_to_table();
     }
     end_tile_ = run_end();
-    overflows_ = false;
+    overflows_ = skips() && is_short();
     if (cuts_works()) {
       const int cuts = num_cuts();
       // No more than the work has, as a planner's rows say themselves.
@@ -243,7 +259,7 @@ class PieceWalkOf {
   SplitKvEntry entry_;
   int work_, end_tile_;
   int tile_ = 0, row_block_;
-  int run_round_ = 0;                    // of walk_runs
+  int run_round_ = 0;                    // of walk_runs; below zero: of skip_short_works
   int next_length_, first_part_begins_;  // loads that nobody has to wait for yet
   int request_, kv_head_, length_ = -1, first_tile_ = 0, num_tiles_;
   KvRange keys_{0, 0};
@@ -251,6 +267,15 @@ class PieceWalkOf {
 };
 
 using PieceWalk = PieceWalkOf<true>;
+
+// Works of a part that it has whole, in balanced mode.
+struct WholeWorks {
+  int begin, end;
+
+  __device__ __forceinline__ explicit WholeWorks(const SplitKvEntry& entry)
+      : begin(entry.begin_work + (entry.begin_tile > 0 || entry.begin_num_splits > 1 ? 1 : 0)),
+        end(entry.end_work - (entry.end_tile == 0 && entry.last_num_splits > 1 ? 1 : 0)) {}
+};
 
 // How many chunks a piece has.
 template <class Tr, class Piece>

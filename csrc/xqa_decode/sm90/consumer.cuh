@@ -33,12 +33,13 @@ class Consumer {
         queries_(shared_ + Shared::kQueries + own_group<Tr>() * kGroupQueryBytes),
         exchange_(reinterpret_cast<float*>(smem + Shared::kExchange)) {}
 
-  __device__ __forceinline__ void run(PieceWalk& piece) {
+  template <class Pieces>
+  __device__ __forceinline__ void run(Pieces& piece) {
     bool fetched = false;  // this piece's queries are on their way
     do {
       WorkPlace place = place_of(piece);
       if (piece.overflows()) {
-        if (piece.starts_work() && piece.last_row_block()) {
+        if (!piece.is_left_out() && piece.starts_work() && piece.last_row_block()) {
           store_nan(p_, shape_, place, piece.splits(), Tr::kThreads);
         }
         cp_async_wait<0>();
@@ -51,10 +52,11 @@ class Consumer {
         const fp8::Queries<Tr> rows(p_, shape_, boxes_, smem_);
         if (!fetched) rows.fetch(place, first_row);
         begin_fp8(place, first_row, block, false);
+        fetched = false;
         piece.look_ahead([&](int request, int kv_head, int row_block) {
           rows.fetch({0, request, kv_head}, first_row_of(row_block));
+          fetched = true;
         });
-        fetched = true;
       } else if constexpr (Tr::kFetchesAhead) {
         begin(place, first_row, block, fetched);
         fetched = false;
@@ -133,6 +135,7 @@ class Consumer {
       }
       cp_async_commit();
       block.begin(score_scale(place), p_.logit_cap);
+      if constexpr (requires { block.tail; }) block.tail = has_tail<Tr>(p_);
       cp_async_wait<0>();
       hopper::fence_async_proxy();
       sync_group<Tr>();
@@ -205,13 +208,15 @@ class Consumer {
   struct PlacedKeys : SeenKeys {
     int first_token_;
 
-    __device__ __forceinline__ explicit PlacedKeys(const PieceWalk& piece)
+    template <class Piece>
+    __device__ __forceinline__ explicit PlacedKeys(const Piece& piece)
         : SeenKeys{piece.request(), piece.length(), piece.keys()}, first_token_(piece.first_token()) {}
     __device__ __forceinline__ int first_token() const { return first_token_; }
   };
 
   // One thread writes the walk's state, behind a barrier since all have read the last, and all read it behind another.
-  __device__ __forceinline__ void park(PieceWalk& piece) const {
+  template <class Pieces>
+  __device__ __forceinline__ void park(Pieces& piece) const {
     if (threadIdx.x % Tr::kGroupThreads != 0) return;
     uint32_t place = place_of_walk();
     piece.visit_state([&](int word) {
@@ -219,7 +224,8 @@ class Consumer {
       place += 4;
     });
   }
-  __device__ __forceinline__ void take_back(PieceWalk& piece) const {
+  template <class Pieces>
+  __device__ __forceinline__ void take_back(Pieces& piece) const {
     uint32_t place = place_of_walk();
     piece.visit_state([&](int& word) {
       asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(place) : "memory");
@@ -235,7 +241,8 @@ class Consumer {
   static constexpr int kGroupQueryBytes = Tr::kQueryBytes / Tr::kGroups;
 
   // The piece's rows of q, as a place in the merge: all, or a block that is a work of its own.
-  __device__ __forceinline__ WorkPlace place_of(const PieceWalk& piece) const {
+  template <class Piece>
+  __device__ __forceinline__ WorkPlace place_of(const Piece& piece) const {
     WorkPlace place{piece.work(), piece.request(), piece.kv_head()};
     if (Tr::kRows < 64 || boxes_.row_blocks == 1) return place;
     place.work = place.work * boxes_.row_blocks + row_block_;
@@ -266,6 +273,7 @@ class Consumer {
       rows.convert(place, first_row, to_log2, queries_are_there);
       block.begin(shared_ + Shared::kRowScale, rows.scale_joins(to_log2));
     }
+    block.tail = has_tail<Tr>(p_);
     hopper::fence_async_proxy();
     sync_group<Tr>();
   }

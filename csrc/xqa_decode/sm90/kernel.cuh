@@ -148,8 +148,19 @@ constexpr bool may_cut() {
     return true;
   }
 }
+
+// Whether a launch ahead may have done short works.
 template <class Tr>
-using Walk = PieceWalkOf<may_cut<Tr>()>;
+constexpr bool has_lone_works() {
+  if constexpr (requires { Tr::kLoneWorks; }) {
+    return Tr::kLoneWorks;
+  } else {
+    return false;
+  }
+}
+
+template <class Tr>
+using Walk = PieceWalkOf<may_cut<Tr>(), kHasLoneWarps<Tr> || has_lone_works<Tr>()>;
 
 // What a CTA does: a part of the plan, or one for each of its KV heads, which are neighbours and walk the same tiles.
 // Units of keys and values stream through the ring, and a `Multiplier` for each head takes them out.
@@ -182,10 +193,15 @@ __device__ __forceinline__ void run_parts(const Params& p, const Shape& shape, c
   // Neighbouring heads follow one row, so that all of the CTA count the same tiles, whatever the rows hold.
   const PartEntry entry(p, shape, kHeads == 1 ? part : static_cast<int>(blockIdx.x) * kHeads);
   if (!entry.has_work) return;
-  if constexpr (kHasShortWorks<Tr>) {
-    if (take_short_works<Tr>(p, shape, boxes, entry, part, smem, warp, lane)) return;
+  ShortPart done = ShortPart::kNone;
+  if (has_lone_works<Tr>() && boxes.lone_works) {
+    done = find_short(p, shape, entry, true, lane);
+  } else if constexpr (kHasShortWorks<Tr>) {
+    done = take_short_works<Tr>(p, shape, boxes, entry, part, smem, warp, lane);
   }
+  if (done == ShortPart::kAll) return;
   Walk<Tr> piece(p, shape, entry, part);
+  if (done == ShortPart::kSome) piece.skip_short_works(kMostShortTokens);
   if (!piece.next()) return;
   if (Tr::kFolds || brings) piece.walk_runs(Tr::kTileTokens);
   if (brings) {
@@ -195,7 +211,9 @@ __device__ __forceinline__ void run_parts(const Params& p, const Shape& shape, c
     }
     if constexpr (widens_ahead<Tr>()) {
       const int widener = warp - kWarpsOfHead - Tr::kBringers;
-      if (widener >= 0) return fp8::WideningWarp<Tr>(shared, widener, lane).widen_pieces(piece);
+      if (widener >= 0) {
+        return fp8::WideningWarp<Tr>(shared, widener, lane, has_tail<Tr>(p)).widen_pieces(piece);
+      }
     }
     bring_pieces<Tr>(p, shape, boxes, key_map, value_map, piece, shared, warp - kHeads * kWarpsOfHead, lane);
   } else if constexpr (Tr::kFolds) {

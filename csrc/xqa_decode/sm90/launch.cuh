@@ -29,9 +29,24 @@ CUtensorMap make_map(const Params& p, const void* base, int64_t stride_token, in
   return hopper::encode_tensor_map(p.kv_dtype, base, 4, extents, strides, box, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
 }
 
+// What there is to know of rows of q and out.
+inline Boxes make_row_boxes(const Params& p) {
+  Boxes boxes{};
+  const auto are_vectors = [&](const void* base, int64_t request, int64_t token, int64_t head) {
+    const auto reach = [](int64_t stride, int64_t n) { return n > 1 ? (stride < 0 ? -stride : stride) * n : 0; };
+    return p.head_dim % 8 == 0 && rows_aligned(base, size_of(p.dtype), 16, request, token, head) &&
+           reach(token, p.seqlen_q) + reach(head, p.num_q_heads) < int64_t{1} << 31;
+  };
+  boxes.vector_queries = are_vectors(p.q, p.q_stride_request, p.q_stride_token, p.q_stride_head);
+  boxes.vector_out = are_vectors(p.out, p.out_stride_request, p.out_stride_token, p.out_stride_head);
+  boxes.q_token = static_cast<int>(p.q_stride_token), boxes.q_head = static_cast<int>(p.q_stride_head);
+  boxes.out_token = static_cast<int>(p.out_stride_token), boxes.out_head = static_cast<int>(p.out_stride_head);
+  return boxes;
+}
+
 template <class Tr>
 Boxes make_boxes(const Params& p) {
-  Boxes boxes{};
+  Boxes boxes = make_row_boxes(p);
   boxes.tokens = Tr::kGathers ? 1 : min_of(p.page_table.page_size, Tr::kTileTokens);
   boxes.bytes = boxes.tokens * 128;
   boxes.runs = Tr::kTileTokens / boxes.tokens;
@@ -45,15 +60,6 @@ Boxes make_boxes(const Params& p) {
   if (Tr::kHeadDim == 128 && p.head_dim < 128 && heads_share_lines) {
     boxes.units_of_long = min_of(boxes.units_of_long, p.head_dim <= 96 ? 3 : 2);
   }
-  const auto are_vectors = [&](const void* base, int64_t request, int64_t token, int64_t head) {
-    const auto reach = [](int64_t stride, int64_t n) { return n > 1 ? (stride < 0 ? -stride : stride) * n : 0; };
-    return p.head_dim % 8 == 0 && rows_aligned(base, size_of(p.dtype), 16, request, token, head) &&
-           reach(token, p.seqlen_q) + reach(head, p.num_q_heads) < int64_t{1} << 31;
-  };
-  boxes.vector_queries = are_vectors(p.q, p.q_stride_request, p.q_stride_token, p.q_stride_head);
-  boxes.vector_out = are_vectors(p.out, p.out_stride_request, p.out_stride_token, p.out_stride_head);
-  boxes.q_token = static_cast<int>(p.q_stride_token), boxes.q_head = static_cast<int>(p.q_stride_head);
-  boxes.out_token = static_cast<int>(p.out_stride_token), boxes.out_head = static_cast<int>(p.out_stride_head);
   return boxes;
 }
 

@@ -28,7 +28,7 @@ class LoneWarp {
   static constexpr int kQueueBytes = 32 * 32;  // shared memory of a warp
 
   // Whether a call is of this kind: the same for all CTAs.
-  __device__ static __forceinline__ bool serves(const Params& p, const Shape& shape, const Boxes& boxes) {
+  __host__ __device__ static __forceinline__ bool serves(const Params& p, const Shape& shape, const Boxes& boxes) {
     return boxes.vector_queries && boxes.vector_out && shape.vector_keys && shape.same_strides &&
            p.head_dim % 16 == 0 && !p.tree_mask && !p.report && is_short(shape.k_page) && is_short(shape.k_token);
   }
@@ -40,10 +40,10 @@ class LoneWarp {
     lane_ = __shfl_sync(~0u, lane, lane);  // kept, and not read from its slow register time and again
   }
 
-  // All works of the part that are this warp's.
-  __device__ __forceinline__ void run(const SplitKvEntry& entry) {
-    begin_work_ = entry.begin_work;
-    num_units_ = ((entry.end_work - entry.begin_work) * blocks() - warp_ + warps_ - 1) / warps_;
+  // Of works [begin_work, end_work) those of up to so many tokens that are this warp's.
+  __device__ __forceinline__ void run(int begin_work, int end_work, int most_tokens) {
+    begin_work_ = begin_work, most_tokens_ = most_tokens;
+    num_units_ = (max_of(end_work - begin_work, 0) * blocks() - warp_ + warps_ - 1) / warps_;
     if (p_.head_dim == kHeadDim) {
       attend<true>();
     } else {
@@ -79,11 +79,13 @@ class LoneWarp {
       const float score_scale = place_queries(kv_head, queries);
       float out[kDimTiles][4] = {};
       float row_max = -INFINITY, row_sum = 0.f;
+      bool brings;  // the group behind
 #pragma unroll 1
       for (int token = range.x;; token += 16) {
         float scores[4];
         multiply_keys<kWhole>(keys, queries, scores);
-        const bool last = token + 16 >= end, brings = more;
+        const bool last = token + 16 >= end;
+        brings = more;
         if constexpr (!kValuesAhead) load_values<kWhole>(row, values);
         if (brings) {
           row = row_of_key();
@@ -118,7 +120,7 @@ class LoneWarp {
         if (last) break;
       }
       store<kWhole>(request, kv_head, row_number, token_of_row, row_max, row_sum, out);
-      if (unit + 1 >= num_units_) return;
+      if (!brings) return;
     }
   }
 
@@ -142,38 +144,50 @@ class LoneWarp {
   __device__ __forceinline__ int g() const { return static_cast<int>(lane_ / 4); }
   __device__ __forceinline__ int t() const { return static_cast<int>(lane_ % 4); }
 
-  __device__ static bool is_short(int64_t stride) { return stride >= 0 && stride < int64_t{1} << 31; }
+  __host__ __device__ static bool is_short(int64_t stride) { return stride >= 0 && stride < int64_t{1} << 31; }
   __device__ int blocks() const { return kMostBlocks == 2 && shape_.rows > 8 ? 2 : 1; }
 
-  // Half the queue: the warp's units from number `first` on, a block of rows of a work each. A lane finds one of them.
-  __device__ __forceinline__ void fill_queue(unsigned first) {
-    const unsigned number = first + lane_;
+  // Puts those of the next units that are short enough into the queue, a block of rows of a work each. A lane looks at
+  // one of them. They are half the queue at most.
+  __device__ __forceinline__ void fill_queue() {
+    const unsigned number = looked_at_ + lane_;
     __syncwarp();
+    bool is_short = false;
+    int request, kv_head, block, length, begin, end;
     if (lane_ < kQueue / 2 && number < num_units_) {
-      const int unit = warp_ + static_cast<int>(number) * warps_, block = blocks() == 2 ? unit & 1 : 0;
+      const int unit = warp_ + static_cast<int>(number) * warps_;
+      block = blocks() == 2 ? unit & 1 : 0;
       const int work = begin_work_ + (blocks() == 2 ? unit >> 1 : unit);
-      int request = work, kv_head = part_;
+      request = work, kv_head = part_;
       if (shape_.heads_side_by_side) {
         kv_head -= shape_.by_kv_heads.divide(part_) * p_.num_kv_heads;
       } else {
         request = shape_.by_kv_heads.divide(work), kv_head = work - request * p_.num_kv_heads;
       }
-      const int length = length_of(__ldg(p_.cache_seqlens + request));
+      length = length_of(__ldg(p_.cache_seqlens + request));
       const KvRange keys = visible_keys(length, p_.seqlen_q, p_.window_left);
       const int tokens = p_.page_table.kv_indptr ? p_.page_table.num_tokens(request) : p_.table_tokens;
-      const auto cells = reinterpret_cast<uint64_t>(p_.page_table.row(request));
-      queue_[number % kQueue * 2] = make_int4(request, kv_head, block, length);
-      queue_[number % kQueue * 2 + 1] =
-          make_int4(keys.begin, min_of(keys.end, tokens), static_cast<int>(cells), static_cast<int>(cells >> 32));
+      begin = keys.begin, end = min_of(keys.end, tokens);
+      is_short = end - begin <= most_tokens_;
     }
+    const uint32_t found = __ballot_sync(~0u, is_short);
+    if (is_short) {
+      const unsigned place = (queued_ + __popc(found & ((1u << lane_) - 1))) % kQueue;
+      const auto cells = reinterpret_cast<uint64_t>(p_.page_table.row(request));
+      queue_[place * 2] = make_int4(request, kv_head, block, length);
+      queue_[place * 2 + 1] = make_int4(begin, end, static_cast<int>(cells), static_cast<int>(cells >> 32));
+    }
+    queued_ += __popc(found), looked_at_ += kQueue / 2;
     __syncwarp();
   }
 
   // Goes to the next unit, whose keys are to be brought; false when there is none. It stands in the queue until it has
   // been computed: that is never more than two units later.
   __device__ __forceinline__ bool enter_unit() {
-    if (entered_ >= num_units_) return false;
-    if (entered_ % (kQueue / 2) == 0) fill_queue(entered_);
+    while (entered_ == queued_) {
+      if (looked_at_ >= num_units_) return false;
+      fill_queue();
+    }
     const int4 range = queue_[entered_ % kQueue * 2 + 1];
     const int kv_head = reinterpret_cast<const int*>(queue_)[entered_ % kQueue * 8 + 1];
     ++entered_;
@@ -457,9 +471,10 @@ class LoneWarp {
   int4* const queue_;
   uint32_t lane_;
   const int part_, warp_, warps_;
-  int begin_work_ = 0;
-  unsigned num_units_ = 0, entered_ = 0;  // of this warp
-  int token_ = 0, end_token_ = 0;         // of the group that `look_up` asked for, and of its unit
+  int begin_work_ = 0, most_tokens_ = 0;
+  unsigned num_units_ = 0;                             // of this warp
+  unsigned looked_at_ = 0, queued_ = 0, entered_ = 0;  // of these; those that are short enough, and of them
+  int token_ = 0, end_token_ = 0;                      // of the group that `look_up` asked for, and of its unit
   const int32_t* cells_ = nullptr;
   const char* pages_ = nullptr;
   int page_ = 0, in_page_ = 0;

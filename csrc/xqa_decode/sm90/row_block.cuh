@@ -41,7 +41,8 @@ struct RowBlock : RowState<Tr> {
     }
   };
 
-  // scores = keys x queries^T, in flight.
+  // scores = keys x queries^T, in flight; of the first kColumns.
+  template <int kColumns = Tr::kHeadDim>
   __device__ __forceinline__ static void multiply_keys(uint32_t keys, uint32_t queries, float (&scores)[kScores]) {
     const Descriptor key(hopper::operand_descriptor(keys)), query(hopper::operand_descriptor(queries));
     hopper::wgmma_fence();
@@ -49,6 +50,7 @@ struct RowBlock : RowState<Tr> {
     for (int b = 0; b < Tr::kBlocks; ++b) {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
+        if (b * 64 + k * 16 >= kColumns) break;
         hopper::wgmma_rows<T, 0, 0>(scores, key.at(b * (hopper::kTileBytes >> 4) + k * hopper::kStepKMajor),
                                     query.at(b * (Tr::kRows * 128 >> 4) + k * hopper::kStepKMajor), b + k > 0);
       }

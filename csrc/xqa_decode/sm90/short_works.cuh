@@ -1,4 +1,6 @@
 #pragma once
+#include <climits>
+
 #include "xqa_decode/cuda/kernel.cuh"
 #include "xqa_decode/cuda/work_walk.cuh"
 #include "xqa_decode/sm90/lone_warp.cuh"
@@ -14,7 +16,9 @@ inline constexpr int kMostShortTokens = 128;  // of a short work; half of them i
 inline constexpr int kFewestShortWorks = 4;   // of a part; of half their tokens LoneWarp takes two, too
 // Of the longest work, for each work of the part: in the time that a warp needs for it the others do theirs, of which
 // each would keep all of the CTA waiting.
-inline constexpr int kMostTokensBesideWork = 16;
+inline constexpr int kMostTokensBesideWork = 16, kMostTokensBesideLoneWork = 8;
+// Of a part with longer works beside, LoneWarp takes the short ones from so many on, and the group the others after it.
+inline constexpr int kFewestBesideLong = 8;
 
 // The portable kernel's traits, for a warp alone. Its rows are a power of two.
 inline constexpr int portable_head_dim(int head_dim) { return head_dim == 192 ? 256 : head_dim; }
@@ -49,29 +53,40 @@ inline constexpr bool kHasLoneWarps = kHasShortWorks<Tr> && Tr::kHeadDim <= (Tr:
 template <class Tr>
 inline constexpr bool kHasAnyShortWorks = kHasShortWorks<Tr> && (Tr::kRows == 8 || !Tr::kFp8);
 
-// Whether the part has many works, all of them whole, and short but for some. Every warp finds that out by itself.
-template <class Tr>
-__device__ __forceinline__ bool all_short(const Params& p, const Shape& shape, const SplitKvEntry& entry, bool lone,
-                                          int lane) {
+// Which of a part's works are short.
+enum class ShortPart { kNone, kSome, kAll };
+
+// kAll: the part has many works, all of them whole, and short but for some. kSome: many are short and whole, which
+// `lone` warps take alone. Every warp finds that out by itself.
+__device__ __forceinline__ ShortPart find_short(const Params& p, const Shape& shape, const SplitKvEntry& entry,
+                                                bool lone, int lane) {
   const int works = entry.end_work - entry.begin_work;
-  if (works < (lone ? kFewestShortWorks / 2 : kFewestShortWorks) || p.fixed_split_tokens != 0) return false;
-  if (entry.begin_tile > 0 || entry.end_tile > 0) return false;
-  if (entry.begin_num_splits > 1 || entry.last_num_splits > 1) return false;
+  if (works < (lone ? kFewestShortWorks / 2 : kFewestShortWorks) || p.fixed_split_tokens != 0) return ShortPart::kNone;
+  const bool whole =
+      entry.begin_tile == 0 && entry.end_tile == 0 && entry.begin_num_splits <= 1 && entry.last_num_splits <= 1;
+  if (!whole && !lone) return ShortPart::kNone;
   const bool whole_requests = shape.heads_side_by_side;
   const int first = whole_requests ? entry.begin_work : shape.by_kv_heads.divide(entry.begin_work);
   const int last = whole_requests ? entry.end_work - 1 : shape.by_kv_heads.divide(entry.end_work - 1);
-  int longest = 0;
+  int longest = 0, shorts = 0;
   unsigned total = 0;
 #pragma unroll 1
   for (int request = first + lane; request <= last; request += 32) {
     const KvRange keys = visible_keys(length_of(__ldg(p.cache_seqlens + request)), p.seqlen_q, p.window_left);
     const int tokens = min_of(keys.end - keys.begin, 1 << 16);
-    longest = max_of(longest, tokens), total += tokens;
+    longest = max_of(longest, tokens), total += tokens, shorts += tokens <= kMostShortTokens;
   }
   longest = __reduce_max_sync(~0u, longest);
-  if (longest <= (works < kFewestShortWorks ? kMostShortTokens / 2 : kMostShortTokens)) return true;
-  return longest <= kMostTokensBesideWork * works &&
-         __reduce_add_sync(~0u, total) <= static_cast<unsigned>(kMostShortTokens / 2) * (last - first + 1);
+  if (whole) {
+    if (longest <= (works < kFewestShortWorks ? kMostShortTokens / 2 : kMostShortTokens)) return ShortPart::kAll;
+    if (longest <= (lone ? kMostTokensBesideLoneWork : kMostTokensBesideWork) * works &&
+        __reduce_add_sync(~0u, total) <= static_cast<unsigned>(kMostShortTokens / 2) * (last - first + 1)) {
+      return ShortPart::kAll;
+    }
+  }
+  if (!lone || works < kFewestBesideLong) return ShortPart::kNone;
+  const int heads = whole_requests ? 1 : p.num_kv_heads;
+  return __reduce_add_sync(~0u, shorts) * heads >= kFewestBesideLong ? ShortPart::kSome : ShortPart::kNone;
 }
 
 // The queries of a warp's works, one after the other.
@@ -199,24 +214,33 @@ __device__ __forceinline__ void attend_short_works(const Params& p, const Shape&
   }
 }
 
-// Whether the part was one of short works, and this warp has done its own.
+// Does this warp's share of the part's short works, and says which they were.
 template <class Tr>
-__device__ __forceinline__ bool take_short_works(const Params& p, const Shape& shape, const Boxes& boxes,
-                                                 const SplitKvEntry& entry, int part, uint8_t* smem, int warp,
-                                                 int lane) {
+__device__ __forceinline__ ShortPart take_short_works(const Params& p, const Shape& shape, const Boxes& boxes,
+                                                      const SplitKvEntry& entry, int part, uint8_t* smem, int warp,
+                                                      int lane) {
   bool lone = false;
   if constexpr (kHasLoneWarps<Tr>) lone = LoneWarp<Tr>::serves(p, shape, boxes);
-  if (!lone && !kHasAnyShortWorks<Tr>) return false;
-  if (!all_short<Tr>(p, shape, entry, lone, lane)) return false;
+  if (!lone && !kHasAnyShortWorks<Tr>) return ShortPart::kNone;
+  const ShortPart found = find_short(p, shape, entry, lone, lane);
+  if (found == ShortPart::kNone) return found;
   if constexpr (kHasLoneWarps<Tr>) {
     if (lone) {
       auto* const queue = reinterpret_cast<int4*>(smem + warp * LoneWarp<Tr>::kQueueBytes);
-      LoneWarp<Tr>(p, shape, boxes, part, warp, Tr::kAllThreads / 32, queue, lane).run(entry);
-      return true;
+      const bool all = found == ShortPart::kAll;
+      const WholeWorks whole(entry);
+      LoneWarp<Tr>(p, shape, boxes, part, warp, Tr::kAllThreads / 32, queue, lane)
+          .run(whole.begin, whole.end, all ? INT_MAX : kMostShortTokens);
+      if (!all) {
+        // Tiles come to where the queues lie.
+        hopper::fence_async_proxy();
+        __syncthreads();
+      }
+      return found;
     }
   }
   if constexpr (kHasAnyShortWorks<Tr>) attend_short_works<Tr>(p, shape, boxes, entry, part, smem, warp, lane);
-  return true;
+  return ShortPart::kAll;
 }
 
 }  // namespace attnops::xqa_decode::sm90

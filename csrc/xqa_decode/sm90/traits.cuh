@@ -46,6 +46,9 @@ struct Traits {
   static constexpr int kAllThreads = kThreads + (kMovesRegisters || kWidensAhead ? 128 : 32 * kBringers);
   static constexpr int kTileTokens = 64;
   static constexpr int kBlocks = kHeadDim / 64;  // 64 x 64 blocks of a tile of keys or of values
+  // The last columns of a tile, which rows of smaller head dims lack: many rows neither widen them nor multiply them
+  // with queries.
+  static constexpr int kTail = kHeadDim == 256 ? 64 : kHeadDim > 64 ? 32 : 0;
   // Lines of 128 bytes in a tile's row, of which rows of 64 bytes fill a half.
   static constexpr int kColumns = ceil_div(kHeadDim * (kWidensAhead ? 2 : static_cast<int>(sizeof(Element))), 128);
 
@@ -129,6 +132,12 @@ constexpr bool widens_ahead() {
   }
 }
 
+// Whether rows have the last columns of a tile.
+template <class Tr>
+__device__ __forceinline__ bool has_tail(const Params& p) {
+  return p.head_dim > Tr::kHeadDim - Tr::kTail;
+}
+
 // What warps know that bring tiles: where those become fp16 on the way, of the ring before that.
 template <class Tr>
 struct RawTraits : Tr {
@@ -186,6 +195,7 @@ struct Boxes {
   int runs;           // of box tokens in a tile
   int count;          // of boxes in a unit
   int units_of_long;  // on their way at a time, of a long piece
+  bool lone_works;    // whether a launch ahead has done short works: fp8/lone_works.cuh
   int row_blocks;     // of a work, a CTA each; 1: a CTA passes over the keys for one block after the other
   // Rows of q, and of out, start on 16-byte boundaries, head_dim is a multiple of 8, and from one row of a request to
   // another it is a number of 32 bits. Strides in elements, where that is so.

@@ -41,6 +41,7 @@ struct WideBlock {
   // and g + 8 have their own.
   static constexpr int kScales = Tr::kFp8 ? 2 : 1;
   float score_scale[kScales], scale[kScales];
+  bool tail;  // whether rows have the last columns
 
   __device__ __forceinline__ void begin(float to_log2, float logit_cap) {
     score_scale[0] = to_log2;
@@ -69,15 +70,23 @@ struct WideBlock {
     }
   }
 
-  // scores = queries x keys^T, in flight.
+  // scores = queries x keys^T, in flight. Jumps within a product would take it apart: so there are two.
   __device__ __forceinline__ void multiply_keys(uint32_t keys, uint32_t queries, float (&scores)[kScores]) {
+    if (Tr::kTail > 0 && !tail) {
+      multiply_columns<Tr::kHeadDim - Tr::kTail>(keys, queries, scores);
+    } else {
+      multiply_columns<Tr::kHeadDim>(keys, queries, scores);
+    }
+  }
+  template <int kColumns>
+  __device__ __forceinline__ void multiply_columns(uint32_t keys, uint32_t queries, float (&scores)[kScores]) {
     if constexpr (!Tr::kKeepsQueries) {
-      Narrow::multiply_keys(queries, keys, scores);  // both have 64 rows
+      Narrow::template multiply_keys<kColumns>(queries, keys, scores);  // both have 64 rows
     } else {
       const Descriptor key(hopper::operand_descriptor(keys));
       hopper::wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < kQuerySteps; ++k) {
+      for (int k = 0; k < kColumns / 16; ++k) {
         hopper::wgmma_rows<T, 0>(scores, query[k],
                                  key.at(k / 4 * (hopper::kTileBytes >> 4) + k % 4 * hopper::kStepKMajor), k > 0);
       }

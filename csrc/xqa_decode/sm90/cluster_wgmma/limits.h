@@ -141,7 +141,7 @@ inline std::string reject_team(const Params& p) {
 
 inline std::string reject_cluster_wgmma(const Params& p) {
   const std::string reason = reject_team(p);
-  return reason.empty() ? reject(p) : reason;
+  return reason.empty() ? reject_boxes(p) : reason;
 }
 
 // Those that do not fold.

@@ -17,17 +17,17 @@ class Consumer {
   }
 
   __device__ __forceinline__ void run(Walk<Tr>& piece) {
-    fetch_queries(piece);
+    if (!piece.is_left_out()) fetch_queries(piece);
     bool more = true;
 #pragma unroll 1
     while (more) {
       WorkPlace place{piece.work(), piece.request(), piece.kv_head()};
       if (piece.overflows()) {
-        if (piece.starts_work() && piece.last_row_block()) {
+        if (!piece.is_left_out() && piece.starts_work() && piece.last_row_block()) {
           store_nan(p_, shape_, place, piece.splits(), Tr::kThreads, own_thread<Tr>());
         }
         more = piece.next();
-        if (more) fetch_queries(piece);
+        if (more && !piece.is_left_out()) fetch_queries(piece);
         continue;
       }
       RowBlock<Tr> block;
@@ -46,7 +46,7 @@ class Consumer {
       const Splits splits = piece.splits();
       const bool merge = splits.count > 1 && splits.arrivals > 0 && piece.last_row_block(), last = piece.is_last();
       more = piece.next();
-      if (more) fetch_queries(piece);  // nobody has to wait for them before these results are stored
+      if (more && !piece.is_left_out()) fetch_queries(piece);  // nobody has to wait before these results are stored
       if (splits.count == 1) {
         store_rows(p_, shape_, place, block, first_row);
       } else {

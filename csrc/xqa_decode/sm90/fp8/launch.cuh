@@ -6,15 +6,17 @@
 
 namespace attnops::xqa_decode::sm90::fp8 {
 
+// `lone_works`: whether short works have their own launch ahead.
 template <class Tr>
-void launch_traits(const Params& p, cudaStream_t stream) {
+void launch_traits(const Params& p, bool lone_works, cudaStream_t stream) {
   const Shape shape = make_shape(p, Tr::kRows, 1);
   const CUtensorMap keys = make_map<Tr>(p, p.k_pages, p.k_stride_token, p.k_stride_head, p.k_stride_page);
   const CUtensorMap values = make_map<Tr>(p, p.v_pages, p.v_stride_token, p.v_stride_head, p.v_stride_page);
   constexpr int kBytes = SharedLayout<Tr>::kBytes;
   const LaunchShape grid{p.num_sm_parts / Tr::kHeads, Tr::kAllThreads, kBytes, kBytes};
-  launch_dependent<&xqa_decode_sm90_fp8_kernel<Tr>>("xqa_decode", grid, stream, p, shape, make_boxes<Tr>(p), keys,
-                                                    values);
+  Boxes boxes = make_boxes<Tr>(p);
+  boxes.lone_works = lone_works;
+  launch_dependent<&xqa_decode_sm90_fp8_kernel<Tr>>("xqa_decode", grid, stream, p, shape, boxes, keys, values);
 }
 
 // Whether the parts of two neighbouring heads walk the same tiles, and compute all of them.
@@ -36,17 +38,20 @@ void launch(const Params& p, cudaStream_t stream) {
       return sm90::launch_traits<FoldTraits<16, 3, 5>>(p, stream);
     }
   }
+  const bool lone_works = launch_lone_works(p, stream);
   // Several short pieces a part, by the room in the page table: the next ones should be there when they begin.
   constexpr int kShort = 2048;
   const bool many = p.batch_size * p.num_kv_heads > 2 * p.num_sm_parts && most_visible_tokens(p) <= kShort;
   // Rows of two heads are nearly whole lines.
   const bool thin = p.head_dim <= 96 && p.k_stride_head < p.k_stride_token;
   if constexpr (!kGathers) {
-    if (few && (many || thin) && heads_pair_up(p)) return launch_traits<Traits<8, kGathers, 12, 2>>(p, stream);
+    if (few && (many || thin) && heads_pair_up(p)) {
+      return launch_traits<Traits<8, kGathers, 12, 2>>(p, lone_works, stream);
+    }
   }
   // A ring that is deeper than tiles need is room for one more warp where all works of a part are short.
-  if (few) return launch_traits<Traits<8, kGathers, 12>>(p, stream);
-  launch_traits<Traits<16, kGathers>>(p, stream);
+  if (few) return launch_traits<Traits<8, kGathers, 12>>(p, lone_works, stream);
+  launch_traits<Traits<16, kGathers>>(p, lone_works, stream);
 }
 
 }  // namespace attnops::xqa_decode::sm90::fp8

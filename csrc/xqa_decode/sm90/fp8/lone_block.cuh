@@ -21,6 +21,7 @@ struct LoneBlock : RowBlock<Tr> {
   uint32_t values[kSteps][4];  // of that with probabilities
   uint32_t scales;             // where the scales of this lane's rows are, and behind kRows floats what is left of them
   bool joined;                 // whether all of them is left for the exponent
+  bool tail;                   // whether rows have the last columns
 
   __device__ __forceinline__ void begin(uint32_t row_scales, bool scales_join) {
     scales = row_scales + threadIdx.x % 4 * 8, joined = scales_join;
@@ -33,6 +34,7 @@ struct LoneBlock : RowBlock<Tr> {
     const uint32_t own = tile + key_offset(warp(), lane());
 #pragma unroll
     for (int first = 0; first < Tr::kHeadDim / 16; first += kSteps) {
+      if (may_lack(16 * first) && !tail) continue;
       uint32_t raw[kSteps / 2][4];  // two steps each
 #pragma unroll
       for (int i = 0; i < kSteps / 2; ++i) {
@@ -61,6 +63,7 @@ struct LoneBlock : RowBlock<Tr> {
     const uint32_t own = tile + value_offset(warp(), lane());
 #pragma unroll
     for (int first = 0; first < Tr::kBlocks; first += kBlocks) {
+      if (may_lack(64 * first) && !tail) continue;
       uint32_t raw[kBlocks][2][4];  // 32 keys each
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
@@ -123,6 +126,9 @@ struct LoneBlock : RowBlock<Tr> {
   }
 
  private:
+  // Whether rows may lack the columns from `column` on.
+  static constexpr bool may_lack(int column) { return Tr::kHeadDim > 128 && column >= Tr::kHeadDim - Tr::kTail; }
+
   __device__ __forceinline__ static int warp() { return threadIdx.x / 32; }
   __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
 };

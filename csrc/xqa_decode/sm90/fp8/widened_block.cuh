@@ -73,7 +73,7 @@ struct WidenedBlock : ScaledBlock<Tr> {
 
  private:
   // A tile of 64 rows under the 128-byte swizzle to one of fp16, in blocks of 64 columns.
-  __device__ __forceinline__ static void widen(uint32_t from, uint32_t to) {
+  __device__ __forceinline__ void widen(uint32_t from, uint32_t to) const {
     constexpr int kChunks = Tr::kHeadDim / 16;  // of a row, 16 elements each; a thread has every second
     const int row = threadIdx.x % 64, first = threadIdx.x / 64;
     from += hopper::swizzled(row, first), to += hopper::swizzled(row, 2 * first);
@@ -81,6 +81,7 @@ struct WidenedBlock : ScaledBlock<Tr> {
     asm volatile("" : "+r"(from), "+r"(to));
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; chunk += 2) {
+      if (chunk * 16 >= Tr::kHeadDim - Tr::kTail && !Base::tail) continue;
       uint32_t raw[4], wide[8];
       asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                    : "=r"(raw[0]), "=r"(raw[1]), "=r"(raw[2]), "=r"(raw[3])

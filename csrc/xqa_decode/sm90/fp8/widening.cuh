@@ -16,8 +16,9 @@ namespace attnops::xqa_decode::sm90::fp8 {
 template <class Tr>
 class WideningWarp {
  public:
-  __device__ __forceinline__ WideningWarp(uint32_t shared, int warp, int lane)
-      : shared_(shared), warp_(warp), lane_(lane) {}
+  // `tail`: whether rows have the last columns.
+  __device__ __forceinline__ WideningWarp(uint32_t shared, int warp, int lane, bool tail)
+      : shared_(shared), warp_(warp), lane_(lane), items_(tail ? kItems : kLeastItems) {}
 
   __device__ __forceinline__ void widen_pieces(PieceWalk& piece) {
     do {
@@ -30,7 +31,7 @@ class WideningWarp {
   using Raw = RawTraits<Tr>;
   static constexpr int kWarps = Tr::kWideners;
   static constexpr int kParts = Tr::kTileTokens / 32, kColumnBytes = Tr::kTileTokens * 128;
-  static constexpr int kItems = kParts * Tr::kHeadDim / 16;
+  static constexpr int kItems = kParts * Tr::kHeadDim / 16, kLeastItems = kParts * (Tr::kHeadDim - Tr::kTail) / 16;
   static constexpr int kItemsOfWarp = ceil_div(kItems, kWarps);
   static constexpr int kPasses = ceil_div(kItemsOfWarp, Tr::kMovesRegisters&& Tr::kBringerRegisters < 80 ? 3 : 6);
   static constexpr int kAtOnce = ceil_div(kItemsOfWarp, kPasses);
@@ -82,11 +83,11 @@ class WideningWarp {
 
   // Whether this warp has an `i`th item.
   __device__ __forceinline__ bool has_item(int i) const {
-    return (i + 1) * kWarps <= kItems || warp_ + i * kWarps < kItems;
+    return (i + 1) * kWarps <= kLeastItems || warp_ + i * kWarps < items_;
   }
 
   const uint32_t shared_;
-  const int warp_, lane_;
+  const int warp_, lane_, items_;
   RingPlace<Raw> from_;
   RingPlace<Tr> to_;
 };
