@@ -1,11 +1,30 @@
 #include "core/impl_table.h"
 #include "device/common/launch_dependent.cuh"
+#include "device/common/pdl.cuh"
 #include "fp4_kv/cuda/decode.cuh"
 #include "fp4_kv/cuda/latents.cuh"
 #include "fp4_kv/cuda/launch.h"
 #include "fp4_kv/cuda/merge.cuh"
 
 namespace attnops::fp4_kv {
+
+template <typename T, int kDim, int kRowTiles, bool kInPages>
+__global__ void __launch_bounds__(kWarps * 32, kRowTiles == 1 ? 4 : 2)
+    fp4_decode_kernel(const __grid_constant__ DecodeParams p) {
+  extern __shared__ __align__(128) uint8_t fp4_shared_memory[];
+  wait_for_earlier_kernels();
+  const int64_t work = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  const int64_t works = int64_t{p.batch_size} * p.num_kv_heads * p.num_splits;
+  if (__any_sync(~0u, work < works)) {
+    const int kv_head = static_cast<int>(work % p.num_kv_heads);
+    const int64_t rest = work / p.num_kv_heads;
+    const int split = static_cast<int>(rest % p.num_splits), request = static_cast<int>(rest / p.num_splits);
+    const uint32_t shared = smem_address(fp4_shared_memory) + threadIdx.x / 32 * kWarpBytes<kDim>;
+    WarpDecode<T, kDim, kRowTiles, kInPages>(p, shared, request, kv_head, split).run();
+  }
+  let_next_kernel_start();
+}
+
 namespace {
 
 bool aligned(const Pages& pages, int64_t codes, int64_t scales) {

@@ -1,10 +1,8 @@
 #pragma once
-#include <climits>
-
-#include "device/common/pdl.cuh"
 #include "device/sm80/cp_async.cuh"
 #include "device/sm80/mma.cuh"
 #include "fp4_kv/cuda/codes.cuh"
+#include "fp4_kv/cuda/tile.cuh"
 #include "fp4_kv/params.h"
 #include "scheduler/split_kv.h"
 
@@ -14,37 +12,6 @@
 // Codes come into shared memory as they lie in pages, two tiles ahead, and from there in the order in which a lane's
 // fragments want them: which dims a step of the first product holds, and which a tile of the second, is free.
 namespace attnops::fp4_kv {
-
-inline constexpr int kTileKeys = 32, kWarps = 4, kRowsOfTile = 8, kStages = 3;
-
-// Whether a tile of keys lies in one page, and all strides within 31 bits.
-__host__ __device__ inline bool tiles_in_pages(const DecodeParams& p, int tile_keys) {
-  const auto near = [&](int64_t stride) { return stride >= 0 && stride < INT_MAX / tile_keys; };
-  const auto all_near = [&](const Pages& pages) {
-    return near(pages.codes_stride_page) && near(pages.scales_stride_page) && near(pages.codes_stride_token) &&
-           near(pages.scales_stride_token);
-  };
-  return p.page_table.page_size % tile_keys == 0 && all_near(p.k) && all_near(p.v);
-}
-
-// Whether rows of scales start on boundaries of so many bytes.
-__host__ __device__ inline bool scales_on(const Pages& pages, int bytes) {
-  const int64_t all = reinterpret_cast<intptr_t>(pages.scales) | pages.scales_stride_page | pages.scales_stride_token |
-                      pages.scales_stride_head;
-  return all % bytes == 0;
-}
-
-// A tile of one side in shared memory: rows of codes, rows of scales. Of values, see `value_chunk`.
-template <int kDim>
-struct SideTile {
-  static constexpr int kRowBytes = kDim / 2, kScaleBytes = kDim / 16;
-  static constexpr int kScalesAt = kTileKeys * kRowBytes, kBytes = kScalesAt + kTileKeys * kScaleBytes;
-  static_assert(kBytes % 128 == 0);
-};
-
-// Keys of kStages tiles, then their values.
-template <int kDim>
-inline constexpr int kWarpBytes = SideTile<kDim>::kBytes * 2 * kStages;
 
 // Lane = 4 g + t. Index m of 16 keys, in both products, is key `order(m)` of them: a lane has indices g and g + 8 of K,
 // and 2 t + {0, 1, 8, 9} of V, which are keys 4 t + 0 .. 3.
@@ -515,22 +482,5 @@ class WarpDecode {
   float out_[kSteps][kRowTiles][4];
   float top_[kRowTiles][2], sum_[kRowTiles][2];  // of rows 2 t and 2 t + 1; sums of this lane's keys
 };
-
-template <typename T, int kDim, int kRowTiles, bool kInPages>
-__global__ void __launch_bounds__(kWarps * 32, kRowTiles == 1 ? 4 : 2)
-    fp4_decode_kernel(const __grid_constant__ DecodeParams p) {
-  extern __shared__ __align__(128) uint8_t fp4_shared_memory[];
-  wait_for_earlier_kernels();
-  const int64_t work = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
-  const int64_t works = int64_t{p.batch_size} * p.num_kv_heads * p.num_splits;
-  if (__any_sync(~0u, work < works)) {
-    const int kv_head = static_cast<int>(work % p.num_kv_heads);
-    const int64_t rest = work / p.num_kv_heads;
-    const int split = static_cast<int>(rest % p.num_splits), request = static_cast<int>(rest / p.num_splits);
-    const uint32_t shared = smem_address(fp4_shared_memory) + threadIdx.x / 32 * kWarpBytes<kDim>;
-    WarpDecode<T, kDim, kRowTiles, kInPages>(p, shared, request, kv_head, split).run();
-  }
-  let_next_kernel_start();
-}
 
 }  // namespace attnops::fp4_kv
