@@ -147,7 +147,7 @@ class FmhaPlans:
 
         `max_seqlen_q`: No request brings more tokens; 0: unknown. A step of few may go by `xqa_decode`'s kernels.
         """
-        few = self._decode_plans(batch_size, max_seqlen_q) if -1 in self._whole and batch_size else None
+        few = self._decode_plan(batch_size, self.decode_tokens(max_seqlen_q))
         return {
             window: dataclasses.replace(
                 plan,
@@ -157,14 +157,23 @@ class FmhaPlans:
             for window, plan in self._whole.items()
         }
 
-    def _decode_plans(self, batch_size: int, max_seqlen_q: int) -> XqaDecodePlan | None:
+    def decode_tokens(self, max_seqlen_q: int) -> int:
+        """Query tokens of a request that the plans of `xqa_decode` in such a step's views are for; 0: without them.
+
+        Steps of one shape have the same views where this is the same.
+        """
         spec = self._spec
-        if spec.is_mla or spec.attn_type is not AttentionType.DECODER or spec.head_dim != spec.v_head_dim:
-            return None
+        if -1 not in self._whole or spec.is_mla or spec.attn_type is not AttentionType.DECODER:
+            return 0
+        if spec.head_dim != spec.v_head_dim:
+            return 0
         heads = (spec.num_q_heads, spec.num_kv_heads, spec.head_dim)
-        tokens = tokens_for_decode(max_seqlen_q, *heads, not spec.deterministic, self._device)
-        if not tokens:
+        return tokens_for_decode(max_seqlen_q, *heads, not spec.deterministic, self._device)
+
+    def _decode_plan(self, batch_size: int, tokens: int) -> XqaDecodePlan | None:
+        if not batch_size or not tokens:
             return None
+        spec = self._spec
         if tokens not in self._decode:
             self._decode[tokens] = DecodePlans(spec, self._limits, self._max_batch_size, tokens, self._device)
         plan = self._decode[tokens].views(batch_size).get(-1)

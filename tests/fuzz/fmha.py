@@ -91,7 +91,7 @@ def draw_call(draw: Draw, *, paged: bool, fp8_queries: bool = False) -> Call:
     if draw.chance(0.5):
         q[answer.lse == -math.inf] = math.nan
     padding = draw.pick([0, 0, 1, 5])
-    answer = _with_padding(answer, padding)
+    answer = with_padding(answer, padding)
     q = strided(draw, torch.cat([q, torch.full((padding, heads, dim), math.nan)]).to(dtype))
     options = call_options(draw, rules) | {"window_right": rules.window_right}
     options["k_scale"], options["v_scale"] = (
@@ -161,7 +161,7 @@ def right(draw: Draw, *, fp8_queries: bool = False) -> None:
         lse.check("lse")
 
 
-def _with_padding(answer: Answer, padding: int) -> Answer:
+def with_padding(answer: Answer, padding: int) -> Answer:
     """Rows of no request follow: zeros, and -inf."""
     lse = torch.full((padding, answer.lse.shape[1]), -math.inf, dtype=torch.float64)
     out = torch.zeros(padding, *answer.out.shape[1:], dtype=torch.float64)

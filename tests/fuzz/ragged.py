@@ -9,10 +9,11 @@ from attnops import ops
 from attnops.metadata import XqaDecodePlan
 
 from .draw import Draw, Failure
+from .fmha import with_padding
 from .judge import check_attention, check_no_fault, check_same_bits
 from .memory import FP8, Guarded, Paging, fill_pages, poisoned, strided
 from .options import FP8_KINDS, call_options, draw_scales, new_report, real, set_isa, stored
-from .oracle import Answer, Rules, attend, used_keys
+from .oracle import Rules, attend, used_keys
 from .xqa import DIMS, PAGE_SIZES, draw_dtypes, draw_heads, draw_pools, mode_of_pages
 
 
@@ -23,19 +24,6 @@ def _rules(draw: Draw, heads: int, dim: int) -> Rules:
         causal=draw.chance(0.75),
         cap=0.0 if draw.chance(0.75) else draw.random.uniform(0.5, 30.0),
         sinks=2 * draw.normal(heads) if draw.chance(0.3) else None,
-    )
-
-
-def _padded(answer: Answer, rows: int) -> Answer:
-    """Rows of no request follow: zeros, and -inf."""
-    lse = torch.full((rows, answer.lse.shape[1]), -math.inf, dtype=torch.float64)
-    out = torch.zeros(rows, *answer.out.shape[1:], dtype=torch.float64)
-    nothing = torch.zeros_like(lse)
-    return Answer(
-        torch.cat([answer.out, out]),
-        torch.cat([answer.lse, lse]),
-        torch.cat([answer.noise, nothing]),
-        torch.cat([answer.total, lse]),
     )
 
 
@@ -75,7 +63,7 @@ def right(draw: Draw) -> None:
     fill_pages(k_pages, paging.slots[used], k[used])
     fill_pages(v_pages, paging.slots[used], v[used])
     q = draw.normal(sum(counts), heads, dim).to(dtype)
-    answer = _padded(attend(q.double(), real(k, k_scale), real(v, v_scale), counts, lengths, rules), padding)
+    answer = with_padding(attend(q.double(), real(k, k_scale), real(v, v_scale), counts, lengths, rules), padding)
     q = torch.cat([q, torch.full((padding, heads, dim), math.nan, dtype=dtype)])
     q = strided(draw, q) if on_cpu else q.to(draw.device)
     bounds = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(draw.device)

@@ -6,36 +6,23 @@ import math
 import pytest
 import torch
 from attnops import info, ops
-from attnops.metadata import FmhaPlan, XqaDecodePlan
+from attnops.metadata import FmhaPlan
 from checks import assert_attention_close, assert_lse_close
 from problems import FP8, HUGE_INDEX, paged_problem
+from xqa_decoding import make_plan
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BF16, FP16 = torch.bfloat16, torch.float16
 LENGTHS, TOKENS = [300, 7, 65, 40, 1000, 128, 3], [1, 3, 0, 4, 2, 4, 3]
 
 
-def plan_for(problem, most: int, **options) -> XqaDecodePlan:
-    plan = XqaDecodePlan.allocate(
-        problem.batch_size,
-        seqlen_q=most,
-        num_q_heads=problem.q.shape[1],
-        num_kv_heads=problem.k_pages.shape[2],
-        head_dim=problem.q.shape[2],
-        device=problem.q.device,
-        **options,
-    )
-    plan.out_partial.fill_(math.nan)
-    plan.lse_partial.fill_(math.nan)
-    ops.xqa_decode_plan(plan, problem.cache_seqlens)
-    return plan
-
-
 def attend(problem, most, *, padding=0, csr=False, parts=3, fixed=0, plan=None, **options):
     """(out, lse) with NaN in the rows of q behind the last request, and in what is written."""
     q = torch.cat([problem.q, problem.q.new_full((padding, *problem.q.shape[1:]), math.nan)])
     cuts = {"fixed_split_tokens": fixed, "max_seqlen_k": 4096} if fixed else {}
-    plan = plan or plan_for(problem, most, num_sm_parts=parts, **cuts)
+    plan = plan or make_plan(problem, seqlen_q=most, num_sm_parts=parts, **cuts)
+    plan.out_partial.fill_(math.nan)  # what unwritten rows may hold
+    plan.lse_partial.fill_(math.nan)
     out, lse = torch.full_like(q, math.nan), q.new_full(q.shape[:2], math.nan, dtype=torch.float32)
     ops.xqa_decode(
         q,
@@ -150,7 +137,7 @@ def test_even_tokens_have_the_bits_of_an_even_call(kv_dtype):
         problem.v_pages,
         problem.page_table,
         problem.cache_seqlens,
-        plan_for(problem, 3, num_sm_parts=3),
+        make_plan(problem, seqlen_q=3),
         k_scale=problem.k_scale,
         v_scale=problem.v_scale,
         return_lse=True,
@@ -180,16 +167,11 @@ def test_wrong_bounds_are_errors_on_a_cpu(bounds):
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_does_not_fit_is_named(device):
     problem = paged_problem([20, 30], [1, 2]).to(device)
-    plan = plan_for(problem, 2)
-    for options, message in [
-        (
-            {"tree_mask": torch.ones(3, 1, dtype=torch.uint8, device=device)},
-            "tree_mask must be absent with cu_seqlens_q",
-        ),
-    ]:
-        with pytest.raises(RuntimeError, match=message):
-            attend(problem, 2, plan=plan, **options)
-    windowed = plan_for(problem, 2, window_left=4)
+    plan = make_plan(problem, seqlen_q=2)
+    mask = torch.ones(3, 1, dtype=torch.uint8, device=device)
+    with pytest.raises(RuntimeError, match="tree_mask must be absent with cu_seqlens_q"):
+        attend(problem, 2, plan=plan, tree_mask=mask)
+    windowed = make_plan(problem, seqlen_q=2, window_left=4)
     with pytest.raises(RuntimeError, match="window_left must be -1 with cu_seqlens_q, got 4"):
         attend(problem, 2, plan=windowed, window_left=4)
     with pytest.raises(ValueError, match=r"q must be \[T, H_q, D\]"):

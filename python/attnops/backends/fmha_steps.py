@@ -59,7 +59,8 @@ class FmhaSteps:
             raise NotImplementedError("attnops: a batch with draft_steps needs layers with K and V of one head dim")
         most = batch.max_seqlen_q
         windowed = paged.window_out_cache_loc is not None
-        key = (batch.batch_size, batch.num_tokens, batch.tokens_per_request, most, windowed)
+        few = self._plans.decode_tokens(most)  # not `most` itself: a prompt's length would make every step a new one
+        key = (batch.batch_size, batch.num_tokens, batch.tokens_per_request, few, windowed)
         if key not in self._steps:
             if len(self._steps) >= MAX_CACHED_STEPS:
                 self._steps.clear()

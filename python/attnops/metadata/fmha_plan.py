@@ -14,9 +14,7 @@ DEFAULT_TILE_Q = 64
 CPU_TILE_ROWS = 256  # rows (token, head of a group) that the CPU kernels carry over one packed tile of keys
 MIN_CPU_TILE_Q, MAX_CPU_TILE_Q = 16, 256
 
-
 MOST_PIECE_WORKS_PER_SM = 2  # works of cut tiles that there is scratch for
-
 
 FEW_REQUESTS = 32  # fewer than that leave SMs idle if tiles take one token
 SHORT_ROWS = 64  # of a CTA's tile where requests have few rows: csrc/fmha/sm90/short.h
@@ -144,7 +142,6 @@ class FmhaPlan:
             split_keys: Whether a GPU may cut the keys of long tiles where its SMs would idle. The last bits of a
                 request's result then depend on the batch. Only with heads given; takes scratch of
                 `MOST_PIECE_WORKS_PER_SM` tiles of results for each SM.
-
             max_seqlen_q: No request has more query tokens, if given. Where they are few, Hopper serves `fmha_paged` by
                 the kernels of `xqa_decode`, if the batch has `max_batch_size` requests, no window, and cuts of keys.
 

@@ -50,6 +50,7 @@ def _gpu(device: torch.device) -> _Gpu:
 
 
 def runs_hopper_kernels(device: torch.device) -> bool:
+    """Whether it is a GPU of compute capability 9.x."""
     return device.type == "cuda" and _gpu(device).major == 9
 
 
