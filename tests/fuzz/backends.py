@@ -126,6 +126,8 @@ def right_captured(draw: Draw) -> None:
     for _ in range(draw.pick([1, 2])):
         other = world.step(world.shape(like=first.shape))
         other.batch.max_cache_seqlen = None
+        # A graph has the bounds that it was captured with, and bounds choose kernels: equal bits need equal bounds.
+        other.batch.max_seqlen_q = first.batch.max_seqlen_q
         if draw.chance(0.3):  # a step of another shape between must not disturb what the graph reads
             between = world.step(world.shape())
             _serve(world, backend, between)

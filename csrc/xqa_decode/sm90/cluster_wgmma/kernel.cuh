@@ -84,7 +84,8 @@ __device__ __forceinline__ void gather_share(const Params& p, const Shape& shape
                                              int warp, int lane) {
   const int32_t* length_at = p.cache_seqlens + (has_share ? place.request : 0);
   const int guess = has_share ? hopper::load_guess(length_at) : 0;
-  auto piece = share_piece<Tr>(p, team, place, guess, share);
+  // A CTA without a share has a place behind the last request, for which a CSR table has no row to look up.
+  auto piece = share_piece<Tr>(p, team, {place.work, has_share ? place.request : 0, place.kv_head}, guess, share);
   GatherStream<Tr> stream(p, shape, shared, warp, lane);
   const int32_t* cells[2] = {nullptr, nullptr};
   const bool guessed = has_share && !p.page_table.kv_indptr && num_tiles(piece) > 0;
