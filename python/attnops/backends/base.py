@@ -60,6 +60,7 @@ class AttentionBackend(ABC):
     name: ClassVar[str] = ""
     capability: ClassVar[Capability]
     needs_cpu_seq_lens: ClassVar[bool] = False
+    takes_lists: ClassVar[bool] = False  # `topk_indices` of layers
 
     def __init__(self, spec: AttentionSpec, limits: Limits, device: torch.device | str = "cpu") -> None:
         self.spec = spec

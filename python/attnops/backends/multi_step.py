@@ -114,6 +114,10 @@ class MultiStepDraftBackend(AttentionBackend):
     def needs_cpu_seq_lens(self) -> bool:  # type: ignore[override]
         return self.backends[0].needs_cpu_seq_lens
 
+    @property
+    def takes_lists(self) -> bool:  # type: ignore[override]
+        return self.backends[0].takes_lists
+
     def step(self, index: int) -> AttentionBatch:
         """The batch of a step of the loop that is prepared. Idle batches have idle steps.
 
