@@ -42,12 +42,12 @@ class Indexer:
 
 def indexer_of(step: Step, seed: int) -> Indexer:
     generator, batch = torch.Generator().manual_seed(seed), step.batch
-    new = batch.tokens_per_request
+    new = [batch.tokens_per_request] * batch.batch_size if batch.is_uniform else batch.extend_seq_lens.tolist()
 
     def values(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).bfloat16()
 
-    cached = [values(int(seqlen) - new, DIM) for seqlen in batch.cache_seqlens]
+    cached = [values(int(seqlen) - count, DIM) for seqlen, count in zip(batch.cache_seqlens, new)]
     tokens = batch.num_tokens
     return Indexer(values(tokens, HEADS, DIM), values(tokens, HEADS), cached=cached, k=values(tokens, DIM))
 
