@@ -94,6 +94,9 @@ class MultiStepDraftBackend(AttentionBackend):
         if self.has_trees:  # all steps have the same lengths and slots, and masks hide what is still to come
             for backend in self.backends[1:]:
                 _decoder(backend).prepare_with(_decoder(self.backends[0]))
+        else:
+            first, *later = map(_decoder, self.backends)
+            first.lead_drafts(later)
         options: dict[str, Any] = {"device": self.device}
         self._rows = torch.arange(rows, **options)
         if self.has_trees:

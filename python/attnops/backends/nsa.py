@@ -12,6 +12,7 @@ Under context parallelism a rank brings queries and lists of some rows of an EXT
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -104,6 +105,7 @@ class DeepseekSparseAttnBackend(AttentionBackend):
         self._prepared: PreparedStep[DecodeStep] = PreparedStep()
         self._dense = DecodeSteps(self.name, spec, limits, self.device, modes=DECODER_MODES, prepared=self._prepared)
         self._lists = _Lists(spec, limits, self.device) if spec.sparse_topk else None
+        self._borrows_lists = False
 
     def query_rows(self, batch: AttentionBatch) -> QueryRows | None:
         """Which tokens' queries and lists the layers of a step bring to this rank; None: those of all.
@@ -120,6 +122,18 @@ class DeepseekSparseAttnBackend(AttentionBackend):
     def fault_report(self) -> Tensor | None:
         return self._dense.buffers.report
 
+    def lead_drafts(self, others: Sequence[AttentionBackend]) -> None:
+        """As of `AttentionBackend.lead_drafts`: lengths and plan are those of the last step.
+
+        Earlier steps then look at some negative entries behind their rows. Those are no keys.
+        """
+        if self._lists is None:
+            return
+        self._lists.ahead = len(others)
+        for other in others:
+            if isinstance(other, DeepseekSparseAttnBackend):
+                other._lists, other._borrows_lists = self._lists, True
+
     def init_forward_metadata_out_graph(self, batch: AttentionBatch, in_capture: bool = False) -> None:
         self._dense.out_graph(batch)
         if self._lists is not None and batch.is_uniform:
@@ -127,7 +141,7 @@ class DeepseekSparseAttnBackend(AttentionBackend):
 
     def init_forward_metadata_in_graph(self, batch: AttentionBatch) -> None:
         self._dense.in_graph(batch)
-        if self._lists is not None and batch.num_tokens:
+        if self._lists is not None and batch.num_tokens and not self._borrows_lists:
             self._lists.build(batch, self._prepared.of(batch), self.query_rows(batch))
 
     def forward(
@@ -210,10 +224,11 @@ class _Lists:
 
     Attributes:
         lengths: int32 ``[max_num_tokens]``.
+        ahead: Tokens that the last step of a draft loop sees beyond those of the step that is built.
     """
 
     def __init__(self, spec: AttentionSpec, limits: Limits, device: torch.device) -> None:
-        self._topk = spec.sparse_topk
+        self._topk, self.ahead = spec.sparse_topk, 0
         tokens = limits.max_batch_size * limits.max_tokens_per_request
         self._whole = SparseMlaPlan.allocate(
             tokens,
@@ -248,7 +263,7 @@ class _Lists:
         if batch.is_uniform:
             count = batch.tokens_per_request
             by_request = lengths.view(batch.batch_size, count)
-            torch.add(batch.cache_seqlens.unsqueeze(1), index[:count] - (count - 1), out=by_request)
+            torch.add(batch.cache_seqlens.unsqueeze(1), index[:count] - (count - 1 - self.ahead), out=by_request)
         else:
             ends = step.paged.cu_seqlens_q
             assert ends is not None
