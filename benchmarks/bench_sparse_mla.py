@@ -86,11 +86,13 @@ def milliseconds(graph: torch.cuda.CUDAGraph | Calls) -> float:
     return begin.elapsed_time(end)
 
 
-def in_turns(contenders: dict[str, list[Call]], sustained: bool) -> dict[str, dict[str, float]]:
+def in_turns(
+    contenders: dict[str, list[Call]], sustained: bool, rounds: int | None = None
+) -> dict[str, dict[str, float]]:
     """Milliseconds of a call by state and contender."""
     graphs = {name: captured(calls) for name, calls in contenders.items()}
     times: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(ROUNDS):
+    for _ in range(ROUNDS if rounds is None else rounds):
         for name, graph in graphs.items():
             times[name].append(milliseconds(graph) / len(contenders[name]))
     result = {"burst": {name: statistics.median(values) for name, values in times.items()}}
