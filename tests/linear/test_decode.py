@@ -198,13 +198,6 @@ def conv_step(channels=36, conv_slots=3, groups=1, slots=(0, 1), report=None):
     return ops.delta_conv_decode(x, weight, None, gates, gates, state_indices=indices, num_k_heads=groups, **given)
 
 
-def test_schema_of_a_convolution_in_front():
-    x, weight, gate, kept = torch.randn(2, 36), torch.randn(36, 4), torch.randn(2, 1), torch.randn(3, 36, 3)
-    given = (torch.zeros(2, 1, 4), torch.randn(3, 1, 4, 16), kept, x, weight, None, gate, gate.clone(), None, None)
-    slots = torch.tensor([2, 0], dtype=torch.int32)
-    torch.library.opcheck(torch.ops.attnops.delta_conv_decode.default, (*given, slots, 1, True, 0.25))
-
-
 def test_errors_of_a_convolution_in_front_name_the_argument():
     conv_step()
     with pytest.raises(RuntimeError, match=r"delta_conv_decode: x.shape\[1\] must be 36 \(num_k_heads x key_dim twice"):
