@@ -11,7 +11,7 @@ from attnops.backends import GDNAttnBackend
 from attnops.pools import HybridReqToTokenPool, MambaPool
 from attnops.types import ForwardMode
 from graph_hosts import Captured, Piecewise, Segments
-from hybrid_model import BACKENDS, FULL, make_engine, reference_logits
+from hybrid_model import BACKENDS, keep_drafts, make_engine, reference_logits
 from linear_reference import relative
 from model_zoo import FORK, LIMITS, prompt, run_eager
 
@@ -30,20 +30,7 @@ class Keeping:
 
 
 def keep(engine, paths):
-    """Says which drafts count, moves the accepted keys side by side, and takes the rest of the tokens back."""
-    count = engine.host.batch.tokens_per_request
-    path = torch.tensor([(p + [99] * count)[:count] for p in paths], dtype=torch.int32)
-    lengths = torch.tensor([len(p) for p in paths], dtype=torch.int32)
-    engine.backend.update_mamba_state_after_mtp_verify(path, lengths)
-    for request, own in zip(engine.running, paths):
-        begin = request.cached - count
-        slots, drafts = engine.rows.slots(request.row, begin, request.cached), request.tokens[begin : begin + count]
-        for layer in FULL:
-            for pages in engine.pool.get_kv_buffer(layer):
-                flat = pages.view(-1, *pages.shape[2:])
-                flat[slots[: len(own)]] = flat[slots[torch.tensor(own, dtype=torch.int64)]].clone()
-        request.tokens = request.tokens[:begin] + [drafts[i] for i in own]
-        request.cached = begin + len(own)
+    keep_drafts(engine, engine.host.batch.tokens_per_request, paths)
 
 
 def check(engine, logits, requests, parents=None):
