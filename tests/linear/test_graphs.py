@@ -277,7 +277,7 @@ def test_a_convolution_in_front(kind, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_copies_and_clears(device):
+def test_moves_and_clears(device):
     call = Call(device)
     for name in ("src", "dst", "gone"):
         call.ints(name, BATCH)
