@@ -54,7 +54,7 @@ def _jobs() -> list[Job]:
     ):
         family = script.removeprefix("bench_").removesuffix(".py")
         jobs += [Job(f"{family}_{group}", script, (flag, group, "--write"), "cuda") for group in groups]
-    for group in ("decode", "convolve", "prefill", "verify"):
+    for group in ("decode", "conv_decode", "convolve", "prefill", "verify", "first"):
         jobs.append(Job(f"linear_{group}", "bench_linear.py", ("--only", group, "--write"), "cuda"))
     jobs += [
         Job("mla_decode", "bench_mla_decode.py", ("--write",), "cuda"),

@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
+from attnops.compat._errors import NameNotServed
 from attnops.compat._flashinfer_batch import BatchAttention
 from attnops.compat._flashinfer_cascade import (
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
@@ -97,3 +100,13 @@ __all__ = [
     "xqa_batch_decode_with_kv_cache_mla",
     "xqa_mla",
 ]
+
+_RINGS = "its rings are of bf16, with a cursor of the caller; attnops.ops.delta_verify and delta_commit have their own"
+_NOT_SERVED = {"gated_delta_rule_mtp_ucache": _RINGS, "gated_delta_rule_mtp_ucache_flush": _RINGS}
+
+
+def __getattr__(name: str) -> NoReturn:
+    """Names of FlashInfer that are refused, with what works instead."""
+    if name in _NOT_SERVED:
+        raise NameNotServed(f"attnops.compat: {name} is not served: {_NOT_SERVED[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
