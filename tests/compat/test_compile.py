@@ -32,8 +32,8 @@ def call_of(name: str):
     return compat_calls()[name]
 
 
-def check_that_it_traces(make) -> None:
-    """`make` gives a function and its arguments, new tensors at every call."""
+def check_that_it_traces(make, bits: bool = True) -> None:
+    """`make` gives a function and its arguments, new tensors at every call. Without `bits` another kernel may serve."""
     torch._dynamo.reset()
     function, given = make()
     eager = tensors_of(function(**given)) + written(given)
@@ -42,7 +42,8 @@ def check_that_it_traces(make) -> None:
     traced = tensors_of(compiled(**given)) + written(given)
     assert len(eager) == len(traced)
     for ours, expected in zip(traced, eager):
-        assert torch.equal(ours.float().nan_to_num(9.0), expected.float().nan_to_num(9.0))
+        both = [tensor.float().nan_to_num(9.0) for tensor in (ours, expected)]
+        assert torch.equal(*both) if bits else torch.allclose(*both, 1e-2, 1e-2)
 
 
 @pytest.mark.parametrize("name", CALLED)
@@ -89,6 +90,14 @@ def forms() -> dict:
     }  # fmt: skip
     return wrappers | {
         "attention_chunk": (flash_attn_interface.flash_attn_with_kvcache, third | {"attention_chunk": 8}),
+        "window_size as a tensor": (
+            flash_attn_interface.flash_attn_with_kvcache,
+            third | {"window_size": torch.tensor([5, 0])},
+        ),
+        "ragged window_size as a tensor": (
+            flash_attn_interface.flash_attn_varlen_func,
+            ragged | {"window_size": torch.tensor([5, 1])},
+        ),
         "cache_leftpad": (flash_attn_interface.flash_attn_with_kvcache, third | {"cache_leftpad": pads}),
         "rotary and append": (flash_attn_interface.flash_attn_with_kvcache, third | new | rotary),
         "num_splits": (flash_attn_interface.flash_attn_with_kvcache, third | {"num_splits": 2}),
@@ -123,4 +132,4 @@ def forms() -> dict:
 
 @pytest.mark.parametrize("name", sorted(forms()))
 def test_forms_trace_whole(name):
-    check_that_it_traces(lambda: forms()[name])
+    check_that_it_traces(lambda: forms()[name], bits="window_size" not in name)

@@ -37,7 +37,7 @@ class MaskedRows:
         row = row - self.bounds.long()[torch.searchsorted(self.bounds, row, right=True, out_int32=True).long() - 1]
         visible = _unpack(self.tree_mask).view(self.num_rows, -1)
         key = torch.arange(visible.shape[1], device=row.device)
-        return _pack(visible & (row.unsqueeze(1) - key <= window_left))
+        return pack_bits(visible & (row.unsqueeze(1) - key <= window_left))
 
     def spread(self, q: Tensor) -> Tensor:
         """The rows of queries ``[T, ...]``; queries behind the last request are left out."""
@@ -91,7 +91,7 @@ def masked_rows(
         begin += count
     bounds = torch.tensor([0, *rows]).cumsum(0).to(device, torch.int32)
     row_of_query = torch.cat([torch.empty(0, dtype=torch.int64), *index]).to(device)
-    return MaskedRows(bounds, sum(rows), row_of_query, _pack(visible))
+    return MaskedRows(bounds, sum(rows), row_of_query, pack_bits(visible))
 
 
 def items_mask(
@@ -144,6 +144,7 @@ def _unpack(packed: Tensor) -> Tensor:
     return ((packed.unsqueeze(-1) >> bit) & 1).bool().flatten()
 
 
-def _pack(visible: Tensor) -> Tensor:
+def pack_bits(visible: Tensor) -> Tensor:
+    """uint8 ``[R, n / 8]`` of bool ``[R, n]``, n a multiple of 8, as the ops take masks: little-endian."""
     weights = (1 << torch.arange(8, device=visible.device)).to(torch.uint8)
     return (visible.unflatten(1, (-1, 8)).to(torch.uint8) * weights).sum(-1).to(torch.uint8)
