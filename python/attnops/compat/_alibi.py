@@ -66,8 +66,8 @@ def attend_alibi(
 
 
 def _keys_ahead(seqlen_q: int, right: int, device: torch.device) -> Tensor:
-    """Masks ``[S_q, bytes]`` of a request's new tokens, as the ops take them: those behind each one in the request,
-    at most `right` of them unless that is below 0."""
+    """Masks ``[S_q, bytes]`` of a request's new tokens, as the ops take them: tokens after each one, at most `right`
+    unless that is below 0."""
     token = torch.arange(-(-seqlen_q // 8) * 8, device=device)
     steps = token - token[:seqlen_q].unsqueeze(1)
     seen = (steps > 0) & (token < seqlen_q)

@@ -38,7 +38,8 @@ class BatchPrefillWithPagedKVCacheWrapper(ReturnsLse):
         kv_layout: "NHD" or "HND".
         backend: Taken, but "cudnn" has offsets in elements, and pages in HND.
         jit_args, jit_kwargs: None, or of FlashInfer's variant "AttentionSink", whose `run` takes sink and sm_scale.
-        custom_mask_buf, mask_indptr_buf: Taken: custom masks are planned without a graph.
+        custom_mask_buf, mask_indptr_buf: With `use_cuda_graph` a mask needs both, as the peer's does. What a captured
+            `run` reads is smaller, and of attnops' own.
     """
 
     _NAME = "BatchPrefillWithPagedKVCacheWrapper"
@@ -123,7 +124,8 @@ class BatchPrefillWithPagedKVCacheWrapper(ReturnsLse):
             paged_kv_indices: int32 ``[num_indices]``.
             paged_kv_last_page_len: int32 ``[B]``, 1 to `page_size`.
             custom_mask: bool, every request's ``[q_len, kv_len]`` flattened, one after the other. It replaces `causal`
-                and costs a row for every key.
+                and costs a row for every key. With `use_cuda_graph` it costs nothing, may be longer, and may hide new
+                tokens alone.
             packed_custom_mask: The bits of `custom_mask`, little-endian, each request from a byte on.
             prefix_len_ptr: uint32 ``[B]``, of multi-item scoring: what every item sees. It costs what a mask does.
             token_pos_in_items_ptr: uint16: of each token behind the prefix its place in its item, 0 for a delimiter.
