@@ -226,6 +226,24 @@ def test_graph_buffers_keep_their_addresses_and_the_wrappers_follow_new_plans():
         flashinfer.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE, use_cuda_graph=True)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_scaled_output(masked):
+    """real = stored x scale, and what is too large for FP8 saturates."""
+    problem = ragged_problem([10, 3], [30, 5], padding=0)
+    masks = random_masks([10, 3], [30, 5])
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE)
+    mask = torch.cat([mask.flatten() for mask in masks]) if masked else None
+    options = {"q_data_type": BF16, "o_data_type": FP8, "custom_mask": mask}
+    wrapper.plan(problem.cu_seqlens_q, problem.cu_seqlens_k, *HEADS, **options)
+    exact = wrapper.run(problem.q, problem.k, problem.v, out=torch.empty_like(problem.q, dtype=torch.float32))
+    out = wrapper.run(problem.q, problem.k, problem.v, o_scale=0.05)
+    assert out.dtype == FP8
+    assert relative_error(out.float() * 0.05, exact.double()) <= 0.03
+    assert wrapper.run(problem.q, problem.k, problem.v, o_scale=1e-9).float().abs().max() == 448
+    with pytest.raises(ValueError, match="o_scale must be a finite positive value, got 0"):
+        wrapper.run(problem.q, problem.k, problem.v, o_scale=0)
+
+
 def masks_in_a_graph(kind: str):
     """A wrapper with `use_cuda_graph`, and its `plan` of prompts of these lengths over pages or ragged."""
     buffers = [torch.zeros(n, dtype=torch.int32) for n in (4, 4, 99, 3)]

@@ -192,13 +192,16 @@ class Prefill:
         out: Tensor | None,
         lse: Tensor | None,
         return_lse: bool,
+        o_scale: float | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The results of the rows for the queries `q`."""
+        """The results of the rows for the queries `q`, over `o_scale`."""
         rows, natural = result
         num_queries, dtype = q.shape[0], torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype
         if self.masked is not None:
             rows = self.masked.gather(rows, num_queries, 0.0)
             natural = None if natural is None else self.masked.gather(natural, num_queries, -math.inf)
+        if o_scale is not None and o_scale != 1:
+            rows = rows.float() / o_scale
         return with_lse(finish(rows, out, self.o_dtype or dtype), natural, lse, return_lse)
 
     def options(
