@@ -8,7 +8,12 @@ from attnops.compat import flash_attn, flash_attn_interface, flash_mla, flashinf
 from right_calls import compat_calls
 from torch import Tensor
 
-# Plans keep Python state, and two of them read on the host, as the peers' do: they run between compiled steps.
+# Plans keep Python state, and some read on the host, as the peers' do: they run between compiled steps.
+READ_ON_THE_HOST = (
+    "BatchMLAPagedAttentionWrapper",
+    "BatchDecodeMlaWithPagedKVCacheWrapper",  # bounds of its own, on the CPU
+    "VariableBlockSparseAttentionWrapper",
+)
 CALLED = sorted(
     name
     for name in compat_calls()
@@ -128,6 +133,21 @@ def forms() -> dict:
             decode | scales | {"sinks": torch.zeros(8)},
         ),
     }  # fmt: skip
+
+
+PLANS = sorted(
+    name
+    for name in compat_calls()
+    if name.endswith((".plan", ".begin_forward", "decode_plan")) and not name.startswith(READ_ON_THE_HOST)
+)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_plans_trace_whole(name):
+    """Those that read nothing on the host."""
+    torch._dynamo.reset()
+    function, given = call_of(name)
+    torch.compile(lambda: function(**given), fullgraph=True, backend="eager")()
 
 
 @pytest.mark.parametrize("name", sorted(forms()))

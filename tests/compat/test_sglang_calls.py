@@ -66,6 +66,27 @@ def test_flashinfer_backend_decode(fp8):
     assert wrapper.begin_forward.func == flashinfer.fast_decode_plan
 
 
+def test_names_stand_in_flashinfers_modules():
+    """As SGLang and others import them; the package has them by attribute, too."""
+    from attnops.compat.flashinfer.cascade import merge_state
+    from attnops.compat.flashinfer.decode import trtllm_batch_decode_with_kv_cache
+    from attnops.compat.flashinfer.mla import trtllm_batch_decode_with_kv_cache_mla
+    from attnops.compat.flashinfer.page import append_paged_kv_cache
+    from attnops.compat.flashinfer.prefill import BatchPrefillWithRaggedKVCacheWrapper
+
+    for named in (
+        merge_state,
+        trtllm_batch_decode_with_kv_cache,
+        trtllm_batch_decode_with_kv_cache_mla,
+        append_paged_kv_cache,
+        BatchPrefillWithRaggedKVCacheWrapper,
+    ):
+        assert getattr(flashinfer, named.__name__) is named
+    for module in (flashinfer.cascade, flashinfer.decode, flashinfer.mla, flashinfer.page, flashinfer.prefill):
+        assert module.__all__ == sorted(module.__all__)
+        assert all(getattr(module, name) is getattr(flashinfer, name) for name in module.__all__)
+
+
 class CudaTape:
     """`GraphTape` on a GPU."""
 

@@ -28,6 +28,10 @@ from attnops.ops._pages import gathered, own_cells
 _RUN = {"kv_cache_sf": FP4_CACHE}
 
 
+def _as_int32s(name: str, names: tuple[str, ...], given: dict[str, Any], device: torch.device) -> list[Tensor]:
+    return [as_int32(name, what, given[what], device) for what in names]
+
+
 class BatchPrefillWithPagedKVCacheWrapper(ReturnsLse):
     """Prefill and extend over a CSR page table, on `attnops.ops.fmha_paged`.
 
@@ -139,14 +143,14 @@ class BatchPrefillWithPagedKVCacheWrapper(ReturnsLse):
             non_blocking, seq_lens_q, block_tables: Accepted and ignored, since no result depends on it.
             max_token_per_sequence, max_sequence_kv: Accepted and ignored, since no result depends on it.
         """
-        name = f"{self._NAME}.plan"
-        device, given = self._prefill.device, locals()
+        given = locals()  # before any local of its own: a tracer reads them all
+        name, device = f"{self._NAME}.plan", self._prefill.device
         if paged_kv_indices.dim() != 1:
             raise ValueError(
                 f"attnops.compat: {name}: paged_kv_indices must be [num_indices], got {list(paged_kv_indices.shape)}"
             )
         names = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
-        tensors = [as_int32(name, what, given[what], device) for what in names]
+        tensors = _as_int32s(name, names, given, device)
         if self._prefill.cudnn:
             tensors[0] = tensors[0] // (num_qo_heads * head_dim_qk)
         exact = (True, True, False, True)
