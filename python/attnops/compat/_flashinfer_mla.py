@@ -302,35 +302,16 @@ class BatchMLAPagedAttentionWrapper:
             wrong = [f"{word} is {a}, planned was {b}" for word, a, b in zip(words, got, expected) if a != b]
             raise ValueError(f"attnops.compat: {name}: {'; '.join(wrong)}")
         check_lse(name, lse, q_nope)
+        if (out is not None and out.dtype is not self._widened) or o_scale is not None:
+            given = (q_nope, q_pe, ckv_cache, kpe_cache, None, lse, return_lse)
+            scales: dict[str, Any] = {"ckv_scale": ckv_scale, "ckv_scale_arr": ckv_scale_arr, "kpe_scale": kpe_scale}
+            factor = _checked_o_scale(name, o_scale, out)
+            converted = self.run(*given, return_lse_base_on_e=return_lse_base_on_e, **scales)
+            rows, natural = converted if isinstance(converted, tuple) else (converted, None)
+            rows = finish(rows if factor is None else rows.float() / factor, out, None)
+            return rows if natural is None else (rows, natural)
         if q_dtype is not self._widened:
             q_nope, q_pe = q_nope.to(self._widened), q_pe.to(self._widened)
-        into = out
-        if o_scale is not None or (out is not None and out.dtype is not q_nope.dtype):
-            o_scale, into = _checked_o_scale(name, o_scale, out), None
-        given = (q_nope, q_pe, ckv_cache, kpe_cache, into, lse, return_lse, return_lse_base_on_e)
-        result = self._attend(name, plan, *given, ckv_scale, ckv_scale_arr, kpe_scale)
-        if into is out:
-            return result
-        rows, natural = result if isinstance(result, tuple) else (result, None)
-        rows = finish(rows if o_scale is None else rows.float() / o_scale, out, None)
-        return rows if natural is None else (rows, natural)
-
-    def _attend(
-        self,
-        name: str,
-        plan: MlaDecodePlan,
-        q_nope: Tensor,
-        q_pe: Tensor,
-        ckv_cache: Tensor,
-        kpe_cache: Tensor,
-        out: Tensor | None,
-        lse: Tensor | None,
-        return_lse: bool,
-        return_lse_base_on_e: bool,
-        ckv_scale: float | Tensor | None,
-        ckv_scale_arr: Tensor | None,
-        kpe_scale: float | Tensor | None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
         one_byte = ckv_cache.dtype.itemsize == 1
         if one_byte and ckv_cache.dtype == E5M2:
             ckv_scale = 1.0 if ckv_scale is None and ckv_scale_arr is None else ckv_scale
