@@ -145,6 +145,10 @@ POSITIONAL = {
     flashinfer.VariableBlockSparseAttentionWrapper.plan: """block_mask_map block_row_sz block_col_sz num_qo_heads
         num_kv_heads head_dim causal pos_encoding_mode use_fp16_qk_reduction logits_soft_cap sm_scale rope_scale
         rope_theta non_blocking q_data_type kv_data_type""",
+    flashinfer.BlockSparseAttentionWrapper.forward: """q k v scale_q scale_k scale_v pos_encoding_mode
+        use_fp16_qk_reduction logits_soft_cap sm_scale rope_scale rope_theta""",
+    flashinfer.VariableBlockSparseAttentionWrapper.forward: """q k v pos_encoding_mode use_fp16_qk_reduction
+        logits_soft_cap sm_scale rope_scale rope_theta""",
     flashinfer.VariableBlockSparseAttentionWrapper.run: "q k v out lse return_lse enable_pdl",
     flashinfer.BatchAttention.plan: """qo_indptr kv_indptr kv_indices kv_len_arr num_qo_heads num_kv_heads head_dim_qk
         head_dim_vo page_size causal sm_scale logits_soft_cap q_data_type kv_data_type use_profiler""",
