@@ -14,12 +14,13 @@ tokens over one that is as wide as the longest request.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import itertools
 import math
 import statistics
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 
 import torch
@@ -116,9 +117,9 @@ def judged(cell: Cell, times: dict[str, float]) -> tuple[float, str]:
     return max(1.15 * cell.roofline, cell.roofline + 3) / times["attnops"], "roofline"
 
 
-def contenders(kind: str, problem: Problem) -> list[tuple[str, Callable[[], Step], bool]]:
-    def attnops(**options: object) -> Callable[[], Step]:
-        return lambda: planned(attnops_decode(problem, **options))
+def contenders(kind: str, cell: Cell) -> list[tuple[str, Callable[[Problem], Step], bool]]:
+    def attnops(**options: object) -> Callable[[Problem], Step]:
+        return lambda problem: planned(attnops_decode(problem, **options))
 
     if kind == "invariant":
         return [("attnops", attnops(invariant=True), False), ("balanced", attnops(), False)]
@@ -127,7 +128,11 @@ def contenders(kind: str, problem: Problem) -> list[tuple[str, Callable[[], Step
     ours = [("attnops", attnops(), False)]
     if kind == "mla8":
         ours.append(("attnops rounded", attnops(fp8_products=True), False))
-    return [*ours, *peers(problem)]
+    return [*ours, *peers(cell)]
+
+
+def names_of(kind: str, cell: Cell) -> str:
+    return ", ".join(name for name, _, _ in contenders(kind, cell))
 
 
 def run(
@@ -135,9 +140,9 @@ def run(
 ) -> tuple[Measurement, dict, float, str, bool]:
     problem = Problem(cell, pool)
     measurement = Measurement(cell, problem)
-    for name, prepare, hnd in contenders(kind, problem):
+    for name, prepare, hnd in contenders(kind, cell):
         if not alone or name.startswith("attnops"):
-            measurement.add(name, prepare, hnd)
+            measurement.add(name, functools.partial(prepare, problem), hnd)
     if "attnops" not in measurement.graphs:
         return measurement, {}, 0.0, "nobody: attnops failed", False
     times = measurement.times(2, budget_ms)
@@ -153,7 +158,7 @@ def geometric_mean(values: list[float]) -> float:
     return math.exp(statistics.fmean(math.log(max(v, 1e-3)) for v in values))
 
 
-def summary(kind: str, results: list[tuple[Cell, float, bool]]) -> None:
+def summary(kind: str, results: list[tuple[Cell, float, bool]], refused: Counter[tuple[str, str]]) -> None:
     def line(name: str, values: list[float]) -> None:
         ordered = sorted(values)
         fifth = ordered[int(0.05 * (len(ordered) - 1))]
@@ -170,6 +175,8 @@ def summary(kind: str, results: list[tuple[Cell, float, bool]]) -> None:
     order = {name: i for i, name in enumerate(results[0][0].features)}
     for feature, values in sorted(by_feature.items(), key=lambda x: (order[x[0][0]], x[0][1] not in THIRDS, x[0][1])):
         line(": ".join(feature), values)
+    for (name, reason), count in sorted(refused.items()):
+        print(f"  not run: {name}, {count} cells: {reason}")
 
 
 def drawn(kind: str, seed: int, count: int, context: int | None, page_size: int | None) -> list[Cell]:
@@ -189,17 +196,24 @@ def main() -> None:
     parser.add_argument("--context", type=int, help="of every page table, in place of a drawn one; 0: exact")
     parser.add_argument("--page", type=int, help="tokens of every page, in place of a drawn number")
     parser.add_argument("--seconds", type=float, default=3600, help="stop starting cells after this long, sets alike")
+    parser.add_argument("--dry", action="store_true", help="only say who would be asked for each cell; needs no GPU")
     parser.add_argument("--alone", action="store_true", help="no peers: every cell beside its roofline")
     parser.add_argument("--budget-ms", type=float, default=8, help="of replays per contender and turn")
     parser.add_argument("--write", action="store_true", help="to benchmarks/results/h200-decode_sampled.jsonl")
     arguments = parser.parse_args()
     begin = time.monotonic()
     print(LAW + f"\nseed {arguments.seed}, {arguments.cells} cells of each set", flush=True)
+    if arguments.dry:
+        for kind in arguments.sets.split(","):
+            for cell in drawn(kind, arguments.seed, arguments.cells, arguments.context, arguments.page):
+                print(f"{kind}: {cell.name} ({cell.roofline:.1f} us): {names_of(kind, cell)}")
+        return
     torch.manual_seed(arguments.seed)
     pool, records = Pool(int(MOST_BYTES * 1.02)), []
     sets = arguments.sets.split(",")
     for number, kind in enumerate(sets):
-        results = []
+        results: list[tuple[Cell, float, bool]] = []
+        refused: Counter[tuple[str, str]] = Counter()
         until = begin + arguments.seconds * (number + 1) / len(sets)
         bar = BARS.get(kind, 1 / 1.2)
         for cell in drawn(kind, arguments.seed, arguments.cells, arguments.context, arguments.page):
@@ -215,6 +229,7 @@ def main() -> None:
             figures = f"{ratio:6.3f} {ours:9.1f} us ({cell.roofline:.1f})"
             print(f"{figures}  {cell.name}: {kernel}; {others} [{best}]{flag}", flush=True)
             results.append((cell, ratio, again))
+            refused.update(measurement.refused.items())
             case = f"sampled {kind} seed {arguments.seed}"
             for name, t in times.items():
                 note = f"best: {best}, {ratio:.3f}, by {kernel}" if name == "attnops" else ""
@@ -238,7 +253,7 @@ def main() -> None:
             del measurement
             gc.collect()
         if results:
-            summary(kind, results)
+            summary(kind, results, refused)
     if arguments.write:
         write(records, "h200-decode_sampled")
 

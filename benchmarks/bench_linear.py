@@ -1,111 +1,34 @@
 """The ops of linear attention on a GPU, in turns over more states than its L2 holds, beside their floors and peers.
 
 A cell is a CUDA graph of several calls, each over slots of its own, replayed and timed with events. A floor is the time
-of the bytes that a call cannot avoid, at the rates of issue 21: 4.65 TB/s read, 4.2 TB/s copied. `--cpu` times the CPU.
-`--peers` times SGLang's and FLA's kernels too, where `linear_peers.py` finds them, in turns with attnops.
+of the bytes that a call cannot avoid, at the rates of issue 21: 4.65 TB/s read, 4.2 TB/s copied. `--cpu` times the CPU,
+beside transformers' plain torch. `--peers` times SGLang's and FLA's kernels too, where `linear_peers.py` finds them, in
+turns with attnops. `--only first` times the first call of each op in a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
-import random
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from attnops import ops
 from bench_paged_kv import graph_ms
-from linear_peers import Calls, Peers
+from linear_cells import CONV_DECODES, DECODES, GDN, PREFILLS, TREE, Drawn, Model, drawn_cells
+from linear_peers import Calls, Peers, torch_chunk
 from records import Record, cpu_name, write
 from torch import Tensor
 
 COPY, READ = 4.2e9, 4.65e9  # bytes a millisecond
 POOL = 3 * 2**30  # bytes of states
-
-
-@dataclass(frozen=True)
-class Model:
-    """Extents of a layer. groups: heads of keys, or of B and C."""
-
-    name: str
-    groups: int
-    heads: int
-    keys: int
-    values: int
-    channels: bool = False
-
-    @property
-    def delta(self) -> bool:
-        return self.name[:3] in ("GDN", "KDA")
-
-    @property
-    def constant(self) -> bool:
-        """Whether its decay is a head's own: there is no dt."""
-        return self.name.startswith("Lightning")
-
-
-GDN = Model("GDN 16/32", 16, 32, 128, 128)
-KDA = Model("KDA 32", 32, 32, 128, 128, channels=True)
-MAMBA2 = Model("Mamba2 128 x 64 x 128", 8, 128, 128, 64)
-LIGHTNING = Model("Lightning 64", 64, 64, 128, 128)
-KDA64 = Model("KDA 64", 64, 64, 128, 128, channels=True)
-GDN64 = Model("GDN 16/64", 16, 64, 128, 128)
-DECODES = [(GDN, n, torch.float32) for n in (1, 64, 256)] + [(GDN, 64, torch.bfloat16), (KDA, 64, torch.float32)]
-# Model, lengths, floor in us: of operations or of bytes, whichever takes longer (issue 21).
-PREFILLS = [
-    (GDN, [2048], 14),
-    (GDN, [8192], 55),
-    (GDN, [32768], 219),
-    (GDN, [1024] * 8, 55),
-    (GDN, [8192] * 4, 219),
-    (GDN, [128] * 64, 111),
-    (KDA64, [8192], 153),
-    (KDA64, [1024] * 8, 167),
-    (MAMBA2, [8192], 74),
-    (MAMBA2, [1024] * 16, 175),
-    (LIGHTNING, [8192], 124),
-]
-TREE = [-1, 0, 0, 1, 1, 2, 2, 3]  # parents
-DECODES += [(MAMBA2, n, torch.float32) for n in (1, 64, 256)] + [(LIGHTNING, 64, torch.float32)]
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """A cell that a seed draws: requests are one token each, prompts, or drafts."""
-
-    kind: str
-    model: Model
-    lengths: list[int]
-    kept: torch.dtype = torch.float32
-    drafts: int = 1
-
-
-def drawn_cells(seed: int, count: int) -> list[Drawn]:
-    """The law: half decodes, 0.35 prefills, the rest verifications; heads as a model's on 1 to 8 ranks; batches and
-    lengths even in their logarithms, prompts equal, one long among short ones, or all drawn."""
-    r, cells = random.Random(seed), []
-    even = lambda low, high: round(math.exp(r.uniform(math.log(low), math.log(high))))  # noqa: E731
-    while len(cells) < count:
-        kind = r.choices(["decode", "prefill", "verify"], [0.5, 0.35, 0.15])[0]
-        model = r.choice([GDN, GDN64, KDA, MAMBA2, LIGHTNING] if kind != "verify" else [GDN, GDN64])
-        ranks = r.choice([1, 2, 4, 8])
-        model = replace(model, name=f"{model.name} / {ranks}", groups=model.groups // ranks, heads=model.heads // ranks)
-        if kind == "prefill":
-            batch, law, most = even(1, 32), r.choice(["equal", "one long", "drawn"]), even(64, 16384)
-            short = max(most // 16, 1)
-            lengths = [most if law == "equal" else even(16, most) if law == "drawn" else short for _ in range(batch)]
-            lengths[0] = most
-            if sum(lengths) <= 65536 and (model.name[:3] != "Mam" or len(set(lengths)) == 1):
-                cells.append(Drawn(kind, model, lengths))
-            continue
-        batch = even(1, 256) if kind == "decode" else even(1, 64)
-        kept = r.choice([torch.float32, torch.float32, torch.bfloat16]) if kind == "decode" else torch.float32
-        cells.append(Drawn(kind, model, [1] * batch, kept, r.choice([2, 3, 4, 6, 8])))
-    return cells
 
 
 class Bench:
@@ -187,7 +110,56 @@ class Bench:
         params = {"model": model.name, "batch": batch, "states": str(kept).removeprefix("torch.")}
         self.cell("linear_decode", params, calls, 2 * batch * per_slot / COPY, beside)
 
-    def prefill(self, model: Model, lengths: list[int], floor_us: float) -> None:
+    def conv_decode(self, model: Model, batch: int, kept: torch.dtype) -> None:
+        """A step's convolution and recurrence in one call, beside the two."""
+        per_slot = model.heads * model.values * model.keys * kept.itemsize
+        channels = 2 * model.groups * model.keys + model.heads * model.values
+        num_slots = max(POOL // per_slot // batch, 2) * batch
+        states = torch.zeros(num_slots, model.heads, model.values, model.keys, dtype=kept, device=self.device)
+        conv_states, x = self.tensor(num_slots, channels, 3), self.tensor(batch, channels)
+        weight, mixed = self.tensor(channels, 4), self.tensor(batch, channels)
+        a = self.tensor(batch, model.heads, *([model.keys] if model.channels else []))
+        b, out = self.tensor(batch, model.heads), self.tensor(batch, model.heads, model.values)
+        per_head, bias = torch.zeros(model.heads, device=self.device), torch.zeros(a.shape[1:], device=self.device)
+        q, k, v = mixed.split([model.groups * model.keys] * 2 + [model.heads * model.values], 1)
+        q, k = (t.unflatten(1, (model.groups, model.keys)) for t in (q, k))
+        v, gates = v.unflatten(1, (model.heads, model.values)), {"A_log": per_head, "dt_bias": bias}
+        calls, beside = [], []
+        for turn in range(min(num_slots // batch, 64)):
+            slots = self.indices(list(range(turn * batch, (turn + 1) * batch)))
+            given = {"states": states, "state_indices": slots, "out": out, **gates}
+            whole = {**given, "conv_states": conv_states, "num_k_heads": model.groups}
+            calls.append(partial(ops.delta_conv_decode, x, weight, None, a, b, **whole))
+            pool = {"conv_states": conv_states, "state_indices": slots, "out": mixed}
+            first = partial(ops.causal_conv1d_update, x, weight, None, **pool)
+            pair: Calls = {
+                "attnops, two launches": partial(_both, first, partial(ops.delta_decode, q, k, v, a, b, **given))
+            }
+            if self.peers and turn < 16:
+                conv = self.peers.convolution(x, weight, conv_states[turn * batch :], None).get("FLA")
+                steps = self.peers.delta_step(q, k, v, a, b, per_head, bias, states, slots)
+                pair |= {
+                    f"{name}, FLA's convolution": partial(_both, conv, call) for name, call in steps.items() if conv
+                }
+            beside.append(pair)
+        params = {"model": model.name, "batch": batch, "states": str(kept).removeprefix("torch.")}
+        num_bytes = 2 * batch * (per_slot + 3 * channels * 2)
+        beside = beside[:16] if self.peers else beside
+        self.cell("linear_conv_decode", params, calls, num_bytes / COPY, beside)
+
+    def first_calls(self) -> None:
+        """The first call of each op in a process that has done nothing else with attnops: its kernels are loaded."""
+        script = Path(__file__).parent / "linear_first_call.py"
+        for op in ("delta_decode", "delta_conv_decode", "delta_prefill", "delta_verify", "ssd_decode", "ssd_prefill"):
+            command = [sys.executable, str(script), op, self.device]
+            told = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+            note = f"the second {told['second']:.3f} ms"
+            device = {"device": cpu_name()} if self.device == "cpu" else {}
+            params = {"op": op}
+            self.records.append(Record("linear_first_call", "attnops", params, ms=told["first"], note=note, **device))
+            print(f"{'linear_first_call':16s} {told['first']:9.2f} ms  {note}  {params}", flush=True)
+
+    def prefill(self, model: Model, lengths: list[int], floor_us: float, kept: torch.dtype = torch.float32) -> None:
         """Ragged prompts from nothing."""
         total, batch = sum(lengths), len(lengths)
         bounds, zeros = self.indices([sum(lengths[:i]) for i in range(batch + 1)]), self.indices([0] * batch)
@@ -197,7 +169,7 @@ class Bench:
             v = self.tensor(total, model.heads, model.values)
             a = self.tensor(total, model.heads, *([model.keys] if model.channels else []))
             b, bias = self.tensor(total, model.heads), torch.zeros(a.shape[1:], device=self.device)
-            states = torch.zeros(batch, model.heads, model.values, model.keys, device=self.device)
+            states = torch.zeros(batch, model.heads, model.values, model.keys, dtype=kept, device=self.device)
             given = {"states": states, "cu_seqlens": bounds, "prefix_lens": zeros, "out": torch.empty_like(v)}
             given |= {"state_indices": self.indices(list(range(batch))), "plan": ops.delta_plan(bounds)}
             if model.delta:
@@ -205,55 +177,70 @@ class Bench:
             else:
                 dt = None if model.constant else a
                 calls.append(partial(ops.ssd_prefill, v, dt, per_head - 1, k, q, dt_softplus=dt is not None, **given))
+            if self.device == "cpu" and model.delta and not model.channels:
+                beside.append(torch_chunk(q, k, v, a, b, per_head, bias, batch))
             if self.peers:
                 if model.delta:
                     beside.append(self.peers.delta_prompts(q, k, v, a, b, per_head, bias, states, bounds))
                 elif model.constant:
                     slots = given["state_indices"]
                     beside.append(self.peers.lightning(q, k, v, per_head - 1, states, slots, bounds, False))
-                else:
-                    beside.append(self.peers.ssd_prompts(v, a, per_head - 1, k, q, lengths))
+                else:  # whose scan takes prompts of one length
+                    equal = len(set(lengths)) == 1
+                    beside.append(self.peers.ssd_prompts(v, a, per_head - 1, k, q, lengths) if equal else {})
         drawn = f"{batch}, together {total}, the longest {max(lengths)}"
         of_all = f"{batch} x {lengths[0]}" if len(set(lengths)) == 1 else drawn
         params = {"model": model.name, "lengths": of_all}
+        params |= {} if kept == torch.float32 else {"states": str(kept).removeprefix("torch.")}
         self.cell("linear_prefill", params, calls, floor_us / 1e3, beside)
 
-    def verify(self, batch: int, drafts: int, tree: bool, model: Model = GDN) -> None:
-        """GDN drafts behind four rows of a ring of sixteen; and folds of seven rows."""
-        per_slot, rows = model.heads * model.values * model.keys * 4, 16
+    def verify(
+        self, batch: int, drafts: int, tree: bool, model: Model = GDN, kept: torch.dtype = torch.float32
+    ) -> None:
+        """Drafts behind four rows of a ring of sixteen; and folds of seven rows."""
+        per_slot, rows = model.heads * model.values * model.keys * kept.itemsize, 16
         num_slots = max(POOL // per_slot // batch, 2) * batch
         wide = {"dtype": torch.float32}
-        states = torch.zeros(num_slots, model.heads, model.values, model.keys, device=self.device)
+        states = torch.zeros(num_slots, model.heads, model.values, model.keys, dtype=kept, device=self.device)
+        channels = [model.keys] if model.channels else []
         rings = {
             "ring_u": self.tensor(num_slots, model.heads, rows, model.values, **wide),
             "ring_k": self.tensor(num_slots, model.groups, rows, model.keys, **wide),
-            "ring_decay": torch.ones(num_slots, model.heads, rows, device=self.device),
+            "ring_decay": torch.ones(num_slots, model.heads, rows, *channels, device=self.device),
             "ring_len": torch.full((num_slots,), 4, dtype=torch.int32, device=self.device),
         }
         q, k = (self.tensor(batch * drafts, model.groups, model.keys) for _ in range(2))
         v, out = (self.tensor(batch * drafts, model.heads, model.values) for _ in range(2))
-        a, b = (self.tensor(batch * drafts, model.heads) for _ in range(2))
+        a, b = self.tensor(batch * drafts, model.heads, *channels), self.tensor(batch * drafts, model.heads)
         per_head, mask = torch.zeros(model.heads, device=self.device), None
+        bias, dt = torch.zeros(a.shape[1:], device=self.device), None if model.constant else a
         if tree:
             seen: list[int] = []
             for t in range(drafts):
                 seen.append((seen[TREE[t]] if TREE[t] >= 0 else 0) | 1 << t)
             mask = torch.tensor(seen, dtype=torch.uint8, device=self.device).view(1, drafts, 1)
             mask = mask.expand(batch, -1, -1).contiguous()
-        path, kept = self.indices([list(range(drafts))] * batch), self.indices([3] * batch)  # type: ignore[list-item]
+        path = self.indices([list(range(drafts))] * batch)  # type: ignore[list-item]
+        count, commit = self.indices([min(3, drafts)] * batch), ops.delta_commit if model.delta else ops.ssd_commit
         calls, folds, steps, beside = [], [], [], []
         kinds = (model.heads, model.values, model.keys)
-        snapshots = torch.zeros(batch, drafts, *kinds, device=self.device) if self.peers and not tree else None
+        plain = model.delta and not model.channels and not tree and drafts >= 3
+        snapshots = torch.zeros(batch, drafts, *kinds, device=self.device) if self.peers and plain else None
         for turn in range(min(num_slots // batch, 32)):
             given = {**rings, "state_indices": self.indices(list(range(turn * batch, (turn + 1) * batch)))}
-            options = {**given, "states": states, "A_log": per_head, "dt_bias": per_head, "tree_mask": mask, "out": out}
-            calls.append(partial(ops.delta_verify, q, k, v, a, b, **options))
-            folds.append(partial(ops.delta_commit, states, path, kept, fold=True, **given))
-            steps += [calls[-1], partial(ops.delta_commit, states, path, kept, **given)]
+            options = {**given, "states": states, "tree_mask": mask, "out": out}
+            if model.delta:
+                calls.append(partial(ops.delta_verify, q, k, v, a, b, A_log=per_head, dt_bias=bias, **options))
+            else:
+                options["dt_softplus"] = dt is not None
+                calls.append(partial(ops.ssd_verify, v, dt, per_head - 1, k, q, **options))
+            folds.append(partial(commit, states, path, count, fold=True, **given))
+            steps += [calls[-1], partial(commit, states, path, count, **given)]
             if self.peers and snapshots is not None and turn < 8:
                 slots = given["state_indices"]
                 beside.append(self.peers.verify(q, k, v, a, b, per_head, per_head, states, slots, snapshots, None))
         params = {"model": model.name, "batch": batch, "drafts": drafts, "tree": tree}
+        params |= {} if kept == torch.float32 else {"states": str(kept).removeprefix("torch.")}
         self.cell("linear_verify", params, calls, batch * per_slot / READ)
         self.step(params, steps, batch * per_slot, rings["ring_len"], beside)
         self.cell("linear_fold", params, folds, 2 * batch * per_slot / COPY)
@@ -263,6 +250,11 @@ class Bench:
         if only in ("", "decode"):
             for cell in DECODES:
                 self.decode(*cell)
+        if only in ("", "conv_decode"):
+            for cell in CONV_DECODES:
+                self.conv_decode(*cell)
+        if only in ("", "first"):
+            self.first_calls()
         if only in ("", "convolve"):
             self.convolve(8192, 8192, 1, update=False)
             self.convolve(8192, 8192, 64, update=False)
@@ -280,16 +272,16 @@ class Bench:
         if cell.kind == "decode":
             self.decode(cell.model, len(cell.lengths), cell.kept)
         elif cell.kind == "verify":
-            self.verify(len(cell.lengths), cell.drafts, False, cell.model)
+            self.verify(len(cell.lengths), cell.drafts, cell.tree, cell.model, cell.kept)
         else:
-            self.prefill(cell.model, cell.lengths, 0)
+            self.prefill(cell.model, cell.lengths, 0, cell.kept)
 
     def summary(self) -> None:
         """The best peer of each cell over attnops: geometric mean, 5th percentile, the least."""
         own = {str((r.case, r.params)): r.ms for r in self.records if r.peer == "attnops"}
         best: dict[str, float] = {}
         for record in self.records:
-            if record.peer != "attnops":
+            if not record.peer.startswith("attnops"):
                 key = str((record.case, record.params))
                 best[key] = min(best.get(key, math.inf), record.ms)
         ratios = sorted(best[key] / own[key] for key in best)
@@ -299,9 +291,10 @@ class Bench:
             print(f"{len(ratios)} cells: best peer {mean:.2f}x, 5th percentile {fifth:.2f}x, least {ratios[0]:.2f}x")
 
     def step(self, params: dict, calls: list, state_bytes: int, lengths: Tensor, beside: list[Calls]) -> None:
-        """A verification and its commit, three drafts accepted. In each step as many rings are folded as in others."""
-        per_fold = (16 - params["drafts"]) // 3 + 1  # steps from a fold to the next
-        lengths.copy_(3 * (torch.arange(len(lengths), device=self.device) % per_fold))
+        """A verification and its commit, up to three drafts accepted. In each step as many rings are folded."""
+        accepted = min(3, params["drafts"])
+        per_fold = (16 - params["drafts"]) // accepted + 1  # steps from a fold to the next
+        lengths.copy_(accepted * (torch.arange(len(lengths), device=self.device) % per_fold))
         pairs = [partial(_both, *calls[i : i + 2]) for i in range(0, len(calls), 2)]
         floor = state_bytes / READ + 2 * state_bytes / COPY / per_fold
         self.cell("linear_verify_commit", params, pairs, floor, beside)
@@ -353,7 +346,7 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="time the CPU's kernels")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--peers", action="store_true", help="time SGLang and FLA as well")
-    parser.add_argument("--only", default="", help="a group of cells: decode, convolve, prefill, verify")
+    parser.add_argument("--only", default="", help="a group: decode, conv_decode, convolve, prefill, verify, first")
     parser.add_argument("--seed", type=int, help="cells that this seed draws, in place of the fixed ones")
     parser.add_argument("--cells", type=int, default=40, help="how many of them")
     parser.add_argument("--write", action="store_true", help="record the results")
@@ -364,6 +357,7 @@ def main() -> None:
         bench.copy_rate()
         bench.decode(GDN, 16, torch.float32, 2**28)
         bench.prefill(GDN, [2048], 0)
+        bench.first_calls()
     elif options.seed is not None:
         for cell in drawn_cells(options.seed, options.cells):
             bench.drawn(cell)

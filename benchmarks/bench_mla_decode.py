@@ -1,11 +1,14 @@
-"""MLA decode on one GPU, alternately with FlashMLA where `sgl_kernel` is importable, in one run with the ceilings.
+"""MLA decode on one GPU, alternately with FlashMLA, FA3 (`qv`) and FlashInfer, in one run with the ceilings.
 
-    PYTHONPATH=python python benchmarks/bench_mla_decode.py [--write] [--quick] [--sustained] [--only TEXT]
+    python benchmarks/bench_mla_decode.py [--write] [--quick] [--sustained] [--only TEXT] [--context N]
 
 A cell's calls are captured in a graph; call r reads the r-th slice of a pool of random latents, so that a replay
 touches at least 1.5 GB and L2 serves no repeat. Peers are timed in turns, several rounds; `ms` is the median replay
 divided by the calls. `gbs` counts each cached byte once, plus q and out; `tflops` the two products. The plan is made
 before, as in a step of many layers; its own time is the case `mla_decode_plan`.
+
+A peer that is not found, or refuses a cell, is named, and not timed. With `--context 131072` page tables are as wide as
+an engine's; the cases are then "mla_decode at 131072" and so on.
 """
 
 from __future__ import annotations
@@ -16,18 +19,22 @@ import itertools
 import math
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import records
+import sampled_cells
+import sampled_contenders
 from attnops import ops
 from attnops.metadata.plan import MlaDecodePlan
 from attnops.reference import pack_mla_fp8_rows, unpack_mla_fp8_rows
 
 SCALE = 1 / math.sqrt(192)
 POOL_TOKENS = 2_800_000
+TOLERANCE = {"bf16": 0.02, "e4m3": 0.12, "rows": 0.12}  # FlashMLA's FP8 op rounds q and the probabilities
 BYTES_PER_REPLAY = 1.5e9
 ROW_BYTES = {"bf16": 1152, "e4m3": 576, "rows": 656}
 RAGGED = torch.randint(256, 16385, (64,), generator=torch.Generator().manual_seed(11)).tolist()
@@ -41,6 +48,7 @@ class Cell:
     seqlen_q: int = 1
     fixed: int = 0
     kv: str = "bf16"  # the cache: bf16, e4m3 (one scale), rows (656 bytes, four scales a row)
+    context: int = 0  # tokens that a row of the page table has room for, at least; 0: as the longest request needs
 
     @property
     def params(self) -> dict:
@@ -53,6 +61,7 @@ class Cell:
             "page": self.page,
             "fixed_split_tokens": self.fixed,
             **({"kv": self.kv} if self.kv != "bf16" else {}),
+            **({"context": self.context} if self.context else {}),
         }
 
     @property
@@ -64,7 +73,8 @@ class Cell:
         p = self.params
         fixed = f" fixed {self.fixed}" if self.fixed else ""
         kv = f" {self.kv}" if self.kv != "bf16" else ""
-        return f"{p['h_q']}h x {p['s_q']}q, {p['batch']} x {p['s_k']}, page {p['page']}{fixed}{kv}"
+        wide = f" at {self.context}" if self.context else ""
+        return f"{p['h_q']}h x {p['s_q']}q, {p['batch']} x {p['s_k']}, page {p['page']}{fixed}{kv}{wide}"
 
 
 def cells(quick: bool) -> list[Cell]:
@@ -125,9 +135,12 @@ class Problem:
         self.rotations = max(1, min(256, pool.shape[0] // slice_tokens, math.ceil(BYTES_PER_REPLAY / self.kv_bytes)))
         self.pools = [pool[r * slice_tokens :][:slice_tokens].view(pages, cell.page, -1) for r in range(self.rotations)]
         order = torch.randperm(pages, device=device, dtype=torch.int32)
-        self.page_table = torch.zeros(len(counts), max(counts), dtype=torch.int32, device=device)
-        used = torch.arange(max(counts), device=device) < torch.tensor(counts, device=device)[:, None]
+        width = max(*counts, -(-cell.context // cell.page))
+        self.page_table = torch.zeros(len(counts), width, dtype=torch.int32, device=device)
+        used = torch.arange(width, device=device) < torch.tensor(counts, device=device)[:, None]
         self.page_table[used] = order
+        self.kv_indices = order
+        self.kv_indptr = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
         self.cache_seqlens = torch.tensor(cell.lengths, dtype=torch.int32, device=device)
         self.q = torch.randn(len(counts), cell.seqlen_q, cell.heads, 576, dtype=torch.bfloat16, device=device)
         self.flops = 2 * self.tokens * cell.seqlen_q * cell.heads * (576 + 512)
@@ -163,7 +176,7 @@ def attnops_call(problem: Problem, rounded: bool = False):
         num_q_heads=cell.heads,
         seqlen_q=cell.seqlen_q,
         fixed_split_tokens=cell.fixed,
-        max_seqlen_k=max(cell.lengths),
+        max_seqlen_k=problem.page_table.shape[1] * cell.page,
         device=problem.q.device,
     )
     ops.mla_decode_plan(plan, problem.cache_seqlens)
@@ -241,18 +254,63 @@ def flashmla_fp8_call(problem: Problem):
     return call
 
 
-def peers_of(cell: Cell) -> dict:
+class AsSampled:
+    """A problem as `sampled_contenders` takes it. Its peers plan before every 32nd call, here before the first one."""
+
+    def __init__(self, problem: Problem) -> None:
+        cell = problem.cell
+        shape = dict(head_dim=576, lengths=tuple(cell.lengths), law="even", page_size=cell.page)
+        self.cell = sampled_cells.Cell(True, (cell.heads, 1), seqlen_q=cell.seqlen_q, kv=cell.kv, **shape)
+        self.q, self.q_dtype, self.scale, self.sinks = problem.q, problem.q.dtype, SCALE, None
+        self.page_table, self.seqlens = problem.page_table, problem.cache_seqlens
+        self.kv_indptr, self.kv_indices = problem.kv_indptr, problem.kv_indices
+        self._pools = problem.pools
+
+    def latents(self, r: int) -> torch.Tensor:
+        return self._pools[r // sampled_contenders.PLAN_EVERY]
+
+
+def sampled_call(prepare: Callable, *arguments: str) -> Callable:
+    def make(problem: Problem) -> Callable:
+        step = prepare(AsSampled(problem), *arguments)
+        step(0)  # plans
+        return lambda r: step(r * sampled_contenders.PLAN_EVERY + 1)
+
+    return make
+
+
+def peers_of(cell: Cell) -> dict[str, Callable]:
+    """Who may take the cell; each may still refuse."""
     peers = {"attnops": attnops_call}
     if cell.kv == "e4m3" and cell.heads * cell.seqlen_q > 32:  # fewer rows: the kernel is the same
         peers["attnops rounded"] = attnops_rounded_call
-    if cell.page == 64 and not cell.fixed and cell.kv != "rows":
-        try:
-            import sgl_kernel.flash_mla  # noqa: F401
-
-            peers["FlashMLA"] = flashmla_call if cell.kv == "bf16" else flashmla_fp8_call
-        except (ImportError, OSError) as error:
-            print(f"FlashMLA not found: {error}")
+    if cell.fixed or cell.kv == "rows":
+        return peers
+    if cell.page == 64:
+        peers["FlashMLA"] = flashmla_call if cell.kv == "bf16" else flashmla_fp8_call
+    if cell.kv == "bf16":
+        peers["FA3 qv"] = sampled_call(sampled_contenders.fa3)
+    for backend in ("fa2", "fa3"):
+        peers[f"FlashInfer {backend}"] = sampled_call(sampled_contenders.flashinfer_mla, backend)
     return peers
+
+
+def ready(problem: Problem) -> dict[str, tuple[Callable, float]]:
+    """Calls of those that run the cell, and their errors. Calls own what graphs read."""
+    found = {}
+    for peer, make in peers_of(problem.cell).items():
+        try:
+            call = make(problem)
+            error = problem.error(call(0).view(*problem.q.shape[:-1], 512))
+            if not error < TOLERANCE[problem.cell.kv]:
+                raise RuntimeError(f"WRONG: relative error {error:.3g}")
+            found[peer] = (call, error)
+        except Exception as problem_of_peer:
+            if peer.startswith("attnops"):
+                raise
+            reason = (str(problem_of_peer).splitlines() or [""])[0][:90]
+            print(f"    {peer}: {type(problem_of_peer).__name__}: {reason}", flush=True)
+    return found
 
 
 def capture(call, rotations: int) -> torch.cuda.CUDAGraph:
@@ -304,25 +362,26 @@ def ceilings() -> tuple[float, float]:
 
 def run(cell: Cell, pools: Pools, state: str) -> list[records.Record]:
     problem = Problem(cell, pools)
-    graphs, errors = {}, {}
-    calls = {peer: make(problem) for peer, make in peers_of(cell).items()}  # they own what the graphs read
-    for peer, call in calls.items():
-        errors[peer] = problem.error(call(0))
-        graphs[peer] = capture(call, problem.rotations)
+    calls = ready(problem)
+    errors = {peer: error for peer, (_, error) in calls.items()}
+    graphs = {peer: capture(call, problem.rotations) for peer, (call, _) in calls.items()}
     if state == "sustained":
         times = time_in_turns(graphs, problem.rotations, rounds=1, burst_ms=700.0)
     else:
         times = time_in_turns(graphs, problem.rotations)
     rows = []
+    case = "mla_decode" if state == "burst" else "mla_decode-sustained"
+    case += f" at {cell.context}" if cell.context else ""
     for peer, ms in times.items():
         gbs, tflops = problem.bytes / ms / 1e6, problem.flops / ms / 1e9
         text = f"{cell.name:44s} {state:9s} {peer:15s} {1e3 * ms:8.1f} us {gbs:6.0f} GB/s {tflops:5.0f} TFLOP/s"
-        beside = peer.startswith("attnops") and "FlashMLA" in times
-        ratio = f" {times['FlashMLA'] / ms:5.2f}x FlashMLA" if beside else ""
+        others = {name: t for name, t in times.items() if not name.startswith("attnops")}
+        best = min(others, key=others.__getitem__, default="")
+        ratio = f" {others[best] / ms:5.2f}x {best}" if best and peer.startswith("attnops") else ""
         print(f"{text} err {errors[peer]:.1e}{ratio}", flush=True)
         rows.append(
             records.Record(
-                case="mla_decode" if state == "burst" else "mla_decode-sustained",
+                case=case,
                 peer=peer,
                 params=cell.params,
                 ms=round(ms, 6),
@@ -354,6 +413,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=records.RESULTS, help="folder that --write writes to")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--sustained", action="store_true")
+    parser.add_argument("--context", type=int, default=0, help="tokens of every row of page tables, at least")
     parser.add_argument("--only", default="", help="cells whose name holds this text")
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -368,6 +428,7 @@ def main() -> None:
     if args.sustained:
         plan += [(cell, "sustained") for cell in (Cell(128, [4096] * 64), Cell(128, [16384] * 128))]
     for cell, state in plan:
+        cell.context = args.context
         rows += run(cell, pools, state)
         if args.write:  # at once: what was measured stays when the run is stopped
             records.write(rows, "h200-mla_decode", args.results)

@@ -6,6 +6,8 @@ before the graph, like the peers'; the case "plan and decode" has it inside. Acc
 against float64 before anything is timed.
 
     python benchmarks/bench_xqa_decode.py --groups bf16,fp8,page,speculative,invariant,latency --write
+
+With `--context 131072` page tables are as wide as an engine's; the cases are then "bf16 at 131072" and so on.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ class Cell:
     kv_dtype: torch.dtype = BF16
     seqlen_q: int = 1
     head_dim: int = 128
+    context: int = 0  # tokens that a row of the page table has room for, at least; 0: as the longest request needs
 
     def build(self, pools: dict) -> Cell:
         """Random queries and a random page table over the pools."""
@@ -48,8 +51,9 @@ class Cell:
         counts = [-(-length // self.page_size) for length in self.lengths]
         self.num_pages = sum(counts)
         order = torch.randperm(self.num_pages, device=DEVICE).to(INT32)
-        columns = torch.arange(max(counts), device=DEVICE)
-        self.page_table = torch.zeros(len(counts), max(counts), dtype=INT32, device=DEVICE)
+        width = max(*counts, -(-self.context // self.page_size))
+        columns = torch.arange(width, device=DEVICE)
+        self.page_table = torch.zeros(len(counts), width, dtype=INT32, device=DEVICE)
         self.page_table[columns < torch.tensor(counts, device=DEVICE).unsqueeze(1)] = order
         self.kv_indices = order
         self.kv_indptr = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=INT32)
@@ -77,7 +81,8 @@ class Cell:
         names = ("h_q", "h_kv", "d", "batch", "s_k", "page", "kv", "s_q", "tokens")
         kv = str(self.kv_dtype).removeprefix("torch.")
         values = (*self.heads, self.head_dim, len(self.lengths), s_k, self.page_size, kv, self.seqlen_q)
-        return dict(zip(names, (*values, sum(self.lengths)), strict=True))
+        wide = {"context": self.context} if self.context else {}
+        return dict(zip(names, (*values, sum(self.lengths)), strict=True)) | wide
 
     def kv(self, r: int, hnd: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (self.num_pages, self.page_size, self.heads[1], self.head_dim)
@@ -109,7 +114,7 @@ def attnops_decode(cell: Cell, fixed_split_tokens: int = 0, plan_inside: bool = 
         head_dim=cell.head_dim,
         seqlen_q=cell.seqlen_q,
         fixed_split_tokens=fixed_split_tokens,
-        max_seqlen_k=max(cell.lengths),
+        max_seqlen_k=cell.page_table.shape[1] * cell.page_size,
         kv_dtype=cell.kv_dtype,
         page_size=cell.page_size,
         device=DEVICE,
@@ -349,6 +354,7 @@ def main() -> None:
     parser.add_argument("--groups", default="bf16,fp8,page,speculative,skew,invariant,latency")
     parser.add_argument("--seconds", type=float, default=600, help="stop starting cells after this long")
     parser.add_argument("--budget-ms", type=float, default=12, help="of replays per contender and turn")
+    parser.add_argument("--context", type=int, default=0, help="tokens of every row of page tables, at least")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--write", action="store_true", help="to benchmarks/results/h200-xqa_decode.jsonl")
     arguments = parser.parse_args()
@@ -365,6 +371,7 @@ def main() -> None:
             if time.monotonic() - begin > arguments.seconds:
                 print(f"out of time in {group}")
                 break
+            cell.context = arguments.context
             cell.build(pools)
             named = contenders(cell)[: 1 if arguments.no_peers else None]
             if group == "invariant":
@@ -378,7 +385,8 @@ def main() -> None:
                 named = [named[0], ("attnops invariant", lambda c=cell, n=cuts: attnops_decode(c, n), False)]
             if group == "latency":
                 named += [("attnops plan and decode", lambda c=cell: attnops_decode(c, plan_inside=True), False)]
-            new = measure(cell, group, named, arguments.budget_ms, 0.1 if cell.kv_dtype == FP8 else 0.02)
+            case = f"{group} at {arguments.context}" if arguments.context else group
+            new = measure(cell, case, named, arguments.budget_ms, 0.1 if cell.kv_dtype == FP8 else 0.02)
             summary(new, ceiling)
             records += new
         if arguments.write:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.machinery
 import importlib.util
+import inspect
 import sys
 import types
 from collections.abc import Callable
@@ -106,7 +107,10 @@ class Peers:
 
     @staticmethod
     def version(peer: str) -> str:
-        for name in ("sglang",) if peer.startswith("SGLang") else ("fla-core",):
+        if peer.startswith("attnops"):
+            return ""
+        named = {"SGLang": "sglang", "transformers": "transformers"}
+        for name in (next((named[begin] for begin in named if peer.startswith(begin)), "fla-core"),):
             try:
                 return metadata.version(name)
             except metadata.PackageNotFoundError:
@@ -250,3 +254,20 @@ class Peers:
             states.index_copy_(0, wide, snapshots[:batch, 2])
 
         return {"SGLang snapshots": sglang}
+
+
+def torch_chunk(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A_log: Tensor, bias: Tensor,
+                batch: int) -> Calls:  # fmt: skip
+    """transformers' gated delta rule in chunks of plain torch, gates included: prompts of one length."""
+    path = "transformers.models.qwen3_next.modeling_qwen3_next"
+    if importlib.util.find_spec("transformers") is None or len(q) % batch:
+        return {}
+    function = inspect.unwrap(importlib.import_module(path).torch_chunk_gated_delta_rule)
+    tokens = [t.unflatten(0, (batch, -1)) for t in (q, k, v)]
+
+    def call() -> object:
+        g = -A_log.exp() * torch.nn.functional.softplus(a.float() + bias)
+        gates = [t.unflatten(0, (batch, -1)) for t in (g, b.float().sigmoid())]
+        return function(*tokens, *gates, output_final_state=True, use_qk_l2norm_in_kernel=True)
+
+    return {"transformers torch_chunk": torch.no_grad()(call)}

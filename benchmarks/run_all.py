@@ -54,10 +54,18 @@ def _jobs() -> list[Job]:
     ):
         family = script.removeprefix("bench_").removesuffix(".py")
         jobs += [Job(f"{family}_{group}", script, (flag, group, "--write"), "cuda") for group in groups]
-    for group in ("decode", "convolve", "prefill", "verify"):
+    for group in ("decode", "conv_decode", "convolve", "prefill", "verify", "first"):
         jobs.append(Job(f"linear_{group}", "bench_linear.py", ("--only", group, "--write"), "cuda"))
+    wide, groups = ("--context", "131072"), "bf16,fp8,page,skew,latency"
     jobs += [
         Job("mla_decode", "bench_mla_decode.py", ("--write",), "cuda"),
+        Job("mla_decode_wide", "bench_mla_decode.py", ("--write", *wide), "cuda"),
+        Job(
+            "xqa_decode_wide",
+            "bench_xqa_decode.py",
+            ("--groups", groups, *wide, "--write"),
+            "cuda",
+        ),
         Job("paged_kv", "bench_paged_kv.py", (), "cuda"),
         Job("speculation", "bench_speculation.py", ("--write",), "cuda"),
         Job("indexer", "bench_indexer.py", ("--write",), "cuda"),

@@ -1,10 +1,17 @@
-"""Who runs a cell of `bench_decode_sampled.py`: attnops as its backends call it, and every peer that is found."""
+"""Who runs a cell of `bench_decode_sampled.py`: attnops as its backends call it, and every peer that is found.
+
+A peer is asked for every cell that its interface has room for. It may still refuse: that is an error, which the
+benchmark names. FlashInfer compiles nothing here (`FLASHINFER_DISABLE_JIT`), unless that variable is set to "". FA3 and
+FlashInfer's fa3 out of a pack of selected kernels (`PEERS_COMMON` is set) end the process when a kernel is missing, so
+those cells are refused here.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +23,14 @@ from sampled_cells import Cell
 
 INT32, BF16, FP8 = torch.int32, torch.bfloat16, torch.float8_e4m3fn
 DTYPES = {"bf16": BF16, "fp16": torch.float16, "e4m3": FP8}
-FA3_DIMS = {("bf16", 64), ("bf16", 128), ("bf16", 256), ("e4m3", 128)}  # a call of another ends the process
+PACKED_FA3 = {("bf16", 64), ("bf16", 128), ("bf16", 256), ("bf16", 576), ("e4m3", 128)}
+PACKED_FLASHINFER_FA3 = {("bf16", 128), ("bf16", 576)}
+XQA_PAGES = (16, 32, 64, 128)
 PLAN_EVERY = 32  # calls
 Step = Callable[[int], torch.Tensor]  # makes the r-th call, returns out
-Peer = tuple[str, Callable[[], Step]]
+
+os.environ.setdefault("FLASHINFER_DISABLE_JIT", "1")
+os.environ.setdefault("FLASHINFER_DECODE_AUTO_CUDNN", "0")  # cuDNN is a contender of its own
 
 
 class Pool:
@@ -170,10 +181,16 @@ def planned(made: tuple[Step, Callable[[], None]]) -> Step:
     return call
 
 
+def _require_packed(cell: Cell, kernels: set[tuple[str, int]]) -> None:
+    if os.environ.get("PEERS_COMMON") and (cell.kv, cell.head_dim) not in kernels:
+        raise NotImplementedError("its pack lacks this kernel")
+
+
 def fa3(problem: Problem) -> Step:
+    cell, q, dtype = problem.cell, problem.q, problem.q_dtype
+    _require_packed(cell, PACKED_FA3)
     from sgl_kernel.flash_attn import flash_attn_with_kvcache, get_scheduler_metadata
 
-    cell, q, dtype = problem.cell, problem.q, BF16
     options: dict[str, Any] = dict(causal=True, num_splits=0, softmax_scale=problem.scale)
     if cell.kv == "e4m3":
         q, dtype = q.to(FP8), FP8
@@ -216,28 +233,61 @@ def fa3(problem: Problem) -> Step:
 
 
 def flashinfer(problem: Problem, tensor_cores: bool, backend: str) -> Step:
+    """Its decode wrapper. cuDNN alone has sinks there."""
     import flashinfer.decode as decode
 
-    cell = problem.cell
+    cell, q = problem.cell, problem.q.flatten(0, 1)
     wrapper = decode.BatchDecodeWithPagedKVCacheWrapper(
         _workspace("wrapper"), "NHD", use_tensor_cores=tensor_cores, backend=backend
     )
-    types = dict(q_data_type=BF16, kv_data_type=DTYPES[cell.kv], o_data_type=BF16)
+    options: dict[str, Any] = dict(q_data_type=q.dtype, kv_data_type=DTYPES[cell.kv], o_data_type=q.dtype)
+    options["window_left"] = cell.window_left
+    if cell.seqlen_q > 1:
+        options["q_len_per_req"] = cell.seqlen_q
     if backend == "cudnn":
-        types["block_tables"] = problem.page_table
+        options["block_tables"] = problem.page_table
     where = (problem.kv_indptr, problem.kv_indices, problem.last_page_len)
-    wrapper.plan(*where, *cell.heads, cell.head_dim, cell.page_size, **types)
-    q, out = problem.q.squeeze(1), torch.empty_like(problem.q.squeeze(1))
-    return lambda r: wrapper.run(q, problem.kv(r), out=out)
+    wrapper.plan(*where, *cell.heads, cell.head_dim, cell.page_size, **options)
+    out = torch.empty_like(q)
+    sinks = {} if problem.sinks is None else dict(sinks=problem.sinks)
+    return lambda r: wrapper.run(q, problem.kv(r), out=out, **sinks)
+
+
+def flashinfer_extend(problem: Problem, backend: str) -> Step:
+    """Its wrappers of extends: several tokens of a request, sinks, and all that its fa3 kernels serve."""
+    cell, q = problem.cell, problem.q.flatten(0, 1)
+    if backend == "fa3":
+        _require_packed(cell, PACKED_FLASHINFER_FA3)
+    from flashinfer.attention import BatchAttentionWithAttentionSinkWrapper
+    from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
+
+    types: dict[str, Any] = dict(q_data_type=q.dtype, kv_data_type=DTYPES[cell.kv])
+    if problem.sinks is None:
+        wrapper = BatchPrefillWithPagedKVCacheWrapper(_workspace("wrapper"), "NHD", backend=backend)
+        more: tuple[Any, ...] = ()
+    else:
+        dims = dict(head_dim_qk=cell.head_dim, head_dim_vo=cell.head_dim, window_left=cell.window_left)
+        wrapper = BatchAttentionWithAttentionSinkWrapper(_workspace("wrapper"), "NHD", backend=backend, **types, **dims)
+        more = (problem.sinks, problem.scale)
+    rows = torch.arange(len(cell.lengths) + 1, dtype=INT32) * cell.seqlen_q
+    where = (rows, problem.kv_indptr, problem.kv_indices, problem.last_page_len)
+    rules = dict(causal=True, sm_scale=problem.scale, window_left=cell.window_left)
+    wrapper.plan(*where, *cell.heads, cell.head_dim, cell.page_size, **rules, **types)
+    out = torch.empty_like(q)
+    return lambda r: wrapper.run(q, problem.kv(r), *more, out=out)
 
 
 def xqa(problem: Problem, hnd: bool) -> Step:
     import flashinfer.decode as decode
 
     ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)  # its modules expect the driver's symbols to be there
-    q, out = problem.q.squeeze(1), torch.empty_like(problem.q.squeeze(1))
-    options = dict(bmm1_scale=problem.scale, bmm2_scale=1.0, kv_layout="HND" if hnd else "NHD")
-    where = (problem.page_table, problem.seqlens, max(problem.cell.lengths))
+    cell, seqlen_q = problem.cell, problem.cell.seqlen_q
+    q, out = problem.q.flatten(0, 1), torch.empty_like(problem.q if seqlen_q > 1 else problem.q.squeeze(1))
+    options: dict[str, Any] = dict(bmm1_scale=problem.scale, bmm2_scale=1.0, kv_layout="HND" if hnd else "NHD")
+    options |= dict(window_left=cell.window_left, sinks=problem.sinks)
+    if seqlen_q > 1:
+        options |= dict(q_len_per_req=seqlen_q, mask=causal_words(len(cell.lengths), seqlen_q).to(q.device))
+    where = (problem.page_table, problem.seqlens, max(cell.lengths))
 
     def call(r: int) -> torch.Tensor:
         kv = problem.kv(r, hnd)
@@ -247,22 +297,33 @@ def xqa(problem: Problem, hnd: bool) -> Step:
     return call
 
 
+def causal_words(batch_size: int, seqlen_q: int) -> torch.Tensor:
+    """uint16 ``[B, seqlen_q, words]``: XQA's mask of draft tokens, each of which sees itself and those before it."""
+    words = -(-seqlen_q // 32) * 2
+    token, bit = torch.arange(seqlen_q)[:, None], torch.arange(16 * words)
+    weights = 1 << (bit % 16)
+    packed = ((bit <= token) * weights).view(seqlen_q, words, 16).sum(-1)
+    return packed.to(torch.uint16).expand(batch_size, -1, -1).contiguous()
+
+
 def flashinfer_mla(problem: Problem, backend: str) -> Step:
+    cell, q = problem.cell, problem.q.flatten(0, 1)
+    if backend == "fa3":
+        _require_packed(cell, PACKED_FLASHINFER_FA3)
     from flashinfer.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
 
-    cell = problem.cell
     wrapper = BatchMLAPagedAttentionWrapper(_workspace("wrapper"), backend=backend)
     rows = torch.arange(len(cell.lengths) + 1, dtype=INT32) * cell.seqlen_q
     where = MLAPlanMetadata.csr(rows, problem.kv_indptr, problem.kv_indices, problem.seqlens.cpu())
-    types = dict(q_data_type=BF16, kv_data_type=BF16, query_layout="split", kv_cache_layout="split")
+    types = dict(q_data_type=q.dtype, kv_data_type=DTYPES[cell.kv], query_layout="split", kv_cache_layout="split")
     dims = dict(num_heads=cell.heads[0], head_dim_ckv=512, head_dim_kpe=64, page_size=cell.page_size)
     wrapper.plan(metadata=where, causal=cell.seqlen_q > 1, sm_scale=problem.scale, **dims, **types)
-    q = problem.q.flatten(0, 1)
-    out = q.new_empty(*q.shape[:-1], 512)
+    scales = dict(ckv_scale=1.0, kpe_scale=1.0) if cell.kv == "e4m3" else {}
+    out, query = q.new_empty(*q.shape[:-1], 512), (q[..., :512], q[..., 512:])
 
     def call(r: int) -> torch.Tensor:
         latents = problem.latents(r)
-        wrapper.run(query=(q[..., :512], q[..., 512:]), kv_cache=(latents[..., :512], latents[..., 512:]), out=out)
+        wrapper.run(query=query, kv_cache=(latents[..., :512], latents[..., 512:]), out=out, **scales)
         return out
 
     return call
@@ -288,28 +349,33 @@ def _workspace(owner: str) -> torch.Tensor:
     return torch.zeros(768 << 20, dtype=torch.uint8, device="cuda")
 
 
-def peers(problem: Problem) -> list[tuple[str, Callable[[], Step], bool]]:
+def peers(cell: Cell) -> list[tuple[str, Callable[[Problem], Step], bool]]:
     """(name, how to prepare it, whether its pool is HND) of those that may take the cell; each may still refuse."""
-    cell, found = problem.cell, []
-    if cell.kv == "fp16":
-        return []
+    found: list[tuple[str, Callable[[Problem], Step], bool]] = []
+
+    def add(name: str, prepare: Callable[..., Step], *arguments: Any, hnd: bool = False) -> None:
+        found.append((name, lambda problem: prepare(problem, *arguments), hnd))
+
+    is_16_bit = cell.kv != "e4m3"
     if cell.is_mla:
         if cell.page_size == 64:
-            found.append(("FlashMLA", lambda: flashmla(problem), False))
-        if cell.kv == "bf16":
-            found.append(("FA3 qv", lambda: fa3(problem), False))
-            found += [(f"FlashInfer {b}", lambda b=b: flashinfer_mla(problem, b), False) for b in ("fa2", "fa3")]
+            add("FlashMLA", flashmla)
+        if is_16_bit:
+            add("FA3 qv", fa3)
+        add("FlashInfer fa2", flashinfer_mla, "fa2")
+        add("FlashInfer fa3", flashinfer_mla, "fa3")
         return found
-    if (cell.kv, cell.head_dim) in FA3_DIMS:
-        found.append(("FA3", lambda: fa3(problem), False))
-    if cell.seqlen_q > 1 or cell.window_left >= 0 or cell.sinks:
-        return found
-    if cell.head_dim == 128:
-        found.append(("FlashInfer fa2", lambda: flashinfer(problem, True, "fa2"), False))
-        found.append(("FlashInfer cuda-core", lambda: flashinfer(problem, False, "auto"), False))
-    if cell.kv == "bf16" and cell.page_size > 1 and cell.head_dim <= 128:
-        found.append(("cuDNN", lambda: flashinfer(problem, True, "cudnn"), False))
-    if cell.head_dim == 128 and cell.page_size in (16, 64) and cell.heads[0] // cell.heads[1] in (1, 4, 8, 16):
-        found.append(("XQA", lambda: xqa(problem, False), False))
-        found.append(("XQA hnd", lambda: xqa(problem, True), True))
+    add("FA3", fa3)
+    if cell.seqlen_q > 1 or cell.sinks:
+        add("FlashInfer fa2", flashinfer_extend, "fa2")
+    else:
+        add("FlashInfer fa2", flashinfer, True, "fa2")
+        add("FlashInfer cuda-core", flashinfer, False, "auto")
+    if is_16_bit:
+        add("FlashInfer fa3", flashinfer_extend, "fa3")
+        if cell.page_size > 1 and cell.head_dim <= 128:
+            add("cuDNN", flashinfer, True, "cudnn")
+    if cell.page_size in XQA_PAGES:
+        add("XQA", xqa, False)
+        add("XQA hnd", xqa, True, hnd=True)
     return found

@@ -29,6 +29,7 @@ PYTHON_LAYERS = {
     "layers": {"types", "pools"},
     "compat": {"environment", "ops", "metadata"},
     "distributed": {"ops"},
+    "state_snapshots": {"ops"},
     "speculative": {"ops", "types"},
     "triton_kernels": set(),
     "backends": {

@@ -295,7 +295,7 @@ class AttentionBatch:
         extend_seq_lens: int32 ``[B]``, new tokens per request; needed when ragged.
         max_seqlen_q: Upper bound of the new tokens per request (host); by default `num_tokens`. A bound too low for
             `num_tokens`, padding included, is an error. A bound too low for one request is not seen, and its tokens are
-            wrong.
+            wrong. Bounds choose kernels: steps of unequal ones may differ in the last bits.
         max_cache_seqlen: Upper bound of `cache_seqlens` (host), or None: unknown; only saves work. As `max_seqlen_q`.
         max_prefix_tokens: Upper bound of the tokens cached before the new ones, all requests together (host), or None:
             unknown; 0 of prompts that nobody has begun. Only saves work.

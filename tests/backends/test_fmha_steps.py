@@ -17,7 +17,10 @@ MODEL = Model("gqa", AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=32, p
 
 @pytest.mark.parametrize(
     ("hopper", "tokens"),
-    [(False, {1: None, 2: None, 3: None, 7: None, 9: None}), (True, {1: 1, 2: 2, 3: 4, 4: 4, 7: 8, 9: None, 40: None})],
+    [
+        (False, {1: None, 2: None, 3: None, 7: None, 9: None}),
+        (True, {1: 1, 2: 2, 3: 4, 4: 4, 7: 8, 9: 16, 17: None, 40: None}),
+    ],
 )
 def test_steps_share_views_unless_they_go_by_other_kernels(hopper, tokens, monkeypatch):
     monkeypatch.setattr(fmha_plan, "runs_hopper_kernels", lambda device: hopper)

@@ -50,8 +50,6 @@ def test_most_splits_and_tokens_of_a_split(name, monkeypatch):
 @pytest.mark.parametrize("name", [NAME])
 def test_what_is_malformed_or_refused_is_an_error(name, monkeypatch):
     cls = get_backend_class(name)
-    with pytest.raises(ValueError, match="triton_attention_reduce_in_fp32 must be True"):
-        cls(gqa(), LIMITS, triton_attention_reduce_in_fp32=False)
     for option in ("triton_attention_num_kv_splits", "triton_attention_split_tile_size"):
         with pytest.raises(ValueError, match=f"{option} must be 1 or more, got 0"):
             cls(gqa(), LIMITS, **{option: 0})
@@ -61,6 +59,13 @@ def test_what_is_malformed_or_refused_is_an_error(name, monkeypatch):
             with pytest.raises(ValueError, match=f"{variable} must be a positive integer, got '0'"):
                 cls(spec, LIMITS)
     assert torch.is_tensor(cls(gqa(), LIMITS)._out_partial)
+
+
+def test_partial_results_are_float32_whatever_sglangs_option_says():
+    """Its default, False, is taken as it is there, where the sums are float32, too."""
+    for wide in (False, True):
+        backend = get_backend_class(NAME)(gqa(), LIMITS, triton_attention_reduce_in_fp32=wide)
+        assert backend._out_partial.dtype == backend._lse_partial.dtype == torch.float32
 
 
 def test_a_cpu_without_the_interpreter_is_refused_by_name(monkeypatch):

@@ -61,10 +61,14 @@ def test_flash_attention_2_without_a_cache(causal, window):
         assert_lse_close(lse[b].T, expected[1])
 
 
+@pytest.mark.parametrize(
+    ("causal", "window"), [(True, (-1, -1)), (False, (-1, -1)), (False, (9, 2)), (False, (-1, 3)), (False, (4, -1))]
+)
 @pytest.mark.parametrize("per_request", [False, True])
 @pytest.mark.parametrize("form", ["cache", "func", "varlen", "paged varlen"])
-def test_alibi_of_flash_attention_2(form, per_request):
-    lengths, counts = [61, 61] if form == "func" else [61, 17], [5, 5] if form == "func" else [5, 2]
+def test_alibi_of_flash_attention_2(form, per_request, causal, window):
+    """Also of more queries than keys."""
+    lengths, counts = [61, 61] if form == "func" else [61, 3], [5, 5] if form == "func" else [5, 2]
     problem = paged_problem(lengths, 5 if form == "cache" else counts, page_size=64)
     slopes = torch.rand(2, 8) if per_request else torch.rand(8)
     k, v = (
@@ -72,7 +76,7 @@ def test_alibi_of_flash_attention_2(form, per_request):
         for pages in (problem.k_pages, problem.v_pages)
     )
     bounds = problem.cu_seqlens_q, torch.tensor([0, *lengths]).cumsum(0).int(), 5, 61
-    shared = {"causal": True, "alibi_slopes": slopes}
+    shared = {"causal": causal, "window_size": window, "alibi_slopes": slopes}
     if form == "cache":
         counts = [5, 5]
         table = {"cache_seqlens": problem.cache_seqlens, "block_table": problem.page_table}
@@ -92,11 +96,21 @@ def test_alibi_of_flash_attention_2(form, per_request):
         at = torch.arange(length - count, length)[:, None]
         slope = slopes[b] if per_request else slopes
         bias = -slope.double()[:, None, None] * (at - torch.arange(length)).abs()
-        hidden = hidden_keys(count, length, True, (-1, -1))
+        hidden = hidden_keys(count, length, causal, window)
         expected = attention(problem.q[rows], k[begin : begin + length], v[begin : begin + length], hidden, 0.125, bias)
         begin += length
         assert relative_error(out[rows], expected[0]) <= BOUND
-    with pytest.raises(NotImplementedError, match="alibi_slopes without causal"):
-        flash_attn.flash_attn_func(
-            torch.zeros(1, 2, 2, 64), *[torch.zeros(1, 4, 2, 64)] * 2, alibi_slopes=torch.ones(2)
-        )
+
+
+def test_alibi_gives_the_lse_of_the_scores_with_their_bias():
+    q, k, v = (torch.randn(1, n, h, 64).bfloat16() for n, h in ((7, 4), (19, 2), (19, 2)))
+    slopes = torch.rand(4)
+    out, lse, _ = flash_attn.flash_attn_func(q, k, v, alibi_slopes=slopes, return_attn_probs=True)
+    bias = -slopes.double()[:, None, None] * (torch.arange(12, 19)[:, None] - torch.arange(19)).abs()
+    expected = attention(q[0], k[0], v[0], hidden_keys(7, 19, False, (-1, -1)), 0.125, bias)
+    assert relative_error(out[0], expected[0]) <= BOUND
+    assert_lse_close(lse[0].T, expected[1])
+    none = flash_attn.flash_attn_func(q[:, :0], k, v, alibi_slopes=slopes)
+    assert none.shape == (1, 0, 4, 64)
+    with pytest.raises(NotImplementedError, match="alibi_slopes with softcap"):  # the peer's cap is before its bias
+        flash_attn.flash_attn_func(q, k, v, causal=True, softcap=5.0, alibi_slopes=slopes)

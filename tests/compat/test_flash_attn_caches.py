@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from attnops.compat import _chunks
+from attnops.compat import _cache_tables, _chunks, _device_windows
 from attnops.compat import flash_attn_interface as fa3
 from attnops.compat.sgl_kernel import flash_attn as sgl
 from checks import MAX_RELATIVE_ERROR, assert_lse_close, relative_error
@@ -224,6 +224,110 @@ def test_qv_of_any_heads_adds_its_products_with_values(seqlen_q, chunk, causal, 
         expected = attention(torch.cat([q[b], qv[b]], -1), keys, v[b, :length], hidden, scale)
         assert relative_error(out[b], expected[0]) <= BOUND
         assert_lse_close(lse[b].T, expected[1])
+
+
+@pytest.mark.parametrize("which", ["all", "q_descale", "k_descale", "v_descale", "shared"])
+@pytest.mark.parametrize("counts", [2, [2, 1, 3]])
+@pytest.mark.parametrize(("dim", "dim_v", "kv_heads"), [(64, 512, 1), (64, 96, 2)])
+def test_descales_with_qv(dim, dim_v, kv_heads, counts, which):
+    """Of every request, over FP8 caches; with float8 queries, too."""
+    lengths, most = [40, 23, 31], 3 if isinstance(counts, list) else 2
+    counts = counts if isinstance(counts, list) else [counts] * 3
+    generator = torch.Generator().manual_seed(3)
+    draw = lambda *shape: (2 * torch.randn(*shape, generator=generator)).to(FP8)  # noqa: E731
+    q, qv = (draw(sum(counts), 4, n) for n in (dim, dim_v))
+    k, v = (draw(3, 40, kv_heads, n) for n in (dim, dim_v))
+    names = ("q_descale", "k_descale", "v_descale")
+    scales = {name: 0.1 + torch.rand(3, kv_heads, generator=generator) for name in names}
+    if which == "shared":
+        scales = {name: scale[:1].expand(3, kv_heads) for name, scale in scales.items()}
+    elif which != "all":
+        scales = {which: scales[which]}
+    ragged = most == 3
+    bounds = {"cu_seqlens_q": torch.tensor([0, *counts]).cumsum(0).int(), "max_seqlen_q": most} if ragged else {}
+    shaped = [x if ragged else x.view(torch.uint8).unflatten(0, (3, 2)).view(FP8) for x in (q, qv)]
+    lens = torch.tensor(lengths, dtype=torch.int32)
+    out, lse = fa3.flash_attn_with_kvcache(
+        shaped[0], k, v, qv=shaped[1], cache_seqlens=lens, causal=True, return_softmax_lse=True, **scales, **bounds
+    )
+    out, lse = out.reshape(-1, 4, dim_v), lse.transpose(-1, -2).reshape(-1, 4)
+    of_q, of_k, of_v = (scales.get(name, torch.ones(3, kv_heads)) for name in names)
+    begin = 0
+    for b, (length, count) in enumerate(zip(lengths, counts)):
+        rows = slice(begin, begin + count)
+        begin += count
+        keys, values = k[b, :length].float() * of_k[b][:, None], v[b, :length].float() * of_v[b][:, None]
+        queries = torch.cat([q[rows], qv[rows]], -1).float() * of_q[b].repeat_interleave(4 // kv_heads)[:, None]
+        scale = (dim + dim_v) ** -0.5
+        hidden = hidden_keys(count, length, True, (-1, -1))
+        expected = attention(queries, torch.cat([keys, values], -1), values, hidden, scale)
+        assert relative_error(out[rows], expected[0]) <= 2 * BOUND  # scores are large: rounded queries show
+        assert_lse_close(lse[rows], expected[1], 0.05)
+
+
+@pytest.mark.parametrize(
+    ("causal", "window"), [(True, (9, -1)), (False, (9, 3)), (False, (-1, 2)), (False, (5, -1)), (False, (-1, -1))]
+)
+@pytest.mark.parametrize("form", ["cache", "rotary", "ragged", "chunks", "parts", "qv", "e5m2", "varlen"])
+def test_a_window_that_the_host_may_not_read(monkeypatch, form, causal, window):
+    """As on a GPU: the same results as with two numbers."""
+    generator = torch.Generator().manual_seed(6)
+    draw = lambda *shape: torch.randn(*shape, generator=generator).bfloat16()  # noqa: E731
+    q, k, v = draw(2, 6, 4, 64), draw(2, 40, 2, 64), draw(2, 40, 2, 64)
+    options = {"causal": causal, "cache_seqlens": torch.tensor([33, 4], dtype=torch.int32)}
+    if form == "rotary":
+        angles = torch.rand(64, 16, generator=generator)
+        options |= {"k": draw(2, 6, 2, 64), "v": draw(2, 6, 2, 64), "rotary_cos": angles.cos()}
+        options |= {"rotary_sin": angles.sin()}
+    elif form == "ragged":
+        q = q.flatten(0, 1)
+        options |= {"cu_seqlens_q": torch.tensor([0, 7, 11], dtype=torch.int32), "max_seqlen_q": 7}
+    elif form == "chunks":
+        options["attention_chunk"] = 7
+    elif form == "parts":
+        monkeypatch.setattr(_device_windows, "_MOST_CELLS", 100)
+    elif form == "qv":
+        options["qv"] = draw(2, 6, 4, 64)
+    elif form == "e5m2":
+        k, v = k.to(torch.float8_e5m2), v.to(torch.float8_e5m2)
+
+    def call(given):
+        if form == "varlen":
+            bounds = torch.tensor([0, 7, 12], dtype=torch.int32), torch.tensor([0, 33, 37], dtype=torch.int32)
+            flat = q.flatten(0, 1), k.flatten(0, 1)[:37], v.flatten(0, 1)[:37]
+            return fa3.flash_attn_varlen_func(
+                *flat, *bounds, 7, 33, causal=causal, window_size=given, return_attn_probs=True
+            )
+        caches = k.clone(), v.clone()
+        return fa3.flash_attn_with_kvcache(q, *caches, window_size=given, return_softmax_lse=True, **options)
+
+    expected, expected_lse = call(window)
+    monkeypatch.setattr(_cache_tables, "host_may_read", lambda window: False)
+    out, lse = call(torch.tensor(window))
+    assert relative_error(out, expected.double()) <= BOUND
+    assert_lse_close(lse, expected_lse)
+    assert not torch.equal(call(torch.tensor([1, 1]))[0], out), "the window is read"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_window_on_a_gpu_is_read_by_a_graph(causal):
+    generator = torch.Generator("cuda").manual_seed(6)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, device="cuda").bfloat16()  # noqa: E731
+    q, k, v = draw(2, 6, 4, 64), draw(2, 40, 2, 64), draw(2, 40, 2, 64)
+    lens = torch.tensor([33, 4], dtype=torch.int32, device="cuda")
+    window = torch.tensor([9, 3], device="cuda")
+    call = lambda given: fa3.flash_attn_with_kvcache(  # noqa: E731
+        q, k, v, cache_seqlens=lens, causal=causal, window_size=given
+    )
+    call(window)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call(window)
+    for sides in ((9, 3), (2, 0), (-1, 5)):
+        window.copy_(torch.tensor(sides))
+        graph.replay()
+        assert relative_error(out, call(sides).double()) <= BOUND
 
 
 @pytest.mark.parametrize("splits", [1, 3])

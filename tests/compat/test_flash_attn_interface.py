@@ -41,6 +41,20 @@ def test_paged_decode_and_extend(theirs, ours, seqlen_q):
     assert (lse[3] == -math.inf).all(), "an empty row is -inf"
 
 
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+@pytest.mark.parametrize("seqlen_q", [1, 4])
+def test_head_dims_that_decode_kernels_do_not_take(seqlen_q, kv_dtype):
+    """With nothing but a page table: the shortest way through the function."""
+    problem = paged_problem([130, 5, 0], seqlen_q, head_dim=512, kv_dtype=kv_dtype, scales="shared")
+    given = {"causal": True, "window_size": (20, 0), "softmax_scale": 0.05}
+    if kv_dtype is not None:
+        given |= {"k_descale": problem.k_scale.expand(3, 2), "v_descale": problem.v_scale.expand(3, 2)}
+    out, lse = decode(problem, return_softmax_lse=True, **given)
+    expected, expected_lse = problem.expected(softmax_scale=0.05, window_left=20)
+    assert relative_error(out.flatten(0, 1), expected) <= BOUND
+    assert_lse_close(lse.transpose(1, 2).flatten(0, 1), expected_lse)
+
+
 @pytest.mark.parametrize("seqlen_q", [1, 20])
 def test_an_output_of_the_callers_is_written_or_refused(seqlen_q):
     problem = paged_problem([130, 50], seqlen_q)
@@ -132,7 +146,7 @@ def test_splits_give_a_request_the_bits_that_it_has_alone(num_splits):
     [
         ({"only_qv": True}, "does not honour only_qv=True"),
         ({"k_descale": torch.ones(1, 2)}, "k_descale with a cache of torch.bfloat16"),
-        ({"qv": torch.zeros(1, 1, 8, 256), "q_descale": torch.ones(1, 2)}, "descales with qv"),
+        ({"qv": torch.zeros(1, 1, 8, 256), "q_descale": torch.ones(1, 2)}, "q_descale with a cache of torch.bfloat16"),
         ({"an_argument_of_tomorrow": 1}, "does not honour an_argument_of_tomorrow="),
     ],
 )
@@ -146,6 +160,7 @@ def test_what_is_not_honoured_is_named(options, message):
     ("options", "message"),
     [
         ({"num_splits": -1}, "num_splits must be at least 0, got -1"),
+        ({"window_size": torch.zeros(3)}, r"window_size must be two integers, got torch.float32 \[3\]"),
         ({"rotary_cos": torch.zeros(9, 8)}, "rotary_cos and rotary_sin come together"),
         ({"rotary_cos": torch.zeros(9, 8), "rotary_sin": torch.zeros(9, 8)}, "rotary_cos needs k and v"),
     ],

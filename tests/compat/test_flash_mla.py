@@ -85,13 +85,15 @@ def test_nothing_is_read_on_the_host_and_generation_3_follows_a_replay(generatio
     check(other, out, lse, causal=False, softmax_scale=576**-0.5)
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.uint8, FP8])
-def test_fp8_caches_and_a_sink(kv_dtype):
+@pytest.mark.parametrize("flag", [True, False])
+@pytest.mark.parametrize("kv_dtype", [torch.uint8, FP8, torch.float8_e5m2])
+def test_fp8_caches_and_a_sink(kv_dtype, flag):
     problem = mla_problem(LENGTHS, kv_dtype=kv_dtype)
     sinks = torch.randn(16)
-    scale = problem.kv_scale if kv_dtype == FP8 else None
+    scale = problem.kv_scale if kv_dtype != torch.uint8 else None
     metadata = flash_mla.get_mla_metadata()
-    out, lse = call(problem, metadata, is_fp8_kvcache=True, attn_sink=sinks, descale_k=scale)
+    options = {"is_fp8_kvcache": flag or kv_dtype == torch.uint8, "attn_sink": sinks, "descale_k": scale}
+    out, lse = call(problem, metadata, **options)
     # Rows with scales are rounded to bf16 before they are multiplied.
     check(problem, out, lse, 4e-3, causal=False, softmax_scale=576**-0.5, sinks=sinks)
 
@@ -122,6 +124,18 @@ def test_fp8_queries_over_a_dense_fp8_cache(heads, device):
     assert relative_error(out.flatten(0, 1).cpu(), expected) <= 6e-2  # kernels may round as the peer's do
     seen = expected_lse != -math.inf
     assert_lse_close(lse.transpose(1, 2).flatten(0, 1).cpu()[seen], expected_lse[seen], 0.3)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_fp8_queries_over_e5m2(device):
+    problem = mla_problem(LENGTHS, kv_dtype=torch.float8_e5m2)
+    problem = dataclasses.replace(problem, q=problem.q.to(FP8).to(torch.bfloat16)).to(device)
+    stored = dataclasses.replace(problem, q=problem.q.to(FP8))
+    scales = {"descale_q": torch.ones(1, device=device), "descale_k": problem.kv_scale}
+    out, _ = call(stored, flash_mla.get_mla_metadata(), **scales)
+    expected, _ = problem.expected(causal=False, softmax_scale=576**-0.5)
+    assert out.dtype == torch.bfloat16
+    assert relative_error(out.flatten(0, 1).cpu(), expected.cpu()) <= 2 * BOUND
 
 
 @pytest.mark.parametrize("rounded", [True, False])

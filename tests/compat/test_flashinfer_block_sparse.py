@@ -102,6 +102,29 @@ def test_sizes_of_blocks_that_nothing_holds_are_refused(side, size):
     wrapper.plan(torch.ones(1, 3, 4), **sizes, num_qo_heads=2, num_kv_heads=1, head_dim=64)
 
 
+def test_forward_chooses_its_own_options_and_keeps_the_blocks():
+    q, k, v = tensors(16, 32, (4, 2, 2))
+    wrapper = flashinfer.BlockSparseAttentionWrapper(WORKSPACE)
+    blocks = (torch.tensor([0, 1, 3]).int(), torch.tensor([1, 0, 1]).int())
+    shape = (16, 32, 8, 16, 4, 2, 64)
+    wrapper.plan(*blocks, *shape, causal=True, sm_scale=0.5, **BF16)
+    out = wrapper.forward(q, k, v, sm_scale=0.2, logits_soft_cap=3.0)
+    wrapper.plan(*blocks, *shape, causal=True, sm_scale=0.2, logits_soft_cap=3.0, **BF16)
+    assert torch.equal(out, wrapper.run(q, k, v))
+    wrapper.plan(*blocks, *shape, causal=True, **BF16)
+    assert torch.equal(wrapper.forward(q, k, v), wrapper.run(q, k, v)) and not torch.equal(wrapper.run(q, k, v), out)
+    variable = flashinfer.VariableBlockSparseAttentionWrapper(WORKSPACE)
+    sizes = {"block_row_sz": torch.tensor([[3, 9, 4]] * 2), "block_col_sz": torch.tensor([[10, 1, 9, 12]] * 2)}
+    by_head = [x.transpose(0, 1).contiguous() for x in (q, k, v)]
+    heads = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64, "q_data_type": torch.bfloat16}
+    with pytest.raises(RuntimeError, match="plan must run first"):
+        variable.forward(*by_head)
+    variable.plan(torch.ones(2, 3, 4), **sizes, **heads, sm_scale=0.5)
+    out = variable.forward(*by_head, sm_scale=0.2)
+    variable.plan(torch.ones(2, 3, 4), **sizes, **heads, sm_scale=0.2)
+    assert torch.equal(out, variable.run(*by_head))
+
+
 def test_what_is_refused():
     wrapper = flashinfer.BlockSparseAttentionWrapper(WORKSPACE)
     q, k, v = tensors(16, 32, (4, 2, 2))

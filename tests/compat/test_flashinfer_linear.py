@@ -235,3 +235,13 @@ def test_what_is_refused_by_name():
         flashinfer.chunk_gated_delta_rule(
             q, q, v, cu_seqlens=torch.tensor([0, 4]), state_indices=slots[:1], output_final_state=True
         )
+
+
+@pytest.mark.parametrize("name", ["gated_delta_rule_mtp_ucache", "gated_delta_rule_mtp_ucache_flush"])
+def test_names_that_are_not_served_say_what_is(name):
+    told = f"attnops.compat: {name} is not served: .* attnops.ops.delta_verify and delta_commit"
+    with pytest.raises(NotImplementedError, match=told):
+        getattr(flashinfer, name)
+    with pytest.raises(ImportError, match=told):
+        exec(f"from attnops.compat.flashinfer import {name}")
+    assert not hasattr(flashinfer, "gated_delta_rule_of_nobody")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 import torch
 from attnops.compat import flashinfer
 from checks import MAX_RELATIVE_ERROR, assert_lse_close, relative_error
+from flash_attention_reference import attention, hidden_keys
 from flashinfer_paging import csr
 from problems import FP8, mla_problem
 
@@ -109,6 +111,104 @@ def test_mla_wrapper_names_the_dtype_that_was_not_planned():
     for name in names:
         with pytest.raises(ValueError, match=rf"{name}\.dtype is torch.float16, planned was torch.bfloat16"):
             wrapper.run(**{**parts, name: parts[name].half()})
+
+
+def parts_of(problem):
+    q, pages = problem.q, problem.kv_pages
+    return q[..., :512], q[..., 512:], pages[..., :512], pages[..., 512:]
+
+
+@pytest.mark.parametrize("counts", [2, [2, 1, 3]])
+@pytest.mark.parametrize("out_dtype", [FP8, torch.float8_e5m2, torch.float32])
+def test_mla_wrapper_writes_into_what_it_is_given(counts, out_dtype):
+    """In any dtype, and FP8 also over a scale: real = stored x scale."""
+    problem = mla_problem([130, 5, 64], counts)
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(WORKSPACE)
+    plan_mla(wrapper, problem, 0, 64)
+    expected = problem.expected(softmax_scale=0.1)
+    out = torch.empty(*problem.q.shape[:-1], 512, dtype=out_dtype)
+    rounding = {FP8: 0.03, torch.float8_e5m2: 0.06}.get(out_dtype, BOUND)
+    for scale in (None, 0.05) if out_dtype.itemsize == 1 else (None,):
+        returned, lse = wrapper.run(*parts_of(problem), out=out, o_scale=scale, return_lse=True)
+        assert returned is out
+        assert relative_error(out.float() * (scale or 1.0), expected[0]) <= rounding
+        assert_lse_close(lse * math.log(2), expected[1])
+    if out_dtype == FP8:
+        wrapper.run(*parts_of(problem), out=out, o_scale=1e-9)
+        assert out.float().abs().max() == 448, "what is too large saturates"
+        with pytest.raises(ValueError, match="o_scale must be a finite positive value, got -1"):
+            wrapper.run(*parts_of(problem), out=out, o_scale=-1.0)
+    with pytest.raises(ValueError, match="out must be an FP8 tensor with o_scale, got None"):
+        wrapper.run(*parts_of(problem), o_scale=1.0)
+
+
+@pytest.mark.parametrize("arr", [False, True])
+@pytest.mark.parametrize("dims", [(512, 64), (256, 32)])
+def test_mla_wrapper_over_e5m2(dims, arr):
+    latent, rope = dims
+    problem = mla_problem(LENGTHS[:3], kv_dtype=None)
+    pages = problem.kv_pages.nan_to_num().to(torch.float8_e5m2)
+    q_nope, q_pe = problem.q[..., :latent], problem.q[..., 512 : 512 + rope]
+    caches = pages[..., :latent], pages[..., 512 : 512 + rope]
+    indptr, indices, _ = csr(problem, 64)
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(WORKSPACE)
+    types = (torch.bfloat16, torch.float8_e5m2)
+    lens = problem.cache_seqlens
+    wrapper.plan(problem.cu_seqlens_q, indptr, indices, lens, 16, *dims, 64, True, 0.1, *types)
+    arr_scale = 0.5 + torch.rand(*pages.shape[:2], latent // 128)
+    scales = {"ckv_scale_arr": arr_scale, "kpe_scale": 2.0} if arr else {"ckv_scale": 0.5, "kpe_scale": 2.0}
+    for given in (scales, {}):
+        ckv = caches[0].float() * (given.get("ckv_scale", 1.0) if not arr or not given else 1.0)
+        if "ckv_scale_arr" in given:
+            ckv = ckv * arr_scale.repeat_interleave(128, -1)
+        kpe = caches[1].float() * given.get("kpe_scale", 1.0)
+        out = wrapper.run(q_nope, q_pe, *caches, **given)
+        for b, length in enumerate(lens.tolist()):
+            token = torch.arange(length)
+            cells = problem.page_table[b, token // 64].long(), token % 64
+            keys = torch.cat([ckv[cells], kpe[cells]], -1).unsqueeze(1)
+            q = torch.cat([q_nope[b : b + 1], q_pe[b : b + 1]], -1)
+            hidden = hidden_keys(1, length, True, (-1, -1))
+            expected = attention(q, keys, keys[..., :latent], hidden, 0.1)[0]
+            assert relative_error(out[b : b + 1], expected) <= 2 * BOUND
+
+
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+def test_mla_wrapper_widens_float8_queries(kv_dtype):
+    problem = mla_problem([130, 5, 64], 2, kv_dtype=kv_dtype)
+    problem = dataclasses.replace(problem, q=problem.q.to(FP8).to(torch.bfloat16))
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(WORKSPACE)
+    plan_mla(wrapper, problem, 2, 64, dtype=FP8)
+    q_nope, q_pe, *caches = parts_of(problem)
+    scale = {} if kv_dtype is None else dict.fromkeys(("ckv_scale", "kpe_scale"), problem.kv_scale.item())
+    out = wrapper.run(q_nope.to(FP8), q_pe.to(FP8), *caches, **scale)
+    assert out.dtype == torch.bfloat16
+    check(out, None, problem.expected(softmax_scale=0.1))
+
+
+@pytest.mark.parametrize("buffers", [True, False])
+def test_mla_wrapper_is_planned_by_what_engines_write_into_it(buffers):
+    """SGLang's `fast_mla_decode_plan` and `fast_mla_prefill_plan`: attributes, buffers, a module's `plan`."""
+    given = [torch.zeros(n, dtype=torch.int32) for n in (4, 4, 60, 3)]
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(WORKSPACE, True, *given)
+    with pytest.raises(RuntimeError, match="plan must run first"):
+        wrapper._cached_module.plan(None, None, None, *given[:2], given[3], 16, 512, False)
+    first = mla_problem([3, 4, 5], 2, page_size=1)
+    plan_mla(wrapper, first, 2, 1)
+    problem = mla_problem([20, 3, 31], 2, page_size=1, seed=1)
+    indptr, indices, _ = csr(problem, 1)
+    qo, lens = problem.cu_seqlens_q, problem.cache_seqlens
+    wrapper._causal, wrapper._page_size, wrapper._sm_scale = False, 1, 0.2
+    if buffers:
+        wrapper._qo_indptr_buf.copy_(qo)
+        wrapper._kv_indptr_buf.copy_(indptr)
+        wrapper._kv_len_arr_buf.copy_(lens)
+    wrapper._kv_indices_buf[: len(indices)].copy_(indices)
+    works = (wrapper._float_workspace_buffer, wrapper._int_workspace_buffer, wrapper._pin_memory_int_workspace_buffer)
+    wrapper._cached_module.plan(*works, qo, indptr, lens, 16, 512, False)
+    check(wrapper.run(*parts_of(problem)), None, problem.expected(softmax_scale=0.2, causal=False))
+    with pytest.raises(ValueError, match="use_cuda_graph fixes the geometry"):
+        wrapper._cached_module.plan(*works, qo, indptr, lens, 32, 512, False)
 
 
 def test_mla_wrapper_takes_bounds_longer_than_the_batch():

@@ -217,10 +217,89 @@ def test_graph_buffers_keep_their_addresses_and_the_wrappers_follow_new_plans():
         ragged.plan(other.cu_seqlens_q, other.cu_seqlens_q, *HEADS, causal=True, q_data_type=BF16)
         check(ragged.run(other.q, other.k, other.v), None, other.expected())
     assert len(seen) == 1
-    with pytest.raises(NotImplementedError, match="a custom mask with use_cuda_graph"):
+    with pytest.raises(ValueError, match="use_cuda_graph fixes whether there is a custom mask"):
         planned(problem, wrapper=paged, custom_mask=torch.ones(1, dtype=torch.bool))
+    bare = flashinfer.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE, "NHD", True, *buffers)
+    with pytest.raises(ValueError, match="a custom mask with use_cuda_graph needs custom_mask_buf and mask_indptr_buf"):
+        planned(problem, wrapper=bare, custom_mask=torch.ones(1, dtype=torch.bool))
     with pytest.raises(ValueError, match="three paged_kv buffers"):
         flashinfer.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE, use_cuda_graph=True)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_scaled_output(masked):
+    """real = stored x scale, and what is too large for FP8 saturates."""
+    problem = ragged_problem([10, 3], [30, 5], padding=0)
+    masks = random_masks([10, 3], [30, 5])
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE)
+    mask = torch.cat([mask.flatten() for mask in masks]) if masked else None
+    options = {"q_data_type": BF16, "o_data_type": FP8, "custom_mask": mask}
+    wrapper.plan(problem.cu_seqlens_q, problem.cu_seqlens_k, *HEADS, **options)
+    exact = wrapper.run(problem.q, problem.k, problem.v, out=torch.empty_like(problem.q, dtype=torch.float32))
+    out = wrapper.run(problem.q, problem.k, problem.v, o_scale=0.05)
+    assert out.dtype == FP8
+    assert relative_error(out.float() * 0.05, exact.double()) <= 0.03
+    assert wrapper.run(problem.q, problem.k, problem.v, o_scale=1e-9).float().abs().max() == 448
+    with pytest.raises(ValueError, match="o_scale must be a finite positive value, got 0"):
+        wrapper.run(problem.q, problem.k, problem.v, o_scale=0)
+
+
+def masks_in_a_graph(kind: str):
+    """A wrapper with `use_cuda_graph`, and its `plan` of prompts of these lengths over pages or ragged."""
+    buffers = [torch.zeros(n, dtype=torch.int32) for n in (4, 4, 99, 3)]
+    masks = torch.zeros(999, dtype=torch.uint8), torch.zeros(4, dtype=torch.int32)
+    if kind == "pages":
+        return flashinfer.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE, "NHD", True, *buffers, *masks)
+    return flashinfer.BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE, "NHD", True, *buffers[:2], *masks)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", ["pages", "ragged"])
+def test_masks_of_new_tokens_in_a_graph(kind, packed):
+    """Also of requests with fewer keys than queries; the second plan has fewer queries than the first."""
+    wrapper = masks_in_a_graph(kind)
+    for counts, lengths in (([10, 3, 12], [70, 2, 64]), ([1, 0, 9], [30, 5, 9])):
+        masks = random_masks(counts, lengths)
+        for mask, count, length in zip(masks, counts, lengths):
+            mask[:, : max(length - count, 0)] = True
+        given = torch.cat([PACKED[True](mask) if packed else mask.flatten() for mask in masks])
+        given = torch.cat([given, given[:3]])  # a longer one is taken
+        named = {"packed_custom_mask" if packed else "custom_mask": given}
+        bounds = [0, *torch.tensor(counts).cumsum(0).tolist()]
+        if kind == "pages":
+            problem = paged_problem(lengths, counts)
+            planned(problem, wrapper=wrapper, **named)
+            out, lse = wrapper.run(problem.q, (problem.k_pages, problem.v_pages), return_lse=True)
+            ends = torch.tensor(lengths).cumsum(0).tolist()
+            keys = [(problem.k_exact[e - n : e], problem.v_exact[e - n : e]) for e, n in zip(ends, lengths)]
+        else:
+            problem = ragged_problem(counts, lengths)
+            wrapper.plan(problem.cu_seqlens_q, problem.cu_seqlens_k, *HEADS, q_data_type=BF16, **named)
+            out, lse = wrapper.run(problem.q, problem.k, problem.v, return_lse=True)
+            ends = problem.cu_seqlens_k.tolist()
+            keys = [(problem.k[a:b], problem.v[a:b]) for a, b in itertools.pairwise(ends)]
+        used = bounds[-1]
+        check(out[:used], lse[:used], masked_expected(problem.q, keys, masks, bounds, 64**-0.5))
+    masks[0][0, 4] = False
+    named = {"custom_mask": torch.cat([mask.flatten() for mask in masks])}
+    plan = lambda **options: (  # noqa: E731
+        planned(problem, wrapper=wrapper, **options)
+        if kind == "pages"
+        else wrapper.plan(problem.cu_seqlens_q, problem.cu_seqlens_k, *HEADS, q_data_type=BF16, **options)
+    )
+    with pytest.raises(NotImplementedError, match="with use_cuda_graph a custom mask that hides keys ahead"):
+        plan(**named)
+    with pytest.raises(ValueError, match="fixes whether there is a custom mask"):
+        plan(causal=True)
+    with pytest.raises(ValueError, match=r"custom_mask must be torch.bool of \d+ elements"):
+        plan(custom_mask=torch.ones(5, dtype=torch.bool))
+    args = ((problem.k_pages, problem.v_pages),) if kind == "pages" else (problem.k, problem.v)
+    with pytest.raises(NotImplementedError, match="window_left=3 with a custom mask and use_cuda_graph"):
+        wrapper.forward(problem.q, *args, window_left=3)
+    more = [40, 1, 1]
+    with pytest.raises(ValueError, match="42 queries of at most 40 a request; use_cuda_graph fixes 25 and 16"):
+        problem = paged_problem(more, more) if kind == "pages" else ragged_problem(more, more)
+        plan(custom_mask=torch.ones(1602, dtype=torch.bool))
 
 
 def test_forward_takes_its_own_options():

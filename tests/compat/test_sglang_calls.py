@@ -18,7 +18,9 @@ from attnops.compat.sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_
 from attnops.layers import RadixAttention
 from attnops.pools import MLATokenToKVPool
 from checks import MAX_RELATIVE_ERROR, assert_lse_close, relative_error
+from flash_attention_reference import attention
 from flashinfer_paging import csr
+from graph_tape import GraphTape
 from problems import FP8, mla_problem, paged_problem, ragged_problem
 
 BOUND = MAX_RELATIVE_ERROR[torch.bfloat16]
@@ -62,6 +64,107 @@ def test_flashinfer_backend_decode(fp8):
     assert relative_error(out, expected[0]) <= MAX_RELATIVE_ERROR[dtype]
     wrapper.begin_forward = functools.partial(flashinfer.fast_decode_plan, wrapper)
     assert wrapper.begin_forward.func == flashinfer.fast_decode_plan
+
+
+def test_names_stand_in_flashinfers_modules():
+    """As SGLang and others import them; the package has them by attribute, too."""
+    from attnops.compat.flashinfer.cascade import merge_state
+    from attnops.compat.flashinfer.decode import trtllm_batch_decode_with_kv_cache
+    from attnops.compat.flashinfer.mla import trtllm_batch_decode_with_kv_cache_mla
+    from attnops.compat.flashinfer.page import append_paged_kv_cache
+    from attnops.compat.flashinfer.prefill import BatchPrefillWithRaggedKVCacheWrapper
+
+    for named in (
+        merge_state,
+        trtllm_batch_decode_with_kv_cache,
+        trtllm_batch_decode_with_kv_cache_mla,
+        append_paged_kv_cache,
+        BatchPrefillWithRaggedKVCacheWrapper,
+    ):
+        assert getattr(flashinfer, named.__name__) is named
+    for module in (flashinfer.cascade, flashinfer.decode, flashinfer.mla, flashinfer.page, flashinfer.prefill):
+        assert module.__all__ == sorted(module.__all__)
+        assert all(getattr(module, name) is getattr(flashinfer, name) for name in module.__all__)
+
+
+class CudaTape:
+    """`GraphTape` on a GPU."""
+
+    def __init__(self) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+
+    def capture(self):
+        return torch.cuda.graph(self.graph)
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_flashinfer_backend_of_a_captured_verification(device):
+    """Wrappers are made at capture, of views of the longest batch's buffers. Masks are longer than the batch's then:
+    all ones, as lengths are. Every replay's plan brings its tree."""
+    batch, draft, most, heads, kv_heads, dim, bf16 = 3, 4, 160, 8, 2, 64, torch.bfloat16
+    generator = torch.Generator().manual_seed(2)
+    pools = [torch.randn(most, kv_heads, dim, generator=generator).to(device, bf16) for _ in range(2)]
+    int32 = {"dtype": torch.int32, "device": device}
+    qo_indptr, kv_indptr, qk_indptr = (torch.zeros(9, **int32) for _ in range(3))
+    kv_indices, kv_last_page_len = torch.zeros(8 * most, **int32), torch.ones(8, **int32)
+    custom_mask = torch.zeros(8 * draft * most, dtype=torch.uint8, device=device)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+        WORKSPACE.to(device),
+        "NHD",
+        use_cuda_graph=True,
+        qo_indptr_buf=qo_indptr[: batch + 1],
+        paged_kv_indptr_buf=kv_indptr[: batch + 1],
+        paged_kv_indices_buf=kv_indices,
+        paged_kv_last_page_len_buf=kv_last_page_len[:batch],
+        custom_mask_buf=custom_mask,
+        mask_indptr_buf=qk_indptr[: batch + 1],
+    )
+
+    def begin_forward(lens: list[int], mask: torch.Tensor, slots: torch.Tensor) -> None:
+        wrapper.begin_forward(
+            torch.arange(0, (batch + 1) * draft, draft, **int32),
+            torch.tensor([0, *lens]).cumsum(0).to(**int32),
+            slots,
+            kv_last_page_len[:batch],
+            heads,
+            kv_heads,
+            dim,
+            1,
+            q_data_type=bf16,
+            kv_data_type=bf16,
+            custom_mask=mask,
+            non_blocking=True,
+            fixed_split_size=None,
+        )
+
+    q = torch.zeros(batch * draft, heads, dim, dtype=bf16, device=device)
+    forward = lambda: wrapper.forward(  # noqa: E731
+        q, pools, causal=True, sm_scale=0.2, window_left=-1, logits_soft_cap=0.0, k_scale=None, v_scale=None
+    )
+    fill = [1 + draft] * batch
+    ones = torch.ones((sum(fill) + 8 * draft) * draft, dtype=torch.bool, device=device)
+    begin_forward(fill, ones, torch.zeros(sum(fill), **int32))
+    forward()
+    tape = GraphTape() if device == "cpu" else CudaTape()
+    with tape.capture():
+        out = forward()
+    for lens in ([70, 4, 33], [5, 60, 90]):
+        slots = torch.randperm(most, generator=generator)[: sum(lens)].to(**int32)
+        masks = [torch.rand(draft, n, generator=generator) < 0.5 for n in lens]
+        for mask, n in zip(masks, lens):
+            mask[:, : n - draft] = True
+            mask[range(draft), range(n - draft, n)] = True
+        begin_forward(lens, torch.cat([mask.flatten() for mask in masks]).to(device), slots)
+        q.copy_(torch.randn(q.shape, generator=generator))
+        tape.replay()
+        for b, own in enumerate(slots.cpu().long().split(lens)):
+            rows = slice(b * draft, (b + 1) * draft)
+            k, v = (pool.cpu()[own] for pool in pools)
+            expected = attention(q[rows].cpu(), k, v, ~masks[b], 0.2)[0]
+            assert relative_error(out[rows].cpu(), expected) <= BOUND
 
 
 def test_flashinfer_mla_backend_decode():

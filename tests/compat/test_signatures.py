@@ -89,7 +89,7 @@ POSITIONAL = {
         num_accepted_tokens backend""",
     fla.chunk_gated_delta_rule: "q k v g beta scale initial_state output_final_state",
     fla.fused_recurrent_gated_delta_rule: """q k v g gk gv beta scale initial_state output_final_state
-        use_qk_l2norm_in_kernel cu_seqlens""",
+        use_qk_l2norm_in_kernel""",
     fla.chunk_kda: """q k v g beta scale initial_state output_final_state use_qk_l2norm_in_kernel use_gate_in_kernel
         use_beta_sigmoid_in_kernel""",
     causal_conv1d.causal_conv1d_fn: """x weight bias seq_idx initial_states return_final_states final_states_out
@@ -145,6 +145,10 @@ POSITIONAL = {
     flashinfer.VariableBlockSparseAttentionWrapper.plan: """block_mask_map block_row_sz block_col_sz num_qo_heads
         num_kv_heads head_dim causal pos_encoding_mode use_fp16_qk_reduction logits_soft_cap sm_scale rope_scale
         rope_theta non_blocking q_data_type kv_data_type""",
+    flashinfer.BlockSparseAttentionWrapper.forward: """q k v scale_q scale_k scale_v pos_encoding_mode
+        use_fp16_qk_reduction logits_soft_cap sm_scale rope_scale rope_theta""",
+    flashinfer.VariableBlockSparseAttentionWrapper.forward: """q k v pos_encoding_mode use_fp16_qk_reduction
+        logits_soft_cap sm_scale rope_scale rope_theta""",
     flashinfer.VariableBlockSparseAttentionWrapper.run: "q k v out lse return_lse enable_pdl",
     flashinfer.BatchAttention.plan: """qo_indptr kv_indptr kv_indices kv_len_arr num_qo_heads num_kv_heads head_dim_qk
         head_dim_vo page_size causal sm_scale logits_soft_cap q_data_type kv_data_type use_profiler""",
@@ -208,6 +212,13 @@ KEYWORDS = {
     flashinfer.xqa: "q_cu_seq_lens",
     flash_attn_interface.flash_attn_with_kvcache: "sinks out",
     flash_mla.get_mla_metadata: "num_heads_per_head_k",
+    fla.chunk_gated_delta_rule: """use_qk_l2norm_in_kernel use_beta_sigmoid_in_kernel allow_neg_eigval state_v_first
+        cu_seqlens cu_seqlens_cpu chunk_indices cp_context use_gate_in_kernel A_log dt_bias transpose_state_layout
+        chunk_size""",
+    fla.fused_recurrent_gated_delta_rule: """use_gate_in_kernel A_log dt_bias use_beta_sigmoid_in_kernel
+        allow_neg_eigval state_v_first cu_seqlens transpose_state_layout""",
+    fla.chunk_kda: """allow_neg_eigval safe_gate lower_bound disable_recompute return_intermediate_states state_v_first
+        cu_seqlens cu_seqlens_cpu cp_context A_log dt_bias transpose_state_layout chunk_size""",
     flash_mla.flash_mla_with_kvcache: "descale_q descale_k",
 }
 

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 REFERENCE = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs/reference").glob("*.md")))
 # Modules whose public names users import, by their `__all__`.
 PACKAGES = ("attnops.backends", "attnops.graphs", "attnops.layers", "attnops.metadata", "attnops.pools")
+PACKAGES += ("attnops.state_snapshots",)
 # Modules without one: the classes that they define.
 MODULES = ("attnops.distributed", "attnops.speculative", "attnops.types")
 COMPAT = ("causal_conv1d", "deep_gemm", "fla", "flash_attn", "flash_attn_interface", "flash_mla", "flashinfer")

@@ -35,12 +35,12 @@ def right(draw: Draw) -> None:
     dim = draw.pick(DIMS["cpu"]) if on_cpu or draw.chance(0.3) else draw.pick(DIMS["cuda"])
     dtype, kv_dtype = draw_dtypes(draw)
     batch = draw.pick([1, 1, 2, 3, 4, 5, 7, 40])
-    most = draw.pick([1, 1, 2, 3, 4, 5, 8, 9, 17])
+    most = draw.pick([1, 1, 2, 3, 4, 5, 8, 9, 17, 33])
     if not on_cpu:  # what Hopper's kernels take
-        most = max(min(most, 32 * kv_heads // heads), 1)
         dtype = dtype if dtype != torch.float32 else torch.bfloat16
         kv_dtype = FP8 if kv_dtype in FP8_KINDS else dtype
         dim = max(dim // 16 * 16, 16)
+        most = max(min(most, (64 if dim <= 128 else 32) * kv_heads // heads), 1)
     counts = [draw.number(0, most) for _ in range(batch)]
     budget = 60_000 if on_cpu else 1_000_000
     longest = max(min(budget // (kv_heads * dim * batch), 4000 if on_cpu else 20_000), 8)

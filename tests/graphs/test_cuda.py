@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from attnops.graphs import CudaGraphs, GraphRunner
-from graph_hosts import Captured, Compiled, Piecewise, Segments
+from graph_hosts import Captured, Compiled, NoSync, Piecewise, Segments
 from model_zoo import LIMITS, ZOO, Engine, run_eager, serve, speculate
 from random_steps import RandomSteps
 
@@ -45,23 +45,6 @@ def float32_products(monkeypatch):
 def engine_of(case, host=run_eager) -> Engine:
     config, backend, dtype, page_size = case
     return Engine(config, backend, host, device="cuda", dtype=dtype, page_size=page_size)
-
-
-class NoSync:
-    """A host in which a step that waits for the device is an error, once its kind has been captured."""
-
-    def __init__(self, host=run_eager) -> None:
-        self.host, self.seen = host, set()
-
-    def __call__(self, engine, input_ids, batch):
-        kind = (batch.forward_mode, batch.tokens_per_request, batch.tree_mask is None)
-        mode = "error" if kind in self.seen or self.host is run_eager else "default"
-        self.seen.add(kind)
-        torch.cuda.set_sync_debug_mode(mode)
-        try:
-            return self.host(engine, input_ids, batch)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def assert_equal(served, expected) -> None:

@@ -191,18 +191,28 @@ def test_requests_alone_have_the_bits_of_many(channelwise):
     assert torch.equal(states, twin)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kept_as", [torch.float32, torch.bfloat16])
+def test_state_spaces_alone_have_the_bits_of_many(kept_as):
+    draw, batch, heads, io = Draw(8, "cuda"), 300, 8, torch.bfloat16
+    x, dt = draw.tensor(batch, heads, 64, dtype=io), draw.tensor(batch, heads, dtype=io)
+    B, C = (draw.tensor(batch, 2, 128, dtype=io) for _ in range(2))
+    rates, slots = -draw.per_head(heads).abs(), torch.arange(batch, dtype=torch.int32, device="cuda")
+    states = torch.randn(batch, heads, 64, 128, device="cuda").to(kept_as)
+    twin, options = states.clone(), {"dt_softplus": True, "D": draw.per_head(heads)}
+    out = ops.ssd_decode(x, dt, rates, B, C, states=states, state_indices=slots, **options)
+    for first, last in [(0, 1), (1, 3), (3, 40), (40, 300)]:
+        own = slice(first, last)
+        few = ops.ssd_decode(x[own], dt[own], rates, B[own], C[own], states=twin, state_indices=slots[own], **options)
+        assert torch.equal(out[own], few)
+    assert torch.equal(states, twin)
+
+
 def conv_step(channels=36, conv_slots=3, groups=1, slots=(0, 1), report=None):
     given = {"states": torch.zeros(3, 1, 4, 16), "conv_states": torch.zeros(conv_slots, channels, 3), "report": report}
     indices, gates = torch.tensor(slots, dtype=torch.int32), torch.zeros(len(slots), 1)
     x, weight = torch.ones(len(slots), channels), torch.ones(channels, 4)
     return ops.delta_conv_decode(x, weight, None, gates, gates, state_indices=indices, num_k_heads=groups, **given)
-
-
-def test_schema_of_a_convolution_in_front():
-    x, weight, gate, kept = torch.randn(2, 36), torch.randn(36, 4), torch.randn(2, 1), torch.randn(3, 36, 3)
-    given = (torch.zeros(2, 1, 4), torch.randn(3, 1, 4, 16), kept, x, weight, None, gate, gate.clone(), None, None)
-    slots = torch.tensor([2, 0], dtype=torch.int32)
-    torch.library.opcheck(torch.ops.attnops.delta_conv_decode.default, (*given, slots, 1, True, 0.25))
 
 
 def test_errors_of_a_convolution_in_front_name_the_argument():

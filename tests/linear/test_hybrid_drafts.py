@@ -9,9 +9,9 @@ import pytest
 import torch
 from attnops.backends import GDNAttnBackend
 from attnops.pools import HybridReqToTokenPool, MambaPool
-from attnops.types import ForwardMode
+from attnops.types import AttentionBatch, ForwardMode
 from graph_hosts import Captured, Piecewise, Segments
-from hybrid_model import BACKENDS, FULL, make_engine, reference_logits
+from hybrid_model import BACKENDS, FULL, HV, H, HybridModel, K, V, keep_drafts, make_engine, reference_logits
 from linear_reference import relative
 from model_zoo import FORK, LIMITS, prompt, run_eager
 
@@ -30,20 +30,7 @@ class Keeping:
 
 
 def keep(engine, paths):
-    """Says which drafts count, moves the accepted keys side by side, and takes the rest of the tokens back."""
-    count = engine.host.batch.tokens_per_request
-    path = torch.tensor([(p + [99] * count)[:count] for p in paths], dtype=torch.int32)
-    lengths = torch.tensor([len(p) for p in paths], dtype=torch.int32)
-    engine.backend.update_mamba_state_after_mtp_verify(path, lengths)
-    for request, own in zip(engine.running, paths):
-        begin = request.cached - count
-        slots, drafts = engine.rows.slots(request.row, begin, request.cached), request.tokens[begin : begin + count]
-        for layer in FULL:
-            for pages in engine.pool.get_kv_buffer(layer):
-                flat = pages.view(-1, *pages.shape[2:])
-                flat[slots[: len(own)]] = flat[slots[torch.tensor(own, dtype=torch.int64)]].clone()
-        request.tokens = request.tokens[:begin] + [drafts[i] for i in own]
-        request.cached = begin + len(own)
+    keep_drafts(engine, engine.host.batch.tokens_per_request, paths)
 
 
 def check(engine, logits, requests, parents=None):
@@ -151,6 +138,71 @@ def test_a_branch_and_a_new_request_do_not_see_old_rings():
         MambaPool(1, 1, None, (1, 2, 3), speculative_num_draft_tokens=4, ring_rows=3)
 
 
+@pytest.mark.parametrize("host", [run_eager, partial(Captured, sizes=[4])], ids=["eager", "captured"])
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_accepted_tokens_of_a_draft_model_are_a_prompt(kind, host):
+    """DRAFT_EXTEND with as many tokens as each request has had accepted. A captured step has a row of padding."""
+    engine = make_engine(kind, host=host() if isinstance(host, partial) else host)
+    engine.add(prompt(20, 1), prompt(5, 2), prompt(66, 3))
+    for drafts in ([2, 0, 1], [0, 1, 2]):
+        texts = [prompt(count, 40 + i) for i, count in enumerate(drafts)]
+        logits = engine.verify(texts, ForwardMode.DRAFT_EXTEND, ragged=True)
+        last = torch.tensor(drafts).add(1).cumsum(0) - 1
+        for row, request in zip(last, engine.running):
+            expected = reference_logits(engine.model, request.tokens[:-1])[-1]
+            assert relative(logits[row], expected) < 2e-4
+    logits = engine.decode()
+    for i, request in enumerate(engine.running):
+        assert relative(logits[i], reference_logits(engine.model, request.tokens[:-1])[-1]) < 2e-4
+
+
+class LayersThatAttend(torch.nn.Module):
+    """A draft model as MTP's: no layer has a state."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.mixers = torch.nn.ModuleList(model.mixers[i] for i in FULL)
+        self.embedding, self.head = model.embedding, model.head
+
+    forward = HybridModel.forward
+
+
+@pytest.mark.parametrize("host", [run_eager, partial(Captured, sizes=[2])], ids=["eager", "captured"])
+def test_a_draft_model_whose_layers_attend_takes_every_step(host):
+    """Through the hybrid backend as through the one for layers that attend."""
+    engines = [make_engine("gdn", host=host() if isinstance(host, partial) else host) for _ in range(2)]
+    engines[1].backend = engines[1].backend.full_attn_backend
+    steps = []
+    for engine in engines:
+        engine.model = LayersThatAttend(engine.model)
+        engine.add(prompt(20, 1), prompt(5, 2))
+        steps.append([engine.verify([prompt(2, 3), prompt(2, 4)], ForwardMode.DRAFT_EXTEND), engine.decode()])
+    assert all(torch.equal(a, b) for a, b in zip(*steps))
+
+
+def test_a_draft_loop_is_refused_by_linear_layers():
+    engine = make_engine("kda")
+    batch = AttentionBatch(
+        forward_mode=ForwardMode.DECODE,
+        req_pool_indices=torch.zeros(1, dtype=torch.int64),
+        cache_seqlens=torch.tensor([5], dtype=torch.int32),
+        num_tokens=1,
+        req_to_token=engine.rows.req_to_token,
+        out_cache_loc=torch.tensor([4]),
+        tokens_per_request=1,
+        draft_steps=2,
+        tree_mask=torch.ones(1, 1, 1, dtype=torch.uint8),
+        positions=torch.tensor([4]),
+        token_to_kv_pool=engine.pool,
+        attn_backend=engine.backend,
+    )
+    linear = engine.backend.linear_attn_backend
+    linear.init_forward_metadata(batch)
+    layer = engine.model.mixers[0].recurrence
+    with pytest.raises(NotImplementedError, match="kda does not serve a draft loop"):
+        linear.forward(layer, batch, torch.zeros(1, 2 * H * K + HV * V))
+
+
 def test_refusals_name_what_is_wrong():
     engine = make_engine("gdn", host=Keeping(), drafts=2)
     engine.add(prompt(5, 1))
@@ -158,7 +210,9 @@ def test_refusals_name_what_is_wrong():
         engine.verify([[1, 2]])
     engine = make_engine("gdn", host=Keeping(), drafts=2)
     engine.add(prompt(5, 1))
-    with pytest.raises(NotImplementedError, match="got DRAFT_EXTEND of a draft model"):
+    with pytest.raises(
+        NotImplementedError, match="gdn serves DRAFT_EXTEND of the accepted tokens alone, got tokens_per"
+    ):
         engine.verify([[1]], ForwardMode.DRAFT_EXTEND)
     engine = make_engine("gdn", host=Keeping(), drafts=2)
     engine.add(prompt(5, 1))

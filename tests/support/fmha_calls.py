@@ -21,6 +21,11 @@ def plan_of(problem: RaggedProblem | PagedProblem, *, causal=True, window_left=-
         tile_q=tile_q,
         device=problem.q.device,
     )
+    return filled(plan, problem)
+
+
+def filled(plan: FmhaPlan, problem: RaggedProblem | PagedProblem) -> FmhaPlan:
+    """The plan, made for the problem's lengths."""
     if isinstance(problem, PagedProblem):
         ops.fmha_plan(plan, problem.cu_seqlens_q, cache_seqlens=problem.cache_seqlens)
     else:
@@ -52,11 +57,13 @@ def split_plan(
     return plan
 
 
-def run(problem: RaggedProblem | PagedProblem, *, csr=False, tile_q=64, spare=0, **options) -> tuple[Tensor, Tensor]:
-    """(out, lse) of `fmha_varlen` or `fmha_paged`."""
+def run(
+    problem: RaggedProblem | PagedProblem, *, csr=False, tile_q=64, spare=0, plan=None, **options
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of `fmha_varlen` or `fmha_paged`; a filled plan is made if none is given."""
     options = {"k_scale": problem.k_scale, "v_scale": problem.v_scale, "return_lse": True, **options}
     causal, window_left = options.get("causal", True), options.get("window_left", -1)
-    plan = plan_of(problem, causal=causal, window_left=window_left, tile_q=tile_q, spare=spare)
+    plan = plan or plan_of(problem, causal=causal, window_left=window_left, tile_q=tile_q, spare=spare)
     if isinstance(problem, PagedProblem):
         return ops.fmha_paged(
             problem.q,
@@ -77,7 +84,7 @@ def assert_right(
 ) -> None:
     """out and lse of `run` against the reference on the stored values."""
     out, lse = run(problem, **options)
-    reference_options = {k: v for k, v in options.items() if k not in {"csr", "tile_q", "spare", "out"}}
+    reference_options = {k: v for k, v in options.items() if k not in {"csr", "tile_q", "spare", "plan", "out"}}
     expected_out, expected_lse = problem.expected(
         **{k: v.cpu() if isinstance(v, Tensor) else v for k, v in reference_options.items()}
     )
@@ -90,4 +97,4 @@ def assert_same_bits(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> None
         assert torch.equal(left, right), f"{(left != right).sum().item()} of {left.numel()} elements differ"
 
 
-__all__ = ["MAX_RELATIVE_ERROR", "assert_right", "assert_same_bits", "plan_of", "run", "split_plan"]
+__all__ = ["MAX_RELATIVE_ERROR", "assert_right", "assert_same_bits", "filled", "plan_of", "run", "split_plan"]

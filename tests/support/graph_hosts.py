@@ -84,6 +84,23 @@ class Compiled:
             return self.model(input_ids, batch.positions)
 
 
+class NoSync:
+    """A host in which a step that waits for the device is an error, once its kind has been captured."""
+
+    def __init__(self, host=run_eager) -> None:
+        self.host, self.seen = host, set()
+
+    def __call__(self, engine, input_ids, batch):
+        kind = (batch.forward_mode, batch.tokens_per_request, batch.tree_mask is None)
+        mode = "error" if kind in self.seen or self.host is run_eager else "default"
+        self.seen.add(kind)
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            return self.host(engine, input_ids, batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 def engine_and_batch(
     config: Config = ZOO[0],
     mode: ForwardMode = ForwardMode.DECODE,

@@ -31,11 +31,11 @@ BACKENDS = {
 
 
 class LinearLayer(nn.Module):
-    """A linear layer of any kind, and its own definition in float64."""
+    """A linear layer of any kind, and its own definition in float64. `dtype`: of what the backend is given."""
 
-    def __init__(self, kind: str, layer_id: int) -> None:
+    def __init__(self, kind: str, layer_id: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.kind = kind
+        self.kind, self.dtype = kind, dtype
         channels = HV * V if kind == "short_conv" else 2 * H * K + HV * V
         self.inner = linear(WIDTH, channels)
         gates = {"gdn": HV, "kda": HV * K, "mamba2": HV}.get(kind, 0)
@@ -49,8 +49,8 @@ class LinearLayer(nn.Module):
             HV,
             K,
             V,
-            conv_weights=None if kind == "lightning" else nn.Parameter(0.5 * torch.randn(channels, 4)),
-            bias=nn.Parameter(torch.randn(channels)) if kind == "mamba2" else None,
+            conv_weights=None if kind == "lightning" else nn.Parameter((0.5 * torch.randn(channels, 4)).to(dtype)),
+            bias=nn.Parameter(torch.randn(channels).to(dtype)) if kind == "mamba2" else None,
             A_log=None if kind == "short_conv" else 0.3 * torch.randn(HV) - (3 if kind == "lightning" else 0),
             dt_bias=bias,
             D=torch.randn(HV) if kind == "mamba2" else None,
@@ -58,10 +58,10 @@ class LinearLayer(nn.Module):
         )
 
     def forward(self, x, positions, batch):
-        a = None if self.a is None else self.a(x)
+        a, b = (None if f is None else f(x).to(self.dtype) for f in (self.a, self.b))
         a = a.unflatten(-1, (HV, K)) if self.kind == "kda" else a
         mixed = F.silu(self.inner(x)) if self.kind == "lightning" else self.inner(x)
-        return self.out(self.recurrence(mixed, a, None if self.b is None else self.b(x), batch))
+        return self.out(self.recurrence(mixed.to(self.dtype), a, b, batch).to(x.dtype))
 
     def reference(self, x):
         """All tokens of one request, one after the other."""
@@ -93,10 +93,10 @@ class LinearLayer(nn.Module):
 
 
 class HybridModel(nn.Module):
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         torch.manual_seed(7)
-        layer = lambda i: Attention(CONFIG, i, torch.float32) if i in FULL else LinearLayer(kind, i)  # noqa: E731
+        layer = lambda i: Attention(CONFIG, i, dtype) if i in FULL else LinearLayer(kind, i, dtype)  # noqa: E731
         self.mixers = nn.ModuleList(layer(i) for i in range(5))
         self.embedding, self.head = nn.Embedding(VOCAB, WIDTH), linear(WIDTH, VOCAB)
 
@@ -124,16 +124,26 @@ def _softmax(mixer, x, positions):
 
 
 def make_engine(
-    kind: str, model: HybridModel | None = None, host=run_eager, drafts: int = 0, checkpoints: int = 0
+    kind: str,
+    model: HybridModel | None = None,
+    host=run_eager,
+    drafts: int = 0,
+    checkpoints: int = 0,
+    backend: str = "intel_amx",
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
 ) -> Engine:
-    engine = Engine(CONFIG, "intel_amx", host, model=model or HybridModel(kind))
+    """`dtype`: of what backends are given; the model's own products are float32, as are states."""
+    model = HybridModel(kind, dtype).to(device) if model is None else model
+    engine = Engine(CONFIG, backend, host, device=device, dtype=dtype, model=model)
     channels = HV * V if kind == "short_conv" else 2 * H * K + HV * V
     states = MambaPool(
         12,
         len(LINEAR),
         None if kind == "lightning" else (channels, 3),
         None if kind == "short_conv" else (HV, V, K),
-        dtype=torch.float32,
+        dtype=dtype,
+        device=device,
         speculative_num_draft_tokens=drafts,
         num_k_heads=H,
         gate_per_channel=kind == "kda",
@@ -142,19 +152,40 @@ def make_engine(
     for pool in states.states:
         if pool is not None:
             pool.fill_(float("nan"))  # what no request has must not show
-    engine.rows = HybridReqToTokenPool(12, LIMITS.max_seqlen, states, max_checkpoints=checkpoints)
+    engine.rows = HybridReqToTokenPool(12, LIMITS.max_seqlen, states, device, max_checkpoints=checkpoints)
     linear_backend = BACKENDS[kind](engine.rows, LIMITS, LINEAR)
     engine.backend = HybridLinearAttnBackend(engine.backend, linear_backend, FULL)
-    engine.pool = HybridLinearKVPool(8 * LIMITS.max_seqlen, 16, torch.float32, 2, CONFIG.head_dim, FULL)
+    engine.pool = HybridLinearKVPool(8 * LIMITS.max_seqlen, 16, dtype, 2, CONFIG.head_dim, FULL, device)
     return engine
+
+
+def keep_drafts(engine: Engine, count: int, paths: list[list[int]]) -> None:
+    """Says which drafts count, moves the accepted keys side by side, and takes the rest of the tokens back.
+
+    Args:
+        count: Tokens of each request in the step that has just verified them.
+        paths: The accepted ones of each request.
+    """
+    path = torch.tensor([(p + [99] * count)[:count] for p in paths], dtype=torch.int32)
+    lengths = torch.tensor([len(p) for p in paths], dtype=torch.int32)
+    engine.backend.update_mamba_state_after_mtp_verify(path.to(engine.device), lengths.to(engine.device))
+    for request, own in zip(engine.running, paths):
+        begin = request.cached - count
+        slots, drafts = engine.rows.slots(request.row, begin, request.cached), request.tokens[begin : begin + count]
+        for layer in FULL:
+            for pages in engine.pool.get_kv_buffer(layer):
+                flat = pages.view(-1, *pages.shape[2:])
+                flat[slots[: len(own)]] = flat[slots[torch.tensor(own, dtype=torch.int64)]].clone()
+        request.tokens = request.tokens[:begin] + [drafts[i] for i in own]
+        request.cached = begin + len(own)
 
 
 def reference_logits(model, tokens):
     with torch.no_grad():
-        wide = HybridModel(model.mixers[0].kind).double()
+        wide = HybridModel(model.mixers[0].kind, torch.float64).double()
         wide.load_state_dict(model.state_dict())
         for own, theirs in zip(wide.mixers, model.mixers):
             if isinstance(own, LinearLayer):
                 for name, buffer in theirs.recurrence.named_buffers():
-                    setattr(own.recurrence, name, buffer.double())
+                    setattr(own.recurrence, name, buffer.double().cpu())
         return wide.reference(tokens)

@@ -121,6 +121,8 @@ def flashinfer_calls(gqa, mla, ragged, workspace, states) -> dict:
     }
     paged, unpaged = {"q": gqa.q, "paged_kv_cache": cache}, {"q": ragged.q, "k": ragged.k, "v": ragged.v}
     shared = {"q": gqa.q, "k_shared": ragged.k[:9], "v_shared": ragged.v[:9], "unique_kv_cache": cache}
+    blocks = {"q": ragged.q[:5], "k": ragged.k[:6], "v": ragged.v[:6]}
+    by_head = {name: x.transpose(0, 1).contiguous() for name, x in blocks.items()}
     runs = {
         "BatchDecodeMlaWithPagedKVCacheWrapper.run": {
             "q_nope": q_nope,
@@ -136,11 +138,10 @@ def flashinfer_calls(gqa, mla, ragged, workspace, states) -> dict:
         "BatchPrefillWithRaggedKVCacheWrapper.run": unpaged,
         "BatchPrefillWithRaggedKVCacheWrapper.forward": unpaged,
         "BatchAttention.run": {"q": gqa.q, "kv_cache": cache},
-        "BlockSparseAttentionWrapper.run": {"q": ragged.q[:5], "k": ragged.k[:6], "v": ragged.v[:6]},
-        "VariableBlockSparseAttentionWrapper.run": {
-            name: x.transpose(0, 1).contiguous()
-            for name, x in (("q", ragged.q[:5]), ("k", ragged.k[:6]), ("v", ragged.v[:6]))
-        },
+        "BlockSparseAttentionWrapper.run": blocks,
+        "BlockSparseAttentionWrapper.forward": blocks,
+        "VariableBlockSparseAttentionWrapper.run": by_head,
+        "VariableBlockSparseAttentionWrapper.forward": by_head,
     }
     calls = {name: (made[name], arguments[name]) for name in made}
     for group in (plans, runs):

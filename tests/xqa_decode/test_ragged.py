@@ -69,12 +69,13 @@ def test_every_kernel(page_size, head_dim, dtype, kv_dtype, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    "heads,most", [((8, 1), 1), ((32, 8), 4), ((8, 8), 16), ((6, 2), 9), ((64, 8), 4), ((31, 1), 1)]
+    "heads,most",
+    [((8, 1), 1), ((32, 8), 4), ((8, 8), 16), ((6, 2), 9), ((64, 8), 4), ((31, 1), 1), ((8, 1), 8), ((4, 4), 50)],
 )
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
 @pytest.mark.parametrize("csr", [False, True])
 def test_rows(csr, kv_dtype, heads, most, device):
-    """One to 32 rows: with and without rows that are nobody's, and requests without any token."""
+    """One to 64 rows: with and without rows that are nobody's, and requests without any token."""
     generator = torch.Generator().manual_seed(most)
     lengths = torch.randint(most, 900, (12,), generator=generator).tolist()
     tokens = torch.randint(0, most + 1, (12,), generator=generator).tolist()
@@ -83,6 +84,18 @@ def test_rows(csr, kv_dtype, heads, most, device):
     )
     for parts in (7, None):
         check(problem.to(device), most, csr=csr, parts=parts, padding=most)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("page_size,kv_dtype", [(1, None), (16, None), (3, FP8), (64, FP8)])
+@pytest.mark.parametrize("head_dim", [48, 64, 80, 96, 128])
+def test_more_than_32_rows(head_dim, page_size, kv_dtype, device):
+    problem = paged_problem(
+        [2100, 70, 9, 130, 64, 700], [8, 1, 6, 0, 5, 7], head_dim=head_dim, page_size=page_size, kv_dtype=kv_dtype,
+        num_q_heads=14, num_kv_heads=2,
+    )  # fmt: skip
+    for parts in (3, None):
+        check(problem.to(device), 8, padding=3, parts=parts)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -114,7 +127,7 @@ def test_batch_invariant_plans(fixed):
     "change,message",
     [
         ({"fixed": 128}, "takes balanced plans, got fixed_split_tokens"),
-        ({"most": 9}, "takes max_seqlen_q \\* group up to 32, got 36"),
+        ({"most": 17}, "takes max_seqlen_q \\* group up to 64, got 68"),
         ({"report": 8}, "has no checked mode, got report"),
     ],
     ids=str,
@@ -245,7 +258,7 @@ def test_a_plan_without_lengths_is_of_prompts_alone():
 def test_prefill_goes_its_own_way(why):
     problem = paged_problem(LENGTHS, TOKENS, head_dim=128).to("cuda")
     window = 5 if why == "a window" else -1
-    plan = prefill_plan(problem, 9 if why == "many rows" else 4, window_left=window, split_keys=why != "no cuts")
+    plan = prefill_plan(problem, 17 if why == "many rows" else 4, window_left=window, split_keys=why != "no cuts")
     ops.fmha_plan(plan, problem.cu_seqlens_q, cache_seqlens=problem.cache_seqlens)
     options = {"window_left": window}
     if why == "hidden keys":

@@ -53,6 +53,9 @@ Schedule make_schedule(const Params& p) {
     find_row_units(p, true, s.key_rows);
     find_row_units(p, false, s.value_rows);
   }
+  // Bits may depend on the batch where the plan may cut keys. Who takes all chunks of a request asks for its length.
+  const bool windows = p.window_left >= 0 && p.tree_mask == nullptr && p.hidden_keys == nullptr;
+  if (windows && p.pieces != nullptr && s.turns == 1) s.window_step = p.paged ? s.box_keys : 1;
   s.cluster = !Tr::kFp8 && !Tr::kNarrow && s.box_keys > 0 && s.blocks_per_group % 2 == 0 ? 2 : 1;
   s.together = 1;
   return s;

@@ -291,7 +291,7 @@ class ProducerBase {
       const int box = (lane + 32 * n) / kChunks, key = first_key + box * s_.box_keys;
       row[n] = box * s_.box_keys;
       token[n] = w.first_k_token + key;
-      if (p_.paged) token[n] = key - s_.page_size.divide(key) * p_.page_table.page_size;
+      if (p_.paged) token[n] -= s_.page_size.divide(token[n]) * p_.page_table.page_size;
       page[n] = __shfl_sync(0xffffffffu, lane_page, box % 32);
       wanted[n] = __ballot_sync(0xffffffffu, row[n] < Tr::kKeys && key < end && key + s_.box_keys > begin);
       boxes += __popc(wanted[n]);
@@ -319,7 +319,7 @@ class ProducerBase {
     if (!p_.paged || tile >= w.tile_end) return 0;
     const int lane = tid_ % 32, key = w.place_of(tile) * Tr::kKeys + lane * s_.box_keys;
     const bool wanted = lane * s_.box_keys < Tr::kKeys && key + s_.box_keys > w.known_begin && key < w.seqlen_k;
-    return wanted ? page_at(w, s_.page_size.divide(key)) : 0;
+    return wanted ? page_at(w, s_.page_size.divide(w.first_k_token + key)) : 0;
   }
 
   __device__ __forceinline__ int page_at(const Work& w, int cell) const {

@@ -96,7 +96,7 @@ class NarrowProducer : ProducerBase<Tr> {
     constexpr int kRowBytes = 64 * kChunks;
     const int row = lane_ * s_.box_keys, key = w.place_of(tile) * Tr::kKeys + row;
     int token = w.first_k_token + key;
-    if (p_.paged) token = key - s_.page_size.divide(key) * p_.page_table.page_size;
+    if (p_.paged) token -= s_.page_size.divide(token) * p_.page_table.page_size;
     const bool wanted = row < Tr::kKeys && key < end && key + s_.box_keys > begin;
     const int boxes = __popc(__ballot_sync(0xffffffffu, wanted));
     hopper::mbarrier_wait(raw_empty(), raw_.phase ^ 1);

@@ -27,6 +27,7 @@ struct Schedule {
   int takes;         // num_works / turns
   int cluster;       // 2: neighbours in the works' order share their keys, and a pair of CTAs brings them once
   int box_keys;      // rows of a box of the copy engine; 0: rows are gathered
+  int window_step;   // a window's tiles begin at a multiple of so many keys; 0: at a multiple of a tile
   int pack_inverse;  // ceil(2^16 / pack): row / pack = row * pack_inverse >> 16 below 2^8 rows
   RowUnits key_rows, value_rows;  // where rows are gathered
   // Of the call, in 32 bits: rows of q, rows of k, tokens that a row of the page table has room for (-1: rows differ).
@@ -83,7 +84,7 @@ struct Work {
   int first_token, num_tokens;  // within the request
   int first_q_token;            // of the request, in q
   int seqlen_k;
-  int first_k_token;  // of the request, ragged only
+  int first_k_token;  // the first key that counts (begin_at_window): in ragged k; in pages, behind the request's first
   int draft;          // position of the request's first new token
   int kv_head, q_head;
   int key_begin, key_end;      // that any row of the tile may see
@@ -254,6 +255,15 @@ __device__ __forceinline__ void leave_gap(const Params& p, int tile_begin, int& 
   tiles -= count;
 }
 
+// Lets the work's keys begin with the first one that its window reaches, so that no tile begins before it: keys before
+// are then none of the request's. What a row adds up together then depends on the tile that it is in.
+__device__ __forceinline__ void begin_at_window(const Schedule& s, Work& w, KeyRange& keys) {
+  if (s.window_step == 0) return;
+  const int skipped = keys.begin - keys.begin % s.window_step;
+  w.first_k_token += skipped, w.seqlen_k -= skipped, w.draft -= skipped;
+  keys.begin -= skipped, keys.end -= skipped;
+}
+
 // The rest: rows `chunk` of a tile of the plan, a block of heads, and a piece of its keys. Without tokens: no such
 // tile.
 template <int kKeys>
@@ -269,7 +279,8 @@ __device__ __forceinline__ void place_work(const Params& p, const Schedule& s, i
   w.q_head = w.kv_head * s.group + (block - w.kv_head * s.blocks_per_group) * s.pack;
   w.draft = w.seqlen_k - seqlen_q;
 
-  const KeyRange keys = keys_of_some(p, w, first_token, first_token + w.num_tokens - 1);
+  KeyRange keys = keys_of_some(p, w, first_token, first_token + w.num_tokens - 1);
+  if (pieces <= 1) begin_at_window(s, w, keys);
   w.key_begin = keys.begin;
   w.key_end = keys.end;
   w.known_begin = keys_at(p, w.draft, w.seqlen_k).begin;

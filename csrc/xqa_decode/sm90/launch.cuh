@@ -115,12 +115,15 @@ void launch(const Params& p, cudaStream_t stream) {
   launch_traits<PlanTraits<T, kHeadDim, 128, kGathers>>(p, stream);
 }
 
-// Ragged requests of up to 32 rows: by the kernels of the plan alone, without those of short works.
+// Ragged requests of few rows: by the kernels of the plan alone, without those of short works.
 template <typename T, int kHeadDim, bool kGathers, typename Element = T>
 void launch_ragged(const Params& p, cudaStream_t stream) {
   const int rows = p.seqlen_q * (p.num_q_heads / p.num_kv_heads);
   if (rows <= 8) return launch_traits<RaggedTraits<PlanTraits<T, kHeadDim, 8, kGathers, Element>>>(p, stream);
   if (rows <= 16) return launch_traits<RaggedTraits<PlanTraits<T, kHeadDim, 16, kGathers, Element>>>(p, stream);
+  if constexpr (kHeadDim <= 128) {  // as most_ragged_rows of limits.h
+    if (rows > 32) return launch_traits<RaggedTraits<PlanTraits<T, kHeadDim, 64, kGathers, Element>>>(p, stream);
+  }
   launch_traits<RaggedTraits<PlanTraits<T, kHeadDim, 32, kGathers, Element>>>(p, stream);
 }
 

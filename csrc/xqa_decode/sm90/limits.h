@@ -106,13 +106,11 @@ inline std::string reject(const Params& p) {
 }
 
 // Ragged batches: of few rows, in vectors, by balanced plans.
-inline constexpr int kMostRaggedRows = 32;
+constexpr int most_ragged_rows(int head_dim) { return head_dim <= 128 ? 64 : 32; }
 
 inline std::string reject_ragged_rows(const Params& p) {
-  const int rows = p.seqlen_q * (p.num_q_heads / p.num_kv_heads);
-  if (rows > kMostRaggedRows) {
-    return "takes max_seqlen_q * group up to " + std::to_string(kMostRaggedRows) + ", got " + std::to_string(rows);
-  }
+  const int rows = p.seqlen_q * (p.num_q_heads / p.num_kv_heads), most = most_ragged_rows(p.head_dim);
+  if (rows > most) return "takes max_seqlen_q * group up to " + std::to_string(most) + ", got " + std::to_string(rows);
   if (p.fixed_split_tokens != 0) return "takes balanced plans, got fixed_split_tokens";
   const bool vectors = p.head_dim % 8 == 0 && rows_aligned(p.q, 2, 16, 0, p.q_stride_token, p.q_stride_head);
   return vectors ? "" : "takes q whose rows start on 16-byte boundaries, of whole 16 bytes";

@@ -104,9 +104,15 @@ def fmha_paged(
     out: Tensor,
     report: Tensor | None,
     hidden_keys: Tensor | None = None,
+    prefix: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """A step with K and V in pages. A layer that is not causal has its window on both sides."""
+    """A step with K and V in pages. A layer that is not causal has its window on both sides.
+
+    Args:
+        prefix: All queries see the whole of the first tokens alone: int32 ``[B]``, how many, and where `lse` goes.
+    """
     pool, table = _cache_of(layer, batch, step)
+    causal = is_causal(layer) and prefix is None
     k_pages, v_pages = pool.get_kv_buffer(layer.layer_id)
     k_scale, v_scale = _scales(layer, pool)
     ops.fmha_paged(
@@ -114,18 +120,19 @@ def fmha_paged(
         k_pages,
         v_pages,
         table,
-        batch.cache_seqlens,
+        batch.cache_seqlens if prefix is None else prefix[0],
         cu_seqlens_q,
         plan_of(layer, plans),
         softmax_scale=layer.scaling,
-        causal=is_causal(layer),
+        causal=causal,
         window_left=layer.sliding_window_size,
-        window_right=-1 if is_causal(layer) else layer.sliding_window_size,
+        window_right=-1 if causal else layer.sliding_window_size,
         logit_cap=layer.logit_cap,
         sinks=layer.sinks,
         tree_mask=None if batch.tree_mask is None else batch.tree_mask.flatten(0, 1),
         hidden_keys=hidden_keys,
         out=heads("out", out, layer.num_heads, layer.v_head_dim),
+        lse=None if prefix is None else prefix[1],
         report=report,
         k_scale=k_scale,
         v_scale=v_scale,
@@ -141,8 +148,11 @@ def fmha_varlen(
     plans: Mapping[int, FmhaPlan],
     out: Tensor,
     report: Tensor | None,
+    hidden_keys: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> None:
-    """An encoder's step: every token sees its whole request, straight from k and v."""
+    """New tokens among themselves, straight from k and v: causal, or an encoder's, which see their whole request."""
+    causal = is_causal(layer)
     ops.fmha_varlen(
         heads("q", q, layer.num_heads, layer.head_dim),
         heads("k", k, layer.num_kv_heads, layer.head_dim),
@@ -151,12 +161,14 @@ def fmha_varlen(
         cu_seqlens_q,
         plan_of(layer, plans),
         softmax_scale=layer.scaling,
-        causal=False,
+        causal=causal,
         window_left=layer.sliding_window_size,
-        window_right=layer.sliding_window_size,
+        window_right=-1 if causal else layer.sliding_window_size,
         logit_cap=layer.logit_cap,
         sinks=layer.sinks,
+        hidden_keys=hidden_keys,
         out=heads("out", out, layer.num_heads, layer.v_head_dim),
+        lse=lse,
         report=report,
     )
 

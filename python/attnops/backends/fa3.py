@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attnops.backends.base import AttentionBackend, LayerCall, sees_past_window
 from attnops.backends.capability import DECODER_MODES, FLOATS, PORTABLE_ARCHS, SIXTEEN_BIT, Capability, HeadDims
+from attnops.backends.cascade import check as check_cascade
 from attnops.backends.decode_steps import DecodeSteps
 from attnops.backends.fmha_steps import FmhaSteps
 from attnops.backends.fp4_steps import Fp4Steps
@@ -31,7 +32,16 @@ if TYPE_CHECKING:
 
 @register_attention_backend("fa3")
 class FlashAttentionBackend(AttentionBackend):
-    """Every mode, with K and V of their own or MLA."""
+    """Every mode, with K and V of their own or MLA.
+
+    Args:
+        spec, limits, device: As of `AttentionBackend`.
+        cascade: Ragged steps attend to new tokens as they came and to the prefix in its pages, and merge
+            (`backends/cascade.py`). Mostly the slower way.
+
+    Raises:
+        NotImplementedError: listing what of `spec` the backend, or its cascade, does not serve.
+    """
 
     capability = Capability(
         devices=frozenset({"cpu", "cuda"}),
@@ -59,8 +69,12 @@ class FlashAttentionBackend(AttentionBackend):
         cuda_graph=True,
     )
 
-    def __init__(self, spec: AttentionSpec, limits: Limits, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, spec: AttentionSpec, limits: Limits, device: torch.device | str = "cpu", *, cascade: bool = False
+    ) -> None:
         super().__init__(spec, limits, device)
+        if cascade:
+            check_cascade(spec)
         self._fp4: Fp4Steps | None = None
         self._decode: DecodeSteps | None = None
         if spec.cache_dtype == FP4:
@@ -81,7 +95,7 @@ class FlashAttentionBackend(AttentionBackend):
             )
         self._buffers = PagedBuffers(spec, limits, self.device) if self._decode is None else self._decode.buffers
         self._mla = None if spec.up_head_dims is None else MlaPrefill(spec, limits, self.device)
-        self._fmha = None if spec.is_mla else FmhaSteps(spec, limits, self.device, self._buffers)
+        self._fmha = None if spec.is_mla else FmhaSteps(spec, limits, self.device, self._buffers, cascade)
         self._local: LocalSteps | None = None
         if spec.attention_chunk_size:
             self._local = LocalSteps(spec, limits, self.device, self._buffers, self._fmha_steps)

@@ -1,4 +1,8 @@
-"""Steps through `fmha_paged`, or through `fmha_varlen` where there is no cache: views, plans and calls, composed."""
+"""Steps through `fmha_paged`: views, plans and calls, composed.
+
+`fmha_varlen` serves encoders, and prompts that nobody has begun (`AttentionBatch.max_prefix_tokens` is 0): their k and
+v are at hand. It needs no page table, and is the faster one over pages that come row by row.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from torch import Tensor
 from attnops import ops
 from attnops.backends import attend
 from attnops.backends.base import LayerCall
+from attnops.backends.cascade import Cascade, CascadeStep
 from attnops.backends.multi_item import hidden_keys_of
 from attnops.backends.store import store_kv
 from attnops.graph_buffers import MAX_CACHED_STEPS, PagedBuffers, PagedStep
@@ -25,11 +30,13 @@ class FmhaStep:
     Attributes:
         cu_seqlens_q: int32 ``[B + 1]``.
         plans: Of each window of the model.
+        parts: What the step's two parts need, if it has two.
     """
 
     paged: PagedStep
     cu_seqlens_q: Tensor
     plans: dict[int, FmhaPlan]
+    parts: CascadeStep | None = None
 
 
 class FmhaSteps:
@@ -37,16 +44,25 @@ class FmhaSteps:
 
     Args:
         buffers: Of the page tables; they may be shared with others who serve steps of the same backend.
+        cascade: Ragged steps attend in two parts (`backends/cascade.py`).
     """
 
-    def __init__(self, spec: AttentionSpec, limits: Limits, device: torch.device, buffers: PagedBuffers) -> None:
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        limits: Limits,
+        device: torch.device,
+        buffers: PagedBuffers,
+        cascade: bool = False,
+    ) -> None:
         self._limits, self._device = limits, device
         self._buffers = buffers
         self._has_cache = spec.attn_type is not AttentionType.ENCODER_ONLY
         self._plans = FmhaPlans(spec, limits, device)
         self._even_bounds: dict[int, Tensor] = {}
-        self._steps: dict[tuple[int, int, int, int, bool], FmhaStep] = {}
+        self._steps: dict[tuple[int, int, int, int, bool, bool], FmhaStep] = {}
         self._spec = spec
+        self._cascade = Cascade(spec, limits, device) if cascade else None
         self._hidden_keys: Tensor | None = None  # of a step with items
 
     def step(self, batch: AttentionBatch, paged: PagedStep) -> FmhaStep:
@@ -60,12 +76,14 @@ class FmhaSteps:
         most = batch.max_seqlen_q
         windowed = paged.window_out_cache_loc is not None
         few = self._plans.decode_tokens(most)  # not `most` itself: a prompt's length would make every step a new one
-        key = (batch.batch_size, batch.num_tokens, batch.tokens_per_request, few, windowed)
+        cascade = None if few or not self._has_two_parts(batch) else self._cascade
+        key = (batch.batch_size, batch.num_tokens, batch.tokens_per_request, few, windowed, cascade is not None)
         if key not in self._steps:
             if len(self._steps) >= MAX_CACHED_STEPS:
                 self._steps.clear()
-            bounds = self.bounds(batch, paged)
-            self._steps[key] = FmhaStep(paged, bounds, self._plans.views(batch.batch_size, batch.num_tokens, most))
+            plans = self._plans.views(batch.batch_size, batch.num_tokens, most)
+            parts = None if cascade is None else cascade.views(batch)
+            self._steps[key] = FmhaStep(paged, self.bounds(batch, paged), plans, parts)
         return self._steps[key]
 
     def plan(self, step: FmhaStep, batch: AttentionBatch) -> None:
@@ -82,6 +100,9 @@ class FmhaSteps:
         keys = batch.cache_seqlens if self._has_cache else None
         for plan in step.plans.values():
             ops.fmha_plan(plan, step.cu_seqlens_q, cache_seqlens=keys)
+        if step.parts is not None:
+            assert self._cascade is not None
+            self._cascade.plan(step.parts, batch, step.cu_seqlens_q)
 
     def attend(self, call: LayerCall, step: FmhaStep) -> None:
         """Serves a layer.
@@ -101,9 +122,27 @@ class FmhaSteps:
             if call.v is None:
                 raise ValueError("attnops: a layer that stores k needs v")
             store_kv(layer, batch, step.paged, call.k, call.v, report)
+            if call.k.dtype == call.v.dtype == call.q.dtype == self._spec.cache_dtype:  # as the cache holds them
+                if step.parts is not None:
+                    assert self._cascade is not None
+                    self._cascade.attend(call, step.parts, step.paged, step.cu_seqlens_q, report)
+                    return
+                if self._has_no_prefix(batch, step):
+                    bounds, hidden = step.cu_seqlens_q, self._hidden_keys
+                    attend.fmha_varlen(call.q, call.k, call.v, layer, bounds, step.plans, call.out, report, hidden)
+                    return
         attend.fmha_paged(
             call.q, layer, batch, step.paged, step.cu_seqlens_q, step.plans, call.out, report, self._hidden_keys
         )
+
+    def _has_two_parts(self, batch: AttentionBatch) -> bool:
+        return not batch.is_uniform and batch.multi_item is None and batch.max_prefix_tokens != 0
+
+    def _has_no_prefix(self, batch: AttentionBatch, step: FmhaStep) -> bool:
+        """Whether keys are the step's own tokens, by what the host knows; few go by the kernels of decode."""
+        if self._spec.deterministic or batch.is_uniform or batch.max_prefix_tokens != 0:
+            return False
+        return all(plan.decode is None for plan in step.plans.values())
 
     def bounds(self, batch: AttentionBatch, paged: PagedStep) -> Tensor:
         """int32 ``[B + 1]``: where the queries of each request begin."""

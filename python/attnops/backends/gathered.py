@@ -1,7 +1,8 @@
 """Steps of backends in plain torch, all requests at once: keys are gathered from their pages, a chunk at a time.
 
-Lengths stay on the device: chunks run to the bound that the host knows (`AttentionBatch.max_cache_seqlen`, else the
-limit), and a step can be captured.
+Lengths stay on the device, so chunks run to a bound of the host, and a step can be captured. Torch launches each chunk
+from the host. It cannot leave one out for what the device knows, unless it waits for the device, which no step may. So
+the loop is as long as `most_keys` says, whatever the lengths are. A caller who knows more says so in the batch.
 """
 
 from __future__ import annotations
@@ -126,8 +127,7 @@ class GatheredSteps:
         table = step.window_page_table if uses_window_slots(layer, pool) else step.page_table
         assert table is not None
         pages_per_chunk = max(1, CHUNK_TOKENS // pool.page_size)
-        bound = min(batch.max_cache_seqlen or self.limits.max_seqlen, self.limits.max_seqlen)
-        max_pages = -(-bound // pool.page_size)
+        max_pages = -(-most_keys(batch, self.limits) // pool.page_size)
         take = _taker(pool, layer)
         for first in range(0, max_pages, pages_per_chunk):
             # Cells past a request's length hold anything, and so do the tokens they lead to: both are selected away.
@@ -143,6 +143,23 @@ class GatheredSteps:
                 record_pages(self.buffers.report, self.name, pages, used, begin // pool.page_size, pool.num_pages)
             k, v = take(cells, valid.view(*valid.shape, 1, 1))
             yield k, v, begin
+
+
+def most_keys(batch: AttentionBatch, limits: Limits) -> int:
+    """Keys of a request that the host cannot rule out, without a look at the device: the least of what it was told.
+
+    These are the limit, `max_cache_seqlen`, the columns of `req_to_token`, and the step's tokens behind all cached ones
+    (`max_prefix_tokens`).
+    """
+    bounds = [limits.max_seqlen]
+    if batch.max_cache_seqlen is not None:
+        bounds.append(batch.max_cache_seqlen)
+    if batch.req_to_token is not None:
+        bounds.append(batch.req_to_token.shape[1])
+    if batch.max_prefix_tokens is not None:
+        new = batch.tokens_per_request * max(batch.draft_steps, 1) or min(batch.max_seqlen_q, batch.num_tokens)
+        bounds.append(batch.max_prefix_tokens + new)
+    return min(bounds)
 
 
 CAPABILITY = Capability(

@@ -58,6 +58,10 @@ class LinearAttnBackend(ABC):
     DECODE, EXTEND, MIXED and TARGET_VERIFY steps. A step that verifies drafts reads the states and keeps its updates in
     the pool's rings. Then `update_mamba_state_after_mtp_verify` says which of them count.
 
+    A ragged DRAFT_EXTEND is a prompt of the accepted tokens. Other steps of draft models have tokens that may be
+    rejected: DRAFT_EXTEND of `tokens_per_request` each, and draft loops. A linear layer refuses these; models whose
+    layers all attend run them.
+
     Args:
         pool: Rows and states of the requests.
         limits: The largest step to come.
@@ -83,6 +87,7 @@ class LinearAttnBackend(ABC):
         self._drafts = DraftInputs(states, limits) if states.speculative_num_draft_tokens else None
         self._kept = CheckpointInputs(pool, limits) if pool.max_checkpoints else None
         self._prepared: PreparedStep[ForwardMetadata] = PreparedStep()
+        self._refused: str | None = None  # why the last step has no linear layers
 
     @property
     def layers(self) -> list[int]:
@@ -109,9 +114,12 @@ class LinearAttnBackend(ABC):
         """Host work before a step.
 
         Raises:
-            NotImplementedError: the step is a draft model's, or it verifies more drafts than the pool has rings for.
+            NotImplementedError: the step verifies more drafts than the pool has rings for.
         """
         self.limits.check(batch)
+        self._refused = self._refusal(batch)
+        if self._refused:
+            return  # a draft model's layers attend, as a rule: the others say it
         size, drafts = batch.batch_size, self._drafts_of(batch)
         metadata = ForwardMetadata(
             mamba_cache_indices=self._indices[:size],
@@ -126,14 +134,23 @@ class LinearAttnBackend(ABC):
         )
         self._prepared.begin(batch, metadata)
 
+    def _refusal(self, batch: AttentionBatch) -> str | None:
+        """Why a state cannot take the step's tokens, which may be rejected; None: it can."""
+        if batch.draft_steps:
+            return (
+                f"attnops: {self.name} does not serve a draft loop (draft_steps): its tokens would overwrite the "
+                "states. Give the draft model layers that attend, as those of MTP and EAGLE are"
+            )
+        if batch.forward_mode.is_draft_extend() and batch.is_uniform:
+            return (
+                f"attnops: {self.name} serves DRAFT_EXTEND of the accepted tokens alone, got tokens_per_request "
+                f"{batch.tokens_per_request}, of which some may be rejected: give extend_seq_lens and only those tokens"
+            )
+        return None
+
     def _drafts_of(self, batch: AttentionBatch) -> int:
         """Tokens of each request that the step verifies."""
-        mode = batch.forward_mode
-        if batch.draft_steps or mode.is_draft_extend():
-            raise NotImplementedError(
-                f"attnops: {self.name} serves DECODE, EXTEND, MIXED and TARGET_VERIFY, got {mode.name} of a draft model"
-            )
-        if not mode.is_target_verify():
+        if not batch.forward_mode.is_target_verify():
             return 0
         most = 0 if self._drafts is None else self._drafts.most
         if not 0 < batch.tokens_per_request <= most:
@@ -146,6 +163,8 @@ class LinearAttnBackend(ABC):
     @in_one_thread
     def init_forward_metadata_in_graph(self, batch: AttentionBatch) -> None:
         """Device work before a step's layers."""
+        if self._refused:
+            return
         step, size = self._prepared.plan(batch), batch.batch_size
         if batch.num_tokens == 0:
             return
@@ -156,6 +175,8 @@ class LinearAttnBackend(ABC):
             # A graph's padding has the row of some request, whose state is not its own. Its tokens are not stored.
             stored = batch.out_cache_loc.view(size, -1).amax(1) >= 0
             wide = torch.where(stored, wide, -1)
+        elif batch.forward_mode.is_draft_extend() and batch.extend_seq_lens is not None:
+            wide = torch.where(batch.extend_seq_lens > 0, wide, -1)  # padding has no token, and some request's row
         step.mamba_cache_indices.copy_(wide)
         if step.drafts:
             assert self._drafts is not None and step.windows is not None
@@ -219,6 +240,8 @@ class LinearAttnBackend(ABC):
         out = mixed_qkv.new_empty(mixed_qkv.shape[0], layer.out_width) if out is None else out
         if batch.forward_mode.is_idle() or batch.num_tokens == 0:
             return out.zero_()
+        if self._refused:
+            raise NotImplementedError(self._refused)
         step = self._prepared.of(batch)
         if mixed_qkv.shape[0] != batch.num_tokens:
             raise ValueError(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from attnops import ops
+from attnops.ops._drafts import draft_parents
 from attnops.pools import MambaPool
 from attnops.types import Limits
 
@@ -42,12 +43,7 @@ class DraftInputs:
         batch_size, drafts, width = windows.shape
         history = width - 1
         numbers = torch.arange(drafts, device=windows.device)
-        if tree_mask is None:
-            parents = (numbers - 1).expand(batch_size, drafts)
-        else:
-            sees = tree_mask[..., numbers // 8] >> (numbers % 8).to(torch.uint8) & 1
-            before = numbers < numbers[:, None]
-            parents = torch.where(before & (sees != 0), numbers + 1, 0).amax(-1) - 1
+        parents = draft_parents(tree_mask, batch_size, drafts, windows.device)
         state = torch.arange(history, device=windows.device) - 1  # of an input of the state: the one before it
         earlier = torch.cat([state.clamp(min=0).expand(batch_size, history), parents + history], dim=1)
         place = (numbers + history).expand(batch_size, drafts)

@@ -199,7 +199,8 @@ def _warn_once(group: str, spec: AttentionSpec, rejected: dict[str, list[str]]) 
     reasons = "".join(f"\n  {name}: {'; '.join(why)}" for name, why in rejected.items())
     text = (
         f"attnops: {group} runs on {SLOW}, since no kernel serves this model here. It loops in torch over all keys "
-        f"that the host cannot rule out: AttentionBatch.max_cache_seqlen bounds them{reasons}"
+        "that the host cannot rule out, since lengths are the device's. That is Limits.max_seqlen, unless "
+        f"AttentionBatch.max_cache_seqlen or max_prefix_tokens says less{reasons}"
     )
     if text not in _warned:
         _warned.add(text)

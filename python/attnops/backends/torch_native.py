@@ -52,7 +52,11 @@ def _attend(queries: Queries, chunks: Chunks, layer: RadixAttention) -> Tensor:
 
 @register_attention_backend("torch_native")
 class TorchNativeAttnBackend(GatheredBackend):
-    """Every mode and option in torch, on any device. Exact, and slow."""
+    """Every mode and option in torch, on any device. Exact, and slow.
+
+    A layer walks all keys that the host cannot rule out, 256 at a time, however short the requests are. Lengths are the
+    device's, and no step reads it. `AttentionBatch.max_cache_seqlen` or `max_prefix_tokens` end the walk earlier.
+    """
 
     capability = dataclasses.replace(
         CAPABILITY, devices=frozenset({"cpu", "cuda", "hip", "xpu", "npu"}), cuda_graph=True

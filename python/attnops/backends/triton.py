@@ -58,10 +58,10 @@ class TritonAttnBackend(AttentionBackend):
         triton_attention_num_kv_splits: Most splits of a request in decode; None: what the environment says, else 8.
         triton_attention_split_tile_size: Tokens of a split, whatever the batch; None: the environment's, else chosen
             on the device. Deterministic: 256, or SGLANG_TRITON_DECODE_SPLIT_TILE_SIZE.
-        triton_attention_reduce_in_fp32: True: partial results are always float32.
+        triton_attention_reduce_in_fp32: Taken, either way, as SGLang's default is False: partial results are float32.
 
     Raises:
-        ValueError: `triton_attention_reduce_in_fp32=False`, or a malformed environment variable.
+        ValueError: a number below 1, or a malformed environment variable.
         ImportError: triton is not installed.
     """
 
@@ -95,11 +95,9 @@ class TritonAttnBackend(AttentionBackend):
         *,
         triton_attention_num_kv_splits: int | None = None,
         triton_attention_split_tile_size: int | None = None,
-        triton_attention_reduce_in_fp32: bool = True,
+        triton_attention_reduce_in_fp32: bool = False,
     ) -> None:
         super().__init__(spec, limits, device)
-        if not triton_attention_reduce_in_fp32:
-            raise ValueError("attnops: backend triton reduces in float32; triton_attention_reduce_in_fp32 must be True")
         if self.device.type == "cpu" and not TRITON_INTERPRET.value():
             raise RuntimeError(
                 "attnops: backend triton runs on a CPU in Triton's interpreter only: set TRITON_INTERPRET=1"

@@ -233,7 +233,7 @@ def ragged_decode(
     del out  # the caller copies
     rows, places, padding = padded_rows(bounds, q.shape[0], max_q_len)
     if q.shape[0] == 0:
-        return q.clone(), q.new_zeros(q.shape[:2], dtype=torch.float32)
+        return q.clone(), q.new_zeros(q.shape[:2], dtype=torch.float32) if return_lse else None
     mask = None if tree_mask is None else padded_mask(tree_mask, bounds, rows, max_q_len)
     wide = q.view(torch.uint8)[rows].view(q.dtype) if q.dtype.itemsize == 1 else q[rows]
     result, lse = decode(

@@ -7,15 +7,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.compat._convert import refuse
+
+def host_may_read(values: Tensor) -> bool:
+    """Whether reading costs no wait for a device, and no break of a traced graph."""
+    return values.is_cpu and not torch.compiler.is_compiling()
 
 
-def window_of(name: str, window: Any) -> tuple[int, int]:
-    """(left, right) of a pair, None, or a tensor of two on the CPU."""
+def window_of(name: str, window: Any) -> tuple[int, int] | Tensor:
+    """(left, right) of a pair, None, or a tensor of two on the CPU. One that the host may not read is returned as it
+    is: on a device, or while a graph is traced."""
     if window is None:
         return -1, -1
-    if isinstance(window, Tensor) and not window.is_cpu:
-        raise refuse(name, "window_size=a tensor on a device", "give it on the CPU: the host must know it")
+    if isinstance(window, Tensor):
+        if window.shape != (2,) or window.is_floating_point():
+            raise ValueError(
+                f"attnops.compat: {name}: window_size must be two integers, got {window.dtype} {list(window.shape)}"
+            )
+        if not host_may_read(window):
+            return window
     left, right = (-1 if side is None else int(side) for side in window)
     return max(left, -1), max(right, -1)
 
@@ -33,8 +42,6 @@ def token_table(table: Tensor, page_size: int, begin: Tensor, tokens: int) -> Te
     return slots.clamp(-1, 2**31 - 1).int()
 
 
-def one_number(name: str, what: str, scale: Tensor) -> Tensor:
-    """One number of a descale ``[B, 1]`` that is the same for all requests."""
-    if scale.numel() != 1 and any(stride != 0 for stride, size in zip(scale.stride(), scale.shape) if size > 1):
-        raise refuse(name, f"{what} per request with qv", "expand one number to [B, 1]")
-    return scale.reshape(-1)[:1].float()
+def is_shared(scale: Tensor) -> bool:
+    """Whether a descale ``[B, H_kv]`` is the same for all requests by its strides."""
+    return scale.shape[0] <= 1 or scale.stride(0) == 0

@@ -14,7 +14,9 @@ FP8 = torch.float8_e4m3fn
 Cache = Tensor | tuple[Tensor, Tensor]
 FP4_OUT = "there is no FP4 output; give out_dtype a 16-bit or float8_e4m3fn dtype"
 FP4_CACHE = "caches are 16-bit or FP8; leave it None"
+E5M2 = torch.float8_e5m2
 E4M3_MAX = 448.0
+_LARGEST = {FP8: E4M3_MAX, E5M2: 57344.0}
 
 
 def refuse(function: str, argument: str, instead: str) -> NotImplementedError:
@@ -135,10 +137,11 @@ def product(*scales: Tensor | None) -> Tensor | None:
 
 
 def to_dtype(out: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """`out` in another dtype; what float8_e4m3fn does not hold saturates, as kernels that write it do."""
+    """`out` in another dtype; what a float8 does not hold saturates, as kernels that write it do."""
     if dtype is None or out.dtype == dtype:
         return out
-    return (out.clamp(-E4M3_MAX, E4M3_MAX) if dtype == FP8 else out).to(dtype)
+    most = _LARGEST.get(dtype)
+    return (out if most is None else out.clamp(-most, most)).to(dtype)
 
 
 def finish(out: Tensor, destination: Tensor | None, dtype: torch.dtype | None) -> Tensor:

@@ -14,6 +14,11 @@ from attnops.ops._arguments import explain, given_arguments
 P = ParamSpec("P")
 R = TypeVar("R")
 
+
+class NameNotServed(NotImplementedError, ImportError):
+    """A function of a peer that is not here. Who asks for it as an option catches ImportError and goes without."""
+
+
 _UNKNOWN = re.compile(r"\w+\(\) got an unexpected keyword argument '(\w+)'")
 _TOO_MANY = re.compile(r"\w+\(\) takes (?:from \d+ to )?\d+ positional arguments? but \d+ ")
 _OURS = ("attnops::", "XqaDecodePlan.", "MlaDecodePlan.", "SparseMlaPlan", "FmhaPlan.")

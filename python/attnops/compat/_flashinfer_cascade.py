@@ -128,11 +128,8 @@ class MultiLevelCascadeAttentionWrapper(Workspaces):
         if any(len(array) != self._num_levels for array in arrays):
             raise ValueError(f"attnops.compat: {name}: every list must have {self._num_levels} elements, one a level")
         levels = []
-        for level, given in enumerate(zip(*arrays)):
-            tensors = [as_int32(name, what, tensor, self._device) for what, tensor in zip(names, given)]
-            buffers = [array[level] for array in self._buffers]
-            bounds, indptr, cells, last = map(keep_in, buffers, tensors, names, (True, True, False, True))
-            levels.append((bounds, indptr, cells, lengths_of(name, indptr, last, page_size)))
+        for level, given in enumerate(zip(*arrays)):  # no comprehension: a tracer of `locals` stumbles over its cells
+            levels.append(self._kept(name, names, level, given, page_size))
         if self._graph and self._levels:
             for kept, made in zip(self._levels, levels):
                 kept[3].copy_(made[3])
@@ -145,6 +142,15 @@ class MultiLevelCascadeAttentionWrapper(Workspaces):
             "softmax_scale": head_dim**-0.5 if sm_scale is None else sm_scale,
             "logit_cap": logits_soft_cap or 0.0,
         }
+
+    def _kept(
+        self, name: str, names: tuple[str, ...], level: int, given: tuple[Tensor, ...], page_size: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """A level's arrays as `run` reads them, and its lengths."""
+        tensors = [as_int32(name, what, tensor, self._device) for what, tensor in zip(names, given)]
+        buffers = [array[level] for array in self._buffers]
+        bounds, indptr, cells, last = map(keep_in, buffers, tensors, names, (True, True, False, True))
+        return bounds, indptr, cells, lengths_of(name, indptr, last, page_size)
 
     begin_forward = plan
 

@@ -10,10 +10,12 @@ from torch import Tensor
 from attnops import ops
 from attnops.compat._attend import padded_rows
 from attnops.compat._convert import (
+    E5M2,
     FP8,
     as_int32,
     as_scale,
     check_lse,
+    finish,
     first_of,
     joined_latents,
     keep_in,
@@ -74,6 +76,49 @@ def _dequantized(
     return latents.to(dtype), (rope if kpe_scale is None else rope * kpe_scale).to(dtype)
 
 
+def _checked_o_scale(name: str, o_scale: float | None, out: Tensor | None) -> float | None:
+    """Of an FP8 destination; None: 1.
+
+    Raises:
+        ValueError: it is not above 0 and finite, or there is no such destination.
+    """
+    if o_scale is None:
+        return None
+    if not 0 < o_scale < float("inf"):
+        raise ValueError(f"attnops.compat: {name}: o_scale must be a finite positive value, got {o_scale}")
+    if out is None or out.dtype.itemsize > 1:
+        got = None if out is None else out.dtype
+        raise ValueError(f"attnops.compat: {name}: out must be an FP8 tensor with o_scale, got {got}")
+    return o_scale
+
+
+class _Module:
+    """What engines call to plan between the replays of a graph: SGLang's `fast_mla_decode_plan` and its kin."""
+
+    def __init__(self, wrapper: BatchMLAPagedAttentionWrapper) -> None:
+        self._wrapper = wrapper
+
+    def plan(
+        self,
+        float_workspace_buffer: Tensor | None,
+        int_workspace_buffer: Tensor | None,
+        pin_memory_int_workspace_buffer: Tensor | None,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        kv_len_arr: Tensor,
+        num_heads: int,
+        head_dim_ckv: int,
+        causal: bool,
+    ) -> None:
+        """Plans for these lengths, of tensors on the CPU. The pages are those in the wrapper's buffers already.
+
+        Raises:
+            RuntimeError: the wrapper's own `plan` has not run.
+            ValueError: the geometry is not that of the wrapper's own `plan`.
+        """
+        self._wrapper._plan_again(qo_indptr, kv_indptr, kv_len_arr, num_heads)
+
+
 class BatchMLAPagedAttentionWrapper:
     """MLA over a CSR page table, on `attnops.ops.mla_decode`.
 
@@ -104,6 +149,10 @@ class BatchMLAPagedAttentionWrapper:
         self._use_cuda_graph = use_cuda_graph
         self._buffers = buffers if use_cuda_graph else (None,) * 4
         self._plan: MlaDecodePlan | None = None
+        self._float_workspace_buffer = float_workspace_buffer
+        self._int_workspace_buffer = self._pin_memory_int_workspace_buffer = None
+        self._cached_module = _Module(self)
+        self._qo_indptr_buf, self._kv_indptr_buf, self._kv_indices_buf, self._kv_len_arr_buf = buffers
 
     @names_the_peers("BatchMLAPagedAttentionWrapper.plan", cache_seqlens="kv_len_arr", num_q_heads="num_heads")
     def plan(
@@ -129,6 +178,8 @@ class BatchMLAPagedAttentionWrapper:
             kv_indices: int32.
             kv_len_arr: int32 ``[B]``, tokens per request.
             head_dim_ckv, head_dim_kpe: 512 and 64; others, up to 576 together, take a slow row of `fmha_paged`.
+            q_data_type: float8 queries are widened, and give outputs of the cache's dtype, or bfloat16.
+            kv_data_type: q's dtype, float8_e4m3fn or float8_e5m2.
 
         Raises:
             NotImplementedError: an argument is not honoured.
@@ -137,9 +188,12 @@ class BatchMLAPagedAttentionWrapper:
         name = "BatchMLAPagedAttentionWrapper.plan"
         require_default(name, {"use_profiler": "use a profiler of CUDA"}, {"use_profiler": False}, locals())
         self._wide = (head_dim_ckv, head_dim_kpe) != (512, 64)
-        if self._wide and kv_data_type not in (q_data_type, FP8):
+        self._widened = q_data_type  # what q is multiplied in
+        if q_data_type.itemsize == 1:
+            self._widened = torch.bfloat16 if kv_data_type.itemsize == 1 else kv_data_type
+        if self._wide and kv_data_type not in (self._widened, FP8, E5M2):
             dims = f"head_dim_ckv={head_dim_ckv}, head_dim_kpe={head_dim_kpe}"
-            raise refuse(name, f"{dims} with kv_data_type={kv_data_type}", "q's dtype or float8_e4m3fn")
+            raise refuse(name, f"{dims} with kv_data_type={kv_data_type}", "q's dtype, float8_e4m3fn or float8_e5m2")
         bounds = (kv_len_arr.shape[0] + 1,) if kv_len_arr.dim() == 1 else None
         kv_indptr = first_of(kv_indptr, kv_len_arr.numel() + 1)  # the peer reads no further
         if qo_indptr.shape != bounds or kv_indptr.shape != bounds or kv_indices.dim() != 1:
@@ -147,12 +201,10 @@ class BatchMLAPagedAttentionWrapper:
                 f"attnops.compat: {name}: qo_indptr and kv_indptr must be [B + 1], kv_indices [n] and kv_len_arr [B], "
                 f"got {', '.join(str(list(t.shape)) for t in (qo_indptr, kv_indptr, kv_indices, kv_len_arr))}"
             )
-        if kv_data_type == FP8 and q_data_type not in (torch.bfloat16, FP8):
+        if kv_data_type == FP8 and self._widened != torch.bfloat16:
             raise ValueError(
                 f"attnops.compat: {name}: an FP8 cache needs q_data_type=torch.bfloat16, got {q_data_type}"
             )
-        counts = qo_indptr.diff().tolist()
-        most = max(counts, default=1)
         names, given = (
             ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr"),
             (qo_indptr, kv_indptr, kv_indices, kv_len_arr),
@@ -160,9 +212,25 @@ class BatchMLAPagedAttentionWrapper:
         tensors = [as_int32(name, what, tensor, self._device) for what, tensor in zip(names, given)]
         exact = (True, True, False, True)
         self._bounds, self._indptr, self._indices, self._lens = map(keep_in, self._buffers, tensors, names, exact)
-        self._ragged = most == 0 or min(counts, default=1) != most
-        self._page_size, self._causal, self._scale = page_size, causal, sm_scale
+        if not self._use_cuda_graph:
+            self._qo_indptr_buf, self._kv_indptr_buf, self._kv_indices_buf = self._bounds, self._indptr, self._indices
+            self._kv_len_arr_buf = self._lens
+        self._page_size, self._causal, self._sm_scale = page_size, causal, sm_scale
         self._dtypes = (q_data_type, kv_data_type)
+        self._plan_for(qo_indptr, num_heads)
+
+    def _plan_again(self, qo_indptr: Tensor, kv_indptr: Tensor, kv_len_arr: Tensor, num_heads: int) -> None:
+        if self._plan is None:
+            raise RuntimeError("attnops.compat: BatchMLAPagedAttentionWrapper: plan must run first")
+        for kept, given in zip((self._bounds, self._indptr, self._lens), (qo_indptr, kv_indptr, kv_len_arr)):
+            kept.copy_(given, non_blocking=True)
+        self._plan_for(qo_indptr, num_heads)
+
+    def _plan_for(self, qo_indptr: Tensor, num_heads: int) -> None:
+        """The plan of the lengths that are kept."""
+        counts = qo_indptr.diff().tolist()
+        most = max(counts, default=1)
+        self._ragged = most == 0 or min(counts, default=1) != most
         key = {
             "batch_size": self._lens.shape[0],
             "seqlen_q": max(most, 1),
@@ -209,8 +277,10 @@ class BatchMLAPagedAttentionWrapper:
             q_nope, q_pe: ``[T, H, 512]`` and ``[T, H, 64]``.
             ckv_cache, kpe_cache: ``[P, page_size, 512]`` and ``[P, page_size, 64]``. Neighbours in one pool of 576 are
                 read where they lie; of two pools the pages in use are copied.
+            out: Of q's dtype; another costs a copy. FP8 saturates.
             return_lse_base_on_e: Natural log; base 2 otherwise.
-            ckv_scale, kpe_scale: Of a float8_e4m3fn cache's two parts.
+            o_scale: Of an FP8 `out`: real = stored x scale.
+            ckv_scale, kpe_scale: Of an FP8 cache's two parts. float8_e4m3fn needs both, float8_e5m2 has 1 without.
             ckv_scale_arr: instead of the first, float32 ``[P, page_size, 4]``, one per 128 latents of a token.
 
         Returns:
@@ -218,10 +288,9 @@ class BatchMLAPagedAttentionWrapper:
         """
         name = "BatchMLAPagedAttentionWrapper.run"
         plan = self._plan
-        if profiler_buffer is not None or kv_len is not None or page_table is not None or o_scale is not None:
+        if profiler_buffer is not None or kv_len is not None or page_table is not None:
             planned = "plan has been told; leave it None"
             instead = {"profiler_buffer": "use a profiler of CUDA", "kv_len": planned, "page_table": planned}
-            instead["o_scale"] = "the output has q's dtype; quantize it afterwards"
             require_default(name, instead, {}, locals())
         if plan is None:
             raise RuntimeError(f"attnops.compat: {name}: plan must run first")
@@ -233,18 +302,32 @@ class BatchMLAPagedAttentionWrapper:
             wrong = [f"{word} is {a}, planned was {b}" for word, a, b in zip(words, got, expected) if a != b]
             raise ValueError(f"attnops.compat: {name}: {'; '.join(wrong)}")
         check_lse(name, lse, q_nope)
+        if (out is not None and out.dtype is not self._widened) or o_scale is not None:
+            given = (q_nope, q_pe, ckv_cache, kpe_cache, None, lse, return_lse)
+            scales: dict[str, Any] = {"ckv_scale": ckv_scale, "ckv_scale_arr": ckv_scale_arr, "kpe_scale": kpe_scale}
+            factor = _checked_o_scale(name, o_scale, out)
+            converted = self.run(*given, return_lse_base_on_e=return_lse_base_on_e, **scales)
+            rows, natural = converted if isinstance(converted, tuple) else (converted, None)
+            rows = finish(rows if factor is None else rows.float() / factor, out, None)
+            return rows if natural is None else (rows, natural)
+        if q_dtype is not self._widened:
+            q_nope, q_pe = q_nope.to(self._widened), q_pe.to(self._widened)
+        one_byte = ckv_cache.dtype.itemsize == 1
+        if one_byte and ckv_cache.dtype == E5M2:
+            ckv_scale = 1.0 if ckv_scale is None and ckv_scale_arr is None else ckv_scale
+            kpe_scale = 1.0 if kpe_scale is None else kpe_scale
         if self._wide:
             caches, cells = (ckv_cache, kpe_cache), self._indices
-            if ckv_cache.dtype == FP8:
+            if one_byte:
                 _check_scales(name, ckv_cache, kpe_cache, ckv_scale, ckv_scale_arr, kpe_scale)
                 caches = _dequantized(caches, cells, ckv_scale, ckv_scale_arr, kpe_scale, q_nope.dtype)
                 cells = own_cells(cells)
             parts = ((q_nope, q_pe), caches, cells, self._indptr, self._lens, self._bounds)
-            options: dict[str, Any] = {"softmax_scale": self._scale, "causal": self._causal, "out": out}
+            options: dict[str, Any] = {"softmax_scale": self._sm_scale, "causal": self._causal, "out": out}
             wide, natural = wide_latents(name, *parts, return_lse=return_lse or lse is not None, **options)
             return with_lse(wide, natural, lse, return_lse, return_lse_base_on_e)
         kv_scale = None
-        if ckv_cache.dtype == FP8:
+        if one_byte:
             q_pe, pages, cells, kv_scale = self._quantized(
                 name, q_pe, ckv_cache, kpe_cache, ckv_scale, ckv_scale_arr, kpe_scale
             )
@@ -265,7 +348,7 @@ class BatchMLAPagedAttentionWrapper:
             self._lens,
             plan,
             kv_indptr=self._indptr,
-            softmax_scale=self._scale,
+            softmax_scale=self._sm_scale,
             q_pe=q_pe,
             causal=self._causal,
             kv_scale=kv_scale,
@@ -299,7 +382,7 @@ class BatchMLAPagedAttentionWrapper:
             self._lens,
             plan,
             kv_indptr=self._indptr,
-            softmax_scale=self._scale,
+            softmax_scale=self._sm_scale,
             q_pe=q_pe[rows],
             causal=self._causal,
             kv_scale=kv_scale,
@@ -330,6 +413,10 @@ class BatchMLAPagedAttentionWrapper:
             pages, cells = joined_latents(name, ckv_cache, kpe_cache, self._indices)
             return q_pe, pages, cells, as_scale(name, "ckv_scale", ckv_scale, q_pe.device)
         assert kpe_scale is not None
+        if ckv_cache.dtype == E5M2:
+            scales_of = (ckv_scale, ckv_scale_arr, kpe_scale, q_pe.dtype)
+            both = _dequantized((ckv_cache, kpe_cache), self._indices, *scales_of)
+            return q_pe, torch.cat(both, -1), own_cells(self._indices), None
         latents, scales = gathered(ckv_cache, self._indices), gathered(ckv_scale_arr, self._indices)
         rope = (gathered(kpe_cache, self._indices).float() * kpe_scale).to(torch.bfloat16)
         parts = [part.contiguous().view(torch.uint8) for part in (latents, scales, rope)]

@@ -125,15 +125,15 @@ class BatchDecodeMlaWithPagedKVCacheWrapper(Workspaces):
             v_scale: Multiplies the output.
         """
         name = "BatchDecodeMlaWithPagedKVCacheWrapper.run"
-        wrapper, scale = self._wrapper, self._wrapper._scale if self._wrapper._plan else 1.0
+        wrapper, scale = self._wrapper, self._wrapper._sm_scale if self._wrapper._plan else 1.0
         factor = (
             fold_scale(name, "q_scale", q_scale, q_pe.device)[0] * fold_scale(name, "k_scale", k_scale, q_pe.device)[0]
         )
-        wrapper._scale = scale * factor
+        wrapper._sm_scale = scale * factor
         try:
             result = wrapper.run(q_nope, q_pe, paged_ckv_cache, paged_kpe_cache, out, lse, return_lse)
         finally:
-            wrapper._scale = scale
+            wrapper._sm_scale = scale
         if v_scale is not None and v_scale != 1:
             (result[0] if return_lse else result).mul_(v_scale)  # type: ignore[union-attr]
         return result

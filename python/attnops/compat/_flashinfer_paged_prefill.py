@@ -28,6 +28,10 @@ from attnops.ops._pages import gathered, own_cells
 _RUN = {"kv_cache_sf": FP4_CACHE}
 
 
+def _as_int32s(name: str, names: tuple[str, ...], given: dict[str, Any], device: torch.device) -> list[Tensor]:
+    return [as_int32(name, what, given[what], device) for what in names]
+
+
 class BatchPrefillWithPagedKVCacheWrapper(ReturnsLse):
     """Prefill and extend over a CSR page table, on `attnops.ops.fmha_paged`.
 
@@ -38,7 +42,8 @@ class BatchPrefillWithPagedKVCacheWrapper(ReturnsLse):
         kv_layout: "NHD" or "HND".
         backend: Taken, but "cudnn" has offsets in elements, and pages in HND.
         jit_args, jit_kwargs: None, or of FlashInfer's variant "AttentionSink", whose `run` takes sink and sm_scale.
-        custom_mask_buf, mask_indptr_buf: Taken: custom masks are planned without a graph.
+        custom_mask_buf, mask_indptr_buf: With `use_cuda_graph` a mask needs both, as the peer's does. What a captured
+            `run` reads is smaller, and of attnops' own.
     """
 
     _NAME = "BatchPrefillWithPagedKVCacheWrapper"
@@ -123,7 +128,8 @@ class BatchPrefillWithPagedKVCacheWrapper(ReturnsLse):
             paged_kv_indices: int32 ``[num_indices]``.
             paged_kv_last_page_len: int32 ``[B]``, 1 to `page_size`.
             custom_mask: bool, every request's ``[q_len, kv_len]`` flattened, one after the other. It replaces `causal`
-                and costs a row for every key.
+                and costs a row for every key. With `use_cuda_graph` it costs nothing, may be longer, and may hide new
+                tokens alone.
             packed_custom_mask: The bits of `custom_mask`, little-endian, each request from a byte on.
             prefix_len_ptr: uint32 ``[B]``, of multi-item scoring: what every item sees. It costs what a mask does.
             token_pos_in_items_ptr: uint16: of each token behind the prefix its place in its item, 0 for a delimiter.
@@ -137,14 +143,14 @@ class BatchPrefillWithPagedKVCacheWrapper(ReturnsLse):
             non_blocking, seq_lens_q, block_tables: Accepted and ignored, since no result depends on it.
             max_token_per_sequence, max_sequence_kv: Accepted and ignored, since no result depends on it.
         """
-        name = f"{self._NAME}.plan"
-        device, given = self._prefill.device, locals()
+        given = locals()  # before any local of its own: a tracer reads them all
+        name, device = f"{self._NAME}.plan", self._prefill.device
         if paged_kv_indices.dim() != 1:
             raise ValueError(
                 f"attnops.compat: {name}: paged_kv_indices must be [num_indices], got {list(paged_kv_indices.shape)}"
             )
         names = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
-        tensors = [as_int32(name, what, given[what], device) for what in names]
+        tensors = _as_int32s(name, names, given, device)
         if self._prefill.cudnn:
             tensors[0] = tensors[0] // (num_qo_heads * head_dim_qk)
         exact = (True, True, False, True)

@@ -21,7 +21,7 @@ from attnops.compat._convert import (
 )
 from attnops.compat._extend import new_fmha_plan
 from attnops.compat._flashinfer_workspace import check_workspace
-from attnops.compat._masks import MaskedRows, items_mask, masked_rows
+from attnops.compat._masks import MaskedRows, TreeBits, items_mask, masked_rows
 from attnops.compat._positions import alibi_slopes, biased_queries, check_mode, llama_angles, owner_of, rotate
 from attnops.metadata.fmha_plan import FmhaPlan
 
@@ -58,6 +58,7 @@ class Prefill:
         self.name, self.device, self.kv_layout, self.graph = name, buffer.device, kv_layout, graph
         self.mask_buffers = mask_buffers
         self.planned = False
+        self.tree: TreeBits | None = None
         self._plans: dict[tuple[int, int, int, bool, bool], FmhaPlan] = {}
 
     def __getitem__(self, index: object) -> Any:
@@ -83,14 +84,28 @@ class Prefill:
         self.split_keys = not given["disable_split_kv"] and (given["fixed_split_size"] or 0) <= 0
         masks = [given["custom_mask"], given["packed_custom_mask"]]
         items = [given["prefix_len_ptr"], given["token_pos_in_items_ptr"]]
-        if any(mask is not None for mask in masks + items):
-            if self.graph:
-                raise refuse(name, "a custom mask with use_cuda_graph", "plan without a graph, or use causal")
+        any_mask = any(mask is not None for mask in masks + items)
+        if self.graph and self.planned and any_mask != (self.tree is not None):
+            raise ValueError(
+                f"attnops.compat: {name}: use_cuda_graph fixes whether there is a custom mask: make a wrapper for each"
+            )
+        if any_mask:
             q_lens, lens = bounds.diff().tolist(), k_lens.tolist()
             if all(mask is None for mask in masks):
                 places = (items[0], items[1], given["token_pos_in_items_len"])
                 masks[0] = items_mask(name, *places, q_lens, lens, self.device)
-            self.masked = masked_rows(name, masks[0], masks[1], q_lens, lens, self.device)
+            given_masks = (name, masks[0], masks[1], q_lens, lens, self.device)
+            if self.graph:
+                if any(buffer is None for buffer in self.mask_buffers):
+                    raise ValueError(
+                        f"attnops.compat: {name}: a custom mask with use_cuda_graph needs custom_mask_buf and "
+                        "mask_indptr_buf"
+                    )
+                tree = TreeBits() if self.tree is None else self.tree
+                tree.set(*given_masks)
+                self.tree = tree
+            else:
+                self.masked = masked_rows(*given_masks)
             self.causal = True  # which the mask takes the place of
         self.planned = True
         if not self.graph:
@@ -104,7 +119,8 @@ class Prefill:
         check_mode(name, mode)
         self.alibi = mode == "ALIBI"
         self.scale = self.head_dim**-0.5 if given["sm_scale"] is None else given["sm_scale"]
-        self.causal, self.window = bool(given["causal"]) or self.masked is not None, given["window_left"]
+        masked = self.masked is not None or self.tree is not None
+        self.causal, self.window = bool(given["causal"]) or masked, given["window_left"]
         self.cap = given["logits_soft_cap"] or 0.0
         self.rope = (given["rope_scale"], given["rope_theta"]) if mode == "ROPE_LLAMA" else None
 
@@ -136,6 +152,13 @@ class Prefill:
             if got != planned:
                 raise ValueError(f"attnops.compat: {name}: {what} is {got}, planned was {planned}")
         window = self.window if window is None else window
+        if self.tree is not None:
+            if window >= 0:
+                raise refuse(
+                    name, f"window_left={window} with a custom mask and use_cuda_graph", "plan without a graph"
+                )
+            self.tree_mask = self.tree.of(q.shape[0])
+            return window
         if self.masked is None or window < 0:
             self.tree_mask = None if self.masked is None else self.masked.tree_mask
             return window
@@ -169,13 +192,16 @@ class Prefill:
         out: Tensor | None,
         lse: Tensor | None,
         return_lse: bool,
+        o_scale: float | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The results of the rows for the queries `q`."""
+        """The results of the rows for the queries `q`, over `o_scale`."""
         rows, natural = result
         num_queries, dtype = q.shape[0], torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype
         if self.masked is not None:
             rows = self.masked.gather(rows, num_queries, 0.0)
             natural = None if natural is None else self.masked.gather(natural, num_queries, -math.inf)
+        if o_scale is not None and o_scale != 1:
+            rows = rows.float() / o_scale
         return with_lse(finish(rows, out, self.o_dtype or dtype), natural, lse, return_lse)
 
     def options(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnops.compat._convert import FP4_CACHE, as_int32, check_lse, dequantized, keep_in, refuse, require_default
+from attnops.compat._convert import FP4_CACHE, as_int32, check_lse, dequantized, keep_in, require_default
 from attnops.compat._errors import names_the_peers
 from attnops.compat._extend import varlen
 from attnops.compat._flashinfer_prefill import Prefill
@@ -127,12 +128,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(ReturnsLse):
         """Attends: q ``[T, H_q, D]``, k ``[T_k, H_kv, D]``, v ``[T_k, H_kv, D_v]``, HND with heads first.
 
         Args:
-            o_scale: Of an FP8 output: it is divided by this, so 1 or None.
+            o_scale: The output is divided by this before it is cast, so real = stored x scale.
         """
         name, prefill = f"{self._NAME}.run", self._prefill
         require_default(name, {"kv_cache_sf": FP4_CACHE}, {}, locals())
-        if o_scale not in (None, 1, 1.0):
-            raise refuse(name, f"o_scale={o_scale}", "scale the output afterwards")
+        if o_scale is not None and not 0 < o_scale < math.inf:
+            raise ValueError(f"attnops.compat: {name}: o_scale must be a finite positive value, got {o_scale}")
         if prefill.kv_layout == "HND":
             k, v = k.transpose(0, 1), v.transpose(0, 1)
         window = prefill.check(name, q, k, None)
@@ -155,7 +156,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(ReturnsLse):
             return_lse=return_lse or lse is not None,
             **options,
         )
-        return prefill.finish(result, q, out, lse, return_lse)
+        return prefill.finish(result, q, out, lse, return_lse, o_scale)
 
     @names_the_peers("BatchPrefillWithRaggedKVCacheWrapper.forward")
     def forward(

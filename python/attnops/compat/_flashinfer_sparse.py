@@ -23,6 +23,7 @@ class _BlockSparse(Workspaces):
     """What both wrappers keep: a wrapper of paged prefill, and a name."""
 
     _NAME: str
+    _causal: bool
 
     def _make(self, float_workspace_buffer: Tensor, backend: str) -> None:
         if backend.startswith("vsa_"):
@@ -33,6 +34,11 @@ class _BlockSparse(Workspaces):
     def _check_planned(self, name: str) -> None:
         if self._paged._plan_info is None:
             raise RuntimeError(f"attnops.compat: {name}: plan must run first")
+
+    def _choose(self, name: str, given: dict[str, Any]) -> None:
+        """What `forward` may choose anew after `plan`."""
+        self._check_planned(name)
+        self._paged._prefill.choose(name, {**given, "causal": self._causal, "window_left": -1})
 
 
 def _checked_keys(name: str, seen: Tensor, heights: Tensor, widths: Tensor) -> int:
@@ -108,7 +114,7 @@ class BlockSparseAttentionWrapper(_BlockSparse):
         last = torch.full((rows,), C, dtype=torch.int32, device=self._device)
         if mask is not None and packed_mask is None:
             mask = _by_row(mask.to(torch.bool), indptr.tolist(), M, R)
-        self._blocks, self._columns = C, N
+        self._blocks, self._columns, self._causal = C, N, causal
         self._paged.plan(
             bounds,
             indptr,
@@ -165,6 +171,26 @@ class BlockSparseAttentionWrapper(_BlockSparse):
                 scales.append(torch.ones(heads, device=q.device) if scale is None else scale)
         cache = tuple(x.unflatten(0, (-1, self._blocks)) for x in (k, v))
         return self._paged.run(q, cache, *scales, out=out, lse=lse, return_lse=return_lse)
+
+    @names_the_peers("BlockSparseAttentionWrapper.forward")
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale_q: Tensor | None = None,
+        scale_k: Tensor | None = None,
+        scale_v: Tensor | None = None,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """`run` with options that replace those of `plan`, also where they are left out, as in the peer."""
+        self._choose(f"{self._NAME}.forward", locals())
+        return self.run(q, k, v, scale_q, scale_k, scale_v)
 
 
 def _by_row(mask: Tensor, indptr: list[int], num_rows: int, block_rows: int) -> Tensor:
@@ -235,7 +261,7 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
         keys = first[head, column][block] + index - ahead[block]
         counts = (seen * widths.unsqueeze(1)).sum(-1).flatten()
         zero = counts.new_zeros(1)
-        self._group = num_qo_heads // num_kv_heads
+        self._group, self._causal = num_qo_heads // num_kv_heads, causal
         self._paged.plan(
             torch.cat([zero, heights.flatten().cumsum(0)]),
             torch.cat([zero, counts.cumsum(0)]),
@@ -284,3 +310,20 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
         if lse is not None:
             exponents = lse.copy_(exponents)
         return (result, exponents) if return_lse else result
+
+    @names_the_peers("VariableBlockSparseAttentionWrapper.forward")
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """`run` with options that replace those of `plan`, also where they are left out, as in the peer."""
+        self._choose(f"{self._NAME}.forward", locals())
+        return self.run(q, k, v)

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnops.compat._attend import Positions, decode, ragged_decode
+from attnops.compat._alibi import attend_alibi
+from attnops.compat._attend import decode
 from attnops.compat._cache_append import append
-from attnops.compat._cache_tables import one_token_pages, token_table, window_of
+from attnops.compat._cache_tables import is_shared, one_token_pages, token_table, window_of
 from attnops.compat._chunks import extend_chunks
-from attnops.compat._convert import FP8, as_int32, as_sinks, refuse, to_dtype
+from attnops.compat._convert import FP8, as_int32, as_sinks, product, refuse, to_dtype
+from attnops.compat._device_windows import extend_window
 from attnops.compat._extend import extend
 from attnops.compat._latent_cache import attend_latent, is_mla, joined_values
 from attnops.compat._positions import rotate
@@ -131,10 +133,12 @@ class Call:
         if self.rotary_cos is None or self.rotary_sin is None:
             return rows, k
         start = lens if self.rotary_seqlens is None else self.rotary_seqlens.to(lens.device)
-        masked = self.causal or self.window_size != (-1, -1)
+        masked: bool | Tensor = self.causal or isinstance(self.window_size, Tensor) or self.window_size != (-1, -1)
+        if isinstance(self.window_size, Tensor) and not self.causal:  # the host may not read it
+            masked = (self.window_size >= 0).any().to(rows.device)
         limit = self.rotary_cos.shape[0] - 1
 
-        def turned(x: Tensor, bounds: Tensor, step: int) -> Tensor:
+        def turned(x: Tensor, bounds: Tensor, step: bool | Tensor) -> Tensor:
             index = torch.arange(x.shape[0], device=x.device)
             owner = torch.searchsorted(bounds[1:].contiguous(), index, right=True).clamp(max=start.shape[0] - 1)
             at = (start[owner] + (index - bounds[owner]) * step).clamp(0, limit)
@@ -142,10 +146,10 @@ class Call:
             wide = x.to(torch.bfloat16) if x.dtype == FP8 else x
             return rotate(wide, cos, sin, self.rotary_interleaved)
 
-        rows = turned(rows, self.query_bounds().long(), int(masked))
+        rows = turned(rows, self.query_bounds().long(), masked)
         new = self.key_bounds().long()
         flat = k if self.cu_seqlens_k_new is not None else k.flatten(0, 1)
-        return rows, to_dtype(turned(flat, new, 1), k.dtype).view(k.shape)
+        return rows, to_dtype(turned(flat, new, True), k.dtype).view(k.shape)
 
     def key_bounds(self) -> Tensor:
         assert self.k is not None
@@ -154,7 +158,8 @@ class Call:
         return torch.arange(self.batch_size + 1, dtype=torch.int32, device=self.q.device) * self.k.shape[1]
 
     def _attend(self, rows: Tensor, table: Tensor, lens: Tensor) -> tuple[Tensor, Tensor | None]:
-        left, right = self.window_size
+        window = self.window_size if isinstance(self.window_size, Tensor) else None
+        left, right = (-1, -1) if window is not None else self.window_size
         causal = self.causal or right == 0
         if self.cache_leftpad is not None:
             pad = as_int32(self.name, "cache_leftpad", self.cache_leftpad, rows.device)
@@ -163,12 +168,15 @@ class Call:
             lens = (lens - pad).clamp(min=0)
         else:
             k_cache, v_cache = self.k_cache, self.v_cache
-        if self.qv is not None and (right > 0 or self.attention_chunk > 0 or not is_mla(self)):
-            rows, k_cache, v_cache, table = joined_values(self, rows, k_cache, v_cache, table)
-        elif self.qv is not None:
-            return attend_latent(self, rows, k_cache, v_cache, table, lens, causal, left)
         dtype = rows.dtype
-        rows, v_factor, scales = self._descaled(rows)
+        self._check_descales()
+        if self.qv is None:
+            rows, v_factor, scales = self._descaled(rows)
+        elif right > 0 or self.attention_chunk > 0 or window is not None or not is_mla(self):
+            rows, k_cache, v_cache, table, v_factor = joined_values(self, rows, k_cache, v_cache, table)
+            scales = {}
+        else:
+            return attend_latent(self, rows, k_cache, v_cache, table, lens, causal, left)
         options: dict[str, Any] = {
             "softmax_scale": rows.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale,
             "logit_cap": self.softcap,
@@ -180,28 +188,26 @@ class Call:
         same_dims = v_cache.shape[-1] == rows.shape[-1]  # as xqa_decode needs them
         few = uniform and self.seqlen_q <= MAX_DECODE_QUERIES and same_dims
         plain = v_factor is None and rows.dtype == dtype and self.attention_chunk <= 0 and self.slopes is None
+        plain = plain and window is None
         destination = None
         if self.out is not None and plain and self.out.dtype == dtype and self.out.is_contiguous():
             destination = self.out.view(*rows.shape[:-1], v_cache.shape[-1])
         self._written = destination is not None
-        if self.attention_chunk > 0:
-            if self.slopes is not None:
-                raise refuse(self.name, "attention_chunk with alibi_slopes", "leave one of them out")
+        if self.slopes is not None and (self.attention_chunk > 0 or window is not None):
+            other = "attention_chunk" if window is None else "window_size on a device"
+            raise refuse(self.name, f"{other} with alibi_slopes", "leave one of them out")
+        if window is not None:
+            given = {"causal": causal, "chunk": self.attention_chunk, "cuts": min(self.num_splits, MAX_CUTS), **options}
+            caches = (rows, k_cache, v_cache, table, lens)
+            out, lse = extend_window(self.name, *caches, self.query_bounds(), window, **given)
+        elif self.attention_chunk > 0:
             given = {"causal": causal, "window_left": left, "window_right": -1 if causal else right, **options}
             given["split_keys"] = self.num_splits == 0
             caches = (rows, k_cache, v_cache, table, lens)
             out, lse = extend_chunks(*caches, self.query_bounds(), self.attention_chunk, **given)
         elif self.slopes is not None:
-            if not causal and self.seqlen_q != 1:
-                raise refuse(self.name, "alibi_slopes without causal", "one query token, or causal=True")
-            if right > 0:
-                raise refuse(self.name, f"alibi_slopes with window_size={self.window_size}", "leave the right side -1")
-            given = {"positions": Positions("ALIBI", slopes=self.slopes), "window_left": left, **options}
             caches = (rows, k_cache, v_cache, table, lens)
-            if uniform:
-                out, lse = decode(self.name, *caches, seqlen_q=self.seqlen_q, **given)
-            else:
-                out, lse = ragged_decode(self.name, *caches, self.query_bounds(), self.seqlen_q, **given)
+            out, lse = attend_alibi(self, *caches, causal, (left, right), options)
         elif few and (right < 0 or causal):
             cuts = min(self.num_splits, MAX_CUTS)
             given = {"causal": causal, "window_left": left, "cuts": cuts, "out": destination, **options}
@@ -214,16 +220,29 @@ class Call:
             out = out * v_factor
         return to_dtype(out, dtype), lse
 
-    def _descaled(self, rows: Tensor) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-        """Float32 queries times the scales that differ between requests, a factor of the output, and the scales that
-        all requests share."""
-        given = (self.q_descale, self.k_descale, self.v_descale)
-        for what, scale in zip(("q_descale", "k_descale", "v_descale"), given):
+    def _check_descales(self) -> None:
+        for what in ("q_descale", "k_descale", "v_descale"):
+            scale = getattr(self, what)
             if scale is not None and self.k_cache.dtype.itemsize != 1:
                 raise refuse(self.name, f"{what} with a cache of {self.k_cache.dtype}", "only FP8 caches have descales")
             if scale is not None and scale.dim() != 2:
                 raise ValueError(f"attnops.compat: {self.name}: {what} must be [B, H_kv], got {list(scale.shape)}")
-        if all(scale is None or scale.shape[0] <= 1 or scale.stride(0) == 0 for scale in given):
+
+    def of_rows(self, scale: Tensor | None, rows: Tensor) -> Tensor | None:
+        """A descale ``[B, H_kv]`` as float32 ``[T, H_q, 1]`` of the queries; None: 1."""
+        if scale is None:
+            return None
+        index = torch.arange(rows.shape[0], device=rows.device)
+        owner = torch.searchsorted(self.query_bounds()[1:].contiguous(), index, right=True)
+        owner = owner.clamp(max=self.batch_size - 1)
+        scale = scale.float().expand(self.batch_size, self.k_cache.shape[2])
+        return scale[owner].repeat_interleave(rows.shape[1] // self.k_cache.shape[2], 1).unsqueeze(2)
+
+    def _descaled(self, rows: Tensor) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        """Float32 queries times the scales that differ between requests, a factor of the output, and the scales that
+        all requests share."""
+        given = (self.q_descale, self.k_descale, self.v_descale)
+        if all(scale is None or is_shared(scale) for scale in given):
             scales = {}
             of_scores = [scale[0].float() for scale in given[:2] if scale is not None and scale.shape[0]]
             if of_scores:
@@ -231,13 +250,6 @@ class Call:
             if self.v_descale is not None and self.v_descale.shape[0]:
                 scales["v_scale"] = self.v_descale[0].float().contiguous()
             return rows, None, scales
-        index = torch.arange(rows.shape[0], device=rows.device)
-        owner = torch.searchsorted(self.query_bounds()[1:].contiguous(), index, right=True).clamp(
-            max=self.batch_size - 1
-        )
-        group = rows.shape[1] // self.k_cache.shape[2]
-        spread = [None if s is None else s.float()[owner].repeat_interleave(group, 1).unsqueeze(2) for s in given]
-        rows = rows.float()
-        for factor in spread[:2]:
-            rows = rows if factor is None else rows * factor
-        return rows, spread[2], {}
+        factor = product(self.of_rows(self.q_descale, rows), self.of_rows(self.k_descale, rows))
+        rows = rows.float() if factor is None else rows.float() * factor
+        return rows, self.of_rows(self.v_descale, rows), {}

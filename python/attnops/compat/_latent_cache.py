@@ -9,8 +9,8 @@ from torch import Tensor
 
 from attnops import ops
 from attnops.compat._attend import padded_rows
-from attnops.compat._cache_tables import one_number
-from attnops.compat._convert import FP8, as_sinks, joined_latents, refuse
+from attnops.compat._cache_tables import is_shared
+from attnops.compat._convert import FP8, as_sinks, joined_latents, product, refuse
 from attnops.metadata.plan import MlaDecodePlan
 from attnops.ops._pages import gathered, own_cells
 
@@ -25,14 +25,26 @@ def is_mla(call: Call) -> bool:
 
 def joined_values(
     call: Call, rows: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q with qv behind it, and copies of the pages in use: keys with values behind them, and values."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """q with qv behind it, copies of the pages in use (keys with their values, and values), their table, a factor.
+
+    With descales the queries are float32.
+    """
     assert call.qv is not None
-    if any(scale is not None for scale in (call.q_descale, call.k_descale, call.v_descale)):
-        raise refuse(call.name, "descales with qv", "MLA of 512 and 64 dims and one KV head has them")
     qv = call.qv if call.cu_seqlens_q is not None else call.qv.flatten(0, 1)
+    qv = qv.to(rows.dtype)
+    scales = (call.q_descale, call.k_descale, call.v_descale)
+    of_q, of_k, of_v = (call.of_rows(scale, rows) for scale in scales)
+    if any(scale is not None for scale in scales):
+        rows, qv = _times(rows, of_q, of_k), _times(qv, of_q, of_v)
     v = gathered(v_cache, table)
-    return torch.cat([rows, qv], -1), torch.cat([gathered(k_cache, table), v], -1), v, own_cells(table)
+    keys = [part.view(torch.uint8) if v.dtype.itemsize == 1 else part for part in (gathered(k_cache, table), v)]
+    return torch.cat([rows, qv], -1), torch.cat(keys, -1).view(v.dtype), v, own_cells(table), of_v
+
+
+def _times(rows: Tensor, *factors: Tensor | None) -> Tensor:
+    factor = product(*factors)
+    return rows.float() if factor is None else rows.float() * factor
 
 
 def attend_latent(
@@ -54,15 +66,17 @@ def attend_latent(
         qv = qv.flatten(0, 1)
     dtype = rows.dtype
     scale = (64 + 512) ** -0.5 if call.softmax_scale is None else call.softmax_scale
-    qv, kv_scale = qv.to(dtype), None
-    if call.q_descale is not None:
-        factor = one_number(call.name, "q_descale", call.q_descale)
-        rows, qv = (rows.float() * factor).to(dtype), (qv.float() * factor).to(dtype)
-    if call.v_descale is not None or call.k_descale is not None:
+    qv, kv_scale, of_v = qv.to(dtype), None, None
+    scales = (call.q_descale, call.k_descale, call.v_descale)
+    if not all(scale is None or is_shared(scale) for scale in scales):
+        of_q, of_k, of_v = (call.of_rows(scale, rows) for scale in scales)
+        rows, qv = _times(rows, of_q, of_k).to(dtype), _times(qv, of_q, of_v).to(dtype)
+    elif any(scale is not None for scale in scales):
         one = torch.ones(1, device=rows.device)
-        kv_scale = one if call.v_descale is None else one_number(call.name, "v_descale", call.v_descale)
-        rope = one if call.k_descale is None else one_number(call.name, "k_descale", call.k_descale)
-        rows = (rows.float() * (rope / kv_scale)).to(dtype)
+        q_scale, rope, kv_scale = (one if scale is None else scale.reshape(-1)[:1].float() for scale in scales)
+        rows = (rows.float() * (q_scale * rope / kv_scale)).to(dtype)
+        if call.q_descale is not None:
+            qv = (qv.float() * q_scale).to(dtype)
     pages, cells = joined_latents(call.name, v_cache.squeeze(2), k_cache.squeeze(2), table)
     if pages.dtype == FP8 and kv_scale is None:
         kv_scale = torch.ones(1, device=rows.device)
@@ -89,7 +103,7 @@ def attend_latent(
         kv_scale=kv_scale,
         return_lse=call.return_lse,
     )
-    if places is None:
-        return out, lse
-    out = out[places].masked_fill(padding.view(-1, 1, 1), 0)
-    return out, None if lse is None else lse[places].masked_fill(padding.unsqueeze(1), -torch.inf)
+    if places is not None:
+        out = out[places].masked_fill(padding.view(-1, 1, 1), 0)
+        lse = None if lse is None else lse[places].masked_fill(padding.unsqueeze(1), -torch.inf)
+    return (out if of_v is None else (out * of_v).to(dtype)), lse

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attnops.compat._convert import refuse
+
 
 @dataclass(frozen=True)
 class MaskedRows:
@@ -37,7 +39,7 @@ class MaskedRows:
         row = row - self.bounds.long()[torch.searchsorted(self.bounds, row, right=True, out_int32=True).long() - 1]
         visible = _unpack(self.tree_mask).view(self.num_rows, -1)
         key = torch.arange(visible.shape[1], device=row.device)
-        return _pack(visible & (row.unsqueeze(1) - key <= window_left))
+        return pack_bits(visible & (row.unsqueeze(1) - key <= window_left))
 
     def spread(self, q: Tensor) -> Tensor:
         """The rows of queries ``[T, ...]``; queries behind the last request are left out."""
@@ -91,7 +93,91 @@ def masked_rows(
         begin += count
     bounds = torch.tensor([0, *rows]).cumsum(0).to(device, torch.int32)
     row_of_query = torch.cat([torch.empty(0, dtype=torch.int64), *index]).to(device)
-    return MaskedRows(bounds, sum(rows), row_of_query, _pack(visible))
+    return MaskedRows(bounds, sum(rows), row_of_query, pack_bits(visible))
+
+
+class TreeBits:
+    """Masks of a graph: bits of every query over its request's own new tokens, in memory that stays where it is.
+
+    What such bits cannot say, a key hidden ahead of the new tokens, is refused.
+    """
+
+    _bits: Tensor | None = None  # uint8 [rows, bytes]; rows and bytes are those of the first plan
+
+    def __init__(self) -> None:
+        self._longer: dict[int, Tensor] = {}
+
+    def set(
+        self,
+        function: str,
+        mask: Tensor | None,
+        packed: Tensor | None,
+        q_lens: list[int],
+        k_lens: list[int],
+        device: torch.device,
+    ) -> None:
+        """Takes masks as `masked_rows` does, but they may be longer: what is behind the last request is not read.
+
+        Raises:
+            NotImplementedError: a key ahead of the new tokens is hidden from one of them.
+            ValueError: the masks are too short, or there are more queries than at the first call.
+        """
+        pairs = [q * k for q, k in zip(q_lens, k_lens)]
+        flat = _flat_bits(function, mask, packed, pairs, device)
+        q, k = torch.tensor([q_lens, k_lens], dtype=torch.int64).view(2, -1)
+        owner = torch.repeat_interleave(torch.arange(q.shape[0]), q)
+        row = torch.arange(owner.shape[0]) - (q.cumsum(0) - q)[owner]
+        first = torch.tensor([0, *pairs]).cumsum(0)[owner] + row * k[owner] + (k - q)[owner]
+        if self._bits is None:
+            width = max(-(-max(q_lens, default=1) // 8), 1)
+            self._bits = torch.zeros(owner.shape[0], width, dtype=torch.uint8, device=device)
+        most, width = self._bits.shape
+        if owner.shape[0] > most or max(q_lens, default=0) > 8 * width:
+            raise ValueError(
+                f"attnops.compat: {function}: {owner.shape[0]} queries of at most {max(q_lens)} a request; "
+                f"use_cuda_graph fixes {most} and {8 * width} at the first plan with a mask"
+            )
+        column = torch.arange(8 * width)
+        own = (column < q[owner].unsqueeze(1)) & (column >= (q - k)[owner].unsqueeze(1))
+        index = torch.where(own, first.unsqueeze(1) + column, 0).to(device)
+        visible = flat[index] & own.to(device) if flat.numel() else own.to(device)
+        hidden = (flat.numel() - flat.sum()) - (own.sum().to(device) - visible.sum())
+        if hidden.item():
+            raise refuse(
+                function,
+                "with use_cuda_graph a custom mask that hides keys ahead of the new tokens",
+                "plan without a graph",
+            )
+        self._bits[: owner.shape[0]] = pack_bits(visible)
+        self._bits[owner.shape[0] :] = 0
+        for kept in self._longer.values():
+            kept[:most] = self._bits
+
+    def of(self, num_queries: int) -> Tensor:
+        """uint8 ``[num_queries, bytes]``; queries behind the last request see nothing."""
+        assert self._bits is not None
+        if num_queries <= self._bits.shape[0]:
+            return self._bits[:num_queries]
+        if num_queries not in self._longer:
+            more = (0, 0, 0, num_queries - self._bits.shape[0])
+            self._longer[num_queries] = torch.nn.functional.pad(self._bits, more)
+        return self._longer[num_queries]
+
+
+def _flat_bits(
+    function: str, mask: Tensor | None, packed: Tensor | None, pairs: list[int], device: torch.device
+) -> Tensor:
+    """All requests' masks as one flat bool tensor. They may be longer."""
+    if packed is not None:
+        parts = [-(-n // 8) for n in pairs]
+        flat = packed.reshape(-1)[: sum(parts)].to(device)
+        _check_size(function, "packed_custom_mask", flat, sum(parts), torch.uint8)
+        bits = [_unpack(part)[:n] for part, n in zip(flat.split(parts), pairs)]
+        return torch.cat([torch.empty(0, dtype=torch.bool, device=device), *bits])
+    assert mask is not None
+    flat = mask.reshape(-1)[: sum(pairs)].to(device)
+    _check_size(function, "custom_mask", flat, sum(pairs), torch.bool)
+    return flat
 
 
 def items_mask(
@@ -144,6 +230,7 @@ def _unpack(packed: Tensor) -> Tensor:
     return ((packed.unsqueeze(-1) >> bit) & 1).bool().flatten()
 
 
-def _pack(visible: Tensor) -> Tensor:
+def pack_bits(visible: Tensor) -> Tensor:
+    """uint8 ``[R, n / 8]`` of bool ``[R, n]``, n a multiple of 8, as the ops take masks: little-endian."""
     weights = (1 << torch.arange(8, device=visible.device)).to(torch.uint8)
     return (visible.unflatten(1, (-1, 8)).to(torch.uint8) * weights).sum(-1).to(torch.uint8)

@@ -11,6 +11,7 @@ from attnops import ops
 from attnops.compat._convert import FP8, as_int32, as_sinks, heads_first
 from attnops.compat._extend import new_fmha_plan
 from attnops.compat._kvcache import MAX_DECODE_QUERIES
+from attnops.compat._wide import is_wide
 from attnops.metadata.plan import XqaDecodePlan
 from attnops.metadata.plan_checks import MAX_CUTS
 
@@ -56,7 +57,7 @@ def plain_call(
     }
     lens = as_int32(NAME, "cache_seqlens", lens, q.device)
     if bounds is None:
-        if right >= 0 or q.dim() != 4 or q.shape[1] > MAX_DECODE_QUERIES or q.shape[3] != v_cache.shape[3]:
+        if right >= 0 or q.dim() != 4 or q.shape[1] > MAX_DECODE_QUERIES or is_wide(q.shape[3], v_cache.shape[3]):
             return None
         plan = XqaDecodePlan.allocate(
             q.shape[0],

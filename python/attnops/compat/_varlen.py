@@ -57,9 +57,10 @@ def attend_varlen(
         q = q.view(torch.uint8)[index].view(q.dtype) if q.dtype == FP8 else q[index]
         if more.get("qv") is not None:
             more["qv"] = more["qv"][index]
-    left, right = window_of(name, window_size)
+    window = window_of(name, window_size)
+    left, right = (-1, -1) if isinstance(window, Tensor) else window
     causal, right = (True, -1) if causal or right == 0 else (False, right)
-    asked = any(isinstance(value, Tensor) or value for value in more.values())
+    asked = isinstance(window, Tensor) or any(isinstance(value, Tensor) or value for value in more.values())
     if seqused_k is None and not asked:
         if q.dtype == FP8:
             q = q.to(torch.bfloat16)
@@ -91,7 +92,7 @@ def attend_varlen(
             cu_seqlens_q=bounds,
             max_seqlen_q=max_seqlen_q,
             causal=causal,
-            window_size=(left, right),
+            window_size=window if isinstance(window, Tensor) else (left, right),
             softmax_scale=softmax_scale,
             softcap=softcap,
             sinks=sinks,

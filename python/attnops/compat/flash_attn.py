@@ -46,9 +46,9 @@ def flash_attn_func(
         q: ``[B, S, H_q, D]``.
         k, v: ``[B, S_k, H_kv, D]``, ``[B, S_k, H_kv, D_v]``.
         dropout_p: 0.
-        window_size: (left, right), both inclusive; -1: off.
+        window_size: (left, right), both inclusive; -1: off; also a tensor of two, on any device.
         softcap: 0: off.
-        alibi_slopes: float32 ``[H_q]`` or ``[B, H_q]``, with `causal` or one query: ``slope * (j - p)`` of key j.
+        alibi_slopes: float32 ``[H_q]`` or ``[B, H_q]``: ``-slope * |j - p|`` of key j, by a float32 copy of them.
         deterministic: Taken: the same call always gives the same bits.
 
     Returns:
@@ -146,7 +146,7 @@ def flash_attn_with_kvcache(
             ``[P, page_size, H_kv, D]``, any page size.
         k, v: ``[B, S_new, H_kv, D]``: appended in place at `cache_seqlens`, which then counts them not.
         rotary_cos, rotary_sin: ``[seqlen_ro, R / 2]``: turn q and k.
-        alibi_slopes: float32 ``[H_q]`` or ``[B, H_q]``, with `causal` or one query: ``slope * (j - p)`` of key j.
+        alibi_slopes: float32 ``[H_q]`` or ``[B, H_q]``: ``-slope * |j - p|`` of key j, by a float32 copy of them.
 
     Returns:
         ``out`` as q, or ``(out, lse)``: ``[B, H_q, S_q]``.

@@ -87,7 +87,8 @@ def flash_attn_with_kvcache(
         cache_leftpad: int32 ``[B]``: a request's keys begin there.
         q_descale, k_descale, v_descale: float32 ``[B, H_kv]``, of an FP8 cache. The same for all requests, expanded
             from ``[H_kv]`` or one number, they cost nothing; else queries are float32.
-        window_size: (left, right), both inclusive; -1: off; also a tensor of two on the CPU.
+        window_size: (left, right), both inclusive; -1: off; also a tensor of two. On a GPU it is not read on the host:
+            every row is then a request of its own, over a table of tokens.
         softcap: 0: off.
         attention_chunk: A query sees only keys of its own chunk of so many tokens; 0: off. Rows are then decoded one by
             one.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnops import ops
-from attnops.compat._convert import as_sinks, empty_is_plus_inf, heads_first, refuse, require_default
+from attnops.compat._convert import E5M2, as_sinks, empty_is_plus_inf, heads_first, refuse, require_default
 from attnops.compat._errors import names_the_peers
 from attnops.compat._flash_mla_sparse import SparsePlans, flash_mla_sparse_fwd
 from attnops.compat._flash_mla_sparse import decode_lists as _decode_lists
@@ -117,10 +117,10 @@ def flash_mla_with_kvcache(
     """`attnops.ops.mla_decode`, or with `indices` `attnops.ops.sparse_mla_decode`, without a host synchronization.
 
     Args:
-        q: ``[B, S_q, H_q, 576]`` in bf16 or fp16. Over a float8_e4m3fn cache it may be float8_e4m3fn, with `descale_q`.
-            Products may then round to e4m3, as the peer's do, and the output is bf16.
-        k_cache: ``[P, page_size, H_k, 576]``, any page size; float8_e4m3fn with `descale_k`, where `is_fp8_kvcache`
-            may be left out; with `is_fp8_kvcache` rows ``[P, page_size, 1, 656]`` of a one-byte dtype. Of several
+        q: ``[B, S_q, H_q, 576]`` in bf16 or fp16. Over a float8 cache it may be float8_e4m3fn, with `descale_q`.
+            Products over e4m3 may then round to e4m3, as the peer's do, and the output is bf16.
+        k_cache: ``[P, page_size, H_k, 576]``, any page size; float8_e4m3fn or float8_e5m2 with `descale_k`, where
+            `is_fp8_kvcache` may be left out; with it rows ``[P, page_size, 1, 656]`` of a one-byte dtype. Of several
             heads, each is a call of the op with its share of the query heads.
         block_table: int32 ``[B, max_blocks]``.
         cache_seqlens: int32 ``[B]``.
@@ -178,10 +178,11 @@ def flash_mla_with_kvcache(
         )
     k_cache = _checked_pages(name, k_cache, is_fp8_kvcache, descale_k)
     rounded = q.dtype == _FP8
-    if rounded and k_cache.dtype != _FP8:
+    if rounded and k_cache.dtype not in (_FP8, E5M2):
         raise refuse(name, f"q of float8_e4m3fn with a cache of {k_cache.dtype}", "give q in bf16")
     if rounded:
         q = (q.float() if descale_q is None else q.float() * descale_q).to(torch.bfloat16)
+        rounded = k_cache.dtype == _FP8
     elif descale_q is not None:
         raise refuse(name, f"descale_q with q of {q.dtype}", "only float8_e4m3fn queries have a scale")
     num_q_heads, head_dim = q.shape[2:]
@@ -232,14 +233,14 @@ def flash_mla_with_kvcache(
 def _checked_pages(name: str, pages: Tensor, is_fp8_kvcache: bool, descale_k: Tensor | None) -> Tensor:
     """The cache as the op takes it: rows of 656 bytes are uint8."""
     one_byte = pages.element_size() == 1
-    if one_byte != is_fp8_kvcache and pages.dtype != _FP8:
+    if one_byte != is_fp8_kvcache and pages.dtype not in (_FP8, E5M2):
         raise ValueError(f"attnops.compat: {name}: is_fp8_kvcache={is_fp8_kvcache} with k_cache of {pages.dtype}")
     if one_byte and pages.shape[-1] == _ROW_BYTES:
         if descale_k is not None:
             raise refuse(name, "descale_k with rows of 656 bytes", "they carry their scales; leave it None")
         return pages.view(torch.uint8)
     if descale_k is not None and not one_byte:
-        raise refuse(name, f"descale_k with a cache of {pages.dtype}", "only float8_e4m3fn caches have a scale")
+        raise refuse(name, f"descale_k with a cache of {pages.dtype}", "only float8 caches have a scale")
     return pages
 
 

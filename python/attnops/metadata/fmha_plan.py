@@ -20,8 +20,8 @@ FEW_REQUESTS = 32  # fewer than that leave SMs idle if tiles take one token
 SHORT_ROWS = 64  # of a CTA's tile where requests have few rows: csrc/fmha/sm90/short.h
 
 # Rows (token, head of a group) of requests whose calls over pages `xqa_decode` serves: its kernels wait for memory, and
-# spread each request over the GPU. More rows keep the products busy. As kMostRaggedRows of xqa_decode/sm90/limits.h.
-MOST_DECODE_ROWS = 32
+# spread each request over the GPU. More rows keep the products busy. As most_ragged_rows of xqa_decode/sm90/limits.h.
+MOST_DECODE_ROWS, MOST_DECODE_ROWS_OF_WIDE = 64, 32  # the second above head dim 128
 
 
 def cuda_tile_rows(head_dim: int) -> int:
@@ -86,7 +86,7 @@ def tokens_for_decode(
     A power of two where it can be, so that a server's steps need few plans.
     """
     group = max(num_q_heads // num_kv_heads, 1)
-    most = MOST_DECODE_ROWS // group
+    most = (MOST_DECODE_ROWS if head_dim <= 128 else MOST_DECODE_ROWS_OF_WIDE) // group
     if not 0 < max_seqlen_q <= most or head_dim > MAX_HEAD_DIM or not split_keys or not runs_hopper_kernels(device):
         return 0
     return min(1 << (max_seqlen_q - 1).bit_length(), most)

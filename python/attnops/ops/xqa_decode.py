@@ -92,8 +92,8 @@ def xqa_decode(
         cu_seqlens_q: int32 ``[B + 1]``, of a ragged batch: request b brings the tokens ``[cu_seqlens_q[b],
             cu_seqlens_q[b + 1])`` of q. They are its newest, up to the plan's `seqlen_q`, and may be none. Rows of q
             behind the last request get zeros and ``-inf``. Without windows, trees and block lists. A GPU must be a
-            Hopper. It takes up to 32 rows (`seqlen_q` times heads of a group), 16-bit queries whose rows start on 16
-            bytes, balanced plans, and no `report`.
+            Hopper. It takes up to 64 rows (`seqlen_q` times heads of a group), 32 above head dim 128. Rows of q start
+            on 16 bytes and have 16 bits, plans are balanced, and there is no `report`.
         softmax_scale: Multiplies ``<q, k>``; ``1 / sqrt(D)`` when None.
         causal: Row i sees keys up to its own position; False: all keys of the request.
         window_left: Keys at positions ``[p - window_left, p]``; -1: off. Must be the plan's.

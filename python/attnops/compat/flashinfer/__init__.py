@@ -1,10 +1,15 @@
-"""FlashInfer's functions and wrappers of attention. lse is ``[T, H]`` in base 2 here, as its users have it.
+"""FlashInfer's functions and wrappers of attention, and its modules by name.
+
+lse is ``[T, H]`` in base 2 here, as its users have it.
 
 `backend=` takes any of the peer's names, all of which are "auto" here: it chooses among kernels, not results.
 """
 
 from __future__ import annotations
 
+from typing import NoReturn
+
+from attnops.compat._errors import NameNotServed
 from attnops.compat._flashinfer_batch import BatchAttention
 from attnops.compat._flashinfer_cascade import (
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
@@ -51,6 +56,7 @@ from attnops.compat._flashinfer_sparse import BlockSparseAttentionWrapper, Varia
 from attnops.compat._flashinfer_wrapper import BatchDecodeWithPagedKVCacheWrapper
 from attnops.compat._flashinfer_xqa import cudnn_batch_decode_with_kv_cache, xqa, xqa_batch_decode_with_kv_cache
 from attnops.compat._topk import top_k_page_table_transform, top_k_ragged_transform
+from attnops.compat.flashinfer import cascade, decode, mla, page, prefill
 
 __all__ = [
     "BatchAttention",
@@ -68,9 +74,11 @@ __all__ = [
     "VariableBlockSparseAttentionWrapper",
     "append_paged_kv_cache",
     "append_paged_mla_kv_cache",
+    "cascade",
     "chunk_gated_delta_rule",
     "cudnn_batch_decode_with_kv_cache",
     "cudnn_batch_prefill_with_kv_cache",
+    "decode",
     "fast_decode_plan",
     "gated_delta_rule_decode",
     "gated_delta_rule_decode_pretranspose",
@@ -80,6 +88,9 @@ __all__ = [
     "merge_state",
     "merge_state_in_place",
     "merge_states",
+    "mla",
+    "page",
+    "prefill",
     "selective_state_update",
     "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
@@ -97,3 +108,13 @@ __all__ = [
     "xqa_batch_decode_with_kv_cache_mla",
     "xqa_mla",
 ]
+
+_RINGS = "its rings are of bf16, with a cursor of the caller; attnops.ops.delta_verify and delta_commit have their own"
+_NOT_SERVED = {"gated_delta_rule_mtp_ucache": _RINGS, "gated_delta_rule_mtp_ucache_flush": _RINGS}
+
+
+def __getattr__(name: str) -> NoReturn:
+    """Names of FlashInfer that are refused, with what works instead."""
+    if name in _NOT_SERVED:
+        raise NameNotServed(f"attnops.compat: {name} is not served: {_NOT_SERVED[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
