@@ -3,7 +3,10 @@
 A time is the median over replays of a CUDA graph that holds calls over several lists and page tables of a pool far
 larger than the L2 cache, over their number. Dense calls have the same heads, and as many keys for each KV head.
 
+Also: the scores of labels, and a layer of double sparsity beside the same layer that attends densely.
+
     python benchmarks/bench_block_lists.py --seconds 40 [--write]
+    python benchmarks/bench_block_lists.py --dry    small cells, a call each, on a CPU too
 """
 
 from __future__ import annotations
@@ -16,11 +19,15 @@ from collections.abc import Callable
 import records
 import torch
 from attnops import ops
+from attnops.backends import DoubleSparseAttnBackend
+from attnops.layers import RadixAttention
 from attnops.metadata import BlockDecodePlan, BlockPrefillPlan, FmhaPlan, XqaDecodePlan
 from attnops.metadata.block_plan import unit_size
 from attnops.ops.block_lists import unit_pages
+from attnops.pools import DoubleSparseTokenToKVPool
+from attnops.types import AttentionBatch, AttentionSpec, ForwardMode, Limits
 
-BF16, INT32, DEVICE = torch.bfloat16, torch.int32, "cuda"
+BF16, INT32, DEVICE = torch.bfloat16, torch.int32, "cuda" if torch.cuda.is_available() else "cpu"
 PAGE, DIM, CALLS, REPLAYS = 64, 128, 8, 12
 POOL_TOKENS = 1 << 19
 DECODE_NAMES = ("num_q_heads", "num_kv_heads", "batch", "list_keys", "block")
@@ -31,12 +38,20 @@ DECODE = [  # by DECODE_NAMES
     for keys, block in [(4096, 64), (2048, 1), (4096, 128), (4096, 16)]
 ] + [(64, 4, 64, 2048, 128), (64, 4, 16, 2048, 128), (32, 8, 128, 1024, 64), (16, 1, 64, 4096, 64)]
 PREFILL = [(64, 4, 1, 4096, 2048, 128), (32, 8, 1, 2048, 4096, 64), (32, 8, 8, 64, 4096, 64)]  # by PREFILL_NAMES
+SCORE_NAMES = ("num_q_heads", "num_kv_heads", "batch", "context", "channels")
+SCORES = [(32, 8, 64, 16384, 32), (32, 8, 16, 65536, 32), (32, 8, 1, 65536, 32), (64, 4, 64, 16384, 16)]
+LAYER_NAMES = ("num_q_heads", "num_kv_heads", "batch", "context", "heavy_tokens")
+LAYERS = [(32, 8, 64, 16384, 256), (32, 8, 16, 65536, 1024), (32, 8, 1, 65536, 256)]
 
 
 def median_us(step: Callable[[int], object]) -> float:
     """Of one call, in a graph of `CALLS` of them."""
-    for r in range(2):
+    for r in range(min(2, CALLS)):
         step(r)
+    if DEVICE == "cpu":
+        since = time.perf_counter()
+        step(0)
+        return 1e6 * (time.perf_counter() - since)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -124,29 +139,102 @@ def prefill_cell(pools: list, h_q: int, h_kv: int, batch: int, new: int, keys: i
     return {name: median_us(step) for name, step in {"dense": dense_attend, "whole": whole}.items()}
 
 
+def scores_cell(pools: list, h_q: int, h_kv: int, batch: int, context: int, channels: int) -> dict[str, float]:
+    """`label_scores`, and beside it a sum over all labels, which reads as many bytes."""
+    pages = batch * context // PAGE
+    labels = torch.randn(pages, PAGE, h_kv, channels, device=DEVICE, dtype=BF16)
+    q = [torch.randn(batch, h_q, channels, device=DEVICE, dtype=BF16) for _ in range(CALLS)]
+    table = torch.randperm(pages, device=DEVICE).to(INT32).view(batch, -1)
+    lengths = torch.full((batch,), context, dtype=INT32, device=DEVICE)
+    scores = torch.empty(batch, h_kv, context, device=DEVICE)
+    total = torch.empty((), device=DEVICE)
+    return {
+        "sum": median_us(lambda r: torch.sum(labels, (0, 1, 2, 3), dtype=torch.float32, out=total)),
+        "whole": median_us(lambda r: ops.label_scores(scores, q[r], labels, table, lengths)),
+    }
+
+
+def layer_cell(pools: list, h_q: int, h_kv: int, batch: int, context: int, heavy_tokens: int) -> dict[str, float]:
+    """A decoded token's layer: stores, and by a threshold selects or attends to everything."""
+    spec = AttentionSpec(num_q_heads=h_q, num_kv_heads=h_kv, head_dim=DIM, page_size=PAGE)
+    limits = Limits(max_batch_size=batch, max_seqlen=context)
+    pool = DoubleSparseTokenToKVPool(batch * context, PAGE, BF16, h_kv, DIM, 1, DEVICE)
+    for buffer in pool.all_buffers()[0]:
+        buffer.normal_()
+    table = torch.randperm(batch * context // PAGE, device=DEVICE).view(batch, -1, 1) * PAGE
+    slots = (table + torch.arange(PAGE, device=DEVICE)).view(batch, context)
+    step = AttentionBatch(
+        forward_mode=ForwardMode.DECODE,
+        req_pool_indices=torch.arange(batch, device=DEVICE),
+        cache_seqlens=torch.full((batch,), context, dtype=INT32, device=DEVICE),
+        num_tokens=batch,
+        req_to_token=slots.to(INT32),
+        out_cache_loc=slots[:, -1].contiguous(),
+        token_to_kv_pool=pool,
+    )
+    layer = RadixAttention(h_q, DIM, DIM**-0.5, h_kv, layer_id=0)
+    q = [torch.randn(batch, h_q * DIM, device=DEVICE, dtype=BF16) for _ in range(CALLS)]
+    k, v = (torch.randn(batch, h_kv * DIM, device=DEVICE, dtype=BF16) for _ in range(2))
+    channels = [torch.arange(DIM).expand(h_kv, -1)]
+    times = {}
+    for name, threshold in (("dense", context + 1), ("whole", 0)):
+        backend = DoubleSparseAttnBackend(
+            spec,
+            limits,
+            DEVICE,
+            sorted_channels=channels,
+            ds_heavy_token_num=heavy_tokens,
+            ds_sparse_decode_threshold=threshold,
+        )
+        backend.init_forward_metadata(step)
+        times[name] = median_us(lambda r, backend=backend: backend.forward(q[r], k, v, layer, step))
+    return times
+
+
+SMALL = {
+    "POOL_TOKENS": 1 << 12,
+    "CALLS": 1,
+    "DECODE": [(8, 2, 2, 256, 64), (8, 2, 1, 128, 1)],
+    "PREFILL": [(8, 2, 1, 64, 256, 64)],
+    "SCORES": [(8, 2, 2, 512, 32)],
+    "LAYERS": [(8, 2, 2, 512, 64)],
+}
+NAMES = {
+    "decode_cell": DECODE_NAMES,
+    "prefill_cell": PREFILL_NAMES,
+    "scores_cell": SCORE_NAMES,
+    "layer_cell": LAYER_NAMES,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no cell after so long")
     parser.add_argument("--write", action="store_true", help="results/h200-block_lists.jsonl")
+    parser.add_argument("--dry", action="store_true", help="small cells, a call each")
     options = parser.parse_args()
+    if options.dry:
+        globals().update(SMALL)
     begin, rows = time.monotonic(), []
     torch.manual_seed(0)
     pools = [torch.randn(POOL_TOKENS * 8 * DIM, device=DEVICE, dtype=BF16) for _ in range(2)]
     cells = [(decode_cell, cell) for cell in DECODE] + [(prefill_cell, cell) for cell in PREFILL]
-    cells = cells[:2] + cells[-3:-1] + cells[2:-3] + cells[-1:]  # what matters most comes first
+    more = [(scores_cell, cell) for cell in SCORES] + [(layer_cell, cell) for cell in LAYERS]
+    cells = cells[:2] + cells[-3:-1] + more + cells[2:-3] + cells[-1:]  # what matters most comes first
     for run, cell in cells:
         if time.monotonic() - begin > options.seconds:
             break
         times = run(pools, *cell)
         case = "block lists, " + run.__name__.removesuffix("_cell")
-        params = dict(zip(DECODE_NAMES if run is decode_cell else PREFILL_NAMES, cell))
+        params = dict(zip(NAMES[run.__name__], cell))
         for name, us in times.items():
-            peer = "attnops" if name == "whole" else f"attnops {name}"
-            rows.append(records.Record(case, peer, params, us / 1e3, version=records.version_of("attnops")))
+            peer = "attnops" if name == "whole" else "torch, sum" if name == "sum" else f"attnops {name}"
+            rows.append(records.Record(case, peer, params, us / 1e3, version=records.version_of(peer)))
         text = "  ".join(f"{name} {us:.1f}" for name, us in times.items())
-        ratio = times["whole"] / times["dense"]
-        print(f"{run.__name__} {cell}: {text}  whole/dense {ratio:.3f}", flush=True)
-    if options.write:
+        beside = next(iter(times))
+        ratio = times["whole"] / times[beside]
+        print(f"{run.__name__} {cell}: {text}  whole/{beside} {ratio:.3f}", flush=True)
+    if options.write and not options.dry:
         print(records.write(rows, "h200-block_lists"))
 
 

@@ -1,6 +1,9 @@
-"""Sparse MLA of random shapes on a GPU, beside the best peer: figures over a law, not over chosen cells.
+"""Sparse attention of random shapes on a GPU, beside the best peer: figures over a law, not over chosen cells.
 
-    python benchmarks/bench_sparse_sampled.py --seed 1 --cells 30 [--sets rows656,rows584,rows576] [--seconds 60]
+    python benchmarks/bench_sparse_sampled.py --seed 1 --cells 30 [--sets rows656,prefill576,logits] [--seconds 60]
+    python benchmarks/bench_sparse_sampled.py --dry    cells made small, once each, on a CPU too
+
+Sets are decode over three kinds of rows, and those of sampled_indexer.py: prefill, logits, selection.
 
 A seed draws cells by the law below. FlashMLA gets heads padded to 64 or 128, lists padded to a multiple of 64 by -1,
 and pages of 64. A cell's figure is the best peer's time over attnops', plans and schedules made before. A cell that no
@@ -16,14 +19,19 @@ import random
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from attnops import ops
 from attnops.metadata import SparseMlaPlan
-from bench_sparse_mla import BF16, SCALE, Call, SparseBench, captured, lists_of, milliseconds, paged_rows
+from bench_indexer import difference
+from bench_sparse_mla import BF16, DEVICE, SCALE, Call, SparseBench, captured, lists_of, milliseconds, paged_rows
 from records import Record, write
 from sampled_cells import BF16_FLOPS, READ_BYTES, THIRDS
+from sampled_indexer import LAW as MORE_LAWS
+from sampled_indexer import SETS as MORE_SETS
+from sampled_indexer import drawn_heads, drawn_k, log_uniform
 from torch import Tensor
 
 LAW = """a third of the cells each with a roofline time below 10 us, of 10 to 100 us, above 100 us;
@@ -71,6 +79,10 @@ class Cell:
         return 2.0 * self.batch * self.tokens * self.heads * self.keys * self.head_dims
 
     @property
+    def fits(self) -> bool:
+        return self.batch * self.tokens * self.k <= MOST_LISTED
+
+    @property
     def third(self) -> str:
         return THIRDS[(self.roofline >= 10) + (self.roofline >= 100)]
 
@@ -80,13 +92,9 @@ class Cell:
         return f"{self.heads} heads, {self.batch} x{self.tokens}, lists of {lists}, page {self.page_size}"
 
 
-def log_uniform(rng: random.Random, low: int, high: int) -> int:
-    return min(high, int(math.exp(rng.uniform(math.log(low), math.log(high + 1)))))
-
-
 def draw(rng: random.Random, rows: str) -> Cell:
-    heads = rng.choice((128, 64, 32, 16, 8)) if rng.random() < 0.5 else rng.randint(1, 128)
-    k = rng.choice((2048, 1024, 512)) if rng.random() < 0.5 else log_uniform(rng, 64, 2048)
+    heads = drawn_heads(rng)
+    k = drawn_k(rng)
     if rows == "rows584" and rng.random() < 0.25:
         k = log_uniform(rng, 2048, 8192)
     page = 64 if rows == "rows584" or rng.random() < 0.5 else rng.randint(1, 256)
@@ -94,15 +102,24 @@ def draw(rng: random.Random, rows: str) -> Cell:
     return Cell(rows, heads, log_uniform(rng, 1, 1024), tokens, k, page, rng.random() < 0.5)
 
 
-def cells(rows: str, seed: int, count: int) -> Iterator[Cell]:
+def cells(rows: str, seed: int, count: int) -> Iterator[Any]:
     """`count` cells, a third of each class of roofline times, in turns."""
     rng = random.Random(f"{rows} {seed}")
     for i in range(count):
         while True:
-            cell = draw(rng, rows)
-            if cell.third == THIRDS[i % 3] and cell.batch * cell.tokens * cell.k <= MOST_LISTED:
+            cell = MORE_SETS.get(rows, draw)(rng, rows)
+            if cell.third == THIRDS[i % 3] and cell.fits:
                 break
         yield cell
+
+
+SMALL = {"heads": 8, "batch": 2, "tokens": 4, "keys": 4096, "k": 64}
+
+
+def made_small(cell: Any) -> Any:
+    """Of the same kind, for a dry run."""
+    names = {field.name for field in dataclasses.fields(cell)} & set(SMALL)
+    return dataclasses.replace(cell, **{name: min(getattr(cell, name), SMALL[name]) for name in names})
 
 
 def padded_lists(lists: Tensor, lengths: Tensor | None) -> Tensor:
@@ -135,16 +152,16 @@ class SampledBench(SparseBench):
             whole = POOL_ROWS // cell.page_size * cell.page_size
             ours = pool.view(POOL_ROWS, -1)[:whole].view(-1, cell.page_size, pool.shape[-1])
         for _ in range(CALLS):
-            q = torch.randn(cell.batch, cell.tokens, cell.heads, size, device="cuda", dtype=BF16) * 0.2
+            q = torch.randn(cell.batch, cell.tokens, cell.heads, size, device=DEVICE, dtype=BF16) * 0.2
             lists = lists_of(cell.batch, cell.tokens, cell.k, CONTEXT, POOL_ROWS)
             # The last request's rows end where whole pages do.
             lists.clamp_(max=POOL_ROWS // cell.page_size * cell.page_size - 1)
             lengths = None
             if not cell.full:
-                lengths = torch.randint(1, cell.k + 1, lists.shape[:2], device="cuda", dtype=torch.int32)
+                lengths = torch.randint(1, cell.k + 1, lists.shape[:2], device=DEVICE, dtype=torch.int32)
             if shared:
                 window = lists_of(cell.batch, cell.tokens, WINDOW, 2048, POOL_ROWS)
-                sinks = torch.randn(cell.heads, device="cuda")
+                sinks = torch.randn(cell.heads, device=DEVICE)
                 entries = self.pool(cell.rows, 1)
                 found["attnops"].append(self.our_two_lists(q, pool, window, entries, lists, lengths, sinks))
                 theirs = self.flash_mla(q, pool, window, sinks, entries, padded_lists(lists, lengths))
@@ -162,7 +179,7 @@ class SampledBench(SparseBench):
     def our_lists(self, q: Tensor, pool: Tensor, lists: Tensor, lengths: Tensor | None) -> Call:
         batch, tokens, heads, _ = q.shape
         shape = {"num_q_heads": heads, "topk": lists.shape[-1], "seqlen_q": tokens}
-        plan = SparseMlaPlan.allocate(batch, **shape, device="cuda")
+        plan = SparseMlaPlan.allocate(batch, **shape, device=DEVICE)
         ops.sparse_mla_plan(plan, topk_length=lengths)
         out = q.new_empty(batch, tokens, heads, 512)
         return lambda: ops.sparse_mla_decode(q, pool, lists, plan, softmax_scale=SCALE, out=out, topk_length=lengths)
@@ -179,7 +196,7 @@ class SampledBench(SparseBench):
     ) -> Call:
         batch, tokens, heads, _ = q.shape
         shape = {"num_q_heads": heads, "topk": WINDOW, "extra_topk": lists.shape[-1], "seqlen_q": tokens}
-        plan = SparseMlaPlan.allocate(batch, **shape, device="cuda")
+        plan = SparseMlaPlan.allocate(batch, **shape, device=DEVICE)
         ops.sparse_mla_plan(plan, extra_topk_length=lengths)
         out = q.new_empty(batch, tokens, heads, 512)
         more = {"extra_kv_pages": entries, "extra_indices": lists, "extra_topk_length": lengths, "sinks": sinks}
@@ -191,22 +208,34 @@ class SampledBench(SparseBench):
 
         rows = pool.view(-1, 1, 1, 576)
         q_nope, q_pe = q[..., :512].contiguous(), q[..., 512:].contiguous()
-        lengths = torch.full((len(q),), lists.shape[-1], device="cuda", dtype=torch.int32)
+        lengths = torch.full((len(q),), lists.shape[-1], device=DEVICE, dtype=torch.int32)
         options: dict = {"qv": q_nope, "cache_seqlens": lengths, "page_table": lists.view(len(q), -1)}
         options |= {"softmax_scale": SCALE, "causal": True, "num_splits": 0}
         return lambda: flash_attn_with_kvcache(q_pe, rows[..., 512:], rows[..., :512], **options)
 
-    def measure(self, cell: Cell, turns: int) -> dict[str, float]:
+    def calls_of(self, cell: Any) -> tuple[dict[str, list[Call]], Callable[[str, object], Tensor]]:
+        """Calls over some inputs by contender, and what of the first call's answer is compared."""
+        if isinstance(cell, Cell):
+
+            def compared(name: str, answer: Any) -> Tensor:
+                answer = answer[0] if isinstance(answer, (tuple, list)) else answer
+                return answer.reshape(-1, answer.shape[-2], 512)[:, : cell.heads]
+
+            return self.contenders(cell), compared
+        sets = [cell.contenders(self) for _ in range(1 if cell.roofline > 100 else CALLS)]
+        calls = {name: [one[name][0] for one in sets for _ in range(CALLS // len(sets))] for name in sets[0]}
+        return calls, lambda name, answer: sets[0][name][1](answer)
+
+    def measure(self, cell: Any, turns: int) -> dict[str, float]:
         """Microseconds of a call by contender, of those that take the cell and agree."""
         graphs, first = {}, None
-        for name, calls in self.contenders(cell).items():
+        contenders, compared = self.calls_of(cell)
+        for name, calls in contenders.items():
             try:
-                result = calls[0]()
-                result = result[0] if isinstance(result, (tuple, list)) else result
-                out = result.reshape(-1, result.shape[-2], 512)[:, : cell.heads].double()
+                out = compared(name, calls[0]())
                 if first is None:
                     first = out.clone()
-                error = ((out - first).norm() / first.norm()).item()
+                error = difference(out, first)
                 if not error < TOLERANCE:
                     raise RuntimeError(f"differs from attnops by {error:.1e}")
                 graphs[name] = captured(calls * (1 if cell.roofline > 100 else 4)), calls
@@ -220,7 +249,7 @@ class SampledBench(SparseBench):
         return {name: statistics.median(t) for name, t in times.items()}
 
 
-def judged(cell: Cell, times: dict[str, float]) -> tuple[float, str]:
+def judged(cell: Any, times: dict[str, float]) -> tuple[float, str]:
     others = {name: t for name, t in times.items() if name != "attnops"}
     if others:
         best = min(others, key=others.__getitem__)
@@ -228,7 +257,7 @@ def judged(cell: Cell, times: dict[str, float]) -> tuple[float, str]:
     return max(1.15 * cell.roofline, cell.roofline + 8) / times["attnops"], "roofline"
 
 
-def summary(rows: str, results: list[tuple[Cell, float, str]]) -> None:
+def summary(rows: str, results: list[tuple[Any, float, str]]) -> None:
     def line(name: str, values: list[float]) -> None:
         ordered = sorted(values)
         mean = math.exp(statistics.fmean(map(math.log, values)))
@@ -238,8 +267,10 @@ def summary(rows: str, results: list[tuple[Cell, float, str]]) -> None:
     print(f"{rows}:")
     groups: dict[str, list[float]] = {"all": [ratio for _, ratio, _ in results]}
     for cell, ratio, best in results:
-        few = "to 16 heads" if cell.heads <= 16 else "to 64 heads" if cell.heads <= 64 else "more heads"
-        for group in (cell.third, few, f"beside {best}"):
+        kinds = [cell.third, f"beside {best}"]
+        if hasattr(cell, "heads"):
+            kinds.append("to 16 heads" if cell.heads <= 16 else "to 64 heads" if cell.heads <= 64 else "more heads")
+        for group in kinds:
             groups.setdefault(group, []).append(ratio)
     for name, values in groups.items():
         line(name, values)
@@ -249,15 +280,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--cells", type=int, default=30, help="of each set")
-    parser.add_argument("--sets", default="rows656,rows584,rows576")
+    parser.add_argument("--sets", default=",".join([*WIDTHS, *MORE_SETS]))
     parser.add_argument("--seconds", type=float, default=3600, help="stop starting cells after this long, sets alike")
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--write", action="store_true", help="to benchmarks/results/h200-sparse_sampled.jsonl")
+    parser.add_argument("--dry", action="store_true", help="three small cells of each set, a turn each")
     options = parser.parse_args()
+    if options.dry:
+        globals().update(POOL_ROWS=2**13, CONTEXT=4096)
+        options.cells, options.turns, options.write = 3, 1, False
     begin, records = time.monotonic(), []
-    print(LAW + f"\nseed {options.seed}, {options.cells} cells of each set", flush=True)
+    print(f"{LAW}\n{MORE_LAWS}\nseed {options.seed}, {options.cells} cells of each set", flush=True)
     torch.manual_seed(options.seed)
     sets = options.sets.split(",")
+    if unknown := set(sets) - {*WIDTHS, *MORE_SETS}:
+        parser.error(f"--sets must be of {', '.join([*WIDTHS, *MORE_SETS])}, got {', '.join(sorted(unknown))}")
     for number, rows in enumerate(sets):
         bench, results = SampledBench(), []
         until = begin + options.seconds * (number + 1) / len(sets)
@@ -265,7 +302,7 @@ def main() -> None:
             if time.monotonic() > until:
                 print(f"out of time in {rows}")
                 break
-            times = bench.measure(cell, options.turns)
+            times = bench.measure(made_small(cell) if options.dry else cell, options.turns)
             torch.cuda.empty_cache()
             if "attnops" not in times:
                 continue
@@ -279,7 +316,7 @@ def main() -> None:
             for name, t in times.items():
                 note = f"best: {best}, {ratio:.3f}" if name == "attnops" else ""
                 case, params = f"sampled {rows} seed {options.seed}", dataclasses.asdict(cell)
-                records.append(Record(case, name, params, ms=t / 1e3, tflops=cell.flops / t / 1e6, note=note))
+                records.append(Record(case, name, params, ms=t / 1e3, tflops=cell.flops / t / 1e6 or None, note=note))
         if results:
             summary(rows, results)
     if options.write:

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import itertools
 import re
 from pathlib import Path
 
@@ -82,3 +83,77 @@ def test_every_family_with_kernels_has_a_set(tool):
     for family in (families | {"sparse_mla"}) - (ONLY_MEMCHECK if tool != "memcheck" else set()):
         tests = f"tests/{TESTED_WITH.get(family, family)}"
         assert any(path == tests or path.startswith(f"{tests}/") for path in run), f"add a {tool} set of {family}"
+
+
+# Tests whose captured call allocates nothing. The tools run with torch's caching allocator off, and then a capture may
+# not allocate.
+CAPTURE_NOTHING_NEW = {
+    "tests/planning/test_cuda_plans.py::test_one_captured_graph_plans_every_length",
+    "tests/xqa_decode/test_xqa_decode_cuda.py::test_batch_invariant_bits_in_any_company_and_under_replay",
+}
+CAPTURES = re.compile(r"cuda\.graph\(|CudaGraphs\(")
+
+
+def may_select(expression: str, name: str, others: set[str]) -> bool:
+    """Whether `pytest -k expression` runs the test of this name with some parameters.
+
+    Words of parameters may hold or not: those that are in the name of none of the `others`, the tests of the set.
+    """
+    words = set(re.findall(r"[\w-]+", expression)) - {"and", "or", "not"}
+    free = [word for word in sorted(words) if not any(word.lower() in other.lower() for other in others)]
+    for chosen in itertools.product((False, True), repeat=len(free)):
+        values = dict(zip(free, chosen))
+        matcher = lambda word, values=values, **_: values.get(word, word.lower() in name.lower())  # noqa: E731
+        if not expression or Expression.compile(expression).evaluate(matcher):
+            return True
+    return False
+
+
+def capturing_tests() -> set[tuple[str, str]]:
+    """(file, test): GPU tests that capture a graph, by themselves or through functions that they call by name."""
+
+    def bodies_of(path: Path) -> dict[str, str]:
+        return {
+            node.name: ast.unparse(node)
+            for node in ast.parse(path.read_text()).body
+            if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        }
+
+    support = {path.stem: bodies_of(path) for path in (ROOT / "tests" / "support").glob("*.py")}
+    found = set()
+    for path in (ROOT / "tests").glob("*/test_*.py"):
+        text = path.read_text()
+        if "mark.gpu" not in text:
+            continue
+        bodies = bodies_of(path)
+        for module, names in re.findall(r"^from (\w+) import (.*)$", text, re.MULTILINE):
+            bodies |= {name: support[module][name] for name in names.split(", ") if name in support.get(module, {})}
+        capturing = {name for name, body in bodies.items() if CAPTURES.search(body)}
+        calls = re.compile(r"(?<![\w.])(" + "|".join(map(re.escape, sorted(capturing))) + r")\(")
+        if capturing:
+            capturing |= {name for name, body in bodies.items() if calls.search(body)}
+        found |= {(str(path.relative_to(ROOT)), name) for name in capturing if name.startswith("test_")}
+    return found
+
+
+def names_of(paths: list[str]) -> set[str]:
+    files = [f for path in paths for f in ([ROOT / path] if path.endswith(".py") else (ROOT / path).glob("test_*.py"))]
+    return {
+        f"{f.relative_to(ROOT)}::{node.name}"
+        for f in files
+        for node in ast.parse(f.read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    }
+
+
+def test_no_set_captures_what_allocates():
+    captured = {f"{path}::{test}" for path, test in capturing_tests()}
+    assert "tests/sparse_mla/test_sparse_replays.py::test_a_thousand_replays_equal_eager_bit_for_bit" in captured
+    run = {
+        test
+        for paths, expression in sets().values()
+        for test in captured & names_of(paths)
+        if may_select(expression, test, names_of(paths))
+    }
+    assert run <= CAPTURE_NOTHING_NEW, f"leave them out by name, or show that they allocate nothing: {run}"
+    assert run >= CAPTURE_NOTHING_NEW, f"no set runs them: {CAPTURE_NOTHING_NEW - run}"

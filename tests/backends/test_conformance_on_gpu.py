@@ -17,6 +17,7 @@ from attnops.types import AttentionSpec, AttentionType, ForwardMode
 from checks import MAX_RELATIVE_ERROR, relative_error
 from conformance import FEATURES, MODES, PAGE_SIZES, spec_of
 from gpu_steps import SHAPES, check_replay, on_gpu
+from sparse_lists import answer, with_lists
 from steps import LIMITS, Model, make_step
 
 pytestmark = pytest.mark.gpu
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.gpu
 REPLAYS = 200
 ALL = os.environ.get("CONFORMANCE_ALL") == "1"
 USUAL = ("plain", "fp32", "window", "cap", "sinks", "e4m3", "e5m2", "deterministic", "mla", "mla_e4m3", "mla_rows")
+USUAL += ("mla_lists", "mla_lists_rows")
 REPLAYED = (*USUAL, *(name for name in FEATURES if name not in (*USUAL, "encoder"))) if ALL else USUAL
 NAMES = [name for name in registered_names() if "cuda" in get_backend_class(name).capability.devices]
 CAPTURED = [name for name in NAMES if get_backend_class(name).capability.cuda_graph]
@@ -49,12 +51,14 @@ def right(name, spec, mode, **more):
     if spec.attn_type is AttentionType.ENCODER_ONLY:
         prefix = [0, 0]
     step = make_step(Model("one", spec, scale=0.1), mode, prefix, new, **options, **more)
+    if spec.sparse_topk:
+        step = with_lists(step)
     seqlens, extends = step.batch.cache_seqlens, step.batch.extend_seq_lens
     step = on_gpu(step)
     step.batch.cache_seqlens_cpu, step.batch.extend_seq_lens_cpu = seqlens, extends
     backend = get_backend_class(name)(spec, LIMITS, device="cuda")
     backend.init_forward_metadata(step.batch)
-    error = relative_error(step.run(backend).cpu(), step.expected)
+    error = relative_error(step.run(backend).cpu(), answer(step))
     assert error <= MAX_RELATIVE_ERROR[spec.dtype], f"{mode.name}: relative error {error:.3g}"
 
 

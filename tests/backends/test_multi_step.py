@@ -7,7 +7,12 @@ import dataclasses
 import pytest
 import torch
 from attnops import ops
-from attnops.backends import MultiStepDraftBackend, get_backend_class
+from attnops.backends import (
+    DeepseekSparseAttnMultiStepBackend,
+    MultiStepDraftBackend,
+    NativeSparseAttnMultiStepBackend,
+    get_backend_class,
+)
 from attnops.types import AttentionBatch, AttentionSpec, ForwardMode, Limits
 from draft_loops import REQUESTS, Loop, check_replays, close, run_eagerly
 from graph_tape import GraphTape
@@ -55,6 +60,43 @@ def test_one_graph_holds_the_loop(name, page_size, topk, trees):
     # Products of torch have other bits in a padded batch.
     sizes = range(1, REQUESTS + 1) if name == "torch_native" else [2, REQUESTS]
     check_replays(name, page_size, topk, turns=200, recorder=GraphTape, sizes=sizes, trees=trees)
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 64])
+@pytest.mark.parametrize("topk, draft_steps", [(1, 5), (3, 4)])
+def test_branches_of_a_sparse_model_see_what_they_list(page_size, topk, draft_steps):
+    loop = Loop("nsa", page_size, topk, draft_steps, "sparse", dtype=torch.bfloat16)
+    assert not loop.backend.has_trees and loop.backend.takes_lists
+    lengths, rows = [0, page_size, 40, 33], [3, 1, 5, 2]
+    prefixes = loop.fill(lengths, rows)
+    inputs = loop.inputs(4)
+    out = run_eagerly(loop, loop.batch(lengths, rows), *inputs)
+    assert close(out, loop.expected(prefixes, *inputs))
+
+
+@pytest.mark.parametrize("page_size, topk", [(1, 3), (16, 1), (16, 3)])
+def test_one_graph_holds_the_loop_of_a_sparse_model(page_size, topk):
+    sizes = range(1, REQUESTS + 1)  # padding changes where balanced plans cut
+    options = {"kind": "sparse", "dtype": torch.bfloat16, "recorder": GraphTape, "sizes": sizes}
+    check_replays("nsa", page_size, topk, turns=20, **options)
+
+
+def test_steps_of_a_sparse_model_share_one_expansion(monkeypatch):
+    """One plan of lists for the loop, and lengths of its last step."""
+    loop, calls = Loop("nsa", 16, 2, 5, "sparse", dtype=torch.bfloat16), []
+    op = ops.sparse_mla_plan
+    monkeypatch.setattr(ops, "sparse_mla_plan", lambda *a, **k: calls.append(k["topk_length"].tolist()) or op(*a, **k))
+    loop.backend.init_forward_metadata(loop.batch([0, 3, 40], [3, 1, 2]))
+    assert calls == [[4, 4, 7, 7, 24, 24]]
+
+
+def test_the_draft_loop_of_a_sparse_model_by_its_name():
+    spec, limits = AttentionSpec.mla(4, page_size=16, sparse_topk=24), Limits(max_batch_size=2, max_seqlen=64)
+    assert NativeSparseAttnMultiStepBackend is DeepseekSparseAttnMultiStepBackend
+    backend = NativeSparseAttnMultiStepBackend(spec, limits, topk=1, draft_steps=4, decode_impl="fa3")
+    assert [one.name for one in backend.backends] == ["nsa"] * 3 and backend.takes_lists
+    with pytest.raises(ValueError, match="decode_impl must be one of"):
+        NativeSparseAttnMultiStepBackend(spec, limits, topk=1, draft_steps=4, decode_impl="tilelang")
 
 
 def test_idle_ranks_stay_idle():

@@ -4,53 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attnops.backends import get_backend_class, select_backend
+from attnops.backends import HybridAttnBackend, TboAttnBackend, get_backend_class, select_backend
 from attnops.backends.nsa import REFUSED_IMPLS, SERVED_IMPLS
 from attnops.layers import RadixAttention, forward_context
 from attnops.types import AttentionSpec, ForwardMode
 from checks import MAX_RELATIVE_ERROR, relative_error
 from graph_tape import GraphTape
-from sparse_lists import check
+from sparse_lists import MODELS, SHAPES, check, lists_of
 from steps import LIMITS, Model, Step, make_step
-
-TOPK = 24
-MODELS = [
-    Model("bf16", AttentionSpec.mla(8, page_size=16, sparse_topk=TOPK), scale=0.1),
-    Model("fp16_page7", AttentionSpec.mla(3, page_size=7, dtype=torch.float16, sparse_topk=TOPK), scale=0.1),
-    Model("rows", AttentionSpec.mla(70, page_size=64, kv_dtype=torch.uint8, sparse_topk=TOPK), scale=0.1),
-    Model("sinks", AttentionSpec.mla(5, page_size=1, has_sinks=True, sparse_topk=TOPK), scale=0.1),
-    Model(
-        "index_keys",
-        AttentionSpec.mla(8, page_size=16, sparse_topk=TOPK),
-        scale=0.1,
-        options={"index_keys": True},
-    ),
-    Model("deterministic", AttentionSpec.mla(16, page_size=16, deterministic=True, sparse_topk=TOPK), scale=0.1),
-]
-SHAPES = {
-    "decode": (ForwardMode.DECODE, ([0, 1, 0, 2], [1] * 4), ([63, 64, 150, 17], [1] * 4), {"uniform": True}),
-    "extend": (ForwardMode.EXTEND, ([0, 0, 0], [4, 30, 20]), ([0, 65, 100], [33, 1, 20]), {}),
-    "mixed": (ForwardMode.MIXED, ([3, 1, 0], [1, 1, 12]), ([90, 33, 16], [1, 12, 1]), {}),
-    "verify": (ForwardMode.TARGET_VERIFY, ([0, 1, 2], [5] * 3), ([59, 100, 0], [5] * 3), {"uniform": True}),
-    "draft_extend": (ForwardMode.DRAFT_EXTEND, ([2, 3, 0], [3] * 3), ([62, 7, 130], [3] * 3), {"uniform": True}),
-    "draft_extend_ragged": (ForwardMode.DRAFT_EXTEND, ([2, 3, 0], [1, 3, 2]), ([62, 7, 130], [3, 2, 1]), {}),
-}
-
-
-def lists_of(step: Step, seed: int = 0) -> torch.Tensor:
-    """Slots at random of what each token may see, itself included, then -1."""
-    generator, batch = torch.Generator().manual_seed(seed), step.batch
-    lists = torch.full((batch.num_tokens, TOPK), -1, dtype=torch.int32)
-    new = [batch.tokens_per_request] * batch.batch_size if batch.is_uniform else batch.extend_seq_lens.tolist()
-    token = 0
-    for request, count in enumerate(new):
-        row = batch.req_to_token[batch.req_pool_indices[request]]
-        for i in range(count):
-            seen = int(batch.cache_seqlens[request]) - count + i + 1
-            chosen = torch.randperm(seen, generator=generator)[: min(seen, TOPK)]
-            lists[token, : len(chosen)] = row[chosen]
-            token += 1
-    return lists
 
 
 def backend_for(model: Model, **options):
@@ -166,3 +127,24 @@ def test_wrong_lists_are_named():
     with pytest.raises(ValueError, match="sparse_topk belongs to MLA"):
         AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=64, sparse_topk=4)
     assert RadixAttention
+
+
+@pytest.mark.parametrize("make", [HybridAttnBackend, lambda a, b: TboAttnBackend(a, [b, backend_for(MODELS[0])])])
+def test_joined_backends_take_lists_where_their_parts_do(make):
+    step = make_step(MODELS[0], ForwardMode.DECODE, [63, 10], [1, 1], uniform=True)
+    lists, backend = lists_of(step), make(backend_for(MODELS[0]), backend_for(MODELS[0]))
+    step.batch.attn_backend = backend
+    backend.init_forward_metadata(step.batch)
+    check(step, lists, step.layer(step.q, step.k, None, step.batch, topk_indices=lists).view(-1, 8, 512))
+
+
+def test_a_hybrid_with_a_part_that_takes_no_lists_refuses_them():
+    spec = AttentionSpec.mla(8, page_size=16)
+    parts = [get_backend_class(name)(spec, LIMITS) for name in ("fa3", "nsa")]
+    backend = HybridAttnBackend(*parts)
+    assert not backend.takes_lists
+    step = make_step(Model("dense", spec, scale=0.1), ForwardMode.DECODE, [63, 10], [1, 1], uniform=True)
+    step.batch.attn_backend = backend
+    backend.init_forward_metadata(step.batch)
+    with pytest.raises(ValueError, match="backend hybrid attends to every key"):
+        step.layer(step.q, step.k, None, step.batch, topk_indices=torch.zeros(2, 4, dtype=torch.int32))

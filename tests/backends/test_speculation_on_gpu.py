@@ -46,6 +46,27 @@ def test_one_graph_holds_the_loop(name, kind, page_size, topk, trees):
     check_replays(name, page_size, topk, kind=kind, turns=200, recorder=CudaGraphs("cuda"), **options)
 
 
+SPARSE = [(1, 1), (16, 3), (64, 1), (64, 3)]  # page size, branches
+
+
+@pytest.mark.parametrize("page_size, topk", SPARSE)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_branches_of_a_sparse_model_see_what_they_list(page_size, topk, dtype, monkeypatch):
+    monkeypatch.setenv("ATTNOPS_CHECK", "1")
+    loop = Loop("nsa", page_size, topk, 4, "sparse", device="cuda", dtype=dtype)
+    lengths, rows = [0, page_size, 40, 33], [3, 1, 5, 2]
+    prefixes = loop.fill(lengths, rows)
+    inputs = loop.inputs(4)
+    out = run_eagerly(loop, loop.batch(lengths, rows), *inputs)
+    assert close(out, loop.expected(prefixes, *inputs))
+
+
+@pytest.mark.parametrize("page_size, topk", SPARSE)
+def test_one_graph_holds_the_loop_of_a_sparse_model(page_size, topk):
+    options = {"sizes": range(1, REQUESTS + 1), "device": "cuda", "dtype": BF16, "kind": "sparse"}
+    check_replays("nsa", page_size, topk, turns=200, recorder=CudaGraphs("cuda"), **options)
+
+
 GQA = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128, "page_size": 16, "deterministic": True}
 TBO = {
     "decode": (ForwardMode.DECODE, [60, 0, 33, 16, 5], [1] * 5),

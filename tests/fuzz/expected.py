@@ -12,7 +12,8 @@ from .options import ISAS
 MODES = """all keys; alone; alone in a backend; balanced; batch-invariant; captured step; causal; checked; csr; checked
 fault; e5m2; fp8; fp8 products; fp8 queries; graph runner; mla e4m3; 656-byte rows; page table; piecewise
 runner; hidden keys; plain; rope apart; scales of fp8; scales of plain keys; segment runner; sinks; soft
-cap; tree; tree with blind tokens; tree over more keys; verify with a tree; ragged tokens; window; window pool"""
+cap; tree; tree with blind tokens; tree over more keys; verify with a tree; ragged tokens; window; window pool; lists of
+rows; rounded keys"""
 COMPAT = [
     "BatchDecodeWithPagedKVCacheWrapper",
     "chunk_gated_delta_rule",

@@ -80,6 +80,8 @@ def _draw_spec(draw: Draw, name: str) -> AttentionSpec:
         if capability.mla_dtypes is not None:
             options["dtype"] = draw.pick(sorted(capability.mla_dtypes, key=str))
         options["fp8_products"] = options["kv_dtype"] == FP8 and draw.chance(0.2)
+        if capability.sparse:
+            options["sparse_topk"] = draw.pick([0, 1, 7, 24, 64, 64, 200])
         return AttentionSpec.mla(draw.pick([1, 3, 8, 16, 16, 64, 128]), **options)
     kv_heads = draw.pick([1, 2, 2, 3, 8])
     dims = capability.head_dims

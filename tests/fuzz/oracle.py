@@ -18,6 +18,7 @@ class Rules:
         tree_keys: Keys at the end of a request that `tree` is over; 0: the new tokens'.
         sinks: float ``[H_q]`` or None.
         hidden: int ``[T, 2]``: keys [begin, end) that a query does not see, or None.
+        listed: bool ``[T, longest S_k]``: the keys of its request that a query sees at most, or None.
     """
 
     scale: float
@@ -29,6 +30,7 @@ class Rules:
     tree: Tensor | None = None
     tree_keys: int = 0
     hidden: Tensor | None = None
+    listed: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ def visible(lengths_q: list[int], lengths_k: list[int], rules: Rules) -> Tensor:
     if rules.hidden is not None and len(rules.hidden):
         hidden = rules.hidden[_padded(_bounds(lengths_q))[0]]
         seen = seen & ((key < hidden[:, :, :1]) | (key >= hidden[:, :, 1:]))
+    if rules.listed is not None and len(rules.listed):
+        seen = seen & rules.listed[_padded(_bounds(lengths_q))[0]]
     if rules.window_left >= 0 and rules.tree is not None:
         seen = seen & (_steps_behind(masks, draft) <= rules.window_left)
     elif rules.window_left >= 0:

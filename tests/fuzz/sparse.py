@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from attnops import ops
 from attnops.metadata import SparseMlaPlan
 from attnops.report import first_fault, new_report
-from sparse_calls import KINDS, SCALE, SparseProblem, lse_tolerance, sparse_problem
+from sparse_calls import KINDS, SCALE, Lists, SparseProblem, lse_tolerance, sparse_problem
 
 from .draw import Draw, Failure
 from .memory import Guarded
 from .options import set_isa
 
 HEADS = [1, 2, 3, 8, 16, 16, 17, 40, 64, 65, 128]
+FEW_KEYS = 8  # of a list whose keys `rounded_keys` rounds
 OUT = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 
 
@@ -23,7 +26,7 @@ def _draw_problem(draw: Draw, second: bool) -> SparseProblem:
         "dtype": draw.pick([torch.bfloat16, torch.bfloat16, torch.float16, *([] if on_gpu else [torch.float32])]),
         "shape": (draw.pick([0, 1, 1, 2, 3, 5]), draw.pick([1, 1, 1, 2, 3])),
         "heads": draw.pick(HEADS),
-        "topk": draw.pick([0, 1, 31, 64, 64, 65, 200, 512 if on_gpu else 128]),
+        "topk": draw.pick([0, 1, 5, 31, 64, 64, 65, 200, 512 if on_gpu else 128]),
         "page_size": draw.pick([1, 2, 3, 16, 64, 64, 256]),
         "extra_topk": draw.pick([0, 1, 63, 64, 130]) if second else 0,
         "extra_page_size": draw.pick([1, 2, 5, 64]),
@@ -37,10 +40,32 @@ def _draw_problem(draw: Draw, second: bool) -> SparseProblem:
     return sparse_problem(**options, device=draw.device)
 
 
+def _in_bf16(lists: Lists | None) -> Lists | None:
+    return None if lists is None else replace(lists, values=lists.values.float().bfloat16().double())
+
+
+def _answer(problem: SparseProblem, rounded_keys: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out, lse, max_logits): with `rounded_keys`, of tokens with few keys those over keys rounded to bfloat16."""
+    exact = problem.expected()
+    if not rounded_keys:
+        return exact
+    lists = [one for one in (problem.selected, problem.extra) if one is not None]
+    rounded = replace(problem, selected=_in_bf16(problem.selected), extra=_in_bf16(problem.extra)).expected()
+    counts = [sum(len(one.rows_of(token)) for one in lists) for token in range(len(exact[0]))]
+    few = torch.tensor(counts, dtype=torch.int64) <= FEW_KEYS
+    out, lse, most = (torch.where(few.view(-1, *[1] * (a.dim() - 1)), b, a) for a, b in zip(exact, rounded))
+    return out, lse, most
+
+
 def _judge(
-    draw: Draw, problem: SparseProblem, out: torch.Tensor, lse: torch.Tensor, most: torch.Tensor | None = None
+    draw: Draw,
+    problem: SparseProblem,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    most: torch.Tensor | None = None,
+    rounded_keys: bool = False,
 ) -> None:
-    expected, expected_lse, expected_most = problem.expected()
+    expected, expected_lse, expected_most = _answer(problem, rounded_keys)
     got, got_lse = out.detach().cpu().double(), lse.detach().cpu().double()
     if not bool(got.isfinite().all()):
         raise Failure("out is not finite")
@@ -101,8 +126,13 @@ def right_decode(draw: Draw) -> None:
         "out": out.view,
         "lse": lse.view,
     }
-    ops.sparse_mla_decode(**given, **lengths, **second)
-    _judge(draw, problem, out.view.flatten(0, 1), lse.view.flatten(0, 1))
+    rounded = draw.chance(0.25)
+    draw.note(rounded_keys=rounded)
+    if rounded:
+        draw.saw("mode rounded keys")
+    ops.sparse_mla_decode(**given, **lengths, **second, rounded_keys=rounded)
+    of_rows = rounded and lists.kv_pages.shape[-1] == 656
+    _judge(draw, problem, out.view.flatten(0, 1), lse.view.flatten(0, 1), rounded_keys=of_rows)
     out.check("out")
     lse.check("lse")
     if plan.semaphores.any():

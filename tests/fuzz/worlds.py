@@ -16,7 +16,7 @@ from .draw import Draw
 from .memory import HUGE_INDEX, bytes_of, fill_pages, poison_value
 from .mla import V, stored_latents
 from .options import draw_tree, pack, real, stored
-from .oracle import Answer, Rules, attend, used_keys
+from .oracle import Answer, Rules, attend, used_keys, visible
 
 ROWS = 12  # of req_to_token; requests have the first ones, and the last is a graph's padding row
 UNIFORM = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
@@ -29,6 +29,7 @@ class Shape:
     Args:
         prefix, new: Tokens of each request that are cached, and that it brings.
         padding: Rows of q, k, v behind the last token; ragged steps only.
+        lists: Layers bring lists of rows.
     """
 
     mode: ForwardMode
@@ -37,6 +38,7 @@ class Shape:
     uniform: bool = False
     tree: bool = False
     padding: int = 0
+    lists: bool = False
 
 
 @dataclass
@@ -53,10 +55,18 @@ class Step:
     cached: tuple[Tensor, ...]  # their rows
     table: Tensor  # req_to_token
     slot_map: Tensor | None = None
+    lists: Tensor | None = None  # int32 [tokens and padding, sparse_topk] of a sparse layer that brings them
 
     @property
     def tokens(self) -> int:
         return sum(self.shape.new)
+
+
+def _listed(keys: Tensor, longest: int) -> Tensor:
+    """bool ``[T, longest]`` of lists of keys, negative for none."""
+    listed = torch.zeros(len(keys), longest + 1, dtype=torch.bool)
+    listed.scatter_(1, torch.where(keys < 0, longest, keys), True)
+    return listed[:, :longest]
 
 
 @dataclass
@@ -111,7 +121,8 @@ class World:
             new.pop()
         tree = mode is ForwardMode.TARGET_VERIFY and self._takes_trees() and draw.chance(0.5)
         padding = 0 if uniform or draw.chance(0.6) else draw.number(0, min(limits.max_num_tokens - sum(new), 9))
-        return Shape(mode, self._prefixes(new), new, uniform, tree, padding)
+        lists = bool(self.spec.sparse_topk) and draw.chance(0.8)  # a draft model may have no indexer
+        return Shape(mode, self._prefixes(new), new, uniform, tree, padding, lists)
 
     def _takes_trees(self) -> bool:
         names = [self.name, *([] if self.partner is None else [self.partner])]
@@ -138,12 +149,15 @@ class World:
         draw, spec = self.draw, self.spec
         lengths = [prefix + new for prefix, new in zip(shape.prefix, shape.new)]
         rules = self.rules(shape)
+        keys = self._draw_lists(shape, lengths, rules) if shape.lists else None
+        if keys is not None:
+            rules = replace(rules, listed=_listed(keys, max(lengths, default=0)))
         count, total = sum(lengths), sum(shape.new)
         used = used_keys(shape.new, lengths, rules)
         q = draw.normal(total, spec.num_q_heads, spec.head_dim).to(spec.dtype)
         k = draw.normal(count, spec.num_kv_heads, spec.head_dim).to(spec.dtype)
         v = draw.normal(count, spec.num_kv_heads, spec.v_head_dim).to(spec.dtype)
-        rows, values = self._stored(k, v)
+        stored_values, values = self._stored(k, v)
         answer = attend(q.double(), *values, shape.new, lengths, rules)
         k[~used], v[~used] = math.nan, math.nan
         is_new = torch.cat([torch.arange(n) >= p for n, p in zip(lengths, shape.prefix)] or [torch.zeros(0).bool()])
@@ -160,11 +174,16 @@ class World:
         draw.note(mode=shape.mode.name, prefix=shape.prefix, new=shape.new, padding=shape.padding)
         batch = self._batch(shape, lengths, req_rows, slots[is_new], rules)
 
-        def padded(values: Tensor) -> Tensor:
-            return torch.cat([values, values.new_full((shape.padding, *values.shape[1:]), math.nan)]).to(
+        def padded(values: Tensor, fill: float = math.nan) -> Tensor:
+            return torch.cat([values, values.new_full((shape.padding, *values.shape[1:]), fill)]).to(
                 draw.device, non_blocking=True
             )
 
+        lists = None
+        if keys is not None:
+            request = [index for index, new in enumerate(shape.new) for _ in range(new)]
+            rows = table[req_rows][request].gather(1, keys.clamp(min=0)) if total else keys.int()
+            lists = padded(torch.where(keys < 0, keys.int(), rows), HUGE_INDEX)
         return Step(
             shape,
             batch,
@@ -173,10 +192,27 @@ class World:
             padded(v[is_new]),
             answer,
             translated[keep],
-            tuple(stored_rows[keep] for stored_rows in rows),
+            tuple(stored_rows[keep] for stored_rows in stored_values),
             table,
             slot_map,
+            lists,
         )
+
+    def _draw_lists(self, shape: Shape, lengths: list[int], rules: Rules) -> Tensor:
+        """int64 ``[T, sparse_topk]``: what each token may see, by places in its request, then negative ones."""
+        draw, topk = self.draw, self.spec.sparse_topk
+        draw.saw("mode lists of rows")
+        seen = visible(shape.new, lengths, rules)
+        lists = torch.full((sum(shape.new), topk), draw.pick([-1, -1, -7]), dtype=torch.int64)
+        fewer, token = draw.chance(0.4), 0
+        for request, new in enumerate(shape.new):
+            for i in range(new):
+                keys = seen[request, i].nonzero().flatten()
+                count = min(len(keys), topk)
+                count = draw.number(0, count) if fewer else count
+                lists[token, :count] = keys[draw.permutation(len(keys))[:count]]
+                token += 1
+        return lists
 
     def _batch(self, shape: Shape, lengths: list[int], rows: Tensor, loc: Tensor, rules: Rules) -> AttentionBatch:
         draw, device = self.draw, self.draw.device
@@ -269,5 +305,7 @@ class World:
         if options.pop("apart", False):
             options |= {"q_rope": q[..., V:].contiguous(), "k_rope": k[..., V:].contiguous()}
             q, k = q[..., :V].contiguous(), k[..., :V].contiguous()
+        if step.lists is not None:
+            options["topk_indices"] = step.lists
         out = backend.forward(q, k, v, self.layer, step.batch, **options)
         return out.view(-1, self.spec.num_q_heads, self.spec.v_head_dim)[: step.tokens]

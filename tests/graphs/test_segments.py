@@ -7,12 +7,16 @@ import gc
 
 import pytest
 import torch
+from attnops.backends import get_backend_class
 from attnops.graphs import SegmentRunner, StaticInput, token_buckets
 from attnops.layers import forward_context
-from attnops.types import ForwardMode
+from attnops.types import AttentionSpec, ForwardMode
 from graph_hosts import Segments, engine_and_batch
 from graph_tape import GraphTape
 from model_zoo import LAYERS, LIMITS, VOCAB, WIDTH, ZOO, Engine, prompt, run_eager
+from sparse_lists import check, with_lists
+from steps import LIMITS as STEP_LIMITS
+from steps import Model, make_step
 
 DECODE, EXTEND = ForwardMode.DECODE, ForwardMode.EXTEND
 
@@ -190,3 +194,34 @@ def test_an_idle_rank_computes_padding_alone():
     )
     with forward_context(idle, {}):
         assert runner.replay(empty, idle).shape == (0, VOCAB)
+
+
+def test_lists_of_rows_go_to_the_backend_of_the_step():
+    """A sparse layer in a bucket of 4: steps of 2 and 4 tokens with lists of their own, and a backend without any."""
+    spec = AttentionSpec.mla(4, page_size=16, sparse_topk=24)
+    backend = get_backend_class("nsa")(spec, STEP_LIMITS)
+    steps = [
+        with_lists(
+            make_step(Model("sparse", spec, scale=0.1), DECODE, [63, 9, 30, 5][:count], [1] * count, uniform=True)
+        )
+        for count in (2, 4)
+    ]
+    layer = steps[0].layer
+    q, k, lists = torch.zeros(4, 4, 576).bfloat16(), torch.zeros(4, 1, 576).bfloat16(), torch.zeros(4, 24).int()
+    runner = SegmentRunner(
+        lambda ids, positions, batch: layer(q[ids], k[ids], None, batch, topk_indices=lists[ids]),
+        backend,
+        sizes=[4],
+        recorder=GraphTape,
+        layers={layer.layer_id: layer},
+    )
+    runner.capture(progress=False)
+    for step in steps:
+        count = step.batch.num_tokens
+        step.batch.positions = step.batch.cache_seqlens.long() - 1
+        q[:count], k[:count], lists[:count] = step.q, step.k, step.lists
+        out = runner.replay(torch.arange(count), step.batch)
+        check(step, step.lists, out.view(count, 4, 512))
+    steps[0].batch.attn_backend = get_backend_class("torch_native")(AttentionSpec.mla(4, page_size=16), STEP_LIMITS)
+    with pytest.raises(ValueError, match="backend torch_native attends to every key and takes no topk_indices"):
+        runner.replay(torch.arange(2), steps[0].batch)

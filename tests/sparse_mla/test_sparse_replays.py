@@ -1,4 +1,4 @@
-"""A sparse layer's ops in one CUDA graph, replayed a thousand times; and pools above 2^32 bytes."""
+"""Sparse layers' ops in a CUDA graph, replayed a thousand times: decode, verify, chains of drafts, prompts, entries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 from attnops import ops
 from attnops.metadata import SparseMlaPlan
-from sparse_calls import SCALE, Lists, SparseProblem, assert_right, decode, plan_of, prefill
+from compress_calls import model
+from sparse_calls import SCALE, shared_bytes
 
 pytestmark = pytest.mark.gpu
 REPLAYS, KEYS, TOPK, PAGE, INDEX_HEADS, HEADS = 1000, 700, 256, 16, 8, 16
@@ -39,6 +40,7 @@ class Layer:
         self.count = torch.zeros(rows, dtype=torch.int32, **cuda)
         self.out = torch.zeros(requests, drafts, heads, 512, dtype=torch.bfloat16, **cuda)
         self.generator = torch.Generator("cuda").manual_seed(3)
+        self.results = (self.chosen, self.out)
 
     def draw(self) -> None:
         """Another step: lengths, tables and values, in place."""
@@ -72,10 +74,162 @@ class Layer:
         ops.sparse_mla_decode(*given, softmax_scale=SCALE, topk_length=count, out=self.out)
 
 
-@pytest.mark.parametrize("kind", ["bytes", "own"])
-@pytest.mark.parametrize("requests,drafts,heads", [(7, 1, HEADS), (3, 4, 64)], ids=["decode", "verify"])
-def test_a_thousand_replays_equal_eager_bit_for_bit(kind, requests, drafts, heads):
-    layer = Layer(kind, requests, drafts, heads)
+class Chain(Layer):
+    """A chain of drafts: each step stores its token, and lists among what came before it and itself."""
+
+    STEPS = 3
+
+    def __init__(self, kind: str, requests: int, heads: int) -> None:
+        super().__init__(kind, requests, 1, heads)
+        self.base = self.lengths.clone()
+        self.results = tuple(x.new_zeros(self.STEPS, *x.shape) for x in self.results)
+
+    def draw(self) -> None:
+        super().draw()
+        self.base.copy_(self.lengths.clamp(max=KEYS - self.STEPS + 1))
+
+    def run(self) -> None:
+        for step in range(self.STEPS):
+            self.lengths.copy_(self.base + step)
+            position = self.lengths.long() - 1
+            page = self.table.gather(1, (position // PAGE).unsqueeze(1)).squeeze(1).long()
+            self.slots.copy_(page * PAGE + position % PAGE)
+            super().run()
+            for kept, one in zip(self.results, (self.chosen, self.out)):
+                kept[step].copy_(one)
+
+
+class Prompt:
+    """A ragged step of some requests: rows, `index_topk` over each row's keys, and prefill over their lists."""
+
+    def __init__(self, kind: str, heads: int) -> None:
+        self.tokens, self.requests = 48, 3
+        layer = Layer(kind, self.requests, 1, heads)
+        self.pool, self.index_pages, self.generator = layer.pool, layer.index_pages, layer.generator
+        cuda = {"device": "cuda"}
+        rows = self.requests * KEYS
+        slots = torch.arange(len(self.pool) * PAGE, **cuda)
+        ops.store_index_k(self.index_pages, torch.randn(len(slots), 128, **cuda), slots)
+        ops.store_mla_kv(self.pool, torch.randn(len(slots), 576, **cuda).bfloat16(), slots)
+        assert len(slots) >= rows
+        self.table = torch.zeros_like(layer.table)
+        self.lengths, self.bounds = torch.ones(3, dtype=torch.int32, **cuda), torch.zeros(4, dtype=torch.int32, **cuda)
+        self.index_q = torch.zeros(self.tokens, INDEX_HEADS, 128, dtype=torch.bfloat16, **cuda)
+        self.weights = torch.zeros(self.tokens, INDEX_HEADS, **cuda)
+        self.q = torch.zeros(self.tokens, heads, 576, dtype=torch.bfloat16, **cuda)
+        self.scratch = torch.zeros(20, self.table.shape[1] * PAGE, **cuda)
+        self.chosen = torch.zeros(self.tokens, TOPK, dtype=torch.int32, **cuda)
+        self.out = torch.zeros(self.tokens, heads, 512, dtype=torch.bfloat16, **cuda)
+        self.results = (self.chosen, self.out)
+
+    def draw(self) -> None:
+        generator, cuda = self.generator, {"device": "cuda", "generator": self.generator}
+        order = torch.randperm(len(self.pool), **cuda).int()
+        self.table.copy_(order[: self.table.numel()].view_as(self.table))
+        counts = torch.randint(0, self.tokens // 3 + 1, (3,), **cuda)
+        self.bounds[1:] = counts.cumsum(0)
+        self.lengths.copy_(counts + torch.randint(0, KEYS - self.tokens // 3, (3,), **cuda))
+        for x in (self.index_q, self.weights, self.q):
+            x.normal_(generator=generator)
+
+    def run(self) -> None:
+        seen, request, count = ops.expand_rows(self.lengths, self.bounds, self.tokens, TOPK)
+        q_fp8, folded = ops.quantize_index_q(self.index_q, self.weights, scale=0.01)
+        table = self.table[request.long()]
+        ops.index_topk(
+            q_fp8[:, None],
+            self.index_pages,
+            table,
+            folded,
+            seen[:, None],
+            TOPK,
+            indices=self.chosen,
+            scratch=self.scratch,
+        )
+        ops.sparse_mla_prefill(self.q, self.pool, self.chosen, softmax_scale=SCALE, topk_length=count, out=self.out)
+
+
+def _pages_of_584(pages: int, page_size: int) -> torch.Tensor:
+    data, scales, _ = shared_bytes(torch.randn(pages * page_size, 512))
+    parts = (data.view(pages, -1), scales.view(pages, -1))
+    return torch.cat(parts, 1).view(pages, page_size, 584).cuda()
+
+
+class Entries:
+    """A layer of DeepSeek-V4: tokens pooled into rows of 584 bytes, and decode over a window's rows and these."""
+
+    def __init__(self, heads: int) -> None:
+        self.requests, self.ratio, self.topk, cuda = 5, 4, 64, {"device": "cuda"}
+        given = model(512, self.ratio, True, dtype=torch.bfloat16)
+        self.weights = {name: getattr(given, name).cuda() for name in ("ape", "norm_weight", "cos_sin")}
+        columns = KEYS // self.ratio // PAGE + 1
+        self.cached = _pages_of_584(self.requests * columns + 2, PAGE)
+        self.entries = self.cached.clone()
+        self.window = _pages_of_584(self.requests * 2, 64)
+        self.state = torch.randn(self.requests, 2 * self.ratio, given.row, **cuda).bfloat16()
+        self.before = self.state.clone()
+        self.kv_score = torch.zeros(self.requests, given.row, dtype=torch.bfloat16, **cuda)
+        ints = {"dtype": torch.int32, "device": "cuda"}
+        self.table = torch.zeros(self.requests, columns, **ints)
+        self.lengths, self.bounds = torch.ones(self.requests, **ints), torch.arange(self.requests + 1, **ints)
+        self.states = torch.arange(self.requests, **ints)
+        self.lists = torch.zeros(self.requests, 1, 128, **ints)
+        self.places = torch.zeros(self.requests, self.topk, **ints)
+        self.q = torch.zeros(self.requests, 1, heads, 512, dtype=torch.bfloat16, **cuda)
+        self.out = torch.zeros_like(self.q)
+        self.plan = SparseMlaPlan.allocate(
+            self.requests, num_q_heads=heads, topk=128, extra_topk=self.topk, device="cuda"
+        )
+        self.generator = torch.Generator("cuda").manual_seed(3)
+        self.results = (self.entries, self.state, self.out)
+
+    def draw(self) -> None:
+        cuda = {"device": "cuda", "generator": self.generator}
+        self.before.normal_(generator=self.generator)
+        self.table.copy_(torch.randperm(len(self.entries), **cuda)[: self.table.numel()].view_as(self.table))
+        self.lengths.copy_(torch.randint(1, KEYS, (self.requests,), **cuda))
+        self.lists.copy_(torch.randint(self.requests * 128, self.lists.shape, **cuda))
+        self.places.copy_(torch.randint(1 << 30, self.places.shape, **cuda))
+        for x in (self.kv_score, self.q):
+            x.normal_(generator=self.generator)
+
+    def run(self) -> None:
+        lengths, bounds, ratio = self.lengths, self.bounds, self.ratio
+        self.state.copy_(self.before)
+        self.entries.copy_(self.cached)
+        indptr = ops.compress_plan(lengths, bounds, ratio=ratio)
+        ops.compress_kv(
+            self.entries,
+            self.state,
+            self.kv_score,
+            page_table=self.table,
+            state_indices=self.states,
+            cache_seqlens=lengths,
+            cu_seqlens_q=bounds,
+            entry_indptr=indptr,
+            ratio=ratio,
+            **self.weights,
+        )
+        seen, _, count = ops.expand_rows(lengths, bounds, self.requests, self.topk, ratio=ratio)
+        place = self.places % seen.clamp(min=1).unsqueeze(1)
+        slots = self.table.gather(1, (place // PAGE).long()) * PAGE + place % PAGE
+        lengths_of = {"topk_length": lengths.clamp(max=128), "extra_topk_length": count}
+        ops.sparse_mla_plan(self.plan, **lengths_of)
+        ops.sparse_mla_decode(
+            self.q,
+            self.window,
+            self.lists,
+            self.plan,
+            softmax_scale=SCALE,
+            extra_kv_pages=self.entries,
+            extra_indices=slots.unsqueeze(1),
+            out=self.out,
+            **lengths_of,
+        )
+
+
+def check_a_thousand_replays(layer) -> None:
+    """Each draws another step in place, runs it, spoils the results, replays it, and finds the same bits."""
     layer.draw()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -89,47 +243,30 @@ def test_a_thousand_replays_equal_eager_bit_for_bit(kind, requests, drafts, head
     for _ in range(REPLAYS):
         layer.draw()
         layer.run()
-        chosen, out = layer.chosen.clone(), layer.out.clone()
-        layer.chosen.fill_(-5)
-        layer.out.fill_(math.nan)
+        expected = [result.clone() for result in layer.results]
+        for result in layer.results:
+            result.fill_(math.nan if result.is_floating_point() else 77)
         graph.replay()
-        wrong += (layer.chosen != chosen).sum() + (layer.out != out).sum() + out.isnan().sum()
+        wrong += sum((got != one).sum() for got, one in zip(layer.results, expected))
     assert not wrong.item()
 
 
-@pytest.mark.parametrize("kind,heads", [("own", 16), ("own", 64), ("shared", 64), ("bytes", 16), ("bytes", 64)])
-def test_rows_above_2_to_the_32_bytes(kind, heads):
-    """Lists that name rows at both ends of a pool of 4.4 GB, and on both sides of 2^31 and 2^32 bytes."""
-    width, dtype = {"own": (576, torch.bfloat16), "shared": (512, torch.bfloat16), "bytes": (656, torch.uint8)}[kind]
-    size = width * dtype.itemsize
-    page = 64
-    pages = int(1.03 * 2**32) // (size * page)
-    if torch.cuda.mem_get_info()[0] < 6 << 30:
-        pytest.skip("needs 6 GB")
-    pool = torch.empty(pages, page, width, dtype=dtype, device="cuda")
-    rows, topk = pages * page, 192
-    places = [0, 2**31 // size, 2**32 // size, rows - 30]
-    generator = torch.Generator().manual_seed(5)
-    named = torch.cat([torch.arange(max(at - 30, 0), min(at + 30, rows)) for at in places])
-    values = torch.randn(len(named), width if kind != "bytes" else 576, generator=generator)
-    flat = pool.view(rows, width)
-    if kind == "bytes":
-        from attnops import reference
+@pytest.mark.parametrize("kind", ["bytes", "own"])
+@pytest.mark.parametrize("requests,drafts,heads", [(7, 1, HEADS), (3, 4, 64)], ids=["decode", "verify"])
+def test_a_thousand_replays_equal_eager_bit_for_bit(kind, requests, drafts, heads):
+    check_a_thousand_replays(Layer(kind, requests, drafts, heads))
 
-        stored = reference.pack_mla_fp8_rows(values)
-        exact = reference.unpack_mla_fp8_rows(stored).double()
-    else:
-        stored = values.bfloat16()
-        exact = stored.double()
-    flat[named.cuda()] = stored.cuda()
-    shape = (5, 1)
-    chosen = torch.randint(len(named), (*shape, topk), generator=generator)
-    q = torch.randn(*shape, heads, values.shape[1], generator=generator).bfloat16().cuda()
-    # The expectation knows the named rows alone, by their numbers among them.
-    known = SparseProblem(q, Lists(stored, exact, chosen.int(), None), None, None)
-    expected = known.expected()
-    problem = SparseProblem(q, Lists(pool, exact, named[chosen].int().cuda(), None), None, None)
-    problem.expected = lambda: expected
-    for parts in (None, 3):
-        assert_right(problem, *decode(problem, plan_of(problem, num_sm_parts=parts)))
-    assert_right(problem, *prefill(problem, with_most=kind != "bytes"))
+
+@pytest.mark.parametrize("kind,heads", [("bytes", HEADS), ("own", 64)])
+def test_a_thousand_replays_of_a_chain_of_drafts(kind, heads):
+    check_a_thousand_replays(Chain(kind, 4, heads))
+
+
+@pytest.mark.parametrize("kind,heads", [("bytes", HEADS), ("own", HEADS), ("bytes", 64), ("own", 64)])
+def test_a_thousand_replays_of_prompts_that_select(kind, heads):
+    check_a_thousand_replays(Prompt(kind, heads))
+
+
+@pytest.mark.parametrize("heads", [HEADS, 64])
+def test_a_thousand_replays_over_entries_of_584_bytes(heads):
+    check_a_thousand_replays(Entries(heads))

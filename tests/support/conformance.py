@@ -34,6 +34,9 @@ FEATURES = {
     "mla_e5m2": {"kv_dtype": E5M2},
     "mla_rows": {"kv_dtype": ROWS},
     "mla_fp4": {"kv_dtype": torch.float4_e2m1fn_x2},
+    # Layers of these bring lists of rows.
+    "mla_lists": {"sparse_topk": 24},
+    "mla_lists_rows": {"sparse_topk": 24, "kv_dtype": ROWS},
 }
 MODES = {
     ForwardMode.DECODE: ([9, 70], [1, 1], {"uniform": True}),

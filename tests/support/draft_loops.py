@@ -16,6 +16,7 @@ from checks import MAX_RELATIVE_ERROR, relative_error
 REQUESTS = 5
 SPEC = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64}
 SCALE = 0.15
+TOPK = 24  # rows that a token of a sparse model lists
 
 
 class Loop:
@@ -28,8 +29,12 @@ class Loop:
         self.rng, self.generator = random.Random(seed), torch.Generator().manual_seed(seed)
         self.page_size, self.topk, self.draft_steps = page_size, topk, draft_steps
         self.window = 7 if kind == "window" else -1
+        self.has_lists = kind == "sparse"
+        kind = "mla" if self.has_lists else kind
         if kind == "mla":
-            self.spec = AttentionSpec.mla(4, dtype=dtype, page_size=page_size)
+            self.spec = AttentionSpec.mla(
+                4, dtype=dtype, page_size=page_size, sparse_topk=TOPK if self.has_lists else 0
+            )
         else:
             self.spec = AttentionSpec(**SPEC, dtype=dtype, page_size=page_size, sliding_window_size=self.window)
         self.context = max(160, 11 * page_size)  # room for branches on pages of their own
@@ -84,7 +89,7 @@ class Loop:
 
     def fill(self, lengths, rows):
         """Prefixes of these requests, stored; K and V of each."""
-        kept = []
+        kept, self.lengths = [], lengths
         for length, row in zip(lengths, rows):
             k = self.draw(length, self.kv_heads, self.dims[1])
             v = k[..., :512] if self.dims[1] == 576 else self.draw(length, self.kv_heads, 64)
@@ -101,12 +106,21 @@ class Loop:
         self.pool.set_kv_buffer(self.layer, slots, k, v)
 
     def inputs(self, size):
-        """q, k and v of every step and branch: ``[B, steps, topk, H, D]``."""
+        """q, k and v of every step and branch: ``[B, steps, topk, H, D]``; and what its list names, by position."""
         shape, dims = (size, self.draft_steps - 1, self.topk), self.dims
         q, k = self.draw(*shape, 4, dims[0]), self.draw(*shape, self.kv_heads, dims[1])
-        return q, k, k[..., :512] if dims[1] == 576 else self.draw(*shape, self.kv_heads, 64)
+        v = k[..., :512] if dims[1] == 576 else self.draw(*shape, self.kv_heads, 64)
+        if not self.has_lists:
+            return q, k, v
+        lists = torch.full((*shape, TOPK), -1, dtype=torch.int32)
+        for b, length in enumerate(self.lengths):
+            for step in range(shape[1]):
+                for branch in range(self.topk):
+                    seen = torch.randperm(length + step + 1, generator=self.generator)[:TOPK]
+                    lists[b, step, branch, : len(seen)] = seen
+        return q, k, v, lists.to(self.device)
 
-    def model(self, input_ids, positions, batch, *, q, k, v):
+    def model(self, input_ids, positions, batch, *, q, k, v, lists=None):
         """``[B, steps, topk, H * D_v]``: what a GraphRunner captures."""
         del input_ids, positions, batch
         outs = []
@@ -115,11 +129,17 @@ class Loop:
             flat = [x[:, index].flatten(0, 1) for x in (q, k, v)]
             if self.dims[1] == 576:
                 flat[2] = None
-            out = self.layer(*flat, step)
+            out = self.layer(*flat, step, **({} if lists is None else self.slots_of(step, lists[:, index])))
             outs.append(out.unflatten(0, (-1, self.topk)))
         return torch.stack(outs, 1)
 
-    def expected(self, prefixes, q, k, v):
+    def slots_of(self, step, lists):
+        """The option of a layer: lists of positions as slots of the step's branches."""
+        lists = lists.flatten(0, 1)
+        slots = step.req_to_token[step.req_pool_indices].gather(1, lists.clamp(min=0).long())
+        return {"topk_indices": torch.where(lists < 0, lists, slots)}
+
+    def expected(self, prefixes, q, k, v, lists=None):
         """float64, of every step and branch."""
         size, steps = q.shape[:2]
         out = torch.zeros(size, steps, self.topk, 4, self.dims[2], dtype=torch.float64, device=self.device)
@@ -129,6 +149,9 @@ class Loop:
                 for step in range(steps):
                     all_k = torch.cat([keys, k[b, : step + 1, branch]]).double().repeat_interleave(group, 1)
                     all_v = torch.cat([values, v[b, : step + 1, branch]]).double().repeat_interleave(group, 1)
+                    if lists is not None:
+                        named = lists[b, step, branch].long()
+                        all_k, all_v = all_k[named[named >= 0]], all_v[named[named >= 0]]
                     first = 0 if self.window < 0 else max(0, len(all_k) - 1 - self.window)
                     scores = torch.einsum("hd,khd->hk", q[b, step, branch].double(), all_k[first:]) * SCALE
                     out[b, step, branch] = torch.einsum("hk,khd->hd", scores.softmax(-1), all_v[first:])
@@ -138,9 +161,13 @@ class Loop:
         return [self.rng.choice([0, 1, self.page_size, self.rng.randint(0, self.most_prefix())]) for _ in range(size)]
 
 
-def run_eagerly(loop, batch, q, k, v):
+def named(inputs):
+    return dict(zip(("q", "k", "v", "lists"), inputs))
+
+
+def run_eagerly(loop, batch, *inputs):
     loop.backend.init_forward_metadata(batch)
-    out = loop.model(None, None, batch, q=q, k=k, v=v)
+    out = loop.model(None, None, batch, **named(inputs))
     loop.backend.raise_on_fault()
     return out
 
@@ -158,13 +185,14 @@ def check_replays(
     loop, eager = (Loop(name, page_size, topk, 5, **options) for _ in range(2))
     shape, dims = (4, topk), loop.dims
     rows_of = {"q": (*shape, 4, dims[0]), "k": (*shape, loop.kv_heads, dims[1]), "v": (*shape, loop.kv_heads, dims[2])}
+    lists_of = {"lists": StaticInput((*shape, TOPK), dtype=torch.int32, per="request")} if loop.has_lists else {}
     runner = GraphRunner(
         loop.model,
         loop.backend,
         loop.table,
         loop.pool,
         sizes=sizes,
-        inputs={key: StaticInput(rows, dtype=dtype, per="request") for key, rows in rows_of.items()},
+        inputs={key: StaticInput(rows, dtype=dtype, per="request") for key, rows in rows_of.items()} | lists_of,
         layers={0: loop.layer},
         recorder=recorder,
     )
@@ -178,6 +206,6 @@ def check_replays(
         eager.fill(lengths, rows)
         inputs, same = loop.inputs(size), eager.inputs(size)
         batch, ids = loop.batch(lengths, rows), torch.zeros(size, dtype=torch.int64, device=device)
-        got = runner.replay(ids, batch, **dict(zip("qkv", inputs)))
+        got = runner.replay(ids, batch, **named(inputs))
         expected = run_eagerly(eager, eager.batch(lengths, rows), *same)
         assert torch.equal(got, expected), f"turn {turn}"

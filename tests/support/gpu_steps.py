@@ -6,8 +6,9 @@ import dataclasses
 
 import torch
 from attnops.backends import get_backend_class
-from attnops.pools import KVCache, MLATokenToKVPool, SWAKVPool
+from attnops.pools import DSATokenToKVPool, KVCache, MLATokenToKVPool, SWAKVPool
 from attnops.types import ForwardMode
+from sparse_lists import with_lists
 from steps import LIMITS, Model, Step, make_step
 
 # Two steps of one shape: what is captured, and what a replay then finds in its place.
@@ -30,6 +31,8 @@ def _move(pool: KVCache) -> None:
             for name in (f"{kind}_buffer", f"{kind}_scale_buffer"):
                 if hasattr(pool, name):  # an FP4 pool has scales, too
                     setattr(pool, name, [pages.cuda() for pages in getattr(pool, name)])
+    if isinstance(pool, DSATokenToKVPool):
+        pool.index_k_with_scale_buffer = [pages.cuda() for pages in pool.index_k_with_scale_buffer]
     pool.device = torch.device("cuda", torch.cuda.current_device())
 
 
@@ -47,13 +50,15 @@ def on_gpu(step: Step) -> Step:
         q=step.q.cuda(),
         k=step.k.cuda(),
         v=step.v.cuda(),
+        lists=None if step.lists is None else step.lists.cuda(),
     )
 
 
 def step_of(model: Model, shape: str, which: int) -> Step:
-    """The captured (0) or the replayed (1) step of a shape."""
+    """The captured (0) or the replayed (1) step of a shape, with lists where the model is sparse."""
     mode, *lengths, options = SHAPES[shape]
-    return on_gpu(make_step(model, mode, *lengths[which], seed=which, **options))
+    step = make_step(model, mode, *lengths[which], seed=which, **options)
+    return on_gpu(with_lists(step, which) if model.spec.sparse_topk else step)
 
 
 def eager(name: str, step: Step) -> torch.Tensor:

@@ -109,9 +109,12 @@ class Step:
     v: Tensor
     expected: Tensor  # float64 [num_tokens, H_q, D_v]; zeros for padding tokens
     num_real: int
+    lists: Tensor | None = None  # int32 [num_tokens, sparse_topk] of a sparse layer, see sparse_lists.py
 
     def run(self, backend, **options) -> Tensor:
         v = None if self.model.spec.is_mla else self.v
+        if self.lists is not None:
+            options = {"topk_indices": self.lists, **options}
         out = backend.forward(self.q, self.k, v, self.layer, self.batch, **options)
         return out.view(-1, self.layer.num_heads, self.layer.v_head_dim)
 
@@ -123,7 +126,7 @@ class Step:
     def _memory(self) -> list[Tensor]:
         batch, pool = self.batch, self.batch.token_to_kv_pool
         tensors = [self.q, self.k, self.v, batch.req_pool_indices, batch.cache_seqlens]
-        tensors += [batch.req_to_token, batch.out_cache_loc, batch.extend_seq_lens, batch.tree_mask]
+        tensors += [batch.req_to_token, batch.out_cache_loc, batch.extend_seq_lens, batch.tree_mask, self.lists]
         if hasattr(pool, "get_kv_scale_buffer"):  # of an FP4 pool: codes and scales
             tensors += pool.all_buffers()[0]
         elif isinstance(pool, MLATokenToKVPool):

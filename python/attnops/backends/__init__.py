@@ -17,6 +17,7 @@ from attnops.backends.linear import (
 )
 from attnops.backends.machine import Machine, detect_machine
 from attnops.backends.multi_step import MultiStepDraftBackend
+from attnops.backends.nsa_drafts import DeepseekSparseAttnMultiStepBackend, NativeSparseAttnMultiStepBackend
 from attnops.backends.registry import get_backend_class, register_attention_backend, registered_names
 from attnops.backends.select import Selection, select, select_backend
 from attnops.backends.tbo import TboAttnBackend
@@ -24,6 +25,7 @@ from attnops.backends.tbo import TboAttnBackend
 __all__ = [
     "AttentionBackend",
     "Capability",
+    "DeepseekSparseAttnMultiStepBackend",
     "DoubleSparseAttnBackend",
     "DualChunkFlashAttentionBackend",
     "EncoderDecoderBackend",
@@ -37,6 +39,7 @@ __all__ = [
     "Machine",
     "Mamba2AttnBackend",
     "MultiStepDraftBackend",
+    "NativeSparseAttnMultiStepBackend",
     "Selection",
     "ShortConvAttnBackend",
     "TboAttnBackend",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -60,6 +61,7 @@ class AttentionBackend(ABC):
     name: ClassVar[str] = ""
     capability: ClassVar[Capability]
     needs_cpu_seq_lens: ClassVar[bool] = False
+    takes_lists: ClassVar[bool] = False  # `topk_indices` of layers
 
     def __init__(self, spec: AttentionSpec, limits: Limits, device: torch.device | str = "cpu") -> None:
         self.spec = spec
@@ -87,6 +89,14 @@ class AttentionBackend(ABC):
 
         From now on `other` prepares each step first, with the same requests, lengths, slots and number of tokens.
         Called before any step. Where nothing can be shared, all is as before.
+        """
+        return
+
+    def lead_drafts(self, others: Sequence[AttentionBackend]) -> None:
+        """Prepares, with the first step of a draft loop, what the later ones of `others` can share with it.
+
+        In each step a request has one token more than before. Called before any step. Where nothing can be shared, all
+        is as before.
         """
         return
 

@@ -48,6 +48,10 @@ class HybridAttnBackend(AttentionBackend):
     def needs_cpu_seq_lens(self) -> bool:  # type: ignore[override]
         return self.prefill_backend.needs_cpu_seq_lens or self.decode_backend.needs_cpu_seq_lens
 
+    @property
+    def takes_lists(self) -> bool:  # type: ignore[override]
+        return self.prefill_backend.takes_lists and self.decode_backend.takes_lists
+
     def select(self, mode: ForwardMode) -> AttentionBackend:
         """The backend that serves a mode."""
         if mode.is_decode_or_idle():

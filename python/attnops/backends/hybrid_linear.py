@@ -62,6 +62,10 @@ class HybridLinearAttnBackend(AttentionBackend):
     def needs_cpu_seq_lens(self) -> bool:  # type: ignore[override]
         return self.full_attn_backend.needs_cpu_seq_lens
 
+    @property
+    def takes_lists(self) -> bool:  # type: ignore[override]
+        return self.full_attn_backend.takes_lists
+
     def init_forward_metadata_out_graph(self, batch: AttentionBatch, in_capture: bool = False) -> None:
         self.full_attn_backend.init_forward_metadata_out_graph(batch, in_capture)
         self.linear_attn_backend.init_forward_metadata_out_graph(batch, in_capture)

@@ -94,6 +94,9 @@ class MultiStepDraftBackend(AttentionBackend):
         if self.has_trees:  # all steps have the same lengths and slots, and masks hide what is still to come
             for backend in self.backends[1:]:
                 _decoder(backend).prepare_with(_decoder(self.backends[0]))
+        else:
+            first, *later = map(_decoder, self.backends)
+            first.lead_drafts(later)
         options: dict[str, Any] = {"device": self.device}
         self._rows = torch.arange(rows, **options)
         if self.has_trees:
@@ -113,6 +116,10 @@ class MultiStepDraftBackend(AttentionBackend):
     @property
     def needs_cpu_seq_lens(self) -> bool:  # type: ignore[override]
         return self.backends[0].needs_cpu_seq_lens
+
+    @property
+    def takes_lists(self) -> bool:  # type: ignore[override]
+        return self.backends[0].takes_lists
 
     def step(self, index: int) -> AttentionBatch:
         """The batch of a step of the loop that is prepared. Idle batches have idle steps.

@@ -50,6 +50,10 @@ class TboAttnBackend(AttentionBackend):
     def needs_cpu_seq_lens(self) -> bool:  # type: ignore[override]
         return any(backend.needs_cpu_seq_lens for backend in (self.primary, *self.children))
 
+    @property
+    def takes_lists(self) -> bool:  # type: ignore[override]
+        return self.primary.takes_lists
+
     def children_of(self, batch: AttentionBatch) -> tuple[AttentionBatch, AttentionBatch]:
         """The halves of a batch, the same objects at every call. One of them may have no request; it is skipped.
 

@@ -20,6 +20,7 @@ from attnops.graphs.static_inputs import StaticInput
 from attnops.graphs.static_output import StaticOutput
 from attnops.graphs.token_step import BucketBatch, TokenStep
 from attnops.layers import RadixAttention, RadixLinearAttention, forward_context
+from attnops.layers.radix_attention import lists_for
 from attnops.types import AttentionBatch, ForwardMode, LayerServer
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ class AttentionCall:
     """One attention of a captured step: its layer, and where the graphs before and behind it left q, k, v and out.
 
     Args:
-        inputs: q, k, v, q_rope, k_rope; each ``[bucket, ...]`` or None.
+        inputs: q, k, v, q_rope, k_rope, topk_indices; each ``[bucket, ...]`` or None.
         out: ``[bucket, num_heads * v_head_dim]``.
     """
 
@@ -158,15 +159,17 @@ class AttentionCall:
             self._see(batch.num_tokens)
         if self._padding is not None:
             self._padding.zero_()
-        q, k, v, options = self._views
+        q, k, v, lists, options = self._views
         assert q is not None
+        if lists is not None:
+            options = {**options, **lists_for(backend, lists)}
         backend.forward(q, k, v, self.layer, batch, self._save_kv_cache, **options)
 
     def _see(self, tokens: int) -> None:
         """The rows of so many tokens; kept, because steps of one number of tokens follow one another."""
-        q, k, v, q_rope, k_rope = (None if one is None else one[:tokens] for one in self._inputs)
+        q, k, v, q_rope, k_rope, lists = (None if one is None else one[:tokens] for one in self._inputs)
         options = {"q_rope": q_rope, "k_rope": k_rope, "out": self.out[:tokens]}
-        self._tokens, self._views = tokens, (q, k, v, options)
+        self._tokens, self._views = tokens, (q, k, v, lists, options)
         self._padding = self.out[tokens:] if tokens < self.out.shape[0] else None
 
 
@@ -206,6 +209,8 @@ class _CapturedStep:
 class _Cut:
     """Stands in for a backend while a bucket is captured: an attention ends one graph and begins the next."""
 
+    takes_lists = True  # a call's backend says whether it does, when it runs
+
     def __init__(self, recorder: RecorderFactory, measure: Callable[[], Any]) -> None:
         self.step = _CapturedStep()
         self._recorder, self._borrow, self._measure = recorder, borrower(recorder), measure
@@ -232,14 +237,14 @@ class _Cut:
         **options: Tensor | None,
     ) -> Tensor:
         """Arguments as of `AttentionBackend.forward`. Nothing is computed: a capture runs nothing anyway."""
-        q_rope, k_rope, out = (options.pop(name, None) for name in ("q_rope", "k_rope", "out"))
+        q_rope, k_rope, lists, out = (options.pop(name, None) for name in ("q_rope", "k_rope", "topk_indices", "out"))
         if options:
             raise TypeError(f"attnops: attention takes no argument {', '.join(options)}")
         if out is None:
             # The graph's own memory: the model may keep it as long as any other value that it computes.
             out = q.new_empty(q.shape[0], layer.num_heads * layer.v_head_dim)
         self._open.close()
-        kept = [None if one is None else self._borrow(one) for one in (q, k, v, q_rope, k_rope)]
+        kept = [None if one is None else self._borrow(one) for one in (q, k, v, q_rope, k_rope, lists)]
         self.step.calls.append(AttentionCall(layer, save_kv_cache, kept, self._borrow(out)))
         self._begin()
         return out
@@ -271,6 +276,8 @@ class _Cut:
 
 class NoAttention:
     """Stands in for a backend in a step without tokens: zeros, and nothing is stored."""
+
+    takes_lists = True
 
     def forward(
         self, q: Tensor, k: object, v: object, layer: RadixAttention, *args: object, out: Tensor | None = None, **_: Any
