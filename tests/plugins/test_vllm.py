@@ -25,6 +25,7 @@ OPTIONS = {
     "enable_prefix_caching": True,
     "kv_cache_memory_bytes": 64 << 20,
 }
+MLA = {"attention_config": {"backend": "CPU_MLA"}}  # AMX machines have another by default
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +63,13 @@ def test_the_option_knows_the_name_that_the_entry_point_brings(folder, theirs):
 
 
 def test_mla_gives_the_tokens_of_vllms_own_backend(folder, theirs):
-    options = {"attention_config": {"backend": "CPU_MLA"}}
-    expected, got = theirs("deepseek_576", json.dumps(options)), run(folder, "deepseek_576", True, options)
+    """Prompts by vLLM's own extension for them; the second time they are found in the prefix cache."""
+    expected = theirs("deepseek_576", json.dumps(MLA), rounds=2)
+    got = run(folder, "deepseek_576", True, MLA, rounds=2)
     assert got["tokens"] == expected["tokens"]
-    assert got["calls"]["mla_decode"] and got["calls"]["store_mla_kv"]
+    assert got["calls"]["mla_decode"] and got["calls"]["store_mla_kv"] and got["calls"]["fmha_varlen"]
+    assert got["prefill_backends"]["CPU"].startswith("attnops.plugins.vllm")
+    assert expected["prefill_backends"]["CPU"].startswith("vllm."), "without the variable nothing changes"
 
 
 def test_layers_of_a_head_size_that_we_have_not_are_vllms_own(folder, theirs):

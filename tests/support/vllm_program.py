@@ -1,7 +1,7 @@
 """A whole engine of vLLM on the CPU, run as a program: greedy tokens of some prompts, and how often attnops was called.
 
 Argument: a JSON object: `model` (a folder), `options` (of `LLM`), `prompts` (token ids), `rounds`, `max_tokens`.
-Prints a JSON object: `tokens` and `logprobs` by round and prompt, `calls` by op, `backend`.
+Prints a JSON object: `tokens` and `logprobs` by round and prompt, `calls` by op, `backends` and `prefill_backends`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ os.environ |= {
     "VLLM_NO_USAGE_STATS": "1",
 }
 
-COUNTED = ("store_kv", "store_mla_kv", "xqa_decode", "fmha_paged", "mla_decode")
+COUNTED = ("store_kv", "store_mla_kv", "xqa_decode", "fmha_paged", "fmha_varlen", "mla_decode")
 
 
 def count_calls() -> None:
@@ -44,6 +44,7 @@ def count_calls() -> None:
 
 def main(request: dict) -> None:
     from vllm import LLM, SamplingParams
+    from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     engine = LLM(request["model"], skip_tokenizer_init=True, **request["options"])
@@ -63,9 +64,11 @@ def main(request: dict) -> None:
         )
     known = {name: AttentionBackendEnum[name].get_path() for name in ("CPU_ATTN", "CPU_MLA")}
     known |= {name: member.get_path() for name, member in AttentionBackendEnum.__members__.items() if "ATTNOPS" in name}
+    of_prompts = {name: MLAPrefillBackendEnum[name].get_path() for name in ("CPU", "FLASH_ATTN")}
     with open(os.environ["CALLS"]) as lines:
         calls = collections.Counter(lines.read().split())
-    print("RESULT " + json.dumps({"tokens": tokens, "logprobs": logprobs, "calls": calls, "backends": known}))
+    result = {"tokens": tokens, "logprobs": logprobs, "calls": calls}
+    print("RESULT " + json.dumps(result | {"backends": known, "prefill_backends": of_prompts}))
 
 
 if __name__ == "__main__":

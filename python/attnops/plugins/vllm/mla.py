@@ -1,6 +1,6 @@
 """The backend ATTNOPS_MLA: absorbed queries over vLLM's cache of latents, by `mla_decode`.
 
-Prompts are vLLM's own: it expands their keys and values, and has a backend for that.
+Prompts are `mla_prompts.py`'s: vLLM expands their keys and values, and has backends of their own for that.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonBackend,
     MLACommonImpl,
@@ -22,7 +22,8 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonA
 
 from attnops import ops
 from attnops.backends import Capability, get_backend_class
-from attnops.plugins.vllm.plans import DecodePlanner, cache_dtype, is_batch_invariant, limits_of
+from attnops.plugins.vllm import mla_prompts
+from attnops.plugins.vllm.plans import DecodePlanner, cache_dtype, is_batch_invariant, limits_of, reason_against_cache
 from attnops.types import AttentionSpec
 
 
@@ -60,6 +61,12 @@ class AttnopsMLABackend(MLACommonBackend):
     @classmethod
     def supports_batch_invariance(cls) -> bool:
         return capability().deterministic
+
+    @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *other: Any, **others: Any
+    ) -> str | None:
+        return reason_against_cache(kv_cache_dtype)
 
     @classmethod
     def supports_compute_capability(cls, capability_of_device: DeviceCapability) -> bool:
@@ -140,6 +147,7 @@ class AttnopsMLAImpl(MLACommonImpl[MLACommonMetadata]):
             **mla_args,
         )
         self._is_fp8 = kv_cache_dtype.startswith("fp8")
+        mla_prompts.choose(get_current_vllm_config(), self.qk_head_dim, self.v_head_dim)  # before vLLM asks
 
     def do_kv_cache_update(
         self,

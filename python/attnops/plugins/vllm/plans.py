@@ -35,6 +35,13 @@ def cache_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
     return known[name]
 
 
+def reason_against_cache(name: str | None) -> str | None:
+    """What vLLM's own reason, "kv_cache_dtype not supported", does not say of a `kv_cache_dtype`."""
+    if name is not None and name.endswith("_per_token_head"):
+        return f"scales per token and head not supported, which kv_cache_dtype {name} has"
+    return None
+
+
 def limits_of(config: VllmConfig) -> Limits:
     """The largest step that vLLM schedules; full graphs pad a batch up to their own sizes."""
     scheduler, captured = config.scheduler_config, config.compilation_config.max_cudagraph_capture_size or 0
@@ -93,6 +100,7 @@ class PromptPlanner:
             "num_q_heads": spec.num_q_heads,
             "num_kv_heads": spec.num_kv_heads,
             "head_dim": max(spec.head_dim, spec.v_head_dim),
+            "split_keys": not spec.deterministic,
             "device": device,
         }
         self._plans: dict[tuple[int, bool], FmhaPlan] = {}
