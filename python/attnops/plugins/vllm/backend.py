@@ -21,6 +21,7 @@ from attnops.backends import Capability, get_backend_class
 from attnops.plugins.vllm import own_kernels
 from attnops.plugins.vllm.impl import ENCODERS, AttnopsImpl
 from attnops.plugins.vllm.metadata import AttnopsMetadata, AttnopsMetadataBuilder
+from attnops.plugins.vllm.plans import reason_against_cache
 
 __all__ = ["AttnopsBackend", "AttnopsImpl", "AttnopsMetadata", "AttnopsMetadataBuilder"]
 
@@ -87,6 +88,12 @@ class AttnopsBackend(AttentionBackend):
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
         return attn_type in (AttentionType.DECODER, *ENCODERS)
+
+    @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *other: Any, **others: Any
+    ) -> str | None:
+        return reason_against_cache(kv_cache_dtype)
 
     @classmethod
     def supports_compute_capability(cls, capability_of_device: DeviceCapability) -> bool:
