@@ -21,22 +21,30 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata, MultipleOf
 
 from attnops import ops
-from attnops.backends import Capability, get_backend_class
+from attnops.backends import Capability
+from attnops.plugins import adapters
 from attnops.plugins.vllm import mla_prompts
-from attnops.plugins.vllm.plans import DecodePlanner, cache_dtype, is_batch_invariant, limits_of, reason_against_cache
+from attnops.plugins.vllm.plans import (
+    DecodePlanner,
+    cache_dtype,
+    cache_names,
+    is_batch_invariant,
+    limits_of,
+    reason_against_cache,
+)
 from attnops.types import AttentionSpec
 
 
 def capability() -> Capability:
-    """What the kernels behind this backend serve."""
-    return get_backend_class("trtllm_mla").capability
+    """What this backend serves."""
+    return adapters.find("vllm", "ATTNOPS_MLA").capability()
 
 
 class AttnopsMLABackend(MLACommonBackend):
     """vLLM's description of attnops' MLA."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = sorted(capability().dtypes, key=str)
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = cache_names(capability())
 
     @staticmethod
     def get_name() -> str:
@@ -57,6 +65,14 @@ class AttnopsMLABackend(MLACommonBackend):
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
         return head_size == 576
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return capability().sinks
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return capability().sliding_window
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
@@ -86,7 +102,7 @@ class AttnopsMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         spec = AttentionSpec.mla(
             self.num_heads * self.dcp_world_size,
             dtype=dtype,
-            kv_dtype=cache_dtype(vllm_config.cache_config.cache_dtype, dtype),
+            kv_dtype=cache_dtype(vllm_config.cache_config.cache_dtype, dtype, capability()),
             page_size=kv_cache_spec.block_size,
             deterministic=is_batch_invariant(),
         )

@@ -19,8 +19,9 @@ from vllm.v1.attention.backends.mla.prefill.base import MLADimensions, MLAPrefil
 from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
 
 from attnops import environment, ops
-from attnops.backends import Capability, detect_machine, get_backend_class
+from attnops.backends import Capability, detect_machine
 from attnops.metadata.fmha_plan import FmhaPlan
+from attnops.plugins import adapters
 from attnops.plugins.vllm import PREFILL_NAME as NAME
 from attnops.plugins.vllm.plans import is_batch_invariant
 from attnops.types import AttentionSpec, AttentionType
@@ -29,8 +30,8 @@ logger = logging.getLogger("attnops.plugins.vllm")
 
 
 def capability() -> Capability:
-    """What `fmha` serves."""
-    return get_backend_class("fa3").capability
+    """What `fmha` serves of prompts whose keys and values come from no cache."""
+    return adapters.find("vllm", "ATTNOPS, as mla_prefill_backend").capability()
 
 
 def reasons_against(head_dim: int, v_head_dim: int, dtype: torch.dtype | None = None) -> list[str]:
