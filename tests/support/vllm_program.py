@@ -1,7 +1,8 @@
 """A whole engine of vLLM on the CPU, run as a program: greedy tokens of some prompts, and how often attnops was called.
 
 Argument: a JSON object: `model` (a folder), `options` (of `LLM`), `prompts` (token ids), `rounds`, `max_tokens`.
-Prints a JSON object: `tokens` and `logprobs` by round and prompt, `calls` by op, `backends` and `prefill_backends`.
+Prints a JSON object: `tokens` and `logprobs` by round and prompt, `calls` by op, `backends` and `prefill_backends` by
+name, `attnops` (the package's file; None where nothing imported it).
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def main(request: dict) -> None:
     of_prompts = {name: MLAPrefillBackendEnum[name].get_path() for name in ("CPU", "FLASH_ATTN")}
     with open(os.environ["CALLS"]) as lines:
         calls = collections.Counter(lines.read().split())
-    result = {"tokens": tokens, "logprobs": logprobs, "calls": calls}
+    ours = getattr(sys.modules.get("attnops"), "__file__", None)
+    result = {"tokens": tokens, "logprobs": logprobs, "calls": calls, "attnops": ours}
     print("RESULT " + json.dumps(result | {"backends": known, "prefill_backends": of_prompts}))
 
 
