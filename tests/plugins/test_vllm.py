@@ -118,8 +118,8 @@ def test_requests_that_lose_their_blocks_come_back(kind, folder, theirs):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_give_the_tokens_of_one(kind, dtype, folder, theirs):
-    """Over gloo; of vLLM's own backend on one rank. On two, vLLM 0.32's own has other tokens of MLA than on one: where
-    it has, nothing can be said.
+    """Over gloo; of vLLM's own backend on one rank. On two, vLLM 0.32's own has other tokens of MLA than on one,
+    and not the same ones twice: where it has, nothing can be said.
     """
     ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "dtype": dtype}
     processes = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
