@@ -23,31 +23,35 @@ os.environ |= {
 COUNTED = ("store_kv", "store_mla_kv", "xqa_decode", "fmha_paged", "fmha_varlen", "mla_decode")
 
 
+def counted(inner, name: str):
+    """A function whose calls, in any process of the engine, are lines of the file CALLS."""
+
+    def call(*args, **options):
+        with open(os.environ["CALLS"], "a") as calls:
+            calls.write(name + "\n")
+        return inner(*args, **options)
+
+    call.counts = True
+    return call
+
+
 def count_calls() -> None:
-    """A plug-in of vLLM for tests: each call of an op, in any process of the engine, is a line of the file CALLS."""
+    """A plug-in of vLLM for tests: it counts the calls of ops."""
     from attnops import ops
-
-    def counted(name: str):
-        inner = getattr(ops, name)
-
-        def call(*args, **options):
-            with open(os.environ["CALLS"], "a") as calls:
-                calls.write(name + "\n")
-            return inner(*args, **options)
-
-        call.counts = True
-        return call
 
     for name in COUNTED:
         if not hasattr(getattr(ops, name), "counts"):
-            setattr(ops, name, counted(name))
+            setattr(ops, name, counted(getattr(ops, name), name))
 
 
 def main(request: dict) -> None:
     from vllm import LLM, SamplingParams
     from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.core.sched.scheduler import Scheduler
 
+    # Requests that lose their blocks, where the scheduler is in this process.
+    Scheduler._preempt_request = counted(Scheduler._preempt_request, "preempted")
     engine = LLM(request["model"], skip_tokenizer_init=True, **request["options"])
     greedy = SamplingParams(
         temperature=0, max_tokens=request["max_tokens"], ignore_eos=True, detokenize=False, logprobs=2
