@@ -22,16 +22,28 @@ class Loop:
     """A draft model of one layer whose queries, keys and values are given, over pages full of NaN."""
 
     def __init__(
-        self, name, page_size, topk, draft_steps, kind="mha", seed=0, *, device="cpu", dtype=torch.float32, trees=True
+        self,
+        name,
+        page_size,
+        topk,
+        draft_steps,
+        kind="mha",
+        seed=0,
+        *,
+        device="cpu",
+        dtype=torch.float32,
+        trees=True,
+        deterministic=False,
     ):
         self.device, self.dtype = device, dtype
         self.rng, self.generator = random.Random(seed), torch.Generator().manual_seed(seed)
         self.page_size, self.topk, self.draft_steps = page_size, topk, draft_steps
         self.window = 7 if kind == "window" else -1
+        options = {"dtype": dtype, "page_size": page_size, "deterministic": deterministic}
         if kind == "mla":
-            self.spec = AttentionSpec.mla(4, dtype=dtype, page_size=page_size)
+            self.spec = AttentionSpec.mla(4, **options)
         else:
-            self.spec = AttentionSpec(**SPEC, dtype=dtype, page_size=page_size, sliding_window_size=self.window)
+            self.spec = AttentionSpec(**SPEC, **options, sliding_window_size=self.window)
         self.context = max(160, 11 * page_size)  # room for branches on pages of their own
         pages = REQUESTS * -(-self.context // page_size) + 3
         size = pages * page_size
