@@ -51,6 +51,20 @@ def test_latents_and_windows(kind, names, page_size, trees):
         assert close(out, loop.expected(prefixes, *inputs))
 
 
+@pytest.mark.parametrize("name", ["triton"])
+@pytest.mark.parametrize(
+    "kind, page_size, topk, draft_steps", [("mha", 1, 4, 3), ("mha", 16, 3, 3), ("mla", 16, 2, 2), ("window", 16, 2, 2)]
+)
+def test_branches_in_tritons_interpreter(name, kind, page_size, topk, draft_steps):
+    """In one request, but beside a window."""
+    loop = Loop(name, page_size, topk, draft_steps, kind, seed=page_size + topk)
+    assert loop.backend.has_trees is (kind != "window")
+    lengths, rows = [0, page_size, 75], [3, 1, 5]
+    prefixes, inputs = loop.fill(lengths, rows), loop.inputs(3)
+    out = run_eagerly(loop, loop.batch(lengths, rows), *inputs)
+    assert close(out, loop.expected(prefixes, *inputs))
+
+
 @pytest.mark.parametrize("name", NAMES[:3])
 @pytest.mark.parametrize("page_size, topk, trees", [(1, 4, False), (16, 4, False), (16, 1, True), (3, 4, True)])
 def test_one_graph_holds_the_loop(name, page_size, topk, trees):
