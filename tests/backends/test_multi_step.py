@@ -51,9 +51,21 @@ def test_latents_and_windows(kind, names, page_size, trees):
         assert close(out, loop.expected(prefixes, *inputs))
 
 
+@pytest.mark.parametrize("name", ["torch_native", "flex_attention", "intel_amx", "fa3"])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_keys_and_values_of_two_head_dims(name, page_size):
+    loop = Loop(name, page_size, 3, 4, "two dims")
+    assert loop.backend.has_trees is (name in ("torch_native", "flex_attention"))
+    lengths, rows = [0, 5, 40, 33], [3, 1, 5, 2]
+    prefixes, inputs = loop.fill(lengths, rows), loop.inputs(4)
+    out = run_eagerly(loop, loop.batch(lengths, rows), *inputs)
+    assert close(out, loop.expected(prefixes, *inputs))
+
+
 @pytest.mark.parametrize("name", ["triton"])
 @pytest.mark.parametrize(
-    "kind, page_size, topk, draft_steps", [("mha", 1, 4, 3), ("mha", 16, 3, 3), ("mla", 16, 2, 2), ("window", 16, 2, 2)]
+    "kind, page_size, topk, draft_steps",
+    [("mha", 1, 4, 3), ("two dims", 16, 3, 3), ("mla", 16, 2, 2), ("window", 16, 2, 2)],
 )
 def test_branches_in_tritons_interpreter(name, kind, page_size, topk, draft_steps):
     """In one request, but beside a window."""

@@ -43,7 +43,9 @@ class Loop:
         if kind == "mla":
             self.spec = AttentionSpec.mla(4, **options)
         else:
-            self.spec = AttentionSpec(**SPEC, **options, sliding_window_size=self.window)
+            self.spec = AttentionSpec(
+                **SPEC, **options, sliding_window_size=self.window, v_head_dim=32 if kind == "two dims" else 64
+            )
         self.context = max(160, 11 * page_size)  # room for branches on pages of their own
         pages = REQUESTS * -(-self.context // page_size) + 3
         size = pages * page_size
@@ -54,11 +56,13 @@ class Loop:
             back = torch.randperm(pages, generator=self.generator).unsqueeze(1) * page_size + torch.arange(page_size)
             self.pool.slot_map.copy_(back.flatten())
         else:
-            self.pool = MHATokenToKVPool(size, page_size, dtype, 2, 64, 1, device=device)
+            self.pool = MHATokenToKVPool(
+                size, page_size, dtype, 2, 64, 1, device=device, v_head_dim=self.spec.v_head_dim
+            )
         for buffers in self.pool.all_buffers():
             for buffer in buffers:
                 buffer.fill_(float("nan"))
-        dims = (576, 576, 512) if kind == "mla" else (64, 64, 64)
+        dims = (576, 576, 512) if kind == "mla" else (64, 64, self.spec.v_head_dim)
         self.kv_heads, self.dims = (1 if kind == "mla" else 2), dims
         self.layer = RadixAttention(
             4, dims[0], SCALE, self.kv_heads, 0, v_head_dim=dims[2], sliding_window_size=self.window
@@ -99,7 +103,7 @@ class Loop:
         kept = []
         for length, row in zip(lengths, rows):
             k = self.draw(length, self.kv_heads, self.dims[1])
-            v = k[..., :512] if self.dims[1] == 576 else self.draw(length, self.kv_heads, 64)
+            v = k[..., :512] if self.dims[1] == 576 else self.draw(length, self.kv_heads, self.dims[2])
             self.store(self.table[row, :length].long(), k, v)
             kept.append((k, v))
         return kept
@@ -116,7 +120,7 @@ class Loop:
         """q, k and v of every step and branch: ``[B, steps, topk, H, D]``."""
         shape, dims = (size, self.draft_steps - 1, self.topk), self.dims
         q, k = self.draw(*shape, 4, dims[0]), self.draw(*shape, self.kv_heads, dims[1])
-        return q, k, k[..., :512] if dims[1] == 576 else self.draw(*shape, self.kv_heads, 64)
+        return q, k, k[..., :512] if dims[1] == 576 else self.draw(*shape, self.kv_heads, dims[2])
 
     def model(self, input_ids, positions, batch, *, q, k, v):
         """``[B, steps, topk, H * D_v]``: what a GraphRunner captures."""

@@ -84,6 +84,7 @@ class TritonAttnBackend(AttentionBackend):
         sinks=True,
         tree_mask=True,
         draft_trees=True,
+        draft_trees_two_dims=True,
         deterministic=True,
         cuda_graph=True,
     )
