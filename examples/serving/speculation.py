@@ -248,7 +248,7 @@ class SpeculativeEngine(Engine):
             done = self._step(bonus, batch.positions, batch, **inputs)
         drafts.keep(requests, done)
         self.scheduler.commit(step)
-        logits = done["logits"].flatten(0, 1).cpu()
+        logits = done["logits"].flatten(0, 1).to("cpu", copy=True)  # the next replay overwrites them
         for request, path in zip(requests, done["accept_index"].tolist()):
             taken = [node for node in path if node >= 0]
             self.depths[len(taken) - 1] += 1

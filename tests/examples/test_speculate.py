@@ -72,12 +72,7 @@ def test_the_first_bytes_in_tritons_interpreter(target, plain, prompts, backend,
     assert answers == [answer[:5] for answer in plain[2:]]
 
 
-def test_flashinfer_stands_in(target, plain, prompts, flashinfer_stand_in):
-    answers, _ = run(target, prompts, 4, 16, "flashinfer", new=8)
-    assert answers == [answer[:8] for answer in plain]
-
-
-@pytest.mark.parametrize("topk, draft_steps, backend", [(4, 4, "intel_amx"), (1, 4, "torch_native"), (3, 1, "fa3")])
+@pytest.mark.parametrize("topk, draft_steps, backend", [(4, 4, "intel_amx"), (3, 1, "fa3")])
 def test_a_graph_holds_a_whole_step(target, prompts, plain, topk, draft_steps, backend):
     """Also of fewer requests than its graph is for."""
     options = {"draft_steps": draft_steps, "graphs": True, "recorder": GraphTape}
