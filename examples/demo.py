@@ -113,7 +113,10 @@ def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) 
             options.compiler == "eager" or options.graphs == "piecewise",
             f"--compiler {options.compiler} compiles pieces: it needs --graphs piecewise",
         ),
-        (options.graphs == "off" or not options.speculate, "--speculate runs eagerly: it needs --graphs off"),
+        (
+            options.graphs in ("off", "full") or not options.speculate,
+            "--speculate captures whole steps, or none: it needs --graphs full or off",
+        ),
         (
             min(options.topk, options.draft_steps) >= 1 and options.draft_tokens >= 2,
             "--topk and --draft-steps must be at least 1, --draft-tokens at least 2",
@@ -157,7 +160,7 @@ def serve(kind: str, options: argparse.Namespace) -> None:
         max_requests=options.max_batch,
         chunk=options.chunk,
         backend=options.backend,
-        graphs=options.graphs,
+        graphs="off" if drafts else options.graphs,
         compiler=options.compiler,
         drafts=drafts.num_tokens if drafts else 1,
         lookahead=drafts.lookahead if drafts else 0,
@@ -177,7 +180,15 @@ def serve(kind: str, options: argparse.Namespace) -> None:
     say_backend(runner.selection, runner.spec, options)
     size = runner.pool.nbytes() / 2**20
     line("cache", f"{runner.pool.num_pages} pages of {options.page_size} tokens for all layers, {size:.0f} MiB")
-    say_graphs(runner, options)
+    engine: Engine
+    if drafts is not None:
+        if isinstance(drafts, HeadDrafts):
+            drafts.attach(runner, None if options.backend == "auto" else options.backend)
+        cached = not options.no_prefix_cache
+        engine = SpeculativeEngine(runner, options.chunk, drafts, cached, graphs=options.graphs == "full")
+    else:
+        engine = Engine(runner, options.chunk, use_cache=not options.no_prefix_cache)
+    say_graphs(engine if isinstance(engine, SpeculativeEngine) else runner, options)
     requests = make_requests(options)
     line("requests", f"{len(requests)}, arriving while others run; at most {options.chunk} tokens per step\n")
 
@@ -195,11 +206,6 @@ def serve(kind: str, options: argparse.Namespace) -> None:
         if spoiler is not None:
             spoiler(engine, step)
 
-    engine = Engine(runner, options.chunk, use_cache=not options.no_prefix_cache)
-    if drafts is not None:
-        if isinstance(drafts, HeadDrafts):
-            drafts.attach(runner, None if options.backend == "auto" else options.backend)
-        engine = SpeculativeEngine(runner, options.chunk, drafts, use_cache=not options.no_prefix_cache)
     begin = time.perf_counter()
     try:
         engine.serve(requests, after_step)
@@ -270,7 +276,7 @@ def say_backend(selection: Selection, spec: AttentionSpec, options: argparse.Nam
             )
 
 
-def say_graphs(runner: ModelRunner, options: argparse.Namespace) -> None:
+def say_graphs(runner: ModelRunner | SpeculativeEngine, options: argparse.Namespace) -> None:
     """Captures, and says what that took."""
     begin = time.perf_counter()
     report = runner.capture(progress=not options.quiet)
@@ -278,7 +284,7 @@ def say_graphs(runner: ModelRunner, options: argparse.Namespace) -> None:
         return
     seconds = time.perf_counter() - begin
     what = {
-        "full": "decode steps are replayed whole, steps with prompts run eagerly",
+        "full": "steps of decoding requests are replayed whole, those with prompts run eagerly",
         "segments": "every step is replayed in segments around eager attention",
         "piecewise": f"every step runs in pieces compiled by {options.compiler!r} around eager attention",
     }[options.graphs]

@@ -5,6 +5,7 @@ Greedy text is that of plain decoding, byte for byte, which is checked at the en
     python examples/speculate.py                            # chains of 5 drafts
     python examples/speculate.py --topk 4 --tokens 16       # trees
     python examples/speculate.py --backend torch_native --page-size 3
+    python examples/speculate.py --graphs                   # on a GPU: a step is one CUDA graph
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch's thread 
 import torch
 from attnops import ops
 from attnops.backends import MultiStepDraftBackend, select_backend
+from attnops.graphs import GraphRunner, RecorderFactory, StaticInput
 from attnops.layers import RadixAttention
 from attnops.pools import MHATokenToKVPool
 from attnops.speculative import DraftInput, VerifyInput, keep_accepted
@@ -71,23 +73,21 @@ def propose(
     """A tree of the likeliest candidates of a draft loop.
 
     Args:
-        loop: Of the head; None where a draft is one token deep. pages: The head's.
+        loop: Of the head, prepared for the batch; None where a draft is one token deep. pages: The head's.
         batch: The loop's. bonus: int64 ``[B]``, roots of the trees. state: ``[B, D]``, the head's hidden states there.
         topk, draft_steps, num_tokens: As of `Speculator`.
     """
     size, device = batch.batch_size, state.device
-    scores, tokens = head.logits(state).log_softmax(-1).topk(topk)  # [B, topk], of the branches
+    scores, tokens = _log_probabilities(head, state).topk(topk)  # [B, topk], of the branches
     all_scores, all_tokens = [scores], [tokens]
     parents = [torch.arange(-1, topk, device=device).expand(size, -1)]
     hidden = state.unsqueeze(1).expand(-1, topk, -1)
-    if loop is not None:
-        loop.init_forward_metadata(batch)
     for index in range(draft_steps - 1):
         assert loop is not None
         step = loop.step(index)
         positions = step.positions.clamp(max=head.config.max_context - 1)  # drafts that no text can reach
         hidden = head(tokens.flatten(), hidden.flatten(0, 1), positions, pages.attend(step))
-        logp, next_tokens = head.logits(hidden).log_softmax(-1).topk(topk)
+        logp, next_tokens = _log_probabilities(head, hidden).topk(topk)
         grown = scores.unsqueeze(-1) + logp.view(size, topk, topk) - DEPTH_PRICE
         all_scores.append(grown.flatten(1))
         all_tokens.append(next_tokens.view(size, -1))
@@ -109,6 +109,11 @@ def propose(
     return VerifyInput.of_tree(tree, min(draft_steps + 1, num_tokens))
 
 
+def _log_probabilities(head: DraftHead, hidden: Tensor) -> Tensor:
+    """Of the next token. Padding of a graph may be NaN, and has a tree of some shape nevertheless."""
+    return head.logits(hidden).log_softmax(-1).nan_to_num(nan=-1e4)
+
+
 class Speculator:
     """Serves a fixed set of requests, greedily.
 
@@ -116,6 +121,8 @@ class Speculator:
         target, head: On the device and in the dtype that they are to run in.
         topk: Branches of a draft. draft_steps: Tokens of a branch. num_tokens: Of a tree, the bonus token included.
         max_tokens: Of a request, prompt and answer.
+        graphs: A step (draft, tree, verify, move, draft extend) is one graph. Prompts run eagerly.
+        recorder: Of the graphs; by default CUDA graphs.
     """
 
     def __init__(
@@ -130,6 +137,8 @@ class Speculator:
         max_requests: int,
         max_tokens: int,
         backend: str | None = None,
+        graphs: bool = False,
+        recorder: RecorderFactory | None = None,
     ) -> None:
         weight = target.embedding.weight
         self.target, self.head, self.device = target, head, weight.device
@@ -155,6 +164,13 @@ class Speculator:
         if draft_steps > 1:
             self.loop = MultiStepDraftBackend(make, self.draft_pages.spec, Limits(**sizes), self.device, **options)
         self.depths: Counter[int] = Counter()  # verify steps by how many drafts they accepted
+        self.graphs = None
+        if graphs:
+            state = StaticInput((head.config.d_model,), weight.dtype, per="request")
+            first = self.loop or make(self.draft_pages.spec, Limits(**sizes), self.device)  # what a graph begins with
+            shared = {"inputs": {"state": state}, "layers": {}, "recorder": recorder}
+            self.graphs = GraphRunner(self._step, first, self.table, self.draft_pages.pool, **shared)
+            self.graphs.capture(progress=False)
 
     @torch.no_grad()
     def run(self, prompts: list[list[int]], max_new: int) -> list[list[int]]:
@@ -169,22 +185,45 @@ class Speculator:
         bonus, state, lengths = bonus[keep], state[keep], lengths[keep]
         while alive:
             batch = self._loop_batch(keep, lengths)
-            verify, verified, hidden = self._verify(batch, self._draft(batch, bonus, state))
-            keep_accepted(verified, verify)
-            draft = DraftInput.after_verify(verified, hidden, batch)
-            state = self._extend_draft(draft, batch)[draft.last_row]
-            bonus, lengths = draft.bonus_token, draft.new_seqlens
-            still = []
-            for place, (row, path) in enumerate(zip(alive, verified.accept_index.tolist())):
+            if self.graphs is not None:
+                done = self.graphs.replay(bonus, batch, state=state)
+            else:
+                if self.loop is not None:
+                    self.loop.init_forward_metadata(batch)
+                done = self._step(bonus, batch.positions, batch, state=state)
+            state, bonus, lengths = done["state"], done["bonus"], done["lengths"]
+            predicts, still = done["predicts"].flatten().tolist(), []
+            for place, (row, path) in enumerate(zip(alive, done["accept_index"].tolist())):
                 taken = [node for node in path if node >= 0]
                 self.depths[len(taken) - 1] += 1
-                answers[row] += verified.predicts[torch.tensor(taken, device=self.device)].tolist()
+                answers[row] += [predicts[node] for node in taken]
                 if not _is_done(answers[row], max_new):
                     still.append(place)
             kept = torch.tensor(still, device=self.device, dtype=torch.int64)
             alive = [alive[place] for place in still]
             keep, bonus, state, lengths = keep[kept], bonus[kept], state[kept], lengths[kept]
         return [_cut(answer, max_new) for answer in answers]
+
+    def _step(self, bonus: Tensor, positions: Tensor, batch: AttentionBatch, *, state: Tensor) -> dict[str, Tensor]:
+        """A step of B requests from their last tokens on, with nothing read on the host: what a graph holds.
+
+        Args:
+            bonus, state: As of `propose`. batch: The loop's, which is prepared.
+
+        Returns:
+            A row a request: what came out (`predicts` and `accept_index`, as of `Verified`), and what the next step
+            begins with (`bonus`, `state` and `lengths`).
+        """
+        verify, verified, hidden = self._verify(batch, self._draft(batch, bonus, state))
+        keep_accepted(verified, verify)
+        draft = DraftInput.after_verify(verified, hidden, batch)
+        return {
+            "predicts": verified.predicts.view(batch.batch_size, -1),
+            "accept_index": verified.accept_index,
+            "bonus": draft.bonus_token,
+            "state": self._extend_draft(draft, batch)[draft.last_row],
+            "lengths": draft.new_seqlens,
+        }
 
     def _prefill(self, prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
         """The bytes after the prompts, and the draft head's states there."""
@@ -274,9 +313,12 @@ def main() -> None:
     parser.add_argument("--backend", default=None, help="by default the best that this machine has")
     parser.add_argument("--requests", type=int, default=len(PROMPTS))
     parser.add_argument("--max-new-tokens", type=int, default=120)
+    parser.add_argument("--graphs", action="store_true", help="a step is one CUDA graph")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     options = parser.parse_args()
+    if options.graphs and torch.device(options.device).type != "cuda":
+        parser.error(f"--graphs records CUDA graphs, but --device is {options.device}")
     target = load_model(WEIGHTS / "gqa.safetensors", getattr(torch, options.dtype), options.device)
     assert isinstance(target, GqaModel)
     head = load_draft(WEIGHTS / "gqa_draft.safetensors", target)
@@ -291,6 +333,7 @@ def main() -> None:
         max_requests=len(prompts),
         max_tokens=max(map(len, prompts)) + options.max_new_tokens,
         backend=options.backend,
+        graphs=options.graphs,
     )
     begin = time.monotonic()
     answers = speculator.run(prompts, options.max_new_tokens)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import re
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import pytest
 import torch
 from attnops import info
 from attnops.backends import Machine, get_backend_class, registered_names
+from attnops.plugins import ENGINES, Engine
 from attnops.types import AttentionSpec
 from problems import paged_problem
 from xqa_decoding import decode
@@ -42,15 +45,54 @@ def test_rows_of_kernel_tables_are_counted(monkeypatch):
 
 
 def test_plugins_names_every_engine_with_its_version_or_the_reason(capsys, monkeypatch):
-    from attnops.plugins import ENGINES, Engine
-
     text = printed(capsys, info.main, "--plugins")
     for name, engine in ENGINES.items():
         assert re.search(rf"^{name} +\S", text, re.MULTILINE) and engine.option in text
+        assert all(f"  refused      {what}: {why}" in text for what, why in engine.refused)
     assert "  its own      layers of other head sizes, by TRITON_ATTN" in text
-    assert "e4m3" in text and "32-256" in text, "what is served is what the backends declare"
     monkeypatch.setattr(Engine, "installed", lambda self: ("peer", "0.0.1.dev2"))
     assert re.search(r"peer 0\.0\.1\.dev2 is not served: attnops serves \d", printed(capsys, info.main, "--plugins"))
+
+
+def test_plugins_says_of_each_adapter_what_it_serves_and_refuses(monkeypatch):
+    """By capabilities: where one of them changes, so does the text."""
+    from attnops.backends.decode_backends import TRTLLMHAAttnBackend, TRTLLMMLABackend
+
+    def of(name: str) -> list[str]:
+        lines = info.describe_plugins()
+        begin = lines.index(f"  {name}") + 1
+        return list(itertools.takewhile(lambda line: line.startswith("    "), lines[begin:]))
+
+    gqa, mla = of("ATTNOPS"), of("ATTNOPS_MLA")
+    assert "cache as q, e4m3;" in gqa[0] and "page size any" in gqa[0] and "sinks yes" in gqa[0]
+    assert "GPUs of sm_90; q bf16, fp16; cache as q, e4m3; page size any" in mla[0] and "sinks" not in mla[0]
+    assert "also q fp32" in mla[0] and "also" not in gqa[0], "on a CPU"
+    refused = [line.removeprefix("    refuses    ") for line in (*gqa[1:], *mla[1:])]
+    taken = "takes a cache of the model's dtype, e4m3, got e5m2"
+    assert f"a cache of e5m2: {taken} (of vLLM's caches attnops reads those of e4m3, a scale per tensor)" in refused
+    assert "a head dim of 20: takes head_dim/v_head_dim 32-256 in steps of 8 (equal), got 20/20" in refused
+    assert "sinks: has no attention sinks (the adapter passes none)" in refused
+    assert "q of float32: takes bf16, fp16, got fp32" in refused
+
+    changed = dataclasses.replace(TRTLLMHAAttnBackend.capability, sinks=False, page_sizes=frozenset({64}))
+    monkeypatch.setattr(TRTLLMHAAttnBackend, "capability", changed)
+    changed = dataclasses.replace(TRTLLMMLABackend.capability, dtypes=frozenset({torch.float32}))
+    monkeypatch.setattr(TRTLLMMLABackend, "capability", changed)
+    gqa, mla = of("ATTNOPS"), of("ATTNOPS_MLA")
+    assert "sinks" not in gqa[0] and "page size 64" in gqa[0] and "q fp32" in mla[0]
+    assert "    refuses    sinks: has no attention sinks" in gqa, "for a reason of the kernels', none of the adapter's"
+    assert "    refuses    pages of 16: takes page_size 64, got 16" in gqa
+    assert not any("q of float32" in line for line in mla)
+
+
+def test_what_an_adapter_changes_differs_from_its_backends_and_has_a_reason():
+    from attnops.plugins.adapters import ADAPTERS
+
+    assert set(ADAPTERS) == set(ENGINES)
+    for adapter in itertools.chain(*ADAPTERS.values()):
+        served, whole = adapter.capability(), dataclasses.replace(adapter, own={}).capability()
+        for name, (value, why) in adapter.own.items():
+            assert getattr(served, name) == value != getattr(whole, name) and why, f"{adapter.name}: {name}"
 
 
 def test_a_model_that_nothing_serves_gets_the_reasons(capsys):

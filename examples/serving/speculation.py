@@ -8,7 +8,8 @@ from collections import Counter
 
 import torch
 from attnops import ops
-from attnops.backends import MultiStepDraftBackend, select_backend
+from attnops.backends import AttentionBackend, MultiStepDraftBackend, select_backend
+from attnops.graphs import GraphRunner, MemoryReport, RecorderFactory, StaticInput
 from attnops.ops.speculation import Verified
 from attnops.speculative import DraftInput, VerifyInput, keep_accepted
 from attnops.types import AttentionBatch, AttentionSpec, ForwardMode, Limits
@@ -31,20 +32,28 @@ class LookupDrafts:
     """
 
     context = 3  # bytes that must be the same
+    backend = loop = None  # there is no draft model
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens, self.lookahead = num_tokens, num_tokens
+        self.static_inputs = {"drafts": StaticInput((num_tokens - 1,), torch.int64, per="request")}
 
     def after_prompts(self, step: Step, batch: AttentionBatch, next_ids: Tensor, hidden: Tensor) -> None:
         """Nothing to keep."""
 
-    def after_verify(self, requests: list[Request], verified: Verified, hidden: Tensor, batch: AttentionBatch) -> None:
+    def inputs(self, requests: list[Request], device: torch.device) -> dict[str, Tensor]:
+        return {"drafts": torch.tensor([self._guess(request.tokens) for request in requests]).to(device)}
+
+    def after_verify(self, verified: Verified, hidden: Tensor, batch: AttentionBatch) -> dict[str, Tensor]:
+        """Nothing to keep."""
+        return {}
+
+    def keep(self, requests: list[Request], done: dict[str, Tensor]) -> None:
         """Nothing to keep."""
 
-    def propose(self, requests: list[Request], batch: AttentionBatch, bonus: Tensor) -> VerifyInput:
+    def propose(self, batch: AttentionBatch, bonus: Tensor, *, drafts: Tensor) -> VerifyInput:
         count = self.num_tokens
-        drafts = torch.tensor([self._guess(request.tokens) for request in requests]).to(bonus.device)
-        chain = torch.arange(-1, count - 2, device=bonus.device).expand(len(requests), -1)
+        chain = torch.arange(-1, count - 2, device=bonus.device).expand(batch.batch_size, -1)
         tree = ops.build_draft_tree(
             chain, chain + 1, batch.cache_seqlens - 1, 1, draft_tokens=drafts, bonus_tokens=bonus
         )  # fmt: skip
@@ -71,6 +80,8 @@ class HeadDrafts:
         self.sizes = {"topk": topk, "draft_steps": draft_steps, "num_tokens": num_tokens}
         self.lookahead = max(num_tokens, draft_steps + 1, topk * (draft_steps + 2 * page_size))
         self.states: dict[Request, Tensor] = {}
+        dtype = head.fuse.weight.dtype
+        self.static_inputs = {"state": StaticInput((head.config.d_model,), dtype, per="request")}
 
     def attach(self, runner: ModelRunner, backend: str | None) -> None:
         """Pages and backends, once there is a target."""
@@ -104,16 +115,20 @@ class HeadDrafts:
             end += share.num_tokens
             self.states[share.request] = states[end - 1]
 
-    def propose(self, requests: list[Request], batch: AttentionBatch, bonus: Tensor) -> VerifyInput:
-        batch = dataclasses.replace(batch, token_to_kv_pool=self.pages.pool, attn_backend=self.loop)
-        state = torch.stack([self.states[request] for request in requests])
+    def inputs(self, requests: list[Request], device: torch.device) -> dict[str, Tensor]:
+        return {"state": torch.stack([self.states[request] for request in requests])}
+
+    def propose(self, batch: AttentionBatch, bonus: Tensor, *, state: Tensor) -> VerifyInput:
         return propose(self.head, self.loop, self.pages, batch, bonus, state, **self.sizes)
 
-    def after_verify(self, requests: list[Request], verified: Verified, hidden: Tensor, batch: AttentionBatch) -> None:
+    def after_verify(self, verified: Verified, hidden: Tensor, batch: AttentionBatch) -> dict[str, Tensor]:
+        """The draft model's step over what came out: its state at the last token."""
         draft = DraftInput.after_verify(verified, hidden, batch)
         step = draft.prepare_for_extend(batch, self.pages.pool, self.backend)
-        states = self._run(draft.input_ids, draft.hidden_states, step)[draft.last_row]
-        for request, state in zip(requests, states):
+        return {"state": self._run(draft.input_ids, draft.hidden_states, step)[draft.last_row]}
+
+    def keep(self, requests: list[Request], done: dict[str, Tensor]) -> None:
+        for request, state in zip(requests, done["state"].clone()):
             self.states[request] = state
 
 
@@ -122,18 +137,42 @@ class SpeculativeEngine(Engine):
 
     Args:
         runner: With the drafts' `num_tokens` and `lookahead`.
-        drafts: Where trees come from.
+        drafts: Where trees come from; attached to the runner.
+        graphs: A step of the decoding requests (draft, tree, verify, move, draft extend) is one graph. Prompts run
+            eagerly.
+        recorder: Of the graphs; by default CUDA graphs.
 
     Attributes:
         depths: Verify steps by how many drafts they accepted.
+        graphs: What replays steps; None: they run eagerly.
     """
 
     def __init__(
-        self, runner: ModelRunner, chunk: int, drafts: HeadDrafts | LookupDrafts, use_cache: bool = True
+        self,
+        runner: ModelRunner,
+        chunk: int,
+        drafts: HeadDrafts | LookupDrafts,
+        use_cache: bool = True,
+        *,
+        graphs: bool = False,
+        recorder: RecorderFactory | None = None,
     ) -> None:
         self.drafts, self.lookahead = drafts, drafts.lookahead
         self.depths: Counter[int] = Counter()
         super().__init__(runner, chunk, use_cache)
+        self._draft_pool = runner.pool if drafts.backend is None else drafts.pages.pool
+        self.graphs = None
+        self._first: AttentionBackend = drafts.loop or runner.backend
+        if graphs:
+            if drafts.loop is None:  # a graph begins with a backend's metadata, and no other step's
+                sizes = {"max_batch_size": runner.rows.size, "max_seqlen": runner.rows.max_context_len}
+                self._first = select_backend(runner.spec, Limits(**sizes), runner.device)
+            shared = {"inputs": drafts.static_inputs, "layers": {}, "recorder": recorder}
+            self.graphs = GraphRunner(self._step, self._first, runner.rows.req_to_token, self._draft_pool, **shared)
+
+    def capture(self, progress: bool = True) -> MemoryReport | None:
+        """Once, before the first step: what the graphs take; None: there are none."""
+        return None if self.graphs is None else self.graphs.capture(progress)
 
     def mean_accepted(self) -> float:
         """Bytes per verify step."""
@@ -197,10 +236,39 @@ class SpeculativeEngine(Engine):
             req_to_token=runner.rows.req_to_token,
             out_cache_loc=torch.zeros_like(rows),
             positions=lengths.long(),
-            token_to_kv_pool=runner.pool,
-            attn_backend=runner.backend,
+            token_to_kv_pool=self._draft_pool,
+            attn_backend=self._first,
         )
-        tree = drafts.propose(requests, batch, bonus)
+        inputs = drafts.inputs(requests, runner.device)
+        if self.graphs is not None:
+            done = self.graphs.replay(bonus, batch, **inputs)
+        else:
+            if drafts.loop is not None:
+                drafts.loop.init_forward_metadata(batch)
+            done = self._step(bonus, batch.positions, batch, **inputs)
+        drafts.keep(requests, done)
+        self.scheduler.commit(step)
+        logits = done["logits"].flatten(0, 1).to("cpu", copy=True)  # the next replay overwrites them
+        for request, path in zip(requests, done["accept_index"].tolist()):
+            taken = [node for node in path if node >= 0]
+            self.depths[len(taken) - 1] += 1
+            request.computed += len(taken) - 1
+            for node in taken:
+                if self._append(request, logits[node]):
+                    break
+
+    def _step(self, bonus: Tensor, positions: Tensor, batch: AttentionBatch, **inputs: Tensor) -> dict[str, Tensor]:
+        """A step of B decoding requests, with nothing read on the host: what a graph holds.
+
+        Args:
+            bonus: int64 ``[B]``, their last tokens. batch: A draft loop's; the loop is prepared for it.
+            inputs: As `drafts.inputs` gives them.
+
+        Returns:
+            A row a request: `logits` of all nodes, `accept_index`, and what `drafts.keep` wants.
+        """
+        runner, drafts = self.runner, self.drafts
+        tree = drafts.propose(batch, bonus, **inputs)
         verify = tree.prepare_for_verify(batch, runner.pool, runner.backend)
         runner.backend.init_forward_metadata(verify)
         positions = verify.positions.clamp(max=runner.model.config.max_context - 1)
@@ -208,13 +276,6 @@ class SpeculativeEngine(Engine):
         logits = runner.model.output(hidden).float()
         verified = tree.verify(logits.argmax(-1))
         keep_accepted(verified, verify)
-        drafts.after_verify(requests, verified, hidden, batch)
-        self.scheduler.commit(step)
-        logits = logits.cpu()
-        for request, path in zip(requests, verified.accept_index.tolist()):
-            taken = [node for node in path if node >= 0]
-            self.depths[len(taken) - 1] += 1
-            request.computed += len(taken) - 1
-            for node in taken:
-                if self._append(request, logits[node]):
-                    break
+        kept = drafts.after_verify(verified, hidden, batch)
+        logits = logits.view(batch.batch_size, -1, logits.shape[-1])
+        return {"logits": logits, "accept_index": verified.accept_index, **kept}

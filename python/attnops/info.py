@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,6 +22,9 @@ from attnops.backends.registry import NOT_BUILT
 from attnops.backends.select import UNTESTED
 from attnops.plugins.engines import ENGINES, unsupported
 from attnops.types import AttentionSpec, AttentionType, ForwardMode
+
+if TYPE_CHECKING:
+    from attnops.plugins.adapters import Adapter
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items() if dtype != torch.uint8}
 KV_DTYPES = {**DTYPES, "fp8_rows": torch.uint8}
@@ -169,30 +173,32 @@ def support_matrix() -> str:
     return "\n".join(_row(cells) for cells in lines)
 
 
-# What an engine's calls are served by: these declare it, whichever kernel answers in the end.
-_SERVING_GQA, _SERVING_MLA = "trtllm_mha", "trtllm_mla"
-_ENGINE_ROWS = ("q", "cache", "head dims", "page size", "window", "soft cap", "sinks", "tree mask", "batch-invariant")
-
-
 def describe_plugins() -> list[str]:
-    """Which engines are installed, whether their version is served, how to choose attnops, and what is served."""
+    """Which engines are installed, whether their version is served, how to choose attnops, and what each of its
+    adapters serves and refuses."""
+    from attnops.plugins.adapters import ADAPTERS
+
     lines = []
     for engine in ENGINES.values():
         found, reason = engine.installed(), unsupported(engine.name)
         lines.append(f"{engine.name:<14} {reason or ' '.join(found or ())}")
         lines.append(f"  option       {engine.option}")
-        lines.append(f"  GQA          {_served(_SERVING_GQA)}")
-        if engine.mla:
-            lines.append(f"  MLA          {_served(_SERVING_MLA)}")
-        if engine.own:
-            lines.append(f"  its own      {'; '.join(engine.own)}")
-        lines.append(f"  refused      {'; '.join(engine.refused)}")
+        for adapter in ADAPTERS[engine.name]:
+            lines.append(f"  {adapter.name}")
+            lines.append(f"    serves     {_served(adapter)}")
+            lines += [f"    refuses    {line}" for line in adapter.refusals()]
+        lines += [f"  its own      {line}" for line in engine.own]
+        lines += [f"  refused      {what}: {why}" for what, why in engine.refused]
     return lines
 
 
-def _served(backend: str) -> str:
-    capability = get_backend_class(backend).capability
-    return "; ".join(f"{row} {_ROWS[row](capability)}" for row in _ENGINE_ROWS if _ROWS[row](capability) != "-")
+def _served(adapter: Adapter) -> str:
+    capability = adapter.capability()
+    here = get_backend_class("intel_amx").capability  # its kernels, on a CPU
+    parts = [f"{row} {_ROWS[row](capability)}" for row in adapter.rows if _ROWS[row](capability) != "-"]
+    more = names(here.dtypes - capability.dtypes)
+    on_a_cpu = f"on a CPU also q {more}" if more else ""
+    return "; ".join(filter(None, ["GPUs of" + (_archs(capability) or " every kind"), *parts, on_a_cpu]))
 
 
 def _row(cells: Iterable[str]) -> str:

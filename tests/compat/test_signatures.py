@@ -182,6 +182,16 @@ POSITIONAL = {
     flash_attn.flash_attn_with_kvcache: """q k_cache v_cache k v rotary_cos rotary_sin cache_seqlens cache_batch_idx
         cache_leftpad block_table softmax_scale causal window_size softcap rotary_interleaved alibi_slopes num_splits
         return_softmax_lse""",
+    sgl_kernel.build_tree_kernel_efficient: """parent_list selected_index verified_seq_len tree_mask positions
+        retrive_index retrive_next_token retrive_next_sibling topk depth draft_token_num tree_mask_mode""",
+    sgl_kernel.verify_tree_greedy: """predicts accept_index accept_token_num candidates retrive_index
+        retrive_next_token retrive_next_sibling target_predict""",
+    sgl_kernel.tree_speculative_sampling_target_only: """predicts accept_index accept_token_num candidates retrive_index
+        retrive_next_token retrive_next_sibling uniform_samples uniform_samples_for_final_sampling target_probs
+        draft_probs threshold_single threshold_acc deterministic""",
+    sgl_kernel.generate_draft_decode_kv_indices[1, 1, 1].func: """grid req_pool_indices req_to_token paged_kernel_lens
+        kv_indices kv_indptr positions pool_len kv_indices_stride kv_indptr_stride bs_upper iter_upper num_tokens_upper
+        page_size""",
     sgl_kernel.merge_state: "v_a s_a v_b s_b v_merged s_merged",
     sgl_kernel.flash_attn.flash_attn_varlen_func: """q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k seqused_q
         seqused_k page_table softmax_scale causal qv q_descale k_descale v_descale window_size attention_chunk softcap

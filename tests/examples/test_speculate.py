@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from graph_tape import GraphTape
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -37,7 +38,7 @@ def plain(target, prompts):
     return [list(models.generate(target, prompt, NEW)) for prompt in prompts]
 
 
-def run(target, prompts, topk, page_size, backend, head=None, **options):
+def run(target, prompts, topk, page_size, backend, head=None, new=NEW, **options):
     options = {"draft_steps": 4, "num_tokens": 5 if topk == 1 else 12} | options
     one = speculate.Speculator(
         target,
@@ -49,18 +50,35 @@ def run(target, prompts, topk, page_size, backend, head=None, **options):
         backend=backend,
         **options,
     )
-    return one.run(prompts, NEW), one
+    return one.run(prompts, new), one
 
 
 CASES = [("intel_amx", page, topk) for page in (1, 3, 16, 64) for topk in (1, 4)]
 CASES += [("torch_native", page, topk) for page in (1, 3, 16, 64) for topk in (1, 4)]
-CASES += [("flex_attention", 3, 4), ("flex_attention", 64, 1), ("trtllm_mha", 3, 4), ("trtllm_mha", 64, 1)]
+CASES += [(name, *case) for name in ("flex_attention", "trtllm_mha") for case in ((1, 1), (3, 4), (16, 4), (64, 1))]
+CASES += [("fa3", 16, 4), ("fa3", 64, 1)]
 
 
 @pytest.mark.parametrize("backend, page_size, topk", CASES)
 def test_the_text_is_that_of_plain_decoding(target, prompts, plain, backend, page_size, topk):
     answers, _ = run(target, prompts, topk, page_size, backend)
     assert answers == plain
+
+
+@pytest.mark.parametrize("backend, page_size, topk", [("triton", 16, 1), ("triton", 3, 2)])
+def test_the_first_bytes_in_tritons_interpreter(target, plain, prompts, backend, page_size, topk):
+    few = prompts[2:]
+    answers, _ = run(target, few, topk, page_size, backend, new=5, draft_steps=2, num_tokens=3)
+    assert answers == [answer[:5] for answer in plain[2:]]
+
+
+@pytest.mark.parametrize("topk, draft_steps, backend", [(4, 4, "intel_amx"), (3, 1, "fa3")])
+def test_a_graph_holds_a_whole_step(target, prompts, plain, topk, draft_steps, backend):
+    """Also of fewer requests than its graph is for."""
+    options = {"draft_steps": draft_steps, "graphs": True, "recorder": GraphTape}
+    answers, one = run(target, prompts, topk, 16, backend, **options)
+    assert answers == plain
+    assert one.depths.total() > 30
 
 
 @pytest.mark.parametrize("topk, draft_steps, num_tokens", [(1, 1, 2), (3, 1, 4), (4, 3, 2), (2, 5, 40)])
@@ -91,7 +109,7 @@ def test_the_head_is_small():
     assert (WEIGHTS / "gqa_draft.safetensors").stat().st_size < 1_000_000
 
 
-def serve(kind, page_size, topk, backend="auto", *, pool_tokens=2048, chunk=96):
+def serve(kind, page_size, topk, backend="auto", *, pool_tokens=2048, chunk=96, recorder=None):
     """Requests with shared prompts, in chunks beside others that speculate; checked token for token."""
     model = models.load_model(WEIGHTS / f"{kind}.safetensors", torch.float32)
     if kind == "gqa":
@@ -105,7 +123,8 @@ def serve(kind, page_size, topk, backend="auto", *, pool_tokens=2048, chunk=96):
     )  # fmt: skip
     if kind == "gqa":
         drafts.attach(runner, None if backend == "auto" else backend)
-    engine = serving.SpeculativeEngine(runner, chunk, drafts)
+    engine = serving.SpeculativeEngine(runner, chunk, drafts, graphs=recorder is not None, recorder=recorder)
+    engine.capture(progress=False)
     asked = models.encode(PROMPTS[0].text)[-150:]
     requests = [
         serving.Request(id=1, prompt=asked, max_new_tokens=12),
@@ -137,6 +156,11 @@ def test_mla_verifies_chains(page_size, backend):
     serve("mla", page_size, 1, backend)
 
 
+@pytest.mark.parametrize("kind, topk", [("gqa", 4), ("mla", 1)])
+def test_a_server_replays_whole_steps(kind, topk):
+    serve(kind, 16, topk, recorder=GraphTape)
+
+
 def test_a_full_pool_takes_pages_from_those_that_speculate():
     engine, _ = serve("gqa", 4, 1, pool_tokens=216, chunk=48)
     assert engine.scheduler.preemptions > 0
@@ -150,3 +174,27 @@ def test_the_demo_speculates(capfd):
     assert "tokens are those of plain PyTorch with contiguous K and V" in out
     with pytest.raises(SystemExit):
         demo.parse_options(["--device", "cpu", "--speculate", "--graphs", "piecewise"])
+    assert "captures whole steps, or none: it needs --graphs full or off" in capfd.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("topk, page_size, graphs", [(4, 64, True), (1, 16, False), (4, 1, True)])
+def test_chains_and_trees_on_a_gpu(topk, page_size, graphs):
+    """float32: byte for byte what plain decoding on the same GPU gives."""
+    model = models.load_model(WEIGHTS / "gqa.safetensors", torch.float32, "cuda")
+    prompts = [models.encode(PROMPTS[i].text)[-size:] for i, size in ((0, 150), (5, 17), (7, 1))]
+    answers, one = run(model, prompts, topk, page_size, None, new=16, graphs=graphs)
+    assert answers == [list(models.generate(model, prompt, 16)) for prompt in prompts]
+    assert one.mean_accepted() > 1.2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", ["off", "full"])
+@pytest.mark.parametrize("kind", ["gqa", "mla"])
+def test_the_demo_speculates_on_a_gpu(kind, graphs, capfd):
+    few = ["--device", "cuda", "--requests", "2", "--max-new-tokens", "6", "--models", kind, "--no-encoder"]
+    assert demo.main([*few, "--max-batch", "2", "--speculate", "--graphs", graphs]) == 0
+    out, _ = capfd.readouterr()
+    assert "bytes per verify step" in out
+    assert "tokens are those of plain PyTorch with contiguous K and V" in out
+    assert ("replayed whole" in out) == (graphs == "full")

@@ -301,6 +301,98 @@ def test_what_the_backend_says_of_itself():
         assert dataclasses.is_dataclass(backend.AttnopsMetadata)
 
 
+SERVED = {"dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 64, "attn_type": "decoder"}
+SERVED |= dict.fromkeys(("has_sink", "use_sparse", "use_mm_prefix", "use_per_head_quant_scales"), False)
+REFUSED = {
+    "prefix-LM": ({"use_mm_prefix": True}, ["partial multimodal token full attention not supported"]),
+    "R-SWA": ({"use_rswa": True}, ["R-SWA not supported"]),
+    "cross attention": ({"attn_type": "encoder_decoder"}, ["attention type encoder_decoder not supported"]),
+    "scales per head": ({"use_per_head_quant_scales": True}, ["per-head quant scales not supported"]),
+    "int8 per token and head": ({"kv_cache_dtype": "int8_per_token_head"}, ["kv_cache_dtype not supported"]),
+    "fp8 per token and head": ({"kv_cache_dtype": "fp8_per_token_head"}, ["kv_cache_dtype not supported"]),
+    "e5m2": ({"kv_cache_dtype": "fp8_e5m2"}, ["kv_cache_dtype not supported"]),
+    "float64": ({"dtype": torch.float64}, ["dtype not supported"]),
+}
+
+
+def asked(name: str, **changes) -> list[str]:
+    """Reasons of vLLM's selection, on an H200, where the name is the user's option. Predicates alone give them."""
+    from attnops.plugins.vllm import backend, mla
+    from vllm.platforms.interface import DeviceCapability
+
+    cls = {"ATTNOPS": backend.AttnopsBackend, "ATTNOPS_MLA": mla.AttnopsMLABackend}[name]
+    dims = {"head_size": 576 if name == "ATTNOPS_MLA" else 128, "use_mla": name == "ATTNOPS_MLA"}
+    return cls.validate_configuration(device_capability=DeviceCapability(9, 0), **SERVED | dims | changes)
+
+
+@pytest.mark.parametrize("name", ["ATTNOPS", "ATTNOPS_MLA"])
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_predicate_refuses_with_its_reason(what, name):
+    assert asked(name) == []
+    changes, reasons = REFUSED[what]
+    if what.endswith("per token and head"):
+        cache = changes["kv_cache_dtype"]
+        reasons = [*reasons, f"scales per token and head not supported, which kv_cache_dtype {cache} has"]
+    assert asked(name, **changes) == reasons
+
+
+@pytest.mark.parametrize(
+    "option, reason",
+    [
+        ("has_sink", "attention sinks not supported"),
+        ("has_sliding_window", "sliding window not supported"),
+        ("use_non_causal", "non-causal attention not supported"),
+    ],
+)
+def test_a_predicate_says_what_gqa_has_and_mla_has_not(option, reason):
+    assert asked("ATTNOPS", **{option: True}) == []
+    assert asked("ATTNOPS_MLA", **{option: True}) == [reason]
+
+
+@pytest.mark.parametrize("name", ["ATTNOPS", "ATTNOPS_MLA"])
+def test_alibi_is_refused_where_vllm_asks(name):
+    """A predicate for its square root alone. Plain slopes come to the layer's implementation, and nowhere before."""
+    from attnops.plugins.vllm import backend, mla
+    from vllm.v1.attention.backend import AttentionBackend
+
+    cls = {"ATTNOPS": backend.AttnopsBackend, "ATTNOPS_MLA": mla.AttnopsMLABackend}[name]
+    predicates = [x for x in dir(AttentionBackend) if "alibi" in x]
+    assert predicates == ["supports_alibi_sqrt"], "a new predicate of vLLM's must refuse, too"
+    assert not cls.supports_alibi_sqrt()
+    head_size = 576 if name == "ATTNOPS_MLA" else 64
+    given = (8, head_size, 0.1, 1, [0.5] * 8, None, "auto", None, "decoder", None)
+    with pytest.raises(NotImplementedError, match=f"the vLLM backend {name} does not serve ALiBi"):
+        cls.get_impl_cls()(*given)
+
+
+def test_a_fused_output_quantization_is_refused_where_vllm_asks():
+    """vLLM's fusion asks each layer's implementation, and fuses nothing then. The layer refuses a scale by name."""
+    from attnops.plugins.vllm.backend import AttnopsBackend
+    from vllm.model_executor.layers.quantization.utils import quant_utils
+
+    impl = AttnopsBackend.get_impl_cls()(8, 64, 0.125, 2)
+    keys = [key for key in vars(quant_utils).values() if isinstance(key, quant_utils.QuantKey)]
+    assert keys and not any(impl.fused_output_quant_supported(key) for key in keys)
+    with pytest.raises(NotImplementedError, match="ATTNOPS does not quantize its output"):
+        impl.forward(None, None, None, None, None, None, None, output_scale=torch.ones(1))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_batch_invariant_prompts_cut_no_tiles(deterministic, monkeypatch):
+    """A cut depends on the other requests of a batch."""
+    from attnops.metadata.fmha_plan import FmhaPlan
+    from attnops.plugins.vllm.plans import PromptPlanner, limits_of
+    from attnops.types import AttentionSpec
+
+    given, allocate = [], FmhaPlan.allocate
+    monkeypatch.setattr(FmhaPlan, "allocate", lambda *sizes, **how: given.append(how) or allocate(*sizes, **how))
+    spec = AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=64, deterministic=deterministic)
+    planner = PromptPlanner(spec, {-1}, limits_of(configuration((8, 2), 64, "auto")), torch.device("cpu"))
+    bounds = torch.tensor([0, 30], dtype=torch.int32)
+    planner.plan(bounds, 30, True, torch.tensor([30], dtype=torch.int32))
+    assert [how["split_keys"] for how in given] == [not deterministic]
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_that_share_sequences_give_what_one_gives(world_size, tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}

@@ -61,3 +61,13 @@ def test_mla_tokens_are_those_of_vllms_own_backend(run):
     equal = vllm_engine.check_tokens(got, expected)
     print(f"MLA: {equal} of {len(expected['tokens'][0])} requests are equal to their end")
     assert got["calls"]["mla_decode"] and got["calls"]["store_mla_kv"]
+    assert got["calls"]["fmha_varlen"], "prompts go to fmha where the option mla_prefill_backend is left open"
+    assert not any(expected["calls"].values()), "and to vLLM's own where another backend decodes"
+
+
+def test_mla_prompts_stay_vllms_own_where_the_option_names_it(folder, run):
+    chosen = {"attention_backend": "ATTNOPS_MLA", "attention_config": {"mla_prefill_backend": "FLASH_ATTN"}}
+    got = vllm_engine.run(folder, "deepseek_192", OPTIONS | chosen)
+    vllm_engine.check_tokens(got, run("deepseek_192", "TRITON_MLA"))
+    assert got["calls"]["mla_decode"] and "fmha_varlen" not in got["calls"]
+    assert any("vLLM's own: mla_prefill_backend is FLASH_ATTN" in line for line in got["log"])

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from attnops import ops
+from attnops.compat import sgl_kernel
 from attnops.report import first_fault, new_report
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -163,6 +164,55 @@ def test_indices_of_draft_steps(topk, steps, page_size, device):
                     assert torch.equal(indices[step, bounds[b * topk + k] : at].cpu(), expected)
             assert bounds[-1] == at
             assert not indices[step, at:].any()
+
+
+def sglang_arguments(device, page_size, wide):
+    """Of SGLang's kernel, as its backends call it, for 3 requests, 2 branches and 4 steps; buffers are larger."""
+    table = torch.randperm(6 * 64, generator=torch.Generator().manual_seed(1)).view(6, 64).int()
+    lengths = torch.tensor([17, 0, 33], dtype=torch.int64 if wide else torch.int32)
+    positions = torch.cat([lengths.repeat_interleave(2), torch.full((3,), 10**6)])
+    buffers = [torch.full((6, n), -7, dtype=torch.int64 if wide else torch.int32) for n in (200, 9)]
+    given = [torch.tensor([4, 1, 2]), table, lengths, *buffers, positions]
+    return [*(x.to(device) for x in given), 64, 200, 9, 4, 4, 8, page_size]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("wide", [False, True])
+def test_sglangs_kernel_by_name(page_size, wide, device):
+    """By its grid and order of arguments; the first cell of kv_indptr is left alone, and so is what lies behind."""
+    arguments = sglang_arguments(device, page_size, wide)
+    rows, table, lengths, indices, indptr = arguments[:5]
+    sgl_kernel.generate_draft_decode_kv_indices[(4, 3, 2)](*arguments)
+    bounds, expected = ops.generate_draft_decode_kv_indices(table, rows, lengths.int(), 2, 4, page_size)
+    for step in range(4):
+        end = int(bounds[step, -1])
+        assert torch.equal(indices[step, :end], expected[step, :end].to(indices.dtype))
+        assert (indices[step, end:] == -7).all()
+    assert torch.equal(indptr[:4, 1:7], bounds[:, 1:].to(indptr.dtype))
+    assert (indptr[:, 0] == -7).all() and (indptr[:4, 7:] == -7).all()
+    assert (indptr[4:] == -7).all() and (indices[4:] == -7).all()
+
+
+@pytest.mark.parametrize(
+    "place, value, message",
+    [
+        (6, 63, "pool_len must be 64, got 63"),
+        (7, 100, "kv_indices_stride must be 200, got 100"),
+        (8, 7, "kv_indptr_stride must be 9, got 7"),
+        (5, torch.zeros(5), r"positions.shape\[0\] must be 6 or more \(of the grid \(4, 3, 2\)\), got 5"),
+        (12, 0, "page_size must be"),
+    ],
+)
+def test_sglangs_kernel_names_what_is_wrong(place, value, message):
+    arguments = sglang_arguments("cpu", 16, False)
+    arguments[place] = value
+    with pytest.raises((ValueError, RuntimeError), match=f"generate_draft_decode_kv_indices.*{message}"):
+        sgl_kernel.generate_draft_decode_kv_indices[(4, 3, 2)](*arguments)
+    with pytest.raises(ValueError, match=r"the grid must be \(steps, requests, topk\), got \(4, 3\)"):
+        sgl_kernel.generate_draft_decode_kv_indices[(4, 3)]
+    with pytest.raises(NotImplementedError, match="a positional argument behind page_size"):
+        sgl_kernel.generate_draft_decode_kv_indices[(4, 3, 2)](*sglang_arguments("cpu", 16, False), 0)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -157,16 +157,19 @@ def test_fmha_paged(device, arch, nodes, heads, dtype, kv_dtype, monkeypatch):
 
 GQA = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64}
 CPU_BACKENDS = [("torch_native", False), ("intel_amx", False), ("trtllm_mha", False), ("flex_attention", False)]
-CPU_BACKENDS += [("triton", False), ("torch_native", True), ("intel_amx", True), ("flashmla", True), ("triton", True)]
+CPU_BACKENDS += [("fa3", False), ("triton", False), ("torch_native", True), ("intel_amx", True), ("flashmla", True)]
+CPU_BACKENDS += [("trtllm_mla", True), ("cutlass_mla", True), ("triton", True)]
 GPU_BACKENDS = [("fa3", False), ("trtllm_mha", False), ("triton", False), ("torch_native", False), ("flashmla", True)]
 GPU_BACKENDS += [("trtllm_mla", True), ("cutlass_mla", True), ("triton", True)]
 
 PAGE_SIZES = {"cutlass_mla": 128, "trtllm_mla": 32, "flashmla": 64}
 
 
-def check_backend(name: str, is_mla: bool, page_size: int, pool: bool, seed: int, device: str, **more) -> None:
+def check_backend(
+    name: str, is_mla: bool, page_size: int, pool: bool, seed: int, device: str, nodes: int = 0, **more
+) -> None:
     rng = random.Random(seed)
-    nodes, window = rng.choice([2, 5, 16]), rng.choice([-1, 0, 2, 6, 30])
+    nodes, window = nodes or rng.choice([2, 5, 16]), rng.choice([-1, 0, 2, 6, 30])
     options = {"page_size": PAGE_SIZES.get(name, page_size), "sliding_window_size": window, **more}
     spec = AttentionSpec.mla(4, **options) if is_mla else AttentionSpec(**{**GQA, **options})
     prefixes = [0, 70, 9]
@@ -194,11 +197,55 @@ def test_every_backend(name, is_mla, page_size, pool):
         check_backend(name, is_mla, page_size, pool, seed, "cpu")
 
 
-@pytest.mark.parametrize("name", ["torch_native", "intel_amx", "trtllm_mha"])
-@pytest.mark.parametrize("more", [{"has_sinks": True, "dtype": FP32}, {"kv_dtype": FP8}, {"logit_cap": 3.0}], ids=str)
+MANY = [33, 64]
+
+
+@pytest.mark.parametrize("name, is_mla", CPU_BACKENDS)
+@pytest.mark.parametrize("nodes", MANY)
+def test_every_backend_with_many_nodes(name, is_mla, nodes):
+    if name == "triton" and nodes > 33:
+        pytest.skip("seconds in the interpreter")
+    check_backend(name, is_mla, 16, True, nodes, "cpu", nodes)
+
+
+MORE = [{"has_sinks": True, "dtype": FP32}, {"kv_dtype": FP8}, {"logit_cap": 3.0}]
+WITH_OPTIONS = ["torch_native", "intel_amx", "trtllm_mha", "fa3", "flex_attention", "triton"]
+
+
+def check_options(name: str, more: dict, seed: int, device: str, nodes: int = 0) -> None:
+    if device == "cuda" and more.get("dtype") == FP32:
+        more = {**more, "dtype": BF16}
+    reasons = get_backend_class(name).capability.reasons_against(
+        AttentionSpec(**GQA, page_size=16, **more), [ForwardMode.TARGET_VERIFY]
+    )
+    if reasons:
+        pytest.skip(f"{name} {'; '.join(reasons)}")
+    check_backend(name, False, 16, True, seed, device, nodes, **more)
+
+
+@pytest.mark.parametrize("name", WITH_OPTIONS)
+@pytest.mark.parametrize("more", MORE, ids=str)
 def test_with_sinks_fp8_and_caps(name, more):
-    for seed in range(4):
-        check_backend(name, False, 16, True, seed, "cpu", **more)
+    for seed in range(1 if name == "triton" else 4):
+        check_options(name, more, seed, "cpu")
+    if name != "triton":
+        check_options(name, more, 9, "cpu", 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in WITH_OPTIONS if name not in ("intel_amx", "flex_attention")])
+@pytest.mark.parametrize("more", MORE, ids=str)
+@pytest.mark.parametrize("nodes", [5, 64])
+def test_with_sinks_fp8_and_caps_on_a_gpu(name, more, nodes):
+    for seed in range(2):
+        check_options(name, more, seed, "cuda", nodes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name, is_mla", GPU_BACKENDS)
+@pytest.mark.parametrize("nodes", MANY)
+def test_every_backend_with_many_nodes_on_a_gpu(name, is_mla, nodes):
+    check_backend(name, is_mla, 16, True, nodes, "cuda", nodes)
 
 
 @pytest.mark.gpu

@@ -23,7 +23,18 @@ class Loop:
     """A draft model of one layer whose queries, keys and values are given, over pages full of NaN."""
 
     def __init__(
-        self, name, page_size, topk, draft_steps, kind="mha", seed=0, *, device="cpu", dtype=torch.float32, trees=True
+        self,
+        name,
+        page_size,
+        topk,
+        draft_steps,
+        kind="mha",
+        seed=0,
+        *,
+        device="cpu",
+        dtype=torch.float32,
+        trees=True,
+        deterministic=False,
     ):
         self.device, self.dtype = device, dtype
         self.rng, self.generator = random.Random(seed), torch.Generator().manual_seed(seed)
@@ -31,12 +42,13 @@ class Loop:
         self.window = 7 if kind == "window" else -1
         self.has_lists = kind == "sparse"
         kind = "mla" if self.has_lists else kind
+        options = {"dtype": dtype, "page_size": page_size, "deterministic": deterministic}
         if kind == "mla":
-            self.spec = AttentionSpec.mla(
-                4, dtype=dtype, page_size=page_size, sparse_topk=TOPK if self.has_lists else 0
-            )
+            self.spec = AttentionSpec.mla(4, **options, sparse_topk=TOPK if self.has_lists else 0)
         else:
-            self.spec = AttentionSpec(**SPEC, dtype=dtype, page_size=page_size, sliding_window_size=self.window)
+            self.spec = AttentionSpec(
+                **SPEC, **options, sliding_window_size=self.window, v_head_dim=32 if kind == "two dims" else 64
+            )
         self.context = max(160, 11 * page_size)  # room for branches on pages of their own
         pages = REQUESTS * -(-self.context // page_size) + 3
         size = pages * page_size
@@ -47,11 +59,13 @@ class Loop:
             back = torch.randperm(pages, generator=self.generator).unsqueeze(1) * page_size + torch.arange(page_size)
             self.pool.slot_map.copy_(back.flatten())
         else:
-            self.pool = MHATokenToKVPool(size, page_size, dtype, 2, 64, 1, device=device)
+            self.pool = MHATokenToKVPool(
+                size, page_size, dtype, 2, 64, 1, device=device, v_head_dim=self.spec.v_head_dim
+            )
         for buffers in self.pool.all_buffers():
             for buffer in buffers:
                 buffer.fill_(float("nan"))
-        dims = (576, 576, 512) if kind == "mla" else (64, 64, 64)
+        dims = (576, 576, 512) if kind == "mla" else (64, 64, self.spec.v_head_dim)
         self.kv_heads, self.dims = (1 if kind == "mla" else 2), dims
         self.layer = RadixAttention(
             4, dims[0], SCALE, self.kv_heads, 0, v_head_dim=dims[2], sliding_window_size=self.window
@@ -92,7 +106,7 @@ class Loop:
         kept, self.lengths = [], lengths
         for length, row in zip(lengths, rows):
             k = self.draw(length, self.kv_heads, self.dims[1])
-            v = k[..., :512] if self.dims[1] == 576 else self.draw(length, self.kv_heads, 64)
+            v = k[..., :512] if self.dims[1] == 576 else self.draw(length, self.kv_heads, self.dims[2])
             self.store(self.table[row, :length].long(), k, v)
             kept.append((k, v))
         return kept
@@ -109,7 +123,7 @@ class Loop:
         """q, k and v of every step and branch: ``[B, steps, topk, H, D]``; and what its list names, by position."""
         shape, dims = (size, self.draft_steps - 1, self.topk), self.dims
         q, k = self.draw(*shape, 4, dims[0]), self.draw(*shape, self.kv_heads, dims[1])
-        v = k[..., :512] if dims[1] == 576 else self.draw(*shape, self.kv_heads, 64)
+        v = k[..., :512] if dims[1] == 576 else self.draw(*shape, self.kv_heads, dims[2])
         if not self.has_lists:
             return q, k, v
         lists = torch.full((*shape, TOPK), -1, dtype=torch.int32)

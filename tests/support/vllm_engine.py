@@ -28,6 +28,11 @@ def declare_packages(place: Path) -> Path:
     for group, points in project["entry-points"].items():
         lines += [f"[{group}]", *(f"{name} = {target}" for name, target in points.items())]
     (info / "entry_points.txt").write_text("\n".join(lines))
+    return declare_counter(place)
+
+
+def declare_counter(place: Path) -> Path:
+    """The plug-in that counts calls, alone: beside a wheel in `place`/site."""
     counter = place / "site" / "counter-1.dist-info"
     counter.mkdir()
     (counter / "METADATA").write_text("Metadata-Version: 2.1\nName: counter\nVersion: 1\n")
@@ -47,7 +52,7 @@ def model_folder(place: Path, kind: str) -> str:
 def run(place: Path, kind: str, options: dict, rounds=1, lengths=LENGTHS, **environment: str) -> dict:
     """The program's result: tokens, logprobs, calls of attnops' ops, backends by name; and the lines of its `log`.
 
-    `options` are those of `LLM`.
+    `options` are those of `LLM`. Where a wheel is installed in `place`/site, this tree's package is not on the path.
     """
     request = {
         "model": model_folder(place, kind),
@@ -56,8 +61,12 @@ def run(place: Path, kind: str, options: dict, rounds=1, lengths=LENGTHS, **envi
         "rounds": rounds,
         "max_tokens": 20,
     }
-    paths = [str(place / "site"), str(ROOT / "python"), str(PROGRAM.parent), *sys.path]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment}
+    tree = str(ROOT / "python")
+    own = [] if (place / "site/attnops").exists() else [tree]
+    others = [path for path in sys.path if not path or os.path.realpath(path) != os.path.realpath(tree)]
+    paths = [str(place / "site"), *own, str(PROGRAM.parent), *others]
+    passive = {"OMP_WAIT_POLICY": "passive"}  # threads that spin while they wait take the cores of other ranks
+    environment = {**passive, **os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment}
     environment["CALLS"] = str(place / "calls")
     Path(environment["CALLS"]).write_text("")
     command = [sys.executable, str(PROGRAM), json.dumps(request)]

@@ -1,7 +1,8 @@
 """A whole engine of vLLM on the CPU, run as a program: greedy tokens of some prompts, and how often attnops was called.
 
 Argument: a JSON object: `model` (a folder), `options` (of `LLM`), `prompts` (token ids), `rounds`, `max_tokens`.
-Prints a JSON object: `tokens` and `logprobs` by round and prompt, `calls` by op, `backend`.
+Prints a JSON object: `tokens` and `logprobs` by round and prompt, `calls` by op, `backends` and `prefill_backends` by
+name, `attnops` (the package's file; None where nothing imported it).
 """
 
 from __future__ import annotations
@@ -19,33 +20,38 @@ os.environ |= {
     "VLLM_NO_USAGE_STATS": "1",
 }
 
-COUNTED = ("store_kv", "store_mla_kv", "xqa_decode", "fmha_paged", "mla_decode")
+COUNTED = ("store_kv", "store_mla_kv", "xqa_decode", "fmha_paged", "fmha_varlen", "mla_decode")
+
+
+def counted(inner, name: str):
+    """A function whose calls, in any process of the engine, are lines of the file CALLS."""
+
+    def call(*args, **options):
+        with open(os.environ["CALLS"], "a") as calls:
+            calls.write(name + "\n")
+        return inner(*args, **options)
+
+    call.counts = True
+    return call
 
 
 def count_calls() -> None:
-    """A plug-in of vLLM for tests: each call of an op, in any process of the engine, is a line of the file CALLS."""
+    """A plug-in of vLLM for tests: it counts the calls of ops."""
     from attnops import ops
-
-    def counted(name: str):
-        inner = getattr(ops, name)
-
-        def call(*args, **options):
-            with open(os.environ["CALLS"], "a") as calls:
-                calls.write(name + "\n")
-            return inner(*args, **options)
-
-        call.counts = True
-        return call
 
     for name in COUNTED:
         if not hasattr(getattr(ops, name), "counts"):
-            setattr(ops, name, counted(name))
+            setattr(ops, name, counted(getattr(ops, name), name))
 
 
 def main(request: dict) -> None:
     from vllm import LLM, SamplingParams
+    from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.core.sched.scheduler import Scheduler
 
+    # Requests that lose their blocks, where the scheduler is in this process.
+    Scheduler._preempt_request = counted(Scheduler._preempt_request, "preempted")
     engine = LLM(request["model"], skip_tokenizer_init=True, **request["options"])
     greedy = SamplingParams(
         temperature=0, max_tokens=request["max_tokens"], ignore_eos=True, detokenize=False, logprobs=2
@@ -63,9 +69,12 @@ def main(request: dict) -> None:
         )
     known = {name: AttentionBackendEnum[name].get_path() for name in ("CPU_ATTN", "CPU_MLA")}
     known |= {name: member.get_path() for name, member in AttentionBackendEnum.__members__.items() if "ATTNOPS" in name}
+    of_prompts = {name: MLAPrefillBackendEnum[name].get_path() for name in ("CPU", "FLASH_ATTN")}
     with open(os.environ["CALLS"]) as lines:
         calls = collections.Counter(lines.read().split())
-    print("RESULT " + json.dumps({"tokens": tokens, "logprobs": logprobs, "calls": calls, "backends": known}))
+    ours = getattr(sys.modules.get("attnops"), "__file__", None)
+    result = {"tokens": tokens, "logprobs": logprobs, "calls": calls, "attnops": ours}
+    print("RESULT " + json.dumps(result | {"backends": known, "prefill_backends": of_prompts}))
 
 
 if __name__ == "__main__":

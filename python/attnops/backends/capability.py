@@ -90,6 +90,7 @@ class Capability:
         sliding_window, swa_pool, logit_cap, sinks, tree_mask: Options.
         draft_trees: The branches of a draft step are tokens of one request (`AttentionBatch.draft_steps`). In layers
             with K and V of one head dim, and without a window.
+        draft_trees_two_dims: Also with K and V of two head dims.
         multi_item: Prompts of a prefix and items (`AttentionBatch.multi_item`).
         local_attention: Layers with `attention_chunk_size`; not beside a tree mask.
         sparse: MLA layers that bring lists of rows (`AttentionSpec.sparse_topk`).
@@ -131,6 +132,7 @@ class Capability:
     sinks: bool = False
     tree_mask: bool = False
     draft_trees: bool = False
+    draft_trees_two_dims: bool = False
     local_attention: bool = False
     sparse: bool = False
     compressed: bool = False

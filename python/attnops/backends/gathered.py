@@ -177,6 +177,7 @@ CAPABILITY = Capability(
     sinks=True,
     tree_mask=True,
     draft_trees=True,
+    draft_trees_two_dims=True,
     multi_item=True,
     local_attention=True,
 )

@@ -80,13 +80,14 @@ class MultiStepDraftBackend(AttentionBackend):
         self.topk, self.draft_steps = topk, draft_steps
         rows, count = limits.max_batch_size * topk, draft_steps - 1
         one_dim = spec.is_mla or spec.head_dim == spec.v_head_dim
-        plain = one_dim and spec.sliding_window_size < 0 and not spec.attention_chunk_size
+        plain = spec.sliding_window_size < 0 and not spec.attention_chunk_size
         self.has_trees = trees and topk > 1 and plain
         if self.has_trees:
             longest = limits.max_seqlen + (topk - 1) * draft_steps
             shared = Limits(max_batch_size=limits.max_batch_size, max_seqlen=longest, max_tokens_per_request=topk)
             self.backends = [make(spec, shared, self.device)]
-            self.has_trees = _decoder(self.backends[0]).capability.draft_trees
+            able = _decoder(self.backends[0]).capability
+            self.has_trees = able.draft_trees and (one_dim or able.draft_trees_two_dims)
         per_step = shared if self.has_trees else Limits(max_batch_size=rows, max_seqlen=limits.max_seqlen)
         made = self.backends if self.has_trees else []
         self.backends = [*made, *(make(spec, per_step, self.device) for _ in range(count - len(made)))]

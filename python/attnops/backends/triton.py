@@ -83,6 +83,8 @@ class TritonAttnBackend(AttentionBackend):
         logit_cap=True,
         sinks=True,
         tree_mask=True,
+        draft_trees=True,
+        draft_trees_two_dims=True,
         deterministic=True,
         cuda_graph=True,
     )
@@ -131,8 +133,6 @@ class TritonAttnBackend(AttentionBackend):
 
     def init_forward_metadata_out_graph(self, batch: AttentionBatch, in_capture: bool = False) -> None:
         self.limits.check(batch)
-        if batch.draft_steps:
-            raise NotImplementedError("attnops: backend triton takes branches as requests, the batch has draft_steps")
         paged = self._buffers.step(batch)
         key = (batch.batch_size, batch.num_tokens, batch.tokens_per_request, paged.window_out_cache_loc is not None)
         if key not in self._steps:
@@ -191,7 +191,7 @@ class TritonAttnBackend(AttentionBackend):
             splits = plan_of(layer, step.splits)
             self._kernels.triton_decode(
                 out, None, *step.scratch, q, q_pe, *pages, splits, batch.tokens_per_request, *options,
-                batch.tree_mask, *scales, self._split_tile,
+                batch.tree_mask, *scales, self._split_tile, batch.tree_keys,
             )  # fmt: skip
             return
         plan_of(layer, self._splits)  # a window that the backend was not built for is refused

@@ -1,6 +1,9 @@
-"""sgl_kernel's functions over draft trees, which write into what they are given."""
+"""SGLang's functions over draft trees and draft loops, which write into what they are given."""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -163,3 +166,98 @@ def tree_speculative_sampling_target_only(
         threshold_acc=max(threshold_acc, 1e-9),
         out=Verified(predicts, accept_index, accept_token_num),
     )
+
+
+_INDICES = "generate_draft_decode_kv_indices"
+
+
+class _Launch:
+    """SGLang's Triton kernel by name: `generate_draft_decode_kv_indices[(steps, requests, topk)](...)` writes.
+
+    The arguments of the second call are those of `write_draft_decode_kv_indices` behind the grid.
+    """
+
+    def __getitem__(self, grid: Sequence[int]) -> Callable[..., None]:
+        """The function of a grid: steps of the loop, requests, branches.
+
+        Raises:
+            ValueError: the grid has not three numbers.
+        """
+        if len(grid) != 3:
+            raise ValueError(f"attnops.compat: {_INDICES}: the grid must be (steps, requests, topk), got {tuple(grid)}")
+        steps, size, topk = (int(number) for number in grid)
+        return functools.partial(write_draft_decode_kv_indices, (steps, size, topk))
+
+
+generate_draft_decode_kv_indices = _Launch()
+
+
+@names_the_peers(_INDICES, cache_seqlens="paged_kernel_lens")
+def write_draft_decode_kv_indices(
+    grid: tuple[int, int, int],
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    paged_kernel_lens: Tensor,
+    kv_indices: Tensor,
+    kv_indptr: Tensor,
+    positions: Tensor,
+    pool_len: int,
+    kv_indices_stride: int,
+    kv_indptr_stride: int,
+    bs_upper: int,
+    iter_upper: int,
+    num_tokens_upper: int,
+    page_size: int,
+) -> None:
+    """`attnops.ops.generate_draft_decode_kv_indices`, in S steps for B requests with topk branches.
+
+    Args:
+        grid: S, B, topk.
+        req_pool_indices: ``[>= B]``. paged_kernel_lens: ``[>= B]``, int32 or int64, without drafts.
+        req_to_token: int32 ``[max_requests, pool_len]``.
+        kv_indices: int32 or int64 ``[>= S, kv_indices_stride]``, written. What does not fit is left out.
+        kv_indptr: int32 ``[>= S, kv_indptr_stride]``, of which cells 1 to ``B * topk`` are written.
+        positions: ``[>= B * topk]``, the branches' lengths, of which the sums stand in kv_indptr.
+        bs_upper, iter_upper, num_tokens_upper: Bounds that nothing depends on here.
+
+    Raises:
+        ValueError: pool_len or a stride is not that of its tensor, or a tensor is too short for the grid.
+    """
+    steps, size, topk = grid
+    rows = size * topk
+    for name, got, tensor in (
+        ("pool_len", pool_len, req_to_token),
+        ("kv_indices_stride", kv_indices_stride, kv_indices),
+        ("kv_indptr_stride", kv_indptr_stride, kv_indptr),
+    ):
+        if got != tensor.stride(0):
+            raise ValueError(f"attnops.compat: {_INDICES}: {name} must be {tensor.stride(0)}, got {got}")
+    for name, tensor, least in (
+        ("req_pool_indices", req_pool_indices, size),
+        ("paged_kernel_lens", paged_kernel_lens, size),
+        ("kv_indices", kv_indices, steps),
+        ("kv_indptr", kv_indptr, steps),
+        ("positions", positions, rows),
+    ):
+        if tensor.shape[0] < least:
+            raise ValueError(
+                f"attnops.compat: {_INDICES}: {name}.shape[0] must be {least} or more (of the grid {grid}), "
+                f"got {tensor.shape[0]}"
+            )
+    lengths = paged_kernel_lens[:size].to(torch.int32)
+    indices = kv_indices[:steps].to(torch.int32)
+    indptr = torch.empty(steps, rows + 1, dtype=torch.int32, device=kv_indptr.device)
+    ops.generate_draft_decode_kv_indices(
+        req_to_token,
+        req_pool_indices[:size],
+        lengths,
+        topk,
+        steps,
+        page_size,
+        kv_indptr=indptr,
+        kv_indices=indices,
+    )
+    if indices.data_ptr() != kv_indices.data_ptr():
+        kv_indices[:steps].copy_(indices)
+    row, step = (torch.arange(1, n + 1, device=kv_indptr.device) for n in (rows, steps))
+    kv_indptr[:steps, 1 : rows + 1].copy_(positions[:rows].cumsum(0) + row * step.unsqueeze(1))

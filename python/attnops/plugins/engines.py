@@ -21,9 +21,9 @@ class Engine:
         packages: Distributions that bring it; the first one installed counts.
         least, below: The versions served: from `least` to before `below`, by their numbers.
         option: What a user sets.
-        mla: Absorbed MLA is served, besides GQA.
         own: What the engine's own kernels serve beside attnops.
-        refused: What the engine could ask for and gets an error for, with a reason.
+        refused: What the engine could ask for and gets an error for, with the reason; beside what the capabilities of
+            its adapters do not serve (`adapters.py`).
     """
 
     name: str
@@ -31,9 +31,8 @@ class Engine:
     least: tuple[int, ...]
     below: tuple[int, ...]
     option: str
-    mla: bool = False
     own: tuple[str, ...] = ()
-    refused: tuple[str, ...] = ()
+    refused: tuple[tuple[str, str], ...] = ()
 
     def installed(self) -> tuple[str, str] | None:
         """Distribution and version; None where there is none."""
@@ -58,17 +57,19 @@ ENGINES = {
             least=(0, 32),
             below=(0, 34),
             option='LLM(attention_backend="ATTNOPS"), or "ATTNOPS_MLA"; on a CPU ATTNOPS_VLLM_CPU=1',
-            mla=True,
-            own=("layers of other head sizes, by TRITON_ATTN (on a CPU CPU_ATTN)", "prompts of MLA models"),
+            own=(
+                "layers of other head sizes, by TRITON_ATTN (on a CPU CPU_ATTN)",
+                "prompts of MLA whose head dims fmha has not, or for which mla_prefill_backend names another",
+            ),
             refused=(
-                "ALiBi",
-                "prefix-LM masks",
-                "R-SWA",
-                "scales per token and head",
-                "e5m2 and packed caches",
-                "fused output quantization",
-                "cross attention",
-                "windows, and layers of other head sizes, under decode context parallelism",
+                ("ALiBi", "no kernel adds a bias to scores"),
+                ("prefix-LM masks", "a request's tokens have one mask"),
+                ("R-SWA", "a window hides the prompt, too"),
+                ("scales per token and head", "a cache has one scale per tensor"),
+                ("fused output quantization", "results have the model's dtype"),
+                ("cross attention", "no encoder's keys are mapped"),
+                ("windows under decode context parallelism", "a rank's keys are not neighbours"),
+                ("other head sizes under decode context parallelism", "vLLM's own layers do not join ranks as ours do"),
             ),
         ),
         Engine(
@@ -77,14 +78,17 @@ ENGINES = {
             least=(0, 5, 23),
             below=(0, 5, 24),
             option="--attention-backend attnops; --speculative-draft-attention-backend attnops",
-            mla=True,
             own=("prompts, by the backend that --prefill-attention-backend names",),
             refused=(
-                "cross attention",
-                "pools but MHATokenToKVPool, MLATokenToKVPool, and SWAKVPool of the former, of layout nhd",
-                "modes PREBUILT, SPLIT_PREFILL and DLLM_EXTEND",
-                "draft models with a pool for their windows",
-                "Llama 4, by a list of SGLang's",
+                ("cross attention", "no encoder's keys are mapped"),
+                (
+                    "pools but MHATokenToKVPool, MLATokenToKVPool, and SWAKVPool of the former",
+                    "others keep rows otherwise",
+                ),
+                ("layouts but nhd", "a page is a view of neighbouring slots"),
+                ("modes PREBUILT, SPLIT_PREFILL and DLLM_EXTEND", "no batch of theirs is mapped"),
+                ("draft models with a pool for their windows", "draft steps have slots of the full pool alone"),
+                ("Llama 4", "by a list of SGLang's"),
             ),
         ),
         Engine(
@@ -93,7 +97,12 @@ ENGINES = {
             least=(5, 17),
             below=(5, 25),
             option='attnops.plugins.transformers.register(), then attn_implementation="attnops"',
-            refused=("dropout", "attention weights", "additive masks and biases", "head masks", "gradients"),
+            refused=(
+                ("dropout", "attnops is for inference"),
+                ("gradients", "attnops is for inference"),
+                ("attention weights", "kernels do not keep them"),
+                ("additive masks, biases and head masks", "a key is seen or not"),
+            ),
         ),
     )
 }

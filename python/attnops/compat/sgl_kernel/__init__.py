@@ -1,4 +1,7 @@
-"""`sgl_kernel`'s attention: merges, CUTLASS MLA, draft trees, selections; and its modules by name."""
+"""`sgl_kernel`'s attention: merges, CUTLASS MLA, draft trees, selections; and its modules by name.
+
+`generate_draft_decode_kv_indices` is a Triton kernel of SGLang's own (`sglang.srt.speculative`).
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from attnops.compat._cutlass_mla import cutlass_mla_decode, cutlass_mla_get_work
 from attnops.compat._errors import names_the_peers
 from attnops.compat._speculation import (
     build_tree_kernel_efficient,
+    generate_draft_decode_kv_indices,
     tree_speculative_sampling_target_only,
     verify_tree_greedy,
 )
@@ -26,6 +30,7 @@ __all__ = [
     "fast_topk_v2",
     "flash_attn",
     "flash_mla",
+    "generate_draft_decode_kv_indices",
     "merge_state",
     "merge_state_v2",
     "sparse_flash_attn",

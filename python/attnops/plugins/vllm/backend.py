@@ -17,24 +17,26 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from attnops.backends import Capability, get_backend_class
+from attnops.backends import Capability
+from attnops.plugins import adapters
 from attnops.plugins.vllm import own_kernels
 from attnops.plugins.vllm.impl import ENCODERS, AttnopsImpl
 from attnops.plugins.vllm.metadata import AttnopsMetadata, AttnopsMetadataBuilder
+from attnops.plugins.vllm.plans import cache_names, reason_against_cache
 
 __all__ = ["AttnopsBackend", "AttnopsImpl", "AttnopsMetadata", "AttnopsMetadataBuilder"]
 
 
 def capability() -> Capability:
-    """What the kernels behind this backend serve."""
-    return get_backend_class("trtllm_mha").capability
+    """What this backend serves."""
+    return adapters.find("vllm", "ATTNOPS").capability()
 
 
 class AttnopsBackend(AttentionBackend):
     """vLLM's description of attnops; what it serves is derived from attnops' own."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = sorted(capability().dtypes, key=str)
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = cache_names(capability())
     forward_includes_kv_cache_update: bool = True
 
     @staticmethod
@@ -87,6 +89,12 @@ class AttnopsBackend(AttentionBackend):
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
         return attn_type in (AttentionType.DECODER, *ENCODERS)
+
+    @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *other: Any, **others: Any
+    ) -> str | None:
+        return reason_against_cache(kv_cache_dtype)
 
     @classmethod
     def supports_compute_capability(cls, capability_of_device: DeviceCapability) -> bool:

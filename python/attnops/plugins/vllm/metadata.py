@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
 from attnops.metadata.fmha_plan import FmhaPlan
 from attnops.plan_buffers import DecodePlan
+from attnops.plugins import adapters
 from attnops.plugins.vllm import context_parallel, own_kernels
 from attnops.plugins.vllm.plans import (
     DecodePlanner,
@@ -119,7 +120,9 @@ class AttnopsMetadataBuilder(AttentionMetadataBuilder[AttnopsMetadata]):
             num_kv_heads=kv_cache_spec.num_kv_heads,
             head_dim=kv_cache_spec.head_size,
             dtype=dtype,
-            kv_dtype=cache_dtype(vllm_config.cache_config.cache_dtype, dtype),
+            kv_dtype=cache_dtype(
+                vllm_config.cache_config.cache_dtype, dtype, adapters.find("vllm", "ATTNOPS").capability()
+            ),
             page_size=kv_cache_spec.block_size,
             deterministic=is_batch_invariant(),
         )

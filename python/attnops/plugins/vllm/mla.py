@@ -1,6 +1,6 @@
 """The backend ATTNOPS_MLA: absorbed queries over vLLM's cache of latents, by `mla_decode`.
 
-Prompts are vLLM's own: it expands their keys and values, and has a backend for that.
+Prompts are `mla_prompts.py`'s: vLLM expands their keys and values, and has backends of their own for that.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonBackend,
     MLACommonImpl,
@@ -21,21 +21,30 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata, MultipleOf
 
 from attnops import ops
-from attnops.backends import Capability, get_backend_class
-from attnops.plugins.vllm.plans import DecodePlanner, cache_dtype, is_batch_invariant, limits_of
+from attnops.backends import Capability
+from attnops.plugins import adapters
+from attnops.plugins.vllm import mla_prompts
+from attnops.plugins.vllm.plans import (
+    DecodePlanner,
+    cache_dtype,
+    cache_names,
+    is_batch_invariant,
+    limits_of,
+    reason_against_cache,
+)
 from attnops.types import AttentionSpec
 
 
 def capability() -> Capability:
-    """What the kernels behind this backend serve."""
-    return get_backend_class("trtllm_mla").capability
+    """What this backend serves."""
+    return adapters.find("vllm", "ATTNOPS_MLA").capability()
 
 
 class AttnopsMLABackend(MLACommonBackend):
     """vLLM's description of attnops' MLA."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = sorted(capability().dtypes, key=str)
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = cache_names(capability())
 
     @staticmethod
     def get_name() -> str:
@@ -58,8 +67,22 @@ class AttnopsMLABackend(MLACommonBackend):
         return head_size == 576
 
     @classmethod
+    def supports_sink(cls) -> bool:
+        return capability().sinks
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return capability().sliding_window
+
+    @classmethod
     def supports_batch_invariance(cls) -> bool:
         return capability().deterministic
+
+    @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *other: Any, **others: Any
+    ) -> str | None:
+        return reason_against_cache(kv_cache_dtype)
 
     @classmethod
     def supports_compute_capability(cls, capability_of_device: DeviceCapability) -> bool:
@@ -79,7 +102,7 @@ class AttnopsMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         spec = AttentionSpec.mla(
             self.num_heads * self.dcp_world_size,
             dtype=dtype,
-            kv_dtype=cache_dtype(vllm_config.cache_config.cache_dtype, dtype),
+            kv_dtype=cache_dtype(vllm_config.cache_config.cache_dtype, dtype, capability()),
             page_size=kv_cache_spec.block_size,
             deterministic=is_batch_invariant(),
         )
@@ -140,6 +163,7 @@ class AttnopsMLAImpl(MLACommonImpl[MLACommonMetadata]):
             **mla_args,
         )
         self._is_fp8 = kv_cache_dtype.startswith("fp8")
+        mla_prompts.choose(get_current_vllm_config(), self.qk_head_dim, self.v_head_dim)  # before vLLM asks
 
     def do_kv_cache_update(
         self,

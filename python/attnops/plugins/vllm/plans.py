@@ -11,6 +11,7 @@ from vllm import envs
 from vllm.config import VllmConfig
 
 from attnops import ops
+from attnops.backends import Capability
 from attnops.metadata.fmha_plan import FmhaPlan
 from attnops.metadata.plan import MlaDecodePlan, XqaDecodePlan
 from attnops.plan_buffers import DecodePlan, DecodePlans
@@ -22,17 +23,38 @@ def window_left(sliding_window: int | None) -> int:
     return -1 if sliding_window is None else sliding_window - 1
 
 
-def cache_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
+_CACHES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+
+
+def cache_names(served: Capability) -> list[str]:
+    """Those of vLLM's `kv_cache_dtype` that are served; "auto" is the model's dtype."""
+    dtypes = served.dtypes | served.kv_dtypes
+    return ["auto", *(name for name, dtype in _CACHES.items() if dtype in dtypes)]
+
+
+def cache_dtype(name: str, model_dtype: torch.dtype, served: Capability) -> torch.dtype:
     """Of vLLM's `kv_cache_dtype`.
 
     Raises:
         NotImplementedError: attnops has no cache of that kind.
     """
-    known = {"auto": model_dtype, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
-    known |= {"bfloat16": torch.bfloat16, "float16": torch.float16}
+    known = cache_names(served)
     if name not in known:
         raise NotImplementedError(f"attnops: kv_cache_dtype must be {' or '.join(known)}, got {name}")
-    return known[name]
+    return model_dtype if name == "auto" else _CACHES[name]
+
+
+def reason_against_cache(name: str | None) -> str | None:
+    """What vLLM's own reason, "kv_cache_dtype not supported", does not say of a `kv_cache_dtype`."""
+    if name is not None and name.endswith("_per_token_head"):
+        return f"scales per token and head not supported, which kv_cache_dtype {name} has"
+    return None
 
 
 def limits_of(config: VllmConfig) -> Limits:
@@ -93,6 +115,7 @@ class PromptPlanner:
             "num_q_heads": spec.num_q_heads,
             "num_kv_heads": spec.num_kv_heads,
             "head_dim": max(spec.head_dim, spec.v_head_dim),
+            "split_keys": not spec.deterministic,
             "device": device,
         }
         self._plans: dict[tuple[int, bool], FmhaPlan] = {}

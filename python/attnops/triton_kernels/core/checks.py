@@ -93,11 +93,16 @@ class Checks:
         requests = self.extents.setdefault("batch_size", cu_seqlens.shape[0] - 1)
         self.tensor(name, cu_seqlens, (str(requests + 1),), (torch.int32,))
 
-    def tree(self, tree_mask: Tensor | None, seqlen_q: int) -> None:
-        width = -(-seqlen_q // 8)
+    def tree(self, tree_mask: Tensor | None, seqlen_q: int, tree_keys: int, window_left: int) -> None:
+        self.require(
+            tree_keys == seqlen_q or (tree_keys > seqlen_q and tree_mask is not None and window_left < 0),
+            f"tree_keys must be 0 or seqlen_q ({seqlen_q}), or more beside a tree_mask without a window, "
+            f"got {tree_keys}",
+        )
+        width = -(-tree_keys // 8)
         self.tensor("tree_mask", tree_mask, ("batch_size", str(seqlen_q), str(width)), (torch.uint8,))
-        contiguous = tree_mask is None or tree_mask.is_contiguous()
-        self.require(contiguous, "tree_mask must be contiguous")
+        dense = tree_mask is None or tree_mask.stride(2) == 1
+        self.require(dense, "the last dimension of tree_mask must be contiguous")
 
 
 def register(schema: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

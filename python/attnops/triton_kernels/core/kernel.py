@@ -253,15 +253,16 @@ def sweep(
 
 
 _RUNTIME_ONLY = ["num_requests", "num_tokens", "num_pages", "table_width", "window_left", "seqlen_q", "num_tiles"]
+_RUNTIME_ONLY += ["tree_keys"]
 
 
 @triton.jit(do_not_specialize=_RUNTIME_ONLY)
 def attend_kernel(
     out, lse, q, q_pe, k_pages, v_pages, k_new, v_new, page_table, cache_seqlens, cu_seqlens_q, cu_seqlens_k,
     num_splits, sinks, tree_mask, k_scale, v_scale, softmax_scale, logit_cap, window_left, seqlen_q, num_requests,
-    num_tokens, num_pages, table_width, num_tiles,
+    num_tokens, num_pages, table_width, num_tiles, tree_keys,
     q_token, q_head, pe_token, pe_head, kp_page, kp_step, kp_head, vp_page, vp_step, vp_head, kn_step, kn_head,
-    vn_step, vn_head, table_row, out_token, out_head, out_split, lse_token, lse_head, tree_token,
+    vn_step, vn_head, table_row, out_token, out_head, out_split, lse_token, lse_head, tree_request, tree_token,
     HEAD_BLOCKS: tl.constexpr, GROUP: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, DPE: tl.constexpr, BLOCK_DPE: tl.constexpr, DV: tl.constexpr, BLOCK_DV:
     tl.constexpr, PAGE_SIZE: tl.constexpr, ONE_PAGE: tl.constexpr, SHARED: tl.constexpr, PEEL: tl.constexpr, UNIFORM:
@@ -275,6 +276,7 @@ def attend_kernel(
     SPLIT: `out` and `lse` are partial results in float32, one per split.
     ONE_PAGE, SHARED, PEEL: As of `accumulate` and `sweep`.
     FLIP: `softmax_scale` is negative.
+    TREE: A row has a bit for each of the last `tree_keys` keys. Beside a window these are the new tokens.
     K_SCALE, V_SCALE: 0: none; 1: one per tensor; 2: one per KV head.
     """
     tile = num_tiles - 1 - tl.program_id(0)  # causal: what is last has most keys, so it begins first
@@ -307,7 +309,10 @@ def attend_kernel(
     head = kv_head * GROUP + in_group
     at_token = (first_token + token).to(tl.int64)
     is_row = (token < count) & (in_group < GROUP) & (at_token >= 0) & (at_token < num_tokens)
-    prefix = seqlen_k - count
+    drafts = count
+    if TREE:
+        drafts = tree_keys
+    prefix = seqlen_k - drafts
     position = tl.where(is_row, prefix + token, NO_ROW)
 
     d = tl.arange(0, BLOCK_D)
@@ -318,7 +323,7 @@ def attend_kernel(
         dpe = tl.arange(0, BLOCK_DPE)
         pe_at = q_pe + at_token[:, None] * pe_token + head[:, None] * pe_head + dpe[None, :]
         queries_pe = tl.load(pe_at, mask=is_row[:, None] & (dpe < DPE)[None, :], other=0)
-    tree_row = tree_mask + at_token * tree_token
+    tree_row = tree_mask + request.to(tl.int64) * tree_request + token * tree_token
 
     # What any row of the tile sees. A row of a tree may have any depth.
     nearest = prefix
@@ -379,7 +384,7 @@ def attend_kernel(
             acc, highest, total, queries, queries_pe, begin, paged_end, low, paged_high, seen_from, seen_to, 0,
             position, window_begin, window_left, logit_cap, scale, k_pages + kv_head * kp_head,
             v_pages + kv_head * vp_head, kp_page, kp_step, vp_page, vp_step,
-            page_table + request.to(tl.int64) * table_row, num_pages, tree_row, prefix, count,
+            page_table + request.to(tl.int64) * table_row, num_pages, tree_row, prefix, drafts,
             BLOCK_N, D, BLOCK_D, DPE, BLOCK_DPE, DV, BLOCK_DV, PAGE_SIZE, ONE_PAGE, SHARED, PEEL, CAUSAL, WINDOW,
             CAP, SIGNED, TREE, FP8, PRECISION,
         )  # fmt: skip
@@ -396,7 +401,7 @@ def attend_kernel(
             acc, highest, total, queries, queries_pe, new_low // BLOCK_N * BLOCK_N, high - new_offset, new_low,
             new_high, seen_from - new_offset, seen_to - new_offset, new_offset, position, window_begin, window_left,
             logit_cap, scale, k_new + base * kn_step + kv_head * kn_head, v_new + base * vn_step + kv_head * vn_head, 0,
-            kn_step, 0, vn_step, page_table, 0, tree_row, prefix, count,
+            kn_step, 0, vn_step, page_table, 0, tree_row, prefix, drafts,
             BLOCK_N, D, BLOCK_D, DPE, BLOCK_DPE, DV, BLOCK_DV, 0, False, False, PEEL, CAUSAL, WINDOW, CAP, SIGNED,
             TREE, 0, PRECISION,
         )  # fmt: skip

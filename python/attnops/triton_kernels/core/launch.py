@@ -57,6 +57,7 @@ def attend(
     max_splits: int = 1,
     sinks: Tensor | None = None,
     tree_mask: Tensor | None = None,
+    tree_keys: int = 0,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
@@ -64,6 +65,7 @@ def attend(
 
     Args:
         new: ``k, v`` ``[T_k, H_kv, D]``: the step's own where there are pages, otherwise all keys, by `cu_seqlens_k`.
+        tree_keys: Keys at the end of each request that `tree_mask` is over.
         num_splits: int32 ``[B]``: `out` and `lse` are then partial, ``[T, H_q, max_splits, ...]``.
     """
     num_tokens, num_q_heads = q.shape[:2]
@@ -116,6 +118,7 @@ def attend(
         0 if pages is None else pages.k.shape[0],
         0 if pages is None else table.shape[1],
         num_tiles,
+        tree_keys,
         q.stride(0),
         q.stride(1),
         0 if q_pe is None else q_pe.stride(0),
@@ -130,7 +133,8 @@ def attend(
         out.stride(2) if split else 0,
         lse.stride(0) if lse is not None else 0,
         lse.stride(1) if lse is not None else 0,
-        0 if tree_mask is None else tree_mask.shape[-1],
+        0 if tree_mask is None else tree_mask.stride(0),
+        0 if tree_mask is None else tree_mask.stride(1),
         HEAD_BLOCKS=tiles.head_blocks,
         GROUP=num_q_heads // num_kv_heads,
         BLOCK_H=tiles.block_h,

@@ -68,7 +68,7 @@ def triton_decode_plan(
     "triton_decode(Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) out_partial, Tensor(d!) lse_partial, Tensor q, "
     "Tensor? q_pe, Tensor k_pages, Tensor v_pages, Tensor page_table, Tensor cache_seqlens, Tensor num_splits, "
     "int seqlen_q, float softmax_scale, bool causal, int window_left, float logit_cap, Tensor? sinks, "
-    "Tensor? tree_mask, Tensor? k_scale, Tensor? v_scale, int split_tile) -> ()"
+    "Tensor? tree_mask, Tensor? k_scale, Tensor? v_scale, int split_tile, int tree_keys=0) -> ()"
 )
 def triton_decode(
     out: Tensor,
@@ -92,6 +92,7 @@ def triton_decode(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
     split_tile: int,
+    tree_keys: int = 0,
 ) -> None:
     """Attend from each request's newest `seqlen_q` tokens to its pages; conventions of `attnops.ops.xqa_decode`.
 
@@ -102,6 +103,8 @@ def triton_decode(
         q: ``[B * S_q, H_q, D]``; with `q_pe` ``[B * S_q, H_q, D_pe]``, the first ``D - D_pe`` dimensions.
         num_splits: int32 ``[B]``, of `triton_decode_plan` with these lengths and this `split_tile`.
         k_scale, v_scale: float32 ``[1]`` or ``[H_kv]``, of FP8 pages.
+        tree_keys: M, the last keys of each request that ``tree_mask [B, S_q, ceil(M / 8)]`` is over; 0: the new
+            tokens. More than these: without a window.
 
     Raises:
         RuntimeError: naming the argument that does not fit.
@@ -116,7 +119,8 @@ def triton_decode(
         num_tokens == batch_size * seqlen_q,
         f"q.shape[0] must be {batch_size * seqlen_q} (batch_size * seqlen_q), got {num_tokens}",
     )
-    checks.tree(tree_mask, seqlen_q)
+    tree_keys = tree_keys or seqlen_q
+    checks.tree(tree_mask, seqlen_q, tree_keys, window_left)
     v_head_dim = v_pages.shape[-1]
     checks.tensor("out_partial", out_partial, ("rows", "num_q_heads", "splits", "head_dim_v"), (torch.float32,))
     checks.tensor("lse_partial", lse_partial, ("rows", "num_q_heads", "splits"), (torch.float32,))
@@ -137,6 +141,7 @@ def triton_decode(
         split_tile=split_tile,
         max_splits=out_partial.shape[2],
         tree_mask=tree_mask,
+        tree_keys=tree_keys,
         k_scale=k_scale,
         v_scale=v_scale,
     )
