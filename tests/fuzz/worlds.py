@@ -208,7 +208,7 @@ class World:
         for request, new in enumerate(shape.new):
             for i in range(new):
                 keys = seen[request, i].nonzero().flatten()
-                count = min(len(keys), topk)
+                count = min(len(keys), topk, shape.prefix[request] + i + 1)  # a tree may show a token later ones
                 count = draw.number(0, count) if fewer else count
                 lists[token, :count] = keys[draw.permutation(len(keys))[:count]]
                 token += 1
