@@ -39,8 +39,9 @@ def scales(problem):
 
 
 def decode(
-    problem, *, max_splits=8, split_tile=32, fixed=False, q_pe_apart=False, tree_mask=None, sinks=None, **options
-):
+    problem, *, max_splits=8, split_tile=32, fixed=False, q_pe_apart=False, tree_mask=None, tree_keys=0, sinks=None,
+    **options,
+):  # fmt: skip
     """(out, lse) of `triton_decode` with a plan of its own."""
     options = {**DEFAULTS, **options}
     q, (k, v), device = problem.q, pools(problem), problem.q.device
@@ -60,7 +61,7 @@ def decode(
     tk.triton_decode(
         out, lse, partial, lse_partial, q, q_pe, k, v, problem.page_table, problem.cache_seqlens, num_splits, seqlen_q,
         options["softmax_scale"], options["causal"], options["window_left"], options["logit_cap"], sinks, tree_mask,
-        *scales(problem), split_tile,
+        *scales(problem), split_tile, tree_keys,
     )  # fmt: skip
     return out, lse
 

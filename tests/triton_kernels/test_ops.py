@@ -7,8 +7,9 @@ import dataclasses
 import problems
 import pytest
 import torch
-from attnops import ops
+from attnops import ops, reference
 from checks import assert_attention_close, assert_lse_close
+from draft_trees import attention_over
 
 calls = pytest.importorskip("triton_calls", reason="needs triton")
 
@@ -93,6 +94,28 @@ def test_tree_masks_and_a_draft_token_that_nobody_sees(seqlen_q, device):
     moved = problem.to(device)
     result = calls.decode(moved, tree_mask=tree.to(device), softmax_scale=0.2)
     check(result, clean, softmax_scale=0.2, tree_mask=tree.flatten(0, 1))
+
+
+@device_of
+@pytest.mark.parametrize("shared", [False, True])
+def test_masks_over_more_keys_than_the_new_tokens(shared, device):
+    """As of a step of a draft loop; `shared`: one mask for all requests."""
+    lengths, seqlen_q, keys = [11, 40, 131], 3, 11
+    problem = gqa("gqa", lengths, seqlen_q)
+    seen = torch.rand(3, seqlen_q, keys) < 0.5
+    seen[:, :, 0] = True
+    given = reference.pack_tree_mask(seen).to(device)
+    if shared:
+        seen, given = seen[:1].expand(3, -1, -1), given[:1].expand(3, -1, -1)
+    out, lse = calls.decode(problem.to(device), tree_mask=given, tree_keys=keys, softmax_scale=0.2)
+    for b, length in enumerate(lengths):
+        k, v = (reference.gather_tokens(x, problem.page_table, b, length) for x in (problem.k_pages, problem.v_pages))
+        rows = slice(b * seqlen_q, (b + 1) * seqlen_q)
+        all_seen = torch.ones(seqlen_q, length, dtype=torch.bool)
+        all_seen[:, -keys:] = seen[b]
+        expected, expected_lse = attention_over(problem.q[rows], k, v, all_seen, scale=0.2)
+        assert_attention_close(out[rows].cpu(), expected, out.dtype)
+        assert_lse_close(lse[rows].cpu(), expected_lse, atol=1e-3)
 
 
 @device_of
@@ -251,6 +274,10 @@ def test_errors_name_argument_dimension_and_both_values():
         calls.decode(problem, softmax_scale=0.2, window_left=-2)
     with pytest.raises(RuntimeError, match="tree_mask"):
         calls.decode(problem, softmax_scale=0.2, tree_mask=torch.zeros(2, 1, 2, dtype=torch.uint8))
+    mask = torch.ones(2, 1, 2, dtype=torch.uint8)
+    for options in ({}, {"tree_mask": mask, "window_left": 3}):
+        with pytest.raises(RuntimeError, match=r"tree_keys must be 0 or seqlen_q .* without a window, got 9"):
+            calls.decode(problem, softmax_scale=0.2, tree_keys=9, **options)
 
 
 @device_of
