@@ -131,7 +131,7 @@ def right_decode(draw: Draw) -> None:
     if rounded:
         draw.saw("mode rounded keys")
     ops.sparse_mla_decode(**given, **lengths, **second, rounded_keys=rounded)
-    of_rows = rounded and lists.kv_pages.shape[-1] == 656
+    of_rows = rounded and lists.kv_pages.shape[-1] == 656 and (extra is None or draw.device == "cpu")
     _judge(draw, problem, out.view.flatten(0, 1), lse.view.flatten(0, 1), rounded_keys=of_rows)
     out.check("out")
     lse.check("lse")

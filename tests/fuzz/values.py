@@ -167,8 +167,9 @@ def _bad_fmha_page(draw: Draw) -> None:
     call = fmha.draw_call(draw, paged=True)
     paging, rules = call.paging, call.rules
     which = [i for i, (q, k) in enumerate(zip(call.lengths_q, call.lengths_k)) if q and k]
-    if not which or rules.tree is not None or not rules.causal or rules.window_left >= 0 or rules.window_right >= 0:
-        raise Void
+    windows = rules.window_left >= 0 or rules.window_right >= 0
+    if not which or not rules.causal or windows or rules.tree is not None or rules.hidden is not None:
+        raise Void  # pages that no token sees need not be looked up
     request, bad = draw.pick(which), _bad_page(draw, paging.num_pages)
     cells = _cells(paging, request, "kv_indptr" in call.given)
     cells[draw.number(0, (call.lengths_k[request] - 1) // paging.page_size)] = bad

@@ -61,7 +61,9 @@ class Delta:
     def check(self, function, io, form, count=T, **options):
         turned = self.states.transpose(-1, -2).clone()
         given = {"initial_state": turned, "output_final_state": True, **options}
-        out, final = function(*(x[:, :count] for x in self.tokens), **given)
+        tokens = [x[:, :count] for x in self.tokens]
+        tokens[:2] = (x.repeat_interleave(HV // x.shape[2], 2) for x in tokens[:2])  # older versions need it
+        out, final = function(*tokens, **given)
         take = getattr(self, form)
         got = torch.cat([take(0, 50), take(50, count)], 1)
         assert relative(got, out) < BOUND[io] and relative(self.states, final.transpose(-1, -2)) < BOUND[io]

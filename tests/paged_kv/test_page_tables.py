@@ -103,6 +103,18 @@ def test_requests_may_begin_within_their_rows(page_size, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("page_size", [2**30, 2**31 - 1])
+def test_a_page_may_be_longer_than_any_request(page_size, device):
+    slots = torch.tensor([[5, 6, 7], [2**31 - 2, 9, 8]], dtype=torch.int32, device=device)
+    given = (slots, *tensors(device, [3, 1], torch.arange(2), torch.int64), page_size)
+    table = ops.build_page_table(*given, page_table=torch.full((2, 1), UNTOUCHED, dtype=torch.int32, device=device))
+    assert table.tolist() == [[0], [(2**31 - 2) // page_size]]
+    indptr, indices, last = ops.build_kv_indices(*given)
+    assert (indptr.tolist(), indices[:2].tolist()) == ([0, 1, 2], [0, (2**31 - 2) // page_size])
+    assert last.tolist() == [3, 1]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_large_batches_and_long_rows(device):
     """More requests than one block has threads, and rows that several blocks share."""
     lengths = torch.randint(0, 70, (3000,)).tolist()

@@ -10,7 +10,7 @@ constexpr int kBusyBlocks = 1024;  // enough to fill a GPU; more of them only co
 
 // CTAs per request: as the longest row that the shapes allow has work for, but no more than the GPU can use.
 int chunks_of(const Requests& r) {
-  const int most_pages = ceil_div(max_of(r.max_tokens, 1), r.page_size);
+  const int most_pages = num_pages(r, max_of(r.max_tokens, 1));  // page_size may be any
   return min_of(ceil_div(most_pages, kThreads), max_of(kBusyBlocks / max_of(r.batch_size, 1), 1));
 }
 

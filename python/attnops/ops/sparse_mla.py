@@ -90,6 +90,7 @@ def sparse_mla_decode(
         report: int32 ``[8]`` of the checked mode: an index past its pool, a length beyond its list.
         rounded_keys: Of lists with at most 8 keys, scores are those over keys rounded to bfloat16; values may be
             rounded, too. FlashMLA rounds every row of 656 bytes. The tests of its callers can tell in short lists.
+            Other rows have no effect, and neither have calls with a second pool on a GPU: these scores are exact.
 
     Returns:
         ``(out, lse)``, lse natural log, None unless asked for. A token without keys has ``out = 0``, ``lse = -inf``.
