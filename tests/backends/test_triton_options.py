@@ -61,8 +61,9 @@ def test_what_is_malformed_or_refused_is_an_error(name, monkeypatch):
     assert torch.is_tensor(cls(gqa(), LIMITS)._out_partial)
 
 
-def test_partial_results_are_float32_whatever_sglangs_option_says():
+def test_partial_results_are_float32_whatever_sglangs_option_says(monkeypatch):
     """Its default, False, is taken as it is there, where the sums are float32, too."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     for wide in (False, True):
         backend = get_backend_class(NAME)(gqa(), LIMITS, triton_attention_reduce_in_fp32=wide)
         assert backend._out_partial.dtype == backend._lse_partial.dtype == torch.float32

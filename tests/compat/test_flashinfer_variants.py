@@ -230,7 +230,9 @@ def test_mla_of_other_dims(dims, causal):
     bounds = problem.cu_seqlens_q.tolist()
     expected = expected_of(torch.cat([problem.q, q_pe], -1), bounds, rows_of(whole), 0.1, seen)
     check(out, lse, expected)
-    with pytest.raises(NotImplementedError, match=r"kv_data_type=torch.float16.*q's dtype or float8_e4m3fn"):
+    with pytest.raises(
+        NotImplementedError, match=r"kv_data_type=torch.float16.*q's dtype, float8_e4m3fn or float8_e5m2"
+    ):
         wrapper.plan(problem.cu_seqlens_q, indptr, indices, problem.cache_seqlens, *heads, torch.float16)
 
 
