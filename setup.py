@@ -62,6 +62,13 @@ class FreshBuild(build):
         super().run()
 
 
+def place(source: Path, target: Path) -> None:
+    """A new file of the name: processes that have the old one open keep it."""
+    part = target.with_name(f"{target.name}.part")
+    shutil.copy2(source, part)
+    part.replace(target)
+
+
 class CMakeBuild(build_ext):
     def run(self):
         build = Path(os.environ.get("ATTNOPS_BUILD_DIR", ROOT / "build" / sysconfig.get_platform()))
@@ -89,10 +96,10 @@ class CMakeBuild(build_ext):
         target.mkdir(parents=True, exist_ok=True)
         for name in MODULES:
             if (build / name).exists():
-                shutil.copy2(build / name, target / name)
+                place(build / name, target / name)
         scheduler = "_scheduler" + sysconfig.get_config_var("EXT_SUFFIX")
         if self.inplace and (build / scheduler).exists():
-            shutil.copy2(build / scheduler, ROOT / "tests/support" / scheduler)
+            place(build / scheduler, ROOT / "tests/support" / scheduler)
 
     def get_outputs(self):
         return [str(path) for path in (Path(self.build_lib) / "attnops").glob("*.so")]
