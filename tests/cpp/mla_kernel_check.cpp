@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <random>
 #include <vector>
 
@@ -27,11 +28,34 @@ std::vector<BFloat16> random_values(size_t count, std::mt19937& generator) {
   return values;
 }
 
+// Rows of 656 bytes. The scales have all of float32's bits: bf16 cannot hold e4m3 times one.
+std::vector<uint8_t> random_rows(size_t count, std::mt19937& generator) {
+  constexpr int kScales = 4;
+  std::uniform_int_distribution<int> magnitude(0, 0x7E), sign(0, 1);  // 0x7F is NaN
+  std::uniform_real_distribution<float> scale(4e-3f, 8e-3f);
+  std::vector<uint8_t> rows(count * kFp8RowBytes);
+  for (size_t r = 0; r < count; ++r) {
+    uint8_t* row = rows.data() + r * kFp8RowBytes;
+    for (int i = 0; i < kHeadDimV; ++i) row[i] = static_cast<uint8_t>(magnitude(generator) | sign(generator) << 7);
+    float scales[kScales];
+    for (float& value : scales) value = scale(generator);
+    std::memcpy(row + kHeadDimV, scales, sizeof(scales));
+    const std::vector<BFloat16> rope = random_values(kHeadDimRope, generator);
+    std::memcpy(row + kHeadDimV + sizeof(scales), rope.data(), rope.size() * sizeof(BFloat16));
+  }
+  return rows;
+}
+
 struct Problem {
-  explicit Problem(int page_size, int length) : cache_seqlen(length) {
+  Problem(int page_size, int length, bool bytes) : cache_seqlen(length) {
     std::mt19937 generator(3);
     q = random_values(kSeqlenQ * kHeads * kHeadDimQk, generator);
-    pages = random_values(static_cast<size_t>(kPages) * page_size * kHeadDimQk, generator);
+    const size_t tokens = static_cast<size_t>(kPages) * page_size;
+    if (bytes) {
+      rows = random_rows(tokens, generator);
+    } else {
+      pages = random_values(tokens * kHeadDimQk, generator);
+    }
     out.resize(kSeqlenQ * kHeads * kHeadDimV);
     lse.resize(kSeqlenQ * kHeads);
     for (int i = 0; i < kPages; ++i) table.push_back(kPages - 1 - i);
@@ -41,9 +65,9 @@ struct Problem {
     p.q = q.data();
     p.q_stride_token = kHeads * kHeadDimQk;
     p.q_stride_head = kHeadDimQk;
-    p.kv_pages = pages.data();
-    p.kv_stride_page = page_size * kHeadDimQk;
-    p.kv_stride_token = kHeadDimQk;
+    p.kv_pages = bytes ? static_cast<const void*>(rows.data()) : pages.data();
+    p.kv_stride_token = bytes ? kFp8RowBytes : kHeadDimQk;
+    p.kv_stride_page = page_size * p.kv_stride_token;
     p.page_table.cells = table.data();
     p.page_table.num_pages = kPages;
     p.page_table.page_size = page_size;
@@ -56,18 +80,20 @@ struct Problem {
     p.softmax_scale = 0.07f;
     p.causal = true;
     p.window_left = -1;
-    p.dtype = p.kv_dtype = DType::kBFloat16;
+    p.dtype = DType::kBFloat16;
+    p.kv_dtype = bytes ? DType::kUInt8 : DType::kBFloat16;
   }
 
   Params p{};
   std::vector<BFloat16> q, pages, out;
+  std::vector<uint8_t> rows;
   std::vector<float> lse;
   std::vector<int32_t> table;
   int32_t cache_seqlen;
 };
 
-void check(Isa isa, const attnops::cpu::TileOps& ops, int page_size, int length) {
-  Problem actual(page_size, length), expected(page_size, length);
+void check(Isa isa, const attnops::cpu::TileOps& ops, int page_size, int length, bool bytes) {
+  Problem actual(page_size, length, bytes), expected(page_size, length, bytes);
   const int rows = kSeqlenQ * kHeads, tiles = (length + kPlanTileTokens - 1) / kPlanTileTokens;
   const mla_decode::cpu::Piece piece{
       .request = 0, .first_row = 0, .num_rows = rows, .first_tile = 0, .num_tiles = tiles, .partial = -1};
@@ -82,8 +108,8 @@ void check(Isa isa, const attnops::cpu::TileOps& ops, int page_size, int length)
   for (int i = 0; i < rows; ++i) worst_lse = std::fmax(worst_lse, std::fabs(actual.lse[i] - expected.lse[i]));
   const double error = std::sqrt(difference / norm);
   const bool good = error < 6e-3 && worst_lse < 1e-4;  // a NaN passes neither
-  std::printf("%s page %d, %d keys: error %.2e, lse %.2e%s\n", name_of(isa), page_size, length, error, worst_lse,
-              good ? "" : " FAILED");
+  std::printf("%s page %d, %d keys%s: error %.2e, lse %.2e%s\n", name_of(isa), page_size, length,
+              bytes ? " of 656 bytes" : "", error, worst_lse, good ? "" : " FAILED");
   if (!good) std::exit(1);
 }
 
@@ -99,8 +125,11 @@ int main() {
 #endif
     if (isa > attnops::cpu::detected_isa() && !model) continue;
     for (const int page_size : {64, 32, 40}) {  // where rows lie as a matrix, and where they must be gathered
-      for (const int length : {3, 128, 230})
-        check(isa, *attnops::cpu::tile_ops(isa, DType::kBFloat16), page_size, length);
+      for (const int length : {3, 128, 230}) {
+        for (const bool bytes : {false, true}) {
+          check(isa, *attnops::cpu::tile_ops(isa, DType::kBFloat16), page_size, length, bytes);
+        }
+      }
     }
   }
 }

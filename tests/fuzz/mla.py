@@ -136,7 +136,7 @@ def lse_slack(call: Call) -> float:
         # score's addends are positive, and it loses 1 %: docs/log/mla_decode_fp8.md, "Parallel queries and keys".
         largest = call.answer.lse[call.answer.lse.isfinite()].abs()
         return 0.4 + (float(largest.max()) / 64 if largest.numel() else 0.0)
-    if call.kv_pages.dtype != torch.uint8:
+    if call.kv_pages.dtype != torch.uint8 or not call.q.is_cuda:
         return 1e-4
     return {torch.bfloat16: 1e-2, torch.float16: 1.5e-3}.get(call.q.dtype, 1e-4) * max(1, abs(call.rules.scale) / 0.07)
 

@@ -75,7 +75,7 @@ def _judge(
     if bool(empty.all()):
         return
     error = float((got - expected).norm() / expected.norm())
-    # Kernels of 16 bit round a row of bytes once more, and few keys do not average that out.
+    # Kernels of 16 bit round the values of a row of bytes once more, and few keys do not average that out.
     looser = 2 if problem.selected.kv_pages.dtype == torch.uint8 and problem.q.dtype != torch.float32 else 1
     if error > looser * OUT[problem.q.dtype]:
         raise Failure(f"out differs: relative error {error:.3g}")

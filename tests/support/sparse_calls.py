@@ -261,8 +261,8 @@ def prefill(
 
 
 def lse_tolerance(problem: SparseProblem) -> float:
-    """Where kernels round a row's e4m3 times its scale to bf16 (mla_calls.py), or work in 16 bit."""
-    if problem.selected.kv_pages.dtype != torch.uint8:
+    """On a GPU as if kernels rounded a row's e4m3 times its scale to bf16 (mla_calls.py), or worked in 16 bit."""
+    if problem.selected.kv_pages.dtype != torch.uint8 or not problem.q.is_cuda:
         return 1e-4
     return {torch.bfloat16: 1e-2, torch.float16: 1.5e-3}.get(problem.q.dtype, 1e-4)
 

@@ -51,7 +51,8 @@ struct StepKeys {
 struct alignas(64) Scratch {
   float q[kPlanRows * kHeadDimQk];
   float q_panels[kPlanRows * kHeadDimQk];
-  float rows[kStepKeys * kHeadDimQk];  // keys that are copied or converted
+  float rows[kStepKeys * kHeadDimQk];       // keys that are copied or converted
+  float scales[kStepKeys * kScalesPerRow];  // of their sums, where scales_sums() holds
   float values[kStepKeys * kHeadDimV];
   float scores[kPlanRows * kStepKeys];
   float scores_by_key[kStepKeys * kPlanRows];
@@ -84,7 +85,12 @@ struct Step {
 
 constexpr DType compute_dtype(const TileOps& ops) { return ops.element_size == 2 ? DType::kBFloat16 : DType::kFloat32; }
 
-// Bytes [at, at + count) of a row as e4m3 under one scale, to column `column` of `dst`.
+// Whether the scales of a row are multiplied to sums: bf16 holds every e4m3, but not every e4m3 times a scale.
+bool scales_sums(const Params& p, const TileOps& ops) {
+  return p.kv_dtype == DType::kUInt8 && !p.shared_rows && compute_dtype(ops) == DType::kBFloat16;
+}
+
+// `count` elements of a row under one scale, to column `column` of `dst`.
 void dequantize_part(const TileOps& ops, const uint8_t* source, int count, DType dtype, float scale, void* dst,
                      int column) {
   const void* row = source;
@@ -114,9 +120,25 @@ void dequantize_row(const Params& p, const TileOps& ops, const Key& key, void* d
   if (key.rounded && compute_dtype(ops) == DType::kFloat32) round_to_bf16(static_cast<float*>(dst), kHeadDimV);
 }
 
+// kChunkKeys rows of bytes into elements of the compute type that no scale has touched yet. These go to `scales`.
+void load_unscaled(const TileOps& ops, const Key* keys, std::byte* copies, float* scales) {
+  const void* latent[kChunkKeys] = {};
+  const void* rope[kChunkKeys] = {};
+  for (int k = 0; k < kChunkKeys; ++k) {
+    const uint8_t* row = keys[k].row;
+    if (row == nullptr) continue;
+    latent[k] = row;
+    rope[k] = row + kFp8RowBytes - kHeadDimRope * sizeof(BFloat16);
+    std::memcpy(scales + k * kScalesPerRow, row + kHeadDimV, kScalesPerRow * sizeof(float));
+  }
+  ops.load_rows(copies, kHeadDimQk, latent, kChunkKeys, kHeadDimV, kHeadDimV, DType::kFloat8E4M3, 1.f);
+  ops.load_rows(copies + kHeadDimV * ops.element_size, kHeadDimQk, rope, kChunkKeys, kHeadDimRope, kHeadDimRope,
+                DType::kBFloat16, 1.f);
+}
+
 // The rows of kChunkKeys keys as a matrix, in the pool when all of them are seen and follow one another there, else in
 // `copies`, with zeros for unseen keys.
-Step::Chunk chunk_of(const Params& p, const TileOps& ops, const Key* keys, std::byte* copies) {
+Step::Chunk chunk_of(const Params& p, const TileOps& ops, const Key* keys, std::byte* copies, float* sum_scales) {
   const DType dtype = compute_dtype(ops);
   const int64_t stride = p.selects ? kHeadDimQk : p.kv_stride_token, row_bytes = stride * ops.element_size;
   bool as_it_lies = p.kv_dtype == dtype && !p.selects && keys[0].row != nullptr;
@@ -130,6 +152,11 @@ Step::Chunk chunk_of(const Params& p, const TileOps& ops, const Key* keys, std::
     return {copies, kHeadDimQk};
   }
   const int64_t copy_bytes = int64_t{kHeadDimQk} * ops.element_size;
+  std::fill_n(sum_scales, kChunkKeys * kScalesPerRow, 1.f);
+  if (scales_sums(p, ops) && std::none_of(keys, keys + kChunkKeys, [](const Key& key) { return key.rounded; })) {
+    load_unscaled(ops, keys, copies, sum_scales);
+    return {copies, kHeadDimQk};
+  }
   for (int k = 0; k < kChunkKeys; ++k) {
     if (keys[k].row) {
       dequantize_row(p, ops, keys[k], copies + k * copy_bytes);
@@ -157,7 +184,7 @@ Step step_of(const Params& p, const TileOps& ops, const StepKeys& keys, Scratch&
   Step step(keys);
   for (int key = 0; key < keys.num_keys; key += kChunkKeys) {
     auto* copies = reinterpret_cast<std::byte*>(s.rows) + static_cast<int64_t>(key) * kHeadDimQk * ops.element_size;
-    step.chunks[key / kChunkKeys] = chunk_of(p, ops, keys.key + key, copies);
+    step.chunks[key / kChunkKeys] = chunk_of(p, ops, keys.key + key, copies, s.scales + key * kScalesPerRow);
   }
   return step;
 }
@@ -201,15 +228,56 @@ int run_length(const TileOps& ops, const Step& step, int first) {
   return length;
 }
 
+// sums += scale * part. Both have `columns`, a multiple of kPanel.
+void add_scaled(float* sums, const float* part, float scale, int columns) {
+  for (int j = 0; j < columns; j += kPanel) {
+    for (int i = 0; i < kPanel; ++i) sums[j + i] += scale * part[j + i];
+  }
+}
+
+// K Q^T of keys in Scratch::rows. Columns under one scale are a sum of their own, in Scratch::scores.
+void score_parts(const TileOps& ops, int num_keys, int columns, RowsAhead& ahead, Scratch& s) {
+  const auto multiply = [&](float* sums, int column, int k) {
+    const auto* keys = reinterpret_cast<const std::byte*>(s.rows) + column * ops.element_size;
+    const auto* queries = reinterpret_cast<const std::byte*>(s.q_panels) + column * kPanel * ops.element_size;
+    ops.gemm_ahead(sums, columns, keys, kHeadDimQk, queries, kHeadDimQk, num_keys, columns, k, ahead);
+  };
+  multiply(s.scores_by_key, kHeadDimV, kHeadDimRope);
+  for (int i = 0; i < kScalesPerRow; ++i) {
+    multiply(s.scores, i * kValuesPerScale, kValuesPerScale);
+    for (int key = 0; key < num_keys; ++key) {
+      const int64_t at = static_cast<int64_t>(key) * columns;
+      add_scaled(s.scores_by_key + at, s.scores + at, s.scales[key * kScalesPerRow + i], columns);
+    }
+  }
+}
+
+// The values in Scratch::rows times their scales, rounded.
+void scale_values(const TileOps& ops, int num_keys, Scratch& s) {
+  for (int key = 0; key < num_keys; ++key) {
+    auto* row = reinterpret_cast<uint8_t*>(s.rows) + static_cast<int64_t>(key) * kHeadDimQk * ops.element_size;
+    for (int i = 0; i < kScalesPerRow; ++i) {
+      const int column = i * kValuesPerScale;
+      dequantize_part(ops, row + column * ops.element_size, kValuesPerScale, compute_dtype(ops),
+                      s.scales[key * kScalesPerRow + i], row, column);
+    }
+  }
+}
+
 // scores = Q K^T, as (K Q^T)^T: packing the queries once is cheaper than packing keys that are used once, and the pool
 // itself can be an operand.
 void score(const Params& p, const Piece& piece, const TileOps& ops, const Step& step, RowsAhead& ahead, Scratch& s) {
   const int columns = round_up(piece.num_rows, kPanel);
-  for (int i = 0; i * kChunkKeys < step.keys.num_keys;) {
-    const int length = run_length(ops, step, i);
-    ops.gemm_ahead(s.scores_by_key + i * kChunkKeys * columns, columns, step.chunks[i].rows, step.chunks[i].row_stride,
-                   s.q_panels, kHeadDimQk, length * kChunkKeys, columns, head_dim_qk(p), ahead);
-    i += length;
+  if (scales_sums(p, ops)) {
+    score_parts(ops, step.keys.num_keys, columns, ahead, s);
+  } else {
+    for (int i = 0; i * kChunkKeys < step.keys.num_keys;) {
+      const int length = run_length(ops, step, i);
+      ops.gemm_ahead(s.scores_by_key + i * kChunkKeys * columns, columns, step.chunks[i].rows,
+                     step.chunks[i].row_stride, s.q_panels, kHeadDimQk, length * kChunkKeys, columns, head_dim_qk(p),
+                     ahead);
+      i += length;
+    }
   }
   ops.transpose(s.scores, kStepKeys, s.scores_by_key, columns, step.keys.num_keys, columns);
 }
@@ -257,6 +325,7 @@ void attend(const Params& p, const Piece& piece, const TileOps& ops, const Step&
                .out = s.out,
                .ld_out = kHeadDimV,
                .n_out = kHeadDimV});
+  if (scales_sums(p, ops)) scale_values(ops, n, s);
   multiply_values(piece, ops, step, ahead, s);
 }
 
