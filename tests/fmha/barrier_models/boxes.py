@@ -6,38 +6,7 @@ python tests/fmha/barrier_models/boxes.py 0 150
 # ruff: noqa
 # mypy: ignore-errors
 import random, sys
-
-
-class Bar:
-    def __init__(s, n, name):
-        s.n = n
-        s.pend = n
-        s.tx = 0
-        s.phase = 0
-        s.name = name
-
-    def check(s):
-        if s.pend == 0 and s.tx == 0:
-            s.phase ^= 1
-            s.pend = s.n
-
-    def arrive(s, k=1):
-        assert s.pend >= k, ("too many arrivals", s.name)
-        s.pend -= k
-        s.check()
-
-    def expect(s, b):
-        s.tx += b
-        assert s.pend >= 1, ("expect: too many", s.name)
-        s.pend -= 1
-        s.check()
-
-    def add(s, b):
-        s.tx -= b
-        s.check()
-
-    def done(s, parity):
-        return s.phase != parity
+from machine import Bar, run
 
 
 def is_long(w):
@@ -413,31 +382,7 @@ def sim(seed, cluster, qs=2, kst=2, warps=8, ws=2, late=True, together=1, when_d
         threads += [[teller(c), None], [asker(c, True), None], [asker(c, False), None], [warp1(c), None]] + [
             [cons(c, i), None] for i in range(warps)
         ]
-    alive = threads[:]
-    idle = 0
-    bias = r.random()
-    while alive:
-        # randomly land a transfer or step a thread
-        moved = False
-        order = alive[:]
-        r.shuffle(order)
-        if inflight and r.random() < bias:
-            inflight.pop(r.randrange(len(inflight)))()
-            moved = True
-        for th in order:
-            if th[1] is None or th[1]():
-                try:
-                    th[1] = next(th[0])
-                except StopIteration:
-                    alive.remove(th)
-                moved = True
-                if r.random() < 0.7:
-                    break
-        if not moved:
-            if inflight:
-                inflight.pop(r.randrange(len(inflight)))()
-                continue
-            raise RuntimeError(f"deadlock seed {seed} cluster {cluster} works {W}")
+    run(threads, inflight, r, f"seed {seed} cluster {cluster} works {W}")
     want = [i for i in range(myc, npairs) if False]
     if cluster == 2:
         assert C[0].done == C[1].done

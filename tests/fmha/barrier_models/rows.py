@@ -8,7 +8,7 @@ python tests/fmha/barrier_models/rows.py 0 150
 # ruff: noqa
 # mypy: ignore-errors
 import random, sys
-from boxes import Bar
+from machine import Bar, run, step
 
 
 def sim(seed, kind, overlap, qs, kst=2, groups=2, turns=True, rst=2):
@@ -78,15 +78,12 @@ def sim(seed, kind, overlap, qs, kst=2, groups=2, turns=True, rst=2):
                 ring, cells, rd, f, e = (rv, V, vr, vf, ve) if i else (rk, K, kr, kf, ke)
                 st, ph = ring
                 yield wait(e[st], ph ^ 1)
-                for step in ("half", "wide"):
+                for width in ("half", "wide"):
                     assert rd[st] == 0, "overwritten while read"
-                    cells[st][wp] = ((mine, t), step)
+                    cells[st][wp] = ((mine, t), width)
                     yield lambda: True
                 f[st].arrive()
-                ring[0] += 1
-                if ring[0] == kst:
-                    ring[0] = 0
-                    ring[1] ^= 1
+                step(ring, kst)
 
             for t in range(-1, n + 1 if n else -1):
                 if 0 <= t < n:
@@ -114,16 +111,14 @@ def sim(seed, kind, overlap, qs, kst=2, groups=2, turns=True, rst=2):
                     assert e4m3_raw[at] == (mine, t - 1)
                     st, ph = rv
                     yield wait(ve[st], ph ^ 1)
-                    for step in ("half", "wide"):
+                    for width in ("half", "wide"):
                         assert vr[st] == 0, "overwritten while read"
-                        V[st][wp] = ((mine, t - 1), step)
+                        V[st][wp] = ((mine, t - 1), width)
                         yield lambda: True
                     e4m3_raw[at] = None
                     vf[st].arrive()
                     e4m3_next[1] = (at + 1) % kst
-                    rv[0] += 1
-                    if rv[0] == kst:
-                        rv[0], rv[1] = 0, rv[1] ^ 1
+                    step(rv, kst)
                 if t + 1 < n:
                     landed[t + 1] = 2
                     at = e4m3_next[0]
@@ -146,9 +141,7 @@ def sim(seed, kind, overlap, qs, kst=2, groups=2, turns=True, rst=2):
                         kf[st].arrive(2)
 
                     inflight.append(land_keys)
-                    rk[0] += 1
-                    if rk[0] == kst:
-                        rk[0], rk[1] = 0, rk[1] ^ 1
+                    step(rk, kst)
                 if t == -1:
                     yield from bring_queries()
                 yield lambda: True
@@ -222,10 +215,7 @@ def sim(seed, kind, overlap, qs, kst=2, groups=2, turns=True, rst=2):
                 ring = rk if keys else rv
                 st, ph = ring
                 yield wait((ke if keys else ve)[st], ph ^ 1)
-                ring[0] += 1
-                if ring[0] == kst:
-                    ring[0] = 0
-                    ring[1] ^= 1
+                step(ring, kst)
                 cells = (K if keys else V)[st]
                 rd = kr if keys else vr
                 bar = (kf if keys else vf)[st]
@@ -347,10 +337,7 @@ def sim(seed, kind, overlap, qs, kst=2, groups=2, turns=True, rst=2):
                 a += 1
                 if a == rst:
                     a, ap = 0, ap ^ 1
-                ring[0] += 1
-                if ring[0] == kst:
-                    ring[0] = 0
-                    ring[1] ^= 1
+                step(ring, kst)
             assert slot[own_slot] == (w, mine)
             wd[own_slot].arrive()
 
@@ -385,12 +372,6 @@ def sim(seed, kind, overlap, qs, kst=2, groups=2, turns=True, rst=2):
         if turns and g == groups - 1:
             give()
 
-        def adv(x):
-            x[0] += 1
-            if x[0] == kst:
-                x[0] = 0
-                x[1] ^= 1
-
         while True:
             yield wait(qf[q], qp)
             w, mine = slot[s]
@@ -420,12 +401,12 @@ def sim(seed, kind, overlap, qs, kst=2, groups=2, turns=True, rst=2):
             def relK():
                 kr[k[0]] -= 1
                 ke[k[0]].arrive()
-                adv(k)
+                step(k, kst)
 
             def relV():
                 vr[v[0]] -= 1
                 ve[v[0]].arrive()
-                adv(v)
+                step(v, kst)
 
             def T():
                 if turns:
@@ -500,29 +481,8 @@ def sim(seed, kind, overlap, qs, kst=2, groups=2, turns=True, rst=2):
             yield from take()
 
     bring = [asker()] + [widener(i) for i in range(3)] if narrow else [prod(i) for i in range(4)]
-    alive = [[b, None] for b in bring] + [[cons(i), None] for i in range(groups)]
-    bias = r.random()
-    while alive:
-        moved = False
-        order = alive[:]
-        r.shuffle(order)
-        if inflight and r.random() < bias:
-            inflight.pop(0 if r.random() < 0.5 else r.randrange(len(inflight)))()
-            moved = True
-        for th in order:
-            if th[1] is None or th[1]():
-                try:
-                    th[1] = next(th[0])
-                except StopIteration:
-                    alive.remove(th)
-                moved = True
-                if r.random() < 0.7:
-                    break
-        if not moved:
-            if inflight:
-                inflight.pop(0)()
-                continue
-            raise RuntimeError(f"deadlock {seed} {kind} overlap {overlap} qs {qs} {W}")
+    threads = [[b, None] for b in bring] + [[cons(i), None] for i in range(groups)]
+    run(threads, inflight, r, f"{seed} {kind} overlap {overlap} qs {qs} {W}")
     assert done == [i for i, w in enumerate(W) if w[0]]
 
 
