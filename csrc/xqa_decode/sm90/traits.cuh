@@ -28,7 +28,9 @@ struct Traits {
   static constexpr int kWarps = 4;  // of a group
   static constexpr int kGroupThreads = 32 * kWarps;
   static constexpr int kThreads = kGroups * kGroupThreads;  // that multiply
-  static constexpr int kReaders = kThreads;                 // of every unit
+  // Groups ask for products in turns, so that one computes probabilities while the other multiplies.
+  static constexpr bool kTakesTurns = kGroups > 1;
+  static constexpr int kReaders = kThreads;  // of every unit
   static constexpr bool kGathers = kGathers_;
   // Tiles of e4m3 become fp16 in shared memory: by the warpgroup that multiplies (fp8/widened_block.cuh), or between
   // two rings, by warps of their own (fp8/widening.cuh).
@@ -175,9 +177,9 @@ struct SharedLayout<RawTraits<Tr>> {
   static constexpr int kEmpty = SharedLayout<Tr>::kRawEmpty;
 };
 
-// Barriers of the hardware; 0 is that of the merge. All are for the threads that multiply: kMultiply and those behind
-// it for one group each.
-enum NamedBarrier : int { kMultiply = 1 };
+// Barriers of the hardware; 0 is that of the merge. All are for the threads that multiply: kMultiply and the next for
+// one group each, kTurn and the next for the turns of each.
+enum NamedBarrier : int { kMultiply = 1, kTurn = 3 };
 
 // What a launch knows besides the arguments and the shape.
 struct Boxes {
