@@ -20,6 +20,15 @@ constexpr bool overlaps_softmax() {
   }
 }
 
+// Two warpgroups of three that merge, as many threads as a power of two.
+struct MergingGroups {
+  static constexpr int kThreads = 256;
+  static __device__ __forceinline__ unsigned thread() { return threadIdx.x; }
+  static __device__ __forceinline__ void sync() { hopper::named_barrier_sync(kMerge, kThreads); }
+};
+template <class Tr>
+using Merging = std::conditional_t<Tr::kGroups == 3, MergingGroups, MergingCta<Tr::kThreads>>;
+
 // What the warpgroup that multiplies does with the part's pieces.
 template <class Tr>
 class Consumer {
@@ -111,9 +120,11 @@ class Consumer {
       }
       if (!piece.last_row_block() || splits.arrivals == 0) continue;
       sync_threads<Tr::kThreads>();
-      merge_items_after_sync<MergingCta<Tr::kThreads>, Tr::kMergeBatch, (Tr::kRows > 16), is_ragged<Tr>()>(
-          p_, shape_, place, splits, piece.is_last(), reinterpret_cast<MergeFlag*>(smem_ + Shared::kFlag),
-          reinterpret_cast<float*>(smem_ + Shared::kMergeScratch));
+      if (Tr::kGroups <= 2 || own_group<Tr>() < 2) {
+        merge_items_after_sync<Merging<Tr>, Tr::kMergeBatch, (Tr::kRows > 16), is_ragged<Tr>()>(
+            p_, shape_, place, splits, piece.is_last(), reinterpret_cast<MergeFlag*>(smem_ + Shared::kFlag),
+            reinterpret_cast<float*>(smem_ + Shared::kMergeScratch));
+      }
       // The next queries or probabilities lie where the merge has its scratch.
       if constexpr (Tr::kGroups > 1) {
         sync_threads<Tr::kThreads>();
@@ -434,10 +445,13 @@ class Consumer {
 
   // Whoever has the turn waits for nothing.
   __device__ __forceinline__ static void take_turn() {
-    if constexpr (Tr::kTakesTurns) hopper::named_barrier_sync(kTurn + own_group<Tr>(), Tr::kThreads);
+    if constexpr (Tr::kTakesTurns) hopper::named_barrier_sync(kTurn + own_group<Tr>(), 2 * Tr::kGroupThreads);
   }
   __device__ __forceinline__ static void pass_turn() {
-    if constexpr (Tr::kTakesTurns) hopper::named_barrier_arrive(kTurn + 1 - own_group<Tr>(), Tr::kThreads);
+    if constexpr (Tr::kTakesTurns) {
+      const int next = own_group<Tr>() == Tr::kGroups - 1 ? 0 : own_group<Tr>() + 1;
+      hopper::named_barrier_arrive(kTurn + next, 2 * Tr::kGroupThreads);
+    }
   }
 
   __device__ __forceinline__ uint32_t unit_at(const RingPlace<Tr>& place) const {
