@@ -79,9 +79,9 @@ def test_rules_of_three_groups(options, head_dim, page_size):
 
 def test_one_graph_serves_any_lengths():
     tokens = 4
-    problem = paged_problem(
-        [2000] * REQUESTS, tokens, num_q_heads=120, num_kv_heads=3, head_dim=128, page_size=16
-    ).to("cuda")
+    problem = paged_problem([2000] * REQUESTS, tokens, num_q_heads=120, num_kv_heads=3, head_dim=128, page_size=16).to(
+        "cuda"
+    )
     plan = make_plan(problem, seqlen_q=tokens, num_sm_parts=None)
     mixed = lengths_for(tokens)
     check_replays(problem, plan, [mixed, [2000] * REQUESTS, [0] * REQUESTS, [tokens] * REQUESTS, mixed[::-1]])
@@ -101,9 +101,9 @@ def test_few_works_have_blocks_of_their_own(works):
 def test_batch_invariant_plans_compute_the_same_bits_beside_others():
     """A request alone has blocks of 64 rows, and among many, too."""
     tokens = 9
-    problem = paged_problem(
-        lengths_for(tokens), tokens, num_q_heads=54, num_kv_heads=3, head_dim=128, page_size=32
-    ).to("cuda")
+    problem = paged_problem(lengths_for(tokens), tokens, num_q_heads=54, num_kv_heads=3, head_dim=128, page_size=32).to(
+        "cuda"
+    )
     together = attend(problem, tokens)
     for request in (0, 7, REQUESTS - 2):
         one = slice(request, request + 1)
