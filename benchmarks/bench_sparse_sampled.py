@@ -26,7 +26,20 @@ import torch
 from attnops import ops
 from attnops.metadata import SparseMlaPlan
 from bench_indexer import difference
-from bench_sparse_mla import BF16, DEVICE, SCALE, Call, SparseBench, captured, lists_of, milliseconds, paged_rows
+from bench_sparse_mla import (
+    BF16,
+    DEVICE,
+    SCALE,
+    Call,
+    SparseBench,
+    captured,
+    finished,
+    first_line,
+    lists_of,
+    milliseconds,
+    paged_rows,
+    version,
+)
 from records import Record, write
 from sampled_cells import BF16_FLOPS, READ_BYTES, THIRDS
 from sampled_indexer import LAW as MORE_LAWS
@@ -232,7 +245,7 @@ class SampledBench(SparseBench):
         contenders, compared = self.calls_of(cell)
         for name, calls in contenders.items():
             try:
-                out = compared(name, calls[0]())
+                out = compared(name, finished(calls[0]))
                 if first is None:
                     first = out.clone()
                 error = difference(out, first)
@@ -240,7 +253,7 @@ class SampledBench(SparseBench):
                     raise RuntimeError(f"differs from attnops by {error:.1e}")
                 graphs[name] = captured(calls * (1 if cell.roofline > 100 else 4)), calls
             except Exception as problem:  # a peer may refuse the cell: it is named
-                print(f"  !! {cell.rows} {cell.name}: {name}: {str(problem).splitlines()[:1]}", flush=True)
+                print(f"  !! {cell.rows} {cell.name}: {name}: {first_line(problem)}", flush=True)
         times: dict[str, list[float]] = defaultdict(list)
         for _ in range(turns):
             for name, (graph, _) in graphs.items():
@@ -316,11 +329,13 @@ def main() -> None:
             for name, t in times.items():
                 note = f"best: {best}, {ratio:.3f}" if name == "attnops" else ""
                 case, params = f"sampled {rows} seed {options.seed}", dataclasses.asdict(cell)
-                records.append(Record(case, name, params, ms=t / 1e3, tflops=cell.flops / t / 1e6 or None, note=note))
+                record = Record(case, name, params, ms=t / 1e3, tflops=cell.flops / t / 1e6 or None, note=note)
+                record.version = version(name)
+                records.append(record)
         if results:
             summary(rows, results)
-    if options.write:
-        write(records, "h200-sparse_sampled")
+        if options.write and records:  # after each set, so that a run that is ended keeps what it has
+            write(records, "h200-sparse_sampled")
 
 
 if __name__ == "__main__":
