@@ -329,8 +329,19 @@ class SparseBench:
         out = q.new_empty(batch, tokens, heads, 512)
         return lambda: ops.sparse_mla_decode(q, pool, indices, plan, softmax_scale=SCALE, out=out, **more)
 
-    def flash_mla(self, q: Tensor, pool: Tensor, indices: Tensor, sinks: Tensor | None = None, *extra: Tensor) -> Call:
-        """Their call, which makes its schedule when it first runs. Heads are padded to 64."""
+    def flash_mla(
+        self,
+        q: Tensor,
+        pool: Tensor,
+        indices: Tensor,
+        sinks: Tensor | None = None,
+        *extra: Tensor,
+        lengths: Tensor | None = None,
+    ) -> Call:
+        """Their call, which makes its schedule when it first runs. Heads are padded to 64.
+
+        `lengths`: ``[B, S_q]`` of the last list, of which a request's longest is given.
+        """
         if "FlashMLA" not in self.peers:
             return lambda: None
         from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
@@ -343,6 +354,8 @@ class SparseBench:
             sinks = padded(sinks, 0)
             entries, lists = extra
             options |= {"attn_sink": sinks, "extra_k_cache": by_head(entries), "extra_indices_in_kvcache": lists}
+        if lengths is not None:
+            options["extra_topk_length" if extra else "topk_length"] = lengths.amax(1)
         return lambda: flash_mla_with_kvcache(wide, by_head(pool), None, None, 512, schedule, **options)
 
     def fa3(self, q: Tensor, pool: Tensor, indices: Tensor) -> Call:

@@ -6,8 +6,9 @@
 Sets are decode over three kinds of rows, and those of sampled_indexer.py: prefill, logits, selection.
 
 A seed draws cells by the law below. FlashMLA gets heads padded to 64 or 128, lists padded to a multiple of 64 by -1,
-and pages of 64. A cell's figure is the best peer's time over attnops', plans and schedules made before. A cell that no
-peer runs is judged against its roofline: 1.15x of it, or 8 us more, whichever is longer.
+and pages of 64. Where lists have lengths it also takes its turns with them: of a request the longest. A cell's figure
+is the best peer's time over attnops', plans and schedules made before. A cell that no peer runs is judged against its
+roofline: 1.15x of it, or 8 us more, whichever is longer.
 """
 
 from __future__ import annotations
@@ -177,16 +178,18 @@ class SampledBench(SparseBench):
                 sinks = torch.randn(cell.heads, device=DEVICE)
                 entries = self.pool(cell.rows, 1)
                 found["attnops"].append(self.our_two_lists(q, pool, window, entries, lists, lengths, sinks))
-                theirs = self.flash_mla(q, pool, window, sinks, entries, padded_lists(lists, lengths))
+                given: tuple[Tensor, ...] = (q, pool, window, sinks, entries, padded_lists(lists, lengths))
             else:
                 found["attnops"].append(self.our_lists(q, ours, lists, lengths))
                 if cell.rows == "rows576":
                     if cell.full and cell.tokens == 1 and "FA3" in self.peers:
                         found["FA3, page 1"].append(self.fa3_list(q, pool, lists))
                     continue
-                theirs = self.flash_mla(q, pool, padded_lists(lists, lengths))
+                given = (q, pool, padded_lists(lists, lengths))
             if "FlashMLA" in self.peers:
-                found["FlashMLA"].append(theirs)
+                found["FlashMLA"].append(self.flash_mla(*given))
+                if lengths is not None:
+                    found["FlashMLA, lengths"].append(self.flash_mla(*given, lengths=lengths))
         return found
 
     def our_lists(self, q: Tensor, pool: Tensor, lists: Tensor, lengths: Tensor | None) -> Call:

@@ -125,7 +125,10 @@ class PrefillCell(_Cell):
                 wide.masked_fill_(torch.arange(wide.shape[1], device=DEVICE) >= lengths.unsqueeze(1), -1)
             kv = pool.view(-1, 1, 576) if self.rows == "prefill576" else dequantized(pool)
             call = partial(flash_mla_sparse_fwd, padded(q, 1), kv, wide.unsqueeze(1), SCALE)
-            found["FlashMLA" if self.rows == "prefill576" else "FlashMLA, bf16 rows"] = call, digest
+            name = "FlashMLA" if self.rows == "prefill576" else "FlashMLA, bf16 rows"
+            found[name] = call, digest
+            if lengths is not None:
+                found[f"{name}, lengths"] = partial(call, topk_length=lengths), digest
         return found
 
 
