@@ -38,8 +38,8 @@ DISTRIBUTIONS = {
     "XQA": ("flashinfer-python",),
     "FA3": ("flash_attn_3", "flash-attn-3"),
     "FlashMLA": ("flash_mla", "flash-mla"),
-    "DeepGEMM": ("deep_gemm", "deep-gemm"),
-    "fast_topk": ("sgl-kernel", "sgl_kernel"),
+    "DeepGEMM": ("deep_gemm", "deep-gemm", "sgl-deep-gemm"),
+    "fast_topk": ("sgl-kernel", "sgl_kernel", "sglang-kernel"),
     "SDPA": ("torch",),
     "torch": ("torch",),
 }
