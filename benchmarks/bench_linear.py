@@ -62,7 +62,7 @@ class Bench:
         """save: the name of the result file that takes each cell as it is done."""
         self.device, self.rounds, self.peers, self.save = device, rounds, peers, save
         self.records: list[Record] = []
-        self.failed = 0
+        self.failed = self.tries = self.skip = 0
         self.copied = COPY
         self.generator = torch.Generator(device).manual_seed(0)  # none that a failed capture could spoil
 
@@ -356,12 +356,21 @@ class Bench:
         self.cell("linear_fold", params, folds, 2 * batch * per_slot / COPY)
 
     def tried(self, cell: Callable[..., None], *options: object, **named: object) -> None:
-        """A cell that fails is told, and the others go on."""
+        """A cell that fails is told, and the others go on: in a new process, if it has spoilt the device for this."""
+        self.tries += 1
+        if self.tries <= self.skip:
+            return
         try:
             cell(*options, **named)
         except Exception as error:
             self.failed += 1
             print(f"{cell.__name__}{options}: {type(error).__name__}: {str(error)[:500]}", flush=True)
+            try:
+                if self.device == "cuda":
+                    torch.cuda.synchronize()
+            except Exception:
+                print(f"the device is lost: go on with --from {self.tries}", flush=True)
+                raise SystemExit(3) from None
 
     def fixed(self, only: str) -> None:
         """The cells of issue 21."""
@@ -494,6 +503,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a group: decode, conv_decode, convolve, prefill, verify, first")
     parser.add_argument("--seed", type=int, help="cells that this seed draws, in place of the fixed ones")
     parser.add_argument("--cells", type=int, default=40, help="how many of them")
+    parser.add_argument("--from", type=int, default=0, dest="skip", help="how many cells to skip")
     parser.add_argument("--write", action="store_true", help="record the results")
     parser.add_argument("--name", default="cpu", help="prefix of the CPU's result file")
     options = parser.parse_args()
@@ -503,6 +513,7 @@ def main() -> None:
         quick_tuning()
     peers = Peers() if options.peers else None
     bench = Bench("cpu" if options.cpu else "cuda", options.rounds, peers, name if options.write else "")
+    bench.skip = options.skip
     if options.cpu:
         bench.copy_rate()
         bench.decode(GDN, 16, torch.float32, 2**28)
@@ -515,7 +526,7 @@ def main() -> None:
         bench.fixed(options.only)
     bench.summary()
     if options.write:
-        write(bench.records, name, whole=not (drawn or bench.failed))
+        write(bench.records, name, whole=not (drawn or bench.failed or bench.skip))
     if bench.failed:
         raise SystemExit(f"{bench.failed} cells failed")
 

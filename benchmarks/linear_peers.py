@@ -296,14 +296,15 @@ class Peers:
         return calls
 
     def ssd_step(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, states: Tensor, slots: Tensor) -> Calls:
+        """With a D of zeros, since SGLang's call does not take None."""
         if not self.ssm_step:
             return {}
         rate = A[:, None, None].expand(-1, *states.shape[2:])
         out, wide = torch.empty_like(x), dt.unsqueeze(-1).expand_as(x)
         bias = torch.zeros_like(A)[:, None].expand(-1, x.shape[-1])
         call = partial(
-            self.ssm_step, states, x, wide, rate, B, C, dt_bias=bias, dt_softplus=True, state_batch_indices=slots,
-            out=out,
+            self.ssm_step, states, x, wide, rate, B, C, D=bias, dt_bias=bias, dt_softplus=True,
+            state_batch_indices=slots, out=out,
         )  # fmt: skip
         return {"SGLang": PeerCall(call, lambda _: (out, _slots(states, slots)))}
 
@@ -372,13 +373,13 @@ class Peers:
             )  # fmt: skip
         elif kind == "Mamba2" and self.ssm_step:
             fold = lambda t: t.unflatten(0, (batch, drafts))  # noqa: E731
+            zeros = torch.zeros_like(A_log)[:, None].expand(-1, v.shape[-1])
             draft = partial(
                 self.ssm_step, states, fold(v), fold(a.unsqueeze(-1).expand_as(v)),
                 (A_log - 1)[:, None, None].expand(-1, *states.shape[2:]), fold(k), fold(q),
-                dt_bias=torch.zeros_like(A_log)[:, None].expand(-1, v.shape[-1]), dt_softplus=True,
-                state_batch_indices=slots, out=fold(out), disable_state_update=True,
-                intermediate_states_buffer=snapshots, cache_steps=drafts, retrieve_parent_token=parents,
-                intermediate_state_indices=own,
+                D=zeros, dt_bias=zeros, dt_softplus=True, state_batch_indices=slots, out=fold(out),
+                disable_state_update=True, intermediate_states_buffer=snapshots, cache_steps=drafts,
+                retrieve_parent_token=parents, intermediate_state_indices=own,
             )  # fmt: skip
         elif kind == "Lightning" and self.seg_la and self.seg_la_meta and parents is None and _square(q, v):
             meta = self.seg_la_meta(
